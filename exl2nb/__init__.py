@@ -1,0 +1,35 @@
+"""exl2nb: EXL2-quantised language models in a notebook.
+
+Public names load lazily: importing the package touches neither torch nor Jupyter.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "LLM": "exl2nb.llm",
+    "compare": "exl2nb.llm",
+    "convert": "exl2nb.llm",
+    "demo": "exl2nb.llm",
+    "errors": "exl2nb.core",
+    "inspect": "exl2nb.llm",
+    "load": "exl2nb.llm",
+    "widgets": "exl2nb",
+}
+__all__ = ["LLM", "compare", "convert", "demo", "errors", "inspect", "load", "widgets"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'exl2nb' has no attribute {name!r}; public names: {', '.join(__all__)}")
+    if name in ("errors", "widgets"):
+        return importlib.import_module(f"{_PUBLIC[name]}.{name}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -1,0 +1,1 @@
+"""Floor 5b: quantising models."""

@@ -1,0 +1,1 @@
+"""Floor 1: errors, options, progress, environment. Standard library only."""

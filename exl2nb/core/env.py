@@ -1,0 +1,28 @@
+"""The environment variables exl2nb reads: this table is all of them. A value that does not parse is an error."""
+
+from __future__ import annotations
+
+import os
+
+from exl2nb.core.errors import OptionError
+
+VARIABLES: dict[str, tuple[tuple[str, ...], str]] = {
+    # name: (allowed values, meaning); the empty string means "not set"
+    "EXL2NB_DEVICE": (("auto", "cpu", "cuda"), "where ex.load puts a model when device= is not given"),
+    "EXL2NB_ISA": (("base", "avx2", "avx512"), "upper limit of the CPU instruction set (read by the compiled library)"),
+    "EXL2NB_ENGINE": (("compiled", "reference"), "reference: never load the compiled library, use the torch reference ops"),
+    "EXL2NB_FORCE_CUDA_LIB": (("0", "1"), "1: load the CUDA library even where torch sees no GPU (tests)"),
+}
+
+
+def get(name: str, default: str) -> str:
+    """Value of one of VARIABLES, or `default` where it is unset or empty.
+
+    Raises:
+        OptionError: the value is not one of the allowed ones.
+    """
+    allowed, _ = VARIABLES[name]
+    value = os.environ.get(name, "") or default
+    if value not in allowed:
+        raise OptionError(f"environment variable {name} is {value!r}; expected one of {', '.join(allowed)}")
+    return value

@@ -1,0 +1,44 @@
+"""Keyword-only frozen dataclasses as options: unknown keyword = named error with the nearest known one."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from exl2nb.core.errors import OptionError
+
+T = TypeVar("T")
+
+
+def make(cls: type[T], kwargs: Mapping[str, Any], *, where: str = "") -> T:
+    """Build the options dataclass `cls` from keywords.
+
+    Args:
+        cls: a frozen dataclass whose `__post_init__` checks ranges.
+        kwargs: what the caller gave.
+        where: the public call, named in the message.
+
+    Raises:
+        OptionError: a keyword that `cls` does not have; the message names the nearest one.
+    """
+    known = [f.name for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
+    check_keywords(kwargs, known, where=where or cls.__name__)
+    return cls(**kwargs)
+
+
+def check_keywords(kwargs: Mapping[str, Any], known: list[str], *, where: str) -> None:
+    """Raise OptionError for the first keyword that is not in `known`."""
+    for name in kwargs:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+            raise OptionError(f"{where}: unknown keyword {name!r}; {hint}")
+
+
+def check_range(name: str, value: float, low: float, high: float, *, where: str = "") -> None:
+    """Raise OptionError unless `low <= value <= high` (NaN never passes)."""
+    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+    if not ok:
+        raise OptionError(f"{where + ': ' if where else ''}{name} is {value!r}; expected a number from {low:g} to {high:g}")

@@ -1,0 +1,1 @@
+"""Floor 3: files: safetensors, shards, hub, config."""

@@ -1,0 +1,1 @@
+"""Floor 4: architectures and the forward pass."""

@@ -1,0 +1,1 @@
+"""Floor 2: ops with schema, fake kernel and fp32 reference; compiled kernels take over when loaded."""

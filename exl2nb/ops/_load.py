@@ -1,0 +1,50 @@
+"""Finds and loads the compiled libraries. Knows nothing about what the ops do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from exl2nb.core import env
+
+
+@dataclass(frozen=True)
+class Libraries:
+    """What was found: paths are None where a library was not built; `loaded` names those in use; `note` says why one is not."""
+
+    cpu: Path | None
+    cuda: Path | None
+    loaded: tuple[str, ...]
+    isa: str
+    note: str
+
+
+def _find(name: str) -> Path | None:
+    import exl2nb  # editable installs split the package: sources in one folder of __path__, the library in another
+
+    return next((p for root in exl2nb.__path__ if (p := Path(root) / name).exists()), None)
+
+
+@cache
+def load() -> Libraries:
+    """Load `libexl2nb_cpu.so`, and `libexl2nb_cuda.so` where torch can use a GPU; idempotent.
+
+    Without the CPU library the torch reference ops answer: slow, and right.
+    """
+    import torch
+
+    cpu, cuda = _find("libexl2nb_cpu.so"), _find("libexl2nb_cuda.so")
+    if env.get("EXL2NB_ENGINE", "compiled") == "reference":
+        return Libraries(cpu, cuda, (), "reference", "EXL2NB_ENGINE=reference")
+    if cpu is None:
+        return Libraries(None, cuda, (), "reference", "libexl2nb_cpu.so was not built: run `make build` or `pip install --no-build-isolation .`")
+    torch.ops.load_library(cpu)
+    isa = ("base", "avx2", "avx512")[torch.ops.exl2nb.isa()]
+    loaded, note = ["cpu"], ""
+    if cuda is not None and (torch.cuda.is_available() or env.get("EXL2NB_FORCE_CUDA_LIB", "0") == "1"):
+        torch.ops.load_library(cuda)
+        loaded.append("cuda")
+    elif cuda is not None:
+        note = "the CUDA library is built but torch sees no GPU"
+    return Libraries(cpu, cuda, tuple(loaded), isa, note)

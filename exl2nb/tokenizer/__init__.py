@@ -1,0 +1,1 @@
+"""Floor 3: text to ids and back, chat templates."""
