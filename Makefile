@@ -1,34 +1,85 @@
-# make demo: everything from a fresh clone to a streamed, measured model.  make test: the tests.  make lab: JupyterLab.  make lint: all linters.
+# make demo   from a fresh clone to a streamed, measured model      make test   the tests            make lab    JupyterLab on the notebooks
+# make lint   all linters     make wheel   dist/*.whl               make bench  benchmarks           make test-gpu   the tests that need a GPU
+#
+# Needs python3 >= 3.10 with venv, and a C++20 compiler; everything else is installed into .venv, each step only what it needs.
 PY ?= python3
 VENV ?= .venv
-BIN := $(VENV)/bin
 TORCH ?= torch==2.13.0
+# Where torch comes from. Empty: PyTorch's CPU index where there is no NVIDIA GPU and the index answers (200 MB, not 3 GB), else pip's own.
+TORCH_INDEX ?=
+CPU_INDEX := https://download.pytorch.org/whl/cpu
+ENGINE := numpy safetensors tokenizers jinja2 pandas
+BUILD := "scikit-build-core>=0.11" ninja "cmake>=3.25"
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 SRC := $(shell find csrc -type f) CMakeLists.txt pyproject.toml
-.PHONY: demo test lab lint build clean
+# Python's own build settings may name a compiler that is not installed (x86_64-linux-gnu-g++), so name one that is.
+ifeq ($(origin CXX),default)
+export CXX := $(firstword $(foreach c,g++ clang++ c++,$(shell command -v $(c))))
+endif
+ifeq ($(origin CC),default)
+export CC := $(firstword $(foreach c,gcc clang cc,$(shell command -v $(c))))
+endif
+
+.PHONY: demo test test-gpu lab lint wheel bench build clean
+.DELETE_ON_ERROR:
 
 build: $(VENV)/.built
 
-$(VENV)/.deps: pyproject.toml
-	$(PY) -m venv $(VENV)
-	$(BIN)/python -m pip install -q $(TORCH) numpy
-	$(BIN)/python -m pip install -q "scikit-build-core>=0.11" ninja "cmake>=3.25"
-	touch $@
+$(VENV)/.torch:
+	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "exl2nb: $(PY) is too old or missing; needs Python >= 3.10 (make PY=python3.11 ...)"; exit 1; }
+	@test -n "$(CXX)" || { echo "exl2nb: no C++ compiler found; on Debian: apt-get install g++"; exit 1; }
+	@$(PY) -m venv $(VENV) || { echo "exl2nb: no virtual environment; on Debian: apt-get install python3-venv"; exit 1; }
+	@index="$(TORCH_INDEX)"; \
+	if [ -z "$$index" ] && ! command -v nvidia-smi >/dev/null && \
+	  $(PY) -c "import urllib.request as r; r.urlopen('$(CPU_INDEX)/torch/', timeout=5)" 2>/dev/null; then index=$(CPU_INDEX); fi; \
+	echo "[1/3] installing $(TORCH) and the engine's packages into $(VENV) (once, 200 MB and up)"; \
+	$(PIP) install $${index:+--extra-index-url $$index} $(TORCH) $(ENGINE) $(BUILD)
+	@touch $@
 
-$(VENV)/.built: $(VENV)/.deps $(SRC)
-	$(BIN)/python -m pip install -q -e ".[dev]" --no-build-isolation
-	touch $@
+$(VENV)/.built: $(VENV)/.torch $(SRC)
+	@echo "[2/3] compiling the kernels"
+	@$(PIP) install --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.lab: pyproject.toml | $(VENV)/.built
+	@echo "[3/3] installing JupyterLab and the widgets' packages"
+	@$(PIP) install --no-build-isolation -e .
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml | $(VENV)/.built
+	@echo "[3/3] installing JupyterLab and the test tools"
+	@$(PIP) install --no-build-isolation -e ".[dev]"
+	@touch $@ $(VENV)/.lab
 
 demo: build
-	$(BIN)/exl2nb demo
+	@echo "[3/3] running the demo"
+	@$(BIN)/exl2nb demo
 
-test: build
+test: build $(VENV)/.dev
 	$(BIN)/python -m pytest tests
 
-lab: build
+test-gpu: build $(VENV)/.dev
+	$(BIN)/python -m pytest tests -m gpu
+
+lab: build $(VENV)/.lab
 	$(BIN)/python -m jupyter lab notebooks
 
-lint: build
-	$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/lint-imports && $(BIN)/pyright
+lint: build $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+	$(BIN)/clang-format --dry-run -Werror $$(find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
+	@if command -v npm >/dev/null; then cd widgets && { test -d node_modules || npm ci --silent; } && npm run --silent lint; \
+	else echo "no npm: widgets not checked"; fi
+
+wheel: $(VENV)/.torch
+	$(PIP) wheel --no-deps --no-build-isolation -w dist .
+
+bench: build
+	$(BIN)/python benchmarks/gemv.py
+	$(BIN)/python benchmarks/decode.py
 
 clean:
-	rm -rf build $(VENV)
+	rm -rf build dist $(VENV)
