@@ -40,6 +40,7 @@ $(VENV)/.torch:
 $(VENV)/.built: $(VENV)/.torch $(SRC)
 	@echo "[2/3] compiling the kernels"
 	@$(PIP) install --no-deps --no-build-isolation -e .
+	@sed 's/^/      /' build/*/built.txt
 	@touch $@
 
 $(VENV)/.lab: pyproject.toml | $(VENV)/.built
