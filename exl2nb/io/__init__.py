@@ -1,1 +1,1 @@
-"""Floor 3: files: safetensors, shards, hub, config."""
+"""Floor 3: files: safetensors, shards, atomic writes, config.json, the hub."""

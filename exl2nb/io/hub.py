@@ -1,0 +1,135 @@
+"""A path or a Hugging Face hub id -> a local model directory. Fetches the files a model needs and never any code."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from exl2nb.core.errors import ModelNotFound, OptionError
+from exl2nb.core.progress import Progress, SilentSink, Sink
+
+NEEDED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt", "LICENSE*", "README.md"]
+SKIPPED = ["*/*", "consolidated*", "*.bin.index.json", "adapter_*"]
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
+
+
+def resolve(path_or_id: str | os.PathLike[str], revision: str | None = None, progress: Sink | None = None) -> Path:
+    """Find a model directory: an existing folder as it is, anything that looks like `owner/name` through the hub's local cache.
+
+    Args:
+        path_or_id: a folder, or a hub id such as "owner/name".
+        revision: branch, tag or commit on the hub (EXL2 models often keep one branch per bitrate, "4.0bpw"); None means "main".
+        progress: takes the events of stage "download", in bytes.
+
+    Returns:
+        The folder. From the hub it is a snapshot in the hub's cache: nothing is fetched twice, and without a network a complete earlier
+        download is used as it stands.
+
+    Raises:
+        ModelNotFound: no such folder; no such model or revision on the hub; no access; no network and nothing cached.
+        OptionError: a revision for a local folder.
+    """
+    text = os.fspath(path_or_id)
+    path = Path(text).expanduser()
+    if path.is_dir():
+        if revision is not None:
+            raise OptionError(f"revision is {revision!r} for the local directory {path}; expected none: revisions are for hub ids")
+        return path
+    if path.exists():
+        raise ModelNotFound(f"{path}: is a file; give the directory that holds config.json and the .safetensors files")
+    if not _ID.fullmatch(text) or text.count("/") != 1 or ".." in text or "--" in text:
+        raise ModelNotFound(
+            f"{text}: no such directory, and not a hub id either; expected an existing folder or an id such as 'owner/name'"
+        )
+    return _download(text, revision, progress)
+
+
+def _download(repo_id: str, revision: str | None, progress: Sink | None) -> Path:
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    where = f"{repo_id}{f' (revision {revision})' if revision else ''}"
+    report = _Report(repo_id, progress)
+    try:
+        with report:
+            folder = huggingface_hub.snapshot_download(
+                repo_id, revision=revision, allow_patterns=NEEDED, ignore_patterns=SKIPPED, tqdm_class=_bars(report)
+            )
+    except errors.GatedRepoError as error:
+        raise ModelNotFound(f"{where}: access is restricted; accept its terms on its hub page, then log in with `hf auth login`") from error
+    except errors.RevisionNotFoundError as error:
+        raise ModelNotFound(f"{where}: the hub has the model but not this revision; see the branch list on its page") from error
+    except errors.RepositoryNotFoundError as error:
+        raise ModelNotFound(
+            f"{where}: no such folder here and no such public model on the hub; check the name, or log in for a private one"
+        ) from error
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        raise ModelNotFound(
+            f"{where}: the hub cannot be reached and the local cache has no complete copy; connect, or give a local folder"
+        ) from error
+    except (errors.HfHubHTTPError, errors.HFValidationError, OSError, ValueError) as error:
+        raise ModelNotFound(
+            f"{where}: the download failed ({type(error).__name__}: {str(error)[:200]}); nothing was loaded, try again"
+        ) from error
+    if not (Path(folder) / "config.json").is_file():
+        raise ModelNotFound(
+            f"{where}: no config.json at its top level, so it is not a model of this kind; EXL2 models may keep it in other revisions"
+        )
+    return Path(folder)
+
+
+class _Report:
+    """Sums up what several download threads report into events of one stage."""
+
+    def __init__(self, name: str, sink: Sink | None) -> None:
+        self._name, self._sink = name, sink or SilentSink()
+        self._bars: dict[int, tuple[float, float]] = {}
+        self._lock, self._start = threading.Lock(), time.monotonic()
+
+    def update(self, bar: int, done: float, total: float) -> None:
+        with self._lock:
+            self._bars[bar] = (done, total)
+            self._emit("running")
+
+    def __enter__(self) -> _Report:
+        self._emit("running")
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._emit("done" if kind is None else "cancelled" if kind is KeyboardInterrupt else "error")
+
+    def _emit(self, state: str) -> None:
+        # the hub shows one bar for bytes received and one for bytes written: the fuller one is the truth
+        done, total = max(self._bars.values(), key=lambda pair: (pair[1], pair[0]), default=(0.0, 0.0))
+        elapsed = time.monotonic() - self._start
+        eta = elapsed / done * (total - done) if 0 < done <= total and state == "running" else None
+        self._sink(
+            Progress(stage="download", done=done, total=total, unit="bytes", detail=self._name, elapsed_s=elapsed, eta_s=eta, state=state)
+        )
+
+
+def _bars(report: _Report) -> Any:
+    """A tqdm class that draws nothing and passes byte counts on."""
+    from tqdm.auto import tqdm
+
+    class Bar(tqdm):  # type: ignore[type-arg]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            kwargs.pop("name", None)
+            kwargs.update(file=io.StringIO(), disable=False)
+            super().__init__(*args, **kwargs)
+
+        def display(self, *args: Any, **kwargs: Any) -> None:
+            return
+
+        def update(self, n: float | None = 1) -> bool | None:
+            shown = super().update(n)
+            if self.unit == "B":
+                report.update(id(self), self.n, self.total or 0)
+            return shown
+
+    return Bar
