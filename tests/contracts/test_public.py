@@ -1,0 +1,65 @@
+"""The public face: sorted, lazy, cheap to import."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import exl2nb
+
+HEAVY = (
+    "torch",
+    "numpy",
+    "pandas",
+    "transformers",
+    "tokenizers",
+    "safetensors",
+    "jinja2",
+    "IPython",
+    "ipywidgets",
+    "anywidget",
+    "huggingface_hub",
+)
+
+
+def fresh(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_all_is_sorted_and_resolves():
+    assert exl2nb.__all__ == sorted(exl2nb.__all__)
+    for name in exl2nb.__all__:
+        assert getattr(exl2nb, name) is not None
+    assert set(exl2nb.__all__) <= set(dir(exl2nb))
+
+
+def test_unknown_name_lists_the_known_ones():
+    with pytest.raises(AttributeError, match="public names: LLM, compare, convert"):
+        _ = exl2nb.lode
+
+
+def test_import_loads_nothing_heavy():
+    loaded = json.loads(fresh("import sys, json, exl2nb; print(json.dumps(sorted(sys.modules)))"))
+    assert not [name for name in HEAVY if name in loaded]
+
+
+def test_import_is_quick():
+    best = min(float(fresh("import time; t = time.perf_counter(); import exl2nb; print(time.perf_counter() - t)")) for _ in range(3))
+    assert best < 0.5  # about 0.01 s; half a second is what a notebook user would notice
+
+
+def test_import_changes_nothing():
+    """Neither environment, nor signal handlers, nor threads, nor output; the facade included, once torch itself is in."""
+    code = """
+import os, signal, threading, torch
+state = lambda: (dict(os.environ), [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)], threading.active_count(),
+                 torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype())
+before = state()
+import exl2nb, exl2nb.llm, exl2nb.model.loader, exl2nb.generator.engine
+assert state() == before
+assert not torch.cuda.is_initialized()
+"""
+    assert fresh(code) == ""
