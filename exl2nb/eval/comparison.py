@@ -1,0 +1,179 @@
+"""The result of comparing two models: per-token numbers, their summary, and how it reads as a table. Knows nothing of models or files."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+BARS = " ▁▂▃▄▅▆▇█"
+EDGES = (0.0, 1e-4, 1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0, 3.0)  # nats; the last bin is open
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Comparison:
+    """`other` measured against `reference` on the same rows.
+
+    ids int32 `(rows, T)`. kl f32 `(rows, T)`: KL(reference || other) in nats after each token. same_top1 bool `(rows, T)`.
+    reference_logprob, logprob f32 `(rows, T - 1)`: log p(next token) of each model. forward_s: seconds spent in `other`'s forward pass.
+    """
+
+    reference: str
+    other: str
+    ids: Tensor
+    kl: Tensor
+    same_top1: Tensor
+    reference_logprob: Tensor
+    logprob: Tensor
+    forward_s: float = 0.0
+
+    @property
+    def ppl(self) -> float:
+        """Perplexity of `other`."""
+        return _ppl(self.logprob)
+
+    @property
+    def reference_ppl(self) -> float:
+        """Perplexity of `reference`."""
+        return _ppl(self.reference_logprob)
+
+    @property
+    def kl_mean(self) -> float:
+        """Mean KL over all positions, nats."""
+        return self.kl.double().mean().item()
+
+    @property
+    def kl_p99(self) -> float:
+        """99th percentile of KL over all positions, nats (linear interpolation)."""
+        ordered = self.kl.double().flatten().sort().values
+        position = 0.99 * (len(ordered) - 1)
+        low = math.floor(position)
+        high = min(low + 1, len(ordered) - 1)
+        return torch.lerp(ordered[low], ordered[high], position - low).item()
+
+    @property
+    def top1(self) -> float:
+        """Share of positions where both models find the same token most likely."""
+        return self.same_top1.double().mean().item()
+
+    def summary(self) -> dict[str, Any]:
+        """The numbers as plain values."""
+        rows, length = self.ids.shape
+        numbers = {"ppl": self.ppl, "reference_ppl": self.reference_ppl, "kl_mean": self.kl_mean, "kl_p99": self.kl_p99, "top1": self.top1}
+        return {"reference": self.reference, "other": self.other, "rows": rows, "length": length, **numbers}
+
+    def histogram(self) -> list[tuple[float, float, float]]:
+        """(low, high, share of tokens) of KL in fixed steps; the last `high` is infinity."""
+        edges = torch.tensor(EDGES[1:], dtype=torch.float64)
+        bins = torch.bucketize(self.kl.double().flatten(), edges, right=True)
+        counts = torch.bincount(bins, minlength=len(EDGES)).double() / self.kl.numel()
+        return [(low, high, share) for low, high, share in zip(EDGES, [*EDGES[1:], math.inf], counts.tolist())]
+
+    def by_position(self, parts: int = 32) -> list[float]:
+        """Mean KL of `parts` equal stretches of the row, averaged over rows: does error grow with context?"""
+        parts = min(parts, self.kl.shape[1])
+        return [chunk.double().mean().item() for chunk in torch.tensor_split(self.kl, parts, dim=1)]
+
+    def to_frame(self, tokens: Sequence[str] | None = None) -> pd.DataFrame:
+        """One line per token: row, position, id, (text,) kl, same_top1, and log p of the NEXT token under both (NaN at a row's end).
+
+        Args:
+            tokens: text of every id of the vocabulary; adds a `text` column.
+        """
+        import pandas as pd
+
+        rows, length = self.ids.shape
+        pad = torch.full((rows, 1), math.nan)
+        ids = self.ids.flatten()
+        columns: dict[str, Any] = {
+            "row": torch.arange(rows).repeat_interleave(length).numpy(),
+            "position": torch.arange(length).repeat(rows).numpy(),
+            "id": ids.numpy(),
+        }
+        if tokens is not None:
+            columns["text"] = [tokens[i] for i in ids.tolist()]
+        columns |= {
+            "kl": self.kl.flatten().numpy(),
+            "same_top1": self.same_top1.flatten().numpy(),
+            "reference_logprob": torch.cat([self.reference_logprob, pad], dim=1).flatten().numpy(),
+            "logprob": torch.cat([self.logprob, pad], dim=1).flatten().numpy(),
+        }
+        return pd.DataFrame(columns)
+
+    def __str__(self) -> str:
+        rows, length = self.ids.shape
+        shares = [share for _, _, share in self.histogram()]
+        top = max(shares)
+        bars = "".join(BARS[math.ceil(8 * share / top)] for share in shares)
+        lines = [
+            f"{self.other} against {self.reference}, {rows} rows of {length} tokens",
+            f"  perplexity        {self.ppl:10.4f}   (reference {self.reference_ppl:.4f})",
+            f"  KL mean           {self.kl_mean:10.5f}   nats",
+            f"  KL 99th percentile{self.kl_p99:10.5f}   nats",
+            f"  same top token    {self.top1:10.2%}",
+            f"  KL histogram      |{bars}|   0 .. {EDGES[-1]:g} nats and more",
+        ]
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"Comparison({self.other} | {self.reference}: kl_mean={self.kl_mean:.5f}, ppl={self.ppl:.4f}, top1={self.top1:.4f})"
+
+    def _repr_html_(self) -> str:
+        rows, length = self.ids.shape
+        facts = [
+            ("Perplexity", f"{self.ppl:.3f}", f"reference {self.reference_ppl:.3f}"),
+            ("KL mean", f"{self.kl_mean:.5f}", "nats a token"),
+            ("KL 99th percentile", f"{self.kl_p99:.4f}", "nats"),
+            ("Same top token", f"{self.top1:.2%}", "of positions"),
+        ]
+        cells = "".join(
+            f'<div style="min-width:9em"><div style="opacity:.7">{name}</div>'
+            f'<div style="font-size:1.5em;font-variant-numeric:tabular-nums">{value}</div><div style="opacity:.7">{note}</div></div>'
+            for name, value, note in facts
+        )
+        title = f"{html.escape(self.other)} against {html.escape(self.reference)}: {rows} rows of {length} tokens"
+        return (
+            f'<div style="font:13px/1.4 system-ui,sans-serif;max-width:60em"><div style="font-weight:600;margin-bottom:.5em">{title}</div>'
+            f'<div style="display:flex;flex-wrap:wrap;gap:1.5em;align-items:start">{cells}{self.histogram_svg()}</div></div>'
+        )
+
+    def histogram_svg(self) -> str:
+        """The KL histogram as inline SVG in the current text colour, with a text alternative."""
+        bars = self.histogram()
+        top, width, height = max(share for _, _, share in bars), 22, 60
+        label = ", ".join(f"{low:g} to {high:g}: {share:.1%}" for low, high, share in bars)
+        parts = []
+        for index, (low, high, share) in enumerate(bars):
+            tall = height * share / top
+            x = index * (width + 2)
+            range_text = f"{low:g} to {high:g} nats" if math.isfinite(high) else f"{low:g} nats and more"
+            parts.append(
+                f'<g><title>{range_text}: {share:.1%}</title><rect x="{x}" y="{height - tall:.1f}" width="{width}"'
+                f' height="{max(tall, 0.5):.1f}" rx="1.5" fill="currentColor" opacity=".55"/>'
+                f'<text x="{x}" y="{height + 11}" font-size="8" text-anchor="middle"'
+                f' fill="currentColor" opacity=".8">{_short(low)}</text></g>'
+            )
+        full = len(bars) * (width + 2)
+        return (
+            f'<svg role="img" aria-label="Share of tokens by KL in nats: {label}" viewBox="-8 -2 {full + 14} {height + 26}"'
+            f' width="{full + 14}" height="{height + 26}">{"".join(parts)}'
+            f'<text x="{full / 2}" y="{height + 22}" font-size="8" text-anchor="middle"'
+            f' fill="currentColor" opacity=".8">KL of a token, nats (share of tokens)</text></svg>'
+        )
+
+
+def _ppl(logprob: Tensor) -> float:
+    return math.exp(min(-logprob.double().mean().item(), 700.0))
+
+
+def _short(edge: float) -> str:
+    """An edge in at most four characters: .003 for 0.003."""
+    return f"{edge:g}".replace("0.", ".").replace("1e-04", "1e-4")

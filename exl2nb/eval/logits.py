@@ -1,0 +1,85 @@
+"""Logits of whole rows, in order, a bounded piece at a time. Always on an FP32 cache: these are the numbers others are compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from exl2nb.cache.pool import KVCache
+from exl2nb.cache.spec import CacheSpec
+from exl2nb.core.errors import ContextOverflow, OptionError
+from exl2nb.core.progress import Meter, Sink
+from exl2nb.model.batch import Batch
+from exl2nb.model.model import Model
+
+PIECE_BYTES = 64 << 20  # logits of one piece; 4096 tokens of a vocabulary of 4096, 128 of one of 128k
+
+
+def check_ids(model: Model, ids: Tensor) -> Tensor:
+    """Return `ids` as int32 `(rows, T)`.
+
+    Raises:
+        OptionError: not whole numbers, not two-dimensional, empty, or an id outside the vocabulary.
+        ContextOverflow: rows longer than the model's context.
+    """
+    if ids.dtype not in (torch.int32, torch.int64, torch.int16, torch.uint8) or ids.dim() != 2 or not ids.numel():
+        raise OptionError(f"input_ids: found {ids.dtype} {tuple(ids.shape)}; expected int32 or int64 (rows, tokens), both at least 1")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= model.config.vocab_size:
+        wrong = low if low < 0 else high
+        raise OptionError(
+            f"input_ids: found id {wrong}; expected 0..{model.config.vocab_size - 1}; encode the text with this model's tokenizer"
+        )
+    limit = model.config.max_position_embeddings
+    if ids.shape[1] > limit:
+        raise ContextOverflow(f"rows of {ids.shape[1]} tokens; the model's context is {limit}; use rows of at most {limit}")
+    return ids.to(torch.int32)
+
+
+class RowRunner:
+    """Runs one model over rows of one length, every row from an empty context, reusing one cache."""
+
+    def __init__(self, model: Model, length: int) -> None:
+        config, page = model.config, 256
+        num_pages = -(-length // page)
+        spec = CacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, num_pages, mode="fp32", page_size=page)
+        self._model = model
+        self._cache = KVCache(spec, device="cpu")
+        self._pages = list(range(num_pages))
+        self.piece = max(16, PIECE_BYTES // (4 * config.vocab_size))
+
+    def pieces(self, row: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """Yield (start, logits f32 `(n, V)`) covering `row` int32 `(T,)`; n is at most `piece`."""
+        for start in range(0, len(row), self.piece):
+            ids = row[start : start + self.piece]
+            batch = Batch.single(ids.tolist(), start=start, pages=self._pages, logit_rows="all")
+            yield start, self._model.forward(batch, self._cache)
+
+
+def logit_rows(model: Model, ids: Tensor, progress: Sink | None = None) -> Iterator[Tensor]:
+    """Iterator twin of `logits`: one f32 `(T, V)` per row."""
+    ids = check_ids(model, ids)
+    runner = RowRunner(model, ids.shape[1])
+    with Meter("logits", total=len(ids), unit="rows", sink=progress) as meter:
+        for row in ids:
+            yield torch.cat([piece for _, piece in runner.pieces(row)])
+            meter.step()
+
+
+def logits(model: Model, ids: Tensor, progress: Sink | None = None) -> Tensor:
+    """Logits of every position.
+
+    Args:
+        model: a loaded model.
+        ids: int32 or int64 `(rows, T)`.
+        progress: sink of progress events.
+
+    Returns:
+        float32 `(rows, T, V)`, all in memory: for many rows use `logit_rows`.
+
+    Raises:
+        OptionError, ContextOverflow: see `check_ids`.
+    """
+    return torch.stack(list(logit_rows(model, ids, progress)))
