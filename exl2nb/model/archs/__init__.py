@@ -1,1 +1,11 @@
-"""One file per architecture."""
+"""One small declarative file per architecture, named for its model_type; every file in this folder is read."""
+
+import importlib
+import pkgutil
+
+from exl2nb.model.archs.base import ARCHS, Architecture, parse_config
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
+
+__all__ = ["ARCHS", "Architecture", "parse_config"]

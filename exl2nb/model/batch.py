@@ -1,0 +1,106 @@
+"""What one forward step reads: plain int32 tensors, one row of `block_table` per sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from exl2nb.cache.spec import PAGE_SIZE
+
+LOGIT_ROWS = ("all", "last", "none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """The tokens one sequence adds in this step: `ids` at positions start, start + 1, ...; `pages` are all pages of the sequence so far.
+
+    logit_rows: "all", "last" or "none" of these tokens want logits.
+    """
+
+    ids: Sequence[int]
+    start: int
+    pages: Sequence[int]
+    logit_rows: str = "last"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One ragged step of B sequences and T tokens; all tensors int32 on the model's device.
+
+    input_ids, positions, slot_mapping: `(T,)`; slot = page * page_size + offset is where a token's K and V go. block_table:
+    `(B, max_pages)`, short rows padded with 0. cu_seqlens: `(B + 1,)` prefix sums of tokens. context_lens: `(B,)` tokens attention reads,
+    this step's included. logit_rows: `(R,)` rows of the step that want logits.
+    """
+
+    input_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    block_table: Tensor
+    cu_seqlens: Tensor
+    context_lens: Tensor
+    logit_rows: Tensor
+
+    def __post_init__(self) -> None:
+        num_tokens, num_sequences = self.input_ids.shape[0], self.context_lens.shape[0]
+        assert self.positions.shape == self.slot_mapping.shape == (num_tokens,), "one position and slot per token"
+        assert self.block_table.shape[:-1] == (num_sequences,), "one row of pages per sequence"
+        assert self.cu_seqlens.shape == (num_sequences + 1,), "cu_seqlens has one entry more than sequences"
+        assert all(getattr(self, name).dtype == torch.int32 for name in self.__dataclass_fields__), "a batch is int32"
+
+    @classmethod
+    def build(cls, spans: Sequence[Span], *, page_size: int = PAGE_SIZE, device: str = "cpu") -> Batch:
+        """Put the spans of several sequences side by side.
+
+        Args:
+            spans: at least one; each with at least one token and pages for all its tokens.
+            page_size: of the cache.
+            device: of the model.
+        """
+        assert spans, "a batch holds at least one sequence"
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        rows: list[int] = []
+        bounds = [0]
+        width = max(len(span.pages) for span in spans)
+        for span in spans:
+            end = span.start + len(span.ids)
+            assert end > span.start >= 0, "a span has tokens"
+            assert end <= len(span.pages) * page_size, f"{end} tokens do not fit {len(span.pages)} pages"
+            assert span.logit_rows in LOGIT_ROWS, span.logit_rows
+            ids += span.ids
+            positions += range(span.start, end)
+            slots += [span.pages[p // page_size] * page_size + p % page_size for p in range(span.start, end)]
+            bounds.append(len(ids))
+            first = {"all": bounds[-2], "last": bounds[-1] - 1, "none": bounds[-1]}[span.logit_rows]
+            rows += range(first, bounds[-1])
+
+        def tensor(values: object) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        return cls(
+            input_ids=tensor(ids),
+            positions=tensor(positions),
+            slot_mapping=tensor(slots),
+            block_table=tensor([[*span.pages, *[0] * (width - len(span.pages))] for span in spans]),
+            cu_seqlens=tensor(bounds),
+            context_lens=tensor([span.start + len(span.ids) for span in spans]),
+            logit_rows=tensor(rows),
+        )
+
+    @classmethod
+    def single(
+        cls,
+        ids: Sequence[int],
+        *,
+        start: int,
+        pages: Sequence[int],
+        logit_rows: str = "last",
+        page_size: int = PAGE_SIZE,
+        device: str = "cpu",
+    ) -> Batch:
+        """One sequence: `ids` from position `start` on, its K and V in `pages`; logits for "all" rows or the "last"."""
+        return cls.build([Span(ids=ids, start=start, pages=pages, logit_rows=logit_rows)], page_size=page_size, device=device)

@@ -1,0 +1,205 @@
+"""Rotary position embedding: the frequency tables of every scaling type, computed as Transformers computes them.
+
+Each type is one function `(rope, context) -> (inverse frequencies, attention factor)` in the table ROPE_TYPES, and the keys it needs are
+read and checked in `RopeConfig.read`. All arithmetic is fp32 in the order Transformers uses: at position 100 000 one ulp of a frequency is
+already a visible angle.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from exl2nb.core.errors import ConfigError
+from exl2nb.core.registry import Registry
+from exl2nb.model.fields import REQUIRED, Fields
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from exl2nb.model.config import ModelConfig
+
+MAX_CONTEXT = 1 << 24  # longest context a config may ask for; the tables themselves grow with use
+
+Frequencies = tuple[Tensor, float]
+ROPE_TYPES: Registry[Callable[[RopeConfig, int], Frequencies]] = Registry("RoPE type", ConfigError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Parameters of one RoPE.
+
+    type: key of ROPE_TYPES. theta: base period. rotary_dim: leading entries of a head that rotate (even). max_positions: the config's
+    max_position_embeddings. original_positions: context before scaling. The rest belongs to single types; None = not given.
+    """
+
+    type: str = "default"
+    theta: float = 10000.0
+    rotary_dim: int
+    max_positions: int
+    original_positions: int
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    @classmethod
+    def read(cls, fields: Fields, *, head_dim: int, max_positions: int) -> RopeConfig:
+        """Read the old style (`rope_scaling`, `rope_theta`) and the new one (`rope_parameters`).
+
+        Where both stand in one file `rope_scaling` wins, as in Transformers.
+
+        Raises:
+            ConfigError: an unknown type, a key of the type missing or out of range, partial rotation.
+        """
+        own = fields.child("rope_scaling") or fields.child("rope_parameters") or Fields({}, fields.where)
+        nested = next((key for key, value in own.raw.items() if isinstance(value, dict)), None)
+        if nested is not None:
+            raise own.refuse(nested, own.raw[nested], "one set of RoPE parameters for all layers")
+        kind = own.text("rope_type", default=None) or own.text("type", default="default")
+        if kind not in ROPE_TYPES:
+            raise own.refuse("rope_type", kind, f"one of {', '.join(ROPE_TYPES)}")
+        for source in (own, fields):
+            if source.number("partial_rotary_factor", low=0.0, high=1.0, default=1.0) != 1.0:
+                raise source.refuse("partial_rotary_factor", source.raw["partial_rotary_factor"], "1.0 for this architecture")
+        theta = own.number("rope_theta", low=1.0 + 1e-6, high=1e15, default=None)
+        scaled = kind != "default"
+        original = {"low": 1, "high": MAX_CONTEXT}
+        values = {
+            "theta": theta or fields.number("rope_theta", low=1.0 + 1e-6, high=1e15, default=10000.0),
+            "original_positions": fields.integer("original_max_position_embeddings", **original, default=None)
+            or own.integer("original_max_position_embeddings", **original, default=max_positions),
+        }
+        if scaled:
+            nullable = kind == "yarn" and "factor" in own.raw  # an explicit null means the ratio of the two contexts
+            factor = own.number("factor", low=1.0, high=1e6, default=None if nullable else REQUIRED)
+            values["factor"] = factor if factor is not None else max_positions / values["original_positions"]
+        if kind == "llama3":
+            values["low_freq_factor"] = own.number("low_freq_factor", low=1e-3, high=1e6)
+            values["high_freq_factor"] = own.number("high_freq_factor", low=1e-3, high=1e6)
+            if values["high_freq_factor"] <= values["low_freq_factor"]:
+                raise own.refuse("high_freq_factor", values["high_freq_factor"], f"more than low_freq_factor {values['low_freq_factor']:g}")
+        if kind == "yarn":
+            values |= _read_yarn(own)
+        return cls(type=kind, rotary_dim=head_dim, max_positions=max_positions, **values)
+
+
+def _read_yarn(own: Fields) -> dict[str, object]:
+    fast = own.number("beta_fast", low=0.0, high=1e6, default=0.0) or 32.0
+    slow = own.number("beta_slow", low=0.0, high=1e6, default=0.0) or 1.0
+    if fast < slow:
+        raise own.refuse("beta_fast", fast, f"at least beta_slow {slow:g}")
+    return {
+        "beta_fast": fast,
+        "beta_slow": slow,
+        "attention_factor": own.number("attention_factor", low=0.0, high=1e3, default=None),
+        "mscale": own.number("mscale", low=0.0, high=1e3, default=None),
+        "mscale_all_dim": own.number("mscale_all_dim", low=0.0, high=1e3, default=None),
+        "truncate": own.flag("truncate", default=True),
+    }
+
+
+def _inverse(theta: float, dim: int) -> Tensor:
+    return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+
+
+@ROPE_TYPES.register("default")
+def _default(rope: RopeConfig, context: int) -> Frequencies:
+    return _inverse(rope.theta, rope.rotary_dim), 1.0
+
+
+@ROPE_TYPES.register("linear")
+def _linear(rope: RopeConfig, context: int) -> Frequencies:
+    return _inverse(rope.theta, rope.rotary_dim) / rope.factor, 1.0
+
+
+@ROPE_TYPES.register("dynamic")
+def _dynamic(rope: RopeConfig, context: int) -> Frequencies:
+    """NTK: the base grows with the context beyond max_positions.
+
+    Transformers recomputes it whenever a longer sequence arrives, so keys already cached carry an older base. Here the base is fixed for
+    the context the model was loaded with: what Transformers gives when the whole context is run at once.
+    """
+    dim, positions = rope.rotary_dim, max(context, rope.max_positions)
+    stretch = rope.factor * positions / rope.max_positions - (rope.factor - 1)
+    return _inverse(rope.theta * stretch ** (dim / (dim - 2)), dim), 1.0
+
+
+@ROPE_TYPES.register("llama3")
+def _llama3(rope: RopeConfig, context: int) -> Frequencies:
+    """Short wavelengths stay, long ones are stretched by `factor`, those between are interpolated."""
+    inverse = _inverse(rope.theta, rope.rotary_dim)
+    original, low, high = rope.original_positions, rope.low_freq_factor, rope.high_freq_factor
+    wavelength = 2 * math.pi / inverse
+    smooth = (original / wavelength - low) / (high - low)
+    between = (1 - smooth) * inverse / rope.factor + smooth * inverse
+    stretched = torch.where(wavelength > original / low, inverse / rope.factor, inverse)
+    middle = (wavelength >= original / high) & (wavelength <= original / low)
+    return torch.where(middle, between, stretched), 1.0
+
+
+@ROPE_TYPES.register("yarn")
+def _yarn(rope: RopeConfig, context: int) -> Frequencies:
+    """Peng et al., 2023: interpolate slow frequencies, keep fast ones, ramp between; cos and sin grow by the attention factor."""
+    dim, theta = rope.rotary_dim, rope.theta
+
+    def boundary(rotations: float) -> float:
+        return (dim * math.log(rope.original_positions / (rotations * 2 * math.pi))) / (2 * math.log(theta))
+
+    low, high = boundary(rope.beta_fast), boundary(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / ((high - low) if high != low else 0.001)
+    keep = 1 - ramp.clamp(0, 1)
+    periods = theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    inverse = (1.0 / (rope.factor * periods)) * (1 - keep) + (1.0 / periods) * keep
+    return inverse, _yarn_attention_factor(rope)
+
+
+def _yarn_attention_factor(rope: RopeConfig) -> float:
+    def magnitude(mscale: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1.0
+
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
+    return magnitude(1.0)
+
+
+def frequencies(rope: RopeConfig, *, context: int | None = None) -> Frequencies:
+    """Inverse frequencies f32 `(rotary_dim/2,)` and the factor on cos and sin.
+
+    Args:
+        rope: the parameters.
+        context: tokens the model is loaded with (only "dynamic" asks); None = max_positions.
+    """
+    return ROPE_TYPES[rope.type](rope, context if context is not None else rope.max_positions)
+
+
+def rope_tables(config: ModelConfig, max_pos: int, *, context: int | None = None) -> tuple[Tensor, Tensor]:
+    """The cos and sin tables for positions 0..max_pos-1.
+
+    Args:
+        config: the model; `config.rope` is used.
+        max_pos: rows of the tables.
+        context: tokens the model is loaded with; decides the base of dynamic NTK. None = max_position_embeddings.
+
+    Returns:
+        cos, sin: f32 `(max_pos, rotary_dim/2)`, already times the attention factor. Entry j rotates the pair (j, j + rotary_dim/2).
+
+    Cost: max_pos * rotary_dim * 4 bytes for both.
+    """
+    inverse, factor = frequencies(config.rope, context=context)
+    angles = torch.arange(max_pos, dtype=torch.float32)[:, None] * inverse
+    return angles.cos() * factor, angles.sin() * factor

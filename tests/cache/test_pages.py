@@ -1,0 +1,62 @@
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exl2nb.cache.pages import PageTable
+from exl2nb.core.errors import OutOfPages
+
+
+def test_out_of_pages_names_the_numbers_and_takes_nothing():
+    pages = PageTable(3)
+    pages.allocate(1)
+    with pytest.raises(OutOfPages, match="request needs 3 pages, 2 free of 3; lower max_tokens or raise cache_tokens"):
+        pages.allocate(3)
+    assert pages.num_free == 2
+    assert sorted(pages.allocate(2)) == [1, 2]
+    assert pages.allocate(0) == []
+
+
+def test_double_free_and_share_of_a_free_page_are_assertions():
+    pages = PageTable(2)
+    ids = pages.allocate(1)
+    pages.free(ids)
+    with pytest.raises(AssertionError, match="double free of page 0"):
+        pages.free(ids)
+    with pytest.raises(AssertionError, match="share of a free page"):
+        pages.share(ids)
+    with pytest.raises(AssertionError):
+        pages.count(2)
+    with pytest.raises(AssertionError):
+        pages.free([-1])
+    assert pages.num_free == 2
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 12), st.lists(st.tuples(st.sampled_from(["allocate", "share", "free"]), st.integers(0, 6)), max_size=60))
+def test_counts_agree_with_a_model_of_holders(num_pages, steps):
+    pages, holders = PageTable(num_pages), []
+    for action, n in steps:
+        free = num_pages - len({page for held in holders for page in held})
+        if action == "allocate":
+            if n > free:
+                with pytest.raises(OutOfPages):
+                    pages.allocate(n)
+            else:
+                new = pages.allocate(n)
+                assert len(set(new)) == n
+                assert not set(new) & {page for held in holders for page in held}
+                holders.append(new)
+        elif holders:
+            held = holders[n % len(holders)]
+            if action == "share":
+                pages.share(held)
+                holders.append(list(held))
+            else:
+                holders.pop(n % len(holders))
+                pages.free(held)
+        flat = [page for held in holders for page in held]
+        assert pages.num_free == num_pages - len(set(flat))
+        assert [pages.count(page) for page in range(num_pages)] == [flat.count(page) for page in range(num_pages)]
+    for held in holders:
+        pages.free(held)
+    assert sorted(pages.allocate(num_pages)) == list(range(num_pages))

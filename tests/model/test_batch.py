@@ -1,0 +1,36 @@
+import dataclasses
+
+import pytest
+import torch
+
+from exl2nb.model.batch import Batch, Span
+
+
+def test_single():
+    batch = Batch.single([5, 6, 7], start=255, pages=[4, 2], logit_rows="all")
+    assert batch.input_ids.tolist() == [5, 6, 7]
+    assert batch.positions.tolist() == [255, 256, 257]
+    assert batch.slot_mapping.tolist() == [4 * 256 + 255, 2 * 256, 2 * 256 + 1]
+    assert batch.block_table.tolist() == [[4, 2]]
+    assert batch.cu_seqlens.tolist() == [0, 3]
+    assert batch.context_lens.tolist() == [258]
+    assert batch.logit_rows.tolist() == [0, 1, 2]
+    assert Batch.single([5, 6], start=0, pages=[0], logit_rows="last").logit_rows.tolist() == [1]
+    assert {getattr(batch, f.name).dtype for f in dataclasses.fields(batch)} == {torch.int32}
+
+
+def test_build_pads_short_rows():
+    batch = Batch.build([Span(ids=[1], start=300, pages=[7, 8]), Span(ids=[2, 3], start=0, pages=[1], logit_rows="none")])
+    assert batch.block_table.tolist() == [[7, 8], [1, 0]]
+    assert batch.cu_seqlens.tolist() == [0, 1, 3]
+    assert batch.logit_rows.tolist() == [0]
+    assert batch.slot_mapping.tolist() == [8 * 256 + 44, 256, 257]
+
+
+def test_misuse_is_an_assertion():
+    with pytest.raises(AssertionError, match="3 tokens do not fit 0 pages"):
+        Batch.single([1], start=2, pages=[])
+    with pytest.raises(AssertionError, match="a span has tokens"):
+        Batch.single([], start=0, pages=[1])
+    with pytest.raises(AssertionError, match="a batch is int32"):
+        dataclasses.replace(Batch.single([1], start=0, pages=[0]), positions=torch.zeros(1, dtype=torch.int64))

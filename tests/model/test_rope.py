@@ -1,0 +1,89 @@
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from exl2nb.model.archs import parse_config
+from exl2nb.model.rope import frequencies, rope_tables
+
+from .tiny import BASE
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+CASES = {
+    "default": {},
+    "theta": {"rope_theta": 1e6},
+    "linear": {"rope_type": "linear", "factor": 2.5},
+    "linear-old": {"type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "llama3": LLAMA3 | {"rope_theta": 500000.0},
+    "llama3-32": LLAMA3 | {"factor": 32.0, "rope_theta": 500000.0},
+    "yarn": YARN,
+    "yarn-attention": YARN | {"attention_factor": 1.3},
+    "yarn-mscale": YARN | {"mscale": 0.7, "mscale_all_dim": 1.0},
+    "yarn-mscale-alone": YARN | {"mscale": 0.7},
+    "yarn-no-truncate": YARN | {"truncate": False, "beta_fast": 20.0, "beta_slow": 2.0},
+    "yarn-one": YARN | {"factor": 1.0},
+    "yarn-small": YARN | {"original_max_position_embeddings": 64},
+}
+
+
+def both(parameters, head_dim=64, max_positions=16384, style="new"):
+    theta = parameters.get("rope_theta", 10000.0)
+    raw = {**BASE, "head_dim": head_dim, "max_position_embeddings": max_positions, "architectures": ["LlamaForCausalLM"]}
+    if style == "new":
+        raw["rope_parameters"] = {"rope_theta": theta, **parameters}
+    else:
+        raw |= {"rope_scaling": {k: v for k, v in parameters.items() if k != "rope_theta"} or None, "rope_theta": theta}
+    theirs = transformers.LlamaConfig(**{k: v for k, v in raw.items() if k != "architectures"})
+    return parse_config(raw), theirs
+
+
+@pytest.mark.parametrize("style", ["new", "old"])
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("case", CASES)
+def test_frequencies_and_tables_equal_transformers(case, head_dim, style):
+    config, theirs = both(CASES[case], head_dim, style=style)
+    rotary = LlamaRotaryEmbedding(theirs)
+    inverse, factor = frequencies(config.rope)
+    assert torch.equal(inverse, rotary.inv_freq), (inverse - rotary.inv_freq).abs().max()
+    assert factor == pytest.approx(rotary.attention_scaling, abs=0)
+    cos, sin = rope_tables(config, 9000)
+    want_cos, want_sin = rotary(torch.zeros(1), torch.arange(9000)[None])
+    assert cos.shape == (9000, head_dim // 2)
+    assert cos.dtype == torch.float32
+    for mine, want in ((cos, want_cos), (sin, want_sin)):
+        torch.testing.assert_close(mine, want[0, :, : head_dim // 2], atol=1e-6, rtol=0)
+        torch.testing.assert_close(mine, want[0, :, head_dim // 2 :], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("context", [100, 512, 513, 4000])
+def test_dynamic_follows_the_context_the_model_is_loaded_with(context):
+    config, theirs = both(CASES["dynamic"], max_positions=512)
+    want, _ = ROPE_INIT_FUNCTIONS["dynamic"](theirs, None, seq_len=context)
+    got, _ = frequencies(config.rope, context=context)
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+    if context > 512:
+        cos, _ = rope_tables(config, context, context=context)
+        want_cos, _ = LlamaRotaryEmbedding(theirs)(torch.zeros(1), torch.arange(context)[None])
+        torch.testing.assert_close(cos, want_cos[0, :, :32], atol=2e-4, rtol=0)
+
+
+def test_yarn_null_factor_is_the_ratio_of_contexts():
+    config, theirs = both(YARN | {"factor": None, "original_max_position_embeddings": 2048})
+    assert config.rope.factor == 8.0
+    want, scaling = ROPE_INIT_FUNCTIONS["yarn"](theirs, None)
+    got, factor = frequencies(config.rope)
+    assert torch.equal(got, want)
+    assert factor == scaling
+
+
+def test_top_level_original_length_wins():
+    raw = {**BASE, "architectures": ["LlamaForCausalLM"], "original_max_position_embeddings": 100, "rope_scaling": YARN}
+    assert parse_config(raw).rope.original_positions == 100
+
+
+def test_rope_scaling_wins_over_rope_parameters():
+    raw = {**BASE, "architectures": ["LlamaForCausalLM"], "rope_scaling": CASES["linear"], "rope_parameters": {"rope_type": "default"}}
+    assert parse_config(raw).rope.type == "linear"
