@@ -1,1 +1,33 @@
-"""Floor 2: ops with schema, fake kernel and fp32 reference; compiled kernels take over when loaded."""
+"""Floor 2: ops with schema, fake kernel and fp32 reference; compiled kernels take over when the library is there.
+
+Importing this room defines the ops and loads the compiled library (see `_load.load`); `exl2nb` itself imports it only when needed.
+"""
+
+from exl2nb.ops import _load
+from exl2nb.ops.attention import paged_attention
+from exl2nb.ops.embed import embed
+from exl2nb.ops.head import norm_head
+from exl2nb.ops.linear import linear, linear_residual
+from exl2nb.ops.mlp import norm_gate_up
+from exl2nb.ops.program import Program
+from exl2nb.ops.qkv import norm_qkv_rope
+from exl2nb.ops.weights import pack_concat, pack_dense, pack_exl2, reconstruct, shape, unpack
+
+_load.load()
+
+__all__ = [
+    "Program",
+    "embed",
+    "linear",
+    "linear_residual",
+    "norm_gate_up",
+    "norm_head",
+    "norm_qkv_rope",
+    "pack_concat",
+    "pack_dense",
+    "pack_exl2",
+    "paged_attention",
+    "reconstruct",
+    "shape",
+    "unpack",
+]

@@ -1,0 +1,45 @@
+"""Where ops are defined: schema, fake kernel and torch reference in one call. Knows nothing about what an op computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+LIBRARY = torch.library.Library("exl2nb", "DEF")
+REFERENCES: dict[str, Callable[..., Any]] = {}
+"""op name -> its torch implementation, reachable also where a compiled kernel answers the op."""
+
+
+def define(schema: str, *, fake: Callable[..., Any], reference: Callable[..., Any]) -> Any:
+    """Define op `exl2nb::<name>`.
+
+    Args:
+        schema: `name(Tensor x, ...) -> Tensor`, as in `torch.library.Library.define`.
+        fake: gives outputs of the right shape and dtype without data (for tracing).
+        reference: torch implementation; answers on every device that has no compiled kernel.
+
+    Returns:
+        The callable op overload; it takes positional arguments exactly as the schema orders them.
+    """
+    name = schema.split("(", 1)[0]
+    LIBRARY.define(schema)
+    LIBRARY.impl(name, reference, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"exl2nb::{name}", fake, lib=LIBRARY)
+    REFERENCES[name] = reference
+    return getattr(torch.ops.exl2nb, name).default
+
+
+def check(condition: bool, op: str, what: str, got: object, expected: str) -> None:
+    """Raise ValueError `op: what is got; expected ...` unless `condition`. For the references; the kernels check the same in C++."""
+    if not condition:
+        raise ValueError(f"{op}: {what} is {got}; expected {expected}")
+
+
+def dynamic_size() -> Any:
+    """An output size that only the data of an input knows (a blob's header)."""
+    return torch.library.get_ctx().new_dynamic_size()
+
+
+isa = define("isa() -> int", fake=lambda: 0, reference=lambda: 0)

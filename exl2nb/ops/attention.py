@@ -1,0 +1,68 @@
+"""Causal attention over a paged cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from exl2nb.ops import reference
+from exl2nb.ops._library import check, define
+
+
+def _paged_attention(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    block_table: Tensor,
+    cu_seqlens: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    op, P = "paged_attention", k_pool.shape[2]
+    for b, length in enumerate(context_lens.tolist()):
+        used = block_table[b, : (length + P - 1) // P]
+        check(len(used) * P >= length, op, f"context_lens[{b}]", length, f"at most {block_table.shape[1] * P} (the pages of block_table)")
+        inside = len(used) == 0 or (int(used.min()) >= 0 and int(used.max()) < k_pool.shape[0])
+        check(inside, op, f"a page of sequence {b}", used.tolist()[:8], f"0 to {k_pool.shape[0] - 1}")
+    return reference.paged_attention(q, k_pool, v_pool, block_table, cu_seqlens, context_lens, scale, window, softcap)
+
+
+_paged_attention_op = define(
+    "paged_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor block_table, Tensor cu_seqlens, Tensor context_lens, "
+    "float scale, int window, float softcap) -> Tensor",
+    fake=lambda q, *_: q.new_empty(q.shape[0], q.shape[1] * q.shape[2], dtype=torch.float32),
+    reference=_paged_attention,
+)
+
+
+def paged_attention(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    block_table: Tensor,
+    cu_seqlens: Tensor,
+    context_lens: Tensor,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """Attention of this step's queries over their sequences' pages.
+
+    Args:
+        q: f32 `(T, Hq, D)`, D a multiple of 8 from 8 to 256; q head h reads KV head h // (Hq // Hkv).
+        k_pool, v_pool: f16 or f32 `(num_pages, Hkv, P, D)`.
+        block_table: int32 `(B, max_pages)`; entries past a sequence's last page are not read.
+        cu_seqlens: int32 `(B + 1,)`, prefix sums of the queries per sequence. context_lens: int32 `(B,)`, this step's tokens included:
+            query i of n in sequence b has position context_lens[b] - n + i and sees the keys at positions up to its own.
+        scale: factor of the scores. window: keys seen at most, the own one included; 0 = all. softcap: c * tanh(s / c); 0 = none.
+
+    Returns:
+        f32 `(T, Hq * D)`.
+
+    Raises:
+        RuntimeError, ValueError: shapes disagree, or a page is out of range.
+    """
+    return _paged_attention_op(q, k_pool, v_pool, block_table, cu_seqlens, context_lens, scale, window, softcap)

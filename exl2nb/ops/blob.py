@@ -1,0 +1,148 @@
+"""The weight blob in torch: builds and reads the byte layout of `csrc/format/blob.h`. Knows nothing about activations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+MAGIC = 0x3157424E324C5845
+VERSION = 1
+TILE, UNIT, ALIGN, SCALE_BYTES = 16, 32, 64, 8
+WIDTHS = (2, 3, 4, 5, 6, 8)
+DENSE = (torch.float32, torch.float16, torch.bfloat16)
+EXL2 = 3
+
+HEADER = np.dtype(
+    [("magic", "<i8"), ("version", "<i4"), ("K", "<i4"), ("N", "<i4"), ("num_parts", "<i4"), ("bytes", "<i8"), ("pad", "<i8", 4)]
+)
+PART = np.dtype(
+    [(name, "<i4") for name in ("kind", "outputs", "tiles", "num_groups", "first_output", "pad")]
+    + [(name, "<i8") for name in ("perm", "groups", "tables", "data", "tile_bytes")]
+)
+GROUP = np.dtype([("bits", "<i4"), ("first_row", "<i4"), ("rows", "<i4"), ("offset", "<i4")])
+
+
+@dataclass
+class Part:
+    """One matrix of a blob: `outputs` columns; `perm` int32 (K,) or None; EXL2: `groups` GROUP (G,), `tables` f32 (G, 16); `data` bytes (tiles, tile_bytes)."""
+
+    kind: int
+    outputs: int
+    perm: np.ndarray | None
+    groups: np.ndarray
+    tables: np.ndarray
+    data: np.ndarray
+
+
+def placement(bits: int) -> list[tuple[int, int, int, int, int]]:
+    """Where the bits of a pair go: `(pair, first bit of the code, number of bits, word, first bit of the 16-bit half)`."""
+    per_half = 16 // bits
+    placed = [(w * per_half + j, 0, bits, w, j * bits) for w in range(bits) for j in range(per_half)]
+    if bits in (3, 5):
+        placed += [(15, t, 1, t, 15) for t in range(bits)]
+    if bits == 6:
+        placed += [(12 + i, 0, 4, i, 12) for i in range(4)]
+        placed += [(12 + i, 4, 2, 4 + i // 2, 12 + 2 * (i % 2)) for i in range(4)]
+    return placed
+
+
+def pack_units(codes: np.ndarray, bits: int) -> np.ndarray:
+    """Codes uint8 (rows, 16), rows a multiple of 32 -> uint32 (rows / 32, bits, 16)."""
+    pairs = codes.astype(np.uint32).reshape(-1, 16, 2, TILE)
+    out = np.zeros((pairs.shape[0], bits, TILE), np.uint32)
+    for pair, low, count, word, shift in placement(bits):
+        piece = (pairs[:, pair] >> low) & ((1 << count) - 1)
+        out[:, word] |= (piece[:, 0] << shift) | (piece[:, 1] << (shift + 16))
+    return out
+
+
+def unpack_units(words: np.ndarray, bits: int) -> np.ndarray:
+    """Inverse of `pack_units`, over any number of tiles: uint32 (..., units, bits, 16) -> uint8 (..., units * 32, 16)."""
+    pairs = np.zeros((*words.shape[:-2], 16, 2, TILE), np.uint32)
+    for pair, low, count, word, shift in placement(bits):
+        for half in (0, 1):
+            pairs[..., pair, half, :] |= ((words[..., word, :] >> (shift + 16 * half)) & ((1 << count) - 1)) << low
+    return pairs.astype(np.uint8).reshape(*words.shape[:-3], -1, TILE)
+
+
+def align(n: int) -> int:
+    """Round up to a multiple of 64."""
+    return (n + ALIGN - 1) // ALIGN * ALIGN
+
+
+def write(K: int, parts: list[Part]) -> Tensor:
+    """Lay parts out as one blob, uint8 1-D."""
+    sections: list[bytes] = []
+    at = HEADER.itemsize + PART.itemsize * len(parts)
+
+    def put(data: np.ndarray) -> int:
+        nonlocal at
+        raw = data.tobytes()
+        sections.append(raw.ljust(align(len(raw)), b"\0"))
+        start, at = at, at + align(len(raw))
+        return start
+
+    table = np.zeros(len(parts), PART)
+    perms: dict[bytes, int] = {}
+    first = 0
+    for row, part in zip(table, parts):
+        row["kind"], row["outputs"], row["tiles"], row["num_groups"] = part.kind, part.outputs, len(part.data), len(part.groups)
+        row["first_output"], row["tile_bytes"] = first, part.data.shape[1]
+        first += part.outputs
+        if part.perm is not None:
+            key = part.perm.tobytes()
+            if key not in perms:
+                perms[key] = put(part.perm)
+            row["perm"] = perms[key]
+        if part.kind == EXL2:
+            row["groups"], row["tables"] = put(part.groups), put(part.tables)
+        row["data"] = put(part.data)
+    head = np.zeros(1, HEADER)
+    head["magic"], head["version"], head["K"], head["N"], head["num_parts"], head["bytes"] = MAGIC, VERSION, K, first, len(parts), at
+    raw = bytearray(head.tobytes() + table.tobytes() + b"".join(sections))
+    return torch.frombuffer(raw, dtype=torch.uint8)
+
+
+def shape(blob: Tensor) -> tuple[int, int]:
+    """`(K, N)` from the header."""
+    head = _header(blob)
+    return int(head["K"]), int(head["N"])
+
+
+def read(blob: Tensor) -> tuple[int, list[Part]]:
+    """K and the parts of a blob."""
+    head = _header(blob)
+    raw = blob.cpu().numpy()
+    table = np.frombuffer(raw, PART, int(head["num_parts"]), HEADER.itemsize)
+    return int(head["K"]), [_part(raw, int(head["K"]), row) for row in table]
+
+
+def _part(raw: np.ndarray, K: int, row: Any) -> Part:
+    def get(offset: int, dtype: Any, count: int) -> np.ndarray:
+        return np.frombuffer(raw, dtype, count, offset)
+
+    G = int(row["num_groups"])
+    quantised = int(row["kind"]) == EXL2
+    return Part(
+        kind=int(row["kind"]),
+        outputs=int(row["outputs"]),
+        perm=get(int(row["perm"]), "<i4", K) if row["perm"] else None,
+        groups=get(int(row["groups"]), GROUP, G) if quantised else np.zeros(0, GROUP),
+        tables=get(int(row["tables"]), "<f4", G * 16).reshape(G, 16) if quantised else np.zeros((0, 16), np.float32),
+        data=get(int(row["data"]), np.uint8, int(row["tiles"]) * int(row["tile_bytes"])).reshape(int(row["tiles"]), -1),
+    )
+
+
+def _header(blob: Tensor) -> Any:
+    if blob.dtype != torch.uint8 or blob.dim() != 1 or blob.numel() < HEADER.itemsize:
+        raise ValueError(
+            f"blob is {blob.dtype} {tuple(blob.shape)}; expected the uint8 tensor that pack_exl2, pack_dense or pack_concat returned"
+        )
+    head = np.frombuffer(blob[: HEADER.itemsize].cpu().numpy(), HEADER)[0]
+    if head["magic"] != MAGIC or head["version"] != VERSION or head["bytes"] != blob.numel():
+        raise ValueError("blob has no valid header; expected the tensor that pack_exl2, pack_dense or pack_concat returned")
+    return head

@@ -1,0 +1,26 @@
+"""Final norm and logits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from exl2nb.ops import reference
+from exl2nb.ops._library import define, dynamic_size
+from exl2nb.ops.weights import dense
+
+
+def _norm_head(x: Tensor, norm: Tensor, eps: float, blob: Tensor, bias: Tensor | None) -> Tensor:
+    return reference.norm_head(x, norm, eps, dense(blob), bias)
+
+
+_norm_head_op = define(
+    "norm_head(Tensor x, Tensor norm, float eps, Tensor blob, Tensor? bias) -> Tensor",
+    fake=lambda x, norm, eps, blob, bias: x.new_empty(x.shape[0], dynamic_size() if bias is None else bias.shape[0], dtype=torch.float32),
+    reference=_norm_head,
+)
+
+
+def norm_head(x: Tensor, norm: Tensor, eps: float, blob: Tensor, bias: Tensor | None = None) -> Tensor:
+    """RMS norm of x f32 `(R, H)`, then the head's matrix -> logits f32 `(R, V)`."""
+    return _norm_head_op(x, norm, eps, blob, bias)

@@ -1,0 +1,33 @@
+"""The MLP's first half: norm, gate and up, activation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from exl2nb.ops import reference
+from exl2nb.ops._library import check, define, dynamic_size
+from exl2nb.ops.reference import ACTIVATIONS
+from exl2nb.ops.weights import dense
+
+
+def _norm_gate_up(x: Tensor, norm: Tensor, eps: float, blob: Tensor, bias: Tensor | None, activation: int) -> Tensor:
+    return reference.norm_gate_up(x, norm, eps, dense(blob), bias, ACTIVATIONS[activation])
+
+
+_norm_gate_up_op = define(
+    "norm_gate_up(Tensor x, Tensor norm, float eps, Tensor blob, Tensor? bias, int activation) -> Tensor",
+    fake=lambda x, norm, eps, blob, bias, activation: x.new_empty(
+        x.shape[0], dynamic_size() if bias is None else bias.shape[0] // 2, dtype=torch.float32
+    ),
+    reference=_norm_gate_up,
+)
+
+
+def norm_gate_up(x: Tensor, norm: Tensor, eps: float, blob: Tensor, bias: Tensor | None = None, *, activation: str = "silu") -> Tensor:
+    """RMS norm of x f32 `(T, H)`, the stacked matrix [gate; up] (N = 2 * I), act(gate) * up -> f32 `(T, I)`.
+
+    `activation`: one of `reference.ACTIVATIONS` ("silu", "gelu", "gelu_tanh").
+    """
+    check(activation in ACTIVATIONS, "norm_gate_up", "activation", repr(activation), f"one of {', '.join(ACTIVATIONS)}")
+    return _norm_gate_up_op(x, norm, eps, blob, bias, ACTIVATIONS.index(activation))

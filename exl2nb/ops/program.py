@@ -1,0 +1,227 @@
+"""A whole step as one op: the model writes its layers down once as a program, each step runs it in one call.
+
+The program is an int64 tensor of op codes, sizes and addresses; `Program` keeps the tensors behind the addresses alive. The kernels are those
+of the single ops, so the bits are the same too. Knows nothing about models: it only records ops.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exl2nb.ops import blob as layout
+from exl2nb.ops._library import REFERENCES, check, define, dynamic_size
+from exl2nb.ops.reference import ACTIVATIONS
+
+MAGIC, VERSION, HEADER_WORDS = 0x3147525032584558, 1, 5
+EMBED, QKV, ATTENTION, RESIDUAL, GATE_UP, HEAD = 1, 2, 3, 4, 5, 6
+
+_programs: weakref.WeakValueDictionary[int, Program] = weakref.WeakValueDictionary()
+_ids = itertools.count(1)
+
+
+def _float_bits(value: float) -> int:
+    return struct.unpack("<q", struct.pack("<d", value))[0]
+
+
+class Program:
+    """Builder and runner. Add the ops of one step in order: embed, per layer (norm_qkv_rope, paged_attention, linear_residual, norm_gate_up,
+    linear_residual), norm_head; then call `run` as often as you like. Arguments as in the ops of the same name, without the batch.
+
+    All tensors must be contiguous, on the CPU and stay unchanged; norms, biases, cos and sin are f32.
+    """
+
+    def __init__(self) -> None:
+        self.id = next(_ids)
+        self.steps: list[tuple[str, dict[str, Any]]] = []
+        self._words: list[int] = []
+        self._tensors: list[Tensor] = []
+        self._hidden = 0
+        self._code: Tensor | None = None
+        _programs[self.id] = self
+
+    def embed(self, table: Tensor) -> None:
+        """Start the step: x = table[ids]."""
+        check(table.dtype in layout.DENSE, "Program.embed", "table dtype", table.dtype, "float32, float16 or bfloat16")
+        self._hidden = table.shape[1]
+        self._add(EMBED, "embed", [self._address(table), layout.DENSE.index(table.dtype), *table.shape], table=table)
+
+    def norm_qkv_rope(
+        self,
+        norm: Tensor,
+        eps: float,
+        blob: Tensor,
+        bias: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        layer: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+    ) -> None:
+        """Q of x; K and V go into the pools of `layer`."""
+        _shapes("Program.norm_qkv_rope", blob, norm, bias, (num_heads + 2 * num_kv_heads) * head_dim)
+        check(
+            cos.shape == sin.shape and cos.dim() == 2,
+            "Program.norm_qkv_rope",
+            "cos, sin",
+            (cos.shape, sin.shape),
+            "(max_pos, rotary_dim / 2)",
+        )
+        words = [self._f32(norm), _float_bits(eps), self._blob(blob), self._f32(bias), self._f32(cos), self._f32(sin), *cos.shape]
+        words += [num_heads, num_kv_heads, head_dim]
+        for head_norm, heads in ((q_norm, num_heads), (k_norm, num_kv_heads)):
+            fits = head_norm is None or tuple(head_norm.shape) in ((head_dim,), (heads, head_dim))
+            check(
+                fits,
+                "Program.norm_qkv_rope",
+                "head norm",
+                head_norm is not None and head_norm.shape,
+                f"({head_dim},) or ({heads}, {head_dim})",
+            )
+            words += [self._f32(head_norm), 0 if head_norm is None or head_norm.dim() == 1 else head_dim]
+        self._add(QKV, "norm_qkv_rope", [*words, layer], norm=norm, eps=eps, blob=blob, bias=bias, cos=cos, sin=sin, layer=layer,
+                  heads=(num_heads, num_kv_heads, head_dim), q_norm=q_norm, k_norm=k_norm)  # fmt: skip
+
+    def paged_attention(self, *, layer: int, scale: float, window: int = 0, softcap: float = 0.0) -> None:
+        """Attention of the last q over the pools of `layer`."""
+        words = [_float_bits(scale), window, _float_bits(softcap), layer]
+        self._add(ATTENTION, "paged_attention", words, scale=scale, window=window, softcap=softcap, layer=layer)
+
+    def linear_residual(self, blob: Tensor, bias: Tensor | None = None) -> None:
+        """X += (output of the last paged_attention or norm_gate_up) @ matrix + bias."""
+        _shapes("Program.linear_residual", blob, None, bias, self._hidden)
+        self._add(RESIDUAL, "linear_residual", [self._blob(blob), self._f32(bias)], blob=blob, bias=bias)
+
+    def norm_gate_up(self, norm: Tensor, eps: float, blob: Tensor, bias: Tensor | None = None, *, activation: str = "silu") -> None:
+        """Gated activation of the normed x."""
+        check(activation in ACTIVATIONS, "Program.norm_gate_up", "activation", repr(activation), f"one of {', '.join(ACTIVATIONS)}")
+        _shapes("Program.norm_gate_up", blob, norm, bias, layout.shape(blob)[1])
+        index = ACTIVATIONS.index(activation)
+        words = [self._f32(norm), _float_bits(eps), self._blob(blob), self._f32(bias), index]
+        self._add(GATE_UP, "norm_gate_up", words, norm=norm, eps=eps, blob=blob, bias=bias, activation=index)
+
+    def norm_head(self, norm: Tensor, eps: float, blob: Tensor, bias: Tensor | None = None) -> None:
+        """End the step: logits of the wanted rows of x."""
+        _shapes("Program.norm_head", blob, norm, bias, layout.shape(blob)[1])
+        words = [self._f32(norm), _float_bits(eps), self._blob(blob), self._f32(bias)]
+        self._add(HEAD, "norm_head", words, norm=norm, eps=eps, blob=blob, bias=bias)
+
+    @property
+    def code(self) -> Tensor:
+        """int64 1-D: header (magic, version, length, id, hidden size), then the ops."""
+        if self._code is None:
+            length = HEADER_WORDS + len(self._words)
+            self._code = torch.tensor([MAGIC, VERSION, length, self.id, self._hidden, *self._words], dtype=torch.int64)
+        return self._code
+
+    def run(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        block_table: Tensor,
+        cu_seqlens: Tensor,
+        context_lens: Tensor,
+        logit_rows: Tensor,
+        k_pools: Sequence[Tensor],
+        v_pools: Sequence[Tensor],
+    ) -> Tensor:
+        """One step: logits f32 `(R, V)` of the rows `logit_rows`; K and V of all layers are written to their slots.
+
+        Raises:
+            RuntimeError, ValueError: an id, position, slot, page or row is out of range, or a pool does not fit; nothing is written then.
+        """
+        return _decode_step_op(
+            self.code, ids, positions, slots, block_table, cu_seqlens, context_lens, logit_rows, list(k_pools), list(v_pools)
+        )
+
+    def _add(self, op: int, name: str, words: list[int], **arguments: Any) -> None:
+        self._code = None
+        self._words += [op, *words]
+        self.steps.append((name, arguments))
+
+    def _address(self, tensor: Tensor) -> int:
+        check(
+            tensor.is_contiguous() and tensor.device.type == "cpu",
+            "Program",
+            "a tensor",
+            (tensor.device, tensor.stride()),
+            "contiguous, on the CPU",
+        )
+        self._tensors.append(tensor)
+        return tensor.data_ptr()
+
+    def _f32(self, tensor: Tensor | None) -> int:
+        if tensor is None:
+            return 0
+        check(tensor.dtype == torch.float32, "Program", "dtype of a norm, bias, cos or sin", tensor.dtype, "torch.float32")
+        return self._address(tensor)
+
+    def _blob(self, blob: Tensor) -> int:
+        layout.shape(blob)
+        return self._address(blob)
+
+
+def _shapes(op: str, blob: Tensor, norm: Tensor | None, bias: Tensor | None, outputs: int) -> None:
+    K, N = layout.shape(blob)
+    check(outputs == N, op, "outputs of the blob", N, str(outputs))
+    check(norm is None or tuple(norm.shape) == (K,), op, "norm", norm is not None and tuple(norm.shape), f"({K},)")
+    check(bias is None or tuple(bias.shape) == (N,), op, "bias", bias is not None and tuple(bias.shape), f"({N},)")
+
+
+def _decode_step(
+    program: Tensor,
+    ids: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    block_table: Tensor,
+    cu_seqlens: Tensor,
+    context_lens: Tensor,
+    logit_rows: Tensor,
+    k_pools: list[Tensor],
+    v_pools: list[Tensor],
+) -> Tensor:
+    key = int(program[3]) if program.dtype == torch.int64 and len(program) > HEADER_WORDS and int(program[0]) == MAGIC else 0
+    check(key in _programs, "decode_step", "program", tuple(program.shape), "the code of a Program that is alive")
+    pages = k_pools[0].shape[0] if k_pools else 0
+    inside = len(slots) == 0 or (int(slots.min()) >= 0 and int(slots.max()) < pages * k_pools[0].shape[2])
+    check(inside, "decode_step", "a slot", slots.tolist()[:8], f"below {pages} pages")
+    op = REFERENCES
+    x = q = last = logits = torch.empty(0)
+    for name, a in _programs[key].steps:
+        if name == "embed":
+            x = op[name](a["table"], ids)
+        elif name == "norm_qkv_rope":
+            layer, where = a["layer"], (a["cos"], a["sin"], positions, slots)
+            args = (x, a["norm"], a["eps"], a["blob"], a["bias"], *where, k_pools[layer], v_pools[layer], *a["heads"])
+            q = op[name](*args, a["q_norm"], a["k_norm"])
+        elif name == "paged_attention":
+            pools = (k_pools[a["layer"]], v_pools[a["layer"]])
+            last = op[name](q, *pools, block_table, cu_seqlens, context_lens, a["scale"], a["window"], a["softcap"])
+        elif name == "linear_residual":
+            op[name](x, last, a["blob"], a["bias"])
+        elif name == "norm_gate_up":
+            last = op[name](x, a["norm"], a["eps"], a["blob"], a["bias"], a["activation"])
+        else:
+            logits = op[name](x[logit_rows.long()], a["norm"], a["eps"], a["blob"], a["bias"])
+    return logits
+
+
+_decode_step_op = define(
+    "decode_step(Tensor program, Tensor ids, Tensor positions, Tensor slots, Tensor block_table, Tensor cu_seqlens, Tensor context_lens, "
+    "Tensor logit_rows, Tensor(a!)[] k_pools, Tensor(b!)[] v_pools) -> Tensor",
+    fake=lambda program, ids, positions, slots, block_table, cu_seqlens, context_lens, logit_rows, k_pools, v_pools: torch.empty(
+        logit_rows.shape[0], dynamic_size()
+    ),
+    reference=_decode_step,
+)

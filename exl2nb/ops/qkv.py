@@ -1,0 +1,91 @@
+"""Attention's first half in one op: norm, q/k/v, rotation, cache write."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from exl2nb.ops import reference
+from exl2nb.ops._library import check, define
+from exl2nb.ops.weights import dense
+
+
+def _norm_qkv_rope(
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    blob: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+) -> Tensor:
+    op, num_slots = "norm_qkv_rope", k_pool.shape[0] * k_pool.shape[2]
+    if len(x):
+        check(int(slots.min()) >= 0 and int(slots.max()) < num_slots, op, "a slot", slots.tolist()[:8], f"0 to {num_slots - 1}")
+        check(
+            int(positions.min()) >= 0 and int(positions.max()) < len(cos), op, "a position", positions.tolist()[:8], f"0 to {len(cos) - 1}"
+        )
+    heads = (num_heads, num_kv_heads, head_dim)
+    return reference.norm_qkv_rope(x, norm, eps, dense(blob), bias, cos, sin, positions, slots, k_pool, v_pool, *heads, q_norm, k_norm)
+
+
+def _fake(x: Tensor, *rest: object) -> Tensor:
+    num_heads, _, head_dim = rest[10:13]
+    return x.new_empty(x.shape[0], num_heads, head_dim, dtype=torch.float32)  # type: ignore[arg-type]
+
+
+_norm_qkv_rope_op = define(
+    "norm_qkv_rope(Tensor x, Tensor norm, float eps, Tensor blob, Tensor? bias, Tensor cos, Tensor sin, Tensor positions, Tensor slots, "
+    "Tensor(a!) k_pool, Tensor(b!) v_pool, int num_heads, int num_kv_heads, int head_dim, Tensor? q_norm, Tensor? k_norm) -> Tensor",
+    fake=_fake,
+    reference=_norm_qkv_rope,
+)
+
+
+def norm_qkv_rope(
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    blob: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+) -> Tensor:
+    """RMS norm, the stacked matrix [q; k; v], optional per-head norms, rotary embedding; K and V are written to their slots.
+
+    Args:
+        x: f32 `(T, H)`. norm: f32 `(H,)`. eps: of every norm here.
+        blob: K = H, N = (Hq + 2 * Hkv) * D. bias: f32 `(N,)` or None.
+        cos, sin: f32 `(max_pos, rotary_dim / 2)`; dimension i rotates with rotary_dim / 2 + i, the dimensions after rotary_dim pass through.
+        positions, slots: int32 `(T,)`; slot = page * P + offset.
+        k_pool, v_pool: f16 or f32 `(num_pages, Hkv, P, D)`, written.
+        q_norm, k_norm: f32 `(D,)` or one row per head `(heads, D)`; applied before the rotation.
+
+    Returns:
+        q, rotated, f32 `(T, Hq, D)`.
+
+    Raises:
+        RuntimeError, ValueError: shapes disagree, or a slot or position is out of range (nothing is written then).
+    """
+    return _norm_qkv_rope_op(
+        x, norm, eps, blob, bias, cos, sin, positions, slots, k_pool, v_pool, num_heads, num_kv_heads, head_dim, q_norm, k_norm
+    )

@@ -1,0 +1,165 @@
+"""The mathematics of every op on plain dense tensors in fp32, one function per op, same name. Start reading here; speed is elsewhere."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+
+
+def embed(table: Tensor, ids: Tensor) -> Tensor:
+    """Rows `ids` (T,) of table `(V, H)` -> f32 `(T, H)`."""
+    return table[ids.long()].float()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """X / rms(x) * weight over the last dimension, in fp32."""
+    x = x.float()
+    return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """X `(M, K)` @ weight `(K, N)` + bias."""
+    y = x.float() @ weight
+    return y if bias is None else y + bias
+
+
+def linear_residual(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Residual `(M, N)` += x @ weight + bias, in place."""
+    residual += linear(x, weight, bias)
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first 2 * half dims of x `(T, heads, D)`; cos, sin `(T, half)`. Dimension i pairs with half + i."""
+    half = cos.shape[-1]
+    a, b = x[..., :half], x[..., half : 2 * half]
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]], -1)
+
+
+def norm_qkv_rope(
+    x: Tensor,
+    norm: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm: Tensor | None,
+    k_norm: Tensor | None,
+) -> Tensor:
+    """Norm, one matrix [q; k; v], optional per-head norms, rotation; K and V go to their slots; returns q `(T, Hq, D)`."""
+    y = linear(rms_norm(x, norm, eps), weight, bias).view(len(x), -1, head_dim)
+    q, k, v = y.split([num_heads, num_kv_heads, num_kv_heads], 1)
+    q = rms_norm(q, q_norm, eps) if q_norm is not None else q
+    k = rms_norm(k, k_norm, eps) if k_norm is not None else k
+    at = positions.long()
+    q, k = rope(q, cos[at], sin[at]), rope(k, cos[at], sin[at])
+    page, offset = slots.long() // k_pool.shape[2], slots.long() % k_pool.shape[2]
+    k_pool[page, :, offset] = k.to(k_pool.dtype)
+    v_pool[page, :, offset] = v.to(v_pool.dtype)
+    return q.contiguous()
+
+
+def paged_attention(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    block_table: Tensor,
+    cu_seqlens: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    """Causal attention of q `(T, Hq, D)` over each sequence's pages -> `(T, Hq * D)`. The last query sits at context_len - 1."""
+    T, Hq, D = q.shape
+    Hkv, P = k_pool.shape[1], k_pool.shape[2]
+    out = torch.zeros(T, Hq, D)
+    bounds, lens = cu_seqlens.tolist(), context_lens.tolist()
+    for b, length in enumerate(lens):
+        queries = q[bounds[b] : bounds[b + 1]].float()
+        n = len(queries)
+        if n == 0:
+            continue
+        pages = block_table[b, : (length + P - 1) // P].long()
+        keys, values = (
+            pool[pages].transpose(0, 1).reshape(Hkv, -1, D)[:, :length].float().repeat_interleave(Hq // Hkv, 0) for pool in (k_pool, v_pool)
+        )
+        scores = torch.einsum("qhd,hkd->hqk", queries, keys) * scale
+        if softcap:
+            scores = softcap * torch.tanh(scores / softcap)
+        distance = torch.arange(length - n, length)[:, None] - torch.arange(length)[None]
+        hidden = (distance < 0) | (distance >= window) if window else distance < 0
+        probs = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+        out[bounds[b] : bounds[b + 1]] = torch.einsum("hqk,hkd->qhd", probs, values)
+    return out.view(T, Hq * D)
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    """One of ACTIVATIONS, elementwise."""
+    if activation == "silu":
+        return F.silu(x)
+    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def norm_gate_up(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """act(gate) * up of the normed x, weight [gate; up] `(H, 2I)` -> `(T, I)`."""
+    gate, up = linear(rms_norm(x, norm, eps), weight, bias).chunk(2, -1)
+    return activate(gate, activation) * up
+
+
+def norm_head(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Logits f32 of the normed x."""
+    return linear(rms_norm(x, norm, eps), weight, bias)
+
+
+def codes(q_weight: Tensor, q_groups: Tensor, K: int) -> tuple[Tensor, list[tuple[int, int, int]]]:
+    """Codes uint8 `(K, N)` in stored order, and the groups as `(bits, first row, rows)`."""
+    table = q_groups.tolist()
+    ends = [*table[3::2], q_weight.shape[0]]
+    words = q_weight.numpy().astype("uint32")
+    out, groups, row = torch.empty(K, q_weight.shape[1], dtype=torch.uint8), [], 0
+    for bits, first, end in zip(table[::2], table[1::2], ends):
+        rows = (end - first) * 32 // bits
+        block = torch.from_numpy(words[first:end].astype("int64"))
+        start = torch.arange(rows) * bits
+        low, shift = block[start // 32], (start % 32)[:, None]
+        high = block[((start + bits - 1) // 32)]
+        joined = torch.where(shift + bits > 32, low | (high << 32), low) >> shift
+        out[row : row + rows] = (joined & ((1 << bits) - 1)).to(torch.uint8)
+        groups.append((bits, row, rows))
+        row += rows
+    return out, groups
+
+
+def step_tables(q_scale_max: Tensor, prescale: float) -> Tensor:
+    """Step size f32 `(G, 16)` of each scale index with the format's own fp16 roundings: fp16(fp16((i+1)^2) * fp16(max * prescale/256))."""
+    m = (q_scale_max.float() * torch.tensor(prescale / 256, dtype=torch.float32)).half()
+    squares = (torch.arange(1, 17) ** 2).half()
+    return (squares[None].float() * m[:, None].float()).half().float()
+
+
+def scale_indices(q_scale: Tensor) -> Tensor:
+    """4-bit scale indices uint8 `(G, N)` of q_scale int32 `(G, N/8)`."""
+    return ((q_scale[..., None] >> (torch.arange(8, dtype=torch.int32) * 4)) & 15).to(torch.uint8).view(q_scale.shape[0], -1)
+
+
+def reconstruct(q_weight: Tensor, q_scale: Tensor, q_scale_max: Tensor, q_groups: Tensor, q_invperm: Tensor) -> Tensor:
+    """EXL2 tensors -> f16 `(K, N)`, rows in original order, bit for bit what the format says (prescale 1)."""
+    stored, groups = codes(q_weight, q_groups, len(q_invperm))
+    steps = step_tables(q_scale_max, 1.0).gather(1, scale_indices(q_scale).long()).half()
+    out = torch.empty(stored.shape, dtype=torch.float16)
+    for g, (bits, first, rows) in enumerate(groups):
+        centred = stored[first : first + rows].float() - 2 ** (bits - 1)
+        out[first : first + rows] = (centred * steps[g].float()).half()
+    return out[q_invperm.long()]

@@ -1,0 +1,171 @@
+"""Weights in and out of blobs, and EXL2 reconstruction. Knows nothing about files or activations."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from exl2nb.ops import blob as layout
+from exl2nb.ops import reference
+from exl2nb.ops._library import check, define, dynamic_size
+
+
+def _pack_exl2(
+    q_weight: Tensor, q_scale: Tensor, q_scale_max: Tensor, q_groups: Tensor, q_invperm: Tensor, prescale: float, out_features: int
+) -> Tensor:
+    K = len(q_invperm)
+    check(
+        0 < out_features <= q_weight.shape[1], "pack_exl2", "out_features", out_features, f"1 to {q_weight.shape[1]} (columns of q_weight)"
+    )
+    stored, groups = reference.codes(q_weight, q_groups, K)
+    tiles = -(-out_features // layout.TILE)
+    columns = stored[:, : tiles * layout.TILE].numpy()
+    indices = reference.scale_indices(q_scale)[:, : tiles * layout.TILE].numpy().reshape(len(groups), tiles, 8, 2)
+    nibbles = (indices[..., 0] | (indices[..., 1] << 4)).transpose(1, 0, 2).reshape(tiles, -1)
+    scales = np.zeros((tiles, layout.align(len(groups) * layout.SCALE_BYTES)), np.uint8)
+    scales[:, : nibbles.shape[1]] = nibbles
+    sections, table, offset = [scales], np.zeros(len(groups), layout.GROUP), scales.shape[1]
+    for row, (bits, first, rows) in zip(table, groups):
+        row["bits"], row["first_row"], row["rows"], row["offset"] = bits, first, rows, offset
+        block = columns[first : first + rows].reshape(rows, tiles, layout.TILE).transpose(1, 0, 2)
+        words = np.stack([layout.pack_units(tile, bits) for tile in block])
+        sections.append(words.astype("<u4").view(np.uint8).reshape(tiles, -1))
+        offset += sections[-1].shape[1]
+    perm = torch.argsort(q_invperm.long()).to(torch.int32).numpy()
+    tables = reference.step_tables(q_scale_max, prescale).numpy()
+    part = layout.Part(layout.EXL2, out_features, perm, table, tables, np.concatenate(sections, 1))
+    return layout.write(K, [part])
+
+
+def _pack_dense(weight: Tensor) -> Tensor:
+    check(
+        weight.dim() == 2 and weight.dtype in layout.DENSE,
+        "pack_dense",
+        "weight",
+        f"{weight.dtype} {tuple(weight.shape)}",
+        "f32, f16 or bf16 (N, K)",
+    )
+    N, K = weight.shape
+    tiles = -(-N // layout.TILE)
+    padded = torch.zeros(tiles * layout.TILE, K, dtype=weight.dtype)
+    padded[:N] = weight
+    data = padded.view(tiles, layout.TILE, K).transpose(1, 2).contiguous().view(tiles, -1).view(torch.uint8).numpy()
+    no_groups, no_tables = np.zeros(0, layout.GROUP), np.zeros((0, 16), np.float32)
+    return layout.write(K, [layout.Part(layout.DENSE.index(weight.dtype), N, None, no_groups, no_tables, data)])
+
+
+def _pack_concat(blobs: list[Tensor]) -> Tensor:
+    read = [layout.read(b) for b in blobs]
+    check(len(read) > 0, "pack_concat", "number of blobs", 0, "at least 1")
+    check(len({K for K, _ in read}) == 1, "pack_concat", "K of the parts", [K for K, _ in read], "the same K everywhere")
+    return layout.write(read[0][0], [part for _, parts in read for part in parts])
+
+
+def _unpack(blob: Tensor) -> Tensor:
+    K, parts = layout.read(blob)
+    return torch.cat([_dense(K, part) for part in parts], 1)
+
+
+def _dense(K: int, part: layout.Part) -> Tensor:
+    if part.kind != layout.EXL2:
+        tiles = torch.from_numpy(part.data.copy()).view(layout.DENSE[part.kind]).view(len(part.data), K, layout.TILE)
+        return tiles.transpose(0, 1).reshape(K, -1)[:, : part.outputs].float()
+    out = torch.empty(K, len(part.data) * layout.TILE)
+    for g, group in enumerate(part.groups):
+        bits, first, rows, at = (int(group[name]) for name in ("bits", "first_row", "rows", "offset"))
+        words = (
+            np.ascontiguousarray(part.data[:, at : at + rows * bits * 2]).view("<u4").reshape(len(part.data), rows // 32, bits, layout.TILE)
+        )
+        codes = layout.unpack_units(words, bits).transpose(1, 0, 2).reshape(rows, -1)
+        packed = part.data[:, g * 8 : g * 8 + 8]
+        steps = part.tables[g][np.stack([packed & 15, packed >> 4], -1).reshape(-1)]
+        out[first : first + rows] = torch.from_numpy((codes.astype(np.float32) - 2 ** (bits - 1)) * steps)
+    if part.perm is not None:
+        out = torch.empty_like(out).index_copy_(0, torch.from_numpy(part.perm.astype(np.int64)), out)
+    return out[:, : part.outputs]
+
+
+def _blob_fake(*_: object) -> Tensor:
+    return torch.empty(dynamic_size(), dtype=torch.uint8)
+
+
+_pack_exl2_op = define(
+    "pack_exl2(Tensor q_weight, Tensor q_scale, Tensor q_scale_max, Tensor q_groups, Tensor q_invperm, float prescale, int out_features) -> Tensor",
+    fake=_blob_fake,
+    reference=_pack_exl2,
+)
+_pack_dense_op = define("pack_dense(Tensor weight) -> Tensor", fake=_blob_fake, reference=_pack_dense)
+_pack_concat_op = define("pack_concat(Tensor[] blobs) -> Tensor", fake=_blob_fake, reference=_pack_concat)
+_unpack_op = define("unpack(Tensor blob) -> Tensor", fake=lambda blob: torch.empty(dynamic_size(), dynamic_size()), reference=_unpack)
+_reconstruct_op = define(
+    "reconstruct(Tensor q_weight, Tensor q_scale, Tensor q_scale_max, Tensor q_groups, Tensor q_invperm) -> Tensor",
+    fake=lambda q_weight, q_scale, q_scale_max, q_groups, q_invperm: q_weight.new_empty(
+        len(q_invperm), q_weight.shape[1], dtype=torch.float16
+    ),
+    reference=reference.reconstruct,
+)
+
+
+def pack_exl2(
+    q_weight: Tensor,
+    q_scale: Tensor,
+    q_scale_max: Tensor,
+    q_groups: Tensor,
+    q_invperm: Tensor,
+    *,
+    prescale: float = 1.0,
+    out_features: int | None = None,
+) -> Tensor:
+    """Repack an EXL2 matrix into the blob that the kernels read.
+
+    Args:
+        q_weight: int32 `(R, N)`. q_scale: int32 `(G, N / 8)`. q_scale_max: f16 `(G,)`. q_groups: int16 `(2 * G,)`.
+        q_invperm: int32 `(K,)`. All as `quant.exl2` validated them.
+        prescale: factor of the whole matrix, rounded into the scales as the format says (logit scale, residual scale).
+        out_features: outputs wanted; the columns after them are padding and are dropped. None: N.
+
+    Returns:
+        uint8 1-D blob.
+
+    Raises:
+        RuntimeError, ValueError: a tensor does not fit; names what was got and expected.
+    """
+    columns = q_weight.shape[1] if out_features is None else out_features
+    return _pack_exl2_op(q_weight, q_scale, q_scale_max, q_groups, q_invperm, prescale, columns)
+
+
+def pack_dense(weight: Tensor) -> Tensor:
+    """Repack a dense matrix `(N, K)` f32, f16 or bf16 (the nn.Linear layout) into a uint8 blob; values are kept exactly."""
+    return _pack_dense_op(weight)
+
+
+def pack_concat(blobs: list[Tensor]) -> Tensor:
+    """One blob whose outputs are those of `blobs` (same K) side by side; kinds, widths and permutations may differ."""
+    return _pack_concat_op(blobs)
+
+
+def unpack(blob: Tensor) -> Tensor:
+    """Blob -> f32 `(K, N)`, rows in original order: (code - zero) * step without the format's last rounding to fp16."""
+    return _unpack_op(blob)
+
+
+def reconstruct(q_weight: Tensor, q_scale: Tensor, q_scale_max: Tensor, q_groups: Tensor, q_invperm: Tensor) -> Tensor:
+    """EXL2 tensors -> f16 `(K, N)`, rows in original order, bit for bit what the format says."""
+    return _reconstruct_op(q_weight, q_scale, q_scale_max, q_groups, q_invperm)
+
+
+def shape(blob: Tensor) -> tuple[int, int]:
+    """`(K, N)` of a blob: in_features and all outputs."""
+    return layout.shape(blob)
+
+
+_cache: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def dense(blob: Tensor) -> Tensor:
+    """`unpack(blob)`, remembered while the blob lives: what the reference ops multiply by."""
+    if blob not in _cache:
+        _cache[blob] = _unpack(blob)
+    return _cache[blob]

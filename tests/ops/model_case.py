@@ -1,0 +1,140 @@
+"""A small random network as op arguments: what several op tests share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from exl2nb import ops
+
+P = 256
+
+
+def exl2(K: int, N: int, groups: list[tuple[int, int]], *, seed: int = 0, scale: float = 0.02) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Random valid EXL2 tensors; groups = [(bits, rows)], summing to K."""
+    g = torch.Generator().manual_seed(seed)
+    assert sum(rows for _, rows in groups) == K
+    packed_rows = [bits * rows // 32 for bits, rows in groups]
+    q_weight = torch.randint(-(2**31), 2**31, (sum(packed_rows), N), generator=g, dtype=torch.int64).to(torch.int32)
+    q_scale = torch.randint(-(2**31), 2**31, (len(groups), N // 8), generator=g, dtype=torch.int64).to(torch.int32)
+    steps = torch.tensor([scale / 2 ** (bits - 1) for bits, _ in groups])
+    q_scale_max = (steps * (1 + torch.rand(len(groups), generator=g))).half()
+    firsts = [sum(packed_rows[:i]) for i in range(len(groups))]
+    q_groups = torch.tensor([v for (bits, _), first in zip(groups, firsts) for v in (bits, first)], dtype=torch.int16)
+    return q_weight, q_scale, q_scale_max, q_groups, torch.randperm(K, generator=g).to(torch.int32)
+
+
+@dataclass
+class Net:
+    """Random decoder; `program` holds its ops, `run` runs them one by one."""
+
+    layers: int = 2
+    hidden: int = 64
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    inter: int = 96
+    vocab: int = 101
+    bias: bool = False
+    head_norms: bool = False
+    dense: bool = False
+    pages: int = 4
+    pool: torch.dtype = torch.float16
+    window: int = 0
+    softcap: float = 0.0
+    weights: list[dict[str, Tensor | None]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        g = torch.Generator().manual_seed(7)
+        self.table = torch.randn(self.vocab, self.hidden, generator=g).half()
+        angles = torch.arange(4 * P)[:, None] * (10000.0 ** (-torch.arange(self.head_dim // 2) / (self.head_dim // 2)))[None]
+        self.cos, self.sin = angles.cos().contiguous(), angles.sin().contiguous()
+
+        def norm(n: int) -> Tensor:
+            return 1 + 0.1 * torch.randn(n, generator=g)
+
+        def maybe(flag: bool, n: int) -> Tensor | None:
+            return 0.1 * torch.randn(n, generator=g) if flag else None
+
+        q, kv, D = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.head_dim
+        for i in range(self.layers):
+            self.weights.append(
+                {
+                    "norm1": norm(self.hidden),
+                    "norm2": norm(self.hidden),
+                    "qkv": ops.pack_concat([self.matrix(self.hidden, n, seed=9 * i + j, perm=9 * i) for j, n in enumerate((q, kv, kv))]),
+                    "o": self.matrix(q, self.hidden, seed=9 * i + 3),
+                    "gate_up": ops.pack_concat([self.matrix(self.hidden, self.inter, seed=9 * i + j, perm=9 * i + 4) for j in (4, 5)]),
+                    "down": self.matrix(self.inter, self.hidden, seed=9 * i + 6),
+                    "qkv_bias": maybe(self.bias, q + 2 * kv),
+                    "o_bias": maybe(self.bias, self.hidden),
+                    "gu_bias": maybe(self.bias, 2 * self.inter),
+                    "q_norm": norm(D) if self.head_norms else None,
+                    "k_norm": norm(D) if self.head_norms else None,
+                }
+            )
+        self.norm = norm(self.hidden)
+        self.head = self.matrix(self.hidden, self.vocab, seed=99)
+        self.program = self.build()
+
+    def matrix(self, K: int, N: int, *, seed: int, perm: int | None = None) -> Tensor:
+        """One packed matrix: mixed widths, or f16."""
+        if self.dense:
+            return ops.pack_dense(torch.randn(N, K, generator=torch.Generator().manual_seed(seed)).mul(0.1).half())
+        groups = [(6, 32), *[(4, 32)] * (K // 32 - 2), (3, 32)]
+        parts = list(exl2(K, -(-N // 32) * 32, groups, seed=seed, scale=0.3))
+        if perm is not None:
+            parts[4] = torch.randperm(K, generator=torch.Generator().manual_seed(perm)).to(torch.int32)
+        return ops.pack_exl2(*parts, out_features=N)
+
+    def pools(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Fresh K and V pools, filled with values that would show if they were read."""
+        shape = (self.pages, self.kv_heads, P, self.head_dim)
+        return [torch.full(shape, 1e3, dtype=self.pool) for _ in range(self.layers)], [torch.full(shape, 1e3, dtype=self.pool) for _ in range(self.layers)]
+
+    def build(self) -> ops.Program:
+        """The whole step as a program."""
+        p = ops.Program()
+        p.embed(self.table)
+        heads = {"num_heads": self.heads, "num_kv_heads": self.kv_heads, "head_dim": self.head_dim}
+        for i, w in enumerate(self.weights):
+            norms = {"q_norm": w["q_norm"], "k_norm": w["k_norm"]}
+            p.norm_qkv_rope(w["norm1"], 1e-5, w["qkv"], w["qkv_bias"], self.cos, self.sin, layer=i, **heads, **norms)
+            p.paged_attention(layer=i, scale=self.head_dim**-0.5, window=self.window, softcap=self.softcap)
+            p.linear_residual(w["o"], w["o_bias"])
+            p.norm_gate_up(w["norm2"], 1e-5, w["gate_up"], w["gu_bias"])
+            p.linear_residual(w["down"])
+        p.norm_head(self.norm, 1e-5, self.head)
+        return p
+
+    def run(self, ids, positions, slots, block_table, cu_seqlens, context_lens, logit_rows, k_pools, v_pools) -> Tensor:
+        """The same step, op by op."""
+        x = ops.embed(self.table, ids)
+        heads = {"num_heads": self.heads, "num_kv_heads": self.kv_heads, "head_dim": self.head_dim}
+        for i, w in enumerate(self.weights):
+            norms = {"q_norm": w["q_norm"], "k_norm": w["k_norm"]}
+            where = (self.cos, self.sin, positions, slots, k_pools[i], v_pools[i])
+            q = ops.norm_qkv_rope(x, w["norm1"], 1e-5, w["qkv"], w["qkv_bias"], *where, **heads, **norms)
+            tables = (block_table, cu_seqlens, context_lens)
+            a = ops.paged_attention(
+                q, k_pools[i], v_pools[i], *tables, scale=self.head_dim**-0.5, window=self.window, softcap=self.softcap
+            )
+            ops.linear_residual(x, a, w["o"], w["o_bias"])
+            a = ops.norm_gate_up(x, w["norm2"], 1e-5, w["gate_up"], w["gu_bias"])
+            ops.linear_residual(x, a, w["down"])
+        return ops.norm_head(x[logit_rows.long()].contiguous(), self.norm, 1e-5, self.head)
+
+
+def i32(values: list) -> Tensor:
+    """int32 tensor."""
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def single(start: int, ids: list[int], pages: list[int]) -> tuple[Tensor, ...]:
+    """Batch tensors of one sequence: ids at positions start.., logits of all rows."""
+    n = len(ids)
+    at = range(start, start + n)
+    slots = [pages[p // P] * P + p % P for p in at]
+    return i32(ids), i32(list(at)), i32(slots), i32([pages]), i32([0, n]), i32([start + n]), i32(list(range(n)))
