@@ -1,0 +1,71 @@
+"""What a weight format asks of a store and offers to a layer. Knows no format."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from exl2nb.core.errors import FormatError
+
+
+class Header(Protocol):
+    """A tensor's dtype and shape: a TensorInfo, or a tensor itself."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type."""
+        ...
+
+    @property
+    def shape(self) -> Any:
+        """Extents."""
+        ...
+
+
+class Store(Protocol):
+    """Where tensors come from, by name: an `io.shards.TensorStore`, an `io.safetensors.SafetensorsFile`, or anything alike."""
+
+    def __contains__(self, name: object, /) -> bool: ...
+
+    def info(self, name: str, /) -> Any:
+        """Anything with dtype and shape, perhaps with the `path` of the file for messages."""
+        ...
+
+    def read(self, name: str, /) -> Tensor:
+        """The tensor itself."""
+        ...
+
+
+class Weight(Protocol):
+    """The weights of one linear layer, `y = x @ W + bias`, in whatever format."""
+
+    @property
+    def bias(self) -> Tensor | None:
+        """`(N,)` or None."""
+        ...
+
+    @property
+    def in_features(self) -> int:
+        """K."""
+        ...
+
+    @property
+    def out_features(self) -> int:
+        """N as stored."""
+        ...
+
+    @property
+    def bpw(self) -> float:
+        """Bits per weight."""
+        ...
+
+    def reconstruct(self) -> Tensor:
+        """`(K, N)`, rows in their original order."""
+        ...
+
+
+def broken(file: object, tensor: str, found: str, expected: str) -> FormatError:
+    """The error for one violated rule. `file` may be empty where the tensors come from memory."""
+    return FormatError(f"{f'{file}: ' if file else ''}tensor {tensor!r}: found {found}, expected {expected}")
