@@ -86,9 +86,7 @@ def group_layout(
         count = max(0, math.ceil(min(in_features * share, left) / size))
         left -= count * size
         groups += [(width, size)] * count
-    if left > 0:  # shares a hair below 1
-        groups.append((bits[-1], left - left % -32))
-        left -= groups[-1][1]
+    assert left <= 0  # every width rounds its share up to whole groups
     width, rows = groups[-1]
     groups[-1] = (width, rows + left)
     return groups

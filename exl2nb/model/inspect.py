@@ -1,0 +1,226 @@
+"""What a model directory holds, from headers and group tables alone: no weights are read and no library is loaded for it."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from exl2nb.core.errors import FormatError
+from exl2nb.io.hf_config import check_quantization, read_config
+from exl2nb.io.shards import TensorStore
+from exl2nb.model import inspect_view
+from exl2nb.quant.bits import Groups, stored_bits
+from exl2nb.quant.exl2_check import SUFFIXES, check_headers, parse_groups
+
+_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One linear layer (or the embedding) on disk.
+
+    key: module key. layer: its decoder layer, None outside them. name: what is left of the key ("self_attn.q_proj"). format: "exl2" or a
+    dtype. in_features, out_features: K and N as stored, padding included. groups: `(bits, rows)` each, empty when dense. bpw: stored bits
+    per weight, the bias left out. nbytes: all its tensors, the bias included.
+    """
+
+    key: str
+    layer: int | None
+    name: str
+    format: str
+    in_features: int
+    out_features: int
+    groups: tuple[tuple[int, int], ...]
+    bpw: float
+    nbytes: int
+
+    @property
+    def weights(self) -> int:
+        """K * N."""
+        return self.in_features * self.out_features
+
+    @property
+    def widths(self) -> dict[int, int]:
+        """Rows per width, widest first; empty when dense."""
+        rows: dict[int, int] = {}
+        for bits, count in self.groups:
+            rows[bits] = rows.get(bits, 0) + count
+        return rows
+
+    @property
+    def group_sizes(self) -> tuple[int, ...]:
+        """The different group sizes in rows, falling."""
+        return tuple(sorted({rows for _, rows in self.groups}, reverse=True))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "key": self.key,
+            "layer": self.layer,
+            "name": self.name,
+            "format": self.format,
+            "in_features": self.in_features,
+            "out_features": self.out_features,
+            "bpw": round(self.bpw, 4),
+            "widths": {str(bits): rows for bits, rows in self.widths.items()},
+            "groups": len(self.groups),
+            "group_sizes": list(self.group_sizes),
+            "bytes": self.nbytes,
+        }
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """The result of `inspect`. Prints as a table with a map of bits; `to_frame`, `to_dict` for programs.
+
+    path: the directory. architecture: `architectures[0]`. layers: decoder layers. matrices: every decoder linear in layer order, the head
+    and the embedding last. decoder_bpw: stored bits of the decoder's linears over their weights, the head and the embedding left out (0
+    where there are none). total_bytes: data of all tensors. file_bytes: the files. files: their names. target_bpw: what config.json says
+    was asked for. tied: the config says that head and embedding are one table.
+    """
+
+    path: Path
+    architecture: str
+    layers: int
+    matrices: tuple[Matrix, ...]
+    decoder_bpw: float
+    total_bytes: int
+    file_bytes: int
+    files: tuple[str, ...]
+    target_bpw: float | None
+    tied: bool
+
+    @property
+    def decoder(self) -> tuple[Matrix, ...]:
+        """The decoder's linears."""
+        return tuple(m for m in self.matrices if m.layer is not None)
+
+    @property
+    def head(self) -> Matrix | None:
+        """The output head; None where it is the embedding (tied)."""
+        return next((m for m in self.matrices if m.layer is None and m.key.endswith("lm_head")), None)
+
+    @property
+    def embedding(self) -> Matrix | None:
+        """The embedding table."""
+        return next((m for m in self.matrices if m.layer is None and m.key.endswith("embed_tokens")), None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "path": str(self.path),
+            "architecture": self.architecture,
+            "layers": self.layers,
+            "decoder_bpw": round(self.decoder_bpw, 4),
+            "target_bpw": self.target_bpw,
+            "total_bytes": self.total_bytes,
+            "file_bytes": self.file_bytes,
+            "files": list(self.files),
+            "tied_embeddings": self.tied,
+            "matrices": [matrix.to_dict() for matrix in self.matrices],
+        }
+
+    def to_frame(self) -> Any:
+        """A pandas DataFrame, one row per matrix."""
+        import pandas as pd
+
+        return pd.DataFrame([matrix.to_dict() for matrix in self.matrices]).astype({"layer": "Int64"})
+
+    def bit_map(self) -> str:
+        """Matrices x layers as Unicode blocks, plain text."""
+        return inspect_view.bit_map(self)
+
+    def __str__(self) -> str:
+        return inspect_view.text(self)
+
+    def __repr__(self) -> str:
+        what = f"{self.architecture}, {self.layers} layers, {self.decoder_bpw:.2f} bpw, {self.total_bytes} bytes"
+        return f"Inspection({what}, {str(self.path)!r})"
+
+    def _repr_html_(self) -> str:
+        return inspect_view.html(self)
+
+
+def inspect(directory: str | os.PathLike[str]) -> Inspection:
+    """Look at a model directory, EXL2 or fp16/bf16/fp32, without loading it.
+
+    Raises:
+        ModelNotFound: no such directory, no config.json or no .safetensors file in it.
+        ConfigError: config.json cannot be used, or names another weight format.
+        FormatError: a header or a group table breaks a rule.
+    """
+    directory = Path(directory)
+    config = read_config(directory)
+    check_quantization(directory, config)
+    with TensorStore(directory) as store:
+        matrices = sorted(_matrices(store), key=_order)
+        total = sum(store.info(name).nbytes for name in store.names())
+        files = store.files
+    decoder = [m for m in matrices if m.layer is not None]
+    if not matrices:
+        raise FormatError(f"{directory}: found {len(files)} files without a matrix, expected the weights of a model")
+    weights = sum(m.weights for m in decoder)
+    target = (config.get("quantization_config") or {}).get("bits")
+    return Inspection(
+        path=directory,
+        architecture=config["architectures"][0],
+        layers=len({m.layer for m in decoder}),
+        matrices=tuple(matrices),
+        decoder_bpw=sum(m.bpw * m.weights for m in decoder) / weights if weights else 0.0,
+        total_bytes=total,
+        file_bytes=sum(path.stat().st_size for path in files),
+        files=tuple(path.name for path in files),
+        target_bpw=float(target) if isinstance(target, (int, float)) and not isinstance(target, bool) else None,
+        tied=bool(config.get("tie_word_embeddings", False)),
+    )
+
+
+def _order(matrix: Matrix) -> tuple[int, int, str]:
+    last = 1 << 62
+    rank = next((i for i, stem in enumerate(inspect_view.ORDER) if matrix.name.endswith(stem)), len(inspect_view.ORDER))
+    return (last if matrix.layer is None else matrix.layer, rank, matrix.key)
+
+
+def _matrices(store: TensorStore) -> list[Matrix]:
+    found = []
+    for name in store.names():
+        stem, _, suffix = name.rpartition(".")
+        if suffix == "q_weight":
+            found.append(_exl2(store, stem))
+        elif suffix == "weight" and len(store.info(name).shape) == 2 and not stem.endswith(("q_norm", "k_norm")):
+            found.append(_dense(store, stem))
+    return found
+
+
+def _place(key: str) -> tuple[int | None, str]:
+    match = _LAYER.fullmatch(key)
+    return (int(match[1][:9]), match[2]) if match else (None, key)
+
+
+def _exl2(store: TensorStore, key: str) -> Matrix:
+    infos = {suffix: store.info(f"{key}.{suffix}") for suffix in SUFFIXES}
+    if f"{key}.bias" in store:
+        infos["bias"] = store.info(f"{key}.bias")
+    check_headers(infos, key, file=infos["q_weight"].path)
+    groups: Groups = parse_groups(store.read(f"{key}.q_groups").tolist(), infos["q_weight"].shape[0], key, file=infos["q_groups"].path)
+    rows, columns = sum(count for _, count in groups), infos["q_weight"].shape[1]
+    if rows != infos["q_invperm"].shape[0]:
+        raise FormatError(
+            f"{infos['q_invperm'].path}: tensor {key + '.q_invperm'!r}: found {infos['q_invperm'].shape[0]} rows, expected {rows}, "
+            "the sum over the groups of q_groups"
+        )
+    layer, name = _place(key)
+    nbytes = sum(info.nbytes for info in infos.values())
+    return Matrix(key, layer, name, "exl2", rows, columns, tuple(groups), stored_bits(groups, columns) / (rows * columns), nbytes)
+
+
+def _dense(store: TensorStore, key: str) -> Matrix:
+    info = store.info(f"{key}.weight")
+    layer, name = _place(key)
+    bias = store.info(f"{key}.bias").nbytes if f"{key}.bias" in store else 0
+    out_features, in_features = info.shape
+    dtype = str(info.dtype).removeprefix("torch.")
+    return Matrix(key, layer, name, dtype, in_features, out_features, (), 8.0 * info.dtype.itemsize, info.nbytes + bias)
