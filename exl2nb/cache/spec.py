@@ -28,7 +28,7 @@ class CacheSpec:
     page_size: int = PAGE_SIZE
 
     def __post_init__(self) -> None:
-        limits = {"num_layers": 1024, "num_kv_heads": 1024, "head_dim": 512, "num_pages": 1 << 23, "page_size": PAGE_SIZE}
+        limits = {"num_layers": 1024, "num_kv_heads": 1024, "head_dim": 256, "num_pages": 1 << 23, "page_size": PAGE_SIZE}
         for name, high in limits.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:

@@ -8,7 +8,8 @@ from exl2nb.core.errors import ConfigError
 from exl2nb.model.names import Names
 from exl2nb.model.rope import MAX_CONTEXT, RopeConfig
 
-ACTIVATIONS = ("silu",)
+# hidden_act in config.json: activation of the ops
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
 # field: (key in config.json, lowest, highest). The upper ends are far above any published model and low enough that a product of two fits
 # in 64 bits, so that an absurd config fails here by name and not in an allocation.
@@ -19,7 +20,7 @@ LIMITS: dict[str, tuple[str, int, int]] = {
     "num_layers": ("num_hidden_layers", 1, 1024),
     "num_heads": ("num_attention_heads", 1, 1024),
     "num_kv_heads": ("num_key_value_heads", 1, 1024),
-    "head_dim": ("head_dim", 4, 512),
+    "head_dim": ("head_dim", 8, 256),
     "max_position_embeddings": ("max_position_embeddings", 1, MAX_CONTEXT),
 }
 
@@ -29,9 +30,9 @@ class ModelConfig:
     """One decoder, described by features.
 
     architecture: class name from `architectures`. Sizes as in LIMITS. norm_eps: of every RMSNorm. qkv_bias, o_bias, mlp_bias: which linears
-    carry a bias. tie_word_embeddings: the head may use the embedding's matrix. activation: of the gate. windows: per layer, tokens a query
-    sees including itself; 0 = all. attention_scale: factor on q.k. attention_softcap, logit_softcap: c * tanh(x / c); 0 = none.
-    quant_method: what `quantization_config` names ("exl2"), or None.
+    carry a bias. tie_word_embeddings: the head may use the embedding's matrix. activation: of the gate, as the ops call it.
+    windows: per layer, tokens a query sees including itself; 0 = all. attention_scale: factor on q.k.
+    attention_softcap, logit_softcap: c * tanh(x / c); 0 = none. quant_method: what `quantization_config` names ("exl2"), or None.
 
     Raises:
         ConfigError: a size out of range, or sizes that do not fit each other.
@@ -70,12 +71,13 @@ class ModelConfig:
                 f"config.json: num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}; "
                 "every KV head must serve the same number of query heads"
             )
-        if self.head_dim % 2:
-            raise ConfigError(f"config.json: head_dim is {self.head_dim}; expected an even number, since RoPE rotates pairs")
+        if self.head_dim % 8:
+            raise ConfigError(
+                f"config.json: head_dim is {self.head_dim}; expected a multiple of 8, which is what the attention kernels read"
+            )
         if len(self.windows) != self.num_layers:
             raise ConfigError(f"config.json: {len(self.windows)} layers have a window; expected num_hidden_layers {self.num_layers}")
-        if self.activation not in ACTIVATIONS:
-            raise ConfigError(f"config.json: hidden_act is {self.activation!r}; expected one of {', '.join(ACTIVATIONS)}")
+        assert self.activation in ACTIVATIONS.values(), self.activation
 
     @property
     def q_per_kv(self) -> int:

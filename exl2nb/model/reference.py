@@ -19,7 +19,7 @@ from exl2nb.model.rope import rope_tables
 
 Weights = Mapping[str, Tensor]
 Capture = Callable[[str, Tensor], None]
-ACTIVATIONS = {"silu": F.silu}
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 
 
 def embed(config: ModelConfig, weights: Weights, ids: Tensor) -> Tensor:

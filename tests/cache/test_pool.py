@@ -38,4 +38,4 @@ def test_unknown_mode_lists_the_known_ones():
 
 def test_a_cache_larger_than_the_machine_is_refused_by_size():
     with pytest.raises(OptionError, match=r"need \d+.* GiB, cpu has .* GiB; lower"):
-        KVCache(CacheSpec(1024, 1024, 512, 1 << 20))
+        KVCache(CacheSpec(1024, 1024, 256, 1 << 20))

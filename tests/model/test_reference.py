@@ -22,6 +22,7 @@ CASES = {
     "llama-3": ("llama", {"rope_parameters": LLAMA3}),
     "llama-yarn": ("llama", {"rope_parameters": YARN}),
     "llama-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}),
+    "llama-gelu": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
     "mistral-window": ("mistral", {"sliding_window": 13}),
     "mistral-full": ("mistral", {"sliding_window": None, "head_dim": 32}),
     "qwen2": ("qwen2", {"tie_word_embeddings": True}),

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from exl2nb.core.errors import ConfigError, UnknownArchitecture
+from exl2nb.core.errors import UnknownArchitecture
 from exl2nb.core.registry import Registry
-from exl2nb.model.config import LIMITS, ModelConfig
+from exl2nb.model.config import ACTIVATIONS, LIMITS, ModelConfig
 from exl2nb.model.fields import REQUIRED, Fields
 from exl2nb.model.names import Names
 from exl2nb.model.rope import RopeConfig
@@ -57,7 +57,7 @@ class Architecture:
             o_bias=_flag(fields, self.o_bias),
             mlp_bias=_flag(fields, self.mlp_bias),
             tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
-            activation=fields.text("hidden_act", default="silu"),
+            activation=_activation(fields),
             quant_method=quantization.text("quant_method") if quantization else None,
             names=self.names,
         )
@@ -76,6 +76,13 @@ def _head_dim(fields: Fields, sizes: Mapping[str, int]) -> int:
     if hidden % heads:
         raise fields.refuse("hidden_size", hidden, f"a multiple of num_attention_heads {heads}, or an explicit head_dim")
     return hidden // heads
+
+
+def _activation(fields: Fields) -> str:
+    name = fields.text("hidden_act", default="silu")
+    if name not in ACTIVATIONS:
+        raise fields.refuse("hidden_act", name, f"one of {', '.join(sorted(ACTIVATIONS))}")
+    return ACTIVATIONS[name]
 
 
 def _flag(fields: Fields, flag: Flag) -> bool:
@@ -102,6 +109,3 @@ def parse_config(raw: Mapping[str, Any], *, where: str = "config.json") -> Model
     except UnknownArchitecture as error:
         raise UnknownArchitecture(f"{where}: {error}") from None
     return architecture.config(names[0], raw, where)
-
-
-__all__ = ["ARCHS", "Architecture", "ConfigError", "Fields", "Names", "no_window", "parse_config"]

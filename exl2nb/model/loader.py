@@ -1,0 +1,157 @@
+"""From a model directory to a Model: read, check, repack. Every shape is checked from headers before any data is read."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from exl2nb import ops
+from exl2nb.core.errors import DeviceError, OptionError
+from exl2nb.core.progress import Meter, Sink
+from exl2nb.io.hf_config import check_quantization, read_config
+from exl2nb.io.shards import TensorStore
+from exl2nb.model.archs import parse_config
+from exl2nb.model.config import ModelConfig
+from exl2nb.model.layers.attention import Attention
+from exl2nb.model.layers.ends import Embedding, Head
+from exl2nb.model.layers.mlp import GatedMLP
+from exl2nb.model.model import Model, Network
+from exl2nb.model.plan import Source, plan
+from exl2nb.model.rope import MAX_CONTEXT
+from exl2nb.quant.exl2 import Exl2Tensors
+
+WEIGHTS = ("auto", "fp32")
+
+
+def read_model_config(directory: str | os.PathLike[str]) -> ModelConfig:
+    """Read and check the config.json of a model directory.
+
+    Raises:
+        ModelNotFound: no directory or no config.json. ConfigError: a value that cannot be used. UnknownArchitecture: lists the known ones.
+    """
+    raw = read_config(directory)
+    check_quantization(directory, raw)
+    return parse_config(raw, where=str(Path(directory) / "config.json"))
+
+
+def load_model(
+    directory: str | os.PathLike[str],
+    *,
+    device: str = "cpu",
+    weights: str = "auto",
+    context: int | None = None,
+    progress: Sink | None = None,
+) -> Model:
+    """Load an EXL2 or plain fp16, bf16 or fp32 model.
+
+    Args:
+        directory: holds config.json and the .safetensors files.
+        device: "cpu".
+        weights: "auto" keeps every matrix in the format it is stored in; "fp32" widens plain ones and reconstructs quantised ones to fp32
+            (a reference: 4 bytes a weight).
+        context: longest sequence in tokens; None = max_position_embeddings. Dynamic NTK takes its base from it.
+        progress: a sink for events of stage "load", counted in layers.
+
+    Returns:
+        The model. `close()` gives its memory back.
+
+    Raises:
+        ModelNotFound, ConfigError, UnknownArchitecture: as `read_model_config`. FormatError: tensors that are missing, unknown, of a wrong
+        shape or dtype, or that break the EXL2 format. OptionError: an argument out of range. DeviceError: an unknown device.
+    """
+    if weights not in WEIGHTS:
+        raise OptionError(f"load_model: weights is {weights!r}; expected one of {', '.join(WEIGHTS)}")
+    if context is not None and (isinstance(context, bool) or not isinstance(context, int) or not 1 <= context <= MAX_CONTEXT):
+        raise OptionError(f"load_model: context is {context!r}; expected an integer from 1 to {MAX_CONTEXT}")
+    if device != "cpu":
+        raise DeviceError(f"load_model: device is {device!r}; expected cpu: this engine has no other backend")
+    config = read_model_config(directory)
+    with TensorStore(directory) as store:
+        sources = plan(config, store)
+        network = _Builder(config, store, sources, widen=weights == "fp32").network(progress)
+    return Model(config, network, context=context if context is not None else config.max_position_embeddings, device=device)
+
+
+class _Builder:
+    """Reads the tensors of a plan and packs them into layers."""
+
+    def __init__(self, config: ModelConfig, store: TensorStore, sources: dict[str, Source], *, widen: bool) -> None:
+        self.config, self.store, self.sources, self.widen = config, store, sources, widen
+
+    def network(self, progress: Sink | None) -> Network:
+        """Everything, layer by layer."""
+        config = self.config
+        with Meter("load", total=config.num_layers + 2, unit="layers", sink=progress) as meter:
+            table = self.store.read(f"{config.names.embed}.weight")
+            embedding = Embedding(table=table.float() if self.widen else table)
+            meter.step(detail="embedding")
+            layers = []
+            for layer in range(config.num_layers):
+                layers.append((self.attention(layer), self.mlp(layer)))
+                meter.step(detail=f"layer {layer}")
+            head = Head(norm=self.vector(f"{config.names.norm}.weight"), eps=config.norm_eps, matrix=self.matrix(config.names.head))
+            meter.step(detail="head")
+        return Network(embedding, tuple(layers), head)
+
+    def attention(self, layer: int) -> Attention:
+        """The attention half of one layer."""
+        config, names = self.config, self.config.names
+        qkv = [names.at(layer, role) for role in ("q", "k", "v")]
+        return Attention(
+            layer=layer,
+            norm=self.vector(f"{names.at(layer, 'attention_norm')}.weight"),
+            eps=config.norm_eps,
+            qkv=self.stacked(qkv),
+            qkv_bias=self.bias(qkv),
+            o=self.matrix(names.at(layer, "o")),
+            o_bias=self.bias([names.at(layer, "o")]),
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            scale=config.attention_scale,
+            window=config.windows[layer],
+            softcap=config.attention_softcap,
+        )
+
+    def mlp(self, layer: int) -> GatedMLP:
+        """The MLP half of one layer."""
+        names = self.config.names
+        gate_up, down = [names.at(layer, role) for role in ("gate", "up")], names.at(layer, "down")
+        return GatedMLP(
+            norm=self.vector(f"{names.at(layer, 'mlp_norm')}.weight"),
+            eps=self.config.norm_eps,
+            gate_up=self.stacked(gate_up),
+            gate_up_bias=self.bias(gate_up),
+            down=self.matrix(down),
+            down_bias=self.bias([down]),
+            activation=self.config.activation,
+        )
+
+    def matrix(self, key: str) -> Tensor:
+        """The blob of one linear, without padding columns."""
+        source = self.sources[key]
+        if source.kind == "dense":
+            weight = self.store.read(f"{source.prefix}.weight")
+            return ops.pack_dense(weight.float() if self.widen else weight)
+        outputs = source.linear.out_features
+        exl2 = Exl2Tensors.read(self.store, source.prefix, in_features=source.linear.in_features, out_features=outputs)
+        if self.widen:
+            return ops.pack_dense(exl2.reconstruct()[:, :outputs].T.float().contiguous())
+        parts = (exl2.q_weight, exl2.q_scale, exl2.q_scale_max, exl2.q_groups, exl2.q_invperm)
+        return ops.pack_exl2(*parts, out_features=outputs)
+
+    def stacked(self, keys: list[str]) -> Tensor:
+        """One blob of several linears with the same input."""
+        return ops.pack_concat([self.matrix(key) for key in keys])
+
+    def vector(self, name: str) -> Tensor:
+        """A norm or bias in f32."""
+        return self.store.read(name).float()
+
+    def bias(self, keys: list[str]) -> Tensor | None:
+        """The biases of several linears side by side, None where they have none."""
+        present = [self.vector(f"{key}.bias") for key in keys if self.sources[key].linear.bias]
+        return torch.cat(present) if present else None

@@ -1,0 +1,138 @@
+"""A loaded model: one forward step over a paged cache. Knows nothing of files, requests or sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exl2nb import ops
+from exl2nb.cache.pool import KVCache
+from exl2nb.cache.spec import PAGE_SIZE, CacheSpec
+from exl2nb.core.errors import ContextOverflow, EngineClosed, OptionError
+from exl2nb.model.batch import Batch
+from exl2nb.model.config import ModelConfig
+from exl2nb.model.layers.attention import Attention
+from exl2nb.model.layers.ends import Embedding, Head
+from exl2nb.model.layers.mlp import GatedMLP
+from exl2nb.model.layers.step import Step
+from exl2nb.model.rope import rope_tables
+
+
+@dataclass(frozen=True)
+class Network:
+    """The layers of a model in running order."""
+
+    embedding: Embedding
+    layers: tuple[tuple[Attention, GatedMLP], ...]
+    head: Head
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every weight once."""
+        parts: list[Any] = [self.embedding, *(half for layer in self.layers for half in layer), self.head]
+        seen: set[int] = set()
+        for part in parts:
+            for field in fields(part):
+                value = getattr(part, field.name)
+                if isinstance(value, Tensor) and value.data_ptr() not in seen:
+                    seen.add(value.data_ptr())
+                    yield value
+
+
+class Model:
+    """A network ready to run. Made by `loader.load_model`.
+
+    config: what it is. context: longest sequence it runs, in tokens. device: where it runs. weight_bytes: memory of all weights.
+    Not thread-safe: one thread runs it (the engine's).
+    """
+
+    def __init__(self, config: ModelConfig, network: Network, *, context: int, device: str = "cpu") -> None:
+        self.config, self.context, self.device = config, context, device
+        self.weight_bytes = sum(tensor.nbytes for tensor in network.tensors())
+        self._network: Network | None = network
+        self._program: ops.Program | None = None
+        self._cos = self._sin = torch.empty(0, config.rope.rotary_dim // 2)
+
+    def cache_spec(self, num_tokens: int, *, mode: str = "fp16") -> CacheSpec:
+        """The spec of a cache for this model that holds at least `num_tokens` tokens."""
+        config = self.config
+        return CacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, max(1, -(-num_tokens // PAGE_SIZE)), mode)
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        """Run one step as a single call into the compiled engine.
+
+        Args:
+            batch: T tokens of B sequences. Tokens before them must be in the cache already.
+            cache: of this model's layers, heads and head_dim; the step's K and V are written to `batch.slot_mapping`.
+
+        Returns:
+            Logits f32 `(R, V)`, one row for each of `batch.logit_rows`. The same sequence gives the same bits however it is cut into steps
+            and whatever else is in the batch.
+
+        Raises:
+            ContextOverflow: a sequence is longer than `context`.
+            OptionError: the cache belongs to another shape of model.
+            EngineClosed: the model was closed.
+        """
+        self._prepare(batch, cache)
+        assert self._program is not None
+        logits = self._program.run(
+            batch.input_ids, batch.positions, batch.slot_mapping, batch.block_table, batch.cu_seqlens, batch.context_lens,
+            batch.logit_rows, cache.k, cache.v,
+        )  # fmt: skip
+        return self._cap(logits)
+
+    def forward_by_ops(self, batch: Batch, cache: KVCache) -> Tensor:
+        """The readable twin of `forward`: op by op, the same bits."""
+        network = self._prepare(batch, cache)
+        step = Step(batch, cache, self._cos, self._sin)
+        x = network.embedding(batch.input_ids)
+        for attention, mlp in network.layers:
+            attention(x, step)
+            mlp(x)
+        return self._cap(network.head(x, batch.logit_rows))
+
+    def close(self) -> None:
+        """Drop every tensor; the memory returns at once. Harmless when repeated."""
+        self._network = self._program = None
+        self._cos = self._sin = torch.empty(0)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._network is None else f"{self.weight_bytes / 2**20:.1f} MiB on {self.device}"
+        return f"Model({self.config.architecture}, {self.config.num_layers} layers, context {self.context}, {state})"
+
+    def _prepare(self, batch: Batch, cache: KVCache) -> Network:
+        if self._network is None:
+            raise EngineClosed("the model was closed; load it again")
+        spec, config = cache.spec, self.config
+        mine = (config.num_layers, config.num_kv_heads, config.head_dim)
+        if (spec.num_layers, spec.num_kv_heads, spec.head_dim) != mine:
+            theirs = (spec.num_layers, spec.num_kv_heads, spec.head_dim)
+            raise OptionError(f"cache: (layers, KV heads, head_dim) is {theirs}; expected {mine}: make it with Model.cache_spec")
+        longest = int(batch.context_lens.max())
+        if longest > self.context:
+            raise ContextOverflow(
+                f"sequence of {longest} tokens; the model was loaded for {self.context}: shorten it, or load with context="
+            )
+        if longest > len(self._cos):
+            self._grow(self._network, longest)
+        return self._network
+
+    def _grow(self, network: Network, longest: int) -> None:
+        """Extend the RoPE tables to a power of two of pages, so a model loaded for a huge context pays only for what it uses."""
+        rows = PAGE_SIZE << (max(longest, 4 * PAGE_SIZE) - 1).bit_length() - (PAGE_SIZE - 1).bit_length()
+        self._cos, self._sin = rope_tables(self.config, rows, context=self.context)
+        program = ops.Program()
+        network.embedding.record(program)
+        for attention, mlp in network.layers:
+            attention.record(program, self._cos, self._sin)
+            mlp.record(program)
+        network.head.record(program)
+        self._program = program
+
+    def _cap(self, logits: Tensor) -> Tensor:
+        cap = self.config.logit_softcap
+        return cap * torch.tanh(logits / cap) if cap else logits
