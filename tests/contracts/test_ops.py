@@ -1,0 +1,64 @@
+"""Every op of the namespace has a reference and a fake kernel, and the compiled library asks torch for nothing newer than 2.10."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from exl2nb import ops
+from exl2nb.ops import _library, _load
+
+NAMES = sorted({name.removeprefix("exl2nb::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("exl2nb::")})
+# What the libraries may need of libtorch: all of it is in 2.10. Before adding a name, look for its version guard in torch's shim headers.
+SYMBOLS = set((Path(__file__).parent / "torch_2_10_symbols.txt").read_text().split())
+
+
+def test_the_architecture_page_lists_the_ops():
+    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+    listed = set(re.findall(r"^\| `(\w+)` \|", page, re.M))
+    assert {"embed", "linear", "paged_attention", "norm_head"} <= set(NAMES)
+    assert listed <= set(NAMES) | set(ops.__all__)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_op_has_reference_and_fake(name):
+    assert name in _library.REFERENCES
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"exl2nb::{name}", "CompositeExplicitAutograd")
+    assert torch._library.simple_registry.singleton.find(f"exl2nb::{name}").fake_impl.kernel is not None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_mutation_is_in_the_schema(name):
+    """An op that returns nothing must say what it writes, or torch.compile would drop it."""
+    schema = getattr(torch.ops.exl2nb, name).default._schema
+    writes = any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
+    assert schema.returns or writes
+
+
+def libraries() -> list[Path]:
+    found = _load.load()
+    return [path for path in (found.cpu, found.cuda) if path is not None]
+
+
+@pytest.mark.parametrize("path", libraries(), ids=lambda p: p.name)
+def test_library_needs_only_torch_2_10(path):
+    out = subprocess.run(["nm", "-D", "--undefined-only", str(path)], capture_output=True, text=True, check=True).stdout
+    needed = {m for m in re.findall(r" U (\S+)", out) if re.match(r"(aoti_)?torch_|_ZN?K?(2at|3c10|5torch)", m)}
+    assert needed, "the library registers ops, so it must need torch"
+    assert needed <= SYMBOLS
+
+
+@pytest.mark.parametrize("path", libraries(), ids=lambda p: p.name)
+def test_library_needs_no_python_and_no_cuda_runtime(path):
+    out = subprocess.run(["readelf", "-dW", str(path)], capture_output=True, text=True, check=True).stdout
+    needed = re.findall(r"NEEDED.*\[(\S+)\]", out)
+    assert not [n for n in needed if re.search("python|cudart|cublas|libtorch_cuda|gomp", n)]
+    assert "RPATH" not in out
+    assert "RUNPATH" not in out
+
+
+def test_compiled_library_is_in_use():
+    """Without it every other test would quietly measure the torch references."""
+    assert "cpu" in _load.load().loaded
