@@ -1,4 +1,4 @@
-"""The one progress protocol: long work emits `Progress` events to a sink. Knows nothing of widgets or terminals beyond a text stream."""
+"""The one progress protocol: long work emits `Progress` events to a sink. Knows nothing of widgets, or of terminals beyond a stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Meter", "Progress", "SilentSink", "Sink", "TextSink"]
 class Progress:
     """One event.
 
-    stage: short name of the work ("load", "measure", "quantize"). done, total: in `unit`s; total 0 = unknown. detail: one line for people.
+    stage: short name of the work ("load", "measure", "quantize"). done, total: in `unit`s; total 0: unknown. detail: a line for people.
     elapsed_s: since the stage began. eta_s: seconds left in the stage, None while unknown. state: "running", "done", "error" or "cancelled".
     data: stage-specific plain values (numbers, strings, lists) for programs.
     """
@@ -45,14 +45,16 @@ class Progress:
 class Sink(Protocol):
     """Anything that takes events: a function of one argument is a sink."""
 
-    def __call__(self, event: Progress, /) -> None: ...
+    def __call__(self, event: Progress, /) -> None:
+        """Take one event; must return soon."""
+        ...
 
 
 class SilentSink:
     """Takes events and does nothing."""
 
     def __call__(self, event: Progress, /) -> None:
-        return
+        """Take one event."""
 
 
 class TextSink:
@@ -64,6 +66,7 @@ class TextSink:
         self._stage, self._width, self._last = "", 0, 0.0
 
     def __call__(self, event: Progress, /) -> None:
+        """Write one event."""
         now = time.monotonic()
         new, final = event.stage != self._stage, event.state != "running"
         self._stage = "" if final else event.stage

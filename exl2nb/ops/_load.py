@@ -38,7 +38,8 @@ def load() -> Libraries:
     if env.get("EXL2NB_ENGINE", "compiled") == "reference":
         return Libraries(cpu, cuda, (), "reference", "EXL2NB_ENGINE=reference")
     if cpu is None:
-        return Libraries(None, cuda, (), "reference", "libexl2nb_cpu.so was not built: run `make build` or `pip install --no-build-isolation .`")
+        note = "libexl2nb_cpu.so was not built: run `make build` or `pip install --no-build-isolation .`"
+        return Libraries(None, cuda, (), "reference", note)
     torch.ops.load_library(cpu)
     isa = ("base", "avx2", "avx512")[torch.ops.exl2nb.isa()]
     loaded, note = ["cpu"], ""
