@@ -72,7 +72,7 @@ lint: build $(VENV)/.dev
 	$(BIN)/lint-imports
 	$(BIN)/pyright
 	$(BIN)/clang-format --dry-run -Werror $$(find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
-	@if command -v npm >/dev/null; then cd widgets && { test -d node_modules || npm ci --silent; } && npm run --silent lint; \
+	@if command -v npm >/dev/null; then cd widgets && { test -d node_modules || npm ci --silent; } && npm run --silent lint && npm run --silent check; \
 	else echo "no npm: widgets not checked"; fi
 
 wheel: $(VENV)/.torch

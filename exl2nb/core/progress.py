@@ -15,7 +15,7 @@ class Progress:
     """One event.
 
     stage: short name of the work ("load", "measure", "quantize"). done, total: in `unit`s; total 0: unknown. detail: a line for people.
-    elapsed_s: since the stage began. eta_s: seconds left in the stage, None while unknown. state: "running", "done", "error" or "cancelled".
+    elapsed_s: since the stage began. eta_s: seconds left in the stage, None while unknown. state: "running", "done", "error", "cancelled".
     data: stage-specific plain values (numbers, strings, lists) for programs.
     """
 
