@@ -29,9 +29,8 @@ def bit_map(found: Inspection) -> str:
         return ""
     layers = sorted({m.layer for m in found.decoder if m.layer is not None})
     width = max(len(_short(name)) for name in kinds)
-    lines = [
-        f"bits per weight, one column per layer ({layers[0]} to {layers[-1]}): {_BLOCKS[0]} {_LOW:g} or less ... {_BLOCKS[-1]} {_HIGH:g} or more"
-    ]
+    scale = f"{_BLOCKS[0]} {_LOW:g} or less ... {_BLOCKS[-1]} {_HIGH:g} or more"
+    lines = [f"bits per weight, one column per layer ({layers[0]} to {layers[-1]}): {scale}"]
     for start in range(0, len(layers), _MAX_COLUMNS):
         shown = layers[start : start + _MAX_COLUMNS]
         for name, group in kinds.items():
