@@ -65,10 +65,10 @@ class ModelConfig:
         for name, (key, low, high) in LIMITS.items():
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-                raise ConfigError(f"config.json: {key} is {value!r}; expected an integer from {low} to {high}")
+                raise ConfigError(f"{key} is {value!r}; expected an integer from {low} to {high}")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(
-                f"config.json: num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}; "
+                f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}; "
                 "every KV head must serve the same number of query heads"
             )
         if self.head_dim % 8:
@@ -76,7 +76,7 @@ class ModelConfig:
                 f"config.json: head_dim is {self.head_dim}; expected a multiple of 8, which is what the attention kernels read"
             )
         if len(self.windows) != self.num_layers:
-            raise ConfigError(f"config.json: {len(self.windows)} layers have a window; expected num_hidden_layers {self.num_layers}")
+            raise ConfigError(f"{len(self.windows)} layers have a window; expected num_hidden_layers {self.num_layers}")
         assert self.activation in ACTIVATIONS.values(), self.activation
 
     @property

@@ -7,27 +7,7 @@ from exl2nb.model import reference
 from exl2nb.model.archs import parse_config
 from exl2nb.model.layout import linears
 
-from .tiny import ids_of, raw_config, truth, twin
-
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "rope_theta": 10000.0}
-LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32, "rope_theta": 10000.0,
-}  # fmt: skip
-CASES = {
-    "llama": ("llama", {}),
-    "llama-mha-biases": ("llama", {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}),
-    "llama-mqa-tied": ("llama", {"num_key_value_heads": 1, "tie_word_embeddings": True, "head_dim": 24}),
-    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0}}),
-    "llama-3": ("llama", {"rope_parameters": LLAMA3}),
-    "llama-yarn": ("llama", {"rope_parameters": YARN}),
-    "llama-dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}),
-    "llama-gelu": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
-    "mistral-window": ("mistral", {"sliding_window": 13}),
-    "mistral-full": ("mistral", {"sliding_window": None, "head_dim": 32}),
-    "qwen2": ("qwen2", {"tie_word_embeddings": True}),
-    "qwen2-window": ("qwen2", {"use_sliding_window": True, "sliding_window": 11, "max_window_layers": 1}),
-}
+from .tiny import CASES, ids_of, raw_config, truth, twin
 
 
 @pytest.mark.parametrize("seed", [0, 1])

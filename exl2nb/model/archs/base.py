@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from exl2nb.core.errors import UnknownArchitecture
+from exl2nb.core.errors import ConfigError, UnknownArchitecture
 from exl2nb.core.registry import Registry
 from exl2nb.model.config import ACTIVATIONS, LIMITS, ModelConfig
 from exl2nb.model.fields import REQUIRED, Fields
@@ -46,21 +46,25 @@ class Architecture:
         sizes["num_kv_heads"] = _size(fields, "num_kv_heads", default=sizes["num_heads"])
         sizes["head_dim"] = _size(fields, "head_dim", default=None) or _head_dim(fields, sizes)
         quantization = fields.child("quantization_config")
-        return ModelConfig(
-            architecture=name,
+        values = {
+            "architecture": name,
             **sizes,
-            norm_eps=fields.number("rms_norm_eps", low=0.0, high=1.0, default=1e-6),
-            rope=RopeConfig.read(fields, head_dim=sizes["head_dim"], max_positions=sizes["max_position_embeddings"]),
-            windows=self.windows(fields, sizes["num_layers"]),
-            attention_scale=sizes["head_dim"] ** -0.5,
-            qkv_bias=_flag(fields, self.qkv_bias),
-            o_bias=_flag(fields, self.o_bias),
-            mlp_bias=_flag(fields, self.mlp_bias),
-            tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
-            activation=_activation(fields),
-            quant_method=quantization.text("quant_method") if quantization else None,
-            names=self.names,
-        )
+            "norm_eps": fields.number("rms_norm_eps", low=0.0, high=1.0, default=1e-6),
+            "rope": RopeConfig.read(fields, head_dim=sizes["head_dim"], max_positions=sizes["max_position_embeddings"]),
+            "windows": self.windows(fields, sizes["num_layers"]),
+            "attention_scale": sizes["head_dim"] ** -0.5,
+            "qkv_bias": _flag(fields, self.qkv_bias),
+            "o_bias": _flag(fields, self.o_bias),
+            "mlp_bias": _flag(fields, self.mlp_bias),
+            "tie_word_embeddings": fields.flag("tie_word_embeddings", default=False),
+            "activation": _activation(fields),
+            "quant_method": quantization.text("quant_method") if quantization else None,
+            "names": self.names,
+        }
+        try:
+            return ModelConfig(**values)
+        except ConfigError as error:  # sizes that do not fit each other: the config knows no file
+            raise ConfigError(f"{where}: {error}") from None
 
 
 ARCHS: Registry[Architecture] = Registry("architecture", UnknownArchitecture)

@@ -1,0 +1,55 @@
+"""The weights of a model directory as one mapping of dense tensors, read when asked for: what `reference` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor
+
+from exl2nb.io.shards import TensorStore
+from exl2nb.model.config import ModelConfig
+from exl2nb.model.plan import plan
+from exl2nb.quant.exl2 import Exl2Tensors
+
+
+class DenseWeights(Mapping[str, Tensor]):
+    """Full tensor name -> tensor in the nn.Linear layout, in its stored dtype; EXL2 matrices are reconstructed to f16, padding dropped.
+
+    Nothing is kept: every access reads the file again. A tied head without a matrix of its own has no entry.
+
+    Args:
+        config: what the model must have; the store is checked against it.
+        store: the files; it stays open as long as this is used.
+
+    Raises:
+        FormatError: as `plan.plan`; on access as `Exl2Tensors.read`.
+    """
+
+    def __init__(self, config: ModelConfig, store: TensorStore) -> None:
+        self._store = store
+        self._exl2 = {}
+        names = set(store.names())
+        for source in plan(config, store).values():
+            if source.kind == "exl2":
+                names -= {name for name in names if name.startswith(f"{source.prefix}.q_")}
+                self._exl2[f"{source.prefix}.weight"] = source
+        self._names = sorted(names | set(self._exl2))
+
+    def __getitem__(self, name: str) -> Tensor:
+        source = self._exl2.get(name)
+        if source is None:
+            if name not in self._store:
+                raise KeyError(name)
+            return self._store.read(name)
+        linear = source.linear
+        exl2 = Exl2Tensors.read(self._store, source.prefix, in_features=linear.in_features, out_features=linear.out_features)
+        return exl2.reconstruct()[:, : linear.out_features].T
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._exl2 or name in self._store
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)

@@ -1,0 +1,205 @@
+import itertools
+
+import pytest
+import torch
+
+from exl2nb.cache.pool import KVCache
+from exl2nb.core.errors import ContextOverflow, EngineClosed, OptionError
+from exl2nb.io.shards import TensorStore
+from exl2nb.model import reference
+from exl2nb.model.batch import Batch, Span
+from exl2nb.model.dense import DenseWeights
+from exl2nb.model.loader import load_model, read_model_config
+from exl2nb.ops import _load
+
+from .tiny import CASES, ids_of, save, save_exl2, truth, twin
+
+COMPILED = "cpu" in _load.load().loaded
+
+
+def same(got, want):
+    """Bit for bit with the kernels; torch's own matrix product, which answers without them, depends on the number of rows."""
+    if COMPILED:
+        assert torch.equal(got, want), (got - want).abs().max()
+    else:
+        assert error(got, want) < 1e-2
+
+
+def run(model, ids, *, mode="fp32", pages=None, forward="forward"):
+    """All logits of one sequence (1-D ids), run at once in a fresh cache."""
+    pages = pages or list(range(-(-len(ids) // 256)))
+    cache = KVCache(model.cache_spec((max(pages) + 1) * 256, mode=mode))
+    return getattr(model, forward)(Batch.single(ids.tolist(), start=0, pages=pages, logit_rows="all"), cache)
+
+
+def error(got, want):
+    """Largest difference in units of the logits' standard deviation."""
+    return float((got - want).abs().max() / want.std())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_equal_transformers(case, tmp_path):
+    kind, changes = CASES[case]
+    twin_model = twin(kind, seed=3, **changes)
+    model = load_model(save(twin_model, tmp_path))
+    ids = ids_of(model.config.vocab_size, 1, 300, seed=5)
+    want = truth(twin_model, ids)[0]
+    assert error(run(model, ids[0]), want) < 1e-4
+    assert error(run(model, ids[0], mode="fp16", pages=[3, 1]), want) < 5e-3
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "vocab"), [(1, 1, 40, 17), (6, 3, 24, 333), (8, 2, 8, 1001), (4, 1, 128, 64)])
+def test_odd_sizes(heads, kv_heads, head_dim, vocab, seed, tmp_path):
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim, "vocab_size": vocab}
+    twin_model = twin("llama", seed=seed, hidden_size=24 * heads, intermediate_size=51, num_hidden_layers=3, **sizes)
+    model = load_model(save(twin_model, tmp_path))
+    ids = ids_of(vocab, 1, 40, seed)
+    assert error(run(model, ids[0]), truth(twin_model, ids)[0]) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("weights", ["auto", "fp32"])
+def test_half_precision_files(dtype, weights, tmp_path):
+    twin_model = twin("qwen2", seed=1, tie_word_embeddings=True)
+    save(twin_model, tmp_path, dtype=dtype)
+    model = load_model(tmp_path, weights=weights)
+    ids = ids_of(model.config.vocab_size, 1, 60)
+    assert error(run(model, ids[0]), truth(twin_model, ids)[0]) < 1e-4
+    wide = load_model(tmp_path, weights="fp32").weight_bytes
+    assert model.weight_bytes == wide if weights == "fp32" else model.weight_bytes < 0.65 * wide
+
+
+def test_dynamic_ntk_past_the_switch(tmp_path):
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+    twin_model = twin("llama", seed=2, max_position_embeddings=64, rope_parameters=rope)
+    ids = ids_of(131, 1, 300)
+    model = load_model(save(twin_model, tmp_path), context=300)
+    assert error(run(load_model(tmp_path), ids[0, :64]), truth(twin_model, ids[:, :64])[0]) < 1e-4
+    assert error(run(model, ids[0]), truth(twin_model, ids)[0]) < 1e-4  # from here on Transformers keeps the new base
+
+
+def test_sliding_window_longer_than_a_page(tmp_path):
+    twin_model = twin("mistral", seed=2, sliding_window=270, max_position_embeddings=1024)
+    ids = ids_of(131, 1, 700)
+    model = load_model(save(twin_model, tmp_path))
+    assert error(run(model, ids[0]), truth(twin_model, ids)[0]) < 1e-4
+
+
+@pytest.mark.parametrize("mode", ["fp32", "fp16"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "exl2"])
+def test_chunks_equal_at_once_equal_token_by_token(kind, mode, tmp_path):
+    changes = {"sliding_window": 150} if kind == "mistral" else {}
+    twin_model = twin("mistral" if kind == "mistral" else "llama", seed=4, max_position_embeddings=600, **changes)
+    model = load_model(save_exl2(twin_model, tmp_path) if kind == "exl2" else save(twin_model, tmp_path))
+    ids = ids_of(131, 1, 330, seed=1)[0].tolist()
+    pages = [2, 0]
+
+    def cut(bounds):
+        cache = KVCache(model.cache_spec(768, mode=mode))
+        steps = itertools.pairwise(bounds)
+        rows = [model.forward(Batch.single(ids[a:b], start=a, pages=pages, logit_rows="all"), cache) for a, b in steps]
+        return torch.cat(rows), cache
+
+    once, cache = cut([0, 330])
+    for bounds in ([0, 1, 3, 64, 191, 255, 258, 330], [0, 256, 330], list(range(331))):
+        logits, other = cut(bounds)
+        same(logits, once)
+        for mine, theirs in zip(cache.k + cache.v, other.k + other.v):
+            same(theirs.float(), mine.float())
+
+
+def test_batch_equals_alone(tmp_path):
+    model = load_model(save_exl2(twin("llama", seed=6), tmp_path))
+    rows = ids_of(131, 4, 300, seed=2).tolist()
+    lengths, cache = [300, 1, 256, 37], KVCache(model.cache_spec(8 * 256))
+    tables = [[5, 2], [0], [7, 1], [3]]
+    spans = [Span(ids=ids[:n], start=0, pages=table, logit_rows="all") for ids, n, table in zip(rows, lengths, tables)]
+    together = model.forward(Batch.build(spans), cache).split(lengths)
+    for ids, n, logits in zip(rows, lengths, together):
+        same(logits, run(model, torch.tensor(ids[:n]), mode="fp16"))
+    spans = [Span(ids=[ids[n - 1]], start=n - 1, pages=table) for ids, n, table in zip(rows, lengths, tables)]
+    same(model.forward(Batch.build(spans), cache), torch.stack([logits[-1] for logits in together]))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "exl2"])
+def test_program_equals_op_by_op(kind, tmp_path):
+    twin_model = twin("qwen2" if kind == "qwen2" else "llama", seed=5, attention_bias=True, mlp_bias=True)
+    model = load_model(save_exl2(twin_model, tmp_path) if kind == "exl2" else save(twin_model, tmp_path))
+    ids = ids_of(131, 1, 290)[0]
+    assert torch.equal(run(model, ids), run(model, ids, forward="forward_by_ops"))
+    cache = KVCache(model.cache_spec(256))
+    step = Batch.single([3], start=0, pages=[0])
+    assert torch.equal(model.forward(step, cache), model.forward_by_ops(step, cache))
+
+
+EXL2_CASES = {
+    "mixed": ("llama", {}, (8, 6, 5, 4, 3, 2), True),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}, (5, 3), True),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}, (6, 4, 2), True),
+    "tied-head-not-in-the-file": ("qwen2", {"tie_word_embeddings": True}, (4,), False),
+    "dense-head": ("llama", {}, (4, 3), False),
+    "mistral": ("mistral", {"sliding_window": 20}, (8, 2), True),
+}
+
+
+@pytest.mark.parametrize("case", EXL2_CASES)
+def test_exl2_equals_transformers_on_the_reconstructed_weights(case, tmp_path):
+    kind, changes, widths, head = EXL2_CASES[case]
+    twin_model = twin(kind, seed=8, **changes)
+    directory = save_exl2(twin_model, tmp_path, widths=widths, head=head)
+    model, ids = load_model(directory), ids_of(131, 1, 120, seed=3)
+    want = truth(twin_model, ids)[0]
+    assert want.shape == (120, 131)
+    assert error(run(model, ids[0], mode="fp16"), want) < 5e-3
+    assert error(run(model, ids[0]), want) < 2e-3
+    assert error(run(load_model(directory, weights="fp32"), ids[0]), want) < 1e-4
+    config = read_model_config(directory)
+    with TensorStore(directory) as store:
+        weights = DenseWeights(config, store)
+        assert set(weights) >= {"model.layers.1.mlp.down_proj.weight", "model.norm.weight"}
+        assert not any(".q_weight" in name for name in weights)
+        assert error(reference.logits(config, weights, ids)[0], want) < 1e-4
+
+
+def test_logit_rows(tmp_path):
+    model = load_model(save(twin("llama"), tmp_path))
+    cache, ids = KVCache(model.cache_spec(256)), ids_of(131, 1, 9)[0].tolist()
+    everything = model.forward(Batch.single(ids, start=0, pages=[0], logit_rows="all"), cache)
+    same(model.forward(Batch.single(ids, start=0, pages=[0]), cache), everything[-1:])
+    none = model.forward(Batch.single(ids, start=0, pages=[0], logit_rows="none"), cache)
+    assert none.shape == (0, 131)
+
+
+def test_misuse_is_named_and_the_model_stays_usable(tmp_path):
+    model = load_model(save(twin("llama"), tmp_path), context=40)
+    cache, good = KVCache(model.cache_spec(40)), Batch.single([1, 2], start=0, pages=[0])
+    want = model.forward(good, cache)
+    with pytest.raises(ContextOverflow, match="sequence of 41 tokens; the model was loaded for 40"):
+        model.forward(Batch.single([1], start=40, pages=[0]), cache)
+    other = KVCache(load_model(save(twin("llama", num_hidden_layers=3), tmp_path / "b")).cache_spec(40))
+    with pytest.raises(OptionError, match=r"is \(3, 2, 16\); expected \(2, 2, 16\)"):
+        model.forward(good, other)
+    for wrong in (Batch.single([131], start=0, pages=[0]), Batch.single([-1], start=0, pages=[0]), Batch.single([1], start=0, pages=[9])):
+        with pytest.raises((RuntimeError, ValueError)):
+            model.forward(wrong, cache)
+    assert torch.equal(model.forward(good, cache), want)
+    assert "context 40" in repr(model)
+    model.close()
+    with pytest.raises(EngineClosed, match="load it again"):
+        model.forward(good, cache)
+    model.close()
+    assert "closed" in repr(model)
+
+
+def test_tables_grow_with_use_not_with_the_config(tmp_path):
+    model = load_model(save(twin("llama", max_position_embeddings=1 << 24), tmp_path))
+    assert model.context == 1 << 24
+    cache, ids = KVCache(model.cache_spec(2304)), ids_of(131, 1, 2100)[0]
+    first = run(model, ids[:50])
+    assert len(model._cos) == 1024
+    for start in range(0, 2100, 300):
+        batch = Batch.single(ids[start : start + 300].tolist(), start=start, pages=list(range(9)), logit_rows="all")
+        model.forward(batch, cache)
+    assert len(model._cos) == 4096
+    assert torch.equal(run(model, ids[:50]), first)
