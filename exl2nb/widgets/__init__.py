@@ -1,1 +1,28 @@
-"""Floor 7: notebook widgets; the only room that imports Jupyter packages."""
+"""Floor 7: notebook widgets; the only room that imports Jupyter packages. Public classes load when they are first named."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from exl2nb.widgets.base import ExlWidget
+    from exl2nb.widgets.playground import Playground
+    from exl2nb.widgets.progress import ProgressView
+
+_PUBLIC = {
+    "ExlWidget": "exl2nb.widgets.base",
+    "Playground": "exl2nb.widgets.playground",
+    "ProgressView": "exl2nb.widgets.progress",
+}
+__all__ = ["ExlWidget", "Playground", "ProgressView"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'exl2nb.widgets' has no attribute {name!r}; public names: {', '.join(__all__)}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -1,0 +1,215 @@
+"""ExlWidget: what every widget shares: messages in, snapshots out, errors where the reader looks, a twin for places without a kernel."""
+
+from __future__ import annotations
+
+import html
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import anywidget
+import traitlets as t
+
+from exl2nb.core.errors import Exl2Error, OptionError
+from exl2nb.core.log import logger
+from exl2nb.core.options import check_keywords
+from exl2nb.io.atomic import atomic_write
+from exl2nb.widgets import static
+from exl2nb.widgets.protocol import PROTOCOL_VERSION
+
+VIEW_MIME = "application/vnd.jupyter.widget-view+json"
+
+
+class ExlWidget(anywidget.AnyWidget):
+    """Base of all exl2nb widgets. Works from plain data: no engine, no GPU.
+
+    A subclass sets `_esm` and `_css` to its bundle and declares synced traits; those tagged `option` are keywords of the constructor. It
+    overrides `_receive_<type>` for the messages it takes, `_send_snapshot`, `_static_body`, `_picture` and `_summary`.
+
+    Traits:
+        status: "idle", "loading", "running", "stopped", "done" or "error". Default "idle".
+        error: text of the last error, shown inside the widget. Default "".
+        height: greatest height of the main area, a CSS length; an int means pixels. Default "" (the style sheet's).
+    """
+
+    status = t.Enum(("idle", "loading", "running", "stopped", "done", "error"), "idle").tag(sync=True)
+    error = t.Unicode("").tag(sync=True)
+    height = t.Union((t.Unicode(), t.Int()), default_value="").tag(sync=True, option=True)
+    _protocol = t.Int(PROTOCOL_VERSION).tag(sync=True)
+    _static = t.Bool(False).tag(sync=True)
+
+    _state_keys: ClassVar[tuple[str, ...]] = ()
+    """Synced traits that an export carries."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        name = type(self).__name__
+        check_keywords(kwargs, self._keywords(), where=name)
+        self._callbacks: dict[str, list[Callable[..., Any]]] = {}
+        self._display_id: str | None = None
+        try:
+            super().__init__(**kwargs)
+        except t.TraitError as cause:
+            raise OptionError(f"{name}: {cause}") from cause
+        self._unpin_replies()
+        self.on_msg(self._dispatch)
+
+    @classmethod
+    def _keywords(cls) -> list[str]:
+        return sorted([*cls.class_trait_names(option=True), "layout"])
+
+    @t.validate("height")
+    def _css_height(self, proposal: Mapping[str, Any]) -> str:
+        value = proposal["value"]
+        return f"{value}px" if isinstance(value, int) else value
+
+    def _unpin_replies(self) -> None:
+        """Let Stop through while a cell runs.
+
+        Since 7.4, ipykernel sends a comm's next message to the shell that used the comm last, so Stop would queue behind a busy cell.
+        """
+        comm = self.comm
+        if hasattr(comm, "_reply_subshell_for"):  # private there: the guard and tests/ui hold it in place
+            comm._reply_subshell_for = lambda data, default: default  # type: ignore[union-attr]
+
+    # ---- messages ----
+
+    def _dispatch(self, _widget: Any, message: Any, _buffers: Any) -> None:
+        """Runs on the main thread or on a subshell's: handlers only set flags and start threads, they never call the engine."""
+        kind = message.get("type") if isinstance(message, dict) else None
+        if kind in ("ready", "resync"):
+            self._send_snapshot()
+            return
+        handler = getattr(self, f"_receive_{kind}", None) if isinstance(kind, str) and kind.isidentifier() else None
+        if handler is None:
+            logger.warning("%s: message of unknown type %r ignored", type(self).__name__, kind)
+            return
+        try:
+            handler(message)
+        except Exception as problem:
+            self._show_error(problem)
+
+    def _send_snapshot(self) -> None:
+        """Send all that a browser half needs besides the traits; nothing by default."""
+
+    def _show_error(self, problem: BaseException) -> None:
+        name = type(problem).__name__
+        with self.hold_sync():
+            self.error, self.status = f"{name}: {problem}" if str(problem) else name, "error"
+
+    # ---- events ----
+
+    def _listen(self, event: str, callback: Callable[..., Any], remove: bool) -> None:
+        listeners = self._callbacks.setdefault(event, [])
+        if not remove:
+            listeners.append(callback)
+        elif callback in listeners:
+            listeners.remove(callback)
+
+    def _fire(self, event: str, *args: Any) -> None:
+        for callback in list(self._callbacks.get(event, ())):
+            callback(*args)
+
+    # ---- display ----
+
+    def _summary(self) -> str:
+        """One short line of plain text."""
+        return f"{type(self).__name__}(status={self.status!r})"
+
+    def _static_body(self) -> str:
+        """Script-free HTML of what the widget shows now."""
+        return f"<div>{html.escape(self._summary())}</div>"
+
+    def _picture(self) -> bytes | None:
+        """A small PNG of what the widget shows now."""
+        return None
+
+    def __repr__(self) -> str:
+        return self._summary()
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        bundle = super()._repr_mimebundle_(**kwargs)
+        if bundle is None:
+            return None
+        data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
+        return {**data, **self._static_bundle(), "text/plain": self._summary()}, dict(metadata)
+
+    def _static_bundle(self) -> dict[str, Any]:
+        picture = self._picture()
+        data: dict[str, Any] = {"text/html": static.page(self._static_body(), self._summary())}
+        return data if picture is None else {**data, "image/png": static.base64_png(picture)}
+
+    def _ipython_display_(self) -> None:
+        """Show the widget, and beside it a twin without scripts that later states replace (hidden by the style sheet of the live widget).
+
+        One bundle with both would be simpler, but replacing it when a run ends would tear down the view under the reader's hands.
+        """
+        from IPython.display import publish_display_data  # type: ignore[attr-defined]
+
+        bundle = self._repr_mimebundle_()
+        if bundle is None:
+            return
+        data, metadata = bundle
+        self._display_id = self._display_id or uuid.uuid4().hex
+        publish_display_data({key: data.pop(key) for key in (VIEW_MIME, "text/plain") if key in data}, metadata)
+        publish_display_data(data, {}, transient={"display_id": self._display_id})
+
+    def _refresh_static(self) -> None:
+        """Replace the stored twin, if the widget was displayed in a notebook.
+
+        Works from a worker thread; a headless run only takes it from the thread of the cell that is running, so `wait` calls it as well.
+        """
+        from IPython import get_ipython  # type: ignore[attr-defined]
+
+        shell = get_ipython()
+        if shell is not None and self._display_id is not None and hasattr(shell, "kernel"):
+            shell.display_pub.publish(self._static_bundle(), {}, transient={"display_id": self._display_id}, update=True)
+
+    def show(self) -> None:
+        """Display the widget here, in the middle of a cell."""
+        from IPython.display import display
+
+        display(self)
+
+    # ---- export ----
+
+    def _export_state(self) -> dict[str, Any]:
+        state = self.get_state(list(self._state_keys))
+        return {**state, "_static": True}
+
+    def to_html(self, filename: str | Path | None = None, *, title: str | None = None) -> str | None:
+        """Write the widget as one HTML file that works offline and without a kernel.
+
+        Args:
+            filename: where to write; None returns the text instead.
+            title: of the document; the widget's name by default.
+
+        Raises:
+            OptionError: filename lies in a folder that does not exist.
+        """
+        text = static.offline_page(
+            esm=str(getattr(self, "_esm", "")),
+            css=str(getattr(self, "_css", "")),
+            state=self._export_state(),
+            title=title or f"exl2nb {type(self).__name__}",
+            fallback=static.page(self._static_body(), self._summary()),
+        )
+        if filename is None:
+            return text
+        path = Path(filename)
+        if not path.parent.is_dir():
+            raise OptionError(f"to_html: folder {path.parent} does not exist; make it first, or give another filename")
+        with atomic_write(path) as file:
+            file.write(text.encode("utf-8"))
+        return None
+
+    def as_html(self) -> Any:
+        """The same page as an `IPython.display.HTML` object, in a frame of its own."""
+        from IPython.display import HTML
+
+        return HTML(f'<iframe srcdoc="{html.escape(self.to_html() or "", quote=True)}" style="width:100%;height:480px;border:0"></iframe>')
+
+
+def as_text(problem: BaseException) -> str:
+    """An error as one readable line for the page: our own errors name what to do, others get their type."""
+    return str(problem) if isinstance(problem, Exl2Error) else f"{type(problem).__name__}: {problem}"

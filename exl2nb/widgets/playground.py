@@ -1,0 +1,315 @@
+"""Playground: a prompt, the sampling controls, and the text as it comes, each token tinted by its probability."""
+
+from __future__ import annotations
+
+import contextvars
+import html
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import traitlets as t
+
+from exl2nb.core.errors import Exl2Error, GenerationError, OptionError
+from exl2nb.core.log import logger
+from exl2nb.core.options import check_keywords
+from exl2nb.sampling.params import SamplingParams, check_integer
+from exl2nb.widgets import static
+from exl2nb.widgets.base import ExlWidget
+from exl2nb.widgets.feed import Feed
+from exl2nb.widgets.protocol import PlaygroundState, Settings, Stats, TokenItem
+from exl2nb.widgets.tokens import items_of, token_item
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+TOP_TOKENS = 6
+"""Alternatives asked for per token: what the card beside a token shows."""
+_SETTINGS = tuple(Settings.__annotations__)
+
+
+class Playground(ExlWidget):
+    """Prompt a model and watch the text come, token by token.
+
+    The last line of a cell displays it. Generate and Stop work in the page, also while another cell runs; `start`, `stop` and `wait` do the
+    same from Python. Pointing at a token, or walking through the text with the arrow keys, shows its probability and its rivals.
+
+    Args:
+        llm: a loaded model; anything with `stream(prompt, **settings)` that yields chunks (or strings) will do. None: only for looking.
+        result: a finished run to show: a Completion, or a mapping with `text`, `tokens` and perhaps `prompt`, `finish_reason`.
+
+    Traits, also keywords (synced with the page both ways):
+        prompt: text to continue. Default "".
+        max_tokens: most tokens of one run. Default 128.
+        temperature, top_k, top_p, min_p, repetition_penalty, seed: as in `SamplingParams`. Default 0.8, 0, 0.95, 0, 1, None.
+        view: "probability" or "plain". Default "probability".
+        height: greatest height of the text, CSS length or pixels. Default "" (320 px).
+    Traits to read:
+        text: the generated text; set once, when a run ends. n_tokens, tokens_per_second, ttft_s, finish_reason, status, error: how it went.
+
+    Example:
+        >>> play = Playground(lambda_model, prompt="It was", max_tokens=5)  # doctest: +SKIP
+        >>> play.start().wait()  # doctest: +SKIP
+    """
+
+    _esm = static.STATIC / "playground.js"
+    _css = static.STATIC / "playground.css"
+    _state_keys: ClassVar[tuple[str, ...]] = tuple(PlaygroundState.__annotations__)
+
+    prompt = t.Unicode("").tag(sync=True, option=True)
+    max_tokens = t.Int(128).tag(sync=True, option=True)
+    temperature = t.Float(0.8).tag(sync=True, option=True)
+    top_k = t.Int(0).tag(sync=True, option=True)
+    top_p = t.Float(0.95).tag(sync=True, option=True)
+    min_p = t.Float(0.0).tag(sync=True, option=True)
+    repetition_penalty = t.Float(1.0).tag(sync=True, option=True)
+    seed = t.Int(None, allow_none=True).tag(sync=True, option=True)
+    view = t.Enum(("probability", "plain"), "probability").tag(sync=True, option=True)
+    text = t.Unicode("").tag(sync=True)
+    n_tokens = t.Int(0).tag(sync=True)
+    tokens_per_second = t.Float(0.0).tag(sync=True)
+    ttft_s = t.Float(None, allow_none=True).tag(sync=True)
+    finish_reason = t.Unicode("").tag(sync=True)
+    _run_prompt = t.Unicode("").tag(sync=True)
+    _tokens = t.List().tag(sync=True)
+    _model_label = t.Unicode("").tag(sync=True)
+    _has_model = t.Bool(False).tag(sync=True)
+
+    def __init__(self, llm: Any = None, *, result: Any = None, **kwargs: Any) -> None:
+        if llm is not None and not callable(getattr(llm, "stream", None)):
+            raise OptionError(f"Playground: llm is {type(llm).__name__!r}; expected a loaded model, for example exl2nb.load(DIR)")
+        self.llm = llm
+        self._feed = Feed(self.send)
+        self._guard = threading.Lock()
+        self._stop = threading.Event()
+        self._worker: threading.Thread | None = None
+        self._stream: Any = None
+        self._problem: BaseException | None = None
+        super().__init__(**kwargs)
+        self._checked_settings()
+        with self.hold_sync():
+            self._has_model, self._model_label = llm is not None, _label(llm)
+        if result is not None:
+            self._take(result)
+
+    # ---- running ----
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The sampling settings as keywords of `stream`."""
+        return {name: getattr(self, name) for name in _SETTINGS}
+
+    @property
+    def tokens(self) -> list[TokenItem]:
+        """The tokens so far: text, id, prob, rank and top alternatives of each."""
+        return self._feed.items
+
+    def start(self, prompt: str | None = None) -> Playground:
+        """Begin to generate and return at once; the text streams into the page.
+
+        Args:
+            prompt: replaces the prompt; None keeps it.
+
+        Raises:
+            OptionError: there is no model, or a setting is out of range.
+            GenerationError: a run is going on.
+        """
+        if self.llm is None:
+            raise OptionError("Playground: no model is attached; make it with Playground(llm)")
+        settings = self._checked_settings()
+        with self._guard:
+            if self._worker is not None and self._worker.is_alive():
+                raise GenerationError("Playground: a run is going on; call .stop() or .wait() first")
+            if prompt is not None:
+                self.prompt = prompt
+            self._stop, self._problem, self._stream = threading.Event(), None, None
+            with self.hold_sync():
+                self.status, self.error, self.finish_reason, self.text = "running", "", "", ""
+                self._run_prompt, self._tokens = self.prompt, []
+            self._feed.begin(self.prompt)
+            work = (self._generate, self.llm, self._stop, self.prompt, settings)
+            # The copied context carries the cell that output belongs to; without it ipykernel 7.0 refuses to send from a thread at all.
+            self._worker = threading.Thread(target=contextvars.copy_context().run, args=work, name="exl2nb-playground", daemon=True)
+            self._worker.start()
+        return self
+
+    def stop(self) -> None:
+        """Ask the run to end; its text stays. Returns at once."""
+        self._stop.set()
+        cancel = getattr(self._stream, "cancel", None)
+        if callable(cancel):
+            cancel()
+
+    def wait(self, timeout: float | None = None) -> str:
+        """Wait for the run to end and return the text. An interrupt stops the run.
+
+        Args:
+            timeout: seconds to wait at most; the text so far is returned then, and the run goes on.
+
+        Raises:
+            Exl2Error: the run failed.
+        """
+        worker, deadline = self._worker, None if timeout is None else time.monotonic() + timeout
+        try:
+            while worker is not None and worker.is_alive() and (deadline is None or time.monotonic() < deadline):
+                worker.join(0.05)
+        except KeyboardInterrupt:
+            self.stop()
+            if worker is not None:
+                worker.join(5)
+            raise
+        finally:
+            self._refresh_static()
+        if isinstance(self._problem, Exl2Error):
+            raise self._problem
+        if self._problem is not None:
+            raise GenerationError(f"Playground: the run failed with {type(self._problem).__name__}: {self._problem}") from self._problem
+        return "".join(item.text for item in self.tokens)
+
+    def close(self) -> None:
+        """Stop the run and remove the widget from the page."""
+        self.stop()
+        super().close()
+
+    def _generate(self, llm: Any, stop: threading.Event, prompt: str, settings: dict[str, Any]) -> None:
+        """The worker: everything that happens here reaches the page, errors included."""
+        reason = ""
+        try:
+            self._stream = llm.stream(prompt, **settings)
+            for chunk in self._stream:
+                items = items_of(chunk)
+                self._feed.add(items)
+                for item in items:
+                    self._fire("token", item)
+                reason = getattr(chunk, "finish_reason", None) or reason
+                if stop.is_set():
+                    break
+        except BaseException as problem:
+            if not (stop.is_set() and isinstance(problem, Exl2Error)):  # a cancelled stream may say so by raising
+                self._problem = problem
+        finally:
+            self._close_stream()
+            self._end("error" if self._problem else "stopped" if stop.is_set() else "done", reason)
+
+    def _close_stream(self) -> None:
+        close = getattr(self._stream, "close", None)
+        if not callable(close):
+            return
+        try:
+            close()
+        except Exception as problem:
+            self._problem = self._problem or problem
+
+    def _end(self, status: str, reason: str) -> None:
+        if status == "done" and not reason:
+            reason = "length" if len(self._feed.items) >= self.max_tokens else ""
+        stats = self._feed.finish(status if status != "done" else reason or "done")
+        with self.hold_sync():
+            self._record(self._feed.items, stats)
+            self.finish_reason = reason
+            self.status = status
+            if self._problem is not None:
+                self._show_error(self._problem)
+        try:
+            self._refresh_static()
+            self._fire("done", self)
+        except Exception as problem:
+            logger.exception("Playground: after the run")
+            self._problem = self._problem or problem
+            self._show_error(problem)
+
+    def _record(self, items: list[TokenItem], stats: Stats) -> None:
+        self._tokens = [list(item) for item in items]
+        self.text = "".join(item.text for item in items)
+        self.n_tokens, self.tokens_per_second, self.ttft_s = stats["n"], stats["tps"], stats["ttft_s"]
+
+    def _checked_settings(self) -> dict[str, Any]:
+        settings = self.settings
+        check_integer("max_tokens", settings["max_tokens"], 1, 2**31 - 1)
+        SamplingParams(**{name: value for name, value in settings.items() if name != "max_tokens"})
+        return settings
+
+    def _take(self, result: Any) -> None:
+        read = result.get if isinstance(result, Mapping) else lambda name, default=None: getattr(result, name, default)
+        items = [token_item(token) for token in read("tokens") or ()] or items_of(read("text") or "")
+        stats = Stats(n=len(items), tps=float(read("tokens_per_second") or 0.0), ttft_s=read("ttft_s"))
+        self.prompt = read("prompt") or self.prompt
+        self._feed.load(self.prompt, items, stats)
+        with self.hold_sync():
+            self._record(items, stats)
+            self._run_prompt, self.finish_reason, self.status = self.prompt, read("finish_reason") or "", "done"
+
+    # ---- messages ----
+
+    def _send_snapshot(self) -> None:
+        self._feed.snapshot()
+
+    def _receive_generate(self, message: Mapping[str, Any]) -> None:
+        settings, prompt = message.get("settings"), message.get("prompt")
+        if not isinstance(settings, dict) or not isinstance(prompt, str):
+            raise OptionError("Playground: the page sent no prompt or no settings; reload the page")
+        check_keywords(settings, list(_SETTINGS), where="Playground")
+        if self._worker is not None and self._worker.is_alive():
+            return  # a second click that was on its way
+        with self.hold_sync():
+            for name, value in settings.items():
+                setattr(self, name, value)
+        self.start(prompt)
+
+    def _receive_stop(self, _message: Mapping[str, Any]) -> None:
+        self.stop()
+
+    # ---- events ----
+
+    def on_token(self, callback: Callable[[TokenItem], Any], remove: bool = False) -> None:
+        """Call `callback(token)` for each token, on the worker thread. An error in it ends the run and shows in the widget."""
+        self._listen("token", callback, remove)
+
+    def on_done(self, callback: Callable[[Playground], Any], remove: bool = False) -> None:
+        """Call `callback(playground)` when a run has ended, on the worker thread."""
+        self._listen("done", callback, remove)
+
+    # ---- looking at it without the page ----
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per token: text, id, prob, rank, top."""
+        import pandas as pd
+
+        return pd.DataFrame([item._asdict() for item in self.tokens], columns=list(TokenItem._fields))
+
+    def _export_state(self) -> dict[str, Any]:
+        stats = self._feed.stats
+        live = {"_tokens": [list(item) for item in self.tokens], "n_tokens": stats["n"]}
+        speed = {"tokens_per_second": stats["tps"], "ttft_s": stats["ttft_s"]}
+        status = {"status": "stopped"} if self.status == "running" else {}
+        return {**super()._export_state(), **live, **speed, **status}
+
+    def _summary(self) -> str:
+        stats = self._feed.stats
+        count = f"{stats['n']} token{'' if stats['n'] == 1 else 's'}"
+        if self.status == "stopped":
+            words = f"stopped after {count}"
+        elif self.status == "error":
+            words = f"failed after {count}: {self.error}"
+        else:
+            words = f"{self.status}, {count}" if stats["n"] else self.status
+        speed = f", {stats['tps']:.0f} tok/s" if stats["tps"] and self.status != "running" else ""
+        text = "".join(item.text for item in self.tokens[:24])
+        return f"Playground({words}{speed})" + (f": {(self._run_prompt[-40:] + text)[:100]!r}..." if text else "")
+
+    def _static_body(self) -> str:
+        tokens = static.token_html(self.tokens, self._run_prompt) or html.escape(self.prompt)
+        return f'<div style="white-space:pre-wrap;line-height:1.7">{tokens}</div>'
+
+    def _picture(self) -> bytes | None:
+        return static.token_picture(self.tokens) if self.tokens else None
+
+
+def _label(llm: Any) -> str:
+    """A short name for the corner of the widget."""
+    for name in ("label", "name"):
+        value = getattr(llm, name, None)
+        if isinstance(value, str):
+            return value
+    return ""

@@ -1,0 +1,245 @@
+"""What travels between a widget's Python half and its browser half, as types.
+
+`python -m exl2nb.widgets.protocol FILE` writes the same types as TypeScript.
+Must not import Jupyter: the generator and its test run on bare types.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypedDict, Union, get_args, get_origin, get_type_hints
+
+PROTOCOL_VERSION = 1
+"""Raised when a message changes its meaning; the browser half refuses another number with a readable line."""
+
+Status = Literal["idle", "loading", "running", "stopped", "done", "error"]
+
+
+class Alternative(NamedTuple):
+    """A token the model could have chosen at one place. prob: 0..1 after temperature, before filters."""
+
+    text: str
+    prob: float
+
+
+class TokenItem(NamedTuple):
+    """One generated token. prob is null when the source did not tell; rank 1 = the most likely token."""
+
+    text: str
+    id: int
+    prob: float | None
+    rank: int | None
+    top: list[Alternative]
+
+
+class Stats(TypedDict):
+    """Speed so far. n: tokens; tps: tokens per second of decoding (0: not known yet); ttft_s: seconds to the first token (null: none)."""
+
+    n: int
+    tps: float
+    ttft_s: float | None
+
+
+class Delta(TypedDict):
+    """New items of run `run`. seq counts deltas of the run from 0; a hole means lost messages, and the browser asks for a snapshot."""
+
+    type: Literal["delta"]
+    run: int
+    seq: int
+    items: list[TokenItem]
+    stats: Stats
+
+
+class Snapshot(TypedDict):
+    """All items of the run up to delta `seq` (-1: none yet). Answers `ready` and `resync`, and opens every run."""
+
+    type: Literal["snapshot"]
+    run: int
+    seq: int
+    prompt: str
+    items: list[TokenItem]
+    stats: Stats
+
+
+class Done(TypedDict):
+    """The run is over and `seq` was its last delta, so a lost tail is noticed too."""
+
+    type: Literal["done"]
+    run: int
+    seq: int
+    reason: str
+    stats: Stats
+
+
+class Ready(TypedDict):
+    """A browser half exists and wants a snapshot."""
+
+    type: Literal["ready"]
+
+
+class Resync(TypedDict):
+    """Deltas were lost. Sent at most once a second."""
+
+    type: Literal["resync"]
+
+
+class Stop(TypedDict):
+    """The reader pressed Stop (or Cancel)."""
+
+    type: Literal["stop"]
+
+
+class Settings(TypedDict):
+    """Sampling settings of the controls. top_k 0, top_p 1, min_p 0, repetition_penalty 1: that filter is off; seed null: a random one."""
+
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    seed: int | None
+
+
+class Generate(TypedDict):
+    """The reader pressed Generate. Carries everything, so it does not depend on the order of trait updates."""
+
+    type: Literal["generate"]
+    prompt: str
+    settings: Settings
+
+
+class PlaygroundState(TypedDict):
+    """Synced traits of Playground. text and _tokens are set once, when a run ends."""
+
+    status: Status
+    error: str
+    height: str
+    prompt: str
+    text: str
+    view: Literal["plain", "probability"]
+    max_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    seed: int | None
+    n_tokens: int
+    tokens_per_second: float
+    ttft_s: float | None
+    finish_reason: str
+    _run_prompt: str
+    _tokens: list[TokenItem]
+    _model_label: str
+    _has_model: bool
+    _protocol: int
+    _static: bool
+
+
+class Finished(NamedTuple):
+    """A stage that is over."""
+
+    stage: str
+    elapsed_s: float
+    state: str
+
+
+class ProgressState(TypedDict):
+    """Synced traits of ProgressView. total 0 = unknown; rate in units per second (0 = not known); eta_s null = not known."""
+
+    status: Status
+    error: str
+    height: str
+    title: str
+    stage: str
+    done: float
+    total: float
+    unit: str
+    detail: str
+    rate: float
+    elapsed_s: float
+    eta_s: float | None
+    finished: list[Finished]
+    cancellable: bool
+    _protocol: int
+    _static: bool
+
+
+FromKernel = Delta | Snapshot | Done
+ToKernel = Ready | Resync | Stop | Generate
+
+_EXPORTED: dict[str, Any] = {
+    "Status": Status,
+    "Alternative": Alternative,
+    "TokenItem": TokenItem,
+    "Stats": Stats,
+    "Delta": Delta,
+    "Snapshot": Snapshot,
+    "Done": Done,
+    "Ready": Ready,
+    "Resync": Resync,
+    "Stop": Stop,
+    "Settings": Settings,
+    "Generate": Generate,
+    "PlaygroundState": PlaygroundState,
+    "Finished": Finished,
+    "ProgressState": ProgressState,
+    "FromKernel": FromKernel,
+    "ToKernel": ToKernel,
+}
+_PRIMITIVE = {str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
+
+
+def typescript() -> str:
+    """The TypeScript module that `widgets/src/protocol.gen.ts` must equal."""
+    lines = [
+        "// Generated from exl2nb/widgets/protocol.py by `npm run protocol`; edit that file, not this one.",
+        "",
+        f"export const PROTOCOL_VERSION = {PROTOCOL_VERSION};",
+    ]
+    for name, kind in _EXPORTED.items():
+        doc = (getattr(kind, "__doc__", None) or "").strip()
+        lines.append("")
+        if isinstance(kind, type) and doc:
+            lines.append(f"/** {doc} */")
+        lines.append(_declaration(name, kind))
+    return "\n".join(lines) + "\n"
+
+
+def _declaration(name: str, kind: Any) -> str:
+    if isinstance(kind, type) and issubclass(kind, tuple):
+        parts = ", ".join(f"{field}: {_ts(hint)}" for field, hint in get_type_hints(kind).items())
+        return f"export type {name} = [{parts}];"
+    if typing.is_typeddict(kind):
+        body = "".join(f"  {field}: {_ts(hint)};\n" for field, hint in get_type_hints(kind).items())
+        return f"export interface {name} {{\n{body}}}"
+    return f"export type {name} = {_ts(kind, inline=True)};"
+
+
+def _ts(hint: Any, *, inline: bool = False) -> str:
+    """TypeScript spelling of one annotation; a type that has an exported name is written by that name."""
+    if not inline:
+        for name, kind in _EXPORTED.items():
+            if kind is hint or (get_origin(hint) is Literal and kind == hint):
+                return name
+    if hint in _PRIMITIVE:
+        return _PRIMITIVE[hint]
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        return " | ".join(f'"{value}"' for value in args)
+    if origin in (Union, types.UnionType):
+        return " | ".join(_ts(arg) for arg in args)
+    if origin is list:
+        return f"{_ts(args[0])}[]"
+    raise TypeError(
+        f"protocol: no TypeScript spelling for {hint!r}; use str, int, float, bool, None, list, Literal, a NamedTuple or a TypedDict"
+    )
+
+
+if __name__ == "__main__":
+    import sys
+
+    Path(sys.argv[1]).write_text(typescript(), encoding="utf-8")

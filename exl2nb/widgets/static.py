@@ -1,0 +1,125 @@
+"""What stands in for a live widget: script-free HTML, a small PNG, the self-contained offline page. Plain strings and bytes; no Jupyter."""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+STATIC = Path(__file__).parent.parent / "static"
+RGB = tuple[int, int, int]
+
+SURPRISE_LIMITS = (0.9, 0.5, 0.2, 0.05)
+"""Steps of the tint: at least 90 %, 50, 20, 5 and below. The same numbers stand in widgets/src/shared/format.ts."""
+_TINTS = ("transparent", "rgba(255,200,40,.26)", "rgba(255,160,30,.42)", "rgba(250,110,40,.52)", "rgba(226,60,70,.58)")
+_SOLID: tuple[RGB, ...] = ((206, 206, 206), (250, 224, 150), (250, 196, 120), (247, 160, 120), (228, 116, 122))
+
+
+def surprise(prob: float | None) -> int:
+    """Step 0 (likely) to 4 (below 5 %); 0 where the probability is not known."""
+    return 0 if prob is None else sum(prob < limit for limit in SURPRISE_LIMITS)
+
+
+def percent(prob: float) -> str:
+    """`prob` 0..1 as a person reads it."""
+    return f"{prob:.0%}" if prob >= 0.1 else f"{prob:.1%}" if prob >= 0.01 else f"{prob:.2%}"
+
+
+def token_html(items: Sequence[Sequence[Any]], prompt: str = "") -> str:
+    """Text tinted by probability, one `span` per token whose title says the number, so that colour is never the only carrier."""
+    parts = [f'<span style="opacity:.7">{html.escape(prompt)}</span>'] if prompt else []
+    for text, _id, prob, rank, top in items:
+        style = f"background:{_TINTS[surprise(prob)]};border-radius:2px"
+        if rank is not None and rank > 1:
+            style += ";text-decoration:underline dotted"
+        title = "" if prob is None else f"{percent(prob)}, choice no. {rank}" if rank is not None else percent(prob)
+        others = ", ".join(f"{other!r} {percent(p)}" for other, p in top[:3])
+        title += f"; likeliest: {others}" if others else ""
+        parts.append(f'<span style="{style}" title="{html.escape(title, quote=True)}">{html.escape(text)}</span>')
+    return "".join(parts)
+
+
+def page(body: str, caption: str) -> str:
+    """The script-free twin: `body` over one muted line. The class lets a live widget's style sheet hide it."""
+    frame = "max-width:60rem;border:1px solid rgba(128,128,128,.4);border-radius:8px;padding:10px 14px;font-size:14px"
+    return (
+        f'<div class="exl2nb-static" style="{frame}">{body}'
+        f'<div style="opacity:.75;font-size:12px;margin-top:6px">{html.escape(caption)}</div></div>'
+    )
+
+
+def token_picture(items: Sequence[Sequence[Any]], *, columns: int = 96) -> bytes:
+    """PNG: the text as a page of coloured blocks, one character = 4 x 6 pixels, wrapped at `columns`."""
+    rows: list[list[RGB]] = [[]]
+    for text, _id, prob, *_ in items:
+        colour = _SOLID[surprise(prob)]
+        for character in text:
+            if character == "\n" or len(rows[-1]) == columns:
+                rows.append([])
+            if character != "\n":
+                rows[-1].append((255, 255, 255) if character == " " else colour)
+    pixels: list[list[RGB]] = []
+    for row in rows[:100]:
+        line = [dot for colour in [*row, *[(255, 255, 255)] * (columns - len(row))] for dot in (colour,) * 4]
+        pixels += [line] * 6 + [[(255, 255, 255)] * len(line)] * 2
+    return png(pixels)
+
+
+def bar_picture(share: float, *, width: int = 320, height: int = 12) -> bytes:
+    """PNG: a bar filled to `share` (0..1)."""
+    filled = round(width * min(1.0, max(0.0, share)))
+    return png([[(23, 105, 184)] * filled + [(224, 224, 224)] * (width - filled)] * height)
+
+
+def png(pixels: Sequence[Sequence[RGB]]) -> bytes:
+    """Rows of (r, g, b), 0..255 each, as a PNG file."""
+    height, width = len(pixels), len(pixels[0])
+    raw = b"".join(b"\0" + bytes(channel for dot in row for channel in dot) for row in pixels)
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(raw, 9)) + chunk(b"IEND", b"")
+
+
+def base64_png(data: bytes) -> str:
+    """As notebooks store images."""
+    return base64.b64encode(data).decode("ascii")
+
+
+def offline_page(*, esm: str, css: str, state: Mapping[str, Any], title: str, fallback: str) -> str:
+    """One HTML file that shows a widget with no kernel and no network: bundle, saved state and a few lines that host them.
+
+    Args:
+        esm: text of the widget's bundle.
+        css: its style sheet.
+        state: synced traits, JSON values.
+        title: of the document.
+        fallback: script-free twin for readers without JavaScript.
+    """
+    data = json.dumps({"esm": esm, "state": dict(state)}, ensure_ascii=False).replace("<", "\\u003c")
+    host = (STATIC / "host.js").read_text(encoding="utf-8").replace("</", "<\\/")
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<title>{html.escape(title)}</title>
+<style>body{{margin:24px auto;max-width:60rem;padding:0 16px;font-family:system-ui,sans-serif}}
+{css.replace("</", "<" + chr(92) + "/")}</style>
+</head>
+<body>
+<div id="exl2nb-root"></div>
+<noscript>{fallback.replace('class="exl2nb-static"', "")}</noscript>
+<script type="application/json" id="exl2nb-export">{data}</script>
+<script type="module">{host}</script>
+</body>
+</html>
+"""

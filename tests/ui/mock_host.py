@@ -1,0 +1,65 @@
+"""A page with the smallest anywidget host: the real bundle, a fake model. The test plays the kernel with `deliver` and reads `sent`."""
+
+from pathlib import Path
+
+STATIC = Path(__file__).parents[2] / "exl2nb" / "static"
+
+THEMES = {
+    "none": "",
+    "light": "--jp-ui-font-color1:rgba(0,0,0,.87);--jp-ui-font-color2:rgba(0,0,0,.66);--jp-layout-color0:#fff;--jp-layout-color1:#fff",
+    "dark": "--jp-ui-font-color1:#fff;--jp-ui-font-color2:rgba(255,255,255,.7);--jp-layout-color0:#111;--jp-layout-color1:#212121",
+}
+
+HOST = """
+window.mount = async (source, values) => {
+  const listeners = {}, sent = [], model = {
+    get: (name) => values[name],
+    set: (name, value) => { values[name] = value; (listeners['change:' + name] ?? []).forEach((f) => f()); },
+    save_changes: () => { sent.push({ type: 'save', values: { ...values } }); },
+    send: (message) => { sent.push(message); },
+    on: (name, f) => { (listeners[name] ??= []).push(f); },
+    off: (name, f) => { listeners[name] = (listeners[name] ?? []).filter((g) => g !== f); },
+  };
+  window.sent = sent;
+  window.put = (changes) => Object.entries(changes).forEach(([name, value]) => model.set(name, value));
+  window.deliver = (...messages) => messages.forEach((m) => (listeners['msg:custom'] ?? []).forEach((f) => f(m)));
+  window.listenerCount = () => Object.values(listeners).reduce((n, list) => n + list.length, 0);
+  const url = URL.createObjectURL(new Blob([source], { type: 'text/javascript' }));
+  const exported = (await import(url)).default;
+  const widget = typeof exported === 'function' ? await exported() : exported;
+  window.forget = await widget.initialize?.({ model });
+  window.view = async (id) => widget.render({ model, el: document.getElementById(id) });
+  window.closeView = await window.view('first');
+};
+"""
+
+
+class MockHost:
+    """One widget on one page."""
+
+    def __init__(self, page, name: str, state: dict, *, theme: str = "light") -> None:
+        self.page = page
+        css = (STATIC / f"{name}.css").read_text()
+        background = {"light": "#fff", "dark": "#111"}.get(theme, "Canvas")
+        page.set_content(
+            f"<!doctype html><html lang=en><meta charset=utf-8><title>{name}</title><style>html{{{THEMES[theme]};background:{background}}}"
+            f"body{{margin:16px}}{css}</style><main><div id=first></div><div id=second></div></main>"
+        )
+        page.evaluate(f"() => {{ {HOST} }}")
+        page.evaluate("([source, state]) => window.mount(source, state)", [(STATIC / f"{name}.js").read_text(), state])
+
+    def deliver(self, *messages: dict) -> None:
+        self.page.evaluate("(messages) => window.deliver(...messages)", list(messages))
+        self.frame()
+
+    def put(self, **traits) -> None:
+        self.page.evaluate("(changes) => window.put(changes)", traits)
+        self.frame()
+
+    def frame(self) -> None:
+        """Let two animation frames pass, so that what was requested is drawn."""
+        self.page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+    @property
+    def sent(self) -> list[dict]:
+        return self.page.evaluate("() => window.sent")

@@ -1,0 +1,38 @@
+// Playground: prompt, sampling controls, streamed text tinted by probability. One Feed per model, any number of views.
+import type { AnyModel } from "@anywidget/types";
+import type { FromKernel, PlaygroundState, TokenItem } from "../protocol.gen";
+import { state } from "../shared/afm";
+import { Feed } from "../shared/stream";
+import { PlaygroundView } from "./view";
+import "./playground.css";
+
+export default () => {
+  let feed: Feed<TokenItem> | undefined;
+
+  function feedOf(model: AnyModel): Feed<TokenItem> {
+    if (feed) return feed;
+    const playground = state<PlaygroundState>(model);
+    const made = new Feed<TokenItem>((message) => playground.send(message));
+    made.seed(playground.get("_run_prompt"), playground.get("_tokens"), {
+      n: playground.get("n_tokens"),
+      tps: playground.get("tokens_per_second"),
+      ttft_s: playground.get("ttft_s"),
+    });
+    feed = made;
+    return made;
+  }
+
+  return {
+    initialize({ model }: { model: AnyModel }) {
+      const made = feedOf(model);
+      const undo = state<PlaygroundState>(model).onMessage((message) => made.receive(message as FromKernel));
+      model.send({ type: "ready" });
+      return undo;
+    },
+    render({ model, el }: { model: AnyModel; el: HTMLElement }) {
+      const view = new PlaygroundView(state<PlaygroundState>(model), feedOf(model));
+      el.append(view.root);
+      return () => view.close();
+    },
+  };
+};

@@ -1,0 +1,72 @@
+// The card beside a token: what it is, how likely it was, and what the model would rather have said.
+import type { TokenItem } from "../protocol.gen";
+import { h, setAttributes } from "../shared/dom";
+import { percent, spoken, visible } from "../shared/format";
+
+/** One sentence for a screen reader. */
+export function describe([text, id, prob, rank, top]: TokenItem): string {
+  const parts = [`Token ${spoken(text)}`];
+  parts.push(prob === null ? `id ${id}` : `${percent(prob)} likely`);
+  if (rank !== null) parts.push(rank === 1 ? "the model's first choice" : `choice number ${rank}`);
+  const others = top.filter(([other]) => other !== text).slice(0, 3);
+  if (others.length) parts.push(`alternatives: ${others.map(([other, p]) => `${spoken(other)} ${percent(p)}`).join(", ")}`);
+  return parts.join("; ");
+}
+
+export class Tip {
+  readonly element = h("div", { class: "exl2nb-tip", role: "tooltip", popover: "manual" });
+  private anchor: HTMLElement | null = null;
+
+  show(item: TokenItem, anchor: HTMLElement): void {
+    this.anchor = anchor;
+    this.element.replaceChildren(...card(item));
+    if (!this.element.matches(":popover-open")) this.element.showPopover?.();
+    this.place();
+  }
+
+  hide(): void {
+    if (!this.anchor) return;
+    this.anchor = null;
+    if (this.element.isConnected) this.element.hidePopover?.();
+  }
+
+  /** Below the token's last line box, above it where there is no room; always inside the window. */
+  private place(): void {
+    const boxes = this.anchor?.getClientRects();
+    const at = boxes?.[0] ?? this.anchor?.getBoundingClientRect();
+    if (!at) return;
+    const { offsetWidth: width, offsetHeight: height } = this.element;
+    const left = Math.max(6, Math.min(at.left - 10, window.innerWidth - width - 6));
+    const below = at.bottom + 6;
+    const top = below + height < window.innerHeight - 6 ? below : Math.max(6, at.top - height - 6);
+    setAttributes(this.element, { style: `left:${left}px;top:${top}px` });
+  }
+}
+
+function card([text, id, prob, rank, top]: TokenItem): Node[] {
+  const head = h(
+    "div",
+    { class: "exl2nb-tip-head" },
+    h("span", { class: "exl2nb-piece" }, visible(text)),
+    h("span", { class: "exl2nb-tip-prob" }, prob === null ? "probability not recorded" : percent(prob)),
+  );
+  const place = rank === null ? "" : rank === 1 ? "first choice" : `choice no. ${rank.toLocaleString("en-US")}`;
+  const facts = h("div", { class: "exl2nb-tip-facts" }, [place, `token id ${id}`].filter(Boolean).join(" · "));
+  if (!top.length) return [head, facts];
+  const rows = top.map(([other, p], i) => bar(other, p, rank === null ? other === text : rank === i + 1));
+  if (rank !== null && rank > top.length && prob !== null) rows.push(h("div", { class: "exl2nb-tip-gap" }, "⋯"), bar(text, prob, true));
+  return [head, facts, h("div", { class: "exl2nb-tip-rows" }, ...rows)];
+}
+
+function bar(text: string, p: number, chosen: boolean): HTMLElement {
+  const row = h(
+    "div",
+    { class: "exl2nb-tip-row" },
+    h("span", { class: "exl2nb-tip-mark" }, chosen ? "▸" : ""),
+    h("span", { class: "exl2nb-piece" }, visible(text)),
+    h("span", { class: "exl2nb-tip-bar" }, h("i", { style: `inline-size:${Math.max(1, p * 100).toFixed(1)}%` })),
+    h("span", { class: "exl2nb-tip-value" }, percent(p)),
+  );
+  if (chosen) row.dataset.chosen = "";
+  return row;
+}

@@ -1,0 +1,200 @@
+// One view of a Playground: builds the page, turns clicks into messages, and redraws per animation frame.
+import type { PlaygroundState, TokenItem } from "../protocol.gen";
+import { PROTOCOL_VERSION } from "../protocol.gen";
+import type { State } from "../shared/afm";
+import { h, icon, root, setAttributes, uniqueId } from "../shared/dom";
+import { SURPRISE_LABELS } from "../shared/format";
+import { perFrame } from "../shared/frame";
+import type { Feed } from "../shared/stream";
+import { TokenLog } from "./log";
+import { readSettings, SettingsPanel } from "./settings";
+import { figures, headline } from "./status";
+import { describe, Tip } from "./tip";
+
+const PLAY = "M4 2.5v11l9-5.5z";
+const SQUARE = "M3.5 3.5h9v9h-9z";
+const STALE = "The Python side speaks another version of the protocol: reload the page, and restart the kernel if that does not help.";
+
+export class PlaygroundView {
+  readonly root = root("playground", "Playground");
+  private readonly prompt = h("textarea", { id: uniqueId("prompt"), rows: 2, spellcheck: "false" });
+  private readonly generate = h("button", { type: "button", class: "exl2nb-button exl2nb-primary" }, icon(PLAY), "Generate");
+  private readonly stop = h("button", { type: "button", class: "exl2nb-button" }, icon(SQUARE), "Stop");
+  private readonly headline = h("span", { class: "exl2nb-headline" });
+  private readonly figures = h("span", { class: "exl2nb-figures" });
+  private readonly spoken = h("div", { class: "exl2nb-sr", role: "status" });
+  private readonly inspected = h("div", { class: "exl2nb-sr", "aria-live": "polite" });
+  private readonly error = h("div", { class: "exl2nb-error", role: "alert", hidden: true });
+  private readonly empty = h("p", { class: "exl2nb-empty" }, "The text appears here, token by token.");
+  private readonly jump = h("button", { type: "button", class: "exl2nb-button exl2nb-jump", hidden: true }, "Follow the end ↓");
+  private readonly legend = legend();
+  private readonly modes: Record<PlaygroundState["view"], HTMLInputElement>;
+  private readonly tip = new Tip();
+  private readonly log = new TokenLog((index, element, by) => this.inspect(index, element, by));
+  private readonly panel: SettingsPanel;
+  private readonly frame = perFrame(() => this.draw());
+  private readonly undo: (() => void)[] = [];
+  private needsReset = true;
+  private stopping = false;
+
+  constructor(
+    private readonly playground: State<PlaygroundState>,
+    private readonly feed: Feed<TokenItem>,
+  ) {
+    const readOnly = playground.get("_static");
+    this.panel = new SettingsPanel(playground, readOnly);
+    const [toggle, modes] = this.toggle();
+    this.modes = modes;
+    this.root.append(this.card(toggle, readOnly), this.spoken, this.inspected, this.tip.element);
+    this.listen();
+    this.refreshPrompt();
+    this.refreshMode();
+    this.draw();
+  }
+
+  close(): void {
+    for (const undo of this.undo) undo();
+    this.panel.close();
+    this.frame.cancel();
+    this.tip.hide();
+    this.root.remove();
+  }
+
+  private card(toggle: HTMLElement, readOnly: boolean): HTMLElement {
+    const label = this.playground.get("_model_label");
+    this.prompt.readOnly = readOnly;
+    const height = this.playground.get("height");
+    if (height) this.log.element.style.maxHeight = height;
+    const ask = h(
+      "div",
+      { class: "exl2nb-ask" },
+      h("div", { class: "exl2nb-ask-top" }, h("label", { for: this.prompt.id }, "Prompt"), h("span", { class: "exl2nb-model" }, label)),
+      this.prompt,
+      h("div", { class: "exl2nb-actions", hidden: readOnly }, this.generate, this.stop, h("kbd", {}, "Ctrl + Enter")),
+    );
+    const output = h("div", { class: "exl2nb-output" }, this.log.element, this.empty, this.jump);
+    const bar = h("div", { class: "exl2nb-bar" }, h("div", { class: "exl2nb-status" }, this.headline, this.figures));
+    const foot = h("div", { class: "exl2nb-foot" }, toggle, this.legend);
+    return h("div", { class: "exl2nb-card" }, ask, this.panel.element, this.error, bar, output, foot);
+  }
+
+  private toggle(): [HTMLElement, Record<PlaygroundState["view"], HTMLInputElement>] {
+    const name = uniqueId("view");
+    const choice = (value: PlaygroundState["view"], text: string): [HTMLElement, HTMLInputElement] => {
+      const input = h("input", { type: "radio", name, value });
+      input.addEventListener("change", () => {
+        this.playground.set("view", value);
+        this.playground.save();
+      });
+      return [h("label", {}, input, h("span", {}, text)), input];
+    };
+    const [plainLabel, plain] = choice("plain", "Plain");
+    const [tintedLabel, probability] = choice("probability", "Probability");
+    const group = h("fieldset", { class: "exl2nb-toggle" }, h("legend", { class: "exl2nb-sr" }, "Show the text"), plainLabel, tintedLabel);
+    return [group, { plain, probability }];
+  }
+
+  private listen(): void {
+    this.generate.addEventListener("click", () => this.onGenerate());
+    this.stop.addEventListener("click", () => this.onStop());
+    this.prompt.addEventListener("input", () => this.playground.set("prompt", this.prompt.value));
+    this.prompt.addEventListener("change", () => this.playground.save());
+    this.jump.addEventListener("click", () => {
+      this.log.toEnd();
+      this.log.element.focus();
+    });
+    this.log.element.addEventListener("scroll", () => this.frame.request());
+    this.root.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
+        event.preventDefault();
+        this.onGenerate();
+      }
+    });
+    this.undo.push(
+      this.feed.subscribe((change) => {
+        if (change.kind === "reset") this.needsReset = true;
+        this.frame.request();
+      }),
+      this.playground.observe(["status", "error", "finish_reason", "_has_model"], () => this.frame.request()),
+      this.playground.observe(["prompt"], () => this.refreshPrompt()),
+      this.playground.observe(["view"], () => this.refreshMode()),
+    );
+  }
+
+  private get running(): boolean {
+    return this.playground.get("status") === "running";
+  }
+
+  private onGenerate(): void {
+    if (this.running || !this.playground.get("_has_model") || this.playground.get("_static")) return;
+    this.playground.send({ type: "generate", prompt: this.prompt.value, settings: readSettings(this.playground) });
+  }
+
+  private onStop(): void {
+    if (!this.running) return;
+    this.stopping = true;
+    this.playground.send({ type: "stop" });
+    this.frame.request();
+  }
+
+  private refreshPrompt(): void {
+    const value = this.playground.get("prompt");
+    if (this.prompt.value !== value) this.prompt.value = value;
+  }
+
+  private refreshMode(): void {
+    const view = this.playground.get("view");
+    this.modes[view].checked = true;
+    this.root.dataset.view = view;
+    this.legend.hidden = view === "plain";
+  }
+
+  private draw(): void {
+    const status = this.playground.get("status");
+    const running = status === "running";
+    if (!running) this.stopping = false;
+    if (this.needsReset) {
+      this.needsReset = false;
+      this.log.reset(this.feed.items.length || running ? this.feed.prompt : "", this.feed.items);
+    } else this.log.draw();
+    this.empty.hidden = running || this.feed.items.length > 0;
+    this.jump.hidden = !running || this.log.isFollowing;
+    this.drawStatus(running);
+    const error = this.playground.get("_protocol") === PROTOCOL_VERSION ? this.playground.get("error") : STALE;
+    this.error.hidden = error === "";
+    if (this.error.textContent !== error) this.error.textContent = error;
+  }
+
+  private drawStatus(running: boolean): void {
+    const words = headline({
+      status: this.playground.get("status"),
+      stopping: this.stopping,
+      hasModel: this.playground.get("_has_model") || this.playground.get("_static"),
+      reason: this.playground.get("finish_reason"),
+      stats: this.feed.stats,
+    });
+    this.headline.textContent = words;
+    this.figures.textContent = figures(this.feed.stats);
+    if (this.spoken.textContent !== words) this.spoken.textContent = words;
+    this.root.dataset.status = this.playground.get("status");
+    setAttributes(this.log.element, { "aria-busy": String(running) });
+    setAttributes(this.generate, { "aria-disabled": String(running || !this.playground.get("_has_model")) });
+    setAttributes(this.stop, { "aria-disabled": String(!running || this.stopping) });
+  }
+
+  private inspect(index: number, element: HTMLElement | null, by: "pointer" | "keyboard"): void {
+    const item = this.feed.items[index];
+    if (!item || !element) {
+      this.tip.hide();
+      return;
+    }
+    this.tip.show(item, element);
+    if (by === "keyboard") this.inspected.textContent = describe(item);
+  }
+}
+
+function legend(): HTMLElement {
+  const steps = SURPRISE_LABELS.map((text, step) => h("span", { class: "exl2nb-key" }, h("i", { "data-step": step }), text));
+  const second = h("span", { class: "exl2nb-key exl2nb-key-second" }, h("u", {}, "abc"), "not the first choice");
+  return h("div", { class: "exl2nb-legend" }, h("span", { class: "exl2nb-legend-title" }, "Probability"), ...steps, second);
+}

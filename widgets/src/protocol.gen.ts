@@ -1,0 +1,133 @@
+// Generated from exl2nb/widgets/protocol.py by `npm run protocol`; edit that file, not this one.
+
+export const PROTOCOL_VERSION = 1;
+
+export type Status = "idle" | "loading" | "running" | "stopped" | "done" | "error";
+
+/** A token the model could have chosen at one place. prob: 0..1 after temperature, before filters. */
+export type Alternative = [text: string, prob: number];
+
+/** One generated token. prob is null when the source did not tell; rank 1 = the most likely token. */
+export type TokenItem = [text: string, id: number, prob: number | null, rank: number | null, top: Alternative[]];
+
+/** Speed so far. n: tokens; tps: tokens per second of decoding (0: not known yet); ttft_s: seconds to the first token (null: none). */
+export interface Stats {
+  n: number;
+  tps: number;
+  ttft_s: number | null;
+}
+
+/** New items of run `run`. seq counts deltas of the run from 0; a hole means lost messages, and the browser asks for a snapshot. */
+export interface Delta {
+  type: "delta";
+  run: number;
+  seq: number;
+  items: TokenItem[];
+  stats: Stats;
+}
+
+/** All items of the run up to delta `seq` (-1: none yet). Answers `ready` and `resync`, and opens every run. */
+export interface Snapshot {
+  type: "snapshot";
+  run: number;
+  seq: number;
+  prompt: string;
+  items: TokenItem[];
+  stats: Stats;
+}
+
+/** The run is over and `seq` was its last delta, so a lost tail is noticed too. */
+export interface Done {
+  type: "done";
+  run: number;
+  seq: number;
+  reason: string;
+  stats: Stats;
+}
+
+/** A browser half exists and wants a snapshot. */
+export interface Ready {
+  type: "ready";
+}
+
+/** Deltas were lost. Sent at most once a second. */
+export interface Resync {
+  type: "resync";
+}
+
+/** The reader pressed Stop (or Cancel). */
+export interface Stop {
+  type: "stop";
+}
+
+/** Sampling settings of the controls. top_k 0, top_p 1, min_p 0, repetition_penalty 1: that filter is off; seed null: a random one. */
+export interface Settings {
+  max_tokens: number;
+  temperature: number;
+  top_k: number;
+  top_p: number;
+  min_p: number;
+  repetition_penalty: number;
+  seed: number | null;
+}
+
+/** The reader pressed Generate. Carries everything, so it does not depend on the order of trait updates. */
+export interface Generate {
+  type: "generate";
+  prompt: string;
+  settings: Settings;
+}
+
+/** Synced traits of Playground. text and _tokens are set once, when a run ends. */
+export interface PlaygroundState {
+  status: Status;
+  error: string;
+  height: string;
+  prompt: string;
+  text: string;
+  view: "plain" | "probability";
+  max_tokens: number;
+  temperature: number;
+  top_k: number;
+  top_p: number;
+  min_p: number;
+  repetition_penalty: number;
+  seed: number | null;
+  n_tokens: number;
+  tokens_per_second: number;
+  ttft_s: number | null;
+  finish_reason: string;
+  _run_prompt: string;
+  _tokens: TokenItem[];
+  _model_label: string;
+  _has_model: boolean;
+  _protocol: number;
+  _static: boolean;
+}
+
+/** A stage that is over. */
+export type Finished = [stage: string, elapsed_s: number, state: string];
+
+/** Synced traits of ProgressView. total 0 = unknown; rate in units per second (0 = not known); eta_s null = not known. */
+export interface ProgressState {
+  status: Status;
+  error: string;
+  height: string;
+  title: string;
+  stage: string;
+  done: number;
+  total: number;
+  unit: string;
+  detail: string;
+  rate: number;
+  elapsed_s: number;
+  eta_s: number | null;
+  finished: Finished[];
+  cancellable: boolean;
+  _protocol: number;
+  _static: boolean;
+}
+
+export type FromKernel = Delta | Snapshot | Done;
+
+export type ToKernel = Ready | Resync | Stop | Generate;

@@ -1,0 +1,46 @@
+// Small helpers for making elements; every id is unique per view, so two views of one model do not clash.
+
+type Attributes = Record<string, string | number | boolean | undefined>;
+
+/** Create an element. `true` sets an empty attribute; `false` and undefined leave it out. */
+export function h<K extends keyof HTMLElementTagNameMap>(
+  tag: K,
+  attributes: Attributes = {},
+  ...children: (Node | string)[]
+): HTMLElementTagNameMap[K] {
+  const element = document.createElement(tag);
+  setAttributes(element, attributes);
+  element.append(...children);
+  return element;
+}
+
+export function setAttributes(element: Element, attributes: Attributes): void {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (value === undefined || value === false) element.removeAttribute(name);
+    else element.setAttribute(name, value === true ? "" : String(value));
+  }
+}
+
+/** A 16 px icon from one SVG path, hidden from screen readers: the button's text names it. */
+export function icon(path: string): SVGSVGElement {
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
+  setAttributes(svg, { viewBox: "0 0 16 16", width: 14, height: 14, "aria-hidden": "true", focusable: "false" });
+  const shape = document.createElementNS("http://www.w3.org/2000/svg", "path");
+  setAttributes(shape, { d: path, fill: "currentColor" });
+  svg.append(shape);
+  return svg;
+}
+
+let count = 0;
+
+export function uniqueId(stem: string): string {
+  count += 1;
+  return `exl2nb-${stem}-${count}-${Math.random().toString(36).slice(2, 7)}`;
+}
+
+/** The widget's frame: our class for every style rule, and no notebook shortcuts while the keyboard is inside. */
+export function root(kind: string, label: string): HTMLElement {
+  const element = h("section", { class: `exl2nb exl2nb-${kind}`, "aria-label": label, "data-lm-suppress-shortcuts": "true" });
+  element.addEventListener("keydown", (event) => event.stopPropagation());
+  return element;
+}

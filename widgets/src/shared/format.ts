@@ -1,0 +1,51 @@
+// Numbers and tokens as people read them.
+
+export function percent(p: number): string {
+  const value = p * 100;
+  if (value >= 99.95) return "100 %";
+  if (value >= 10) return `${value.toFixed(0)} %`;
+  if (value >= 1) return `${value.toFixed(1)} %`;
+  if (value >= 0.01) return `${value.toFixed(2)} %`;
+  return value > 0 ? "< 0.01 %" : "0 %";
+}
+
+export function duration(seconds: number): string {
+  if (seconds < 1) return `${Math.round(seconds * 1000)} ms`;
+  if (seconds < 10) return `${seconds.toFixed(1)} s`;
+  if (seconds < 60) return `${Math.round(seconds)} s`;
+  const minutes = Math.floor(seconds / 60);
+  if (minutes < 60) return `${minutes} min ${String(Math.round(seconds - minutes * 60)).padStart(2, "0")} s`;
+  return `${Math.floor(minutes / 60)} h ${String(minutes % 60).padStart(2, "0")} min`;
+}
+
+export function count(n: number, noun: string): string {
+  return `${n.toLocaleString("en-US")} ${noun}${n === 1 ? "" : "s"}`;
+}
+
+export function rate(perSecond: number): string {
+  if (perSecond >= 100) return perSecond.toFixed(0);
+  if (perSecond >= 10) return perSecond.toFixed(1);
+  return perSecond.toPrecision(2);
+}
+
+/** White space made visible, so that " dog" and "dog" differ. */
+export function visible(text: string): string {
+  if (text === "") return "∅";
+  return text.replace(/ /g, "␣").replace(/\n/g, "↵").replace(/\t/g, "⇥").replace(/\r/g, "␍");
+}
+
+/** The same for a screen reader. */
+export function spoken(text: string): string {
+  const name = { "": "nothing", " ": "space", "\n": "new line", "\t": "tab" }[text];
+  return name ?? `“${text.trim() || text}”`;
+}
+
+/** Step 0 (at least 90 %) to 4 (below 5 %); -1 when the probability is not known. The legend prints the same limits. */
+export function surprise(p: number | null): number {
+  if (p === null) return -1;
+  if (p >= 0.9) return 0;
+  if (p >= 0.5) return 1;
+  if (p >= 0.2) return 2;
+  return p >= 0.05 ? 3 : 4;
+}
+export const SURPRISE_LABELS = ["≥ 90 %", "50–90", "20–50", "5–20", "< 5 %"] as const;
