@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from exl2nb.cache.pool import KVCache
-from exl2nb.cache.spec import CacheSpec
 from exl2nb.core.errors import ContextOverflow, OptionError
 from exl2nb.core.progress import Meter, Sink
 from exl2nb.model.batch import Batch
@@ -32,9 +31,8 @@ def check_ids(model: Model, ids: Tensor) -> Tensor:
         raise OptionError(
             f"input_ids: found id {wrong}; expected 0..{model.config.vocab_size - 1}; encode the text with this model's tokenizer"
         )
-    limit = model.config.max_position_embeddings
-    if ids.shape[1] > limit:
-        raise ContextOverflow(f"rows of {ids.shape[1]} tokens; the model's context is {limit}; use rows of at most {limit}")
+    if ids.shape[1] > model.context:
+        raise ContextOverflow(f"rows of {ids.shape[1]} tokens; the model's context is {model.context}; use rows of at most that length")
     return ids.to(torch.int32)
 
 
@@ -42,19 +40,16 @@ class RowRunner:
     """Runs one model over rows of one length, every row from an empty context, reusing one cache."""
 
     def __init__(self, model: Model, length: int) -> None:
-        config, page = model.config, 256
-        num_pages = -(-length // page)
-        spec = CacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, num_pages, mode="fp32", page_size=page)
-        self._model = model
-        self._cache = KVCache(spec, device="cpu")
-        self._pages = list(range(num_pages))
-        self.piece = max(16, PIECE_BYTES // (4 * config.vocab_size))
+        spec = model.cache_spec(length, mode="fp32")
+        self._model, self._cache = model, KVCache(spec, device=model.device)
+        self._pages = list(range(spec.num_pages))
+        self.piece = max(16, PIECE_BYTES // (4 * model.config.vocab_size))
 
     def pieces(self, row: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield (start, logits f32 `(n, V)`) covering `row` int32 `(T,)`; n is at most `piece`."""
         for start in range(0, len(row), self.piece):
             ids = row[start : start + self.piece]
-            batch = Batch.single(ids.tolist(), start=start, pages=self._pages, logit_rows="all")
+            batch = Batch.single(ids.tolist(), start=start, pages=self._pages, logit_rows="all", device=self._model.device)
             yield start, self._model.forward(batch, self._cache)
 
 

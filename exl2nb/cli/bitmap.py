@@ -1,0 +1,93 @@
+"""Bit-allocation map of a model: layers across, matrices down, the bits each got. Knows nothing of files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+_KEY = re.compile(r"\.layers\.(\d+)\.(.+)$")
+# Light to dark, readable with black text at the light end and white at the dark end; anchors at 2, 3, 4, 5, 6 and 8 bits.
+_ANCHORS = (
+    (2.0, (254, 240, 190)),
+    (3.0, (190, 222, 150)),
+    (4.0, (112, 190, 150)),
+    (5.0, (52, 140, 150)),
+    (6.0, (45, 90, 140)),
+    (8.0, (58, 34, 102)),
+)
+
+
+@dataclass(frozen=True)
+class BitMap:
+    """matrices: names of the rows; layers: numbers of the columns; bits[row][column] is None where a layer has no such matrix."""
+
+    matrices: tuple[str, ...]
+    layers: tuple[int, ...]
+    bits: tuple[tuple[float | None, ...], ...]
+
+    @classmethod
+    def of(cls, bits: Mapping[str, float]) -> BitMap:
+        """Arrange module keys such as `model.layers.3.self_attn.q_proj` -> bits per weight; other keys (the head) are left out."""
+        cells: dict[tuple[str, int], float] = {}
+        for key, value in bits.items():
+            if match := _KEY.search(key):
+                cells[match[2].split(".")[-1], int(match[1])] = value
+        matrices = tuple(dict.fromkeys(name for name, _ in cells))
+        layers = tuple(sorted({layer for _, layer in cells}))
+        return cls(matrices, layers, tuple(tuple(cells.get((name, layer)) for layer in layers) for name in matrices))
+
+    def layer_mean(self, column: int) -> float:
+        """Plain mean of a layer's matrices: a guide for the eye, not a bitrate (matrices differ in size)."""
+        values = [row[column] for row in self.bits if row[column] is not None]
+        return sum(v for v in values if v is not None) / max(1, len(values))
+
+
+def colour(bits: float) -> tuple[int, int, int]:
+    """RGB of a number of bits, interpolated between the anchors."""
+    if bits <= _ANCHORS[0][0]:
+        return _ANCHORS[0][1]
+    for (low, a), (high, b) in pairwise(_ANCHORS):
+        if bits <= high:
+            t = (bits - low) / (high - low)
+            r, g, blue = (round(x + t * (y - x)) for x, y in zip(a, b))
+            return r, g, blue
+    return _ANCHORS[-1][1]
+
+
+def ink(rgb: Sequence[int]) -> tuple[int, int, int]:
+    """Black or white, whichever contrasts more with `rgb` (WCAG relative luminance)."""
+    linear = [c / 255 / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return (0, 0, 0) if (luminance + 0.05) / 0.05 > 1.05 / (luminance + 0.05) else (255, 255, 255)
+
+
+def render_text(map_: BitMap, *, colours: bool = False, columns: int = 100) -> str:
+    """The map for a terminal: one decimal a cell where the width allows, else whole bits; coloured cells with `colours`."""
+    label = max([6, *(len(name) for name in map_.matrices)])
+    fine = label + 1 + 4 * len(map_.layers) <= columns
+    cell = 4 if fine else 2
+    per_line = max(1, (columns - label - 1) // cell)
+    blocks = []
+    for first in range(0, len(map_.layers), per_line):
+        span = range(first, min(first + per_line, len(map_.layers)))
+        lines = ["layer".ljust(label) + " " + "".join(_header(map_.layers[c], cell) for c in span)]
+        for name, row in zip(map_.matrices, map_.bits):
+            lines.append(name.ljust(label) + " " + "".join(_cell(row[c], cell, fine, colours) for c in span))
+        blocks.append("\n".join(line.rstrip() for line in lines))
+    return "\n\n".join(blocks)
+
+
+def _header(layer: int, cell: int) -> str:
+    return str(layer if cell > 2 else layer % 10).rjust(cell)
+
+
+def _cell(bits: float | None, cell: int, fine: bool, colours: bool) -> str:
+    if bits is None:
+        return " " * cell
+    text = (f"{bits:.1f}" if fine else f"{bits:.0f}").rjust(cell)
+    if not colours:
+        return text
+    rgb = colour(bits)
+    return "\033[48;2;{};{};{}m\033[38;2;{};{};{}m{}\033[0m".format(*rgb, *ink(rgb), text)

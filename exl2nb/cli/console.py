@@ -1,0 +1,89 @@
+"""Where a command writes: results to stdout, progress and errors to stderr, text laid out or one JSON object."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import unicodedata
+from collections.abc import Sequence
+from typing import Any, TextIO
+
+from exl2nb.core.progress import SilentSink, Sink, TextSink
+
+MAX_ERROR_LINE = 2000
+
+
+class Console:
+    """Args: `json_mode` prints one JSON object as the result; `quiet` silences progress."""
+
+    def __init__(self, *, json_mode: bool = False, quiet: bool = False, out: TextIO | None = None, err: TextIO | None = None) -> None:
+        self.json_mode, self.quiet = json_mode, quiet
+        self.out: TextIO = out if out is not None else sys.stdout
+        self.err: TextIO = err if err is not None else sys.stderr
+        self.is_terminal = bool(getattr(self.out, "isatty", lambda: False)())
+        self.colour = self.is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        encoding = (getattr(self.out, "encoding", None) or "ascii").lower()
+        self.unicode = encoding.startswith("utf")
+
+    @property
+    def sink(self) -> Sink:
+        """Progress goes to stderr as text."""
+        return SilentSink() if self.quiet else TextSink(self.err)
+
+    def result(self, data: dict[str, Any], text: str) -> None:
+        """Print the result of a command: `data` as JSON or `text`."""
+        self.write((json.dumps(data, ensure_ascii=False, default=str) if self.json_mode else text.rstrip("\n")) + "\n")
+
+    def say(self, text: str = "") -> None:
+        """Print a line of the text form; nothing in JSON mode."""
+        if not self.json_mode:
+            self.write(text + "\n")
+
+    def write(self, text: str) -> None:
+        """Write to stdout and flush; characters the terminal cannot show become '?'."""
+        try:
+            self.out.write(text)
+        except UnicodeEncodeError:
+            encoding = self.out.encoding or "ascii"
+            self.out.write(text.encode(encoding, "replace").decode(encoding))
+        self.out.flush()
+
+    def fail(self, kind: str, message: str, code: int) -> int:
+        """Print one line on stderr (and the error object on stdout in JSON mode); returns `code`."""
+        line = " ".join(message.split())[:MAX_ERROR_LINE]
+        if self.json_mode:
+            self.write(json.dumps({"error": {"type": kind, "message": line, "exit_code": code}}, ensure_ascii=False) + "\n")
+        self.err.write(f"exl2nb: {line}\n")
+        self.err.flush()
+        return code
+
+    def bold(self, text: str) -> str:
+        """Emphasis on a colour terminal."""
+        return f"\033[1m{text}\033[0m" if self.colour else text
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:
+    """Aligned columns: the first `left` to the left, the others to the right; a rule under the header."""
+    widths = [max(width(row[i]) for row in [header, *rows]) for i in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        parts = [
+            cell + " " * (w - width(cell)) if i < left else " " * (w - width(cell)) + cell for i, (cell, w) in enumerate(zip(cells, widths))
+        ]
+        return "  ".join(parts).rstrip()
+
+    return "\n".join([line(header), "  ".join("-" * w for w in widths), *(line(row) for row in rows)])
+
+
+def width(text: str) -> int:
+    """Columns a text takes in a terminal."""
+    return sum(0 if unicodedata.combining(c) else 2 if unicodedata.east_asian_width(c) in "WF" else 1 for c in text)
+
+
+def mega(size_bytes: float) -> str:
+    """Bytes for people: 7.80 MB."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size_bytes >= scale:
+            return f"{size_bytes / scale:.2f} {unit}"
+    return f"{size_bytes:.0f} B"

@@ -1,0 +1,278 @@
+"""`exl2nb doctor`: is everything here that exl2nb needs, and if not, what to do."""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import ctypes.util
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import metadata
+
+import exl2nb
+from exl2nb.cli.console import Console
+from exl2nb.cli.models import demo_directory
+from exl2nb.core import env
+
+DEMO_SHA256 = {
+    "model-00001-of-00002.safetensors": "7364748998fe0f8b8a4974c81e132078ec8eeef1d82efc395f0d2a1e9f60aeb2",
+    "model-00002-of-00002.safetensors": "0dd00c1a2c413a61f931c196f402d7561276f747302b330d520c5ac1c7696a6d",
+    "tokenizer.json": "72c58040c0eaccff29876007e396407762599af4ee9257888cbad754fb8d7793",
+}
+NEEDED = ("numpy", "safetensors", "tokenizers", "jinja2", "pandas", "huggingface_hub")
+JUPYTER = {"jupyterlab": "4", "ipykernel": "6", "ipywidgets": "7.6", "anywidget": "0.9.13", "traitlets": "5.7"}
+STATES = {"ok": "ok", "note": "--", "warning": "!!", "problem": "XX"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One finding.
+
+    state: "ok", "note" (nothing is wrong), "warning" (works, could be better) or "problem". todo: what to do, empty when ok.
+    """
+
+    name: str
+    state: str
+    found: str
+    todo: str = ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """No options of its own."""
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Print all checks; exit code 1 when one is a problem."""
+    checks = diagnose()
+    bad = [check for check in checks if check.state == "problem"]
+    label = max(len(check.name) for check in checks)
+    lines = []
+    for check in checks:
+        lines.append(f"{STATES[check.state]}  {check.name.ljust(label)}  {check.found}")
+        if check.todo:
+            lines.append(f"    {' ' * label}  -> {check.todo}")
+    lines.append("")
+    lines.append("everything needed is here" if not bad else f"{len(bad)} problem{'s' * (len(bad) > 1)}: {', '.join(c.name for c in bad)}")
+    console.result({"ok": not bad, "checks": [asdict(check) for check in checks]}, "\n".join(lines))
+    return 1 if bad else 0
+
+
+def diagnose() -> list[Check]:
+    """Run every check; a check that fails unexpectedly becomes a problem of its own."""
+    steps: list[Callable[[], list[Check]]] = [
+        _python,
+        _packages,
+        _torch,
+        _library,
+        _cuda,
+        _cpu,
+        _memory,
+        _environment,
+        _jupyter,
+        _demo_model,
+    ]
+    checks: list[Check] = []
+    for step in steps:
+        try:
+            checks += step()
+        except Exception as error:  # the doctor must finish whatever the patient has
+            name = step.__name__.lstrip("_")
+            checks.append(Check(name=name, state="problem", found=f"{type(error).__name__}: {error}", todo="report this as a bug"))
+    return checks
+
+
+def _python() -> list[Check]:
+    found = f"{platform.python_version()} ({sys.executable})"
+    ok = sys.version_info >= (3, 10)
+    return [
+        Check(name="exl2nb", state="ok", found=f"{exl2nb.__version__} ({next(iter(exl2nb.__path__))})"),
+        Check(name="python", state="ok" if ok else "problem", found=found, todo="" if ok else "use Python 3.10 or newer"),
+    ]
+
+
+def _packages() -> list[Check]:
+    missing = [name for name in NEEDED if _version(name) is None]
+    found = ", ".join(f"{name} {_version(name)}" for name in NEEDED if name not in missing)
+    if set(missing) - {"huggingface_hub"}:
+        return [Check(name="packages", state="problem", found=f"missing: {', '.join(missing)}", todo=f"pip install {' '.join(missing)}")]
+    todo = "pip install huggingface_hub, to load models by hub id" if missing else ""
+    return [Check(name="packages", state="note" if missing else "ok", found=found, todo=todo)]
+
+
+def _torch() -> list[Check]:
+    version = _version("torch")
+    if version is None:
+        return [Check(name="torch", state="problem", found="not installed", todo="pip install 'torch>=2.10'")]
+    ok = _at_least(version, "2.10")
+    return [Check(name="torch", state="ok" if ok else "problem", found=version, todo="" if ok else "pip install 'torch>=2.10'")]
+
+
+def _library() -> list[Check]:
+    from exl2nb.ops import _load
+
+    try:
+        found = _load.load()
+    except OSError as error:
+        todo = "rebuild: pip install --no-build-isolation --force-reinstall --no-deps exl2nb (or `make build`)"
+        return [Check(name="engine", state="problem", found=f"the compiled library does not load: {str(error)[:200]}", todo=todo)]
+    if "cpu" not in found.loaded:
+        state = "warning" if found.cpu is not None else "problem"
+        return [Check(name="engine", state=state, found="slow torch reference ops", todo=found.note or "run `make build`")]
+    if found.isa == "base":
+        todo = f"unset EXL2NB_ISA={os.environ['EXL2NB_ISA']}" if os.environ.get("EXL2NB_ISA") else "this CPU has no AVX2: expect low speed"
+        return [Check(name="engine", state="warning", found=f"compiled, instruction set {found.isa}", todo=todo)]
+    return [Check(name="engine", state="ok", found=f"compiled, instruction set {found.isa} ({found.cpu})")]
+
+
+def _cuda() -> list[Check]:
+    import torch
+
+    from exl2nb.ops import _load
+
+    library, driver, nvcc = _load.load().cuda, _driver(), _nvcc()
+    parts = [
+        f"library {'built' if library else 'not built'}",
+        f"driver {driver or 'none'}",
+        f"torch {'with CUDA ' + torch.version.cuda if torch.version.cuda else 'without CUDA'}",
+        f"nvcc {nvcc or 'none'}",
+    ]
+    found = ", ".join(parts)
+    if driver is None:
+        return [Check(name="cuda", state="note", found=found, todo="" if library is None else "no NVIDIA driver: the CPU engine is used")]
+    if torch.version.cuda is None:
+        return [Check(name="cuda", state="warning", found=found, todo="a GPU is here, but this torch is CPU-only: install torch with CUDA")]
+    if library is None:
+        todo = "build with EXL2NB_CUDA=on" if nvcc else "install nvcc (CUDA toolkit), then build with EXL2NB_CUDA=on"
+        return [Check(name="cuda", state="warning", found=found, todo=todo)]
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return [Check(name="cuda", state="ok" if names else "warning", found=f"{found}; {', '.join(names) or 'torch sees no GPU'}")]
+
+
+def _cpu() -> list[Check]:
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = torch.get_num_threads()
+    found = f"{cpu_name()}, {cores} cores usable, {threads} threads in torch"
+    if threads > cores:
+        return [Check(name="cpu", state="warning", found=found, todo=f"more threads than cores is slow: set OMP_NUM_THREADS={cores}")]
+    if threads < max(1, cores // 2):
+        return [Check(name="cpu", state="note", found=found, todo=f"for more speed, set OMP_NUM_THREADS={cores}")]
+    return [Check(name="cpu", state="ok", found=found)]
+
+
+def _memory() -> list[Check]:
+    values = {}
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            values = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
+    except OSError:
+        return [Check(name="memory", state="note", found="unknown on this system")]
+    free, total = values.get("MemAvailable", 0), values.get("MemTotal", 0)
+    disk = shutil.disk_usage(os.getcwd()).free
+    found = f"{free / 2**30:.1f} of {total / 2**30:.1f} GiB free; disk here {disk / 2**30:.1f} GiB free"
+    low = free < 2**30 or disk < 2**30
+    todo = "less than 1 GiB is free: close other programs or clear the disk" if low else ""
+    return [Check(name="memory", state="warning" if low else "ok", found=found, todo=todo)]
+
+
+def _environment() -> list[Check]:
+    from exl2nb.core.errors import OptionError
+
+    given, checks = [], []
+    for name, (allowed, _) in env.VARIABLES.items():
+        if not os.environ.get(name):
+            continue
+        given.append(f"{name}={os.environ[name]}")
+        try:
+            env.get(name, allowed[0])
+        except OptionError as error:
+            checks.append(Check(name="environment", state="problem", found=str(error), todo=f"unset {name}"))
+    return checks or [Check(name="environment", state="ok", found=", ".join(given) or "no EXL2NB_ variable is set")]
+
+
+def _jupyter() -> list[Check]:
+    versions = {name: _version(name) for name in JUPYTER}
+    found = ", ".join(f"{name} {version}" for name, version in versions.items() if version) or "not installed"
+    absent = [name for name, version in versions.items() if version is None]
+    old = [f"{name}>={low}" for name, low in JUPYTER.items() if (version := versions[name]) is not None and not _at_least(version, low)]
+    if old:
+        return [Check(name="jupyter", state="warning", found=found, todo=f"pip install -U {' '.join(repr(word) for word in old)}")]
+    if absent:
+        todo = f"for the notebooks: make lab, or pip install {' '.join(absent)}"
+        return [Check(name="jupyter", state="note", found=found, todo=todo)]
+    return [Check(name="jupyter", state="ok", found=found)]
+
+
+def _demo_model() -> list[Check]:
+    directory = demo_directory()
+    for name, expected in DEMO_SHA256.items():
+        path = directory / name
+        if not path.is_file():
+            return [Check(name="demo model", state="problem", found=f"{path} is missing", todo="reinstall exl2nb")]
+        actual = hashlib.sha256(path.read_bytes()).hexdigest()
+        if actual != expected:
+            found = f"{path}: sha256 {actual[:12]}..., expected {expected[:12]}..."
+            return [Check(name="demo model", state="problem", found=found, todo="reinstall exl2nb (git lfs or a download may have cut it)")]
+    return [Check(name="demo model", state="ok", found=f"whole ({directory})")]
+
+
+def cpu_name() -> str:
+    """Model name of the processor."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.lower().startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _driver() -> str | None:
+    """CUDA version the NVIDIA driver supports, None without one."""
+    try:
+        library = ctypes.CDLL(ctypes.util.find_library("cuda") or "libcuda.so.1")
+        version = ctypes.c_int(0)
+        if library.cuDriverGetVersion(ctypes.byref(version)) != 0:
+            return "installed, but it does not answer"
+    except (OSError, AttributeError):
+        return None
+    return f"for CUDA {version.value // 1000}.{version.value % 1000 // 10}"
+
+
+def _nvcc() -> str | None:
+    """Release of the CUDA compiler, None without one."""
+    path = shutil.which("nvcc")
+    if path is None:
+        return None
+    try:
+        text = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return f"{path} does not run"
+    return next((line.split("release", 1)[1].split(",")[0].strip() for line in text.splitlines() if "release" in line), path)
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _at_least(version: str, low: str) -> bool:
+    """Compare the leading numbers of two versions."""
+
+    def numbers(text: str) -> list[int]:
+        leading = []
+        for part in text.split("+")[0].split("."):
+            digits = "".join(c for c in part if c.isdigit())
+            if not digits:
+                break
+            leading.append(int(digits))
+        return leading
+
+    return numbers(version) >= numbers(low)

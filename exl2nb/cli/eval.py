@@ -1,0 +1,48 @@
+"""`exl2nb eval`: perplexity of a model on a text, and its divergence from a reference."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from exl2nb.cli.console import Console, mega
+from exl2nb.cli.models import file_bytes, loaded, locate
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("model", help="model directory, hub id, or `demo`")
+    parser.add_argument("--against", metavar="REF", help="reference model: adds KL divergence and top-1 agreement")
+    parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="UTF-8 text; its encoding is cut into rows from the start")
+    parser.add_argument("--rows", type=int, default=32, help="rows to read (default 32)")
+    parser.add_argument("--length", type=int, default=512, help="tokens a row (default 512)")
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Measure and print."""
+    from exl2nb.eval.divergence import compare_models
+    from exl2nb.eval.perplexity import perplexity
+    from exl2nb.eval.text import read_text, token_rows
+    from exl2nb.model.inspect import inspect
+    from exl2nb.tokenizer.tokenizer import Tokenizer
+
+    text = read_text(args.text)
+    directory = locate(args.model, console.sink)
+    reference = locate(args.against, console.sink) if args.against else None
+    ids = token_rows(Tokenizer.load(directory), text, rows=args.rows, length=args.length, where=str(args.text))
+    data: dict[str, Any] = {"ppl": None, "kl_mean": None, "kl_p99": None, "top1": None}
+    with loaded(directory, console.sink) as model:
+        if reference is None:
+            result = perplexity(model, ids, console.sink)
+            data["ppl"] = result.ppl
+            lines = [f"{args.model}, {args.rows} rows of {args.length} tokens", f"  perplexity        {result.ppl:10.4f}"]
+        else:
+            with loaded(reference, console.sink) as other:
+                comparison = compare_models(other, model, ids, console.sink, reference_name=args.against, other_name=args.model)
+            data |= {key: value for key, value in comparison.summary().items() if key in (*data, "reference_ppl")}
+            lines = [str(comparison)]
+    data |= {"bpw": inspect(directory).decoder_bpw, "bytes": file_bytes(directory), "rows": args.rows, "length": args.length}
+    lines.append(f"  bits per weight   {data['bpw']:10.4f}   in the decoder's linears; files {mega(data['bytes'])}")
+    console.result(data, "\n".join(lines))
+    return 0

@@ -1,0 +1,22 @@
+"""`exl2nb inspect`: what a model directory holds, from headers and group tables alone."""
+
+from __future__ import annotations
+
+import argparse
+
+from exl2nb.cli.console import Console
+from exl2nb.cli.models import locate
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("model", help="model directory, hub id, or `demo`")
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Print the table and the map."""
+    from exl2nb.model.inspect import inspect
+
+    found = inspect(locate(args.model, console.sink))
+    console.result(found.to_dict(), str(found))
+    return 0
