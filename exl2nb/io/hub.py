@@ -15,7 +15,7 @@ from exl2nb.core.progress import Progress, SilentSink, Sink
 
 NEEDED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt", "LICENSE*", "README.md"]
 SKIPPED = ["*/*", "consolidated*", "*.bin.index.json", "adapter_*"]
-_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
+_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
 def resolve(path_or_id: str | os.PathLike[str], revision: str | None = None, progress: Sink | None = None) -> Path:
@@ -36,13 +36,13 @@ def resolve(path_or_id: str | os.PathLike[str], revision: str | None = None, pro
     """
     text = os.fspath(path_or_id)
     path = Path(text).expanduser()
-    if path.is_dir():
+    if text and path.is_dir():
         if revision is not None:
             raise OptionError(f"revision is {revision!r} for the local directory {path}; expected none: revisions are for hub ids")
         return path
-    if path.exists():
+    if text and path.exists():
         raise ModelNotFound(f"{path}: is a file; give the directory that holds config.json and the .safetensors files")
-    if not _ID.fullmatch(text) or text.count("/") != 1 or ".." in text or "--" in text:
+    if not _ID.fullmatch(text) or ".." in text or "--" in text:
         raise ModelNotFound(
             f"{text}: no such directory, and not a hub id either; expected an existing folder or an id such as 'owner/name'"
         )

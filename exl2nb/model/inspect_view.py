@@ -55,7 +55,7 @@ def html(found: Inspection) -> str:
             span = (
                 f'<td colspan="{max(1, len(layers) - 1)}" style="text-align:left">{escape(_widths([matrix]))}, {_bytes(matrix.nbytes)}</td>'
             )
-            body.append(f'<tr><th style="text-align:left">{escape(matrix.key)}</th>{_cell(matrix, style)}{span}</tr>')
+            body.append(f'<tr><th style="text-align:left">{escape(_short(matrix.key))}</th>{_cell(matrix, style)}{span}</tr>')
     table = f"<table><thead><tr><th>bits per weight</th>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
     return f'<div><div style="margin-bottom:4px">{facts}</div><div style="overflow-x:auto">{table}</div></div>'
 
@@ -65,7 +65,7 @@ def _facts(found: Inspection) -> list[str]:
     decoder = f"{found.decoder_bpw:.3f} bits per weight{target}" if found.decoder else "no matrices"
     return [
         f"{found.path}",
-        f"{found.architecture}, {found.layers} layers; decoder: {decoder}",
+        f"{_plain(found.architecture)}, {found.layers} layers; decoder: {decoder}",
         f"{_bytes(found.total_bytes)} of tensors in {len(found.files)} file{'s' if len(found.files) != 1 else ''}"
         + ("; embeddings tied" if found.tied else ""),
     ]
@@ -114,7 +114,12 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def _short(name: str) -> str:
-    return name.removeprefix("self_attn.").removeprefix("mlp.")
+    return _plain(name.removeprefix("self_attn.").removeprefix("mlp."))
+
+
+def _plain(name: str) -> str:
+    """A name from a file as something safe to show: no control characters, not endless."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name[:80])
 
 
 def _block(bpw: float) -> str:

@@ -6,6 +6,7 @@ import torch
 
 from exl2nb.core.errors import FormatError
 from exl2nb.quant.exl2 import Exl2Tensors, encode
+
 from .oracle import decode, random_parts
 
 
@@ -80,11 +81,13 @@ def test_worked_group_tables():
 
 
 def test_permutation_example():
-    perm = torch.tensor([2, 0, 3, 1] + list(range(4, 32)))
+    perm = torch.tensor([2, 0, 3, 1, *list(range(4, 32))])
     codes, index, scale_max, groups, _ = random_parts(np.random.default_rng(2), 32, 32)
     tensors = encode(*map(torch.from_numpy, (codes, index, scale_max)), groups, perm)
     assert tensors.q_invperm[:4].tolist() == [1, 3, 0, 2] and torch.equal(tensors.perm, perm)
-    assert torch.equal(tensors.reconstruct()[2, 0], (tensors.codes()[0, 0].float() - (1 << (groups[0][0] - 1))).half() * tensors.steps()[0, 0])
+    assert torch.equal(
+        tensors.reconstruct()[2, 0], (tensors.codes()[0, 0].float() - (1 << (groups[0][0] - 1))).half() * tensors.steps()[0, 0]
+    )
 
 
 def test_encode_pads_columns_with_the_zero_code():
@@ -148,7 +151,10 @@ BROKEN = {
     "width 1": (change(q_groups=put(2, 1)), "group 1 of 1 bits"),
     "width 0": (change(q_groups=put(0, 0)), "group 0 of 0 bits"),
     "negative width": (change(q_groups=put(0, -4)), "group 0 of -4 bits"),
-    "rising": (change(q_groups=lambda t: torch.tensor([3, 0, 4, 6], dtype=torch.int16)), "group 1 of 4 bits after one of 3, expected widths"),
+    "rising": (
+        change(q_groups=lambda t: torch.tensor([3, 0, 4, 6], dtype=torch.int16)),
+        "group 1 of 4 bits after one of 3, expected widths",
+    ),
     "first start": (change(q_groups=put(1, 1)), "group 0 starting at word row 1, expected 0"),
     "empty group": (change(q_groups=put(3, 0)), "group 0 from word row 0 to 0 of 14, expected at least"),
     "backwards": (change(q_groups=put(3, -8)), "group 0 from word row 0 to -8"),
@@ -206,7 +212,11 @@ def test_read_from_any_store_and_linear():
     from exl2nb.quant.linear import read_linear
 
     good = make(bias=torch.zeros(32, dtype=torch.float16))
-    store = Memory(good.tensors("a.q_proj")) | {"b.weight": torch.ones(8, 16), "c.weight": torch.ones(8, 16).int(), "a.q_proj.q_perm": torch.ones(1)}
+    store = Memory(good.tensors("a.q_proj")) | {
+        "b.weight": torch.ones(8, 16),
+        "c.weight": torch.ones(8, 16).int(),
+        "a.q_proj.q_perm": torch.ones(1),
+    }
     store = Memory(store)
     read = read_linear(store, "a.q_proj", in_features=128, out_features=32)
     assert isinstance(read, Exl2Tensors) and torch.equal(read.reconstruct(), good.reconstruct())
