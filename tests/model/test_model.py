@@ -1,8 +1,10 @@
 import itertools
+import random
 
 import pytest
 import torch
 
+from exl2nb.cache.pages import PageTable
 from exl2nb.cache.pool import KVCache
 from exl2nb.core.errors import ContextOverflow, EngineClosed, OptionError
 from exl2nb.io.shards import TensorStore
@@ -203,3 +205,31 @@ def test_tables_grow_with_use_not_with_the_config(tmp_path):
         model.forward(batch, cache)
     assert len(model._cos) == 4096
     assert torch.equal(run(model, ids[:50]), first)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_schedule_gives_the_same_logits(seed, tmp_path):
+    """Sequences cut and interleaved at random, on pages handed out as needed, against each one alone at once."""
+    choice = random.Random(seed)
+    model = load_model(save_exl2(twin("llama", seed=seed, num_hidden_layers=1, vocab_size=64), tmp_path))
+    lengths = [choice.choice([1, 40, 256, 257, 300, 511]) for _ in range(3)]
+    texts = [ids_of(64, 1, n, seed=seed + n)[0].tolist() for n in lengths]
+    pages, cache = PageTable(8), KVCache(model.cache_spec(8 * 256))
+    done, tables, seen = [0] * 3, [[] for _ in range(3)], [[] for _ in range(3)]
+    while any(a < n for a, n in zip(done, lengths)):
+        spans, who = [], []
+        for i in choice.sample(range(3), choice.randint(1, 3)):
+            n = min(choice.choice([1, 1, 7, 64, 130]), lengths[i] - done[i])
+            if n > 0:
+                tables[i] += pages.allocate(-(-(done[i] + n) // 256) - len(tables[i]))
+                spans.append(Span(ids=texts[i][done[i] : done[i] + n], start=done[i], pages=tables[i], logit_rows="all"))
+                who.append(i)
+                done[i] += n
+        if spans:
+            for i, logits in zip(who, model.forward(Batch.build(spans), cache).split([len(span.ids) for span in spans])):
+                seen[i].append(logits)
+    for text, logits in zip(texts, seen):
+        same(torch.cat(logits), run(model, torch.tensor(text), mode="fp16"))
+    for table in tables:
+        pages.free(table)
+    assert pages.num_free == 8
