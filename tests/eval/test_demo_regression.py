@@ -1,0 +1,44 @@
+"""The packaged model and an EXL2 model another program made of it: numbers pinned, computed independently with Transformers' arithmetic."""
+
+from pathlib import Path
+
+import pytest
+
+import exl2nb
+from exl2nb.eval.divergence import compare_models
+from exl2nb.eval.text import read_text, token_rows
+from exl2nb.model.loader import load_model
+from exl2nb.tokenizer.tokenizer import Tokenizer
+
+DEMO = Path(exl2nb.__file__).parent / "demo_model"
+QUANTISED = Path(__file__).parents[1] / "data" / "demo-exl2-4.0bpw"
+
+
+@pytest.fixture(scope="module")
+def comparison():
+    ids = token_rows(Tokenizer.load(DEMO), read_text(DEMO / "evaluation.txt"), rows=8, length=256)
+    return compare_models(load_model(DEMO), load_model(QUANTISED), ids)
+
+
+def test_numbers_are_what_they_were(comparison):
+    """The reference's perplexity is Transformers' on the same ids; the others may move by the rounding of activations, not more."""
+    assert comparison.reference_ppl == pytest.approx(27.4542, abs=0.005)
+    assert comparison.ppl == pytest.approx(30.932, abs=0.15)
+    assert comparison.kl_mean == pytest.approx(0.1161, abs=0.0025)
+    assert comparison.kl_p99 == pytest.approx(0.941, abs=0.05)
+    assert comparison.top1 == pytest.approx(0.791, abs=0.01)
+
+
+@pytest.mark.parametrize("name", ["calibration.txt", "evaluation.txt"])
+def test_packaged_texts_are_plain_and_large_enough(name):
+    text = read_text(DEMO / name)
+    rows = {"calibration.txt": 180, "evaluation.txt": 60}[name]
+    assert token_rows(Tokenizer.load(DEMO), text, rows=rows, length=512).shape == (rows, 512)
+    assert "\ufffd" not in text
+    assert "<s>" not in text
+
+
+def test_packaged_texts_do_not_overlap():
+    calibration, evaluation = (read_text(DEMO / name) for name in ("calibration.txt", "evaluation.txt"))
+    lines = {line for line in evaluation.splitlines() if len(line) > 80}
+    assert not lines & set(calibration.splitlines())
