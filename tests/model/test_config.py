@@ -7,6 +7,8 @@ import exl2nb
 from exl2nb.core.errors import ConfigError, UnknownArchitecture
 from exl2nb.model.archs import ARCHS, parse_config
 
+from .tiny import CASES
+
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 100,
@@ -122,3 +124,8 @@ def test_qwen2_windows():
         parse_config({**qwen, "layer_types": ["full_attention"]})
     assert parse_config(qwen).qkv_bias
     assert not parse_config(qwen).o_bias
+
+
+def test_every_architecture_is_compared_with_transformers():
+    assert {kind for kind, _ in CASES.values()} == {ARCHS[name].model_type for name in ARCHS}
+    assert all((Path(exl2nb.__path__[0]) / f"model/archs/{ARCHS[name].model_type}.py").exists() for name in ARCHS)
