@@ -36,7 +36,7 @@ class Playground(ExlWidget):
     same from Python. Pointing at a token, or walking through the text with the arrow keys, shows its probability and its rivals.
 
     Args:
-        llm: a loaded model; anything with `stream(prompt, **settings)` that yields chunks (or strings) will do. None: only for looking.
+        llm: a loaded model; anything with `stream(prompt, top_logprobs=, **settings)` that yields chunks (or strings) will do. None: only for looking.
         result: a finished run to show: a Completion, or a mapping with `text`, `tokens` and perhaps `prompt`, `finish_reason`.
 
     Traits, also keywords (synced with the page both ways):
@@ -176,15 +176,15 @@ class Playground(ExlWidget):
         """The worker: everything that happens here reaches the page, errors included."""
         reason = ""
         try:
-            self._stream = llm.stream(prompt, **settings)
+            self._stream = llm.stream(prompt, top_logprobs=TOP_TOKENS, **settings)
             for chunk in self._stream:
                 items = items_of(chunk)
                 self._feed.add(items)
                 for item in items:
                     self._fire("token", item)
-                reason = getattr(chunk, "finish_reason", None) or reason
                 if stop.is_set():
                     break
+            reason = getattr(getattr(self._stream, "completion", None), "finish_reason", "")
         except BaseException as problem:
             if not (stop.is_set() and isinstance(problem, Exl2Error)):  # a cancelled stream may say so by raising
                 self._problem = problem

@@ -18,7 +18,7 @@ Status = Literal["idle", "loading", "running", "stopped", "done", "error"]
 
 
 class Alternative(NamedTuple):
-    """A token the model could have chosen at one place. prob: 0..1 after temperature, before filters."""
+    """A token the model could have chosen at one place. prob: 0..1 under its own distribution, before temperature and filters."""
 
     text: str
     prob: float

@@ -4,7 +4,7 @@ export const PROTOCOL_VERSION = 1;
 
 export type Status = "idle" | "loading" | "running" | "stopped" | "done" | "error";
 
-/** A token the model could have chosen at one place. prob: 0..1 after temperature, before filters. */
+/** A token the model could have chosen at one place. prob: 0..1 under its own distribution, before temperature and filters. */
 export type Alternative = [text: string, prob: number];
 
 /** One generated token. prob is null when the source did not tell; rank 1 = the most likely token. */

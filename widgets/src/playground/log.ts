@@ -33,18 +33,17 @@ export class TokenLog {
     this.element.addEventListener("keydown", (event) => this.key(event));
   }
 
-  reset(prompt: string, items: TokenItem[]): void {
+  reset(items: TokenItem[]): void {
     this.moveTo(-1);
-    this.prompt.textContent = prompt;
     for (const span of this.spans) span.remove();
     this.spans = [];
     this.items = items;
     this.following = true;
-    this.drawFrom(0);
   }
 
-  /** Draw the items that are not on the page yet. */
-  draw(): void {
+  /** Draw the items that are not on the page yet, after the prompt they continue. */
+  draw(prompt: string): void {
+    if (this.prompt.textContent !== prompt) this.prompt.textContent = prompt;
     this.drawFrom(this.spans.length);
   }
 

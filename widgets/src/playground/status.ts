@@ -4,9 +4,9 @@ import { count, duration, rate } from "../shared/format";
 
 const REASONS: Record<string, string> = {
   length: "reached the token limit",
-  max_tokens: "reached the token limit",
   eos: "the model ended the text",
-  stop: "the model ended the text",
+  stop: "a stop text came up",
+  context: "the context is full",
 };
 
 export interface Situation {
@@ -33,10 +33,10 @@ export function headline({ status, stopping, hasModel, reason, stats }: Situatio
   return hasModel ? "Ready" : "No model attached: Playground(llm)";
 }
 
-/** Count, speed, time to the first token. */
-export function figures({ n, tps, ttft_s }: Stats): string {
+/** Count (unless the words before it say it), speed, time to the first token. */
+export function figures({ n, tps, ttft_s }: Stats, withCount = true): string {
   if (!n) return "";
-  const parts = [count(n, "token")];
+  const parts = withCount ? [count(n, "token")] : [];
   if (tps > 0) parts.push(`${rate(tps)} tok/s`);
   if (ttft_s !== null) parts.push(`first token after ${duration(ttft_s)}`);
   return parts.join(" · ");

@@ -2,7 +2,7 @@
 import type { PlaygroundState, TokenItem } from "../protocol.gen";
 import { PROTOCOL_VERSION } from "../protocol.gen";
 import type { State } from "../shared/afm";
-import { h, icon, root, setAttributes, uniqueId } from "../shared/dom";
+import { guardKeys, h, icon, root, setAttributes, uniqueId } from "../shared/dom";
 import { SURPRISE_LABELS } from "../shared/format";
 import { perFrame } from "../shared/frame";
 import type { Feed } from "../shared/stream";
@@ -70,7 +70,13 @@ export class PlaygroundView {
       { class: "exl2nb-ask" },
       h("div", { class: "exl2nb-ask-top" }, h("label", { for: this.prompt.id }, "Prompt"), h("span", { class: "exl2nb-model" }, label)),
       this.prompt,
-      h("div", { class: "exl2nb-actions", hidden: readOnly }, this.generate, this.stop, h("kbd", {}, "Ctrl + Enter")),
+      h(
+        "div",
+        { class: "exl2nb-actions", hidden: readOnly },
+        this.generate,
+        this.stop,
+        h("span", { class: "exl2nb-hint" }, "or Ctrl + Enter"),
+      ),
     );
     const output = h("div", { class: "exl2nb-output" }, this.log.element, this.empty, this.jump);
     const bar = h("div", { class: "exl2nb-bar" }, h("div", { class: "exl2nb-status" }, this.headline, this.figures));
@@ -111,6 +117,7 @@ export class PlaygroundView {
       }
     });
     this.undo.push(
+      guardKeys(this.root),
       this.feed.subscribe((change) => {
         if (change.kind === "reset") this.needsReset = true;
         this.frame.request();
@@ -153,10 +160,9 @@ export class PlaygroundView {
     const status = this.playground.get("status");
     const running = status === "running";
     if (!running) this.stopping = false;
-    if (this.needsReset) {
-      this.needsReset = false;
-      this.log.reset(this.feed.items.length || running ? this.feed.prompt : "", this.feed.items);
-    } else this.log.draw();
+    if (this.needsReset) this.log.reset(this.feed.items);
+    this.needsReset = false;
+    this.log.draw(this.feed.items.length || running ? this.feed.prompt : "");
     this.empty.hidden = running || this.feed.items.length > 0;
     this.jump.hidden = !running || this.log.isFollowing;
     this.drawStatus(running);
@@ -174,7 +180,7 @@ export class PlaygroundView {
       stats: this.feed.stats,
     });
     this.headline.textContent = words;
-    this.figures.textContent = figures(this.feed.stats);
+    this.figures.textContent = figures(this.feed.stats, !/\d/.test(words));
     if (this.spoken.textContent !== words) this.spoken.textContent = words;
     this.root.dataset.status = this.playground.get("status");
     setAttributes(this.log.element, { "aria-busy": String(running) });
@@ -196,5 +202,5 @@ export class PlaygroundView {
 function legend(): HTMLElement {
   const steps = SURPRISE_LABELS.map((text, step) => h("span", { class: "exl2nb-key" }, h("i", { "data-step": step }), text));
   const second = h("span", { class: "exl2nb-key exl2nb-key-second" }, h("u", {}, "abc"), "not the first choice");
-  return h("div", { class: "exl2nb-legend" }, h("span", { class: "exl2nb-legend-title" }, "Probability"), ...steps, second);
+  return h("div", { class: "exl2nb-legend" }, h("span", { class: "exl2nb-sr" }, "Probability of a token:"), ...steps, second);
 }

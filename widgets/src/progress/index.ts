@@ -2,7 +2,7 @@
 import type { AnyModel } from "@anywidget/types";
 import type { ProgressState } from "../protocol.gen";
 import { type State, state } from "../shared/afm";
-import { h, icon, root, setAttributes } from "../shared/dom";
+import { guardKeys, h, icon, root, setAttributes } from "../shared/dom";
 import { duration } from "../shared/format";
 import { perFrame } from "../shared/frame";
 import { figures, fraction, history } from "./words";
@@ -26,7 +26,7 @@ class ProgressLine {
   private readonly spoken = h("div", { class: "exl2nb-sr", role: "status" });
   private readonly cancel = h("button", { type: "button", class: "exl2nb-button exl2nb-cancel" }, icon(CROSS), "Cancel");
   private readonly frame = perFrame(() => this.draw());
-  private readonly undo: () => void;
+  private readonly undo: (() => void)[];
   private cancelling = false;
 
   constructor(private readonly progress: State<ProgressState>) {
@@ -38,12 +38,12 @@ class ProgressLine {
       progress.send({ type: "stop" });
       this.draw();
     });
-    this.undo = progress.observe(WATCHED, () => this.frame.request());
+    this.undo = [guardKeys(this.root), progress.observe(WATCHED, () => this.frame.request())];
     this.draw();
   }
 
   close(): void {
-    this.undo();
+    for (const undo of this.undo) undo();
     this.frame.cancel();
     this.root.remove();
   }

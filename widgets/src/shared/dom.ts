@@ -38,9 +38,24 @@ export function uniqueId(stem: string): string {
   return `exl2nb-${stem}-${count}-${Math.random().toString(36).slice(2, 7)}`;
 }
 
-/** The widget's frame: our class for every style rule, and no notebook shortcuts while the keyboard is inside. */
+/** The widget's frame: our class for every style rule. */
 export function root(kind: string, label: string): HTMLElement {
-  const element = h("section", { class: `exl2nb exl2nb-${kind}`, "aria-label": label, "data-lm-suppress-shortcuts": "true" });
-  element.addEventListener("keydown", (event) => event.stopPropagation());
-  return element;
+  return h("section", { class: `exl2nb exl2nb-${kind}`, "aria-label": label });
+}
+
+/**
+ * Keep the notebook's one-letter shortcuts, arrows and Enter away while the keyboard is inside `element`, but let Ctrl+S and its like through.
+ * JupyterLab listens on the document before any of our handlers and obeys this attribute, so it is set one step earlier, on the window.
+ */
+export function guardKeys(element: HTMLElement): () => void {
+  const decide = (event: KeyboardEvent) => {
+    const theirs = (event.ctrlKey || event.metaKey) && event.key !== "Enter";
+    setAttributes(element, { "data-lm-suppress-shortcuts": theirs ? undefined : "true" });
+  };
+  const keep = (event: KeyboardEvent) => {
+    if (element.hasAttribute("data-lm-suppress-shortcuts")) event.stopPropagation();
+  };
+  window.addEventListener("keydown", decide, true);
+  element.addEventListener("keydown", keep);
+  return () => window.removeEventListener("keydown", decide, true);
 }

@@ -1,0 +1,129 @@
+"""A real JupyterLab on loopback with directories of its own, and one notebook at a time in a headless browser."""
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import nbformat
+
+SETTINGS = {  # no news, no update prompts; every cell stays in the page
+    "@jupyterlab/apputils-extension/notification": {"checkForUpdates": False, "fetchNews": "false", "doNotDisturbMode": True},
+    "@jupyterlab/notebook-extension/tracker": {"windowingMode": "none"},
+}
+
+
+class Lab:
+    """The server. `root` is its notebook folder, `home` everything else it writes."""
+
+    def __init__(self, home: Path, *, theme: str = "JupyterLab Light") -> None:
+        self.home, self.root = home, home / "notebooks"
+        self.root.mkdir()
+        settings = {**SETTINGS, "@jupyterlab/apputils-extension/themes": {"theme": theme}}
+        for name, values in settings.items():
+            file = home / "settings" / f"{name}.jupyterlab-settings"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps(values))
+        self.port, self.token = _free_port(), secrets.token_hex(8)
+        folders = {"CONFIG": "config", "DATA": "data", "RUNTIME": "runtime"}
+        env = {**os.environ, **{f"JUPYTER_{key}_DIR": str(home / value) for key, value in folders.items()}}
+        env |= {"IPYTHONDIR": str(home / "ipython"), "JUPYTERLAB_SETTINGS_DIR": str(home / "settings")}
+        env |= {"JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces"), "OMP_NUM_THREADS": "1", "JUPYTER_PLATFORM_DIRS": "1"}
+        options = ["--no-browser", "--ip=127.0.0.1", f"--port={self.port}", "--ServerApp.port_retries=0", "--allow-root"]
+        options += [f"--IdentityProvider.token={self.token}", f"--ServerApp.root_dir={self.root}", "--LabApp.news_url="]
+        self.log = home / "server.log"
+        with self.log.open("w") as log:
+            command = [sys.executable, "-m", "jupyter", "lab", *options]
+            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
+        self._wait()
+
+    def _wait(self) -> None:
+        end = time.monotonic() + 60
+        while time.monotonic() < end and self.process.poll() is None:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/api/status?token={self.token}", timeout=1)
+                return
+            time.sleep(0.1)
+        raise RuntimeError(f"JupyterLab did not start:\n{self.log.read_text()[-2000:]}")
+
+    def set_theme(self, theme: str) -> None:
+        (self.home / "settings/@jupyterlab/apputils-extension/themes.jupyterlab-settings").write_text(json.dumps({"theme": theme}))
+
+    def close(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGTERM)
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+
+class Notebook:
+    """One notebook made of `cells`, open and idle in `page`."""
+
+    def __init__(self, lab: Lab, page, cells: list[str], *, name: str = "") -> None:
+        self.page, self.name = page, name or f"test_{secrets.token_hex(4)}.ipynb"
+        spec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(c) for c in cells], metadata={"kernelspec": spec})
+        self.path = lab.root / self.name
+        nbformat.write(book, self.path)
+        page.goto(f"http://127.0.0.1:{lab.port}/lab/tree/{self.name}?reset&token={lab.token}")
+        page.locator(".jp-Notebook .jp-Cell").nth(len(cells) - 1).wait_for(timeout=60_000)
+        # The execution indicator says idle before the kernel is there; the status bar does not.
+        page.locator("#jp-bottom-panel", has_text=re.compile(r"\| Idle")).wait_for(timeout=60_000)
+        page.wait_for_function("() => !document.querySelector('.jp-MainAreaWidget > .jp-Spinner')", timeout=60_000)
+
+    def cell(self, index: int):
+        return self.page.locator(".jp-Notebook .jp-Cell").nth(index)
+
+    def start(self, index: int) -> None:
+        """Run a cell without waiting for it."""
+        self.cell(index).locator(".jp-InputPrompt").click()
+        self.page.keyboard.press("Escape")
+        self.page.keyboard.press("Control+Enter")
+
+    def run(self, index: int, *, timeout_s: float = 60) -> str:
+        """Run a cell to its end and return the text of its outputs.
+
+        Raises:
+            AssertionError: the cell raised; the message is its traceback.
+        """
+        self.start(index)
+        self.cell(index).locator(".jp-InputPrompt", has_text=re.compile(r"\[\d+\]")).wait_for(timeout=timeout_s * 1000)
+        failed = self.cell(index).locator('[data-mime-type="application/vnd.jupyter.error"]')
+        assert failed.count() == 0, failed.first.inner_text()
+        return self.output(index)
+
+    def output(self, index: int) -> str:
+        return "\n".join(self.cell(index).locator(".jp-OutputArea-output").all_inner_texts())
+
+    def is_busy(self, index: int) -> bool:
+        return "[*]" in self.cell(index).locator(".jp-InputPrompt").inner_text()
+
+    def wait_idle(self, *, timeout_s: float = 30) -> None:
+        self.page.locator("#jp-bottom-panel", has_text=re.compile(r"\| Idle")).wait_for(timeout=timeout_s * 1000)
+
+    def save(self):
+        """Save from the page and read the file back."""
+        before = self.path.stat().st_mtime_ns
+        self.page.keyboard.press("Control+s")
+        end = time.monotonic() + 10
+        while self.path.stat().st_mtime_ns == before:
+            assert time.monotonic() < end, "the notebook was not saved"
+            time.sleep(0.05)
+        time.sleep(0.1)
+        return nbformat.read(self.path, as_version=4)
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]

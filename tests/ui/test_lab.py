@@ -1,0 +1,81 @@
+"""The widgets in a real JupyterLab: what a reader clicks, what the kernel does, what the saved notebook keeps."""
+
+import time
+
+import pytest
+from lab import Lab, Notebook
+
+FAKE = """
+import time
+from types import SimpleNamespace as Row
+import exl2nb.widgets as w
+
+class Model:
+    name = "a slow fake model"
+    def stream(self, prompt, *, max_tokens, **settings):
+        for i in range(max_tokens):
+            time.sleep(0.01)
+            word = f" word{i}"
+            yield Row(text=word, tokens=[Row(id=i, text=word, prob=1 / (1 + i % 7), rank=1 + i % 3, top=[(word, 0.5), (" other", 0.2)])])
+
+play = w.Playground(Model(), prompt="Once upon a time", max_tokens=2000)
+"""
+
+
+@pytest.fixture
+def book(lab: Lab, page):
+    return Notebook(lab, page, [FAKE, "play", "time.sleep(4); print('slept')", "print(play.wait(5)[:12], play.status)"])
+
+
+def words(page) -> int:
+    return page.locator(".exl2nb-token").count()
+
+
+def test_generate_stop_idle(book, page, screenshots):
+    """Generate streams; Stop stops within a second, says so and keeps the text; the kernel is idle and goes on working."""
+    book.run(0)
+    book.run(1)
+    page.get_by_role("button", name="Generate").click()
+    page.locator(".exl2nb-token").nth(40).wait_for()
+    assert "Generating" in page.locator(".exl2nb-headline").inner_text()
+    clicked = time.monotonic()
+    page.get_by_role("button", name="Stop").click()
+    page.locator(".exl2nb-headline", has_text="Stopped after").wait_for(timeout=1000)
+    assert time.monotonic() - clicked < 1
+    book.wait_idle()
+    count = words(page)
+    assert page.locator(".exl2nb-headline").inner_text() == f"Stopped after {count} tokens"
+    page.locator(".exl2nb-token").nth(5).hover()
+    tip = page.locator(".exl2nb-tip")
+    assert "␣word5" in tip.inner_text() and "␣other" in tip.inner_text()
+    page.screenshot(path=screenshots / "lab-stopped.png")
+    assert book.run(3).startswith(" word0 word1")
+    assert words(page) == count
+
+
+def test_works_while_another_cell_runs(book, page):
+    """A busy cell delays neither the text nor Stop."""
+    book.run(0)
+    book.run(1)
+    book.start(2)
+    page.get_by_role("button", name="Generate").click()
+    page.locator(".exl2nb-token").nth(30).wait_for(timeout=2500)
+    page.get_by_role("button", name="Stop").click()
+    page.locator(".exl2nb-headline", has_text="Stopped after").wait_for(timeout=1000)
+    assert book.is_busy(2), "the cell was over too early to prove anything"
+
+
+def test_saved_notebook_shows_the_text(book, page):
+    """The twin without scripts is hidden beside the live widget, follows the run, and is what a reader without a kernel gets."""
+    book.run(0)
+    book.run(1)
+    page.get_by_role("button", name="Generate").click()
+    page.locator(".exl2nb-token").nth(20).wait_for()
+    page.get_by_role("button", name="Stop").click()
+    page.locator(".exl2nb-headline", has_text="Stopped after").wait_for()
+    assert page.locator(".exl2nb-static").count() == 1
+    assert not page.locator(".exl2nb-static").is_visible()
+    outputs = book.save().cells[1].outputs
+    assert "application/vnd.jupyter.widget-view+json" in outputs[0].data
+    assert "Once upon a time" in outputs[1].data["text/html"] and " word3" in outputs[1].data["text/html"]
+    assert outputs[1].data["image/png"].startswith("iVBOR")
