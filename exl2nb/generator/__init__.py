@@ -1,1 +1,1 @@
-"""Floor 5: the step loop."""
+"""Floor 5: requests, the scheduler, the step loop on its own thread."""

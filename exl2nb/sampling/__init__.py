@@ -1,1 +1,1 @@
-"""Floor 3: sampling parameters and filters."""
+"""Floor 3: params, filters and the chain from logits to a token."""

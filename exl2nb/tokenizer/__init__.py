@@ -1,1 +1,1 @@
-"""Floor 3: text to ids and back, chat templates."""
+"""Floor 3: text to ids and back, streaming text, chat templates."""

@@ -1,0 +1,96 @@
+"""One request while it runs. Belongs to the engine thread alone, its channel excepted."""
+
+from __future__ import annotations
+
+import time
+
+from exl2nb.generator.channel import Channel
+from exl2nb.generator.output import Output
+from exl2nb.generator.request import Completion, Request, Timings
+from exl2nb.sampling.report import Sampled
+from exl2nb.sampling.state import SamplerState
+from exl2nb.tokenizer.tokenizer import Tokenizer
+
+
+class Sequence:
+    """Ids, pages and state.
+
+    Attributes:
+        ids: prompt and new tokens. computed: how many of them have K and V in the cache. pages: of the cache. limit: new tokens at most,
+        the request's max_tokens or the room left in the context.
+
+    Args:
+        request: what was asked for.
+        tokenizer: of the model.
+        context: tokens of prompt and answer together, at most.
+    """
+
+    def __init__(self, request: Request, tokenizer: Tokenizer, *, context: int) -> None:
+        self.request, self.channel = request, Channel()
+        self.ids = list(request.prompt_ids)
+        self.computed = 0
+        self.pages: list[int] = []
+        self.limit = min(request.max_tokens, context - len(self.ids))
+        self.sampler = SamplerState(request.sampling, request.prompt_ids)
+        self.output = Output(tokenizer, request.prompt_ids, request.stop)
+        self._eos = frozenset() if request.ignore_eos else tokenizer.eos_ids
+        self._handed = 0
+        self._submitted = time.perf_counter()
+        self._started = self._first = self._last = 0.0
+
+    @property
+    def pending(self) -> int:
+        """Tokens that the model has not seen: a prompt's rest, or the one new token."""
+        return len(self.ids) - self.computed
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens the cache must hold for it at the end; the last new one is never run."""
+        return len(self.request.prompt_ids) + self.limit - 1
+
+    def start(self, pages: list[int]) -> None:
+        """It has its pages and takes part from the next step on."""
+        self.pages, self._started = pages, time.perf_counter()
+
+    def append(self, sampled: Sampled) -> str | None:
+        """Take a new token, hand over what may be shown; the finish reason once it is complete."""
+        self._last = time.perf_counter()
+        if not self.sampler.count > 1:
+            self._first = self._last
+        self.ids.append(sampled.id)
+        reason = None
+        if sampled.id in self._eos:
+            reason = "eos"
+        elif self.output.push(sampled):
+            return "stop"
+        elif self.sampler.count >= self.limit:
+            reason = "length" if self.limit == self.request.max_tokens else "context"
+        if reason is not None and self.output.finish():
+            return "stop"
+        if self.request.stream:
+            self.hand_over()
+        return reason
+
+    def hand_over(self) -> None:
+        """Put what is new into the channel."""
+        tokens = self.output.tokens
+        if len(tokens) > self._handed:
+            self.channel.put(tokens[self._handed :])
+            self._handed = len(tokens)
+
+    def complete(self, reason: str) -> Completion:
+        """The answer as it stands."""
+        self.output.finish()
+        self.hand_over()
+        now = time.perf_counter()
+        first = self._first or now
+        timings = Timings(
+            prompt_tokens=len(self.request.prompt_ids),
+            new_tokens=self.sampler.count,
+            queue_s=(self._started or now) - self._submitted,
+            first_token_s=first - self._submitted,
+            prefill_s=first - (self._started or now),
+            decode_s=max(0.0, self._last - first),
+        )
+        output = self.output
+        return Completion(text=output.text, tokens=tuple(output.tokens), finish_reason=reason, timings=timings, seed=self.sampler.seed)

@@ -1,0 +1,425 @@
+"""The facade: a loaded model with generate, stream and chat, and the functions behind `import exl2nb as ex`."""
+
+from __future__ import annotations
+
+import html
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from exl2nb.core import env
+from exl2nb.core.errors import DeviceError, OptionError, TokenizerError
+from exl2nb.core.options import check_keywords
+from exl2nb.core.progress import Sink
+from exl2nb.generator.engine import Engine
+from exl2nb.generator.handle import Handle
+from exl2nb.generator.request import Chunk, Completion, Request, Token
+from exl2nb.io import hub
+from exl2nb.model.loader import load_model
+from exl2nb.model.model import Model
+from exl2nb.sampling.params import check_integer
+from exl2nb.tokenizer import chat as chat_format
+from exl2nb.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from exl2nb.converter.result import Conversion
+    from exl2nb.eval.comparison import Comparison
+    from exl2nb.model.config import ModelConfig
+    from exl2nb.model.inspect import Inspection
+
+__all__ = ["LLM", "Chunk", "Completion", "Handle", "Token", "compare", "convert", "demo", "inspect", "load"]
+
+CACHE_MODES = ("fp16", "fp32")
+DEVICES = ("auto", "cpu", "cuda")
+CONTEXT = 4096  # tokens, where the caller does not say and the model allows more: a cache that fits small machines
+CACHE_TOKENS = 4096  # at least, so that several short requests run together on a model with a short context
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM:
+    """A loaded model. Made by `load`; closing it (also by leaving a `with` block) gives its memory back.
+
+    Generation options, the same for every method: max_tokens (256), stop (a text or several), ignore_eos, top_logprobs, and the fields of
+    `SamplingParams`: temperature (1.0; 0 = greedy), top_k, top_p, min_p, repetition_penalty, seed. An unknown one is an OptionError.
+
+    Any number of threads may call it; what they ask for runs together.
+    """
+
+    def __init__(
+        self, model: Model, tokenizer: Tokenizer, *, path: Path, cache: str, context: int, cache_tokens: int, max_sequences: int
+    ) -> None:
+        self.path, self.model, self.tokenizer = path, model, tokenizer
+        self.engine = Engine(
+            model,
+            tokenizer,
+            model.cache_spec(cache_tokens, mode=cache),
+            context=context,
+            vocab_size=model.config.vocab_size,
+            max_sequences=max_sequences,
+            device=model.device,
+        )
+        self._finalizer = weakref.finalize(self, self.engine.close)
+        self._finalizer.atexit = False
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], **options: Any) -> LLM:
+        """The same as `exl2nb.load`."""
+        return load(path, **options)
+
+    # ---- what it is
+
+    @property
+    def config(self) -> ModelConfig:
+        """Sizes and features."""
+        return self.model.config
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return self.path.name
+
+    @property
+    def context(self) -> int:
+        """Tokens of prompt and answer together, at most."""
+        return self.engine.context
+
+    @property
+    def bpw(self) -> float:
+        """Stored bits per weight of the decoder's matrices."""
+        from exl2nb.model.inspect import inspect as inspect_directory
+
+        if not hasattr(self, "_bpw"):
+            self._bpw = float(inspect_directory(self.path).decoder_bpw)
+        return self._bpw
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the weights."""
+        return self.model.weight_bytes
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the KV cache."""
+        return self.engine.spec.total_bytes
+
+    # ---- text
+
+    @overload
+    def generate(self, prompt: str, **options: Any) -> Completion: ...
+    @overload
+    def generate(self, prompt: Sequence[int], **options: Any) -> Completion: ...
+    @overload
+    def generate(self, prompt: list[str], **options: Any) -> list[Completion]: ...
+    def generate(self, prompt: Any, **options: Any) -> Completion | list[Completion]:
+        """Continue a prompt and return when it is complete.
+
+        Args:
+            prompt: text, token ids, or a list of texts, which run together.
+            options: see the class.
+
+        Raises:
+            OptionError, ContextOverflow: the request cannot run; says why. GenerationError: the engine failed on it. EngineClosed: closed.
+            KeyboardInterrupt: at once; everything this call asked for is cancelled and its pages are free again.
+        """
+        if _is_batch(prompt):
+            return self._generate_all(prompt, options)
+        return _with_prompt(self._submit(prompt, "generate", options, stream=False).result(), prompt)
+
+    def stream(self, prompt: str | Sequence[int], **options: Any) -> Handle:
+        """Continue a prompt and yield `Chunk`s as they come.
+
+        Leaving the loop early (break, an exception, an interrupt, dropping the handle) cancels the request.
+
+        Example:
+            >>> llm = demo()
+            >>> for chunk in llm.stream("It was", max_tokens=5, temperature=0):
+            ...     pass
+            >>> llm.close()
+        """
+        return self._submit(prompt, "stream", options, stream=True)
+
+    async def agenerate(self, prompt: str | Sequence[int], **options: Any) -> Completion:
+        """`generate` for event loops; cancelling the task cancels the request."""
+        return _with_prompt(await self._submit(prompt, "agenerate", options, stream=False).aresult(), prompt)
+
+    def astream(self, prompt: str | Sequence[int], **options: Any) -> Handle:
+        """`stream` for `async for`; the event loop stays free between chunks."""
+        return self._submit(prompt, "astream", options, stream=True)
+
+    # ---- chat
+
+    @overload
+    def chat(self, messages: Messages | str, *, stream: Literal[False] = False, **options: Any) -> Completion: ...
+    @overload
+    def chat(self, messages: Messages | str, *, stream: Literal[True], **options: Any) -> Handle: ...
+    def chat(self, messages: Messages | str, *, stream: bool = False, **options: Any) -> Completion | Handle:
+        """Answer a conversation, in the format the model was trained on.
+
+        Args:
+            messages: dicts with "role" and "content", or one text from the user.
+            stream: give a handle to iterate instead of the answer.
+            options: those of the class; and template (Jinja source instead of the model's own), tools, template_options (more variables).
+
+        Raises:
+            TokenizerError: the model has no chat template, or the template refuses the messages. Otherwise as `generate`.
+        """
+        prompt = self._chat_ids(messages, options)
+        handle = self._submit(prompt, "chat", options, stream=stream)
+        return handle if stream else handle.result()
+
+    async def achat(self, messages: Messages | str, **options: Any) -> Completion:
+        """`chat` for event loops."""
+        prompt = self._chat_ids(messages, options)
+        return await self._submit(prompt, "achat", options, stream=False).aresult()
+
+    def render_chat(
+        self,
+        messages: Messages | str,
+        *,
+        template: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_options: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """The text a conversation becomes, special tokens by name: look at it when a model answers oddly."""
+        talk = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        source = template if template is not None else self.tokenizer.templates.pick(tools=bool(tools))
+        return chat_format.render(
+            talk,
+            source,
+            special_tokens=self.tokenizer.special_tokens,
+            add_generation_prompt=add_generation_prompt,
+            tools=tools,
+            **(template_options or {}),
+        )
+
+    # ---- end
+
+    def close(self) -> None:
+        """End what runs, join the engine's thread and give the memory back. A second call does nothing."""
+        if self._finalizer.detach():
+            self.engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        config = self.config
+        state = ", closed" if self.engine.closed else ""
+        return (
+            f"LLM({self.name}: {config.architecture}, {config.num_layers} layers, {self.weight_bytes / 2**20:.1f} MiB of weights, "
+            f"context {self.context}, {self.cache_bytes / 2**20:.1f} MiB of {self.engine.spec.mode} cache{state})"
+        )
+
+    def _repr_html_(self) -> str:
+        config, spec = self.config, self.engine.spec
+        rows = {
+            "architecture": f"{config.architecture}, {config.num_layers} layers, hidden size {config.hidden_size}",
+            "weights": f"{self.weight_bytes / 2**20:.1f} MiB on {self.model.device}",
+            "vocabulary": f"{config.vocab_size} tokens",
+            "context": f"{self.context} tokens",
+            "cache": f"{spec.num_tokens} tokens, {spec.mode}, {self.cache_bytes / 2**20:.1f} MiB",
+            "pages": f"{self.engine.pages.num_free} of {spec.num_pages} free",
+        }
+        cells = "".join(
+            f"<tr><th style='text-align:left'>{name}</th><td style='text-align:left'>{html.escape(text)}</td></tr>"
+            for name, text in rows.items()
+        )
+        state = " (closed)" if self.engine.closed else ""
+        return f"<table><caption>{html.escape(self.name)}{state}</caption>{cells}</table>"
+
+    # ---- inside
+
+    def _submit(self, prompt: Any, where: str, options: dict[str, Any], *, stream: bool) -> Handle:
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt)
+        elif isinstance(prompt, Sequence) and all(isinstance(i, int) and not isinstance(i, bool) for i in prompt):
+            ids = list(prompt)
+        else:
+            raise OptionError(f"{where}: prompt is {str(prompt)[:80]!r}; expected a text or a list of token ids")
+        return self.engine.submit(Request.of(ids, where=where, stream=stream, **options))
+
+    def _generate_all(self, prompts: Sequence[str], options: dict[str, Any]) -> list[Completion]:
+        handles: list[Handle] = []
+        try:
+            handles += [self._submit(one, "generate", dict(options), stream=False) for one in prompts]
+            return [_with_prompt(handle.result(), one) for handle, one in zip(handles, prompts)]
+        finally:
+            for handle in handles:  # by hand: a notebook keeps the traceback, and with it this list
+                handle.cancel()
+
+    def _chat_ids(self, messages: Messages | str, options: dict[str, Any]) -> list[int]:
+        format_options = {name: options.pop(name) for name in ("template", "tools", "template_options") if name in options}
+        return self.tokenizer.encode(self.render_chat(messages, **format_options), add_special=False)
+
+
+def _is_batch(prompt: Any) -> bool:
+    return isinstance(prompt, (list, tuple)) and bool(prompt) and all(isinstance(one, str) for one in prompt)
+
+
+def _with_prompt(completion: Completion, prompt: Any) -> Completion:
+    return replace(completion, prompt=prompt) if isinstance(prompt, str) else completion
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    device: str | None = None,
+    cache: str = "fp16",
+    context: int | None = None,
+    cache_tokens: int | None = None,
+    max_sequences: int = 16,
+    progress: Sink | None = None,
+    **unknown: Any,
+) -> LLM:
+    """Load a model, EXL2 or plain fp16, bf16 or fp32.
+
+    Args:
+        path: model directory, or a hub id such as "owner/name".
+        revision: branch, tag or commit on the hub; EXL2 models often have one branch per bitrate.
+        device: "cpu", "cuda" or "auto" (the best there is); None = the variable EXL2NB_DEVICE, or "auto".
+        cache: precision of the KV cache, "fp16" or "fp32".
+        context: tokens of prompt and answer together; None = what the model allows, at most 4096.
+        cache_tokens: tokens the cache holds for all requests together; None = the context, at least 4096.
+        max_sequences: requests that run together; others wait.
+        progress: takes the events of stages "download" and "load".
+
+    Raises:
+        ModelNotFound, ConfigError, FormatError, UnknownArchitecture, TokenizerError: the directory cannot be used; says why.
+        OptionError: an option unknown or out of range. DeviceError: the device is not available.
+
+    Example:
+        >>> import exl2nb as ex
+        >>> with ex.demo() as llm:
+        ...     llm.generate("It was", max_tokens=3, temperature=0).finish_reason
+        'length'
+    """
+    known = ["revision", "device", "cache", "context", "cache_tokens", "max_sequences", "progress"]
+    check_keywords(unknown, known, where="load")
+    if cache not in CACHE_MODES:
+        raise OptionError(f"load: cache is {cache!r}; expected one of {', '.join(CACHE_MODES)}")
+    for name, value in (("context", context), ("cache_tokens", cache_tokens), ("max_sequences", max_sequences)):
+        if value is not None:
+            check_integer(f"load: {name}", value, 1, 1 << 24)
+    place = _device(device)
+    folder = hub.resolve(path, revision=revision, progress=progress)
+    model = load_model(folder, device=place, context=context, progress=progress)
+    try:
+        tokenizer = Tokenizer.load(folder)
+        _check_vocabulary(tokenizer, model, folder)
+        tokens = min(model.context, CONTEXT) if context is None else context
+        held = max(tokens, CACHE_TOKENS) if cache_tokens is None else max(tokens, cache_tokens)
+        return LLM(model, tokenizer, path=folder, cache=cache, context=tokens, cache_tokens=held, max_sequences=max_sequences)
+    except BaseException:
+        model.close()
+        raise
+
+
+def demo(bpw: float | None = None, **options: Any) -> LLM:
+    """Load the small model that comes with the package.
+
+    Args:
+        bpw: bits per weight; it is then converted first (a minute), once per machine, into ~/.cache/exl2nb. None = its own fp16 weights.
+        options: those of `load`.
+    """
+    folder = Path(__file__).resolve().parent / "demo_model"
+    if bpw is None:
+        return load(folder, **options)
+    from exl2nb.core.options import check_range
+
+    check_range("bpw", bpw, 2, 8, where="demo")
+    made = Path.home() / ".cache" / "exl2nb" / f"demo-exl2-{bpw:g}bpw"
+    if not (made / "config.json").is_file():
+        made.parent.mkdir(parents=True, exist_ok=True)
+        convert(folder, made, bpw=bpw, progress=options.get("progress"))
+    return load(made, **options)
+
+
+def convert(
+    src: str | os.PathLike[str], dst: str | os.PathLike[str], *, bpw: float, progress: Sink | None = None, **options: Any
+) -> Conversion:
+    """Quantise a model to EXL2. Options and errors: `exl2nb.converter.job.ConversionJob`.
+
+    Args:
+        src: directory or hub id of an fp16, bf16 or fp32 model.
+        dst: directory to make.
+        bpw: bits per weight to reach.
+        progress: takes the events of every stage.
+    """
+    import inspect as python_inspect
+
+    from exl2nb.converter.job import ConversionJob
+
+    check_keywords(options, list(python_inspect.signature(ConversionJob).parameters)[2:], where="convert")
+    return ConversionJob(src, dst, bpw=bpw, **options).run(progress)
+
+
+def compare(
+    reference: LLM | str | os.PathLike[str],
+    other: LLM | str | os.PathLike[str],
+    text: str | os.PathLike[str] | None = None,
+    *,
+    rows: int = 16,
+    length: int = 512,
+    progress: Sink | None = None,
+) -> Comparison:
+    """Measure what a model lost against its reference: perplexity of both, KL divergence, top-1 agreement, per token.
+
+    Args:
+        reference: the model taken as the truth; loaded, or a directory.
+        other: the model that is measured.
+        text: a text, or a `Path` to a text file; None = the evaluation text of the package (written for the demo model).
+        rows: rows of tokens.
+        length: tokens per row.
+        progress: takes the events of stage "compare".
+
+    Returns:
+        The numbers; the last line of a cell shows them, `.to_frame()` gives a DataFrame.
+
+    Cost: both models run over rows * length tokens. A loaded model's other requests wait meanwhile.
+    """
+    from contextlib import ExitStack
+
+    from exl2nb.eval.divergence import compare_models
+    from exl2nb.eval.text import read_text, token_rows
+
+    source = Path(__file__).resolve().parent / "demo_model" / "evaluation.txt" if text is None else text
+    words = source if isinstance(source, str) else read_text(Path(source))
+    with ExitStack() as stack:
+        one, two = (m if isinstance(m, LLM) else stack.enter_context(load(m, progress=progress)) for m in (reference, other))
+        ids = token_rows(one.tokenizer, words, rows=rows, length=length, where="compare")
+        for llm in {id(one): one, id(two): two}.values():
+            stack.enter_context(llm.engine.exclusive())
+        return compare_models(one.model, two.model, ids, progress, reference_name=one.name, other_name=two.name)
+
+
+def inspect(path: str | os.PathLike[str], *, revision: str | None = None) -> Inspection:
+    """Bits per matrix of a model directory or hub id, from the headers of its files alone."""
+    from exl2nb.model.inspect import inspect as inspect_directory
+
+    return inspect_directory(hub.resolve(path, revision=revision))
+
+
+def _device(device: str | None) -> str:
+    wanted = env.get("EXL2NB_DEVICE", "auto") if device is None else device
+    if wanted not in DEVICES:
+        raise OptionError(f"load: device is {device!r}; expected one of {', '.join(DEVICES)}")
+    if wanted == "cuda":
+        raise DeviceError("device 'cuda': this version has no CUDA engine; use device='cpu', or leave it at 'auto'")
+    return "cpu"
+
+
+def _check_vocabulary(tokenizer: Tokenizer, model: Model, folder: Path) -> None:
+    highest = max(tokenizer.backend.get_vocab(with_added_tokens=True).values(), default=-1)
+    if highest >= model.config.vocab_size:
+        raise TokenizerError(
+            f"{folder}: tokenizer.json has token {highest}, the model's vocabulary ends at {model.config.vocab_size - 1}; "
+            "the tokenizer belongs to another model: copy the right one"
+        )

@@ -1,0 +1,48 @@
+"""What is told about a chosen token: its log probability, its rank and the best alternatives, all before any filter."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from exl2nb.core.errors import GenerationError
+
+
+class Sampled(NamedTuple):
+    """One choice. logprob: natural log of the unfiltered probability. rank: 1 = the most probable. top: (id, logprob), best first."""
+
+    id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+def report(row: np.ndarray, token: int, top: int) -> Sampled:
+    """Describe `token` under softmax(row).
+
+    Args:
+        row: f32 `(V,)`, raw logits.
+        token: the chosen id.
+        top: how many alternatives to list; ties are listed in order of id.
+
+    Raises:
+        GenerationError: the row has no finite distribution (NaN, +inf, or nothing but -inf).
+    """
+    highest = row.max()
+    log_total = float(highest) + math.log(float(np.exp(row - highest).sum(dtype=np.float32))) if np.isfinite(highest) else math.nan
+    if not math.isfinite(log_total):
+        raise GenerationError(
+            f"the model gave logits without a finite maximum ({float(highest)}); expected finite numbers: check the weights"
+        )
+    value = row[token]
+    rank = 1 if value == highest else int(np.count_nonzero(row > value)) + 1
+    best: tuple[tuple[int, float], ...] = ()
+    if top > 0:
+        top = min(top, row.shape[0])
+        floor = np.partition(row, row.shape[0] - top)[row.shape[0] - top]
+        ids = np.flatnonzero(row >= floor)
+        ids = ids[np.lexsort((ids, -row[ids]))][:top]
+        best = tuple((int(i), float(row[i]) - log_total) for i in ids)
+    return Sampled(int(token), float(value) - log_total, rank, best)

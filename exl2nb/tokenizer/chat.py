@@ -1,0 +1,138 @@
+"""Messages to the text a chat model was trained on, by the template that came with the model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from exl2nb.core.errors import OptionError, TokenizerError
+from exl2nb.tokenizer import sandbox
+from exl2nb.tokenizer.files import read_object, read_text
+
+MAX_TEMPLATE = 1 << 20  # characters
+
+
+class ChatTemplates:
+    """The named templates of one model; most have one, "default".
+
+    Args:
+        templates: Jinja sources by name.
+        directory: named in messages.
+    """
+
+    def __init__(self, templates: Mapping[str, str], directory: Path) -> None:
+        self.templates, self._directory = dict(templates), directory
+
+    @classmethod
+    def load(cls, directory: Path, tokenizer_config: Mapping[str, Any]) -> ChatTemplates:
+        """Collect chat_template.jinja, additional_chat_templates/*.jinja, chat_template.json or the tokenizer config's entry.
+
+        Raises:
+            TokenizerError: an entry that is neither a text nor a list of named texts.
+        """
+        found: dict[str, str] = {}
+        single = directory / "chat_template.jinja"
+        entry = tokenizer_config.get("chat_template") or read_object(directory / "chat_template.json").get("chat_template")
+        if single.is_file():
+            found["default"] = read_text(single)
+        elif isinstance(entry, str):
+            found["default"] = entry
+        elif isinstance(entry, list) and all(isinstance(e, dict) and isinstance(e.get("name"), str) for e in entry):
+            found.update({e["name"]: e.get("template") for e in entry})
+        elif entry is not None:
+            raise TokenizerError(f"{directory}: chat_template is a {type(entry).__name__}; expected a text or a list of named texts")
+        for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
+            found.setdefault(path.stem, read_text(path))
+        for name, text in found.items():
+            if not isinstance(text, str) or len(text) > MAX_TEMPLATE:
+                raise TokenizerError(f"{directory}: chat template {name!r} is not a text of at most {MAX_TEMPLATE} characters")
+        return cls(found, directory)
+
+    def pick(self, *, name: str | None = None, tools: bool = False) -> str:
+        """The source of a template: by name, or "tool_use" where tools are given and it exists, or "default".
+
+        Raises:
+            TokenizerError: the model has no such template; says what to do.
+        """
+        if not self.templates:
+            raise TokenizerError(
+                f"{self._directory}: the model has no chat template (chat_template.jinja, or chat_template in tokenizer_config.json); "
+                "use generate() with plain text, or give template="
+            )
+        wanted = name or ("tool_use" if tools and "tool_use" in self.templates else "default")
+        if wanted not in self.templates:
+            raise TokenizerError(f"{self._directory}: no chat template {wanted!r}; it has {', '.join(sorted(self.templates))}")
+        return self.templates[wanted]
+
+
+def render(
+    messages: Sequence[Mapping[str, Any]],
+    template: str,
+    *,
+    special_tokens: Mapping[str, str] | None = None,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    **variables: Any,
+) -> str:
+    """Render a conversation.
+
+    Args:
+        messages: dicts with "role" and "content", as plain JSON data.
+        template: Jinja source.
+        special_tokens: texts of bos_token, eos_token and so on, which templates use by these names.
+        add_generation_prompt: end with the words that make the model answer.
+        tools: JSON schemas of functions, for templates that know them.
+        variables: anything else the template reads (`enable_thinking=False`).
+
+    Returns:
+        The prompt. It holds BOS already where the template writes it: encode it with `add_special=False`.
+
+    Raises:
+        OptionError: messages that are not plain data.
+        TokenizerError: the template is broken, refuses the messages, or was stopped by the sandbox.
+    """
+    check_messages(messages)
+    given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt, **variables}
+    plain = _plain({**(special_tokens or {}), **given})
+    try:
+        return sandbox.render(_compile(template), plain)
+    except jinja2.TemplateSyntaxError as error:
+        raise TokenizerError(f"chat template, line {error.lineno}: {error.message}; it is not valid Jinja") from error
+    except (
+        jinja2.TemplateError,
+        ArithmeticError,
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+        RecursionError,
+        MemoryError,
+    ) as error:
+        raise TokenizerError(f"chat template: {type(error).__name__}: {str(error)[:300]}; check roles and order of the messages") from error
+
+
+def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raise OptionError unless this is a non-empty list of dicts with a role."""
+    fine = isinstance(messages, (list, tuple)) and bool(messages)
+    if not fine or not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages):
+        raise OptionError(f"messages is {str(messages)[:80]!r}; expected a list of dicts such as {{'role': 'user', 'content': 'Hello'}}")
+
+
+def _plain(value: Any) -> Any:
+    """Rebuilt from JSON types, so that a template never holds one of the caller's objects."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise OptionError(
+            f"messages and template variables hold something that is not plain data ({error}); expected JSON types"
+        ) from error
+
+
+@lru_cache(maxsize=32)
+def _compile(source: str) -> jinja2.Template:
+    return sandbox.Sandbox().from_string(source)

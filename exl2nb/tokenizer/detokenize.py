@@ -1,0 +1,115 @@
+"""Ids to text while they arrive: never half a character, and in the end exactly `Tokenizer.decode` of them all."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from exl2nb.tokenizer.tokenizer import Tokenizer
+
+CONTEXT = 6  # prompt tokens a decoder may look at: enough to know whether a space at the start of a token shows
+
+
+class Detokenizer:
+    """Feeds on ids, gives text.
+
+    Two ways, chosen by the tokenizer's decoder: byte-level vocabularies map every token to bytes, which are decoded as UTF-8; all others
+    decode a short window of tokens again and give what was added. Text that may still change is held: an incomplete character, and for
+    vocabularies with byte tokens a run of them, since one wrong byte at its end changes how the whole run is read.
+
+    Args:
+        tokenizer: of the model.
+        context: ids before the first one fed (the prompt). Matters only for vocabularies that mark spaces at the start of words: the text
+            then continues the prompt. Without it the first space is left out, as `decode` does.
+        skip_special: leave special tokens out of the text.
+
+    Example:
+        >>> import exl2nb.tokenizer.tokenizer as t; from pathlib import Path; import exl2nb
+        >>> tok = t.Tokenizer.load(Path(exl2nb.__file__).parent / "demo_model")
+        >>> stream, ids = Detokenizer(tok), tok.encode("naïve café", add_special=False)
+        >>> "".join(map(stream.feed, ids)) + stream.flush()
+        'naïve café'
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = (), *, skip_special: bool = True) -> None:
+        self._skipped = tokenizer.skipped_ids if skip_special else frozenset()
+        table = tokenizer.byte_table
+        kept = [i for i in context[-4 * CONTEXT :] if i not in self._skipped][-CONTEXT:]
+        self._decoder: _Decoder = _Bytes(table) if table is not None else _Window(tokenizer, kept)
+
+    @property
+    def pending(self) -> bool:
+        """True while text is held."""
+        return self._decoder.pending
+
+    def feed(self, token_id: int) -> str:
+        """The text that became certain with this token; often empty."""
+        return "" if token_id in self._skipped else self._decoder.feed(token_id)
+
+    def flush(self) -> str:
+        """What is still held, incomplete characters as U+FFFD. The detokenizer is spent then."""
+        return self._decoder.flush()
+
+
+class _Decoder(Protocol):
+    @property
+    def pending(self) -> bool: ...
+
+    def feed(self, token_id: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class _Bytes:
+    """Byte-level vocabularies: bytes per token, decoded as UTF-8."""
+
+    def __init__(self, table: dict[int, bytes]) -> None:
+        self._table = table
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._utf8.getstate()[0])
+
+    def feed(self, token_id: int) -> str:
+        return self._utf8.decode(self._table.get(token_id, b""))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class _Window:
+    """Any other vocabulary: decode [shown before | new], give what the new ones add."""
+
+    def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:
+        self._decode = tokenizer.backend.decode
+        self._byte_ids = tokenizer.byte_ids
+        self._shown, self._new = context, list[int]()
+        self._prefix = self._text(context)
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._new)
+
+    def feed(self, token_id: int) -> str:
+        self._new.append(token_id)
+        if token_id in self._byte_ids:
+            return ""
+        text = self._text(self._shown + self._new)
+        if text.endswith("�"):
+            return ""
+        return self._accept(text)
+
+    def flush(self) -> str:
+        return self._accept(self._text(self._shown + self._new)) if self._new else ""
+
+    def _accept(self, text: str) -> str:
+        added = text[len(self._prefix) :]
+        if self._new[-1] not in self._byte_ids:
+            self._shown, self._new = self._new[-CONTEXT:], []
+            self._prefix = self._text(self._shown)
+        return added
+
+    def _text(self, ids: list[int]) -> str:
+        return self._decode(ids, skip_special_tokens=False) if ids else ""

@@ -1,0 +1,43 @@
+"""The JSON files beside a tokenizer, read with care. Knows nothing of what their fields mean."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from exl2nb.core.errors import TokenizerError
+
+LIMIT_BYTES = 256 << 20  # a tokenizer.json of 250 000 tokens has 30 MB
+
+
+def read_text(path: Path) -> str:
+    """The file as UTF-8 text.
+
+    Raises:
+        TokenizerError: not readable, not UTF-8 or too large.
+    """
+    try:
+        size = path.stat().st_size
+        if size > LIMIT_BYTES:
+            raise TokenizerError(f"{path}: {size} bytes; expected at most {LIMIT_BYTES}: this is no tokenizer file")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"{path}: cannot be read as UTF-8 text ({error}); download the file again") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The file as a JSON object; an empty one where the file is missing.
+
+    Raises:
+        TokenizerError: the file is there and is something else.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(read_text(path))
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise TokenizerError(f"{path}: not valid JSON ({error}); download the file again") from error
+    if not isinstance(value, dict):
+        raise TokenizerError(f"{path}: holds a JSON {type(value).__name__}; expected an object")
+    return value

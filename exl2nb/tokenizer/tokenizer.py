@@ -1,0 +1,159 @@
+"""Text to ids and back, by the tokenizers library on tokenizer.json. Knows no model and no chat format."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from exl2nb.core.errors import TokenizerError
+from exl2nb.tokenizer.bytelevel import byte_table, byte_tokens
+from exl2nb.tokenizer.chat import ChatTemplates
+from exl2nb.tokenizer.files import read_object, read_text
+
+_FILE = "tokenizer.json"
+
+
+class Tokenizer:
+    """One model's tokenizer and the special tokens its files agree on.
+
+    Attributes:
+        bos_id: the token a text begins with, or None. eos_ids: every token that ends a text: the ids of generation_config.json
+        and config.json and the `eos_token` of tokenizer_config.json. special_tokens: their texts by role ("bos_token", ...), for chat templates.
+        templates: the chat templates of the model.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, *, directory: Path | None = None) -> None:
+        self.backend = backend
+        folder = directory if directory is not None else Path()
+        config = read_object(folder / "tokenizer_config.json") if directory else {}
+        model, generation = (read_object(folder / name) if directory else {} for name in ("config.json", "generation_config.json"))
+        self.special_tokens = _special_tokens(config)
+        self.bos_id = self._special_id("bos_token", (generation, model), "bos_token_id", folder)
+        self.eos_ids = self._eos_ids((generation, model), folder)
+        self._explicit = any(config.get(name) is not None for name in ("add_bos_token", "add_eos_token"))
+        self._add_bos, self._add_eos = config.get("add_bos_token") is True, config.get("add_eos_token") is True
+        self.templates = ChatTemplates.load(folder, config) if directory else ChatTemplates({}, folder)
+        self._pieces: dict[int, str] = {}
+        self._literal: tokenizers.Tokenizer | None = None
+        self.skipped_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+
+    @classmethod
+    def load(cls, directory: str | os.PathLike[str]) -> Tokenizer:
+        """Read the tokenizer of a model directory.
+
+        Raises:
+            TokenizerError: tokenizer.json is missing or cannot be used, or a neighbouring file contradicts it; says what to do.
+        """
+        directory = Path(directory)
+        path = directory / _FILE
+        if not path.is_file():
+            raise TokenizerError(
+                f"{directory}: has no {_FILE}; copy it from the original model, or make it with "
+                f"transformers.AutoTokenizer.from_pretrained(...).save_pretrained({str(directory)!r})"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_str(read_text(path))
+        except TokenizerError:
+            raise
+        except Exception as error:  # the library raises bare Exception for anything it does not like
+            raise TokenizerError(f"{path}: the tokenizers library cannot read it ({str(error)[:200]}); download the file again") from error
+        backend.no_truncation()
+        backend.no_padding()
+        return cls(backend, directory=directory)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens it knows, added ones included; the model's may be larger (padding)."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str, add_special: bool = True, *, parse_special: bool = True) -> list[int]:
+        """Turn text into ids.
+
+        Args:
+            text: any string; lone surrogates are replaced, since they have no UTF-8 form.
+            add_special: add what the model's files ask for, usually BOS. Not for a rendered chat, which has it already.
+            parse_special: texts of special tokens become those tokens; False reads them as plain text (for text from strangers).
+        """
+        text = text.encode("utf-8", "replace").decode("utf-8") if not text.isascii() else text
+        backend = self.backend if parse_special else self._literal_backend()
+        if not add_special or not self._explicit:
+            return backend.encode(text, add_special_tokens=add_special).ids
+        ids = backend.encode(text, add_special_tokens=False).ids
+        if self._add_bos and self.bos_id is not None:
+            ids.insert(0, self.bos_id)
+        eos = self.backend.token_to_id(self.special_tokens.get("eos_token", ""))
+        return [*ids, eos] if self._add_eos and eos is not None else ids
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """Turn ids into text; special tokens are left out unless `skip_special` is False."""
+        return self.backend.decode(list(ids), skip_special_tokens=skip_special)
+
+    def piece(self, token_id: int) -> str:
+        """One token as people read it: its own text, special tokens by name, and U+FFFD for a part of a character."""
+        if token_id not in self._pieces:
+            text = self.backend.decode([token_id], skip_special_tokens=False)
+            raw = self.backend.id_to_token(token_id)
+            if raw is not None and raw.startswith("▁") and not text.startswith(" "):
+                text = f" {text}"  # the decoder strips it where a text begins
+            self._pieces[token_id] = text
+        return self._pieces[token_id]
+
+    @cached_property
+    def byte_table(self) -> dict[int, bytes] | None:
+        """Bytes of every token of a byte-level vocabulary; None for other kinds."""
+        return byte_table(self.backend)
+
+    @cached_property
+    def byte_ids(self) -> frozenset[int]:
+        """Tokens that stand for one byte of a character the vocabulary lacks; none in byte-level vocabularies."""
+        return byte_tokens(self.backend)
+
+    def token_id(self, text: str) -> int | None:
+        """The id whose vocabulary entry is exactly `text`, or None."""
+        return self.backend.token_to_id(text)
+
+    def __repr__(self) -> str:
+        return f"Tokenizer({self.vocab_size} tokens, bos {self.bos_id}, eos {sorted(self.eos_ids)})"
+
+    def _literal_backend(self) -> tokenizers.Tokenizer:
+        if self._literal is None:
+            self._literal = tokenizers.Tokenizer.from_str(self.backend.to_str())
+            self._literal.encode_special_tokens = True
+        return self._literal
+
+    def _special_id(self, role: str, configs: Sequence[dict[str, Any]], key: str, folder: Path) -> int | None:
+        text = self.special_tokens.get(role)
+        if text is not None:
+            found = self.backend.token_to_id(text)
+            if found is None:
+                raise TokenizerError(f"{folder / 'tokenizer_config.json'}: {role} is {text!r}, which {_FILE} does not contain")
+            return found
+        return next((ids[0] for config in configs if (ids := _ids(config.get(key), key, folder))), None)
+
+    def _eos_ids(self, configs: Sequence[dict[str, Any]], folder: Path) -> frozenset[int]:
+        found = {i for config in configs for i in _ids(config.get("eos_token_id"), "eos_token_id", folder)}
+        own = self._special_id("eos_token", (), "", folder)
+        return frozenset(found if own is None else found | {own})
+
+
+def _ids(value: Any, key: str, folder: Path) -> list[int]:
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+        raise TokenizerError(f"{folder}: {key} is {str(value)[:80]}; expected a token id or a list of them")
+    return ids
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """The texts by role; tokenizer_config.json writes each as a string or as an object with `content`."""
+    found: dict[str, str] = {}
+    for role in ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"):
+        value = config.get(role)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str) and text:
+            found[role] = text
+    return found
