@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from exl2nb.core import env
 from exl2nb.core.errors import DeviceError, OptionError, TokenizerError
 from exl2nb.core.options import check_keywords
-from exl2nb.core.progress import Sink
+from exl2nb.core.progress import Sink, showing
 from exl2nb.generator.engine import Engine
 from exl2nb.generator.handle import Handle
 from exl2nb.generator.request import Chunk, Completion, Request, Token
@@ -276,7 +276,7 @@ def load(
     context: int | None = None,
     cache_tokens: int | None = None,
     max_sequences: int = 16,
-    progress: Sink | None = None,
+    progress: Sink | Literal["auto"] | None = "auto",
     **unknown: Any,
 ) -> LLM:
     """Load a model, EXL2 or plain fp16, bf16 or fp32.
@@ -289,7 +289,8 @@ def load(
         context: tokens of prompt and answer together; None = what the model allows, at most 4096.
         cache_tokens: tokens the cache holds for all requests together; None = the context, at least 4096.
         max_sequences: requests that run together; others wait.
-        progress: takes the events of stages "download" and "load".
+        progress: takes the events of stages "download" and "load". "auto": shown where you look (a widget in a notebook, a line on a
+            terminal); None: silent.
 
     Raises:
         ModelNotFound, ConfigError, FormatError, UnknownArchitecture, TokenizerError: the directory cannot be used; says why.
@@ -309,8 +310,9 @@ def load(
         if value is not None:
             check_integer(f"load: {name}", value, 1, 1 << 24)
     place = _device(device)
-    folder = hub.resolve(path, revision=revision, progress=progress)
-    model = load_model(folder, device=place, context=context, progress=progress)
+    with showing(progress, f"load {Path(path).name}") as sink:
+        folder = hub.resolve(path, revision=revision, progress=sink)
+        model = load_model(folder, device=place, context=context, progress=sink)
     try:
         tokenizer = Tokenizer.load(folder)
         _check_vocabulary(tokenizer, model, folder)
@@ -338,12 +340,17 @@ def demo(bpw: float | None = None, **options: Any) -> LLM:
     made = Path.home() / ".cache" / "exl2nb" / f"demo-exl2-{bpw:g}bpw"
     if not (made / "config.json").is_file():
         made.parent.mkdir(parents=True, exist_ok=True)
-        convert(folder, made, bpw=bpw, progress=options.get("progress"))
+        convert(folder, made, bpw=bpw, progress=options.get("progress", "auto"))
     return load(made, **options)
 
 
 def convert(
-    src: str | os.PathLike[str], dst: str | os.PathLike[str], *, bpw: float, progress: Sink | None = None, **options: Any
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    bpw: float,
+    progress: Sink | Literal["auto"] | None = "auto",
+    **options: Any,
 ) -> Conversion:
     """Quantise a model to EXL2. Options and errors: `exl2nb.converter.job.ConversionJob`.
 
@@ -351,14 +358,16 @@ def convert(
         src: directory or hub id of an fp16, bf16 or fp32 model.
         dst: directory to make.
         bpw: bits per weight to reach.
-        progress: takes the events of every stage.
+        progress: takes the events of every stage; "auto" and None as in `load`.
     """
     import inspect as python_inspect
 
     from exl2nb.converter.job import ConversionJob
 
     check_keywords(options, list(python_inspect.signature(ConversionJob).parameters)[2:], where="convert")
-    return ConversionJob(src, dst, bpw=bpw, **options).run(progress)
+    job = ConversionJob(src, dst, bpw=bpw, **options)
+    with showing(progress, f"convert to {bpw:g} bpw") as sink:
+        return job.run(sink)
 
 
 def compare(
@@ -368,7 +377,7 @@ def compare(
     *,
     rows: int = 16,
     length: int = 512,
-    progress: Sink | None = None,
+    progress: Sink | Literal["auto"] | None = "auto",
 ) -> Comparison:
     """Measure what a model lost against its reference: perplexity of both, KL divergence, top-1 agreement, per token.
 
@@ -378,7 +387,7 @@ def compare(
         text: a text, or a `Path` to a text file; None = the evaluation text of the package (written for the demo model).
         rows: rows of tokens.
         length: tokens per row.
-        progress: takes the events of stage "compare".
+        progress: takes the events of stage "compare"; "auto" and None as in `load`.
 
     Returns:
         The numbers; the last line of a cell shows them, `.to_frame()` gives a DataFrame.
@@ -393,11 +402,12 @@ def compare(
     source = Path(__file__).resolve().parent / "demo_model" / "evaluation.txt" if text is None else text
     words = source if isinstance(source, str) else read_text(Path(source))
     with ExitStack() as stack:
-        one, two = (m if isinstance(m, LLM) else stack.enter_context(load(m, progress=progress)) for m in (reference, other))
+        sink = stack.enter_context(showing(progress, "compare"))
+        one, two = (m if isinstance(m, LLM) else stack.enter_context(load(m, progress=sink)) for m in (reference, other))
         ids = token_rows(one.tokenizer, words, rows=rows, length=length, where="compare")
         for llm in {id(one): one, id(two): two}.values():
             stack.enter_context(llm.engine.exclusive())
-        return compare_models(one.model, two.model, ids, progress, reference_name=one.name, other_name=two.name)
+        return compare_models(one.model, two.model, ids, sink, reference_name=one.name, other_name=two.name)
 
 
 def inspect(path: str | os.PathLike[str], *, revision: str | None = None) -> Inspection:

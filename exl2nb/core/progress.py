@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TextIO
+from typing import Any, Literal, Protocol, TextIO
 
-__all__ = ["Meter", "Progress", "SilentSink", "Sink", "TextSink"]
+from exl2nb.core.errors import OptionError
+
+__all__ = ["Meter", "Progress", "SilentSink", "Sink", "TextSink", "in_notebook", "showing"]
+
+NOTEBOOK_SINK = "exl2nb.widgets.display:notebook_sink"
+"""Where "auto" finds the sink of a notebook: a name, looked up when it is needed, so that this floor imports nothing above it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,3 +128,41 @@ class Meter:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         state = "done" if kind is None else "cancelled" if kind.__name__ in ("KeyboardInterrupt", "Interrupted") else "error"
         self._sink(replace(self._event, state=state, elapsed_s=time.monotonic() - self._start, eta_s=None))
+
+
+def in_notebook() -> bool:
+    """True inside a Jupyter kernel."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and hasattr(shell, "kernel")
+
+
+@contextmanager
+def showing(progress: Sink | Literal["auto"] | None, title: str = "") -> Iterator[Sink]:
+    """The sink that a `progress=` argument means, for the time of one piece of work.
+
+    Args:
+        progress: a sink is used as it is. None: silent. "auto": where the caller would look, that is a widget in a notebook, a line on a
+            terminal, nothing elsewhere (a script whose output is read by programs).
+        title: of the whole work, for sinks that show one.
+
+    Raises:
+        OptionError: none of these.
+
+    Example:
+        >>> with showing(None) as sink, Meter("load", sink=sink):
+        ...     pass
+    """
+    if progress is None:
+        sink: Any = SilentSink()
+    elif callable(progress):
+        sink = progress
+    elif progress != "auto":
+        raise OptionError(f"progress is {progress!r}; expected a function of one event, 'auto' or None")
+    elif in_notebook():
+        module, _, name = NOTEBOOK_SINK.partition(":")
+        sink = getattr(importlib.import_module(module), name)(title)
+    else:
+        sink = TextSink() if getattr(sys.stderr, "isatty", lambda: False)() else SilentSink()
+    with sink if hasattr(sink, "__enter__") else nullcontext():
+        yield sink

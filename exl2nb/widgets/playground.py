@@ -36,7 +36,8 @@ class Playground(ExlWidget):
     same from Python. Pointing at a token, or walking through the text with the arrow keys, shows its probability and its rivals.
 
     Args:
-        llm: a loaded model; anything with `stream(prompt, top_logprobs=, **settings)` that yields chunks (or strings) will do. None: only for looking.
+        llm: a loaded model; anything with `stream(prompt, *, top_logprobs, **settings)` that yields chunks
+            (or strings) will do. None: only for looking.
         result: a finished run to show: a Completion, or a mapping with `text`, `tokens` and perhaps `prompt`, `finish_reason`.
 
     Traits, also keywords (synced with the page both ways):

@@ -85,12 +85,16 @@ class ProgressView(ExlWidget):
     def __enter__(self) -> ProgressView:
         with self._lock:
             self._inside += 1
-            self.finished, self.status = [], "running"
+            if self._inside == 1:
+                self._cancelled.clear()
+                self.finished, self.status = [], "running"
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         with self._lock:
             self._inside -= 1
+            if self._inside:
+                return
             cancelled = kind is not None and issubclass(kind, (KeyboardInterrupt, Interrupted))
             self.status = "done" if kind is None else "stopped" if cancelled else "error"
             self._cancelled.clear()
