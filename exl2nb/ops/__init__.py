@@ -8,6 +8,7 @@ from exl2nb.ops.attention import paged_attention
 from exl2nb.ops.embed import embed
 from exl2nb.ops.head import norm_head
 from exl2nb.ops.linear import linear, linear_residual
+from exl2nb.ops.memory import read_memory
 from exl2nb.ops.mlp import norm_gate_up
 from exl2nb.ops.program import Program
 from exl2nb.ops.qkv import norm_qkv_rope
@@ -27,6 +28,7 @@ __all__ = [
     "pack_dense",
     "pack_exl2",
     "paged_attention",
+    "read_memory",
     "reconstruct",
     "shape",
     "unpack",

@@ -1,0 +1,57 @@
+// The ops on raw pointers: they share work between threads and call the kernels. No torch, no checks: callers have validated every argument.
+#pragma once
+#include <cstdint>
+#include <cstdlib>
+#include <memory>
+#include <new>
+
+#include "kernels.h"
+
+namespace exl2nb {
+
+// Uninitialised memory, 64-byte aligned.
+template <class T> class Buffer {
+ public:
+  explicit Buffer(int64_t n) : p_(static_cast<T*>(std::aligned_alloc(64, align64(n * int64_t(sizeof(T)) + 64)))) {
+    if (!p_) throw std::bad_alloc();
+  }
+  T* get() const { return p_.get(); }
+  operator T*() const { return p_.get(); }
+
+ private:
+  struct Free {
+    void operator()(T* p) const { std::free(p); }
+  };
+  std::unique_ptr<T, Free> p_;
+};
+
+struct Norm {
+  const float* weight;
+  float eps;
+};
+
+// out = x @ blob + bias, or out += for add. x (M, K), out (M, N).
+void linear(const float* x, int M, const uint8_t* blob, const float* bias, float* out, bool add);
+void rms_norm(const float* x, int M, int H, Norm norm, float* y);
+void norm_linear(const float* x, int M, Norm norm, const uint8_t* blob, const float* bias, float* out);
+void norm_gate_up(const float* x, int M, Norm norm, const uint8_t* blob, const float* bias, int activation, float* out);
+
+struct Rope {
+  const float *cos, *sin;  // (max_pos, half)
+  const int32_t *positions, *slots;
+};
+void norm_qkv_rope(const float* x, int T, Norm norm, const uint8_t* blob, const float* bias, const Rope& rope, const Heads& heads, float* q,
+                   void* k_pool, void* v_pool);
+
+struct Attention {
+  const void *k_pool, *v_pool;
+  const int32_t *block_table, *cu_seqlens, *context_lens;
+  int64_t sequences, max_pages, page_size, window;
+  int num_heads, num_kv_heads, head_dim;
+  float scale, softcap;
+  bool f16;
+};
+void paged_attention(const float* q, const Attention& a, float* out);
+void embed(const void* table, int kind, int H, const int32_t* ids, int T, float* out);
+
+}  // namespace exl2nb

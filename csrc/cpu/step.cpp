@@ -1,0 +1,157 @@
+#include "step.h"
+
+#include <cstring>
+#include <string>
+
+#include "engine.h"
+
+namespace exl2nb {
+namespace {
+
+constexpr int64_t kMagic = 0x3147525032584558, kVersion = 1, kHeaderWords = 5;
+enum Op : int64_t { kEmbed = 1, kQkv = 2, kAttention = 3, kResidual = 4, kGateUp = 5, kHead = 6 };
+constexpr int kWords[] = {0, 5, 17, 5, 3, 6, 5};
+
+template <class T> const T* address(int64_t word) { return reinterpret_cast<const T*>(word); }
+float real(int64_t word) {
+  double d;
+  std::memcpy(&d, &word, 8);
+  return float(d);
+}
+std::string number(int64_t n) { return std::to_string(n); }
+
+// K and N of the blob behind an address, or a message. The blob itself was checked when its op was added.
+std::string check_weight(int64_t word, int64_t K, int64_t N) {
+  if (!word) return "a weight is missing";
+  const BlobHeader& h = header(address<uint8_t>(word));
+  if (h.magic != kBlobMagic || h.version != kBlobVersion) return "a weight is no blob";
+  if (h.K != K || (N && h.N != N)) return "a weight is (" + number(h.K) + ", " + number(h.N) + "); expected (" + number(K) + ", " + number(N) + ")";
+  return "";
+}
+
+std::string check_op(const int64_t* w, const StepBatch& b, int64_t H, int64_t& act) {
+  const int64_t layers = int64_t(b.k_pools.size());
+  switch (w[0]) {
+    case kEmbed:
+      if (w[4] != H) return "the table's width is not the hidden size";
+      return check_range("a token id", b.ids, b.T, w[3]);
+    case kQkv: {
+      if (w[9] <= 0 || w[10] <= 0 || w[9] % w[10]) return "num_heads is no multiple of num_kv_heads";
+      if (w[10] != b.num_kv_heads || w[11] != b.head_dim)
+        return "the pools hold " + number(b.num_kv_heads) + " heads of " + number(b.head_dim) + "; expected " + number(w[10]) + " of " + number(w[11]);
+      if (w[16] < 0 || w[16] >= layers) return "there are " + number(layers) + " pools; the program wants layer " + number(w[16]);
+      if (w[8] < 0 || 2 * w[8] > w[11]) return "rotary_dim is larger than head_dim";
+      const std::string wrong = check_weight(w[3], H, (w[9] + 2 * w[10]) * w[11]);
+      if (!wrong.empty()) return wrong;
+      act = -w[9];  // q is there; its width follows from ATTENTION
+      return check_range("a position", b.positions, b.T, w[7]);
+    }
+    case kAttention:
+      if (act >= 0) return "attention without q";
+      if (w[4] < 0 || w[4] >= layers) return "there are " + number(layers) + " pools; the program wants layer " + number(w[4]);
+      act = -act * b.head_dim;
+      return "";
+    case kResidual:
+      if (act <= 0) return "nothing to add to the residual";
+      return check_weight(w[1], act, H);
+    case kGateUp: {
+      const std::string wrong = check_weight(w[3], H, 0);
+      if (!wrong.empty()) return wrong;
+      if (w[5] < 0 || w[5] > 2) return "unknown activation";
+      act = header(address<uint8_t>(w[3])).N / 2;
+      return "";
+    }
+    default: return check_weight(w[3], H, 0);
+  }
+}
+
+}  // namespace
+
+std::string check_range(const char* what, const int32_t* values, int64_t n, int64_t limit) {
+  for (int64_t i = 0; i < n; i++)
+    if (values[i] < 0 || values[i] >= limit) return std::string(what) + " is " + number(values[i]) + "; expected 0 to " + number(limit - 1);
+  return "";
+}
+
+std::string check_sequences(const int32_t* block_table, const int32_t* cu_seqlens, const int32_t* context_lens, int64_t sequences, int64_t max_pages,
+                            int64_t page_size, int64_t num_pages, int64_t T) {
+  if (cu_seqlens[0] != 0 || cu_seqlens[sequences] != T) return "cu_seqlens must start at 0 and end at " + number(T) + " (the queries)";
+  for (int64_t s = 0; s < sequences; s++) {
+    const int64_t n = int64_t(cu_seqlens[s + 1]) - cu_seqlens[s], context = context_lens[s], pages = (context + page_size - 1) / page_size;
+    if (n < 0) return "cu_seqlens must not fall";
+    if (context < n || context < 0) return "context_lens is " + number(context) + " for a sequence with " + number(n) + " queries; expected at least that";
+    if (pages > max_pages) return "context_lens is " + number(context) + "; expected at most " + number(max_pages * page_size) + " (the pages of block_table)";
+    const std::string wrong = check_range("a page of block_table", block_table + s * max_pages, pages, num_pages);
+    if (!wrong.empty()) return wrong;
+  }
+  return "";
+}
+
+std::string check_step(const int64_t* code, int64_t words, const StepBatch& batch, int64_t& vocab) {
+  if (words < kHeaderWords || code[0] != kMagic || code[1] != kVersion || code[2] != words) return "the program is not the code of a Program";
+  const int64_t H = code[4];
+  int64_t act = 0, last = 0;
+  vocab = 0;
+  for (int64_t at = kHeaderWords; at < words; at += kWords[last]) {
+    const int64_t* w = code + at;
+    if (w[0] < kEmbed || w[0] > kHead || at + kWords[w[0]] > words) return "the program holds an unknown op";
+    if (vocab || (at == kHeaderWords) != (w[0] == kEmbed)) return "a program starts with embed and ends with norm_head";
+    const std::string wrong = check_op(w, batch, H, act);
+    if (!wrong.empty()) return wrong;
+    last = w[0];
+    if (last == kHead) vocab = header(address<uint8_t>(w[3])).N;
+  }
+  if (!vocab) return "a program starts with embed and ends with norm_head";
+  std::string wrong = check_range("a slot", batch.slots, batch.T, batch.num_pages * batch.page_size);
+  if (wrong.empty()) wrong = check_range("a row of logit_rows", batch.logit_rows, batch.R, batch.T);
+  if (wrong.empty())
+    wrong = check_sequences(batch.block_table, batch.cu_seqlens, batch.context_lens, batch.sequences, batch.max_pages, batch.page_size,
+                            batch.num_pages, batch.T);
+  return wrong;
+}
+
+void run_step(const int64_t* code, int64_t words, const StepBatch& b, float* logits) {
+  const int64_t H = code[4], T = b.T;
+  int64_t widest = 1, num_heads = 0;
+  for (int64_t at = kHeaderWords; at < words; at += kWords[code[at]]) {
+    const int64_t* w = code + at;
+    const int64_t width = w[0] == kQkv ? w[9] * w[11] : w[0] == kGateUp ? header(address<uint8_t>(w[3])).N / 2 : 0;
+    if (width > widest) widest = width;
+  }
+  Buffer<float> x(T * H), q(T * widest), act(T * widest);
+  for (int64_t at = kHeaderWords; at < words; at += kWords[code[at]]) {
+    const int64_t* w = code + at;
+    switch (w[0]) {
+      case kEmbed: embed(address<void>(w[1]), int(w[2]), int(H), b.ids, int(T), x); break;
+      case kQkv: {
+        num_heads = w[9];
+        const Heads heads{int(w[9]),  int(w[10]), int(w[11]),           int(w[8]), b.page_size, b.f16, address<float>(w[12]), address<float>(w[14]),
+                          w[13], w[15], real(w[2])};
+        const Rope rope{address<float>(w[5]), address<float>(w[6]), b.positions, b.slots};
+        const size_t layer = size_t(w[16]);
+        norm_qkv_rope(x, int(T), {address<float>(w[1]), real(w[2])}, address<uint8_t>(w[3]), address<float>(w[4]), rope, heads, q, b.k_pools[layer],
+                      b.v_pools[layer]);
+        break;
+      }
+      case kAttention: {
+        const size_t layer = size_t(w[4]);
+        paged_attention(q,
+                        {b.k_pools[layer], b.v_pools[layer], b.block_table, b.cu_seqlens, b.context_lens, b.sequences, b.max_pages, b.page_size, w[2],
+                         int(num_heads), int(b.num_kv_heads), int(b.head_dim), real(w[1]), real(w[3]), b.f16},
+                        act);
+        break;
+      }
+      case kResidual: linear(act, int(T), address<uint8_t>(w[1]), address<float>(w[2]), x, true); break;
+      case kGateUp:
+        norm_gate_up(x, int(T), {address<float>(w[1]), real(w[2])}, address<uint8_t>(w[3]), address<float>(w[4]), int(w[5]), act);
+        break;
+      default: {
+        Buffer<float> rows(b.R * H);
+        for (int64_t r = 0; r < b.R; r++) std::memcpy(rows + r * H, x + b.logit_rows[r] * H, size_t(H) * sizeof(float));
+        norm_linear(rows, int(b.R), {address<float>(w[1]), real(w[2])}, address<uint8_t>(w[3]), address<float>(w[4]), logits);
+      }
+    }
+  }
+}
+
+}  // namespace exl2nb

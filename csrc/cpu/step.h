@@ -1,0 +1,35 @@
+// A whole step of a model as a program: int64 words of op codes, sizes and addresses, made by exl2nb/ops/program.py. No torch here.
+//
+//   header     magic, version, length in words, id, hidden size
+//   EMBED      1, table, kind, V, H
+//   QKV        2, norm, eps, blob, bias, cos, sin, max_pos, half, Hq, Hkv, D, q_norm, q_norm stride, k_norm, k_norm stride, layer
+//   ATTENTION  3, scale, window, softcap, layer
+//   RESIDUAL   4, blob, bias
+//   GATE_UP    5, norm, eps, blob, bias, activation
+//   HEAD       6, norm, eps, blob, bias
+// Floats are the bits of a double; address 0 = none.
+#pragma once
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace exl2nb {
+
+struct StepBatch {
+  const int32_t *ids, *positions, *slots, *block_table, *cu_seqlens, *context_lens, *logit_rows;
+  int64_t T, R, sequences, max_pages;
+  std::vector<void*> k_pools, v_pools;  // every layer (num_pages, Hkv, page_size, D)
+  int64_t num_pages, num_kv_heads, page_size, head_dim;
+  bool f16;
+};
+
+// What is wrong with the program or the batch, or an empty string; sets the number of logits per row. Nothing has been written then.
+std::string check_step(const int64_t* code, int64_t words, const StepBatch& batch, int64_t& vocab);
+void run_step(const int64_t* code, int64_t words, const StepBatch& batch, float* logits);
+
+// The index checks that single ops share: empty, or what is wrong.
+std::string check_range(const char* what, const int32_t* values, int64_t n, int64_t limit);
+std::string check_sequences(const int32_t* block_table, const int32_t* cu_seqlens, const int32_t* context_lens, int64_t sequences, int64_t max_pages,
+                            int64_t page_size, int64_t num_pages, int64_t T);
+
+}  // namespace exl2nb

@@ -1,0 +1,224 @@
+// The compute ops of the CPU library: checks, output tensors, registration.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <string>
+#include <vector>
+
+#include "../cpu/dispatch.h"
+#include "../cpu/engine.h"
+#include "../cpu/parallel.h"
+#include "../cpu/step.h"
+#include "check.h"
+
+namespace exl2nb {
+
+int64_t num_threads() { return torch::stable::get_num_threads(); }
+
+void run_on_threads(int64_t count, void (*body)(void*), void* context) {
+  torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) body(context);
+  });
+}
+
+namespace {
+
+Tensor empty_f32(std::initializer_list<int64_t> shape) {
+  const std::vector<int64_t> sizes(shape);
+  return torch::stable::empty(sizes, ScalarType::Float);
+}
+float* out_f32(const Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); }
+
+void check_text(const char* op, const std::string& wrong) { STD_TORCH_CHECK(wrong.empty(), op, ": ", wrong); }
+
+Tensor embed_cpu(const Tensor& table, const Tensor& ids) {
+  const int kind = dense_kind(table.scalar_type());
+  STD_TORCH_CHECK(kind >= 0, "embed: table is ", dtype_name(table.scalar_type()), "; expected float32, float16 or bfloat16");
+  check_tensor("embed", "table", table, table.scalar_type(), {-1, -1});
+  const int32_t* p = data_i32("embed", "ids", ids, {-1});
+  const int64_t T = ids.size(0), H = table.size(1);
+  check_text("embed", check_range("a token id", p, T, table.size(0)));
+  Tensor out = empty_f32({T, H});
+  embed(table.const_data_ptr(), kind, int(H), p, int(T), out_f32(out));
+  return out;
+}
+
+Tensor linear_cpu(const Tensor& x, const Tensor& blob, const std::optional<Tensor>& bias) {
+  const uint8_t* w = check_weight("linear", blob, true);
+  const float* p = data_f32("linear", "x", x, {-1, header(w).K});
+  const float* b = data_f32("linear", "bias", bias, {header(w).N});
+  Tensor out = empty_f32({x.size(0), header(w).N});
+  linear(p, int(x.size(0)), w, b, out_f32(out), false);
+  return out;
+}
+
+void linear_residual_cpu(Tensor residual, const Tensor& x, const Tensor& blob, const std::optional<Tensor>& bias) {
+  const char* op = "linear_residual";
+  const uint8_t* w = check_weight(op, blob, true);
+  const float* p = data_f32(op, "x", x, {-1, header(w).K});
+  const float* b = data_f32(op, "bias", bias, {header(w).N});
+  data_f32(op, "residual", residual, {x.size(0), header(w).N});
+  linear(p, int(x.size(0)), w, b, out_f32(residual), true);
+}
+
+struct Pools {
+  int64_t num_pages, num_kv_heads, page_size, head_dim;
+  bool f16;
+};
+
+Pools check_pools(const char* op, const Tensor& k, const Tensor& v, int64_t num_kv_heads, int64_t head_dim) {
+  const ScalarType dtype = k.scalar_type();
+  STD_TORCH_CHECK(dtype == ScalarType::Half || dtype == ScalarType::Float, op, ": k_pool is ", dtype_name(dtype), "; expected float16 or float32");
+  check_tensor(op, "k_pool", k, dtype, {-1, num_kv_heads, -1, head_dim});
+  check_tensor(op, "v_pool", v, dtype, {k.size(0), k.size(1), k.size(2), k.size(3)});
+  STD_TORCH_CHECK(k.size(2) > 0 && k.size(2) % 8 == 0, op, ": page size is ", k.size(2), "; expected a multiple of 8");
+  STD_TORCH_CHECK(k.size(3) > 0 && k.size(3) % 8 == 0 && k.size(3) <= kMaxHeadDim, op, ": head_dim is ", k.size(3),
+                  "; expected a multiple of 8 up to ", kMaxHeadDim);
+  return {k.size(0), k.size(1), k.size(2), k.size(3), dtype == ScalarType::Half};
+}
+
+const float* head_norm(const char* op, const char* name, const std::optional<Tensor>& t, int64_t heads, int64_t D, int64_t& stride) {
+  stride = t && t->dim() == 2 ? D : 0;
+  return stride ? data_f32(op, name, *t, {heads, D}) : data_f32(op, name, t, {D});
+}
+
+Tensor norm_qkv_rope_cpu(const Tensor& x, const Tensor& norm, double eps, const Tensor& blob, const std::optional<Tensor>& bias, const Tensor& cos,
+                         const Tensor& sin, const Tensor& positions, const Tensor& slots, Tensor k_pool, Tensor v_pool, int64_t num_heads,
+                         int64_t num_kv_heads, int64_t head_dim, const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm) {
+  const char* op = "norm_qkv_rope";
+  const uint8_t* w = check_weight(op, blob, true);
+  const BlobHeader& h = header(w);
+  STD_TORCH_CHECK(num_heads > 0 && num_kv_heads > 0 && num_heads % num_kv_heads == 0, op, ": num_heads is ", num_heads,
+                  "; expected a multiple of num_kv_heads = ", num_kv_heads);
+  const float* px = data_f32(op, "x", x, {-1, h.K});
+  const int64_t T = x.size(0);
+  const Norm n{data_f32(op, "norm", norm, {h.K}), float(eps)};
+  STD_TORCH_CHECK(h.N == (num_heads + 2 * num_kv_heads) * head_dim, op, ": blob has ", h.N, " outputs; expected (num_heads + 2 * num_kv_heads) * ",
+                  "head_dim = ", (num_heads + 2 * num_kv_heads) * head_dim);
+  const float* pb = data_f32(op, "bias", bias, {h.N});
+  const Pools pools = check_pools(op, k_pool, v_pool, num_kv_heads, head_dim);
+  Rope rope{data_f32(op, "cos", cos, {-1, -1}), data_f32(op, "sin", sin, {cos.size(0), cos.size(1)}), data_i32(op, "positions", positions, {T}),
+            data_i32(op, "slots", slots, {T})};
+  STD_TORCH_CHECK(2 * cos.size(1) <= head_dim, op, ": cos has ", cos.size(1), " columns; expected rotary_dim / 2, at most ", head_dim / 2);
+  check_text(op, check_range("a position", rope.positions, T, cos.size(0)));
+  check_text(op, check_range("a slot", rope.slots, T, pools.num_pages * pools.page_size));
+  Heads heads{int(num_heads), int(num_kv_heads), int(head_dim), int(cos.size(1)), pools.page_size, pools.f16, nullptr, nullptr, 0, 0, float(eps)};
+  heads.q_norm = head_norm(op, "q_norm", q_norm, num_heads, head_dim, heads.q_norm_stride);
+  heads.k_norm = head_norm(op, "k_norm", k_norm, num_kv_heads, head_dim, heads.k_norm_stride);
+  Tensor q = empty_f32({T, num_heads, head_dim});
+  norm_qkv_rope(px, int(T), n, w, pb, rope, heads, out_f32(q), k_pool.mutable_data_ptr(), v_pool.mutable_data_ptr());
+  return q;
+}
+
+Tensor paged_attention_cpu(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool, const Tensor& block_table, const Tensor& cu_seqlens,
+                           const Tensor& context_lens, double scale, int64_t window, double softcap) {
+  const char* op = "paged_attention";
+  const float* pq = data_f32(op, "q", q, {-1, -1, -1});
+  const Pools pools = check_pools(op, k_pool, v_pool, -1, q.size(2));
+  const int64_t T = q.size(0), Hq = q.size(1), B = context_lens.numel();
+  STD_TORCH_CHECK(pools.num_kv_heads > 0 && Hq % pools.num_kv_heads == 0, op, ": q has ", Hq, " heads; expected a multiple of the pools' ",
+                  pools.num_kv_heads);
+  STD_TORCH_CHECK(window >= 0, op, ": window is ", window, "; expected 0 (none) or more");
+  Attention a{k_pool.const_data_ptr(), v_pool.const_data_ptr(), data_i32(op, "block_table", block_table, {B, -1}),
+              data_i32(op, "cu_seqlens", cu_seqlens, {B + 1}), data_i32(op, "context_lens", context_lens, {B}), B, block_table.size(1),
+              pools.page_size, window, int(Hq), int(pools.num_kv_heads), int(pools.head_dim), float(scale), float(softcap), pools.f16};
+  check_text(op, check_sequences(a.block_table, a.cu_seqlens, a.context_lens, B, a.max_pages, pools.page_size, pools.num_pages, T));
+  Tensor out = empty_f32({T, Hq * pools.head_dim});
+  paged_attention(pq, a, out_f32(out));
+  return out;
+}
+
+Tensor norm_gate_up_cpu(const Tensor& x, const Tensor& norm, double eps, const Tensor& blob, const std::optional<Tensor>& bias, int64_t activation) {
+  const char* op = "norm_gate_up";
+  const uint8_t* w = check_weight(op, blob, true);
+  const BlobHeader& h = header(w);
+  STD_TORCH_CHECK(h.N % 2 == 0, op, ": blob has ", h.N, " outputs; expected an even number (gate and up)");
+  STD_TORCH_CHECK(activation >= 0 && activation <= 2, op, ": activation is ", activation, "; expected 0 (silu), 1 (gelu) or 2 (gelu_tanh)");
+  const float* px = data_f32(op, "x", x, {-1, h.K});
+  const Norm n{data_f32(op, "norm", norm, {h.K}), float(eps)};
+  const float* pb = data_f32(op, "bias", bias, {h.N});
+  Tensor out = empty_f32({x.size(0), h.N / 2});
+  norm_gate_up(px, int(x.size(0)), n, w, pb, int(activation), out_f32(out));
+  return out;
+}
+
+Tensor norm_head_cpu(const Tensor& x, const Tensor& norm, double eps, const Tensor& blob, const std::optional<Tensor>& bias) {
+  const char* op = "norm_head";
+  const uint8_t* w = check_weight(op, blob, true);
+  const BlobHeader& h = header(w);
+  const float* px = data_f32(op, "x", x, {-1, h.K});
+  const Norm n{data_f32(op, "norm", norm, {h.K}), float(eps)};
+  const float* pb = data_f32(op, "bias", bias, {h.N});
+  Tensor out = empty_f32({x.size(0), h.N});
+  norm_linear(px, int(x.size(0)), n, w, pb, out_f32(out));
+  return out;
+}
+
+Tensor decode_step_cpu(const Tensor& program, const Tensor& ids, const Tensor& positions, const Tensor& slots, const Tensor& block_table,
+                       const Tensor& cu_seqlens, const Tensor& context_lens, const Tensor& logit_rows, std::vector<Tensor> k_pools,
+                       std::vector<Tensor> v_pools) {
+  const char* op = "decode_step";
+  check_tensor(op, "program", program, ScalarType::Long, {-1});
+  STD_TORCH_CHECK(!k_pools.empty() && k_pools.size() == v_pools.size(), op, ": there are ", k_pools.size(), " K and ", v_pools.size(),
+                  " V pools; expected one of each per layer");
+  const int64_t T = ids.numel(), B = context_lens.numel();
+  StepBatch b;
+  b.ids = data_i32(op, "ids", ids, {T});
+  b.positions = data_i32(op, "positions", positions, {T});
+  b.slots = data_i32(op, "slots", slots, {T});
+  b.block_table = data_i32(op, "block_table", block_table, {B, -1});
+  b.cu_seqlens = data_i32(op, "cu_seqlens", cu_seqlens, {B + 1});
+  b.context_lens = data_i32(op, "context_lens", context_lens, {B});
+  b.logit_rows = data_i32(op, "logit_rows", logit_rows, {-1});
+  b.T = T;
+  b.R = logit_rows.numel();
+  b.sequences = B;
+  b.max_pages = block_table.size(1);
+  const Pools first = check_pools(op, k_pools[0], v_pools[0], -1, -1);
+  b.num_pages = first.num_pages;
+  b.num_kv_heads = first.num_kv_heads;
+  b.page_size = first.page_size;
+  b.head_dim = first.head_dim;
+  b.f16 = first.f16;
+  for (size_t i = 0; i < k_pools.size(); i++) {
+    const ScalarType dtype = first.f16 ? ScalarType::Half : ScalarType::Float;
+    check_tensor(op, "a K pool", k_pools[i], dtype, {first.num_pages, first.num_kv_heads, first.page_size, first.head_dim});
+    check_tensor(op, "a V pool", v_pools[i], dtype, {first.num_pages, first.num_kv_heads, first.page_size, first.head_dim});
+    b.k_pools.push_back(k_pools[i].mutable_data_ptr());
+    b.v_pools.push_back(v_pools[i].mutable_data_ptr());
+  }
+  const auto* code = static_cast<const int64_t*>(program.const_data_ptr());
+  int64_t vocab = 0;
+  check_text(op, check_step(code, program.numel(), b, vocab));
+  Tensor logits = empty_f32({b.R, vocab});
+  run_step(code, program.numel(), b, out_f32(logits));
+  return logits;
+}
+
+int64_t read_memory_cpu(const Tensor& data) {
+  check_tensor("read_memory", "data", data, ScalarType::Byte, {-1});
+  const auto* p = static_cast<const uint8_t*>(data.const_data_ptr());
+  const int64_t piece = 1 << 20, pieces = data.numel() / piece;
+  std::atomic<int64_t> total{0};
+  for_each_task(pieces, true, [&](int64_t i) { total += kernels().read(p + i * piece, piece); });
+  return total;
+}
+
+int64_t isa_level() { return int64_t(isa()); }
+
+}  // namespace
+}  // namespace exl2nb
+
+STABLE_TORCH_LIBRARY_IMPL(exl2nb, CPU, m) {
+  m.impl("embed", TORCH_BOX(&exl2nb::embed_cpu));
+  m.impl("linear", TORCH_BOX(&exl2nb::linear_cpu));
+  m.impl("linear_residual", TORCH_BOX(&exl2nb::linear_residual_cpu));
+  m.impl("norm_qkv_rope", TORCH_BOX(&exl2nb::norm_qkv_rope_cpu));
+  m.impl("paged_attention", TORCH_BOX(&exl2nb::paged_attention_cpu));
+  m.impl("norm_gate_up", TORCH_BOX(&exl2nb::norm_gate_up_cpu));
+  m.impl("norm_head", TORCH_BOX(&exl2nb::norm_head_cpu));
+  m.impl("decode_step", TORCH_BOX(&exl2nb::decode_step_cpu));
+  m.impl("read_memory", TORCH_BOX(&exl2nb::read_memory_cpu));
+}
+STABLE_TORCH_LIBRARY_IMPL(exl2nb, CompositeExplicitAutograd, m) { m.impl("isa", TORCH_BOX(&exl2nb::isa_level)); }
