@@ -12,7 +12,6 @@ import argparse
 import json
 import random
 import statistics
-import string
 import time
 from pathlib import Path
 
@@ -23,16 +22,12 @@ from yardstick import read_bandwidth
 import exl2nb
 
 
-def prompt(tokens: int, seed: int) -> str:
-    """Text of `tokens` tokens for the byte-level tokenizer of the random models, BOS included."""
-    return "".join(random.Random(seed).choices(string.ascii_letters, k=tokens - 1))
-
-
 def measure(llm: exl2nb.LLM, *, prompt_tokens: int, new_tokens: int, seed: int) -> dict[str, float]:
     """One request: seconds to the first token, and for the tokens after it."""
+    ids = random.Random(seed).choices(range(3, 200), k=prompt_tokens)
     start = time.perf_counter()
-    text = prompt(prompt_tokens, seed)
-    chunks = [(time.perf_counter(), len(chunk.tokens)) for chunk in llm.stream(text, max_tokens=new_tokens + 1, temperature=0)]
+    stream = llm.stream(ids, max_tokens=new_tokens + 1, temperature=0, ignore_eos=True)
+    chunks = [(time.perf_counter(), len(chunk.tokens)) for chunk in stream]
     (first, _), *rest = [(t, count) for t, count in chunks if count]
     new = sum(count for _, count in rest)
     return {"prompt_tokens": prompt_tokens, "prompt_s": first - start, "new_tokens": new, "new_s": rest[-1][0] - first if rest else 0.0}
