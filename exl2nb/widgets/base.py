@@ -207,7 +207,8 @@ class ExlWidget(anywidget.AnyWidget):
         """The same page as an `IPython.display.HTML` object, in a frame of its own."""
         from IPython.display import HTML
 
-        return HTML(f'<iframe srcdoc="{html.escape(self.to_html() or "", quote=True)}" style="width:100%;height:480px;border:0"></iframe>')
+        source = html.escape(self.to_html() or "", quote=True)
+        return HTML(f'<div><iframe srcdoc="{source}" style="width:100%;height:480px;border:0"></iframe></div>')
 
 
 def as_text(problem: BaseException) -> str:

@@ -7,6 +7,7 @@ import html
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import traitlets as t
@@ -78,14 +79,13 @@ class Playground(ExlWidget):
     _has_model = t.Bool(False).tag(sync=True)
 
     def __init__(self, llm: Any = None, *, result: Any = None, **kwargs: Any) -> None:
+        self._stop, self._stream = threading.Event(), None  # first: `close` needs them, also where this constructor raises
         if llm is not None and not callable(getattr(llm, "stream", None)):
             raise OptionError(f"Playground: llm is {type(llm).__name__!r}; expected a loaded model, for example exl2nb.load(DIR)")
         self.llm = llm
         self._feed = Feed(self.send)
         self._guard = threading.Lock()
-        self._stop = threading.Event()
         self._worker: threading.Thread | None = None
-        self._stream: Any = None
         self._problem: BaseException | None = None
         super().__init__(**kwargs)
         self._checked_settings()
@@ -124,7 +124,7 @@ class Playground(ExlWidget):
                 raise GenerationError("Playground: a run is going on; call .stop() or .wait() first")
             if prompt is not None:
                 self.prompt = prompt
-            self._stop, self._problem, self._stream = threading.Event(), None, None
+            self._stop, self._stream, self._problem = threading.Event(), None, None
             with self.hold_sync():
                 self.status, self.error, self.finish_reason, self.text = "running", "", "", ""
                 self._run_prompt, self._tokens = self.prompt, []
@@ -309,8 +309,9 @@ class Playground(ExlWidget):
 
 def _label(llm: Any) -> str:
     """A short name for the corner of the widget."""
-    for name in ("label", "name"):
-        value = getattr(llm, name, None)
-        if isinstance(value, str):
-            return value
-    return ""
+    name, bpw = getattr(llm, "name", ""), None
+    with suppress(Exception):  # read from the files' headers, which may be gone by now
+        bpw = getattr(llm, "bpw", None)
+    if not isinstance(name, str):
+        return ""
+    return f"{name} · {bpw:.1f} bpw" if isinstance(bpw, float) else name

@@ -1,0 +1,207 @@
+"""The real Playground bundle in a browser with a fake kernel: what a reader sees, hears and presses."""
+
+from pathlib import Path
+
+import pytest
+from mock_host import MockHost
+
+from exl2nb.widgets import Playground
+
+AXE = Path(__file__).parents[2] / "widgets" / "node_modules" / "axe-core" / "axe.min.js"
+TOP = [[" the", 0.5], [" dog", 0.25], [" a", 0.1]]
+ITEMS = [[" dog", 11, 0.25, 2, TOP], [" ran", 12, 0.97, 1, [[" ran", 0.97]]], [".\n", 13, 0.02, 40, TOP], ["\n", 14, 0.6, 1, []]]
+STATS = {"n": 4, "tps": 812.0, "ttft_s": 0.02}
+NOTHING = {"n": 0, "tps": 0.0, "ttft_s": None}
+
+
+def state(**changes) -> dict:
+    values = Playground(prompt="Once upon a").get_state()
+    plain = {k: v for k, v in values.items() if isinstance(v, (str, int, float, list, type(None))) and k not in ("_esm", "_css")}
+    return {**plain, "_has_model": True, "_model_label": "demo · 4.0 bpw", **changes}
+
+
+def snapshot(items=(), *, run=1, seq=-1):
+    return {"type": "snapshot", "run": run, "seq": seq, "prompt": "Once upon a", "items": list(items), "stats": STATS if items else NOTHING}
+
+
+def delta(seq, *items, run=1):
+    return {"type": "delta", "run": run, "seq": seq, "items": list(items), "stats": STATS}
+
+
+@pytest.fixture
+def host(page):
+    return MockHost(page, "playground", state())
+
+
+def text(page) -> str:
+    return page.locator(".exl2nb-text").inner_text()
+
+
+def stream(host: MockHost) -> None:
+    host.put(status="running")
+    host.deliver(snapshot(), delta(0, *ITEMS[:2]), delta(1, *ITEMS[2:]))
+
+
+def test_a_run_from_click_to_done(host, page):
+    assert host.sent == [{"type": "ready"}]
+    assert page.locator(".exl2nb-headline").inner_text() == "Ready"
+    page.get_by_label("Prompt").fill("A dark")
+    page.get_by_role("button", name="Generate").click()
+    generate = host.sent[-1]
+    assert (generate["type"], generate["prompt"]) == ("generate", "A dark")
+    assert generate["settings"]["temperature"] == 0.8
+    stream(host)
+    assert page.locator(".exl2nb-token").all_text_contents() == [item[0] for item in ITEMS]
+    assert text(page).startswith("Once upon a dog ran.")
+    log = page.get_by_role("log")
+    assert log.get_attribute("aria-busy") == "true"
+    assert page.get_by_role("button", name="Generate").get_attribute("aria-disabled") == "true"
+    page.get_by_role("button", name="Stop").click()
+    assert host.sent[-1] == {"type": "stop"}
+    host.frame()
+    assert page.locator(".exl2nb-headline").inner_text() == "Stopping…"
+    host.deliver({"type": "done", "run": 1, "seq": 1, "reason": "stopped", "stats": STATS})
+    host.put(status="stopped")
+    assert page.locator(".exl2nb-headline").inner_text() == "Stopped after 4 tokens"
+    assert page.locator(".exl2nb-figures").inner_text() == "812 tok/s · first token after 20 ms"
+    assert log.get_attribute("aria-busy") == "false"
+    assert page.get_by_role("status").inner_text() == "Stopped after 4 tokens"
+
+
+def test_ctrl_enter_generates_and_other_shortcuts_stay_the_notebooks(host, page):
+    page.evaluate("() => { window.seen = []; document.addEventListener('keydown', (e) => window.seen.push(e.key)); }")
+    page.get_by_label("Prompt").focus()
+    page.keyboard.press("Control+Enter")
+    assert host.sent[-1]["type"] == "generate"
+    page.keyboard.press("a")
+    assert page.locator("section").get_attribute("data-lm-suppress-shortcuts") == "true"
+    page.keyboard.press("Control+s")
+    assert page.locator("section").get_attribute("data-lm-suppress-shortcuts") is None
+    assert page.evaluate("() => window.seen") == ["Control", "s"] or "s" in page.evaluate("() => window.seen")
+    assert "a" not in page.evaluate("() => window.seen")
+
+
+def test_a_lost_delta_is_healed_by_a_snapshot(host, page):
+    host.put(status="running")
+    host.deliver(snapshot(), delta(0, ITEMS[0]), delta(2, ITEMS[2]))
+    assert host.sent[-1] == {"type": "resync"}
+    host.deliver(snapshot(ITEMS, seq=2))
+    assert page.locator(".exl2nb-token").count() == 4
+
+
+def test_a_second_view_shows_the_same_and_closing_leaves_nothing(host, page):
+    stream(host)
+    page.evaluate("async () => { window.closeSecond = await window.view('second'); }")
+    assert page.locator("#second .exl2nb-token").count() == 4
+    listeners = page.evaluate("() => window.listenerCount()")
+    page.evaluate("() => { window.closeSecond(); window.closeView(); window.forget(); }")
+    assert page.locator(".exl2nb").count() == 0
+    assert page.evaluate("() => window.listenerCount()") == 0 < listeners
+
+
+def test_pointer_and_keyboard_show_the_same_card(host, page):
+    stream(host)
+    tip = page.locator(".exl2nb-tip")
+    page.locator(".exl2nb-token").first.hover()
+    pointed = tip.inner_text()
+    assert {"␣dog", "25 %", "choice no. 2 · token id 11", "␣the", "50 %"} <= set(pointed.split("\n"))
+    page.mouse.move(0, 0)
+    assert not tip.is_visible()
+    page.get_by_role("log").focus()
+    page.keyboard.press("Home")
+    assert tip.inner_text() == pointed
+    spoken = page.locator("[aria-live=polite].exl2nb-sr")
+    assert spoken.inner_text() == "Token “dog”; 25 % likely; choice number 2; alternatives: “the” 50 %, “a” 10 %"
+    page.keyboard.press("ArrowRight")
+    assert "␣ran" in tip.inner_text()
+    page.keyboard.press("Escape")
+    assert not tip.is_visible()
+
+
+def test_plain_view_has_no_tint_and_marks_are_not_colour_alone(host, page):
+    stream(host)
+    tint = "() => getComputedStyle(document.querySelector('.exl2nb-token')).backgroundColor"
+    underline = "() => getComputedStyle(document.querySelector('.exl2nb-token')).textDecorationLine"
+    assert page.evaluate(tint) != "rgba(0, 0, 0, 0)"
+    assert page.evaluate(underline) == "underline"
+    page.get_by_role("radio", name="Plain").click()
+    assert page.evaluate(tint) == "rgba(0, 0, 0, 0)"
+    assert page.evaluate(underline) == "none"
+    assert host.sent[-1]["values"]["view"] == "plain"
+
+
+def test_controls_write_traits_and_traits_write_controls(host, page):
+    page.locator("summary").click()
+    page.get_by_label("Temperature", exact=True).fill("9")
+    page.keyboard.press("Tab")
+    assert host.sent[-1]["values"]["temperature"] == 2
+    assert page.get_by_label("Temperature, slider").input_value() == "2"
+    page.get_by_label("Seed").fill("7")
+    page.keyboard.press("Tab")
+    assert host.sent[-1]["values"]["seed"] == 7
+    assert "temperature 2 · top-p 0.95 · seed 7" in page.locator("summary").inner_text()
+    host.put(top_k=40)
+    assert page.get_by_label("Top-k", exact=True).input_value() == "40"
+
+
+def test_scrolls_only_while_the_reader_is_at_the_end(host, page):
+    host.put(status="running")
+    words = [[f" word{i}", i, 0.5, 1, []] for i in range(2000)]
+    host.deliver(snapshot(), delta(0, *words[:1000]))
+    log = page.locator(".exl2nb-log")
+    at_end = "(e) => e.scrollHeight - e.scrollTop - e.clientHeight < 2"
+    assert log.evaluate(at_end)
+    log.evaluate("(e) => { e.scrollTop = 0; }")
+    host.frame()
+    host.deliver(delta(1, *words[1000:]))
+    assert log.evaluate("(e) => e.scrollTop") == 0
+    page.get_by_role("button", name="Follow the end").click()
+    assert log.evaluate(at_end)
+
+
+def test_errors_and_other_versions_are_shown(page):
+    host = MockHost(page, "playground", state(status="error", error="OutOfPages: 12 pages needed"))
+    assert page.get_by_role("alert").inner_text() == "OutOfPages: 12 pages needed"
+    host.put(_protocol=99)
+    host.put(error="")
+    assert "reload the page" in page.get_by_role("alert").inner_text()
+
+
+def test_text_is_text(host, page):
+    host.put(status="running")
+    host.deliver(snapshot(), delta(0, ["<img src=x onerror=alert(1)>", 1, 0.5, 1, [["<b>", 0.5]]]))
+    assert page.locator(".exl2nb-text img").count() == 0
+    assert "<img" in text(page)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark", "none"])
+def test_accessible(page, theme, screenshots):
+    host = MockHost(page, "playground", state(error="something to read"), theme=theme)
+    stream(host)
+    page.locator("summary").click()
+    page.locator(".exl2nb-token").first.hover()
+    page.screenshot(path=screenshots / f"page-{theme}.png")
+    small = "() => [...document.querySelectorAll('button, input, summary, textarea')].filter((e) => e.checkVisibility())"
+    sizes = page.evaluate(
+        f"{small}.map((e) => [e.outerHTML.slice(0, 60), e.getBoundingClientRect().height])".replace("() => ", "() => ", 1)
+    )
+    assert [size for size in sizes if size[1] < 24] == []
+    if not AXE.is_file():
+        pytest.skip("no axe-core: run `npm ci` in widgets/")
+    page.evaluate(AXE.read_text())
+    tags = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
+    found = page.evaluate("(tags) => axe.run('.exl2nb', { runOnly: tags })", tags)
+    assert [(v["id"], [n["html"][:120] for n in v["nodes"]]) for v in found["violations"]] == []
+
+
+def test_offline_export_shows_text_without_network(page, tmp_path, screenshots):
+    play = Playground(result={"prompt": "Once upon a", "tokens": ITEMS, "finish_reason": "length"})
+    play.to_html(tmp_path / "play.html")
+    page.context.set_offline(True)
+    page.goto((tmp_path / "play.html").as_uri())
+    page.locator(".exl2nb-token").nth(3).wait_for()
+    assert text(page).startswith("Once upon a dog ran.")
+    assert not page.get_by_role("button", name="Generate").is_visible()
+    page.locator(".exl2nb-token").first.hover()
+    assert "25 %" in page.locator(".exl2nb-tip").inner_text()
+    page.screenshot(path=screenshots / "offline.png")

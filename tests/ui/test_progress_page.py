@@ -1,0 +1,40 @@
+"""The real ProgressView bundle in a browser with a fake kernel."""
+
+import pytest
+from mock_host import MockHost
+
+from exl2nb.widgets import ProgressView
+
+
+@pytest.fixture
+def host(page):
+    values = ProgressView("convert").get_state()
+    plain = {k: v for k, v in values.items() if isinstance(v, (str, int, float, list, type(None))) and k not in ("_esm", "_css")}
+    return MockHost(page, "progress", plain)
+
+
+def test_one_line_from_start_to_end(host, page, screenshots):
+    running = {"status": "running", "stage": "measure", "done": 3.0, "total": 12.0, "unit": "layers", "rate": 1.5, "eta_s": 6.0}
+    host.put(**running, elapsed_s=2.0, detail="model.layers.3.mlp.down_proj")
+    bar = page.get_by_role("progressbar", name="convert: measure")
+    assert bar.get_attribute("aria-valuenow") == "25"
+    line = page.locator(".exl2nb-line").inner_text()
+    assert "25 %" in line
+    assert "3 of 12 layers · 1.5 layers/s · 6.0 s left" in line
+    page.screenshot(path=screenshots / "progress.png")
+    page.get_by_role("button", name="Cancel").click()
+    page.get_by_role("button", name="Cancel").click(force=True)
+    assert host.sent == [{"type": "stop"}]
+    assert "Cancelling…" in page.locator(".exl2nb-line").inner_text()
+    host.put(finished=[["measure", 41.0, "done"], ["write", 1.2, "done"]], status="done")
+    assert not bar.is_visible()
+    assert page.locator(".exl2nb-line").inner_text().split("\n") == ["✓ convert", "42 s"]
+    assert page.locator(".exl2nb-detail").inner_text() == "measure 41 s · write 1.2 s"
+
+
+def test_unknown_total_and_failure(host, page):
+    host.put(status="running", stage="download", done=5.0, unit="files")
+    assert page.get_by_role("progressbar").get_attribute("aria-valuenow") is None
+    host.put(status="error", error="ConversionError: the disk is full")
+    assert page.get_by_role("alert").inner_text() == "ConversionError: the disk is full"
+    assert page.locator(".exl2nb-stage").inner_text() == "✕ convert: download"

@@ -1,0 +1,143 @@
+"""What all widgets share: keywords, messages, errors, twins without a kernel."""
+
+import base64
+import json
+import re
+import struct
+import zlib
+
+import pytest
+
+from exl2nb.core.errors import OptionError
+from exl2nb.widgets import ExlWidget, Playground, ProgressView, static
+
+
+def test_unknown_keyword_names_the_nearest():
+    with pytest.raises(OptionError, match="Playground: unknown keyword 'temprature'; did you mean 'temperature'"):
+        Playground(temprature=1)
+    with pytest.raises(OptionError, match="unknown keyword 'text'"):
+        Playground(text="read-only traits are no keywords")
+    with pytest.raises(OptionError, match="'view' trait"):
+        Playground(view="rainbow")
+
+
+def test_height_takes_pixels_and_css():
+    assert Playground(height=200).height == "200px"
+    assert Playground(height="20em").height == "20em"
+
+
+def test_reply_routing_is_opted_out_of():
+    """ipykernel 7.4 routes a comm's messages to the shell that sent last; ours must take the default."""
+
+    class Comm:
+        comm_id = "c"
+        _reply_subshell_for = None
+
+        def send(self, *args, **kwargs):
+            pass
+
+        on_msg = close = send
+
+    widget = Playground()
+    widget.comm = Comm()
+    widget._unpin_replies()
+    assert widget.comm._reply_subshell_for({}, "the default") == "the default"
+    import ipykernel
+    from ipykernel.comm import Comm as Real
+
+    if tuple(map(int, ipykernel.__version__.split(".")[:2])) >= (7, 4):
+        assert hasattr(Real, "_reply_subshell_for"), (
+            "ipykernel renamed it: Stop may now queue behind a busy cell, see ExlWidget._unpin_replies"
+        )
+
+
+def test_strange_messages_change_nothing():
+    widget = Playground()
+    for message in (None, "text", {}, {"type": "unheard of"}, {"type": "__init__"}, {"type": ["list"]}, [1]):
+        widget._dispatch(widget, message, [])
+    assert widget.status == "idle"
+
+
+def test_an_error_in_a_handler_shows_in_the_widget():
+    class Broken(ExlWidget):
+        def _receive_poke(self, message):
+            raise ValueError("no such layer")
+
+    widget = Broken()
+    widget._dispatch(widget, {"type": "poke"}, [])
+    assert (widget.status, widget.error) == ("error", "ValueError: no such layer")
+
+
+def test_bundle_has_widget_html_image_and_text():
+    widget = Playground(result={"text": "a <b>", "prompt": "Once"})
+    data, metadata = widget._repr_mimebundle_()
+    assert set(data) == {"application/vnd.jupyter.widget-view+json", "text/html", "image/png", "text/plain"}
+    assert data["text/plain"].startswith("Playground(done, 1 token)")
+    assert "a &lt;b&gt;" in data["text/html"]
+    assert not re.search(r"<script|<style|javascript:|\son\w+=", data["text/html"], re.I)
+    assert base64.b64decode(data["image/png"]).startswith(b"\x89PNG")
+    assert isinstance(metadata, dict)
+
+
+def test_colab_metadata_is_kept(monkeypatch):
+    import anywidget
+
+    monkeypatch.setattr(anywidget.AnyWidget, "_repr_mimebundle_", lambda self, **kw: ({"x": 1}, {"x": {"colab": "url"}}))
+    assert Playground()._repr_mimebundle_()[1] == {"x": {"colab": "url"}}
+
+
+def test_display_publishes_the_widget_and_a_replaceable_twin(monkeypatch):
+    import IPython.display
+
+    published = []
+    monkeypatch.setattr(IPython.display, "publish_display_data", lambda data, metadata, transient=None: published.append((data, transient)))
+    widget = Playground()
+    widget._ipython_display_()
+    (live, none), (twin, transient) = published
+    assert set(live) == {"application/vnd.jupyter.widget-view+json", "text/plain"}
+    assert none is None
+    assert set(twin) == {"text/html"}
+    assert transient == {"display_id": widget._display_id}
+
+
+def test_repr_is_cheap_and_short():
+    widget = Playground(result={"text": "x" * 100_000})
+    assert len(repr(widget)) < 200
+    assert repr(ProgressView("convert")) == "convert: waiting"
+
+
+def test_offline_page_is_self_contained(tmp_path):
+    widget = Playground(result={"text": "</script><script>alert(1)</script>", "prompt": "Once"})
+    assert widget.to_html(tmp_path / "page.html", title="A <title>") is None
+    text = (tmp_path / "page.html").read_text()
+    assert not re.search(r"""(src|href)=|@import|https?://(?!www\.w3\.org)""", text), "refers to something outside"
+    assert "<title>A &lt;title&gt;</title>" in text
+    assert text.count("<script") == 2
+    data = json.loads(re.search(r'id="exl2nb-export">(.*?)</script>', text, re.S).group(1))
+    assert data["state"]["_tokens"][0][0] == "</script><script>alert(1)</script>"
+    assert data["state"]["_static"] is True
+    with pytest.raises(OptionError, match="does not exist"):
+        widget.to_html(tmp_path / "no" / "page.html")
+    assert "srcdoc=" in widget.as_html().data
+
+
+def test_png_decodes():
+    rows = [[(1, 2, 3), (4, 5, 6)], [(7, 8, 9), (250, 251, 252)]]
+    data = static.png(rows)
+    assert struct.unpack(">II", data[16:24]) == (2, 2)
+    size = struct.unpack(">I", data[33:37])[0]
+    assert zlib.decompress(data[41 : 41 + size]) == bytes([0, 1, 2, 3, 4, 5, 6, 0, 7, 8, 9, 250, 251, 252])
+
+
+def test_tints_match_the_front_end():
+    assert [static.surprise(p) for p in (1, 0.9, 0.89, 0.5, 0.2, 0.05, 0.049, 0, None)] == [0, 0, 1, 1, 2, 3, 4, 4, 0]
+
+
+def test_bundles_are_small_and_there():
+    for name in ("playground.js", "playground.css", "progress.js", "progress.css", "host.js"):
+        assert 100 < (static.STATIC / name).stat().st_size < 50_000
+    for name in ("playground.css", "progress.css"):
+        text = (static.STATIC / name).read_text()
+        rules = re.findall(r"(?:^|})([^{}@]+)\{", re.sub(r"@keyframes [\w-]+\{(?:[^{}]*\{[^}]*\})*\}|@media[^{]*\{", "}", text))
+        assert rules
+        assert all(".exl2nb" in rule for rule in rules), "a rule outside .exl2nb would restyle the notebook"

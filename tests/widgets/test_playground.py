@@ -1,0 +1,211 @@
+"""Playground without a page: threads, settings, results."""
+
+import threading
+import time
+
+import pytest
+from fakes import FakeModel
+
+from exl2nb.core.errors import GenerationError, Interrupted, OptionError, OutOfPages
+from exl2nb.widgets import Playground
+
+
+def test_start_returns_at_once_and_wait_gives_the_text(sent):
+    gate = threading.Event()
+    model = FakeModel(gate=gate)
+    play = Playground(model, prompt="Once", max_tokens=5, temperature=0.5, seed=3)
+    assert play.start() is play
+    assert play.status == "running"
+    gate.set()
+    assert play.wait() == " w0 w1 w2 w3 w4"
+    assert (play.text, play.status, play.n_tokens, play.finish_reason) == (" w0 w1 w2 w3 w4", "done", 5, "length")
+    wanted = {"max_tokens": 5, "temperature": 0.5, "top_k": 0, "top_p": 0.95, "min_p": 0.0, "repetition_penalty": 1.0, "seed": 3}
+    assert model.asked == [("Once", wanted)]
+    assert sent[0]["type"] == "snapshot"
+    assert sent[-1]["type"] == "done"
+    assert [item for m in sent if m["type"] == "delta" for item in m["items"]] == play.tokens
+    assert list(play.to_frame().columns) == ["text", "id", "prob", "rank", "top"]
+    assert play.start("Twice").wait()
+    assert model.asked[-1][0] == play.prompt == "Twice"
+
+
+def test_stop_keeps_the_text_and_closes_the_stream(sent):
+    gate = threading.Event()
+    model = FakeModel(gate=gate)
+    play = Playground(model, max_tokens=10_000)
+    play.start()
+    while not play.tokens:
+        time.sleep(0.001)
+    play._dispatch(play, {"type": "stop"}, [])
+    gate.set()
+    text = play.wait()
+    assert play.status == "stopped"
+    assert text == play.text != ""
+    assert play.n_tokens < 10_000
+    assert model.closed == 1
+    assert f"stopped after {play.n_tokens} token" in repr(play)
+    assert play.start().stop() is None
+    play.wait()
+
+
+def test_stop_reaches_a_stream_that_is_silent():
+    """A handle with `cancel` ends while the model still reads the prompt."""
+
+    class Handle:
+        def __init__(self):
+            self.cancelled = threading.Event()
+
+        def __iter__(self):
+            assert self.cancelled.wait(5)
+            return iter(())
+
+        def cancel(self):
+            self.cancelled.set()
+
+    class Model:
+        def stream(self, prompt, **settings):
+            return Handle()
+
+    play = Playground(Model()).start()
+    time.sleep(0.05)
+    play.stop()
+    assert play.wait(5) == ""
+    assert play.status == "stopped"
+
+
+def test_wait_with_a_timeout_returns_what_is_there():
+    gate = threading.Event()
+    play = Playground(FakeModel(gate=gate), max_tokens=3).start()
+    assert play.wait(0.1) in ("", " w0")
+    assert play.status == "running"
+    gate.set()
+    assert play.wait() == " w0 w1 w2"
+
+
+def test_errors_show_in_the_widget_and_raise_in_wait():
+    play = Playground(FakeModel(["a"], error=OutOfPages("request needs 12 pages, 7 free")))
+    with pytest.raises(OutOfPages, match="12 pages"):
+        play.start().wait()
+    assert (play.status, play.error, play.text) == ("error", "OutOfPages: request needs 12 pages, 7 free", "a")
+    play = Playground(FakeModel(["a"], error=ZeroDivisionError("x")))
+    with pytest.raises(GenerationError, match="ZeroDivisionError: x"):
+        play.start().wait()
+    play.llm = FakeModel(["fine"])
+    assert play.start().wait() == "fine"
+    assert (play.status, play.error) == ("done", "")
+
+
+def test_an_error_after_stop_is_no_error():
+    gate = threading.Event()
+    play = Playground(FakeModel(["a", "b"], gate=gate, error=Interrupted("cancelled"))).start()
+    play.stop()
+    gate.set()
+    play.wait()
+    assert play.status == "stopped"
+
+
+def test_one_run_at_a_time():
+    gate = threading.Event()
+    play = Playground(FakeModel(gate=gate)).start()
+    with pytest.raises(GenerationError, match="call .stop"):
+        play.start()
+    play._dispatch(play, {"type": "generate", "prompt": "x", "settings": play.settings}, [])  # a double click is no error
+    assert play.error == ""
+    play.stop()
+    gate.set()
+    play.wait()
+
+
+def test_generate_message_sets_prompt_and_settings():
+    model = FakeModel()
+    play = Playground(model)
+    settings = {**play.settings, "max_tokens": 2, "top_k": 5, "seed": 1}
+    play._dispatch(play, {"type": "generate", "prompt": "Hello", "settings": settings}, [])
+    assert play.wait() == " w0 w1"
+    assert model.asked == [("Hello", settings)]
+    assert play.top_k == 5
+
+
+@pytest.mark.parametrize(
+    ("message", "words"),
+    [
+        ({"prompt": "x"}, "no settings"),
+        ({"prompt": 3, "settings": {}}, "no prompt"),
+        ({"prompt": "x", "settings": {"top_q": 1}}, "did you mean"),
+        ({"prompt": "x", "settings": {"top_p": 7}}, "top_p is 7"),
+        ({"prompt": "x", "settings": {"max_tokens": "many"}}, "max_tokens"),
+        ({"prompt": "x", "settings": {"max_tokens": 0}}, "max_tokens is 0"),
+    ],
+)
+def test_a_bad_generate_message_is_answered_in_the_page(message, words):
+    play = Playground(FakeModel())
+    play._dispatch(play, {"type": "generate", **message}, [])
+    assert play.status == "error"
+    assert words in play.error
+
+
+def test_bad_options():
+    with pytest.raises(OptionError, match="top_p is 0"):
+        Playground(FakeModel(), top_p=0.0)
+    with pytest.raises(OptionError, match="max_tokens is 0"):
+        Playground(max_tokens=0)
+    with pytest.raises(OptionError, match="llm is 'str'; expected a loaded model"):
+        Playground("some/path")
+    with pytest.raises(OptionError, match="no model is attached"):
+        Playground().start()
+
+
+def test_an_interrupt_in_wait_stops_the_run(monkeypatch):
+    play = Playground(FakeModel(gate=threading.Event()))
+    play.start()
+    real = play._worker.join
+
+    def join(timeout=None):
+        if timeout == 0.05:
+            raise KeyboardInterrupt
+        play._stop.is_set() and play.llm.gate.set()
+        real(timeout)
+
+    monkeypatch.setattr(play._worker, "join", join)
+    with pytest.raises(KeyboardInterrupt):
+        play.wait()
+    assert play.status == "stopped"
+
+
+def test_callbacks():
+    words, ended = [], []
+    play = Playground(FakeModel(["a", "b"]))
+    play.on_token(lambda item: words.append(item.text))
+    play.on_done(ended.append)
+    play.start().wait()
+    assert (words, ended) == (["a", "b"], [play])
+    play.on_done(ended.append, remove=True)
+    play.on_token(lambda item: 1 / 0)
+    with pytest.raises(GenerationError, match="ZeroDivisionError"):
+        play.start().wait()
+
+
+def test_a_late_page_gets_everything(sent):
+    play = Playground(FakeModel(["a", "b"]), prompt="p")
+    play.start().wait()
+    sent.clear()
+    for kind in ("ready", "resync"):
+        play._dispatch(play, {"type": kind}, [])
+    assert [(m["type"], [item.text for item in m["items"]], m["prompt"]) for m in sent] == [("snapshot", ["a", "b"], "p")] * 2
+
+
+def test_result_shows_a_finished_run():
+    play = Playground(result={"prompt": "Once", "tokens": [[" upon", 1, 0.5, 1, []], [" a", 2, 0.01, 9, []]], "finish_reason": "eos"})
+    assert (play.text, play.n_tokens, play.status, play.finish_reason) == (" upon a", 2, "done", "eos")
+    html = play._repr_mimebundle_()[0]["text/html"]
+    assert "Once" in html
+    assert "choice no. 9" in html
+
+
+def test_static_twin_follows_the_run(monkeypatch):
+    refreshed = []
+    play = Playground(FakeModel(["some text"]))
+    monkeypatch.setattr(play, "_refresh_static", lambda: refreshed.append(play._static_bundle()["text/html"]))
+    play.start().wait()
+    assert refreshed
+    assert all("some text" in page for page in refreshed)

@@ -1,0 +1,32 @@
+"""The types on both sides of the wire are the same ones."""
+
+from pathlib import Path
+
+import pytest
+
+from exl2nb.widgets import protocol
+from exl2nb.widgets.playground import Playground
+from exl2nb.widgets.progress import ProgressView
+
+WIDGETS = Path(__file__).parents[2] / "widgets"
+
+
+def test_committed_typescript_is_what_python_generates():
+    assert (WIDGETS / "src" / "protocol.gen.ts").read_text() == protocol.typescript(), "run `npm run protocol` in widgets/ and commit"
+
+
+@pytest.mark.parametrize(("widget", "state"), [(Playground, protocol.PlaygroundState), (ProgressView, protocol.ProgressState)])
+def test_state_types_name_the_synced_traits(widget, state):
+    import anywidget
+
+    ours = set(widget().keys) - set(anywidget.AnyWidget().keys) - {"_esm", "_css"}
+    assert set(state.__annotations__) == ours
+
+
+def test_declarations():
+    text = protocol.typescript()
+    assert "export type TokenItem = [text: string, id: number, prob: number | null, rank: number | null, top: Alternative[]];" in text
+    assert '  type: "delta";\n  run: number;' in text
+    assert "export type FromKernel = Delta | Snapshot | Done;" in text
+    with pytest.raises(TypeError, match="no TypeScript spelling"):
+        protocol._ts(set[int])
