@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -204,7 +205,7 @@ class Engine:
         started = time.perf_counter()
         try:
             with self._model_lock:
-                logits = self.model.forward(self._builder.build(spans), self.cache).to("cpu", torch.float32)
+                logits = self.model.forward(self._builder.build(spans), self.cache).to("cpu", torch.float32).numpy()
         except Exception as error:
             for span in spans:
                 self._fail(span.sequence, error)
@@ -216,7 +217,7 @@ class Engine:
                 self._advance(span.sequence, next(rows))
         self._scheduler.measured(sum(span.length for span in spans), time.perf_counter() - started)
 
-    def _advance(self, sequence: Sequence, row: Tensor) -> None:
+    def _advance(self, sequence: Sequence, row: np.ndarray) -> None:
         """One new token for one sequence; whatever goes wrong here is that request's alone."""
         try:
             reason = sequence.append(sample_row(row, sequence.sampler, top=sequence.request.top_logprobs))

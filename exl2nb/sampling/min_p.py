@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+import numpy as np
 
 
-def min_p(logits: Tensor, share: float) -> Tensor:
+def min_p(logits: np.ndarray, share: float) -> np.ndarray:
     """Remove tokens less probable than `share` times the most probable one.
 
     Args:
-        logits: f32 `(..., V)`.
+        logits: f32 `(V,)`.
         share: 0 to 1.
 
     Returns:
         A copy with -inf where a token is removed; the most probable one always stays.
     """
-    probs = logits.softmax(dim=-1)
-    return logits.masked_fill(probs < share * probs.amax(dim=-1, keepdim=True), float("-inf"))
+    relative = np.exp(logits - logits.max())  # the sum of softmax cancels
+    return np.where(relative < np.float32(share), np.float32(-np.inf), logits)

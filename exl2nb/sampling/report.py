@@ -19,23 +19,28 @@ class Sampled(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
-def report(row: np.ndarray, token: int, top: int) -> Sampled:
+def highest_logit(row: np.ndarray) -> np.floating:
+    """The largest logit.
+
+    Raises:
+        GenerationError: the row has no distribution (NaN, +inf, or nothing but -inf).
+    """
+    highest = row.max()
+    if not np.isfinite(highest):
+        raise GenerationError(f"the model's largest logit is {float(highest)}; expected finite numbers: check the weights")
+    return highest
+
+
+def report(row: np.ndarray, highest: np.floating, token: int, top: int) -> Sampled:
     """Describe `token` under softmax(row).
 
     Args:
         row: f32 `(V,)`, raw logits.
+        highest: the largest of them.
         token: the chosen id.
         top: how many alternatives to list; ties are listed in order of id.
-
-    Raises:
-        GenerationError: the row has no finite distribution (NaN, +inf, or nothing but -inf).
     """
-    highest = row.max()
-    log_total = float(highest) + math.log(float(np.exp(row - highest).sum(dtype=np.float32))) if np.isfinite(highest) else math.nan
-    if not math.isfinite(log_total):
-        raise GenerationError(
-            f"the model gave logits without a finite maximum ({float(highest)}); expected finite numbers: check the weights"
-        )
+    log_total = float(highest) + math.log(float(np.exp(row - highest).sum()))
     value = row[token]
     rank = 1 if value == highest else int(np.count_nonzero(row > value)) + 1
     best: tuple[tuple[int, float], ...] = ()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from exl2nb.sampling.params import SamplingParams
 from exl2nb.sampling.rng import fresh_seed, uniform
@@ -25,12 +24,12 @@ class SamplerState:
         self.count = 0
         self._tracks = params.repetition_penalty != 1.0
         self._known: set[int] = set()
-        self._seen = torch.empty(0, dtype=torch.int64)
+        self._seen = np.empty(0, np.int64)
         if self._tracks:
             self._add(prompt_ids)
 
     @property
-    def seen(self) -> Tensor:
+    def seen(self) -> np.ndarray:
         """int64 `(n,)`: each token seen, once, in order of appearance. Empty while no filter asks for it."""
         return self._seen[: len(self._known)]
 
@@ -48,8 +47,8 @@ class SamplerState:
         new = [i for i in dict.fromkeys(ids) if i not in self._known]
         start = len(self._known)
         if start + len(new) > len(self._seen):
-            grown = torch.empty(max(64, 2 * (start + len(new))), dtype=torch.int64)
+            grown = np.empty(max(64, 2 * (start + len(new))), np.int64)
             grown[:start] = self._seen[:start]
             self._seen = grown
-        self._seen[start : start + len(new)] = torch.tensor(new, dtype=torch.int64)
+        self._seen[start : start + len(new)] = new
         self._known.update(new)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+import numpy as np
 
 
-def temperature(logits: Tensor, value: float) -> Tensor:
+def temperature(logits: np.ndarray, value: float) -> np.ndarray:
     """Divide by the temperature.
 
     Args:
-        logits: f32 `(..., V)`.
+        logits: f32 `(V,)`.
         value: more than 0; below 1 sharpens, above 1 flattens.
     """
     assert value > 0, value
-    return logits / value
+    return logits / np.float32(value)

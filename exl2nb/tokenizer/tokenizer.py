@@ -22,9 +22,9 @@ class Tokenizer:
     """One model's tokenizer and the special tokens its files agree on.
 
     Attributes:
-        bos_id: the token a text begins with, or None. eos_ids: every token that ends a text: the ids of generation_config.json
-        and config.json and the `eos_token` of tokenizer_config.json. special_tokens: their texts by role ("bos_token", ...), for chat templates.
-        templates: the chat templates of the model.
+        bos_id: the token a text begins with, or None. eos_ids: every token that ends a text: the ids of generation_config.json and
+        config.json, and the `eos_token` of tokenizer_config.json. special_tokens: their texts by role ("bos_token", ...), for chat
+        templates. templates: the chat templates of the model.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, *, directory: Path | None = None) -> None:

@@ -1,0 +1,187 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exl2nb.core.errors import GenerationError
+from exl2nb.sampling.chain import CHAIN, active_filters, filtered, inverse_cdf, sample, sample_row
+from exl2nb.sampling.narrow import narrow
+from exl2nb.sampling.params import SamplingParams
+from exl2nb.sampling.rng import uniform
+from exl2nb.sampling.state import SamplerState
+
+from . import numpy_reference as reference
+
+SEEN = [1, 4, 4, 30]
+PARAMS = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.05, 0.3, 0.8, 1.0, 2.0, 10.0]),
+    top_k=st.sampled_from([0, 1, 5, 40, 300, 10**6]),
+    top_p=st.sampled_from([1e-6, 0.2, 0.5, 0.9, 0.99, 1.0]),
+    min_p=st.sampled_from([0.0, 0.001, 0.05, 0.5, 1.0]),
+    repetition_penalty=st.sampled_from([0.8, 1.0, 1.3]),
+    seed=st.integers(0, 2**64 - 1),
+)
+
+
+def logits(seed, size, spread=3.0):
+    return np.random.default_rng(seed).normal(size=size).astype(np.float32) * np.float32(spread)
+
+
+def test_order_is_that_of_transformers():
+    assert [f.name for f in CHAIN] == ["repetition_penalty", "temperature", "top_k", "top_p", "min_p"]
+    every = SamplingParams(temperature=0.5, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.1)
+    assert active_filters(every) == CHAIN
+    assert active_filters(SamplingParams()) == ()
+    greedy = SamplingParams(temperature=0, top_k=5, repetition_penalty=1.1)
+    assert [f.name for f in active_filters(greedy)] == ["repetition_penalty"]
+
+
+@given(params=PARAMS, seed=st.integers(0, 1000), size=st.sampled_from([40, 257, 1500]), spread=st.sampled_from([0.01, 0.5, 3.0, 12.0]))
+@settings(max_examples=150, deadline=None)
+def test_chain_equals_its_reference(params, seed, size, spread):
+    x = logits(seed, size, spread)
+    got = filtered(x, SamplerState(params, SEEN))
+    wanted = reference.chain(x, params, SEEN)
+    differ = np.isfinite(got) != np.isfinite(wanted)
+    probs = reference.softmax(wanted)
+    # a token may stand exactly on a border: then float32 and float64 may part, by tokens whose weight does not matter
+    assert probs[differ].sum() < 1e-4
+    both = np.isfinite(got) & np.isfinite(wanted)
+    assert both.any()
+    np.testing.assert_allclose(got[both], wanted[both], rtol=1e-5)
+
+
+@given(params=PARAMS, seed=st.integers(0, 1000), spread=st.sampled_from([0.0, 0.5, 3.0, 12.0]))
+@settings(max_examples=150, deadline=None)
+def test_narrowing_changes_nothing(params, seed, spread):
+    """Leaving certain losers out first and then cutting keeps what cutting the whole row keeps."""
+    x = logits(seed, 3000, spread)
+    plain = SamplingParams(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p)
+    state = SamplerState(plain)
+    kept = set(np.flatnonzero(np.isfinite(filtered(x, state))).tolist())
+    ids, left_out = narrow(x, plain)
+    if ids is None:
+        return
+    assert kept <= set(ids.tolist())
+    few = x[ids]
+    for step in active_filters(plain):
+        few = step.apply(few, state, left_out)
+    again = set(ids[np.isfinite(few)].tolist())
+    border = reference.softmax(x.astype(np.float64) / plain.temperature)[list(kept ^ again)].sum()
+    assert again == kept or float(border) < 1e-5 or spread == 0.0
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"top_k": 6}, {"top_p": 0.8}, {"min_p": 0.1}, {"temperature": 1.7, "top_p": 0.95, "top_k": 20}])
+def test_draws_follow_the_filtered_distribution(kwargs):
+    """Chi-square over 20 000 draws."""
+    x = logits(11, 400, 2.0)
+    state = SamplerState(SamplingParams(seed=5, **kwargs))
+    wanted = reference.softmax(filtered(x, state).astype(np.float64))
+    counts = np.zeros(400)
+    for _ in range(6_000):
+        counts[sample_row(x, state).id] += 1
+    assert counts[wanted == 0].sum() == 0
+    often = wanted * 6_000 >= 5
+    chi2 = ((counts[often] - wanted[often] * 6_000) ** 2 / (wanted[often] * 6_000)).sum()
+    freedom = max(1, often.sum() - 1)
+    assert chi2 < freedom + 5 * math.sqrt(2 * freedom) + 5
+
+
+def test_greedy_takes_the_best():
+    x = logits(3, 500)
+    assert sample_row(x, SamplerState(SamplingParams(temperature=0))).id == int(x.argmax())
+
+
+def test_logprob_rank_and_top_are_unfiltered():
+    x = logits(4, 500)
+    logprobs = torch.from_numpy(x).double().log_softmax(0)
+    state = SamplerState(SamplingParams(seed=3, temperature=2.0, top_k=50))
+    for _ in range(20):
+        chosen = sample_row(x, state, top=7)
+        assert abs(chosen.logprob - float(logprobs[chosen.id])) < 1e-5
+        assert chosen.rank == int((x > x[chosen.id]).sum()) + 1
+        best = logprobs.topk(7)
+        assert [i for i, _ in chosen.top] == best.indices.tolist()
+        np.testing.assert_allclose([lp for _, lp in chosen.top], best.values, atol=1e-5)
+
+
+def test_top_lists_ties_by_id():
+    chosen = sample_row(np.zeros(10, np.float32), SamplerState(SamplingParams(temperature=0)), top=3)
+    assert [i for i, _ in chosen.top] == [0, 1, 2]
+    assert len(sample_row(np.zeros(10, np.float32), SamplerState(SamplingParams(temperature=0)), top=100).top) == 10
+
+
+def test_same_seed_same_tokens_whatever_the_neighbours():
+    rows = torch.from_numpy(np.stack([logits(seed, 1000) for seed in range(6)]))
+    params = SamplingParams(seed=9, top_p=0.95)
+
+    def run(neighbours):
+        state = SamplerState(params)
+        others = [SamplerState(SamplingParams(seed=i)) for i in range(neighbours)]
+        found = []
+        for step in range(20):
+            block = torch.stack([rows[step % 6], *(rows[(step + i) % 6] for i in range(neighbours))])
+            found.append(sample(block, [state, *others])[0])
+        return found
+
+    assert run(0) == run(1) == run(4)
+
+
+def test_without_a_seed_runs_differ_and_the_seed_is_told():
+    states = [SamplerState(SamplingParams()) for _ in range(3)]
+    assert len({s.seed for s in states}) == 3
+    x = np.zeros(1000, np.float32)
+    first = [sample_row(x, states[0]).id for _ in range(5)]
+    assert first == [sample_row(x, again).id for again in [SamplerState(SamplingParams(seed=states[0].seed))] for _ in range(5)]
+
+
+def test_repetition_penalty_sees_prompt_and_new_tokens():
+    state = SamplerState(SamplingParams(temperature=0, repetition_penalty=100.0), [0])
+    x = np.float32([4, 3, 2, 1])
+    assert [sample_row(x, state).id for _ in range(3)] == [1, 2, 3]
+    assert sorted(state.seen.tolist()) == [0, 1, 2, 3]
+
+
+def test_seen_grows():
+    state = SamplerState(SamplingParams(repetition_penalty=1.1), range(50))
+    for i in range(40, 300):
+        state.push(i)
+    assert state.seen.tolist() == list(range(300))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("kwargs", [{"temperature": 0}, {}, {"top_k": 5}, {"top_p": 0.9}])
+def test_logits_that_are_no_distribution(bad, kwargs):
+    x = logits(1, 500)
+    x[77] = bad
+    with pytest.raises(GenerationError, match="finite"):
+        sample_row(x, SamplerState(SamplingParams(**kwargs)))
+
+
+def test_masked_tokens_are_never_drawn():
+    x = np.full(1000, -np.inf, np.float32)
+    x[[5, 999]] = 0.0
+    state = SamplerState(SamplingParams(seed=1))
+    assert {sample_row(x, state).id for _ in range(50)} == {5, 999}
+
+
+def test_inverse_cdf_at_the_ends():
+    x = np.array([-np.inf, 0.0, 0.0, -np.inf], np.float32)
+    assert inverse_cdf(x, 0.0) == 1
+    assert inverse_cdf(x, 0.49999) == 1
+    assert inverse_cdf(x, 0.50001) == 2
+    assert inverse_cdf(x, 1 - 2**-53) == 2
+
+
+def test_uniform_is_uniform():
+    draws = np.array([uniform(seed, i) for seed in (0, 1, 2**63) for i in range(4000)])
+    assert draws.min() >= 0.0
+    assert draws.max() < 1.0
+    counts = np.histogram(draws, bins=20, range=(0, 1))[0]
+    assert abs(counts - 600).max() < 120
+    assert abs(np.corrcoef(draws[:-1], draws[1:])[0, 1]) < 0.03
+    assert abs(np.corrcoef(draws[:4000], draws[4000:8000])[0, 1]) < 0.06
