@@ -6,7 +6,17 @@ Public names load lazily: importing the package touches neither torch nor Jupyte
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` below does it
+    from exl2nb import widgets as widgets
+    from exl2nb.core import errors as errors
+    from exl2nb.llm import LLM as LLM
+    from exl2nb.llm import compare as compare
+    from exl2nb.llm import convert as convert
+    from exl2nb.llm import demo as demo
+    from exl2nb.llm import inspect as inspect
+    from exl2nb.llm import load as load
 
 __version__ = "0.1.0"
 

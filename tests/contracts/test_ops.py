@@ -1,5 +1,7 @@
 """Every op of the namespace has a reference and a fake kernel, and the compiled library asks torch for nothing newer than 2.10."""
 
+import importlib
+import pkgutil
 import re
 import subprocess
 from pathlib import Path
@@ -10,7 +12,10 @@ import torch
 from exl2nb import ops
 from exl2nb.ops import _library, _load
 
-NAMES = sorted({name.removeprefix("exl2nb::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("exl2nb::")})
+for module in pkgutil.iter_modules(ops.__path__):
+    importlib.import_module(f"exl2nb.ops.{module.name}")  # each defines its ops
+# `isa` is left out: it asks the compiled library about itself
+NAMES = sorted({name.removeprefix("exl2nb::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("exl2nb::")} - {"isa"})
 # What the libraries may need of libtorch: all of it is in 2.10. Before adding a name, look for its version guard in torch's shim headers.
 SYMBOLS = set((Path(__file__).parent / "torch_2_10_symbols.txt").read_text().split())
 
