@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from pathlib import Path
 
 import exl2nb
 from exl2nb.cli.console import Console
@@ -91,7 +92,7 @@ def _python() -> list[Check]:
     found = f"{platform.python_version()} ({sys.executable})"
     ok = sys.version_info >= (3, 10)
     return [
-        Check(name="exl2nb", state="ok", found=f"{exl2nb.__version__} ({next(iter(exl2nb.__path__))})"),
+        Check(name="exl2nb", state="ok", found=f"{exl2nb.__version__} ({Path(exl2nb.__file__).parent})"),
         Check(name="python", state="ok" if ok else "problem", found=found, todo="" if ok else "use Python 3.10 or newer"),
     ]
 

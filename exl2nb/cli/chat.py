@@ -1,0 +1,59 @@
+"""`exl2nb chat`: a conversation in the terminal, one line a turn."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from exl2nb.cli.console import Console
+from exl2nb.cli.generate import stream_text
+from exl2nb.cli.models import locate
+from exl2nb.cli.sampling import add_options, facts, given_options
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("model", help="model directory, hub id, or `demo`")
+    parser.add_argument("--system", help="system message")
+    parser.add_argument("--message", action="append", metavar="TEXT", help="say this instead of reading lines; may be given again")
+    parser.add_argument("--template", metavar="FILE", help="Jinja chat template, for a model that has none")
+    parser.add_argument("--context", type=int, help="tokens of the whole conversation")
+    add_options(parser)
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Answer each message until the input ends; `--json` prints one object per answer."""
+    from exl2nb.eval.text import read_text
+    from exl2nb.llm import load
+
+    template = read_text(args.template) if args.template else None
+    messages: list[dict[str, Any]] = [{"role": "system", "content": args.system}] if args.system else []
+    lines = iter(args.message) if args.message else _lines(console)
+    with load(locate(args.model, console.sink), context=args.context, progress=console.sink) as llm:
+        llm.render_chat(
+            [*messages, {"role": "user", "content": ""}], template=template
+        )  # a model without a template says so before anybody types
+        for line in lines:
+            messages.append({"role": "user", "content": line})
+            completion = stream_text(llm.chat(messages, stream=True, template=template, **given_options(args)), console)
+            messages.append({"role": "assistant", "content": completion.text})
+            console.say()
+            if console.json_mode:
+                console.write(json.dumps({"message": line, **facts(completion)}, ensure_ascii=False) + "\n")
+    return 0
+
+
+def _lines(console: Console) -> Iterator[str]:
+    """Lines of standard input; a prompt sign on a terminal. Ends at end of file."""
+    live = sys.stdin.isatty() and not console.json_mode
+    while True:
+        if live:
+            console.write(console.bold("> "))
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.rstrip("\n")
