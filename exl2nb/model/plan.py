@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
-
 from exl2nb.core.errors import FormatError
 from exl2nb.io.shards import TensorStore
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import ATTENTION, MLP, Linear, head_linear, layer_linears, vectors
+from exl2nb.quant.dense import check_dense
 from exl2nb.quant.exl2_check import SUFFIXES, check_headers
 
-DENSE_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 SHOWN = 5  # names listed in a message
 
 
@@ -98,10 +96,7 @@ def _check_float(store: TensorStore, name: str, shape: tuple[int, ...]) -> None:
     if name not in store:
         raise missing(store, name, "it for this architecture")
     info = store.info(name)
-    if info.shape != shape:
-        raise wrong(store, name, f"shape {info.shape}", f"{shape} from config.json")
-    if info.dtype not in DENSE_TYPES:
-        raise wrong(store, name, f"dtype {info.dtype}", "float16, bfloat16 or float32")
+    check_dense(info, name, shape, file=info.path)
 
 
 def _check_granularity(store: TensorStore, sources: list[Source]) -> None:

@@ -1,4 +1,4 @@
-"""What a weight format asks of a store and offers to a layer. Knows no format."""
+"""What weight formats share: where tensors come from, and how a broken rule is reported. Knows no format."""
 
 from __future__ import annotations
 
@@ -35,34 +35,6 @@ class Store(Protocol):
 
     def read(self, name: str, /) -> Tensor:
         """The tensor itself."""
-        ...
-
-
-class Weight(Protocol):
-    """The weights of one linear layer, `y = x @ W + bias`, in whatever format."""
-
-    @property
-    def bias(self) -> Tensor | None:
-        """`(N,)` or None."""
-        ...
-
-    @property
-    def in_features(self) -> int:
-        """K."""
-        ...
-
-    @property
-    def out_features(self) -> int:
-        """N as stored."""
-        ...
-
-    @property
-    def bpw(self) -> float:
-        """Bits per weight."""
-        ...
-
-    def reconstruct(self) -> Tensor:
-        """`(K, N)`, rows in their original order."""
         ...
 
 

@@ -15,12 +15,7 @@ from exl2nb.quant.bits import padded, stored_bits
 from exl2nb.quant.exl2_check import SUFFIXES, check_headers, check_permutation, check_scales, parse_groups
 from exl2nb.quant.pack import pack_codes, pack_scales, unpack_codes, unpack_scales
 
-__all__ = ["Exl2Tensors", "encode", "is_exl2"]
-
-
-def is_exl2(store: Any, prefix: str) -> bool:
-    """Whether `store` (anything with `in`) holds an EXL2 matrix under `prefix`."""
-    return f"{prefix}.q_weight" in store
+__all__ = ["Exl2Tensors", "encode"]
 
 
 @dataclass(frozen=True, eq=False)
