@@ -1,0 +1,150 @@
+"""What a conversion was: allocation per matrix, bits, bytes, seconds; as data, table and picture. Knows nothing of how it was made."""
+
+from __future__ import annotations
+
+import html
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from exl2nb.converter.measure import Measurement
+from exl2nb.quant.bits import bits_per_weight, padded
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+_SHADES = " ░▒▓█"
+_TINTS = ("#f7fbff", "#deebf7", "#c6dbef", "#9ecae1", "#6baed6", "#4292c6")
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """One quantised matrix.
+
+    key: module key. layer: -1 for the head. groups: (bits, rows) from top to bottom. predicted_kl: what the measurement expects it to
+    cost, nats per token (0 where it was not measured). loss: sum over columns of dW^T H dW on the stream it was quantised on.
+    """
+
+    key: str
+    role: str
+    layer: int
+    in_features: int
+    out_features: int
+    groups: tuple[tuple[int, int], ...]
+    predicted_kl: float
+    loss: float
+
+    @property
+    def bpw(self) -> float:
+        """Bits per weight, everything stored but a bias."""
+        return bits_per_weight(self.groups, padded(self.out_features))
+
+    @property
+    def mix(self) -> str:
+        """Widths and rows, such as "5x32 4x224 g32"."""
+        rows: Counter[int] = Counter()
+        for bits, count in self.groups:
+            rows[bits] += count
+        return " ".join(f"{bits}x{count}" for bits, count in sorted(rows.items(), reverse=True)) + f" g{self.groups[0][1]}"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Conversion:
+    """A finished conversion.
+
+    path: the model directory. target_bpw: asked for. bpw: reached over the layers' matrices, head and embedding not counted. nbytes: of the
+    weight files. matrices: in running order, the head last. seconds: per stage. measurement: pass it to the next conversion of this model.
+    resumed_layers: layers taken over from an interrupted run.
+    """
+
+    path: Path
+    source: Path
+    target_bpw: float
+    bpw: float
+    head_bits: int
+    nbytes: int
+    matrices: tuple[Matrix, ...]
+    seconds: dict[str, float]
+    calibration: dict[str, Any]
+    resumed_layers: int
+    measurement: Measurement = field(repr=False)
+
+    @property
+    def predicted_kl(self) -> float:
+        """Sum of what the measurement expects, nats per token; good for ranking, not for reporting: measure with `compare`."""
+        return sum(matrix.predicted_kl for matrix in self.matrices)
+
+    def to_frame(self) -> pd.DataFrame:
+        """One line per matrix: key, layer, role, in_features, out_features, bpw, mix, group_size, predicted_kl, loss."""
+        import pandas as pd
+
+        return pd.DataFrame(
+            [
+                {
+                    "key": m.key,
+                    "layer": m.layer,
+                    "role": m.role,
+                    "in_features": m.in_features,
+                    "out_features": m.out_features,
+                    "bpw": m.bpw,
+                    "mix": m.mix,
+                    "group_size": m.groups[0][1],
+                    "predicted_kl": m.predicted_kl,
+                    "loss": m.loss,
+                }
+                for m in self.matrices
+            ]
+        )
+
+    def map(self) -> str:
+        """Terminal picture: one line per layer, bits per weight of each matrix with a shade."""
+        roles, layers = self._grid()
+        lines = ["layer " + "".join(f"{role:>8}" for role in roles)]
+        for layer, row in layers.items():
+            lines.append(f"{layer:>5} " + "".join(f" {_shade(row[r].bpw) * 3}{row[r].bpw:4.1f}" if r in row else " " * 8 for r in roles))
+        head = self.matrices[-1]
+        return "\n".join([*lines, f" head  {_shade(head.bpw) * 3}{head.bpw:4.1f}"])
+
+    def __str__(self) -> str:
+        stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
+        return (
+            f"{self.path}: {self.bpw:.4f} bits per weight (target {self.target_bpw:g}, head {self.head_bits}), {self.nbytes:,} bytes\n"
+            f"{stages}\n{self.map()}"
+        )
+
+    def __repr__(self) -> str:
+        return f"Conversion({str(self.path)!r}, bpw={self.bpw:.4f}, head_bits={self.head_bits}, nbytes={self.nbytes})"
+
+    def _repr_html_(self) -> str:
+        roles, layers = self._grid()
+        header = "".join(f"<th>{role}</th>" for role in roles)
+        body = "".join(
+            f"<tr><th>{layer}</th>" + "".join(_cell(row[role]) if role in row else "<td></td>" for role in roles) + "</tr>"
+            for layer, row in layers.items()
+        )
+        facts = f"{self.bpw:.4f} bits per weight (target {self.target_bpw:g}), head {self.matrices[-1].bpw:.2f}, {self.nbytes:,} bytes"
+        return (
+            '<div style="font:13px/1.4 system-ui,sans-serif">'
+            f"<b>{html.escape(str(self.path))}</b><br>{facts}, {sum(self.seconds.values()):.1f} s"
+            f'<table style="border-collapse:collapse;font-variant-numeric:tabular-nums"><tr><th>layer</th>{header}</tr>{body}</table></div>'
+        )
+
+    def _grid(self) -> tuple[list[str], dict[int, dict[str, Matrix]]]:
+        layers: dict[int, dict[str, Matrix]] = {}
+        for matrix in self.matrices[:-1]:
+            layers.setdefault(matrix.layer, {})[matrix.role] = matrix
+        return list(dict.fromkeys(m.role for m in self.matrices[:-1])), layers
+
+
+def _level(bpw: float, steps: int) -> int:
+    return min(steps - 1, max(0, int((bpw - 2) / 6.2 * steps)))
+
+
+def _shade(bpw: float) -> str:
+    return _SHADES[_level(bpw, len(_SHADES))]
+
+
+def _cell(matrix: Matrix) -> str:
+    tint = _TINTS[_level(matrix.bpw, len(_TINTS))]
+    return f'<td style="background:{tint};color:#000;padding:0 .5em" title="{matrix.mix}">{matrix.bpw:.2f}</td>'

@@ -1,0 +1,100 @@
+"""A dense model's tensors as the converter uses them: one layer at a time, in fp32."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from exl2nb.core.errors import ConversionError, FormatError
+from exl2nb.io.shards import TensorStore
+from exl2nb.model.config import ModelConfig
+from exl2nb.model.layout import Linear, head_linear, layer_linears, linears, vectors
+
+_EDGE_BYTES = 1 << 20
+
+
+class DenseWeights:
+    """Reads and checks a dense model.
+
+    Args:
+        config: the model.
+        store: its files.
+
+    Raises:
+        ConversionError: the model is quantised already, or a matrix has a shape that EXL2 cannot hold.
+        FormatError: a tensor is missing or has the wrong shape or dtype.
+    """
+
+    def __init__(self, config: ModelConfig, store: TensorStore) -> None:
+        if store.is_exl2:
+            raise ConversionError(f"{store.directory}: found an EXL2 model, expected a dense one; convert the model it was made from")
+        self.config, self.store = config, store
+        for linear in linears(config):
+            self._check(self._weight_name(linear), linear.shape)
+            if linear.bias:
+                self._check(f"{linear.key}.bias", (linear.out_features,))
+            head = linear.role == "head"
+            if linear.in_features % 32 or linear.in_features > 65536 or (linear.out_features % 32 and not head):
+                raise ConversionError(
+                    f"{linear.key}: is {linear.in_features} x {linear.out_features}; expected multiples of 32 (inputs at most 65536): "
+                    "the EXL2 format cannot hold this model"
+                )
+        for name, shape in vectors(config).items():
+            self._check(name, shape)
+
+    def layer(self, index: int) -> dict[str, Tensor]:
+        """All tensors of one layer, f32."""
+        tensors: dict[str, Tensor] = {}
+        for linear in layer_linears(self.config, index).values():
+            tensors[f"{linear.key}.weight"] = self.weight(linear)
+            if linear.bias:
+                tensors[f"{linear.key}.bias"] = self.stored(f"{linear.key}.bias").float()
+        for part in ("attention_norm", "mlp_norm"):
+            name = f"{self.config.names.at(index, part)}.weight"
+            tensors[name] = self.stored(name).float()
+        return tensors
+
+    def ends(self) -> dict[str, Tensor]:
+        """Embedding, last norm and head, f32."""
+        names = self.config.names
+        tensors = {name: self.stored(name).float() for name in (f"{names.embed}.weight", f"{names.norm}.weight")}
+        return {**tensors, f"{names.head}.weight": self.weight(head_linear(self.config))}
+
+    def weight(self, linear: Linear) -> Tensor:
+        """A matrix in the nn.Linear layout, f32 `(out_features, in_features)`; a tied head is the embedding."""
+        return self._read(self._weight_name(linear)).float()
+
+    def stored(self, name: str) -> Tensor:
+        """A tensor that is not quantised, as it will be stored: f16."""
+        return self._read(name).half()
+
+    def fingerprint(self) -> str:
+        """Hash of the model's files: headers, sizes, and the first and last MiB of each."""
+        digest = hashlib.sha256()
+        for path in self.store.files:
+            digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+            with open(path, "rb") as file:
+                digest.update(file.read(_EDGE_BYTES))
+                file.seek(max(0, path.stat().st_size - _EDGE_BYTES))
+                digest.update(file.read(_EDGE_BYTES))
+        digest.update((Path(self.store.directory) / "config.json").read_bytes())
+        return digest.hexdigest()
+
+    def _weight_name(self, linear: Linear) -> str:
+        own = f"{linear.key}.weight"
+        tied = linear.role == "head" and own not in self.store and self.config.tie_word_embeddings
+        return f"{self.config.names.embed}.weight" if tied else own
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        info = self.store.info(name)
+        if info.shape != shape or not info.dtype.is_floating_point or info.dtype.itemsize < 2:
+            raise FormatError(f"{info.path}: tensor {name!r}: found {info.dtype} {info.shape}, expected fp16, bf16 or fp32 {shape}")
+
+    def _read(self, name: str) -> Tensor:
+        tensor = self.store.read(name)
+        if not torch.isfinite(tensor).all():
+            raise FormatError(f"{self.store.info(name).path}: tensor {name!r}: found NaN or infinity, expected finite weights")
+        return tensor
