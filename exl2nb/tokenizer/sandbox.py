@@ -25,10 +25,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 MAX_STEPS = 500_000  # loop turns, calls and filters of one rendering; a conversation of 1000 messages takes some 20 000
-MAX_SECONDS = 5.0
-MAX_WEIGHT = 4_000_000  # characters and elements in one value
+MAX_SECONDS = 2.0
+MAX_WEIGHT = 4_000_000  # characters in one value; an element of a list or dict counts as ELEMENT of them
+ELEMENT = 16
 MAX_INTEGER = 10_000  # an integer argument of a call or filter, the way to ask for a huge result with few characters
-_WIDTH = re.compile(r"[0-9]{5,}|[*{]\s*[*{]")
+_WIDTH = re.compile(r"[0-9]{5,}|%[-+ #0-9.]*\*")
 _PADDING = frozenset(("ljust", "rjust", "center", "zfill", "expandtabs", "translate", "maketrans", "to_bytes", "from_bytes", "format_map"))
 
 
@@ -70,23 +71,23 @@ def render(template: jinja2.Template, variables: dict[str, Any]) -> str:
 
 
 def weigh(*values: Any, limit: int = MAX_WEIGHT) -> None:
-    """Raise SecurityError where the values hold more than `limit` characters and elements, shared parts counted each time."""
+    """Raise SecurityError where the values weigh more than `limit` characters, shared parts counted each time."""
     stack: list[Any] = list(values)
-    total = len(stack)
+    total = 0
     while stack:
         value = stack.pop()
         if isinstance(value, (str, bytes)):
             total += len(value)
         elif isinstance(value, dict):
-            total += len(value)
+            total += ELEMENT * len(value)
             stack += value.values()
         elif isinstance(value, (list, tuple, set, frozenset)):
-            total += len(value)
+            total += ELEMENT * len(value)
             stack += value
         elif isinstance(value, int) and value.bit_length() > 4096:
             raise SecurityError("a template's number has more than 4096 bits")
         if total > limit:
-            raise SecurityError(f"a template's value holds more than {limit} characters or elements")
+            raise SecurityError(f"a template's value is larger than {limit} characters")
 
 
 def _check_arguments(args: Iterable[Any]) -> None:

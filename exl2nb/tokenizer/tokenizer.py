@@ -34,8 +34,8 @@ class Tokenizer:
         model, generation = (read_object(folder / name) if directory else {} for name in ("config.json", "generation_config.json"))
         self.special_tokens = _special_tokens(config)
         self.bos_id = self._special_id("bos_token", (generation, model), "bos_token_id", folder)
+        self._own_eos = self._special_id("eos_token", (), "", folder)
         self.eos_ids = self._eos_ids((generation, model), folder)
-        self._explicit = any(config.get(name) is not None for name in ("add_bos_token", "add_eos_token"))
         self._add_bos, self._add_eos = config.get("add_bos_token") is True, config.get("add_eos_token") is True
         self.templates = ChatTemplates.load(folder, config) if directory else ChatTemplates({}, folder)
         self._pieces: dict[int, str] = {}
@@ -74,6 +74,9 @@ class Tokenizer:
     def encode(self, text: str, add_special: bool = True, *, parse_special: bool = True) -> list[int]:
         """Turn text into ids.
 
+        BOS and EOS come from the post-processor of tokenizer.json; where that does not add one and tokenizer_config.json says
+        `add_bos_token` or `add_eos_token`, it is added (older exports rely on it).
+
         Args:
             text: any string; lone surrogates are replaced, since they have no UTF-8 form.
             add_special: add what the model's files ask for, usually BOS. Not for a rendered chat, which has it already.
@@ -81,13 +84,14 @@ class Tokenizer:
         """
         text = text.encode("utf-8", "replace").decode("utf-8") if not text.isascii() else text
         backend = self.backend if parse_special else self._literal_backend()
-        if not add_special or not self._explicit:
-            return backend.encode(text, add_special_tokens=add_special).ids
-        ids = backend.encode(text, add_special_tokens=False).ids
-        if self._add_bos and self.bos_id is not None:
+        ids = backend.encode(text, add_special_tokens=add_special).ids
+        if not add_special:
+            return ids
+        if self._add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
-        eos = self.backend.token_to_id(self.special_tokens.get("eos_token", ""))
-        return [*ids, eos] if self._add_eos and eos is not None else ids
+        if self._add_eos and self._own_eos is not None and ids[-1:] != [self._own_eos]:
+            ids.append(self._own_eos)
+        return ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Turn ids into text; special tokens are left out unless `skip_special` is False."""
@@ -137,8 +141,7 @@ class Tokenizer:
 
     def _eos_ids(self, configs: Sequence[dict[str, Any]], folder: Path) -> frozenset[int]:
         found = {i for config in configs for i in _ids(config.get("eos_token_id"), "eos_token_id", folder)}
-        own = self._special_id("eos_token", (), "", folder)
-        return frozenset(found if own is None else found | {own})
+        return frozenset(found if self._own_eos is None else found | {self._own_eos})
 
 
 def _ids(value: Any, key: str, folder: Path) -> list[int]:
