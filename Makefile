@@ -11,7 +11,7 @@ CPU_INDEX := https://download.pytorch.org/whl/cpu
 ENGINE := numpy safetensors tokenizers jinja2 pandas
 BUILD := "scikit-build-core>=0.11" ninja "cmake>=3.25"
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check -q
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 SRC := $(shell find csrc -type f) CMakeLists.txt pyproject.toml
 # Python's own build settings may name a compiler that is not installed (x86_64-linux-gnu-g++), so name one that is.
 ifeq ($(origin CXX),default)
