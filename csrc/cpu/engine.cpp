@@ -69,7 +69,8 @@ struct Task {
   int part, tile, end, row;
 };
 
-// Tasks of at most `wide` tiles and kRowBlock rows; a row block visits all tiles before the next one starts, so its activations stay in cache.
+// Tasks of at most `wide` tiles and kRowBlock rows; a row block visits all tiles before the next one starts, so its activations stay in
+// cache.
 std::vector<Task> split(const uint8_t* blob, int M) {
   const BlobHeader& h = header(blob);
   const int64_t threads = num_threads();

@@ -1,4 +1,5 @@
-// The ops on raw pointers: they share work between threads and call the kernels. No torch, no checks: callers have validated every argument.
+// The ops on raw pointers: they share work between threads and call the kernels. No torch, no checks: callers have validated every
+// argument.
 #pragma once
 #include <cstdint>
 #include <cstdlib>
@@ -10,7 +11,8 @@
 namespace exl2nb {
 
 // Uninitialised memory, 64-byte aligned.
-template <class T> class Buffer {
+template <class T>
+class Buffer {
  public:
   explicit Buffer(int64_t n) : p_(static_cast<T*>(std::aligned_alloc(64, align64(n * int64_t(sizeof(T)) + 64)))) {
     if (!p_) throw std::bad_alloc();

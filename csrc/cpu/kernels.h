@@ -6,7 +6,7 @@
 
 namespace exl2nb {
 
-constexpr int kQuantPad = 32;  // int16 added to a row's stride so that rows do not share cache sets
+constexpr int kQuantPad = 32;   // int16 added to a row's stride so that rows do not share cache sets
 constexpr int kRowBlock = 128;  // rows of one gemm call at most
 constexpr int kTileBlock = 4;   // tiles of one gemm call at most
 constexpr int kMaxHeadDim = 256;
@@ -32,9 +32,9 @@ struct Output {
 struct Heads {
   int num_heads, num_kv_heads, head_dim, half;  // half: rotary_dim / 2
   int64_t page_size;
-  bool f16;                                     // pools hold f16, else f32
-  const float *q_norm, *k_norm;                 // or null
-  int64_t q_norm_stride, k_norm_stride;         // 0: one row for all heads
+  bool f16;                              // pools hold f16, else f32
+  const float *q_norm, *k_norm;          // or null
+  int64_t q_norm_stride, k_norm_stride;  // 0: one row for all heads
   float eps;
 };
 
@@ -59,7 +59,8 @@ struct Kernels {
   void (*gemm)(const uint8_t* blob, const BlobPart& part, const Rows& rows, int tile_begin, int tile_end, const Output& out);
   void (*activate)(const float* gate, const float* up, int n, int activation, float* y);
   // qkv: one token's (Hq + 2 Hkv) * D floats; writes q and the two pool entries of `slot`.
-  void (*rope_store)(const float* qkv, const Heads& h, const float* cos, const float* sin, int64_t slot, float* q, void* k_pool, void* v_pool);
+  void (*rope_store)(const float* qkv, const Heads& h, const float* cos, const float* sin, int64_t slot, float* q, void* k_pool,
+                     void* v_pool);
   void (*to_float)(const void* row, int kind, int n, float* y);
   void (*attention)(const AttentionTask& task);
   int64_t (*read)(const uint8_t* data, int64_t bytes);  // touches every byte; for measuring

@@ -12,7 +12,8 @@ namespace {
 constexpr int64_t kFirstSection = sizeof(BlobHeader) + sizeof(BlobPart);
 
 // Calls f(pair, low bit of the piece, width of the piece, word, bit in the half) for every piece of format/blob.h's drawing.
-template <int B, class F> inline void each_piece(const F& f) {
+template <int B, class F>
+inline void each_piece(const F& f) {
   constexpr int per = 16 / B;
   for (int p = 0; p < per * B; p++) f(p, 0, B, p / per, p % per * B);
   if (B == 3 || B == 5)
@@ -25,18 +26,22 @@ template <int B, class F> inline void each_piece(const F& f) {
 }
 
 // One unit of 16 columns: the format's bit stream down each column -> codes, one row of 16 columns after the other.
-template <int B> void stream_to_codes(const uint32_t* w, int64_t stride, uint32_t (*codes)[kTile]) {
+template <int B>
+void stream_to_codes(const uint32_t* w, int64_t stride, uint32_t (*codes)[kTile]) {
   for (int r = 0; r < kUnit; r++) {
     const int at = r * B / 32, shift = r * B % 32;
     const uint32_t* low = w + at * stride;
     const uint32_t* high = w + (shift + B > 32 ? at + 1 : at) * stride;
     const int up = shift + B > 32 ? 32 - shift : 0;
-    if (up) for (int c = 0; c < kTile; c++) codes[r][c] = (low[c] >> shift | high[c] << up) & ((1u << B) - 1);
-    else for (int c = 0; c < kTile; c++) codes[r][c] = low[c] >> shift & ((1u << B) - 1);
+    if (up)
+      for (int c = 0; c < kTile; c++) codes[r][c] = (low[c] >> shift | high[c] << up) & ((1u << B) - 1);
+    else
+      for (int c = 0; c < kTile; c++) codes[r][c] = low[c] >> shift & ((1u << B) - 1);
   }
 }
 
-template <int B> void pack_units(const uint32_t* w, int64_t stride, int units, uint32_t* out) {
+template <int B>
+void pack_units(const uint32_t* w, int64_t stride, int units, uint32_t* out) {
   uint32_t codes[kUnit][kTile];
   for (int u = 0; u < units; u++, w += B * stride, out += B * kTile) {
     stream_to_codes<B>(w, stride, codes);
@@ -51,7 +56,8 @@ template <int B> void pack_units(const uint32_t* w, int64_t stride, int units, u
 }
 
 // The codes of one unit of a tile.
-template <int B> void unpack_unit(const uint32_t* w, uint32_t (*codes)[kTile]) {
+template <int B>
+void unpack_unit(const uint32_t* w, uint32_t (*codes)[kTile]) {
   std::memset(codes, 0, sizeof(uint32_t) * kUnit * kTile);
   each_piece<B>([&](int pair, int low, int width, int word, int bit) {
     const uint32_t mask = (1u << width) - 1;
@@ -62,23 +68,33 @@ template <int B> void unpack_unit(const uint32_t* w, uint32_t (*codes)[kTile]) {
   });
 }
 
-template <template <int> class F, class... Args> void by_width(int bits, Args... args) {
+template <template <int> class F, class... Args>
+void by_width(int bits, Args... args) {
   switch (bits) {
-    case 2: return F<2>::run(args...);
-    case 3: return F<3>::run(args...);
-    case 4: return F<4>::run(args...);
-    case 5: return F<5>::run(args...);
-    case 6: return F<6>::run(args...);
-    default: return F<8>::run(args...);
+    case 2:
+      return F<2>::run(args...);
+    case 3:
+      return F<3>::run(args...);
+    case 4:
+      return F<4>::run(args...);
+    case 5:
+      return F<5>::run(args...);
+    case 6:
+      return F<6>::run(args...);
+    default:
+      return F<8>::run(args...);
   }
 }
-template <int B> struct Pack {
+template <int B>
+struct Pack {
   static void run(const uint32_t* w, int64_t stride, int units, uint32_t* out) { pack_units<B>(w, stride, units, out); }
 };
-template <int B> struct Stream {
+template <int B>
+struct Stream {
   static void run(const uint32_t* w, int64_t stride, uint32_t (*codes)[kTile]) { stream_to_codes<B>(w, stride, codes); }
 };
-template <int B> struct Unpack {
+template <int B>
+struct Unpack {
   static void run(const uint32_t* w, uint32_t (*codes)[kTile]) { unpack_unit<B>(w, codes); }
 };
 
@@ -87,7 +103,9 @@ uint16_t step_bits(uint16_t scale_max, float prescale_256, int index) {
   return float_to_half(float((index + 1) * (index + 1)) * m);
 }
 
-int scale_index(const Exl2Source& s, int64_t g, int64_t column) { return int(s.q_scale[g * (s.N / 8) + column / 8] >> column % 8 * 4 & 15); }
+int scale_index(const Exl2Source& s, int64_t g, int64_t column) {
+  return int(s.q_scale[g * (s.N / 8) + column / 8] >> column % 8 * 4 & 15);
+}
 
 void write_header(uint8_t* blob, int64_t K, int64_t N, int64_t num_parts, int64_t bytes) {
   const BlobHeader h{kBlobMagic, kBlobVersion, int32_t(K), int32_t(N), int32_t(num_parts), bytes, {}};
@@ -158,7 +176,8 @@ void pack_exl2(const Exl2Source& s, const std::vector<BlobGroup>& groups, float 
     for (int64_t g = 0; g < s.G; g++) {
       std::memcpy(tile + kScaleBytes * g, s.q_scale + g * (s.N / 8) + 2 * t, kScaleBytes);  // 16 nibbles, low first, in both layouts
       const uint32_t* w = s.q_weight + int64_t(uint16_t(s.q_groups[2 * g + 1])) * s.N + t * kTile;
-      by_width<Pack>(groups[size_t(g)].bits, w, s.N, groups[size_t(g)].rows / kUnit, reinterpret_cast<uint32_t*>(tile + groups[size_t(g)].offset));
+      by_width<Pack>(groups[size_t(g)].bits, w, s.N, groups[size_t(g)].rows / kUnit,
+                     reinterpret_cast<uint32_t*>(tile + groups[size_t(g)].offset));
     }
   });
 }
@@ -185,9 +204,12 @@ void reconstruct(const Exl2Source& s, const std::vector<BlobGroup>& groups, uint
   });
 }
 
-int64_t dense_blob_bytes(int64_t N, int64_t K, int kind) { return kFirstSection + align64((N + kTile - 1) / kTile * K * kTile * element(kind)); }
+int64_t dense_blob_bytes(int64_t N, int64_t K, int kind) {
+  return kFirstSection + align64((N + kTile - 1) / kTile * K * kTile * element(kind));
+}
 
-template <class T> static void transpose_tiles(const T* weight, int64_t N, int64_t K, T* out) {
+template <class T>
+static void transpose_tiles(const T* weight, int64_t N, int64_t K, T* out) {
   for_each_task((N + kTile - 1) / kTile, N * K > 100'000, [&](int64_t t) {
     T* tile = out + t * K * kTile;
     for (int64_t c = 0; c < kTile; c++) {
@@ -207,8 +229,12 @@ void pack_dense(const void* weight, int64_t N, int64_t K, int kind, uint8_t* blo
   part.tile_bytes = K * kTile * element(kind);
   write_header(blob, K, N, 1, dense_blob_bytes(N, K, kind));
   std::memcpy(blob + sizeof(BlobHeader), &part, sizeof part);
-  if (kind == kDenseF32) transpose_tiles(static_cast<const uint32_t*>(weight), N, K, reinterpret_cast<uint32_t*>(blob + part.data));
-  else transpose_tiles(static_cast<const uint16_t*>(weight), N, K, reinterpret_cast<uint16_t*>(blob + part.data));
+  const int64_t used = part.data + part.tiles * part.tile_bytes, end = dense_blob_bytes(N, K, kind);
+  std::memset(blob + used, 0, size_t(end - used));
+  if (kind == kDenseF32)
+    transpose_tiles(static_cast<const uint32_t*>(weight), N, K, reinterpret_cast<uint32_t*>(blob + part.data));
+  else
+    transpose_tiles(static_cast<const uint16_t*>(weight), N, K, reinterpret_cast<uint16_t*>(blob + part.data));
 }
 
 namespace {

@@ -19,7 +19,8 @@ struct Exl2Source {
 // Returns nullptr, or what is wrong with the group table or permutation; fills groups (offsets as inside a tile).
 const char* read_groups(const Exl2Source& s, std::vector<BlobGroup>& groups);
 int64_t exl2_blob_bytes(const Exl2Source& s, const std::vector<BlobGroup>& groups, int64_t outputs);
-void pack_exl2(const Exl2Source& s, const std::vector<BlobGroup>& groups, float prescale_256, int64_t outputs, uint8_t* blob);  // prescale_256: prescale / 256
+void pack_exl2(const Exl2Source& s, const std::vector<BlobGroup>& groups, float prescale_256, int64_t outputs,
+               uint8_t* blob);                                                               // prescale_256: prescale / 256
 void reconstruct(const Exl2Source& s, const std::vector<BlobGroup>& groups, uint16_t* out);  // (K, N) half
 
 int64_t dense_blob_bytes(int64_t N, int64_t K, int kind);

@@ -9,7 +9,8 @@ int64_t num_threads();
 void run_on_threads(int64_t count, void (*body)(void* context), void* context);  // body runs count times, on up to count threads
 
 // Calls f(task) for every task in [0, count); threads take the next task when they are free, so a slow core delays nobody.
-template <class F> void for_each_task(int64_t count, bool parallel, const F& f) {
+template <class F>
+void for_each_task(int64_t count, bool parallel, const F& f) {
   const int64_t threads = parallel ? (count < num_threads() ? count : num_threads()) : 1;
   if (threads <= 1) {
     for (int64_t i = 0; i < count; i++) f(i);

@@ -12,7 +12,10 @@ constexpr int64_t kMagic = 0x3147525032584558, kVersion = 1, kHeaderWords = 5;
 enum Op : int64_t { kEmbed = 1, kQkv = 2, kAttention = 3, kResidual = 4, kGateUp = 5, kHead = 6 };
 constexpr int kWords[] = {0, 5, 17, 5, 3, 6, 5};
 
-template <class T> const T* address(int64_t word) { return reinterpret_cast<const T*>(word); }
+template <class T>
+const T* address(int64_t word) {
+  return reinterpret_cast<const T*>(word);
+}
 float real(int64_t word) {
   double d;
   std::memcpy(&d, &word, 8);
@@ -25,7 +28,8 @@ std::string check_weight(int64_t word, int64_t K, int64_t N) {
   if (!word) return "a weight is missing";
   const BlobHeader& h = header(address<uint8_t>(word));
   if (h.magic != kBlobMagic || h.version != kBlobVersion) return "a weight is no blob";
-  if (h.K != K || (N && h.N != N)) return "a weight is (" + number(h.K) + ", " + number(h.N) + "); expected (" + number(K) + ", " + number(N) + ")";
+  if (h.K != K || (N && h.N != N))
+    return "a weight is (" + number(h.K) + ", " + number(h.N) + "); expected (" + number(K) + ", " + number(N) + ")";
   return "";
 }
 
@@ -38,7 +42,8 @@ std::string check_op(const int64_t* w, const StepBatch& b, int64_t H, int64_t& a
     case kQkv: {
       if (w[9] <= 0 || w[10] <= 0 || w[9] % w[10]) return "num_heads is no multiple of num_kv_heads";
       if (w[10] != b.num_kv_heads || w[11] != b.head_dim)
-        return "the pools hold " + number(b.num_kv_heads) + " heads of " + number(b.head_dim) + "; expected " + number(w[10]) + " of " + number(w[11]);
+        return "the pools hold " + number(b.num_kv_heads) + " heads of " + number(b.head_dim) + "; expected " + number(w[10]) + " of " +
+               number(w[11]);
       if (w[16] < 0 || w[16] >= layers) return "there are " + number(layers) + " pools; the program wants layer " + number(w[16]);
       if (w[8] < 0 || 2 * w[8] > w[11]) return "rotary_dim is larger than head_dim";
       const std::string wrong = check_weight(w[3], H, (w[9] + 2 * w[10]) * w[11]);
@@ -61,7 +66,8 @@ std::string check_op(const int64_t* w, const StepBatch& b, int64_t H, int64_t& a
       act = header(address<uint8_t>(w[3])).N / 2;
       return "";
     }
-    default: return check_weight(w[3], H, 0);
+    default:
+      return check_weight(w[3], H, 0);
   }
 }
 
@@ -73,14 +79,16 @@ std::string check_range(const char* what, const int32_t* values, int64_t n, int6
   return "";
 }
 
-std::string check_sequences(const int32_t* block_table, const int32_t* cu_seqlens, const int32_t* context_lens, int64_t sequences, int64_t max_pages,
-                            int64_t page_size, int64_t num_pages, int64_t T) {
+std::string check_sequences(const int32_t* block_table, const int32_t* cu_seqlens, const int32_t* context_lens, int64_t sequences,
+                            int64_t max_pages, int64_t page_size, int64_t num_pages, int64_t T) {
   if (cu_seqlens[0] != 0 || cu_seqlens[sequences] != T) return "cu_seqlens must start at 0 and end at " + number(T) + " (the queries)";
   for (int64_t s = 0; s < sequences; s++) {
     const int64_t n = int64_t(cu_seqlens[s + 1]) - cu_seqlens[s], context = context_lens[s], pages = (context + page_size - 1) / page_size;
     if (n < 0) return "cu_seqlens must not fall";
-    if (context < n || context < 0) return "context_lens is " + number(context) + " for a sequence with " + number(n) + " queries; expected at least that";
-    if (pages > max_pages) return "context_lens is " + number(context) + "; expected at most " + number(max_pages * page_size) + " (the pages of block_table)";
+    if (context < n || context < 0)
+      return "context_lens is " + number(context) + " for a sequence with " + number(n) + " queries; expected at least that";
+    if (pages > max_pages)
+      return "context_lens is " + number(context) + "; expected at most " + number(max_pages * page_size) + " (the pages of block_table)";
     const std::string wrong = check_range("a page of block_table", block_table + s * max_pages, pages, num_pages);
     if (!wrong.empty()) return wrong;
   }
@@ -88,7 +96,8 @@ std::string check_sequences(const int32_t* block_table, const int32_t* cu_seqlen
 }
 
 std::string check_step(const int64_t* code, int64_t words, const StepBatch& batch, int64_t& vocab) {
-  if (words < kHeaderWords || code[0] != kMagic || code[1] != kVersion || code[2] != words) return "the program is not the code of a Program";
+  if (words < kHeaderWords || code[0] != kMagic || code[1] != kVersion || code[2] != words)
+    return "the program is not the code of a Program";
   const int64_t H = code[4];
   int64_t act = 0, last = 0;
   vocab = 0;
@@ -122,26 +131,30 @@ void run_step(const int64_t* code, int64_t words, const StepBatch& b, float* log
   for (int64_t at = kHeaderWords; at < words; at += kWords[code[at]]) {
     const int64_t* w = code + at;
     switch (w[0]) {
-      case kEmbed: embed(address<void>(w[1]), int(w[2]), int(H), b.ids, int(T), x); break;
+      case kEmbed:
+        embed(address<void>(w[1]), int(w[2]), int(H), b.ids, int(T), x);
+        break;
       case kQkv: {
         num_heads = w[9];
-        const Heads heads{int(w[9]),  int(w[10]), int(w[11]),           int(w[8]), b.page_size, b.f16, address<float>(w[12]), address<float>(w[14]),
-                          w[13], w[15], real(w[2])};
+        const Heads heads{int(w[9]), int(w[10]), int(w[11]), int(w[8]), b.page_size, b.f16, address<float>(w[12]), address<float>(w[14]),
+                          w[13],     w[15],      real(w[2])};
         const Rope rope{address<float>(w[5]), address<float>(w[6]), b.positions, b.slots};
         const size_t layer = size_t(w[16]);
-        norm_qkv_rope(x, int(T), {address<float>(w[1]), real(w[2])}, address<uint8_t>(w[3]), address<float>(w[4]), rope, heads, q, b.k_pools[layer],
-                      b.v_pools[layer]);
+        norm_qkv_rope(x, int(T), {address<float>(w[1]), real(w[2])}, address<uint8_t>(w[3]), address<float>(w[4]), rope, heads, q,
+                      b.k_pools[layer], b.v_pools[layer]);
         break;
       }
       case kAttention: {
         const size_t layer = size_t(w[4]);
         paged_attention(q,
-                        {b.k_pools[layer], b.v_pools[layer], b.block_table, b.cu_seqlens, b.context_lens, b.sequences, b.max_pages, b.page_size, w[2],
-                         int(num_heads), int(b.num_kv_heads), int(b.head_dim), real(w[1]), real(w[3]), b.f16},
+                        {b.k_pools[layer], b.v_pools[layer], b.block_table, b.cu_seqlens, b.context_lens, b.sequences, b.max_pages,
+                         b.page_size, w[2], int(num_heads), int(b.num_kv_heads), int(b.head_dim), real(w[1]), real(w[3]), b.f16},
                         act);
         break;
       }
-      case kResidual: linear(act, int(T), address<uint8_t>(w[1]), address<float>(w[2]), x, true); break;
+      case kResidual:
+        linear(act, int(T), address<uint8_t>(w[1]), address<float>(w[2]), x, true);
+        break;
       case kGateUp:
         norm_gate_up(x, int(T), {address<float>(w[1]), real(w[2])}, address<uint8_t>(w[3]), address<float>(w[4]), int(w[5]), act);
         break;

@@ -29,7 +29,7 @@ void run_step(const int64_t* code, int64_t words, const StepBatch& batch, float*
 
 // The index checks that single ops share: empty, or what is wrong.
 std::string check_range(const char* what, const int32_t* values, int64_t n, int64_t limit);
-std::string check_sequences(const int32_t* block_table, const int32_t* cu_seqlens, const int32_t* context_lens, int64_t sequences, int64_t max_pages,
-                            int64_t page_size, int64_t num_pages, int64_t T);
+std::string check_sequences(const int32_t* block_table, const int32_t* cu_seqlens, const int32_t* context_lens, int64_t sequences,
+                            int64_t max_pages, int64_t page_size, int64_t num_pages, int64_t T);
 
 }  // namespace exl2nb

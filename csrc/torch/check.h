@@ -17,15 +17,24 @@ using torch::stable::Tensor;
 
 inline const char* dtype_name(ScalarType t) {
   switch (t) {
-    case ScalarType::Float: return "float32";
-    case ScalarType::Half: return "float16";
-    case ScalarType::BFloat16: return "bfloat16";
-    case ScalarType::Double: return "float64";
-    case ScalarType::Int: return "int32";
-    case ScalarType::Long: return "int64";
-    case ScalarType::Short: return "int16";
-    case ScalarType::Byte: return "uint8";
-    default: return "another dtype";
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Short:
+      return "int16";
+    case ScalarType::Byte:
+      return "uint8";
+    default:
+      return "another dtype";
   }
 }
 
@@ -46,8 +55,9 @@ inline void check_tensor(const char* op, const char* name, const Tensor& t, Scal
   }
   if (fits) return;
   for (int64_t n : shape) wanted += (wanted.empty() ? "" : ", ") + (n < 0 ? std::string("*") : std::to_string(n));
-  STD_TORCH_CHECK(false, op, ": ", name, " is ", dtype_name(t.scalar_type()), " ", shape_text(t), t.is_contiguous() ? "" : " not contiguous",
-                  t.is_cpu() ? "" : " not on the CPU", "; expected contiguous ", dtype_name(dtype), " (", wanted, ") on the CPU");
+  STD_TORCH_CHECK(false, op, ": ", name, " is ", dtype_name(t.scalar_type()), " ", shape_text(t),
+                  t.is_contiguous() ? "" : " not contiguous", t.is_cpu() ? "" : " not on the CPU", "; expected contiguous ",
+                  dtype_name(dtype), " (", wanted, ") on the CPU");
 }
 
 inline const uint8_t* check_weight(const char* op, const Tensor& blob, bool deep) {
@@ -75,6 +85,8 @@ inline const int32_t* data_i32(const char* op, const char* name, const Tensor& t
   check_tensor(op, name, t, ScalarType::Int, shape);
   return static_cast<const int32_t*>(t.const_data_ptr());
 }
-inline int dense_kind(ScalarType t) { return t == ScalarType::Float ? kDenseF32 : t == ScalarType::Half ? kDenseF16 : t == ScalarType::BFloat16 ? kDenseBF16 : -1; }
+inline int dense_kind(ScalarType t) {
+  return t == ScalarType::Float ? kDenseF32 : t == ScalarType::Half ? kDenseF16 : t == ScalarType::BFloat16 ? kDenseBF16 : -1;
+}
 
 }  // namespace exl2nb

@@ -69,7 +69,8 @@ struct Pools {
 
 Pools check_pools(const char* op, const Tensor& k, const Tensor& v, int64_t num_kv_heads, int64_t head_dim) {
   const ScalarType dtype = k.scalar_type();
-  STD_TORCH_CHECK(dtype == ScalarType::Half || dtype == ScalarType::Float, op, ": k_pool is ", dtype_name(dtype), "; expected float16 or float32");
+  STD_TORCH_CHECK(dtype == ScalarType::Half || dtype == ScalarType::Float, op, ": k_pool is ", dtype_name(dtype),
+                  "; expected float16 or float32");
   check_tensor(op, "k_pool", k, dtype, {-1, num_kv_heads, -1, head_dim});
   check_tensor(op, "v_pool", v, dtype, {k.size(0), k.size(1), k.size(2), k.size(3)});
   STD_TORCH_CHECK(k.size(2) > 0 && k.size(2) % 8 == 0, op, ": page size is ", k.size(2), "; expected a multiple of 8");
@@ -83,9 +84,10 @@ const float* head_norm(const char* op, const char* name, const std::optional<Ten
   return stride ? data_f32(op, name, *t, {heads, D}) : data_f32(op, name, t, {D});
 }
 
-Tensor norm_qkv_rope_cpu(const Tensor& x, const Tensor& norm, double eps, const Tensor& blob, const std::optional<Tensor>& bias, const Tensor& cos,
-                         const Tensor& sin, const Tensor& positions, const Tensor& slots, Tensor k_pool, Tensor v_pool, int64_t num_heads,
-                         int64_t num_kv_heads, int64_t head_dim, const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm) {
+Tensor norm_qkv_rope_cpu(const Tensor& x, const Tensor& norm, double eps, const Tensor& blob, const std::optional<Tensor>& bias,
+                         const Tensor& cos, const Tensor& sin, const Tensor& positions, const Tensor& slots, Tensor k_pool, Tensor v_pool,
+                         int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, const std::optional<Tensor>& q_norm,
+                         const std::optional<Tensor>& k_norm) {
   const char* op = "norm_qkv_rope";
   const uint8_t* w = check_weight(op, blob, true);
   const BlobHeader& h = header(w);
@@ -94,16 +96,17 @@ Tensor norm_qkv_rope_cpu(const Tensor& x, const Tensor& norm, double eps, const 
   const float* px = data_f32(op, "x", x, {-1, h.K});
   const int64_t T = x.size(0);
   const Norm n{data_f32(op, "norm", norm, {h.K}), float(eps)};
-  STD_TORCH_CHECK(h.N == (num_heads + 2 * num_kv_heads) * head_dim, op, ": blob has ", h.N, " outputs; expected (num_heads + 2 * num_kv_heads) * ",
-                  "head_dim = ", (num_heads + 2 * num_kv_heads) * head_dim);
+  STD_TORCH_CHECK(h.N == (num_heads + 2 * num_kv_heads) * head_dim, op, ": blob has ", h.N,
+                  " outputs; expected (num_heads + 2 * num_kv_heads) * ", "head_dim = ", (num_heads + 2 * num_kv_heads) * head_dim);
   const float* pb = data_f32(op, "bias", bias, {h.N});
   const Pools pools = check_pools(op, k_pool, v_pool, num_kv_heads, head_dim);
-  Rope rope{data_f32(op, "cos", cos, {-1, -1}), data_f32(op, "sin", sin, {cos.size(0), cos.size(1)}), data_i32(op, "positions", positions, {T}),
-            data_i32(op, "slots", slots, {T})};
+  Rope rope{data_f32(op, "cos", cos, {-1, -1}), data_f32(op, "sin", sin, {cos.size(0), cos.size(1)}),
+            data_i32(op, "positions", positions, {T}), data_i32(op, "slots", slots, {T})};
   STD_TORCH_CHECK(2 * cos.size(1) <= head_dim, op, ": cos has ", cos.size(1), " columns; expected rotary_dim / 2, at most ", head_dim / 2);
   check_text(op, check_range("a position", rope.positions, T, cos.size(0)));
   check_text(op, check_range("a slot", rope.slots, T, pools.num_pages * pools.page_size));
-  Heads heads{int(num_heads), int(num_kv_heads), int(head_dim), int(cos.size(1)), pools.page_size, pools.f16, nullptr, nullptr, 0, 0, float(eps)};
+  Heads heads{int(num_heads), int(num_kv_heads), int(head_dim), int(cos.size(1)), pools.page_size, pools.f16, nullptr, nullptr, 0, 0,
+              float(eps)};
   heads.q_norm = head_norm(op, "q_norm", q_norm, num_heads, head_dim, heads.q_norm_stride);
   heads.k_norm = head_norm(op, "k_norm", k_norm, num_kv_heads, head_dim, heads.k_norm_stride);
   Tensor q = empty_f32({T, num_heads, head_dim});
@@ -120,16 +123,29 @@ Tensor paged_attention_cpu(const Tensor& q, const Tensor& k_pool, const Tensor& 
   STD_TORCH_CHECK(pools.num_kv_heads > 0 && Hq % pools.num_kv_heads == 0, op, ": q has ", Hq, " heads; expected a multiple of the pools' ",
                   pools.num_kv_heads);
   STD_TORCH_CHECK(window >= 0, op, ": window is ", window, "; expected 0 (none) or more");
-  Attention a{k_pool.const_data_ptr(), v_pool.const_data_ptr(), data_i32(op, "block_table", block_table, {B, -1}),
-              data_i32(op, "cu_seqlens", cu_seqlens, {B + 1}), data_i32(op, "context_lens", context_lens, {B}), B, block_table.size(1),
-              pools.page_size, window, int(Hq), int(pools.num_kv_heads), int(pools.head_dim), float(scale), float(softcap), pools.f16};
+  Attention a{k_pool.const_data_ptr(),
+              v_pool.const_data_ptr(),
+              data_i32(op, "block_table", block_table, {B, -1}),
+              data_i32(op, "cu_seqlens", cu_seqlens, {B + 1}),
+              data_i32(op, "context_lens", context_lens, {B}),
+              B,
+              block_table.size(1),
+              pools.page_size,
+              window,
+              int(Hq),
+              int(pools.num_kv_heads),
+              int(pools.head_dim),
+              float(scale),
+              float(softcap),
+              pools.f16};
   check_text(op, check_sequences(a.block_table, a.cu_seqlens, a.context_lens, B, a.max_pages, pools.page_size, pools.num_pages, T));
   Tensor out = empty_f32({T, Hq * pools.head_dim});
   paged_attention(pq, a, out_f32(out));
   return out;
 }
 
-Tensor norm_gate_up_cpu(const Tensor& x, const Tensor& norm, double eps, const Tensor& blob, const std::optional<Tensor>& bias, int64_t activation) {
+Tensor norm_gate_up_cpu(const Tensor& x, const Tensor& norm, double eps, const Tensor& blob, const std::optional<Tensor>& bias,
+                        int64_t activation) {
   const char* op = "norm_gate_up";
   const uint8_t* w = check_weight(op, blob, true);
   const BlobHeader& h = header(w);
@@ -205,7 +221,7 @@ int64_t read_memory_cpu(const Tensor& data) {
   return total;
 }
 
-int64_t isa_level() { return int64_t(isa()); }
+int64_t isa_cpu(const Tensor&) { return int64_t(isa()); }
 
 }  // namespace
 }  // namespace exl2nb
@@ -219,6 +235,6 @@ STABLE_TORCH_LIBRARY_IMPL(exl2nb, CPU, m) {
   m.impl("norm_gate_up", TORCH_BOX(&exl2nb::norm_gate_up_cpu));
   m.impl("norm_head", TORCH_BOX(&exl2nb::norm_head_cpu));
   m.impl("decode_step", TORCH_BOX(&exl2nb::decode_step_cpu));
+  m.impl("isa", TORCH_BOX(&exl2nb::isa_cpu));
   m.impl("read_memory", TORCH_BOX(&exl2nb::read_memory_cpu));
 }
-STABLE_TORCH_LIBRARY_IMPL(exl2nb, CompositeExplicitAutograd, m) { m.impl("isa", TORCH_BOX(&exl2nb::isa_level)); }

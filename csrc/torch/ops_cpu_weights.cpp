@@ -32,16 +32,23 @@ Exl2Source source(const char* op, const Tensor& q_weight, const Tensor& q_scale,
   check_tensor(op, "q_scale_max", q_scale_max, ScalarType::Half, {G});
   check_tensor(op, "q_groups", q_groups, ScalarType::Short, {2 * G});
   check_tensor(op, "q_invperm", q_invperm, ScalarType::Int, {-1});
-  const Exl2Source s{static_cast<const uint32_t*>(q_weight.const_data_ptr()),    static_cast<const uint32_t*>(q_scale.const_data_ptr()),
-                     static_cast<const uint16_t*>(q_scale_max.const_data_ptr()), static_cast<const int16_t*>(q_groups.const_data_ptr()),
-                     static_cast<const int32_t*>(q_invperm.const_data_ptr()),    q_weight.size(0), N, G, q_invperm.numel()};
+  const Exl2Source s{static_cast<const uint32_t*>(q_weight.const_data_ptr()),
+                     static_cast<const uint32_t*>(q_scale.const_data_ptr()),
+                     static_cast<const uint16_t*>(q_scale_max.const_data_ptr()),
+                     static_cast<const int16_t*>(q_groups.const_data_ptr()),
+                     static_cast<const int32_t*>(q_invperm.const_data_ptr()),
+                     q_weight.size(0),
+                     N,
+                     G,
+                     q_invperm.numel()};
   const char* wrong = read_groups(s, groups);
-  STD_TORCH_CHECK(!wrong, op, ": ", wrong ? wrong : "", " (q_weight ", shape_text(q_weight), ", ", G, " groups, K = ", q_invperm.numel(), ")");
+  STD_TORCH_CHECK(!wrong, op, ": ", wrong ? wrong : "", " (q_weight ", shape_text(q_weight), ", ", G, " groups, K = ", q_invperm.numel(),
+                  ")");
   return s;
 }
 
-Tensor pack_exl2_cpu(const Tensor& q_weight, const Tensor& q_scale, const Tensor& q_scale_max, const Tensor& q_groups, const Tensor& q_invperm,
-                     double prescale, int64_t out_features) {
+Tensor pack_exl2_cpu(const Tensor& q_weight, const Tensor& q_scale, const Tensor& q_scale_max, const Tensor& q_groups,
+                     const Tensor& q_invperm, double prescale, int64_t out_features) {
   std::vector<BlobGroup> groups;
   const Exl2Source s = source("pack_exl2", q_weight, q_scale, q_scale_max, q_groups, q_invperm, groups);
   STD_TORCH_CHECK(out_features > 0 && out_features <= s.N, "pack_exl2: out_features is ", out_features, "; expected 1 to ", s.N,
@@ -51,7 +58,8 @@ Tensor pack_exl2_cpu(const Tensor& q_weight, const Tensor& q_scale, const Tensor
   return blob;
 }
 
-Tensor reconstruct_cpu(const Tensor& q_weight, const Tensor& q_scale, const Tensor& q_scale_max, const Tensor& q_groups, const Tensor& q_invperm) {
+Tensor reconstruct_cpu(const Tensor& q_weight, const Tensor& q_scale, const Tensor& q_scale_max, const Tensor& q_groups,
+                       const Tensor& q_invperm) {
   std::vector<BlobGroup> groups;
   const Exl2Source s = source("reconstruct", q_weight, q_scale, q_scale_max, q_groups, q_invperm, groups);
   const std::vector<int64_t> sizes{s.K, s.N};
@@ -65,7 +73,8 @@ Tensor pack_dense_cpu(const Tensor& weight) {
   STD_TORCH_CHECK(kind >= 0, "pack_dense: weight is ", dtype_name(weight.scalar_type()), "; expected float32, float16 or bfloat16");
   check_tensor("pack_dense", "weight", weight, weight.scalar_type(), {-1, -1});
   const int64_t N = weight.size(0), K = weight.size(1);
-  STD_TORCH_CHECK(N > 0 && K > 0 && N < (1 << 30) && K < (1 << 30), "pack_dense: weight is ", shape_text(weight), "; expected at least (1, 1)");
+  STD_TORCH_CHECK(N > 0 && K > 0 && N < (1 << 30) && K < (1 << 30), "pack_dense: weight is ", shape_text(weight),
+                  "; expected at least (1, 1)");
   Tensor blob = empty_blob(dense_blob_bytes(N, K, kind));
   pack_dense(weight.const_data_ptr(), N, K, kind, bytes_of(blob));
   return blob;

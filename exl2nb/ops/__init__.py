@@ -6,6 +6,7 @@ Importing this room defines the ops and loads the compiled library (see `_load.l
 from exl2nb.ops import _load
 from exl2nb.ops.attention import paged_attention
 from exl2nb.ops.embed import embed
+from exl2nb.ops.gptq import gptq_quantize
 from exl2nb.ops.head import norm_head
 from exl2nb.ops.linear import linear, linear_residual
 from exl2nb.ops.memory import read_memory
@@ -19,6 +20,7 @@ _load.load()
 __all__ = [
     "Program",
     "embed",
+    "gptq_quantize",
     "linear",
     "linear_residual",
     "norm_gate_up",

@@ -41,7 +41,7 @@ def load() -> Libraries:
         note = "libexl2nb_cpu.so was not built: run `make build` or `pip install --no-build-isolation .`"
         return Libraries(None, cuda, (), "reference", note)
     torch.ops.load_library(cpu)
-    isa = ("base", "avx2", "avx512")[torch.ops.exl2nb.isa()]
+    isa = ("base", "avx2", "avx512")[torch.ops.exl2nb.isa(torch.empty(0))]
     loaded, note = ["cpu"], ""
     if cuda is not None and (torch.cuda.is_available() or env.get("EXL2NB_FORCE_CUDA_LIB", "0") == "1"):
         torch.ops.load_library(cuda)

@@ -28,7 +28,10 @@ GROUP = np.dtype([("bits", "<i4"), ("first_row", "<i4"), ("rows", "<i4"), ("offs
 
 @dataclass
 class Part:
-    """One matrix of a blob: `outputs` columns; `perm` int32 (K,) or None; EXL2: `groups` GROUP (G,), `tables` f32 (G, 16); `data` bytes (tiles, tile_bytes)."""
+    """One matrix of a blob.
+
+    outputs: columns. perm: int32 (K,) or None. groups, tables: GROUP (G,) and f32 (G, 16), EXL2 only. data: bytes (tiles, tile_bytes).
+    """
 
     kind: int
     outputs: int

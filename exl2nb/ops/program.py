@@ -1,7 +1,7 @@
 """A whole step as one op: the model writes its layers down once as a program, each step runs it in one call.
 
-The program is an int64 tensor of op codes, sizes and addresses; `Program` keeps the tensors behind the addresses alive. The kernels are those
-of the single ops, so the bits are the same too. Knows nothing about models: it only records ops.
+The program is an int64 tensor of op codes, sizes and addresses; `Program` keeps the tensors behind the addresses alive. The kernels are
+those of the single ops, so the bits are the same too. Knows nothing about models: it only records ops.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ def _float_bits(value: float) -> int:
 
 
 class Program:
-    """Builder and runner. Add the ops of one step in order: embed, per layer (norm_qkv_rope, paged_attention, linear_residual, norm_gate_up,
-    linear_residual), norm_head; then call `run` as often as you like. Arguments as in the ops of the same name, without the batch.
+    """Builder and runner.
 
-    All tensors must be contiguous, on the CPU and stay unchanged; norms, biases, cos and sin are f32.
+    Add the ops of one step in order: embed; per layer norm_qkv_rope, paged_attention, linear_residual, norm_gate_up, linear_residual;
+    norm_head. Then call `run` as often as you like. Arguments as in the ops of the same name, without the batch. All tensors must be
+    contiguous, on the CPU and stay unchanged; norms, biases, cos and sin are f32.
     """
 
     def __init__(self) -> None:

@@ -75,7 +75,7 @@ def norm_qkv_rope(
     Args:
         x: f32 `(T, H)`. norm: f32 `(H,)`. eps: of every norm here.
         blob: K = H, N = (Hq + 2 * Hkv) * D. bias: f32 `(N,)` or None.
-        cos, sin: f32 `(max_pos, rotary_dim / 2)`; dimension i rotates with rotary_dim / 2 + i, the dimensions after rotary_dim pass through.
+        cos, sin: f32 `(max_pos, rotary_dim / 2)`; dimension i rotates with rotary_dim / 2 + i, those after rotary_dim pass through.
         positions, slots: int32 `(T,)`; slot = page * P + offset.
         k_pool, v_pool: f16 or f32 `(num_pages, Hkv, P, D)`, written.
         q_norm, k_norm: f32 `(D,)` or one row per head `(heads, D)`; applied before the rotation.

@@ -92,7 +92,8 @@ def _blob_fake(*_: object) -> Tensor:
 
 
 _pack_exl2_op = define(
-    "pack_exl2(Tensor q_weight, Tensor q_scale, Tensor q_scale_max, Tensor q_groups, Tensor q_invperm, float prescale, int out_features) -> Tensor",
+    "pack_exl2(Tensor q_weight, Tensor q_scale, Tensor q_scale_max, Tensor q_groups, Tensor q_invperm, float prescale, int out_features)"
+    " -> Tensor",
     fake=_blob_fake,
     reference=_pack_exl2,
 )

@@ -12,7 +12,9 @@ from exl2nb import ops
 P = 256
 
 
-def exl2(K: int, N: int, groups: list[tuple[int, int]], *, seed: int = 0, scale: float = 0.02) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def exl2(
+    K: int, N: int, groups: list[tuple[int, int]], *, seed: int = 0, scale: float = 0.02
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Random valid EXL2 tensors; groups = [(bits, rows)], summing to K."""
     g = torch.Generator().manual_seed(seed)
     assert sum(rows for _, rows in groups) == K
@@ -92,7 +94,9 @@ class Net:
     def pools(self) -> tuple[list[Tensor], list[Tensor]]:
         """Fresh K and V pools, filled with values that would show if they were read."""
         shape = (self.pages, self.kv_heads, P, self.head_dim)
-        return [torch.full(shape, 1e3, dtype=self.pool) for _ in range(self.layers)], [torch.full(shape, 1e3, dtype=self.pool) for _ in range(self.layers)]
+        return [torch.full(shape, 1e3, dtype=self.pool) for _ in range(self.layers)], [
+            torch.full(shape, 1e3, dtype=self.pool) for _ in range(self.layers)
+        ]
 
     def build(self) -> ops.Program:
         """The whole step as a program."""
@@ -118,9 +122,7 @@ class Net:
             where = (self.cos, self.sin, positions, slots, k_pools[i], v_pools[i])
             q = ops.norm_qkv_rope(x, w["norm1"], 1e-5, w["qkv"], w["qkv_bias"], *where, **heads, **norms)
             tables = (block_table, cu_seqlens, context_lens)
-            a = ops.paged_attention(
-                q, k_pools[i], v_pools[i], *tables, scale=self.head_dim**-0.5, window=self.window, softcap=self.softcap
-            )
+            a = ops.paged_attention(q, k_pools[i], v_pools[i], *tables, scale=self.head_dim**-0.5, window=self.window, softcap=self.softcap)
             ops.linear_residual(x, a, w["o"], w["o_bias"])
             a = ops.norm_gate_up(x, w["norm2"], 1e-5, w["gate_up"], w["gu_bias"])
             ops.linear_residual(x, a, w["down"])

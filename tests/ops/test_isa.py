@@ -1,0 +1,71 @@
+"""Every instruction set gives the same bits, and the torch references run without the library."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from exl2nb.ops import _load
+
+LEVELS = ("base", "avx2", "avx512")
+
+
+def digest() -> str:
+    """Bits of a run through every op and width."""
+    from exl2nb import ops
+
+    from .model_case import Net, exl2, single
+
+    h = hashlib.sha256()
+
+    def take(t):
+        h.update(t.contiguous().view(torch.uint8).numpy().tobytes())
+
+    for bits in (2, 3, 4, 5, 6, 8):
+        blob = ops.pack_exl2(*exl2(192, 64, [(bits, 128), (bits, 64)], seed=bits), out_features=55)
+        for M in (1, 2, 3, 4, 7, 30):
+            take(ops.linear(torch.randn(M, 192, generator=torch.Generator().manual_seed(M)), blob))
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        blob = ops.pack_dense(torch.randn(70, 50, generator=torch.Generator().manual_seed(1)).to(dtype))
+        for M in (1, 2, 3, 4, 7, 30):
+            take(ops.linear(torch.randn(M, 50, generator=torch.Generator().manual_seed(M)), blob))
+    x = torch.randn(3, 96, generator=torch.Generator().manual_seed(2))
+    for activation in ("silu", "gelu", "gelu_tanh"):
+        gate_up = ops.pack_dense(torch.randn(140, 96, generator=torch.Generator().manual_seed(3)))
+        take(ops.norm_gate_up(x, torch.ones(96), 1e-5, gate_up, activation=activation))
+    for options in ({}, {"dense": True, "head_dim": 40, "head_norms": True}, {"pool": torch.float32, "softcap": 9.0, "window": 50}):
+        net = Net(**options)
+        pools = net.pools()
+        for start, n in ((0, 270), (270, 1)):
+            take(net.program.run(*single(start, [(3 * i) % net.vocab for i in range(n)], [1, 3]), *pools))
+        for pool in pools[0] + pools[1]:
+            take(pool)
+    return h.hexdigest()
+
+
+def run(code: str, **env: str) -> str:
+    root = Path(__file__).parents[2]
+    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, 'tests'); {code}"]
+    done = subprocess.run(command, cwd=root, env={**os.environ, **env}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("level", [level for level in LEVELS if LEVELS.index(level) < LEVELS.index(_load.load().isa)])
+def test_same_bits(level):
+    out = run(
+        f"from ops import test_isa as t; from exl2nb.ops import _load; assert _load.load().isa == {level!r}; print(t.digest())",
+        EXL2NB_ISA=level,
+    )
+    assert out == digest()
+
+
+def test_reference_engine():
+    """EXL2NB_ENGINE=reference never loads the library and still answers."""
+    code = "import torch; from exl2nb import ops; from exl2nb.ops import _load; from ops.model_case import *; n = Net(); "
+    code += "print(_load.load().loaded, tuple(n.program.run(*single(0, [1, 2], [0]), *n.pools()).shape))"
+    assert run(code, EXL2NB_ENGINE="reference") == "() (2, 101)"

@@ -1,0 +1,155 @@
+"""The whole step in one call: same bits as op by op, same bits at once or token by token, and no index reaches memory it may not."""
+
+import pytest
+import torch
+
+from exl2nb import ops
+from exl2nb.ops._library import REFERENCES
+
+from .model_case import Net, P, i32, single
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"dense": True}, {"bias": True, "head_norms": True}, {"kv_heads": 1, "window": 9, "softcap": 20.0}, {"pool": torch.float32}],
+    ids=str,
+)
+def test_same_bits_as_op_by_op(options):
+    net = Net(**options)
+    one, other = net.pools(), net.pools()
+    start = 0
+    for n in (11, 1, 1, 5):
+        batch = single(start, [(7 * i + start) % net.vocab for i in range(n)], [2, 0])
+        assert torch.equal(net.program.run(*batch, *one), net.run(*batch, *other))
+        start += n
+    for a, b in zip(one[0] + one[1], other[0] + other[1]):
+        assert torch.equal(a, b)
+
+
+def test_against_the_reference():
+    net = Net(bias=True, head_norms=True)
+    batch = single(0, [3, 1, 4, 1, 5, 9, 2, 6], [1])
+    ours = net.program.run(*batch, *net.pools())
+    k, v = net.pools()
+    expected = REFERENCES["decode_step"](net.program.code, *batch, k, v)
+    torch.testing.assert_close(ours, expected, rtol=5e-3, atol=5e-3 * float(expected.std()))
+
+
+def test_at_once_in_chunks_or_token_by_token():
+    """290 tokens, across a page edge: logits and cache are bitwise the same."""
+    net, n = Net(layers=2), 290
+    ids = [(31 * i) % net.vocab for i in range(n)]
+    pools = net.pools()
+    whole = net.program.run(*single(0, ids, [3, 1]), *pools)
+    for step in (1, 100, 256):
+        again = net.pools()
+        parts = [net.program.run(*single(a, ids[a : a + step], [3, 1]), *again) for a in range(0, n, step)]
+        assert torch.equal(torch.cat(parts), whole), step
+        assert all(torch.equal(a, b) for a, b in zip(pools[0] + pools[1], again[0] + again[1]))
+
+
+def test_sequences_do_not_know_of_each_other():
+    """A mixed batch (a prefill and two decodes) gives each sequence the bits it gets alone."""
+    net = Net()
+    pools, alone = net.pools(), net.pools()
+    texts = [[5, 6, 7, 8], [1, 2], [9, 10, 11]]
+    for page, text in enumerate(texts):
+        for where in (pools, alone):
+            net.program.run(*single(0, text, [page]), *where)
+    new = [[12], [13], [20, 21, 22]]
+    expected = [net.program.run(*single(len(t), n, [page]), *alone) for page, (t, n) in enumerate(zip(texts, new))]
+    at = [len(t) + i for t, n in zip(texts, new) for i in range(len(n))]
+    page_of = [p for p, n in enumerate(new) for _ in n]
+    slots = [p * P + i for p, i in zip(page_of, at)]
+    lens = [len(t) + len(n) for t, n in zip(texts, new)]
+    ids = [i for n in new for i in n]
+    batch = (i32(ids), i32(at), i32(slots), i32([[0], [1], [2]]), i32([0, 1, 2, 5]), i32(lens), i32(range(5)))
+    assert torch.equal(net.program.run(*batch, *pools), torch.cat(expected))
+
+
+def test_only_the_wanted_rows():
+    net = Net()
+    batch = list(single(0, [1, 2, 3, 4], [0]))
+    every = net.program.run(*batch, *net.pools())
+    batch[6] = i32([3, 1])
+    assert torch.equal(net.program.run(*batch, *net.pools()), every[[3, 1]])
+    batch[6] = i32([])
+    assert net.program.run(*batch, *net.pools()).shape == (0, net.vocab)
+
+
+NAMES = ("ids", "positions", "slots", "block_table", "cu_seqlens", "context_lens", "logit_rows")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("ids", i32([1, 101, 2]), "a token id is 101; expected 0 to 100"),
+        ("ids", i32([1, -1, 2]), "a token id is -1"),
+        ("positions", i32([0, 1, 4 * P]), "a position is 1024"),
+        ("slots", i32([0, 1, 4 * P]), "a slot is 1024; expected 0 to 1023"),
+        ("slots", i32([0, -1, 2]), "a slot is -1"),
+        ("slots", i32([0, 1]), r"slots is int32 \(2\)"),
+        ("slots", torch.tensor([0, 1, 2]), "slots is int64"),
+        ("block_table", i32([[4]]), "a page of block_table is 4"),
+        ("context_lens", i32([257]), "expected at most 256"),
+        ("context_lens", i32([2]), "2 for a sequence with 3 queries"),
+        ("cu_seqlens", i32([0, 4]), "end at 3"),
+        ("logit_rows", i32([3]), "a row of logit_rows is 3"),
+    ],
+)
+def test_out_of_range_raises_and_writes_nothing(name, value, message):
+    net = Net()
+    batch = dict(zip(NAMES, single(0, [1, 2, 3], [0])))
+    k, v = net.pools()
+    with pytest.raises(RuntimeError, match=f"decode_step: .*{message}"):
+        net.program.run(**{**batch, name: value}, k_pools=k, v_pools=v)
+    assert all((pool == 1e3).all() for pool in k + v)
+
+
+def test_wrong_pools_are_named():
+    net = Net()
+    batch = single(0, [1, 2, 3], [0])
+    k, v = net.pools()
+    with pytest.raises(RuntimeError, match="there are 1 pools; the program wants layer 1"):
+        net.program.run(*batch, k[:1], v[:1])
+    with pytest.raises(RuntimeError, match="2 K and 1 V pools"):
+        net.program.run(*batch, k, v[:1])
+    with pytest.raises(RuntimeError, match="the pools hold 1 heads of 32; expected 2 of 32"):
+        net.program.run(*batch, [p[:, :1].contiguous() for p in k], [p[:, :1].contiguous() for p in v])
+    with pytest.raises(RuntimeError, match="a K pool is float32"):
+        net.program.run(*batch, [k[0], k[1].float()], v)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c[:4], "not the code of a Program"),
+        (lambda c: torch.cat([c, c[:1]]), "not the code of a Program"),
+        (lambda c: c.index_fill(0, torch.tensor([0]), 5), "not the code of a Program"),
+        (lambda c: c.index_fill(0, torch.tensor([5]), 77), "unknown op"),
+        (lambda c: c.index_fill(0, torch.tensor([5]), 6), "starts with embed"),
+    ],
+)
+def test_a_wrong_program_is_refused(change, message):
+    net = Net()
+    code = change(net.program.code.clone()).contiguous()
+    k, v = net.pools()
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.exl2nb.decode_step(code, *single(0, [1, 2, 3], [0]), k, v)
+
+
+def test_program_checks_what_it_is_given():
+    net, p = Net(), ops.Program()
+    with pytest.raises(ValueError, match="table dtype"):
+        p.embed(net.table.double())
+    p.embed(net.table)
+    with pytest.raises(ValueError, match="norm is"):
+        p.norm_head(torch.ones(63), 1e-5, net.head)
+    with pytest.raises(ValueError, match="dtype of a norm"):
+        p.norm_head(torch.ones(64).half(), 1e-5, net.head)
+    with pytest.raises(ValueError, match="outputs of the blob"):
+        p.linear_residual(net.head)
+    with pytest.raises(ValueError, match="contiguous"):
+        p.norm_head(torch.ones(128)[::2], 1e-5, net.head)
+    with pytest.raises(ValueError, match="activation"):
+        p.norm_gate_up(torch.ones(64), 1e-5, net.weights[0]["gate_up"], activation="tanh")
