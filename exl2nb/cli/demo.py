@@ -34,8 +34,9 @@ SAMPLING = {"temperature": 0.8, "top_p": 0.95, "seed": 1}
 class DemoOptions:
     """What the demo does.
 
-    bpw: bitrates. out: directory for models and report. rows, length: of evaluation. tokens: of each sample. timed_tokens: of the speed run.
-    passage: tokens of the evaluation text shown in the report. calibration_rows, calibration_length: of the conversion; None = the converter's own.
+    bpw: bitrates. out: directory for models and report. rows, length: of evaluation. tokens: of each sample. timed_tokens: of the speed
+    run. passage: tokens of the evaluation text shown in the report. calibration_rows, calibration_length: of the conversion; None = the
+    converter's own.
     """
 
     bpw: tuple[float, ...] = (3.0, 4.0, 6.0)

@@ -42,14 +42,14 @@ def _head(result: DemoResult) -> str:
 def _results(result: DemoResult) -> str:
     columns = [
         ("Model", ""),
-        ("Bits per weight", "decoder linears"),
+        ("Bits per weight", "decoder"),
         ("Files", ""),
         ("Perplexity", "lower is better"),
         ("KL mean", "nats"),
-        ("KL 99th percentile", "nats"),
+        ("KL p99", "nats"),
         ("Same top token", ""),
         ("Decode", "tok/s"),
-        ("Conversion", "seconds"),
+        ("Converted in", "s"),
     ]
     head = "".join(f'<th scope="col">{name}{f"<small>{note}</small>" if note else ""}</th>' for name, note in columns)
     worst = max([entry.kl_mean for entry in result.quantised] or [1.0]) or 1.0
@@ -87,9 +87,9 @@ def _figures(result: DemoResult) -> str:
     bars = [(entry.name, entry.histogram) for entry in result.quantised]
     return (
         '<section><h2>Size against divergence</h2><div class="pair">'
-        '<figure><figcaption><h3>Every bit helps</h3><span class="note">Mean KL (logarithmic) against file size.</span></figcaption>'
+        '<figure><figcaption><h3>What a megabyte buys</h3><span class="note">Mean KL (logarithmic) against file size.</span></figcaption>'
         f"{charts.size_against_kl(points, result.reference.bytes / 1e6)}</figure>"
-        '<figure><figcaption><h3>Few tokens carry most of it</h3><span class="note">Share of tokens by KL. The last bar is open.</span>'
+        '<figure><figcaption><h3>How it spreads over tokens</h3><span class="note">Share of tokens by KL. The last bar is open.</span>'
         f"</figcaption>{charts.histograms(bars)}</figure></div></section>"
     )
 

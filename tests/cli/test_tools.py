@@ -1,0 +1,143 @@
+"""eval, logits, inspect, generate, chat, convert and doctor, through `main`, on the packaged model and the fixture."""
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from exl2nb.cli import doctor, main
+from exl2nb.cli.models import demo_directory
+from exl2nb.io.safetensors import SafetensorsFile, save
+
+DATA = Path(__file__).parents[1] / "data"
+EXL2 = str(DATA / "demo-exl2-4.0bpw")
+TEXT = str(demo_directory() / "evaluation.txt")
+
+
+def run(capsys, *words):
+    code = main([*words, "--json", "--quiet"])
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert code == 0
+    return json.loads(captured.out)
+
+
+def test_eval_against(capsys):
+    data = run(capsys, "eval", EXL2, "--against", "demo", "--text", TEXT, "--rows", "2", "--length", "128")
+    assert set(data) >= {"ppl", "kl_mean", "kl_p99", "top1", "bpw", "bytes"}
+    assert 0.05 < data["kl_mean"] < 0.3
+    assert data["ppl"] > data["reference_ppl"]
+    assert 3.9 < data["bpw"] < 4.1
+    assert data["bytes"] == sum(path.stat().st_size for path in Path(EXL2).glob("*.safetensors"))
+
+
+def test_eval_alone_agrees_and_leaves_kl_open(capsys):
+    alone = run(capsys, "eval", EXL2, "--text", TEXT, "--rows", "2", "--length", "64")
+    both = run(capsys, "eval", EXL2, "--against", EXL2, "--text", TEXT, "--rows", "2", "--length", "64")
+    assert alone["kl_mean"] is None
+    assert both["kl_mean"] == 0
+    assert alone["ppl"] == pytest.approx(both["ppl"], rel=1e-9)
+
+
+def test_eval_text_form(capsys):
+    assert main(["eval", EXL2, "--text", TEXT, "--rows", "1", "--length", "32"]) == 0
+    captured = capsys.readouterr()
+    assert "perplexity" in captured.out
+    assert "bits per weight" in captured.out
+    assert "perplexity: 32/32 tokens" in captured.err
+
+
+def test_logits_agree_with_the_recorded_ones(capsys, tmp_path):
+    with SafetensorsFile(DATA / "demo-logits.safetensors") as recorded:
+        ids, fp16, quantised = (recorded.read(name) for name in ("input_ids", "logits_fp16", "logits_exl2_4.0bpw"))
+    save(tmp_path / "ids.safetensors", {"input_ids": ids})
+    for model, expected in (("demo", fp16), (EXL2, quantised)):
+        data = run(capsys, "logits", model, "--ids", str(tmp_path / "ids.safetensors"), "--out", str(tmp_path / "out.safetensors"))
+        with SafetensorsFile(tmp_path / "out.safetensors") as file:
+            logits = file.read("logits")
+        assert data["shape"] == list(logits.shape) == list(expected.shape)
+        assert logits.dtype == torch.float32
+        assert (logits - expected.float()).abs().max() < 0.15
+
+
+def test_logits_wants_input_ids(capsys, tmp_path):
+    save(tmp_path / "ids.safetensors", {"tokens": torch.zeros(1, 2, dtype=torch.int32)})
+    assert main(["logits", "demo", "--ids", str(tmp_path / "ids.safetensors"), "--out", str(tmp_path / "o.safetensors")]) == 2
+    assert "found tokens; expected a tensor `input_ids`" in capsys.readouterr().err
+    assert not (tmp_path / "o.safetensors").exists()
+
+
+def test_inspect(capsys):
+    data = run(capsys, "inspect", EXL2)
+    assert data["layers"] == 12
+    assert 3.9 < data["decoder_bpw"] < 4.1
+    assert main(["inspect", EXL2]) == 0
+    assert "q_proj" in capsys.readouterr().out
+
+
+def test_generate(capsys):
+    first, second = (run(capsys, "generate", "demo", "--prompt", "It was", "--max-tokens", "12", "--seed", "3") for _ in range(2))
+    assert first["text"] == second["text"]
+    assert first["new_tokens"] == len(first["ids"]) == 12
+    assert first["finish_reason"] == "length"
+
+
+def test_generate_streams_text(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("It was"))
+    assert main(["generate", "demo", "--max-tokens", "8", "--temperature", "0"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.startswith("It was")
+    assert len(captured.out) > 10
+    assert "tok/s" in captured.err
+
+
+def test_chat_needs_a_template_and_takes_one(capsys, tmp_path):
+    assert main(["chat", "demo", "--message", "Hello"]) == 2
+    assert "template" in capsys.readouterr().err
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:")
+    words = ["chat", "demo", "--template", str(tmp_path / "t.jinja"), "--max-tokens", "6", "--message", "Hello", "--message", "And now?"]
+    assert main([*words, "--json", "--quiet"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["message"] for line in lines] == ["Hello", "And now?"]
+    assert lines[1]["prompt_tokens"] > lines[0]["prompt_tokens"] + lines[0]["new_tokens"], "the whole conversation is sent"
+
+
+def test_convert_refuses_before_it_works(capsys, tmp_path):
+    assert main(["convert", "demo", str(tmp_path / "out"), "--bpw", "9"]) == 2
+    assert "bpw is 9.0; expected a number from 2 to 8" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_doctor(capsys):
+    code = main(["doctor", "--json"])
+    data = json.loads(capsys.readouterr().out)
+    assert code == (0 if data["ok"] else 1)
+    names = [check["name"] for check in data["checks"]]
+    assert names == ["exl2nb", "python", "packages", "torch", "engine", "cuda", "cpu", "memory", "environment", "jupyter", "demo model"]
+    assert next(check for check in data["checks"] if check["name"] == "demo model")["state"] == "ok"
+
+
+def test_doctor_says_what_to_do(monkeypatch):
+    monkeypatch.setenv("EXL2NB_DEVICE", "toaster")
+    monkeypatch.setitem(doctor.DEMO_SHA256, "tokenizer.json", "0" * 64)
+    found = {check.name: check for check in doctor.diagnose()}
+    assert found["environment"].state == "problem"
+    assert found["environment"].todo == "unset EXL2NB_DEVICE"
+    assert found["demo model"].state == "problem"
+    assert "reinstall" in found["demo model"].todo
+
+
+def test_doctor_survives_a_broken_check(monkeypatch):
+    monkeypatch.setattr(doctor, "_version", lambda name: 1 / 0)
+    found = [check for check in doctor.diagnose() if check.state == "problem"]
+    assert "ZeroDivisionError" in found[0].found
+
+
+def test_doctor_versions():
+    assert doctor._at_least("2.10.0+cu130", "2.10")
+    assert doctor._at_least("7.7.1", "7.6")
+    assert not doctor._at_least("2.9.1", "2.10")
+    assert not doctor._at_least("0.9.2", "0.9.13")
