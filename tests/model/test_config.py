@@ -23,11 +23,11 @@ LLAMA = {
 
 
 def test_demo_model():
-    config = parse_config(json.loads((Path(exl2nb.__path__[0]) / "demo_model/config.json").read_text()))
+    config = parse_config(json.loads((Path(exl2nb.__file__).parent / "demo_model/config.json").read_text()))
     assert (config.num_layers, config.hidden_size, config.head_dim, config.q_per_kv) == (12, 256, 64, 2)
     assert config.windows == (0,) * 12
     assert config.rope.type == "default"
-    assert hash(config) == hash(parse_config(json.loads((Path(exl2nb.__path__[0]) / "demo_model/config.json").read_text())))
+    assert hash(config) == hash(parse_config(json.loads((Path(exl2nb.__file__).parent / "demo_model/config.json").read_text())))
 
 
 def test_unknown_architecture_lists_the_known_ones():
@@ -128,4 +128,4 @@ def test_qwen2_windows():
 
 def test_every_architecture_is_compared_with_transformers():
     assert {kind for kind, _ in CASES.values()} == {ARCHS[name].model_type for name in ARCHS}
-    assert all((Path(exl2nb.__path__[0]) / f"model/archs/{ARCHS[name].model_type}.py").exists() for name in ARCHS)
+    assert all((Path(exl2nb.__file__).parent / f"model/archs/{ARCHS[name].model_type}.py").exists() for name in ARCHS)

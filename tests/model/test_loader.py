@@ -17,7 +17,7 @@ from exl2nb.model.loader import load_model
 from .tiny import ids_of, save, save_exl2, truth, twin
 
 DATA = Path(__file__).parents[1] / "data"
-DEMO = Path(exl2nb.__path__[0]) / "demo_model"
+DEMO = Path(exl2nb.__file__).parent / "demo_model"
 
 
 def all_logits(model, ids, mode="fp16"):
