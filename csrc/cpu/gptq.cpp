@@ -26,7 +26,7 @@ float half_value(uint16_t h) {
   return e ? std::ldexp(float(1024 + m), e - 25) : std::ldexp(float(m), -24);
 }
 
-constexpr float LOW = 0.5f, HIGH = 1.3f;       // the maxima tried, relative to the largest column's best step
+constexpr float LOW = 0.5f, HIGH = 1.3f;        // the maxima tried, relative to the largest column's best step
 constexpr float SMALLEST = 1.52587890625e-05f;  // 2^-16: a smaller maximum / 256 would round to zero
 
 // The candidate maxima of one group: halves, geometrically spaced.
@@ -82,7 +82,8 @@ void quantize(const Problem& p, int isa, const Parallel& parallel) {
     double lowest = INFINITY;
     for (int m = 0; m < MAX_CANDIDATES; m++) {
       double sum = 0.0;
-      for (int n = 0; n < p.N; n++) sum += double(losses[(int64_t(n / LANES) * MAX_CANDIDATES + m) * LANES + n % LANES]) * double(p.column_weight[n]);
+      for (int n = 0; n < p.N; n++)
+        sum += double(losses[(int64_t(n / LANES) * MAX_CANDIDATES + m) * LANES + n % LANES]) * double(p.column_weight[n]);
       if (sum < lowest) lowest = sum, pick = m;
     }
     p.scale_max[g] = maxima[pick];

@@ -10,19 +10,22 @@
 
 namespace exl2nb::gptq {
 
-constexpr int LANES = 16;        // columns per chunk
-constexpr int STEP_GRID = 16;    // steps tried per column before the shared maximum is known
+constexpr int LANES = 16;           // columns per chunk
+constexpr int STEP_GRID = 16;       // steps tried per column before the shared maximum is known
 constexpr int MAX_CANDIDATES = 24;  // shared maxima tried per group
-constexpr int CODE_SPAN = 4;     // scale codes tried per column around the best step
+constexpr int CODE_SPAN = 4;        // scale codes tried per column around the best step
 
 struct Kernels {
   // Best step per lane under sum_r row_weight[r] * (w - what)^2. w: [rows][LANES].
   void (*best_step)(const float* w, const float* row_weight, int rows, int bits, float* step);
-  // For each candidate maximum (already fp16(max / 256)): the best scale code per lane (0..15) and its loss. loss, code: [candidates][LANES].
-  void (*candidates)(const float* w, const float* row_weight, int rows, int bits, const float* step, const float* maxima, float* loss, uint8_t* code);
+  // For each candidate maximum (already fp16(max / 256)): the best scale code per lane (0..15) and its loss. loss, code:
+  // [candidates][LANES].
+  void (*candidates)(const float* w, const float* row_weight, int rows, int bits, const float* step, const float* maxima, float* loss,
+                     uint8_t* code);
   // Quantise rows [a, e) of a chunk w [K][LANES] against the steps of `code`, and compensate rows [a, K). u: [K][K] upper.
   // codes: [K][LANES]; loss: [LANES], of these rows; err: scratch [e - a][LANES].
-  void (*rows)(float* w, const float* u, int K, int a, int e, int bits, float maximum, const uint8_t* code, uint8_t* codes, float* loss, float* err);
+  void (*rows)(float* w, const float* u, int K, int a, int e, int bits, float maximum, const uint8_t* code, uint8_t* codes, float* loss,
+               float* err);
 };
 
 Kernels kernels_base();
@@ -38,10 +41,10 @@ struct Problem {
   const float* column_weight;  // [N]: how much a column's loss counts when the shared maximum of a group is chosen
   const int32_t* groups;       // [G][2]: bits, rows
   int K, N, G;
-  uint8_t* codes;              // [K][N]
-  uint8_t* scale_index;        // [G][N], 0..15
-  uint16_t* scale_max;         // [G], IEEE half
-  float* loss;                 // [G][N]: sum over the group's rows of (compensated error / U_rr)^2
+  uint8_t* codes;        // [K][N]
+  uint8_t* scale_index;  // [G][N], 0..15
+  uint16_t* scale_max;   // [G], IEEE half
+  float* loss;           // [G][N]: sum over the group's rows of (compensated error / U_rr)^2
 };
 
 void quantize(const Problem& p, int isa, const Parallel& parallel);
