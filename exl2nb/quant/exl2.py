@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exl2nb.quant.base import Store
-from exl2nb.quant.bits import padded, stored_bits
+from exl2nb.quant.base import Store, broken
+from exl2nb.quant.bits import WIDTHS, padded, stored_bits
 from exl2nb.quant.exl2_check import SUFFIXES, check_headers, check_permutation, check_scales, parse_groups
 from exl2nb.quant.pack import pack_codes, pack_scales, unpack_codes, unpack_scales
 
@@ -175,16 +175,22 @@ def encode(
     Raises:
         FormatError: a rule of the format is broken.
     """
+    for g, (bits, _) in enumerate(groups):
+        if bits not in WIDTHS:
+            raise broken("", "encode.q_groups", f"group {g} of {bits} bits", f"one of {', '.join(map(str, WIDTHS))}")
+    check_permutation(perm, sum(rows for _, rows in groups), "encode")
     columns = codes.shape[-1]
     extra = padded(columns) - columns
     words, table, first, word = [], [], 0, 0
-    for bits, rows in groups:
-        part = torch.nn.functional.pad(codes[first : first + rows], (0, extra), value=1 << (bits - 1))
+    for bits, run in groupby(groups, key=lambda group: group[0]):
+        start = first
+        for _, rows in run:
+            table += [bits, word]
+            first, word = first + rows, word + rows * bits // 32
+        part = torch.nn.functional.pad(codes[start:first], (0, extra), value=1 << (bits - 1))
         words.append(pack_codes(part, bits))
-        table += [bits, word]
-        first, word = first + rows, word + rows * bits // 32
     result = Exl2Tensors(
-        q_weight=torch.cat(words) if words else torch.empty(0, columns, dtype=torch.int32),
+        q_weight=torch.cat(words),
         q_scale=pack_scales(torch.nn.functional.pad(scale_index, (0, extra))),
         q_scale_max=scale_max,
         q_groups=torch.tensor(table, dtype=torch.int16),

@@ -100,6 +100,38 @@ def test_encode_pads_columns_with_the_zero_code():
     assert tensors.scale_index()[:, 50:].count_nonzero() == 0 and tensors.reconstruct()[:, 50:].count_nonzero() == 0
 
 
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"groups": [(7, 64), (3, 64)]}, "group 0 of 7 bits"),
+        ({"groups": [(0, 64), (3, 64)]}, "group 0 of 0 bits"),
+        ({"groups": [(3, 64), (4, 64)]}, "widths that never rise"),
+        ({"groups": [(4, 48), (4, 80)]}, "group 0 of 6 word rows at 4 bits"),
+        ({"groups": [(4, 64), (3, 32)]}, "found 128 rows, expected 96"),
+        ({"groups": []}, "found 128 rows, expected 0"),
+        ({"perm": torch.zeros(128, dtype=torch.int64)}, "expected a permutation"),
+        ({"perm": torch.arange(96)}, "found 96 rows, expected 128"),
+        ({"codes": torch.full((128, 32), 16, dtype=torch.uint8)}, "found the code 16, expected codes below 16"),
+        ({"codes": torch.zeros(96, 32, dtype=torch.uint8)}, "q_groups|q_invperm"),
+        ({"scale_index": torch.full((2, 32), 16, dtype=torch.uint8)}, "found 16, expected 0..15"),
+        ({"scale_index": torch.zeros(3, 32, dtype=torch.uint8)}, "one per group of q_scale"),
+        ({"scale_max": torch.tensor([1.0, -1.0]).half()}, "found -1.0 in group 1"),
+        ({"scale_max": torch.tensor([1.0, 1.0])}, "found float32"),
+    ],
+)
+def test_encode_refuses(changes, text):
+    good = {
+        "codes": torch.zeros(128, 32, dtype=torch.uint8),
+        "scale_index": torch.zeros(2, 32, dtype=torch.uint8),
+        "scale_max": torch.ones(2).half(),
+        "groups": [(4, 64), (3, 64)],
+        "perm": torch.arange(128),
+    }
+    encode(**good)
+    with pytest.raises(FormatError, match=text):
+        encode(**good | changes)
+
+
 @pytest.mark.parametrize("seed", range(10))
 def test_unpack_then_encode_is_the_identity(seed):
     tensors = make(seed + 100, rows=32 * (1 + seed), columns=64, bias=torch.zeros(64, dtype=torch.float16))
