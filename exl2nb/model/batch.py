@@ -78,17 +78,20 @@ class Batch:
             first = {"all": bounds[-2], "last": bounds[-1] - 1, "none": bounds[-1]}[span.logit_rows]
             rows += range(first, bounds[-1])
 
-        def tensor(values: object) -> Tensor:
-            return torch.tensor(values, dtype=torch.int32, device=device)
-
+        tables = [page for span in spans for page in (*span.pages, *[0] * (width - len(span.pages)))]
+        lens = [span.start + len(span.ids) for span in spans]
+        parts = (ids, positions, slots, tables, bounds, lens, rows)
+        # one tensor, cut into views: seven small ones would cost a decode step more than its sampling does
+        flat = torch.tensor([value for part in parts for value in part], dtype=torch.int32, device=device)
+        cut = flat.split([len(part) for part in parts])
         return cls(
-            input_ids=tensor(ids),
-            positions=tensor(positions),
-            slot_mapping=tensor(slots),
-            block_table=tensor([[*span.pages, *[0] * (width - len(span.pages))] for span in spans]),
-            cu_seqlens=tensor(bounds),
-            context_lens=tensor([span.start + len(span.ids) for span in spans]),
-            logit_rows=tensor(rows),
+            input_ids=cut[0],
+            positions=cut[1],
+            slot_mapping=cut[2],
+            block_table=cut[3].view(len(spans), width),
+            cu_seqlens=cut[4],
+            context_lens=cut[5],
+            logit_rows=cut[6],
         )
 
     @classmethod
