@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -42,7 +41,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
             messages.append({"role": "assistant", "content": completion.text})
             console.say()
             if console.json_mode:
-                console.write(json.dumps({"message": line, **facts(completion)}, ensure_ascii=False) + "\n")
+                console.result({"message": line, **facts(completion)}, "")
     return 0
 
 

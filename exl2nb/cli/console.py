@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import unicodedata
@@ -33,7 +34,7 @@ class Console:
 
     def result(self, data: dict[str, Any], text: str) -> None:
         """Print the result of a command: `data` as JSON or `text`."""
-        self.write((json.dumps(data, ensure_ascii=False, default=str) if self.json_mode else text.rstrip("\n")) + "\n")
+        self.write((to_json(data) if self.json_mode else text.rstrip("\n")) + "\n")
 
     def say(self, text: str = "") -> None:
         """Print a line of the text form; nothing in JSON mode."""
@@ -61,6 +62,19 @@ class Console:
     def bold(self, text: str) -> str:
         """Emphasis on a colour terminal."""
         return f"\033[1m{text}\033[0m" if self.colour else text
+
+
+def to_json(value: Any) -> str:
+    """Strict JSON on one line: paths become texts; infinities and NaN, which JSON lacks, become null."""
+
+    def plain(item: Any) -> Any:
+        if isinstance(item, dict):
+            return {str(key): plain(inner) for key, inner in item.items()}
+        if isinstance(item, (list, tuple)):
+            return [plain(inner) for inner in item]
+        return None if isinstance(item, float) and not math.isfinite(item) else item
+
+    return json.dumps(plain(value), ensure_ascii=False, default=str, allow_nan=False)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:

@@ -135,13 +135,13 @@ class Comparison:
             ("Same top token", f"{self.top1:.2%}", "of positions"),
         ]
         cells = "".join(
-            f'<div style="min-width:9em"><div style="opacity:.7">{name}</div>'
+            f'<div style="min-width:8em"><div style="opacity:.7">{name}</div>'
             f'<div style="font-size:1.5em;font-variant-numeric:tabular-nums">{value}</div><div style="opacity:.7">{note}</div></div>'
             for name, value, note in facts
         )
         title = f"{html.escape(self.other)} against {html.escape(self.reference)}: {rows} rows of {length} tokens"
         return (
-            f'<div style="font:13px/1.4 system-ui,sans-serif;max-width:60em"><div style="font-weight:600;margin-bottom:.5em">{title}</div>'
+            f'<div style="font:13px/1.4 system-ui,sans-serif;max-width:75em"><div style="font-weight:600;margin-bottom:.5em">{title}</div>'
             f'<div style="display:flex;flex-wrap:wrap;gap:1.5em;align-items:start">{cells}{self.histogram_svg()}</div></div>'
         )
 

@@ -1,7 +1,7 @@
 import io
 import json
 
-from exl2nb.cli.console import Console, mega, table, width
+from exl2nb.cli.console import Console, mega, table, to_json, width
 
 
 def test_columns_line_up():
@@ -43,3 +43,7 @@ def test_no_colour_where_nobody_looks():
     console = Console(out=io.StringIO())
     assert not console.colour
     assert console.bold("x") == "x"
+
+
+def test_json_is_strict():
+    assert to_json({"a": [1.5, float("inf")], 3: {"b": float("nan")}}) == '{"a": [1.5, null], "3": {"b": null}}'
