@@ -1,0 +1,52 @@
+"""Every notebook: committed without outputs, runs from top to bottom without a screen, and reads well where there is no kernel."""
+
+import os
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+
+NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
+
+
+def ids(path: Path) -> str:
+    return path.stem
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=ids)
+def test_committed_without_outputs(path):
+    book = nbformat.read(path, as_version=4)
+    nbformat.validate(book)
+    code = [cell for cell in book.cells if cell.cell_type == "code"]
+    assert code
+    assert all(not cell.outputs and cell.execution_count is None for cell in code), "strip the outputs (nbstripout)"
+    assert "widgets" not in book.metadata
+    assert not re.search(r"/(home|root|tmp)/", path.read_text()), "a path of somebody's machine"
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=ids)
+def test_runs_headless_and_reads_without_a_kernel(path, tmp_path, monkeypatch):
+    from nbclient import NotebookClient
+    from nbconvert import HTMLExporter
+
+    monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "2"))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    book = nbformat.read(path, as_version=4)
+    client = NotebookClient(book, timeout=240, resources={"metadata": {"path": str(tmp_path)}}, store_widget_state=False)
+    client.execute()  # a cell that raises ends it here, with the traceback
+    streams = [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs if output.output_type == "stream"]
+    assert all(output.name == "stdout" for output in streams), [output.text for output in streams if output.name != "stdout"]
+    page, _ = HTMLExporter().from_notebook_node(book)
+    if path.stem == "01_quickstart":
+        check_quickstart(book, page)
+
+
+def check_quickstart(book, page: str) -> None:
+    text = "\n".join(str(output) for cell in book.cells if cell.cell_type == "code" for output in cell.outputs)
+    assert "top-1" in text
+    assert re.search(r"Playground\(done, 120 tokens", text), "the playground did not run to its end"
+    assert re.search(r'class="exl2nb-static".*?the old man</span><span', page, re.S), "the generated text is missing in the static page"
+    assert "convert to 3 bpw: done" in page, "the progress line is missing in the static page"
+    assert "Error displaying widget" not in page
