@@ -109,7 +109,7 @@ def _prune(bits: np.ndarray, error: np.ndarray, price: float, gap: float) -> _It
 
 def _programme(items: Sequence[_Item], budget: int, gap: float) -> list[int] | None:
     """Exact search: states are (bits, error) that no other state beats, one linear at a time."""
-    floor = np.cumsum([int(item.bits.min()) for item in reversed(items)])[::-1].tolist() + [0]
+    floor = [*np.cumsum([int(item.bits.min()) for item in reversed(items)])[::-1].tolist(), 0]
     states = (np.zeros(1, np.int64), np.zeros(1), np.zeros(1))  # bits, error, reduced cost
     trail: list[tuple[np.ndarray, np.ndarray]] = []
     for position, item in enumerate(items):

@@ -16,7 +16,7 @@ from exl2nb.model.layout import layer_linears
 # linears that read the same tensor, filed under the first of them
 INPUTS: dict[str, tuple[str, ...]] = {"q": ("q", "k", "v"), "o": ("o",), "gate": ("gate", "up"), "down": ("down",)}
 INPUT_OF = {role: first for first, roles in INPUTS.items() for role in roles}
-DAMPING = 0.02
+DAMPING = 0.03
 ROWS_PER_BATCH = 4
 
 

@@ -1,20 +1,15 @@
-"""The conversion job: stages, files of work in progress, resumption. Knows nothing of how a stage does its work.
-
-Work in progress lies in one folder: `measure-<layer>.json` and `layer-<layer>.safetensors`, each written atomically and filed under a hash
-of everything that went into it, so a killed job continues where it stopped and ends in the same bytes.
-"""
+"""The conversion job: its stages in order. Knows nothing of how a stage does its work, or of how work in progress is filed."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from exl2nb.converter import calibrate, measure
@@ -27,6 +22,7 @@ from exl2nb.converter.options import Option, menu
 from exl2nb.converter.result import Conversion, Matrix
 from exl2nb.converter.sensitivity import sweep
 from exl2nb.converter.weights import DenseWeights
+from exl2nb.converter.work import HEAD, Work, hash_of
 from exl2nb.core.errors import ConversionError, Interrupted, OptionError
 from exl2nb.core.options import check_range
 from exl2nb.core.progress import Meter, Sink
@@ -37,10 +33,11 @@ from exl2nb.model import reference
 from exl2nb.model.layout import Linear, head_linear, layer_linears
 from exl2nb.model.loader import read_model_config
 from exl2nb.model.writer import write_model
-from exl2nb.quant.bits import bits_per_weight, head_mix, padded, stored_bits
+from exl2nb.quant.bits import head_mix
 from exl2nb.quant.exl2 import Exl2Tensors
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
+T = TypeVar("T")
 REVISION = 1  # of the algorithm: part of every hash, so that work of an older one is never taken over
 
 
@@ -61,7 +58,8 @@ class ConversionJob:
     Args:
         src: model directory or hub id.
         dst: directory to make; it appears when everything in it is complete.
-        bpw: target bits per weight of the layers' matrices, 2 to 8, everything stored counted (scales, group tables, permutations).
+        bpw: target bits per weight of the layers' matrices, 2 to 8, everything the layers store counted (scales, group tables,
+            permutations, norms, biases).
         head_bits: row of the head's table: 2, 3, 4, 5, 6 or 8.
         calibration: text file (.txt, .xz, .gz), list of strings, or None for the text that comes with the package (written for the demo
             model; give a model of yours text of its own kind).
@@ -125,12 +123,11 @@ class ConversionJob:
         src = hub.resolve(self.src, progress=sink)
         config = read_model_config(src)
         with TensorStore(src) as store:
-            run = _Run(self, src, DenseWeights(config, store), sink)
-            work = self._work_dir or self.dst.absolute().parent / f".{self.dst.name}.work"
-            run.open_work(work)
-            result = run.everything()
+            weights = DenseWeights(config, store)
+            work = Work(self._work_dir or self.dst.absolute().parent / f".{self.dst.name}.work")
+            result = _Run(self, src, weights, work, sink).everything()
         if self._work_dir is None:
-            shutil.rmtree(work, ignore_errors=True)
+            shutil.rmtree(work.directory, ignore_errors=True)
         return result
 
     def check_cancelled(self) -> None:
@@ -142,20 +139,11 @@ class ConversionJob:
 class _Run:
     """One run of a job: the stages in order."""
 
-    def __init__(self, job: ConversionJob, src: Path, weights: DenseWeights, sink: Sink | None) -> None:
-        self.job, self.src, self.weights, self.config, self.sink = job, src, weights, weights.config, sink
+    def __init__(self, job: ConversionJob, src: Path, weights: DenseWeights, work: Work, sink: Sink | None) -> None:
+        self.job, self.src, self.weights, self.config, self.work, self.sink = job, src, weights, weights.config, work, sink
         self.length = min(job._length, self.config.max_position_embeddings)
         self.seconds: dict[str, float] = {}
         self.resumed = 0
-        self.work = Path()
-
-    def open_work(self, work: Path) -> None:
-        """Make the work folder."""
-        try:
-            work.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConversionError(f"{work}: cannot be made ({error.strerror}); choose a directory you may write to") from error
-        self.work = work
 
     def everything(self) -> Conversion:
         """All stages."""
@@ -165,7 +153,7 @@ class _Run:
         matrices, key = self._timed("quantize", lambda: self.quantize(ids, measurement, options))
         calibration = {"rows": self.job.rows, "length": self.length, "dataset": name}
         self._timed("write", lambda: self.write(matrices, key, calibration))
-        return self._result(measurement, matrices, calibration)
+        return self._result(measurement, options, matrices, calibration)
 
     def calibrate(self) -> tuple[Tensor, str]:
         """Calibration rows int32 `(rows, length)` and the name of their source."""
@@ -175,30 +163,25 @@ class _Run:
             ids = calibrate.calibration_rows(tokenizer, text, rows=self.job.rows, length=self.length, seed=self.job.seed)
             if int(ids.max()) >= self.config.vocab_size or int(ids.min()) < 0:
                 raise ConversionError(
-                    f"{self.src}: the tokenizer gives id {int(ids.max())}; expected 0 to {self.config.vocab_size - 1}: it belongs to another model"
+                    f"{self.src}: the tokenizer gives id {int(ids.max())}; expected 0 to {self.config.vocab_size - 1}: "
+                    "it belongs to another model"
                 )
             meter.step(detail=f"{ids.shape[0]} rows of {ids.shape[1]} tokens from {name}")
         return ids, name
 
     def measurement(self, ids: Tensor) -> Measurement:
         """The measurement given, the one in the work folder, or a new one."""
-        key = _hash(REVISION, measure.FORMAT, self.weights.fingerprint(), ids.numpy().tobytes(), self.job.seed, measure.ANCHORS)
+        key = hash_of(REVISION, measure.FORMAT, self.weights.fingerprint(), ids.numpy().tobytes(), self.job.seed, measure.ANCHORS)
         given = self.job._measurement
         if given is not None:
             found = given if isinstance(given, Measurement) else Measurement.load(given)
             if found.key != key:
                 raise ConversionError("the measurement belongs to another model, calibration text, rows, length or seed; measure again")
             return found
-        path = self.work / f"measurement-{key[:16]}.json"
-        if path.is_file():
-            found = Measurement.load(path)
-            if found.key == key:
-                return found
-        found = self._measure(ids, key)
-        found.save(path)
-        for layer in range(self.config.num_layers):
-            for part in (self._measure_path(key, layer), self._measure_path(key, layer).with_suffix(".safetensors")):
-                part.unlink(missing_ok=True)
+        found = self.work.load_measurement(key)
+        if found is None:
+            found = self._measure(ids, key)
+            self.work.save_measurement(found, self.config.num_layers)
         return found
 
     def _measure(self, ids: Tensor, key: str) -> Measurement:
@@ -212,7 +195,7 @@ class _Run:
                 meter.step(detail=detail)
 
             for statistics in sweep(self.weights, ids, seed=self.job.seed, step=step):
-                path = self._measure_path(key, statistics.layer)
+                path = self.work.measured(key, statistics.layer)
                 done = measure.load_layer(path)
                 if done is None:
                     table = layer_linears(self.config, statistics.layer)
@@ -225,9 +208,6 @@ class _Run:
         ordered = {linear.key: linears[linear.key] for layer in range(layers) for linear in layer_linears(self.config, layer).values()}
         return Measurement(key=key, linears=ordered, token_weights=token_weights)
 
-    def _measure_path(self, key: str, layer: int) -> Path:
-        return self.work / f"measure-{key[:16]}-{layer:04d}.json"
-
     def allocate(self, measurement: Measurement) -> dict[str, Option]:
         """Module key -> option, within the budget."""
         linears = [linear for layer in range(self.config.num_layers) for linear in layer_linears(self.config, layer).values()]
@@ -239,19 +219,23 @@ class _Run:
                 menus.append(menu(linear.in_features, linear.out_features, anchors, bias=linear.bias))
                 meter.step(detail=linear.key)
             weights = sum(linear.in_features * linear.out_features for linear in linears)
-            least = sum(options[0].bits for options in menus) / weights
-            most = sum(options[-1].bits for options in menus) / weights
+            least = (sum(options[0].bits for options in menus) + self._norm_bits()) / weights
+            most = (sum(options[-1].bits for options in menus) + self._norm_bits()) / weights
             if least > self.job.bpw:
                 raise ConversionError(
-                    f"bpw is {self.job.bpw:g}; this model reaches {least:.3f} to {most:.3f} bits per weight (scales, group tables and "
-                    "permutations included): ask for more"
+                    f"bpw is {self.job.bpw:g}; this model reaches {least:.3f} to {most:.3f} bits per weight (scales, group tables, "
+                    "permutations, norms and biases included): ask for more"
                 )
-            picks = allocate([[(o.bits, o.error) for o in options] for options in menus], int(self.job.bpw * weights))
+            picks = allocate([[(o.bits, o.error) for o in options] for options in menus], int(self.job.bpw * weights) - self._norm_bits())
         return {linear.key: options[pick] for linear, options, pick in zip(linears, menus, picks)}
+
+    def _norm_bits(self) -> int:
+        """Bits of the layers' norm vectors: they count in the budget, so `bpw` times the weights is all that the layers store."""
+        return 16 * 2 * self.config.num_layers * self.config.hidden_size
 
     def quantize(self, ids: Tensor, measurement: Measurement, options: dict[str, Option]) -> tuple[list[Matrix], str]:
         """Quantise layer by layer on the stream of what is quantised so far; one file per layer in the work folder."""
-        key = _hash(measurement.key, self.job.head_bits, [(name, option.groups) for name, option in options.items()])
+        key = hash_of(measurement.key, self.job.head_bits, [(name, option.groups) for name, option in options.items()])
         ends = self.weights.ends()
         x = reference.embed(self.config, ends, ids)
         matrices: list[Matrix] = []
@@ -260,7 +244,7 @@ class _Run:
                 self.job.check_cancelled()
                 done, used = self._layer(key, layer, x, measurement, options)
                 matrices += done
-                if layer + 1 < self.config.num_layers or not self._path(key, -1).is_file():
+                if layer + 1 < self.config.num_layers or not self.work.quantized(key, HEAD).is_file():
                     x = advance(self.config, layer, used, x)
                 meter.step(detail=f"layer {layer}", bpw=[round(m.bpw, 3) for m in done])
             self.job.check_cancelled()
@@ -273,7 +257,8 @@ class _Run:
     ) -> tuple[list[Matrix], dict[str, Tensor]]:
         """Quantise one layer, or take over its file: what was made, and the dense tensors as the loader will see them."""
         weights, linears = self.weights.layer(layer), layer_linears(self.config, layer)
-        packed = self._load(key, layer, linears)
+        packed = self.work.load(key, layer, linears)
+        self.resumed += packed is not None
         if packed is None:
             token_weights = {name: measurement.token_weights[f"{layer}.{name}"] for name in INPUTS}
             hessians = layer_hessians(self.config, layer, weights, x, token_weights)
@@ -283,7 +268,7 @@ class _Run:
                 bias = weights[f"{linear.key}.bias"].half() if linear.bias else None
                 groups = options[linear.key].groups
                 packed[linear.key] = quantize(weights[f"{linear.key}.weight"], factors[INPUT_OF[role]], groups, bias=bias)
-            self._save(key, layer, packed)
+            self.work.save(key, layer, packed)
         matrices = []
         for linear in linears.values():
             tensors, loss = packed[linear.key]
@@ -293,7 +278,8 @@ class _Run:
 
     def _head(self, key: str, ends: dict[str, Tensor], x: Tensor) -> Matrix:
         linear = head_linear(self.config)
-        packed = self._load(key, -1, {"head": linear})
+        packed = self.work.load(key, HEAD, {"head": linear})
+        self.resumed += packed is not None
         if packed is None:
             moments = Moments()
             for row in x:
@@ -301,31 +287,8 @@ class _Run:
             factor = factorize(moments.hessians()["head"], name="input of the head")
             groups = head_mix(self.job.head_bits).groups(linear.in_features)
             packed = {linear.key: quantize(ends[f"{linear.key}.weight"], factor, groups)}
-            self._save(key, -1, packed)
+            self.work.save(key, HEAD, packed)
         return _matrix(linear, *packed[linear.key], 0.0)
-
-    def _path(self, key: str, layer: int) -> Path:
-        return self.work / f"layer-{key[:16]}-{f'{layer:04d}' if layer >= 0 else 'head'}.safetensors"
-
-    def _save(self, key: str, layer: int, packed: dict[str, tuple[Exl2Tensors, float]]) -> None:
-        tensors: dict[str, Tensor] = {}
-        for name, (matrix, loss) in packed.items():
-            tensors |= matrix.tensors(name) | {f"{name}.loss": torch.tensor([loss], dtype=torch.float64)}
-        safetensors.save(self._path(key, layer), tensors)
-
-    def _load(self, key: str, layer: int, linears: dict[str, Linear]) -> dict[str, tuple[Exl2Tensors, float]] | None:
-        path = self._path(key, layer)
-        if not path.is_file():
-            return None
-        with safetensors.SafetensorsFile(path) as file:
-            self.resumed += 1
-            return {
-                linear.key: (
-                    Exl2Tensors.read(file, linear.key, in_features=linear.in_features, out_features=linear.out_features),
-                    float(file.read(f"{linear.key}.loss")),
-                )
-                for linear in linears.values()
-            }
 
     def write(self, matrices: list[Matrix], key: str, calibration: dict[str, object]) -> None:
         """Assemble the model directory from the work folder."""
@@ -344,8 +307,7 @@ class _Run:
                 source_dir=self.src,
                 quantization_config=quantization,
             )
-        for layer in (*range(self.config.num_layers), -1):
-            self._path(key, layer).unlink(missing_ok=True)
+        self.work.forget(key, self.config.num_layers)
 
     def _tensors(self, key: str, meter: Meter) -> Iterator[tuple[str, Tensor]]:
         config, names = self.config, self.config.names
@@ -356,18 +318,20 @@ class _Run:
                 yield name, self.weights.stored(name)
             yield from self._packed(key, layer, layer_linears(config, layer), meter)
         yield f"{names.norm}.weight", self.weights.stored(f"{names.norm}.weight")
-        yield from self._packed(key, -1, {"head": head_linear(config)}, meter)
+        yield from self._packed(key, HEAD, {"head": head_linear(config)}, meter)
 
     def _packed(self, key: str, layer: int, linears: dict[str, Linear], meter: Meter) -> Iterator[tuple[str, Tensor]]:
-        with safetensors.SafetensorsFile(self._path(key, layer)) as file:
+        with safetensors.SafetensorsFile(self.work.quantized(key, layer)) as file:
             for linear in linears.values():
                 self.job.check_cancelled()
                 yield from Exl2Tensors.read(file, linear.key).tensors(linear.key).items()
                 meter.step(detail=linear.key)
 
-    def _result(self, measurement: Measurement, matrices: list[Matrix], calibration: dict[str, object]) -> Conversion:
+    def _result(
+        self, measurement: Measurement, options: dict[str, Option], matrices: list[Matrix], calibration: dict[str, object]
+    ) -> Conversion:
         stack = matrices[:-1]
-        bits = sum(stored_bits(m.groups, padded(m.out_features)) for m in stack)
+        bits = self._norm_bits() + sum(option.bits for option in options.values())
         return Conversion(
             path=self.job.dst,
             source=self.src,
@@ -382,7 +346,7 @@ class _Run:
             measurement=measurement,
         )
 
-    def _timed(self, name: str, work):  # noqa: ANN001, ANN202
+    def _timed(self, name: str, work: Callable[[], T]) -> T:
         begin = time.monotonic()
         result = work()
         self.seconds[name] = time.monotonic() - begin
@@ -392,11 +356,3 @@ class _Run:
 def _matrix(linear: Linear, tensors: Exl2Tensors, loss: float, predicted: float) -> Matrix:
     shape = (linear.in_features, linear.out_features)
     return Matrix(linear.key, linear.role, linear.layer, *shape, tuple(tensors.groups), predicted, loss)
-
-
-def _hash(*parts: object) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part if isinstance(part, bytes) else repr(part).encode())
-        digest.update(b"\0")
-    return digest.hexdigest()

@@ -6,6 +6,7 @@ throughout ("anchors") predict every mix: the top rows from a wide run, the rest
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from exl2nb.quant.bits import WIDTHS, stored_bits
 GROUP_SIZES = (32, 64, 128)
 DESCENDING = tuple(sorted(WIDTHS, reverse=True))
 PRICES = 96  # Lagrange multipliers tried per group size
+_FEW_GROUPS = 4  # 126 mixes
 Anchors = Mapping[tuple[int, int], list[float]]
 
 
@@ -37,7 +39,8 @@ def group_rows(in_features: int, group_size: int) -> list[int]:
 def menu(in_features: int, out_features: int, anchors: Anchors, *, bias: bool = False) -> list[Option]:
     """Options of one linear that no other option beats in both bits and error, smallest first.
 
-    For each group size and each of PRICES prices of a bit, the widths (never rising from top to bottom) that minimise error plus price.
+    For each group size and each of PRICES prices of a bit, the widths (never rising from top to bottom) that minimise error plus price; all
+    such widths where a matrix has few groups, so that small models too can spend their last bits.
 
     Args:
         in_features: K.
@@ -84,6 +87,8 @@ def _group_errors(anchors: Anchors, bits: int, size: int, count: int) -> Tensor:
 
 def _mixes(errors: Tensor, weights: list[int]) -> set[tuple[int, ...]]:
     """For each price, the best widths, not rising along the groups. errors f64 `(6, G)`; weights: weights per group."""
+    if errors.shape[1] <= _FEW_GROUPS:
+        return set(itertools.combinations_with_replacement(DESCENDING, errors.shape[1]))
     widths = torch.tensor(DESCENDING, dtype=torch.float64)
     cost = widths[:, None] * torch.tensor(weights, dtype=torch.float64)
     slope = ((errors[1:] - errors[:-1]) / (cost[:-1] - cost[1:])).clamp_min(1e-300)

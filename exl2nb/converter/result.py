@@ -53,7 +53,8 @@ class Matrix:
 class Conversion:
     """A finished conversion.
 
-    path: the model directory. target_bpw: asked for. bpw: reached over the layers' matrices, head and embedding not counted. nbytes: of the
+    path: the model directory. target_bpw: asked for. bpw: reached: all that the layers store over the weights of their
+    matrices; head and embedding not counted. nbytes: of the
     weight files. matrices: in running order, the head last. seconds: per stage. measurement: pass it to the next conversion of this model.
     resumed_layers: layers taken over from an interrupted run.
     """

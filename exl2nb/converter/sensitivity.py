@@ -1,8 +1,10 @@
 """How much each output of each linear matters to the model's predictions: one backward sweep. Knows nothing of bits.
 
-For labels sampled from the model itself, the gradient g of -log p at a linear's output has E[g g^T] = Fisher information, and a small change
-d of that output costs KL = (g^T d)^2 / 2 on average. So column n of a changed matrix dW costs about G_n * dW_n^T H dW_n / 2, where
-G_n = mean g_n^2 and H = sum of x x^T weighted by the token's |g|^2: tokens that matter to nobody do not bend the rounding.
+For labels sampled from the model itself, the gradient g of -log p at a linear's output has E[g g^T] = Fisher information, and a small
+change d of that output costs KL = (g^T d)^2 / 2 on average. So column n of a changed matrix dW costs about G_n * dW_n^T H dW_n / 2, where
+G_n = mean g_n^2 and H = sum of x x^T weighted by the token's |g|^2: tokens that matter to nobody do not bend the rounding. The
+weights are heavy-tailed, so a few tokens would do all the talking; half of each weight is therefore the same for all (held-out KL of the
+demo model, 3 bits, 32 rows: 0.2755 unweighted, 0.2746 fully weighted, 0.2677 half and half).
 """
 
 from __future__ import annotations
@@ -99,16 +101,25 @@ def _backward(
             name = INPUT_OF[role]
             weight[name] = weight.get(name, torch.zeros(())) + square.sum(1)
         for name, value in weight.items():
-            moments.add(name, tape.inputs[config.names.at(layer, name)], value)
+            inputs = tape.inputs[config.names.at(layer, name)]
+            moments.add(name, inputs, value)
+            moments.add(f"{name} plain", inputs)
             tokens.setdefault(name, []).append(value)
     count = x.shape[0] * x.shape[1]
+    hessians = moments.hessians()
     statistics = LayerStatistics(
         layer=layer,
-        hessians=moments.hessians(),
-        token_weights={name: (w := torch.cat(parts)) / w.double().mean().clamp_min(1e-300).float() for name, parts in tokens.items()},
+        hessians={name: (hessians[name] + hessians[f"{name} plain"]) / 2 for name in tokens},
+        token_weights={name: _blend(torch.cat(parts)) for name, parts in tokens.items()},
         gradients={key: square / count for key, square in squares.items()},
     )
     return statistics, torch.cat(below)
+
+
+def _blend(weight: Tensor) -> Tensor:
+    """Half proportional to `weight`, half the same for all; mean 1."""
+    mean = weight.double().mean().float()
+    return 0.5 + (0.5 * weight / mean if mean > 0 else torch.full_like(weight, 0.5))
 
 
 @dataclass

@@ -1,0 +1,101 @@
+"""Files of work in progress: one per layer and stage, each written atomically and named after a hash of all that went into it.
+
+A killed job therefore continues where it stopped, and a job with other options never takes over what does not belong to it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from exl2nb.converter.measure import Measurement
+from exl2nb.core.errors import ConversionError, Exl2Error
+from exl2nb.io import safetensors
+from exl2nb.model.layout import Linear
+from exl2nb.quant.exl2 import Exl2Tensors
+
+HEAD = -1  # stands for the head where a layer index is wanted
+Packed = dict[str, tuple[Exl2Tensors, float]]  # module key -> tensors, loss
+
+
+class Work:
+    """The folder of one job.
+
+    Raises:
+        ConversionError: it cannot be made.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConversionError(f"{directory}: cannot be made ({error.strerror}); choose a directory you may write to") from error
+
+    def load_measurement(self, key: str) -> Measurement | None:
+        """A finished measurement under `key`; None where there is none or it is damaged."""
+        try:
+            found = Measurement.load(self._measurement(key))
+        except (Exl2Error, OSError):
+            return None
+        return found if found.key == key else None
+
+    def save_measurement(self, found: Measurement, layers: int) -> None:
+        """Keep a finished measurement; the parts of its layers are no longer needed."""
+        found.save(self._measurement(found.key))
+        for layer in range(layers):
+            for part in (self.measured(found.key, layer), self.measured(found.key, layer).with_suffix(".safetensors")):
+                part.unlink(missing_ok=True)
+
+    def measured(self, key: str, layer: int) -> Path:
+        """File of one measured layer (see measure.save_layer)."""
+        return self.directory / f"measure-{key[:16]}-{layer:04d}.json"
+
+    def quantized(self, key: str, layer: int) -> Path:
+        """File of one quantised layer, or of the head."""
+        return self.directory / f"layer-{key[:16]}-{'head' if layer == HEAD else f'{layer:04d}'}.safetensors"
+
+    def save(self, key: str, layer: int, packed: Packed) -> None:
+        """Write one quantised layer."""
+        tensors: dict[str, Tensor] = {}
+        for name, (matrix, loss) in packed.items():
+            tensors |= matrix.tensors(name) | {f"{name}.loss": torch.tensor([loss], dtype=torch.float64)}
+        safetensors.save(self.quantized(key, layer), tensors)
+
+    def load(self, key: str, layer: int, linears: Mapping[str, Linear]) -> Packed | None:
+        """Read one quantised layer; None where it is missing or damaged, and must be made again."""
+        path = self.quantized(key, layer)
+        if not path.is_file():
+            return None
+        try:
+            with safetensors.SafetensorsFile(path) as file:
+                return {
+                    linear.key: (
+                        Exl2Tensors.read(file, linear.key, in_features=linear.in_features, out_features=linear.out_features),
+                        float(file.read(f"{linear.key}.loss")),
+                    )
+                    for linear in linears.values()
+                }
+        except (Exl2Error, OSError):
+            return None
+
+    def forget(self, key: str, layers: int) -> None:
+        """Remove the quantised layers and the head."""
+        for layer in (*range(layers), HEAD):
+            self.quantized(key, layer).unlink(missing_ok=True)
+
+    def _measurement(self, key: str) -> Path:
+        return self.directory / f"measurement-{key[:16]}.json"
+
+
+def hash_of(*parts: object) -> str:
+    """SHA-256 of bytes and of the `repr` of anything else."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part if isinstance(part, bytes) else repr(part).encode())
+        digest.update(b"\0")
+    return digest.hexdigest()

@@ -1,0 +1,130 @@
+"""The op against its reference, against rounding to nearest, and what it says about its own loss."""
+
+import pytest
+import torch
+
+from exl2nb import ops
+from exl2nb.converter import gptq
+from exl2nb.converter.hessian import factorize
+from exl2nb.core.errors import ConversionError
+from exl2nb.ops._library import REFERENCES
+from exl2nb.ops.gptq import gptq_quantize
+
+LAYOUTS = {
+    "one width": [(4, 32), (4, 32), (4, 32)],
+    "mixed, short last group": [(8, 32), (5, 32), (3, 32)],
+    "2 bits in one group": [(2, 96)],
+    "6 and 2": [(6, 32), (2, 64)],
+}
+
+
+def problem(k=96, n=40, tokens=400, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(n, k, generator=generator) * 0.05 * torch.rand(n, 1, generator=generator).exp()
+    x = torch.randn(tokens, k, generator=generator) @ torch.randn(k, k, generator=generator) * torch.rand(k, generator=generator).square()
+    return weight, (x.T @ x).double() / tokens
+
+
+def loss_of(weight, what, hessian):
+    error = weight.double() - what.double()
+    return ((error @ hessian) * error).sum()
+
+
+@pytest.mark.parametrize("groups", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_op_equals_reference(groups):
+    weight, hessian = problem()
+    factor = factorize(hessian)
+    table = torch.tensor([v for g in groups for v in g], dtype=torch.int32)
+    args = (weight.T[factor.perm].contiguous(), factor.upper, torch.rand(40, generator=torch.Generator().manual_seed(1)) + 0.5, table)
+    got, wanted = gptq_quantize(*args), REFERENCES["gptq_quantize"](*args)
+    # sums run in another order, so a tie may fall the other way and pull the rest of its column along: few columns may differ, none by loss
+    same = (got.codes == wanted[0]).all(0) & (got.scale_index == wanted[1]).all(0)
+    assert same.float().mean() >= 0.9
+    assert torch.equal(got.scale_max, wanted[2])
+    torch.testing.assert_close(got.loss.sum(), wanted[3].sum(), rtol=0.01, atol=0)
+    torch.testing.assert_close(got.loss[:, same], wanted[3][:, same], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("groups", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_loss_is_the_quadratic_form_of_what_is_stored(groups):
+    weight, hessian = problem()
+    damping = 0.03 * hessian.diagonal().mean() * torch.eye(96, dtype=torch.float64)
+    packed, loss = gptq.quantize(weight, factorize(hessian), groups)
+    what = gptq.dense(packed, 40)
+    assert packed.groups == groups
+    torch.testing.assert_close(loss, float(loss_of(weight, what, hessian + damping)), rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 6])
+def test_better_than_rounding_to_nearest(bits):
+    weight, hessian = problem()
+    packed, _ = gptq.quantize(weight, factorize(hessian), [(bits, 32)] * 3)
+    steps = packed.steps().float()[torch.arange(3).repeat_interleave(32)]
+    half = 1 << (bits - 1)
+    stored = weight.T[packed.perm]
+    nearest = torch.empty_like(stored)
+    nearest[packed.perm] = (stored / steps[:, :40]).round().clamp(-half, half - 1) * steps[:, :40]
+    assert loss_of(weight, gptq.dense(packed, 40), hessian) < 0.7 * loss_of(weight, nearest.T, hessian)
+
+
+def test_every_scale_beats_the_neighbouring_ones():
+    """Local optimality of the scale search where nothing is compensated: a diagonal Hessian."""
+    weight, _ = problem(k=32)
+    factor = factorize(torch.eye(32, dtype=torch.float64), damping=1e-9)
+    packed, _ = gptq.quantize(weight, factor, [(3, 32)])
+    index, unit = packed.scale_index()[0, :40].float(), (packed.q_scale_max.float() / 256).half().float()
+
+    def loss(code):
+        step = ((code + 1).square() * unit).half().float()
+        return (((weight.T / step).clamp(-4, 3).round() * step - weight.T).square()).sum(0)
+
+    chosen = loss(index)
+    assert (chosen <= loss((index - 1).clamp_min(0)) + 1e-9).all()
+    assert (chosen <= loss((index + 1).clamp_max(15)) + 1e-9).all()
+
+
+def test_columns_without_weights_cost_nothing():
+    weight, hessian = problem()
+    weight[5], weight[7] = 0, 1e-9
+    packed, loss = gptq.quantize(weight, factorize(hessian), [(4, 96)])
+    assert torch.isfinite(torch.tensor(loss))
+    assert not gptq.dense(packed, 40)[5].any()
+    nothing, _ = gptq.quantize(torch.zeros_like(weight), factorize(hessian), [(4, 96)])
+    assert not gptq.dense(nothing, 40).any()
+
+
+def test_same_bits_on_every_instruction_set(monkeypatch):
+    """Lanes are columns and nothing is summed across them, so a width of 1 column equals the same column in a wide matrix."""
+    weight, hessian = problem()
+    factor, groups = factorize(hessian), [(3, 32), (2, 64)]
+    wide = gptq.run(weight, factor, groups, torch.tensor([1.0] + [0.0] * 39))
+    narrow = gptq.run(weight[:1].repeat(17, 1), factor, groups, torch.tensor([1.0] + [0.0] * 16))
+    for column in (0, 16):
+        assert torch.equal(narrow.codes[:, column], narrow.codes[:, 0])
+    assert wide.codes.shape == (96, 40)
+
+
+def test_wrong_arguments_are_named():
+    weight, hessian = problem()
+    factor = factorize(hessian)
+    with pytest.raises((RuntimeError, ValueError), match="rows of all groups"):
+        gptq.run(weight, factor, [(4, 64)])
+    with pytest.raises(ConversionError, match="NaN or infinity"):
+        factorize(torch.full((4, 4), torch.nan, dtype=torch.float64))
+
+
+def test_dead_channels_and_singular_hessians_factor():
+    hessian = torch.zeros(64, 64, dtype=torch.float64)
+    hessian[:8, :8] = torch.ones(8, 8)
+    factor = factorize(hessian)
+    assert torch.isfinite(factor.upper).all()
+    assert set(factor.perm[:8].tolist()) == set(range(8))
+    assert factorize(torch.zeros(32, 32, dtype=torch.float64)).upper.diagonal().min() > 0
+
+
+def test_opcheck():
+    weight, hessian = problem(k=32, n=8)
+    factor = factorize(hessian)
+    table = torch.tensor([4, 32], dtype=torch.int32)
+    torch.library.opcheck(torch.ops.exl2nb.gptq_quantize.default, (weight.T[factor.perm].contiguous(), factor.upper, torch.ones(8), table))
+    assert ops

@@ -1,0 +1,292 @@
+"""A tiny random model from dense to EXL2 and back: budget, bytes, resumption, cancellation, errors by name."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from exl2nb.converter.gptq import dense
+from exl2nb.converter.job import ConversionJob
+from exl2nb.converter.measure import Measurement
+from exl2nb.core.errors import ConversionError, FormatError, Interrupted, ModelNotFound, OptionError
+from exl2nb.io import safetensors
+from exl2nb.io.shards import TensorStore
+from exl2nb.model.archs import parse_config
+from exl2nb.model.inspect import inspect
+from exl2nb.model.layout import linears, vectors
+from exl2nb.model.reference import logits
+from exl2nb.quant.exl2 import Exl2Tensors
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": True,
+    "tie_word_embeddings": False,
+}
+TEXT = [" ".join(f"w{(i * i + 7 * i) % 90}" for i in range(3000))]
+OPTIONS = {"calibration": TEXT, "rows": 6, "length": 32}
+
+
+def write_model(directory, **changes):
+    """A random model of CONFIG with a word tokenizer; returns the directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    raw = {**CONFIG, **changes}
+    config = parse_config(raw)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: 1 + 0.1 * torch.randn(shape, generator=generator) for name, shape in vectors(config).items()}
+    for linear in linears(config):
+        if linear.role == "head" and config.tie_word_embeddings:
+            continue
+        tensors[f"{linear.key}.weight"] = torch.randn(linear.shape, generator=generator) * linear.in_features**-0.5
+        if linear.bias:
+            tensors[f"{linear.key}.bias"] = 0.1 * torch.randn(linear.out_features, generator=generator)
+    tensors["model.embed_tokens.weight"] = torch.randn(config.vocab_size, config.hidden_size, generator=generator)
+    safetensors.save(directory / "model.safetensors", {name: tensor.half() for name, tensor in tensors.items()})
+    (directory / "config.json").write_text(json.dumps(raw))
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": 3 + i for i in range(90)}}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def done(source, tmp_path_factory):
+    return ConversionJob(source, tmp_path_factory.mktemp("out") / "5bpw", bpw=5.0, **OPTIONS).run()
+
+
+def output(directory):
+    return (directory / "output.safetensors").read_bytes()
+
+
+def test_result_is_what_is_on_disk(done, source):
+    assert done.bpw <= 5.0
+    assert done.bpw > 4.9
+    assert done.nbytes == (done.path / "output.safetensors").stat().st_size
+    assert set(done.seconds) == {"calibrate", "measure", "allocate", "quantize", "write"}
+    assert sorted(p.name for p in done.path.iterdir()) == ["config.json", "output.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    assert [p.name for p in done.path.parent.iterdir()] == [done.path.name]  # no work folder is left
+    written = json.loads((done.path / "config.json").read_text())["quantization_config"]
+    assert (written["quant_method"], written["bits"], written["head_bits"]) == ("exl2", 5.0, 6)
+    assert written["calibration"] == {"rows": 6, "length": 32, "dataset": "1 strings"}
+    assert len(done.to_frame()) == 3 * 7 + 1
+    assert str(done).count("\n") == 6
+    assert "<table" in done._repr_html_()
+    bits = {matrix.key: matrix.bpw for matrix in done.matrices}
+    with TensorStore(done.path) as store:
+        for key, bpw in bits.items():
+            assert Exl2Tensors.read(store, key).bpw == pytest.approx(bpw)
+    inspect(done.path)
+
+
+def test_the_files_hold_what_the_stream_was_run_on(done, source):
+    """Reconstructing the files gives a model close to the source, and closer with more bits."""
+    config = parse_config(CONFIG)
+    ids = torch.randint(3, 90, (2, 48), generator=torch.Generator().manual_seed(3))
+    with TensorStore(source) as store:
+        plain = {name: store.read(name).float() for name in store.names()}
+    wanted = logits(config, plain, ids).log_softmax(-1)
+
+    def kl(path):
+        with TensorStore(path) as store:
+            weights = {}
+            for linear in linears(config):
+                weights[f"{linear.key}.weight"] = dense(Exl2Tensors.read(store, linear.key), linear.out_features)
+                if linear.bias:
+                    weights[f"{linear.key}.bias"] = store.read(f"{linear.key}.bias").float()
+                    assert torch.equal(weights[f"{linear.key}.bias"], plain[f"{linear.key}.bias"])
+            for name in vectors(config):
+                weights[name] = store.read(name).float()
+                assert torch.equal(weights[name], plain[name])
+        got = logits(config, weights, ids).log_softmax(-1)
+        return float((wanted.exp() * (wanted - got)).sum(-1).mean())
+
+    small = ConversionJob(source, done.path.parent / "4bpw", bpw=4.0, head_bits=4, measurement=done.measurement, **OPTIONS).run()
+    assert kl(done.path) < kl(small.path) < 0.5
+    assert small.nbytes < done.nbytes
+    assert small.seconds["measure"] < done.seconds["measure"]
+
+
+def test_same_bytes_again_and_from_a_saved_measurement(done, source, tmp_path):
+    done.measurement.save(tmp_path / "m.json")
+    loaded = Measurement.load(tmp_path / "m.json")
+    assert loaded.linears == done.measurement.linears
+    table = json.loads((tmp_path / "m.json").read_text())
+    assert set(table["measurement"]) >= {"model.layers.0.self_attn", "model.layers.2.mlp", "lm_head.linear"}
+    assert all(0 < o["accuracy"] < 1 and o["total_bits"] > 0 for o in table["measurement"]["model.layers.1.mlp"])
+    for name, options in (("again", {}), ("loaded", {"measurement": tmp_path / "m.json"})):
+        other = ConversionJob(source, tmp_path / name, bpw=5.0, **options, **OPTIONS).run()
+        assert output(other.path) == output(done.path)
+
+
+def test_measurement_of_something_else_is_refused(done, source, tmp_path):
+    with pytest.raises(ConversionError, match="belongs to another"):
+        ConversionJob(source, tmp_path / "x", bpw=5.0, measurement=done.measurement, **{**OPTIONS, "rows": 5}).run()
+    (tmp_path / "m.json").write_text('{"measurement": {}}')
+    with pytest.raises(ConversionError, match="measure again"):
+        ConversionJob(source, tmp_path / "x", bpw=5.0, measurement=tmp_path / "m.json", **OPTIONS).run()
+    assert not (tmp_path / "x").exists()
+
+
+class Stop(Exception):
+    pass
+
+
+@pytest.mark.parametrize("stage", ["measure", "quantize", "write"])
+def test_resumes_to_the_same_bytes(done, source, tmp_path, stage):
+    def bomb(event):
+        if event.stage == stage and event.done >= event.total * 0.7:
+            raise Stop
+
+    with pytest.raises(Stop):
+        ConversionJob(source, tmp_path / "out", bpw=5.0, **OPTIONS).run(bomb)
+    assert not (tmp_path / "out").exists()
+    result = ConversionJob(source, tmp_path / "out", bpw=5.0, **OPTIONS).run()
+    assert output(result.path) == output(done.path)
+    assert (result.resumed_layers > 0) == (stage != "measure")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+KILLED = """
+import sys
+from exl2nb.converter.job import ConversionJob
+def tell(event):
+    print(event.stage, event.done, flush=True)
+ConversionJob(sys.argv[1], sys.argv[2], bpw=5.0, calibration=[sys.argv[3]], rows=6, length=32).run(tell)
+"""
+
+
+def test_resumes_after_kill_minus_nine(done, source, tmp_path):
+    command = [sys.executable, "-c", KILLED, str(source), str(tmp_path / "out"), TEXT[0]]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("quantize 2"):
+                os.kill(process.pid, signal.SIGKILL)
+                break
+    assert process.returncode == -signal.SIGKILL
+    assert not (tmp_path / "out").exists()
+    result = ConversionJob(source, tmp_path / "out", bpw=5.0, **OPTIONS).run()
+    assert result.resumed_layers >= 2
+    assert output(result.path) == output(done.path)
+
+
+def test_a_damaged_layer_file_is_made_again(done, source, tmp_path):
+    def bomb(event):
+        if event.stage == "write":
+            raise Stop
+
+    with pytest.raises(Stop):
+        ConversionJob(source, tmp_path / "out", bpw=5.0, work_dir=tmp_path / "work", **OPTIONS).run(bomb)
+    victim = sorted((tmp_path / "work").glob("layer-*.safetensors"))[0]
+    victim.write_bytes(victim.read_bytes()[:-100])
+    result = ConversionJob(source, tmp_path / "out", bpw=5.0, work_dir=tmp_path / "work", **OPTIONS).run()
+    assert output(result.path) == output(done.path)
+    assert result.resumed_layers == 3
+    assert sorted(p.suffix for p in (tmp_path / "work").iterdir()) == [".json", ".safetensors"]  # the measurement stays
+
+
+def test_cancel(source, tmp_path):
+    job = ConversionJob(source, tmp_path / "out", bpw=5.0, work_dir=tmp_path / "work", **OPTIONS)
+    states = []
+
+    def sink(event):
+        states.append(event.state)
+        if event.stage == "quantize" and event.done == 1:
+            threading.Thread(target=job.cancel).start()
+            time.sleep(0.05)
+
+    with pytest.raises(Interrupted, match="run it again to continue"):
+        job.run(sink)
+    assert states[-1] == "cancelled"
+    assert not (tmp_path / "out").exists()
+
+
+def test_tied_head_and_odd_vocabulary(tmp_path):
+    source = write_model(tmp_path / "tied", tie_word_embeddings=True, vocab_size=99)
+    result = ConversionJob(source, tmp_path / "out", bpw=4.0, **OPTIONS).run()
+    with TensorStore(result.path) as store:
+        assert store.info("lm_head.q_weight").shape[1] == 128
+        assert store.info("model.embed_tokens.weight").shape == (99, 64)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"bpw": 1.9}, OptionError, "bpw"),
+        ({"bpw": 8.1}, OptionError, "bpw"),
+        ({"bpw": float("nan")}, OptionError, "bpw"),
+        ({"head_bits": 7}, OptionError, "head_bits"),
+        ({"rows": 0}, OptionError, "rows"),
+        ({"length": 8}, OptionError, "length"),
+        ({"seed": -1}, OptionError, "seed"),
+        ({"effort": "heroic"}, OptionError, "quick, thorough"),
+    ],
+)
+def test_options_out_of_range(source, tmp_path, options, error, text):
+    with pytest.raises(error, match=text):
+        ConversionJob(source, tmp_path / "out", **{"bpw": 4.0, **OPTIONS, **options})
+
+
+def test_unreachable_target_names_the_range(source, tmp_path, done):
+    with pytest.raises(ConversionError, match=r"reaches 2\.\d+ to 8\.\d+"):
+        ConversionJob(source, tmp_path / "out", bpw=2.0, measurement=done.measurement, **OPTIONS).run()
+
+
+def test_bad_places(source, tmp_path, done):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("mine")
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(ConversionError, match="not empty"):
+        ConversionJob(source, tmp_path / "full", bpw=4.0)
+    with pytest.raises(ModelNotFound, match=r"config\.json"):
+        ConversionJob(tmp_path / "nothing", tmp_path / "out", bpw=4.0).run()
+    with pytest.raises(ConversionError, match="dense"):
+        ConversionJob(done.path, tmp_path / "out", bpw=4.0, **OPTIONS).run()
+    (tmp_path / "empty").mkdir()
+    assert ConversionJob(source, tmp_path / "empty", bpw=5.0, measurement=done.measurement, **OPTIONS).run().path.is_dir()
+
+
+def test_weights_that_are_not_finite(tmp_path):
+    source = write_model(tmp_path / "nan")
+    with safetensors.SafetensorsFile(source / "model.safetensors") as file:
+        tensors = {name: file.read(name) for name in file.names()}
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = torch.inf
+    safetensors.save(source / "model.safetensors", tensors)
+    with pytest.raises(FormatError, match=r"up_proj.weight.*infinity"):
+        ConversionJob(source, tmp_path / "out", bpw=4.0, **OPTIONS).run()
+
+
+def test_shapes_the_format_cannot_hold(tmp_path):
+    source = write_model(tmp_path / "odd", intermediate_size=72)
+    with pytest.raises(ConversionError, match="multiples of 32"):
+        ConversionJob(source, tmp_path / "out", bpw=4.0, **OPTIONS).run()
+
+
+def test_full_disk(source, tmp_path, done, monkeypatch):
+    monkeypatch.setattr("exl2nb.io.atomic.free_bytes", lambda path: 10)
+    with pytest.raises(ConversionError, match="disk is full"):
+        ConversionJob(source, tmp_path / "out", bpw=5.0, **OPTIONS).run()
+    assert not (tmp_path / "out").exists()
