@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import exl2nb
 from exl2nb.cli import bitmap, report
-from exl2nb.cli.console import Console
+from exl2nb.cli.console import Console, mega
 from exl2nb.cli.demo_result import DemoResult, Entry
 from exl2nb.cli.models import demo_directory, file_bytes, loaded
 from exl2nb.core.errors import OptionError
@@ -153,7 +153,7 @@ def convert_all(options: DemoOptions, console: Console) -> list[Made]:
             )
             done = job.run(console.sink)
             seconds = time.monotonic() - start
-            console.say(f"{done.bpw:.3f} bits per weight in {seconds:.1f} s")
+            console.say(f"{mega(done.nbytes)} in {seconds:.1f} s")
             made.append((name, options.out / f"{bpw:g}bpw", bpw, seconds))
     return made
 
