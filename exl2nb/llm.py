@@ -200,8 +200,8 @@ class LLM:
 
     def close(self) -> None:
         """End what runs, join the engine's thread and give the memory back. A second call does nothing."""
-        if self._finalizer.detach():
-            self.engine.close()
+        self.engine.close()
+        self._finalizer.detach()
 
     def __enter__(self) -> LLM:
         return self
@@ -243,7 +243,9 @@ class LLM:
             ids = list(prompt)
         else:
             raise OptionError(f"{where}: prompt is {str(prompt)[:80]!r}; expected a text or a list of token ids")
-        return self.engine.submit(Request.of(ids, where=where, stream=stream, **options))
+        handle = self.engine.submit(Request.of(ids, where=where, stream=stream, **options))
+        handle.owner = self
+        return handle
 
     def _generate_all(self, prompts: Sequence[str], options: dict[str, Any]) -> list[Completion]:
         handles: list[Handle] = []

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import contextvars
-import queue
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -30,6 +32,8 @@ from exl2nb.tokenizer.tokenizer import Tokenizer
 
 IDLE_S = 5.0  # the thread ends after this long without work, and is started again by the next request: an idle model holds no thread
 TICK_S = 0.05
+EXIT_S = 2.0  # what the end of the interpreter waits for a step: a thread that comes back from C++ after that would abort the process
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # those that have started a thread
 
 
 class Forward(Protocol):
@@ -82,10 +86,9 @@ class Engine:
             page_size=size,
             device=device,
         )
-        self._inbox: queue.SimpleQueue[Sequence | None] = queue.SimpleQueue()
-        self._live: set[Sequence] = set()  # submitted and not ended
-        self._lock = threading.Lock()
-        self._model_lock = threading.Lock()
+        self._arrived: deque[Sequence] = deque()  # a sequence leaves it after it has entered the scheduler, so that it is always somewhere
+        self._wake = threading.Event()
+        self._lock, self._model_lock, self._run_lock = threading.Lock(), threading.Lock(), threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
 
@@ -109,16 +112,18 @@ class Engine:
             raise OptionError(f"the prompt holds ids outside 0 to {self._vocab_size - 1}; was it encoded with another model's tokenizer?")
         sequence = Sequence(request, self.tokenizer, context=self.context)
         self._scheduler.check(sequence)
+        handle = Handle(sequence.channel)  # before anything can run: an interrupt from here on drops it, which cancels the request
         with self._lock:
             if self._closed:
                 raise EngineClosed("the model was closed; load it again")
-            self._live.add(sequence)
-            self._inbox.put(sequence)
-            if self._thread is None:
+            self._arrived.append(sequence)
+            self._wake.set()
+            if self._thread is None or not self._thread.is_alive():
                 run = contextvars.copy_context().run
+                _stop_at_exit(self)
                 self._thread = threading.Thread(target=run, args=(self._run,), name="exl2nb-engine", daemon=True)
                 self._thread.start()
-        return Handle(sequence.channel)
+        return handle
 
     @property
     def closed(self) -> bool:
@@ -128,7 +133,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """True while no request waits or runs; all pages are free then."""
-        return not self._live
+        return not self._arrived and not self._scheduler.busy
 
     def wait_idle(self, timeout_s: float = 60.0) -> bool:
         """Wait until every request is through; False if that takes longer."""
@@ -149,51 +154,55 @@ class Engine:
 
     def close(self) -> None:
         """End every request with EngineClosed, join the thread, give memory back. A second call does nothing."""
-        with self._lock:
-            self._closed = True
-            thread = self._thread
-            self._inbox.put(None)
-        while thread is not None and thread.is_alive() and thread is not threading.current_thread():
-            thread.join(TICK_S)
+        self._stop(float("inf"))
         self._fail_all(EngineClosed("the model was closed while the request ran"))
         with self._model_lock:
             self.cache.close()
             self.model.close()
 
+    def _stop(self, seconds: float) -> None:
+        """Ask the thread to end and wait for it, in ticks, so that an interrupt gets through."""
+        with self._lock:
+            self._closed = True
+            thread = self._thread
+            self._wake.set()
+        deadline = time.monotonic() + seconds
+        while thread is not None and thread.is_alive() and thread is not threading.current_thread() and time.monotonic() < deadline:
+            thread.join(TICK_S)
+
     # ---- the engine thread
 
     def _run(self) -> None:
         try:
-            with torch.inference_mode():
+            # the lock: an interrupt inside Thread.start can leave a thread behind that nobody knows of, beside its successor
+            with self._run_lock, torch.inference_mode():
                 while self._collect():
                     self.step()
         except BaseException as error:  # a bug outside a step: callers must not wait for ever
             logger.exception("engine thread failed")
-            self._fail_all(error)
             with self._lock:
                 self._thread = None
+                self._fail_all(error)
             raise
 
     def _collect(self) -> bool:
         """Take new requests in; wait for one while there is nothing to do. False: the thread is to end."""
-        try:
-            while True:
-                sequence = self._inbox.get_nowait() if self._scheduler.busy else self._inbox.get(timeout=IDLE_S)
-                if sequence is None:
-                    break
-                self._scheduler.add(sequence)
-        except queue.Empty:
-            pass
+        if not self._scheduler.busy:
+            self._wake.wait(IDLE_S)
+        self._wake.clear()
+        while self._arrived:
+            self._scheduler.add(self._arrived[0])
+            self._arrived.popleft()
         if self._closed:
             self._fail_all(EngineClosed("the model was closed while the request ran"))
             return False
         if self._scheduler.busy:
             return True
         with self._lock:
-            if self._inbox.empty():
-                self._thread = None
-                return False
-        return True
+            if self._arrived:
+                return True
+            self._thread = None
+            return False
 
     def step(self) -> None:
         """One turn: drop what was cancelled, choose tokens, run the model, sample, hand out."""
@@ -227,7 +236,12 @@ class Engine:
             self._fail(sequence, error)
 
     def _finish(self, sequence: Sequence, reason: str) -> None:
-        self._retire(sequence, sequence.complete(reason))
+        try:
+            completion = sequence.complete(reason)
+        except Exception as error:
+            self._fail(sequence, error)
+        else:
+            self._retire(sequence, completion)
 
     def _fail(self, sequence: Sequence, error: BaseException) -> None:
         if not isinstance(error, (GenerationError, EngineClosed)):
@@ -238,9 +252,21 @@ class Engine:
 
     def _retire(self, sequence: Sequence, outcome: Completion | BaseException) -> None:
         self._scheduler.remove(sequence)  # pages first: when the caller hears of the end they are free
-        self._live.discard(sequence)
         sequence.channel.end(outcome)
 
     def _fail_all(self, error: BaseException) -> None:
-        for sequence in list(self._live):
+        for sequence in (*self._arrived, *self._scheduler.running, *self._scheduler.waiting):
             self._fail(sequence, error)
+        self._arrived.clear()
+
+
+def _stop_at_exit(engine: Engine) -> None:
+    if not _engines:
+        atexit.unregister(_stop_all)
+        atexit.register(_stop_all)
+    _engines.add(engine)
+
+
+def _stop_all() -> None:
+    for engine in list(_engines):
+        engine._stop(EXIT_S)

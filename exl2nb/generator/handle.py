@@ -23,20 +23,22 @@ class Handle:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._over = False
+        self._bell: _Bell | None = None
+        self.owner: object = None  # kept alive as long as this handle: the loaded model
 
     def __iter__(self) -> Iterator[Chunk]:
         return self
 
     def __next__(self) -> Chunk:
-        if self._over:
-            raise StopIteration
         tokens: list[Token] = []
         try:
-            self._take(tokens, self._wait())
+            if not self._over:
+                self._take(tokens, self._wait())
         except BaseException:
             self.cancel()
             raise
         if not tokens:
+            self._raise_error()
             raise StopIteration
         return Chunk("".join([token.text for token in tokens]), tuple(tokens))
 
@@ -44,15 +46,15 @@ class Handle:
         return self
 
     async def __anext__(self) -> Chunk:
-        if self._over:
-            raise StopAsyncIteration
         tokens: list[Token] = []
         try:
-            self._take(tokens, await self._wait_async())
+            if not self._over:
+                self._take(tokens, await self._wait_async())
         except BaseException:
             self.cancel()
             raise
         if not tokens:
+            self._raise_error()
             raise StopAsyncIteration
         return Chunk("".join([token.text for token in tokens]), tuple(tokens))
 
@@ -118,8 +120,7 @@ class Handle:
 
     def _outcome(self) -> Completion:
         self._over = True
-        if self._channel.error is not None:
-            raise self._channel.error
+        self._raise_error()
         assert self._channel.completion is not None
         return self._channel.completion
 
@@ -133,28 +134,25 @@ class Handle:
 
     async def _wait_async(self) -> list[Token] | None:
         channel = self._channel
-        if channel.waker is None:
-            loop, event = asyncio.get_running_loop(), asyncio.Event()
-            self._event = event
-            channel.waker = lambda: void(loop.call_soon_threadsafe(event.set))
+        if self._bell is None:
+            self._bell = _Bell(asyncio.get_running_loop())
+            channel.waker = self._bell.ring
         while True:
-            self._event.clear()
+            rung = self._bell.listen()
             try:
                 return channel.items.get_nowait()
             except queue.Empty:
-                pass
-            try:
-                await asyncio.wait_for(self._event.wait(), TICK_S)
-            except asyncio.TimeoutError:  # another class than TimeoutError before Python 3.11
-                continue
+                await asyncio.wait([rung], timeout=TICK_S)  # not wait_for: before Python 3.12 that can swallow a cancellation
+
+    def _raise_error(self) -> None:
+        if self._over and self._channel.error is not None:
+            raise self._channel.error
 
     def _take(self, tokens: list[Token], item: list[Token] | None) -> None:
-        """Add an item and whatever waits behind it; at the end mark the handle as over, and raise what the engine met."""
+        """Add an item and whatever waits behind it; at the end mark the handle as over."""
         while True:
             if item is None:
                 self._over = True
-                if self._channel.error is not None:
-                    raise self._channel.error
                 return
             tokens += item
             try:
@@ -163,5 +161,23 @@ class Handle:
                 return
 
 
-def void(_: object) -> None:
-    """Drop a value."""
+class _Bell:
+    """Wakes a coroutine from another thread. Knows nothing of the handle, which must be free to be dropped."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._rung: asyncio.Future[None] = loop.create_future()
+
+    def listen(self) -> asyncio.Future[None]:
+        """A future that is done at the next ring."""
+        if self._rung.done():
+            self._rung = self._loop.create_future()
+        return self._rung
+
+    def ring(self) -> None:
+        """From any thread; RuntimeError when the loop is closed."""
+        self._loop.call_soon_threadsafe(self._set)
+
+    def _set(self) -> None:
+        if not self._rung.done():
+            self._rung.set_result(None)

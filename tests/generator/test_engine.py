@@ -1,0 +1,410 @@
+"""The step loop on a model whose rule is known: every schedule must give the text of the rule, and every page must come back."""
+
+import asyncio
+import gc
+import random
+import threading
+import time
+
+import pytest
+
+from exl2nb.core.errors import ContextOverflow, EngineClosed, GenerationError, OptionError
+from exl2nb.generator import engine as engine_module
+from exl2nb.generator.request import Request
+
+from . import fakes
+
+
+@pytest.fixture
+def running():
+    made = []
+
+    def make(model=None, **kwargs):
+        made.append(fakes.engine(model, **kwargs))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        if made and engine.model.gate is not None:
+            engine.model.gate.set()
+        engine.close()
+        assert engine.pages.num_free == engine.pages.num_pages
+
+
+def greedy(prompt, count=8, **kwargs):
+    return Request.of(prompt, where="test", temperature=0, max_tokens=count, ignore_eos=kwargs.pop("ignore_eos", True), **kwargs)
+
+
+def ids(completion):
+    return [token.id for token in completion.tokens]
+
+
+def prompt(seed, length):
+    return random.Random(seed).choices(range(3, fakes.VOCAB), k=length)
+
+
+@pytest.mark.parametrize("length", [1, 31, 32, 33, 64, 255, 256, 257, 700])
+def test_one_request(running, length):
+    model = fakes.FakeModel()
+    engine = running(model)
+    completion = engine.submit(greedy(prompt(length, length))).result()
+    assert ids(completion) == fakes.expected(model, prompt(length, length), 8)
+    assert completion.finish_reason == "length"
+    assert completion.timings.prompt_tokens == length
+
+
+def test_many_at_once_are_each_alone(running):
+    model = fakes.FakeModel(step_s=0.001)
+    engine = running(model)
+    prompts = [prompt(i, n) for i, n in enumerate([3, 300, 1, 90, 256, 40, 7, 511])]
+    handles = [engine.submit(greedy(p, 5 + 3 * i)) for i, p in enumerate(prompts)]
+    for i, (p, handle) in enumerate(zip(prompts, handles)):
+        assert ids(handle.result()) == fakes.expected(model, p, 5 + 3 * i)
+    assert max(sequences for sequences, _ in model.steps) >= 4  # they did run together
+
+
+def test_seeded_draws_do_not_depend_on_the_neighbours(running):
+    engine = running(fakes.FakeModel(step_s=0.0005))
+
+    def request(seed):
+        return Request.of(
+            prompt(1, 20), where="test", seed=seed, top_p=0.95, temperature=1.3, repetition_penalty=1.1, max_tokens=20, ignore_eos=True
+        )
+
+    alone = engine.submit(request(5)).result()
+    crowd = [engine.submit(request(seed)) for seed in (4, 5, 6, 7)]
+    together = [handle.result() for handle in crowd]
+    assert together[1].tokens == alone.tokens
+    assert len({tuple(ids(c)) for c in together}) == 4
+    again = engine.submit(request(together[2].seed)).result()
+    assert again.tokens == together[2].tokens
+
+
+def test_fifo_by_pages(running):
+    """Two pages each, five in the cache: two run, the third waits, and nobody overtakes."""
+    model = fakes.FakeModel(step_s=0.002)
+    engine = running(model, pages=5)
+    order = []
+    handles = [engine.submit(greedy(prompt(i, 300), 6, stream=False)) for i in range(4)]
+    for i, handle in enumerate(handles):
+        assert ids(handle.result()) == fakes.expected(model, prompt(i, 300), 6)
+        order.append(i)
+    assert max(sequences for sequences, _ in model.steps) == 2
+
+
+def test_prompts_are_run_in_chunks_beside_decodes(running):
+    model = fakes.FakeModel(step_s=0.002)
+    engine = running(model)
+    first = engine.submit(greedy(prompt(1, 5), 60))
+    model.entered.wait(5)
+    second = engine.submit(greedy(prompt(2, 900), 3))
+    assert ids(second.result()) == fakes.expected(model, prompt(2, 900), 3)
+    assert ids(first.result()) == fakes.expected(model, prompt(1, 5), 60)
+    assert max(tokens for _, tokens in model.steps) <= 513
+    assert sum(1 for sequences, tokens in model.steps if sequences == 2 and tokens > 32) >= 2
+
+
+def test_eos_ends_and_is_not_shown(running):
+    model = fakes.FakeModel()
+    start = next(p for seed in range(10_000) if fakes.expected(model, p := [seed % 4000 + 3, seed], 1) != [2])
+    rule = fakes.expected(model, start, 6)
+    engine = running(model)
+    engine.tokenizer.eos_ids = frozenset((rule[3], 99999))
+    completion = engine.submit(greedy(start, 6, ignore_eos=False)).result()
+    assert (ids(completion), completion.finish_reason) == (rule[:3], "eos")
+    assert engine.submit(greedy(start, 6)).result().finish_reason == "length"
+
+
+def test_stop_text(running):
+    model = fakes.FakeModel()
+    engine = running(model)
+    whole = engine.submit(greedy([5, 6], 30)).result().text
+    for at in (0, 3, len(whole) // 2):
+        stop = whole[at : at + 5]
+        handle = engine.submit(greedy([5, 6], 30, stop=stop))
+        text = "".join(chunk.text for chunk in handle)
+        assert handle.completion.finish_reason == "stop"
+        assert text == handle.completion.text == whole[: whole.index(stop)]
+
+
+def test_stream_equals_completion(running):
+    engine = running()
+    handle = engine.submit(greedy([5, 6], 50, top_logprobs=4))
+    chunks = list(handle)
+    tokens = [token for chunk in chunks for token in chunk.tokens]
+    assert tuple(tokens) == handle.completion.tokens
+    assert "".join(c.text for c in chunks) == handle.completion.text
+    for token in tokens:
+        assert token.rank == 1
+        assert token.top[0].id == token.id
+        assert token.top[0].logprob == token.logprob
+        assert len(token.top) == 4
+    assert list(handle) == []
+
+
+def test_a_slow_reader_gets_larger_chunks(running):
+    engine = running()
+    handle = engine.submit(greedy([5, 6], 200))
+    next(handle)
+    assert engine.wait_idle()
+    rest = list(handle)
+    assert len(rest) == 1
+    assert len(rest[0].tokens) > 150
+
+
+def test_context_end(running):
+    engine = running(context=40)
+    completion = engine.submit(greedy(prompt(1, 30), 100)).result()
+    assert (len(completion.tokens), completion.finish_reason) == (10, "context")
+    assert len(engine.submit(greedy(prompt(1, 39), 100)).result().tokens) == 1
+    with pytest.raises(ContextOverflow, match="prompt has 40 tokens and the context 40.*shorten the prompt by 1"):
+        engine.submit(greedy(prompt(1, 40), 1))
+
+
+def test_larger_than_the_cache(running):
+    engine = running(pages=2, context=5000)
+    with pytest.raises(ContextOverflow, match="3 pages of 256; the cache has 2 pages, 512 tokens"):
+        engine.submit(greedy(prompt(1, 400), 200))
+    assert len(engine.submit(greedy(prompt(1, 400), 113)).result().tokens) == 113  # 512 in the cache: the last token is never run
+
+
+@pytest.mark.parametrize("bad", [-1, fakes.VOCAB])
+def test_ids_of_another_model(running, bad):
+    with pytest.raises(OptionError, match="0 to 4095"):
+        running().submit(greedy([3, bad]))
+
+
+def test_a_failing_step_ends_its_requests_and_nothing_else(running):
+    model = fakes.FakeModel(step_s=0.001)
+    engine = running(model, max_sequences=2)
+    model.fail_at[6] = ValueError("boom")
+    doomed = [engine.submit(greedy([i + 5], 30)) for i in range(2)]
+    waiting = engine.submit(greedy([9, 9], 6))
+    for handle in doomed:
+        assert next(handle).text is not None
+        with pytest.raises(GenerationError, match="ValueError: boom.*the engine goes on") as info:
+            list(handle)
+        assert isinstance(info.value.__cause__, ValueError)
+    assert ids(waiting.result()) == fakes.expected(model, [9, 9], 6)
+    assert engine.pages.num_free == 16
+
+
+def test_logits_that_are_not_numbers_hurt_one_request(running):
+    model = fakes.FakeModel()
+    model.nan_after = 30
+    engine = running(model)
+    long, short = engine.submit(greedy(prompt(1, 25), 20)), engine.submit(greedy([5], 10))
+    assert ids(short.result()) == fakes.expected(model, [5], 10)
+    with pytest.raises(GenerationError, match="finite"):
+        long.result()
+
+
+def test_memory_error_in_a_step(running):
+    model = fakes.FakeModel()
+    model.fail_at[0] = MemoryError()
+    engine = running(model)
+    with pytest.raises(GenerationError, match="MemoryError"):
+        engine.submit(greedy([5])).result()
+    assert ids(engine.submit(greedy([5])).result()) == fakes.expected(model, [5], 8)
+
+
+class TestCancel:
+    def test_while_a_step_runs(self, running):
+        model = fakes.FakeModel()
+        model.gate = threading.Event()
+        engine = running(model)
+        handle = engine.submit(greedy([5], 50))
+        model.entered.wait(5)
+        handle.cancel()
+        model.gate.set()
+        assert handle.result().finish_reason == "cancelled"
+        assert len(model.steps) <= 2
+
+    def test_while_waiting(self, running):
+        model = fakes.FakeModel()
+        model.gate = threading.Event()
+        engine = running(model, max_sequences=1)
+        first, second = engine.submit(greedy([5], 3)), engine.submit(greedy([6], 3))
+        second.cancel()
+        model.gate.set()
+        assert second.result().finish_reason == "cancelled"
+        assert second.completion.tokens == ()
+        assert len(first.result().tokens) == 3
+
+    def test_text_so_far_is_kept(self, running):
+        engine = running(fakes.FakeModel(step_s=0.002))
+        handle = engine.submit(greedy([5], 500))
+        shown = next(handle).text
+        handle.cancel()
+        rest = "".join(chunk.text for chunk in handle)
+        assert handle.completion.text == shown + rest
+        assert handle.completion.finish_reason == "cancelled"
+
+    def test_leaving_the_loop(self, running):
+        model = fakes.FakeModel(step_s=0.002)
+        engine = running(model)
+        for _ in engine.submit(greedy([5], 3000)):
+            break
+        gc.collect()
+        assert engine.wait_idle(5)
+        assert len(model.steps) < 300
+
+    def test_dropping_a_handle_that_was_never_read(self, running):
+        engine = running(fakes.FakeModel(step_s=0.002))
+        engine.submit(greedy([5], 3000))
+        gc.collect()
+        assert engine.wait_idle(5)
+
+    def test_an_exception_in_the_loop(self, running):
+        engine = running(fakes.FakeModel(step_s=0.002))
+
+        def read():
+            for _ in engine.submit(greedy([5], 3000)):
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            read()
+        gc.collect()
+        assert engine.wait_idle(5)
+
+    def test_at_random_moments(self, running):
+        """Cancelled, dropped or read to the end, 150 times, several at once: no page is lost and the next answer is right."""
+        model = fakes.FakeModel(step_s=0.0003)
+        engine, chance = running(model, pages=12), random.Random(0)
+        handles = []
+        for i in range(150):
+            handles.append(engine.submit(greedy(prompt(i, chance.randrange(1, 600)), 40)))
+            time.sleep(chance.random() * 0.004)
+            way = chance.randrange(3)
+            victim = handles.pop(chance.randrange(len(handles)))
+            if way == 0:
+                victim.cancel()
+            elif way == 1:
+                next(victim, None)
+                handles.append(victim)
+            del victim
+        handles.clear()
+        gc.collect()
+        assert engine.wait_idle(20)
+        assert engine.pages.num_free == 12
+        assert ids(engine.submit(greedy(prompt(7, 300), 20)).result()) == fakes.expected(model, prompt(7, 300), 20)
+
+
+class TestThreads:
+    def test_none_before_use_and_none_after_close(self):
+        before = threading.active_count()
+        engine = fakes.engine()
+        assert threading.active_count() == before
+        engine.submit(greedy([5])).result()
+        assert threading.active_count() == before + 1
+        assert [t.daemon for t in threading.enumerate() if t.name == "exl2nb-engine"] == [True]
+        engine.close()
+        engine.close()
+        assert threading.active_count() == before
+        assert engine.model.closed
+        assert engine.cache.k == []
+
+    def test_an_idle_engine_holds_no_thread(self, monkeypatch, running):
+        monkeypatch.setattr(engine_module, "IDLE_S", 0.05)
+        engine = running()
+        for _ in range(3):
+            engine.submit(greedy([5])).result()
+            deadline = time.monotonic() + 5
+            while engine._thread is not None and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert engine._thread is None
+
+    def test_close_while_running_and_waiting(self):
+        engine = fakes.engine(fakes.FakeModel(step_s=0.005), max_sequences=1)
+        handles = [engine.submit(greedy([i + 3], 3000)) for i in range(3)]
+        next(handles[0])
+        engine.close()
+        for handle in handles:
+            with pytest.raises(EngineClosed, match="closed"):
+                list(handle)
+        with pytest.raises(EngineClosed, match="load it again"):
+            engine.submit(greedy([5]))
+        assert engine.pages.num_free == engine.pages.num_pages
+
+    def test_many_callers(self, running):
+        model = fakes.FakeModel()
+        engine, failures = running(model), []
+
+        def work(seed):
+            for i in range(5):
+                p = prompt((seed, i).__hash__(), 10 + seed)
+                if ids(engine.submit(greedy(p, 5)).result()) != fakes.expected(model, p, 5):
+                    failures.append(p)
+
+        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures
+
+    def test_two_engines(self, running):
+        one, two = fakes.FakeModel(), fakes.FakeModel()
+        handles = [running(one).submit(greedy([5], 40)), running(two).submit(greedy([6], 40))]
+        assert ids(handles[0].result()) == fakes.expected(one, [5], 40)
+        assert ids(handles[1].result()) == fakes.expected(two, [6], 40)
+
+    def test_exclusive_holds_the_engine(self, running):
+        model = fakes.FakeModel()
+        engine = running(model)
+        with engine.exclusive():
+            handle = engine.submit(greedy([5]))
+            with pytest.raises(TimeoutError):
+                handle.result(timeout_s=0.1)
+            assert model.steps == []
+        assert len(handle.result().tokens) == 8
+
+
+class TestAsync:
+    def test_stream_and_result(self, running):
+        model = fakes.FakeModel(step_s=0.001)
+        engine = running(model)
+
+        async def work():
+            handle, ticks = engine.submit(greedy([5], 30)), 0
+
+            async def tick():
+                nonlocal ticks
+                while True:
+                    ticks += 1
+                    await asyncio.sleep(0.002)
+
+            clock = asyncio.create_task(tick())
+            found = [token.id async for chunk in handle for token in chunk.tokens]
+            clock.cancel()
+            assert ticks > 3  # the loop stayed free
+            return found, await engine.submit(greedy([6], 5, stream=False)).aresult()
+
+        found, completion = asyncio.run(work())
+        assert found == fakes.expected(model, [5], 30)
+        assert ids(completion) == fakes.expected(model, [6], 5)
+
+    def test_cancelling_the_task(self, running):
+        engine = running(fakes.FakeModel(step_s=0.002))
+
+        async def work():
+            task = asyncio.create_task(engine.submit(greedy([5], 3000)).aresult())
+            await asyncio.sleep(0.05)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        asyncio.run(work())
+        assert engine.wait_idle(5)
+
+    def test_the_loop_goes_away(self, running):
+        engine = running(fakes.FakeModel(step_s=0.002))
+        handle = engine.submit(greedy([5], 3000))
+        asyncio.run(handle.__anext__())
+        assert engine.wait_idle(5)
+
+    def test_errors_arrive(self, running):
+        model = fakes.FakeModel()
+        model.fail_at[3] = RuntimeError("boom")
+        with pytest.raises(GenerationError, match="boom"):
+            asyncio.run(running(model).submit(greedy([5], 30)).aresult())

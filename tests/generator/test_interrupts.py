@@ -1,0 +1,124 @@
+"""KeyboardInterrupt, as the notebook's stop button sends it, at random moments on the real demo model."""
+
+import subprocess
+import sys
+import textwrap
+
+SCRIPT = textwrap.dedent(
+    """
+    import gc, os, random, signal, sys, threading, time
+    import exl2nb as ex
+
+    chance = random.Random(int(sys.argv[1]))
+    threads = threading.active_count()
+    llm = ex.demo(cache_tokens=2048)
+    engine, options = llm.engine, dict(temperature=0, max_tokens=900, ignore_eos=True)
+    right = llm.generate("The old man", max_tokens=12, temperature=0).text
+    prompts = ["It was", "He " * 120, "The rain " * 250]
+    counts = dict(interrupt=0, abandon=0, cancel=0)
+
+    def interrupted(work):
+        done = threading.Event()
+        def press():
+            time.sleep(chance.random() * 0.03)
+            os.kill(os.getpid(), signal.SIGINT)
+            done.set()
+        try:
+            threading.Thread(target=press, daemon=True).start()
+            work()
+            while True:
+                time.sleep(0.01)
+        except KeyboardInterrupt:
+            counts["interrupt"] += 1
+        done.wait(5)
+
+    def read(prompt):
+        for _ in llm.stream(prompt, **options):
+            pass
+
+    for i in range(200):
+        prompt, way = chance.choice(prompts), i % 5
+        if way == 0:
+            interrupted(lambda: llm.generate(prompt, **options))
+        elif way == 1:
+            interrupted(lambda: read(prompt))
+        elif way == 2:
+            interrupted(lambda: llm.generate([prompt, "It was", "She said"], **options))
+        elif way == 3:
+            stream = iter(llm.stream(prompt, **options))
+            for _ in range(chance.randrange(3)):
+                next(stream)
+            del stream
+            counts["abandon"] += 1
+        else:
+            handle = llm.stream(prompt, **options)
+            time.sleep(chance.random() * 0.02)
+            handle.cancel()
+            handle.result()
+            counts["cancel"] += 1
+        if i % 20 == 19:
+            gc.collect()
+            assert engine.wait_idle(30), "still busy"
+            assert engine.pages.num_free == engine.pages.num_pages, "pages leaked"
+            assert llm.generate("The old man", max_tokens=12, temperature=0).text == right, "wrong answer"
+    llm.close()
+    del interrupted
+    time.sleep(0.1)
+    assert threading.active_count() == threads, threading.enumerate()
+    print(counts)
+    """
+)
+
+
+def test_two_hundred():
+    result = subprocess.run([sys.executable, "-c", SCRIPT, "1"], capture_output=True, text=True, timeout=240)
+    assert result.returncode == 0, result.stderr
+    assert "Traceback" not in result.stderr
+    counts = eval(result.stdout)
+    assert counts["interrupt"] >= 118  # an interrupt inside a destructor is swallowed by Python itself
+    assert (counts["abandon"], counts["cancel"]) == (40, 40)
+
+
+def test_the_prompt_is_back_at_once():
+    """Even while a long step runs: the caller does not wait for it."""
+    script = textwrap.dedent(
+        """
+        import sys, threading, time, _thread
+        sys.path.insert(0, sys.argv[1])
+        import fakes
+        from exl2nb.generator.request import Request
+        model = fakes.FakeModel(step_s=1.5)
+        engine = fakes.engine(model)
+        for stream in (True, False):
+            handle = engine.submit(Request.of([5], where="test", max_tokens=50, stream=stream))
+            threading.Timer(0.3, _thread.interrupt_main).start()
+            start = time.monotonic()
+            try:
+                list(handle) if stream else handle.result()
+            except KeyboardInterrupt:
+                print(time.monotonic() - start < 0.8)
+        assert engine.wait_idle(10) and engine.pages.num_free == engine.pages.num_pages
+        """
+    )
+    folder = __file__.rsplit("/", 1)[0]
+    result = subprocess.run([sys.executable, "-c", script, folder], capture_output=True, text=True, timeout=120)
+    assert result.stdout.split() == ["True", "True"], result.stderr
+
+
+def test_an_exit_is_not_held_up():
+    """A kernel that restarts while the engine works: the thread is a daemon and atexit runs."""
+    script = textwrap.dedent(
+        """
+        import atexit, sys
+        sys.path.insert(0, sys.argv[1])
+        import fakes
+        from exl2nb.generator.request import Request
+        engine = fakes.engine(fakes.FakeModel(step_s=0.01))
+        handle = engine.submit(Request.of([5], where="test", max_tokens=4000, ignore_eos=True))
+        next(handle)
+        atexit.register(print, "atexit ran")
+        """
+    )
+    folder = __file__.rsplit("/", 1)[0]
+    result = subprocess.run([sys.executable, "-c", script, folder], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout.strip()) == (0, "atexit ran"), result.stderr

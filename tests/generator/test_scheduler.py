@@ -1,0 +1,105 @@
+"""Rules of the scheduler and the tensors of its steps, without a model or a thread."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exl2nb.cache.pages import PageTable
+from exl2nb.generator.batch import BatchBuilder
+from exl2nb.generator.request import Request
+from exl2nb.generator.scheduler import MAX_CHUNK, MIN_CHUNK, Scheduler
+from exl2nb.generator.sequence import Sequence
+from exl2nb.model import batch as model_batch
+from exl2nb.sampling.report import Sampled
+
+from . import fakes
+
+TOKENIZER = fakes.tokenizer()
+SIZE = 8  # tokens a page: small, so that borders are met often
+
+
+def sequence(length, count, context=10_000):
+    return Sequence(Request.of(range(3, 3 + length), where="test", max_tokens=count, ignore_eos=True), TOKENIZER, context=context)
+
+
+@given(data=st.data())
+@settings(max_examples=100, deadline=None)
+def test_every_schedule_keeps_the_rules(data):
+    """FIFO, no page twice, no token twice or skipped, budgets kept, the batch as the model's own builder makes it; and it ends."""
+    pages = PageTable(data.draw(st.integers(4, 20)))
+    scheduler = Scheduler(pages, page_size=SIZE, max_sequences=data.draw(st.integers(1, 5)))
+    builder = BatchBuilder(max_tokens=MAX_CHUNK + 5, max_sequences=5, max_pages=20, page_size=SIZE)
+    sizes = st.tuples(st.integers(1, 20), st.integers(1, 12))
+    sequences = [sequence(*size) for size in data.draw(st.lists(sizes, min_size=1, max_size=12))]
+    for one in sequences:
+        scheduler.check(one)
+        scheduler.add(one)
+    admitted = []
+    for _ in range(1000):
+        if not scheduler.busy:
+            break
+        spans = scheduler.schedule()
+        assert spans
+        admitted += [s.sequence for s in spans if s.sequence not in admitted]
+        held = [page for one in scheduler.running for page in one.pages]
+        assert len(held) == len(set(held))
+        assert len(scheduler.running) <= scheduler.max_sequences
+        assert sum(span.length for span in spans if span.length > 1) <= scheduler.chunk
+        check_batch(builder, spans)
+        for span in spans:
+            assert span.start == span.sequence.computed
+            span.sequence.computed += span.length
+            assert span.last == (span.sequence.pending == 0)
+            if span.last and span.sequence.append(Sampled(5, 0.0, 1)):
+                scheduler.remove(span.sequence)
+        if data.draw(st.booleans()):
+            scheduler.remove(data.draw(st.sampled_from(sequences)))
+    assert not scheduler.busy
+    assert pages.num_free == pages.num_pages
+    order = [sequences.index(one) for one in admitted]
+    assert order == sorted(order)
+
+
+def check_batch(builder, spans):
+    ours = builder.build(spans)
+    theirs = model_batch.Batch.build(
+        [
+            model_batch.Span(
+                ids=s.sequence.ids[s.start : s.start + s.length],
+                start=s.start,
+                pages=s.sequence.pages,
+                logit_rows="last" if s.last else "none",
+            )
+            for s in spans
+        ],
+        page_size=SIZE,
+    )
+    for name in ours.__dataclass_fields__:
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+
+
+def test_the_same_shape_is_the_same_batch():
+    """Decoding allocates nothing."""
+    scheduler = Scheduler(PageTable(8), page_size=SIZE, max_sequences=2)
+    builder = BatchBuilder(max_tokens=MAX_CHUNK + 5, max_sequences=2, max_pages=8, page_size=SIZE)
+    one = sequence(4, 20)
+    scheduler.add(one)
+    batches = []
+    for _ in range(4):
+        spans = scheduler.schedule()
+        batches.append(builder.build(spans))
+        one.computed += spans[0].length
+        one.append(Sampled(5, 0.0, 1))
+    assert batches[1] is batches[2] is batches[3]
+
+
+def test_chunk_follows_the_speed():
+    scheduler = Scheduler(PageTable(8), page_size=SIZE, max_sequences=2)
+    for _ in range(10):
+        scheduler.measured(scheduler.chunk, scheduler.chunk / 20_000)
+    assert scheduler.chunk == MAX_CHUNK
+    for _ in range(10):
+        scheduler.measured(scheduler.chunk, scheduler.chunk / 100)
+    assert scheduler.chunk == MIN_CHUNK
+    scheduler.measured(1, 1.0)
+    assert scheduler.chunk == MIN_CHUNK
