@@ -27,7 +27,7 @@ from exl2nb.io.shards import TensorStore
 from exl2nb.model import reference
 from exl2nb.model.layout import linears
 from exl2nb.model.loader import read_model_config
-from exl2nb.quant.exl2 import Exl2Tensors, is_exl2
+from exl2nb.quant.exl2 import Exl2Tensors
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 
@@ -37,7 +37,7 @@ def dense_weights(directory: Path) -> dict[str, torch.Tensor]:
     with TensorStore(directory) as store:
         weights = {name: store.read(name).float() for name in store.names() if name.endswith((".weight", ".bias"))}
         for linear in linears(config):
-            if is_exl2(store, linear.key):
+            if f"{linear.key}.q_weight" in store:
                 weights[f"{linear.key}.weight"] = dense(Exl2Tensors.read(store, linear.key), linear.out_features)
     return weights
 

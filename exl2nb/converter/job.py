@@ -22,7 +22,7 @@ from exl2nb.converter.options import Option, menu
 from exl2nb.converter.result import Conversion, Matrix
 from exl2nb.converter.sensitivity import sweep
 from exl2nb.converter.weights import DenseWeights
-from exl2nb.converter.work import HEAD, Work, hash_of
+from exl2nb.converter.work import HEAD, Work, hash_of, make_directory
 from exl2nb.core.errors import ConversionError, Interrupted, OptionError
 from exl2nb.core.options import check_range
 from exl2nb.core.progress import Meter, Sink
@@ -124,6 +124,7 @@ class ConversionJob:
         config = read_model_config(src)
         with TensorStore(src) as store:
             weights = DenseWeights(config, store)
+            make_directory(self.dst.absolute().parent)
             work = Work(self._work_dir or self.dst.absolute().parent / f".{self.dst.name}.work")
             result = _Run(self, src, weights, work, sink).everything()
         if self._work_dir is None:

@@ -31,10 +31,7 @@ class Work:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConversionError(f"{directory}: cannot be made ({error.strerror}); choose a directory you may write to") from error
+        make_directory(directory)
 
     def load_measurement(self, key: str) -> Measurement | None:
         """A finished measurement under `key`; None where there is none or it is damaged."""
@@ -90,6 +87,14 @@ class Work:
 
     def _measurement(self, key: str) -> Path:
         return self.directory / f"measurement-{key[:16]}.json"
+
+
+def make_directory(directory: Path) -> None:
+    """Make a directory and those above it; a ConversionError names the one that cannot be made."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConversionError(f"{directory}: cannot be made ({error.strerror}); choose a directory you may write to") from error
 
 
 def hash_of(*parts: object) -> str:

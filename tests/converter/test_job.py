@@ -265,6 +265,10 @@ def test_bad_places(source, tmp_path, done):
         ConversionJob(tmp_path / "nothing", tmp_path / "out", bpw=4.0).run()
     with pytest.raises(ConversionError, match="dense"):
         ConversionJob(done.path, tmp_path / "out", bpw=4.0, **OPTIONS).run()
+    with pytest.raises(ConversionError, match="cannot be made"):
+        ConversionJob(source, tmp_path / "full" / "file" / "out", bpw=4.0, **OPTIONS).run()
+    deep = ConversionJob(source, tmp_path / "a" / "b" / "out", bpw=5.0, measurement=done.measurement, **OPTIONS).run()
+    assert output(deep.path) == output(done.path)
     (tmp_path / "empty").mkdir()
     assert ConversionJob(source, tmp_path / "empty", bpw=5.0, measurement=done.measurement, **OPTIONS).run().path.is_dir()
 
