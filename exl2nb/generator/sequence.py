@@ -44,6 +44,11 @@ class Sequence:
         return len(self.ids) - self.computed
 
     @property
+    def new_tokens(self) -> int:
+        """Tokens generated so far, a final end-of-text token included."""
+        return len(self.ids) - len(self.request.prompt_ids)
+
+    @property
     def most_tokens(self) -> int:
         """Tokens the cache must hold for it at the end; the last new one is never run."""
         return len(self.request.prompt_ids) + self.limit - 1
@@ -55,15 +60,15 @@ class Sequence:
     def append(self, sampled: Sampled) -> str | None:
         """Take a new token, hand over what may be shown; the finish reason once it is complete."""
         self._last = time.perf_counter()
-        if not self.sampler.count > 1:
-            self._first = self._last
         self.ids.append(sampled.id)
+        if self.new_tokens == 1:
+            self._first = self._last
         reason = None
         if sampled.id in self._eos:
             reason = "eos"
         elif self.output.push(sampled):
             return "stop"
-        elif self.sampler.count >= self.limit:
+        elif self.new_tokens >= self.limit:
             reason = "length" if self.limit == self.request.max_tokens else "context"
         if reason is not None and self.output.finish():
             return "stop"
@@ -86,7 +91,7 @@ class Sequence:
         first = self._first or now
         timings = Timings(
             prompt_tokens=len(self.request.prompt_ids),
-            new_tokens=self.sampler.count,
+            new_tokens=self.new_tokens,
             queue_s=(self._started or now) - self._submitted,
             first_token_s=first - self._submitted,
             prefill_s=first - (self._started or now),

@@ -27,15 +27,15 @@ class StopMatcher:
 
         Returns:
             How many characters of all the text so far may be shown, and whether a stop text was found: then these are all of the answer,
-            up to the stop text that begins first.
+            up to the stop text that is complete first, which does not depend on how the text was cut into pieces.
         """
         if not self._stops:
             self._start += len(text)
             return self._start, False
         self._text += text
-        found = [at for stop in self._stops if (at := self._text.find(stop)) >= 0]
+        found = [(at + len(stop), at) for stop in self._stops if (at := self._text.find(stop)) >= 0]
         if found:
-            return self._start + min(found), True
+            return self._start + min(found)[1], True
         held = next((n for n in range(min(self._longest - 1, len(self._text)), 0, -1) if self._ends_with_beginning(n)), 0)
         cut = len(self._text) - held
         self._text, self._start = self._text[cut:], self._start + cut

@@ -39,9 +39,9 @@ def test_text_is_what_decode_says_up_to_the_stop(kind, data):
     stops = tuple(s for s in data.draw(st.lists(st.one_of(cuts, st.text(min_size=1, max_size=3)), max_size=2)) if s)
     output = Output(tokenizer, (), stops)
     _, found = feed(output, ids)
-    hits = [whole.find(stop) for stop in stops if stop in whole]
+    hits = [(whole.find(stop) + len(stop), whole.find(stop)) for stop in stops if stop in whole]
     assert found == bool(hits)
-    assert output.text == (whole[: min(hits)] if hits else whole)
+    assert output.text == (whole[: min(hits)[1]] if hits else whole)
     assert len(output.tokens) <= len(ids)
     assert [t.id for t in output.tokens] == ids[: len(output.tokens)]
 
