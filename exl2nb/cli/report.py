@@ -58,8 +58,8 @@ def _results(result: DemoResult) -> str:
         '<section><h2 id="results">Results</h2><div class="scroll" role="region" aria-labelledby="results" tabindex="0">'
         f'<table class="results"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
         '<p class="note">KL is KL(FP16 || quantised) after every token. The first conversion also measures how much each matrix suffers at '
-        "each width; the others reuse that measurement. Bits per weight count everything the decoder's matrices store; the norm vectors take "
-        "the small rest of what was asked for.</p></section>"
+        "each width; the others reuse that measurement. Bits per weight count everything the decoder's matrices store; the norm vectors "
+        "take the small rest of what was asked for.</p></section>"
     )
 
 
