@@ -1,4 +1,4 @@
-// Threads for the kernels, without a torch header: ops_cpu.cpp implements the two functions with torch's pool.
+// Threads for the kernels, without a torch header. How many is torch's number (ops_cpu.cpp); who they are is in parallel.cpp.
 #pragma once
 #include <atomic>
 #include <cstdint>
@@ -6,7 +6,8 @@
 namespace exl2nb {
 
 int64_t num_threads();
-void run_on_threads(int64_t count, void (*body)(void* context), void* context);  // body runs count times, on up to count threads
+// Runs body on this thread, and on up to threads - 1 helpers that join while it runs; returns when all who joined have left it.
+void run_on_threads(int64_t threads, void (*body)(void* context), void* context);
 
 // Calls f(task) for every task in [0, count); threads take the next task when they are free, so a slow core delays nobody.
 template <class F>

@@ -16,12 +16,6 @@ namespace exl2nb {
 
 int64_t num_threads() { return torch::stable::get_num_threads(); }
 
-void run_on_threads(int64_t count, void (*body)(void*), void* context) {
-  torch::stable::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++) body(context);
-  });
-}
-
 namespace {
 
 Tensor empty_f32(std::initializer_list<int64_t> shape) {
