@@ -407,7 +407,7 @@ def compare(
         sink = stack.enter_context(showing(progress, "compare"))
         one, two = (m if isinstance(m, LLM) else stack.enter_context(load(m, progress=sink)) for m in (reference, other))
         ids = token_rows(one.tokenizer, words, rows=rows, length=length, where="compare")
-        for _, llm in sorted({id(one): one, id(two): two}.items()):  # one order for all callers: two opposite comparisons must not block each other
+        for _, llm in sorted({id(one): one, id(two): two}.items()):  # one order for all: opposite calls must not block each other
             stack.enter_context(llm.engine.exclusive())
         return compare_models(one.model, two.model, ids, sink, reference_name=one.name, other_name=two.name)
 
