@@ -41,9 +41,10 @@ class MockHost:
         self.page = page
         css = (STATIC / f"{name}.css").read_text()
         background = {"light": "#fff", "dark": "#111"}.get(theme, "Canvas")
+        light = {"light": "true", "dark": "false"}.get(theme, "unknown")
         page.set_content(
             f"<!doctype html><html lang=en><meta charset=utf-8><title>{name}</title><style>html{{{THEMES[theme]};background:{background}}}"
-            f"body{{margin:16px}}{css}</style><main><div id=first></div><div id=second></div></main>"
+            f"body{{margin:16px}}{css}</style><main data-jp-theme-light={light}><div id=first></div><div id=second></div></main>"
         )
         page.evaluate(f"() => {{ {HOST} }}")
         page.evaluate("([source, state]) => window.mount(source, state)", [(STATIC / f"{name}.js").read_text(), state])

@@ -79,3 +79,29 @@ def test_saved_notebook_shows_the_text(book, page):
     assert "application/vnd.jupyter.widget-view+json" in outputs[0].data
     assert "Once upon a time" in outputs[1].data["text/html"] and " word3" in outputs[1].data["text/html"]
     assert outputs[1].data["image/png"].startswith("iVBOR")
+
+
+DEMO = """
+import exl2nb as ex
+llm = ex.demo()
+play = ex.widgets.Playground(llm, prompt="It was a dark night, and the old man", max_tokens=900, seed=7)
+"""
+
+
+def test_the_demo_model(lab, page, screenshots):
+    """The real engine: Generate streams its text, Stop stops it within a second, the pages come back and the kernel is idle."""
+    book = Notebook(lab, page, [DEMO, "play", "print(play.status, llm.engine.pages.num_free == llm.engine.spec.num_pages)"])
+    book.run(0)
+    book.run(1)
+    page.get_by_role("button", name="Generate").click()
+    page.locator(".exl2nb-token").nth(60).wait_for()
+    page.get_by_role("button", name="Stop").click()
+    page.locator(".exl2nb-headline", has_text="Stopped after").wait_for(timeout=1000)
+    book.wait_idle()
+    text = page.locator(".exl2nb-text").inner_text()
+    assert text.startswith("It was a dark night, and the old man ")
+    page.locator(".exl2nb-log").evaluate("(log) => { log.scrollTop = 0; }")
+    page.locator(".exl2nb-token[data-step='3']").first.hover()
+    page.screenshot(path=screenshots / "lab-demo.png")
+    page.locator(".exl2nb-playground").screenshot(path=screenshots / "playground.png")
+    assert book.run(2).strip() == "stopped True"

@@ -95,7 +95,9 @@ export class SettingsPanel {
     slider.addEventListener("change", () => put(slider.value, true));
     number.addEventListener("change", () => put(number.value, true));
     this.refreshers.push(() => {
-      slider.value = number.value = String(this.playground.get(name));
+      const value = this.playground.get(name) ?? min;
+      slider.value = number.value = String(value);
+      slider.style.setProperty("--exl-fill", `${Math.min(100, Math.max(0, ((value - min) / (max - min)) * 100)).toFixed(1)}%`);
     });
     const top = h("div", { class: "exl2nb-control-top" }, h("label", { for: id }, label), number);
     return h("div", { class: "exl2nb-control" }, top, slider, h("div", { class: "exl2nb-hint", id: `${id}-hint` }, hint));
