@@ -116,6 +116,10 @@ class ExlWidget(anywidget.AnyWidget):
         """One short line of plain text."""
         return f"{type(self).__name__}(status={self.status!r})"
 
+    def _caption(self) -> str:
+        """The line under the static twin; "" for none."""
+        return self._summary()
+
     def _static_body(self) -> str:
         """Script-free HTML of what the widget shows now."""
         return f"<div>{html.escape(self._summary())}</div>"
@@ -132,11 +136,11 @@ class ExlWidget(anywidget.AnyWidget):
         if bundle is None:
             return None
         data, metadata = bundle if isinstance(bundle, tuple) else (bundle, {})
-        return {**data, **self._static_bundle(), "text/plain": self._summary()}, dict(metadata)
+        return {**data, **self._static_bundle()}, dict(metadata)
 
     def _static_bundle(self) -> dict[str, Any]:
         picture = self._picture()
-        data: dict[str, Any] = {"text/html": static.page(self._static_body(), self._summary())}
+        data: dict[str, Any] = {"text/html": static.page(self._static_body(), self._caption()), "text/plain": self._summary()}
         return data if picture is None else {**data, "image/png": static.base64_png(picture)}
 
     def _ipython_display_(self) -> None:
@@ -151,7 +155,7 @@ class ExlWidget(anywidget.AnyWidget):
             return
         data, metadata = bundle
         self._display_id = self._display_id or uuid.uuid4().hex
-        publish_display_data({key: data.pop(key) for key in (VIEW_MIME, "text/plain") if key in data}, metadata)
+        publish_display_data({VIEW_MIME: data.pop(VIEW_MIME)}, metadata)
         publish_display_data(data, {}, transient={"display_id": self._display_id})
 
     def _refresh_static(self) -> None:
@@ -192,7 +196,7 @@ class ExlWidget(anywidget.AnyWidget):
             css=str(getattr(self, "_css", "")),
             state=self._export_state(),
             title=title or f"exl2nb {type(self).__name__}",
-            fallback=static.page(self._static_body(), self._summary()),
+            fallback=static.page(self._static_body(), self._caption()),
         )
         if filename is None:
             return text

@@ -286,7 +286,7 @@ class Playground(ExlWidget):
         status = {"status": "stopped"} if self.status == "running" else {}
         return {**super()._export_state(), **live, **speed, **status}
 
-    def _summary(self) -> str:
+    def _caption(self) -> str:
         stats = self._feed.stats
         count = f"{stats['n']} token{'' if stats['n'] == 1 else 's'}"
         if self.status == "stopped":
@@ -295,9 +295,11 @@ class Playground(ExlWidget):
             words = f"failed after {count}: {self.error}"
         else:
             words = f"{self.status}, {count}" if stats["n"] else self.status
-        speed = f", {stats['tps']:.0f} tok/s" if stats["tps"] and self.status != "running" else ""
+        return words + (f", {stats['tps']:.0f} tok/s" if stats["tps"] and self.status != "running" else "")
+
+    def _summary(self) -> str:
         text = "".join(item.text for item in self.tokens[:24])
-        return f"Playground({words}{speed})" + (f": {(self._run_prompt[-40:] + text)[:100]!r}..." if text else "")
+        return f"Playground({self._caption()})" + (f": {(self._run_prompt[-40:] + text)[:100]!r}..." if text else "")
 
     def _static_body(self) -> str:
         tokens = static.token_html(self.tokens, self._run_prompt) or html.escape(self.prompt)

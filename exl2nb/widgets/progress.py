@@ -139,8 +139,12 @@ class ProgressView(ExlWidget):
         words = {"done": "done in", "stopped": "cancelled after"}.get(self.status, "failed after")
         return f"{name}: {words} {spent:.1f} s" + (f" ({stages})" if stages else "")
 
+    def _caption(self) -> str:
+        return ""
+
     def _static_body(self) -> str:
-        return f"<div>{html.escape(self.title or self.stage or 'progress')}</div>"
+        mark = {"done": "✓ ", "stopped": "■ ", "error": "✕ "}.get(self.status, "")
+        return f"<div>{html.escape(mark + self._summary())}</div>"
 
     def _picture(self) -> bytes | None:
         share = 1.0 if self.status == "done" else self.done / self.total if self.total else 0.0

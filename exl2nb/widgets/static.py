@@ -44,13 +44,11 @@ def token_html(items: Sequence[Sequence[Any]], prompt: str = "") -> str:
     return "".join(parts)
 
 
-def page(body: str, caption: str) -> str:
+def page(body: str, caption: str = "") -> str:
     """The script-free twin: `body` over one muted line. The class lets a live widget's style sheet hide it."""
-    frame = "max-width:60rem;border:1px solid rgba(128,128,128,.4);border-radius:8px;padding:10px 14px;font-size:14px"
-    return (
-        f'<div class="exl2nb-static" style="{frame}">{body}'
-        f'<div style="opacity:.75;font-size:12px;margin-top:6px">{html.escape(caption)}</div></div>'
-    )
+    frame = "max-width:60rem;border:1px solid rgba(128,128,128,.4);border-radius:8px;padding:8px 14px;font-size:14px"
+    line = f'<div style="opacity:.75;font-size:12px;margin-top:6px">{html.escape(caption)}</div>' if caption else ""
+    return f'<div class="exl2nb-static" style="{frame}">{body}{line}</div>'
 
 
 def token_picture(items: Sequence[Sequence[Any]], *, columns: int = 96) -> bytes:

@@ -94,9 +94,9 @@ def test_display_publishes_the_widget_and_a_replaceable_twin(monkeypatch):
     widget = Playground()
     widget._ipython_display_()
     (live, none), (twin, transient) = published
-    assert set(live) == {"application/vnd.jupyter.widget-view+json", "text/plain"}
+    assert set(live) == {"application/vnd.jupyter.widget-view+json"}
     assert none is None
-    assert set(twin) == {"text/html"}
+    assert set(twin) == {"text/html", "text/plain"}
     assert transient == {"display_id": widget._display_id}
 
 
