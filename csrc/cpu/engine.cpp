@@ -100,27 +100,43 @@ void linear(const float* x, int M, const uint8_t* blob, const float* bias, float
   });
 }
 
-void rms_norm(const float* x, int M, int H, Norm norm, float* y) {
-  for_each_task(M, int64_t(M) * H > 50'000, [&](int64_t m) { kernels().rms_norm(x + m * H, norm.weight, norm.eps, H, y + m * H); });
+void normalize(const float* x, int M, int H, Norm norm, float* y) {
+  for_each_task(M, int64_t(M) * H > 50'000, [&](int64_t m) {
+    if (norm.layer)
+      kernels().layer_norm(x + m * H, norm.weight, norm.bias, norm.eps, H, y + m * H);
+    else
+      kernels().rms_norm(x + m * H, norm.weight, norm.eps, H, y + m * H);
+  });
+}
+
+void linear_residual(const float* x, int M, const uint8_t* blob, const float* bias, Norm norm, float scale, float* residual) {
+  if (!norm.weight && scale == 1.0f) return linear(x, M, blob, bias, residual, true);
+  const int N = header(blob).N;
+  Buffer<float> out(int64_t(M) * N);
+  linear(x, M, blob, bias, out, false);
+  if (norm.weight) normalize(out, M, N, norm, out);
+  for (int64_t i = 0; i < int64_t(M) * N; i++) residual[i] += scale * out[i];
 }
 
 void norm_linear(const float* x, int M, Norm norm, const uint8_t* blob, const float* bias, float* out) {
+  if (!norm.weight) return linear(x, M, blob, bias, out, false);
   const int H = header(blob).K;
   Buffer<float> normed(int64_t(M) * H);
-  rms_norm(x, M, H, norm, normed);
+  normalize(x, M, H, norm, normed);
   linear(normed, M, blob, bias, out, false);
 }
 
-void norm_gate_up(const float* x, int M, Norm norm, const uint8_t* blob, const float* bias, int activation, float* out) {
-  const int64_t N = header(blob).N, I = N / 2;
+void norm_gate_up(const float* x, int M, Norm norm, const uint8_t* blob, const float* bias, int activation, bool gated, float* out) {
+  constexpr int64_t piece = 2048;
+  static const std::vector<float> ones(piece, 1.0f);
+  const int64_t N = header(blob).N, I = gated ? N / 2 : N;
   Buffer<float> both(M * N);
   norm_linear(x, M, norm, blob, bias, both);
-  constexpr int64_t piece = 2048;
   const int64_t pieces = (I + piece - 1) / piece;
   for_each_task(M * pieces, M * I > 20'000, [&](int64_t i) {
     const int64_t m = i / pieces, at = i % pieces * piece;
     const float* row = both + m * N;
-    kernels().activate(row + at, row + I + at, int(std::min(piece, I - at)), activation, out + m * I + at);
+    kernels().activate(row + at, gated ? row + I + at : ones.data(), int(std::min(piece, I - at)), activation, out + m * I + at);
   });
 }
 
@@ -129,6 +145,8 @@ void norm_qkv_rope(const float* x, int T, Norm norm, const uint8_t* blob, const 
   const int64_t N = header(blob).N, width = int64_t(heads.num_heads) * heads.head_dim;
   Buffer<float> qkv(T * N);
   norm_linear(x, T, norm, blob, bias, qkv);
+  if (rope.clip > 0)
+    for (int64_t i = 0; i < T * N; i++) qkv[i] = std::clamp(qkv[i], -rope.clip, rope.clip);
   for_each_task(T, T * N > 20'000, [&](int64_t t) {
     const int64_t at = int64_t(rope.positions[t]) * heads.half;
     kernels().rope_store(qkv + t * N, heads, rope.cos + at, rope.sin + at, rope.slots[t], q + t * width, k_pool, v_pool);
@@ -179,9 +197,20 @@ void paged_attention(const float* q, const Attention& a, float* out) {
   });
 }
 
-void embed(const void* table, int kind, int H, const int32_t* ids, int T, float* out) {
-  const int64_t row_bytes = int64_t(H) * (kind == kDenseF32 ? 4 : 2);
-  for (int t = 0; t < T; t++) kernels().to_float(static_cast<const uint8_t*>(table) + ids[t] * row_bytes, kind, H, out + int64_t(t) * H);
+void embed(const void* table, int kind, int H, const int32_t* ids, int T, float scale, Places places, float* out) {
+  const auto row = [&](const void* data, int of, int64_t i) {
+    return static_cast<const uint8_t*>(data) + i * H * (of == kDenseF32 ? 4 : 2);
+  };
+  Buffer<float> place(places.table ? H : 1);
+  for (int t = 0; t < T; t++, out += H) {
+    kernels().to_float(row(table, kind, ids[t]), kind, H, out);
+    if (scale != 1.0f)
+      for (int i = 0; i < H; i++) out[i] *= scale;
+    if (places.table) {
+      kernels().to_float(row(places.table, places.kind, places.positions[t]), places.kind, H, place);
+      for (int i = 0; i < H; i++) out[i] += place[i];
+    }
+  }
 }
 
 }  // namespace exl2nb

@@ -27,20 +27,27 @@ class Buffer {
   std::unique_ptr<T, Free> p_;
 };
 
+// Null weight: no norm at all.
 struct Norm {
   const float* weight;
   float eps;
+  const float* bias = nullptr;
+  bool layer = false;  // subtract the mean
 };
 
 // out = x @ blob + bias, or out += for add. x (M, K), out (M, N).
 void linear(const float* x, int M, const uint8_t* blob, const float* bias, float* out, bool add);
-void rms_norm(const float* x, int M, int H, Norm norm, float* y);
+// residual += scale * norm(x @ blob + bias)
+void linear_residual(const float* x, int M, const uint8_t* blob, const float* bias, Norm norm, float scale, float* residual);
+void normalize(const float* x, int M, int H, Norm norm, float* y);
 void norm_linear(const float* x, int M, Norm norm, const uint8_t* blob, const float* bias, float* out);
-void norm_gate_up(const float* x, int M, Norm norm, const uint8_t* blob, const float* bias, int activation, float* out);
+// gated: act(gate) * up of [gate; up]; otherwise act(up)
+void norm_gate_up(const float* x, int M, Norm norm, const uint8_t* blob, const float* bias, int activation, bool gated, float* out);
 
 struct Rope {
   const float *cos, *sin;  // (max_pos, half)
   const int32_t *positions, *slots;
+  float clip = 0.0f;  // q, k and v are cut to [-clip, clip] first; 0: not
 };
 void norm_qkv_rope(const float* x, int T, Norm norm, const uint8_t* blob, const float* bias, const Rope& rope, const Heads& heads, float* q,
                    void* k_pool, void* v_pool);
@@ -54,6 +61,12 @@ struct Attention {
   bool f16;
 };
 void paged_attention(const float* q, const Attention& a, float* out);
-void embed(const void* table, int kind, int H, const int32_t* ids, int T, float* out);
+// Learned positions, added to the embedding; null table: none.
+struct Places {
+  const void* table = nullptr;
+  int kind = 0;
+  const int32_t* positions = nullptr;
+};
+void embed(const void* table, int kind, int H, const int32_t* ids, int T, float scale, Places places, float* out);
 
 }  // namespace exl2nb

@@ -36,6 +36,9 @@ struct Heads {
   const float *q_norm, *k_norm;          // or null
   int64_t q_norm_stride, k_norm_stride;  // 0: one row for all heads
   float eps;
+  bool layer_norm = false;              // the head norms subtract the mean
+  bool q_full = false, k_full = false;  // one norm over all heads together
+  bool interleaved = false;             // dimension 2 i rotates with 2 i + 1, not i with half + i
 };
 
 // One task of attention: the queries [first, first + count) of one sequence, one KV head.
@@ -55,6 +58,7 @@ struct AttentionTask {
 
 struct Kernels {
   void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* y);
+  void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int n, float* y);  // bias: or null
   void (*quantize)(const float* x, const int32_t* perm, int K, int16_t* codes, float* scale, int32_t* sum);
   void (*gemm)(const uint8_t* blob, const BlobPart& part, const Rows& rows, int tile_begin, int tile_end, const Output& out);
   void (*activate)(const float* gate, const float* up, int n, int activation, float* y);

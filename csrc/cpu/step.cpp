@@ -8,9 +8,9 @@
 namespace exl2nb {
 namespace {
 
-constexpr int64_t kMagic = 0x3147525032584558, kVersion = 1, kHeaderWords = 5;
+constexpr int64_t kMagic = 0x3147525032584558, kVersion = 2, kHeaderWords = 5;
 enum Op : int64_t { kEmbed = 1, kQkv = 2, kAttention = 3, kResidual = 4, kGateUp = 5, kHead = 6 };
-constexpr int kWords[] = {0, 5, 17, 5, 3, 6, 5};
+constexpr int kWords[] = {0, 9, 20, 5, 7, 10, 7};
 
 template <class T>
 const T* address(int64_t word) {
@@ -33,11 +33,16 @@ std::string check_weight(int64_t word, int64_t K, int64_t N) {
   return "";
 }
 
-std::string check_op(const int64_t* w, const StepBatch& b, int64_t H, int64_t& act) {
+// act: width of what lies in the two buffers, 0 for nothing, -Hq while q waits for its attention.
+std::string check_op(const int64_t* w, const StepBatch& b, int64_t H, int64_t* act) {
   const int64_t layers = int64_t(b.k_pools.size());
   switch (w[0]) {
     case kEmbed:
       if (w[4] != H) return "the table's width is not the hidden size";
+      if (w[6]) {
+        const std::string wrong = check_range("a position", b.positions, b.T, w[8]);
+        if (!wrong.empty()) return wrong;
+      }
       return check_range("a token id", b.ids, b.T, w[3]);
     case kQkv: {
       if (w[9] <= 0 || w[10] <= 0 || w[9] % w[10]) return "num_heads is no multiple of num_kv_heads";
@@ -48,22 +53,23 @@ std::string check_op(const int64_t* w, const StepBatch& b, int64_t H, int64_t& a
       if (w[8] < 0 || 2 * w[8] > w[11]) return "rotary_dim is larger than head_dim";
       const std::string wrong = check_weight(w[3], H, (w[9] + 2 * w[10]) * w[11]);
       if (!wrong.empty()) return wrong;
-      act = -w[9];  // q is there; its width follows from ATTENTION
+      act[0] = -w[9];  // q is there; its width follows from ATTENTION
       return check_range("a position", b.positions, b.T, w[7]);
     }
     case kAttention:
-      if (act >= 0) return "attention without q";
+      if (act[0] >= 0) return "attention without q";
       if (w[4] < 0 || w[4] >= layers) return "there are " + number(layers) + " pools; the program wants layer " + number(w[4]);
-      act = -act * b.head_dim;
+      act[0] = -act[0] * b.head_dim;
       return "";
     case kResidual:
-      if (act <= 0) return "nothing to add to the residual";
-      return check_weight(w[1], act, H);
+      if (w[6] < 0 || w[6] > 1 || act[w[6]] <= 0) return "nothing to add to the residual";
+      return check_weight(w[1], act[w[6]], H);
     case kGateUp: {
       const std::string wrong = check_weight(w[3], H, 0);
       if (!wrong.empty()) return wrong;
       if (w[5] < 0 || w[5] > 2) return "unknown activation";
-      act = header(address<uint8_t>(w[3])).N / 2;
+      if (w[9] < 0 || w[9] > 1) return "unknown buffer";
+      act[w[9]] = header(address<uint8_t>(w[3])).N / (w[8] ? 2 : 1);
       return "";
     }
     default:
@@ -99,7 +105,7 @@ std::string check_step(const int64_t* code, int64_t words, const StepBatch& batc
   if (words < kHeaderWords || code[0] != kMagic || code[1] != kVersion || code[2] != words)
     return "the program is not the code of a Program";
   const int64_t H = code[4];
-  int64_t act = 0, last = 0;
+  int64_t act[2] = {0, 0}, last = 0;
   vocab = 0;
   for (int64_t at = kHeaderWords; at < words; at += kWords[last]) {
     const int64_t* w = code + at;
@@ -121,27 +127,33 @@ std::string check_step(const int64_t* code, int64_t words, const StepBatch& batc
 
 void run_step(const int64_t* code, int64_t words, const StepBatch& b, float* logits) {
   const int64_t H = code[4], T = b.T;
-  int64_t widest = 1, num_heads = 0;
+  int64_t widest = 1, num_heads = 0, aside = 0;
   for (int64_t at = kHeaderWords; at < words; at += kWords[code[at]]) {
     const int64_t* w = code + at;
-    const int64_t width = w[0] == kQkv ? w[9] * w[11] : w[0] == kGateUp ? header(address<uint8_t>(w[3])).N / 2 : 0;
+    const int64_t width = w[0] == kQkv ? w[9] * w[11] : w[0] == kGateUp ? header(address<uint8_t>(w[3])).N / (w[8] ? 2 : 1) : 0;
     if (width > widest) widest = width;
+    if (w[0] == kGateUp && w[9] && width > aside) aside = width;
   }
-  Buffer<float> x(T * H), q(T * widest), act(T * widest);
+  Buffer<float> x(T * H), q(T * widest), act(T * widest), side(T * aside);
   for (int64_t at = kHeaderWords; at < words; at += kWords[code[at]]) {
     const int64_t* w = code + at;
     switch (w[0]) {
       case kEmbed:
-        embed(address<void>(w[1]), int(w[2]), int(H), b.ids, int(T), x);
+        embed(address<void>(w[1]), int(w[2]), int(H), b.ids, int(T), real(w[5]), {address<void>(w[6]), int(w[7]), b.positions}, x);
         break;
       case kQkv: {
         num_heads = w[9];
-        const Heads heads{int(w[9]), int(w[10]), int(w[11]), int(w[8]), b.page_size, b.f16, address<float>(w[12]), address<float>(w[14]),
-                          w[13],     w[15],      real(w[2])};
-        const Rope rope{address<float>(w[5]), address<float>(w[6]), b.positions, b.slots};
+        const int64_t flags = w[18];
+        Heads heads{int(w[9]), int(w[10]), int(w[11]), int(w[8]), b.page_size, b.f16, address<float>(w[12]), address<float>(w[14]),
+                    w[13],     w[15],      real(w[2])};
+        heads.layer_norm = flags & 1;
+        heads.interleaved = flags & 2;
+        heads.q_full = flags & 4;
+        heads.k_full = flags & 8;
+        const Rope rope{address<float>(w[5]), address<float>(w[6]), b.positions, b.slots, real(w[19])};
         const size_t layer = size_t(w[16]);
-        norm_qkv_rope(x, int(T), {address<float>(w[1]), real(w[2])}, address<uint8_t>(w[3]), address<float>(w[4]), rope, heads, q,
-                      b.k_pools[layer], b.v_pools[layer]);
+        const Norm norm{address<float>(w[1]), real(w[2]), address<float>(w[17]), heads.layer_norm};
+        norm_qkv_rope(x, int(T), norm, address<uint8_t>(w[3]), address<float>(w[4]), rope, heads, q, b.k_pools[layer], b.v_pools[layer]);
         break;
       }
       case kAttention: {
@@ -153,15 +165,18 @@ void run_step(const int64_t* code, int64_t words, const StepBatch& b, float* log
         break;
       }
       case kResidual:
-        linear(act, int(T), address<uint8_t>(w[1]), address<float>(w[2]), x, true);
+        linear_residual(w[6] ? side : act, int(T), address<uint8_t>(w[1]), address<float>(w[2]), {address<float>(w[3]), real(w[4])},
+                        real(w[5]), x);
         break;
       case kGateUp:
-        norm_gate_up(x, int(T), {address<float>(w[1]), real(w[2])}, address<uint8_t>(w[3]), address<float>(w[4]), int(w[5]), act);
+        norm_gate_up(x, int(T), {address<float>(w[1]), real(w[2]), address<float>(w[6]), w[7] != 0}, address<uint8_t>(w[3]),
+                     address<float>(w[4]), int(w[5]), w[8] != 0, w[9] ? side : act);
         break;
       default: {
         Buffer<float> rows(b.R * H);
         for (int64_t r = 0; r < b.R; r++) std::memcpy(rows + r * H, x + b.logit_rows[r] * H, size_t(H) * sizeof(float));
-        norm_linear(rows, int(b.R), {address<float>(w[1]), real(w[2])}, address<uint8_t>(w[3]), address<float>(w[4]), logits);
+        norm_linear(rows, int(b.R), {address<float>(w[1]), real(w[2]), address<float>(w[5]), w[6] != 0}, address<uint8_t>(w[3]),
+                    address<float>(w[4]), logits);
       }
     }
   }

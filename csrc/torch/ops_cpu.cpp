@@ -26,15 +26,25 @@ float* out_f32(const Tensor& t) { return static_cast<float*>(t.mutable_data_ptr(
 
 void check_text(const char* op, const std::string& wrong) { STD_TORCH_CHECK(wrong.empty(), op, ": ", wrong); }
 
-Tensor embed_cpu(const Tensor& table, const Tensor& ids) {
+Tensor embed_cpu(const Tensor& table, const Tensor& ids, double scale, const std::optional<Tensor>& position_table,
+                 const std::optional<Tensor>& positions) {
   const int kind = dense_kind(table.scalar_type());
   STD_TORCH_CHECK(kind >= 0, "embed: table is ", dtype_name(table.scalar_type()), "; expected float32, float16 or bfloat16");
   check_tensor("embed", "table", table, table.scalar_type(), {-1, -1});
   const int32_t* p = data_i32("embed", "ids", ids, {-1});
   const int64_t T = ids.size(0), H = table.size(1);
   check_text("embed", check_range("a token id", p, T, table.size(0)));
+  Places places;
+  if (position_table) {
+    places.kind = dense_kind(position_table->scalar_type());
+    STD_TORCH_CHECK(places.kind >= 0 && positions, "embed: a table of positions needs a float dtype, and positions");
+    check_tensor("embed", "position_table", *position_table, position_table->scalar_type(), {-1, H});
+    places.table = position_table->const_data_ptr();
+    places.positions = data_i32("embed", "positions", *positions, {T});
+    check_text("embed", check_range("a position", places.positions, T, position_table->size(0)));
+  }
   Tensor out = empty_f32({T, H});
-  embed(table.const_data_ptr(), kind, int(H), p, int(T), out_f32(out));
+  embed(table.const_data_ptr(), kind, int(H), p, int(T), float(scale), places, out_f32(out));
   return out;
 }
 
@@ -47,13 +57,20 @@ Tensor linear_cpu(const Tensor& x, const Tensor& blob, const std::optional<Tenso
   return out;
 }
 
-void linear_residual_cpu(Tensor residual, const Tensor& x, const Tensor& blob, const std::optional<Tensor>& bias) {
+Norm norm_of(const char* op, const std::optional<Tensor>& weight, double eps, const std::optional<Tensor>& bias, bool layer, int64_t H) {
+  STD_TORCH_CHECK(weight || !bias, op, ": norm_bias without norm");
+  return {data_f32(op, "norm", weight, {H}), float(eps), data_f32(op, "norm_bias", bias, {H}), layer};
+}
+
+void linear_residual_cpu(Tensor residual, const Tensor& x, const Tensor& blob, const std::optional<Tensor>& bias,
+                         const std::optional<Tensor>& norm, double eps, double scale) {
   const char* op = "linear_residual";
   const uint8_t* w = check_weight(op, blob, true);
   const float* p = data_f32(op, "x", x, {-1, header(w).K});
   const float* b = data_f32(op, "bias", bias, {header(w).N});
   data_f32(op, "residual", residual, {x.size(0), header(w).N});
-  linear(p, int(x.size(0)), w, b, out_f32(residual), true);
+  const Norm n = norm_of(op, norm, eps, std::nullopt, false, header(w).N);
+  linear_residual(p, int(x.size(0)), w, b, n, float(scale), out_f32(residual));
 }
 
 struct Pools {
@@ -73,15 +90,19 @@ Pools check_pools(const char* op, const Tensor& k, const Tensor& v, int64_t num_
   return {k.size(0), k.size(1), k.size(2), k.size(3), dtype == ScalarType::Half};
 }
 
-const float* head_norm(const char* op, const char* name, const std::optional<Tensor>& t, int64_t heads, int64_t D, int64_t& stride) {
-  stride = t && t->dim() == 2 ? D : 0;
+const float* head_norm(const char* op, const char* name, const std::optional<Tensor>& t, int64_t heads, int64_t D, int64_t& stride,
+                       bool& full) {
+  full = t && t->dim() == 1 && heads > 1 && t->size(0) == heads * D;
+  stride = full || (t && t->dim() == 2) ? D : 0;
+  if (full) return data_f32(op, name, *t, {heads * D});
   return stride ? data_f32(op, name, *t, {heads, D}) : data_f32(op, name, t, {D});
 }
 
-Tensor norm_qkv_rope_cpu(const Tensor& x, const Tensor& norm, double eps, const Tensor& blob, const std::optional<Tensor>& bias,
-                         const Tensor& cos, const Tensor& sin, const Tensor& positions, const Tensor& slots, Tensor k_pool, Tensor v_pool,
-                         int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, const std::optional<Tensor>& q_norm,
-                         const std::optional<Tensor>& k_norm) {
+Tensor norm_qkv_rope_cpu(const Tensor& x, const std::optional<Tensor>& norm, double eps, const Tensor& blob,
+                         const std::optional<Tensor>& bias, const Tensor& cos, const Tensor& sin, const Tensor& positions,
+                         const Tensor& slots, Tensor k_pool, Tensor v_pool, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
+                         const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm, const std::optional<Tensor>& norm_bias,
+                         bool layer_norm, bool interleaved, double clip) {
   const char* op = "norm_qkv_rope";
   const uint8_t* w = check_weight(op, blob, true);
   const BlobHeader& h = header(w);
@@ -89,20 +110,22 @@ Tensor norm_qkv_rope_cpu(const Tensor& x, const Tensor& norm, double eps, const 
                   "; expected a multiple of num_kv_heads = ", num_kv_heads);
   const float* px = data_f32(op, "x", x, {-1, h.K});
   const int64_t T = x.size(0);
-  const Norm n{data_f32(op, "norm", norm, {h.K}), float(eps)};
+  const Norm n = norm_of(op, norm, eps, norm_bias, layer_norm, h.K);
   STD_TORCH_CHECK(h.N == (num_heads + 2 * num_kv_heads) * head_dim, op, ": blob has ", h.N,
                   " outputs; expected (num_heads + 2 * num_kv_heads) * ", "head_dim = ", (num_heads + 2 * num_kv_heads) * head_dim);
   const float* pb = data_f32(op, "bias", bias, {h.N});
   const Pools pools = check_pools(op, k_pool, v_pool, num_kv_heads, head_dim);
   Rope rope{data_f32(op, "cos", cos, {-1, -1}), data_f32(op, "sin", sin, {cos.size(0), cos.size(1)}),
-            data_i32(op, "positions", positions, {T}), data_i32(op, "slots", slots, {T})};
+            data_i32(op, "positions", positions, {T}), data_i32(op, "slots", slots, {T}), float(clip)};
   STD_TORCH_CHECK(2 * cos.size(1) <= head_dim, op, ": cos has ", cos.size(1), " columns; expected rotary_dim / 2, at most ", head_dim / 2);
   check_text(op, check_range("a position", rope.positions, T, cos.size(0)));
   check_text(op, check_range("a slot", rope.slots, T, pools.num_pages * pools.page_size));
   Heads heads{int(num_heads), int(num_kv_heads), int(head_dim), int(cos.size(1)), pools.page_size, pools.f16, nullptr, nullptr, 0, 0,
               float(eps)};
-  heads.q_norm = head_norm(op, "q_norm", q_norm, num_heads, head_dim, heads.q_norm_stride);
-  heads.k_norm = head_norm(op, "k_norm", k_norm, num_kv_heads, head_dim, heads.k_norm_stride);
+  heads.q_norm = head_norm(op, "q_norm", q_norm, num_heads, head_dim, heads.q_norm_stride, heads.q_full);
+  heads.k_norm = head_norm(op, "k_norm", k_norm, num_kv_heads, head_dim, heads.k_norm_stride, heads.k_full);
+  heads.layer_norm = layer_norm;
+  heads.interleaved = interleaved;
   Tensor q = empty_f32({T, num_heads, head_dim});
   norm_qkv_rope(px, int(T), n, w, pb, rope, heads, out_f32(q), k_pool.mutable_data_ptr(), v_pool.mutable_data_ptr());
   return q;
@@ -138,27 +161,29 @@ Tensor paged_attention_cpu(const Tensor& q, const Tensor& k_pool, const Tensor& 
   return out;
 }
 
-Tensor norm_gate_up_cpu(const Tensor& x, const Tensor& norm, double eps, const Tensor& blob, const std::optional<Tensor>& bias,
-                        int64_t activation) {
+Tensor norm_gate_up_cpu(const Tensor& x, const std::optional<Tensor>& norm, double eps, const Tensor& blob,
+                        const std::optional<Tensor>& bias, int64_t activation, const std::optional<Tensor>& norm_bias, bool layer_norm,
+                        bool gated) {
   const char* op = "norm_gate_up";
   const uint8_t* w = check_weight(op, blob, true);
   const BlobHeader& h = header(w);
-  STD_TORCH_CHECK(h.N % 2 == 0, op, ": blob has ", h.N, " outputs; expected an even number (gate and up)");
+  STD_TORCH_CHECK(h.N % 2 == 0 || !gated, op, ": blob has ", h.N, " outputs; expected an even number (gate and up)");
   STD_TORCH_CHECK(activation >= 0 && activation <= 2, op, ": activation is ", activation, "; expected 0 (silu), 1 (gelu) or 2 (gelu_tanh)");
   const float* px = data_f32(op, "x", x, {-1, h.K});
-  const Norm n{data_f32(op, "norm", norm, {h.K}), float(eps)};
+  const Norm n = norm_of(op, norm, eps, norm_bias, layer_norm, h.K);
   const float* pb = data_f32(op, "bias", bias, {h.N});
-  Tensor out = empty_f32({x.size(0), h.N / 2});
-  norm_gate_up(px, int(x.size(0)), n, w, pb, int(activation), out_f32(out));
+  Tensor out = empty_f32({x.size(0), h.N / (gated ? 2 : 1)});
+  norm_gate_up(px, int(x.size(0)), n, w, pb, int(activation), gated, out_f32(out));
   return out;
 }
 
-Tensor norm_head_cpu(const Tensor& x, const Tensor& norm, double eps, const Tensor& blob, const std::optional<Tensor>& bias) {
+Tensor norm_head_cpu(const Tensor& x, const std::optional<Tensor>& norm, double eps, const Tensor& blob, const std::optional<Tensor>& bias,
+                     const std::optional<Tensor>& norm_bias, bool layer_norm) {
   const char* op = "norm_head";
   const uint8_t* w = check_weight(op, blob, true);
   const BlobHeader& h = header(w);
   const float* px = data_f32(op, "x", x, {-1, h.K});
-  const Norm n{data_f32(op, "norm", norm, {h.K}), float(eps)};
+  const Norm n = norm_of(op, norm, eps, norm_bias, layer_norm, h.K);
   const float* pb = data_f32(op, "bias", bias, {h.N});
   Tensor out = empty_f32({x.size(0), h.N});
   norm_linear(px, int(x.size(0)), n, w, pb, out_f32(out));

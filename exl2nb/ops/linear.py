@@ -14,8 +14,16 @@ def _linear(x: Tensor, blob: Tensor, bias: Tensor | None) -> Tensor:
     return reference.linear(x, dense(blob), bias)
 
 
-def _linear_residual(residual: Tensor, x: Tensor, blob: Tensor, bias: Tensor | None) -> None:
-    reference.linear_residual(residual, x, dense(blob), bias)
+def _linear_residual(
+    residual: Tensor,
+    x: Tensor,
+    blob: Tensor,
+    bias: Tensor | None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    scale: float = 1.0,
+) -> None:
+    reference.linear_residual(residual, x, dense(blob), bias, norm, eps, scale)
 
 
 _linear_op = define(
@@ -24,8 +32,8 @@ _linear_op = define(
     reference=_linear,
 )
 _linear_residual_op = define(
-    "linear_residual(Tensor(a!) residual, Tensor x, Tensor blob, Tensor? bias) -> ()",
-    fake=lambda residual, x, blob, bias: None,
+    "linear_residual(Tensor(a!) residual, Tensor x, Tensor blob, Tensor? bias, Tensor? norm=None, float eps=0.0, float scale=1.0) -> ()",
+    fake=lambda residual, x, blob, bias, norm=None, eps=0.0, scale=1.0: None,
     reference=_linear_residual,
 )
 
@@ -35,6 +43,15 @@ def linear(x: Tensor, blob: Tensor, bias: Tensor | None = None) -> Tensor:
     return _linear_op(x, blob, bias)
 
 
-def linear_residual(residual: Tensor, x: Tensor, blob: Tensor, bias: Tensor | None = None) -> None:
-    """Residual f32 `(M, N)` += x f32 `(M, K)` @ matrix + bias, in place."""
-    _linear_residual_op(residual, x, blob, bias)
+def linear_residual(
+    residual: Tensor,
+    x: Tensor,
+    blob: Tensor,
+    bias: Tensor | None = None,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    scale: float = 1.0,
+) -> None:
+    """Residual f32 `(M, N)` += scale * (x f32 `(M, K)` @ matrix + bias), in place; with norm f32 `(N,)` after an RMS norm of the sum."""
+    _linear_residual_op(residual, x, blob, bias, norm, eps, scale)

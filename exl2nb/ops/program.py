@@ -19,7 +19,7 @@ from exl2nb.ops import blob as layout
 from exl2nb.ops._library import REFERENCES, check, define, dynamic_size
 from exl2nb.ops.reference import ACTIVATIONS
 
-MAGIC, VERSION, HEADER_WORDS = 0x3147525032584558, 1, 5
+MAGIC, VERSION, HEADER_WORDS = 0x3147525032584558, 2, 5
 EMBED, QKV, ATTENTION, RESIDUAL, GATE_UP, HEAD = 1, 2, 3, 4, 5, 6
 
 _programs: weakref.WeakValueDictionary[int, Program] = weakref.WeakValueDictionary()
@@ -33,9 +33,10 @@ def _float_bits(value: float) -> int:
 class Program:
     """Builder and runner.
 
-    Add the ops of one step in order: embed; per layer norm_qkv_rope, paged_attention, linear_residual, norm_gate_up, linear_residual;
-    norm_head. Then call `run` as often as you like. Arguments as in the ops of the same name, without the batch. All tensors must be
-    contiguous, on the CPU and stay unchanged; norms, biases, cos and sin are f32.
+    Add the ops of one step in order: embed; per layer norm_qkv_rope, paged_attention, linear_residual, norm_gate_up, linear_residual (with
+    `aside` the MLP's result waits in a buffer of its own, so that it can be computed before attention's is added); norm_head. Then call
+    `run` as often as you like. Arguments as in the ops of the same name, without the batch. All tensors must be contiguous, on the CPU and
+    stay unchanged; norms, biases, cos and sin are f32.
     """
 
     def __init__(self) -> None:
@@ -47,15 +48,22 @@ class Program:
         self._code: Tensor | None = None
         _programs[self.id] = self
 
-    def embed(self, table: Tensor) -> None:
-        """Start the step: x = table[ids]."""
+    def embed(self, table: Tensor, *, scale: float = 1.0, position_table: Tensor | None = None) -> None:
+        """Start the step: x = table[ids] * scale (+ position_table[positions])."""
         check(table.dtype in layout.DENSE, "Program.embed", "table dtype", table.dtype, "float32, float16 or bfloat16")
         self._hidden = table.shape[1]
-        self._add(EMBED, "embed", [self._address(table), layout.DENSE.index(table.dtype), *table.shape], table=table)
+        words = [self._address(table), layout.DENSE.index(table.dtype), *table.shape, _float_bits(scale)]
+        if position_table is None:
+            words += [0, 0, 0]
+        else:
+            fits = position_table.dtype in layout.DENSE and position_table.shape[1:] == table.shape[1:]
+            check(fits, "Program.embed", "position_table", (position_table.dtype, position_table.shape), f"float (*, {table.shape[1]})")
+            words += [self._address(position_table), layout.DENSE.index(position_table.dtype), position_table.shape[0]]
+        self._add(EMBED, "embed", words, table=table, scale=scale, position_table=position_table)
 
     def norm_qkv_rope(
         self,
-        norm: Tensor,
+        norm: Tensor | None,
         eps: float,
         blob: Tensor,
         bias: Tensor | None,
@@ -68,9 +76,13 @@ class Program:
         head_dim: int,
         q_norm: Tensor | None = None,
         k_norm: Tensor | None = None,
+        norm_bias: Tensor | None = None,
+        layer_norm: bool = False,
+        interleaved: bool = False,
+        clip: float = 0.0,
     ) -> None:
         """Q of x; K and V go into the pools of `layer`."""
-        _shapes("Program.norm_qkv_rope", blob, norm, bias, (num_heads + 2 * num_kv_heads) * head_dim)
+        _shapes("Program.norm_qkv_rope", blob, norm, norm_bias, bias, (num_heads + 2 * num_kv_heads) * head_dim)
         check(
             cos.shape == sin.shape and cos.dim() == 2,
             "Program.norm_qkv_rope",
@@ -80,42 +92,81 @@ class Program:
         )
         words = [self._f32(norm), _float_bits(eps), self._blob(blob), self._f32(bias), self._f32(cos), self._f32(sin), *cos.shape]
         words += [num_heads, num_kv_heads, head_dim]
-        for head_norm, heads in ((q_norm, num_heads), (k_norm, num_kv_heads)):
-            fits = head_norm is None or tuple(head_norm.shape) in ((head_dim,), (heads, head_dim))
+        flags = layer_norm + 2 * interleaved
+        for bit, head_norm, heads in ((4, q_norm, num_heads), (8, k_norm, num_kv_heads)):
+            fits = head_norm is None or tuple(head_norm.shape) in ((head_dim,), (heads, head_dim), (heads * head_dim,))
+            flags += bit * (head_norm is not None and head_norm.dim() == 1 and head_norm.shape[0] != head_dim)
             check(
                 fits,
                 "Program.norm_qkv_rope",
                 "head norm",
                 head_norm is not None and head_norm.shape,
-                f"({head_dim},) or ({heads}, {head_dim})",
+                f"({head_dim},), ({heads}, {head_dim}) or ({heads * head_dim},)",
             )
-            words += [self._f32(head_norm), 0 if head_norm is None or head_norm.dim() == 1 else head_dim]
-        self._add(QKV, "norm_qkv_rope", [*words, layer], norm=norm, eps=eps, blob=blob, bias=bias, cos=cos, sin=sin, layer=layer,
-                  heads=(num_heads, num_kv_heads, head_dim), q_norm=q_norm, k_norm=k_norm)  # fmt: skip
+            words += [self._f32(head_norm), 0 if head_norm is None or tuple(head_norm.shape) == (head_dim,) else head_dim]
+        words += [layer, self._f32(norm_bias), flags, _float_bits(clip)]
+        self._add(QKV, "norm_qkv_rope", words, norm=norm, eps=eps, blob=blob, bias=bias, cos=cos, sin=sin, layer=layer,
+                  heads=(num_heads, num_kv_heads, head_dim), q_norm=q_norm, k_norm=k_norm,
+                  rest=(norm_bias, layer_norm, interleaved, clip))  # fmt: skip
 
     def paged_attention(self, *, layer: int, scale: float, window: int = 0, softcap: float = 0.0) -> None:
         """Attention of the last q over the pools of `layer`."""
         words = [_float_bits(scale), window, _float_bits(softcap), layer]
         self._add(ATTENTION, "paged_attention", words, scale=scale, window=window, softcap=softcap, layer=layer)
 
-    def linear_residual(self, blob: Tensor, bias: Tensor | None = None) -> None:
-        """X += (output of the last paged_attention or norm_gate_up) @ matrix + bias."""
-        _shapes("Program.linear_residual", blob, None, bias, self._hidden)
-        self._add(RESIDUAL, "linear_residual", [self._blob(blob), self._f32(bias)], blob=blob, bias=bias)
+    def linear_residual(
+        self,
+        blob: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm: Tensor | None = None,
+        eps: float = 0.0,
+        scale: float = 1.0,
+        aside: bool = False,
+    ) -> None:
+        """X += scale * norm((output of the last paged_attention or norm_gate_up) @ matrix + bias); aside: of the last one set aside."""
+        _shapes("Program.linear_residual", blob, None, None, bias, self._hidden)
+        fits = norm is None or tuple(norm.shape) == (self._hidden,)
+        check(fits, "Program.linear_residual", "norm", norm is not None and tuple(norm.shape), f"({self._hidden},)")
+        words = [self._blob(blob), self._f32(bias), self._f32(norm), _float_bits(eps), _float_bits(scale), int(aside)]
+        self._add(RESIDUAL, "linear_residual", words, blob=blob, bias=bias, norm=norm, eps=eps, scale=scale, aside=aside)
 
-    def norm_gate_up(self, norm: Tensor, eps: float, blob: Tensor, bias: Tensor | None = None, *, activation: str = "silu") -> None:
+    def norm_gate_up(
+        self,
+        norm: Tensor | None,
+        eps: float,
+        blob: Tensor,
+        bias: Tensor | None = None,
+        *,
+        activation: str = "silu",
+        norm_bias: Tensor | None = None,
+        layer_norm: bool = False,
+        gated: bool = True,
+        aside: bool = False,
+    ) -> None:
         """Gated activation of the normed x."""
         check(activation in ACTIVATIONS, "Program.norm_gate_up", "activation", repr(activation), f"one of {', '.join(ACTIVATIONS)}")
-        _shapes("Program.norm_gate_up", blob, norm, bias, layout.shape(blob)[1])
+        _shapes("Program.norm_gate_up", blob, norm, norm_bias, bias, layout.shape(blob)[1])
         index = ACTIVATIONS.index(activation)
         words = [self._f32(norm), _float_bits(eps), self._blob(blob), self._f32(bias), index]
-        self._add(GATE_UP, "norm_gate_up", words, norm=norm, eps=eps, blob=blob, bias=bias, activation=index)
+        words += [self._f32(norm_bias), int(layer_norm), int(gated), int(aside)]
+        self._add(GATE_UP, "norm_gate_up", words, norm=norm, eps=eps, blob=blob, bias=bias, activation=index, aside=aside,
+                  rest=(norm_bias, layer_norm, gated))  # fmt: skip
 
-    def norm_head(self, norm: Tensor, eps: float, blob: Tensor, bias: Tensor | None = None) -> None:
+    def norm_head(
+        self,
+        norm: Tensor | None,
+        eps: float,
+        blob: Tensor,
+        bias: Tensor | None = None,
+        *,
+        norm_bias: Tensor | None = None,
+        layer_norm: bool = False,
+    ) -> None:
         """End the step: logits of the wanted rows of x."""
-        _shapes("Program.norm_head", blob, norm, bias, layout.shape(blob)[1])
-        words = [self._f32(norm), _float_bits(eps), self._blob(blob), self._f32(bias)]
-        self._add(HEAD, "norm_head", words, norm=norm, eps=eps, blob=blob, bias=bias)
+        _shapes("Program.norm_head", blob, norm, norm_bias, bias, layout.shape(blob)[1])
+        words = [self._f32(norm), _float_bits(eps), self._blob(blob), self._f32(bias), self._f32(norm_bias), int(layer_norm)]
+        self._add(HEAD, "norm_head", words, norm=norm, eps=eps, blob=blob, bias=bias, rest=(norm_bias, layer_norm))
 
     @property
     def code(self) -> Tensor:
@@ -173,10 +224,11 @@ class Program:
         return self._address(blob)
 
 
-def _shapes(op: str, blob: Tensor, norm: Tensor | None, bias: Tensor | None, outputs: int) -> None:
+def _shapes(op: str, blob: Tensor, norm: Tensor | None, norm_bias: Tensor | None, bias: Tensor | None, outputs: int) -> None:
     K, N = layout.shape(blob)
     check(outputs == N, op, "outputs of the blob", N, str(outputs))
-    check(norm is None or tuple(norm.shape) == (K,), op, "norm", norm is not None and tuple(norm.shape), f"({K},)")
+    for name, vector in (("norm", norm), ("norm_bias", norm_bias)):
+        check(vector is None or tuple(vector.shape) == (K,), op, name, vector is not None and tuple(vector.shape), f"({K},)")
     check(bias is None or tuple(bias.shape) == (N,), op, "bias", bias is not None and tuple(bias.shape), f"({N},)")
 
 
@@ -198,23 +250,24 @@ def _decode_step(
     inside = len(slots) == 0 or (int(slots.min()) >= 0 and int(slots.max()) < pages * k_pools[0].shape[2])
     check(inside, "decode_step", "a slot", slots.tolist()[:8], f"below {pages} pages")
     op = REFERENCES
-    x = q = last = logits = torch.empty(0)
+    x = q = logits = torch.empty(0)
+    done = {False: logits, True: logits}
     for name, a in _programs[key].steps:
         if name == "embed":
-            x = op[name](a["table"], ids)
+            x = op[name](a["table"], ids, a["scale"], a["position_table"], positions)
         elif name == "norm_qkv_rope":
             layer, where = a["layer"], (a["cos"], a["sin"], positions, slots)
             args = (x, a["norm"], a["eps"], a["blob"], a["bias"], *where, k_pools[layer], v_pools[layer], *a["heads"])
-            q = op[name](*args, a["q_norm"], a["k_norm"])
+            q = op[name](*args, a["q_norm"], a["k_norm"], *a["rest"])
         elif name == "paged_attention":
             pools = (k_pools[a["layer"]], v_pools[a["layer"]])
-            last = op[name](q, *pools, block_table, cu_seqlens, context_lens, a["scale"], a["window"], a["softcap"])
+            done[False] = op[name](q, *pools, block_table, cu_seqlens, context_lens, a["scale"], a["window"], a["softcap"])
         elif name == "linear_residual":
-            op[name](x, last, a["blob"], a["bias"])
+            op[name](x, done[a["aside"]], a["blob"], a["bias"], a["norm"], a["eps"], a["scale"])
         elif name == "norm_gate_up":
-            last = op[name](x, a["norm"], a["eps"], a["blob"], a["bias"], a["activation"])
+            done[a["aside"]] = op[name](x, a["norm"], a["eps"], a["blob"], a["bias"], a["activation"], *a["rest"])
         else:
-            logits = op[name](x[logit_rows.long()], a["norm"], a["eps"], a["blob"], a["bias"])
+            logits = op[name](x[logit_rows.long()], a["norm"], a["eps"], a["blob"], a["bias"], *a["rest"])
     return logits
 
 

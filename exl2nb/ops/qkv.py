@@ -12,7 +12,7 @@ from exl2nb.ops.weights import dense
 
 def _norm_qkv_rope(
     x: Tensor,
-    norm: Tensor,
+    norm: Tensor | None,
     eps: float,
     blob: Tensor,
     bias: Tensor | None,
@@ -27,6 +27,10 @@ def _norm_qkv_rope(
     head_dim: int,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
+    norm_bias: Tensor | None = None,
+    layer_norm: bool = False,
+    interleaved: bool = False,
+    clip: float = 0.0,
 ) -> Tensor:
     op, num_slots = "norm_qkv_rope", k_pool.shape[0] * k_pool.shape[2]
     if len(x):
@@ -35,7 +39,8 @@ def _norm_qkv_rope(
             int(positions.min()) >= 0 and int(positions.max()) < len(cos), op, "a position", positions.tolist()[:8], f"0 to {len(cos) - 1}"
         )
     heads = (num_heads, num_kv_heads, head_dim)
-    return reference.norm_qkv_rope(x, norm, eps, dense(blob), bias, cos, sin, positions, slots, k_pool, v_pool, *heads, q_norm, k_norm)
+    cached = (cos, sin, positions, slots, k_pool, v_pool, *heads, q_norm, k_norm)
+    return reference.norm_qkv_rope(x, norm, eps, dense(blob), bias, *cached, norm_bias, layer_norm, interleaved, clip)
 
 
 def _fake(x: Tensor, *rest: object) -> Tensor:
@@ -44,8 +49,9 @@ def _fake(x: Tensor, *rest: object) -> Tensor:
 
 
 _norm_qkv_rope_op = define(
-    "norm_qkv_rope(Tensor x, Tensor norm, float eps, Tensor blob, Tensor? bias, Tensor cos, Tensor sin, Tensor positions, Tensor slots, "
-    "Tensor(a!) k_pool, Tensor(b!) v_pool, int num_heads, int num_kv_heads, int head_dim, Tensor? q_norm, Tensor? k_norm) -> Tensor",
+    "norm_qkv_rope(Tensor x, Tensor? norm, float eps, Tensor blob, Tensor? bias, Tensor cos, Tensor sin, Tensor positions, Tensor slots, "
+    "Tensor(a!) k_pool, Tensor(b!) v_pool, int num_heads, int num_kv_heads, int head_dim, Tensor? q_norm, Tensor? k_norm, "
+    "Tensor? norm_bias=None, bool layer_norm=False, bool interleaved=False, float clip=0.0) -> Tensor",
     fake=_fake,
     reference=_norm_qkv_rope,
 )
@@ -53,7 +59,7 @@ _norm_qkv_rope_op = define(
 
 def norm_qkv_rope(
     x: Tensor,
-    norm: Tensor,
+    norm: Tensor | None,
     eps: float,
     blob: Tensor,
     bias: Tensor | None,
@@ -69,16 +75,24 @@ def norm_qkv_rope(
     head_dim: int,
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    layer_norm: bool = False,
+    interleaved: bool = False,
+    clip: float = 0.0,
 ) -> Tensor:
-    """RMS norm, the stacked matrix [q; k; v], optional per-head norms, rotary embedding; K and V are written to their slots.
+    """Norm, the stacked matrix [q; k; v], optional per-head norms, rotary embedding; K and V are written to their slots.
 
     Args:
-        x: f32 `(T, H)`. norm: f32 `(H,)`. eps: of every norm here.
+        x: f32 `(T, H)`. norm: f32 `(H,)`, or None for none. eps: of every norm here. layer_norm: every norm here subtracts the mean
+            (LayerNorm) instead of being an RMS norm; norm_bias: f32 `(H,)`, added after it.
         blob: K = H, N = (Hq + 2 * Hkv) * D. bias: f32 `(N,)` or None.
-        cos, sin: f32 `(max_pos, rotary_dim / 2)`; dimension i rotates with rotary_dim / 2 + i, those after rotary_dim pass through.
+        clip: q, k and v are cut to [-clip, clip] before anything else; 0 = not.
+        cos, sin: f32 `(max_pos, rotary_dim / 2)`; dimension i rotates with rotary_dim / 2 + i (interleaved: 2 i with 2 i + 1), those after
+            rotary_dim pass through. No columns: nothing rotates.
         positions, slots: int32 `(T,)`; slot = page * P + offset.
         k_pool, v_pool: f16 or f32 `(num_pages, Hkv, P, D)`, written.
-        q_norm, k_norm: f32 `(D,)` or one row per head `(heads, D)`; applied before the rotation.
+        q_norm, k_norm: f32 `(D,)`, one row per head `(heads, D)`, or `(heads * D,)` for one norm over all heads together; applied before
+            the rotation.
 
     Returns:
         q, rotated, f32 `(T, Hq, D)`.
@@ -87,5 +101,6 @@ def norm_qkv_rope(
         RuntimeError, ValueError: shapes disagree, or a slot or position is out of range (nothing is written then).
     """
     return _norm_qkv_rope_op(
-        x, norm, eps, blob, bias, cos, sin, positions, slots, k_pool, v_pool, num_heads, num_kv_heads, head_dim, q_norm, k_norm
-    )
+        x, norm, eps, blob, bias, cos, sin, positions, slots, k_pool, v_pool, num_heads, num_kv_heads, head_dim, q_norm, k_norm,
+        norm_bias, layer_norm, interleaved, clip,
+    )  # fmt: skip

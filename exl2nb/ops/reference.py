@@ -9,9 +9,10 @@ from torch import Tensor
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
-def embed(table: Tensor, ids: Tensor) -> Tensor:
-    """Rows `ids` (T,) of table `(V, H)` -> f32 `(T, H)`."""
-    return table[ids.long()].float()
+def embed(table: Tensor, ids: Tensor, scale: float = 1.0, position_table: Tensor | None = None, positions: Tensor | None = None) -> Tensor:
+    """Rows `ids` (T,) of table `(V, H)`, times scale, plus rows `positions` of the position table -> f32 `(T, H)`."""
+    x = table[ids.long()].float() * scale
+    return x if position_table is None or positions is None else x + position_table[positions.long()].float()
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -20,20 +21,58 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
 
 
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """(x - mean) / std * weight + bias over the last dimension, in fp32."""
+    x = x.float()
+    x = x - x.mean(-1, keepdim=True)
+    y = weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps))
+    return y if bias is None else y + bias
+
+
+def norm(x: Tensor, weight: Tensor | None, eps: float, bias: Tensor | None, layer: bool) -> Tensor:
+    """The norm before a linear: none without a weight, else RMS, or LayerNorm."""
+    if weight is None:
+        return x.float()
+    return layer_norm(x, weight, bias, eps) if layer else rms_norm(x, weight, eps)
+
+
+def head_norm(x: Tensor, weight: Tensor | None, eps: float, layer: bool) -> Tensor:
+    """Norm of x `(T, heads, D)`: weight `(D,)`, `(heads, D)`, or `(heads * D,)` for one norm over all heads together."""
+    if weight is None:
+        return x
+    if weight.dim() == 1 and weight.shape[0] != x.shape[2]:
+        return norm(x.flatten(1), weight, eps, None, layer).view(x.shape)
+    return norm(x, weight, eps, None, layer)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """X `(M, K)` @ weight `(K, N)` + bias."""
     y = x.float() @ weight
     return y if bias is None else y + bias
 
 
-def linear_residual(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Residual `(M, N)` += x @ weight + bias, in place."""
-    residual += linear(x, weight, bias)
+def linear_residual(
+    residual: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    scale: float = 1.0,
+) -> None:
+    """Residual `(M, N)` += scale * norm(x @ weight + bias), in place."""
+    y = linear(x, weight, bias)
+    residual += scale * (y if norm is None else rms_norm(y, norm, eps))
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first 2 * half dims of x `(T, heads, D)`; cos, sin `(T, half)`. Dimension i pairs with half + i."""
+def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate the first 2 * half dims of x `(T, heads, D)`; cos, sin `(T, half)`. Dimension i pairs with half + i, or 2 i with 2 i + 1."""
     half = cos.shape[-1]
+    if interleaved:
+        a, b = x[..., : 2 * half].unflatten(-1, (half, 2)).unbind(-1)
+        cos, sin = cos[:, None], sin[:, None]
+        turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+        return torch.cat([turned, x[..., 2 * half :]], -1)
     a, b = x[..., :half], x[..., half : 2 * half]
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]], -1)
@@ -41,7 +80,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def norm_qkv_rope(
     x: Tensor,
-    norm: Tensor,
+    norm_weight: Tensor | None,
     eps: float,
     weight: Tensor,
     bias: Tensor | None,
@@ -56,14 +95,19 @@ def norm_qkv_rope(
     head_dim: int,
     q_norm: Tensor | None,
     k_norm: Tensor | None,
+    norm_bias: Tensor | None = None,
+    layer_norm: bool = False,
+    interleaved: bool = False,
+    clip: float = 0.0,
 ) -> Tensor:
-    """Norm, one matrix [q; k; v], optional per-head norms, rotation; K and V go to their slots; returns q `(T, Hq, D)`."""
-    y = linear(rms_norm(x, norm, eps), weight, bias).view(len(x), -1, head_dim)
+    """Norm, one matrix [q; k; v], optional head norms, rotation; K and V go to their slots; returns q `(T, Hq, D)`."""
+    y = linear(norm(x, norm_weight, eps, norm_bias, layer_norm), weight, bias).view(len(x), -1, head_dim)
+    if clip:
+        y = y.clamp(-clip, clip)
     q, k, v = y.split([num_heads, num_kv_heads, num_kv_heads], 1)
-    q = rms_norm(q, q_norm, eps) if q_norm is not None else q
-    k = rms_norm(k, k_norm, eps) if k_norm is not None else k
+    q, k = head_norm(q, q_norm, eps, layer_norm), head_norm(k, k_norm, eps, layer_norm)
     at = positions.long()
-    q, k = rope(q, cos[at], sin[at]), rope(k, cos[at], sin[at])
+    q, k = rope(q, cos[at], sin[at], interleaved), rope(k, cos[at], sin[at], interleaved)
     page, offset = slots.long() // k_pool.shape[2], slots.long() % k_pool.shape[2]
     k_pool[page, :, offset] = k.to(k_pool.dtype)
     v_pool[page, :, offset] = v.to(v_pool.dtype)
@@ -112,15 +156,36 @@ def activate(x: Tensor, activation: str) -> Tensor:
     return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
-def norm_gate_up(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """act(gate) * up of the normed x, weight [gate; up] `(H, 2I)` -> `(T, I)`."""
-    gate, up = linear(rms_norm(x, norm, eps), weight, bias).chunk(2, -1)
+def norm_gate_up(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    norm_bias: Tensor | None = None,
+    layer_norm: bool = False,
+    gated: bool = True,
+) -> Tensor:
+    """act(gate) * up of the normed x, weight [gate; up] `(H, 2I)` -> `(T, I)`; not gated: act(up), weight `(H, I)`."""
+    y = linear(norm(x, norm_weight, eps, norm_bias, layer_norm), weight, bias)
+    if not gated:
+        return activate(y, activation)
+    gate, up = y.chunk(2, -1)
     return activate(gate, activation) * up
 
 
-def norm_head(x: Tensor, norm: Tensor, eps: float, weight: Tensor, bias: Tensor | None) -> Tensor:
+def norm_head(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm_bias: Tensor | None = None,
+    layer_norm: bool = False,
+) -> Tensor:
     """Logits f32 of the normed x."""
-    return linear(rms_norm(x, norm, eps), weight, bias)
+    return linear(norm(x, norm_weight, eps, norm_bias, layer_norm), weight, bias)
 
 
 def codes(q_weight: Tensor, q_groups: Tensor, K: int) -> tuple[Tensor, list[tuple[int, int, int]]]:

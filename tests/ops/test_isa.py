@@ -37,6 +37,17 @@ def digest() -> str:
     for activation in ("silu", "gelu", "gelu_tanh"):
         gate_up = ops.pack_dense(torch.randn(140, 96, generator=torch.Generator().manual_seed(3)))
         take(ops.norm_gate_up(x, torch.ones(96), 1e-5, gate_up, activation=activation))
+    for norm in (torch.ones(96), None):
+        up = ops.pack_dense(torch.randn(70, 96, generator=torch.Generator().manual_seed(4)))
+        take(ops.norm_gate_up(x, norm, 1e-5, up, activation="gelu", gated=False, layer_norm=norm is not None))
+    qkv = ops.pack_dense(torch.randn(4 * 24, 96, generator=torch.Generator().manual_seed(5)))
+    angles = torch.arange(54).view(9, 6) * 0.1
+    for full in (False, True):
+        pools = [torch.zeros(1, 1, 256, 24, dtype=torch.float16) for _ in range(2)]
+        where = (angles.cos(), angles.sin(), torch.arange(3).int(), torch.arange(3).int(), *pools)
+        heads = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 24, "q_norm": torch.ones(48 if full else 24), "layer_norm": not full}
+        take(ops.norm_qkv_rope(x, torch.ones(96), 1e-5, qkv, None, *where, interleaved=full, clip=2.0, **heads))
+        take(pools[0])
     for options in ({}, {"dense": True, "head_dim": 40, "head_norms": True}, {"pool": torch.float32, "softcap": 9.0, "window": 50}):
         net = Net(**options)
         pools = net.pools()
