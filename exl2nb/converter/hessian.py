@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +14,16 @@ from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import layer_linears
 
 # linears that read the same tensor, filed under the first of them
-INPUTS: dict[str, tuple[str, ...]] = {"q": ("q", "k", "v"), "o": ("o",), "gate": ("gate", "up"), "down": ("down",)}
-INPUT_OF = {role: first for first, roles in INPUTS.items() for role in roles}
+INPUTS: tuple[tuple[str, ...], ...] = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
 DAMPING = 0.03
 ROWS_PER_BATCH = 4
+
+
+def input_of(roles: Iterable[str]) -> dict[str, str]:
+    """Role -> name of its input, for the roles that a layer has."""
+    present = set(roles)
+    groups = [[role for role in group if role in present] for group in INPUTS]
+    return {role: group[0] for group in groups for role in group}
 
 
 @dataclass(frozen=True)
@@ -100,7 +106,8 @@ def layer_hessians(
         token_weights: per input, f32 `(rows * S,)`; None counts every token once.
     """
     moments, size = Moments(), x.shape[1]
-    first = {linear.key: role for role, linear in layer_linears(config, layer).items() if role in INPUTS}
+    table = layer_linears(config, layer)
+    first = {table[name].key: name for name in input_of(table).values()}
     for begin in range(0, len(x), ROWS_PER_BATCH):
         batch = x[begin : begin + ROWS_PER_BATCH]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import time
@@ -16,7 +17,7 @@ from exl2nb.converter import calibrate, measure
 from exl2nb.converter.allocate import allocate
 from exl2nb.converter.calibrate import Source
 from exl2nb.converter.gptq import dense, quantize
-from exl2nb.converter.hessian import INPUT_OF, INPUTS, Moments, advance, factorize, layer_hessians
+from exl2nb.converter.hessian import Moments, advance, factorize, input_of, layer_hessians
 from exl2nb.converter.measure import Measurement
 from exl2nb.converter.options import Option, menu
 from exl2nb.converter.result import Conversion, Matrix
@@ -28,10 +29,10 @@ from exl2nb.core.options import check_range
 from exl2nb.core.progress import Meter, Sink
 from exl2nb.io import hub, safetensors
 from exl2nb.io.hf_config import read_config
-from exl2nb.io.shards import TensorStore
 from exl2nb.model import reference
-from exl2nb.model.layout import Linear, head_linear, layer_linears
+from exl2nb.model.layout import Linear, end_vectors, head_linear, layer_linears, layer_vectors
 from exl2nb.model.loader import read_model_config
+from exl2nb.model.store import open_store
 from exl2nb.model.writer import write_model
 from exl2nb.quant.bits import head_mix
 from exl2nb.quant.exl2 import Exl2Tensors
@@ -122,7 +123,7 @@ class ConversionJob:
         """
         src = hub.resolve(self.src, progress=sink)
         config = read_model_config(src)
-        with TensorStore(src) as store:
+        with open_store(config, src) as store:
             weights = DenseWeights(config, store)
             make_directory(self.dst.absolute().parent)
             work = Work(self._work_dir or self.dst.absolute().parent / f".{self.dst.name}.work")
@@ -232,7 +233,8 @@ class _Run:
 
     def _norm_bits(self) -> int:
         """Bits of the layers' norm vectors: they count in the budget, so `bpw` times the weights is all that the layers store."""
-        return 16 * 2 * self.config.num_layers * self.config.hidden_size
+        shapes = [shape for layer in range(self.config.num_layers) for shape in layer_vectors(self.config, layer).values()]
+        return 16 * sum(math.prod(shape) for shape in shapes)
 
     def quantize(self, ids: Tensor, measurement: Measurement, options: dict[str, Option]) -> tuple[list[Matrix], str]:
         """Quantise layer by layer on the stream of what is quantised so far; one file per layer in the work folder."""
@@ -261,14 +263,14 @@ class _Run:
         packed = self.work.load(key, layer, linears)
         self.resumed += packed is not None
         if packed is None:
-            token_weights = {name: measurement.token_weights[f"{layer}.{name}"] for name in INPUTS}
+            token_weights = {name: measurement.token_weights[f"{layer}.{name}"] for name in set(input_of(linears).values())}
             hessians = layer_hessians(self.config, layer, weights, x, token_weights)
             factors = {name: factorize(h, name=f"layer {layer}, input of {name}") for name, h in hessians.items()}
             packed = {}
             for role, linear in linears.items():
                 bias = weights[f"{linear.key}.bias"].half() if linear.bias else None
                 groups = options[linear.key].groups
-                packed[linear.key] = quantize(weights[f"{linear.key}.weight"], factors[INPUT_OF[role]], groups, bias=bias)
+                packed[linear.key] = quantize(weights[f"{linear.key}.weight"], factors[input_of(linears)[role]], groups, bias=bias)
             self.work.save(key, layer, packed)
         matrices = []
         for linear in linears.values():
@@ -311,14 +313,13 @@ class _Run:
         self.work.forget(key, self.config.num_layers)
 
     def _tensors(self, key: str, meter: Meter) -> Iterator[tuple[str, Tensor]]:
-        config, names = self.config, self.config.names
-        yield f"{names.embed}.weight", self.weights.stored(f"{names.embed}.weight")
+        config = self.config
+        for name in end_vectors(config):
+            yield name, self.weights.stored(name)
         for layer in range(config.num_layers):
-            for part in ("attention_norm", "mlp_norm"):
-                name = f"{names.at(layer, part)}.weight"
-                yield name, self.weights.stored(name)
+            for name, shape in layer_vectors(config, layer).items():
+                yield name, self.weights.stored(name, shape)
             yield from self._packed(key, layer, layer_linears(config, layer), meter)
-        yield f"{names.norm}.weight", self.weights.stored(f"{names.norm}.weight")
         yield from self._packed(key, HEAD, {"head": head_linear(config)}, meter)
 
     def _packed(self, key: str, layer: int, linears: dict[str, Linear], meter: Meter) -> Iterator[tuple[str, Tensor]]:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from exl2nb.converter import gptq
-from exl2nb.converter.hessian import INPUT_OF, factorize
+from exl2nb.converter.hessian import factorize, input_of
 from exl2nb.converter.options import group_rows
 from exl2nb.converter.sensitivity import LayerStatistics
 from exl2nb.core.errors import ConversionError
@@ -90,10 +90,10 @@ def measure_layer(linears: Mapping[str, Linear], weights: Mapping[str, Tensor], 
         statistics: Hessians and gradients on the calibration rows.
     """
     factors = {name: factorize(h, name=f"layer {statistics.layer}, input of {name}") for name, h in statistics.hessians.items()}
-    measured = {}
+    names, measured = input_of(linears), {}
     for role, linear in linears.items():
         weight, column = weights[f"{linear.key}.weight"], statistics.gradients[linear.key] / 2
-        factor, hessian = factors[INPUT_OF[role]], statistics.hessians[INPUT_OF[role]]
+        factor, hessian = factors[names[role]], statistics.hessians[names[role]]
         anchors = {}
         for bits, size in ANCHORS:
             groups = [(bits, rows) for rows in group_rows(linear.in_features, size)]

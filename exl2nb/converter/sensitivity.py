@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from exl2nb.converter.hessian import INPUT_OF, ROWS_PER_BATCH, Moments, advance
+from exl2nb.converter.hessian import ROWS_PER_BATCH, Moments, advance, input_of
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
@@ -85,6 +85,7 @@ def _backward(
 ) -> tuple[LayerStatistics, Tensor]:
     """Statistics of one layer, and the gradient at its input."""
     roles = {linear.key: role for role, linear in layer_linears(config, layer).items()}
+    names = input_of(roles.values())
     moments, squares = Moments(), dict.fromkeys(roles, torch.zeros((), dtype=torch.float64))
     tokens: dict[str, list[Tensor]] = {}
     below = []
@@ -98,7 +99,7 @@ def _backward(
         for key, role in roles.items():
             square = tape.gradients[key].flatten(0, -2).square()
             squares[key] = squares[key] + square.double().sum(0)
-            name = INPUT_OF[role]
+            name = names[role]
             weight[name] = weight.get(name, torch.zeros(())) + square.sum(1)
         for name, value in weight.items():
             inputs = tape.inputs[config.names.at(layer, name)]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from exl2nb.core.errors import ConversionError, FormatError
-from exl2nb.io.shards import TensorStore
 from exl2nb.model.config import ModelConfig
-from exl2nb.model.layout import Linear, head_linear, layer_linears, linears, vectors
+from exl2nb.model.layout import Linear, accepted, end_vectors, head_linear, layer_linears, layer_vectors, linears, vectors
+from exl2nb.model.store import Store
 
 _EDGE_BYTES = 1 << 20
 
@@ -28,7 +28,7 @@ class DenseWeights:
         FormatError: a tensor is missing or has the wrong shape or dtype.
     """
 
-    def __init__(self, config: ModelConfig, store: TensorStore) -> None:
+    def __init__(self, config: ModelConfig, store: Store) -> None:
         if store.is_exl2:
             raise ConversionError(f"{store.directory}: found an EXL2 model, expected a dense one; convert the model it was made from")
         self.config, self.store = config, store
@@ -43,7 +43,7 @@ class DenseWeights:
                     "the EXL2 format cannot hold this model"
                 )
         for name, shape in vectors(config).items():
-            self._check(name, shape)
+            self._check(name, *accepted(config, shape))
 
     def layer(self, index: int) -> dict[str, Tensor]:
         """All tensors of one layer, f32."""
@@ -52,24 +52,23 @@ class DenseWeights:
             tensors[f"{linear.key}.weight"] = self.weight(linear)
             if linear.bias:
                 tensors[f"{linear.key}.bias"] = self.stored(f"{linear.key}.bias").float()
-        for part in ("attention_norm", "mlp_norm"):
-            name = f"{self.config.names.at(index, part)}.weight"
-            tensors[name] = self.stored(name).float()
+        for name, shape in layer_vectors(self.config, index).items():
+            tensors[name] = self.stored(name, shape).float()
         return tensors
 
     def ends(self) -> dict[str, Tensor]:
-        """Embedding, last norm and head, f32."""
-        names = self.config.names
-        tensors = {name: self.stored(name).float() for name in (f"{names.embed}.weight", f"{names.norm}.weight")}
-        return {**tensors, f"{names.head}.weight": self.weight(head_linear(self.config))}
+        """Embedding, last norm and head (and what else stands outside the layers), f32."""
+        tensors = {name: self.stored(name).float() for name in end_vectors(self.config)}
+        return {**tensors, f"{self.config.names.head}.weight": self.weight(head_linear(self.config))}
 
     def weight(self, linear: Linear) -> Tensor:
         """A matrix in the nn.Linear layout, f32 `(out_features, in_features)`; a tied head is the embedding."""
         return self._read(self._weight_name(linear)).float()
 
-    def stored(self, name: str) -> Tensor:
-        """A tensor that is not quantised, as it will be stored: f16."""
-        return self._read(name).half()
+    def stored(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
+        """A tensor that is not quantised, as it will be stored: f16, of `shape` (one head norm for all heads becomes a row per head)."""
+        tensor = self._read(name).half()
+        return tensor if shape is None else tensor.expand(shape).contiguous()
 
     def fingerprint(self) -> str:
         """Hash of the model's files: headers, sizes, and the first and last MiB of each."""
@@ -88,9 +87,9 @@ class DenseWeights:
         tied = linear.role == "head" and own not in self.store and self.config.tie_word_embeddings
         return f"{self.config.names.embed}.weight" if tied else own
 
-    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+    def _check(self, name: str, shape: tuple[int, ...], *others: tuple[int, ...]) -> None:
         info = self.store.info(name)
-        if info.shape != shape or not info.dtype.is_floating_point or info.dtype.itemsize < 2:
+        if info.shape not in (shape, *others) or not info.dtype.is_floating_point or info.dtype.itemsize < 2:
             raise FormatError(f"{info.path}: tensor {name!r}: found {info.dtype} {info.shape}, expected fp16, bf16 or fp32 {shape}")
 
     def _read(self, name: str) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from exl2nb.core.errors import ConfigError
-from exl2nb.model.names import Names
+from exl2nb.model.names import Files, Names
 from exl2nb.model.rope import MAX_CONTEXT, RopeConfig
 
 # hidden_act in config.json: activation of the ops
@@ -34,6 +34,13 @@ class ModelConfig:
     windows: per layer, tokens a query sees including itself; 0 = all. attention_scale: factor on q.k.
     attention_softcap, logit_softcap: c * tanh(x / c); 0 = none. quant_method: what `quantization_config` names ("exl2"), or None.
 
+    What most decoders do is the default of the rest. norm: "rms" or "layer" (LayerNorm); norm_bias: it has one. norm_offset: added to every
+    norm's weight. pre_norm: norms before attention and MLP; post_norm: RMS norms on their results, before these are added. parallel:
+    attention and MLP read the same normed input. qk_norm: "head" (each head of q and k) or "full" (all heads together). gated: the MLP is
+    act(gate) * up, otherwise act(up). embed_scale, residual_scale, logit_scale: factors on the embedding, on what attention and MLP add,
+    and on the logits. learned_positions: a table of positions is added to the embedding. interleaved: RoPE pairs are (2 i, 2 i + 1).
+    rope_kinds: per layer "main" (`rope`), "local" (`local_rope`) or "none"; empty = all main. clip_qkv: q, k, v are cut to +-this; 0 = not.
+
     Raises:
         ConfigError: a size out of range, or sizes that do not fit each other.
     """
@@ -60,6 +67,23 @@ class ModelConfig:
     logit_softcap: float = 0.0
     quant_method: str | None = None
     names: Names = field(default_factory=Names)
+    files: Files = field(default_factory=Files)
+    norm: str = "rms"
+    norm_bias: bool = False
+    norm_offset: float = 0.0
+    pre_norm: bool = True
+    post_norm: bool = False
+    parallel: bool = False
+    qk_norm: str = ""
+    gated: bool = True
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    learned_positions: bool = False
+    interleaved: bool = False
+    local_rope: RopeConfig | None = None
+    rope_kinds: tuple[str, ...] = ()
+    clip_qkv: float = 0.0
 
     def __post_init__(self) -> None:
         for name, (key, low, high) in LIMITS.items():
@@ -78,6 +102,14 @@ class ModelConfig:
         if len(self.windows) != self.num_layers:
             raise ConfigError(f"{len(self.windows)} layers have a window; expected num_hidden_layers {self.num_layers}")
         assert self.activation in ACTIVATIONS.values(), self.activation
+        assert self.norm == "rms" or (self.norm == "layer" and not self.post_norm), "post norms are RMS norms"
+        assert self.qk_norm in ("", "head", "full"), self.qk_norm
+        assert len(self.rope_kinds) in (0, self.num_layers), "one kind of RoPE per layer"
+        assert self.local_rope is not None or "local" not in self.rope_kinds, "local layers need a local RoPE"
+
+    def rope_kind(self, layer: int) -> str:
+        """Which RoPE a layer uses: "main", "local" or "none"."""
+        return self.rope_kinds[layer] if self.rope_kinds else "main"
 
     @property
     def q_per_kv(self) -> int:

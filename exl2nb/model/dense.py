@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from torch import Tensor
 
-from exl2nb.io.shards import TensorStore
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.plan import plan
+from exl2nb.model.store import Store
 from exl2nb.quant.exl2 import Exl2Tensors
 
 
@@ -25,7 +25,7 @@ class DenseWeights(Mapping[str, Tensor]):
         FormatError: as `plan.plan`; on access as `Exl2Tensors.read`.
     """
 
-    def __init__(self, config: ModelConfig, store: TensorStore) -> None:
+    def __init__(self, config: ModelConfig, store: Store) -> None:
         self._store = store
         self._exl2 = {}
         names = set(store.names())

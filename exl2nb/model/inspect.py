@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from exl2nb.core.errors import FormatError
+from exl2nb.core.errors import ConfigError, FormatError, UnknownArchitecture
 from exl2nb.io.hf_config import check_quantization, read_config
 from exl2nb.io.shards import TensorStore
 from exl2nb.model import inspect_view
+from exl2nb.model.archs import parse_config
+from exl2nb.model.store import Store, open_store
 from exl2nb.quant.bits import Groups, stored_bits
 from exl2nb.quant.exl2_check import SUFFIXES, check_headers, parse_groups
 
@@ -155,7 +157,7 @@ def inspect(directory: str | os.PathLike[str]) -> Inspection:
     directory = Path(directory)
     config = read_config(directory)
     check_quantization(directory, config)
-    with TensorStore(directory) as store:
+    with _open(directory, config) as store:
         matrices = sorted(_matrices(store), key=_order)
         total = sum(store.info(name).nbytes for name in store.names())
         files = store.files
@@ -178,13 +180,21 @@ def inspect(directory: str | os.PathLike[str]) -> Inspection:
     )
 
 
+def _open(directory: Path, config: dict[str, Any]) -> Store:
+    """The weights under our names where the architecture is known, else as they are."""
+    try:
+        return open_store(parse_config(config, where=str(directory / "config.json")), directory)
+    except (UnknownArchitecture, ConfigError):
+        return TensorStore(directory)
+
+
 def _order(matrix: Matrix) -> tuple[int, int, str]:
     last = 1 << 62
     rank = next((i for i, stem in enumerate(inspect_view.ORDER) if matrix.name.endswith(stem)), len(inspect_view.ORDER))
     return (last if matrix.layer is None else matrix.layer, rank, matrix.key)
 
 
-def _matrices(store: TensorStore) -> list[Matrix]:
+def _matrices(store: Store) -> list[Matrix]:
     found = []
     for name in store.names():
         stem, _, suffix = name.rpartition(".")
@@ -200,7 +210,7 @@ def _place(key: str) -> tuple[int | None, str]:
     return (int(match[1][:9]), match[2]) if match else (None, key)
 
 
-def _exl2(store: TensorStore, key: str) -> Matrix:
+def _exl2(store: Store, key: str) -> Matrix:
     infos = {suffix: store.info(f"{key}.{suffix}") for suffix in SUFFIXES}
     if f"{key}.bias" in store:
         infos["bias"] = store.info(f"{key}.bias")
@@ -217,7 +227,7 @@ def _exl2(store: TensorStore, key: str) -> Matrix:
     return Matrix(key, layer, name, "exl2", rows, columns, tuple(groups), stored_bits(groups, columns) / (rows * columns), nbytes)
 
 
-def _dense(store: TensorStore, key: str) -> Matrix:
+def _dense(store: Store, key: str) -> Matrix:
     info = store.info(f"{key}.weight")
     layer, name = _place(key)
     bias = store.info(f"{key}.bias").nbytes if f"{key}.bias" in store else 0

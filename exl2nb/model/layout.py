@@ -29,7 +29,7 @@ ATTENTION, MLP = ("q", "k", "v", "o"), ("gate", "up", "down")
 
 
 def layer_linears(config: ModelConfig, layer: int) -> dict[str, Linear]:
-    """The linears of one layer by role, in the order in which they run."""
+    """The linears of one layer by role, in the order in which they run; an ungated MLP has no "gate"."""
     hidden, inner = config.hidden_size, config.intermediate_size
     shapes = {
         "q": (hidden, config.q_size, config.qkv_bias),
@@ -40,6 +40,8 @@ def layer_linears(config: ModelConfig, layer: int) -> dict[str, Linear]:
         "up": (hidden, inner, config.mlp_bias),
         "down": (inner, hidden, config.mlp_bias),
     }
+    if not config.gated:
+        del shapes["gate"]
     return {role: Linear(config.names.at(layer, role), role, layer, k, n, bias) for role, (k, n, bias) in shapes.items()}
 
 
@@ -54,8 +56,49 @@ def linears(config: ModelConfig) -> list[Linear]:
     return [*stack, head_linear(config)]
 
 
+def layer_norms(config: ModelConfig) -> tuple[str, ...]:
+    """The norms of a layer over the hidden size, as fields of `Names`, in running order."""
+    before = () if not config.pre_norm else ("attention_norm",) if config.parallel else ("attention_norm", "mlp_norm")
+    return (*before, *(("attention_post_norm", "mlp_post_norm") if config.post_norm else ()))
+
+
+def _norm(config: ModelConfig, key: str) -> dict[str, tuple[int, ...]]:
+    shape = {f"{key}.weight": (config.hidden_size,)}
+    return {**shape, f"{key}.bias": (config.hidden_size,)} if config.norm_bias else shape
+
+
+def layer_vectors(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    """Tensors of one layer that are never quantised, linear biases aside: full name -> shape.
+
+    Head norms have the shape that EXL2 files give them, one row per head; `accepted` lists the others.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for part in layer_norms(config):
+        found |= _norm(config, config.names.at(layer, part))
+    if config.qk_norm:
+        for part, heads in (("q_norm", config.num_heads), ("k_norm", config.num_kv_heads)):
+            full = config.qk_norm == "full"
+            found[f"{config.names.at(layer, part)}.weight"] = (heads * config.head_dim,) if full else (heads, config.head_dim)
+    return found
+
+
+def accepted(config: ModelConfig, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Shapes in which a vector of `vectors` may stand in the files: head norms also as one row for all heads."""
+    return (shape, (config.head_dim,)) if len(shape) == 2 and config.qk_norm == "head" and shape[1] == config.head_dim else (shape,)
+
+
+def end_vectors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The same for what stands outside the layers: embedding, learned positions, last norm."""
+    names = config.names
+    found: dict[str, tuple[int, ...]] = {f"{names.embed}.weight": (config.vocab_size, config.hidden_size)}
+    if config.learned_positions:
+        found[f"{names.positions}.weight"] = (config.max_position_embeddings, config.hidden_size)
+    return {**found, **_norm(config, names.norm)}
+
+
 def vectors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Tensors that are never quantised, biases aside: full name -> shape."""
-    names, hidden = config.names, (config.hidden_size,)
-    norms = {f"{names.at(i, part)}.weight": hidden for i in range(config.num_layers) for part in ("attention_norm", "mlp_norm")}
-    return {f"{names.embed}.weight": (config.vocab_size, config.hidden_size), **norms, f"{names.norm}.weight": hidden}
+    """Every tensor of the model that is never quantised, linear biases aside: full name -> shape."""
+    found = end_vectors(config)
+    for layer in range(config.num_layers):
+        found |= layer_vectors(config, layer)
+    return found

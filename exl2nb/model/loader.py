@@ -12,15 +12,17 @@ from exl2nb import ops
 from exl2nb.core.errors import DeviceError, OptionError
 from exl2nb.core.progress import Meter, Sink
 from exl2nb.io.hf_config import check_quantization, read_config
-from exl2nb.io.shards import TensorStore
 from exl2nb.model.archs import parse_config
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layers.attention import Attention
 from exl2nb.model.layers.ends import Embedding, Head
-from exl2nb.model.layers.mlp import GatedMLP
+from exl2nb.model.layers.layer import Layer
+from exl2nb.model.layers.mlp import MLP
+from exl2nb.model.layers.norm import Added, Norm
 from exl2nb.model.model import Model, Network
 from exl2nb.model.plan import Source, plan
 from exl2nb.model.rope import MAX_CONTEXT
+from exl2nb.model.store import ModelStore, open_store
 from exl2nb.quant.exl2 import Exl2Tensors
 
 WEIGHTS = ("auto", "fp32")
@@ -69,30 +71,37 @@ def load_model(
     if device != "cpu":
         raise DeviceError(f"load_model: device is {device!r}; expected cpu: this engine has no other backend")
     config = read_model_config(directory)
-    with TensorStore(directory) as store:
+    longest = config.max_position_embeddings
+    if config.learned_positions and context is not None and context > longest:
+        raise OptionError(f"load_model: context is {context}; expected at most {longest}, the positions this model has learned")
+    with open_store(config, directory) as store:
         sources = plan(config, store)
         network = _Builder(config, store, sources, widen=weights == "fp32").network(progress)
-    return Model(config, network, context=context if context is not None else config.max_position_embeddings, device=device)
+    return Model(config, network, context=context if context is not None else longest, device=device)
 
 
 class _Builder:
     """Reads the tensors of a plan and packs them into layers."""
 
-    def __init__(self, config: ModelConfig, store: TensorStore, sources: dict[str, Source], *, widen: bool) -> None:
+    def __init__(self, config: ModelConfig, store: ModelStore, sources: dict[str, Source], *, widen: bool) -> None:
         self.config, self.store, self.sources, self.widen = config, store, sources, widen
 
     def network(self, progress: Sink | None) -> Network:
         """Everything, layer by layer."""
         config = self.config
         with Meter("load", total=config.num_layers + 2, unit="layers", sink=progress) as meter:
-            table = self.store.read(f"{config.names.embed}.weight")
-            embedding = Embedding(table=table.float() if self.widen else table)
+            embedding = Embedding(
+                table=self.table(config.names.embed),
+                scale=config.embed_scale,
+                position_table=self.table(config.names.positions) if config.learned_positions else None,
+            )
             meter.step(detail="embedding")
             layers = []
             for layer in range(config.num_layers):
-                layers.append((self.attention(layer), self.mlp(layer)))
+                layers.append(Layer(attention=self.attention(layer), mlp=self.mlp(layer), parallel=config.parallel))
                 meter.step(detail=f"layer {layer}")
-            head = Head(norm=self.vector(f"{config.names.norm}.weight"), eps=config.norm_eps, matrix=self.matrix(config.names.head))
+            # the factor on the logits rides on the last norm
+            head = Head(norm=self.norm(config.names.norm, scale=config.logit_scale), matrix=self.matrix(config.names.head))
             meter.step(detail="head")
         return Network(embedding, tuple(layers), head)
 
@@ -100,35 +109,62 @@ class _Builder:
         """The attention half of one layer."""
         config, names = self.config, self.config.names
         qkv = [names.at(layer, role) for role in ("q", "k", "v")]
+        head_norms = {part: self.weight(names.at(layer, part)) if config.qk_norm else None for part in ("q_norm", "k_norm")}
         return Attention(
             layer=layer,
-            norm=self.vector(f"{names.at(layer, 'attention_norm')}.weight"),
-            eps=config.norm_eps,
+            norm=self.norm(names.at(layer, "attention_norm") if config.pre_norm else None),
             qkv=self.stacked(qkv),
             qkv_bias=self.bias(qkv),
+            **head_norms,
             o=self.matrix(names.at(layer, "o")),
             o_bias=self.bias([names.at(layer, "o")]),
+            added=self.added(names.at(layer, "attention_post_norm")),
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             scale=config.attention_scale,
             window=config.windows[layer],
             softcap=config.attention_softcap,
+            rope=config.rope_kind(layer),
+            interleaved=config.interleaved,
+            clip=config.clip_qkv,
         )
 
-    def mlp(self, layer: int) -> GatedMLP:
+    def mlp(self, layer: int) -> MLP:
         """The MLP half of one layer."""
-        names = self.config.names
-        gate_up, down = [names.at(layer, role) for role in ("gate", "up")], names.at(layer, "down")
-        return GatedMLP(
-            norm=self.vector(f"{names.at(layer, 'mlp_norm')}.weight"),
-            eps=self.config.norm_eps,
-            gate_up=self.stacked(gate_up),
-            gate_up_bias=self.bias(gate_up),
+        config, names = self.config, self.config.names
+        up = [names.at(layer, role) for role in (("gate", "up") if config.gated else ("up",))]
+        down, norm = names.at(layer, "down"), names.at(layer, "attention_norm" if config.parallel else "mlp_norm")
+        return MLP(
+            norm=self.norm(norm if config.pre_norm else None),
+            gated=config.gated,
+            up=self.stacked(up),
+            up_bias=self.bias(up),
             down=self.matrix(down),
             down_bias=self.bias([down]),
-            activation=self.config.activation,
+            added=self.added(names.at(layer, "mlp_post_norm")),
+            activation=config.activation,
         )
+
+    def norm(self, key: str | None, *, scale: float = 1.0) -> Norm:
+        """The norm of module `key`, its result times `scale`; without a key no norm."""
+        config = self.config
+        bias = self.vector(f"{key}.bias") * scale if key and config.norm_bias else None
+        return Norm(weight=self.weight(key) * scale if key else None, bias=bias, eps=config.norm_eps, layer=config.norm == "layer")
+
+    def added(self, key: str) -> Added:
+        """How a half's result is added; `key` is that of its post norm, where there are any."""
+        config = self.config
+        return Added(norm=self.weight(key) if config.post_norm else None, eps=config.norm_eps, scale=config.residual_scale)
+
+    def weight(self, key: str) -> Tensor:
+        """The weight of a norm, in f32, with what the architecture adds to it."""
+        return self.vector(f"{key}.weight") + self.config.norm_offset
+
+    def table(self, key: str) -> Tensor:
+        """The weight of an embedding."""
+        table = self.store.read(f"{key}.weight")
+        return table.float() if self.widen else table
 
     def matrix(self, key: str) -> Tensor:
         """The blob of one linear, without padding columns."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -15,9 +14,8 @@ from exl2nb.cache.spec import PAGE_SIZE, CacheSpec
 from exl2nb.core.errors import ContextOverflow, EngineClosed, OptionError
 from exl2nb.model.batch import Batch
 from exl2nb.model.config import ModelConfig
-from exl2nb.model.layers.attention import Attention
 from exl2nb.model.layers.ends import Embedding, Head
-from exl2nb.model.layers.mlp import GatedMLP
+from exl2nb.model.layers.layer import Layer, tensors_of
 from exl2nb.model.layers.step import Step
 from exl2nb.model.rope import rope_tables
 
@@ -27,19 +25,17 @@ class Network:
     """The layers of a model in running order."""
 
     embedding: Embedding
-    layers: tuple[tuple[Attention, GatedMLP], ...]
+    layers: tuple[Layer, ...]
     head: Head
 
     def tensors(self) -> Iterator[Tensor]:
         """Every weight once."""
-        parts: list[Any] = [self.embedding, *(half for layer in self.layers for half in layer), self.head]
         seen: set[int] = set()
-        for part in parts:
-            for field in fields(part):
-                value = getattr(part, field.name)
-                if isinstance(value, Tensor) and value.data_ptr() not in seen:
-                    seen.add(value.data_ptr())
-                    yield value
+        for part in (self.embedding, *self.layers, self.head):
+            for tensor in tensors_of(part):
+                if tensor.data_ptr() not in seen:
+                    seen.add(tensor.data_ptr())
+                    yield tensor
 
 
 class Model:
@@ -54,7 +50,8 @@ class Model:
         self.weight_bytes = sum(tensor.nbytes for tensor in network.tensors())
         self._network: Network | None = network
         self._program: ops.Program | None = None
-        self._cos = self._sin = torch.empty(0, config.rope.rotary_dim // 2)
+        self._ropes: dict[str, tuple[Tensor, Tensor]] = {}
+        self._rows = 0  # positions in the RoPE tables
 
     def cache_spec(self, num_tokens: int, *, mode: str = "fp16") -> CacheSpec:
         """The spec of a cache for this model that holds at least `num_tokens` tokens."""
@@ -88,17 +85,16 @@ class Model:
     def forward_by_ops(self, batch: Batch, cache: KVCache) -> Tensor:
         """The readable twin of `forward`: op by op, the same bits."""
         network = self._prepare(batch, cache)
-        step = Step(batch, cache, self._cos, self._sin)
-        x = network.embedding(batch.input_ids)
-        for attention, mlp in network.layers:
-            attention(x, step)
-            mlp(x)
+        step = Step(batch, cache, self._ropes)
+        x = network.embedding(batch.input_ids, batch.positions)
+        for layer in network.layers:
+            layer(x, step)
         return self._cap(network.head(x, batch.logit_rows))
 
     def close(self) -> None:
         """Drop every tensor; the memory returns at once. Harmless when repeated."""
         self._network = self._program = None
-        self._cos = self._sin = torch.empty(0)
+        self._ropes = {}
 
     def __repr__(self) -> str:
         state = "closed" if self._network is None else f"{self.weight_bytes / 2**20:.1f} MiB on {self.device}"
@@ -117,19 +113,20 @@ class Model:
             raise ContextOverflow(
                 f"sequence of {longest} tokens; the model was loaded for {self.context}: shorten it, or load with context="
             )
-        if longest > len(self._cos):
+        if longest > self._rows:
             self._grow(self._network, longest)
         return self._network
 
     def _grow(self, network: Network, longest: int) -> None:
         """Extend the RoPE tables to a power of two of pages, so a model loaded for a huge context pays only for what it uses."""
         rows = PAGE_SIZE << (max(longest, 4 * PAGE_SIZE) - 1).bit_length() - (PAGE_SIZE - 1).bit_length()
-        self._cos, self._sin = rope_tables(self.config, rows, context=self.context)
+        kinds = {self.config.rope_kind(layer) for layer in range(self.config.num_layers)}
+        self._ropes = {kind: rope_tables(self.config, rows, context=self.context, kind=kind) for kind in sorted(kinds)}
+        self._rows = rows
         program = ops.Program()
         network.embedding.record(program)
-        for attention, mlp in network.layers:
-            attention.record(program, self._cos, self._sin)
-            mlp.record(program)
+        for layer in network.layers:
+            layer.record(program, self._ropes)
         network.head.record(program)
         self._program = program
 

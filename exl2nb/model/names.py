@@ -1,4 +1,4 @@
-"""Module keys of a decoder, as they stand in its files. An architecture that names them otherwise replaces fields."""
+"""Names in a decoder's files: the module keys we use, and how a checkpoint that names or packs its tensors otherwise is read."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """Keys without the suffix (`.weight`, `.bias`, `.q_weight` ...); those below `layer` are relative to it."""
+    """Keys without the suffix (`.weight`, `.bias`, `.q_weight` ...); those below `layer` are relative to it.
+
+    Parts that an architecture lacks are never asked for: q_norm and k_norm without head norms, the post norms without `post_norm`,
+    mlp_norm where attention and MLP share one, gate in an ungated MLP, positions without learned positions.
+    """
 
     embed: str = "model.embed_tokens"
+    positions: str = "model.wpe"
     layer: str = "model.layers.{}"
     norm: str = "model.norm"
     head: str = "lm_head"
@@ -17,11 +22,15 @@ class Names:
     q: str = "self_attn.q_proj"
     k: str = "self_attn.k_proj"
     v: str = "self_attn.v_proj"
+    q_norm: str = "self_attn.q_norm"
+    k_norm: str = "self_attn.k_norm"
     o: str = "self_attn.o_proj"
+    attention_post_norm: str = ""
     mlp_norm: str = "post_attention_layernorm"
     gate: str = "mlp.gate_proj"
     up: str = "mlp.up_proj"
     down: str = "mlp.down_proj"
+    mlp_post_norm: str = ""
 
     def at(self, layer: int, part: str) -> str:
         """Full key of one part (a field name such as "q") of layer `layer`.
@@ -31,3 +40,21 @@ class Names:
             'model.layers.3.self_attn.q_proj'
         """
         return f"{self.layer.format(layer)}.{getattr(self, part)}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Files:
+    """How a checkpoint's tensors become those of `Names`; EXL2 files have them already.
+
+    renames: (old, new) replaced in every name, in order. fused: (key below the layer, roles) of matrices that hold several side by side.
+    grouped: a fused q, k, v interleaves them per KV head (the q_per_kv query heads, then k, then v). transposed: matrices are stored
+    `(in, out)`. unit_head: the head's rows are normalised when a plain one is read. ignored: shell patterns of names that are not ours
+    (after the renames), such as a vision tower's.
+    """
+
+    renames: tuple[tuple[str, str], ...] = ()
+    fused: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    grouped: bool = False
+    transposed: bool = False
+    unit_head: bool = False
+    ignored: tuple[str, ...] = ()

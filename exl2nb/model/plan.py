@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from exl2nb.core.errors import FormatError
-from exl2nb.io.shards import TensorStore
 from exl2nb.model.config import ModelConfig
-from exl2nb.model.layout import ATTENTION, MLP, Linear, head_linear, layer_linears, vectors
+from exl2nb.model.layout import ATTENTION, MLP, Linear, accepted, head_linear, layer_linears, vectors
+from exl2nb.model.store import Store
 from exl2nb.quant.dense import check_dense
 from exl2nb.quant.exl2_check import SUFFIXES, check_headers
 
@@ -24,7 +24,7 @@ class Source:
     kind: str
 
 
-def plan(config: ModelConfig, store: TensorStore) -> dict[str, Source]:
+def plan(config: ModelConfig, store: Store) -> dict[str, Source]:
     """Decide for every linear where it comes from.
 
     Args:
@@ -43,16 +43,16 @@ def plan(config: ModelConfig, store: TensorStore) -> dict[str, Source]:
         linears = layer_linears(config, layer)
         found = {role: _layer_source(store, linear) for role, linear in linears.items()}
         for roles in (ATTENTION, MLP):
-            _check_granularity(store, [found[role] for role in roles])
+            _check_granularity(store, [found[role] for role in roles if role in found])
         sources |= {source.linear.key: source for source in found.values()}
     sources[config.names.head] = _head_source(config, store)
     for name, shape in vectors(config).items():
-        _check_float(store, name, shape)
+        _check_float(store, name, *accepted(config, shape))
     _check_extra(config, store, sources.values())
     return sources
 
 
-def _layer_source(store: TensorStore, linear: Linear) -> Source:
+def _layer_source(store: Store, linear: Linear) -> Source:
     kind = _kind(store, linear.key)
     if kind is None:
         raise missing(store, f"{linear.key}.weight", f"it or {linear.key}.q_weight")
@@ -62,7 +62,7 @@ def _layer_source(store: TensorStore, linear: Linear) -> Source:
     return Source(linear, linear.key, kind)
 
 
-def _head_source(config: ModelConfig, store: TensorStore) -> Source:
+def _head_source(config: ModelConfig, store: Store) -> Source:
     linear, embed = head_linear(config), config.names.embed
     kind = _kind(store, linear.key)
     if kind is not None:
@@ -73,11 +73,11 @@ def _head_source(config: ModelConfig, store: TensorStore) -> Source:
     return Source(linear, embed, "dense")
 
 
-def _kind(store: TensorStore, prefix: str) -> str | None:
+def _kind(store: Store, prefix: str) -> str | None:
     return "exl2" if f"{prefix}.q_weight" in store else "dense" if f"{prefix}.weight" in store else None
 
 
-def _check_linear(store: TensorStore, linear: Linear, prefix: str, kind: str) -> None:
+def _check_linear(store: Store, linear: Linear, prefix: str, kind: str) -> None:
     if kind == "dense":
         _check_float(store, f"{prefix}.weight", linear.shape)
         return
@@ -92,21 +92,21 @@ def _check_linear(store: TensorStore, linear: Linear, prefix: str, kind: str) ->
         raise wrong(store, f"{prefix}.q_weight", f"a layer of {linear.out_features} outputs", "a multiple of 32")
 
 
-def _check_float(store: TensorStore, name: str, shape: tuple[int, ...]) -> None:
+def _check_float(store: Store, name: str, shape: tuple[int, ...], *others: tuple[int, ...]) -> None:
     if name not in store:
         raise missing(store, name, "it for this architecture")
     info = store.info(name)
-    check_dense(info, name, shape, file=info.path)
+    check_dense(info, name, info.shape if info.shape in others else shape, file=info.path)
 
 
-def _check_granularity(store: TensorStore, sources: list[Source]) -> None:
+def _check_granularity(store: Store, sources: list[Source]) -> None:
     if len({source.kind for source in sources}) > 1:
         plain = next(source for source in sources if source.kind == "dense")
         names = ", ".join(source.linear.key.rsplit(".", 1)[-1] for source in sources)
         raise wrong(store, f"{plain.prefix}.weight", "a plain matrix beside quantised ones", f"all of {names} quantised or none")
 
 
-def _check_extra(config: ModelConfig, store: TensorStore, sources: Iterable[Source]) -> None:
+def _check_extra(config: ModelConfig, store: Store, sources: Iterable[Source]) -> None:
     allowed = set(vectors(config))
     for source in sources:
         parts = (*SUFFIXES, "q_perm") if source.kind == "exl2" else ("weight",)
@@ -123,11 +123,11 @@ def _check_extra(config: ModelConfig, store: TensorStore, sources: Iterable[Sour
         )
 
 
-def missing(store: TensorStore, name: str, expected: str) -> FormatError:
+def missing(store: Store, name: str, expected: str) -> FormatError:
     """The error for a tensor that no file has."""
     return FormatError(f"{store.directory}: tensor {name!r}: found none of that name in {len(store.files)} files, expected {expected}")
 
 
-def wrong(store: TensorStore, name: str, found: str, expected: str) -> FormatError:
+def wrong(store: Store, name: str, found: str, expected: str) -> FormatError:
     """The error for a tensor that does not fit."""
     return FormatError(f"{store.info(name).path}: tensor {name!r}: found {found}, expected {expected}")

@@ -24,7 +24,8 @@ ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, 
 
 def embed(config: ModelConfig, weights: Weights, ids: Tensor) -> Tensor:
     """Rows of the embedding: ids `(B, S)` int -> `(B, S, H)` f32."""
-    return F.embedding(ids.long(), weights[f"{config.names.embed}.weight"]).float()
+    x = F.embedding(ids.long(), weights[f"{config.names.embed}.weight"]).float() * config.embed_scale
+    return x + weights[f"{config.names.positions}.weight"][: ids.shape[1]].float() if config.learned_positions else x
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -32,9 +33,40 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (j, j + rotary_dim/2) of x `(..., S, D)` by the angles of cos, sin `(S, rotary_dim/2)`; the rest passes."""
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """`(x - mean) / std * weight + bias` over the last axis."""
+    x = x - x.mean(-1, keepdim=True)
+    y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
+    return y if bias is None else y + bias.float()
+
+
+def norm(config: ModelConfig, weights: Weights, x: Tensor, key: str) -> Tensor:
+    """The norm of module `key` as this model has it."""
+    weight = weights[f"{key}.weight"].float() + config.norm_offset
+    if config.norm == "rms":
+        return rms_norm(x, weight, config.norm_eps)
+    return layer_norm(x, weight, weights[f"{key}.bias"] if config.norm_bias else None, config.norm_eps)
+
+
+def _head_norm(config: ModelConfig, weights: Weights, x: Tensor, key: str) -> Tensor:
+    """The norm of q or k `(B, heads, S, D)`, per head or over all heads."""
+    weight = weights[f"{key}.weight"].float() + config.norm_offset
+    if config.qk_norm == "full":
+        flat = rms_norm(x.transpose(1, 2).flatten(2), weight, config.norm_eps)
+        return _heads(flat, config.head_dim)
+    weight = weight[:, None] if weight.dim() == 2 else weight  # a row per head
+    return rms_norm(x, weight, config.norm_eps) if config.norm == "rms" else layer_norm(x, weight, None, config.norm_eps)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Turn the pairs (j, j + rotary_dim/2) of x `(..., S, D)` by the angles of cos, sin `(S, rotary_dim/2)`; the rest passes.
+
+    interleaved: the pairs are (2 j, 2 j + 1).
+    """
     half = cos.shape[-1]
+    if interleaved:
+        a, b = x[..., : 2 * half].unflatten(-1, (half, 2)).unbind(-1)
+        return torch.cat((torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2), x[..., 2 * half :]), dim=-1)
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
 
@@ -68,24 +100,38 @@ def block(config: ModelConfig, layer: int, weights: Weights, x: Tensor, capture:
     Returns:
         f32 `(B, S, H)`, the residual stream after the layer.
     """
-    linear = layer_linears(config, layer)
+    names, linear = config.names, layer_linears(config, layer)
 
     def apply(role: str, value: Tensor) -> Tensor:
         return _linear(linear[role], weights, value, capture)
 
-    h = rms_norm(x, weights[f"{config.names.at(layer, 'attention_norm')}.weight"], config.norm_eps)
-    q, k, v = (_heads(apply(role, h), config.head_dim) for role in ("q", "k", "v"))
-    cos, sin = (table.to(x.device) for table in rope_tables(config, x.shape[1]))
-    softcap, window = config.attention_softcap, config.windows[layer]
-    mixed = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, scale=config.attention_scale, window=window, softcap=softcap)
-    x = x + apply("o", mixed.transpose(1, 2).reshape(*x.shape[:2], config.q_size))
-    h = rms_norm(x, weights[f"{config.names.at(layer, 'mlp_norm')}.weight"], config.norm_eps)
-    return x + apply("down", ACTIVATIONS[config.activation](apply("gate", h)) * apply("up", h))
+    def before(value: Tensor, part: str) -> Tensor:
+        return norm(config, weights, value, names.at(layer, part)) if config.pre_norm else value
+
+    def added(value: Tensor, part: str) -> Tensor:
+        if config.post_norm:
+            value = norm(config, weights, value, names.at(layer, part))
+        return value * config.residual_scale
+
+    h = before(x, "attention_norm")
+    q, k, v = (_heads(_clip(apply(role, h), config.clip_qkv), config.head_dim) for role in ("q", "k", "v"))
+    if config.qk_norm:
+        q, k = (_head_norm(config, weights, value, names.at(layer, part)) for value, part in ((q, "q_norm"), (k, "k_norm")))
+    cos, sin = (table.to(x.device) for table in rope_tables(config, x.shape[1], kind=config.rope_kind(layer)))
+    q, k = rotate(q, cos, sin, config.interleaved), rotate(k, cos, sin, config.interleaved)
+    mixed = attend(q, k, v, scale=config.attention_scale, window=config.windows[layer], softcap=config.attention_softcap)
+    attention = added(apply("o", mixed.transpose(1, 2).reshape(*x.shape[:2], config.q_size)), "attention_post_norm")
+    x = x + attention
+    if not config.parallel:
+        h = before(x, "mlp_norm")
+    activation = ACTIVATIONS[config.activation]
+    inner = activation(apply("gate", h)) * apply("up", h) if config.gated else activation(apply("up", h))
+    return x + added(apply("down", inner), "mlp_post_norm")
 
 
 def final_norm(config: ModelConfig, weights: Weights, x: Tensor) -> Tensor:
     """The norm before the head."""
-    return rms_norm(x, weights[f"{config.names.norm}.weight"], config.norm_eps)
+    return norm(config, weights, x, config.names.norm)
 
 
 def head(config: ModelConfig, weights: Weights, x: Tensor, capture: Capture | None = None) -> Tensor:
@@ -94,7 +140,7 @@ def head(config: ModelConfig, weights: Weights, x: Tensor, capture: Capture | No
     name = own if own in weights else f"{config.names.embed}.weight"
     if capture is not None:
         capture(config.names.head, x)
-    logits = F.linear(x, weights[name].float())
+    logits = F.linear(x, weights[name].float()) * config.logit_scale
     return config.logit_softcap * torch.tanh(logits / config.logit_softcap) if config.logit_softcap else logits
 
 
@@ -111,6 +157,10 @@ def _linear(linear: Linear, weights: Weights, x: Tensor, capture: Capture | None
         capture(linear.key, x)
     bias = weights[f"{linear.key}.bias"].float() if linear.bias else None
     return F.linear(x, weights[f"{linear.key}.weight"].float(), bias)
+
+
+def _clip(x: Tensor, bound: float) -> Tensor:
+    return x.clamp(-bound, bound) if bound else x
 
 
 def _heads(x: Tensor, head_dim: int) -> Tensor:

@@ -51,28 +51,38 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
 
     @classmethod
-    def read(cls, fields: Fields, *, head_dim: int, max_positions: int) -> RopeConfig:
+    def read(cls, fields: Fields, *, head_dim: int, max_positions: int, partial: bool = False) -> RopeConfig:
         """Read the old style (`rope_scaling`, `rope_theta`) and the new one (`rope_parameters`).
 
         Where both stand in one file `rope_scaling` wins, as in Transformers.
 
+        Args:
+            fields: of config.json.
+            head_dim: of the model.
+            max_positions: longest context of the model.
+            partial: the architecture may rotate a part of each head only (`partial_rotary_factor`).
+
         Raises:
-            ConfigError: an unknown type, a key of the type missing or out of range, partial rotation.
+            ConfigError: an unknown type, a key of the type missing or out of range, partial rotation where it is not known.
         """
         own = fields.child("rope_scaling") or fields.child("rope_parameters") or Fields({}, fields.where)
         nested = next((key for key, value in own.raw.items() if isinstance(value, dict)), None)
         if nested is not None:
             raise own.refuse(nested, own.raw[nested], "one set of RoPE parameters for all layers")
         kind = own.text("rope_type", default=None) or own.text("type", default="default")
+        kind = "longrope" if kind == "su" else kind
         if kind not in ROPE_TYPES:
             raise own.refuse("rope_type", kind, f"one of {', '.join(ROPE_TYPES)}")
-        for source in (own, fields):
+        rotary_dim = _rotary_dim(own if "partial_rotary_factor" in own.raw else fields, head_dim) if partial else head_dim
+        for source in () if partial else (own, fields):
             if source.number("partial_rotary_factor", low=0.0, high=1.0, default=1.0) != 1.0:
                 raise source.refuse("partial_rotary_factor", source.raw["partial_rotary_factor"], "1.0 for this architecture")
         theta = own.number("rope_theta", low=1.0 + 1e-6, high=1e15, default=None)
-        scaled = kind != "default"
+        scaled = kind not in ("default", "longrope")
         original = {"low": 1, "high": MAX_CONTEXT}
         values = {
             "theta": theta or fields.number("rope_theta", low=1.0 + 1e-6, high=1e15, default=10000.0),
@@ -90,7 +100,31 @@ class RopeConfig:
                 raise own.refuse("high_freq_factor", values["high_freq_factor"], f"more than low_freq_factor {values['low_freq_factor']:g}")
         if kind == "yarn":
             values |= _read_yarn(own)
-        return cls(type=kind, rotary_dim=head_dim, max_positions=max_positions, **values)
+        if kind == "longrope":
+            values |= _read_longrope(own, rotary_dim, max_positions / values["original_positions"])
+        return cls(type=kind, rotary_dim=rotary_dim, max_positions=max_positions, **values)
+
+
+def _rotary_dim(source: Fields, head_dim: int) -> int:
+    share = source.number("partial_rotary_factor", low=0.0, high=1.0, default=1.0)
+    rotary_dim = int(head_dim * share)
+    if rotary_dim % 2 or rotary_dim < 2:
+        raise source.refuse("partial_rotary_factor", share, f"a share of head_dim {head_dim} that is an even number of dimensions")
+    return rotary_dim
+
+
+def _read_longrope(own: Fields, rotary_dim: int, ratio: float) -> dict[str, object]:
+    values: dict[str, object] = {
+        "attention_factor": own.number("attention_factor", low=0.0, high=1e3, default=None),
+        "factor": own.number("factor", low=1.0, high=1e6, default=None) or ratio,
+    }
+    for key in ("short_factor", "long_factor"):
+        found = own.raw.get(key)
+        right = isinstance(found, list) and len(found) == rotary_dim // 2
+        if not right or not all(type(v) in (int, float) and 0 < v < 1e6 for v in found or ()):
+            raise own.refuse(key, found, f"a list of {rotary_dim // 2} positive numbers, one per rotated pair")
+        values[key] = tuple(float(v) for v in found or ())
+    return values
 
 
 def _read_yarn(own: Fields) -> dict[str, object]:
@@ -177,6 +211,20 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
     return magnitude(1.0)
 
 
+@ROPE_TYPES.register("longrope")
+def _longrope(rope: RopeConfig, context: int) -> Frequencies:
+    """Ding et al., 2024: one factor per frequency, from the long list beyond the original context.
+
+    Transformers chooses the list anew for every sequence, so a sequence that grows past the switch would need its cache again. Here the
+    context the model was loaded with decides.
+    """
+    factors = rope.long_factor if context > rope.original_positions else rope.short_factor
+    periods = rope.theta ** (torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim)
+    grown = math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_positions)) if rope.factor > 1 else 1.0
+    inverse = 1.0 / (torch.tensor(factors, dtype=torch.float32) * periods)
+    return inverse, rope.attention_factor if rope.attention_factor is not None else grown
+
+
 def frequencies(rope: RopeConfig, *, context: int | None = None) -> Frequencies:
     """Inverse frequencies f32 `(rotary_dim/2,)` and the factor on cos and sin.
 
@@ -187,11 +235,12 @@ def frequencies(rope: RopeConfig, *, context: int | None = None) -> Frequencies:
     return ROPE_TYPES[rope.type](rope, context if context is not None else rope.max_positions)
 
 
-def rope_tables(config: ModelConfig, max_pos: int, *, context: int | None = None) -> tuple[Tensor, Tensor]:
+def rope_tables(config: ModelConfig, max_pos: int, *, context: int | None = None, kind: str = "main") -> tuple[Tensor, Tensor]:
     """The cos and sin tables for positions 0..max_pos-1.
 
     Args:
-        config: the model; `config.rope` is used.
+        config: the model.
+        kind: "main" (`config.rope`), "local" (`config.local_rope`) or "none" (tables without columns).
         max_pos: rows of the tables.
         context: tokens the model is loaded with; decides the base of dynamic NTK. None = max_position_embeddings.
 
@@ -200,6 +249,10 @@ def rope_tables(config: ModelConfig, max_pos: int, *, context: int | None = None
 
     Cost: max_pos * rotary_dim * 4 bytes for both.
     """
-    inverse, factor = frequencies(config.rope, context=context)
+    if kind == "none":
+        return torch.empty(max_pos, 0), torch.empty(max_pos, 0)
+    rope = config.local_rope if kind == "local" else config.rope
+    assert rope is not None, kind
+    inverse, factor = frequencies(rope, context=context)
     angles = torch.arange(max_pos, dtype=torch.float32)[:, None] * inverse
     return angles.cos() * factor, angles.sin() * factor

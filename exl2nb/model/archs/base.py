@@ -10,16 +10,32 @@ from exl2nb.core.errors import ConfigError, UnknownArchitecture
 from exl2nb.core.registry import Registry
 from exl2nb.model.config import ACTIVATIONS, LIMITS, ModelConfig
 from exl2nb.model.fields import REQUIRED, Fields
-from exl2nb.model.names import Names
+from exl2nb.model.names import Files, Names
 from exl2nb.model.rope import RopeConfig
 
 Flag = bool | str
 Windows = Callable[[Fields, int], tuple[int, ...]]
+Features = Callable[[Fields, Mapping[str, int]], Mapping[str, Any]]
 
 
 def no_window(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """Every layer sees everything before it."""
     return (0,) * num_layers
+
+
+def layer_kinds(fields: Fields, num_layers: int, slides: Callable[[int], bool]) -> tuple[bool, ...]:
+    """Which layers slide: what `layer_types` says, and `slides(layer)` where it is absent."""
+    kinds, known = fields.raw.get("layer_types"), ("full_attention", "sliding_attention")
+    if kinds is None:
+        return tuple(slides(i) for i in range(num_layers))
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in known for kind in kinds):
+        raise fields.refuse("layer_types", kinds, f"a list of {num_layers} names out of {', '.join(known)}")
+    return tuple(kind == known[1] for kind in kinds)
+
+
+def no_features(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str, Any]:
+    """Nothing beyond what the table says."""
+    return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +44,10 @@ class Architecture:
 
     model_type: as in config.json, and the name of the file. qkv_bias, o_bias, mlp_bias: True, False, or the config key that says so
     (absent = false). windows: `(fields, num_layers)` -> window of each layer. defaults: values Transformers assumes for absent keys; sizes
-    that are not listed must be present. names: module keys.
+    that are not listed must be present. names: module keys; files: how checkpoints differ from them. fixed: fields of ModelConfig that are
+    the same for every model of this kind; read: `(fields, sizes)` -> those that the config decides. keys: our name of a config key -> the
+    one this architecture uses. eps_key, activation_key: of the norms, of the MLP. text_key: the decoder's config is nested under it.
+    partial_rotary: `partial_rotary_factor` may be below 1. inner_multiple: intermediate_size over hidden_size where the config has none.
     """
 
     model_type: str
@@ -38,33 +57,63 @@ class Architecture:
     windows: Windows = no_window
     defaults: Mapping[str, Any] = field(default_factory=dict)
     names: Names = field(default_factory=Names)
+    files: Files = field(default_factory=Files)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    read: Features = no_features
+    keys: Mapping[str, str] = field(default_factory=dict)
+    eps_key: str = "rms_norm_eps"
+    eps: float = 1e-6
+    activation_key: str = "hidden_act"
+    text_key: str = ""
+    partial_rotary: bool = False
+    inner_multiple: int = 0
 
     def config(self, name: str, raw: Mapping[str, Any], where: str) -> ModelConfig:
         """Read and check `raw` as this architecture; `name` is the class name it was found under."""
-        fields = Fields({**self.defaults, **raw}, where)
+        fields = self._fields(raw, where)
         sizes = {attribute: _size(fields, attribute) for attribute in LIMITS if attribute not in ("num_kv_heads", "head_dim")}
         sizes["num_kv_heads"] = _size(fields, "num_kv_heads", default=sizes["num_heads"])
         sizes["head_dim"] = _size(fields, "head_dim", default=None) or _head_dim(fields, sizes)
         quantization = fields.child("quantization_config")
+        features = dict(self.read(fields, sizes))
+        max_positions = sizes["max_position_embeddings"]
+        if "rope" not in features:
+            features["rope"] = RopeConfig.read(fields, head_dim=sizes["head_dim"], max_positions=max_positions, partial=self.partial_rotary)
         values = {
             "architecture": name,
             **sizes,
-            "norm_eps": fields.number("rms_norm_eps", low=0.0, high=1.0, default=1e-6),
-            "rope": RopeConfig.read(fields, head_dim=sizes["head_dim"], max_positions=sizes["max_position_embeddings"]),
+            "norm_eps": fields.number(self.eps_key, low=0.0, high=1.0, default=self.eps),
             "windows": self.windows(fields, sizes["num_layers"]),
             "attention_scale": sizes["head_dim"] ** -0.5,
             "qkv_bias": _flag(fields, self.qkv_bias),
             "o_bias": _flag(fields, self.o_bias),
             "mlp_bias": _flag(fields, self.mlp_bias),
             "tie_word_embeddings": fields.flag("tie_word_embeddings", default=False),
-            "activation": _activation(fields),
+            "activation": _activation(fields, self.activation_key),
             "quant_method": quantization.text("quant_method") if quantization else None,
             "names": self.names,
+            "files": self.files,
+            **self.fixed,
+            **features,
         }
         try:
             return ModelConfig(**values)
         except ConfigError as error:  # sizes that do not fit each other: the config knows no file
             raise ConfigError(f"{where}: {error}") from None
+
+    def _fields(self, raw: Mapping[str, Any], where: str) -> Fields:
+        """The decoder's keys under our names, defaults filled in."""
+        outer = Fields(raw, where)
+        inner = outer.child(self.text_key) if self.text_key else outer
+        if inner is None:
+            raise ConfigError(f"{where}: key {self.text_key!r} is missing; this architecture needs it")
+        shared = {key: raw[key] for key in ("quantization_config", "tie_word_embeddings") if raw.get(key) is not None}
+        own = {**inner.raw, **shared}
+        found = {**self.defaults, **own}
+        found |= {ours: found[theirs] for ours, theirs in self.keys.items() if theirs in found and ours not in own}
+        if self.inner_multiple and found.get("intermediate_size") is None and type(found.get("hidden_size")) is int:
+            found["intermediate_size"] = self.inner_multiple * found["hidden_size"]
+        return Fields(found, inner.where)
 
 
 ARCHS: Registry[Architecture] = Registry("architecture", UnknownArchitecture)
@@ -82,10 +131,10 @@ def _head_dim(fields: Fields, sizes: Mapping[str, int]) -> int:
     return hidden // heads
 
 
-def _activation(fields: Fields) -> str:
-    name = fields.text("hidden_act", default="silu")
+def _activation(fields: Fields, key: str) -> str:
+    name = fields.text(key, default="silu")
     if name not in ACTIVATIONS:
-        raise fields.refuse("hidden_act", name, f"one of {', '.join(sorted(ACTIVATIONS))}")
+        raise fields.refuse(key, name, f"one of {', '.join(sorted(ACTIVATIONS))}")
     return ACTIVATIONS[name]
 
 

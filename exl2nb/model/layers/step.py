@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import Tensor
@@ -11,9 +12,8 @@ from exl2nb.model.batch import Batch
 
 
 class Step(NamedTuple):
-    """The batch, the cache it reads and writes, and the RoPE tables f32 `(positions, rotary_dim/2)`."""
+    """The batch, the cache it reads and writes, and per kind of RoPE its tables (cos, sin), f32 `(positions, rotary_dim/2)`."""
 
     batch: Batch
     cache: KVCache
-    cos: Tensor
-    sin: Tensor
+    ropes: Mapping[str, tuple[Tensor, Tensor]]

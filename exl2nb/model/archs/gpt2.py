@@ -1,0 +1,71 @@
+"""GPT-2: learned positions, LayerNorm with bias, an ungated GELU MLP, no RoPE, a tied head; its files hold matrices as (in, out)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from exl2nb.model.archs.base import ARCHS, Architecture
+from exl2nb.model.fields import Fields
+from exl2nb.model.names import Files, Names
+from exl2nb.model.rope import RopeConfig
+
+KEYS = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+    "intermediate_size": "n_inner",
+}
+NAMES = Names(attention_norm="ln_1", mlp_norm="ln_2", up="mlp.c_fc", down="mlp.c_proj")
+RENAMES = (
+    ("transformer.ln_f.", "model.norm."),
+    ("transformer.", "model."),
+    (".h.", ".layers."),
+    (".attn.c_proj.", ".self_attn.o_proj."),
+    (".attn.", ".self_attn."),
+    (".wte.", ".embed_tokens."),
+)
+FIXED = {"norm": "layer", "norm_bias": True, "gated": False, "learned_positions": True}
+
+
+def features(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str, Any]:
+    """No RoPE anywhere; the scores' scale may be switched off."""
+    if fields.flag("scale_attn_by_inverse_layer_idx", default=False):
+        raise fields.refuse("scale_attn_by_inverse_layer_idx", True, "false: scores are scaled alike in every layer")
+    if not fields.flag("multi_query", default=True):
+        raise fields.refuse("multi_query", False, "true: one KV head for all query heads")
+    positions = sizes["max_position_embeddings"]
+    scaled = fields.flag("scale_attn_weights", default=True)
+    return {
+        "rope": RopeConfig(rotary_dim=sizes["head_dim"], max_positions=positions, original_positions=positions),
+        "rope_kinds": ("none",) * sizes["num_layers"],
+        **({} if scaled else {"attention_scale": 1.0}),
+    }
+
+
+ARCHS.register("GPT2LMHeadModel")(
+    Architecture(
+        model_type="gpt2",
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        defaults={"n_positions": 1024, "activation_function": "gelu_new", "tie_word_embeddings": True},
+        names=NAMES,
+        files=Files(
+            # published files leave out the prefix that Transformers writes today
+            renames=(
+                *(("transformer.", ""), ("h.", "model.layers."), ("ln_f.", "model.norm."), ("wte.", "model.embed_tokens.")),
+                *(("wpe.", "model.wpe."), ("model.model.", "model."), (".attn.c_proj.", ".self_attn.o_proj."), (".attn.", ".self_attn.")),
+            ),
+            fused=(("self_attn.c_attn", ("q", "k", "v")),),
+            transposed=True,
+            ignored=("*.self_attn.bias", "*.self_attn.masked_bias"),
+        ),
+        keys=KEYS,
+        eps_key="layer_norm_epsilon",
+        eps=1e-5,
+        activation_key="activation_function",
+        inner_multiple=4,
+        fixed=FIXED,
+        read=features,
+    )
+)

@@ -1,0 +1,168 @@
+"""A checkpoint under our names: renamed, fused matrices cut apart, transposed ones turned. Knows nothing of what they are used for."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from exl2nb.core.errors import FormatError
+from exl2nb.io.safetensors import TensorInfo
+from exl2nb.io.shards import TensorStore
+from exl2nb.model.config import ModelConfig
+from exl2nb.model.layout import Linear, layer_linears
+
+Cut = Callable[[Tensor], Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    """source: name in the files; shape after `cut`, None for the source's own."""
+
+    source: str
+    cut: Cut | None = None
+    shape: tuple[int, ...] | None = None
+
+
+class ModelStore:
+    """A TensorStore seen through `config.files`: same methods, our names. Closing it closes the files.
+
+    Raises:
+        FormatError: two tensors come to the same name, or a fused or transposed one has another shape than the config says.
+    """
+
+    def __init__(self, config: ModelConfig, store: TensorStore) -> None:
+        self._config, self._store = config, store
+        self.directory: Path = store.directory
+        self.is_exl2 = store.is_exl2
+        self._pieces: dict[str, _Piece] = {}
+        fused = _fused(config)
+        for source in store.names():
+            name = source
+            for old, new in config.files.renames:
+                name = name.replace(old, new)
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in config.files.ignored):
+                continue
+            stem, _, suffix = name.rpartition(".")
+            if stem in fused and suffix in ("weight", "bias"):
+                self._add_fused(source, suffix, fused[stem])
+            else:
+                self._add(name, self._plain(source, name))
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that count, sorted by name."""
+        return self._store.files
+
+    def names(self) -> list[str]:
+        """All names, in the order of the files."""
+        return list(self._pieces)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._pieces
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def info(self, name: str) -> TensorInfo:
+        """Header entry of one tensor; of a piece of a fused one, with the piece's shape."""
+        piece = self._pieces.get(name)
+        if piece is None:
+            return self._store.info(name)
+        info = self._store.info(piece.source)
+        return info if piece.shape is None else dataclasses.replace(info, name=name, shape=piece.shape)
+
+    def read(self, name: str) -> Tensor:
+        """Copy one tensor into memory."""
+        piece = self._pieces.get(name)
+        if piece is None:
+            return self._store.read(name)
+        tensor = self._store.read(piece.source)
+        return tensor if piece.cut is None else piece.cut(tensor).contiguous()
+
+    def close(self) -> None:
+        """Close all files."""
+        self._store.close()
+
+    def __enter__(self) -> ModelStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"ModelStore({str(self.directory)!r}, {len(self.files)} files, {len(self)} tensors)"
+
+    def _add(self, name: str, piece: _Piece) -> None:
+        if name in self._pieces:
+            first, info = self._pieces[name].source, self._store.info(piece.source)
+            raise FormatError(f"{info.path}: tensor {piece.source!r}: found {first!r} too, which is the same one; expected one of them")
+        self._pieces[name] = piece
+
+    def _plain(self, source: str, name: str) -> _Piece:
+        files, info = self._config.files, self._store.info(source)
+        if files.unit_head and name == f"{self._config.names.head}.weight":
+            return _Piece(source, lambda w: torch.nn.functional.normalize(w.float(), dim=-1).to(w.dtype))
+        layer = self._config.names.layer.partition("{}")[0]
+        if files.transposed and name.startswith(layer) and name.endswith(".weight") and len(info.shape) == 2 and not self.is_exl2:
+            return _Piece(source, lambda w: w.T, info.shape[::-1])
+        return _Piece(source)
+
+    def _add_fused(self, source: str, suffix: str, linears: list[Linear]) -> None:
+        info, turned = self._store.info(source), self._config.files.transposed and suffix == "weight"
+        rows = sum(linear.out_features for linear in linears)
+        inner = (linears[0].in_features,) if suffix == "weight" else ()
+        want = (*inner, rows) if turned else (rows, *inner)
+        if info.shape != want:
+            raise FormatError(f"{info.path}: tensor {source!r}: found shape {info.shape}, expected {want} for this config.json")
+        config, start = self._config, 0
+        for linear in linears:
+            if config.files.grouped and len(linears) == 3:
+                cut = _group_cut(config, linear.role)
+            else:
+                cut = _row_cut(start, start + linear.out_features, turned)
+            start += linear.out_features
+            self._add(f"{linear.key}.{suffix}", _Piece(source, cut, (linear.out_features, *inner)))
+
+
+Store = TensorStore | ModelStore
+
+
+def _fused(config: ModelConfig) -> dict[str, list[Linear]]:
+    """Full key of each fused matrix -> what it holds."""
+    found = {}
+    for layer in range(config.num_layers if config.files.fused else 0):
+        linears = layer_linears(config, layer)
+        for key, roles in config.files.fused:
+            found[f"{config.names.layer.format(layer)}.{key}"] = [linears[role] for role in roles]
+    return found
+
+
+def _row_cut(start: int, end: int, turned: bool) -> Cut:
+    return lambda tensor: (tensor.T if turned else tensor)[start:end]
+
+
+def _group_cut(config: ModelConfig, role: str) -> Cut:
+    """The rows of one role out of `(kv_heads, q_per_kv + 2, head_dim)`."""
+    per_kv = config.q_per_kv
+    part = {"q": slice(0, per_kv), "k": slice(per_kv, per_kv + 1), "v": slice(per_kv + 1, per_kv + 2)}[role]
+    return lambda tensor: tensor.view(config.num_kv_heads, per_kv + 2, config.head_dim, *tensor.shape[1:])[:, part].flatten(0, 2)
+
+
+def open_store(config: ModelConfig, directory: str | os.PathLike[str]) -> ModelStore:
+    """Open the weights of a model directory.
+
+    Raises:
+        ModelNotFound, FormatError: as `io.shards.TensorStore`. FormatError: as `ModelStore`.
+    """
+    store = TensorStore(directory)
+    try:
+        return ModelStore(config, store)
+    except BaseException:
+        store.close()
+        raise

@@ -1,0 +1,168 @@
+"""Every architecture against Transformers, on the zoo's tiny random models."""
+
+import itertools
+import json
+
+import pytest
+import torch
+
+from exl2nb.cache.pool import KVCache
+from exl2nb.core.errors import ConfigError, FormatError, OptionError
+from exl2nb.io.safetensors import save as save_tensors
+from exl2nb.model import reference
+from exl2nb.model.archs import ARCHS, parse_config
+from exl2nb.model.batch import Batch, Span
+from exl2nb.model.dense import DenseWeights
+from exl2nb.model.inspect import inspect
+from exl2nb.model.layout import linears
+from exl2nb.model.loader import load_model
+from exl2nb.model.store import open_store
+
+from .test_model import error, run, same
+from .tiny import CASES, ids_of, truth
+from .zoo import LONGROPE, SIZES, ZOO, build, build_wide, config_of, write, write_exl2
+
+
+def test_every_architecture_has_a_model():
+    tried = {entry.arch for entry in ZOO.values()}
+    assert tried | {name for name in ARCHS if ARCHS[name].model_type in {kind for kind, _ in CASES.values()}} == set(ARCHS)
+
+
+@pytest.mark.parametrize("seed", range(len(SIZES)))
+@pytest.mark.parametrize("name", ZOO)
+def test_logits_equal_transformers(name, seed, tmp_path):
+    twin = build(name, seed=seed)
+    model = load_model(write(name, twin, tmp_path))
+    ids = ids_of(model.config.vocab_size, 1, 270 if seed == 0 else 60, seed)
+    want = truth(twin, ids)[0]
+    assert error(run(model, ids[0]), want) < 1e-4
+    assert error(run(model, ids[0], mode="fp16", pages=[3, 1]), want) < 5e-3
+    with open_store(model.config, tmp_path) as store, torch.no_grad():
+        assert error(reference.logits(model.config, DenseWeights(model.config, store), ids)[0], want) < 1e-4
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_any_cut_and_company_gives_the_same_bits(name, tmp_path):
+    model = load_model(write_exl2(write(name, build_wide(name), tmp_path / "dense"), tmp_path / "exl2"))
+    ids = ids_of(model.config.vocab_size, 1, 270)[0].tolist()
+    once = run(model, torch.tensor(ids), mode="fp16")
+    assert torch.equal(run(model, torch.tensor(ids), mode="fp16", forward="forward_by_ops"), once)
+    for bounds in ([0, 1, 3, 64, 255, 258, 270], list(range(41))):
+        cache = KVCache(model.cache_spec(512))
+        rows = [
+            model.forward(Batch.single(ids[a:b], start=a, pages=[0, 1], logit_rows="all"), cache) for a, b in itertools.pairwise(bounds)
+        ]
+        same(torch.cat(rows), once[: bounds[-1]])
+    spans = [Span(ids=ids[:n], start=0, pages=[page], logit_rows="all") for page, n in enumerate((20, 1, 33))]
+    for logits in model.forward(Batch.build(spans), KVCache(model.cache_spec(768))).split([20, 1, 33]):
+        same(logits, once[: len(logits)])
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_exl2_equals_the_reconstructed_weights(name, tmp_path):
+    directory = write_exl2(write(name, build_wide(name), tmp_path / "dense"), tmp_path / "exl2")
+    model, config = load_model(directory), config_of(directory)
+    ids = ids_of(config.vocab_size, 1, 60)
+    with open_store(config, directory) as store, torch.no_grad():
+        want = reference.logits(config, DenseWeights(config, store), ids)[0]
+    # reconstructing rounds every weight once more to fp16; norms behind each half magnify that
+    assert error(run(model, ids[0]), want) < (6e-3 if config.post_norm else 2e-3)
+    assert error(run(load_model(directory, weights="fp32"), ids[0]), want) < 1e-4
+    found = inspect(directory)
+    assert found.layers == config.num_layers
+    assert {matrix.key for matrix in found.decoder} == {linear.key for linear in linears(config) if linear.role != "head"}
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_inspect_sees_every_matrix_of_a_checkpoint(name, tmp_path):
+    directory = write(name, build(name), tmp_path)
+    config, found = config_of(directory), inspect(directory)
+    assert found.layers == config.num_layers
+    assert {matrix.key for matrix in found.decoder} == {linear.key for linear in linears(config) if linear.role != "head"}
+
+
+@pytest.mark.parametrize("context", [128, 512])
+def test_longrope_takes_its_factors_from_the_context(context, tmp_path):
+    twin = build("phi3", rope_parameters=dict(LONGROPE), original_max_position_embeddings=128, sliding_window=None)
+    write("phi3", twin, tmp_path)
+    ids = ids_of(131, 1, min(context, 300), 2)
+    assert error(run(load_model(tmp_path, context=context), ids[0]), truth(twin, ids)[0]) < 1e-4
+
+
+def test_learned_positions_end(tmp_path):
+    directory = write("gpt2", build("gpt2"), tmp_path)
+    with pytest.raises(OptionError, match="context is 600; expected at most 512"):
+        load_model(directory, context=600)
+    assert load_model(directory, context=512).context == 512
+
+
+def test_qwen3_head_norms_are_rms_norms(tmp_path):
+    """A LayerNorm there, which is what exllamav2 computes, would give other logits."""
+    twin = build("qwen3")
+    model, ids = load_model(write("qwen3", twin, tmp_path)), ids_of(131, 1, 50)
+    want = truth(twin, ids)[0]
+    assert error(run(model, ids[0]), want) < 1e-4
+    for layer in twin.model.layers:
+        for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
+            norm.forward = lambda x, weight=norm.weight: torch.nn.functional.layer_norm(x, x.shape[-1:], weight, None, 1e-6)
+    assert error(truth(twin, ids)[0], want) > 1e-2
+
+
+def test_cohere2_rotates_on_sliding_layers_only(tmp_path):
+    """RoPE on the global layers too, which is what exllamav2 does, would give other logits."""
+    config = config_of(write("cohere2", build("cohere2"), tmp_path))
+    assert config.rope_kinds == ("main", "main", "main", "none")
+    assert config.windows == (13, 13, 13, 0)
+
+
+def test_patterns_of_old_configs():
+    base = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 4}
+    gemma = parse_config({**base, "architectures": ["Gemma3ForCausalLM"], "sliding_window": 5, "rope_local_base_freq": 7.0,
+                          "rope_scaling": {"rope_type": "linear", "factor": 8.0}})  # fmt: skip
+    assert gemma.windows == (5, 5, 5, 5, 5, 0, 5, 5)
+    assert gemma.local_rope is not None
+    assert (gemma.rope.theta, gemma.rope.factor, gemma.local_rope.theta, gemma.local_rope.type) == (1e6, 8.0, 7.0, "default")
+    assert parse_config({**base, "architectures": ["Gemma2ForCausalLM"]}).windows == (4096, 0) * 4
+    assert parse_config({**base, "architectures": ["Cohere2ForCausalLM"], "sliding_window_pattern": 2}).windows == (4096, 0) * 4
+    smol = parse_config({**base, "architectures": ["SmolLM3ForCausalLM"]})
+    assert smol.rope_kinds == ("main", "main", "main", "none") * 2 and smol.rope.theta == 2e6
+    assert (
+        parse_config({**base, "architectures": ["GemmaForCausalLM"], "hidden_act": "gelu", "num_key_value_heads": 4}).activation
+        == "gelu_tanh"
+    )
+    glm = parse_config({**base, "architectures": ["Glm4ForCausalLM"]})
+    assert glm.rope.rotary_dim == glm.head_dim // 2 == 64
+
+
+@pytest.mark.parametrize(
+    ("arch", "change", "words"),
+    [
+        ("Phi3ForCausalLM", {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0] * 8}}, "short_factor is"),
+        ("Phi3ForCausalLM", {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [0] * 8}}, "long_factor is"),
+        ("Glm4ForCausalLM", {"partial_rotary_factor": 0.1, "head_dim": 8}, "partial_rotary_factor is 0.1"),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [2, 0]}, "no_rope_layers is"),
+        ("Gemma3ForCausalLM", {"layer_types": ["full_attention"]}, "layer_types is"),
+        ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "only causal attention"),
+        ("Mistral3ForConditionalGeneration", {}, "'text_config' is missing"),
+        ("GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+        ("GPTBigCodeForCausalLM", {"multi_query": False}, "multi_query is False"),
+        ("IndexForCausalLM", {"norm_head": "yes"}, "norm_head is 'yes'"),
+        ("GraniteForCausalLM", {"logits_scaling": 0}, "logits_scaling is 0"),
+    ],
+)
+def test_wrong_value_is_named(arch, change, words):
+    base = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    with pytest.raises(ConfigError, match=words):
+        parse_config({**base, "architectures": [arch], **change})
+
+
+def test_a_fused_matrix_of_another_shape_is_named(tmp_path):
+    directory = write("phi3", build("phi3"), tmp_path)
+    raw = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**raw, "num_key_value_heads": 4}))
+    with pytest.raises(FormatError, match=r"qkv_proj.weight': found shape \(128, 64\), expected \(192, 64\)"):
+        load_model(directory)
+    other = write("yi", build("yi"), tmp_path / "yi")
+    save_tensors(other / "more.safetensors", {"model.layers.0.input_layernorm.weight": torch.ones(64)})
+    with pytest.raises(FormatError, match="which is the same one"):
+        load_model(other)

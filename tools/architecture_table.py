@@ -1,0 +1,74 @@
+"""Write docs/architectures.md: what the tests of architectures say, one row per tiny model, every cell from this run.
+
+.venv/bin/python tools/architecture_table.py
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TESTS = ("tests/model/test_archs.py", "tests/model/test_converted.py")
+# column: the test behind it
+COLUMNS = {
+    "logits": "test_logits_equal_transformers",
+    "any cut, any company": "test_any_cut_and_company_gives_the_same_bits",
+    "EXL2": "test_exl2_equals_the_reconstructed_weights",
+    "inspect": "test_inspect_sees_every_matrix_of_a_checkpoint",
+    "converted": "test_there_and_back",
+}
+HEAD = """# Architectures
+
+Written by `tools/architecture_table.py` from a run of the tests; do not edit. Llama, Mistral and Qwen2 have tests of their own
+(`tests/model/test_model.py`) and more variants of RoPE there.
+
+- **logits**: three random models of different sizes (grouped, single and full KV heads, odd widths) against Transformers in fp32: at most
+  1e-4 of the logits' standard deviation with an fp32 cache, 5e-3 with an fp16 one; the plain torch reference that the converter runs agrees
+  to 1e-4 too.
+- **any cut, any company**: prompt at once, in chunks and token by token, alone and in a batch, as one call and op by op: the same bits.
+- **EXL2**: random matrices of 2 to 8 bits against the reference on the reconstructed weights.
+- **inspect**: every matrix of a plain checkpoint is seen under its name, fused ones taken apart.
+- **converted**: our converter's output has ExLlamaV2's names and shapes, loads, and computes what the reconstructed weights say (in
+  Transformers too, for five of them). A dash: not tried.
+
+Where Transformers has no class of that name, the model stands in the class that computes the same.
+
+"""
+
+
+def run() -> dict[str, dict[str, bool]]:
+    """Model -> test -> whether all its cases passed."""
+    results: dict[str, dict[str, bool]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        subprocess.run([sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *TESTS], cwd=ROOT, check=False)
+        for case in ElementTree.parse(report).iter("testcase"):
+            match = re.fullmatch(r"(\w+)\[(.+?)(-\d)?\]", case.get("name", ""))
+            if match and match[1] in COLUMNS.values():
+                passed = not any(child.tag in ("failure", "error", "skipped") for child in case)
+                row = results.setdefault(match[2], {})
+                row[match[1]] = row.get(match[1], True) and passed
+    return results
+
+
+def table(results: dict[str, dict[str, bool]]) -> str:
+    """The rows, in the order of the zoo."""
+    sys.path.insert(0, str(ROOT / "tests" / "model"))
+    sys.path.insert(0, str(ROOT / "tests"))
+    from model.zoo import ZOO  # type: ignore[import-not-found]
+
+    lines = ["| model | architecture | Transformers class | " + " | ".join(COLUMNS) + " |", "|---" * (len(COLUMNS) + 3) + "|"]
+    for name, entry in ZOO.items():
+        marks = {True: "yes", False: "**no**", None: "-"}
+        cells = [marks[results.get(name, {}).get(test)] for test in COLUMNS.values()]
+        lines.append(f"| {name} | {entry.arch} | {entry.model} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    (ROOT / "docs" / "architectures.md").write_text(HEAD + table(run()), encoding="utf-8")
