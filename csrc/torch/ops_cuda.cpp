@@ -1,0 +1,61 @@
+// The ops of the CUDA library: checks, output tensors, the current stream, registration.
+#include <dlfcn.h>
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <vector>
+
+#include "../cuda/launch.h"
+
+namespace exl2nb {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Torch's current stream. The function lives in libtorch_cuda.so, which a CPU build of torch lacks, so it is looked up at first use.
+void* stream_of(const Tensor& t) {
+  using Get = AOTITorchError (*)(int32_t, void**);
+  static const Get get = [] {
+    void* library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
+    return library ? reinterpret_cast<Get>(dlsym(library, "aoti_torch_get_current_cuda_stream")) : nullptr;
+  }();
+  STD_TORCH_CHECK(get, "this build of torch has no CUDA");
+  void* stream = nullptr;
+  TORCH_ERROR_CODE_CHECK(get(t.get_device_index(), &stream));
+  return stream;
+}
+
+void check(const char* name, const Tensor& t, const Tensor& like, ScalarType dtype, int64_t dims, int64_t elements) {
+  const bool fits = t.is_cuda() && t.get_device_index() == like.get_device_index() && t.is_contiguous() && t.scalar_type() == dtype &&
+                    t.dim() == dims && t.numel() == elements;
+  STD_TORCH_CHECK(fits, "reconstruct: ", name, " has ", t.dim(), " dimensions and ", t.numel(), " elements; expected ", dims, " and ",
+                  elements, " of the format's dtype, contiguous, on the device of q_weight");
+}
+
+Tensor reconstruct_cuda(const Tensor& q_weight, const Tensor& q_scale, const Tensor& q_scale_max, const Tensor& q_groups,
+                        const Tensor& q_invperm) {
+  check("q_weight", q_weight, q_weight, ScalarType::Int, 2, q_weight.numel());
+  const int64_t R = q_weight.size(0), N = q_weight.size(1), G = q_scale_max.numel(), K = q_invperm.numel();
+  STD_TORCH_CHECK(N > 0 && N % 32 == 0 && K > 0 && K <= 65536, "reconstruct: got ", K, " rows, ", N,
+                  " columns; expected 1 to 65536, a multiple of 32");
+  check("q_scale", q_scale, q_weight, ScalarType::Int, 2, G * (N / 8));
+  check("q_scale_max", q_scale_max, q_weight, ScalarType::Half, 1, G);
+  check("q_groups", q_groups, q_weight, ScalarType::Short, 1, 2 * G);
+  check("q_invperm", q_invperm, q_weight, ScalarType::Int, 1, K);
+  const torch::stable::accelerator::DeviceGuard guard(q_weight.get_device_index());
+  const std::vector<int64_t> shape{K, N};
+  Tensor out = torch::stable::new_empty(q_weight, shape, ScalarType::Half);
+  const char* wrong = reconstruct_launch(q_weight.const_data_ptr<int32_t>(), R, q_scale.const_data_ptr<int32_t>(),
+                                         q_scale_max.const_data_ptr(), q_groups.const_data_ptr<int16_t>(), G,
+                                         q_invperm.const_data_ptr<int32_t>(), K, N, out.mutable_data_ptr(), stream_of(q_weight));
+  STD_TORCH_CHECK(!wrong, "reconstruct of (", K, ", ", N, ") in ", G, " groups: ", wrong);
+  return out;
+}
+
+}  // namespace
+}  // namespace exl2nb
+
+STABLE_TORCH_LIBRARY_IMPL(exl2nb, CUDA, m) { m.impl("reconstruct", TORCH_BOX(&exl2nb::reconstruct_cuda)); }
