@@ -84,7 +84,11 @@ def test_pictures_have_words(html):
 
 def test_one_bitrate_and_no_passage():
     result = sample.sample_result()
-    Page(report.render(replace(result, entries=result.entries[:2], passage=())))
+    whole, short = report.render(result), report.render(replace(result, entries=result.entries[:2], passage=()))
+    Page(short)
+    assert result.entries[1].name in short
+    assert result.entries[2].name in whole
+    assert result.entries[2].name not in short
 
 
 def test_a_lossless_copy_still_draws():

@@ -92,8 +92,9 @@ def test_damaged_dense_model(case, tmp_path):
 
 
 def test_old_rotary_buffers_are_ignored(tmp_path):
-    edit(save(twin("llama"), tmp_path), {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})
-    load_model(tmp_path)
+    before = load_model(save(twin("llama"), tmp_path)).weight_bytes
+    edit(tmp_path, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})
+    assert load_model(tmp_path).weight_bytes == before
 
 
 EXL2_DAMAGE = {
