@@ -100,6 +100,30 @@ void linear(const float* x, int M, const uint8_t* blob, const float* bias, float
   });
 }
 
+void linear_each(const Product* products, int count) {
+  struct Piece {
+    int product;
+    Task task;
+  };
+  std::vector<Activations> activations;
+  activations.reserve(size_t(count));
+  std::vector<Piece> pieces;
+  int64_t work = 0;
+  for (int p = 0; p < count; p++) {
+    const Product& product = products[p];
+    activations.emplace_back(product.x, product.M, product.blob);
+    for (const Task& task : split(product.blob, product.M)) pieces.push_back({p, task});
+    work += int64_t(product.M) * header(product.blob).K * header(product.blob).N;
+  }
+  for_each_task(int64_t(pieces.size()), work > kParallelWork, [&](int64_t i) {
+    const Product& p = products[pieces[size_t(i)].product];
+    const Task& t = pieces[size_t(i)].task;
+    const int N = header(p.blob).N;
+    const Rows rows = slice(activations[size_t(pieces[size_t(i)].product)].of(t.part), t.row, std::min(t.row + kRowBlock, p.M));
+    kernels().gemm(p.blob, parts(p.blob)[t.part], rows, t.tile, t.end, {p.out + int64_t(t.row) * N, N, nullptr, false});
+  });
+}
+
 void normalize(const float* x, int M, int H, Norm norm, float* y) {
   for_each_task(M, int64_t(M) * H > 50'000, [&](int64_t m) {
     if (norm.layer)
@@ -126,18 +150,22 @@ void norm_linear(const float* x, int M, Norm norm, const uint8_t* blob, const fl
   linear(normed, M, blob, bias, out, false);
 }
 
-void norm_gate_up(const float* x, int M, Norm norm, const uint8_t* blob, const float* bias, int activation, bool gated, float* out) {
+void activate_pairs(const float* both, int M, int64_t I, int activation, bool gated, float* out) {
   constexpr int64_t piece = 2048;
   static const std::vector<float> ones(piece, 1.0f);
-  const int64_t N = header(blob).N, I = gated ? N / 2 : N;
-  Buffer<float> both(M * N);
-  norm_linear(x, M, norm, blob, bias, both);
-  const int64_t pieces = (I + piece - 1) / piece;
+  const int64_t N = gated ? 2 * I : I, pieces = (I + piece - 1) / piece;
   for_each_task(M * pieces, M * I > 20'000, [&](int64_t i) {
     const int64_t m = i / pieces, at = i % pieces * piece;
     const float* row = both + m * N;
     kernels().activate(row + at, gated ? row + I + at : ones.data(), int(std::min(piece, I - at)), activation, out + m * I + at);
   });
+}
+
+void norm_gate_up(const float* x, int M, Norm norm, const uint8_t* blob, const float* bias, int activation, bool gated, float* out) {
+  const int64_t N = header(blob).N;
+  Buffer<float> both(M * N);
+  norm_linear(x, M, norm, blob, bias, both);
+  activate_pairs(both, M, gated ? N / 2 : N, activation, gated, out);
 }
 
 void norm_qkv_rope(const float* x, int T, Norm norm, const uint8_t* blob, const float* bias, const Rope& rope, const Heads& heads, float* q,

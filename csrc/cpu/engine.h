@@ -37,11 +37,20 @@ struct Norm {
 
 // out = x @ blob + bias, or out += for add. x (M, K), out (M, N).
 void linear(const float* x, int M, const uint8_t* blob, const float* bias, float* out, bool add);
+// Several products at once, sharing the threads: out = x @ blob each. x (M, K), out (M, N).
+struct Product {
+  const float* x;
+  int M;
+  const uint8_t* blob;
+  float* out;
+};
+void linear_each(const Product* products, int count);
 // residual += scale * norm(x @ blob + bias)
 void linear_residual(const float* x, int M, const uint8_t* blob, const float* bias, Norm norm, float scale, float* residual);
 void normalize(const float* x, int M, int H, Norm norm, float* y);
 void norm_linear(const float* x, int M, Norm norm, const uint8_t* blob, const float* bias, float* out);
-// gated: act(gate) * up of [gate; up]; otherwise act(up)
+// gated: act(gate) * up of [gate; up]; otherwise act(up). activate_pairs: its second half, both (M, 2 I) or (M, I) -> out (M, I)
+void activate_pairs(const float* both, int M, int64_t I, int activation, bool gated, float* out);
 void norm_gate_up(const float* x, int M, Norm norm, const uint8_t* blob, const float* bias, int activation, bool gated, float* out);
 
 struct Rope {

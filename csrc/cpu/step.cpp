@@ -4,13 +4,14 @@
 #include <string>
 
 #include "engine.h"
+#include "moe.h"
 
 namespace exl2nb {
 namespace {
 
 constexpr int64_t kMagic = 0x3147525032584558, kVersion = 2, kHeaderWords = 5;
-enum Op : int64_t { kEmbed = 1, kQkv = 2, kAttention = 3, kResidual = 4, kGateUp = 5, kHead = 6 };
-constexpr int kWords[] = {0, 9, 20, 5, 7, 10, 7};
+enum Op : int64_t { kEmbed = 1, kQkv = 2, kAttention = 3, kResidual = 4, kGateUp = 5, kHead = 6, kRouted = 7 };
+constexpr int kWords[] = {0, 9, 20, 5, 7, 10, 7, 17};
 
 template <class T>
 const T* address(int64_t word) {
@@ -72,6 +73,11 @@ std::string check_op(const int64_t* w, const StepBatch& b, int64_t H, int64_t* a
       act[w[9]] = header(address<uint8_t>(w[3])).N / (w[8] ? 2 : 1);
       return "";
     }
+    case kRouted: {  // every expert was checked when the op was added: reading 100 headers a layer would cost more than the sums
+      if (!w[4] || w[5] < 1 || w[6] < 1 || w[6] > w[5]) return "top_k is " + number(w[6]) + "; expected 1 to " + number(w[5]) + " experts";
+      if (w[8] < 0 || w[8] > 2) return "unknown activation";
+      return check_weight(w[3], H, w[5]);
+    }
     default:
       return check_weight(w[3], H, 0);
   }
@@ -109,7 +115,7 @@ std::string check_step(const int64_t* code, int64_t words, const StepBatch& batc
   vocab = 0;
   for (int64_t at = kHeaderWords; at < words; at += kWords[last]) {
     const int64_t* w = code + at;
-    if (w[0] < kEmbed || w[0] > kHead || at + kWords[w[0]] > words) return "the program holds an unknown op";
+    if (w[0] < kEmbed || w[0] > kRouted || at + kWords[w[0]] > words) return "the program holds an unknown op";
     if (vocab || (at == kHeaderWords) != (w[0] == kEmbed)) return "a program starts with embed and ends with norm_head";
     const std::string wrong = check_op(w, batch, H, act);
     if (!wrong.empty()) return wrong;
@@ -172,6 +178,22 @@ void run_step(const int64_t* code, int64_t words, const StepBatch& b, float* log
         norm_gate_up(x, int(T), {address<float>(w[1]), real(w[2]), address<float>(w[6]), w[7] != 0}, address<uint8_t>(w[3]),
                      address<float>(w[4]), int(w[5]), w[8] != 0, w[9] ? side : act);
         break;
+      case kRouted: {
+        Buffer<int32_t> chosen(T * w[6]);
+        const Experts experts{address<uint8_t>(w[3]),
+                              address<int64_t>(w[4]),
+                              int(w[5]),
+                              int(w[6]),
+                              real(w[7]),
+                              int(w[8]),
+                              address<uint8_t>(w[11]),
+                              address<uint8_t>(w[12]),
+                              address<uint8_t>(w[13]),
+                              {address<float>(w[14]), real(w[15])},
+                              real(w[16])};
+        routed_mlp(x, int(T), {address<float>(w[1]), real(w[2]), address<float>(w[9]), w[10] != 0}, experts, chosen);
+        break;
+      }
       default: {
         Buffer<float> rows(b.R * H);
         for (int64_t r = 0; r < b.R; r++) std::memcpy(rows + r * H, x + b.logit_rows[r] * H, size_t(H) * sizeof(float));

@@ -7,6 +7,8 @@
 //   ATTENTION  3, scale, window, softcap, layer
 //   RESIDUAL   4, blob, bias, norm, eps, scale, side
 //   GATE_UP    5, norm, eps, blob, bias, activation, norm bias, layer norm, gated, side
+//   ROUTED     7, norm, eps, router, table, experts, top_k, renormalize, activation, norm bias, layer norm, shared up, shared down, shared
+//              gate, post norm, its eps, scale; table: int64 (experts, 2), the addresses of each one's [gate; up] and down
 //   HEAD       6, norm, eps, blob, bias, norm bias, layer norm
 // Floats are the bits of a double; address 0 = none. side 1: the result lies in (comes from) a buffer of its own, so that attention and MLP
 // can both be computed before either is added.

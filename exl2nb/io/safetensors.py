@@ -66,8 +66,12 @@ class SafetensorsFile:
             raise FormatError(f"{self.path}: tensor {name!r}: found none of that name among {len(self._infos)}, expected one")
         return self._infos[name]
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, *, rows: tuple[int, int] | None = None) -> Tensor:
         """Copy one tensor into memory: a contiguous CPU tensor of the file's dtype and shape.
+
+        Args:
+            name: of the tensor.
+            rows: first and last + 1 of the rows (of the first dimension) wanted; None for all.
 
         The data is read, not mapped: a file cut short while it is open gives a FormatError, where a map would end the process.
 
@@ -77,14 +81,20 @@ class SafetensorsFile:
         info = self.info(name)
         if not self._close.alive:
             raise FormatError(f"{self.path}: tensor {name!r}: found a closed file, expected an open one")
-        raw = torch.empty(info.nbytes, dtype=torch.uint8)
+        start, shape = info.start, info.shape
+        if rows is not None:
+            assert 0 <= rows[0] <= rows[1] <= shape[0], (name, rows, shape)
+            start += rows[0] * (info.nbytes // max(shape[0], 1))
+            shape = (rows[1] - rows[0], *shape[1:])
+        nbytes = math.prod(shape) * info.dtype.itemsize
+        raw = torch.empty(nbytes, dtype=torch.uint8)
         view, done = raw.numpy().data, 0
-        while done < info.nbytes:
-            count = os.preadv(self._descriptor, [view[done : done + _PIECE_BYTES]], info.start + done)
+        while done < nbytes:
+            count = os.preadv(self._descriptor, [view[done : done + _PIECE_BYTES]], start + done)
             if count == 0:
-                fail(self.path, name, f"the file ends after {done} of the tensor's bytes", f"{info.nbytes} bytes: download the file again")
+                fail(self.path, name, f"the file ends after {done} of the tensor's bytes", f"{nbytes} bytes: download the file again")
             done += count
-        return raw.view(info.dtype).reshape(info.shape)
+        return raw.view(info.dtype).reshape(shape)
 
     def close(self) -> None:
         """Close the file; reading afterwards is an error. Harmless when repeated."""

@@ -69,13 +69,13 @@ class TensorStore:
         """
         return self._file(name).info(name)
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, *, rows: tuple[int, int] | None = None) -> Tensor:
         """Copy one tensor into memory (see SafetensorsFile.read).
 
         Raises:
             FormatError: the model has no such tensor, or its file was cut short.
         """
-        return self._file(name).read(name)
+        return self._file(name).read(name, rows=rows)
 
     def close(self) -> None:
         """Close all files; reading afterwards is an error."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from exl2nb.core.errors import ConfigError
+from exl2nb.model.moe import MoE
 from exl2nb.model.names import Files, Names
 from exl2nb.model.rope import MAX_CONTEXT, RopeConfig
 
@@ -40,6 +41,7 @@ class ModelConfig:
     act(gate) * up, otherwise act(up). embed_scale, residual_scale, logit_scale: factors on the embedding, on what attention and MLP add,
     and on the logits. learned_positions: a table of positions is added to the embedding. interleaved: RoPE pairs are (2 i, 2 i + 1).
     rope_kinds: per layer "main" (`rope`), "local" (`local_rope`) or "none"; empty = all main. clip_qkv: q, k, v are cut to +-this; 0 = not.
+    moe: experts in place of the MLP of some layers, or None.
 
     Raises:
         ConfigError: a size out of range, or sizes that do not fit each other.
@@ -84,6 +86,7 @@ class ModelConfig:
     local_rope: RopeConfig | None = None
     rope_kinds: tuple[str, ...] = ()
     clip_qkv: float = 0.0
+    moe: MoE | None = None
 
     def __post_init__(self) -> None:
         for name, (key, low, high) in LIMITS.items():
@@ -105,11 +108,16 @@ class ModelConfig:
         assert self.norm == "rms" or (self.norm == "layer" and not self.post_norm), "post norms are RMS norms"
         assert self.qk_norm in ("", "head", "full"), self.qk_norm
         assert len(self.rope_kinds) in (0, self.num_layers), "one kind of RoPE per layer"
+        assert self.moe is None or (len(self.moe.layers) == self.num_layers and self.gated and not self.parallel), "experts are gated"
         assert self.local_rope is not None or "local" not in self.rope_kinds, "local layers need a local RoPE"
 
     def rope_kind(self, layer: int) -> str:
         """Which RoPE a layer uses: "main", "local" or "none"."""
         return self.rope_kinds[layer] if self.rope_kinds else "main"
+
+    def experts(self, layer: int) -> MoE | None:
+        """The experts of a layer; None where it has a plain MLP."""
+        return self.moe if self.moe is not None and self.moe.layers[layer] else None
 
     @property
     def q_per_kv(self) -> int:

@@ -17,6 +17,7 @@ from exl2nb.model.store import Store, open_store
 from exl2nb.quant.bits import Groups, stored_bits
 from exl2nb.quant.exl2_check import SUFFIXES, check_headers, parse_groups
 
+_NO_LINEARS = ("q_norm", "k_norm", "mlp.gate", "block_sparse_moe.gate", "shared_expert_gate")  # two-dimensional, and never quantised
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
 
 
@@ -200,7 +201,7 @@ def _matrices(store: Store) -> list[Matrix]:
         stem, _, suffix = name.rpartition(".")
         if suffix == "q_weight":
             found.append(_exl2(store, stem))
-        elif suffix == "weight" and len(store.info(name).shape) == 2 and not stem.endswith(("q_norm", "k_norm")):
+        elif suffix == "weight" and len(store.info(name).shape) == 2 and not stem.endswith(_NO_LINEARS):
             found.append(_dense(store, stem))
     return found
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from exl2nb.model.config import ModelConfig
@@ -9,7 +10,11 @@ from exl2nb.model.config import ModelConfig
 
 @dataclass(frozen=True)
 class Linear:
-    """One linear layer: `key` in the files; role "q", "k", "v", "o", "gate", "up", "down" or "head"; layer index (-1: not in the stack)."""
+    """One linear layer: `key` in the files; its role; layer index (-1: not in the stack).
+
+    role: "q", "k", "v", "o", "gate", "up", "down", "head"; of expert 7 "gate.7", "up.7", "down.7"; of the expert that every token visits
+    "shared_gate", "shared_up", "shared_down".
+    """
 
     key: str
     role: str
@@ -24,25 +29,42 @@ class Linear:
         return self.out_features, self.in_features
 
 
-# matrices that must be quantised together or not at all (FORMAT: "Granularity"), and that share one input
-ATTENTION, MLP = ("q", "k", "v", "o"), ("gate", "up", "down")
+ATTENTION = ("q", "k", "v", "o")
+
+
+def modules(roles: Iterable[str]) -> list[list[str]]:
+    """The roles of a layer, parted into what must be quantised together or not at all (FORMAT: "Granularity"): attention, each MLP."""
+    found: dict[str, list[str]] = {}
+    for role in roles:
+        stem, _, expert = role.partition(".")
+        found.setdefault("q" if stem in ATTENTION else expert or stem.rpartition("_")[0], []).append(role)
+    return list(found.values())
 
 
 def layer_linears(config: ModelConfig, layer: int) -> dict[str, Linear]:
-    """The linears of one layer by role, in the order in which they run; an ungated MLP has no "gate"."""
-    hidden, inner = config.hidden_size, config.intermediate_size
+    """The linears of one layer by role, in the order in which they run; an ungated MLP has no "gate". The router is not among them."""
+    hidden, inner, moe = config.hidden_size, config.intermediate_size, config.experts(layer)
     shapes = {
         "q": (hidden, config.q_size, config.qkv_bias),
         "k": (hidden, config.kv_size, config.qkv_bias),
         "v": (hidden, config.kv_size, config.qkv_bias),
         "o": (config.q_size, hidden, config.o_bias),
-        "gate": (hidden, inner, config.mlp_bias),
-        "up": (hidden, inner, config.mlp_bias),
-        "down": (inner, hidden, config.mlp_bias),
     }
+    if moe is None:
+        shapes |= _mlp(hidden, inner, bias=config.mlp_bias)
+    else:
+        for expert in range(moe.num_experts):
+            shapes |= _mlp(hidden, moe.intermediate_size, after=f".{expert}")
+        if moe.shared_size:
+            shapes |= _mlp(hidden, moe.shared_size, before="shared_")
     if not config.gated:
         del shapes["gate"]
     return {role: Linear(config.names.at(layer, role), role, layer, k, n, bias) for role, (k, n, bias) in shapes.items()}
+
+
+def _mlp(hidden: int, inner: int, *, bias: bool = False, before: str = "", after: str = "") -> dict[str, tuple[int, int, bool]]:
+    shapes = {"gate": (hidden, inner, bias), "up": (hidden, inner, bias), "down": (inner, hidden, bias)}
+    return {before + role + after: shape for role, shape in shapes.items()}
 
 
 def head_linear(config: ModelConfig) -> Linear:
@@ -70,7 +92,7 @@ def _norm(config: ModelConfig, key: str) -> dict[str, tuple[int, ...]]:
 def layer_vectors(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     """Tensors of one layer that are never quantised, linear biases aside: full name -> shape.
 
-    Head norms have the shape that EXL2 files give them, one row per head; `accepted` lists the others.
+    Head norms have the shape that EXL2 files give them, one row per head; `accepted` lists the others. Routers are here too.
     """
     found: dict[str, tuple[int, ...]] = {}
     for part in layer_norms(config):
@@ -79,6 +101,11 @@ def layer_vectors(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]
         for part, heads in (("q_norm", config.num_heads), ("k_norm", config.num_kv_heads)):
             full = config.qk_norm == "full"
             found[f"{config.names.at(layer, part)}.weight"] = (heads * config.head_dim,) if full else (heads, config.head_dim)
+    moe = config.experts(layer)
+    if moe is not None:
+        found[f"{config.names.at(layer, 'router')}.weight"] = (moe.num_experts, config.hidden_size)
+        if moe.shared_size:
+            found[f"{config.names.at(layer, 'shared_router')}.weight"] = (1, config.hidden_size)
     return found
 
 

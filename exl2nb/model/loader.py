@@ -18,6 +18,7 @@ from exl2nb.model.layers.attention import Attention
 from exl2nb.model.layers.ends import Embedding, Head
 from exl2nb.model.layers.layer import Layer
 from exl2nb.model.layers.mlp import MLP
+from exl2nb.model.layers.moe import RoutedMLP
 from exl2nb.model.layers.norm import Added, Norm
 from exl2nb.model.model import Model, Network
 from exl2nb.model.plan import Source, plan
@@ -98,7 +99,8 @@ class _Builder:
             meter.step(detail="embedding")
             layers = []
             for layer in range(config.num_layers):
-                layers.append(Layer(attention=self.attention(layer), mlp=self.mlp(layer), parallel=config.parallel))
+                mlp = self.mlp(layer) if config.experts(layer) is None else self.routed_mlp(layer)
+                layers.append(Layer(attention=self.attention(layer), mlp=mlp, parallel=config.parallel))
                 meter.step(detail=f"layer {layer}")
             # the factor on the logits rides on the last norm
             head = Head(norm=self.norm(config.names.norm, scale=config.logit_scale), matrix=self.matrix(config.names.head))
@@ -145,6 +147,30 @@ class _Builder:
             added=self.added(names.at(layer, "mlp_post_norm")),
             activation=config.activation,
         )
+
+    def routed_mlp(self, layer: int) -> RoutedMLP:
+        """The MLP half of a sparse layer."""
+        config, names, moe = self.config, self.config.names, self.config.experts(layer)
+        assert moe is not None, layer
+        experts = range(moe.num_experts)
+        shared = {role: names.at(layer, f"shared_{role}") for role in ("gate", "up", "down", "router")} if moe.shared_size else {}
+        return RoutedMLP(
+            norm=self.norm(names.at(layer, "mlp_norm") if config.pre_norm else None),
+            router=self.router(names.at(layer, "router")),
+            up=tuple(self.stacked([names.at(layer, f"gate.{e}"), names.at(layer, f"up.{e}")]) for e in experts),
+            down=tuple(self.matrix(names.at(layer, f"down.{e}")) for e in experts),
+            shared_up=self.stacked([shared["gate"], shared["up"]]) if shared else None,
+            shared_down=self.matrix(shared["down"]) if shared else None,
+            shared_gate=self.router(shared["router"]) if shared else None,
+            top_k=moe.top_k,
+            renormalize=moe.renormalize,
+            activation=config.activation,
+            added=self.added(names.at(layer, "mlp_post_norm")),
+        )
+
+    def router(self, key: str) -> Tensor:
+        """The blob of a matrix that is never quantised."""
+        return ops.pack_dense(self.table(key))
 
     def norm(self, key: str | None, *, scale: float = 1.0) -> Norm:
         """The norm of module `key`, its result times `scale`; without a key no norm."""

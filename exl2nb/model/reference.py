@@ -7,7 +7,8 @@ Shapes: x `(B, S, H)` f32; every sequence starts at position 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,15 @@ from exl2nb.model.layout import Linear, layer_linears
 from exl2nb.model.rope import rope_tables
 
 Weights = Mapping[str, Tensor]
-Capture = Callable[[str, Tensor], None]
+
+
+class Capture(Protocol):
+    """What is called before every linear with its key and input; an expert's input has only its own tokens, whose numbers are `rows`."""
+
+    def __call__(self, key: str, value: Tensor, rows: Tensor | None = None, /) -> None:
+        """One linear is about to run."""
+
+
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 
 
@@ -95,7 +104,9 @@ def block(config: ModelConfig, layer: int, weights: Weights, x: Tensor, capture:
         layer: its index; selects names and window.
         weights: at least this layer's tensors.
         x: f32 `(B, S, H)`, the residual stream.
-        capture: called with (module key, input) before every linear; q, k and v see the same tensor, gate and up too.
+        capture: called with (module key, input) before every linear; q, k and v see the same tensor, gate and up too. An expert's
+            linears get the tokens `(n, K)` that chose it, and as a third argument their numbers int64 `(n,)` in x's `B * S`; the router's
+            key comes with all tokens.
 
     Returns:
         f32 `(B, S, H)`, the residual stream after the layer.
@@ -124,9 +135,49 @@ def block(config: ModelConfig, layer: int, weights: Weights, x: Tensor, capture:
     x = x + attention
     if not config.parallel:
         h = before(x, "mlp_norm")
+    if config.experts(layer) is not None:
+        return x + added(routed_mlp(config, layer, weights, h, capture), "mlp_post_norm")
     activation = ACTIVATIONS[config.activation]
     inner = activation(apply("gate", h)) * apply("up", h) if config.gated else activation(apply("up", h))
     return x + added(apply("down", inner), "mlp_post_norm")
+
+
+def routed_mlp(config: ModelConfig, layer: int, weights: Weights, h: Tensor, capture: Capture | None = None) -> Tensor:
+    """The experts of a sparse layer on the normed stream h f32 `(B, S, H)` -> `(B, S, H)`; arguments as of `block`."""
+    moe, linear, names = config.experts(layer), layer_linears(config, layer), config.names
+    assert moe is not None, layer
+    router = names.at(layer, "router")
+    tokens = h.flatten(0, -2)
+    if capture is not None:
+        capture(router, tokens)
+    weight, chosen = F.linear(tokens, weights[f"{router}.weight"].float()).softmax(-1).topk(moe.top_k, -1)
+    if moe.renormalize:
+        weight = weight / torch.linalg.vector_norm(weight, ord=moe.renormalize, dim=-1, keepdim=True)
+    out = torch.zeros_like(tokens)
+    for expert in chosen.unique().tolist():
+        rows, place = torch.where(chosen == expert)
+        result = expert_mlp(config, linear, weights, tokens[rows], f".{expert}", capture, rows)
+        out = out.index_add(0, rows, weight[rows, place, None] * result)
+    if moe.shared_size:
+        gate = F.linear(tokens, weights[f"{names.at(layer, 'shared_router')}.weight"].float()).sigmoid()
+        out = out + gate * expert_mlp(config, linear, weights, tokens, "", capture, None, before="shared_")
+    return out.view(h.shape)
+
+
+def expert_mlp(
+    config: ModelConfig,
+    linears: Mapping[str, Linear],
+    weights: Weights,
+    x: Tensor,
+    after: str,
+    capture: Capture | None,
+    rows: Tensor | None,
+    before: str = "",
+) -> Tensor:
+    """One expert on tokens x `(n, H)` -> `(n, H)`; its roles are "gate", "up" and "down" between `before` and `after`."""
+    gate, up, down = (linears[before + role + after] for role in ("gate", "up", "down"))
+    inner = ACTIVATIONS[config.activation](_linear(gate, weights, x, capture, rows)) * _linear(up, weights, x, capture, rows)
+    return _linear(down, weights, inner, capture, rows)
 
 
 def final_norm(config: ModelConfig, weights: Weights, x: Tensor) -> Tensor:
@@ -152,9 +203,9 @@ def logits(config: ModelConfig, weights: Weights, ids: Tensor) -> Tensor:
     return head(config, weights, final_norm(config, weights, x))
 
 
-def _linear(linear: Linear, weights: Weights, x: Tensor, capture: Capture | None) -> Tensor:
+def _linear(linear: Linear, weights: Weights, x: Tensor, capture: Capture | None, rows: Tensor | None = None) -> Tensor:
     if capture is not None:
-        capture(linear.key, x)
+        capture(linear.key, x) if rows is None else capture(linear.key, x, rows)
     bias = weights[f"{linear.key}.bias"].float() if linear.bias else None
     return F.linear(x, weights[f"{linear.key}.weight"].float(), bias)
 

@@ -22,11 +22,12 @@ Cut = Callable[[Tensor], Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """source: name in the files; shape after `cut`, None for the source's own."""
+    """source: name in the files; shape after `cut`, None for its own. rows: first and last + 1 of those that are read, None for all."""
 
     source: str
     cut: Cut | None = None
     shape: tuple[int, ...] | None = None
+    rows: tuple[int, int] | None = None
 
 
 class ModelStore:
@@ -41,7 +42,7 @@ class ModelStore:
         self.directory: Path = store.directory
         self.is_exl2 = store.is_exl2
         self._pieces: dict[str, _Piece] = {}
-        fused = _fused(config)
+        fused, stacked = _fused(config), _stacked(config)
         for source in store.names():
             name = source
             for old, new in config.files.renames:
@@ -49,7 +50,9 @@ class ModelStore:
             if any(fnmatch.fnmatchcase(name, pattern) for pattern in config.files.ignored):
                 continue
             stem, _, suffix = name.rpartition(".")
-            if stem in fused and suffix in ("weight", "bias"):
+            if name in stacked:
+                self._add_stacked(source, *stacked[name])
+            elif stem in fused and suffix in ("weight", "bias"):
                 self._add_fused(source, suffix, fused[stem])
             else:
                 self._add(name, self._plain(source, name))
@@ -82,7 +85,7 @@ class ModelStore:
         piece = self._pieces.get(name)
         if piece is None:
             return self._store.read(name)
-        tensor = self._store.read(piece.source)
+        tensor = self._store.read(piece.source, rows=piece.rows)
         return tensor if piece.cut is None else piece.cut(tensor).contiguous()
 
     def close(self) -> None:
@@ -129,6 +132,19 @@ class ModelStore:
             start += linear.out_features
             self._add(f"{linear.key}.{suffix}", _Piece(source, cut, (linear.out_features, *inner)))
 
+    def _add_stacked(self, source: str, linears: list[Linear], turned: bool) -> None:
+        info, config = self._store.info(source), self._config
+        outputs, inputs = linears[0].shape
+        block = (inputs, outputs) if turned else (outputs, inputs)
+        if info.shape not in ((len(linears) * block[0], block[1]), (len(linears), *block)):
+            raise FormatError(
+                f"{info.path}: tensor {source!r}: found shape {info.shape}, expected {(len(linears) * block[0], block[1])} for this "
+                f"config.json's {config.moe.num_experts if config.moe else 0} experts"
+            )
+        for i, linear in enumerate(linears):
+            rows = info.shape[0] // len(linears)
+            self._add(f"{linear.key}.weight", _Piece(source, _block_cut(block, turned), linear.shape, (i * rows, (i + 1) * rows)))
+
 
 Store = TensorStore | ModelStore
 
@@ -141,6 +157,21 @@ def _fused(config: ModelConfig) -> dict[str, list[Linear]]:
         for key, roles in config.files.fused:
             found[f"{config.names.layer.format(layer)}.{key}"] = [linears[role] for role in roles]
     return found
+
+
+def _stacked(config: ModelConfig) -> dict[str, tuple[list[Linear], bool]]:
+    """Full name of each tensor that holds one role of all experts -> what it holds, and whether the blocks are turned."""
+    found = {}
+    for layer in range(config.num_layers if config.files.stacked else 0):
+        linears, moe = layer_linears(config, layer), config.experts(layer)
+        for key, role, turned in config.files.stacked if moe is not None else ():
+            mine = [linear for name, linear in linears.items() if name.partition(".")[0] == role]
+            found[f"{config.names.layer.format(layer)}.{key}"] = (mine, turned)
+    return found
+
+
+def _block_cut(block: tuple[int, int], turned: bool) -> Cut:
+    return lambda tensor: tensor.view(block).T if turned else tensor.view(block)
 
 
 def _row_cut(start: int, end: int, turned: bool) -> Cut:

@@ -11,6 +11,7 @@ from exl2nb.ops.head import norm_head
 from exl2nb.ops.linear import linear, linear_residual
 from exl2nb.ops.memory import read_memory
 from exl2nb.ops.mlp import norm_gate_up
+from exl2nb.ops.moe import routed_mlp
 from exl2nb.ops.program import Program
 from exl2nb.ops.qkv import norm_qkv_rope
 from exl2nb.ops.weights import pack_concat, pack_dense, pack_exl2, reconstruct, shape, unpack
@@ -32,6 +33,7 @@ __all__ = [
     "paged_attention",
     "read_memory",
     "reconstruct",
+    "routed_mlp",
     "shape",
     "unpack",
 ]

@@ -20,7 +20,7 @@ from exl2nb.ops._library import REFERENCES, check, define, dynamic_size
 from exl2nb.ops.reference import ACTIVATIONS
 
 MAGIC, VERSION, HEADER_WORDS = 0x3147525032584558, 2, 5
-EMBED, QKV, ATTENTION, RESIDUAL, GATE_UP, HEAD = 1, 2, 3, 4, 5, 6
+EMBED, QKV, ATTENTION, RESIDUAL, GATE_UP, HEAD, ROUTED = 1, 2, 3, 4, 5, 6, 7
 
 _programs: weakref.WeakValueDictionary[int, Program] = weakref.WeakValueDictionary()
 _ids = itertools.count(1)
@@ -34,9 +34,9 @@ class Program:
     """Builder and runner.
 
     Add the ops of one step in order: embed; per layer norm_qkv_rope, paged_attention, linear_residual, norm_gate_up, linear_residual (with
-    `aside` the MLP's result waits in a buffer of its own, so that it can be computed before attention's is added); norm_head. Then call
-    `run` as often as you like. Arguments as in the ops of the same name, without the batch. All tensors must be contiguous, on the CPU and
-    stay unchanged; norms, biases, cos and sin are f32.
+    `aside` the MLP's result waits in a buffer of its own, so that it can be computed before attention's is added), or routed_mlp in place
+    of the last two; norm_head. Then call `run` as often as you like. Arguments as in the ops of the same name, without the batch. All
+    tensors must be contiguous, on the CPU and stay unchanged; norms, biases, cos and sin are f32.
     """
 
     def __init__(self) -> None:
@@ -153,6 +153,52 @@ class Program:
         self._add(GATE_UP, "norm_gate_up", words, norm=norm, eps=eps, blob=blob, bias=bias, activation=index, aside=aside,
                   rest=(norm_bias, layer_norm, gated))  # fmt: skip
 
+    def routed_mlp(
+        self,
+        norm: Tensor | None,
+        eps: float,
+        router: Tensor,
+        up: Sequence[Tensor],
+        down: Sequence[Tensor],
+        *,
+        top_k: int,
+        renormalize: float = 0.0,
+        activation: str = "silu",
+        norm_bias: Tensor | None = None,
+        layer_norm: bool = False,
+        shared_up: Tensor | None = None,
+        shared_down: Tensor | None = None,
+        shared_gate: Tensor | None = None,
+        post_norm: Tensor | None = None,
+        post_eps: float = 0.0,
+        scale: float = 1.0,
+    ) -> None:
+        """X += the MLP of each row's experts."""
+        op = "Program.routed_mlp"
+        check(activation in ACTIVATIONS, op, "activation", repr(activation), f"one of {', '.join(ACTIVATIONS)}")
+        check(len(up) == len(down) > 0, op, "number of up and down matrices", (len(up), len(down)), "one of each per expert")
+        check(0 < top_k <= len(up), op, "top_k", top_k, f"1 to {len(up)} (the experts)")
+        check(renormalize >= 0, op, "renormalize", renormalize, "0 or more")
+        H, inner = self._hidden, layout.shape(down[0])[0]
+        _shapes(op, router, norm, norm_bias, None, len(up))
+        wanted = [(router, H, len(up)), *((blob, H, 2 * inner) for blob in up), *((blob, inner, H) for blob in down)]
+        if shared_up is not None and shared_down is not None:
+            wide = layout.shape(shared_down)[0]
+            wanted += [(shared_up, H, 2 * wide), (shared_down, wide, H), *([(shared_gate, H, 1)] if shared_gate is not None else [])]
+        for blob, K, N in wanted:
+            check(layout.shape(blob) == (K, N), op, "shape of a matrix", layout.shape(blob), str((K, N)))
+        check((shared_up is None) == (shared_down is None), op, "shared expert", "half there", "shared_up and shared_down")
+        check(post_norm is None or tuple(post_norm.shape) == (H,), op, "post_norm", post_norm is not None and post_norm.shape, f"({H},)")
+        index = ACTIVATIONS.index(activation)
+        table = torch.tensor([[self._blob(a), self._blob(b)] for a, b in zip(up, down)], dtype=torch.int64)
+        words = [self._f32(norm), _float_bits(eps), self._blob(router), self._address(table), len(up), top_k, _float_bits(renormalize)]
+        words += [index, self._f32(norm_bias), int(layer_norm)]
+        words += [0 if blob is None else self._blob(blob) for blob in (shared_up, shared_down, shared_gate)]
+        words += [self._f32(post_norm), _float_bits(post_eps), _float_bits(scale)]
+        self._add(ROUTED, "routed_mlp", words, all=(
+            norm, eps, router, list(up), list(down), top_k, renormalize, index, norm_bias, layer_norm, shared_up, shared_down, shared_gate,
+            post_norm, post_eps, scale))  # fmt: skip
+
     def norm_head(
         self,
         norm: Tensor | None,
@@ -266,6 +312,8 @@ def _decode_step(
             op[name](x, done[a["aside"]], a["blob"], a["bias"], a["norm"], a["eps"], a["scale"])
         elif name == "norm_gate_up":
             done[a["aside"]] = op[name](x, a["norm"], a["eps"], a["blob"], a["bias"], a["activation"], *a["rest"])
+        elif name == "routed_mlp":
+            op[name](x, *a["all"])
         else:
             logits = op[name](x[logit_rows.long()], a["norm"], a["eps"], a["blob"], a["bias"], *a["rest"])
     return logits

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -173,6 +175,56 @@ def norm_gate_up(
         return activate(y, activation)
     gate, up = y.chunk(2, -1)
     return activate(gate, activation) * up
+
+
+def route(logits: Tensor, top_k: int, renormalize: float) -> tuple[Tensor, Tensor]:
+    """Router logits `(T, E)` -> the chosen experts int64 and their weights, both `(T, top_k)`, by falling weight.
+
+    Weights are probabilities over all experts, divided by their norm of order `renormalize` over the chosen ones (0: not divided). A
+    softmax over the chosen logits alone is the same as order 1.
+    """
+    weight, chosen = logits.float().softmax(-1).sort(dim=-1, descending=True, stable=True)
+    weight, chosen = weight[:, :top_k], chosen[:, :top_k]
+    if renormalize:
+        weight = weight / torch.linalg.vector_norm(weight, ord=renormalize, dim=-1, keepdim=True)
+    return chosen, weight
+
+
+def routed_mlp(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    router: Tensor,
+    expert: Callable[[int], tuple[Tensor, Tensor]],
+    top_k: int,
+    renormalize: float,
+    activation: str,
+    norm_bias: Tensor | None = None,
+    layer_norm: bool = False,
+    shared_up: Tensor | None = None,
+    shared_down: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+    post_norm: Tensor | None = None,
+    post_eps: float = 0.0,
+    scale: float = 1.0,
+) -> Tensor:
+    """X `(T, H)` += scale * post_norm(weighted sum of each row's experts + shared expert), in place; the chosen experts `(T, top_k)`.
+
+    expert: number -> its matrices [gate; up] `(H, 2I)` and down `(I, H)`.
+    """
+    h = norm(x, norm_weight, eps, norm_bias, layer_norm)
+    chosen, weight = route(linear(h, router, None), top_k, renormalize)
+    out = torch.zeros_like(h)
+    for i in chosen.unique().tolist():  # rising, so that a row's experts are added in that order
+        rows, place = torch.where(chosen == i)
+        up, down = expert(i)
+        inner = norm_gate_up(h[rows], None, 0.0, up, None, activation)
+        out[rows] += weight[rows, place, None] * linear(inner, down, None)
+    if shared_up is not None and shared_down is not None:
+        shared = linear(norm_gate_up(h, None, 0.0, shared_up, None, activation), shared_down, None)
+        out += shared if shared_gate is None else linear(h, shared_gate, None).sigmoid() * shared
+    x += scale * (out if post_norm is None else rms_norm(out, post_norm, post_eps))
+    return chosen.to(torch.int32)
 
 
 def norm_head(

@@ -123,6 +123,31 @@ def _qwen(tensors: Tensors, raw: dict[str, Any]) -> tuple[Tensors, dict[str, Any
     return _named("QWenLMHeadModel", renames, **changes)(tensors, raw)
 
 
+def _gemmoe(tensors: Tensors, raw: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
+    """The experts of Transformers' Mixtral, one by one, and what a Gemma config does not have."""
+    out = {}
+    for name, tensor in tensors.items():
+        name = name.replace(".mlp.", ".block_sparse_moe.")
+        stem = name.removesuffix("gate_up_proj").removesuffix("down_proj")
+        for expert, matrix in enumerate(tensor if stem != name else ()):
+            parts = {"w2": matrix} if name.endswith("down_proj") else dict(zip(("w1", "w3"), matrix.chunk(2)))
+            out |= {f"{stem}{expert}.{part}.weight": value for part, value in parts.items()}
+        if stem == name:
+            out[name] = tensor
+    return _named("GemmoeForCausalLM", {}, **MIXTRAL)(out, raw)
+
+
+def _with_experts(model: Any) -> None:
+    """Mixtral's experts in place of each MLP."""
+    from transformers.models.mixtral import MixtralConfig, modeling_mixtral
+
+    sizes = {key: getattr(model.config, key) for key in ("hidden_size", "intermediate_size")}
+    config = MixtralConfig(**sizes, **MIXTRAL, hidden_act="gelu_pytorch_tanh")
+    config._experts_implementation = "eager"
+    for layer in model.model.layers:
+        layer.mlp = modeling_mixtral.MixtralSparseMoeBlock(config).eval()
+
+
 def _old_gpt2(tensors: Tensors, raw: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
     tensors, raw = _named("GPT2LMHeadModel", {"transformer.": ""})(tensors, raw)
     return {**tensors, "h.0.attn.bias": torch.ones(1, 1, 4, 4), "h.0.attn.masked_bias": torch.tensor([-1e4])}, raw
@@ -143,6 +168,11 @@ VISION = {
 GRANITE = {"embedding_multiplier": 6.0, "attention_multiplier": 0.1, "residual_multiplier": 0.3, "logits_scaling": 4.0}
 GPT = {"scale_attn_weights": True}
 
+MIXTRAL = {"num_local_experts": 5, "num_experts_per_tok": 2}
+QWEN_MOE = {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64}
+DBRX_KEYS = {"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",
+             "max_position_embeddings": "max_seq_len"}  # fmt: skip
+DBRX_FFN = {"moe_num_experts": 6, "moe_top_k": 3, "ffn_act_fn": {"name": "silu"}}
 ZOO: dict[str, Tiny] = {
     "yi": tiny("YiForCausalLM", "Llama", _named("YiForCausalLM", {"input_layernorm": "ln1", "post_attention_layernorm": "ln2"})),
     "yi-llama-names": tiny("YiForCausalLM", "Llama", _named("YiForCausalLM", {})),
@@ -182,6 +212,18 @@ ZOO: dict[str, Tiny] = {
     "orion": tiny("OrionForCausalLM", "StableLm", _named("OrionForCausalLM", {}, rms_norm_eps=1e-5, rope_parameters=None),
                   use_qkv_bias=False, layer_norm_eps=1e-5, rope_parameters={"rope_theta": 1e4, "partial_rotary_factor": 1.0}),
     "index": tiny("IndexForCausalLM", "Llama", _index),
+    "mixtral": tiny("MixtralForCausalLM", **MIXTRAL),
+    "mixtral-window": tiny("MixtralForCausalLM", num_local_experts=8, num_experts_per_tok=1, sliding_window=21, tie_word_embeddings=True),
+    "gemmoe": tiny("GemmoeForCausalLM", "Gemma", _gemmoe, tie_word_embeddings=True),
+    "qwen2_moe": tiny("Qwen2MoeForCausalLM", num_hidden_layers=4, decoder_sparse_step=2, **QWEN_MOE),
+    "qwen2_moe-norm": tiny("Qwen2MoeForCausalLM", norm_topk_prob=True, qkv_bias=False, tie_word_embeddings=True, use_sliding_window=True,
+                           sliding_window=15, **QWEN_MOE),
+    "qwen3_moe": tiny("Qwen3MoeForCausalLM", norm_topk_prob=True, num_hidden_layers=3, mlp_only_layers=[1], **QWEN_MOE),
+    "qwen3_moe-bias": tiny("Qwen3MoeForCausalLM", attention_bias=True, use_sliding_window=True, sliding_window=17, **QWEN_MOE),
+    "dbrx": Tiny("DbrxForCausalLM", "DbrxForCausalLM", "DbrxConfig", {"ffn_config": DBRX_FFN, "attn_config": {"clip_qkv": 0.8}},
+                 keys=DBRX_KEYS),
+    "dbrx-norm2": Tiny("DbrxForCausalLM", "DbrxForCausalLM", "DbrxConfig",
+                       {"ffn_config": {**DBRX_FFN, "moe_normalize_expert_weights": 2.0}, "attn_config": {"clip_qkv": 50}}, keys=DBRX_KEYS),
 }  # fmt: skip
 
 
@@ -203,6 +245,8 @@ def build(name: str, *, seed: int = 0, **changes: Any) -> Any:
     if settings.get("attention_multiplier") == 0.0:
         settings["attention_multiplier"] = head_dim**-0.5
     settings = {entry.keys.get(key, key): value for key, value in settings.items()}
+    if entry.config == "DbrxConfig":
+        _nest(settings)
     if entry.text:
         tie = settings["tie_word_embeddings"]
         config = getattr(transformers, entry.config)(
@@ -213,6 +257,8 @@ def build(name: str, *, seed: int = 0, **changes: Any) -> Any:
     config.architectures = [entry.model]
     torch.manual_seed(seed)
     model = getattr(transformers, entry.model)(config).eval()
+    if name == "gemmoe":
+        _with_experts(model)
     offset = 0.0 if "Gemma" in entry.model else 1.0
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -221,13 +267,22 @@ def build(name: str, *, seed: int = 0, **changes: Any) -> Any:
             inputs = parameter.shape[0 if entry.config == "GPT2Config" else -1]
             if key.endswith("bias"):
                 parameter.copy_(0.3 * noise)
-            elif "norm" in key or ".ln_" in key:
+            elif "norm" in key.replace("norm_attn_norm", "") or ".ln_" in key:
                 parameter.copy_(offset + 0.2 * noise)
             else:
                 parameter.copy_(noise * (1.0 if "embed" in key or ".wte" in key or ".wpe" in key else inputs**-0.5))
         if name == "index":
             model.lm_head.weight.copy_(torch.nn.functional.normalize(model.lm_head.weight, dim=-1))
     return model
+
+
+def _nest(settings: dict[str, Any]) -> None:
+    """Sizes where DBRX keeps them."""
+    kv_heads, inner = (settings.pop(key) for key in ("num_key_value_heads", "intermediate_size"))
+    del settings["head_dim"]
+    settings["attn_config"] = {**settings["attn_config"], "kv_n_heads": kv_heads, "rope_theta": 5e5}
+    settings["ffn_config"] = {**settings["ffn_config"], "ffn_hidden_size": inner}
+    settings["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e5}
 
 
 def write(name: str, model: Any, directory: Path) -> Path:

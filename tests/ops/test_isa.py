@@ -41,6 +41,11 @@ def digest() -> str:
         up = ops.pack_dense(torch.randn(70, 96, generator=torch.Generator().manual_seed(4)))
         take(ops.norm_gate_up(x, norm, 1e-5, up, activation="gelu", gated=False, layer_norm=norm is not None))
     qkv = ops.pack_dense(torch.randn(4 * 24, 96, generator=torch.Generator().manual_seed(5)))
+    experts = [ops.pack_dense(torch.randn(n, k, generator=torch.Generator().manual_seed(n))) for k, n in [(96, 48), (24, 96)] * 4]
+    router = ops.pack_dense(torch.randn(4, 96, generator=torch.Generator().manual_seed(6)))
+    shared = {"shared_up": experts[0], "shared_down": experts[1], "shared_gate": ops.pack_dense(torch.ones(1, 96))}
+    take(ops.routed_mlp(y := x.clone(), torch.ones(96), 1e-5, router, experts[::2], experts[1::2], top_k=2, renormalize=2.0, **shared))
+    take(y)
     angles = torch.arange(54).view(9, 6) * 0.1
     for full in (False, True):
         pools = [torch.zeros(1, 1, 256, 24, dtype=torch.float16) for _ in range(2)]

@@ -46,8 +46,9 @@ class Architecture:
     (absent = false). windows: `(fields, num_layers)` -> window of each layer. defaults: values Transformers assumes for absent keys; sizes
     that are not listed must be present. names: module keys; files: how checkpoints differ from them. fixed: fields of ModelConfig that are
     the same for every model of this kind; read: `(fields, sizes)` -> those that the config decides. keys: our name of a config key -> the
-    one this architecture uses. eps_key, activation_key: of the norms, of the MLP. text_key: the decoder's config is nested under it.
-    partial_rotary: `partial_rotary_factor` may be below 1. inner_multiple: intermediate_size over hidden_size where the config has none.
+    one this architecture uses, dots where it is nested. eps_key, activation_key: of the norms, of the MLP. text_key: the decoder's config
+    is nested under it. partial_rotary: `partial_rotary_factor` may be below 1. inner_multiple: intermediate_size over hidden_size where
+    the config has none.
     """
 
     model_type: str
@@ -110,13 +111,24 @@ class Architecture:
         shared = {key: raw[key] for key in ("quantization_config", "tie_word_embeddings") if raw.get(key) is not None}
         own = {**inner.raw, **shared}
         found = {**self.defaults, **own}
-        found |= {ours: found[theirs] for ours, theirs in self.keys.items() if theirs in found and ours not in own}
+        for ours, theirs in self.keys.items():
+            value = _dig(found, theirs)
+            if value is not None and ours not in own:
+                found[ours] = value
         if self.inner_multiple and found.get("intermediate_size") is None and type(found.get("hidden_size")) is int:
             found["intermediate_size"] = self.inner_multiple * found["hidden_size"]
         return Fields(found, inner.where)
 
 
 ARCHS: Registry[Architecture] = Registry("architecture", UnknownArchitecture)
+
+
+def _dig(found: Mapping[str, Any], path: str) -> Any:
+    """The value at a dotted path; None where a part of it is absent."""
+    value: Any = found
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 def _size(fields: Fields, attribute: str, default: Any = REQUIRED) -> int:

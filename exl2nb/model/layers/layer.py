@@ -11,45 +11,48 @@ from torch import Tensor
 from exl2nb import ops
 from exl2nb.model.layers.attention import Attention
 from exl2nb.model.layers.mlp import MLP
+from exl2nb.model.layers.moe import RoutedMLP
 from exl2nb.model.layers.step import Step
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """parallel: the MLP reads what attention reads, and not what attention leaves."""
+    """parallel: the MLP reads what attention reads, and not what attention leaves; a routed one never does."""
 
     attention: Attention
-    mlp: MLP
+    mlp: MLP | RoutedMLP
     parallel: bool
 
     def __call__(self, x: Tensor, step: Step) -> None:
         """Add this layer to x f32 `(T, H)` in place."""
         mixed = self.attention.mixed(x, step)
-        if self.parallel:
+        if self.parallel and isinstance(self.mlp, MLP):
             inner = self.mlp.inner(x)
             self.attention.add(x, mixed)
+            self.mlp.add(x, inner)
         else:
             self.attention.add(x, mixed)
-            inner = self.mlp.inner(x)
-        self.mlp.add(x, inner)
+            self.mlp(x)
 
     def record(self, program: ops.Program, ropes: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Write the same down in a program."""
         self.attention.record_mixed(program, ropes)
-        if self.parallel:
+        if self.parallel and isinstance(self.mlp, MLP):
             self.mlp.record_inner(program, aside=True)
             self.attention.record_add(program)
+            self.mlp.record_add(program, aside=True)
         else:
             self.attention.record_add(program)
-            self.mlp.record_inner(program, aside=False)
-        self.mlp.record_add(program, aside=self.parallel)
+            self.mlp.record(program)
 
 
 def tensors_of(part: Any) -> Iterator[Tensor]:
-    """Every tensor in the fields of a dataclass, nested ones included."""
+    """Every tensor in the fields of a dataclass, nested ones and tuples of them included."""
     for field in fields(part):
         value = getattr(part, field.name)
         if isinstance(value, Tensor):
             yield value
+        elif isinstance(value, tuple):
+            yield from (item for item in value if isinstance(item, Tensor))
         elif is_dataclass(value):
             yield from tensors_of(value)

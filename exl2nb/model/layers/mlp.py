@@ -23,6 +23,15 @@ class MLP:
     added: Added
     activation: str
 
+    def __call__(self, x: Tensor) -> None:
+        """Add the MLP's result to x f32 `(T, H)` in place."""
+        self.add(x, self.inner(x))
+
+    def record(self, program: ops.Program) -> None:
+        """Write the same down in a program."""
+        self.record_inner(program, aside=False)
+        self.record_add(program, aside=False)
+
     def inner(self, x: Tensor) -> Tensor:
         """The activations for x f32 `(T, H)` -> `(T, I)`."""
         return ops.norm_gate_up(

@@ -1,0 +1,148 @@
+"""The routed MLP: against the reference, row by row, and without a look at experts that nobody chose."""
+
+import pytest
+import torch
+
+from exl2nb import ops
+from exl2nb.ops._library import REFERENCES
+
+from .model_case import exl2
+
+H, INNER, E = 64, 96, 6
+
+
+def experts(*, dense=False, count=E, shared=0, gate=True, seed=0):
+    """Keyword arguments of the op but for norm and routing."""
+    g = torch.Generator().manual_seed(seed)
+
+    def matrix(k, n):
+        if dense:
+            return ops.pack_dense(torch.randn(n, k, generator=g) * k**-0.5)
+        groups = [(6, 32), *[(4, 32)] * (k // 32 - 2), (3, 32)]
+        return ops.pack_exl2(*exl2(k, n, groups, seed=int(torch.randint(1 << 20, (1,), generator=g)), scale=0.5))
+
+    def row(n):
+        return ops.pack_dense((torch.randn(n, H, generator=g) * H**-0.5).half())
+
+    found = {
+        "router": row(count),
+        "up": [ops.pack_concat([matrix(H, INNER), matrix(H, INNER)]) for _ in range(count)],
+        "down": [matrix(INNER, H) for _ in range(count)],
+    }
+    if shared:
+        found |= {"shared_up": ops.pack_concat([matrix(H, shared)] * 2), "shared_down": matrix(shared, H)}
+        found |= {"shared_gate": row(1)} if gate else {}
+    return found
+
+
+def rows(T, seed=1):
+    return torch.randn(T, H, generator=torch.Generator().manual_seed(seed))
+
+
+NORM = 1 + 0.1 * torch.randn(H, generator=torch.Generator().manual_seed(3))
+CASES = [
+    {"top_k": 2, "renormalize": 1.0},
+    {"top_k": 1, "dense": True, "activation": "gelu_tanh", "layer_norm": True, "norm_bias": NORM - 1},
+    {"top_k": E, "renormalize": 2.0, "dense": True, "shared": 32, "gate": False, "scale": 0.3},
+    {"top_k": 3, "shared": 64, "post_norm": NORM, "post_eps": 1e-5, "activation": "gelu"},
+    {"top_k": 1, "count": 1, "renormalize": 0.5},
+]
+
+
+def case(options):
+    made = {key: options[key] for key in ("dense", "count", "shared", "gate") if key in options}
+    return experts(**made) | {key: value for key, value in options.items() if key not in made}
+
+
+def positional(x, norm, eps, a):
+    activation = ("silu", "gelu", "gelu_tanh").index(a.get("activation", "silu"))
+    head = (x, norm, eps, a["router"], list(a["up"]), list(a["down"]), a["top_k"], a.get("renormalize", 0.0), activation)
+    rest = ("norm_bias", "layer_norm", "shared_up", "shared_down", "shared_gate", "post_norm", "post_eps", "scale")
+    defaults = {"layer_norm": False, "post_eps": 0.0, "scale": 1.0}
+    return (*head, *(a.get(key, defaults.get(key)) for key in rest))
+
+
+@pytest.mark.parametrize("norm", [NORM, None], ids=["norm", "plain"])
+@pytest.mark.parametrize("options", CASES, ids=lambda c: f"top{c['top_k']}")
+def test_against_the_reference(options, norm):
+    a = case(options)
+    if norm is None:
+        a.pop("norm_bias", None)
+    ours, want = rows(37), rows(37)
+    chosen = ops.routed_mlp(ours, norm, 1e-5, **a)
+    expected = REFERENCES["routed_mlp"](*positional(want, norm, 1e-5, a))
+    assert torch.equal(chosen, expected)
+    assert chosen.dtype == torch.int32 and chosen.shape == (37, a["top_k"])
+    added = want - rows(37)
+    assert float((ours - want).abs().max() / added.std()) < (1e-5 if options.get("dense") else 2e-3)
+
+
+@pytest.mark.parametrize("options", CASES, ids=lambda c: f"top{c['top_k']}")
+def test_a_row_does_not_know_the_others(options):
+    """More rows than the kernel keeps in flight, and any part of them: the same bits."""
+    a, together = case(options), rows(700)
+    chosen = ops.routed_mlp(together, NORM, 1e-5, **a)
+    for first, last in ((0, 1), (1, 4), (4, 260), (260, 700)):
+        part = rows(700)[first:last].clone()
+        assert torch.equal(ops.routed_mlp(part, NORM, 1e-5, **a), chosen[first:last])
+        assert torch.equal(part, together[first:last])
+
+
+def test_only_chosen_experts_are_read():
+    """Weights of the others are NaN, and nobody notices."""
+    a = experts(dense=True) | {"top_k": 2, "renormalize": 1.0}
+    good = rows(1)
+    chosen = ops.routed_mlp(good, NORM, 1e-5, **a)[0].tolist()
+    for name, outputs in (("up", 2 * INNER), ("down", H)):
+        spoiled = ops.pack_dense(torch.full((outputs, INNER if name == "down" else H), torch.nan))
+        a[name] = [blob if i in chosen else spoiled for i, blob in enumerate(a[name])]
+    again = rows(1)
+    ops.routed_mlp(again, NORM, 1e-5, **a)
+    assert torch.equal(again, good)
+
+
+def test_equal_weights_choose_the_first():
+    a = experts(dense=True) | {"top_k": 3}
+    a["router"] = ops.pack_dense(torch.zeros(E, H))
+    assert ops.routed_mlp(rows(2), NORM, 1e-5, **a).tolist() == [[0, 1, 2]] * 2
+
+
+def test_rows_without_a_number_do_no_harm():
+    a, x = experts() | {"top_k": 2}, rows(5)
+    x[2] = torch.nan
+    alone = rows(5)[3:4].clone()
+    ops.routed_mlp(x, NORM, 1e-5, **a)
+    ops.routed_mlp(alone, NORM, 1e-5, **a)
+    assert x[2].isnan().all() and torch.equal(x[3:4], alone)
+    nothing = torch.empty(0, H)
+    assert ops.routed_mlp(nothing, NORM, 1e-5, **a).shape == (0, 2)
+
+
+def test_opcheck():
+    a = experts(count=3, shared=64) | {"top_k": 2}
+    torch.library.opcheck(
+        torch.ops.exl2nb.routed_mlp.default, positional(rows(3), NORM, 1e-5, a), test_utils=("test_schema", "test_faketensor")
+    )
+
+
+WRONG = {
+    "top_k is 7": {"top_k": 7},
+    "top_k is 0": {"top_k": 0},
+    "down": {"down": []},
+    "5; expected 6": {"router": ops.pack_dense(torch.zeros(5, 5))},
+    "expected \\(64, 208\\)": {"down": [ops.pack_dense(torch.zeros(H, INNER + 8))] * E},
+    "activation is": {"activation": "relu"},
+    "shared": {"shared_down": ops.pack_dense(torch.zeros(H, 32))},
+    "post_norm": {"post_norm": torch.ones(3)},
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_wrong_arguments_are_named(words):
+    a = {"top_k": 2, **experts(dense=True), **WRONG[words]}
+    with pytest.raises((RuntimeError, ValueError), match="routed_mlp"):
+        ops.routed_mlp(rows(2), NORM, 1e-5, **a)
+    program = ops.Program()
+    program.embed(torch.zeros(9, H))
+    with pytest.raises(ValueError, match=words):
+        program.routed_mlp(NORM, 1e-5, **a)
