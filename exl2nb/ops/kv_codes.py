@@ -33,6 +33,11 @@ def row_bytes(head_dim: int, bits: int, page_size: int = PAGE) -> int:
     return page_size * head_dim * bits // 8 + 2 * page_size * head_dim // group_size(head_dim)
 
 
+def page_size(pool: Tensor) -> int:
+    """Tokens of a page of a pool of any kind."""
+    return pool.shape[2] if pool.dim() == 4 else PAGE
+
+
 def coding_of(pool: Tensor, head_dim: int) -> Coding | None:
     """What a pool holds for heads of `head_dim`; None for plain fp16 or fp32 numbers.
 
@@ -115,6 +120,7 @@ def encode(x: Tensor, coding: Coding) -> tuple[Tensor, Tensor]:
         scale = _search(g, torch.where(hi >= lo, hi, -lo)) if scale is None else scale
         codes = _codes(g, scale, coding.bits).to(torch.uint8)
     codes = torch.where(finite, codes, torch.zeros((), dtype=torch.uint8)).flatten(-2)
+    scale = torch.where(scale == 0, 0.0, scale)  # never -0: bytes are compared
     scale = torch.where(finite, scale, float("nan")).half().flatten(-2)
     return (codes if coding.bits == 8 else codes[..., 0::2] | codes[..., 1::2] << 4), scale
 
@@ -139,8 +145,7 @@ def _parts(pool: Tensor, coding: Coding, head_dim: int) -> tuple[Tensor, Tensor]
 
 def write(pool: Tensor, slots: Tensor, x: Tensor) -> None:
     """Store x `(T, heads, D)` at `slots` int `(T,)` of a pool of any kind, in place."""
-    coding, at = coding_of(pool, x.shape[-1]), slots.long()
-    P = pool.shape[2] if coding is None else PAGE
+    coding, at, P = coding_of(pool, x.shape[-1]), slots.long(), page_size(pool)
     page, offset = at // P, at % P
     if coding is None:
         pool[page, :, offset] = x.to(pool.dtype)
