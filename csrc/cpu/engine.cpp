@@ -24,11 +24,12 @@ class Activations {
  public:
   Activations(const float* x, int M, const uint8_t* blob) {
     const int K = header(blob).K;
-    const int64_t ldq = K + kQuantPad, units = K / kUnit;
     for (int i = 0; i < header(blob).num_parts; i++) {
       const BlobPart& part = parts(blob)[i];
-      Rows rows{x, nullptr, nullptr, nullptr, K, ldq, M, K};
-      if (part.kind == kExl2) {
+      const int stored = stored_rows(blob, part);
+      const int64_t ldq = stored + kQuantPad, units = stored / kUnit;
+      Rows rows{x, nullptr, nullptr, nullptr, K, ldq, M, stored};
+      if (quantised(part)) {
         auto found = std::find_if(ordered_.begin(), ordered_.end(), [&](const Ordered& o) { return o.perm == part.perm; });
         if (found == ordered_.end()) {
           ordered_.push_back({part.perm, Buffer<int16_t>(M * ldq), Buffer<float>(M * units), Buffer<int32_t>(M * units)});
@@ -36,7 +37,14 @@ class Activations {
           const Ordered& o = *found;
           const auto* perm = part.perm ? reinterpret_cast<const int32_t*>(blob + part.perm) : nullptr;
           for_each_task(M, int64_t(M) * K > 50'000, [&](int64_t m) {
-            kernels().quantize(x + m * K, perm, K, o.codes + m * ldq, o.scale + m * units, o.sum + m * units);
+            const float* row = x + m * K;
+            std::vector<float> longer;
+            if (stored != K) {  // padding rows read the zero behind the row
+              longer.assign(row, row + K);
+              longer.push_back(0.0f);
+              row = longer.data();
+            }
+            kernels().quantize(row, perm, stored, o.codes + m * ldq, o.scale + m * units, o.sum + m * units);
           });
         }
         rows.codes = found->codes;

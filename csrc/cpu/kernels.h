@@ -11,14 +11,14 @@ constexpr int kRowBlock = 128;  // rows of one gemm call at most
 constexpr int kTileBlock = 4;   // tiles of one gemm call at most
 constexpr int kMaxHeadDim = 256;
 
-// Activations as a part wants them: fp32 rows, and for EXL2 the rows in stored order as int16 with a scale and a sum per 32.
+// Activations as a part wants them: fp32 rows, and for EXL2 and GPTQ the rows in stored order as int16 with a scale and a sum per 32.
 struct Rows {
   const float* x;        // (M, ldx)
   const int16_t* codes;  // (M, ldq), stored order; x = codes * scale
   const float* scale;    // (M, K / 32)
   const int32_t* sum;    // (M, K / 32)
   int64_t ldx, ldq;
-  int M, K;
+  int M, K;  // K: stored rows of the part
 };
 
 // Where a gemm's result goes: out (M, ld); add: out += result + bias, otherwise out = result + bias.
@@ -59,7 +59,7 @@ struct AttentionTask {
 struct Kernels {
   void (*rms_norm)(const float* x, const float* weight, float eps, int n, float* y);
   void (*layer_norm)(const float* x, const float* weight, const float* bias, float eps, int n, float* y);  // bias: or null
-  void (*quantize)(const float* x, const int32_t* perm, int K, int16_t* codes, float* scale, int32_t* sum);
+  void (*quantize)(const float* x, const int32_t* perm, int rows, int16_t* codes, float* scale, int32_t* sum);
   void (*gemm)(const uint8_t* blob, const BlobPart& part, const Rows& rows, int tile_begin, int tile_end, const Output& out);
   void (*activate)(const float* gate, const float* up, int n, int activation, float* y);
   // qkv: one token's (Hq + 2 Hkv) * D floats; writes q and the two pool entries of `slot`.

@@ -5,25 +5,10 @@
 
 #include "../format/half.h"
 #include "parallel.h"
+#include "units.h"
 
 namespace exl2nb {
 namespace {
-
-constexpr int64_t kFirstSection = sizeof(BlobHeader) + sizeof(BlobPart);
-
-// Calls f(pair, low bit of the piece, width of the piece, word, bit in the half) for every piece of format/blob.h's drawing.
-template <int B, class F>
-inline void each_piece(const F& f) {
-  constexpr int per = 16 / B;
-  for (int p = 0; p < per * B; p++) f(p, 0, B, p / per, p % per * B);
-  if (B == 3 || B == 5)
-    for (int t = 0; t < B; t++) f(15, t, 1, t, 15);
-  if (B == 6)
-    for (int i = 0; i < 4; i++) {
-      f(12 + i, 0, 4, i, 12);
-      f(12 + i, 4, 2, 4 + i / 2, 12 + i % 2 * 2);
-    }
-}
 
 // One unit of 16 columns: the format's bit stream down each column -> codes, one row of 16 columns after the other.
 template <int B>
@@ -45,46 +30,10 @@ void pack_units(const uint32_t* w, int64_t stride, int units, uint32_t* out) {
   uint32_t codes[kUnit][kTile];
   for (int u = 0; u < units; u++, w += B * stride, out += B * kTile) {
     stream_to_codes<B>(w, stride, codes);
-    std::memset(out, 0, sizeof(uint32_t) * B * kTile);
-    each_piece<B>([&](int pair, int low, int width, int word, int bit) {
-      const uint32_t mask = (1u << width) - 1;
-      const uint32_t *even = codes[2 * pair], *odd = codes[2 * pair + 1];
-      uint32_t* o = out + word * kTile;
-      for (int c = 0; c < kTile; c++) o[c] |= (even[c] >> low & mask) << bit | (odd[c] >> low & mask) << (bit + 16);
-    });
+    pack_unit<B>(codes, out);
   }
 }
 
-// The codes of one unit of a tile.
-template <int B>
-void unpack_unit(const uint32_t* w, uint32_t (*codes)[kTile]) {
-  std::memset(codes, 0, sizeof(uint32_t) * kUnit * kTile);
-  each_piece<B>([&](int pair, int low, int width, int word, int bit) {
-    const uint32_t mask = (1u << width) - 1;
-    for (int c = 0; c < kTile; c++) {
-      codes[2 * pair][c] |= (w[word * kTile + c] >> bit & mask) << low;
-      codes[2 * pair + 1][c] |= (w[word * kTile + c] >> (bit + 16) & mask) << low;
-    }
-  });
-}
-
-template <template <int> class F, class... Args>
-void by_width(int bits, Args... args) {
-  switch (bits) {
-    case 2:
-      return F<2>::run(args...);
-    case 3:
-      return F<3>::run(args...);
-    case 4:
-      return F<4>::run(args...);
-    case 5:
-      return F<5>::run(args...);
-    case 6:
-      return F<6>::run(args...);
-    default:
-      return F<8>::run(args...);
-  }
-}
 template <int B>
 struct Pack {
   static void run(const uint32_t* w, int64_t stride, int units, uint32_t* out) { pack_units<B>(w, stride, units, out); }
@@ -92,10 +41,6 @@ struct Pack {
 template <int B>
 struct Stream {
   static void run(const uint32_t* w, int64_t stride, uint32_t (*codes)[kTile]) { stream_to_codes<B>(w, stride, codes); }
-};
-template <int B>
-struct Unpack {
-  static void run(const uint32_t* w, uint32_t (*codes)[kTile]) { unpack_unit<B>(w, codes); }
 };
 
 uint16_t step_bits(uint16_t scale_max, float prescale_256, int index) {
@@ -105,11 +50,6 @@ uint16_t step_bits(uint16_t scale_max, float prescale_256, int index) {
 
 int scale_index(const Exl2Source& s, int64_t g, int64_t column) {
   return int(s.q_scale[g * (s.N / 8) + column / 8] >> column % 8 * 4 & 15);
-}
-
-void write_header(uint8_t* blob, int64_t K, int64_t N, int64_t num_parts, int64_t bytes) {
-  const BlobHeader h{kBlobMagic, kBlobVersion, int32_t(K), int32_t(N), int32_t(num_parts), bytes, {}};
-  std::memcpy(blob, &h, sizeof h);
 }
 
 int64_t element(int kind) { return kind == kDenseF32 ? 4 : 2; }
@@ -270,17 +210,17 @@ Plan plan_concat(const std::vector<const uint8_t*>& blobs) {
       plan.N += p.outputs;
       if (p.perm) {
         const uint8_t* from = b + p.perm;
-        auto same = std::find_if(perms.begin(), perms.end(), [&](const Copy& c) { return !std::memcmp(c.from, from, size_t(c.bytes)); });
+        const int64_t bytes = int64_t(stored_rows(b, parts(b)[i])) * 4;
+        auto same = std::find_if(perms.begin(), perms.end(),
+                                 [&](const Copy& c) { return c.bytes == bytes && !std::memcmp(c.from, from, size_t(bytes)); });
         if (same == perms.end()) {
-          perms.push_back({from, put(from, plan.K * 4), plan.K * 4});
+          perms.push_back({from, put(from, bytes), bytes});
           same = perms.end() - 1;
         }
         p.perm = same->to;
       }
-      if (p.kind == kExl2) {
-        p.groups = put(b + p.groups, p.num_groups * int64_t(sizeof(BlobGroup)));
-        p.tables = put(b + p.tables, p.num_groups * 64);
-      }
+      if (quantised(p)) p.groups = put(b + p.groups, p.num_groups * int64_t(sizeof(BlobGroup)));
+      if (p.kind == kExl2) p.tables = put(b + p.tables, p.num_groups * 64);
       p.data = put(b + p.data, p.tiles * p.tile_bytes);
       plan.parts.push_back(p);
     }
@@ -290,6 +230,22 @@ Plan plan_concat(const std::vector<const uint8_t*>& blobs) {
 }
 
 }  // namespace
+
+// Zero point and step of a group's 16 columns.
+static void column_values(const uint8_t* blob, const BlobPart& p, const uint8_t* tile, int g, float* zero, float* step) {
+  const float middle = float(1 << (reinterpret_cast<const BlobGroup*>(blob + p.groups)[g].bits - 1));
+  const bool wide = p.flags & kWideScales;
+  for (int c = 0; c < kTile; c++) {
+    const int64_t at = int64_t(g) * kTile + c;
+    zero[c] = middle;
+    if (p.kind == kExl2) {
+      step[c] = reinterpret_cast<const float*>(blob + p.tables)[16 * g + (tile[kScaleBytes * g + c / 2] >> c % 2 * 4 & 15)];
+      continue;
+    }
+    step[c] = wide ? reinterpret_cast<const float*>(tile)[at] : half_to_float(reinterpret_cast<const uint16_t*>(tile)[at]);
+    if (p.flags & kZeros) zero[c] = reinterpret_cast<const uint16_t*>(tile + int64_t(p.num_groups) * kTile * (wide ? 4 : 2))[at];
+  }
+}
 
 int64_t concat_bytes(const std::vector<const uint8_t*>& blobs) { return plan_concat(blobs).bytes; }
 
@@ -312,7 +268,7 @@ void unpack(const uint8_t* blob, float* out) {
       const uint8_t* tile = blob + p.data + t * p.tile_bytes;
       const int columns = std::min<int>(kTile, p.outputs - int(t) * kTile);
       float* to = out + p.first_output + t * kTile;
-      if (p.kind != kExl2) {
+      if (!quantised(p)) {
         for (int64_t k = 0; k < h.K; k++)
           for (int c = 0; c < columns; c++) {
             const int64_t at = k * kTile + c;
@@ -323,18 +279,18 @@ void unpack(const uint8_t* blob, float* out) {
         return;
       }
       const auto* groups = reinterpret_cast<const BlobGroup*>(blob + p.groups);
-      const auto* tables = reinterpret_cast<const float*>(blob + p.tables);
       const auto* perm = p.perm ? reinterpret_cast<const int32_t*>(blob + p.perm) : nullptr;
       uint32_t codes[kUnit][kTile];
       for (int g = 0; g < p.num_groups; g++) {
         const auto* w = reinterpret_cast<const uint32_t*>(tile + groups[g].offset);
-        const float zero = float(1 << (groups[g].bits - 1));
+        float zero[kTile], step[kTile];
+        column_values(blob, p, tile, g, zero, step);
         for (int row = groups[g].first_row; row < groups[g].first_row + groups[g].rows; row += kUnit, w += groups[g].bits * kTile) {
           by_width<Unpack>(groups[g].bits, w, codes);
           for (int r = 0; r < kUnit; r++) {
-            float* o = to + int64_t(perm ? perm[row + r] : row + r) * N;
-            for (int c = 0; c < columns; c++)
-              o[c] = (float(codes[r][c]) - zero) * tables[16 * g + (tile[kScaleBytes * g + c / 2] >> c % 2 * 4 & 15)];
+            const int64_t k = perm ? perm[row + r] : row + r;
+            if (k == h.K) continue;  // padding
+            for (int c = 0; c < columns; c++) to[k * N + c] = (float(codes[r][c]) - zero[c]) * step[c];
           }
         }
       }

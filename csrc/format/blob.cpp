@@ -7,13 +7,16 @@ bool inside(int64_t offset, int64_t size, int64_t bytes) {
   return offset >= 0 && offset % kAlign == 0 && size >= 0 && offset <= bytes && size <= bytes - offset;
 }
 
-const char* check_exl2(const uint8_t* blob, int64_t bytes, int K, const BlobPart& p) {
-  if (K % kUnit) return "K of an EXL2 part is no multiple of 32";
-  if (p.num_groups <= 0 || p.num_groups > K / kUnit) return "number of groups is wrong";
+const char* check_quantised(const uint8_t* blob, int64_t bytes, int K, const BlobPart& p) {
+  const bool exl2 = p.kind == kExl2;
+  if (exl2 && K % kUnit) return "K of an EXL2 part is no multiple of 32";
+  if (p.flags & ~(exl2 ? 0 : kZeros | kWideScales)) return "a part has unknown flags";
+  if (p.num_groups <= 0 || p.num_groups > (exl2 ? K / kUnit : K)) return "number of groups is wrong";
   if (!inside(p.groups, int64_t(p.num_groups) * sizeof(BlobGroup), bytes)) return "group table lies outside";
-  if (!inside(p.tables, int64_t(p.num_groups) * 64, bytes)) return "step tables lie outside";
+  if (exl2 && !inside(p.tables, int64_t(p.num_groups) * 64, bytes)) return "step tables lie outside";
   const auto* groups = reinterpret_cast<const BlobGroup*>(blob + p.groups);
-  int64_t row = 0, offset = align64(int64_t(p.num_groups) * kScaleBytes);
+  const int64_t most = exl2 ? K : int64_t(K) * kUnit;  // padding: at most a unit per row
+  int64_t row = 0, offset = prefix_bytes(p);
   for (int g = 0; g < p.num_groups; g++) {
     const BlobGroup& group = groups[g];
     const int b = group.bits;
@@ -21,15 +24,16 @@ const char* check_exl2(const uint8_t* blob, int64_t bytes, int K, const BlobPart
     if (group.first_row != row || group.rows <= 0 || group.rows % kUnit || group.offset != offset) return "group table is wrong";
     row += group.rows;
     offset += int64_t(group.rows) * b * 2;
-    if (row > K) return "groups hold more rows than K";
+    if (row > most || row > 0x7fffffff - kUnit) return "groups hold more rows than K";
   }
-  if (row != K) return "groups hold fewer rows than K";
+  if (row < K) return "groups hold fewer rows than K";
   if (p.tile_bytes != offset) return "tile size is wrong";
+  if (!p.perm && row != K) return "a padded part has no permutation";
   if (p.perm) {
-    if (!inside(p.perm, int64_t(K) * 4, bytes)) return "permutation lies outside";
+    if (!inside(p.perm, row * 4, bytes)) return "permutation lies outside";
     const auto* perm = reinterpret_cast<const int32_t*>(blob + p.perm);
-    for (int k = 0; k < K; k++)
-      if (uint32_t(perm[k]) >= uint32_t(K)) return "permutation holds an index outside 0..K-1";
+    for (int64_t r = 0; r < row; r++)
+      if (uint32_t(perm[r]) >= uint32_t(exl2 ? K : K + 1)) return "permutation holds an index outside 0..K-1";
   }
   return nullptr;
 }
@@ -47,11 +51,11 @@ const char* check_blob(const uint8_t* blob, int64_t bytes) {
   int64_t first = 0;
   for (int i = 0; i < h.num_parts; i++) {
     const BlobPart& p = parts(blob)[i];
-    if (p.kind < kDenseF32 || p.kind > kExl2) return "a part has an unknown kind";
+    if (p.kind < kDenseF32 || p.kind > kGptq) return "a part has an unknown kind";
     if (p.outputs <= 0 || p.first_output != first || p.tiles != (int64_t(p.outputs) + kTile - 1) / kTile) return "part table is wrong";
     first += p.outputs;
-    if (p.kind == kExl2) {
-      if (const char* wrong = check_exl2(blob, bytes, h.K, p)) return wrong;
+    if (quantised(p)) {
+      if (const char* wrong = check_quantised(blob, bytes, h.K, p)) return wrong;
     } else if (p.tile_bytes != int64_t(h.K) * kTile * (p.kind == kDenseF32 ? 4 : 2) || p.perm) {
       return "tile size of a dense part is wrong";
     }

@@ -70,7 +70,7 @@ inline const uint8_t* check_weight(const char* op, const Tensor& blob, bool deep
              header(p).bytes != blob.numel()) {
     wrong = "no valid header";
   }
-  STD_TORCH_CHECK(!wrong, op, ": blob: ", wrong ? wrong : "", "; expected what pack_exl2, pack_dense or pack_concat returned");
+  STD_TORCH_CHECK(!wrong, op, ": blob: ", wrong ? wrong : "", "; expected what a pack op returned");
   return p;
 }
 

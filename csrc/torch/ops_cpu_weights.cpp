@@ -68,6 +68,41 @@ Tensor reconstruct_cpu(const Tensor& q_weight, const Tensor& q_scale, const Tens
   return out;
 }
 
+Tensor pack_gptq_cpu(const Tensor& qweight, const Tensor& scales, std::optional<Tensor> zeros, std::optional<Tensor> perm,
+                     const Tensor& group_rows, int64_t bits, int64_t in_features) {
+  const char* op = "pack_gptq";
+  STD_TORCH_CHECK(bits == 2 || bits == 3 || bits == 4 || bits == 8, op, ": bits is ", bits, "; expected 2, 3, 4 or 8");
+  STD_TORCH_CHECK(in_features > 0 && in_features < (1 << 24) && in_features * bits % 32 == 0, op, ": in_features is ", in_features,
+                  "; expected a positive number whose codes fill whole words at ", bits, " bits");
+  check_tensor(op, "qweight", qweight, ScalarType::Int, {in_features * bits / 32, -1});
+  check_tensor(op, "group_rows", group_rows, ScalarType::Int, {-1});
+  const int64_t N = qweight.size(1), G = group_rows.numel();
+  STD_TORCH_CHECK(N > 0 && N < (1 << 30) && G > 0 && G <= in_features, op, ": qweight is ", shape_text(qweight), " with ", G,
+                  " groups; expected at least one column, and 1 to ", in_features, " groups");
+  const bool wide = scales.scalar_type() == ScalarType::Float;
+  check_tensor(op, "scales", scales, wide ? ScalarType::Float : ScalarType::Half, {G, N});
+  if (zeros) check_tensor(op, "zeros", *zeros, ScalarType::Short, {G, N});
+  if (perm) check_tensor(op, "perm", *perm, ScalarType::Int, {-1});
+  const GptqSource s{static_cast<const uint32_t*>(qweight.const_data_ptr()),
+                     scales.const_data_ptr(),
+                     zeros ? static_cast<const int16_t*>(zeros->const_data_ptr()) : nullptr,
+                     perm ? static_cast<const int32_t*>(perm->const_data_ptr()) : nullptr,
+                     static_cast<const int32_t*>(group_rows.const_data_ptr()),
+                     qweight.size(0),
+                     N,
+                     G,
+                     in_features,
+                     perm ? perm->numel() : in_features,
+                     int(bits),
+                     wide};
+  std::vector<BlobGroup> groups;
+  const char* wrong = read_groups(s, groups);
+  STD_TORCH_CHECK(!wrong, op, ": ", wrong ? wrong : "", " (qweight ", shape_text(qweight), ", ", G, " groups, K = ", in_features, ")");
+  Tensor blob = empty_blob(gptq_blob_bytes(s, groups));
+  pack_gptq(s, groups, bytes_of(blob));
+  return blob;
+}
+
 Tensor pack_dense_cpu(const Tensor& weight) {
   const int kind = dense_kind(weight.scalar_type());
   STD_TORCH_CHECK(kind >= 0, "pack_dense: weight is ", dtype_name(weight.scalar_type()), "; expected float32, float16 or bfloat16");
@@ -109,6 +144,7 @@ Tensor unpack_cpu(const Tensor& blob) {
 
 STABLE_TORCH_LIBRARY_IMPL(exl2nb, CPU, m) {
   m.impl("pack_exl2", TORCH_BOX(&exl2nb::pack_exl2_cpu));
+  m.impl("pack_gptq", TORCH_BOX(&exl2nb::pack_gptq_cpu));
   m.impl("reconstruct", TORCH_BOX(&exl2nb::reconstruct_cpu));
   m.impl("pack_dense", TORCH_BOX(&exl2nb::pack_dense_cpu));
   m.impl("pack_concat", TORCH_BOX(&exl2nb::pack_concat_cpu));

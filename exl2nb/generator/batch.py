@@ -8,62 +8,97 @@ import numpy as np
 import torch
 
 from exl2nb.generator.scheduler import Span
+from exl2nb.generator.stepper import Draw, Step
 from exl2nb.model.batch import Batch
 
 MAX_SHAPES = 256  # batches kept; decoding comes back to the same few shapes
+MAX_ROWS = 32  # tokens of one sequence in a step that is no prompt: its last one and what was guessed behind it
 
 
 class BatchBuilder:
-    """Makes a `Batch` of spans.
+    """Makes a `Step` of spans.
 
-    The tensors of a batch are views of this builder's buffers, so a batch is good until the next `build`.
+    The tensors of a batch are views of this builder's buffers, so a step is good until the next `build`.
 
     Args:
-        max_tokens: in a step. max_sequences: in a step. max_pages: of a sequence. page_size: tokens per page. device: of the model.
+        max_tokens: in a step. max_sequences: in a step. max_pages: of a sequence. page_size: tokens per page.
     """
 
-    def __init__(self, *, max_tokens: int, max_sequences: int, max_pages: int, page_size: int, device: str = "cpu") -> None:
-        self._page_size, self._device = page_size, device
-        self._ids, self._positions, self._slots = (np.zeros(max_tokens, np.int32) for _ in range(3))
+    def __init__(self, *, max_tokens: int, max_sequences: int, max_pages: int, page_size: int) -> None:
+        self._page_size, self._max_pages = page_size, max_pages
+        self._ids, self._positions, self._slots, self._rows, self._feed = (np.zeros(max_tokens, np.int32) for _ in range(5))
         self._table = np.zeros(max_sequences * max_pages, np.int32)
         self._bounds = np.zeros(max_sequences + 1, np.int32)
-        self._lens, self._rows = np.zeros(max_sequences, np.int32), np.zeros(max_sequences, np.int32)
+        self._lens = np.zeros(max_sequences, np.int32)
         self._batches: dict[tuple[int, int, int, int], Batch] = {}
-        self._table_of: list[list[int]] = []
+        self._last: list[object] = []  # the sequences of the last step
+        self._changes, self._width, self._decoding = -1, 0, False
+        self._row_of: dict[int, int] = {}  # a sequence of the last step -> its logit row
 
-    def build(self, spans: Sequence[Span]) -> Batch:
-        """Write the spans side by side. At least one; together within the sizes given at construction."""
+    def build(self, spans: Sequence[Span], changes: int) -> Step:
+        """Write the spans side by side.
+
+        Args:
+            spans: at least one; together within the sizes given at construction.
+            changes: a number that is another one whenever a sequence's list of pages has changed.
+        """
+        sequences: list[object] = [span.sequence for span in spans]
+        decoding = all([span.length == 1 == span.rows for span in spans])
+        feed = any([span.feed for span in spans])
+        tokens, rows = self._write_decodes(spans) if decoding else self._write(spans)
+        if feed:
+            self._feed[:tokens] = -1
+            at = 0
+            for span in spans:
+                if span.feed:
+                    self._feed[at], self._ids[at] = self._row_of[id(span.sequence)], 0
+                at += span.length
+        same_table = changes == self._changes and sequences == self._last
+        if not same_table:
+            self._width = self._write_table(spans)
+        same = same_table and decoding and self._decoding
+        if not same:
+            self._row_of = dict(zip([id(span.sequence) for span in spans if span.rows], _first_rows(spans)))
+        self._last, self._changes, self._decoding = sequences, changes, decoding
+        batch = self._batch(tokens, len(spans), self._width, rows)
+        return Step(batch, self._feed[:tokens] if feed else None, _draws(spans), same)
+
+    def _write_decodes(self, spans: Sequence[Span]) -> tuple[int, int]:
+        """`_write` where each sequence has one token, which wants logits."""
+        count, size = len(spans), self._page_size
+        self._ids[:count] = [0 if span.feed else span.sequence.ids[span.start] for span in spans]
+        starts = [span.start for span in spans]
+        self._positions[:count] = starts
+        self._slots[:count] = [span.sequence.pages[start // size] * size + start % size for span, start in zip(spans, starts)]
+        if not self._decoding or count != len(self._last):
+            self._bounds[: count + 1] = range(count + 1)
+            self._rows[:count] = range(count)
+        np.add(self._positions[:count], 1, out=self._lens[:count])
+        return count, count
+
+    def _write(self, spans: Sequence[Span]) -> tuple[int, int]:
         at = rows = 0
         size = self._page_size
-        for b, (sequence, start, count, last) in enumerate(spans):
-            if count == 1:
-                self._ids[at] = sequence.ids[start]
-                self._positions[at] = start
-                self._slots[at] = sequence.pages[start // size] * size + start % size
-            else:
-                positions = np.arange(start, start + count, dtype=np.int32)
-                self._ids[at : at + count] = sequence.ids[start : start + count]
-                self._positions[at : at + count] = positions
-                pages = np.asarray(sequence.pages, np.int32)
-                self._slots[at : at + count] = pages[positions // size] * size + positions % size
+        for b, (sequence, start, count, wanted, feed) in enumerate(spans):
+            positions = np.arange(start, start + count, dtype=np.int32)
+            self._ids[at : at + count] = 0 if feed else sequence.ids[start : start + count]
+            self._positions[at : at + count] = positions
+            pages = np.asarray(sequence.pages, np.int32)
+            self._slots[at : at + count] = pages[positions // size] * size + positions % size
             at += count
             self._bounds[b + 1] = at
             self._lens[b] = start + count
-            if last:
-                self._rows[rows] = at - 1
-                rows += 1
-        return self._batch(at, len(spans), self._write_table(spans), rows)
+            self._rows[rows : rows + wanted] = range(at - wanted, at)
+            rows += wanted
+        return at, rows
 
     def _write_table(self, spans: Sequence[Span]) -> int:
-        """Fill the block table unless it stands there from the last step; returns its width."""
         pages = [span.sequence.pages for span in spans]
-        width = max(map(len, pages))
-        if len(pages) != len(self._table_of) or any(a is not b for a, b in zip(pages, self._table_of)):
-            table = self._table[: len(pages) * width].reshape(len(pages), width)
-            table[:] = 0
-            for row, ids in zip(table, pages):
-                row[: len(ids)] = ids
-            self._table_of = pages
+        width = min(max(map(len, pages)), self._max_pages)
+        table = self._table[: len(pages) * width].reshape(len(pages), width)
+        table[:] = 0
+        for row, ids in zip(table, pages):
+            row[: len(ids)] = ids[:width]
         return width
 
     def _batch(self, tokens: int, sequences: int, width: int, rows: int) -> Batch:
@@ -72,16 +107,35 @@ class BatchBuilder:
         if batch is None:
             if len(self._batches) >= MAX_SHAPES:
                 self._batches.clear()
+            view = torch.from_numpy
             batch = self._batches[key] = Batch(
-                input_ids=self._view(self._ids[:tokens]),
-                positions=self._view(self._positions[:tokens]),
-                slot_mapping=self._view(self._slots[:tokens]),
-                block_table=self._view(self._table[: sequences * width].reshape(sequences, width)),
-                cu_seqlens=self._view(self._bounds[: sequences + 1]),
-                context_lens=self._view(self._lens[:sequences]),
-                logit_rows=self._view(self._rows[:rows]),
+                input_ids=view(self._ids[:tokens]),
+                positions=view(self._positions[:tokens]),
+                slot_mapping=view(self._slots[:tokens]),
+                block_table=view(self._table[: sequences * width].reshape(sequences, width)),
+                cu_seqlens=view(self._bounds[: sequences + 1]),
+                context_lens=view(self._lens[:sequences]),
+                logit_rows=view(self._rows[:rows]),
             )
         return batch
 
-    def _view(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array)
+
+def _first_rows(spans: Sequence[Span]) -> list[int]:
+    """The first logit row of each span that has any."""
+    firsts, at = [], 0
+    for span in spans:
+        if span.rows:
+            firsts.append(at)
+            at += span.rows
+    return firsts
+
+
+def _draws(spans: Sequence[Span]) -> list[Draw | None]:
+    draws: list[Draw | None] = []
+    for sequence, _, _, rows, _ in spans:
+        if rows == 1 and sequence.on_device:
+            sampler = sequence.sampler
+            draws.append(Draw(sampler, sampler.count + sequence.flying, sequence.request.top_logprobs))
+        else:
+            draws += [None] * rows
+    return draws

@@ -1,4 +1,4 @@
-"""The step loop: one thread per model takes requests, runs them together and hands out tokens. Nothing else touches the model."""
+"""Threads and callers: one thread per model runs the step loop; everybody else talks to it through here. Nothing else touches the model."""
 
 from __future__ import annotations
 
@@ -8,26 +8,27 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Several
 from contextlib import contextmanager
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from exl2nb.cache.pages import PageTable
 from exl2nb.cache.pool import KVCache
 from exl2nb.cache.spec import CacheSpec
-from exl2nb.core.errors import ContextOverflow, EngineClosed, GenerationError, OptionError
+from exl2nb.core.errors import ContextOverflow, EngineClosed, OptionError
 from exl2nb.core.log import logger
-from exl2nb.generator.batch import BatchBuilder
+from exl2nb.generator.batch import MAX_ROWS, BatchBuilder
 from exl2nb.generator.handle import Handle
-from exl2nb.generator.request import Completion, Request
+from exl2nb.generator.loop import Speculator, StepLoop
+from exl2nb.generator.pager import Pager
+from exl2nb.generator.request import Request
 from exl2nb.generator.scheduler import MAX_CHUNK, Scheduler
 from exl2nb.generator.sequence import Sequence
+from exl2nb.generator.stepper import HostStepper, Stepper
 from exl2nb.model.batch import Batch
-from exl2nb.sampling.chain import sample_row
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 IDLE_S = 5.0  # the thread ends after this long without work, and is started again by the next request: an idle model holds no thread
@@ -51,6 +52,9 @@ class Forward(Protocol):
 class Engine:
     """Runs requests on a model.
 
+    Attributes:
+        cache: the pools. pages: who holds which page. pager: what the pages hold. loop: the steps.
+
     Args:
         model: anything with `forward` and `close`.
         tokenizer: of the model.
@@ -58,7 +62,9 @@ class Engine:
         context: tokens of prompt and answer together, at most; None = what the cache holds.
         vocab_size: ids the model knows; None = do not check prompts.
         max_sequences: that run together.
+        max_chunk: prompt tokens per step, at most.
         device: of model and cache.
+        stepper: makes what computes the steps; None = the host's.
     """
 
     def __init__(
@@ -70,38 +76,54 @@ class Engine:
         context: int | None = None,
         vocab_size: int | None = None,
         max_sequences: int = 16,
+        max_chunk: int = MAX_CHUNK,
         device: str = "cpu",
+        stepper: Callable[[Forward, KVCache], Stepper] | None = None,
     ) -> None:
         self.model, self.tokenizer, self.spec = model, tokenizer, cache_spec
         self.context = cache_spec.num_tokens if context is None else context
         self.cache = KVCache(cache_spec, device)
-        self.pages = PageTable(cache_spec.num_pages)
-        self._vocab_size = vocab_size
+        self._stepper = (stepper or HostStepper)(model, self.cache)
         size = cache_spec.page_size
-        self._scheduler = Scheduler(self.pages, page_size=size, max_sequences=max_sequences)
-        self._builder = BatchBuilder(
-            max_tokens=max_sequences + MAX_CHUNK,
+        self.pager = Pager(cache_spec.num_pages, page_size=size, copy=self._stepper.copy, salt=cache_spec.mode)
+        self.pages = self.pager.table
+        self._vocab_size = vocab_size
+        builder = BatchBuilder(
+            max_tokens=max_sequences * MAX_ROWS + max_chunk,
             max_sequences=max_sequences,
-            max_pages=min(cache_spec.num_pages, -(-self.context // size)),
+            max_pages=min(cache_spec.num_pages, -(-(self.context + MAX_ROWS) // size)),
             page_size=size,
-            device=device,
         )
-        self._arrived: deque[Sequence] = deque()  # a sequence leaves it after it has entered the scheduler, so that it is always somewhere
-        self._wake = threading.Event()
+        self.loop = StepLoop(Scheduler(self.pager, max_sequences=max_sequences, max_chunk=max_chunk), builder, self._stepper)
+        self._arrived: deque[tuple[Sequence, object]] = (
+            deque()
+        )  # one leaves it after it has entered the scheduler, so it is always somewhere
+        self._wake, self._no_guests = threading.Event(), threading.Event()
+        self._no_guests.set()
+        self._guests = 0
         self._lock, self._model_lock, self._run_lock = threading.Lock(), threading.Lock(), threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
 
     # ---- callers' side: any thread
 
-    def submit(self, request: Request) -> Handle:
+    def submit(self, request: Request, *, group: object = None) -> Handle:
         """Queue a request; returns at once.
+
+        Args:
+            request: what is asked for.
+            group: requests of one group take turns with everybody else's; None = this one is its own.
 
         Raises:
             ContextOverflow: the prompt leaves no room in the context, or the request could never fit the cache.
             OptionError: a prompt id the model does not have.
             EngineClosed: `close` was called.
         """
+        self.check(request)
+        return self.submit_all([Sequence(request, self.tokenizer, context=self.context)], group=group)[0]
+
+    def check(self, request: Request) -> None:
+        """Refuse a prompt that cannot run; errors as in `submit`."""
         count = len(request.prompt_ids)
         if count >= self.context:
             raise ContextOverflow(
@@ -110,20 +132,39 @@ class Engine:
             )
         if self._vocab_size is not None and not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self._vocab_size:
             raise OptionError(f"the prompt holds ids outside 0 to {self._vocab_size - 1}; was it encoded with another model's tokenizer?")
-        sequence = Sequence(request, self.tokenizer, context=self.context)
-        self._scheduler.check(sequence)
-        handle = Handle(sequence.channel)  # before anything can run: an interrupt from here on drops it, which cancels the request
+
+    def submit_all(self, sequences: Several[Sequence], *, group: object = None) -> list[Handle]:
+        """Queue several sequences, all or none; errors as in `submit`.
+
+        Those whose `group` is the same object and says `lockstep` must fit the cache together.
+        """
+        together: dict[int, list[Sequence]] = {}
+        for sequence in sequences:
+            shared = sequence.group if sequence.group is not None and sequence.group.lockstep else sequence
+            together.setdefault(id(shared), []).append(sequence)
+        for some in together.values():
+            self.loop.scheduler.check(*some)
+        handles = [Handle(s.channel) for s in sequences]  # before anything can run: an interrupt from here on drops them, which cancels
         with self._lock:
             if self._closed:
                 raise EngineClosed("the model was closed; load it again")
-            self._arrived.append(sequence)
+            self._arrived.extend([(sequence, group) for sequence in sequences])
             self._wake.set()
             if self._thread is None or not self._thread.is_alive():
                 run = contextvars.copy_context().run
                 _stop_at_exit(self)
                 self._thread = threading.Thread(target=run, args=(self._run,), name="exl2nb-engine", daemon=True)
                 self._thread.start()
-        return handle
+        return handles
+
+    @property
+    def speculator(self) -> Speculator | None:
+        """Who guesses tokens before each step; None = nobody."""
+        return self.loop.speculator
+
+    @speculator.setter
+    def speculator(self, speculator: Speculator | None) -> None:
+        self.loop.speculator = speculator
 
     @property
     def closed(self) -> bool:
@@ -133,7 +174,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """True while no request waits or runs; all pages are free then."""
-        return not self._arrived and not self._scheduler.busy
+        return not self._arrived and not self.loop.busy
 
     def wait_idle(self, timeout_s: float = 60.0) -> bool:
         """Wait until every request is through; False if that takes longer."""
@@ -146,17 +187,28 @@ class Engine:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Have the model to oneself: requests wait at their next step until the `with` block ends."""
-        with self._model_lock:
-            if self._closed:
-                raise EngineClosed("the model was closed; load it again")
-            yield
+        """Have the model to oneself: requests wait at their next step until the `with` block ends; nothing is in flight."""
+        with self._lock:
+            self._guests += 1
+            self._no_guests.clear()
+        try:
+            with self._model_lock:
+                if self._closed:
+                    raise EngineClosed("the model was closed; load it again")
+                yield
+        finally:
+            with self._lock:
+                self._guests -= 1
+                if not self._guests:
+                    self._no_guests.set()
 
     def close(self) -> None:
         """End every request with EngineClosed, join the thread, give memory back. A second call does nothing."""
         self._stop(float("inf"))
-        self._fail_all(EngineClosed("the model was closed while the request ran"))
         with self._model_lock:
+            self._fail_all(EngineClosed("the model was closed while the request ran"))
+            self.loop.abandon()
+            self._stepper.close()
             self.cache.close()
             self.model.close()
 
@@ -187,16 +239,16 @@ class Engine:
 
     def _collect(self) -> bool:
         """Take new requests in; wait for one while there is nothing to do. False: the thread is to end."""
-        if not self._scheduler.busy:
+        if not self.loop.busy:
             self._wake.wait(IDLE_S)
         self._wake.clear()
         while self._arrived:
-            self._scheduler.add(self._arrived[0])
+            self.loop.add(*self._arrived[0])
             self._arrived.popleft()
         if self._closed:
             self._fail_all(EngineClosed("the model was closed while the request ran"))
             return False
-        if self._scheduler.busy:
+        if self.loop.busy:
             return True
         with self._lock:
             if self._arrived:
@@ -205,59 +257,20 @@ class Engine:
             return False
 
     def step(self) -> None:
-        """One turn: drop what was cancelled, choose tokens, run the model, sample, hand out."""
-        for sequence in [s for s in (*self._scheduler.running, *self._scheduler.waiting) if s.channel.cancelled]:
-            self._finish(sequence, "cancelled")
-        spans = self._scheduler.schedule()
-        if not spans:
-            return
-        started = time.perf_counter()
-        try:
-            with self._model_lock:
-                logits = self.model.forward(self._builder.build(spans), self.cache).to("cpu", torch.float32).numpy()
-        except Exception as error:
-            for span in spans:
-                self._fail(span.sequence, error)
-            return
-        rows = iter(logits)
-        for span in spans:
-            span.sequence.computed += span.length
-            if span.last:
-                self._advance(span.sequence, next(rows))
-        self._scheduler.measured(sum(span.length for span in spans), time.perf_counter() - started)
-
-    def _advance(self, sequence: Sequence, row: np.ndarray) -> None:
-        """One new token for one sequence; whatever goes wrong here is that request's alone."""
-        try:
-            reason = sequence.append(sample_row(row, sequence.sampler, top=sequence.request.top_logprobs))
-            if reason is not None:
-                self._finish(sequence, reason)
-        except Exception as error:
-            self._fail(sequence, error)
-
-    def _finish(self, sequence: Sequence, reason: str) -> None:
-        try:
-            completion = sequence.complete(reason)
-        except Exception as error:
-            self._fail(sequence, error)
-        else:
-            self._retire(sequence, completion)
-
-    def _fail(self, sequence: Sequence, error: BaseException) -> None:
-        if not isinstance(error, (GenerationError, EngineClosed)):
-            cause = error
-            error = GenerationError(f"a step failed with {type(cause).__name__}: {str(cause)[:300]}; the request ended, the engine goes on")
-            error.__cause__ = cause
-        self._retire(sequence, error)
-
-    def _retire(self, sequence: Sequence, outcome: Completion | BaseException) -> None:
-        self._scheduler.remove(sequence)  # pages first: when the caller hears of the end they are free
-        sequence.channel.end(outcome)
+        """One turn of the loop; callers who want the model to themselves come first."""
+        while self._guests and not self._no_guests.wait(TICK_S):
+            if self._closed:
+                return
+        with self._model_lock:
+            self.loop.step()
+            if self._guests:
+                self.loop.drain()
 
     def _fail_all(self, error: BaseException) -> None:
-        for sequence in (*self._arrived, *self._scheduler.running, *self._scheduler.waiting):
-            self._fail(sequence, error)
+        for sequence, _ in self._arrived:
+            self.loop.fail(sequence, error)
         self._arrived.clear()
+        self.loop.fail_all(error)
 
 
 def _stop_at_exit(engine: Engine) -> None:

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from exl2nb.core.errors import OptionError
-from exl2nb.core.options import check_keywords
+from exl2nb.core.options import check_keywords, check_range
 from exl2nb.sampling.params import SamplingParams, check_integer
 
 MAX_TOP = 100
-FINISH_REASONS = ("eos", "stop", "length", "context", "cancelled")
+MAX_PRIORITY = 1000
+FINISH_REASONS = ("eos", "stop", "length", "context", "cancelled", "timeout")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +21,9 @@ class Request:
 
     prompt_ids: at least one token. sampling: how tokens are chosen. max_tokens: at most this many new ones; fewer where the context ends.
     stop: texts that end the answer; they are not part of it. ignore_eos: go on after an end-of-text token. top_logprobs: alternatives
-    reported per token. stream: hand tokens over as they come; False only the completion at the end, which costs less.
+    reported per token. priority: higher ones run first, and take the place of lower ones where there is none. timeout_s: seconds after
+    which the answer ends as it stands; None = never. stream: hand tokens over as they come; False only the completion at the end, which
+    costs less.
 
     Raises:
         OptionError: a value out of range.
@@ -32,6 +35,8 @@ class Request:
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     top_logprobs: int = 0
+    priority: int = 0
+    timeout_s: float | None = None
     stream: bool = True
 
     def __post_init__(self) -> None:
@@ -39,6 +44,9 @@ class Request:
             raise OptionError("the prompt has no tokens; expected at least one: give some text, or ids that begin with BOS")
         check_integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
         check_integer("top_logprobs", self.top_logprobs, 0, MAX_TOP)
+        check_integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        if self.timeout_s is not None:
+            check_range("timeout_s", self.timeout_s, 0.001, 1e9)
         if not all(isinstance(text, str) and text for text in self.stop):
             raise OptionError(f"stop is {str(self.stop)[:80]}; expected a text or several, none of them empty")
 
@@ -102,7 +110,8 @@ class Timings:
     """Where the time of one request went.
 
     queue_s: waiting for pages. first_token_s: from the call to the first token (TTFT). prefill_s: running the prompt. decode_s: from the
-    first to the last token.
+    first to the last token. reused_tokens: of the prompt, found in the cache instead of computed. preemptions: how often it gave its pages
+    to a request of higher rank and went on later.
     """
 
     prompt_tokens: int
@@ -111,11 +120,13 @@ class Timings:
     first_token_s: float
     prefill_s: float
     decode_s: float
+    reused_tokens: int = 0
+    preemptions: int = 0
 
     @property
     def prefill_tok_s(self) -> float:
-        """Prompt tokens per second."""
-        return self.prompt_tokens / self.prefill_s if self.prefill_s > 0 else 0.0
+        """Prompt tokens computed per second; those found in the cache do not count."""
+        return (self.prompt_tokens - self.reused_tokens) / self.prefill_s if self.prefill_s > 0 else 0.0
 
     @property
     def decode_tok_s(self) -> float:
@@ -133,8 +144,8 @@ class Timings:
 class Completion:
     """The answer to one request.
 
-    finish_reason: "eos" (the model ended it), "stop" (a stop text), "length" (max_tokens), "context" (no room left), "cancelled". seed:
-    reproduces the answer.
+    finish_reason: "eos" (the model ended it), "stop" (a stop text), "length" (max_tokens), "context" (no room left), "cancelled",
+    "timeout". seed: reproduces the answer.
     """
 
     text: str

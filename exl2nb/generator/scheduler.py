@@ -1,100 +1,236 @@
-"""Who runs in the next step: first come, first served, as pages allow. Knows no model and no text."""
+"""Who runs in the next step, and who waits. Knows no model and no text."""
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from typing import NamedTuple
 
-from exl2nb.cache.pages import PageTable
 from exl2nb.core.errors import ContextOverflow
+from exl2nb.generator.pager import Pager
 from exl2nb.generator.sequence import Sequence
 
-STEP_S = 0.15  # a step with prompt tokens is sized to take about this long, so that cancelling is quick on a slow machine
+STEP_S = 0.15  # a step of prompt tokens alone is sized to take about this long, so that cancelling is quick on a slow machine
+BESIDE_S = 0.05  # and one beside decodes, so that their text keeps coming
 MIN_CHUNK, MAX_CHUNK = 32, 512  # prompt tokens per step
 
 
 class Span(NamedTuple):
-    """`length` tokens of a sequence that run in this step, from `start` on. last: they reach its end, so their last row gets logits."""
+    """`length` tokens of a sequence that run in this step, from `start` on.
+
+    rows: the last `rows` of them want logits; 0 while a prompt goes on. feed: the token is the one in flight, which only the device knows.
+    """
 
     sequence: Sequence
     start: int
     length: int
-    last: bool
+    rows: int
+    feed: bool = False
 
 
 class Scheduler:
-    """Holds the sequences and their pages.
+    """Holds the sequences: those that run, best rank first, and those that wait, in the order in which they will be admitted.
 
-    A sequence gets all pages it can ever need when it is admitted, in order of arrival, so that nothing that runs can run out of pages.
-    Every step decodes one token for each sequence that is past its prompt and gives the rest of the token budget to prompts, oldest first.
+    Rank: higher priority, then turn, then arrival. Turns are dealt per `group`, so that a caller who brings a thousand requests at once has
+    one turn at a time, like everybody else.
+
+    A sequence is admitted when there is a place and its tokens so far fit the free pages; further pages are taken as it grows. When none
+    is left, the sequence of the worst rank gives its pages back and waits for its old turn; it continues by computing its tokens again, or
+    by finding their pages still there. The best ranked sequence never gives way, so everything ends. A waiting sequence takes the place of
+    a running one of lower priority.
+
+    Every step decodes for each sequence past its prompt and shares the rest of the token budget among the prompts. A prompt does not
+    compute a page that another one is computing: it waits a few steps and takes that page over.
 
     Args:
-        pages: the page table, which nobody else uses.
-        page_size: tokens per page.
+        pager: the pages, which nobody else uses.
         max_sequences: that run at a time.
+        max_chunk: prompt tokens per step, at most.
     """
 
-    def __init__(self, pages: PageTable, *, page_size: int, max_sequences: int) -> None:
-        self.pages, self.page_size, self.max_sequences = pages, page_size, max_sequences
-        self.waiting: deque[Sequence] = deque()
+    def __init__(self, pager: Pager, *, max_sequences: int, max_chunk: int = MAX_CHUNK) -> None:
+        self.pager, self.max_sequences, self.max_chunk = pager, max_sequences, max(max_chunk, MIN_CHUNK)
+        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.chunk = 2 * MIN_CHUNK
+        self.preemptions = 0
+        self._speed = 0.0  # tokens per second of a step with prompt tokens
+        self._arrivals = self._turn = 0
+        self._turns: dict[object, int] = {}
 
     @property
     def busy(self) -> bool:
         """True while any sequence waits or runs."""
         return bool(self.running or self.waiting)
 
-    def pages_for(self, sequence: Sequence) -> int:
-        """Pages the sequence needs in all."""
-        return -(-sequence.most_tokens // self.page_size)
-
-    def check(self, sequence: Sequence) -> None:
-        """Refuse what could never run.
+    def check(self, *sequences: Sequence) -> None:
+        """Refuse what could never run. Several sequences: they must fit together.
 
         Raises:
-            ContextOverflow: the sequence needs more pages than the cache has.
+            ContextOverflow: more pages are needed than the cache has.
         """
-        need, have = self.pages_for(sequence), self.pages.num_pages
+        need, have, size = sum(self.pager.pages_for(s.most_tokens) for s in sequences), self.pager.table.num_pages, self.pager.page_size
         if need > have:
+            tokens, prompts = sum(s.most_tokens for s in sequences), sum(len(s.request.prompt_ids) for s in sequences)
+            new = sum(s.limit for s in sequences)
             raise ContextOverflow(
-                f"the request needs {sequence.most_tokens} tokens in the cache ({len(sequence.request.prompt_ids)} of the prompt and up to "
-                f"{sequence.limit} new), {need} pages of {self.page_size}; the cache has {have} pages, {have * self.page_size} tokens: "
+                f"the request needs {tokens} tokens in the cache ({prompts} of the prompt and up to {new} new), "
+                f"{need} pages of {size}; the cache has {have} pages, {have * size} tokens: "
                 "lower max_tokens, or load the model with a larger cache_tokens"
             )
 
-    def add(self, sequence: Sequence) -> None:
-        """Put a sequence at the end of the queue."""
-        self.waiting.append(sequence)
+    def add(self, sequence: Sequence, group: object = None) -> None:
+        """Queue a sequence. group: whose turn it takes; None = its own."""
+        turn = self._turn + 1
+        if group is not None:
+            turn = self._turns[group] = max(turn, self._turns.get(group, 0) + 1)
+        sequence.rank = (-sequence.request.priority, turn, self._arrivals)
+        self._arrivals += 1
+        insort(self.waiting, sequence, key=_rank)
 
     def schedule(self) -> list[Span]:
-        """Admit what fits, then choose the tokens of the next step; decodes come first."""
-        while self.waiting and len(self.running) < self.max_sequences and self.pages_for(self.waiting[0]) <= self.pages.num_free:
-            sequence = self.waiting.popleft()
-            sequence.start(self.pages.allocate(self.pages_for(sequence)))
-            self.running.append(sequence)
-        spans, budget = [], self.chunk
-        for sequence in self.running:
-            if sequence.pending == 1:
-                spans.append(Span(sequence, sequence.computed, 1, True))
-        for sequence in self.running:
-            if sequence.pending > 1 and budget > 0:
-                count = min(sequence.pending, budget)
-                spans.append(Span(sequence, sequence.computed, count, count == sequence.pending))
-                budget -= count
+        """Admit what fits, then choose the tokens of the next step; decodes come first. Every token of it has a page to go to."""
+        if self.waiting:
+            self._admit()
+        spans = self._spans()
+        for _ in range(len(self.running)):
+            if spans or not self.waiting or any(s.flying for s in self.running) or not self.running:
+                break
+            self.preempt(self.running[-1])  # all that run wait for somebody who has no pages
+            self._admit()
+            spans = self._spans()
         return spans
 
     def measured(self, tokens: int, seconds: float) -> None:
         """A step of `tokens` took so long: size the next chunk of prompt tokens by it."""
         if tokens >= MIN_CHUNK and seconds > 0:
-            fits = int(tokens / seconds * STEP_S) // MIN_CHUNK * MIN_CHUNK
-            self.chunk = max(MIN_CHUNK, min(MAX_CHUNK, fits, 2 * self.chunk))
+            self._speed = tokens / seconds
+            self.chunk = max(MIN_CHUNK, min(self.max_chunk, self._fitting(STEP_S), 2 * self.chunk))
 
-    def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, wherever it is, and free its pages. Harmless when it is out already."""
+    def preempt(self, sequence: Sequence) -> None:
+        """Send a running sequence back to the queue; what it has computed stays known until its pages are needed."""
+        self.running.remove(sequence)
+        self.pager.release(sequence)
+        sequence.preemptions += 1
+        self.preemptions += 1
+        insort(self.waiting, sequence, key=_rank)
+
+    def fork(self, source: Sequence, target: Sequence) -> None:
+        """Give `target` the cache of `source` by reference; whoever writes to a shared page first gets a copy of it."""
+        self.pager.fork(source, target)
+
+    def remove(self, sequence: Sequence, *, keep: bool = True) -> None:
+        """Take a sequence out, wherever it is, and free its pages. Harmless when it is out already.
+
+        Args:
+            sequence: the one that ends.
+            keep: what it computed may serve others.
+        """
         if sequence in self.running:
             self.running.remove(sequence)
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
-        pages, sequence.pages = sequence.pages, []
-        self.pages.free(pages)
+        self.pager.release(sequence, keep=keep)
+        if not self.busy:
+            self._turns.clear()
+
+    # ---- admission
+
+    def _admit(self) -> None:
+        while sequence := next((s for s in self.waiting if not s.flying and s.ready()), None):
+            while not self._fits(sequence):
+                victim = self.running[-1] if self.running else None
+                if victim is None or victim.rank[0] <= sequence.rank[0]:
+                    return
+                self.preempt(victim)
+            self.waiting.remove(sequence)
+            found = self.pager.admit(sequence) if not sequence.pages else 0
+            if not sequence.preemptions:
+                sequence.reused_tokens = found
+            self._turn = max(self._turn, sequence.rank[1])
+            sequence.start()
+            insort(self.running, sequence, key=_rank)
+
+    def _fits(self, sequence: Sequence) -> bool:
+        """There is a place, and pages for its tokens so far beside those that the others' tokens so far will take."""
+        if len(self.running) >= self.max_sequences:
+            return False
+        table, need = self.pager.table, self._need(sequence)
+        if need <= table.num_free - sum(self._need(s) for s in self.running):
+            return True
+        shared = sum(table.count(page) > 0 for page in self.pager.find(sequence).pages)
+        return need - shared <= table.num_free - sum(self._need(s) for s in self.running)
+
+    def _need(self, sequence: Sequence) -> int:
+        tokens = min(len(sequence.ids) + 1, max(sequence.most_tokens, len(sequence.ids)))
+        return max(0, self.pager.pages_for(tokens) - len(sequence.pages))
+
+    # ---- the tokens of a step
+
+    def _spans(self) -> list[Span]:
+        spans: list[Span] = []
+        prompts: list[Sequence] = []
+        preempted = self.preemptions
+        for sequence in self.running.copy():
+            flying = sequence.flying
+            length = len(sequence.ids) + flying - sequence.computed
+            if length <= 0 or (self.preemptions != preempted and sequence not in self.running):
+                continue
+            if flying or length <= sequence.rows:
+                if (not flying or sequence.new_tokens + flying < sequence.limit) and self._claim(sequence, sequence.computed + length):
+                    spans.append(Span(sequence, sequence.computed, length, length, flying > 0))
+            else:
+                prompts.append(sequence)
+        if prompts:
+            spans += self._chunks(prompts, self._budget(bool(spans)))
+        if preempted != self.preemptions:  # somebody of worse rank gave way after his span was chosen
+            running = set(map(id, self.running))
+            spans = [span for span in spans if id(span.sequence) in running]
+        return spans
+
+    def _chunks(self, prompts: list[Sequence], budget: int) -> list[Span]:
+        """Share the budget; what one prompt leaves of its share goes to the next."""
+        spans: list[Span] = []
+        claimed: set[bytes] = set()
+        prompts = [s for s in prompts if self._is_first(s, claimed)]
+        for i, sequence in enumerate(prompts):
+            if budget <= 0 or sequence not in self.running:
+                continue
+            start, pending = sequence.computed, len(sequence.ids) - sequence.computed
+            count = min(pending, budget, max(MIN_CHUNK, budget // (len(prompts) - i)))
+            if self._claim(sequence, start + count):
+                spans.append(Span(sequence, start, count, max(0, count - (pending - sequence.rows))))
+                budget -= count
+        return spans
+
+    def _is_first(self, sequence: Sequence, claimed: set[bytes]) -> bool:
+        """Take over what is known by now; False: a better ranked prompt of this step is about to compute the next page."""
+        pager, size = self.pager, self.pager.page_size
+        if not pager.reuse:
+            return True
+        found = pager.extend(sequence)
+        sequence.reused_tokens += 0 if sequence.preemptions else found
+        mine = pager.claims(sequence)
+        if sequence.computed % size == 0 and mine and mine[0] in claimed:
+            return False
+        claimed.update(mine)
+        return True
+
+    def _claim(self, sequence: Sequence, end: int) -> bool:
+        """Get pages up to `end`, from sequences of worse rank where none is free. False: it was its own turn to give way."""
+        while not self.pager.reserve(sequence, end):
+            victim = self.running[-1]
+            assert len(self.running) > 1, f"a sequence of {end} tokens alone in the cache, and no page is free"
+            self.preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _budget(self, beside: bool) -> int:
+        return max(MIN_CHUNK, min(self.chunk, self._fitting(BESIDE_S))) if beside and self._speed else self.chunk
+
+    def _fitting(self, seconds: float) -> int:
+        return int(self._speed * seconds) // MIN_CHUNK * MIN_CHUNK
+
+
+def _rank(sequence: Sequence) -> tuple[int, int, int]:
+    return sequence.rank

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as Sequence_
+from typing import Any
+
+import numpy as np
 
 from exl2nb.generator.channel import Channel
 from exl2nb.generator.output import Output
 from exl2nb.generator.request import Completion, Request, Timings
+from exl2nb.sampling.chain import sample_row
 from exl2nb.sampling.report import Sampled
 from exl2nb.sampling.state import SamplerState
 from exl2nb.tokenizer.tokenizer import Tokenizer
@@ -16,8 +21,13 @@ class Sequence:
     """Ids, pages and state.
 
     Attributes:
-        ids: prompt and new tokens. computed: how many of them have K and V in the cache. pages: of the cache. limit: new tokens at most,
-        the request's max_tokens or the room left in the context.
+        ids: prompt and new tokens. computed: how many of them have K and V in the cache (written, or about to be by a launched step).
+        pages: of the cache. limit: new tokens at most, the request's max_tokens or the room left in the context. rows: how many of the last
+        pending tokens want logits.
+        Kept by scheduler and pager: rank (the smaller runs first), keys (of the full pages of ids), published (full pages made known),
+        reused_tokens, preemptions, salt (what besides tokens changes the pages).
+        Kept by the engine: flying (tokens drawn on the device that nobody has read), on_device (the device draws), ended, deadline.
+        group: None, or what has `members` that end together.
 
     Args:
         request: what was asked for.
@@ -30,12 +40,20 @@ class Sequence:
         self.ids = list(request.prompt_ids)
         self.computed = 0
         self.pages: list[int] = []
+        self.rows = 1
+        self.rank: tuple[int, int, int] = (0, 0, 0)
+        self.keys: list[bytes] = []
+        self.published = self.reused_tokens = self.preemptions = self.flying = 0
+        self.salt = ""
+        self.on_device = self.ended = False
+        self.group: Any = None
         self.limit = min(request.max_tokens, context - len(self.ids))
         self.sampler = SamplerState(request.sampling, request.prompt_ids)
         self.output = Output(tokenizer, request.prompt_ids, request.stop)
         self._eos = frozenset() if request.ignore_eos else tokenizer.eos_ids
         self._handed = 0
         self._submitted = time.perf_counter()
+        self.deadline = self._submitted + request.timeout_s if request.timeout_s is not None else float("inf")
         self._started = self._first = self._last = 0.0
 
     @property
@@ -53,9 +71,29 @@ class Sequence:
         """Tokens the cache must hold for it at the end; the last new one is never run."""
         return len(self.request.prompt_ids) + self.limit - 1
 
-    def start(self, pages: list[int]) -> None:
-        """It has its pages and takes part from the next step on."""
-        self.pages, self._started = pages, time.perf_counter()
+    @property
+    def host_only(self) -> bool:
+        """True where a token cannot be drawn without the host."""
+        return False
+
+    def ready(self) -> bool:
+        """Whether it may be admitted."""
+        return True
+
+    def start(self) -> None:
+        """It takes part from the next step on."""
+        self._started = self._started or time.perf_counter()
+
+    def advance(self, rows: Sequence_[np.ndarray]) -> str | None:
+        """Choose a token.
+
+        Args:
+            rows: one for each of `rows`: its logits f32 `(V,)`.
+
+        Returns:
+            The finish reason once the answer is complete.
+        """
+        return self.append(sample_row(rows[0], self.sampler, top=self.request.top_logprobs))
 
     def append(self, sampled: Sampled) -> str | None:
         """Take a new token, hand over what may be shown; the finish reason once it is complete."""
@@ -96,6 +134,8 @@ class Sequence:
             first_token_s=first - self._submitted,
             prefill_s=first - (self._started or now),
             decode_s=max(0.0, self._last - first),
+            reused_tokens=self.reused_tokens,
+            preemptions=self.preemptions,
         )
         output = self.output
         return Completion(text=output.text, tokens=tuple(output.tokens), finish_reason=reason, timings=timings, seed=self.sampler.seed)

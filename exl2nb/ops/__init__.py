@@ -14,7 +14,7 @@ from exl2nb.ops.mlp import norm_gate_up
 from exl2nb.ops.moe import routed_mlp
 from exl2nb.ops.program import Program
 from exl2nb.ops.qkv import norm_qkv_rope
-from exl2nb.ops.weights import pack_concat, pack_dense, pack_exl2, reconstruct, shape, unpack
+from exl2nb.ops.weights import pack_concat, pack_dense, pack_exl2, pack_gptq, reconstruct, shape, unpack
 
 _load.load()
 
@@ -30,6 +30,7 @@ __all__ = [
     "pack_concat",
     "pack_dense",
     "pack_exl2",
+    "pack_gptq",
     "paged_attention",
     "read_memory",
     "reconstruct",

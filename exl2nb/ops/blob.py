@@ -14,13 +14,14 @@ VERSION = 1
 TILE, UNIT, ALIGN, SCALE_BYTES = 16, 32, 64, 8
 WIDTHS = (2, 3, 4, 5, 6, 8)
 DENSE = (torch.float32, torch.float16, torch.bfloat16)
-EXL2 = 3
+EXL2, GPTQ = 3, 4
+ZEROS, WIDE_SCALES = 1, 2  # flags of a GPTQ part
 
 HEADER = np.dtype(
     [("magic", "<i8"), ("version", "<i4"), ("K", "<i4"), ("N", "<i4"), ("num_parts", "<i4"), ("bytes", "<i8"), ("pad", "<i8", 4)]
 )
 PART = np.dtype(
-    [(name, "<i4") for name in ("kind", "outputs", "tiles", "num_groups", "first_output", "pad")]
+    [(name, "<i4") for name in ("kind", "outputs", "tiles", "num_groups", "first_output", "flags")]
     + [(name, "<i8") for name in ("perm", "groups", "tables", "data", "tile_bytes")]
 )
 GROUP = np.dtype([("bits", "<i4"), ("first_row", "<i4"), ("rows", "<i4"), ("offset", "<i4")])
@@ -30,7 +31,8 @@ GROUP = np.dtype([("bits", "<i4"), ("first_row", "<i4"), ("rows", "<i4"), ("offs
 class Part:
     """One matrix of a blob.
 
-    outputs: columns. perm: int32 (K,) or None. groups, tables: GROUP (G,) and f32 (G, 16), EXL2 only. data: bytes (tiles, tile_bytes).
+    outputs: columns. perm: int32 (S,) or None. groups: GROUP (G,), EXL2 and GPTQ. tables: f32 (G, 16), EXL2 only. data: bytes
+    (tiles, tile_bytes). flags: of a GPTQ part. S: stored rows, K but for the padding rows of GPTQ, whose perm is K.
     """
 
     kind: int
@@ -39,6 +41,7 @@ class Part:
     groups: np.ndarray
     tables: np.ndarray
     data: np.ndarray
+    flags: int = 0
 
 
 def placement(bits: int) -> list[tuple[int, int, int, int, int]]:
@@ -94,15 +97,17 @@ def write(K: int, parts: list[Part]) -> Tensor:
     first = 0
     for row, part in zip(table, parts):
         row["kind"], row["outputs"], row["tiles"], row["num_groups"] = part.kind, part.outputs, len(part.data), len(part.groups)
-        row["first_output"], row["tile_bytes"] = first, part.data.shape[1]
+        row["first_output"], row["tile_bytes"], row["flags"] = first, part.data.shape[1], part.flags
         first += part.outputs
         if part.perm is not None:
             key = part.perm.tobytes()
             if key not in perms:
                 perms[key] = put(part.perm)
             row["perm"] = perms[key]
+        if part.kind in (EXL2, GPTQ):
+            row["groups"] = put(part.groups)
         if part.kind == EXL2:
-            row["groups"], row["tables"] = put(part.groups), put(part.tables)
+            row["tables"] = put(part.tables)
         row["data"] = put(part.data)
     head = np.zeros(1, HEADER)
     head["magic"], head["version"], head["K"], head["N"], head["num_parts"], head["bytes"] = MAGIC, VERSION, K, first, len(parts), at
@@ -129,23 +134,24 @@ def _part(raw: np.ndarray, K: int, row: Any) -> Part:
         return np.frombuffer(raw, dtype, count, offset)
 
     G = int(row["num_groups"])
-    quantised = int(row["kind"]) == EXL2
+    kind = int(row["kind"])
+    groups = get(int(row["groups"]), GROUP, G) if kind in (EXL2, GPTQ) else np.zeros(0, GROUP)
+    stored = int(groups["rows"].sum()) if kind == GPTQ else K
     return Part(
-        kind=int(row["kind"]),
+        kind=kind,
         outputs=int(row["outputs"]),
-        perm=get(int(row["perm"]), "<i4", K) if row["perm"] else None,
-        groups=get(int(row["groups"]), GROUP, G) if quantised else np.zeros(0, GROUP),
-        tables=get(int(row["tables"]), "<f4", G * 16).reshape(G, 16) if quantised else np.zeros((0, 16), np.float32),
+        perm=get(int(row["perm"]), "<i4", stored) if row["perm"] else None,
+        groups=groups,
+        tables=get(int(row["tables"]), "<f4", G * 16).reshape(G, 16) if kind == EXL2 else np.zeros((0, 16), np.float32),
         data=get(int(row["data"]), np.uint8, int(row["tiles"]) * int(row["tile_bytes"])).reshape(int(row["tiles"]), -1),
+        flags=int(row["flags"]),
     )
 
 
 def _header(blob: Tensor) -> Any:
     if blob.dtype != torch.uint8 or blob.dim() != 1 or blob.numel() < HEADER.itemsize:
-        raise ValueError(
-            f"blob is {blob.dtype} {tuple(blob.shape)}; expected the uint8 tensor that pack_exl2, pack_dense or pack_concat returned"
-        )
+        raise ValueError(f"blob is {blob.dtype} {tuple(blob.shape)}; expected the uint8 tensor that a pack op returned")
     head = np.frombuffer(blob[: HEADER.itemsize].cpu().numpy(), HEADER)[0]
     if head["magic"] != MAGIC or head["version"] != VERSION or head["bytes"] != blob.numel():
-        raise ValueError("blob has no valid header; expected the tensor that pack_exl2, pack_dense or pack_concat returned")
+        raise ValueError("blob has no valid header; expected the tensor that a pack op returned")
     return head

@@ -69,6 +69,8 @@ def _unpack(blob: Tensor) -> Tensor:
 
 
 def _dense(K: int, part: layout.Part) -> Tensor:
+    if part.kind == layout.GPTQ:
+        return _gptq_dense(K, part)
     if part.kind != layout.EXL2:
         tiles = torch.from_numpy(part.data.copy()).view(layout.DENSE[part.kind]).view(len(part.data), K, layout.TILE)
         return tiles.transpose(0, 1).reshape(K, -1)[:, : part.outputs].float()
@@ -87,6 +89,71 @@ def _dense(K: int, part: layout.Part) -> Tensor:
     return out[:, : part.outputs]
 
 
+def _gptq_prefix(groups: int, flags: int) -> tuple[int, int, int]:
+    """Bytes of the scales and zeros at the start of a GPTQ tile, and of both together with their padding."""
+    scales = groups * layout.TILE * (4 if flags & layout.WIDE_SCALES else 2)
+    zeros = groups * layout.TILE * 2 if flags & layout.ZEROS else 0
+    return scales, zeros, layout.align(scales + zeros)
+
+
+def _gptq_dense(K: int, part: layout.Part) -> Tensor:
+    tiles, groups = len(part.data), part.groups
+    scale_bytes, zero_bytes, _ = _gptq_prefix(len(groups), part.flags)
+    scale_type = "<f4" if part.flags & layout.WIDE_SCALES else "<f2"
+
+    def columns(start: int, size: int, dtype: str) -> np.ndarray:
+        values = np.ascontiguousarray(part.data[:, start : start + size]).view(dtype).reshape(tiles, len(groups), layout.TILE)
+        return values.transpose(1, 0, 2).reshape(len(groups), -1).astype(np.float32)
+
+    scales = columns(0, scale_bytes, scale_type)
+    zeros = columns(scale_bytes, zero_bytes, "<u2") if zero_bytes else None
+    blocks = []
+    for g, group in enumerate(groups):
+        bits, rows, at = (int(group[name]) for name in ("bits", "rows", "offset"))
+        words = np.ascontiguousarray(part.data[:, at : at + rows * bits * 2]).view("<u4").reshape(tiles, rows // 32, bits, layout.TILE)
+        codes = layout.unpack_units(words, bits).transpose(1, 0, 2).reshape(rows, -1).astype(np.float32)
+        blocks.append((codes - (2 ** (bits - 1) if zeros is None else zeros[g])) * scales[g])
+    stored = torch.from_numpy(np.concatenate(blocks))[:, : part.outputs]
+    if part.perm is None:
+        return stored
+    perm = torch.from_numpy(part.perm.astype(np.int64))
+    return stored.new_empty(K, part.outputs).index_copy_(0, perm[perm < K], stored[perm < K])
+
+
+def _pack_gptq(
+    qweight: Tensor, scales: Tensor, zeros: Tensor | None, perm: Tensor | None, group_rows: Tensor, bits: int, in_features: int
+) -> Tensor:
+    check(bits in (2, 3, 4, 8), "pack_gptq", "bits", bits, "2, 3, 4 or 8")
+    sizes, N = group_rows.tolist(), qweight.shape[1]
+    stored = in_features if perm is None else len(perm)
+    check(all(n > 0 and n % 32 == 0 for n in sizes) and sum(sizes) == stored, "pack_gptq", "group_rows", sizes, f"units adding to {stored}")
+    tiles = -(-N // layout.TILE)
+    padding = (0, tiles * layout.TILE - N)
+    table = torch.tensor([bits, 0], dtype=torch.int16)
+    codes = torch.nn.functional.pad(reference.codes(qweight, table, in_features)[0], (*padding, 0, 1))  # the last row: padding
+    codes = codes[:in_features] if perm is None else codes[perm.long()]
+    flags = (0 if zeros is None else layout.ZEROS) | (layout.WIDE_SCALES if scales.dtype == torch.float32 else 0)
+    used, zero_bytes, prefix = _gptq_prefix(len(sizes), flags)
+
+    def section(values: Tensor) -> np.ndarray:
+        wide = torch.nn.functional.pad(values, padding).view(len(sizes), tiles, layout.TILE)
+        return wide.transpose(0, 1).contiguous().view(torch.uint8).view(tiles, -1).numpy()
+
+    head = np.zeros((tiles, prefix), np.uint8)
+    head[:, :used] = section(scales)
+    if zeros is not None:
+        head[:, used : used + zero_bytes] = section(zeros)
+    sections, groups, row, offset = [head], np.zeros(len(sizes), layout.GROUP), 0, prefix
+    for entry, rows in zip(groups, sizes):
+        entry["bits"], entry["first_row"], entry["rows"], entry["offset"] = bits, row, rows, offset
+        block = codes[row : row + rows].view(rows, tiles, layout.TILE).transpose(0, 1).numpy()
+        sections.append(np.stack([layout.pack_units(tile, bits) for tile in block]).astype("<u4").view(np.uint8).reshape(tiles, -1))
+        row, offset = row + rows, offset + rows * bits * 2
+    order = None if perm is None else perm.numpy()
+    part = layout.Part(layout.GPTQ, N, order, groups, np.zeros((0, 16), np.float32), np.concatenate(sections, 1), flags)
+    return layout.write(in_features, [part])
+
+
 def _blob_fake(*_: object) -> Tensor:
     return torch.empty(dynamic_size(), dtype=torch.uint8)
 
@@ -96,6 +163,11 @@ _pack_exl2_op = define(
     " -> Tensor",
     fake=_blob_fake,
     reference=_pack_exl2,
+)
+_pack_gptq_op = define(
+    "pack_gptq(Tensor qweight, Tensor scales, Tensor? zeros, Tensor? perm, Tensor group_rows, int bits, int in_features) -> Tensor",
+    fake=_blob_fake,
+    reference=_pack_gptq,
 )
 _pack_dense_op = define("pack_dense(Tensor weight) -> Tensor", fake=_blob_fake, reference=_pack_dense)
 _pack_concat_op = define("pack_concat(Tensor[] blobs) -> Tensor", fake=_blob_fake, reference=_pack_concat)
@@ -137,6 +209,27 @@ def pack_exl2(
     return _pack_exl2_op(q_weight, q_scale, q_scale_max, q_groups, q_invperm, prescale, columns)
 
 
+def pack_gptq(
+    qweight: Tensor, scales: Tensor, zeros: Tensor | None, perm: Tensor | None, group_rows: Tensor, *, bits: int, in_features: int
+) -> Tensor:
+    """Repack a GPTQ matrix into the blob that the kernels read, its rows sorted by group.
+
+    Args:
+        qweight: int32 `(K * bits / 32, N)`, codes down the columns in original row order.
+        scales: f16 or f32 `(G, N)`. zeros: int16 `(G, N)`, true zero points; None: `2**(bits - 1)` everywhere.
+        perm: int32 `(S,)`, the original row of each stored one, K for padding; None: rows in order, S = K.
+        group_rows: int32 `(G,)`, stored rows of each group, multiples of 32 that add up to S.
+        bits: 2, 3, 4 or 8. in_features: K.
+
+    Returns:
+        uint8 1-D blob.
+
+    Raises:
+        RuntimeError, ValueError: a tensor does not fit; names what was got and expected.
+    """
+    return _pack_gptq_op(qweight, scales, zeros, perm, group_rows, bits, in_features)
+
+
 def pack_dense(weight: Tensor) -> Tensor:
     """Repack a dense matrix `(N, K)` f32, f16 or bf16 (the nn.Linear layout) into a uint8 blob; values are kept exactly."""
     return _pack_dense_op(weight)
@@ -148,7 +241,7 @@ def pack_concat(blobs: list[Tensor]) -> Tensor:
 
 
 def unpack(blob: Tensor) -> Tensor:
-    """Blob -> f32 `(K, N)`, rows in original order: (code - zero) * step without the format's last rounding to fp16."""
+    """Blob -> f32 `(K, N)`, rows in original order: (code - zero) * step without EXL2's last rounding to fp16."""
     return _unpack_op(blob)
 
 

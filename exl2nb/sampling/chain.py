@@ -6,58 +6,29 @@ narrowed to a few hundred candidates NumPy takes a microsecond per operation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from exl2nb.sampling.min_p import min_p
+from exl2nb.core.errors import GenerationError
+from exl2nb.sampling.draw import after_draw
+from exl2nb.sampling.filters import CHAIN, CONSTRAINT, CUTS, PENALTIES, Filter
 from exl2nb.sampling.narrow import narrow
 from exl2nb.sampling.params import SamplingParams
-from exl2nb.sampling.repetition_penalty import repetition_penalty
+from exl2nb.sampling.plan import plan
 from exl2nb.sampling.report import Sampled, highest_logit, report
 from exl2nb.sampling.state import SamplerState
-from exl2nb.sampling.temperature import temperature
-from exl2nb.sampling.top_k import top_k
-from exl2nb.sampling.top_p import top_p
+
+__all__ = ["CHAIN", "CUTS", "PENALTIES", "Filter", "active_filters", "filtered", "inverse_cdf", "sample", "sample_row"]
 
 BLOCK = 512  # tokens; one cumulative sum over the blocks and one inside the block that was hit
 
 
-class Filter(NamedTuple):
-    """One link.
-
-    active: whether a request's params ask for it. apply: (f32 `(n,)` logits, state, probability that was left out before) -> f32 `(n,)`,
-    -inf where a token is removed.
-    """
-
-    name: str
-    active: Callable[[SamplingParams], bool]
-    apply: Callable[[np.ndarray, SamplerState, float], np.ndarray]
-
-
-# The order of Transformers: penalties on the raw logits, then temperature, then the cuts. Greedy takes the best token after the penalties.
-PENALTIES: tuple[Filter, ...] = (
-    Filter(
-        "repetition_penalty",
-        lambda p: p.repetition_penalty != 1.0,
-        lambda x, s, _: repetition_penalty(x, s.seen, s.params.repetition_penalty),
-    ),
-)
-CUTS: tuple[Filter, ...] = (
-    Filter("temperature", lambda p: p.temperature != 1.0, lambda x, s, _: temperature(x, s.params.temperature)),
-    Filter("top_k", lambda p: p.top_k > 0, lambda x, s, _: top_k(x, s.params.top_k)),
-    Filter("top_p", lambda p: p.top_p < 1.0, lambda x, s, left_out: top_p(x, s.params.top_p, left_out=left_out)),
-    Filter("min_p", lambda p: p.min_p > 0.0, lambda x, s, _: min_p(x, s.params.min_p)),
-)
-CHAIN = PENALTIES + CUTS
-
-
 def active_filters(params: SamplingParams) -> tuple[Filter, ...]:
-    """The filters a request goes through, in order; the cuts do not apply to a greedy one."""
-    return tuple(f for f in (PENALTIES if params.greedy else CHAIN) if f.active(params))
+    """The filters a request goes through, in order; the cuts do not apply to a greedy one. A grammar's mask comes before all of them."""
+    return plan(params).links
 
 
 def filtered(logits: np.ndarray, state: SamplerState) -> np.ndarray:
@@ -70,7 +41,7 @@ def filtered(logits: np.ndarray, state: SamplerState) -> np.ndarray:
     Returns:
         f32 `(V,)`, -inf where a token is removed.
     """
-    for step in active_filters(state.params):
+    for step in (CONSTRAINT, *state.plan.links) if state.constraint is not None else state.plan.links:
         logits = step.apply(logits, state, 0.0)
     return logits
 
@@ -87,7 +58,7 @@ def sample(logits: Tensor, states: Sequence[SamplerState], *, top: Sequence[int]
         R choices. Log probabilities and ranks are those of the unfiltered distribution.
 
     Raises:
-        GenerationError: a row holds NaN or +inf.
+        GenerationError: a row holds NaN or +inf, or no token is left.
     """
     assert logits.shape[0] == len(states), (logits.shape, len(states))
     rows = logits.detach().to("cpu", torch.float32).numpy()
@@ -97,31 +68,47 @@ def sample(logits: Tensor, states: Sequence[SamplerState], *, top: Sequence[int]
 def sample_row(row: np.ndarray, state: SamplerState, *, top: int = 0) -> Sampled:
     """`sample` for one row, f32 `(V,)`."""
     highest = highest_logit(row)
-    chosen = report(row, highest, _draw(row, state), top)
+    token = _draw(row, state)
+    if state.params.post_sampling:
+        token = after_draw(token, row, state)
+    chosen = report(row, highest, token, top)
     state.push(chosen.id)
     return chosen
 
 
 def _draw(row: np.ndarray, state: SamplerState) -> int:
     """`filtered`, then one draw; the cuts run on the few tokens that they can leave."""
-    params = state.params
-    for step in PENALTIES:
-        if step.active(params):
-            row = step.apply(row, state, 0.0)
-    if params.greedy:
-        return int(row.argmax())
-    ids, left_out = narrow(row, params)
-    logits = row if ids is None else row[ids]
-    for step in CUTS:
-        if step.active(params):
-            logits = step.apply(logits, state, left_out)
-    index = inverse_cdf(logits, state.uniform())
+    todo = state.plan
+    for step in todo.first:
+        row = step.apply(row, state, 0.0)
+    ids: np.ndarray | None = None
+    if state.constraint is not None:  # adding -inf may as well come last: then a narrow grammar leaves the cuts a short row
+        bias, ids = state.allowed()
+        row = row + bias if ids is None else row[ids]
+    if state.params.greedy:
+        index = int(row.argmax())
+        _check_left(row[index])
+        return index if ids is None else int(ids[index])
+    for step in todo.lead:
+        row = step.apply(row, state, 0.0)
+    left_out = 0.0
+    if todo.bounds is not None:
+        few, left_out = narrow(row, todo.bounds)
+        if few is not None:
+            row, ids = row[few], few if ids is None else ids[few]
+    for place, step in enumerate(todo.rest):
+        row = step.apply(row, state, left_out if place == todo.consumer else 0.0)
+    index = inverse_cdf(row, state.uniform())
+    if state.params.mirostat:
+        state.drawn(prob_of(row, index))
     return index if ids is None else int(ids[index])
 
 
 def inverse_cdf(logits: np.ndarray, uniform: float) -> int:
     """The index at which the cumulative probability of softmax(logits), in order of ids, passes `uniform` in [0, 1)."""
-    weights = np.exp(logits - logits.max())
+    highest = logits.max()
+    _check_left(highest)
+    weights = np.exp(logits - highest)
     first, before = 0, 0.0
     if len(weights) > BLOCK:
         sums = np.add.reduceat(weights, np.arange(0, len(weights), BLOCK), dtype=np.float64).cumsum()
@@ -136,3 +123,16 @@ def inverse_cdf(logits: np.ndarray, uniform: float) -> int:
     if index == len(inner):  # rounding points past the end: the last token that has any probability
         index = int(inner.searchsorted(inner[-1]))
     return first + index
+
+
+def prob_of(logits: np.ndarray, index: int) -> float:
+    """The probability of one place under softmax(logits)."""
+    weights = np.exp(logits - logits.max())
+    return float(weights[index]) / float(weights.sum(dtype=np.float64))
+
+
+def _check_left(highest: np.floating) -> None:
+    if highest == -np.inf:
+        raise GenerationError(
+            "no token is left to choose from: allowed_tokens, banned_tokens and the structure exclude every one; loosen one of them"
+        )

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from exl2nb.sampling.params import SamplingParams
+if TYPE_CHECKING:
+    from exl2nb.sampling.params import SamplingParams
+    from exl2nb.sampling.plan import Bounds
 
 SLACK = 1e-4  # of a logit: larger than the rounding by which the cuts themselves may differ from the bounds below
 SMALL = 256  # candidates; narrowing costs more than it saves below this
 
 
-def narrow(row: np.ndarray, params: SamplingParams) -> tuple[np.ndarray | None, float]:
-    """Find a superset of the tokens that temperature, top_k, top_p and min_p keep.
+def narrow(row: np.ndarray, bounds: Bounds | SamplingParams) -> tuple[np.ndarray | None, float]:
+    """Find a superset of the tokens that temperature, top_k, top_p, top_a and min_p, following each other, keep.
 
     top_k keeps logits from the k-th largest on. n tokens of at most (1 - top_p) / V each weigh at most 1 - top_p together, so top_p removes
-    them all. min_p keeps what lies within `-temperature * log(min_p)` of the largest.
+    them all. min_p keeps what lies within `-temperature * log(min_p)` of the largest. top_a keeps nothing below `top_a` times the square of
+    the largest probability, which cuts before it can only raise.
 
     Args:
         row: f32 `(V,)` logits before temperature.
-        params: not greedy.
+        bounds: the settings of these cuts; not greedy.
 
     Returns:
         Ids in ascending order, or None for all; and the probability at `temperature` of what was left out, as top_p counts it: top_k comes
@@ -29,19 +33,19 @@ def narrow(row: np.ndarray, params: SamplingParams) -> tuple[np.ndarray | None, 
     size = row.shape[0]
     if size <= SMALL:
         return None, 0.0
-    if params.top_k > 0:
-        if params.top_k >= size:
+    if bounds.top_k > 0:
+        if bounds.top_k >= size:
             return None, 0.0
-        floor = float(np.partition(row, size - params.top_k)[size - params.top_k])
+        floor = float(np.partition(row, size - bounds.top_k)[size - bounds.top_k])
         return np.flatnonzero(row >= np.float32(floor - SLACK * max(1.0, abs(floor)))), 0.0
-    if params.top_p >= 1.0 and params.min_p <= 0.0:
+    if bounds.top_p >= 1.0 and bounds.min_p <= 0.0 and bounds.top_a <= 0.0:
         return None, 0.0
-    highest, heat = float(row.max()), params.temperature
+    highest, heat = float(row.max()), bounds.temperature
     weights = np.exp((row - np.float32(highest)) * np.float32(1.0 / heat))
     total = float(weights.sum())
-    floor = params.min_p * (1.0 - SLACK)  # as a share of the highest weight, which is 1
-    if params.top_p < 1.0:
-        floor = max(floor, (1.0 - params.top_p) / size * total * (1.0 - SLACK))
+    floor = max(bounds.min_p, bounds.top_a / total if total > 0 else 0.0) * (1.0 - SLACK)  # as a share of the highest weight, which is 1
+    if bounds.top_p < 1.0:
+        floor = max(floor, (1.0 - bounds.top_p) / size * total * (1.0 - SLACK))
     ids = np.flatnonzero(weights >= np.float32(floor))
     if not len(ids) or not math.isfinite(total):
         return None, 0.0

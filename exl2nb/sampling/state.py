@@ -1,13 +1,31 @@
-"""What sampling remembers about one request: its seed, how many tokens it drew, which tokens it has seen."""
+"""What sampling remembers about one request: its seed, how many tokens it drew, which tokens it has seen, where it is in its grammar."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 
+from exl2nb.sampling.constraint import Allowed, Constraint
+from exl2nb.sampling.history import History, Tally, faded
+from exl2nb.sampling.mirostat import next_mu
 from exl2nb.sampling.params import SamplingParams
+from exl2nb.sampling.plan import Plan, plan
 from exl2nb.sampling.rng import fresh_seed, uniform
+
+_LOOKS_BACK = ("repetition_penalty", "presence_penalty", "frequency_penalty", "dry")
+
+
+class Words(Protocol):
+    """What sampling needs of a tokenizer: DRY's breakers and XTC's line breaks are given as text."""
+
+    eos_ids: frozenset[int]
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Text to ids."""
+        ...
 
 
 class SamplerState:
@@ -15,40 +33,162 @@ class SamplerState:
 
     Args:
         params: the fixed half.
-        prompt_ids: they count as seen for the repetition penalty.
+        prompt_ids: they count as seen for the repetition penalty and DRY.
+        tokenizer: of the model; only looked at when DRY or XTC is on. None = texts among their settings mean nothing.
+        end_ids: tokens that end the text, masked by min_tokens.
+        constraint: the grammar of this request, at its beginning.
     """
 
-    def __init__(self, params: SamplingParams, prompt_ids: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_ids: Iterable[int] = (),
+        *,
+        tokenizer: Words | None = None,
+        end_ids: Iterable[int] = (),
+        constraint: Constraint | None = None,
+    ) -> None:
         self.params = params
+        self.plan: Plan = plan(params)
         self.seed = fresh_seed() if params.seed is None else params.seed
         self.count = 0
-        self._tracks = params.repetition_penalty != 1.0
-        self._known: set[int] = set()
-        self._seen = np.empty(0, np.int64)
-        if self._tracks:
-            self._add(prompt_ids)
+        self.mu = self._next_mu = 2.0 * params.mirostat_tau
+        self.end_ids = np.fromiter(end_ids, np.int64)
+        self.constraint = constraint
+        self._tokenizer = tokenizer
+        self._past_mu: list[float] = []
+        self._tracks = any(f.name in _LOOKS_BACK for f in self.plan.first)
+        self._fades = params.penalty_range > 0
+        self._tallies = self._tracks and not self._fades
+        self.history = History(prompt_ids if self._tracks else ())
+        self._seen = Tally(self.history.ids.tolist() if self._tallies and params.repetition_penalty != 1.0 else ())
+        self._new = Tally()
+
+    # ---- what the filters ask
 
     @property
     def seen(self) -> np.ndarray:
-        """int64 `(n,)`: each token seen, once, in order of appearance. Empty while no filter asks for it."""
-        return self._seen[: len(self._known)]
+        """int64 `(n,)`: each token of prompt and text once. Empty while no filter asks for it."""
+        return self._seen.ids
+
+    @property
+    def too_short(self) -> bool:
+        """True while the text must not end."""
+        return self.count < self.params.min_tokens
 
     def uniform(self) -> float:
         """The random number of the token that is drawn next; asking twice gives the same."""
         return uniform(self.seed, self.count)
 
-    def push(self, token_id: int) -> None:
-        """The request has taken this token."""
-        self.count += 1
-        if self._tracks and token_id not in self._known:
-            self._add((token_id,))
+    def allowed(self) -> Allowed:
+        """The tokens of the grammar; only for a request that has one."""
+        assert self.constraint is not None
+        return self.constraint.allowed()
 
-    def _add(self, ids: Iterable[int]) -> None:
-        new = [i for i in dict.fromkeys(ids) if i not in self._known]
-        start = len(self._known)
-        if start + len(new) > len(self._seen):
-            grown = np.empty(max(64, 2 * (start + len(new))), np.int64)
-            grown[:start] = self._seen[:start]
-            self._seen = grown
-        self._seen[start : start + len(new)] = new
-        self._known.update(new)
+    def repeated(self) -> tuple[np.ndarray, float, np.ndarray | None]:
+        """Ids, penalty and strengths for the repetition penalty."""
+        if not self._fades:
+            return self._seen.ids, self.params.repetition_penalty, None
+        ids, latest, _ = faded(self.history.ids, self.params.penalty_range, self.params.penalty_decay)
+        return ids, self.params.repetition_penalty, latest
+
+    def present(self) -> tuple[np.ndarray, np.ndarray | float]:
+        """Ids and amounts for the presence penalty."""
+        if not self._fades:
+            return self._new.ids, self.params.presence_penalty
+        ids, latest, _ = faded(self.history.new_ids, self.params.penalty_range, self.params.penalty_decay)
+        return ids, latest * self.params.presence_penalty
+
+    def frequent(self) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and amounts for the frequency penalty."""
+        if not self._fades:
+            return self._new.ids, self._new.counts * self.params.frequency_penalty
+        ids, _, sums = faded(self.history.new_ids, self.params.penalty_range, self.params.penalty_decay)
+        return ids, sums * self.params.frequency_penalty
+
+    def ids_of(self, field: str) -> np.ndarray:
+        """int64: the ids of a field of the params."""
+        return self._fixed[field]
+
+    @cached_property
+    def bias(self) -> np.ndarray:
+        """f32: the numbers of logit_bias, beside `ids_of("logit_bias")`."""
+        return np.array([b for _, b in self.params.logit_bias], np.float32)
+
+    @cached_property
+    def breakers(self) -> frozenset[int]:
+        """Tokens over which DRY sees no repetition: those given as ids, and the last token of each text given, alone and inside text."""
+        given = self.params.dry_breakers
+        texts = [t for b in given if isinstance(b, str) for t in (b, f"a{b}")] if self._tokenizer is not None else []
+        return frozenset(b for b in given if isinstance(b, int)) | self._last_tokens(texts)
+
+    @cached_property
+    def protected(self) -> np.ndarray:
+        """int64: tokens that XTC leaves alone."""
+        if self.params.xtc_ignore is not None:
+            return np.array(self.params.xtc_ignore, np.int64)
+        words = self._tokenizer
+        ends = frozenset(self.end_ids.tolist()) | (words.eos_ids if words is not None else frozenset())
+        return np.array(sorted(ends | self._last_tokens(["\n", "a\n"])), np.int64)
+
+    # ---- what happens to it
+
+    def drawn(self, prob: float) -> None:
+        """The next token to be pushed had this probability among those it was drawn from; mirostat wants to know."""
+        self._next_mu = next_mu(self.mu, prob, self.params.mirostat_tau, self.params.mirostat_eta)
+
+    def push(self, token_id: int) -> None:
+        """The request has taken this token, drawn or not."""
+        if self.constraint is not None:
+            self.constraint.accept(token_id)
+        self.count += 1
+        if self.params.mirostat:
+            self._past_mu.append(self.mu)
+            self.mu = self._next_mu
+        if self._tracks:
+            self.history.push(token_id)
+            if self._tallies:
+                self._new.add(token_id)
+                if self.params.repetition_penalty != 1.0:
+                    self._seen.add(token_id)
+
+    def rewind(self, count: int) -> None:
+        """Take the last `count` tokens back, as if they had never been pushed."""
+        assert 0 <= count <= self.count, (count, self.count)
+        if not count:
+            return
+        if self.constraint is not None:
+            self.constraint.rewind(count)
+        self.count -= count
+        if self.params.mirostat:
+            self.mu = self._next_mu = self._past_mu[-count]
+            del self._past_mu[-count:]
+        for _ in range(count if self._tracks else 0):
+            token_id = self.history.pop()
+            if self._tallies:
+                self._new.remove(token_id)
+                if self.params.repetition_penalty != 1.0:
+                    self._seen.remove(token_id)
+
+    def copy(self, *, seed: int | None = None) -> SamplerState:
+        """The same state, independent from here on; with `seed`, other random numbers follow."""
+        twin = SamplerState.__new__(SamplerState)
+        twin.__dict__.update(self.__dict__)
+        twin.seed = self.seed if seed is None else seed
+        twin.history, twin._past_mu = self.history.copy(), list(self._past_mu)
+        twin._seen, twin._new = self._seen.copy(), self._new.copy()
+        twin.constraint = None if self.constraint is None else self.constraint.copy()
+        return twin
+
+    # ---- inside
+
+    @cached_property
+    def _fixed(self) -> dict[str, np.ndarray]:
+        p = self.params
+        values = {"allowed_tokens": p.allowed_tokens, "banned_tokens": p.banned_tokens, "logit_bias": [i for i, _ in p.logit_bias]}
+        return {name: np.array(ids, np.int64) for name, ids in values.items()}
+
+    def _last_tokens(self, texts: Iterable[str]) -> frozenset[int]:
+        if self._tokenizer is None:
+            return frozenset()
+        return frozenset(ids[-1] for text in texts if (ids := self._tokenizer.encode(text, add_special=False)))

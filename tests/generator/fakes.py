@@ -34,6 +34,8 @@ class FakeModel:
         self.entered = threading.Event()
         self.gate: threading.Event | None = None  # a step waits for it
         self.nan_after: int | None = None
+        self.poison: int | None = None  # a step with this id fails
+        self.most_tokens: int | None = None  # a larger step has no memory
 
     def forward(self, batch, cache):
         step = len(self.steps)
@@ -45,6 +47,10 @@ class FakeModel:
             time.sleep(self.step_s)
         if step in self.fail_at:
             raise self.fail_at[step]
+        if self.poison is not None and (batch.input_ids == self.poison).any():
+            raise ValueError("poison")
+        if self.most_tokens is not None and len(batch.input_ids) > self.most_tokens:
+            raise MemoryError("not enough memory")
         ids, slots, positions = (t.numpy() for t in (batch.input_ids, batch.slot_mapping, batch.positions))
         pool = cache.k[0].view(-1)  # one number per slot: the cache of this model has one head of one number
         pool[torch.from_numpy(slots.astype(np.int64))] = torch.from_numpy(ids.astype(np.float32))

@@ -177,7 +177,7 @@ def test_ids_of_another_model(running, bad):
 def test_a_failing_step_ends_its_requests_and_nothing_else(running):
     model = fakes.FakeModel(step_s=0.001)
     engine = running(model, max_sequences=2)
-    model.fail_at[6] = ValueError("boom")
+    model.fail_at |= {step: ValueError("boom") for step in (6, 7, 8)}  # together, then each alone
     doomed = [engine.submit(greedy([i + 5], 30)) for i in range(2)]
     waiting = engine.submit(greedy([9, 9], 6))
     for handle in doomed:
@@ -187,6 +187,23 @@ def test_a_failing_step_ends_its_requests_and_nothing_else(running):
         assert isinstance(info.value.__cause__, ValueError)
     assert ids(waiting.result()) == fakes.expected(model, [9, 9], 6)
     assert engine.pages.num_free == 16
+
+
+def test_a_step_that_fails_because_of_one_request_ends_that_one(running):
+    model = fakes.FakeModel(step_s=0.001)
+    engine = running(model)
+    model.poison = 77
+    bad, good = engine.submit(greedy([5, 77], 30)), engine.submit(greedy([9, 9], 30))
+    assert ids(good.result()) == fakes.expected(model, [9, 9], 30)
+    with pytest.raises(GenerationError, match="poison"):
+        bad.result()
+
+
+def test_a_prompt_too_large_for_the_memory_runs_in_small_pieces(running):
+    model = fakes.FakeModel()
+    model.most_tokens = 40
+    assert ids(running(model).submit(greedy(prompt(1, 900), 5)).result()) == fakes.expected(model, prompt(1, 900), 5)
+    assert max(tokens for _, tokens in model.steps) > 40
 
 
 def test_logits_that_are_not_numbers_hurt_one_request(running):

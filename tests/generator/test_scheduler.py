@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exl2nb.cache.pages import PageTable
 from exl2nb.generator.batch import BatchBuilder
+from exl2nb.generator.pager import Pager
 from exl2nb.generator.request import Request
 from exl2nb.generator.scheduler import MAX_CHUNK, MIN_CHUNK, Scheduler
 from exl2nb.generator.sequence import Sequence
@@ -18,6 +18,10 @@ TOKENIZER = fakes.tokenizer()
 SIZE = 8  # tokens a page: small, so that borders are met often
 
 
+def pager_of(num_pages):
+    return Pager(num_pages, page_size=SIZE, copy=lambda source, target: None)
+
+
 def sequence(length, count, context=10_000):
     return Sequence(Request.of(range(3, 3 + length), where="test", max_tokens=count, ignore_eos=True), TOKENIZER, context=context)
 
@@ -26,8 +30,9 @@ def sequence(length, count, context=10_000):
 @settings(max_examples=100, deadline=None)
 def test_every_schedule_keeps_the_rules(data):
     """FIFO, no page twice, no token twice or skipped, budgets kept, the batch as the model's own builder makes it; and it ends."""
-    pages = PageTable(data.draw(st.integers(4, 20)))
-    scheduler = Scheduler(pages, page_size=SIZE, max_sequences=data.draw(st.integers(1, 5)))
+    pager = pager_of(data.draw(st.integers(4, 20)))
+    pager.reuse, pages = data.draw(st.booleans()), pager.table
+    scheduler = Scheduler(pager, max_sequences=data.draw(st.integers(1, 5)))
     builder = BatchBuilder(max_tokens=MAX_CHUNK + 5, max_sequences=5, max_pages=20, page_size=SIZE)
     sizes = st.tuples(st.integers(1, 20), st.integers(1, 12))
     sequences = [sequence(*size) for size in data.draw(st.lists(sizes, min_size=1, max_size=12))]
@@ -42,15 +47,16 @@ def test_every_schedule_keeps_the_rules(data):
         assert spans
         admitted += [one for one in scheduler.running if one not in admitted]
         held = [page for one in scheduler.running for page in one.pages]
-        assert len(held) == len(set(held))
+        assert all(pages.count(page) == held.count(page) for page in range(pages.num_pages))
         assert len(scheduler.running) <= scheduler.max_sequences
         assert sum(span.length for span in spans if span.length > 1) <= scheduler.chunk
-        check_batch(builder, spans)
+        check_batch(builder, spans, pager.changes)
         for span in spans:
             assert span.start == span.sequence.computed
             span.sequence.computed += span.length
-            assert span.last == (span.sequence.pending == 0)
-            if span.last and span.sequence.append(Sampled(5, 0.0, 1)):
+            assert span.rows == (span.sequence.pending == 0)
+            pager.publish(span.sequence)
+            if span.rows and span.sequence.append(Sampled(5, 0.0, 1)):
                 scheduler.remove(span.sequence)
         if data.draw(st.booleans()):
             scheduler.remove(data.draw(st.sampled_from(sequences)))
@@ -60,15 +66,15 @@ def test_every_schedule_keeps_the_rules(data):
     assert order == sorted(order)
 
 
-def check_batch(builder, spans):
-    ours = builder.build(spans)
+def check_batch(builder, spans, changes):
+    ours = builder.build(spans, changes).batch
     theirs = model_batch.Batch.build(
         [
             model_batch.Span(
                 ids=s.sequence.ids[s.start : s.start + s.length],
                 start=s.start,
                 pages=s.sequence.pages,
-                logit_rows="last" if s.last else "none",
+                logit_rows="last" if s.rows else "none",
             )
             for s in spans
         ],
@@ -80,21 +86,21 @@ def check_batch(builder, spans):
 
 def test_the_same_shape_is_the_same_batch():
     """Decoding allocates nothing."""
-    scheduler = Scheduler(PageTable(8), page_size=SIZE, max_sequences=2)
+    scheduler = Scheduler(pager_of(8), max_sequences=2)
     builder = BatchBuilder(max_tokens=MAX_CHUNK + 5, max_sequences=2, max_pages=8, page_size=SIZE)
     one = sequence(4, 20)
     scheduler.add(one)
     batches = []
     for _ in range(4):
         spans = scheduler.schedule()
-        batches.append(builder.build(spans))
+        batches.append(builder.build(spans, scheduler.pager.changes).batch)
         one.computed += spans[0].length
         one.append(Sampled(5, 0.0, 1))
     assert batches[1] is batches[2] is batches[3]
 
 
 def test_chunk_follows_the_speed():
-    scheduler = Scheduler(PageTable(8), page_size=SIZE, max_sequences=2)
+    scheduler = Scheduler(pager_of(8), max_sequences=2)
     for _ in range(10):
         scheduler.measured(scheduler.chunk, scheduler.chunk / 20_000)
     assert scheduler.chunk == MAX_CHUNK

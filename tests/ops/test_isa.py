@@ -18,6 +18,7 @@ def digest() -> str:
     """Bits of a run through every op and width."""
     from exl2nb import ops
 
+    from .gptq_case import gptq
     from .model_case import Net, exl2, single
 
     h = hashlib.sha256()
@@ -29,6 +30,11 @@ def digest() -> str:
         blob = ops.pack_exl2(*exl2(192, 64, [(bits, 128), (bits, 64)], seed=bits), out_features=55)
         for M in (1, 2, 3, 4, 7, 30):
             take(ops.linear(torch.randn(M, 192, generator=torch.Generator().manual_seed(M)), blob))
+    for bits in (2, 3, 4, 8):
+        for options in ({}, {"zeros": False, "wide": True}, {"act_order": True}):
+            blob = gptq(160, 55, bits, 48, seed=bits, **options).pack()
+            for M in (1, 2, 3, 4, 7, 30):
+                take(ops.linear(torch.randn(M, 160, generator=torch.Generator().manual_seed(M)), blob))
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         blob = ops.pack_dense(torch.randn(70, 50, generator=torch.Generator().manual_seed(1)).to(dtype))
         for M in (1, 2, 3, 4, 7, 30):

@@ -1,0 +1,217 @@
+"""One step after the other: who runs, launch, read what came back, end what is over. Belongs to the engine thread."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from exl2nb.core.errors import EngineClosed, GenerationError
+from exl2nb.generator import sequence as sequences
+from exl2nb.generator.batch import BatchBuilder
+from exl2nb.generator.request import Completion
+from exl2nb.generator.scheduler import MIN_CHUNK, Scheduler, Span
+from exl2nb.generator.stepper import Stepper, Ticket
+from exl2nb.sampling.report import Sampled
+
+SWEEP = 64  # waiting requests looked at in every step; longer queues are looked at in every eighth
+
+Request_ = sequences.Sequence  # one running request
+
+
+class Speculator(Protocol):
+    """Guesses tokens."""
+
+    def propose(self, running: Sequence[Request_], /) -> None:
+        """Append guesses to the ids of sequences that decode, and set their `rows` to one more than there are guesses."""
+        ...
+
+
+class Flight(NamedTuple):
+    """A launched step that nobody has read."""
+
+    spans: list[Span]
+    ticket: Ticket
+    launched: float
+
+
+class StepLoop:
+    """Runs what the scheduler holds.
+
+    With a stepper of lookahead 1, step n + 1 is launched before the results of step n are read, as long as every sequence that runs is
+    drawn on the device. The at most one token that was computed past the end of an answer is dropped. Pages of what has ended may be
+    given away while such a step runs: launches are carried out in order.
+
+    Attributes:
+        speculator: None, or who guesses tokens before each step. steps: launched so far.
+
+    Args:
+        scheduler: who runs. builder: writes the tensors. stepper: computes.
+    """
+
+    def __init__(self, scheduler: Scheduler, builder: BatchBuilder, stepper: Stepper) -> None:
+        self.scheduler, self.stepper = scheduler, stepper
+        self.speculator: Speculator | None = None
+        self.steps = 0
+        self._builder = builder
+        self._flights: deque[Flight] = deque()
+
+    @property
+    def busy(self) -> bool:
+        """True while anything waits, runs or is in flight."""
+        return self.scheduler.busy or bool(self._flights)
+
+    def add(self, sequence: Request_, group: object = None) -> None:
+        """Queue a sequence."""
+        sequence.on_device = self.stepper.lookahead > 0 and not sequence.host_only and self.stepper.can_draw(sequence.sampler)
+        self.scheduler.add(sequence, group)
+
+    def step(self) -> None:
+        """One turn."""
+        self._sweep()
+        scheduler, flights = self.scheduler, self._flights
+        if flights and not all([s.on_device for s in scheduler.running]):
+            self.drain()
+        if self.speculator is not None and not flights:
+            self.speculator.propose(scheduler.running)
+        spans = scheduler.schedule()
+        if spans:
+            self._launch(spans)
+        if flights and (not spans or len(flights) > self.stepper.lookahead):
+            self._land()
+
+    def drain(self) -> None:
+        """Read every step in flight."""
+        while self._flights:
+            self._land()
+
+    def abandon(self) -> None:
+        """Forget the steps in flight."""
+        self._flights.clear()
+
+    # ---- launching
+
+    def _launch(self, spans: list[Span]) -> None:
+        now = time.perf_counter()
+        try:
+            ticket = self.stepper.launch(self._builder.build(spans, self.scheduler.pager.changes))
+        except Exception as error:
+            self._launch_failed(spans, error)
+            return
+        self.steps += 1
+        for sequence, _, length, rows, _ in spans:
+            sequence.computed += length
+            if rows and sequence.on_device:
+                sequence.flying += 1
+        self._flights.append(Flight(spans, ticket, now))
+
+    def _launch_failed(self, spans: list[Span], error: Exception) -> None:
+        """Find out whose fault it is: alone, most of them succeed; a long piece of a prompt gets a second chance as a short one."""
+        if len(spans) > 1 and not self._flights:
+            for span in spans:
+                if not span.sequence.ended:
+                    self._launch([span])
+            return
+        for span in spans:
+            if span.length > MIN_CHUNK and not span.sequence.flying and out_of_memory(error):
+                self.scheduler.chunk = MIN_CHUNK
+            else:
+                self.fail(span.sequence, error)
+
+    # ---- reading
+
+    def _land(self) -> None:
+        spans, ticket, launched = self._flights.popleft()
+        try:
+            results = ticket.result()
+        except Exception as error:
+            for span in spans:
+                self.fail(span.sequence, error)
+            return
+        at = 0
+        for span in spans:
+            rows = results[at : at + span.rows]
+            at += span.rows
+            if not span.sequence.ended:
+                self._take(span, rows)
+        tokens = sum([span.length for span in spans])
+        if tokens >= MIN_CHUNK:
+            self.scheduler.measured(tokens, time.perf_counter() - launched)
+
+    def _take(self, span: Span, rows: list[Sampled | np.ndarray]) -> None:
+        """The results of one sequence; whatever goes wrong here is that request's alone."""
+        sequence, pager, reason = span.sequence, self.scheduler.pager, None
+        try:
+            if rows and sequence.on_device:
+                sampled = rows[0]
+                assert isinstance(sampled, Sampled), "the stepper was to draw this row"
+                sequence.flying -= 1
+                sequence.sampler.push(sampled.id)
+                reason = sequence.append(sampled)
+            elif rows:
+                reason = sequence.advance(rows)  # pyright: ignore[reportArgumentType]
+            if not sequence.pages:  # it gave way while the step was in flight
+                pass
+            elif rows and span.length > span.rows:  # the prompt is complete
+                pager.publish_tail(sequence)
+            elif sequence.computed // pager.page_size != sequence.published:
+                pager.publish(sequence)
+        except Exception as error:
+            self.fail(sequence, error)
+        else:
+            if reason is not None:
+                self.finish(sequence, reason)
+
+    # ---- ending
+
+    def _sweep(self) -> None:
+        """End what was cancelled or has run out of time."""
+        waiting = self.scheduler.waiting
+        some = (*self.scheduler.running, *waiting) if len(waiting) <= SWEEP or self.steps % 8 == 0 else tuple(self.scheduler.running)
+        now = time.perf_counter()
+        for sequence in some:
+            if sequence.channel.cancelled:
+                self.finish(sequence, "cancelled")
+            elif now > sequence.deadline:
+                self.finish(sequence, "timeout")
+
+    def finish(self, sequence: Request_, reason: str) -> None:
+        """The answer is complete, and with it those of its group."""
+        for member in self._members(sequence):
+            try:
+                completion = member.complete(reason)
+            except Exception as error:
+                self._end(member, error)
+            else:
+                self._end(member, completion)
+
+    def fail(self, sequence: Request_, error: BaseException) -> None:
+        """The request cannot go on, nor can its group."""
+        if not isinstance(error, (GenerationError, EngineClosed)):
+            cause = error
+            error = GenerationError(f"a step failed with {type(cause).__name__}: {str(cause)[:300]}; the request ended, the engine goes on")
+            error.__cause__ = cause
+        for member in self._members(sequence):
+            self._end(member, error)
+
+    def fail_all(self, error: BaseException) -> None:
+        """End everything."""
+        for sequence in (*self.scheduler.running, *self.scheduler.waiting):
+            self.fail(sequence, error)
+
+    def _members(self, sequence: Request_) -> list[Request_]:
+        members = [sequence] if sequence.group is None else list(sequence.group.members)
+        return [member for member in members if not member.ended]
+
+    def _end(self, sequence: Request_, outcome: Completion | BaseException) -> None:
+        sequence.ended = True
+        self.scheduler.remove(sequence, keep=isinstance(outcome, Completion))  # pages first: when the caller hears of the end they are free
+        sequence.channel.end(outcome)
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether a step failed for lack of memory."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "not enough memory" in str(error)

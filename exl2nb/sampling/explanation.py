@@ -1,0 +1,159 @@
+"""What became of one row of logits on its way to a token, step by step. Knows no filter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from exl2nb.sampling.params import SamplingParams
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Step:
+    """One link of the chain at work.
+
+    name: of the filter; the first step is "logits", the last of a greedy request "greedy". settings: what it was told, by name.
+    ids: int64, tokens left after it, ascending. logits: f32, theirs after it. before, after: f64, their probability before and after it;
+    `after` sums to 1. removed: int64, tokens it took away. removed_mass: what they weighed before. temperature: all divisions so far
+    together; 1 where no step divides.
+    """
+
+    name: str
+    settings: dict[str, Any]
+    ids: np.ndarray
+    logits: np.ndarray
+    before: np.ndarray
+    after: np.ndarray
+    removed: np.ndarray
+    removed_mass: float
+    temperature: float
+
+    @property
+    def survivors(self) -> int:
+        """How many tokens are left."""
+        return len(self.ids)
+
+    @property
+    def entropy_bits(self) -> float:
+        """Entropy of the distribution after the step."""
+        probs = self.after[self.after > 0]
+        return float(-(probs * np.log2(probs)).sum()) + 0.0
+
+    def prob_of(self, token_id: int) -> float:
+        """Probability of a token after the step; 0 where it was removed."""
+        at = int(self.ids.searchsorted(token_id))
+        return float(self.after[at]) if at < len(self.ids) and self.ids[at] == token_id else 0.0
+
+    def best(self, count: int) -> np.ndarray:
+        """Ids of the most probable tokens after the step, best first; ties in order of id."""
+        return self.ids[np.lexsort((self.ids, -self.after))[:count]]
+
+    def __repr__(self) -> str:
+        return f"Step({self.name}: {self.survivors} left, {self.removed_mass:.1%} removed)"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Explanation:
+    """How a token was chosen.
+
+    steps: in order. token: the id that is drawn. uniform: the random number in [0, 1) that chose it, None for a greedy request. seed and
+    index: the number is number `index` of the stream `seed`. params: what was asked for. names: text of a token, where known.
+
+    The last line of a cell shows it; `print` shows the same as text; `.to_frame()` has one line per step, `.tokens_frame()` one per token.
+    """
+
+    steps: tuple[Step, ...]
+    token: int
+    uniform: float | None
+    seed: int
+    index: int
+    params: SamplingParams
+    names: Callable[[int], str] | None = field(default=None, repr=False)
+
+    @property
+    def ids(self) -> np.ndarray:
+        """int64: the tokens that could be drawn, ascending."""
+        return self.steps[-1].ids
+
+    @property
+    def probs(self) -> np.ndarray:
+        """f64: their probabilities; the draw walks along them in order of ids until their sum passes `uniform`."""
+        return self.steps[-1].after
+
+    @property
+    def prob(self) -> float:
+        """Probability with which the token was drawn."""
+        return self.steps[-1].prob_of(self.token)
+
+    def name_of(self, token_id: int) -> str:
+        """A token as people read it; its number where no tokenizer is known."""
+        return f"#{token_id}" if self.names is None else repr(self.names(token_id))
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The steps as plain values."""
+        return [
+            {
+                "step": step.name,
+                "settings": ", ".join(f"{k}={_short(v)}" for k, v in step.settings.items()),
+                "survivors": step.survivors,
+                "removed": len(step.removed),
+                "removed_mass": step.removed_mass,
+                "temperature": step.temperature,
+                "entropy_bits": step.entropy_bits,
+                "best": int(step.best(1)[0]),
+                "best_prob": float(step.after.max()),
+                "token_prob": step.prob_of(self.token),
+            }
+            for step in self.steps
+        ]
+
+    def to_frame(self) -> pd.DataFrame:
+        """One line per step: settings, survivors, what was removed, temperature, entropy, the best token, the drawn token's probability."""
+        import pandas as pd
+
+        return pd.DataFrame(self.rows())
+
+    def tokens_frame(self, count: int = 20) -> pd.DataFrame:
+        """One line per token: its probability after each step. The `count` best of the first and last step, and the drawn one."""
+        import pandas as pd
+
+        ids = self.shown(count)
+        columns: dict[str, list[Any]] = {"id": ids}
+        if self.names is not None:
+            columns["text"] = [self.names(i) for i in ids]
+        for place, step in enumerate(self.steps):
+            columns[step.name if step.name not in columns else f"{step.name} {place}"] = [step.prob_of(i) for i in ids]
+        return pd.DataFrame(columns)
+
+    def shown(self, count: int) -> list[int]:
+        """The tokens worth looking at: the best of the first and of the last step, and the drawn one; most probable at first on top."""
+        first = self.steps[0]
+        ids = {self.token, *first.best(count).tolist(), *self.steps[-1].best(count).tolist()}
+        return sorted(ids, key=lambda i: (-first.prob_of(i), i))
+
+    def __str__(self) -> str:
+        from exl2nb.sampling.explanation_view import as_text
+
+        return as_text(self)
+
+    def __repr__(self) -> str:
+        return f"Explanation({len(self.steps)} steps, {len(self.ids)} left, drew {self.name_of(self.token)} at {self.prob:.1%})"
+
+    def _repr_html_(self) -> str:
+        from exl2nb.sampling.explanation_view import as_html
+
+        return as_html(self)
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float) and math.isfinite(value):
+        return f"{value:g}"
+    text = str(value)
+    return text if len(text) <= 40 else text[:37] + "..."
