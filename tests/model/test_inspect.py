@@ -19,7 +19,7 @@ DENSE = Path(next(iter(exl2nb.demo_model.__path__)))
 def test_exl2_model(monkeypatch):
     read = []
     real = SafetensorsFile.read
-    monkeypatch.setattr(SafetensorsFile, "read", lambda self, name: read.append(name) or real(self, name))
+    monkeypatch.setattr(SafetensorsFile, "read", lambda self, name, **rows: read.append(name) or real(self, name, **rows))
     found = inspect(FIXTURE)
     assert all(name.endswith(".q_groups") for name in read)  # headers and group tables alone
     assert found.architecture == "LlamaForCausalLM" and found.layers == 12 and len(found.decoder) == 84 and found.target_bpw == 4.0
