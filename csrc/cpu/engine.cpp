@@ -227,7 +227,8 @@ void paged_attention(const float* q, const Attention& a, float* out) {
     t.head_dim = a.head_dim;
     t.scale = a.scale;
     t.softcap = a.softcap;
-    t.f16 = a.f16;
+    t.k_kind = a.k_kind;
+    t.v_kind = a.v_kind;
     t.scratch = scratch;
     kernels().attention(t);
   });

@@ -67,7 +67,7 @@ struct Attention {
   int64_t sequences, max_pages, page_size, window;
   int num_heads, num_kv_heads, head_dim;
   float scale, softcap;
-  bool f16;
+  PoolKind k_kind, v_kind;
 };
 void paged_attention(const float* q, const Attention& a, float* out);
 // Learned positions, added to the embedding; null table: none.

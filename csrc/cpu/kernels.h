@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "../format/blob.h"
+#include "../format/pool.h"
 
 namespace exl2nb {
 
@@ -32,7 +33,7 @@ struct Output {
 struct Heads {
   int num_heads, num_kv_heads, head_dim, half;  // half: rotary_dim / 2
   int64_t page_size;
-  bool f16;                              // pools hold f16, else f32
+  PoolKind k_kind, v_kind;
   const float *q_norm, *k_norm;          // or null
   int64_t q_norm_stride, k_norm_stride;  // 0: one row for all heads
   float eps;
@@ -52,7 +53,7 @@ struct AttentionTask {
   int64_t page_size, context;
   int count, num_heads, num_kv_heads, kv_head, head_dim;
   float scale, softcap;
-  bool f16;
+  PoolKind k_kind, v_kind;
   float* scratch;  // attention_scratch() floats
 };
 
@@ -71,7 +72,7 @@ struct Kernels {
 };
 
 inline int64_t attention_scratch(int64_t rows, int64_t page_size, int64_t head_dim) {
-  return rows * (page_size + head_dim + 2) + 2 * page_size * head_dim + 64;
+  return rows * (page_size + 2 * head_dim + 2) + page_size * head_dim + 64;
 }
 
 const Kernels* kernels_base();

@@ -107,6 +107,14 @@ std::string check_sequences(const int32_t* block_table, const int32_t* cu_seqlen
   return "";
 }
 
+int64_t step_head_dim(const int64_t* code, int64_t words) {
+  if (words < kHeaderWords || code[0] != kMagic) return 0;
+  for (int64_t at = kHeaderWords; at < words && code[at] >= kEmbed && code[at] <= kHead && at + kWords[code[at]] <= words;
+       at += kWords[code[at]])
+    if (code[at] == kQkv) return code[at + 11];
+  return 0;
+}
+
 std::string check_step(const int64_t* code, int64_t words, const StepBatch& batch, int64_t& vocab) {
   if (words < kHeaderWords || code[0] != kMagic || code[1] != kVersion || code[2] != words)
     return "the program is not the code of a Program";
@@ -150,8 +158,9 @@ void run_step(const int64_t* code, int64_t words, const StepBatch& b, float* log
       case kQkv: {
         num_heads = w[9];
         const int64_t flags = w[18];
-        Heads heads{int(w[9]), int(w[10]), int(w[11]), int(w[8]), b.page_size, b.f16, address<float>(w[12]), address<float>(w[14]),
-                    w[13],     w[15],      real(w[2])};
+        Heads heads{
+            int(w[9]), int(w[10]), int(w[11]), int(w[8]), b.page_size, b.k_kind, b.v_kind, address<float>(w[12]), address<float>(w[14]),
+            w[13],     w[15],      real(w[2])};
         heads.layer_norm = flags & 1;
         heads.interleaved = flags & 2;
         heads.q_full = flags & 4;
@@ -164,10 +173,11 @@ void run_step(const int64_t* code, int64_t words, const StepBatch& b, float* log
       }
       case kAttention: {
         const size_t layer = size_t(w[4]);
-        paged_attention(q,
-                        {b.k_pools[layer], b.v_pools[layer], b.block_table, b.cu_seqlens, b.context_lens, b.sequences, b.max_pages,
-                         b.page_size, w[2], int(num_heads), int(b.num_kv_heads), int(b.head_dim), real(w[1]), real(w[3]), b.f16},
-                        act);
+        paged_attention(
+            q,
+            {b.k_pools[layer], b.v_pools[layer], b.block_table, b.cu_seqlens, b.context_lens, b.sequences, b.max_pages, b.page_size, w[2],
+             int(num_heads), int(b.num_kv_heads), int(b.head_dim), real(w[1]), real(w[3]), b.k_kind, b.v_kind},
+            act);
         break;
       }
       case kResidual:

@@ -17,15 +17,20 @@
 #include <string>
 #include <vector>
 
+#include "../format/pool.h"
+
 namespace exl2nb {
 
 struct StepBatch {
   const int32_t *ids, *positions, *slots, *block_table, *cu_seqlens, *context_lens, *logit_rows;
   int64_t T, R, sequences, max_pages;
-  std::vector<void*> k_pools, v_pools;  // every layer (num_pages, Hkv, page_size, D)
+  std::vector<void*> k_pools, v_pools;  // every layer (num_pages, Hkv, page_size, D), or (num_pages, Hkv, row) where they are coded
   int64_t num_pages, num_kv_heads, page_size, head_dim;
-  bool f16;
+  PoolKind k_kind, v_kind;
 };
+
+// The head_dim that a program's first QKV wants, which says how to read coded pools; 0: the program is none.
+int64_t step_head_dim(const int64_t* code, int64_t words);
 
 // What is wrong with the program or the batch, or an empty string; sets the number of logits per row. Nothing has been written then.
 std::string check_step(const int64_t* code, int64_t words, const StepBatch& batch, int64_t& vocab);

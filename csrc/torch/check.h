@@ -33,6 +33,8 @@ inline const char* dtype_name(ScalarType t) {
       return "int16";
     case ScalarType::Byte:
       return "uint8";
+    case ScalarType::Float8_e4m3fn:
+      return "float8_e4m3fn";
     default:
       return "another dtype";
   }

@@ -75,19 +75,55 @@ void linear_residual_cpu(Tensor residual, const Tensor& x, const Tensor& blob, c
 
 struct Pools {
   int64_t num_pages, num_kv_heads, page_size, head_dim;
-  bool f16;
+  PoolKind k_kind, v_kind;
 };
 
-Pools check_pools(const char* op, const Tensor& k, const Tensor& v, int64_t num_kv_heads, int64_t head_dim) {
-  const ScalarType dtype = k.scalar_type();
-  STD_TORCH_CHECK(dtype == ScalarType::Half || dtype == ScalarType::Float, op, ": k_pool is ", dtype_name(dtype),
-                  "; expected float16 or float32");
-  check_tensor(op, "k_pool", k, dtype, {-1, num_kv_heads, -1, head_dim});
-  check_tensor(op, "v_pool", v, dtype, {k.size(0), k.size(1), k.size(2), k.size(3)});
-  STD_TORCH_CHECK(k.size(2) > 0 && k.size(2) % 8 == 0, op, ": page size is ", k.size(2), "; expected a multiple of 8");
-  STD_TORCH_CHECK(k.size(3) > 0 && k.size(3) % 8 == 0 && k.size(3) <= kMaxHeadDim, op, ": head_dim is ", k.size(3),
+// Kind of one pool; head_dim is needed for the coded ones only, whose rows say how many bits a code has.
+PoolKind pool_kind(const char* op, const char* name, const Tensor& pool, int64_t head_dim) {
+  const ScalarType dtype = pool.scalar_type();
+  if (dtype == ScalarType::Half) return kPoolF16;
+  if (dtype == ScalarType::Float) return kPoolF32;
+  STD_TORCH_CHECK(dtype == ScalarType::Byte || dtype == ScalarType::Float8_e4m3fn, op, ": ", name, " is ", dtype_name(dtype),
+                  "; expected float16, float32, or codes (uint8 or float8_e4m3fn)");
+  STD_TORCH_CHECK(head_dim > 0 && head_dim % 8 == 0 && head_dim <= kMaxHeadDim, op, ": head_dim is ", head_dim,
                   "; expected a multiple of 8 up to ", kMaxHeadDim);
-  return {k.size(0), k.size(1), k.size(2), k.size(3), dtype == ScalarType::Half};
+  const int64_t row8 = pool_row_bytes(kPoolQ8, kPoolPage, int(head_dim)), row4 = pool_row_bytes(kPoolQ4, kPoolPage, int(head_dim));
+  const bool fits = pool.dim() == 3 && (pool.size(2) == row8 || (pool.size(2) == row4 && dtype == ScalarType::Byte));
+  STD_TORCH_CHECK(fits, op, ": ", name, " is ", dtype_name(dtype), " ", shape_text(pool), "; expected (pages, heads, ", row8,
+                  dtype == ScalarType::Byte ? " or " + std::to_string(row4) : std::string(), ") for head_dim ", head_dim);
+  return dtype != ScalarType::Byte ? kPoolFp8 : pool.size(2) == row8 ? kPoolQ8 : kPoolQ4;
+}
+
+// A pool like the first ones.
+void check_pool(const char* op, const char* name, const Tensor& pool, const Pools& p, PoolKind kind) {
+  if (pool_is_coded(kind))
+    check_tensor(op, name, pool, kind == kPoolFp8 ? ScalarType::Float8_e4m3fn : ScalarType::Byte,
+                 {p.num_pages, p.num_kv_heads, pool_row_bytes(kind, p.page_size, int(p.head_dim))});
+  else
+    check_tensor(op, name, pool, kind == kPoolF16 ? ScalarType::Half : ScalarType::Float,
+                 {p.num_pages, p.num_kv_heads, p.page_size, p.head_dim});
+}
+
+// num_kv_heads, head_dim: -1 where any will do; then coded pools are refused.
+Pools check_pools(const char* op, const Tensor& k, const Tensor& v, int64_t num_kv_heads, int64_t head_dim) {
+  Pools p{k.size(0), num_kv_heads, kPoolPage, head_dim, pool_kind(op, "k_pool", k, head_dim), pool_kind(op, "v_pool", v, head_dim)};
+  const Tensor* plain = !pool_is_coded(p.k_kind) ? &k : !pool_is_coded(p.v_kind) ? &v : nullptr;
+  if (plain) {
+    const PoolKind kind = plain == &k ? p.k_kind : p.v_kind;
+    check_tensor(op, plain == &k ? "k_pool" : "v_pool", *plain, kind == kPoolF16 ? ScalarType::Half : ScalarType::Float,
+                 {p.num_pages, num_kv_heads, -1, head_dim});
+    p.page_size = plain->size(2);
+    p.head_dim = plain->size(3);
+  }
+  if (p.num_kv_heads < 0) p.num_kv_heads = k.size(1);
+  const bool coded = pool_is_coded(p.k_kind) || pool_is_coded(p.v_kind);
+  STD_TORCH_CHECK(p.page_size > 0 && p.page_size % 8 == 0 && (!coded || p.page_size == kPoolPage), op, ": page size is ", p.page_size,
+                  "; expected ", coded ? "256" : "a multiple of 8");
+  STD_TORCH_CHECK(p.head_dim > 0 && p.head_dim % 8 == 0 && p.head_dim <= kMaxHeadDim, op, ": head_dim is ", p.head_dim,
+                  "; expected a multiple of 8 up to ", kMaxHeadDim);
+  check_pool(op, "k_pool", k, p, p.k_kind);
+  check_pool(op, "v_pool", v, p, p.v_kind);
+  return p;
 }
 
 const float* head_norm(const char* op, const char* name, const std::optional<Tensor>& t, int64_t heads, int64_t D, int64_t& stride,
@@ -120,7 +156,17 @@ Tensor norm_qkv_rope_cpu(const Tensor& x, const std::optional<Tensor>& norm, dou
   STD_TORCH_CHECK(2 * cos.size(1) <= head_dim, op, ": cos has ", cos.size(1), " columns; expected rotary_dim / 2, at most ", head_dim / 2);
   check_text(op, check_range("a position", rope.positions, T, cos.size(0)));
   check_text(op, check_range("a slot", rope.slots, T, pools.num_pages * pools.page_size));
-  Heads heads{int(num_heads), int(num_kv_heads), int(head_dim), int(cos.size(1)), pools.page_size, pools.f16, nullptr, nullptr, 0, 0,
+  Heads heads{int(num_heads),
+              int(num_kv_heads),
+              int(head_dim),
+              int(cos.size(1)),
+              pools.page_size,
+              pools.k_kind,
+              pools.v_kind,
+              nullptr,
+              nullptr,
+              0,
+              0,
               float(eps)};
   heads.q_norm = head_norm(op, "q_norm", q_norm, num_heads, head_dim, heads.q_norm_stride, heads.q_full);
   heads.k_norm = head_norm(op, "k_norm", k_norm, num_kv_heads, head_dim, heads.k_norm_stride, heads.k_full);
@@ -154,7 +200,8 @@ Tensor paged_attention_cpu(const Tensor& q, const Tensor& k_pool, const Tensor& 
               int(pools.head_dim),
               float(scale),
               float(softcap),
-              pools.f16};
+              pools.k_kind,
+              pools.v_kind};
   check_text(op, check_sequences(a.block_table, a.cu_seqlens, a.context_lens, B, a.max_pages, pools.page_size, pools.num_pages, T));
   Tensor out = empty_f32({T, Hq * pools.head_dim});
   paged_attention(pq, a, out_f32(out));
@@ -210,20 +257,21 @@ Tensor decode_step_cpu(const Tensor& program, const Tensor& ids, const Tensor& p
   b.R = logit_rows.numel();
   b.sequences = B;
   b.max_pages = block_table.size(1);
-  const Pools first = check_pools(op, k_pools[0], v_pools[0], -1, -1);
+  const auto* code = static_cast<const int64_t*>(program.const_data_ptr());
+  const bool coded = k_pools[0].dim() == 3 || v_pools[0].dim() == 3;
+  const Pools first = check_pools(op, k_pools[0], v_pools[0], -1, coded ? step_head_dim(code, program.numel()) : -1);
   b.num_pages = first.num_pages;
   b.num_kv_heads = first.num_kv_heads;
   b.page_size = first.page_size;
   b.head_dim = first.head_dim;
-  b.f16 = first.f16;
+  b.k_kind = first.k_kind;
+  b.v_kind = first.v_kind;
   for (size_t i = 0; i < k_pools.size(); i++) {
-    const ScalarType dtype = first.f16 ? ScalarType::Half : ScalarType::Float;
-    check_tensor(op, "a K pool", k_pools[i], dtype, {first.num_pages, first.num_kv_heads, first.page_size, first.head_dim});
-    check_tensor(op, "a V pool", v_pools[i], dtype, {first.num_pages, first.num_kv_heads, first.page_size, first.head_dim});
+    check_pool(op, "a K pool", k_pools[i], first, first.k_kind);
+    check_pool(op, "a V pool", v_pools[i], first, first.v_kind);
     b.k_pools.push_back(k_pools[i].mutable_data_ptr());
     b.v_pools.push_back(v_pools[i].mutable_data_ptr());
   }
-  const auto* code = static_cast<const int64_t*>(program.const_data_ptr());
   int64_t vocab = 0;
   check_text(op, check_step(code, program.numel(), b, vocab));
   Tensor logits = empty_f32({b.R, vocab});

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from exl2nb.ops import reference
 from exl2nb.ops._library import check, define
+from exl2nb.ops.kv_codes import page_size
 
 
 def _paged_attention(
@@ -20,7 +21,7 @@ def _paged_attention(
     window: int,
     softcap: float,
 ) -> Tensor:
-    op, P = "paged_attention", k_pool.shape[2]
+    op, P = "paged_attention", page_size(k_pool)
     for b, length in enumerate(context_lens.tolist()):
         used = block_table[b, : (length + P - 1) // P]
         check(len(used) * P >= length, op, f"context_lens[{b}]", length, f"at most {block_table.shape[1] * P} (the pages of block_table)")
@@ -53,7 +54,7 @@ def paged_attention(
 
     Args:
         q: f32 `(T, Hq, D)`, D a multiple of 8 from 8 to 256; q head h reads KV head h // (Hq // Hkv).
-        k_pool, v_pool: f16 or f32 `(num_pages, Hkv, P, D)`.
+        k_pool, v_pool: f16 or f32 `(num_pages, Hkv, P, D)`, or codes, as in `norm_qkv_rope`.
         block_table: int32 `(B, max_pages)`; entries past a sequence's last page are not read.
         cu_seqlens: int32 `(B + 1,)`, prefix sums of the queries per sequence. context_lens: int32 `(B,)`, this step's tokens included:
             query i of n in sequence b has position context_lens[b] - n + i and sees the keys at positions up to its own.

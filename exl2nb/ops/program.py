@@ -17,6 +17,7 @@ from torch import Tensor
 
 from exl2nb.ops import blob as layout
 from exl2nb.ops._library import REFERENCES, check, define, dynamic_size
+from exl2nb.ops.kv_codes import page_size
 from exl2nb.ops.reference import ACTIVATIONS
 
 MAGIC, VERSION, HEADER_WORDS = 0x3147525032584558, 2, 5
@@ -293,7 +294,7 @@ def _decode_step(
     key = int(program[3]) if program.dtype == torch.int64 and len(program) > HEADER_WORDS and int(program[0]) == MAGIC else 0
     check(key in _programs, "decode_step", "program", tuple(program.shape), "the code of a Program that is alive")
     pages = k_pools[0].shape[0] if k_pools else 0
-    inside = len(slots) == 0 or (int(slots.min()) >= 0 and int(slots.max()) < pages * k_pools[0].shape[2])
+    inside = len(slots) == 0 or (int(slots.min()) >= 0 and int(slots.max()) < pages * page_size(k_pools[0]))
     check(inside, "decode_step", "a slot", slots.tolist()[:8], f"below {pages} pages")
     op = REFERENCES
     x = q = logits = torch.empty(0)

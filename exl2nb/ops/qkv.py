@@ -7,6 +7,7 @@ from torch import Tensor
 
 from exl2nb.ops import reference
 from exl2nb.ops._library import check, define
+from exl2nb.ops.kv_codes import page_size
 from exl2nb.ops.weights import dense
 
 
@@ -32,7 +33,7 @@ def _norm_qkv_rope(
     interleaved: bool = False,
     clip: float = 0.0,
 ) -> Tensor:
-    op, num_slots = "norm_qkv_rope", k_pool.shape[0] * k_pool.shape[2]
+    op, num_slots = "norm_qkv_rope", k_pool.shape[0] * page_size(k_pool)
     if len(x):
         check(int(slots.min()) >= 0 and int(slots.max()) < num_slots, op, "a slot", slots.tolist()[:8], f"0 to {num_slots - 1}")
         check(
@@ -90,7 +91,8 @@ def norm_qkv_rope(
         cos, sin: f32 `(max_pos, rotary_dim / 2)`; dimension i rotates with rotary_dim / 2 + i (interleaved: 2 i with 2 i + 1), those after
             rotary_dim pass through. No columns: nothing rotates.
         positions, slots: int32 `(T,)`; slot = page * P + offset.
-        k_pool, v_pool: f16 or f32 `(num_pages, Hkv, P, D)`, written.
+        k_pool, v_pool: f16 or f32 `(num_pages, Hkv, P, D)`, or codes uint8 or float8_e4m3fn `(num_pages, Hkv, row)` of a kind each
+            (cache/storage/FORMAT.md; P is 256 then); written.
         q_norm, k_norm: f32 `(D,)`, one row per head `(heads, D)`, or `(heads * D,)` for one norm over all heads together; applied before
             the rotation.
 

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from exl2nb.ops import kv_codes
+
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
 
@@ -110,9 +112,8 @@ def norm_qkv_rope(
     q, k = head_norm(q, q_norm, eps, layer_norm), head_norm(k, k_norm, eps, layer_norm)
     at = positions.long()
     q, k = rope(q, cos[at], sin[at], interleaved), rope(k, cos[at], sin[at], interleaved)
-    page, offset = slots.long() // k_pool.shape[2], slots.long() % k_pool.shape[2]
-    k_pool[page, :, offset] = k.to(k_pool.dtype)
-    v_pool[page, :, offset] = v.to(v_pool.dtype)
+    kv_codes.write(k_pool, slots, k)
+    kv_codes.write(v_pool, slots, v)
     return q.contiguous()
 
 
@@ -129,7 +130,7 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of q `(T, Hq, D)` over each sequence's pages -> `(T, Hq * D)`. The last query sits at context_len - 1."""
     T, Hq, D = q.shape
-    Hkv, P = k_pool.shape[1], k_pool.shape[2]
+    Hkv, P = k_pool.shape[1], kv_codes.page_size(k_pool)
     out = torch.zeros(T, Hq, D)
     bounds, lens = cu_seqlens.tolist(), context_lens.tolist()
     for b, length in enumerate(lens):
@@ -139,7 +140,8 @@ def paged_attention(
             continue
         pages = block_table[b, : (length + P - 1) // P].long()
         keys, values = (
-            pool[pages].transpose(0, 1).reshape(Hkv, -1, D)[:, :length].float().repeat_interleave(Hq // Hkv, 0) for pool in (k_pool, v_pool)
+            kv_codes.read(pool, pages, D).transpose(0, 1).reshape(Hkv, -1, D)[:, :length].repeat_interleave(Hq // Hkv, 0)
+            for pool in (k_pool, v_pool)
         )
         scores = torch.einsum("qhd,hkd->hqk", queries, keys) * scale
         if softcap:

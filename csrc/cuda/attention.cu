@@ -1,0 +1,123 @@
+// Attention's launch functions: which kernel serves which shape, and where the workspace's parts lie.
+#include "attention_any.cuh"
+#include "device.cuh"
+
+namespace exl2nb {
+
+DecodeKernel decode_kernel_f16(int head_dim, bool wide);
+DecodeKernel decode_kernel_q8(int head_dim, bool wide);
+DecodeKernel decode_kernel_q8q4(int head_dim, bool wide);
+DecodeKernel decode_kernel_q4(int head_dim, bool wide);
+DecodeKernel decode_kernel_fp8(int head_dim, bool wide);
+
+namespace {
+
+DecodeKernel fast_kernel(const CacheArgs& c, bool wide) {
+  const int k = c.k_format, v = c.v_format;
+  if (k == kCacheF16 && v == kCacheF16) return decode_kernel_f16(c.head_dim, wide);
+  if (k == kCacheQ8 && v == kCacheQ8) return decode_kernel_q8(c.head_dim, wide);
+  if (k == kCacheQ8 && v == kCacheQ4) return decode_kernel_q8q4(c.head_dim, wide);
+  if (k == kCacheQ4 && v == kCacheQ4) return decode_kernel_q4(c.head_dim, wide);
+  if (k == kCacheFp8 && v == kCacheFp8) return decode_kernel_fp8(c.head_dim, wide);
+  return nullptr;
+}
+
+const char* check_cache(const CacheArgs& c) {
+  if (c.head_dim < 8 || c.head_dim > kMaxHeadDim || c.head_dim % 8) return "head_dim is not a multiple of 8 from 8 to 256";
+  if (c.num_heads < 1 || c.num_kv_heads < 1 || c.num_heads % c.num_kv_heads) return "the heads are not a multiple of the KV heads";
+  for (int format : {c.k_format, c.v_format})
+    if (format < kCacheF16 || format > kCacheFp8) return "an unknown cache format";
+  if (!c.k_pool || !c.v_pool) return "a pool is missing";
+  return nullptr;
+}
+
+const char* check_rope(const RopeArgs& r, int head_dim) {
+  if (r.half < 0 || 2 * r.half > head_dim) return "more dims rotate than a head has";
+  if (r.cos && !r.sin) return "cos without sin";
+  return nullptr;
+}
+
+size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
+
+struct Workspace {
+  size_t part, part_ml, count;
+  Workspace(int64_t rows, int num_heads, int num_kv_heads, int head_dim) {
+    const int64_t pairs = rows * num_heads * max_splits(num_kv_heads), per_token = (num_heads / num_kv_heads + 7) / 8;
+    count = aligned(rows * per_token * num_kv_heads * sizeof(unsigned));
+    part_ml = aligned(pairs * sizeof(float2));
+    part = aligned(pairs * head_dim * sizeof(float));
+  }
+  size_t bytes() const { return part + part_ml + count; }
+};
+
+const char* normalise_whole(const RopeArgs& rope, float* qkv, const CacheArgs& c, int tokens, void* stream, bool pdl) {
+  return launch_kernel(norm_whole_rows, dim3(tokens, 3), 256, 0, stream, pdl, 1, rope, qkv, c.num_heads, c.num_kv_heads, c.head_dim);
+}
+
+}  // namespace
+
+size_t attention_workspace_bytes(int tokens, int num_heads, int num_kv_heads, int head_dim) {
+  return Workspace(tokens, num_heads, num_kv_heads, head_dim).bytes();
+}
+
+const char* rope_append_launch(const RopeAppendArgs& args, void* stream, bool pdl) {
+  if (auto* wrong = check_cache(args.cache)) return wrong;
+  if (auto* wrong = check_rope(args.rope, args.cache.head_dim)) return wrong;
+  if (!args.qkv || args.tokens < 0) return "no qkv";
+  if (!args.rope.positions && !args.cache.context_lens) return "neither positions nor context_lens";
+  if (!args.slots && !args.cache.block_table) return "neither slots nor a block table";
+  if (!args.tokens) return nullptr;
+  if (args.rope.norm_whole)
+    if (auto* wrong = normalise_whole(args.rope, args.qkv, args.cache, args.tokens, stream, pdl)) return wrong;
+  const int64_t rows = int64_t(args.tokens) * (args.cache.num_heads + 2 * args.cache.num_kv_heads);
+  return launch_kernel(rope_append_rows, dim3(unsigned((rows + kWarps - 1) / kWarps)), kWarps * 32, 0, stream, pdl, 1, args);
+}
+
+const char* gather_launch(const CacheArgs& cache, const int* pages, int length, void* k, void* v, void* stream) {
+  if (auto* wrong = check_cache(cache)) return wrong;
+  if (length < 1) return length ? "a negative length" : nullptr;
+  const int64_t rows = 2 * int64_t(length) * cache.num_kv_heads;
+  return launch_kernel(gather_rows, dim3(unsigned((rows + kWarps - 1) / kWarps)), kWarps * 32, 0, stream, false, 1, cache, pages, length,
+                       static_cast<half*>(k), static_cast<half*>(v));
+}
+
+const char* attention_decode_launch(const AttentionArgs& args, void* stream, bool pdl) {
+  const CacheArgs& c = args.cache;
+  if (auto* wrong = check_cache(c)) return wrong;
+  if (auto* wrong = check_rope(args.rope, c.head_dim)) return wrong;
+  if (!args.q == !args.qkv) return "expected one of q and qkv";
+  if (args.tokens < 0 || c.sequences < 0 || !c.block_table || !c.cu_seqlens || !c.context_lens) return "the batch is incomplete";
+  if (args.to.num_perms < 0 || args.to.num_perms > AttentionOut::kMaxPerms || (args.to.num_perms && !args.to.x)) return "bad output copies";
+  if (!args.tokens || !c.sequences) return nullptr;
+  const int q_per_kv = c.num_heads / c.num_kv_heads;
+  const int64_t rows = args.tokens < int64_t(kMaxNew) * c.sequences ? args.tokens : int64_t(kMaxNew) * c.sequences;
+  const Workspace sizes(rows, c.num_heads, c.num_kv_heads, c.head_dim);
+  if (args.workspace_bytes < sizes.bytes() || !args.workspace) return "the workspace is too small";
+  AttentionArgs a = args;
+  if (!a.q && a.rope.norm_whole)
+    if (auto* wrong = normalise_whole(a.rope, a.qkv, c, a.tokens, stream, pdl)) return wrong;
+  const int per_sequence = (a.tokens + c.sequences - 1) / c.sequences;
+  const bool wide = has_wide(c.head_dim) && per_sequence * q_per_kv > 8;
+  char* const at = static_cast<char*>(a.workspace);
+  DecodeParams params{a, reinterpret_cast<float*>(at + sizes.count + sizes.part_ml), reinterpret_cast<float2*>(at + sizes.count),
+                      reinterpret_cast<unsigned*>(at), (q_per_kv + 7) / 8};
+  if (auto kernel = fast_kernel(c, wide)) {
+    const int64_t blocks = (int64_t(per_sequence) * q_per_kv + 7) / 8,
+                  items = blocks * c.sequences * c.num_kv_heads * max_splits(c.num_kv_heads);
+    const int64_t room = int64_t(multiprocessors()) * (wide || c.head_dim > 128 ? 2 : 3);
+    return launch_kernel(kernel, dim3(unsigned(items < room ? items : room)), kWarps * 32, 0, stream, pdl, 1, params);
+  }
+  // Any other shape: the new keys and values first, then one warp per query, without haste.
+  if (!a.q) {
+    float* const q = params.part;
+    RopeAppendArgs append{a.cache, a.rope, a.qkv, nullptr, a.tokens, q, nullptr, nullptr, nullptr};
+    append.rope.norm_whole = false;
+    if (a.rope.norm_whole) append.rope.clip = 0.f, append.rope.q_norm = append.rope.k_norm = nullptr;
+    if (auto* wrong = rope_append_launch(append, stream, pdl)) return wrong;
+    params.a.q = q;
+  }
+  const int64_t queries = int64_t(a.tokens) * c.num_heads;
+  return launch_kernel(attention_any, dim3(unsigned((queries + kWarps - 1) / kWarps)), kWarps * 32, 0, stream, pdl, 1, params.a);
+}
+
+}  // namespace exl2nb

@@ -1,0 +1,613 @@
+// Attention of a few queries per sequence over a paged cache, split over the keys (flash-decoding, Dao et al. 2023), in one kernel.
+//
+// A work item is (sequence, KV head, block of 8 * NT query rows, chunk of keys); a query row is (token, head of the KV head's group). A CTA
+// of 4 warps takes items in turns. It prepares the item's query rows (norm, rotation, fp16) in shared memory, and the new keys and values
+// that fall into its chunk, which it also writes to the cache. Then every warp walks tiles of 16 keys: S' = K Q' and O' += V' P' on tensor
+// cores (m16n8k16), with the keys, then the dims, as rows, so that 8 queries fill the columns. K and V go from memory straight to fragment
+// registers (cache_format.cuh); the loads of the next tiles are in flight while one is computed. Old keys are fetched before the kernel
+// waits for its predecessor. The warps' results are joined in warp order, the chunks' by the CTA that arrives last, in chunk order: no
+// float atomics, and chunk boundaries depend on the sequence's own context length only, so a result's bits depend on nothing else.
+// Bytes: K and V of the context once per block of query rows, partial results 4 * (D + 2) per (row, chunk).
+// Limits: D a multiple of 16, at most 256; at most 8 new tokens per sequence (any number when q comes ready).
+#pragma once
+#include "attention_rows.cuh"
+#include "fragment.cuh"
+
+namespace exl2nb {
+
+constexpr int kWarps = 4, kTile = 16, kUnit = kWarps * kTile, kMaxNew = 8;
+constexpr float kShift = 8.f;      // probabilities are held times 2^8, so that small ones keep their bits in fp16
+constexpr float kLowest = -1e30f;  // a maximum over nothing
+constexpr float kLog2e = 1.4426950408889634f;
+
+// Chunks of a sequence at most: enough for two CTAs per SM of a large GPU at batch 1, no more than one CTA joins quickly.
+__host__ __device__ constexpr int max_splits(int num_kv_heads) {
+  return num_kv_heads <= 4 ? 64 : num_kv_heads >= 32 ? 8 : 256 / num_kv_heads;
+}
+
+struct Chunks {
+  int start, size, count;  // first key, keys per chunk
+};
+// Depends on the sequence alone. Sizes are multiples of 64 keys that stay the same over wide ranges of context lengths. Long runs of
+// queries fill the device by themselves.
+__host__ __device__ inline Chunks chunks_of(int context, int queries, int window, int num_kv_heads) {
+  const int oldest = window > 0 ? context - queries - window + 1 : 0, start = oldest > 0 ? oldest / kUnit * kUnit : 0;
+  const int units = (context - start + kUnit - 1) / kUnit, most = max_splits(num_kv_heads), need = (units + most - 1) / most;
+  if (queries > kMaxNew) return {start, units * kUnit, 1};
+  int per = 1;
+  while (per < need) per = per % 3 == 0 ? per / 3 * 4 : per == 1 ? 2 : per / 2 * 3;  // 1 2 3 4 6 8 12 16 ...
+  return {start, per * kUnit, (units + per - 1) / per};
+}
+
+struct DecodeParams {
+  AttentionArgs a;
+  float* part;      // (rows, Hq, max_splits, D) of at least min(tokens, 8 * sequences) rows
+  float2* part_ml;  // (rows, Hq, max_splits): maximum, sum
+  unsigned* count;  // (rows * blocks per token * Hkv)
+  int blocks_per_token;
+};
+
+struct Item {
+  int b, first_token, queries, context, kv_head, block, chunk;
+  Chunks chunks;
+  __device__ __forceinline__ int part_token() const { return first_token < kMaxNew * b ? first_token : kMaxNew * b; }
+};
+
+// Item number `index`, or false past the last one. All lanes of a warp take part.
+template <int NT>
+__device__ __forceinline__ bool find_item(const DecodeParams& p, int index, Item& item) {
+  const CacheArgs& c = p.a.cache;
+  const int lane = threadIdx.x % 32, q_per_kv = c.num_heads / c.num_kv_heads;
+  for (int base = 0; base < c.sequences; base += 32) {
+    const int b = base + lane;
+    int first = 0, queries = 0, context = 0, items = 0, blocks = 0;
+    Chunks chunks{0, kUnit, 0};
+    if (b < c.sequences) {
+      first = c.cu_seqlens[b], queries = c.cu_seqlens[b + 1] - first, context = c.context_lens[b];
+      if (context > 0 && queries > 0) {
+        chunks = chunks_of(context, queries, p.a.window, c.num_kv_heads);
+        blocks = (queries * q_per_kv + 8 * NT - 1) / (8 * NT);
+        items = chunks.count * c.num_kv_heads * blocks;
+      }
+    }
+    int end = items;
+    for (int i = 1; i < 32; i *= 2) {
+      const int other = __shfl_up_sync(kAll, end, i);
+      if (lane >= i) end += other;
+    }
+    const int total = __shfl_sync(kAll, end, 31);
+    if (index < total) {
+      const int at = __ffs(__ballot_sync(kAll, index < end)) - 1;
+      const int inside = index - __shfl_sync(kAll, end - items, at);
+      item.b = base + at;
+      item.first_token = __shfl_sync(kAll, first, at);
+      item.queries = __shfl_sync(kAll, queries, at);
+      item.context = __shfl_sync(kAll, context, at);
+      item.chunks = {__shfl_sync(kAll, chunks.start, at), __shfl_sync(kAll, chunks.size, at), __shfl_sync(kAll, chunks.count, at)};
+      const int num_blocks = __shfl_sync(kAll, blocks, at);
+      item.chunk = inside % item.chunks.count;
+      item.block = inside / item.chunks.count % num_blocks;
+      item.kv_head = inside / item.chunks.count / num_blocks;
+      return true;
+    }
+    index -= total;
+  }
+  return false;
+}
+
+__device__ __forceinline__ void mma16816(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+#if __CUDA_ARCH__ >= 800
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+#else
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(b0));
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a2), "r"(a3), "r"(b1));
+#endif
+}
+// An 8 x 8 matrix of halves across the warp, two neighbours of row lane / 4 in each lane, transposed.
+__device__ __forceinline__ uint32_t transposed(uint32_t v) {
+  uint32_t d;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(d) : "r"(v));
+  return d;
+}
+__device__ __forceinline__ float exp2_fast(float v) {
+  float r;
+  asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(v));
+  return r;
+}
+__device__ __forceinline__ float tanh_exact(float v) { return 1.f - 2.f / (__expf(2.f * v) + 1.f); }
+
+template <int KF, int VF, int D, int NT>
+struct Decode {
+  static constexpr int kSlots = (D + 31) / 32, kRows = 8 * NT, kQStride = D + 8, kTiles = bits_of(KF) * D <= 1024 ? 2 : 1;
+  static constexpr int kGroups = D / scale_group(D);
+  using KeyShare = Share<KF, D, 4>;
+  using ValueShare = Share<VF, D, 8>;
+  using Key = KeyFragment<KF, D>;
+  using Value = ValueFragment<VF, D>;
+
+  struct Inputs {
+    half q[kRows * kQStride];
+    alignas(16) uint8_t k[kMaxNew * D * bits_of(KF) / 8], v[kMaxNew * D * bits_of(VF) / 8];  // this step's rows as the cache holds them
+    alignas(16) uint8_t k_scale[kMaxNew * kGroups * 2], v_scale[kMaxNew * kGroups * 2];
+    float scratch[kWarps][D];
+  };
+  struct Shared {
+    union {
+      Inputs in;
+      float o[kWarps][8][D];
+      float joined[kRows][D];
+    };
+    float max[kWarps][kRows], sum[kWarps][kRows], row_max[kRows], row_sum[kRows];
+    bool last;
+  };
+
+  const DecodeParams& p;
+  Shared& sh;
+  Item it;
+  int lane, warp, g, t, q_per_kv, rows, first_row, chunk_start, chunk_end, first_new;
+  int page_base, page_of_lane;  // 32 entries of the block table, one per lane
+  uint32_t q[NT][D / 16][2];
+  KeyShare k[kTiles][2];
+  ValueShare v[kTiles][4];
+  float o[NT][D / 16][4], row_max[NT][2], row_sum[NT][2];
+
+  __device__ __forceinline__ Decode(const DecodeParams& params, Shared& shared) : p(params), sh(shared) {
+    lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    q_per_kv = p.a.cache.num_heads / p.a.cache.num_kv_heads;
+  }
+
+  // --- where things are ---
+  __device__ __forceinline__ int table(int page) const {
+    return page < p.a.cache.max_pages ? p.a.cache.block_table[static_cast<int64_t>(it.b) * p.a.cache.max_pages + page] : 0;
+  }
+  __device__ __forceinline__ void fetch_pages(int token) {
+    page_base = token / kPage;
+    page_of_lane = (page_base + lane) * kPage < chunk_end ? table(page_base + lane) : 0;
+  }
+  __device__ __forceinline__ int64_t page_at(int token) const {
+    return static_cast<int64_t>(__shfl_sync(kAll, page_of_lane, token / kPage - page_base)) * p.a.cache.num_kv_heads + it.kv_head;
+  }
+  __device__ __forceinline__ int tile_token(int step, int u) const { return chunk_start + (step * kTiles + u) * kUnit + warp * kTile; }
+
+  __device__ __forceinline__ void load_keys(int step) {
+    constexpr int head_bytes = page_bytes(KF, D);
+    const int first = tile_token(step, 0), last = tile_token(step, kTiles - 1);
+    if (first < chunk_end && last / kPage - page_base > 31) fetch_pages(first);
+#pragma unroll
+    for (int u = 0; u < kTiles; u++) {
+      const int token = tile_token(step, u);
+      k[u][0].clear(), k[u][1].clear();
+      if (token >= first_new) continue;
+      const uint8_t* page = static_cast<const uint8_t*>(p.a.cache.k_pool) + page_at(token) * head_bytes;
+      load_share(k[u][0], page, token + g, t);
+      load_share(k[u][1], page, token + g + 8, t);
+    }
+  }
+  __device__ __forceinline__ void load_values(int step) {
+    constexpr int head_bytes = page_bytes(VF, D);
+#pragma unroll
+    for (int u = 0; u < kTiles; u++) {
+      const int token = tile_token(step, u);
+#pragma unroll
+      for (int i = 0; i < 4; i++) v[u][i].clear();
+      if (token >= first_new) continue;
+      const uint8_t* page = static_cast<const uint8_t*>(p.a.cache.v_pool) + page_at(token) * head_bytes;
+#pragma unroll
+      for (int i = 0; i < 4; i++) load_share(v[u][i], page, token + 2 * t + i % 2 + i / 2 * 8, g);
+    }
+  }
+  template <int F, int LANES>
+  __device__ __forceinline__ void load_share(Share<F, D, LANES>& share, const uint8_t* page, int token, int part) const {
+    constexpr int row_bytes = Lanes<F, D, LANES>::kRowBytes;
+    if (token < first_new)
+      share.template load<true>(page + token % kPage * row_bytes, page + kPage * row_bytes + token % kPage * kGroups * 2, part);
+  }
+  template <int F, int LANES>
+  __device__ __forceinline__ void take_new(Share<F, D, LANES>& share, const uint8_t* codes, const uint8_t* scales, int token,
+                                           int part) const {
+    constexpr int row_bytes = Lanes<F, D, LANES>::kRowBytes;
+    const int i = token - first_new;
+    if (i >= 0 && token < it.context) share.template load<false>(codes + i * row_bytes, scales + i * kGroups * 2, part);
+  }
+
+  // --- before the keys ---
+  __device__ __forceinline__ bool begin(int index) {
+    if (!find_item<NT>(p, index, it)) return false;
+    rows = it.queries * q_per_kv - it.block * kRows;
+    rows = rows < kRows ? rows : kRows;
+    first_row = it.block * kRows;
+    chunk_start = it.chunks.start + it.chunk * it.chunks.size;
+    const int newest = it.context - it.queries + (first_row + rows - 1) / q_per_kv;  // no row of this block sees further
+    chunk_end = chunk_start + it.chunks.size < newest + 1 ? chunk_start + it.chunks.size : newest + 1;
+    first_new = p.a.q ? it.context : it.context - it.queries;
+    if (chunk_end > it.context) chunk_end = it.context;
+    fetch_pages(chunk_start);
+    return true;
+  }
+  // The item's rows, warp by warp: queries, new keys, new values.
+  __device__ __forceinline__ void make_rows(bool wait) {
+    const AttentionArgs& a = p.a;
+    const int D3 = (a.cache.num_heads + 2 * a.cache.num_kv_heads) * D, chunk_last = chunk_start + it.chunks.size;
+    const int new_from = first_new > chunk_start ? first_new : chunk_start, new_to = it.context < chunk_last ? it.context : chunk_last;
+    const int fresh = new_to > new_from ? new_to - new_from : 0;
+    const float factor = a.softcap > 0.f ? a.scale : a.scale * kLog2e;
+    for (int i = rows * kQStride / 2 + threadIdx.x; i < kRows * kQStride / 2; i += kWarps * 32) reinterpret_cast<uint32_t*>(sh.in.q)[i] = 0;
+    for (int r = warp; r < rows + 2 * fresh; r += kWarps) {
+      const bool is_query = r < rows, is_key = !is_query && r < rows + fresh;
+      const int i = is_query ? (first_row + r) / q_per_kv : r - rows - (is_key ? 0 : fresh) + new_from - first_new;
+      const int head = is_query ? row_head(r) : it.kv_head, token = it.first_token + i, position = it.context - it.queries + i;
+      Turn<kSlots> turn;
+      if (!a.q) turn.load(a.rope, a.rope.positions ? a.rope.positions[token] : position);
+      if (wait) wait_for_predecessor();
+      wait = false;
+      Row<kSlots> row;
+      if (a.q) {
+        row.load(a.q + (static_cast<int64_t>(token) * a.cache.num_heads + head) * D, D);
+      } else {
+        const int place = is_query ? head : a.cache.num_heads + (is_key ? 0 : a.cache.num_kv_heads) + head;
+        row.load(a.qkv + static_cast<int64_t>(token) * D3 + place * D, D);
+      }
+      if (is_query) {
+        if (!a.q) prepare(row, a.rope, a.rope.q_norm, head, turn, sh.in.scratch[warp], D);
+#pragma unroll
+        for (int s = 0; s < kSlots; s++) {
+          float x = row.x[s] * factor;
+          if constexpr (is_rotated(KF)) x = hadamard<scale_group(D)>(x);
+          if (lane + 32 * s < D) sh.in.q[r * kQStride + lane + 32 * s] = saturated(x);
+        }
+      } else if (is_key) {
+        prepare(row, a.rope, a.rope.k_norm, head, turn, sh.in.scratch[warp], D);
+        keep<KF>(row, a.cache.k_pool, sh.in.k, sh.in.k_scale, position, i);
+      } else {
+        if (!a.rope.norm_whole) row.clip(a.rope.clip);
+        keep<VF>(row, a.cache.v_pool, sh.in.v, sh.in.v_scale, position, i);
+      }
+    }
+    if (wait) wait_for_predecessor();
+  }
+  // New row i into shared memory and, once per row, to the cache.
+  template <int F>
+  __device__ __forceinline__ void keep(Row<kSlots>& row, void* pool, uint8_t* codes, uint8_t* scales, int position, int i) {
+    constexpr int row_bytes = D * bits_of(F) / 8, head_bytes = page_bytes(F, D);
+    codes += i * row_bytes, scales += i * kGroups * 2;
+    store_row<F, scale_group(D)>(row, D, codes, scales);
+    if (it.block) return;
+    __syncwarp();
+    const int64_t number = static_cast<int64_t>(table(position / kPage)) * p.a.cache.num_kv_heads + it.kv_head;
+    uint8_t* const page = static_cast<uint8_t*>(pool) + number * head_bytes;
+    uint8_t* const to = page + position % kPage * row_bytes;
+    for (int j = lane; j < row_bytes / 8; j += 32) reinterpret_cast<uint2*>(to)[j] = reinterpret_cast<const uint2*>(codes)[j];
+    if constexpr (has_scales(F)) {
+      half* const to_scale = reinterpret_cast<half*>(page + kPage * row_bytes) + position % kPage * kGroups;
+      for (int j = lane; j < kGroups; j += 32) to_scale[j] = reinterpret_cast<const half*>(scales)[j];
+    }
+  }
+  __device__ __forceinline__ void fetch_queries() {
+    static_for<D / 16>([&](auto kk) {
+      constexpr int K = decltype(kk)::value, dims = Key::lane_dims(K), d0 = Key::fixed_dim(K, 0), d1 = Key::fixed_dim(K, 1),
+                    d2 = Key::fixed_dim(K, 2), d3 = Key::fixed_dim(K, 3);
+#pragma unroll
+      for (int n = 0; n < NT; n++) {
+        const half* row = sh.in.q + (n * 8 + g) * kQStride + t * dims;
+        q[n][K][0] = bits_of_half2(__halves2half2(row[d0], row[d1]));
+        q[n][K][1] = bits_of_half2(__halves2half2(row[d2], row[d3]));
+      }
+    });
+  }
+
+  // --- the keys ---
+  __device__ __forceinline__ void walk() {
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+      row_max[n][0] = row_max[n][1] = kLowest, row_sum[n][0] = row_sum[n][1] = 0.f;
+#pragma unroll
+      for (int i = 0; i < D / 16; i++) o[n][i][0] = o[n][i][1] = o[n][i][2] = o[n][i][3] = 0.f;
+    }
+    for (int step = 0; tile_token(step, 0) < chunk_end; step++) {
+      float s[kTiles][NT][4];
+      scores(step, s);
+      load_keys(step + 1);
+      softmax(s);
+      values(step, s);
+      load_values(step + 1);
+    }
+  }
+  __device__ __forceinline__ void scores(int step, float (&s)[kTiles][NT][4]) {
+#pragma unroll
+    for (int u = 0; u < kTiles; u++) {
+      const int token = tile_token(step, u);
+      if (token + kTile > first_new) {
+        take_new(k[u][0], sh.in.k, sh.in.k_scale, token + g, t);
+        take_new(k[u][1], sh.in.k, sh.in.k_scale, token + g + 8, t);
+      }
+      float odd[NT][4];
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) s[u][n][i] = odd[n][i] = 0.f;
+      static_for<D / 16>([&](auto kk) {
+        constexpr int K = decltype(kk)::value;
+        uint32_t a0, a1, a2, a3;
+        Key::template get<K>(k[u][0], a0, a2);
+        Key::template get<K>(k[u][1], a1, a3);
+#pragma unroll
+        for (int n = 0; n < NT; n++) mma16816(K % 2 ? odd[n] : s[u][n], a0, a1, a2, a3, q[n][K][0], q[n][K][1]);
+      });
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) s[u][n][i] += odd[n][i];
+      shape(token, s[u]);
+    }
+  }
+  // Soft cap and mask.
+  __device__ __forceinline__ void shape(int token, float (&s)[NT][4]) {
+    if (p.a.softcap > 0.f) {
+      const float inverse = 1.f / p.a.softcap, cap = p.a.softcap * kLog2e;
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) s[n][i] = cap * tanh_exact(s[n][i] * inverse);
+    }
+    const int oldest_query = it.context - it.queries + first_row / q_per_kv,
+              newest_query = it.context - it.queries + (first_row + rows - 1) / q_per_kv;
+    if (token + kTile - 1 <= oldest_query && (p.a.window <= 0 || newest_query - token < p.a.window)) return;
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        const int distance = it.context - it.queries + (first_row + n * 8 + 2 * t + i % 2) / q_per_kv - (token + g + i / 2 * 8);
+        if (distance < 0 || (p.a.window > 0 && distance >= p.a.window)) s[n][i] = -INFINITY;
+      }
+  }
+  // Scores to probabilities times 2^8 under the running maximum.
+  __device__ __forceinline__ void softmax(float (&s)[kTiles][NT][4]) {
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+      float high[2] = {row_max[n][0], row_max[n][1]};
+#pragma unroll
+      for (int u = 0; u < kTiles; u++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) high[i % 2] = fmaxf(high[i % 2], s[u][n][i]);
+#pragma unroll
+      for (int i = 4; i < 32; i *= 2)
+#pragma unroll
+        for (int j = 0; j < 2; j++) high[j] = fmaxf(high[j], __shfl_xor_sync(kAll, high[j], i));
+      if (__any_sync(kAll, high[0] > row_max[n][0] || high[1] > row_max[n][1])) {
+        const float f[2] = {exp2_fast(row_max[n][0] - high[0]), exp2_fast(row_max[n][1] - high[1])};
+#pragma unroll
+        for (int j = 0; j < 2; j++) row_max[n][j] = high[j], row_sum[n][j] *= f[j];
+#pragma unroll
+        for (int i = 0; i < D / 16; i++)
+#pragma unroll
+          for (int j = 0; j < 4; j++) o[n][i][j] *= f[j % 2];
+      }
+#pragma unroll
+      for (int u = 0; u < kTiles; u++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          s[u][n][i] = exp2_fast(s[u][n][i] - (high[i % 2] - kShift));
+          row_sum[n][i % 2] += s[u][n][i];
+        }
+    }
+  }
+  __device__ __forceinline__ void values(int step, const float (&s)[kTiles][NT][4]) {
+#pragma unroll
+    for (int u = 0; u < kTiles; u++) {
+      const int token = tile_token(step, u);
+      if (token >= chunk_end) break;
+      if (token + kTile > first_new) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) take_new(v[u][i], sh.in.v, sh.in.v_scale, token + 2 * t + i % 2 + i / 2 * 8, g);
+      }
+      uint32_t probs[NT][2];
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < 2; i++) probs[n][i] = transposed(bits_of_half2(__floats2half2_rn(s[u][n][2 * i], s[u][n][2 * i + 1])));
+      static_for<D / 16>([&](auto tile) {
+        constexpr int I = decltype(tile)::value;
+        uint32_t a0, a1, a2, a3;
+        Value::template get<I>(v[u][0], v[u][1], a0, a1);
+        Value::template get<I>(v[u][2], v[u][3], a2, a3);
+#pragma unroll
+        for (int n = 0; n < NT; n++) mma16816(o[n][I], a0, a1, a2, a3, probs[n][0], probs[n][1]);
+      });
+    }
+  }
+
+  // --- after the keys ---
+  __device__ __forceinline__ int row_token(int r) const { return it.first_token + (first_row + r) / q_per_kv; }
+  __device__ __forceinline__ int row_head(int r) const { return it.kv_head * q_per_kv + (first_row + r) % q_per_kv; }
+  __device__ __forceinline__ int64_t part_row(int r) const {
+    const int row = it.part_token() + (first_row + r) / q_per_kv;
+    return (static_cast<int64_t>(row) * p.a.cache.num_heads + row_head(r)) * max_splits(p.a.cache.num_kv_heads);
+  }
+
+  __device__ __forceinline__ void join_warps() {
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        float sum = row_sum[n][j];
+#pragma unroll
+        for (int i = 4; i < 32; i *= 2) sum += __shfl_xor_sync(kAll, sum, i);
+        if (g == 0) sh.max[warp][n * 8 + 2 * t + j] = row_max[n][j], sh.sum[warp][n * 8 + 2 * t + j] = sum;
+      }
+    for (int n = 0; n < NT && n * 8 < rows; n++) {
+      __syncthreads();  // maxima are there; nobody reads the inputs or the former rows any more
+      scatter(n);
+      __syncthreads();
+      const int here = rows - n * 8 < 8 ? rows - n * 8 : 8;
+      if (it.chunks.count == 1) {
+        for (int i = threadIdx.x; i < (here * D + 127) / 128 * 128; i += kWarps * 32) {
+          const int r = i / D, d = i % D;
+          const bool inside = r < here;
+          finish(inside, n * 8 + r, d, inside ? joined(n, r, d) / total(n * 8 + r) : 0.f);
+        }
+      } else {
+        for (int i = threadIdx.x; i < here * D; i += kWarps * 32) {
+          const int r = i / D, d = i % D;
+          const int64_t at = part_row(n * 8 + r) + it.chunk;
+          p.part[at * D + d] = joined(n, r, d);
+          if (d == 0) p.part_ml[at] = make_float2(highest(n * 8 + r), total(n * 8 + r));
+        }
+      }
+    }
+  }
+  __device__ __forceinline__ float highest(int r) const {
+    float high = sh.max[0][r];
+#pragma unroll
+    for (int w = 1; w < kWarps; w++) high = fmaxf(high, sh.max[w][r]);
+    return high;
+  }
+  __device__ __forceinline__ float total(int r) const {
+    const float high = highest(r);
+    float sum = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; w++) sum = fmaf(sh.sum[w][r], exp2_fast(sh.max[w][r] - high), sum);
+    return sum;
+  }
+  __device__ __forceinline__ float joined(int, int r, int d) const {
+    float sum = 0;
+#pragma unroll
+    for (int w = 0; w < kWarps; w++) sum += sh.o[w][r][d];
+    return sum;
+  }
+  // This warp's share of 8 rows, under the maximum of all warps.
+  __device__ __forceinline__ void scatter(int block) {
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+      if (n == block)
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          const int r = 2 * t + j;
+          if (n * 8 + r >= rows) continue;
+          const float f = exp2_fast(row_max[n][j] - highest(n * 8 + r));
+          static_for<D / 16>([&](auto tile) {
+            constexpr int I = decltype(tile)::value, first = Value::fixed_dim(I), dims = Value::lane_dims(I);
+            const int d = first + g * dims;
+            *reinterpret_cast<float2*>(&sh.o[warp][r][d]) = make_float2(o[n][I][j] * f, o[n][I][2 + j] * f);
+          });
+        }
+  }
+  // The CTA that comes last joins the chunks.
+  __device__ __forceinline__ void join_chunks() {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      const int64_t at = (static_cast<int64_t>(it.part_token()) * p.blocks_per_token + it.block) * p.a.cache.num_kv_heads + it.kv_head;
+      sh.last = atomicInc(p.count + at, it.chunks.count - 1) == unsigned(it.chunks.count - 1);  // and back to 0 with the last one
+    }
+    __syncthreads();
+    if (!sh.last) return;
+    __threadfence();
+    const int n = it.chunks.count;
+    for (int r = warp; r < rows; r += kWarps) join_row(r, n);
+    __syncthreads();
+    for (int i = threadIdx.x; i < (rows * D + 127) / 128 * 128; i += kWarps * 32) {
+      const bool inside = i < rows * D;
+      finish(inside, i / D, i % D, inside ? sh.joined[i / D][i % D] : 0.f);
+    }
+  }
+  __device__ __forceinline__ void join_row(int r, int n) {
+    const int64_t at = part_row(r);
+    const float2 none = make_float2(kLowest, 0.f);
+    const float2 a = lane < n ? __ldcg(p.part_ml + at + lane) : none, b = lane + 32 < n ? __ldcg(p.part_ml + at + lane + 32) : none;
+    float high = fmaxf(a.x, b.x);
+#pragma unroll
+    for (int i = 16; i; i /= 2) high = fmaxf(high, __shfl_xor_sync(kAll, high, i));
+    const float fa = exp2_fast(a.x - high), fb = exp2_fast(b.x - high), sum = warp_sum(a.y * fa + b.y * fb);
+    constexpr int kVectors = (D + 127) / 128;
+    float4 acc[kVectors];
+#pragma unroll
+    for (int j = 0; j < kVectors; j++) acc[j] = make_float4(0, 0, 0, 0);
+    const float4* from = reinterpret_cast<const float4*>(p.part + at * D) + lane;
+#pragma unroll 8
+    for (int s = 0; s < n; s++) {
+      const float f = __shfl_sync(kAll, s < 32 ? fa : fb, s % 32);
+#pragma unroll
+      for (int j = 0; j < kVectors; j++) {
+        if (lane + 32 * j >= D / 4) continue;
+        const float4 x = __ldcg(from + s * (D / 4) + 32 * j);
+        acc[j].x = fmaf(f, x.x, acc[j].x), acc[j].y = fmaf(f, x.y, acc[j].y);
+        acc[j].z = fmaf(f, x.z, acc[j].z), acc[j].w = fmaf(f, x.w, acc[j].w);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kVectors; j++)
+      if (lane + 32 * j < D / 4)
+        reinterpret_cast<float4*>(sh.joined[r])[lane + 32 * j] =
+            make_float4(acc[j].x / sum, acc[j].y / sum, acc[j].z / sum, acc[j].w / sum);
+  }
+  // One number of the result, 32 neighbouring ones per warp: back from the rotated space, then to where it is read. All lanes take part.
+  __device__ __forceinline__ void finish(bool inside, int r, int d, float x) const {
+    if constexpr (is_rotated(VF)) x = hadamard<scale_group(D)>(x);
+    if (!inside) return;
+    const AttentionOut& to = p.a.to;
+    const int token = row_token(r), feature = row_head(r) * D + d;
+    if (to.out) to.out[static_cast<int64_t>(token) * p.a.cache.num_heads * D + feature] = x;
+    for (int i = 0; i < to.num_perms; i++) {
+      const int stored = to.inverse[i] ? to.inverse[i][feature] : feature;
+      static_cast<half*>(
+          to.x)[static_cast<int64_t>(i) * to.x_perm_stride + static_cast<int64_t>(token) * to.x_stride + fragment_place(stored)] =
+          saturated(x);
+    }
+  }
+};
+
+template <int D, int NT>
+__host__ __device__ constexpr int ctas_per_sm() {
+  return D > 128 || NT > 1 ? 2 : 3;
+}
+
+template <int KF, int VF, int D, int NT>
+__global__ void __launch_bounds__(kWarps * 32, (ctas_per_sm<D, NT>())) attention_decode(const __grid_constant__ DecodeParams params) {
+  using Kernel = Decode<KF, VF, D, NT>;
+  __shared__ typename Kernel::Shared shared;
+  Kernel kernel(params, shared);
+  let_successor_start();
+  bool wait = true;
+  for (int index = blockIdx.x; kernel.begin(index); index += gridDim.x) {
+    kernel.load_keys(0);
+    kernel.load_values(0);
+    kernel.make_rows(wait);
+    wait = false;
+    __syncthreads();
+    kernel.fetch_queries();
+    kernel.walk();
+    kernel.join_warps();
+    if (kernel.it.chunks.count > 1) kernel.join_chunks();
+    __syncthreads();
+  }
+  if (wait) wait_for_predecessor();
+}
+
+using DecodeKernel = void (*)(DecodeParams);
+// The kernel of a pair of formats for head dims 64, 80, 96, 128, 256; null for others.
+template <int KF, int VF>
+DecodeKernel decode_kernel(int D, bool wide) {
+  switch (D) {
+    case 64:
+      return wide ? attention_decode<KF, VF, 64, 2> : attention_decode<KF, VF, 64, 1>;
+    case 80:
+      return attention_decode<KF, VF, 80, 1>;
+    case 96:
+      return attention_decode<KF, VF, 96, 1>;
+    case 128:
+      return wide ? attention_decode<KF, VF, 128, 2> : attention_decode<KF, VF, 128, 1>;
+    case 256:
+      return attention_decode<KF, VF, 256, 1>;
+    default:
+      return nullptr;
+  }
+}
+constexpr bool has_wide(int D) { return D == 64 || D == 128; }
+
+}  // namespace exl2nb

@@ -1,0 +1,217 @@
+// One row of q, k or v in a warp: clip, norm, rotation, Hadamard transform, storage. Lane l holds dims l, l + 32, ... of the row.
+#pragma once
+#include <cuda_fp8.h>
+
+#include "cache_format.cuh"
+
+namespace exl2nb {
+
+constexpr int kMaxHeadDim = 256;
+constexpr unsigned kAll = 0xffffffffu;
+
+// Programmatic dependent launch: let the successor start; wait for the predecessor. Nothing where the hardware has neither.
+__device__ __forceinline__ void let_successor_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ float warp_sum(float v) {
+#pragma unroll
+  for (int i = 16; i; i /= 2) v += __shfl_xor_sync(kAll, v, i);
+  return v;
+}
+
+// Cosines and sines of one position, dealt like a row.
+template <int SLOTS>
+struct Turn {
+  float c[SLOTS], s[SLOTS];
+  __device__ __forceinline__ void load(const RopeArgs& rope, int position) {
+    if (!rope.cos || rope.half <= 0) return;
+    const int64_t row = static_cast<int64_t>(position) * rope.half;
+#pragma unroll
+    for (int i = 0; i < SLOTS; i++) {
+      const int d = threadIdx.x % 32 + 32 * i, at = rope.interleaved ? d / 2 : d < rope.half ? d : d - rope.half;
+      c[i] = 1.f, s[i] = 0.f;
+      if (d < 2 * rope.half) c[i] = rope.cos[row + at], s[i] = rope.sin[row + at];
+    }
+  }
+};
+
+template <int SLOTS>
+struct Row {  // SLOTS * 32 >= D
+  float x[SLOTS];
+
+  __device__ __forceinline__ void load(const float* from, int D) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < SLOTS; i++) x[i] = lane + 32 * i < D ? from[lane + 32 * i] : 0.f;
+  }
+  __device__ __forceinline__ void clip(float limit) {
+    if (limit == 0.f) return;
+#pragma unroll
+    for (int i = 0; i < SLOTS; i++) x[i] = fminf(fmaxf(x[i], -limit), limit);
+  }
+  // weight: (D,).
+  __device__ __forceinline__ void norm(const float* weight, float eps, bool layer, int D) {
+    const int lane = threadIdx.x % 32;
+    float w[SLOTS];
+#pragma unroll
+    for (int i = 0; i < SLOTS; i++) w[i] = lane + 32 * i < D ? weight[lane + 32 * i] : 0.f;
+    if (layer) {
+      float sum = 0;
+#pragma unroll
+      for (int i = 0; i < SLOTS; i++) sum += x[i];
+      const float mean = warp_sum(sum) / D;
+#pragma unroll
+      for (int i = 0; i < SLOTS; i++) x[i] = lane + 32 * i < D ? x[i] - mean : 0.f;
+    }
+    float squares = 0;
+#pragma unroll
+    for (int i = 0; i < SLOTS; i++) squares = fmaf(x[i], x[i], squares);
+    const float factor = rsqrtf(warp_sum(squares) / D + eps);
+#pragma unroll
+    for (int i = 0; i < SLOTS; i++) x[i] *= factor * w[i];
+  }
+  // scratch: D floats of shared memory that belong to the warp.
+  __device__ __forceinline__ void rotate(const Turn<SLOTS>& turn, const RopeArgs& rope, float* scratch, int D) {
+    if (!rope.cos || rope.half <= 0) return;
+    const int lane = threadIdx.x % 32, half = rope.half;
+#pragma unroll
+    for (int i = 0; i < SLOTS; i++)
+      if (lane + 32 * i < D) scratch[lane + 32 * i] = x[i];
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < SLOTS; i++) {
+      const int d = lane + 32 * i;
+      if (d < 2 * half) {
+        const bool first = rope.interleaved ? d % 2 == 0 : d < half;
+        const float other = scratch[rope.interleaved ? d ^ 1 : first ? d + half : d - half];
+        x[i] = x[i] * turn.c[i] + (first ? -other : other) * turn.s[i];
+      }
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ void round_to_half() {
+#pragma unroll
+    for (int i = 0; i < SLOTS; i++) x[i] = __half2float(__float2half_rn(x[i]));
+  }
+};
+
+// Walsh-Hadamard transform over sqrt(G) of G neighbouring lanes; its own inverse. Rounded like the format's: no fused multiply-add.
+template <int G>
+__device__ __forceinline__ float hadamard(float v) {
+  static_assert(G == 8 || G == 16 || G == 32, "a group of the cache");
+#pragma unroll
+  for (int i = 1; i < G; i *= 2) {
+    const float other = __shfl_xor_sync(kAll, v, i);
+    v = threadIdx.x & i ? __fsub_rn(other, v) : __fadd_rn(v, other);
+  }
+  return __fmul_rn(v, G == 32 ? 0.17677669529663687f : G == 16 ? 0.25f : 0.35355339059327373f);
+}
+// Sum over G neighbouring lanes in the format's order.
+template <int G>
+__device__ __forceinline__ float tree(float v) {
+#pragma unroll
+  for (int i = 1; i < G; i *= 2) v = __fadd_rn(v, __shfl_xor_sync(kAll, v, i));
+  return v;
+}
+template <int G>
+__device__ __forceinline__ float group_max(float v) {
+#pragma unroll
+  for (int i = 1; i < G; i *= 2) v = fmaxf(v, __shfl_xor_sync(kAll, v, i));
+  return v;
+}
+
+// A group's scale and this lane's code, by cache/storage/FORMAT.md, "Encoding", step for step.
+struct Coded {
+  half scale;
+  int code;
+};
+__device__ __forceinline__ float as_half(float v) { return __half2float(__float2half_rn(v)); }
+__device__ __forceinline__ float inverse_of(float scale) { return scale == 0.f ? 0.f : __frcp_rn(scale); }
+template <int BITS>
+__device__ __forceinline__ float level(float g, float scale) {  // code - z
+  constexpr float z = BITS == 8 ? 127.5f : 7.f;
+  return fminf(fmaxf(rintf(__fadd_rn(__fmul_rn(g, inverse_of(scale)), z)), 0.f), (1 << BITS) - 1.f) - z;
+}
+template <int G>
+__device__ __forceinline__ float error_of(float g, float scale) {
+  const float d = __fsub_rn(g, __fmul_rn(level<4>(g, scale), scale));
+  return tree<G>(__fmul_rn(d, d));
+}
+template <int G>
+__device__ __forceinline__ float search_scale(float g, float largest) {
+  float best = 0.f, least = 0.f;
+#pragma unroll
+  for (int k = 0; k < 8; k++) {
+    const float scale = as_half(__fmul_rn(largest, static_cast<float>((21 - k) / 160.0))), e = error_of<G>(g, scale);
+    if (k == 0 || e < least) best = scale, least = e;
+  }
+  const float c = level<4>(g, best), over = tree<G>(__fmul_rn(g, c)), under = tree<G>(__fmul_rn(c, c));
+  const float fitted = under == 0.f ? 0.f : as_half(__fdiv_rn(over, under));
+  return error_of<G>(g, fitted) < least ? fitted : best;
+}
+template <int FORMAT, int G>
+__device__ __forceinline__ Coded encode(float x) {
+  const float g = is_rotated(FORMAT) ? hadamard<G>(x) : x;
+  const float hi = group_max<G>(g), lo = group_max<G>(-g), top = fmaxf(hi, lo);
+  const float finite = group_max<G>(isfinite(g) ? 0.f : 1.f);
+  Coded out;
+  if constexpr (FORMAT == kCacheFp8) {
+    out.scale = __float2half_rn(__fmul_rn(top, static_cast<float>(1 / 448.0)));
+    const float v = fminf(fmaxf(__fmul_rn(g, inverse_of(__half2float(out.scale))), -448.f), 448.f);
+    out.code = __nv_cvt_float_to_fp8(v, __NV_SATFINITE, __NV_E4M3);
+  } else if constexpr (FORMAT == kCacheQ8) {
+    out.scale = __float2half_rn(__fmul_rn(top, static_cast<float>(1 / 127.5)));
+    out.code = static_cast<int>(level<8>(g, __half2float(out.scale)) + 127.5f);
+  } else {
+    const float scale = search_scale<G>(g, hi >= lo ? hi : -lo);
+    out.scale = __float2half_rn(scale);
+    out.code = static_cast<int>(level<4>(g, scale) + 7.f);
+  }
+  if (__half2float(out.scale) == 0.f) out.scale = __ushort_as_half(0);  // never -0: bytes are compared
+  if (finite != 0.f) out.scale = __ushort_as_half(0x7e00), out.code = 0;
+  return out;
+}
+
+// A cache row being made, by a warp: its codes and scales. Unless the cache is f32, numbers are rounded to fp16 first.
+template <int FORMAT, int G, int SLOTS>
+__device__ __forceinline__ void store_row(Row<SLOTS>& row, int D, uint8_t* codes, uint8_t* scales) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (FORMAT != kCacheF32) row.round_to_half();
+#pragma unroll
+  for (int i = 0; i < SLOTS; i++) {
+    const int d = lane + 32 * i;
+    if constexpr (FORMAT == kCacheF32) {
+      if (d < D) reinterpret_cast<float*>(codes)[d] = row.x[i];
+    } else if constexpr (FORMAT == kCacheF16) {
+      if (d < D) reinterpret_cast<half*>(codes)[d] = __float2half_rn(row.x[i]);
+    } else {
+      const Coded made = encode<FORMAT, G>(row.x[i]);
+      if (d < D && d % G == 0) reinterpret_cast<half*>(scales)[d / G] = made.scale;
+      if constexpr (FORMAT == kCacheQ4) {
+        const int other = __shfl_xor_sync(kAll, made.code, 1);
+        if (d < D && d % 2 == 0) codes[d / 2] = static_cast<uint8_t>(made.code | other << 4);
+      } else {
+        if (d < D) codes[d] = static_cast<uint8_t>(made.code);
+      }
+    }
+  }
+}
+
+// What `row` becomes on its way into q or k, number `head` of its kind; v is only clipped.
+template <int SLOTS>
+__device__ __forceinline__ void prepare(Row<SLOTS>& row, const RopeArgs& rope, const float* norm, int head, const Turn<SLOTS>& turn,
+                                        float* scratch, int D) {
+  if (!rope.norm_whole) row.clip(rope.clip);
+  if (norm && !rope.norm_whole) row.norm(norm + (rope.norm_per_head ? head * D : 0), rope.eps, rope.layer_norm, D);
+  row.rotate(turn, rope, scratch, D);
+}
+
+}  // namespace exl2nb

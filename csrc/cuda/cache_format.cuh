@@ -1,0 +1,263 @@
+// How a KV cache page stores its numbers (cache/storage/FORMAT.md), and how a lane gets them out in the order of the tensor cores' A
+// fragments without shared memory.
+//
+// A page of one head is 256 rows of D codes, then fp16 scales (256, D / G) unless the numbers are plain. 8 and 4 bits hold Hadamard-rotated
+// numbers: the dot product with q is taken in the rotated space (q is rotated once) and the output is rotated back once.
+//
+// The products contract over dims (K) or tokens (V), and the order of what is contracted or of a matrix's rows is free as long as the other
+// side agrees. So a lane loads contiguous pieces of 16, 8, 4, 2 or 1 bytes of a row (as large as possible), and `Lanes::dim` says which
+// dims it got; q is gathered in that order and the output scattered by it.
+//   K, 16 tokens = rows of A: lane (g, t), g = lane / 4, t = lane % 4, reads a quarter of rows g and g + 8.
+//   V, 16 dims = rows of A: lane (g, t) reads an eighth of the rows of tokens 2t, 2t + 1, 2t + 8, 2t + 9.
+#pragma once
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
+#include "attention.h"
+
+namespace exl2nb {
+
+constexpr int kPage = 256;
+__host__ __device__ constexpr int bits_of(int format) {
+  return format == kCacheF32 ? 32 : format == kCacheF16 ? 16 : format == kCacheQ4 ? 4 : 8;
+}
+__host__ __device__ constexpr bool has_scales(int format) { return format >= kCacheQ8; }
+__host__ __device__ constexpr bool is_rotated(int format) { return format == kCacheQ8 || format == kCacheQ4; }
+__host__ __device__ constexpr int scale_group(int D) { return D % 32 == 0 ? 32 : D % 16 == 0 ? 16 : 8; }
+// Bytes of one page of one head.
+__host__ __device__ constexpr int page_bytes(int format, int D) {
+  return kPage * D *
+             (format == kCacheF32   ? 32
+              : format == kCacheF16 ? 16
+              : format == kCacheQ4  ? 4
+                                    : 8) /
+             8 +
+         (format >= kCacheQ8 ? 2 * kPage * D / scale_group(D) : 0);
+}
+
+template <int N, int I = 0, class F>
+__device__ __forceinline__ void static_for(F&& f) {
+  if constexpr (I < N) {
+    f(std::integral_constant<int, I>{});
+    static_for<N, I + 1>(f);
+  }
+}
+
+__device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
+template <int TABLE>
+__device__ __forceinline__ uint32_t lop3(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  asm("lop3.b32 %0,%1,%2,%3,%4;" : "=r"(d) : "r"(a), "r"(b), "r"(c), "n"(TABLE));
+  return d;
+}
+__device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) { return lop3<0xea>(a, b, c); }  // (a & b) | c
+__device__ __forceinline__ uint32_t bits_of_half2(half2 v) { return *reinterpret_cast<uint32_t*>(&v); }
+__device__ __forceinline__ half2 as_half2(uint32_t v) { return *reinterpret_cast<half2*>(&v); }
+// (1024 + code - 128) * scale + scale / 2: zero lies between two codes. Both exact but for the last rounding.
+__device__ __forceinline__ uint32_t from_q8(uint32_t v, half2 scale) {
+  return bits_of_half2(__hfma2(__hsub2(as_half2(v), as_half2(0x64806480u)), scale, __hmul2(scale, as_half2(0x38003800u))));
+}
+// Nibbles 0 and 4, or 1 and 5, of v: 1024 + code or 64 + code, minus that and 7, times scale.
+__device__ __forceinline__ uint32_t from_q4_low(uint32_t v, half2 scale) {
+  return bits_of_half2(__hmul2(__hsub2(as_half2(and_or(v, 0x000f000fu, 0x64006400u)), as_half2(0x64076407u)), scale));
+}
+__device__ __forceinline__ uint32_t from_q4_high(uint32_t v, half2 scale) {
+  return bits_of_half2(__hmul2(__hsub2(as_half2(and_or(v, 0x00f000f0u, 0x54005400u)), as_half2(0x54705470u)), scale));
+}
+// Two e4m3 bytes, each in the high byte of a half; scale times 2^8, the distance of the exponents' zero points.
+__device__ __forceinline__ uint32_t from_e4m3(uint32_t v, half2 scale) {
+  return bits_of_half2(__hmul2(as_half2((v & 0x80008000u) | ((v & 0x7f007f00u) >> 1)), __hmul2(scale, as_half2(0x5c005c00u))));
+}
+
+// A row of D numbers dealt to LANES lanes.
+template <int FORMAT, int D, int LANES>
+struct Lanes {
+  static constexpr int kBits = bits_of(FORMAT), kBytes = D * kBits / 8 / LANES, kRowBytes = D * kBits / 8, kGroup = scale_group(D);
+  static __host__ __device__ constexpr int size(int piece) {
+    int left = kBytes, s = 0;
+    for (int i = 0; i <= piece; i++) {
+      s = left >= 16 ? 16 : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : left;
+      left -= s;
+    }
+    return s;
+  }
+  static __host__ __device__ constexpr int start(int piece) {  // bytes of a lane before the piece
+    int n = 0;
+    for (int i = 0; i < piece; i++) n += size(i);
+    return n;
+  }
+  static __host__ __device__ constexpr int word(int piece) {
+    int n = 0;
+    for (int i = 0; i < piece; i++) n += (size(i) + 3) / 4;
+    return n;
+  }
+  static __host__ __device__ constexpr int pieces() {
+    int n = 0;
+    while (size(n) > 0) n++;
+    return n;
+  }
+  static constexpr int kPieces = pieces(), kWords = word(kPieces), kScales = has_scales(FORMAT) ? kPieces : 1;
+  static __host__ __device__ constexpr int piece_of(int word_index) {
+    int p = 0;
+    while (p + 1 < kPieces && word(p + 1) <= word_index) p++;
+    return p;
+  }
+  // First dim of a word, without the lane's share; the lane adds lane * lane_dims(word).
+  static __host__ __device__ constexpr int word_dim(int w) {
+    return start(piece_of(w)) * LANES * 8 / kBits + (w - word(piece_of(w))) * 32 / kBits;
+  }
+  static __host__ __device__ constexpr int lane_dims(int w) { return size(piece_of(w)) * 8 / kBits; }
+  static __host__ __device__ constexpr int word_dims(int w) {
+    return (size(piece_of(w)) < 4 ? size(piece_of(w)) : 4) * 8 / kBits;
+  }  // 2 to 8 dims in it
+};
+
+template <bool STREAM, int BYTES>
+__device__ __forceinline__ void load_bytes(const uint8_t* p, uint32_t* v) {
+  if constexpr (STREAM) {
+    if constexpr (BYTES == 16) {
+      asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(p));
+    } else if constexpr (BYTES == 8) {
+      asm volatile("ld.global.nc.v2.u32 {%0,%1},[%2];" : "=r"(v[0]), "=r"(v[1]) : "l"(p));
+    } else if constexpr (BYTES == 4) {
+      asm volatile("ld.global.nc.u32 %0,[%1];" : "=r"(v[0]) : "l"(p));
+    } else if constexpr (BYTES == 2) {
+      asm volatile("{.reg .u16 h;\nld.global.nc.u16 h,[%1];\ncvt.u32.u16 %0,h;}" : "=r"(v[0]) : "l"(p));
+    } else {
+      asm volatile("{.reg .u16 h;\nld.global.nc.u8 h,[%1];\ncvt.u32.u16 %0,h;}" : "=r"(v[0]) : "l"(p));
+    }
+  } else {
+    if constexpr (BYTES == 16) {
+      const uint4 u = *reinterpret_cast<const uint4*>(p);
+      v[0] = u.x, v[1] = u.y, v[2] = u.z, v[3] = u.w;
+    } else if constexpr (BYTES == 8) {
+      const uint2 u = *reinterpret_cast<const uint2*>(p);
+      v[0] = u.x, v[1] = u.y;
+    } else if constexpr (BYTES == 4) {
+      v[0] = *reinterpret_cast<const uint32_t*>(p);
+    } else if constexpr (BYTES == 2) {
+      v[0] = *reinterpret_cast<const uint16_t*>(p);
+    } else {
+      v[0] = *p;
+    }
+  }
+}
+
+// One lane's share of one token's row as it lies in memory.
+template <int FORMAT, int D, int LANES>
+struct Share {
+  using L = Lanes<FORMAT, D, LANES>;
+  uint32_t w[L::kWords];
+  uint32_t s[L::kScales];  // fp16 scale of each piece, in the low half
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < L::kWords; i++) w[i] = 0;
+#pragma unroll
+    for (int i = 0; i < L::kScales; i++) s[i] = 0;
+  }
+  // row: the token's codes; scales: its D / G scales.
+  template <bool STREAM>
+  __device__ __forceinline__ void load(const uint8_t* row, const uint8_t* scales, int lane) {
+    static_for<L::kPieces>([&](auto i) {
+      constexpr int p = decltype(i)::value, size = L::size(p), start = L::start(p) * LANES, word = L::word(p);
+      load_bytes<STREAM, size>(row + start + lane * size, w + word);
+      if constexpr (has_scales(FORMAT)) {
+        constexpr int first = start * 8 / L::kBits, dims = size * 8 / L::kBits;
+        static_assert(L::kGroup % dims == 0 && first % dims == 0, "a lane's piece has one scale");
+        load_bytes<STREAM, 2>(scales + 2 * ((first + lane * dims) / L::kGroup), s + p);
+      }
+    });
+  }
+  template <int WORD>
+  __device__ __forceinline__ half scale() const {
+    constexpr int piece = L::piece_of(WORD);
+    return __ushort_as_half(static_cast<unsigned short>(s[piece]));
+  }
+};
+
+// K as A fragments: 4 dims of a lane for step kk of 16. `order(e)` are their dims in the lane's word, in the order of the registers.
+template <int FORMAT, int D>
+struct KeyFragment {
+  using L = Lanes<FORMAT, D, 4>;
+  using S = Share<FORMAT, D, 4>;
+  static constexpr int kSteps = D / 16;
+  static __host__ __device__ constexpr int word(int kk) { return FORMAT == kCacheF16 ? 2 * kk : FORMAT == kCacheQ4 ? kk / 2 : kk; }
+  // Dim of element e (0..3) of step kk of lane t.
+  static __host__ __device__ constexpr int fixed_dim(int kk, int e) {
+    if (FORMAT == kCacheF16) return L::word_dim(2 * kk) + e;
+    if (FORMAT == kCacheQ4) {
+      if (L::word_dims(word(kk)) == 4) return L::word_dim(word(kk)) + (e % 2) * 2 + e / 2;
+      return L::word_dim(word(kk)) + (kk % 2) * 2 + (e % 2) * 4 + e / 2;
+    }
+    return L::word_dim(kk) + e;
+  }
+  static __host__ __device__ constexpr int lane_dims(int kk) { return L::lane_dims(word(kk)); }
+
+  template <int KK>
+  static __device__ __forceinline__ void get(const S& k, uint32_t& low, uint32_t& high) {
+    constexpr int W = word(KK);
+    if constexpr (FORMAT == kCacheF16) {
+      low = k.w[W], high = k.w[W + 1];
+    } else if constexpr (FORMAT == kCacheQ8) {
+      const half2 scale = __half2half2(k.template scale<W>());
+      low = from_q8(permute(k.w[W], 0x64646464u, 0x4140), scale), high = from_q8(permute(k.w[W], 0x64646464u, 0x4342), scale);
+    } else if constexpr (FORMAT == kCacheFp8) {
+      const half2 scale = __half2half2(k.template scale<W>());
+      low = from_e4m3(permute(k.w[W], 0, 0x1404), scale), high = from_e4m3(permute(k.w[W], 0, 0x3424), scale);
+    } else {
+      const half2 scale = __half2half2(k.template scale<W>());
+      uint32_t v = k.w[W];
+      if constexpr (L::word_dims(W) == 4) {
+        v = permute(v, 0, 0x4140);  // two bytes: one to each half
+      } else if constexpr (KK % 2) {
+        v >>= 8;
+      }
+      low = from_q4_low(v, scale), high = from_q4_high(v, scale);
+    }
+  }
+};
+
+// V as A fragments: rows are dims. From the shares of two neighbouring tokens, dims 2i and 2i + 1 of the lane.
+template <int FORMAT, int D>
+struct ValueFragment {
+  using L = Lanes<FORMAT, D, 8>;
+  using S = Share<FORMAT, D, 8>;
+  static constexpr int kTiles = D / 16;
+  static __host__ __device__ constexpr int word(int i) {  // that holds the lane's dims 2i, 2i + 1
+    int left = 2 * i, w = 0;
+    while (left >= L::word_dims(w)) left -= L::word_dims(w++);
+    return w;
+  }
+  static __host__ __device__ constexpr int inside(int i) {  // their place in the word
+    int left = 2 * i, w = 0;
+    while (left >= L::word_dims(w)) left -= L::word_dims(w++);
+    return left;
+  }
+  static __host__ __device__ constexpr int fixed_dim(int i) { return L::word_dim(word(i)) + inside(i); }
+  static __host__ __device__ constexpr int lane_dims(int i) { return L::lane_dims(word(i)); }
+
+  template <int I>
+  static __device__ __forceinline__ void get(const S& a, const S& b, uint32_t& first, uint32_t& second) {
+    constexpr int W = word(I), at = inside(I);
+    if constexpr (FORMAT == kCacheF16) {
+      first = permute(a.w[W], b.w[W], 0x5410), second = permute(a.w[W], b.w[W], 0x7632);
+    } else if constexpr (FORMAT == kCacheQ8) {
+      const half2 scale = __halves2half2(a.template scale<W>(), b.template scale<W>());
+      const uint32_t v = permute(a.w[W], b.w[W], at ? 0x7362 : 0x5140);
+      first = from_q8(permute(v, 0x64646464u, 0x4140), scale), second = from_q8(permute(v, 0x64646464u, 0x4342), scale);
+    } else if constexpr (FORMAT == kCacheFp8) {
+      const half2 scale = __halves2half2(a.template scale<W>(), b.template scale<W>());
+      const uint32_t v = permute(a.w[W], b.w[W], at ? 0x7362 : 0x5140);
+      first = from_e4m3(permute(v, 0, 0x1404), scale), second = from_e4m3(permute(v, 0, 0x3424), scale);
+    } else {
+      const half2 scale = __halves2half2(a.template scale<W>(), b.template scale<W>());
+      uint32_t v = permute(a.w[W], b.w[W], at >= 4 ? 0x7632 : 0x5410);
+      if constexpr (at % 4 == 2) v >>= 8;
+      first = from_q4_low(v, scale), second = from_q4_high(v, scale);
+    }
+  }
+};
+
+}  // namespace exl2nb

@@ -1,0 +1,38 @@
+// Launching: the device's size, errors as text, programmatic dependent launch.
+#pragma once
+#include <cuda_runtime.h>
+
+namespace exl2nb {
+
+inline const char* error_text(cudaError_t error) { return error == cudaSuccess ? nullptr : cudaGetErrorString(error); }
+
+inline int multiprocessors() {
+  static int count[64] = {};
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device < 0 || device >= 64) return 1;
+  if (!count[device] && cudaDeviceGetAttribute(&count[device], cudaDevAttrMultiProcessorCount, device) != cudaSuccess) count[device] = 1;
+  return count[device];
+}
+
+// cluster: CTAs that may read one another's shared memory, 1 = none.
+template <class... Parameters, class... Arguments>
+const char* launch_kernel(void (*kernel)(Parameters...), dim3 grid, unsigned threads, size_t shared, void* stream, bool pdl,
+                          unsigned cluster, const Arguments&... arguments) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared,
+  config.stream = static_cast<cudaStream_t>(stream);
+  cudaLaunchAttribute attributes[2];
+  config.attrs = attributes;
+  if (pdl) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster > 1) {
+    attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
+    attributes[config.numAttrs].val.clusterDim = {cluster, 1, 1};
+    config.numAttrs++;
+  }
+  return error_text(cudaLaunchKernelEx(&config, kernel, arguments...));
+}
+
+}  // namespace exl2nb

@@ -1,0 +1,134 @@
+"""Attention's pieces as the CUDA engine runs them: rotation, cache write and attention of a decode step in one op, and what prefill needs.
+
+The engine calls the same launch functions from its own step; these ops show each of them to tests and to prefill.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from exl2nb.ops import kv_codes, reference
+from exl2nb.ops._library import define
+
+Outputs = tuple[Tensor, Tensor]
+
+
+def fragment_place(row: Tensor) -> Tensor:
+    """Place of stored rows `row` (int) in a matrix input: blocks of 32 in the order of the tensor cores' B fragments."""
+    return (row & ~31) + ((row & 7) >> 1) * 8 + ((row >> 4) & 1) * 4 + ((row >> 3) & 1) * 2 + (row & 1)
+
+
+@dataclass(frozen=True)
+class _Heads:
+    """From one row of [q; k; v] to what attention uses: the reference of the rotation."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
+    layer_norm: bool
+    interleaved: bool
+    clip: float
+
+    def split(self, qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated q, k and v of qkv `(T, (Hq + 2 Hkv) * D)`: `(T, heads, D)` each."""
+        y = qkv.view(len(qkv), -1, self.head_dim)
+        y = y.clamp(-self.clip, self.clip) if self.clip else y
+        q, k, v = y.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
+        at = positions.long()
+        q, k = (
+            reference.rope(reference.head_norm(x, weight, self.eps, self.layer_norm), cos[at], sin[at], self.interleaved)
+            for x, weight in ((q, self.q_norm), (k, self.k_norm))
+        )
+        return q.contiguous(), k.contiguous(), v.contiguous()
+
+
+def _step(
+    qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, k_pool: Tensor, v_pool: Tensor, block_table: Tensor,
+    cu_seqlens: Tensor, context_lens: Tensor, workspace: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, inverse: list[Tensor],
+    num_heads: int, num_kv_heads: int, head_dim: int, eps: float, layer_norm: bool, interleaved: bool, clip: float, scale: float,
+    window: int, softcap: float, pdl: bool,
+) -> Outputs:  # fmt: skip
+    bounds = cu_seqlens.tolist()
+    places = [torch.arange(n - (b - a), n) for a, b, n in zip(bounds, bounds[1:], context_lens.tolist())]
+    slots = torch.cat([block_table[i, p // 256].long() * 256 + p % 256 for i, p in enumerate(places)])
+    heads = _Heads(num_heads, num_kv_heads, head_dim, q_norm, k_norm, eps, layer_norm, interleaved, clip)
+    q, k, v = heads.split(qkv, cos, sin, torch.cat(places) if positions is None else positions)
+    kv_codes.write(k_pool, slots, k)
+    kv_codes.write(v_pool, slots, v)
+    every = torch.arange(k_pool.shape[0])
+    keys, values = (kv_codes.read(pool, every, head_dim) for pool in (k_pool, v_pool))
+    out = reference.paged_attention(q, keys, values, block_table, cu_seqlens, context_lens, scale, window, softcap)
+    x = torch.zeros(len(inverse), len(out), -(-out.shape[1] // 32) * 32, dtype=torch.float16)
+    for copy, order in zip(x, inverse):
+        copy[:, fragment_place(order.long())] = out.half()
+    return out, x
+
+
+def _step_fake(qkv: Tensor, *rest: object) -> Outputs:
+    inverse, heads, _, D = rest[11:15]
+    K = heads * D  # type: ignore[operator]
+    x = qkv.new_empty(len(inverse), qkv.shape[0], (K + 31) // 32 * 32, dtype=torch.float16)  # type: ignore[arg-type]
+    return qkv.new_empty(qkv.shape[0], K), x
+
+
+attention_step = define(
+    "attention_step(Tensor(d!) qkv, Tensor cos, Tensor sin, Tensor? positions, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor block_table, "
+    "Tensor cu_seqlens, Tensor context_lens, Tensor(c!) workspace, Tensor? q_norm, Tensor? k_norm, Tensor[] inverse, int num_heads, "
+    "int num_kv_heads, int head_dim, float eps, bool layer_norm, bool interleaved, float clip, float scale, int window, float softcap, "
+    "bool pdl) -> (Tensor, Tensor)",
+    fake=_step_fake,
+    reference=_step,
+)
+"""One layer's attention of a decode step, from q, k, v before rotation: `csrc/cuda/attention.h`, attention_decode_launch.
+
+qkv f32 `(T, (Hq + 2 Hkv) * D)`, at most 8 tokens per sequence; workspace uint8 of `attention_workspace` bytes, zeroed once. inverse: int32
+`(Hq * D,)` each, feature -> stored row. Returns f32 `(T, Hq * D)` and f16 `(len(inverse), T, stride)`, the next matrix's inputs.
+"""
+
+attention_workspace = define(
+    "attention_workspace(Tensor like, int tokens, int num_heads, int num_kv_heads, int head_dim) -> int",
+    fake=lambda like, *_: 0,
+    reference=lambda like, *_: 0,
+)
+"""Bytes that attention_step needs for steps of up to `tokens` tokens on the device of `like`."""
+
+
+def _append(
+    qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, slots: Tensor, k_pool: Tensor, v_pool: Tensor, q_norm: Tensor | None,
+    k_norm: Tensor | None, num_heads: int, num_kv_heads: int, head_dim: int, eps: float, layer_norm: bool, interleaved: bool, clip: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    heads = _Heads(num_heads, num_kv_heads, head_dim, q_norm, k_norm, eps, layer_norm, interleaved, clip)
+    q, k, v = heads.split(qkv, cos, sin, positions)
+    kept = slots >= 0
+    kv_codes.write(k_pool, slots[kept], k[kept])
+    kv_codes.write(v_pool, slots[kept], v[kept])
+    return q.half(), k.half(), v.half()
+
+
+rope_append = define(
+    "rope_append(Tensor(d!) qkv, Tensor cos, Tensor sin, Tensor positions, Tensor slots, Tensor(a!) k_pool, Tensor(b!) v_pool, "
+    "Tensor? q_norm, Tensor? k_norm, int num_heads, int num_kv_heads, int head_dim, float eps, bool layer_norm, bool interleaved, float clip) "
+    "-> (Tensor, Tensor, Tensor)",
+    fake=lambda qkv, *a: tuple(qkv.new_empty(qkv.shape[0], n, a[10], dtype=torch.float16) for n in (a[8], a[9], a[9])),
+    reference=_append,
+)
+"""Prefill: q, k, v of any number of tokens, rotated, f16 `(T, heads, D)` each; K and V also to `slots` (negative: not) of the cache."""
+
+
+def _gather(k_pool: Tensor, v_pool: Tensor, pages: Tensor, length: int, head_dim: int) -> Outputs:
+    k, v = (kv_codes.read(p, pages, head_dim).transpose(1, 2).flatten(0, 1)[:length].half().contiguous() for p in (k_pool, v_pool))
+    return k, v
+
+
+gather_cache = define(
+    "gather_cache(Tensor k_pool, Tensor v_pool, Tensor pages, int length, int head_dim) -> (Tensor, Tensor)",
+    fake=lambda k, v, pages, n, D: tuple(k.new_empty(n, k.shape[1], D, dtype=torch.float16) for _ in range(2)),
+    reference=_gather,
+)
+"""The first `length` tokens of a sequence whose pages are `pages` int32 `(n,)`: K and V, f16 `(length, Hkv, D)`, for dense attention."""

@@ -1,0 +1,268 @@
+"""The CUDA attention kernels against the fp32 reference on the CPU, and their promises: same bits alone, in a batch, twice, in a graph."""
+
+import pytest
+import torch
+
+from exl2nb.ops import _load, cuda_attention, kv_codes
+from exl2nb.ops._library import REFERENCES
+
+pytestmark = pytest.mark.gpu
+P = 256
+STORAGES = {"fp16": (16, 16), "fp32": (32, 32), "q8": (8, 8), "q8q4": (8, 4), "q4": (4, 4), "fp8": ("fp8", "fp8")}
+
+
+@pytest.fixture(autouse=True)
+def _library():
+    assert "cuda" in _load.load().loaded, f"the CUDA library is not loaded: {_load.load().note or 'not built'}"
+
+
+def i32(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def new_pool(kind, pages, heads, D):
+    if kind == 16 or kind == 32:
+        return torch.full((pages, heads, P, D), float("nan"), dtype=torch.float16 if kind == 16 else torch.float32)
+    bits = 8 if kind == "fp8" else kind
+    pool = torch.full((pages, heads, kv_codes.row_bytes(D, bits)), 255, dtype=torch.uint8)  # scales are NaN: unread slots must stay unread
+    return pool.view(torch.float8_e4m3fn) if kind == "fp8" else pool
+
+
+class Case:
+    """Random sequences in the middle of their lives: the cache holds everything but this step's tokens."""
+
+    def __init__(self, contexts, queries, Hq, Hkv, D, *, storage="fp16", seed=0, half=None, **options):
+        g = torch.Generator().manual_seed(seed)
+        self.contexts, self.queries, self.Hq, self.Hkv, self.D = contexts, queries, Hq, Hkv, D
+        needs = [-(-n // P) for n in contexts]
+        total = sum(needs) + 3
+        order = torch.randperm(total, generator=g)
+        self.k_pool, self.v_pool = (new_pool(kind, total, Hkv, D) for kind in STORAGES[storage])
+        self.table = torch.full((len(contexts), max(needs) + 1), -7, dtype=torch.int32)
+        used = 0
+        for b, n in enumerate(contexts):
+            self.table[b, : needs[b]] = order[used : used + needs[b]].int()
+            used += needs[b]
+            old = torch.arange(n - queries[b])
+            slots = self.table[b, old // P].long() * P + old % P
+            for pool in (self.k_pool, self.v_pool):
+                kv_codes.write(pool, slots, torch.randn(len(old), Hkv, D, generator=g))
+        T, half = sum(queries), D // 2 if half is None else half
+        angles = torch.rand(max(contexts) + 1, half, generator=g) * 6.3
+        self.cos, self.sin = angles.cos(), angles.sin()
+        self.qkv = torch.randn(T, (Hq + 2 * Hkv) * D, generator=g)
+        self.bounds, self.lens = i32([sum(queries[:i]) for i in range(len(queries) + 1)]), i32(contexts)
+        self.inverse = [torch.randperm(Hq * D, generator=g).int() for _ in range(2)]
+        self.options = {"q_norm": None, "k_norm": None, "eps": 1e-5, "layer_norm": False, "interleaved": False, "clip": 0.0}
+        self.options |= {"scale": D**-0.5, "window": 0, "softcap": 0.0}
+        self.options.update(options)
+        self.workspace = torch.zeros(1, dtype=torch.uint8)
+
+    def cuda(self):
+        other = object.__new__(Case)
+        for name, value in vars(self).items():
+            value = [t.cuda() for t in value] if name == "inverse" else value.cuda() if isinstance(value, torch.Tensor) else value
+            setattr(other, name, value)
+        other.options = {n: v.cuda() if isinstance(v, torch.Tensor) else v for n, v in self.options.items()}
+        size = torch.ops.exl2nb.attention_workspace(other.qkv, sum(self.queries), self.Hq, self.Hkv, self.D)
+        other.workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
+        return other
+
+    def args(self, pdl=False):
+        o = self.options
+        return (
+            self.qkv, self.cos, self.sin, None, self.k_pool, self.v_pool, self.table, self.bounds, self.lens, self.workspace, o["q_norm"],
+            o["k_norm"], self.inverse, self.Hq, self.Hkv, self.D, o["eps"], o["layer_norm"], o["interleaved"], o["clip"], o["scale"],
+            o["window"], o["softcap"], pdl,
+        )  # fmt: skip
+
+    def run(self, pdl=False):
+        return cuda_attention.attention_step(*self.args(pdl))
+
+    def check(self, tolerance=4e-3):
+        gpu = self.cuda()
+        out, x = gpu.run()
+        expected, _ = REFERENCES["attention_step"](*self.args())
+        assert out.isfinite().all()
+        error = (out.cpu() - expected).abs().max() / expected.abs().max()
+        assert error < tolerance, f"relative error {error:.2e}"
+        for copy, order in zip(x.cpu(), self.inverse):
+            assert torch.equal(copy[:, cuda_attention.fragment_place(order.long())], out.cpu().half())
+        assert (gpu.workspace.sum() >= 0).item()
+        return gpu
+
+
+@pytest.mark.parametrize("D", [8, 24, 64, 80, 96, 104, 112, 128, 256])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_head_dims(D, storage):
+    Case([270, 31], [1, 2], 4, 2, D, storage=storage).check()
+
+
+@pytest.mark.parametrize(("Hq", "Hkv"), [(4, 4), (32, 32), (8, 2), (32, 8), (8, 1), (16, 1), (6, 2), (71, 1)])
+@pytest.mark.parametrize("storage", ["fp16", "q4"])
+def test_gqa(Hq, Hkv, storage):
+    Case([700, 1, 65], [1, 1, 1], Hq, Hkv, 64, storage=storage).check()
+
+
+@pytest.mark.parametrize("context", [1, 2, 15, 16, 17, 63, 64, 65, 128, 255, 256, 257, 511, 512, 513, 2049, 5000])
+@pytest.mark.parametrize("storage", ["fp16", "q8q4"])
+def test_lengths(context, storage):
+    Case([context], [1], 8, 2, 128, storage=storage).check()
+
+
+@pytest.mark.parametrize("queries", range(1, 9))
+@pytest.mark.parametrize(("Hq", "Hkv", "D"), [(4, 4, 128), (8, 2, 64), (8, 1, 80), (8, 1, 128)])
+def test_several_queries(queries, Hq, Hkv, D):
+    Case([queries, 256 + queries // 2, 700], [queries] * 3, Hq, Hkv, D).check()
+    Case([queries, 256 + queries // 2, 700], [queries] * 3, Hq, Hkv, D, storage="q4").check()
+
+
+@pytest.mark.parametrize("window", [1, 5, 64, 255, 256, 257, 1000])
+def test_window(window):
+    Case([600, 20, 1500], [1, 2, 4], 4, 2, 64, window=window).check()
+
+
+@pytest.mark.parametrize("softcap", [1.0, 30.0])
+def test_softcap(softcap):
+    Case([300, 4], [3, 1], 4, 1, 128, softcap=softcap).check()
+
+
+@pytest.mark.parametrize("D", [40, 128])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("half", [0, 4, 10, 20])
+def test_rotation(D, interleaved, half):
+    Case([40, 300], [2, 1], 4, 2, D, half=half, interleaved=interleaved).check()
+
+
+@pytest.mark.parametrize("D", [48, 64])
+@pytest.mark.parametrize("layer_norm", [False, True])
+@pytest.mark.parametrize("shape", ["head", "heads", "whole"])
+@pytest.mark.parametrize("clip", [0.0, 0.7])
+def test_norms_and_clip(D, layer_norm, shape, clip):
+    weights = [torch.rand({"head": (D,), "heads": (n, D), "whole": (n * D,)}[shape]) + 0.5 for n in (4, 2)]
+    Case([40, 300], [2, 1], 4, 2, D, q_norm=weights[0], k_norm=weights[1], layer_norm=layer_norm, clip=clip).check()
+
+
+@pytest.mark.parametrize("D", [40, 64, 80, 128, 256])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_the_cache_holds_the_formats_bytes(D, storage):
+    """Without rotation the numbers that are stored are the inputs themselves, so every byte must be the reference's."""
+    case = Case([300, 5, 257], [1, 3, 8], 2, 2, D, storage=storage, half=0)
+    case.qkv[0, 3 * D :] = 0.0
+    case.qkv[1, 3 * D :] *= 1e-6
+    case.qkv[2, 3 * D :] *= 1e4
+    gpu = case.check(tolerance=2e-2)
+    for ours, expected in ((gpu.k_pool, case.k_pool), (gpu.v_pool, case.v_pool)):
+        assert torch.equal(ours.cpu().view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_scores_far_apart():
+    case = Case([1500], [2], 4, 2, 128)
+    case.qkv *= 30
+    case.check(tolerance=3e-2)
+
+
+@pytest.mark.parametrize("storage", ["fp16", "q4"])
+@pytest.mark.parametrize("D", [72, 128])
+def test_bits_do_not_depend_on_the_batch(storage, D):
+    contexts, queries = [700, 3, 2000, 64, 257], [1, 2, 1, 4, 1]
+    case = Case(contexts, queries, 8, 2, D, storage=storage)
+    gpu = case.cuda()
+    together, _ = gpu.run()
+    again, _ = gpu.run()
+    assert torch.equal(together, again)
+    for b in range(len(contexts)):
+        alone = case.cuda()
+        lo, hi = case.bounds[b], case.bounds[b + 1]
+        alone.qkv, alone.table, alone.lens = alone.qkv[lo:hi].clone(), alone.table[b : b + 1].clone(), alone.lens[b : b + 1].clone()
+        alone.bounds, alone.queries = i32([0, hi - lo]).cuda(), [int(hi - lo)]
+        assert torch.equal(alone.run()[0], together[lo:hi])
+
+
+def test_unused_rows_are_left_alone():
+    case = Case([40, 30], [1, 1], 4, 2, 64)
+    gpu = case.cuda()
+    whole, _ = gpu.run()
+    part = case.cuda()
+    part.lens = i32([40, 0]).cuda()
+    part.table[1] = 1 << 28
+    out, _ = part.run()
+    assert torch.equal(out[0], whole[0])
+    assert not out[1].any()
+
+
+@pytest.mark.parametrize("pdl", [False, True])
+@pytest.mark.parametrize("storage", ["fp16", "q4"])
+def test_a_graph_gives_the_same(pdl, storage):
+    case = Case([2000, 300], [1, 2], 8, 2, 128, storage=storage)
+    eager = case.cuda()
+    expected, expected_x = eager.run()
+    gpu = case.cuda()
+    gpu.run(pdl)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            out, x = gpu.run(pdl)
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(out, expected)
+        assert torch.equal(x, expected_x)
+    gpu.lens.sub_(7)  # lengths are read on the device
+    graph.replay()
+    eager.lens.sub_(7)
+    assert torch.equal(out, eager.run()[0])
+
+
+@pytest.mark.parametrize(("Hq", "Hkv", "D", "T"), [(4, 2, 64, 40), (8, 8, 128, 300), (4, 1, 40, 30)])
+@pytest.mark.parametrize("storage", ["fp16", "q8"])
+def test_paged_attention_of_any_length(Hq, Hkv, D, T, storage):
+    case = Case([T, 270], [T, 1], Hq, Hkv, D, storage=storage)
+    gpu = case.cuda()
+    q, _, _ = _append(gpu, T)
+    out = torch.ops.exl2nb.paged_attention(q.float(), gpu.k_pool, gpu.v_pool, gpu.table, gpu.bounds, gpu.lens, D**-0.5, 0, 0.0)
+    expected, _ = REFERENCES["attention_step"](*case.args())
+    assert (out.cpu() - expected).abs().max() / expected.abs().max() < 4e-3
+
+
+def _append(case, T):
+    place = torch.cat([torch.arange(T), torch.tensor([269])]).cuda()
+    page = torch.cat([case.table[0, place[:T] // P], case.table[1, place[T:] // P]])
+    slots = page.int() * P + (place % P).int()
+    o = case.options
+    return cuda_attention.rope_append(
+        case.qkv, case.cos, case.sin, place.int(), slots, case.k_pool, case.v_pool, None, None, case.Hq, case.Hkv, case.D, o["eps"], False,
+        False, 0.0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("D", [40, 128])
+def test_gather(storage, D):
+    case = Case([600], [1], 4, 2, D, storage=storage)
+    gpu = case.cuda()
+    ours = cuda_attention.gather_cache(gpu.k_pool, gpu.v_pool, gpu.table[0, :3].contiguous(), 599, D)
+    expected = REFERENCES["gather_cache"](case.k_pool, case.v_pool, case.table[0, :3], 599, D)
+    for a, b in zip(ours, expected):
+        torch.testing.assert_close(a.cpu(), b, rtol=2e-3, atol=1e-4)
+
+
+def test_append_and_gather_are_inverse():
+    case = Case([300, 270], [300, 1], 4, 2, 64)
+    gpu = case.cuda()
+    _, k, v = _append(gpu, 300)
+    ours = cuda_attention.gather_cache(gpu.k_pool, gpu.v_pool, gpu.table[0, :2].contiguous(), 300, 64)
+    assert torch.equal(ours[0], k[:300])
+    assert torch.equal(ours[1], v[:300])
+
+
+def test_bad_input_is_refused():
+    gpu = Case([40], [1], 4, 2, 64).cuda()
+    gpu.workspace = gpu.workspace[:16].clone()
+    with pytest.raises(RuntimeError, match="workspace"):
+        gpu.run()
+    gpu = Case([40], [1], 4, 2, 64).cuda()
+    gpu.k_pool = gpu.k_pool[:, :, :100].contiguous()
+    with pytest.raises(RuntimeError, match="pool"):
+        gpu.run()
