@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 from exl2nb.core.errors import FormatError
 from exl2nb.model.config import ModelConfig
-from exl2nb.model.layout import Linear, accepted, head_linear, layer_linears, linears, modules, vectors
+from exl2nb.model.layout import Linear, accepted, head_linear, layer_linears, modules, vectors
 from exl2nb.model.store import Store
 from exl2nb.quant.dense import check_dense
 from exl2nb.quant.exl2_check import SUFFIXES, check_headers
 
-SHOWN, MISSING_SHOWN = 5, 200  # names listed in a message: of tensors that are too many, of those that are missing
+SHOWN = 5  # names listed in a message
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,12 @@ def plan(config: ModelConfig, store: Store) -> dict[str, Source]:
         FormatError: tensors that are missing, that the architecture does not know, or of the wrong shape or dtype; matrices of one module
             that are partly quantised. Names the tensors and files.
     """
-    _check_present(config, store)
     sources: dict[str, Source] = {}
     for layer in range(config.num_layers):
-        table = layer_linears(config, layer)
-        found = {role: _layer_source(store, linear) for role, linear in table.items()}
-        for roles in modules(table):
-            _check_granularity(store, [found[role] for role in roles])
+        linears = layer_linears(config, layer)
+        found = {role: _layer_source(store, linear) for role, linear in linears.items()}
+        for roles in modules(linears):
+            _check_granularity(store, [found[role] for role in roles if role in found])
         sources |= {source.linear.key: source for source in found.values()}
     sources[config.names.head] = _head_source(config, store)
     for name, shape in vectors(config).items():
@@ -53,28 +52,10 @@ def plan(config: ModelConfig, store: Store) -> dict[str, Source]:
     return sources
 
 
-def _check_present(config: ModelConfig, store: Store) -> None:
-    """Everything the files lack, in one message."""
-    lost: list[tuple[str, str]] = []
-    for linear in linears(config):
-        kind, plain = _kind(store, linear.key), f"{linear.key}.weight"
-        if kind == "exl2":
-            beside = f"all of {', '.join(SUFFIXES)} beside each other"
-            lost += [(f"{linear.key}.{part}", beside) for part in SUFFIXES if f"{linear.key}.{part}" not in store]
-        elif kind is None and linear.role != "head":
-            lost.append((plain, f"it or {linear.key}.q_weight"))
-        elif kind is None and not config.tie_word_embeddings:
-            lost.append((plain, f"it or {linear.key}.q_weight, since tie_word_embeddings is false"))
-        if linear.bias and f"{linear.key}.bias" not in store:
-            lost.append((f"{linear.key}.bias", "it for this architecture"))
-    lost += [(name, "it for this architecture") for name in vectors(config) if name not in store]
-    if lost:
-        raise missing(store, lost)
-
-
 def _layer_source(store: Store, linear: Linear) -> Source:
     kind = _kind(store, linear.key)
-    assert kind is not None, linear.key
+    if kind is None:
+        raise missing(store, f"{linear.key}.weight", f"it or {linear.key}.q_weight")
     _check_linear(store, linear, linear.key, kind)
     if linear.bias:
         _check_float(store, f"{linear.key}.bias", (linear.out_features,))
@@ -87,6 +68,8 @@ def _head_source(config: ModelConfig, store: Store) -> Source:
     if kind is not None:
         _check_linear(store, linear, linear.key, kind)
         return Source(linear, linear.key, kind)
+    if not config.tie_word_embeddings:
+        raise missing(store, f"{linear.key}.weight", f"it or {linear.key}.q_weight, since tie_word_embeddings is false")
     return Source(linear, embed, "dense")
 
 
@@ -98,6 +81,9 @@ def _check_linear(store: Store, linear: Linear, prefix: str, kind: str) -> None:
     if kind == "dense":
         _check_float(store, f"{prefix}.weight", linear.shape)
         return
+    for part in SUFFIXES:
+        if f"{prefix}.{part}" not in store:
+            raise missing(store, f"{prefix}.{part}", f"all of {', '.join(SUFFIXES)} beside each other")
     infos = {part: store.info(f"{prefix}.{part}") for part in SUFFIXES}
     file = infos["q_weight"].path
     check_headers(infos, prefix, file=file, in_features=linear.in_features, out_features=linear.out_features)
@@ -107,6 +93,8 @@ def _check_linear(store: Store, linear: Linear, prefix: str, kind: str) -> None:
 
 
 def _check_float(store: Store, name: str, shape: tuple[int, ...], *others: tuple[int, ...]) -> None:
+    if name not in store:
+        raise missing(store, name, "it for this architecture")
     info = store.info(name)
     check_dense(info, name, info.shape if info.shape in others else shape, file=info.path)
 
@@ -135,14 +123,9 @@ def _check_extra(config: ModelConfig, store: Store, sources: Iterable[Source]) -
         )
 
 
-def missing(store: Store, lost: list[tuple[str, str]]) -> FormatError:
-    """The error for tensors that no file has: (name, what is expected) of each; all names are in the message."""
-    (name, expected), others = lost[0], [name for name, _ in lost[1:]]
-    shown = ", ".join(map(repr, others[:MISSING_SHOWN])) + (", ..." if len(others) > MISSING_SHOWN else "")
-    more = f" (and {len(others)} more: {shown})" if others else ""
-    return FormatError(
-        f"{store.directory}: tensor {name!r}: found none of that name in {len(store.files)} files{more}, expected {expected}"
-    )
+def missing(store: Store, name: str, expected: str) -> FormatError:
+    """The error for a tensor that no file has."""
+    return FormatError(f"{store.directory}: tensor {name!r}: found none of that name in {len(store.files)} files, expected {expected}")
 
 
 def wrong(store: Store, name: str, found: str, expected: str) -> FormatError:
