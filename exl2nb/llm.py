@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from exl2nb.cache.modes import parse_mode
 from exl2nb.core import env
 from exl2nb.core.errors import DeviceError, OptionError, TokenizerError
 from exl2nb.core.options import check_keywords
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM", "Chunk", "Completion", "Handle", "Token", "compare", "convert", "demo", "inspect", "load"]
 
-CACHE_MODES = ("fp16", "fp32")
 DEVICES = ("auto", "cpu", "cuda")
 CONTEXT = 4096  # tokens, where the caller does not say and the model allows more: a cache that fits small machines
 CACHE_TOKENS = 4096  # at least, so that several short requests run together on a model with a short context
@@ -287,7 +287,8 @@ def load(
         path: model directory, or a hub id such as "owner/name".
         revision: branch, tag or commit on the hub; EXL2 models often have one branch per bitrate.
         device: "cpu", "cuda" or "auto" (the best there is); None = the variable EXL2NB_DEVICE, or "auto".
-        cache: precision of the KV cache, "fp16" or "fp32".
+        cache: how keys and values are kept: "fp16" or "fp32"; "q8", "q6" (keys in 8 bits, values in 4) or "q4", which hold 1.9, 2.5 and 3.6
+            times the tokens of fp16 in the same memory; "fp8"; or the bits of keys and values apart, as "k8v4" (4, 8 or 16 each).
         context: tokens of prompt and answer together; None = what the model allows, at most 4096.
         cache_tokens: tokens the cache holds for all requests together; None = the context, at least 4096.
         max_sequences: requests that run together; others wait.
@@ -306,8 +307,7 @@ def load(
     """
     known = ["revision", "device", "cache", "context", "cache_tokens", "max_sequences", "progress"]
     check_keywords(unknown, known, where="load")
-    if cache not in CACHE_MODES:
-        raise OptionError(f"load: cache is {cache!r}; expected one of {', '.join(CACHE_MODES)}")
+    cache = parse_mode(cache, where="load")
     for name, value in (("context", context), ("cache_tokens", cache_tokens), ("max_sequences", max_sequences)):
         if value is not None:
             check_integer(f"load: {name}", value, 1, 1 << 24)
