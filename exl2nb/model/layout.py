@@ -29,7 +29,7 @@ class Linear:
         return self.out_features, self.in_features
 
 
-ATTENTION = ("q", "k", "v", "o")
+ATTENTION, MLP = ("q", "k", "v", "o"), ("gate", "up", "down")
 
 
 def modules(roles: Iterable[str]) -> list[list[str]]:
