@@ -150,7 +150,7 @@ def test_bad_requests_leave_it_usable(llm, call, error, match):
     ("kwargs", "error", "match"),
     [
         ({"cach": "fp16"}, OptionError, "load: unknown keyword 'cach'; did you mean 'cache'"),
-        ({"cache": "q4"}, OptionError, "cache is 'q4'; expected one of fp16, fp32"),
+        ({"cache": "q3"}, OptionError, "load: unknown cache mode 'q3'; known: fp32, fp16, fp8, q8, q6, q4, or bits"),
         ({"device": "cuda"}, DeviceError, "no CUDA engine; use device='cpu'"),
         ({"device": "tpu"}, OptionError, "device is 'tpu'"),
         ({"context": 0}, OptionError, "context"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import os
 
 import torch
@@ -14,11 +15,12 @@ from exl2nb.core.errors import OptionError
 class KVCache:
     """One K and one V pool per layer.
 
-    k, v: lists over layers of `(num_pages, num_kv_heads, page_size, head_dim)`: the tokens of one head within a page are contiguous, which
-    is what the attention kernel reads. Slot `page * page_size + offset` is `pool[page, :, offset]`.
+    k, v: lists over layers of pools. A plain one is `(num_pages, num_kv_heads, page_size, head_dim)`: slot `page * page_size + offset` is
+    `pool[page, :, offset]`. A coded one is `(num_pages, num_kv_heads, bytes)` of uint8 or float8_e4m3fn (storage/FORMAT.md). Either way
+    page and head come first: the tokens of one head within a page are contiguous, which is what the attention kernel reads.
 
     Args:
-        spec: the sizes.
+        spec: the sizes and the mode.
         device: where the pools live.
 
     Raises:
@@ -29,9 +31,23 @@ class KVCache:
         self.spec, self.device = spec, device
         _check_memory(spec, device)
         shape = (spec.num_pages, spec.num_kv_heads, spec.page_size, spec.head_dim)
-        storage = STORAGES[spec.mode]
-        self.k = [storage.allocate(shape, device) for _ in range(spec.num_layers)]
-        self.v = [storage.allocate(shape, device) for _ in range(spec.num_layers)]
+        self.k = [STORAGES[spec.k_mode].allocate(*shape, device) for _ in range(spec.num_layers)]
+        self.v = [STORAGES[spec.v_mode].allocate(*shape, device) for _ in range(spec.num_layers)]
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Make page `target` what page `source` is, K and V of all layers, byte for byte.
+
+        Raises:
+            OptionError: there is no such page.
+
+        Cost: reads and writes `spec.page_bytes`; asynchronous on the current stream of a GPU.
+        """
+        for page in (source, target):
+            if isinstance(page, bool) or not isinstance(page, int) or not 0 <= page < self.spec.num_pages:
+                raise OptionError(f"copy_page: page is {page!r}; expected 0 to {self.spec.num_pages - 1}")
+        if source != target:
+            for pool in (*self.k, *self.v):
+                pool[target].copy_(pool[source])
 
     def close(self) -> None:
         """Drop the pools; the memory returns at once."""
@@ -39,7 +55,27 @@ class KVCache:
 
     def __repr__(self) -> str:
         spec = self.spec
-        return f"KVCache({spec.num_tokens} tokens, {spec.mode}, {spec.total_bytes / 2**20:.1f} MiB on {self.device})"
+        return f"KVCache({spec.num_tokens} tokens, {_mode(spec)}, {spec.total_bytes / 2**20:.1f} MiB on {self.device})"
+
+    def _repr_html_(self) -> str:
+        spec = self.spec
+        heads = f"{spec.num_layers} layers of {spec.num_kv_heads} heads of {spec.head_dim}"
+        rows = {
+            "mode": f"{_mode(spec)}: {spec.bits:g} bits a number",
+            "tokens": f"{spec.num_tokens} in {spec.num_pages} pages of {spec.page_size}",
+            "shape": heads,
+            "memory": f"{spec.total_bytes / 2**20:.1f} MiB on {self.device}; {spec.token_bytes} bytes a token",
+            "beside fp16": f"{16 / spec.bits:.2f} times the tokens in the same memory",
+        }
+        cells = "".join(
+            f"<tr><th style='text-align:left'>{name}</th><td style='text-align:left'>{html.escape(text)}</td></tr>"
+            for name, text in rows.items()
+        )
+        return f"<table><caption>KV cache{'' if self.k else ' (closed)'}</caption>{cells}</table>"
+
+
+def _mode(spec: CacheSpec) -> str:
+    return spec.mode if spec.k_mode == spec.v_mode else f"{spec.mode} (K {spec.k_mode}, V {spec.v_mode})"
 
 
 def _check_memory(spec: CacheSpec, device: str) -> None:
@@ -50,5 +86,5 @@ def _check_memory(spec: CacheSpec, device: str) -> None:
     if spec.total_bytes > memory:
         raise OptionError(
             f"cache: {spec.num_tokens} tokens in mode {spec.mode} need {spec.total_bytes / 2**30:.1f} GiB, "
-            f"{device} has {memory / 2**30:.1f} GiB; lower the number of cache tokens"
+            f"{device} has {memory / 2**30:.1f} GiB; lower the number of cache tokens, or take a mode of fewer bits"
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 from exl2nb.cli.console import Console
 from exl2nb.cli.generate import stream_text
-from exl2nb.cli.models import locate
+from exl2nb.cli.models import add_cache_option, locate
 from exl2nb.cli.sampling import add_options, facts, given_options
 
 
@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--message", action="append", metavar="TEXT", help="say this instead of reading lines; may be given again")
     parser.add_argument("--template", metavar="FILE", help="Jinja chat template, for a model that has none")
     parser.add_argument("--context", type=int, help="tokens of the whole conversation")
+    add_cache_option(parser, "fp16")
     add_options(parser)
 
 
@@ -31,7 +32,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     template = read_text(args.template) if args.template else None
     messages: list[dict[str, Any]] = [{"role": "system", "content": args.system}] if args.system else []
     lines = iter(args.message) if args.message else _lines(console)
-    with load(locate(args.model, console.sink), context=args.context, progress=console.sink) as llm:
+    with load(locate(args.model, console.sink), context=args.context, cache=args.cache, progress=console.sink) as llm:
         llm.render_chat(
             [*messages, {"role": "user", "content": ""}], template=template
         )  # a model without a template says so before anybody types

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from exl2nb.cli.console import Console, mega
-from exl2nb.cli.models import file_bytes, loaded, locate
+from exl2nb.cli.models import add_cache_option, file_bytes, loaded, locate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="UTF-8 text; its encoding is cut into rows from the start")
     parser.add_argument("--rows", type=int, default=32, help="rows to read (default 32)")
     parser.add_argument("--length", type=int, default=512, help="tokens a row (default 512)")
+    add_cache_option(parser, "fp32")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -34,15 +35,22 @@ def run(args: argparse.Namespace, console: Console) -> int:
     data: dict[str, Any] = {"ppl": None, "kl_mean": None, "kl_p99": None, "top1": None}
     with loaded(directory, console.sink) as model:
         if reference is None:
-            result = perplexity(model, ids, console.sink)
+            result = perplexity(model, ids, console.sink, cache=args.cache)
             data["ppl"] = result.ppl
             lines = [f"{args.model}, {args.rows} rows of {args.length} tokens", f"  perplexity        {result.ppl:10.4f}"]
         else:
             with loaded(reference, console.sink) as other:
-                comparison = compare_models(other, model, ids, console.sink, reference_name=args.against, other_name=args.model)
+                names = {"reference_name": args.against, "other_name": args.model}
+                comparison = compare_models(other, model, ids, console.sink, cache=args.cache, **names)
             data |= {key: value for key, value in comparison.summary().items() if key in (*data, "reference_ppl")}
             lines = [str(comparison)]
-    data |= {"bpw": inspect(directory).decoder_bpw, "bytes": file_bytes(directory), "rows": args.rows, "length": args.length}
+    data |= {
+        "bpw": inspect(directory).decoder_bpw,
+        "bytes": file_bytes(directory),
+        "rows": args.rows,
+        "length": args.length,
+        "cache": args.cache,
+    }
     lines.append(f"  bits per weight   {data['bpw']:10.4f}   in the decoder's linears; files {mega(data['bytes'])}")
     console.result(data, "\n".join(lines))
     return 0

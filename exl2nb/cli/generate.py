@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from exl2nb.cli.console import Console
-from exl2nb.cli.models import locate
+from exl2nb.cli.models import add_cache_option, locate
 from exl2nb.cli.sampling import add_options, facts, given_options
 
 if TYPE_CHECKING:
@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="model directory, hub id, or `demo`")
     parser.add_argument("--prompt", help="text to continue; `-` or nothing reads standard input")
     parser.add_argument("--context", type=int, help="tokens of prompt and answer together")
+    add_cache_option(parser, "fp16")
     add_options(parser)
 
 
@@ -28,7 +29,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     from exl2nb.llm import load
 
     prompt = sys.stdin.read() if args.prompt in (None, "-") else args.prompt
-    with load(locate(args.model, console.sink), context=args.context, progress=console.sink) as llm:
+    with load(locate(args.model, console.sink), context=args.context, cache=args.cache, progress=console.sink) as llm:
         console.say(console.bold(prompt)) if prompt.endswith("\n") else _show(console, console.bold(prompt))
         completion = stream_text(llm.stream(prompt, **given_options(args)), console)
     console.result({"prompt": prompt, **facts(completion)}, "")

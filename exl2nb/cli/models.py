@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,22 @@ def locate(name: str, progress: Sink | None = None) -> Path:
 def demo_directory() -> Path:
     """Where the packaged demo model lies."""
     return Path(__file__).resolve().parent.parent / "demo_model"
+
+
+def add_cache_option(parser: argparse.ArgumentParser, default: str) -> None:
+    """--cache, checked before anything is loaded."""
+    text = f"how K and V are stored: fp32, fp16, fp8, q8, q6 (K 8 bits, V 4), q4, or bits apart as k8v4 (default {default})"
+    parser.add_argument("--cache", metavar="MODE", type=_cache_mode, default=default, help=text)
+
+
+def _cache_mode(text: str) -> str:
+    from exl2nb.cache.modes import parse_mode
+    from exl2nb.core.errors import OptionError
+
+    try:
+        return parse_mode(text, where="--cache")
+    except OptionError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Logits of whole rows, in order, a bounded piece at a time. Always on an FP32 cache: these are the numbers others are compared with."""
+"""Logits of whole rows, in order, a bounded piece at a time; on an FP32 cache unless told otherwise, for others are compared with them."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ def check_ids(model: Model, ids: Tensor) -> Tensor:
 
 
 class RowRunner:
-    """Runs one model over rows of one length, every row from an empty context, reusing one cache."""
+    """Runs one model over rows of one length, every row from an empty context, reusing one cache of mode `cache`."""
 
-    def __init__(self, model: Model, length: int) -> None:
-        spec = model.cache_spec(length, mode="fp32")
+    def __init__(self, model: Model, length: int, cache: str = "fp32") -> None:
+        spec = model.cache_spec(length, mode=cache)
         self._model, self._cache = model, KVCache(spec, device=model.device)
         self._pages = list(range(spec.num_pages))
         self.piece = max(16, PIECE_BYTES // (4 * model.config.vocab_size))
@@ -53,23 +53,24 @@ class RowRunner:
             yield start, self._model.forward(batch, self._cache)
 
 
-def logit_rows(model: Model, ids: Tensor, progress: Sink | None = None) -> Iterator[Tensor]:
+def logit_rows(model: Model, ids: Tensor, progress: Sink | None = None, *, cache: str = "fp32") -> Iterator[Tensor]:
     """Iterator twin of `logits`: one f32 `(T, V)` per row."""
     ids = check_ids(model, ids)
-    runner = RowRunner(model, ids.shape[1])
+    runner = RowRunner(model, ids.shape[1], cache)
     with Meter("logits", total=len(ids), unit="rows", sink=progress) as meter:
         for row in ids:
             yield torch.cat([piece for _, piece in runner.pieces(row)])
             meter.step()
 
 
-def logits(model: Model, ids: Tensor, progress: Sink | None = None) -> Tensor:
+def logits(model: Model, ids: Tensor, progress: Sink | None = None, *, cache: str = "fp32") -> Tensor:
     """Logits of every position.
 
     Args:
         model: a loaded model.
         ids: int32 or int64 `(rows, T)`.
         progress: sink of progress events.
+        cache: mode of the KV cache. What it costs shows in these logits as in generation, for every token reads what was stored.
 
     Returns:
         float32 `(rows, T, V)`, all in memory: for many rows use `logit_rows`.
@@ -77,4 +78,4 @@ def logits(model: Model, ids: Tensor, progress: Sink | None = None) -> Tensor:
     Raises:
         OptionError, ContextOverflow: see `check_ids`.
     """
-    return torch.stack(list(logit_rows(model, ids, progress)))
+    return torch.stack(list(logit_rows(model, ids, progress, cache=cache)))

@@ -48,19 +48,20 @@ def next_token_logprob(logprobs: Tensor, row: Tensor, start: int) -> Tensor:
     return logprobs[: len(targets)].gather(1, targets[:, None])[:, 0]
 
 
-def perplexity(model: Model, ids: Tensor, progress: Sink | None = None) -> Perplexity:
+def perplexity(model: Model, ids: Tensor, progress: Sink | None = None, *, cache: str = "fp32") -> Perplexity:
     """Perplexity over rows, each read from an empty context.
 
     Args:
         model: a loaded model.
         ids: int `(rows, T)`, T at least 2.
         progress: sink of progress events.
+        cache: mode of the KV cache.
 
     Raises:
         OptionError, ContextOverflow: ids do not fit the model.
     """
     ids = check_ids(model, ids)
-    runner = RowRunner(model, ids.shape[1])
+    runner = RowRunner(model, ids.shape[1], cache)
     rows: list[Tensor] = []
     with Meter("perplexity", total=ids.numel(), unit="tokens", sink=progress) as meter:
         for row in ids:

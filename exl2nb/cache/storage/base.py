@@ -1,26 +1,74 @@
-"""The table of cache modes, and the kind that stores plain numbers."""
+"""The table of storages, and the two kinds there are: plain numbers, and codes with scales. FORMAT.md says which byte means what."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from exl2nb.core.errors import OptionError
 from exl2nb.core.registry import Registry
+from exl2nb.ops import kv_codes
+
+
+class Storage(Protocol):
+    """How the numbers of one pool, K or V of one layer, are stored."""
+
+    def problem(self, page_size: int, head_dim: int) -> str:
+        """Why it cannot store heads of this size, as "needs ..."; empty when it can."""
+        ...
+
+    def row_bytes(self, page_size: int, head_dim: int) -> int:
+        """Bytes of one head of one page."""
+        ...
+
+    def allocate(self, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, device: str) -> Tensor:
+        """A zeroed pool: unread slots hold zeros, never NaN, so a masked product stays finite."""
+        ...
 
 
 @dataclass(frozen=True)
 class PlainStorage:
-    """One tensor of `dtype` per pool; `bits` per number."""
+    """One number of `dtype` each: `(num_pages, Hkv, P, D)`."""
+
+    dtype: torch.dtype
+
+    def problem(self, page_size: int, head_dim: int) -> str:
+        """Nothing: it stores every size."""
+        return ""
+
+    def row_bytes(self, page_size: int, head_dim: int) -> int:
+        """See `Storage`."""
+        return page_size * head_dim * self.dtype.itemsize
+
+    def allocate(self, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, device: str) -> Tensor:
+        """See `Storage`."""
+        return torch.zeros((num_pages, num_kv_heads, page_size, head_dim), dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True)
+class CodedStorage:
+    """Codes of `bits` bits with an fp16 scale per group: `(num_pages, Hkv, row_bytes)` of `dtype`, which says what a code means."""
 
     dtype: torch.dtype
     bits: int
 
-    def allocate(self, shape: tuple[int, ...], device: str) -> Tensor:
-        """A zeroed pool: unread slots hold zeros, never NaN, so a masked product stays finite."""
-        return torch.zeros(shape, dtype=self.dtype, device=device)
+    def problem(self, page_size: int, head_dim: int) -> str:
+        """See `Storage`."""
+        if head_dim % 8:
+            return f"needs a head_dim that is a multiple of 8, found {head_dim}"
+        return f"needs pages of {kv_codes.PAGE} tokens, found {page_size}" if page_size != kv_codes.PAGE else ""
+
+    def row_bytes(self, page_size: int, head_dim: int) -> int:
+        """See `Storage`."""
+        return kv_codes.row_bytes(head_dim, self.bits, page_size)
+
+    def allocate(self, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, device: str) -> Tensor:
+        """See `Storage`."""
+        row = self.row_bytes(page_size, head_dim)
+        return torch.zeros((num_pages, num_kv_heads, row), dtype=torch.uint8, device=device).view(self.dtype)
 
 
-STORAGES: Registry[PlainStorage] = Registry("cache mode", OptionError)
+STORAGES: Registry[Storage] = Registry("cache storage", OptionError)

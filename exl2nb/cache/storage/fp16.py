@@ -4,4 +4,4 @@ import torch
 
 from exl2nb.cache.storage.base import STORAGES, PlainStorage
 
-STORAGES.register("fp16")(PlainStorage(torch.float16, 16))
+STORAGES.register("fp16")(PlainStorage(torch.float16))

@@ -4,4 +4,4 @@ import torch
 
 from exl2nb.cache.storage.base import STORAGES, PlainStorage
 
-STORAGES.register("fp32")(PlainStorage(torch.float32, 32))
+STORAGES.register("fp32")(PlainStorage(torch.float32))
