@@ -8,34 +8,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from exl2nb.converter import experts
 from exl2nb.core.errors import ConversionError
 from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import layer_linears
 
-# linears that read the same tensor, filed under the first of them; those of expert 7 have ".7" behind
-INPUTS: tuple[tuple[str, ...], ...] = (
-    ("q", "k", "v"), ("o",), ("gate", "up"), ("down",), ("shared_gate", "shared_up"), ("shared_down",),
-)  # fmt: skip
+# linears that read the same tensor, filed under the first of them
+INPUTS: tuple[tuple[str, ...], ...] = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
 DAMPING = 0.03
 ROWS_PER_BATCH = 4
 
 
 def input_of(roles: Iterable[str]) -> dict[str, str]:
     """Role -> name of its input, for the roles that a layer has."""
-    present = dict.fromkeys(roles)
-    found = {}
-    for role in present:
-        stem, dot, expert = role.partition(".")
-        group = next(group for group in INPUTS if stem in group)
-        found[role] = next(name for part in group if (name := part + dot + expert) in present)
-    return found
-
-
-def stem_of(name: str) -> str:
-    """An input's name without its expert: all experts of a layer share one weight per token."""
-    return name.partition(".")[0]
+    present = set(roles)
+    groups = [[role for role in group if role in present] for group in INPUTS]
+    return {role: group[0] for group in groups for role in group}
 
 
 @dataclass(frozen=True)
@@ -55,12 +43,10 @@ class Moments:
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
         self._totals: dict[str, float] = {}
-        self.tokens: dict[str, int] = {}
 
     def add(self, name: str, x: Tensor, weight: Tensor | None = None) -> None:
         """Add tokens x f32 `(..., K)`, each counted `weight` `(tokens,)` times."""
         x = x.detach().flatten(0, -2)
-        self.tokens[name] = self.tokens.get(name, 0) + x.shape[0]
         scaled = x if weight is None else x * weight[:, None]
         moment = (scaled.T @ x).double()
         total = float(x.shape[0] if weight is None else weight.double().sum())
@@ -117,24 +103,21 @@ def layer_hessians(
         layer: its index.
         weights: at least this layer's dense tensors.
         x: the residual stream before the layer.
-        token_weights: per input (`stem_of` its name), f32 `(rows * S,)`; None counts every token once.
+        token_weights: per input, f32 `(rows * S,)`; None counts every token once.
     """
     moments, size = Moments(), x.shape[1]
     table = layer_linears(config, layer)
     first = {table[name].key: name for name in input_of(table).values()}
-    sample = experts.Sample(config, layer, x.shape[0] * size)
     for begin in range(0, len(x), ROWS_PER_BATCH):
         batch = x[begin : begin + ROWS_PER_BATCH]
-        weight = {} if token_weights is None else {name: w[begin * size :][: len(batch) * size] for name, w in token_weights.items()}
 
-        def capture(key: str, value: Tensor, rows: Tensor | None = None, weight: Mapping[str, Tensor] = weight) -> None:
-            sample.see(key, value)
+        def capture(key: str, value: Tensor, begin: int = begin) -> None:
             if key in first:
-                mine = weight.get(stem_of(first[key]))
-                moments.add(first[key], value, mine if mine is None or rows is None else mine[rows])
+                weight = None if token_weights is None else token_weights[first[key]][begin * size :][: value.shape[0] * size]
+                moments.add(first[key], value, weight)
 
         reference.block(config, layer, weights, batch, capture)
-    return sample.complete(weights, moments.hessians(), moments.tokens)
+    return moments.hessians()
 
 
 def advance(config: ModelConfig, layer: int, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:

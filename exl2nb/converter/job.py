@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import shutil
@@ -18,7 +17,7 @@ from exl2nb.converter import calibrate, measure
 from exl2nb.converter.allocate import allocate
 from exl2nb.converter.calibrate import Source
 from exl2nb.converter.gptq import dense, quantize
-from exl2nb.converter.hessian import Moments, advance, factorize, input_of, layer_hessians, stem_of
+from exl2nb.converter.hessian import Moments, advance, factorize, input_of, layer_hessians
 from exl2nb.converter.measure import Measurement
 from exl2nb.converter.options import Option, menu
 from exl2nb.converter.result import Conversion, Matrix
@@ -204,8 +203,6 @@ class _Run:
                     table = layer_linears(self.config, statistics.layer)
                     measured = measure.measure_layer(table, self.weights.layer(statistics.layer), statistics)
                     named = {f"{statistics.layer}.{name}": value for name, value in statistics.token_weights.items()}
-                    if len(statistics.visits):
-                        named[f"{statistics.layer}.visits"] = statistics.visits
                     measure.save_layer(path, measured, named)
                     done = measured, named
                 linears |= done[0]
@@ -266,15 +263,14 @@ class _Run:
         packed = self.work.load(key, layer, linears)
         self.resumed += packed is not None
         if packed is None:
-            names = input_of(linears)
-            token_weights = {stem: measurement.token_weights[f"{layer}.{stem}"] for stem in {stem_of(name) for name in names.values()}}
+            token_weights = {name: measurement.token_weights[f"{layer}.{name}"] for name in set(input_of(linears).values())}
             hessians = layer_hessians(self.config, layer, weights, x, token_weights)
+            factors = {name: factorize(h, name=f"layer {layer}, input of {name}") for name, h in hessians.items()}
             packed = {}
-            for name, roles in itertools.groupby(linears, names.__getitem__):
-                factor = factorize(hessians.pop(name), name=f"layer {layer}, input of {name}")
-                for linear in (linears[role] for role in roles):
-                    bias = weights[f"{linear.key}.bias"].half() if linear.bias else None
-                    packed[linear.key] = quantize(weights[f"{linear.key}.weight"], factor, options[linear.key].groups, bias=bias)
+            for role, linear in linears.items():
+                bias = weights[f"{linear.key}.bias"].half() if linear.bias else None
+                groups = options[linear.key].groups
+                packed[linear.key] = quantize(weights[f"{linear.key}.weight"], factors[input_of(linears)[role]], groups, bias=bias)
             self.work.save(key, layer, packed)
         matrices = []
         for linear in linears.values():
@@ -349,11 +345,6 @@ class _Run:
             seconds=self.seconds,
             calibration=dict(calibration),
             resumed_layers=self.resumed,
-            expert_tokens={
-                layer: [int(n) for n in measurement.token_weights[f"{layer}.visits"]]
-                for layer in range(self.config.num_layers)
-                if f"{layer}.visits" in measurement.token_weights
-            },
             measurement=measurement,
         )
 

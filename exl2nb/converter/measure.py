@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import os
@@ -14,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from exl2nb.converter import gptq
-from exl2nb.converter.hessian import Factor, factorize, input_of
+from exl2nb.converter.hessian import factorize, input_of
 from exl2nb.converter.options import group_rows
 from exl2nb.converter.sensitivity import LayerStatistics
 from exl2nb.core.errors import ConversionError
@@ -90,24 +89,19 @@ def measure_layer(linears: Mapping[str, Linear], weights: Mapping[str, Tensor], 
         weights: its dense tensors.
         statistics: Hessians and gradients on the calibration rows.
     """
+    factors = {name: factorize(h, name=f"layer {statistics.layer}, input of {name}") for name, h in statistics.hessians.items()}
     names, measured = input_of(linears), {}
-    for name, roles in itertools.groupby(linears, names.__getitem__):  # one factor in memory at a time
-        hessian = statistics.hessians[name]
-        factor = factorize(hessian, name=f"layer {statistics.layer}, input of {name}")
-        for role in roles:
-            measured[linears[role].key] = _measure(linears[role], weights, statistics, factor, hessian)
+    for role, linear in linears.items():
+        weight, column = weights[f"{linear.key}.weight"], statistics.gradients[linear.key] / 2
+        factor, hessian = factors[names[role]], statistics.hessians[names[role]]
+        anchors = {}
+        for bits, size in ANCHORS:
+            groups = [(bits, rows) for rows in group_rows(linear.in_features, size)]
+            anchors[bits, size] = (gptq.run(weight, factor, groups).loss.double() @ column).tolist()
+        wide = weight.double()
+        power = float(((wide @ hessian) * wide).sum(1) @ column)
+        measured[linear.key] = Measured(linear.in_features, linear.out_features, power, anchors)
     return measured
-
-
-def _measure(linear: Linear, weights: Mapping[str, Tensor], statistics: LayerStatistics, factor: Factor, hessian: Tensor) -> Measured:
-    weight, column = weights[f"{linear.key}.weight"], statistics.gradients[linear.key] / 2
-    anchors = {}
-    for bits, size in ANCHORS:
-        groups = [(bits, rows) for rows in group_rows(linear.in_features, size)]
-        anchors[bits, size] = (gptq.run(weight, factor, groups).loss.double() @ column).tolist()
-    wide = weight.double()
-    power = float(((wide @ hessian) * wide).sum(1) @ column)
-    return Measured(linear.in_features, linear.out_features, power, anchors)
 
 
 def _plain(linears: Mapping[str, Measured]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class Conversion:
     path: the model directory. target_bpw: asked for. bpw: reached: all that the layers store over the weights of their
     matrices; head and embedding not counted. nbytes: of the
     weight files. matrices: in running order, the head last. seconds: per stage. measurement: pass it to the next conversion of this model.
-    resumed_layers: layers taken over from an interrupted run. expert_tokens: layer -> calibration tokens that chose each expert.
+    resumed_layers: layers taken over from an interrupted run.
     """
 
     path: Path
@@ -70,12 +70,6 @@ class Conversion:
     calibration: dict[str, Any]
     resumed_layers: int
     measurement: Measurement = field(repr=False)
-    expert_tokens: dict[int, list[int]] = field(default_factory=dict, repr=False)
-
-    @property
-    def unseen_experts(self) -> list[tuple[int, int]]:
-        """(layer, expert) of those that no calibration token chose: they were quantised on a sample of all tokens."""
-        return [(layer, expert) for layer, counts in self.expert_tokens.items() for expert, n in enumerate(counts) if n == 0]
 
     @property
     def predicted_kl(self) -> float:
@@ -117,16 +111,8 @@ class Conversion:
         stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
         return (
             f"{self.path}: {self.bpw:.4f} bits per weight (target {self.target_bpw:g}, head {self.head_bits}), {self.nbytes:,} bytes\n"
-            f"{stages}\n{self._experts()}{self.map()}"
+            f"{stages}\n{self.map()}"
         )
-
-    def _experts(self) -> str:
-        """One line on experts that the calibration hardly reached; empty for a model without experts."""
-        if not self.expert_tokens:
-            return ""
-        unseen, least = self.unseen_experts, min(min(counts) for counts in self.expert_tokens.values())
-        shown = ", ".join(f"{layer}.{expert}" for layer, expert in unseen[:8]) + (", ..." if len(unseen) > 8 else "")
-        return f"experts: {least} calibration tokens at least\n" if not unseen else f"experts without calibration tokens: {shown}\n"
 
     def __repr__(self) -> str:
         return f"Conversion({str(self.path)!r}, bpw={self.bpw:.4f}, head_bits={self.head_bits}, nbytes={self.nbytes})"

@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from exl2nb.converter import experts
-from exl2nb.converter.hessian import ROWS_PER_BATCH, Moments, advance, input_of, stem_of
+from exl2nb.converter.hessian import ROWS_PER_BATCH, Moments, advance, input_of
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
@@ -33,15 +32,14 @@ Step = Callable[[str], None]
 class LayerStatistics:
     """One layer of the dense model on the calibration rows.
 
-    hessians: input name -> f64 `(K, K)`, weighted by token. token_weights: input name without its expert -> f32 `(tokens,)`, mean 1.
-    gradients: linear key -> f64 `(N,)`, mean squared gradient of each output. visits: tokens that chose each expert, f32 `(E,)`.
+    hessians: input name -> f64 `(K, K)`, weighted by token. token_weights: input name -> f32 `(tokens,)`, mean 1.
+    gradients: linear key -> f64 `(N,)`, mean squared gradient of each output.
     """
 
     layer: int
     hessians: dict[str, Tensor]
     token_weights: dict[str, Tensor]
     gradients: dict[str, Tensor]
-    visits: Tensor
 
 
 def sweep(weights: DenseWeights, ids: Tensor, *, seed: int, step: Step) -> Iterator[LayerStatistics]:
@@ -86,13 +84,10 @@ def _backward(
     config: ModelConfig, layer: int, weights: Mapping[str, Tensor], x: Tensor, gradient: Tensor
 ) -> tuple[LayerStatistics, Tensor]:
     """Statistics of one layer, and the gradient at its input."""
-    linears = layer_linears(config, layer)
-    roles = {linear.key: role for role, linear in linears.items()}
-    names, count = input_of(roles.values()), x.shape[0] * x.shape[1]
-    moments = Moments()
-    squares = {key: torch.zeros(linears[role].out_features, dtype=torch.float64) for key, role in roles.items()}
+    roles = {linear.key: role for role, linear in layer_linears(config, layer).items()}
+    names = input_of(roles.values())
+    moments, squares = Moments(), dict.fromkeys(roles, torch.zeros((), dtype=torch.float64))
     tokens: dict[str, list[Tensor]] = {}
-    sample = experts.Sample(config, layer, count)
     below = []
     for part, upper in zip(x.split(ROWS_PER_BATCH), gradient.split(ROWS_PER_BATCH)):
         tape = _Tape()
@@ -101,33 +96,23 @@ def _backward(
             out = reference.block(config, layer, weights, leaf, tape.capture)
         below.append(torch.autograd.grad(out, leaf, upper)[0])
         weight: dict[str, Tensor] = {}
-        per_token = {stem_of(name): torch.zeros(part.shape[0] * part.shape[1]) for name in names.values()}
         for key, role in roles.items():
-            if key not in tape.gradients:  # an expert that no token chose
-                continue
             square = tape.gradients[key].flatten(0, -2).square()
-            squares[key] += square.double().sum(0)
-            name, value, rows = names[role], square.sum(1), tape.rows.get(key)
-            weight[name] = weight.get(name, torch.zeros(())) + value
-            everyone = per_token[stem_of(name)]
-            everyone.add_(value) if rows is None else everyone.index_add_(0, rows, value)
+            squares[key] = squares[key] + square.double().sum(0)
+            name = names[role]
+            weight[name] = weight.get(name, torch.zeros(())) + square.sum(1)
         for name, value in weight.items():
             inputs = tape.inputs[config.names.at(layer, name)]
             moments.add(name, inputs, value)
             moments.add(f"{name} plain", inputs)
-        for name, value in per_token.items():
             tokens.setdefault(name, []).append(value)
-        for key, value in tape.inputs.items():
-            sample.see(key, value)
-    both = moments.hessians()
-    mixed = {name: (both[name] + both[f"{name} plain"]) / 2 for name in set(names.values()) if name in both}
-    moe = config.experts(layer)
+    count = x.shape[0] * x.shape[1]
+    hessians = moments.hessians()
     statistics = LayerStatistics(
         layer=layer,
-        hessians=sample.complete(weights, mixed, moments.tokens),
+        hessians={name: (hessians[name] + hessians[f"{name} plain"]) / 2 for name in tokens},
         token_weights={name: _blend(torch.cat(parts)) for name, parts in tokens.items()},
-        gradients=experts.level({key: square / count for key, square in squares.items()}, roles),
-        visits=torch.tensor([float(moments.tokens.get(f"gate.{i}", 0)) for i in range(moe.num_experts if moe is not None else 0)]),
+        gradients={key: square / count for key, square in squares.items()},
     )
     return statistics, torch.cat(below)
 
@@ -140,20 +125,17 @@ def _blend(weight: Tensor) -> Tensor:
 
 @dataclass
 class _Tape(TorchFunctionMode):
-    """Keeps the input of every captured linear, the numbers of its tokens where they are not all, and the gradient at its output."""
+    """Keeps the input of every captured linear and the gradient at its output."""
 
     inputs: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    rows: dict[str, Tensor] = field(default_factory=dict)
     _pending: str = ""
 
     def __post_init__(self) -> None:
         super().__init__()
 
-    def capture(self, key: str, value: Tensor, rows: Tensor | None = None) -> None:
+    def capture(self, key: str, value: Tensor) -> None:
         self.inputs[key], self._pending = value.detach(), key
-        if rows is not None:
-            self.rows[key] = rows
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
