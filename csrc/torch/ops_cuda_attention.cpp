@@ -175,7 +175,7 @@ std::tuple<Tensor, Tensor> attention_step_cuda(const Tensor& qkv, const Tensor& 
   const torch::stable::accelerator::DeviceGuard guard(qkv.get_device_index());
   const int64_t copies = int64_t(inverse.size());
   const std::vector<int64_t> shape{T, K}, x_shape{copies, T, stride};
-  Tensor out = torch::stable::new_zeros(qkv, shape), x = torch::stable::new_zeros(qkv, x_shape, ScalarType::Half);
+  Tensor out = torch::stable::new_empty(qkv, shape, ScalarType::Float), x = torch::stable::new_empty(qkv, x_shape, ScalarType::Half);
   a.to.out = static_cast<float*>(out.mutable_data_ptr());
   a.to.x = x.mutable_data_ptr(), a.to.x_stride = int(stride), a.to.x_perm_stride = int(T * stride), a.to.num_perms = int(copies);
   for (int64_t i = 0; i < copies; i++) a.to.inverse[i] = data<int>(op, "inverse", inverse[i], ScalarType::Int, {K});

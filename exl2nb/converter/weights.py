@@ -31,6 +31,8 @@ class DenseWeights:
     def __init__(self, config: ModelConfig, store: Store) -> None:
         if store.is_exl2:
             raise ConversionError(f"{store.directory}: found an EXL2 model, expected a dense one; convert the model it was made from")
+        if any(name.endswith(".qweight") for name in store.names()):
+            raise ConversionError(f"{store.directory}: found a GPTQ model, expected a dense one; convert the model it was made from")
         self.config, self.store = config, store
         for linear in linears(config):
             self._check(self._weight_name(linear), linear.shape)

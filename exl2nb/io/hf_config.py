@@ -81,20 +81,6 @@ def check_kinds(path: Path, config: dict[str, Any]) -> None:
 _JSON_NAMES = {"str": "string", "dict": "object", "bool": "boolean", "int": "integer"}
 
 
-def check_quantization(directory: str | os.PathLike[str], config: dict[str, Any]) -> None:
-    """Refuse a model whose config says that its weights are in a format we do not read.
-
-    Raises:
-        ConfigError: `quantization_config.quant_method` names another format; says what to do.
-    """
-    method = (config.get("quantization_config") or {}).get("quant_method")
-    if method not in (None, "exl2"):
-        raise ConfigError(
-            f"{Path(directory) / 'config.json'}: the weights are in format {str(method)[:40]!r}; expected exl2 or plain fp16/bf16/fp32: "
-            "take the original unquantised model, and convert it with exl2nb where you want it small"
-        )
-
-
 def read_json(path: Path, *, limit_bytes: int = LIMIT_BYTES, error: Callable[[str], Exception] = ConfigError) -> dict[str, Any]:
     """Read a file that must be one strict JSON object: UTF-8, no key twice, no NaN or Infinity.
 

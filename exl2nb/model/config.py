@@ -8,6 +8,7 @@ from exl2nb.core.errors import ConfigError
 from exl2nb.model.moe import MoE
 from exl2nb.model.names import Files, Names
 from exl2nb.model.rope import MAX_CONTEXT, RopeConfig
+from exl2nb.quant.gptq_spec import GptqSpec
 
 # hidden_act in config.json: activation of the ops
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
@@ -33,7 +34,8 @@ class ModelConfig:
     architecture: class name from `architectures`. Sizes as in LIMITS. norm_eps: of every RMSNorm. qkv_bias, o_bias, mlp_bias: which linears
     carry a bias. tie_word_embeddings: the head may use the embedding's matrix. activation: of the gate, as the ops call it.
     windows: per layer, tokens a query sees including itself; 0 = all. attention_scale: factor on q.k.
-    attention_softcap, logit_softcap: c * tanh(x / c); 0 = none. quant_method: what `quantization_config` names ("exl2"), or None.
+    attention_softcap, logit_softcap: c * tanh(x / c); 0 = none. quant_method: what `quantization_config` names ("exl2", "gptq"), or None;
+    gptq: what it says of a GPTQ checkpoint.
 
     What most decoders do is the default of the rest. norm: "rms" or "layer" (LayerNorm); norm_bias: it has one. norm_offset: added to every
     norm's weight. pre_norm: norms before attention and MLP; post_norm: RMS norms on their results, before these are added. parallel:
@@ -68,6 +70,7 @@ class ModelConfig:
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
     quant_method: str | None = None
+    gptq: GptqSpec | None = None
     names: Names = field(default_factory=Names)
     files: Files = field(default_factory=Files)
     norm: str = "rms"

@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from exl2nb.core.errors import ConfigError, FormatError, UnknownArchitecture
-from exl2nb.io.hf_config import check_quantization, read_config
+from exl2nb.io.hf_config import read_config
+from exl2nb.io.quantization import with_quantization
 from exl2nb.io.shards import TensorStore
 from exl2nb.model import inspect_view
 from exl2nb.model.archs import parse_config
-from exl2nb.model.store import Store, open_store
+from exl2nb.model.config import ModelConfig
+from exl2nb.model.store import GPTQ_SUFFIXES, ModelStore, Store, open_store
 from exl2nb.quant.bits import Groups, stored_bits
 from exl2nb.quant.exl2_check import SUFFIXES, check_headers, parse_groups
+from exl2nb.quant.gptq_spec import GptqSpec, bits_of, header_problems, in_features_of
 
 _NO_LINEARS = ("q_norm", "k_norm", "mlp.gate", "block_sparse_moe.gate", "shared_expert_gate")  # two-dimensional, and never quantised
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
@@ -25,9 +28,9 @@ _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
 class Matrix:
     """One linear layer (or the embedding) on disk.
 
-    key: module key. layer: its decoder layer, None outside them. name: what is left of the key ("self_attn.q_proj"). format: "exl2" or a
-    dtype. in_features, out_features: K and N as stored, padding included. groups: `(bits, rows)` each, empty when dense. bpw: stored bits
-    per weight, the bias left out. nbytes: all its tensors, the bias included.
+    key: module key. layer: its decoder layer, None outside them. name: what is left of the key ("self_attn.q_proj"). format: "exl2", "gptq"
+    or a dtype. in_features, out_features: K and N as stored, padding included. groups: `(bits, rows)` each, empty when dense. bpw: stored
+    bits per weight, the bias left out. nbytes: all its tensors, the bias included.
     """
 
     key: str
@@ -148,7 +151,7 @@ class Inspection:
 
 
 def inspect(directory: str | os.PathLike[str]) -> Inspection:
-    """Look at a model directory, EXL2 or fp16/bf16/fp32, without loading it.
+    """Look at a model directory, EXL2, GPTQ or fp16/bf16/fp32, without loading it.
 
     Raises:
         ModelNotFound: no such directory, no config.json or no .safetensors file in it.
@@ -156,10 +159,11 @@ def inspect(directory: str | os.PathLike[str]) -> Inspection:
         FormatError: a header or a group table breaks a rule.
     """
     directory = Path(directory)
-    config = read_config(directory)
-    check_quantization(directory, config)
-    with _open(directory, config) as store:
-        matrices = sorted(_matrices(store), key=_order)
+    config = with_quantization(directory, read_config(directory))
+    model = _model_config(directory, config)
+    with open_store(model, directory) if model else TensorStore(directory) as store:
+        spec = (model.gptq if model else None) or GptqSpec()
+        matrices = sorted(_matrices(store, spec), key=_order)
         total = sum(store.info(name).nbytes for name in store.names())
         files = store.files
     decoder = [m for m in matrices if m.layer is not None]
@@ -181,12 +185,12 @@ def inspect(directory: str | os.PathLike[str]) -> Inspection:
     )
 
 
-def _open(directory: Path, config: dict[str, Any]) -> Store:
-    """The weights under our names where the architecture is known, else as they are."""
+def _model_config(directory: Path, config: dict[str, Any]) -> ModelConfig | None:
+    """What the architecture makes of it; None where it is unknown: then the tensors are shown under the names they have."""
     try:
-        return open_store(parse_config(config, where=str(directory / "config.json")), directory)
+        return parse_config(config, where=str(directory / "config.json"))
     except (UnknownArchitecture, ConfigError):
-        return TensorStore(directory)
+        return None
 
 
 def _order(matrix: Matrix) -> tuple[int, int, str]:
@@ -195,12 +199,14 @@ def _order(matrix: Matrix) -> tuple[int, int, str]:
     return (last if matrix.layer is None else matrix.layer, rank, matrix.key)
 
 
-def _matrices(store: Store) -> list[Matrix]:
+def _matrices(store: Store, spec: GptqSpec) -> list[Matrix]:
     found = []
     for name in store.names():
         stem, _, suffix = name.rpartition(".")
         if suffix == "q_weight":
             found.append(_exl2(store, stem))
+        elif suffix == "qweight":
+            found.append(_gptq(store, stem, spec))
         elif suffix == "weight" and len(store.info(name).shape) == 2 and not stem.endswith(_NO_LINEARS):
             found.append(_dense(store, stem))
     return found
@@ -226,6 +232,25 @@ def _exl2(store: Store, key: str) -> Matrix:
     layer, name = _place(key)
     nbytes = sum(info.nbytes for info in infos.values())
     return Matrix(key, layer, name, "exl2", rows, columns, tuple(groups), stored_bits(groups, columns) / (rows * columns), nbytes)
+
+
+def _gptq(store: Store, key: str, spec: GptqSpec) -> Matrix:
+    whole = store.whole(key) if isinstance(store, ModelStore) else None
+    home, prefix = (store, key) if whole is None else (whole.store, whole.prefix)
+    infos = {suffix: home.info(f"{prefix}.{suffix}") for suffix in GPTQ_SUFFIXES if suffix != "g_idx" or f"{prefix}.g_idx" in home}
+    if problems := header_problems(infos, prefix, spec):
+        raise FormatError(f"{infos['qweight'].path}: {'; '.join(problems)}")
+    rows, groups, columns = in_features_of(infos, spec), infos["scales"].shape[0], infos["scales"].shape[1]
+    bits = bits_of(infos["qweight"].shape[0], rows)
+    assert bits is not None  # header_problems
+    taken = columns if whole is None else len(whole.columns)
+    stored = bits * rows * taken + groups * taken * (bits + 8 * infos["scales"].dtype.itemsize)
+    nbytes = stored // 8 + (infos["g_idx"].nbytes if "g_idx" in infos and whole is None else 0)
+    size = -(-rows // groups)
+    sizes = tuple((bits, min(size, rows - size * g)) for g in range(groups) if rows > size * g)
+    layer, name = _place(key)
+    bias = store.info(f"{key}.bias").nbytes if f"{key}.bias" in store else 0
+    return Matrix(key, layer, name, "gptq", rows, taken, sizes, nbytes * 8 / (rows * taken), nbytes + bias)
 
 
 def _dense(store: Store, key: str) -> Matrix:

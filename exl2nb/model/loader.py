@@ -11,9 +11,11 @@ from torch import Tensor
 from exl2nb import ops
 from exl2nb.core.errors import DeviceError, OptionError
 from exl2nb.core.progress import Meter, Sink
-from exl2nb.io.hf_config import check_quantization, read_config
+from exl2nb.io.hf_config import read_config
+from exl2nb.io.quantization import with_quantization
 from exl2nb.model.archs import parse_config
 from exl2nb.model.config import ModelConfig
+from exl2nb.model.gptq import read_gptq
 from exl2nb.model.layers.attention import Attention
 from exl2nb.model.layers.ends import Embedding, Head
 from exl2nb.model.layers.layer import Layer
@@ -35,8 +37,7 @@ def read_model_config(directory: str | os.PathLike[str]) -> ModelConfig:
     Raises:
         ModelNotFound: no directory or no config.json. ConfigError: a value that cannot be used. UnknownArchitecture: lists the known ones.
     """
-    raw = read_config(directory)
-    check_quantization(directory, raw)
+    raw = with_quantization(directory, read_config(directory))
     return parse_config(raw, where=str(Path(directory) / "config.json"))
 
 
@@ -48,7 +49,7 @@ def load_model(
     context: int | None = None,
     progress: Sink | None = None,
 ) -> Model:
-    """Load an EXL2 or plain fp16, bf16 or fp32 model.
+    """Load an EXL2, GPTQ or plain fp16, bf16 or fp32 model.
 
     Args:
         directory: holds config.json and the .safetensors files.
@@ -63,7 +64,8 @@ def load_model(
 
     Raises:
         ModelNotFound, ConfigError, UnknownArchitecture: as `read_model_config`. FormatError: tensors that are missing, unknown, of a wrong
-        shape or dtype, or that break the EXL2 format. OptionError: an argument out of range. DeviceError: an unknown device.
+        shape or dtype, or that break their format, all listed at once. OptionError: an argument out of range. DeviceError: an unknown
+        device.
     """
     if weights not in WEIGHTS:
         raise OptionError(f"load_model: weights is {weights!r}; expected one of {', '.join(WEIGHTS)}")
@@ -198,6 +200,11 @@ class _Builder:
         if source.kind == "dense":
             weight = self.store.read(f"{source.prefix}.weight")
             return ops.pack_dense(weight.float() if self.widen else weight)
+        if source.kind == "gptq":
+            gptq = read_gptq(self.config, self.store, source.linear)
+            if self.widen:
+                return ops.pack_dense(gptq.reconstruct().T.contiguous())
+            return ops.pack_gptq(*gptq.packed(), bits=gptq.bits, in_features=gptq.in_features)
         outputs = source.linear.out_features
         exl2 = Exl2Tensors.read(self.store, source.prefix, in_features=source.linear.in_features, out_features=outputs)
         if self.widen:

@@ -2,26 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from exl2nb.core.errors import FormatError
+from exl2nb.io.quantization import foreign_format, refuse
 from exl2nb.model.config import ModelConfig
+from exl2nb.model.gptq import gptq_problems
 from exl2nb.model.layout import Linear, accepted, head_linear, layer_linears, modules, vectors
 from exl2nb.model.store import Store
 from exl2nb.quant.dense import check_dense
 from exl2nb.quant.exl2_check import SUFFIXES, check_headers
+from exl2nb.quant.gptq_spec import SUFFIXES as GPTQ_SUFFIXES
 
 SHOWN = 5  # names listed in a message
+LISTED = 40  # problems listed in a message
+PARTS = {"exl2": (*SUFFIXES, "q_perm"), "gptq": (*GPTQ_SUFFIXES, "g_idx"), "dense": ("weight",)}  # kind: ends of its tensors' names
 
 
 @dataclass(frozen=True)
 class Source:
-    """One linear and where its matrix comes from: `prefix` of its tensors (the embedding's for a tied head), `kind` "exl2" or "dense"."""
+    """One linear and where its matrix comes from: `prefix` of its tensors (the embedding's for a tied head), `kind` a key of PARTS."""
 
     linear: Linear
     prefix: str
     kind: str
+
+
+class _Missing(FormatError):
+    """A tensor that no file has; caught and reported with the others."""
+
+    def __init__(self, message: str, tensor: str) -> None:
+        super().__init__(message)
+        self.tensor = tensor
+
+
+@dataclass
+class _Problems:
+    """Everything wrong with a model, so that one error lists it all."""
+
+    config: ModelConfig
+    store: Store
+    missing: list[_Missing] = field(default_factory=list)
+    others: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        try:
+            yield
+        except _Missing as error:
+            self.missing.append(error)
+        except FormatError as error:
+            self.others.append(str(error))
+
+    def raise_any(self) -> None:
+        if len(self.missing) + len(self.others) == 0:
+            return
+        found = list(dict.fromkeys(self.others))
+        if len(self.missing) == 1:
+            found.insert(0, str(self.missing[0]))
+        elif self.missing:
+            names = _some([error.tensor for error in self.missing], LISTED)
+            files = f"{len(self.store.files)} files"
+            found.insert(
+                0,
+                f"{self.store.directory}: found none of {len(self.missing)} tensors in {files}, expected them for "
+                f"{self.config.architecture}: {names}",
+            )
+        raise FormatError(found[0] if len(found) == 1 else f"{len(found)} problems: {_some(found, LISTED, '; ')}")
 
 
 def plan(config: ModelConfig, store: Store) -> dict[str, Source]:
@@ -36,27 +85,41 @@ def plan(config: ModelConfig, store: Store) -> dict[str, Source]:
 
     Raises:
         FormatError: tensors that are missing, that the architecture does not know, or of the wrong shape or dtype; matrices of one module
-            that are partly quantised. Names the tensors and files.
+            that are partly quantised with EXL2; formats mixed. Names the tensors and files, all problems at once.
+        ConfigError: the tensors are those of a format that is not read here.
     """
+    problems = _Problems(config, store)
     sources: dict[str, Source] = {}
     for layer in range(config.num_layers):
         linears = layer_linears(config, layer)
-        found = {role: _layer_source(store, linear) for role, linear in linears.items()}
+        found: dict[str, Source] = {}
+        for role, linear in linears.items():
+            with problems.collecting():
+                found[role] = _layer_source(config, store, linear)
         for roles in modules(linears):
-            _check_granularity(store, [found[role] for role in roles if role in found])
+            with problems.collecting():
+                _check_granularity(store, [found[role] for role in roles if role in found])
         sources |= {source.linear.key: source for source in found.values()}
-    sources[config.names.head] = _head_source(config, store)
+    with problems.collecting():
+        sources[config.names.head] = _head_source(config, store)
     for name, shape in vectors(config).items():
-        _check_float(store, name, *accepted(config, shape))
-    _check_extra(config, store, sources.values())
+        with problems.collecting():
+            _check_float(store, name, *accepted(config, shape))
+    if problems.missing:
+        _check_foreign(store)
+    with problems.collecting():
+        _check_method(config, store, sources.values())
+    if not problems.missing and not problems.others:
+        _check_extra(config, store, sources.values())
+    problems.raise_any()
     return sources
 
 
-def _layer_source(store: Store, linear: Linear) -> Source:
+def _layer_source(config: ModelConfig, store: Store, linear: Linear) -> Source:
     kind = _kind(store, linear.key)
     if kind is None:
         raise missing(store, f"{linear.key}.weight", f"it or {linear.key}.q_weight")
-    _check_linear(store, linear, linear.key, kind)
+    _check_linear(config, store, linear, linear.key, kind)
     if linear.bias:
         _check_float(store, f"{linear.key}.bias", (linear.out_features,))
     return Source(linear, linear.key, kind)
@@ -66,7 +129,9 @@ def _head_source(config: ModelConfig, store: Store) -> Source:
     linear, embed = head_linear(config), config.names.embed
     kind = _kind(store, linear.key)
     if kind is not None:
-        _check_linear(store, linear, linear.key, kind)
+        _check_linear(config, store, linear, linear.key, kind)
+        if kind == "gptq" and config.files.unit_head:
+            raise wrong(store, f"{linear.key}.qweight", "a GPTQ head", "a plain one: this architecture normalises its rows")
         return Source(linear, linear.key, kind)
     if not config.tie_word_embeddings:
         raise missing(store, f"{linear.key}.weight", f"it or {linear.key}.q_weight, since tie_word_embeddings is false")
@@ -74,12 +139,17 @@ def _head_source(config: ModelConfig, store: Store) -> Source:
 
 
 def _kind(store: Store, prefix: str) -> str | None:
-    return "exl2" if f"{prefix}.q_weight" in store else "dense" if f"{prefix}.weight" in store else None
+    ends = {"exl2": "q_weight", "gptq": "qweight", "dense": "weight"}
+    return next((kind for kind, end in ends.items() if f"{prefix}.{end}" in store), None)
 
 
-def _check_linear(store: Store, linear: Linear, prefix: str, kind: str) -> None:
+def _check_linear(config: ModelConfig, store: Store, linear: Linear, prefix: str, kind: str) -> None:
     if kind == "dense":
         _check_float(store, f"{prefix}.weight", linear.shape)
+        return
+    if kind == "gptq":
+        if found := gptq_problems(config, store, linear):
+            raise FormatError(f"{store.info(f'{prefix}.qweight').path}: {'; '.join(found)}")
         return
     for part in SUFFIXES:
         if f"{prefix}.{part}" not in store:
@@ -100,32 +170,66 @@ def _check_float(store: Store, name: str, shape: tuple[int, ...], *others: tuple
 
 
 def _check_granularity(store: Store, sources: list[Source]) -> None:
-    if len({source.kind for source in sources}) > 1:
+    if {source.kind for source in sources} == {"exl2", "dense"}:
         plain = next(source for source in sources if source.kind == "dense")
         names = ", ".join(source.linear.key.rsplit(".", 1)[-1] for source in sources)
         raise wrong(store, f"{plain.prefix}.weight", "a plain matrix beside quantised ones", f"all of {names} quantised or none")
 
 
+def _check_method(config: ModelConfig, store: Store, sources: Iterable[Source]) -> None:
+    """One quantised format in a model, and the one that its config names."""
+    examples = {source.kind: source for source in sources if source.kind != "dense"}
+    named = config.quant_method
+    if len(examples) > 1:
+        both = " and ".join(f"{source.prefix} in {kind}" for kind, source in sorted(examples.items()))
+        raise FormatError(f"{store.directory}: found {both}, expected one quantised format in a model: remove the files of the other")
+    for kind, source in examples.items():
+        if named not in (None, kind):
+            raise FormatError(
+                f"{store.directory}: found {source.prefix} in {kind}, expected {named} as quantization_config says: "
+                "does config.json belong to these weights?"
+            )
+    if named == "gptq" and not examples:
+        raise FormatError(f"{store.directory}: found no matrix in gptq, expected some as quantization_config says")
+
+
+def _check_foreign(store: Store) -> None:
+    """Raise ConfigError where the tensors give another format away."""
+    if method := foreign_format(store.names()):
+        refuse(store.directory, method)
+
+
+def _unused_bias(store: Store, source: Source) -> bool:
+    """Whether there is a bias of zeros that no architecture asked for: some GPTQ tools write them."""
+    name = f"{source.linear.key}.bias"
+    return source.kind == "gptq" and name in store and not bool(store.read(name).any())
+
+
 def _check_extra(config: ModelConfig, store: Store, sources: Iterable[Source]) -> None:
     allowed = set(vectors(config))
     for source in sources:
-        parts = (*SUFFIXES, "q_perm") if source.kind == "exl2" else ("weight",)
-        allowed |= {f"{source.prefix}.{part}" for part in parts}
-        if source.linear.bias:
+        allowed |= {f"{source.prefix}.{part}" for part in PARTS[source.kind]}
+        if source.linear.bias or _unused_bias(store, source):
             allowed.add(f"{source.linear.key}.bias")
     # buffers that old checkpoints saved; RoPE comes from the config
     extra = sorted(name for name in store.names() if name not in allowed and not name.endswith("rotary_emb.inv_freq"))
     if extra:
-        shown = ", ".join(extra[:SHOWN]) + (f" and {len(extra) - SHOWN} more" if len(extra) > SHOWN else "")
+        _check_foreign(store)
         raise FormatError(
-            f"{store.info(extra[0]).path}: found {len(extra)} tensors that {config.architecture} with this config.json lacks: {shown}; "
+            f"{store.info(extra[0]).path}: found {len(extra)} tensors that {config.architecture} with this config.json lacks: "
+            f"{_some(extra, SHOWN)}; "
             "expected none: does config.json belong to these weights?"
         )
 
 
+def _some(items: list[str], limit: int, separator: str = ", ") -> str:
+    """The first of them, and how many more there are."""
+    return separator.join(items[:limit]) + (f" and {len(items) - limit} more" if len(items) > limit else "")
+
+
 def missing(store: Store, name: str, expected: str) -> FormatError:
     """The error for a tensor that no file has."""
-    return FormatError(f"{store.directory}: tensor {name!r}: found none of that name in {len(store.files)} files, expected {expected}")
+    return _Missing(f"{store.directory}: tensor {name!r}: found none of that name in {len(store.files)} files, expected {expected}", name)
 
 
 def wrong(store: Store, name: str, found: str, expected: str) -> FormatError:

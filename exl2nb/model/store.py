@@ -16,8 +16,10 @@ from exl2nb.io.safetensors import TensorInfo
 from exl2nb.io.shards import TensorStore
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import Linear, layer_linears
+from exl2nb.quant.gptq_spec import SUFFIXES
 
 Cut = Callable[[Tensor], Tensor]
+GPTQ_SUFFIXES = (*SUFFIXES, "g_idx")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +30,16 @@ class _Piece:
     cut: Cut | None = None
     shape: tuple[int, ...] | None = None
     rows: tuple[int, int] | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Whole:
+    """The fused GPTQ matrix that holds a linear: its tensors' prefix in the files, its outputs, and the linear's columns int64 `(N,)`."""
+
+    store: TensorStore
+    prefix: str
+    out_features: int
+    columns: Tensor
 
 
 class ModelStore:
@@ -42,6 +54,7 @@ class ModelStore:
         self.directory: Path = store.directory
         self.is_exl2 = store.is_exl2
         self._pieces: dict[str, _Piece] = {}
+        self._wholes: dict[str, tuple[str, list[Linear]]] = {}
         fused, stacked = _fused(config), _stacked(config)
         for source in store.names():
             name = source
@@ -54,6 +67,10 @@ class ModelStore:
                 self._add_stacked(source, *stacked[name])
             elif stem in fused and suffix in ("weight", "bias"):
                 self._add_fused(source, suffix, fused[stem])
+            elif stem in fused and suffix in GPTQ_SUFFIXES:
+                for linear in fused[stem]:
+                    self._add(f"{linear.key}.{suffix}", _Piece(source))
+                    self._wholes[linear.key] = (source.rpartition(".")[0], fused[stem])
             else:
                 self._add(name, self._plain(source, name))
 
@@ -87,6 +104,15 @@ class ModelStore:
             return self._store.read(name)
         tensor = self._store.read(piece.source, rows=piece.rows)
         return tensor if piece.cut is None else piece.cut(tensor).contiguous()
+
+    def whole(self, key: str) -> Whole | None:
+        """Where the GPTQ matrix of linear `key` lies, if that is a fused one: its pieces cannot be read one by one. None: it is not."""
+        if key not in self._wholes:
+            return None
+        prefix, linears = self._wholes[key]
+        total = sum(linear.out_features for linear in linears)
+        at = next(i for i, linear in enumerate(linears) if linear.key == key)
+        return Whole(self._store, prefix, total, self._cut(linears, at, turned=False)(torch.arange(total)))
 
     def close(self) -> None:
         """Close all files."""
@@ -123,14 +149,16 @@ class ModelStore:
         want = (*inner, rows) if turned else (rows, *inner)
         if info.shape != want:
             raise FormatError(f"{info.path}: tensor {source!r}: found shape {info.shape}, expected {want} for this config.json")
-        config, start = self._config, 0
-        for linear in linears:
-            if config.files.grouped and len(linears) == 3:
-                cut = _group_cut(config, linear.role)
-            else:
-                cut = _row_cut(start, start + linear.out_features, turned)
-            start += linear.out_features
-            self._add(f"{linear.key}.{suffix}", _Piece(source, cut, (linear.out_features, *inner)))
+        for at, linear in enumerate(linears):
+            piece = _Piece(source, self._cut(linears, at, turned=turned), (linear.out_features, *inner))
+            self._add(f"{linear.key}.{suffix}", piece)
+
+    def _cut(self, linears: list[Linear], at: int, *, turned: bool) -> Cut:
+        """What takes the rows of one linear out of the fused ones."""
+        if self._config.files.grouped and len(linears) == 3:
+            return _group_cut(self._config, linears[at].role)
+        start = sum(linear.out_features for linear in linears[:at])
+        return _row_cut(start, start + linears[at].out_features, turned)
 
     def _add_stacked(self, source: str, linears: list[Linear], turned: bool) -> None:
         info, config = self._store.info(source), self._config

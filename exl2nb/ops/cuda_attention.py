@@ -88,7 +88,8 @@ attention_step = define(
 """One layer's attention of a decode step, from q, k, v before rotation: `csrc/cuda/attention.h`, attention_decode_launch.
 
 qkv f32 `(T, (Hq + 2 Hkv) * D)`, at most 8 tokens per sequence; workspace uint8 of `attention_workspace` bytes, zeroed once. inverse: int32
-`(Hq * D,)` each, feature -> stored row. Returns f32 `(T, Hq * D)` and f16 `(len(inverse), T, stride)`, the next matrix's inputs.
+`(Hq * D,)` each, feature -> stored row. Returns f32 `(T, Hq * D)` and f16 `(len(inverse), T, stride)`, the next matrix's inputs;
+rows of unused sequences hold anything.
 """
 
 attention_workspace = define(
@@ -113,8 +114,8 @@ def _append(
 
 rope_append = define(
     "rope_append(Tensor(d!) qkv, Tensor cos, Tensor sin, Tensor positions, Tensor slots, Tensor(a!) k_pool, Tensor(b!) v_pool, "
-    "Tensor? q_norm, Tensor? k_norm, int num_heads, int num_kv_heads, int head_dim, float eps, bool layer_norm, bool interleaved, float clip) "
-    "-> (Tensor, Tensor, Tensor)",
+    "Tensor? q_norm, Tensor? k_norm, int num_heads, int num_kv_heads, int head_dim, float eps, bool layer_norm, bool interleaved, "
+    "float clip) -> (Tensor, Tensor, Tensor)",
     fake=lambda qkv, *a: tuple(qkv.new_empty(qkv.shape[0], n, a[10], dtype=torch.float16) for n in (a[8], a[9], a[9])),
     reference=_append,
 )

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from exl2nb.core.errors import ConfigError, ModelNotFound
-from exl2nb.io.hf_config import LIMIT_BYTES, check_quantization, read_config, read_generation_config
+from exl2nb.io.hf_config import LIMIT_BYTES, read_config, read_generation_config
 
 
 def put(directory, value, name="config.json"):
@@ -61,10 +61,3 @@ def test_size_limit(tmp_path):
     (tmp_path / "config.json").write_bytes(b" " * (LIMIT_BYTES + 1))
     with pytest.raises(ConfigError, match="found more than"):
         read_config(tmp_path)
-
-
-def test_other_weight_formats_are_refused_by_name(tmp_path):
-    check_quantization(tmp_path, {})
-    check_quantization(tmp_path, {"quantization_config": {"quant_method": "exl2"}})
-    with pytest.raises(ConfigError, match="'awq'; expected exl2 or plain .* take the original"):
-        check_quantization(tmp_path, {"quantization_config": {"quant_method": "awq"}})

@@ -76,8 +76,8 @@ def test_refusals(tmp_path):
         inspect(tmp_path / "x")
     with pytest.raises(FormatError, match="without a matrix"):
         inspect(model(tmp_path, {"model.norm.weight": torch.ones(4)}))
-    with pytest.raises(ConfigError, match="'gptq'"):
-        inspect(model(tmp_path, {"a.weight": torch.ones(4, 4)}, quantization_config={"quant_method": "gptq"}))
+    with pytest.raises(ConfigError, match="format HQQ"):
+        inspect(model(tmp_path, {"a.weight": torch.ones(4, 4)}, quantization_config={"quant_method": "hqq"}))
     with pytest.raises(FormatError, match="a.q_scale"):
         inspect(model(tmp_path, {"a.q_weight": torch.ones(4, 32).int()}))
 

@@ -12,6 +12,7 @@ from exl2nb.model.config import ACTIVATIONS, LIMITS, ModelConfig
 from exl2nb.model.fields import REQUIRED, Fields
 from exl2nb.model.names import Files, Names
 from exl2nb.model.rope import RopeConfig
+from exl2nb.quant.gptq_spec import GptqSpec
 
 Flag = bool | str
 Windows = Callable[[Fields, int], tuple[int, ...]]
@@ -76,6 +77,7 @@ class Architecture:
         sizes["num_kv_heads"] = _size(fields, "num_kv_heads", default=sizes["num_heads"])
         sizes["head_dim"] = _size(fields, "head_dim", default=None) or _head_dim(fields, sizes)
         quantization = fields.child("quantization_config")
+        method = quantization.text("quant_method", default=None) if quantization else None
         features = dict(self.read(fields, sizes))
         max_positions = sizes["max_position_embeddings"]
         if "rope" not in features:
@@ -91,7 +93,8 @@ class Architecture:
             "mlp_bias": _flag(fields, self.mlp_bias),
             "tie_word_embeddings": fields.flag("tie_word_embeddings", default=False),
             "activation": _activation(fields, self.activation_key),
-            "quant_method": quantization.text("quant_method") if quantization else None,
+            "quant_method": method,
+            "gptq": GptqSpec.read(quantization.raw, quantization.where) if quantization and method == "gptq" else None,
             "names": self.names,
             "files": self.files,
             **self.fixed,

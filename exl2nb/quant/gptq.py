@@ -1,0 +1,171 @@
+"""GPTQ matrices: read, check, reconstruct, sort by group. Knows nothing of models; the bytes are in FORMAT.md."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from exl2nb.core.errors import FormatError
+from exl2nb.quant.base import Store
+from exl2nb.quant.gptq_spec import SUFFIXES, GptqSpec, bits_of, header_problems, in_features_of
+from exl2nb.quant.pack import unpack_codes
+
+__all__ = ["GptqTensors", "unpack_zeros"]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GptqTensors:
+    """One GPTQ matrix: K rows (in_features), N columns (out_features), G groups.
+
+    qweight: int32 `(K * bits / 32, N)`, codes as a bit stream down each column, rows in original order. scales: f16, or f32 where f16 could
+    not hold them, `(G, N)`. zeros: int16 `(G, N)`, true zero points, or None where all are `2**(bits - 1)`. group_of: int64 `(K,)`, the
+    group of every row. bits: 2, 3, 4 or 8.
+
+        W[k, n] = scales[g, n] * (code[k, n] - zeros[g, n]),  g = group_of[k]
+    """
+
+    qweight: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    group_of: Tensor
+    bits: int
+
+    @classmethod
+    def read(
+        cls,
+        store: Store,
+        prefix: str,
+        spec: GptqSpec,
+        *,
+        in_features: int | None = None,
+        out_features: int | None = None,
+        columns: Tensor | None = None,
+    ) -> GptqTensors:
+        """Read and validate the matrix under a module key.
+
+        Args:
+            store: where the tensors are.
+            prefix: module key, without a trailing dot.
+            spec: the checkpoint's settings.
+            in_features: K that the architecture wants; None = what the tensors say.
+            out_features: N that it wants, of the matrix as stored; not checked where None.
+            columns: integers, the columns to keep (a part of a fused matrix); None = all.
+
+        Raises:
+            FormatError: names the file, and every rule that is broken.
+        """
+        infos = {suffix: store.info(f"{prefix}.{suffix}") for suffix in SUFFIXES}
+        if f"{prefix}.g_idx" in store:
+            infos["g_idx"] = store.info(f"{prefix}.g_idx")
+        file = getattr(infos["qweight"], "path", "")
+        _raise(file, header_problems(infos, prefix, spec, in_features=in_features, out_features=out_features))
+        tensors = {suffix: store.read(f"{prefix}.{suffix}") for suffix in infos}
+        rows = in_features if in_features is not None else in_features_of(infos, spec)
+        bits = bits_of(tensors["qweight"].shape[0], rows)
+        assert bits is not None  # header_problems
+        scales, groups = tensors["scales"], len(tensors["scales"])
+        group_of, problems = _group_of(tensors.get("g_idx"), rows, groups, spec)
+        if not bool(torch.isfinite(scales).all()):
+            problems.append(f"{int((~torch.isfinite(scales)).sum())} values of scales that are NaN or infinite, expected finite ones")
+        _raise(file, [f"tensor {prefix!r}: found {problem}" for problem in problems])
+        zeros = unpack_zeros(tensors["qzeros"], bits, scales.shape[1], spec)
+        qweight = tensors["qweight"]
+        if columns is not None:
+            qweight, scales, zeros = (part.index_select(1, columns) for part in (qweight, scales, zeros))
+        symmetric = bool((zeros == 1 << (bits - 1)).all())
+        half = scales.half()
+        exact = scales.dtype == torch.float16 or torch.equal(half.float(), scales.float())
+        return cls(
+            qweight=qweight.contiguous(),
+            scales=(half if exact else scales.float()).contiguous(),
+            zeros=None if symmetric else zeros.contiguous(),
+            group_of=group_of,
+            bits=bits,
+        )
+
+    @property
+    def in_features(self) -> int:
+        """K."""
+        return self.group_of.shape[0]
+
+    @property
+    def out_features(self) -> int:
+        """N."""
+        return self.qweight.shape[1]
+
+    @property
+    def group_rows(self) -> list[int]:
+        """Rows of every group."""
+        return torch.bincount(self.group_of, minlength=len(self.scales)).tolist()
+
+    def codes(self) -> Tensor:
+        """Unpack the codes: uint8 `(K, N)` in original row order."""
+        extra = -len(self.qweight) % self.bits  # the packer works in units of 32 rows
+        return unpack_codes(torch.nn.functional.pad(self.qweight, (0, 0, 0, extra)), self.bits)[: self.in_features]
+
+    def reconstruct(self) -> Tensor:
+        """The matrix in f32 `(K, N)`, the transpose of an nn.Linear weight."""
+        middle = 1 << (self.bits - 1)
+        zeros = torch.full_like(self.scales, middle).float() if self.zeros is None else self.zeros.float()
+        return (self.codes().float() - zeros[self.group_of]) * self.scales.float()[self.group_of]
+
+    def packed(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
+        """Arguments of `ops.pack_gptq`: rows sorted by group, every group filled up to whole units of 32 rows, empty groups dropped."""
+        rows = torch.bincount(self.group_of, minlength=len(self.scales))
+        used = rows > 0
+        scales, zeros = self.scales[used], None if self.zeros is None else self.zeros[used]
+        order = torch.argsort(self.group_of, stable=True)
+        counts = rows[used]
+        padded = (counts + 31) // 32 * 32
+        if torch.equal(counts, padded):
+            identity = torch.equal(order, torch.arange(len(order)))
+            return self.qweight, scales, zeros, None if identity else order.to(torch.int32), padded.to(torch.int32)
+        perm = torch.full((int(padded.sum()),), self.in_features, dtype=torch.int32)
+        start = torch.repeat_interleave(padded.cumsum(0) - padded - (counts.cumsum(0) - counts), counts)
+        perm[start + torch.arange(len(order))] = order.to(torch.int32)
+        return self.qweight, scales, zeros, perm, padded.to(torch.int32)
+
+
+def unpack_zeros(qzeros: Tensor, bits: int, columns: int, spec: GptqSpec) -> Tensor:
+    """True zero points.
+
+    Args:
+        qzeros: int32 `(G, ceil(N * bits / 32))`, packed along the columns.
+        bits: width of a field.
+        columns: N.
+        spec: says which convention the fields follow.
+
+    Returns:
+        int16 `(G, N)`. Format v1 stores z - 1. Where z is 0 that does not fit: GPTQModel's files borrow from the whole word (its reader
+        adds in the same way; 3-bit fields wrap one by one), other files mean 2**bits by it.
+    """
+    words = qzeros
+    if spec.zero_offset and spec.whole_words and bits != 3:
+        ones = sum(1 << shift for shift in range(0, 32, bits))
+        total = (words.to(torch.int64) + ones) & 0xFFFFFFFF
+        words = torch.where(total > 0x7FFFFFFF, total - (1 << 32), total).to(torch.int32)
+    stream = torch.nn.functional.pad(words, (0, -words.shape[1] % bits)).T.contiguous()
+    fields = unpack_codes(stream, bits)[:columns].T.to(torch.int16)
+    if not spec.zero_offset or (spec.whole_words and bits != 3):
+        return fields
+    fields = fields + 1
+    return fields & ((1 << bits) - 1) if spec.whole_words else fields
+
+
+def _group_of(g_idx: Tensor | None, rows: int, groups: int, spec: GptqSpec) -> tuple[Tensor, list[str]]:
+    """The group of every row, and what is wrong with g_idx. Without one, or with one of zeros, groups follow each other."""
+    if g_idx is None or (groups > 1 and not bool(g_idx.any())):
+        size = -(-rows // groups) if spec.overrides or not spec.group_size else rows if spec.group_size == -1 else spec.group_size
+        return torch.arange(rows) // size, []
+    low, high = int(g_idx.min()), int(g_idx.max())
+    if low < 0 or high >= groups:
+        return g_idx.long(), [f"g_idx with groups from {low} to {high}, expected 0 to {groups - 1}, the groups of scales"]
+    return g_idx.long(), []
+
+
+def _raise(file: object, problems: Sequence[str]) -> None:
+    if problems:
+        raise FormatError(f"{f'{file}: ' if file else ''}{'; '.join(problems)}")
