@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` below does it
+    from exl2nb import sampling as sampling
     from exl2nb import widgets as widgets
     from exl2nb.core import errors as errors
     from exl2nb.llm import LLM as LLM
@@ -28,15 +29,16 @@ _PUBLIC = {
     "errors": "exl2nb.core",
     "inspect": "exl2nb.llm",
     "load": "exl2nb.llm",
+    "sampling": "exl2nb",
     "widgets": "exl2nb",
 }
-__all__ = ["LLM", "compare", "convert", "demo", "errors", "inspect", "load", "widgets"]
+__all__ = ["LLM", "compare", "convert", "demo", "errors", "inspect", "load", "sampling", "widgets"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'exl2nb' has no attribute {name!r}; public names: {', '.join(__all__)}")
-    if name in ("errors", "widgets"):
+    if name in ("errors", "sampling", "widgets"):
         return importlib.import_module(f"{_PUBLIC[name]}.{name}")
     return getattr(importlib.import_module(_PUBLIC[name]), name)
 

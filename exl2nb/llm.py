@@ -6,13 +6,13 @@ import html
 import os
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from exl2nb.cache.modes import parse_mode
 from exl2nb.core import env
-from exl2nb.core.errors import DeviceError, OptionError, TokenizerError
+from exl2nb.core.errors import DeviceError, GenerationError, OptionError, TokenizerError
 from exl2nb.core.options import check_keywords
 from exl2nb.core.progress import Sink, showing
 from exl2nb.generator.engine import Engine
@@ -21,7 +21,7 @@ from exl2nb.generator.request import Chunk, Completion, Request, Token
 from exl2nb.io import hub
 from exl2nb.model.loader import load_model
 from exl2nb.model.model import Model
-from exl2nb.sampling.params import check_integer
+from exl2nb.sampling.params import SamplingParams, check_integer
 from exl2nb.tokenizer import chat as chat_format
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
@@ -30,9 +30,12 @@ if TYPE_CHECKING:
     from exl2nb.eval.comparison import Comparison
     from exl2nb.model.config import ModelConfig
     from exl2nb.model.inspect import Inspection
+    from exl2nb.sampling.draw import Draw
+    from exl2nb.sampling.explanation import Explanation
 
 __all__ = ["LLM", "Chunk", "Completion", "Handle", "Token", "compare", "convert", "demo", "inspect", "load"]
 
+CACHE_MODES = ("fp16", "fp32")
 DEVICES = ("auto", "cpu", "cuda")
 CONTEXT = 4096  # tokens, where the caller does not say and the model allows more: a cache that fits small machines
 CACHE_TOKENS = 4096  # at least, so that several short requests run together on a model with a short context
@@ -43,7 +46,9 @@ class LLM:
     """A loaded model. Made by `load`; closing it (also by leaving a `with` block) gives its memory back.
 
     Generation options, the same for every method: max_tokens (256), stop (a text or several), ignore_eos, top_logprobs, and the fields of
-    `SamplingParams`: temperature (1.0; 0 = greedy), top_k, top_p, min_p, repetition_penalty, seed. An unknown one is an OptionError.
+    `SamplingParams`: temperature (1.0; 0 = greedy), top_k, top_p, min_p, repetition_penalty, seed and many more. What the answer must look
+    like: schema (a JSON schema, pydantic model, dataclass or other type), regex, choice (texts) or grammar (Lark or EBNF);
+    `completion.parsed` is then the value. An unknown option is an OptionError.
 
     Any number of threads may call it; what they ask for runs together.
     """
@@ -149,6 +154,32 @@ class LLM:
         """`stream` for `async for`; the event loop stays free between chunks."""
         return self._submit(prompt, "astream", options, stream=True)
 
+    def explain(self, prompt: str | Sequence[int], *, at: int = 0, **options: Any) -> Explanation:
+        """Show how a token is chosen: what every filter does to the model's probabilities, and the draw.
+
+        Args:
+            prompt: as for `generate`.
+            at: which new token to look at; those before it are generated.
+            options: as for `generate`, max_tokens excepted; the same seed draws the same tokens there.
+
+        Raises:
+            OptionError: `at` out of range. GenerationError: the answer ends before that token. Otherwise as `generate`.
+        """
+        check_integer("at", at, 0, self.context)
+        check_keywords(dict.fromkeys(options), [*_request_options(), "schema", "regex", "choice", "grammar"], where="explain")
+        found: list[Explanation] = []
+
+        def look(draw: Draw) -> None:
+            if draw.index == at:
+                found.append(draw.explain())
+
+        hooks = options.pop("post_sampling", ())
+        options["post_sampling"] = (look, *((hooks,) if callable(hooks) else hooks))
+        completion = self._submit(prompt, "explain", {**options, "max_tokens": at + 1}, stream=False).result()
+        if not found:
+            raise GenerationError(f"explain: the answer ended after {len(completion.tokens)} tokens; token {at} was asked for, lower `at`")
+        return replace(found[0], names=self.tokenizer.piece)
+
     # ---- chat
 
     @overload
@@ -243,12 +274,25 @@ class LLM:
             ids = list(prompt)
         else:
             raise OptionError(f"{where}: prompt is {str(prompt)[:80]!r}; expected a text or a list of token ids")
-        handle = self.engine.submit(Request.of(ids, where=where, stream=stream, **options))
+        self._compile_structure(options, where)
+        request = Request.of(ids, where=where, stream=stream, **options)
+        request.sampling.check_vocabulary(self.config.vocab_size, where=where)
+        handle = self.engine.submit(request)
         handle.owner = self
         return handle
 
+    def _compile_structure(self, options: dict[str, Any], where: str) -> None:
+        """Put `structure` in the place of schema, regex, choice or grammar."""
+        if options.keys() & {"schema", "regex", "choice", "grammar"}:
+            from exl2nb.constraint.structure import structure_of
+
+            made = structure_of(options, self.tokenizer, self.config.vocab_size, where=where)
+            if made is not None:
+                options["structure"] = made
+
     def _generate_all(self, prompts: Sequence[str], options: dict[str, Any]) -> list[Completion]:
         handles: list[Handle] = []
+        self._compile_structure(options, "generate")  # once for all of them
         try:
             handles += [self._submit(one, "generate", dict(options), stream=False) for one in prompts]
             return [_with_prompt(handle.result(), one) for handle, one in zip(handles, prompts)]
@@ -263,6 +307,11 @@ class LLM:
 
 def _is_batch(prompt: Any) -> bool:
     return isinstance(prompt, (list, tuple)) and bool(prompt) and all(isinstance(one, str) for one in prompt)
+
+
+def _request_options() -> list[str]:
+    names = [f.name for cls in (Request, SamplingParams) for f in fields(cls)]
+    return [name for name in names if name not in ("prompt_ids", "sampling", "stream", "max_tokens")]
 
 
 def _with_prompt(completion: Completion, prompt: Any) -> Completion:

@@ -55,3 +55,11 @@ class DeviceError(Exl2Error, RuntimeError):
 
 class Interrupted(Exl2Error, RuntimeError):
     """Work was cancelled by `cancel()` (KeyboardInterrupt stays KeyboardInterrupt)."""
+
+
+class StructureError(Exl2Error, ValueError):
+    """A schema, regex or grammar cannot be used, or an answer does not have the structure that was asked for."""
+
+
+class MissingDependency(Exl2Error, ImportError):
+    """An optional package is needed and not installed; names it and the extra that brings it."""

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from exl2nb.core.errors import OptionError
+from exl2nb.core.errors import OptionError, StructureError
 from exl2nb.core.options import check_keywords, check_range
 from exl2nb.sampling.params import SamplingParams, check_integer
+
+if TYPE_CHECKING:
+    from exl2nb.constraint.structure import Structure
 
 MAX_TOP = 100
 MAX_PRIORITY = 1000
@@ -22,8 +26,8 @@ class Request:
     prompt_ids: at least one token. sampling: how tokens are chosen. max_tokens: at most this many new ones; fewer where the context ends.
     stop: texts that end the answer; they are not part of it. ignore_eos: go on after an end-of-text token. top_logprobs: alternatives
     reported per token. priority: higher ones run first, and take the place of lower ones where there is none. timeout_s: seconds after
-    which the answer ends as it stands; None = never. stream: hand tokens over as they come; False only the completion at the end, which
-    costs less.
+    which the answer ends as it stands; None = never. structure: what the answer must look like; None = anything. stream: hand tokens over
+    as they come; False only the completion at the end, which costs less.
 
     Raises:
         OptionError: a value out of range.
@@ -37,6 +41,7 @@ class Request:
     top_logprobs: int = 0
     priority: int = 0
     timeout_s: float | None = None
+    structure: Structure | None = None
     stream: bool = True
 
     def __post_init__(self) -> None:
@@ -144,8 +149,8 @@ class Timings:
 class Completion:
     """The answer to one request.
 
-    finish_reason: "eos" (the model ended it), "stop" (a stop text), "length" (max_tokens), "context" (no room left), "cancelled",
-    "timeout". seed: reproduces the answer.
+    finish_reason: "eos" (the model ended it), "stop" (a stop text, or the structure is complete), "length" (max_tokens), "context" (no room
+    left), "cancelled", "timeout". seed: reproduces the answer. structure: what it had to look like, and whether it came to an end.
     """
 
     text: str
@@ -154,6 +159,19 @@ class Completion:
     timings: Timings
     seed: int
     prompt: str | None = None
+    structure: Structure | None = field(default=None, repr=False, compare=False)
+    complete: bool = field(default=True, repr=False, compare=False)
+
+    @cached_property
+    def parsed(self) -> Any:
+        """The answer as the value that was asked for: an object of the type given as schema, plain data for a JSON schema, else its text.
+
+        Raises:
+            StructureError: no structure was asked for, generation ended before it was complete, or the type refuses the value.
+        """
+        if self.structure is None:
+            raise StructureError("the answer has no structure to read; give schema=, regex=, choice= or grammar= when you generate")
+        return self.structure.parse(self.text, complete=self.complete)
 
     @property
     def logprobs(self) -> tuple[float, ...]:

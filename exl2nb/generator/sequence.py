@@ -48,7 +48,13 @@ class Sequence:
         self.on_device = self.ended = False
         self.group: Any = None
         self.limit = min(request.max_tokens, context - len(self.ids))
-        self.sampler = SamplerState(request.sampling, request.prompt_ids)
+        self.sampler = SamplerState(
+            request.sampling,
+            request.prompt_ids,
+            tokenizer=tokenizer,
+            end_ids=tokenizer.eos_ids,
+            constraint=request.structure.start() if request.structure is not None else None,
+        )
         self.output = Output(tokenizer, request.prompt_ids, request.stop)
         self._eos = frozenset() if request.ignore_eos else tokenizer.eos_ids
         self._handed = 0
@@ -74,7 +80,7 @@ class Sequence:
     @property
     def host_only(self) -> bool:
         """True where a token cannot be drawn without the host."""
-        return False
+        return self.sampler.constraint is not None
 
     def ready(self) -> bool:
         """Whether it may be admitted."""
@@ -106,6 +112,8 @@ class Sequence:
             reason = "eos"
         elif self.output.push(sampled):
             return "stop"
+        elif self.sampler.finished:
+            reason = "stop"
         elif self.new_tokens >= self.limit:
             reason = "length" if self.limit == self.request.max_tokens else "context"
         if reason is not None and self.output.finish():
@@ -137,5 +145,13 @@ class Sequence:
             reused_tokens=self.reused_tokens,
             preemptions=self.preemptions,
         )
-        output = self.output
-        return Completion(text=output.text, tokens=tuple(output.tokens), finish_reason=reason, timings=timings, seed=self.sampler.seed)
+        output, constraint = self.output, self.sampler.constraint
+        return Completion(
+            text=output.text,
+            tokens=tuple(output.tokens),
+            finish_reason=reason,
+            timings=timings,
+            seed=self.sampler.seed,
+            structure=self.request.structure,
+            complete=constraint is None or constraint.finished or (reason != "stop" and constraint.accepting),
+        )

@@ -76,6 +76,16 @@ class SamplerState:
         """True while the text must not end."""
         return self.count < self.params.min_tokens
 
+    @property
+    def finished(self) -> bool:
+        """True where the grammar is complete and nothing may follow."""
+        return self.constraint is not None and self.constraint.finished
+
+    @property
+    def device_ready(self) -> bool:
+        """True where a device can draw without the host: see `SamplingParams.device_ready`; a grammar needs the host."""
+        return self.constraint is None and self.params.device_ready
+
     def uniform(self) -> float:
         """The random number of the token that is drawn next; asking twice gives the same."""
         return uniform(self.seed, self.count)

@@ -1,0 +1,109 @@
+"""The mask engine: llguidance, an optional package without dependencies. The only file that knows it.
+
+Chosen by measuring both engines that are well kept, at 128 256 tokens, one thread (the script is benchmarks/masks.py): llguidance reads a
+schema in 1 ms and has no cost per vocabulary but 0.8 s once per tokenizer; its masks take 14 us (median) and at worst 1.1 ms. xgrammar
+0.2.8 needs 1.6 s per schema, its masks take 9 us (median) and at worst 12 ms, and it installs torch, transformers and triton.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+import weakref
+from typing import Any
+
+from exl2nb.core.errors import MissingDependency, StructureError
+from exl2nb.tokenizer.tokenizer import Tokenizer
+
+MAX_SOURCE = 1 << 20  # characters of a schema, regex or grammar
+WHITESPACE = r" |\r?\n[ \t]{0,40}"  # between JSON tokens: as people format it; small models get lost in endless runs of it
+_vocabularies: weakref.WeakKeyDictionary[Tokenizer, dict[int, Any]] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def library() -> Any:
+    """The module.
+
+    Raises:
+        MissingDependency: it is not installed.
+    """
+    try:
+        return importlib.import_module("llguidance")
+    except ImportError as error:
+        raise MissingDependency(
+            "structured output needs the package llguidance, which is not installed; pip install 'exl2nb[structured]'"
+        ) from error
+
+
+def vocabulary(tokenizer: Tokenizer, vocab_size: int) -> Any:
+    """The engine's view of a tokenizer, made once: up to a second at 128 000 tokens.
+
+    Raises:
+        StructureError: the engine cannot use the tokenizer.
+    """
+    engine = library()
+    with _lock:
+        made = _vocabularies.setdefault(tokenizer, {})
+        if vocab_size not in made:
+            if not tokenizer.eos_ids:
+                raise StructureError(
+                    "the model names no end-of-text token, which structured output needs; add eos_token_id to its generation_config.json"
+                )
+            try:
+                made[vocab_size] = engine.LLTokenizer(tokenizer.backend.to_str(), n_vocab=vocab_size, eos_token=sorted(tokenizer.eos_ids))
+            except Exception as error:
+                raise StructureError(f"the mask engine cannot read this model's tokenizer: {str(error)[:300]}") from error
+        return made[vocab_size]
+
+
+def compile_grammar(kind: str, source: Any, tokenizer: Tokenizer, vocab_size: int) -> Any:
+    """A matcher at the beginning of a grammar, to be copied.
+
+    Args:
+        kind: "schema" (a dict), "regex", "choice" (a list of texts) or "grammar" (Lark, or EBNF with `::=`).
+        source: of that kind.
+        tokenizer: of the model.
+        vocab_size: of the model's logits.
+
+    Raises:
+        StructureError: it cannot be read, uses what the engine does not support, or nothing satisfies it. MissingDependency.
+    """
+    engine = library()
+    if len(str(source)) > MAX_SOURCE:
+        raise StructureError(f"{kind} has {len(str(source))} characters; expected at most {MAX_SOURCE}")
+    words = vocabulary(tokenizer, vocab_size)
+    try:
+        grammar = _grammar(engine, kind, source)
+        wrong, messages = engine.LLMatcher.validate_grammar_with_warnings(grammar, words)
+    except Exception as error:  # the converters raise bare Exception for whatever they cannot read
+        raise StructureError(f"{kind} cannot be used: {_first_lines(str(error))}") from error
+    if wrong:
+        raise StructureError(f"{kind} cannot be used: {_first_lines('; '.join(messages))}")
+    matcher = engine.LLMatcher(words, grammar, log_level=0)
+    if matcher.is_error():
+        raise StructureError(f"{kind} cannot be used: {_first_lines(matcher.get_error())}")
+    if not any(matcher.compute_bitmask()):
+        raise StructureError(f"{kind} cannot be satisfied: no token of this model's vocabulary can begin the answer")
+    return matcher
+
+
+def _grammar(engine: Any, kind: str, source: Any) -> str:
+    make = engine.LLMatcher
+    if kind == "schema":
+        return make.grammar_from_json_schema(source, defaults={"whitespace_pattern": WHITESPACE})
+    if kind == "regex":
+        return make.grammar_from_regex(source)
+    if kind == "choice":
+        return make.grammar_from_lark("start: " + " | ".join(f"/{_literal(text)}/" for text in source))
+    return engine.grammar_from("grammar", source)
+
+
+def _literal(text: str) -> str:
+    """A regex that matches `text` and nothing else, every byte of doubt as its code point."""
+    return "".join(c if c.isascii() and c.isalnum() else f"\\x{{{ord(c):X}}}" for c in text)
+
+
+def _first_lines(message: str) -> str:
+    """The part of the engine's message that is about the grammar and not about its own state."""
+    text = message.split("<state>")[0].strip()
+    return text if len(text) <= 500 else text[:497] + "..."

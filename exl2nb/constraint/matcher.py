@@ -1,0 +1,131 @@
+"""One answer's place in its grammar; the next mask is computed on another thread while the model runs."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from exl2nb.core.errors import StructureError
+from exl2nb.sampling.constraint import Allowed
+
+FEW = 16  # where at most one token in so many is allowed, sampling works with their ids alone
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_COUNTS = _BITS.sum(axis=1).astype(np.uint8)
+_BIAS = np.where(_BITS, np.float32(0), np.float32(-np.inf))
+_lock = threading.Lock()
+_pool: ThreadPoolExecutor | None = None
+
+
+class MatcherConstraint:
+    """A `Constraint` around a matcher of the mask engine.
+
+    Args:
+        matcher: this object's own, at the place to start from.
+        vocab_size: columns of the logits.
+        what: the kind of structure, for messages.
+    """
+
+    def __init__(self, matcher: Any, vocab_size: int, what: str) -> None:
+        self._matcher, self._vocab_size, self._what = matcher, vocab_size, what
+        self._bits = np.zeros((vocab_size + 31) // 32 * 4, np.uint8)
+        self._bias = np.empty((len(self._bits), 8), np.float32)
+        self._future: Future[Allowed] | None = None
+        self._ready: Allowed | None = None
+        self._finished = bool(matcher.is_stopped())
+        self._prepare()
+
+    @property
+    def finished(self) -> bool:
+        """True where the text is complete and nothing may follow, or its end was chosen."""
+        return self._finished
+
+    @property
+    def accepting(self) -> bool:
+        """True where the text could end here."""
+        self._settle()
+        return bool(self._matcher.is_accepting())
+
+    def allowed(self) -> Allowed:
+        """The tokens that may come next; see `Constraint.allowed`.
+
+        Raises:
+            StructureError: the engine gave up, or no token of the vocabulary can follow.
+        """
+        if self._ready is None:
+            future, self._future = self._future, None
+            # not started yet: nothing is gained by waiting for a thread
+            self._ready = self._compute() if future is None or future.cancel() else future.result()
+        return self._ready
+
+    def accept(self, token_id: int, /) -> None:
+        """The text goes on with this token.
+
+        Raises:
+            StructureError: it is not allowed here; the place stays what it was.
+        """
+        self._settle()
+        if self._matcher.validate_tokens([token_id]) != 1 or not self._matcher.consume_token(token_id):
+            raise StructureError(f"token {token_id} does not fit the {self._what} at this place; it was not drawn from the allowed tokens")
+        self._moved()
+
+    def rewind(self, count: int, /) -> None:
+        """Take the last `count` tokens back."""
+        self._settle()
+        if count and not self._matcher.rollback(count):
+            raise StructureError(f"{count} tokens cannot be taken back: {str(self._matcher.get_error())[:200]}")
+        self._moved()
+
+    def copy(self) -> MatcherConstraint:
+        """The same place in the grammar, independent from here on."""
+        self._settle()
+        return MatcherConstraint(self._matcher.deep_copy(), self._vocab_size, self._what)
+
+    def forced(self) -> list[int]:
+        """Tokens that must follow whatever the model thinks; often none."""
+        self._settle()
+        return list(self._matcher.compute_ff_tokens())
+
+    # ---- inside
+
+    def _moved(self) -> None:
+        self._ready, self._future = None, None
+        self._finished = bool(self._matcher.is_stopped())
+        if not self._finished:
+            self._prepare()
+
+    def _prepare(self) -> None:
+        try:
+            self._future = _workers().submit(self._compute)
+        except RuntimeError:  # the interpreter is ending: `allowed` computes it
+            self._future = None
+
+    def _settle(self) -> None:
+        """Nobody else uses the matcher after this."""
+        if self._future is not None and not self._future.cancel():
+            self._ready = self._future.result()
+        self._future = None
+
+    def _compute(self) -> Allowed:
+        """The mask at this place: bits from the engine, spread to a row of 0 and -inf."""
+        matcher, bits = self._matcher, self._bits
+        matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+        if matcher.is_error():
+            raise StructureError(f"the {self._what} became too complex: {matcher.get_error().split('<state>')[0].strip()[:300]}")
+        count = int(_COUNTS.take(bits).sum(dtype=np.int64))
+        if not count:
+            raise StructureError(f"the {self._what} cannot be satisfied from here: no token of the vocabulary may follow")
+        _BIAS.take(bits, axis=0, out=self._bias, mode="clip")
+        few = count * FEW <= self._vocab_size
+        ids = np.flatnonzero(np.unpackbits(bits, bitorder="little", count=self._vocab_size)) if few else None
+        return Allowed(self._bias.reshape(-1)[: self._vocab_size], ids)
+
+
+def _workers() -> ThreadPoolExecutor:
+    global _pool
+    with _lock:
+        if _pool is None:
+            _pool = ThreadPoolExecutor(1, thread_name_prefix="exl2nb-mask")
+        return _pool

@@ -1,0 +1,305 @@
+"""What may be asked for, what is refused, and how an answer is read back."""
+
+import dataclasses
+import enum
+import sys
+import threading
+from typing import Annotated, Literal
+
+import numpy as np
+import pydantic
+import pytest
+
+from exl2nb.constraint import engine, matcher
+from exl2nb.constraint.structure import Structure, structure_of
+from exl2nb.core.errors import MissingDependency, OptionError, StructureError
+from exl2nb.sampling.constraint import Constraint
+from tests.generator.fakes import VOCAB, tokenizer
+
+WORDS = tokenizer()
+EOS = next(iter(WORDS.eos_ids))
+
+
+def structure(kind, source) -> Structure:
+    return Structure(kind, source, WORDS, VOCAB)
+
+
+def walk(constraint: Constraint, text: str) -> None:
+    for token in WORDS.encode(text, add_special=False):
+        assert np.isfinite(constraint.allowed().bias[token]), f"{WORDS.piece(token)!r} of {text!r} is not allowed"
+        constraint.accept(token)
+
+
+@pytest.mark.parametrize(
+    "texts", [["yes", "no"], ["a", "ab", "abc"], ["line\nbreak", "ü€", 'say "x"', "back\\slash", "/path/", "a b", "[a-z]+", "{}", "\u2028"]]
+)
+def test_choice_takes_every_text_and_no_other(texts):
+    made = structure("choice", texts)
+    for text in texts:
+        constraint = made.start()
+        walk(constraint, text)
+        assert constraint.accepting
+        assert made.parse(text) == text
+    constraint = made.start()
+    with pytest.raises(StructureError, match="does not fit the choice"):
+        constraint.accept(WORDS.encode("Z", add_special=False)[0])
+    walk(constraint, texts[0])  # a refused token changes nothing
+
+
+def test_finished_means_that_nothing_can_follow():
+    constraint = structure("choice", ["a", "ab"]).start()
+    walk(constraint, "a")
+    assert constraint.accepting
+    assert not constraint.finished
+    assert np.isfinite(constraint.allowed().bias[EOS])
+    constraint.accept(EOS)
+    assert constraint.finished
+    constraint.rewind(1)
+    walk(constraint, "b")
+    assert constraint.finished
+
+
+def test_end_of_text_only_where_the_grammar_may_end():
+    constraint = structure("regex", "[0-9]{2,3}").start()
+    for place, ends in enumerate((False, False, True)):
+        assert bool(np.isfinite(constraint.allowed().bias[EOS])) == ends, place
+        walk(constraint, "7")
+
+
+def test_masks_of_bits_and_of_ids_agree():
+    for kind, source in (("regex", "[0-9]+"), ("regex", "[^0-9]+"), ("choice", ["x"])):
+        allowed = structure(kind, source).start().allowed()
+        some = np.flatnonzero(np.isfinite(allowed.bias))
+        assert allowed.bias.shape == (VOCAB,)
+        assert set(np.unique(allowed.bias)) <= {0.0, -np.inf}
+        assert (allowed.ids is None) == (len(some) * matcher.FEW > VOCAB)
+        if allowed.ids is not None:
+            assert allowed.ids.tolist() == some.tolist()
+
+
+@pytest.mark.parametrize("vocab", [VOCAB, VOCAB + 1, VOCAB + 77])
+def test_padding_of_the_vocabulary_is_never_allowed(vocab):
+    allowed = Structure("regex", "(?s:.)+", WORDS, vocab).start().allowed()
+    assert allowed.bias.shape == (vocab,)
+    assert not np.isfinite(allowed.bias[VOCAB:]).any()
+
+
+def test_copy_and_rewind():
+    """Any walk forwards, back and in copies leaves the mask of the text alone."""
+    made = structure("regex", "[a-d]{3}[0-9]+(x|y)")
+    text = WORDS.encode("abc12", add_special=False)
+    masks = []
+    constraint = made.start()
+    for token in text:
+        masks.append(constraint.allowed().bias.copy())
+        constraint.accept(token)
+    twin = constraint.copy()
+    for back in range(1, len(text) + 1):
+        again = twin.copy()
+        again.rewind(back)
+        np.testing.assert_array_equal(again.allowed().bias, masks[len(text) - back])
+    walk(twin, "9")
+    assert not constraint.finished
+    walk(constraint, "x")
+    assert constraint.finished
+    assert not twin.finished
+
+
+def test_many_accepts_without_asking():
+    """As speculation does it: a mask that nobody wanted is dropped or waited for, never left behind."""
+    made = structure("regex", "[a-z ]+")
+    tokens = WORDS.encode("once upon a time there was a little house", add_special=False)
+    for _ in range(20):
+        constraint = made.start()
+        for token in tokens:
+            constraint.accept(token)
+        fresh = made.start()
+        walk(fresh, WORDS.decode(tokens))
+        np.testing.assert_array_equal(constraint.allowed().bias, fresh.allowed().bias)
+
+
+def test_forced_tokens():
+    constraint = structure("grammar", 'root ::= "begin " [0-9] " end"').start()
+    forced = constraint.forced()
+    assert forced
+    assert "begin ".startswith(WORDS.decode(forced))
+    for token in forced:
+        constraint.accept(token)
+
+
+@pytest.mark.parametrize("source", ['root ::= "a" digits\ndigits ::= [0-9]+', 'start: "a" DIGITS\nDIGITS: /[0-9]+/'])
+def test_both_grammar_notations(source):
+    constraint = structure("grammar", source).start()
+    walk(constraint, "a42")
+    assert constraint.accepting
+
+
+def test_masks_from_several_threads():
+    made = structure("regex", "[a-z ]+[0-9]")
+    wanted, seen = made.start().allowed().bias.copy(), []
+
+    def run():
+        for _ in range(20):
+            constraint = made.start()
+            seen.append((constraint.allowed().bias == wanted).all())
+            walk(constraint, "ab ")
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    [t.start() for t in threads]
+    [t.join() for t in threads]
+    assert len(seen) == 80
+    assert all(seen)
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+    colour: Colour
+
+
+class Cat(pydantic.BaseModel):
+    kind: str = pydantic.Field(pattern="^cat$")
+    lives: int = pydantic.Field(ge=0, le=9)
+
+    @pydantic.field_validator("lives")
+    @classmethod
+    def not_seven(cls, value):
+        if value == 7:
+            raise ValueError("seven brings bad luck")
+        return value
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "value"),
+    [
+        ({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, '{"a": 5}', {"a": 5}),
+        ('{"type": "array", "items": {"type": "boolean"}}', "[true, false]", [True, False]),
+        (Point, '{"x": -3, "colour": "blue"}', Point(-3, Colour.BLUE)),
+        (Cat, '{"kind": "cat", "lives": 9}', Cat(kind="cat", lives=9)),
+        (list[int], "[1, 2]", [1, 2]),
+        (Colour, '"red"', Colour.RED),
+        (int | None, "null", None),
+    ],
+)
+def test_schema_in_object_out(source, text, value):
+    made = structure("schema", source)
+    constraint = made.start()
+    walk(constraint, text)
+    assert constraint.accepting
+    assert made.parse(text) == value
+
+
+def test_discriminated_unions():
+    class A(pydantic.BaseModel):
+        tag: Literal["a"]
+
+    class B(pydantic.BaseModel):
+        tag: Literal["b"]
+        number: int
+
+    made = structure("schema", Annotated[A | B, pydantic.Field(discriminator="tag")])
+    for text in ('{"tag": "a"}', '{"tag": "b", "number": 4}'):
+        walk(made.start(), text)
+    assert made.parse('{"tag": "b", "number": 4}') == B(tag="b", number=4)
+
+
+def test_classes_are_closed_and_schemas_are_as_they_say():
+    extra = '{"x": 1, "colour": "red", "more": 2}'
+    constraint = structure("schema", Point).start()
+    walk(constraint, '{"x": 1, "colour": "red"')
+    assert not np.isfinite(constraint.allowed().bias[WORDS.encode(",", add_special=False)[0]])
+    walk(structure("schema", {"type": "object", "properties": {"x": {"type": "integer"}}}).start(), extra)
+
+
+def test_indented_json_is_allowed_and_endless_space_is_not():
+    made = structure(
+        "schema", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+    )
+    walk(made.start(), '{\n  "a": 1\n}')
+    constraint = made.start()
+    walk(constraint, "{\n")
+    line_break = WORDS.encode("\n", add_special=False)[0]
+    assert not np.isfinite(constraint.allowed().bias[line_break])
+
+
+def test_what_a_schema_cannot_say_is_checked_when_read():
+    with pytest.raises(StructureError, match="seven brings bad luck"):
+        structure("schema", Cat).parse('{"kind": "cat", "lives": 7}')
+
+
+def test_an_incomplete_answer_is_not_read():
+    with pytest.raises(StructureError, match=r"ended before the schema was complete.*raise max_tokens"):
+        structure("schema", list[int]).parse("[1, 2", complete=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "message"),
+    [
+        ("schema", {"type": "integer", "minimum": 5, "maximum": 1}, "Unsatisfiable.*minimum"),
+        ("schema", {"enum": []}, "Unsatisfiable"),
+        ("schema", {"type": "object", "properties": {"a": False}, "required": ["a"]}, "'a' is unsatisfiable"),
+        ("schema", {"allOf": [{"type": "string"}, {"type": "integer"}]}, "Unsatisfiable"),
+        ("schema", {"type": "array", "uniqueItems": True}, "Unimplemented keys.*uniqueItems"),
+        ("schema", {"type": "nonsense"}, "Invalid type: nonsense"),
+        ("schema", {"$ref": "#/$defs/missing"}, "missing"),
+        ("schema", {"type": "string", "pattern": "("}, "unclosed group"),
+        ("schema", "{not json", "no JSON"),
+        ("schema", 5, "expected a JSON schema"),
+        ("schema", {"enum": [object()]}, "which JSON cannot express"),
+        ("schema", {"const": "x" * (1 << 20)}, "expected at most 1048576"),
+        ("regex", "a(", "unclosed group"),
+        ("regex", "a(?=b)", "look-around"),
+        ("regex", "", "not empty"),
+        ("regex", 7, "expected a text"),
+        ("choice", [], "expected a list of texts"),
+        ("choice", "yes", "expected a list of texts"),
+        ("choice", ["yes", 3], "expected a list of texts"),
+        ("grammar", "root ::= missing", "'missing' not found"),
+        ("grammar", "start: missing", "unknown name"),
+        ("grammar", "what is this", "Expected ::= "),
+    ],
+)
+def test_what_cannot_be_used_is_refused_at_once(kind, source, message):
+    with pytest.raises(StructureError, match=rf"(?s)generate: {kind}.*{message}"):
+        structure_of({kind: source}, WORDS, VOCAB, where="generate")
+
+
+def test_a_schema_that_goes_too_deep():
+    deep: dict = {}
+    for _ in range(300):
+        deep = {"type": "array", "items": deep}
+    with pytest.raises(StructureError, match="nested more than 100"):
+        structure("schema", deep)
+
+
+def test_one_structure_at_a_time():
+    with pytest.raises(OptionError, match="got regex and choice"):
+        structure_of({"regex": "a", "choice": ["b"]}, WORDS, VOCAB, where="generate")
+    assert structure_of({"max_tokens": 3}, WORDS, VOCAB, where="generate") is None
+    options = {"regex": "a", "choice": None, "top_k": 3}
+    assert structure_of(options, WORDS, VOCAB, where="generate").kind == "regex"
+    assert options == {"top_k": 3}
+
+
+def test_missing_packages_are_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(MissingDependency, match=r"llguidance.*exl2nb\[structured\]"):
+        structure("regex", "a")
+    monkeypatch.setitem(sys.modules, "pydantic", None)
+    with pytest.raises(MissingDependency, match=r"pydantic.*exl2nb\[structured\]"):
+        structure("schema", Point)
+    with pytest.raises(ImportError):
+        structure("schema", Point)
+
+
+def test_a_tokenizer_without_an_end(monkeypatch):
+    words = tokenizer()
+    words.eos_ids = frozenset()
+    with pytest.raises(StructureError, match="no end-of-text token"):
+        Structure("regex", "a", words, VOCAB)
+    assert words not in engine._vocabularies or not engine._vocabularies[words]
