@@ -13,12 +13,13 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TESTS = ("tests/model/test_archs.py", "tests/model/test_converted.py")
+TESTS = ("tests/model/test_archs.py", "tests/model/test_converted.py", "tests/model/test_gptq.py")
 # column: the test behind it
 COLUMNS = {
     "logits": "test_logits_equal_transformers",
     "any cut, any company": "test_any_cut_and_company_gives_the_same_bits",
     "EXL2": "test_exl2_equals_the_reconstructed_weights",
+    "GPTQ": "test_gptq_equals_transformers",
     "inspect": "test_inspect_sees_every_matrix_of_a_checkpoint",
     "converted": "test_there_and_back",
 }
@@ -32,6 +33,8 @@ Written by `tools/architecture_table.py` from a run of the tests; do not edit. L
   to 1e-4 too.
 - **any cut, any company**: prompt at once, in chunks and token by token, alone and in a batch, as one call and op by op: the same bits.
 - **EXL2**: random matrices of 2 to 8 bits against the reference on the reconstructed weights.
+- **GPTQ**: a GPTQ checkpoint (2 to 8 bits, act-order and plain, both zero conventions, in turns) against Transformers running the dequantised
+  weights.
 - **inspect**: every matrix of a plain checkpoint is seen under its name, fused ones taken apart.
 - **converted**: our converter's output has ExLlamaV2's names and shapes, loads, and computes what the reconstructed weights say (in
   Transformers too, for five of them). A dash: not tried.
