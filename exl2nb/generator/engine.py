@@ -21,8 +21,10 @@ from exl2nb.cache.spec import CacheSpec
 from exl2nb.core.errors import ContextOverflow, EngineClosed, OptionError
 from exl2nb.core.log import logger
 from exl2nb.generator.batch import MAX_ROWS, BatchBuilder
+from exl2nb.generator.guesses import Drafter, GuessingSpeculator, guesses_for
 from exl2nb.generator.handle import Handle
 from exl2nb.generator.loop import Speculator, StepLoop
+from exl2nb.generator.members import sequences_for
 from exl2nb.generator.pager import Pager
 from exl2nb.generator.request import Request
 from exl2nb.generator.scheduler import MAX_CHUNK, Scheduler
@@ -53,7 +55,8 @@ class Engine:
     """Runs requests on a model.
 
     Attributes:
-        cache: the pools. pages: who holds which page. pager: what the pages hold. loop: the steps.
+        cache: the pools. pages: who holds which page. pager: what the pages hold. loop: the steps. drafter: the draft model that guesses
+        tokens, or None.
 
     Args:
         model: anything with `forward` and `close`.
@@ -88,6 +91,7 @@ class Engine:
         self.pager = Pager(cache_spec.num_pages, page_size=size, copy=self._stepper.copy, salt=cache_spec.mode)
         self.pages = self.pager.table
         self._vocab_size = vocab_size
+        self.drafter: Drafter | None = None
         builder = BatchBuilder(
             max_tokens=max_sequences * MAX_ROWS + max_chunk,
             max_sequences=max_sequences,
@@ -119,8 +123,32 @@ class Engine:
             OptionError: a prompt id the model does not have.
             EngineClosed: `close` was called.
         """
-        self.check(request)
-        return self.submit_all([Sequence(request, self.tokenizer, context=self.context)], group=group)[0]
+        return self.submit_many([request], group=group)[0]
+
+    def submit_many(self, requests: Several[Request], *, group: object = None) -> list[Handle]:
+        """Queue several requests, all or none; errors as in `submit`. Equal prompts among them are computed once."""
+        for request in requests:
+            self.check(request)
+        made = [sequences_for(request, self.tokenizer, context=self.context) for request in requests]
+        for members in made:
+            self._attach(members)
+        handles = self.submit_all([member for members in made for member in members], group=group)
+        leaders, at = [], 0
+        for members in made:
+            leaders.append(handles[at])
+            handles[at].companions = handles[at + 1 : at + len(members)]
+            at += len(members)
+        return leaders
+
+    def _attach(self, members: Several[Sequence]) -> None:
+        """Give sequences what they need of this engine."""
+        leader = members[0]
+        if leader.group is not None:
+            leader.group.fork = self.loop.scheduler.fork
+            return
+        leader.guesses = guesses_for(leader.request.speculation, self.drafter)
+        if leader.guesses is not None and self.loop.speculator is None:
+            self.loop.speculator = GuessingSpeculator()
 
     def check(self, request: Request) -> None:
         """Refuse a prompt that cannot run; errors as in `submit`."""
@@ -130,8 +158,16 @@ class Engine:
                 f"the prompt has {count} tokens and the context {self.context}, which must also hold at least one new token; "
                 f"shorten the prompt by {count - self.context + 1}, or load the model with a larger context"
             )
-        if self._vocab_size is not None and not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < self._vocab_size:
-            raise OptionError(f"the prompt holds ids outside 0 to {self._vocab_size - 1}; was it encoded with another model's tokenizer?")
+        if len(request.negative_ids) >= self.context:
+            raise ContextOverflow(f"the negative prompt has {len(request.negative_ids)} tokens and the context {self.context}; shorten it")
+        size = self._vocab_size
+        if size is None:
+            return
+        for what, ids in (("prompt", request.prompt_ids), ("negative prompt", request.negative_ids)):
+            if ids and not 0 <= min(ids) <= max(ids) < size:
+                raise OptionError(f"the {what} holds ids outside 0 to {size - 1}; was it encoded with another model's tokenizer?")
+        if request.stop_ids and max(request.stop_ids) >= size:
+            raise OptionError(f"stop is {max(request.stop_ids)}; expected a text or a token id from 0 to {size - 1}")
 
     def submit_all(self, sequences: Several[Sequence], *, group: object = None) -> list[Handle]:
         """Queue several sequences, all or none; errors as in `submit`.
@@ -208,6 +244,8 @@ class Engine:
         with self._model_lock:
             self._fail_all(EngineClosed("the model was closed while the request ran"))
             self.loop.abandon()
+            if self.drafter is not None:
+                self.drafter.close()
             self._stepper.close()
             self.cache.close()
             self.model.close()

@@ -25,6 +25,7 @@ class Handle:
         self._over = False
         self._bell: _Bell | None = None
         self.owner: object = None  # kept alive as long as this handle: the loaded model
+        self.companions: list[Handle] = []  # of the other sequences that this request runs on; dropping them would cancel it
 
     def __iter__(self) -> Iterator[Chunk]:
         return self

@@ -1,74 +1,159 @@
-"""Sampled ids to the tokens and text that may be shown: whole characters only, and nothing of a stop text."""
+"""Sampled ids to the tokens and text that may be shown: whole characters only, nothing of a stop text, nothing banned."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from exl2nb.generator.request import Alternative, Token
-from exl2nb.generator.stop import StopMatcher
+from exl2nb.generator.request import Alternative, Rewind, Token
+from exl2nb.generator.stop import Match, StopMatcher
 from exl2nb.sampling.report import Sampled
 from exl2nb.tokenizer.detokenize import Detokenizer
 from exl2nb.tokenizer.tokenizer import Tokenizer
+
+
+class _Place(NamedTuple):
+    """Everything about the output before a token was pushed."""
+
+    detokenizer: Any
+    stop: Any
+    banned: Any
+    skip: int
 
 
 class Output:
     """The answer of one request while it grows.
 
     `tokens` are those that may be shown; their texts side by side are the text of the answer, always. A token is held while its text may
-    still change or may turn out to be part of a stop text.
+    still change, or may turn out to be part of a stop text or of a banned one.
 
     Args:
         tokenizer: of the model.
         prompt_ids: what the text continues.
         stop: texts that end it.
+        banned: texts that must not appear in it; see `rewind`.
+        skip: characters at the beginning that are not shown, because the prompt has them (token healing).
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_ids: Sequence[int], stop: Sequence[str] = (), banned: Sequence[str] = (), *, skip: int = 0
+    ) -> None:
         self.tokens: list[Token] = []
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(tokenizer, prompt_ids)
-        self._matcher = StopMatcher(stop)
+        self._stop = StopMatcher(stop)
+        self._banned = StopMatcher(banned, ignore_case=True) if banned else None
         self._held: list[Token] = []
+        self._places: list[_Place] = []  # one per held token, where texts are banned
         self._shown = 0  # characters in `tokens`
+        self._skip = skip
+        self.withheld: tuple[Token, ...] = ()  # tokens that a stop text took away
 
     @property
     def text(self) -> str:
         """The text that may be shown."""
         return "".join([token.text for token in self.tokens])
 
-    def push(self, sampled: Sampled) -> bool:
-        """Take one id. True: a stop text is complete, and `tokens` ends before it."""
-        text = self._detokenizer.feed(sampled.id)
-        self._held.append(self._token(sampled, text))
-        visible, found = self._matcher.feed(text)
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop text that was found."""
+        return self._stop.match.text if self._stop.match is not None else None
+
+    @property
+    def held(self) -> int:
+        """Tokens that are held."""
+        return len(self._held)
+
+    def push(self, sampled: Sampled, *, source: str = "target", armed: bool = True) -> bool:
+        """Take one id. True: a stop text is complete, and `tokens` ends before it.
+
+        Args:
+            sampled: the id and what is told about it.
+            source: who proposed it.
+            armed: False: stop texts do not count yet.
+        """
+        if self._banned is not None:
+            self._places.append(_Place(self._detokenizer.save(), self._stop.save(), self._banned.save(), self._skip))
+        text = self._cut(self._detokenizer.feed(sampled.id))
+        self._held.append(self._token(sampled, text, source))
+        visible, found = self._stop.feed(text, armed=armed)
+        if self._banned is not None:
+            safe, banned = self._banned.feed(text)
+            if banned and found and self._found(self._banned).end > visible:
+                self._banned.match = None  # it ends inside or after the stop text: what shows of it is not banned
+            elif banned:
+                return False
+            visible = visible if found else min(visible, safe)
         if found or not self._detokenizer.pending:
             self._release(visible, cut=found)
         return found
 
     def finish(self) -> bool:
         """The last id was pushed: show what is held. True: a stop text came to light in it."""
-        rest = self._detokenizer.flush()
+        rest = self._cut(self._detokenizer.flush())
         if rest and self._held:
             self._held[-1] = self._held[-1]._replace(text=self._held[-1].text + rest)
-        visible, found = self._matcher.feed(rest)
+        visible, found = self._stop.feed(rest)
         self._release(visible if found else 1 << 62, cut=found)
         return found
+
+    @property
+    def must_rewind(self) -> bool:
+        """True after a push that completed a banned text."""
+        return self._banned is not None and self._banned.match is not None
+
+    def rewind(self) -> Rewind:
+        """Take back the tokens of the banned text that was found, from the one that began it on.
+
+        Returns:
+            What was taken back. The output is then as it was before the first of these tokens.
+        """
+        assert self._banned is not None
+        match = self._found(self._banned)
+        at, end = 0, self._shown + len(self._held[0].text)
+        while end <= match.start:
+            at += 1
+            end += len(self._held[at].text)
+        while at > 0 and not self._held[at - 1].text and self._held[at - 1].id not in self._tokenizer.skipped_ids:
+            at -= 1  # a token without text holds the first bytes of the character
+        gone, place = self._held[at:], self._places[at]
+        del self._held[at:], self._places[at:]
+        self._detokenizer.load(place.detokenizer)
+        self._stop.load(place.stop)
+        self._banned.load(place.banned)
+        self._skip = place.skip
+        return Rewind(match.text, tuple(token.id for token in gone), "".join([token.text for token in gone]))
+
+    @staticmethod
+    def _found(matcher: StopMatcher) -> Match:
+        assert matcher.match is not None, "a text was found"
+        return matcher.match
+
+    def _cut(self, text: str) -> str:
+        if not self._skip:
+            return text
+        cut = min(self._skip, len(text))
+        self._skip -= cut
+        return text[cut:]
 
     def _release(self, visible: int, *, cut: bool) -> None:
         for i, token in enumerate(self._held):
             end = self._shown + len(token.text)
             if end > visible:
-                if cut and visible > self._shown:
-                    self.tokens.append(token._replace(text=token.text[: visible - self._shown]))
-                    self._shown = visible
+                if cut:
+                    self.withheld = tuple(self._held[i:])
+                    if visible > self._shown:
+                        self.tokens.append(token._replace(text=token.text[: visible - self._shown]))
+                        self._shown = visible
                 self._held = [] if cut else self._held[i:]
+                self._places = [] if cut else self._places[i:]
                 return
             self.tokens.append(token)
             self._shown = end
-        self._held = []
+        self._held, self._places = [], []
 
-    def _token(self, sampled: Sampled, text: str) -> Token:
+    def _token(self, sampled: Sampled, text: str, source: str) -> Token:
         piece = self._tokenizer.piece
         top = tuple([Alternative(i, piece(i), logprob, math.exp(logprob)) for i, logprob in sampled.top])
-        return Token(sampled.id, text, sampled.logprob, math.exp(sampled.logprob), sampled.rank, top)
+        return Token(sampled.id, text, sampled.logprob, math.exp(sampled.logprob), sampled.rank, top, source)

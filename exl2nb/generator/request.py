@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from exl2nb.core.errors import OptionError, StructureError
 from exl2nb.core.options import check_keywords, check_range
+from exl2nb.generator.speculation import Acceptance, Speculation
 from exl2nb.sampling.params import SamplingParams, check_integer
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from exl2nb.constraint.structure import Structure
 
 MAX_TOP = 100
+MAX_BEAMS = 64
 MAX_PRIORITY = 1000
 FINISH_REASONS = ("eos", "stop", "length", "context", "cancelled", "timeout")
 
@@ -24,25 +28,48 @@ class Request:
     """One prompt and its settings.
 
     prompt_ids: at least one token. sampling: how tokens are chosen. max_tokens: at most this many new ones; fewer where the context ends.
-    stop: texts that end the answer; they are not part of it. ignore_eos: go on after an end-of-text token. top_logprobs: alternatives
-    reported per token. priority: higher ones run first, and take the place of lower ones where there is none. timeout_s: seconds after
-    which the answer ends as it stands; None = never. structure: what the answer must look like; None = anything. stream: hand tokens over
-    as they come; False only the completion at the end, which costs less.
+    stop: texts and token ids that end the answer; they are not part of it (a least length is `sampling.min_tokens`). ignore_eos: go on
+    after an end-of-text token. banned_strings: texts that never occur in the answer (upper and lower case alike): where one appears, the
+    answer goes back to the token that began it and takes another there. token_healing: the last prompt token is drawn again among the
+    tokens that begin with its text, so that a prompt may end in the middle of a word. top_logprobs: alternatives reported per token.
+    return_logits: keep the raw logits of every token. priority: higher ones run first, and take the place of lower ones where there is
+    none. timeout_s: seconds after which the answer ends as it stands; None = never. structure: what the answer must look like; None =
+    anything. stream: hand tokens over as they come; False only the completion at the end, which costs less.
+
+    negative_ids, cfg_scale: classifier-free guidance: a second prompt runs in step with the first, and tokens are drawn from
+    `negative + cfg_scale * (positive - negative)` of their log probabilities.
+
+    beams, length_penalty, early_stopping, n: beam search (more than one beam); score = sum of log probabilities / length ** length_penalty.
+    The `n` best are returned. early_stopping: True ends it when `beams` answers are complete, False when no better one is likely, "never"
+    when none is possible.
+
+    speculation: guesses of the next tokens that the model verifies several at a time. "auto" (the draft model if there is one), "draft",
+    "ngram", "off", or a `Speculation`. It changes the speed, never the text.
 
     Raises:
-        OptionError: a value out of range.
+        OptionError: a value out of range, or two that exclude each other.
     """
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     max_tokens: int = 256
-    stop: tuple[str, ...] = ()
+    stop: tuple[str | int, ...] = ()
     ignore_eos: bool = False
+    banned_strings: tuple[str, ...] = ()
+    token_healing: bool = False
     top_logprobs: int = 0
+    return_logits: bool = False
     priority: int = 0
     timeout_s: float | None = None
     structure: Structure | None = None
     stream: bool = True
+    negative_ids: tuple[int, ...] = ()
+    cfg_scale: float = 1.0
+    beams: int = 1
+    n: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+    speculation: Speculation = field(default_factory=Speculation)
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -52,8 +79,51 @@ class Request:
         check_integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
         if self.timeout_s is not None:
             check_range("timeout_s", self.timeout_s, 0.001, 1e9)
-        if not all(isinstance(text, str) and text for text in self.stop):
-            raise OptionError(f"stop is {str(self.stop)[:80]}; expected a text or several, none of them empty")
+        check_integer("beams", self.beams, 1, MAX_BEAMS)
+        check_integer("n", self.n, 1, self.beams)
+        check_range("cfg_scale", self.cfg_scale, 0.0, 100.0)
+        check_range("length_penalty", self.length_penalty, -10.0, 10.0)
+        object.__setattr__(self, "speculation", Speculation.of(self.speculation))
+        if not all((isinstance(one, str) and one) or _is_id(one) for one in self.stop):
+            raise OptionError(f"stop is {str(self.stop)[:80]}; expected texts or token ids, none of them empty")
+        if not all(isinstance(text, str) and text for text in self.banned_strings):
+            raise OptionError(f"banned_strings is {str(self.banned_strings)[:80]}; expected a text or several, none of them empty")
+        if self.early_stopping not in (True, False, "never"):
+            raise OptionError(f"early_stopping is {self.early_stopping!r}; expected True, False or 'never'")
+        self._check_combinations()
+
+    def _check_combinations(self) -> None:
+        if self.sampling.min_tokens > self.max_tokens:
+            raise OptionError(f"min_tokens is {self.sampling.min_tokens}; expected at most max_tokens, which is {self.max_tokens}")
+        if self.beams > 1:
+            plain = replace(self.sampling, seed=None, min_tokens=0) == SamplingParams(temperature=0)
+            checks = (
+                ("cfg_scale", self.guided),
+                ("banned_strings", self.banned_strings),
+                ("a structure", self.structure is not None),
+                ("a sampler other than temperature=0", not plain),
+            )
+            if wrong := [name for name, on in checks if on]:
+                raise OptionError(
+                    f"beams={self.beams} and {wrong[0]} exclude each other: beam search draws nothing; leave it out, or beams=1"
+                )
+        if self.cfg_scale != 1.0 and not self.negative_ids:
+            raise OptionError(f"cfg_scale is {self.cfg_scale:g} and there is no negative_prompt; give both, or leave both out")
+
+    @property
+    def guided(self) -> bool:
+        """True where two prompts run in step."""
+        return bool(self.negative_ids) and self.cfg_scale != 1.0
+
+    @property
+    def stop_texts(self) -> tuple[str, ...]:
+        """The texts in `stop`."""
+        return tuple(one for one in self.stop if isinstance(one, str))
+
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The token ids in `stop`."""
+        return frozenset(one for one in self.stop if not isinstance(one, str))
 
     @classmethod
     def of(cls, prompt_ids: Sequence[int], *, where: str, stream: bool = True, **options: Any) -> Request:
@@ -65,14 +135,27 @@ class Request:
         own = [f.name for f in fields(cls) if f.name not in ("prompt_ids", "sampling", "stream")]
         known = [*own, *(f.name for f in fields(SamplingParams))]
         check_keywords(options, known, where=where)
-        if isinstance(stop := options.get("stop", ()), str):
-            options["stop"] = (stop,)
-        elif isinstance(stop, (list, tuple, set, frozenset)):
-            options["stop"] = tuple(stop)
-        else:
-            raise OptionError(f"{where}: stop is {stop!r}; expected a text or a list of texts")
+        for name, kinds in (("stop", (str, int)), ("banned_strings", (str,))):
+            if name in options:
+                options[name] = _several(options[name], kinds, f"{where}: {name}")
         mine = {name: options.pop(name) for name in own if name in options}
+        if mine.get("beams", 1) != 1:
+            options.setdefault("temperature", 0)
         return cls(prompt_ids=tuple(prompt_ids), sampling=SamplingParams(**options), stream=stream, **mine)
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _several(value: Any, kinds: tuple[type, ...], name: str) -> tuple[Any, ...]:
+    """One value or a collection of them, as a tuple."""
+    if isinstance(value, kinds) and not isinstance(value, bool):
+        return (value,)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return tuple(value)
+    words = " or ".join("a token id" if kind is int else "a text" for kind in kinds)
+    raise OptionError(f"{name} is {str(value)[:80]!r}; expected {words}, or a list of them")
 
 
 class Alternative(NamedTuple):
@@ -88,7 +171,9 @@ class Token(NamedTuple):
     """One generated token.
 
     text: its part of the answer ("" while a character is incomplete; the token that completes it has the text). logprob, prob, rank: under
-    the model's own distribution, before any filter. top: the best alternatives, if asked for.
+    the model's own distribution, before any filter. top: the best alternatives, if asked for. source: where it comes from: "target"
+    (drawn), "draft" or "ngram" (guessed, and then drawn the same), "forced" (a constraint left no other), "rewound" (drawn in the place of
+    one that began a banned text).
     """
 
     id: int
@@ -97,6 +182,15 @@ class Token(NamedTuple):
     prob: float
     rank: int
     top: tuple[Alternative, ...] = ()
+    source: str = "target"
+
+
+class Rewind(NamedTuple):
+    """An answer that went back: the banned text that appeared, the ids that were taken back, and their text."""
+
+    banned: str
+    ids: tuple[int, ...]
+    text: str
 
 
 @dataclass(frozen=True)
@@ -149,8 +243,11 @@ class Timings:
 class Completion:
     """The answer to one request.
 
-    finish_reason: "eos" (the model ended it), "stop" (a stop text, or the structure is complete), "length" (max_tokens), "context" (no room
-    left), "cancelled", "timeout". seed: reproduces the answer. structure: what it had to look like, and whether it came to an end.
+    finish_reason: "eos" (the model ended it), "stop" (a stop text or token, or the structure is complete), "length" (max_tokens), "context"
+    (no room left), "cancelled", "timeout". stopped_by: the stop text, stop token or end-of-text token that ended it. withheld: tokens that
+    a stop text took away. seed: reproduces the answer. rewinds: where banned texts made it go back. speculation: what guesses did, None
+    where none were made. logits: raw, f32 `(tokens, V)`, if asked for. score: of a beam; beams: the best beams, this one first. structure:
+    what it had to look like, and whether it came to an end.
     """
 
     text: str
@@ -159,6 +256,13 @@ class Completion:
     timings: Timings
     seed: int
     prompt: str | None = None
+    stopped_by: str | int | None = None
+    withheld: tuple[Token, ...] = ()
+    rewinds: tuple[Rewind, ...] = ()
+    speculation: Acceptance | None = None
+    logits: np.ndarray | None = field(default=None, compare=False)
+    score: float | None = None
+    beams: tuple[Completion, ...] = field(default=(), compare=False)
     structure: Structure | None = field(default=None, repr=False, compare=False)
     complete: bool = field(default=True, repr=False, compare=False)
 
@@ -193,7 +297,8 @@ class Completion:
 
     def __repr__(self) -> str:
         shown = self.text if len(self.text) <= 60 else self.text[:57] + "..."
-        return f"Completion({shown!r}, {len(self.tokens)} tokens, {self.finish_reason}, {self.timings.decode_tok_s:.0f} tok/s)"
+        more = f", {self.speculation}" if self.speculation is not None else "" if self.score is None else f", score {self.score:.4f}"
+        return f"Completion({shown!r}, {len(self.tokens)} tokens, {self.finish_reason}, {self.timings.decode_tok_s:.0f} tok/s{more})"
 
     def _repr_html_(self) -> str:
         from exl2nb.generator.render import completion_html
@@ -204,4 +309,5 @@ class Completion:
         """A pandas DataFrame with one row per token."""
         import pandas
 
-        return pandas.DataFrame([token[:5] for token in self.tokens], columns=list(Token._fields[:5]))
+        columns = [*Token._fields[:5], "source"]
+        return pandas.DataFrame([(*token[:5], token.source) for token in self.tokens], columns=columns)

@@ -69,6 +69,8 @@ class Scheduler:
             ContextOverflow: more pages are needed than the cache has.
         """
         need, have, size = sum(self.pager.pages_for(s.most_tokens) for s in sequences), self.pager.table.num_pages, self.pager.page_size
+        if sequences[0].group is not None and sequences[0].group.shares_prompt:
+            need -= (len(sequences) - 1) * (sequences[0].prompt_tokens // size)
         if need > have:
             tokens, prompts = sum(s.most_tokens for s in sequences), sum(len(s.request.prompt_ids) for s in sequences)
             new = sum(s.limit for s in sequences)
@@ -109,6 +111,7 @@ class Scheduler:
     def preempt(self, sequence: Sequence) -> None:
         """Send a running sequence back to the queue; what it has computed stays known until its pages are needed."""
         self.running.remove(sequence)
+        sequence.withdraw()
         self.pager.release(sequence)
         sequence.preemptions += 1
         self.preemptions += 1

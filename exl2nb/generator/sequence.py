@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Sequence_
-from typing import Any
+from collections.abc import Sequence as Several
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from exl2nb.generator.channel import Channel
+from exl2nb.generator.choose import choose
+from exl2nb.generator.healing import heal
 from exl2nb.generator.output import Output
-from exl2nb.generator.request import Completion, Request, Timings
-from exl2nb.sampling.chain import sample_row
+from exl2nb.generator.request import Completion, Request, Rewind, Timings
 from exl2nb.sampling.report import Sampled
 from exl2nb.sampling.state import SamplerState
 from exl2nb.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from exl2nb.generator.group import Group
+    from exl2nb.generator.guesses import Guesses
 
 
 class Sequence:
     """Ids, pages and state.
 
     Attributes:
-        ids: prompt and new tokens. computed: how many of them have K and V in the cache (written, or about to be by a launched step).
-        pages: of the cache. limit: new tokens at most, the request's max_tokens or the room left in the context. rows: how many of the last
-        pending tokens want logits.
+        ids: prompt, new tokens and, between `propose` and `advance`, guessed ones. computed: how many of them have K and V in the cache
+        (written, or about to be by a launched step). pages: of the cache. limit: new tokens at most, the request's max_tokens or the room
+        left in the context. prompt_tokens: how many of the ids are prompt (one less than were given, where the last is healed).
         Kept by scheduler and pager: rank (the smaller runs first), keys (of the full pages of ids), published (full pages made known),
         reused_tokens, preemptions, salt (what besides tokens changes the pages).
         Kept by the engine: flying (tokens drawn on the device that nobody has read), on_device (the device draws), ended, deadline.
-        group: None, or what has `members` that end together.
+        group: None, or what it runs in step with; its members end together.
 
     Args:
         request: what was asked for.
@@ -36,91 +41,186 @@ class Sequence:
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer, *, context: int) -> None:
-        self.request, self.channel = request, Channel()
-        self.ids = list(request.prompt_ids)
+        self.request, self.channel, self.tokenizer = request, Channel(), tokenizer
+        healed = heal(request.prompt_ids, tokenizer) if request.token_healing else None
+        prompt = request.prompt_ids if healed is None else healed.ids
+        self.ids, self.prompt_tokens = list(prompt), len(prompt)
         self.computed = 0
         self.pages: list[int] = []
-        self.rows = 1
         self.rank: tuple[int, int, int] = (0, 0, 0)
         self.keys: list[bytes] = []
         self.published = self.reused_tokens = self.preemptions = self.flying = 0
         self.salt = ""
         self.on_device = self.ended = False
-        self.group: Any = None
-        self.limit = min(request.max_tokens, context - len(self.ids))
+        self.limit = min(request.max_tokens, context - len(prompt))
+        self.ends = request.stop_ids | (frozenset() if request.ignore_eos else tokenizer.eos_ids)
         self.sampler = SamplerState(
             request.sampling,
-            request.prompt_ids,
+            prompt,
             tokenizer=tokenizer,
-            end_ids=tokenizer.eos_ids,
+            end_ids=[i for i in self.ends if i < tokenizer.vocab_size],
             constraint=request.structure.start() if request.structure is not None else None,
         )
-        self.output = Output(tokenizer, request.prompt_ids, request.stop)
-        self._eos = frozenset() if request.ignore_eos else tokenizer.eos_ids
+        self.output = Output(tokenizer, prompt, request.stop_texts, request.banned_strings, skip=healed.skip if healed else 0)
+        self.group: Group | None = None
+        self.guesses: Guesses | None = None
+        self.guessed = 0  # ids at the end that are guesses
+        self.rewinds: list[Rewind] = []
+        self._healed = None if healed is None else healed.allowed
+        self._barred: dict[int, set[int]] = {}  # place -> tokens that led to a banned text there
+        self._rows: list[np.ndarray] = []  # raw logits of each new token, if asked for
+        self._stopped_by: str | int | None = None
         self._handed = 0
         self._submitted = time.perf_counter()
         self.deadline = self._submitted + request.timeout_s if request.timeout_s is not None else float("inf")
         self._started = self._first = self._last = 0.0
 
+    # ---- what the scheduler asks
+
     @property
     def pending(self) -> int:
-        """Tokens that the model has not seen: a prompt's rest, or the one new token."""
+        """Tokens the model has not seen: a prompt's rest, or the one new token and the guesses. 0: it waits for others of its group."""
         return len(self.ids) - self.computed
+
+    @property
+    def rows(self) -> int:
+        """Of the pending tokens, how many of the last want logits."""
+        return 1 + self.guessed
 
     @property
     def new_tokens(self) -> int:
         """Tokens generated so far, a final end-of-text token included."""
-        return len(self.ids) - len(self.request.prompt_ids)
+        return len(self.ids) - self.guessed - self.prompt_tokens
 
     @property
     def most_tokens(self) -> int:
         """Tokens the cache must hold for it at the end; the last new one is never run."""
-        return len(self.request.prompt_ids) + self.limit - 1
+        return self.prompt_tokens + self.limit - 1
+
+    @property
+    def members(self) -> list[Sequence]:
+        """The sequences that begin and end with this one, itself included."""
+        return [self] if self.group is None else self.group.members
 
     @property
     def host_only(self) -> bool:
         """True where a token cannot be drawn without the host."""
-        return self.sampler.constraint is not None
+        request = self.request
+        special = request.banned_strings or request.return_logits or self._healed is not None or self.sampler.constraint is not None
+        return bool(special) or self.group is not None or self.guesses is not None
 
     def ready(self) -> bool:
         """Whether it may be admitted."""
-        return True
+        return self.group is None or self.group.ready(self)
 
     def start(self) -> None:
         """It takes part from the next step on."""
         self._started = self._started or time.perf_counter()
 
-    def advance(self, rows: Sequence_[np.ndarray]) -> str | None:
-        """Choose a token.
+    # ---- a step
+
+    def propose(self, guesses: list[int]) -> None:
+        """Put guesses behind the ids; the next `advance` verifies them."""
+        assert not self.guessed, "guesses are verified before new ones are made"
+        guesses = guesses[: max(0, self.limit - self.new_tokens - 1)]
+        self.ids += guesses
+        self.guessed = len(guesses)
+
+    def withdraw(self) -> None:
+        """Take back guesses that were not verified: it gives way, or ends."""
+        if self.guessed:
+            del self.ids[len(self.ids) - self.guessed :]
+            self.guessed = 0
+
+    def advance(self, rows: Several[np.ndarray]) -> str | None:
+        """Take what the model says after the last tokens; the finish reason once the answer is complete.
+
+        `computed` counts all ids, guesses included, when this is called. Afterwards the ids end in one token that the model has not seen,
+        and `computed` is never past what stayed.
 
         Args:
-            rows: one for each of `rows`: its logits f32 `(V,)`.
-
-        Returns:
-            The finish reason once the answer is complete.
+            rows: one for each of `rows`: its logits f32 `(V,)`, raw.
         """
-        return self.append(sample_row(rows[0], self.sampler, top=self.request.top_logprobs))
+        if self.group is not None:
+            return self.group.receive(self, rows[-1])
+        return self.take_rows(rows)
 
-    def append(self, sampled: Sampled) -> str | None:
-        """Take a new token, hand over what may be shown; the finish reason once it is complete."""
-        self._last = time.perf_counter()
+    def take_rows(self, rows: Several[np.ndarray]) -> str | None:
+        """`advance` for a sequence by itself."""
+        guessed, self.guessed = self.guessed, 0
+        start = len(self.ids) - guessed
+        guesses = self.ids[start:]
+        del self.ids[start:]
+        accepted, reason = 0, None
+        for i, row in enumerate(rows):
+            place = len(self.ids)
+            sampled, source = self._choose(row)
+            right = i < guessed and sampled.id == guesses[i]
+            if right and self.guesses is not None:
+                source = self.guesses.name
+            reason = self._take(sampled, row, source)
+            accepted += right
+            if reason is not None or not right or len(self.ids) <= place:
+                break
+        self.computed = min(self.computed, len(self.ids) - 1)
+        if self.guesses is not None:
+            self.guesses.told(guessed, accepted, kept=min(start + accepted, len(self.ids) - 1))
+        if self.request.stream:
+            self.hand_over()
+        return reason
+
+    def append(self, sampled: Sampled, *, source: str = "target") -> str | None:
+        """Take one token that was chosen elsewhere; the finish reason once the answer is complete."""
+        reason = self._take(sampled, None, source)
+        if self.request.stream:
+            self.hand_over()
+        return reason
+
+    def _choose(self, row: np.ndarray) -> tuple[Sampled, str]:
+        barred = self._barred.get(len(self.ids), ()) if self._barred else ()
+        self.sampler.retry = len(barred)  # another random number: the same one would favour the neighbours of what was banned
+        allowed = self._healed if self.new_tokens == 0 else None
+        sampled, forced = choose(row, self.sampler, top=self.request.top_logprobs, banned=barred, allowed=allowed)
+        return sampled, "forced" if forced else "rewound" if barred else "target"
+
+    def _take(self, sampled: Sampled, row: np.ndarray | None, source: str) -> str | None:
+        self.mark_token()
         self.ids.append(sampled.id)
-        if self.new_tokens == 1:
-            self._first = self._last
+        if row is not None and self.request.return_logits:
+            self._rows.append(row.copy())
         reason = None
-        if sampled.id in self._eos:
-            reason = "eos"
-        elif self.output.push(sampled):
-            return "stop"
+        if sampled.id in self.ends:
+            reason = "stop" if sampled.id in self.request.stop_ids else "eos"
+            self._stopped_by = sampled.id
+        elif self.output.push(sampled, source=source, armed=self.new_tokens >= self.request.sampling.min_tokens):
+            return self._stopped()
+        elif self.output.must_rewind:
+            self._rewind()
         elif self.sampler.finished:
             reason = "stop"
         elif self.new_tokens >= self.limit:
             reason = "length" if self.limit == self.request.max_tokens else "context"
         if reason is not None and self.output.finish():
-            return "stop"
-        if self.request.stream:
-            self.hand_over()
+            return self._stopped()
         return reason
+
+    def _stopped(self) -> str:
+        self._stopped_by = self.output.stopped_by
+        return "stop"
+
+    def _rewind(self) -> None:
+        """A banned text is complete: go back to before the token that began it, and never take that one there again."""
+        rewind = self.output.rewind()
+        count = len(rewind.ids)
+        self.rewinds.append(rewind)
+        del self.ids[len(self.ids) - count :]
+        del self._rows[max(0, len(self._rows) - count) :]
+        self.sampler.rewind(count)
+        place = len(self.ids)
+        self._barred = {at: ids for at, ids in self._barred.items() if at <= place}
+        self._barred.setdefault(place, set()).add(rewind.ids[0])
+
+    # ---- what goes out
 
     def hand_over(self) -> None:
         """Put what is new into the channel."""
@@ -131,13 +231,30 @@ class Sequence:
 
     def complete(self, reason: str) -> Completion:
         """The answer as it stands."""
+        group = self.group
+        return self.complete_alone(reason) if group is None or group.leader is not self else group.completion(reason)
+
+    def complete_alone(self, reason: str) -> Completion:
+        """`complete` without asking the group."""
+        self.withdraw()
         self.output.finish()
         self.hand_over()
-        now = time.perf_counter()
+        timings = self.timings(new_tokens=self.new_tokens, now=time.perf_counter())
+        constraint = self.sampler.constraint
+        complete = constraint is None or constraint.finished or (reason != "stop" and constraint.accepting)
+        return Completion(finish_reason=reason, timings=timings, seed=self.sampler.seed, complete=complete, **self._answer())
+
+    def mark_token(self) -> None:
+        """Now is when the latest token came."""
+        self._last = time.perf_counter()
+        self._first = self._first or self._last
+
+    def timings(self, *, new_tokens: int, now: float) -> Timings:
+        """Where the time went until `now`, `time.perf_counter()`."""
         first = self._first or now
-        timings = Timings(
-            prompt_tokens=len(self.request.prompt_ids),
-            new_tokens=self.new_tokens,
+        return Timings(
+            prompt_tokens=self.prompt_tokens,
+            new_tokens=new_tokens,
             queue_s=(self._started or now) - self._submitted,
             first_token_s=first - self._submitted,
             prefill_s=first - (self._started or now),
@@ -145,13 +262,20 @@ class Sequence:
             reused_tokens=self.reused_tokens,
             preemptions=self.preemptions,
         )
-        output, constraint = self.output, self.sampler.constraint
-        return Completion(
-            text=output.text,
-            tokens=tuple(output.tokens),
-            finish_reason=reason,
-            timings=timings,
-            seed=self.sampler.seed,
-            structure=self.request.structure,
-            complete=constraint is None or constraint.finished or (reason != "stop" and constraint.accepting),
-        )
+
+    def _answer(self) -> dict[str, Any]:
+        output, rows = self.output, self._rows
+        tokens = tuple(output.tokens)
+        logits = None
+        if self.request.return_logits:
+            logits = np.stack(rows[: len(tokens)]) if tokens and rows else np.zeros((0, 0), np.float32)
+        return {
+            "text": output.text,
+            "tokens": tokens,
+            "stopped_by": self._stopped_by,
+            "withheld": output.withheld,
+            "rewinds": tuple(self.rewinds),
+            "speculation": None if self.guesses is None else self.guesses.acceptance,
+            "logits": logits,
+            "structure": self.request.structure,
+        }

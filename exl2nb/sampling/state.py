@@ -52,6 +52,7 @@ class SamplerState:
         self.plan: Plan = plan(params)
         self.seed = fresh_seed() if params.seed is None else params.seed
         self.count = 0
+        self.retry = 0  # draws at this place that were taken back because of what they led to
         self.mu = self._next_mu = 2.0 * params.mirostat_tau
         self.end_ids = np.fromiter(end_ids, np.int64)
         self.constraint = constraint
@@ -88,7 +89,7 @@ class SamplerState:
 
     def uniform(self) -> float:
         """The random number of the token that is drawn next; asking twice gives the same."""
-        return uniform(self.seed, self.count)
+        return uniform(self.seed ^ (self.retry * 0x9E6C63D0876A9A47), self.count)
 
     def allowed(self) -> Allowed:
         """The tokens of the grammar; only for a request that has one."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
@@ -51,6 +51,14 @@ class Detokenizer:
         """What is still held, incomplete characters as U+FFFD. The detokenizer is spent then."""
         return self._decoder.flush()
 
+    def save(self) -> Any:
+        """What `load` needs to come back here; small."""
+        return self._decoder.save()
+
+    def load(self, saved: Any) -> None:
+        """Go back to a saved place, as if what was fed since had not been."""
+        self._decoder.load(saved)
+
 
 class _Decoder(Protocol):
     @property
@@ -59,6 +67,10 @@ class _Decoder(Protocol):
     def feed(self, token_id: int) -> str: ...
 
     def flush(self) -> str: ...
+
+    def save(self) -> Any: ...
+
+    def load(self, saved: Any) -> None: ...
 
 
 class _Bytes:
@@ -77,6 +89,12 @@ class _Bytes:
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)
+
+    def save(self) -> Any:
+        return self._utf8.getstate()
+
+    def load(self, saved: Any) -> None:
+        self._utf8.setstate(saved)
 
 
 class _Window:
@@ -103,6 +121,13 @@ class _Window:
 
     def flush(self) -> str:
         return self._accept(self._text(self._shown + self._new)) if self._new else ""
+
+    def save(self) -> Any:
+        return list(self._shown), list(self._new), self._prefix
+
+    def load(self, saved: Any) -> None:
+        shown, new, self._prefix = saved
+        self._shown, self._new = list(shown), list(new)
 
     def _accept(self, text: str) -> str:
         added = text[len(self._prefix) :]

@@ -10,6 +10,9 @@ def test_flat_keywords():
     request = Request.of([1, 2], where="generate", stop="END", temperature=0.5, max_tokens=3)
     assert (request.prompt_ids, request.stop, request.sampling.temperature, request.max_tokens) == ((1, 2), ("END",), 0.5, 3)
     assert Request.of([1], where="x", stop=["a", "b"]).stop == ("a", "b")
+    mixed = Request.of([1], where="x", stop=["a", 7])
+    assert (mixed.stop_texts, mixed.stop_ids) == (("a",), {7})
+    assert Request.of([1], where="x", stop=7).stop_ids == {7}
 
 
 @pytest.mark.parametrize(
@@ -24,8 +27,21 @@ def test_flat_keywords():
         ({"top_logprobs": -1}, "top_logprobs"),
         ({"top_logprobs": 101}, "top_logprobs"),
         ({"stop": [""]}, "stop"),
-        ({"stop": 7}, "stop"),
-        ({"stop": [7]}, "stop"),
+        ({"stop": 7.5}, "stop is '7.5'; expected a text or a token id"),
+        ({"stop": [7.5]}, "stop"),
+        ({"stop": [-1]}, "stop"),
+        ({"stop": True}, "stop"),
+        ({"min_tokens": 300}, "min_tokens is 300; expected at most max_tokens, which is 256"),
+        ({"banned_strings": [""]}, "banned_strings"),
+        ({"banned_strings": [7]}, "banned_strings"),
+        ({"cfg_scale": 2.0}, "no negative_prompt"),
+        ({"cfg_scale": -1.0}, "cfg_scale"),
+        ({"beams": 0}, "beams is 0"),
+        ({"beams": 2, "n": 3}, "n is 3; expected an integer from 1 to 2"),
+        ({"beams": 2, "temperature": 1.0}, "beams=2 and a sampler other than temperature=0 exclude each other"),
+        ({"beams": 2, "banned_strings": "x"}, "beams=2 and banned_strings exclude each other"),
+        ({"early_stopping": "soon"}, "early_stopping is 'soon'"),
+        ({"length_penalty": 99}, "length_penalty"),
         ({"top_p": 2}, "top_p"),
     ],
 )
@@ -49,6 +65,6 @@ def test_completion_reads_as_text_and_as_a_table():
     assert "a&lt;" in page
     assert "&lt;p&gt;" in page
     assert "<script" not in page
-    assert list(completion.to_frame().columns) == ["id", "text", "logprob", "prob", "rank"]
+    assert list(completion.to_frame().columns) == ["id", "text", "logprob", "prob", "rank", "source"]
     assert (completion.tokens_per_second, completion.ttft_s) == (200.0, 0.5)
     assert "20 tok/s" in str(TIMINGS)

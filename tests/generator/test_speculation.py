@@ -1,0 +1,169 @@
+"""Speculation changes the speed and nothing else: the text is, token for token, the one without, however good or bad the guesses are."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exl2nb.core.errors import OptionError
+from exl2nb.generator.ngram import NgramGuesser
+from exl2nb.generator.request import Request
+from exl2nb.generator.speculation import MAX_GUESSES, Pace, Speculation
+
+from . import fakes, stepper
+
+RULE = fakes.FakeModel().logits_after
+
+
+def small_rule(ids):
+    """Few likely tokens, so that drawn tokens repeat and guesses are sometimes right."""
+    row = np.full(fakes.VOCAB, -20.0, np.float32)
+    row[3:11] = np.random.default_rng((ids[-1] * 31 + ids[-2]) % 1009).normal(size=8) * 2
+    return row
+
+
+SAMPLERS = [
+    {"temperature": 0},
+    {"seed": 3},
+    {"seed": 4, "temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2},
+    {"seed": 5, "top_k": 3, "min_p": 0.05, "min_tokens": 10, "stop": [5]},
+]
+
+
+@pytest.mark.parametrize("options", SAMPLERS)
+@pytest.mark.parametrize("right", [0.0, 0.5, 0.9, 1.0])
+def test_any_quality_of_guesses_gives_the_same_text(options, right):
+    prompt = [5, 6, 7, 8]
+    plain = stepper.complete(prompt, small_rule, max_tokens=60, **options)
+    guesser = stepper.Bad(small_rule, right, seed=int(right * 10))
+    for adaptive in (True, False):
+        settings_ = Speculation(kind="ngram", adaptive=adaptive)
+        guessed = stepper.complete(prompt, small_rule, max_tokens=60, guesser=guesser, speculation=settings_, **options)
+        assert [t._replace(source="") for t in guessed.tokens] == [t._replace(source="") for t in plain.tokens]
+        assert (guessed.text, guessed.finish_reason, guessed.stopped_by) == (plain.text, plain.finish_reason, plain.stopped_by)
+        stats = guessed.speculation
+        assert stats.accepted == sum(n * count for n, count in enumerate(stats.lengths)) <= stats.proposed
+        assert sum(t.source == "ngram" for t in guessed.tokens) <= stats.accepted
+        if right == 1.0 and options.get("temperature") == 0:
+            assert stats.rate == 1.0
+            assert stats.tokens_per_step > 4
+
+
+@pytest.mark.parametrize("count", range(1, 20))
+def test_the_full_length_is_produced(count):
+    """Not ended early by the room that guesses would need."""
+    done = stepper.complete([5, 6], RULE, max_tokens=count, temperature=0, guesser=stepper.Bad(RULE, 1.0), speculation="ngram")
+    assert stepper.ids(done) == fakes.expected(fakes.FakeModel(), [5, 6], count)
+    assert done.finish_reason == "length"
+
+
+@given(data=st.data())
+@settings(max_examples=30, deadline=None)
+def test_stop_banned_and_speculation_together(data):
+    """Everything that looks at text, with random guesses: the same answer, the same rewinds."""
+    prompt = data.draw(st.lists(st.integers(3, 10), min_size=2, max_size=6))
+    whole = stepper.complete(prompt, small_rule, max_tokens=40, seed=1).text
+    cut = st.tuples(st.integers(0, max(0, len(whole) - 1)), st.integers(1, 4)).map(lambda c: whole[c[0] : c[0] + c[1]])
+    texts = [t for t in data.draw(st.lists(cut, max_size=2)) if t]
+    banned = [t for t in data.draw(st.lists(cut, max_size=2)) if len(t) > 1]
+    options = {"max_tokens": 30, "seed": 1, "stop": texts, "banned_strings": banned, "min_tokens": data.draw(st.integers(0, 5))}
+    plain = stepper.complete(prompt, small_rule, **options)
+    guesser = stepper.Bad(small_rule, data.draw(st.sampled_from([0.3, 0.8])), seed=2)
+    guessed = stepper.complete(prompt, small_rule, guesser=guesser, speculation="ngram", rng=random.Random(1), **options)
+    assert guessed.text == plain.text
+    assert stepper.ids(guessed) == stepper.ids(plain)
+    assert guessed.rewinds == plain.rewinds
+    assert not any(text.lower() in plain.text.lower() for text in banned)
+
+
+def test_the_distribution_is_the_models():
+    """Chi-square over a vocabulary of eight: 1200 seeds, second token, guesses right half of the time."""
+    counts, prompt = np.zeros(8), [5, 6]
+
+    def rule(ids):
+        return small_rule([len(ids), 6])  # by place alone, so that the second token has one known distribution
+
+    guesser = stepper.Bad(rule, 0.5)
+    row = rule([0, 0, 0]).astype(np.float64)[3:11]
+    wanted = np.exp(row - row.max())
+    wanted *= 1200 / wanted.sum()
+    for seed in range(1200):
+        done = stepper.complete(
+            prompt, rule, max_tokens=3, seed=seed, guesser=guesser, speculation=Speculation(kind="ngram", adaptive=False)
+        )
+        counts[done.tokens[1].id - 3] += 1
+    chi = ((counts - wanted) ** 2 / wanted).sum()
+    assert chi < 24.3  # 7 degrees of freedom, 0.1 %
+
+
+def test_ngram_finds_the_latest_and_longest():
+    guesser = NgramGuesser(1, 3)
+    assert guesser.guess([1, 2, 3, 9, 1, 2, 4, 9, 1, 2], 2) == [4, 9]
+    assert NgramGuesser(2, 3).guess([1, 2, 3, 4, 5], 4) == []
+    assert NgramGuesser(2, 3).guess([7, 7, 7], 4) == [7, 7, 7, 7]
+
+
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_ngram_on_a_text_that_is_cut_back(data):
+    """A rewound text never makes it fail, and what it guesses after growing again stood there."""
+    guesser, ids = NgramGuesser(1, 3), []
+    for _ in range(data.draw(st.integers(1, 8))):
+        ids = ids[: data.draw(st.integers(0, len(ids)))] + data.draw(st.lists(st.integers(0, 3), max_size=6))
+        guess = guesser.guess(ids, 5)
+        assert len(guess) in (0, 5)
+
+
+def test_pace_follows_the_outcomes():
+    good, bad = Pace(Speculation()), Pace(Speculation())
+    for _ in range(30):
+        if n := good.length(100):
+            good.told(n, n)
+        n = bad.length(100)
+        bad.told(n, 0)
+    assert good.length(100) == MAX_GUESSES
+    assert good.length(3) == 3
+    assert good.length(0) == 0
+    lengths = []
+    for _ in range(40):
+        lengths.append(bad.length(100))
+        bad.told(lengths[-1], 0)
+    assert set(lengths) == {0, 1}, "hopeless guesses are only tried now and then"
+    assert bad.acceptance("draft").plain_steps > 30
+
+
+def test_acceptance_reads_well():
+    pace = Pace(Speculation(adaptive=False, max_tokens=2))
+    for outcome in ((2, 2), (2, 0), (0, 0)):
+        pace.told(*outcome)
+    stats = pace.acceptance("ngram")
+    assert (stats.rate, stats.lengths, stats.tokens_per_step) == (0.5, (1, 0, 1), 5 / 3)
+    assert str(stats) == "ngram: 2 of 4 guesses accepted (50%), 1.67 tokens per step"
+    assert "<table>" in stats._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("fast", "speculation is 'fast'; expected one of auto, draft, ngram, off"),
+        ({"kind": "ngram", "max_tokens": 8}, "max_tokens is 8; expected a number from 1 to 7"),
+        ({"kind": "ngram", "max_tokens": 2.5}, "expected an integer"),
+        ({"kind": "ngram", "min_match": 5, "max_match": 4}, "max_match is 4; expected a number from 5"),
+        ({"knd": 1}, "did you mean 'kind'"),
+    ],
+)
+def test_bad_settings(value, words):
+    with pytest.raises(OptionError, match=words):
+        Request.of([1], where="test", speculation=value)
+
+
+def test_what_callers_write():
+    assert [Speculation.of(v).kind for v in (None, False, True, "ngram", Speculation(kind="draft"))] == [
+        "off",
+        "off",
+        "auto",
+        "ngram",
+        "draft",
+    ]
