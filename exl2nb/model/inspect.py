@@ -15,6 +15,7 @@ from exl2nb.io.shards import TensorStore
 from exl2nb.model import inspect_view
 from exl2nb.model.archs import parse_config
 from exl2nb.model.config import ModelConfig
+from exl2nb.model.layout import layer_linears
 from exl2nb.model.store import GPTQ_SUFFIXES, ModelStore, Store, open_store
 from exl2nb.quant.bits import Groups, stored_bits
 from exl2nb.quant.exl2_check import SUFFIXES, check_headers, parse_groups
@@ -85,7 +86,9 @@ class Inspection:
     path: the directory. architecture: `architectures[0]`. layers: decoder layers. matrices: every decoder linear in layer order, the head
     and the embedding last. decoder_bpw: stored bits of the decoder's linears over their weights, the head and the embedding left out (0
     where there are none). total_bytes: data of all tensors. file_bytes: the files. files: their names. target_bpw: what config.json says
-    was asked for. tied: the config says that head and embedding are one table.
+    was asked for. tied: the config says that head and embedding are one table. experts: how many a sparse layer has and how many of them a
+    token visits, or None. token_bytes: what decoding one token reads of the files' weights: of the experts those that it visits, of the
+    embedding one row.
     """
 
     path: Path
@@ -98,6 +101,8 @@ class Inspection:
     files: tuple[str, ...]
     target_bpw: float | None
     tied: bool
+    experts: tuple[int, int] | None = None
+    token_bytes: int = 0
 
     @property
     def decoder(self) -> tuple[Matrix, ...]:
@@ -126,6 +131,8 @@ class Inspection:
             "file_bytes": self.file_bytes,
             "files": list(self.files),
             "tied_embeddings": self.tied,
+            "experts": None if self.experts is None else {"count": self.experts[0], "per_token": self.experts[1]},
+            "token_bytes": self.token_bytes,
             "matrices": [matrix.to_dict() for matrix in self.matrices],
         }
 
@@ -182,7 +189,22 @@ def inspect(directory: str | os.PathLike[str]) -> Inspection:
         files=tuple(path.name for path in files),
         target_bpw=float(target) if isinstance(target, (int, float)) and not isinstance(target, bool) else None,
         tied=bool(config.get("tie_word_embeddings", False)),
+        experts=(model.moe.num_experts, model.moe.top_k) if model is not None and model.moe is not None else None,
+        token_bytes=total - _idle_bytes(model, matrices),
     )
+
+
+def _idle_bytes(config: ModelConfig | None, matrices: list[Matrix]) -> int:
+    """Bytes that decoding one token leaves alone: the embedding but for a row, unless it is the head too; experts that are not visited."""
+    idle = 0
+    for matrix in matrices:
+        if matrix.key.endswith("embed_tokens") and any(m.layer is None and m.key.endswith("lm_head") for m in matrices):
+            idle += matrix.nbytes - matrix.nbytes // matrix.out_features
+    if config is None or config.moe is None:
+        return idle
+    visited = config.moe.top_k / config.moe.num_experts
+    keys = {linear.key for layer in range(config.num_layers) for role, linear in layer_linears(config, layer).items() if "." in role}
+    return idle + round((1 - visited) * sum(matrix.nbytes for matrix in matrices if matrix.key in keys))
 
 
 def _model_config(directory: Path, config: dict[str, Any]) -> ModelConfig | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from html import escape
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from exl2nb.model.inspect import Inspection, Matrix
 
-ORDER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ORDER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "v1", "w3", "w2")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _LOW, _HIGH = 2.0, 8.0
 _MAX_COLUMNS = 120
@@ -34,7 +36,7 @@ def bit_map(found: Inspection) -> str:
     for start in range(0, len(layers), _MAX_COLUMNS):
         shown = layers[start : start + _MAX_COLUMNS]
         for name, group in kinds.items():
-            cells = {m.layer: _block(m.bpw) for m in group}
+            cells = {layer: _block(_mean(of)) for layer, of in _by_layer(group).items()}
             lines.append(f"{_short(name):<{width}} {''.join(cells.get(layer, ' ') for layer in shown)}")
     return "\n".join(lines)
 
@@ -47,7 +49,7 @@ def html(found: Inspection) -> str:
     head = "".join(f'<th style="{style}">{layer}</th>' for layer in layers)
     body = []
     for name, group in _kinds(found).items():
-        at = {m.layer: m for m in group}
+        at = _by_layer(group)
         cells = "".join(_cell(at[layer], style) if layer in at else f'<td style="{style}"></td>' for layer in layers)
         body.append(f'<tr><th style="text-align:left">{escape(_short(name))}</th>{cells}</tr>')
     for matrix in found.matrices:
@@ -55,7 +57,7 @@ def html(found: Inspection) -> str:
             span = (
                 f'<td colspan="{max(1, len(layers) - 1)}" style="text-align:left">{escape(_widths([matrix]))}, {_bytes(matrix.nbytes)}</td>'
             )
-            body.append(f'<tr><th style="text-align:left">{escape(_short(matrix.key))}</th>{_cell(matrix, style)}{span}</tr>')
+            body.append(f'<tr><th style="text-align:left">{escape(_short(matrix.key))}</th>{_cell([matrix], style)}{span}</tr>')
     table = f"<table><thead><tr><th>bits per weight</th>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
     return f'<div><div style="margin-bottom:4px">{facts}</div><div style="overflow-x:auto">{table}</div></div>'
 
@@ -68,14 +70,36 @@ def _facts(found: Inspection) -> list[str]:
         f"{_plain(found.architecture)}, {found.layers} layers; decoder: {decoder}",
         f"{_bytes(found.total_bytes)} of tensors in {len(found.files)} file{'s' if len(found.files) != 1 else ''}"
         + ("; embeddings tied" if found.tied else ""),
+        *_experts(found),
     ]
+
+
+def _experts(found: Inspection) -> list[str]:
+    """What a mixture of experts has that others have not."""
+    if found.experts is None:
+        return []
+    count, visited = found.experts
+    return [f"{count} experts in a sparse layer, {visited} for each token: decoding one reads {_bytes(found.token_bytes)} of weights"]
 
 
 def _kinds(found: Inspection) -> dict[str, list[Matrix]]:
     kinds: dict[str, list[Matrix]] = {}
     for matrix in found.decoder:
-        kinds.setdefault(matrix.name, []).append(matrix)
+        kinds.setdefault(_EXPERT.sub(".experts.*.", matrix.name), []).append(matrix)
     return kinds
+
+
+def _by_layer(group: list[Matrix]) -> dict[int | None, list[Matrix]]:
+    """The matrices of one kind by layer: several where they are experts."""
+    found: dict[int | None, list[Matrix]] = {}
+    for matrix in group:
+        found.setdefault(matrix.layer, []).append(matrix)
+    return found
+
+
+def _mean(group: list[Matrix]) -> float:
+    """Bits per weight of several matrices together."""
+    return sum(m.bpw * m.weights for m in group) / sum(m.weights for m in group)
 
 
 def _summary_row(name: str, group: list[Matrix]) -> tuple[str, ...]:
@@ -114,7 +138,7 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def _short(name: str) -> str:
-    return _plain(name.removeprefix("self_attn.").removeprefix("mlp."))
+    return _plain(name.removeprefix("self_attn.").removeprefix("mlp.").removeprefix("block_sparse_moe."))
 
 
 def _plain(name: str) -> str:
@@ -127,10 +151,12 @@ def _block(bpw: float) -> str:
     return _BLOCKS[min(int(share * len(_BLOCKS)), len(_BLOCKS) - 1)]
 
 
-def _cell(matrix: Matrix, style: str) -> str:
-    share = (min(max(matrix.bpw, _LOW), _HIGH) - _LOW) / (_HIGH - _LOW)
-    title = escape(f"{matrix.key}: {_widths([matrix])}, {_bytes(matrix.nbytes)}", quote=True)
-    return f'<td title="{title}" style="{style};background:rgba(230,120,20,{0.08 + 0.62 * share:.2f})">{matrix.bpw:.1f}</td>'
+def _cell(group: list[Matrix], style: str) -> str:
+    bpw = _mean(group)
+    share = (min(max(bpw, _LOW), _HIGH) - _LOW) / (_HIGH - _LOW)
+    what = group[0].key if len(group) == 1 else f"{len(group)} experts like {group[0].key}"
+    title = escape(f"{what}: {_widths(group)}, {_bytes(sum(m.nbytes for m in group))}", quote=True)
+    return f'<td title="{title}" style="{style};background:rgba(230,120,20,{0.08 + 0.62 * share:.2f})">{bpw:.1f}</td>'
 
 
 def _bytes(count: int) -> str:

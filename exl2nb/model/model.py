@@ -16,6 +16,7 @@ from exl2nb.model.batch import Batch
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layers.ends import Embedding, Head
 from exl2nb.model.layers.layer import Layer, tensors_of
+from exl2nb.model.layers.moe import RoutedMLP
 from exl2nb.model.layers.step import Step
 from exl2nb.model.rope import rope_tables
 
@@ -52,6 +53,20 @@ class Model:
         self._program: ops.Program | None = None
         self._ropes: dict[str, tuple[Tensor, Tensor]] = {}
         self._rows = 0  # positions in the RoPE tables
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of weights that decoding one token reads: of the experts those that it visits, of the embedding one row.
+
+        Raises:
+            EngineClosed: the model was closed.
+        """
+        if self._network is None:
+            raise EngineClosed("the model was closed; load it again")
+        network = self._network
+        tables = [table for table in (network.embedding.table, network.embedding.position_table) if table is not None]
+        rows = sum(table.nbytes - table.nbytes // table.shape[0] for table in tables)
+        return self.weight_bytes - rows - sum(layer.mlp.idle_bytes for layer in network.layers if isinstance(layer.mlp, RoutedMLP))
 
     def cache_spec(self, num_tokens: int, *, mode: str = "fp16") -> CacheSpec:
         """The spec of a cache for this model that holds at least `num_tokens` tokens."""

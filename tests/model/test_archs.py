@@ -96,10 +96,11 @@ def test_learned_positions_end(tmp_path):
     assert load_model(directory, context=512).context == 512
 
 
-def test_qwen3_head_norms_are_rms_norms(tmp_path):
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_qwen3_head_norms_are_rms_norms(name, tmp_path):
     """A LayerNorm there, which is what exllamav2 computes, would give other logits."""
-    twin = build("qwen3")
-    model, ids = load_model(write("qwen3", twin, tmp_path)), ids_of(131, 1, 50)
+    twin = build(name)
+    model, ids = load_model(write(name, twin, tmp_path)), ids_of(131, 1, 50)
     want = truth(twin, ids)[0]
     assert error(run(model, ids[0]), want) < 1e-4
     for layer in twin.model.layers:
@@ -110,9 +111,17 @@ def test_qwen3_head_norms_are_rms_norms(tmp_path):
 
 def test_cohere2_rotates_on_sliding_layers_only(tmp_path):
     """RoPE on the global layers too, which is what exllamav2 does, would give other logits."""
-    config = config_of(write("cohere2", build("cohere2"), tmp_path))
-    assert config.rope_kinds == ("main", "main", "main", "none")
-    assert config.windows == (13, 13, 13, 0)
+    twin = build("cohere2")
+    model, ids = load_model(write("cohere2", twin, tmp_path)), ids_of(131, 1, 50)
+    assert model.config.rope_kinds == ("main", "main", "main", "none")
+    assert model.config.windows == (13, 13, 13, 0)
+    want = truth(twin, ids)[0]
+    assert error(run(model, ids[0]), want) < 1e-4
+    # the sliding mask of 13 tokens would hide the rotation's reach: rotate, and see everything
+    last = twin.model.layers[3].self_attn
+    assert last.sliding_window is None
+    last.sliding_window = 10_000
+    assert error(truth(twin, ids)[0], want) > 1e-2
 
 
 def test_patterns_of_old_configs():

@@ -1,0 +1,175 @@
+"""What a mixture of experts adds to a model: bytes read, views, refusals; its logits are in test_archs."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from exl2nb.cache.pool import KVCache
+from exl2nb.core.errors import ConfigError, EngineClosed, FormatError
+from exl2nb.io.safetensors import save as save_tensors
+from exl2nb.io.shards import TensorStore
+from exl2nb.model.archs import parse_config
+from exl2nb.model.batch import Batch
+from exl2nb.model.inspect import inspect
+from exl2nb.model.layout import layer_linears, modules
+from exl2nb.model.loader import load_model
+
+from .test_model import run
+from .tiny import ids_of
+from .zoo import build, build_wide, config_of, write, write_exl2
+
+BASE = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
+
+
+def test_a_token_reads_its_experts_and_no_others(tmp_path):
+    """Bytes per token, against a count by hand; and all experts that a token does not visit may be NaN."""
+    directory = write("mixtral", build("mixtral"), tmp_path)
+    model, config = load_model(directory), config_of(directory)
+    moe = config.moe
+    assert moe is not None
+    with TensorStore(directory) as store:
+        sizes = {name: store.info(name).nbytes for name in store.names()}
+        tensors = {name: store.read(name) for name in store.names()}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    embedding = sizes["model.embed_tokens.weight"]
+    by_hand = sum(sizes.values()) - embedding * 130 // 131 - experts * (moe.num_experts - moe.top_k) // moe.num_experts
+    assert abs(model.bytes_per_token - by_hand) < 0.2 * by_hand  # blobs pad to tiles of 16 outputs and carry headers
+    assert inspect(directory).token_bytes == by_hand
+    idle = [layer.mlp.idle_bytes for layer in model._network.layers]
+    assert model.bytes_per_token == model.weight_bytes - sum(idle) - embedding * 130 // 131
+
+    token = torch.tensor([5])
+    good = run(model, token)
+    visited = _visited(model, token)
+    for name in list(tensors):
+        found = re.fullmatch(r"model.layers.(\d).block_sparse_moe.experts.(\d).w\d.weight", name)
+        if found is not None and int(found[2]) not in visited[int(found[1])]:
+            tensors[name] = torch.full_like(tensors[name], torch.nan)
+    save_tensors(directory / "model.safetensors", tensors)
+    assert torch.equal(run(load_model(directory), token), good)
+    model.close()
+    with pytest.raises(EngineClosed, match="closed"):
+        model.bytes_per_token  # noqa: B018
+
+
+def _visited(model, ids):
+    """Layer -> experts, as the routed layers report them."""
+    from exl2nb.model.layers.moe import RoutedMLP
+
+    seen, call = [], RoutedMLP.__call__
+    RoutedMLP.__call__ = lambda self, x: seen.append(set(call(self, x).flatten().tolist()))
+    try:
+        run(model, ids, forward="forward_by_ops")
+    finally:
+        RoutedMLP.__call__ = call
+    return seen
+
+
+def test_a_dense_model_reads_everything_but_the_embedding(tmp_path):
+    directory = write("qwen3", build("qwen3"), tmp_path)
+    model = load_model(directory)
+    table = 131 * 64 * 4
+    assert model.bytes_per_token == model.weight_bytes - table * 130 // 131
+    assert inspect(directory).experts is None
+
+
+def test_inspect_folds_experts(tmp_path):
+    found = inspect(write_exl2(write("qwen2_moe", build_wide("qwen2_moe"), tmp_path / "dense"), tmp_path / "exl2"))
+    text = str(found)
+    assert "7 experts in a sparse layer, 3 for each token: decoding one reads" in text
+    assert text.count("experts.*.gate_proj") == 2 and "experts.0" not in text  # a row of the table and one of the map
+    assert "7 experts like" in found._repr_html_()
+    assert found.to_dict()["experts"] == {"count": 7, "per_token": 3}
+    assert len(found.decoder) == 4 * 4 + 2 * 3 + 2 * (7 * 3 + 3)
+
+
+def test_modules_of_a_layer():
+    config = parse_config(
+        {**BASE, "architectures": ["Qwen2MoeForCausalLM"], "num_experts": 3, "num_experts_per_tok": 1, "num_key_value_heads": 2}
+    )
+    assert modules(layer_linears(config, 0)) == [
+        ["q", "k", "v", "o"],
+        *([f"gate.{i}", f"up.{i}", f"down.{i}"] for i in range(3)),
+        ["shared_gate", "shared_up", "shared_down"],
+    ]
+
+
+def test_sparse_layers():
+    raw = {**BASE, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
+    for arch in ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"):
+
+        def sparse(arch=arch, **changes):
+            moe = parse_config({**raw, "architectures": [arch], **changes}).moe
+            return None if moe is None else moe.layers
+
+        assert sparse() == (True,) * 4
+        assert sparse(decoder_sparse_step=2) == (False, True, False, True)
+        assert sparse(mlp_only_layers=[1, 3], decoder_sparse_step=2) is None
+        assert sparse(mlp_only_layers=[0]) == (False, True, True, True)
+        assert sparse(num_experts=0) is None
+        with pytest.raises(ConfigError, match="mlp_only_layers is"):
+            sparse(mlp_only_layers=[4])
+
+
+@pytest.mark.parametrize(
+    ("arch", "change", "words"),
+    [
+        ("MixtralForCausalLM", {"num_local_experts": 0}, "num_local_experts is 0"),
+        ("MixtralForCausalLM", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; expected an integer from 1 to 8"),
+        ("GemmoeForCausalLM", {"num_local_experts": "8"}, "num_local_experts is '8'"),
+        ("Qwen2MoeForCausalLM", {"shared_expert_intermediate_size": 1}, "shared_expert_intermediate_size is 1"),
+        ("Qwen3MoeForCausalLM", {"moe_intermediate_size": 1 << 30}, "moe_intermediate_size is"),
+        ("Qwen3MoeForCausalLM", {"norm_topk_prob": 1}, "norm_topk_prob is 1"),
+    ],
+)
+def test_wrong_value_is_named(arch, change, words):
+    with pytest.raises(ConfigError, match=words):
+        parse_config({**BASE, "architectures": [arch], "num_key_value_heads": 2, **change})
+
+
+def test_wrong_values_of_dbrx_are_named(tmp_path):
+    raw = json.loads((write("dbrx", build("dbrx"), tmp_path) / "config.json").read_text())
+    assert config_of(tmp_path).clip_qkv == 0.8
+    for part, change, words in (
+        ("ffn_config", {"moe_top_k": 7}, "moe_top_k is 7"),
+        ("ffn_config", {"moe_normalize_expert_weights": -1}, "moe_normalize_expert_weights is -1"),
+        ("ffn_config", {"ffn_act_fn": {"name": "relu"}}, "hidden_act is 'relu'"),
+        ("attn_config", {"clip_qkv": 0}, "clip_qkv is 0"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            parse_config({**raw, part: {**raw[part], **change}})
+    assert parse_config({**raw, "ffn_config": {**raw["ffn_config"], "moe_normalize_expert_weights": None}}).moe.renormalize == 0
+
+
+def test_stacked_experts_of_another_number_are_named(tmp_path):
+    directory = write("dbrx", build("dbrx"), tmp_path)
+    raw = json.loads((directory / "config.json").read_text())
+    raw["ffn_config"]["moe_num_experts"] = 5
+    (directory / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(FormatError, match=r"mlp.v1': found shape \(576, 64\), expected \(480, 64\) for this config.json's 5 experts"):
+        load_model(directory)
+
+
+def test_every_missing_expert_is_listed(tmp_path):
+    directory = write("mixtral", build("mixtral"), tmp_path)
+    with TensorStore(directory) as store:
+        tensors = {name: store.read(name) for name in store.names()}
+    lost = [f"model.layers.{layer}.block_sparse_moe.experts.3.w2.weight" for layer in (0, 1)] + [
+        "model.layers.1.block_sparse_moe.gate.weight"
+    ]
+    save_tensors(directory / "model.safetensors", {name: tensor for name, tensor in tensors.items() if name not in lost})
+    with pytest.raises(FormatError) as error:
+        load_model(directory)
+    assert all(name in str(error.value) for name in lost)
+
+
+def test_a_long_prompt_in_one_step_and_in_many(tmp_path):
+    """More (token, expert) pairs than the kernel keeps in flight at once."""
+    model = load_model(write("qwen3_moe", build("qwen3_moe"), tmp_path))
+    ids = ids_of(131, 1, 500)[0].tolist()
+    whole = run(model, torch.tensor(ids))
+    cache = KVCache(model.cache_spec(512, mode="fp32"))
+    parts = [model.forward(Batch.single(ids[a : a + 125], start=a, pages=[0, 1], logit_rows="all"), cache) for a in range(0, 500, 125)]
+    assert torch.equal(torch.cat(parts), whole)
