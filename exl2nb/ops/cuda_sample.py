@@ -18,7 +18,7 @@ _MASK = 2**64 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One row's settings (SampleRow of `csrc/cuda/sample.h`), neutral by default. top: alternatives to report. counter: number of the draw."""
+    """One row's settings (SampleRow of `csrc/cuda/sample.h`), neutral by default. top: alternatives to report; counter: of the draw."""
 
     temperature: float = 1.0
     top_p: float = 1.0
