@@ -221,6 +221,37 @@ std::tuple<Tensor, Tensor> gather_cache_cuda(const Tensor& k_pool, const Tensor&
   return {k, v};
 }
 
+std::tuple<Tensor, Tensor, Tensor> sample_rows_cuda(const Tensor& logits, const Tensor& params, const Optional& counts,
+                                                    const Optional& step, const Optional& ids, const Optional& positions,
+                                                    const Optional& context_lens, const Optional& slots, const Optional& block_table,
+                                                    int64_t ring, bool pdl) {
+  const char* op = "sample_rows";
+  SampleArgs a{};
+  a.logits = data<float>(op, "logits", logits, ScalarType::Float, {-1, -1});
+  const int64_t R = logits.size(0), V = logits.size(1);
+  STD_TORCH_CHECK(V > 0 && V < (int64_t(1) << 24) && R < (1 << 16) && ring > 0, op, ": logits are ", text_of(logits), ", ring ", ring);
+  a.row_stride = V, a.rows = int(R), a.vocab = int(V), a.ring = int(ring);
+  a.params = data<SampleRow>(op, "params", params, ScalarType::Byte, {R, int64_t(sizeof(SampleRow))});
+  a.counts = data<uint16_t>(op, "counts", counts, ScalarType::Short, {R, V});
+  a.step = data<int32_t>(op, "step", step, ScalarType::Int, {R});
+  a.advance.ids = data<int32_t>(op, "ids", ids, ScalarType::Int, {R});
+  a.advance.positions = data<int32_t>(op, "positions", positions, ScalarType::Int, {R});
+  a.advance.context_lens = data<int32_t>(op, "context_lens", context_lens, ScalarType::Int, {R});
+  a.advance.slots = data<int32_t>(op, "slots", slots, ScalarType::Int, {R});
+  a.advance.block_table = data<int32_t>(op, "block_table", block_table, ScalarType::Int, {R, -1});
+  a.advance.max_pages = block_table ? int(block_table->size(1)) : 0;
+  const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
+  const std::vector<int64_t> shape{ring, R, 4}, top_shape{R, 20};
+  Tensor results = torch::stable::new_empty(logits, shape, ScalarType::Int);
+  Tensor top_ids = torch::stable::new_empty(logits, top_shape, ScalarType::Int);
+  Tensor top_logprobs = torch::stable::new_empty(logits, top_shape, ScalarType::Float);
+  a.results = static_cast<SampleResult*>(results.mutable_data_ptr());
+  a.top_ids = static_cast<int32_t*>(top_ids.mutable_data_ptr()), a.top_logprobs = static_cast<float*>(top_logprobs.mutable_data_ptr());
+  const char* wrong = sample_launch(a, stream_of(logits), pdl);
+  STD_TORCH_CHECK(!wrong, op, " of ", text_of(logits), ": ", wrong);
+  return {results, top_ids, top_logprobs};
+}
+
 }  // namespace
 }  // namespace exl2nb
 
@@ -230,4 +261,5 @@ STABLE_TORCH_LIBRARY_IMPL(exl2nb, CUDA, m) {
   m.impl("attention_step", TORCH_BOX(&exl2nb::attention_step_cuda));
   m.impl("rope_append", TORCH_BOX(&exl2nb::rope_append_cuda));
   m.impl("gather_cache", TORCH_BOX(&exl2nb::gather_cache_cuda));
+  m.impl("sample_rows", TORCH_BOX(&exl2nb::sample_rows_cuda));
 }

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from exl2nb.core.errors import GenerationError
 from exl2nb.sampling.draw import after_draw
-from exl2nb.sampling.filters import CHAIN, CONSTRAINT, CUTS, PENALTIES, Filter
+from exl2nb.sampling.filters import CHAIN, CONSTRAINT, CUTS, PENALTIES, WHOLE, Filter, View
 from exl2nb.sampling.narrow import narrow
 from exl2nb.sampling.params import SamplingParams
 from exl2nb.sampling.plan import plan
 from exl2nb.sampling.report import Sampled, highest_logit, report
 from exl2nb.sampling.state import SamplerState
 
-__all__ = ["CHAIN", "CUTS", "PENALTIES", "Filter", "active_filters", "filtered", "inverse_cdf", "sample", "sample_row"]
+__all__ = ["CHAIN", "CUTS", "PENALTIES", "WHOLE", "Filter", "View", "active_filters", "filtered", "inverse_cdf", "sample", "sample_row"]
 
 BLOCK = 512  # tokens; one cumulative sum over the blocks and one inside the block that was hit
 
@@ -42,7 +42,7 @@ def filtered(logits: np.ndarray, state: SamplerState) -> np.ndarray:
         f32 `(V,)`, -inf where a token is removed.
     """
     for step in (CONSTRAINT, *state.plan.links) if state.constraint is not None else state.plan.links:
-        logits = step.apply(logits, state, 0.0)
+        logits = step.apply(logits, state, WHOLE)
     return logits
 
 
@@ -80,7 +80,7 @@ def _draw(row: np.ndarray, state: SamplerState) -> int:
     """`filtered`, then one draw; the cuts run on the few tokens that they can leave."""
     todo = state.plan
     for step in todo.first:
-        row = step.apply(row, state, 0.0)
+        row = step.apply(row, state, WHOLE)
     ids: np.ndarray | None = None
     if state.constraint is not None:  # adding -inf may as well come last: then a narrow grammar leaves the cuts a short row
         bias, ids = state.allowed()
@@ -89,19 +89,21 @@ def _draw(row: np.ndarray, state: SamplerState) -> int:
         index = int(row.argmax())
         _check_left(row[index])
         return index if ids is None else int(ids[index])
+    view = WHOLE if ids is None else View(ids)
     for step in todo.lead:
-        row = step.apply(row, state, 0.0)
-    left_out = 0.0
+        row = step.apply(row, state, view)
+    told = view
     if todo.bounds is not None:
         few, left_out = narrow(row, todo.bounds)
         if few is not None:
-            row, ids = row[few], few if ids is None else ids[few]
+            row, view = row[few], View(few if ids is None else ids[few])
+            told = view._replace(left_out=left_out)
     for place, step in enumerate(todo.rest):
-        row = step.apply(row, state, left_out if place == todo.consumer else 0.0)
+        row = step.apply(row, state, told if place == todo.consumer else view)
     index = inverse_cdf(row, state.uniform())
     if state.params.mirostat:
         state.drawn(prob_of(row, index))
-    return index if ids is None else int(ids[index])
+    return index if view.ids is None else int(view.ids[index])
 
 
 def inverse_cdf(logits: np.ndarray, uniform: float) -> int:

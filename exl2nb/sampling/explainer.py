@@ -14,7 +14,7 @@ from exl2nb.sampling.chain import inverse_cdf
 from exl2nb.sampling.constraint import Constraint
 from exl2nb.sampling.dynamic_temperature import entropy_temperature
 from exl2nb.sampling.explanation import Explanation, Step
-from exl2nb.sampling.filters import CONSTRAINT
+from exl2nb.sampling.filters import CONSTRAINT, WHOLE
 from exl2nb.sampling.params import SamplingParams
 from exl2nb.sampling.report import highest_logit
 from exl2nb.sampling.state import SamplerState
@@ -88,7 +88,7 @@ def explain_state(row: np.ndarray, state: SamplerState, *, tokenizer: Pieces | N
     logits = row
     for link in links:
         heat = _division(link.name, logits, state)
-        logits = link.apply(logits, state, 0.0)
+        logits = link.apply(logits, state, WHOLE)
         recorder.add(link.name, {name: getattr(state.params, name) for name in link.fields}, logits, heat)
     greedy = state.params.greedy
     uniform = None if greedy else state.uniform()

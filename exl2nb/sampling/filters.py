@@ -33,20 +33,37 @@ if TYPE_CHECKING:
     from exl2nb.sampling.state import SamplerState
 
 
+class View(NamedTuple):
+    """Which part of the vocabulary a filter looks at. ids: int64 ascending, None = all of it. left_out: probability of the rest."""
+
+    ids: np.ndarray | None = None
+    left_out: float = 0.0
+
+    def places(self, ids: np.ndarray) -> np.ndarray:
+        """Where those of `ids` stand that are in view."""
+        if self.ids is None:
+            return ids
+        at = self.ids.searchsorted(ids).clip(max=len(self.ids) - 1)
+        return at[self.ids[at] == ids]
+
+
+WHOLE = View()
+
+
 class Filter(NamedTuple):
     """One link.
 
-    name: also in `SamplingParams.order`. active: whether a request's params ask for it. apply: (f32 `(n,)` logits, state, probability that
-    was left out before) -> f32 `(n,)`, -inf where a token is removed. fields: of SamplingParams, that it reads.
+    name: also in `SamplingParams.order`. active: whether a request's params ask for it. apply: (f32 `(n,)` logits, state, view) -> f32
+    `(n,)`, -inf where a token is removed; penalties always see the whole vocabulary. fields: of SamplingParams, that it reads.
     """
 
     name: str
     active: Callable[[SamplingParams], bool]
-    apply: Callable[[np.ndarray, SamplerState, float], np.ndarray]
+    apply: Callable[[np.ndarray, SamplerState, View], np.ndarray]
     fields: tuple[str, ...]
 
 
-def _dry(x: np.ndarray, s: SamplerState, _: float) -> np.ndarray:
+def _dry(x: np.ndarray, s: SamplerState, _: View) -> np.ndarray:
     p = s.params
     ids = s.history.ids[-p.dry_range :] if p.dry_range else s.history.ids
     return dry(
@@ -109,8 +126,8 @@ CUTS: tuple[Filter, ...] = (
     ),
     Filter("temperature", lambda p: p.temperature != 1.0, lambda x, s, _: temperature(x, s.params.temperature), ("temperature",)),
     Filter("top_k", lambda p: p.top_k > 0, lambda x, s, _: top_k(x, s.params.top_k), ("top_k",)),
-    Filter("top_p", lambda p: p.top_p < 1.0, lambda x, s, left_out: top_p(x, s.params.top_p, left_out=left_out), ("top_p",)),
-    Filter("top_a", lambda p: p.top_a > 0.0, lambda x, s, left_out: top_a(x, s.params.top_a, left_out=left_out), ("top_a",)),
+    Filter("top_p", lambda p: p.top_p < 1.0, lambda x, s, v: top_p(x, s.params.top_p, left_out=v.left_out), ("top_p",)),
+    Filter("top_a", lambda p: p.top_a > 0.0, lambda x, s, v: top_a(x, s.params.top_a, left_out=v.left_out), ("top_a",)),
     Filter("min_p", lambda p: p.min_p > 0.0, lambda x, s, _: min_p(x, s.params.min_p), ("min_p",)),
     Filter("tail_free", lambda p: p.tfs < 1.0, lambda x, s, _: tail_free(x, s.params.tfs), ("tfs",)),
     Filter("typical", lambda p: p.typical_p < 1.0, lambda x, s, _: typical(x, s.params.typical_p), ("typical_p",)),
@@ -124,7 +141,7 @@ CUTS: tuple[Filter, ...] = (
     Filter(
         "xtc",
         lambda p: p.xtc_probability > 0.0,
-        lambda x, s, _: xtc(x, s.params.xtc_probability, s.params.xtc_threshold, s.protected),
+        lambda x, s, v: xtc(x, s.params.xtc_probability, s.params.xtc_threshold, v.places(s.protected)),
         ("xtc_probability", "xtc_threshold"),
     ),
     Filter("skew", lambda p: p.skew != 0.0, lambda x, s, _: skew(x, s.params.skew), ("skew",)),

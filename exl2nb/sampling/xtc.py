@@ -29,16 +29,15 @@ def xtc(logits: np.ndarray, probability: float, threshold: float, protected: np.
     """
     weights = np.exp((logits - logits.max()).astype(np.float64))
     probs = weights / weights.sum()
-    top = probs >= threshold
+    top = (probs >= threshold) & (logits > -np.inf)
     if protected is not None and len(protected):
         top[protected] = False
     if np.count_nonzero(top) < 2:
         return logits
     removed = top & (probs > probs[top].min())
-    gone = float(probs[removed].sum())
-    if gone == 0.0:
+    if not removed.any():
         return logits
     with np.errstate(divide="ignore"):
         less = np.float32(np.log(1.0 - probability))
-    more = np.float32(np.log(1.0 - probability + probability / max(1.0 - gone, 1e-300)))
+    more = np.float32(np.log(1.0 - probability + probability / float(probs[~removed].sum())))
     return logits + np.where(removed, less, more)

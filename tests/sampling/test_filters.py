@@ -1,25 +1,46 @@
-"""Every filter against its NumPy reference and against Transformers' processor of the same name."""
+"""Every filter against its NumPy reference, and against Transformers' processor where there is one."""
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
+from exl2nb.sampling.banned_tokens import allow, ban
+from exl2nb.sampling.dry import dry, repetitions
+from exl2nb.sampling.dynamic_temperature import dynamic_temperature, entropy_temperature
+from exl2nb.sampling.history import faded, fading
+from exl2nb.sampling.logit_bias import logit_bias
 from exl2nb.sampling.min_p import min_p
+from exl2nb.sampling.min_tokens import not_yet
+from exl2nb.sampling.mirostat import mirostat, next_mu
+from exl2nb.sampling.presence_penalty import subtract
 from exl2nb.sampling.repetition_penalty import repetition_penalty
+from exl2nb.sampling.skew import skew
+from exl2nb.sampling.smoothing import smoothing
+from exl2nb.sampling.tail_free import tail_free
 from exl2nb.sampling.temperature import temperature
+from exl2nb.sampling.top_a import top_a
 from exl2nb.sampling.top_k import top_k
 from exl2nb.sampling.top_p import top_p
+from exl2nb.sampling.typical import typical
+from exl2nb.sampling.xtc import xtc
 
 from . import numpy_reference as reference
 
 SEEN = [3, 5, 5, 0]
+SIZES = [(0, 7, 1.0), (1, 50, 3.0), (2, 333, 8.0), (3, 4096, 2.5)]
 CASES = [
     (lambda x: temperature(x, 0.7), lambda x: reference.temperature(x, 0.7), hf.TemperatureLogitsWarper(0.7)),
     (lambda x: temperature(x, 3.5), lambda x: reference.temperature(x, 3.5), hf.TemperatureLogitsWarper(3.5)),
     *((lambda x, k=k: top_k(x, k), lambda x, k=k: reference.top_k(x, k), hf.TopKLogitsWarper(k)) for k in (1, 2, 7, 10_000)),
     *((lambda x, p=p: top_p(x, p), lambda x, p=p: reference.top_p(x, p), hf.TopPLogitsWarper(p)) for p in (1e-6, 0.3, 0.6, 0.9, 0.999)),
     *((lambda x, p=p: min_p(x, p), lambda x, p=p: reference.min_p(x, p), hf.MinPLogitsWarper(p)) for p in (0.01, 0.1, 0.5, 1.0)),
+    *(
+        (lambda x, m=m: typical(x, m), lambda x, m=m: reference.typical(x, m), hf.TypicalLogitsWarper(m))
+        for m in (0.05, 0.3, 0.6, 0.9, 0.99)
+    ),
     *(
         (
             lambda x, r=r: repetition_penalty(x, np.array(SEEN), r),
@@ -28,21 +49,63 @@ CASES = [
         )
         for r in (1.3, 0.8)
     ),
+    *((lambda x, a=a: top_a(x, a), lambda x, a=a: reference.top_a(x, a), None) for a in (0.01, 0.2, 1.0)),
+    *((lambda x, z=z: tail_free(x, z), lambda x, z=z: reference.tail_free(x, z), None) for z in (0.1, 0.5, 0.95, 0.999)),
+    *((lambda x, m=m: mirostat(x, m), lambda x, m=m: reference.mirostat(x, m), None) for m in (-3.0, 0.5, 4.0, 9.0)),
+    *((lambda x, c=c: smoothing(x, 0.3, c), lambda x, c=c: reference.smoothing(x, 0.3, c), None) for c in (1.0, 1.7, 3.0)),
+    *(
+        (lambda x, a=a: dynamic_temperature(x, *a), lambda x, a=a: reference.dynamic_temperature(x, *a), None)
+        for a in ((0.0, 2.0, 1.0), (0.5, 1.5, 0.5), (0.7, 0.7, 3.0))
+    ),
+    *(
+        (lambda x, a=a: xtc(x, *a, np.array([2])), lambda x, a=a: reference.xtc(x, *a, [2]), None)
+        for a in ((1.0, 0.1), (0.5, 0.02), (0.3, 0.0), (1.0, 0.5))
+    ),
+    *((lambda x, v=v: skew(x, v), lambda x, v=v: reference.skew(x, v), None) for v in (-2.0, -0.3, 0.5, 2.0)),
 ]
+DISTRIBUTIONS = range(len(CASES) - 8, len(CASES))  # logits up to a constant: what counts are the probabilities
+
+
+def same(got, wanted, *, shifted):
+    if shifted:
+        np.testing.assert_allclose(reference.softmax(got), reference.softmax(wanted), rtol=2e-5, atol=1e-12)
+    else:
+        np.testing.assert_array_equal(np.isfinite(got), np.isfinite(wanted))
+        np.testing.assert_allclose(got, wanted, rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
-@pytest.mark.parametrize(("seed", "size", "spread"), [(0, 7, 1.0), (1, 50, 3.0), (2, 333, 8.0), (3, 4096, 2.5)])
+@pytest.mark.parametrize(("seed", "size", "spread"), SIZES)
 def test_filter(case, seed, size, spread):
     ours, numpy_reference, theirs = CASES[case]
     x = torch.randn(size, generator=torch.Generator().manual_seed(seed)) * spread
     got = ours(x.numpy())
-    wanted = numpy_reference(x.numpy().astype(np.float64))
-    hugging_face = theirs(torch.tensor([SEEN]), x[None].clone())[0].numpy()
-    np.testing.assert_array_equal(np.isfinite(got), np.isfinite(wanted))
-    np.testing.assert_array_equal(np.isfinite(got), np.isfinite(hugging_face))
-    np.testing.assert_allclose(got, wanted, rtol=1e-6)
-    np.testing.assert_allclose(got, hugging_face, rtol=1e-6)
+    assert got.dtype == np.float32
+    same(got, numpy_reference(x.numpy().astype(np.float64)), shifted=case in DISTRIBUTIONS)
+    if theirs is not None:
+        same(got, theirs(torch.tensor([SEEN]), x[None].clone())[0].numpy(), shifted=False)
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_tokens_removed_before_stay_removed_and_count_for_nothing(case):
+    """A filter on a row with -inf equals the filter on the rest of the row."""
+    ours = CASES[case][0]
+    x = np.random.default_rng(case).normal(size=60).astype(np.float32) * 3
+    x[-3:] = -np.inf
+    alive = np.isfinite(x)
+    got = ours(x)
+    assert not np.isfinite(got[~alive]).any()
+    np.testing.assert_allclose(got[alive], ours(x[alive]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_one_token_and_equal_tokens(case):
+    ours = CASES[case][0]
+    for x in (np.float32([2.5, -np.inf, -np.inf, -np.inf, -np.inf, -np.inf]), np.full(6, 1.5, np.float32)):
+        got = ours(x)
+        assert np.isfinite(got.max())
+        if case not in DISTRIBUTIONS and ours(np.float32([1, 2, 3, 4, 5, 6])).argmax() == 5:
+            assert np.isfinite(got[0])
 
 
 def test_input_is_left_alone():
@@ -53,19 +116,158 @@ def test_input_is_left_alone():
     assert (x == before).all()
 
 
-def test_ties_stay_together():
-    assert np.isfinite(top_k(np.float32([1, 3, 3, 0]), 1)).tolist() == [False, True, True, False]
-    assert np.isfinite(top_p(np.float32([1, 3, 3, 0]), 0.1)).tolist() == [False, True, True, False]
+@pytest.mark.parametrize(
+    "cut",
+    [lambda x: top_k(x, 1), lambda x: top_p(x, 0.1), lambda x: typical(x, 0.1), lambda x: tail_free(x, 0.01), lambda x: mirostat(x, 0.0)],
+)
+def test_ties_stay_together(cut):
+    assert np.isfinite(cut(np.float32([1, 3, 3, 0]))).tolist() == [False, True, True, False]
 
 
-def test_top_p_keeps_the_crossing_token_in_any_order():
-    logits = np.log(np.float32([0.5, 0.3, 0.15, 0.05]))
-    for order in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]):
-        kept = np.isfinite(top_p(logits[order], 0.6))
-        assert {order[i] for i in np.flatnonzero(kept)} == {0, 1}
+@given(seed=st.integers(0, 10_000), spread=st.sampled_from([0.1, 1.0, 4.0]))
+@settings(max_examples=40, deadline=None)
+def test_the_order_of_the_vocabulary_does_not_matter(seed, spread):
+    """Every cut keeps the same tokens however the ids are dealt; XTC gives them the same probabilities."""
+    rng = np.random.default_rng(seed)
+    x = (rng.normal(size=40) * spread).astype(np.float32)
+    dealt = rng.permutation(40)
+    for cut in (
+        lambda x: top_p(x, 0.7),
+        lambda x: typical(x, 0.7),
+        lambda x: tail_free(x, 0.8),
+        lambda x: top_a(x, 0.3),
+        lambda x: xtc(x, 0.6, 0.03),
+        lambda x: mirostat(x, 3.0),
+    ):
+        np.testing.assert_allclose(reference.softmax(cut(x))[dealt], reference.softmax(cut(x[dealt])), atol=1e-6)
 
 
 def test_top_p_counts_what_was_left_out_before():
     logits = np.log(np.float32([0.5, 0.3, 0.15, 0.04, 0.01]))
     for p in (0.1, 0.6, 0.9, 0.97, 0.995):
         assert np.isfinite(top_p(logits[:4], p, left_out=0.01)).tolist() == np.isfinite(top_p(logits, p)).tolist()[:4]
+
+
+def test_top_a_counts_what_was_left_out_before():
+    logits = np.log(np.float32([0.5, 0.3, 0.15, 0.04, 0.01]))
+    for a in (0.1, 0.17, 0.5, 0.61, 1.0):
+        assert np.isfinite(top_a(logits[:4], a, left_out=0.01)).tolist() == np.isfinite(top_a(logits, a)).tolist()[:4]
+
+
+def test_entropy_temperature_lies_between_its_ends():
+    assert entropy_temperature(np.float32([100, 0, 0]), 0.3, 1.7, 1.0) == pytest.approx(0.3, abs=1e-6)
+    assert entropy_temperature(np.zeros(50, np.float32), 0.3, 1.7, 1.0) == pytest.approx(1.7)
+    assert entropy_temperature(np.float32([100, 0]), 0.0, 1.0, 1.0) == 1e-3
+
+
+def test_smoothing_keeps_ranks():
+    x = np.random.default_rng(2).normal(size=500).astype(np.float32) * 5
+    for curve in (1.0, 2.0, 3.0):
+        assert (np.argsort(-smoothing(x, 0.2, curve), kind="stable") == np.argsort(-x, kind="stable")).all()
+
+
+def test_xtc_is_the_coin_flip():
+    """Chi-square of the mixture against a simulation of the original: flip, remove, renormalise, draw."""
+    rng = np.random.default_rng(0)
+    logits = np.log(np.float32([0.05, 0.3, 0.15, 0.35, 0.11, 0.04]))
+    wanted = reference.softmax(xtc(logits, 0.4, 0.1))
+    counts, draws = np.zeros(6), 40_000
+    for flip in (True, False):
+        probs = reference.softmax(logits)
+        if flip:
+            probs[[1, 2, 3]] = 0.0  # at least 0.1, all but 0.11
+        times = int(draws * 0.4) if flip else draws - int(draws * 0.4)
+        counts += rng.multinomial(times, probs / probs.sum())
+    assert ((counts - wanted * draws) ** 2 / (wanted * draws)).sum() < 25
+
+
+def test_skew_is_a_bent_uniform():
+    """Drawing with u ** exp(-s) from the sorted tokens gives the probabilities that skew says."""
+    x = np.log(np.float32([0.1, 0.4, 0.2, 0.3]))
+    for value in (-1.0, 0.7):
+        u = np.random.default_rng(1).random(60_000) ** np.exp(-value)
+        order = np.argsort(-x, kind="stable")
+        counts = np.bincount(order[np.searchsorted(reference.softmax(x)[order].cumsum(), u, side="right").clip(0, 3)], minlength=4)
+        wanted = reference.softmax(skew(x, value)) * 60_000
+        assert ((counts - wanted) ** 2 / wanted).sum() < 20
+
+
+IDS = st.lists(st.integers(0, 5), max_size=60)
+
+
+@given(
+    ids=IDS,
+    breakers=st.frozensets(st.integers(0, 5), max_size=2),
+    allowed=st.integers(1, 4),
+    max_ngram=st.integers(1, 12),
+    base=st.sampled_from([1.0, 1.75, 4.0]),
+)
+@settings(max_examples=200, deadline=None)
+def test_dry(ids, breakers, allowed, max_ngram, base):
+    x = np.random.default_rng(0).normal(size=8).astype(np.float32)
+    array = np.array(ids, np.int64)
+    got = dry(x, array, multiplier=0.8, base=base, allowed_length=allowed, max_ngram=max_ngram, breakers=breakers)
+    wanted = reference.dry(x.astype(np.float64), ids, 0.8, base, allowed, max_ngram, breakers)
+    np.testing.assert_allclose(got, wanted, rtol=1e-5)
+
+
+def test_dry_of_a_long_loop_stays_finite():
+    ids = np.array([1, 2] * 2000)
+    got = dry(np.zeros(4, np.float32), ids, multiplier=100.0, base=10.0, allowed_length=1, max_ngram=1000, breakers=frozenset())
+    assert np.isfinite(got).all()
+    assert got[1] == -1e4
+    tokens, lengths = repetitions(ids, 50, frozenset())
+    assert lengths.max() == 50
+    assert set(tokens.tolist()) == {1}
+
+
+@given(ids=IDS, reach=st.integers(1, 20), decay=st.integers(0, 20))
+@settings(max_examples=100, deadline=None)
+def test_penalties_with_range_and_decay(ids, reach, decay):
+    x = np.random.default_rng(1).normal(size=8)
+    found, latest, sums = faded(np.array(ids, np.int64), reach, decay)
+    f32 = x.astype(np.float32)
+    np.testing.assert_allclose(
+        repetition_penalty(f32, found, 1.4, latest), reference.repetition_penalty(x, ids, 1.4, reach, decay), rtol=1e-5
+    )
+    np.testing.assert_allclose(
+        subtract(f32, found, 0.5 * latest), reference.presence_penalty(x, ids, 0.5, reach, decay), rtol=1e-4, atol=1e-6
+    )
+    np.testing.assert_allclose(
+        subtract(f32, found, 0.3 * sums), reference.frequency_penalty(x, ids, 0.3, reach, decay), rtol=1e-4, atol=1e-6
+    )
+
+
+def test_fading_is_linear():
+    np.testing.assert_allclose(fading(np.arange(1, 9), 3, 3), [1, 1, 1, 0.75, 0.5, 0.25, 0, 0])
+    np.testing.assert_allclose(fading(np.arange(1, 5), 2, 0), [1, 1, 0, 0])
+
+
+def test_masks_by_id():
+    x = np.float32([1, 2, 3, 4])
+    ids = np.array([1, 3])
+    assert np.isfinite(ban(x, ids)).tolist() == [True, False, True, False]
+    assert np.isfinite(allow(x, ids)).tolist() == [False, True, False, True]
+    assert logit_bias(x, ids, np.float32([5, -5])).tolist() == [1, 7, 3, -1]
+    assert np.isfinite(not_yet(x, ids)).tolist() == [True, False, True, False]
+    only_ends = allow(x, ids)
+    assert (not_yet(only_ends, ids) == only_ends).all()
+    assert x.tolist() == [1, 2, 3, 4]
+
+
+def test_mirostat_holds_the_surprise_of_a_stationary_source():
+    """Drawing from one distribution again and again, the mean surprise of what was drawn comes to tau."""
+    from exl2nb.sampling.chain import sample_row
+    from exl2nb.sampling.params import SamplingParams
+    from exl2nb.sampling.state import SamplerState
+
+    x = (np.random.default_rng(0).normal(size=2000) * 1.5).astype(np.float32)
+    for tau in (3.0, 6.0):
+        state = SamplerState(SamplingParams(mirostat=True, mirostat_tau=tau, mirostat_eta=0.1, seed=1))
+        surprises = []
+        for _ in range(600):
+            before = state.mu
+            sample_row(x, state)
+            surprises.append(tau - (state.mu - before) / 0.1)
+        assert abs(np.mean(surprises[200:]) - tau) < 0.1
+    assert next_mu(6.0, 2.0**-5, 3.0, 0.1) == pytest.approx(5.8)

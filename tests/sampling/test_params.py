@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from exl2nb.core.errors import OptionError
-from exl2nb.sampling.params import SamplingParams
+from exl2nb.sampling.params import INTEGERS, PRESETS, RANGES, SamplingParams, check_names
 
 
 @pytest.mark.parametrize(
@@ -17,9 +17,31 @@ from exl2nb.sampling.params import SamplingParams
         ("top_k", True),
         ("top_p", 0.0),
         ("top_p", 1.01),
+        ("tfs", 0.0),
+        ("typical_p", 0.0),
         ("min_p", -0.1),
         ("min_p", 1.5),
+        ("smoothing_curve", 0.5),
         ("repetition_penalty", 0.0),
+        ("mirostat", 2),
+        ("temperature_last", "yes"),
+        ("dry_allowed_length", 0),
+        ("dry_breakers", [""]),
+        ("dry_breakers", [1.5]),
+        ("dry_breakers", 5),
+        ("dry_breakers", [-1]),
+        ("logit_bias", {"a": 1.0}),
+        ("logit_bias", {1: float("inf")}),
+        ("logit_bias", {1: "much"}),
+        ("logit_bias", [1, 2]),
+        ("logit_bias", [(1, 2.0), (1, 3.0)]),
+        ("banned_tokens", "abc"),
+        ("banned_tokens", [1.0]),
+        ("banned_tokens", 7),
+        ("allowed_tokens", [-1]),
+        ("xtc_ignore", [True]),
+        ("post_sampling", ["print"]),
+        ("min_tokens", -1),
         ("seed", -1),
         ("seed", 2**64),
         ("seed", 1.5),
@@ -30,18 +52,79 @@ def test_out_of_range(name, value):
         SamplingParams(**{name: value})
 
 
+@pytest.mark.parametrize("name", [*RANGES, *INTEGERS])
+def test_every_number_has_its_range(name):
+    low, high = {**RANGES, **INTEGERS}[name]
+    for value in (low - 1, high + 1, "1", None):
+        with pytest.raises(OptionError, match=name):
+            SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"min_temp": 1.0, "max_temp": 0.5}, "min_temp <= max_temp"),
+        ({"max_temp": 1.5, "temperature": 0.8}, "takes the place of temperature"),
+        ({"penalty_decay": 5}, "penalty_range 0"),
+        ({"banned_tokens": [1, 2], "allowed_tokens": [2, 3]}, r"tokens \[2\] are both"),
+    ],
+)
+def test_settings_that_contradict_each_other(kwargs, message):
+    with pytest.raises(OptionError, match=message):
+        SamplingParams(**kwargs)
+
+
+def test_every_field_has_a_range_or_a_check():
+    """A field added without a check would take anything."""
+    checked = {*RANGES, *INTEGERS, "temperature_last", "mirostat", "xtc_ignore", "dry_breakers", "logit_bias", "banned_tokens"}
+    checked |= {"allowed_tokens", "seed", "order", "post_sampling"}
+    assert checked == {f.name for f in dataclasses.fields(SamplingParams)}
+
+
 def test_unknown_keyword_names_the_nearest():
     with pytest.raises(OptionError, match=r"generate: unknown keyword 'temprature'; did you mean 'temperature'"):
         SamplingParams.of(where="generate", temprature=1)
+    with pytest.raises(OptionError, match="did you mean 'typical_p'"):
+        check_names(["typcal_p"], where="x")
 
 
 def test_defaults_are_neutral():
     params = SamplingParams()
     assert (params.temperature, params.top_k, params.top_p, params.min_p, params.repetition_penalty) == (1.0, 0, 1.0, 0.0, 1.0)
     assert not params.greedy
+    assert params.changed == {}
     assert SamplingParams(temperature=0).greedy
 
 
-def test_frozen():
+def test_frozen_and_hashable():
     with pytest.raises(dataclasses.FrozenInstanceError):
         SamplingParams().temperature = 2.0  # type: ignore[misc]
+    one = SamplingParams(logit_bias={3: 1, 1: -2.5}, banned_tokens=[9, 2, 2], dry_breakers=["x"])
+    assert one.logit_bias == ((1, -2.5), (3, 1.0))
+    assert one.banned_tokens == (2, 9)
+    assert hash(one) == hash(SamplingParams(logit_bias=[(1, -2.5), (3, 1.0)], banned_tokens=(2, 9), dry_breakers=("x",)))
+    assert dataclasses.replace(one, temperature=0.5).logit_bias == one.logit_bias
+
+
+def test_presets():
+    for name in PRESETS:
+        SamplingParams.preset(name)
+    assert SamplingParams.preset("creative", seed=3, min_p=0.1).min_p == 0.1
+    assert SamplingParams.preset("greedy").greedy
+    with pytest.raises(OptionError, match="unknown preset 'cool'; known: balanced"):
+        SamplingParams.preset("cool")
+    with pytest.raises(OptionError, match="preset 'open': unknown keyword"):
+        SamplingParams.preset("open", topp=0.3)
+
+
+def test_ids_outside_the_vocabulary():
+    for kwargs in (
+        {"banned_tokens": [100]},
+        {"allowed_tokens": [100]},
+        {"logit_bias": {100: 1.0}},
+        {"xtc_ignore": [100]},
+        {"dry_breakers": [100]},
+    ):
+        with pytest.raises(OptionError, match="generate: token 100 is not in the model's vocabulary; expected ids from 0 to 99"):
+            SamplingParams(**kwargs).check_vocabulary(100, where="generate")
+        SamplingParams(**kwargs).check_vocabulary(101)

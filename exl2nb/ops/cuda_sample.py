@@ -1,0 +1,137 @@
+"""Sampling on the device, as the CUDA engine runs it: from logits to the next step's inputs without the host."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from exl2nb.ops._library import define
+
+TOP = 20
+"""Alternatives that can be reported."""
+_FORMAT = struct.Struct("<6f2i2Q")
+_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One row's settings (SampleRow of `csrc/cuda/sample.h`), neutral by default. top: alternatives to report; counter: of the draw."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    top_k: int = 0
+    top: int = 0
+    seed: int = 0
+    counter: int = 0
+
+    def pack(self) -> bytes:
+        """The 48 bytes that the kernel reads."""
+        return _FORMAT.pack(*(getattr(self, name) for name in self.__dataclass_fields__))
+
+
+def pack_rows(rows: list[Row]) -> Tensor:
+    """Settings as uint8 `(R, 48)`."""
+    return torch.frombuffer(bytearray(b"".join(row.pack() for row in rows)), dtype=torch.uint8).view(len(rows), _FORMAT.size)
+
+
+def _mix(z: int) -> int:
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+def _penalised(x: Tensor, row: Row, counts: Tensor | None) -> Tensor:
+    if counts is None:
+        return x
+    bits = counts.to(torch.int32)
+    seen, times = bits != 0, (bits & 0x7FFF).double()
+    y = torch.where(seen, torch.where(x < 0, x * row.repetition_penalty, x / row.repetition_penalty), x)
+    y = torch.where(times > 0, y - row.presence_penalty, y)
+    return y - (times * row.frequency_penalty).float()
+
+
+def _draw(z: Tensor, row: Row) -> int:
+    if row.temperature == 0:
+        return int((z == z.max()).nonzero()[0])
+    y = z / row.temperature
+    floor = y.sort().values[len(y) - row.top_k] if 0 < row.top_k < len(y) else y.min()
+    weights = torch.where(y >= floor, (y - y.max()).exp().double(), 0.0)
+    if row.top_p < 1:
+        order = y.sort().values
+        below = torch.where(order >= floor, (order - y.max()).exp().double(), 0.0).cumsum(0)
+        floor = order[min(int((below <= (1 - row.top_p) * below[-1]).sum()), len(y) - 1)]
+    weights = torch.where((y >= floor) & ((y - y.max()).exp() >= row.min_p), weights, 0.0)
+    uniform = (_mix((_mix(row.seed) + (row.counter + 1) * 0x9E3779B97F4A7C15) & _MASK) >> 11) * 2.0**-53
+    through = weights.cumsum(0)
+    return min(int((through <= uniform * through[-1]).sum()), int(weights.nonzero()[-1]))
+
+
+def _sample(
+    logits: Tensor, params: Tensor, counts: Tensor | None, step: Tensor | None, ids: Tensor | None, positions: Tensor | None,
+    context_lens: Tensor | None, slots: Tensor | None, block_table: Tensor | None, ring: int, pdl: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    results = torch.zeros(ring, len(logits), 4, dtype=torch.int32)
+    top_ids = torch.full((len(logits), TOP), -1, dtype=torch.int32)
+    top_logprobs = torch.full((len(logits), TOP), float("-inf"))
+    for r, x in enumerate(logits):
+        row = Row(**dict(zip(Row.__dataclass_fields__, _FORMAT.unpack(bytes(params[r].tolist())))))
+        fine = bool(x.max().isfinite())
+        token = _draw(_penalised(x, row, None if counts is None else counts[r]), row) if fine else 0
+        logprobs = x.log_softmax(0)
+        at = 0 if step is None else int(step[r])
+        rank, logprob = int((x > x[token]).sum()) + 1 if fine else 1, logprobs[token : token + 1].view(torch.int32)
+        results[at % ring, r] = torch.tensor([token if fine else -1, rank, int(logprob), at], dtype=torch.int32)
+        if step is not None:
+            step[r] += 1
+        if fine and row.top:
+            best = (-x).argsort(stable=True)[: row.top]
+            top_ids[r, : row.top], top_logprobs[r, : row.top] = best.int(), logprobs[best]
+        params[r, 40:48] = torch.tensor(list(struct.pack("<Q", (row.counter + 1) & _MASK)), dtype=torch.uint8)
+        if counts is not None and fine and int(counts[r, token]) & 0x7FFF != 0x7FFF:
+            counts[r, token] += 1
+        if context_lens is None or context_lens[r] > 0:
+            _advance(r, token, ids, positions, context_lens, slots, block_table)
+    return results, top_ids, top_logprobs
+
+
+def _advance(
+    r: int, token: int, ids: Tensor | None, positions: Tensor | None, lens: Tensor | None, slots: Tensor | None, table: Tensor | None
+) -> None:
+    if ids is not None:
+        ids[r] = token
+    if lens is not None:
+        lens[r] += 1
+    if positions is None:
+        return
+    positions[r] += 1
+    if slots is not None and table is not None:
+        page, offset = divmod(int(positions[r]), 256)
+        slots[r] = table[r, page] * 256 + offset if page < table.shape[1] else -1
+
+
+def _fake(logits: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
+    R = logits.shape[0]
+    new = logits.new_empty
+    return new(rest[8], R, 4, dtype=torch.int32), new(R, TOP, dtype=torch.int32), new(R, TOP)  # type: ignore[arg-type, call-overload]
+
+
+sample_rows = define(
+    "sample_rows(Tensor logits, Tensor(a!) params, Tensor(b!)? counts, Tensor(c!)? step, Tensor(d!)? ids, Tensor(e!)? positions, "
+    "Tensor(f!)? context_lens, Tensor(g!)? slots, Tensor? block_table, int ring, bool pdl) -> (Tensor, Tensor, Tensor)",
+    fake=_fake,
+    reference=_sample,
+)
+"""One token for each row of logits f32 `(R, V)`: `csrc/cuda/sample.h`.
+
+params: `pack_rows`, counters move on. counts: int16 `(R, V)`, how often each token was generated, lowest number (-32768) added for tokens
+of the prompt; the drawn one is counted. step, ids, positions, context_lens, slots: int32 `(R,)`, updated in place. Returns results int32
+`(ring, R, 4)`: id (-1: the row has no distribution), rank, bits of the log probability, step; written at step % ring; then ids and log
+probabilities of the most probable tokens, `(R, 20)` each.
+"""

@@ -1,0 +1,185 @@
+"""Sampling on the GPU against `exl2nb.sampling`, which defines it, and against its own promises."""
+
+import numpy as np
+import pytest
+import torch
+
+from exl2nb.ops import _load
+from exl2nb.ops._library import REFERENCES
+from exl2nb.ops.cuda_sample import Row, pack_rows, sample_rows
+from exl2nb.sampling.chain import filtered, sample_row
+from exl2nb.sampling.params import SamplingParams
+from exl2nb.sampling.state import SamplerState
+
+SETTINGS = [
+    {"temperature": 0.0},
+    {},
+    {"temperature": 0.7},
+    {"top_k": 1},
+    {"top_k": 40},
+    {"top_k": 10**6},
+    {"top_p": 0.9},
+    {"top_p": 0.01},
+    {"temperature": 1.7, "top_p": 0.999},
+    {"min_p": 0.05},
+    {"min_p": 1.0},
+    {"temperature": 0.8, "top_k": 50, "top_p": 0.8, "min_p": 0.02},
+    {"temperature": 0.0, "repetition_penalty": 1.3},
+    {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.25, "top_p": 0.9},
+    {"repetition_penalty": 0.8, "frequency_penalty": -0.3, "top_k": 20},
+]
+PROMPT, TEXT = [1, 5, 5, 9, 200], [5, 7, 7, 7]
+gpu = pytest.mark.gpu
+
+
+def run(logits, rows, *, counts=None, ring=1, following=None):
+    following = following or {}
+    arguments = [following.get(name) for name in ("step", "ids", "positions", "context_lens", "slots", "block_table")]
+    return sample_rows(logits, pack_rows(rows).to(logits.device), counts, *arguments, ring, False)
+
+
+def history(vocab):
+    counts = torch.zeros(vocab, dtype=torch.int16)
+    for t in TEXT:
+        counts[t] += 1
+    for t in set(PROMPT):
+        counts[t] += -32768
+    return counts
+
+
+def state_of(seed, **settings):
+    state = SamplerState(SamplingParams(seed=seed, **settings), PROMPT)
+    for t in TEXT:
+        state.push(t)
+    return state
+
+
+def check(device, vocab, settings, *, spread=3.0, draws=40):
+    """The same tokens as the definition's, except where its own rounding decides: the draw falls within 1e-5 of a token's border."""
+    g = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(draws, vocab, generator=g) * spread
+    rows = [Row(seed=s, counter=len(TEXT), top=s % 4, **settings) for s in range(draws)]
+    counts = history(vocab).repeat(draws, 1)
+    results, top_ids, top_logprobs = (t.cpu() for t in run(logits.to(device), rows, counts=counts.to(device)))
+    wrong = 0
+    for r, (x, row) in enumerate(zip(logits.numpy(), rows)):
+        token, rank, _, _ = results[0, r].tolist()
+        logprob = float(results[0, r, 2:3].view(torch.float32))
+        state = state_of(r, **settings)
+        left = filtered(x, state_of(r, **settings))
+        expected = sample_row(x, state, top=row.top)
+        wrong += token != expected.id
+        assert np.isfinite(left[token])
+        if token == expected.id:
+            assert rank == expected.rank
+            assert abs(logprob - expected.logprob) < 1e-4
+        assert [i for i, _ in expected.top] == top_ids[r, : row.top].tolist()
+        np.testing.assert_allclose(top_logprobs[r, : row.top].numpy(), [p for _, p in expected.top], atol=1e-4)
+    assert wrong <= draws // 20, f"{wrong} of {draws} draws differ"
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_the_reference_is_the_definition(settings):
+    check("cpu", 300, settings, draws=20)
+
+
+@gpu
+class TestOnTheGpu:
+    @pytest.fixture(autouse=True)
+    def _library(self):
+        assert "cuda" in _load.load().loaded, f"the CUDA library is not loaded: {_load.load().note or 'not built'}"
+
+    @pytest.mark.parametrize("settings", SETTINGS, ids=str)
+    @pytest.mark.parametrize("vocab", [300, 4099, 32000, 128256, 262145])
+    def test_tokens(self, vocab, settings):
+        check("cuda", vocab, settings, draws=20)
+
+    @pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"top_k": 3}, {"top_p": 0.5}, {}], ids=str)
+    def test_ties_and_masks(self, settings):
+        logits = torch.full((4, 5000), 2.0)
+        logits[1, :4000] = float("-inf")
+        logits[2, 1:] = float("-inf")
+        logits[3] = -0.0
+        logits[3, 77] = 0.0
+        rows = [Row(seed=3, **settings)] * 4
+        ours, theirs = run(logits.cuda(), rows)[0].cpu(), run(logits, rows)[0]
+        assert torch.equal(ours[..., [0, 1, 3]], theirs[..., [0, 1, 3]])
+
+    def test_draws_follow_the_distribution(self):
+        probs = torch.tensor([0.5, 0.2, 0.2, 0.05, 0.04, 0.01])
+        n = 20000
+        logits = torch.full((5000,), float("-inf"))
+        logits[[0, 17, 1000, 2222, 4000, 4999]] = probs.log()
+        rows = [Row(seed=1, counter=i) for i in range(n)]
+        ids = run(logits.repeat(n, 1).cuda(), rows)[0][0, :, 0].cpu()
+        seen = torch.stack([(ids == t).sum() for t in (0, 17, 1000, 2222, 4000, 4999)]) / n
+        assert (seen - probs).abs().max() < 0.015
+        assert seen.sum() == 1
+
+    def test_rows_without_a_distribution_are_told(self):
+        logits = torch.zeros(4, 6000)
+        logits[0, 5999], logits[1, 3], logits[2] = float("nan"), float("inf"), float("-inf")
+        results = run(logits.cuda(), [Row(), Row(temperature=0.0), Row(top_k=3), Row(temperature=0.0)])[0].cpu()
+        assert results[0, :, 0].tolist() == [-1, -1, -1, 0]
+
+    @pytest.mark.parametrize("pdl", [False, True])
+    def test_bits_depend_on_the_row_alone_and_a_graph_repeats_them(self, pdl):
+        g = torch.Generator().manual_seed(1)
+        logits = (torch.randn(5, 32000, generator=g) * 3).cuda()
+        rows = [Row(seed=s, top=20, top_k=s * 20, top_p=0.95) for s in range(5)]
+        together = run(logits, rows)
+        for r in range(5):
+            alone = run(logits[r : r + 1].clone(), rows[r : r + 1])
+            assert torch.equal(alone[0][0, 0], together[0][0, r])
+            assert torch.equal(alone[2][0, : rows[r].top], together[2][r, : rows[r].top])
+        params = pack_rows(rows).cuda()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results, _, _ = sample_rows(logits, params, None, None, None, None, None, None, None, 1, pdl)
+        graph.replay()
+        assert torch.equal(results, together[0])
+        graph.replay()  # the counters have moved on
+        moved = [Row(seed=s, top=20, top_k=s * 20, top_p=0.95, counter=1) for s in range(5)]
+        assert torch.equal(results, run(logits, moved)[0])
+
+    def test_the_next_step_is_ready(self):
+        def tensors(device):
+            return {
+                "step": torch.tensor([0, 3, 5], dtype=torch.int32, device=device),
+                "ids": torch.tensor([9, 9, 9], dtype=torch.int32, device=device),
+                "positions": torch.tensor([255, 10, 0], dtype=torch.int32, device=device),
+                "context_lens": torch.tensor([256, 11, 0], dtype=torch.int32, device=device),
+                "slots": torch.tensor([1, 2, 3], dtype=torch.int32, device=device),
+                "block_table": torch.tensor([[4, 6], [5, 0], [0, 0]], dtype=torch.int32, device=device),
+            }
+
+        logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(2))
+        rows, counts = [Row(seed=1), Row(temperature=0.0), Row()], history(5000).repeat(3, 1)
+        ours, theirs, our_counts = tensors("cuda"), tensors("cpu"), counts.cuda()
+        got = run(logits.cuda(), rows, counts=our_counts, ring=4, following=ours)[0].cpu()
+        expected = run(logits, rows, counts=counts, ring=4, following=theirs)[0]
+        for name, value in theirs.items():
+            assert torch.equal(ours[name].cpu(), value), name
+        assert theirs["slots"].tolist() == [6 * 256, 5 * 256 + 11, 3]
+        assert torch.equal(our_counts.cpu(), counts)
+        for r, at in enumerate((0, 3, 1)):
+            assert got[at, r, 0] == expected[at, r, 0]
+            assert got[at, r, 3] == expected[at, r, 3]
+
+    def test_bad_input_is_refused(self):
+        with pytest.raises(RuntimeError, match="params"):
+            sample_rows(torch.zeros(2, 50).cuda(), pack_rows([Row()]).cuda(), *[None] * 7, 1, False)
+
+
+def test_packing_is_the_structs():
+    packed = pack_rows([Row(temperature=0.5, top_k=7, seed=2**64 - 1, counter=3)])
+    assert packed.shape == (1, 48)
+    assert packed[0, 24:28].view(torch.int32).item() == 7
+    assert packed[0, 32:40].tolist() == [255] * 8
+
+
+def test_the_counter_moves_on():
+    params = pack_rows([Row(seed=5)])
+    sample_rows(torch.zeros(1, 50), params, *[None] * 7, 1, False)
+    assert params[0, 40:].tolist() == [1] + [0] * 7
+    assert "sample_rows" in REFERENCES
