@@ -54,6 +54,7 @@ class ModelStore:
         self.directory: Path = store.directory
         self.is_exl2 = store.is_exl2
         self._pieces: dict[str, _Piece] = {}
+        self._untouched: dict[str, str] = {}
         self._wholes: dict[str, tuple[str, list[Linear]]] = {}
         fused, stacked = _fused(config), _stacked(config)
         for source in store.names():
@@ -61,6 +62,7 @@ class ModelStore:
             for old, new in config.files.renames:
                 name = name.replace(old, new)
             if any(fnmatch.fnmatchcase(name, pattern) for pattern in config.files.ignored):
+                self._untouched[name] = source
                 continue
             stem, _, suffix = name.rpartition(".")
             if name in stacked:
@@ -113,6 +115,14 @@ class ModelStore:
         total = sum(linear.out_features for linear in linears)
         at = next(i for i, linear in enumerate(linears) if linear.key == key)
         return Whole(self._store, prefix, total, self._cut(linears, at, turned=False)(torch.arange(total)))
+
+    def untouched(self) -> list[str]:
+        """Names, after the renames, of tensors that are not the decoder's (a vision tower's): the converter passes them on."""
+        return list(self._untouched)
+
+    def read_untouched(self, name: str) -> Tensor:
+        """Copy one of them into memory, as it is."""
+        return self._store.read(self._untouched[name])
 
     def close(self) -> None:
         """Close all files."""

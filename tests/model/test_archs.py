@@ -117,7 +117,7 @@ def test_cohere2_rotates_on_sliding_layers_only(tmp_path):
     assert model.config.windows == (13, 13, 13, 0)
     want = truth(twin, ids)[0]
     assert error(run(model, ids[0]), want) < 1e-4
-    # the sliding mask of 13 tokens would hide the rotation's reach: rotate, and see everything
+    # the last layer turns like the others, and still sees everything
     last = twin.model.layers[3].self_attn
     assert last.sliding_window is None
     last.sliding_window = 10_000

@@ -87,8 +87,11 @@ ARCHS.register("Gemma3ForConditionalGeneration")(
                 ("model.language_model.", "language_model.model."),
                 ("language_model.lm_head.", "lm_head."),
                 ("lm_head.", "language_model.lm_head."),
+                ("model.vision_tower.", "vision_tower."),
+                ("model.multi_modal_projector.", "multi_modal_projector."),
+                ("mm_input_projection_weight", "mm_input_projection.weight"),
             ),
-            ignored=("vision_tower.*", "multi_modal_projector.*", "model.vision_tower.*", "model.multi_modal_projector.*"),
+            ignored=("vision_tower.*", "multi_modal_projector.*"),
         ),
     )
 )
