@@ -1,9 +1,9 @@
-"""Text to ids and back, by the tokenizers library on tokenizer.json. Knows no model and no chat format."""
+"""Text to ids and back, by the tokenizers library. Knows no model and no chat format."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import tokenizers
 from exl2nb.core.errors import TokenizerError
 from exl2nb.tokenizer.bytelevel import byte_table, byte_tokens
 from exl2nb.tokenizer.chat import ChatTemplates
+from exl2nb.tokenizer.convert import convert, convertible
 from exl2nb.tokenizer.files import read_object, read_text
 
 _FILE = "tokenizer.json"
@@ -24,15 +25,20 @@ class Tokenizer:
     Attributes:
         bos_id: the token a text begins with, or None. eos_ids: every token that ends a text: the ids of generation_config.json and
         config.json, and the `eos_token` of tokenizer_config.json. special_tokens: their texts by role ("bos_token", ...), for chat
-        templates. templates: the chat templates of the model.
+        templates; tokenizer_config.json names them, else special_tokens_map.json, else a conversion. templates: the chat templates of the
+        model.
     """
 
-    def __init__(self, backend: tokenizers.Tokenizer, *, directory: Path | None = None) -> None:
+    def __init__(
+        self, backend: tokenizers.Tokenizer, *, directory: Path | None = None, special_tokens: Mapping[str, str] | None = None
+    ) -> None:
         self.backend = backend
         folder = directory if directory is not None else Path()
         config = read_object(folder / "tokenizer_config.json") if directory else {}
         model, generation = (read_object(folder / name) if directory else {} for name in ("config.json", "generation_config.json"))
-        self.special_tokens = _special_tokens(config)
+        own = _special_tokens(read_object(folder / "special_tokens_map.json")) if directory else {}
+        known = {role: text for role, text in {**(special_tokens or {}), **own}.items() if backend.token_to_id(text) is not None}
+        self.special_tokens = {**known, **_special_tokens(config)}
         self.bos_id = self._special_id("bos_token", (generation, model), "bos_token_id", folder)
         self._own_eos = self._special_id("eos_token", (), "", folder)
         self.eos_ids = self._eos_ids((generation, model), folder)
@@ -44,13 +50,17 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> Tokenizer:
-        """Read the tokenizer of a model directory.
+        """Read the tokenizer of a model directory; without tokenizer.json a SentencePiece model or vocab.json and merges.txt.
 
         Raises:
-            TokenizerError: tokenizer.json is missing or cannot be used, or a neighbouring file contradicts it; says what to do.
+            TokenizerError: there is none or it cannot be used, a neighbouring file contradicts it, or the packages that convert it are
+                missing; says what to do.
         """
         directory = Path(directory)
         path = directory / _FILE
+        if not path.is_file() and convertible(directory):
+            backend, roles = convert(directory)
+            return cls(_plain(backend), directory=directory, special_tokens=roles)
         if not path.is_file():
             raise TokenizerError(
                 f"{directory}: has no {_FILE}; copy it from the original model, or make it with "
@@ -62,9 +72,7 @@ class Tokenizer:
             raise
         except Exception as error:  # the library raises bare Exception for anything it does not like
             raise TokenizerError(f"{path}: the tokenizers library cannot read it ({str(error)[:200]}); download the file again") from error
-        backend.no_truncation()
-        backend.no_padding()
-        return cls(backend, directory=directory)
+        return cls(_plain(backend), directory=directory)
 
     @property
     def vocab_size(self) -> int:
@@ -142,6 +150,13 @@ class Tokenizer:
     def _eos_ids(self, configs: Sequence[dict[str, Any]], folder: Path) -> frozenset[int]:
         found = {i for config in configs for i in _ids(config.get("eos_token_id"), "eos_token_id", folder)}
         return frozenset(found if self._own_eos is None else found | {self._own_eos})
+
+
+def _plain(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
+    """Without the truncation and padding that some files ask for."""
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
 
 
 def _ids(value: Any, key: str, folder: Path) -> list[int]:

@@ -1,0 +1,70 @@
+"""Tokenizers of checkpoints without a tokenizer.json: SentencePiece models, and vocabularies with merges, converted by Transformers.
+
+Transformers knows how each family of models bends its SentencePiece model (prefix spaces, added tokens, where BOS goes), which is why it is
+asked and no converter of our own; it is an optional package, needed for such checkpoints alone. No code from the checkpoint is run.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from exl2nb.core.errors import TokenizerError
+
+SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+_EXTRA = "pip install 'exl2nb[sentencepiece]'"
+_MAKE = "or make a tokenizer.json elsewhere: transformers.AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+# plain text on which the conversion must agree with the SentencePiece library itself
+_PROBES = ("Hello world", "It was a dark and stormy night; the rain fell in 1234 torrents.", "naïve café – 東京", "def f(x):\n    return x")
+
+
+def convertible(directory: Path) -> str | None:
+    """The file that a tokenizer can be made of, None where there is none."""
+    found = next((name for name in SENTENCEPIECE if (directory / name).is_file()), None)
+    pair = (directory / "vocab.json").is_file() and (directory / "merges.txt").is_file()
+    return found or ("vocab.json" if pair else None)
+
+
+def convert(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
+    """Make the tokenizer of a checkpoint that has none.
+
+    Returns:
+        The tokenizer, and the texts of its special tokens by role ("bos_token", ...).
+
+    Raises:
+        TokenizerError: the optional packages are missing, they cannot read the files, or what they made does not agree with the
+            SentencePiece model; says what to do.
+    """
+    file = convertible(directory)
+    assert file is not None, "asked for a checkpoint without any tokenizer"
+    path = directory / file
+    spm = file in SENTENCEPIECE
+    try:
+        packages = [importlib.import_module(name) for name in ("transformers", *(("sentencepiece", "google.protobuf") if spm else ()))]
+    except ImportError as error:
+        raise TokenizerError(
+            f"{path}: there is no tokenizer.json beside it, and converting it needs {error.name}: {_EXTRA}, {_MAKE}"
+        ) from error
+    transformers, *others = packages
+    model = others[0].SentencePieceProcessor if spm else None
+    problem: Exception | None = None
+    for loader in (transformers.AutoTokenizer, transformers.LlamaTokenizer):
+        try:
+            made: Any = loader.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
+            backend = tokenizers.Tokenizer.from_str(made.backend_tokenizer.to_str())
+        except Exception as error:  # whatever a library raises on files it does not like
+            problem = problem or error
+            continue
+        if model is not None and not _agrees(backend, model(str(path))):
+            problem = problem or ValueError("what it made cuts plain text otherwise than the SentencePiece model")
+            continue
+        roles = {role: str(text) for role, text in made.special_tokens_map.items() if isinstance(text, str)}
+        return backend, roles
+    raise TokenizerError(f"{path}: transformers cannot convert it ({str(problem)[:200]}); copy a tokenizer.json from the original model")
+
+
+def _agrees(backend: tokenizers.Tokenizer, model: Any) -> bool:
+    return all(backend.encode(text, add_special_tokens=False).ids == model.encode(text) for text in _PROBES)
