@@ -49,7 +49,8 @@ class RowRunner:
         """Yield (start, logits f32 `(n, V)`) covering `row` int32 `(T,)`; n is at most `piece`."""
         for start in range(0, len(row), self.piece):
             ids = row[start : start + self.piece]
-            batch = Batch.single(ids.tolist(), start=start, pages=self._pages, logit_rows="all", device=self._model.device)
+            long = self._model.rope_switch is None or len(row) > self._model.rope_switch
+            batch = Batch.single(ids.tolist(), start=start, pages=self._pages, logit_rows="all", device=self._model.device, long=long)
             yield start, self._model.forward(batch, self._cache)
 
 

@@ -17,13 +17,15 @@ LOGIT_ROWS = ("all", "last", "none")
 class Span:
     """The tokens one sequence adds in this step: `ids` at positions start, start + 1, ...; `pages` are all pages of the sequence so far.
 
-    logit_rows: "all", "last" or "none" of these tokens want logits.
+    logit_rows: "all", "last" or "none" of these tokens want logits. long: the sequence is, or will be, longer than `Model.rope_switch`; the
+    same in every step of a sequence, since what is in the cache was rotated accordingly.
     """
 
     ids: Sequence[int]
     start: int
     pages: Sequence[int]
     logit_rows: str = "last"
+    long: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +34,8 @@ class Batch:
 
     input_ids, positions, slot_mapping: `(T,)`; slot = page * page_size + offset is where a token's K and V go. block_table:
     `(B, max_pages)`, short rows padded with 0. cu_seqlens: `(B + 1,)` prefix sums of tokens. context_lens: `(B,)` tokens attention reads,
-    this step's included. logit_rows: `(R,)` rows of the step that want logits.
+    this step's included. logit_rows: `(R,)` rows of the step that want logits. long: `(B,)`, 1 for sequences beyond `Model.rope_switch`;
+    None: all are.
     """
 
     input_ids: Tensor
@@ -42,13 +45,16 @@ class Batch:
     cu_seqlens: Tensor
     context_lens: Tensor
     logit_rows: Tensor
+    long: Tensor | None = None
 
     def __post_init__(self) -> None:
         num_tokens, num_sequences = self.input_ids.shape[0], self.context_lens.shape[0]
         assert self.positions.shape == self.slot_mapping.shape == (num_tokens,), "one position and slot per token"
         assert self.block_table.shape[:-1] == (num_sequences,), "one row of pages per sequence"
         assert self.cu_seqlens.shape == (num_sequences + 1,), "cu_seqlens has one entry more than sequences"
-        assert all(getattr(self, name).dtype == torch.int32 for name in self.__dataclass_fields__), "a batch is int32"
+        assert self.long is None or self.long.shape == (num_sequences,), "one flag per sequence"
+        tensors = [getattr(self, name) for name in self.__dataclass_fields__]
+        assert all(tensor.dtype == torch.int32 for tensor in tensors if tensor is not None), "a batch is int32"
 
     @classmethod
     def build(cls, spans: Sequence[Span], *, page_size: int = PAGE_SIZE, device: str = "cpu") -> Batch:
@@ -92,6 +98,9 @@ class Batch:
             cu_seqlens=cut[4],
             context_lens=cut[5],
             logit_rows=cut[6],
+            long=None
+            if all(span.long for span in spans)
+            else torch.tensor([int(span.long) for span in spans], dtype=torch.int32, device=device),
         )
 
     @classmethod
@@ -104,6 +113,7 @@ class Batch:
         logit_rows: str = "last",
         page_size: int = PAGE_SIZE,
         device: str = "cpu",
+        long: bool = True,
     ) -> Batch:
-        """One sequence: `ids` from position `start` on, its K and V in `pages`; logits for "all" rows or the "last"."""
-        return cls.build([Span(ids=ids, start=start, pages=pages, logit_rows=logit_rows)], page_size=page_size, device=device)
+        """One sequence: `ids` from position `start` on, its K and V in `pages`; logits for "all" rows or the "last"; long: see `Span`."""
+        return cls.build([Span(ids=ids, start=start, pages=pages, logit_rows=logit_rows, long=long)], page_size=page_size, device=device)

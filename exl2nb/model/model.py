@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from exl2nb.model.layers.ends import Embedding, Head
 from exl2nb.model.layers.layer import Layer, tensors_of
 from exl2nb.model.layers.moe import RoutedMLP
 from exl2nb.model.layers.step import Step
-from exl2nb.model.rope import rope_tables
+from exl2nb.model.rope import both_tables, rope_switch, rope_tables
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Model:
     """A network ready to run. Made by `loader.load_model`.
 
     config: what it is. context: longest sequence it runs, in tokens. device: where it runs. weight_bytes: memory of all weights.
+    rope_switch: sequences beyond so many tokens rotate with other factors (longrope), which `Span.long` tells; None where all rotate alike.
     Not thread-safe: one thread runs it (the engine's).
     """
 
@@ -51,6 +52,7 @@ class Model:
         self.weight_bytes = sum(tensor.nbytes for tensor in network.tensors())
         self._network: Network | None = network
         self._program: ops.Program | None = None
+        self.rope_switch = rope_switch(config, context)
         self._ropes: dict[str, tuple[Tensor, Tensor]] = {}
         self._rows = 0  # positions in the RoPE tables
 
@@ -90,6 +92,7 @@ class Model:
             EngineClosed: the model was closed.
         """
         self._prepare(batch, cache)
+        batch = self._placed(batch)
         assert self._program is not None
         logits = self._program.run(
             batch.input_ids, batch.positions, batch.slot_mapping, batch.block_table, batch.cu_seqlens, batch.context_lens,
@@ -99,7 +102,7 @@ class Model:
 
     def forward_by_ops(self, batch: Batch, cache: KVCache) -> Tensor:
         """The readable twin of `forward`: op by op, the same bits."""
-        network = self._prepare(batch, cache)
+        network, batch = self._prepare(batch, cache), self._placed(batch)
         step = Step(batch, cache, self._ropes)
         x = network.embedding(batch.input_ids, batch.positions)
         for layer in network.layers:
@@ -136,7 +139,7 @@ class Model:
         """Extend the RoPE tables to a power of two of pages, so a model loaded for a huge context pays only for what it uses."""
         rows = PAGE_SIZE << (max(longest, 4 * PAGE_SIZE) - 1).bit_length() - (PAGE_SIZE - 1).bit_length()
         kinds = {self.config.rope_kind(layer) for layer in range(self.config.num_layers)}
-        self._ropes = {kind: rope_tables(self.config, rows, context=self.context, kind=kind) for kind in sorted(kinds)}
+        self._ropes = {kind: self._tables(rows, kind) for kind in sorted(kinds)}
         self._rows = rows
         program = ops.Program()
         network.embedding.record(program)
@@ -144,6 +147,20 @@ class Model:
             layer.record(program, self._ropes)
         network.head.record(program)
         self._program = program
+
+    def _tables(self, rows: int, kind: str) -> tuple[Tensor, Tensor]:
+        if self.rope_switch is not None:
+            return both_tables(self.config, rows, self.rope_switch, kind=kind)
+        return rope_tables(self.config, rows, context=self.context, kind=kind)
+
+    def _placed(self, batch: Batch) -> Batch:
+        """The batch with rows of the RoPE tables for positions, where short and long sequences have rows of their own."""
+        if self.rope_switch is None:
+            return batch
+        if batch.long is None:
+            return replace(batch, positions=2 * batch.positions + 1)
+        tokens = (batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).long()
+        return replace(batch, positions=2 * batch.positions + batch.long.repeat_interleave(tokens))
 
     def _cap(self, logits: Tensor) -> Tensor:
         cap = self.config.logit_softcap

@@ -128,7 +128,7 @@ def block(config: ModelConfig, layer: int, weights: Weights, x: Tensor, capture:
     q, k, v = (_heads(_clip(apply(role, h), config.clip_qkv), config.head_dim) for role in ("q", "k", "v"))
     if config.qk_norm:
         q, k = (_head_norm(config, weights, value, names.at(layer, part)) for value, part in ((q, "q_norm"), (k, "k_norm")))
-    cos, sin = (table.to(x.device) for table in rope_tables(config, x.shape[1], kind=config.rope_kind(layer)))
+    cos, sin = (table.to(x.device) for table in rope_tables(config, x.shape[1], context=x.shape[1], kind=config.rope_kind(layer)))
     q, k = rotate(q, cos, sin, config.interleaved), rotate(k, cos, sin, config.interleaved)
     mixed = attend(q, k, v, scale=config.attention_scale, window=config.windows[layer], softcap=config.attention_softcap)
     attention = added(apply("o", mixed.transpose(1, 2).reshape(*x.shape[:2], config.q_size)), "attention_post_norm")

@@ -215,8 +215,7 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
 def _longrope(rope: RopeConfig, context: int) -> Frequencies:
     """Ding et al., 2024: one factor per frequency, from the long list beyond the original context.
 
-    Transformers chooses the list anew for every sequence, so a sequence that grows past the switch would need its cache again. Here the
-    context the model was loaded with decides.
+    Which list it is depends on how long the sequence is, so a model has the tables of both (see `rope_switch`).
     """
     factors = rope.long_factor if context > rope.original_positions else rope.short_factor
     periods = rope.theta ** (torch.arange(0, rope.rotary_dim, 2, dtype=torch.float32) / rope.rotary_dim)
@@ -233,6 +232,22 @@ def frequencies(rope: RopeConfig, *, context: int | None = None) -> Frequencies:
         context: tokens the model is loaded with (only "dynamic" asks); None = max_positions.
     """
     return ROPE_TYPES[rope.type](rope, context if context is not None else rope.max_positions)
+
+
+def rope_switch(config: ModelConfig, context: int) -> int | None:
+    """Longest sequence that takes the short factors; None where all sequences of a model loaded for `context` rotate alike."""
+    rope = config.rope
+    switches = rope.type == "longrope" and context > rope.original_positions and rope.short_factor != rope.long_factor
+    return rope.original_positions if switches else None
+
+
+def both_tables(config: ModelConfig, max_pos: int, switch: int, *, kind: str) -> tuple[Tensor, Tensor]:
+    """The tables for sequences up to `switch` tokens and for longer ones, row by row: position p of a short sequence is row 2 p, of a
+    long one 2 p + 1.
+    """
+    short, long = (rope_tables(config, max_pos, context=context, kind=kind) for context in (switch, switch + 1))
+    cos, sin = (torch.stack(pair, 1).flatten(0, 1) for pair in zip(short, long))
+    return cos, sin
 
 
 def rope_tables(config: ModelConfig, max_pos: int, *, context: int | None = None, kind: str = "main") -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ class TableModel:
     """logits(token, position) = table[token] + position * slope."""
 
     def __init__(self, table, *, slope=0.0, context=64):
-        self.table, self.slope, self.context, self.device = table, slope, context, "cpu"
+        self.table, self.slope, self.context, self.device, self.rope_switch = table, slope, context, "cpu", None
         self.config = SimpleNamespace(vocab_size=table.shape[1])
         self.calls = []
 

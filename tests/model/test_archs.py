@@ -82,11 +82,29 @@ def test_inspect_sees_every_matrix_of_a_checkpoint(name, tmp_path):
 
 
 @pytest.mark.parametrize("context", [128, 512])
-def test_longrope_takes_its_factors_from_the_context(context, tmp_path):
+def test_longrope_takes_its_factors_from_the_length(context, tmp_path):
+    """Short ones up to the switch, long ones beyond it, in one batch, cut anyhow; the converter's reference likewise."""
     twin = build("phi3", rope_parameters=dict(LONGROPE), original_max_position_embeddings=128, sliding_window=None)
-    write("phi3", twin, tmp_path)
-    ids = ids_of(131, 1, min(context, 300), 2)
-    assert error(run(load_model(tmp_path, context=context), ids[0]), truth(twin, ids)[0]) < 1e-4
+    model = load_model(write("phi3", twin, tmp_path), context=context)
+    assert model.rope_switch == (128 if context > 128 else None)
+    rows = [ids_of(131, 1, length, 2)[0] for length in (100, 128, 129, 300) if length <= context]
+    wants = [truth(twin, row[None])[0] for row in rows]
+    spans = [Span(ids=row.tolist(), start=0, pages=[2 * i, 2 * i + 1], logit_rows="all", long=len(row) > 128) for i, row in enumerate(rows)]
+    for name in ("forward", "forward_by_ops"):
+        logits = getattr(model, name)(Batch.build(spans), KVCache(model.cache_spec(8 * 256, mode="fp32")))
+        for got, want in zip(logits.split([len(row) for row in rows]), wants):
+            assert error(got, want) < 1e-4
+    last, cache = rows[-1].tolist(), KVCache(model.cache_spec(512, mode="fp32"))
+    parts = [
+        model.forward(Batch.single(last[a : a + 50], start=a, pages=[0, 1], logit_rows="all", long=len(last) > 128), cache)
+        for a in range(0, len(last), 50)
+    ]
+    same(torch.cat(parts), logits[-len(last) :])
+    with open_store(model.config, tmp_path) as store, torch.no_grad():
+        for row, want in zip(rows, wants):
+            assert error(reference.logits(model.config, DenseWeights(model.config, store), row[None])[0], want) < 1e-4
+    if context > 128:  # the factors do differ
+        assert error(run(model, rows[0]), wants[0]) > 1e-2
 
 
 def test_learned_positions_end(tmp_path):
