@@ -533,28 +533,40 @@ struct Decode {
     }
   }
   __device__ __forceinline__ void join_row(int r, int n) {
+    constexpr int kVectors = (D + 127) / 128, kAhead = 8 / kVectors;  // loads in flight
     const int64_t at = part_row(r);
+    const float4* from = reinterpret_cast<const float4*>(p.part + at * D) + lane;
+    float4 x[kAhead][kVectors], acc[kVectors];
+    const auto fetch = [&](int first) {
+#pragma unroll
+      for (int s = 0; s < kAhead; s++)
+#pragma unroll
+        for (int j = 0; j < kVectors; j++) {
+          x[s][j] = make_float4(0, 0, 0, 0);
+          if (first + s < n && lane + 32 * j < D / 4) x[s][j] = __ldcg(from + (first + s) * (D / 4) + 32 * j);
+        }
+    };
+    fetch(0);
     const float2 none = make_float2(kLowest, 0.f);
     const float2 a = lane < n ? __ldcg(p.part_ml + at + lane) : none, b = lane + 32 < n ? __ldcg(p.part_ml + at + lane + 32) : none;
     float high = fmaxf(a.x, b.x);
 #pragma unroll
     for (int i = 16; i; i /= 2) high = fmaxf(high, __shfl_xor_sync(kAll, high, i));
     const float fa = exp2_fast(a.x - high), fb = exp2_fast(b.x - high), sum = warp_sum(a.y * fa + b.y * fb);
-    constexpr int kVectors = (D + 127) / 128;
-    float4 acc[kVectors];
 #pragma unroll
     for (int j = 0; j < kVectors; j++) acc[j] = make_float4(0, 0, 0, 0);
-    const float4* from = reinterpret_cast<const float4*>(p.part + at * D) + lane;
-#pragma unroll 8
-    for (int s = 0; s < n; s++) {
-      const float f = __shfl_sync(kAll, s < 32 ? fa : fb, s % 32);
+#pragma unroll 1
+    for (int first = 0; first < n; first += kAhead) {
 #pragma unroll
-      for (int j = 0; j < kVectors; j++) {
-        if (lane + 32 * j >= D / 4) continue;
-        const float4 x = __ldcg(from + s * (D / 4) + 32 * j);
-        acc[j].x = fmaf(f, x.x, acc[j].x), acc[j].y = fmaf(f, x.y, acc[j].y);
-        acc[j].z = fmaf(f, x.z, acc[j].z), acc[j].w = fmaf(f, x.w, acc[j].w);
+      for (int s = 0; s < kAhead; s++) {
+        const float f = __shfl_sync(kAll, first < 32 ? fa : fb, (first + s) % 32);  // 0 past the last chunk
+#pragma unroll
+        for (int j = 0; j < kVectors; j++) {
+          acc[j].x = fmaf(f, x[s][j].x, acc[j].x), acc[j].y = fmaf(f, x[s][j].y, acc[j].y);
+          acc[j].z = fmaf(f, x[s][j].z, acc[j].z), acc[j].w = fmaf(f, x[s][j].w, acc[j].w);
+        }
       }
+      if (first + kAhead < n) fetch(first + kAhead);
     }
 #pragma unroll
     for (int j = 0; j < kVectors; j++)
