@@ -73,6 +73,20 @@ def test_alone_or_together_the_same_bits(llm):
     assert [c.prompt for c in together] == PROMPTS
 
 
+@pytest.mark.parametrize("cache", ["q4", "k8v4", "fp8"])
+def test_quantised_cache_alone_or_together_the_same_bits(cache):
+    with ex.load(EXL2, cache=cache) as llm:
+        per_number = {"q4": 4.5, "k8v4": 6.5, "fp8": 8.5}[cache]
+        assert llm.cache_bytes == 4096 * 12 * 2 * 2 * 64 * per_number / 8
+        assert f"MiB of {'q6' if cache == 'k8v4' else cache} cache" in repr(llm)
+        options = {"seed": 5, "max_tokens": 40, "ignore_eos": True}
+        alone = [llm.generate(prompt, **options).tokens for prompt in PROMPTS[:3]]
+        together = llm.generate([*PROMPTS[:3], "The rain fell. " * 60], **options)
+        assert [c.tokens for c in together[:3]] == alone
+    with ex.load(EXL2) as plain:
+        assert plain.generate(PROMPTS[0], **options).tokens != alone[0]
+
+
 def test_stream_is_generate(llm):
     options = {"temperature": 0, "max_tokens": 40, "stop": ["\n\n", "zzz"]}
     handle = llm.stream(PROMPTS[1], **options)

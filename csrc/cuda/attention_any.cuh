@@ -34,15 +34,29 @@ __device__ __forceinline__ Place place_of(void* pool, int format, int D, int num
   return {base + offset * row_bytes, base + kPage * row_bytes + offset * (D / scale_group(D)) * 2};
 }
 
-__device__ __forceinline__ void write_row(AnyRow& row, int format, int D, const Place& to) {
-  if (format == kCacheF16) return store_row<kCacheF16, 32>(row, D, to.codes, to.scales);
-  if (format == kCacheF32) return store_row<kCacheF32, 32>(row, D, to.codes, to.scales);
-  with_group(D, [&](auto G) {
-    constexpr int g = decltype(G)::value;
-    if (format == kCacheQ8) return store_row<kCacheQ8, g>(row, D, to.codes, to.scales);
-    if (format == kCacheQ4) return store_row<kCacheQ4, g>(row, D, to.codes, to.scales);
-    return store_row<kCacheFp8, g>(row, D, to.codes, to.scales);
-  });
+// row: D floats in shared memory.
+__device__ __forceinline__ void write_row(const float* row, int format, int D, const Place& to) {
+#pragma unroll 1
+  for (int first = 0; first < D; first += 32) {
+    const int d = first + threadIdx.x % 32;
+    const float x = d < D ? row[d] : 0.f;
+    const auto keep = [&](auto F, auto G) {
+      constexpr int f = decltype(F)::value, g = decltype(G)::value;
+      const Coded made = encode<f, g>(x);
+      if (d < D) put<f, g>(made, d, to.codes, to.scales);
+    };
+    if (format == kCacheF16 || format == kCacheF32) {
+      const std::integral_constant<int, 32> any{};
+      if (format == kCacheF16) keep(std::integral_constant<int, kCacheF16>{}, any);
+      if (format == kCacheF32) keep(std::integral_constant<int, kCacheF32>{}, any);
+      continue;
+    }
+    with_group(D, [&](auto G) {
+      if (format == kCacheQ8) keep(std::integral_constant<int, kCacheQ8>{}, G);
+      if (format == kCacheQ4) keep(std::integral_constant<int, kCacheQ4>{}, G);
+      if (format == kCacheFp8) keep(std::integral_constant<int, kCacheFp8>{}, G);
+    });
+  }
 }
 
 // In the rotated space where the format rotates. Plain loads: other threads of this kernel may have written them.
@@ -152,7 +166,9 @@ __global__ void __launch_bounds__(kWarps * 32) rope_append_rows(const __grid_con
   const int slot = a.slots ? a.slots[token] : c.block_table[static_cast<int64_t>(b) * c.max_pages + place / kPage] * kPage + place % kPage;
   if (slot < 0) return;
   const int format = is_key ? c.k_format : c.v_format;
-  write_row(row, format, D, place_of(is_key ? c.k_pool : c.v_pool, format, D, c.num_kv_heads, slot / kPage, slot % kPage, head));
+  row.store(scratch[warp], D);
+  __syncwarp();
+  write_row(scratch[warp], format, D, place_of(is_key ? c.k_pool : c.v_pool, format, D, c.num_kv_heads, slot / kPage, slot % kPage, head));
 }
 
 // A warp per (token, head, K or V).

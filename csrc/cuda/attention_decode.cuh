@@ -136,6 +136,7 @@ struct Decode {
     alignas(16) uint8_t k[kMaxNew * D * bits_of(KF) / 8], v[kMaxNew * D * bits_of(VF) / 8];  // this step's rows as the cache holds them
     alignas(16) uint8_t k_scale[kMaxNew * kGroups * 2], v_scale[kMaxNew * kGroups * 2];
     float scratch[kWarps][D];
+    float fresh[2 * kMaxNew][D];  // new keys, then new values, before they are stored
   };
   struct Shared {
     union {
@@ -183,7 +184,7 @@ struct Decode {
     for (int u = 0; u < kTiles; u++) {
       const int token = tile_token(step, u);
       k[u][0].clear(), k[u][1].clear();
-      if (token >= first_new) continue;
+      if (token >= first_new || token >= chunk_end) continue;
       const uint8_t* page = static_cast<const uint8_t*>(p.a.cache.k_pool) + page_at(token) * head_bytes;
       load_share(k[u][0], page, token + g, t);
       load_share(k[u][1], page, token + g + 8, t);
@@ -196,7 +197,7 @@ struct Decode {
       const int token = tile_token(step, u);
 #pragma unroll
       for (int i = 0; i < 4; i++) v[u][i].clear();
-      if (token >= first_new) continue;
+      if (token >= first_new || token >= chunk_end) continue;
       const uint8_t* page = static_cast<const uint8_t*>(p.a.cache.v_pool) + page_at(token) * head_bytes;
 #pragma unroll
       for (int i = 0; i < 4; i++) load_share(v[u][i], page, token + 2 * t + i % 2 + i / 2 * 8, g);
@@ -253,40 +254,50 @@ struct Decode {
         const int place = is_query ? head : a.cache.num_heads + (is_key ? 0 : a.cache.num_kv_heads) + head;
         row.load(a.qkv + static_cast<int64_t>(token) * D3 + place * D, D);
       }
+      if (is_query || is_key) {
+        if (!a.q) prepare(row, a.rope, is_query ? a.rope.q_norm : a.rope.k_norm, head, turn, sh.in.scratch[warp], D);
+      } else if (!a.rope.norm_whole) {
+        row.clip(a.rope.clip);
+      }
       if (is_query) {
-        if (!a.q) prepare(row, a.rope, a.rope.q_norm, head, turn, sh.in.scratch[warp], D);
 #pragma unroll
         for (int s = 0; s < kSlots; s++) {
           float x = row.x[s] * factor;
           if constexpr (is_rotated(KF)) x = hadamard<scale_group(D)>(x);
           if (lane + 32 * s < D) sh.in.q[r * kQStride + lane + 32 * s] = saturated(x);
         }
-      } else if (is_key) {
-        prepare(row, a.rope, a.rope.k_norm, head, turn, sh.in.scratch[warp], D);
-        keep<KF>(row, a.cache.k_pool, sh.in.k, sh.in.k_scale, position, i);
       } else {
-        if (!a.rope.norm_whole) row.clip(a.rope.clip);
-        keep<VF>(row, a.cache.v_pool, sh.in.v, sh.in.v_scale, position, i);
+        row.store(sh.in.fresh[is_key ? i : kMaxNew + i], D);
       }
     }
     if (wait) wait_for_predecessor();
+    __syncthreads();
+    if (!fresh) return;
+    // 32 dims of a new row at a time: as the cache holds them into shared memory and, once, into the cache.
+#pragma unroll 1
+    for (int j = warp; j < 2 * fresh * kSlots; j += kWarps) {
+      const int r = j / kSlots, i = r % fresh + new_from - first_new, d = j % kSlots * 32 + lane;
+      if (KF == VF || r < fresh) {
+        const bool key = r < fresh;
+        keep<KF>(sh.in.fresh[key ? i : kMaxNew + i], i, d, key ? a.cache.k_pool : a.cache.v_pool, key ? sh.in.k : sh.in.v,
+                 key ? sh.in.k_scale : sh.in.v_scale);
+      } else {
+        keep<VF>(sh.in.fresh[kMaxNew + i], i, d, a.cache.v_pool, sh.in.v, sh.in.v_scale);
+      }
+    }
+    __syncthreads();
   }
-  // New row i into shared memory and, once per row, to the cache.
   template <int F>
-  __device__ __forceinline__ void keep(Row<kSlots>& row, void* pool, uint8_t* codes, uint8_t* scales, int position, int i) {
-    constexpr int row_bytes = D * bits_of(F) / 8, head_bytes = page_bytes(F, D);
-    codes += i * row_bytes, scales += i * kGroups * 2;
-    store_row<F, scale_group(D)>(row, D, codes, scales);
+  __device__ __forceinline__ void keep(const float* row, int i, int d, void* pool, uint8_t* codes, uint8_t* scales) const {
+    constexpr int row_bytes = D * bits_of(F) / 8, head_bytes = page_bytes(F, D), G = scale_group(D);
+    const Coded made = encode<F, G>(d < D ? row[d] : 0.f);
+    if (d >= D) return;
+    put<F, G>(made, d, codes + i * row_bytes, scales + i * kGroups * 2);
     if (it.block) return;
-    __syncwarp();
+    const int position = it.context - it.queries + i, at = position % kPage;
     const int64_t number = static_cast<int64_t>(table(position / kPage)) * p.a.cache.num_kv_heads + it.kv_head;
     uint8_t* const page = static_cast<uint8_t*>(pool) + number * head_bytes;
-    uint8_t* const to = page + position % kPage * row_bytes;
-    for (int j = lane; j < row_bytes / 8; j += 32) reinterpret_cast<uint2*>(to)[j] = reinterpret_cast<const uint2*>(codes)[j];
-    if constexpr (has_scales(F)) {
-      half* const to_scale = reinterpret_cast<half*>(page + kPage * row_bytes) + position % kPage * kGroups;
-      for (int j = lane; j < kGroups; j += 32) to_scale[j] = reinterpret_cast<const half*>(scales)[j];
-    }
+    put<F, G>(made, d, page + at * row_bytes, page + kPage * row_bytes + at * kGroups * 2);
   }
   __device__ __forceinline__ void fetch_queries() {
     static_for<D / 16>([&](auto kk) {
@@ -322,6 +333,11 @@ struct Decode {
 #pragma unroll
     for (int u = 0; u < kTiles; u++) {
       const int token = tile_token(step, u);
+      if (token >= chunk_end) {
+#pragma unroll
+        for (int n = 0; n < NT; n++) s[u][n][0] = s[u][n][1] = s[u][n][2] = s[u][n][3] = -INFINITY;
+        continue;
+      }
       if (token + kTile > first_new) {
         take_new(k[u][0], sh.in.k, sh.in.k_scale, token + g, t);
         take_new(k[u][1], sh.in.k, sh.in.k_scale, token + g + 8, t);
@@ -517,28 +533,40 @@ struct Decode {
     }
   }
   __device__ __forceinline__ void join_row(int r, int n) {
+    constexpr int kVectors = (D + 127) / 128, kAhead = 8 / kVectors;  // loads in flight
     const int64_t at = part_row(r);
+    const float4* from = reinterpret_cast<const float4*>(p.part + at * D) + lane;
+    float4 x[kAhead][kVectors], acc[kVectors];
+    const auto fetch = [&](int first) {
+#pragma unroll
+      for (int s = 0; s < kAhead; s++)
+#pragma unroll
+        for (int j = 0; j < kVectors; j++) {
+          x[s][j] = make_float4(0, 0, 0, 0);
+          if (first + s < n && lane + 32 * j < D / 4) x[s][j] = __ldcg(from + (first + s) * (D / 4) + 32 * j);
+        }
+    };
+    fetch(0);
     const float2 none = make_float2(kLowest, 0.f);
     const float2 a = lane < n ? __ldcg(p.part_ml + at + lane) : none, b = lane + 32 < n ? __ldcg(p.part_ml + at + lane + 32) : none;
     float high = fmaxf(a.x, b.x);
 #pragma unroll
     for (int i = 16; i; i /= 2) high = fmaxf(high, __shfl_xor_sync(kAll, high, i));
     const float fa = exp2_fast(a.x - high), fb = exp2_fast(b.x - high), sum = warp_sum(a.y * fa + b.y * fb);
-    constexpr int kVectors = (D + 127) / 128;
-    float4 acc[kVectors];
 #pragma unroll
     for (int j = 0; j < kVectors; j++) acc[j] = make_float4(0, 0, 0, 0);
-    const float4* from = reinterpret_cast<const float4*>(p.part + at * D) + lane;
-#pragma unroll 8
-    for (int s = 0; s < n; s++) {
-      const float f = __shfl_sync(kAll, s < 32 ? fa : fb, s % 32);
+#pragma unroll 1
+    for (int first = 0; first < n; first += kAhead) {
 #pragma unroll
-      for (int j = 0; j < kVectors; j++) {
-        if (lane + 32 * j >= D / 4) continue;
-        const float4 x = __ldcg(from + s * (D / 4) + 32 * j);
-        acc[j].x = fmaf(f, x.x, acc[j].x), acc[j].y = fmaf(f, x.y, acc[j].y);
-        acc[j].z = fmaf(f, x.z, acc[j].z), acc[j].w = fmaf(f, x.w, acc[j].w);
+      for (int s = 0; s < kAhead; s++) {
+        const float f = __shfl_sync(kAll, first < 32 ? fa : fb, (first + s) % 32);  // 0 past the last chunk
+#pragma unroll
+        for (int j = 0; j < kVectors; j++) {
+          acc[j].x = fmaf(f, x[s][j].x, acc[j].x), acc[j].y = fmaf(f, x[s][j].y, acc[j].y);
+          acc[j].z = fmaf(f, x[s][j].z, acc[j].z), acc[j].w = fmaf(f, x[s][j].w, acc[j].w);
+        }
       }
+      if (first + kAhead < n) fetch(first + kAhead);
     }
 #pragma unroll
     for (int j = 0; j < kVectors; j++)
@@ -574,12 +602,15 @@ __global__ void __launch_bounds__(kWarps * 32, (ctas_per_sm<D, NT>())) attention
   Kernel kernel(params, shared);
   let_successor_start();
   bool wait = true;
+  if (params.a.q) {  // then this step's keys are the predecessor's too
+    wait_for_predecessor();
+    wait = false;
+  }
   for (int index = blockIdx.x; kernel.begin(index); index += gridDim.x) {
     kernel.load_keys(0);
     kernel.load_values(0);
     kernel.make_rows(wait);
     wait = false;
-    __syncthreads();
     kernel.fetch_queries();
     kernel.walk();
     kernel.join_warps();

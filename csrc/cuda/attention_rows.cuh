@@ -82,9 +82,7 @@ struct Row {  // SLOTS * 32 >= D
   __device__ __forceinline__ void rotate(const Turn<SLOTS>& turn, const RopeArgs& rope, float* scratch, int D) {
     if (!rope.cos || rope.half <= 0) return;
     const int lane = threadIdx.x % 32, half = rope.half;
-#pragma unroll
-    for (int i = 0; i < SLOTS; i++)
-      if (lane + 32 * i < D) scratch[lane + 32 * i] = x[i];
+    store(scratch, D);
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < SLOTS; i++) {
@@ -97,9 +95,10 @@ struct Row {  // SLOTS * 32 >= D
     }
     __syncwarp();
   }
-  __device__ __forceinline__ void round_to_half() {
+  __device__ __forceinline__ void store(float* to, int D) const {
 #pragma unroll
-    for (int i = 0; i < SLOTS; i++) x[i] = __half2float(__float2half_rn(x[i]));
+    for (int i = 0; i < SLOTS; i++)
+      if (threadIdx.x % 32 + 32 * i < D) to[threadIdx.x % 32 + 32 * i] = x[i];
   }
 };
 
@@ -157,51 +156,47 @@ __device__ __forceinline__ float search_scale(float g, float largest) {
   const float fitted = under == 0.f ? 0.f : as_half(__fdiv_rn(over, under));
   return error_of<G>(g, fitted) < least ? fitted : best;
 }
+// x rounded to fp16 first, unless the cache is f32. Plain formats: the number's own bits as code. 4 bits: an even lane has its neighbour's
+// code too, as it is stored.
 template <int FORMAT, int G>
 __device__ __forceinline__ Coded encode(float x) {
-  const float g = is_rotated(FORMAT) ? hadamard<G>(x) : x;
-  const float hi = group_max<G>(g), lo = group_max<G>(-g), top = fmaxf(hi, lo);
-  const float finite = group_max<G>(isfinite(g) ? 0.f : 1.f);
-  Coded out;
-  if constexpr (FORMAT == kCacheFp8) {
-    out.scale = __float2half_rn(__fmul_rn(top, static_cast<float>(1 / 448.0)));
-    const float v = fminf(fmaxf(__fmul_rn(g, inverse_of(__half2float(out.scale))), -448.f), 448.f);
-    out.code = __nv_cvt_float_to_fp8(v, __NV_SATFINITE, __NV_E4M3);
-  } else if constexpr (FORMAT == kCacheQ8) {
-    out.scale = __float2half_rn(__fmul_rn(top, static_cast<float>(1 / 127.5)));
-    out.code = static_cast<int>(level<8>(g, __half2float(out.scale)) + 127.5f);
+  Coded out{__ushort_as_half(0), 0};
+  if constexpr (FORMAT == kCacheF32) {
+    out.code = __float_as_int(x);
+  } else if constexpr (FORMAT == kCacheF16) {
+    out.code = __half_as_ushort(__float2half_rn(x));
   } else {
-    const float scale = search_scale<G>(g, hi >= lo ? hi : -lo);
-    out.scale = __float2half_rn(scale);
-    out.code = static_cast<int>(level<4>(g, scale) + 7.f);
+    const float g = is_rotated(FORMAT) ? hadamard<G>(as_half(x)) : as_half(x);
+    const float hi = group_max<G>(g), lo = group_max<G>(-g), top = fmaxf(hi, lo), broken = group_max<G>(isfinite(g) ? 0.f : 1.f);
+    if constexpr (FORMAT == kCacheFp8) {
+      out.scale = __float2half_rn(__fmul_rn(top, static_cast<float>(1 / 448.0)));
+      const float v = fminf(fmaxf(__fmul_rn(g, inverse_of(__half2float(out.scale))), -448.f), 448.f);
+      out.code = __nv_cvt_float_to_fp8(v, __NV_SATFINITE, __NV_E4M3);
+    } else if constexpr (FORMAT == kCacheQ8) {
+      out.scale = __float2half_rn(__fmul_rn(top, static_cast<float>(1 / 127.5)));
+      out.code = static_cast<int>(level<8>(g, __half2float(out.scale)) + 127.5f);
+    } else {
+      const float scale = search_scale<G>(g, hi >= lo ? hi : -lo);
+      out.scale = __float2half_rn(scale);
+      out.code = static_cast<int>(level<4>(g, scale) + 7.f);
+    }
+    if (__half2float(out.scale) == 0.f) out.scale = __ushort_as_half(0);  // never -0: bytes are compared
+    if (broken != 0.f) out.scale = __ushort_as_half(0x7e00), out.code = 0;
+    if constexpr (FORMAT == kCacheQ4) out.code |= __shfl_down_sync(kAll, out.code, 1) << 4;
   }
-  if (__half2float(out.scale) == 0.f) out.scale = __ushort_as_half(0);  // never -0: bytes are compared
-  if (finite != 0.f) out.scale = __ushort_as_half(0x7e00), out.code = 0;
   return out;
 }
-
-// A cache row being made, by a warp: its codes and scales. Unless the cache is f32, numbers are rounded to fp16 first.
-template <int FORMAT, int G, int SLOTS>
-__device__ __forceinline__ void store_row(Row<SLOTS>& row, int D, uint8_t* codes, uint8_t* scales) {
-  const int lane = threadIdx.x % 32;
-  if constexpr (FORMAT != kCacheF32) row.round_to_half();
-#pragma unroll
-  for (int i = 0; i < SLOTS; i++) {
-    const int d = lane + 32 * i;
-    if constexpr (FORMAT == kCacheF32) {
-      if (d < D) reinterpret_cast<float*>(codes)[d] = row.x[i];
-    } else if constexpr (FORMAT == kCacheF16) {
-      if (d < D) reinterpret_cast<half*>(codes)[d] = __float2half_rn(row.x[i]);
-    } else {
-      const Coded made = encode<FORMAT, G>(row.x[i]);
-      if (d < D && d % G == 0) reinterpret_cast<half*>(scales)[d / G] = made.scale;
-      if constexpr (FORMAT == kCacheQ4) {
-        const int other = __shfl_xor_sync(kAll, made.code, 1);
-        if (d < D && d % 2 == 0) codes[d / 2] = static_cast<uint8_t>(made.code | other << 4);
-      } else {
-        if (d < D) codes[d] = static_cast<uint8_t>(made.code);
-      }
-    }
+// Dim d of a row into the row's codes and scales.
+template <int FORMAT, int G>
+__device__ __forceinline__ void put(const Coded& made, int d, uint8_t* codes, uint8_t* scales) {
+  if constexpr (FORMAT == kCacheF32) {
+    reinterpret_cast<int*>(codes)[d] = made.code;
+  } else if constexpr (FORMAT == kCacheF16) {
+    reinterpret_cast<uint16_t*>(codes)[d] = static_cast<uint16_t>(made.code);
+  } else {
+    if (d % G == 0) reinterpret_cast<half*>(scales)[d / G] = made.scale;
+    if (FORMAT != kCacheQ4) codes[d] = static_cast<uint8_t>(made.code);
+    if (FORMAT == kCacheQ4 && d % 2 == 0) codes[d / 2] = static_cast<uint8_t>(made.code);
   }
 }
 

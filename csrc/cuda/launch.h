@@ -8,4 +8,26 @@ namespace exl2nb {
 const char* reconstruct_launch(const int32_t* q_weight, int64_t R, const int32_t* q_scale, const void* q_scale_max, const int16_t* q_groups,
                                int64_t G, const int32_t* q_invperm, int64_t K, int64_t N, void* out, void* stream);
 
+// EXL2 codes -> strips of a blob (blob.h). row_word, row_group: per 32 stored rows the first row of words and the group.
+const char* pack_exl2_launch(const void* q_weight, const void* q_scale, const int* row_word, const int* row_group, int K, int N,
+                             int outputs, const void* items, const int* item_of_unit, int units, int strips, void* data,
+                             int64_t strip_bytes, void* stream);
+// Weights (N, K), dtype 0 f32, 1 f16, 2 bf16 -> fp16 strips.
+const char* pack_dense_launch(const void* weight, int dtype, int N, int K, int units, int strips, void* data, int64_t strip_bytes,
+                              void* stream);
+
+// A blob's matrix, on the device -> f16 (K, N), rows in original order, values as the format rounds them. head: a host copy of its header
+// and parts, as for everything below.
+const char* unpack_launch(const uint8_t* head, const uint8_t* blob, void* out, void* stream);
+
+// Between host and device, in the order of the stream; done when they return.
+const char* copy_out(void* host, const void* device, int64_t bytes, void* stream);
+const char* copy_in(void* device, const void* host, int64_t bytes, void* stream);
+const char* copy_within(void* to, const void* from, int64_t bytes, void* stream);  // on the device; may still run when it returns
+
+// out f32 (tokens, N) = x f32 (tokens, K) times the blob's matrix, plus bias. workspace: zeroed, linear_workspace bytes.
+int64_t linear_workspace(const uint8_t* head, int64_t tokens);
+const char* linear_launch(const uint8_t* head, const uint8_t* blob, const float* x, int64_t tokens, const float* bias, float* out,
+                          void* workspace, void* stream);
+
 }  // namespace exl2nb

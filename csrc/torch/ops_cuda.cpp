@@ -1,5 +1,4 @@
 // The ops of the CUDA library: checks, output tensors, the current stream, registration.
-#include <dlfcn.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -8,25 +7,13 @@
 #include <vector>
 
 #include "../cuda/launch.h"
+#include "stream.h"
 
 namespace exl2nb {
 namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-// Torch's current stream. The function lives in libtorch_cuda.so, which a CPU build of torch lacks, so it is looked up at first use.
-void* stream_of(const Tensor& t) {
-  using Get = AOTITorchError (*)(int32_t, void**);
-  static const Get get = [] {
-    void* library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
-    return library ? reinterpret_cast<Get>(dlsym(library, "aoti_torch_get_current_cuda_stream")) : nullptr;
-  }();
-  STD_TORCH_CHECK(get, "this build of torch has no CUDA");
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(get(t.get_device_index(), &stream));
-  return stream;
-}
 
 void check(const char* name, const Tensor& t, const Tensor& like, ScalarType dtype, int64_t dims, int64_t elements) {
   const bool fits = t.is_cuda() && t.get_device_index() == like.get_device_index() && t.is_contiguous() && t.scalar_type() == dtype &&

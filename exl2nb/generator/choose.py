@@ -25,13 +25,13 @@ def choose(
         allowed: int64 ids; the only ones that may be drawn. None = all.
 
     Returns:
-        The choice, its log probability and rank under the raw row; and whether the masks left only this one.
+        The choice, its log probability and rank under the raw row; and whether the masks or the structure left only this one.
 
     Raises:
         GenerationError: the masks leave nothing.
     """
     if not banned and allowed is None:
-        return sample_row(row, state, top=top), False
+        return sample_row(row, state, top=top), state.forced
     masked = row.copy() if allowed is None else np.full_like(row, -np.inf)
     if allowed is not None:
         masked[allowed] = row[allowed]

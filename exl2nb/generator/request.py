@@ -107,6 +107,8 @@ class Request:
                 raise OptionError(
                     f"beams={self.beams} and {wrong[0]} exclude each other: beam search draws nothing; leave it out, or beams=1"
                 )
+        if self.structure is not None and self.token_healing:
+            raise OptionError("token_healing and a structure exclude each other: the healed token is part of the prompt; leave one out")
         if self.cfg_scale != 1.0 and not self.negative_ids:
             raise OptionError(f"cfg_scale is {self.cfg_scale:g} and there is no negative_prompt; give both, or leave both out")
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 MAGIC = 0x3157424E324C5845
+GPU_MAGIC = 0x3147424E324C5845  # csrc/cuda/blob.h: the same header, another layout behind it
 VERSION = 1
 TILE, UNIT, ALIGN, SCALE_BYTES = 16, 32, 64, 8
 WIDTHS = (2, 3, 4, 5, 6, 8)
@@ -116,8 +117,8 @@ def write(K: int, parts: list[Part]) -> Tensor:
 
 
 def shape(blob: Tensor) -> tuple[int, int]:
-    """`(K, N)` from the header."""
-    head = _header(blob)
+    """`(K, N)` from the header, of a blob on any device."""
+    head = _header(blob, MAGIC if blob.device.type == "cpu" else GPU_MAGIC)
     return int(head["K"]), int(head["N"])
 
 
@@ -148,10 +149,10 @@ def _part(raw: np.ndarray, K: int, row: Any) -> Part:
     )
 
 
-def _header(blob: Tensor) -> Any:
+def _header(blob: Tensor, magic: int = MAGIC) -> Any:
     if blob.dtype != torch.uint8 or blob.dim() != 1 or blob.numel() < HEADER.itemsize:
         raise ValueError(f"blob is {blob.dtype} {tuple(blob.shape)}; expected the uint8 tensor that a pack op returned")
     head = np.frombuffer(blob[: HEADER.itemsize].cpu().numpy(), HEADER)[0]
-    if head["magic"] != MAGIC or head["version"] != VERSION or head["bytes"] != blob.numel():
+    if head["magic"] != magic or head["version"] != VERSION or head["bytes"] != blob.numel():
         raise ValueError("blob has no valid header; expected the tensor that a pack op returned")
     return head

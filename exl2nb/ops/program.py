@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from exl2nb.ops import blob as layout
+from exl2nb.ops import gpu
 from exl2nb.ops._library import REFERENCES, check, define, dynamic_size
 from exl2nb.ops.kv_codes import page_size
 from exl2nb.ops.reference import ACTIVATIONS
@@ -37,10 +38,12 @@ class Program:
     Add the ops of one step in order: embed; per layer norm_qkv_rope, paged_attention, linear_residual, norm_gate_up, linear_residual (with
     `aside` the MLP's result waits in a buffer of its own, so that it can be computed before attention's is added), or routed_mlp in place
     of the last two; norm_head. Then call `run` as often as you like. Arguments as in the ops of the same name, without the batch. All
-    tensors must be contiguous, on the CPU and stay unchanged; norms, biases, cos and sin are f32.
+    tensors must be contiguous, on `device` and stay unchanged; norms, biases, cos and sin are f32. A program for the GPU is run by
+    `gpu.Stepper`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = torch.device(device)
         self.id = next(_ids)
         self.steps: list[tuple[str, dict[str, Any]]] = []
         self._words: list[int] = []
@@ -251,11 +254,11 @@ class Program:
 
     def _address(self, tensor: Tensor) -> int:
         check(
-            tensor.is_contiguous() and tensor.device.type == "cpu",
+            tensor.is_contiguous() and tensor.device.type == self.device.type,
             "Program",
             "a tensor",
             (tensor.device, tensor.stride()),
-            "contiguous, on the CPU",
+            f"contiguous, on {self.device}",
         )
         self._tensors.append(tensor)
         return tensor.data_ptr()
@@ -268,7 +271,12 @@ class Program:
 
     def _blob(self, blob: Tensor) -> int:
         layout.shape(blob)
-        return self._address(blob)
+        address = self._address(blob)
+        if self.device.type == "cpu":
+            return address
+        head = gpu.blob_head(blob)
+        self._tensors.append(head)
+        return head.data_ptr()
 
 
 def _shapes(op: str, blob: Tensor, norm: Tensor | None, norm_bias: Tensor | None, bias: Tensor | None, outputs: int) -> None:

@@ -84,6 +84,7 @@ def _draw(row: np.ndarray, state: SamplerState) -> int:
     ids: np.ndarray | None = None
     if state.constraint is not None:  # adding -inf may as well come last: then a narrow grammar leaves the cuts a short row
         bias, ids = state.allowed()
+        state.forced = ids is not None and len(ids) == 1
         row = row + bias if ids is None else row[ids]
     if state.params.greedy:
         index = int(row.argmax())

@@ -56,6 +56,7 @@ class SamplerState:
         self.mu = self._next_mu = 2.0 * params.mirostat_tau
         self.end_ids = np.fromiter(end_ids, np.int64)
         self.constraint = constraint
+        self.forced = False  # whether the grammar left the last draw no choice
         self._tokenizer = tokenizer
         self._past_mu: list[float] = []
         self._tracks = any(f.name in _LOOKS_BACK for f in self.plan.first)

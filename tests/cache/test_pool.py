@@ -21,6 +21,54 @@ def test_pools(mode, dtype, size):
     pool = weakref.ref(cache.k[0])
     cache.close()
     assert pool() is None
+    assert "closed" in cache._repr_html_()
+
+
+@pytest.mark.parametrize(
+    ("mode", "name", "bits", "dtypes"),
+    [
+        ("q8", "q8", 8.5, (torch.uint8, torch.uint8)),
+        ("q6", "q6 (K q8, V q4)", 6.5, (torch.uint8, torch.uint8)),
+        ("q4", "q4", 4.5, (torch.uint8, torch.uint8)),
+        ("fp8", "fp8", 8.5, (torch.float8_e4m3fn, torch.float8_e4m3fn)),
+        ("k4v8", "k4v8 (K q4, V q8)", 6.5, (torch.uint8, torch.uint8)),
+        ("k16v4", "k16v4 (K fp16, V q4)", 10.25, (torch.float16, torch.uint8)),
+    ],
+)
+@pytest.mark.parametrize("head_dim", [64, 96])
+def test_coded_pools(mode, name, bits, dtypes, head_dim):
+    spec = CacheSpec(3, 2, head_dim, 5, mode)
+    cache = KVCache(spec)
+    assert (cache.k[0].dtype, cache.v[0].dtype) == dtypes
+    assert all(pool.shape[:2] == (5, 2) for pool in cache.k + cache.v)
+    assert spec.total_bytes == sum(pool.nbytes for pool in cache.k + cache.v) == 5 * spec.page_bytes == 1280 * spec.token_bytes
+    assert spec.bits == bits
+    assert not any(pool.view(torch.uint8).any() for pool in cache.k + cache.v)
+    assert repr(cache) == f"KVCache(1280 tokens, {name}, {spec.total_bytes / 2**20:.1f} MiB on cpu)"
+    page = cache._repr_html_()
+    assert name in page
+    assert f"{bits:g} bits a number" in page
+
+
+def test_small_groups_cost_more_scales():
+    assert CacheSpec(1, 1, 80, 1, "q4").bits == 5  # groups of 16
+    assert CacheSpec(1, 1, 40, 1, "q4").bits == 6  # groups of 8
+
+
+@pytest.mark.parametrize("mode", ["fp16", "q6", "fp8"])
+def test_copy_page(mode):
+    cache = KVCache(CacheSpec(2, 2, 32, 4, mode))
+    pools = cache.k + cache.v
+    for i, pool in enumerate(pools):
+        pool.view(torch.uint8).copy_(torch.randint(0, 256, pool.view(torch.uint8).shape, generator=torch.Generator().manual_seed(i)))
+    before = [pool.view(torch.uint8).clone() for pool in pools]
+    cache.copy_page(1, 3)
+    cache.copy_page(2, 2)
+    for pool, old in zip(pools, before):
+        assert torch.equal(pool.view(torch.uint8), old[[0, 1, 2, 1]])
+    for wrong in (4, -1, True, 1.0):
+        with pytest.raises(OptionError, match=r"copy_page: page is .*; expected 0 to 3"):
+            cache.copy_page(0, wrong)
 
 
 @pytest.mark.parametrize(
@@ -32,8 +80,17 @@ def test_wrong_number_is_named(change):
 
 
 def test_unknown_mode_lists_the_known_ones():
-    with pytest.raises(OptionError, match="unknown cache mode 'q3'; known: fp16, fp32"):
+    with pytest.raises(OptionError, match="unknown cache mode 'q3'; known: fp32, fp16, fp8, q8, q6, q4, or bits of K and V apart"):
         CacheSpec(1, 1, 64, 1, "q3")
+
+
+@pytest.mark.parametrize("mode", ["q4", "q8", "fp8", "k16v4"])
+def test_codes_need_their_sizes(mode):
+    with pytest.raises(OptionError, match=f"mode {mode} needs a head_dim that is a multiple of 8, found 12; use fp16"):
+        CacheSpec(1, 1, 12, 1, mode)
+    with pytest.raises(OptionError, match=f"mode {mode} needs pages of 256 tokens, found 16"):
+        CacheSpec(1, 1, 64, 1, mode, page_size=16)
+    CacheSpec(1, 1, 12, 1, "fp16")
 
 
 def test_a_cache_larger_than_the_machine_is_refused_by_size():

@@ -151,6 +151,27 @@ def test_refused_at_the_call(llm):
         llm.generate("x", banned_tokens=[5000])
 
 
+def test_tokens_without_a_choice_are_marked(llm):
+    tokens = llm.generate("x", regex="[0-9]qqqq", seed=1).tokens
+    assert tokens[0].source == "target"
+    assert {t.source for t in tokens[1:]} == {"forced"}
+
+
+def test_with_the_other_features(llm):
+    """Guidance, guesses, banned texts and a stop id beside a structure: the answer still fits it."""
+    schema = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 3, "maxItems": 5}
+    plain = llm.generate("Colours:", schema=schema, seed=3)
+    for more in ({"speculation": "ngram"}, {"negative_ids": (1, 50, 70), "cfg_scale": 1.5}, {"banned_strings": ["green"]}):
+        completion = llm.generate("Colours:", schema=schema, seed=3, **more)
+        jsonschema.validate(completion.parsed, schema)
+        if "speculation" in more:
+            assert completion.text == plain.text
+        if "banned_strings" in more:
+            assert "green" not in completion.text
+    with pytest.raises(OptionError, match="token_healing and a structure"):
+        llm.generate("Colours:", schema=schema, token_healing=True)
+
+
 def test_chat_and_async_take_it_too(llm):
     import asyncio
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from exl2nb import ops
+from exl2nb.cache.storage import STORAGES
 
 P = 256
 
@@ -44,6 +45,7 @@ class Net:
     dense: bool = False
     pages: int = 4
     pool: torch.dtype = torch.float16
+    coded: tuple[str, str] | None = None
     window: int = 0
     softcap: float = 0.0
     weights: list[dict[str, Tensor | None]] = field(default_factory=list)
@@ -92,7 +94,9 @@ class Net:
         return ops.pack_exl2(*parts, out_features=N)
 
     def pools(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Fresh K and V pools, filled with values that would show if they were read."""
+        """Fresh K and V pools, filled with values that would show if they were read; of storages `coded`, or plain ones of `pool`."""
+        if self.coded:
+            return tuple([coded_pool(kind, self.pages, self.kv_heads, self.head_dim) for _ in range(self.layers)] for kind in self.coded)
         shape = (self.pages, self.kv_heads, P, self.head_dim)
         return [torch.full(shape, 1e3, dtype=self.pool) for _ in range(self.layers)], [
             torch.full(shape, 1e3, dtype=self.pool) for _ in range(self.layers)
@@ -127,6 +131,15 @@ class Net:
             a = ops.norm_gate_up(x, w["norm2"], 1e-5, w["gate_up"], w["gu_bias"])
             ops.linear_residual(x, a, w["down"])
         return ops.norm_head(x[logit_rows.long()].contiguous(), self.norm, 1e-5, self.head)
+
+
+def coded_pool(storage: str, pages: int, heads: int, head_dim: int) -> Tensor:
+    """A pool of any storage; every byte of a coded one is 0x7e, every number of a plain one 1e3: large, and seen if it is read."""
+    pool = STORAGES[storage].allocate(pages, heads, P, head_dim, "cpu")
+    if pool.dim() == 4:
+        return pool.fill_(1e3)
+    pool.view(torch.uint8).fill_(0x7E)
+    return pool
 
 
 def i32(values: list) -> Tensor:

@@ -59,7 +59,14 @@ def digest() -> str:
         heads = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 24, "q_norm": torch.ones(48 if full else 24), "layer_norm": not full}
         take(ops.norm_qkv_rope(x, torch.ones(96), 1e-5, qkv, None, *where, interleaved=full, clip=2.0, **heads))
         take(pools[0])
-    for options in ({}, {"dense": True, "head_dim": 40, "head_norms": True}, {"pool": torch.float32, "softcap": 9.0, "window": 50}):
+    for options in (
+        {},
+        {"dense": True, "head_dim": 40, "head_norms": True},
+        {"pool": torch.float32, "softcap": 9.0, "window": 50},
+        {"coded": ("q4", "q8")},
+        {"coded": ("q8", "q4"), "head_dim": 24},
+        {"coded": ("fp8", "fp8"), "head_dim": 16},
+    ):
         net = Net(**options)
         pools = net.pools()
         for start, n in ((0, 270), (270, 1)):

@@ -11,7 +11,17 @@ from .model_case import Net, P, i32, single
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"dense": True}, {"bias": True, "head_norms": True}, {"kv_heads": 1, "window": 9, "softcap": 20.0}, {"pool": torch.float32}],
+    [
+        {},
+        {"dense": True},
+        {"bias": True, "head_norms": True},
+        {"kv_heads": 1, "window": 9, "softcap": 20.0},
+        {"pool": torch.float32},
+        {"coded": ("q4", "q4")},
+        {"coded": ("q8", "q4"), "head_dim": 24},
+        {"coded": ("fp8", "fp8")},
+        {"coded": ("fp16", "q8")},
+    ],
     ids=str,
 )
 def test_same_bits_as_op_by_op(options):
@@ -23,7 +33,7 @@ def test_same_bits_as_op_by_op(options):
         assert torch.equal(net.program.run(*batch, *one), net.run(*batch, *other))
         start += n
     for a, b in zip(one[0] + one[1], other[0] + other[1]):
-        assert torch.equal(a, b)
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def test_against_the_reference():
@@ -35,9 +45,10 @@ def test_against_the_reference():
     torch.testing.assert_close(ours, expected, rtol=5e-3, atol=5e-3 * float(expected.std()))
 
 
-def test_at_once_in_chunks_or_token_by_token():
+@pytest.mark.parametrize("coded", [None, ("q4", "q4"), ("q8", "q4"), ("fp8", "fp8")])
+def test_at_once_in_chunks_or_token_by_token(coded):
     """290 tokens, across a page edge: logits and cache are bitwise the same."""
-    net, n = Net(layers=2), 290
+    net, n = Net(layers=2, coded=coded), 290
     ids = [(31 * i) % net.vocab for i in range(n)]
     pools = net.pools()
     whole = net.program.run(*single(0, ids, [3, 1]), *pools)
@@ -45,12 +56,13 @@ def test_at_once_in_chunks_or_token_by_token():
         again = net.pools()
         parts = [net.program.run(*single(a, ids[a : a + step], [3, 1]), *again) for a in range(0, n, step)]
         assert torch.equal(torch.cat(parts), whole), step
-        assert all(torch.equal(a, b) for a, b in zip(pools[0] + pools[1], again[0] + again[1]))
+        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(pools[0] + pools[1], again[0] + again[1]))
 
 
-def test_sequences_do_not_know_of_each_other():
+@pytest.mark.parametrize("coded", [None, ("q4", "q4"), ("q8", "q4")])
+def test_sequences_do_not_know_of_each_other(coded):
     """A mixed batch (a prefill and two decodes) gives each sequence the bits it gets alone."""
-    net = Net()
+    net = Net(coded=coded)
     pools, alone = net.pools(), net.pools()
     texts = [[5, 6, 7, 8], [1, 2], [9, 10, 11]]
     for page, text in enumerate(texts):
@@ -118,6 +130,27 @@ def test_wrong_pools_are_named():
         net.program.run(*batch, [p[:, :1].contiguous() for p in k], [p[:, :1].contiguous() for p in v])
     with pytest.raises(RuntimeError, match="a K pool is float32"):
         net.program.run(*batch, [k[0], k[1].float()], v)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda k, v: (k, [p[..., :-1].contiguous() for p in v]),
+            r"v_pool is uint8 \(4, 2, 4607\); expected \(pages, heads, 8704 or 4608\)",
+        ),
+        (lambda k, v: (k, [v[0], v[1][:2].contiguous()]), r"a V pool is uint8 \(2, 2, 4608\)"),
+        (lambda k, v: (k, [v[0], torch.zeros(4, 2, 8704, dtype=torch.uint8)]), r"a V pool is uint8 \(4, 2, 8704\)"),
+        (lambda k, v: (k, [p.view(torch.float8_e4m3fn) for p in v]), r"v_pool is float8_e4m3fn \(4, 2, 4608\); expected .*8704\)"),
+        (lambda k, v: (k, [p.view(torch.int8) for p in v]), "v_pool is another dtype; expected float16"),
+        (lambda k, v: ([p.flatten(1) for p in k], v), r"k_pool is uint8 \(4, 9216\)"),
+        (lambda k, v: ([torch.zeros(4, 2, 16, 32)] * 2, v), "page size is 16; expected 256"),
+    ],
+)
+def test_wrong_coded_pools_are_named(change, message):
+    net = Net(coded=("q4", "q4"))
+    with pytest.raises(RuntimeError, match=message):
+        net.program.run(*single(0, [1, 2, 3], [0]), *change(*net.pools()))
 
 
 @pytest.mark.parametrize(

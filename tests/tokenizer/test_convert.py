@@ -1,6 +1,6 @@
 """SentencePiece-only checkpoints, and odd strings through every kind of tokenizer, against Transformers and SentencePiece itself."""
 
-import builtins
+import importlib
 import json
 
 import pytest
@@ -116,14 +116,14 @@ def test_a_broken_model(tmp_path):
 @pytest.mark.parametrize("package", ["transformers", "sentencepiece"])
 def test_without_the_optional_packages(package, model, tmp_path, monkeypatch):
     (tmp_path / "tokenizer.model").write_bytes(model.read_bytes())
-    real = builtins.__import__
+    real = importlib.import_module
 
-    def blocked(name, *args, **kwargs):
+    def blocked(name, *args):
         if name == package:
             raise ImportError(f"No module named {name!r}", name=name)
-        return real(name, *args, **kwargs)
+        return real(name, *args)
 
-    monkeypatch.setattr(builtins, "__import__", blocked)
+    monkeypatch.setattr(importlib, "import_module", blocked)
     with pytest.raises(
         TokenizerError, match=rf"converting it needs {package}: pip install 'exl2nb\[sentencepiece\]', or make a tokenizer.json"
     ):

@@ -1,0 +1,67 @@
+// The weight blob on the GPU: what `pack_*` makes there and the CUDA kernels read. Same idea as csrc/format/blob.h, another layout.
+//
+//   Header (64 bytes), Part[num_parts] (128 each), then the sections, each at a multiple of 256 bytes:
+//     perms     per distinct permutation int32 (K,) stored row -> feature, then int32 (K,) feature -> stored row; none for the identity
+//     image     what every CTA copies into its shared memory, of all parts one after the other:
+//                 items  Item[num_items] in order of rows; unit0 counts through all parts
+//                 steps  half2 per unit: the largest step of its first and second 32 rows, already times 1/256; 0 where there are none;
+//                        padded to 16 bytes after the last part
+//                 ends   uint16 (kEnds,) per part: the items of warp w are ends[w] .. ends[w + 1] - 1, about equal in bytes
+//     strips    (strips, strip_bytes) per part
+//
+// A strip is 16 columns over all stored rows: its items one after the other. An item is a few units and then their scale codes, at most
+// kSlot bytes: one bulk copy. A unit is 16 columns x 64 stored rows x b bits: b words per lane, the A fragments of four m16n8k16 products
+// (fields.cuh says which bits of a word are whose). Where the width changes after 32 rows the second half of a unit is empty.
+// Scale codes: per unit and group of 8 lanes' columns g one byte (column g low nibble, g + 8 high); two bytes (first, second 32 rows) where
+// the halves belong to different groups, so not `one`. Dense fp16 units (16 bits) have none.
+#pragma once
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define EXL2NB_BOTH __host__ __device__
+#else
+#define EXL2NB_BOTH
+#endif
+
+namespace exl2nb {
+
+constexpr int64_t kGpuMagic = 0x3147424e324c5845;  // "EXL2NBG1"
+#ifndef EXL2NB_GEMV_WARPS
+#define EXL2NB_GEMV_WARPS 8
+#endif
+constexpr int kGpuVersion = 1, kWarps = EXL2NB_GEMV_WARPS,
+              kSlot = kWarps == 8    ? 4352
+                      : kWarps == 12 ? 2944
+                                     : 2176,
+              kEnds = 24, kMaxParts = 4, kMaxPerms = 3, kStripColumns = 16, kUnitRows = 64;
+
+struct GpuHeader {
+  int64_t magic;
+  int32_t version, K, N, num_parts;
+  int64_t bytes;
+  int32_t num_perms, pad;
+  int64_t perms;  // offset of the permutations, 0 = identity everywhere
+  int64_t image;
+  int32_t num_items, num_units;  // of all parts
+};
+struct GpuPart {
+  int32_t outputs, strips, first_column, first_strip, first_item, num_items, first_unit, num_units, perm, dense;
+  int64_t strip_bytes, data;
+  int64_t reserved[9];
+};
+struct Item {
+  uint32_t offset;  // in the strip
+  uint16_t block;   // first stored row / 32
+  uint8_t bits, units;
+  uint16_t bytes, unit0;      // unit0: index into steps
+  uint8_t one, lone, pad[2];  // one: a unit has one group, otherwise its halves have their own codes; lone: there is no second half
+};
+static_assert(sizeof(GpuHeader) == 64 && sizeof(GpuPart) == 128 && sizeof(Item) == 16, "blob layout");
+
+constexpr int units_per_item(int bits) { return bits == 16 ? kSlot / 2048 : kSlot / (128 * bits + 16); }
+EXL2NB_BOTH constexpr int image_steps(int items) { return items * 16; }  // offsets in the image
+EXL2NB_BOTH constexpr int image_ends(int items, int units) { return items * 16 + (units + 3) / 4 * 16; }
+EXL2NB_BOTH constexpr int image_bytes(int items, int units, int parts) { return image_ends(items, units) + parts * kEnds * 2; }
+inline int64_t align256(int64_t n) { return (n + 255) / 256 * 256; }
+
+}  // namespace exl2nb

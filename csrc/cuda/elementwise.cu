@@ -1,0 +1,130 @@
+// The small kernels around the matrix products: embedding, norms into a matrix's input, norms of what is added. One CTA per token.
+#include "elementwise.h"
+
+#include "fragment.cuh"
+#include "pdl.cuh"
+
+namespace exl2nb {
+namespace {
+
+constexpr int kWidth = 512;  // threads
+
+// The same sum in every thread, in a fixed order.
+__device__ float block_sum(float v, float* shared) {
+  v = warp_sum(v);
+  __syncthreads();
+  if ((threadIdx.x & 31) == 0) shared[threadIdx.x >> 5] = v;
+  __syncthreads();
+  v = threadIdx.x < kWidth / 32 ? shared[threadIdx.x] : 0.f;
+  if (threadIdx.x < 32) {
+    v = warp_sum(v);
+    if (threadIdx.x == 0) shared[0] = v;
+  }
+  __syncthreads();
+  return shared[0];
+}
+
+__device__ float element(const void* table, int dtype, size_t i) {
+  if (dtype == 0) return static_cast<const float*>(table)[i];
+  if (dtype == 1) return __half2float(static_cast<const half*>(table)[i]);
+  return __uint_as_float(static_cast<uint32_t>(static_cast<const uint16_t*>(table)[i]) << 16);
+}
+
+// The normed row goes to `out`; row: f32 (H,) in global memory, written before this kernel or by this CTA's own threads in the same order.
+__device__ void normed(const float* row, const NormArgs& n, int token, const MatrixInput& out, float* shared) {
+  float mean = 0.f, factor = 1.f;
+  if (n.kind == kLayerNorm) {
+    float s = 0.f;
+    for (int i = threadIdx.x; i < n.width; i += kWidth) s += __ldcg(row + i);
+    mean = block_sum(s, shared) / n.width;
+  }
+  if (n.kind != kNoNorm) {
+    float s = 0.f;
+    for (int i = threadIdx.x; i < n.width; i += kWidth) {
+      const float v = __ldcg(row + i) - mean;
+      s = fmaf(v, v, s);
+    }
+    factor = rsqrtf(block_sum(s, shared) / n.width + n.eps);
+  }
+  for (int i = threadIdx.x; i < n.width; i += kWidth) {
+    float v = __ldcg(row + i);
+    if (n.kind != kNoNorm) v = (v - mean) * factor * n.weight[i] + (n.bias ? n.bias[i] : 0.f);
+    out.put(token, i, v);
+  }
+}
+
+__global__ void __launch_bounds__(kWidth) embed_kernel(const __grid_constant__ EmbedArgs a) {
+  __shared__ float shared[32];
+  pdl_wait();  // first, so that no later kernel of this step runs beside the previous step
+  pdl_launch_dependents();
+  const int token = blockIdx.x;
+  int id = __ldcg(a.ids + token), position = a.position_table ? __ldcg(a.positions + token) : 0;
+  id = min(max(id, 0), a.vocab - 1), position = min(max(position, 0), a.max_positions - 1);
+  float* const row = a.x + static_cast<size_t>(token) * a.width;
+  for (int i = threadIdx.x; i < a.width; i += kWidth) {
+    float v = element(a.table, a.dtype, static_cast<size_t>(id) * a.width + i) * a.scale;
+    if (a.position_table) v += element(a.position_table, a.position_dtype, static_cast<size_t>(position) * a.width + i);
+    row[i] = v;
+  }
+  if (a.next.x) {
+    __syncthreads();
+    normed(row, a.norm, token, a.next, shared);
+  }
+}
+
+__global__ void __launch_bounds__(kWidth) prepare_kernel(const __grid_constant__ PrepareArgs a) {
+  __shared__ float shared[32];
+  pdl_launch_dependents();
+  pdl_wait();
+  int row = a.rows ? __ldcg(a.rows + blockIdx.x) : blockIdx.x;
+  row = min(max(row, 0), a.tokens - 1);
+  normed(a.x + static_cast<size_t>(row) * a.norm.width, a.norm, blockIdx.x, a.next, shared);
+}
+
+__global__ void __launch_bounds__(kWidth) add_normed_kernel(const __grid_constant__ AddArgs a) {
+  __shared__ float shared[32];
+  pdl_launch_dependents();
+  pdl_wait();
+  const size_t at = static_cast<size_t>(blockIdx.x) * a.width;
+  float s = 0.f;
+  for (int i = threadIdx.x; i < a.width; i += kWidth) {
+    const float v = __ldcg(a.y + at + i);
+    s = fmaf(v, v, s);
+  }
+  const float factor = a.norm ? rsqrtf(block_sum(s, shared) / a.width + a.eps) : 1.f;
+  for (int i = threadIdx.x; i < a.width; i += kWidth) {
+    float v = __ldcg(a.y + at + i) * factor;
+    if (a.norm) v *= a.norm[i];
+    a.x[at + i] = __ldcg(a.x + at + i) + a.scale * v;
+  }
+}
+
+template <auto kernel, class Args>
+const char* launched(const Args& args, int blocks, cudaStream_t stream, bool pdl) {
+  if (blocks == 0) return nullptr;
+  static const cudaError_t ready =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  if (ready != cudaSuccess) return cudaGetErrorString(ready);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = blocks, config.blockDim = kWidth, config.stream = stream;
+  cudaLaunchAttribute attribute[1];
+  attribute[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute[0].val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = attribute, config.numAttrs = pdl ? 1 : 0;
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, args);
+  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+}
+
+}  // namespace
+
+const char* embed_launch(const EmbedArgs& a, int tokens, cudaStream_t stream, bool pdl) {
+  return launched<embed_kernel>(a, tokens, stream, pdl);
+}
+const char* prepare_launch(const PrepareArgs& a, int rows, cudaStream_t stream, bool pdl) {
+  return launched<prepare_kernel>(a, rows, stream, pdl);
+}
+const char* add_normed_launch(const AddArgs& a, int tokens, cudaStream_t stream, bool pdl) {
+  return launched<add_normed_kernel>(a, tokens, stream, pdl);
+}
+
+}  // namespace exl2nb

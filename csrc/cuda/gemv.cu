@@ -1,0 +1,129 @@
+// Launches of gemv.cuh: which path, how much shared memory, tokens in blocks of eight.
+#include "gemv.h"
+
+#include <algorithm>
+#include <cstdlib>
+
+#include "gemv.cuh"
+
+namespace exl2nb {
+namespace {
+
+struct Device {
+  int sms, capability, shared_per_block, shared_per_sm;
+  GemvPath path;
+};
+const Device& device() {
+  static const Device d = [] {
+    Device v{};
+    int index = 0;
+    cudaGetDevice(&index);
+    cudaDeviceProp p;
+    cudaGetDeviceProperties(&p, index);
+    v.sms = p.multiProcessorCount, v.capability = p.major * 10 + p.minor;
+    v.shared_per_block = static_cast<int>(p.sharedMemPerBlockOptin), v.shared_per_sm = static_cast<int>(p.sharedMemPerMultiprocessor);
+    v.path = v.capability >= 90 ? kBulk : v.capability >= 80 ? kAsync : kPlain;
+    if (const char* forced = std::getenv("EXL2NB_CUDA_PATH")) {  // a slower path, to test it on a newer GPU
+      const int wanted = std::atoi(forced);
+      if (wanted >= v.path && wanted <= kPlain) v.path = static_cast<GemvPath>(wanted);
+    }
+    return v;
+  }();
+  return d;
+}
+
+template <int PATH, int EPILOGUE, bool STAGED>
+cudaError_t launch(const GemvArgs& a, int grid, int shared, cudaStream_t stream, bool pdl) {
+  static const cudaError_t ready = [] {
+    // The largest share for shared memory, as in every kernel of a step: changing it between kernels empties the multiprocessor.
+    cudaFuncSetAttribute(gemv<PATH, EPILOGUE, STAGED>, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    return cudaFuncSetAttribute(gemv<PATH, EPILOGUE, STAGED>, cudaFuncAttributeMaxDynamicSharedMemorySize, device().shared_per_block);
+  }();
+  if (ready != cudaSuccess) return ready;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid, config.blockDim = kThreads, config.dynamicSmemBytes = shared, config.stream = stream;
+  cudaLaunchAttribute attribute[1];
+  attribute[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute[0].val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = attribute, config.numAttrs = pdl && PATH == kBulk ? 1 : 0;
+  return cudaLaunchKernelEx(&config, gemv<PATH, EPILOGUE, STAGED>, a);
+}
+template <int PATH>
+cudaError_t dispatch(const GemvArgs& a, Epilogue e, int grid, int shared, cudaStream_t stream, bool pdl) {
+  if (e == kStore)
+    return a.staged ? launch<PATH, kStore, true>(a, grid, shared, stream, pdl) : launch<PATH, kStore, false>(a, grid, shared, stream, pdl);
+  if (e == kResidual)
+    return a.staged ? launch<PATH, kResidual, true>(a, grid, shared, stream, pdl)
+                    : launch<PATH, kResidual, false>(a, grid, shared, stream, pdl);
+  return a.staged ? launch<PATH, kActivation, true>(a, grid, shared, stream, pdl)
+                  : launch<PATH, kActivation, false>(a, grid, shared, stream, pdl);
+}
+
+}  // namespace
+
+int num_sms() { return device().sms; }
+int gemv_path() { return device().path; }
+
+int gemv_grid(const GemvArgs& a, Epilogue e) { return std::min(device().sms, e == kActivation && a.gated ? a.strips / 2 : a.strips); }
+
+void set_weights(GemvArgs& a, const uint8_t* head, const uint8_t* blob) {
+  const auto& h = *reinterpret_cast<const GpuHeader*>(head);
+  const auto* parts = reinterpret_cast<const GpuPart*>(head + sizeof(GpuHeader));
+  a.num_parts = h.num_parts, a.strips = 0, a.items = h.num_items, a.units = h.num_units, a.image = blob + h.image;
+  for (int p = 0; p < h.num_parts; p++) {
+    const GpuPart& s = parts[p];
+    a.part[p] = {blob + s.data, s.first_strip, s.strips, s.first_column, s.outputs, s.perm, s.strip_bytes};
+    a.strips += s.strips;
+  }
+}
+
+void set_input(MatrixInput& in, const uint8_t* head, const uint8_t* blob, half* x, int tokens) {
+  const auto& h = *reinterpret_cast<const GpuHeader*>(head);
+  in.x = x, in.stride = input_stride(h.K), in.num_perms = std::max(1, h.num_perms), in.perm_stride = in.stride * tokens;
+  for (int p = 0; p < kMaxPerms; p++)
+    in.inverse[p] =
+        h.perms && p < h.num_perms ? reinterpret_cast<const int*>(blob + h.perms) + (2 * p + 1) * static_cast<int64_t>(h.K) : nullptr;
+}
+
+const char* gemv_launch(GemvArgs a, Epilogue e, cudaStream_t stream, bool pdl) {
+  const int tokens = a.tokens, grid = gemv_grid(a, e);
+  if (grid == 0 || tokens == 0) return nullptr;
+  int perms = 1;
+  for (int p = 0; p < a.num_parts; p++) perms = std::max(perms, a.part[p].perm + 1);
+  for (int first = 0; first < tokens; first += kMaxTokens) {
+    GemvArgs b = a;
+    const int m = b.tokens = std::min(kMaxTokens, tokens - first);
+    b.x += static_cast<size_t>(first) * a.x_stride;
+    if (b.squares) b.squares += static_cast<size_t>(first) * a.squares_count;
+    if (b.out) b.out += first * a.out_stride;
+    if (b.residual) b.residual += static_cast<size_t>(first) * a.residual_stride;
+    if (b.next_squares) b.next_squares += static_cast<size_t>(first) * grid;
+    if (b.next.x) b.next.x += static_cast<size_t>(first) * a.next.stride;
+    const bool paired = e == kActivation && a.gated;
+    int per = 1;  // strips of a part that a CTA owns, at most
+    for (int p = 0; p < a.num_parts; p++) per = std::max(per, (a.part[p].strips + grid - 1) / grid);
+    b.flush = std::max(1, std::min(per, 32 / m));
+    int shared = kStages * kWarps * kSlot + (image_bytes(a.items, a.units, a.num_parts) + 15) / 16 * 16 + (kWarps * kStages + 2) * 8 +
+                 kMaxTokens * 4 + 2 * b.flush * kWarps * 16 * m * 4 + (paired ? per * 16 * m * 4 : 0);
+    shared = (shared + 15) / 16 * 16;
+    const int x_bytes = perms * m * (a.x_stride + 32) * 2;
+    b.staged = shared + x_bytes <= device().shared_per_sm / 2 - 1024 && shared + x_bytes <= device().shared_per_block;
+    if (b.staged) shared += x_bytes;
+    if (shared > device().shared_per_block) return "the matrix needs more shared memory than the GPU has";
+    cudaError_t error;
+    switch (device().path) {
+      case kBulk:
+        error = dispatch<kBulk>(b, e, grid, shared, stream, pdl);
+        break;
+      case kAsync:
+        error = dispatch<kAsync>(b, e, grid, shared, stream, pdl);
+        break;
+      default:
+        error = dispatch<kPlain>(b, e, grid, shared, stream, pdl);
+    }
+    if (error != cudaSuccess) return cudaGetErrorString(error);
+  }
+  return nullptr;
+}
+
+}  // namespace exl2nb

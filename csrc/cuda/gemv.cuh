@@ -1,0 +1,402 @@
+// Few tokens times a weight blob, for every width in one kernel: the decode path's matrix product, with what comes after it.
+//
+// A CTA owns whole strips of 16 columns, its warps split the stored rows by bytes; nobody shares a column with another CTA, so there are no
+// atomics, and a token's result depends neither on timing nor on the tokens beside it. A warp streams its items (about 2 KB) through its
+// own ring in shared memory; the ring is filled before the kernel waits for its predecessor (programmatic dependent launch), so the memory
+// works while the previous kernel ends. Activations arrive permuted, in fp16, in fragment order (fragment.cuh): their producer writes them
+// so. Bytes: the strips once; 2 * K per token and CTA from L2. Paths: bulk copies (sm_90 up), cp.async (sm_80), plain loads (sm_75).
+#pragma once
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
+#include "blob.h"
+#include "fields.cuh"
+#include "fragment.cuh"
+#include "pdl.cuh"
+
+namespace exl2nb {
+
+constexpr int kStages = 2, kThreads = kWarps * 32, kMaxTokens = 8;
+static_assert(kMaxTokens <= kWarps, "a warp adds one token to the residual");
+enum GemvPath { kBulk = 0, kAsync = 1, kPlain = 2 };
+
+struct GemvPart {
+  const uint8_t* data;
+  int first_strip, strips, first_column, outputs, perm;
+  int64_t strip_bytes;
+};
+
+enum Epilogue { kStore = 0, kResidual = 1, kActivation = 2 };
+
+struct GemvArgs {
+  GemvPart part[kMaxParts];
+  const uint8_t* image;                 // items, steps and ends of all parts (blob.h)
+  int num_parts, strips, items, units;  // sums over the parts
+  int tokens;                           // 1 to 8
+  const half* x;                        // [perm][token][stride]
+  int x_stride, x_perm_stride;
+  bool staged;  // x fits into shared memory
+  // Factor of every output: 1 / sqrt(mean of squares + eps), from the partial sums of squares [token][squares_count]; null = 1.
+  const float* squares;
+  int squares_count;
+  float inverse_width, eps;
+  const float* bias;
+  int flush;  // strips whose partial sums fit in shared memory
+  // kStore: out[token][column]
+  float* out;
+  int64_t out_stride;
+  // kResidual: residual[token][column] += scale * (y + bias); where next.x: its product with next_norm goes there, with partial squares.
+  float* residual;
+  int residual_stride;
+  float scale;
+  const float* next_norm;
+  float* next_squares;
+  // kActivation: act(gate) * up goes to next (parts 0 and 1), or act(up) where ungated
+  MatrixInput next;
+  int activation;
+  bool gated;
+};
+
+// c += A B for one k-step of 16; START: c = A B.
+template <int PATH, bool START>
+__device__ __forceinline__ void mma(float (&c)[4], const uint32_t* a, uint32_t b0, uint32_t b1) {
+  const float z0 = START ? 0.f : c[0], z1 = START ? 0.f : c[1], z2 = START ? 0.f : c[2], z3 = START ? 0.f : c[3];
+#if __CUDA_ARCH__ >= 800
+  if constexpr (PATH != kPlain) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%11,%12,%13};"
+                 : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(z0), "f"(z1), "f"(z2), "f"(z3));
+    return;
+  }
+#endif
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%7,%8,%9,%10};"
+               : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(b0), "f"(z0), "f"(z1), "f"(z2), "f"(z3));
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[2]), "r"(a[3]), "r"(b1));
+}
+
+// The format's step of a scale code: fp16((code + 1)^2 * unit).
+__device__ __forceinline__ half2 steps_of(uint32_t code, half unit) {
+  uint32_t v = lop_and_or(code | (code << 12), 0x000f000fu, 0x64006400u);
+  const half2 s = __hadd2(*reinterpret_cast<half2*>(&v), __float2half2_rn(-1023.f));
+  return __hmul2(__hmul2(s, s), __half2half2(unit));
+}
+
+template <int B>
+__device__ __forceinline__ void load_unit(const uint8_t* p, int lane, uint32_t* w) {
+  if constexpr (B >= 4) {
+    const uint4 v = *reinterpret_cast<const uint4*>(p + lane * 16);
+    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+  }
+  if constexpr (B == 8) {
+    const uint4 v = *reinterpret_cast<const uint4*>(p + 512 + lane * 16);
+    w[4] = v.x, w[5] = v.y, w[6] = v.z, w[7] = v.w;
+  }
+  if constexpr (B == 6) {
+    const uint2 v = *reinterpret_cast<const uint2*>(p + 512 + lane * 8);
+    w[4] = v.x, w[5] = v.y;
+  }
+  if constexpr (B == 5) w[4] = *reinterpret_cast<const uint32_t*>(p + 512 + lane * 4);
+  if constexpr (B == 2 || B == 3) {
+    const uint2 v = *reinterpret_cast<const uint2*>(p + lane * 8);
+    w[0] = v.x, w[1] = v.y;
+  }
+  if constexpr (B == 3) w[2] = *reinterpret_cast<const uint32_t*>(p + 256 + lane * 4);
+}
+
+// This lane's activations of 32 stored rows; zero for a token that is not there.
+template <bool STAGED>
+__device__ __forceinline__ uint4 load_x(const half* x, bool live) {
+  uint4 v = make_uint4(0, 0, 0, 0);
+  if (live) {
+    if constexpr (STAGED)
+      v = *reinterpret_cast<const uint4*>(x);
+    else
+      v = __ldcg(reinterpret_cast<const uint4*>(x));
+  }
+  return v;
+}
+
+__device__ __forceinline__ void add_scaled(float (&y)[4], const float (&acc)[4], half2 step) {
+  const float2 f = __half22float2(step);
+  y[0] = fmaf(acc[0], f.x, y[0]);
+  y[1] = fmaf(acc[1], f.x, y[1]);
+  y[2] = fmaf(acc[2], f.y, y[2]);
+  y[3] = fmaf(acc[3], f.y, y[3]);
+}
+
+// An item: y of column g for tokens 2t, 2t + 1, then of column g + 8.
+template <int PATH, int B, bool STAGED, bool ONE>
+__device__ __forceinline__ void compute(const uint8_t* st, int units, const half2* steps, const half* x, bool live, int lane,
+                                        float (&y)[4]) {
+  if constexpr (B == 16) {
+    for (int i = 0; i < units; i++, st += 2048, x += 64) {
+      const uint4 xa = load_x<STAGED>(x, live), xb = load_x<STAGED>(x + 32, live);
+      uint32_t h[16];
+#pragma unroll
+      for (int s = 0; s < 4; s++) *reinterpret_cast<uint4*>(h + 4 * s) = *reinterpret_cast<const uint4*>(st + s * 512 + lane * 16);
+      mma<PATH, false>(y, h, xa.x, xa.y);
+      mma<PATH, false>(y, h + 4, xa.z, xa.w);
+      mma<PATH, false>(y, h + 8, xb.x, xb.y);
+      mma<PATH, false>(y, h + 12, xb.z, xb.w);
+    }
+  } else {
+    const uint8_t* codes = st + units * (128 * B) + (lane >> 2) * (ONE ? 1 : 2);
+#pragma unroll 2
+    for (int i = 0; i < units; i++) {
+      uint32_t w[B], h[16];
+      const uint4 xa = load_x<STAGED>(x + i * 64, live), xb = load_x<STAGED>(x + i * 64 + 32, live);
+      load_unit<B>(st + i * (128 * B), lane, w);
+      const half2 unit = steps[i];
+      dq<B>(w, h);
+      take_offsets<B>(h);
+      float a[4], b[4];
+      mma<PATH, true>(a, h, xa.x, xa.y);
+      mma<PATH, true>(b, h + 8, xb.x, xb.y);
+      mma<PATH, false>(a, h + 4, xa.z, xa.w);
+      mma<PATH, false>(b, h + 12, xb.z, xb.w);
+      if constexpr (ONE) {
+        const half2 step = steps_of(codes[i * 8], __low2half(unit));
+#pragma unroll
+        for (int j = 0; j < 4; j++) a[j] += b[j];
+        add_scaled(y, a, step);
+      } else {
+        const uint32_t c = *reinterpret_cast<const uint16_t*>(codes + i * 16);
+        add_scaled(y, a, steps_of(c & 0xff, __low2half(unit)));
+        add_scaled(y, b, steps_of(c >> 8, __high2half(unit)));
+      }
+    }
+  }
+}
+
+// A warp's way through its items: part after part, in each its strips, in each strip its items.
+struct Walk {
+  int part, item, first, end, left;  // left: strips of this part, this one included
+};
+
+template <int PATH, int EPILOGUE, bool STAGED>
+__global__ void __launch_bounds__(kThreads, 2) gemv(const __grid_constant__ GemvArgs A) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, grid = gridDim.x;
+  const bool paired = EPILOGUE == kActivation && A.gated;
+  const int M = A.tokens;
+  uint8_t* at = shared;
+  uint8_t* const ring = at + warp * kStages * kSlot;
+  at += kStages * kWarps * kSlot;
+  const Item* const items = reinterpret_cast<const Item*>(at);
+  const half2* const steps = reinterpret_cast<const half2*>(at + image_steps(A.items));
+  const uint16_t* const ends = reinterpret_cast<const uint16_t*>(at + image_ends(A.items, A.units));
+  uint8_t* const image = at;
+  const int image_size = image_bytes(A.items, A.units, A.num_parts);
+  at += (image_size + 15) / 16 * 16;
+  uint64_t* const bars = reinterpret_cast<uint64_t*>(at);
+  at += (kWarps * kStages + 2) * 8;
+  float* const factors = reinterpret_cast<float*>(at);
+  at += kMaxTokens * 4;
+  float* const partial = reinterpret_cast<float*>(at);  // twice, so that one barrier a flush is enough
+  const int partial_size = A.flush * kWarps * 16 * M;
+  at += 2 * partial_size * 4;
+  float* const gates = reinterpret_cast<float*>(at);  // paired: activations of the first part
+  at += paired ? (A.part[0].strips + grid - 1) / grid * 16 * M * 4 : 0;
+  half* const xs = reinterpret_cast<half*>(shared + (at - shared + 15) / 16 * 16);
+  const int xs_stride = A.x_stride + 32;
+
+  // ---- what does not depend on the previous kernel
+  for (int i = threadIdx.x; i < image_size / 16; i += kThreads)
+    reinterpret_cast<uint4*>(image)[i] = __ldg(reinterpret_cast<const uint4*>(A.image) + i);
+  if constexpr (PATH == kBulk) {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < kWarps * kStages; i++) barrier_init(bars + i, 1);
+      barrier_fence();
+    }
+  }
+  __syncthreads();
+  // This CTA's strips of part p: first_strip(p) + i * grid.
+  auto first_strip = [&](int p) {
+    const int s = static_cast<int>(blockIdx.x) - (paired ? 0 : A.part[p].first_strip % grid);
+    return s < 0 ? s + grid : s;
+  };
+  auto enter = [&](Walk& w) {  // the first item of part w.part, or of a later one
+    for (; w.part < A.num_parts; w.part++) {
+      w.first = w.item = ends[w.part * kEnds + warp];
+      w.end = ends[w.part * kEnds + warp + 1];
+      w.left = (A.part[w.part].strips - first_strip(w.part) + grid - 1) / grid;
+      if (w.left > 0) return;
+    }
+  };
+  Walk f;
+  f.part = 0, f.left = 0;
+  const uint8_t* f_strip = nullptr;
+  int64_t f_hop = 0;
+  auto f_enter = [&]() {
+    for (enter(f); f.part < A.num_parts && f.first == f.end; f.part++, enter(f)) {}
+    if (f.part < A.num_parts) {
+      f_hop = grid * A.part[f.part].strip_bytes;
+      f_strip = A.part[f.part].data + first_strip(f.part) * A.part[f.part].strip_bytes;
+    }
+  };
+  f_enter();
+  int f_slot = 0;
+  auto fetch = [&]() {  // kBulk: by one lane; otherwise by the whole warp
+    if (f.part < A.num_parts) {
+      const Item it = items[f.item];
+      if constexpr (PATH == kBulk) {
+        barrier_expect(bars + warp * kStages + f_slot, it.bytes);
+        bulk_copy(ring + f_slot * kSlot, f_strip + it.offset, it.bytes, bars + warp * kStages + f_slot);
+      } else {
+        for (int b = lane * 16; b < it.bytes; b += 512) copy16<PATH == kAsync>(ring + f_slot * kSlot + b, f_strip + it.offset + b);
+      }
+      f_slot = f_slot + 1 == kStages ? 0 : f_slot + 1;
+      if (++f.item == f.end) {
+        f.item = f.first;
+        f_strip += f_hop;
+        if (--f.left == 0) {
+          f.part++;
+          f_enter();
+        }
+      }
+    }
+    if constexpr (PATH == kAsync) async_commit();
+  };
+  if (PATH != kBulk || lane == 0)
+    for (int i = 0; i < kStages; i++) fetch();
+  pdl_launch_dependents();
+  pdl_wait();
+
+  // ---- from here on the previous kernel is done
+  if constexpr (STAGED) {
+    int rows = 0;
+    for (int p = 0; p < A.num_parts; p++) rows = max(rows, A.part[p].perm + 1);
+    rows *= M;
+    const int vectors = A.x_stride / 8;
+    for (int r = 0; r < rows; r++) {
+      const auto* from =
+          reinterpret_cast<const uint4*>(A.x + static_cast<size_t>(r / M) * A.x_perm_stride + static_cast<size_t>(r % M) * A.x_stride);
+      for (int v = threadIdx.x; v < vectors; v += kThreads) reinterpret_cast<uint4*>(xs + r * xs_stride)[v] = __ldcg(from + v);
+    }
+  }
+  if (warp < M) {  // the factors; read after the barrier of the first flush
+    float f0 = 1.f;
+    if (A.squares) {
+      float s = 0.f;
+      for (int i = lane; i < A.squares_count; i += 32) s += __ldcg(A.squares + warp * A.squares_count + i);
+      f0 = rsqrtf(warp_sum(s) * A.inverse_width + A.eps);
+    }
+    if (lane == 0) factors[warp] = f0;
+  }
+  if constexpr (STAGED) __syncthreads();
+
+  const int g = lane >> 2, t = lane & 3;
+  const bool live = g < M;
+  const half* const x_lane = STAGED ? xs + g * xs_stride + t * 8 : A.x + static_cast<size_t>(g) * A.x_stride + t * 8;
+  Walk c;
+  c.part = 0;
+  int slot = 0;
+  uint32_t phase = 0;
+  float squares = 0.f;
+  float* sums = partial;
+  for (enter(c); c.part < A.num_parts; c.part++, enter(c)) {
+    const half* const x_part = x_lane + static_cast<size_t>(A.part[c.part].perm) * (STAGED ? M * xs_stride : A.x_perm_stride);
+    const int count = c.left, strip0 = first_strip(c.part);
+    int before = 0, done = 0;  // strips of this part that are through; in this flush
+    Item it = items[c.first < c.end ? c.first : 0];
+    for (int s = 0; s < count; s++) {
+      float y[4] = {0, 0, 0, 0};
+      for (int n = c.first; n < c.end; n++) {
+        const uint8_t* st = ring + slot * kSlot;
+        const half* x = x_part + it.block * 32;
+        const half2* u = steps + it.unit0;
+        const Item next = items[n + 1 < c.end ? n + 1 : c.first];
+        if constexpr (PATH == kBulk) barrier_wait(bars + warp * kStages + slot, phase);
+        if constexpr (PATH == kAsync) async_wait<kStages - 1>();
+        if constexpr (PATH != kBulk) __syncwarp();
+        auto run = [&](auto one) {
+          constexpr bool kOne = decltype(one)::value;
+          switch (it.bits) {
+            case 4:
+              return compute<PATH, 4, STAGED, kOne>(st, it.units, u, x, live, lane, y);
+            case 3:
+              return compute<PATH, 3, STAGED, kOne>(st, it.units, u, x, live, lane, y);
+            case 5:
+              return compute<PATH, 5, STAGED, kOne>(st, it.units, u, x, live, lane, y);
+            case 2:
+              return compute<PATH, 2, STAGED, kOne>(st, it.units, u, x, live, lane, y);
+            case 6:
+              return compute<PATH, 6, STAGED, kOne>(st, it.units, u, x, live, lane, y);
+            case 8:
+              return compute<PATH, 8, STAGED, kOne>(st, it.units, u, x, live, lane, y);
+            default:
+              return compute<PATH, 16, STAGED, true>(st, it.units, u, x, live, lane, y);
+          }
+        };
+        if (it.one)
+          run(std::true_type{});
+        else
+          run(std::false_type{});
+        __syncwarp();
+        if (PATH != kBulk || lane == 0) fetch();
+        if (++slot == kStages) {
+          slot = 0;
+          phase ^= 1;
+        }
+        it = next;
+      }
+      float* p = sums + (done * kWarps + warp) * 16 * M;
+      if (2 * t < M) p[2 * t * 16 + g] = y[0], p[2 * t * 16 + g + 8] = y[2];
+      if (2 * t + 1 < M) p[(2 * t + 1) * 16 + g] = y[1], p[(2 * t + 1) * 16 + g + 8] = y[3];
+      if (++done < A.flush && s + 1 < count) continue;
+      __syncthreads();
+      auto total = [&](int q, int m, int n) {  // strip q of this flush, token m, column n of 16: the warps in order
+        float v = 0.f;
+#pragma unroll
+        for (int w = 0; w < kWarps; w++) v += sums[((q * kWarps + w) * M + m) * 16 + n];
+        return v * factors[m];
+      };
+      if constexpr (EPILOGUE == kResidual) {
+        if (warp < M) {
+          const int m = warp;
+          for (int r = lane; r < done * 16; r += 32) {
+            const int column = (strip0 + (before + (r >> 4)) * grid) * 16 + (r & 15);
+            if (column < A.part[0].outputs) {
+              float* const to = A.residual + static_cast<size_t>(m) * A.residual_stride + column;
+              const float v = __ldcg(to) + A.scale * (total(r >> 4, m, r & 15) + (A.bias ? A.bias[column] : 0.f));
+              *to = v;
+              squares = fmaf(v, v, squares);
+              if (A.next_norm) A.next.put(m, column, v * A.next_norm[column]);
+            }
+          }
+        }
+      } else {
+        const GemvPart& P = A.part[c.part];
+        for (int e = threadIdx.x; e < done * 16 * M; e += kThreads) {
+          const int m = e / (done * 16), r = e - m * done * 16, q = r >> 4, n = r & 15;
+          const int column = (strip0 + (before + q) * grid) * 16 + n;
+          if (column >= P.outputs) continue;
+          float v = total(q, m, n) + (A.bias ? A.bias[P.first_column + column] : 0.f);
+          if constexpr (EPILOGUE == kStore) {
+            A.out[m * A.out_stride + P.first_column + column] = v;
+          } else {
+            float* const gate = gates + ((before + q) * 16 + n) * M + m;
+            if (paired && c.part == 0)
+              *gate = activation(v, A.activation);
+            else
+              A.next.put(m, column, paired ? *gate * v : activation(v, A.activation));
+          }
+        }
+      }
+      before += done, done = 0;
+      sums = sums == partial ? partial + partial_size : partial;
+    }
+  }
+  if constexpr (EPILOGUE == kResidual) {
+    if (warp < M && A.next_norm) {
+      squares = warp_sum(squares);
+      if (lane == 0) A.next_squares[warp * grid + blockIdx.x] = squares;
+    }
+  }
+}
+
+}  // namespace exl2nb

@@ -1,0 +1,21 @@
+// The matrix product of the decode path, as the step calls it. Arguments are in gemv.cuh.
+#pragma once
+#include <cuda_runtime.h>
+
+#include "blob.h"
+#include "gemv.cuh"
+
+namespace exl2nb {
+
+// Halves per token of a matrix's input: whole units, and 32 so that the tokens' copies in shared memory lie in different banks' phases.
+inline int input_stride(int K) { return (K + 63) / 64 * 64; }
+void set_weights(GemvArgs& a, const uint8_t* head, const uint8_t* blob);
+// The input buffer of a blob: x is half[num_perms][tokens][input_stride(K)].
+void set_input(MatrixInput& in, const uint8_t* head, const uint8_t* blob, half* x, int tokens);
+int gemv_grid(const GemvArgs& a, Epilogue e);
+int num_sms();
+int gemv_path();
+// Any number of tokens, eight per launch.
+const char* gemv_launch(GemvArgs a, Epilogue e, cudaStream_t stream, bool pdl);
+
+}  // namespace exl2nb

@@ -1,0 +1,199 @@
+#include "layout.h"
+
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace exl2nb {
+namespace {
+
+uint16_t bits_of(half h) {
+  uint16_t v;
+  std::memcpy(&v, &h, 2);
+  return v;
+}
+float value_of(uint16_t bits) {
+  half h;
+  std::memcpy(&h, &bits, 2);
+  return __half2float(h);
+}
+
+struct Unit {
+  int block, bits;
+  bool one, lone;
+  int bytes() const { return bits * 128 + (bits == 16 ? 0 : one ? 8 : 16); }
+};
+
+void add_item(PartPlan& p, int bits, int units, bool one, bool lone, int block, int unit0) {
+  Item it{};
+  it.offset = static_cast<uint32_t>(p.strip_bytes), it.block = static_cast<uint16_t>(block), it.bits = static_cast<uint8_t>(bits);
+  it.units = static_cast<uint8_t>(units), it.one = one, it.lone = lone, it.unit0 = static_cast<uint16_t>(unit0);
+  const int codes = bits == 16 ? 0 : (units * (one ? 8 : 16) + 15) / 16 * 16;
+  it.bytes = static_cast<uint16_t>(units * bits * 128 + codes);
+  p.strip_bytes += it.bytes;
+  p.items.push_back(it);
+}
+
+// Every warp gets a run of units of about the same bytes; equal units that follow one another become items.
+void make_items(PartPlan& p, const std::vector<Unit>& units) {
+  int64_t total = 0, done = 0;
+  for (const Unit& u : units) total += u.bytes();
+  p.ends.assign(1, 0);
+  size_t u = 0;
+  for (int w = 1; w <= kWarps; w++) {
+    size_t end = u;
+    while (end < units.size() && (w == kWarps || (2 * done + units[end].bytes()) * kWarps <= 2 * total * w)) done += units[end++].bytes();
+    while (u < end) {
+      const Unit& first = units[u];
+      size_t n = 1;
+      while (!first.lone && u + n < end && static_cast<int>(n) < units_per_item(first.bits) && units[u + n].bits == first.bits &&
+             units[u + n].one == first.one && !units[u + n].lone)
+        n++;
+      add_item(p, first.bits, static_cast<int>(n), first.one, first.lone, first.block, static_cast<int>(u));
+      u += n;
+    }
+    p.ends.push_back(static_cast<uint16_t>(p.items.size()));
+  }
+}
+
+}  // namespace
+
+PartPlan plan_exl2(const std::vector<Group>& groups, const std::vector<uint16_t>& scale_max, double prescale, int outputs,
+                   std::vector<int> perm) {
+  PartPlan p;
+  p.outputs = outputs, p.perm = std::move(perm);
+  struct Block {
+    int bits, group;
+  };
+  std::vector<Block> blocks;  // of 32 rows
+  std::vector<uint16_t> step;
+  for (size_t g = 0; g < groups.size(); g++) {
+    step.push_back(bits_of(__float2half_rn(static_cast<float>(static_cast<double>(value_of(scale_max[g])) * prescale / 256.0))));
+    for (int r = 0; r < groups[g].rows; r += 32) blocks.push_back({groups[g].bits, static_cast<int>(g)});
+  }
+  std::vector<Unit> units;
+  for (size_t b = 0; b < blocks.size();) {
+    const bool lone = b + 1 == blocks.size() || blocks[b + 1].bits != blocks[b].bits;
+    const bool one = !lone && blocks[b + 1].group == blocks[b].group;
+    units.push_back({static_cast<int>(b), blocks[b].bits, one, lone});
+    p.steps.push_back(step[blocks[b].group] | (lone ? 0u : static_cast<uint32_t>(step[blocks[b + 1].group]) << 16));
+    b += lone ? 1 : 2;
+  }
+  make_items(p, units);
+  return p;
+}
+
+PartPlan plan_dense(int K, int outputs) {
+  PartPlan p;
+  p.outputs = outputs, p.dense = 1;
+  const int units = (K + 63) / 64;
+  p.steps.assign(static_cast<size_t>(units), 0x3c003c00u);
+  std::vector<Unit> list;
+  for (int u = 0; u < units; u++) list.push_back({2 * u, 16, true, false});
+  make_items(p, list);
+  return p;
+}
+
+std::string plan_blob(int K, const std::vector<PartPlan>& parts, BlobPlan& out) {
+  if (parts.empty() || parts.size() > kMaxParts) return "a blob has 1 to " + std::to_string(kMaxParts) + " parts";
+  std::vector<std::vector<int>> perms;  // distinct; the identity only beside others
+  std::vector<int> which;
+  for (const auto& p : parts) {
+    auto found = std::find(perms.begin(), perms.end(), p.perm);
+    which.push_back(static_cast<int>(found - perms.begin()));
+    if (found == perms.end()) perms.push_back(p.perm);
+  }
+  if (perms.size() > kMaxPerms) return "the parts have more than " + std::to_string(kMaxPerms) + " different permutations";
+  const bool stored = perms.size() > 1 || !perms[0].empty();
+  std::vector<uint8_t>& m = out.meta;
+  m.assign(static_cast<size_t>(align256(sizeof(GpuHeader) + parts.size() * sizeof(GpuPart))), 0);
+  auto put = [&](const void* data, size_t bytes) {
+    const int64_t at = static_cast<int64_t>(m.size());
+    m.resize(static_cast<size_t>(align256(at + static_cast<int64_t>(bytes))), 0);
+    std::memcpy(m.data() + at, data, bytes);
+    return at;
+  };
+  GpuHeader& h = out.header;
+  h = {};
+  h.magic = kGpuMagic, h.version = kGpuVersion, h.K = K, h.num_parts = static_cast<int>(parts.size()),
+  h.num_perms = static_cast<int>(perms.size());
+  if (stored) {
+    std::vector<int> table;
+    for (auto perm : perms) {
+      if (perm.empty())
+        for (int i = 0; i < K; i++) perm.push_back(i);
+      std::vector<int> inverse(static_cast<size_t>(K));
+      for (int i = 0; i < K; i++) inverse[static_cast<size_t>(perm[static_cast<size_t>(i)])] = i;
+      table.insert(table.end(), perm.begin(), perm.end());
+      table.insert(table.end(), inverse.begin(), inverse.end());
+    }
+    h.perms = put(table.data(), table.size() * 4);
+  }
+  out.parts.assign(parts.size(), {});
+  int columns = 0, strips = 0;
+  std::vector<Item> items;
+  std::vector<uint32_t> steps;
+  std::vector<uint16_t> ends;
+  for (size_t i = 0; i < parts.size(); i++) {
+    const PartPlan& p = parts[i];
+    GpuPart& s = out.parts[i];
+    s.outputs = p.outputs, s.strips = (p.outputs + 15) / 16, s.first_column = columns, s.first_strip = strips;
+    s.first_item = static_cast<int>(items.size()), s.num_items = static_cast<int>(p.items.size());
+    s.first_unit = static_cast<int>(steps.size()), s.num_units = static_cast<int>(p.steps.size());
+    s.perm = which[i], s.dense = p.dense, s.strip_bytes = p.strip_bytes;
+    for (size_t w = 0; w < kEnds; w++) ends.push_back(static_cast<uint16_t>(s.first_item + p.ends[std::min(w, p.ends.size() - 1)]));
+    for (Item it : p.items) {
+      it.unit0 = static_cast<uint16_t>(it.unit0 + s.first_unit);
+      items.push_back(it);
+    }
+    steps.insert(steps.end(), p.steps.begin(), p.steps.end());
+    columns += s.outputs, strips += s.strips;
+  }
+  if (steps.size() > 65535) return "the blob has too many rows";
+  h.num_items = static_cast<int>(items.size()), h.num_units = static_cast<int>(steps.size());
+  std::vector<uint8_t> image(static_cast<size_t>(image_bytes(h.num_items, h.num_units, h.num_parts)), 0);
+  std::memcpy(image.data(), items.data(), items.size() * sizeof(Item));
+  std::memcpy(image.data() + image_steps(h.num_items), steps.data(), steps.size() * 4);
+  std::memcpy(image.data() + image_ends(h.num_items, h.num_units), ends.data(), ends.size() * 2);
+  h.image = put(image.data(), image.size());
+  int64_t at = static_cast<int64_t>(m.size());
+  for (auto& s : out.parts) {
+    s.data = at;
+    at = align256(at + s.strips * s.strip_bytes);
+  }
+  h.N = columns, h.bytes = at;
+  std::memcpy(m.data(), &h, sizeof(h));
+  std::memcpy(m.data() + sizeof(h), out.parts.data(), out.parts.size() * sizeof(GpuPart));
+  return "";
+}
+
+std::vector<PartPlan> read_parts(const std::vector<uint8_t>& meta) {
+  const auto& h = *reinterpret_cast<const GpuHeader*>(meta.data());
+  const auto* parts = reinterpret_cast<const GpuPart*>(meta.data() + sizeof(GpuHeader));
+  std::vector<PartPlan> plans;
+  for (int i = 0; i < h.num_parts; i++) {
+    const GpuPart& s = parts[i];
+    PartPlan p;
+    const uint8_t* image = meta.data() + h.image;
+    const auto* items = reinterpret_cast<const Item*>(image) + s.first_item;
+    const auto* steps = reinterpret_cast<const uint32_t*>(image + image_steps(h.num_items)) + s.first_unit;
+    const auto* ends = reinterpret_cast<const uint16_t*>(image + image_ends(h.num_items, h.num_units)) + i * kEnds;
+    p.items.assign(items, items + s.num_items);
+    for (Item& it : p.items) it.unit0 = static_cast<uint16_t>(it.unit0 - s.first_unit);
+    for (int w = 0; w <= kWarps; w++) p.ends.push_back(static_cast<uint16_t>(ends[w] - s.first_item));
+    p.steps.assign(steps, steps + s.num_units);
+    p.strip_bytes = s.strip_bytes, p.outputs = s.outputs, p.dense = s.dense;
+    if (h.perms) {
+      const int* perm = reinterpret_cast<const int*>(meta.data() + h.perms) + 2 * static_cast<int64_t>(s.perm) * h.K;
+      p.perm.assign(perm, perm + h.K);
+      bool identity = true;
+      for (int k = 0; k < h.K && identity; k++) identity = perm[k] == k;
+      if (identity) p.perm.clear();
+    }
+    plans.push_back(std::move(p));
+  }
+  return plans;
+}
+
+}  // namespace exl2nb

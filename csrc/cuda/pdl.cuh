@@ -1,0 +1,89 @@
+// The few instructions that differ between architectures: dependent launch, barriers of bulk copies, asynchronous copies; and warp sums.
+#pragma once
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace exl2nb {
+
+// Programmatic dependent launch: let the next kernel start; wait until the previous one is complete and its writes are visible.
+__device__ __forceinline__ void pdl_launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ void pdl_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
+
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ void barrier_init(uint64_t* b, int n) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0],%1;" ::"r"(shared_address(b)), "r"(n));
+}
+__device__ __forceinline__ void barrier_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;fence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ __forceinline__ void barrier_expect(uint64_t* b, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void barrier_wait(uint64_t* b, uint32_t parity) {
+  asm volatile(
+      "{\n.reg .pred p;\nW: mbarrier.try_wait.parity.shared::cta.b64 p,[%0],%1;\n@p bra D;\nbra W;\nD:\n}" ::"r"(shared_address(b)),
+      "r"(parity)
+      : "memory");
+}
+__device__ __forceinline__ void bulk_copy(void* to, const void* from, uint32_t bytes, uint64_t* b) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0],[%1],%2,[%3];" ::"r"(shared_address(to)), "l"(from),
+               "r"(bytes), "r"(shared_address(b))
+               : "memory");
+}
+#else
+__device__ __forceinline__ void barrier_init(uint64_t*, int) {}
+__device__ __forceinline__ void barrier_fence() {}
+__device__ __forceinline__ void barrier_expect(uint64_t*, uint32_t) {}
+__device__ __forceinline__ void barrier_wait(uint64_t*, uint32_t) {}
+__device__ __forceinline__ void bulk_copy(void*, const void*, uint32_t, uint64_t*) {}
+#endif
+
+// 16 bytes from global to shared memory; ASYNC: in the background, until async_wait.
+template <bool ASYNC>
+__device__ __forceinline__ void copy16(void* to, const void* from) {
+#if __CUDA_ARCH__ >= 800
+  if constexpr (ASYNC) {
+    asm volatile("cp.async.cg.shared.global [%0],[%1],16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+    return;
+  }
+#endif
+  *static_cast<uint4*>(to) = __ldg(static_cast<const uint4*>(from));
+}
+__device__ __forceinline__ void async_commit() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+template <int N>
+__device__ __forceinline__ void async_wait() {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+#endif
+}
+
+__device__ __forceinline__ float warp_sum(float v) {  // the same in every lane, in a fixed order
+#pragma unroll
+  for (int d = 16; d; d >>= 1) v += __shfl_xor_sync(0xffffffffu, v, d);
+  return v;
+}
+
+// index as in ops.reference.ACTIVATIONS: silu, gelu, gelu_tanh
+__device__ __forceinline__ float activation(float v, int kind) {
+  if (kind == 0) return v / (1.f + __expf(-v));
+  if (kind == 1) return 0.5f * v * (1.f + erff(v * 0.70710678118f));
+  const float u = 0.7978845608f * (v + 0.044715f * v * v * v);
+  return 0.5f * v * (1.f + tanhf(u));
+}
+
+}  // namespace exl2nb

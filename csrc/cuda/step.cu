@@ -1,0 +1,327 @@
+#include "step.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "attention.h"
+#include "elementwise.h"
+#include "gemv.h"
+#include "launch.h"
+
+namespace exl2nb {
+namespace {
+
+constexpr int64_t kMagic = 0x3147525032584558, kVersion = 2, kHeaderWords = 5;
+enum Op : int64_t { kEmbed = 1, kQkv = 2, kAttention = 3, kAdd = 4, kGateUp = 5, kHead = 6 };
+constexpr int kWords[] = {0, 9, 20, 5, 7, 10, 7};
+
+template <class T>
+const T* address(int64_t word) {
+  return reinterpret_cast<const T*>(word);
+}
+float real(int64_t word) {
+  double d;
+  std::memcpy(&d, &word, 8);
+  return static_cast<float>(d);
+}
+
+struct Weight {
+  const uint8_t *head, *blob;
+  explicit Weight(int64_t word) : head(address<uint8_t>(word) + 8), blob(nullptr) {
+    int64_t device;
+    std::memcpy(&device, address<uint8_t>(word), 8);
+    blob = address<uint8_t>(device);
+  }
+  const GpuHeader& header() const { return *reinterpret_cast<const GpuHeader*>(head); }
+  int perms() const { return std::max(1, header().num_perms); }
+};
+
+// Pieces of the workspace.
+struct Room {
+  size_t at = 0;
+  size_t take(size_t bytes) {
+    const size_t here = at;
+    at = (at + bytes + 255) / 256 * 256;
+    return here;
+  }
+};
+struct Layout {
+  size_t residual, normed, qkv, act[2], sum, squares, attention, bytes, attention_bytes;
+};
+
+size_t input_bytes(const Weight& w, int tokens) { return static_cast<size_t>(w.perms()) * input_stride(w.header().K) * tokens * 2; }
+
+// The op after `w` that reads what lies in buffer `side`.
+const int64_t* reader(const int64_t* w, const int64_t* end, int64_t side) {
+  for (w += kWords[w[0]]; w < end; w += kWords[w[0]])
+    if (w[0] == kAdd && w[6] == side) return w;
+  return nullptr;
+}
+
+std::string plan(const int64_t* code, int64_t words, int tokens, Layout& layout, int64_t& vocab) {
+  if (words < kHeaderWords || code[0] != kMagic || code[1] != kVersion || code[2] != words)
+    return "the program is not the code of a Program";
+  const int64_t H = code[4];
+  size_t normed = 0, qkv = 0, act[2] = {0, 0}, attention = 0;
+  bool summed = false;
+  vocab = 0;
+  const int64_t* end = code + words;
+  for (const int64_t* w = code + kHeaderWords; w < end; w += kWords[w[0]]) {
+    if (w[0] < kEmbed || w[0] > kHead || w + kWords[w[0]] > end) return "the program holds an unknown op";
+    if (vocab || (w == code + kHeaderWords) != (w[0] == kEmbed)) return "a program starts with embed and ends with norm_head";
+    switch (w[0]) {
+      case kQkv:
+        normed = std::max(normed, input_bytes(Weight(w[3]), tokens));
+        qkv = std::max(qkv, static_cast<size_t>(Weight(w[3]).header().N) * tokens * 4);
+        attention = std::max(attention,
+                             attention_workspace_bytes(tokens, static_cast<int>(w[9]), static_cast<int>(w[10]), static_cast<int>(w[11])));
+        break;
+      case kGateUp:
+        normed = std::max(normed, input_bytes(Weight(w[3]), tokens));
+        if (!reader(w, end, w[9])) return "nothing reads the MLP's result";
+        break;
+      case kAdd:
+        act[w[6]] = std::max(act[w[6]], input_bytes(Weight(w[1]), tokens));
+        summed |= w[3] != 0;
+        break;
+      case kHead:
+        normed = std::max(normed, input_bytes(Weight(w[3]), tokens));
+        vocab = Weight(w[3]).header().N;
+        break;
+      case kAttention:
+        if (!reader(w, end, 0)) return "nothing reads what attention read out";
+        break;
+      default:
+        break;
+    }
+  }
+  if (!vocab) return "a program starts with embed and ends with norm_head";
+  Room room;
+  layout.residual = room.take(static_cast<size_t>(tokens) * H * 4);
+  layout.normed = room.take(normed);
+  layout.qkv = room.take(qkv);
+  for (int i = 0; i < 2; i++) layout.act[i] = room.take(act[i]);
+  layout.sum = room.take(summed ? static_cast<size_t>(tokens) * H * 4 : 0);
+  layout.squares = room.take(static_cast<size_t>(tokens) * num_sms() * 4);
+  layout.attention = room.take(attention);
+  layout.attention_bytes = attention;
+  layout.bytes = room.at;
+  return "";
+}
+
+// One walk over a program.
+class Walker {
+ public:
+  Walker(const int64_t* code, int64_t words, const GpuStep& step, uint8_t* workspace, const Layout& layout, cudaStream_t stream, bool pdl)
+      : end_(code + words), H_(static_cast<int>(code[4])), s_(step), base_(workspace), at_(layout), stream_(stream), pdl_(pdl) {}
+
+  const char* run(const int64_t* w) {
+    for (; w < end_; w += kWords[w[0]]) {
+      const char* wrong = nullptr;
+      switch (w[0]) {
+        case kEmbed:
+          wrong = embed(w);
+          break;
+        case kQkv:
+          wrong = qkv(w);
+          break;
+        case kAttention:
+          wrong = attention(w);
+          break;
+        case kAdd:
+          wrong = add(w);
+          break;
+        case kGateUp:
+          wrong = gate_up(w);
+          break;
+        default:
+          wrong = head(w);
+      }
+      if (wrong) return wrong;
+    }
+    return nullptr;
+  }
+
+ private:
+  enum Ready { kNothing, kNormed, kUnscaled };  // what lies in the buffer of normed inputs
+
+  float* residual() const { return reinterpret_cast<float*>(base_ + at_.residual); }
+  MatrixInput input(const Weight& w, size_t at) const {
+    MatrixInput in;
+    set_input(in, w.head, w.blob, reinterpret_cast<half*>(base_ + at), s_.capacity);
+    return in;
+  }
+  static NormArgs norm(int64_t weight, int64_t eps, int64_t bias, bool layer, int width) {
+    return {weight == 0 ? kNoNorm : layer ? kLayerNorm : kRmsNorm, width, real(eps), address<float>(weight), address<float>(bias)};
+  }
+  // The norm in front of a QKV or GATE_UP op.
+  NormArgs norm_of(const int64_t* w) const {
+    return w[0] == kQkv ? norm(w[1], w[2], w[17], w[18] & 1, H_) : norm(w[1], w[2], w[6], w[7] != 0, H_);
+  }
+  GemvArgs matrix(const Weight& w, const MatrixInput& in) const {
+    GemvArgs a{};
+    set_weights(a, w.head, w.blob);
+    a.tokens = s_.tokens, a.x = in.x, a.x_stride = in.stride, a.x_perm_stride = in.perm_stride, a.scale = 1.f;
+    return a;
+  }
+  // The input of a QKV or GATE_UP op, made now where the kernels before have not.
+  const char* normed_input(const int64_t* w, const Weight& weight, GemvArgs& a) {
+    const MatrixInput in = input(weight, at_.normed);
+    const NormArgs n = norm_of(w);
+    if (ready_ == kNothing)
+      if (const char* wrong = prepare_launch({residual(), nullptr, s_.tokens, n, in}, s_.tokens, stream_, pdl_)) return wrong;
+    a = matrix(weight, in);
+    if (ready_ == kUnscaled) {
+      a.squares = reinterpret_cast<const float*>(base_ + at_.squares);
+      a.squares_count = squares_, a.inverse_width = 1.f / static_cast<float>(H_), a.eps = n.eps;
+    }
+    return nullptr;
+  }
+
+  const char* embed(const int64_t* w) {
+    EmbedArgs a{};
+    a.ids = s_.ids, a.positions = s_.positions, a.table = address<void>(w[1]), a.dtype = static_cast<int>(w[2]);
+    a.vocab = static_cast<int>(w[3]), a.width = H_, a.scale = real(w[5]), a.position_table = address<void>(w[6]);
+    a.position_dtype = static_cast<int>(w[7]), a.max_positions = static_cast<int>(w[8]), a.x = residual();
+    const int64_t* next = w + kWords[kEmbed];
+    if (next < end_ && next[0] == kQkv) {
+      a.next = input(Weight(next[3]), at_.normed), a.norm = norm_of(next);
+      ready_ = kNormed;
+    }
+    return embed_launch(a, s_.tokens, stream_, pdl_);
+  }
+
+  const char* qkv(const int64_t* w) {
+    GemvArgs a;
+    const Weight weight(w[3]);
+    if (const char* wrong = normed_input(w, weight, a)) return wrong;
+    a.out = reinterpret_cast<float*>(base_ + at_.qkv), a.out_stride = weight.header().N, a.bias = address<float>(w[4]);
+    last_qkv_ = w;
+    ready_ = kNothing;
+    return gemv_launch(a, kStore, stream_, pdl_);
+  }
+
+  const char* attention(const int64_t* w) {
+    const int64_t* q = last_qkv_;
+    const auto layer = static_cast<size_t>(w[4]);
+    AttentionArgs a{};
+    a.cache = {s_.k_pools[layer],       s_.v_pools[layer],      s_.k_format,  s_.v_format,  s_.block_table,
+               s_.cu_seqlens,           s_.context_lens,        s_.sequences, s_.max_pages, static_cast<int>(q[9]),
+               static_cast<int>(q[10]), static_cast<int>(q[11])};
+    a.rope.cos = address<float>(q[5]), a.rope.sin = address<float>(q[6]), a.rope.half = static_cast<int>(q[8]);
+    if (a.rope.half == 0) a.rope.cos = a.rope.sin = nullptr;
+    a.rope.interleaved = q[18] & 2, a.rope.positions = s_.positions, a.rope.clip = real(q[19]);
+    a.rope.q_norm = address<float>(q[12]), a.rope.k_norm = address<float>(q[14]);
+    a.rope.norm_per_head = q[13] != 0 || q[15] != 0, a.rope.norm_whole = q[18] & 12, a.rope.layer_norm = q[18] & 1, a.rope.eps = real(q[2]);
+    const Weight o(reader(w, end_, 0)[1]);
+    const MatrixInput in = input(o, at_.act[0]);
+    a.to.x = in.x, a.to.x_stride = in.stride, a.to.x_perm_stride = in.perm_stride, a.to.num_perms = in.num_perms;
+    for (int p = 0; p < AttentionOut::kMaxPerms; p++) a.to.inverse[p] = in.inverse[p];
+    a.qkv = reinterpret_cast<float*>(base_ + at_.qkv), a.tokens = s_.tokens;
+    a.scale = real(w[1]), a.window = static_cast<int>(w[2]), a.softcap = real(w[3]);
+    a.workspace = base_ + at_.attention, a.workspace_bytes = at_.attention_bytes;
+    return attention_decode_launch(a, stream_, pdl_);
+  }
+
+  const char* add(const int64_t* w) {
+    const Weight weight(w[1]);
+    GemvArgs a = matrix(weight, input(weight, at_.act[w[6]]));
+    a.bias = address<float>(w[2]);
+    ready_ = kNothing;
+    if (w[3]) {  // a norm of what is added
+      auto* sum = reinterpret_cast<float*>(base_ + at_.sum);
+      a.out = sum, a.out_stride = H_;
+      if (const char* wrong = gemv_launch(a, kStore, stream_, pdl_)) return wrong;
+      return add_normed_launch({residual(), sum, address<float>(w[3]), real(w[4]), real(w[5]), H_}, s_.tokens, stream_, pdl_);
+    }
+    a.residual = residual(), a.residual_stride = H_, a.scale = real(w[5]);
+    const int64_t* next = w + kWords[kAdd];
+    if (next < end_ && (next[0] == kQkv || next[0] == kGateUp)) {
+      const NormArgs n = norm_of(next);
+      if (n.kind == kRmsNorm && !n.bias) {
+        a.next = input(Weight(next[3]), at_.normed), a.next_norm = n.weight;
+        a.next_squares = reinterpret_cast<float*>(base_ + at_.squares);
+        squares_ = gemv_grid(a, kResidual);
+        ready_ = kUnscaled;
+      }
+    }
+    return gemv_launch(a, kResidual, stream_, pdl_);
+  }
+
+  const char* gate_up(const int64_t* w) {
+    GemvArgs a;
+    if (const char* wrong = normed_input(w, Weight(w[3]), a)) return wrong;
+    ready_ = kNothing;
+    a.bias = address<float>(w[4]), a.activation = static_cast<int>(w[5]), a.gated = w[8] != 0;
+    a.next = input(Weight(reader(w, end_, w[9])[1]), at_.act[w[9]]);
+    return gemv_launch(a, kActivation, stream_, pdl_);
+  }
+
+  const char* head(const int64_t* w) {
+    const Weight weight(w[3]);
+    if (s_.logit_count == 0) return nullptr;
+    const MatrixInput in = input(weight, at_.normed);
+    const NormArgs n = norm(w[1], w[2], w[5], w[6] != 0, H_);
+    if (const char* wrong = prepare_launch({residual(), s_.logit_rows, s_.tokens, n, in}, s_.logit_count, stream_, pdl_)) return wrong;
+    GemvArgs a = matrix(weight, in);
+    a.tokens = s_.logit_count, a.bias = address<float>(w[4]);
+    a.out = s_.logits, a.out_stride = weight.header().N;
+    return gemv_launch(a, kStore, stream_, pdl_);
+  }
+
+  const int64_t* end_;
+  int H_;
+  const GpuStep& s_;
+  uint8_t* base_;
+  const Layout& at_;
+  cudaStream_t stream_;
+  bool pdl_;
+  Ready ready_ = kNothing;
+  int squares_ = 0;
+  const int64_t* last_qkv_ = nullptr;
+};
+
+}  // namespace
+
+std::string step_workspace(const int64_t* code, int64_t words, int capacity, size_t& bytes, int64_t& vocab) {
+  Layout layout{};
+  const std::string wrong = plan(code, words, capacity, layout, vocab);
+  bytes = layout.bytes;
+  return wrong;
+}
+
+std::string step_launch(const int64_t* code, int64_t words, const GpuStep& step, void* workspace, size_t bytes, void* stream, bool pdl) {
+  Layout layout{};
+  int64_t vocab = 0;
+  std::string wrong =
+      step.tokens > step.capacity ? "more tokens than the workspace was made for" : plan(code, words, step.capacity, layout, vocab);
+  if (!wrong.empty()) return wrong;
+  if (layout.bytes > bytes)
+    return "the workspace has " + std::to_string(bytes) + " bytes; expected at least " + std::to_string(layout.bytes) + " for " +
+           std::to_string(step.capacity) + " tokens";
+  Walker walker(code, words, step, static_cast<uint8_t*>(workspace), layout, static_cast<cudaStream_t>(stream), pdl);
+  const char* failed = walker.run(code + kHeaderWords);
+  return failed ? failed : "";
+}
+
+int64_t linear_workspace(const uint8_t* head, int64_t tokens) {
+  const auto& h = *reinterpret_cast<const GpuHeader*>(head);
+  return static_cast<int64_t>(std::max(1, h.num_perms)) * input_stride(h.K) * tokens * 2;
+}
+
+const char* linear_launch(const uint8_t* head, const uint8_t* blob, const float* x, int64_t tokens, const float* bias, float* out,
+                          void* workspace, void* stream) {
+  const auto& h = *reinterpret_cast<const GpuHeader*>(head);
+  const auto queue = static_cast<cudaStream_t>(stream);
+  const int T = static_cast<int>(tokens);
+  MatrixInput in;
+  set_input(in, head, blob, static_cast<half*>(workspace), T);
+  if (const char* wrong = prepare_launch({x, nullptr, T, {kNoNorm, h.K, 0.f, nullptr, nullptr}, in}, T, queue, false)) return wrong;
+  GemvArgs a{};
+  set_weights(a, head, blob);
+  a.tokens = T, a.x = in.x, a.x_stride = in.stride, a.x_perm_stride = in.perm_stride;
+  a.out = out, a.out_stride = h.N, a.bias = bias;
+  return gemv_launch(a, kStore, queue, false);
+}
+
+}  // namespace exl2nb

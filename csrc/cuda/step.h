@@ -1,0 +1,29 @@
+// A whole step on the GPU: walks the program of exl2nb/ops/program.py (words as in csrc/cpu/step.h) and launches its kernels.
+//
+// Where the program is the common one (RMS norms before, none after), a layer is five kernels: QKV, attention, O, gate/up, down. The
+// kernel that adds to the residual also writes the next matrix's input, times the norm's weights but not yet divided by the root mean
+// square; the next one multiplies its outputs by that. Every other network gets its norms from small kernels in between.
+// A blob's word is the address of a host copy of its head: int64 address on the device, then header and parts (blob.h).
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <string>
+
+namespace exl2nb {
+
+struct GpuStep {
+  const int32_t *ids, *positions, *block_table, *cu_seqlens, *context_lens, *logit_rows;
+  int tokens, sequences, max_pages, logit_count;
+  int capacity;  // tokens the workspace was made for
+  void* const* k_pools;
+  void* const* v_pools;
+  int layers, num_kv_heads, head_dim, k_format, v_format;
+  float* logits;
+};
+
+// Bytes of workspace for up to `capacity` tokens, or what is wrong with the program; vocab: logits per row.
+std::string step_workspace(const int64_t* code, int64_t words, int capacity, size_t& bytes, int64_t& vocab);
+// workspace: zeroed once by its owner, then used with one capacity only. Captures into a graph: neither allocates nor waits.
+std::string step_launch(const int64_t* code, int64_t words, const GpuStep& step, void* workspace, size_t bytes, void* stream, bool pdl);
+
+}  // namespace exl2nb

@@ -1,0 +1,288 @@
+// The engine's ops on the GPU: packing, products and whole steps. Only checks, allocation and registration.
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <cstring>
+#include <optional>
+#include <vector>
+
+#include "../cuda/launch.h"
+#include "../cuda/layout.h"
+#include "../cuda/step.h"
+#include "stream.h"
+
+namespace exl2nb {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using torch::stable::accelerator::DeviceGuard;
+
+void require(const char* op, const char* name, const Tensor& t, ScalarType dtype, int64_t elements, bool on_gpu = true) {
+  const bool fits = t.is_cuda() == on_gpu && t.is_contiguous() && t.scalar_type() == dtype && (elements < 0 || t.numel() == elements);
+  STD_TORCH_CHECK(fits, op, ": ", name, " has ", t.numel(), " elements; expected ",
+                  elements < 0 ? std::string("any number") : std::to_string(elements), " of the dtype the op reads, contiguous, on the ",
+                  on_gpu ? "GPU" : "CPU");
+}
+void require_ok(const char* op, const char* wrong) { STD_TORCH_CHECK(!wrong, op, ": ", wrong ? wrong : ""); }
+uint8_t* bytes_of(const Tensor& t) { return static_cast<uint8_t*>(t.mutable_data_ptr()); }
+Tensor empty_on(const Tensor& like, std::vector<int64_t> shape, ScalarType dtype) { return torch::stable::new_empty(like, shape, dtype); }
+
+// A host copy of a blob's header and parts; `all`: of everything before the strips.
+std::vector<uint8_t> head_of(const char* op, const Tensor& blob, bool all) {
+  require(op, "blob", blob, ScalarType::Byte, -1);
+  void* stream = stream_of(blob);
+  std::vector<uint8_t> head(sizeof(GpuHeader) + kMaxParts * sizeof(GpuPart));
+  STD_TORCH_CHECK(blob.numel() >= int64_t(head.size()), op, ": blob has ", blob.numel(), " bytes; expected what pack_* returned");
+  require_ok(op, copy_out(head.data(), blob.const_data_ptr(), int64_t(head.size()), stream));
+  const auto& h = *reinterpret_cast<const GpuHeader*>(head.data());
+  STD_TORCH_CHECK(
+      h.magic == kGpuMagic && h.version == kGpuVersion && h.bytes == blob.numel() && h.num_parts >= 1 && h.num_parts <= kMaxParts, op,
+      ": blob has no valid header; expected what pack_exl2, pack_dense or pack_concat returned for tensors on the GPU");
+  if (!all) return head;
+  const int64_t meta = reinterpret_cast<const GpuPart*>(head.data() + sizeof(GpuHeader))->data;
+  STD_TORCH_CHECK(meta > 0 && meta <= blob.numel(), op, ": blob is damaged");
+  head.resize(size_t(meta));
+  require_ok(op, copy_out(head.data(), blob.const_data_ptr(), meta, stream));
+  return head;
+}
+
+Tensor new_blob(const char* op, const Tensor& like, int64_t K, const std::vector<PartPlan>& parts, BlobPlan& plan) {
+  const std::string wrong = plan_blob(int(K), parts, plan);
+  STD_TORCH_CHECK(wrong.empty(), op, ": ", wrong);
+  Tensor blob = empty_on(like, {plan.header.bytes}, ScalarType::Byte);
+  require_ok(op, copy_in(bytes_of(blob), plan.meta.data(), int64_t(plan.meta.size()), stream_of(blob)));
+  return blob;
+}
+
+template <class T>
+std::vector<T> host_copy(const char* op, const Tensor& t) {
+  std::vector<T> v(size_t(t.numel()));
+  require_ok(op, copy_out(v.data(), t.const_data_ptr(), int64_t(v.size() * sizeof(T)), stream_of(t)));
+  return v;
+}
+
+Tensor pack_exl2_cuda(const Tensor& q_weight, const Tensor& q_scale, const Tensor& q_scale_max, const Tensor& q_groups,
+                      const Tensor& q_invperm, double prescale, int64_t out_features) {
+  const char* op = "pack_exl2";
+  require(op, "q_weight", q_weight, ScalarType::Int, -1);
+  STD_TORCH_CHECK(q_weight.dim() == 2, op, ": q_weight has ", q_weight.dim(), " dimensions; expected 2");
+  const int64_t R = q_weight.size(0), N = q_weight.size(1), G = q_scale_max.numel(), K = q_invperm.numel();
+  STD_TORCH_CHECK(N > 0 && N % 32 == 0 && K > 0 && K % 32 == 0 && K <= 65536, op, ": got ", K, " rows and ", N,
+                  " columns; expected multiples of 32, at most 65536 rows");
+  STD_TORCH_CHECK(out_features > 0 && out_features <= N, op, ": out_features is ", out_features, "; expected 1 to ", N);
+  require(op, "q_scale", q_scale, ScalarType::Int, G * (N / 8));
+  require(op, "q_scale_max", q_scale_max, ScalarType::Half, G);
+  require(op, "q_groups", q_groups, ScalarType::Short, 2 * G);
+  require(op, "q_invperm", q_invperm, ScalarType::Int, K);
+  const DeviceGuard guard(q_weight.get_device_index());
+  const auto table = host_copy<uint16_t>(op, q_groups);
+  std::vector<Group> groups;
+  std::vector<int> row_word, row_group;
+  int64_t expected = 0, rows = 0;
+  for (int64_t g = 0; g < G; g++) {
+    const int64_t b = table[size_t(2 * g)], first = table[size_t(2 * g + 1)], end = g + 1 < G ? table[size_t(2 * g + 3)] : R;
+    STD_TORCH_CHECK((b >= 2 && b <= 6) || b == 8, op, ": group ", g, " has ", b, " bits; expected 2, 3, 4, 5, 6 or 8");
+    STD_TORCH_CHECK(first == expected && end > first && end <= R && (end - first) % b == 0, op, ": group ", g, " covers packed rows ",
+                    first, " to ", end, "; expected whole units that follow one another up to ", R);
+    groups.push_back({int(b), int((end - first) * 32 / b)});
+    for (int64_t word = first; word < end; word += b) row_word.push_back(int(word)), row_group.push_back(int(g));
+    rows += groups.back().rows, expected = end;
+  }
+  STD_TORCH_CHECK(rows == K, op, ": the groups have ", rows, " rows; expected ", K, ", those of q_invperm");
+  const auto inverse = host_copy<int32_t>(op, q_invperm);
+  std::vector<int> perm(size_t(K), -1);
+  bool identity = true;
+  for (int64_t i = 0; i < K; i++) {
+    const int at = inverse[size_t(i)];
+    STD_TORCH_CHECK(at >= 0 && at < K && perm[size_t(at)] < 0, op, ": q_invperm is no permutation of 0 to ", K - 1);
+    perm[size_t(at)] = int(i), identity = identity && at == i;
+  }
+  if (identity) perm.clear();
+  BlobPlan plan;
+  const std::vector<PartPlan> parts{plan_exl2(groups, host_copy<uint16_t>(op, q_scale_max), prescale, int(out_features), perm)};
+  Tensor blob = new_blob(op, q_weight, K, parts, plan);
+  const GpuPart& part = plan.parts[0];
+  std::vector<int> lists = row_word;  // words, groups, item of each unit
+  lists.insert(lists.end(), row_group.begin(), row_group.end());
+  for (size_t i = 0; i < parts[0].items.size(); i++) lists.insert(lists.end(), parts[0].items[i].units, int(i));
+  const Tensor scratch = empty_on(q_weight, {int64_t(lists.size())}, ScalarType::Int);
+  void* stream = stream_of(q_weight);
+  require_ok(op, copy_in(scratch.mutable_data_ptr(), lists.data(), int64_t(lists.size() * 4), stream));
+  const int* device_lists = scratch.const_data_ptr<int32_t>();
+  require_ok(op, pack_exl2_launch(q_weight.const_data_ptr(), q_scale.const_data_ptr(), device_lists, device_lists + K / 32, int(K), int(N),
+                                  int(out_features), bytes_of(blob) + plan.header.image, device_lists + K / 32 * 2, part.num_units,
+                                  part.strips, bytes_of(blob) + part.data, part.strip_bytes, stream));
+  return blob;
+}
+
+Tensor pack_dense_cuda(const Tensor& weight) {
+  const char* op = "pack_dense";
+  const ScalarType t = weight.scalar_type();
+  const int dtype = t == ScalarType::Float ? 0 : t == ScalarType::Half ? 1 : t == ScalarType::BFloat16 ? 2 : -1;
+  STD_TORCH_CHECK(dtype >= 0 && weight.dim() == 2 && weight.is_cuda() && weight.is_contiguous() && weight.numel() > 0, op, ": weight has ",
+                  weight.dim(), " dimensions; expected contiguous f32, f16 or bf16 (N, K) on the GPU");
+  const int64_t N = weight.size(0), K = weight.size(1);
+  STD_TORCH_CHECK(K <= 1 << 21 && N < 1 << 30, op, ": weight is (", N, ", ", K, "); expected at most 2^21 inputs");
+  const DeviceGuard guard(weight.get_device_index());
+  BlobPlan plan;
+  Tensor blob = new_blob(op, weight, K, {plan_dense(int(K), int(N))}, plan);
+  const GpuPart& part = plan.parts[0];
+  require_ok(op, pack_dense_launch(weight.const_data_ptr(), dtype, int(N), int(K), part.num_units, part.strips, bytes_of(blob) + part.data,
+                                   part.strip_bytes, stream_of(weight)));
+  return blob;
+}
+
+Tensor pack_concat_cuda(std::vector<Tensor> blobs) {
+  const char* op = "pack_concat";
+  STD_TORCH_CHECK(!blobs.empty(), op, ": there are no blobs; expected at least 1");
+  const DeviceGuard guard(blobs[0].get_device_index());
+  std::vector<PartPlan> plans;
+  std::vector<const uint8_t*> sources;
+  int64_t K = 0;
+  for (const Tensor& b : blobs) {
+    const auto meta = head_of(op, b, true);
+    const auto& h = *reinterpret_cast<const GpuHeader*>(meta.data());
+    STD_TORCH_CHECK(K == 0 || h.K == K, op, ": a blob has K = ", h.K, "; expected K of the first, ", K);
+    K = h.K;
+    const auto* parts = reinterpret_cast<const GpuPart*>(meta.data() + sizeof(GpuHeader));
+    for (int p = 0; p < h.num_parts; p++) sources.push_back(bytes_of(b) + parts[p].data);
+    for (auto& p : read_parts(meta)) plans.push_back(std::move(p));
+  }
+  BlobPlan plan;
+  Tensor out = new_blob(op, blobs[0], K, plans, plan);
+  for (size_t i = 0; i < plans.size(); i++)
+    require_ok(
+        op, copy_within(bytes_of(out) + plan.parts[i].data, sources[i], plan.parts[i].strips * plan.parts[i].strip_bytes, stream_of(out)));
+  return out;
+}
+
+Tensor unpack_half(const Tensor& blob) {
+  const DeviceGuard guard(blob.get_device_index());
+  const auto head = head_of("unpack", blob, false);
+  const auto& h = *reinterpret_cast<const GpuHeader*>(head.data());
+  Tensor out = empty_on(blob, {h.K, h.N}, ScalarType::Half);
+  require_ok("unpack", unpack_launch(head.data(), bytes_of(blob), out.mutable_data_ptr(), stream_of(blob)));
+  return out;
+}
+
+// The same without reading the head back: `head` is what gpu_blob_head returned.
+void unpack_into(const Tensor& head, Tensor& out) {
+  require("gpu_unpack_into", "head", head, ScalarType::Byte, -1, false);
+  const auto* p = static_cast<const uint8_t*>(head.const_data_ptr());
+  int64_t blob;
+  std::memcpy(&blob, p, 8);
+  const auto& h = *reinterpret_cast<const GpuHeader*>(p + 8);
+  require("gpu_unpack_into", "out", out, ScalarType::Half, int64_t(h.K) * h.N);
+  const DeviceGuard guard(out.get_device_index());
+  require_ok("gpu_unpack_into", unpack_launch(p + 8, reinterpret_cast<const uint8_t*>(blob), out.mutable_data_ptr(), stream_of(out)));
+}
+
+Tensor blob_head(const Tensor& blob) {
+  const DeviceGuard guard(blob.get_device_index());
+  const auto head = head_of("gpu_blob_head", blob, false);
+  const std::vector<int64_t> shape{int64_t(head.size()) + 8};
+  Tensor out = torch::stable::empty(shape, ScalarType::Byte);
+  const int64_t device = reinterpret_cast<int64_t>(blob.const_data_ptr());
+  std::memcpy(out.mutable_data_ptr(), &device, 8);
+  std::memcpy(bytes_of(out) + 8, head.data(), head.size());
+  return out;
+}
+
+Tensor linear_cuda(const Tensor& x, const Tensor& blob, const std::optional<Tensor>& bias) {
+  const char* op = "linear";
+  const DeviceGuard guard(blob.get_device_index());
+  const auto head = head_of(op, blob, false);
+  const auto& h = *reinterpret_cast<const GpuHeader*>(head.data());
+  STD_TORCH_CHECK(x.dim() == 2 && x.size(1) == h.K, op, ": x has ", x.dim(), " dimensions; expected f32 (*, ", h.K, ")");
+  require(op, "x", x, ScalarType::Float, -1);
+  if (bias) require(op, "bias", *bias, ScalarType::Float, h.N);
+  const int64_t T = x.size(0);
+  Tensor out = empty_on(x, {T, h.N}, ScalarType::Float);
+  const std::vector<int64_t> room{linear_workspace(head.data(), T)};
+  Tensor workspace = torch::stable::new_zeros(x, room, ScalarType::Byte);
+  require_ok(op, linear_launch(head.data(), bytes_of(blob), x.const_data_ptr<float>(), T, bias ? bias->const_data_ptr<float>() : nullptr,
+                               static_cast<float*>(out.mutable_data_ptr()), bytes_of(workspace), stream_of(x)));
+  return out;
+}
+
+Tensor step_bytes(const Tensor& program, int64_t capacity) {
+  require("gpu_step_bytes", "program", program, ScalarType::Long, -1, false);
+  size_t bytes = 0;
+  int64_t vocab = 0;
+  const std::string wrong = step_workspace(program.const_data_ptr<int64_t>(), program.numel(), int(capacity), bytes, vocab);
+  STD_TORCH_CHECK(wrong.empty(), "gpu_step_bytes: ", wrong);
+  const std::vector<int64_t> two{2};
+  Tensor out = torch::stable::empty(two, ScalarType::Long);
+  static_cast<int64_t*>(out.mutable_data_ptr())[0] = int64_t(bytes);
+  static_cast<int64_t*>(out.mutable_data_ptr())[1] = vocab;
+  return out;
+}
+
+// The formats of the pools: 0 f16, 1 f32, 2 Q8, 3 Q4, 4 fp8 (csrc/cuda/attention.h). The caller has checked what lies in the tensors.
+void step_cuda(const Tensor& program, Tensor& workspace, int64_t capacity, const Tensor& ids, const Tensor& positions,
+               const Tensor& block_table, const Tensor& cu_seqlens, const Tensor& context_lens, const Tensor& logit_rows,
+               std::vector<Tensor> k_pools, std::vector<Tensor> v_pools, int64_t k_format, int64_t v_format, int64_t num_kv_heads,
+               int64_t head_dim, Tensor& logits, bool pdl) {
+  const char* op = "gpu_step";
+  require(op, "program", program, ScalarType::Long, -1, false);
+  require(op, "workspace", workspace, ScalarType::Byte, -1);
+  STD_TORCH_CHECK(!k_pools.empty() && k_pools.size() == v_pools.size(), op, ": there are ", k_pools.size(), " K and ", v_pools.size(),
+                  " V pools; expected one of each per layer");
+  const int64_t T = ids.numel(), B = context_lens.numel(), rows = logit_rows.numel();
+  require(op, "ids", ids, ScalarType::Int, -1);
+  require(op, "positions", positions, ScalarType::Int, T);
+  require(op, "block_table", block_table, ScalarType::Int, -1);
+  STD_TORCH_CHECK(block_table.dim() == 2 && block_table.size(0) == B, op, ": block_table is no (", B, ", *)");
+  require(op, "cu_seqlens", cu_seqlens, ScalarType::Int, B + 1);
+  require(op, "context_lens", context_lens, ScalarType::Int, -1);
+  require(op, "logit_rows", logit_rows, ScalarType::Int, -1);
+  require(op, "logits", logits, ScalarType::Float, -1);
+  size_t bytes = 0;
+  int64_t vocab = 0;
+  const auto* code = program.const_data_ptr<int64_t>();
+  std::string wrong = step_workspace(code, program.numel(), int(capacity), bytes, vocab);
+  STD_TORCH_CHECK(wrong.empty(), op, ": ", wrong);
+  STD_TORCH_CHECK(logits.numel() == rows * vocab, op, ": logits has ", logits.numel(), " elements; expected ", rows, " x ", vocab);
+  std::vector<void*> k, v;
+  for (size_t i = 0; i < k_pools.size(); i++) k.push_back(k_pools[i].mutable_data_ptr()), v.push_back(v_pools[i].mutable_data_ptr());
+  const DeviceGuard guard(ids.get_device_index());
+  const GpuStep s{ids.const_data_ptr<int32_t>(),
+                  positions.const_data_ptr<int32_t>(),
+                  block_table.const_data_ptr<int32_t>(),
+                  cu_seqlens.const_data_ptr<int32_t>(),
+                  context_lens.const_data_ptr<int32_t>(),
+                  logit_rows.const_data_ptr<int32_t>(),
+                  int(T),
+                  int(B),
+                  int(block_table.size(1)),
+                  int(rows),
+                  int(capacity),
+                  k.data(),
+                  v.data(),
+                  int(k.size()),
+                  int(num_kv_heads),
+                  int(head_dim),
+                  int(k_format),
+                  int(v_format),
+                  static_cast<float*>(logits.mutable_data_ptr())};
+  wrong = step_launch(code, program.numel(), s, bytes_of(workspace), size_t(workspace.numel()), stream_of(ids), pdl);
+  STD_TORCH_CHECK(wrong.empty(), op, " of ", T, " tokens in ", B, " sequences: ", wrong);
+}
+
+}  // namespace
+}  // namespace exl2nb
+
+STABLE_TORCH_LIBRARY_IMPL(exl2nb, CUDA, m) {
+  m.impl("pack_exl2", TORCH_BOX(&exl2nb::pack_exl2_cuda));
+  m.impl("pack_dense", TORCH_BOX(&exl2nb::pack_dense_cuda));
+  m.impl("pack_concat", TORCH_BOX(&exl2nb::pack_concat_cuda));
+  m.impl("linear", TORCH_BOX(&exl2nb::linear_cuda));
+  m.impl("gpu_unpack", TORCH_BOX(&exl2nb::unpack_half));
+  m.impl("gpu_unpack_into", TORCH_BOX(&exl2nb::unpack_into));
+  m.impl("gpu_blob_head", TORCH_BOX(&exl2nb::blob_head));
+  m.impl("gpu_step", TORCH_BOX(&exl2nb::step_cuda));
+}
+STABLE_TORCH_LIBRARY_IMPL(exl2nb, CPU, m) { m.impl("gpu_step_bytes", TORCH_BOX(&exl2nb::step_bytes)); }

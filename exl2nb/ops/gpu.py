@@ -1,0 +1,78 @@
+"""The ops that only the GPU has: what lies behind `Program.run` there. Knows nothing about models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exl2nb.ops._library import LIBRARY
+
+for _schema in (
+    "gpu_blob_head(Tensor blob) -> Tensor",
+    "gpu_unpack(Tensor blob) -> Tensor",
+    "gpu_unpack_into(Tensor head, Tensor(a!) out) -> ()",
+    "gpu_step_bytes(Tensor program, int capacity) -> Tensor",
+    "gpu_step(Tensor program, Tensor(a!) workspace, int capacity, Tensor ids, Tensor positions, Tensor block_table, Tensor cu_seqlens, "
+    "Tensor context_lens, Tensor logit_rows, Tensor(b!)[] k_pools, Tensor(c!)[] v_pools, int k_format, int v_format, int num_kv_heads, "
+    "int head_dim, Tensor(d!) logits, bool pdl) -> ()",
+):
+    LIBRARY.define(_schema)
+
+_ops: Any = torch.ops.exl2nb
+
+
+def blob_head(blob: Tensor) -> Tensor:
+    """What the host must know of a blob on the GPU: its address, header and parts, uint8 on the CPU. Valid while the blob lives."""
+    return _ops.gpu_blob_head(blob)
+
+
+def unpack_half(blob: Tensor) -> Tensor:
+    """Blob on the GPU -> f16 `(K, N)`, rows in original order, rounded as the format says."""
+    return _ops.gpu_unpack(blob)
+
+
+def unpack_into(head: Tensor, out: Tensor) -> None:
+    """The same into f16 `out` of K * N elements, without waiting for the GPU; `head` from `blob_head`."""
+    _ops.gpu_unpack_into(head, out)
+
+
+class Stepper:
+    """Runs a program on the GPU for steps of up to `capacity` tokens; keeps the memory that its kernels share.
+
+    Args:
+        code: of a `Program`. capacity: tokens.
+    """
+
+    def __init__(self, code: Tensor, capacity: int, device: torch.device) -> None:
+        self.code, self.capacity = code, capacity
+        size, self.vocab = _ops.gpu_step_bytes(code, capacity).tolist()
+        self.workspace = torch.zeros(size, dtype=torch.uint8, device=device)
+
+    def run(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        block_table: Tensor,
+        cu_seqlens: Tensor,
+        context_lens: Tensor,
+        logit_rows: Tensor,
+        k_pools: Sequence[Tensor],
+        v_pools: Sequence[Tensor],
+        formats: tuple[int, int],
+        heads: tuple[int, int],
+        logits: Tensor,
+        *,
+        pdl: bool = True,
+    ) -> None:
+        """One step: K and V go to their pages, `logits` f32 `(R, V)` is filled. All tensors on the GPU; at most 8 tokens a sequence.
+
+        formats: of the K and V pools (csrc/cuda/attention.h). heads: (num_kv_heads, head_dim) of the pools. Nothing is checked against the
+        memory of the GPU here, for that would wait for it: whoever makes the batch must have checked it.
+        """
+        _ops.gpu_step(
+            self.code, self.workspace, self.capacity, ids, positions, block_table, cu_seqlens, context_lens, logit_rows, list(k_pools),
+            list(v_pools), *formats, *heads, logits, pdl,
+        )  # fmt: skip

@@ -1,0 +1,198 @@
+"""Quantised pools: the codes themselves, and the kernels against the torch that defines them, to the bit."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exl2nb import ops
+from exl2nb.ops import kv_codes
+from exl2nb.ops._library import REFERENCES
+from exl2nb.ops.kv_codes import Coding
+
+from .model_case import P, coded_pool, i32
+
+CODINGS = [Coding(4), Coding(8), Coding(8, float8=True)]
+PAIRS = [("q4", "q4"), ("q8", "q4"), ("q8", "q8"), ("fp8", "fp8"), ("fp16", "q4"), ("q4", "fp32")]
+names = ["q4", "q8", "fp8"]
+
+
+def randn(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def bits(t):
+    return t.view(torch.uint8)
+
+
+@pytest.mark.parametrize("D", [8, 16, 24, 32, 80, 128, 256])
+def test_rotation_is_its_own_inverse_and_keeps_products(D):
+    a, b = randn(5, D), randn(5, D, seed=1)
+    torch.testing.assert_close(kv_codes.rotate(kv_codes.rotate(a)), a)
+    torch.testing.assert_close((kv_codes.rotate(a) * kv_codes.rotate(b)).sum(-1), (a * b).sum(-1))
+    one = torch.zeros(32)
+    one[5] = 32**0.5
+    signs = torch.tensor([(-1.0) ** bin(5 & i).count("1") for i in range(32)])
+    torch.testing.assert_close(kv_codes.rotate(one), signs)
+
+
+@pytest.mark.parametrize(("coding", "most"), list(zip(CODINGS, (0.0070, 0.00004, 0.0007))), ids=names)
+def test_error_of_gaussian_numbers(coding, most):
+    """Relative squared error; 4 bits with a plain largest-number scale would be 0.0078, with a symmetric grid of 15 levels 0.0095."""
+    x = randn(4000, 64).half().float()
+    back = kv_codes.decode(*kv_codes.encode(x, coding), coding)
+    assert float((back - x).square().sum() / x.square().sum()) < most
+
+
+def test_known_bytes():
+    """One number in a group of 32 turns into 32 of the same size: the largest level of the long side, 8 steps up or down."""
+    x = torch.zeros(32)
+    x[0] = 32**0.5
+    codes, scale = kv_codes.encode(x, Coding(4))
+    assert codes.tolist() == [0xFF] * 16
+    assert scale.tolist() == [torch.tensor(float(x[0].half()) / 32**0.5 / 8).half().item()]
+    codes, scale = kv_codes.encode(-x, Coding(4))
+    assert codes.tolist() == [0xFF] * 16
+    assert float(scale) < 0
+    codes, _ = kv_codes.encode(torch.arange(32) * 14.0, Coding(8, float8=True))
+    assert codes.tolist() == (torch.arange(32) * 14 * 448 / 434).to(torch.float8_e4m3fn).view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize("coding", CODINGS, ids=names)
+def test_special_numbers(coding):
+    zero = kv_codes.encode(-torch.zeros(64), coding)
+    assert zero[1].view(torch.int16).tolist() == [0, 0]
+    assert (kv_codes.decode(*zero, coding) == 0).all()
+    x = randn(64)
+    for bad in (float("nan"), float("inf"), -float("inf"), 1e6):
+        x[40] = bad
+        codes, scale = kv_codes.encode(x, coding)
+        assert scale[0].isfinite()
+        assert scale[1].isnan()
+        assert not codes[codes.shape[0] // 2 :].any()
+    largest = 65504 * randn(32).sign()
+    torch.testing.assert_close(kv_codes.decode(*kv_codes.encode(largest, coding), coding), largest, rtol=0.15, atol=0)
+    smallest = torch.full((32,), 2.0**-24)
+    assert kv_codes.decode(*kv_codes.encode(smallest, coding), coding).abs().max() <= 2.0**-22
+
+
+def test_an_empty_pool_reads_as_zeros():
+    for kind in names:
+        pool = coded_pool(kind, 2, 3, 40)
+        bits(pool).zero_()
+        assert (kv_codes.read(pool, torch.tensor([1]), 40) == 0).all()
+
+
+def written(x, kinds):
+    """Pools of `kinds` holding x `(T, heads, D)` as K and V in slots 3, 4, .., written by the kernel."""
+    T, heads, D = x.shape
+    eye = torch.eye(heads * D)
+    blob = ops.pack_dense(torch.cat([eye, eye, eye]))
+    pools = [coded_pool(kind, 1, heads, D) for kind in kinds]
+    still = torch.ones(1, 0)
+    where = (still, still, torch.zeros(T, dtype=torch.int32), torch.arange(3, 3 + T).int(), *pools)
+    ops.norm_qkv_rope(x.reshape(T, -1), None, 0.0, blob, None, *where, num_heads=heads, num_kv_heads=heads, head_dim=D)
+    return pools
+
+
+def assert_same_bytes(x, kinds=(("q4", "q8"), ("fp8", "q4"))):
+    for pair in kinds:
+        for kind, ours in zip(pair, written(x, pair)):
+            expected = coded_pool(kind, 1, x.shape[1], x.shape[2])
+            kv_codes.write(expected, torch.arange(3, 3 + len(x)), x)
+            assert torch.equal(bits(ours), bits(expected)), kind
+
+
+@pytest.mark.parametrize("D", [8, 16, 24, 32, 40, 64, 72, 80, 96, 128, 160, 256])
+def test_kernel_writes_the_bytes_of_the_definition(D):
+    x = randn(9, 2, D) * torch.logspace(-8, 4, 9)[:, None, None]
+    x[3, 1] = 0
+    x[4, 0, : D // 2] = -1.0
+    x[5, 1] = torch.arange(D).float() - 3
+    assert_same_bytes(x)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(0, 0xFFFF), min_size=32, max_size=32), st.integers(0, 2))
+def test_kernel_writes_the_bytes_of_the_definition_for_any_finite_half(halves, same):
+    numbers = torch.tensor(halves, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    x = torch.where(numbers.isfinite(), numbers.float(), 1.0).view(1, 1, 32).contiguous()
+    x[..., : 10 * same] = x[0, 0, 0]
+    assert_same_bytes(x)
+
+
+def test_kernel_marks_what_is_not_finite():
+    """A value too large for fp16 spoils its own group of 32 and no other; the matrix product would spread a NaN, so it is made here."""
+    x = randn(2, 1, 64)
+    x[0, 0, 7], x[1, 0, 60] = 7e4, -7e4
+    assert_same_bytes(x)
+    pool = written(x, ("q4", "q4"))[0]
+    nan = kv_codes.read(pool, torch.tensor([0]), 64)[0, 0, 3:5].isnan()
+    assert nan.tolist() == [[True] * 32 + [False] * 32, [False] * 32 + [True] * 32]
+
+
+def case(lengths, queries, Hq, Hkv, D, pair, seed=0):
+    """Random q and pools of `pair`; unused slots hold what would show."""
+    g = torch.Generator().manual_seed(seed)
+    total = sum(-(-n // P) for n in lengths) + 1
+    order, used = torch.randperm(total, generator=g), 0
+    pools = [coded_pool(kind, total, Hkv, D) for kind in pair]
+    table = torch.full((len(lengths), max(-(-n // P) for n in lengths)), -7, dtype=torch.int32)
+    for b, n in enumerate(lengths):
+        for i in range(-(-n // P)):
+            table[b, i] = order[used]
+            slots = order[used] * P + torch.arange(min(P, n - i * P))
+            for pool in pools:
+                kv_codes.write(pool, slots, torch.randn(len(slots), Hkv, D, generator=g))
+            used += 1
+    q = torch.randn(sum(queries), Hq, D, generator=g)
+    return q, *pools, table, i32([sum(queries[:i]) for i in range(len(queries) + 1)]), i32(lengths)
+
+
+def check(args, *, window=0, softcap=0.0):
+    scale = args[0].shape[2] ** -0.5
+    ours = ops.paged_attention(*args, scale=scale, window=window, softcap=softcap)
+    expected = REFERENCES["paged_attention"](*args, scale, window, softcap)
+    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+@pytest.mark.parametrize(("Hq", "Hkv"), [(2, 2), (4, 1), (6, 2)])
+def test_attention_gqa(pair, Hq, Hkv):
+    check(case([1, 300, 40], [1, 3, 40], Hq, Hkv, 32, pair))
+
+
+@pytest.mark.parametrize("pair", PAIRS[:4], ids="-".join)
+@pytest.mark.parametrize("D", [8, 24, 40, 64, 80, 96, 128, 256])
+def test_attention_head_dims(pair, D):
+    check(case([270], [9], 4, 2, D, pair))
+
+
+@pytest.mark.parametrize("pair", PAIRS[:2], ids="-".join)
+@pytest.mark.parametrize(("window", "softcap"), [(1, 0.0), (100, 0.0), (257, 0.0), (300, 20.0), (0, 5.0)])
+def test_attention_window_and_softcap(pair, window, softcap):
+    check(case([600, 20], [70, 1], 4, 2, 32, pair), window=window, softcap=softcap)
+
+
+@pytest.mark.parametrize("pair", [*PAIRS[:2], PAIRS[3]], ids="-".join)
+@pytest.mark.parametrize("window", [0, 100])
+def test_bits_do_not_depend_on_chunks(pair, window):
+    n = 300
+    q, k, v, table, _, _ = case([n], [n], 8, 2, 64, pair)
+    options = {"scale": 0.125, "window": window}
+    whole = ops.paged_attention(q, k, v, table, i32([0, n]), i32([n]), **options)
+    for a, e in ((0, 1), (100, 102), (255, 256), (256, 257), (200, 300), (299, 300)):
+        piece = ops.paged_attention(q[a:e].contiguous(), k, v, table, i32([0, e - a]), i32([e]), **options)
+        assert torch.equal(piece, whole[a:e]), (a, e)
+
+
+@pytest.mark.parametrize("use", ["kernel", "reference"])
+def test_a_pool_of_another_head_dim_is_refused(use):
+    q, k, v, *rest = case([5], [1], 2, 1, 32, ("q4", "q4"))
+    attention = ops.paged_attention if use == "kernel" else REFERENCES["paged_attention"]
+    options = {"scale": 1.0, "window": 0, "softcap": 0.0}
+    for wrong in (torch.randn(1, 2, 64), torch.randn(1, 2, 40)):
+        with pytest.raises((RuntimeError, ValueError), match=r"pool is .*uint8 \(2, 1, 4608\)"):
+            attention(wrong, k, v, *rest, **options)
+    with pytest.raises((RuntimeError, ValueError), match="v_pool is float16|pool is .*float16"):
+        attention(q, k, torch.zeros(2, 1, P, 16, dtype=torch.float16), *rest, **options)
