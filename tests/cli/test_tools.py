@@ -34,6 +34,27 @@ def test_eval_against(capsys):
     assert data["bytes"] == sum(path.stat().st_size for path in Path(EXL2).glob("*.safetensors"))
 
 
+def test_cache_option(capsys):
+    """A model against itself shows what its cache costs; more bits cost less."""
+    words = ("eval", EXL2, "--against", EXL2, "--text", TEXT, "--rows", "2", "--length", "128")
+    found = {mode: run(capsys, *words, "--cache", mode) for mode in ("fp32", "q8", "k8v4", "q4")}
+    assert [data["cache"] for data in found.values()] == ["fp32", "q8", "q6", "q4"]
+    losses = [data["kl_mean"] for data in found.values()]
+    assert losses == sorted(losses)
+    assert losses[0] == 0
+    plain, q4 = (run(capsys, "generate", "demo", "--prompt", "It was a", "--cache", mode)["text"] for mode in ("fp32", "q4"))
+    assert plain
+    assert q4
+    for command in (
+        ["generate", "demo"],
+        ["chat", "demo"],
+        ["eval", "demo", "--text", TEXT],
+        ["logits", "demo", "--ids", "x", "--out", "y"],
+    ):
+        assert main([*command, "--cache", "q5"]) == 2
+        assert "unknown cache mode 'q5'; known: fp32" in capsys.readouterr().err
+
+
 def test_eval_alone_agrees_and_leaves_kl_open(capsys):
     alone = run(capsys, "eval", EXL2, "--text", TEXT, "--rows", "2", "--length", "64")
     both = run(capsys, "eval", EXL2, "--against", EXL2, "--text", TEXT, "--rows", "2", "--length", "64")

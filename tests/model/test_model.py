@@ -88,7 +88,7 @@ def test_sliding_window_longer_than_a_page(tmp_path):
     assert error(run(model, ids[0]), truth(twin_model, ids)[0]) < 1e-4
 
 
-@pytest.mark.parametrize("mode", ["fp32", "fp16"])
+@pytest.mark.parametrize("mode", ["fp32", "fp16", "q6", "fp8"])
 @pytest.mark.parametrize("kind", ["llama", "mistral", "exl2"])
 def test_chunks_equal_at_once_equal_token_by_token(kind, mode, tmp_path):
     changes = {"sliding_window": 150} if kind == "mistral" else {}
@@ -108,18 +108,19 @@ def test_chunks_equal_at_once_equal_token_by_token(kind, mode, tmp_path):
         logits, other = cut(bounds)
         same(logits, once)
         for mine, theirs in zip(cache.k + cache.v, other.k + other.v):
-            same(theirs.float(), mine.float())
+            same(*(pool.float() if pool.dim() == 4 else pool.view(torch.uint8).float() for pool in (theirs, mine)))
 
 
-def test_batch_equals_alone(tmp_path):
+@pytest.mark.parametrize("mode", ["fp16", "q4"])
+def test_batch_equals_alone(mode, tmp_path):
     model = load_model(save_exl2(twin("llama", seed=6), tmp_path))
     rows = ids_of(131, 4, 300, seed=2).tolist()
-    lengths, cache = [300, 1, 256, 37], KVCache(model.cache_spec(8 * 256))
+    lengths, cache = [300, 1, 256, 37], KVCache(model.cache_spec(8 * 256, mode=mode))
     tables = [[5, 2], [0], [7, 1], [3]]
     spans = [Span(ids=ids[:n], start=0, pages=table, logit_rows="all") for ids, n, table in zip(rows, lengths, tables)]
     together = model.forward(Batch.build(spans), cache).split(lengths)
     for ids, n, logits in zip(rows, lengths, together):
-        same(logits, run(model, torch.tensor(ids[:n]), mode="fp16"))
+        same(logits, run(model, torch.tensor(ids[:n]), mode=mode))
     spans = [Span(ids=[ids[n - 1]], start=n - 1, pages=table) for ids, n, table in zip(rows, lengths, tables)]
     same(model.forward(Batch.build(spans), cache), torch.stack([logits[-1] for logits in together]))
 
