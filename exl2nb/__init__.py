@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` below does it
     from exl2nb import sampling as sampling
     from exl2nb import widgets as widgets
+    from exl2nb.converter.api import demo_measurement as demo_measurement
+    from exl2nb.converter.api import measure as measure
+    from exl2nb.converter.job import ConversionJob as ConversionJob
     from exl2nb.core import errors as errors
+    from exl2nb.io.revisions import revisions as revisions
     from exl2nb.llm import LLM as LLM
     from exl2nb.llm import compare as compare
     from exl2nb.llm import convert as convert
@@ -22,17 +26,35 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` be
 __version__ = "0.1.0"
 
 _PUBLIC = {
+    "ConversionJob": "exl2nb.converter.job",
     "LLM": "exl2nb.llm",
     "compare": "exl2nb.llm",
     "convert": "exl2nb.llm",
     "demo": "exl2nb.llm",
+    "demo_measurement": "exl2nb.converter.api",
     "errors": "exl2nb.core",
     "inspect": "exl2nb.llm",
     "load": "exl2nb.llm",
+    "measure": "exl2nb.converter.api",
+    "revisions": "exl2nb.io.revisions",
     "sampling": "exl2nb",
     "widgets": "exl2nb",
 }
-__all__ = ["LLM", "compare", "convert", "demo", "errors", "inspect", "load", "sampling", "widgets"]
+__all__ = [  # noqa: RUF022 - sorted plainly, as dir() shows them
+    "ConversionJob",
+    "LLM",
+    "compare",
+    "convert",
+    "demo",
+    "demo_measurement",
+    "errors",
+    "inspect",
+    "load",
+    "measure",
+    "revisions",
+    "sampling",
+    "widgets",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -399,7 +399,7 @@ def convert(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
     *,
-    bpw: float,
+    bpw: float | None = None,
     progress: Sink | Literal["auto"] | None = "auto",
     **options: Any,
 ) -> Conversion:
@@ -408,7 +408,7 @@ def convert(
     Args:
         src: directory or hub id of an fp16, bf16 or fp32 model.
         dst: directory to make.
-        bpw: bits per weight to reach.
+        bpw: bits per weight to reach; or leave it out and give `target`, such as {"bytes": "2GB"}.
         progress: takes the events of every stage; "auto" and None as in `load`.
     """
     import inspect as python_inspect
@@ -417,7 +417,7 @@ def convert(
 
     check_keywords(options, list(python_inspect.signature(ConversionJob).parameters)[2:], where="convert")
     job = ConversionJob(src, dst, bpw=bpw, **options)
-    with showing(progress, f"convert to {bpw:g} bpw") as sink:
+    with showing(progress, "convert" if bpw is None else f"convert to {bpw:g} bpw") as sink:
         return job.run(sink)
 
 

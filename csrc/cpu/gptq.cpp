@@ -55,6 +55,7 @@ void quantize(const Problem& p, int isa, const Parallel& parallel) {
   int longest = 0;
   for (int g = 0; g < p.G; g++) longest = std::max(longest, p.groups[2 * g + 1]);
   std::vector<float> w(int64_t(wide) * p.K, 0.0f), best(wide), losses(int64_t(wide) * MAX_CANDIDATES), row_weight(p.K);
+  std::vector<float> scratch(p.coupling ? int64_t(p.N) * (4 + longest) : 0);
   std::vector<uint8_t> codes(int64_t(wide) * p.K), picks(int64_t(wide) * MAX_CANDIDATES);
   for (int r = 0; r < p.K; r++) {
     const float d = p.factor[int64_t(r) * p.K + r];
@@ -87,18 +88,40 @@ void quantize(const Problem& p, int isa, const Parallel& parallel) {
       if (sum < lowest) lowest = sum, pick = m;
     }
     p.scale_max[g] = maxima[pick];
-    parallel(chunks, [&](int64_t from, int64_t to) {
-      std::vector<float> err(int64_t(longest) * LANES);
-      float loss[LANES];
-      for (int64_t c = from; c < to; c++) {
-        const uint8_t* code = &picks[(c * MAX_CANDIDATES + pick) * LANES];
-        k.rows(&w[c * p.K * LANES], p.factor, p.K, a, e, bits, applied[pick], code, &codes[c * p.K * LANES], loss, err.data());
-        for (int l = 0; l < LANES && c * LANES + l < p.N; l++) {
-          p.scale_index[int64_t(g) * p.N + c * LANES + l] = code[l];
-          p.loss[int64_t(g) * p.N + c * LANES + l] = loss[l];
+    if (p.coupling) {
+      const int per = p.B / LANES;
+      const int64_t stride = int64_t(4 + longest) * p.B;
+      parallel(p.N / p.B, [&](int64_t from, int64_t to) {
+        std::vector<float> loss(p.B);
+        for (int64_t b = from; b < to; b++) {
+          const int64_t first = b * per;
+          const uint8_t* code = &picks[(first * MAX_CANDIDATES + pick) * LANES];
+          k.coupled(&w[first * p.K * LANES], p.factor, p.K, a, e, bits, applied[pick], per, code, MAX_CANDIDATES * LANES,
+                    p.coupling + b * p.B * p.B, p.spread + b * p.B, &codes[first * p.K * LANES], loss.data(), &scratch[b * stride]);
+          for (int n = 0; n < p.B; n++) {
+            p.scale_index[int64_t(g) * p.N + b * p.B + n] = code[(n / LANES) * MAX_CANDIDATES * LANES + n % LANES];
+            p.loss[int64_t(g) * p.N + b * p.B + n] = loss[n];
+          }
         }
-      }
-    });
+      });
+      parallel(chunks, [&](int64_t from, int64_t to) {
+        for (int64_t c = from; c < to; c++)
+          k.trail(&w[c * p.K * LANES], p.factor, p.K, a, e, &scratch[(c / per) * stride + 4 * p.B + (c % per) * LANES], p.B);
+      });
+    } else {
+      parallel(chunks, [&](int64_t from, int64_t to) {
+        std::vector<float> err(int64_t(longest) * LANES);
+        float loss[LANES];
+        for (int64_t c = from; c < to; c++) {
+          const uint8_t* code = &picks[(c * MAX_CANDIDATES + pick) * LANES];
+          k.rows(&w[c * p.K * LANES], p.factor, p.K, a, e, bits, applied[pick], code, &codes[c * p.K * LANES], loss, err.data());
+          for (int l = 0; l < LANES && c * LANES + l < p.N; l++) {
+            p.scale_index[int64_t(g) * p.N + c * LANES + l] = code[l];
+            p.loss[int64_t(g) * p.N + c * LANES + l] = loss[l];
+          }
+        }
+      });
+    }
     a = e;
   }
   parallel(chunks, [&](int64_t from, int64_t to) {

@@ -26,6 +26,12 @@ struct Kernels {
   // codes: [K][LANES]; loss: [LANES], of these rows; err: scratch [e - a][LANES].
   void (*rows)(float* w, const float* u, int K, int a, int e, int bits, float maximum, const uint8_t* code, uint8_t* codes, float* loss,
                float* err);
+  // The same for `chunks` chunks whose errors are weighed together: within a row every column's error is pushed onto the columns to come.
+  // v: [n][n], n = chunks * LANES, strictly upper, V[m][j] / V[m][m]; spread: [n], 1 / V[m][m]; code: of chunk c at c * code_stride.
+  // scratch: [4 + e - a][n], its last e - a rows the compensated errors, which trail() pushes onto rows [e, K) of a chunk. loss: [n].
+  void (*coupled)(float* w, const float* u, int K, int a, int e, int bits, float maximum, int chunks, const uint8_t* code, int code_stride,
+                  const float* v, const float* spread, uint8_t* codes, float* loss, float* scratch);
+  void (*trail)(float* w, const float* u, int K, int a, int e, const float* err, int stride);
 };
 
 Kernels kernels_base();
@@ -40,7 +46,9 @@ struct Problem {
   const float* factor;         // [K][K], upper triangular
   const float* column_weight;  // [N]: how much a column's loss counts when the shared maximum of a group is chosen
   const int32_t* groups;       // [G][2]: bits, rows
-  int K, N, G;
+  const float* coupling;       // [N / B][B][B], or null: every column for itself
+  const float* spread;         // [N]
+  int K, N, G, B;
   uint8_t* codes;        // [K][N]
   uint8_t* scale_index;  // [G][N], 0..15
   uint16_t* scale_max;   // [G], IEEE half

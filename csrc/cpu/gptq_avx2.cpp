@@ -5,5 +5,5 @@ namespace {
 constexpr int VF = 8;
 #include "gptq.inc"
 }  // namespace
-Kernels kernels_avx2() { return {best_step, candidates, rows}; }
+Kernels kernels_avx2() { return {best_step, candidates, rows, coupled, trail}; }
 }  // namespace exl2nb::gptq

@@ -5,5 +5,5 @@ namespace {
 constexpr int VF = 4;
 #include "gptq.inc"
 }  // namespace
-Kernels kernels_base() { return {best_step, candidates, rows}; }
+Kernels kernels_base() { return {best_step, candidates, rows, coupled, trail}; }
 }  // namespace exl2nb::gptq

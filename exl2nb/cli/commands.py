@@ -17,6 +17,7 @@ from exl2nb.core import errors
 COMMANDS = {
     "demo": "quantise the packaged model, stream from it, measure it, write a report: start here",
     "convert": "quantise a model directory to EXL2",
+    "measure": "measure what every width costs each matrix, for any bitrate to be solved from",
     "generate": "continue a prompt, streaming",
     "chat": "talk to a model in the terminal",
     "eval": "perplexity of a model, and how far it is from another",

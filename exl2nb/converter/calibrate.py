@@ -92,6 +92,28 @@ def calibration_rows(encoder: Encoder, text: str, *, rows: int, length: int, see
     return torch.tensor(ids[: count * length], dtype=torch.int32).view(count, length)[places].contiguous()
 
 
+def split_rows(encoder: Encoder, text: str, *, rows: int, extra: int, length: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Calibration rows, and rows for the report from other places of the same text, spread over it too.
+
+    Returns:
+        int32 `(rows, length)` and `(extra, length)`, no token in both; fewer extra rows, down to none, where the text is short.
+
+    Raises:
+        OptionError: the text has too few tokens for `rows`.
+    """
+    for more in dict.fromkeys((extra, min(extra, 2), 0)):
+        try:
+            found = calibration_rows(encoder, text, rows=rows + more, length=length, seed=seed)
+        except OptionError:
+            if more:
+                continue
+            raise
+        picked = {int((i + 0.5) * len(found) / more) for i in range(more)}
+        kept = [i for i in range(len(found)) if i not in picked]
+        return found[kept].contiguous(), found[sorted(picked)].contiguous()
+    raise AssertionError("unreachable: zero extra rows either work or raise")
+
+
 def _read(path: Path) -> str:
     try:
         with _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:

@@ -7,35 +7,45 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from exl2nb.converter.hessian import Factor
+from exl2nb.converter.hessian import Coupling, Factor
 from exl2nb.ops.gptq import Quantized, gptq_quantize
 from exl2nb.quant.exl2 import Exl2Tensors, encode
 
 Groups = Sequence[tuple[int, int]]
 
 
-def run(weight: Tensor, factor: Factor, groups: Groups, column_weight: Tensor | None = None) -> Quantized:
+def run(weight: Tensor, factor: Factor, groups: Groups, column_weight: Tensor | None = None, coupling: Coupling | None = None) -> Quantized:
     """GPTQ on one matrix.
 
     Args:
         weight: f32 `(N, K)`, the nn.Linear layout.
         factor: order and factor of its input's Hessian.
         groups: (bits, rows) from top to bottom of the stored order.
-        column_weight: f32 `(N,)`; None counts all columns alike.
+        column_weight: f32 `(N,)`; None counts all columns alike, or by the coupling.
+        coupling: how its outputs belong together; None rounds every column for itself.
     """
     table = torch.tensor([value for group in groups for value in group], dtype=torch.int32)
-    columns = torch.ones(weight.shape[0]) if column_weight is None else column_weight.float().contiguous()
-    return gptq_quantize(weight.T[factor.perm].contiguous(), factor.upper, columns, table)
+    stored = weight.T[factor.perm]
+    if coupling is None:
+        columns = weight.new_ones(weight.shape[0]) if column_weight is None else column_weight.float().contiguous()
+        return gptq_quantize(stored.contiguous(), factor.upper, columns, table)
+    columns = coupling.spread.square() if column_weight is None else column_weight.float()[coupling.perm].contiguous()
+    made = gptq_quantize(stored[:, coupling.perm].contiguous(), factor.upper, columns, table, coupling.factor, coupling.spread)
+    back = torch.argsort(coupling.perm)
+    return Quantized(made.codes[:, back], made.scale_index[:, back], made.scale_max, made.loss[:, back])
 
 
-def quantize(weight: Tensor, factor: Factor, groups: Groups, *, bias: Tensor | None = None) -> tuple[Exl2Tensors, float]:
+def quantize(
+    weight: Tensor, factor: Factor, groups: Groups, *, bias: Tensor | None = None, coupling: Coupling | None = None
+) -> tuple[Exl2Tensors, float]:
     """Quantise one matrix and pack it.
 
     Returns:
-        The tensors, and the sum over columns of `dW^T H dW`.
+        The tensors, on the CPU, and the loss: the sum over columns of `dW^T H dW`, or of `tr(G dW^T H dW)` with a coupling.
     """
-    result = run(weight, factor, groups)
-    packed = encode(result.codes, result.scale_index, result.scale_max, groups, factor.perm, bias=bias)
+    result = run(weight, factor, groups, coupling=coupling)
+    parts = (result.codes.cpu().contiguous(), result.scale_index.cpu().contiguous(), result.scale_max.cpu())
+    packed = encode(*parts, groups, factor.perm.cpu(), bias=None if bias is None else bias.cpu())
     return packed, float(result.loss.double().sum())
 
 

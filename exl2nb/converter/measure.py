@@ -5,26 +5,29 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from exl2nb.converter import gptq
-from exl2nb.converter.hessian import factorize, input_of
-from exl2nb.converter.options import group_rows
-from exl2nb.converter.sensitivity import LayerStatistics
-from exl2nb.core.errors import ConversionError
-from exl2nb.io import safetensors
+from exl2nb.converter import gptq, peer
+from exl2nb.converter.options import Groups, group_rows, menus
+from exl2nb.converter.plan import Choice, Override, Plan, Slot, overridden, solve
+from exl2nb.converter.sizes import RESERVE, CacheShape, Other, overhead_bytes, parse_bytes, parts_of
+from exl2nb.core.errors import ConversionError, OptionError
+from exl2nb.core.options import check_range
 from exl2nb.io.atomic import atomic_write
 from exl2nb.io.hf_config import read_json
-from exl2nb.model.layout import Linear
-from exl2nb.quant.bits import WIDTHS, stored_bits
+from exl2nb.model.config import ModelConfig
+from exl2nb.model.layout import Linear, end_vectors, layer_vectors
+from exl2nb.quant.bits import WIDTHS, head_mix, stored_bits
 
-FORMAT = 1
+FORMAT = 2
 ANCHORS = tuple((bits, size) for bits in WIDTHS for size in (32, 128))
+HEAD_BITS = 6
 
 
 @dataclass(frozen=True)
@@ -35,79 +38,254 @@ class Measured:
     out_features: int
     power: float
     anchors: dict[tuple[int, int], list[float]]
+    role: str = ""
+    layer: int = 0
+    bias: bool = False
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """All linears of the stack, by module key, and how much each calibration token counts for each input.
+    """All linears by module key, the head last, and what else the files hold.
 
-    key: hash of model, calibration tokens and converter version. token_weights: "layer.input" -> f32 `(tokens,)`.
+    key: hash of model, calibration tokens and converter version. fingerprint: of the model. others: tensors stored as they are.
+    cache: shape of its KV cache. calibration: rows, length, seed, dataset. statistics: what rounding needs of the calibration text
+    (`sensitivity.LayerStatistics.tensors`); empty in a measurement read from JSON, and in that of a large model: a conversion then reads it
+    from its work folder, or looks at the text once more.
     """
 
     key: str
     linears: dict[str, Measured]
-    token_weights: dict[str, Tensor] = field(repr=False)
+    fingerprint: str = ""
+    others: tuple[Other, ...] = ()
+    cache: CacheShape | None = None
+    calibration: dict[str, Any] = field(default_factory=dict)
+    statistics: dict[str, Tensor] = field(repr=False, compare=False, default_factory=dict)
+
+    # solving
+
+    @cached_property
+    def slots(self) -> tuple[Slot, ...]:
+        """Every matrix with its menu, made once."""
+        by_inputs: dict[int, list[str]] = {}
+        for key, m in self.linears.items():
+            by_inputs.setdefault(m.in_features, []).append(key)
+        made = {}
+        for in_features, keys in by_inputs.items():
+            wanted = [(self.linears[k].out_features, self.linears[k].anchors, self.linears[k].bias) for k in keys]
+            made.update(zip(keys, menus(in_features, wanted)))
+        return tuple(Slot(key, m.role, m.layer, m.in_features, m.out_features, m.bias, made[key]) for key, m in self.linears.items())
+
+    @property
+    def weights(self) -> int:
+        """Weights of the layers' matrices, which bits per weight refer to."""
+        return sum(m.in_features * m.out_features for m in self.linears.values() if m.role != "head")
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """Least and most bits per weight of the layers that `solve` can reach."""
+        stack = [slot for slot in self.slots if slot.role != "head"]
+        vectors = self._vector_bits()
+        least, most = (sum(int(slot.menu.bits[i]) for slot in stack) + vectors for i in (0, -1))
+        return least / self.weights, most / self.weights
+
+    def solve(
+        self,
+        bpw: float | None = None,
+        *,
+        bytes: int | str | None = None,
+        fits: int | str | None = None,
+        context: int = 0,
+        cache: str = "fp16",
+        head_bits: int | str | None = None,
+        overrides: Mapping[str, Override] | None = None,
+        frozen: Mapping[str, Groups] | None = None,
+    ) -> Plan:
+        """Allocate: the option per matrix with the least predicted KL within one budget.
+
+        Args:
+            bpw: bits per weight of the layers, everything they store counted.
+            bytes: of all weight files (or text such as "7GB").
+            fits: a memory (such as "24GiB") that weights, a KV cache of `context` tokens in mode `cache`, and 4 % of air must fit in.
+            context, cache: tokens and mode of that KV cache.
+            head_bits: the head's row of the format's table (2, 3, 4, 5, 6 or 8), or "auto": the head shares the budget. With `bpw`, "auto"
+                makes files as large as a 6-bit head would. None: 6 with `bpw`, "auto" otherwise.
+            overrides: pattern -> rule: per-layer, per-role or per-matrix limits (see `plan.overridden`, `plan.narrowed`).
+            frozen: module key -> groups that must stay as they are, such as `plan.groups()` of another plan.
+
+        Returns:
+            A Plan; the same for the same input. Takes milliseconds, so that a slider may call it.
+
+        Raises:
+            OptionError: not exactly one of bpw, bytes, fits; a value out of range; an override that matches nothing.
+            ConversionError: the budget cannot be met; the message says what can.
+        """
+        if sum(value is not None for value in (bpw, bytes, fits)) != 1:
+            raise OptionError("solve: expected exactly one of bpw, bytes and fits")
+        head_bits = head_bits if head_bits is not None else HEAD_BITS if bpw is not None else "auto"
+        slots = self._slots(head_bits, overrides or {}, frozen or {})
+        if bpw is not None:
+            check_range("bpw", bpw, 2, 8, where="solve")
+            target, budget = f"{bpw:g} bpw", self._stack_budget(bpw, slots, head_bits)
+            low, high = self.range
+            where = (
+                f"bpw is {bpw:g}; this model reaches {low:.3f} to {high:.3f} bits per weight (scales, permutations, norms, biases counted)"
+            )
+        else:
+            target, room = self._room(bytes, fits, context, cache)
+            widest = [
+                part
+                for s in slots
+                for part in parts_of(s.key, [(8, r) for r in group_rows(s.in_features, 32)], s.out_features, bias=s.bias)
+            ]
+            budget, where = 8 * (room - overhead_bytes(widest, self.others)), target
+        found = solve(slots, budget, where=where)
+        return self._plan(slots, found, target)
+
+    def _slots(self, head_bits: int | str, overrides: Mapping[str, Override], frozen: Mapping[str, Groups]) -> list[Slot]:
+        slots = list(self.slots)
+        rules: dict[str, Override] = {key: groups for key, groups in frozen.items()}
+        if head_bits != "auto" and not any(s.role == "head" and s.key in rules for s in slots):
+            if not isinstance(head_bits, int):
+                raise OptionError(f"head_bits is {head_bits!r}; expected 2, 3, 4, 5, 6, 8 or 'auto'")
+            rules |= {s.key: head_mix(head_bits).groups(s.in_features) for s in slots if s.role == "head"}
+        if overrides:
+            slots = overridden(slots, overrides)
+        return overridden(slots, rules, where="frozen") if rules else slots
+
+    def _stack_budget(self, bpw: float, slots: Sequence[Slot], head_bits: int | str) -> int:
+        budget = int(bpw * self.weights) - self._vector_bits()
+        for slot in slots:
+            if slot.role == "head":
+                fixed = stored_bits(head_mix(HEAD_BITS).groups(slot.in_features), slot.menu_columns)
+                budget += fixed if head_bits == "auto" else int(slot.menu.bits[0])
+        return budget
+
+    def _room(self, size: int | str | None, fits: int | str | None, context: int, cache: str) -> tuple[str, int]:
+        if size is not None:
+            return f"bytes is {size}", parse_bytes(size, where="bytes")
+        memory = parse_bytes(fits, where="fits")  # type: ignore[arg-type]
+        if self.cache is None and context:
+            raise OptionError("solve: this measurement does not say how large a cache is; measure again, or leave context at 0")
+        held = self.cache.nbytes(context, cache) if self.cache is not None and context else 0
+        return f"fits is {fits} with {context} tokens of {cache} cache", int(memory * (1 - RESERVE)) - held
+
+    def _vector_bits(self) -> int:
+        """Bits of the layers' norms: they count in the budget, so `bpw` times the weights is all that the layers store."""
+        return 8 * sum(other.nbytes for other in self.others if other.in_layer)
+
+    def _plan(self, slots: Sequence[Slot], found: Sequence[tuple[Groups, int, float]], target: str) -> Plan:
+        total = sum(error for _, _, error in found) or 1e-300
+        choices = tuple(
+            Choice(s.key, s.role, s.layer, s.in_features, s.out_features, groups, bits // 8, error, error / total)
+            for s, (groups, bits, error) in zip(slots, found)
+        )
+        parts = [part for c, s in zip(choices, slots) for part in parts_of(c.key, c.groups, c.out_features, bias=s.bias)]
+        stack = sum(c.nbytes for c in choices if c.role != "head")
+        return Plan(
+            choices=choices,
+            target=target,
+            bpw=(8 * stack + self._vector_bits()) / max(1, self.weights),
+            nbytes=overhead_bytes(parts, self.others) + sum(c.nbytes for c in choices),
+            predicted_kl=sum(c.predicted_kl for c in choices),
+        )
+
+    # files
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write `path` (JSON) and, beside it, the token weights (`.safetensors`), each atomically.
+        """Write a JSON file, atomically.
 
-        The JSON has the `measurement` table of the format's own measurement files (uniform widths in groups of 128), and ours under
-        `exl2nb`.
+        It has the `measurement` table of the format's own measurement files, so that exllamav2 reads it, and ours under `exl2nb`.
         """
         path = Path(path)
-        safetensors.save(path.with_suffix(".safetensors"), self.token_weights)
-        write_json(path, {**_table(self.linears), "exl2nb": {"format": FORMAT, "key": self.key, "linears": _plain(self.linears)}})
+        ours = {
+            "format": FORMAT,
+            "key": self.key,
+            "fingerprint": self.fingerprint,
+            "calibration": self.calibration,
+            "cache": [self.cache.num_layers, self.cache.num_kv_heads, self.cache.head_dim] if self.cache else None,
+            "others": [[o.name, list(o.shape), o.in_layer] for o in self.others],
+            "linears": plain(self.linears),
+        }
+        write_json(path, {**peer.table(self.linears), "exl2nb": ours})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Measurement:
-        """Read what `save` wrote.
+        """Read what `save` wrote; its menus are made at once, so that the first `solve` is as quick as the others.
 
         Raises:
-            ConversionError: not such a file, or damaged.
+            ConversionError: not such a file, or damaged. A file of exllamav2's own goes to `peer.PeerMeasurement.load`.
         """
         path = Path(path)
         content = read_json(path, error=ConversionError).get("exl2nb")
         try:
             assert isinstance(content, dict)
             assert content["format"] == FORMAT
-            linears = _parse(content["linears"])
-            key = str(content["key"])
-        except (AssertionError, KeyError, TypeError, ValueError) as error:
+            cache = content["cache"]
+            made = cls(
+                key=str(content["key"]),
+                linears=parse(content["linears"]),
+                fingerprint=str(content["fingerprint"]),
+                others=tuple(Other(str(n), tuple(int(s) for s in shape), bool(layer)) for n, shape, layer in content["others"]),
+                cache=CacheShape(*(int(v) for v in cache)) if cache else None,
+                calibration=dict(content["calibration"]),
+            )
+            assert made.slots
+        except (AssertionError, KeyError, IndexError, TypeError, ValueError) as error:
             raise ConversionError(
                 f"{path}: found no usable `exl2nb` section ({type(error).__name__}), expected one of format {FORMAT}; measure again"
             ) from error
-        with safetensors.SafetensorsFile(path.with_suffix(".safetensors")) as file:
-            weights = {name: file.read(name) for name in file.names()}
-        return cls(key=key, linears=linears, token_weights=weights)
+        return made
+
+    def check_model(self, fingerprint: str, source: object) -> None:
+        """Raise ConversionError unless the measurement was made of the model with this fingerprint."""
+        if self.fingerprint != fingerprint:
+            raise ConversionError(
+                f"the measurement belongs to another model: its fingerprint is {self.fingerprint[:12]}..., that of {source} is "
+                f"{fingerprint[:12]}...; measure this one"
+            )
+
+    def __repr__(self) -> str:
+        low, high = self.range
+        return f"Measurement({len(self.linears)} matrices, {low:.2f} to {high:.2f} bits per weight, {self.calibration})"
 
 
-def measure_layer(linears: Mapping[str, Linear], weights: Mapping[str, Tensor], statistics: LayerStatistics) -> dict[str, Measured]:
-    """Run every anchor on every linear of one layer.
+def others_of(config: ModelConfig) -> tuple[Other, ...]:
+    """What a model's files hold beside its matrices."""
+    layers = [layer_vectors(config, layer) for layer in range(config.num_layers)]
+    return (
+        *(Other(name, tuple(shape), True) for layer in layers for name, shape in layer.items()),
+        *(Other(name, tuple(shape), False) for name, shape in end_vectors(config).items()),
+    )
+
+
+def measure_linear(linear: Linear, weight: Tensor, factor: Any, hessian: Tensor, gradient: Tensor) -> Measured:
+    """Run every anchor on one linear.
 
     Args:
-        linears: of the layer, by role.
-        weights: its dense tensors.
-        statistics: Hessians and gradients on the calibration rows.
+        linear: which.
+        weight: f32 `(N, K)`.
+        factor: of `hessian` (hessian.factorize).
+        hessian: f64 `(K, K)`.
+        gradient: f64 `(N,)`, mean squared gradient of each output.
     """
-    factors = {name: factorize(h, name=f"layer {statistics.layer}, input of {name}") for name, h in statistics.hessians.items()}
-    names, measured = input_of(linears), {}
-    for role, linear in linears.items():
-        weight, column = weights[f"{linear.key}.weight"], statistics.gradients[linear.key] / 2
-        factor, hessian = factors[names[role]], statistics.hessians[names[role]]
-        anchors = {}
-        for bits, size in ANCHORS:
-            groups = [(bits, rows) for rows in group_rows(linear.in_features, size)]
-            anchors[bits, size] = (gptq.run(weight, factor, groups).loss.double() @ column).tolist()
-        wide = weight.double()
-        power = float(((wide @ hessian) * wide).sum(1) @ column)
-        measured[linear.key] = Measured(linear.in_features, linear.out_features, power, anchors)
-    return measured
+    column, anchors = gradient / 2, {}
+    for bits, size in ANCHORS:
+        groups = [(bits, rows) for rows in group_rows(linear.in_features, size)]
+        found = (gptq.run(weight, factor, groups).loss.double() @ column).tolist()
+        anchors[bits, size] = [float(f"{v:.6g}") for v in found]  # as the file will hold them, so that a saved measurement solves alike
+    wide = weight.double()
+    power = float(((wide @ hessian) * wide).sum(1) @ column)
+    return Measured(linear.in_features, linear.out_features, power, anchors, linear.role, linear.layer, linear.bias)
 
 
-def _plain(linears: Mapping[str, Measured]) -> dict[str, Any]:
+def plain(linears: Mapping[str, Measured]) -> dict[str, Any]:
+    """Measured linears as JSON values."""
     return {
         key: {
             "shape": [m.in_features, m.out_features],
+            "role": m.role,
+            "layer": m.layer,
+            "bias": m.bias,
             "power": m.power,
             "anchors": {f"{bits}/{size}": values for (bits, size), values in m.anchors.items()},
         }
@@ -115,7 +293,12 @@ def _plain(linears: Mapping[str, Measured]) -> dict[str, Any]:
     }
 
 
-def _parse(table: Any) -> dict[str, Measured]:
+def parse(table: Any) -> dict[str, Measured]:
+    """The reverse of `plain`.
+
+    Raises:
+        KeyError, TypeError, ValueError: damaged.
+    """
     linears = {}
     for key, entry in table.items():
         (k, n), anchors = entry["shape"], {}
@@ -124,45 +307,16 @@ def _parse(table: Any) -> dict[str, Measured]:
             if len(values) != len(group_rows(int(k), size)) or not all(math.isfinite(v) and v >= 0 for v in values):
                 raise ValueError(f"{key} {bits}/{size}")
             anchors[bits, size] = values
-        linears[key] = Measured(int(k), int(n), float(entry["power"]), anchors)
+        linears[key] = Measured(
+            int(k), int(n), float(entry["power"]), anchors, str(entry["role"]), int(entry["layer"]), bool(entry["bias"])
+        )
+    if not linears:
+        raise ValueError("no linears")
     return linears
-
-
-def _table(linears: Mapping[str, Measured]) -> dict[str, Any]:
-    """The part that other readers of measurement files understand."""
-    slots: dict[str, dict[str, Measured]] = {}
-    for key, measured in linears.items():
-        module, _, name = key.rpartition(".")
-        slots.setdefault(module, {})[name] = measured
-    table = {module: [_uniform(bits, parts) for bits in WIDTHS] for module, parts in slots.items()}
-    return {"measurement": {**table, "model.norm.norm": None, "lm_head.linear": None}, "last_module_idx": len(slots) + 2}
-
-
-def _uniform(bits: int, parts: Mapping[str, Measured]) -> dict[str, Any]:
-    error = sum(sum(m.anchors[bits, 128]) for m in parts.values()) / max(sum(m.power for m in parts.values()), 1e-300)
-    cost = sum(stored_bits([(bits, rows) for rows in group_rows(m.in_features, 128)], m.out_features) for m in parts.values())
-    recipe = {"group_size": {str(bits): 128}, "bits": [bits], "bits_prop": [1], "scale_bits": 4}
-    return {"accuracy": max(1e-6, 1 - math.sqrt(error)), "total_bits": cost, **dict.fromkeys(parts, recipe)}
-
-
-def save_layer(path: Path, linears: Mapping[str, Measured], token_weights: Mapping[str, Tensor]) -> None:
-    """Write one layer's part, the token weights first: the JSON is the mark that the layer is done."""
-    safetensors.save(path.with_suffix(".safetensors"), {k: v.contiguous() for k, v in token_weights.items()})
-    write_json(path, {"linears": _plain(linears)})
-
-
-def load_layer(path: Path) -> tuple[dict[str, Measured], dict[str, Tensor]] | None:
-    """Read what `save_layer` wrote; None where it is missing or damaged, and must be measured again."""
-    try:
-        linears = _parse(read_json(path, error=ConversionError)["linears"])
-        with safetensors.SafetensorsFile(path.with_suffix(".safetensors")) as file:
-            return linears, {name: file.read(name) for name in file.names()}
-    except (ConversionError, OSError, KeyError, TypeError, ValueError):
-        return None
 
 
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file atomically."""
-    data = json.dumps(value, indent=1).encode()
+    data = json.dumps(value, separators=(",", ":")).encode()
     with atomic_write(path, needed_bytes=len(data)) as file:
         file.write(data)

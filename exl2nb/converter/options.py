@@ -6,29 +6,56 @@ throughout ("anchors") predict every mix: the top rows from a wide run, the rest
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from exl2nb.quant.bits import WIDTHS, stored_bits
+from exl2nb.quant.bits import WIDTHS, padded, stored_bits
 
 GROUP_SIZES = (32, 64, 128)
 DESCENDING = tuple(sorted(WIDTHS, reverse=True))
 PRICES = 96  # Lagrange multipliers tried per group size
 _FEW_GROUPS = 4  # 126 mixes
-Anchors = Mapping[tuple[int, int], list[float]]
+Anchors = Mapping[tuple[int, int], Sequence[float]]
+Groups = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
 class Option:
     """One way to store a linear: (bits, rows) per group, bits on disk, predicted KL in nats."""
 
-    groups: tuple[tuple[int, int], ...]
+    groups: Groups
     bits: int
     error: float
+
+
+@dataclass(frozen=True, eq=False)
+class Menu:
+    """Options of one linear as arrays, smallest first.
+
+    bits: int64 `(M,)`. error: f64 `(M,)`, nats. mix: int64 `(M, 7)`: group size, then how many groups each width of DESCENDING has.
+    """
+
+    in_features: int
+    bits: np.ndarray
+    error: np.ndarray
+    mix: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.bits)
+
+    def groups(self, index: int) -> Groups:
+        """(bits, rows) per group of one option."""
+        size, *counts = self.mix[index].tolist()
+        widths = [bits for bits, count in zip(DESCENDING, counts) for _ in range(count)]
+        return tuple(zip(widths, group_rows(self.in_features, size)))
+
+    def option(self, index: int) -> Option:
+        """One option."""
+        return Option(self.groups(index), int(self.bits[index]), float(self.error[index]))
 
 
 def group_rows(in_features: int, group_size: int) -> list[int]:
@@ -37,10 +64,7 @@ def group_rows(in_features: int, group_size: int) -> list[int]:
 
 
 def menu(in_features: int, out_features: int, anchors: Anchors, *, bias: bool = False) -> list[Option]:
-    """Options of one linear that no other option beats in both bits and error, smallest first.
-
-    For each group size and each of PRICES prices of a bit, the widths (never rising from top to bottom) that minimise error plus price; all
-    such widths where a matrix has few groups, so that small models too can spend their last bits.
+    """Options of one linear that no other option beats in both bits and error, smallest first: `menus` for one.
 
     Args:
         in_features: K.
@@ -48,15 +72,32 @@ def menu(in_features: int, out_features: int, anchors: Anchors, *, bias: bool = 
         anchors: (bits, group size) -> predicted KL of each group; measured at group sizes 32 and 128 (64 is interpolated where absent).
         bias: whether the matrix has one.
     """
-    found: dict[tuple[tuple[int, int], ...], Option] = {}
+    made = menus(in_features, [(out_features, anchors, bias)])[0]
+    return [made.option(i) for i in range(len(made))]
+
+
+def menus(in_features: int, linears: Sequence[tuple[int, Anchors, bool]]) -> list[Menu]:
+    """Menus of linears with the same number of inputs.
+
+    For each group size and each of PRICES prices of a bit, the widths (never rising from top to bottom) that minimise error plus price; all
+    such widths where a matrix has few groups, so that small models too can spend their last bits.
+
+    Args:
+        in_features: K.
+        linears: per linear: out_features, anchors, whether it has a bias.
+    """
+    found: list[list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = [[] for _ in linears]
     for size in GROUP_SIZES:
-        rows = group_rows(in_features, size)
-        errors = _errors(anchors, size, rows)
-        for widths in _mixes(errors, [r * out_features for r in rows]):
-            groups = tuple(zip(widths, rows))
-            error = sum(float(errors[DESCENDING.index(bits), g]) for g, bits in enumerate(widths))
-            found[groups] = Option(groups, stored_bits(groups, out_features, bias=bias), error)
-    return pareto(list(found.values()))
+        rows = np.array(group_rows(in_features, size))
+        errors = np.stack([_errors(anchors, size, len(rows)) for _, anchors, _ in linears])  # (L, 6, G)
+        for place, widths in enumerate(_mixes(errors, rows)):
+            out_features, _, bias = linears[place]
+            counts = np.stack([(widths == i).sum(1) for i in range(len(DESCENDING))], 1)
+            fixed = stored_bits([(0, int(r)) for r in rows], padded(out_features), bias=bias)
+            bits = fixed + (np.array(DESCENDING)[widths] * rows).sum(1) * padded(out_features)
+            error = errors[place][widths, np.arange(len(rows))].sum(1)
+            found[place].append((bits, error, np.concatenate([np.full((len(counts), 1), size), counts], 1)))
+    return [_pareto(in_features, parts) for parts in found]
 
 
 def pareto(options: list[Option]) -> list[Option]:
@@ -68,41 +109,61 @@ def pareto(options: list[Option]) -> list[Option]:
     return kept
 
 
-def _errors(anchors: Anchors, size: int, rows: list[int]) -> Tensor:
+def _pareto(in_features: int, parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Menu:
+    bits, error, mix = (np.concatenate(arrays) for arrays in zip(*parts))
+    order = np.lexsort((*mix.T, error, bits))
+    bits, error, mix = bits[order], error[order], mix[order]
+    lowest = np.minimum.accumulate(error)
+    keep = np.concatenate(([True], error[1:] < lowest[:-1]))
+    return Menu(in_features, bits[keep], error[keep], mix[keep])
+
+
+def _errors(anchors: Anchors, size: int, count: int) -> np.ndarray:
     """Predicted KL per width (DESCENDING) and group: f64 `(6, G)`."""
-    return torch.stack([_group_errors(anchors, bits, size, len(rows)) for bits in DESCENDING])
+    return np.stack([group_errors(anchors, bits, size, count) for bits in DESCENDING])
 
 
-def _group_errors(anchors: Anchors, bits: int, size: int, count: int) -> Tensor:
+def group_errors(anchors: Anchors, bits: int, size: int, count: int) -> np.ndarray:
+    """Predicted KL of each of `count` groups of `size` rows at one width: f64 `(count,)`."""
     if (bits, size) in anchors:
-        return torch.tensor(anchors[bits, size], dtype=torch.float64)
-    fine, coarse = torch.tensor(anchors[bits, 32], dtype=torch.float64), torch.tensor(anchors[bits, 128], dtype=torch.float64)
+        return np.array(anchors[bits, size], dtype=np.float64)
+    fine, coarse = np.array(anchors[bits, 32], dtype=np.float64), np.array(anchors[bits, 128], dtype=np.float64)
     per = size // 32
-    parts = torch.nn.functional.pad(fine, (0, count * per - len(fine))).view(count, per).sum(1)  # the fine groups, added up
-    owner = torch.arange(count) * size // 128
-    total = torch.zeros_like(coarse).index_add_(0, owner, parts)
-    scale = (coarse / total.clamp_min(1e-300))[owner]  # how much worse coarse groups are there
-    return parts * scale.sqrt()
+    parts = np.pad(fine, (0, count * per - len(fine))).reshape(count, per).sum(1)  # the fine groups, added up
+    owner = np.arange(count) * size // 128
+    total = np.bincount(owner, parts, minlength=len(coarse))
+    scale = (coarse / np.maximum(total, 1e-300))[owner]  # how much worse coarse groups are there
+    return parts * np.sqrt(scale)
 
 
-def _mixes(errors: Tensor, weights: list[int]) -> set[tuple[int, ...]]:
-    """For each price, the best widths, not rising along the groups. errors f64 `(6, G)`; weights: weights per group."""
-    if errors.shape[1] <= _FEW_GROUPS:
-        return set(itertools.combinations_with_replacement(DESCENDING, errors.shape[1]))
-    widths = torch.tensor(DESCENDING, dtype=torch.float64)
-    cost = widths[:, None] * torch.tensor(weights, dtype=torch.float64)
-    slope = ((errors[1:] - errors[:-1]) / (cost[:-1] - cost[1:])).clamp_min(1e-300)
-    low, high = torch.log(slope.min()).item() - 1, torch.log(slope.max()).item() + 1
-    prices = torch.linspace(low, high, PRICES, dtype=torch.float64).exp()
-    total = errors[:, :, None] + cost[:, :, None] * prices  # (6, G, P)
-    best, came = total[:, 0], []
-    for g in range(1, errors.shape[1]):
-        least, which = best.cummin(0)  # the group above is at least as wide
-        came.append(which)
-        best = least + total[:, g]
-    state = best.argmin(0)
+@functools.lru_cache(maxsize=8)
+def _all_mixes(groups: int) -> np.ndarray:
+    return np.array(list(itertools.combinations_with_replacement(range(len(DESCENDING)), groups)))
+
+
+def _mixes(errors: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
+    """Per linear, the best widths for each price, not rising along the groups: indices into DESCENDING, int `(M, G)`.
+
+    errors: f64 `(L, 6, G)`. rows: of each group `(G,)`.
+    """
+    count = errors.shape[2]
+    if count <= _FEW_GROUPS:
+        return [_all_mixes(count)] * len(errors)
+    cost = np.array(DESCENDING, dtype=np.float64)[:, None] * rows
+    slope = np.maximum((errors[:, 1:] - errors[:, :-1]) / (cost[:-1] - cost[1:]), 1e-300)
+    low, high = np.log(slope.min((1, 2))) - 1, np.log(slope.max((1, 2))) + 1
+    prices = np.exp(low[:, None] + (high - low)[:, None] * np.linspace(0, 1, PRICES))  # (L, P)
+    total = errors[:, :, None, :] + cost[None, :, None, :] * prices[:, None, :, None]  # (L, 6, P, G)
+    places = np.arange(len(DESCENDING))[None, :, None]
+    best, came = total[..., 0], []
+    for g in range(1, count):
+        least = np.minimum.accumulate(best, 1)  # the group above is at least as wide
+        came.append(np.maximum.accumulate(np.where(best == least, places, 0), 1))
+        best = least + total[..., g]
+    state = best.argmin(1)
     path = [state]
     for which in reversed(came):
-        state = which.gather(0, state[None])[0]
+        state = np.take_along_axis(which, state[:, None], 1)[:, 0]
         path.append(state)
-    return {tuple(DESCENDING[i] for i in column) for column in torch.stack(path[::-1], 1).tolist()}
+    widths = np.stack(path[::-1], -1)  # (L, P, G)
+    return [np.unique(one, axis=0) for one in widths]

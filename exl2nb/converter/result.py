@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import html
-from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exl2nb.converter.measure import Measurement
+from exl2nb.converter.plan import mix_of
+from exl2nb.converter.report import Quality
 from exl2nb.quant.bits import bits_per_weight, padded
 
 if TYPE_CHECKING:
@@ -43,10 +44,7 @@ class Matrix:
     @property
     def mix(self) -> str:
         """Widths and rows, such as "5x32 4x224 g32"."""
-        rows: Counter[int] = Counter()
-        for bits, count in self.groups:
-            rows[bits] += count
-        return " ".join(f"{bits}x{count}" for bits, count in sorted(rows.items(), reverse=True)) + f" g{self.groups[0][1]}"
+        return mix_of(self.groups)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -56,20 +54,21 @@ class Conversion:
     path: the model directory. target_bpw: asked for. bpw: reached: all that the layers store over the weights of their
     matrices; head and embedding not counted. nbytes: of the
     weight files. matrices: in running order, the head last. seconds: per stage. measurement: pass it to the next conversion of this model.
-    resumed_layers: layers taken over from an interrupted run.
+    resumed_layers: layers taken over from an interrupted run. quality: on held-out rows of the calibration text, None without any.
     """
 
     path: Path
     source: Path
     target_bpw: float
     bpw: float
-    head_bits: int
+    head_bits: float
     nbytes: int
     matrices: tuple[Matrix, ...]
     seconds: dict[str, float]
     calibration: dict[str, Any]
     resumed_layers: int
     measurement: Measurement = field(repr=False)
+    quality: Quality | None = None
 
     @property
     def predicted_kl(self) -> float:

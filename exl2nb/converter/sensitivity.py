@@ -1,15 +1,18 @@
 """How much each output of each linear matters to the model's predictions: one backward sweep. Knows nothing of bits.
 
 For labels sampled from the model itself, the gradient g of -log p at a linear's output has E[g g^T] = Fisher information, and a small
-change d of that output costs KL = (g^T d)^2 / 2 on average. So column n of a changed matrix dW costs about G_n * dW_n^T H dW_n / 2, where
-G_n = mean g_n^2 and H = sum of x x^T weighted by the token's |g|^2: tokens that matter to nobody do not bend the rounding. The
-weights are heavy-tailed, so a few tokens would do all the talking; half of each weight is therefore the same for all (held-out KL of the
-demo model, 3 bits, 32 rows: 0.2755 unweighted, 0.2746 fully weighted, 0.2677 half and half).
+change d of that output costs KL = (g^T d)^2 / 2 on average. So a changed matrix dW costs about tr(G dW^T H dW) / 2, where G = mean g g^T
+over the outputs and H = sum of x x^T weighted by the token's |g|^2: tokens that matter to nobody do not bend the rounding. G's diagonal
+says what a column's error costs; all of it says which columns' errors cancel each other, which the rounding uses (hessian.coupling).
+
+The weights are heavy-tailed, so a few tokens would do all the talking; half of each weight is therefore the same for all (held-out KL of
+the demo model, 3 bits, 32 rows: 0.2755 unweighted, 0.2746 fully weighted, 0.2677 half and half).
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,27 +22,36 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from exl2nb.converter.hessian import ROWS_PER_BATCH, Moments, advance, input_of
+from exl2nb.converter.hessian import ROWS_PER_BATCH, Moments, advance, block_of, check_finite, input_of
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import layer_linears
 
 Step = Callable[[str], None]
+HEAD_INPUT = "head"
+STREAM_BYTES = 2 << 30  # above this the residual streams of some layers are computed twice instead of kept
 
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """One layer of the dense model on the calibration rows.
+    """One layer of the dense model on the calibration rows, or the head (layer -1).
 
     hessians: input name -> f64 `(K, K)`, weighted by token. token_weights: input name -> f32 `(tokens,)`, mean 1.
     gradients: linear key -> f64 `(N,)`, mean squared gradient of each output.
+    couplings: linear key -> f32 `(N / B, B, B)`, mean products of gradients within blocks of outputs.
     """
 
     layer: int
     hessians: dict[str, Tensor]
     token_weights: dict[str, Tensor]
     gradients: dict[str, Tensor]
+    couplings: dict[str, Tensor]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """What quantising the layer needs later, by name."""
+        weights = {f"{self.layer}.{name}": weight.cpu() for name, weight in self.token_weights.items()}
+        return {**weights, **{f"{key}.coupling": coupling.cpu() for key, coupling in self.couplings.items()}}
 
 
 def sweep(weights: DenseWeights, ids: Tensor, *, seed: int, step: Step) -> Iterator[LayerStatistics]:
@@ -52,32 +64,67 @@ def sweep(weights: DenseWeights, ids: Tensor, *, seed: int, step: Step) -> Itera
         step: called with one line for people after every layer and direction (2 * num_layers + 1 times).
 
     Yields:
-        LayerStatistics, last layer first. Memory: the residual stream before every layer, `num_layers * rows * S * H` floats.
+        LayerStatistics: the head's, then the layers', last first.
+
+    Cost: the residual stream before every layer, `num_layers * rows * S * H` floats; where that is more than STREAM_BYTES, about
+    `2 * sqrt(num_layers)` of them and one more forward pass.
     """
     config, ends = weights.config, weights.ends()
-    streams = [reference.embed(config, ends, ids)]
-    for layer in range(config.num_layers):
-        streams.append(advance(config, layer, weights.layer(layer), streams[-1]))
+    device = ends[f"{config.names.embed}.weight"].device
+    x = reference.embed(config, ends, ids.to(device))
+    layers = config.num_layers
+    every = 1 if x.nbytes * layers <= STREAM_BYTES else math.isqrt(layers)
+    kept: dict[int, Tensor] = {}
+    for layer in range(layers):
+        if layer % every == 0:
+            kept[layer] = x
+        x = advance(config, layer, weights.layer(layer), x)
+        check_finite(x, f"layer {layer}: its output on the calibration rows")
         step(f"forward, layer {layer}")
-    gradient = _loss_gradient(config, ends, streams.pop(), torch.Generator().manual_seed(seed))
+    statistics, gradient = _head(config, ends, x, torch.Generator(device).manual_seed(seed))
+    del ends, x
     step("loss")
-    for layer in reversed(range(config.num_layers)):
-        statistics, gradient = _backward(config, layer, weights.layer(layer), streams.pop(), gradient)
+    yield statistics
+    for layer in reversed(range(layers)):
+        first = layer - layer % every
+        for missing in range(first, layer):
+            if missing + 1 not in kept:
+                kept[missing + 1] = advance(config, missing, weights.layer(missing), kept[missing])
+        statistics, gradient = _backward(config, layer, weights.layer(layer), kept.pop(layer), gradient)
         yield statistics
         step(f"backward, layer {layer}")
 
 
-def _loss_gradient(config: ModelConfig, ends: Mapping[str, Tensor], x: Tensor, generator: torch.Generator) -> Tensor:
-    """Gradient, at the last stream, of -log p of one sampled label per token: f32 like x."""
-    gradients = []
+def _head(config: ModelConfig, ends: Mapping[str, Tensor], x: Tensor, generator: torch.Generator) -> tuple[LayerStatistics, Tensor]:
+    """Statistics of the head's matrix, and the gradient of -log p of one sampled label per token at the last stream (f32 like x).
+
+    The head needs no samples: a change d of the logits costs (sum p d^2 - (sum p d)^2) / 2, of which p (1 - p) is the diagonal.
+    """
+    key, moments, gradients = config.names.head, Moments(), []
+    square = torch.zeros((), dtype=torch.float64, device=x.device)
     for row in x:
         with torch.enable_grad():
             leaf = row.detach().requires_grad_(True)
-            logprobs = reference.head(config, ends, reference.final_norm(config, ends, leaf)).log_softmax(-1)
-            labels = torch.multinomial(logprobs.detach().exp(), 1, generator=generator)
+            normed = reference.final_norm(config, ends, leaf)
+            logprobs = reference.head(config, ends, normed).log_softmax(-1)
+            probs = logprobs.detach().exp()
+            labels = torch.multinomial(probs, 1, generator=generator)
             loss = -logprobs.gather(-1, labels).sum()
         gradients.append(torch.autograd.grad(loss, leaf)[0])
-    return torch.stack(gradients)
+        spread = probs.mul_(1 - probs)
+        square = square + spread.sum(0, dtype=torch.float64)
+        moments.add(HEAD_INPUT, normed, spread.sum(1))
+        moments.add(f"{HEAD_INPUT} plain", normed)
+    hessians = moments.hessians()
+    gradient = torch.stack(gradients)
+    statistics = LayerStatistics(
+        layer=-1,
+        hessians={HEAD_INPUT: (hessians[HEAD_INPUT] + hessians[f"{HEAD_INPUT} plain"]) / 2},
+        token_weights={},
+        gradients={key: square * config.logit_scale**2 / (x.shape[0] * x.shape[1])},
+        couplings={},
+    )
+    return statistics, gradient
 
 
 def _backward(
@@ -86,7 +133,8 @@ def _backward(
     """Statistics of one layer, and the gradient at its input."""
     roles = {linear.key: role for role, linear in layer_linears(config, layer).items()}
     names = input_of(roles.values())
-    moments, squares = Moments(), dict.fromkeys(roles, torch.zeros((), dtype=torch.float64))
+    moments = Moments()
+    products: dict[str, Tensor] = {}
     tokens: dict[str, list[Tensor]] = {}
     below = []
     for part, upper in zip(x.split(ROWS_PER_BATCH), gradient.split(ROWS_PER_BATCH)):
@@ -97,10 +145,10 @@ def _backward(
         below.append(torch.autograd.grad(out, leaf, upper)[0])
         weight: dict[str, Tensor] = {}
         for key, role in roles.items():
-            square = tape.gradients[key].flatten(0, -2).square()
-            squares[key] = squares[key] + square.double().sum(0)
-            name = names[role]
-            weight[name] = weight.get(name, torch.zeros(())) + square.sum(1)
+            found = tape.gradients[key].flatten(0, -2)
+            product = _products(found).double()
+            products[key] = products[key] + product if key in products else product
+            weight[names[role]] = weight.get(names[role], 0) + found.square().sum(1)
         for name, value in weight.items():
             inputs = tape.inputs[config.names.at(layer, name)]
             moments.add(name, inputs, value)
@@ -112,9 +160,16 @@ def _backward(
         layer=layer,
         hessians={name: (hessians[name] + hessians[f"{name} plain"]) / 2 for name in tokens},
         token_weights={name: _blend(torch.cat(parts)) for name, parts in tokens.items()},
-        gradients={key: square / count for key, square in squares.items()},
+        gradients={key: product.diagonal(dim1=1, dim2=2).flatten() / count for key, product in products.items()},
+        couplings={key: (product / count).float() for key, product in products.items()},
     )
     return statistics, torch.cat(below)
+
+
+def _products(gradient: Tensor) -> Tensor:
+    """Sums of products within blocks of outputs: `(tokens, N)` -> f32 `(N / B, B, B)`."""
+    blocks = gradient.unflatten(1, (-1, block_of(gradient.shape[1]))).transpose(0, 1)
+    return blocks.transpose(1, 2) @ blocks
 
 
 def _blend(weight: Tensor) -> Tensor:
@@ -134,7 +189,8 @@ class _Tape(TorchFunctionMode):
     def __post_init__(self) -> None:
         super().__init__()
 
-    def capture(self, key: str, value: Tensor) -> None:
+    def capture(self, key: str, value: Tensor, rows: Tensor | None = None) -> None:
+        """Called before every linear. rows: which tokens it sees, None for all."""
         self.inputs[key], self._pending = value.detach(), key
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

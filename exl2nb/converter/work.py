@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from exl2nb.converter.measure import Measurement
+from exl2nb.converter.measure import Measured, Measurement, parse, plain, write_json
 from exl2nb.core.errors import ConversionError, Exl2Error
 from exl2nb.io import safetensors
+from exl2nb.io.hf_config import read_json
 from exl2nb.model.layout import Linear
 from exl2nb.quant.exl2 import Exl2Tensors
 
@@ -44,17 +45,45 @@ class Work:
     def save_measurement(self, found: Measurement, layers: int) -> None:
         """Keep a finished measurement; the parts of its layers are no longer needed."""
         found.save(self._measurement(found.key))
-        for layer in range(layers):
-            for part in (self.measured(found.key, layer), self.measured(found.key, layer).with_suffix(".safetensors")):
-                part.unlink(missing_ok=True)
+        for layer in (HEAD, *range(layers)):
+            self._measured(found.key, layer).unlink(missing_ok=True)
 
-    def measured(self, key: str, layer: int) -> Path:
-        """File of one measured layer (see measure.save_layer)."""
-        return self.directory / f"measure-{key[:16]}-{layer:04d}.json"
+    def save_part(self, key: str, layer: int, linears: Mapping[str, Measured]) -> None:
+        """Keep the measured linears of one layer, or of the head."""
+        write_json(self._measured(key, layer), {"linears": plain(linears)})
+
+    def load_part(self, key: str, layer: int) -> dict[str, Measured] | None:
+        """Read what `save_part` wrote; None where it is missing or damaged, and must be measured again."""
+        try:
+            return parse(read_json(self._measured(key, layer), error=ConversionError)["linears"])
+        except (Exl2Error, OSError, KeyError, TypeError, ValueError):
+            return None
+
+    def save_statistics(self, key: str, layer: int, tensors: Mapping[str, Tensor]) -> None:
+        """Keep what quantising one layer needs of the sweep."""
+        safetensors.save(self._statistics(key, layer), {name: tensor.contiguous() for name, tensor in tensors.items()})
+
+    def load_statistics(self, key: str, layer: int) -> dict[str, Tensor] | None:
+        """Read what `save_statistics` wrote; None where it is missing or damaged."""
+        try:
+            with safetensors.SafetensorsFile(self._statistics(key, layer)) as file:
+                return {name: file.read(name) for name in file.names()}
+        except (Exl2Error, OSError):
+            return None
+
+    def has_statistics(self, key: str, layers: int) -> bool:
+        """Whether those of every layer are there."""
+        return all(self._statistics(key, layer).is_file() for layer in range(layers))
+
+    def _measured(self, key: str, layer: int) -> Path:
+        return self.directory / f"measure-{key[:16]}-{_layer(layer)}.json"
+
+    def _statistics(self, key: str, layer: int) -> Path:
+        return self.directory / f"statistics-{key[:16]}-{_layer(layer)}.safetensors"
 
     def quantized(self, key: str, layer: int) -> Path:
         """File of one quantised layer, or of the head."""
-        return self.directory / f"layer-{key[:16]}-{'head' if layer == HEAD else f'{layer:04d}'}.safetensors"
+        return self.directory / f"layer-{key[:16]}-{_layer(layer)}.safetensors"
 
     def save(self, key: str, layer: int, packed: Packed) -> None:
         """Write one quantised layer."""
@@ -87,6 +116,10 @@ class Work:
 
     def _measurement(self, key: str) -> Path:
         return self.directory / f"measurement-{key[:16]}.json"
+
+
+def _layer(layer: int) -> str:
+    return "head" if layer == HEAD else f"{layer:04d}"
 
 
 def make_directory(directory: Path) -> None:

@@ -20,7 +20,7 @@ from exl2nb.core.errors import FormatError
 from exl2nb.io.atomic import atomic_write
 from exl2nb.io.safetensors_header import DTYPES, TensorInfo, fail, open_file, read_header
 
-__all__ = ["DTYPES", "SafetensorsFile", "TensorInfo", "Writer", "save", "stream"]
+__all__ = ["DTYPES", "SafetensorsFile", "TensorInfo", "Writer", "header_bytes", "save", "stream"]
 
 TAGS = {dtype: tag for tag, dtype in DTYPES.items()}
 _RANK = {dtype: rank for rank, dtype in enumerate(DTYPES.values())}
@@ -131,6 +131,11 @@ def save(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: 
         file.write(header)
         for name, _, _ in order:
             file.write(_bytes(tensors[name]))
+
+
+def header_bytes(parts: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> int:
+    """Bytes that a file of these tensors (name, dtype, shape) has before its data."""
+    return len(_header(_sorted(parts), None))
 
 
 class Writer:

@@ -142,8 +142,9 @@ def test_same_bytes_again_and_from_a_saved_measurement(done, source, tmp_path):
 
 
 def test_measurement_of_something_else_is_refused(done, source, tmp_path):
-    with pytest.raises(ConversionError, match="belongs to another"):
-        ConversionJob(source, tmp_path / "x", bpw=5.0, measurement=done.measurement, **{**OPTIONS, "rows": 5}).run()
+    other = write_model(tmp_path / "other", rms_norm_eps=1e-6)
+    with pytest.raises(ConversionError, match="belongs to another model"):
+        ConversionJob(other, tmp_path / "x", bpw=5.0, measurement=done.measurement, **OPTIONS).run()
     (tmp_path / "m.json").write_text('{"measurement": {}}')
     with pytest.raises(ConversionError, match="measure again"):
         ConversionJob(source, tmp_path / "x", bpw=5.0, measurement=tmp_path / "m.json", **OPTIONS).run()
@@ -205,7 +206,7 @@ def test_a_damaged_layer_file_is_made_again(done, source, tmp_path):
     result = ConversionJob(source, tmp_path / "out", bpw=5.0, work_dir=tmp_path / "work", **OPTIONS).run()
     assert output(result.path) == output(done.path)
     assert result.resumed_layers == 3
-    assert sorted(p.suffix for p in (tmp_path / "work").iterdir()) == [".json", ".safetensors"]  # the measurement stays
+    assert sorted(p.name.split("-")[0] for p in (tmp_path / "work").iterdir()) == ["measurement", *["statistics"] * 3]  # these stay
 
 
 def test_cancel(source, tmp_path):
@@ -242,7 +243,7 @@ def test_tied_head_and_odd_vocabulary(tmp_path):
         ({"rows": 0}, OptionError, "rows"),
         ({"length": 8}, OptionError, "length"),
         ({"seed": -1}, OptionError, "seed"),
-        ({"effort": "heroic"}, OptionError, "quick, thorough"),
+        ({"effort": "heroic"}, OptionError, "quick, full, thorough"),
     ],
 )
 def test_options_out_of_range(source, tmp_path, options, error, text):

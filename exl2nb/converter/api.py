@@ -1,0 +1,44 @@
+"""The converter's public functions beside `convert`: measure once, solve often."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Literal
+
+from exl2nb.converter.job import ConversionJob
+from exl2nb.converter.measure import Measurement
+from exl2nb.core.progress import Sink, showing
+
+DEMO = Path(__file__).parent.parent / "demo_model" / "measurement.json"
+
+
+def measure(
+    src: str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
+    *,
+    progress: Sink | Literal["auto"] | None = "auto",
+    **options: Any,
+) -> Measurement:
+    """Measure what every width would cost each matrix of a dense model: good for any bitrate.
+
+    Args:
+        src: model directory or hub id.
+        out: JSON file to write; exllamav2 0.3.2 reads it too.
+        progress: takes the events; "auto" and None as in `load`.
+        options: calibration, rows, length, seed, effort, work_dir, as in `ConversionJob`.
+
+    Returns:
+        The measurement: `.solve(bpw=...)`, and `convert(..., measurement=...)`.
+    """
+    with showing(progress, "measure") as sink, tempfile.TemporaryDirectory() as temporary:
+        found = ConversionJob(src, Path(temporary) / "none", bpw=8.0, **options).measure(sink)
+    if out is not None:
+        found.save(out)
+    return found
+
+
+def demo_measurement() -> Measurement:
+    """The demo model's measurement that comes with the package: solves any bitrate in milliseconds, nothing is run."""
+    return Measurement.load(DEMO)

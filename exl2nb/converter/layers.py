@@ -1,0 +1,155 @@
+"""Quantising one layer: Hessians on what is quantised so far, targets that make up for it, codes. Knows nothing of files or budgets.
+
+Two residual streams run side by side, the dense model's x and the quantised one's y. A linear W sees inputs from y, but should give what
+the dense model gives on x: its target is W + strength * H^-1 C W with H = y^T y and C = y^T (x - y) (asymmetric calibration). Within a
+layer the inputs of o, gate/up and down come from the matrices already quantised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from exl2nb.converter.gptq import dense, quantize
+from exl2nb.converter.hessian import ROWS_PER_BATCH, Factor, Moments, couple, factorize, input_at, input_of
+from exl2nb.model import reference
+from exl2nb.model.config import ModelConfig
+from exl2nb.model.layout import Linear, head_linear, layer_linears
+from exl2nb.quant.exl2 import Exl2Tensors
+
+HELD_BYTES = 1 << 30  # inputs of the dense model that are kept while a layer is quantised; above this they are computed again
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """How codes are chosen. strength: of asymmetric calibration, 0 to 1. coupled: columns of a matrix are rounded together.
+
+    refresh: inputs inside a layer come from what is already quantised of it.
+    """
+
+    strength: float = 0.5
+    coupled: bool = True
+    refresh: bool = True
+
+
+@dataclass
+class Streams:
+    """Residual streams f32 `(rows, S, H)`: of the dense model, and of the model quantised so far. The first `used` rows calibrate."""
+
+    dense: Tensor
+    made: Tensor
+    used: int
+
+    def batches(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Calibration rows, a few at a time: place, dense, made."""
+        for first in range(0, self.used, ROWS_PER_BATCH):
+            part = slice(first, min(first + ROWS_PER_BATCH, self.used))
+            yield part, self.dense[part], self.made[part]
+
+
+def quantize_layer(
+    config: ModelConfig,
+    layer: int,
+    weights: Mapping[str, Tensor],
+    streams: Streams,
+    statistics: Mapping[str, Tensor],
+    groups: Mapping[str, Sequence[tuple[int, int]]],
+    rounding: Rounding,
+) -> dict[str, tuple[Exl2Tensors, float]]:
+    """Quantise all linears of one layer.
+
+    Args:
+        config: the model.
+        layer: its index.
+        weights: the layer's dense tensors.
+        streams: before the layer; not changed.
+        statistics: token weights ("layer.input") and couplings ("key.coupling") of the layer.
+        groups: key -> (bits, rows) of each linear.
+        rounding: how.
+
+    Returns:
+        Key -> tensors and loss.
+    """
+    linears = layer_linears(config, layer)
+    names = input_of(linears)
+    current, held = dict(weights), _held(config, layer, weights, streams, linears, names)
+    before, packed = dict(weights), {}
+    for name in dict.fromkeys(names.values()):
+        key = linears[name].key
+        factor, cross = _factor(config, layer, (weights, current if rounding.refresh else before), streams, key, held, statistics, rounding)
+        for linear in (linears[role] for role, source in names.items() if source == name):
+            weight = weights[f"{linear.key}.weight"]
+            target = weight if cross is None else weight + factor.correction(cross, weight, rounding.strength)
+            products = statistics.get(f"{linear.key}.coupling") if rounding.coupled else None
+            coupling = None if products is None else couple(products.to(weight.device))
+            bias = weights[f"{linear.key}.bias"].half() if linear.bias else None
+            packed[linear.key] = quantize(target, factor, groups[linear.key], bias=bias, coupling=coupling)
+            current[f"{linear.key}.weight"] = dense(packed[linear.key][0], linear.out_features).to(weight.device)
+    return packed
+
+
+def quantize_head(
+    config: ModelConfig, ends: Mapping[str, Tensor], streams: Streams, groups: Sequence[tuple[int, int]], rounding: Rounding
+) -> tuple[Exl2Tensors, float]:
+    """Quantise the head's matrix on the streams after the last layer."""
+    key, moments = head_linear(config).key, Moments()
+    for _, x, y in streams.batches():
+        wanted, found = (reference.final_norm(config, ends, part) for part in (x, y))
+        moments.add("head", found)
+        if rounding.strength:
+            moments.add_cross("cross", found, wanted - found)
+    hessians = moments.hessians()
+    factor, weight = factorize(hessians["head"], name="input of the head"), ends[f"{key}.weight"]
+    if rounding.strength:
+        weight = weight + factor.correction(hessians["cross"], weight, rounding.strength)
+    return quantize(weight, factor, groups)
+
+
+def _held(
+    config: ModelConfig,
+    layer: int,
+    weights: Mapping[str, Tensor],
+    streams: Streams,
+    linears: Mapping[str, Linear],
+    names: Mapping[str, str],
+) -> dict[str, list[Tensor]] | None:
+    """The dense model's inputs of every linear, per batch, where they fit."""
+    firsts = {linears[name].key: linears[name].in_features for name in names.values()}
+    if streams.used * streams.dense.shape[1] * 4 * sum(firsts.values()) > HELD_BYTES:
+        return None
+    held: dict[str, list[Tensor]] = {key: [] for key in firsts}
+
+    def capture(key: str, value: Tensor, rows: Tensor | None = None) -> None:
+        if key in held:
+            held[key].append(value)
+
+    for _, x, _ in streams.batches():
+        reference.block(config, layer, weights, x, capture)
+    return held
+
+
+def _factor(
+    config: ModelConfig,
+    layer: int,
+    weights: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
+    streams: Streams,
+    key: str,
+    held: dict[str, list[Tensor]] | None,
+    statistics: Mapping[str, Tensor],
+    rounding: Rounding,
+) -> tuple[Factor, Tensor | None]:
+    """Factor of one input's Hessian, and the cross moments where they are wanted. weights: dense, and quantised so far."""
+    moments, length = Moments(), streams.dense.shape[1]
+    name = next(role for role, linear in layer_linears(config, layer).items() if linear.key == key)
+    tokens = statistics.get(f"{layer}.{name}")
+    for place, (part, x, y) in enumerate(streams.batches()):
+        found = input_at(config, layer, weights[1], y, key)
+        weight = None if tokens is None else tokens[part.start * length : part.stop * length].to(found.device)
+        moments.add(name, found, weight)
+        if rounding.strength:
+            wanted = held[key][place] if held else input_at(config, layer, weights[0], x, key)
+            moments.add_cross("cross", found, wanted - found, weight)
+    hessians = moments.hessians()
+    return factorize(hessians[name], name=f"layer {layer}, input of {name}"), hessians.get("cross")

@@ -1,0 +1,277 @@
+"""What a bitrate would look like before anything is quantised: bits, bytes and predicted KL of every matrix. Knows nothing of how a menu
+was measured.
+
+`Measurement.solve` makes plans; a conversion carries one out.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import html
+import itertools
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from exl2nb.converter.allocate import allocate_arrays
+from exl2nb.converter.options import Groups, Menu
+from exl2nb.core.errors import ConversionError, OptionError
+from exl2nb.quant.bits import WIDTHS, padded, stored_bits
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+LIMIT_STATES = 600  # of the knapsack: a few ms, and within 1e-3 of the optimum on the demo model
+Override = float | tuple[float, float] | Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One matrix of a plan.
+
+    key: module key. role: "q", "down", ..., "head". layer: -1 for the head. groups: (bits, rows) from top to bottom. nbytes: on disk, bias
+    included. predicted_kl: nats per token. share: of the plan's predicted KL, 0..1.
+    """
+
+    key: str
+    role: str
+    layer: int
+    in_features: int
+    out_features: int
+    groups: Groups
+    nbytes: int
+    predicted_kl: float
+    share: float
+
+    @property
+    def bpw(self) -> float:
+        """Bits per weight, everything stored but a bias."""
+        return stored_bits(self.groups, padded(self.out_features)) / (self.in_features * padded(self.out_features))
+
+    @property
+    def group_size(self) -> int:
+        """Rows per group."""
+        return self.groups[0][1]
+
+    @property
+    def mix(self) -> str:
+        """Widths and rows, such as "5x32 4x224 g32"."""
+        return mix_of(self.groups)
+
+
+def mix_of(groups: Sequence[tuple[int, int]]) -> str:
+    """Widths and rows of a matrix for people, such as "5x32 4x224 g32"."""
+    rows: Counter[int] = Counter()
+    for bits, count in groups:
+        rows[bits] += count
+    return " ".join(f"{bits}x{count}" for bits, count in sorted(rows.items(), reverse=True)) + f" g{groups[0][1]}"
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """An allocation.
+
+    choices: in running order, the head last. target: what was asked for, for people. bpw: all that the layers store over the weights of
+    their matrices; head and embedding not counted. nbytes: of the finished weight files. predicted_kl: nats per token, in all.
+    """
+
+    choices: tuple[Choice, ...]
+    target: str
+    bpw: float
+    nbytes: int
+    predicted_kl: float
+
+    @property
+    def head_bpw(self) -> float:
+        """Bits per weight of the head."""
+        return self.choices[-1].bpw
+
+    def groups(self) -> dict[str, Groups]:
+        """Module key -> groups: what `frozen=` takes."""
+        return {choice.key: choice.groups for choice in self.choices}
+
+    def to_frame(self) -> pd.DataFrame:
+        """One line per matrix: key, layer, role, bpw, mix, group_size, nbytes, predicted_kl, share."""
+        import pandas as pd
+
+        names = ("key", "layer", "role", "bpw", "mix", "group_size", "nbytes", "predicted_kl", "share")
+        return pd.DataFrame([{name: getattr(choice, name) for name in names} for choice in self.choices])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON and widgets."""
+        names = ("key", "role", "layer", "in_features", "out_features", "bpw", "mix", "group_size", "nbytes", "predicted_kl", "share")
+        return {
+            "target": self.target,
+            "bpw": self.bpw,
+            "head_bpw": self.head_bpw,
+            "nbytes": self.nbytes,
+            "predicted_kl": self.predicted_kl,
+            "choices": [{**{name: getattr(c, name) for name in names}, "groups": [list(g) for g in c.groups]} for c in self.choices],
+        }
+
+    def __repr__(self) -> str:
+        return (
+            f"Plan({self.target}: {self.bpw:.4f} bits per weight, head {self.head_bpw:.2f}, {self.nbytes:,} bytes, "
+            f"predicted KL {self.predicted_kl:.5f})"
+        )
+
+    def _repr_html_(self) -> str:
+        top = sorted(self.choices, key=lambda c: -c.share)[:12]
+        rows = "".join(
+            f"<tr><td>{html.escape(c.key)}</td><td>{c.bpw:.2f}</td><td>{c.mix}</td><td>{c.nbytes:,}</td><td>{100 * c.share:.1f} %</td></tr>"
+            for c in top
+        )
+        return (
+            f'<div style="font:13px/1.4 system-ui,sans-serif"><b>{html.escape(repr(self))}</b><br>the matrices that cost most'
+            f'<table style="font-variant-numeric:tabular-nums"><tr><th>matrix</th><th>bits</th><th>mix</th><th>bytes</th>'
+            f"<th>share of KL</th></tr>{rows}</table></div>"
+        )
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One matrix to be planned: who it is, its menu, and the bits of its bias."""
+
+    key: str
+    role: str
+    layer: int
+    in_features: int
+    out_features: int
+    bias: bool
+    menu: Menu
+
+    @property
+    def menu_columns(self) -> int:
+        """Columns as stored."""
+        return padded(self.out_features)
+
+
+def solve(slots: Sequence[Slot], budget: int, *, where: str) -> list[tuple[Groups, int, float]]:
+    """(groups, bits, predicted KL) per slot: least sum of KL within `budget` bits.
+
+    Raises:
+        ConversionError: the budget is below the least or not a number of bits. `where` says what was asked for, with the reachable range.
+    """
+    least = sum(int(slot.menu.bits[0]) for slot in slots)
+    if least > budget:
+        raise ConversionError(
+            f"{where}: these matrices take at least {least / 8:,.0f} bytes, found room for {max(0, budget) // 8:,}: ask for more"
+        )
+    picks = allocate_arrays([s.menu.bits for s in slots], [s.menu.error for s in slots], budget, limit_states=LIMIT_STATES)
+    return [(s.menu.groups(i), int(s.menu.bits[i]), float(s.menu.error[i])) for s, i in zip(slots, picks)]
+
+
+def narrowed(slot: Slot, rule: Override) -> Slot:
+    """The slot with only the options that an override leaves.
+
+    Args:
+        slot: any.
+        rule: bits per weight (the largest option of at most that many, scales and permutation not counted against it), a range (low, high)
+            of bits per weight, or the groups themselves as (bits, rows) pairs.
+
+    Raises:
+        OptionError: a rule of another kind, groups that do not fit the matrix, or nothing left.
+    """
+    menu = slot.menu
+    if isinstance(rule, (int, float)) and not isinstance(rule, bool):
+        keep = _nearest(slot, float(rule))
+    elif _is_groups(rule):
+        return _fixed(slot, tuple((int(b), int(r)) for b, r in rule))  # type: ignore[union-attr]
+    elif isinstance(rule, (tuple, list)) and len(rule) == 2 and all(isinstance(v, (int, float)) for v in rule):
+        low, high = rule  # type: ignore[misc]
+        widths = _mean_width(menu)
+        keep = np.flatnonzero((widths >= low - 1e-9) & (widths <= high + 1e-9))  # type: ignore[operator]
+    else:
+        raise OptionError(
+            f"override of {slot.key} is {rule!r}; expected bits, a range (low, high) of bits, or groups as (bits, rows) pairs"
+        )
+    if not len(keep):
+        raise OptionError(f"override of {slot.key} is {rule!r}: no option is left; codes of this matrix can have 2 to 8 bits on average")
+    return Slot(
+        slot.key, slot.role, slot.layer, slot.in_features, slot.out_features, slot.bias,
+        Menu(menu.in_features, menu.bits[keep], menu.error[keep], menu.mix[keep]),
+    )  # fmt: skip
+
+
+def overridden(slots: Sequence[Slot], overrides: Mapping[str, Override], *, where: str = "overrides") -> list[Slot]:
+    """Apply overrides; the first pattern that matches a key counts.
+
+    Args:
+        slots: all matrices.
+        overrides: pattern -> rule (see `narrowed`). A pattern is a module key, a glob (`*.down_proj`), a role ("v", "head") or
+            "layer N" / "layers N-M".
+
+    Raises:
+        OptionError: a pattern matches nothing.
+    """
+    used, made = set(), []
+    for slot in slots:
+        for pattern, rule in overrides.items():
+            if _matches(pattern, slot):
+                used.add(pattern)
+                slot = narrowed(slot, rule)
+                break
+        made.append(slot)
+    for pattern in overrides:
+        if not any(_matches(pattern, slot) for slot in slots):
+            raise OptionError(
+                f"{where}: {pattern!r} matches no matrix; expected a module key, a glob, a role "
+                f"({', '.join(sorted({s.role for s in slots}))}) or 'layer N'"
+            )
+    return made
+
+
+def _matches(pattern: str, slot: Slot) -> bool:
+    if found := re.fullmatch(r"layers? (\d+)(?:-(\d+))?", pattern):
+        return int(found[1]) <= slot.layer <= int(found[2] or found[1])
+    return pattern in (slot.key, slot.role) or fnmatch.fnmatchcase(slot.key, pattern)
+
+
+def _mean_width(menu: Menu) -> np.ndarray:
+    """Mean bits of a code per option."""
+    return np.array([sum(b * r for b, r in menu.groups(i)) / menu.in_features for i in range(len(menu))])
+
+
+def _nearest(slot: Slot, bits: float) -> np.ndarray:
+    widths = _mean_width(slot.menu)
+    fitting = np.flatnonzero(widths <= bits + 1e-9)
+    return fitting[-1:]
+
+
+def _is_groups(rule: object) -> bool:
+    return isinstance(rule, (tuple, list)) and len(rule) > 0 and all(isinstance(g, (tuple, list)) and len(g) == 2 for g in rule)
+
+
+def _fixed(slot: Slot, groups: Groups) -> Slot:
+    rows = [r for _, r in groups]
+    ok = (
+        sum(rows) == slot.in_features
+        and all(r > 0 and r % 32 == 0 for r in rows)
+        and all(b in WIDTHS for b, _ in groups)
+        and all(a[0] >= b[0] for a, b in itertools.pairwise(groups))
+    )
+    if not ok:
+        raise OptionError(
+            f"groups of {slot.key} are {list(groups)[:8]}...; expected (bits, rows) with bits of {WIDTHS} not rising, rows multiples of 32 "
+            f"that add up to {slot.in_features}"
+        )
+    return Slot(slot.key, slot.role, slot.layer, slot.in_features, slot.out_features, slot.bias, _FixedMenu.of(slot, groups))
+
+
+class _FixedMenu(Menu):
+    """A menu of one option with any groups."""
+
+    @classmethod
+    def of(cls, slot: Slot, groups: Groups) -> _FixedMenu:
+        bits = stored_bits(groups, padded(slot.out_features), bias=slot.bias)
+        near = int(np.abs(slot.menu.bits - bits).argmin())  # its error is read off the nearest option in size
+        made = cls(slot.in_features, np.array([bits]), slot.menu.error[near : near + 1], slot.menu.mix[near : near + 1])
+        object.__setattr__(made, "_groups", groups)
+        return made
+
+    def groups(self, index: int) -> Groups:
+        return self._groups  # type: ignore[attr-defined]
