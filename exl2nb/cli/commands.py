@@ -23,6 +23,7 @@ COMMANDS = {
     "eval": "perplexity of a model, and how far it is from another",
     "logits": "logits of given token ids",
     "inspect": "bits per matrix, from the headers alone",
+    "revisions": "the branches of a model on the hub, with their bitrates",
     "doctor": "check this installation and say what to do",
 }
 FAILURES = (errors.GenerationError, errors.ConversionError, errors.EngineClosed, errors.OutOfPages, errors.Interrupted)

@@ -11,12 +11,13 @@ from exl2nb.cli.models import locate
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     parser.add_argument("model", help="model directory, hub id, or `demo`")
+    parser.add_argument("--revision", help="branch, tag or commit on the hub")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Print the table and the map."""
     from exl2nb.model.inspect import inspect
 
-    found = inspect(locate(args.model, console.sink))
+    found = inspect(locate(args.model, console.sink, revision=args.revision))
     console.result(found.to_dict(), str(found))
     return 0

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 DEMO = "demo"
 
 
-def locate(name: str, progress: Sink | None = None) -> Path:
+def locate(name: str, progress: Sink | None = None, *, revision: str | None = None) -> Path:
     """A model directory: "demo" is the packaged one, anything else a path or a hub id."""
     from exl2nb.io.hub import resolve
 
-    return demo_directory() if name == DEMO and not Path(name).is_dir() else resolve(name, progress=progress)
+    return demo_directory() if name == DEMO and not Path(name).is_dir() else resolve(name, revision, progress)
 
 
 def demo_directory() -> Path:

@@ -7,13 +7,15 @@ import os
 import re
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from exl2nb.core.errors import ModelNotFound, OptionError
 from exl2nb.core.progress import Progress, SilentSink, Sink
 
-NEEDED = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "*.txt", "LICENSE*", "README.md"]
+NEEDED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "README.md"]
 SKIPPED = ["*/*", "consolidated*", "*.bin.index.json", "adapter_*"]
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -42,45 +44,87 @@ def resolve(path_or_id: str | os.PathLike[str], revision: str | None = None, pro
         return path
     if text and path.exists():
         raise ModelNotFound(f"{path}: is a file; give the directory that holds config.json and the .safetensors files")
+    return _download(check_id(text), revision, progress)
+
+
+def check_id(text: str) -> str:
+    """Return `text` where it can be a hub id.
+
+    Raises:
+        ModelNotFound: it cannot.
+    """
     if not _ID.fullmatch(text) or ".." in text or "--" in text:
         raise ModelNotFound(
             f"{text}: no such directory, and not a hub id either; expected an existing folder or an id such as 'owner/name'"
         )
-    return _download(text, revision, progress)
+    return text
 
 
-def _download(repo_id: str, revision: str | None, progress: Sink | None) -> Path:
-    import huggingface_hub
+@contextmanager
+def hub_errors(repo_id: str, revision: str | None = None) -> Iterator[None]:
+    """Turn what the hub's client raises into a ModelNotFound that says what to do."""
     from huggingface_hub import errors
 
     where = f"{repo_id}{f' (revision {revision})' if revision else ''}"
-    report = _Report(repo_id, progress)
     try:
-        with report:
-            folder = huggingface_hub.snapshot_download(
-                repo_id, revision=revision, allow_patterns=NEEDED, ignore_patterns=SKIPPED, tqdm_class=_bars(report)
-            )
+        yield
     except errors.GatedRepoError as error:
         raise ModelNotFound(f"{where}: access is restricted; accept its terms on its hub page, then log in with `hf auth login`") from error
     except errors.RevisionNotFoundError as error:
-        raise ModelNotFound(f"{where}: the hub has the model but not this revision; see the branch list on its page") from error
+        raise ModelNotFound(f"{where}: the hub has the model but not this revision; {_existing(repo_id)}") from error
     except errors.RepositoryNotFoundError as error:
         raise ModelNotFound(
-            f"{where}: no such folder here and no such public model on the hub; check the name, or log in for a private one"
+            f"{where}: no such folder here and no such public model on the hub; check the name, or log in with `hf auth login` for a "
+            "private one"
         ) from error
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
         raise ModelNotFound(
             f"{where}: the hub cannot be reached and the local cache has no complete copy; connect, or give a local folder"
         ) from error
-    except (errors.HfHubHTTPError, errors.HFValidationError, OSError, ValueError) as error:
+    except (errors.HfHubHTTPError, errors.HFValidationError, OSError, ValueError, *_network_errors()) as error:
         raise ModelNotFound(
-            f"{where}: the download failed ({type(error).__name__}: {str(error)[:200]}); nothing was loaded, try again"
+            f"{where}: the download failed ({type(error).__name__}: {str(error)[:200]}); nothing was loaded, try again: complete "
+            "files are kept"
         ) from error
-    if not (Path(folder) / "config.json").is_file():
-        raise ModelNotFound(
-            f"{where}: no config.json at its top level, so it is not a model of this kind; EXL2 models may keep it in other revisions"
+
+
+def _network_errors() -> tuple[type[Exception], ...]:
+    """What the client's HTTP library raises when a connection fails (older clients use requests, whose errors are OSErrors)."""
+    from huggingface_hub import errors
+
+    kind = getattr(errors, "HTTPError", None)
+    return (kind,) if isinstance(kind, type) and issubclass(kind, Exception) else ()
+
+
+def _existing(repo_id: str) -> str:
+    """The revisions there are, for a message."""
+    import huggingface_hub
+
+    try:
+        refs = huggingface_hub.HfApi().list_repo_refs(repo_id)
+    except Exception:  # the message is about something else
+        return "see the branch list on its page"
+    names = [ref.name for ref in (*refs.branches, *refs.tags)]
+    return f"it has {', '.join(names[:40])}{' ...' if len(names) > 40 else ''}"
+
+
+def _download(repo_id: str, revision: str | None, progress: Sink | None) -> Path:
+    import huggingface_hub
+
+    where = f"{repo_id}{f' (revision {revision})' if revision else ''}"
+    report = _Report(repo_id, progress)
+    with report, hub_errors(repo_id, revision):
+        folder = Path(
+            huggingface_hub.snapshot_download(
+                repo_id, revision=revision, allow_patterns=NEEDED, ignore_patterns=SKIPPED, tqdm_class=_bars(report)
+            )
         )
-    return Path(folder)
+    if not (folder / "config.json").is_file():
+        raise ModelNotFound(
+            f"{where}: no config.json at its top level, so it is not a model of this kind; EXL2 models may keep it in other revisions: "
+            f"{_existing(repo_id)}"
+        )
+    return folder
 
 
 class _Report:

@@ -22,7 +22,7 @@ def test_help_of_every_command(capsys):
     code, out, _ = run(capsys, "--help")
     assert code == 0
     for name in commands.COMMANDS:
-        assert f"  {name} " in out
+        assert f"  {name}" in out
         code, text, _ = run(capsys, name, "--help")
         assert code == 0
         assert "--json" in text
