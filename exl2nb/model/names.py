@@ -61,7 +61,8 @@ class Files:
     grouped: a fused q, k, v interleaves them per KV head (the q_per_kv query heads, then k, then v). transposed: matrices are stored
     `(in, out)`. stacked: (key below the layer, role, turned) of tensors that hold one role of all experts, a block of rows each; turned:
     the blocks are stored `(in, out)`. unit_head: the head's rows are normalised when a plain one is read. ignored: shell patterns of
-    names that are not ours (after the renames), such as a vision tower's.
+    names that are not ours (after the renames), such as old buffers. passed: the same for what a converted model keeps as it is, such as a
+    vision tower.
     """
 
     renames: tuple[tuple[str, str], ...] = ()
@@ -71,3 +72,4 @@ class Files:
     stacked: tuple[tuple[str, str, bool], ...] = ()
     unit_head: bool = False
     ignored: tuple[str, ...] = ()
+    passed: tuple[str, ...] = ()

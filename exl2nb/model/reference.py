@@ -146,22 +146,30 @@ def routed_mlp(config: ModelConfig, layer: int, weights: Weights, h: Tensor, cap
     """The experts of a sparse layer on the normed stream h f32 `(B, S, H)` -> `(B, S, H)`; arguments as of `block`."""
     moe, linear, names = config.experts(layer), layer_linears(config, layer), config.names
     assert moe is not None, layer
-    router = names.at(layer, "router")
-    tokens = h.flatten(0, -2)
+    tokens, shared = h.flatten(0, -2), None
     if capture is not None:
-        capture(router, tokens)
-    weight, chosen = F.linear(tokens, weights[f"{router}.weight"].float()).softmax(-1).topk(moe.top_k, -1)
-    if moe.renormalize:
-        weight = weight / torch.linalg.vector_norm(weight, ord=moe.renormalize, dim=-1, keepdim=True)
+        capture(names.at(layer, "router"), tokens)
+    chosen, weight = route(config, layer, weights, tokens)
+    if moe.shared_size:
+        result = expert_mlp(config, linear, weights, tokens, "", capture, None, before="shared_")
+        shared = F.linear(tokens, weights[f"{names.at(layer, 'shared_router')}.weight"].float()).sigmoid() * result
     out = torch.zeros_like(tokens)
     for expert in chosen.unique().tolist():
         rows, place = torch.where(chosen == expert)
         result = expert_mlp(config, linear, weights, tokens[rows], f".{expert}", capture, rows)
         out = out.index_add(0, rows, weight[rows, place, None] * result)
-    if moe.shared_size:
-        gate = F.linear(tokens, weights[f"{names.at(layer, 'shared_router')}.weight"].float()).sigmoid()
-        out = out + gate * expert_mlp(config, linear, weights, tokens, "", capture, None, before="shared_")
-    return out.view(h.shape)
+    return (out if shared is None else out + shared).view(h.shape)
+
+
+def route(config: ModelConfig, layer: int, weights: Weights, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Which experts the normed tokens f32 `(n, H)` visit, int64 `(n, top_k)`, and their weights f32 `(n, top_k)`."""
+    moe = config.experts(layer)
+    assert moe is not None, layer
+    probs = F.linear(tokens, weights[f"{config.names.at(layer, 'router')}.weight"].float()).softmax(-1)
+    weight, chosen = probs.topk(moe.top_k, -1)
+    if moe.renormalize:
+        weight = weight / torch.linalg.vector_norm(weight, ord=moe.renormalize, dim=-1, keepdim=True)
+    return chosen, weight
 
 
 def expert_mlp(

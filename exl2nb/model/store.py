@@ -61,8 +61,10 @@ class ModelStore:
             name = source
             for old, new in config.files.renames:
                 name = name.replace(old, new)
-            if any(fnmatch.fnmatchcase(name, pattern) for pattern in config.files.ignored):
+            if _matches(name, config.files.passed):
                 self._untouched[name] = source
+                continue
+            if _matches(name, config.files.ignored):
                 continue
             stem, _, suffix = name.rpartition(".")
             if name in stacked:
@@ -185,6 +187,10 @@ class ModelStore:
 
 
 Store = TensorStore | ModelStore
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _fused(config: ModelConfig) -> dict[str, list[Linear]]:

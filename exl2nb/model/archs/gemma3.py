@@ -91,7 +91,7 @@ ARCHS.register("Gemma3ForConditionalGeneration")(
                 ("model.multi_modal_projector.", "multi_modal_projector."),
                 ("mm_input_projection_weight", "mm_input_projection.weight"),
             ),
-            ignored=("vision_tower.*", "multi_modal_projector.*"),
+            passed=("vision_tower.*", "multi_modal_projector.*"),
         ),
     )
 )

@@ -24,7 +24,7 @@ ARCHS.register("Mistral3ForConditionalGeneration")(
                 ("model.vision_tower.", "vision_tower."),
                 ("model.multi_modal_projector.", "multi_modal_projector."),
             ),
-            ignored=("vision_tower.*", "multi_modal_projector.*"),
+            passed=("vision_tower.*", "multi_modal_projector.*"),
         ),
     )
 )
