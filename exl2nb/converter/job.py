@@ -426,9 +426,9 @@ class _Run:
                 yield name, self.weights.stored(name, shape)
             yield from self._packed(key, layer, layer_linears(config, layer), meter)
         yield from self._packed(key, HEAD, {"head": head_linear(config)}, meter)
-        store = self.weights.store
-        for name in store.untouched() if isinstance(store, ModelStore) else ():
-            yield name, store.read_untouched(name)
+        if isinstance(self.weights.store, ModelStore):
+            for name in self.weights.store.untouched():
+                yield name, self.weights.store.read_untouched(name)
 
     def _packed(self, key: str, layer: int, linears: dict[str, Linear], meter: Meter) -> Iterator[tuple[str, Tensor]]:
         with safetensors.SafetensorsFile(self.work.quantized(key, layer)) as file:

@@ -40,7 +40,8 @@ class LayerStatistics:
 
     hessians: input name -> f64 `(K, K)`, weighted by token. token_weights: input name without its expert -> f32 `(tokens,)`, mean 1.
     gradients: linear key -> f64 `(N,)`, mean squared gradient of each output.
-    couplings: linear key -> f32 `(N / B, B, B)`, mean products of gradients within blocks of outputs, those of experts left out. visits: tokens that chose each expert.
+    couplings: linear key -> f32 `(N / B, B, B)`, mean products of gradients within blocks of outputs; experts have none.
+    visits: tokens that chose each expert.
     """
 
     layer: int
