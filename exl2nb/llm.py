@@ -15,14 +15,18 @@ from exl2nb.core import env
 from exl2nb.core.errors import DeviceError, GenerationError, OptionError, TokenizerError
 from exl2nb.core.options import check_keywords
 from exl2nb.core.progress import Sink, showing
+from exl2nb.facade.asking import compile_structure, request_of, sample_options
+from exl2nb.facade.chatting import Chatting
+from exl2nb.facade.drafting import make_drafter
+from exl2nb.facade.reading import Reading
 from exl2nb.generator.engine import Engine
 from exl2nb.generator.handle import Handle
+from exl2nb.generator.handles import Handles
 from exl2nb.generator.request import Chunk, Completion, Request, Token
 from exl2nb.io import hub
 from exl2nb.model.loader import load_model
 from exl2nb.model.model import Model
 from exl2nb.sampling.params import SamplingParams, check_integer
-from exl2nb.tokenizer import chat as chat_format
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -42,13 +46,14 @@ CACHE_TOKENS = 4096  # at least, so that several short requests run together on 
 Messages = Sequence[Mapping[str, Any]]
 
 
-class LLM:
+class LLM(Reading, Chatting):
     """A loaded model. Made by `load`; closing it (also by leaving a `with` block) gives its memory back.
 
-    Generation options, the same for every method: max_tokens (256), stop (a text or several), ignore_eos, top_logprobs, and the fields of
-    `SamplingParams`: temperature (1.0; 0 = greedy), top_k, top_p, min_p, repetition_penalty, seed and many more. What the answer must look
-    like: schema (a JSON schema, pydantic model, dataclass or other type), regex, choice (texts) or grammar (Lark or EBNF);
-    `completion.parsed` is then the value. An unknown option is an OptionError.
+    Generation options, the same for every method: max_tokens (256), stop (texts and token ids), ignore_eos, banned_strings, token_healing,
+    negative_prompt with cfg_scale, beams, speculation, top_logprobs, return_logits and the other fields of `generator.request.Request`;
+    and the fields of `SamplingParams`: temperature (1.0; 0 = greedy), top_k, top_p, min_p, repetition_penalty, min_tokens, seed and many
+    more. What the answer must look like: schema (a JSON schema, pydantic model, dataclass or other type), regex, choice (texts) or grammar
+    (Lark or EBNF); `completion.parsed` is then the value. An unknown option is an OptionError.
 
     Any number of threads may call it; what they ask for runs together.
     """
@@ -113,30 +118,61 @@ class LLM:
     # ---- text
 
     @overload
-    def generate(self, prompt: str, **options: Any) -> Completion: ...
+    def generate(self, prompt: str, *, n: None = None, **options: Any) -> Completion: ...
     @overload
-    def generate(self, prompt: Sequence[int], **options: Any) -> Completion: ...
+    def generate(self, prompt: Sequence[int], *, n: None = None, **options: Any) -> Completion: ...
     @overload
-    def generate(self, prompt: list[str], **options: Any) -> list[Completion]: ...
-    def generate(self, prompt: Any, **options: Any) -> Completion | list[Completion]:
+    def generate(self, prompt: list[str], *, n: None = None, **options: Any) -> list[Completion]: ...
+    @overload
+    def generate(self, prompt: str | Sequence[int], *, n: int, **options: Any) -> list[Completion]: ...
+    def generate(self, prompt: Any, *, n: int | None = None, **options: Any) -> Completion | list[Completion]:
         """Continue a prompt and return when it is complete.
 
         Args:
             prompt: text, token ids, or a list of texts, which run together.
+            n: give a list of so many answers to one prompt, which is computed once for all of them: samples, where `seed` is that of the
+                first and the others count on from it; with beams=, the n best beams.
             options: see the class.
 
         Raises:
             OptionError, ContextOverflow: the request cannot run; says why. GenerationError: the engine failed on it. EngineClosed: closed.
             KeyboardInterrupt: at once; everything this call asked for is cancelled and its pages are free again.
-        """
-        if _is_batch(prompt):
-            return self._generate_all(prompt, options)
-        return _with_prompt(self._submit(prompt, "generate", options, stream=False).result(), prompt)
 
-    def stream(self, prompt: str | Sequence[int], **options: Any) -> Handle:
+        Example:
+            >>> import exl2nb as ex
+            >>> with ex.demo(progress=None) as llm:
+            ...     three = llm.generate("It was", n=3, seed=1, max_tokens=4)
+            ...     beam = llm.generate("It was", beams=4, max_tokens=4)
+            ...     free = llm.generate("The", max_tokens=8, temperature=0, banned_strings=["the"], stop=["."])
+            >>> [one.seed for one in three], beam.score < 0, "the" in free.text
+            ([1, 2, 3], True, False)
+        """
+        beams = options.get("beams", 1) != 1
+        if _is_batch(prompt):
+            if n is not None:
+                raise OptionError(f"generate: n is {n} and there are {len(prompt)} prompts; give one prompt, or repeat them")
+            return self._results(
+                self._submit_all(prompt, "generate", [self._compiled(options, "generate")] * len(prompt), stream=False), prompt
+            )
+        if n is not None and not beams:
+            each = sample_options(self._compiled(options, "generate"), n, where="generate")
+            return self._results(self._submit_all([prompt] * n, "generate", each, stream=False), [prompt] * n)
+        if n is not None:
+            options["n"] = n
+        done = _with_prompt(self._submit(prompt, "generate", options, stream=False).result(), prompt)
+        return done if n is None else list(done.beams)
+
+    @overload
+    def stream(self, prompt: str | Sequence[int], *, n: None = None, **options: Any) -> Handle: ...
+    @overload
+    def stream(self, prompt: list[str], *, n: None = None, **options: Any) -> Handles: ...
+    @overload
+    def stream(self, prompt: str | Sequence[int], *, n: int, **options: Any) -> Handles: ...
+    def stream(self, prompt: Any, *, n: int | None = None, **options: Any) -> Handle | Handles:
         """Continue a prompt and yield `Chunk`s as they come.
 
-        Leaving the loop early (break, an exception, an interrupt, dropping the handle) cancels the request.
+        Leaving the loop early (break, an exception, an interrupt, dropping the handle) cancels the request. Several prompts, or `n` samples
+        of one, give `Handles`, whose `chunks()` come with the number of their request.
 
         Example:
             >>> llm = demo()
@@ -144,7 +180,13 @@ class LLM:
             ...     pass
             >>> llm.close()
         """
-        return self._submit(prompt, "stream", options, stream=True)
+        if n is None and not _is_batch(prompt):
+            return self._submit(prompt, "stream", options, stream=True)
+        if n is not None and (_is_batch(prompt) or options.get("beams", 1) != 1):
+            raise OptionError(f"stream: n is {n}; expected one prompt and no beams with it")
+        options = self._compiled(options, "stream")
+        each = [dict(options) for _ in prompt] if n is None else sample_options(options, n, where="stream")
+        return Handles(self._submit_all(prompt if n is None else [prompt] * n, "stream", each, stream=True))
 
     async def agenerate(self, prompt: str | Sequence[int], **options: Any) -> Completion:
         """`generate` for event loops; cancelling the task cancels the request."""
@@ -206,27 +248,6 @@ class LLM:
         prompt = self._chat_ids(messages, options)
         return await self._submit(prompt, "achat", options, stream=False).aresult()
 
-    def render_chat(
-        self,
-        messages: Messages | str,
-        *,
-        template: str | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        template_options: Mapping[str, Any] | None = None,
-        add_generation_prompt: bool = True,
-    ) -> str:
-        """The text a conversation becomes, special tokens by name: look at it when a model answers oddly."""
-        talk = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        source = template if template is not None else self.tokenizer.templates.pick(tools=bool(tools))
-        return chat_format.render(
-            talk,
-            source,
-            special_tokens=self.tokenizer.special_tokens,
-            add_generation_prompt=add_generation_prompt,
-            tools=tools,
-            **(template_options or {}),
-        )
-
     # ---- end
 
     def close(self) -> None:
@@ -268,33 +289,24 @@ class LLM:
     # ---- inside
 
     def _submit(self, prompt: Any, where: str, options: dict[str, Any], *, stream: bool) -> Handle:
-        if isinstance(prompt, str):
-            ids = self.tokenizer.encode(prompt)
-        elif isinstance(prompt, Sequence) and all(isinstance(i, int) and not isinstance(i, bool) for i in prompt):
-            ids = list(prompt)
-        else:
-            raise OptionError(f"{where}: prompt is {str(prompt)[:80]!r}; expected a text or a list of token ids")
-        self._compile_structure(options, where)
-        request = Request.of(ids, where=where, stream=stream, **options)
-        request.sampling.check_vocabulary(self.config.vocab_size, where=where)
-        handle = self.engine.submit(request)
-        handle.owner = self
-        return handle
+        return self._submit_all([prompt], where, [options], stream=stream)[0]
 
-    def _compile_structure(self, options: dict[str, Any], where: str) -> None:
-        """Put `structure` in the place of schema, regex, choice or grammar."""
-        if options.keys() & {"schema", "regex", "choice", "grammar"}:
-            from exl2nb.constraint.structure import structure_of
+    def _submit_all(self, prompts: Sequence[Any], where: str, options: Sequence[dict[str, Any]], *, stream: bool) -> list[Handle]:
+        vocab = self.config.vocab_size
+        requests = [request_of(prompt, one, self.tokenizer, vocab, where=where, stream=stream) for prompt, one in zip(prompts, options)]
+        handles = self.engine.submit_many(requests, group=object() if len(requests) > 1 else None)
+        for handle in handles:
+            handle.owner = self
+        return handles
 
-            made = structure_of(options, self.tokenizer, self.config.vocab_size, where=where)
-            if made is not None:
-                options["structure"] = made
+    def _compiled(self, options: dict[str, Any], where: str) -> dict[str, Any]:
+        """The options with their structure compiled, once for all requests made of them."""
+        options = dict(options)
+        compile_structure(options, self.tokenizer, self.config.vocab_size, where=where)
+        return options
 
-    def _generate_all(self, prompts: Sequence[str], options: dict[str, Any]) -> list[Completion]:
-        handles: list[Handle] = []
-        self._compile_structure(options, "generate")  # once for all of them
+    def _results(self, handles: Sequence[Handle], prompts: Sequence[Any]) -> list[Completion]:
         try:
-            handles += [self._submit(one, "generate", dict(options), stream=False) for one in prompts]
             return [_with_prompt(handle.result(), one) for handle, one in zip(handles, prompts)]
         finally:
             for handle in handles:  # by hand: a notebook keeps the traceback, and with it this list
@@ -315,7 +327,9 @@ def _request_options() -> list[str]:
 
 
 def _with_prompt(completion: Completion, prompt: Any) -> Completion:
-    return replace(completion, prompt=prompt) if isinstance(prompt, str) else completion
+    if not isinstance(prompt, str):
+        return completion
+    return replace(completion, prompt=prompt, beams=tuple(replace(one, prompt=prompt) for one in completion.beams))
 
 
 def load(
@@ -327,6 +341,7 @@ def load(
     context: int | None = None,
     cache_tokens: int | None = None,
     max_sequences: int = 16,
+    draft: LLM | str | os.PathLike[str] | None = None,
     progress: Sink | Literal["auto"] | None = "auto",
     **unknown: Any,
 ) -> LLM:
@@ -341,6 +356,8 @@ def load(
         context: tokens of prompt and answer together; None = what the model allows, at most 4096.
         cache_tokens: tokens the cache holds for all requests together; None = the context, at least 4096.
         max_sequences: requests that run together; others wait.
+        draft: a smaller model with the same tokenizer, which guesses tokens that this one verifies several at a time: the same text,
+            sooner. A directory, a hub id, or a loaded model. Requests use it unless they say speculation="off".
         progress: takes the events of stages "download" and "load". "auto": shown where you look (a widget in a notebook, a line on a
             terminal); None: silent.
 
@@ -354,7 +371,7 @@ def load(
         ...     llm.generate("It was", max_tokens=3, temperature=0).finish_reason
         'length'
     """
-    known = ["revision", "device", "cache", "context", "cache_tokens", "max_sequences", "progress"]
+    known = ["revision", "device", "cache", "context", "cache_tokens", "max_sequences", "draft", "progress"]
     check_keywords(unknown, known, where="load")
     cache = parse_mode(cache, where="load")
     for name, value in (("context", context), ("cache_tokens", cache_tokens), ("max_sequences", max_sequences)):
@@ -369,10 +386,18 @@ def load(
         _check_vocabulary(tokenizer, model, folder)
         tokens = min(model.context, CONTEXT) if context is None else context
         held = max(tokens, CACHE_TOKENS) if cache_tokens is None else max(tokens, cache_tokens)
-        return LLM(model, tokenizer, path=folder, cache=cache, context=tokens, cache_tokens=held, max_sequences=max_sequences)
+        llm = LLM(model, tokenizer, path=folder, cache=cache, context=tokens, cache_tokens=held, max_sequences=max_sequences)
     except BaseException:
         model.close()
         raise
+    if draft is not None:
+        try:
+            with showing(progress, "load the draft model") as sink:
+                llm.engine.drafter = make_drafter(llm, draft, cache=cache, progress=sink)
+        except BaseException:
+            llm.close()
+            raise
+    return llm
 
 
 def demo(bpw: float | None = None, **options: Any) -> LLM:

@@ -30,7 +30,7 @@ class MatcherConstraint:
 
     def __init__(self, matcher: Any, vocab_size: int, what: str) -> None:
         self._matcher, self._vocab_size, self._what = matcher, vocab_size, what
-        self._bits = np.zeros((vocab_size + 31) // 32 * 4, np.uint8)
+        self._bits = np.zeros((vocab_size + 31) // 32 * 4, np.uint8)  # the engine wants whole 32-bit words
         self._bias = np.empty((len(self._bits), 8), np.float32)
         self._future: Future[Allowed] | None = None
         self._ready: Allowed | None = None
@@ -114,13 +114,32 @@ class MatcherConstraint:
         matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if matcher.is_error():
             raise StructureError(f"the {self._what} became too complex: {matcher.get_error().split('<state>')[0].strip()[:300]}")
-        count = int(_COUNTS.take(bits).sum(dtype=np.int64))
+        count = _popcount(bits)
         if not count:
             raise StructureError(f"the {self._what} cannot be satisfied from here: no token of the vocabulary may follow")
-        _BIAS.take(bits, axis=0, out=self._bias, mode="clip")
-        few = count * FEW <= self._vocab_size
-        ids = np.flatnonzero(np.unpackbits(bits, bitorder="little", count=self._vocab_size)) if few else None
-        return Allowed(self._bias.reshape(-1)[: self._vocab_size], ids)
+        bias = self._bias.reshape(-1)
+        if count * FEW > self._vocab_size:
+            _BIAS.take(bits, axis=0, out=self._bias, mode="clip")
+            return Allowed(bias[: self._vocab_size], None)
+        ids = _ids(bits)
+        bias.fill(-np.inf)
+        bias[ids] = 0.0
+        return Allowed(bias[: self._vocab_size], ids)
+
+
+def _popcount(bits: np.ndarray) -> int:
+    """How many bits are set."""
+    if hasattr(np, "bitwise_count"):  # NumPy 2
+        return int(np.bitwise_count(bits.view(np.uint32)).sum(dtype=np.int64))
+    return int(_COUNTS.take(bits).sum(dtype=np.int64))
+
+
+def _ids(bits: np.ndarray) -> np.ndarray:
+    """Places of the bits that are set, int64 ascending; looks into words that hold any."""
+    words = bits.view(np.uint32)
+    used = np.flatnonzero(words)
+    at = np.flatnonzero(np.unpackbits(words[used].view(np.uint8), bitorder="little").view(bool))
+    return used[at >> 5] * 32 + (at & 31)
 
 
 def _workers() -> ThreadPoolExecutor:

@@ -146,7 +146,7 @@ class Engine:
         if leader.group is not None:
             leader.group.fork = self.loop.scheduler.fork
             return
-        leader.guesses = guesses_for(leader.request.speculation, self.drafter)
+        leader.guesses = guesses_for(leader.request, self.drafter)
         if leader.guesses is not None and self.loop.speculator is None:
             self.loop.speculator = GuessingSpeculator()
 
@@ -222,16 +222,24 @@ class Engine:
         return True
 
     @contextmanager
-    def exclusive(self) -> Iterator[None]:
-        """Have the model to oneself: requests wait at their next step until the `with` block ends; nothing is in flight."""
+    def exclusive(self, timeout_s: float | None = None) -> Iterator[None]:
+        """Have the model to oneself: requests wait at their next step until the `with` block ends; nothing is in flight.
+
+        Raises:
+            EngineClosed: `close` was called. TimeoutError: somebody else has had it for `timeout_s`.
+        """
         with self._lock:
             self._guests += 1
             self._no_guests.clear()
         try:
-            with self._model_lock:
+            if not self._model_lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
+                raise TimeoutError(f"the model was in use for {timeout_s} s")
+            try:
                 if self._closed:
                     raise EngineClosed("the model was closed; load it again")
                 yield
+            finally:
+                self._model_lock.release()
         finally:
             with self._lock:
                 self._guests -= 1

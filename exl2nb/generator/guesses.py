@@ -10,6 +10,7 @@ from exl2nb.generator.ngram import NgramGuesser
 from exl2nb.generator.speculation import ROW_COST, Acceptance, Pace, Speculation
 
 if TYPE_CHECKING:
+    from exl2nb.generator.request import Request
     from exl2nb.generator.sequence import Sequence
 
 STEP_ROWS = 64  # of logits in one step, which many sequences share
@@ -71,17 +72,18 @@ class Guesses:
         return self.pace.acceptance(self.name)
 
 
-def guesses_for(settings: Speculation, drafter: Drafter | None) -> Guesses | None:
+def guesses_for(request: Request, drafter: Drafter | None) -> Guesses | None:
     """What a request's settings mean on a model with this draft model.
 
     Raises:
         OptionError: a draft model is asked for and there is none.
     """
+    settings = request.speculation
     if settings.kind == "ngram":
         return Guesses.ngram(settings)
     if settings.kind == "draft" and drafter is None:
         raise OptionError("speculation is 'draft' and the model has no draft model; load it with draft=, or use speculation='ngram'")
-    if settings.kind == "off" or drafter is None:
+    if settings.kind == "off" or drafter is None or request.sampling.post_sampling:  # hooks are for draws that count, not for guesses
         return None
     return Guesses.draft(settings, drafter)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 
 from exl2nb.generator.channel import Channel
 from exl2nb.generator.request import Chunk, Completion, Token
@@ -68,6 +69,23 @@ class Handle:
     def completion(self) -> Completion | None:
         """The answer, None while it is not complete."""
         return self._channel.completion
+
+    @property
+    def over(self) -> bool:
+        """True once everything was read."""
+        return self._over
+
+    def poll(self) -> Chunk | None:
+        """What is there now, without waiting; None where there is nothing new, which may be because it is over."""
+        tokens: list[Token] = []
+        if not self._over:
+            with contextlib.suppress(queue.Empty):
+                self._take(tokens, self._channel.items.get_nowait())
+        return Chunk("".join([token.text for token in tokens]), tuple(tokens)) if tokens else None
+
+    def on_news(self, call: Callable[[], None]) -> None:
+        """Have a function called, on the engine's thread, whenever there is something to read; it must be quick."""
+        self._channel.waker = call
 
     def result(self, timeout_s: float | None = None) -> Completion:
         """Wait for the answer.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -100,13 +101,19 @@ class Model:
         )  # fmt: skip
         return self._cap(logits)
 
-    def forward_by_ops(self, batch: Batch, cache: KVCache) -> Tensor:
-        """The readable twin of `forward`: op by op, the same bits."""
+    def forward_by_ops(self, batch: Batch, cache: KVCache, observe: Callable[[str, Tensor], None] | None = None) -> Tensor:
+        """The readable twin of `forward`: op by op, the same bits.
+
+        observe: sees what passes: "embedding", then for each layer "layers.i.attention", "layers.i.middle" and "layers.i.output". The
+        tensors are the model's own and change afterwards: copy what is to stay.
+        """
         network, batch = self._prepare(batch, cache), self._placed(batch)
         step = Step(batch, cache, self._ropes)
         x = network.embedding(batch.input_ids, batch.positions)
-        for layer in network.layers:
-            layer(x, step)
+        if observe is not None:
+            observe("embedding", x)
+        for i, layer in enumerate(network.layers):
+            layer(x, step, None if observe is None else partial(_prefixed, observe, f"layers.{i}."))
         return self._cap(network.head(x, batch.logit_rows))
 
     def close(self) -> None:
@@ -165,3 +172,7 @@ class Model:
     def _cap(self, logits: Tensor) -> Tensor:
         cap = self.config.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
+
+
+def _prefixed(observe: Callable[[str, Tensor], None], prefix: str, name: str, value: Tensor) -> None:
+    observe(prefix + name, value)

@@ -19,6 +19,7 @@ from exl2nb.sampling.narrow import narrow
 from exl2nb.sampling.params import SamplingParams
 from exl2nb.sampling.plan import plan
 from exl2nb.sampling.report import Sampled, highest_logit, report
+from exl2nb.sampling.scratch import weights_of
 from exl2nb.sampling.state import SamplerState
 
 __all__ = ["CHAIN", "CUTS", "PENALTIES", "WHOLE", "Filter", "View", "active_filters", "filtered", "inverse_cdf", "sample", "sample_row"]
@@ -111,7 +112,7 @@ def inverse_cdf(logits: np.ndarray, uniform: float) -> int:
     """The index at which the cumulative probability of softmax(logits), in order of ids, passes `uniform` in [0, 1)."""
     highest = logits.max()
     _check_left(highest)
-    weights = np.exp(logits - highest)
+    weights = weights_of(logits, highest)
     first, before = 0, 0.0
     if len(weights) > BLOCK:
         sums = np.add.reduceat(weights, np.arange(0, len(weights), BLOCK), dtype=np.float64).cumsum()
@@ -130,7 +131,7 @@ def inverse_cdf(logits: np.ndarray, uniform: float) -> int:
 
 def prob_of(logits: np.ndarray, index: int) -> float:
     """The probability of one place under softmax(logits)."""
-    weights = np.exp(logits - logits.max())
+    weights = weights_of(logits, logits.max())
     return float(weights[index]) / float(weights.sum(dtype=np.float64))
 
 

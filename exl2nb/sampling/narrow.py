@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from exl2nb.sampling.scratch import weights_of
+
 if TYPE_CHECKING:
     from exl2nb.sampling.params import SamplingParams
     from exl2nb.sampling.plan import Bounds
@@ -41,7 +43,7 @@ def narrow(row: np.ndarray, bounds: Bounds | SamplingParams) -> tuple[np.ndarray
     if bounds.top_p >= 1.0 and bounds.min_p <= 0.0 and bounds.top_a <= 0.0:
         return None, 0.0
     highest, heat = float(row.max()), bounds.temperature
-    weights = np.exp((row - np.float32(highest)) * np.float32(1.0 / heat))
+    weights = weights_of(row, highest, 1.0 / heat)
     total = float(weights.sum())
     floor = max(bounds.min_p, bounds.top_a / total if total > 0 else 0.0) * (1.0 - SLACK)  # as a share of the highest weight, which is 1
     if bounds.top_p < 1.0:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from exl2nb.core.errors import GenerationError
+from exl2nb.sampling.scratch import weights_of
 
 
 class Sampled(NamedTuple):
@@ -40,7 +41,7 @@ def report(row: np.ndarray, highest: np.floating, token: int, top: int) -> Sampl
         token: the chosen id.
         top: how many alternatives to list; ties are listed in order of id.
     """
-    log_total = float(highest) + math.log(float(np.exp(row - highest).sum()))
+    log_total = float(highest) + math.log(float(weights_of(row, highest).sum()))
     value = row[token]
     rank = 1 if value == highest else int(np.count_nonzero(row > value)) + 1
     best: tuple[tuple[int, float], ...] = ()

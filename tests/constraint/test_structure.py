@@ -77,6 +77,18 @@ def test_masks_of_bits_and_of_ids_agree():
             assert allowed.ids.tolist() == some.tolist()
 
 
+def test_counting_and_listing_bits(monkeypatch):
+    rng = np.random.default_rng(0)
+    for share in (0.0, 0.001, 0.3, 1.0):
+        flags = rng.random(4096) < share
+        bits = np.packbits(flags, bitorder="little")
+        assert matcher._popcount(bits) == flags.sum()
+        assert matcher._ids(bits).tolist() == np.flatnonzero(flags).tolist()
+        with monkeypatch.context() as older:
+            older.delattr(np, "bitwise_count", raising=False)
+            assert matcher._popcount(bits) == flags.sum()
+
+
 @pytest.mark.parametrize("vocab", [VOCAB, VOCAB + 1, VOCAB + 77])
 def test_padding_of_the_vocabulary_is_never_allowed(vocab):
     allowed = Structure("regex", "(?s:.)+", WORDS, vocab).start().allowed()

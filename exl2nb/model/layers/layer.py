@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -23,16 +23,21 @@ class Layer:
     mlp: MLP | RoutedMLP
     parallel: bool
 
-    def __call__(self, x: Tensor, step: Step) -> None:
-        """Add this layer to x f32 `(T, H)` in place."""
+    def __call__(self, x: Tensor, step: Step, observe: Callable[[str, Tensor], None] | None = None) -> None:
+        """Add this layer to x f32 `(T, H)` in place. observe: sees "attention" `(T, Hq * D)`, and x as "middle" and "output"."""
         mixed = self.attention.mixed(x, step)
-        if self.parallel and isinstance(self.mlp, MLP):
-            inner = self.mlp.inner(x)
-            self.attention.add(x, mixed)
+        inner = self.mlp.inner(x) if self.parallel and isinstance(self.mlp, MLP) else None
+        if observe is not None:
+            observe("attention", mixed)
+        self.attention.add(x, mixed)
+        if observe is not None:
+            observe("middle", x)
+        if inner is not None and isinstance(self.mlp, MLP):
             self.mlp.add(x, inner)
         else:
-            self.attention.add(x, mixed)
             self.mlp(x)
+        if observe is not None:
+            observe("output", x)
 
     def record(self, program: ops.Program, ropes: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Write the same down in a program."""

@@ -1,0 +1,132 @@
+"""What a model thinks of a text: the log probability and rank of every token, and what they add up to."""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from exl2nb.core.errors import OptionError
+from exl2nb.eval.logits import RowRunner, check_ids
+from exl2nb.model.model import Model
+from exl2nb.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+class ScoredToken(NamedTuple):
+    """One token. logprob, prob, rank (1 = the most probable): given all before it; None for the first, which nothing predicts."""
+
+    id: int
+    text: str
+    logprob: float | None
+    prob: float | None
+    rank: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """A text as the model reads it; `tokens` side by side are the text."""
+
+    tokens: tuple[ScoredToken, ...]
+
+    @property
+    def total(self) -> float:
+        """Log probability of all tokens after the first, nats."""
+        return math.fsum(token.logprob for token in self.tokens if token.logprob is not None)
+
+    @property
+    def count(self) -> int:
+        """Tokens that were predicted."""
+        return len(self.tokens) - 1
+
+    @property
+    def perplexity(self) -> float:
+        """The exponential of the mean surprise: as uncertain as a fair choice among so many tokens."""
+        return math.exp(min(-self.total / self.count, 700.0))
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        """Log probability of each predicted token."""
+        return tuple(token.logprob for token in self.tokens if token.logprob is not None)
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Rank of each predicted token."""
+        return tuple(token.rank for token in self.tokens if token.rank is not None)
+
+    def __str__(self) -> str:
+        return f"{self.count} tokens, log probability {self.total:.3f}, perplexity {self.perplexity:.3f}"
+
+    def __repr__(self) -> str:
+        return f"Score({self})"
+
+    def to_frame(self) -> pd.DataFrame:
+        """One line per token."""
+        import pandas as pd
+
+        return pd.DataFrame(list(self.tokens), columns=list(ScoredToken._fields))
+
+    def _repr_html_(self) -> str:
+        spans = "".join(map(_token_html, self.tokens))
+        return (
+            f'<div style="white-space:pre-wrap;font-family:serif;line-height:1.6">{spans}</div>'
+            f'<div style="opacity:.6;font-size:85%">{html.escape(str(self))}</div>'
+        )
+
+
+def score(model: Model, tokenizer: Tokenizer, ids: Sequence[int], *, cache: str = "fp32") -> Score:
+    """Score a text.
+
+    Args:
+        model: a loaded model that nobody else runs meanwhile.
+        tokenizer: of the model; for the texts of the tokens.
+        ids: at least two.
+        cache: mode of the KV cache.
+
+    Raises:
+        OptionError: fewer than two ids, or one outside the vocabulary. ContextOverflow: more than the context.
+
+    Cost: one pass over the ids.
+    """
+    if len(ids) < 2:
+        raise OptionError(f"score: the text has {len(ids)} tokens; expected at least two, since the first is not predicted")
+    row = check_ids(model, torch.tensor([list(ids)]))[0]
+    logprobs: list[float] = []
+    ranks: list[int] = []
+    for start, logits in RowRunner(model, len(row), cache).pieces(row):
+        targets = row[start + 1 : start + 1 + len(logits)].long().to(logits.device)
+        found = logits[: len(targets)].float()
+        picked = found.gather(1, targets[:, None])
+        logprobs += (picked[:, 0] - found.logsumexp(dim=1)).tolist()
+        ranks += ((found > picked).sum(dim=1) + 1).tolist()
+    texts = token_texts(tokenizer, list(ids))
+    first = ScoredToken(int(ids[0]), texts[0], None, None, None)
+    rest = [
+        ScoredToken(int(i), text, logprob, math.exp(logprob), rank) for i, text, logprob, rank in zip(ids[1:], texts[1:], logprobs, ranks)
+    ]
+    return Score(tokens=(first, *rest))
+
+
+def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
+    """The text of each token where it stands; side by side they are the decoded text. Special tokens have none."""
+    from exl2nb.tokenizer.detokenize import Detokenizer
+
+    stream = Detokenizer(tokenizer)
+    texts = [stream.feed(i) for i in ids]
+    if texts and (rest := stream.flush()):
+        texts[-1] += rest
+    return texts
+
+
+def _token_html(token: ScoredToken) -> str:
+    if token.prob is None:
+        return f'<span style="opacity:.6">{html.escape(token.text)}</span>'
+    tint = round(0.45 * (1.0 - token.prob), 2)
+    title = f"{token.prob:.1%}, rank {token.rank}"
+    return f'<span title="{title}" style="background:rgba(214,120,40,{tint})">{html.escape(token.text)}</span>'

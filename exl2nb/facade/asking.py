@@ -1,0 +1,68 @@
+"""From what a caller writes to requests: text or ids, a negative prompt, a structure, several samples. Knows no threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from exl2nb.core.errors import OptionError
+from exl2nb.generator.request import Request
+from exl2nb.sampling.params import MAX_SEED, check_integer
+from exl2nb.tokenizer.tokenizer import Tokenizer
+
+MAX_SAMPLES = 1024
+STRUCTURES = ("schema", "regex", "choice", "grammar")
+
+
+def ids_of(prompt: Any, tokenizer: Tokenizer, *, where: str, name: str = "prompt") -> list[int]:
+    """The ids of a text, or of ids.
+
+    Raises:
+        OptionError: neither a text nor whole numbers.
+    """
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    if isinstance(prompt, Sequence) and all(isinstance(i, int) and not isinstance(i, bool) for i in prompt):
+        return list(prompt)
+    raise OptionError(f"{where}: {name} is {str(prompt)[:80]!r}; expected a text or a list of token ids")
+
+
+def compile_structure(options: dict[str, Any], tokenizer: Tokenizer, vocab_size: int, *, where: str) -> None:
+    """Put `structure` in the place of schema, regex, choice or grammar."""
+    if options.keys() & set(STRUCTURES):
+        from exl2nb.constraint.structure import structure_of
+
+        made = structure_of(options, tokenizer, vocab_size, where=where)
+        if made is not None:
+            options["structure"] = made
+
+
+def request_of(prompt: Any, options: dict[str, Any], tokenizer: Tokenizer, vocab_size: int, *, where: str, stream: bool) -> Request:
+    """One request.
+
+    Args:
+        prompt: text or ids.
+        options: of the caller: those of `Request` and `SamplingParams`, and negative_prompt (text or ids) and the structures.
+        tokenizer: of the model. vocab_size: of the model. where: the public call, for messages. stream: hand tokens over as they come.
+
+    Raises:
+        OptionError: says what, where, and what is expected.
+    """
+    options = dict(options)
+    ids = ids_of(prompt, tokenizer, where=where)
+    if (negative := options.pop("negative_prompt", None)) is not None:
+        options["negative_ids"] = tuple(ids_of(negative, tokenizer, where=where, name="negative_prompt"))
+    compile_structure(options, tokenizer, vocab_size, where=where)
+    request = Request.of(ids, where=where, stream=stream, **options)
+    request.sampling.check_vocabulary(vocab_size, where=where)
+    return request
+
+
+def sample_options(options: dict[str, Any], n: int, *, where: str) -> list[dict[str, Any]]:
+    """Options of each of `n` samples: with a seed, sample i has seed + i, so that each can be made again alone."""
+    check_integer(f"{where}: n", n, 1, MAX_SAMPLES)
+    seed = options.get("seed")
+    if seed is None:
+        return [dict(options) for _ in range(n)]
+    check_integer("seed", seed, 0, MAX_SEED)
+    return [{**options, "seed": (seed + i) % (MAX_SEED + 1)} for i in range(n)]

@@ -1,0 +1,211 @@
+"""A draft model: a smaller one with the same tokenizer, which runs ahead of the target and guesses its next tokens."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exl2nb.cache.pages import PageTable
+from exl2nb.cache.pool import KVCache
+from exl2nb.cache.spec import CacheSpec
+from exl2nb.core.errors import EngineClosed, TokenizerError
+from exl2nb.core.log import logger
+from exl2nb.generator.choose import choose
+from exl2nb.generator.sequence import Sequence as Request_
+from exl2nb.model.batch import Batch, Span
+from exl2nb.sampling.state import SamplerState
+from exl2nb.tokenizer.tokenizer import Tokenizer
+
+CHUNK = 256  # tokens a step that the draft may lag behind and still guess; more are computed first, a chunk per step of the target
+
+
+class Forward(Protocol):
+    """What is needed of the draft model."""
+
+    def forward(self, batch: Batch, cache: KVCache, /) -> Tensor:
+        """Logits f32 `(R, V)` of the batch's logit rows."""
+        ...
+
+
+@dataclass
+class _Ahead:
+    """What the draft's cache holds of one sequence: `computed` tokens in `pages`."""
+
+    sequence: weakref.ref[Request_]
+    pages: list[int] = field(default_factory=list)
+    computed: int = 0
+
+
+class DraftModel:
+    """Guesses by running a smaller model.
+
+    It has a cache of its own, and pages are only ever used to guess: where none is free it does not guess. Its guess is what the request's
+    own sampler, with the request's own random number for that token, would draw from the draft's logits: where both models agree on the
+    distribution, they agree on the token, also when it is drawn.
+
+    Args:
+        model: of the draft. spec: of its cache.
+        context: longest sequence it runs, in tokens; longer ones go on without guesses.
+        vocab_size: of the target.
+        exclusive: a context in which nobody else runs the model; a TimeoutError means that it is in use, and nothing is guessed this time.
+        cost: of one guess, as a share of a step of the target.
+        device: of the draft.
+        on_close: called at the end, to give the model back.
+    """
+
+    def __init__(
+        self,
+        model: Forward,
+        spec: CacheSpec,
+        *,
+        context: int,
+        vocab_size: int,
+        exclusive: Callable[[], AbstractContextManager[None]],
+        cost: float,
+        device: str = "cpu",
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
+        self._model, self._exclusive, self._device, self._on_close = model, exclusive, device, on_close
+        self.cost, self._size, self._context, self._vocab_size = cost, spec.page_size, context, vocab_size
+        self._cache, self._table = KVCache(spec, device), PageTable(spec.num_pages)
+        self._known: dict[int, _Ahead] = {}
+        self._gone = False
+
+    @property
+    def pages(self) -> PageTable:
+        """Who holds which page of the draft's cache."""
+        return self._table
+
+    def guess(self, wanted: Sequence[tuple[Request_, int]], /) -> list[list[int]]:
+        """For each sequence at most so many tokens that may follow; all sequences together, one step of the draft per token."""
+        if self._gone:
+            return [[] for _ in wanted]
+        self._sweep()
+        try:
+            with self._exclusive():
+                return self._guess(wanted)
+        except TimeoutError:
+            pass
+        except EngineClosed:
+            logger.warning("the draft model was closed; generation goes on without guesses")
+            self._gone = True
+        except Exception:  # the target is fine: what it says does not depend on guesses
+            logger.exception("the draft model failed; generation goes on without guesses")
+            self._gone = True
+        return [[] for _ in wanted]
+
+    def close(self) -> None:
+        """Give memory back."""
+        self._gone = True
+        self._known.clear()
+        self._cache.close()
+        if self._on_close is not None:
+            self._on_close()
+
+    # ---- inside
+
+    def _guess(self, wanted: Sequence[tuple[Request_, int]]) -> list[list[int]]:
+        found: list[list[int]] = [[] for _ in wanted]
+        turns: list[tuple[int, _Ahead, SamplerState, list[int], int]] = []  # place, state, sampler, tokens to run next, guesses to make
+        for place, (sequence, count) in enumerate(wanted):
+            ahead = self._state(sequence)
+            lag, count = len(sequence.ids) - ahead.computed, min(count, self._context - len(sequence.ids))
+            if count <= 0 or not self._reserve(ahead, len(sequence.ids) + count):
+                continue
+            if lag > CHUNK:
+                self._forward([(ahead, list(islice(sequence.ids, ahead.computed, ahead.computed + CHUNK)), "none")])
+                continue
+            sampler = sequence.sampler.copy()
+            sampler.retry = 0
+            turns.append((place, ahead, sampler, sequence.ids[ahead.computed :], count))
+        while turns:
+            rows = self._forward([(ahead, ids, "last") for _, ahead, _, ids, _ in turns])
+            going = []
+            for (place, ahead, sampler, _, count), row in zip(turns, rows):
+                token = self._draw(row, sampler)
+                if token is None:
+                    continue
+                found[place].append(token)
+                if count > 1 and not sampler.finished:
+                    going.append((place, ahead, sampler, [token], count - 1))
+            turns = going
+        return found
+
+    def _draw(self, row: np.ndarray, sampler: SamplerState) -> int | None:
+        """What the request would take; None where the draft has no answer (a broken row, or nothing that is allowed)."""
+        size = self._vocab_size  # vocabularies may be padded to different sizes
+        row = row[:size] if len(row) >= size else np.concatenate([row, np.full(size - len(row), -np.inf, np.float32)])
+        try:
+            return choose(row, sampler)[0].id
+        except Exception:  # a guess that cannot be made is no guess; the target's own row will say what is wrong, if anything is
+            return None
+
+    def _forward(self, parts: Sequence[tuple[_Ahead, list[int], str]]) -> np.ndarray:
+        spans = [Span(ids=ids, start=ahead.computed, pages=ahead.pages, logit_rows=rows) for ahead, ids, rows in parts]
+        batch = Batch.build(spans, page_size=self._size, device=self._device)
+        logits = self._model.forward(batch, self._cache).to("cpu", torch.float32).numpy()
+        for ahead, ids, _ in parts:
+            ahead.computed += len(ids)
+        return logits
+
+    def _state(self, sequence: Request_) -> _Ahead:
+        ahead = self._known.get(id(sequence))
+        if ahead is None:
+            ahead = self._known[id(sequence)] = _Ahead(weakref.ref(sequence))
+        guesses = sequence.guesses
+        assert guesses is not None, "a sequence with guesses"
+        ahead.computed, guesses.kept = min(ahead.computed, guesses.kept, len(sequence.ids) - 1), 1 << 62
+        return ahead
+
+    def _reserve(self, ahead: _Ahead, tokens: int) -> bool:
+        more = -(-tokens // self._size) - len(ahead.pages)
+        if more > self._table.num_free:
+            return False
+        if more > 0:
+            ahead.pages += self._table.allocate(more)
+        return True
+
+    def _sweep(self) -> None:
+        """Take the pages of sequences that have ended."""
+        for key, ahead in list(self._known.items()):
+            sequence = ahead.sequence()
+            if sequence is None or sequence.ended:
+                self._table.free(ahead.pages)
+                del self._known[key]
+
+
+def check_same_tokenizer(target: Tokenizer, draft: Tokenizer, *, target_size: int, draft_size: int) -> None:
+    """Refuse a draft model whose ids mean something else.
+
+    Args:
+        target, draft: the tokenizers. target_size, draft_size: of the models' vocabularies; the draft's may be padded otherwise.
+
+    Raises:
+        TokenizerError: names the first id that differs.
+    """
+    mine, theirs = _by_id(target), _by_id(draft)
+    for i in range(max(len(mine), len(theirs), max(mine, default=0) + 1, max(theirs, default=0) + 1)):
+        if mine.get(i) != theirs.get(i):
+            raise TokenizerError(
+                f"the draft model has another tokenizer: token {i} is {theirs.get(i)!r} there and {mine.get(i)!r} here; "
+                "use a smaller model of the same family, or speculation='ngram'"
+            )
+    if target.eos_ids != draft.eos_ids:
+        logger.info("draft and target end texts by other tokens: %s and %s", sorted(draft.eos_ids), sorted(target.eos_ids))
+    needed = max(mine, default=-1) + 1
+    if min(target_size, draft_size) < needed:
+        raise TokenizerError(
+            f"the draft model's vocabulary has {draft_size} entries and the tokenizer {needed}; it belongs to another model"
+        )
+
+
+def _by_id(tokenizer: Tokenizer) -> dict[int, str]:
+    return {i: text for text, i in tokenizer.backend.get_vocab(with_added_tokens=True).items()}

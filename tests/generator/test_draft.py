@@ -1,0 +1,146 @@
+"""A draft model: right where it agrees with the target, its cache right after every rejection; and the text never changes."""
+
+import contextlib
+
+import numpy as np
+import pytest
+
+from exl2nb.core.errors import TokenizerError
+from exl2nb.generator.draft import DraftModel, check_same_tokenizer
+from exl2nb.generator.speculation import Speculation
+
+from . import fakes, stepper
+
+
+def rule(ids):
+    """By the last tokens alone, few of them likely."""
+    row = np.full(fakes.VOCAB, -20.0, np.float32)
+    row[3:15] = np.random.default_rng((int(ids[-1]) * 31 + int(ids[-2]) * 7 + len(ids)) % 1009).normal(size=12) * 2
+    return row
+
+
+class Draft(fakes.FakeModel):
+    """Right but for every `wrong`-th position, where it shifts the target's row."""
+
+    def __init__(self, wrong: int = 0, vocab: int = fakes.VOCAB, step_s: float = 0.0):
+        super().__init__(vocab=vocab, step_s=step_s)
+        self.wrong = wrong
+
+    def logits_after(self, ids):
+        row = rule(ids)
+        row = np.roll(row, 3) if self.wrong and len(ids) % self.wrong == 0 else row
+        return row[: self.vocab] if self.vocab <= len(row) else np.concatenate([row, np.full(self.vocab - len(row), 50.0, np.float32)])
+
+
+@pytest.fixture
+def running():
+    made = []
+
+    def make(draft=None, *, context=4096, draft_pages=16, **kwargs):
+        model = fakes.FakeModel()
+        model.logits_after = rule
+        engine = fakes.engine(model, **kwargs)
+        if draft is not None:
+            engine.drafter = DraftModel(
+                draft, fakes.spec(draft_pages), context=context, vocab_size=fakes.VOCAB, exclusive=contextlib.nullcontext, cost=0.1
+            )
+        made.append(engine)
+        return engine
+
+    yield make
+    for engine in made:
+        assert engine.wait_idle(5)
+        assert engine.pages.num_free == engine.pages.num_pages
+        engine.close()
+
+
+def ask(engine, seed=None, count=60, prompt=(5, 6, 7), **options):
+    options = {"temperature": 0, **options} if seed is None else {"seed": seed, **options}
+    return engine.submit(stepper.request(prompt, max_tokens=count, **options))
+
+
+def bare(completion):
+    return [token._replace(source="") for token in completion.tokens]
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+@pytest.mark.parametrize("wrong", [0, 2, 5])
+def test_text_and_acceptance(running, wrong, seed):
+    plain = ask(running(), seed).result(20)
+    done = ask(running(Draft(wrong)), seed, speculation=Speculation(kind="draft", adaptive=False, max_tokens=4)).result(20)
+    assert bare(done) == bare(plain)
+    stats = done.speculation
+    assert stats.kind == "draft"
+    if not wrong:  # the same rule and the same random numbers: every guess is right, if the draft's cache holds what it should
+        assert stats.rate == 1.0
+        assert (stats.steps, stats.plain_steps) == (12, 1)
+        assert sum(token.source == "draft" for token in done.tokens) == stats.accepted == 47
+    else:
+        assert 0.1 < stats.rate < 1.0
+
+
+def test_many_together_and_rewinds(running):
+    engine, plain = running(Draft(7)), running()
+    options = [
+        {"seed": 1},
+        {"seed": 2, "banned_strings": ["a"], "stop": ["the"]},
+        {"seed": None, "repetition_penalty": 1.3},
+        {"seed": 4, "speculation": "off"},
+        {"seed": 5, "speculation": "ngram", "banned_strings": ["in"]},
+        {"seed": 6, "prompt": tuple(range(3, 900))},
+        {"seed": 7, "mirostat": True},
+    ]
+    wanted = [ask(plain, **{"count": 30, **one, "speculation": "off"}).result(20) for one in options]
+    handles = [ask(engine, **{"count": 30, **one}) for one in options]
+    got = [handle.result(20) for handle in handles]
+    assert [bare(one) for one in got] == [bare(one) for one in wanted]
+    assert [one.rewinds for one in got] == [one.rewinds for one in wanted]
+    assert [None if one.speculation is None else one.speculation.kind for one in got] == [
+        "draft", "draft", "draft", None, "ngram", "draft", "draft"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("vocab", [fakes.VOCAB - 32, fakes.VOCAB + 32])
+def test_a_vocabulary_padded_otherwise(running, vocab):
+    done = ask(running(Draft(vocab=vocab))).result(20)
+    assert bare(done) == bare(ask(running()).result(20))
+    assert done.speculation.rate == 1.0
+
+
+def test_a_short_context_and_a_full_cache(running):
+    plain = ask(running(), count=300, prompt=tuple(range(3, 303))).result(30)
+    for options in ({"context": 310}, {"draft_pages": 1}):
+        done = ask(running(Draft(), **options), count=300, prompt=tuple(range(3, 303))).result(30)
+        assert bare(done) == bare(plain)
+
+
+def test_pages_of_ended_requests_come_back(running):
+    engine = running(Draft())
+    for number in range(6):
+        ask(engine, number, prompt=tuple(range(3, 300))).result(20)
+    assert engine.drafter.pages.num_free >= 16 - 2 * 2
+
+
+def test_a_draft_that_fails_is_left_alone(running, caplog):
+    draft = Draft()
+    draft.fail_at = {2: ValueError("broken")}
+    done = ask(running(draft)).result(20)
+    assert bare(done) == bare(ask(running()).result(20))
+    assert "generation goes on without guesses" in caplog.text
+
+
+def test_hooks_see_draws_and_no_guesses(running):
+    seen = []
+    ask(running(Draft()), 3, count=20, post_sampling=lambda draw: seen.append(draw.index)).result(20)
+    assert seen == list(range(20))
+
+
+def test_another_tokenizer_is_named():
+    mine = fakes.tokenizer()
+    check_same_tokenizer(mine, fakes.tokenizer(), target_size=4096, draft_size=4096)
+    other = fakes.tokenizer()
+    other.backend.add_tokens(["xyzzy"])
+    with pytest.raises(TokenizerError, match="token 4096 is 'xyzzy' there and None here; use a smaller model of the same family"):
+        check_same_tokenizer(mine, other, target_size=4096, draft_size=4096)
+    with pytest.raises(TokenizerError, match="the draft model's vocabulary has 100 entries and the tokenizer 4096"):
+        check_same_tokenizer(mine, fakes.tokenizer(), target_size=4096, draft_size=100)
