@@ -13,10 +13,8 @@ from exl2nb.core.errors import ConversionError
 from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
 
-# linears that read the same tensor, filed under the first of them; those of expert 7 have ".7" behind
-INPUTS: tuple[tuple[str, ...], ...] = (
-    ("q", "k", "v"), ("o",), ("shared_gate", "shared_up"), ("shared_down",), ("gate", "up"), ("down",),
-)  # fmt: skip
+# linears that read the same tensor, filed under the first of them
+INPUTS: tuple[tuple[str, ...], ...] = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
 DAMPING = 0.03
 COUPLING_DAMPING = 0.2  # demo model, 3 bits, head shared: KL 0.181 at 0.03, 0.167 at 0.1 and at 0.3, 0.180 without coupling
 ROWS_PER_BATCH = 4
@@ -25,18 +23,9 @@ WHOLE, BLOCK = 1024, 256  # outputs that are coupled: all of a matrix up to WHOL
 
 def input_of(roles: Iterable[str]) -> dict[str, str]:
     """Role -> name of its input, for the roles that a layer has."""
-    present = dict.fromkeys(roles)
-    found: dict[str, str] = {}
-    for role in sorted(present, key=lambda role: next(i for i, group in enumerate(INPUTS) if stem_of(role) in group)):
-        stem, dot, expert = role.partition(".")
-        group = next(group for group in INPUTS if stem in group)
-        found[role] = next(name for part in group if (name := part + dot + expert) in present)
-    return found
-
-
-def stem_of(name: str) -> str:
-    """A role or input without its expert: all experts of a layer share one weight per token."""
-    return name.partition(".")[0]
+    present = set(roles)
+    groups = [[role for role in group if role in present] for group in INPUTS]
+    return {role: group[0] for group in groups for role in group}
 
 
 @dataclass(frozen=True)
@@ -125,7 +114,6 @@ class Moments:
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
         self._totals: dict[str, float] = {}
-        self.tokens: dict[str, int] = {}
 
     def add(self, name: str, x: Tensor, weight: Tensor | None = None) -> None:
         """Add tokens x f32 `(..., K)`, each counted `weight` `(tokens,)` times."""
@@ -137,7 +125,6 @@ class Moments:
         self._add(name, x.detach().flatten(0, -2), other.detach().flatten(0, -2), weight)
 
     def _add(self, name: str, x: Tensor, other: Tensor, weight: Tensor | None) -> None:
-        self.tokens[name] = self.tokens.get(name, 0) + x.shape[0]
         scaled = x if weight is None else x * weight[:, None]
         moment = (scaled.T @ other).double()
         total = float(x.shape[0] if weight is None else weight.double().sum())

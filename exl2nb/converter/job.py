@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
-import itertools
 import os
 import queue
 import shutil
@@ -285,7 +284,6 @@ class _Run:
         """Sweep over the model: statistics for rounding, and every linear measured unless it is known."""
         linears: dict[str, Measured] = dict(known.linears) if known is not None else {}
         held: dict[str, Tensor] = {}
-        visits: dict[str, list[int]] = {}
         with Meter("measure", total=2 * self.config.num_layers + 1, unit="layers", sink=self.sink) as meter:
 
             def step(detail: str) -> None:
@@ -298,8 +296,6 @@ class _Run:
                     self.work.save_statistics(key, statistics.layer, tensors)
                     if sum(t.nbytes for t in held.values()) <= HELD_STATISTICS:
                         held |= tensors
-                if statistics.visits:
-                    visits[str(statistics.layer)] = list(statistics.visits)
                 if known is None:
                     linears |= self._measure_layer(key, statistics)
         if known is not None:
@@ -311,7 +307,7 @@ class _Run:
             fingerprint=self.fingerprint,
             others=measure.others_of(self.config),
             cache=CacheShape(self.config.num_layers, self.config.num_kv_heads, self.config.head_dim),
-            calibration={**calibration, "seed": self.job.seed, **({"expert_tokens": visits} if visits else {})},
+            calibration={**calibration, "seed": self.job.seed},
             statistics=held if sum(t.nbytes for t in held.values()) <= HELD_STATISTICS else {},
         )
 
@@ -321,16 +317,16 @@ class _Run:
         if done is not None:
             return done
         where = "head" if layer == HEAD else f"layer {layer}"
+        factors = {name: factorize(h, name=f"{where}, input of {name}") for name, h in statistics.hessians.items()}
         linears = {"head": head_linear(self.config)} if layer == HEAD else layer_linears(self.config, layer)
         names = {"head": "head"} if layer == HEAD else input_of(linears)
         weights = {} if layer == HEAD else self.weights.layer(layer)
         done = {}
-        for name, roles in itertools.groupby(linears, names.__getitem__):  # one factor in memory at a time
-            hessian = statistics.hessians[name]
-            factor = factorize(hessian, name=f"{where}, input of {name}")
-            for linear in (linears[role] for role in roles):
-                weight = self.weights.weight(linear) if layer == HEAD else weights[f"{linear.key}.weight"]
-                done[linear.key] = measure.measure_linear(linear, weight, factor, hessian, statistics.gradients[linear.key])
+        for role, linear in linears.items():
+            weight = self.weights.weight(linear) if layer == HEAD else weights[f"{linear.key}.weight"]
+            name = names[role]
+            gradient = statistics.gradients[linear.key]
+            done[linear.key] = measure.measure_linear(linear, weight, factors[name], statistics.hessians[name], gradient)
         self.work.save_part(key, layer, done)
         return done
 

@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from exl2nb.converter.experts import expert_inputs
 from exl2nb.converter.gptq import dense, quantize
 from exl2nb.converter.hessian import ROWS_PER_BATCH, Factor, Moments, couple, factorize, input_at, input_of
 from exl2nb.model import reference
@@ -76,11 +74,11 @@ def quantize_layer(
     """
     linears = layer_linears(config, layer)
     names = input_of(linears)
-    shared = {role: name for role, name in names.items() if "." not in name}  # inputs that all tokens make
-    current, held = dict(weights), _held(config, layer, weights, streams, linears, shared)
+    current, held = dict(weights), _held(config, layer, weights, streams, linears, names)
     before, packed = dict(weights), {}
-
-    def make(name: str, factor: Factor, cross: Tensor | None) -> None:
+    for name in dict.fromkeys(names.values()):
+        key = linears[name].key
+        factor, cross = _factor(config, layer, (weights, current if rounding.refresh else before), streams, key, held, statistics, rounding)
         for linear in (linears[role] for role, source in names.items() if source == name):
             weight = weights[f"{linear.key}.weight"]
             target = weight if cross is None else weight + factor.correction(cross, weight, rounding.strength)
@@ -89,23 +87,7 @@ def quantize_layer(
             bias = weights[f"{linear.key}.bias"].half() if linear.bias else None
             packed[linear.key] = quantize(target, factor, groups[linear.key], bias=bias, coupling=coupling)
             current[f"{linear.key}.weight"] = dense(packed[linear.key][0], linear.out_features).to(weight.device)
-
-    using = (weights, current if rounding.refresh else before)
-    for name in dict.fromkeys(shared.values()):
-        factor, cross = _factor(config, layer, using, streams, linears[name].key, held, statistics, rounding)
-        make(name, factor, cross)
-    if config.experts(layer) is not None:
-        router = config.names.at(layer, "router")
-        reads = [[input_at(config, layer, w, part, router) for part in parts] for w, parts in zip(using, _parts(streams))]
-        wanted, found = (torch.cat(parts) for parts in reads)
-        for name, factor, cross in expert_inputs(config, layer, using, (wanted, found), statistics, cross=bool(rounding.strength)):
-            make(name, factor, cross)
     return packed
-
-
-def _parts(streams: Streams) -> tuple[list[Tensor], list[Tensor]]:
-    batches = list(streams.batches())
-    return [x for _, x, _ in batches], [y for _, _, y in batches]
 
 
 def quantize_head(

@@ -71,16 +71,6 @@ class Conversion:
     quality: Quality | None = None
 
     @property
-    def expert_tokens(self) -> dict[int, list[int]]:
-        """Layer -> calibration tokens that chose each of its experts; empty for a model without experts."""
-        return {int(layer): counts for layer, counts in self.measurement.calibration.get("expert_tokens", {}).items()}
-
-    @property
-    def unseen_experts(self) -> list[tuple[int, int]]:
-        """(layer, expert) of those that no calibration token chose: they were quantised on a sample of all tokens."""
-        return [(layer, expert) for layer, counts in sorted(self.expert_tokens.items()) for expert, n in enumerate(counts) if n == 0]
-
-    @property
     def predicted_kl(self) -> float:
         """Sum of what the measurement expects, nats per token; good for ranking, not for reporting: measure with `compare`."""
         return sum(matrix.predicted_kl for matrix in self.matrices)

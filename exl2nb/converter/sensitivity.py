@@ -22,8 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from exl2nb.converter import experts
-from exl2nb.converter.hessian import ROWS_PER_BATCH, Moments, advance, block_of, check_finite, input_of, stem_of
+from exl2nb.converter.hessian import ROWS_PER_BATCH, Moments, advance, block_of, check_finite, input_of
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
@@ -38,10 +37,9 @@ STREAM_BYTES = 2 << 30  # above this the residual streams of some layers are com
 class LayerStatistics:
     """One layer of the dense model on the calibration rows, or the head (layer -1).
 
-    hessians: input name -> f64 `(K, K)`, weighted by token. token_weights: input name without its expert -> f32 `(tokens,)`, mean 1.
+    hessians: input name -> f64 `(K, K)`, weighted by token. token_weights: input name -> f32 `(tokens,)`, mean 1.
     gradients: linear key -> f64 `(N,)`, mean squared gradient of each output.
-    couplings: linear key -> f32 `(N / B, B, B)`, mean products of gradients within blocks of outputs; experts have none.
-    visits: tokens that chose each expert.
+    couplings: linear key -> f32 `(N / B, B, B)`, mean products of gradients within blocks of outputs.
     """
 
     layer: int
@@ -49,7 +47,6 @@ class LayerStatistics:
     token_weights: dict[str, Tensor]
     gradients: dict[str, Tensor]
     couplings: dict[str, Tensor]
-    visits: tuple[int, ...] = ()
 
     def tensors(self) -> dict[str, Tensor]:
         """What quantising the layer needs later, by name."""
@@ -134,12 +131,10 @@ def _backward(
     config: ModelConfig, layer: int, weights: Mapping[str, Tensor], x: Tensor, gradient: Tensor
 ) -> tuple[LayerStatistics, Tensor]:
     """Statistics of one layer, and the gradient at its input."""
-    linears, moe = layer_linears(config, layer), config.experts(layer)
-    roles = {linear.key: role for role, linear in linears.items()}
+    roles = {linear.key: role for role, linear in layer_linears(config, layer).items()}
     names = input_of(roles.values())
-    moments, sample = Moments(), experts.Sample(config, layer, x.shape[0] * x.shape[1])
+    moments = Moments()
     products: dict[str, Tensor] = {}
-    squares = {key: x.new_zeros(linears[role].out_features, dtype=torch.float64) for key, role in roles.items()}
     tokens: dict[str, list[Tensor]] = {}
     below = []
     for part, upper in zip(x.split(ROWS_PER_BATCH), gradient.split(ROWS_PER_BATCH)):
@@ -149,37 +144,24 @@ def _backward(
             out = reference.block(config, layer, weights, leaf, tape.capture)
         below.append(torch.autograd.grad(out, leaf, upper)[0])
         weight: dict[str, Tensor] = {}
-        everyone = {stem_of(name): x.new_zeros(part.shape[0] * part.shape[1]) for name in names.values()}
         for key, role in roles.items():
-            if key not in tape.gradients:  # an expert that no token chose
-                continue
             found = tape.gradients[key].flatten(0, -2)
-            if "." not in role:
-                product = _products(found).double()
-                products[key] = products[key] + product if key in products else product
-            name, rows, value = names[role], tape.rows.get(key), found.square().sum(1)
-            squares[key] += found.square().sum(0, dtype=torch.float64)
-            weight[name] = weight.get(name, 0) + value
-            total = everyone[stem_of(name)]
-            total.add_(value) if rows is None else total.index_add_(0, rows, value)
+            product = _products(found).double()
+            products[key] = products[key] + product if key in products else product
+            weight[names[role]] = weight.get(names[role], 0) + found.square().sum(1)
         for name, value in weight.items():
             inputs = tape.inputs[config.names.at(layer, name)]
             moments.add(name, inputs, value)
             moments.add(f"{name} plain", inputs)
-        for name, value in everyone.items():
             tokens.setdefault(name, []).append(value)
-        sample.see(tape.inputs)
     count = x.shape[0] * x.shape[1]
-    both = moments.hessians()
-    hessians = {name: (both[name] + both[f"{name} plain"]) / 2 for name in dict.fromkeys(names.values()) if name in both}
-    gradients = {key: products[key].diagonal(dim1=1, dim2=2).flatten() if key in products else squares[key] for key in roles}
+    hessians = moments.hessians()
     statistics = LayerStatistics(
         layer=layer,
-        hessians=sample.complete(weights, hessians, moments.tokens),
+        hessians={name: (hessians[name] + hessians[f"{name} plain"]) / 2 for name in tokens},
         token_weights={name: _blend(torch.cat(parts)) for name, parts in tokens.items()},
-        gradients=experts.level({key: square / count for key, square in gradients.items()}, roles),
+        gradients={key: product.diagonal(dim1=1, dim2=2).flatten() / count for key, product in products.items()},
         couplings={key: (product / count).float() for key, product in products.items()},
-        visits=tuple(moments.tokens.get(f"gate.{expert}", 0) for expert in range(moe.num_experts if moe is not None else 0)),
     )
     return statistics, torch.cat(below)
 
@@ -202,7 +184,6 @@ class _Tape(TorchFunctionMode):
 
     inputs: dict[str, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    rows: dict[str, Tensor] = field(default_factory=dict)
     _pending: str = ""
 
     def __post_init__(self) -> None:
@@ -211,8 +192,6 @@ class _Tape(TorchFunctionMode):
     def capture(self, key: str, value: Tensor, rows: Tensor | None = None) -> None:
         """Called before every linear. rows: which tokens it sees, None for all."""
         self.inputs[key], self._pending = value.detach(), key
-        if rows is not None:
-            self.rows[key] = rows
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
