@@ -453,6 +453,7 @@ def compare(
     *,
     rows: int = 16,
     length: int = 512,
+    cache: str = "fp32",
     progress: Sink | Literal["auto"] | None = "auto",
 ) -> Comparison:
     """Measure what a model lost against its reference: perplexity of both, KL divergence, top-1 agreement, per token.
@@ -463,6 +464,8 @@ def compare(
         text: a text, or a `Path` to a text file; None = the evaluation text of the package (written for the demo model).
         rows: rows of tokens.
         length: tokens per row.
+        cache: how the measured model keeps keys and values, as in `load`; the reference keeps them in fp32. `compare(llm, llm, cache="q4")`
+            shows what a quantised cache costs.
         progress: takes the events of stage "compare"; "auto" and None as in `load`.
 
     Returns:
@@ -477,13 +480,14 @@ def compare(
 
     source = Path(__file__).resolve().parent / "demo_model" / "evaluation.txt" if text is None else text
     words = source if isinstance(source, str) else read_text(Path(source))
+    cache = parse_mode(cache, where="compare")
     with ExitStack() as stack:
         sink = stack.enter_context(showing(progress, "compare"))
         one, two = (m if isinstance(m, LLM) else stack.enter_context(load(m, progress=sink)) for m in (reference, other))
         ids = token_rows(one.tokenizer, words, rows=rows, length=length, where="compare")
         for _, llm in sorted({id(one): one, id(two): two}.items()):  # one order for all: opposite calls must not block each other
             stack.enter_context(llm.engine.exclusive())
-        return compare_models(one.model, two.model, ids, sink, reference_name=one.name, other_name=two.name)
+        return compare_models(one.model, two.model, ids, sink, reference_name=one.name, other_name=two.name, cache=cache)
 
 
 def inspect(path: str | os.PathLike[str], *, revision: str | None = None) -> Inspection:

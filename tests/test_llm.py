@@ -87,6 +87,14 @@ def test_quantised_cache_alone_or_together_the_same_bits(cache):
         assert plain.generate(PROMPTS[0], **options).tokens != alone[0]
 
 
+def test_compare_shows_what_a_cache_costs(llm):
+    options = {"rows": 2, "length": 128, "progress": None}
+    losses = [ex.compare(llm, llm, cache=mode, **options).kl_mean for mode in ("fp32", "q8", "q4")]
+    assert losses[0] == 0 < losses[1] < losses[2] < 0.05
+    with pytest.raises(OptionError, match="compare: unknown cache mode 'q2'"):
+        ex.compare(llm, llm, cache="q2")
+
+
 def test_stream_is_generate(llm):
     options = {"temperature": 0, "max_tokens": 40, "stop": ["\n\n", "zzz"]}
     handle = llm.stream(PROMPTS[1], **options)
