@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from exl2nb.core.errors import ConversionError
 from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
+from exl2nb.model.layout import modules
 
 # linears that read the same tensor, filed under the first of them
 INPUTS: tuple[tuple[str, ...], ...] = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
@@ -22,10 +24,26 @@ WHOLE, BLOCK = 1024, 256  # outputs that are coupled: all of a matrix up to WHOL
 
 
 def input_of(roles: Iterable[str]) -> dict[str, str]:
-    """Role -> name of its input, for the roles that a layer has."""
-    present = set(roles)
-    groups = [[role for role in group if role in present] for group in INPUTS]
-    return {role: group[0] for group in groups for role in group}
+    """Role -> name of its input (the first role that reads it), for the roles that a layer has; every expert has its own."""
+    found: dict[str, str] = {}
+    for module in modules(roles):
+        first: dict[int, str] = {}
+        for role in module:
+            found[role] = first.setdefault(_stage(role), role)
+    return found
+
+
+def stages(names: Iterable[str]) -> list[list[str]]:
+    """Names of inputs, parted into what one pass over a layer can collect before anything behind it is quantised."""
+    parts: dict[int, list[str]] = {}
+    for name in dict.fromkeys(names):
+        parts.setdefault(_stage(name), []).append(name)
+    return [parts[place] for place in sorted(parts)]
+
+
+def _stage(role: str) -> int:
+    stem = role.partition(".")[0].rpartition("_")[2]  # "gate.7" and "shared_gate" are gates
+    return next(place for place, group in enumerate(INPUTS) if stem in group)
 
 
 @dataclass(frozen=True)
@@ -139,6 +157,11 @@ class Moments:
         return {name: moment / max(self._totals[name], 1e-300) for name, moment in self._sums.items()}
 
 
+def identity(size: int, like: Tensor) -> Tensor:
+    """The Hessian of an input that calibration never saw: nothing is known, every channel counts alike."""
+    return torch.eye(size, dtype=torch.float64, device=like.device)
+
+
 def factorize(hessian: Tensor, *, damping: float = DAMPING, name: str = "input") -> Factor:
     """Order the channels by strength and factor the damped inverse, in fp64.
 
@@ -172,24 +195,28 @@ def factorize(hessian: Tensor, *, damping: float = DAMPING, name: str = "input")
 
 
 class _Enough(Exception):
-    """Carries a linear's input out of a block that need not be run further."""
-
-    def __init__(self, value: Tensor) -> None:
-        self.value = value
+    """Ends a block that need not be run further."""
 
 
-def input_at(config: ModelConfig, layer: int, weights: Mapping[str, Tensor], x: Tensor, key: str) -> Tensor:
-    """Input of the linear `key` of one layer on the stream x f32 `(rows, S, H)`; the block is run no further than that."""
+Inputs = dict[str, tuple[Tensor, Tensor | None]]
 
-    def capture(found: str, value: Tensor, rows: Tensor | None = None) -> None:
-        if found == key:
-            raise _Enough(value)
 
-    try:
+def inputs_at(config: ModelConfig, layer: int, weights: Mapping[str, Tensor], x: Tensor, keys: Iterable[str]) -> Inputs:
+    """Inputs of some linears of one layer on the stream x f32 `(rows, S, H)`: key -> input, and which tokens it has (None: all).
+
+    The block is run no further than the last of them; experts that no token visits are missing.
+    """
+    wanted, found = set(keys), {}
+
+    def capture(key: str, value: Tensor, rows: Tensor | None = None) -> None:
+        if key in wanted:
+            found[key] = value, rows
+            if len(found) == len(wanted):
+                raise _Enough
+
+    with suppress(_Enough):
         reference.block(config, layer, weights, x, capture)
-    except _Enough as enough:
-        return enough.value
-    raise AssertionError(f"{key} is not run by layer {layer}")
+    return found
 
 
 def advance(config: ModelConfig, layer: int, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
+import json
 import os
 import queue
 import shutil
@@ -21,7 +22,7 @@ from torch import Tensor
 from exl2nb.converter import calibrate, measure
 from exl2nb.converter.calibrate import Source
 from exl2nb.converter.gptq import dense
-from exl2nb.converter.hessian import advance, factorize, input_of
+from exl2nb.converter.hessian import Factor, advance, factorize, identity, input_of
 from exl2nb.converter.layers import Rounding, Streams, quantize_head, quantize_layer
 from exl2nb.converter.measure import Measured, Measurement
 from exl2nb.converter.plan import Choice, Override, Plan
@@ -49,6 +50,7 @@ T = TypeVar("T")
 REVISION = 2  # of the algorithm: part of every hash, so that work of an older one is never taken over
 HELD_STATISTICS = 256 << 20  # bytes of statistics that a measurement keeps in memory for further bitrates
 REPORT_ROWS = 8
+REPORT = "conversion.json"  # in the model directory
 
 
 @dataclass(frozen=True)
@@ -324,11 +326,19 @@ class _Run:
         done = {}
         for role, linear in linears.items():
             weight = self.weights.weight(linear) if layer == HEAD else weights[f"{linear.key}.weight"]
-            name = names[role]
-            gradient = statistics.gradients[linear.key]
-            done[linear.key] = measure.measure_linear(linear, weight, factors[name], statistics.hessians[name], gradient)
+            done[linear.key] = self._measure_linear(linear, weight, names[role], factors, statistics)
         self.work.save_part(key, layer, done)
         return done
+
+    def _measure_linear(
+        self, linear: Linear, weight: Tensor, name: str, factors: dict[str, Factor], statistics: LayerStatistics
+    ) -> Measured:
+        hessian, gradient = statistics.hessians.get(name), statistics.gradients.get(linear.key)
+        if hessian is None or gradient is None:  # an expert that no calibration token visits
+            hessian = identity(linear.in_features, weight)
+            factors[name] = factors.get(name) or factorize(hessian)
+            gradient = torch.zeros(linear.out_features, dtype=torch.float64, device=weight.device)
+        return measure.measure_linear(linear, weight, factors[name], hessian, gradient)
 
     def allocate(self, measurement: Measurement) -> Plan:
         """The plan within the budget."""
@@ -410,6 +420,7 @@ class _Run:
                 config=read_config(self.src),
                 source_dir=self.src,
                 quantization_config=quantization,
+                extra={REPORT: (json.dumps(result.to_dict(), indent=1) + "\n").encode()},
             )
         self.work.forget(key, self.config.num_layers)
 

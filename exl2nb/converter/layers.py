@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from exl2nb.converter.gptq import dense, quantize
-from exl2nb.converter.hessian import ROWS_PER_BATCH, Factor, Moments, couple, factorize, input_at, input_of
+from exl2nb.converter.hessian import ROWS_PER_BATCH, Inputs, Moments, couple, factorize, identity, input_of, inputs_at, stages
 from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import Linear, head_linear, layer_linears
@@ -74,20 +74,24 @@ def quantize_layer(
     """
     linears = layer_linears(config, layer)
     names = input_of(linears)
-    current, held = dict(weights), _held(config, layer, weights, streams, linears, names)
-    before, packed = dict(weights), {}
-    for name in dict.fromkeys(names.values()):
-        key = linears[name].key
-        factor, cross = _factor(config, layer, (weights, current if rounding.refresh else before), streams, key, held, statistics, rounding)
-        for linear in (linears[role] for role, source in names.items() if source == name):
-            weight = weights[f"{linear.key}.weight"]
-            target = weight if cross is None else weight + factor.correction(cross, weight, rounding.strength)
-            products = statistics.get(f"{linear.key}.coupling") if rounding.coupled else None
-            coupling = None if products is None else couple(products.to(weight.device))
-            bias = weights[f"{linear.key}.bias"].half() if linear.bias else None
-            packed[linear.key] = quantize(target, factor, groups[linear.key], bias=bias, coupling=coupling)
-            current[f"{linear.key}.weight"] = dense(packed[linear.key][0], linear.out_features).to(weight.device)
-    return packed
+    current, packed = dict(weights), {}
+    held = _held(config, layer, weights, streams, linears, names) if rounding.strength else None
+    for stage in stages(names.values()):
+        seen = current if rounding.refresh else weights
+        moments = _moments(config, layer, (weights, dict(seen)), streams, [linears[name] for name in stage], held, statistics, rounding)
+        for name in stage:
+            key = linears[name].key
+            hessian = moments.get(key, identity(linears[name].in_features, weights[f"{key}.weight"]))
+            factor, cross = factorize(hessian, name=f"layer {layer}, input of {name}"), moments.get(f"{key} cross")
+            for linear in (linears[role] for role, source in names.items() if source == name):
+                weight = weights[f"{linear.key}.weight"]
+                target = weight if cross is None else weight + factor.correction(cross, weight, rounding.strength)
+                products = statistics.get(f"{linear.key}.coupling") if rounding.coupled else None
+                coupling = None if products is None else couple(products.to(weight.device))
+                bias = weights[f"{linear.key}.bias"].half() if linear.bias else None
+                packed[linear.key] = quantize(target, factor, groups[linear.key], bias=bias, coupling=coupling)
+                current[f"{linear.key}.weight"] = dense(packed[linear.key][0], linear.out_features).to(weight.device)
+    return {linear.key: packed[linear.key] for linear in linears.values()}
 
 
 def quantize_head(
@@ -114,42 +118,41 @@ def _held(
     streams: Streams,
     linears: Mapping[str, Linear],
     names: Mapping[str, str],
-) -> dict[str, list[Tensor]] | None:
-    """The dense model's inputs of every linear, per batch, where they fit."""
-    firsts = {linears[name].key: linears[name].in_features for name in names.values()}
-    if streams.used * streams.dense.shape[1] * 4 * sum(firsts.values()) > HELD_BYTES:
+) -> list[Inputs] | None:
+    """The dense model's inputs of every linear but experts', per batch, where they fit."""
+    firsts = [linears[name] for name in dict.fromkeys(names.values()) if "." not in name]
+    if streams.used * streams.dense.shape[1] * 4 * sum(linear.in_features for linear in firsts) > HELD_BYTES:
         return None
-    held: dict[str, list[Tensor]] = {key: [] for key in firsts}
-
-    def capture(key: str, value: Tensor, rows: Tensor | None = None) -> None:
-        if key in held:
-            held[key].append(value)
-
-    for _, x, _ in streams.batches():
-        reference.block(config, layer, weights, x, capture)
-    return held
+    return [inputs_at(config, layer, weights, x, [linear.key for linear in firsts]) for _, x, _ in streams.batches()]
 
 
-def _factor(
+def _moments(
     config: ModelConfig,
     layer: int,
     weights: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
     streams: Streams,
-    key: str,
-    held: dict[str, list[Tensor]] | None,
+    linears: Sequence[Linear],
+    held: list[Inputs] | None,
     statistics: Mapping[str, Tensor],
     rounding: Rounding,
-) -> tuple[Factor, Tensor | None]:
-    """Factor of one input's Hessian, and the cross moments where they are wanted. weights: dense, and quantised so far."""
+) -> dict[str, Tensor]:
+    """Hessians by key and, where wanted, cross moments by "key cross". weights: dense, and quantised so far."""
     moments, length = Moments(), streams.dense.shape[1]
-    name = next(role for role, linear in layer_linears(config, layer).items() if linear.key == key)
-    tokens = statistics.get(f"{layer}.{name}")
+    keys = [linear.key for linear in linears]
     for place, (part, x, y) in enumerate(streams.batches()):
-        found = input_at(config, layer, weights[1], y, key)
-        weight = None if tokens is None else tokens[part.start * length : part.stop * length].to(found.device)
-        moments.add(name, found, weight)
-        if rounding.strength:
-            wanted = held[key][place] if held else input_at(config, layer, weights[0], x, key)
-            moments.add_cross("cross", found, wanted - found, weight)
-    hessians = moments.hessians()
-    return factorize(hessians[name], name=f"layer {layer}, input of {name}"), hessians.get("cross")
+        found = inputs_at(config, layer, weights[1], y, keys)
+        plain = [key for key in keys if key in found and found[key][1] is None]
+        wanted: Inputs = {}
+        if rounding.strength and plain:
+            wanted = held[place] if held else inputs_at(config, layer, weights[0], x, plain)
+        for linear in linears:
+            if linear.key not in found:
+                continue
+            value, rows = found[linear.key]
+            tokens = statistics.get(f"{layer}.{linear.role}")
+            weight = None if tokens is None else tokens[part.start * length : part.stop * length].to(value.device)
+            weight = weight if weight is None or rows is None else weight[rows]
+            moments.add(linear.key, value, weight)
+            if linear.key in wanted and rows is None:  # the two models send different tokens to an expert
+                moments.add_cross(f"{linear.key} cross", value, wanted[linear.key][0] - value, weight)
+    return moments.hessians()

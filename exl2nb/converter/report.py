@@ -32,8 +32,8 @@ class Quality:
     source_ppl: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        return asdict(self)
+        """Plain values, None for NaN."""
+        return {name: None if value != value else value for name, value in asdict(self).items()}
 
     def __str__(self) -> str:
         return (
@@ -47,11 +47,11 @@ _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2
 
 
 def interval(values: list[float]) -> tuple[float, float, float]:
-    """Mean and its 95 % confidence interval; of one value the interval is everything."""
+    """Mean and its 95 % confidence interval, NaN for one value, which has none."""
     n = len(values)
     mean = sum(values) / n
     if n < 2:
-        return mean, -math.inf, math.inf
+        return mean, math.nan, math.nan
     deviation = math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1) / n)
     t = _T[min(n - 2, len(_T) - 1)]
     return mean, mean - t * deviation, mean + t * deviation

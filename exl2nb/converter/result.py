@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import html
+import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from exl2nb.converter.measure import Measurement
 from exl2nb.converter.plan import mix_of
 from exl2nb.converter.report import Quality
+from exl2nb.io.atomic import atomic_write
 from exl2nb.quant.bits import bits_per_weight, padded
 
 if TYPE_CHECKING:
@@ -75,6 +78,42 @@ class Conversion:
         """Sum of what the measurement expects, nats per token; good for ranking, not for reporting: measure with `compare`."""
         return sum(matrix.predicted_kl for matrix in self.matrices)
 
+    @property
+    def unseen(self) -> tuple[str, ...]:
+        """Matrices of experts that no calibration token visited: rounded without knowing what matters to them."""
+        return tuple(key for key, measured in self.measurement.linears.items() if measured.power == 0 and "." in measured.role)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values, the same for the same conversion: no times, no paths."""
+        total = self.predicted_kl or 1.0
+        return {
+            "target_bpw": self.target_bpw,
+            "bpw": self.bpw,
+            "head_bits": self.head_bits,
+            "bytes": self.nbytes,
+            "calibration": self.calibration,
+            "predicted_kl": self.predicted_kl,
+            "quality": self.quality.to_dict() if self.quality else None,
+            "unseen": list(self.unseen),
+            "matrices": [
+                {
+                    "key": m.key,
+                    "bpw": m.bpw,
+                    "mix": m.mix,
+                    "group_size": m.groups[0][1],
+                    "loss": m.loss,
+                    "predicted_kl": m.predicted_kl,
+                    "share": m.predicted_kl / total,
+                }
+                for m in self.matrices
+            ],
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the report as JSON (the model directory has it too, as `conversion.json`)."""
+        with atomic_write(path) as file:
+            file.write((json.dumps(self.to_dict(), indent=1) + "\n").encode())
+
     def to_frame(self) -> pd.DataFrame:
         """One line per matrix: key, layer, role, in_features, out_features, bpw, mix, group_size, predicted_kl, loss."""
         import pandas as pd
@@ -110,8 +149,12 @@ class Conversion:
         stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
         return (
             f"{self.path}: {self.bpw:.4f} bits per weight (target {self.target_bpw:g}, head {self.head_bits}), {self.nbytes:,} bytes\n"
-            f"{stages}\n{self.map()}"
+            f"{stages}{self._quality_line()}\n{self.map()}"
         )
+
+    def _quality_line(self) -> str:
+        unseen = f"\n{len(self.unseen)} matrices of experts without a calibration token" if self.unseen else ""
+        return (f"\n{self.quality}" if self.quality else "") + unseen
 
     def __repr__(self) -> str:
         return f"Conversion({str(self.path)!r}, bpw={self.bpw:.4f}, head_bits={self.head_bits}, nbytes={self.nbytes})"
@@ -127,6 +170,7 @@ class Conversion:
         return (
             '<div style="font:13px/1.4 system-ui,sans-serif">'
             f"<b>{html.escape(str(self.path))}</b><br>{facts}, {sum(self.seconds.values()):.1f} s"
+            f"{html.escape(self._quality_line()).replace(chr(10), '<br>')}"
             f'<table style="border-collapse:collapse;font-variant-numeric:tabular-nums"><tr><th>layer</th>{header}</tr>{body}</table></div>'
         )
 

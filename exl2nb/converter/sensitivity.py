@@ -131,8 +131,9 @@ def _backward(
     config: ModelConfig, layer: int, weights: Mapping[str, Tensor], x: Tensor, gradient: Tensor
 ) -> tuple[LayerStatistics, Tensor]:
     """Statistics of one layer, and the gradient at its input."""
-    roles = {linear.key: role for role, linear in layer_linears(config, layer).items()}
-    names = input_of(roles.values())
+    linears = layer_linears(config, layer)
+    roles = {linear.key: role for role, linear in linears.items()}
+    names = input_of(linears)
     moments = Moments()
     products: dict[str, Tensor] = {}
     tokens: dict[str, list[Tensor]] = {}
@@ -145,25 +146,36 @@ def _backward(
         below.append(torch.autograd.grad(out, leaf, upper)[0])
         weight: dict[str, Tensor] = {}
         for key, role in roles.items():
+            if key not in tape.gradients:  # an expert that no token of this batch visits
+                continue
             found = tape.gradients[key].flatten(0, -2)
             product = _products(found).double()
             products[key] = products[key] + product if key in products else product
             weight[names[role]] = weight.get(names[role], 0) + found.square().sum(1)
         for name, value in weight.items():
-            inputs = tape.inputs[config.names.at(layer, name)]
+            inputs, rows = tape.inputs[linears[name].key]
             moments.add(name, inputs, value)
             moments.add(f"{name} plain", inputs)
-            tokens.setdefault(name, []).append(value)
+            tokens.setdefault(name, []).append(_place(value, rows, part.shape[0] * part.shape[1]))
     count = x.shape[0] * x.shape[1]
     hessians = moments.hessians()
     statistics = LayerStatistics(
         layer=layer,
         hessians={name: (hessians[name] + hessians[f"{name} plain"]) / 2 for name in tokens},
-        token_weights={name: _blend(torch.cat(parts)) for name, parts in tokens.items()},
+        token_weights={name: _blend(torch.cat(parts)) for name, parts in tokens.items() if sum(map(len, parts)) == count},
         gradients={key: product.diagonal(dim1=1, dim2=2).flatten() / count for key, product in products.items()},
         couplings={key: (product / count).float() for key, product in products.items()},
     )
     return statistics, torch.cat(below)
+
+
+def _place(weight: Tensor, rows: Tensor | None, count: int) -> Tensor:
+    """Weights of some tokens among all of them; the mean for the others, which may yet come to this expert."""
+    if rows is None:
+        return weight
+    whole = torch.full((count,), float(weight.mean()), device=weight.device)
+    whole[rows] = weight
+    return whole
 
 
 def _products(gradient: Tensor) -> Tensor:
@@ -182,7 +194,7 @@ def _blend(weight: Tensor) -> Tensor:
 class _Tape(TorchFunctionMode):
     """Keeps the input of every captured linear and the gradient at its output."""
 
-    inputs: dict[str, Tensor] = field(default_factory=dict)
+    inputs: dict[str, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     _pending: str = ""
 
@@ -191,7 +203,7 @@ class _Tape(TorchFunctionMode):
 
     def capture(self, key: str, value: Tensor, rows: Tensor | None = None) -> None:
         """Called before every linear. rows: which tokens it sees, None for all."""
-        self.inputs[key], self._pending = value.detach(), key
+        self.inputs[key], self._pending = (value.detach(), rows), key
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

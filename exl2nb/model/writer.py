@@ -31,6 +31,7 @@ def write_model(
     quantization_config: Mapping[str, Any] | None = None,
     shard_bytes: int = SHARD_BYTES,
     overwrite: bool = False,
+    extra: Mapping[str, bytes] | None = None,
 ) -> Path:
     """Write `output.safetensors` (or `output-00001-of-0000n.safetensors` ...), config.json and the source's other files.
 
@@ -46,6 +47,7 @@ def write_model(
         quantization_config: put into config.json; None leaves `config` as it is.
         shard_bytes: data bytes per file; a larger single tensor gets a file of its own.
         overwrite: replace a directory that exists, once the new one is complete.
+        extra: further files by name; they replace copied ones.
 
     Returns:
         `dst`.
@@ -71,6 +73,8 @@ def write_model(
             if source_dir is not None:
                 _copy_files(Path(source_dir), temporary)
             _write_config(temporary / "config.json", config, quantization_config)
+            for name, content in (extra or {}).items():
+                (temporary / name).write_bytes(content)
             sync_directory(temporary)
             _put(temporary, dst.absolute())
         except BaseException:

@@ -40,6 +40,7 @@ CONFIG = {
     "tie_word_embeddings": False,
 }
 TEXT = [" ".join(f"w{(i * i + 7 * i) % 90}" for i in range(3000))]
+FILES = ["config.json", "conversion.json", "output.safetensors", "tokenizer.json", "tokenizer_config.json"]
 OPTIONS = {"calibration": TEXT, "rows": 6, "length": 32}
 
 
@@ -86,13 +87,19 @@ def test_result_is_what_is_on_disk(done, source):
     assert done.bpw > 4.9
     assert done.nbytes == (done.path / "output.safetensors").stat().st_size
     assert set(done.seconds) == {"calibrate", "measure", "allocate", "quantize", "write"}
-    assert sorted(p.name for p in done.path.iterdir()) == ["config.json", "output.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    assert sorted(p.name for p in done.path.iterdir()) == FILES
     assert [p.name for p in done.path.parent.iterdir()] == [done.path.name]  # no work folder is left
     written = json.loads((done.path / "config.json").read_text())["quantization_config"]
     assert (written["quant_method"], written["bits"], written["head_bits"]) == ("exl2", 5.0, 6)
     assert written["calibration"] == {"rows": 6, "length": 32, "dataset": "1 strings"}
     assert len(done.to_frame()) == 3 * 7 + 1
-    assert str(done).count("\n") == 6
+    assert str(done).count("\n") == 7
+    report = json.loads((done.path / "conversion.json").read_text())
+    assert report == json.loads(json.dumps(done.to_dict()))
+    assert report["bytes"] == done.nbytes
+    assert sum(m["share"] for m in report["matrices"]) == pytest.approx(1)
+    assert report["quality"]["kl_low"] < report["quality"]["kl"] < report["quality"]["kl_high"]
+    assert report["quality"]["rows"] == 8
     assert "<table" in done._repr_html_()
     bits = {matrix.key: matrix.bpw for matrix in done.matrices}
     with TensorStore(done.path) as store:

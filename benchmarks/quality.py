@@ -1,0 +1,120 @@
+"""Closeness to the source at another converter's sizes: convert to its bytes, measure KL on other text, print the table; or ablate ideas.
+
+    python benchmarks/quality.py MODEL --calibration TEXT --text TEXT [--limits tests/data/demo-peer-quality.json] [--bpw 2.5 3 3.5 4 5 6]
+    python benchmarks/quality.py MODEL --calibration TEXT --text TEXT --bpw 3 --ablate
+
+Every file is made no larger than the other converter's (`--limits`, `bytes` per bitrate), from at most `--calibration-rows` x 512 tokens of
+the calibration text, with the head sharing the budget. KL and perplexity are the format's cost alone: the torch reference network in fp32
+on the reconstructed weights. `--ablate` leaves out one idea at a time. One sweep serves all: keep it with `--work-dir`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+
+from convert import quality
+
+from exl2nb.converter.calibrate import read_calibration
+from exl2nb.converter.job import ConversionJob
+from exl2nb.converter.layers import Rounding
+from exl2nb.core.progress import TextSink
+from exl2nb.eval.text import token_rows
+from exl2nb.tokenizer.tokenizer import Tokenizer
+
+LIMITS = Path(__file__).parent.parent / "tests" / "data" / "demo-peer-quality.json"
+IDEAS = {
+    "everything": {},
+    "head at 6 bits": {"head_bits": 6},
+    "columns uncoupled": {"rounding": {"coupled": False}},
+    "no asymmetric calibration": {"rounding": {"strength": 0.0}},
+    "inputs not refreshed": {"rounding": {"refresh": False}},
+    "32 rows": {"rows": 32},
+}
+
+
+def convert(args: argparse.Namespace, out: Path, work: Path, nbytes: int, idea: dict) -> tuple[float, float, object]:
+    """Convert once: seconds in all, seconds that a further bitrate takes, result."""
+    begin = time.monotonic()
+    head_bits, rows = idea.get("head_bits", "auto"), idea.get("rows", args.calibration_rows)
+    rounding = Rounding(**{**json.loads(args.rounding), **idea.get("rounding", {})})
+    job = ConversionJob(
+        args.model,
+        out,
+        target={"bytes": nbytes},
+        head_bits=head_bits,
+        calibration=args.calibration,
+        rows=rows,
+        length=512,
+        report_rows=0,
+        work_dir=work,
+        rounding=rounding,
+    )
+    done = job.run(TextSink() if args.progress else None)
+    return time.monotonic() - begin, sum(done.seconds.values()) - done.seconds["measure"], done
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--calibration", help="text to calibrate on; default: the packaged one")
+    parser.add_argument("--text", required=True, help="text to judge on; it should share nothing with the calibration text")
+    parser.add_argument("--limits", type=Path, default=LIMITS, help="JSON with kl and bytes per bitrate under `exl2`")
+    parser.add_argument("--bpw", type=float, nargs="+", default=[2.5, 3.0, 3.5, 4.0, 5.0, 6.0])
+    parser.add_argument("--calibration-rows", type=int, default=100)
+    parser.add_argument("--rows", type=int, default=96)
+    parser.add_argument("--length", type=int, default=512)
+    parser.add_argument("--rounding", default="{}", help="JSON fields of converter.layers.Rounding")
+    parser.add_argument("--ablate", action="store_true", help="leave out one idea at a time")
+    parser.add_argument("--ideas", nargs="+", choices=list(IDEAS), help="only these of --ablate")
+    parser.add_argument("--work-dir", type=Path)
+    parser.add_argument("--json", type=Path, help="append one JSON line per conversion to this file")
+    parser.add_argument("--progress", action="store_true")
+    args = parser.parse_args()
+    limits = json.loads(args.limits.read_text())["exl2"]
+    ideas = {name: IDEAS[name] for name in (args.ideas or IDEAS)} if args.ablate else {"everything": {}}
+    text, _ = read_calibration(args.text)
+    ids = token_rows(Tokenizer.load(args.model), text, rows=args.rows, length=args.length)
+    print(
+        f"{'bpw':>5} {'bytes':>11} {'layers':>7} {'head':>6} {'seconds':>8} {'again':>7} {'KL':>9} {'ppl':>9} {'peer KL':>9} {'ratio':>6}  idea"
+    )
+    with tempfile.TemporaryDirectory() as temporary:
+        work = args.work_dir or Path(temporary) / "work"
+        for bpw in args.bpw:
+            peer = limits[f"{bpw:.1f}"]
+            for name, idea in ideas.items():
+                out = Path(temporary) / f"{bpw:g}-{name.replace(' ', '-')}"
+                seconds, again, done = convert(args, out, work, peer["bytes"], idea)
+                kl, ppl = quality(args.model, [done.path], ids)[0]
+                assert done.nbytes <= peer["bytes"]
+                head = done.matrices[-1].bpw
+                print(
+                    f"{bpw:5g} {done.nbytes:11,} {done.bpw:7.4f} {head:6.3f} {seconds:8.1f} {again:7.1f} {kl:9.5f} {ppl:9.4f} "
+                    f"{peer['kl']:9.5f} {kl / peer['kl']:6.3f}  {name}",
+                    flush=True,
+                )
+                if args.json:
+                    line = {
+                        "bpw": bpw,
+                        "idea": name,
+                        "rounding": args.rounding,
+                        "bytes": done.nbytes,
+                        "kl": kl,
+                        "ppl": ppl,
+                        "peer_kl": peer["kl"],
+                    }
+                    with open(args.json, "a") as file:
+                        file.write(
+                            json.dumps(
+                                {**line, "peer_kl": peer["kl"], "layers_bpw": done.bpw, "head_bpw": head, "rows": args.calibration_rows}
+                            )
+                            + "\n"
+                        )
+
+
+if __name__ == "__main__":
+    main()
