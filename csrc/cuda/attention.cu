@@ -99,8 +99,13 @@ const char* attention_decode_launch(const AttentionArgs& args, void* stream, boo
   const int per_sequence = (a.tokens + c.sequences - 1) / c.sequences;
   const bool wide = has_wide(c.head_dim) && per_sequence * q_per_kv > 8;
   char* const at = static_cast<char*>(a.workspace);
-  DecodeParams params{a, reinterpret_cast<float*>(at + sizes.count + sizes.part_ml), reinterpret_cast<float2*>(at + sizes.count),
-                      reinterpret_cast<unsigned*>(at), (q_per_kv + 7) / 8};
+  DecodeParams params{a,
+                      reinterpret_cast<float*>(at + sizes.count + sizes.part_ml),
+                      reinterpret_cast<float2*>(at + sizes.count),
+                      reinterpret_cast<unsigned*>(at),
+                      (q_per_kv + 7) / 8,
+                      q_per_kv,
+                      unsigned((0x100000000ull + q_per_kv - 1) / q_per_kv)};
   if (auto kernel = fast_kernel(c, wide)) {
     const int64_t blocks = (int64_t(per_sequence) * q_per_kv + 7) / 8,
                   items = blocks * c.sequences * c.num_kv_heads * max_splits(c.num_kv_heads);

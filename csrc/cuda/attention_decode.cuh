@@ -44,7 +44,8 @@ struct DecodeParams {
   float* part;      // (rows, Hq, max_splits, D) of at least min(tokens, 8 * sequences) rows
   float2* part_ml;  // (rows, Hq, max_splits): maximum, sum
   unsigned* count;  // (rows * blocks per token * Hkv)
-  int blocks_per_token;
+  int blocks_per_token, q_per_kv;
+  unsigned q_per_kv_inverse;  // ceil(2^32 / q_per_kv): exact quotients of numbers below 2^32 / q_per_kv
 };
 
 struct Item {
@@ -57,7 +58,7 @@ struct Item {
 template <int NT>
 __device__ __forceinline__ bool find_item(const DecodeParams& p, int index, Item& item) {
   const CacheArgs& c = p.a.cache;
-  const int lane = threadIdx.x % 32, q_per_kv = c.num_heads / c.num_kv_heads;
+  const int lane = threadIdx.x % 32, q_per_kv = p.q_per_kv;
   for (int base = 0; base < c.sequences; base += 32) {
     const int b = base + lane;
     int first = 0, queries = 0, context = 0, items = 0, blocks = 0;
@@ -124,15 +125,16 @@ __device__ __forceinline__ float tanh_exact(float v) { return 1.f - 2.f / (__exp
 
 template <int KF, int VF, int D, int NT>
 struct Decode {
-  static constexpr int kSlots = (D + 31) / 32, kRows = 8 * NT, kQStride = D + 8, kTiles = bits_of(KF) * D <= 1024 ? 2 : 1;
-  static constexpr int kGroups = D / scale_group(D);
+  static constexpr int kSlots = (D + 31) / 32, kRows = 8 * NT, kTiles = bits_of(KF) * D <= 1024 ? 2 : 1;
+  static constexpr int kQStride = kSlots * 32 + 32;  // halves; lanes of a quarter warp read 16 bytes each from different banks
+  static constexpr int kGroups = D / scale_group(D), kThreads = kWarps * 32, kPerThread = (kRows * D + kThreads - 1) / kThreads;
   using KeyShare = Share<KF, D, 4>;
   using ValueShare = Share<VF, D, 8>;
   using Key = KeyFragment<KF, D>;
   using Value = ValueFragment<VF, D>;
 
   struct Inputs {
-    half q[kRows * kQStride];
+    alignas(16) half q[kRows * kQStride];                                                    // in the order of KeyFragment::place
     alignas(16) uint8_t k[kMaxNew * D * bits_of(KF) / 8], v[kMaxNew * D * bits_of(VF) / 8];  // this step's rows as the cache holds them
     alignas(16) uint8_t k_scale[kMaxNew * kGroups * 2], v_scale[kMaxNew * kGroups * 2];
     float scratch[kWarps][D];
@@ -142,28 +144,34 @@ struct Decode {
     union {
       Inputs in;
       float o[kWarps][8][D];
-      float joined[kRows][D];
     };
-    float max[kWarps][kRows], sum[kWarps][kRows], row_max[kRows], row_sum[kRows];
+    float joined[kRows][D];
+    float max[kWarps][kRows], sum[kWarps][kRows], row_sum[kRows];
+    int token[kRows], head[kRows];
     bool last;
   };
 
   const DecodeParams& p;
   Shared& sh;
   Item it;
-  int lane, warp, g, t, q_per_kv, rows, first_row, chunk_start, chunk_end, first_new;
+  int lane, warp, g, t, q_per_kv, rows, first_row, chunk_start, chunk_end, first_new, old_end;
   int page_base, page_of_lane;  // 32 entries of the block table, one per lane
-  uint32_t q[NT][D / 16][2];
+  int first_page, last_page;    // of the first and the last new token
+  int position[NT][2];          // of this lane's queries
+  uint32_t q[NT][(D + 31) / 32 * 2][2];
   KeyShare k[kTiles][2];
   ValueShare v[kTiles][4];
   float o[NT][D / 16][4], row_max[NT][2], row_sum[NT][2];
 
   __device__ __forceinline__ Decode(const DecodeParams& params, Shared& shared) : p(params), sh(shared) {
     lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
-    q_per_kv = p.a.cache.num_heads / p.a.cache.num_kv_heads;
+    q_per_kv = p.q_per_kv;
   }
 
   // --- where things are ---
+  __device__ __forceinline__ int token_of(int row) const {  // row / q_per_kv, without a division
+    return q_per_kv == 1 ? row : static_cast<int>(__umulhi(static_cast<unsigned>(row), p.q_per_kv_inverse));
+  }
   __device__ __forceinline__ int table(int page) const {
     return page < p.a.cache.max_pages ? p.a.cache.block_table[static_cast<int64_t>(it.b) * p.a.cache.max_pages + page] : 0;
   }
@@ -176,38 +184,44 @@ struct Decode {
   }
   __device__ __forceinline__ int tile_token(int step, int u) const { return chunk_start + (step * kTiles + u) * kUnit + warp * kTile; }
 
+  // Old tokens of a tile; where it has newer ones too, the last old token stands in for them: finite numbers under a probability of 0,
+  // until take_new puts in what is new.
   __device__ __forceinline__ void load_keys(int step) {
-    constexpr int head_bytes = page_bytes(KF, D);
+    constexpr int head_bytes = page_bytes(KF, D), row_bytes = D * bits_of(KF) / 8;
     const int first = tile_token(step, 0), last = tile_token(step, kTiles - 1);
     if (first < chunk_end && last / kPage - page_base > 31) fetch_pages(first);
 #pragma unroll
     for (int u = 0; u < kTiles; u++) {
       const int token = tile_token(step, u);
-      k[u][0].clear(), k[u][1].clear();
-      if (token >= first_new || token >= chunk_end) continue;
+      if (token >= old_end) {
+        k[u][0].clear(), k[u][1].clear();
+        continue;
+      }
       const uint8_t* page = static_cast<const uint8_t*>(p.a.cache.k_pool) + page_at(token) * head_bytes;
-      load_share(k[u][0], page, token + g, t);
-      load_share(k[u][1], page, token + g + 8, t);
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const int at = min(token + g + 8 * i, first_new - 1) % kPage;
+        k[u][i].template load<true>(page + at * row_bytes, page + kPage * row_bytes + at * (2 * kGroups), t);
+      }
     }
   }
   __device__ __forceinline__ void load_values(int step) {
-    constexpr int head_bytes = page_bytes(VF, D);
+    constexpr int head_bytes = page_bytes(VF, D), row_bytes = D * bits_of(VF) / 8;
 #pragma unroll
     for (int u = 0; u < kTiles; u++) {
       const int token = tile_token(step, u);
+      if (token >= old_end) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) v[u][i].clear();
-      if (token >= first_new || token >= chunk_end) continue;
+        for (int i = 0; i < 4; i++) v[u][i].clear();
+        continue;
+      }
       const uint8_t* page = static_cast<const uint8_t*>(p.a.cache.v_pool) + page_at(token) * head_bytes;
 #pragma unroll
-      for (int i = 0; i < 4; i++) load_share(v[u][i], page, token + 2 * t + i % 2 + i / 2 * 8, g);
+      for (int i = 0; i < 4; i++) {
+        const int at = min(token + 2 * t + i % 2 + i / 2 * 8, first_new - 1) % kPage;
+        v[u][i].template load<true>(page + at * row_bytes, page + kPage * row_bytes + at * (2 * kGroups), g);
+      }
     }
-  }
-  template <int F, int LANES>
-  __device__ __forceinline__ void load_share(Share<F, D, LANES>& share, const uint8_t* page, int token, int part) const {
-    constexpr int row_bytes = Lanes<F, D, LANES>::kRowBytes;
-    if (token < first_new)
-      share.template load<true>(page + token % kPage * row_bytes, page + kPage * row_bytes + token % kPage * kGroups * 2, part);
   }
   template <int F, int LANES>
   __device__ __forceinline__ void take_new(Share<F, D, LANES>& share, const uint8_t* codes, const uint8_t* scales, int token,
@@ -220,40 +234,46 @@ struct Decode {
   // --- before the keys ---
   __device__ __forceinline__ bool begin(int index) {
     if (!find_item<NT>(p, index, it)) return false;
-    rows = it.queries * q_per_kv - it.block * kRows;
-    rows = rows < kRows ? rows : kRows;
+    rows = min(it.queries * q_per_kv - it.block * kRows, kRows);
     first_row = it.block * kRows;
     chunk_start = it.chunks.start + it.chunk * it.chunks.size;
-    const int newest = it.context - it.queries + (first_row + rows - 1) / q_per_kv;  // no row of this block sees further
-    chunk_end = chunk_start + it.chunks.size < newest + 1 ? chunk_start + it.chunks.size : newest + 1;
-    first_new = p.a.q ? it.context : it.context - it.queries;
-    if (chunk_end > it.context) chunk_end = it.context;
+    const int oldest_query = it.context - it.queries, newest = oldest_query + token_of(first_row + rows - 1);  // no row sees further
+    chunk_end = min(chunk_start + it.chunks.size, newest + 1);
+    first_new = p.a.q ? it.context : oldest_query;
+    old_end = min(first_new, chunk_end);
     fetch_pages(chunk_start);
+    if (!p.a.q) first_page = table(oldest_query / kPage), last_page = table((it.context - 1) / kPage);
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) position[n][j] = oldest_query + token_of(first_row + n * 8 + 2 * t + j);
+    if (threadIdx.x < kRows) {
+      const int r = first_row + threadIdx.x, i = token_of(r);
+      sh.token[threadIdx.x] = it.first_token + i, sh.head[threadIdx.x] = it.kv_head * q_per_kv + r - i * q_per_kv;
+    }
     return true;
   }
   // The item's rows, warp by warp: queries, new keys, new values.
   __device__ __forceinline__ void make_rows(bool wait) {
     const AttentionArgs& a = p.a;
     const int D3 = (a.cache.num_heads + 2 * a.cache.num_kv_heads) * D, chunk_last = chunk_start + it.chunks.size;
-    const int new_from = first_new > chunk_start ? first_new : chunk_start, new_to = it.context < chunk_last ? it.context : chunk_last;
-    const int fresh = new_to > new_from ? new_to - new_from : 0;
+    const int new_from = max(first_new, chunk_start), fresh = max(min(it.context, chunk_last) - new_from, 0);
     const float factor = a.softcap > 0.f ? a.scale : a.scale * kLog2e;
-    for (int i = rows * kQStride / 2 + threadIdx.x; i < kRows * kQStride / 2; i += kWarps * 32) reinterpret_cast<uint32_t*>(sh.in.q)[i] = 0;
+    for (int i = rows * kQStride / 2 + threadIdx.x; i < kRows * kQStride / 2; i += kThreads) reinterpret_cast<uint32_t*>(sh.in.q)[i] = 0;
+#pragma unroll 1
     for (int r = warp; r < rows + 2 * fresh; r += kWarps) {
       const bool is_query = r < rows, is_key = !is_query && r < rows + fresh;
-      const int i = is_query ? (first_row + r) / q_per_kv : r - rows - (is_key ? 0 : fresh) + new_from - first_new;
-      const int head = is_query ? row_head(r) : it.kv_head, token = it.first_token + i, position = it.context - it.queries + i;
+      const int i = is_query ? token_of(first_row + r) : r - rows - (is_key ? 0 : fresh) + new_from - first_new;
+      const int head = is_query ? it.kv_head * q_per_kv + first_row + r - i * q_per_kv : it.kv_head, token = it.first_token + i;
       Turn<kSlots> turn;
-      if (!a.q) turn.load(a.rope, a.rope.positions ? a.rope.positions[token] : position);
+      if (!a.q) turn.load(a.rope, a.rope.positions ? a.rope.positions[token] : it.context - it.queries + i);
       if (wait) wait_for_predecessor();
       wait = false;
       Row<kSlots> row;
-      if (a.q) {
-        row.load(a.q + (static_cast<int64_t>(token) * a.cache.num_heads + head) * D, D);
-      } else {
-        const int place = is_query ? head : a.cache.num_heads + (is_key ? 0 : a.cache.num_kv_heads) + head;
-        row.load(a.qkv + static_cast<int64_t>(token) * D3 + place * D, D);
-      }
+      const int place_in_row = is_query ? head : a.cache.num_heads + (is_key ? 0 : a.cache.num_kv_heads) + head;
+      row.load(a.q ? a.q + (static_cast<int64_t>(token) * a.cache.num_heads + head) * D
+                   : a.qkv + static_cast<int64_t>(token) * D3 + place_in_row * D,
+               D);
       if (is_query || is_key) {
         if (!a.q) prepare(row, a.rope, is_query ? a.rope.q_norm : a.rope.k_norm, head, turn, sh.in.scratch[warp], D);
       } else if (!a.rope.norm_whole) {
@@ -264,7 +284,7 @@ struct Decode {
         for (int s = 0; s < kSlots; s++) {
           float x = row.x[s] * factor;
           if constexpr (is_rotated(KF)) x = hadamard<scale_group(D)>(x);
-          if (lane + 32 * s < D) sh.in.q[r * kQStride + lane + 32 * s] = saturated(x);
+          if (lane + 32 * s < D) sh.in.q[r * kQStride + Key::place(lane + 32 * s)] = saturated(x);
         }
       } else {
         row.store(sh.in.fresh[is_key ? i : kMaxNew + i], D);
@@ -276,7 +296,7 @@ struct Decode {
     // 32 dims of a new row at a time: as the cache holds them into shared memory and, once, into the cache.
 #pragma unroll 1
     for (int j = warp; j < 2 * fresh * kSlots; j += kWarps) {
-      const int r = j / kSlots, i = r % fresh + new_from - first_new, d = j % kSlots * 32 + lane;
+      const int r = j / kSlots, i = (r < fresh ? r : r - fresh) + new_from - first_new, d = j % kSlots * 32 + lane;
       if (KF == VF || r < fresh) {
         const bool key = r < fresh;
         keep<KF>(sh.in.fresh[key ? i : kMaxNew + i], i, d, key ? a.cache.k_pool : a.cache.v_pool, key ? sh.in.k : sh.in.v,
@@ -294,32 +314,30 @@ struct Decode {
     if (d >= D) return;
     put<F, G>(made, d, codes + i * row_bytes, scales + i * kGroups * 2);
     if (it.block) return;
-    const int position = it.context - it.queries + i, at = position % kPage;
-    const int64_t number = static_cast<int64_t>(table(position / kPage)) * p.a.cache.num_kv_heads + it.kv_head;
+    const int at = it.context - it.queries + i;
+    const int64_t number =
+        static_cast<int64_t>(at / kPage == (it.context - 1) / kPage ? last_page : first_page) * p.a.cache.num_kv_heads + it.kv_head;
     uint8_t* const page = static_cast<uint8_t*>(pool) + number * head_bytes;
-    put<F, G>(made, d, page + at * row_bytes, page + kPage * row_bytes + at * kGroups * 2);
+    put<F, G>(made, d, page + at % kPage * row_bytes, page + kPage * row_bytes + at % kPage * kGroups * 2);
   }
   __device__ __forceinline__ void fetch_queries() {
-    static_for<D / 16>([&](auto kk) {
-      constexpr int K = decltype(kk)::value, dims = Key::lane_dims(K), d0 = Key::fixed_dim(K, 0), d1 = Key::fixed_dim(K, 1),
-                    d2 = Key::fixed_dim(K, 2), d3 = Key::fixed_dim(K, 3);
 #pragma unroll
-      for (int n = 0; n < NT; n++) {
-        const half* row = sh.in.q + (n * 8 + g) * kQStride + t * dims;
-        q[n][K][0] = bits_of_half2(__halves2half2(row[d0], row[d1]));
-        q[n][K][1] = bits_of_half2(__halves2half2(row[d2], row[d3]));
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int pair = 0; pair < (D + 31) / 32; pair++) {
+        const uint4 x = *reinterpret_cast<const uint4*>(sh.in.q + (n * 8 + g) * kQStride + pair * 32 + t * 8);
+        q[n][2 * pair][0] = x.x, q[n][2 * pair][1] = x.y, q[n][2 * pair + 1][0] = x.z, q[n][2 * pair + 1][1] = x.w;
       }
-    });
   }
 
   // --- the keys ---
-  __device__ __forceinline__ void walk() {
-#pragma unroll
-    for (int n = 0; n < NT; n++) {
-      row_max[n][0] = row_max[n][1] = kLowest, row_sum[n][0] = row_sum[n][1] = 0.f;
-#pragma unroll
-      for (int i = 0; i < D / 16; i++) o[n][i][0] = o[n][i][1] = o[n][i][2] = o[n][i][3] = 0.f;
-    }
+  __device__ __forceinline__ void walk(bool wait) {
+    load_keys(0);
+    load_values(0);
+    make_rows(wait);
+    fetch_queries();
+    clear();
+#pragma unroll 1
     for (int step = 0; tile_token(step, 0) < chunk_end; step++) {
       float s[kTiles][NT][4];
       scores(step, s);
@@ -327,6 +345,14 @@ struct Decode {
       softmax(s);
       values(step, s);
       load_values(step + 1);
+    }
+  }
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+      row_max[n][0] = row_max[n][1] = kLowest, row_sum[n][0] = row_sum[n][1] = 0.f;
+#pragma unroll
+      for (int i = 0; i < D / 16; i++) o[n][i][0] = o[n][i][1] = o[n][i][2] = o[n][i][3] = 0.f;
     }
   }
   __device__ __forceinline__ void scores(int step, float (&s)[kTiles][NT][4]) {
@@ -371,14 +397,13 @@ struct Decode {
 #pragma unroll
         for (int i = 0; i < 4; i++) s[n][i] = cap * tanh_exact(s[n][i] * inverse);
     }
-    const int oldest_query = it.context - it.queries + first_row / q_per_kv,
-              newest_query = it.context - it.queries + (first_row + rows - 1) / q_per_kv;
-    if (token + kTile - 1 <= oldest_query && (p.a.window <= 0 || newest_query - token < p.a.window)) return;
+    const int oldest = it.context - it.queries + token_of(first_row), newest = it.context - it.queries + token_of(first_row + rows - 1);
+    if (token + kTile - 1 <= oldest && (p.a.window <= 0 || newest - token < p.a.window)) return;
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
       for (int i = 0; i < 4; i++) {
-        const int distance = it.context - it.queries + (first_row + n * 8 + 2 * t + i % 2) / q_per_kv - (token + g + i / 2 * 8);
+        const int distance = position[n][i % 2] - (token + g + i / 2 * 8);
         if (distance < 0 || (p.a.window > 0 && distance >= p.a.window)) s[n][i] = -INFINITY;
       }
   }
@@ -439,14 +464,13 @@ struct Decode {
   }
 
   // --- after the keys ---
-  __device__ __forceinline__ int row_token(int r) const { return it.first_token + (first_row + r) / q_per_kv; }
-  __device__ __forceinline__ int row_head(int r) const { return it.kv_head * q_per_kv + (first_row + r) % q_per_kv; }
   __device__ __forceinline__ int64_t part_row(int r) const {
-    const int row = it.part_token() + (first_row + r) / q_per_kv;
-    return (static_cast<int64_t>(row) * p.a.cache.num_heads + row_head(r)) * max_splits(p.a.cache.num_kv_heads);
+    const int row = it.part_token() + sh.token[r] - it.first_token;
+    return (static_cast<int64_t>(row) * p.a.cache.num_heads + sh.head[r]) * max_splits(p.a.cache.num_kv_heads);
   }
-
+  // The warps' results to sh.joined and sh.row_sum where there is one chunk, else to the workspace.
   __device__ __forceinline__ void join_warps() {
+    const bool single = it.chunks.count == 1;
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
@@ -456,24 +480,41 @@ struct Decode {
         for (int i = 4; i < 32; i *= 2) sum += __shfl_xor_sync(kAll, sum, i);
         if (g == 0) sh.max[warp][n * 8 + 2 * t + j] = row_max[n][j], sh.sum[warp][n * 8 + 2 * t + j] = sum;
       }
-    for (int n = 0; n < NT && n * 8 < rows; n++) {
+#pragma unroll
+    for (int n = 0; n < NT; n++) {
+      if (n * 8 >= rows) break;
       __syncthreads();  // maxima are there; nobody reads the inputs or the former rows any more
-      scatter(n);
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        const int r = 2 * t + j;
+        if (n * 8 + r >= rows) continue;
+        const float f = exp2_fast(row_max[n][j] - highest(n * 8 + r));
+        static_for<D / 16>([&](auto tile) {
+          constexpr int I = decltype(tile)::value, first = Value::fixed_dim(I), dims = Value::lane_dims(I);
+          *reinterpret_cast<float2*>(&sh.o[warp][r][first + g * dims]) = make_float2(o[n][I][j] * f, o[n][I][2 + j] * f);
+        });
+      }
+      if (threadIdx.x < 8 && n * 8 + threadIdx.x < rows) {
+        const int r = n * 8 + threadIdx.x;
+        const float high = highest(r);
+        float sum = 0;
+#pragma unroll
+        for (int w = 0; w < kWarps; w++) sum = fmaf(sh.sum[w][r], exp2_fast(sh.max[w][r] - high), sum);
+        sh.row_sum[r] = sum;
+        if (!single) p.part_ml[part_row(r) + it.chunk] = make_float2(high, sum);
+      }
       __syncthreads();
-      const int here = rows - n * 8 < 8 ? rows - n * 8 : 8;
-      if (it.chunks.count == 1) {
-        for (int i = threadIdx.x; i < (here * D + 127) / 128 * 128; i += kWarps * 32) {
-          const int r = i / D, d = i % D;
-          const bool inside = r < here;
-          finish(inside, n * 8 + r, d, inside ? joined(n, r, d) / total(n * 8 + r) : 0.f);
+      const int vectors = min(rows - n * 8, 8) * (D / 4);
+      for (int i = threadIdx.x; i < vectors; i += kThreads) {
+        const int r = i / (D / 4), d = i % (D / 4) * 4;
+        float4 x = *reinterpret_cast<const float4*>(&sh.o[0][r][d]);
+#pragma unroll
+        for (int w = 1; w < kWarps; w++) {
+          const float4 y = *reinterpret_cast<const float4*>(&sh.o[w][r][d]);
+          x.x += y.x, x.y += y.y, x.z += y.z, x.w += y.w;
         }
-      } else {
-        for (int i = threadIdx.x; i < here * D; i += kWarps * 32) {
-          const int r = i / D, d = i % D;
-          const int64_t at = part_row(n * 8 + r) + it.chunk;
-          p.part[at * D + d] = joined(n, r, d);
-          if (d == 0) p.part_ml[at] = make_float2(highest(n * 8 + r), total(n * 8 + r));
-        }
+        float* const to = single ? &sh.joined[n * 8 + r][d] : p.part + (part_row(n * 8 + r) + it.chunk) * D + d;
+        *reinterpret_cast<float4*>(to) = x;
       }
     }
   }
@@ -483,57 +524,20 @@ struct Decode {
     for (int w = 1; w < kWarps; w++) high = fmaxf(high, sh.max[w][r]);
     return high;
   }
-  __device__ __forceinline__ float total(int r) const {
-    const float high = highest(r);
-    float sum = 0;
-#pragma unroll
-    for (int w = 0; w < kWarps; w++) sum = fmaf(sh.sum[w][r], exp2_fast(sh.max[w][r] - high), sum);
-    return sum;
-  }
-  __device__ __forceinline__ float joined(int, int r, int d) const {
-    float sum = 0;
-#pragma unroll
-    for (int w = 0; w < kWarps; w++) sum += sh.o[w][r][d];
-    return sum;
-  }
-  // This warp's share of 8 rows, under the maximum of all warps.
-  __device__ __forceinline__ void scatter(int block) {
-#pragma unroll
-    for (int n = 0; n < NT; n++)
-      if (n == block)
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-          const int r = 2 * t + j;
-          if (n * 8 + r >= rows) continue;
-          const float f = exp2_fast(row_max[n][j] - highest(n * 8 + r));
-          static_for<D / 16>([&](auto tile) {
-            constexpr int I = decltype(tile)::value, first = Value::fixed_dim(I), dims = Value::lane_dims(I);
-            const int d = first + g * dims;
-            *reinterpret_cast<float2*>(&sh.o[warp][r][d]) = make_float2(o[n][I][j] * f, o[n][I][2 + j] * f);
-          });
-        }
-  }
-  // The CTA that comes last joins the chunks.
-  __device__ __forceinline__ void join_chunks() {
-    __threadfence();
+  // Whether this CTA is the last of the item's chunks; all of them are in memory then.
+  __device__ __forceinline__ bool comes_last() const {
     __syncthreads();
     if (threadIdx.x == 0) {
       const int64_t at = (static_cast<int64_t>(it.part_token()) * p.blocks_per_token + it.block) * p.a.cache.num_kv_heads + it.kv_head;
-      sh.last = atomicInc(p.count + at, it.chunks.count - 1) == unsigned(it.chunks.count - 1);  // and back to 0 with the last one
+      __threadfence();                                                                          // what the barrier has gathered goes before
+      sh.last = atomicInc(p.count + at, it.chunks.count - 1) == unsigned(it.chunks.count - 1);  // back to 0 with the last one
+      __threadfence();
     }
     __syncthreads();
-    if (!sh.last) return;
-    __threadfence();
-    const int n = it.chunks.count;
-    for (int r = warp; r < rows; r += kWarps) join_row(r, n);
-    __syncthreads();
-    for (int i = threadIdx.x; i < (rows * D + 127) / 128 * 128; i += kWarps * 32) {
-      const bool inside = i < rows * D;
-      finish(inside, i / D, i % D, inside ? sh.joined[i / D][i % D] : 0.f);
-    }
+    return sh.last;
   }
   __device__ __forceinline__ void join_row(int r, int n) {
-    constexpr int kVectors = (D + 127) / 128, kAhead = 8 / kVectors;  // loads in flight
+    constexpr int kVectors = (D + 127) / 128, kAhead = 16 / kVectors;  // loads in flight
     const int64_t at = part_row(r);
     const float4* from = reinterpret_cast<const float4*>(p.part + at * D) + lane;
     float4 x[kAhead][kVectors], acc[kVectors];
@@ -568,24 +572,42 @@ struct Decode {
       }
       if (first + kAhead < n) fetch(first + kAhead);
     }
+    if (lane == 0) sh.row_sum[r] = sum;
 #pragma unroll
     for (int j = 0; j < kVectors; j++)
-      if (lane + 32 * j < D / 4)
-        reinterpret_cast<float4*>(sh.joined[r])[lane + 32 * j] =
-            make_float4(acc[j].x / sum, acc[j].y / sum, acc[j].z / sum, acc[j].w / sum);
+      if (lane + 32 * j < D / 4) reinterpret_cast<float4*>(sh.joined[r])[lane + 32 * j] = acc[j];
   }
-  // One number of the result, 32 neighbouring ones per warp: back from the rotated space, then to where it is read. All lanes take part.
-  __device__ __forceinline__ void finish(bool inside, int r, int d, float x) const {
-    if constexpr (is_rotated(VF)) x = hadamard<scale_group(D)>(x);
-    if (!inside) return;
+  // The CTA that comes last joins the chunks; then the result goes where it is read.
+  __device__ __forceinline__ void finish() {
+    if (it.chunks.count > 1 && !comes_last()) return;
     const AttentionOut& to = p.a.to;
-    const int token = row_token(r), feature = row_head(r) * D + d;
-    if (to.out) to.out[static_cast<int64_t>(token) * p.a.cache.num_heads * D + feature] = x;
-    for (int i = 0; i < to.num_perms; i++) {
-      const int stored = to.inverse[i] ? to.inverse[i][feature] : feature;
-      static_cast<half*>(
-          to.x)[static_cast<int64_t>(i) * to.x_perm_stride + static_cast<int64_t>(token) * to.x_stride + fragment_place(stored)] =
-          saturated(x);
+    const int numbers = rows * D;
+    int stored[kPerThread];  // of the first copy, fetched early
+    if (to.num_perms && to.inverse[0])
+#pragma unroll
+      for (int i = 0; i < kPerThread; i++) {
+        const int at = threadIdx.x + i * kThreads;
+        if (at < numbers) stored[i] = to.inverse[0][sh.head[at / D] * D + at % D];
+      }
+    if (it.chunks.count > 1)
+      for (int r = warp; r < rows; r += kWarps) join_row(r, it.chunks.count);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kPerThread; i++) {
+      const int at = threadIdx.x + i * kThreads, r = at / D, d = at % D;
+      if (i * kThreads >= numbers) break;
+      const bool inside = at < numbers;
+      float x = inside ? sh.joined[r][d] / sh.row_sum[r] : 0.f;
+      if constexpr (is_rotated(VF)) x = hadamard<scale_group(D)>(x);
+      if (!inside) continue;
+      const int token = sh.token[r], feature = sh.head[r] * D + d;
+      if (to.out) to.out[static_cast<int64_t>(token) * p.a.cache.num_heads * D + feature] = x;
+      for (int copy = 0; copy < to.num_perms; copy++) {
+        const int at_row = !to.inverse[copy] ? feature : copy ? to.inverse[copy][feature] : stored[i];
+        static_cast<half*>(
+            to.x)[static_cast<int64_t>(copy) * to.x_perm_stride + static_cast<int64_t>(token) * to.x_stride + fragment_place(at_row)] =
+            saturated(x);
+      }
     }
   }
 };
@@ -607,17 +629,13 @@ __global__ void __launch_bounds__(kWarps * 32, (ctas_per_sm<D, NT>())) attention
     wait = false;
   }
   for (int index = blockIdx.x; kernel.begin(index); index += gridDim.x) {
-    kernel.load_keys(0);
-    kernel.load_values(0);
-    kernel.make_rows(wait);
+    kernel.walk(wait);
     wait = false;
-    kernel.fetch_queries();
-    kernel.walk();
     kernel.join_warps();
-    if (kernel.it.chunks.count > 1) kernel.join_chunks();
+    kernel.finish();
     __syncthreads();
   }
-  if (wait) wait_for_predecessor();
+  if (wait && blockIdx.x == 0) wait_for_predecessor();  // this kernel must not end before its predecessor
 }
 
 using DecodeKernel = void (*)(DecodeParams);

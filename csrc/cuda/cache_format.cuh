@@ -37,7 +37,7 @@ __host__ __device__ constexpr int page_bytes(int format, int D) {
 }
 
 template <int N, int I = 0, class F>
-__device__ __forceinline__ void static_for(F&& f) {
+__host__ __device__ __forceinline__ void static_for(F&& f) {
   if constexpr (I < N) {
     f(std::integral_constant<int, I>{});
     static_for<N, I + 1>(f);
@@ -194,6 +194,26 @@ struct KeyFragment {
     return L::word_dim(kk) + e;
   }
   static __host__ __device__ constexpr int lane_dims(int kk) { return L::lane_dims(word(kk)); }
+
+  // Where dim d of q lies so that lane t finds its 8 numbers of steps 2 p and 2 p + 1 together, at (4 p + t) * 8, in register order.
+  static __host__ __device__ __forceinline__ int place(int d) {
+    if constexpr (FORMAT == kCacheF16 && D % 32 == 0) return d;
+    int at = 0;
+    static_for<L::kPieces>([&](auto i) {
+      constexpr int p = decltype(i)::value, dims = L::size(p) * 8 / L::kBits, first = L::start(p) * 4 * 8 / L::kBits,
+                    before = L::start(p) * 8 / L::kBits;
+      if (d < first || d >= first + 4 * dims) return;
+      const int t = (d - first) / dims, mine = before + (d - first) % dims;
+      int kk = mine / 4, e = mine % 4;
+      if constexpr (FORMAT == kCacheQ4) {
+        const int j = mine % 8;
+        kk = dims < 8 ? mine / 8 * 2 : mine / 8 * 2 + j % 4 / 2;
+        e = dims < 8 ? j % 2 * 2 + j / 2 : j % 2 * 2 + j / 4;
+      }
+      at = (kk / 2 * 4 + t) * 8 + kk % 2 * 4 + e;
+    });
+    return at;
+  }
 
   template <int KK>
   static __device__ __forceinline__ void get(const S& k, uint32_t& low, uint32_t& high) {
