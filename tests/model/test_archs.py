@@ -1,5 +1,6 @@
 """Every architecture against Transformers, on the zoo's tiny random models."""
 
+import functools
 import itertools
 import json
 
@@ -41,18 +42,35 @@ def test_logits_equal_transformers(name, seed, tmp_path):
         assert error(reference.logits(model.config, DenseWeights(model.config, store), ids)[0], want) < 1e-4
 
 
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory):
+    """Name -> a model of random EXL2 matrices, ids, and their logits in one step; made once."""
+
+    @functools.cache
+    def make(name):
+        folder = tmp_path_factory.mktemp(name)
+        model = load_model(write_exl2(write(name, build_wide(name), folder / "dense"), folder / "exl2"))
+        ids = ids_of(model.config.vocab_size, 1, 270)[0]
+        return model, ids.tolist(), run(model, ids, mode="fp16")
+
+    return make
+
+
 @pytest.mark.parametrize("name", ZOO)
-def test_any_cut_and_company_gives_the_same_bits(name, tmp_path):
-    model = load_model(write_exl2(write(name, build_wide(name), tmp_path / "dense"), tmp_path / "exl2"))
-    ids = ids_of(model.config.vocab_size, 1, 270)[0].tolist()
-    once = run(model, torch.tensor(ids), mode="fp16")
-    assert torch.equal(run(model, torch.tensor(ids), mode="fp16", forward="forward_by_ops"), once)
+def test_any_cut_gives_the_same_bits(name, quantised):
+    model, ids, once = quantised(name)
+    same(run(model, torch.tensor(ids), mode="fp16", forward="forward_by_ops"), once)
     for bounds in ([0, 1, 3, 64, 255, 258, 270], list(range(41))):
         cache = KVCache(model.cache_spec(512))
         rows = [
             model.forward(Batch.single(ids[a:b], start=a, pages=[0, 1], logit_rows="all"), cache) for a, b in itertools.pairwise(bounds)
         ]
         same(torch.cat(rows), once[: bounds[-1]])
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_any_company_gives_the_same_bits(name, quantised):
+    model, ids, once = quantised(name)
     spans = [Span(ids=ids[:n], start=0, pages=[page], logit_rows="all") for page, n in enumerate((20, 1, 33))]
     for logits in model.forward(Batch.build(spans), KVCache(model.cache_spec(768))).split([20, 1, 33]):
         same(logits, once[: len(logits)])

@@ -17,7 +17,7 @@ from exl2nb.model.store import open_store
 
 from .test_model import error, run
 from .tiny import ids_of, truth
-from .zoo import build_wide, config_of, write, write_tokenizer
+from .zoo import ZOO, build_wide, config_of, write, write_tokenizer
 
 
 def tolerance(config):
@@ -81,9 +81,11 @@ def _check_passed(source, made):
             assert want.dtype == got.dtype and torch.equal(want, got)
 
 
-@pytest.mark.parametrize(
-    "name", ["phi3", "gemma2", "cohere", "olmo2", "qwen3", "gpt2-published", "starcoder2", "gemma3-multimodal", "index",],
-)  # fmt: skip
+# one of every kind; the others run with the slow tests
+FAST = ("phi3", "gemma2", "cohere", "olmo2", "qwen3", "gpt2-published", "starcoder2", "gemma3-multimodal", "index")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in ZOO])
 def test_there_and_back(name, tmp_path):
     twin = build_wide(name)
     source = write(name, twin, tmp_path / "dense")
