@@ -24,6 +24,7 @@ from exl2nb.generator.handle import Handle
 from exl2nb.generator.handles import Handles
 from exl2nb.generator.request import Chunk, Completion, Request, Token
 from exl2nb.io import hub
+from exl2nb.model.facts import unusual
 from exl2nb.model.loader import load_model
 from exl2nb.model.model import Model
 from exl2nb.sampling.params import SamplingParams, check_integer
@@ -279,6 +280,9 @@ class LLM(Reading, Chatting):
             "cache": f"{spec.num_tokens} tokens, {spec.mode}, {self.cache_bytes / 2**20:.1f} MiB",
             "pages": f"{self.engine.pages.num_free} of {spec.num_pages} free",
         }
+        rows["chat template"] = ", ".join(sorted(self.tokenizer.templates.templates)) or "none"
+        if notable := unusual(config):
+            rows["unusual"] = "; ".join(notable)
         cells = "".join(
             f"<tr><th style='text-align:left'>{name}</th><td style='text-align:left'>{html.escape(text)}</td></tr>"
             for name, text in rows.items()

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from exl2nb import ops
 from exl2nb.core.errors import DeviceError, OptionError
+from exl2nb.core.log import logger
 from exl2nb.core.progress import Meter, Sink
 from exl2nb.io.hf_config import read_config
 from exl2nb.io.quantization import with_quantization
 from exl2nb.model.archs import parse_config
 from exl2nb.model.config import ModelConfig
+from exl2nb.model.facts import remote_code
 from exl2nb.model.gptq import read_gptq
 from exl2nb.model.layers.attention import Attention
 from exl2nb.model.layers.ends import Embedding, Head
@@ -38,6 +40,8 @@ def read_model_config(directory: str | os.PathLike[str]) -> ModelConfig:
         ModelNotFound: no directory or no config.json. ConfigError: a value that cannot be used. UnknownArchitecture: lists the known ones.
     """
     raw = with_quantization(directory, read_config(directory))
+    for note in remote_code(Path(directory), raw):
+        logger.warning("%s: %s", directory, note)
     return parse_config(raw, where=str(Path(directory) / "config.json"))
 
 
