@@ -198,9 +198,9 @@ def test_a_pool_of_another_head_dim_is_refused(use):
         attention(q, k, torch.zeros(2, 1, P, 16, dtype=torch.float16), *rest, **options)
 
 
-@pytest.mark.parametrize("kind", ["q4", "fp8"])
+@pytest.mark.parametrize("kind", ["q4", "q8"])
 def test_opcheck(kind):
-    """Schema, mutation and fake kernel hold for coded pools too."""
+    """Schema, mutation and fake kernel hold for coded pools too. (opcheck itself multiplies, which torch cannot do with float8.)"""
     blob, rope = ops.pack_dense(randn(4 * 32, 64)), torch.ones(9, 16)
     pools = [coded_pool(kind, 1, 1, 32) for _ in range(2)]
     for pool in pools:
