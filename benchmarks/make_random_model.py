@@ -76,6 +76,18 @@ SHAPES = {
     "tinyllama": Shape(
         hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32, num_key_value_heads=4, vocab_size=32000
     ),
+    "llama2-7b": Shape(
+        hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=32, vocab_size=32000,
+        head_dim=128, max_position_embeddings=32768,
+    ),
+    "llama3-8b": Shape(
+        hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256,
+        head_dim=128, max_position_embeddings=65536,
+    ),
+    "llama2-70b": Shape(
+        hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64, num_key_value_heads=8, vocab_size=32000,
+        head_dim=128, max_position_embeddings=32768,
+    ),
     "demo": Shape(
         hidden_size=256,
         intermediate_size=768,
@@ -119,8 +131,8 @@ def matrix(k: int, n: int, mix: Mix, std: float, invperm: Tensor, rng: torch.Gen
     mean_square = sum((i + 1) ** 4 for i in range(16)) / 16 / 256**2  # of the 16 quadratic steps
     scale_max = [std / (2**bits / math.sqrt(12) * math.sqrt(mean_square)) for bits, _ in table]
     return {
-        "q_weight": torch.randint(low, high, (starts[-1], n), dtype=torch.int32, generator=rng),
-        "q_scale": torch.randint(low, high, (len(table), n // 8), dtype=torch.int32, generator=rng),
+        "q_weight": torch.randint(low, high, (starts[-1], n), dtype=torch.int32, generator=rng, device=rng.device).cpu(),
+        "q_scale": torch.randint(low, high, (len(table), n // 8), dtype=torch.int32, generator=rng, device=rng.device).cpu(),
         "q_scale_max": torch.tensor(scale_max, dtype=torch.float16),
         "q_groups": torch.tensor([v for (bits, _), start in zip(table, starts) for v in (bits, start)], dtype=torch.int16),
         "q_invperm": invperm,
@@ -181,26 +193,27 @@ def write_tokenizer(out: Path, vocab_size: int) -> None:
 def make(shape: Shape, out: Path, *, bpw: float, seed: int = 0) -> float:
     """Write the directory and return the bits per weight of its layers (head, embedding and norms aside)."""
     out.mkdir(parents=True, exist_ok=True)
-    rng = torch.Generator().manual_seed(seed)
+    place = "cuda" if torch.cuda.is_available() else "cpu"  # 70B are 22 GB of random words
+    rng = torch.Generator(place).manual_seed(seed)
     sizes, depth = shape.linears(), math.sqrt(2 * shape.num_hidden_layers)
-    half = {"generator": rng, "dtype": torch.float32}
-    tensors = {"model.embed_tokens.weight": (0.5 * torch.randn(shape.vocab_size, shape.hidden_size, **half)).half()}
+    half = {"generator": rng, "dtype": torch.float32, "device": place}
+    tensors = {"model.embed_tokens.weight": (0.5 * torch.randn(shape.vocab_size, shape.hidden_size, **half)).half().cpu()}
     options = choose(shape, bpw)
     for i, option in enumerate(options):
         shared = {
-            "gate": torch.randperm(shape.hidden_size, generator=rng).int(),
-            "q": torch.randperm(shape.hidden_size, generator=rng).int(),
+            "gate": torch.randperm(shape.hidden_size, generator=rng, device=place).int().cpu(),
+            "q": torch.randperm(shape.hidden_size, generator=rng, device=place).int().cpu(),
         }
         shared |= {"up": shared["gate"], "k": shared["q"], "v": shared["q"]}
         for role, (k, n) in sizes.items():
             std = 1 / math.sqrt(k) / (depth if role in ("o", "down") else 1)
-            invperm = shared[role] if role in shared else torch.randperm(k, generator=rng).int()
+            invperm = shared[role] if role in shared else torch.randperm(k, generator=rng, device=place).int().cpu()
             key = f"model.layers.{i}.{KEYS[role]}"
             tensors |= {f"{key}.{part}": t for part, t in matrix(k, n, option[role], std, invperm, rng).items()}
         for norm in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"model.layers.{i}.{norm}.weight"] = torch.ones(shape.hidden_size, dtype=torch.float16)
     tensors["model.norm.weight"] = torch.ones(shape.hidden_size, dtype=torch.float16)
-    invperm = torch.randperm(shape.hidden_size, generator=rng).int()
+    invperm = torch.randperm(shape.hidden_size, generator=rng, device=place).int().cpu()
     head = matrix(shape.hidden_size, shape.vocab_size, HEAD, 2 / math.sqrt(shape.hidden_size), invperm, rng)
     tensors |= {f"lm_head.{part}": t for part, t in head.items()}
     safetensors.save(out / "output.safetensors", tensors)

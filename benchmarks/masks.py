@@ -126,7 +126,8 @@ def masks(structure: Structure, ids: list[int], size: int) -> None:
 
 def sampling(structure: Structure, ids: list[int], size: int) -> None:
     row = (np.random.default_rng(0).normal(size=size) * 2).astype(np.float32)
-    for name, kwargs in (("greedy", {"temperature": 0}), ("top_p 0.9", {"top_p": 0.9})):
+    settings: dict[str, dict[str, Any]] = {"greedy": {"temperature": 0}, "top_p 0.9": {"top_p": 0.9}}
+    for name, kwargs in settings.items():
         for masked in (False, True):
             walks = []
             for _ in range(ROUNDS):

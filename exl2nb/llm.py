@@ -5,7 +5,8 @@ from __future__ import annotations
 import html
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
@@ -23,7 +24,9 @@ from exl2nb.generator.engine import Engine
 from exl2nb.generator.handle import Handle
 from exl2nb.generator.handles import Handles
 from exl2nb.generator.request import Chunk, Completion, Request, Token
+from exl2nb.generator.scheduler import MAX_CHUNK
 from exl2nb.io import hub
+from exl2nb.model.facts import unusual
 from exl2nb.model.loader import load_model
 from exl2nb.model.model import Model
 from exl2nb.sampling.params import SamplingParams, check_integer
@@ -42,6 +45,7 @@ __all__ = ["LLM", "Chunk", "Completion", "Handle", "Token", "compare", "convert"
 CACHE_MODES = ("fp16", "fp32")
 DEVICES = ("auto", "cpu", "cuda")
 CONTEXT = 4096  # tokens, where the caller does not say and the model allows more: a cache that fits small machines
+GPU_CHUNK = 2048  # prompt tokens per step on a GPU: fewer leave its multipliers idle
 CACHE_TOKENS = 4096  # at least, so that several short requests run together on a model with a short context
 Messages = Sequence[Mapping[str, Any]]
 
@@ -69,7 +73,9 @@ class LLM(Reading, Chatting):
             context=context,
             vocab_size=model.config.vocab_size,
             max_sequences=max_sequences,
+            max_chunk=GPU_CHUNK if model.device == "cuda" else MAX_CHUNK,
             device=model.device,
+            stepper=_gpu_stepper if model.device == "cuda" else None,
         )
         self._finalizer = weakref.finalize(self, self.engine.close)
         self._finalizer.atexit = False
@@ -279,6 +285,9 @@ class LLM(Reading, Chatting):
             "cache": f"{spec.num_tokens} tokens, {spec.mode}, {self.cache_bytes / 2**20:.1f} MiB",
             "pages": f"{self.engine.pages.num_free} of {spec.num_pages} free",
         }
+        rows["chat template"] = ", ".join(sorted(self.tokenizer.templates.templates)) or "none"
+        if notable := unusual(config):
+            rows["unusual"] = "; ".join(notable)
         cells = "".join(
             f"<tr><th style='text-align:left'>{name}</th><td style='text-align:left'>{html.escape(text)}</td></tr>"
             for name, text in rows.items()
@@ -342,6 +351,7 @@ def load(
     cache_tokens: int | None = None,
     max_sequences: int = 16,
     draft: LLM | str | os.PathLike[str] | None = None,
+    deterministic: bool = False,
     progress: Sink | Literal["auto"] | None = "auto",
     **unknown: Any,
 ) -> LLM:
@@ -358,6 +368,8 @@ def load(
         max_sequences: requests that run together; others wait.
         draft: a smaller model with the same tokenizer, which guesses tokens that this one verifies several at a time: the same text,
             sooner. A directory, a hub id, or a loaded model. Requests use it unless they say speculation="off".
+        deterministic: on CUDA, make every token independent of how its prompt was cut and of what ran beside it, at the price of slow
+            prompts; decoding up to 8 tokens a step, and everything on the CPU, always is.
         progress: takes the events of stages "download" and "load". "auto": shown where you look (a widget in a notebook, a line on a
             terminal); None: silent.
 
@@ -371,7 +383,7 @@ def load(
         ...     llm.generate("It was", max_tokens=3, temperature=0).finish_reason
         'length'
     """
-    known = ["revision", "device", "cache", "context", "cache_tokens", "max_sequences", "draft", "progress"]
+    known = ["revision", "device", "cache", "context", "cache_tokens", "max_sequences", "draft", "deterministic", "progress"]
     check_keywords(unknown, known, where="load")
     cache = parse_mode(cache, where="load")
     for name, value in (("context", context), ("cache_tokens", cache_tokens), ("max_sequences", max_sequences)):
@@ -380,13 +392,15 @@ def load(
     place = _device(device)
     with showing(progress, f"load {Path(path).name}") as sink:
         folder = hub.resolve(path, revision=revision, progress=sink)
-        model = load_model(folder, device=place, context=context, progress=sink)
+        with _named_memory_errors(folder):
+            model = load_model(folder, device=place, context=context, progress=sink, deterministic=deterministic)
     try:
         tokenizer = Tokenizer.load(folder)
         _check_vocabulary(tokenizer, model, folder)
         tokens = min(model.context, CONTEXT) if context is None else context
         held = max(tokens, CACHE_TOKENS) if cache_tokens is None else max(tokens, cache_tokens)
-        llm = LLM(model, tokenizer, path=folder, cache=cache, context=tokens, cache_tokens=held, max_sequences=max_sequences)
+        with _named_memory_errors(folder):
+            llm = LLM(model, tokenizer, path=folder, cache=cache, context=tokens, cache_tokens=held, max_sequences=max_sequences)
     except BaseException:
         model.close()
         raise
@@ -501,9 +515,36 @@ def _device(device: str | None) -> str:
     wanted = env.get("EXL2NB_DEVICE", "auto") if device is None else device
     if wanted not in DEVICES:
         raise OptionError(f"load: device is {device!r}; expected one of {', '.join(DEVICES)}")
-    if wanted == "cuda":
-        raise DeviceError("device 'cuda': this version has no CUDA engine; use device='cpu', or leave it at 'auto'")
-    return "cpu"
+    if wanted == "cpu":
+        return "cpu"
+    from exl2nb import ops
+
+    problem = ops.libraries().cuda_problem
+    if wanted == "cuda" and problem:
+        raise DeviceError(f"device 'cuda' cannot be used: {problem}; use device='cpu', or leave it at 'auto'; `exl2nb doctor` says more")
+    return "cpu" if problem else "cuda"
+
+
+def _gpu_stepper(model: Any, cache: Any) -> Any:
+    from exl2nb.generator.gpu_stepper import GpuStepper
+
+    return GpuStepper(model, cache)
+
+
+@contextmanager
+def _named_memory_errors(folder: Path) -> Iterator[None]:
+    """Out of memory on the GPU as a DeviceError that says what there was."""
+    import torch
+
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        free, total = torch.cuda.mem_get_info()
+        needed = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        raise DeviceError(
+            f"{folder.name} does not fit the GPU: its files have {needed / 2**30:.1f} GiB, {free / 2**30:.1f} of {total / 2**30:.1f} GiB are "
+            "free; close other models, take fewer bits per weight, a smaller context= or cache='q4', or device='cpu'"
+        ) from error
 
 
 def _check_vocabulary(tokenizer: Tokenizer, model: Model, folder: Path) -> None:

@@ -12,6 +12,7 @@ from exl2nb.ops.gptq import Quantized, gptq_quantize
 from exl2nb.quant.exl2 import Exl2Tensors, encode
 
 Groups = Sequence[tuple[int, int]]
+RUNS_ON = torch.device("cpu")  # where the op has a kernel; its inputs may come from any device
 
 
 def run(weight: Tensor, factor: Factor, groups: Groups, column_weight: Tensor | None = None, coupling: Coupling | None = None) -> Quantized:
@@ -23,15 +24,18 @@ def run(weight: Tensor, factor: Factor, groups: Groups, column_weight: Tensor | 
         groups: (bits, rows) from top to bottom of the stored order.
         column_weight: f32 `(N,)`; None counts all columns alike, or by the coupling.
         coupling: how its outputs belong together; None rounds every column for itself.
+
+    Returns:
+        On RUNS_ON.
     """
     table = torch.tensor([value for group in groups for value in group], dtype=torch.int32)
-    stored = weight.T[factor.perm]
+    stored, upper = weight.T[factor.perm].to(RUNS_ON), factor.upper.to(RUNS_ON)
     if coupling is None:
-        columns = weight.new_ones(weight.shape[0]) if column_weight is None else column_weight.float().contiguous()
-        return gptq_quantize(stored.contiguous(), factor.upper, columns, table)
-    columns = coupling.spread.square() if column_weight is None else column_weight.float()[coupling.perm].contiguous()
-    made = gptq_quantize(stored[:, coupling.perm].contiguous(), factor.upper, columns, table, coupling.factor, coupling.spread)
-    back = torch.argsort(coupling.perm)
+        columns = stored.new_ones(stored.shape[1]) if column_weight is None else column_weight.float().to(RUNS_ON).contiguous()
+        return gptq_quantize(stored.contiguous(), upper, columns, table)
+    perm, spread, back = coupling.perm.to(RUNS_ON), coupling.spread.to(RUNS_ON), torch.argsort(coupling.perm).to(RUNS_ON)
+    columns = spread.square() if column_weight is None else column_weight.float().to(RUNS_ON)[perm].contiguous()
+    made = gptq_quantize(stored[:, perm].contiguous(), upper, columns, table, coupling.factor.to(RUNS_ON), spread)
     return Quantized(made.codes[:, back], made.scale_index[:, back], made.scale_max, made.loss[:, back])
 
 

@@ -32,7 +32,7 @@ from exl2nb.converter.sensitivity import LayerStatistics, sweep
 from exl2nb.converter.sizes import CacheShape
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.converter.work import HEAD, Work, hash_of, make_directory
-from exl2nb.core.errors import ConversionError, Interrupted, OptionError
+from exl2nb.core.errors import ConversionError, DeviceError, Interrupted, OptionError
 from exl2nb.core.options import check_range
 from exl2nb.core.progress import Meter, Progress, Sink
 from exl2nb.io import hub, safetensors
@@ -85,6 +85,7 @@ class ConversionJob:
         work_dir: keeps work in progress and the measurement for later runs; None = a hidden folder beside `dst`, removed at the end.
         measurement: a Measurement, or a file written by its `save`, of the same model; None = measure.
         rounding: how codes are chosen (converter.layers.Rounding).
+        device: "cpu" or "cuda": where Hessians, gradients and factors are computed; files differ in bits between the two.
 
     Raises:
         OptionError: an option out of range. ModelNotFound, ConfigError, UnknownArchitecture, FormatError: `src` is not a model that can be
@@ -110,6 +111,7 @@ class ConversionJob:
         work_dir: str | os.PathLike[str] | None = None,
         measurement: Measurement | str | os.PathLike[str] | None = None,
         rounding: Rounding | None = None,
+        device: str | torch.device = "cpu",
     ) -> None:
         if (bpw is None) == (target is None):
             raise OptionError("convert: expected bpw, or target={'bytes': ...} or target={'fits': ...}, and not both")
@@ -140,6 +142,7 @@ class ConversionJob:
         self._length = length if length is not None else EFFORTS[effort].length
         self._work_dir = Path(work_dir) if work_dir is not None else None
         self._measurement = measurement
+        self.device = _device(device)
         self._cancelled, self._go = False, threading.Event()
         self._go.set()
         self.result: Conversion | None = None
@@ -214,7 +217,7 @@ class ConversionJob:
         src = hub.resolve(self.src, progress=sink)
         config = read_model_config(src)
         with open_store(config, src) as store, torch.inference_mode(False), torch.no_grad():
-            weights = DenseWeights(config, store)
+            weights = DenseWeights(config, store, self.device)
             make_directory(self.dst.absolute().parent)
             work = Work(self._work_dir or self.dst.absolute().parent / f".{self.dst.name}.work")
             yield _Run(self, src, weights, work, sink)
@@ -226,6 +229,18 @@ class ConversionJob:
         self._go.wait()
         if self._cancelled:
             raise Interrupted(f"conversion to {self.dst} was cancelled; run it again to continue")
+
+
+def _device(device: str | torch.device) -> torch.device:
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise OptionError(f"convert: device is {device!r}; expected 'cpu' or 'cuda'") from error
+    if found.type not in ("cpu", "cuda"):
+        raise OptionError(f"convert: device is {device!r}; expected 'cpu' or 'cuda'")
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise DeviceError(f"convert: device is {device!r}, and no CUDA GPU can be used here; expected 'cpu'")
+    return found
 
 
 class _Run:
@@ -352,7 +367,8 @@ class _Run:
         key = hash_of(statistics, self.job.rounding, list(plan.groups().items()))
         choices = {choice.key: choice for choice in plan.choices}
         layers, ends = self.config.num_layers, self.weights.ends()
-        x = reference.embed(self.config, ends, torch.cat([ids, held_out]) if len(held_out) else ids)
+        tokens = torch.cat([ids, held_out]) if len(held_out) else ids
+        x = reference.embed(self.config, ends, tokens.to(self.weights.device))
         streams = Streams(x, x, len(ids))
         matrices: list[Matrix] = []
         with Meter("quantize", total=layers + 1, unit="layers", sink=self.sink) as meter:
@@ -390,7 +406,7 @@ class _Run:
             self.work.save(key, layer, packed)
         made = dict(weights)
         for linear in linears.values():
-            made[f"{linear.key}.weight"] = dense(packed[linear.key][0], linear.out_features)
+            made[f"{linear.key}.weight"] = dense(packed[linear.key][0], linear.out_features).to(self.weights.device)
         return [_matrix(linear, *packed[linear.key], choices[linear.key]) for linear in linears.values()], weights, made
 
     def _head(self, key: str, ends: dict[str, Tensor], streams: Streams, choices: Mapping[str, Choice]) -> tuple[Matrix, dict[str, Tensor]]:
@@ -400,7 +416,7 @@ class _Run:
         if packed is None:
             packed = {linear.key: quantize_head(self.config, ends, streams, choices[linear.key].groups, self.job.rounding)}
             self.work.save(key, HEAD, packed)
-        made = {**ends, f"{linear.key}.weight": dense(packed[linear.key][0], linear.out_features)}
+        made = {**ends, f"{linear.key}.weight": dense(packed[linear.key][0], linear.out_features).to(self.weights.device)}
         return _matrix(linear, *packed[linear.key], choices[linear.key]), made
 
     def write(self, result: Conversion, key: str, calibration: dict[str, object]) -> None:

@@ -68,7 +68,7 @@ def judge(
         dense, made: embedding, norm and head of the model, and its stream f32 `(rows, S, H)`.
     """
     kls, same, nlls = [], 0, ([], [])
-    for row, x, y in zip(ids, dense[1], made[1]):
+    for row, x, y in zip(ids.to(dense[1].device), dense[1], made[1]):
         wanted, found = (
             reference.head(config, ends, reference.final_norm(config, ends, part)).log_softmax(-1)
             for ends, part in ((dense[0], x), (made[0], y))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -140,10 +141,11 @@ def _backward(
     below = []
     for part, upper in zip(x.split(ROWS_PER_BATCH), gradient.split(ROWS_PER_BATCH)):
         tape = _Tape()
-        with torch.enable_grad(), tape:
+        with torch.enable_grad(), tape, _repeatable(x):
             leaf = part.detach().requires_grad_(True)
             out = reference.block(config, layer, weights, leaf, tape.capture)
-        below.append(torch.autograd.grad(out, leaf, upper)[0])
+        with _repeatable(x):
+            below.append(torch.autograd.grad(out, leaf, upper)[0])
         weight: dict[str, Tensor] = {}
         for key, role in roles.items():
             if key not in tape.gradients:  # an expert that no token of this batch visits
@@ -167,6 +169,13 @@ def _backward(
         couplings={key: (product / count).float() for key, product in products.items()},
     )
     return statistics, torch.cat(below)
+
+
+def _repeatable(x: Tensor) -> AbstractContextManager[object]:
+    """Attention whose gradients are the same every time; CUDA's fused kernels add in any order."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    return sdpa_kernel(SDPBackend.MATH) if x.is_cuda else nullcontext()
 
 
 def _place(weight: Tensor, rows: Tensor | None, count: int) -> Tensor:

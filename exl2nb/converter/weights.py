@@ -22,18 +22,19 @@ class DenseWeights:
     Args:
         config: the model.
         store: its files.
+        device: where the f32 tensors go.
 
     Raises:
         ConversionError: the model is quantised already, or a matrix has a shape that EXL2 cannot hold.
         FormatError: a tensor is missing or has the wrong shape or dtype.
     """
 
-    def __init__(self, config: ModelConfig, store: Store) -> None:
+    def __init__(self, config: ModelConfig, store: Store, device: torch.device | str = "cpu") -> None:
         if store.is_exl2:
             raise ConversionError(f"{store.directory}: found an EXL2 model, expected a dense one; convert the model it was made from")
         if any(name.endswith(".qweight") for name in store.names()):
             raise ConversionError(f"{store.directory}: found a GPTQ model, expected a dense one; convert the model it was made from")
-        self.config, self.store = config, store
+        self.config, self.store, self.device = config, store, torch.device(device)
         for linear in linears(config):
             self._check(self._weight_name(linear), linear.shape)
             if linear.bias:
@@ -53,19 +54,19 @@ class DenseWeights:
         for linear in layer_linears(self.config, index).values():
             tensors[f"{linear.key}.weight"] = self.weight(linear)
             if linear.bias:
-                tensors[f"{linear.key}.bias"] = self.stored(f"{linear.key}.bias").float()
+                tensors[f"{linear.key}.bias"] = self.stored(f"{linear.key}.bias").to(self.device).float()
         for name, shape in layer_vectors(self.config, index).items():
-            tensors[name] = self.stored(name, shape).float()
+            tensors[name] = self.stored(name, shape).to(self.device).float()
         return tensors
 
     def ends(self) -> dict[str, Tensor]:
         """Embedding, last norm and head (and what else stands outside the layers), f32."""
-        tensors = {name: self.stored(name).float() for name in end_vectors(self.config)}
+        tensors = {name: self.stored(name).to(self.device).float() for name in end_vectors(self.config)}
         return {**tensors, f"{self.config.names.head}.weight": self.weight(head_linear(self.config))}
 
     def weight(self, linear: Linear) -> Tensor:
         """A matrix in the nn.Linear layout, f32 `(out_features, in_features)`; a tied head is the embedding."""
-        return self._read(self._weight_name(linear)).float()
+        return self._read(self._weight_name(linear)).to(self.device).float()
 
     def stored(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
         """A tensor that is not quantised, as it will be stored: f16, of `shape` (one head norm for all heads becomes a row per head)."""

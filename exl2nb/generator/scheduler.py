@@ -51,7 +51,7 @@ class Scheduler:
         self.pager, self.max_sequences, self.max_chunk = pager, max_sequences, max(max_chunk, MIN_CHUNK)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        self.chunk = 2 * MIN_CHUNK
+        self.chunk = 2 * MIN_CHUNK if max_chunk <= MAX_CHUNK else max_chunk  # a GPU takes a long prompt at once
         self.preemptions = 0
         self._speed = 0.0  # tokens per second of a step with prompt tokens
         self._arrivals = self._turn = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from exl2nb.io.shards import TensorStore
 from exl2nb.model import inspect_view
 from exl2nb.model.archs import parse_config
 from exl2nb.model.config import ModelConfig
+from exl2nb.model.facts import Facts, facts_of
 from exl2nb.model.layout import layer_linears
 from exl2nb.model.store import GPTQ_SUFFIXES, ModelStore, Store, open_store
 from exl2nb.quant.bits import Groups, stored_bits
@@ -88,7 +89,7 @@ class Inspection:
     where there are none). total_bytes: data of all tensors. file_bytes: the files. files: their names. target_bpw: what config.json says
     was asked for. tied: the config says that head and embedding are one table. experts: how many a sparse layer has and how many of them a
     token visits, or None. token_bytes: what decoding one token reads of the files' weights: of the experts those that it visits, of the
-    embedding one row.
+    embedding one row. facts: sizes, what is unusual, chat templates, notes.
     """
 
     path: Path
@@ -103,6 +104,7 @@ class Inspection:
     tied: bool
     experts: tuple[int, int] | None = None
     token_bytes: int = 0
+    facts: Facts = field(default_factory=Facts)
 
     @property
     def decoder(self) -> tuple[Matrix, ...]:
@@ -133,6 +135,7 @@ class Inspection:
             "tied_embeddings": self.tied,
             "experts": None if self.experts is None else {"count": self.experts[0], "per_token": self.experts[1]},
             "token_bytes": self.token_bytes,
+            **self.facts.to_dict(),
             "matrices": [matrix.to_dict() for matrix in self.matrices],
         }
 
@@ -171,7 +174,7 @@ def inspect(directory: str | os.PathLike[str]) -> Inspection:
     with open_store(model, directory) if model else TensorStore(directory) as store:
         spec = (model.gptq if model else None) or GptqSpec()
         matrices = sorted(_matrices(store, spec), key=_order)
-        total = sum(store.info(name).nbytes for name in store.names())
+        total = store.nbytes if isinstance(store, ModelStore) else sum(store.info(name).nbytes for name in store.names())
         files = store.files
     decoder = [m for m in matrices if m.layer is not None]
     if not matrices:
@@ -191,6 +194,7 @@ def inspect(directory: str | os.PathLike[str]) -> Inspection:
         tied=bool(config.get("tie_word_embeddings", False)),
         experts=(model.moe.num_experts, model.moe.top_k) if model is not None and model.moe is not None else None,
         token_bytes=total - _idle_bytes(model, matrices),
+        facts=facts_of(directory, config, model),
     )
 
 

@@ -71,7 +71,26 @@ def _facts(found: Inspection) -> list[str]:
         f"{_bytes(found.total_bytes)} of tensors in {len(found.files)} file{'s' if len(found.files) != 1 else ''}"
         + ("; embeddings tied" if found.tied else ""),
         *_experts(found),
+        *_words(found),
     ]
+
+
+def _words(found: Inspection) -> list[str]:
+    """Sizes, chat template, what is unusual, notes."""
+    facts, lines = found.facts, []
+    if facts.sizes:
+        s = facts.sizes
+        heads = f"{s['heads']} heads of {s['head_dim']}" + (
+            f" ({s['kv_heads']} for keys and values)" if s["kv_heads"] != s["heads"] else ""
+        )
+        lines.append(f"context {s['context']} tokens, vocabulary {s['vocabulary']}, hidden size {s['hidden_size']}, {heads}")
+    if facts.quantization:
+        lines.append(f"quantised: {_plain(facts.quantization, 200)}")
+    names = ", ".join(map(_plain, facts.chat_templates))
+    lines.append("chat template: " + ("none" if not names else "yes" if names == "default" else names))
+    if facts.unusual:
+        lines.append(f"unusual: {'; '.join(facts.unusual)}")
+    return [*lines, *(f"note: {_plain(note, 300)}" for note in facts.notes)]
 
 
 def _experts(found: Inspection) -> list[str]:
@@ -141,9 +160,9 @@ def _short(name: str) -> str:
     return _plain(name.removeprefix("self_attn.").removeprefix("mlp.").removeprefix("block_sparse_moe."))
 
 
-def _plain(name: str) -> str:
+def _plain(name: str, limit: int = 80) -> str:
     """A name from a file as something safe to show: no control characters, not endless."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name[:80])
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name[:limit])
 
 
 def _block(bpw: float) -> str:

@@ -10,11 +10,13 @@ from torch import Tensor
 
 from exl2nb import ops
 from exl2nb.core.errors import DeviceError, OptionError
+from exl2nb.core.log import logger
 from exl2nb.core.progress import Meter, Sink
 from exl2nb.io.hf_config import read_config
 from exl2nb.io.quantization import with_quantization
 from exl2nb.model.archs import parse_config
 from exl2nb.model.config import ModelConfig
+from exl2nb.model.facts import remote_code
 from exl2nb.model.gptq import read_gptq
 from exl2nb.model.layers.attention import Attention
 from exl2nb.model.layers.ends import Embedding, Head
@@ -38,6 +40,8 @@ def read_model_config(directory: str | os.PathLike[str]) -> ModelConfig:
         ModelNotFound: no directory or no config.json. ConfigError: a value that cannot be used. UnknownArchitecture: lists the known ones.
     """
     raw = with_quantization(directory, read_config(directory))
+    for note in remote_code(Path(directory), raw):
+        logger.warning("%s: %s", directory, note)
     return parse_config(raw, where=str(Path(directory) / "config.json"))
 
 
@@ -48,16 +52,19 @@ def load_model(
     weights: str = "auto",
     context: int | None = None,
     progress: Sink | None = None,
+    deterministic: bool = False,
 ) -> Model:
     """Load an EXL2, GPTQ or plain fp16, bf16 or fp32 model.
 
     Args:
         directory: holds config.json and the .safetensors files.
-        device: "cpu".
+        device: "cpu" or "cuda"; on CUDA every plain weight is kept in fp16, and GPTQ weights are widened to it.
         weights: "auto" keeps every matrix in the format it is stored in; "fp32" widens plain ones and reconstructs quantised ones to fp32
             (a reference: 4 bytes a weight).
         context: longest sequence in tokens; None = max_position_embeddings. Dynamic NTK takes its base from it.
         progress: a sink for events of stage "load", counted in layers.
+        deterministic: on CUDA, take prompts through the decode kernels too, so that no token's bits depend on chunks or on the batch; on
+            the CPU that is always so.
 
     Returns:
         The model. `close()` gives its memory back.
@@ -71,23 +78,27 @@ def load_model(
         raise OptionError(f"load_model: weights is {weights!r}; expected one of {', '.join(WEIGHTS)}")
     if context is not None and (isinstance(context, bool) or not isinstance(context, int) or not 1 <= context <= MAX_CONTEXT):
         raise OptionError(f"load_model: context is {context!r}; expected an integer from 1 to {MAX_CONTEXT}")
-    if device != "cpu":
-        raise DeviceError(f"load_model: device is {device!r}; expected cpu: this engine has no other backend")
+    if device not in ("cpu", "cuda"):
+        raise DeviceError(f"load_model: device is {device!r}; expected cpu or cuda")
+    if device == "cuda" and "cuda" not in ops.libraries().loaded:
+        raise DeviceError(f"load_model: device is 'cuda', which cannot be used: {ops.libraries().cuda_problem}; use device='cpu'")
+    if device == "cuda" and weights == "fp32":
+        raise OptionError("load_model: weights='fp32' is a reference for the CPU; use device='cpu'")
     config = read_model_config(directory)
     longest = config.max_position_embeddings
     if config.learned_positions and context is not None and context > longest:
         raise OptionError(f"load_model: context is {context}; expected at most {longest}, the positions this model has learned")
     with open_store(config, directory) as store:
         sources = plan(config, store)
-        network = _Builder(config, store, sources, widen=weights == "fp32").network(progress)
-    return Model(config, network, context=context if context is not None else longest, device=device)
+        network = _Builder(config, store, sources, widen=weights == "fp32", device=device).network(progress)
+    return Model(config, network, context=context if context is not None else longest, device=device, deterministic=deterministic)
 
 
 class _Builder:
     """Reads the tensors of a plan and packs them into layers."""
 
-    def __init__(self, config: ModelConfig, store: ModelStore, sources: dict[str, Source], *, widen: bool) -> None:
-        self.config, self.store, self.sources, self.widen = config, store, sources, widen
+    def __init__(self, config: ModelConfig, store: ModelStore, sources: dict[str, Source], *, widen: bool, device: str) -> None:
+        self.config, self.store, self.sources, self.widen, self.device = config, store, sources, widen, device
 
     def network(self, progress: Sink | None) -> Network:
         """Everything, layer by layer."""
@@ -192,25 +203,25 @@ class _Builder:
     def table(self, key: str) -> Tensor:
         """The weight of an embedding."""
         table = self.store.read(f"{key}.weight")
-        return table.float() if self.widen else table
+        return table.float() if self.widen else table.to(self.device)
 
     def matrix(self, key: str) -> Tensor:
         """The blob of one linear, without padding columns."""
         source = self.sources[key]
         if source.kind == "dense":
             weight = self.store.read(f"{source.prefix}.weight")
-            return ops.pack_dense(weight.float() if self.widen else weight)
+            return ops.pack_dense(weight.float() if self.widen else weight.to(self.device))
         if source.kind == "gptq":
             gptq = read_gptq(self.config, self.store, source.linear)
-            if self.widen:
-                return ops.pack_dense(gptq.reconstruct().T.contiguous())
+            if self.widen or self.device != "cpu":
+                return ops.pack_dense(gptq.reconstruct().T.contiguous().to(self.device))
             return ops.pack_gptq(*gptq.packed(), bits=gptq.bits, in_features=gptq.in_features)
         outputs = source.linear.out_features
         exl2 = Exl2Tensors.read(self.store, source.prefix, in_features=source.linear.in_features, out_features=outputs)
         if self.widen:
             return ops.pack_dense(exl2.reconstruct()[:, :outputs].T.float().contiguous())
         parts = (exl2.q_weight, exl2.q_scale, exl2.q_scale_max, exl2.q_groups, exl2.q_invperm)
-        return ops.pack_exl2(*parts, out_features=outputs)
+        return ops.pack_exl2(*(part.to(self.device) for part in parts), out_features=outputs)
 
     def stacked(self, keys: list[str]) -> Tensor:
         """One blob of several linears with the same input."""
@@ -218,7 +229,7 @@ class _Builder:
 
     def vector(self, name: str) -> Tensor:
         """A norm or bias in f32."""
-        return self.store.read(name).float()
+        return self.store.read(name).float().to(self.device)
 
     def bias(self, keys: list[str]) -> Tensor | None:
         """The biases of several linears side by side, None where they have none."""

@@ -15,6 +15,7 @@ from exl2nb.cache.spec import PAGE_SIZE, CacheSpec
 from exl2nb.core.errors import ContextOverflow, EngineClosed, OptionError
 from exl2nb.model.batch import Batch
 from exl2nb.model.config import ModelConfig
+from exl2nb.model.gpu import GpuForward
 from exl2nb.model.layers.ends import Embedding, Head
 from exl2nb.model.layers.layer import Layer, tensors_of
 from exl2nb.model.layers.moe import RoutedMLP
@@ -48,8 +49,11 @@ class Model:
     Not thread-safe: one thread runs it (the engine's).
     """
 
-    def __init__(self, config: ModelConfig, network: Network, *, context: int, device: str = "cpu") -> None:
-        self.config, self.context, self.device = config, context, device
+    def __init__(
+        self, config: ModelConfig, network: Network, *, context: int, device: str = "cpu", deterministic: bool = False
+    ) -> None:
+        self.config, self.context, self.device, self.deterministic = config, context, device, deterministic
+        self._gpu: GpuForward | None = None
         self.weight_bytes = sum(tensor.nbytes for tensor in network.tensors())
         self._network: Network | None = network
         self._program: ops.Program | None = None
@@ -92,6 +96,8 @@ class Model:
             OptionError: the cache belongs to another shape of model.
             EngineClosed: the model was closed.
         """
+        if self.device != "cpu":
+            return self.forward_gpu(batch, cache)
         self._prepare(batch, cache)
         batch = self._placed(batch)
         assert self._program is not None
@@ -99,7 +105,26 @@ class Model:
             batch.input_ids, batch.positions, batch.slot_mapping, batch.block_table, batch.cu_seqlens, batch.context_lens,
             batch.logit_rows, cache.k, cache.v,
         )  # fmt: skip
-        return self._cap(logits)
+        return self.capped(logits)
+
+    def forward_gpu(self, batch: Batch, cache: KVCache, *, ids: Tensor | None = None) -> Tensor:
+        """`forward` of a model on the GPU: the batch is on the host, the logits are on the GPU and may not be there yet.
+
+        ids: int32 `(T,)` on the GPU, in place of the batch's.
+        """
+        self._prepare(batch, cache)
+        return self.capped(self.gpu.run(self._placed(batch), cache, ids=ids))
+
+    @property
+    def gpu(self) -> GpuForward:
+        """What runs a model on the GPU; its tables cover the whole context, so it never changes."""
+        if self._network is None:
+            raise EngineClosed("the model was closed; load it again")
+        if self._gpu is None:
+            self._grow(self._network, self.context)
+            assert self._program is not None
+            self._gpu = GpuForward(self._program, torch.device(self.device), deterministic=self.deterministic)
+        return self._gpu
 
     def forward_by_ops(self, batch: Batch, cache: KVCache, observe: Callable[[str, Tensor], None] | None = None) -> Tensor:
         """The readable twin of `forward`: op by op, the same bits.
@@ -114,11 +139,11 @@ class Model:
             observe("embedding", x)
         for i, layer in enumerate(network.layers):
             layer(x, step, None if observe is None else partial(_prefixed, observe, f"layers.{i}."))
-        return self._cap(network.head(x, batch.logit_rows))
+        return self.capped(network.head(x, batch.logit_rows))
 
     def close(self) -> None:
         """Drop every tensor; the memory returns at once. Harmless when repeated."""
-        self._network = self._program = None
+        self._network = self._program = self._gpu = None
         self._ropes = {}
 
     def __repr__(self) -> str:
@@ -138,7 +163,7 @@ class Model:
             raise ContextOverflow(
                 f"sequence of {longest} tokens; the model was loaded for {self.context}: shorten it, or load with context="
             )
-        if longest > self._rows:
+        if longest > self._rows and self.device == "cpu":
             self._grow(self._network, longest)
         return self._network
 
@@ -147,8 +172,10 @@ class Model:
         rows = PAGE_SIZE << (max(longest, 4 * PAGE_SIZE) - 1).bit_length() - (PAGE_SIZE - 1).bit_length()
         kinds = {self.config.rope_kind(layer) for layer in range(self.config.num_layers)}
         self._ropes = {kind: self._tables(rows, kind) for kind in sorted(kinds)}
+        if self.device != "cpu":
+            self._ropes = {kind: (cos.to(self.device), sin.to(self.device)) for kind, (cos, sin) in self._ropes.items()}
         self._rows = rows
-        program = ops.Program()
+        program = ops.Program(self.device)
         network.embedding.record(program)
         for layer in network.layers:
             layer.record(program, self._ropes)
@@ -169,7 +196,8 @@ class Model:
         tokens = (batch.cu_seqlens[1:] - batch.cu_seqlens[:-1]).long()
         return replace(batch, positions=2 * batch.positions + batch.long.repeat_interleave(tokens))
 
-    def _cap(self, logits: Tensor) -> Tensor:
+    def capped(self, logits: Tensor) -> Tensor:
+        """The logits after the model's softcap, where it has one."""
         cap = self.config.logit_softcap
         return cap * torch.tanh(logits / cap) if cap else logits
 

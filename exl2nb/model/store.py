@@ -109,6 +109,12 @@ class ModelStore:
         tensor = self._store.read(piece.source, rows=piece.rows)
         return tensor if piece.cut is None else piece.cut(tensor).contiguous()
 
+    @property
+    def nbytes(self) -> int:
+        """Data bytes of all tensors that are ours, a fused GPTQ matrix counted once."""
+        shared = {piece.source: self._store.info(piece.source).nbytes for piece in self._pieces.values() if piece.shape is None}
+        return sum(shared.values()) + sum(self.info(name).nbytes for name, piece in self._pieces.items() if piece.shape is not None)
+
     def whole(self, key: str) -> Whole | None:
         """Where the GPTQ matrix of linear `key` lies, if that is a fused one: its pieces cannot be read one by one. None: it is not."""
         if key not in self._wholes:

@@ -16,12 +16,14 @@ from exl2nb.ops.program import Program
 from exl2nb.ops.qkv import norm_qkv_rope
 from exl2nb.ops.weights import pack_concat, pack_dense, pack_exl2, pack_gptq, reconstruct, shape, unpack
 
-_load.load()
+libraries = _load.load
+libraries()
 
 __all__ = [
     "Program",
     "embed",
     "gptq_quantize",
+    "libraries",
     "linear",
     "linear_residual",
     "norm_gate_up",

@@ -19,6 +19,15 @@ class Libraries:
     isa: str
     note: str
 
+    @property
+    def cuda_problem(self) -> str:
+        """Why the CUDA engine is not in use; empty where it is."""
+        if "cuda" in self.loaded:
+            return ""
+        if self.cuda is None:
+            return "libexl2nb_cuda.so was not built (needs nvcc and `EXL2NB_CUDA=on make build`)"
+        return self.note or "torch sees no GPU: no driver, one that is too old, or a CPU build of torch"
+
 
 def _find(name: str) -> Path | None:
     import exl2nb  # editable installs split the package: sources in one folder of __path__, the library in another

@@ -39,6 +39,12 @@ def unpack_into(head: Tensor, out: Tensor) -> None:
     _ops.gpu_unpack_into(head, out)
 
 
+def shape_of(head: Tensor) -> tuple[int, int]:
+    """`(K, N)` from what `blob_head` returned."""
+    K, N = head[20:28].view(torch.int32).tolist()
+    return K, N
+
+
 class Stepper:
     """Runs a program on the GPU for steps of up to `capacity` tokens; keeps the memory that its kernels share.
 

@@ -48,6 +48,7 @@ class Program:
         self.steps: list[tuple[str, dict[str, Any]]] = []
         self._words: list[int] = []
         self._tensors: list[Tensor] = []
+        self.heads: dict[int, Tensor] = {}  # on the GPU: address of a blob -> what the host knows of it
         self._hidden = 0
         self._code: Tensor | None = None
         _programs[self.id] = self
@@ -274,9 +275,9 @@ class Program:
         address = self._address(blob)
         if self.device.type == "cpu":
             return address
-        head = gpu.blob_head(blob)
-        self._tensors.append(head)
-        return head.data_ptr()
+        if address not in self.heads:
+            self.heads[address] = gpu.blob_head(blob)
+        return self.heads[address].data_ptr()
 
 
 def _shapes(op: str, blob: Tensor, norm: Tensor | None, norm_bias: Tensor | None, bias: Tensor | None, outputs: int) -> None:

@@ -140,10 +140,11 @@ def put_on_grid(model: Any, recipe: Recipe) -> None:
     """Round every matrix of the layers of a Transformers model, in place."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 2 and (".layers." in name or ".h." in name) and "norm" not in name:
+            if parameter.dim() in (2, 3) and any(part in name for part in (".layers.", ".h.", ".blocks.")) and "norm" not in name:
                 turned = "GPT2LM" in type(model).__name__
-                value = on_grid(parameter.T if turned else parameter, recipe)
-                parameter.copy_(value.T if turned else value)
+                rows = parameter.T if turned else parameter.flatten(0, -2)  # experts may lie in one tensor, one after the other
+                value = on_grid(rows, recipe)
+                parameter.copy_(value.T if turned else value.view(parameter.shape))
 
 
 def write_gptq(dense: Path, directory: Path, recipe: Recipe, *, shards: int = 1) -> Path:

@@ -32,10 +32,10 @@ RECIPES = {
     "4-bit old": Recipe(g_idx=False, separate_config=True, zero_biases=True),
     "8-bit v2": Recipe(bits=8, group_size=16, version="gptq_v2", scale_type=torch.float32),
 }
-DENSE_ZOO = [name for name in ZOO if not getattr(ZOO[name], "experts", False)]
+NAMES = [name for name in ZOO if not name.startswith("dbrx")]  # its experts lie in one tensor, which no GPTQ tool quantises
 
 
-@pytest.mark.parametrize(("name", "recipe"), list(zip(DENSE_ZOO, cycle(RECIPES.values()))), ids=DENSE_ZOO)
+@pytest.mark.parametrize(("name", "recipe"), list(zip(NAMES, cycle(RECIPES.values()))), ids=NAMES)
 def test_gptq_equals_transformers(name, recipe, tmp_path):
     model = build_wide(name)
     put_on_grid(model, recipe)

@@ -196,3 +196,17 @@ def test_a_pool_of_another_head_dim_is_refused(use):
             attention(wrong, k, v, *rest, **options)
     with pytest.raises((RuntimeError, ValueError), match="v_pool is float16|pool is .*float16"):
         attention(q, k, torch.zeros(2, 1, P, 16, dtype=torch.float16), *rest, **options)
+
+
+@pytest.mark.parametrize("kind", ["q4", "q8"])
+def test_opcheck(kind):
+    """Schema, mutation and fake kernel hold for coded pools too. (opcheck itself multiplies, which torch cannot do with float8.)"""
+    blob, rope = ops.pack_dense(randn(4 * 32, 64)), torch.ones(9, 16)
+    pools = [coded_pool(kind, 1, 1, 32) for _ in range(2)]
+    for pool in pools:
+        bits(pool).zero_()
+    three = i32([0, 1, 2])
+    written = (randn(3, 64), None, 1e-5, blob, None, rope, rope, three, three, *pools, 2, 1, 32, None, None)
+    torch.library.opcheck(torch.ops.exl2nb.norm_qkv_rope.default, written)
+    read = (randn(3, 2, 32), *pools, i32([[0]]), i32([0, 3]), i32([3]), 1.0, 0, 0.0)
+    torch.library.opcheck(torch.ops.exl2nb.paged_attention.default, read)

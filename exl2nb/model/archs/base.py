@@ -175,5 +175,6 @@ def parse_config(raw: Mapping[str, Any], *, where: str = "config.json") -> Model
     try:
         architecture = ARCHS[names[0]]
     except UnknownArchitecture as error:
-        raise UnknownArchitecture(f"{where}: {error}") from None
+        own = "; the code that its auto_map asks for is never run" if raw.get("auto_map") else ""
+        raise UnknownArchitecture(f"{where}: {error}{own}") from None
     return architecture.config(names[0], raw, where)

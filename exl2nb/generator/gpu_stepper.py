@@ -1,0 +1,238 @@
+"""Steps on the GPU that draw their own tokens: a captured graph per number of sequences, launched one step ahead of the host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from exl2nb.cache.pool import KVCache
+from exl2nb.core.errors import GenerationError
+from exl2nb.generator.stepper import Draw, Step, Ticket
+from exl2nb.model.gpu import formats_of
+from exl2nb.ops.cuda_sample import TOP, Row, pack_rows, sample_rows
+from exl2nb.sampling.report import Sampled
+from exl2nb.sampling.state import SamplerState
+
+if TYPE_CHECKING:
+    from exl2nb.model.model import Model
+
+RING = 4  # results of as many steps are kept: more than may be unread
+MOST = 64  # sequences of the largest graph
+DRAWN = frozenset(("temperature", "top_k", "top_p", "min_p", "seed"))  # what the sampling kernel does
+
+
+class GpuStepper:
+    """The stepper of a model on the GPU; see `generator.stepper.Stepper`.
+
+    Args:
+        model: on a CUDA device. cache: there too.
+    """
+
+    lookahead = 1
+
+    def __init__(self, model: Model, cache: KVCache) -> None:
+        self._model, self._cache = model, cache
+        self._device = torch.device(cache.device)
+        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._drawn: Tensor | None = None  # ids drawn by the last launch, by logit row
+        self._last: _Graph | None = None
+
+    def can_draw(self, state: SamplerState) -> bool:
+        """Where the kernel knows every filter of the request."""
+        return DRAWN.issuperset(state.params.changed) and self._model.rope_switch is None
+
+    def launch(self, step: Step) -> Ticket:
+        """Enqueue a step; returns before it has run."""
+        draws = step.draws
+        count = len(step.batch.context_lens)
+        decoding = len(step.batch.input_ids) == count == len(draws) and count <= MOST and all(draw is not None for draw in draws)
+        if decoding:
+            return self._launch_graph(step, [draw for draw in draws if draw is not None])
+        self._last = None
+        ids = None
+        if step.feed is not None and self._drawn is not None:
+            ids = _fed(step.batch.input_ids, step.feed, self._drawn, self._device)
+        logits = self._model.forward_gpu(step.batch, self._cache, ids=ids)
+        return self._draw(logits, draws)
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy one page in every layer."""
+        self._cache.copy_page(source, target)
+
+    def close(self) -> None:
+        """Wait for the GPU, drop the graphs."""
+        torch.cuda.synchronize(self._device)
+        self._graphs.clear()
+        self._drawn = self._last = None
+
+    def _launch_graph(self, step: Step, draws: list[Draw]) -> Ticket:
+        if step.same and self._last is not None:
+            graph = self._last
+        else:
+            width = step.batch.block_table.shape[1]
+            key = (_bucket(len(draws)), 1 << (width - 1).bit_length())
+            graph = self._graphs.get(key)
+            if graph is None:
+                graph = self._graphs[key] = _Graph(self._model, self._cache, *key)
+            graph.set(step, draws, self._drawn)
+        ticket = graph.replay(len(draws), max(draw.top for draw in draws))
+        self._last, self._drawn = graph, graph.ids
+        return ticket
+
+    def _draw(self, logits: Tensor, draws: Sequence[Draw | None]) -> Ticket:
+        """Draw the rows that have a Draw, fetch the others."""
+        rows = [i for i, draw in enumerate(draws) if draw is not None]
+        wanted = [draws[i] for i in rows]
+        raw = None if len(rows) == len(draws) else logits.to("cpu", non_blocking=True)
+        sampled = None
+        if rows:
+            params = _params([draw for draw in wanted if draw is not None]).to(self._device)
+            chosen = logits if raw is None else logits[torch.tensor(rows, device=self._device)]
+            ids = torch.zeros(len(rows), dtype=torch.int32, device=self._device)
+            results, top_ids, top_logprobs = sample_rows(chosen, params, None, None, ids, None, None, None, None, 1, False)
+            sampled = results[0].cpu(), top_ids.cpu(), top_logprobs.cpu()
+            drawn = torch.zeros(len(draws), dtype=torch.int32, device=self._device)
+            drawn[torch.tensor(rows, device=self._device)] = ids
+            self._drawn = drawn
+        else:
+            self._drawn = None
+            torch.cuda.current_stream(self._device).synchronize()
+        return _Read(rows, wanted, sampled, raw)
+
+
+class _Graph:
+    """A decode step of up to `rows` sequences of up to `width` pages, captured once: model, draw, and the next step's inputs."""
+
+    def __init__(self, model: Model, cache: KVCache, rows: int, width: int) -> None:
+        self.rows, self.width = rows, width
+        device = torch.device(cache.device)
+        self._model = model
+        self._state = torch.zeros(rows * (4 + width), dtype=torch.int32, device=device)
+        self.ids, self._positions, self._lens, self._steps, table = self._state.split([rows, rows, rows, rows, rows * width])
+        self._table = table.view(rows, width)
+        self._params = torch.zeros(rows, 48, dtype=torch.uint8, device=device)
+        self._results = torch.zeros(RING, rows, 4, dtype=torch.int32).pin_memory()
+        self._count = 0
+        bounds = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        forward = model.gpu
+        logits = torch.zeros(rows, forward.vocab, device=device)
+        kernels, formats, heads = forward.stepper(rows), formats_of(cache), (cache.spec.num_kv_heads, cache.spec.head_dim)
+
+        def step() -> tuple[Tensor, Tensor]:
+            kernels.run(
+                self.ids, self._positions, self._table, bounds, self._lens, bounds[:rows], cache.k, cache.v, formats, heads, logits
+            )  # fmt: skip
+            results, top_ids, top_logprobs = sample_rows(
+                model.capped(logits), self._params, None, self._steps, self.ids, self._positions, self._lens, None, None, RING, True
+            )
+            self._results.copy_(results, non_blocking=True)
+            return top_ids, top_logprobs
+
+        step()  # with no sequence at all: nothing is written to the cache
+        torch.cuda.synchronize(device)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):
+            self._top = step()
+
+    def set(self, step: Step, draws: list[Draw], drawn: Tensor | None) -> None:
+        """Write everything that the step reads."""
+        batch, n, rows = step.batch, len(draws), self.rows
+        host = torch.zeros(rows * (4 + self.width), dtype=torch.int32).pin_memory()
+        host[:n] = batch.input_ids
+        host[rows : rows + n] = batch.positions
+        host[2 * rows : 2 * rows + n] = batch.context_lens
+        host[3 * rows : 4 * rows] = self._count
+        host[4 * rows :].view(rows, self.width)[:n, : batch.block_table.shape[1]] = batch.block_table
+        fed = None
+        if step.feed is not None and drawn is not None:
+            fed = _fed(batch.input_ids, step.feed, drawn, self.ids.device)
+        self._state.copy_(host, non_blocking=True)
+        if fed is not None:
+            self.ids[:n] = fed
+        self._params[:n].copy_(_params(draws).pin_memory(), non_blocking=True)
+
+    def replay(self, n: int, top: int) -> Ticket:
+        """Enqueue the step for the first `n` rows."""
+        self._graph.replay()
+        alternatives = None
+        if top:
+            alternatives = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in self._top)
+        done = torch.cuda.Event()
+        done.record()
+        slot = self._count % RING
+        self._count += 1
+        return _Flying(done, self._results[slot], n, top, alternatives)
+
+
+class _Flying:
+    """The ticket of a replayed graph."""
+
+    def __init__(self, done: torch.cuda.Event, results: Tensor, n: int, top: int, alternatives: tuple[Tensor, ...] | None) -> None:
+        self._done, self._results, self._n, self._top, self._alternatives = done, results, n, top, alternatives
+
+    def result(self) -> list[Sampled | np.ndarray]:
+        """Wait for the graph; then one entry per row."""
+        self._done.synchronize()
+        top = self._alternatives if self._alternatives is not None else (None, None)
+        return [*_sampled(self._results[: self._n].clone(), *top, [self._top] * self._n)]
+
+
+class _Read:
+    """The ticket of a step whose results are on the host already."""
+
+    def __init__(
+        self, rows: list[int], draws: Sequence[Draw | None], sampled: tuple[Tensor, Tensor, Tensor] | None, raw: Tensor | None
+    ) -> None:
+        self._rows, self._draws, self._sampled, self._raw = rows, draws, sampled, raw
+
+    def result(self) -> list[Sampled | np.ndarray]:
+        """One entry per logit row."""
+        out: list[Sampled | np.ndarray] = [] if self._raw is None else list(self._raw.numpy())
+        if self._sampled is not None:
+            chosen = _sampled(*self._sampled, [draw.top if draw is not None else 0 for draw in self._draws])
+            if self._raw is None:
+                return [*chosen]
+            for row, token in zip(self._rows, chosen):
+                out[row] = token
+        return out
+
+
+def _sampled(results: Tensor, top_ids: Tensor | None, top_logprobs: Tensor | None, tops: list[int]) -> list[Sampled]:
+    """The kernel's results `(R, 4)` as the host's."""
+    values = results.tolist()
+    logprobs = results[:, 2].contiguous().view(torch.float32).tolist()
+    chosen = []
+    for r, ((token, rank, _, _), logprob, top) in enumerate(zip(values, logprobs, tops)):
+        if token < 0:
+            raise GenerationError("the model's largest logit is not finite; expected finite numbers: check the weights")
+        best: tuple[tuple[int, float], ...] = ()
+        if top and top_ids is not None and top_logprobs is not None:
+            best = tuple((i, p) for i, p in zip(top_ids[r, :top].tolist(), top_logprobs[r, :top].tolist()) if i >= 0)
+        chosen.append(Sampled(token, logprob, rank, best))
+    return chosen
+
+
+def _params(draws: Sequence[Draw]) -> Tensor:
+    rows = []
+    for state, number, top in draws:
+        p = state.params
+        rows.append(
+            Row(
+                temperature=p.temperature, top_p=p.top_p, min_p=p.min_p, top_k=p.top_k, top=min(top, TOP), seed=state.seed, counter=number
+            )  # fmt: skip
+        )
+    return pack_rows(rows)
+
+
+def _fed(ids: Tensor, feed: np.ndarray, drawn: Tensor, device: torch.device) -> Tensor:
+    """The ids of a step, those not known yet taken from what the last launch drew."""
+    known, rows = torch.stack([ids, torch.from_numpy(feed)]).pin_memory().to(device, non_blocking=True)
+    return torch.where(rows >= 0, drawn[rows.clamp(min=0).long()], known)
+
+
+def _bucket(rows: int) -> int:
+    return 1 << (rows - 1).bit_length() if rows <= 8 else -(-rows // 8) * 8

@@ -1,0 +1,109 @@
+"""A forward step on the GPU: decode steps through the step kernels, prompts through prefill. Knows a program and pools, no requests."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from exl2nb import ops
+from exl2nb.cache.pool import KVCache
+from exl2nb.model.batch import Batch
+from exl2nb.ops import gpu, gpu_prefill, kv_codes
+
+SHORT = 8  # tokens of one sequence that the step kernels take
+MOST = 512  # tokens of a step that go through the step kernels
+F16, F32, Q8, Q4, FP8 = range(5)  # formats of pools, as csrc/cuda/attention.h numbers them
+
+
+class GpuForward:
+    """Runs one program.
+
+    Args:
+        program: of the model, on the GPU.
+        device: where it is.
+        deterministic: take every prompt through the step kernels, eight tokens at a time, so that a token's bits depend neither on how a
+            prompt was cut nor on what ran beside it. Slow for long prompts.
+    """
+
+    def __init__(self, program: ops.Program, device: torch.device, *, deterministic: bool = False) -> None:
+        self.program, self.device, self.deterministic = program, device, deterministic
+        self.vocab = ops.shape(program.steps[-1][1]["blob"])[1]
+        self._steppers: dict[int, gpu.Stepper] = {}
+
+    def stepper(self, tokens: int) -> gpu.Stepper:
+        """The step kernels with memory for at least `tokens` tokens."""
+        capacity = 1 << (tokens - 1).bit_length()
+        if capacity not in self._steppers:
+            self._steppers[capacity] = gpu.Stepper(self.program.code, capacity, self.device)
+        return self._steppers[capacity]
+
+    def run(self, batch: Batch, cache: KVCache, *, ids: Tensor | None = None) -> Tensor:
+        """Logits f32 `(R, V)` on the GPU.
+
+        Args:
+            batch: on the host. cache: on the GPU. ids: on the GPU, in place of the batch's.
+        """
+        bounds = batch.cu_seqlens.tolist()
+        longest = max(b - a for a, b in zip(bounds, bounds[1:]))
+        if longest <= SHORT and bounds[-1] <= MOST:
+            return self._step(batch, cache, ids)
+        if self.deterministic:
+            return self._pieces(batch, cache, ids)
+        inputs = self._inputs(batch, ids)
+        sequences = gpu_prefill.Sequences(bounds, batch.context_lens.tolist())
+        return gpu_prefill.prefill(self.program, inputs, sequences, cache.k, cache.v)
+
+    def _step(self, batch: Batch, cache: KVCache, ids: Tensor | None) -> Tensor:
+        i = self._inputs(batch, ids)
+        logits = torch.empty(len(batch.logit_rows), self.vocab, device=self.device)
+        self.stepper(len(batch.input_ids)).run(
+            i.ids, i.positions, i.block_table, i.cu_seqlens, i.context_lens, i.logit_rows, cache.k, cache.v, formats_of(cache),
+            (cache.spec.num_kv_heads, cache.spec.head_dim), logits,
+        )  # fmt: skip
+        return logits
+
+    def _pieces(self, batch: Batch, cache: KVCache, ids: Tensor | None) -> Tensor:
+        """The batch as steps of at most eight tokens of one sequence."""
+        bounds, lengths = batch.cu_seqlens.tolist(), batch.context_lens.tolist()
+        wanted = torch.full((bounds[-1],), -1, dtype=torch.int64)
+        wanted[batch.logit_rows.long()] = torch.arange(len(batch.logit_rows))
+        out = torch.empty(len(batch.logit_rows), self.vocab, device=self.device)
+        for row, (first, last, length) in enumerate(zip(bounds, bounds[1:], lengths)):
+            for at in range(first, last, SHORT):
+                end = min(at + SHORT, last)
+                rows = (wanted[at:end] >= 0).nonzero()[:, 0].int()
+                piece = Batch(
+                    input_ids=batch.input_ids[at:end], positions=batch.positions[at:end], slot_mapping=batch.slot_mapping[at:end],
+                    block_table=batch.block_table[row : row + 1], cu_seqlens=torch.tensor([0, end - at], dtype=torch.int32),
+                    context_lens=torch.tensor([length - (last - end)], dtype=torch.int32), logit_rows=rows,
+                )  # fmt: skip
+                logits = self._step(piece, cache, None if ids is None else ids[at:end])
+                if len(rows):
+                    out[wanted[at:end][rows.long()].to(self.device)] = logits
+        return out
+
+    def _inputs(self, batch: Batch, ids: Tensor | None) -> gpu_prefill.Inputs:
+        """The batch on the GPU, in one copy."""
+        parts = [
+            batch.input_ids, batch.positions, batch.slot_mapping, batch.block_table, batch.cu_seqlens, batch.context_lens, batch.logit_rows
+        ]  # fmt: skip
+        flat = torch.cat([part.reshape(-1) for part in parts]).pin_memory().to(self.device, non_blocking=True)
+        cut = [piece.view(part.shape) for piece, part in zip(flat.split([part.numel() for part in parts]), parts)]
+        if ids is not None:
+            cut[0] = ids
+        return gpu_prefill.Inputs(*cut)
+
+
+def formats_of(cache: KVCache) -> tuple[int, int]:
+    """Formats of the K and V pools of a cache."""
+    return _format(cache.k[0], cache.spec.head_dim), _format(cache.v[0], cache.spec.head_dim)
+
+
+def _format(pool: Tensor, head_dim: int) -> int:
+    if pool.dtype == torch.float16:
+        return F16
+    if pool.dtype == torch.float32:
+        return F32
+    if pool.dtype == torch.float8_e4m3fn:
+        return FP8
+    return Q8 if pool.shape[2] == kv_codes.row_bytes(head_dim, 8) else Q4

@@ -1,0 +1,160 @@
+"""Many tokens at once on the GPU: the matrices unpacked to fp16, one by one, and torch's own products and attention.
+
+Runs a `Program` op by op; K and V go to the cache through the kernels that decoding uses, so the two continue each other. Residual and
+norms are fp32, the inputs of products fp16, their sums fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from exl2nb.ops import gpu, reference
+from exl2nb.ops.attention import paged_attention
+from exl2nb.ops.cuda_attention import gather_cache, rope_append
+from exl2nb.ops.program import Program
+
+FEW = 64  # rows that go through the decode kernel rather than through an unpacked matrix
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """What prefill must know on the host: per sequence the bounds of its tokens and its length, this step's tokens included."""
+
+    bounds: list[int]
+    lengths: list[int]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The step's tensors on the GPU, int32, as in `model.batch.Batch`."""
+
+    ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    block_table: Tensor
+    cu_seqlens: Tensor
+    context_lens: Tensor
+    logit_rows: Tensor
+
+
+def prefill(program: Program, inputs: Inputs, sequences: Sequences, k_pools: Sequence[Tensor], v_pools: Sequence[Tensor]) -> Tensor:
+    """Logits f32 `(R, V)` of a step of any number of tokens; K and V are written to their slots."""
+    run = _Run(program, inputs, sequences, k_pools, v_pools)
+    for name, arguments in program.steps:
+        getattr(run, name)(arguments)
+    return run.logits
+
+
+class _Run:
+    """The state of one walk over a program."""
+
+    def __init__(
+        self, program: Program, inputs: Inputs, sequences: Sequences, k_pools: Sequence[Tensor], v_pools: Sequence[Tensor]
+    ) -> None:
+        self.program, self.inputs, self.sequences, self.k, self.v = program, inputs, sequences, k_pools, v_pools
+        self.x = self.logits = torch.empty(0)
+        self.done: dict[bool, Tensor] = {}
+        self.qkv: dict[str, Any] = {}
+        self.parts: tuple[Tensor, Tensor, Tensor]
+
+    def embed(self, a: dict[str, Any]) -> None:
+        i = self.inputs
+        self.x = reference.embed(a["table"], i.ids, a["scale"], a["position_table"], i.positions)
+
+    def norm_qkv_rope(self, a: dict[str, Any]) -> None:
+        norm_bias, layer_norm, interleaved, clip = a["rest"]
+        y = self._product(_normed(self.x, a["norm"], a["eps"], norm_bias, layer_norm), a["blob"], a["bias"])
+        i, layer = self.inputs, a["layer"]
+        self.parts = rope_append(
+            y, a["cos"], a["sin"], i.positions, i.slots, self.k[layer], self.v[layer], a["q_norm"], a["k_norm"], *a["heads"], a["eps"],
+            layer_norm, interleaved, clip,
+        )  # fmt: skip
+        self.qkv = a
+
+    def paged_attention(self, a: dict[str, Any]) -> None:
+        q, k, v = self.parts
+        layer, (_, _, head_dim) = a["layer"], self.qkv["heads"]
+        k_pool, v_pool = self.k[layer], self.v[layer]
+        longest = max(self.sequences.lengths)
+        if a["softcap"] or (0 < a["window"] < longest) or k_pool.dtype == torch.float32 or head_dim % 8 or head_dim > 256:
+            i = self.inputs
+            self.done[False] = paged_attention(
+                q.float(), k_pool, v_pool, i.block_table, i.cu_seqlens, i.context_lens, scale=a["scale"], window=a["window"],
+                softcap=a["softcap"],
+            )  # fmt: skip
+            return
+        out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=torch.float16, device=q.device)
+        bounds = self.sequences.bounds
+        for row, (first, last, length) in enumerate(zip(bounds, bounds[1:], self.sequences.lengths)):
+            if length == last - first and k_pool.dtype == torch.float16:
+                keys, values = k[first:last], v[first:last]
+            else:  # what is stored, so that a prompt in pieces sees what a prompt at once would
+                keys, values = gather_cache(k_pool, v_pool, self.inputs.block_table[row], length, head_dim)
+            out[first:last] = _attend(q[first:last], keys, values, a["scale"])
+        self.done[False] = out
+
+    def linear_residual(self, a: dict[str, Any]) -> None:
+        y = self._product(self.done[a["aside"]].half(), a["blob"], a["bias"])
+        if a["norm"] is not None:
+            y = F.rms_norm(y, (y.shape[1],), a["norm"], a["eps"])
+        self.x.add_(y, alpha=a["scale"])
+
+    def norm_gate_up(self, a: dict[str, Any]) -> None:
+        norm_bias, layer_norm, gated = a["rest"]
+        y = self._product(_normed(self.x, a["norm"], a["eps"], norm_bias, layer_norm), a["blob"], a["bias"], half=True)
+        kind = reference.ACTIVATIONS[a["activation"]]
+        if not gated:
+            self.done[a["aside"]] = _activated(y, kind)
+            return
+        gate, up = y.chunk(2, 1)
+        self.done[a["aside"]] = _activated(gate, kind).mul_(up)
+
+    def norm_head(self, a: dict[str, Any]) -> None:
+        norm_bias, layer_norm = a["rest"]
+        rows = self.x.index_select(0, self.inputs.logit_rows)
+        self.logits = self._product(_normed(rows, a["norm"], a["eps"], norm_bias, layer_norm), a["blob"], a["bias"])
+
+    def _product(self, x: Tensor, blob: Tensor, bias: Tensor | None, *, half: bool = False) -> Tensor:
+        head = self.program.heads[blob.data_ptr()]
+        if len(x) <= FEW:
+            y = torch.ops.exl2nb.linear(x.float(), blob, bias)
+            return y.half() if half else y
+        weight = torch.empty(gpu.shape_of(head), dtype=torch.float16, device=x.device)
+        gpu.unpack_into(head, weight)
+        y = torch.mm(x, weight) if half else torch.mm(x, weight, out_dtype=torch.float32)
+        return y if bias is None else y.add_(bias)
+
+
+def _normed(x: Tensor, weight: Tensor | None, eps: float, bias: Tensor | None, layer_norm: bool) -> Tensor:
+    """The norm before a product, f16."""
+    if weight is None:
+        return x.half()
+    if layer_norm:
+        return F.layer_norm(x, (x.shape[1],), weight, bias, eps).half()
+    return F.rms_norm(x, (x.shape[1],), weight, eps).half()
+
+
+def _activated(x: Tensor, kind: str) -> Tensor:
+    if kind == "silu":
+        return F.silu(x)
+    return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal attention of the last queries of a sequence: q f16 `(n, Hq, D)`, k, v `(length, Hkv, D)` -> `(n, Hq * D)`."""
+    n, length, share = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
+    if share > 1:
+        k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
+    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+    if n == length:
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    else:
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(n, length), scale=scale)
+    return y[0].transpose(0, 1).reshape(n, -1)
