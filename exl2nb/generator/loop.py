@@ -153,6 +153,8 @@ class StepLoop:
                 reason = sequence.append(sampled)
             elif rows:
                 reason = sequence.advance(rows)  # pyright: ignore[reportArgumentType]
+            if not span.rows:
+                sequence.channel.note(sequence.computed, len(sequence.request.prompt_ids))
             if not sequence.pages:  # it gave way while the step was in flight
                 pass
             elif rows and span.length > span.rows:  # the prompt is complete

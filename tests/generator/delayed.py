@@ -1,4 +1,4 @@
-"""A device of the mind: it draws by itself, runs behind the host on a thread of its own, and keeps every launch in order, as a stream does."""
+"""A device of the mind: draws by itself, runs behind the host on its own thread, keeps every launch in order, as a stream does."""
 
 from __future__ import annotations
 
