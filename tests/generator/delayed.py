@@ -40,7 +40,7 @@ class DelayedStepper:
         assert self.unread <= 1, "three steps in flight"
         self.ahead += self.unread
         self.unread += 1
-        batch = Batch(**{name: getattr(step.batch, name).clone() for name in step.batch.__dataclass_fields__})
+        batch = Batch(**{name: getattr(step.batch, name).clone() for name in step.batch.__dataclass_fields__ if name != "long"})
         feed = None if step.feed is None else step.feed.copy()
         self.fed += feed is not None
         states = [draw and draw.state for draw in step.draws]

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import random
 import tempfile
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
@@ -39,7 +41,7 @@ SIZE, PAGES, VOCAB = 8, 14, 24
 ROWS = np.random.default_rng(0).normal(size=(509, VOCAB)).astype(np.float32) * 3
 WEIGHTS = np.arange(SIZE * PAGES) * 2 + 1
 BEGINNINGS = [random.Random(i).choices(range(3, VOCAB), k=60) for i in range(3)]
-STEPS = {"host": 0, "device": 0}
+STEPS: Counter[str] = Counter()
 
 
 def logits_after(ids):
@@ -148,19 +150,18 @@ class Guessing(Sequence):
         chance, ids = random.Random(len(self.ids)), list(self.ids)
         for _ in range(chance.randrange(1, min(5, left))):
             ids.append(int(logits_after(ids).argmax()) if chance.random() < 0.7 else 3)
-        self.rows = 1 + len(ids) - len(self.ids)
+        self.guessed = len(ids) - len(self.ids)
         self.ids = ids
 
     def advance(self, rows):
         assert len(rows) == self.rows
-        guesses = self.ids[len(self.ids) - self.rows + 1 :]
-        del self.ids[len(self.ids) - self.rows + 1 :]
+        guesses = self.ids[len(self.ids) - self.guessed :]
+        self.withdraw()
         for row, guess in zip(rows, [*guesses, None]):
             token = sample_row(row, self.sampler).id
             self.ids.append(token)
             if token != guess or self.new_tokens >= self.limit:
                 break
-        self.rows = 1
         self.computed = min(self.computed, len(self.ids) - 1)
         return "length" if self.new_tokens >= self.limit else None
 
@@ -220,7 +221,7 @@ class Life(RuleBasedStateMachine):
             if not self.loop.busy:
                 break
             self.loop.step()
-            STEPS["device" if self.lookahead else "host"] += 1
+            STEPS["taken"] += 1
 
     @precondition(lambda self: self.alive)
     @rule(which=st.integers(0, 100))
@@ -316,7 +317,7 @@ class Life(RuleBasedStateMachine):
             if not self.loop.busy:
                 break
             self.loop.step()
-            STEPS["device" if self.lookahead else "host"] += 1
+            STEPS["taken"] += 1
         assert not self.loop.busy
         self.texts_are_those_of_the_rule()
         self.published_pages_hold_what_they_say()
@@ -329,25 +330,17 @@ class LifeAhead(Life):
 
 
 CALM = settings(  # not shrunk: a failure here is read better from the first life that shows it than after ten minutes
-    phases=[Phase.generate],
-    max_examples=20,
-    stateful_step_count=80,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
+    max_examples=10, stateful_step_count=80, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+)  # fmt: skip
 
 
-def test_on_the_host(monkeypatch):
+@pytest.mark.parametrize("life", [Life, LifeAhead])
+def test_lives(life, monkeypatch):
     monkeypatch.setattr("os.fsync", lambda file: None)
-    with torch.inference_mode():
-        run_state_machine_as_test(Life, settings=CALM)
-    assert STEPS["host"] >= 5000
-
-
-def test_on_a_device_that_runs_ahead(monkeypatch):
-    monkeypatch.setattr("os.fsync", lambda file: None)
-    with torch.inference_mode():
-        run_state_machine_as_test(LifeAhead, settings=CALM)
-    assert STEPS["device"] >= 4000
+    STEPS.clear()
+    for number in range(100):
+        with torch.inference_mode():
+            run_state_machine_as_test(seed(number)(life), settings=CALM)
+        if sum(STEPS.values()) >= 5500:
+            return
+    raise AssertionError(f"only {sum(STEPS.values())} steps")
