@@ -2,6 +2,7 @@
 
     python benchmarks/gemv.py [--threads 1,2] [--size 4096] [--quick] [--json out.json]
 
+GPTQ: the same one row against GPTQ matrices of equal width and groups (128), symmetric, and with zero points and act-order, in turns.
 GEMV: one row times size x size at each width; matrices rotate through at least 1 GiB, so nothing is cached. GEMM: 512 rows, in GMAC/s.
 Step: `decode_step` of the demo model's shape (12 layers, 256 hidden, 4096 tokens, 4 bits), in ms per token; its weights stay in cache.
 Yardstick: `ops.read_memory` of 1 GiB with as many threads. Every number is the best of several rounds, taken in turns with the yardstick.
@@ -42,6 +43,16 @@ def exl2(K: int, N: int, bits: int, group: int = 128) -> tuple[Tensor, ...]:
     return q_weight, q_scale, torch.full((groups,), 0.02 / 2**bits).half(), table, torch.randperm(K).to(torch.int32)
 
 
+def gptq(size: int, bits: int, *, plain: bool, group: int = 128) -> Tensor:
+    """A random GPTQ matrix; plain: symmetric, rows in order."""
+    qweight = torch.randint(-(2**31), 2**31, (size * bits // 32, size), dtype=torch.int64).to(torch.int32)
+    groups = size // group
+    zeros = None if plain else torch.randint(0, 2**bits, (groups, size)).short()
+    perm = None if plain else torch.randperm(size).to(torch.int32)
+    rows = torch.full((groups,), group, dtype=torch.int32)
+    return ops.pack_gptq(qweight, torch.full((groups, size), 0.02 / 2**bits).half(), zeros, perm, rows, bits=bits, in_features=size)
+
+
 def best(run: Callable[[], object], rounds: int) -> float:
     """Shortest time of `run` in seconds."""
     times = []
@@ -70,6 +81,30 @@ def gemv(size: int, bits: int, threads: list[int], memory: Tensor, rounds: int, 
         rows.append(
             {"bits": bits, "threads": n, "us": min(pass_s) / len(blobs) * 1e6, "GB/s": speed, "read GB/s": read, "ratio": speed / read}
         )
+    return rows
+
+
+def beside_gptq(size: int, threads: list[int], rounds: int, total: int) -> list[dict[str, float]]:
+    """Microseconds per product of EXL2 and GPTQ, and how much longer GPTQ takes."""
+    rows = []
+    x = torch.randn(1, size)
+    for bits in (2, 3, 4, 8):
+        parts, copies = exl2(size, size, bits), range(max(2, total // (size * size * bits // 8)))
+        blobs = {
+            "exl2": [ops.pack_exl2(*parts) for _ in copies],
+            "gptq": [gptq(size, bits, plain=True) for _ in copies],
+            "gptq zeros, act-order": [gptq(size, bits, plain=False) for _ in copies],
+        }
+        for n in threads:
+            torch.set_num_threads(n)
+            times: dict[str, float] = dict.fromkeys(blobs, float("inf"))
+            for _ in range(rounds):
+                for name, some in blobs.items():
+                    spent = best(lambda some=some: [ops.linear(x, b) for b in some], 1) / len(some)
+                    times[name] = min(times[name], spent)
+            row: dict[str, float] = {"bits": bits, "threads": n}
+            row |= {f"{name} us": t * 1e6 for name, t in times.items()}
+            rows.append({**row, "ratio": times["gptq"] / times["exl2"], "ratio zeros": times["gptq zeros, act-order"] / times["exl2"]})
     return rows
 
 
@@ -142,7 +177,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=4096)
     parser.add_argument("--widths", default=",".join(map(str, WIDTHS)))
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--only", choices=["gemv", "gemm", "step"])
+    parser.add_argument("--only", choices=["gemv", "gptq", "gemm", "step"])
     parser.add_argument("--json")
     args = parser.parse_args()
     threads, rounds = [int(n) for n in args.threads.split(",")], 3 if args.quick else 7
@@ -153,6 +188,10 @@ def main() -> None:
         found = [row for b in args.widths.split(",") for row in gemv(args.size, int(b), threads, memory, rounds, GIB)]
         table(f"GEMV {args.size} x {args.size}, one row", found)
         result["gemv"] = found
+    if args.only in (None, "gptq"):
+        found = beside_gptq(args.size, threads, 2 * rounds, GIB // 8)
+        table(f"EXL2 beside GPTQ, {args.size} x {args.size}, one row", found)
+        result["gptq"] = found
     if args.only in (None, "gemm"):
         found = [row for kind in ("2", "3", "4", "5", "6", "8", "f16") for row in gemm(args.size, kind, threads, max(2, rounds // 2))]
         table(f"GEMM {args.size} x {args.size}, 512 rows", found)

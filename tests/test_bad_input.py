@@ -197,6 +197,28 @@ def test_unknown_architecture(model, capsys):
     check(model, UnknownArchitecture, ["NoSuchForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"], capsys)
 
 
+@pytest.mark.parametrize(("method", "words"), [("awq", "AWQ"), ("gguf", "llama.cpp"), ("bitsandbytes", "take the original")])
+def test_other_quantised_formats(model, method, words, capsys):
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method}}))
+    check(model, ConfigError, ["expected exl2, gptq or plain", words], capsys)
+
+
+def test_settings_of_another_format_beside_the_weights(model, capsys):
+    (model / "quantize_config.json").write_text('{"bits": 4, "group_size": 128}')
+    check(model, ConfigError, ["config.json says exl2, quantize_config.json says gptq", "expected one method"], capsys)
+
+
+def test_all_missing_tensors_are_listed(model, capsys):
+    def drop(header):
+        for layer in (2, 5, 7):
+            header[f"spare.{layer}"] = header.pop(f"model.layers.{layer}.self_attn.k_proj.q_weight")
+
+    rewrite(model / WEIGHTS, drop)
+    names = [f"model.layers.{layer}.self_attn.k_proj.weight" for layer in (2, 5, 7)]
+    check(model, FormatError, ["found none of 3 tensors", *names], capsys)
+
+
 def test_missing_tokenizer(model, capsys):
     (model / "tokenizer.json").unlink()
     check(model, TokenizerError, ["tokenizer.json", "copy it"], capsys)

@@ -19,7 +19,7 @@ const char* sample_launch(const SampleArgs& args, void* stream, bool pdl) {
   const bool keep = all <= size_t(room);
   const size_t shared = keep ? all : fixed;
   if (auto* wrong = error_text(cudaFuncSetAttribute(sample_rows, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)))) return wrong;
-  return launch_kernel(sample_rows, dim3(team, unsigned(args.rows)), kThreads, shared, stream, pdl, team, args, keep);
+  return launch_kernel(sample_rows, dim3(team, unsigned(args.rows)), kSampleThreads, shared, stream, pdl, team, args, keep);
 }
 
 }  // namespace exl2nb

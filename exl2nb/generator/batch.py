@@ -63,6 +63,10 @@ class BatchBuilder:
         batch = self._batch(tokens, len(spans), self._width, rows)
         return Step(batch, self._feed[:tokens] if feed else None, _draws(spans), same)
 
+    def forget(self) -> None:
+        """The step that was built last was not launched."""
+        self._last, self._decoding, self._changes = [], False, -1
+
     def _write_decodes(self, spans: Sequence[Span]) -> tuple[int, int]:
         """`_write` where each sequence has one token, which wants logits."""
         count, size = len(spans), self._page_size

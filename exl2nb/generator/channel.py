@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections.abc import Callable
 
 from exl2nb.generator.request import Completion, Token
+
+_numbers = itertools.count(1)
 
 
 class Channel:
@@ -17,17 +20,26 @@ class Channel:
     """
 
     def __init__(self) -> None:
+        self.number = next(_numbers)  # of the request, in this process
         self.items: queue.SimpleQueue[list[Token] | None] = queue.SimpleQueue()
         self.cancelled = False
         self.completion: Completion | None = None
         self.error: BaseException | None = None
         self.ended = threading.Event()
-        self.waker: Callable[[], None] | None = None  # told about every item; for event loops, which cannot wait on a queue
+        self.waker: Callable[[], None] | None = None  # told about every item; for those who cannot wait on this queue
+        self.progress = (0, 0)  # prompt tokens in the cache, of how many; (0, 0) while the request waits
+        self.watched = False  # the waker wants to hear of progress too
 
     def put(self, tokens: list[Token]) -> None:
         """Engine: hand tokens over."""
         self.items.put(tokens)
         self._wake()
+
+    def note(self, done: int, total: int) -> None:
+        """Engine: so much of the prompt is in the cache."""
+        self.progress = (done, total)
+        if self.watched:
+            self._wake()
 
     def end(self, outcome: Completion | BaseException) -> None:
         """Engine: the request is over. Only the first call counts."""

@@ -90,7 +90,7 @@ class Engine:
         size = cache_spec.page_size
         self.pager = Pager(cache_spec.num_pages, page_size=size, copy=self._stepper.copy, salt=cache_spec.mode)
         self.pages = self.pager.table
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self.drafter: Drafter | None = None
         builder = BatchBuilder(
             max_tokens=max_sequences * MAX_ROWS + max_chunk,
@@ -160,7 +160,7 @@ class Engine:
             )
         if len(request.negative_ids) >= self.context:
             raise ContextOverflow(f"the negative prompt has {len(request.negative_ids)} tokens and the context {self.context}; shorten it")
-        size = self._vocab_size
+        size = self.vocab_size
         if size is None:
             return
         for what, ids in (("prompt", request.prompt_ids), ("negative prompt", request.negative_ids)):

@@ -61,6 +61,38 @@ class Handle:
         return Chunk("".join([token.text for token in tokens]), tuple(tokens))
 
     @property
+    def number(self) -> int:
+        """Of the request, as `llm.cache.snapshot()` names it."""
+        return self._channel.number
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Prompt tokens in the cache, of how many; (0, 0) while the request waits."""
+        return self._channel.progress
+
+    @property
+    def outcome(self) -> Completion | BaseException:
+        """The answer, or the error; only when `done`."""
+        outcome = self._channel.error or self._channel.completion
+        assert outcome is not None, "the request is not done"
+        return outcome
+
+    def watch(self, waker: Callable[[], None]) -> None:
+        """Call `waker`, on the engine's thread, whenever there is something new; once at once. It must not block or raise."""
+        self._channel.waker, self._channel.watched = waker, True
+        waker()
+
+    def take_now(self) -> tuple[list[Token], bool]:
+        """What is new, without waiting, and whether the request is over."""
+        tokens: list[Token] = []
+        try:
+            if not self._over:
+                self._take(tokens, self._channel.items.get_nowait())
+        except queue.Empty:
+            pass
+        return tokens, self._over
+
+    @property
     def done(self) -> bool:
         """True once the engine is through with the request."""
         return self._channel.ended.is_set()

@@ -26,7 +26,7 @@ class Speculator(Protocol):
     """Guesses tokens."""
 
     def propose(self, running: Sequence[Request_], /) -> None:
-        """Append guesses to the ids of sequences that decode, and set their `rows` to one more than there are guesses."""
+        """Put guesses behind the ids of sequences that decode; their `rows` is then one more than there are guesses."""
         ...
 
 
@@ -110,10 +110,15 @@ class StepLoop:
 
     def _launch_failed(self, spans: list[Span], error: Exception) -> None:
         """Find out whose fault it is: alone, most of them succeed; a long piece of a prompt gets a second chance as a short one."""
-        if len(spans) > 1 and not self._flights:
+        self._builder.forget()
+        if self._flights:
+            self.drain()  # the next turn tries again, with nothing in flight
+            return
+        if len(spans) > 1:
             for span in spans:
                 if not span.sequence.ended:
                     self._launch([span])
+                    self.drain()
             return
         for span in spans:
             if span.length > MIN_CHUNK and not span.sequence.flying and out_of_memory(error):
@@ -153,6 +158,8 @@ class StepLoop:
                 reason = sequence.append(sampled)
             elif rows:
                 reason = sequence.advance(rows)  # pyright: ignore[reportArgumentType]
+            if not span.rows:
+                sequence.channel.note(sequence.computed, len(sequence.request.prompt_ids))
             if not sequence.pages:  # it gave way while the step was in flight
                 pass
             elif rows and span.length > span.rows:  # the prompt is complete

@@ -33,13 +33,13 @@ class Pager:
         self.index = PrefixIndex(self.table, page_size)
         self.reuse, self.changes = True, 0
         self._copy, self._salt = copy, salt
-        self._roots: dict[str, bytes] = {}
+        self.roots: dict[str, bytes] = {}  # salt -> key of the empty text
 
     def root(self, salt: str = "") -> bytes:
         """Key of the empty text under a sequence's own salt."""
-        if salt not in self._roots:
-            self._roots[salt] = root_key(f"{self._salt}|{salt}")
-        return self._roots[salt]
+        if salt not in self.roots:
+            self.roots[salt] = root_key(f"{self._salt}|{salt}")
+        return self.roots[salt]
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold so many tokens."""
@@ -69,8 +69,8 @@ class Pager:
         """Between two chunks of a prompt: take over what others have computed meanwhile; returns the number of tokens."""
         size, before = self.page_size, sequence.computed
         at = before // size
-        if not self.reuse or before % size or len(sequence.pages) > at:
-            return 0
+        if not self.reuse or before % size or len(sequence.pages) > at or sequence.published < at:
+            return 0  # within a page, or a step that is in flight has not been read
         limit = len(sequence.ids) - sequence.rows
         self._extend_keys(sequence, limit // size)
         while (at + 1) * size <= limit and (page := self.index.find(sequence.keys[at])) is not None:
@@ -173,19 +173,19 @@ class Pager:
 
     def _take_partial(self, sequence: Sequence, page: int | None, common: int) -> None:
         """Continue a known page that is not full, or not wholly the same: in place where nobody wants the rest of it, else in a copy."""
-        if page is None or common < MIN_COMMON:
+        if page is None:
             return
-        free = self.table.count(page) == 0
-        self.table.share([page])
-        if free and (common == self.index.filled(page) or self.table.num_free == 0):
+        table = self.table
+        if table.count(page) == 0 and common == self.index.filled(page):
+            table.share([page])
             sequence.pages.append(page)
-        elif self.table.num_free:
-            (mine,) = self.table.allocate(1)
+        elif common >= MIN_COMMON and table.num_free > (table.count(page) == 0):
+            table.share([page])  # so that it is not the one that is evicted for its copy
+            (mine,) = table.allocate(1)
             self._copy(page, mine)
-            self.table.free([page])
+            table.free([page])
             sequence.pages.append(mine)
         else:
-            self.table.free([page])
             return
         sequence.computed += common
 

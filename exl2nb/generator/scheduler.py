@@ -94,10 +94,11 @@ class Scheduler:
         if self.waiting:
             self._admit()
         spans = self._spans()
-        for _ in range(len(self.running)):
-            if spans or not self.waiting or any(s.flying for s in self.running) or not self.running:
+        for _ in range(len(self.running) + 1):
+            if spans or not self.waiting or any(s.flying for s in (*self.running, *self.waiting)):
                 break
-            self.preempt(self.running[-1])  # all that run wait for somebody who has no pages
+            if not self._strip_waiting() and self.running:
+                self.preempt(self.running[-1])  # all that run wait for somebody who has no pages
             self._admit()
             spans = self._spans()
         return spans
@@ -200,6 +201,8 @@ class Scheduler:
                 continue
             start, pending = sequence.computed, len(sequence.ids) - sequence.computed
             count = min(pending, budget, max(MIN_CHUNK, budget // (len(prompts) - i)))
+            if count < pending < count + sequence.rows and pending > sequence.rows:
+                count = pending - sequence.rows  # rows that belong together come together
             if self._claim(sequence, start + count):
                 spans.append(Span(sequence, start, count, max(0, count - (pending - sequence.rows))))
                 budget -= count
@@ -221,12 +224,21 @@ class Scheduler:
     def _claim(self, sequence: Sequence, end: int) -> bool:
         """Get pages up to `end`, from sequences of worse rank where none is free. False: it was its own turn to give way."""
         while not self.pager.reserve(sequence, end):
+            if self._strip_waiting():
+                continue
             victim = self.running[-1]
             assert len(self.running) > 1, f"a sequence of {end} tokens alone in the cache, and no page is free"
             self.preempt(victim)
             if victim is sequence:
                 return False
         return True
+
+    def _strip_waiting(self) -> bool:
+        """Take back pages that were given to waiting sequences by `fork`; False: there were none."""
+        held = [s for s in self.waiting if s.pages]
+        for sequence in held:
+            self.pager.release(sequence)
+        return bool(held)
 
     def _budget(self, beside: bool) -> int:
         return max(MIN_CHUNK, min(self.chunk, self._fitting(BESIDE_S))) if beside and self._speed else self.chunk

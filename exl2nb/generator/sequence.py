@@ -78,6 +78,11 @@ class Sequence:
     # ---- what the scheduler asks
 
     @property
+    def number(self) -> int:
+        """Of the request, as its handle says it."""
+        return self.channel.number
+
+    @property
     def pending(self) -> int:
         """Tokens the model has not seen: a prompt's rest, or the one new token and the guesses. 0: it waits for others of its group."""
         return len(self.ids) - self.computed
@@ -116,6 +121,7 @@ class Sequence:
     def start(self) -> None:
         """It takes part from the next step on."""
         self._started = self._started or time.perf_counter()
+        self.channel.note(self.computed, len(self.request.prompt_ids))
 
     # ---- a step
 

@@ -125,8 +125,7 @@ class HostStepper:
 
     def copy(self, source: int, target: int) -> None:
         """Copy one page in every layer."""
-        for pool in (*self._cache.k, *self._cache.v):
-            pool[target].copy_(pool[source])
+        self._cache.copy_page(source, target)
 
     def close(self) -> None:
         """Nothing to wait for."""
@@ -134,7 +133,7 @@ class HostStepper:
 
 def move_batch(batch: Batch, device: str) -> Batch:
     """The batch on `device`: one tensor, cut into views, so that one copy is made."""
-    names = list(Batch.__dataclass_fields__)
+    names = [name for name in Batch.__dataclass_fields__ if getattr(batch, name) is not None]
     parts = [getattr(batch, name) for name in names]
     flat = torch.cat([part.reshape(-1) for part in parts]).to(device)
     cut = flat.split([part.numel() for part in parts])

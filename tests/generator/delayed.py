@@ -1,4 +1,4 @@
-"""A device of the mind: it draws by itself, runs behind the host on a thread of its own, and keeps every launch in order, as a stream does."""
+"""A device of the mind: draws by itself, runs behind the host on its own thread, keeps every launch in order, as a stream does."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class DelayedStepper:
         assert self.unread <= 1, "three steps in flight"
         self.ahead += self.unread
         self.unread += 1
-        batch = Batch(**{name: getattr(step.batch, name).clone() for name in step.batch.__dataclass_fields__})
+        batch = Batch(**{name: getattr(step.batch, name).clone() for name in step.batch.__dataclass_fields__ if name != "long"})
         feed = None if step.feed is None else step.feed.copy()
         self.fed += feed is not None
         states = [draw and draw.state for draw in step.draws]

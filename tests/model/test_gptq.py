@@ -206,6 +206,15 @@ def test_zeros_of_the_head_of_index_models(tmp_path):
         load_model(directory)
 
 
+def test_through_the_facade(checkpoint):
+    write_tokenizer(checkpoint)
+    with ex.load(checkpoint, progress=None, device="cpu") as llm:
+        done = llm.generate("w1 w2 w3", max_tokens=4, temperature=0, ignore_eos=True)
+        assert len(done.tokens) == 4
+        assert 4.5 < llm.bpw < 6  # scales, zeros and g_idx weigh much in a small matrix
+        assert llm.config.quant_method == "gptq"
+
+
 def test_converting_one_is_refused(checkpoint, tmp_path, capsys):
     write_tokenizer(checkpoint)
     with pytest.raises(ConversionError, match="GPTQ model, expected a dense one; convert the model it was made from"):

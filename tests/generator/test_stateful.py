@@ -1,0 +1,346 @@
+"""Random lives of scheduler and pages: arrivals, ends, cancels, failures, rewinds, guesses, forks, files, a cache far too small.
+
+The model's next token is a hash of what it finds in the pages, so a wrong page, a page given away too early or one that was overwritten
+under a reader gives a wrong text. After every action the reference counts are those of the holders, and every published page holds what it
+says.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+
+from exl2nb.cache.pool import KVCache
+from exl2nb.cache.prefix import chain_key
+from exl2nb.cache.spec import CacheSpec
+from exl2nb.core.errors import OptionError
+from exl2nb.generator import cache_file
+from exl2nb.generator.batch import BatchBuilder
+from exl2nb.generator.loop import StepLoop
+from exl2nb.generator.pager import Pager
+from exl2nb.generator.request import Request
+from exl2nb.generator.scheduler import MAX_CHUNK, Scheduler
+from exl2nb.generator.sequence import Sequence
+from exl2nb.sampling.chain import sample_row
+from exl2nb.sampling.state import SamplerState
+
+from . import fakes
+
+TOKENIZER = fakes.tokenizer()
+SIZE, PAGES, VOCAB = 8, 14, 24
+ROWS = np.random.default_rng(0).normal(size=(509, VOCAB)).astype(np.float32) * 3
+WEIGHTS = np.arange(SIZE * PAGES) * 2 + 1
+BEGINNINGS = [random.Random(i).choices(range(3, VOCAB), k=60) for i in range(3)]
+STEPS: Counter[str] = Counter()
+
+
+def logits_after(ids):
+    return ROWS[int((np.asarray(ids) * WEIGHTS[: len(ids)]).sum()) % len(ROWS)]
+
+
+def expected(request, seed, back=()):
+    """The text by the rule alone. back: (after how many tokens, how many are taken back); the next one is then another."""
+    ids, count, other, back = list(request.prompt_ids), 0, False, list(back)
+    state = SamplerState(request.sampling, request.prompt_ids)
+    state.seed = seed
+    while count < request.max_tokens:
+        token = (sample_row(logits_after(ids), state).id + other) % VOCAB
+        other = False
+        ids.append(token)
+        count += 1
+        if back and count == back[0][0]:
+            _, length = back.pop(0)
+            del ids[-length:]
+            count, other = count - length, True
+            state.rewind(length)
+    return ids[len(request.prompt_ids) :]
+
+
+class Tiny:
+    """Model and stepper in one. With lookahead it draws by itself, and what it drew is read one launch later."""
+
+    def __init__(self, cache, lookahead):
+        self.pool, self.lookahead = cache.k[0].view(-1), lookahead
+        self.cells = self.pool.numpy()
+        self.fail_next, self.drawn = False, []
+
+    def can_draw(self, state):
+        return True
+
+    def launch(self, step):
+        if self.fail_next:
+            self.fail_next = False
+            raise ValueError("asked to")
+        ids, slots, bounds, table, lens, rows = (
+            getattr(step.batch, name).numpy()
+            for name in ("input_ids", "slot_mapping", "cu_seqlens", "block_table", "context_lens", "logit_rows")
+        )
+        ids = ids.copy()
+        if step.feed is not None:
+            for t in np.flatnonzero(step.feed >= 0):
+                ids[t] = self.drawn[step.feed[t]]
+        assert len(set(slots.tolist())) == len(slots), "two tokens in one slot"
+        self.cells[slots] = ids
+        logits = []
+        for row in rows.tolist():
+            b = int(np.searchsorted(bounds, row, side="right")) - 1
+            length = int(lens[b]) - (int(bounds[b + 1]) - 1 - row)
+            at = np.arange(length)
+            logits.append(logits_after(self.cells[table[b][at // SIZE] * SIZE + at % SIZE].astype(np.int64)))
+        results = [self._draw(row, draw) if draw else row for row, draw in zip(logits, step.draws)]
+        self.drawn = [-1 if isinstance(one, np.ndarray) else one.id for one in results]
+        return Ticket(results)
+
+    def _draw(self, row, draw):
+        state = SamplerState(draw.state.params)
+        state.seed, state.count = draw.state.seed, draw.number
+        return sample_row(row, state)
+
+    def copy(self, source, target):
+        self.cells.reshape(-1, SIZE)[target] = self.cells.reshape(-1, SIZE)[source]
+
+    def close(self):
+        pass
+
+
+class Ticket:
+    def __init__(self, results):
+        self.result = lambda: results
+
+
+class Rewinding(Sequence):
+    """Takes tokens back once or twice, as a banned text makes it."""
+
+    back: list
+    other = False
+    host_only = True
+
+    def advance(self, rows):
+        sampled = sample_row(rows[0], self.sampler)
+        sampled = sampled._replace(id=(sampled.id + self.other) % VOCAB)
+        self.other = False
+        self.ids.append(sampled.id)
+        if self.back and self.new_tokens == self.back[0][0]:
+            _, length = self.back.pop(0)
+            del self.ids[-length:]
+            self.sampler.rewind(length)
+            self.computed, self.other = min(self.computed, len(self.ids) - 1), True
+        return "length" if self.new_tokens >= self.limit else None
+
+
+class Guessing(Sequence):
+    """Runs guesses behind its last token, some right, some wrong."""
+
+    host_only = True
+
+    def guess(self):
+        left = self.limit - self.new_tokens
+        if self.pending != 1 or left < 2:
+            return
+        chance, ids = random.Random(len(self.ids)), list(self.ids)
+        for _ in range(chance.randrange(1, min(5, left))):
+            ids.append(int(logits_after(ids).argmax()) if chance.random() < 0.7 else 3)
+        self.guessed = len(ids) - len(self.ids)
+        self.ids = ids
+
+    def advance(self, rows):
+        assert len(rows) == self.rows
+        guesses = self.ids[len(self.ids) - self.guessed :]
+        self.withdraw()
+        for row, guess in zip(rows, [*guesses, None]):
+            token = sample_row(row, self.sampler).id
+            self.ids.append(token)
+            if token != guess or self.new_tokens >= self.limit:
+                break
+        self.computed = min(self.computed, len(self.ids) - 1)
+        return "length" if self.new_tokens >= self.limit else None
+
+
+class Speculator:
+    def propose(self, running):
+        for sequence in running:
+            if isinstance(sequence, Guessing):
+                sequence.guess()
+
+
+class Life(RuleBasedStateMachine):
+    lookahead = 0
+
+    @initialize()
+    def begin(self):
+        self.cache = KVCache(CacheSpec(1, 1, 1, PAGES, "fp32", SIZE))
+        self.cache.k[0].fill_(-7)
+        self.tiny = Tiny(self.cache, self.lookahead)
+        self.pager = Pager(PAGES, page_size=SIZE, copy=self.tiny.copy)
+        scheduler = Scheduler(self.pager, max_sequences=4)
+        scheduler.chunk = 32
+        builder = BatchBuilder(max_tokens=MAX_CHUNK + 4 * 32, max_sequences=4, max_pages=PAGES + 4, page_size=SIZE)
+        self.loop = StepLoop(scheduler, builder, self.tiny)
+        self.loop.speculator = Speculator()
+        self.alive: list[tuple[Sequence, list]] = []
+        self.folder = tempfile.TemporaryDirectory()
+        self.file = Path(self.folder.name, "cache.safetensors")
+
+    # ---- what can happen
+
+    @rule(seed=st.integers(0, 10**6), many=st.integers(1, 4))
+    def arrive(self, seed, many):
+        for i in range(many):
+            self._arrive(random.Random(seed * 4 + i))
+        self.run(2)
+
+    def _arrive(self, chance):
+        kind, count = chance.choice([Sequence, Sequence, Rewinding, Guessing]), chance.choice([1, 5, 20, 40])
+        common = chance.choice([0, 7, 8, 9, 24, 50])
+        prompt = BEGINNINGS[chance.randrange(3)][:common] + chance.choices(range(3, VOCAB), k=chance.randrange(20) + (common == 0))
+        request = Request.of(
+            prompt, where="test", max_tokens=count, temperature=chance.randrange(2), seed=chance.randrange(4),
+            priority=chance.choice([0, 0, 0, 1]), ignore_eos=True, stream=False,
+        )  # fmt: skip
+        sequence, back = kind(request, TOKENIZER, context=SIZE * PAGES), []
+        if kind is Rewinding:
+            back = [(count // 2, min(count // 2, 6)), (count * 3 // 4, min(count * 3 // 4, 11))] if count > 4 else []
+            sequence.back = list(back)
+        self.loop.scheduler.check(sequence)
+        self.loop.add(sequence, chance.choice([None, "a", "b"]))
+        self.alive.append((sequence, expected(request, sequence.sampler.seed, back)))
+
+    @rule(count=st.integers(1, 12))
+    def run(self, count):
+        for _ in range(count):
+            if not self.loop.busy:
+                break
+            self.loop.step()
+            STEPS["taken"] += 1
+
+    @precondition(lambda self: self.alive)
+    @rule(which=st.integers(0, 100))
+    def cancel(self, which):
+        if which < 30:
+            sequence, _ = self.alive.pop(which % len(self.alive))
+            sequence.channel.cancelled = True
+        self.run(1)
+
+    @precondition(lambda self: self.loop.scheduler.running)
+    @rule()
+    def fail(self):
+        """A step fails once: together, and then nobody's fault is found."""
+        self.tiny.fail_next = True
+        self.run(1)
+        self.tiny.fail_next = False
+        self.alive = [(s, text) for s, text in self.alive if s.channel.error is None]
+
+    @rule(which=st.integers(0, 100), seed=st.integers(0, 3))
+    def fork(self, which, seed):
+        """Another request that continues where this one stands."""
+        self.run(1)
+        able = [s for s, _ in self.alive if type(s) is Sequence and s.pages and not s.flying]
+        if not able:
+            return
+        source = able[which % len(able)]
+        left = SIZE * PAGES - len(source.ids)
+        if left < 2:
+            return
+        request = Request.of(source.ids, where="test", max_tokens=min(9, left), temperature=1.0, seed=seed, ignore_eos=True, stream=False)
+        target = Sequence(request, TOKENIZER, context=SIZE * PAGES)
+        self.loop.scheduler.fork(source, target)
+        if target.pending == 0:
+            target.computed -= 1
+        self.loop.add(target)
+        self.alive.append((target, expected(request, target.sampler.seed)))
+
+    @rule(on=st.booleans())
+    def reuse(self, on):
+        self.pager.reuse = on
+        self.run(3)
+
+    @precondition(lambda self: len(self.pager.index) > 0)
+    @rule(forget=st.booleans())
+    def save(self, forget):
+        self.loop.drain()
+        with suppress(OptionError):  # no page whose whole text is there
+            cache_file.save(self.file, self.pager, self.cache, model="tiny")
+        if forget:
+            for page in range(PAGES):
+                if self.pager.table.state(page) == "cached":
+                    self.pager.index.forget(page)
+
+    @precondition(lambda self: self.file.exists())
+    @rule()
+    def load(self):
+        self.loop.drain()
+        cache_file.load(self.file, self.pager, self.cache, model="tiny", vocab_size=VOCAB)
+        self.run(3)
+
+    # ---- what must hold
+
+    @invariant()
+    def pages_belong_to_their_holders(self):
+        table = self.pager.table
+        held = [page for s in (*self.loop.scheduler.running, *self.loop.scheduler.waiting) for page in s.pages]
+        assert [table.count(page) for page in range(PAGES)] == [held.count(page) for page in range(PAGES)]
+        assert table.num_free == PAGES - len(set(held))
+        assert sorted([*table._free, *table._cached]) == sorted(set(range(PAGES)) - set(held))
+
+    @invariant()
+    def published_pages_hold_what_they_say(self):
+        cells = self.tiny.cells.reshape(-1, SIZE)
+        for page in range(PAGES):
+            entry = self.pager.index.entry(page)
+            assert (entry is not None) == bool(self.pager.table._kept[page])
+            if entry is not None:
+                assert cells[page, : len(entry.tokens)].tolist() == entry.tokens.tolist()
+                assert entry.key is None or entry.key == chain_key(entry.parent, entry.tokens)
+
+    @invariant()
+    def texts_are_those_of_the_rule(self):
+        over = [(s, text) for s, text in self.alive if s.ended]
+        self.alive = [(s, text) for s, text in self.alive if not s.ended]
+        for sequence, text in over:
+            assert sequence.channel.error is None
+            assert sequence.ids[len(sequence.request.prompt_ids) :] == text
+
+    def teardown(self):
+        if not hasattr(self, "loop"):
+            return
+        for _ in range(5000):
+            if not self.loop.busy:
+                break
+            self.loop.step()
+            STEPS["taken"] += 1
+        assert not self.loop.busy
+        self.texts_are_those_of_the_rule()
+        self.published_pages_hold_what_they_say()
+        assert self.pager.table.num_free == PAGES
+        self.folder.cleanup()
+
+
+class LifeAhead(Life):
+    lookahead = 1
+
+
+CALM = settings(  # not shrunk: a failure here is read better from the first life that shows it than after ten minutes
+    max_examples=10, stateful_step_count=80, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("life", [Life, LifeAhead])
+def test_lives(life, monkeypatch):
+    monkeypatch.setattr("os.fsync", lambda file: None)
+    STEPS.clear()
+    for number in range(100):
+        with torch.inference_mode():
+            run_state_machine_as_test(seed(number)(life), settings=CALM)
+        if sum(STEPS.values()) >= 5500:
+            return
+    raise AssertionError(f"only {sum(STEPS.values())} steps")
