@@ -33,6 +33,11 @@ def input_of(roles: Iterable[str]) -> dict[str, str]:
     return found
 
 
+def stem_of(name: str) -> str:
+    """A role or input without its expert: all experts of a layer share one weight per token."""
+    return name.partition(".")[0]
+
+
 def stages(names: Iterable[str]) -> list[list[str]]:
     """Names of inputs, parted into what one pass over a layer can collect before anything behind it is quantised."""
     parts: dict[int, list[str]] = {}
@@ -132,6 +137,7 @@ class Moments:
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
         self._totals: dict[str, float] = {}
+        self.tokens: dict[str, int] = {}
 
     def add(self, name: str, x: Tensor, weight: Tensor | None = None) -> None:
         """Add tokens x f32 `(..., K)`, each counted `weight` `(tokens,)` times."""
@@ -143,6 +149,7 @@ class Moments:
         self._add(name, x.detach().flatten(0, -2), other.detach().flatten(0, -2), weight)
 
     def _add(self, name: str, x: Tensor, other: Tensor, weight: Tensor | None) -> None:
+        self.tokens[name] = self.tokens.get(name, 0) + x.shape[0]
         scaled = x if weight is None else x * weight[:, None]
         moment = (scaled.T @ other).double()
         total = float(x.shape[0] if weight is None else weight.double().sum())
@@ -155,11 +162,6 @@ class Moments:
     def hessians(self) -> dict[str, Tensor]:
         """Name -> f64 `(K, K)`, per unit of weight."""
         return {name: moment / max(self._totals[name], 1e-300) for name, moment in self._sums.items()}
-
-
-def identity(size: int, like: Tensor) -> Tensor:
-    """The Hessian of an input that calibration never saw: nothing is known, every channel counts alike."""
-    return torch.eye(size, dtype=torch.float64, device=like.device)
 
 
 def factorize(hessian: Tensor, *, damping: float = DAMPING, name: str = "input") -> Factor:

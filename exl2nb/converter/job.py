@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
+import itertools
 import json
 import os
 import queue
@@ -22,7 +23,7 @@ from torch import Tensor
 from exl2nb.converter import calibrate, measure
 from exl2nb.converter.calibrate import Source
 from exl2nb.converter.gptq import dense
-from exl2nb.converter.hessian import Factor, advance, factorize, identity, input_of
+from exl2nb.converter.hessian import advance, factorize, input_of
 from exl2nb.converter.layers import Rounding, Streams, quantize_head, quantize_layer
 from exl2nb.converter.measure import Measured, Measurement
 from exl2nb.converter.plan import Choice, Override, Plan
@@ -301,6 +302,7 @@ class _Run:
         """Sweep over the model: statistics for rounding, and every linear measured unless it is known."""
         linears: dict[str, Measured] = dict(known.linears) if known is not None else {}
         held: dict[str, Tensor] = {}
+        visits: dict[str, list[int]] = {}
         with Meter("measure", total=2 * self.config.num_layers + 1, unit="layers", sink=self.sink) as meter:
 
             def step(detail: str) -> None:
@@ -313,6 +315,8 @@ class _Run:
                     self.work.save_statistics(key, statistics.layer, tensors)
                     if sum(t.nbytes for t in held.values()) <= HELD_STATISTICS:
                         held |= tensors
+                if statistics.visits:
+                    visits[str(statistics.layer)] = list(statistics.visits)
                 if known is None:
                     linears |= self._measure_layer(key, statistics)
         if known is not None:
@@ -324,7 +328,7 @@ class _Run:
             fingerprint=self.fingerprint,
             others=measure.others_of(self.config),
             cache=CacheShape(self.config.num_layers, self.config.num_kv_heads, self.config.head_dim),
-            calibration={**calibration, "seed": self.job.seed},
+            calibration={**calibration, "seed": self.job.seed, **({"expert_tokens": visits} if visits else {})},
             statistics=held if sum(t.nbytes for t in held.values()) <= HELD_STATISTICS else {},
         )
 
@@ -334,26 +338,18 @@ class _Run:
         if done is not None:
             return done
         where = "head" if layer == HEAD else f"layer {layer}"
-        factors = {name: factorize(h, name=f"{where}, input of {name}") for name, h in statistics.hessians.items()}
         linears = {"head": head_linear(self.config)} if layer == HEAD else layer_linears(self.config, layer)
         names = {"head": "head"} if layer == HEAD else input_of(linears)
         weights = {} if layer == HEAD else self.weights.layer(layer)
         done = {}
-        for role, linear in linears.items():
-            weight = self.weights.weight(linear) if layer == HEAD else weights[f"{linear.key}.weight"]
-            done[linear.key] = self._measure_linear(linear, weight, names[role], factors, statistics)
+        for name, roles in itertools.groupby(linears, names.__getitem__):  # one factor in memory at a time
+            hessian = statistics.hessians[name]
+            factor = factorize(hessian, name=f"{where}, input of {name}")
+            for linear in (linears[role] for role in roles):
+                weight = self.weights.weight(linear) if layer == HEAD else weights[f"{linear.key}.weight"]
+                done[linear.key] = measure.measure_linear(linear, weight, factor, hessian, statistics.gradients[linear.key])
         self.work.save_part(key, layer, done)
         return done
-
-    def _measure_linear(
-        self, linear: Linear, weight: Tensor, name: str, factors: dict[str, Factor], statistics: LayerStatistics
-    ) -> Measured:
-        hessian, gradient = statistics.hessians.get(name), statistics.gradients.get(linear.key)
-        if hessian is None or gradient is None:  # an expert that no calibration token visits
-            hessian = identity(linear.in_features, weight)
-            factors[name] = factors.get(name) or factorize(hessian)
-            gradient = torch.zeros(linear.out_features, dtype=torch.float64, device=weight.device)
-        return measure.measure_linear(linear, weight, factors[name], hessian, gradient)
 
     def allocate(self, measurement: Measurement) -> Plan:
         """The plan within the budget."""

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from exl2nb.converter.experts import expert_inputs
 from exl2nb.converter.gptq import dense, quantize
-from exl2nb.converter.hessian import ROWS_PER_BATCH, Inputs, Moments, couple, factorize, identity, input_of, inputs_at, stages
+from exl2nb.converter.hessian import ROWS_PER_BATCH, Factor, Inputs, Moments, couple, factorize, input_of, inputs_at, stages
 from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import Linear, head_linear, layer_linears
@@ -74,24 +76,42 @@ def quantize_layer(
     """
     linears = layer_linears(config, layer)
     names = input_of(linears)
+    shared = {role: name for role, name in names.items() if "." not in name}  # what every token reads
     current, packed = dict(weights), {}
-    held = _held(config, layer, weights, streams, linears, names) if rounding.strength else None
-    for stage in stages(names.values()):
-        seen = current if rounding.refresh else weights
+    held = _held(config, layer, weights, streams, linears, shared) if rounding.strength else None
+    seen = current if rounding.refresh else weights
+
+    def make(name: str, factor: Factor, cross: Tensor | None) -> None:
+        for linear in (linears[role] for role, source in names.items() if source == name):
+            weight = weights[f"{linear.key}.weight"]
+            target = weight if cross is None else weight + factor.correction(cross, weight, rounding.strength)
+            products = statistics.get(f"{linear.key}.coupling") if rounding.coupled else None
+            coupling = None if products is None else couple(products.to(weight.device))
+            bias = weights[f"{linear.key}.bias"].half() if linear.bias else None
+            packed[linear.key] = quantize(target, factor, groups[linear.key], bias=bias, coupling=coupling)
+            current[f"{linear.key}.weight"] = dense(packed[linear.key][0], linear.out_features).to(weight.device)
+
+    for stage in stages(shared.values()):
         moments = _moments(config, layer, (weights, dict(seen)), streams, [linears[name] for name in stage], held, statistics, rounding)
         for name in stage:
             key = linears[name].key
-            hessian = moments.get(key, identity(linears[name].in_features, weights[f"{key}.weight"]))
-            factor, cross = factorize(hessian, name=f"layer {layer}, input of {name}"), moments.get(f"{key} cross")
-            for linear in (linears[role] for role, source in names.items() if source == name):
-                weight = weights[f"{linear.key}.weight"]
-                target = weight if cross is None else weight + factor.correction(cross, weight, rounding.strength)
-                products = statistics.get(f"{linear.key}.coupling") if rounding.coupled else None
-                coupling = None if products is None else couple(products.to(weight.device))
-                bias = weights[f"{linear.key}.bias"].half() if linear.bias else None
-                packed[linear.key] = quantize(target, factor, groups[linear.key], bias=bias, coupling=coupling)
-                current[f"{linear.key}.weight"] = dense(packed[linear.key][0], linear.out_features).to(weight.device)
+            make(name, factorize(moments[key], name=f"layer {layer}, input of {name}"), moments.get(f"{key} cross"))
+    if config.experts(layer) is not None:
+        routed = _routed(config, layer, (weights, seen), streams)
+        for name, factor, cross in expert_inputs(config, layer, (weights, seen), routed, statistics, cross=bool(rounding.strength)):
+            make(name, factor, cross)
     return {linear.key: packed[linear.key] for linear in linears.values()}
+
+
+def _routed(
+    config: ModelConfig, layer: int, weights: tuple[Mapping[str, Tensor], Mapping[str, Tensor]], streams: Streams
+) -> tuple[Tensor, Tensor]:
+    """What the router reads, f32 `(tokens, H)`: in the dense model, and in what is quantised so far."""
+    router, dense_parts, made_parts = config.names.at(layer, "router"), [], []
+    for _, x, y in streams.batches():
+        dense_parts.append(inputs_at(config, layer, weights[0], x, [router])[router][0])
+        made_parts.append(inputs_at(config, layer, weights[1], y, [router])[router][0])
+    return torch.cat(dense_parts), torch.cat(made_parts)
 
 
 def quantize_head(
@@ -119,8 +139,8 @@ def _held(
     linears: Mapping[str, Linear],
     names: Mapping[str, str],
 ) -> list[Inputs] | None:
-    """The dense model's inputs of every linear but experts', per batch, where they fit."""
-    firsts = [linears[name] for name in dict.fromkeys(names.values()) if "." not in name]
+    """The dense model's inputs of the linears in `names`, per batch, where they fit."""
+    firsts = [linears[name] for name in dict.fromkeys(names.values())]
     if streams.used * streams.dense.shape[1] * 4 * sum(linear.in_features for linear in firsts) > HELD_BYTES:
         return None
     return [inputs_at(config, layer, weights, x, [linear.key for linear in firsts]) for _, x, _ in streams.batches()]
@@ -141,18 +161,14 @@ def _moments(
     keys = [linear.key for linear in linears]
     for place, (part, x, y) in enumerate(streams.batches()):
         found = inputs_at(config, layer, weights[1], y, keys)
-        plain = [key for key in keys if key in found and found[key][1] is None]
         wanted: Inputs = {}
-        if rounding.strength and plain:
-            wanted = held[place] if held else inputs_at(config, layer, weights[0], x, plain)
+        if rounding.strength:
+            wanted = held[place] if held else inputs_at(config, layer, weights[0], x, keys)
         for linear in linears:
-            if linear.key not in found:
-                continue
-            value, rows = found[linear.key]
+            value, _ = found[linear.key]
             tokens = statistics.get(f"{layer}.{linear.role}")
             weight = None if tokens is None else tokens[part.start * length : part.stop * length].to(value.device)
-            weight = weight if weight is None or rows is None else weight[rows]
             moments.add(linear.key, value, weight)
-            if linear.key in wanted and rows is None:  # the two models send different tokens to an expert
+            if linear.key in wanted:
                 moments.add_cross(f"{linear.key} cross", value, wanted[linear.key][0] - value, weight)
     return moments.hessians()

@@ -79,9 +79,17 @@ class Conversion:
         return sum(matrix.predicted_kl for matrix in self.matrices)
 
     @property
+    def expert_tokens(self) -> dict[int, list[int]]:
+        """Layer -> calibration tokens that chose each of its experts; empty for a model without experts."""
+        return {int(layer): counts for layer, counts in self.measurement.calibration.get("expert_tokens", {}).items()}
+
+    @property
     def unseen(self) -> tuple[str, ...]:
-        """Matrices of experts that no calibration token visited: rounded without knowing what matters to them."""
-        return tuple(key for key, measured in self.measurement.linears.items() if measured.power == 0 and "." in measured.role)
+        """Matrices of experts that no calibration token visited: quantised on a sample of all tokens."""
+        seen = self.expert_tokens
+        return tuple(
+            m.key for m in self.matrices if "." in m.role and m.layer in seen and seen[m.layer][int(m.role.partition(".")[2])] == 0
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values, the same for the same conversion: no times, no paths."""

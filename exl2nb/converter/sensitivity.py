@@ -23,7 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from exl2nb.converter.hessian import ROWS_PER_BATCH, Moments, advance, block_of, check_finite, input_of
+from exl2nb.converter import experts
+from exl2nb.converter.hessian import ROWS_PER_BATCH, Moments, advance, block_of, check_finite, input_of, stem_of
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
@@ -38,9 +39,11 @@ STREAM_BYTES = 2 << 30  # above this the residual streams of some layers are com
 class LayerStatistics:
     """One layer of the dense model on the calibration rows, or the head (layer -1).
 
-    hessians: input name -> f64 `(K, K)`, weighted by token. token_weights: input name -> f32 `(tokens,)`, mean 1.
+    hessians: input name -> f64 `(K, K)`, weighted by token. token_weights: input name without its expert -> f32
+    `(tokens,)`, mean 1.
     gradients: linear key -> f64 `(N,)`, mean squared gradient of each output.
-    couplings: linear key -> f32 `(N / B, B, B)`, mean products of gradients within blocks of outputs.
+    couplings: linear key -> f32 `(N / B, B, B)`, mean products of gradients within blocks of outputs; experts have none.
+    visits: tokens that chose each expert.
     """
 
     layer: int
@@ -48,6 +51,7 @@ class LayerStatistics:
     token_weights: dict[str, Tensor]
     gradients: dict[str, Tensor]
     couplings: dict[str, Tensor]
+    visits: tuple[int, ...] = ()
 
     def tensors(self) -> dict[str, Tensor]:
         """What quantising the layer needs later, by name."""
@@ -135,8 +139,9 @@ def _backward(
     linears = layer_linears(config, layer)
     roles = {linear.key: role for role, linear in linears.items()}
     names = input_of(linears)
-    moments = Moments()
+    moments, sample = Moments(), experts.Sample(config, layer, x.shape[0] * x.shape[1])
     products: dict[str, Tensor] = {}
+    squares = {linear.key: x.new_zeros(linear.out_features, dtype=torch.float64) for linear in linears.values()}
     tokens: dict[str, list[Tensor]] = {}
     below = []
     for part, upper in zip(x.split(ROWS_PER_BATCH), gradient.split(ROWS_PER_BATCH)):
@@ -147,26 +152,37 @@ def _backward(
         with _repeatable(x):
             below.append(torch.autograd.grad(out, leaf, upper)[0])
         weight: dict[str, Tensor] = {}
+        everyone = {stem_of(name): x.new_zeros(part.shape[0] * part.shape[1]) for name in names.values()}
         for key, role in roles.items():
             if key not in tape.gradients:  # an expert that no token of this batch visits
                 continue
             found = tape.gradients[key].flatten(0, -2)
-            product = _products(found).double()
-            products[key] = products[key] + product if key in products else product
-            weight[names[role]] = weight.get(names[role], 0) + found.square().sum(1)
+            if "." in role:
+                squares[key] += found.square().sum(0, dtype=torch.float64)
+            else:
+                product = _products(found).double()
+                products[key] = products[key] + product if key in products else product
+            value, rows, total = found.square().sum(1), tape.inputs[key][1], everyone[stem_of(names[role])]
+            weight[names[role]] = weight.get(names[role], 0) + value
+            total.add_(value) if rows is None else total.index_add_(0, rows, value)
         for name, value in weight.items():
-            inputs, rows = tape.inputs[linears[name].key]
+            inputs, _ = tape.inputs[linears[name].key]
             moments.add(name, inputs, value)
             moments.add(f"{name} plain", inputs)
-            tokens.setdefault(name, []).append(_place(value, rows, part.shape[0] * part.shape[1]))
-    count = x.shape[0] * x.shape[1]
-    hessians = moments.hessians()
+        for name, value in everyone.items():
+            tokens.setdefault(name, []).append(value)
+        sample.see({key: value for key, (value, _) in tape.inputs.items()})
+    count, moe = x.shape[0] * x.shape[1], config.experts(layer)
+    both = moments.hessians()
+    hessians = {name: (both[name] + both[f"{name} plain"]) / 2 for name in dict.fromkeys(names.values()) if name in both}
+    gradients = {key: products[key].diagonal(dim1=1, dim2=2).flatten() if key in products else squares[key] for key in roles}
     statistics = LayerStatistics(
         layer=layer,
-        hessians={name: (hessians[name] + hessians[f"{name} plain"]) / 2 for name in tokens},
-        token_weights={name: _blend(torch.cat(parts)) for name, parts in tokens.items() if sum(map(len, parts)) == count},
-        gradients={key: product.diagonal(dim1=1, dim2=2).flatten() / count for key, product in products.items()},
+        hessians=sample.complete(weights, hessians, moments.tokens),
+        token_weights={name: _blend(torch.cat(parts)) for name, parts in tokens.items()},
+        gradients=experts.level({key: square / count for key, square in gradients.items()}, roles),
         couplings={key: (product / count).float() for key, product in products.items()},
+        visits=tuple(moments.tokens.get(f"gate.{expert}", 0) for expert in range(moe.num_experts if moe is not None else 0)),
     )
     return statistics, torch.cat(below)
 
@@ -176,15 +192,6 @@ def _repeatable(x: Tensor) -> AbstractContextManager[object]:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     return sdpa_kernel(SDPBackend.MATH) if x.is_cuda else nullcontext()
-
-
-def _place(weight: Tensor, rows: Tensor | None, count: int) -> Tensor:
-    """Weights of some tokens among all of them; the mean for the others, which may yet come to this expert."""
-    if rows is None:
-        return weight
-    whole = torch.full((count,), float(weight.mean()), device=weight.device)
-    whole[rows] = weight
-    return whole
 
 
 def _products(gradient: Tensor) -> Tensor:

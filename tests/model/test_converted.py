@@ -75,14 +75,27 @@ def _check_passed(source, made):
         renamed = {
             name.removeprefix("model.").replace("mm_input_projection_weight", "mm_input_projection.weight"): name for name in before.names()
         }
-        assert len(passed) == sum("vision" in name or "projector" in name for name in before.names()) > 5
+        assert len(passed) == sum("vision" in name or "projector" in name for name in before.names()) >= 5
         for name in passed:
             want, got = before.read(renamed[name]), after.read(name)
             assert want.dtype == got.dtype and torch.equal(want, got)
 
 
 # one of every kind; the others run with the slow tests
-FAST = ("phi3", "gemma2", "cohere", "olmo2", "qwen3", "gpt2-published", "starcoder2", "gemma3-multimodal", "index")
+FAST = (
+    "phi3",
+    "gemma2",
+    "cohere",
+    "olmo2",
+    "qwen3",
+    "gpt2-published",
+    "starcoder2",
+    "gemma3-multimodal",
+    "index",
+    "mixtral",
+    "qwen2_moe",
+    "dbrx",
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in ZOO])
@@ -97,7 +110,7 @@ def test_there_and_back(name, tmp_path):
     with TensorStore(done.path) as plain:  # canonical names, each vector in the shape that exllamav2 writes
         stored = {name: plain.info(name).shape for name in plain.names() if not name.rpartition(".")[2].startswith("q_")}
         quantised = {name.removesuffix(".q_weight") for name in plain.names() if name.endswith(".q_weight")}
-    if name == "gemma3-multimodal":  # the vision tower is passed on, bit for bit
+    if config.files.passed:  # the vision tower, bit for bit
         _check_passed(source, done.path)
         stored = {key: shape for key, shape in stored.items() if not key.startswith(("vision_tower.", "multi_modal_projector."))}
     biases = {f"{linear.key}.bias": (linear.out_features,) for linear in linears(config) if linear.bias}
@@ -113,7 +126,7 @@ def test_there_and_back(name, tmp_path):
     assert error(got, want) < tolerance(config)
     # it is still that model: nothing is scrambled
     correlation = torch.corrcoef(torch.stack([got.flatten(), truth(twin, ids)[0].flatten()]))[0, 1]
-    assert correlation > 0.95
+    assert correlation > (0.95 if config.moe is None else 0.9)  # noise sends a token to another expert now and then
     if name in THEIRS:
         twin.config.tie_word_embeddings = False
         twin.lm_head.weight = torch.nn.Parameter(twin.lm_head.weight.detach().clone())
