@@ -15,6 +15,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` be
     from exl2nb.converter.api import measure as measure
     from exl2nb.converter.job import ConversionJob as ConversionJob
     from exl2nb.core import errors as errors
+    from exl2nb.generator.job import Job as Job
     from exl2nb.io.revisions import revisions as revisions
     from exl2nb.llm import LLM as LLM
     from exl2nb.llm import compare as compare
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "ConversionJob": "exl2nb.converter.job",
+    "Job": "exl2nb.generator.job",
     "LLM": "exl2nb.llm",
     "compare": "exl2nb.llm",
     "convert": "exl2nb.llm",
@@ -42,6 +44,7 @@ _PUBLIC = {
 }
 __all__ = [  # noqa: RUF022 - sorted plainly, as dir() shows them
     "ConversionJob",
+    "Job",
     "LLM",
     "compare",
     "convert",

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -20,13 +21,16 @@ from exl2nb.facade.asking import compile_structure, request_of, sample_options
 from exl2nb.facade.chatting import Chatting
 from exl2nb.facade.drafting import make_drafter
 from exl2nb.facade.reading import Reading
+from exl2nb.facade.working import Working, call_back
 from exl2nb.generator.engine import Engine
 from exl2nb.generator.handle import Handle
 from exl2nb.generator.handles import Handles
+from exl2nb.generator.prompt_cache import PromptCache
 from exl2nb.generator.request import Chunk, Completion, Request, Token
 from exl2nb.generator.scheduler import MAX_CHUNK
 from exl2nb.io import hub
 from exl2nb.model.facts import unusual
+from exl2nb.model.fingerprint import fingerprint
 from exl2nb.model.loader import load_model
 from exl2nb.model.model import Model
 from exl2nb.sampling.params import SamplingParams, check_integer
@@ -50,7 +54,7 @@ CACHE_TOKENS = 4096  # at least, so that several short requests run together on 
 Messages = Sequence[Mapping[str, Any]]
 
 
-class LLM(Reading, Chatting):
+class LLM(Reading, Chatting, Working):
     """A loaded model. Made by `load`; closing it (also by leaving a `with` block) gives its memory back.
 
     Generation options, the same for every method: max_tokens (256), stop (texts and token ids), ignore_eos, banned_strings, token_healing,
@@ -77,6 +81,7 @@ class LLM(Reading, Chatting):
             device=model.device,
             stepper=_gpu_stepper if model.device == "cuda" else None,
         )
+        self.cache = PromptCache(self.engine, partial(fingerprint, path, model))
         self._finalizer = weakref.finalize(self, self.engine.close)
         self._finalizer.atexit = False
 
@@ -138,7 +143,8 @@ class LLM(Reading, Chatting):
             prompt: text, token ids, or a list of texts, which run together.
             n: give a list of so many answers to one prompt, which is computed once for all of them: samples, where `seed` is that of the
                 first and the others count on from it; with beams=, the n best beams.
-            options: see the class.
+            options: see the class. And on_chunk: called with every `Chunk` of one prompt's answer, in this thread; what it raises cancels
+                the request and comes out here.
 
         Raises:
             OptionError, ContextOverflow: the request cannot run; says why. GenerationError: the engine failed on it. EngineClosed: closed.
@@ -153,6 +159,12 @@ class LLM(Reading, Chatting):
             >>> [one.seed for one in three], beam.score < 0, "the" in free.text
             ([1, 2, 3], True, False)
         """
+        if (on_chunk := options.pop("on_chunk", None)) is not None:
+            if n is not None or _is_batch(prompt):
+                raise OptionError(
+                    "generate: on_chunk reads one answer; for several, iterate llm.batch(prompts) or llm.stream(prompts).chunks()"
+                )
+            return _with_prompt(call_back(self._submit(prompt, "generate", options, stream=True), on_chunk), prompt)
         beams = options.get("beams", 1) != 1
         if _is_batch(prompt):
             if n is not None:

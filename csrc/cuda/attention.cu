@@ -109,7 +109,7 @@ const char* attention_decode_launch(const AttentionArgs& args, void* stream, boo
   if (auto kernel = fast_kernel(c, wide)) {
     const int64_t blocks = (int64_t(per_sequence) * q_per_kv + 7) / 8,
                   items = blocks * c.sequences * c.num_kv_heads * max_splits(c.num_kv_heads);
-    const int64_t room = int64_t(multiprocessors()) * (wide || c.head_dim > 128 ? 2 : 3);
+    const int64_t room = int64_t(multiprocessors()) * (wide || c.head_dim > 128 ? 2 : 4);
     return launch_kernel(kernel, dim3(unsigned(items < room ? items : room)), kWarps * 32, 0, stream, pdl, 1, params);
   }
   // Any other shape: the new keys and values first, then one warp per query, without haste.

@@ -20,22 +20,23 @@ constexpr float kShift = 8.f;      // probabilities are held times 2^8, so that 
 constexpr float kLowest = -1e30f;  // a maximum over nothing
 constexpr float kLog2e = 1.4426950408889634f;
 
-// Chunks of a sequence at most: enough for two CTAs per SM of a large GPU at batch 1, no more than one CTA joins quickly.
+// Chunks of a sequence at most: enough for four CTAs per SM of a large GPU at batch 1, no more than one CTA joins quickly.
 __host__ __device__ constexpr int max_splits(int num_kv_heads) {
-  return num_kv_heads <= 4 ? 64 : num_kv_heads >= 32 ? 8 : 256 / num_kv_heads;
+  return num_kv_heads <= 8 ? 64 : num_kv_heads >= 64 ? 8 : 512 / num_kv_heads;
 }
 
 struct Chunks {
   int start, size, count;  // first key, keys per chunk
 };
-// Depends on the sequence alone. Sizes are multiples of 64 keys that stay the same over wide ranges of context lengths. Long runs of
-// queries fill the device by themselves.
+// Depends on the sequence alone. Sizes are multiples of 64 keys that stay the same over wide ranges of context lengths; they grow with the
+// square root of it, because every chunk has to be joined. Long runs of queries fill the device by themselves.
 __host__ __device__ inline Chunks chunks_of(int context, int queries, int window, int num_kv_heads) {
   const int oldest = window > 0 ? context - queries - window + 1 : 0, start = oldest > 0 ? oldest / kUnit * kUnit : 0;
-  const int units = (context - start + kUnit - 1) / kUnit, most = max_splits(num_kv_heads), need = (units + most - 1) / most;
+  const int units = (context - start + kUnit - 1) / kUnit, most = max_splits(num_kv_heads);
   if (queries > kMaxNew) return {start, units * kUnit, 1};
   int per = 1;
-  while (per < need) per = per % 3 == 0 ? per / 3 * 4 : per == 1 ? 2 : per / 2 * 3;  // 1 2 3 4 6 8 12 16 ...
+  while (per * most < units || 4 * (per + 1) * (per + 1) <= units)
+    per = per == 1 ? 2 : per % 3 == 0 ? per / 3 * 4 : per / 2 * 3;  // 1 2 3 4 6 8 12 ...
   return {start, per * kUnit, (units + per - 1) / per};
 }
 
@@ -125,7 +126,7 @@ __device__ __forceinline__ float tanh_exact(float v) { return 1.f - 2.f / (__exp
 
 template <int KF, int VF, int D, int NT>
 struct Decode {
-  static constexpr int kSlots = (D + 31) / 32, kRows = 8 * NT, kTiles = bits_of(KF) * D <= 1024 ? 2 : 1;
+  static constexpr int kSlots = (D + 31) / 32, kRows = 8 * NT, kTiles = bits_of(KF) * D <= 256 ? 2 : 1;
   static constexpr int kQStride = kSlots * 32 + 32;  // halves; lanes of a quarter warp read 16 bytes each from different banks
   static constexpr int kGroups = D / scale_group(D), kThreads = kWarps * 32, kPerThread = (kRows * D + kThreads - 1) / kThreads;
   using KeyShare = Share<KF, D, 4>;
@@ -198,10 +199,18 @@ struct Decode {
         continue;
       }
       const uint8_t* page = static_cast<const uint8_t*>(p.a.cache.k_pool) + page_at(token) * head_bytes;
+      const bool whole = token + kTile <= first_new;
+      const uint8_t* row = page + (token % kPage + g) * row_bytes;
+      const uint8_t* scales = page + kPage * row_bytes + (token % kPage + g) * (2 * kGroups);
+      if (whole) {
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const int at = min(token + g + 8 * i, first_new - 1) % kPage;
-        k[u][i].template load<true>(page + at * row_bytes, page + kPage * row_bytes + at * (2 * kGroups), t);
+        for (int i = 0; i < 2; i++) k[u][i].template load<true>(row + 8 * i * row_bytes, scales + 8 * i * 2 * kGroups, t);
+      } else {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+          const int back = max(token + g + 8 * i - (first_new - 1), 0) - 8 * i;
+          k[u][i].template load<true>(row - back * row_bytes, scales - back * 2 * kGroups, t);
+        }
       }
     }
   }
@@ -216,10 +225,21 @@ struct Decode {
         continue;
       }
       const uint8_t* page = static_cast<const uint8_t*>(p.a.cache.v_pool) + page_at(token) * head_bytes;
+      const bool whole = token + kTile <= first_new;
+      const uint8_t* row = page + (token % kPage + 2 * t) * row_bytes;
+      const uint8_t* scales = page + kPage * row_bytes + (token % kPage + 2 * t) * (2 * kGroups);
+      if (whole) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int at = min(token + 2 * t + i % 2 + i / 2 * 8, first_new - 1) % kPage;
-        v[u][i].template load<true>(page + at * row_bytes, page + kPage * row_bytes + at * (2 * kGroups), g);
+        for (int i = 0; i < 4; i++) {
+          const int on = i % 2 + i / 2 * 8;
+          v[u][i].template load<true>(row + on * row_bytes, scales + on * 2 * kGroups, g);
+        }
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+          const int on = i % 2 + i / 2 * 8, back = max(token + 2 * t + on - (first_new - 1), 0) - on;
+          v[u][i].template load<true>(row - back * row_bytes, scales - back * 2 * kGroups, g);
+        }
       }
     }
   }
@@ -612,13 +632,13 @@ struct Decode {
   }
 };
 
-template <int D, int NT>
+template <int KF, int D, int NT>
 __host__ __device__ constexpr int ctas_per_sm() {
-  return D > 128 || NT > 1 ? 2 : 3;
+  return D > 128 || NT > 1 ? 2 : KF == kCacheQ4 || D < 96 ? 4 : 3;
 }
 
 template <int KF, int VF, int D, int NT>
-__global__ void __launch_bounds__(kWarps * 32, (ctas_per_sm<D, NT>())) attention_decode(const __grid_constant__ DecodeParams params) {
+__global__ void __launch_bounds__(kWarps * 32, (ctas_per_sm<KF, D, NT>())) attention_decode(const __grid_constant__ DecodeParams params) {
   using Kernel = Decode<KF, VF, D, NT>;
   __shared__ typename Kernel::Shared shared;
   Kernel kernel(params, shared);

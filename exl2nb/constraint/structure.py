@@ -28,19 +28,16 @@ class Structure:
     """
 
     def __init__(self, kind: str, source: Any, tokenizer: Tokenizer, vocab_size: int) -> None:
-        self.kind, self._vocab_size = kind, vocab_size
-        self._read: Callable[[str], Any] = str
-        if kind == "schema":
-            source, self._read = json_schema(source)
-        elif kind == "choice":
-            source = _texts(source)
-        elif not isinstance(source, str) or not source:
-            raise StructureError(f"{kind} is {str(source)[:80]!r}; expected a text that is not empty")
-        self.source = source
-        self._matcher = compile_grammar(kind, source, tokenizer, vocab_size)
+        self.kind, self._given, self._vocab_size = kind, source, vocab_size
+        self.source, self._read = _readers(kind, source)
+        self._matcher = compile_grammar(kind, self.source, tokenizer, vocab_size)
 
     def start(self) -> MatcherConstraint:
         """The constraint of one request, at the beginning of the answer."""
+        if self._matcher is None:
+            raise StructureError(
+                f"this {self.kind} was read from a file or another process and belongs to no model; give it to generate again"
+            )
         return MatcherConstraint(self._matcher.deep_copy(), self._vocab_size, self.kind)
 
     def parse(self, text: str, *, complete: bool = True) -> Any:
@@ -59,6 +56,13 @@ class Structure:
             return self._read(text)
         except ValueError as error:  # pydantic's and json's errors both are
             raise StructureError(f"the answer cannot be read: {str(error)[:300]}; it was {text[:200]!r}") from error
+
+    def __deepcopy__(self, memo: object) -> Structure:
+        return self  # never changes
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A pickled completion keeps what reads its text; the matcher stays with its model."""
+        return _restored, (self.kind, self._given)
 
     def __repr__(self) -> str:
         shown = str(self.source)
@@ -90,6 +94,24 @@ def structure_of(options: dict[str, Any], tokenizer: Tokenizer, vocab_size: int,
         return Structure(kind, source, tokenizer, vocab_size)
     except StructureError as error:
         raise StructureError(f"{where}: {error}") from error
+
+
+def _readers(kind: str, source: Any) -> tuple[Any, Callable[[str], Any]]:
+    """The source as the mask engine takes it, and what makes a value of an answer."""
+    if kind == "schema":
+        return json_schema(source)
+    if kind == "choice":
+        return _texts(source), str
+    if not isinstance(source, str) or not source:
+        raise StructureError(f"{kind} is {str(source)[:80]!r}; expected a text that is not empty")
+    return source, str
+
+
+def _restored(kind: str, source: Any) -> Structure:
+    made = Structure.__new__(Structure)
+    made.kind, made._given, made._vocab_size, made._matcher = kind, source, 0, None
+    made.source, made._read = _readers(kind, source)
+    return made
 
 
 def _texts(source: Any) -> list[str]:

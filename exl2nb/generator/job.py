@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import AsyncIterator, Callable, Hashable, Iterator
+from collections.abc import AsyncIterator, Hashable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -204,11 +204,3 @@ class Job:
     def _event(self, name: Hashable, stage: str, **rest: Any) -> Event:
         self._serial, self._stages[name] = self._serial + 1, stage
         return Event(id=name, serial=self._serial, stage=stage, **rest)
-
-
-def call_back(handle: Handle, on_chunk: Callable[[Any], object]) -> Completion:
-    """Read a request to its end, calling `on_chunk` with every chunk in the caller's thread; what it raises cancels the request."""
-    with handle:
-        for chunk in handle:
-            on_chunk(chunk)
-    return handle.result()

@@ -19,7 +19,7 @@ def smoothing(logits: np.ndarray, factor: float, curve: float = 1.0) -> np.ndarr
 
     Example:
         >>> smoothing(np.float32([3, 2, 1]), 0.5).tolist()
-        [0.0, -0.5, -2.0]
+        [-0.0, -0.5, -2.0]
     """
     depth = logits.max() - logits
     k, s = np.float32(factor * (3.0 - curve) / 2.0), np.float32(factor * (curve - 1.0) / 2.0)

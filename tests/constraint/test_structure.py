@@ -1,7 +1,9 @@
 """What may be asked for, what is refused, and how an answer is read back."""
 
+import copy
 import dataclasses
 import enum
+import pickle
 import sys
 import threading
 from typing import Annotated, Literal
@@ -9,11 +11,13 @@ from typing import Annotated, Literal
 import numpy as np
 import pydantic
 import pytest
+import tokenizers
 
 from exl2nb.constraint import engine, matcher
 from exl2nb.constraint.structure import Structure, structure_of
 from exl2nb.core.errors import MissingDependency, OptionError, StructureError
 from exl2nb.sampling.constraint import Constraint
+from exl2nb.tokenizer.tokenizer import Tokenizer
 from tests.generator.fakes import VOCAB, tokenizer
 
 WORDS = tokenizer()
@@ -296,6 +300,49 @@ def test_one_structure_at_a_time():
     options = {"regex": "a", "choice": None, "top_k": 3}
     assert structure_of(options, WORDS, VOCAB, where="generate").kind == "regex"
     assert options == {"top_k": 3}
+
+
+def test_copied_and_pickled_it_still_reads():
+    made = structure("schema", Point)
+    assert copy.deepcopy(made) is made
+    again = pickle.loads(pickle.dumps(made))
+    assert again.parse('{"x": 1, "colour": "red"}') == Point(1, Colour.RED)
+    with pytest.raises(StructureError, match="belongs to no model"):
+        again.start()
+
+
+def byte_fallback_tokenizer() -> Tokenizer:
+    """A vocabulary as SentencePiece makes it: words with a lower block for the space, and a token for every byte."""
+    pieces = ["<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "\u2581", *"abcxyz0123456789-", "\u2581ab", "abc", "\u2581xyz"]
+    model = tokenizers.models.BPE({p: i for i, p in enumerate(pieces)}, [], byte_fallback=True, unk_token=None)
+    backend = tokenizers.Tokenizer(model)
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.normalizer = tokenizers.normalizers.Replace(" ", "\u2581")
+    steps = [tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+    backend.decoder = tokenizers.decoders.Sequence(steps)
+    words = Tokenizer(backend)
+    words.eos_ids = frozenset({1})
+    return words
+
+
+def test_a_vocabulary_of_words_and_bytes():
+    words = byte_fallback_tokenizer()
+
+    def pieces(constraint):
+        return {words.backend.id_to_token(int(i)) for i in np.flatnonzero(np.isfinite(constraint.allowed().bias))}
+
+    constraint = Structure("regex", "[a-c ]+", words, words.vocab_size).start()
+    letters = {"a", "b", "c", "abc", "\u2581", "\u2581ab", *(f"<0x{ord(c):02X}>" for c in "abc ")}
+    assert pieces(constraint) == letters
+    constraint.accept(words.token_id("\u2581ab"))
+    assert pieces(constraint) == letters | {"</s>"}
+    constraint = Structure("regex", "(é|ü)[0-9]", words, words.vocab_size).start()
+    for wanted in ("<0xC3>", "<0xA9>"):
+        assert wanted in pieces(constraint)
+        assert "\u2581" not in pieces(constraint)
+        constraint.accept(words.token_id(wanted))
+    assert {"0", "9"} <= pieces(constraint)
+    assert "a" not in pieces(constraint)
 
 
 def test_missing_packages_are_named(monkeypatch):

@@ -222,3 +222,17 @@ def test_converting_one_is_refused(checkpoint, tmp_path, capsys):
     assert main(["convert", str(checkpoint), str(tmp_path / "out"), "--bpw", "4", "--quiet"]) == 1
     assert "GPTQ" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path):
+    model = twin("llama", hidden_size=256, head_dim=64, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2)
+    recipe = Recipe(act_order=True, sym=False)
+    put_on_grid(model, recipe)
+    directory = write_gptq(save(model, tmp_path / "dense"), tmp_path / "gptq", recipe)
+    write_tokenizer(directory)
+    texts = []
+    for device in ("cpu", "cuda"):
+        with ex.load(directory, progress=None, device=device) as llm:
+            texts.append(llm.generate([5, 6, 7, 8], max_tokens=1, temperature=0, ignore_eos=True, top_logprobs=3).tokens)
+    assert [t.id for t in texts[0]] == [t.id for t in texts[1]]

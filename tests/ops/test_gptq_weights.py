@@ -93,3 +93,9 @@ def test_a_damaged_blob_is_refused():
         except RuntimeError:
             refused += 1
     assert refused > 0.6 * tables, "most of these bytes matter"
+
+
+def test_opcheck():
+    for options in ({"act_order": True}, {"zeros": False, "wide": True}):
+        case = gptq(64, 32, 4, 32, **options)
+        torch.library.opcheck(torch.ops.exl2nb.pack_gptq.default, (*case.arguments, 4, 64))

@@ -1,5 +1,9 @@
 """Every filter against its NumPy reference, and against Transformers' processor where there is one."""
 
+import doctest
+import importlib
+import pkgutil
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
+from exl2nb import sampling
 from exl2nb.sampling.banned_tokens import allow, ban
 from exl2nb.sampling.dry import dry, repetitions
 from exl2nb.sampling.dynamic_temperature import dynamic_temperature, entropy_temperature
@@ -271,3 +276,8 @@ def test_mirostat_holds_the_surprise_of_a_stationary_source():
             surprises.append(tau - (state.mu - before) / 0.1)
         assert abs(np.mean(surprises[200:]) - tau) < 0.1
     assert next_mu(6.0, 2.0**-5, 3.0, 0.1) == pytest.approx(5.8)
+
+
+@pytest.mark.parametrize("name", [m.name for m in pkgutil.iter_modules(sampling.__path__)])
+def test_examples(name):
+    assert doctest.testmod(importlib.import_module(f"exl2nb.sampling.{name}")).failed == 0
