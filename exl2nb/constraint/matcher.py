@@ -1,8 +1,9 @@
-"""One answer's place in its grammar; the next mask is computed on another thread while the model runs."""
+"""One answer's place in its grammar; the next mask is computed on another thread while the model runs, unless it is too cheap for that."""
 
 from __future__ import annotations
 
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -11,6 +12,8 @@ import numpy as np
 from exl2nb.core.errors import StructureError
 from exl2nb.sampling.constraint import Allowed
 
+CHEAP_S = 40e-6  # of a mask; handing it to another thread and taking it back costs the engine's thread 25 us (2 cores, 2026-11)
+FORGET = 0.8
 FEW = 16  # where at most one token in so many is allowed, sampling works with their ids alone
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _COUNTS = _BITS.sum(axis=1).astype(np.uint8)
@@ -34,6 +37,7 @@ class MatcherConstraint:
         self._bias = np.empty((len(self._bits), 8), np.float32)
         self._future: Future[Allowed] | None = None
         self._ready: Allowed | None = None
+        self._cost_s = 1.0  # what masks took lately; the first one is not known
         self._finished = bool(matcher.is_stopped())
         self._prepare()
 
@@ -97,6 +101,9 @@ class MatcherConstraint:
             self._prepare()
 
     def _prepare(self) -> None:
+        """Begin with the next mask, which `allowed` will ask for."""
+        if self._cost_s < CHEAP_S:
+            return
         try:
             self._future = _workers().submit(self._compute)
         except RuntimeError:  # the interpreter is ending: `allowed` computes it
@@ -110,6 +117,13 @@ class MatcherConstraint:
 
     def _compute(self) -> Allowed:
         """The mask at this place: bits from the engine, spread to a row of 0 and -inf."""
+        started = time.perf_counter()
+        try:
+            return self._spread()
+        finally:
+            self._cost_s = max(time.perf_counter() - started, FORGET * self._cost_s if self._cost_s < 1.0 else 0.0)
+
+    def _spread(self) -> Allowed:
         matcher, bits = self._matcher, self._bits
         matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if matcher.is_error():

@@ -147,11 +147,11 @@ def put_on_grid(model: Any, recipe: Recipe) -> None:
                 parameter.copy_(value.T if turned else value.view(parameter.shape))
 
 
-def write_gptq(dense: Path, directory: Path, recipe: Recipe, *, shards: int = 1) -> Path:
-    """Quantise the layers of a dense checkpoint whose weights lie on the grid."""
+def write_gptq(dense: Path, directory: Path, recipe: Recipe, *, shards: int = 1, head: bool = False) -> Path:
+    """Quantise the layers (and the head) of a dense checkpoint whose weights lie on the grid."""
     raw = json.loads((dense / "config.json").read_text())
     config = parse_config(raw)
-    keys = {linear.key for linear in linears(config) if linear.role != "head"}
+    keys = {linear.key for linear in linears(config) if linear.role != "head" or head}
     source: dict[str, Tensor] = {}
     for path in sorted(dense.glob("*.safetensors")):
         source |= load_file(path)

@@ -18,7 +18,7 @@ from exl2nb.model.layout import linears
 from exl2nb.model.loader import load_model, read_model_config
 from exl2nb.model.store import open_store
 
-from .gptq_maker import Recipe, put_on_grid, write_gptq
+from .gptq_maker import Recipe, on_grid, put_on_grid, write_gptq
 from .test_model import error, run
 from .tiny import ids_of, save, truth, twin
 from .zoo import ZOO, build_wide, config_of, write, write_tokenizer
@@ -74,6 +74,18 @@ def test_every_recipe_on_llama(recipe, tmp_path):
     parts = [t for tensors in stored.values() for key, t in tensors.items() if "layers.0.self_attn.q_proj" in key]
     assert (q.in_features, q.out_features, sum(rows for _, rows in q.groups)) == (64, 64, 64)
     assert abs(q.nbytes - sum(t.nbytes for t in parts)) <= 16  # 3-bit zeros fill whole words
+
+
+def test_a_quantised_head(tmp_path):
+    model, recipe = twin("llama"), Recipe(sym=False, quantizer="gptqmodel:7.7.0", version="gptq_v2")
+    put_on_grid(model, recipe)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(on_grid(model.lm_head.weight, recipe))
+    directory = write_gptq(save(model, tmp_path / "dense"), tmp_path / "gptq", recipe, head=True)
+    ids = ids_of(131, 1, 30)
+    assert error(run(load_model(directory), ids[0]), truth(model, ids)[0]) < 1e-3
+    found = inspect(directory).head
+    assert found is not None and found.format == "gptq" and found.out_features == 131
 
 
 def test_some_matrices_may_stay_plain(tmp_path):
