@@ -147,7 +147,7 @@ struct Decode {
       float o[kWarps][8][D];
     };
     float joined[kRows][D];
-    float max[kWarps][kRows], sum[kWarps][kRows], row_sum[kRows];
+    float max[kWarps][kRows], sum[kWarps][kRows], inverse_sum[kRows];
     int token[kRows], head[kRows];
     bool last;
   };
@@ -360,11 +360,12 @@ struct Decode {
 #pragma unroll 1
     for (int step = 0; tile_token(step, 0) < chunk_end; step++) {
       float s[kTiles][NT][4];
+      const bool more = tile_token(step + 1, 0) < chunk_end;
       scores(step, s);
-      load_keys(step + 1);
+      if (more) load_keys(step + 1);
       softmax(s);
       values(step, s);
-      load_values(step + 1);
+      if (more) load_values(step + 1);
     }
   }
   __device__ __forceinline__ void clear() {
@@ -514,15 +515,6 @@ struct Decode {
           *reinterpret_cast<float2*>(&sh.o[warp][r][first + g * dims]) = make_float2(o[n][I][j] * f, o[n][I][2 + j] * f);
         });
       }
-      if (threadIdx.x < 8 && n * 8 + threadIdx.x < rows) {
-        const int r = n * 8 + threadIdx.x;
-        const float high = highest(r);
-        float sum = 0;
-#pragma unroll
-        for (int w = 0; w < kWarps; w++) sum = fmaf(sh.sum[w][r], exp2_fast(sh.max[w][r] - high), sum);
-        sh.row_sum[r] = sum;
-        if (!single) p.part_ml[part_row(r) + it.chunk] = make_float2(high, sum);
-      }
       __syncthreads();
       const int vectors = min(rows - n * 8, 8) * (D / 4);
       for (int i = threadIdx.x; i < vectors; i += kThreads) {
@@ -533,8 +525,16 @@ struct Decode {
           const float4 y = *reinterpret_cast<const float4*>(&sh.o[w][r][d]);
           x.x += y.x, x.y += y.y, x.z += y.z, x.w += y.w;
         }
-        float* const to = single ? &sh.joined[n * 8 + r][d] : p.part + (part_row(n * 8 + r) + it.chunk) * D + d;
-        *reinterpret_cast<float4*>(to) = x;
+        const int64_t at = single ? 0 : part_row(n * 8 + r) + it.chunk;
+        *reinterpret_cast<float4*>(single ? &sh.joined[n * 8 + r][d] : p.part + at * D + d) = x;
+        if (d == 0) {
+          const float high = highest(n * 8 + r);
+          float sum = 0;
+#pragma unroll
+          for (int w = 0; w < kWarps; w++) sum = fmaf(sh.sum[w][n * 8 + r], exp2_fast(sh.max[w][n * 8 + r] - high), sum);
+          if (single) sh.inverse_sum[n * 8 + r] = __fdividef(1.f, sum);
+          if (!single) p.part_ml[at] = make_float2(high, sum);
+        }
       }
     }
   }
@@ -543,6 +543,15 @@ struct Decode {
 #pragma unroll
     for (int w = 1; w < kWarps; w++) high = fmaxf(high, sh.max[w][r]);
     return high;
+  }
+  // Counts up, or back to 0 past `last`; what the CTA wrote before its barrier goes before, what it reads after its next barrier comes
+  // after.
+  static __device__ __forceinline__ unsigned arrive(unsigned* counter, unsigned last) {
+    unsigned old;
+#if __CUDA_ARCH__ >= 700
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0,[%1],%2;" : "=r"(old) : "l"(counter), "r"(last) : "memory");
+#endif
+    return old;
   }
   // Whether this CTA is the last of the item's chunks; all of them are in memory then.
   __device__ __forceinline__ bool comes_last() const {
@@ -592,7 +601,7 @@ struct Decode {
       }
       if (first + kAhead < n) fetch(first + kAhead);
     }
-    if (lane == 0) sh.row_sum[r] = sum;
+    if (lane == 0) sh.inverse_sum[r] = __fdividef(1.f, sum);
 #pragma unroll
     for (int j = 0; j < kVectors; j++)
       if (lane + 32 * j < D / 4) reinterpret_cast<float4*>(sh.joined[r])[lane + 32 * j] = acc[j];
@@ -603,12 +612,12 @@ struct Decode {
     const AttentionOut& to = p.a.to;
     const int numbers = rows * D;
     int stored[kPerThread];  // of the first copy, fetched early
-    if (to.num_perms && to.inverse[0])
 #pragma unroll
-      for (int i = 0; i < kPerThread; i++) {
-        const int at = threadIdx.x + i * kThreads;
-        if (at < numbers) stored[i] = to.inverse[0][sh.head[at / D] * D + at % D];
-      }
+    for (int i = 0; i < kPerThread; i++) {
+      const int at = threadIdx.x + i * kThreads;
+      if (at < numbers) stored[i] = sh.head[at / D] * D + at % D;
+      if (at < numbers && to.num_perms && to.inverse[0]) stored[i] = to.inverse[0][stored[i]];
+    }
     if (it.chunks.count > 1)
       for (int r = warp; r < rows; r += kWarps) join_row(r, it.chunks.count);
     __syncthreads();
@@ -617,17 +626,20 @@ struct Decode {
       const int at = threadIdx.x + i * kThreads, r = at / D, d = at % D;
       if (i * kThreads >= numbers) break;
       const bool inside = at < numbers;
-      float x = inside ? sh.joined[r][d] / sh.row_sum[r] : 0.f;
+      float x = inside ? sh.joined[r][d] * sh.inverse_sum[r] : 0.f;
       if constexpr (is_rotated(VF)) x = hadamard<scale_group(D)>(x);
       if (!inside) continue;
-      const int token = sh.token[r], feature = sh.head[r] * D + d;
-      if (to.out) to.out[static_cast<int64_t>(token) * p.a.cache.num_heads * D + feature] = x;
-      for (int copy = 0; copy < to.num_perms; copy++) {
-        const int at_row = !to.inverse[copy] ? feature : copy ? to.inverse[copy][feature] : stored[i];
-        static_cast<half*>(
-            to.x)[static_cast<int64_t>(copy) * to.x_perm_stride + static_cast<int64_t>(token) * to.x_stride + fragment_place(at_row)] =
-            saturated(x);
-      }
+      const int64_t token = sh.token[r];
+      if (to.num_perms) static_cast<half*>(to.x)[token * to.x_stride + fragment_place(stored[i])] = saturated(x);
+      if (to.num_perms > 1 || to.out) others(token, sh.head[r] * D + d, x);
+    }
+  }
+  __device__ __forceinline__ void others(int64_t token, int feature, float x) const {  // further copies
+    const AttentionOut& to = p.a.to;
+    if (to.out) to.out[token * p.a.cache.num_heads * D + feature] = x;
+    for (int copy = 1; copy < to.num_perms; copy++) {
+      const int stored = to.inverse[copy] ? to.inverse[copy][feature] : feature;
+      static_cast<half*>(to.x)[static_cast<int64_t>(copy) * to.x_perm_stride + token * to.x_stride + fragment_place(stored)] = saturated(x);
     }
   }
 };

@@ -133,7 +133,12 @@ struct Coded {
   int code;
 };
 __device__ __forceinline__ float as_half(float v) { return __half2float(__float2half_rn(v)); }
-__device__ __forceinline__ float inverse_of(float scale) { return scale == 0.f ? 0.f : __frcp_rn(scale); }
+// 1 / scale to nearest, without a branch: a scale is an fp16 number, so neither it nor its inverse is subnormal.
+__device__ __forceinline__ float inverse_of(float scale) {
+  float r;
+  asm("rcp.approx.f32 %0,%1;" : "=f"(r) : "f"(scale));
+  return scale == 0.f ? 0.f : fmaf(r, fmaf(-scale, r, 1.f), r);
+}
 template <int BITS>
 __device__ __forceinline__ float level(float g, float scale) {  // code - z
   constexpr float z = BITS == 8 ? 127.5f : 7.f;
@@ -144,15 +149,44 @@ __device__ __forceinline__ float error_of(float g, float scale) {
   const float d = __fsub_rn(g, __fmul_rn(level<4>(g, scale), scale));
   return tree<G>(__fmul_rn(d, d));
 }
+__device__ __forceinline__ float candidate(float largest, int k) {
+  constexpr float parts[8] = {float(21 / 160.0), float(20 / 160.0), float(19 / 160.0), float(18 / 160.0),
+                              float(17 / 160.0), float(16 / 160.0), float(15 / 160.0), float(14 / 160.0)};
+  const float low = k & 1 ? (k & 2 ? parts[3] : parts[1]) : (k & 2 ? parts[2] : parts[0]);
+  const float high = k & 1 ? (k & 2 ? parts[7] : parts[5]) : (k & 2 ? parts[6] : parts[4]);
+  return as_half(__fmul_rn(largest, k & 4 ? high : low));
+}
+// Eight sums over G lanes in the order of `tree`, together: at 1, 2 and 4 a lane keeps half of its sums and gives the other half away. Then
+// the lanes whose lowest bits are b hold the sum of candidate 4 * (b & 1) + (b & 2) + (b >> 2).
 template <int G>
 __device__ __forceinline__ float search_scale(float g, float largest) {
-  float best = 0.f, least = 0.f;
+  const int lane = threadIdx.x % 32;
+  float e[8];
 #pragma unroll
   for (int k = 0; k < 8; k++) {
-    const float scale = as_half(__fmul_rn(largest, static_cast<float>((21 - k) / 160.0))), e = error_of<G>(g, scale);
-    if (k == 0 || e < least) best = scale, least = e;
+    const float scale = candidate(largest, k), d = __fsub_rn(g, __fmul_rn(level<4>(g, scale), scale));
+    e[k] = __fmul_rn(d, d);
   }
-  const float c = level<4>(g, best), over = tree<G>(__fmul_rn(g, c)), under = tree<G>(__fmul_rn(c, c));
+#pragma unroll
+  for (int h = 1, n = 4; h < 8; h *= 2, n /= 2) {
+    const bool upper = lane & h;
+#pragma unroll
+    for (int k = 0; k < n; k++) {
+      const float given = __shfl_xor_sync(kAll, upper ? e[k] : e[k + n], h);
+      e[k] = __fadd_rn(upper ? e[k + n] : e[k], given);
+    }
+  }
+  float least = e[0];
+#pragma unroll
+  for (int h = 8; h < G; h *= 2) least = __fadd_rn(least, __shfl_xor_sync(kAll, least, h));
+  int first = 4 * (lane & 1) + (lane & 2) + (lane >> 2 & 1);
+#pragma unroll
+  for (int h = 1; h < 8; h *= 2) {
+    const float other = __shfl_xor_sync(kAll, least, h);
+    const int k = __shfl_xor_sync(kAll, first, h);
+    if (other < least || (other == least && k < first)) least = other, first = k;
+  }
+  const float best = candidate(largest, first), c = level<4>(g, best), over = tree<G>(__fmul_rn(g, c)), under = tree<G>(__fmul_rn(c, c));
   const float fitted = under == 0.f ? 0.f : as_half(__fdiv_rn(over, under));
   return error_of<G>(g, fitted) < least ? fitted : best;
 }
