@@ -98,11 +98,13 @@ const char* attention_decode_launch(const AttentionArgs& args, void* stream, boo
     if (auto* wrong = normalise_whole(a.rope, a.qkv, c, a.tokens, stream, pdl)) return wrong;
   const int per_sequence = (a.tokens + c.sequences - 1) / c.sequences;
   const bool wide = has_wide(c.head_dim) && per_sequence * q_per_kv > 8;
+  // Counters stand at the end, where no launch with another number of tokens puts anything else; between launches all of them are 0.
   char* const at = static_cast<char*>(a.workspace);
+  char* const end = at + a.workspace_bytes / sizeof(unsigned) * sizeof(unsigned);
   DecodeParams params{a,
-                      reinterpret_cast<float*>(at + sizes.count + sizes.part_ml),
-                      reinterpret_cast<float2*>(at + sizes.count),
-                      reinterpret_cast<unsigned*>(at),
+                      reinterpret_cast<float*>(at + sizes.part_ml),
+                      reinterpret_cast<float2*>(at),
+                      reinterpret_cast<unsigned*>(end - sizes.count),
                       (q_per_kv + 7) / 8,
                       q_per_kv,
                       unsigned((0x100000000ull + q_per_kv - 1) / q_per_kv)};

@@ -266,3 +266,15 @@ def test_bad_input_is_refused():
     gpu.k_pool = gpu.k_pool[:, :, :100].contiguous()
     with pytest.raises(RuntimeError, match="pool"):
         gpu.run()
+
+
+def test_one_workspace_serves_steps_of_any_size():
+    cases = [Case([700, 300], [8, 8], 8, 2, 64), Case([400], [1], 8, 2, 64, seed=1)]
+    size = torch.ops.exl2nb.attention_workspace(torch.zeros(1, device="cuda"), 16, 8, 2, 64)
+    workspace = torch.zeros(size, dtype=torch.uint8, device="cuda")
+    first = [case.cuda() for case in cases]
+    expected = [gpu.run()[0] for gpu in first]
+    for _ in range(2):
+        for gpu, out in zip(first, expected):
+            gpu.workspace = workspace
+            assert torch.equal(gpu.run()[0], out)
