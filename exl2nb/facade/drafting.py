@@ -57,7 +57,6 @@ def _drafter(target: Loaded, model: Model, tokenizer: Tokenizer, cache: str, **o
         model.cache_spec(target.engine.spec.num_tokens, mode=cache),
         context=model.context,
         vocab_size=size,
-        cost=min(1.0, model.weight_bytes / max(1, target.model.weight_bytes)),
         device=model.device,
         **options,
     )

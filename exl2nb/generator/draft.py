@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -56,7 +57,6 @@ class DraftModel:
         context: longest sequence it runs, in tokens; longer ones go on without guesses.
         vocab_size: of the target.
         exclusive: a context in which nobody else runs the model; a TimeoutError means that it is in use, and nothing is guessed this time.
-        cost: of one guess, as a share of a step of the target.
         device: of the draft.
         on_close: called at the end, to give the model back.
     """
@@ -69,12 +69,12 @@ class DraftModel:
         context: int,
         vocab_size: int,
         exclusive: Callable[[], AbstractContextManager[None]],
-        cost: float,
         device: str = "cpu",
         on_close: Callable[[], None] | None = None,
     ) -> None:
         self._model, self._exclusive, self._device, self._on_close = model, exclusive, device, on_close
-        self.cost, self._size, self._context, self._vocab_size = cost, spec.page_size, context, vocab_size
+        self.guess_s = 0.0
+        self._size, self._context, self._vocab_size = spec.page_size, context, vocab_size
         self._cache, self._table = KVCache(spec, device), PageTable(spec.num_pages)
         self._known: dict[int, _Ahead] = {}
         self._gone = False
@@ -127,6 +127,7 @@ class DraftModel:
             sampler.retry = 0
             turns.append((place, ahead, sampler, sequence.ids[ahead.computed :], count))
         while turns:
+            began = time.perf_counter()
             rows = self._forward([(ahead, ids, "last") for _, ahead, _, ids, _ in turns])
             going = []
             for (place, ahead, sampler, _, count), row in zip(turns, rows):
@@ -136,6 +137,9 @@ class DraftModel:
                 found[place].append(token)
                 if count > 1 and not sampler.finished:
                     going.append((place, ahead, sampler, [token], count - 1))
+            if all(len(ids) == 1 for _, _, _, ids, _ in turns):  # what making a guess takes; the first one also catches up with the text
+                took = time.perf_counter() - began
+                self.guess_s = self.guess_s + 0.2 * (min(took, 2.0 * self.guess_s) - self.guess_s) if self.guess_s else took
             turns = going
         return found
 

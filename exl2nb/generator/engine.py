@@ -92,6 +92,7 @@ class Engine:
         self.pages = self.pager.table
         self.vocab_size = vocab_size
         self.drafter: Drafter | None = None
+        self._guessing = GuessingSpeculator()
         builder = BatchBuilder(
             max_tokens=max_sequences * MAX_ROWS + max_chunk,
             max_sequences=max_sequences,
@@ -146,9 +147,9 @@ class Engine:
         if leader.group is not None:
             leader.group.fork = self.loop.scheduler.fork
             return
-        leader.guesses = guesses_for(leader.request, self.drafter)
+        leader.guesses = guesses_for(leader.request, self.drafter, self._guessing.times)
         if leader.guesses is not None and self.loop.speculator is None:
-            self.loop.speculator = GuessingSpeculator()
+            self.loop.speculator = self._guessing
 
     def check(self, request: Request) -> None:
         """Refuse a prompt that cannot run; errors as in `submit`."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as Ids
 from typing import TYPE_CHECKING, Protocol
 
 from exl2nb.core.errors import OptionError
 from exl2nb.generator.ngram import NgramGuesser
-from exl2nb.generator.speculation import ROW_COST, Acceptance, Pace, Speculation
+from exl2nb.generator.speculation import Acceptance, Pace, Speculation, StepTimes
 
 if TYPE_CHECKING:
     from exl2nb.generator.request import Request
@@ -19,7 +20,7 @@ STEP_ROWS = 64  # of logits in one step, which many sequences share
 class Drafter(Protocol):
     """A draft model."""
 
-    cost: float  # of one guess, as a share of a step of the target
+    guess_s: float  # what making one guess takes, as far as known
 
     def guess(self, wanted: Ids[tuple[Sequence, int]], /) -> list[list[int]]:
         """For each sequence at most so many tokens that may follow."""
@@ -42,14 +43,14 @@ class Guesses:
         self.kept = 1 << 62
 
     @classmethod
-    def ngram(cls, settings: Speculation) -> Guesses:
+    def ngram(cls, settings: Speculation, times: StepTimes | None = None) -> Guesses:
         """From the text itself."""
-        return cls("ngram", Pace(settings), ngram=NgramGuesser(settings.min_match, settings.max_match))
+        return cls("ngram", Pace(settings, times=times), ngram=NgramGuesser(settings.min_match, settings.max_match))
 
     @classmethod
-    def draft(cls, settings: Speculation, drafter: Drafter) -> Guesses:
+    def draft(cls, settings: Speculation, drafter: Drafter, times: StepTimes | None = None) -> Guesses:
         """From a draft model."""
-        return cls("draft", Pace(settings, cost=ROW_COST + drafter.cost), drafter=drafter)
+        return cls("draft", Pace(settings, times=times), drafter=drafter)
 
     def guess(self, ids: Ids[int], room: int, beside: int = 0) -> list[int]:
         """Tokens that may follow, at most `room`; none where they come from a draft model, which guesses for many sequences together.
@@ -72,7 +73,7 @@ class Guesses:
         return self.pace.acceptance(self.name)
 
 
-def guesses_for(request: Request, drafter: Drafter | None) -> Guesses | None:
+def guesses_for(request: Request, drafter: Drafter | None, times: StepTimes | None = None) -> Guesses | None:
     """What a request's settings mean on a model with this draft model.
 
     Raises:
@@ -80,32 +81,47 @@ def guesses_for(request: Request, drafter: Drafter | None) -> Guesses | None:
     """
     settings = request.speculation
     if settings.kind == "ngram":
-        return Guesses.ngram(settings)
+        return Guesses.ngram(settings, times)
     if settings.kind == "draft" and drafter is None:
         raise OptionError("speculation is 'draft' and the model has no draft model; load it with draft=, or use speculation='ngram'")
     if settings.kind == "off" or drafter is None or request.sampling.post_sampling:  # hooks are for draws that count, not for guesses
         return None
-    return Guesses.draft(settings, drafter)
+    return Guesses.draft(settings, drafter, times)
 
 
 class GuessingSpeculator:
-    """Puts guesses behind the ids of the sequences that decode, before each step."""
+    """Puts guesses behind the ids of the sequences that decode, before each step, and learns how long steps take.
+
+    times: of the steps.
+    """
+
+    def __init__(self) -> None:
+        self.times = StepTimes()
+        self._began, self._rows = 0.0, 0  # the step that runs: when, and with how many rows; 0: not one to learn from
 
     def propose(self, running: Ids[Sequence], /) -> None:
         """Append guesses; `rows` of a sequence is one more than its guesses."""
+        now = time.perf_counter()
+        decoding = [sequence for sequence in running if sequence.pending == 1]
+        if self._rows and len(decoding) == len(running):
+            self.times.told(self._rows, now - self._began)
+        self._guess([one for one in decoding if one.guesses is not None and not one.guessed], len(running))
+        self._rows = sum(one.rows for one in running) if running and len(decoding) == len(running) else 0
+        self._began = time.perf_counter()
+
+    def _guess(self, sequences: Ids[Sequence], running: int) -> None:
         wanted: dict[int, list[tuple[Sequence, int]]] = {}
         drafters: dict[int, Drafter] = {}
-        most, beside = max(1, STEP_ROWS // len(running) - 1) if running else 0, len(running) - 1
-        for sequence in running:
+        most = max(1, STEP_ROWS // max(1, running) - 1)
+        for sequence in sequences:
             guesses = sequence.guesses
-            if guesses is None or sequence.pending != 1 or sequence.guessed:
-                continue
-            room = min(most, sequence.limit - sequence.new_tokens - 1)
-            if guesses.drafter is None:
-                sequence.propose(guesses.guess(sequence.ids, room, beside))
-            elif count := guesses.pace.length(room, beside):
-                drafters[id(guesses.drafter)] = guesses.drafter
-                wanted.setdefault(id(guesses.drafter), []).append((sequence, count))
+            assert guesses is not None, "those without were left out"
+            room, drafter = min(most, sequence.limit - sequence.new_tokens - 1), guesses.drafter
+            if drafter is None:
+                sequence.propose(guesses.guess(sequence.ids, room, running - 1))
+            elif count := guesses.pace.length(room, running - 1, guess_s=drafter.guess_s):
+                drafters[id(drafter)] = drafter
+                wanted.setdefault(id(drafter), []).append((sequence, count))
         for key, drafter in drafters.items():
             for (sequence, _), found in zip(wanted[key], drafter.guess(wanted[key])):
                 sequence.propose(found)

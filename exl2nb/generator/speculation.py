@@ -18,8 +18,9 @@ from exl2nb.core.options import check_range
 KINDS = ("auto", "draft", "ngram", "off")
 MAX_GUESSES = 7  # a step then has at most 8 rows per sequence, which every backend runs as a decode
 PROBE = 12  # steps without a guess after which one is tried again
+FADE = 0.995  # of a step's time that was measured, per step in which it is not measured again
 FORGET = 0.9  # weight of what was known, per verified step
-ROW_COST = 0.18  # of a step, what one more row costs; demo model on two cores of a CPU with AVX-512, 2026-11: 0.15 to 0.25
+ROW_COST = 0.1  # of a step, what one more row costs, until it was measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,37 +119,78 @@ class Guesser(Protocol):
         ...
 
 
+class StepTimes:
+    """How long a step takes by its number of rows, learnt from steps.
+
+    What was seen lately counts most; a number of rows that was not seen is taken to cost as much more as the rows between those that were,
+    at first `ROW_COST` of a step each.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, float] = {}
+
+    def told(self, rows: int, seconds: float) -> None:
+        """A step with so many rows, and nothing else, took so long. What is far longer than usual was disturbed, and counts little."""
+        known = self._seen.get(rows)
+        weight = 0.2 if known is None or seconds > known else 0.5
+        self._seen[rows] = seconds if known is None else known + weight * (min(seconds, 2.0 * known) - known)
+        first = self.seconds(1)
+        for other, took in self._seen.items():  # what was slow once is tried again some day
+            if other not in (1, rows) and took > (floor := first * (1.0 + (other - 1) * ROW_COST)):
+                self._seen[other] = max(floor, took * FADE)
+
+    def seconds(self, rows: int) -> float:
+        """Of a step with so many rows; 1 for one row while nothing is known."""
+        if rows in self._seen:
+            return self._seen[rows]
+        below = max((n for n in self._seen if n < rows), default=None)
+        above = min((n for n in self._seen if n > rows), default=None)
+        if below is None:
+            first = 1.0 if above is None else self._seen[above] / (1.0 + (above - 1) * ROW_COST)
+            return first * (1.0 + (rows - 1) * ROW_COST)
+        if above is None:
+            return self._seen[below] * (1.0 + (rows - 1) * ROW_COST) / (1.0 + (below - 1) * ROW_COST)
+        part = (rows - below) / (above - below)
+        return self._seen[below] * (1.0 - part) + self._seen[above] * part
+
+
 class Pace:
     """How many tokens to guess next, and the record of what became of them.
 
-    With probability a that a guess is right, k guesses give (1 - a**(k+1)) / (1 - a) tokens for the price of 1 + k * cost steps; the best k
-    for the a seen lately is taken. Depends on nothing but the outcomes, so a run repeats exactly.
+    With probability a that a guess is right, k guesses give (1 - a**(k+1)) / (1 - a) tokens on average; the k that gives most tokens per
+    second, for the a seen lately and the time that a step with so many rows takes, is the best.
 
     Args:
         settings: of the request.
-        cost: of one guess, as a share of a step: verifying it and making it.
+        times: of the steps that the guesses are verified in.
     """
 
-    def __init__(self, settings: Speculation, *, cost: float = ROW_COST) -> None:
-        self.settings, self._cost = settings, cost
+    def __init__(self, settings: Speculation, *, times: StepTimes | None = None) -> None:
+        self.settings, self._times = settings, times or StepTimes()
         self._right, self._tried = 1.6, 2.0  # as if 1.6 of 2 had been right: begin hopefully
         self._idle = 0
         self.steps = self.proposed = self.accepted = self.plain_steps = 0
         self.lengths = [0] * (settings.max_tokens + 1)
 
-    def length(self, room: int, beside: int = 0) -> int:
-        """Guesses to make now, at most `room`.
+    def length(self, room: int, beside: int = 0, *, guess_s: float = 0.0) -> int:
+        """Guesses to make now.
 
-        With `beside` other sequences in the step a row costs a larger share of what the step gives this one: n * c / (1 + (n - 1) * c).
+        Args:
+            room: at most so many. beside: rows of other sequences in the step, whose tokens come later if it takes longer. guess_s: what
+            making a guess takes.
         """
         most = min(self.settings.max_tokens, room)
         if most <= 0:
             return 0
         if not self.settings.adaptive:
             return most
-        likely = min(0.995, self._right / self._tried)
-        cost = self._cost * (beside + 1) / (1.0 + self._cost * beside)
-        best = max(range(most + 1), key=lambda k: (1.0 - likely ** (k + 1)) / (1.0 - likely) / (1.0 + k * cost))
+        likely, times = min(0.995, self._right / self._tried), self._times
+
+        def speed(k: int) -> float:
+            tokens = beside + (1.0 - likely ** (k + 1)) / (1.0 - likely)
+            return tokens / (times.seconds(beside + 1 + k) + k * guess_s)
+
+        best = max(range(most + 1), key=speed)
         if best == 0:
             self._idle += 1
             if self._idle >= PROBE:

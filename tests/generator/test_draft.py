@@ -42,7 +42,7 @@ def running():
         engine = fakes.engine(model, **kwargs)
         if draft is not None:
             engine.drafter = DraftModel(
-                draft, fakes.spec(draft_pages), context=context, vocab_size=fakes.VOCAB, exclusive=contextlib.nullcontext, cost=0.1
+                draft, fakes.spec(draft_pages), context=context, vocab_size=fakes.VOCAB, exclusive=contextlib.nullcontext
             )
         made.append(engine)
         return engine
@@ -56,6 +56,7 @@ def running():
 
 def ask(engine, seed=None, count=60, prompt=(5, 6, 7), **options):
     options = {"temperature": 0, **options} if seed is None else {"seed": seed, **options}
+    options.setdefault("speculation", Speculation(adaptive=False))
     return engine.submit(stepper.request(prompt, max_tokens=count, **options))
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from exl2nb.core.errors import ContextOverflow, OptionError
 from exl2nb.generator.request import Request
+from exl2nb.generator.speculation import Speculation
 
 from . import fakes, stepper
 
@@ -96,7 +97,8 @@ def test_ngram_speculation_on_the_engine(running, options):
     texts = {}
     for kind in ("off", "ngram"):
         before = len(model.steps)
-        request = stepper.request(prompt(6, 250), max_tokens=80, speculation=kind, **options)
+        speculation = Speculation(kind=kind, adaptive=False)
+        request = stepper.request(prompt(6, 250), max_tokens=80, speculation=speculation, **options)
         done = engine.submit(request).result(20)
         texts[kind] = (stepper.ids(done), len(model.steps) - before)
     assert texts["off"][0] == texts["ngram"][0]

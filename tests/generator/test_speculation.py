@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from exl2nb.core.errors import OptionError
 from exl2nb.generator.ngram import NgramGuesser
 from exl2nb.generator.request import Request
-from exl2nb.generator.speculation import MAX_GUESSES, Pace, Speculation
+from exl2nb.generator.speculation import MAX_GUESSES, Pace, Speculation, StepTimes
 
 from . import fakes, stepper
 
@@ -132,6 +132,33 @@ def test_pace_follows_the_outcomes():
         bad.told(lengths[-1], 0)
     assert set(lengths) == {0, 1}, "hopeless guesses are only tried now and then"
     assert bad.acceptance("draft").plain_steps > 30
+
+
+def test_pace_follows_the_time_that_rows_take():
+    """Rows that cost nothing: as many as there are; rows as dear as steps: none, however often they are right."""
+    cheap, dear, steps = StepTimes(), StepTimes(), StepTimes()
+    for rows in range(1, 9):
+        cheap.told(rows, 0.01)
+        dear.told(rows, 0.01 if rows == 1 else 0.015 * rows)
+        steps.told(rows, 0.01 if rows <= 4 else 0.03)
+    for times, wanted in ((cheap, 7), (dear, 0), (steps, 3)):
+        pace = Pace(Speculation(), times=times)
+        for _ in range(20):
+            pace.told(2, 2)
+        assert pace.length(100) == wanted
+    likely = Pace(Speculation(), times=cheap)
+    assert likely.length(100) == likely.length(100, guess_s=0.0) > likely.length(100, guess_s=0.005)
+
+
+def test_step_times():
+    times = StepTimes()
+    assert times.seconds(1) == 1.0 < times.seconds(2)
+    times.told(1, 0.010)
+    times.told(5, 0.018)
+    assert times.seconds(3) == pytest.approx(0.014)
+    assert 0.018 < times.seconds(8) < 0.03
+    times.told(1, 10.0)
+    assert times.seconds(1) == pytest.approx(0.012), "one disturbed step does not count for much"
 
 
 def test_acceptance_reads_well():
