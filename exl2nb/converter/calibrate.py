@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import gzip
-import lzma
 import os
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from exl2nb.converter import sources
+from exl2nb.converter.sources import Render
 from exl2nb.core.errors import OptionError
 
-Source = str | os.PathLike[str] | Sequence[str] | None
+Source = str | os.PathLike[str] | Sequence[Any] | None
 DEFAULT_NAME = "(default)"
-_OPENERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open}
+SELF = "self"  # text that the model writes (self_text)
+MAX_UNKNOWN = 0.25
 _CHARS_PER_TOKEN = 8  # more text per row than any tokenizer needs for prose; rows that still come out short fall back to the whole text
 
 
@@ -29,26 +29,25 @@ class Encoder(Protocol):
         ...
 
 
-def read_calibration(source: Source) -> tuple[str, str]:
+def read_calibration(source: Source, render: Render | None = None) -> tuple[str, str]:
     """Text and name of a calibration source.
 
     Args:
-        source: a text file (`.txt`, or compressed `.xz`, `.gz`), a list of strings, or None for the text shipped with the package.
+        source: a file (`.txt`, `.jsonl`, `.json`, also as `.xz` or `.gz`; `.parquet`), "dataset:owner/name" on the hub, a list of
+            strings, records or conversations, or None for the text shipped with the package.
+        render: a conversation (list of messages) -> text, by the model's chat template.
 
     Raises:
         OptionError: the file is missing, unreadable, not UTF-8 text, or there is no text in it.
     """
     if source is None:
-        return _read(Path(__file__).parent.parent / "demo_model" / "calibration.txt"), DEFAULT_NAME
+        return sources.read_path(Path(__file__).parent.parent / "demo_model" / "calibration.txt", None), DEFAULT_NAME
+    if isinstance(source, str) and source.startswith(sources.HUB):
+        return sources.read_hub(source.removeprefix(sources.HUB), render), source
     if isinstance(source, (str, os.PathLike)):
         path = Path(source)
-        return _read(path), path.name
-    if not all(isinstance(part, str) for part in source):
-        raise OptionError("calibration: found something that is not a string in the list; expected a path or a list of strings")
-    text = "\n".join(source)
-    if not text.strip():
-        raise OptionError("calibration: found no text; expected a path or a list of strings with text in them")
-    return text, f"{len(source)} strings"
+        return sources.read_path(path, render), path.name
+    return sources.read_list(source, render), f"{len(source)} strings"
 
 
 def calibration_rows(encoder: Encoder, text: str, *, rows: int, length: int, seed: int = 0) -> Tensor:
@@ -92,6 +91,25 @@ def calibration_rows(encoder: Encoder, text: str, *, rows: int, length: int, see
     return torch.tensor(ids[: count * length], dtype=torch.int32).view(count, length)[places].contiguous()
 
 
+def check_known(encoder: Encoder, ids: Tensor, name: str) -> None:
+    """Raise OptionError where much of a text is unknown to the tokenizer: another language, or another tokenizer."""
+    special = getattr(encoder, "special_tokens", {})
+    unknown = encoder.encode(special["unk_token"], add_special=False) if "unk_token" in special else []
+    share = float((ids == unknown[0]).float().mean()) if len(unknown) == 1 else 0.0
+    if share > MAX_UNKNOWN:
+        raise OptionError(
+            f"calibration {name}: {100 * share:.0f} % of its tokens are unknown to the model's tokenizer, expected at most "
+            f"{100 * MAX_UNKNOWN:.0f} %; give text in a language of the model"
+        )
+
+
+def part(found: Tensor, extra: int) -> tuple[Tensor, Tensor]:
+    """Rows, and `extra` of them taken out, spread over all."""
+    picked = {int((i + 0.5) * len(found) / extra) for i in range(extra)}
+    kept = [i for i in range(len(found)) if i not in picked]
+    return found[kept].contiguous(), found[sorted(picked)].contiguous()
+
+
 def split_rows(encoder: Encoder, text: str, *, rows: int, extra: int, length: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Calibration rows, and rows for the report from other places of the same text, spread over it too.
 
@@ -108,22 +126,5 @@ def split_rows(encoder: Encoder, text: str, *, rows: int, extra: int, length: in
             if more:
                 continue
             raise
-        picked = {int((i + 0.5) * len(found) / more) for i in range(more)}
-        kept = [i for i in range(len(found)) if i not in picked]
-        return found[kept].contiguous(), found[sorted(picked)].contiguous()
+        return part(found, more)
     raise AssertionError("unreachable: zero extra rows either work or raise")
-
-
-def _read(path: Path) -> str:
-    try:
-        with _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
-            text = file.read()
-    except OSError as error:
-        raise OptionError(
-            f"calibration {path}: {error.strerror or error}; expected a text file (.txt, .xz, .gz); check the path"
-        ) from error
-    except (UnicodeDecodeError, EOFError, lzma.LZMAError, zlib.error) as error:
-        raise OptionError(f"calibration {path}: {str(error)[:120]}; expected UTF-8 text, plain or compressed as the name says") from error
-    if not text.strip():
-        raise OptionError(f"calibration {path}: found no text; expected a UTF-8 text file; give another one")
-    return text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -11,7 +12,7 @@ import queue
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from exl2nb.converter import calibrate, measure
+from exl2nb.converter import calibrate, measure, self_text
 from exl2nb.converter.calibrate import Source
 from exl2nb.converter.gptq import dense
 from exl2nb.converter.hessian import advance, factorize, input_of
@@ -45,6 +46,7 @@ from exl2nb.model.store import ModelStore, open_store
 from exl2nb.model.writer import write_model
 from exl2nb.quant.bits import head_mix
 from exl2nb.quant.exl2 import Exl2Tensors
+from exl2nb.tokenizer.chat import render
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -77,7 +79,8 @@ class ConversionJob:
             head would make them.
         target: instead of bpw, what `Measurement.solve` takes: {"bytes": ...} or {"fits": "24GiB", "context": 8192, "cache": "q8"}.
         overrides, frozen: as in `Measurement.solve`: limits per layer, role or matrix, and choices that stay.
-        calibration: text file (.txt, .xz, .gz), list of strings, or None for the text that comes with the package (written for the demo
+        calibration: a file (.txt, .jsonl, .json, also as .xz or .gz; .parquet), "dataset:owner/name" on the hub, a list of strings or of
+            conversations, "self" for text that the model writes, or None for the text that comes with the package (samples of the demo
             model; give a model of yours text of its own kind).
         rows, length: calibration rows and tokens per row; None = what `effort` says.
         report_rows: further rows of the same text, never calibrated on, for the quality in the report; fewer where the text is short.
@@ -232,6 +235,12 @@ class ConversionJob:
             raise Interrupted(f"conversion to {self.dst} was cancelled; run it again to continue")
 
 
+def _talk(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> str:
+    """A conversation as the model's template writes it."""
+    template = tokenizer.templates.pick()
+    return render(messages, template, special_tokens=tokenizer.special_tokens, add_generation_prompt=False)
+
+
 def _device(device: str | torch.device) -> torch.device:
     try:
         found = torch.device(device)
@@ -269,11 +278,8 @@ class _Run:
     def calibrate(self) -> tuple[Tensor, Tensor, str]:
         """Calibration rows int32 `(rows, length)`, rows for the report, and the name of their source."""
         with Meter("calibrate", total=1, unit="texts", sink=self.sink) as meter:
-            text, name = calibrate.read_calibration(self.job.calibration)
             tokenizer = Tokenizer.load(self.src)
-            ids, held_out = calibrate.split_rows(
-                tokenizer, text, rows=self.job.rows, extra=self.job.report_rows, length=self.length, seed=self.job.seed
-            )
+            ids, held_out, name = self._rows(tokenizer)
             for found in (ids, held_out):
                 if found.numel() and (int(found.max()) >= self.config.vocab_size or int(found.min()) < 0):
                     raise ConversionError(
@@ -281,6 +287,17 @@ class _Run:
                         "it belongs to another model"
                     )
             meter.step(detail=f"{len(ids)} rows of {self.length} tokens from {name}, {len(held_out)} held out")
+        return ids, held_out, name
+
+    def _rows(self, tokenizer: Tokenizer) -> tuple[Tensor, Tensor, str]:
+        job, source = self.job, self.job.calibration
+        if source == calibrate.SELF:
+            found = self_text.write(self.src, tokenizer, rows=job.rows + job.report_rows, length=self.length, seed=job.seed, sink=self.sink)
+            return *calibrate.part(found, job.report_rows), "written by the model"
+        template = "default" in tokenizer.templates.templates
+        text, name = calibrate.read_calibration(source, functools.partial(_talk, tokenizer) if template else None)
+        ids, held_out = calibrate.split_rows(tokenizer, text, rows=job.rows, extra=job.report_rows, length=self.length, seed=job.seed)
+        calibrate.check_known(tokenizer, ids, name)
         return ids, held_out, name
 
     def measurement(self, ids: Tensor, calibration: dict[str, Any]) -> tuple[Measurement, str]:

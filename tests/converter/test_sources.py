@@ -1,0 +1,128 @@
+"""Calibration from files, tables, conversations and the model itself: the same text, and named errors."""
+
+import gzip
+import json
+import lzma
+
+import pytest
+import torch
+
+from exl2nb.converter.calibrate import check_known, read_calibration, split_rows
+from exl2nb.converter.self_text import write
+from exl2nb.core.errors import OptionError
+from exl2nb.tokenizer.tokenizer import Tokenizer
+
+from .test_job import ConversionJob, write_model
+
+TEXTS = ["one two", "three", "vier fünf"]
+TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+SHARED = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]}
+
+
+def render(messages):
+    return "".join(f"<{m['role']}>{m['content']}" for m in messages)
+
+
+def test_lines_of_json(tmp_path):
+    lines = [{"text": TEXTS[0]}, {"content": TEXTS[1], "n": 3}, TEXTS[2], {"messages": TALK}, SHARED, {"text": None}]
+    data = "\n".join(json.dumps(line) for line in lines) + "\n\n"
+    want = "\n".join([*TEXTS, "<user>hi<assistant>ho", "<user>hi<assistant>ho"])
+    (tmp_path / "a.jsonl").write_text(data)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(data.encode()))
+    (tmp_path / "a.jsonl.xz").write_bytes(lzma.compress(data.encode()))
+    (tmp_path / "a.json").write_text(json.dumps(lines))
+    for name in ("a.jsonl", "a.jsonl.gz", "a.jsonl.xz", "a.json"):
+        assert read_calibration(tmp_path / name, render) == (want, name)
+    assert read_calibration([TEXTS[0], TALK, {"text": TEXTS[1]}], render)[0] == "one two\n<user>hi<assistant>ho\nthree"
+    with pytest.raises(OptionError, match="no chat template"):
+        read_calibration(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("{", "line 1: .*expected JSON"),
+        ("[1]", "found a message"),
+        ('{"a": 1, "b": 2}', "an object with a, b"),
+        ("3", "a int"),
+        ('{"messages": [{"role": "user"}]}', "role and content"),
+        ('{"text": "  "}', "found no text"),
+    ],
+)
+def test_bad_lines_are_named(tmp_path, line, text):
+    (tmp_path / "x.jsonl").write_text(line)
+    with pytest.raises(OptionError, match=text):
+        read_calibration(tmp_path / "x.jsonl", render)
+
+
+def test_parquet(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    def save(name, **columns):
+        parquet.write_table(pa.table(columns), tmp_path / name)
+        return tmp_path / name
+
+    assert read_calibration(save("a.parquet", id=[1, 2, 3], text=TEXTS))[0] == "\n".join(TEXTS)
+    assert read_calibration(save("b.parquet", id=[1, 2, 3], story=TEXTS))[0] == "\n".join(TEXTS)
+    assert read_calibration(save("c.parquet", messages=[TALK]), render)[0] == "<user>hi<assistant>ho"
+    with pytest.raises(OptionError, match="found columns id, n, expected one of text"):
+        read_calibration(save("d.parquet", id=[1], n=[2.0]))
+    (tmp_path / "e.parquet").write_bytes(b"PAR1 no")
+    with pytest.raises(OptionError, match="expected a Parquet file"):
+        read_calibration(tmp_path / "e.parquet")
+
+
+def test_without_pyarrow_it_says_what_to_install(tmp_path, monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(OptionError, match=r"exl2nb\[parquet\]"):
+        read_calibration(tmp_path / "a.parquet")
+
+
+def test_missing_and_directory(tmp_path):
+    with pytest.raises(OptionError, match="no such file"):
+        read_calibration(tmp_path / "no.txt")
+    with pytest.raises(OptionError, match="a directory"):
+        read_calibration(tmp_path)
+    with pytest.raises(OptionError, match="dataset:no where: cannot be fetched"):
+        read_calibration("dataset:no where")
+
+
+class Letters:
+    """One token a letter."""
+
+    special_tokens = {"unk_token": "?"}  # noqa: RUF012
+
+    def encode(self, text, add_special=True):
+        return [ord(c) for c in text]
+
+
+def test_report_rows_share_no_token():
+    text = "".join(chr(48 + i % 70) for i in range(2000))
+    rows, extra = split_rows(Letters(), text, rows=12, extra=4, length=100)
+    assert rows.shape == (12, 100)
+    assert extra.shape == (4, 100)
+    assert split_rows(Letters(), text, rows=19, extra=4, length=100)[1].shape == (0, 100)
+    with pytest.raises(OptionError, match="found 2000"):
+        split_rows(Letters(), text, rows=21, extra=4, length=100)
+
+
+def test_text_the_tokenizer_does_not_know():
+    with pytest.raises(OptionError, match="50 % of its tokens are unknown"):
+        check_known(Letters(), torch.tensor([[63, 63, 97, 98]]), "x.txt")
+    check_known(Letters(), torch.tensor([[63, 97, 97, 98]]), "x.txt")
+
+
+def test_written_by_the_model(tmp_path):
+    source = write_model(tmp_path / "model", num_hidden_layers=1)
+    tokenizer = Tokenizer.load(source)
+    ids = write(source, tokenizer, rows=3, length=20, seed=1)
+    assert ids.shape == (3, 20)
+    assert torch.equal(ids, write(source, tokenizer, rows=3, length=20, seed=1))
+    assert not torch.equal(ids, write(source, tokenizer, rows=3, length=20, seed=2))
+    assert len(set(map(tuple, ids.tolist()))) == 3
+    done = ConversionJob(source, tmp_path / "out", bpw=5, calibration="self", rows=4, length=24, report_rows=2).run()
+    assert done.calibration == {"rows": 4, "length": 24, "dataset": "written by the model"}
