@@ -161,12 +161,14 @@ struct Sampler {
   }
   __device__ __forceinline__ void look() {
     Summary s = {-INFINITY, 0.f, 0, 0};
+    float best = -INFINITY;
+    int best_id = -1;
     const auto take = [&](int id, float v) {
       s.bad |= isnan(v);
       s.raw_max = fmaxf(s.raw_max, v);
       const float z = penalise(v, id);
       if (kept) kept[id - begin] = z;
-      s.best = max(s.best, rating(z, id));
+      if (z > best || best_id < 0) best = z, best_id = id;  // ids come in order
     };
     const bool aligned = reinterpret_cast<uintptr_t>(logits) % 16 == 0;
     each([&](int id, int n) {
@@ -179,8 +181,9 @@ struct Sampler {
     });
     if (s.raw_max > -INFINITY)
       each([&](int id, int n) {
-        for (int i = 0; i < n; i++) s.raw_sum += expf(raw(id + i) - s.raw_max);
+        for (int i = 0; i < n; i++) s.raw_sum += __expf(raw(id + i) - s.raw_max);
       });
+    if (best_id >= 0) s.best = rating(best, best_id);
 #pragma unroll
     for (int i = 16; i; i /= 2) s = both(s, from_lane(s, i));
     if (lane == 0) sh.warps[warp] = s;

@@ -16,7 +16,8 @@ from exl2nb.core.errors import ModelNotFound, OptionError
 from exl2nb.core.progress import Progress, SilentSink, Sink
 
 NEEDED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "README.md"]
-SKIPPED = ["*/*", "consolidated*", "*.bin.index.json", "adapter_*"]
+# no subfolder but additional_chat_templates
+SKIPPED = ["[!a]*/*", "a/*", "a[!d]*/*", "ad/*", "ad[!d]*/*", "consolidated*", "*.bin.index.json", "adapter_*"]
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 
 

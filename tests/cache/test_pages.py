@@ -60,3 +60,23 @@ def test_counts_agree_with_a_model_of_holders(num_pages, steps):
     for held in holders:
         pages.free(held)
     assert sorted(pages.allocate(num_pages)) == list(range(num_pages))
+
+
+def test_kept_pages_count_as_free_and_the_oldest_goes_first():
+    pages, gone = PageTable(4), []
+    pages.on_evict = gone.append
+    old, new = pages.allocate(2), pages.allocate(1)
+    for page in (*old, *new):
+        pages.keep(page)
+    pages.free(old)
+    pages.free(new)
+    assert (pages.num_free, pages.num_cached, [pages.state(page) for page in range(4)]) == (4, 3, ["cached"] * 3 + ["free"])
+    assert pages.allocate(2) == [3, old[1]]  # the free one, then the end of the text that was used longest ago
+    assert (gone, pages.evictions) == ([old[1]], 1)
+    pages.share([old[0]])
+    assert pages.state(old[0]) == "used"
+    pages.drop(new[0])
+    assert pages.state(new[0]) == "free"
+    with pytest.raises(AssertionError, match="nobody holds"):
+        pages.keep(new[0])
+    assert pages.last_use(old[0]) > pages.last_use(new[0]) > 0

@@ -31,12 +31,21 @@ def test_download_asks_for_needed_files_and_reports_bytes(tmp_path, monkeypatch)
 
     def download(repo_id, *, revision, allow_patterns, ignore_patterns, tqdm_class):
         assert (repo_id, revision) == ("owner/name", "4.0bpw")
+        offered = [
+            "config.json",
+            "output.safetensors",
+            "modeling_x.py",
+            "pytorch_model.bin",
+            "sub/x.safetensors",
+            "consolidated.safetensors",
+        ]
+        offered += ["additional_chat_templates/rag.jinja", "adapter/x.safetensors", "a/x.json", "ad/x.json", "b/c/x.json"]
         wanted = huggingface_hub.utils.filter_repo_objects(
-            ["config.json", "output.safetensors", "modeling_x.py", "pytorch_model.bin", "sub/x.safetensors", "consolidated.safetensors"],
+            offered,
             allow_patterns=allow_patterns,
             ignore_patterns=ignore_patterns,
         )
-        assert list(wanted) == ["config.json", "output.safetensors"]
+        assert list(wanted) == ["config.json", "output.safetensors", "additional_chat_templates/rag.jinja"]
         files = tqdm_class(total=2, unit="it", name="x", disable=True)
         bar = tqdm_class(total=0, unit="B", desc="bytes")
         bar.total += 100

@@ -213,7 +213,6 @@ def test_a_killed_download_is_resumed(server, tmp_path):
     assert not list(tmp_path.rglob("snapshots/*/output.safetensors"))
     answer, _ = ask(server, tmp_path, "owner/name", "4.0bpw", HF_HUB_OFFLINE="1")
     assert "no complete copy" in answer or "not complete" in answer, answer
-    kept = [path.name for path in tmp_path.rglob("snapshots/*/*")]
     assert ask(server, tmp_path, "owner/name", "4.0bpw")[0] == ["config.json", "output.safetensors"]
-    assert sorted(SEEN) == sorted({"config.json", "output.safetensors"} - set(kept))
+    assert SEEN.count("output.safetensors") == 1 and SEEN.count("config.json") <= 1
     assert next(tmp_path.rglob("output.safetensors")).read_bytes() == FILES["output.safetensors"]

@@ -1,0 +1,137 @@
+"""What the host does per decode step besides the model: schedule, tensors, sampling, text. And what batching and reuse bring.
+
+    python benchmarks/scheduler.py            # host work with a model that computes nothing
+    python benchmarks/scheduler.py --demo     # the demo model too: batches, and a repeated prompt of 1000 tokens
+
+Prints one JSON object. Host work in microseconds per step, the best of the rounds and their median, on one thread without a reader, for
+two kinds of stepper: one that hands out logits, which the host samples (greedy, 4096 tokens in the vocabulary), and one that brings drawn
+tokens, as a GPU does, one step ahead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import exl2nb
+from exl2nb.cache.spec import PAGE_SIZE
+from exl2nb.generator.batch import MAX_ROWS, BatchBuilder
+from exl2nb.generator.loop import StepLoop
+from exl2nb.generator.pager import Pager
+from exl2nb.generator.request import Request
+from exl2nb.generator.scheduler import MAX_CHUNK, Scheduler
+from exl2nb.generator.sequence import Sequence
+from exl2nb.sampling.report import Sampled
+from exl2nb.tokenizer.tokenizer import Tokenizer
+
+PAGES, VOCAB, WARM, STEPS = 64, 4096, 30, 400
+DEMO = Path(exl2nb.__file__).parent / "demo_model"
+
+
+class Null:
+    """Computes nothing: the same logits, or the same drawn token, for every row."""
+
+    def __init__(self, lookahead: int) -> None:
+        self.lookahead = lookahead
+        self._logits = np.random.default_rng(0).normal(size=(64, VOCAB)).astype(np.float32)
+        self._drawn = Sampled(300, -1.0, 1)
+
+    def can_draw(self, state: Any) -> bool:
+        """Always; asked only with lookahead."""
+        return True
+
+    def launch(self, step: Any) -> Null:
+        """Keep how many rows there are."""
+        self._rows = len(step.draws)
+        return self
+
+    def result(self) -> list[Any]:
+        """One per row."""
+        return [self._drawn] * self._rows if self.lookahead else list(self._logits[: self._rows])
+
+    def copy(self, source: int, target: int) -> None:
+        """Nothing to copy."""
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def host_work(tokenizer: Tokenizer, batch: int, lookahead: int, rounds: int) -> dict[str, float]:
+    """Microseconds per decode step."""
+    found = []
+    for _ in range(rounds):
+        pager = Pager(PAGES, page_size=PAGE_SIZE, copy=lambda source, target: None)
+        builder = BatchBuilder(max_tokens=batch * MAX_ROWS + MAX_CHUNK, max_sequences=batch, max_pages=16, page_size=PAGE_SIZE)
+        loop = StepLoop(Scheduler(pager, max_sequences=batch), builder, Null(lookahead))
+        for i in range(batch):
+            ids = random.Random(i).choices(range(3, 200), k=20)
+            request = Request.of(ids, where="benchmark", temperature=0, max_tokens=900, ignore_eos=True)
+            loop.add(Sequence(request, tokenizer, context=2048))
+        with torch.inference_mode():
+            for _ in range(WARM):
+                loop.step()
+            start = time.perf_counter()
+            for _ in range(STEPS):
+                loop.step()
+            found.append((time.perf_counter() - start) / STEPS * 1e6)
+        assert len(loop.scheduler.running) == batch
+    return {"best_us": round(min(found), 1), "median_us": round(statistics.median(found), 1)}
+
+
+def batches(llm: exl2nb.LLM, rounds: int) -> dict[str, float]:
+    """Decoded tokens per second of all requests together."""
+    found: dict[str, float] = {}
+    for batch in (1, 2, 4, 8, 16):
+        best = 0.0
+        for _ in range(rounds):
+            prompts = [llm.tokenizer.encode(f"Number {i}: it was") for i in range(batch)]
+            start = time.perf_counter()
+            done = llm.batch([{"prompt": ids, "stream": False} for ids in prompts], max_tokens=128, temperature=0, ignore_eos=True).run()
+            best = max(best, sum(len(one.tokens) for one in done.values()) / (time.perf_counter() - start))
+        found[str(batch)] = round(best, 1)
+    return found
+
+
+def repeated_prompt(llm: exl2nb.LLM, rounds: int) -> dict[str, float]:
+    """Seconds to the first token of a prompt of 1000 tokens: the first time, and again."""
+    first, again = [], []
+    for seed in range(rounds):
+        ids = random.Random(seed).choices(range(3, 200), k=1000)
+        llm.cache.clear()
+        one, two = (llm.generate(ids, max_tokens=1, temperature=0) for _ in range(2))
+        first.append(one.timings.first_token_s)
+        again.append(two.timings.first_token_s)
+    return {"first_ms": round(min(first) * 1e3, 2), "again_ms": round(min(again) * 1e3, 2), "share": round(min(again) / min(first), 4)}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--demo", action="store_true")
+    parser.add_argument("--model", default=None, help="instead of the demo model's own weights")
+    options = parser.parse_args()
+    tokenizer = Tokenizer.load(DEMO)
+    found: dict[str, Any] = {
+        kind: {str(batch): host_work(tokenizer, batch, lookahead, options.rounds) for batch in (1, 4, 16)}
+        for kind, lookahead in (("logits", 0), ("drawn", 1))
+    }
+    if options.demo or options.model:
+        load = exl2nb.load(options.model, progress=None) if options.model else exl2nb.demo(progress=None)
+        with load as llm:
+            llm.generate("It was", max_tokens=20)
+            found["tok_s"] = batches(llm, options.rounds)
+            found["prompt_1000"] = repeated_prompt(llm, options.rounds)
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
