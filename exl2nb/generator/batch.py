@@ -21,10 +21,12 @@ class BatchBuilder:
     The tensors of a batch are views of this builder's buffers, so a step is good until the next `build`.
 
     Args:
-        max_tokens: in a step. max_sequences: in a step. max_pages: of a sequence. page_size: tokens per page.
+        max_tokens: in a step. max_sequences: in a step. max_pages: of a sequence. page_size: tokens per page. switches: batches say which
+            sequences are long.
     """
 
-    def __init__(self, *, max_tokens: int, max_sequences: int, max_pages: int, page_size: int) -> None:
+    def __init__(self, *, max_tokens: int, max_sequences: int, max_pages: int, page_size: int, switches: bool = False) -> None:
+        self._long = np.ones(max_sequences, np.int32) if switches else None
         self._page_size, self._max_pages = page_size, max_pages
         self._ids, self._positions, self._slots, self._rows, self._feed = (np.zeros(max_tokens, np.int32) for _ in range(5))
         self._table = np.zeros(max_sequences * max_pages, np.int32)
@@ -45,6 +47,8 @@ class BatchBuilder:
         sequences: list[object] = [span.sequence for span in spans]
         decoding = all([span.length == 1 == span.rows for span in spans])
         feed = any([span.feed for span in spans])
+        if self._long is not None:
+            self._long[: len(spans)] = [span.sequence.long for span in spans]
         tokens, rows = self._write_decodes(spans) if decoding else self._write(spans)
         if feed:
             self._feed[:tokens] = -1
@@ -120,6 +124,7 @@ class BatchBuilder:
                 cu_seqlens=view(self._bounds[: sequences + 1]),
                 context_lens=view(self._lens[:sequences]),
                 logit_rows=view(self._rows[:rows]),
+                long=None if self._long is None else view(self._long[:sequences]),
             )
         return batch
 

@@ -93,13 +93,15 @@ class Engine:
         self.vocab_size = vocab_size
         self.drafter: Drafter | None = None
         self._guessing = GuessingSpeculator()
+        switch = getattr(model, "rope_switch", None)
         builder = BatchBuilder(
+            switches=switch is not None,
             max_tokens=max_sequences * MAX_ROWS + max_chunk,
             max_sequences=max_sequences,
             max_pages=min(cache_spec.num_pages, -(-(self.context + MAX_ROWS) // size)),
             page_size=size,
         )
-        self.loop = StepLoop(Scheduler(self.pager, max_sequences=max_sequences, max_chunk=max_chunk), builder, self._stepper)
+        self.loop = StepLoop(Scheduler(self.pager, max_sequences=max_sequences, max_chunk=max_chunk, switch=switch), builder, self._stepper)
         self._arrived: deque[tuple[Sequence, object]] = (
             deque()
         )  # one leaves it after it has entered the scheduler, so it is always somewhere

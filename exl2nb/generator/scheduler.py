@@ -12,6 +12,7 @@ from exl2nb.generator.sequence import Sequence
 STEP_S = 0.15  # a step of prompt tokens alone is sized to take about this long, so that cancelling is quick on a slow machine
 BESIDE_S = 0.05  # and one beside decodes, so that their text keeps coming
 MIN_CHUNK, MAX_CHUNK = 32, 512  # prompt tokens per step
+SHORT = "short"  # salt of the pages of sequences up to the switch
 
 
 class Span(NamedTuple):
@@ -45,9 +46,11 @@ class Scheduler:
         pager: the pages, which nobody else uses.
         max_sequences: that run at a time.
         max_chunk: prompt tokens per step, at most.
+        switch: sequences beyond so many tokens rotate otherwise (`Model.rope_switch`); one that grows past it is computed again. None = none.
     """
 
-    def __init__(self, pager: Pager, *, max_sequences: int, max_chunk: int = MAX_CHUNK) -> None:
+    def __init__(self, pager: Pager, *, max_sequences: int, max_chunk: int = MAX_CHUNK, switch: int | None = None) -> None:
+        self.switch = switch
         self.pager, self.max_sequences, self.max_chunk = pager, max_sequences, max(max_chunk, MIN_CHUNK)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
@@ -87,6 +90,8 @@ class Scheduler:
             turn = self._turns[group] = max(turn, self._turns.get(group, 0) + 1)
         sequence.rank = (-sequence.request.priority, turn, self._arrivals)
         self._arrivals += 1
+        if self.switch is not None and len(sequence.ids) <= self.switch:
+            sequence.long, sequence.salt = False, SHORT
         insort(self.waiting, sequence, key=_rank)
 
     def schedule(self) -> list[Span]:
@@ -120,6 +125,7 @@ class Scheduler:
 
     def fork(self, source: Sequence, target: Sequence) -> None:
         """Give `target` the cache of `source` by reference; whoever writes to a shared page first gets a copy of it."""
+        target.long, target.salt = source.long, source.salt
         self.pager.fork(source, target)
 
     def remove(self, sequence: Sequence, *, keep: bool = True) -> None:
@@ -176,6 +182,8 @@ class Scheduler:
         preempted = self.preemptions
         for sequence in self.running.copy():
             flying = sequence.flying
+            if not sequence.long and not self._lengthen(sequence):
+                continue
             length = len(sequence.ids) + flying - sequence.computed
             if length <= 0 or (self.preemptions != preempted and sequence not in self.running):
                 continue
@@ -190,6 +198,19 @@ class Scheduler:
             running = set(map(id, self.running))
             spans = [span for span in spans if id(span.sequence) in running]
         return spans
+
+    def _lengthen(self, sequence: Sequence) -> bool:
+        """Where a sequence has grown past the switch, begin it again as a long one. False: what is in flight must come back first."""
+        assert self.switch is not None, "only a model that switches has short sequences"
+        if len(sequence.ids) - sequence.guessed <= self.switch < len(sequence.ids):
+            sequence.withdraw()  # guesses are verified on their own side of the switch
+        if len(sequence.ids) + sequence.flying <= self.switch:
+            return True
+        if sequence.flying:
+            return False
+        self.pager.release(sequence)
+        sequence.long, sequence.salt, sequence.keys = True, "", []
+        return True
 
     def _chunks(self, prompts: list[Sequence], budget: int) -> list[Span]:
         """Share the budget; what one prompt leaves of its share goes to the next."""

@@ -30,7 +30,7 @@ class Sequence:
         (written, or about to be by a launched step). pages: of the cache. limit: new tokens at most, the request's max_tokens or the room
         left in the context. prompt_tokens: how many of the ids are prompt (one less than were given, where the last is healed).
         Kept by scheduler and pager: rank (the smaller runs first), keys (of the full pages of ids), published (full pages made known),
-        reused_tokens, preemptions, salt (what besides tokens changes the pages).
+        reused_tokens, preemptions, salt (what besides tokens changes the pages), long (rotated as sequences beyond the scheduler's switch).
         Kept by the engine: flying (tokens drawn on the device that nobody has read), on_device (the device draws), ended, deadline.
         group: None, or what it runs in step with; its members end together.
 
@@ -50,7 +50,7 @@ class Sequence:
         self.rank: tuple[int, int, int] = (0, 0, 0)
         self.keys: list[bytes] = []
         self.published = self.reused_tokens = self.preemptions = self.flying = 0
-        self.salt = ""
+        self.salt, self.long = "", True
         self.on_device = self.ended = False
         self.limit = min(request.max_tokens, context - len(prompt))
         self.ends = request.stop_ids | (frozenset() if request.ignore_eos else tokenizer.eos_ids)

@@ -21,7 +21,7 @@ from .zoo import ZOO, build_wide, config_of, write, write_tokenizer
 
 
 def tolerance(config):
-    """Rounding every reconstructed weight once more to fp16 and activations to int16: it adds up over layers and experts, post norms magnify it."""
+    """Rounding weights once more to fp16 and activations to int16 adds up over layers and experts; post norms magnify it."""
     return 6e-3 if config.post_norm else (1e-3 if config.moe is None else 1.5e-3) * max(2, config.num_layers)
 
 

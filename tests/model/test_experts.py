@@ -12,7 +12,7 @@ from exl2nb.model.dense import DenseWeights
 from exl2nb.model.layout import layer_linears
 from exl2nb.model.store import open_store
 
-from ..model.zoo import build_wide, config_of, write, write_tokenizer
+from .zoo import build_wide, config_of, write, write_tokenizer
 
 TEXT = " ".join(f"w{(i * i + 7 * i) % 90}" for i in range(2000))
 
@@ -56,7 +56,7 @@ def test_inputs_of_a_sparse_layer():
 def config_of_zoo(name):
     from exl2nb.model.archs import parse_config
 
-    from ..model.tiny import raw_config
+    from .tiny import raw_config
 
     return parse_config(raw_config(build_wide(name)))
 
