@@ -72,8 +72,13 @@ class Work:
             return None
 
     def has_statistics(self, key: str, layers: int) -> bool:
-        """Whether those of every layer are there."""
-        return all(self._statistics(key, layer).is_file() for layer in range(layers))
+        """Whether those of every layer are there and whole."""
+        try:
+            for layer in range(layers):
+                safetensors.SafetensorsFile(self._statistics(key, layer)).close()
+        except (Exl2Error, OSError):
+            return False
+        return True
 
     def _measured(self, key: str, layer: int) -> Path:
         return self.directory / f"measure-{key[:16]}-{_layer(layer)}.json"

@@ -117,7 +117,10 @@ class GuessingSpeculator:
             guesses = sequence.guesses
             assert guesses is not None, "those without were left out"
             room, drafter = min(most, sequence.limit - sequence.new_tokens - 1), guesses.drafter
-            if drafter is None:
+            constraint = sequence.sampler.constraint
+            if constraint is not None and (forced := constraint.forced()):  # what must follow needs no guess
+                sequence.propose(forced[: max(0, min(room, guesses.pace.settings.max_tokens))])
+            elif drafter is None:
                 sequence.propose(guesses.guess(sequence.ids, room, running - 1))
             elif count := guesses.pace.length(room, running - 1, guess_s=drafter.guess_s):
                 drafters[id(drafter)] = drafter

@@ -17,6 +17,7 @@ from exl2nb.generator.scheduler import MIN_CHUNK, Scheduler, Span
 from exl2nb.generator.stepper import Stepper, Ticket
 from exl2nb.sampling.report import Sampled
 
+PAUSE_S = 0.0005
 SWEEP = 64  # waiting requests looked at in every step; longer queues are looked at in every eighth
 
 Request_ = sequences.Sequence  # one running request
@@ -82,6 +83,8 @@ class StepLoop:
             self._launch(spans)
         if flights and (not spans or len(flights) > self.stepper.lookahead):
             self._land()
+        elif not spans and scheduler.busy:
+            time.sleep(PAUSE_S)  # those that wait are not ready yet
 
     def drain(self) -> None:
         """Read every step in flight."""

@@ -235,8 +235,9 @@ class Timings:
         return (self.new_tokens - 1) / self.decode_s if self.decode_s > 0 and self.new_tokens > 1 else 0.0
 
     def __str__(self) -> str:
+        found = f" ({self.reused_tokens} found in the cache)" if self.reused_tokens else ""
         return (
-            f"{self.prompt_tokens} prompt tokens at {self.prefill_tok_s:.0f} tok/s, first token after {self.first_token_s:.3f} s, "
+            f"{self.prompt_tokens} prompt tokens{found} at {self.prefill_tok_s:.0f} tok/s, first token after {self.first_token_s:.3f} s, "
             f"{self.new_tokens} new at {self.decode_tok_s:.0f} tok/s"
         )
 

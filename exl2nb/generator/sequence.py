@@ -162,7 +162,7 @@ class Sequence:
             place = len(self.ids)
             sampled, source = self._choose(row)
             right = i < guessed and sampled.id == guesses[i]
-            if right and self.guesses is not None:
+            if right and source != "forced" and self.guesses is not None:
                 source = self.guesses.name
             reason = self._take(sampled, row, source)
             accepted += right

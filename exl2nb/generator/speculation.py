@@ -29,6 +29,7 @@ class Speculation:
 
     kind: "draft" (a smaller model with the same tokenizer), "ngram" (what followed the last tokens when they stood in the text before; good
     where an answer repeats its prompt, as in edits of code), "auto" (the draft model if the model was loaded with one), "off".
+    Where a structure leaves no choice, what must follow is verified instead of a guess.
     max_tokens: guesses verified together, 1 to 7. adaptive: fewer where guesses fail. min_match, max_match: tokens that must agree with an
     earlier place in the text before "ngram" guesses; longer matches are tried first.
 

@@ -171,3 +171,18 @@ def test_32_mixed_requests_together_are_each_alone(llm):
 def test_refusals(llm, ask, words):
     with pytest.raises(OptionError, match=words):
         ask(llm)
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"seed": 5}])
+def test_structure_with_guesses_and_bans(llm, options):
+    """Every verified row goes through the grammar's mask, and a rewind takes the grammar back too."""
+    ask = {"max_tokens": 40, "regex": "([a-z]{2,6} ){3,8}end", **options}
+    prompt = "the cat and the dog and the cat and the dog and"
+    with ex.load(DEMO, draft=EXL2, progress=None) as fast:
+        for more in ({}, {"banned_strings": ["the", "an"]}):
+            plain = llm.generate(prompt, **ask, **more)
+            for kind in ("ngram", "draft"):
+                done = fast.generate(prompt, **ask, **more, speculation=Speculation(kind=kind, adaptive=False))
+                assert (done.text, done.finish_reason, done.rewinds) == (plain.text, plain.finish_reason, plain.rewinds)
+                assert done.speculation.proposed > 0 or kind == "ngram"
+            assert not more or not any(text in plain.text for text in ("the", "an"))

@@ -1,0 +1,163 @@
+"""What goes wrong outside of us: kills at any moment, full disks, weights and activations that are not numbers, targets that change."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from exl2nb.converter.hessian import factorize
+from exl2nb.converter.job import ConversionJob
+from exl2nb.core.errors import ConversionError, FormatError, Interrupted, OptionError
+from exl2nb.io import safetensors
+from exl2nb.model.archs import parse_config
+
+from .test_job import CONFIG, OPTIONS, TEXT, output, write_model
+
+CHILD = """
+import os, signal, sys, threading, time
+from exl2nb.converter.job import ConversionJob
+src, dst, text, event, delay = sys.argv[1:]
+count = 0
+def sink(_):
+    global count
+    if count == int(event):
+        threading.Thread(target=lambda: (time.sleep(float(delay)), os.kill(os.getpid(), signal.SIGKILL)), daemon=True).start()
+    count += 1
+ConversionJob(src, dst, bpw=4.0, calibration=[text], rows=6, length=32).run(sink)
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def whole(source, tmp_path_factory):
+    events = []
+    done = ConversionJob(source, tmp_path_factory.mktemp("out") / "whole", bpw=4.0, **OPTIONS).run(events.append)
+    return output(done.path), (done.path / "conversion.json").read_bytes(), len(events)
+
+
+def kill_again_and_again(source, dst, moments):
+    """Start the conversion in processes that are killed, then finish it here."""
+    killed = 0
+    for event, delay in moments:
+        done = subprocess.run([sys.executable, "-c", CHILD, str(source), str(dst), TEXT[0], str(event), str(delay)], check=False)
+        assert done.returncode in (0, -signal.SIGKILL)
+        if done.returncode == 0:  # the kill came too late
+            assert (dst / "config.json").exists()
+            break
+        killed += 1
+        assert not (dst / "config.json").exists() or output(dst)
+    if not (dst / "config.json").exists():
+        ConversionJob(source, dst, bpw=4.0, **OPTIONS).run()
+    return killed
+
+
+def test_killed_at_a_handful_of_moments(source, whole, tmp_path):
+    rng = random.Random(0)
+    moments = [(event, rng.random() * 0.02) for event in (4, whole[2] // 2, whole[2] - 12)]
+    assert kill_again_and_again(source, tmp_path / "out", moments) >= 2
+    assert output(tmp_path / "out") == whole[0]
+    assert (tmp_path / "out" / "conversion.json").read_bytes() == whole[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+def test_killed_at_fifty_random_moments(source, whole, tmp_path, seed):
+    rng = random.Random(seed)
+    moments = [(rng.randrange(whole[2]), rng.random() * 0.05) for _ in range(5)]
+    kill_again_and_again(source, tmp_path / "out", moments)
+    assert output(tmp_path / "out") == whole[0]
+
+
+def test_another_bitrate_on_resume(source, tmp_path):
+    class Stop(Exception):
+        pass
+
+    def bomb(event):
+        if event.stage == "quantize" and event.done == 2:
+            raise Stop
+
+    with pytest.raises(Stop):
+        ConversionJob(source, tmp_path / "out", bpw=6.0, **OPTIONS).run(bomb)
+    stages = []
+    done = ConversionJob(source, tmp_path / "out", bpw=4.0, **OPTIONS).run(lambda e: stages.append(e.stage))
+    assert "measure" not in stages  # taken over
+    assert done.target_bpw == 4.0
+
+
+def test_a_full_disk_says_so(source, tmp_path, monkeypatch):
+    import shutil
+
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    with pytest.raises(ConversionError, match="free"):
+        ConversionJob(source, tmp_path / "out", bpw=4.0, **OPTIONS).run()
+    assert not (tmp_path / "out").exists()
+
+
+def test_activations_that_overflow_name_the_layer(source, tmp_path):
+    bad = write_model(tmp_path / "bad")
+    tensors = {}
+    with safetensors.SafetensorsFile(bad / "model.safetensors") as file:
+        tensors = {name: file.read(name).float() for name in file.names()}
+    tensors["model.layers.1.mlp.down_proj.weight"] *= 1e38
+    safetensors.save(bad / "model.safetensors", tensors)
+    with pytest.raises(ConversionError, match=r"layer \d.*(NaN|infinity)"):
+        ConversionJob(bad, tmp_path / "out", bpw=4.0, **OPTIONS).run()
+    tensors["model.layers.2.self_attn.q_proj.weight"][0, 0] = float("nan")
+    safetensors.save(bad / "model.safetensors", tensors)
+    with pytest.raises((ConversionError, FormatError), match=r"layer.*(NaN|infinity)"):
+        ConversionJob(bad, tmp_path / "out2", bpw=4.0, **OPTIONS).run()
+
+
+def test_singular_hessians():
+    assert torch.isfinite(factorize(torch.zeros(32, 32, dtype=torch.float64)).upper).all()
+    one = torch.ones(64, 64, dtype=torch.float64)
+    assert torch.isfinite(factorize(one * 1e-30).upper).all()
+    assert torch.isfinite(factorize(-1e-3 * torch.eye(32, dtype=torch.float64) + one[:32, :32]).upper).all()
+    with pytest.raises(ConversionError, match="layer 3.*NaN"):
+        factorize(one * float("nan"), name="layer 3, input of q")
+
+
+def test_iterate_pause_and_leave(source, tmp_path):
+    job = ConversionJob(source, tmp_path / "out", bpw=4.0, **OPTIONS)
+    stages = [event.stage for event in job]
+    assert job.result is not None
+    assert list(dict.fromkeys(stages)) == ["calibrate", "measure", "allocate", "quantize", "write"]
+    job = ConversionJob(source, tmp_path / "two", bpw=4.0, **OPTIONS)
+    for event in job:
+        if event.stage == "measure":
+            job.pause()
+            job.resume()
+        if event.stage == "quantize":
+            break
+    assert job.result is None
+    assert not (tmp_path / "two").exists()
+    paused = ConversionJob(source, tmp_path / "three", bpw=4.0, **OPTIONS)
+    paused.pause()
+    paused.cancel()
+    with pytest.raises(Interrupted):
+        paused.run()
+    with pytest.raises(OptionError, match="device"):
+        ConversionJob(source, tmp_path / "four", bpw=4.0, device="abacus")
+
+
+def test_targets(source, whole, tmp_path):
+    done = ConversionJob(source, tmp_path / "out", target={"bytes": 90_000}, report_rows=0, **OPTIONS).run()
+    assert done.nbytes <= 90_000
+    assert done.quality is None
+    frozen = {m.key: m.groups for m in done.matrices if m.layer == 0}
+    other = ConversionJob(source, tmp_path / "b", bpw=5.0, frozen=frozen, measurement=done.measurement, **OPTIONS).run()
+    assert {m.key: m.groups for m in other.matrices if m.layer == 0} == frozen
+    for wrong in ({}, {"bpw": 4.0, "target": {"bytes": 9}}):
+        with pytest.raises(OptionError, match="not both"):
+            ConversionJob(source, tmp_path / "c", **wrong)
+    assert parse_config(CONFIG).num_layers == 3
+    assert os.listdir(tmp_path / "out")
