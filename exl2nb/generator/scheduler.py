@@ -46,7 +46,7 @@ class Scheduler:
         pager: the pages, which nobody else uses.
         max_sequences: that run at a time.
         max_chunk: prompt tokens per step, at most.
-        switch: sequences beyond so many tokens rotate otherwise (`Model.rope_switch`); one that grows past it is computed again. None = none.
+        switch: sequences beyond so many tokens rotate otherwise (`Model.rope_switch`); one that grows past it is computed anew. None: none.
     """
 
     def __init__(self, pager: Pager, *, max_sequences: int, max_chunk: int = MAX_CHUNK, switch: int | None = None) -> None:

@@ -1,4 +1,4 @@
-"""A model with two sets of RoPE factors, chosen by how long a sequence is: answers are Transformers' on either side and across the switch."""
+"""Two sets of RoPE factors, chosen by how long a sequence is: answers are Transformers' on either side of the switch and across it."""
 
 import pytest
 import torch
