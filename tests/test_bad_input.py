@@ -275,7 +275,7 @@ def test_unknown_keywords(bystander, tmp_path, call, hint):
 
 
 @pytest.mark.parametrize(
-    "options", [{"temperature": -1}, {"top_p": 1.5}, {"top_k": -1}, {"max_tokens": 0}, {"min_p": math.nan}, {"seed": -1}, {"stop": 3}]
+    "options", [{"temperature": -1}, {"top_p": 1.5}, {"top_k": -1}, {"max_tokens": 0}, {"min_p": math.nan}, {"seed": -1}, {"stop": 3.5}]
 )
 def test_option_values_out_of_range(bystander, options):
     with pytest.raises(OptionError, match=next(iter(options))):
