@@ -20,23 +20,24 @@ constexpr float kShift = 8.f;      // probabilities are held times 2^8, so that 
 constexpr float kLowest = -1e30f;  // a maximum over nothing
 constexpr float kLog2e = 1.4426950408889634f;
 
-// Chunks of a sequence at most: enough for four CTAs per SM of a large GPU at batch 1, no more than one CTA joins quickly.
-__host__ __device__ constexpr int max_splits(int num_kv_heads) {
-  return num_kv_heads <= 8 ? 64 : num_kv_heads >= 64 ? 8 : 512 / num_kv_heads;
+// Chunks of a sequence at most: they fill an H200 once at batch 1 (3 CTAs of 132 SMs, 4 with 4-bit keys: a second, partial wave costs more
+// than it brings; 8K context, 8 KV heads: 17.6 us with 32 chunks, 23.5 with 22).
+__host__ __device__ constexpr int most_splits(int items, int num_kv_heads) {
+  return num_kv_heads * 64 <= items ? 64 : num_kv_heads * 6 >= items ? 6 : items / num_kv_heads;
 }
+__host__ __device__ constexpr int max_splits(int num_kv_heads) { return most_splits(512, num_kv_heads); }  // with any storage
 
 struct Chunks {
   int start, size, count;  // first key, keys per chunk
 };
-// Depends on the sequence alone. Sizes are multiples of 64 keys that stay the same over wide ranges of context lengths; they grow with the
-// square root of it, because every chunk has to be joined. Long runs of queries fill the device by themselves.
-__host__ __device__ inline Chunks chunks_of(int context, int queries, int window, int num_kv_heads) {
+// Depends on the sequence and the model alone. Sizes are multiples of 64 keys that stay the same over wide ranges of context lengths; from
+// 1024 keys on at least 128, because in large batches the work around a chunk counts. Long runs of queries fill the device by themselves.
+__host__ __device__ inline Chunks chunks_of(int context, int queries, int window, int num_kv_heads, bool q4) {
   const int oldest = window > 0 ? context - queries - window + 1 : 0, start = oldest > 0 ? oldest / kUnit * kUnit : 0;
-  const int units = (context - start + kUnit - 1) / kUnit, most = max_splits(num_kv_heads);
+  const int units = (context - start + kUnit - 1) / kUnit, most = most_splits(q4 ? 512 : 384, num_kv_heads);
   if (queries > kMaxNew) return {start, units * kUnit, 1};
-  int per = 1;
-  while (per * most < units || 4 * (per + 1) * (per + 1) <= units)
-    per = per == 1 ? 2 : per % 3 == 0 ? per / 3 * 4 : per / 2 * 3;  // 1 2 3 4 6 8 12 ...
+  int per = units < 16 ? 1 : 2;
+  while (per * most < units) per = per == 1 ? 2 : per % 3 == 0 ? per / 3 * 4 : per / 2 * 3;  // 1 2 3 4 6 8 12 ...
   return {start, per * kUnit, (units + per - 1) / per};
 }
 
@@ -67,7 +68,7 @@ __device__ __forceinline__ bool find_item(const DecodeParams& p, int index, Item
     if (b < c.sequences) {
       first = c.cu_seqlens[b], queries = c.cu_seqlens[b + 1] - first, context = c.context_lens[b];
       if (context > 0 && queries > 0) {
-        chunks = chunks_of(context, queries, p.a.window, c.num_kv_heads);
+        chunks = chunks_of(context, queries, p.a.window, c.num_kv_heads, c.k_format == kCacheQ4);
         blocks = (queries * q_per_kv + 8 * NT - 1) / (8 * NT);
         items = chunks.count * c.num_kv_heads * blocks;
       }
@@ -280,20 +281,31 @@ struct Decode {
     const int new_from = max(first_new, chunk_start), fresh = max(min(it.context, chunk_last) - new_from, 0);
     const float factor = a.softcap > 0.f ? a.scale : a.scale * kLog2e;
     for (int i = rows * kQStride / 2 + threadIdx.x; i < kRows * kQStride / 2; i += kThreads) reinterpret_cast<uint32_t*>(sh.in.q)[i] = 0;
+    Row<kSlots> row, next_row;
+    Turn<kSlots> turn;
+    const auto index_of = [&](int r) {
+      return r < rows ? token_of(first_row + r) : r - rows - (r < rows + fresh ? 0 : fresh) + new_from - first_new;
+    };
+    const auto fetch_turn = [&](int r, Turn<kSlots>& to) {
+      const int i = index_of(r);
+      if (!a.q) to.load(a.rope, a.rope.positions ? a.rope.positions[it.first_token + i] : it.context - it.queries + i);
+    };
+    const auto fetch_row = [&](int r, Row<kSlots>& to) {
+      const int i = index_of(r);
+      const int head = r < rows ? it.kv_head * q_per_kv + first_row + r - i * q_per_kv
+                                : a.cache.num_heads + (r < rows + fresh ? 0 : a.cache.num_kv_heads) + it.kv_head;
+      const int64_t token = it.first_token + i;
+      to.load(a.q ? a.q + (token * a.cache.num_heads + head) * D : a.qkv + token * D3 + head * D, D);
+    };
+    const int all = rows + 2 * fresh;
+    if (warp < all) fetch_turn(warp, turn);
+    if (wait) wait_for_predecessor();
+    if (warp < all) fetch_row(warp, row);
+    if (warp + kWarps < all) fetch_row(warp + kWarps, next_row);
 #pragma unroll 1
-    for (int r = warp; r < rows + 2 * fresh; r += kWarps) {
+    for (int r = warp; r < all; r += kWarps) {
       const bool is_query = r < rows, is_key = !is_query && r < rows + fresh;
-      const int i = is_query ? token_of(first_row + r) : r - rows - (is_key ? 0 : fresh) + new_from - first_new;
-      const int head = is_query ? it.kv_head * q_per_kv + first_row + r - i * q_per_kv : it.kv_head, token = it.first_token + i;
-      Turn<kSlots> turn;
-      if (!a.q) turn.load(a.rope, a.rope.positions ? a.rope.positions[token] : it.context - it.queries + i);
-      if (wait) wait_for_predecessor();
-      wait = false;
-      Row<kSlots> row;
-      const int place_in_row = is_query ? head : a.cache.num_heads + (is_key ? 0 : a.cache.num_kv_heads) + head;
-      row.load(a.q ? a.q + (static_cast<int64_t>(token) * a.cache.num_heads + head) * D
-                   : a.qkv + static_cast<int64_t>(token) * D3 + place_in_row * D,
-               D);
+      const int i = index_of(r), head = is_query ? it.kv_head * q_per_kv + first_row + r - i * q_per_kv : it.kv_head;
       if (is_query || is_key) {
         if (!a.q) prepare(row, a.rope, is_query ? a.rope.q_norm : a.rope.k_norm, head, turn, sh.in.scratch[warp], D);
       } else if (!a.rope.norm_whole) {
@@ -309,8 +321,10 @@ struct Decode {
       } else {
         row.store(sh.in.fresh[is_key ? i : kMaxNew + i], D);
       }
+      row = next_row;
+      if (r + kWarps < all) fetch_turn(r + kWarps, turn);
+      if (r + 2 * kWarps < all) fetch_row(r + 2 * kWarps, next_row);
     }
-    if (wait) wait_for_predecessor();
     __syncthreads();
     if (!fresh) return;
     // 32 dims of a new row at a time: as the cache holds them into shared memory and, once, into the cache.
@@ -608,16 +622,16 @@ struct Decode {
   }
   // The CTA that comes last joins the chunks; then the result goes where it is read.
   __device__ __forceinline__ void finish() {
-    if (it.chunks.count > 1 && !comes_last()) return;
     const AttentionOut& to = p.a.to;
     const int numbers = rows * D;
-    int stored[kPerThread];  // of the first copy, fetched early
+    int stored[kPerThread];  // of the first copy, on its way while the CTA asks whether it is the last
 #pragma unroll
     for (int i = 0; i < kPerThread; i++) {
       const int at = threadIdx.x + i * kThreads;
       if (at < numbers) stored[i] = sh.head[at / D] * D + at % D;
       if (at < numbers && to.num_perms && to.inverse[0]) stored[i] = to.inverse[0][stored[i]];
     }
+    if (it.chunks.count > 1 && !comes_last()) return;
     if (it.chunks.count > 1)
       for (int r = warp; r < rows; r += kWarps) join_row(r, it.chunks.count);
     __syncthreads();
