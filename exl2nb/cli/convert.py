@@ -14,13 +14,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     parser.add_argument("source", metavar="IN", help="model directory, hub id, or `demo`")
     parser.add_argument("destination", type=Path, metavar="OUT", help="directory to make; it appears when it is complete")
-    parser.add_argument("--bpw", type=float, required=True, help="bits per weight of the decoder's matrices, 2 to 8, everything counted")
-    parser.add_argument("--head-bits", type=int, default=6, help="bits of the output head: 2, 3, 4, 5, 6 or 8 (default 6)")
-    parser.add_argument("--calibration", metavar="TEXTFILE", help="text to calibrate on (.txt, .xz, .gz); default: the packaged text")
+    goal = parser.add_mutually_exclusive_group(required=True)
+    goal.add_argument("--bpw", type=float, help="bits per weight of the decoder's matrices, 2 to 8, everything counted")
+    goal.add_argument("--bytes", metavar="SIZE", help="size of all weight files, such as 7GB; the head shares the budget")
+    goal.add_argument("--fits", metavar="SIZE", help="memory for weights and cache, such as 24GiB; see --context")
+    parser.add_argument("--context", type=int, default=0, help="with --fits: tokens of cache that must fit too")
+    parser.add_argument("--cache", default="fp16", help="with --fits: mode of that cache")
+    parser.add_argument("--head-bits", default=None, help="bits of the output head: 2, 3, 4, 5, 6 or 8, or auto (default 6 with --bpw)")
+    parser.add_argument(
+        "--calibration", metavar="SOURCE", help="file (.txt, .jsonl, .parquet ...), dataset:owner/name, or self; default: the packaged text"
+    )
+    parser.add_argument("--measurement", metavar="FILE", help="measurement of this model to solve from, as `exl2nb measure` writes it")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda: where Hessians and gradients are computed")
     parser.add_argument("--rows", type=int, help="calibration rows (default: by --effort)")
     parser.add_argument("--length", type=int, help="tokens a row (default: by --effort)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--effort", default="quick", help="quick (default) or thorough")
+    parser.add_argument("--effort", default="quick", help="quick (default), full or thorough")
     parser.add_argument(
         "--work-dir", type=Path, help="keeps work in progress and the measurement, for later bitrates and after an interrupt"
     )
@@ -34,7 +43,10 @@ def run(args: argparse.Namespace, console: Console) -> int:
         locate(args.source, console.sink),
         args.destination,
         bpw=args.bpw,
-        head_bits=args.head_bits,
+        target=_target(args),
+        head_bits=int(args.head_bits) if (args.head_bits or "").isdigit() else args.head_bits,
+        measurement=args.measurement,
+        device=args.device,
         calibration=args.calibration,
         rows=args.rows,
         length=args.length,
@@ -52,7 +64,20 @@ def run(args: argparse.Namespace, console: Console) -> int:
         "seconds": done.seconds,
         "calibration": done.calibration,
         "resumed_layers": done.resumed_layers,
+        "quality": done.quality.to_dict() if done.quality else None,
         "matrices": {matrix.key: matrix.bpw for matrix in done.matrices},
     }
     console.result(data, f"{done}\n{mega(done.nbytes)} in all; try: exl2nb generate {done.path} --prompt 'It was'")
     return 0
+
+
+def _target(args: argparse.Namespace) -> dict[str, Any] | None:
+    if args.bytes is not None:
+        return {"bytes": _size(args.bytes)}
+    if args.fits is not None:
+        return {"fits": _size(args.fits), "context": args.context, "cache": args.cache}
+    return None
+
+
+def _size(text: str) -> int | str:
+    return int(text) if text.isdigit() else text

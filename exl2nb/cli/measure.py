@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     parser.add_argument("source", metavar="IN", help="model directory, hub id, or `demo`")
     parser.add_argument("out", metavar="OUT.json", type=Path, help="file to write; exllamav2 reads it too")
-    parser.add_argument("--calibration", metavar="TEXTFILE", help="text to calibrate on (.txt, .xz, .gz); default: the packaged text")
+    parser.add_argument("--calibration", metavar="SOURCE", help="text to calibrate on: a file, dataset:owner/name, or self")
     parser.add_argument("--rows", type=int, help="calibration rows (default: by --effort)")
     parser.add_argument("--length", type=int, help="tokens a row (default: by --effort)")
     parser.add_argument("--seed", type=int, default=0)
