@@ -14,6 +14,14 @@ inline int multiprocessors() {
   return count[device];
 }
 
+inline int compute_major() {
+  static int major[64] = {};
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess || device < 0 || device >= 64) return 0;
+  if (!major[device] && cudaDeviceGetAttribute(&major[device], cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess) return 0;
+  return major[device];
+}
+
 // cluster: CTAs that may read one another's shared memory, 1 = none.
 template <class... Parameters, class... Arguments>
 const char* launch_kernel(void (*kernel)(Parameters...), dim3 grid, unsigned threads, size_t shared, void* stream, bool pdl,
@@ -23,7 +31,7 @@ const char* launch_kernel(void (*kernel)(Parameters...), dim3 grid, unsigned thr
   config.stream = static_cast<cudaStream_t>(stream);
   cudaLaunchAttribute attributes[2];
   config.attrs = attributes;
-  if (pdl) {
+  if (pdl && compute_major() >= 9) {
     attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
   }

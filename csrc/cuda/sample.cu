@@ -8,11 +8,11 @@ const char* sample_launch(const SampleArgs& args, void* stream, bool pdl) {
   if (!args.logits || !args.params || args.rows < 0 || args.vocab < 1 || args.row_stride < args.vocab) return "the logits are incomplete";
   if (args.results && args.ring < 1) return "a ring of no steps";
   if (!args.rows) return nullptr;
-  int device = 0, major = 0, room = 0;
+  int device = 0, room = 0;
   if (auto* wrong = error_text(cudaGetDevice(&device))) return wrong;
-  if (auto* wrong = error_text(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device))) return wrong;
   if (auto* wrong = error_text(cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerBlockOptin, device))) return wrong;
-  const unsigned team = major >= 9 && args.vocab > 4096 ? kMaxTeam : 1;  // of the vocabulary alone, so that bits depend on nothing else
+  const unsigned team =
+      compute_major() >= 9 && args.vocab > 4096 ? kMaxTeam : 1;  // of the vocabulary alone, so that bits depend on nothing else
   const int64_t per = (int64_t(args.vocab) + team - 1) / team + 4;
   if (per > int64_t(1) << 17) return "the vocabulary is too large";
   const size_t fixed = (sizeof(SampleShared) + 15) / 16 * 16, all = fixed + size_t(per) * sizeof(float);
