@@ -64,7 +64,7 @@ class Effort:
     length: int
 
 
-EFFORTS = {"quick": Effort(32, 512), "full": Effort(100, 512), "thorough": Effort(128, 1024)}
+EFFORTS = {"quick": Effort(32, 512), "full": Effort(80, 512), "thorough": Effort(128, 1024)}
 
 
 class ConversionJob:
@@ -117,8 +117,10 @@ class ConversionJob:
         rounding: Rounding | None = None,
         device: str | torch.device = "cpu",
     ) -> None:
-        if (bpw is None) == (target is None):
-            raise OptionError("convert: expected bpw, or target={'bytes': ...} or target={'fits': ...}, and not both")
+        if bpw is None and not target:
+            raise OptionError("convert: bpw is None; expected a number from 2 to 8, or target={'bytes': ...} or target={'fits': ...}")
+        if bpw is not None and target is not None:
+            raise OptionError("convert: found bpw and target, expected one of them and not both")
         if bpw is not None:
             check_range("bpw", bpw, 2, 8, where="convert")
         if effort not in EFFORTS:
