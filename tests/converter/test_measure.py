@@ -144,3 +144,18 @@ def test_the_other_reader_finds_what_it_needs(found, tmp_path):
         (tmp_path / "p.json").write_text(json.dumps(broken))
         with pytest.raises(ConversionError):
             PeerMeasurement.load(tmp_path / "p.json")
+
+
+def test_the_packaged_measurement_is_of_the_packaged_model():
+    from exl2nb.converter.api import DEMO, demo_measurement
+    from exl2nb.converter.weights import DenseWeights
+    from exl2nb.model.loader import read_model_config
+    from exl2nb.model.store import open_store
+
+    found, config = demo_measurement(), read_model_config(DEMO.parent)
+    with open_store(config, DEMO.parent) as store:
+        assert found.fingerprint == DenseWeights(config, store).fingerprint()
+    assert DEMO.stat().st_size < 320_000
+    plans = [found.solve(bpw, head_bits="auto") for bpw in (2.5, 3, 4, 6)]
+    assert [plan.predicted_kl for plan in plans] == sorted((plan.predicted_kl for plan in plans), reverse=True)
+    assert plans[1].head_bpw < 5 < plans[1].bpw + 2
