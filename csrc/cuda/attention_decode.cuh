@@ -327,25 +327,26 @@ struct Decode {
     }
     __syncthreads();
     if (!fresh) return;
-    // 32 dims of a new row at a time: as the cache holds them into shared memory and, once, into the cache.
+    // 32 dims of a new key and of its value at a time: as the cache holds them into shared memory and, once, into the cache.
 #pragma unroll 1
-    for (int j = warp; j < 2 * fresh * kSlots; j += kWarps) {
-      const int r = j / kSlots, i = (r < fresh ? r : r - fresh) + new_from - first_new, d = j % kSlots * 32 + lane;
-      if (KF == VF || r < fresh) {
-        const bool key = r < fresh;
-        keep<KF>(sh.in.fresh[key ? i : kMaxNew + i], i, d, key ? a.cache.k_pool : a.cache.v_pool, key ? sh.in.k : sh.in.v,
-                 key ? sh.in.k_scale : sh.in.v_scale);
+    for (int j = warp; j < fresh * kSlots; j += kWarps) {
+      const int i = j / kSlots + new_from - first_new, d = j % kSlots * 32 + lane;
+      const Numbers<2> x = {d < D ? sh.in.fresh[i][d] : 0.f, d < D ? sh.in.fresh[kMaxNew + i][d] : 0.f};
+      Coded made[2];
+      if constexpr (KF == VF) {
+        encode<KF, scale_group(D), 2>(x, made);
       } else {
-        keep<VF>(sh.in.fresh[kMaxNew + i], i, d, a.cache.v_pool, sh.in.v, sh.in.v_scale);
+        made[0] = encode<KF, scale_group(D)>(x[0]), made[1] = encode<VF, scale_group(D)>(x[1]);
       }
+      if (d >= D) continue;
+      keep<KF>(made[0], i, d, a.cache.k_pool, sh.in.k, sh.in.k_scale);
+      keep<VF>(made[1], i, d, a.cache.v_pool, sh.in.v, sh.in.v_scale);
     }
     __syncthreads();
   }
   template <int F>
-  __device__ __forceinline__ void keep(const float* row, int i, int d, void* pool, uint8_t* codes, uint8_t* scales) const {
+  __device__ __forceinline__ void keep(const Coded& made, int i, int d, void* pool, uint8_t* codes, uint8_t* scales) const {
     constexpr int row_bytes = D * bits_of(F) / 8, head_bytes = page_bytes(F, D), G = scale_group(D);
-    const Coded made = encode<F, G>(d < D ? row[d] : 0.f);
-    if (d >= D) return;
     put<F, G>(made, d, codes + i * row_bytes, scales + i * kGroups * 2);
     if (it.block) return;
     const int at = it.context - it.queries + i;
