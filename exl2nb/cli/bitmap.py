@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+
+from exl2nb.core.palette import colour, ink
 
 _KEY = re.compile(r"\.layers\.(\d+)\.(.+)$")
-# Light to dark, readable with black text at the light end and white at the dark end; anchors at 2, 3, 4, 5, 6 and 8 bits.
-_ANCHORS = (
-    (2.0, (254, 240, 190)),
-    (3.0, (190, 222, 150)),
-    (4.0, (112, 190, 150)),
-    (5.0, (52, 140, 150)),
-    (6.0, (45, 90, 140)),
-    (8.0, (58, 34, 102)),
-)
 
 
 @dataclass(frozen=True)
@@ -42,25 +34,6 @@ class BitMap:
         """Plain mean of a layer's matrices: a guide for the eye, not a bitrate (matrices differ in size)."""
         values = [row[column] for row in self.bits if row[column] is not None]
         return sum(v for v in values if v is not None) / max(1, len(values))
-
-
-def colour(bits: float) -> tuple[int, int, int]:
-    """RGB of a number of bits, interpolated between the anchors."""
-    if bits <= _ANCHORS[0][0]:
-        return _ANCHORS[0][1]
-    for (low, a), (high, b) in pairwise(_ANCHORS):
-        if bits <= high:
-            t = (bits - low) / (high - low)
-            r, g, blue = (round(x + t * (y - x)) for x, y in zip(a, b))
-            return r, g, blue
-    return _ANCHORS[-1][1]
-
-
-def ink(rgb: Sequence[int]) -> tuple[int, int, int]:
-    """Black or white, whichever contrasts more with `rgb` (WCAG relative luminance)."""
-    linear = [c / 255 / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb]
-    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-    return (0, 0, 0) if (luminance + 0.05) / 0.05 > 1.05 / (luminance + 0.05) else (255, 255, 255)
 
 
 def render_text(map_: BitMap, *, colours: bool = False, columns: int = 100) -> str:

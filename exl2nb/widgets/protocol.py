@@ -168,8 +168,126 @@ class ProgressState(TypedDict):
     _static: bool
 
 
+class Run(NamedTuple):
+    """`count` groups in a row, each of `rows` rows at `bits` bits."""
+
+    bits: int
+    rows: int
+    count: int
+
+
+class BitPart(NamedTuple):
+    """One matrix as its file has it, from the top row to the last. format: "exl2", "gptq", a dtype or "". runs: empty where not known."""
+
+    name: str
+    bpw: float
+    format: str
+    runs: list[Run]
+
+
+class BitCell(NamedTuple):
+    """One kind of matrix in one layer (-1: outside). experts: matrices folded into it. rows, columns: of one; 0 = not known.
+
+    error: of the rounding on the calibration text. share: of the predicted KL, 0..1. null: not known.
+    """
+
+    layer: int
+    matrix: str
+    bpw: float
+    nbytes: int
+    weights: int
+    rows: int
+    columns: int
+    experts: int
+    error: float | None
+    share: float | None
+    parts: list[BitPart]
+
+
+class BitMapState(TypedDict):
+    """Synced traits of BitMap. selected: layer and matrix, or empty. _other: bits of a second model, cell by cell."""
+
+    status: Status
+    error: str
+    height: str
+    title: str
+    metric: Literal["bpw", "error", "share", "difference"]
+    selected: list[int | str]
+    _metrics: list[str]
+    _matrices: list[str]
+    _layers: list[int]
+    _cells: list[BitCell]
+    _other: list[float | None]
+    _other_title: str
+    _protocol: int
+    _static: bool
+
+
+class CurvePoint(NamedTuple):
+    """One allocation on the rate-distortion curve. kl: predicted, nats per token. bits: of each cell, in the order of `_cells`."""
+
+    bpw: float
+    nbytes: int
+    kl: float
+    bits: list[float]
+
+
+class Mark(NamedTuple):
+    """A bitrate whose KL was measured, nats per token."""
+
+    bpw: float
+    kl: float
+    label: str
+
+
+class ExplorerState(TypedDict):
+    """Synced traits of BitrateExplorer. bpw: asked for; solved: the bitrate that the cells and figures belong to."""
+
+    status: Status
+    error: str
+    height: str
+    bpw: float
+    solved: float
+    nbytes: int
+    predicted_kl: float
+    solve_ms: float
+    prompt: str
+    metric: Literal["bpw", "share"]
+    selected: list[int | str]
+    original: str
+    made: str
+    made_bpw: float
+    stage: str
+    progress: float
+    _low: float
+    _high: float
+    _matrices: list[str]
+    _layers: list[int]
+    _cells: list[BitCell]
+    _curve: list[CurvePoint]
+    _marks: list[Mark]
+    _can_make: bool
+    _protocol: int
+    _static: bool
+
+
+class Solve(TypedDict):
+    """The slider moved."""
+
+    type: Literal["solve"]
+    bpw: float
+
+
+class Make(TypedDict):
+    """The reader pressed "Make it"."""
+
+    type: Literal["make"]
+    bpw: float
+    prompt: str
+
+
 FromKernel = Delta | Snapshot | Done
-ToKernel = Ready | Resync | Stop | Generate
+ToKernel = Ready | Resync | Stop | Generate | Solve | Make
 
 _EXPORTED: dict[str, Any] = {
     "Status": Status,
@@ -187,6 +305,15 @@ _EXPORTED: dict[str, Any] = {
     "PlaygroundState": PlaygroundState,
     "Finished": Finished,
     "ProgressState": ProgressState,
+    "Run": Run,
+    "BitPart": BitPart,
+    "BitCell": BitCell,
+    "BitMapState": BitMapState,
+    "CurvePoint": CurvePoint,
+    "Mark": Mark,
+    "ExplorerState": ExplorerState,
+    "Solve": Solve,
+    "Make": Make,
     "FromKernel": FromKernel,
     "ToKernel": ToKernel,
 }
@@ -204,9 +331,14 @@ def typescript() -> str:
         doc = (getattr(kind, "__doc__", None) or "").strip()
         lines.append("")
         if isinstance(kind, type) and doc:
-            lines.append(f"/** {doc} */")
+            lines.append(_comment(doc))
         lines.append(_declaration(name, kind))
     return "\n".join(lines) + "\n"
+
+
+def _comment(doc: str) -> str:
+    lines = [line.strip() for line in doc.splitlines()]
+    return f"/** {doc} */" if len(lines) == 1 else "\n".join(["/**", *(f" * {line}".rstrip() for line in lines), " */"])
 
 
 def _declaration(name: str, kind: Any) -> str:
@@ -233,7 +365,8 @@ def _ts(hint: Any, *, inline: bool = False) -> str:
     if origin in (Union, types.UnionType):
         return " | ".join(_ts(arg) for arg in args)
     if origin is list:
-        return f"{_ts(args[0])}[]"
+        inner = _ts(args[0])
+        return f"({inner})[]" if " | " in inner else f"{inner}[]"
     raise TypeError(
         f"protocol: no TypeScript spelling for {hint!r}; use str, int, float, bool, None, list, Literal, a NamedTuple or a TypedDict"
     )

@@ -1,10 +1,12 @@
 """The types on both sides of the wire are the same ones."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from exl2nb.widgets import protocol
+from exl2nb.widgets.bitmap import BitMap
 from exl2nb.widgets.playground import Playground
 from exl2nb.widgets.progress import ProgressView
 
@@ -15,7 +17,14 @@ def test_committed_typescript_is_what_python_generates():
     assert (WIDGETS / "src" / "protocol.gen.ts").read_text() == protocol.typescript(), "run `npm run protocol` in widgets/ and commit"
 
 
-@pytest.mark.parametrize(("widget", "state"), [(Playground, protocol.PlaygroundState), (ProgressView, protocol.ProgressState)])
+@pytest.mark.parametrize(
+    ("widget", "state"),
+    [
+        (Playground, protocol.PlaygroundState),
+        (ProgressView, protocol.ProgressState),
+        (partial(BitMap, [{"key": "a", "bpw": 4.0}]), protocol.BitMapState),
+    ],
+)
 def test_state_types_name_the_synced_traits(widget, state):
     import anywidget
 

@@ -128,6 +128,86 @@ export interface ProgressState {
   _static: boolean;
 }
 
+/** `count` groups in a row, each of `rows` rows at `bits` bits. */
+export type Run = [bits: number, rows: number, count: number];
+
+/** One matrix as its file has it, from the top row to the last. format: "exl2", "gptq", a dtype or "". runs: empty where not known. */
+export type BitPart = [name: string, bpw: number, format: string, runs: Run[]];
+
+/**
+ * One kind of matrix in one layer (-1: outside). experts: matrices folded into it. rows, columns: of one; 0 = not known.
+ *
+ * error: of the rounding on the calibration text. share: of the predicted KL, 0..1. null: not known.
+ */
+export type BitCell = [layer: number, matrix: string, bpw: number, nbytes: number, weights: number, rows: number, columns: number, experts: number, error: number | null, share: number | null, parts: BitPart[]];
+
+/** Synced traits of BitMap. selected: layer and matrix, or empty. _other: bits of a second model, cell by cell. */
+export interface BitMapState {
+  status: Status;
+  error: string;
+  height: string;
+  title: string;
+  metric: "bpw" | "error" | "share" | "difference";
+  selected: (number | string)[];
+  _metrics: string[];
+  _matrices: string[];
+  _layers: number[];
+  _cells: BitCell[];
+  _other: (number | null)[];
+  _other_title: string;
+  _protocol: number;
+  _static: boolean;
+}
+
+/** One allocation on the rate-distortion curve. kl: predicted, nats per token. bits: of each cell, in the order of `_cells`. */
+export type CurvePoint = [bpw: number, nbytes: number, kl: number, bits: number[]];
+
+/** A bitrate whose KL was measured, nats per token. */
+export type Mark = [bpw: number, kl: number, label: string];
+
+/** Synced traits of BitrateExplorer. bpw: asked for; solved: the bitrate that the cells and figures belong to. */
+export interface ExplorerState {
+  status: Status;
+  error: string;
+  height: string;
+  bpw: number;
+  solved: number;
+  nbytes: number;
+  predicted_kl: number;
+  solve_ms: number;
+  prompt: string;
+  metric: "bpw" | "share";
+  selected: (number | string)[];
+  original: string;
+  made: string;
+  made_bpw: number;
+  stage: string;
+  progress: number;
+  _low: number;
+  _high: number;
+  _matrices: string[];
+  _layers: number[];
+  _cells: BitCell[];
+  _curve: CurvePoint[];
+  _marks: Mark[];
+  _can_make: boolean;
+  _protocol: number;
+  _static: boolean;
+}
+
+/** The slider moved. */
+export interface Solve {
+  type: "solve";
+  bpw: number;
+}
+
+/** The reader pressed "Make it". */
+export interface Make {
+  type: "make";
+  bpw: number;
+  prompt: string;
+}
+
 export type FromKernel = Delta | Snapshot | Done;
 
-export type ToKernel = Ready | Resync | Stop | Generate;
+export type ToKernel = Ready | Resync | Stop | Generate | Solve | Make;

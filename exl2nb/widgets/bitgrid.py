@@ -1,0 +1,179 @@
+"""What a BitMap shows: cells of layers x matrices from anything that knows widths. Plain data; no Jupyter, no weights."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from exl2nb.core.errors import OptionError
+from exl2nb.widgets.protocol import BitCell, BitPart, Run
+
+PARTS_SHOWN = 16
+"""Experts of one cell whose strips are sent to the page; the cell's average counts all."""
+OUTSIDE = -1
+_ROLES = {
+    "q_proj": "q", "k_proj": "k", "v_proj": "v", "o_proj": "o", "gate_proj": "gate", "up_proj": "up", "down_proj": "down",
+    "w1": "gate", "w3": "up", "v1": "up", "w2": "down", "lm_head": "head", "embed_tokens": "embedding",
+}  # fmt: skip
+_KEY = re.compile(r"(?:.*\.)?layers\.(\d{1,6})\.(.+)")
+
+
+@dataclass(frozen=True)
+class BitGrid:
+    """matrices: names of the rows, top to bottom. layers: numbers of the columns; -1 is what stands outside the layers."""
+
+    title: str
+    matrices: tuple[str, ...]
+    layers: tuple[int, ...]
+    cells: tuple[BitCell, ...]
+
+    @property
+    def bpw(self) -> float:
+        """Stored bits of the layers' matrices over their weights."""
+        inside = [cell for cell in self.cells if cell.layer != OUTSIDE]
+        return mean(inside or list(self.cells))
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """What is known of every cell."""
+        found = ["bpw"]
+        found += ["error"] if any(cell.error is not None for cell in self.cells) else []
+        found += ["share"] if any(cell.share is not None for cell in self.cells) else []
+        return tuple(found)
+
+    def to_rows(self) -> list[dict[str, Any]]:
+        """One mapping per cell: layer, matrix, bpw, nbytes, experts, error, share."""
+        return [
+            {
+                "layer": cell.layer, "matrix": cell.matrix, "bpw": cell.bpw, "nbytes": cell.nbytes,
+                "experts": cell.experts, "error": cell.error, "share": cell.share,
+            }
+            for cell in self.cells
+        ]  # fmt: skip
+
+
+def mean(cells: Sequence[BitCell]) -> float:
+    """Bits per weight of several cells together."""
+    weights = sum(cell.weights for cell in cells)
+    return sum(cell.bpw * cell.weights for cell in cells) / weights if weights else 0.0
+
+
+def grid_of(source: Any, *, where: str = "BitMap") -> BitGrid:
+    """Cells of a model directory or hub id, an `Inspection`, a `Conversion`, a `Plan`, or plain data as their `to_dict` gives.
+
+    Raises:
+        OptionError: none of these, or an entry without what a cell needs.
+        ModelNotFound, FormatError: the directory cannot be read.
+    """
+    if isinstance(source, BitGrid):
+        return source
+    if isinstance(source, (str, os.PathLike)):
+        from exl2nb.llm import inspect
+
+        source = inspect(source)
+    entries = _entries(source, where)
+    title = _title(source)
+    return _fold([_cell(entry, where) for entry in entries], title)
+
+
+def _entries(source: Any, where: str) -> list[Any]:
+    if isinstance(source, Mapping):
+        entries = source.get("matrices", source.get("choices"))
+    else:
+        entries = getattr(source, "matrices", getattr(source, "choices", source))
+    if isinstance(entries, (str, bytes, Mapping)) or not isinstance(entries, Sequence) or not entries:
+        raise OptionError(
+            f"{where}: got {type(source).__name__!r}; expected a model directory or hub id, the result of inspect or convert, "
+            "a plan (measurement.solve), or a list of {'key': ..., 'bpw': ...}"
+        )
+    return list(entries)
+
+
+def _title(source: Any) -> str:
+    read = source.get if isinstance(source, Mapping) else lambda name, default=None: getattr(source, name, default)
+    path, target = read("path"), read("target")
+    return os.path.basename(os.path.normpath(os.fspath(path))) if path else f"planned for {target}" if isinstance(target, str) else ""
+
+
+def _cell(entry: Any, where: str) -> BitCell:
+    """One matrix as a cell of its own."""
+    read = entry.get if isinstance(entry, Mapping) else lambda name, default=None: getattr(entry, name, default)
+    key, bpw = read("key"), read("bpw")
+    if not isinstance(key, str) or not key or not _is_number(bpw) or not 0 < bpw <= 64:
+        raise OptionError(f"{where}: an entry has key {key!r} and bpw {bpw!r}; expected a module key and a number of bits up to 64")
+    layer, name, expert = place(key)
+    rows, columns = (int(read(size) or 0) for size in ("in_features", "out_features"))
+    weights = rows * columns if rows > 0 and columns > 0 else 1
+    nbytes = next((value for name in ("nbytes", "bytes") if (value := read(name)) is not None), None)
+    loss, share = read("loss"), read("share")
+    share = share if share is not None else read("predicted_kl")  # `_fold` makes shares of it
+    groups = read("groups")
+    part = BitPart(expert or name, round(float(bpw), 4), str(read("format") or "")[:16], runs_of(groups, where))
+    size = int(nbytes) if _is_number(nbytes) else round(bpw * weights / 8)
+    return BitCell(layer, name, float(bpw), size, weights, rows, columns, 1, _known(loss), _known(share), [part])
+
+
+def place(key: str) -> tuple[int, str, str]:
+    """Layer, name of the matrix and name of its expert ("" without)."""
+    found = _KEY.fullmatch(key)
+    layer, rest = (int(found[1]), found[2]) if found else (OUTSIDE, key)
+    expert = re.search(r"experts\.(\d{1,6})", rest)
+    stem = rest.rsplit(".", 1)[-1]
+    name = _ROLES.get(stem, stem)
+    name = f"shared {name}" if "shared_expert" in rest else f"{name} (experts)" if expert else name
+    return layer, name[:40], f"expert {expert[1]}" if expert else ""
+
+
+def runs_of(groups: Any, where: str) -> list[Run]:
+    """(bits, rows) of each group, from the top row to the last, as runs: (bits, rows of a group, number of groups)."""
+    if groups is None or isinstance(groups, int):
+        return []
+    try:
+        pairs = [(int(bits), int(rows)) for bits, rows in groups]
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"{where}: groups are {str(groups)[:80]}; expected (bits, rows) for each group") from error
+    if any(not 1 <= bits <= 16 or rows < 1 for bits, rows in pairs):
+        raise OptionError(f"{where}: groups are {pairs[:8]}; expected 1 to 16 bits and at least one row each")
+    return [Run(bits, rows, sum(1 for _ in run)) for (bits, rows), run in groupby(pairs)]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _known(value: Any) -> float | None:
+    return float(value) if _is_number(value) and value >= 0 else None
+
+
+def _fold(found: Sequence[BitCell], title: str) -> BitGrid:
+    """Experts of a layer become one cell; shares are made to add up to 1."""
+    together: dict[tuple[str, int], list[BitCell]] = {}
+    for cell in found:
+        together.setdefault((cell.matrix, cell.layer), []).append(cell)
+    total = sum(cell.share or 0.0 for cell in found) or 1.0
+    cells = []
+    for (name, layer), group in together.items():
+        parts = [part for cell in group for part in cell.parts]
+        errors, shares = ([getattr(cell, kind) for cell in group] for kind in ("error", "share"))
+        cells.append(
+            BitCell(
+                layer, name, round(mean(group), 4), sum(cell.nbytes for cell in group), sum(cell.weights for cell in group),
+                group[0].rows, group[0].columns, len(group),
+                None if None in errors else _short(sum(errors)),
+                None if None in shares else _short(sum(shares) / total),
+                parts[:PARTS_SHOWN],
+            )
+        )  # fmt: skip
+    inside = list(dict.fromkeys(cell.matrix for cell in cells if cell.layer != OUTSIDE))
+    outside = [name for name in dict.fromkeys(cell.matrix for cell in cells if cell.layer == OUTSIDE) if name not in inside]
+    layers = sorted({cell.layer for cell in cells if cell.layer != OUTSIDE})
+    return BitGrid(title, (*inside, *outside), tuple(layers), tuple(cells))
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.5g}")
