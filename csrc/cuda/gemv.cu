@@ -32,12 +32,12 @@ const Device& device() {
   return d;
 }
 
-template <int PATH, int EPILOGUE, bool STAGED>
+template <int PATH, bool STAGED>
 cudaError_t launch(const GemvArgs& a, int grid, int shared, cudaStream_t stream, bool pdl) {
   static const cudaError_t ready = [] {
     // The largest share for shared memory, as in every kernel of a step: changing it between kernels empties the multiprocessor.
-    cudaFuncSetAttribute(gemv<PATH, EPILOGUE, STAGED>, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-    return cudaFuncSetAttribute(gemv<PATH, EPILOGUE, STAGED>, cudaFuncAttributeMaxDynamicSharedMemorySize, device().shared_per_block);
+    cudaFuncSetAttribute(gemv<PATH, STAGED>, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    return cudaFuncSetAttribute(gemv<PATH, STAGED>, cudaFuncAttributeMaxDynamicSharedMemorySize, device().shared_per_block);
   }();
   if (ready != cudaSuccess) return ready;
   cudaLaunchConfig_t config = {};
@@ -46,17 +46,11 @@ cudaError_t launch(const GemvArgs& a, int grid, int shared, cudaStream_t stream,
   attribute[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute[0].val.programmaticStreamSerializationAllowed = 1;
   config.attrs = attribute, config.numAttrs = pdl && PATH == kBulk ? 1 : 0;
-  return cudaLaunchKernelEx(&config, gemv<PATH, EPILOGUE, STAGED>, a);
+  return cudaLaunchKernelEx(&config, gemv<PATH, STAGED>, a);
 }
 template <int PATH>
-cudaError_t dispatch(const GemvArgs& a, Epilogue e, int grid, int shared, cudaStream_t stream, bool pdl) {
-  if (e == kStore)
-    return a.staged ? launch<PATH, kStore, true>(a, grid, shared, stream, pdl) : launch<PATH, kStore, false>(a, grid, shared, stream, pdl);
-  if (e == kResidual)
-    return a.staged ? launch<PATH, kResidual, true>(a, grid, shared, stream, pdl)
-                    : launch<PATH, kResidual, false>(a, grid, shared, stream, pdl);
-  return a.staged ? launch<PATH, kActivation, true>(a, grid, shared, stream, pdl)
-                  : launch<PATH, kActivation, false>(a, grid, shared, stream, pdl);
+cudaError_t dispatch(const GemvArgs& a, int grid, int shared, cudaStream_t stream, bool pdl) {
+  return a.staged ? launch<PATH, true>(a, grid, shared, stream, pdl) : launch<PATH, false>(a, grid, shared, stream, pdl);
 }
 
 }  // namespace
@@ -92,6 +86,7 @@ const char* gemv_launch(GemvArgs a, Epilogue e, cudaStream_t stream, bool pdl) {
   for (int p = 0; p < a.num_parts; p++) perms = std::max(perms, a.part[p].perm + 1);
   for (int first = 0; first < tokens; first += kMaxTokens) {
     GemvArgs b = a;
+    b.epilogue = e;
     const int m = b.tokens = std::min(kMaxTokens, tokens - first);
     b.x += static_cast<size_t>(first) * a.x_stride;
     if (b.squares) b.squares += static_cast<size_t>(first) * a.squares_count;
@@ -99,27 +94,27 @@ const char* gemv_launch(GemvArgs a, Epilogue e, cudaStream_t stream, bool pdl) {
     if (b.residual) b.residual += static_cast<size_t>(first) * a.residual_stride;
     if (b.next_squares) b.next_squares += static_cast<size_t>(first) * grid;
     if (b.next.x) b.next.x += static_cast<size_t>(first) * a.next.stride;
-    const bool paired = e == kActivation && a.gated;
     int per = 1;  // strips of a part that a CTA owns, at most
     for (int p = 0; p < a.num_parts; p++) per = std::max(per, (a.part[p].strips + grid - 1) / grid);
     b.flush = std::max(1, std::min(per, 32 / m));
+    const int owned = e == kStore ? 0 : (a.part[0].strips + grid - 1) / grid * 16;
     int shared = kStages * kWarps * kSlot + (image_bytes(a.items, a.units, a.num_parts) + 15) / 16 * 16 + (kWarps * kStages + 2) * 8 +
-                 kMaxTokens * 4 + 2 * b.flush * kWarps * 16 * m * 4 + (paired ? per * 16 * m * 4 : 0);
+                 kMaxTokens * 4 + 2 * b.flush * kWarps * 16 * m * 4 + owned * (m + 1 + a.next.num_perms) * 4;
     shared = (shared + 15) / 16 * 16;
-    const int x_bytes = perms * m * (a.x_stride + 32) * 2;
+    const int x_bytes = perms * m * a.x_stride * 2;
     b.staged = shared + x_bytes <= device().shared_per_sm / 2 - 1024 && shared + x_bytes <= device().shared_per_block;
     if (b.staged) shared += x_bytes;
     if (shared > device().shared_per_block) return "the matrix needs more shared memory than the GPU has";
     cudaError_t error;
     switch (device().path) {
       case kBulk:
-        error = dispatch<kBulk>(b, e, grid, shared, stream, pdl);
+        error = dispatch<kBulk>(b, grid, shared, stream, pdl);
         break;
       case kAsync:
-        error = dispatch<kAsync>(b, e, grid, shared, stream, pdl);
+        error = dispatch<kAsync>(b, grid, shared, stream, pdl);
         break;
       default:
-        error = dispatch<kPlain>(b, e, grid, shared, stream, pdl);
+        error = dispatch<kPlain>(b, grid, shared, stream, pdl);
     }
     if (error != cudaSuccess) return cudaGetErrorString(error);
   }

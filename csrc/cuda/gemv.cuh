@@ -33,6 +33,7 @@ struct GemvArgs {
   GemvPart part[kMaxParts];
   const uint8_t* image;                 // items, steps and ends of all parts (blob.h)
   int num_parts, strips, items, units;  // sums over the parts
+  int epilogue;                         // Epilogue
   int tokens;                           // 1 to 8
   const half* x;                        // [perm][token][stride]
   int x_stride, x_perm_stride;
@@ -177,11 +178,12 @@ struct Walk {
   int part, item, first, end, left;  // left: strips of this part, this one included
 };
 
-template <int PATH, int EPILOGUE, bool STAGED>
+// One kernel for every epilogue: the code of the product then stays in the instruction caches from one matrix to the next.
+template <int PATH, bool STAGED>
 __global__ void __launch_bounds__(kThreads, 2) gemv(const __grid_constant__ GemvArgs A) {
   extern __shared__ __align__(128) uint8_t shared[];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, grid = gridDim.x;
-  const bool paired = EPILOGUE == kActivation && A.gated;
+  const bool paired = A.epilogue == kActivation && A.gated;
   const int M = A.tokens;
   uint8_t* at = shared;
   uint8_t* const ring = at + warp * kStages * kSlot;
@@ -199,14 +201,27 @@ __global__ void __launch_bounds__(kThreads, 2) gemv(const __grid_constant__ Gemv
   float* const partial = reinterpret_cast<float*>(at);  // twice, so that one barrier a flush is enough
   const int partial_size = A.flush * kWarps * 16 * M;
   at += 2 * partial_size * 4;
-  float* const gates = reinterpret_cast<float*>(at);  // paired: activations of the first part
-  at += paired ? (A.part[0].strips + grid - 1) / grid * 16 * M * 4 : 0;
+  // For the outputs that this CTA owns of the first part: activations of gates, or old residuals; the next norm's weights; places.
+  const int owned = A.epilogue == kStore ? 0 : (A.part[0].strips + grid - 1) / grid * 16;
+  float* const kept = reinterpret_cast<float*>(at);
+  at += owned * M * 4;
+  float* const norms = reinterpret_cast<float*>(at);
+  at += owned * 4;
+  int* const places = reinterpret_cast<int*>(at);
+  at += owned * A.next.num_perms * 4;
   half* const xs = reinterpret_cast<half*>(shared + (at - shared + 15) / 16 * 16);
-  const int xs_stride = A.x_stride + 32;
+  const int xs_stride = A.x_stride;
 
   // ---- what does not depend on the previous kernel
   for (int i = threadIdx.x; i < image_size / 16; i += kThreads)
     reinterpret_cast<uint4*>(image)[i] = __ldg(reinterpret_cast<const uint4*>(A.image) + i);
+  for (int i = threadIdx.x; i < owned; i += kThreads) {
+    const int column = (blockIdx.x + (i >> 4) * grid) * 16 + (i & 15);
+    if (column >= A.part[0].outputs) continue;
+    if (A.next_norm) norms[i] = __ldg(A.next_norm + column);
+    for (int p = 0; p < A.next.num_perms; p++)
+      places[p * owned + i] = fragment_place(A.next.inverse[p] ? __ldg(A.next.inverse[p] + column) : column);
+  }
   if constexpr (PATH == kBulk) {
     if (threadIdx.x == 0) {
       for (int i = 0; i < kWarps * kStages; i++) barrier_init(bars + i, 1);
@@ -267,23 +282,44 @@ __global__ void __launch_bounds__(kThreads, 2) gemv(const __grid_constant__ Gemv
   pdl_wait();
 
   // ---- from here on the previous kernel is done
+  // Every first load before the first use of any: one trip to the L2 cache, not one after the other.
+  float part_squares[5];
+  const bool counts = A.squares && warp < M;
+#pragma unroll
+  for (int i = 0; i < 5; i++) part_squares[i] = counts && lane + 32 * i < A.squares_count ? __ldcg(A.squares + warp * A.squares_count + lane + 32 * i) : 0.f;
+  if (A.epilogue == kResidual && warp < M) {
+    for (int i = lane; i < owned; i += 32) {
+      const int column = (blockIdx.x + (i >> 4) * grid) * 16 + (i & 15);
+      if (column < A.part[0].outputs) kept[warp * owned + i] = __ldcg(A.residual + static_cast<size_t>(warp) * A.residual_stride + column);
+    }
+  }
   if constexpr (STAGED) {
     int rows = 0;
     for (int p = 0; p < A.num_parts; p++) rows = max(rows, A.part[p].perm + 1);
     rows *= M;
     const int vectors = A.x_stride / 8;
     for (int r = 0; r < rows; r++) {
-      const auto* from =
-          reinterpret_cast<const uint4*>(A.x + static_cast<size_t>(r / M) * A.x_perm_stride + static_cast<size_t>(r % M) * A.x_stride);
-      for (int v = threadIdx.x; v < vectors; v += kThreads) reinterpret_cast<uint4*>(xs + r * xs_stride)[v] = __ldcg(from + v);
+      const auto* from = reinterpret_cast<const uint4*>(A.x + static_cast<size_t>(r / M) * A.x_perm_stride + static_cast<size_t>(r % M) * A.x_stride);
+      auto* to = reinterpret_cast<uint4*>(xs + r * xs_stride);
+      for (int v = threadIdx.x; v < vectors; v += 4 * kThreads) {
+        uint4 x4[4];
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          if (v + i * kThreads < vectors) x4[i] = __ldcg(from + v + i * kThreads);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+          if (v + i * kThreads < vectors) to[v + i * kThreads] = x4[i];
+      }
     }
   }
   if (warp < M) {  // the factors; read after the barrier of the first flush
     float f0 = 1.f;
     if (A.squares) {
-      float s = 0.f;
-      for (int i = lane; i < A.squares_count; i += 32) s += __ldcg(A.squares + warp * A.squares_count + i);
-      f0 = rsqrtf(warp_sum(s) * A.inverse_width + A.eps);
+      float sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < 5; i++) sum += part_squares[i];
+      for (int i = lane + 160; i < A.squares_count; i += 32) sum += __ldcg(A.squares + warp * A.squares_count + i);
+      f0 = rsqrtf(warp_sum(sum) * A.inverse_width + A.eps);
     }
     if (lane == 0) factors[warp] = f0;
   }
@@ -355,43 +391,43 @@ __global__ void __launch_bounds__(kThreads, 2) gemv(const __grid_constant__ Gemv
         for (int w = 0; w < kWarps; w++) v += sums[((q * kWarps + w) * M + m) * 16 + n];
         return v * factors[m];
       };
-      if constexpr (EPILOGUE == kResidual) {
+      auto put = [&](int m, int i, float v) {  // into the next matrix's input; i: of the owned outputs
+        const half h = saturated(v);
+        for (int p = 0; p < A.next.num_perms; p++)
+          A.next.x[static_cast<size_t>(p) * A.next.perm_stride + static_cast<size_t>(m) * A.next.stride + places[p * owned + i]] = h;
+      };
+      const GemvPart& P = A.part[c.part];
+      if (A.epilogue == kResidual) {
         if (warp < M) {
-          const int m = warp;
           for (int r = lane; r < done * 16; r += 32) {
-            const int column = (strip0 + (before + (r >> 4)) * grid) * 16 + (r & 15);
-            if (column < A.part[0].outputs) {
-              float* const to = A.residual + static_cast<size_t>(m) * A.residual_stride + column;
-              const float v = __ldcg(to) + A.scale * (total(r >> 4, m, r & 15) + (A.bias ? A.bias[column] : 0.f));
-              *to = v;
+            const int i = before * 16 + r, column = (strip0 + (before + (r >> 4)) * grid) * 16 + (r & 15);
+            if (column < P.outputs) {
+              const float v = kept[warp * owned + i] + A.scale * (total(r >> 4, warp, r & 15) + (A.bias ? A.bias[column] : 0.f));
+              A.residual[static_cast<size_t>(warp) * A.residual_stride + column] = v;
               squares = fmaf(v, v, squares);
-              if (A.next_norm) A.next.put(m, column, v * A.next_norm[column]);
+              if (A.next_norm) put(warp, i, v * norms[i]);
             }
           }
         }
       } else {
-        const GemvPart& P = A.part[c.part];
         for (int e = threadIdx.x; e < done * 16 * M; e += kThreads) {
-          const int m = e / (done * 16), r = e - m * done * 16, q = r >> 4, n = r & 15;
-          const int column = (strip0 + (before + q) * grid) * 16 + n;
+          const int m = e / (done * 16), r = e - m * done * 16, i = before * 16 + r;
+          const int column = (strip0 + (before + (r >> 4)) * grid) * 16 + (r & 15);
           if (column >= P.outputs) continue;
-          float v = total(q, m, n) + (A.bias ? A.bias[P.first_column + column] : 0.f);
-          if constexpr (EPILOGUE == kStore) {
+          const float v = total(r >> 4, m, r & 15) + (A.bias ? A.bias[P.first_column + column] : 0.f);
+          if (A.epilogue == kStore)
             A.out[m * A.out_stride + P.first_column + column] = v;
-          } else {
-            float* const gate = gates + ((before + q) * 16 + n) * M + m;
-            if (paired && c.part == 0)
-              *gate = activation(v, A.activation);
-            else
-              A.next.put(m, column, paired ? *gate * v : activation(v, A.activation));
-          }
+          else if (paired && c.part == 0)
+            kept[m * owned + i] = activation(v, A.activation);
+          else
+            put(m, i, paired ? kept[m * owned + i] * v : activation(v, A.activation));
         }
       }
       before += done, done = 0;
       sums = sums == partial ? partial + partial_size : partial;
     }
   }
-  if constexpr (EPILOGUE == kResidual) {
+  if (A.epilogue == kResidual) {
     if (warp < M && A.next_norm) {
       squares = warp_sum(squares);
       if (lane == 0) A.next_squares[warp * grid + blockIdx.x] = squares;

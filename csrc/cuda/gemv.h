@@ -7,8 +7,9 @@
 
 namespace exl2nb {
 
-// Halves per token of a matrix's input: whole units, and 32 so that the tokens' copies in shared memory lie in different banks' phases.
-inline int input_stride(int K) { return (K + 63) / 64 * 64; }
+// Halves per token of a matrix's input: whole units, and 32 more, which the empty half of a last unit reads (they hold finite numbers and
+// meet zero weights) and which put the tokens' copies in shared memory into different banks.
+inline int input_stride(int K) { return (K + 63) / 64 * 64 + 32; }
 void set_weights(GemvArgs& a, const uint8_t* head, const uint8_t* blob);
 // The input buffer of a blob: x is half[num_perms][tokens][input_stride(K)].
 void set_input(MatrixInput& in, const uint8_t* head, const uint8_t* blob, half* x, int tokens);
