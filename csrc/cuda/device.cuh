@@ -26,6 +26,8 @@ inline int compute_major() {
 template <class... Parameters, class... Arguments>
 const char* launch_kernel(void (*kernel)(Parameters...), dim3 grid, unsigned threads, size_t shared, void* stream, bool pdl,
                           unsigned cluster, const Arguments&... arguments) {
+  // As in every kernel of a step: another share for shared memory would empty the multiprocessors first.
+  cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
   cudaLaunchConfig_t config = {};
   config.gridDim = grid, config.blockDim = dim3(threads), config.dynamicSmemBytes = shared,
   config.stream = static_cast<cudaStream_t>(stream);
