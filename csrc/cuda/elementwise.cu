@@ -30,27 +30,52 @@ __device__ float element(const void* table, int dtype, size_t i) {
   return __uint_as_float(static_cast<uint32_t>(static_cast<const uint16_t*>(table)[i]) << 16);
 }
 
-// The normed row goes to `out`; row: f32 (H,) in global memory, written before this kernel or by this CTA's own threads in the same order.
-__device__ void normed(const float* row, const NormArgs& n, int token, const MatrixInput& out, float* shared) {
+// A token's row in registers: element i of thread t is threadIdx.x + i * kWidth. Longer rows go through memory for the rest.
+constexpr int kHeld = 16;
+struct Held {
+  float v[kHeld];
+  template <class Load>
+  __device__ __forceinline__ void fill(int width, Load load) {  // all loads before any use
+#pragma unroll
+    for (int i = 0; i < kHeld; i++) {
+      const int at = threadIdx.x + i * kWidth;
+      v[i] = at < width ? load(at) : 0.f;
+    }
+  }
+};
+
+// The normed row goes to `out`. row: f32 (width,) in global memory, of which `held` holds the first kHeld * kWidth numbers.
+__device__ void normed(const Held& held, const float* row, const NormArgs& n, int token, const MatrixInput& out, float* shared) {
   float mean = 0.f, factor = 1.f;
+  const int rest = kHeld * kWidth + threadIdx.x;
   if (n.kind == kLayerNorm) {
     float s = 0.f;
-    for (int i = threadIdx.x; i < n.width; i += kWidth) s += __ldcg(row + i);
+#pragma unroll
+    for (int i = 0; i < kHeld; i++) s += held.v[i];
+    for (int i = rest; i < n.width; i += kWidth) s += __ldcg(row + i);
     mean = block_sum(s, shared) / n.width;
   }
   if (n.kind != kNoNorm) {
     float s = 0.f;
-    for (int i = threadIdx.x; i < n.width; i += kWidth) {
+#pragma unroll
+    for (int i = 0; i < kHeld; i++) {
+      const float v = static_cast<int>(threadIdx.x) + i * kWidth < n.width ? held.v[i] - mean : 0.f;
+      s = fmaf(v, v, s);
+    }
+    for (int i = rest; i < n.width; i += kWidth) {
       const float v = __ldcg(row + i) - mean;
       s = fmaf(v, v, s);
     }
     factor = rsqrtf(block_sum(s, shared) / n.width + n.eps);
   }
-  for (int i = threadIdx.x; i < n.width; i += kWidth) {
-    float v = __ldcg(row + i);
-    if (n.kind != kNoNorm) v = (v - mean) * factor * n.weight[i] + (n.bias ? n.bias[i] : 0.f);
-    out.put(token, i, v);
-  }
+  const auto result = [&](int at, float v) {
+    if (n.kind != kNoNorm) v = (v - mean) * factor * n.weight[at] + (n.bias ? n.bias[at] : 0.f);
+    out.put(token, at, v);
+  };
+#pragma unroll
+  for (int i = 0; i < kHeld; i++)
+    if (static_cast<int>(threadIdx.x) + i * kWidth < n.width) result(threadIdx.x + i * kWidth, held.v[i]);
+  for (int i = rest; i < n.width; i += kWidth) result(i, __ldcg(row + i));
 }
 
 __global__ void __launch_bounds__(kWidth) embed_kernel(const __grid_constant__ EmbedArgs a) {
@@ -61,15 +86,17 @@ __global__ void __launch_bounds__(kWidth) embed_kernel(const __grid_constant__ E
   int id = __ldcg(a.ids + token), position = a.position_table ? __ldcg(a.positions + token) : 0;
   id = min(max(id, 0), a.vocab - 1), position = min(max(position, 0), a.max_positions - 1);
   float* const row = a.x + static_cast<size_t>(token) * a.width;
-  for (int i = threadIdx.x; i < a.width; i += kWidth) {
-    float v = element(a.table, a.dtype, static_cast<size_t>(id) * a.width + i) * a.scale;
-    if (a.position_table) v += element(a.position_table, a.position_dtype, static_cast<size_t>(position) * a.width + i);
-    row[i] = v;
-  }
-  if (a.next.x) {
-    __syncthreads();
-    normed(row, a.norm, token, a.next, shared);
-  }
+  const auto load = [&](int i) {
+    const float v = element(a.table, a.dtype, static_cast<size_t>(id) * a.width + i) * a.scale;
+    return a.position_table ? v + element(a.position_table, a.position_dtype, static_cast<size_t>(position) * a.width + i) : v;
+  };
+  Held held;
+  held.fill(a.width, load);
+#pragma unroll
+  for (int i = 0; i < kHeld; i++)
+    if (static_cast<int>(threadIdx.x) + i * kWidth < a.width) row[threadIdx.x + i * kWidth] = held.v[i];
+  for (int i = threadIdx.x + kHeld * kWidth; i < a.width; i += kWidth) row[i] = load(i);
+  if (a.next.x) normed(held, row, a.norm, token, a.next, shared);
 }
 
 __global__ void __launch_bounds__(kWidth) prepare_kernel(const __grid_constant__ PrepareArgs a) {
@@ -78,7 +105,10 @@ __global__ void __launch_bounds__(kWidth) prepare_kernel(const __grid_constant__
   pdl_wait();
   int row = a.rows ? __ldcg(a.rows + blockIdx.x) : blockIdx.x;
   row = min(max(row, 0), a.tokens - 1);
-  normed(a.x + static_cast<size_t>(row) * a.norm.width, a.norm, blockIdx.x, a.next, shared);
+  const float* const x = a.x + static_cast<size_t>(row) * a.norm.width;
+  Held held;
+  held.fill(a.norm.width, [&](int i) { return __ldcg(x + i); });
+  normed(held, x, a.norm, blockIdx.x, a.next, shared);
 }
 
 __global__ void __launch_bounds__(kWidth) add_normed_kernel(const __grid_constant__ AddArgs a) {

@@ -17,6 +17,10 @@
 
 namespace exl2nb {
 
+#ifndef EXL2NB_GEMV_UNROLL
+#define EXL2NB_GEMV_UNROLL 2
+#endif
+constexpr int kUnroll = EXL2NB_GEMV_UNROLL;
 constexpr int kStages = 2, kThreads = kWarps * 32, kMaxTokens = 8;
 static_assert(kMaxTokens <= kWarps, "a warp adds one token to the residual");
 enum GemvPath { kBulk = 0, kAsync = 1, kPlain = 2 };
@@ -146,7 +150,7 @@ __device__ __forceinline__ void compute(const uint8_t* st, int units, const half
     }
   } else {
     const uint8_t* codes = st + units * (128 * B) + (lane >> 2) * (ONE ? 1 : 2);
-#pragma unroll 2
+#pragma unroll(kUnroll)
     for (int i = 0; i < units; i++) {
       uint32_t w[B], h[16];
       const uint4 xa = load_x<STAGED>(x + i * 64, live), xb = load_x<STAGED>(x + i * 64 + 32, live);

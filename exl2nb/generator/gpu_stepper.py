@@ -132,6 +132,7 @@ class _Graph:
             self._results.copy_(results, non_blocking=True)
             return top_ids, top_logprobs
 
+        self._kept = kernels, logits, bounds  # the graph knows their addresses only
         step()  # with no sequence at all: nothing is written to the cache
         torch.cuda.synchronize(device)
         self._graph = torch.cuda.CUDAGraph()
