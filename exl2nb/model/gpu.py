@@ -7,12 +7,14 @@ from torch import Tensor
 
 from exl2nb import ops
 from exl2nb.cache.pool import KVCache
+from exl2nb.core.errors import OptionError
 from exl2nb.model.batch import Batch
 from exl2nb.ops import gpu, gpu_prefill, kv_codes
 
 SHORT = 8  # tokens of one sequence that the step kernels take
 MOST = 512  # tokens of a step that go through the step kernels
 F16, F32, Q8, Q4, FP8 = range(5)  # formats of pools, as csrc/cuda/attention.h numbers them
+PAIRS = {(F16, F16), (F32, F32), (Q8, Q8), (Q8, Q4), (Q4, Q4), (FP8, FP8)}
 
 
 class GpuForward:
@@ -28,6 +30,7 @@ class GpuForward:
     def __init__(self, program: ops.Program, device: torch.device, *, deterministic: bool = False) -> None:
         self.program, self.device, self.deterministic = program, device, deterministic
         self.vocab = ops.shape(program.steps[-1][1]["blob"])[1]
+        self.by_ops = any(name == "routed_mlp" for name, _ in program.steps)  # experts are chosen on the host: no step kernels
         self._steppers: dict[int, gpu.Stepper] = {}
 
     def stepper(self, tokens: int) -> gpu.Stepper:
@@ -43,11 +46,12 @@ class GpuForward:
         Args:
             batch: on the host. cache: on the GPU. ids: on the GPU, in place of the batch's.
         """
+        formats_of(cache)
         bounds = batch.cu_seqlens.tolist()
         longest = max(b - a for a, b in zip(bounds, bounds[1:]))
-        if longest <= SHORT and bounds[-1] <= MOST:
+        if longest <= SHORT and bounds[-1] <= MOST and not self.by_ops:
             return self._step(batch, cache, ids)
-        if self.deterministic:
+        if self.deterministic and not self.by_ops:
             return self._pieces(batch, cache, ids)
         inputs = self._inputs(batch, ids)
         sequences = gpu_prefill.Sequences(bounds, batch.context_lens.tolist())
@@ -87,7 +91,9 @@ class GpuForward:
         parts = [
             batch.input_ids, batch.positions, batch.slot_mapping, batch.block_table, batch.cu_seqlens, batch.context_lens, batch.logit_rows
         ]  # fmt: skip
-        flat = torch.cat([part.reshape(-1) for part in parts]).pin_memory().to(self.device, non_blocking=True)
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        if flat.device.type == "cpu":
+            flat = flat.pin_memory().to(self.device, non_blocking=True)
         cut = [piece.view(part.shape) for piece, part in zip(flat.split([part.numel() for part in parts]), parts)]
         if ids is not None:
             cut[0] = ids
@@ -95,8 +101,17 @@ class GpuForward:
 
 
 def formats_of(cache: KVCache) -> tuple[int, int]:
-    """Formats of the K and V pools of a cache."""
-    return _format(cache.k[0], cache.spec.head_dim), _format(cache.v[0], cache.spec.head_dim)
+    """Formats of the K and V pools of a cache.
+
+    Raises:
+        OptionError: a pair that the GPU's attention does not read.
+    """
+    pair = _format(cache.k[0], cache.spec.head_dim), _format(cache.v[0], cache.spec.head_dim)
+    if pair not in PAIRS:
+        raise OptionError(
+            f"cache: mode {cache.spec.mode} (K {cache.spec.k_mode}, V {cache.spec.v_mode}) is for the CPU; on CUDA take fp16, fp32, fp8, q8, q6 or q4"
+        )
+    return pair
 
 
 def _format(pool: Tensor, head_dim: int) -> int:

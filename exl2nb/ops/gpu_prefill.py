@@ -116,6 +116,28 @@ class _Run:
         gate, up = y.chunk(2, 1)
         self.done[a["aside"]] = _activated(gate, kind).mul_(up)
 
+    def routed_mlp(self, a: dict[str, Any]) -> None:
+        """Expert by expert, for the rows that chose it; the host waits for the choice."""
+        (
+            norm, eps, router, up, down, top_k, renormalize, activation, norm_bias, layer_norm, shared_up, shared_down, shared_gate,
+            post_norm, post_eps, scale,
+        ) = a["all"]  # fmt: skip
+        h = _normed(self.x, norm, eps, norm_bias, layer_norm)
+        chosen, weight = reference.route(self._product(h, router, None).float(), top_k, renormalize)
+        out = torch.zeros_like(self.x)
+        for expert in chosen.unique().tolist():  # rising, so that a row's experts are added in that order
+            rows, place = torch.where(chosen == expert)
+            y = self._product(self._gated(h[rows], up[expert], activation), down[expert], None)
+            out.index_add_(0, rows, weight[rows, place, None] * y)
+        if shared_up is not None:
+            shared = self._product(self._gated(h, shared_up, activation), shared_down, None)
+            out += shared if shared_gate is None else self._product(h, shared_gate, None).sigmoid() * shared
+        self.x.add_(out if post_norm is None else F.rms_norm(out, (out.shape[1],), post_norm, post_eps), alpha=scale)
+
+    def _gated(self, h: Tensor, blob: Tensor, activation: int) -> Tensor:
+        gate, up = self._product(h, blob, None, half=True).chunk(2, 1)
+        return _activated(gate, reference.ACTIVATIONS[activation]).mul_(up)
+
     def norm_head(self, a: dict[str, Any]) -> None:
         norm_bias, layer_norm = a["rest"]
         rows = self.x.index_select(0, self.inputs.logit_rows)

@@ -196,7 +196,8 @@ class Program:
         check(post_norm is None or tuple(post_norm.shape) == (H,), op, "post_norm", post_norm is not None and post_norm.shape, f"({H},)")
         index = ACTIVATIONS.index(activation)
         table = torch.tensor([[self._blob(a), self._blob(b)] for a, b in zip(up, down)], dtype=torch.int64)
-        words = [self._f32(norm), _float_bits(eps), self._blob(router), self._address(table), len(up), top_k, _float_bits(renormalize)]
+        where = self._address(table) if self.device.type == "cpu" else 0  # the GPU runs this op by op
+        words = [self._f32(norm), _float_bits(eps), self._blob(router), where, len(up), top_k, _float_bits(renormalize)]
         words += [index, self._f32(norm_bias), int(layer_norm)]
         words += [0 if blob is None else self._blob(blob) for blob in (shared_up, shared_down, shared_gate)]
         words += [self._f32(post_norm), _float_bits(post_eps), _float_bits(scale)]

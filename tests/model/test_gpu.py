@@ -1,0 +1,228 @@
+"""Models on the GPU against the same models on the CPU. Marked gpu: `make test-gpu` on a machine that has one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import exl2nb as ex
+from exl2nb import ops
+from exl2nb.cache.pool import KVCache
+from exl2nb.core.errors import DeviceError, OptionError
+from exl2nb.io.safetensors import SafetensorsFile
+from exl2nb.model.batch import Batch, Span
+from exl2nb.model.loader import load_model
+from exl2nb.ops import gpu
+from exl2nb.quant.exl2 import encode
+
+from .zoo import ZOO, build_wide, write, write_exl2
+
+pytestmark = pytest.mark.gpu
+DATA = Path(__file__).parents[1] / "data"
+FIXTURE = DATA / "demo-exl2-4.0bpw"
+WIDTHS = [(b,) for b in (2, 3, 4, 5, 6, 8)]
+MIXES = {
+    **{f"{b} bits": [(b, 128)] * 4 for b in (2, 3, 4, 5, 6, 8)},
+    "one unit": [(4, 32)],
+    "half units": [(5, 32), (4, 96), (3, 32)],
+    "all": [(8, 32), (6, 64), (5, 32), (4, 128), (3, 96), (2, 32)],
+    "short last group": [(4, 128), (4, 128), (4, 32)],
+    "groups of 32": [(4, 32)] * 9,
+    "long": [(6, 128)] * 8 + [(4, 128)] * 78,
+}
+
+
+@pytest.fixture(autouse=True)
+def _library():
+    assert "cuda" in ops.libraries().loaded, f"the CUDA library is not loaded: {ops.libraries().cuda_problem}"
+
+
+def matrix(groups, columns, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    rows = sum(n for _, n in groups)
+    high = torch.cat([torch.full((n,), 2**b) for b, n in groups])[:, None]
+    codes = (torch.rand(rows, columns, generator=generator) * high).to(torch.uint8)
+    scales = torch.randint(0, 16, (len(groups), columns), generator=generator, dtype=torch.uint8)
+    largest = (torch.rand(len(groups), generator=generator) * 0.02 + 0.001).half()
+    exl2 = encode(codes, scales, largest, groups, torch.randperm(rows, generator=generator))
+    return exl2.q_weight, exl2.q_scale, exl2.q_scale_max, exl2.q_groups, exl2.q_invperm
+
+
+def on_gpu(tensors):
+    return [t.cuda() for t in tensors]
+
+
+@pytest.mark.parametrize("columns", [32, 224, 4096])
+@pytest.mark.parametrize("name", MIXES)
+def test_packed_weights_are_the_formats_to_the_bit(name, columns):
+    tensors = matrix(MIXES[name], columns)
+    got = gpu.unpack_half(ops.pack_exl2(*on_gpu(tensors)))
+    assert torch.equal(got.cpu().view(torch.int16), ops.reconstruct(*tensors).view(torch.int16))
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_products_for_any_number_of_rows(name):
+    tensors = matrix(MIXES[name], 352)
+    blob, dense = ops.pack_exl2(*on_gpu(tensors)), ops.reconstruct(*tensors).double()
+    x = torch.randn(19, len(dense), generator=torch.Generator().manual_seed(1))
+    bias = torch.randn(352)
+    want = x.half().double() @ dense + bias.double()
+    all_rows = ops.linear(x.cuda(), blob, bias.cuda())
+    assert float((all_rows.cpu().double() - want).norm() / want.norm()) < 1e-3
+    for rows in (1, 2, 7, 8, 9):
+        assert torch.equal(ops.linear(x[:rows].cuda(), blob, bias.cuda()), all_rows[:rows])
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_parts_side_by_side(shared):
+    parts = [matrix(MIXES[name], columns, seed) for name, columns, seed in (("4 bits", 96, 0), ("3 bits", 32, 1), ("8 bits", 64, 2))]
+    if shared:
+        parts = [(*part[:4], parts[0][4]) for part in parts]
+    blob = ops.pack_concat([ops.pack_exl2(*on_gpu(part)) for part in parts])
+    dense = torch.cat([ops.reconstruct(*part) for part in parts], 1)
+    x = torch.randn(3, len(dense))
+    want = x.half().double() @ dense.double()
+    assert float((ops.linear(x.cuda(), blob).cpu().double() - want).norm() / want.norm()) < 1e-3
+    assert torch.equal(gpu.unpack_half(blob).cpu(), dense)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_dense_weights(dtype):
+    weight = torch.randn(40, 200).to(dtype)
+    x = torch.randn(5, 200)
+    want = x.half().double() @ weight.half().T.double()
+    got = ops.linear(x.cuda(), ops.pack_dense(weight.cuda())).cpu().double()
+    assert float((got - want).norm() / want.norm()) < 1e-5
+
+
+def logits(model, ids, *, mode="fp16", chunk=None):
+    cache, out = KVCache(model.cache_spec(1024, mode=mode), model.device), []
+    step = chunk or len(ids)
+    for at in range(0, len(ids), step):
+        batch = Batch.single(ids[at : at + step], start=at, pages=[2, 0, 3, 1], logit_rows="all")
+        out.append(model.forward(batch, cache).cpu())
+    return torch.cat(out)
+
+
+@pytest.fixture(scope="module")
+def both():
+    return load_model(FIXTURE), load_model(FIXTURE, device="cuda")
+
+
+IDS = torch.randint(3, 4000, (300,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 8, 100])
+@pytest.mark.parametrize("mode", ["fp16", "fp32"])
+def test_demo_is_the_cpus(both, mode, chunk):
+    cpu, cuda = both
+    assert float((logits(cpu, IDS, mode=mode) - logits(cuda, IDS, mode=mode, chunk=chunk)).abs().max()) < 0.05
+
+
+def test_demo_is_what_the_files_maker_computed(both):
+    file = SafetensorsFile(DATA / "demo-logits.safetensors")
+    names = {name: file.read(name) for name in file.names()}
+    ids = next(t for t in names.values() if not t.is_floating_point()).long()
+    want = next(t for t in names.values() if t.is_floating_point()).float()
+    for row, expected in zip(ids.reshape(-1, ids.shape[-1]), want.reshape(-1, *want.shape[-2:])):
+        got = logits(both[1], row.tolist())[-len(expected) :]
+        assert float((got - expected).abs().max()) < 0.15
+
+
+@pytest.mark.parametrize("mode", ["fp8", "q8", "q6", "q4"])
+def test_quantised_caches_agree(both, mode):
+    """Codes flip where CPU and GPU differ in the last bit, so only the distributions are near."""
+    cpu, cuda = (logits(model, IDS, mode=mode, chunk=chunk).log_softmax(-1) for model, chunk in zip(both, (None, 1)))
+    assert float((cpu.exp() * (cpu - cuda)).sum(-1).mean()) < {"fp8": 0.004, "q8": 0.0005, "q6": 0.015, "q4": 0.04}[mode]
+
+
+def test_bits_do_not_depend_on_the_step(both):
+    one, eight = (logits(both[1], IDS, chunk=chunk) for chunk in (1, 8))
+    assert torch.equal(one, eight)
+    assert torch.equal(one, logits(both[1], IDS, chunk=1))
+    assert torch.equal(one, logits(load_model(FIXTURE, device="cuda", deterministic=True), IDS))
+
+
+def test_bits_do_not_depend_on_the_company(both):
+    cuda = both[1]
+    spans = [Span(ids=IDS[:n], start=0, pages=[page], logit_rows="all") for page, n in enumerate((8, 1, 5, 8, 2))]
+    together = cuda.forward(Batch.build(spans), KVCache(cuda.cache_spec(2048), "cuda")).cpu()
+    for got in together.split([8, 1, 5, 8, 2]):
+        assert torch.equal(got, logits(cuda, IDS[: len(got)]))
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_every_architecture(name, tmp_path):
+    folder = write_exl2(write(name, build_wide(name), tmp_path / "dense"), tmp_path / "exl2")
+    cpu, cuda = load_model(folder), load_model(folder, device="cuda")
+    ids = torch.randint(0, cpu.config.vocab_size, (70,), generator=torch.Generator().manual_seed(3)).tolist()
+    want = logits(cpu, ids)
+    tolerance = 2e-2 if cpu.config.moe or cpu.config.post_norm else 1e-2
+    for chunk in (None, 1):
+        assert float((logits(cuda, ids, chunk=chunk) - want).abs().max() / want.std()) < tolerance
+
+
+def test_teacher_forced_on_the_cpus_text(both):
+    cpu, cuda = both
+    prompts = ["It was a dark night", "The king said", "Once upon a time", "She opened the door and"]
+    with ex.load(FIXTURE, device="cpu", progress=None) as llm:
+        for prompt in prompts:
+            ids = llm.tokenizer.encode(prompt)
+            ids += [token.id for token in llm.generate(prompt, max_tokens=96, temperature=0, ignore_eos=True).tokens]
+            want, got = logits(cpu, ids), logits(cuda, ids, chunk=1)
+            assert float((want - got).abs().max()) < 0.05
+            top = want.topk(2, dim=-1).values
+            clear = top[:, 0] - top[:, 1] > 0.05
+            assert torch.equal(want.argmax(-1)[clear], got.argmax(-1)[clear])
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 0}, {"temperature": 0.9, "top_k": 40, "top_p": 0.9, "seed": 7}, {"seed": 3, "min_p": 0.1}]
+)
+def test_a_request_is_the_same_alone_and_among_others(options):
+    prompts = ["Once upon a time", "The king", "In the middle of", "She said", "It was", "When he came home", "All the"]
+    with ex.load(FIXTURE, device="cuda", deterministic=True, progress=None) as llm:
+        together = llm.generate(prompts * 2, max_tokens=40, **options)
+        alone = [llm.generate(prompt, max_tokens=40, **options) for prompt in prompts]
+        assert [one.text for one in together] == [one.text for one in alone * 2]
+        assert llm.engine.pages.num_free == llm.engine.pages.num_pages
+
+
+def test_drawn_on_the_gpu_as_on_the_host():
+    """A penalty that does nothing moves the draw to the host: the same tokens."""
+    with ex.load(FIXTURE, device="cuda", deterministic=True, progress=None) as llm:
+        for options in ({"temperature": 0}, {"temperature": 0.8, "top_p": 0.95, "seed": 11, "top_logprobs": 3}):
+            device, host = (
+                llm.generate("It was", max_tokens=60, ignore_eos=True, **options, **extra) for extra in ({}, {"frequency_penalty": 1e-9})
+            )
+            assert [t.id for t in device.tokens] == [t.id for t in host.tokens]
+            assert max(abs(a.logprob - b.logprob) for a, b in zip(device.tokens, host.tokens)) < 1e-4
+
+
+def test_pairs_of_cache_bits_that_only_the_cpu_reads(both):
+    with pytest.raises(OptionError, match="on CUDA take"):
+        logits(both[1], IDS[:4], mode="k4v8")
+
+
+def test_out_of_memory_is_named_and_leaves_the_gpu_usable():
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1e-4)
+    try:
+        with pytest.raises(DeviceError, match="does not fit the GPU"):
+            ex.load(FIXTURE, device="cuda", context=4096, cache_tokens=1 << 18, progress=None)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    with ex.load(FIXTURE, device="cuda", progress=None) as llm:
+        assert llm.generate("It was", max_tokens=4, temperature=0).text
+
+
+@pytest.mark.parametrize("path", [1, 2])
+def test_the_paths_of_older_gpus(path):
+    """cp.async (sm_80) and plain loads with the half-size product (sm_75), forced here."""
+    tests = "test_products_for_any_number_of_rows or test_parts_side_by_side or test_demo_is_the_cpus"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "gpu", str(Path(__file__)), "-k", tests]
+    run = subprocess.run(command, env={**os.environ, "EXL2NB_CUDA_PATH": str(path)}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-2000:]
