@@ -102,7 +102,7 @@ const char* gemv_launch(GemvArgs a, Epilogue e, cudaStream_t stream, bool pdl) {
                  kMaxTokens * 4 + 2 * b.flush * kWarps * 16 * m * 4 + owned * (m + 1 + a.next.num_perms) * 4;
     shared = (shared + 15) / 16 * 16;
     const int x_bytes = perms * m * a.x_stride * 2;
-    b.staged = shared + x_bytes <= device().shared_per_sm / 2 - 1024 && shared + x_bytes <= device().shared_per_block;
+    b.staged = shared + x_bytes <= device().shared_per_sm / kCtas - 1024 && shared + x_bytes <= device().shared_per_block;
     if (b.staged) shared += x_bytes;
     if (shared > device().shared_per_block) return "the matrix needs more shared memory than the GPU has";
     cudaError_t error;

@@ -21,7 +21,14 @@ namespace exl2nb {
 #define EXL2NB_GEMV_UNROLL 2
 #endif
 constexpr int kUnroll = EXL2NB_GEMV_UNROLL;
-constexpr int kStages = 2, kThreads = kWarps * 32, kMaxTokens = 8;
+#ifndef EXL2NB_GEMV_CTAS
+#define EXL2NB_GEMV_CTAS 2
+#endif
+#ifndef EXL2NB_GEMV_STAGES
+#define EXL2NB_GEMV_STAGES 2
+#endif
+constexpr int kCtas = EXL2NB_GEMV_CTAS;  // per multiprocessor: one works while the next kernel's fetches
+constexpr int kStages = EXL2NB_GEMV_STAGES, kThreads = kWarps * 32, kMaxTokens = 8;
 static_assert(kMaxTokens <= kWarps, "a warp adds one token to the residual");
 enum GemvPath { kBulk = 0, kAsync = 1, kPlain = 2 };
 
@@ -184,7 +191,7 @@ struct Walk {
 
 // One kernel for every epilogue: the code of the product then stays in the instruction caches from one matrix to the next.
 template <int PATH, bool STAGED>
-__global__ void __launch_bounds__(kThreads, 2) gemv(const __grid_constant__ GemvArgs A) {
+__global__ void __launch_bounds__(kThreads, kCtas) gemv(const __grid_constant__ GemvArgs A) {
   extern __shared__ __align__(128) uint8_t shared[];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, grid = gridDim.x;
   const bool paired = A.epilogue == kActivation && A.gated;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -48,7 +50,7 @@ class GpuForward:
         """
         formats_of(cache)
         bounds = batch.cu_seqlens.tolist()
-        longest = max(b - a for a, b in zip(bounds, bounds[1:]))
+        longest = max(b - a for a, b in itertools.pairwise(bounds))
         if longest <= SHORT and bounds[-1] <= MOST and not self.by_ops:
             return self._step(batch, cache, ids)
         if self.deterministic and not self.by_ops:
@@ -72,7 +74,7 @@ class GpuForward:
         wanted = torch.full((bounds[-1],), -1, dtype=torch.int64)
         wanted[batch.logit_rows.long()] = torch.arange(len(batch.logit_rows))
         out = torch.empty(len(batch.logit_rows), self.vocab, device=self.device)
-        for row, (first, last, length) in enumerate(zip(bounds, bounds[1:], lengths)):
+        for row, ((first, last), length) in enumerate(zip(itertools.pairwise(bounds), lengths)):
             for at in range(first, last, SHORT):
                 end = min(at + SHORT, last)
                 rows = (wanted[at:end] >= 0).nonzero()[:, 0].int()
@@ -109,7 +111,8 @@ def formats_of(cache: KVCache) -> tuple[int, int]:
     pair = _format(cache.k[0], cache.spec.head_dim), _format(cache.v[0], cache.spec.head_dim)
     if pair not in PAIRS:
         raise OptionError(
-            f"cache: mode {cache.spec.mode} (K {cache.spec.k_mode}, V {cache.spec.v_mode}) is for the CPU; on CUDA take fp16, fp32, fp8, q8, q6 or q4"
+            f"cache: mode {cache.spec.mode} (K {cache.spec.k_mode}, V {cache.spec.v_mode}) is for the CPU; "
+            "on CUDA take fp16, fp32, fp8, q8, q6 or q4"
         )
     return pair
 
