@@ -550,12 +550,14 @@ def _named_memory_errors(folder: Path) -> Iterator[None]:
 
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:  # torch.OutOfMemoryError is one; an op of the compiled library raises a plain one
+        if not isinstance(error, torch.OutOfMemoryError) and "aten::new_empty" not in str(error) and "out of memory" not in str(error):
+            raise
         free, total = torch.cuda.mem_get_info()
         needed = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         raise DeviceError(
-            f"{folder.name} does not fit the GPU: its files have {needed / 2**30:.1f} GiB, {free / 2**30:.1f} of {total / 2**30:.1f} GiB are "
-            "free; close other models, take fewer bits per weight, a smaller context= or cache='q4', or device='cpu'"
+            f"{folder.name} does not fit the GPU: its files have {needed / 2**30:.1f} GiB, {free / 2**30:.1f} of {total / 2**30:.1f} GiB "
+            "are free; close other models, take fewer bits per weight, a smaller context= or cache='q4', or device='cpu'"
         ) from error
 
 

@@ -26,9 +26,6 @@
 namespace exl2nb {
 
 constexpr int64_t kGpuMagic = 0x3147424e324c5845;  // "EXL2NBG1"
-#ifndef EXL2NB_GEMV_WARPS
-#define EXL2NB_GEMV_WARPS 8
-#endif
 constexpr int kGpuVersion = 1, kWarps = EXL2NB_GEMV_WARPS,
               kSlot = kWarps == 8    ? 4352
                       : kWarps == 12 ? 2944

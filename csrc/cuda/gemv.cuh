@@ -17,18 +17,7 @@
 
 namespace exl2nb {
 
-#ifndef EXL2NB_GEMV_UNROLL
-#define EXL2NB_GEMV_UNROLL 2
-#endif
-constexpr int kUnroll = EXL2NB_GEMV_UNROLL;
-#ifndef EXL2NB_GEMV_CTAS
-#define EXL2NB_GEMV_CTAS 2
-#endif
-#ifndef EXL2NB_GEMV_STAGES
-#define EXL2NB_GEMV_STAGES 2
-#endif
-constexpr int kCtas = EXL2NB_GEMV_CTAS;  // per multiprocessor: one works while the next kernel's fetches
-constexpr int kStages = EXL2NB_GEMV_STAGES, kThreads = kWarps * 32, kMaxTokens = 8;
+constexpr int kUnroll = 2, kCtas = 1, kStages = 2, kThreads = kWarps * 32, kMaxTokens = 8;
 static_assert(kMaxTokens <= kWarps, "a warp adds one token to the residual");
 enum GemvPath { kBulk = 0, kAsync = 1, kPlain = 2 };
 
@@ -297,7 +286,8 @@ __global__ void __launch_bounds__(kThreads, kCtas) gemv(const __grid_constant__ 
   float part_squares[5];
   const bool counts = A.squares && warp < M;
 #pragma unroll
-  for (int i = 0; i < 5; i++) part_squares[i] = counts && lane + 32 * i < A.squares_count ? __ldcg(A.squares + warp * A.squares_count + lane + 32 * i) : 0.f;
+  for (int i = 0; i < 5; i++)
+    part_squares[i] = counts && lane + 32 * i < A.squares_count ? __ldcg(A.squares + warp * A.squares_count + lane + 32 * i) : 0.f;
   if (A.epilogue == kResidual && warp < M) {
     for (int i = lane; i < owned; i += 32) {
       const int column = (blockIdx.x + (i >> 4) * grid) * 16 + (i & 15);
@@ -310,7 +300,8 @@ __global__ void __launch_bounds__(kThreads, kCtas) gemv(const __grid_constant__ 
     rows *= M;
     const int vectors = A.x_stride / 8;
     for (int r = 0; r < rows; r++) {
-      const auto* from = reinterpret_cast<const uint4*>(A.x + static_cast<size_t>(r / M) * A.x_perm_stride + static_cast<size_t>(r % M) * A.x_stride);
+      const auto* from =
+          reinterpret_cast<const uint4*>(A.x + static_cast<size_t>(r / M) * A.x_perm_stride + static_cast<size_t>(r % M) * A.x_stride);
       auto* to = reinterpret_cast<uint4*>(xs + r * xs_stride);
       for (int v = threadIdx.x; v < vectors; v += 4 * kThreads) {
         uint4 x4[4];

@@ -22,6 +22,7 @@ COMMANDS = {
     "chat": "talk to a model in the terminal",
     "eval": "perplexity of a model, and how far it is from another",
     "logits": "logits of given token ids",
+    "bench": "how fast a model runs here: load, prefill, decode",
     "inspect": "bits per matrix, from the headers alone",
     "revisions": "the branches of a model on the hub, with their bitrates",
     "doctor": "check this installation and say what to do",

@@ -221,11 +221,8 @@ def _params(draws: Sequence[Draw]) -> Tensor:
     rows = []
     for state, number, top in draws:
         p = state.params
-        rows.append(
-            Row(
-                temperature=p.temperature, top_p=p.top_p, min_p=p.min_p, top_k=p.top_k, top=min(top, TOP), seed=state.seed, counter=number
-            )  # fmt: skip
-        )
+        few = min(top, TOP)
+        rows.append(Row(temperature=p.temperature, top_p=p.top_p, min_p=p.min_p, top_k=p.top_k, top=few, seed=state.seed, counter=number))
     return pack_rows(rows)
 
 

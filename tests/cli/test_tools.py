@@ -162,3 +162,19 @@ def test_doctor_versions():
     assert doctor._at_least("7.7.1", "7.6")
     assert not doctor._at_least("2.9.1", "2.10")
     assert not doctor._at_least("0.9.2", "0.9.13")
+
+
+def test_bench_measures_what_reaches_python(capsys):
+    import json
+
+    from exl2nb.cli import main
+
+    code = main(
+        ["bench", "demo", "--device", "cpu", "--batch", "2", "--context", "16", "--tokens", "8", "--rounds", "1", "--json", "--quiet"]
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert found["batch"] == 2 and found["device"] == "cpu"
+    assert found["decode_tok_s"] > 0 and found["prefill_tok_s"] > 0
+    assert abs(found["decode_ms"] - 2e3 / found["decode_tok_s"]) < 0.01
+    assert main(["bench", "demo", "--batch", "0"]) != 0

@@ -1,0 +1,93 @@
+"""`exl2nb bench`: how fast a model runs here: load, prefill and decode apart, what it reads per token, and the share of the memory's speed."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from typing import TYPE_CHECKING, Any
+
+from exl2nb.cli.console import Console
+from exl2nb.cli.models import add_cache_option, locate
+
+if TYPE_CHECKING:
+    from exl2nb.llm import LLM
+
+WARM_UP = 32  # tokens; caches, graphs and clocks settle
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("model", help="model directory, hub id, or `demo`")
+    parser.add_argument("--batch", type=int, default=1, help="sequences that decode together (1)")
+    parser.add_argument("--context", type=int, default=128, help="prompt tokens of each sequence before decoding is timed (128)")
+    parser.add_argument("--tokens", type=int, default=128, help="tokens decoded per sequence and round (128)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds; the median counts (3)")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where it runs")
+    add_cache_option(parser, "fp16")
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Load, warm up, time."""
+    from exl2nb.core.errors import OptionError
+    from exl2nb.llm import load
+
+    for name in ("batch", "context", "tokens", "rounds"):
+        if getattr(args, name) < 1:
+            raise OptionError(f"bench: --{name} is {getattr(args, name)}; expected at least 1")
+    folder = locate(args.model, console.sink)
+    start = time.perf_counter()
+    longest = args.context + args.tokens + 1
+    with load(
+        folder, device=args.device, cache=args.cache, context=longest, cache_tokens=args.batch * (longest + 256),
+        max_sequences=max(16, args.batch), progress=console.sink,
+    ) as llm:  # fmt: skip
+        found: dict[str, Any] = {"model": llm.name, "device": llm.model.device, "load_s": round(time.perf_counter() - start, 3)}
+        found |= measure(llm, batch=args.batch, context=args.context, tokens=args.tokens, rounds=args.rounds)
+    found |= {"cache": args.cache, "batch": args.batch, "context": args.context, "tokens": args.tokens, "rounds": args.rounds}
+    console.result(found, "\n".join(f"{name:24} {value}" for name, value in found.items()))
+    return 0
+
+
+def measure(llm: LLM, *, batch: int, context: int, tokens: int, rounds: int) -> dict[str, Any]:
+    """Prefill and decode of `batch` sequences through the engine, tokens counted as they reach Python.
+
+    Returns:
+        Medians over the rounds: prefill_tok_s, decode_tok_s (all sequences together), decode_ms (a step), and gb_s, the weights' bytes a
+        step reads over its time. Warm-up is excluded.
+    """
+    vocab = llm.config.vocab_size
+    options: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+    llm.cache.reuse = False
+    llm.generate([3 + i % (vocab - 3) for i in range(min(context, 64))], max_tokens=WARM_UP, **options)
+    prefill, decode = [], []
+    for number in range(rounds + 1):
+        prompts = [[3 + (number * 997 + b * 31 + i * 7) % (vocab - 3) for i in range(context)] for b in range(batch)]
+        handles = [llm.stream(prompt, max_tokens=tokens + 1, **options) for prompt in prompts]
+        begun = time.perf_counter()
+        first = _drain(handles, 1)
+        last = _drain(handles, tokens)
+        if number:  # the first round warms up
+            prefill.append(batch * context / (first - begun))
+            decode.append(batch * tokens / (last - first))
+    speed = statistics.median(decode)
+    step = batch / speed
+    return {
+        "prefill_tok_s": round(statistics.median(prefill), 1),
+        "decode_tok_s": round(speed, 1),
+        "decode_ms": round(1e3 * step, 4),
+        "bytes_per_token": llm.model.bytes_per_token,
+        "gb_s": round(llm.model.bytes_per_token / step / 1e9, 1),
+    }
+
+
+def _drain(handles: list[Any], count: int) -> float:
+    """Take `count` more tokens of every handle; the time when the last of them came."""
+    for handle in handles:
+        left = count
+        while left > 0:
+            chunk = next(handle, None)
+            if chunk is None:
+                break
+            left -= len(chunk.tokens)
+    return time.perf_counter()
