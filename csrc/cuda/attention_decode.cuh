@@ -281,31 +281,20 @@ struct Decode {
     const int new_from = max(first_new, chunk_start), fresh = max(min(it.context, chunk_last) - new_from, 0);
     const float factor = a.softcap > 0.f ? a.scale : a.scale * kLog2e;
     for (int i = rows * kQStride / 2 + threadIdx.x; i < kRows * kQStride / 2; i += kThreads) reinterpret_cast<uint32_t*>(sh.in.q)[i] = 0;
-    Row<kSlots> row, next_row;
-    Turn<kSlots> turn;
-    const auto index_of = [&](int r) {
-      return r < rows ? token_of(first_row + r) : r - rows - (r < rows + fresh ? 0 : fresh) + new_from - first_new;
-    };
-    const auto fetch_turn = [&](int r, Turn<kSlots>& to) {
-      const int i = index_of(r);
-      if (!a.q) to.load(a.rope, a.rope.positions ? a.rope.positions[it.first_token + i] : it.context - it.queries + i);
-    };
-    const auto fetch_row = [&](int r, Row<kSlots>& to) {
-      const int i = index_of(r);
-      const int head = r < rows ? it.kv_head * q_per_kv + first_row + r - i * q_per_kv
-                                : a.cache.num_heads + (r < rows + fresh ? 0 : a.cache.num_kv_heads) + it.kv_head;
-      const int64_t token = it.first_token + i;
-      to.load(a.q ? a.q + (token * a.cache.num_heads + head) * D : a.qkv + token * D3 + head * D, D);
-    };
-    const int all = rows + 2 * fresh;
-    if (warp < all) fetch_turn(warp, turn);
-    if (wait) wait_for_predecessor();
-    if (warp < all) fetch_row(warp, row);
-    if (warp + kWarps < all) fetch_row(warp + kWarps, next_row);
 #pragma unroll 1
-    for (int r = warp; r < all; r += kWarps) {
+    for (int r = warp; r < rows + 2 * fresh; r += kWarps) {
       const bool is_query = r < rows, is_key = !is_query && r < rows + fresh;
-      const int i = index_of(r), head = is_query ? it.kv_head * q_per_kv + first_row + r - i * q_per_kv : it.kv_head;
+      const int i = is_query ? token_of(first_row + r) : r - rows - (is_key ? 0 : fresh) + new_from - first_new;
+      const int head = is_query ? it.kv_head * q_per_kv + first_row + r - i * q_per_kv : it.kv_head, token = it.first_token + i;
+      Turn<kSlots> turn;
+      if (!a.q) turn.load(a.rope, a.rope.positions ? a.rope.positions[token] : it.context - it.queries + i);
+      if (wait) wait_for_predecessor();
+      wait = false;
+      Row<kSlots> row;
+      const int place_in_row = is_query ? head : a.cache.num_heads + (is_key ? 0 : a.cache.num_kv_heads) + head;
+      row.load(a.q ? a.q + (static_cast<int64_t>(token) * a.cache.num_heads + head) * D
+                   : a.qkv + static_cast<int64_t>(token) * D3 + place_in_row * D,
+               D);
       if (is_query || is_key) {
         if (!a.q) prepare(row, a.rope, is_query ? a.rope.q_norm : a.rope.k_norm, head, turn, sh.in.scratch[warp], D);
       } else if (!a.rope.norm_whole) {
@@ -321,10 +310,8 @@ struct Decode {
       } else {
         row.store(sh.in.fresh[is_key ? i : kMaxNew + i], D);
       }
-      row = next_row;
-      if (r + kWarps < all) fetch_turn(r + kWarps, turn);
-      if (r + 2 * kWarps < all) fetch_row(r + 2 * kWarps, next_row);
     }
+    if (wait) wait_for_predecessor();
     __syncthreads();
     if (!fresh) return;
     // 32 dims of a new key and of its value at a time: as the cache holds them into shared memory and, once, into the cache.
@@ -623,16 +610,16 @@ struct Decode {
   }
   // The CTA that comes last joins the chunks; then the result goes where it is read.
   __device__ __forceinline__ void finish() {
+    if (it.chunks.count > 1 && !comes_last()) return;
     const AttentionOut& to = p.a.to;
     const int numbers = rows * D;
-    int stored[kPerThread];  // of the first copy, on its way while the CTA asks whether it is the last
+    int stored[kPerThread];  // of the first copy, fetched early
 #pragma unroll
     for (int i = 0; i < kPerThread; i++) {
       const int at = threadIdx.x + i * kThreads;
       if (at < numbers) stored[i] = sh.head[at / D] * D + at % D;
       if (at < numbers && to.num_perms && to.inverse[0]) stored[i] = to.inverse[0][stored[i]];
     }
-    if (it.chunks.count > 1 && !comes_last()) return;
     if (it.chunks.count > 1)
       for (int r = warp; r < rows; r += kWarps) join_row(r, it.chunks.count);
     __syncthreads();
