@@ -11,7 +11,10 @@ VARIABLES: dict[str, tuple[tuple[str, ...], str]] = {
     "EXL2NB_DEVICE": (("auto", "cpu", "cuda"), "where ex.load puts a model when device= is not given"),
     "EXL2NB_ISA": (("base", "avx2", "avx512"), "upper limit of the CPU instruction set (read by the compiled library)"),
     "EXL2NB_ENGINE": (("compiled", "reference"), "reference: never load the compiled library, use the torch reference ops"),
-    "EXL2NB_CUDA_PATH": (("0", "1", "2"), "how CUDA kernels fetch weights: 0 bulk copies, 1 as on sm_80, 2 as on sm_75 (tests; read there)"),
+    "EXL2NB_CUDA_PATH": (
+        ("0", "1", "2"),
+        "how CUDA kernels fetch weights: 0 bulk copies, 1 as on sm_80, 2 as on sm_75 (tests; read there)",
+    ),
     "EXL2NB_FORCE_CUDA_LIB": (("0", "1"), "1: load the CUDA library even where torch sees no GPU (tests)"),
 }
 

@@ -49,9 +49,7 @@ class Model:
     Not thread-safe: one thread runs it (the engine's).
     """
 
-    def __init__(
-        self, config: ModelConfig, network: Network, *, context: int, device: str = "cpu", deterministic: bool = False
-    ) -> None:
+    def __init__(self, config: ModelConfig, network: Network, *, context: int, device: str = "cpu", deterministic: bool = False) -> None:
         self.config, self.context, self.device, self.deterministic = config, context, device, deterministic
         self._gpu: GpuForward | None = None
         self.weight_bytes = sum(tensor.nbytes for tensor in network.tensors())
