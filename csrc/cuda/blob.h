@@ -26,11 +26,7 @@
 namespace exl2nb {
 
 constexpr int64_t kGpuMagic = 0x3147424e324c5845;  // "EXL2NBG1"
-constexpr int kGpuVersion = 1, kWarps = EXL2NB_GEMV_WARPS,
-              kSlot = kWarps == 8    ? 4352
-                      : kWarps == 12 ? 2944
-                                     : 2176,
-              kEnds = 24, kMaxParts = 4, kMaxPerms = 3, kStripColumns = 16, kUnitRows = 64;
+constexpr int kGpuVersion = 1, kWarps = 16, kSlot = 2176, kEnds = 24, kMaxParts = 4, kMaxPerms = 3, kStripColumns = 16, kUnitRows = 64;
 
 struct GpuHeader {
   int64_t magic;
