@@ -1,4 +1,4 @@
-"""`exl2nb bench`: how fast a model runs here: load, prefill and decode apart, what it reads per token, and the share of the memory's speed."""
+"""`exl2nb bench`: how fast a model runs here: load, prefill, decode, bytes read per token, share of the memory's speed."""
 
 from __future__ import annotations
 

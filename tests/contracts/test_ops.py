@@ -16,6 +16,9 @@ for module in pkgutil.iter_modules(ops.__path__):
     importlib.import_module(f"exl2nb.ops.{module.name}")  # each defines its ops
 # `isa` is left out: it asks the compiled library about itself
 NAMES = sorted({name.removeprefix("exl2nb::") for name in torch._C._dispatch_get_all_op_names() if name.startswith("exl2nb::")} - {"isa"})
+# Ops of `exl2nb/ops/gpu.py`: launches on memory of the GPU, without data-free shapes or a meaning elsewhere. What they compute is held
+# against the references of the other ops by tests marked `gpu`.
+GPU_ONLY = [name for name in NAMES if name.startswith("gpu_")]
 # What the libraries may need of libtorch: all of it is in 2.10. Before adding a name, look for its version guard in torch's shim headers.
 SYMBOLS = set((Path(__file__).parent / "torch_2_10_symbols.txt").read_text().split())
 
@@ -27,11 +30,19 @@ def test_the_architecture_page_lists_the_ops():
     assert listed <= set(NAMES) | set(ops.__all__)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", sorted(set(NAMES) - set(GPU_ONLY)))
 def test_op_has_reference_and_fake(name):
     assert name in _library.REFERENCES
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"exl2nb::{name}", "CompositeExplicitAutograd")
     assert torch._library.simple_registry.singleton.find(f"exl2nb::{name}").fake_impl.kernel is not None
+
+
+@pytest.mark.parametrize("name", GPU_ONLY)
+def test_gpu_op_answers_on_the_gpu_alone(name):
+    assert name not in _library.REFERENCES
+    assert not torch._C._dispatch_has_kernel_for_dispatch_key(f"exl2nb::{name}", "CompositeExplicitAutograd")
+    assert not torch._C._dispatch_has_kernel_for_dispatch_key(f"exl2nb::{name}", "CPU")
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"exl2nb::{name}", "CUDA") == ("cuda" in _load.load().loaded)
 
 
 @pytest.mark.parametrize("name", NAMES)
