@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from exl2nb.widgets.base import ExlWidget
     from exl2nb.widgets.bitmap import BitMap
+    from exl2nb.widgets.explorer import BitrateExplorer
     from exl2nb.widgets.playground import Playground
     from exl2nb.widgets.progress import ProgressView
 
 _PUBLIC = {
     "BitMap": "exl2nb.widgets.bitmap",
+    "BitrateExplorer": "exl2nb.widgets.explorer",
     "ExlWidget": "exl2nb.widgets.base",
     "Playground": "exl2nb.widgets.playground",
     "ProgressView": "exl2nb.widgets.progress",
 }
-__all__ = ["BitMap", "ExlWidget", "Playground", "ProgressView"]
+__all__ = ["BitMap", "BitrateExplorer", "ExlWidget", "Playground", "ProgressView"]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,6 +7,7 @@ import pytest
 
 from exl2nb.widgets import protocol
 from exl2nb.widgets.bitmap import BitMap
+from exl2nb.widgets.explorer import BitrateExplorer
 from exl2nb.widgets.playground import Playground
 from exl2nb.widgets.progress import ProgressView
 
@@ -23,6 +24,7 @@ def test_committed_typescript_is_what_python_generates():
         (Playground, protocol.PlaygroundState),
         (ProgressView, protocol.ProgressState),
         (partial(BitMap, [{"key": "a", "bpw": 4.0}]), protocol.BitMapState),
+        (BitrateExplorer, protocol.ExplorerState),
     ],
 )
 def test_state_types_name_the_synced_traits(widget, state):

@@ -1,0 +1,315 @@
+"""BitrateExplorer: drag a bitrate, see which matrices lose bits, what it costs and saves; make it, and read it beside the original."""
+
+from __future__ import annotations
+
+import contextvars
+import html
+import math
+import os
+import threading
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import traitlets as t
+
+from exl2nb.core.errors import ConversionError, Exl2Error, OptionError
+from exl2nb.widgets import bitpage, static
+from exl2nb.widgets.base import ExlWidget, as_text
+from exl2nb.widgets.bitgrid import BitGrid, grid_of
+from exl2nb.widgets.making import Maker
+from exl2nb.widgets.protocol import CurvePoint, ExplorerState, Mark
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from exl2nb.converter.measure import Measurement
+    from exl2nb.converter.plan import Plan
+
+STEP = 0.05
+CURVE_POINTS = 25
+CURVE_POINTS_LARGE = 9
+LARGE = 200  # matrices
+
+
+class BitrateExplorer(ExlWidget):
+    """A slider of bits per weight over a measurement: every move allocates anew, in milliseconds and without running the model.
+
+    The map shows where the bits are, the curve what they cost: predicted KL (nats per token; good for ranking) against the bitrate, with
+    what was measured as marks. "Make it" converts to the chosen bitrate in the background and streams one prompt from the original and
+    from the copy.
+
+    Args:
+        measurement: of `ex.measure`, or its JSON file; None: the packaged demo model's.
+        llm: the original, as loaded; needed to make a model of a measurement of your own. None: the demo model, loaded when it is needed.
+        measured: bitrates whose KL is known, as conversions or (bpw, kl) pairs.
+        convert: options of `ex.convert` for "Make it". Default: a few short calibration rows, which is quick and rough.
+
+    Traits, also keywords (synced with the page both ways):
+        bpw: asked for, 2 to 8. Default 4. prompt: what both models continue. metric: "bpw" or "share". selected: [layer, matrix] or [].
+        max_tokens: of each answer, 1 to 512. Default 64.
+    Traits to read:
+        solved: the bitrate shown. nbytes, predicted_kl, solve_ms: of its allocation. original, made: the two texts. made_bpw: of the copy.
+
+    Example:
+        >>> explorer = BitrateExplorer(bpw=4.0)
+        >>> explorer.plan.nbytes < 8_000_000
+        True
+    """
+
+    _esm = static.STATIC / "explorer.js"
+    _css = static.STATIC / "explorer.css"
+    _state_keys: ClassVar[tuple[str, ...]] = tuple(ExplorerState.__annotations__)
+
+    bpw = t.Float(4.0).tag(sync=True, option=True)
+    prompt = t.Unicode("It was a dark night, and the old man").tag(sync=True, option=True)
+    metric = t.Enum(("bpw", "share"), "bpw").tag(sync=True, option=True)
+    selected = t.List().tag(sync=True, option=True)
+    max_tokens = t.Int(64).tag(option=True)
+    solved = t.Float(0.0).tag(sync=True)
+    nbytes = t.Int(0).tag(sync=True)
+    predicted_kl = t.Float(0.0).tag(sync=True)
+    solve_ms = t.Float(0.0).tag(sync=True)
+    original = t.Unicode("").tag(sync=True)
+    made = t.Unicode("").tag(sync=True)
+    made_bpw = t.Float(0.0).tag(sync=True)
+    stage = t.Unicode("").tag(sync=True)
+    progress = t.Float(0.0).tag(sync=True)
+    _low = t.Float(2.0).tag(sync=True)
+    _high = t.Float(8.0).tag(sync=True)
+    _matrices = t.List().tag(sync=True)
+    _layers = t.List().tag(sync=True)
+    _cells = t.List().tag(sync=True)
+    _curve = t.List().tag(sync=True)
+    _marks = t.List().tag(sync=True)
+    _can_make = t.Bool(False).tag(sync=True)
+
+    def __init__(
+        self, measurement: Any = None, llm: Any = None, *, measured: Any = (), convert: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> None:
+        self._stop, self._worker, self._problem = threading.Event(), None, None  # first: `close` needs them
+        self._guard = threading.RLock()
+        self.measurement: Measurement = _measurement(measurement)
+        self._maker = Maker(llm, self.measurement, demo=measurement is None, options=convert)
+        super().__init__(**kwargs)
+        if not 1 <= self.max_tokens <= 512:
+            raise OptionError(f"BitrateExplorer: max_tokens is {self.max_tokens}; expected 1 to 512")
+        low, high = self.measurement.range
+        with self.hold_sync():
+            self._low, self._high = math.ceil(low / STEP) * STEP, min(8.0, math.floor(high / STEP) * STEP)
+            self._can_make, self._marks = self._maker.possible, [list(_mark(entry)) for entry in measured]
+            self.solve(self.bpw)
+            self._curve = [list(point) for point in self._walk()]
+
+    # ---- allocating ----
+
+    @property
+    def plan(self) -> Plan:
+        """The allocation shown; `convert(..., frozen=explorer.plan.groups())` carries it out to the bit."""
+        return self._plan
+
+    @property
+    def grid(self) -> BitGrid:
+        """Its cells."""
+        return self._grid
+
+    def solve(self, bpw: float) -> Plan:
+        """Allocate at `bpw`, moved into what the model can reach, and show it.
+
+        Raises:
+            OptionError: not a number.
+        """
+        if isinstance(bpw, bool) or not isinstance(bpw, (int, float)) or not math.isfinite(bpw):
+            raise OptionError(f"BitrateExplorer: bpw is {bpw!r}; expected a number from {self._low:g} to {self._high:g}")
+        bpw = round(min(self._high, max(self._low, bpw)), 4)
+        with self._guard:
+            begun = time.perf_counter()
+            plan = self._solved(bpw)
+            spent = time.perf_counter() - begun
+            self._plan, self._grid = plan, grid_of(plan)
+            with self.hold_sync():
+                self._matrices, self._layers = list(self._grid.matrices), list(self._grid.layers)
+                self._cells = [list(cell) for cell in self._grid.cells]
+                self.nbytes, self.predicted_kl, self.solve_ms = plan.nbytes, plan.predicted_kl, round(1000 * spent, 2)
+                self.solved = bpw
+                self.bpw = bpw
+        return plan
+
+    def _solved(self, bpw: float) -> Plan:
+        """The plan at `bpw`; at the very edges the nearest that can be met."""
+        try:
+            return self.measurement.solve(bpw=bpw)
+        except ConversionError:
+            return self.measurement.solve(bpw=min(8.0, bpw + STEP))
+
+    def _walk(self) -> list[CurvePoint]:
+        """The curve: allocations at even steps of the bitrate."""
+        count = CURVE_POINTS if len(self.measurement.linears) <= LARGE else CURVE_POINTS_LARGE
+        points = []
+        for i in range(count):
+            bpw = self._low + (self._high - self._low) * i / (count - 1)
+            plan = self._solved(bpw)
+            bits = [round(cell.bpw, 2) for cell in grid_of(plan).cells]
+            points.append(CurvePoint(round(bpw, 4), plan.nbytes, float(f"{plan.predicted_kl:.5g}"), bits))
+        return points
+
+    @t.observe("bpw")
+    def _follow(self, change: Mapping[str, Any]) -> None:
+        if hasattr(self, "_plan") and abs(change["new"] - self.solved) > 1e-9:
+            self.solve(change["new"])
+
+    def _receive_solve(self, message: Mapping[str, Any]) -> None:
+        self.solve(message.get("bpw"))  # type: ignore[arg-type]
+
+    # ---- making ----
+
+    def make(self, bpw: float | None = None) -> BitrateExplorer:
+        """Convert to `bpw` (None: the one shown) and stream the prompt from both models; returns at once, `wait` waits.
+
+        A bitrate that was made before is only loaded again.
+
+        Raises:
+            OptionError: there is no original to convert. ConversionError: one is being made.
+        """
+        if not self._maker.possible:
+            raise OptionError("BitrateExplorer: the original is not known; make it with BitrateExplorer(measurement, llm)")
+        if bpw is not None:
+            self.solve(bpw)
+        with self._guard:
+            if self._worker is not None and self._worker.is_alive():
+                raise ConversionError("BitrateExplorer: one is being made; call .stop() or .wait() first")
+            self._stop, self._problem = threading.Event(), None
+            with self.hold_sync():
+                self.status, self.error, self.stage, self.progress = "running", "", "starting", 0.0
+                self.original, self.made, self.made_bpw = "", "", 0.0
+            work = (self._make, self._stop, self.solved, self.prompt)
+            # the copied context carries the cell that output belongs to; ipykernel 7.0 sends from no other thread
+            self._worker = threading.Thread(target=contextvars.copy_context().run, args=work, name="exl2nb-explorer", daemon=True)
+            self._worker.start()
+        return self
+
+    def stop(self) -> None:
+        """Ask what is being made to end. Returns at once."""
+        self._stop.set()
+
+    def wait(self, timeout: float | None = None) -> BitrateExplorer:
+        """Wait until it is made and read. An interrupt stops it.
+
+        Raises:
+            Exl2Error: it failed.
+        """
+        worker, deadline = self._worker, None if timeout is None else time.monotonic() + timeout
+        try:
+            while worker is not None and worker.is_alive() and (deadline is None or time.monotonic() < deadline):
+                worker.join(0.05)
+        except KeyboardInterrupt:
+            self.stop()
+            raise
+        finally:
+            self._refresh_static()
+        if isinstance(self._problem, Exl2Error):
+            raise self._problem
+        if self._problem is not None:
+            raise ConversionError(f"BitrateExplorer: {as_text(self._problem)}") from self._problem
+        return self
+
+    def close(self) -> None:
+        """Stop, free the copies made (the original stays yours), remove the widget from the page."""
+        self.stop()
+        maker, worker = getattr(self, "_maker", None), self._worker
+        if worker is not None and worker is not threading.current_thread():
+            worker.join(5)
+        if maker is not None:
+            maker.close()
+        super().close()
+
+    def _make(self, stop: threading.Event, bpw: float, prompt: str) -> None:
+        try:
+            made = self._maker.make(bpw, stop, self._stage_of)
+            kl = made.measured_kl
+            with self.hold_sync():
+                self.stage, self.made_bpw = "reading", bpw
+                if kl is not None:
+                    self._marks = [*(m for m in self._marks if m[2] != made.label), list(Mark(bpw, kl, made.label))]
+            self._maker.read(made, prompt, self.max_tokens, stop, self._texts)
+        except BaseException as problem:
+            if not stop.is_set():
+                self._problem = problem
+        with self.hold_sync():
+            self.stage, self.status = "", "error" if self._problem else "stopped" if stop.is_set() else "done"
+            if self._problem is not None:
+                self.error = as_text(self._problem)
+        self._refresh_static()
+
+    def _stage_of(self, stage: str, share: float) -> None:
+        with self.hold_sync():
+            self.stage, self.progress = stage, share
+
+    def _texts(self, original: str, made: str) -> None:
+        with self.hold_sync():
+            self.original, self.made = original, made
+
+    def _receive_make(self, message: Mapping[str, Any]) -> None:
+        bpw, prompt = message.get("bpw"), message.get("prompt")
+        if not isinstance(prompt, str) or len(prompt) > 20_000:
+            raise OptionError("BitrateExplorer: the page sent no prompt, or one over 20,000 characters")
+        if self._worker is not None and self._worker.is_alive():
+            return  # a second click that was on its way
+        self.prompt = prompt
+        self.make(bpw)
+
+    def _receive_stop(self, _message: Mapping[str, Any]) -> None:
+        self.stop()
+
+    # ---- looking at it without the page ----
+
+    def to_frame(self) -> pd.DataFrame:
+        """The curve: bpw, nbytes, predicted_kl."""
+        import pandas as pd
+
+        return pd.DataFrame([{"bpw": p[0], "nbytes": p[1], "predicted_kl": p[2]} for p in self._curve])
+
+    def _export_state(self) -> dict[str, Any]:
+        return {**super()._export_state(), "status": "stopped" if self.status == "running" else self.status}
+
+    def _summary(self) -> str:
+        return f"BitrateExplorer({self.solved:g} bpw: {self.nbytes / 1e6:.2f} MB, predicted KL {self.predicted_kl:.4g})"
+
+    def _static_body(self) -> str:
+        parts = [bitpage.table(self._grid, f"{self.solved:g} bits per weight, {self.nbytes:,} bytes, predicted KL {self.predicted_kl:.4g}")]
+        for name, text in (("original", self.original), (f"{self.made_bpw:g} bits per weight", self.made)):
+            if text:
+                words = html.escape(self.prompt + text)
+                parts.append(f'<div style="margin-top:6px"><b>{name}</b><div style="white-space:pre-wrap">{words}</div></div>')
+        return "".join(parts)
+
+    def _picture(self) -> bytes | None:
+        return bitpage.picture(self._grid)
+
+
+def _measurement(source: Any) -> Measurement:
+    from exl2nb.converter.api import demo_measurement
+    from exl2nb.converter.measure import Measurement
+
+    if source is None:
+        return demo_measurement()
+    if isinstance(source, (str, os.PathLike)):
+        return Measurement.load(source)
+    if not callable(getattr(source, "solve", None)):
+        raise OptionError(
+            f"BitrateExplorer: measurement is {type(source).__name__!r}; expected the result of exl2nb.measure, its JSON file, or None"
+        )
+    return source
+
+
+def _mark(entry: Any) -> Mark:
+    quality = getattr(entry, "quality", None)
+    if quality is not None:
+        return Mark(float(entry.bpw), float(quality.kl), f"{entry.bpw:.2f} bpw")
+    try:
+        bpw, kl = (float(value) for value in entry)
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"BitrateExplorer: measured has {entry!r}; expected conversions with a quality, or (bpw, kl) pairs") from error
+    if not 0 < bpw <= 16 or not 0 <= kl < 100:
+        raise OptionError(f"BitrateExplorer: measured has bpw {bpw} and kl {kl}; expected up to 16 bits and less than 100 nats")
+    return Mark(bpw, kl, f"{bpw:g} bpw")

@@ -1,0 +1,82 @@
+"""The real BitrateExplorer bundle in a browser: the test plays the kernel with the true allocator."""
+
+from pathlib import Path
+
+import pytest
+from mock_host import MockHost
+
+import exl2nb as ex
+from exl2nb.widgets import BitrateExplorer
+
+AXE = Path(__file__).parents[2] / "widgets" / "node_modules" / "axe-core" / "axe.min.js"
+TAGS = ["wcag2a", "wcag2aa", "wcag21aa", "wcag22aa"]
+MOVED = ("bpw", "solved", "nbytes", "predicted_kl", "solve_ms", "_cells")
+
+
+@pytest.fixture(scope="module")
+def explorer():
+    return BitrateExplorer(ex.demo_measurement(), measured=[(3.0, 0.270), (4.0, 0.065), (6.0, 0.0046)])
+
+
+def state(widget, **changes) -> dict:
+    values = widget.get_state()
+    plain = {k: v for k, v in values.items() if isinstance(v, (str, int, float, list, type(None))) and k not in ("_esm", "_css")}
+    return {**plain, **changes}
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_drag_recolour_make_and_read(page, explorer, screenshots, theme):
+    explorer.solve(4.0)
+    host = MockHost(page, "explorer", state(explorer, _can_make=True), theme=theme)
+    first = page.get_by_role("gridcell", name="layer 0 q:")
+    before = (first.inner_text(), page.locator(".exl2nb-figures").inner_text(), page.locator(".exl2nb-dot").get_attribute("cx"))
+    assert page.locator(".exl2nb-mark").count() == 3
+    slider = page.get_by_role("slider", name="Bits per weight")
+    slider.fill("2.5")
+    assert host.sent[-1] == {"type": "solve", "bpw": 2.5}
+    slider.fill("2.6")
+    slider.fill("2.7")
+    assert host.sent[-1] == {"type": "solve", "bpw": 2.5}, "one question on its way at a time"
+    explorer.solve(2.5)
+    host.put(**{name: getattr(explorer, name) for name in MOVED})
+    assert host.sent[-1] == {"type": "solve", "bpw": 2.7}, "then the last wish"
+    explorer.solve(2.7)
+    host.put(**{name: getattr(explorer, name) for name in MOVED})
+    assert page.locator(".exl2nb-big").inner_text() == "2.70"
+    after = (first.inner_text(), page.locator(".exl2nb-figures").inner_text(), page.locator(".exl2nb-dot").get_attribute("cx"))
+    assert first.inner_text() == f"{explorer.grid.cells[0].bpw:.1f}"
+    assert all(a != b for a, b in zip(before[1:], after[1:]))
+    page.get_by_label("Prompt for both").fill("A dark")
+    page.get_by_role("button", name="Make it").click()
+    assert host.sent[-1] == {"type": "make", "bpw": 2.7, "prompt": "A dark"}
+    host.put(status="running", stage="quantize", progress=0.4)
+    assert page.get_by_role("progressbar").is_visible()
+    assert page.locator(".exl2nb-actions").inner_text().endswith("quantize…")
+    page.get_by_role("button", name="Stop").click()
+    assert host.sent[-1] == {"type": "stop"}
+    host.put(status="done", original=" night <b>fell", made=" night <i>came", made_bpw=2.7)
+    answers = page.locator(".exl2nb-answer")
+    assert answers.all_inner_texts() == [" night <b>fell", " night <i>came"]
+    assert page.locator("mark").inner_text() == "i>came"
+    first.click()
+    host.frame()
+    assert page.locator(".exl2nb-strip > div").count() == len(explorer.grid.cells[0].parts[0].runs)
+    page.screenshot(path=screenshots / f"explorer-{theme}.png")
+    if AXE.is_file():
+        page.evaluate(AXE.read_text())
+        found = page.evaluate("(tags) => axe.run('main', {runOnly: tags}).then((r) => r.violations)", TAGS)
+        assert not found, found
+
+
+def test_export_moves_along_the_curve_without_a_kernel(page, explorer, tmp_path):
+    explorer.solve(4.0)
+    explorer.to_html(tmp_path / "explorer.html")
+    page.context.set_offline(True)
+    page.goto((tmp_path / "explorer.html").as_uri())
+    slider = page.get_by_role("slider", name="Bits per weight")
+    slider.fill("6")
+    page.wait_for_function("() => Number(document.querySelector('.exl2nb-big').textContent) > 5.8")
+    shown = float(page.locator(".exl2nb-big").inner_text())
+    bits = next(p[3] for p in explorer._curve if abs(p[0] - shown) < 0.01)
+    assert page.get_by_role("gridcell", name="layer 0 q:").inner_text() == f"{bits[0]:.1f}"
+    assert page.get_by_role("button", name="Make it").count() == 0

@@ -1,0 +1,143 @@
+"""BitrateExplorer's Python half: solving live, the curve, making a copy beside the original (with a fake converter), the twin."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+from fakes import FakeModel
+
+import exl2nb as ex
+from exl2nb.core.errors import ConversionError, Exl2Error, OptionError
+from exl2nb.core.progress import Progress
+from exl2nb.widgets import BitrateExplorer
+
+
+@pytest.fixture(scope="module")
+def measurement():
+    return ex.demo_measurement()
+
+
+class Original(FakeModel):
+    path, context = "somewhere", 4096
+
+
+@pytest.fixture
+def converter(monkeypatch):
+    """Stands in for converting and loading; remembers what was asked."""
+    asked = SimpleNamespace(bpw=[], kl=0.25, gate=None, problem=None)
+
+    def convert(src, dst, *, bpw, measurement, progress, **options):
+        asked.bpw.append(bpw)
+        for i in range(3):
+            progress(Progress(stage="quantize", done=i, total=3, unit="layers", elapsed_s=0.1))
+            if asked.gate is not None:
+                asked.gate.wait(5)
+        if asked.problem:
+            raise asked.problem
+        return SimpleNamespace(quality=SimpleNamespace(kl=asked.kl))
+
+    monkeypatch.setattr(ex, "convert", convert)
+    monkeypatch.setattr(ex, "load", lambda path, **options: Closing([" the", " copy"]))
+    return asked
+
+
+class Closing(FakeModel):
+    shut = 0
+
+    def close(self):
+        Closing.shut += 1
+
+
+def test_moving_solves_anew(measurement, sent):
+    explorer = BitrateExplorer(measurement, bpw=4.0)
+    assert explorer.solved == 4.0
+    before = (explorer.nbytes, explorer.predicted_kl, list(explorer._cells))
+    explorer._dispatch(None, {"type": "solve", "bpw": 2.5}, [])
+    assert (explorer.bpw, explorer.solved) == (2.5, 2.5)
+    assert explorer.nbytes < before[0]
+    assert explorer.predicted_kl > before[1]
+    assert explorer._cells != before[2]
+    plan = measurement.solve(bpw=2.5)
+    assert explorer.plan.groups() == plan.groups()
+    assert explorer.nbytes == plan.nbytes
+    explorer.bpw = 6.0
+    assert explorer.solved == 6.0
+
+
+def test_the_edges_are_met_and_nonsense_is_shown(measurement):
+    explorer = BitrateExplorer(measurement, bpw=2.0)
+    assert measurement.range[0] <= explorer.solved < 2.3
+    assert explorer.solve(99).bpw <= 8.0001
+    assert explorer.solved == explorer._high
+    for nonsense in ("4", None, float("nan"), True):
+        explorer._dispatch(None, {"type": "solve", "bpw": nonsense}, [])
+        assert explorer.status == "error"
+        assert "expected a number" in explorer.error
+
+
+def test_curve_falls(measurement):
+    frame = BitrateExplorer(measurement, measured=[(3.0, 0.27)]).to_frame()
+    assert frame.predicted_kl.is_monotonic_decreasing
+    assert frame.nbytes.is_monotonic_increasing
+    assert len(frame) == 25
+
+
+def test_make_reads_both_and_marks_the_measured_point(measurement, converter):
+    original = Original([" the", " original"])
+    explorer = BitrateExplorer(measurement, original, bpw=3.0, measured=[(4.0, 0.06)])
+    explorer.make().wait()
+    assert (explorer.status, explorer.original, explorer.made) == ("done", " the original", " the copy")
+    assert explorer.made_bpw == 3.0
+    assert explorer._marks == [[4.0, 0.06, "4 bpw"], [3.0, 0.25, "3 bpw, made here"]]
+    explorer.make().wait()
+    assert converter.bpw == [3.0], "a bitrate is made once"
+    assert "the original" in explorer._static_body()
+    before = Closing.shut
+    explorer.close()
+    assert Closing.shut == before + 1, "the copy is freed, the original is the caller's"
+
+
+def test_stop_while_converting(measurement, converter):
+    converter.gate = threading.Event()
+    explorer = BitrateExplorer(measurement, Original(), bpw=3.0)
+    explorer.make()
+    with pytest.raises(ConversionError, match="being made"):
+        explorer.make()
+    explorer._dispatch(None, {"type": "stop"}, [])
+    converter.gate.set()
+    explorer.wait(10)
+    assert explorer.status == "stopped"
+
+
+def test_a_failure_is_shown_and_raised(measurement, converter):
+    converter.problem = ConversionError("the disk is full")
+    explorer = BitrateExplorer(measurement, Original())
+    explorer._dispatch(None, {"type": "make", "bpw": 3.0, "prompt": "<b>It was"}, [])
+    with pytest.raises(Exl2Error, match="disk is full"):
+        explorer.wait(10)
+    assert explorer.status == "error"
+    assert "disk is full" in explorer.error
+
+
+def test_without_an_original_nothing_is_made(measurement, tmp_path):
+    measurement.save(tmp_path / "m.json")
+    explorer = BitrateExplorer(tmp_path / "m.json")
+    assert not explorer._can_make
+    with pytest.raises(OptionError, match=r"BitrateExplorer\(measurement, llm\)"):
+        explorer.make()
+
+
+@pytest.mark.parametrize("bad", [{"measured": [(1,)]}, {"measured": [(3, -1)]}, {"max_tokens": 0}, {"bqw": 3}])
+def test_bad_options(measurement, bad):
+    with pytest.raises((OptionError, TypeError)):
+        BitrateExplorer(measurement, **bad)
+
+
+def test_static_twin_and_export(measurement):
+    explorer = BitrateExplorer(measurement, prompt="<script>alert(1)</script>")
+    explorer.original = explorer.made = "<img src=x>"
+    data, _ = explorer._repr_mimebundle_()
+    assert "<script" not in data["text/html"]
+    assert "<img" not in data["text/html"]
+    assert data["text/plain"] == f"BitrateExplorer(4 bpw: {explorer.nbytes / 1e6:.2f} MB, predicted KL {explorer.predicted_kl:.4g})"
+    assert len(explorer.to_html()) < 200_000

@@ -1,0 +1,237 @@
+// BitrateExplorer: slider, figures, rate-distortion curve, bit map, and two texts side by side. The kernel allocates; an export snaps to its curve.
+import type { AnyModel } from "@anywidget/types";
+import type { BitCell, CurvePoint, ExplorerState } from "../protocol.gen";
+import { type State, state } from "../shared/afm";
+import { BitGridView, type Place } from "../shared/bitgrid";
+import { guardKeys, h, root, setAttributes, uniqueId } from "../shared/dom";
+import { perFrame } from "../shared/frame";
+import { EXPLAINED, NAMES, painter } from "../shared/metrics";
+import { size, strip } from "../shared/strip";
+import { CurveView } from "./curve";
+import { Asker } from "./solver";
+import "./explorer.css";
+
+const WATCHED: (keyof ExplorerState)[] = [
+  ...(["status", "error", "bpw", "solved", "nbytes", "predicted_kl", "prompt", "metric", "selected", "original", "made"] as const),
+  ...(["made_bpw", "stage", "progress", "_cells", "_curve", "_marks", "_can_make"] as const),
+];
+const METRICS = ["bpw", "share"] as const;
+
+class ExplorerView {
+  readonly root = root("explorer", "Bitrate explorer");
+  private readonly slider: HTMLInputElement;
+  private readonly number = h("output", { class: "exl2nb-big" });
+  private readonly figures = h("div", { class: "exl2nb-figures" });
+  private readonly curve = new CurveView();
+  private readonly choice = h("div", { class: "exl2nb-choice", role: "group", "aria-label": "Colour by" });
+  private readonly grid: BitGridView;
+  private readonly line = h("div", { class: "exl2nb-readout exl2nb-muted" });
+  private readonly detail = h("div");
+  private readonly prompt: HTMLTextAreaElement;
+  private readonly make = h("button", { type: "button", class: "exl2nb-button exl2nb-primary" }, "Make it");
+  private readonly stop = h("button", { type: "button", class: "exl2nb-button" }, "Stop");
+  private readonly bar = h("progress", { max: 1, "aria-label": "Making the model" });
+  private readonly stage = h("span", { class: "exl2nb-muted" });
+  private readonly texts = h("div", { class: "exl2nb-texts" });
+  private readonly original = h("div", { class: "exl2nb-answer" });
+  private readonly made = h("div", { class: "exl2nb-answer" });
+  private readonly madeName = h("b");
+  private readonly error = h("div", { class: "exl2nb-error", role: "alert", hidden: true });
+  private readonly spoken = h("div", { class: "exl2nb-sr", role: "status" });
+  private readonly frame = perFrame(() => this.draw());
+  private readonly asker: Asker;
+  private readonly undo: (() => void)[];
+  private built = "";
+  private pointed = -1;
+  private wish: number | null = null;
+
+  constructor(private readonly explorer: State<ExplorerState>) {
+    const get = explorer.get;
+    const [sliderId, promptId] = [uniqueId("bpw"), uniqueId("prompt")];
+    this.slider = h("input", { type: "range", id: sliderId, min: get("_low"), max: get("_high"), step: 0.05, value: get("solved") });
+    this.prompt = h("textarea", { id: promptId, rows: 1 });
+    this.prompt.value = get("prompt");
+    this.grid = new BitGridView(
+      (place) => this.select(place),
+      (index) => this.readout(index),
+    );
+    this.asker = new Asker((bpw) => explorer.send({ type: "solve", bpw }));
+    const control = h(
+      "div",
+      { class: "exl2nb-control" },
+      h("label", { for: sliderId }, "Bits per weight"),
+      this.number,
+      this.slider,
+      this.figures,
+    );
+    const map = h("div", { class: "exl2nb-grid-scroll" }, this.grid.element);
+    const actions = h("div", { class: "exl2nb-actions" }, this.make, this.stop, this.bar, this.stage);
+    const making = h(
+      "div",
+      { class: "exl2nb-making" },
+      h("label", { for: promptId }, "Prompt for both"),
+      this.prompt,
+      actions,
+      this.error,
+      this.texts,
+    );
+    making.hidden = !get("_can_make") && !get("made");
+    this.texts.append(h("div", {}, h("b", {}, "original"), this.original), h("div", {}, this.madeName, this.made));
+    const top = h("div", { class: "exl2nb-top" }, control, this.curve.element);
+    const middle = h("div", { class: "exl2nb-under" }, this.line, this.choice);
+    this.root.append(h("div", { class: "exl2nb-card" }, top, map, middle, this.detail, making), this.spoken);
+    this.listen();
+    this.undo = [
+      guardKeys(this.root),
+      explorer.observe(["solved", "_cells"], () => this.answered()),
+      explorer.observe(WATCHED, () => this.frame.request()),
+      () => this.asker.close(),
+    ];
+    this.draw();
+  }
+
+  close(): void {
+    for (const undo of this.undo) undo();
+    this.frame.cancel();
+    this.root.remove();
+  }
+
+  private listen(): void {
+    this.slider.addEventListener("input", () => this.drag(Number(this.slider.value)));
+    this.slider.addEventListener("change", () => {
+      this.spoken.textContent = `${this.number.textContent} bits per weight, ${this.figures.textContent}`;
+    });
+    this.make.addEventListener("click", () => {
+      if (this.busy) return;
+      this.explorer.send({ type: "make", bpw: Number(this.slider.value), prompt: this.prompt.value });
+    });
+    this.stop.addEventListener("click", () => this.explorer.send({ type: "stop" }));
+    for (const metric of METRICS) {
+      const button = h("button", { type: "button", class: "exl2nb-button", "data-metric": metric }, NAMES[metric]);
+      button.addEventListener("click", () => this.put("metric", metric));
+      this.choice.append(button);
+    }
+  }
+
+  private get busy(): boolean {
+    return this.explorer.get("status") === "running";
+  }
+
+  private drag(bpw: number): void {
+    this.wish = bpw;
+    if (!this.explorer.get("_static")) this.asker.want(bpw);
+    this.frame.request();
+  }
+
+  private answered(): void {
+    this.asker.answered();
+    if (this.wish !== null && Math.abs(this.wish - this.explorer.get("solved")) < 1e-6) this.wish = null;
+  }
+
+  private put<K extends "metric" | "selected">(name: K, value: ExplorerState[K]): void {
+    this.explorer.set(name, value);
+    this.explorer.save();
+    this.frame.request();
+  }
+
+  private select(place: Place | null): void {
+    this.put("selected", place ? [place.layer, place.matrix] : []);
+  }
+
+  /** What is shown: the kernel's allocation, or without a kernel the nearest point of the curve. */
+  private now(): { bpw: number; nbytes: number; kl: number; bits?: number[] } {
+    const get = this.explorer.get;
+    const wish = this.wish;
+    if (!get("_static") || wish === null || Math.abs(wish - get("solved")) < 1e-6)
+      return { bpw: get("solved"), nbytes: get("nbytes"), kl: get("predicted_kl") };
+    const [bpw, nbytes, kl, bits] = get("_curve").reduce((a: CurvePoint, b: CurvePoint) =>
+      Math.abs(b[0] - wish) < Math.abs(a[0] - wish) ? b : a,
+    );
+    return { bpw, nbytes, kl, bits };
+  }
+
+  private draw(): void {
+    const get = this.explorer.get;
+    const now = this.now();
+    const cells = get("_cells");
+    const shape = JSON.stringify([get("_matrices"), get("_layers"), cells.length]);
+    if (this.built !== shape) {
+      this.built = shape;
+      this.grid.build(
+        get("_matrices"),
+        get("_layers"),
+        cells.map(([layer, matrix]) => ({ layer, matrix })),
+      );
+    }
+    if (this.wish === null) this.slider.value = String(now.bpw);
+    const shown = this.wish ?? now.bpw;
+    this.number.textContent = (get("_static") ? now.bpw : shown).toFixed(2);
+    setAttributes(this.slider, { "aria-valuetext": `${shown.toFixed(2)} bits per weight` });
+    this.figures.textContent = `${size(now.nbytes)} · predicted KL ${now.kl.toPrecision(2)}`;
+    this.curve.draw(get("_curve"), get("_marks"), now.bpw, now.kl, this.describe(now));
+    this.drawMap(cells, now.bits);
+    this.drawMaking();
+  }
+
+  private describe(now: { bpw: number; kl: number }): string {
+    const marks = this.explorer.get("_marks").map(([, kl, label]) => `${label}: ${kl.toPrecision(2)} measured`);
+    return [`Predicted KL over bits per weight; at ${now.bpw.toFixed(2)} it is ${now.kl.toPrecision(2)}`, ...marks].join("; ");
+  }
+
+  private drawMap(cells: BitCell[], bits: number[] | undefined): void {
+    const get = this.explorer.get;
+    const metric = bits ? "bpw" : get("metric");
+    this.grid.paint(painter(cells, metric, [], bits));
+    const [layer, matrix] = get("selected") as [number?, string?];
+    const chosen = cells.find((cell) => cell[0] === layer && cell[1] === matrix);
+    this.grid.mark(chosen ? { layer: chosen[0], matrix: chosen[1] } : null);
+    this.detail.replaceChildren(...(chosen && !bits ? [strip(chosen)] : []));
+    for (const button of this.choice.children)
+      setAttributes(button, { "aria-pressed": String((button as HTMLElement).dataset.metric === metric) });
+    this.readout(this.pointed);
+  }
+
+  private drawMaking(): void {
+    const get = this.explorer.get;
+    const fixed = get("_static");
+    for (const element of [this.make, this.stop]) element.hidden = fixed;
+    this.prompt.readOnly = fixed;
+    if (document.activeElement !== this.prompt) this.prompt.value = get("prompt");
+    setAttributes(this.make, { "aria-disabled": String(this.busy) });
+    this.stop.hidden = fixed || !this.busy;
+    this.bar.hidden = !this.busy;
+    this.bar.value = get("progress");
+    const over = { done: "done", stopped: "stopped", error: "" }[get("status") as string] ?? "";
+    this.stage.textContent = this.busy ? `${get("stage")}…` : over;
+    this.error.textContent = get("error");
+    this.error.hidden = get("error") === "";
+    this.texts.hidden = get("original") === "" && get("made") === "";
+    this.madeName.textContent = `${get("made_bpw").toFixed(2)} bits per weight`;
+    this.original.textContent = get("original");
+    this.drawAnswer(get("original"), get("made"));
+  }
+
+  /** The copy's text, marked from where it leaves the original. */
+  private drawAnswer(original: string, made: string): void {
+    let same = 0;
+    while (same < made.length && made[same] === original[same]) same++;
+    if (same === original.length && this.busy) same = made.length; // the original is only behind
+    const rest = made.slice(same);
+    this.made.replaceChildren(made.slice(0, same), ...(rest ? [h("mark", { title: "differs from here" }, rest)] : []));
+  }
+
+  private readout(index: number): void {
+    this.pointed = index;
+    const metric = this.explorer.get("metric");
+    const cells = this.explorer.get("_cells");
+    this.line.textContent = cells[index] ? painter(cells, metric, [], this.now().bits)(index).label : EXPLAINED[metric];
+  }
+}
+
+export default {
+  render({ model, el }: { model: AnyModel; el: HTMLElement }) {
+    const view = new ExplorerView(state<ExplorerState>(model));
+    el.append(view.root);
+    return () => view.close();
+  },
+};

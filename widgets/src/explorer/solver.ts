@@ -1,0 +1,36 @@
+// The slider's line to the kernel: one question on its way at a time, the last wish wins, a lost answer is asked for again.
+export class Asker {
+  private wanted: number | null = null;
+  private waiting = false;
+  private timer: ReturnType<typeof setTimeout> | undefined;
+
+  constructor(
+    private readonly ask: (bpw: number) => void,
+    private readonly patienceMs = 1500,
+  ) {}
+
+  want(bpw: number): void {
+    this.wanted = bpw;
+    if (!this.waiting) this.go();
+  }
+
+  /** The kernel answered. */
+  answered(): void {
+    this.waiting = false;
+    clearTimeout(this.timer);
+    if (this.wanted !== null) this.go();
+  }
+
+  close(): void {
+    clearTimeout(this.timer);
+  }
+
+  private go(): void {
+    if (this.wanted === null) return;
+    this.ask(this.wanted);
+    this.wanted = null;
+    this.waiting = true;
+    clearTimeout(this.timer);
+    this.timer = setTimeout(() => this.answered(), this.patienceMs);
+  }
+}
