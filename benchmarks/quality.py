@@ -80,7 +80,8 @@ def main() -> None:
     text, _ = read_calibration(args.text)
     ids = token_rows(Tokenizer.load(args.model), text, rows=args.rows, length=args.length)
     print(
-        f"{'bpw':>5} {'bytes':>11} {'layers':>7} {'head':>6} {'seconds':>8} {'again':>7} {'KL':>9} {'ppl':>9} {'peer KL':>9} {'ratio':>6}  idea"
+        f"{'bpw':>5} {'bytes':>11} {'layers':>7} {'head':>6} {'seconds':>8} {'again':>7} "
+        f"{'KL':>9} {'ppl':>9} {'peer KL':>9} {'ratio':>6}  idea"
     )
     with tempfile.TemporaryDirectory() as temporary:
         work = args.work_dir or Path(temporary) / "work"
