@@ -15,6 +15,8 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` be
     from exl2nb.converter.api import measure as measure
     from exl2nb.converter.job import ConversionJob as ConversionJob
     from exl2nb.core import errors as errors
+    from exl2nb.facade.memory_plan import MemoryPlan as MemoryPlan
+    from exl2nb.facade.memory_plan import plan as plan
     from exl2nb.generator.job import Job as Job
     from exl2nb.io.revisions import revisions as revisions
     from exl2nb.llm import LLM as LLM
@@ -30,6 +32,7 @@ _PUBLIC = {
     "ConversionJob": "exl2nb.converter.job",
     "Job": "exl2nb.generator.job",
     "LLM": "exl2nb.llm",
+    "MemoryPlan": "exl2nb.facade.memory_plan",
     "compare": "exl2nb.llm",
     "convert": "exl2nb.llm",
     "demo": "exl2nb.llm",
@@ -38,6 +41,7 @@ _PUBLIC = {
     "inspect": "exl2nb.llm",
     "load": "exl2nb.llm",
     "measure": "exl2nb.converter.api",
+    "plan": "exl2nb.facade.memory_plan",
     "revisions": "exl2nb.io.revisions",
     "sampling": "exl2nb",
     "widgets": "exl2nb",
@@ -46,6 +50,7 @@ __all__ = [  # noqa: RUF022 - sorted plainly, as dir() shows them
     "ConversionJob",
     "Job",
     "LLM",
+    "MemoryPlan",
     "compare",
     "convert",
     "demo",
@@ -54,6 +59,7 @@ __all__ = [  # noqa: RUF022 - sorted plainly, as dir() shows them
     "inspect",
     "load",
     "measure",
+    "plan",
     "revisions",
     "sampling",
     "widgets",

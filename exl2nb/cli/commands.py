@@ -24,6 +24,7 @@ COMMANDS = {
     "logits": "logits of given token ids",
     "bench": "how fast a model runs here: load, prefill, decode",
     "inspect": "bits per matrix, from the headers alone",
+    "plan": "what a model will take in memory, from the headers alone",
     "revisions": "the branches of a model on the hub, with their bitrates",
     "doctor": "check this installation and say what to do",
 }
