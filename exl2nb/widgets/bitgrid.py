@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -94,15 +94,19 @@ def _entries(source: Any, where: str) -> list[Any]:
     return list(entries)
 
 
+def _reader(entry: Any) -> Callable[[str], Any]:
+    return entry.get if isinstance(entry, Mapping) else lambda name: getattr(entry, name, None)
+
+
 def _title(source: Any) -> str:
-    read = source.get if isinstance(source, Mapping) else lambda name, default=None: getattr(source, name, default)
+    read = _reader(source)
     path, target = read("path"), read("target")
     return os.path.basename(os.path.normpath(os.fspath(path))) if path else f"planned for {target}" if isinstance(target, str) else ""
 
 
 def _cell(entry: Any, where: str) -> BitCell:
     """One matrix as a cell of its own."""
-    read = entry.get if isinstance(entry, Mapping) else lambda name, default=None: getattr(entry, name, default)
+    read = _reader(entry)
     key, bpw = read("key"), read("bpw")
     if not isinstance(key, str) or not key or not _is_number(bpw) or not 0 < bpw <= 64:
         raise OptionError(f"{where}: an entry has key {key!r} and bpw {bpw!r}; expected a module key and a number of bits up to 64")
@@ -114,7 +118,7 @@ def _cell(entry: Any, where: str) -> BitCell:
     share = share if share is not None else read("predicted_kl")  # `_fold` makes shares of it
     groups = read("groups")
     part = BitPart(expert or name, round(float(bpw), 4), str(read("format") or "")[:16], runs_of(groups, where))
-    size = int(nbytes) if _is_number(nbytes) else round(bpw * weights / 8)
+    size = int(nbytes) if nbytes is not None and _is_number(nbytes) else round(bpw * weights / 8)
     return BitCell(layer, name, float(bpw), size, weights, rows, columns, 1, _known(loss), _known(share), [part])
 
 

@@ -169,11 +169,11 @@ class ProgressState(TypedDict):
 
 
 class Run(NamedTuple):
-    """`count` groups in a row, each of `rows` rows at `bits` bits."""
+    """`groups` groups in a row, each of `rows` rows at `bits` bits."""
 
     bits: int
     rows: int
-    count: int
+    groups: int
 
 
 class BitPart(NamedTuple):

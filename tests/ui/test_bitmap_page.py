@@ -35,9 +35,9 @@ def test_map_strip_and_metrics(page, shown, screenshots, theme):
     cell = shown.grid.cells[0]
     bars = page.locator(".exl2nb-strip > div")
     assert bars.count() == len(cell.parts[0].runs)
-    total = sum(run.rows * run.count for run in cell.parts[0].runs)
+    total = sum(run.rows * run.groups for run in cell.parts[0].runs)
     widths = [bars.nth(i).bounding_box()["width"] for i in range(bars.count())]
-    expected = [run.rows * run.count / total for run in cell.parts[0].runs]
+    expected = [run.rows * run.groups / total for run in cell.parts[0].runs]
     assert [w / sum(widths) for w in widths] == pytest.approx(expected, abs=0.01), "widths true to rows"
     assert host.sent[-1]["values"]["selected"] == [0, "q"]
     before = first.evaluate("(cell) => cell.style.background")

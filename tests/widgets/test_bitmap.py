@@ -27,8 +27,8 @@ def test_a_plan_is_a_map_of_bits_and_shares():
     assert frame.share.sum() == pytest.approx(1, abs=1e-3)
     for cell, choice in zip(shown.grid.cells, plan.choices):
         assert cell.bpw == pytest.approx(choice.bpw, abs=1e-4)
-        assert sum(run.rows * run.count for run in cell.parts[0].runs) == choice.in_features
-        assert sum(run.rows * run.count * run.bits for run in cell.parts[0].runs) == sum(b * r for b, r in choice.groups)
+        assert sum(run.rows * run.groups for run in cell.parts[0].runs) == choice.in_features
+        assert sum(run.rows * run.groups * run.bits for run in cell.parts[0].runs) == sum(b * r for b, r in choice.groups)
     assert shown.grid.bpw == pytest.approx(plan.bpw, abs=0.05)
     assert BitMap(plan.to_dict()).grid.cells == shown.grid.cells, "the same from plain data"
 

@@ -128,8 +128,8 @@ export interface ProgressState {
   _static: boolean;
 }
 
-/** `count` groups in a row, each of `rows` rows at `bits` bits. */
-export type Run = [bits: number, rows: number, count: number];
+/** `groups` groups in a row, each of `rows` rows at `bits` bits. */
+export type Run = [bits: number, rows: number, groups: number];
 
 /** One matrix as its file has it, from the top row to the last. format: "exl2", "gptq", a dtype or "". runs: empty where not known. */
 export type BitPart = [name: string, bpw: number, format: string, runs: Run[]];
