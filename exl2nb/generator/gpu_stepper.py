@@ -178,8 +178,8 @@ class _Flying:
     def result(self) -> list[Sampled | np.ndarray]:
         """Wait for the graph; then one entry per row."""
         self._done.synchronize()
-        top = self._alternatives if self._alternatives is not None else (None, None)
-        return [*_sampled(self._results[: self._n].clone(), *top, [self._top] * self._n)]
+        ids, logprobs = self._alternatives if self._alternatives is not None else (None, None)
+        return [*_sampled(self._results[: self._n].clone(), ids, logprobs, [self._top] * self._n)]
 
 
 class _Read:

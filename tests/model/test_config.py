@@ -83,7 +83,7 @@ def test_exactly_one_architecture(names):
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "one set of RoPE parameters"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
         ({"quantization_config": "exl2"}, "quantization_config: is a str"),
-        ({"quantization_config": {"bits": 4}}, "quant_method"),
+        ({"quantization_config": {"quant_method": 4}}, "quant_method"),
     ],
 )
 def test_wrong_value_is_named(change, words):
