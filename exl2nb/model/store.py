@@ -101,13 +101,14 @@ class ModelStore:
         info = self._store.info(piece.source)
         return info if piece.shape is None else dataclasses.replace(info, name=name, shape=piece.shape)
 
-    def read(self, name: str) -> Tensor:
-        """Copy one tensor into memory."""
+    def read(self, name: str, *, rows: tuple[int, int] | None = None) -> Tensor:
+        """Copy one tensor into memory, or its rows from the first to the last + 1 of `rows`."""
         piece = self._pieces.get(name)
-        if piece is None:
-            return self._store.read(name)
+        if piece is None or (piece.cut is None and piece.rows is None):
+            return self._store.read(name if piece is None else piece.source, rows=rows)
         tensor = self._store.read(piece.source, rows=piece.rows)
-        return tensor if piece.cut is None else piece.cut(tensor).contiguous()
+        tensor = tensor if piece.cut is None else piece.cut(tensor).contiguous()
+        return tensor if rows is None else tensor[rows[0] : rows[1]]
 
     @property
     def nbytes(self) -> int:

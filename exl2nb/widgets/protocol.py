@@ -286,8 +286,70 @@ class Make(TypedDict):
     prompt: str
 
 
+class WeightSlice(TypedDict):
+    """32 stored rows of one column, from the words to the weights; the last stage is empty where the original is not known.
+
+    words and scale_word: unsigned. zero: the code that stands for 0. weights, original: in stored order, as `rows` names them.
+    """
+
+    group: int
+    unit: int
+    column: int
+    bits: int
+    zero: int
+    first_row: int
+    first_word: int
+    words: list[int]
+    scale_word: int
+    scale_index: int
+    scale_max: float
+    unit_step: float
+    step: float
+    codes: list[int]
+    rows: list[int]
+    weights: list[float]
+    original: list[float]
+
+
+class WeightsState(TypedDict):
+    """Synced traits of WeightBrowser. value: which of the 32 is followed. _runs: groups of the matrix, from the top row to the last."""
+
+    status: Status
+    error: str
+    height: str
+    title: str
+    layer: int
+    matrix: str
+    group: int
+    unit: int
+    column: int
+    value: int
+    _layers: list[int]
+    _matrices: list[str]
+    _runs: list[Run]
+    _units: int
+    _rows: int
+    _columns: int
+    _bpw: float
+    _original: str
+    _slice: WeightSlice
+    _protocol: int
+    _static: bool
+
+
+class Look(TypedDict):
+    """The reader went elsewhere in the weights. Numbers out of range are moved inside it."""
+
+    type: Literal["look"]
+    layer: int
+    matrix: str
+    group: int
+    unit: int
+    column: int
+
+
 FromKernel = Delta | Snapshot | Done
-ToKernel = Ready | Resync | Stop | Generate | Solve | Make
+ToKernel = Ready | Resync | Stop | Generate | Solve | Make | Look
 
 _EXPORTED: dict[str, Any] = {
     "Status": Status,
@@ -314,6 +376,9 @@ _EXPORTED: dict[str, Any] = {
     "ExplorerState": ExplorerState,
     "Solve": Solve,
     "Make": Make,
+    "WeightSlice": WeightSlice,
+    "WeightsState": WeightsState,
+    "Look": Look,
     "FromKernel": FromKernel,
     "ToKernel": ToKernel,
 }

@@ -208,6 +208,66 @@ export interface Make {
   prompt: string;
 }
 
+/**
+ * 32 stored rows of one column, from the words to the weights; the last stage is empty where the original is not known.
+ *
+ * words and scale_word: unsigned. zero: the code that stands for 0. weights, original: in stored order, as `rows` names them.
+ */
+export interface WeightSlice {
+  group: number;
+  unit: number;
+  column: number;
+  bits: number;
+  zero: number;
+  first_row: number;
+  first_word: number;
+  words: number[];
+  scale_word: number;
+  scale_index: number;
+  scale_max: number;
+  unit_step: number;
+  step: number;
+  codes: number[];
+  rows: number[];
+  weights: number[];
+  original: number[];
+}
+
+/** Synced traits of WeightBrowser. value: which of the 32 is followed. _runs: groups of the matrix, from the top row to the last. */
+export interface WeightsState {
+  status: Status;
+  error: string;
+  height: string;
+  title: string;
+  layer: number;
+  matrix: string;
+  group: number;
+  unit: number;
+  column: number;
+  value: number;
+  _layers: number[];
+  _matrices: string[];
+  _runs: Run[];
+  _units: number;
+  _rows: number;
+  _columns: number;
+  _bpw: number;
+  _original: string;
+  _slice: WeightSlice;
+  _protocol: number;
+  _static: boolean;
+}
+
+/** The reader went elsewhere in the weights. Numbers out of range are moved inside it. */
+export interface Look {
+  type: "look";
+  layer: number;
+  matrix: string;
+  group: number;
+  unit: number;
+  column: number;
+}
+
 export type FromKernel = Delta | Snapshot | Done;
 
-export type ToKernel = Ready | Resync | Stop | Generate | Solve | Make;
+export type ToKernel = Ready | Resync | Stop | Generate | Solve | Make | Look;
