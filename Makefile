@@ -57,11 +57,15 @@ demo: build
 	@echo "[3/3] running the demo"
 	@$(BIN)/exl2nb demo
 
+# the tests of rooms that work on any device
+ON_EITHER := tests/cache tests/sampling tests/constraint tests/generator tests/facade tests/test_llm.py tests/test_bad_input.py
+
 test: build $(VENV)/.dev
 	$(BIN)/python -m pytest tests
 
 test-gpu: build $(VENV)/.dev
 	$(BIN)/python -m pytest tests -m gpu
+	$(BIN)/python -m pytest --device cuda $(ON_EITHER)
 
 lab: build $(VENV)/.lab
 	$(BIN)/python -m jupyter lab notebooks

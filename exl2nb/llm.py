@@ -363,7 +363,7 @@ def load(
     cache_tokens: int | None = None,
     max_sequences: int = 16,
     draft: LLM | str | os.PathLike[str] | None = None,
-    deterministic: bool = False,
+    deterministic: bool | None = None,
     progress: Sink | Literal["auto"] | None = "auto",
     **unknown: Any,
 ) -> LLM:
@@ -381,7 +381,7 @@ def load(
         draft: a smaller model with the same tokenizer, which guesses tokens that this one verifies several at a time: the same text,
             sooner. A directory, a hub id, or a loaded model. Requests use it unless they say speculation="off".
         deterministic: on CUDA, make every token independent of how its prompt was cut and of what ran beside it, at the price of slow
-            prompts; decoding up to 8 tokens a step, and everything on the CPU, always is.
+            prompts; decoding up to 8 tokens a step, and everything on the CPU, always is. None = the variable EXL2NB_DETERMINISTIC, or False.
         progress: takes the events of stages "download" and "load". "auto": shown where you look (a widget in a notebook, a line on a
             terminal); None: silent.
 
@@ -402,10 +402,11 @@ def load(
         if value is not None:
             check_integer(f"load: {name}", value, 1, 1 << 24)
     place = _device(device)
+    exact = env.get("EXL2NB_DETERMINISTIC", "0") == "1" if deterministic is None else deterministic
     with showing(progress, f"load {Path(path).name}") as sink:
         folder = hub.resolve(path, revision=revision, progress=sink)
         with _named_memory_errors(folder):
-            model = load_model(folder, device=place, context=context, progress=sink, deterministic=deterministic)
+            model = load_model(folder, device=place, context=context, progress=sink, deterministic=exact)
     try:
         tokenizer = Tokenizer.load(folder)
         _check_vocabulary(tokenizer, model, folder)

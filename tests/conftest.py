@@ -1,8 +1,45 @@
-"""What every test starts from."""
+"""What every test starts from, and where its models run.
+
+`--device cuda` runs the same tests with every model on the GPU, loaded with deterministic=True; without it models are on the CPU, also
+where there is a GPU. Tests that name a device load there either way.
+"""
 
 import logging
+import os
 
 import pytest
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", choices=["cpu", "cuda"], default="cpu", help="where models run whose test names no device")
+
+
+def pytest_configure(config):
+    """As environment, so that the processes which tests start follow too."""
+    device = config.getoption("--device")
+    os.environ["EXL2NB_DEVICE"] = device
+    if device == "cuda":
+        os.environ["EXL2NB_DETERMINISTIC"] = "1"
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("--device") == "cuda":
+        skip = pytest.mark.skip(reason="about the engine on the CPU")
+        for item in items:
+            if item.get_closest_marker("cpu"):
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def device(request):
+    """Where models run: "cpu" or "cuda"."""
+    return request.config.getoption("--device")
+
+
+@pytest.fixture(scope="session")
+def near(device):
+    """How far a log probability may be from fp32's: the GPU computes with fp16 activations."""
+    return 1e-3 if device == "cpu" else 0.03
 
 
 @pytest.fixture(autouse=True)

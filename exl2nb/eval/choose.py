@@ -96,7 +96,7 @@ def option_logprobs(model: Model, rows: Sequence[Sequence[int]], *, cache: str =
     pool, pages = KVCache(spec, device=model.device), list(range(spec.num_pages))
 
     def run(ids: Sequence[int], start: int, rows: str) -> torch.Tensor:
-        return model.forward(Batch.single(ids, start=start, pages=pages, logit_rows=rows, device=model.device), pool).float().cpu()
+        return model.forward(Batch.single(ids, start=start, pages=pages, logit_rows=rows), pool).float().cpu()
 
     first = run(rows[0][:shared], 0, "last")
     found = []

@@ -50,7 +50,7 @@ class RowRunner:
         for start in range(0, len(row), self.piece):
             ids = row[start : start + self.piece]
             long = self._model.rope_switch is None or len(row) > self._model.rope_switch
-            batch = Batch.single(ids.tolist(), start=start, pages=self._pages, logit_rows="all", device=self._model.device, long=long)
+            batch = Batch.single(ids.tolist(), start=start, pages=self._pages, logit_rows="all", long=long)
             yield start, self._model.forward(batch, self._cache)
 
 

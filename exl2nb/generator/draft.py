@@ -72,7 +72,7 @@ class DraftModel:
         device: str = "cpu",
         on_close: Callable[[], None] | None = None,
     ) -> None:
-        self._model, self._exclusive, self._device, self._on_close = model, exclusive, device, on_close
+        self._model, self._exclusive, self._on_close = model, exclusive, on_close
         self.guess_s = 0.0
         self._size, self._context, self._vocab_size = spec.page_size, context, vocab_size
         self._cache, self._table = KVCache(spec, device), PageTable(spec.num_pages)
@@ -154,7 +154,7 @@ class DraftModel:
 
     def _forward(self, parts: Sequence[tuple[_Ahead, list[int], str]]) -> np.ndarray:
         spans = [Span(ids=ids, start=ahead.computed, pages=ahead.pages, logit_rows=rows) for ahead, ids, rows in parts]
-        batch = Batch.build(spans, page_size=self._size, device=self._device)
+        batch = Batch.build(spans, page_size=self._size)
         logits = self._model.forward(batch, self._cache).to("cpu", torch.float32).numpy()
         for ahead, ids, _ in parts:
             ahead.computed += len(ids)

@@ -119,9 +119,7 @@ class HostStepper:
 
     def launch(self, step: Step) -> Ticket:
         """Run the step to its end."""
-        device = self._cache.device
-        batch = step.batch if device == "cpu" else move_batch(step.batch, device)
-        return _Logits(self._model.forward(batch, self._cache).to("cpu", torch.float32).numpy())
+        return _Logits(self._model.forward(step.batch, self._cache).to("cpu", torch.float32).numpy())
 
     def copy(self, source: int, target: int) -> None:
         """Copy one page in every layer."""
@@ -129,12 +127,3 @@ class HostStepper:
 
     def close(self) -> None:
         """Nothing to wait for."""
-
-
-def move_batch(batch: Batch, device: str) -> Batch:
-    """The batch on `device`: one tensor, cut into views, so that one copy is made."""
-    names = [name for name in Batch.__dataclass_fields__ if getattr(batch, name) is not None]
-    parts = [getattr(batch, name) for name in names]
-    flat = torch.cat([part.reshape(-1) for part in parts]).to(device)
-    cut = flat.split([part.numel() for part in parts])
-    return Batch(**{name: piece.view(part.shape) for name, piece, part in zip(names, cut, parts)})

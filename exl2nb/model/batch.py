@@ -30,7 +30,7 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One ragged step of B sequences and T tokens; all tensors int32 on the model's device.
+    """One ragged step of B sequences and T tokens; all tensors int32 on the host (a model on a GPU copies them).
 
     input_ids, positions, slot_mapping: `(T,)`; slot = page * page_size + offset is where a token's K and V go. block_table:
     `(B, max_pages)`, short rows padded with 0. cu_seqlens: `(B + 1,)` prefix sums of tokens. context_lens: `(B,)` tokens attention reads,

@@ -14,7 +14,7 @@ from exl2nb.core.errors import OptionError, StructureError
 
 @pytest.fixture(scope="module")
 def llm():
-    with exl2nb.demo(progress=None, device="cpu") as model:
+    with exl2nb.demo(progress=None) as model:
         yield model
 
 

@@ -149,6 +149,7 @@ def test_dropped_handles(running):
     assert engine.pages.num_free == engine.pages.num_pages
 
 
+@pytest.mark.cpu  # the device of the mind draws as the host does
 def test_the_demo_model_says_the_same():
     with ex.demo(progress=None) as llm:
         prompts = ["It was", "The old man said", "She", "He went to the sea and"]

@@ -147,7 +147,7 @@ def test_tensors_and_bad_rows():
 
 @pytest.fixture(scope="module")
 def llm():
-    with exl2nb.demo(progress=None, device="cpu") as model:
+    with exl2nb.demo(progress=None) as model:
         yield model
 
 

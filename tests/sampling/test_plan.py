@@ -138,7 +138,7 @@ def test_a_function_that_raises_ends_its_request_alone():
     def broken(draw):
         raise RuntimeError("oops")
 
-    with exl2nb.demo(progress=None, device="cpu") as llm:
+    with exl2nb.demo(progress=None) as llm:
         other = llm.stream("x", max_tokens=10, seed=1)
         with pytest.raises(GenerationError, match="oops"):
             llm.generate("x", post_sampling=broken)
