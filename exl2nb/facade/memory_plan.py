@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import html
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from exl2nb.cache.modes import parse_mode
-from exl2nb.cache.spec import PAGE_SIZE, CacheSpec
 from exl2nb.core.errors import DeviceError, OptionError
+from exl2nb.facade.plan_formula import Formula
+from exl2nb.facade.plan_model import formula_of
 from exl2nb.io import hub
-from exl2nb.model.config import ModelConfig
 from exl2nb.model.inspect import inspect
 from exl2nb.model.loader import read_model_config
 
 CONTEXT = 4096  # as `load`, where the caller does not say and the model allows more
-CHUNK = 512  # prompt tokens that a step takes at most on the CPU
-_COLOURS = {"weights": "#3b6ea8", "cache": "#52a37f", "work": "#d9a441", "logits": "#b5565e"}
+LIMITS = {"context": 1 << 24, "batch": 1 << 16, "free": 1 << 60}
+COLOURS = {"weights": "#3b6ea8", "cache": "#52a37f", "work": "#d9a441", "graphs": "#8a6fb0", "logits": "#b5565e"}
+LABELS = {"weights": "weights", "cache": "cache", "work": "activations", "graphs": "graphs", "logits": "logits"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +27,9 @@ class MemoryPlan:
     """Bytes that a loaded model will hold.
 
     name: of the model. device: "cpu" or "cuda". context: tokens of one text. batch: texts at once. cache_mode: how K and V are kept.
-    weights: as in the files (a tied head is stored once more, in the layout of the kernels). cache: pages for batch texts of full length.
-    work: activations of one step, an estimate. logits: one row per text. free: memory free now, None where it is not known.
-    token_bytes: of the cache, per token.
+    weights: in the layout of the kernels; a tied head is stored once more. cache: pages for batch texts of full length. work: activations
+    of the largest step. graphs: what captured decode steps keep, on a GPU. logits: one row per text. free: memory free now, None where it
+    is not known. token_bytes: of the cache, per token. formula: gives these numbers for any other choice, see `at`.
     """
 
     name: str
@@ -41,12 +42,45 @@ class MemoryPlan:
     work: int
     logits: int
     token_bytes: int
+    formula: Formula = field(repr=False)
+    graphs: int = 0
     free: int | None = None
 
     @property
     def parts(self) -> dict[str, int]:
         """Name -> bytes."""
-        return {"weights": self.weights, "cache": self.cache, "work": self.work, "logits": self.logits}
+        return {"weights": self.weights, "cache": self.cache, "work": self.work, "graphs": self.graphs, "logits": self.logits}
+
+    def at(self, *, context: int | None = None, batch: int | None = None, cache: str | None = None, free: int | None = None) -> MemoryPlan:
+        """The same model with other choices; None keeps one.
+
+        Raises:
+            OptionError: a number out of range, or a cache mode that this model cannot have.
+
+        Example:
+            >>> import exl2nb as ex
+            >>> from pathlib import Path
+            >>> planned = ex.plan(Path(ex.__file__).parent / "demo_model", cache="fp16")
+            >>> planned.at(cache="q4").cache < planned.cache / 3
+            True
+        """
+        checked(context=context, batch=batch, free=free)
+        context = self.context if context is None else context
+        batch = self.batch if batch is None else batch
+        mode = self.cache_mode if cache is None else parse_mode(cache, where="plan")
+        if mode not in self.formula.page_bytes:
+            raise OptionError(f"plan: cache mode {mode!r} is not known here; expected one of {', '.join(self.formula.page_bytes)}")
+        return MemoryPlan(
+            name=self.name,
+            device=self.device,
+            context=context,
+            batch=batch,
+            cache_mode=mode,
+            token_bytes=self.formula.page_bytes[mode] // self.formula.page_tokens,
+            formula=self.formula,
+            free=self.free if free is None else free,
+            **self.formula.parts(context=context, batch=batch, mode=mode),
+        )
 
     @property
     def total(self) -> int:
@@ -60,11 +94,10 @@ class MemoryPlan:
 
     @property
     def longest(self) -> int | None:
-        """Tokens of context at which it would just fit, at this batch; whole pages; None where free memory is not known."""
+        """Tokens of context that fit at this batch and the model allows; whole pages; None where free memory is not known."""
         if self.free is None:
             return None
-        room = self.free - (self.total - self.cache)
-        return max(0, room // (self.token_bytes * PAGE_SIZE * self.batch) * PAGE_SIZE)
+        return self.formula.fitting_context(self.free, batch=self.batch, mode=self.cache_mode)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -80,35 +113,40 @@ class MemoryPlan:
             "free": self.free,
             "fits": self.fits,
             "longest": self.longest,
+            "formula": self.formula.to_dict(),
         }
 
     def verdict(self) -> str:
         """One line: does it fit, and what to do if not."""
         if self.free is None:
-            return f"{_size(self.total)} in all; free memory is not known"
+            return f"{size_text(self.total)} in all; free memory is not known"
         if self.fits:
-            return f"{_size(self.total)} in all, {_size(self.free)} free: fits, with memory for {self.longest} tokens of context"
-        over = _size(self.total - self.free)
+            return f"{size_text(self.total)} in all, {size_text(self.free)} free: fits, with memory for {self.longest} tokens of context"
+        over = size_text(self.total - self.free)
         advice = f"try context={self.longest}" if self.longest else "take fewer bits per weight"
         smaller = "" if self.cache_mode == "q4" else " or cache='q4'"
-        return f"{_size(self.total)} in all, {_size(self.free)} free: {over} too much; {advice}{smaller}"
+        return f"{size_text(self.total)} in all, {size_text(self.free)} free: {over} too much; {advice}{smaller}"
 
     def __str__(self) -> str:
         most = max(1, self.total, self.free or 0)
         lines = [f"{_plain(self.name)} on {self.device}, {self.batch} x {self.context} tokens, {self.cache_mode} cache"]
         for name, size in self.parts.items():
-            lines.append(f"{name:<8} {_size(size):>10}  {'#' * round(40 * size / most)}".rstrip())
+            if not size:
+                continue  # no graphs on a CPU
+            lines.append(f"{name:<8} {size_text(size):>10}  {'#' * round(40 * size / most)}".rstrip())
         return "\n".join([*lines, self.verdict()])
 
     def _repr_html_(self) -> str:
         most = max(1, self.total, self.free or 0)
         bars = "".join(
-            f'<div title="{name}: {_size(size)}" style="width:{100 * size / most:.2f}%;background:{_COLOURS[name]}"></div>'
+            f'<div title="{name}: {size_text(size)}" style="width:{100 * size / most:.2f}%;background:{COLOURS[name]}"></div>'
             for name, size in self.parts.items()
+            if size
         )
         names = " ".join(
-            f'<span style="white-space:nowrap"><span style="color:{_COLOURS[name]}">&#9632;</span> {name} {_size(size)}</span>'
+            f'<span style="white-space:nowrap"><span style="color:{COLOURS[name]}">&#9632;</span> {name} {size_text(size)}</span>'
             for name, size in self.parts.items()
+            if size
         )
         first = html.escape(str(self).split("\n", 1)[0])
         return (
@@ -148,30 +186,29 @@ def plan(
         >>> ex.plan(Path(ex.__file__).parent / "demo_model", batch=4, free=10**9).fits
         True
     """
-    for name, value, high in (("context", context, 1 << 24), ("batch", batch, 1 << 16), ("free", free, 1 << 60)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high):
-            raise OptionError(f"plan: {name} is {value!r}; expected a whole number from 1 to {high}")
+    checked(context=context, batch=batch, free=free)
     if device not in ("cpu", "cuda"):
         raise OptionError(f"plan: device is {device!r}; expected 'cpu' or 'cuda'")
+    mode = parse_mode(cache, where="plan")
     folder = hub.resolve(path, revision=revision)
     config, found = read_model_config(folder), inspect(folder)
-    tokens = context if context is not None else min(config.max_position_embeddings, CONTEXT)
-    pages = batch * -(-tokens // PAGE_SIZE)
-    spec = CacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, pages, parse_mode(cache, where="plan"))
-    copied = found.embedding.nbytes if found.embedding is not None and found.head is None else 0
-    return MemoryPlan(
-        name=Path(folder).name,
-        device=device,
-        context=tokens,
-        batch=batch,
-        cache_mode=spec.mode,
-        weights=found.total_bytes + copied,
-        cache=spec.total_bytes,
-        work=_work_bytes(config, min(CHUNK, batch * tokens)),
-        logits=4 * batch * config.vocab_size,
-        token_bytes=spec.token_bytes,
-        free=free if free is not None else free_bytes(device),
-    )
+    formula = formula_of(config, found, device, modes=(mode,))
+    empty = MemoryPlan(
+        name=Path(folder).name, device=device, context=1, batch=1, cache_mode=mode, weights=0, cache=0, work=0, logits=0, token_bytes=1,
+        formula=formula, free=free if free is not None else free_bytes(device),
+    )  # fmt: skip
+    return empty.at(context=context if context is not None else min(config.max_position_embeddings, CONTEXT), batch=batch)
+
+
+def checked(**numbers: int | None) -> None:
+    """Check context, batch and free where they are given.
+
+    Raises:
+        OptionError: one out of range.
+    """
+    for name, value in numbers.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LIMITS[name]):
+            raise OptionError(f"plan: {name} is {value!r}; expected a whole number from 1 to {LIMITS[name]}")
 
 
 def free_bytes(device: str = "cpu") -> int | None:
@@ -210,16 +247,8 @@ def _container() -> int | None:
         return None
 
 
-def _work_bytes(config: ModelConfig, tokens: int) -> int:
-    """Activations of a step of `tokens` tokens in f32: residual and its norm, q, k, v and what attention gives, both halves of the MLP."""
-    inner = (
-        config.intermediate_size if config.moe is None else max(config.intermediate_size, config.moe.intermediate_size * config.moe.top_k)
-    )
-    per_token = 2 * config.hidden_size + 2 * config.q_size + 2 * config.kv_size + 3 * inner
-    return 4 * tokens * per_token
-
-
-def _size(count: int) -> str:
+def size_text(count: int) -> str:
+    """Bytes for people: 7.80 MiB."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= scale:
             return f"{count / scale:.2f} {unit}"

@@ -1,0 +1,116 @@
+"""The coefficients of a model's memory plan, from its config and the headers of its files. Loads nothing, asks no device."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from exl2nb.cache.modes import MODES
+from exl2nb.cache.spec import PAGE_SIZE, CacheSpec
+from exl2nb.core.errors import OptionError
+from exl2nb.facade.plan_formula import Formula, Stage
+from exl2nb.model.config import ModelConfig
+from exl2nb.model.inspect import Inspection, Matrix
+
+CHUNKS = {"cpu": 512, "cuda": 2048}
+"""Prompt tokens that a step takes at most."""
+TILE, UNIT = 16, 64  # columns of a strip and rows of a unit of the blobs on the GPU (csrc/cuda/blob.h)
+PRODUCTS_BYTES = 32 * 2**20  # what the library of matrix products keeps on the GPU
+
+
+def formula_of(config: ModelConfig, found: Inspection, device: str, modes: tuple[str, ...] = ()) -> Formula:
+    """The plan of a model on a device.
+
+    Args:
+        config: of the model. found: its headers. device: "cpu" or "cuda". modes: cache modes to know besides those with a name.
+    """
+    pages = {mode: size for mode in (*MODES, *modes) if (size := _page_bytes(config, mode)) is not None}
+    common = {"page_tokens": PAGE_SIZE, "page_bytes": pages, "chunk": CHUNKS[device], "longest": config.max_position_embeddings}
+    logits = 4 * config.vocab_size
+    if device == "cpu":
+        return Formula(weights=_cpu_weights(found), stages=(_cpu_stage(config),), logits_row=logits, **common)
+    return Formula(
+        weights=_gpu_weights(config, found), stages=_gpu_stages(config), graph_row=_graph_row(config), logits_row=logits, **common
+    )
+
+
+def _page_bytes(config: ModelConfig, mode: str) -> int | None:
+    """None where heads of this size cannot be kept so."""
+    try:
+        return CacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, 1, mode).page_bytes
+    except OptionError:
+        return None
+
+
+def _inner(config: ModelConfig) -> int:
+    """Outputs of the MLPs that a token visits at once."""
+    if config.moe is None:
+        return config.intermediate_size
+    return max(config.intermediate_size, config.moe.intermediate_size * config.moe.top_k)
+
+
+# ---- the CPU
+
+
+def _cpu_weights(found: Inspection) -> int:
+    """As in the files; a tied head is stored once more, in the layout of the kernels."""
+    tied = found.embedding is not None and found.head is None
+    return found.total_bytes + (found.embedding.nbytes if tied and found.embedding is not None else 0)
+
+
+def _cpu_stage(config: ModelConfig) -> Stage:
+    """A step in f32: residual and its norm, q, k, v and what attention gives, both halves of the MLP; and the rotation tables."""
+    per_token = 2 * config.hidden_size + 2 * config.q_size + 2 * config.kv_size + 3 * _inner(config)
+    return Stage(0, 4 * per_token, 0)
+
+
+# ---- the GPU: what model.loader keeps there, what ops.gpu_prefill holds at once, what generator.gpu_stepper captures
+
+
+def _gpu_weights(config: ModelConfig, found: Inspection) -> int:
+    """Strips of units, plain weights in fp16, norms and biases in f32."""
+    inside = sum(_blob_bytes(m) for m in found.matrices if m is not found.embedding)
+    table = found.embedding.weights * 2 if found.embedding is not None else 0
+    tied = 0 if found.head is not None or found.embedding is None else 2 * _padded(found.embedding)
+    rest = found.total_bytes - sum(m.nbytes for m in found.matrices)  # norms
+    biases = sum(2 * 2 * m.out_features for m in found.matrices if config.qkv_bias and m.name.endswith(("q_proj", "k_proj", "v_proj")))
+    return inside + table + tied + 2 * max(0, rest) + biases
+
+
+def _padded(matrix: Matrix) -> int:
+    """Weights of a plain matrix, columns and rows filled up."""
+    return -(-matrix.in_features // UNIT) * UNIT * -(-matrix.out_features // TILE) * TILE
+
+
+def _blob_bytes(matrix: Matrix) -> int:
+    if matrix.format != "exl2":
+        return 2 * _padded(matrix)
+    strip = 0
+    for bits, groups in groupby(matrix.groups, key=lambda group: group[0]):
+        run = list(groups)
+        units = -(-sum(rows for _, rows in run) // UNIT)
+        halves = any(rows % UNIT for _, rows in run[:-1])  # the two halves of a unit then have scales of their own
+        strip += units * (128 * bits + (16 if halves else 8))
+    return -(-matrix.out_features // TILE) * strip + 2 * 4 * matrix.in_features
+
+
+def _gpu_stages(config: ModelConfig) -> tuple[Stage, ...]:
+    """Residual f32, inputs fp16, one unpacked matrix at a time; attention reads back the cache of earlier chunks."""
+    hidden, inner, q, kv = config.hidden_size, _inner(config), config.q_size, config.kv_size
+    up, tables = inner * (2 if config.gated else 1), 4 * config.head_dim
+    spread = 4 * q if config.q_per_kv > 1 else 0
+    one = config.intermediate_size if config.moe is None else max(config.moe.intermediate_size, config.moe.shared_size or 0)
+    up_fixed, down_fixed = 2 * hidden * one * (2 if config.gated else 1), 2 * hidden * one
+    fixed = PRODUCTS_BYTES
+    return (
+        Stage(fixed + 2 * hidden * (q + 2 * kv), 6 * hidden + 4 * (q + 2 * kv), tables),
+        Stage(fixed, 4 * hidden + 2 * (q + 2 * kv) + 4 * q, tables + 4 * kv + spread),
+        Stage(fixed + up_fixed, 6 * hidden + 2 * up + 2 * q, tables),
+        Stage(fixed + down_fixed, 8 * hidden + 2 * inner, tables),
+        Stage(fixed, 4 * hidden + 2 * up + 2 * inner + 2 * q, tables),
+    )
+
+
+def _graph_row(config: ModelConfig) -> int:
+    """Workspace and logits of one text in a captured decode step."""
+    hidden, q, kv = config.hidden_size, config.q_size, config.kv_size
+    return 4 * hidden + 2 * 2 * hidden + 4 * (q + 2 * kv) + 2 * 2 * _inner(config) + 4 * config.vocab_size
