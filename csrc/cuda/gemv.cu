@@ -60,6 +60,17 @@ int gemv_path() { return device().path; }
 
 int gemv_grid(const GemvArgs& a, Epilogue e) { return std::min(device().sms, e == kActivation && a.gated ? a.strips / 2 : a.strips); }
 
+int gemv_share(GemvArgs& a, Epilogue e) {
+  a.epilogue = e, a.grid = gemv_grid(a, e);
+  int per = 1, perms = 1;  // strips of a part that a CTA owns, at most
+  for (int p = 0; p < a.num_parts; p++) {
+    per = std::max(per, (a.part[p].strips + a.grid - 1) / a.grid);
+    perms = std::max(perms, a.part[p].perm + 1);
+  }
+  a.flush = std::max(1, std::min(per, 32 / a.tokens));
+  return perms * a.tokens * a.x_stride * 2;
+}
+
 void set_weights(GemvArgs& a, const uint8_t* head, const uint8_t* blob) {
   const auto& h = *reinterpret_cast<const GpuHeader*>(head);
   const auto* parts = reinterpret_cast<const GpuPart*>(head + sizeof(GpuHeader));
@@ -82,27 +93,22 @@ void set_input(MatrixInput& in, const uint8_t* head, const uint8_t* blob, half* 
 const char* gemv_launch(GemvArgs a, Epilogue e, cudaStream_t stream, bool pdl) {
   const int tokens = a.tokens, grid = gemv_grid(a, e);
   if (grid == 0 || tokens == 0) return nullptr;
-  int perms = 1;
-  for (int p = 0; p < a.num_parts; p++) perms = std::max(perms, a.part[p].perm + 1);
   for (int first = 0; first < tokens; first += kMaxTokens) {
     GemvArgs b = a;
-    b.epilogue = e;
-    const int m = b.tokens = std::min(kMaxTokens, tokens - first);
-    b.x += static_cast<size_t>(first) * a.x_stride;
-    if (b.squares) b.squares += static_cast<size_t>(first) * a.squares_count;
+    b.tokens = std::min(kMaxTokens, tokens - first);
+    if (b.rows) {
+      b.rows += first;
+    } else {
+      b.x += static_cast<size_t>(first) * a.x_stride;
+      if (b.squares) b.squares += static_cast<size_t>(first) * a.squares_count;
+    }
     if (b.out) b.out += first * a.out_stride;
     if (b.residual) b.residual += static_cast<size_t>(first) * a.residual_stride;
     if (b.next_squares) b.next_squares += static_cast<size_t>(first) * grid;
     if (b.next.x) b.next.x += static_cast<size_t>(first) * a.next.stride;
-    int per = 1;  // strips of a part that a CTA owns, at most
-    for (int p = 0; p < a.num_parts; p++) per = std::max(per, (a.part[p].strips + grid - 1) / grid);
-    b.flush = std::max(1, std::min(per, 32 / m));
-    const int owned = e == kStore ? 0 : (a.part[0].strips + grid - 1) / grid * 16;
-    int shared = kStages * kWarps * kSlot + (image_bytes(a.items, a.units, a.num_parts) + 15) / 16 * 16 + (kWarps * kStages + 2) * 8 +
-                 kMaxTokens * 4 + 2 * b.flush * kWarps * 16 * m * 4 + owned * (m + 1 + a.next.num_perms) * 4;
-    shared = (shared + 15) / 16 * 16;
-    const int x_bytes = perms * m * a.x_stride * 2;
-    b.staged = shared + x_bytes <= device().shared_per_sm / kCtas - 1024 && shared + x_bytes <= device().shared_per_block;
+    const int x_bytes = gemv_share(b, e);
+    int shared = kStages * kWarps * (kSlot + 8) + (image_bytes(a.items, a.units, a.num_parts) + 15) / 16 * 16 + GemvShared::bytes(b);
+    b.staged = shared + x_bytes <= device().shared_per_sm - 1024 && shared + x_bytes <= device().shared_per_block;
     if (b.staged) shared += x_bytes;
     if (shared > device().shared_per_block) return "the matrix needs more shared memory than the GPU has";
     cudaError_t error;

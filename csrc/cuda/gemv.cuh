@@ -17,7 +17,7 @@
 
 namespace exl2nb {
 
-constexpr int kUnroll = 2, kCtas = 1, kStages = 2, kThreads = kWarps * 32, kMaxTokens = 8;
+constexpr int kUnroll = 2, kStages = 2, kThreads = kWarps * 32, kMaxTokens = 8;
 static_assert(kMaxTokens <= kWarps, "a warp adds one token to the residual");
 enum GemvPath { kBulk = 0, kAsync = 1, kPlain = 2 };
 
@@ -35,8 +35,12 @@ struct GemvArgs {
   int num_parts, strips, items, units;  // sums over the parts
   int epilogue;                         // Epilogue
   int tokens;                           // 1 to 8
+  int grid;                             // CTAs that share the strips
   const half* x;                        // [perm][token][stride]
   int x_stride, x_perm_stride;
+  // Token m is row rows[m] of x and of the squares, at most last_row; null: row m.
+  const int* rows;
+  int last_row;
   bool staged;  // x fits into shared memory
   // Factor of every output: 1 / sqrt(mean of squares + eps), from the partial sums of squares [token][squares_count]; null = 1.
   const float* squares;
@@ -178,120 +182,82 @@ struct Walk {
   int part, item, first, end, left;  // left: strips of this part, this one included
 };
 
-// One kernel for every epilogue: the code of the product then stays in the instruction caches from one matrix to the next.
-template <int PATH, bool STAGED>
-__global__ void __launch_bounds__(kThreads, kCtas) gemv(const __grid_constant__ GemvArgs A) {
-  extern __shared__ __align__(128) uint8_t shared[];
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, grid = gridDim.x;
-  const bool paired = A.epilogue == kActivation && A.gated;
-  const int M = A.tokens;
-  uint8_t* at = shared;
-  uint8_t* const ring = at + warp * kStages * kSlot;
-  at += kStages * kWarps * kSlot;
-  const Item* const items = reinterpret_cast<const Item*>(at);
-  const half2* const steps = reinterpret_cast<const half2*>(at + image_steps(A.items));
-  const uint16_t* const ends = reinterpret_cast<const uint16_t*>(at + image_ends(A.items, A.units));
-  uint8_t* const image = at;
-  const int image_size = image_bytes(A.items, A.units, A.num_parts);
-  at += (image_size + 15) / 16 * 16;
-  uint64_t* const bars = reinterpret_cast<uint64_t*>(at);
-  at += (kWarps * kStages + 2) * 8;
-  float* const factors = reinterpret_cast<float*>(at);
-  at += kMaxTokens * 4;
-  float* const partial = reinterpret_cast<float*>(at);  // twice, so that one barrier a flush is enough
-  const int partial_size = A.flush * kWarps * 16 * M;
-  at += 2 * partial_size * 4;
+// A CTA's shared memory beside the ring: the image of the matrix, and what it works with from `at` on.
+struct GemvShared {
+  const Item* items;
+  const half2* steps;
+  const uint16_t* ends;
+  float* factors;
+  float* partial;  // twice, so that one barrier a flush is enough
   // For the outputs that this CTA owns of the first part: activations of gates, or old residuals; the next norm's weights; places.
-  const int owned = A.epilogue == kStore ? 0 : (A.part[0].strips + grid - 1) / grid * 16;
-  float* const kept = reinterpret_cast<float*>(at);
-  at += owned * M * 4;
-  float* const norms = reinterpret_cast<float*>(at);
-  at += owned * 4;
-  int* const places = reinterpret_cast<int*>(at);
-  at += owned * A.next.num_perms * 4;
-  half* const xs = reinterpret_cast<half*>(shared + (at - shared + 15) / 16 * 16);
-  const int xs_stride = A.x_stride;
+  float *kept, *norms;
+  int* places;
+  half* xs;
+  int partial_size, owned;
 
-  // ---- what does not depend on the previous kernel
-  for (int i = threadIdx.x; i < image_size / 16; i += kThreads)
-    reinterpret_cast<uint4*>(image)[i] = __ldg(reinterpret_cast<const uint4*>(A.image) + i);
-  for (int i = threadIdx.x; i < owned; i += kThreads) {
-    const int column = (blockIdx.x + (i >> 4) * grid) * 16 + (i & 15);
+  static EXL2NB_BOTH int owned_of(const GemvArgs& A) { return A.epilogue == kStore ? 0 : (A.part[0].strips + A.grid - 1) / A.grid * 16; }
+  // Bytes before xs.
+  static EXL2NB_BOTH int bytes(const GemvArgs& A) {
+    const int owned = owned_of(A), n = (kMaxTokens + 2 * A.flush * kWarps * 16 * A.tokens + owned * (A.tokens + 1 + A.next.num_perms)) * 4;
+    return (n + 15) / 16 * 16;
+  }
+  __device__ __forceinline__ GemvShared(const GemvArgs& A, const uint8_t* image, uint8_t* at) {
+    items = reinterpret_cast<const Item*>(image);
+    steps = reinterpret_cast<const half2*>(image + image_steps(A.items));
+    ends = reinterpret_cast<const uint16_t*>(image + image_ends(A.items, A.units));
+    partial_size = A.flush * kWarps * 16 * A.tokens, owned = owned_of(A);
+    factors = reinterpret_cast<float*>(at);
+    partial = factors + kMaxTokens;
+    kept = partial + 2 * partial_size;
+    norms = kept + owned * A.tokens;
+    places = reinterpret_cast<int*>(norms + owned);
+    xs = reinterpret_cast<half*>(at + bytes(A));
+  }
+};
+
+// The strips of part p that are CTA `block`'s: first_strip(p) + i * grid.
+__device__ __forceinline__ int first_strip(const GemvArgs& A, int block, int p) {
+  const bool paired = A.epilogue == kActivation && A.gated;
+  const int s = block - (paired ? 0 : A.part[p].first_strip % A.grid);
+  return s < 0 ? s + A.grid : s;
+}
+// The first item of part w.part, or of a later one, for this warp.
+__device__ __forceinline__ void enter(const GemvArgs& A, const uint16_t* ends, int block, int warp, Walk& w) {
+  for (; w.part < A.num_parts; w.part++) {
+    w.first = w.item = ends[w.part * kEnds + warp];
+    w.end = ends[w.part * kEnds + warp + 1];
+    w.left = (A.part[w.part].strips - first_strip(A, block, w.part) + A.grid - 1) / A.grid;
+    if (w.left > 0) return;
+  }
+}
+
+// What a CTA needs to know of the outputs it owns, and no earlier kernel writes.
+__device__ __forceinline__ void load_owned(const GemvArgs& A, const GemvShared& S, int block) {
+  for (int i = threadIdx.x; i < S.owned; i += kThreads) {
+    const int column = (block + (i >> 4) * A.grid) * 16 + (i & 15);
     if (column >= A.part[0].outputs) continue;
-    if (A.next_norm) norms[i] = __ldg(A.next_norm + column);
+    if (A.next_norm) S.norms[i] = __ldg(A.next_norm + column);
     for (int p = 0; p < A.next.num_perms; p++)
-      places[p * owned + i] = fragment_place(A.next.inverse[p] ? __ldg(A.next.inverse[p] + column) : column);
+      S.places[p * S.owned + i] = fragment_place(A.next.inverse[p] ? __ldg(A.next.inverse[p] + column) : column);
   }
-  if constexpr (PATH == kBulk) {
-    if (threadIdx.x == 0) {
-      for (int i = 0; i < kWarps * kStages; i++) barrier_init(bars + i, 1);
-      barrier_fence();
-    }
-  }
-  __syncthreads();
-  // This CTA's strips of part p: first_strip(p) + i * grid.
-  auto first_strip = [&](int p) {
-    const int s = static_cast<int>(blockIdx.x) - (paired ? 0 : A.part[p].first_strip % grid);
-    return s < 0 ? s + grid : s;
-  };
-  auto enter = [&](Walk& w) {  // the first item of part w.part, or of a later one
-    for (; w.part < A.num_parts; w.part++) {
-      w.first = w.item = ends[w.part * kEnds + warp];
-      w.end = ends[w.part * kEnds + warp + 1];
-      w.left = (A.part[w.part].strips - first_strip(w.part) + grid - 1) / grid;
-      if (w.left > 0) return;
-    }
-  };
-  Walk f;
-  f.part = 0, f.left = 0;
-  const uint8_t* f_strip = nullptr;
-  int64_t f_hop = 0;
-  auto f_enter = [&]() {
-    for (enter(f); f.part < A.num_parts && f.first == f.end; f.part++, enter(f)) {}
-    if (f.part < A.num_parts) {
-      f_hop = grid * A.part[f.part].strip_bytes;
-      f_strip = A.part[f.part].data + first_strip(f.part) * A.part[f.part].strip_bytes;
-    }
-  };
-  f_enter();
-  int f_slot = 0;
-  auto fetch = [&]() {  // kBulk: by one lane; otherwise by the whole warp
-    if (f.part < A.num_parts) {
-      const Item it = items[f.item];
-      if constexpr (PATH == kBulk) {
-        barrier_expect(bars + warp * kStages + f_slot, it.bytes);
-        bulk_copy(ring + f_slot * kSlot, f_strip + it.offset, it.bytes, bars + warp * kStages + f_slot);
-      } else {
-        for (int b = lane * 16; b < it.bytes; b += 512) copy16<PATH == kAsync>(ring + f_slot * kSlot + b, f_strip + it.offset + b);
-      }
-      f_slot = f_slot + 1 == kStages ? 0 : f_slot + 1;
-      if (++f.item == f.end) {
-        f.item = f.first;
-        f_strip += f_hop;
-        if (--f.left == 0) {
-          f.part++;
-          f_enter();
-        }
-      }
-    }
-    if constexpr (PATH == kAsync) async_commit();
-  };
-  if (PATH != kBulk || lane == 0)
-    for (int i = 0; i < kStages; i++) fetch();
-  pdl_launch_dependents();
-  pdl_wait();
+}
 
-  // ---- from here on the previous kernel is done
-  // Every first load before the first use of any: one trip to the L2 cache, not one after the other.
+// What earlier kernels wrote: activations, old residuals, the factors of the norm. Every first load before the first use of any: one trip
+// to the L2 cache, not one after the other. The factors are read after the barrier of the first flush.
+template <bool STAGED>
+__device__ __forceinline__ void load_inputs(const GemvArgs& A, const GemvShared& S, int block, int warp, int lane) {
+  const int M = A.tokens;
+  auto row_of = [&](int m) { return A.rows ? min(max(__ldcg(A.rows + m), 0), A.last_row) : m; };
   float part_squares[5];
   const bool counts = A.squares && warp < M;
+  const float* const squares = counts ? A.squares + static_cast<size_t>(row_of(warp)) * A.squares_count : nullptr;
 #pragma unroll
-  for (int i = 0; i < 5; i++)
-    part_squares[i] = counts && lane + 32 * i < A.squares_count ? __ldcg(A.squares + warp * A.squares_count + lane + 32 * i) : 0.f;
+  for (int i = 0; i < 5; i++) part_squares[i] = counts && lane + 32 * i < A.squares_count ? __ldcg(squares + lane + 32 * i) : 0.f;
   if (A.epilogue == kResidual && warp < M) {
-    for (int i = lane; i < owned; i += 32) {
-      const int column = (blockIdx.x + (i >> 4) * grid) * 16 + (i & 15);
-      if (column < A.part[0].outputs) kept[warp * owned + i] = __ldcg(A.residual + static_cast<size_t>(warp) * A.residual_stride + column);
+    for (int i = lane; i < S.owned; i += 32) {
+      const int column = (block + (i >> 4) * A.grid) * 16 + (i & 15);
+      if (column < A.part[0].outputs)
+        S.kept[warp * S.owned + i] = __ldcg(A.residual + static_cast<size_t>(warp) * A.residual_stride + column);
     }
   }
   if constexpr (STAGED) {
@@ -300,9 +266,9 @@ __global__ void __launch_bounds__(kThreads, kCtas) gemv(const __grid_constant__ 
     rows *= M;
     const int vectors = A.x_stride / 8;
     for (int r = 0; r < rows; r++) {
-      const auto* from =
-          reinterpret_cast<const uint4*>(A.x + static_cast<size_t>(r / M) * A.x_perm_stride + static_cast<size_t>(r % M) * A.x_stride);
-      auto* to = reinterpret_cast<uint4*>(xs + r * xs_stride);
+      const auto* from = reinterpret_cast<const uint4*>(A.x + static_cast<size_t>(r / M) * A.x_perm_stride +
+                                                        static_cast<size_t>(row_of(r % M)) * A.x_stride);
+      auto* to = reinterpret_cast<uint4*>(S.xs + r * A.x_stride);
       for (int v = threadIdx.x; v < vectors; v += 4 * kThreads) {
         uint4 x4[4];
 #pragma unroll
@@ -314,41 +280,53 @@ __global__ void __launch_bounds__(kThreads, kCtas) gemv(const __grid_constant__ 
       }
     }
   }
-  if (warp < M) {  // the factors; read after the barrier of the first flush
+  if (warp < M) {
     float f0 = 1.f;
     if (A.squares) {
       float sum = 0.f;
 #pragma unroll
       for (int i = 0; i < 5; i++) sum += part_squares[i];
-      for (int i = lane + 160; i < A.squares_count; i += 32) sum += __ldcg(A.squares + warp * A.squares_count + i);
+      for (int i = lane + 160; i < A.squares_count; i += 32) sum += __ldcg(squares + i);
       f0 = rsqrtf(warp_sum(sum) * A.inverse_width + A.eps);
     }
-    if (lane == 0) factors[warp] = f0;
+    if (lane == 0) S.factors[warp] = f0;
   }
-  if constexpr (STAGED) __syncthreads();
+}
 
+// A warp's ring of items in shared memory, filled by whoever fetches.
+struct Ring {
+  uint8_t* slots;
+  uint64_t* bars;
+  int stages, slot;
+  uint32_t phase;
+};
+
+// The product and what comes after it. fetch: called when a slot is free again, by lane 0 (kBulk) or by the whole warp.
+template <int PATH, bool STAGED, class Fetch>
+__device__ __forceinline__ void multiply(const GemvArgs& A, const GemvShared& S, Ring& ring, int block, int warp, int lane, Fetch fetch) {
+  const int M = A.tokens, grid = A.grid, owned = S.owned;
+  const bool paired = A.epilogue == kActivation && A.gated;
   const int g = lane >> 2, t = lane & 3;
   const bool live = g < M;
-  const half* const x_lane = STAGED ? xs + g * xs_stride + t * 8 : A.x + static_cast<size_t>(g) * A.x_stride + t * 8;
+  const int row = !STAGED && A.rows && live ? min(max(__ldcg(A.rows + g), 0), A.last_row) : g;
+  const half* const x_lane = STAGED ? S.xs + g * A.x_stride + t * 8 : A.x + static_cast<size_t>(row) * A.x_stride + t * 8;
   Walk c;
   c.part = 0;
-  int slot = 0;
-  uint32_t phase = 0;
   float squares = 0.f;
-  float* sums = partial;
-  for (enter(c); c.part < A.num_parts; c.part++, enter(c)) {
-    const half* const x_part = x_lane + static_cast<size_t>(A.part[c.part].perm) * (STAGED ? M * xs_stride : A.x_perm_stride);
-    const int count = c.left, strip0 = first_strip(c.part);
+  float* sums = S.partial;
+  for (enter(A, S.ends, block, warp, c); c.part < A.num_parts; c.part++, enter(A, S.ends, block, warp, c)) {
+    const half* const x_part = x_lane + static_cast<size_t>(A.part[c.part].perm) * (STAGED ? M * A.x_stride : A.x_perm_stride);
+    const int count = c.left, strip0 = first_strip(A, block, c.part);
     int before = 0, done = 0;  // strips of this part that are through; in this flush
-    Item it = items[c.first < c.end ? c.first : 0];
+    Item it = S.items[c.first < c.end ? c.first : 0];
     for (int s = 0; s < count; s++) {
       float y[4] = {0, 0, 0, 0};
       for (int n = c.first; n < c.end; n++) {
-        const uint8_t* st = ring + slot * kSlot;
+        const uint8_t* st = ring.slots + ring.slot * kSlot;
         const half* x = x_part + it.block * 32;
-        const half2* u = steps + it.unit0;
-        const Item next = items[n + 1 < c.end ? n + 1 : c.first];
-        if constexpr (PATH == kBulk) barrier_wait(bars + warp * kStages + slot, phase);
+        const half2* u = S.steps + it.unit0;
+        const Item next = S.items[n + 1 < c.end ? n + 1 : c.first];
+        if constexpr (PATH == kBulk) barrier_wait(ring.bars + ring.slot, ring.phase);
         if constexpr (PATH == kAsync) async_wait<kStages - 1>();
         if constexpr (PATH != kBulk) __syncwarp();
         auto run = [&](auto one) {
@@ -376,9 +354,9 @@ __global__ void __launch_bounds__(kThreads, kCtas) gemv(const __grid_constant__ 
           run(std::false_type{});
         __syncwarp();
         if (PATH != kBulk || lane == 0) fetch();
-        if (++slot == kStages) {
-          slot = 0;
-          phase ^= 1;
+        if (++ring.slot == ring.stages) {
+          ring.slot = 0;
+          ring.phase ^= 1;
         }
         it = next;
       }
@@ -391,12 +369,12 @@ __global__ void __launch_bounds__(kThreads, kCtas) gemv(const __grid_constant__ 
         float v = 0.f;
 #pragma unroll
         for (int w = 0; w < kWarps; w++) v += sums[((q * kWarps + w) * M + m) * 16 + n];
-        return v * factors[m];
+        return v * S.factors[m];
       };
       auto put = [&](int m, int i, float v) {  // into the next matrix's input; i: of the owned outputs
         const half h = saturated(v);
         for (int p = 0; p < A.next.num_perms; p++)
-          A.next.x[static_cast<size_t>(p) * A.next.perm_stride + static_cast<size_t>(m) * A.next.stride + places[p * owned + i]] = h;
+          A.next.x[static_cast<size_t>(p) * A.next.perm_stride + static_cast<size_t>(m) * A.next.stride + S.places[p * owned + i]] = h;
       };
       const GemvPart& P = A.part[c.part];
       if (A.epilogue == kResidual) {
@@ -404,10 +382,10 @@ __global__ void __launch_bounds__(kThreads, kCtas) gemv(const __grid_constant__ 
           for (int r = lane; r < done * 16; r += 32) {
             const int i = before * 16 + r, column = (strip0 + (before + (r >> 4)) * grid) * 16 + (r & 15);
             if (column < P.outputs) {
-              const float v = kept[warp * owned + i] + A.scale * (total(r >> 4, warp, r & 15) + (A.bias ? A.bias[column] : 0.f));
+              const float v = S.kept[warp * owned + i] + A.scale * (total(r >> 4, warp, r & 15) + (A.bias ? A.bias[column] : 0.f));
               A.residual[static_cast<size_t>(warp) * A.residual_stride + column] = v;
               squares = fmaf(v, v, squares);
-              if (A.next_norm) put(warp, i, v * norms[i]);
+              if (A.next_norm) put(warp, i, v * S.norms[i]);
             }
           }
         }
@@ -420,21 +398,89 @@ __global__ void __launch_bounds__(kThreads, kCtas) gemv(const __grid_constant__ 
           if (A.epilogue == kStore)
             A.out[m * A.out_stride + P.first_column + column] = v;
           else if (paired && c.part == 0)
-            kept[m * owned + i] = activation(v, A.activation);
+            S.kept[m * owned + i] = activation(v, A.activation);
           else
-            put(m, i, paired ? kept[m * owned + i] * v : activation(v, A.activation));
+            put(m, i, paired ? S.kept[m * owned + i] * v : activation(v, A.activation));
         }
       }
       before += done, done = 0;
-      sums = sums == partial ? partial + partial_size : partial;
+      sums = sums == S.partial ? S.partial + S.partial_size : S.partial;
     }
   }
   if (A.epilogue == kResidual) {
     if (warp < M && A.next_norm) {
       squares = warp_sum(squares);
-      if (lane == 0) A.next_squares[warp * grid + blockIdx.x] = squares;
+      if (lane == 0) A.next_squares[warp * grid + block] = squares;
     }
   }
+}
+
+// One kernel for every epilogue: the code of the product then stays in the instruction caches from one matrix to the next.
+template <int PATH, bool STAGED>
+__global__ void __launch_bounds__(kThreads, 1) gemv(const __grid_constant__ GemvArgs A) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, block = blockIdx.x;
+  uint8_t* const image = shared + kStages * kWarps * kSlot;
+  const int image_size = image_bytes(A.items, A.units, A.num_parts);
+  uint64_t* const bars = reinterpret_cast<uint64_t*>(image + (image_size + 15) / 16 * 16);
+  const GemvShared S(A, image, reinterpret_cast<uint8_t*>(bars + kWarps * kStages));
+  Ring ring{shared + warp * kStages * kSlot, bars + warp * kStages, kStages, 0, 0};
+
+  // ---- what does not depend on the previous kernel
+  for (int i = threadIdx.x; i < image_size / 16; i += kThreads)
+    reinterpret_cast<uint4*>(image)[i] = __ldg(reinterpret_cast<const uint4*>(A.image) + i);
+  load_owned(A, S, block);
+  if constexpr (PATH == kBulk) {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < kWarps * kStages; i++) barrier_init(bars + i, 1);
+      barrier_fence();
+    }
+  }
+  __syncthreads();
+  Walk f;
+  f.part = 0, f.left = 0;
+  const uint8_t* f_strip = nullptr;
+  int64_t f_hop = 0;
+  auto f_enter = [&]() {
+    for (enter(A, S.ends, block, warp, f); f.part < A.num_parts && f.first == f.end; f.part++, enter(A, S.ends, block, warp, f)) {}
+    if (f.part < A.num_parts) {
+      f_hop = A.grid * A.part[f.part].strip_bytes;
+      f_strip = A.part[f.part].data + first_strip(A, block, f.part) * A.part[f.part].strip_bytes;
+    }
+  };
+  f_enter();
+  int f_slot = 0;
+  auto fetch = [&]() {
+    if (f.part < A.num_parts) {
+      const Item it = S.items[f.item];
+      uint8_t* const to = ring.slots + f_slot * kSlot;
+      if constexpr (PATH == kBulk) {
+        barrier_expect(ring.bars + f_slot, it.bytes);
+        bulk_copy(to, f_strip + it.offset, it.bytes, ring.bars + f_slot);
+      } else {
+        for (int b = lane * 16; b < it.bytes; b += 512) copy16<PATH == kAsync>(to + b, f_strip + it.offset + b);
+      }
+      f_slot = f_slot + 1 == kStages ? 0 : f_slot + 1;
+      if (++f.item == f.end) {
+        f.item = f.first;
+        f_strip += f_hop;
+        if (--f.left == 0) {
+          f.part++;
+          f_enter();
+        }
+      }
+    }
+    if constexpr (PATH == kAsync) async_commit();
+  };
+  if (PATH != kBulk || lane == 0)
+    for (int i = 0; i < kStages; i++) fetch();
+  pdl_launch_dependents();
+  pdl_wait();
+
+  // ---- from here on the previous kernel is done
+  load_inputs<STAGED>(A, S, block, warp, lane);
+  if constexpr (STAGED) __syncthreads();
+  multiply<PATH, STAGED>(A, S, ring, block, warp, lane, fetch);
 }
 
 }  // namespace exl2nb

@@ -14,6 +14,8 @@ void set_weights(GemvArgs& a, const uint8_t* head, const uint8_t* blob);
 // The input buffer of a blob: x is half[num_perms][tokens][input_stride(K)].
 void set_input(MatrixInput& in, const uint8_t* head, const uint8_t* blob, half* x, int tokens);
 int gemv_grid(const GemvArgs& a, Epilogue e);
+// Sets what says how at most eight tokens are shared out among CTAs: epilogue, grid, flush. Returns the bytes of the staged activations.
+int gemv_share(GemvArgs& a, Epilogue e);
 int num_sms();
 int gemv_path();
 // Any number of tokens, eight per launch.

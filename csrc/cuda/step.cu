@@ -154,9 +154,10 @@ class Walker {
   static NormArgs norm(int64_t weight, int64_t eps, int64_t bias, bool layer, int width) {
     return {weight == 0 ? kNoNorm : layer ? kLayerNorm : kRmsNorm, width, real(eps), address<float>(weight), address<float>(bias)};
   }
-  // The norm in front of a QKV or GATE_UP op.
+  // The norm in front of a QKV, GATE_UP or HEAD op.
   NormArgs norm_of(const int64_t* w) const {
-    return w[0] == kQkv ? norm(w[1], w[2], w[17], w[18] & 1, H_) : norm(w[1], w[2], w[6], w[7] != 0, H_);
+    const int bias = w[0] == kQkv ? 17 : w[0] == kGateUp ? 6 : 5;
+    return norm(w[1], w[2], w[bias], w[bias + 1] & 1, H_);
   }
   GemvArgs matrix(const Weight& w, const MatrixInput& in) const {
     GemvArgs a{};
@@ -171,11 +172,15 @@ class Walker {
     if (ready_ == kNothing)
       if (const char* wrong = prepare_launch({residual(), nullptr, s_.tokens, n, in}, s_.tokens, stream_, pdl_)) return wrong;
     a = matrix(weight, in);
+    scale_by_norm(a, n);
+    return nullptr;
+  }
+  // Where the kernel before has only multiplied by the norm's weights.
+  void scale_by_norm(GemvArgs& a, const NormArgs& n) const {
     if (ready_ == kUnscaled) {
       a.squares = reinterpret_cast<const float*>(base_ + at_.squares);
       a.squares_count = squares_, a.inverse_width = 1.f / static_cast<float>(H_), a.eps = n.eps;
     }
-    return nullptr;
   }
 
   const char* embed(const int64_t* w) {
@@ -236,7 +241,7 @@ class Walker {
     }
     a.residual = residual(), a.residual_stride = H_, a.scale = real(w[5]);
     const int64_t* next = w + kWords[kAdd];
-    if (next < end_ && (next[0] == kQkv || next[0] == kGateUp)) {
+    if (next < end_ && (next[0] == kQkv || next[0] == kGateUp || next[0] == kHead)) {
       const NormArgs n = norm_of(next);
       if (n.kind == kRmsNorm && !n.bias) {
         a.next = input(Weight(next[3]), at_.normed), a.next_norm = n.weight;
@@ -261,9 +266,14 @@ class Walker {
     const Weight weight(w[3]);
     if (s_.logit_count == 0) return nullptr;
     const MatrixInput in = input(weight, at_.normed);
-    const NormArgs n = norm(w[1], w[2], w[5], w[6] != 0, H_);
-    if (const char* wrong = prepare_launch({residual(), s_.logit_rows, s_.tokens, n, in}, s_.logit_count, stream_, pdl_)) return wrong;
+    const NormArgs n = norm_of(w);
     GemvArgs a = matrix(weight, in);
+    if (ready_ == kUnscaled) {
+      a.rows = s_.logit_rows, a.last_row = s_.tokens - 1;
+      scale_by_norm(a, n);
+    } else if (const char* wrong = prepare_launch({residual(), s_.logit_rows, s_.tokens, n, in}, s_.logit_count, stream_, pdl_)) {
+      return wrong;
+    }
     a.tokens = s_.logit_count, a.bias = address<float>(w[4]);
     a.out = s_.logits, a.out_stride = weight.header().N;
     return gemv_launch(a, kStore, stream_, pdl_);
