@@ -17,7 +17,7 @@ from exl2nb.core import env
 from exl2nb.core.errors import DeviceError, GenerationError, OptionError, TokenizerError
 from exl2nb.core.options import check_keywords
 from exl2nb.core.progress import Sink, showing
-from exl2nb.facade.asking import compile_structure, request_of, sample_options
+from exl2nb.facade.asking import compile_structure, ids_of, request_of, sample_options
 from exl2nb.facade.chatting import Chatting
 from exl2nb.facade.drafting import make_drafter
 from exl2nb.facade.reading import Reading
@@ -476,7 +476,7 @@ def convert(
 def compare(
     reference: LLM | str | os.PathLike[str],
     other: LLM | str | os.PathLike[str],
-    text: str | os.PathLike[str] | None = None,
+    text: str | os.PathLike[str] | Sequence[int] | None = None,
     *,
     rows: int = 16,
     length: int = 512,
@@ -488,7 +488,8 @@ def compare(
     Args:
         reference: the model taken as the truth; loaded, or a directory.
         other: the model that is measured.
-        text: a text, or a `Path` to a text file; None = the evaluation text of the package (written for the demo model).
+        text: a text, or a `Path` to a text file; None = the evaluation text of the package (written for the demo model). Token ids are
+            one row, whatever `rows` and `length` say.
         rows: rows of tokens.
         length: tokens per row.
         cache: how the measured model keeps keys and values, as in `load`; the reference keeps them in fp32. `compare(llm, llm, cache="q4")`
@@ -502,16 +503,21 @@ def compare(
     """
     from contextlib import ExitStack
 
+    import torch
+
     from exl2nb.eval.divergence import compare_models
     from exl2nb.eval.text import read_text, token_rows
 
     source = Path(__file__).resolve().parent / "demo_model" / "evaluation.txt" if text is None else text
-    words = source if isinstance(source, str) else read_text(Path(source))
+    words = read_text(source) if isinstance(source, os.PathLike) else source
     cache = parse_mode(cache, where="compare")
     with ExitStack() as stack:
         sink = stack.enter_context(showing(progress, "compare"))
         one, two = (m if isinstance(m, LLM) else stack.enter_context(load(m, progress=sink)) for m in (reference, other))
-        ids = token_rows(one.tokenizer, words, rows=rows, length=length, where="compare")
+        if isinstance(words, str):
+            ids = token_rows(one.tokenizer, words, rows=rows, length=length, where="compare")
+        else:
+            ids = torch.tensor([ids_of(words, one.tokenizer, where="compare", name="text")])
         for _, llm in sorted({id(one): one, id(two): two}.items()):  # one order for all: opposite calls must not block each other
             stack.enter_context(llm.engine.exclusive())
         return compare_models(one.model, two.model, ids, sink, reference_name=one.name, other_name=two.name, cache=cache)

@@ -249,6 +249,10 @@ def test_compare(llm):
     assert 0.01 < float(result.kl.mean()) < 0.5
     assert torch.equal(result.kl, again.kl)
     assert float(ex.compare(llm, llm, rows=1, length=64).kl.max()) == 0.0
+    ids = result.ids[0].tolist()
+    assert torch.equal(ex.compare(llm, EXL2, ids).kl[0], result.kl[0]), "ids are one row"
+    with pytest.raises(OptionError, match="expected a text or a list of token ids"):
+        ex.compare(llm, EXL2, 7)
     assert llm.generate("It was", max_tokens=2, temperature=0).text
 
 
