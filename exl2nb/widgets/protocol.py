@@ -11,10 +11,24 @@ import typing
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict, Union, get_args, get_origin, get_type_hints
 
+from exl2nb.widgets.protocol_columns import (
+    CacheKind,
+    CachesState,
+    CellMeasure,
+    CellSpeed,
+    CompareColumn,
+    CompareState,
+    HideNeedle,
+    KlToken,
+    NeedleHit,
+    NeedleText,
+    RunCaches,
+    RunPrompts,
+)
+from exl2nb.widgets.status import Status
+
 PROTOCOL_VERSION = 1
 """Raised when a message changes its meaning; the browser half refuses another number with a readable line."""
-
-Status = Literal["idle", "loading", "running", "stopped", "done", "error"]
 
 
 class Alternative(NamedTuple):
@@ -348,8 +362,48 @@ class Look(TypedDict):
     column: int
 
 
+class PlanStage(NamedTuple):
+    """Bytes of one part of a step: always, per token of the step, per token of the longest text."""
+
+    fixed: int
+    token: int
+    context: int
+
+
+class PlanFormula(TypedDict):
+    """The coefficients of a memory plan, exl2nb/facade/plan_formula.py."""
+
+    weights: int
+    page_tokens: int
+    page_bytes: dict[str, int]
+    chunk: int
+    stages: list[PlanStage]
+    graph_fixed: int
+    graph_row: int
+    logits_row: int
+    longest: int
+
+
+class PlanState(TypedDict):
+    """Synced traits of MemoryPlan. free: bytes, null = not known. _modes: cache modes to choose from."""
+
+    status: Status
+    error: str
+    height: str
+    name: str
+    device: Literal["cpu", "cuda"]
+    context: int
+    batch: int
+    cache_mode: str
+    free: int | None
+    _formula: PlanFormula
+    _modes: list[str]
+    _protocol: int
+    _static: bool
+
+
 FromKernel = Delta | Snapshot | Done
-ToKernel = Ready | Resync | Stop | Generate | Solve | Make | Look
+ToKernel = Ready | Resync | Stop | Generate | Solve | Make | Look | RunCaches | HideNeedle | RunPrompts
 
 _EXPORTED: dict[str, Any] = {
     "Status": Status,
@@ -379,6 +433,21 @@ _EXPORTED: dict[str, Any] = {
     "WeightSlice": WeightSlice,
     "WeightsState": WeightsState,
     "Look": Look,
+    "PlanStage": PlanStage,
+    "PlanFormula": PlanFormula,
+    "PlanState": PlanState,
+    "KlToken": KlToken,
+    "CacheKind": CacheKind,
+    "NeedleHit": NeedleHit,
+    "NeedleText": NeedleText,
+    "CachesState": CachesState,
+    "RunCaches": RunCaches,
+    "HideNeedle": HideNeedle,
+    "CompareColumn": CompareColumn,
+    "CellMeasure": CellMeasure,
+    "CellSpeed": CellSpeed,
+    "CompareState": CompareState,
+    "RunPrompts": RunPrompts,
     "FromKernel": FromKernel,
     "ToKernel": ToKernel,
 }
@@ -432,8 +501,10 @@ def _ts(hint: Any, *, inline: bool = False) -> str:
     if origin is list:
         inner = _ts(args[0])
         return f"({inner})[]" if " | " in inner else f"{inner}[]"
+    if origin is dict and args[0] is str:
+        return f"Record<string, {_ts(args[1])}>"
     raise TypeError(
-        f"protocol: no TypeScript spelling for {hint!r}; use str, int, float, bool, None, list, Literal, a NamedTuple or a TypedDict"
+        f"protocol: no TypeScript spelling for {hint!r}; use str, int, float, bool, None, list, dict, Literal, a NamedTuple or a TypedDict"
     )
 
 

@@ -268,6 +268,134 @@ export interface Look {
   column: number;
 }
 
+/** Bytes of one part of a step: always, per token of the step, per token of the longest text. */
+export type PlanStage = [fixed: number, token: number, context: number];
+
+/** The coefficients of a memory plan, exl2nb/facade/plan_formula.py. */
+export interface PlanFormula {
+  weights: number;
+  page_tokens: number;
+  page_bytes: Record<string, number>;
+  chunk: number;
+  stages: PlanStage[];
+  graph_fixed: number;
+  graph_row: number;
+  logits_row: number;
+  longest: number;
+}
+
+/** Synced traits of MemoryPlan. free: bytes, null = not known. _modes: cache modes to choose from. */
+export interface PlanState {
+  status: Status;
+  error: string;
+  height: string;
+  name: string;
+  device: "cpu" | "cuda";
+  context: number;
+  batch: number;
+  cache_mode: string;
+  free: number | null;
+  _formula: PlanFormula;
+  _modes: string[];
+  _protocol: number;
+  _static: boolean;
+}
+
+/**
+ * One token of answer `cell`. prob: under what wrote it. reference_prob: under the reference, reading the same text. kl: nats.
+ *
+ * same: both find the same token most likely. favourite: the reference's where it is another one. null: not known.
+ */
+export type KlToken = [cell: number, text: string, id: number, prob: number | null, reference_prob: number | null, kl: number | null, same: boolean | null, favourite: string | null];
+
+/** A cache mode. note: what K and V are stored as. bits: a number on average. fits: tokens that free memory holds; null: not known. */
+export type CacheKind = [mode: string, title: string, note: string, bits: number, token_bytes: number, fits: number | null];
+
+/** The answer's probability under a mode; depth 0 to 1, null: the fact was not in the text. rank: of its first token. */
+export type NeedleHit = [mode: string, depth: number | null, prob: number, rank: number];
+
+/** What was hidden and how it is asked for. tokens: of the text around it; 0: not read yet. */
+export interface NeedleText {
+  fact: string;
+  question: string;
+  answer: string;
+  tokens: number;
+}
+
+/** Synced traits of CacheExplorer. modes: the columns, "fp16" first. _tokens: set when a run ends; cell = place in `_run_modes`. */
+export interface CachesState {
+  status: Status;
+  error: string;
+  height: string;
+  prompt: string;
+  modes: string[];
+  max_tokens: number;
+  stage: string;
+  _kinds: CacheKind[];
+  _run_modes: string[];
+  _run_prompt: string;
+  _tokens: KlToken[];
+  _needle: NeedleHit[];
+  _needle_modes: string[];
+  _needle_depths: (number | null)[];
+  _needle_text: NeedleText;
+  _verdict: string;
+  _free: number | null;
+  _context: number;
+  _model_label: string;
+  _has_model: boolean;
+  _protocol: number;
+  _static: boolean;
+}
+
+/** The reader pressed Compare in CacheExplorer. */
+export interface RunCaches {
+  type: "run";
+  prompt: string;
+  modes: string[];
+  max_tokens: number;
+}
+
+/** The reader pressed "Hide a needle". */
+export interface HideNeedle {
+  type: "needle";
+  modes: string[];
+}
+
+/** One column. note: its settings in words. nbytes, bpw: of the weights; null: not known. */
+export type CompareColumn = [label: string, note: string, nbytes: number | null, bpw: number | null];
+
+/** What was measured of answer `cell` = prompt * columns + column, token by token. tps: tokens a second of decoding; 0: not known. */
+export type CellMeasure = [cell: number, kl: number[], reference_prob: number[], same: boolean[]];
+
+/** How an answer went. ttft_s: seconds to its first token. reason: why it ended. */
+export type CellSpeed = [cell: number, tps: number, ttft_s: number | null, reason: string];
+
+/** Synced traits of Compare. _tokens: set once, when a run ends. _measured: KL of the answers that were measured so far. */
+export interface CompareState {
+  status: Status;
+  error: string;
+  height: string;
+  prompts: string[];
+  view: "kl" | "difference";
+  stage: string;
+  _columns: CompareColumn[];
+  _run_prompts: string[];
+  _tokens: KlToken[];
+  _measured: CellMeasure[];
+  _speeds: CellSpeed[];
+  _note: string;
+  _has_model: boolean;
+  _protocol: number;
+  _static: boolean;
+}
+
+/** The reader pressed Run in Compare. */
+export interface RunPrompts {
+  type: "run";
+  prompts: string[];
+}
+
 export type FromKernel = Delta | Snapshot | Done;
 
-export type ToKernel = Ready | Resync | Stop | Generate | Solve | Make | Look;
+export type ToKernel = Ready | Resync | Stop | Generate | Solve | Make | Look | RunCaches | HideNeedle | RunPrompts;
