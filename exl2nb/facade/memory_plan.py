@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,22 +64,43 @@ class MemoryPlan:
             >>> planned.at(cache="q4").cache < planned.cache / 3
             True
         """
-        checked(context=context, batch=batch, free=free)
-        context = self.context if context is None else context
-        batch = self.batch if batch is None else batch
-        mode = self.cache_mode if cache is None else parse_mode(cache, where="plan")
-        if mode not in self.formula.page_bytes:
-            raise OptionError(f"plan: cache mode {mode!r} is not known here; expected one of {', '.join(self.formula.page_bytes)}")
-        return MemoryPlan(
+        return MemoryPlan.of(
+            self.formula,
             name=self.name,
             device=self.device,
+            context=self.context if context is None else context,
+            batch=self.batch if batch is None else batch,
+            cache=self.cache_mode if cache is None else cache,
+            free=self.free if free is None else free,
+        )
+
+    def unbounded(self) -> MemoryPlan:
+        """The same where free memory is not known."""
+        return replace(self, free=None)
+
+    @classmethod
+    def of(cls, formula: Formula, *, name: str, device: str, context: int, batch: int, cache: str, free: int | None = None) -> MemoryPlan:
+        """What a formula gives for one choice.
+
+        Raises:
+            OptionError: a number out of range, or a cache mode that the formula does not know.
+        """
+        for what, value in {"context": context, "batch": batch, **({} if free is None else {"free": free})}.items():
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LIMITS[what]:
+                raise OptionError(f"plan: {what} is {value!r}; expected a whole number from 1 to {LIMITS[what]}")
+        mode = parse_mode(cache, where="plan")
+        if mode not in formula.page_bytes:
+            raise OptionError(f"plan: cache mode {mode!r} is not for this model; expected one of {', '.join(formula.page_bytes)}")
+        return cls(
+            name=name,
+            device=device,
             context=context,
             batch=batch,
             cache_mode=mode,
-            token_bytes=self.formula.page_bytes[mode] // self.formula.page_tokens,
-            formula=self.formula,
-            free=self.free if free is None else free,
-            **self.formula.parts(context=context, batch=batch, mode=mode),
+            token_bytes=formula.page_bytes[mode] // formula.page_tokens,
+            formula=formula,
+            free=free,
+            **formula.parts(context=context, batch=batch, mode=mode),
         )
 
     @property
@@ -186,29 +207,20 @@ def plan(
         >>> ex.plan(Path(ex.__file__).parent / "demo_model", batch=4, free=10**9).fits
         True
     """
-    checked(context=context, batch=batch, free=free)
     if device not in ("cpu", "cuda"):
         raise OptionError(f"plan: device is {device!r}; expected 'cpu' or 'cuda'")
     mode = parse_mode(cache, where="plan")
     folder = hub.resolve(path, revision=revision)
     config, found = read_model_config(folder), inspect(folder)
-    formula = formula_of(config, found, device, modes=(mode,))
-    empty = MemoryPlan(
-        name=Path(folder).name, device=device, context=1, batch=1, cache_mode=mode, weights=0, cache=0, work=0, logits=0, token_bytes=1,
-        formula=formula, free=free if free is not None else free_bytes(device),
-    )  # fmt: skip
-    return empty.at(context=context if context is not None else min(config.max_position_embeddings, CONTEXT), batch=batch)
-
-
-def checked(**numbers: int | None) -> None:
-    """Check context, batch and free where they are given.
-
-    Raises:
-        OptionError: one out of range.
-    """
-    for name, value in numbers.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= LIMITS[name]):
-            raise OptionError(f"plan: {name} is {value!r}; expected a whole number from 1 to {LIMITS[name]}")
+    return MemoryPlan.of(
+        formula_of(config, found, device, modes=(mode,)),
+        name=Path(folder).name,
+        device=device,
+        context=context if context is not None else min(config.max_position_embeddings, CONTEXT),
+        batch=batch,
+        cache=mode,
+        free=free if free is not None else free_bytes(device),
+    )
 
 
 def free_bytes(device: str = "cpu") -> int | None:

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from exl2nb.widgets.base import ExlWidget
     from exl2nb.widgets.bitmap import BitMap
     from exl2nb.widgets.explorer import BitrateExplorer
+    from exl2nb.widgets.memory_plan import MemoryPlan
     from exl2nb.widgets.playground import Playground
     from exl2nb.widgets.progress import ProgressView
 
@@ -16,10 +17,11 @@ _PUBLIC = {
     "BitMap": "exl2nb.widgets.bitmap",
     "BitrateExplorer": "exl2nb.widgets.explorer",
     "ExlWidget": "exl2nb.widgets.base",
+    "MemoryPlan": "exl2nb.widgets.memory_plan",
     "Playground": "exl2nb.widgets.playground",
     "ProgressView": "exl2nb.widgets.progress",
 }
-__all__ = ["BitMap", "BitrateExplorer", "ExlWidget", "Playground", "ProgressView"]
+__all__ = ["BitMap", "BitrateExplorer", "ExlWidget", "MemoryPlan", "Playground", "ProgressView"]
 
 
 def __getattr__(name: str) -> Any:
