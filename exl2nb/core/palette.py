@@ -28,6 +28,13 @@ def colour(bits: float) -> tuple[int, int, int]:
     return _ANCHORS[-1][1]
 
 
+def diverging(difference: float) -> tuple[int, int, int]:
+    """RGB of a signed number: red below 0, light at 0, blue above; 2 away is full."""
+    share, end = min(1.0, abs(difference) / 2), (186, 40, 50) if difference < 0 else (30, 84, 170)
+    r, g, blue = (round(242 + share * (y - 242)) for y in end)
+    return r, g, blue
+
+
 def ink(rgb: Sequence[int]) -> tuple[int, int, int]:
     """Black or white, whichever contrasts more with `rgb` (WCAG relative luminance)."""
     linear = [c / 255 / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb]

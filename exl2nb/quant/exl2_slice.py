@@ -33,10 +33,10 @@ class SliceStore(Protocol):
 class Exl2Unit:
     """32 stored rows of one column: b words of b-bit codes, one scale.
 
-    group: its group. unit: number of the unit inside the group. column: of the matrix. bits: b. first_row: its first stored row. first_word:
-    its first row of q_weight. words: b unsigned 32-bit words. scale_word: the word of q_scale that holds its scale index, unsigned.
-    scale_index: 0..15. scale_max: fp16 value of q_scale_max. unit_step: fp16 of scale_max / 256. step: fp16 size of one code step. codes: 32
-    of 0..2**b - 1. rows: original row of each of them. weights: float16 `(32,)`.
+    group: its group. unit: number of the unit inside the group. column: of the matrix. bits: b. first_row: its first stored row.
+    first_word: its first row of q_weight. words: b unsigned 32-bit words. scale_word: the word of q_scale that holds its scale index,
+    unsigned. scale_index: 0..15. scale_max: fp16 value of q_scale_max. unit_step: fp16 of scale_max / 256. step: fp16 size of one code
+    step. codes: 32 of 0..2**b - 1. rows: original row of each of them. weights: float16 `(32,)`.
     """
 
     group: int

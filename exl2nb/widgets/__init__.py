@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from exl2nb.widgets.memory_plan import MemoryPlan
     from exl2nb.widgets.playground import Playground
     from exl2nb.widgets.progress import ProgressView
+    from exl2nb.widgets.weights import WeightBrowser
 
 _PUBLIC = {
     "BitMap": "exl2nb.widgets.bitmap",
@@ -20,8 +21,9 @@ _PUBLIC = {
     "MemoryPlan": "exl2nb.widgets.memory_plan",
     "Playground": "exl2nb.widgets.playground",
     "ProgressView": "exl2nb.widgets.progress",
+    "WeightBrowser": "exl2nb.widgets.weights",
 }
-__all__ = ["BitMap", "BitrateExplorer", "ExlWidget", "MemoryPlan", "Playground", "ProgressView"]
+__all__ = ["BitMap", "BitrateExplorer", "ExlWidget", "MemoryPlan", "Playground", "ProgressView", "WeightBrowser"]
 
 
 def __getattr__(name: str) -> Any:

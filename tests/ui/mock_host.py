@@ -3,6 +3,8 @@
 from pathlib import Path
 
 STATIC = Path(__file__).parents[2] / "exl2nb" / "static"
+AXE = Path(__file__).parents[2] / "widgets" / "node_modules" / "axe-core" / "axe.min.js"
+TAGS = ["wcag2a", "wcag2aa", "wcag21aa", "wcag22aa"]
 
 THEMES = {
     "none": "",
@@ -64,3 +66,18 @@ class MockHost:
     @property
     def sent(self) -> list[dict]:
         return self.page.evaluate("() => window.sent")
+
+
+def state_of(widget, **changes) -> dict:
+    """The synced traits of a widget as the page gets them."""
+    values = widget.get_state()
+    plain = {k: v for k, v in values.items() if isinstance(v, (str, int, float, list, dict, type(None))) and k not in ("_esm", "_css")}
+    return {**plain, **changes}
+
+
+def violations(page, where: str = "main") -> list:
+    """What axe-core finds against WCAG A and AA inside `where`; nothing where it is not installed (npm ci in widgets/)."""
+    if not AXE.is_file():
+        return []
+    page.evaluate(AXE.read_text())
+    return page.evaluate("([where, tags]) => axe.run(where, {runOnly: tags}).then((r) => r.violations)", [where, TAGS])

@@ -10,8 +10,10 @@ from exl2nb.widgets.bitmap import BitMap
 from exl2nb.widgets.explorer import BitrateExplorer
 from exl2nb.widgets.playground import Playground
 from exl2nb.widgets.progress import ProgressView
+from exl2nb.widgets.weights import WeightBrowser
 
 WIDGETS = Path(__file__).parents[2] / "widgets"
+DATA = Path(__file__).parents[1] / "data"
 
 
 def test_committed_typescript_is_what_python_generates():
@@ -25,6 +27,7 @@ def test_committed_typescript_is_what_python_generates():
         (ProgressView, protocol.ProgressState),
         (partial(BitMap, [{"key": "a", "bpw": 4.0}]), protocol.BitMapState),
         (BitrateExplorer, protocol.ExplorerState),
+        (partial(WeightBrowser, DATA / "demo-exl2-4.0bpw"), protocol.WeightsState),
     ],
 )
 def test_state_types_name_the_synced_traits(widget, state):
