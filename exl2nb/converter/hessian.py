@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +19,8 @@ INPUTS: tuple[tuple[str, ...], ...] = (("q", "k", "v"), ("o",), ("gate", "up"), 
 DAMPING = 0.03
 COUPLING_DAMPING = 0.2  # demo model, 3 bits, head shared: KL 0.181 at 0.03, 0.167 at 0.1 and at 0.3, 0.180 without coupling
 ROWS_PER_BATCH = 4
+SMALLEST_PRODUCT = 192  # columns of a piece of a symmetric product
+ENOUGH = 16  # tokens per direction that the sweep looks at
 WHOLE, BLOCK = 1024, 256  # outputs that are coupled: all of a matrix up to WHOLE, else blocks
 
 
@@ -36,14 +37,6 @@ def input_of(roles: Iterable[str]) -> dict[str, str]:
 def stem_of(name: str) -> str:
     """A role or input without its expert: all experts of a layer share one weight per token."""
     return name.partition(".")[0]
-
-
-def stages(names: Iterable[str]) -> list[list[str]]:
-    """Names of inputs, parted into what one pass over a layer can collect before anything behind it is quantised."""
-    parts: dict[int, list[str]] = {}
-    for name in dict.fromkeys(names):
-        parts.setdefault(_stage(name), []).append(name)
-    return [parts[place] for place in sorted(parts)]
 
 
 def _stage(role: str) -> int:
@@ -131,37 +124,55 @@ def check_finite(x: Tensor, name: str) -> None:
         raise ConversionError(f"{name} holds NaN or infinity; expected finite activations: do its weights run in fp32?")
 
 
+def gram(x: Tensor, y: Tensor | None = None) -> Tensor:
+    """`x^T y` where that is symmetric, x and y f32 `(tokens, K)`, y = x if left out: computed above the diagonal and mirrored."""
+    y, size = x if y is None else y, x.shape[1]
+    width = max(SMALLEST_PRODUCT, size // 8)
+    if x.is_cuda or size <= width:
+        return x.T @ y
+    out = x.new_empty(size, size)
+    for first in range(0, size, width):
+        last = min(first + width, size)
+        out[first:last, first:] = x[:, first:last].T @ y[:, first:]
+        out[last:, first:last] = out[first:last, last:].T
+    return out
+
+
+def stride_of(tokens: int, size: int) -> int:
+    """Every how many tokens are enough to know `size` directions; odd, so that no place in a row is left out."""
+    return max(1, (tokens // (ENOUGH * size) - 1) | 1)
+
+
 class Moments:
     """Sums `x^T diag(weight) x` of the inputs of one layer, in fp64 across batches."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
-        self._totals: dict[str, float] = {}
+        self._totals: dict[str, Tensor] = {}
         self.tokens: dict[str, int] = {}
 
     def add(self, name: str, x: Tensor, weight: Tensor | None = None) -> None:
         """Add tokens x f32 `(..., K)`, each counted `weight` `(tokens,)` times."""
         x = x.detach().flatten(0, -2)
-        self._add(name, x, x, weight)
+        self._add(name, gram(x) if weight is None else gram(x * weight[:, None], x), weight, len(x))
 
     def add_cross(self, name: str, x: Tensor, other: Tensor, weight: Tensor | None = None) -> None:
         """Add `x^T diag(weight) other` for tokens x, other f32 `(..., K)`."""
-        self._add(name, x.detach().flatten(0, -2), other.detach().flatten(0, -2), weight)
+        x, other = x.detach().flatten(0, -2), other.detach().flatten(0, -2)
+        self._add(name, (x if weight is None else x * weight[:, None]).T @ other, weight, len(x))
 
-    def _add(self, name: str, x: Tensor, other: Tensor, weight: Tensor | None) -> None:
-        self.tokens[name] = self.tokens.get(name, 0) + x.shape[0]
-        scaled = x if weight is None else x * weight[:, None]
-        moment = (scaled.T @ other).double()
-        total = float(x.shape[0] if weight is None else weight.double().sum())
+    def _add(self, name: str, moment: Tensor, weight: Tensor | None, tokens: int) -> None:
+        self.tokens[name] = self.tokens.get(name, 0) + tokens
+        total = moment.new_tensor(tokens, dtype=torch.float64) if weight is None else weight.double().sum()
         if name in self._sums:
             self._sums[name] += moment
-            self._totals[name] += total
+            self._totals[name] = self._totals[name] + total
         else:
-            self._sums[name], self._totals[name] = moment, total
+            self._sums[name], self._totals[name] = moment.double(), total
 
     def hessians(self) -> dict[str, Tensor]:
         """Name -> f64 `(K, K)`, per unit of weight."""
-        return {name: moment / max(self._totals[name], 1e-300) for name, moment in self._sums.items()}
+        return {name: moment / self._totals[name].clamp_min(1e-300) for name, moment in self._sums.items()}
 
 
 def factorize(hessian: Tensor, *, damping: float = DAMPING, name: str = "input") -> Factor:
@@ -196,31 +207,12 @@ def factorize(hessian: Tensor, *, damping: float = DAMPING, name: str = "input")
     raise ConversionError(f"{name}: its Hessian cannot be factored; expected a positive matrix; use more calibration rows")
 
 
-class _Enough(Exception):
-    """Ends a block that need not be run further."""
+def batches(first: int, last: int) -> list[slice]:
+    """Rows `first` to `last` cut into what the network runs at once."""
+    return [slice(start, min(start + ROWS_PER_BATCH, last)) for start in range(first, last, ROWS_PER_BATCH)]
 
 
-Inputs = dict[str, tuple[Tensor, Tensor | None]]
-
-
-def inputs_at(config: ModelConfig, layer: int, weights: Mapping[str, Tensor], x: Tensor, keys: Iterable[str]) -> Inputs:
-    """Inputs of some linears of one layer on the stream x f32 `(rows, S, H)`: key -> input, and which tokens it has (None: all).
-
-    The block is run no further than the last of them; experts that no token visits are missing.
-    """
-    wanted, found = set(keys), {}
-
-    def capture(key: str, value: Tensor, rows: Tensor | None = None) -> None:
-        if key in wanted:
-            found[key] = value, rows
-            if len(found) == len(wanted):
-                raise _Enough
-
-    with suppress(_Enough):
-        reference.block(config, layer, weights, x, capture)
-    return found
-
-
-def advance(config: ModelConfig, layer: int, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    """The stream after one layer, f32 `(rows, S, H)`, a few rows at a time."""
-    return torch.cat([reference.block(config, layer, weights, part) for part in x.split(ROWS_PER_BATCH)])
+def advance(config: ModelConfig, layer: int, weights: Mapping[str, Tensor], x: Tensor, used: int | None = None) -> Tensor:
+    """The stream after one layer, f32 `(rows, S, H)`, a few rows at a time, and no batch across row `used`."""
+    used = len(x) if used is None else used
+    return torch.cat([reference.block(config, layer, weights, x[part]) for part in (*batches(0, used), *batches(used, len(x)))])

@@ -7,7 +7,7 @@ layer the inputs of o, gate/up and down come from the matrices already quantised
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,13 +15,13 @@ from torch import Tensor
 
 from exl2nb.converter.experts import expert_inputs
 from exl2nb.converter.gptq import dense, quantize
-from exl2nb.converter.hessian import ROWS_PER_BATCH, Factor, Inputs, Moments, couple, factorize, input_of, inputs_at, stages
+from exl2nb.converter.hessian import Factor, Moments, advance, batches, couple, factorize, input_of
 from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
-from exl2nb.model.layout import Linear, head_linear, layer_linears
+from exl2nb.model.layout import head_linear, layer_linears
 from exl2nb.quant.exl2 import Exl2Tensors
 
-HELD_BYTES = 1 << 30  # inputs of the dense model that are kept while a layer is quantised; above this they are computed again
+HELD_BYTES = 2 << 30  # of half-run layers that wait for what they read to be quantised; above this they are run again from the start
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,54 @@ class Streams:
     made: Tensor
     used: int
 
-    def batches(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Calibration rows, a few at a time: place, dense, made."""
-        for first in range(0, self.used, ROWS_PER_BATCH):
-            part = slice(first, min(first + ROWS_PER_BATCH, self.used))
-            yield part, self.dense[part], self.made[part]
+    def advance(self, config: ModelConfig, layer: int, dense: Mapping[str, Tensor], made: Mapping[str, Tensor]) -> None:
+        """Run both through a layer that is quantised already."""
+        self.dense, self.made = (advance(config, layer, w, x, self.used) for w, x in ((dense, self.dense), (made, self.made)))
+
+
+class _Walk:
+    """Both streams' calibration rows on their way through one layer, stage by stage (reference.stages), each batch stopped in between.
+
+    dense, made: weights of the two; the latter may change while everything waits.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, dense: Mapping[str, Tensor], made: Mapping[str, Tensor], streams: Streams) -> None:
+        self._config, self._layer, self._weights, self._streams = config, layer, (dense, made), streams
+        self._parts = batches(0, streams.used)
+        wide = max(config.hidden_size, config.q_size, *(linear.in_features for linear in layer_linears(config, layer).values()))
+        held = 2 * 4 * streams.used * streams.dense.shape[1] * (config.hidden_size + wide)
+        self._waiting = [self._start(part) for part in self._parts] if held <= HELD_BYTES else None
+        self._stage = 0
+
+    def _start(self, part: slice) -> tuple[reference.Steps, reference.Steps]:
+        dense, made = (reference.steps(self._config, self._layer, w, x) for w, x in zip(self._weights, self._rows(part)))
+        return dense, made
+
+    def _rows(self, part: slice) -> tuple[Tensor, Tensor]:
+        return self._streams.dense[part], self._streams.made[part]
+
+    def stage(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Per batch: its rows, and what the linears of the next stage read, in the dense model and in the quantised one."""
+        for place, part in enumerate(self._parts):
+            if self._waiting is not None:
+                pair = self._waiting[place]
+            else:
+                pair = self._start(part)
+                for running in pair:
+                    for _ in range(self._stage):
+                        next(running)
+            yield part, next(pair[0]), next(pair[1])
+        self._stage += 1
+
+    def finish(self) -> None:
+        """Move the streams, all rows, behind the layer."""
+        streams, rest = self._streams, batches(self._streams.used, len(self._streams.dense))
+        done = [
+            tuple(reference.finish(run) for run in (self._waiting[i] if self._waiting else self._start(p)))
+            for i, p in enumerate(self._parts)
+        ]
+        done += [tuple(reference.finish(run) for run in self._start(part)) for part in rest]
+        streams.dense, streams.made = (torch.cat(parts) for parts in zip(*done))
 
 
 def quantize_layer(
@@ -66,7 +109,7 @@ def quantize_layer(
         config: the model.
         layer: its index.
         weights: the layer's dense tensors.
-        streams: before the layer; not changed.
+        streams: before the layer; afterwards behind it.
         statistics: token weights ("layer.input") and couplings ("key.coupling") of the layer.
         groups: key -> (bits, rows) of each linear.
         rounding: how.
@@ -76,10 +119,7 @@ def quantize_layer(
     """
     linears = layer_linears(config, layer)
     names = input_of(linears)
-    shared = {role: name for role, name in names.items() if "." not in name}  # what every token reads
     current, packed = dict(weights), {}
-    held = _held(config, layer, weights, streams, linears, shared) if rounding.strength else None
-    seen = current if rounding.refresh else weights
 
     def make(name: str, factor: Factor, cross: Tensor | None) -> None:
         for linear in (linears[role] for role, source in names.items() if source == name):
@@ -91,27 +131,38 @@ def quantize_layer(
             packed[linear.key] = quantize(target, factor, groups[linear.key], bias=bias, coupling=coupling)
             current[f"{linear.key}.weight"] = dense(packed[linear.key][0], linear.out_features).to(weight.device)
 
-    for stage in stages(shared.values()):
-        moments = _moments(config, layer, (weights, dict(seen)), streams, [linears[name] for name in stage], held, statistics, rounding)
-        for name in stage:
-            key = linears[name].key
-            make(name, factorize(moments[key], name=f"layer {layer}, input of {name}"), moments.get(f"{key} cross"))
-    if config.experts(layer) is not None:
-        routed = _routed(config, layer, (weights, seen), streams)
-        for name, factor, cross in expert_inputs(config, layer, (weights, seen), routed, statistics, cross=bool(rounding.strength)):
+    seen = current if rounding.refresh else dict(weights)
+    walk, routed = _Walk(config, layer, weights, seen, streams), []
+    for roles in reference.stages(config, layer):
+        if roles == ("router",):
+            routed = [(x.detach(), y.detach()) for _, x, y in walk.stage()]
+            continue
+        name = names[roles[0]]
+        moments = _moments(walk.stage(), statistics.get(f"{layer}.{name}"), streams.dense.shape[1], cross=bool(rounding.strength))
+        make(name, factorize(moments["found"], name=f"layer {layer}, input of {name}"), moments.get("cross"))
+    if routed:
+        both = torch.cat([x for x, _ in routed]), torch.cat([y for _, y in routed])
+        for name, factor, cross in expert_inputs(config, layer, (weights, seen), both, statistics, cross=bool(rounding.strength)):
             make(name, factor, cross)
+    if rounding.refresh:
+        walk.finish()
+    else:
+        streams.advance(config, layer, weights, current)
     return {linear.key: packed[linear.key] for linear in linears.values()}
 
 
-def _routed(
-    config: ModelConfig, layer: int, weights: tuple[Mapping[str, Tensor], Mapping[str, Tensor]], streams: Streams
-) -> tuple[Tensor, Tensor]:
-    """What the router reads, f32 `(tokens, H)`: in the dense model, and in what is quantised so far."""
-    router, dense_parts, made_parts = config.names.at(layer, "router"), [], []
-    for _, x, y in streams.batches():
-        dense_parts.append(inputs_at(config, layer, weights[0], x, [router])[router][0])
-        made_parts.append(inputs_at(config, layer, weights[1], y, [router])[router][0])
-    return torch.cat(dense_parts), torch.cat(made_parts)
+def _moments(stage: Iterable[tuple[slice, Tensor, Tensor]], tokens: Tensor | None, length: int, *, cross: bool) -> dict[str, Tensor]:
+    """The Hessian "found" of what the quantised model reads and, where wanted, its "cross" moments with what the dense one reads more.
+
+    tokens: what each token counts, f32 `(rows * length,)`.
+    """
+    moments = Moments()
+    for part, x, y in stage:
+        weight = None if tokens is None else tokens[part.start * length : part.stop * length].to(y.device)
+        moments.add("found", y, weight)
+        if cross:
+            moments.add_cross("cross", y, x - y, weight)
+    return moments.hessians()
 
 
 def quantize_head(
@@ -119,8 +170,8 @@ def quantize_head(
 ) -> tuple[Exl2Tensors, float]:
     """Quantise the head's matrix on the streams after the last layer."""
     key, moments = head_linear(config).key, Moments()
-    for _, x, y in streams.batches():
-        wanted, found = (reference.final_norm(config, ends, part) for part in (x, y))
+    for part in batches(0, streams.used):
+        wanted, found = (reference.final_norm(config, ends, stream[part]) for stream in (streams.dense, streams.made))
         moments.add("head", found)
         if rounding.strength:
             moments.add_cross("cross", found, wanted - found)
@@ -129,46 +180,3 @@ def quantize_head(
     if rounding.strength:
         weight = weight + factor.correction(hessians["cross"], weight, rounding.strength)
     return quantize(weight, factor, groups)
-
-
-def _held(
-    config: ModelConfig,
-    layer: int,
-    weights: Mapping[str, Tensor],
-    streams: Streams,
-    linears: Mapping[str, Linear],
-    names: Mapping[str, str],
-) -> list[Inputs] | None:
-    """The dense model's inputs of the linears in `names`, per batch, where they fit."""
-    firsts = [linears[name] for name in dict.fromkeys(names.values())]
-    if streams.used * streams.dense.shape[1] * 4 * sum(linear.in_features for linear in firsts) > HELD_BYTES:
-        return None
-    return [inputs_at(config, layer, weights, x, [linear.key for linear in firsts]) for _, x, _ in streams.batches()]
-
-
-def _moments(
-    config: ModelConfig,
-    layer: int,
-    weights: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
-    streams: Streams,
-    linears: Sequence[Linear],
-    held: list[Inputs] | None,
-    statistics: Mapping[str, Tensor],
-    rounding: Rounding,
-) -> dict[str, Tensor]:
-    """Hessians by key and, where wanted, cross moments by "key cross". weights: dense, and quantised so far."""
-    moments, length = Moments(), streams.dense.shape[1]
-    keys = [linear.key for linear in linears]
-    for place, (part, x, y) in enumerate(streams.batches()):
-        found = inputs_at(config, layer, weights[1], y, keys)
-        wanted: Inputs = {}
-        if rounding.strength:
-            wanted = held[place] if held else inputs_at(config, layer, weights[0], x, keys)
-        for linear in linears:
-            value, _ = found[linear.key]
-            tokens = statistics.get(f"{layer}.{linear.role}")
-            weight = None if tokens is None else tokens[part.start * length : part.stop * length].to(value.device)
-            moments.add(linear.key, value, weight)
-            if linear.key in wanted:
-                moments.add_cross(f"{linear.key} cross", value, wanted[linear.key][0] - value, weight)
-    return moments.hessians()

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from exl2nb.converter import experts
-from exl2nb.converter.hessian import ROWS_PER_BATCH, Moments, advance, block_of, check_finite, input_of, stem_of
+from exl2nb.converter.hessian import Moments, advance, batches, block_of, check_finite, gram, input_of, stem_of, stride_of
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
@@ -105,7 +105,7 @@ def _head(config: ModelConfig, ends: Mapping[str, Tensor], x: Tensor, generator:
 
     The head needs no samples: a change d of the logits costs (sum p d^2 - (sum p d)^2) / 2, of which p (1 - p) is the diagonal.
     """
-    key, moments, gradients = config.names.head, Moments(), []
+    key, moments, levels, gradients = config.names.head, Moments(), _Levels(), []
     square = torch.zeros((), dtype=torch.float64, device=x.device)
     for row in x:
         with torch.enable_grad():
@@ -113,18 +113,15 @@ def _head(config: ModelConfig, ends: Mapping[str, Tensor], x: Tensor, generator:
             normed = reference.final_norm(config, ends, leaf)
             logprobs = reference.head(config, ends, normed).log_softmax(-1)
             probs = logprobs.detach().exp()
-            labels = torch.multinomial(probs, 1, generator=generator)
-            loss = -logprobs.gather(-1, labels).sum()
+            loss = -logprobs.gather(-1, _drawn(probs, generator)).sum()
         gradients.append(torch.autograd.grad(loss, leaf)[0])
         spread = probs.mul_(1 - probs)
         square = square + spread.sum(0, dtype=torch.float64)
-        moments.add(HEAD_INPUT, normed, spread.sum(1))
-        moments.add(f"{HEAD_INPUT} plain", normed)
-    hessians = moments.hessians()
+        levels.add(moments, HEAD_INPUT, normed, spread.sum(1), x.shape[0] * x.shape[1])
     gradient = torch.stack(gradients)
     statistics = LayerStatistics(
         layer=-1,
-        hessians={HEAD_INPUT: (hessians[HEAD_INPUT] + hessians[f"{HEAD_INPUT} plain"]) / 2},
+        hessians=moments.hessians(),
         token_weights={},
         gradients={key: square * config.logit_scale**2 / (x.shape[0] * x.shape[1])},
         couplings={},
@@ -139,13 +136,15 @@ def _backward(
     linears = layer_linears(config, layer)
     roles = {linear.key: role for role, linear in linears.items()}
     names = input_of(linears)
-    moments, sample = Moments(), experts.Sample(config, layer, x.shape[0] * x.shape[1])
+    count, moments, levels = x.shape[0] * x.shape[1], Moments(), _Levels()
+    sample = experts.Sample(config, layer, count)
     products: dict[str, Tensor] = {}
+    looked_at: dict[str, int] = {}
     squares = {linear.key: x.new_zeros(linear.out_features, dtype=torch.float64) for linear in linears.values()}
     tokens: dict[str, list[Tensor]] = {}
     below = []
-    for part, upper in zip(x.split(ROWS_PER_BATCH), gradient.split(ROWS_PER_BATCH)):
-        tape = _Tape()
+    for place in batches(0, len(x)):
+        part, upper, tape = x[place], gradient[place], _Tape()
         with torch.enable_grad(), tape, _repeatable(x):
             leaf = part.detach().requires_grad_(True)
             out = reference.block(config, layer, weights, leaf, tape.capture)
@@ -160,28 +159,26 @@ def _backward(
             if "." in role:
                 squares[key] += found.square().sum(0, dtype=torch.float64)
             else:
-                product = _products(found).double()
-                products[key] = products[key] + product if key in products else product
+                some = found[:: stride_of(count, block_of(found.shape[1]))]
+                products[key] = products.get(key, 0) + _products(some).double()
+                looked_at[key] = looked_at.get(key, 0) + len(some)
             value, rows, total = found.square().sum(1), tape.inputs[key][1], everyone[stem_of(names[role])]
             weight[names[role]] = weight.get(names[role], 0) + value
             total.add_(value) if rows is None else total.index_add_(0, rows, value)
         for name, value in weight.items():
-            inputs, _ = tape.inputs[linears[name].key]
-            moments.add(name, inputs, value)
-            moments.add(f"{name} plain", inputs)
+            levels.add(moments, name, tape.inputs[linears[name].key][0].flatten(0, -2), value, 1 if "." in name else count)
         for name, value in everyone.items():
             tokens.setdefault(name, []).append(value)
         sample.see({key: value for key, (value, _) in tape.inputs.items()})
-    count, moe = x.shape[0] * x.shape[1], config.experts(layer)
-    both = moments.hessians()
-    hessians = {name: (both[name] + both[f"{name} plain"]) / 2 for name in dict.fromkeys(names.values()) if name in both}
-    gradients = {key: products[key].diagonal(dim1=1, dim2=2).flatten() if key in products else squares[key] for key in roles}
+    moe = config.experts(layer)
+    products = {key: product / looked_at[key] for key, product in products.items()}
+    gradients = {key: products[key].diagonal(dim1=1, dim2=2).flatten() if key in products else squares[key] / count for key in roles}
     statistics = LayerStatistics(
         layer=layer,
-        hessians=sample.complete(weights, hessians, moments.tokens),
+        hessians=sample.complete(weights, moments.hessians(), moments.tokens),
         token_weights={name: _blend(torch.cat(parts)) for name, parts in tokens.items()},
-        gradients=experts.level({key: square / count for key, square in gradients.items()}, roles),
-        couplings={key: (product / count).float() for key, product in products.items()},
+        gradients=experts.level(gradients, roles),
+        couplings={key: product.float() for key, product in products.items()},
         visits=tuple(moments.tokens.get(f"gate.{expert}", 0) for expert in range(moe.num_experts if moe is not None else 0)),
     )
     return statistics, torch.cat(below)
@@ -194,8 +191,34 @@ def _repeatable(x: Tensor) -> AbstractContextManager[object]:
     return sdpa_kernel(SDPBackend.MATH) if x.is_cuda else nullcontext()
 
 
+def _drawn(probs: Tensor, generator: torch.Generator) -> Tensor:
+    """One label per row of probs `(S, V)`, `(S, 1)`, by its place in the cumulative distribution."""
+    up_to = probs.cumsum(-1)
+    place = torch.rand(len(probs), 1, generator=generator, device=probs.device) * up_to[:, -1:]
+    return torch.searchsorted(up_to, place, right=True).clamp_(max=probs.shape[1] - 1)
+
+
+class _Levels:
+    """Adds tokens to moments, counted half alike and half by their weight.
+
+    What is alike for all is the mean weight, which is known only at the end: that of an input's first batch stands for it.
+    """
+
+    def __init__(self) -> None:
+        self._mean: dict[str, Tensor] = {}
+
+    def add(self, moments: Moments, name: str, x: Tensor, weight: Tensor, tokens: int = 1) -> None:
+        """Add tokens x `(n, K)` of weight `(n,)`; of `tokens` in all only as many as say enough about K directions."""
+        stride = stride_of(tokens, x.shape[1])
+        if name not in self._mean and float(mean := weight.mean()) != 0:
+            self._mean[name] = mean
+        moments.add(name, x[::stride], weight[::stride] / self._mean[name] + 1 if name in self._mean else torch.ones_like(weight[::stride]))
+
+
 def _products(gradient: Tensor) -> Tensor:
     """Sums of products within blocks of outputs: `(tokens, N)` -> f32 `(N / B, B, B)`."""
+    if block_of(gradient.shape[1]) == gradient.shape[1]:
+        return gram(gradient)[None]
     blocks = gradient.unflatten(1, (-1, block_of(gradient.shape[1]))).transpose(0, 1)
     return blocks.transpose(1, 2) @ blocks
 

@@ -7,7 +7,7 @@ Shapes: x `(B, S, H)` f32; every sequence starts at position 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from typing import Protocol
 
 import torch
@@ -19,6 +19,7 @@ from exl2nb.model.layout import Linear, layer_linears
 from exl2nb.model.rope import rope_tables
 
 Weights = Mapping[str, Tensor]
+Steps = Generator[Tensor, None, Tensor]
 
 
 class Capture(Protocol):
@@ -111,6 +112,32 @@ def block(config: ModelConfig, layer: int, weights: Weights, x: Tensor, capture:
     Returns:
         f32 `(B, S, H)`, the residual stream after the layer.
     """
+    return finish(steps(config, layer, weights, x, capture))
+
+
+def finish(running: Steps) -> Tensor:
+    """Run `steps` to its end: the stream after the layer."""
+    while True:
+        try:
+            next(running)
+        except StopIteration as done:
+            return done.value
+
+
+def stages(config: ModelConfig, layer: int) -> tuple[tuple[str, ...], ...]:
+    """Roles of the linears that run after each stop of `steps`; "router" where it stops before the routing to experts."""
+    moe = config.experts(layer)
+    if moe is None:
+        return ("q", "k", "v"), ("o",), ("gate", "up") if config.gated else ("up",), ("down",)
+    shared = (("shared_gate", "shared_up"), ("shared_down",)) if moe.shared_size else ()
+    return ("q", "k", "v"), ("o",), ("router",), *shared
+
+
+def steps(config: ModelConfig, layer: int, weights: Weights, x: Tensor, capture: Capture | None = None) -> Steps:
+    """`block` in steps: stops before the linears of each of `stages` and yields what they read; they look up their weights afterwards.
+
+    Experts run after the last stop. What a stop keeps alive is the residual stream and what was yielded.
+    """
     names, linear = config.names, layer_linears(config, layer)
 
     def apply(role: str, value: Tensor) -> Tensor:
@@ -125,33 +152,45 @@ def block(config: ModelConfig, layer: int, weights: Weights, x: Tensor, capture:
         return value * config.residual_scale
 
     h = before(x, "attention_norm")
+    yield h
     q, k, v = (_heads(_clip(apply(role, h), config.clip_qkv), config.head_dim) for role in ("q", "k", "v"))
     if config.qk_norm:
         q, k = (_head_norm(config, weights, value, names.at(layer, part)) for value, part in ((q, "q_norm"), (k, "k_norm")))
     cos, sin = (table.to(x.device) for table in rope_tables(config, x.shape[1], context=x.shape[1], kind=config.rope_kind(layer)))
     q, k = rotate(q, cos, sin, config.interleaved), rotate(k, cos, sin, config.interleaved)
     mixed = attend(q, k, v, scale=config.attention_scale, window=config.windows[layer], softcap=config.attention_softcap)
-    attention = added(apply("o", mixed.transpose(1, 2).reshape(*x.shape[:2], config.q_size)), "attention_post_norm")
-    x = x + attention
-    if not config.parallel:
-        h = before(x, "mlp_norm")
+    mixed = mixed.transpose(1, 2).reshape(*x.shape[:2], config.q_size)
+    h = h if config.parallel else None
+    del q, k, v
+    yield mixed
+    x = x + added(apply("o", mixed), "attention_post_norm")
+    del mixed
+    h = h if h is not None else before(x, "mlp_norm")
     if config.experts(layer) is not None:
-        return x + added(routed_mlp(config, layer, weights, h, capture), "mlp_post_norm")
+        return x + added((yield from _routed_steps(config, layer, weights, h, capture)), "mlp_post_norm")
+    yield h
     activation = ACTIVATIONS[config.activation]
     inner = activation(apply("gate", h)) * apply("up", h) if config.gated else activation(apply("up", h))
+    del h
+    yield inner
     return x + added(apply("down", inner), "mlp_post_norm")
 
 
 def routed_mlp(config: ModelConfig, layer: int, weights: Weights, h: Tensor, capture: Capture | None = None) -> Tensor:
     """The experts of a sparse layer on the normed stream h f32 `(B, S, H)` -> `(B, S, H)`; arguments as of `block`."""
+    return finish(_routed_steps(config, layer, weights, h, capture))
+
+
+def _routed_steps(config: ModelConfig, layer: int, weights: Weights, h: Tensor, capture: Capture | None) -> Steps:
     moe, linear, names = config.experts(layer), layer_linears(config, layer), config.names
     assert moe is not None, layer
     tokens, shared = h.flatten(0, -2), None
     if capture is not None:
         capture(names.at(layer, "router"), tokens)
+    yield tokens
     chosen, weight = route(config, layer, weights, tokens)
     if moe.shared_size:
-        result = expert_mlp(config, linear, weights, tokens, "", capture, None, before="shared_")
+        result = yield from _expert_steps(config, linear, weights, tokens, "", capture, None, before="shared_")
         shared = F.linear(tokens, weights[f"{names.at(layer, 'shared_router')}.weight"].float()).sigmoid() * result
     out = torch.zeros_like(tokens)
     for expert in chosen.unique().tolist():
@@ -183,8 +222,23 @@ def expert_mlp(
     before: str = "",
 ) -> Tensor:
     """One expert on tokens x `(n, H)` -> `(n, H)`; its roles are "gate", "up" and "down" between `before` and `after`."""
+    return finish(_expert_steps(config, linears, weights, x, after, capture, rows, before))
+
+
+def _expert_steps(
+    config: ModelConfig,
+    linears: Mapping[str, Linear],
+    weights: Weights,
+    x: Tensor,
+    after: str,
+    capture: Capture | None,
+    rows: Tensor | None,
+    before: str = "",
+) -> Steps:
     gate, up, down = (linears[before + role + after] for role in ("gate", "up", "down"))
+    yield x
     inner = ACTIVATIONS[config.activation](_linear(gate, weights, x, capture, rows)) * _linear(up, weights, x, capture, rows)
+    yield inner
     return _linear(down, weights, inner, capture, rows)
 
 

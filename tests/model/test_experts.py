@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from exl2nb.converter.experts import SAMPLE_TOKENS, Sample, level, share_of_sample
-from exl2nb.converter.hessian import input_of, stages, stem_of
+from exl2nb.converter.hessian import input_of
 from exl2nb.converter.job import ConversionJob
+from exl2nb.model import reference
 from exl2nb.model.dense import DenseWeights
 from exl2nb.model.layout import layer_linears
 from exl2nb.model.store import open_store
@@ -50,7 +51,9 @@ def test_inputs_of_a_sparse_layer():
     config = config_of_zoo("qwen2_moe")
     names = input_of(layer_linears(config, 1))
     assert names["up.3"] == "gate.3" and names["down.3"] == "down.3" and names["shared_up"] == "shared_gate" and names["v"] == "q"
-    assert [stem_of(stage[0]) for stage in stages(names.values())] == ["q", "o", "gate", "down"]
+    stages = reference.stages(config, 1)
+    assert [stage[0] for stage in stages] == ["q", "o", "router", "shared_gate", "shared_down"]
+    assert all(names[role] == stage[0] for stage in stages if stage != ("router",) for role in stage)
 
 
 def config_of_zoo(name):

@@ -1,0 +1,126 @@
+"""The stage "quantize": layer by layer on the stream of what is quantised so far, one file each. Knows nothing of how codes are chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from exl2nb.converter.gptq import dense
+from exl2nb.converter.layers import Rounding, Streams, quantize_head, quantize_layer
+from exl2nb.converter.measure import Measurement
+from exl2nb.converter.plan import Choice, Plan
+from exl2nb.converter.report import Quality, judge
+from exl2nb.converter.result import Matrix
+from exl2nb.converter.weights import DenseWeights
+from exl2nb.converter.work import HEAD, Packed, Work, hash_of
+from exl2nb.core.errors import ConversionError
+from exl2nb.core.progress import Meter, Sink
+from exl2nb.model import reference
+from exl2nb.model.layout import Linear, head_linear, layer_linears
+from exl2nb.quant.exl2 import Exl2Tensors
+
+
+@dataclass
+class Made:
+    """What was quantised. key: of its files. matrices: in running order, the head last. resumed: layers taken over from an earlier run."""
+
+    key: str
+    matrices: list[Matrix] = field(default_factory=list)
+    resumed: int = 0
+    quality: Quality | None = None
+
+
+def quantize_model(
+    weights: DenseWeights,
+    work: Work,
+    rows: tuple[Tensor, Tensor],
+    measurement: Measurement,
+    plan: Plan,
+    statistics: str,
+    rounding: Rounding,
+    sink: Sink | None,
+    check: Callable[[], None],
+) -> Made:
+    """Quantise every layer and the head into the work folder; those that are there already are taken over.
+
+    Args:
+        weights: the model.
+        work: the folder.
+        rows: calibration rows, and those for the report, int32 `(rows, S)`.
+        measurement: the plan's.
+        plan: widths of every matrix.
+        statistics: key of the statistics on these rows.
+        rounding: how codes are chosen.
+        sink: takes the events of stage "quantize".
+        check: called between layers; raises to stop.
+    """
+    (ids, held_out), config = rows, weights.config
+    made = Made(hash_of(statistics, rounding, list(plan.groups().items())))
+    layers, ends, filed = config.num_layers, weights.ends(), _Filed(weights, work, made, {c.key: c for c in plan.choices})
+    x = reference.embed(config, ends, torch.cat([ids, held_out]).to(weights.device))
+    streams = Streams(x, x, len(ids))
+    with Meter("quantize", total=layers + 1, unit="layers", sink=sink) as meter:
+        for layer in range(layers):
+            check()
+            known = measurement.statistics if measurement.key == statistics else {}
+            done = filed.layer(layer, streams, known or work.load_statistics(statistics, layer), rounding)
+            meter.step(detail=f"layer {layer}", bpw=[round(m.bpw, 3) for m in done])
+        check()
+        quantised = filed.head(ends, streams, rounding)
+        if len(held_out):
+            made.quality = judge(config, held_out, (ends, streams.dense[len(ids) :]), (quantised, streams.made[len(ids) :]))
+        meter.step(detail="head" if made.quality is None else str(made.quality))
+    return made
+
+
+class _Filed:
+    """Layers made and filed, or taken over from the work folder."""
+
+    def __init__(self, weights: DenseWeights, work: Work, made: Made, choices: Mapping[str, Choice]) -> None:
+        self._weights, self._work, self._made, self._choices = weights, work, made, choices
+
+    def layer(self, layer: int, streams: Streams, statistics: Mapping[str, Tensor] | None, rounding: Rounding) -> list[Matrix]:
+        """Quantise one layer, or take over its file, and move the streams behind it."""
+        config, weights = self._weights.config, self._weights.layer(layer)
+        linears = layer_linears(config, layer)
+        packed = self._work.load(self._made.key, layer, linears)
+        if packed is None:
+            if statistics is None:
+                raise ConversionError(f"{self._work.directory}: the statistics of layer {layer} are gone; run the conversion again")
+            groups = {linear.key: self._choices[linear.key].groups for linear in linears.values()}
+            packed = quantize_layer(config, layer, weights, streams, statistics, groups, rounding)
+            self._work.save(self._made.key, layer, packed)
+        else:
+            self._made.resumed += 1
+            streams.advance(config, layer, weights, {**weights, **self._dense(packed, linears)})
+        return self._add(packed, linears)
+
+    def head(self, ends: dict[str, Tensor], streams: Streams, rounding: Rounding) -> dict[str, Tensor]:
+        """The same for the head; returns what stands outside the layers, with the matrix that the loader will see."""
+        linear = head_linear(self._weights.config)
+        packed = self._work.load(self._made.key, HEAD, {"head": linear})
+        if packed is None:
+            packed = {linear.key: quantize_head(self._weights.config, ends, streams, self._choices[linear.key].groups, rounding)}
+            self._work.save(self._made.key, HEAD, packed)
+        else:
+            self._made.resumed += 1
+        self._add(packed, {"head": linear})
+        return {**ends, **self._dense(packed, {"head": linear})}
+
+    def _dense(self, packed: Packed, linears: Mapping[str, Linear]) -> dict[str, Tensor]:
+        """What the loader will compute with."""
+        device = self._weights.device
+        return {f"{line.key}.weight": dense(packed[line.key][0], line.out_features).to(device) for line in linears.values()}
+
+    def _add(self, packed: Packed, linears: Mapping[str, Linear]) -> list[Matrix]:
+        done = [_matrix(linear, *packed[linear.key], self._choices[linear.key]) for linear in linears.values()]
+        self._made.matrices += done
+        return done
+
+
+def _matrix(linear: Linear, tensors: Exl2Tensors, loss: float, choice: Choice) -> Matrix:
+    shape = (linear.in_features, linear.out_features)
+    return Matrix(linear.key, linear.role, linear.layer, *shape, tuple(tensors.groups), choice.predicted_kl, loss)

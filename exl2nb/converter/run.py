@@ -1,0 +1,157 @@
+"""One run of a conversion: the stages in order, and what passes from one to the next. Knows nothing of how a stage does its work."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from exl2nb.converter import calibrate, self_text
+from exl2nb.converter.assemble import assemble
+from exl2nb.converter.measure import Measurement
+from exl2nb.converter.measuring import measured
+from exl2nb.converter.plan import Plan
+from exl2nb.converter.quantizing import Made, quantize_model
+from exl2nb.converter.result import Conversion
+from exl2nb.converter.settings import Settings
+from exl2nb.converter.weights import DenseWeights
+from exl2nb.converter.work import Work
+from exl2nb.core.errors import ConversionError
+from exl2nb.core.progress import Meter, Sink
+from exl2nb.tokenizer.chat import render
+from exl2nb.tokenizer.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+
+class Run:
+    """One run.
+
+    Args:
+        settings: what was asked for.
+        src: the dense model's directory.
+        dst: the directory to make.
+        weights: the dense model's tensors.
+        work: where work in progress is filed.
+        sink: takes the events.
+        check: called between steps; raises to stop.
+    """
+
+    def __init__(
+        self, settings: Settings, src: Path, dst: Path, weights: DenseWeights, work: Work, sink: Sink | None, check: Callable[[], None]
+    ) -> None:
+        self.settings, self.src, self.dst, self.weights, self.config = settings, src, dst, weights, weights.config
+        self.work, self.sink, self.check = work, sink, check
+        self.length = min(settings.length, self.config.max_position_embeddings)
+        self.seconds: dict[str, float] = {}
+
+    def everything(self) -> Conversion:
+        """All stages."""
+        ids, held_out, name = self._timed("calibrate", self.calibrate)
+        calibration = {"rows": len(ids), "length": self.length, "dataset": name}
+        measurement, key = self._timed("measure", lambda: self.measurement(ids, calibration))
+        plan = self._timed("allocate", lambda: self.allocate(measurement))
+        made = self._timed(
+            "quantize",
+            lambda: quantize_model(
+                self.weights, self.work, (ids, held_out), measurement, plan, key, self.settings.rounding, self.sink, self.check
+            ),
+        )
+        result = self._result(measurement, plan, made, calibration)
+        self._timed(
+            "write",
+            lambda: assemble(self.dst, self.src, self.weights, self.work, made.key, result, self._written(result), self.sink, self.check),
+        )
+        self.work.forget(made.key, self.config.num_layers)
+        return dataclasses.replace(result, nbytes=sum(path.stat().st_size for path in sorted(self.dst.glob("*.safetensors"))))
+
+    def measure(self) -> Measurement:
+        """Only the measurement."""
+        ids, _, name = self.calibrate()
+        return self.measurement(ids, {"rows": len(ids), "length": self.length, "dataset": name})[0]
+
+    def calibrate(self) -> tuple[Tensor, Tensor, str]:
+        """Calibration rows int32 `(rows, length)`, rows for the report, and the name of their source."""
+        with Meter("calibrate", total=1, unit="texts", sink=self.sink) as meter:
+            tokenizer = Tokenizer.load(self.src)
+            ids, held_out, name = self._rows(tokenizer)
+            for found in (ids, held_out):
+                if found.numel() and (int(found.max()) >= self.config.vocab_size or int(found.min()) < 0):
+                    raise ConversionError(
+                        f"{self.src}: the tokenizer gives id {int(found.max())}; expected 0 to {self.config.vocab_size - 1}: "
+                        "it belongs to another model"
+                    )
+            meter.step(detail=f"{len(ids)} rows of {self.length} tokens from {name}, {len(held_out)} held out")
+        return ids, held_out, name
+
+    def _rows(self, tokenizer: Tokenizer) -> tuple[Tensor, Tensor, str]:
+        asked, source = self.settings, self.settings.calibration
+        if source == calibrate.SELF:
+            rows = asked.rows + asked.report_rows
+            found = self_text.write(self.src, tokenizer, rows=rows, length=self.length, seed=asked.seed, sink=self.sink)
+            return *calibrate.part(found, asked.report_rows), "written by the model"
+        template = "default" in tokenizer.templates.templates
+        text, name = calibrate.read_calibration(source, functools.partial(_talk, tokenizer) if template else None)
+        ids, held_out = calibrate.split_rows(tokenizer, text, rows=asked.rows, extra=asked.report_rows, length=self.length, seed=asked.seed)
+        calibrate.check_known(tokenizer, ids, name)
+        return ids, held_out, name
+
+    def measurement(self, ids: Tensor, calibration: dict[str, Any]) -> tuple[Measurement, str]:
+        """The measurement given, the one in the work folder, or a new one; and the key of the statistics on these rows."""
+        given = self.settings.measurement
+        found = given if isinstance(given, Measurement) or given is None else Measurement.load(given)
+        if found is not None:
+            found.check_model(self.weights.fingerprint(), self.src)
+        return measured(self.weights, self.work, ids, self.settings.seed, calibration, found, self.sink, self.check)
+
+    def allocate(self, measurement: Measurement) -> Plan:
+        """The plan within the budget."""
+        with Meter("allocate", total=1, unit="plans", sink=self.sink) as meter:
+            plan = measurement.solve(**self.settings.wanted)
+            meter.step(detail=repr(plan), bpw=plan.bpw, nbytes=plan.nbytes)
+        return plan
+
+    def _written(self, result: Conversion) -> dict[str, Any]:
+        """The `quantization_config` of the finished model."""
+        asked = self.settings.wanted
+        return {
+            "quant_method": "exl2",
+            "version": "0.3.2",
+            "bits": asked.get("bpw", round(result.bpw, 4)),
+            "head_bits": asked["head_bits"] if isinstance(asked["head_bits"], int) else round(result.head_bits),
+            "calibration": result.calibration,
+        }
+
+    def _result(self, measurement: Measurement, plan: Plan, made: Made, calibration: dict[str, Any]) -> Conversion:
+        head_bits = self.settings.wanted["head_bits"]
+        return Conversion(
+            path=self.dst,
+            source=self.src,
+            target_bpw=self.settings.wanted.get("bpw", plan.bpw),
+            bpw=plan.bpw,
+            head_bits=head_bits if isinstance(head_bits, int) else round(plan.head_bpw, 2),
+            nbytes=plan.nbytes,
+            matrices=tuple(made.matrices),
+            seconds=self.seconds,
+            calibration=dict(calibration),
+            resumed_layers=made.resumed,
+            measurement=measurement,
+            quality=made.quality,
+        )
+
+    def _timed(self, name: str, work: Callable[[], T]) -> T:
+        begin = time.monotonic()
+        result = work()
+        self.seconds[name] = time.monotonic() - begin
+        return result
+
+
+def _talk(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> str:
+    """A conversation as the model's template writes it."""
+    template = tokenizer.templates.pick()
+    return render(messages, template, special_tokens=tokenizer.special_tokens, add_generation_prompt=False)

@@ -1,0 +1,96 @@
+"""What a conversion was asked for, checked: plain values. Knows nothing of how it is carried out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from exl2nb.converter.calibrate import Source
+from exl2nb.converter.layers import Rounding
+from exl2nb.converter.measure import HEAD_BITS, Measurement
+from exl2nb.core.errors import OptionError
+from exl2nb.core.options import check_range
+from exl2nb.quant.bits import head_mix
+
+REPORT_ROWS = 8
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much calibration: rows and tokens per row."""
+
+    rows: int
+    length: int
+
+
+EFFORTS = {"quick": Effort(32, 512), "full": Effort(80, 512), "thorough": Effort(128, 1024)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The options of `job.ConversionJob` after their checks. wanted: keywords of `Measurement.solve`; length: before the model caps it."""
+
+    wanted: dict[str, Any]
+    calibration: Source
+    rows: int
+    length: int
+    report_rows: int
+    seed: int
+    rounding: Rounding
+    measurement: Measurement | str | os.PathLike[str] | None
+
+
+def settings(
+    *,
+    bpw: float | None,
+    head_bits: int | str | None,
+    target: Mapping[str, Any] | None,
+    overrides: Mapping[str, Any] | None,
+    frozen: Mapping[str, Any] | None,
+    calibration: Source,
+    rows: int | None,
+    length: int | None,
+    report_rows: int,
+    seed: int,
+    effort: str,
+    rounding: Rounding | None,
+    measurement: Measurement | str | os.PathLike[str] | None,
+) -> Settings:
+    """Check the options and fill in what was left out.
+
+    Raises:
+        OptionError: an option out of range.
+    """
+    if bpw is None and not target:
+        raise OptionError("convert: bpw is None; expected a number from 2 to 8, or target={'bytes': ...} or target={'fits': ...}")
+    if bpw is not None and target is not None:
+        raise OptionError("convert: found bpw and target, expected one of them and not both")
+    if bpw is not None:
+        check_range("bpw", bpw, 2, 8, where="convert")
+    if effort not in EFFORTS:
+        raise OptionError(f"convert: effort is {effort!r}; expected one of {', '.join(EFFORTS)}")
+    for name, value, low, high in (
+        ("rows", rows, 1, 1 << 16),
+        ("length", length, 16, 1 << 16),
+        ("report_rows", report_rows, 0, 1 << 12),
+        ("seed", seed, 0, (1 << 63) - 1),
+    ):
+        if value is not None and (type(value) is not int or not low <= value <= high):
+            raise OptionError(f"convert: {name} is {value!r}; expected a whole number from {low} to {high}")
+    if head_bits not in (None, "auto"):
+        head_mix(head_bits)  # type: ignore[arg-type]
+    given = {name: value for name, value in (("overrides", overrides), ("frozen", frozen)) if value}
+    wanted = {"bpw": float(bpw)} if bpw is not None else dict(target or {})
+    head_bits = head_bits if head_bits is not None else HEAD_BITS if bpw is not None else "auto"
+    return Settings(
+        wanted={**wanted, "head_bits": head_bits, **given},
+        calibration=calibration,
+        rows=rows if rows is not None else EFFORTS[effort].rows,
+        length=length if length is not None else EFFORTS[effort].length,
+        report_rows=report_rows,
+        seed=seed,
+        rounding=rounding or Rounding(),
+        measurement=measurement,
+    )
