@@ -76,3 +76,13 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
+
+
+def load_ipython_extension(ipython: Any) -> None:
+    """What `%load_ext exl2nb` calls: adds the magics %exl2 and %%ask."""
+    importlib.import_module("exl2nb.widgets.magics").register(ipython)
+
+
+def unload_ipython_extension(ipython: Any) -> None:
+    """What `%unload_ext exl2nb` calls."""
+    importlib.import_module("exl2nb.widgets.magics").unregister(ipython)
