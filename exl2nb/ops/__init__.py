@@ -7,6 +7,7 @@ from exl2nb.ops import _load
 from exl2nb.ops.attention import paged_attention
 from exl2nb.ops.embed import embed
 from exl2nb.ops.gptq import gptq_quantize
+from exl2nb.ops.gptq_blocks import gptq_losses
 from exl2nb.ops.head import norm_head
 from exl2nb.ops.linear import linear, linear_residual
 from exl2nb.ops.memory import read_memory
@@ -22,6 +23,7 @@ libraries()
 __all__ = [
     "Program",
     "embed",
+    "gptq_losses",
     "gptq_quantize",
     "libraries",
     "linear",

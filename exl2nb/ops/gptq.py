@@ -41,7 +41,7 @@ def _gptq_quantize(
         part = slice(first, first + rows)
         index, scale_max = _scales(w[part], row_weight[part], bits, column_weight)
         step = _steps(index, _unit(scale_max))
-        codes[part], loss = _rows(w, factor, first, first + rows, bits, step, coupling, spread)
+        codes[part], loss, _ = _rows(w, factor, first, first + rows, w.shape[0], bits, step, coupling, spread)
         indices.append(index.to(torch.uint8))
         maxima.append(scale_max)
         losses.append(loss)
@@ -50,9 +50,9 @@ def _gptq_quantize(
 
 
 def _rows(
-    w: Tensor, factor: Tensor, first: int, end: int, bits: int, step: Tensor, coupling: Tensor | None, spread: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Quantise rows [first, end) of w in place of nothing else, compensate what follows: codes `(rows, N)` and loss `(N,)`."""
+    w: Tensor, factor: Tensor, first: int, end: int, stop: int, bits: int, step: Tensor, coupling: Tensor | None, spread: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Quantise rows [first, end) of w, compensate what follows up to row `stop`: codes `(rows, N)`, loss `(N,)`, errors `(rows, N)`."""
     low = -(1 << (bits - 1))
     codes, errors, loss = [], [], torch.zeros_like(step)
     for r in range(first, end):
@@ -67,8 +67,8 @@ def _rows(
         errors.append(error)
         loss += (left / factor[r, r]).square()
     error = torch.stack(errors)
-    w[end:] -= factor[first:end, end:].T @ error
-    return torch.stack(codes), loss
+    w[end:stop] -= factor[first:end, end:stop].T @ error
+    return torch.stack(codes), loss, error
 
 
 def _nearest(w: Tensor, step: Tensor, bits: int) -> Tensor:
