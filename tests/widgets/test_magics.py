@@ -84,7 +84,8 @@ def test_play_shows_the_widget(shell, sent):
     with ex.demo(context=256) as llm:
         shell.user_ns["llm"] = llm
         run(shell, "%%ask --play max_tokens=4 temperature=0.5\nIt was")
-        assert shell.user_ns["answer"].wait(30).n_tokens == 4
+        shell.user_ns["answer"].wait(30)
+        assert shell.user_ns["answer"].n_tokens == 4
         del shell.user_ns["llm"]
 
 
