@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from exl2nb.converter.hessian import Coupling, Factor
+from exl2nb.ops import gptq_losses, libraries, reconstruct
 from exl2nb.ops.gptq import Quantized, gptq_quantize
 from exl2nb.quant.exl2 import Exl2Tensors, encode
 
 Groups = Sequence[tuple[int, int]]
-RUNS_ON = torch.device("cpu")  # where the op has a kernel; its inputs may come from any device
+
+
+def _runs_on(device: torch.device) -> torch.device:
+    """Where the kernels run for tensors on `device`: there, or on the CPU where only that was built."""
+    return device if device.type == "cuda" and "cuda" in libraries().loaded else torch.device("cpu")
 
 
 def run(weight: Tensor, factor: Factor, groups: Groups, column_weight: Tensor | None = None, coupling: Coupling | None = None) -> Quantized:
@@ -26,17 +32,37 @@ def run(weight: Tensor, factor: Factor, groups: Groups, column_weight: Tensor | 
         coupling: how its outputs belong together; None rounds every column for itself.
 
     Returns:
-        On RUNS_ON.
+        Where the kernels ran: on the GPU for a weight there, if the CUDA library was built.
     """
+    on = _runs_on(weight.device)
     table = torch.tensor([value for group in groups for value in group], dtype=torch.int32)
-    stored, upper = weight.T[factor.perm].to(RUNS_ON), factor.upper.to(RUNS_ON)
+    stored, upper = weight.T[factor.perm].to(on), factor.upper.to(on)
     if coupling is None:
-        columns = stored.new_ones(stored.shape[1]) if column_weight is None else column_weight.float().to(RUNS_ON).contiguous()
+        columns = stored.new_ones(stored.shape[1]) if column_weight is None else column_weight.float().to(on).contiguous()
         return gptq_quantize(stored.contiguous(), upper, columns, table)
-    perm, spread, back = coupling.perm.to(RUNS_ON), coupling.spread.to(RUNS_ON), torch.argsort(coupling.perm).to(RUNS_ON)
-    columns = spread.square() if column_weight is None else column_weight.float().to(RUNS_ON)[perm].contiguous()
-    made = gptq_quantize(stored[:, perm].contiguous(), upper, columns, table, coupling.factor.to(RUNS_ON), spread)
+    perm, spread, back = coupling.perm.to(on), coupling.spread.to(on), torch.argsort(coupling.perm).to(on)
+    columns = spread.square() if column_weight is None else column_weight.float().to(on)[perm].contiguous()
+    made = gptq_quantize(stored[:, perm].contiguous(), upper, columns, table, coupling.factor.to(on), spread)
     return Quantized(made.codes[:, back], made.scale_index[:, back], made.scale_max, made.loss[:, back])
+
+
+def losses(weight: Tensor, factor: Factor, options: Sequence[Groups], column_weight: Tensor) -> list[list[float]]:
+    """What rounding would cost in each of several ways to cut one matrix into groups.
+
+    Args:
+        weight, factor: as of `run`.
+        options: the ways: (bits, rows) from top to bottom.
+        column_weight: f64 `(N,)`, what a column's loss counts; the columns of a group share their maximum as if they counted alike.
+
+    Returns:
+        Per option the loss of each group.
+    """
+    on = _runs_on(weight.device)
+    stored = weight.T[factor.perm].to(on).contiguous()
+    found = gptq_losses(stored, factor.upper.to(on), stored.new_ones(stored.shape[1]), options)
+    column = column_weight.double().to(on)
+    whole = torch.cat([loss.double() @ column for loss in found])
+    return [part.tolist() for part in whole.cpu().split([len(groups) for groups in options])]
 
 
 def quantize(
@@ -48,11 +74,21 @@ def quantize(
         The tensors, on the CPU, and the loss: the sum over columns of `dW^T H dW`, or of `tr(G dW^T H dW)` with a coupling.
     """
     result = run(weight, factor, groups, coupling=coupling)
-    parts = (result.codes.cpu().contiguous(), result.scale_index.cpu().contiguous(), result.scale_max.cpu())
-    packed = encode(*parts, groups, factor.perm.cpu(), bias=None if bias is None else bias.cpu())
-    return packed, float(result.loss.double().sum())
+    on = result.codes.device
+    parts = result.codes.contiguous(), result.scale_index.contiguous(), result.scale_max
+    packed = encode(*parts, groups, factor.perm.to(on), bias=None if bias is None else bias.to(on))
+    return _moved(packed, torch.device("cpu")), float(result.loss.double().sum())
 
 
-def dense(packed: Exl2Tensors, out_features: int) -> Tensor:
-    """What the loader will compute with, in the nn.Linear layout: f32 `(out_features, K)`, padding dropped."""
-    return packed.reconstruct()[:, :out_features].T.float().contiguous()
+def dense(packed: Exl2Tensors, out_features: int, device: torch.device | str = "cpu") -> Tensor:
+    """What the loader will compute with, in the nn.Linear layout: f32 `(out_features, K)` on `device`, padding dropped."""
+    if _runs_on(torch.device(device)).type == "cpu":
+        return packed.reconstruct()[:, :out_features].T.float().contiguous().to(device)
+    there = _moved(packed, torch.device(device))
+    made = reconstruct(there.q_weight, there.q_scale, there.q_scale_max, there.q_groups, there.q_invperm)
+    return made[:, :out_features].T.float().contiguous()
+
+
+def _moved(packed: Exl2Tensors, device: torch.device) -> Exl2Tensors:
+    named = {field.name: getattr(packed, field.name) for field in dataclasses.fields(packed)}
+    return Exl2Tensors(**{name: None if tensor is None else tensor.to(device) for name, tensor in named.items()})

@@ -129,7 +129,7 @@ def quantize_layer(
             coupling = None if products is None else couple(products.to(weight.device))
             bias = weights[f"{linear.key}.bias"].half() if linear.bias else None
             packed[linear.key] = quantize(target, factor, groups[linear.key], bias=bias, coupling=coupling)
-            current[f"{linear.key}.weight"] = dense(packed[linear.key][0], linear.out_features).to(weight.device)
+            current[f"{linear.key}.weight"] = dense(packed[linear.key][0], linear.out_features, weight.device)
 
     seen = current if rounding.refresh else dict(weights)
     walk, routed = _Walk(config, layer, weights, seen, streams), []

@@ -268,13 +268,13 @@ def measure_linear(linear: Linear, weight: Tensor, factor: Any, hessian: Tensor,
         hessian: f64 `(K, K)`.
         gradient: f64 `(N,)`, mean squared gradient of each output.
     """
-    column, anchors = gradient.to(gptq.RUNS_ON) / 2, {}
-    for bits, size in ANCHORS:
-        groups = [(bits, rows) for rows in group_rows(linear.in_features, size)]
-        found = (gptq.run(weight, factor, groups).loss.double() @ column).tolist()
-        anchors[bits, size] = [float(f"{v:.6g}") for v in found]  # as the file will hold them, so that a saved measurement solves alike
+    column = gradient / 2
+    options = [[(bits, rows) for rows in group_rows(linear.in_features, size)] for bits, size in ANCHORS]
+    found = gptq.losses(weight, factor, options, column)
+    # as the file will hold them, so that a saved measurement solves alike
+    anchors = {anchor: [float(f"{v:.6g}") for v in values] for anchor, values in zip(ANCHORS, found)}
     wide = weight.double()
-    power = float(((wide @ hessian) * wide).sum(1).cpu() @ column)
+    power = float(((wide @ hessian) * wide).sum(1) @ column)
     return Measured(linear.in_features, linear.out_features, power, anchors, linear.role, linear.layer, linear.bias)
 
 

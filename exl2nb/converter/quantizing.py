@@ -113,7 +113,7 @@ class _Filed:
     def _dense(self, packed: Packed, linears: Mapping[str, Linear]) -> dict[str, Tensor]:
         """What the loader will compute with."""
         device = self._weights.device
-        return {f"{line.key}.weight": dense(packed[line.key][0], line.out_features).to(device) for line in linears.values()}
+        return {f"{line.key}.weight": dense(packed[line.key][0], line.out_features, device) for line in linears.values()}
 
     def _add(self, packed: Packed, linears: Mapping[str, Linear]) -> list[Matrix]:
         done = [_matrix(linear, *packed[linear.key], self._choices[linear.key]) for linear in linears.values()]
