@@ -1,4 +1,4 @@
-# make demo   from a fresh clone to a streamed, measured model      make test   the tests            make lab    JupyterLab on the notebooks
+# make demo   from a fresh clone to a streamed, measured model      make test   the tests            make lab    JupyterLab on the course
 # make lint   all linters     make wheel   dist/*.whl               make bench  benchmarks           make test-gpu   the tests that need a GPU
 #
 # Needs python3 >= 3.10 with venv, and a C++20 compiler; everything else is installed into .venv, each step only what it needs.
@@ -68,7 +68,7 @@ test-gpu: build $(VENV)/.dev
 	$(BIN)/python -m pytest --device cuda $(ON_EITHER)
 
 lab: build $(VENV)/.lab
-	$(BIN)/python -m jupyter lab notebooks
+	$(BIN)/exl2nb lab
 
 lint: build $(VENV)/.dev
 	$(BIN)/ruff format --check .

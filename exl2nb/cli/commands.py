@@ -26,6 +26,7 @@ COMMANDS = {
     "inspect": "bits per matrix, from the headers alone",
     "plan": "what a model will take in memory, from the headers alone",
     "revisions": "the branches of a model on the hub, with their bitrates",
+    "lab": "the course in JupyterLab: copies of the notebooks in a folder of yours",
     "doctor": "check this installation and say what to do",
 }
 FAILURES = (errors.GenerationError, errors.ConversionError, errors.EngineClosed, errors.OutOfPages, errors.Interrupted)
