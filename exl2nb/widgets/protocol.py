@@ -25,6 +25,25 @@ from exl2nb.widgets.protocol_columns import (
     RunCaches,
     RunPrompts,
 )
+from exl2nb.widgets.protocol_glasses import (
+    LinePart,
+    Look,
+    MicroscopeState,
+    PageCell,
+    PageFrame,
+    PageOwner,
+    PageTableState,
+    Run,
+    Sample,
+    SampleStep,
+    SampleToken,
+    ShowFrame,
+    SpecStats,
+    SpecToken,
+    SpeculationState,
+    WeightSlice,
+    WeightsState,
+)
 from exl2nb.widgets.status import Status
 
 PROTOCOL_VERSION = 1
@@ -182,14 +201,6 @@ class ProgressState(TypedDict):
     _static: bool
 
 
-class Run(NamedTuple):
-    """`groups` groups in a row, each of `rows` rows at `bits` bits."""
-
-    bits: int
-    rows: int
-    groups: int
-
-
 class BitPart(NamedTuple):
     """One matrix as its file has it, from the top row to the last. format: "exl2", "gptq", a dtype or "". runs: empty where not known."""
 
@@ -300,68 +311,6 @@ class Make(TypedDict):
     prompt: str
 
 
-class WeightSlice(TypedDict):
-    """32 stored rows of one column, from the words to the weights; the last stage is empty where the original is not known.
-
-    words and scale_word: unsigned. zero: the code that stands for 0. weights, original: in stored order, as `rows` names them.
-    """
-
-    group: int
-    unit: int
-    column: int
-    bits: int
-    zero: int
-    first_row: int
-    first_word: int
-    words: list[int]
-    scale_word: int
-    scale_index: int
-    scale_max: float
-    unit_step: float
-    step: float
-    codes: list[int]
-    rows: list[int]
-    weights: list[float]
-    original: list[float]
-
-
-class WeightsState(TypedDict):
-    """Synced traits of WeightBrowser. value: which of the 32 is followed. _runs: groups of the matrix, from the top row to the last."""
-
-    status: Status
-    error: str
-    height: str
-    title: str
-    layer: int
-    matrix: str
-    group: int
-    unit: int
-    column: int
-    value: int
-    _layers: list[int]
-    _matrices: list[str]
-    _runs: list[Run]
-    _units: int
-    _rows: int
-    _columns: int
-    _bpw: float
-    _original: str
-    _slice: WeightSlice
-    _protocol: int
-    _static: bool
-
-
-class Look(TypedDict):
-    """The reader went elsewhere in the weights. Numbers out of range are moved inside it."""
-
-    type: Literal["look"]
-    layer: int
-    matrix: str
-    group: int
-    unit: int
-    column: int
-
-
 class PlanStage(NamedTuple):
     """Bytes of one part of a step: always, per token of the step, per token of the longest text."""
 
@@ -403,7 +352,7 @@ class PlanState(TypedDict):
 
 
 FromKernel = Delta | Snapshot | Done
-ToKernel = Ready | Resync | Stop | Generate | Solve | Make | Look | RunCaches | HideNeedle | RunPrompts
+ToKernel = Ready | Resync | Stop | Generate | Solve | Make | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame
 
 _EXPORTED: dict[str, Any] = {
     "Status": Status,
@@ -448,6 +397,19 @@ _EXPORTED: dict[str, Any] = {
     "CellSpeed": CellSpeed,
     "CompareState": CompareState,
     "RunPrompts": RunPrompts,
+    "SampleStep": SampleStep,
+    "SampleToken": SampleToken,
+    "LinePart": LinePart,
+    "MicroscopeState": MicroscopeState,
+    "Sample": Sample,
+    "PageCell": PageCell,
+    "PageOwner": PageOwner,
+    "PageFrame": PageFrame,
+    "PageTableState": PageTableState,
+    "ShowFrame": ShowFrame,
+    "SpecToken": SpecToken,
+    "SpecStats": SpecStats,
+    "SpeculationState": SpeculationState,
     "FromKernel": FromKernel,
     "ToKernel": ToKernel,
 }

@@ -396,6 +396,114 @@ export interface RunPrompts {
   prompts: string[];
 }
 
+/** One link of the sampling chain. mass: what it removed weighed. probs: of `_tokens` after it; null where removed. */
+export type SampleStep = [name: string, settings: string, survivors: number, removed: number, mass: number, temperature: number, entropy_bits: number, probs: (number | null)[]];
+
+/** A token worth looking at. */
+export type SampleToken = [id: number, text: string];
+
+/** A piece of the line of probabilities, in order of ids. id -1: several tokens together. */
+export type LinePart = [id: number, text: string, prob: number];
+
+/** Synced traits of SamplerMicroscope. settings: of the sliders. token: drawn; uniform null: greedy. _answer: what the text has. */
+export interface MicroscopeState {
+  status: Status;
+  error: string;
+  height: string;
+  at: number;
+  settings: Record<string, number>;
+  token: number;
+  token_text: string;
+  prob: number;
+  uniform: number | null;
+  seed: string;
+  _index: number;
+  _others: string;
+  _prompt: string;
+  _answer: SampleToken[];
+  _vocab: number;
+  _steps: SampleStep[];
+  _tokens: SampleToken[];
+  _line: LinePart[];
+  _protocol: number;
+  _static: boolean;
+}
+
+/** The reader moved a slider or chose a place; settings are the changed ones. */
+export interface Sample {
+  type: "sample";
+  at: number;
+  settings: Record<string, number>;
+}
+
+/** One page of the cache. state: 0 free, 1 cached, 2 used, 3 shared. parent: the page before it in its text, -1 none known. */
+export type PageCell = [state: number, tokens: number, owners: number[], key: string, parent: number, last_use: number];
+
+/** One request. waiting: it has no pages now. reused: tokens of its prompt that were found in the cache. */
+export type PageOwner = [number: number, waiting: boolean, tokens: number, computed: number, reused: number, pages: number[]];
+
+/** The page table at one moment. */
+export interface PageFrame {
+  label: string;
+  page_size: number;
+  pages: PageCell[];
+  requests: PageOwner[];
+  evictions: number;
+  preemptions: number;
+}
+
+/** Synced traits of PageTable. frame: which of `_count` is shown; -1: the last. _frames: all in an export, else the one shown. */
+export interface PageTableState {
+  status: Status;
+  error: string;
+  height: string;
+  title: string;
+  frame: number;
+  live: boolean;
+  _count: number;
+  _shown: number;
+  _frames: PageFrame[];
+  _can_live: boolean;
+  _protocol: number;
+  _static: boolean;
+}
+
+/** The scrubber moved, or Live was pressed. */
+export interface ShowFrame {
+  type: "frame";
+  frame: number;
+  live: boolean;
+}
+
+/** One token and where it comes from. step: pass of the model that decided it; -1 not known. */
+export type SpecToken = [text: string, id: number, source: "target" | "draft" | "ngram" | "forced" | "rewound", prob: number | null, step: number];
+
+/** What speculation did. lengths: how often 0, 1, 2, ... guesses of a pass were right. plain_tps: without guesses, if measured. */
+export interface SpecStats {
+  kind: string;
+  steps: number;
+  plain_steps: number;
+  proposed: number;
+  accepted: number;
+  lengths: number[];
+  tokens: number;
+  tps: number;
+  plain_tps: number | null;
+}
+
+/** Synced traits of Speculation. */
+export interface SpeculationState {
+  status: Status;
+  error: string;
+  height: string;
+  title: string;
+  _prompt: string;
+  _tokens: SpecToken[];
+  _stats: SpecStats;
+  _protocol: number;
+  _static: boolean;
+}
+
 export type FromKernel = Delta | Snapshot | Done;
 
-export type ToKernel = Ready | Resync | Stop | Generate | Solve | Make | Look | RunCaches | HideNeedle | RunPrompts;
+export type ToKernel = Ready | Resync | Stop | Generate | Solve | Make | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame;

@@ -2,13 +2,13 @@
 import type { AnyModel } from "@anywidget/types";
 import type { BitCell, CurvePoint, ExplorerState } from "../protocol.gen";
 import { type State, state } from "../shared/afm";
+import { Asker } from "../shared/asker";
 import { BitGridView, type Place } from "../shared/bitgrid";
 import { guardKeys, h, root, setAttributes, uniqueId } from "../shared/dom";
 import { perFrame } from "../shared/frame";
 import { EXPLAINED, NAMES, painter } from "../shared/metrics";
 import { size, strip } from "../shared/strip";
 import { CurveView } from "./curve";
-import { Asker } from "./solver";
 import "./explorer.css";
 
 const WATCHED: (keyof ExplorerState)[] = [
@@ -39,7 +39,7 @@ class ExplorerView {
   private readonly error = h("div", { class: "exl2nb-error", role: "alert", hidden: true });
   private readonly spoken = h("div", { class: "exl2nb-sr", role: "status" });
   private readonly frame = perFrame(() => this.draw());
-  private readonly asker: Asker;
+  private readonly asker: Asker<number>;
   private readonly undo: (() => void)[];
   private built = "";
   private pointed = -1;
@@ -55,7 +55,7 @@ class ExplorerView {
       (place) => this.select(place),
       (index) => this.readout(index),
     );
-    this.asker = new Asker((bpw) => explorer.send({ type: "solve", bpw }));
+    this.asker = new Asker<number>((bpw) => explorer.send({ type: "solve", bpw }));
     const control = h(
       "div",
       { class: "exl2nb-control" },

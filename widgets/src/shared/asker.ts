@@ -1,16 +1,16 @@
-// The slider's line to the kernel: one question on its way at a time, the last wish wins, a lost answer is asked for again.
-export class Asker {
-  private wanted: number | null = null;
+// A slider's line to the kernel: one question on its way at a time, the last wish wins, a lost answer is asked for again.
+export class Asker<Wish> {
+  private wanted: Wish | null = null;
   private waiting = false;
   private timer: ReturnType<typeof setTimeout> | undefined;
 
   constructor(
-    private readonly ask: (bpw: number) => void,
+    private readonly ask: (wish: Wish) => void,
     private readonly patienceMs = 1500,
   ) {}
 
-  want(bpw: number): void {
-    this.wanted = bpw;
+  want(wish: Wish): void {
+    this.wanted = wish;
     if (!this.waiting) this.go();
   }
 
@@ -27,8 +27,9 @@ export class Asker {
 
   private go(): void {
     if (this.wanted === null) return;
-    this.ask(this.wanted);
+    const wish = this.wanted;
     this.wanted = null;
+    this.ask(wish);
     this.waiting = true;
     clearTimeout(this.timer);
     this.timer = setTimeout(() => this.answered(), this.patienceMs);
