@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,12 +30,15 @@ class BatchBuilder:
         self._long = np.ones(max_sequences, np.int32) if switches else None
         self._page_size, self._max_pages = page_size, max_pages
         self._ids, self._positions, self._slots, self._rows, self._feed = (np.zeros(max_tokens, np.int32) for _ in range(5))
+        # of sequences that decode: where the page that is written begins in the text, its first slot, and how far into it they are
+        self._firsts, self._page_slots, self._offsets = (np.zeros(max_sequences, np.int32) for _ in range(3))
+        self._ones = (1,) * max_sequences
         self._table = np.zeros(max_sequences * max_pages, np.int32)
         self._bounds = np.zeros(max_sequences + 1, np.int32)
         self._lens = np.zeros(max_sequences, np.int32)
         self._batches: dict[tuple[int, int, int, int], Batch] = {}
-        self._last: list[object] = []  # the sequences of the last step
-        self._changes, self._width, self._decoding = -1, 0, False
+        self._last: tuple[object, ...] = ()  # the sequences of the last step
+        self._changes, self._width, self._decoding, self._fed = -1, 0, False, False
         self._row_of: dict[int, int] = {}  # a sequence of the last step -> its logit row
 
     def build(self, spans: Sequence[Span], changes: int) -> Step:
@@ -44,45 +48,63 @@ class BatchBuilder:
             spans: at least one; together within the sizes given at construction.
             changes: a number that is another one whenever a sequence's list of pages has changed.
         """
-        sequences: list[object] = [span.sequence for span in spans]
-        decoding = all([span.length == 1 == span.rows for span in spans])
-        feed = any([span.feed for span in spans])
-        if self._long is not None:
-            self._long[: len(spans)] = [span.sequence.long for span in spans]
-        tokens, rows = self._write_decodes(spans) if decoding else self._write(spans)
-        if feed:
-            self._feed[:tokens] = -1
-            at = 0
-            for span in spans:
-                if span.feed:
-                    self._feed[at], self._ids[at] = self._row_of[id(span.sequence)], 0
-                at += span.length
+        sequences, starts, lengths, wanted, feeds = zip(*spans)
+        count, feed = len(spans), True in feeds
+        ones = self._ones[:count]
+        decoding = lengths == ones == wanted
         same_table = changes == self._changes and sequences == self._last
-        if not same_table:
-            self._width = self._write_table(spans)
         same = same_table and decoding and self._decoding
+        if self._long is not None:
+            self._long[:count] = [sequence.long for sequence in sequences]
+        if not same_table:
+            self._width = self._write_table(sequences)
+        if decoding:
+            tokens = rows = count
+            self._write_decodes(sequences, starts, feeds, moved=not same)
+        else:
+            tokens, rows = self._write(spans)
+        if feed and not (same and self._fed and False not in feeds):
+            self._write_feed(spans, tokens)
+        draws = [_draw_of(sequence) for sequence in sequences] if decoding else _draws(spans)
         if not same:
             self._row_of = dict(zip([id(span.sequence) for span in spans if span.rows], _first_rows(spans)))
         self._last, self._changes, self._decoding = sequences, changes, decoding
-        batch = self._batch(tokens, len(spans), self._width, rows)
-        return Step(batch, self._feed[:tokens] if feed else None, _draws(spans), same)
+        self._fed = same and False not in feeds  # `_feed` says: row i of the last launch, for all
+        batch = self._batch(tokens, count, self._width, rows)
+        return Step(batch, self._feed[:tokens] if feed else None, draws, same)
 
     def forget(self) -> None:
         """The step that was built last was not launched."""
-        self._last, self._decoding, self._changes = [], False, -1
+        self._last, self._decoding, self._changes, self._fed = (), False, -1, False
 
-    def _write_decodes(self, spans: Sequence[Span]) -> tuple[int, int]:
-        """`_write` where each sequence has one token, which wants logits."""
-        count, size = len(spans), self._page_size
-        self._ids[:count] = [0 if span.feed else span.sequence.ids[span.start] for span in spans]
-        starts = [span.start for span in spans]
-        self._positions[:count] = starts
-        self._slots[:count] = [span.sequence.pages[start // size] * size + start % size for span, start in zip(spans, starts)]
+    def _write_decodes(self, sequences: Sequence[Any], starts: Sequence[int], feeds: Sequence[bool], *, moved: bool) -> None:
+        """`_write` where each sequence has one token, which wants logits. moved: other sequences, or other pages, than in the last step."""
+        count, size = len(sequences), self._page_size
+        if False in feeds:
+            self._ids[:count] = [0 if feed else sequence.ids[start] for sequence, start, feed in zip(sequences, starts, feeds)]
+        else:
+            self._ids[:count] = 0
+        positions, offsets = self._positions[:count], self._offsets[:count]
+        positions[:] = starts
+        np.subtract(positions, self._firsts[:count], out=offsets)
+        if moved or np.maximum.reduce(offsets.view(np.uint32)) >= size:  # another page than before, for some of them
+            self._firsts[:count] = [start - start % size for start in starts]
+            self._page_slots[:count] = [sequence.pages[start // size] * size for sequence, start in zip(sequences, starts)]
+            np.subtract(positions, self._firsts[:count], out=offsets)
+        np.add(offsets, self._page_slots[:count], out=self._slots[:count])
         if not self._decoding or count != len(self._last):
             self._bounds[: count + 1] = range(count + 1)
             self._rows[:count] = range(count)
-        np.add(self._positions[:count], 1, out=self._lens[:count])
-        return count, count
+        np.add(positions, 1, out=self._lens[:count])
+
+    def _write_feed(self, spans: Sequence[Span], tokens: int) -> None:
+        """Where tokens are what the last launch drew: for which of its logit rows."""
+        self._feed[:tokens] = -1
+        at = 0
+        for span in spans:
+            if span.feed:
+                self._feed[at], self._ids[at] = self._row_of[id(span.sequence)], 0
+            at += span.length
 
     def _write(self, spans: Sequence[Span]) -> tuple[int, int]:
         at = rows = 0
@@ -100,8 +122,8 @@ class BatchBuilder:
             rows += wanted
         return at, rows
 
-    def _write_table(self, spans: Sequence[Span]) -> int:
-        pages = [span.sequence.pages for span in spans]
+    def _write_table(self, sequences: Sequence[Any]) -> int:
+        pages = [sequence.pages for sequence in sequences]
         width = min(max(map(len, pages)), self._max_pages)
         table = self._table[: len(pages) * width].reshape(len(pages), width)
         table[:] = 0
@@ -129,6 +151,9 @@ class BatchBuilder:
         return batch
 
 
+_draw = tuple.__new__  # half the time of `Draw(...)`
+
+
 def _first_rows(spans: Sequence[Span]) -> list[int]:
     """The first logit row of each span that has any."""
     firsts, at = [], 0
@@ -142,9 +167,12 @@ def _first_rows(spans: Sequence[Span]) -> list[int]:
 def _draws(spans: Sequence[Span]) -> list[Draw | None]:
     draws: list[Draw | None] = []
     for sequence, _, _, rows, _ in spans:
-        if rows == 1 and sequence.on_device:
-            sampler = sequence.sampler
-            draws.append(Draw(sampler, sampler.count + sequence.flying, sequence.request.top_logprobs))
-        else:
-            draws += [None] * rows
+        draws += [_draw_of(sequence)] if rows == 1 else [None] * rows
     return draws
+
+
+def _draw_of(sequence: Any) -> Draw | None:
+    if not sequence.on_device:
+        return None
+    sampler = sequence.sampler
+    return _draw(Draw, (sampler, sampler.count + sequence.flying, sequence.top))

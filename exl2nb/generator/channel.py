@@ -33,7 +33,8 @@ class Channel:
     def put(self, tokens: list[Token]) -> None:
         """Engine: hand tokens over."""
         self.items.put(tokens)
-        self._wake()
+        if self.waker is not None:
+            self._wake()
 
     def note(self, done: int, total: int) -> None:
         """Engine: so much of the prompt is in the cache."""

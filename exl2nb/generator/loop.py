@@ -57,7 +57,7 @@ class StepLoop:
         self.scheduler, self.stepper = scheduler, stepper
         self.speculator: Speculator | None = None
         self.steps = 0
-        self._builder = builder
+        self._builder, self._page_size = builder, scheduler.pager.page_size
         self._flights: deque[Flight] = deque()
 
     @property
@@ -139,41 +139,59 @@ class StepLoop:
             for span in spans:
                 self.fail(span.sequence, error)
             return
-        at = 0
+        now = time.perf_counter()
+        at = tokens = 0
         for span in spans:
-            rows = results[at : at + span.rows]
-            at += span.rows
-            if not span.sequence.ended:
-                self._take(span, rows)
-        tokens = sum([span.length for span in spans])
+            sequence, _, length, rows, _ = span
+            first, at, tokens = at, at + rows, tokens + length
+            if sequence.ended:
+                continue
+            if rows and sequence.on_device:
+                self._take_drawn(span, results[first], now)
+            else:
+                self._take(span, results[first:at])
         if tokens >= MIN_CHUNK:
             self.scheduler.measured(tokens, time.perf_counter() - launched)
 
-    def _take(self, span: Span, rows: list[Sampled | np.ndarray]) -> None:
-        """The results of one sequence; whatever goes wrong here is that request's alone."""
-        sequence, pager, reason = span.sequence, self.scheduler.pager, None
+    def _take_drawn(self, span: Span, sampled: Sampled | np.ndarray, now: float) -> None:
+        """The token of a sequence that the device draws for; whatever goes wrong here is that request's alone."""
+        sequence = span.sequence
         try:
-            if rows and sequence.on_device:
-                sampled = rows[0]
-                assert isinstance(sampled, Sampled), "the stepper was to draw this row"
-                sequence.flying -= 1
-                sequence.sampler.push(sampled.id)
-                reason = sequence.append(sampled)
-            elif rows:
-                reason = sequence.advance(rows)  # pyright: ignore[reportArgumentType]
-            if not span.rows:
-                sequence.channel.note(sequence.computed, len(sequence.request.prompt_ids))
-            if not sequence.pages:  # it gave way while the step was in flight
-                pass
-            elif rows and span.length > span.rows:  # the prompt is complete
-                pager.publish_tail(sequence)
-            elif sequence.computed // pager.page_size != sequence.published:
-                pager.publish(sequence)
+            assert isinstance(sampled, Sampled), "the stepper was to draw this row"
+            sequence.flying -= 1
+            reason = sequence.append(sampled, now=now)
+            if span.length > 1 or sequence.computed // self._page_size != sequence.published:
+                self._publish(span)
         except Exception as error:
             self.fail(sequence, error)
         else:
             if reason is not None:
                 self.finish(sequence, reason)
+
+    def _take(self, span: Span, rows: list[Sampled | np.ndarray]) -> None:
+        """The same for a sequence that takes logits, or whose prompt goes on."""
+        sequence, reason = span.sequence, None
+        try:
+            if rows:
+                reason = sequence.advance(rows)  # pyright: ignore[reportArgumentType]
+            else:
+                sequence.channel.note(sequence.computed, len(sequence.request.prompt_ids))
+            self._publish(span)
+        except Exception as error:
+            self.fail(sequence, error)
+        else:
+            if reason is not None:
+                self.finish(sequence, reason)
+
+    def _publish(self, span: Span) -> None:
+        """Make known what a step that was read has written."""
+        sequence, pager = span.sequence, self.scheduler.pager
+        if not sequence.pages:  # it gave way while the step was in flight
+            return
+        if span.rows and span.length > span.rows:  # the prompt is complete
+            pager.publish_tail(sequence)
+        elif sequence.computed // pager.page_size != sequence.published:
+            pager.publish(sequence)
 
     # ---- ending
 

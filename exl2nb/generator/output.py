@@ -12,6 +12,8 @@ from exl2nb.sampling.report import Sampled
 from exl2nb.tokenizer.detokenize import Detokenizer
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
+_new = tuple.__new__  # half the time of `Token(...)`, once per token and sequence
+
 
 class _Place(NamedTuple):
     """Everything about the output before a token was pushed."""
@@ -48,6 +50,9 @@ class Output:
         self._places: list[_Place] = []  # one per held token, where texts are banned
         self._shown = 0  # characters in `tokens`
         self._skip = skip
+        self._plain, self._beginnings = self._detokenizer.plain, self._stop.beginnings
+        self._hurried = self._banned is None and not skip
+        self.bans = self._banned is not None  # whether `must_rewind` can ever be True
         self.withheld: tuple[Token, ...] = ()  # tokens that a stop text took away
 
     @property
@@ -73,9 +78,18 @@ class Output:
             source: who proposed it.
             armed: False: stop texts do not count yet.
         """
+        text = None
+        if self._hurried and not self._held:
+            text = self._plain(sampled[0])
+            if text is not None and (not self._beginnings or self._beginnings.isdisjoint(text)):
+                self.tokens.append(self._token(sampled, text, source))
+                self._shown += len(text)
+                return False
+            self._stop.pass_to(self._shown)
         if self._banned is not None:
             self._places.append(_Place(self._detokenizer.save(), self._stop.save(), self._banned.save(), self._skip))
-        text = self._cut(self._detokenizer.feed(sampled.id))
+        if text is None:
+            text = self._cut(self._detokenizer.feed(sampled.id))
         self._held.append(self._token(sampled, text, source))
         visible, found = self._stop.feed(text, armed=armed)
         if self._banned is not None:
@@ -94,6 +108,8 @@ class Output:
         rest = self._cut(self._detokenizer.flush())
         if rest and self._held:
             self._held[-1] = self._held[-1]._replace(text=self._held[-1].text + rest)
+        if not self._held:
+            self._stop.pass_to(self._shown)
         visible, found = self._stop.feed(rest)
         self._release(visible if found else 1 << 62, cut=found)
         return found
@@ -154,6 +170,8 @@ class Output:
         self._held, self._places = [], []
 
     def _token(self, sampled: Sampled, text: str, source: str) -> Token:
-        piece = self._tokenizer.piece
-        top = tuple([Alternative(i, piece(i), logprob, math.exp(logprob)) for i, logprob in sampled.top])
-        return Token(sampled.id, text, sampled.logprob, math.exp(sampled.logprob), sampled.rank, top, source)
+        token_id, logprob, rank, top = sampled
+        if top:
+            piece = self._tokenizer.piece
+            top = tuple([Alternative(i, piece(i), other, math.exp(other)) for i, other in top])
+        return _new(Token, (token_id, text, logprob, math.exp(logprob), rank, top, source))

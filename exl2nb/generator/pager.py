@@ -96,13 +96,19 @@ class Pager:
         return names
 
     def reserve(self, sequence: Sequence, end: int) -> bool:
-        """Make the slots from `sequence.computed` to `end` writable. False: too few pages are free; nothing was changed."""
+        """Make the slots from `sequence.computed` to `end` writable. False: too few pages are free; nothing was changed.
+
+        `sequence.room` is then from where to where it may write; it holds as long as `changes` is `sequence.room_changes`.
+        """
         first, size, pages = sequence.computed // self.page_size, self.page_size, sequence.pages
         last = (end - 1) // size
+        sequence.room = sequence.computed, (last + 1) * size
         if last == first < len(pages):  # one token more in its page: the usual case
             page = pages[first]
             if self.table.count(page) == 1 and self.index.filled(page) <= sequence.computed % size:
+                sequence.room_changes = self.changes
                 return True
+        sequence.room_changes = -1
         shared = [i for i in range(first, min(last + 1, len(pages))) if self.table.count(pages[i]) > 1]
         more = max(0, last + 1 - len(pages))
         if len(shared) + more > self.table.num_free:
@@ -117,6 +123,7 @@ class Pager:
             self.index.cut(pages[i], sequence.computed % size if i == first else 0)
         pages += fresh[len(shared) :]
         self.changes += 1
+        sequence.room_changes = self.changes
         return True
 
     def publish(self, sequence: Sequence) -> None:

@@ -27,10 +27,12 @@ class Sequence:
 
     Attributes:
         ids: prompt, new tokens and, between `propose` and `advance`, guessed ones. computed: how many of them have K and V in the cache
-        (written, or about to be by a launched step). pages: of the cache. limit: new tokens at most, the request's max_tokens or the room
-        left in the context. prompt_tokens: how many of the ids are prompt (one less than were given, where the last is healed).
+        (written, or about to be by a launched step). pages: of the cache. top: alternatives to report. limit: new tokens at most, the
+        request's max_tokens or the room left in the context. prompt_tokens: how many of the ids are prompt (one less than were given, where
+        the last is healed).
         Kept by scheduler and pager: rank (the smaller runs first), keys (of the full pages of ids), published (full pages made known),
-        reused_tokens, preemptions, salt (what besides tokens changes the pages), long (rotated as sequences beyond the scheduler's switch).
+        room and room_changes (see `Pager.reserve`), reused_tokens, preemptions, salt (what besides tokens changes the pages), long (rotated
+        as sequences beyond the scheduler's switch).
         Kept by the engine: flying (tokens drawn on the device that nobody has read), on_device (the device draws), ended, deadline.
         group: None, or what it runs in step with; its members end together.
 
@@ -50,6 +52,7 @@ class Sequence:
         self.rank: tuple[int, int, int] = (0, 0, 0)
         self.keys: list[bytes] = []
         self.published = self.reused_tokens = self.preemptions = self.flying = 0
+        self.room, self.room_changes = (0, 0), -1
         self.salt, self.long = "", True
         self.on_device = self.ended = False
         self.limit = min(request.max_tokens, context - len(prompt))
@@ -71,6 +74,8 @@ class Sequence:
         self._rows: list[np.ndarray] = []  # raw logits of each new token, if asked for
         self._stopped_by: str | int | None = None
         self._handed = 0
+        self.top = request.top_logprobs
+        self._armed_at, self._structured = request.sampling.min_tokens, self.sampler.constraint is not None
         self._submitted = time.perf_counter()
         self.deadline = self._submitted + request.timeout_s if request.timeout_s is not None else float("inf")
         self._started = self._first = self._last = 0.0
@@ -175,9 +180,10 @@ class Sequence:
             self.hand_over()
         return reason
 
-    def append(self, sampled: Sampled, *, source: str = "target") -> str | None:
-        """Take one token that was chosen elsewhere; the finish reason once the answer is complete."""
-        reason = self._take(sampled, None, source)
+    def append(self, sampled: Sampled, *, source: str = "target", now: float | None = None) -> str | None:
+        """Take one token that was chosen elsewhere; the finish reason once the answer is complete. now: when it came."""
+        self.sampler.push(sampled[0])
+        reason = self._take(sampled, None, source, now)
         if self.request.stream:
             self.hand_over()
         return reason
@@ -189,24 +195,26 @@ class Sequence:
         sampled, forced = choose(row, self.sampler, top=self.request.top_logprobs, banned=barred, allowed=allowed)
         return sampled, "forced" if forced else "rewound" if barred else "target"
 
-    def _take(self, sampled: Sampled, row: np.ndarray | None, source: str) -> str | None:
-        self.mark_token()
-        self.ids.append(sampled.id)
+    def _take(self, sampled: Sampled, row: np.ndarray | None, source: str, now: float | None = None) -> str | None:
+        token_id, ids, output = sampled[0], self.ids, self.output
+        self.mark_token(now)
+        ids.append(token_id)
+        new_tokens = len(ids) - self.prompt_tokens  # the guesses were taken off
         if row is not None and self.request.return_logits:
             self._rows.append(row.copy())
         reason = None
-        if sampled.id in self.ends:
-            reason = "stop" if sampled.id in self.request.stop_ids else "eos"
-            self._stopped_by = sampled.id
-        elif self.output.push(sampled, source=source, armed=self.new_tokens >= self.request.sampling.min_tokens):
+        if token_id in self.ends:
+            reason = "stop" if token_id in self.request.stop_ids else "eos"
+            self._stopped_by = token_id
+        elif output.push(sampled, source=source, armed=new_tokens >= self._armed_at):
             return self._stopped()
-        elif self.output.must_rewind:
+        elif output.bans and output.must_rewind:
             self._rewind()
-        elif self.sampler.finished:
+        elif self._structured and self.sampler.finished:
             reason = "stop"
-        elif self.new_tokens >= self.limit:
+        elif new_tokens >= self.limit:
             reason = "length" if self.limit == self.request.max_tokens else "context"
-        if reason is not None and self.output.finish():
+        if reason is not None and output.finish():
             return self._stopped()
         return reason
 
@@ -230,10 +238,10 @@ class Sequence:
 
     def hand_over(self) -> None:
         """Put what is new into the channel."""
-        tokens = self.output.tokens
-        if len(tokens) > self._handed:
-            self.channel.put(tokens[self._handed :])
+        tokens, handed = self.output.tokens, self._handed
+        if len(tokens) > handed:
             self._handed = len(tokens)
+            self.channel.put(tokens[handed:])
 
     def complete(self, reason: str) -> Completion:
         """The answer as it stands."""
@@ -250,9 +258,9 @@ class Sequence:
         complete = constraint is None or constraint.finished or (reason != "stop" and constraint.accepting)
         return Completion(finish_reason=reason, timings=timings, seed=self.sampler.seed, complete=complete, **self._answer())
 
-    def mark_token(self) -> None:
-        """Now is when the latest token came."""
-        self._last = time.perf_counter()
+    def mark_token(self, now: float | None = None) -> None:
+        """The latest token came at `now`, `time.perf_counter()`; None = now."""
+        self._last = time.perf_counter() if now is None else now
         self._first = self._first or self._last
 
     def timings(self, *, new_tokens: int, now: float) -> Timings:

@@ -37,6 +37,11 @@ class StopMatcher:
         self._text, self._start = "", 0  # the last characters, which may be part of a stop text, and where they begin
         self._passed = 0  # matches that end here or earlier do not count
         self.match: Match | None = None
+        self.beginnings = frozenset(stop[0] for stop in self._stops)  # folded; a piece with none of these may be passed over, see `pass_to`
+
+    def pass_to(self, place: int) -> None:
+        """So many characters have come, the last ones without being fed: nothing was held, and none of them was in `beginnings`."""
+        self._text, self._start = "", place
 
     def feed(self, text: str, *, armed: bool = True) -> tuple[int, bool]:
         """Take more text.

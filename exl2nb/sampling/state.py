@@ -60,6 +60,7 @@ class SamplerState:
         self._tokenizer = tokenizer
         self._past_mu: list[float] = []
         self._tracks = any(f.name in _LOOKS_BACK for f in self.plan.first)
+        self._remembers = self._tracks or params.mirostat
         self._fades = params.penalty_range > 0
         self._tallies = self._tracks and not self._fades
         self.history = History(prompt_ids if self._tracks else ())
@@ -154,6 +155,8 @@ class SamplerState:
         if self.constraint is not None:
             self.constraint.accept(token_id)
         self.count += 1
+        if not self._remembers:
+            return
         if self.params.mirostat:
             self._past_mu.append(self.mu)
             self.mu = self._next_mu

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from exl2nb.tokenizer.tokenizer import Tokenizer
@@ -14,7 +15,8 @@ CONTEXT = 6  # prompt tokens a decoder may look at: enough to know whether a spa
 class Detokenizer:
     """Feeds on ids, gives text.
 
-    Two ways, chosen by the tokenizer's decoder: byte-level vocabularies map every token to bytes, which are decoded as UTF-8; all others
+    Most tokens have a text of their own (`Tokenizer.plain_texts`), and while nothing is held that is all there is to do. The others go two
+    ways, chosen by the tokenizer's decoder: byte-level vocabularies map every token to bytes, which are decoded as UTF-8; all others
     decode a short window of tokens again and give what was added. Text that may still change is held: an incomplete character, and for
     vocabularies with byte tokens a run of them, since one wrong byte at its end changes how the whole run is read.
 
@@ -37,6 +39,7 @@ class Detokenizer:
         table = tokenizer.byte_table
         kept = [i for i in context[-4 * CONTEXT :] if i not in self._skipped][-CONTEXT:]
         self._decoder: _Decoder = _Bytes(table) if table is not None else _Window(tokenizer, kept)
+        self._plain = self._decoder.plain(tokenizer.plain_texts)
 
     @property
     def pending(self) -> bool:
@@ -45,7 +48,16 @@ class Detokenizer:
 
     def feed(self, token_id: int) -> str:
         """The text that became certain with this token; often empty."""
-        return "" if token_id in self._skipped else self._decoder.feed(token_id)
+        if token_id in self._skipped:
+            return ""
+        if not self._decoder.pending and (text := self._plain(token_id)) is not None:
+            return text
+        return self._decoder.feed(token_id)
+
+    @property
+    def plain(self) -> Callable[[int], str | None]:
+        """`feed` in a hurry, only while nothing is held: the text of a token that has its own; None for others, which are not taken."""
+        return self._plain
 
     def flush(self) -> str:
         """What is still held, incomplete characters as U+FFFD. The detokenizer is spent then."""
@@ -63,6 +75,8 @@ class Detokenizer:
 class _Decoder(Protocol):
     @property
     def pending(self) -> bool: ...
+
+    def plain(self, texts: Mapping[int, str | None]) -> Callable[[int], str | None]: ...
 
     def feed(self, token_id: int) -> str: ...
 
@@ -84,6 +98,9 @@ class _Bytes:
     def pending(self) -> bool:
         return bool(self._utf8.getstate()[0])
 
+    def plain(self, texts: Mapping[int, str | None]) -> Callable[[int], str | None]:
+        return texts.__getitem__  # whole characters leave no trace
+
     def feed(self, token_id: int) -> str:
         return self._utf8.decode(self._table.get(token_id, b""))
 
@@ -104,13 +121,29 @@ class _Window:
         self._decode = tokenizer.backend.decode
         self._byte_ids = tokenizer.byte_ids
         self._shown, self._new = context, list[int]()
+        self._passed: deque[int] = deque(maxlen=CONTEXT)  # given as plain texts since `_shown`
         self._prefix = self._text(context)
 
     @property
     def pending(self) -> bool:
         return bool(self._new)
 
+    def plain(self, texts: Mapping[int, str | None]) -> Callable[[int], str | None]:
+        passed = self._passed.append
+
+        def text_of(token_id: int) -> str | None:
+            text = texts[token_id] if self._shown else None  # where a text begins a space may be left out
+            if text is not None:
+                passed(token_id)
+            return text
+
+        return text_of
+
     def feed(self, token_id: int) -> str:
+        if self._passed:
+            self._shown = list(self._passed)
+            self._passed.clear()
+            self._prefix = self._text(self._shown)
         self._new.append(token_id)
         if token_id in self._byte_ids:
             return ""
@@ -123,11 +156,13 @@ class _Window:
         return self._accept(self._text(self._shown + self._new)) if self._new else ""
 
     def save(self) -> Any:
-        return list(self._shown), list(self._new), self._prefix
+        return list(self._shown), list(self._new), self._prefix, list(self._passed)
 
     def load(self, saved: Any) -> None:
-        shown, new, self._prefix = saved
+        shown, new, self._prefix, passed = saved
         self._shown, self._new = list(shown), list(new)
+        self._passed.clear()
+        self._passed.extend(passed)
 
     def _accept(self, text: str) -> str:
         added = text[len(self._prefix) :]

@@ -15,6 +15,7 @@ from exl2nb.tokenizer.bytelevel import byte_table, byte_tokens
 from exl2nb.tokenizer.chat import ChatTemplates
 from exl2nb.tokenizer.convert import convert, convertible
 from exl2nb.tokenizer.files import read_object, read_text
+from exl2nb.tokenizer.plain_texts import PlainTexts, plain_texts
 
 _FILE = "tokenizer.json"
 
@@ -124,6 +125,11 @@ class Tokenizer:
     def byte_ids(self) -> frozenset[int]:
         """Tokens that stand for one byte of a character the vocabulary lacks; none in byte-level vocabularies."""
         return byte_tokens(self.backend)
+
+    @cached_property
+    def plain_texts(self) -> PlainTexts:
+        """The text of each token that has one wherever it stands, None for the others; filled as it is read."""
+        return plain_texts(self.backend, self.byte_table, byte_ids=self.byte_ids, skipped=self.skipped_ids)
 
     def token_id(self, text: str) -> int | None:
         """The id whose vocabulary entry is exactly `text`, or None."""

@@ -178,7 +178,7 @@ def test_a_failing_step_ends_its_requests_and_nothing_else(running):
     model = fakes.FakeModel(step_s=0.001)
     engine = running(model, max_sequences=2)
     model.fail_at |= {step: ValueError("boom") for step in (6, 7, 8)}  # together, then each alone
-    doomed = [engine.submit(greedy([i + 5], 30)) for i in range(2)]
+    doomed = engine.submit_many([greedy([i + 5], 30) for i in range(2)])
     waiting = engine.submit(greedy([9, 9], 6))
     for handle in doomed:
         assert next(handle).text is not None

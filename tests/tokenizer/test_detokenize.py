@@ -109,3 +109,36 @@ def test_unknown_ids_and_no_decoder():
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
     assert "".join(stream(Tokenizer(backend), [0, 1, 1])) == "a b b"
     assert "".join(stream(ALL["byte_level"], [10**6])) == ALL["byte_level"].decode([10**6]) == ""
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@given(data=st.data())
+@settings(max_examples=150, deadline=None)
+def test_in_a_hurry_and_back_again_the_text_is_the_same(kind, data):
+    """`plain` wherever it answers, `feed` elsewhere, and places that are come back to: what stands in the end is what decode says."""
+    tokenizer = ALL[kind]
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
+    detokenizer, pieces, place = Detokenizer(tokenizer), [], 0
+    saved = (0, detokenizer.save())
+    turns = data.draw(st.lists(st.sampled_from(["go", "go", "go", "keep", "back"]), max_size=60))
+    for turn in [*turns, *["go"] * len(ids)]:
+        if turn == "keep":
+            saved = (place, detokenizer.save())
+        elif turn == "back":
+            place = saved[0]
+            detokenizer.load(saved[1])
+            del pieces[place:]
+        elif place < len(ids):
+            text = None if detokenizer.pending else detokenizer.plain(ids[place])
+            pieces.append(detokenizer.feed(ids[place]) if text is None else text)
+            place += 1
+    assert "".join(pieces) + detokenizer.flush() == tokenizer.decode(ids)
+
+
+def test_most_tokens_have_a_text_of_their_own():
+    for kind in ("byte_level", "sentencepiece", "metaspace"):
+        texts = ALL[kind].plain_texts
+        plain = [i for i in range(ALL[kind].vocab_size) if texts[i] is not None]
+        special = len(ALL[kind].skipped_ids | ALL[kind].byte_ids)
+        assert len(plain) > 0.5 * (ALL[kind].vocab_size - special)
+    assert not any(ALL["wordpiece"].plain_texts[i] for i in range(ALL["wordpiece"].vocab_size)), "its tokens look at their neighbours"

@@ -1,0 +1,76 @@
+"""The text of each token that has one wherever it stands, as a table that fills itself. Knows no stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import tokenizers
+
+LOCAL = ("Replace", "ByteFallback", "Fuse", "Metaspace", "Strip")  # decoders that look at one token at a time, the text's ends excepted
+ANCHORS = ("▁a", "a", "▁the", "the", "e")
+
+
+class PlainTexts(dict[int, "str | None"]):
+    """Token id -> its text behind any other text; None where that depends on its neighbours (part of a character, a byte token).
+
+    Args:
+        find: the text of a token that is not in the table yet.
+
+    Example:
+        >>> texts = PlainTexts(lambda i: "ab"[i] if i < 2 else None)
+        >>> texts[1], texts[2], len(texts)
+        ('b', None, 2)
+    """
+
+    def __init__(self, find: Callable[[int], str | None]) -> None:
+        super().__init__()
+        self._find = find
+
+    def __missing__(self, token_id: int) -> str | None:
+        text = self[token_id] = self._find(token_id)
+        return text
+
+
+def plain_texts(
+    backend: tokenizers.Tokenizer, table: dict[int, bytes] | None, *, byte_ids: frozenset[int], skipped: frozenset[int]
+) -> PlainTexts:
+    """The table of a tokenizer.
+
+    Args:
+        backend: the tokenizer.
+        table: bytes of every token, where the decoder is byte-level.
+        byte_ids: tokens that stand for one byte.
+        skipped: special tokens, which a stream may have to leave out; they have no plain text.
+    """
+    if table is not None:
+        known = table
+
+        def from_bytes(token_id: int) -> str | None:
+            try:
+                return None if token_id in skipped else known.get(token_id, b"").decode("utf-8")
+            except UnicodeDecodeError:
+                return None
+
+        return PlainTexts(from_bytes)
+    anchor = next((i for text in ANCHORS if (i := backend.token_to_id(text)) is not None), None)
+    if anchor is None or not _local(backend):
+        return PlainTexts(lambda token_id: None)
+    before = backend.decode([anchor], skip_special_tokens=False)
+
+    def from_decoder(token_id: int) -> str | None:
+        if token_id in skipped or token_id in byte_ids:
+            return None
+        text = backend.decode([anchor, token_id], skip_special_tokens=False)
+        return text[len(before) :] if text.startswith(before) and "�" not in text else None
+
+    return PlainTexts(from_decoder)
+
+
+def _local(backend: tokenizers.Tokenizer) -> bool:
+    """Whether the decoder makes each token's text without looking at others, but for the very beginning of the whole text."""
+    decoder = json.loads(backend.to_str())["decoder"]
+    if decoder is None:
+        return False
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    return all(step["type"] in LOCAL and not step.get("stop") for step in steps)
