@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from exl2nb.widgets.base import ExlWidget
     from exl2nb.widgets.bitmap import BitMap
+    from exl2nb.widgets.caches import CacheExplorer
+    from exl2nb.widgets.compare import Compare
     from exl2nb.widgets.explorer import BitrateExplorer
     from exl2nb.widgets.memory_plan import MemoryPlan
     from exl2nb.widgets.playground import Playground
@@ -17,13 +19,25 @@ if TYPE_CHECKING:
 _PUBLIC = {
     "BitMap": "exl2nb.widgets.bitmap",
     "BitrateExplorer": "exl2nb.widgets.explorer",
+    "CacheExplorer": "exl2nb.widgets.caches",
+    "Compare": "exl2nb.widgets.compare",
     "ExlWidget": "exl2nb.widgets.base",
     "MemoryPlan": "exl2nb.widgets.memory_plan",
     "Playground": "exl2nb.widgets.playground",
     "ProgressView": "exl2nb.widgets.progress",
     "WeightBrowser": "exl2nb.widgets.weights",
 }
-__all__ = ["BitMap", "BitrateExplorer", "ExlWidget", "MemoryPlan", "Playground", "ProgressView", "WeightBrowser"]
+__all__ = [
+    "BitMap",
+    "BitrateExplorer",
+    "CacheExplorer",
+    "Compare",
+    "ExlWidget",
+    "MemoryPlan",
+    "Playground",
+    "ProgressView",
+    "WeightBrowser",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -33,8 +33,14 @@ class Background:
         """True while something runs."""
         return self._thread is not None and self._thread.is_alive()
 
-    def begin(self, work: Callable[[threading.Event], None], done: Callable[[Status, BaseException | None], None]) -> None:
-        """Start and return at once.
+    def begin(
+        self,
+        work: Callable[[threading.Event], None],
+        done: Callable[[Status, BaseException | None], None],
+        *,
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start and return at once; `before` runs here, once it is clear that nothing else does.
 
         Raises:
             GenerationError: something runs already.
@@ -43,6 +49,7 @@ class Background:
             if self.alive:
                 raise GenerationError(f"{self._owner}: a run is going on; call .stop() or .wait() first")
             self.stopping, self.problem = threading.Event(), None
+            before()
             # The copied context carries the cell that output belongs to; without it ipykernel 7.0 refuses to send from a thread at all.
             run, args = contextvars.copy_context().run, (self._work, work, done, self.stopping)
             self._thread = threading.Thread(target=run, args=args, name=f"exl2nb-{self._owner.lower()}", daemon=True)

@@ -1,0 +1,392 @@
+"""CacheExplorer: one prompt under FP16, Q8, Q6 and Q4 caches side by side, what each costs per token, and what it saves."""
+
+from __future__ import annotations
+
+import html
+import threading
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import traitlets as t
+
+from exl2nb.cache.modes import parse_mode
+from exl2nb.core.errors import OptionError
+from exl2nb.core.options import check_keywords
+from exl2nb.eval.needle import Needle
+from exl2nb.sampling.params import check_integer
+from exl2nb.widgets import cachework, columns, static
+from exl2nb.widgets.background import Background
+from exl2nb.widgets.base import ExlWidget, as_text
+from exl2nb.widgets.cachework import BASELINE
+from exl2nb.widgets.feed import Feed
+from exl2nb.widgets.protocol import CacheKind, CachesState, KlToken, NeedleHit, Status
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+MOST_MODES = 8
+MOST_TOKENS = 512
+_PLAIN = ("modes", "prompt", "max_tokens", "free", "kinds", "tokens", "needle", "needle_text", "verdict", "context", "model")
+
+
+class CacheExplorer(ExlWidget):
+    """Read and continue one prompt under several cache modes, and see token by token what the fewer bits change.
+
+    Every mode writes its own most likely continuation. Beside it runs an FP16 cache that reads the same tokens, so each token has a KL:
+    how far the mode's probabilities are from what FP16 would have said at that place, in nats. "Hide a needle" puts a fact into filler
+    text at several depths and asks for it; what counts is the probability of the right answer, with each cache and without the fact.
+
+    Args:
+        llm: a loaded model. None: only for looking.
+        result: what `to_dict` gave, to show again.
+        needle: what is hidden, a `Needle` or a mapping of its fields (fact, question, answer, filler, sentences, depths).
+        free: bytes of memory to fill with tokens. Default: what is free on the model's device now.
+
+    Traits, also keywords (synced with the page both ways):
+        prompt: text to continue. modes: the columns, names as in `load(cache=...)`; "fp16" is always the first. Default fp16, q8, q6, q4.
+        max_tokens: of each continuation, 1 to 512. Default 48. height: greatest height of a text, CSS length or pixels.
+
+    Example:
+        >>> import exl2nb as ex
+        >>> with ex.demo(progress=None) as llm:
+        ...     frame = ex.widgets.CacheExplorer(llm, modes=["q4"], max_tokens=4).start().wait().to_frame()
+        >>> list(frame.index), bool(frame.kl_mean["fp16"] == 0)
+        (['fp16', 'q4'], True)
+    """
+
+    _esm = static.STATIC / "caches.js"
+    _css = static.STATIC / "caches.css"
+    _state_keys: ClassVar[tuple[str, ...]] = tuple(CachesState.__annotations__)
+
+    prompt = t.Unicode("It was a dark night, and the old man").tag(sync=True, option=True)
+    modes = t.List(t.Unicode(), [BASELINE, "q8", "q6", "q4"]).tag(sync=True, option=True)
+    max_tokens = t.Int(48).tag(sync=True, option=True)
+    stage = t.Unicode("").tag(sync=True)
+    _kinds = t.List().tag(sync=True)
+    _run_modes = t.List().tag(sync=True)
+    _run_prompt = t.Unicode("").tag(sync=True)
+    _tokens = t.List().tag(sync=True)
+    _needle = t.List().tag(sync=True)
+    _needle_modes = t.List().tag(sync=True)
+    _needle_depths = t.List().tag(sync=True)
+    _needle_text = t.Dict().tag(sync=True)
+    _verdict = t.Unicode("").tag(sync=True)
+    _free = t.Int(None, allow_none=True).tag(sync=True)
+    _context = t.Int(0).tag(sync=True)
+    _model_label = t.Unicode("").tag(sync=True)
+    _has_model = t.Bool(False).tag(sync=True)
+
+    def __init__(
+        self,
+        llm: Any = None,
+        *,
+        result: Mapping[str, Any] | None = None,
+        needle: Needle | Mapping[str, Any] | None = None,
+        free: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self._background = Background("CacheExplorer")  # first: `close` needs it, also where this constructor raises
+        if llm is not None and not all(hasattr(llm, name) for name in ("model", "tokenizer", "engine")):
+            raise OptionError(f"CacheExplorer: llm is {type(llm).__name__!r}; expected a loaded model, for example exl2nb.load(DIR)")
+        if free is not None:
+            check_integer("CacheExplorer: free", free, 1, 1 << 60)
+        self.llm, self.needle = llm, _needle(needle)
+        self._feed, self._hits, self._sizes = Feed(self.send), list[NeedleHit](), dict[str, CacheKind]()
+        super().__init__(**kwargs)
+        self._check()
+        with self.hold_sync():
+            self._describe_needle(0)
+            if llm is not None:
+                self._describe(llm, free)
+            if result is not None:
+                self._take(result)
+
+    @t.validate("modes")
+    def _known_modes(self, proposal: Mapping[str, Any]) -> list[str]:
+        found = [parse_mode(mode, where="CacheExplorer") for mode in proposal["value"]]
+        found = list(dict.fromkeys([BASELINE, *found]))
+        if len(found) > MOST_MODES:
+            raise OptionError(f"CacheExplorer: modes has {len(found)} caches with fp16; expected at most {MOST_MODES}")
+        return found
+
+    def _check(self) -> None:
+        check_integer("CacheExplorer: max_tokens", self.max_tokens, 1, MOST_TOKENS)
+
+    # ---- running ----
+
+    def start(self, prompt: str | None = None) -> CacheExplorer:
+        """Begin to write under each mode, one after the other, and return at once.
+
+        Raises:
+            OptionError: no model, or a number out of range. GenerationError: something runs already.
+        """
+        llm = self._model()
+        self._check()
+        if prompt is not None:
+            self.prompt = prompt
+        prompt, modes, count = self.prompt, list(self.modes), int(self.max_tokens or 1)
+
+        def before() -> None:
+            self._run_modes, self._run_prompt, self._tokens = modes, prompt, []
+            self._feed.begin(prompt)
+
+        def work(stop: threading.Event) -> None:
+            for tokens in cachework.continuations(llm, prompt, modes, count, stop, self._tell):
+                self._feed.add(tokens)
+
+        self._begin(before, work, self._end_of_feed)
+        return self
+
+    def hide_needle(self) -> CacheExplorer:
+        """Look for the needle under each mode and at each depth, in the background; errors as in `start`."""
+        llm, modes = self._model(), list(self.modes)
+
+        def before() -> None:
+            self._hits, self._needle, self._needle_modes, self._verdict = [], [], modes, ""
+
+        def work(stop: threading.Event) -> None:
+            for hit in cachework.search(llm, self.needle, modes, stop):
+                self._hits.append(NeedleHit(hit.mode, hit.depth, round(hit.prob, 8), hit.rank))
+                with self.hold_sync():
+                    self._describe_needle(hit.tokens)
+                    self.stage = hit.mode
+                    self._needle = [list(h) for h in self._hits]
+            self._verdict = cachework.verdict(self._hits, self.needle)
+
+        self._begin(before, work, lambda status: None)
+        return self
+
+    def stop(self) -> None:
+        """Ask what runs to end; what is written stays. Returns at once."""
+        self._background.stop()
+
+    def wait(self, timeout: float | None = None) -> CacheExplorer:
+        """Wait until it is over. An interrupt stops it.
+
+        Raises:
+            Exl2Error: it failed.
+        """
+        try:
+            self._background.wait(timeout)
+        finally:
+            self._refresh_static()
+        return self
+
+    def close(self) -> None:
+        """Stop and remove the widget from the page; the model stays yours."""
+        self._background.close()
+        super().close()
+
+    def _model(self) -> Any:
+        if self.llm is None:
+            raise OptionError("CacheExplorer: no model is attached; make it with CacheExplorer(llm)")
+        return self.llm
+
+    def _begin(self, before: Callable[[], None], work: Callable[[threading.Event], None], after: Callable[[Status], None]) -> None:
+        def starting() -> None:
+            with self.hold_sync():
+                self.status, self.error = "running", ""
+                before()
+
+        def done(status: Status, problem: BaseException | None) -> None:
+            after(status)
+            with self.hold_sync():
+                self.stage, self.status = "", status
+                if problem is not None:
+                    self.error = as_text(problem)
+            self._refresh_static()
+
+        self._background.begin(work, done, before=starting)
+
+    def _end_of_feed(self, status: Status) -> None:
+        self._feed.finish(status)
+        self._tokens = [list(token) for token in self._feed.items]
+
+    def _tell(self, mode: str) -> None:
+        self.stage = mode
+
+    # ---- messages ----
+
+    def _send_snapshot(self) -> None:
+        self._feed.snapshot()
+
+    def _receive_run(self, message: Mapping[str, Any]) -> None:
+        prompt, modes = message.get("prompt"), message.get("modes")
+        if not isinstance(prompt, str) or not isinstance(modes, list) or not prompt.strip():
+            raise OptionError("CacheExplorer: the page sent no prompt or no modes; write a prompt, or reload the page")
+        if self._background.alive:
+            return  # a second click that was on its way
+        with self.hold_sync():
+            self.modes, self.max_tokens = modes, message.get("max_tokens")
+        self.start(prompt)
+
+    def _receive_needle(self, message: Mapping[str, Any]) -> None:
+        if self._background.alive:
+            return
+        if isinstance(message.get("modes"), list):
+            self.modes = message["modes"]
+        self.hide_needle()
+
+    def _receive_stop(self, _message: Mapping[str, Any]) -> None:
+        self.stop()
+
+    # ---- results ----
+
+    @property
+    def tokens(self) -> dict[str, list[KlToken]]:
+        """Mode -> what it wrote so far."""
+        found: dict[str, list[KlToken]] = {mode: [] for mode in self._run_modes}
+        for token in self._feed.items:
+            found[self._run_modes[token.cell]].append(token)
+        return found
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per mode: bits, token_bytes, fits, tokens, kl_mean, kl_max, same_choice, first_difference (token; NaN: none), text."""
+        import pandas as pd
+
+        kinds, found = self._sizes, self.tokens
+        rows = []
+        for mode in self._run_modes or self.modes:
+            kind, tokens = kinds.get(mode), found.get(mode, [])
+            known = [token.kl for token in tokens if token.kl is not None]
+            rows.append(
+                {
+                    "mode": mode,
+                    "bits": kind.bits if kind else None,
+                    "token_bytes": kind.token_bytes if kind else None,
+                    "fits": kind.fits if kind else None,
+                    "tokens": len(tokens),
+                    "kl_mean": columns.mean_kl(tokens),
+                    "kl_max": max(known, default=None),
+                    "same_choice": columns.same_choice(tokens),
+                    "first_difference": columns.first_difference(found.get(BASELINE, []), tokens),
+                    "text": "".join(token.text for token in tokens),
+                }
+            )
+        return pd.DataFrame(rows).set_index("mode")
+
+    to_dataframe = to_frame
+
+    def to_token_frame(self) -> pd.DataFrame:
+        """One row per token: mode, position, text, id, prob, reference_prob, kl, same, favourite."""
+        import pandas as pd
+
+        rows = [{"mode": mode, "position": i, **token._asdict()} for mode, some in self.tokens.items() for i, token in enumerate(some)]
+        return pd.DataFrame(rows, columns=["mode", "position", *KlToken._fields]).drop(columns="cell")
+
+    def to_needle_frame(self) -> pd.DataFrame:
+        """Probability of the needle's answer: a row per depth (NaN: the fact was not there), a column per mode."""
+        import pandas as pd
+
+        frame = pd.DataFrame(self._hits, columns=list(NeedleHit._fields))
+        return frame.pivot_table(index="depth", columns="mode", values="prob", dropna=False, sort=False, observed=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything shown, as plain JSON values; `CacheExplorer(result=...)` shows it again."""
+        tokens = [list(token) for token in self._feed.items]
+        values = (self._run_modes or self.modes, self._run_prompt or self.prompt, self.max_tokens, self._free, self._kinds, tokens)
+        return dict(zip(_PLAIN, (*values, self._needle, self._needle_text, self._verdict, self._context, self._model_label)))
+
+    def _take(self, result: Mapping[str, Any]) -> None:
+        if not isinstance(result, Mapping):
+            raise OptionError(f"CacheExplorer: result is {type(result).__name__!r}; expected what to_dict() gives")
+        check_keywords(dict(result), list(_PLAIN), where="CacheExplorer: result")
+        try:
+            tokens = [KlToken(*token) for token in result.get("tokens", ())]
+            kinds = [CacheKind(*kind) for kind in result.get("kinds", ())]
+            hits = [NeedleHit(*hit) for hit in result.get("needle", ())]
+        except TypeError as error:
+            raise OptionError(f"CacheExplorer: result cannot be read: {error}; expected what to_dict() gives") from error
+        self.modes = list(result.get("modes", self.modes))
+        if any(not 0 <= token.cell < len(self.modes) for token in tokens):
+            raise OptionError("CacheExplorer: result has a token of a mode it does not name; expected what to_dict() gives")
+        self.prompt = self._run_prompt = str(result.get("prompt", ""))
+        self._run_modes, self._hits, self._needle = list(self.modes), hits, [list(hit) for hit in hits]
+        self._show_sizes(kinds)
+        self._needle_modes, self._verdict = list(dict.fromkeys(hit.mode for hit in hits)), str(result.get("verdict", ""))
+        self._needle_depths = list(dict.fromkeys(hit.depth for hit in hits)) or self._needle_depths
+        self._needle_text = {**self._needle_text, **dict(result.get("needle_text") or {})}
+        self._context, self._free = int(result.get("context") or 0), result.get("free")
+        self._model_label = str(result.get("model", ""))
+        self._feed.load(self._run_prompt, tokens, {"n": len(tokens), "tps": 0.0, "ttft_s": None})
+        self._tokens, self.status = [list(token) for token in tokens], "done"
+
+    def _describe(self, llm: Any, free: int | None) -> None:
+        from exl2nb.facade.memory_plan import free_bytes
+
+        self._free = free_bytes(llm.model.device) if free is None else free
+        self._show_sizes(cachework.kinds_of(llm, self._free))
+        self._context, self._has_model = llm.model.context, True
+        self._model_label = str(getattr(llm, "name", ""))
+
+    def _show_sizes(self, kinds: list[CacheKind]) -> None:
+        self._sizes, self._kinds = {kind.mode: kind for kind in kinds}, [list(kind) for kind in kinds]
+
+    def _describe_needle(self, tokens: int) -> None:
+        needle = self.needle
+        self._needle_text = {"fact": needle.fact, "question": needle.question, "answer": needle.answer, "tokens": tokens}
+        self._needle_depths = [None, *needle.depths]
+
+    # ---- looking at it without the page ----
+
+    def _export_state(self) -> dict[str, Any]:
+        live = {"_tokens": [list(token) for token in self._feed.items], "_has_model": False}
+        return {**super()._export_state(), **live, "status": "stopped" if self.status == "running" else self.status, "stage": ""}
+
+    def _summary(self) -> str:
+        found = self.tokens
+        parts = [f"{mode} KL {kl:.3g}" for mode, some in found.items() if (kl := columns.mean_kl(some)) is not None]
+        return f"CacheExplorer({self.status}" + (f": {', '.join(parts)})" if parts else f", {', '.join(self.modes)})")
+
+    def _static_body(self) -> str:
+        found, kinds = self.tokens, self._sizes
+        base = found.get(BASELINE, [])
+        shown = []
+        for mode in self._run_modes or self.modes:
+            tokens, kind = found.get(mode, []), kinds.get(mode)
+            mean = columns.mean_kl(tokens)
+            note = "" if kind is None else f"{kind.note}, {kind.token_bytes:,} bytes a token"
+            note += "" if mean is None else f", mean KL {mean:.3g}"
+            shown.append(columns.column_html(mode.upper(), note, tokens, columns.first_difference(base, tokens)))
+        prompt = html.escape(self._run_prompt or self.prompt)
+        head = f'<div style="white-space:pre-wrap"><b>Prompt</b> {prompt}</div>'
+        return head + columns.side_by_side(shown) + self._needle_html()
+
+    def _needle_html(self) -> str:
+        if not self._hits:
+            return ""
+        at = {(hit.mode, hit.depth): hit.prob for hit in self._hits}
+        cell = '<td style="text-align:right;padding:0 8px">'
+        rows = "".join(
+            f'<tr><th style="text-align:left">{_depth(depth)}</th>'
+            + "".join(f"{cell}{_share(at.get((mode, depth)))}</td>" for mode in self._needle_modes)
+            + "</tr>"
+            for depth in self._needle_depths
+        )
+        head = "".join(f'<th style="text-align:right;padding:0 8px">{html.escape(mode.upper())}</th>' for mode in self._needle_modes)
+        fact = html.escape(str(self._needle_text.get("fact", "")))
+        return (
+            f'<div style="margin-top:8px"><b>Needle</b> {fact}<table style="font-size:12px"><thead><tr><th></th>{head}</tr></thead>'
+            f"<tbody>{rows}</tbody></table>{html.escape(self._verdict)}</div>"
+        )
+
+    def _picture(self) -> bytes | None:
+        rows = list(self.tokens.values())
+        return columns.strips(rows, [columns.first_difference(rows[0], row) for row in rows]) if rows else None
+
+
+def _depth(depth: float | None) -> str:
+    return "not in the text" if depth is None else f"at {depth:.0%}"
+
+
+def _share(prob: float | None) -> str:
+    return "" if prob is None else static.percent(prob)
+
+
+def _needle(source: Needle | Mapping[str, Any] | None) -> Needle:
+    if source is None or isinstance(source, Needle):
+        return source or Needle()
+    if not isinstance(source, Mapping):
+        raise OptionError(f"CacheExplorer: needle is {type(source).__name__!r}; expected a Needle, or a mapping of its fields")
+    check_keywords(dict(source), list(Needle.__dataclass_fields__), where="CacheExplorer: needle")
+    return Needle(**source)

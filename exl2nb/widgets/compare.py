@@ -1,0 +1,320 @@
+"""Compare: the same prompts through several models, bitrates or settings; where they part, and how far apart they are at every token."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import traitlets as t
+
+from exl2nb.core.errors import OptionError
+from exl2nb.core.options import check_keywords
+from exl2nb.sampling.params import check_integer
+from exl2nb.widgets import columns, static
+from exl2nb.widgets.background import Background
+from exl2nb.widgets.base import ExlWidget, as_text
+from exl2nb.widgets.comparing import Entrant, Listener, Run, entrants_of, measured
+from exl2nb.widgets.feed import Feed
+from exl2nb.widgets.protocol import CellMeasure, CellSpeed, CompareColumn, CompareState, KlToken, Status
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+MOST_PROMPTS = 20
+MOST_TOKENS = 1024
+_PLAIN = ("columns", "prompts", "tokens", "measured", "speeds", "note")
+_PROMPTS = ("It was a dark night, and the old man", "She opened the letter and", "The captain looked at the sea;")
+
+
+class Compare(ExlWidget):
+    """Let several models, bitrates or settings answer the same prompts, side by side.
+
+    The first column is the reference. Each answer is written by its column and then read by the reference as well (`exl2nb.compare`), so
+    that every token has a KL: how far the column's probabilities are from the reference's at that place, in nats. The place where an
+    answer leaves the reference's is marked. Columns run one after the other, so their speeds do not disturb each other.
+
+    Args:
+        models: a mapping label -> column, or a list. A column is a loaded model, its directory or hub id (loaded when its turn comes, freed
+            after it), or a pair (model, settings) with settings of `generate` that only this column has. None: only for looking.
+        result: what `to_dict` gave, to show again.
+        settings: of all columns, as for `generate`. Default: temperature 0 (the most likely text) and max_tokens 48.
+
+    Traits, also keywords (synced with the page both ways):
+        prompts: texts to continue, at most 20. view: "kl" colours tokens by KL, "difference" greys what agrees with the reference.
+        height: greatest height of an answer, CSS length or pixels.
+
+    Example:
+        >>> import exl2nb as ex
+        >>> with ex.demo(progress=None) as llm:
+        ...     both = {"greedy": llm, "dice": (llm, {"temperature": 1.0, "seed": 1})}
+        ...     frame = ex.widgets.Compare(both, prompts=["It was"], max_tokens=8).start().wait().to_dataframe()
+        >>> list(frame.column), list(frame.tokens)
+        (['greedy', 'dice'], [8, 8])
+    """
+
+    _esm = static.STATIC / "compare.js"
+    _css = static.STATIC / "compare.css"
+    _state_keys: ClassVar[tuple[str, ...]] = tuple(CompareState.__annotations__)
+
+    prompts = t.List(t.Unicode(), list(_PROMPTS)).tag(sync=True, option=True)
+    view = t.Enum(("kl", "difference"), "kl").tag(sync=True, option=True)
+    stage = t.Unicode("").tag(sync=True)
+    _columns = t.List().tag(sync=True)
+    _run_prompts = t.List().tag(sync=True)
+    _tokens = t.List().tag(sync=True)
+    _measured = t.List().tag(sync=True)
+    _speeds = t.List().tag(sync=True)
+    _note = t.Unicode("").tag(sync=True)
+    _has_model = t.Bool(False).tag(sync=True)
+
+    def __init__(self, models: Any = None, *, result: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        self._background = Background("Compare")  # first: `close` needs it, also where this constructor raises
+        self.entrants: list[Entrant] = [] if models is None else entrants_of(models)
+        own = self._keywords()
+        self.settings = {"temperature": 0, "max_tokens": 48, **{name: kwargs.pop(name) for name in list(kwargs) if name not in own}}
+        _check_settings(self.settings, [one.settings for one in self.entrants], own)
+        self._feed = Feed(self.send)
+        self._known, self._went, self._heads = dict[int, CellMeasure](), dict[int, CellSpeed](), list[CompareColumn]()
+        super().__init__(**kwargs)
+        with self.hold_sync():
+            self._has_model = bool(self.entrants)
+            self._show_columns([one.describe() for one in self.entrants])
+            if result is not None:
+                self._take(result)
+
+    @t.validate("prompts")
+    def _some_prompts(self, proposal: Mapping[str, Any]) -> list[str]:
+        prompts = [str(prompt) for prompt in proposal["value"]]
+        if not 1 <= len(prompts) <= MOST_PROMPTS or not all(prompts):
+            raise OptionError(f"Compare: prompts has {len(prompts)} texts; expected 1 to {MOST_PROMPTS}, none of them empty")
+        return prompts
+
+    # ---- running ----
+
+    def start(self, prompts: Sequence[str] | None = None) -> Compare:
+        """Begin and return at once.
+
+        Args:
+            prompts: replace those there are; None keeps them.
+
+        Raises:
+            OptionError: there is no model, or no prompt. GenerationError: a run is going on.
+        """
+        if not self.entrants:
+            raise OptionError("Compare: no model is attached; make it with Compare({'one': llm, 'other': small})")
+        if prompts is not None:
+            self.prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        chosen = [str(prompt) for prompt in self.prompts]
+        listener = Listener(self._tell, self._loaded, self._feed.add, self._went_so, self._measure_known, self._remark)
+        run = Run(self.entrants, chosen, self.settings, listener)
+
+        def starting() -> None:
+            self._known, self._went = {}, {}
+            with self.hold_sync():
+                self.status, self.error, self.stage, self._note = "running", "", "", ""
+                self._run_prompts, self._tokens, self._measured, self._speeds = chosen, [], [], []
+            self._feed.begin()
+
+        self._background.begin(run.carry_out, self._end, before=starting)
+        return self
+
+    def stop(self) -> None:
+        """Ask the run to end; what is written stays. Returns at once."""
+        self._background.stop()
+
+    def wait(self, timeout: float | None = None) -> Compare:
+        """Wait until it is over. An interrupt stops it.
+
+        Raises:
+            Exl2Error: it failed.
+        """
+        try:
+            self._background.wait(timeout)
+        finally:
+            self._refresh_static()
+        return self
+
+    def close(self) -> None:
+        """Stop and remove the widget from the page; models that were given loaded stay yours."""
+        self._background.close()
+        super().close()
+
+    def _end(self, status: Status, problem: BaseException | None) -> None:
+        self._feed.finish(status)
+        with self.hold_sync():
+            self._tokens = [list(token) for token in self._feed.items]
+            self.stage, self.status = "", status
+            if problem is not None:
+                self.error = as_text(problem)
+        self._refresh_static()
+
+    def _tell(self, stage: str) -> None:
+        self.stage = stage
+
+    def _remark(self, note: str) -> None:
+        self._note = note
+
+    def _loaded(self, place: int, column: CompareColumn) -> None:
+        self._show_columns([*self._heads[:place], column, *self._heads[place + 1 :]])
+
+    def _went_so(self, speed: CellSpeed) -> None:
+        self._went[speed.cell] = speed
+        self._speeds = [list(one) for one in self._went.values()]
+
+    def _measure_known(self, measure: CellMeasure) -> None:
+        self._known[measure.cell] = measure
+        self._measured = [list(one) for one in self._known.values()]
+
+    def _show_columns(self, heads: list[CompareColumn]) -> None:
+        self._heads, self._columns = heads, [list(head) for head in heads]
+
+    # ---- messages ----
+
+    def _send_snapshot(self) -> None:
+        self._feed.snapshot()
+
+    def _receive_run(self, message: Mapping[str, Any]) -> None:
+        prompts = message.get("prompts")
+        if not isinstance(prompts, list) or not all(isinstance(prompt, str) for prompt in prompts):
+            raise OptionError("Compare: the page sent no prompts; reload the page")
+        if not self._background.alive:  # else a second click that was on its way
+            self.start([prompt for prompt in prompts if prompt.strip()])
+
+    def _receive_stop(self, _message: Mapping[str, Any]) -> None:
+        self.stop()
+
+    # ---- results ----
+
+    @property
+    def answers(self) -> list[list[list[KlToken]]]:
+        """Tokens by prompt and column."""
+        width = max(1, len(self._heads))
+        found: list[list[list[KlToken]]] = [[[] for _ in range(width)] for _ in self._run_prompts]
+        for token in measured(self._feed.items, self._known):
+            found[token.cell // width][token.cell % width].append(token)
+        return found
+
+    def to_frame(self) -> pd.DataFrame:
+        """One row per prompt and column.
+
+        prompt, column, text, tokens, first_difference (token at which the text leaves the reference's; NaN: it does not), kl_mean, kl_max
+        (nats), same_choice (share of tokens where both like the same best), tokens_per_second, ttft_s, finish_reason, bpw, nbytes.
+        """
+        import pandas as pd
+
+        rows = []
+        for place, (prompt, answers) in enumerate(zip(self._run_prompts, self.answers)):
+            for column, (head, tokens) in enumerate(zip(self._heads, answers)):
+                known = [token.kl for token in tokens if token.kl is not None]
+                speed = self._went.get(place * len(self._heads) + column)
+                rows.append(
+                    {
+                        "prompt": prompt,
+                        "column": head.label,
+                        "text": "".join(token.text for token in tokens),
+                        "tokens": len(tokens),
+                        "first_difference": columns.first_difference(answers[0], tokens),
+                        "kl_mean": columns.mean_kl(tokens),
+                        "kl_max": max(known, default=None),
+                        "same_choice": columns.same_choice(tokens),
+                        "tokens_per_second": speed.tps if speed else None,
+                        "ttft_s": speed.ttft_s if speed else None,
+                        "finish_reason": speed.reason if speed else "",
+                        "bpw": head.bpw,
+                        "nbytes": head.nbytes,
+                    }
+                )
+        names = ["prompt", "column", "text", "tokens", "first_difference", "kl_mean", "kl_max", "same_choice"]
+        names += ["tokens_per_second", "ttft_s", "finish_reason", "bpw", "nbytes"]
+        return pd.DataFrame(rows, columns=names)
+
+    to_dataframe = to_frame
+
+    def to_token_frame(self) -> pd.DataFrame:
+        """One row per token: prompt, column, position, text, id, prob, reference_prob, kl, same."""
+        import pandas as pd
+
+        rows = [
+            {"prompt": prompt, "column": head.label, "position": i, **token._asdict()}
+            for prompt, answers in zip(self._run_prompts, self.answers)
+            for head, tokens in zip(self._heads, answers)
+            for i, token in enumerate(tokens)
+        ]
+        return pd.DataFrame(rows, columns=["prompt", "column", "position", *KlToken._fields]).drop(columns=["cell", "favourite"])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything shown, as plain JSON values; `Compare(result=...)` shows it again."""
+        tokens = [list(token) for token in self._feed.items]
+        return dict(zip(_PLAIN, (self._columns, self._run_prompts or self.prompts, tokens, self._measured, self._speeds, self._note)))
+
+    def _take(self, result: Mapping[str, Any]) -> None:
+        if not isinstance(result, Mapping):
+            raise OptionError(f"Compare: result is {type(result).__name__!r}; expected what to_dict() gives")
+        check_keywords(dict(result), list(_PLAIN), where="Compare: result")
+        try:
+            tokens = [KlToken(*token) for token in result.get("tokens", ())]
+            heads = [CompareColumn(*head) for head in result.get("columns", ())]
+            known = [CellMeasure(*one) for one in result.get("measured", ())]
+            speeds = [CellSpeed(*one) for one in result.get("speeds", ())]
+        except TypeError as error:
+            raise OptionError(f"Compare: result cannot be read: {error}; expected what to_dict() gives") from error
+        self.prompts = list(result.get("prompts", self.prompts))
+        cells = len(heads) * len(self.prompts)
+        if any(not 0 <= one.cell < cells for one in (*tokens, *known, *speeds)):
+            raise OptionError("Compare: result has a token of a column or prompt it does not name; expected what to_dict() gives")
+        self._show_columns(heads)
+        self._known, self._went = {one.cell: one for one in known}, {one.cell: one for one in speeds}
+        self._run_prompts, self._note = list(self.prompts), str(result.get("note", ""))
+        self._measured, self._speeds = [list(one) for one in known], [list(one) for one in speeds]
+        self._feed.load("", tokens, {"n": len(tokens), "tps": 0.0, "ttft_s": None})
+        self._tokens, self.status = [list(token) for token in tokens], "done"
+
+    # ---- looking at it without the page ----
+
+    def _export_state(self) -> dict[str, Any]:
+        live = {"_tokens": [list(token) for token in self._feed.items], "_has_model": False}
+        return {**super()._export_state(), **live, "status": "stopped" if self.status == "running" else self.status, "stage": ""}
+
+    def _summary(self) -> str:
+        means = dict[str, list[float]]()
+        for answers in self.answers:
+            for head, tokens in zip(self._heads, answers):
+                means.setdefault(head.label, []).extend(token.kl for token in tokens if token.kl is not None)
+        parts = [f"{label} KL {sum(some) / len(some):.3g}" for label, some in means.items() if some]
+        names = ", ".join(parts or [head.label for head in self._heads])
+        return f"Compare({self.status}, {len(self._run_prompts or self.prompts)} prompts: {names[:160]})"
+
+    def _static_body(self) -> str:
+        parts = []
+        for prompt, answers in zip(self._run_prompts, self.answers):
+            shown = [
+                columns.column_html(head.label, _note(head, tokens), tokens, columns.first_difference(answers[0], tokens))
+                for head, tokens in zip(self._heads, answers)
+            ]
+            words = html.escape(prompt)
+            parts.append(f'<div style="margin-top:6px;white-space:pre-wrap"><b>Prompt</b> {words}</div>{columns.side_by_side(shown)}')
+        return "".join(parts) or f"<div>{html.escape(self._summary())}</div>"
+
+    def _picture(self) -> bytes | None:
+        rows = [(answers[0], tokens) for answers in self.answers for tokens in answers]
+        return columns.strips([tokens for _, tokens in rows], [columns.first_difference(first, tokens) for first, tokens in rows])
+
+
+def _note(head: CompareColumn, tokens: Sequence[KlToken]) -> str:
+    mean = columns.mean_kl(tokens)
+    parts = [head.note, f"{head.nbytes / 1e6:.1f} MB" if head.nbytes else "", f"mean KL {mean:.3g}" if mean is not None else ""]
+    return ", ".join(part for part in parts if part)
+
+
+def _check_settings(settings: Mapping[str, Any], others: Sequence[Mapping[str, Any]], own: Sequence[str]) -> None:
+    from dataclasses import fields
+
+    from exl2nb.generator.request import Request
+    from exl2nb.sampling.params import SamplingParams
+
+    hidden = ("prompt_ids", "sampling", "stream", "top_logprobs")
+    known = [f.name for cls in (Request, SamplingParams) for f in fields(cls) if f.name not in hidden]
+    for some in (settings, *others):
+        check_keywords(dict(some), [*known, "schema", "regex", "choice", "grammar", *own, "models", "result"], where="Compare")
+        check_integer("Compare: max_tokens", some.get("max_tokens", 1), 1, MOST_TOKENS)

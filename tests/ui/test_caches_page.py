@@ -1,0 +1,100 @@
+"""The real CacheExplorer bundle in a browser: choosing caches, streaming, the linked cursor, the needle, both themes, the export."""
+
+from pathlib import Path
+
+import pytest
+from mock_host import MockHost
+
+import exl2nb as ex
+from exl2nb.widgets import CacheExplorer
+
+AXE = Path(__file__).parents[2] / "widgets" / "node_modules" / "axe-core" / "axe.min.js"
+TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
+NOTHING = {"n": 0, "tps": 0.0, "ttft_s": None}
+
+
+@pytest.fixture(scope="module")
+def explorer():
+    """A finished run of the demo model, needle included."""
+    with ex.demo(progress=None) as llm:
+        explorer = CacheExplorer(llm, modes=["q8", "q6", "q4"], max_tokens=40, needle={"sentences": 8}, free=2_000_000_000)
+        explorer.start().wait()
+        explorer.hide_needle().wait()
+        yield explorer
+
+
+def state(widget, **changes) -> dict:
+    values = widget.get_state()
+    plain = {k: v for k, v in values.items() if isinstance(v, (str, int, float, list, dict, type(None))) and k not in ("_esm", "_css")}
+    return {**plain, **changes}
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_finished_run(page, explorer, screenshots, theme):
+    host = MockHost(page, "caches", state(explorer), theme=theme)
+    columns = page.locator(".exl2nb-answer-column")
+    assert columns.count() == 4
+    for i, mode in enumerate(["fp16", "q8", "q6", "q4"]):
+        tokens = explorer.tokens[mode]
+        assert columns.nth(i).locator(".exl2nb-answer-text").evaluate("(e) => e.textContent") == "".join(t.text for t in tokens)
+        assert columns.nth(i).locator(".exl2nb-bars > i").count() == len(tokens)
+    assert "6,144 bytes a token" in columns.first.inner_text()
+    steps = [sum(t.kl >= limit for limit in (0.001, 0.01, 0.1, 1)) for t in explorer.tokens["q4"]]
+    assert columns.nth(3).locator(".exl2nb-kl-token").evaluate_all("(all) => all.map((e) => Number(e.dataset.step))") == steps
+    columns.nth(3).locator(".exl2nb-kl-token").nth(5).hover()
+    host.frame()
+    assert page.locator(".exl2nb-answer-text .exl2nb-current").count() == 4, "one cursor in all columns"
+    readout = page.locator(".exl2nb-readout-rows").inner_text()
+    assert readout.startswith("Token 6") and "in FP16" in readout and "KL" in readout
+    assert page.locator(".exl2nb-needle-table tbody tr").count() == 6
+    assert page.locator(".exl2nb-verdict").inner_text() == explorer._verdict != ""
+    page.locator("section").screenshot(path=screenshots / f"caches-{theme}.png")
+    if AXE.is_file():
+        page.evaluate(AXE.read_text())
+        found = page.evaluate("(tags) => axe.run('main', {runOnly: tags}).then((r) => r.violations)", TAGS)
+        assert [(v["id"], [n["html"][:120] for n in v["nodes"]]) for v in found] == []
+    small = "() => [...document.querySelectorAll('button, input, textarea')].filter((e) => e.checkVisibility())"
+    sizes = page.evaluate(f"({small})().map((e) => [e.outerHTML.slice(0, 60), e.offsetHeight])")
+    assert [size for size in sizes if size[1] < 24] == []
+
+
+def test_choose_run_stream_and_stop(page, explorer):
+    host = MockHost(page, "caches", state(explorer, status="idle", _tokens=[], _run_modes=[], _needle=[], _verdict="", modes=["fp16", "q8"]))
+    assert host.sent == [{"type": "ready"}]
+    assert page.get_by_role("checkbox", name="FP16").is_disabled(), "the reference stays"
+    page.get_by_role("checkbox", name="Q4", exact=True).check()
+    assert host.sent[-1]["values"]["modes"] == ["fp16", "q8", "q4"]
+    page.get_by_label("Prompt").fill("A <b>dark")
+    page.get_by_label("Tokens").fill("12")
+    page.get_by_role("button", name="Compare").click()
+    assert host.sent[-1] == {"type": "run", "prompt": "A <b>dark", "modes": ["fp16", "q8", "q4"], "max_tokens": 12}
+    host.put(status="running", stage="q8", _run_modes=["fp16", "q8", "q4"], _run_prompt="A <b>dark")
+    first = [[0, " night", 5, 0.5, 0.5, 0.0, True, None], [0, " fell", 6, 0.2, 0.2, 0.0, True, None]]
+    second = [[1, " night", 5, 0.4, 0.5, 0.02, True, None], [1, " rose", 7, 0.3, 0.1, 1.5, False, " fell"]]
+    snapshot = {"type": "snapshot", "run": 1, "seq": -1, "prompt": "A <b>dark", "items": [], "stats": NOTHING}
+    host.deliver(snapshot, *({"type": "delta", "run": 1, "seq": i, "items": some, "stats": NOTHING} for i, some in enumerate((first, second))))
+    assert page.locator(".exl2nb-headline").inner_text() == "Q8…"
+    assert page.locator(".exl2nb-answer-text").all_text_contents() == [" night fell", " night rose", ""]
+    assert page.locator(".exl2nb-answer-text .exl2nb-differs").all_text_contents() == [" rose"]
+    foot = page.locator(".exl2nb-answer-foot").nth(1).inner_text()
+    assert "mean KL 0.76" in foot and "same choice 50 %" in foot and "other text from token 2" in foot
+    page.get_by_role("group", name="Q8: text").focus()
+    page.keyboard.press("End")
+    host.frame()
+    assert page.locator("[aria-live=polite]").inner_text().startswith("Q8, token 2, rose: 30 % here, 10 % in FP16, KL 1.5; FP16 prefers")
+    page.get_by_role("button", name="Stop").click()
+    assert host.sent[-1] == {"type": "stop"}
+    host.put(status="stopped")
+    page.get_by_role("button", name="Hide a needle").click()
+    assert host.sent[-1] == {"type": "needle", "modes": ["fp16", "q8", "q4"]}
+
+
+def test_export_without_network(page, explorer, tmp_path):
+    explorer.to_html(tmp_path / "caches.html")
+    assert (tmp_path / "caches.html").stat().st_size < 200_000
+    page.context.set_offline(True)
+    page.goto((tmp_path / "caches.html").as_uri())
+    page.locator(".exl2nb-kl-token").first.wait_for()
+    assert page.locator(".exl2nb-answer-text").first.evaluate("(e) => e.textContent") == "".join(t.text for t in explorer.tokens["fp16"])
+    assert page.get_by_role("button", name="Compare").count() == 0
+    assert page.locator(".exl2nb-needle-table").is_visible()
