@@ -2,6 +2,7 @@
 
     python benchmarks/scheduler.py            # host work with a model that computes nothing
     python benchmarks/scheduler.py --demo     # the demo model too: batches, and a repeated prompt of 1000 tokens
+    python benchmarks/scheduler.py --gpu DIR  # beside a model on the GPU: how long a step is, how long the GPU waits for the host
 
 Prints one JSON object. Host work in microseconds per step, the best of the rounds and their median, on one thread without a reader, for
 two kinds of stepper: one that hands out logits, which the host samples (greedy, 4096 tokens in the vocabulary), and one that brings drawn
@@ -15,6 +16,7 @@ import json
 import random
 import statistics
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +88,72 @@ def host_work(tokenizer: Tokenizer, batch: int, lookahead: int, rounds: int) -> 
     return {"best_us": round(min(found), 1), "median_us": round(statistics.median(found), 1)}
 
 
+class Timed:
+    """The stepper of a model on the GPU, with an event before and after every step, and a clock around the wait for results."""
+
+    lookahead = 1
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.waited = self.launching = 0.0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def launch(self, step: Any) -> Any:
+        """The same, timed."""
+        pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began = time.perf_counter()
+        pair[0].record()
+        ticket = self._inner.launch(step)
+        pair[1].record()
+        self.launching += time.perf_counter() - began
+        self.events.append(pair)
+        return _TimedTicket(self, ticket, pair[1])
+
+
+class _TimedTicket:
+    def __init__(self, stepper: Timed, ticket: Any, over: torch.cuda.Event) -> None:
+        self._stepper, self._ticket, self._over = stepper, ticket, over
+
+    def result(self) -> list[Any]:
+        """The same, timed."""
+        began = time.perf_counter()
+        self._over.synchronize()
+        self._stepper.waited += time.perf_counter() - began
+        return self._ticket.result()
+
+
+def beside_gpu(llm: exl2nb.LLM, batch: int) -> dict[str, float]:
+    """A step of so many requests: wall time, the GPU's part, how long it is idle between steps, and what the host does meanwhile."""
+    engine = llm.engine
+    stepper = Timed(engine.loop.stepper)
+    pager = Pager(engine.spec.num_pages, page_size=PAGE_SIZE, copy=stepper.copy)
+    builder = BatchBuilder(max_tokens=batch * MAX_ROWS + 2048, max_sequences=batch, max_pages=16, page_size=PAGE_SIZE)
+    loop = StepLoop(Scheduler(pager, max_sequences=batch, max_chunk=2048), builder, stepper)
+    with engine.exclusive(), torch.inference_mode():
+        for i in range(batch):
+            ids = random.Random(i).choices(range(3, 200), k=64)
+            request = Request.of(ids, where="benchmark", seed=i, top_p=0.95, max_tokens=STEPS + 3 * WARM, ignore_eos=True)
+            loop.add(Sequence(request, llm.tokenizer, context=llm.context))
+        for _ in range(2 * WARM):
+            loop.step()
+        stepper.events.clear()
+        stepper.waited = stepper.launching = 0.0
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            loop.step()
+        wall = (time.perf_counter() - start) / STEPS * 1e6
+        waited, launching, events = stepper.waited / STEPS * 1e6, stepper.launching / STEPS * 1e6, stepper.events
+        assert len(loop.scheduler.running) == batch
+        loop.drain()
+    busy = statistics.median(first.elapsed_time(last) for first, last in events) * 1e3
+    idle = statistics.median(one[1].elapsed_time(two[0]) for one, two in pairwise(events)) * 1e3
+    found = {"wall_us": wall, "gpu_us": busy, "gpu_idle_us": idle, "host_us": wall - waited - launching, "launch_us": launching}
+    return {**{name: round(value, 1) for name, value in found.items()}, "host_share": round((wall - waited - launching) / wall, 4)}
+
+
 def batches(llm: exl2nb.LLM, rounds: int) -> dict[str, float]:
     """Decoded tokens per second of all requests together."""
     found: dict[str, float] = {}
@@ -117,6 +185,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--demo", action="store_true")
+    parser.add_argument("--gpu", default=None, help="a model to load on the GPU")
     parser.add_argument("--model", default=None, help="instead of the demo model's own weights")
     options = parser.parse_args()
     tokenizer = Tokenizer.load(DEMO)
@@ -124,6 +193,9 @@ def main() -> None:
         kind: {str(batch): host_work(tokenizer, batch, lookahead, options.rounds) for batch in (1, 4, 16)}
         for kind, lookahead in (("logits", 0), ("drawn", 1))
     }
+    if options.gpu:
+        with exl2nb.load(options.gpu, device="cuda", max_sequences=16, cache_tokens=16 * 1024, progress=None) as llm:
+            found["gpu"] = {str(batch): beside_gpu(llm, batch) for batch in (1, 16)}
     if options.demo or options.model:
         load = exl2nb.load(options.model, progress=None) if options.model else exl2nb.demo(progress=None)
         with load as llm:
