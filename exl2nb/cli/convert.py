@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--calibration", metavar="SOURCE", help="file (.txt, .jsonl, .parquet ...), dataset:owner/name, or self; default: the packaged text"
     )
     parser.add_argument("--measurement", metavar="FILE", help="measurement of this model to solve from, as `exl2nb measure` writes it")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda: where Hessians and gradients are computed")
+    parser.add_argument("--device", help="auto (default: the GPU where there is one), cpu or cuda")
     parser.add_argument("--rows", type=int, help="calibration rows (default: by --effort)")
     parser.add_argument("--length", type=int, help="tokens a row (default: by --effort)")
     parser.add_argument("--seed", type=int, default=0)
@@ -63,6 +63,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         "bytes": done.nbytes,
         "seconds": done.seconds,
         "calibration": done.calibration,
+        "device": done.device,
         "resumed_layers": done.resumed_layers,
         "quality": done.quality.to_dict() if done.quality else None,
         "matrices": {matrix.key: matrix.bpw for matrix in done.matrices},

@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--length", type=int, help="tokens a row (default: by --effort)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--effort", default="quick", help="quick (default), full or thorough")
+    parser.add_argument("--device", help="auto (default: the GPU where there is one), cpu or cuda")
     parser.add_argument("--work-dir", type=Path, help="keeps work in progress, for after an interrupt")
     parser.add_argument("--bpw", type=float, action="append", metavar="B", help="also print the plan of this bitrate; may be given again")
 
@@ -37,6 +38,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         seed=args.seed,
         effort=args.effort,
         work_dir=args.work_dir,
+        device=args.device,
     )
     plans = [found.solve(bpw) for bpw in args.bpw or ()]
     low, high = found.range

@@ -27,7 +27,7 @@ def measure(
         src: model directory or hub id.
         out: JSON file to write; exllamav2 0.3.2 reads it too.
         progress: takes the events; "auto" and None as in `load`.
-        options: calibration, rows, length, seed, effort, work_dir, as in `ConversionJob`.
+        options: calibration, rows, length, seed, effort, work_dir, device, as in `ConversionJob`.
 
     Returns:
         The measurement: `.solve(bpw=...)`, and `convert(..., measurement=...)`.

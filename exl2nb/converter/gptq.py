@@ -90,5 +90,5 @@ def dense(packed: Exl2Tensors, out_features: int, device: torch.device | str = "
 
 
 def _moved(packed: Exl2Tensors, device: torch.device) -> Exl2Tensors:
-    named = {field.name: getattr(packed, field.name) for field in dataclasses.fields(packed)}
-    return Exl2Tensors(**{name: None if tensor is None else tensor.to(device) for name, tensor in named.items()})
+    moved = {name: tensor.to(device) for field in dataclasses.fields(packed) if (tensor := getattr(packed, name := field.name)) is not None}
+    return Exl2Tensors(**moved)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from exl2nb.converter.calibrate import Source
+from exl2nb.converter.device import pick
 from exl2nb.converter.layers import Rounding
 from exl2nb.converter.measure import Measurement
 from exl2nb.converter.plan import Override
@@ -23,7 +24,7 @@ from exl2nb.converter.run import Run
 from exl2nb.converter.settings import REPORT_ROWS, settings
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.converter.work import Work, make_directory
-from exl2nb.core.errors import ConversionError, DeviceError, Interrupted, OptionError
+from exl2nb.core.errors import ConversionError, Interrupted
 from exl2nb.core.progress import Progress, Sink
 from exl2nb.io import hub
 from exl2nb.model.loader import read_model_config
@@ -52,7 +53,8 @@ class ConversionJob:
         work_dir: keeps work in progress and the measurement for later runs; None = a hidden folder beside `dst`, removed at the end.
         measurement: a Measurement, or a file written by its `save`, of the same model; None = measure.
         rounding: how codes are chosen (converter.layers.Rounding).
-        device: "cpu" or "cuda": where Hessians, gradients and factors are computed; files differ in bits between the two.
+        device: "cpu", "cuda" or "auto": the GPU where there is one that can be used; None = the variable EXL2NB_DEVICE, or "auto". Files
+            made on a GPU differ in bits from those made on the CPU, not in quality.
 
     Raises:
         OptionError: an option out of range. ModelNotFound, ConfigError, UnknownArchitecture, FormatError: `src` is not a model that can be
@@ -78,7 +80,7 @@ class ConversionJob:
         work_dir: str | os.PathLike[str] | None = None,
         measurement: Measurement | str | os.PathLike[str] | None = None,
         rounding: Rounding | None = None,
-        device: str | torch.device = "cpu",
+        device: str | torch.device | None = None,
     ) -> None:
         self.settings = settings(
             bpw=bpw,
@@ -100,7 +102,7 @@ class ConversionJob:
         if self.dst.exists() and (not self.dst.is_dir() or any(self.dst.iterdir())):
             raise ConversionError(f"{self.dst}: exists and is not empty; choose another directory or remove it")
         self._work_dir = Path(work_dir) if work_dir is not None else None
-        self.device = _device(device)
+        self.device = pick(device)
         self._cancelled, self._go = False, threading.Event()
         self._go.set()
         self.result: Conversion | None = None
@@ -186,15 +188,3 @@ class ConversionJob:
         self._go.wait()
         if self._cancelled:
             raise Interrupted(f"conversion to {self.dst} was cancelled; run it again to continue")
-
-
-def _device(device: str | torch.device) -> torch.device:
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise OptionError(f"convert: device is {device!r}; expected 'cpu' or 'cuda'") from error
-    if found.type not in ("cpu", "cuda"):
-        raise OptionError(f"convert: device is {device!r}; expected 'cpu' or 'cuda'")
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise DeviceError(f"convert: device is {device!r}, and no CUDA GPU can be used here; expected 'cpu'")
-    return found

@@ -58,6 +58,7 @@ class Conversion:
     matrices; head and embedding not counted. nbytes: of the
     weight files. matrices: in running order, the head last. seconds: per stage. measurement: pass it to the next conversion of this model.
     resumed_layers: layers taken over from an interrupted run. quality: on held-out rows of the calibration text, None without any.
+    device: "cpu" or "cuda", where it was computed.
     """
 
     path: Path
@@ -72,6 +73,7 @@ class Conversion:
     resumed_layers: int
     measurement: Measurement = field(repr=False)
     quality: Quality | None = None
+    device: str = "cpu"
 
     @property
     def predicted_kl(self) -> float:
@@ -100,6 +102,7 @@ class Conversion:
             "head_bits": self.head_bits,
             "bytes": self.nbytes,
             "calibration": self.calibration,
+            "device": self.device,
             "predicted_kl": self.predicted_kl,
             "quality": self.quality.to_dict() if self.quality else None,
             "unseen": list(self.unseen),
@@ -157,7 +160,7 @@ class Conversion:
         stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
         return (
             f"{self.path}: {self.bpw:.4f} bits per weight (target {self.target_bpw:g}, head {self.head_bits}), {self.nbytes:,} bytes\n"
-            f"{stages}{self._quality_line()}\n{self.map()}"
+            f"{stages} on {self.device}{self._quality_line()}\n{self.map()}"
         )
 
     def _quality_line(self) -> str:
@@ -177,7 +180,7 @@ class Conversion:
         facts = f"{self.bpw:.4f} bits per weight (target {self.target_bpw:g}), head {self.matrices[-1].bpw:.2f}, {self.nbytes:,} bytes"
         return (
             '<div style="font:13px/1.4 system-ui,sans-serif">'
-            f"<b>{html.escape(str(self.path))}</b><br>{facts}, {sum(self.seconds.values()):.1f} s"
+            f"<b>{html.escape(str(self.path))}</b><br>{facts}, {sum(self.seconds.values()):.1f} s on {self.device}"
             f"{html.escape(self._quality_line()).replace(chr(10), '<br>')}"
             f'<table style="border-collapse:collapse;font-variant-numeric:tabular-nums"><tr><th>layer</th>{header}</tr>{body}</table></div>'
         )

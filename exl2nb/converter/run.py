@@ -13,6 +13,7 @@ from torch import Tensor
 
 from exl2nb.converter import calibrate, self_text
 from exl2nb.converter.assemble import assemble
+from exl2nb.converter.device import describe
 from exl2nb.converter.measure import Measurement
 from exl2nb.converter.measuring import measured
 from exl2nb.converter.plan import Plan
@@ -86,7 +87,8 @@ class Run:
                         f"{self.src}: the tokenizer gives id {int(found.max())}; expected 0 to {self.config.vocab_size - 1}: "
                         "it belongs to another model"
                     )
-            meter.step(detail=f"{len(ids)} rows of {self.length} tokens from {name}, {len(held_out)} held out")
+            rows = f"{len(ids)} rows of {self.length} tokens from {name}, {len(held_out)} held out"
+            meter.step(detail=f"{rows}; computing on {describe(self.weights.device)}")
         return ids, held_out, name
 
     def _rows(self, tokenizer: Tokenizer) -> tuple[Tensor, Tensor, str]:
@@ -142,6 +144,7 @@ class Run:
             resumed_layers=made.resumed,
             measurement=measurement,
             quality=made.quality,
+            device=self.weights.device.type,
         )
 
     def _timed(self, name: str, work: Callable[[], T]) -> T:

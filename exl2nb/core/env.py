@@ -8,7 +8,7 @@ from exl2nb.core.errors import OptionError
 
 VARIABLES: dict[str, tuple[tuple[str, ...], str]] = {
     # name: (allowed values, meaning); the empty string means "not set"
-    "EXL2NB_DEVICE": (("auto", "cpu", "cuda"), "where ex.load puts a model when device= is not given"),
+    "EXL2NB_DEVICE": (("auto", "cpu", "cuda"), "where ex.load puts a model, and where a conversion runs, when device= is not given"),
     "EXL2NB_DETERMINISTIC": (("0", "1"), "1: ex.load takes deterministic=True when it is not given"),
     "EXL2NB_ISA": (("base", "avx2", "avx512"), "upper limit of the CPU instruction set (read by the compiled library)"),
     "EXL2NB_ENGINE": (("compiled", "reference"), "reference: never load the compiled library, use the torch reference ops"),
