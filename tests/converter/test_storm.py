@@ -1,0 +1,176 @@
+"""Interrupts, stops and cancels at random moments of generate, stream, convert, load and the Playground: no page lost, answers right."""
+
+import ast
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from .test_job import TEXT, write_model
+
+SCRIPT = textwrap.dedent(
+    '''
+    import collections, gc, os, random, shutil, signal, sys, threading, time
+    from pathlib import Path
+    import exl2nb as ex
+    from exl2nb.core.errors import Interrupted
+    from exl2nb.widgets import Playground
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a kernel, also where the shell that started us ignores it
+    source, work, text, times, seed = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
+    chance = random.Random(seed)
+    Playground.send = lambda self, content, buffers=None: None
+    llm = ex.demo(cache_tokens=2048, progress=None)
+    engine, options = llm.engine, dict(temperature=0, max_tokens=900, ignore_eos=True)
+    right = llm.generate("The old man", max_tokens=12, temperature=0).text
+    with ex.load(source, progress=None) as tiny:
+        right_tiny = tiny.generate([5, 6, 7], max_tokens=6, temperature=0, ignore_eos=True).text
+    play = Playground(llm, prompt="It was", max_tokens=900)
+    threads, prompts, counts, pressed_again = threading.active_count(), ["It was", "He " * 120, "The rain " * 250], collections.Counter(), 0
+
+    def interrupted(what, span, work):
+        """Press Ctrl-C after a random part of `span` seconds of `work`; counts whether it hit the work or came after it."""
+        global pressed_again
+        caught, first, over = threading.Event(), chance.random() * span, False
+        def press():
+            global pressed_again
+            time.sleep(first)
+            os.kill(os.getpid(), signal.SIGINT)
+            while not caught.wait(2):  # Python drops an interrupt that arrives inside a __del__: press again, as people do
+                pressed_again += 1
+                os.kill(os.getpid(), signal.SIGINT)
+        presser = threading.Thread(target=press, daemon=True)
+        try:
+            try:
+                presser.start()
+                work()
+                over = True
+                while True:
+                    time.sleep(0.01)
+            finally:
+                caught.set()
+        except KeyboardInterrupt:
+            counts[what + (", too late" if over else "")] += 1
+        presser.join(5)
+
+    def read(prompt):
+        for _ in llm.stream(prompt, **options):
+            pass
+
+    def load():
+        with ex.load(source, progress=None) as one:
+            assert one.generate([5, 6, 7], max_tokens=6, temperature=0, ignore_eos=True).text == right_tiny
+
+    def job():
+        return ex.ConversionJob(source, work / "out", bpw=4.0, calibration=[text], rows=6, length=32)
+
+    def converted():
+        """A conversion that came to its end is whole; the next one starts anew."""
+        if (work / "out" / "config.json").exists():
+            with ex.load(work / "out", progress=None) as one:
+                one.generate([5, 6, 7], max_tokens=2)
+            counts["converted"] += 1
+            shutil.rmtree(work / "out")
+
+    def stop_playing(i):
+        play.start(chance.choice(prompts))
+        time.sleep(chance.random() * 0.05)
+        play._dispatch(None, {"type": "stop"}, [])
+        play.wait(20)
+        assert play.status in ("stopped", "done"), (play.status, play.error)
+        counts["stop"] += 1
+
+    def cancel_converting(i):
+        one = job()
+        timer = threading.Timer(chance.random() * 0.4, one.cancel)
+        timer.start()
+        try:
+            one.run()
+        except Interrupted:
+            counts["cancel of a conversion"] += 1
+        timer.cancel()
+        timer.join()
+        converted()
+
+    def cancel(i):
+        handle = llm.stream(chance.choice(prompts), **options)
+        time.sleep(chance.random() * 0.02)
+        handle.cancel()
+        handle.result()
+        counts["cancel"] += 1
+
+    def abandon(i):
+        stream = iter(llm.stream(chance.choice(prompts), **options))
+        for _ in range(chance.randrange(3)):
+            next(stream)
+        del stream
+        counts["abandon"] += 1
+
+    def play_interrupted():
+        play.start("It was")
+        play.wait()
+
+    def interrupt_playing(i):
+        interrupted("interrupt of the playground", 0.05, play_interrupted)
+        play.stop()
+        play.wait(20)
+
+    def interrupt_converting(i):
+        interrupted("interrupt of convert", 0.4, lambda: job().run())
+        converted()
+
+    ways = [
+        lambda i: interrupted("interrupt of generate", 0.03, lambda: llm.generate(chance.choice(prompts), **options)),
+        lambda i: interrupted("interrupt of stream", 0.03, lambda: read(chance.choice(prompts))),
+        lambda i: interrupted("interrupt of a batch", 0.03, lambda: llm.generate([*prompts[:2], "She said"], **options)),
+        lambda i: interrupted("interrupt of load", 0.1, load),
+        interrupt_converting, interrupt_playing, stop_playing, cancel_converting, cancel, abandon,
+    ]
+
+    begun = time.monotonic()
+    for i in range(times):
+        ways[i % len(ways)](i)
+        if i % 10 == 9:
+            gc.collect()
+            assert engine.wait_idle(30), "still busy"
+            assert engine.pages.num_free == engine.pages.num_pages, f"pages leaked: {engine.pages.num_free} of {engine.pages.num_pages}"
+            assert llm.generate("The old man", max_tokens=12, temperature=0).text == right, "wrong answer"
+    load()
+    job().run()
+    converted()
+    play.close()
+    llm.close()
+    deadline = time.monotonic() + 5
+    while threading.active_count() > threads - 1 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert threading.active_count() <= threads, threading.enumerate()
+    counts["pressed again"], counts["seconds"] = pressed_again, round(time.monotonic() - begun)
+    print(dict(counts))
+    '''
+)
+
+
+def storm(tmp_path, times, seed):
+    source = write_model(tmp_path / "tiny")
+    command = [sys.executable, "-c", SCRIPT, str(source), str(tmp_path), TEXT[0], str(times), str(seed)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60 + 3 * times)
+    assert result.returncode == 0, result.stderr[-3000:]
+    counts = ast.literal_eval(result.stdout.splitlines()[-1])
+    print(counts)
+    hits = sum(n for what, n in counts.items() if what.startswith(("interrupt", "stop", "cancel", "abandon")) and not what.endswith("late"))
+    late = sum(n for what, n in counts.items() if what.endswith("late"))
+    assert counts["converted"] >= 1, "a conversion after all that must come to its end"
+    assert hits >= 0.6 * times, counts
+    assert hits + late >= 0.95 * times, counts  # a conversion that ends before its cancel counts nowhere
+    assert counts["pressed again"] <= 3 + times // 50, counts
+
+
+def test_thirty(tmp_path):
+    storm(tmp_path, 30, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_thousand(tmp_path):
+    storm(tmp_path, 1000, seed=1)
