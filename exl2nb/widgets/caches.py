@@ -216,8 +216,9 @@ class CacheExplorer(ExlWidget):
             raise OptionError("CacheExplorer: the page sent no prompt or no modes; write a prompt, or reload the page")
         if self._background.alive:
             return  # a second click that was on its way
+        check_integer("CacheExplorer: max_tokens", message.get("max_tokens"), 1, MOST_TOKENS)
         with self.hold_sync():
-            self.modes, self.max_tokens = modes, message.get("max_tokens")
+            self.modes, self.max_tokens = modes, int(message["max_tokens"])
         self.start(prompt)
 
     def _receive_needle(self, message: Mapping[str, Any]) -> None:
@@ -301,6 +302,8 @@ class CacheExplorer(ExlWidget):
         if any(not 0 <= token.cell < len(self.modes) for token in tokens):
             raise OptionError("CacheExplorer: result has a token of a mode it does not name; expected what to_dict() gives")
         self.prompt = self._run_prompt = str(result.get("prompt", ""))
+        self.max_tokens = result.get("max_tokens", self.max_tokens)
+        self._check()
         self._run_modes, self._hits, self._needle = list(self.modes), hits, [list(hit) for hit in hits]
         self._show_sizes(kinds)
         self._needle_modes, self._verdict = list(dict.fromkeys(hit.mode for hit in hits)), str(result.get("verdict", ""))

@@ -13,6 +13,7 @@ from exl2nb.eval.lockstep import Baseline, LockstepToken
 from exl2nb.eval.needle import Needle, NeedleResult, find
 from exl2nb.tokenizer.detokenize import Detokenizer
 from exl2nb.widgets.protocol import CacheKind, KlToken, NeedleHit
+from exl2nb.widgets.static import percent
 
 BASELINE = "fp16"
 SPLITS = ("k16v8", "k16v4", "k8v16", "k4v16", "k4v8")
@@ -105,9 +106,9 @@ def verdict(hits: Sequence[NeedleHit], needle: Needle) -> str:
     answer = needle.answer.strip()
     if truth < 0.01 or truth < 5 * without:
         return (
-            f"Even with an FP16 cache this model gives “{answer}” only {truth:.1%} on average, against {without:.1%} where the fact is not "
-            "in the text at all: it does not find the needle, so this says nothing about the other caches."
+            f"Even with an FP16 cache this model gives “{answer}” only {percent(truth)} on average, against {percent(without)} where the "
+            "fact is not in the text at all: it does not find the needle, so this says nothing about the other caches."
         )
-    others = ", ".join(f"{mode.upper()} {prob:.0%}" for mode, prob in found.items() if mode != BASELINE)
-    head = f"FP16 gives “{answer}” {truth:.0%} on average, against {without:.1%} where the fact is not in the text"
+    others = ", ".join(f"{mode.upper()} {percent(prob)}" for mode, prob in found.items() if mode != BASELINE)
+    head = f"FP16 gives “{answer}” {percent(truth)} on average, against {percent(without)} where the fact is not in the text"
     return f"{head}; {others}." if others else f"{head}."

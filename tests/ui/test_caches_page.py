@@ -59,7 +59,9 @@ def test_finished_run(page, explorer, screenshots, theme):
 
 
 def test_choose_run_stream_and_stop(page, explorer):
-    host = MockHost(page, "caches", state(explorer, status="idle", _tokens=[], _run_modes=[], _needle=[], _verdict="", modes=["fp16", "q8"]))
+    host = MockHost(
+        page, "caches", state(explorer, status="idle", _tokens=[], _run_modes=[], _needle=[], _verdict="", modes=["fp16", "q8"])
+    )
     assert host.sent == [{"type": "ready"}]
     assert page.get_by_role("checkbox", name="FP16").is_disabled(), "the reference stays"
     page.get_by_role("checkbox", name="Q4", exact=True).check()
@@ -72,11 +74,13 @@ def test_choose_run_stream_and_stop(page, explorer):
     first = [[0, " night", 5, 0.5, 0.5, 0.0, True, None], [0, " fell", 6, 0.2, 0.2, 0.0, True, None]]
     second = [[1, " night", 5, 0.4, 0.5, 0.02, True, None], [1, " rose", 7, 0.3, 0.1, 1.5, False, " fell"]]
     snapshot = {"type": "snapshot", "run": 1, "seq": -1, "prompt": "A <b>dark", "items": [], "stats": NOTHING}
-    host.deliver(snapshot, *({"type": "delta", "run": 1, "seq": i, "items": some, "stats": NOTHING} for i, some in enumerate((first, second))))
+    host.deliver(
+        snapshot, *({"type": "delta", "run": 1, "seq": i, "items": some, "stats": NOTHING} for i, some in enumerate((first, second)))
+    )
     assert page.locator(".exl2nb-headline").inner_text() == "Q8…"
     assert page.locator(".exl2nb-answer-text").all_text_contents() == [" night fell", " night rose", ""]
     assert page.locator(".exl2nb-answer-text .exl2nb-differs").all_text_contents() == [" rose"]
-    foot = page.locator(".exl2nb-answer-foot").nth(1).inner_text()
+    foot = page.locator(".exl2nb-answer-foot").nth(1).inner_text().replace("\u00a0", " ")
     assert "mean KL 0.76" in foot and "same choice 50 %" in foot and "other text from token 2" in foot
     page.get_by_role("group", name="Q8: text").focus()
     page.keyboard.press("End")

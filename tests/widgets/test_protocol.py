@@ -3,11 +3,15 @@
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from exl2nb.widgets import protocol
 from exl2nb.widgets.bitmap import BitMap
+from exl2nb.widgets.caches import CacheExplorer
+from exl2nb.widgets.compare import Compare
 from exl2nb.widgets.explorer import BitrateExplorer
+from exl2nb.widgets.microscope import SamplerMicroscope
 from exl2nb.widgets.playground import Playground
 from exl2nb.widgets.progress import ProgressView
 from exl2nb.widgets.weights import WeightBrowser
@@ -27,6 +31,9 @@ def test_committed_typescript_is_what_python_generates():
         (ProgressView, protocol.ProgressState),
         (partial(BitMap, [{"key": "a", "bpw": 4.0}]), protocol.BitMapState),
         (BitrateExplorer, protocol.ExplorerState),
+        (CacheExplorer, protocol.CachesState),
+        (Compare, protocol.CompareState),
+        (partial(SamplerMicroscope, np.zeros(4, np.float32)), protocol.MicroscopeState),
         (partial(WeightBrowser, DATA / "demo-exl2-4.0bpw"), protocol.WeightsState),
     ],
 )

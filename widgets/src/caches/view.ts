@@ -11,6 +11,8 @@ import { NeedleTable } from "./needle";
 
 const PLAY = "M4 2.5v11l9-5.5z";
 const SQUARE = "M3.5 3.5h9v9h-9z";
+const HONEST =
+  "Every cache takes its most likely token, so nothing is left to chance. An FP16 cache reads along, so speed is not measured here.";
 const WATCHED: (keyof CachesState)[] = [
   ...(["status", "error", "modes", "stage", "height", "_kinds", "_run_modes", "_tokens", "_needle", "_needle_modes"] as const),
   ...(["_needle_depths", "_needle_text", "_verdict", "_has_model"] as const),
@@ -81,7 +83,7 @@ export class CachesView {
       this.needle.element,
       this.verdict,
     );
-    const legend = h("div", { class: "exl2nb-legend-row" }, klLegend());
+    const legend = h("div", { class: "exl2nb-legend-row" }, klLegend(), h("div", { class: "exl2nb-muted" }, HONEST));
     return h("div", { class: "exl2nb-card" }, ask, this.error, this.stageBox, legend, needle);
   }
 
@@ -215,8 +217,8 @@ function sizes(name: string, kind: CacheKind | undefined, most: number, context:
   const bar = h("i", { "aria-hidden": "true" });
   bar.style.inlineSize = `${((100 * bytes) / most).toFixed(1)}%`;
   const facts = h("div", { class: "exl2nb-facts" }, `${bytes.toLocaleString("en-US")} bytes a token`);
-  const room = fits === null ? "" : `free memory holds ${compact(fits)} tokens`;
-  const limit = context ? `the model reads at most ${context.toLocaleString("en-US")}` : "";
+  const room = fits === null ? "" : `room for ${compact(fits)} tokens`;
+  const limit = context ? `In the memory that is free now. The model reads at most ${context.toLocaleString("en-US")}.` : "";
   const reach = h("div", { class: "exl2nb-facts exl2nb-muted", title: limit }, room);
   return [title, h("span", { class: "exl2nb-muted" }, note), h("div", { class: "exl2nb-size" }, bar), facts, reach];
 }
@@ -227,7 +229,7 @@ function foot(tokens: readonly KlToken[], differs: number, isReference: boolean)
   if (isReference) return `${n} tokens · the reference`;
   const parts = [mean === null ? "" : `mean KL ${klText(mean)}`, same === null ? "" : `same choice ${percent(same)}`];
   parts.push(differs < 0 ? "same text" : `other text from token ${differs + 1}`);
-  return parts.filter(Boolean).join(" · ");
+  return parts.filter(Boolean).join(" · ").replace(/ %/g, "\u00a0%");
 }
 
 /** 12 345 678 as "12.3 million". */

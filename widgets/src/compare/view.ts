@@ -146,11 +146,12 @@ export class CompareView {
     };
     const reference = columns[0]?.[0] ?? "reference";
     this.groups = [];
-    const blocks = this.compare.get("_run_prompts").map((prompt) => {
+    const blocks = this.compare.get("_run_prompts").map((prompt, place) => {
       const group = new AnswerGroup(
         columns.map(([label]) => label),
         reference,
         speak,
+        place === 0,
       );
       for (const view of group.views) view.head.append(h("b", {}, view.name));
       this.groups.push(group);

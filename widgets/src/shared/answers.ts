@@ -5,6 +5,7 @@ import { visible } from "./format";
 import { KL_LABELS, klHeight, klStep, tokenWords } from "./kl";
 
 const AT_END_PX = 24;
+const HINT = "Point at a token, or click into a text and use the arrow keys: the same place is marked in all of them.";
 
 /** One answer. Tokens that are on the page are not drawn again unless their numbers have come. */
 export class AnswerView {
@@ -129,6 +130,7 @@ export class AnswerGroup {
     names: readonly string[],
     private readonly reference: string,
     private readonly speak: (words: string) => void,
+    private readonly hint = true,
   ) {
     this.views = names.map((name, column) => new AnswerView(name, (index, by) => this.move(index, by, column)));
     const grid = h("div", { class: "exl2nb-answer-grid" }, ...this.views.map((view) => view.element));
@@ -155,8 +157,7 @@ export class AnswerGroup {
 
   private drawReadout(): void {
     if (this.cursor < 0) {
-      const hint = "Point at a token, or click into a text and use the arrow keys: the same place is marked in all of them.";
-      this.readout.replaceChildren(h("div", { class: "exl2nb-muted" }, hint));
+      this.readout.replaceChildren(...(this.hint ? [h("div", { class: "exl2nb-muted" }, HINT)] : []));
       return;
     }
     const rows = this.views.flatMap((view, i) => {
