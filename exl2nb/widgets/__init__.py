@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from exl2nb.widgets.compare import Compare
     from exl2nb.widgets.explorer import BitrateExplorer
     from exl2nb.widgets.memory_plan import MemoryPlan
+    from exl2nb.widgets.microscope import SamplerMicroscope
     from exl2nb.widgets.playground import Playground
     from exl2nb.widgets.progress import ProgressView
     from exl2nb.widgets.weights import WeightBrowser
@@ -25,6 +26,7 @@ _PUBLIC = {
     "MemoryPlan": "exl2nb.widgets.memory_plan",
     "Playground": "exl2nb.widgets.playground",
     "ProgressView": "exl2nb.widgets.progress",
+    "SamplerMicroscope": "exl2nb.widgets.microscope",
     "WeightBrowser": "exl2nb.widgets.weights",
 }
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "MemoryPlan",
     "Playground",
     "ProgressView",
+    "SamplerMicroscope",
     "WeightBrowser",
 ]
 

@@ -84,7 +84,15 @@ export class SettingsPanel {
     const id = uniqueId(control.name);
     const { name, label, hint, min, max, step } = control;
     const number = h("input", { id, type: "number", min, max, step, "aria-describedby": `${id}-hint`, disabled: readOnly });
-    const slider = h("input", { type: "range", min, max, step, "aria-label": `${label}, slider`, disabled: readOnly });
+    const slider = h("input", {
+      type: "range",
+      class: "exl2nb-range",
+      min,
+      max,
+      step,
+      "aria-label": `${label}, slider`,
+      disabled: readOnly,
+    });
     const put = (typed: string, save: boolean) => {
       const value = clamp({ min, step, ...(name === "max_tokens" ? {} : { max: name === "top_k" ? 1_000_000 : max }) }, typed);
       if (value === null) return this.refresh();

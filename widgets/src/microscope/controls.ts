@@ -1,0 +1,117 @@
+// The sliders of the microscope and what each filter does, in words.
+import { h, uniqueId } from "../shared/dom";
+
+interface Control {
+  name: string;
+  label: string;
+  hint: string;
+  off: number | null;
+  min: number;
+  max: number;
+  step: number;
+}
+
+const CONTROLS: readonly Control[] = [
+  { name: "temperature", label: "Temperature", hint: "0 takes the likeliest", off: 1, min: 0, max: 2, step: 0.05 },
+  { name: "top_k", label: "Top-k", hint: "0 is off", off: 0, min: 0, max: 100, step: 1 },
+  { name: "top_p", label: "Top-p", hint: "1 is off", off: 1, min: 0.05, max: 1, step: 0.01 },
+  { name: "min_p", label: "Min-p", hint: "0 is off", off: 0, min: 0, max: 0.5, step: 0.01 },
+  { name: "repetition_penalty", label: "Repetition penalty", hint: "1 is off", off: 1, min: 1, max: 2, step: 0.05 },
+];
+const MORE: readonly Control[] = [
+  { name: "typical_p", label: "Typical-p", hint: "1 is off", off: 1, min: 0.05, max: 1, step: 0.01 },
+  { name: "tfs", label: "Tail-free", hint: "1 is off", off: 1, min: 0.05, max: 1, step: 0.01 },
+  { name: "top_a", label: "Top-a", hint: "0 is off", off: 0, min: 0, max: 1, step: 0.01 },
+  { name: "xtc_probability", label: "XTC probability", hint: "0 is off", off: 0, min: 0, max: 1, step: 0.05 },
+  { name: "xtc_threshold", label: "XTC threshold", hint: "0.5 and more: off", off: null, min: 0, max: 0.5, step: 0.01 },
+  { name: "presence_penalty", label: "Presence penalty", hint: "0 is off", off: 0, min: -2, max: 2, step: 0.1 },
+  { name: "frequency_penalty", label: "Frequency penalty", hint: "0 is off", off: 0, min: -2, max: 2, step: 0.1 },
+  { name: "smoothing_factor", label: "Smoothing", hint: "0 is off", off: 0, min: 0, max: 5, step: 0.1 },
+  { name: "skew", label: "Skew", hint: "0 is off", off: 0, min: -5, max: 5, step: 0.1 },
+];
+
+/** One sentence per step of the chain. */
+export const EXPLAINED: Record<string, string> = {
+  logits: "what the model says, before anything is done to it",
+  constraint: "only tokens that the grammar allows here",
+  allowed_tokens: "only the tokens of a list",
+  banned_tokens: "without the tokens of a list",
+  min_tokens: "no end before the least length",
+  repetition_penalty: "logits of tokens that the text has already are divided by it",
+  presence_penalty: "subtracted once from tokens that the new text has already",
+  frequency_penalty: "subtracted once per occurrence in the new text",
+  dry: "against repeating a sequence: the longer it would be, the stronger",
+  logit_bias: "numbers added to chosen tokens",
+  smoothing: "bends the logits around the best one",
+  temperature: "divides the logits: below 1 sharper, above 1 flatter",
+  top_k: "keeps the k likeliest",
+  top_p: "keeps the likeliest until their sum reaches p",
+  top_a: "keeps what is likelier than a times the square of the best",
+  min_p: "keeps what is likelier than p times the best",
+  tail_free: "cuts where the curve of probabilities goes flat",
+  typical: "keeps tokens whose surprise is near the average",
+  mirostat: "holds the surprise of the text at a level",
+  dynamic_temperature: "temperature by entropy",
+  xtc: "with some probability leaves out all likely tokens but the least of them",
+  skew: "draws towards the less (positive) or more probable",
+  greedy: "the best one; no random number",
+};
+
+export class Controls {
+  readonly element = h("div", { class: "exl2nb-controls" });
+  private readonly inputs = new Map<string, [HTMLInputElement, HTMLInputElement, Control]>();
+  readonly seed = h("input", { type: "number", id: uniqueId("seed"), min: 0, step: 1 });
+  private readonly more: HTMLDetailsElement;
+  private readonly count = h("span", { class: "exl2nb-muted" });
+
+  constructor(
+    private readonly change: (name: string, value: number) => void,
+    fixed: boolean,
+  ) {
+    const first = h("div", { class: "exl2nb-grid" }, ...CONTROLS.map((control) => this.slider(control, fixed)), this.seedField(fixed));
+    const rest = h("div", { class: "exl2nb-grid" }, ...MORE.map((control) => this.slider(control, fixed)));
+    this.more = h("details", {}, h("summary", {}, "More samplers ", this.count), rest);
+    this.element.append(first, this.more);
+  }
+
+  draw(settings: Record<string, number>, seed: string): void {
+    let on = 0;
+    for (const [name, [range, number, control]] of this.inputs) {
+      const value = settings[name] ?? control.min;
+      range.value = String(value);
+      range.style.setProperty("--exl-fill", `${((100 * (Number(range.value) - control.min)) / (control.max - control.min)).toFixed(1)}%`);
+      if (document.activeElement !== number) number.value = String(Number(value.toFixed(4)));
+      const active = control.off !== null && value !== control.off;
+      range.closest(".exl2nb-control")?.classList.toggle("exl2nb-active", active);
+      if (active && MORE.includes(control)) on += 1;
+    }
+    this.count.textContent = on ? `(${on} on)` : "";
+    if (document.activeElement !== this.seed) this.seed.value = seed;
+  }
+
+  private slider(control: Control, fixed: boolean): HTMLElement {
+    const { name, label, hint, min, max, step } = control;
+    const id = uniqueId(name);
+    const number = h("input", { id, type: "number", min, step, "aria-describedby": `${id}-hint`, disabled: fixed });
+    const range = h("input", { type: "range", class: "exl2nb-range", min, max, step, "aria-label": `${label}, slider`, disabled: fixed });
+    this.inputs.set(name, [range, number, control]);
+    range.addEventListener("input", () => this.change(name, Number(range.value)));
+    number.addEventListener("change", () => {
+      if (number.value.trim() !== "" && Number.isFinite(Number(number.value))) this.change(name, Number(number.value));
+    });
+    const top = h("div", { class: "exl2nb-control-top" }, h("label", { for: id }, label), number);
+    return h("div", { class: "exl2nb-control" }, top, range, h("div", { class: "exl2nb-muted", id: `${id}-hint` }, hint));
+  }
+
+  private seedField(fixed: boolean): HTMLElement {
+    this.seed.disabled = fixed;
+    this.seed.addEventListener("change", () => {
+      const value = Math.round(Number(this.seed.value));
+      if (this.seed.value.trim() !== "" && Number.isSafeInteger(value) && value >= 0) this.change("seed", value);
+    });
+    const top = h("div", { class: "exl2nb-control-top" }, h("label", { for: this.seed.id }, "Seed"), this.seed);
+    const dice = h("button", { type: "button", class: "exl2nb-button", disabled: fixed }, "Throw again");
+    dice.addEventListener("click", () => this.change("seed", Math.floor(Math.random() * 1_000_000)));
+    return h("div", { class: "exl2nb-control" }, top, dice);
+  }
+}

@@ -1,0 +1,164 @@
+// SamplerMicroscope: choose a place of the answer, move the samplers' settings, see what survives each of them and what is drawn.
+import type { AnyModel } from "@anywidget/types";
+import type { MicroscopeState } from "../protocol.gen";
+import { type State, state } from "../shared/afm";
+import { Asker } from "../shared/asker";
+import { guardKeys, h, root, setAttributes } from "../shared/dom";
+import { percent, visible } from "../shared/format";
+import { perFrame } from "../shared/frame";
+import { type Roving, roving } from "../shared/roving";
+import { Controls, EXPLAINED } from "./controls";
+import { chainTable, LineView } from "./table";
+import "./microscope.css";
+
+const WATCHED: (keyof MicroscopeState)[] = [
+  ...(["status", "error", "at", "settings", "token", "token_text", "prob", "uniform", "seed"] as const),
+  ...(["_answer", "_steps", "_tokens", "_line", "_others", "_prompt"] as const),
+];
+interface Wish {
+  at: number;
+  settings: Record<string, number>;
+}
+
+class MicroscopeView {
+  readonly root = root("microscope", "Sampler microscope");
+  private readonly prompt = h("span", { class: "exl2nb-muted" });
+  private readonly answer = h("div", {
+    class: "exl2nb-answer",
+    role: "listbox",
+    "aria-label": "Tokens of the answer: choose one to look at",
+  });
+  private readonly walk: Roving;
+  private readonly controls: Controls;
+  private readonly others = h("div", { class: "exl2nb-muted exl2nb-others" });
+  private readonly scroll = h("div", { class: "exl2nb-scroll", role: "region", tabindex: 0, "aria-label": "What each step leaves" });
+  private readonly line = new LineView();
+  private readonly drawn = h("div", { class: "exl2nb-drawn" });
+  private readonly notes = h("dl");
+  private readonly spoken = h("div", { class: "exl2nb-sr", role: "status" });
+  private readonly error = h("div", { class: "exl2nb-error", role: "alert", hidden: true });
+  private readonly frame = perFrame(() => this.draw());
+  private readonly asker: Asker<Wish>;
+  private readonly undo: (() => void)[];
+  private built = "";
+  private pieces: HTMLElement[] = [];
+  private pending: Record<string, number> = {};
+  private wished: Record<string, number> = {}; // what the sliders show until the kernel has answered
+
+  constructor(private readonly scope: State<MicroscopeState>) {
+    this.asker = new Asker<Wish>((wish) => {
+      this.pending = {};
+      scope.send({ type: "sample", ...wish });
+    });
+    this.controls = new Controls((name, value) => this.wish(name, value), scope.get("_static"));
+    this.walk = roving(
+      this.answer,
+      () => {},
+      (at) => this.go(at),
+    );
+    const text = h("div", { class: "exl2nb-text" }, this.prompt, this.answer);
+    const notes = h("details", {}, h("summary", {}, "What the steps do"), this.notes);
+    this.root.append(
+      h(
+        "div",
+        { class: "exl2nb-card" },
+        text,
+        this.controls.element,
+        this.others,
+        this.error,
+        this.scroll,
+        this.line.element,
+        this.drawn,
+        notes,
+      ),
+      this.spoken,
+    );
+    this.undo = [
+      guardKeys(this.root),
+      scope.observe(["_steps", "error"], () => this.asker.answered()),
+      scope.observe(WATCHED, () => this.frame.request()),
+      () => this.asker.close(),
+    ];
+    this.draw();
+  }
+
+  close(): void {
+    for (const undo of this.undo) undo();
+    this.frame.cancel();
+    this.root.remove();
+  }
+
+  private wish(name: string, value: number): void {
+    this.pending[name] = this.wished[name] = value;
+    this.frame.request();
+    this.asker.want({ at: this.scope.get("at"), settings: { ...this.pending } });
+  }
+
+  private go(at: number): void {
+    if (this.scope.get("_static") || at === this.scope.get("at")) return;
+    this.asker.want({ at, settings: {} });
+  }
+
+  private draw(): void {
+    const get = this.scope.get;
+    this.error.textContent = get("error");
+    this.error.hidden = get("error") === "";
+    this.drawText();
+    const settings = get("settings") as Record<string, number>;
+    for (const [name, value] of Object.entries(this.wished))
+      if (get("error") !== "" || String(name === "seed" ? get("seed") : settings[name]) === String(value)) delete this.wished[name];
+    this.controls.draw({ ...settings, ...this.wished }, get("seed"));
+    this.others.textContent = get("_others") ? `also: ${get("_others")}` : "";
+    this.others.hidden = !get("_others");
+    const left = this.scroll.scrollLeft;
+    this.scroll.replaceChildren(chainTable(get("_steps"), get("_tokens"), get("token"), get("_vocab")));
+    this.scroll.scrollLeft = left;
+    this.line.draw(get("_line"), get("token"), get("uniform"));
+    this.drawDrawn();
+    this.notes.replaceChildren(
+      ...get("_steps").flatMap(([name]) => [h("dt", {}, name.replace(/_/g, " ")), h("dd", {}, EXPLAINED[name] ?? "")]),
+    );
+  }
+
+  private drawText(): void {
+    const get = this.scope.get;
+    const [answer, at] = [get("_answer"), get("at")];
+    this.prompt.textContent = get("_prompt");
+    const key = JSON.stringify(answer);
+    if (this.built !== key) {
+      this.built = key;
+      const last = at === answer.length ? [h("span", { role: "option", class: "exl2nb-piece" }, "▏")] : [];
+      this.pieces = [
+        ...answer.map(([id, text]) => h("span", { role: "option", class: "exl2nb-piece", title: `id ${id}` }, text || "∅")),
+        ...last,
+      ];
+      this.answer.replaceChildren(...this.pieces);
+      this.walk.set(this.pieces, 1);
+    }
+    this.answer.hidden = answer.length === 0;
+    this.pieces.forEach((piece, i) => {
+      setAttributes(piece, { "aria-selected": String(i === at) });
+      piece.classList.toggle("exl2nb-later", i > at);
+    });
+    this.walk.move(at);
+  }
+
+  private drawDrawn(): void {
+    const get = this.scope.get;
+    const [uniform, has] = [get("uniform"), get("_answer")[get("at")]];
+    const how =
+      uniform === null ? "greedy: the best one" : `random number ${uniform.toFixed(4)}, no. ${get("_index")} of seed ${get("seed")}`;
+    const words = [how, " draws ", h("code", {}, visible(get("token_text"))), ` at ${percent(get("prob"))}`];
+    const beside = has ? (has[0] === get("token") ? "; so does the text" : `; the text has ${visible(has[1])}`) : "";
+    this.drawn.replaceChildren(...words, beside);
+    if (this.spoken.textContent !== this.drawn.textContent) this.spoken.textContent = this.drawn.textContent;
+  }
+}
+
+export default {
+  render({ model, el }: { model: AnyModel; el: HTMLElement }) {
+    const view = new MicroscopeView(state<MicroscopeState>(model));
+    el.append(view.root);
+    return () => view.close();
+  },
+};
