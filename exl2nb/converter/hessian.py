@@ -19,6 +19,7 @@ INPUTS: tuple[tuple[str, ...], ...] = (("q", "k", "v"), ("o",), ("gate", "up"), 
 DAMPING = 0.03
 COUPLING_DAMPING = 0.2  # demo model, 3 bits, head shared: KL 0.181 at 0.03, 0.167 at 0.1 and at 0.3, 0.180 without coupling
 ROWS_PER_BATCH = 4
+SCORES = 1 << 25  # attention scores at once on a GPU: 128 MiB; 4 rows of 512 tokens for 32 heads
 SMALLEST_PRODUCT = 192  # columns of a piece of a symmetric product
 ENOUGH = 16  # tokens per direction that the sweep looks at
 WHOLE, BLOCK = 1024, 256  # outputs that are coupled: all of a matrix up to WHOLE, else blocks
@@ -48,13 +49,12 @@ def _stage(role: str) -> int:
 class Factor:
     """Activation order and factor of one input.
 
-    perm: int64 `(K,)`, original row of each stored row, strongest channel first. upper: f32 `(K, K)`, U with inv(H) = U^T U in that order.
-    lower: f64 `(K, K)`, L with H = L L^T, both damped.
+    perm: int64 `(K,)`, original row of each stored row, strongest channel first. upper: f32 `(K, K)`, U with inv(H) = U^T U in that order,
+    H damped.
     """
 
     perm: Tensor
     upper: Tensor
-    lower: Tensor | None = None
 
     def correction(self, cross: Tensor, weight: Tensor, strength: float) -> Tensor:
         """What to add to `weight` so that its outputs on the inputs at hand come nearer to those on the dense model's inputs.
@@ -64,11 +64,10 @@ class Factor:
             weight: f32 `(N, K)`.
             strength: 0 (nothing) to 1 (the least-squares answer).
         """
-        assert self.lower is not None
-        wanted = (cross @ weight.T.double())[self.perm]
+        wanted = cross.to(weight.dtype)[self.perm] @ weight.T
         found = torch.empty_like(wanted)
-        found[self.perm] = torch.cholesky_solve(wanted, self.lower)
-        return (strength * found).T.float()
+        found[self.perm] = self.upper.T @ (self.upper @ wanted)
+        return (strength * found).T
 
 
 @dataclass(frozen=True)
@@ -103,15 +102,13 @@ def couple(products: Tensor, *, damping: float = COUPLING_DAMPING) -> Coupling |
     if size % 16 or not 0 < mean < math.inf:
         return None
     perm = torch.argsort(diagonal, dim=1, descending=True, stable=True)
-    index = torch.arange(blocks, device=products.device)[:, None, None]
-    ordered = products[index, perm[:, :, None], perm[:, None, :]]
-    eye = torch.eye(size, dtype=torch.float64, device=products.device)
-    lower, failed = torch.linalg.cholesky_ex(ordered + eye * (damping * mean))
+    index, back = torch.arange(blocks, device=products.device)[:, None, None], perm.flip(1)
+    turned = products[index, back[:, :, None], back[:, None, :]]
+    turned.diagonal(dim1=1, dim2=2).add_(damping * mean)
+    lower, failed = torch.linalg.cholesky_ex(turned)
     if failed.any():
         return None
-    upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-    if failed.any():
-        return None
+    upper = _inverse(lower).flip(1, 2)
     diag = upper.diagonal(dim1=1, dim2=2)
     factor = torch.triu(upper / diag[:, :, None], 1).float().contiguous()
     whole = (perm + torch.arange(blocks, device=perm.device)[:, None] * size).flatten()
@@ -178,10 +175,11 @@ class Moments:
 def factorize(hessian: Tensor, *, damping: float = DAMPING, name: str = "input") -> Factor:
     """Order the channels by strength and factor the damped inverse, in fp64.
 
-    Channels without activity cost nothing and keep their place at the end; damping makes the matrix positive.
+    Channels without activity cost nothing and keep their place at the end; damping makes the matrix positive. With J reversing the order,
+    J H J = L L^T makes U = J inv(L) J: one factorisation and one triangular inverse.
 
     Args:
-        hessian: f64 `(K, K)`, symmetric.
+        hessian: f32 or f64 `(K, K)`, symmetric.
         damping: added to the diagonal, as a share of its mean.
         name: for the message.
 
@@ -194,25 +192,34 @@ def factorize(hessian: Tensor, *, damping: float = DAMPING, name: str = "input")
         )
     diagonal = hessian.diagonal()
     perm = torch.argsort(diagonal, descending=True, stable=True)
-    ordered = hessian[perm][:, perm]
-    mean = float(diagonal.mean()) or 1.0
-    eye = torch.eye(len(perm), dtype=torch.float64, device=hessian.device)
+    back = perm.flip(0)
+    turned = hessian[back][:, back].double()
+    mean = float(diagonal.mean(dtype=torch.float64)) or 1.0
+    added = 0.0
     for share in (damping, 10 * damping, 1.0):
-        lower, failed = torch.linalg.cholesky_ex(ordered + eye * (share * mean))
-        if failed:
-            continue
-        upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+        turned.diagonal().add_((share - added) * mean)
+        added = share
+        lower, failed = torch.linalg.cholesky_ex(turned)
         if not failed:
-            return Factor(perm, upper.float().contiguous(), lower)
+            del turned  # at 11008 inputs each of these is 1 GB
+            return Factor(perm, _inverse(lower).float().flip(0, 1).contiguous())
     raise ConversionError(f"{name}: its Hessian cannot be factored; expected a positive matrix; use more calibration rows")
 
 
-def batches(first: int, last: int) -> list[slice]:
-    """Rows `first` to `last` cut into what the network runs at once."""
-    return [slice(start, min(start + ROWS_PER_BATCH, last)) for start in range(first, last, ROWS_PER_BATCH)]
+def _inverse(lower: Tensor) -> Tensor:
+    """Of a lower triangular f64 matrix, or of many `(..., K, K)`."""
+    eye = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device).expand(lower.shape).contiguous()
+    return torch.linalg.solve_triangular(lower, eye, upper=False, out=eye)
+
+
+def batches(config: ModelConfig, x: Tensor, first: int, last: int) -> list[slice]:
+    """Rows `first` to `last` of a stream x `(rows, S, H)` cut into what the network runs at once; a GPU takes as many as SCORES allows."""
+    rows = max(1, SCORES // (config.num_heads * x.shape[1] ** 2)) if x.is_cuda else ROWS_PER_BATCH
+    return [slice(start, min(start + rows, last)) for start in range(first, last, rows)]
 
 
 def advance(config: ModelConfig, layer: int, weights: Mapping[str, Tensor], x: Tensor, used: int | None = None) -> Tensor:
     """The stream after one layer, f32 `(rows, S, H)`, a few rows at a time, and no batch across row `used`."""
     used = len(x) if used is None else used
-    return torch.cat([reference.block(config, layer, weights, x[part]) for part in (*batches(0, used), *batches(used, len(x)))])
+    parts = (*batches(config, x, 0, used), *batches(config, x, used, len(x)))
+    return torch.cat([reference.block(config, layer, weights, x[part]) for part in parts])

@@ -57,7 +57,7 @@ class _Walk:
 
     def __init__(self, config: ModelConfig, layer: int, dense: Mapping[str, Tensor], made: Mapping[str, Tensor], streams: Streams) -> None:
         self._config, self._layer, self._weights, self._streams = config, layer, (dense, made), streams
-        self._parts = batches(0, streams.used)
+        self._parts = batches(config, streams.dense, 0, streams.used)
         wide = max(config.hidden_size, config.q_size, *(linear.in_features for linear in layer_linears(config, layer).values()))
         held = 2 * 4 * streams.used * streams.dense.shape[1] * (config.hidden_size + wide)
         self._waiting = [self._start(part) for part in self._parts] if held <= HELD_BYTES else None
@@ -85,7 +85,8 @@ class _Walk:
 
     def finish(self) -> None:
         """Move the streams, all rows, behind the layer."""
-        streams, rest = self._streams, batches(self._streams.used, len(self._streams.dense))
+        streams = self._streams
+        rest = batches(self._config, streams.dense, streams.used, len(streams.dense))
         done = [
             tuple(reference.finish(run) for run in (self._waiting[i] if self._waiting else self._start(p)))
             for i, p in enumerate(self._parts)
@@ -170,7 +171,7 @@ def quantize_head(
 ) -> tuple[Exl2Tensors, float]:
     """Quantise the head's matrix on the streams after the last layer."""
     key, moments = head_linear(config).key, Moments()
-    for part in batches(0, streams.used):
+    for part in batches(config, streams.dense, 0, streams.used):
         wanted, found = (reference.final_norm(config, ends, stream[part]) for stream in (streams.dense, streams.made))
         moments.add("head", found)
         if rounding.strength:

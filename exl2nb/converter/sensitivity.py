@@ -139,11 +139,10 @@ def _backward(
     count, moments, levels = x.shape[0] * x.shape[1], Moments(), _Levels()
     sample = experts.Sample(config, layer, count)
     products: dict[str, Tensor] = {}
-    looked_at: dict[str, int] = {}
     squares = {linear.key: x.new_zeros(linear.out_features, dtype=torch.float64) for linear in linears.values()}
     tokens: dict[str, list[Tensor]] = {}
     below = []
-    for place in batches(0, len(x)):
+    for place in batches(config, x, 0, len(x)):
         part, upper, tape = x[place], gradient[place], _Tape()
         with torch.enable_grad(), tape, _repeatable(x):
             leaf = part.detach().requires_grad_(True)
@@ -159,9 +158,7 @@ def _backward(
             if "." in role:
                 squares[key] += found.square().sum(0, dtype=torch.float64)
             else:
-                some = found[:: stride_of(count, block_of(found.shape[1]))]
-                products[key] = products.get(key, 0) + _products(some).double()
-                looked_at[key] = looked_at.get(key, 0) + len(some)
+                products[key] = products.get(key, 0) + _products(found).double()
             value, rows, total = found.square().sum(1), tape.inputs[key][1], everyone[stem_of(names[role])]
             weight[names[role]] = weight.get(names[role], 0) + value
             total.add_(value) if rows is None else total.index_add_(0, rows, value)
@@ -171,7 +168,7 @@ def _backward(
             tokens.setdefault(name, []).append(value)
         sample.see({key: value for key, (value, _) in tape.inputs.items()})
     moe = config.experts(layer)
-    products = {key: product / looked_at[key] for key, product in products.items()}
+    products = {key: product / count for key, product in products.items()}
     gradients = {key: products[key].diagonal(dim1=1, dim2=2).flatten() if key in products else squares[key] / count for key in roles}
     statistics = LayerStatistics(
         layer=layer,

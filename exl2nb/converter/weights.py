@@ -66,11 +66,11 @@ class DenseWeights:
 
     def weight(self, linear: Linear) -> Tensor:
         """A matrix in the nn.Linear layout, f32 `(out_features, in_features)`; a tied head is the embedding."""
-        return self._read(self._weight_name(linear)).to(self.device).float()
+        return self._read(self._weight_name(linear)).float()
 
     def stored(self, name: str, shape: tuple[int, ...] | None = None) -> Tensor:
         """A tensor that is not quantised, as it will be stored: f16, of `shape` (one head norm for all heads becomes a row per head)."""
-        tensor = self._read(name).half()
+        tensor = self._read(name).half().cpu()
         return tensor if shape is None else tensor.expand(shape).contiguous()
 
     def fingerprint(self) -> str:
@@ -96,7 +96,7 @@ class DenseWeights:
             raise FormatError(f"{info.path}: tensor {name!r}: found {info.dtype} {info.shape}, expected fp16, bf16 or fp32 {shape}")
 
     def _read(self, name: str) -> Tensor:
-        tensor = self.store.read(name)
+        tensor = self.store.read(name).to(self.device)
         if not torch.isfinite(tensor).all():
             raise FormatError(f"{self.store.info(name).path}: tensor {name!r}: found NaN or infinity, expected finite weights")
         return tensor
