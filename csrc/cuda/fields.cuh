@@ -146,5 +146,17 @@ __device__ __forceinline__ void take_offsets(uint32_t* h) {
     take_offsets<B, I + 1>(h);
   }
 }
+// The same with a zero point per column: of columns g (low) and g + 8, of the first and second 32 rows.
+template <int B, int I = 0>
+__device__ __forceinline__ void take_zeros(uint32_t* h, half2 first, half2 second) {
+  if constexpr (I < 16) {
+    const half2 zero = I < 8 ? first : second;
+    constexpr float offset = static_cast<float>(1 << (10 - pos(B, I)));
+    const half2 v =
+        __hsub2(*reinterpret_cast<half2*>(h + I), __hadd2(I & 1 ? __high2half2(zero) : __low2half2(zero), __float2half2_rn(offset)));
+    h[I] = *reinterpret_cast<const uint32_t*>(&v);
+    take_zeros<B, I + 1>(h, first, second);
+  }
+}
 
 }  // namespace exl2nb

@@ -84,10 +84,11 @@ void set_weights(GemvArgs& a, const uint8_t* head, const uint8_t* blob) {
 
 void set_input(MatrixInput& in, const uint8_t* head, const uint8_t* blob, half* x, int tokens) {
   const auto& h = *reinterpret_cast<const GpuHeader*>(head);
-  in.x = x, in.stride = input_stride(h.K), in.num_perms = std::max(1, h.num_perms), in.perm_stride = in.stride * tokens;
+  in.x = x, in.stride = input_stride(h), in.num_perms = std::max(1, h.num_perms), in.perm_stride = in.stride * tokens;
   for (int p = 0; p < kMaxPerms; p++)
-    in.inverse[p] =
-        h.perms && p < h.num_perms ? reinterpret_cast<const int*>(blob + h.perms) + (2 * p + 1) * static_cast<int64_t>(h.K) : nullptr;
+    in.inverse[p] = h.perms && p < h.num_perms
+                        ? reinterpret_cast<const int*>(blob + h.perms) + p * (static_cast<int64_t>(h.stored) + h.K) + h.stored
+                        : nullptr;
 }
 
 const char* gemv_launch(GemvArgs a, Epilogue e, cudaStream_t stream, bool pdl) {

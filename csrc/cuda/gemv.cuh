@@ -8,18 +8,15 @@
 #pragma once
 #include <cuda_fp16.h>
 
-#include <type_traits>
-
 #include "blob.h"
-#include "fields.cuh"
 #include "fragment.cuh"
+#include "item.cuh"
 #include "pdl.cuh"
 
 namespace exl2nb {
 
-constexpr int kUnroll = 2, kStages = 2, kThreads = kWarps * 32, kMaxTokens = 8;
+constexpr int kStages = 2, kThreads = kWarps * 32, kMaxTokens = 8;
 static_assert(kMaxTokens <= kWarps, "a warp adds one token to the residual");
-enum GemvPath { kBulk = 0, kAsync = 1, kPlain = 2 };
 
 struct GemvPart {
   const uint8_t* data;
@@ -62,120 +59,6 @@ struct GemvArgs {
   int activation;
   bool gated;
 };
-
-// c += A B for one k-step of 16; START: c = A B.
-template <int PATH, bool START>
-__device__ __forceinline__ void mma(float (&c)[4], const uint32_t* a, uint32_t b0, uint32_t b1) {
-  const float z0 = START ? 0.f : c[0], z1 = START ? 0.f : c[1], z2 = START ? 0.f : c[2], z3 = START ? 0.f : c[3];
-#if __CUDA_ARCH__ >= 800
-  if constexpr (PATH != kPlain) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%11,%12,%13};"
-                 : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(z0), "f"(z1), "f"(z2), "f"(z3));
-    return;
-  }
-#endif
-  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%7,%8,%9,%10};"
-               : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
-               : "r"(a[0]), "r"(a[1]), "r"(b0), "f"(z0), "f"(z1), "f"(z2), "f"(z3));
-  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
-               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-               : "r"(a[2]), "r"(a[3]), "r"(b1));
-}
-
-// The format's step of a scale code: fp16((code + 1)^2 * unit).
-__device__ __forceinline__ half2 steps_of(uint32_t code, half unit) {
-  uint32_t v = lop_and_or(code | (code << 12), 0x000f000fu, 0x64006400u);
-  const half2 s = __hadd2(*reinterpret_cast<half2*>(&v), __float2half2_rn(-1023.f));
-  return __hmul2(__hmul2(s, s), __half2half2(unit));
-}
-
-template <int B>
-__device__ __forceinline__ void load_unit(const uint8_t* p, int lane, uint32_t* w) {
-  if constexpr (B >= 4) {
-    const uint4 v = *reinterpret_cast<const uint4*>(p + lane * 16);
-    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
-  }
-  if constexpr (B == 8) {
-    const uint4 v = *reinterpret_cast<const uint4*>(p + 512 + lane * 16);
-    w[4] = v.x, w[5] = v.y, w[6] = v.z, w[7] = v.w;
-  }
-  if constexpr (B == 6) {
-    const uint2 v = *reinterpret_cast<const uint2*>(p + 512 + lane * 8);
-    w[4] = v.x, w[5] = v.y;
-  }
-  if constexpr (B == 5) w[4] = *reinterpret_cast<const uint32_t*>(p + 512 + lane * 4);
-  if constexpr (B == 2 || B == 3) {
-    const uint2 v = *reinterpret_cast<const uint2*>(p + lane * 8);
-    w[0] = v.x, w[1] = v.y;
-  }
-  if constexpr (B == 3) w[2] = *reinterpret_cast<const uint32_t*>(p + 256 + lane * 4);
-}
-
-// This lane's activations of 32 stored rows; zero for a token that is not there.
-template <bool STAGED>
-__device__ __forceinline__ uint4 load_x(const half* x, bool live) {
-  uint4 v = make_uint4(0, 0, 0, 0);
-  if (live) {
-    if constexpr (STAGED)
-      v = *reinterpret_cast<const uint4*>(x);
-    else
-      v = __ldcg(reinterpret_cast<const uint4*>(x));
-  }
-  return v;
-}
-
-__device__ __forceinline__ void add_scaled(float (&y)[4], const float (&acc)[4], half2 step) {
-  const float2 f = __half22float2(step);
-  y[0] = fmaf(acc[0], f.x, y[0]);
-  y[1] = fmaf(acc[1], f.x, y[1]);
-  y[2] = fmaf(acc[2], f.y, y[2]);
-  y[3] = fmaf(acc[3], f.y, y[3]);
-}
-
-// An item: y of column g for tokens 2t, 2t + 1, then of column g + 8.
-template <int PATH, int B, bool STAGED, bool ONE>
-__device__ __forceinline__ void compute(const uint8_t* st, int units, const half2* steps, const half* x, bool live, int lane,
-                                        float (&y)[4]) {
-  if constexpr (B == 16) {
-    for (int i = 0; i < units; i++, st += 2048, x += 64) {
-      const uint4 xa = load_x<STAGED>(x, live), xb = load_x<STAGED>(x + 32, live);
-      uint32_t h[16];
-#pragma unroll
-      for (int s = 0; s < 4; s++) *reinterpret_cast<uint4*>(h + 4 * s) = *reinterpret_cast<const uint4*>(st + s * 512 + lane * 16);
-      mma<PATH, false>(y, h, xa.x, xa.y);
-      mma<PATH, false>(y, h + 4, xa.z, xa.w);
-      mma<PATH, false>(y, h + 8, xb.x, xb.y);
-      mma<PATH, false>(y, h + 12, xb.z, xb.w);
-    }
-  } else {
-    const uint8_t* codes = st + units * (128 * B) + (lane >> 2) * (ONE ? 1 : 2);
-#pragma unroll(kUnroll)
-    for (int i = 0; i < units; i++) {
-      uint32_t w[B], h[16];
-      const uint4 xa = load_x<STAGED>(x + i * 64, live), xb = load_x<STAGED>(x + i * 64 + 32, live);
-      load_unit<B>(st + i * (128 * B), lane, w);
-      const half2 unit = steps[i];
-      dq<B>(w, h);
-      take_offsets<B>(h);
-      float a[4], b[4];
-      mma<PATH, true>(a, h, xa.x, xa.y);
-      mma<PATH, true>(b, h + 8, xb.x, xb.y);
-      mma<PATH, false>(a, h + 4, xa.z, xa.w);
-      mma<PATH, false>(b, h + 12, xb.z, xb.w);
-      if constexpr (ONE) {
-        const half2 step = steps_of(codes[i * 8], __low2half(unit));
-#pragma unroll
-        for (int j = 0; j < 4; j++) a[j] += b[j];
-        add_scaled(y, a, step);
-      } else {
-        const uint32_t c = *reinterpret_cast<const uint16_t*>(codes + i * 16);
-        add_scaled(y, a, steps_of(c & 0xff, __low2half(unit)));
-        add_scaled(y, b, steps_of(c >> 8, __high2half(unit)));
-      }
-    }
-  }
-}
 
 // A warp's way through its items: part after part, in each its strips, in each strip its items.
 struct Walk {
@@ -329,29 +212,7 @@ __device__ __forceinline__ void multiply(const GemvArgs& A, const GemvShared& S,
         if constexpr (PATH == kBulk) barrier_wait(ring.bars + ring.slot, ring.phase);
         if constexpr (PATH == kAsync) async_wait<kStages - 1>();
         if constexpr (PATH != kBulk) __syncwarp();
-        auto run = [&](auto one) {
-          constexpr bool kOne = decltype(one)::value;
-          switch (it.bits) {
-            case 4:
-              return compute<PATH, 4, STAGED, kOne>(st, it.units, u, x, live, lane, y);
-            case 3:
-              return compute<PATH, 3, STAGED, kOne>(st, it.units, u, x, live, lane, y);
-            case 5:
-              return compute<PATH, 5, STAGED, kOne>(st, it.units, u, x, live, lane, y);
-            case 2:
-              return compute<PATH, 2, STAGED, kOne>(st, it.units, u, x, live, lane, y);
-            case 6:
-              return compute<PATH, 6, STAGED, kOne>(st, it.units, u, x, live, lane, y);
-            case 8:
-              return compute<PATH, 8, STAGED, kOne>(st, it.units, u, x, live, lane, y);
-            default:
-              return compute<PATH, 16, STAGED, true>(st, it.units, u, x, live, lane, y);
-          }
-        };
-        if (it.one)
-          run(std::true_type{});
-        else
-          run(std::false_type{});
+        compute_item<PATH, STAGED>(it, st, u, x, live, lane, y);
         __syncwarp();
         if (PATH != kBulk || lane == 0) fetch();
         if (++ring.slot == ring.stages) {
@@ -415,18 +276,17 @@ __device__ __forceinline__ void multiply(const GemvArgs& A, const GemvShared& S,
   }
 }
 
-// One kernel for every epilogue: the code of the product then stays in the instruction caches from one matrix to the next.
-template <int PATH, bool STAGED>
-__global__ void __launch_bounds__(kThreads, 1) gemv(const __grid_constant__ GemvArgs A) {
-  extern __shared__ __align__(128) uint8_t shared[];
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, block = blockIdx.x;
+// A CTA's whole share of a product, as one of the grid's A.grid CTAs. shared: its dynamic shared memory. wait: called when everything that
+// no earlier kernel writes is under way; what follows it may read what they wrote.
+template <int PATH, bool STAGED, class Wait>
+__device__ __forceinline__ void run_gemv(const GemvArgs& A, uint8_t* shared, int block, Wait wait) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   uint8_t* const image = shared + kStages * kWarps * kSlot;
   const int image_size = image_bytes(A.items, A.units, A.num_parts);
   uint64_t* const bars = reinterpret_cast<uint64_t*>(image + (image_size + 15) / 16 * 16);
   const GemvShared S(A, image, reinterpret_cast<uint8_t*>(bars + kWarps * kStages));
   Ring ring{shared + warp * kStages * kSlot, bars + warp * kStages, kStages, 0, 0};
 
-  // ---- what does not depend on the previous kernel
   for (int i = threadIdx.x; i < image_size / 16; i += kThreads)
     reinterpret_cast<uint4*>(image)[i] = __ldg(reinterpret_cast<const uint4*>(A.image) + i);
   load_owned(A, S, block);
@@ -474,13 +334,20 @@ __global__ void __launch_bounds__(kThreads, 1) gemv(const __grid_constant__ Gemv
   };
   if (PATH != kBulk || lane == 0)
     for (int i = 0; i < kStages; i++) fetch();
-  pdl_launch_dependents();
-  pdl_wait();
-
-  // ---- from here on the previous kernel is done
+  wait();
   load_inputs<STAGED>(A, S, block, warp, lane);
   if constexpr (STAGED) __syncthreads();
   multiply<PATH, STAGED>(A, S, ring, block, warp, lane, fetch);
+}
+
+// One kernel for every epilogue: the code of the product then stays in the instruction caches from one matrix to the next.
+template <int PATH, bool STAGED>
+__global__ void __launch_bounds__(kThreads, 1) gemv(const __grid_constant__ GemvArgs A) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  run_gemv<PATH, STAGED>(A, shared, blockIdx.x, [] {
+    pdl_launch_dependents();
+    pdl_wait();
+  });
 }
 
 }  // namespace exl2nb

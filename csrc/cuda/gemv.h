@@ -9,9 +9,9 @@ namespace exl2nb {
 
 // Halves per token of a matrix's input: whole units, and 32 more, which the empty half of a last unit reads (they hold finite numbers and
 // meet zero weights) and which put the tokens' copies in shared memory into different banks.
-inline int input_stride(int K) { return (K + 63) / 64 * 64 + 32; }
+inline int input_stride(const GpuHeader& h) { return (h.stored + 63) / 64 * 64 + 32; }
 void set_weights(GemvArgs& a, const uint8_t* head, const uint8_t* blob);
-// The input buffer of a blob: x is half[num_perms][tokens][input_stride(K)].
+// The input buffer of a blob: x is half[num_perms][tokens][input_stride].
 void set_input(MatrixInput& in, const uint8_t* head, const uint8_t* blob, half* x, int tokens);
 int gemv_grid(const GemvArgs& a, Epilogue e);
 // Sets what says how at most eight tokens are shared out among CTAs: epilogue, grid, flush. Returns the bytes of the staged activations.

@@ -19,42 +19,57 @@ float value_of(uint16_t bits) {
   return __half2float(h);
 }
 
-struct Unit {
-  int block, bits;
+// What no warp may share with another: a unit, or the two units of a scale set.
+struct Piece {
+  int block, bits, units;
   bool one, lone;
-  int bytes() const { return bits * 128 + (bits == 16 ? 0 : one ? 8 : 16); }
+  int scales = 0;
+  // Codes of the scales, or scale sets, of n pieces.
+  int extra(int n) const {
+    if (bits == 16) return 0;
+    return scales ? n * (one ? 1 : 2) * kGptqSet : (n * (one ? 8 : 16) + 15) / 16 * 16;
+  }
+  int bytes(int n) const { return n * units * bits * 128 + extra(n); }
+  int cost() const { return units * bits * 128 + (scales ? extra(1) : bits == 16 ? 0 : one ? 8 : 16); }
+  bool like(const Piece& p) const { return bits == p.bits && units == p.units && one == p.one && scales == p.scales && !lone && !p.lone; }
 };
 
-void add_item(PartPlan& p, int bits, int units, bool one, bool lone, int block, int unit0) {
-  Item it{};
-  it.offset = static_cast<uint32_t>(p.strip_bytes), it.block = static_cast<uint16_t>(block), it.bits = static_cast<uint8_t>(bits);
-  it.units = static_cast<uint8_t>(units), it.one = one, it.lone = lone, it.unit0 = static_cast<uint16_t>(unit0);
-  const int codes = bits == 16 ? 0 : (units * (one ? 8 : 16) + 15) / 16 * 16;
-  it.bytes = static_cast<uint16_t>(units * bits * 128 + codes);
-  p.strip_bytes += it.bytes;
-  p.items.push_back(it);
-}
-
-// Every warp gets a run of units of about the same bytes; equal units that follow one another become items.
-void make_items(PartPlan& p, const std::vector<Unit>& units) {
+// Every warp gets a run of pieces of about the same bytes; equal ones that follow one another become items.
+void make_items(PartPlan& p, const std::vector<Piece>& pieces) {
   int64_t total = 0, done = 0;
-  for (const Unit& u : units) total += u.bytes();
+  for (const Piece& u : pieces) total += u.cost();
   p.ends.assign(1, 0);
   size_t u = 0;
+  int unit = 0;
   for (int w = 1; w <= kWarps; w++) {
     size_t end = u;
-    while (end < units.size() && (w == kWarps || (2 * done + units[end].bytes()) * kWarps <= 2 * total * w)) done += units[end++].bytes();
+    while (end < pieces.size() && (w == kWarps || (2 * done + pieces[end].cost()) * kWarps <= 2 * total * w)) done += pieces[end++].cost();
     while (u < end) {
-      const Unit& first = units[u];
-      size_t n = 1;
-      while (!first.lone && u + n < end && static_cast<int>(n) < units_per_item(first.bits) && units[u + n].bits == first.bits &&
-             units[u + n].one == first.one && !units[u + n].lone)
-        n++;
-      add_item(p, first.bits, static_cast<int>(n), first.one, first.lone, first.block, static_cast<int>(u));
-      u += n;
+      const Piece& first = pieces[u];
+      int n = 1;
+      while (u + static_cast<size_t>(n) < end && pieces[u + static_cast<size_t>(n)].like(first) && first.bytes(n + 1) <= kSlot) n++;
+      Item it{};
+      it.offset = static_cast<uint32_t>(p.strip_bytes), it.block = static_cast<uint16_t>(first.block);
+      it.bits = static_cast<uint8_t>(first.bits), it.units = static_cast<uint8_t>(n * first.units), it.one = first.one,
+      it.lone = first.lone;
+      it.scales = static_cast<uint8_t>(first.scales), it.unit0 = static_cast<uint16_t>(unit);
+      it.bytes = static_cast<uint16_t>(first.bytes(n));
+      p.strip_bytes += it.bytes;
+      p.items.push_back(it);
+      u += static_cast<size_t>(n), unit += it.units;
     }
     p.ends.push_back(static_cast<uint16_t>(p.items.size()));
   }
+}
+
+struct Block {  // of 32 rows
+  int bits, group;
+};
+std::vector<Block> blocks_of(const std::vector<Group>& groups) {
+  std::vector<Block> blocks;
+  for (size_t g = 0; g < groups.size(); g++)
+    for (int r = 0; r < groups[g].rows; r += 32) blocks.push_back({groups[g].bits, static_cast<int>(g)});
+  return blocks;
 }
 
 }  // namespace
@@ -63,24 +78,39 @@ PartPlan plan_exl2(const std::vector<Group>& groups, const std::vector<uint16_t>
                    std::vector<int> perm) {
   PartPlan p;
   p.outputs = outputs, p.perm = std::move(perm);
-  struct Block {
-    int bits, group;
-  };
-  std::vector<Block> blocks;  // of 32 rows
   std::vector<uint16_t> step;
-  for (size_t g = 0; g < groups.size(); g++) {
+  for (size_t g = 0; g < groups.size(); g++)
     step.push_back(bits_of(__float2half_rn(static_cast<float>(static_cast<double>(value_of(scale_max[g])) * prescale / 256.0))));
-    for (int r = 0; r < groups[g].rows; r += 32) blocks.push_back({groups[g].bits, static_cast<int>(g)});
-  }
-  std::vector<Unit> units;
+  const std::vector<Block> blocks = blocks_of(groups);
+  std::vector<Piece> units;
   for (size_t b = 0; b < blocks.size();) {
     const bool lone = b + 1 == blocks.size() || blocks[b + 1].bits != blocks[b].bits;
     const bool one = !lone && blocks[b + 1].group == blocks[b].group;
-    units.push_back({static_cast<int>(b), blocks[b].bits, one, lone});
+    units.push_back({static_cast<int>(b), blocks[b].bits, 1, one, lone});
     p.steps.push_back(step[blocks[b].group] | (lone ? 0u : static_cast<uint32_t>(step[blocks[b + 1].group]) << 16));
     b += lone ? 1 : 2;
   }
   make_items(p, units);
+  return p;
+}
+
+PartPlan plan_gptq(const std::vector<Group>& groups, int outputs, std::vector<int> perm) {
+  PartPlan p;
+  p.outputs = outputs, p.perm = std::move(perm);
+  const std::vector<Block> blocks = blocks_of(groups);
+  const auto same = [&](size_t first, size_t count) {
+    return first + count <= blocks.size() && blocks[first + count - 1].group == blocks[first].group;
+  };
+  std::vector<Piece> pieces;
+  size_t units = 0;
+  for (size_t b = 0; b < blocks.size();) {
+    Piece piece{static_cast<int>(b), blocks[b].bits, 1, same(b, 2), b + 1 == blocks.size(), 1};
+    if (same(b, 4)) piece.units = piece.scales = 2;
+    pieces.push_back(piece);
+    units += static_cast<size_t>(piece.units), b += static_cast<size_t>(2 * piece.units);
+  }
+  p.steps.assign(units, 0);
+  make_items(p, pieces);
   return p;
 }
 
@@ -89,8 +119,8 @@ PartPlan plan_dense(int K, int outputs) {
   p.outputs = outputs, p.dense = 1;
   const int units = (K + 63) / 64;
   p.steps.assign(static_cast<size_t>(units), 0x3c003c00u);
-  std::vector<Unit> list;
-  for (int u = 0; u < units; u++) list.push_back({2 * u, 16, true, false});
+  std::vector<Piece> list;
+  for (int u = 0; u < units; u++) list.push_back({2 * u, 16, 1, true, false});
   make_items(p, list);
   return p;
 }
@@ -106,6 +136,8 @@ std::string plan_blob(int K, const std::vector<PartPlan>& parts, BlobPlan& out) 
   }
   if (perms.size() > kMaxPerms) return "the parts have more than " + std::to_string(kMaxPerms) + " different permutations";
   const bool stored = perms.size() > 1 || !perms[0].empty();
+  size_t rows = static_cast<size_t>(K);
+  for (const auto& perm : perms) rows = std::max(rows, perm.size());
   std::vector<uint8_t>& m = out.meta;
   m.assign(static_cast<size_t>(align256(sizeof(GpuHeader) + parts.size() * sizeof(GpuPart))), 0);
   auto put = [&](const void* data, size_t bytes) {
@@ -117,14 +149,16 @@ std::string plan_blob(int K, const std::vector<PartPlan>& parts, BlobPlan& out) 
   GpuHeader& h = out.header;
   h = {};
   h.magic = kGpuMagic, h.version = kGpuVersion, h.K = K, h.num_parts = static_cast<int>(parts.size()),
-  h.num_perms = static_cast<int>(perms.size());
+  h.num_perms = static_cast<int>(perms.size()), h.stored = static_cast<int>(rows);
   if (stored) {
     std::vector<int> table;
     for (auto perm : perms) {
       if (perm.empty())
         for (int i = 0; i < K; i++) perm.push_back(i);
+      perm.resize(rows, K);
       std::vector<int> inverse(static_cast<size_t>(K));
-      for (int i = 0; i < K; i++) inverse[static_cast<size_t>(perm[static_cast<size_t>(i)])] = i;
+      for (size_t i = 0; i < rows; i++)
+        if (perm[i] < K) inverse[static_cast<size_t>(perm[i])] = static_cast<int>(i);
       table.insert(table.end(), perm.begin(), perm.end());
       table.insert(table.end(), inverse.begin(), inverse.end());
     }
@@ -185,9 +219,11 @@ std::vector<PartPlan> read_parts(const std::vector<uint8_t>& meta) {
     p.steps.assign(steps, steps + s.num_units);
     p.strip_bytes = s.strip_bytes, p.outputs = s.outputs, p.dense = s.dense;
     if (h.perms) {
-      const int* perm = reinterpret_cast<const int*>(meta.data() + h.perms) + 2 * static_cast<int64_t>(s.perm) * h.K;
-      p.perm.assign(perm, perm + h.K);
-      bool identity = true;
+      const int* perm = reinterpret_cast<const int*>(meta.data() + h.perms) + static_cast<int64_t>(s.perm) * (h.stored + h.K);
+      int rows = h.stored;
+      while (rows > h.K && std::all_of(perm + rows - 32, perm + rows, [&](int k) { return k == h.K; })) rows -= 32;  // another part's
+      p.perm.assign(perm, perm + rows);
+      bool identity = rows == h.K;
       for (int k = 0; k < h.K && identity; k++) identity = perm[k] == k;
       if (identity) p.perm.clear();
     }

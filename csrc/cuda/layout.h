@@ -23,6 +23,8 @@ struct PartPlan {
 // scale_max: fp16 bits per group. prescale: factor of the matrix, rounded into the steps as the format says.
 PartPlan plan_exl2(const std::vector<Group>& groups, const std::vector<uint16_t>& scale_max, double prescale, int outputs,
                    std::vector<int> perm);
+// perm: stored row -> feature, K for padding; rows of a group are a multiple of 32, perm.size() their sum or empty.
+PartPlan plan_gptq(const std::vector<Group>& groups, int outputs, std::vector<int> perm);
 PartPlan plan_dense(int K, int outputs);
 
 struct BlobPlan {

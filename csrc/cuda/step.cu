@@ -49,7 +49,7 @@ struct Layout {
   size_t residual, normed, qkv, act[2], sum, squares, attention, bytes, attention_bytes;
 };
 
-size_t input_bytes(const Weight& w, int tokens) { return static_cast<size_t>(w.perms()) * input_stride(w.header().K) * tokens * 2; }
+size_t input_bytes(const Weight& w, int tokens) { return static_cast<size_t>(w.perms()) * input_stride(w.header()) * tokens * 2; }
 
 // The op after `w` that reads what lies in buffer `side`.
 const int64_t* reader(const int64_t* w, const int64_t* end, int64_t side) {
@@ -316,7 +316,7 @@ std::string step_launch(const int64_t* code, int64_t words, const GpuStep& step,
 
 int64_t linear_workspace(const uint8_t* head, int64_t tokens) {
   const auto& h = *reinterpret_cast<const GpuHeader*>(head);
-  return static_cast<int64_t>(std::max(1, h.num_perms)) * input_stride(h.K) * tokens * 2;
+  return static_cast<int64_t>(std::max(1, h.num_perms)) * input_stride(h) * tokens * 2;
 }
 
 const char* linear_launch(const uint8_t* head, const uint8_t* blob, const float* x, int64_t tokens, const float* bias, float* out,

@@ -6,7 +6,7 @@
 
 #include "blob.h"
 #include "fields.cuh"
-#include "gemv.cuh"
+#include "item.cuh"
 #include "launch.h"
 
 namespace exl2nb {
@@ -27,15 +27,17 @@ __device__ __forceinline__ void decode(const uint8_t* st, const Item& it, int i,
   uint32_t w[B], h[16];
   load_unit<B>(st + i * (128 * B), lane, w);
   dq<B>(w, h);
-  take_offsets<B>(h);
   const int g = lane >> 2, t = lane & 3;
   const uint8_t* codes = st + it.units * (128 * B);
   half2 step[2];
-  if (it.one) {
-    step[0] = step[1] = steps_of(codes[i * 8 + g], __low2half(unit));
+  if (it.scales) {
+    const GptqSet first = load_set(codes, it.one ? i / it.scales : 2 * i, lane), second = it.one ? first : load_set(codes, 2 * i + 1, lane);
+    take_zeros<B>(h, first.zero, second.zero);
+    step[0] = first.scale, step[1] = second.scale;
   } else {
-    step[0] = steps_of(codes[i * 16 + 2 * g], __low2half(unit));
-    step[1] = steps_of(codes[i * 16 + 2 * g + 1], __high2half(unit));
+    take_offsets<B>(h);
+    step[0] = steps_of(codes[it.one ? i * 8 + g : i * 16 + 2 * g], __low2half(unit));
+    step[1] = it.one ? step[0] : steps_of(codes[i * 16 + 2 * g + 1], __high2half(unit));
   }
 #pragma unroll
   for (int f = 0; f < 16; f++) {
@@ -47,7 +49,8 @@ __device__ __forceinline__ void decode(const uint8_t* st, const Item& it, int i,
   }
 }
 
-__global__ void __launch_bounds__(kStrips * 32) unpack_kernel(Source P, const int* perm, int K, int64_t N, half* out) {
+// perm: of `stored` rows, or null. Padding rows are not written.
+__global__ void __launch_bounds__(kStrips * 32) unpack_kernel(Source P, const int* perm, int stored_rows, int K, int64_t N, half* out) {
   __shared__ half tile[kStrips][64][16];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, strip = blockIdx.x * kStrips + warp;
   if (strip >= P.strips) return;
@@ -104,8 +107,9 @@ __global__ void __launch_bounds__(kStrips * 32) unpack_kernel(Source P, const in
     __syncwarp();
     for (int side = 0; side < (it.lone ? 1 : 2); side++) {
       const int local = side * 32 + lane, stored = (it.block + 2 * i) * 32 + local;
-      if (stored >= K) continue;
+      if (stored >= stored_rows) continue;
       const int row = perm ? perm[stored] : stored;
+      if (row >= K) continue;
       half* to = out + row * N + P.first_column + strip * 16;
       if (columns == 16 && (reinterpret_cast<uintptr_t>(to) & 15) == 0) {
         reinterpret_cast<uint4*>(to)[0] = reinterpret_cast<const uint4*>(tile[warp][local])[0];
@@ -128,9 +132,11 @@ const char* unpack_launch(const uint8_t* head, const uint8_t* blob, void* out, v
     const auto* steps = reinterpret_cast<const half2*>(blob + h.image + image_steps(h.num_items));
     const Source part{blob + s.data, steps,    items,          s.num_items, s.first_unit,
                       s.num_units,   s.strips, s.first_column, s.outputs,   s.strip_bytes};
-    const int* perm = h.perms && !s.dense ? reinterpret_cast<const int*>(blob + h.perms) + 2 * static_cast<int64_t>(s.perm) * h.K : nullptr;
+    const int* perm =
+        h.perms && !s.dense ? reinterpret_cast<const int*>(blob + h.perms) + s.perm * (static_cast<int64_t>(h.stored) + h.K) : nullptr;
     const dim3 grid((s.strips + kStrips - 1) / kStrips, (s.num_units + kUnitsPerCta - 1) / kUnitsPerCta);
-    unpack_kernel<<<grid, kStrips * 32, 0, static_cast<cudaStream_t>(stream)>>>(part, perm, h.K, h.N, static_cast<half*>(out));
+    unpack_kernel<<<grid, kStrips * 32, 0, static_cast<cudaStream_t>(stream)>>>(part, perm, perm ? h.stored : h.K, h.K, h.N,
+                                                                                static_cast<half*>(out));
     if (const cudaError_t e = cudaGetLastError(); e != cudaSuccess) return cudaGetErrorString(e);
   }
   return nullptr;

@@ -58,7 +58,7 @@ def load_model(
 
     Args:
         directory: holds config.json and the .safetensors files.
-        device: "cpu" or "cuda"; on CUDA every plain weight is kept in fp16, and GPTQ weights are widened to it.
+        device: "cpu" or "cuda"; on CUDA every plain weight is kept in fp16, and so is a GPTQ matrix whose scales fp16 cannot hold.
         weights: "auto" keeps every matrix in the format it is stored in; "fp32" widens plain ones and reconstructs quantised ones to fp32
             (a reference: 4 bytes a weight).
         context: longest sequence in tokens; None = max_position_embeddings. Dynamic NTK takes its base from it.
@@ -213,9 +213,13 @@ class _Builder:
             return ops.pack_dense(weight.float() if self.widen else weight.to(self.device))
         if source.kind == "gptq":
             gptq = read_gptq(self.config, self.store, source.linear)
-            if self.widen or self.device != "cpu":
+            packed = None if self.widen else gptq.packed() if self.device == "cpu" else gptq.packed_half()
+            if packed is None:
                 return ops.pack_dense(gptq.reconstruct().T.contiguous().to(self.device))
-            return ops.pack_gptq(*gptq.packed(), bits=gptq.bits, in_features=gptq.in_features)
+            qweight, scales, zeros, perm, rows = packed
+            zeros, perm = (None if part is None else part.to(self.device) for part in (zeros, perm))
+            codes = (qweight.to(self.device), scales.to(self.device), zeros, perm, rows.to(self.device))
+            return ops.pack_gptq(*codes, bits=gptq.bits, in_features=gptq.in_features)
         outputs = source.linear.out_features
         exl2 = Exl2Tensors.read(self.store, source.prefix, in_features=source.linear.in_features, out_features=outputs)
         if self.widen:

@@ -128,6 +128,22 @@ class GptqTensors:
         perm[start + torch.arange(len(order))] = order.to(torch.int32)
         return self.qweight, scales, zeros, perm, padded.to(torch.int32)
 
+    def packed_half(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor] | None:
+        """The same for kernels that read scales in f16 only; None where such a matrix cannot be had.
+
+        That is where a scale lies outside of f16's normal numbers, or where a group needs padding rows and a zero point that they would
+        have to hold is no code.
+        """
+        qweight, scales, zeros, perm, rows = self.packed()
+        size = scales[scales != 0].abs()
+        limits = torch.finfo(torch.float16)
+        if scales.dtype != torch.float16 and len(size) and (float(size.min()) < limits.tiny or float(size.max()) > limits.max):
+            return None
+        padded = perm is not None and len(perm) > self.in_features
+        if padded and zeros is not None and int(zeros.max()) >= 1 << self.bits:
+            return None
+        return qweight, scales.half(), zeros, perm, rows
+
 
 def unpack_zeros(qzeros: Tensor, bits: int, columns: int, spec: GptqSpec) -> Tensor:
     """True zero points.

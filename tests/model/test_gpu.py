@@ -18,6 +18,9 @@ from exl2nb.model.loader import load_model
 from exl2nb.ops import gpu
 from exl2nb.quant.exl2 import encode
 
+from .gptq_maker import put_on_grid, write_gptq
+from .test_gptq import RECIPES
+from .tiny import save, twin
 from .zoo import ZOO, build_wide, write, write_exl2
 
 pytestmark = pytest.mark.gpu
@@ -229,3 +232,17 @@ def test_the_paths_of_older_gpus(path):
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "gpu", str(Path(__file__)), "-k", tests]
     run = subprocess.run(command, env={**os.environ, "EXL2NB_CUDA_PATH": str(path)}, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-2000:]
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_gptq_checkpoints(recipe, tmp_path):
+    """Through the same kernels as EXL2, against the CPU's: codes, zero points and scales are the same numbers there."""
+    model = twin("llama", hidden_size=256, intermediate_size=416, num_key_value_heads=2)
+    put_on_grid(model, recipe)
+    folder = write_gptq(save(model, tmp_path / "dense"), tmp_path / "gptq", recipe)
+    cpu, cuda = load_model(folder), load_model(folder, device="cuda")
+    assert cuda.weight_bytes < 1.3 * cpu.weight_bytes, "codes, not fp16"
+    ids = torch.randint(0, cpu.config.vocab_size, (70,), generator=torch.Generator().manual_seed(3)).tolist()
+    want = logits(cpu, ids)
+    for chunk in (None, 1, 8):
+        assert float((logits(cuda, ids, chunk=chunk) - want).abs().max() / want.std()) < 1e-2
