@@ -24,6 +24,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from exl2nb.constraint.matcher import MatcherConstraint
 from exl2nb.constraint.structure import Structure
 from exl2nb.sampling.chain import sample_row
+from exl2nb.sampling.constraint import Allowed
 from exl2nb.sampling.params import SamplingParams
 from exl2nb.sampling.state import SamplerState
 from exl2nb.tokenizer.tokenizer import Tokenizer
@@ -102,16 +103,25 @@ def best(walks: list[list[float]]) -> list[float]:
     return [min(times) for times in zip(*walks)]
 
 
+def taken_out(row: np.ndarray, allowed: Allowed) -> np.ndarray:
+    """What sampling does with a mask."""
+    return allowed.masked(row) if allowed.ids is None else row[allowed.ids]
+
+
 def masks(structure: Structure, ids: list[int], size: int) -> None:
     """Walk the text: a mask by itself, and what is left to wait for after a step of the model of 3 ms."""
-    computed, waits, accepts = [], [], []
+    computed, totals, waits, accepts = [], [], [], []
+    row = (np.random.default_rng(0).normal(size=size) * 2).astype(np.float32)
     for _ in range(ROUNDS):
         constraint = Inline(structure._matcher.deep_copy(), size, "schema")
         times: list[float] = []
+        both: list[float] = []
         for token in ids:
             times.append(clock(constraint.allowed))
+            both.append(times[-1] + clock(lambda c=constraint: taken_out(row, c.allowed())))
             constraint.accept(token)
         computed.append(times)
+        totals.append(both)
         constraint, times, taken = structure.start(), [], []
         for token in ids:
             time.sleep(0.003)
@@ -119,7 +129,8 @@ def masks(structure: Structure, ids: list[int], size: int) -> None:
             taken.append(clock(lambda c=constraint, t=token: c.accept(t)))
         waits.append(times)
         accepts.append(taken)
-    show("mask", best(computed))
+    show("mask, as bits", best(computed))
+    show("mask, and a row of logits with it", best(totals))
     show("wait for it beside a 3 ms step", best(waits))
     show("accept, next mask begun", best(accepts))
 

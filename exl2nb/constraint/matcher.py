@@ -17,7 +17,6 @@ FORGET = 0.8
 FEW = 16  # where at most one token in so many is allowed, sampling works with their ids alone
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _COUNTS = _BITS.sum(axis=1).astype(np.uint8)
-_BIAS = np.where(_BITS, np.float32(0), np.float32(-np.inf))
 _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
 
@@ -33,8 +32,7 @@ class MatcherConstraint:
 
     def __init__(self, matcher: Any, vocab_size: int, what: str) -> None:
         self._matcher, self._vocab_size, self._what = matcher, vocab_size, what
-        self._bits = np.zeros((vocab_size + 31) // 32 * 4, np.uint8)  # the engine wants whole 32-bit words
-        self._bias = np.empty((len(self._bits), 8), np.float32)
+        self._bits = np.zeros((vocab_size + 31) // 32, np.int32)
         self._future: Future[Allowed] | None = None
         self._ready: Allowed | None = None
         self._cost_s = 1.0  # what masks took lately; the first one is not known
@@ -116,14 +114,14 @@ class MatcherConstraint:
         self._future = None
 
     def _compute(self) -> Allowed:
-        """The mask at this place: bits from the engine, spread to a row of 0 and -inf."""
+        """The mask at this place."""
         started = time.perf_counter()
         try:
-            return self._spread()
+            return self._mask()
         finally:
             self._cost_s = max(time.perf_counter() - started, FORGET * self._cost_s if self._cost_s < 1.0 else 0.0)
 
-    def _spread(self) -> Allowed:
+    def _mask(self) -> Allowed:
         matcher, bits = self._matcher, self._bits
         matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if matcher.is_error():
@@ -131,21 +129,14 @@ class MatcherConstraint:
         count = _popcount(bits)
         if not count:
             raise StructureError(f"the {self._what} cannot be satisfied from here: no token of the vocabulary may follow")
-        bias = self._bias.reshape(-1)
-        if count * FEW > self._vocab_size:
-            _BIAS.take(bits, axis=0, out=self._bias, mode="clip")
-            return Allowed(bias[: self._vocab_size], None)
-        ids = _ids(bits)
-        bias.fill(-np.inf)
-        bias[ids] = 0.0
-        return Allowed(bias[: self._vocab_size], ids)
+        return Allowed(bits, _ids(bits) if count * FEW <= self._vocab_size else None)
 
 
 def _popcount(bits: np.ndarray) -> int:
     """How many bits are set."""
     if hasattr(np, "bitwise_count"):  # NumPy 2
         return int(np.bitwise_count(bits.view(np.uint32)).sum(dtype=np.int64))
-    return int(_COUNTS.take(bits).sum(dtype=np.int64))
+    return int(_COUNTS.take(bits.view(np.uint8)).sum(dtype=np.int64))
 
 
 def _ids(bits: np.ndarray) -> np.ndarray:

@@ -10,6 +10,7 @@ from exl2nb.ops.gptq import gptq_quantize
 from exl2nb.ops.gptq_blocks import gptq_losses
 from exl2nb.ops.head import norm_head
 from exl2nb.ops.linear import linear, linear_residual
+from exl2nb.ops.mask import mask_logits
 from exl2nb.ops.memory import read_memory
 from exl2nb.ops.mlp import norm_gate_up
 from exl2nb.ops.moe import routed_mlp
@@ -28,6 +29,7 @@ __all__ = [
     "libraries",
     "linear",
     "linear_residual",
+    "mask_logits",
     "norm_gate_up",
     "norm_head",
     "norm_qkv_rope",

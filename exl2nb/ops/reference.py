@@ -19,6 +19,13 @@ def embed(table: Tensor, ids: Tensor, scale: float = 1.0, position_table: Tensor
     return x if position_table is None or positions is None else x + position_table[positions.long()].float()
 
 
+def mask_logits(logits: Tensor, bits: Tensor) -> Tensor:
+    """Logits `(V,)` where the bit of their token is set in bits `(ceil(V / 32),)`, the lowest first; -inf elsewhere."""
+    places = torch.arange(logits.shape[0], device=logits.device)
+    allowed = (bits[places // 32] >> (places % 32)) & 1
+    return torch.where(allowed.bool(), logits, -torch.inf)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """X / rms(x) * weight over the last dimension, in fp32."""
     x = x.float()

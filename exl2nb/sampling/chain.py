@@ -84,9 +84,10 @@ def _draw(row: np.ndarray, state: SamplerState) -> int:
         row = step.apply(row, state, WHOLE)
     ids: np.ndarray | None = None
     if state.constraint is not None:  # adding -inf may as well come last: then a narrow grammar leaves the cuts a short row
-        bias, ids = state.allowed()
+        allowed = state.allowed()
+        ids = allowed.ids
         state.forced = ids is not None and len(ids) == 1
-        row = row + bias if ids is None else row[ids]
+        row = allowed.masked(row) if ids is None else row[ids]
     if state.params.greedy:
         index = int(row.argmax())
         _check_left(row[index])

@@ -5,13 +5,40 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
+
+from exl2nb.ops.mask import mask_logits
 
 
 class Allowed(NamedTuple):
-    """Tokens that may come next: f32 `(V,)` 0 where allowed and -inf elsewhere; and their ids, int64 ascending, where they are few."""
+    """Tokens that may come next.
 
-    bias: np.ndarray
-    ids: np.ndarray | None
+    bits: int32 `(ceil(V / 32),)`, token i is bit i % 32 of word i // 32, the lowest first. ids: int64 ascending, where they are few.
+    """
+
+    bits: np.ndarray
+    ids: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, allowed: np.ndarray) -> Allowed:
+        """From bool `(V,)`, True where allowed.
+
+        Example:
+            >>> Allowed.of(np.array([True, False, True])).bits.tolist()
+            [5]
+        """
+        packed = np.zeros(-(-len(allowed) // 32) * 4, np.uint8)
+        few = np.packbits(allowed, bitorder="little")
+        packed[: len(few)] = few
+        return cls(packed.view(np.int32))
+
+    def __contains__(self, token_id: object) -> bool:
+        return isinstance(token_id, (int, np.integer)) and bool(self.bits[int(token_id) >> 5] >> (int(token_id) & 31) & 1)
+
+    def masked(self, logits: np.ndarray) -> np.ndarray:
+        """A copy of f32 `(V,)` with -inf where a token is not allowed."""
+        row = np.ascontiguousarray(logits, np.float32)
+        return mask_logits(torch.from_numpy(row), torch.from_numpy(self.bits)).numpy()
 
 
 class Constraint(Protocol):
@@ -54,4 +81,4 @@ class Constraint(Protocol):
 
 def constrain(logits: np.ndarray, allowed: Allowed) -> np.ndarray:
     """A copy with -inf where a token is not allowed."""
-    return logits + allowed.bias
+    return allowed.masked(logits)

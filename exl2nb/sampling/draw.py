@@ -60,7 +60,7 @@ def after_draw(token_id: int, logits: np.ndarray, state: SamplerState) -> int:
             raise OptionError(f"a post_sampling function returned {answer!r}; expected None or a token id from 0 to {len(logits) - 1}")
         draw.id = int(answer)
         draw.__dict__.pop("candidates", None)
-    if draw.id != token_id and state.constraint is not None and not np.isfinite(state.allowed().bias[draw.id]):
+    if draw.id != token_id and state.constraint is not None and draw.id not in state.allowed():
         raise GenerationError(
             f"a post_sampling function chose token {draw.id}, which the structure does not allow here; return None instead"
         )

@@ -16,7 +16,7 @@ import tokenizers
 from exl2nb.constraint import engine, matcher
 from exl2nb.constraint.structure import Structure, structure_of
 from exl2nb.core.errors import MissingDependency, OptionError, StructureError
-from exl2nb.sampling.constraint import Constraint
+from exl2nb.sampling.constraint import Allowed, Constraint
 from exl2nb.tokenizer.tokenizer import Tokenizer
 from tests.generator.fakes import VOCAB, tokenizer
 
@@ -30,7 +30,7 @@ def structure(kind, source) -> Structure:
 
 def walk(constraint: Constraint, text: str) -> None:
     for token in WORDS.encode(text, add_special=False):
-        assert np.isfinite(constraint.allowed().bias[token]), f"{WORDS.piece(token)!r} of {text!r} is not allowed"
+        assert token in constraint.allowed(), f"{WORDS.piece(token)!r} of {text!r} is not allowed"
         constraint.accept(token)
 
 
@@ -55,7 +55,7 @@ def test_finished_means_that_nothing_can_follow():
     walk(constraint, "a")
     assert constraint.accepting
     assert not constraint.finished
-    assert np.isfinite(constraint.allowed().bias[EOS])
+    assert EOS in constraint.allowed()
     constraint.accept(EOS)
     assert constraint.finished
     constraint.rewind(1)
@@ -66,16 +66,18 @@ def test_finished_means_that_nothing_can_follow():
 def test_end_of_text_only_where_the_grammar_may_end():
     constraint = structure("regex", "[0-9]{2,3}").start()
     for place, ends in enumerate((False, False, True)):
-        assert bool(np.isfinite(constraint.allowed().bias[EOS])) == ends, place
+        assert (EOS in constraint.allowed()) == ends, place
         walk(constraint, "7")
 
 
 def test_masks_of_bits_and_of_ids_agree():
     for kind, source in (("regex", "[0-9]+"), ("regex", "[^0-9]+"), ("choice", ["x"])):
         allowed = structure(kind, source).start().allowed()
-        some = np.flatnonzero(np.isfinite(allowed.bias))
-        assert allowed.bias.shape == (VOCAB,)
-        assert set(np.unique(allowed.bias)) <= {0.0, -np.inf}
+        row = np.random.default_rng(0).normal(size=VOCAB).astype(np.float32)
+        some = np.flatnonzero(np.isfinite(allowed.masked(row)))
+        np.testing.assert_array_equal(allowed.masked(row)[some], row[some])
+        assert some.tolist() == [i for i in range(VOCAB) if i in allowed]
+        np.testing.assert_array_equal(Allowed.of(np.isin(np.arange(VOCAB), some)).bits, allowed.bits)
         assert (allowed.ids is None) == (len(some) * matcher.FEW > VOCAB)
         if allowed.ids is not None:
             assert allowed.ids.tolist() == some.tolist()
@@ -85,7 +87,7 @@ def test_counting_and_listing_bits(monkeypatch):
     rng = np.random.default_rng(0)
     for share in (0.0, 0.001, 0.3, 1.0):
         flags = rng.random(4096) < share
-        bits = np.packbits(flags, bitorder="little")
+        bits = Allowed.of(flags).bits
         assert matcher._popcount(bits) == flags.sum()
         assert matcher._ids(bits).tolist() == np.flatnonzero(flags).tolist()
         with monkeypatch.context() as older:
@@ -96,8 +98,9 @@ def test_counting_and_listing_bits(monkeypatch):
 @pytest.mark.parametrize("vocab", [VOCAB, VOCAB + 1, VOCAB + 77])
 def test_padding_of_the_vocabulary_is_never_allowed(vocab):
     allowed = Structure("regex", "(?s:.)+", WORDS, vocab).start().allowed()
-    assert allowed.bias.shape == (vocab,)
-    assert not np.isfinite(allowed.bias[VOCAB:]).any()
+    row = allowed.masked(np.zeros(vocab, np.float32))
+    assert np.isfinite(row[:VOCAB]).any()
+    assert not np.isfinite(row[VOCAB:]).any()
 
 
 def test_copy_and_rewind():
@@ -107,13 +110,13 @@ def test_copy_and_rewind():
     masks = []
     constraint = made.start()
     for token in text:
-        masks.append(constraint.allowed().bias.copy())
+        masks.append(constraint.allowed().bits.copy())
         constraint.accept(token)
     twin = constraint.copy()
     for back in range(1, len(text) + 1):
         again = twin.copy()
         again.rewind(back)
-        np.testing.assert_array_equal(again.allowed().bias, masks[len(text) - back])
+        np.testing.assert_array_equal(again.allowed().bits, masks[len(text) - back])
     walk(twin, "9")
     assert not constraint.finished
     walk(constraint, "x")
@@ -131,7 +134,7 @@ def test_many_accepts_without_asking():
             constraint.accept(token)
         fresh = made.start()
         walk(fresh, WORDS.decode(tokens))
-        np.testing.assert_array_equal(constraint.allowed().bias, fresh.allowed().bias)
+        np.testing.assert_array_equal(constraint.allowed().bits, fresh.allowed().bits)
 
 
 def test_forced_tokens():
@@ -152,12 +155,12 @@ def test_both_grammar_notations(source):
 
 def test_masks_from_several_threads():
     made = structure("regex", "[a-z ]+[0-9]")
-    wanted, seen = made.start().allowed().bias.copy(), []
+    wanted, seen = made.start().allowed().bits.copy(), []
 
     def run():
         for _ in range(20):
             constraint = made.start()
-            seen.append((constraint.allowed().bias == wanted).all())
+            seen.append((constraint.allowed().bits == wanted).all())
             walk(constraint, "ab ")
 
     threads = [threading.Thread(target=run) for _ in range(4)]
@@ -228,7 +231,7 @@ def test_classes_are_closed_and_schemas_are_as_they_say():
     extra = '{"x": 1, "colour": "red", "more": 2}'
     constraint = structure("schema", Point).start()
     walk(constraint, '{"x": 1, "colour": "red"')
-    assert not np.isfinite(constraint.allowed().bias[WORDS.encode(",", add_special=False)[0]])
+    assert WORDS.encode(",", add_special=False)[0] not in constraint.allowed()
     walk(structure("schema", {"type": "object", "properties": {"x": {"type": "integer"}}}).start(), extra)
 
 
@@ -240,7 +243,7 @@ def test_indented_json_is_allowed_and_endless_space_is_not():
     constraint = made.start()
     walk(constraint, "{\n")
     line_break = WORDS.encode("\n", add_special=False)[0]
-    assert not np.isfinite(constraint.allowed().bias[line_break])
+    assert line_break not in constraint.allowed()
 
 
 def test_what_a_schema_cannot_say_is_checked_when_read():
@@ -329,7 +332,7 @@ def test_a_vocabulary_of_words_and_bytes():
     words = byte_fallback_tokenizer()
 
     def pieces(constraint):
-        return {words.backend.id_to_token(int(i)) for i in np.flatnonzero(np.isfinite(constraint.allowed().bias))}
+        return {words.backend.id_to_token(int(i)) for i in range(words.vocab_size) if i in constraint.allowed()}
 
     constraint = Structure("regex", "[a-c ]+", words, words.vocab_size).start()
     letters = {"a", "b", "c", "abc", "\u2581", "\u2581ab", *(f"<0x{ord(c):02X}>" for c in "abc ")}

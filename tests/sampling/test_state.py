@@ -47,10 +47,8 @@ class Countdown:
     accepting = finished
 
     def allowed(self):
-        bias = np.full(SIZE, -np.inf, np.float32)
         limit = self.ids[-1] if self.ids else SIZE
-        bias[:limit] = 0
-        return Allowed(bias, np.arange(limit) if limit < 20 else None)
+        return Allowed.of(np.arange(SIZE) < limit)._replace(ids=np.arange(limit) if limit < 20 else None)
 
     def accept(self, token_id, /):
         if self.ids and token_id >= self.ids[-1]:
@@ -129,7 +127,7 @@ def test_a_constraint_on_short_and_long_rows():
     for kwargs in ({}, {"top_p": 0.8}, {"min_p": 0.1, "xtc_probability": 0.5}, {"temperature": 0}, {"skew": 0.5, "banned_tokens": [3, 4]}):
         for seed in range(20):
             listed, masked = (make(seed, constraint=Countdown([15]), **kwargs) for _ in range(2))
-            masked.constraint.allowed = lambda: Allowed(Countdown([15]).allowed().bias, None)
+            masked.constraint.allowed = lambda: Allowed(Countdown([15]).allowed().bits)
             assert run(listed, 1, seed) == run(masked, 1, seed)
 
 
