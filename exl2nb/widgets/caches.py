@@ -241,6 +241,11 @@ class CacheExplorer(ExlWidget):
             found[self._run_modes[token.cell]].append(token)
         return found
 
+    @property
+    def verdict(self) -> str:
+        """What the needle says, in words, and what it does not; "" before it was hidden."""
+        return self._verdict
+
     def to_frame(self) -> pd.DataFrame:
         """One row per mode: bits, token_bytes, fits, tokens, kl_mean, kl_max, same_choice, first_difference (token; NaN: none), text."""
         import pandas as pd

@@ -40,8 +40,26 @@ def test_runs_headless_and_reads_without_a_kernel(path, tmp_path, monkeypatch):
     streams = [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs if output.output_type == "stream"]
     assert all(output.name == "stdout" for output in streams), [output.text for output in streams if output.name != "stdout"]
     page, _ = HTMLExporter().from_notebook_node(book)
-    if path.stem == "01_quickstart":
-        check_quickstart(book, page)
+    if path.stem in CHECKS:
+        CHECKS[path.stem](book, page)
+
+
+def outputs(book) -> str:
+    return "\n".join(str(output) for cell in book.cells if cell.cell_type == "code" for output in cell.outputs)
+
+
+def check_caches(book, page: str) -> None:
+    assert re.search(r"CacheExplorer\(done: fp16 KL 0, q8 KL", outputs(book))
+    assert "bytes a token" in page and "not in the text" in page, "the static page has no texts or no needle"
+    assert "FP16 gives “Margaret”" in outputs(book)
+
+
+def check_colab(book, page: str) -> None:
+    import torch
+
+    code = [cell for cell in book.cells if cell.cell_type == "code" and not cell.source.startswith("#")]
+    if not torch.cuda.is_available():
+        assert all("Skipped: this cell needs a GPU." in str(cell.outputs) for cell in code), "a cell ran, or was silent, without a GPU"
 
 
 def check_quickstart(book, page: str) -> None:
@@ -51,3 +69,6 @@ def check_quickstart(book, page: str) -> None:
     assert re.search(r'class="exl2nb-static".*?the old man</span><span', page, re.S), "the generated text is missing in the static page"
     assert "convert to 3 bpw: done" in page, "the progress line is missing in the static page"
     assert "Error displaying widget" not in page
+
+
+CHECKS = {"01_quickstart": check_quickstart, "05_cache_quantisation": check_caches, "08_colab": check_colab}
