@@ -4,8 +4,6 @@ import dataclasses
 import random
 from typing import Annotated
 
-import jsonschema
-import pydantic
 import pytest
 
 import exl2nb
@@ -50,6 +48,7 @@ def random_schema(rng: random.Random, depth: int = 0) -> dict:
 
 def test_random_schemas(llm):
     """32 schemas at a time, sampled hot: every answer that ends fits its schema, and nearly all end."""
+    jsonschema = pytest.importorskip("jsonschema")
     rng = random.Random(4)
     schemas = [random_schema(rng) for _ in range(48)]
     handles = [
@@ -84,13 +83,14 @@ def test_together_as_alone(llm):
     assert [h.result().text for h in handles] == alone
 
 
-@dataclasses.dataclass
-class Person:
-    name: Annotated[str, pydantic.Field(max_length=12)]
-    age: Annotated[int, pydantic.Field(ge=0, le=120)]
-
-
 def test_a_dataclass_comes_back(llm):
+    field = pytest.importorskip("pydantic").Field
+
+    @dataclasses.dataclass
+    class Person:
+        name: Annotated[str, field(max_length=12)]
+        age: Annotated[int, field(ge=0, le=120)]
+
     for seed in range(5):
         person = llm.generate("A person:", schema=Person, seed=seed, max_tokens=200).parsed
         assert isinstance(person, Person)
@@ -143,6 +143,7 @@ def test_ban_and_structure_that_exclude_everything(llm):
 
 
 def test_refused_at_the_call(llm):
+    pytest.importorskip("pydantic")
     with pytest.raises(StructureError, match="stream: schema"):
         llm.stream("x", schema={"enum": []})
     with pytest.raises(OptionError, match="got schema and regex"):
@@ -159,6 +160,7 @@ def test_tokens_without_a_choice_are_marked(llm):
 
 def test_with_the_other_features(llm):
     """Guidance, guesses, banned texts and a stop id beside a structure: the answer still fits it."""
+    jsonschema = pytest.importorskip("jsonschema")
     schema = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 3, "maxItems": 5}
     plain = llm.generate("Colours:", schema=schema, seed=3)
     for more in ({"speculation": "ngram"}, {"negative_ids": (1, 50, 70), "cfg_scale": 1.5}, {"banned_strings": ["green"]}):
