@@ -14,6 +14,8 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` be
     from exl2nb.converter.api import demo_measurement as demo_measurement
     from exl2nb.converter.api import measure as measure
     from exl2nb.converter.job import ConversionJob as ConversionJob
+    from exl2nb.converter.publish import pull as pull
+    from exl2nb.converter.publish import push as push
     from exl2nb.core import errors as errors
     from exl2nb.facade.memory_plan import MemoryPlan as MemoryPlan
     from exl2nb.facade.memory_plan import plan as plan
@@ -42,6 +44,8 @@ _PUBLIC = {
     "load": "exl2nb.llm",
     "measure": "exl2nb.converter.api",
     "plan": "exl2nb.facade.memory_plan",
+    "pull": "exl2nb.converter.publish",
+    "push": "exl2nb.converter.publish",
     "revisions": "exl2nb.io.revisions",
     "sampling": "exl2nb",
     "widgets": "exl2nb",
@@ -60,6 +64,8 @@ __all__ = [  # noqa: RUF022 - sorted plainly, as dir() shows them
     "load",
     "measure",
     "plan",
+    "pull",
+    "push",
     "revisions",
     "sampling",
     "widgets",

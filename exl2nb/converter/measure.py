@@ -167,7 +167,8 @@ class Measurement:
         if self.cache is None and context:
             raise OptionError("solve: this measurement does not say how large a cache is; measure again, or leave context at 0")
         held = self.cache.nbytes(context, cache) if self.cache is not None and context else 0
-        return f"fits is {fits} with {context} tokens of {cache} cache", int(memory * (1 - RESERVE)) - held
+        beside = f" ({held:,} bytes)" if held else ""
+        return f"fits is {fits} with {context} tokens of {cache} cache{beside}", int(memory * (1 - RESERVE)) - held
 
     def _vector_bits(self) -> int:
         """Bits of the layers' norms: they count in the budget, so `bpw` times the weights is all that the layers store."""
