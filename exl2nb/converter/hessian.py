@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from exl2nb.converter import tensor_cores
 from exl2nb.core.errors import ConversionError
 from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
@@ -121,12 +122,17 @@ def check_finite(x: Tensor, name: str) -> None:
         raise ConversionError(f"{name} holds NaN or infinity; expected finite activations: do its weights run in fp32?")
 
 
+def moment(x: Tensor, y: Tensor) -> Tensor:
+    """`x^T y` for x and y f32 `(tokens, K)`."""
+    return tensor_cores.product(x.T, y) if tensor_cores.pays(x, x.numel() * y.shape[1]) else x.T @ y
+
+
 def gram(x: Tensor, y: Tensor | None = None) -> Tensor:
     """`x^T y` where that is symmetric, x and y f32 `(tokens, K)`, y = x if left out: computed above the diagonal and mirrored."""
     y, size = x if y is None else y, x.shape[1]
     width = max(SMALLEST_PRODUCT, size // 8)
     if x.is_cuda or size <= width:
-        return x.T @ y
+        return moment(x, y)
     out = x.new_empty(size, size)
     for first in range(0, size, width):
         last = min(first + width, size)
@@ -156,20 +162,23 @@ class Moments:
     def add_cross(self, name: str, x: Tensor, other: Tensor, weight: Tensor | None = None) -> None:
         """Add `x^T diag(weight) other` for tokens x, other f32 `(..., K)`."""
         x, other = x.detach().flatten(0, -2), other.detach().flatten(0, -2)
-        self._add(name, (x if weight is None else x * weight[:, None]).T @ other, weight, len(x))
+        self._add(name, moment(x if weight is None else x * weight[:, None], other), weight, len(x))
 
-    def _add(self, name: str, moment: Tensor, weight: Tensor | None, tokens: int) -> None:
+    def _add(self, name: str, found: Tensor, weight: Tensor | None, tokens: int) -> None:
         self.tokens[name] = self.tokens.get(name, 0) + tokens
-        total = moment.new_tensor(tokens, dtype=torch.float64) if weight is None else weight.double().sum()
+        total = found.new_tensor(tokens, dtype=torch.float64) if weight is None else weight.double().sum()
         if name in self._sums:
-            self._sums[name] += moment
+            self._sums[name] += found
             self._totals[name] = self._totals[name] + total
         else:
-            self._sums[name], self._totals[name] = moment.double(), total
+            self._sums[name], self._totals[name] = found.double(), total
 
     def hessians(self) -> dict[str, Tensor]:
         """Name -> f64 `(K, K)`, per unit of weight."""
-        return {name: moment / self._totals[name].clamp_min(1e-300) for name, moment in self._sums.items()}
+        for name, found in self._sums.items():  # in place: one may take a GB
+            found /= self._totals[name].clamp_min(1e-300)
+            self._totals[name] = torch.ones_like(self._totals[name])
+        return dict(self._sums)
 
 
 def factorize(hessian: Tensor, *, damping: float = DAMPING, name: str = "input") -> Factor:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from exl2nb.converter import tensor_cores
 from exl2nb.converter.calibrate import Source
 from exl2nb.converter.device import pick
 from exl2nb.converter.layers import Rounding
@@ -175,7 +176,8 @@ class ConversionJob:
     def _opened(self, sink: Sink | None) -> Iterator[Run]:
         src = hub.resolve(self.src, progress=sink)
         config = read_model_config(src)
-        with open_store(config, src) as store, torch.inference_mode(False), torch.no_grad():
+        fast = tensor_cores.used_by(self.device, config.hidden_size)
+        with open_store(config, src) as store, torch.inference_mode(False), torch.no_grad(), fast:
             weights = DenseWeights(config, store, self.device)
             make_directory(self.dst.absolute().parent)
             work = Work(self._work_dir or self.dst.absolute().parent / f".{self.dst.name}.work")

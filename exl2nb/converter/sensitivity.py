@@ -32,7 +32,8 @@ from exl2nb.model.layout import layer_linears
 
 Step = Callable[[str], None]
 HEAD_INPUT = "head"
-STREAM_BYTES = 2 << 30  # above this the residual streams of some layers are computed twice instead of kept
+STREAM_BYTES = 2 << 30  # of residual streams that are kept where they are used
+HOST_BYTES = 6 << 30  # of those of a GPU that are kept on the host, where they are more than that; what does not fit is computed twice
 
 
 @dataclass(frozen=True)
@@ -71,18 +72,18 @@ def sweep(weights: DenseWeights, ids: Tensor, *, seed: int, step: Step) -> Itera
     Yields:
         LayerStatistics: the head's, then the layers', last first.
 
-    Cost: the residual stream before every layer, `num_layers * rows * S * H` floats; where that is more than STREAM_BYTES, about
-    `2 * sqrt(num_layers)` of them and one more forward pass.
+    Cost: the residual stream before every layer, `num_layers * rows * S * H` floats; where that is more than STREAM_BYTES (for a GPU:
+    HOST_BYTES, on the host), as many as fit, at least about `2 * sqrt(num_layers)`, and the layers in between run once more.
     """
     config, ends = weights.config, weights.ends()
     device = ends[f"{config.names.embed}.weight"].device
     x = reference.embed(config, ends, ids.to(device))
     layers = config.num_layers
-    every = 1 if x.nbytes * layers <= STREAM_BYTES else math.isqrt(layers)
-    kept: dict[int, Tensor] = {}
+    away = x.is_cuda and x.nbytes * layers > STREAM_BYTES
+    every, kept = _spacing(x.nbytes, layers, HOST_BYTES if away else STREAM_BYTES), _Kept(torch.device("cpu") if away else device, device)
     for layer in range(layers):
         if layer % every == 0:
-            kept[layer] = x
+            kept.put(layer, x)
         x = advance(config, layer, weights.layer(layer), x)
         check_finite(x, f"layer {layer}: its output on the calibration rows")
         step(f"forward, layer {layer}")
@@ -94,10 +95,35 @@ def sweep(weights: DenseWeights, ids: Tensor, *, seed: int, step: Step) -> Itera
         first = layer - layer % every
         for missing in range(first, layer):
             if missing + 1 not in kept:
-                kept[missing + 1] = advance(config, missing, weights.layer(missing), kept[missing])
-        statistics, gradient = _backward(config, layer, weights.layer(layer), kept.pop(layer), gradient)
+                kept.put(missing + 1, advance(config, missing, weights.layer(missing), kept.get(missing)))
+        statistics, gradient = _backward(config, layer, weights.layer(layer), kept.take(layer), gradient)
         yield statistics
         step(f"backward, layer {layer}")
+
+
+def _spacing(nbytes: int, layers: int, room: int) -> int:
+    """Every how many layers a stream of `nbytes` is kept; those in between are there one stretch at a time."""
+    most = max(1, math.isqrt(layers))
+    return next((every for every in range(1, most) if (-(-layers // every) + every - 1) * nbytes <= room), most)
+
+
+class _Kept:
+    """Streams by the layer that reads them, kept on one device and used on another."""
+
+    def __init__(self, where: torch.device, used: torch.device) -> None:
+        self._where, self._used, self._streams = where, used, dict[int, Tensor]()
+
+    def __contains__(self, layer: int) -> bool:
+        return layer in self._streams
+
+    def put(self, layer: int, x: Tensor) -> None:
+        self._streams[layer] = x.to(self._where)
+
+    def get(self, layer: int) -> Tensor:
+        return self._streams[layer].to(self._used)
+
+    def take(self, layer: int) -> Tensor:
+        return self._streams.pop(layer).to(self._used)
 
 
 def _head(config: ModelConfig, ends: Mapping[str, Tensor], x: Tensor, generator: torch.Generator) -> tuple[LayerStatistics, Tensor]:
