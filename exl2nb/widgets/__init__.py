@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from exl2nb.widgets.explorer import BitrateExplorer
     from exl2nb.widgets.memory_plan import MemoryPlan
     from exl2nb.widgets.microscope import SamplerMicroscope
+    from exl2nb.widgets.pagetable import PageTable
     from exl2nb.widgets.playground import Playground
     from exl2nb.widgets.progress import ProgressView
     from exl2nb.widgets.weights import WeightBrowser
@@ -24,6 +25,7 @@ _PUBLIC = {
     "Compare": "exl2nb.widgets.compare",
     "ExlWidget": "exl2nb.widgets.base",
     "MemoryPlan": "exl2nb.widgets.memory_plan",
+    "PageTable": "exl2nb.widgets.pagetable",
     "Playground": "exl2nb.widgets.playground",
     "ProgressView": "exl2nb.widgets.progress",
     "SamplerMicroscope": "exl2nb.widgets.microscope",
@@ -36,6 +38,7 @@ __all__ = [
     "Compare",
     "ExlWidget",
     "MemoryPlan",
+    "PageTable",
     "Playground",
     "ProgressView",
     "SamplerMicroscope",

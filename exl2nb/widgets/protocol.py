@@ -118,6 +118,18 @@ class Resync(TypedDict):
     type: Literal["resync"]
 
 
+class Ping(TypedDict):
+    """The page has heard nothing for a while and asks whether the kernel is there."""
+
+    type: Literal["ping"]
+
+
+class Pong(TypedDict):
+    """It is."""
+
+    type: Literal["pong"]
+
+
 class Stop(TypedDict):
     """The reader pressed Stop (or Cancel)."""
 
@@ -351,8 +363,8 @@ class PlanState(TypedDict):
     _static: bool
 
 
-FromKernel = Delta | Snapshot | Done
-ToKernel = Ready | Resync | Stop | Generate | Solve | Make | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame
+FromKernel = Delta | Snapshot | Done | Pong
+ToKernel = Ready | Resync | Ping | Stop | Generate | Solve | Make | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame
 
 _EXPORTED: dict[str, Any] = {
     "Status": Status,
@@ -364,6 +376,8 @@ _EXPORTED: dict[str, Any] = {
     "Done": Done,
     "Ready": Ready,
     "Resync": Resync,
+    "Ping": Ping,
+    "Pong": Pong,
     "Stop": Stop,
     "Settings": Settings,
     "Generate": Generate,

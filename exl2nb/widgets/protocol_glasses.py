@@ -139,14 +139,18 @@ class Sample(TypedDict):
 
 
 class PageCell(NamedTuple):
-    """One page of the cache. state: 0 free, 1 cached, 2 used, 3 shared. parent: the page before it in its text, -1 none known."""
+    """One page of the cache. parent: the page before it in its text, -1 none known. event: what happened since the frame before, or "".
 
-    state: int
+    "new": taken from the free ones; "found": a cached page is used again; "joined": one more request holds it; "evicted": a cached page was
+    given away; "freed": its last request let go; "cleared": what was cached is forgotten.
+    """
+
+    state: Literal["free", "cached", "used"]
     tokens: int
     owners: list[int]
     key: str
     parent: int
-    last_use: int
+    event: Literal["", "new", "found", "joined", "evicted", "freed", "cleared"]
 
 
 class PageOwner(NamedTuple):
@@ -172,7 +176,7 @@ class PageFrame(TypedDict):
 
 
 class PageTableState(TypedDict):
-    """Synced traits of PageTable. frame: which of `_count` is shown; -1: the last. _frames: all in an export, else the one shown."""
+    """Synced traits of PageTable. frame: of `_count`, -1: the last. _shown: the one that _frames holds first (an export holds all)."""
 
     status: Status
     error: str

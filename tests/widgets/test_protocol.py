@@ -12,6 +12,7 @@ from exl2nb.widgets.caches import CacheExplorer
 from exl2nb.widgets.compare import Compare
 from exl2nb.widgets.explorer import BitrateExplorer
 from exl2nb.widgets.microscope import SamplerMicroscope
+from exl2nb.widgets.pagetable import PageTable
 from exl2nb.widgets.playground import Playground
 from exl2nb.widgets.progress import ProgressView
 from exl2nb.widgets.weights import WeightBrowser
@@ -33,6 +34,7 @@ def test_committed_typescript_is_what_python_generates():
         (BitrateExplorer, protocol.ExplorerState),
         (CacheExplorer, protocol.CachesState),
         (Compare, protocol.CompareState),
+        (partial(PageTable, {"pages": [], "requests": [], "page_size": 256, "evictions": 0, "preemptions": 0}), protocol.PageTableState),
         (partial(SamplerMicroscope, np.zeros(4, np.float32)), protocol.MicroscopeState),
         (partial(WeightBrowser, DATA / "demo-exl2-4.0bpw"), protocol.WeightsState),
     ],
@@ -48,6 +50,6 @@ def test_declarations():
     text = protocol.typescript()
     assert "export type TokenItem = [text: string, id: number, prob: number | null, rank: number | null, top: Alternative[]];" in text
     assert '  type: "delta";\n  run: number;' in text
-    assert "export type FromKernel = Delta | Snapshot | Done;" in text
+    assert "export type FromKernel = Delta | Snapshot | Done | Pong;" in text
     with pytest.raises(TypeError, match="no TypeScript spelling"):
         protocol._ts(set[int])

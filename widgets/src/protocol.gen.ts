@@ -55,6 +55,16 @@ export interface Resync {
   type: "resync";
 }
 
+/** The page has heard nothing for a while and asks whether the kernel is there. */
+export interface Ping {
+  type: "ping";
+}
+
+/** It is. */
+export interface Pong {
+  type: "pong";
+}
+
 /** The reader pressed Stop (or Cancel). */
 export interface Stop {
   type: "stop";
@@ -436,8 +446,13 @@ export interface Sample {
   settings: Record<string, number>;
 }
 
-/** One page of the cache. state: 0 free, 1 cached, 2 used, 3 shared. parent: the page before it in its text, -1 none known. */
-export type PageCell = [state: number, tokens: number, owners: number[], key: string, parent: number, last_use: number];
+/**
+ * One page of the cache. parent: the page before it in its text, -1 none known. event: what happened since the frame before, or "".
+ *
+ * "new": taken from the free ones; "found": a cached page is used again; "joined": one more request holds it; "evicted": a cached page was
+ * given away; "freed": its last request let go; "cleared": what was cached is forgotten.
+ */
+export type PageCell = [state: "free" | "cached" | "used", tokens: number, owners: number[], key: string, parent: number, event: "" | "new" | "found" | "joined" | "evicted" | "freed" | "cleared"];
 
 /** One request. waiting: it has no pages now. reused: tokens of its prompt that were found in the cache. */
 export type PageOwner = [number: number, waiting: boolean, tokens: number, computed: number, reused: number, pages: number[]];
@@ -452,7 +467,7 @@ export interface PageFrame {
   preemptions: number;
 }
 
-/** Synced traits of PageTable. frame: which of `_count` is shown; -1: the last. _frames: all in an export, else the one shown. */
+/** Synced traits of PageTable. frame: of `_count`, -1: the last. _shown: the one that _frames holds first (an export holds all). */
 export interface PageTableState {
   status: Status;
   error: string;
@@ -504,6 +519,6 @@ export interface SpeculationState {
   _static: boolean;
 }
 
-export type FromKernel = Delta | Snapshot | Done;
+export type FromKernel = Delta | Snapshot | Done | Pong;
 
-export type ToKernel = Ready | Resync | Stop | Generate | Solve | Make | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame;
+export type ToKernel = Ready | Resync | Ping | Stop | Generate | Solve | Make | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame;
