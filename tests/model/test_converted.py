@@ -137,3 +137,16 @@ def test_there_and_back(name, tmp_path):
         twin.load_state_dict(theirs)
         assert error(got, truth(twin, ids)[0]) < tolerance(config)
     assert json.loads((done.path / "config.json").read_text())["quantization_config"]["quant_method"] == "exl2"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "mixtral", "qwen2_moe", "gpt2-published", "olmo2", "cohere"])
+def test_the_same_bytes_twice_on_a_gpu(name, tmp_path):
+    source = write(name, build_wide(name), tmp_path / "dense")
+    write_tokenizer(source)
+    options = {"bpw": 5.0, "calibration": [" ".join(f"w{(i * i + 7 * i) % 90}" for i in range(2000))], "rows": 16, "length": 32}
+    first, second, cpu = (
+        ConversionJob(source, tmp_path / str(i), device=on, **options).run() for i, on in enumerate(("cuda", "cuda", "cpu"))
+    )
+    assert (first.path / "output.safetensors").read_bytes() == (second.path / "output.safetensors").read_bytes()
+    assert first.quality.kl == pytest.approx(cpu.quality.kl, rel=0.3)
