@@ -6,8 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from exl2nb.cli.calibration import add_calibration, calibration_of
 from exl2nb.cli.console import Console, mega
 from exl2nb.cli.models import locate
+from exl2nb.core.errors import OptionError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,17 +24,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cache", default="fp16", help="with --fits: mode of that cache")
     parser.add_argument("--head-bits", default=None, help="bits of the output head: 2, 3, 4, 5, 6 or 8, or auto (default 6 with --bpw)")
     parser.add_argument(
-        "--calibration", metavar="SOURCE", help="file (.txt, .jsonl, .parquet ...), dataset:owner/name, or self; default: the packaged text"
+        "--override",
+        metavar="WHICH=BITS",
+        action="append",
+        default=[],
+        help="bits (4), a range (4-8) for 'layer 0', 'layers 4-7', a role (v, down, head), a name or '*.down_proj'; may be given again",
     )
+    parser.add_argument("--frozen", metavar="MODEL", help="EXL2 directory or plan (JSON) whose choices stay as they are")
     parser.add_argument("--measurement", metavar="FILE", help="measurement of this model to solve from, as `exl2nb measure` writes it")
-    parser.add_argument("--device", help="auto (default: the GPU where there is one), cpu or cuda")
-    parser.add_argument("--rows", type=int, help="calibration rows (default: by --effort)")
-    parser.add_argument("--length", type=int, help="tokens a row (default: by --effort)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--effort", default="quick", help="quick (default), full or thorough")
-    parser.add_argument(
-        "--work-dir", type=Path, help="keeps work in progress and the measurement, for later bitrates and after an interrupt"
-    )
+    parser.add_argument("--report-rows", type=int, help="rows of the same text kept out for the report (default 8)")
+    add_calibration(parser)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -45,14 +46,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
         bpw=args.bpw,
         target=_target(args),
         head_bits=int(args.head_bits) if (args.head_bits or "").isdigit() else args.head_bits,
+        overrides=dict(map(_override, args.override)),
+        frozen=args.frozen,
         measurement=args.measurement,
-        device=args.device,
-        calibration=args.calibration,
-        rows=args.rows,
-        length=args.length,
-        seed=args.seed,
-        effort=args.effort,
-        work_dir=args.work_dir,
+        **({} if args.report_rows is None else {"report_rows": args.report_rows}),
+        **calibration_of(args),
     )
     done = job.run(console.sink)
     data: dict[str, Any] = {
@@ -78,6 +76,18 @@ def _target(args: argparse.Namespace) -> dict[str, Any] | None:
     if args.fits is not None:
         return {"fits": _size(args.fits), "context": args.context, "cache": args.cache}
     return None
+
+
+def _override(text: str) -> tuple[str, float | tuple[float, float]]:
+    which, _, bits = text.rpartition("=")
+    low, dash, high = bits.partition("-")
+    try:
+        rule = (float(low), float(high)) if dash else float(bits)
+    except ValueError:
+        rule = None
+    if not which or rule is None:
+        raise OptionError(f"--override is {text!r}; expected such as 'layer 0=6', 'v=5-8' or '*.down_proj=3'")
+    return which, rule
 
 
 def _size(text: str) -> int | str:

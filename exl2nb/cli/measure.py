@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from exl2nb.cli.calibration import add_calibration, calibration_of
 from exl2nb.cli.console import Console
 from exl2nb.cli.models import locate
 
@@ -14,13 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     parser.add_argument("source", metavar="IN", help="model directory, hub id, or `demo`")
     parser.add_argument("out", metavar="OUT.json", type=Path, help="file to write; exllamav2 reads it too")
-    parser.add_argument("--calibration", metavar="SOURCE", help="text to calibrate on: a file, dataset:owner/name, or self")
-    parser.add_argument("--rows", type=int, help="calibration rows (default: by --effort)")
-    parser.add_argument("--length", type=int, help="tokens a row (default: by --effort)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--effort", default="quick", help="quick (default), full or thorough")
-    parser.add_argument("--device", help="auto (default: the GPU where there is one), cpu or cuda")
-    parser.add_argument("--work-dir", type=Path, help="keeps work in progress, for after an interrupt")
+    add_calibration(parser)
     parser.add_argument("--bpw", type=float, action="append", metavar="B", help="also print the plan of this bitrate; may be given again")
 
 
@@ -28,18 +23,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     """Measure, write the file, and print the plans that were asked for."""
     from exl2nb.converter.api import measure
 
-    found = measure(
-        locate(args.source, console.sink),
-        args.out,
-        progress=console.sink,
-        calibration=args.calibration,
-        rows=args.rows,
-        length=args.length,
-        seed=args.seed,
-        effort=args.effort,
-        work_dir=args.work_dir,
-        device=args.device,
-    )
+    found = measure(locate(args.source, console.sink), args.out, progress=console.sink, **calibration_of(args))
     plans = [found.solve(bpw) for bpw in args.bpw or ()]
     low, high = found.range
     data: dict[str, Any] = {

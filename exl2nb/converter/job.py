@@ -16,6 +16,7 @@ import torch
 
 from exl2nb.converter import tensor_cores
 from exl2nb.converter.calibrate import Source
+from exl2nb.converter.choices import Frozen
 from exl2nb.converter.device import pick
 from exl2nb.converter.layers import Rounding
 from exl2nb.converter.measure import Measurement
@@ -43,7 +44,8 @@ class ConversionJob:
         head_bits: row of the head's table: 2, 3, 4, 5, 6 or 8; or "auto": the head shares the budget, and the files are as large as a 6-bit
             head would make them.
         target: instead of bpw, what `Measurement.solve` takes: {"bytes": ...} or {"fits": "24GiB", "context": 8192, "cache": "q8"}.
-        overrides, frozen: as in `Measurement.solve`: limits per layer, role or matrix, and choices that stay.
+        overrides: limits per layer, role or matrix, as in `Measurement.solve`: {"layer 0": (6, 8.5), "v": 5, "*.down_proj": (3, 4)}.
+        frozen: choices that stay: module key -> groups, a plan, its JSON, or the directory of an EXL2 model (converter.choices).
         calibration: a file (.txt, .jsonl, .json, also as .xz or .gz; .parquet), "dataset:owner/name" on the hub, a list of strings or of
             conversations, "self" for text that the model writes, or None for the text that comes with the package (samples of the demo
             model; give a model of yours text of its own kind).
@@ -71,7 +73,7 @@ class ConversionJob:
         head_bits: int | str | None = None,
         target: Mapping[str, Any] | None = None,
         overrides: Mapping[str, Override] | None = None,
-        frozen: Mapping[str, Any] | None = None,
+        frozen: Frozen | None = None,
         calibration: Source = None,
         rows: int | None = None,
         length: int | None = None,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from exl2nb.converter.calibrate import Source
+from exl2nb.converter.choices import Frozen, read_choices
 from exl2nb.converter.layers import Rounding
 from exl2nb.converter.measure import HEAD_BITS, Measurement
 from exl2nb.core.errors import OptionError
@@ -48,7 +49,7 @@ def settings(
     head_bits: int | str | None,
     target: Mapping[str, Any] | None,
     overrides: Mapping[str, Any] | None,
-    frozen: Mapping[str, Any] | None,
+    frozen: Frozen | None,
     calibration: Source,
     rows: int | None,
     length: int | None,
@@ -61,7 +62,7 @@ def settings(
     """Check the options and fill in what was left out.
 
     Raises:
-        OptionError: an option out of range.
+        OptionError: an option out of range. FormatError: `frozen` is a damaged model.
     """
     if bpw is None and not target:
         raise OptionError("convert: bpw is None; expected a number from 2 to 8, or target={'bytes': ...} or target={'fits': ...}")
@@ -81,7 +82,8 @@ def settings(
             raise OptionError(f"convert: {name} is {value!r}; expected a whole number from {low} to {high}")
     if head_bits not in (None, "auto"):
         head_mix(head_bits)  # type: ignore[arg-type]
-    given = {name: value for name, value in (("overrides", overrides), ("frozen", frozen)) if value}
+    kept = read_choices(frozen) if frozen is not None else {}
+    given = {name: value for name, value in (("overrides", overrides), ("frozen", kept)) if value}
     wanted = {"bpw": float(bpw)} if bpw is not None else dict(target or {})
     head_bits = head_bits if head_bits is not None else HEAD_BITS if bpw is not None else "auto"
     return Settings(
