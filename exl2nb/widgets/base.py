@@ -80,6 +80,9 @@ class ExlWidget(anywidget.AnyWidget):
         if kind in ("ready", "resync"):
             self._send_snapshot()
             return
+        if kind == "ping":
+            self.send({"type": "pong"})
+            return
         handler = getattr(self, f"_receive_{kind}", None) if isinstance(kind, str) and kind.isidentifier() else None
         if handler is None:
             logger.warning("%s: message of unknown type %r ignored", type(self).__name__, kind)

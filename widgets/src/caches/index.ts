@@ -2,6 +2,7 @@
 import type { AnyModel } from "@anywidget/types";
 import type { CachesState, KlToken } from "../protocol.gen";
 import { state } from "../shared/afm";
+import { watchKernel } from "../shared/kernel";
 import { Feed, type FeedMessage } from "../shared/stream";
 import { CachesView } from "./view";
 import "./caches.css";
@@ -28,7 +29,11 @@ export default () => {
     render({ model, el }: { model: AnyModel; el: HTMLElement }) {
       const view = new CachesView(state<CachesState>(model), feedOf(model));
       el.append(view.root);
-      return () => view.close();
+      const undo = watchKernel(view.root, model);
+      return () => {
+        undo();
+        view.close();
+      };
     },
   };
 };

@@ -6,6 +6,7 @@ import { Asker } from "../shared/asker";
 import { BitGridView, type Place } from "../shared/bitgrid";
 import { guardKeys, h, root, setAttributes, uniqueId } from "../shared/dom";
 import { perFrame } from "../shared/frame";
+import { watchKernel } from "../shared/kernel";
 import { EXPLAINED, NAMES, painter } from "../shared/metrics";
 import { size, strip } from "../shared/strip";
 import { CurveView } from "./curve";
@@ -232,6 +233,10 @@ export default {
   render({ model, el }: { model: AnyModel; el: HTMLElement }) {
     const view = new ExplorerView(state<ExplorerState>(model));
     el.append(view.root);
-    return () => view.close();
+    const undo = watchKernel(view.root, model);
+    return () => {
+      undo();
+      view.close();
+    };
   },
 };

@@ -1,8 +1,9 @@
 // Playground: prompt, sampling controls, streamed text tinted by probability. One Feed per model, any number of views.
 import type { AnyModel } from "@anywidget/types";
-import type { FromKernel, PlaygroundState, TokenItem } from "../protocol.gen";
+import type { PlaygroundState, TokenItem } from "../protocol.gen";
 import { state } from "../shared/afm";
-import { Feed } from "../shared/stream";
+import { watchKernel } from "../shared/kernel";
+import { Feed, type FeedMessage } from "../shared/stream";
 import { PlaygroundView } from "./view";
 import "./playground.css";
 
@@ -25,14 +26,18 @@ export default () => {
   return {
     initialize({ model }: { model: AnyModel }) {
       const made = feedOf(model);
-      const undo = state<PlaygroundState>(model).onMessage((message) => made.receive(message as FromKernel));
+      const undo = state<PlaygroundState>(model).onMessage((message) => made.receive(message as FeedMessage<TokenItem>));
       model.send({ type: "ready" });
       return undo;
     },
     render({ model, el }: { model: AnyModel; el: HTMLElement }) {
       const view = new PlaygroundView(state<PlaygroundState>(model), feedOf(model));
       el.append(view.root);
-      return () => view.close();
+      const undo = watchKernel(view.root, model);
+      return () => {
+        undo();
+        view.close();
+      };
     },
   };
 };

@@ -5,6 +5,7 @@ import { type State, state } from "../shared/afm";
 import { guardKeys, h, icon, root, setAttributes } from "../shared/dom";
 import { duration } from "../shared/format";
 import { perFrame } from "../shared/frame";
+import { watchKernel } from "../shared/kernel";
 import { figures, fraction, history } from "./words";
 import "./progress.css";
 
@@ -95,6 +96,10 @@ export default {
   render({ model, el }: { model: AnyModel; el: HTMLElement }) {
     const line = new ProgressLine(state<ProgressState>(model));
     el.append(line.root);
-    return () => line.close();
+    const undo = watchKernel(line.root, model);
+    return () => {
+      undo();
+      line.close();
+    };
   },
 };

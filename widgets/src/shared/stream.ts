@@ -40,11 +40,12 @@ export class Feed<Item> {
     return () => this.listeners.delete(listener);
   }
 
+  /** Other messages than the feed's are ignored. */
   receive(message: FeedMessage<Item>): void {
-    if (message.run < this.run) return; // a message of an older run that was on its way
+    if (!(message.run >= 0) || message.run < this.run) return; // not of a run, or of an older one that was on its way
     if (message.type === "snapshot") this.replace(message);
     else if (message.type === "delta") this.append(message);
-    else this.finish(message);
+    else if (message.type === "done") this.finish(message);
   }
 
   private replace(message: FeedMessage<Item> & { type: "snapshot" }): void {

@@ -1,0 +1,143 @@
+"""Every widget's bundle against hostile text, a silent kernel, a second view and lost messages. The kernel is played by the test."""
+
+from functools import lru_cache
+
+import hostile
+import pytest
+from mock_host import MockHost
+
+from exl2nb.widgets import BitMap, BitrateExplorer, CacheExplorer, Compare, Playground, ProgressView
+
+NOTHING = {"n": 0, "tps": 0.0, "ttft_s": None}
+
+
+def plain(widget) -> dict:
+    values = widget.get_state()
+    return {k: v for k, v in values.items() if isinstance(v, (str, int, float, list, dict, type(None))) and k not in ("_esm", "_css")}
+
+
+def playground(text: str) -> dict:
+    tokens = [[text, 1, 0.5, 2, [[text, 0.5]]], ["end", 2, 0.1, 1, []]]
+    return {**plain(Playground()), "prompt": text, "_run_prompt": text, "_tokens": tokens, "_model_label": text, "n_tokens": 2}
+
+
+@lru_cache
+def solved() -> dict:
+    return plain(BitrateExplorer())
+
+
+def explorer(text: str) -> dict:
+    return {**solved(), "prompt": text, "original": text, "made": f"{text}end", "_marks": [[4.0, 0.1, text]], "stage": text}
+
+
+def caches(text: str) -> dict:
+    tokens = [[0, text, 1, 0.5, 0.5, 0.0, True, None], [1, text, 1, 0.5, 0.4, 0.2, False, text], [1, "end", 2, 0.1, 0.1, 0.0, True, None]]
+    needle = {"fact": text, "question": text, "answer": text, "tokens": 9}
+    state = {"prompt": text, "_run_prompt": text, "_tokens": tokens, "_run_modes": ["fp16", "q4"], "_needle_text": needle}
+    more = {
+        "_model_label": text,
+        "_verdict": text,
+        "_needle": [["fp16", None, 0.1, 3]],
+        "_needle_modes": ["fp16"],
+        "_needle_depths": [None],
+    }
+    return {**plain(CacheExplorer()), **state, **more}
+
+
+def compare(text: str) -> dict:
+    tokens = [[0, text, 1, 0.5, None, None, None, None], [1, "end", 2, 0.5, None, None, None, None]]
+    columns = [[text[:2000], text[:2000], 1, 1.0], ["b", "", None, None]]
+    state = {"prompts": [text], "_run_prompts": [text], "_columns": columns, "_tokens": tokens, "_note": text, "stage": text}
+    return {**plain(Compare()), **state}
+
+
+def progress(text: str) -> dict:
+    return {**plain(ProgressView(text)), "status": "running", "stage": text, "detail": text, "unit": text[:100], "total": 3.0}
+
+
+def bitmap(text: str) -> dict:
+    state = plain(BitMap([{"key": "model.layers.0.self_attn.q_proj", "bpw": 4.0}], selected=[0, "q"]))
+    cell = [0, text[:2000], 4.0, 1, 1, 1, 1, 1, None, None, [[text[:2000], 4.0, text[:2000], []]]]
+    return {**state, "title": text, "_matrices": [text[:2000]], "_cells": [cell], "selected": [0, text[:2000]]}
+
+
+WIDGETS = {"playground": playground, "explorer": explorer, "caches": caches, "compare": compare, "progress": progress, "bitmap": bitmap}
+STREAMING = {"playground": playground, "caches": caches, "compare": compare}
+
+
+@pytest.mark.parametrize("name", WIDGETS)
+def test_text_is_only_ever_text(page, name):
+    """No element, script or attribute comes of it; the text is there as it is; nothing leaves the widget's box."""
+    for kind, text in hostile.TEXTS.items():
+        if kind == "lone":  # what json can carry: half a pair becomes the replacement character on the way
+            text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        MockHost(page, name, {**WIDGETS[name](text), "error": text, "status": "error"})
+        found = page.evaluate("() => [window.pwned, document.querySelectorAll('main script, main img, main [onload]').length]")
+        assert found == [None, 0], kind
+        whole = page.evaluate("() => document.querySelector('.exl2nb').textContent")
+        assert text.replace("\0", "\ufffd") in whole or text in whole, f"{kind} is not shown as it is"
+        assert page.get_by_role("alert").count() == 1
+        assert page.evaluate("() => document.documentElement.scrollWidth <= window.innerWidth"), f"{kind} widens the page"
+
+
+@pytest.mark.parametrize("name", WIDGETS)
+def test_a_line_of_a_megabyte(page, name):
+    MockHost(page, name, WIDGETS[name](hostile.LONG))
+    assert page.evaluate("() => window.pwned") is None
+    assert page.evaluate("() => document.documentElement.scrollWidth <= window.innerWidth"), "the line widens the page"
+
+
+@pytest.mark.parametrize("name", ["playground", "explorer", "caches", "compare", "progress"])
+def test_a_silent_kernel_is_noticed_and_forgiven(page, name):
+    page.clock.install()
+    host = MockHost(page, name, {**WIDGETS[name]("text"), "status": "running"})
+    notice = page.locator(".exl2nb-lost")
+    page.clock.run_for(4000)
+    assert not notice.is_visible() and {"type": "ping"} not in host.sent
+    page.clock.run_for(3000)
+    assert host.sent.count({"type": "ping"}) == 1, "it is asked once"
+    page.evaluate("() => window.deliver({type: 'pong'})")
+    page.clock.run_for(3000)
+    assert not notice.is_visible(), "an answer is an answer"
+    page.clock.run_for(12_000)
+    assert notice.is_visible() and "run the cell again" in notice.inner_text()
+    assert page.evaluate("() => document.querySelector('.exl2nb').textContent").count("text"), "what is shown stays"
+    page.evaluate("() => window.deliver({type: 'pong'})")
+    assert not notice.is_visible()
+    page.evaluate("() => window.put({status: 'done'})")
+    page.clock.run_for(30_000)
+    assert not notice.is_visible(), "what does not run needs no kernel"
+
+
+@pytest.mark.parametrize("name", WIDGETS)
+def test_a_second_view_shows_the_same_and_both_close_cleanly(page, name):
+    MockHost(page, name, WIDGETS[name]("text"))
+    page.evaluate("async () => { window.closeSecond = await window.view('second'); }")
+    shown = page.evaluate("() => ['first', 'second'].map((id) => document.getElementById(id).textContent)")
+    assert shown[0] == shown[1] != ""
+    ids = page.evaluate("() => [...document.querySelectorAll('[id]')].map((e) => e.id)")
+    assert len(ids) == len(set(ids)), "ids of two views clash"
+    before = page.evaluate("() => window.listenerCount()")
+    page.evaluate("() => { window.closeSecond(); window.closeView(); window.forget?.(); }")
+    assert page.locator(".exl2nb").count() == 0
+    assert page.evaluate("() => window.listenerCount()") == 0 < before
+
+
+@pytest.mark.parametrize("name", STREAMING)
+def test_lost_messages_are_asked_for_and_healed(page, name):
+    state = {**STREAMING[name]("text"), "_tokens": [], "status": "running"}
+    host = MockHost(page, name, state)
+    width = {"playground": 5, "caches": 8, "compare": 8}[name]
+    items = [([f" w{i}", i, 0.5, 1, []] if width == 5 else [0, f" w{i}", i, 0.5, None, None, None, None]) for i in range(9)]
+    begin = {"type": "snapshot", "run": 1, "seq": -1, "prompt": "p", "items": [], "stats": NOTHING}
+    deltas = [{"type": "delta", "run": 1, "seq": i, "items": [item], "stats": NOTHING} for i, item in enumerate(items)]
+    host.deliver(begin, deltas[0], *deltas[2:6])
+    assert host.sent[-1] == {"type": "resync"}
+    assert host.sent.count({"type": "resync"}) == 1, "at most once a second"
+    host.deliver({**begin, "seq": 5, "items": items[:6]}, deltas[3], deltas[6])
+    words = ".exl2nb-token, .exl2nb-kl-token"
+    assert page.locator(words).all_text_contents() == [f" w{i}" for i in range(7)]
+    host.deliver({"type": "done", "run": 1, "seq": 8, "reason": "done", "stats": NOTHING})
+    assert host.sent[-1] == {"type": "resync"}, "a lost tail is noticed"
+    host.deliver({**begin, "seq": 8, "items": items}, {"type": "of another kind"}, {"type": "delta", "run": 0, "seq": 0, "items": items})
+    assert page.locator(words).count() == 9, "what is not of this run changes nothing"

@@ -1,0 +1,49 @@
+// Says so when the kernel is gone: nothing that runs there can tell the page itself. What is shown stays.
+import type { AnyModel } from "@anywidget/types";
+import { h } from "./dom";
+
+const SILENCE_MS = 5000;
+const TICK_MS = 1000;
+const WORDS = "No answer from the kernel: it is busy, or it was restarted. What is shown stays; after a restart, run the cell again.";
+
+/**
+ * Watch the line to the kernel while the widget runs: after 5 s without a word ask for one, and show a notice in `root` when none comes.
+ * A disconnection that the notebook reports is shown at once. Returns the undo.
+ */
+export function watchKernel(root: HTMLElement, model: AnyModel, now: () => number = () => performance.now()): () => void {
+  const notice = h("div", { class: "exl2nb-lost", role: "status", hidden: true });
+  root.prepend(notice);
+  let [heard, asked] = [now(), Number.POSITIVE_INFINITY];
+
+  const show = (lost: boolean) => {
+    notice.hidden = !lost;
+    const words = lost ? WORDS : "";
+    if (notice.textContent !== words) notice.textContent = words;
+  };
+  const hear = () => {
+    [heard, asked] = [now(), Number.POSITIVE_INFINITY];
+    show(false);
+  };
+  const cut = () => show(true);
+  const tick = () => {
+    if (model.get("_static") || model.get("status") !== "running") return;
+    const time = now();
+    if (time - asked >= SILENCE_MS) show(true);
+    if (time - heard >= SILENCE_MS && asked === Number.POSITIVE_INFINITY) {
+      asked = time;
+      model.send({ type: "ping" });
+    }
+  };
+  const events: [string, () => void][] = [
+    ["msg:custom", hear],
+    ["change", hear],
+    ["comm_live_update", cut],
+  ];
+  for (const [name, callback] of events) model.on(name, callback);
+  const timer = setInterval(tick, TICK_MS);
+  return () => {
+    clearInterval(timer);
+    for (const [name, callback] of events) model.off(name, callback);
+    notice.remove();
+  };
+}
