@@ -1,6 +1,8 @@
 """The same features on the running engine: pages, threads and neighbours change nothing."""
 
 import random
+import threading
+import time
 
 import pytest
 
@@ -109,25 +111,68 @@ def test_ngram_speculation_on_the_engine(running, options):
         assert done.speculation.steps + done.speculation.plain_steps + done.speculation.accepted == 80
 
 
-def test_cancel_between_guess_and_verification(running):
-    import threading
-
+@pytest.mark.parametrize("way", ["cancel", "drop", "timeout"])
+def test_ending_while_guesses_are_verified(running, way):
+    """A step with guesses in it runs when the request ends: none of them is in the answer, and all pages come back."""
     model = fakes.FakeModel()
-    model.logits_after = lambda ids: RULE([3]) if len(ids) < 20 else RULE([4])
+    model.logits_after = lambda ids: RULE([3])
+    inner, verifying, gate = model.forward, threading.Event(), threading.Event()
+
+    def forward(batch, cache):
+        if len(batch.logit_rows) > 1:
+            verifying.set()
+            assert gate.wait(20)
+        return inner(batch, cache)
+
+    model.forward = forward
     engine = running(model)
-    model.gate = threading.Event()
-    handle = engine.submit(stepper.request([5, 6, 5, 6], max_tokens=100, temperature=0, speculation="ngram"))
-    for _ in range(6):
-        model.entered.wait(5)
-        model.entered.clear()
-        model.gate.set()
-        model.gate.clear()
-    model.entered.wait(5)
+    more = {"timeout_s": 0.4} if way == "timeout" else {}
+    request = stepper.request([5, 6, 5, 6], max_tokens=100, temperature=0, speculation=Speculation(kind="ngram", adaptive=False), **more)
+    handle = engine.submit(request)
+    assert verifying.wait(20), "guesses were made and are being verified"
+    known = len(handle.take_now()[0])
+    if way == "cancel":
+        handle.cancel()
+    elif way == "drop":
+        del handle
+    else:
+        time.sleep(0.4)
+    gate.set()
+    if way != "drop":
+        done = handle.result(20)
+        assert done.finish_reason == {"cancel": "cancelled", "timeout": "timeout"}[way]
+        assert stepper.ids(done) == fakes.expected(model, [5, 6, 5, 6], len(done.tokens))
+        assert known <= len(done.tokens) <= known + 8, "what was verified when it ended, and nothing later"
+        assert done.speculation.accepted + done.speculation.steps + done.speculation.plain_steps == len(done.tokens)
+    assert engine.wait_idle(20)
+    assert engine.pages.num_free == engine.pages.num_pages
+    after = engine.submit(stepper.request([7, 8], max_tokens=6, temperature=0)).result(20)
+    assert stepper.ids(after) == fakes.expected(model, [7, 8], 6)
+
+
+def test_cancel_while_the_prompt_runs(running):
+    """In the middle of a prompt, beside a neighbour that decodes: it ends without a token, the neighbour goes on as if alone."""
+    model = fakes.FakeModel()
+    inner, prefilling, gate = model.forward, threading.Event(), threading.Event()
+
+    def forward(batch, cache):
+        if len(batch.input_ids) > 8:
+            prefilling.set()
+            assert gate.wait(20)
+        return inner(batch, cache)
+
+    model.forward = forward
+    engine = running(model)
+    neighbour = engine.submit(stepper.request([9], max_tokens=40, temperature=0))
+    handle = engine.submit(stepper.request(prompt(8, 700), max_tokens=9, temperature=0))
+    assert prefilling.wait(20)
+    assert handle.progress == (0, 700), "the first piece of the prompt is being run"
     handle.cancel()
-    model.gate.set()
-    done = handle.result(5)
-    assert done.finish_reason == "cancelled"
-    assert stepper.ids(done) == fakes.expected(model, [5, 6, 5, 6], len(done.tokens))
+    gate.set()
+    done = handle.result(20)
+    assert (done.finish_reason, done.tokens) == ("cancelled", ())
+    assert sum(tokens for _, tokens in model.steps) < 700
+    assert stepper.ids(neighbour.result(20)) == fakes.expected(model, [9], 40)
 
 
 def test_refusals(running):

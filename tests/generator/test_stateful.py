@@ -334,13 +334,24 @@ CALM = settings(  # not shrunk: a failure here is read better from the first lif
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("life", [Life, LifeAhead])
-def test_lives(life, monkeypatch):
+def live(life, monkeypatch, first, steps):
     monkeypatch.setattr("os.fsync", lambda file: None)
     STEPS.clear()
-    for number in range(100):
+    for number in range(first, first + steps // 25):
         with torch.inference_mode():
             run_state_machine_as_test(seed(number)(life), settings=CALM)
-        if sum(STEPS.values()) >= 5500:
+        if sum(STEPS.values()) >= steps:
             return
     raise AssertionError(f"only {sum(STEPS.values())} steps")
+
+
+@pytest.mark.parametrize("life", [Life, LifeAhead])
+def test_lives(life, monkeypatch):
+    live(life, monkeypatch, 0, 5500)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("life", [Life, LifeAhead])
+def test_long_lives(life, monkeypatch):
+    live(life, monkeypatch, 1000, 30_000)
