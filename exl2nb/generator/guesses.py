@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from exl2nb.core.errors import OptionError
 from exl2nb.generator.ngram import NgramGuesser
-from exl2nb.generator.speculation import Acceptance, Pace, Speculation, StepTimes
+from exl2nb.generator.speculation import Acceptance, Pace, Speculation, StepTimes, Verified
 
 if TYPE_CHECKING:
     from exl2nb.generator.request import Request
@@ -62,9 +62,11 @@ class Guesses:
         count = self.pace.length(room, beside)
         return self._ngram.guess(ids, count) if count else []
 
-    def told(self, guessed: int, accepted: int, *, kept: int) -> None:
-        """A step is over: so many guesses were verified and accepted; the first `kept` ids stand."""
-        self.pace.told(guessed, accepted)
+    def told(self, guessed: Ids[int], accepted: int, *, at: int, kept: int) -> None:
+        """A step is over: these guesses, from place `at` of the new tokens on, were verified, and so many accepted; `kept` ids stand."""
+        self.pace.told(len(guessed), accepted)
+        if guessed:
+            self.pace.trail.append(Verified(at, tuple(guessed), accepted))
         self.kept = min(self.kept, kept)
 
     @property

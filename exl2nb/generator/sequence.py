@@ -175,7 +175,7 @@ class Sequence:
                 break
         self.computed = min(self.computed, len(self.ids) - 1)
         if self.guesses is not None:
-            self.guesses.told(guessed, accepted, kept=min(start + accepted, len(self.ids) - 1))
+            self.guesses.told(guesses, accepted, at=start - self.prompt_tokens, kept=min(start + accepted, len(self.ids) - 1))
         if self.request.stream:
             self.hand_over()
         return reason

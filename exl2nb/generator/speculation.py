@@ -9,8 +9,8 @@ accept a little more often, but draws other random numbers and would have to be 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import check_range
@@ -70,12 +70,20 @@ class Speculation:
         return cls(kind=value)
 
 
+class Verified(NamedTuple):
+    """One step that verified guesses. at: place of the first guess in the new tokens. ids: guessed. accepted: of them, from the first on."""
+
+    at: int
+    ids: tuple[int, ...]
+    accepted: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Acceptance:
     """What speculation did for one request.
 
     kind: "draft" or "ngram". steps: of the model in which guesses were verified. proposed, accepted: tokens guessed, and found right.
-    lengths: how often 0, 1, 2, ... guesses of a step were accepted. plain_steps: of the model without a guess.
+    lengths: how often 0, 1, 2, ... guesses of a step were accepted. plain_steps: of the model without a guess. trail: each of `steps`.
     """
 
     kind: str
@@ -84,6 +92,7 @@ class Acceptance:
     accepted: int
     lengths: tuple[int, ...]
     plain_steps: int
+    trail: tuple[Verified, ...] = field(default=(), repr=False)
 
     @property
     def rate(self) -> float:
@@ -172,6 +181,7 @@ class Pace:
         self._idle = 0
         self.steps = self.proposed = self.accepted = self.plain_steps = 0
         self.lengths = [0] * (settings.max_tokens + 1)
+        self.trail: list[Verified] = []
 
     def length(self, room: int, beside: int = 0, *, guess_s: float = 0.0) -> int:
         """Guesses to make now.
@@ -220,4 +230,5 @@ class Pace:
             accepted=self.accepted,
             lengths=tuple(self.lengths),
             plain_steps=self.plain_steps,
+            trail=tuple(self.trail),
         )

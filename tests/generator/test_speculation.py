@@ -46,6 +46,12 @@ def test_any_quality_of_guesses_gives_the_same_text(options, right):
         stats = guessed.speculation
         assert stats.accepted == sum(n * count for n, count in enumerate(stats.lengths)) <= stats.proposed
         assert sum(t.source == "ngram" for t in guessed.tokens) <= stats.accepted
+        told, ids = stats.trail, stepper.ids(guessed)
+        assert (len(told), sum(len(one.ids) for one in told)) == (stats.steps, stats.proposed)
+        for one in told:  # what was accepted stands in the text, what was not does not
+            assert list(one.ids[: one.accepted]) == ids[one.at : one.at + one.accepted]
+            if one.accepted < len(one.ids) and one.at + one.accepted < len(ids):
+                assert one.ids[one.accepted] != ids[one.at + one.accepted]
         if right == 1.0 and options.get("temperature") == 0:
             assert stats.rate == 1.0
             assert stats.tokens_per_step > 4
