@@ -129,6 +129,45 @@ __global__ void __launch_bounds__(kWidth) add_normed_kernel(const __grid_constan
   }
 }
 
+__global__ void __launch_bounds__(kWidth) combine_kernel(const __grid_constant__ CombineArgs a) {
+  __shared__ float shared[32];
+  pdl_launch_dependents();
+  pdl_wait();
+  float* const x = a.x + static_cast<size_t>(blockIdx.x) * a.width;
+  const float *y = a.y + static_cast<size_t>(blockIdx.x) * a.pairs * a.width, *weights = a.weights + blockIdx.x * a.pairs;
+  const auto sum = [&](int i) {
+    float v = 0.f;
+    for (int p = 0; p < a.pairs; p++) v = fmaf(__ldcg(weights + p), __ldcg(y + static_cast<size_t>(p) * a.width + i), v);
+    return v;
+  };
+  const int rest = kHeld * kWidth + threadIdx.x;
+  Held held;
+  held.fill(a.width, sum);
+  float factor = 1.f;
+  if (a.post_norm) {
+    float s = 0.f;
+#pragma unroll
+    for (int i = 0; i < kHeld; i++) s = fmaf(held.v[i], held.v[i], s);
+    for (int i = rest; i < a.width; i += kWidth) {
+      const float v = sum(i);
+      s = fmaf(v, v, s);
+    }
+    factor = rsqrtf(block_sum(s, shared) / a.width + a.post_eps);
+  }
+  const auto added = [&](int i, float v) {
+    const float after = __ldcg(x + i) + a.scale * (a.post_norm ? v * factor * a.post_norm[i] : v);
+    x[i] = after;
+    return after;
+  };
+#pragma unroll
+  for (int i = 0; i < kHeld; i++) {
+    const int at = threadIdx.x + i * kWidth;
+    if (at < a.width) held.v[i] = added(at, held.v[i]);
+  }
+  for (int i = rest; i < a.width; i += kWidth) added(i, sum(i));
+  if (a.next.x) normed(held, x, a.norm, blockIdx.x, a.next, shared);
+}
+
 template <auto kernel, class Args>
 const char* launched(const Args& args, int blocks, cudaStream_t stream, bool pdl) {
   if (blocks == 0) return nullptr;
@@ -155,6 +194,9 @@ const char* prepare_launch(const PrepareArgs& a, int rows, cudaStream_t stream, 
 }
 const char* add_normed_launch(const AddArgs& a, int tokens, cudaStream_t stream, bool pdl) {
   return launched<add_normed_kernel>(a, tokens, stream, pdl);
+}
+const char* combine_launch(const CombineArgs& a, int tokens, cudaStream_t stream, bool pdl) {
+  return launched<combine_kernel>(a, tokens, stream, pdl);
 }
 
 }  // namespace exl2nb

@@ -37,8 +37,20 @@ struct AddArgs {
   float eps, scale;
   int width;
 };
+// x += scale * rms_norm(sum over a token's `pairs` rows of y, weighted, in order) * post_norm, null: without a norm; where next.x, what
+// results is normed into it.
+struct CombineArgs {
+  float* x;
+  const float *y, *weights;  // (tokens, pairs, width), (tokens, pairs)
+  int pairs, width;
+  const float* post_norm;
+  float post_eps, scale;
+  NormArgs norm;
+  MatrixInput next;
+};
 const char* embed_launch(const EmbedArgs&, int tokens, cudaStream_t, bool pdl);
 const char* prepare_launch(const PrepareArgs&, int rows, cudaStream_t, bool pdl);
 const char* add_normed_launch(const AddArgs&, int tokens, cudaStream_t, bool pdl);
+const char* combine_launch(const CombineArgs&, int tokens, cudaStream_t, bool pdl);
 
 }  // namespace exl2nb

@@ -1,6 +1,7 @@
 // What the CUDA kernels offer: plain functions without a torch header. Each returns nullptr, or what went wrong.
 #pragma once
 #include <cstdint>
+#include <vector>
 
 namespace exl2nb {
 
@@ -29,6 +30,9 @@ const char* pack_dense_launch(const void* weight, int dtype, int N, int K, int u
 // A blob's matrix, on the device -> f16 (K, N), rows in original order, values as the format rounds them. head: a host copy of its header
 // and parts, as for everything below.
 const char* unpack_launch(const uint8_t* head, const uint8_t* blob, void* out, void* stream);
+
+// The table (moe.h) of the experts whose blobs' heads (step.h) are given, of `parts` parts each; or what is wrong.
+const char* make_expert_table(const std::vector<const uint8_t*>& heads, int parts, std::vector<uint8_t>& table);
 
 // Between host and device, in the order of the stream; done when they return.
 const char* copy_out(void* host, const void* device, int64_t bytes, void* stream);

@@ -7,13 +7,14 @@
 #include "elementwise.h"
 #include "gemv.h"
 #include "launch.h"
+#include "moe.h"
 
 namespace exl2nb {
 namespace {
 
 constexpr int64_t kMagic = 0x3147525032584558, kVersion = 2, kHeaderWords = 5;
-enum Op : int64_t { kEmbed = 1, kQkv = 2, kAttention = 3, kAdd = 4, kGateUp = 5, kHead = 6 };
-constexpr int kWords[] = {0, 9, 20, 5, 7, 10, 7};
+enum Op : int64_t { kEmbed = 1, kQkv = 2, kAttention = 3, kAdd = 4, kGateUp = 5, kHead = 6, kRouted = 7 };
+constexpr int kWords[] = {0, 9, 20, 5, 7, 10, 7, 17};
 
 template <class T>
 const T* address(int64_t word) {
@@ -46,7 +47,7 @@ struct Room {
   }
 };
 struct Layout {
-  size_t residual, normed, qkv, act[2], sum, squares, attention, bytes, attention_bytes;
+  size_t residual, normed, qkv, act[2], sum, squares, attention, routed, bytes, attention_bytes;
 };
 
 size_t input_bytes(const Weight& w, int tokens) { return static_cast<size_t>(w.perms()) * input_stride(w.header()) * tokens * 2; }
@@ -62,12 +63,12 @@ std::string plan(const int64_t* code, int64_t words, int tokens, Layout& layout,
   if (words < kHeaderWords || code[0] != kMagic || code[1] != kVersion || code[2] != words)
     return "the program is not the code of a Program";
   const int64_t H = code[4];
-  size_t normed = 0, qkv = 0, act[2] = {0, 0}, attention = 0;
+  size_t normed = 0, qkv = 0, act[2] = {0, 0}, attention = 0, routed = 0;
   bool summed = false;
   vocab = 0;
   const int64_t* end = code + words;
   for (const int64_t* w = code + kHeaderWords; w < end; w += kWords[w[0]]) {
-    if (w[0] < kEmbed || w[0] > kHead || w + kWords[w[0]] > end) return "the program holds an unknown op";
+    if (w[0] < kEmbed || w[0] > kRouted || w + kWords[w[0]] > end) return "the program holds an unknown op";
     if (vocab || (w == code + kHeaderWords) != (w[0] == kEmbed)) return "a program starts with embed and ends with norm_head";
     switch (w[0]) {
       case kQkv:
@@ -83,6 +84,10 @@ std::string plan(const int64_t* code, int64_t words, int tokens, Layout& layout,
       case kAdd:
         act[w[6]] = std::max(act[w[6]], input_bytes(Weight(w[1]), tokens));
         summed |= w[3] != 0;
+        break;
+      case kRouted:
+        normed = std::max(normed, input_bytes(Weight(w[3]), tokens));
+        routed = std::max(routed, routed_bytes(w, Weight(w[3]).header().N, tokens, static_cast<int>(H)));
         break;
       case kHead:
         normed = std::max(normed, input_bytes(Weight(w[3]), tokens));
@@ -105,6 +110,7 @@ std::string plan(const int64_t* code, int64_t words, int tokens, Layout& layout,
   layout.squares = room.take(static_cast<size_t>(tokens) * num_sms() * 4);
   layout.attention = room.take(attention);
   layout.attention_bytes = attention;
+  layout.routed = room.take(routed);
   layout.bytes = room.at;
   return "";
 }
@@ -134,6 +140,9 @@ class Walker {
         case kGateUp:
           wrong = gate_up(w);
           break;
+        case kRouted:
+          wrong = routed(w);
+          break;
         default:
           wrong = head(w);
       }
@@ -154,9 +163,9 @@ class Walker {
   static NormArgs norm(int64_t weight, int64_t eps, int64_t bias, bool layer, int width) {
     return {weight == 0 ? kNoNorm : layer ? kLayerNorm : kRmsNorm, width, real(eps), address<float>(weight), address<float>(bias)};
   }
-  // The norm in front of a QKV, GATE_UP or HEAD op.
+  // The norm in front of a QKV, GATE_UP, ROUTED or HEAD op.
   NormArgs norm_of(const int64_t* w) const {
-    const int bias = w[0] == kQkv ? 17 : w[0] == kGateUp ? 6 : 5;
+    const int bias = w[0] == kQkv ? 17 : w[0] == kGateUp ? 6 : w[0] == kRouted ? 9 : 5;
     return norm(w[1], w[2], w[bias], w[bias + 1] & 1, H_);
   }
   GemvArgs matrix(const Weight& w, const MatrixInput& in) const {
@@ -241,7 +250,7 @@ class Walker {
     }
     a.residual = residual(), a.residual_stride = H_, a.scale = real(w[5]);
     const int64_t* next = w + kWords[kAdd];
-    if (next < end_ && (next[0] == kQkv || next[0] == kGateUp || next[0] == kHead)) {
+    if (next < end_ && next[0] != kAttention && next[0] != kAdd) {
       const NormArgs n = norm_of(next);
       if (n.kind == kRmsNorm && !n.bias) {
         a.next = input(Weight(next[3]), at_.normed), a.next_norm = n.weight;
@@ -260,6 +269,20 @@ class Walker {
     a.bias = address<float>(w[4]), a.activation = static_cast<int>(w[5]), a.gated = w[8] != 0;
     a.next = input(Weight(reader(w, end_, w[9])[1]), at_.act[w[9]]);
     return gemv_launch(a, kActivation, stream_, pdl_);
+  }
+
+  const char* routed(const int64_t* w) {
+    GemvArgs a;
+    const Weight router(w[3]);
+    if (const char* wrong = normed_input(w, router, a)) return wrong;
+    uint8_t* const room = base_ + at_.routed;
+    a.out = reinterpret_cast<float*>(room), a.out_stride = router.header().N;
+    if (const char* wrong = gemv_launch(a, kStore, stream_, pdl_)) return wrong;
+    const int64_t* next = w + kWords[kRouted];
+    const bool follows = next < end_ && next[0] == kQkv;
+    ready_ = follows ? kNormed : kNothing;
+    return routed_launch(w, a, room, s_.capacity, residual(), H_, follows ? norm_of(next) : NormArgs{},
+                         follows ? input(Weight(next[3]), at_.normed) : MatrixInput{}, stream_, pdl_);
   }
 
   const char* head(const int64_t* w) {

@@ -144,6 +144,21 @@ Tensor blob_head(const Tensor& blob) {
   return out;
 }
 
+// What the kernels of a sparse MLP must know of its experts' matrices, on the host: `heads` are what gpu_blob_head returned.
+Tensor expert_table(std::vector<Tensor> heads, int64_t parts) {
+  std::vector<const uint8_t*> pointers;
+  for (const Tensor& head : heads) {
+    require("gpu_expert_table", "a head", head, ScalarType::Byte, -1, false);
+    pointers.push_back(static_cast<const uint8_t*>(head.const_data_ptr()));
+  }
+  std::vector<uint8_t> table;
+  require_ok("gpu_expert_table", make_expert_table(pointers, int(parts), table));
+  const std::vector<int64_t> shape{int64_t(table.size())};
+  Tensor out = torch::stable::empty(shape, ScalarType::Byte);
+  std::memcpy(out.mutable_data_ptr(), table.data(), table.size());
+  return out;
+}
+
 Tensor linear_cuda(const Tensor& x, const Tensor& blob, const std::optional<Tensor>& bias) {
   const char* op = "linear";
   const DeviceGuard guard(blob.get_device_index());
@@ -238,4 +253,7 @@ STABLE_TORCH_LIBRARY_IMPL(exl2nb, CUDA, m) {
   m.impl("gpu_blob_head", TORCH_BOX(&exl2nb::blob_head));
   m.impl("gpu_step", TORCH_BOX(&exl2nb::step_cuda));
 }
-STABLE_TORCH_LIBRARY_IMPL(exl2nb, CPU, m) { m.impl("gpu_step_bytes", TORCH_BOX(&exl2nb::step_bytes)); }
+STABLE_TORCH_LIBRARY_IMPL(exl2nb, CPU, m) {
+  m.impl("gpu_step_bytes", TORCH_BOX(&exl2nb::step_bytes));
+  m.impl("gpu_expert_table", TORCH_BOX(&exl2nb::expert_table));
+}

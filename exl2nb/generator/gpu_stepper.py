@@ -50,7 +50,7 @@ class GpuStepper:
         draws = step.draws
         count = len(step.batch.context_lens)
         decoding = len(step.batch.input_ids) == count == len(draws) and count <= MOST and all(draw is not None for draw in draws)
-        if decoding and not self._model.gpu.by_ops:
+        if decoding:
             return self._launch_graph(step, [draw for draw in draws if draw is not None])
         self._last = None
         ids = None

@@ -15,6 +15,7 @@ from exl2nb.ops import gpu, gpu_prefill, kv_codes
 
 SHORT = 8  # tokens of one sequence that the step kernels take
 MOST = 512  # tokens of a step that go through the step kernels
+MOST_ROUTED = 64  # of a model with experts: the step kernels read them once for every token that chose them
 F16, F32, Q8, Q4, FP8 = range(5)  # formats of pools, as csrc/cuda/attention.h numbers them
 PAIRS = {(F16, F16), (F32, F32), (Q8, Q8), (Q8, Q4), (Q4, Q4), (FP8, FP8)}
 
@@ -32,7 +33,7 @@ class GpuForward:
     def __init__(self, program: ops.Program, device: torch.device, *, deterministic: bool = False) -> None:
         self.program, self.device, self.deterministic = program, device, deterministic
         self.vocab = ops.shape(program.steps[-1][1]["blob"])[1]
-        self.by_ops = any(name == "routed_mlp" for name, _ in program.steps)  # experts are chosen on the host: no step kernels
+        self.most = MOST_ROUTED if any(name == "routed_mlp" for name, _ in program.steps) else MOST
         self._steppers: dict[int, gpu.Stepper] = {}
 
     def stepper(self, tokens: int) -> gpu.Stepper:
@@ -51,9 +52,9 @@ class GpuForward:
         formats_of(cache)
         bounds = batch.cu_seqlens.tolist()
         longest = max(b - a for a, b in itertools.pairwise(bounds))
-        if longest <= SHORT and bounds[-1] <= MOST and not self.by_ops:
+        if longest <= SHORT and bounds[-1] <= self.most:
             return self._step(batch, cache, ids)
-        if self.deterministic and not self.by_ops:
+        if self.deterministic:
             return self._pieces(batch, cache, ids)
         inputs = self._inputs(batch, ids)
         sequences = gpu_prefill.Sequences(bounds, batch.context_lens.tolist())

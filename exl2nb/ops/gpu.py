@@ -14,6 +14,7 @@ for _schema in (
     "gpu_blob_head(Tensor blob) -> Tensor",
     "gpu_unpack(Tensor blob) -> Tensor",
     "gpu_unpack_into(Tensor head, Tensor(a!) out) -> ()",
+    "gpu_expert_table(Tensor[] heads, int parts) -> Tensor",
     "gpu_step_bytes(Tensor program, int capacity) -> Tensor",
     "gpu_step(Tensor program, Tensor(a!) workspace, int capacity, Tensor ids, Tensor positions, Tensor block_table, Tensor cu_seqlens, "
     "Tensor context_lens, Tensor logit_rows, Tensor(b!)[] k_pools, Tensor(c!)[] v_pools, int k_format, int v_format, int num_kv_heads, "
@@ -37,6 +38,14 @@ def unpack_half(blob: Tensor) -> Tensor:
 def unpack_into(head: Tensor, out: Tensor) -> None:
     """The same into f16 `out` of K * N elements, without waiting for the GPU; `head` from `blob_head`."""
     _ops.gpu_unpack_into(head, out)
+
+
+def expert_table(heads: Sequence[Tensor], parts: int) -> Tensor:
+    """What the kernels of a sparse MLP must know of one kind of matrix of its experts, uint8 on the CPU; they read a copy on the GPU.
+
+    heads: from `blob_head`. parts: of each blob, 2 for [gate; up] and 1 for down.
+    """
+    return _ops.gpu_expert_table(list(heads), parts)
 
 
 def shape_of(head: Tensor) -> tuple[int, int]:

@@ -20,6 +20,7 @@ from exl2nb.ops import gpu
 from exl2nb.ops._library import REFERENCES, check, define, dynamic_size
 from exl2nb.ops.kv_codes import page_size
 from exl2nb.ops.reference import ACTIVATIONS
+from exl2nb.ops.weights import pack_concat
 
 MAGIC, VERSION, HEADER_WORDS = 0x3147525032584558, 2, 5
 EMBED, QKV, ATTENTION, RESIDUAL, GATE_UP, HEAD, ROUTED = 1, 2, 3, 4, 5, 6, 7
@@ -195,9 +196,12 @@ class Program:
         check((shared_up is None) == (shared_down is None), op, "shared expert", "half there", "shared_up and shared_down")
         check(post_norm is None or tuple(post_norm.shape) == (H,), op, "post_norm", post_norm is not None and post_norm.shape, f"({H},)")
         index = ACTIVATIONS.index(activation)
-        table = torch.tensor([[self._blob(a), self._blob(b)] for a, b in zip(up, down)], dtype=torch.int64)
-        where = self._address(table) if self.device.type == "cpu" else 0  # the GPU runs this op by op
-        words = [self._f32(norm), _float_bits(eps), self._blob(router), where, len(up), top_k, _float_bits(renormalize)]
+        where = self._experts([*up, *([] if shared_up is None else [shared_up])], [*down, *([] if shared_down is None else [shared_down])])
+        first = router
+        if self.device.type != "cpu" and shared_gate is not None:  # one product for both
+            self._blob(router)
+            first = pack_concat([router, shared_gate])
+        words = [self._f32(norm), _float_bits(eps), self._blob(first), where, len(up), top_k, _float_bits(renormalize)]
         words += [index, self._f32(norm_bias), int(layer_norm)]
         words += [0 if blob is None else self._blob(blob) for blob in (shared_up, shared_down, shared_gate)]
         words += [self._f32(post_norm), _float_bits(post_eps), _float_bits(scale)]
@@ -270,6 +274,20 @@ class Program:
             return 0
         check(tensor.dtype == torch.float32, "Program", "dtype of a norm, bias, cos or sin", tensor.dtype, "torch.float32")
         return self._address(tensor)
+
+    def _experts(self, up: Sequence[Tensor], down: Sequence[Tensor]) -> int:
+        """The word for the table of experts; on the GPU one that all tokens visit stands behind the others."""
+        addresses = [[self._blob(a), self._blob(b)] for a, b in zip(up, down)]
+        if self.device.type == "cpu":
+            return self._address(torch.tensor(addresses, dtype=torch.int64))
+        words = []
+        for parts, blobs in ((2, up), (1, down)):
+            table = gpu.expert_table([self.heads[blob.data_ptr()] for blob in blobs], parts)
+            copy = table.to(self.device)
+            self._tensors += [table, copy]
+            words += [table.data_ptr(), copy.data_ptr()]
+        self._tensors.append(torch.tensor(words, dtype=torch.int64))
+        return self._tensors[-1].data_ptr()
 
     def _blob(self, blob: Tensor) -> int:
         layout.shape(blob)

@@ -21,7 +21,7 @@ from exl2nb.quant.exl2 import encode
 from .gptq_maker import put_on_grid, write_gptq
 from .test_gptq import RECIPES
 from .tiny import save, twin
-from .zoo import ZOO, build_wide, write, write_exl2
+from .zoo import ZOO, build_wide, write, write_exl2, write_tokenizer
 
 pytestmark = pytest.mark.gpu
 DATA = Path(__file__).parents[1] / "data"
@@ -246,3 +246,32 @@ def test_gptq_checkpoints(recipe, tmp_path):
     want = logits(cpu, ids)
     for chunk in (None, 1, 8):
         assert float((logits(cuda, ids, chunk=chunk) - want).abs().max() / want.std()) < 1e-2
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe-bias", "dbrx-norm2", "gemmoe"])
+def test_experts_are_chosen_on_the_gpu(name, tmp_path):
+    """Token by token through the step kernels, alone and beside others: the same bits; and what the CPU computes."""
+    folder = write_exl2(write(name, build_wide(name), tmp_path / "dense"), tmp_path / "exl2")
+    cpu, cuda = load_model(folder), load_model(folder, device="cuda")
+    ids = torch.randint(0, cpu.config.vocab_size, (24,), generator=torch.Generator().manual_seed(3)).tolist()
+    want, single = logits(cpu, ids), logits(cuda, ids, chunk=1)
+    assert float((single - want).abs().max() / want.std()) < 2e-2
+    assert torch.equal(logits(cuda, ids, chunk=8), single)
+    assert torch.equal(logits(load_model(folder, device="cuda", deterministic=True), ids), single)
+    spans = [Span(ids=ids[:n], start=0, pages=[page], logit_rows="all") for page, n in enumerate((8, 3, 1))]
+    together = cuda.forward(Batch.build(spans), KVCache(cuda.cache_spec(2048), "cuda")).cpu()
+    for got, n in zip(together.split([8, 3, 1]), (8, 3, 1)):
+        assert torch.equal(got, single[:n])
+
+
+def test_a_sparse_model_decodes_in_graphs(tmp_path):
+    """The engine's captured steps give what single steps give."""
+    name = "qwen2_moe"
+    folder = write_exl2(write(name, build_wide(name), tmp_path / "dense"), tmp_path / "exl2")
+    write_tokenizer(folder)
+    model = load_model(folder, device="cuda", deterministic=True)
+    with ex.load(folder, device="cuda", deterministic=True, context=64, progress=None) as llm:
+        ids = llm.generate([5, 6, 7], max_tokens=24, temperature=0, ignore_eos=True).tokens
+        assert llm.engine._stepper._graphs
+        text = [5, 6, 7, *(token.id for token in ids)]
+        assert logits(model, text).argmax(-1)[2:-1].tolist() == text[3:]

@@ -1,0 +1,175 @@
+"""Experts chosen on the GPU: a step of a sparse layer against its mathematics, and against the path that asks the host. Marked gpu."""
+
+import pytest
+import torch
+
+from exl2nb import ops
+from exl2nb.ops import gpu_prefill, reference
+
+from .model_case import exl2
+
+pytestmark = pytest.mark.gpu
+H, INNER, D = 256, 160, 64
+POOL = (2, 1, 256, D)
+
+
+@pytest.fixture(autouse=True)
+def _library():
+    assert "cuda" in ops.libraries().loaded, f"the CUDA library is not loaded: {ops.libraries().cuda_problem}"
+
+
+def int32(values):
+    return torch.tensor(list(values), dtype=torch.int32, device="cuda")
+
+
+def batch(n):
+    """Positions, slots, block table, bounds, lengths and rows of n sequences of one token, all in page 1."""
+    table = torch.ones(n, 1, dtype=torch.int32, device="cuda")
+    return int32([0] * n), int32([256] * n), table, int32(range(n + 1)), int32([1] * n), int32(range(n))
+
+
+def mixed(K, N, seed):
+    """A matrix whose layout no other expert shares: widths and their order follow from the seed."""
+    widths = [(2, 3, 4, 5, 6, 8)[(seed + i) % 6] for i in range(K // 32)]
+    return exl2(K, N, [(bits, 32) for bits in widths], seed=seed, scale=0.4)
+
+
+def quantised(K, N, seed):
+    tensors = mixed(K, N, seed)
+    return ops.pack_exl2(*(t.cuda() for t in tensors)), ops.reconstruct(*tensors).float()
+
+
+class Sparse:
+    """One layer whose attention adds nothing, with experts of different layouts, and its mathematics in fp32."""
+
+    def __init__(self, experts, top_k, *, renormalize=0.0, shared=0, gate=False, post=False, scale=1.0, dense=False, tied=False, seed=0):
+        g = torch.Generator().manual_seed(seed)
+        vector = lambda *shape: torch.randn(*shape, generator=g)  # noqa: E731
+        self.options = {"top_k": top_k, "renormalize": renormalize, "activation": "silu", "scale": scale}
+        self.norm = 1 + 0.2 * vector(H)
+        self.router = (vector(experts, H) * (0 if tied else 2 * H**-0.5)).half()
+        self.post = 1 + 0.2 * vector(H) if post else None
+        make = self._dense if dense else quantised
+        ups = [[make(H, INNER, seed + 7 * e + s) for s in (1, 2)] for e in range(experts)]
+        downs = [make(INNER, H, seed + 7 * e + 3) for e in range(experts)]
+        self.up = [torch.cat([part[1] for part in pair], 1) for pair in ups]
+        self.down = [part[1] for part in downs]
+        blobs = {"up": [ops.pack_concat([part[0] for part in pair]) for pair in ups], "down": [part[0] for part in downs]}
+        self.shared = self.gate = None
+        if shared:
+            wide = [quantised(H, shared, seed + 900 + s) for s in (0, 1)]
+            narrow = quantised(shared, H, seed + 950)
+            self.shared = torch.cat([part[1] for part in wide], 1), narrow[1]
+            blobs |= {"shared_up": ops.pack_concat([part[0] for part in wide]), "shared_down": narrow[0]}
+            if gate:
+                self.gate = (vector(1, H) * H**-0.5).half()
+                blobs["shared_gate"] = ops.pack_dense(self.gate.cuda())
+        self.table = vector(64, H)
+        qkv = ops.pack_dense(vector(3 * D, H).cuda() * H**-0.5)
+        nothing = ops.pack_dense(torch.zeros(H, D).cuda())
+        p = self.program = ops.Program("cuda")
+        p.embed(self.table.cuda())
+        for _ in range(2):  # twice, so that what the first leaves for the second's input is seen
+            p.norm_qkv_rope(
+                self.norm.cuda(), 1e-5, qkv, None, *torch.zeros(2, 16, 0).cuda(), layer=0, num_heads=1, num_kv_heads=1, head_dim=D
+            )
+            p.paged_attention(layer=0, scale=0.1)
+            p.linear_residual(nothing)
+            post_norm = None if self.post is None else self.post.cuda()
+            p.routed_mlp(
+                self.norm.cuda(), 1e-5, ops.pack_dense(self.router.cuda()), **blobs, **self.options, post_norm=post_norm, post_eps=1e-6
+            )
+        p.norm_head(None, 0.0, ops.pack_dense(torch.eye(H).cuda()))
+        self.pools = [torch.zeros(POOL, dtype=torch.float16, device="cuda") for _ in range(2)]
+
+    @staticmethod
+    def _dense(K, N, seed):
+        weight = (torch.randn(N, K, generator=torch.Generator().manual_seed(seed)) * K**-0.5).half()
+        return ops.pack_dense(weight.cuda()), weight.T.float()
+
+    def step(self, ids, *, capacity=None):
+        """Through the step kernels, every id a sequence of its own."""
+        n = len(ids)
+        stepper = ops.gpu.Stepper(self.program.code, capacity or n, torch.device("cuda"))
+        out = torch.empty(n, H, device="cuda")
+        self.run(stepper, int32(ids), out)
+        return out.cpu()
+
+    def run(self, stepper, ids, out):
+        positions, _, *rest = batch(len(out))
+        stepper.run(ids, positions, *rest, self.pools[:1], self.pools[1:], (0, 0), (1, D), out)
+
+    def prefill(self, ids):
+        """Through the path that asks the host which experts were chosen."""
+        n = len(ids)
+        sequences = gpu_prefill.Sequences(list(range(n + 1)), [1] * n)
+        inputs = gpu_prefill.Inputs(int32(ids), *batch(n))
+        return gpu_prefill.prefill(self.program, inputs, sequences, self.pools[:1], self.pools[1:]).cpu()
+
+    def truth(self, ids):
+        """The mathematics in fp32."""
+        x = self.table[torch.tensor(ids)]
+        wide, narrow = self.shared or (None, None)
+        gate = None if self.gate is None else self.gate.T.float()
+        top_k, renormalize, activation, scale = self.options.values()
+        for _ in range(2):
+            reference.routed_mlp(
+                x, self.norm, 1e-5, self.router.T.float(), lambda i: (self.up[i], self.down[i]), top_k, renormalize, activation,
+                shared_up=wide, shared_down=narrow, shared_gate=gate, post_norm=self.post, post_eps=1e-6, scale=scale,
+            )  # fmt: skip
+        return x
+
+
+CASES = {
+    "top 2 of 8": {"experts": 8, "top_k": 2, "renormalize": 1.0},
+    "top 8 of 60, as they are": {"experts": 60, "top_k": 8},
+    "order 2": {"experts": 16, "top_k": 4, "renormalize": 2.0},
+    "all": {"experts": 3, "top_k": 3, "renormalize": 1.0},
+    "shared": {"experts": 6, "top_k": 2, "shared": 96},
+    "shared and weighed": {"experts": 60, "top_k": 4, "shared": 608, "gate": True},
+    "post norm, scaled": {"experts": 8, "top_k": 2, "renormalize": 1.0, "post": True, "scale": 0.3},
+    "equal weights": {"experts": 8, "top_k": 3, "renormalize": 1.0, "tied": True},
+    "dense": {"experts": 4, "top_k": 1, "dense": True},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layer_is_its_mathematics(name):
+    layer = Sparse(**CASES[name])
+    ids = list(range(9))
+    want, got = layer.truth(ids), layer.step(ids)
+    scale = (want - layer.table[:9]).norm(dim=1)
+    for found in (got, layer.prefill(ids)):
+        errors = ((found - want).norm(dim=1) / scale).sort().values
+        assert float(errors[-2]) < 5e-3, "one token may be so undecided that fp16 chooses another expert"
+    for n in (1, 2, 8):
+        assert torch.equal(layer.step(ids[:n]), got[:n]), "what a token gets depends neither on the tokens beside it nor on the capacity"
+    assert torch.equal(layer.step(ids[:3], capacity=64), got[:3])
+    many = [i % 64 for i in range(64)]
+    assert torch.equal(layer.step(many)[:9], got)
+
+
+def test_a_step_can_be_captured():
+    """Nothing waits and nothing is allocated: the graph replays, and gives what the kernels alone give."""
+    layer = Sparse(12, 4, renormalize=1.0, shared=96, gate=True)
+    stepper = ops.gpu.Stepper(layer.program.code, 4, torch.device("cuda"))
+    ids, out = int32(range(4)), torch.empty(4, H, device="cuda")
+    positions, _, *rest = batch(4)  # allocated before
+    arguments = (ids, positions, *rest, layer.pools[:1], layer.pools[1:], (0, 0), (1, D), out)
+    stepper.run(*arguments)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        stepper.run(*arguments)
+    for first in (10, 30):
+        ids.copy_(int32(range(first, first + 4)))
+        graph.replay()
+        assert torch.equal(out.cpu(), layer.step(range(first, first + 4)))
+
+
+def test_an_expert_in_one_piece_is_refused():
+    p = ops.Program("cuda")
+    p.embed(torch.zeros(4, H).cuda())
+    whole, down = ops.pack_dense(torch.zeros(2 * INNER, H).cuda()), ops.pack_dense(torch.zeros(H, INNER).cuda())
+    with pytest.raises(RuntimeError, match="in two parts"):
+        p.routed_mlp(None, 0.0, ops.pack_dense(torch.zeros(1, H).cuda()), [whole], [down], top_k=1)
