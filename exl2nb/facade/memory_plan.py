@@ -10,7 +10,7 @@ from typing import Any
 
 from exl2nb.cache.modes import parse_mode
 from exl2nb.core.errors import DeviceError, OptionError
-from exl2nb.facade.plan_formula import Formula
+from exl2nb.facade.plan_formula import PARTS, Formula
 from exl2nb.facade.plan_model import formula_of
 from exl2nb.io import hub
 from exl2nb.model.inspect import inspect
@@ -18,8 +18,8 @@ from exl2nb.model.loader import read_model_config
 
 CONTEXT = 4096  # as `load`, where the caller does not say and the model allows more
 LIMITS = {"context": 1 << 24, "batch": 1 << 16, "free": 1 << 60}
-COLOURS = {"weights": "#3b6ea8", "cache": "#52a37f", "work": "#d9a441", "graphs": "#8a6fb0", "logits": "#b5565e"}
-LABELS = {"weights": "weights", "cache": "cache", "work": "activations", "graphs": "graphs", "logits": "logits"}
+COLOURS = {"weights": "#3b6ea8", "cache": "#52a37f", "work": "#d9a441", "graphs": "#8a6fb0", "logits": "#b5565e", "rounding": "#9a9a9a"}
+LABELS = {"weights": "weights", "cache": "cache", "work": "activations", "graphs": "graphs", "logits": "logits", "rounding": "rounding"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +28,9 @@ class MemoryPlan:
 
     name: of the model. device: "cpu" or "cuda". context: tokens of one text. batch: texts at once. cache_mode: how K and V are kept.
     weights: in the layout of the kernels; a tied head is stored once more. cache: pages for batch texts of full length. work: activations
-    of the largest step. graphs: what captured decode steps keep, on a GPU. logits: one row per text. free: memory free now, None where it
-    is not known. token_bytes: of the cache, per token. formula: gives these numbers for any other choice, see `at`.
+    of the largest step. graphs: what captured decode steps and CUDA's own code keep, on a GPU. logits: one row per text. rounding: what the
+    allocator of a GPU takes beyond the tensors. free: memory free now, None where it is not known. token_bytes: of the cache, per token.
+    formula: gives these numbers for any other choice, see `at`.
     """
 
     name: str
@@ -44,12 +45,13 @@ class MemoryPlan:
     token_bytes: int
     formula: Formula = field(repr=False)
     graphs: int = 0
+    rounding: int = 0
     free: int | None = None
 
     @property
     def parts(self) -> dict[str, int]:
         """Name -> bytes."""
-        return {"weights": self.weights, "cache": self.cache, "work": self.work, "graphs": self.graphs, "logits": self.logits}
+        return {name: getattr(self, name) for name in PARTS}
 
     def at(self, *, context: int | None = None, batch: int | None = None, cache: str | None = None, free: int | None = None) -> MemoryPlan:
         """The same model with other choices; None keeps one.

@@ -6,12 +6,13 @@ widgets/src/plan/formula.ts is the same arithmetic in the browser; a test holds 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from exl2nb.core.errors import OptionError
+from exl2nb.facade.plan_allocator import taken
 
-PARTS = ("weights", "cache", "work", "graphs", "logits")
+PARTS = ("weights", "cache", "work", "graphs", "logits", "rounding")
 
 
 class Stage(NamedTuple):
@@ -26,15 +27,16 @@ class Stage(NamedTuple):
 class Formula:
     """Bytes of a loaded model as a function of what one may choose.
 
-    weights: as they lie on the device. page_tokens: tokens of a cache page. page_bytes: cache mode -> bytes of a page, all layers.
-    chunk: tokens that a step takes at most. stages: parts of a step, which follow each other: the largest counts. graph_fixed, graph_row:
-    what decode steps keep: always, and per text, rounded as `rows` says. logits_row: one text's logits. longest: tokens of context that
-    the model allows.
+    weights: as they lie on the device; held: what the device gave for them. page_tokens: tokens of a cache page. page_bytes: cache mode ->
+    bytes of a page, all layers. chunk: tokens that a step takes at most. stages: parts of a step, which follow each other: the largest
+    counts. graph_fixed, graph_row: what decode steps keep: always, and per text, rounded as `rows` says. logits_row: one text's logits.
+    longest: tokens of context that the model allows. pool_bytes, layers, spare: on a GPU, bytes of a page in a layer's pools of K and of V,
+    and the holes that the weights left: from these `plan_allocator` says how much more than the tensors is taken.
 
     Example:
         >>> some = Formula(weights=100, page_tokens=256, page_bytes={"fp16": 10}, chunk=512, stages=(Stage(5, 2, 1),), logits_row=1)
         >>> some.parts(context=300, batch=2, mode="fp16")
-        {'weights': 100, 'cache': 40, 'work': 1329, 'graphs': 0, 'logits': 2}
+        {'weights': 100, 'cache': 40, 'work': 1329, 'graphs': 0, 'logits': 2, 'rounding': 0}
     """
 
     weights: int
@@ -46,6 +48,10 @@ class Formula:
     graph_row: int = 0
     logits_row: int = 0
     longest: int = 1 << 24
+    held: int = 0
+    layers: int = 0
+    pool_bytes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    spare: tuple[int, ...] = ()
 
     def parts(self, *, context: int, batch: int, mode: str) -> dict[str, int]:
         """Name -> bytes; every text has whole pages."""
@@ -53,7 +59,12 @@ class Formula:
         tokens = min(self.chunk, batch * context)
         work = max((stage.fixed + stage.token * tokens + stage.context * context for stage in self.stages), default=0)
         graphs = self.graph_fixed + self.graph_row * rows(batch)
-        return dict(zip(PARTS, (self.weights, pages * self.page_bytes[mode], work, graphs, self.logits_row * batch)))
+        cache = pages * self.page_bytes[mode]
+        rounding = 0
+        if mode in self.pool_bytes:
+            pools = [size * pages for size in self.pool_bytes[mode] for _ in range(self.layers)]
+            rounding = max(0, self.held - self.weights + taken(self.spare, pools) - cache)
+        return dict(zip(PARTS, (self.weights, cache, work, graphs, self.logits_row * batch, rounding)))
 
     def total(self, *, context: int, batch: int, mode: str) -> int:
         """All parts together."""
@@ -70,7 +81,10 @@ class Formula:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {**asdict(self), "page_bytes": dict(self.page_bytes), "stages": [list(stage) for stage in self.stages]}
+        pools = {mode: list(pair) for mode, pair in self.pool_bytes.items()}
+        stages = [list(stage) for stage in self.stages]
+        flat = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {**flat, "page_bytes": dict(self.page_bytes), "stages": stages, "pool_bytes": pools, "spare": list(self.spare)}
 
     @classmethod
     def from_dict(cls, data: Any) -> Formula:
@@ -83,15 +97,23 @@ class Formula:
         if not isinstance(data, Mapping) or sorted(data) != sorted(names):
             got = sorted(data) if isinstance(data, Mapping) else type(data).__name__
             raise OptionError(f"plan: the formula is {str(got)[:200]}; expected {', '.join(names)}")
-        pages, stages = data["page_bytes"], data["stages"]
-        numbers = [data[name] for name in names if name not in ("page_bytes", "stages")]
-        good = isinstance(pages, Mapping) and bool(pages) and all(isinstance(mode, str) for mode in pages)
-        good = good and isinstance(stages, (list, tuple)) and all(isinstance(s, (list, tuple)) and len(s) == 3 for s in stages)
-        if not good or not all(_is_size(n) for n in (*numbers, *pages.values(), *(n for s in stages for n in s))):
+        pages, stages, pools, spare = (data[name] for name in ("page_bytes", "stages", "pool_bytes", "spare"))
+        good = all(isinstance(table, Mapping) and all(isinstance(mode, str) for mode in table) for table in (pages, pools)) and bool(pages)
+        good = good and isinstance(spare, (list, tuple)) and _are_tuples(stages, 3) and _are_tuples([*pools.values()], 2)
+        lists = ("page_bytes", "stages", "pool_bytes", "spare")
+        numbers = [data[name] for name in names if name not in lists]
+        if good:
+            numbers += [*pages.values(), *spare, *(n for row in (*stages, *pools.values()) for n in row)]
+        if not good or not all(_is_size(n) for n in numbers) or data["layers"] > 1024 or len(spare) > 4096:
             raise OptionError("plan: the formula holds what is no number of bytes; expected whole numbers from 0, as to_dict gives them")
         if not data["page_tokens"] or not data["chunk"] or not data["longest"]:
             raise OptionError("plan: page_tokens, chunk and longest of the formula must be at least 1")
-        return cls(**{**data, "page_bytes": dict(pages), "stages": tuple(Stage(*s) for s in stages)})
+        kept = {"page_bytes": dict(pages), "stages": tuple(Stage(*row) for row in stages)}
+        return cls(**{**data, **kept, "pool_bytes": {mode: (k, v) for mode, (k, v) in pools.items()}, "spare": tuple(spare)})
+
+
+def _are_tuples(value: Any, length: int) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(row, (list, tuple)) and len(row) == length for row in value)
 
 
 def _is_size(value: Any) -> bool:

@@ -6,15 +6,21 @@ from itertools import groupby
 
 from exl2nb.cache.modes import MODES
 from exl2nb.cache.spec import PAGE_SIZE, CacheSpec
+from exl2nb.cache.storage import STORAGES
 from exl2nb.core.errors import OptionError
+from exl2nb.facade.plan_allocator import Allocator
 from exl2nb.facade.plan_formula import Formula, Stage
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.inspect import Inspection, Matrix
+from exl2nb.model.layout import layer_linears, layer_norms, modules
 
 CHUNKS = {"cpu": 512, "cuda": 2048}
 """Prompt tokens that a step takes at most."""
 TILE, UNIT = 16, 64  # columns of a strip and rows of a unit of the blobs on the GPU (csrc/cuda/blob.h)
 PRODUCTS_BYTES = 32 * 2**20  # what the library of matrix products keeps on the GPU
+CODE_BYTES = 146 * 2**20  # kernels that CUDA loads when they are first used; H200, torch 2.11, 2026-11-21
+GRAPH_BYTES = 8 * 2**20  # of the first captured step, whatever its model
+MOST_HOLES = 512  # the largest: smaller ones hold no pool
 
 
 def formula_of(config: ModelConfig, found: Inspection, device: str, modes: tuple[str, ...] = ()) -> Formula:
@@ -28,8 +34,19 @@ def formula_of(config: ModelConfig, found: Inspection, device: str, modes: tuple
     logits = 4 * config.vocab_size
     if device == "cpu":
         return Formula(weights=_cpu_weights(found), stages=(_cpu_stage(config),), logits_row=logits, **common)
+    weights, books = _loaded(config, found)
+    spare = books.spare()[-MOST_HOLES:]
     return Formula(
-        weights=_gpu_weights(config, found), stages=_gpu_stages(config), graph_row=_graph_row(config), logits_row=logits, **common
+        weights=weights,
+        held=books.reserved,
+        spare=tuple(spare),
+        layers=config.num_layers,
+        pool_bytes={mode: _pool_bytes(config, mode) for mode in pages},
+        stages=_gpu_stages(config),
+        graph_fixed=CODE_BYTES + GRAPH_BYTES,
+        graph_row=_graph_row(config),
+        logits_row=logits,
+        **common,
     )
 
 
@@ -39,6 +56,13 @@ def _page_bytes(config: ModelConfig, mode: str) -> int | None:
         return CacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, 1, mode).page_bytes
     except OptionError:
         return None
+
+
+def _pool_bytes(config: ModelConfig, mode: str) -> tuple[int, int]:
+    """Bytes of a page in one layer's pool of K and of V."""
+    spec = CacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, 1, mode)
+    k, v = (config.num_kv_heads * STORAGES[kind].row_bytes(PAGE_SIZE, config.head_dim) for kind in (spec.k_mode, spec.v_mode))
+    return k, v
 
 
 def _inner(config: ModelConfig) -> int:
@@ -66,14 +90,53 @@ def _cpu_stage(config: ModelConfig) -> Stage:
 # ---- the GPU: what model.loader keeps there, what ops.gpu_prefill holds at once, what generator.gpu_stepper captures
 
 
-def _gpu_weights(config: ModelConfig, found: Inspection) -> int:
-    """Strips of units, plain weights in fp16, norms and biases in f32."""
-    inside = sum(_blob_bytes(m) for m in found.matrices if m is not found.embedding)
-    table = found.embedding.weights * 2 if found.embedding is not None else 0
-    tied = 0 if found.head is not None or found.embedding is None else 2 * _padded(found.embedding)
-    rest = found.total_bytes - sum(m.nbytes for m in found.matrices)  # norms
-    biases = sum(2 * 2 * m.out_features for m in found.matrices if config.qkv_bias and m.name.endswith(("q_proj", "k_proj", "v_proj")))
-    return inside + table + tied + 2 * max(0, rest) + biases
+def _loaded(config: ModelConfig, found: Inspection) -> tuple[int, Allocator]:
+    """Bytes of the weights on the GPU, and the allocator's books after loading them as `model.loader` does, in its order."""
+    matrices = {matrix.key: matrix for matrix in found.matrices}
+    books, total = Allocator(), 0
+    for key in (config.names.embed, config.names.positions if config.learned_positions else ""):
+        if key in matrices:
+            books.allocate(2 * matrices[key].weights)
+            total += 2 * matrices[key].weights
+    for layer in range(config.num_layers):
+        roles = layer_linears(config, layer)
+        for norm in layer_norms(config):
+            books.allocate(4 * config.hidden_size)
+            total += 4 * config.hidden_size * (2 if norm and config.norm_bias else 1)
+        attention, *mlps = modules(roles)
+        for module in (*mlps, attention):  # the loader reads the MLP first
+            inner = [role for role in module if role not in ("o",) and not role.startswith(("down", "shared_down"))]
+            last = [role for role in module if role not in inner]
+            for stack in (inner, last):
+                total += _stack(books, [matrices[roles[role].key] for role in stack if roles[role].key in matrices])
+        total += sum(4 * roles[role].out_features for role in roles if roles[role].bias)
+    head = found.head or found.embedding
+    total += _stack(books, [head]) if head is not None else 0
+    return total, books
+
+
+def _stack(books: Allocator, matrices: list[Matrix]) -> int:
+    """Load matrices with one input: each is packed beside its tensors, then all go into one blob."""
+    sizes, blobs = [_blob_bytes(matrix) for matrix in matrices], []
+    for matrix, size in zip(matrices, sizes):
+        parts = [books.allocate(part) for part in _file_tensors(matrix)]
+        blobs.append(books.allocate(size))
+        for part in parts:
+            books.release(part)
+    if len(blobs) > 1:
+        books.allocate(sum(sizes))
+        for blob in blobs:
+            books.release(blob)
+    return sum(sizes)
+
+
+def _file_tensors(matrix: Matrix) -> tuple[int, ...]:
+    """Bytes of what is copied to the GPU to be packed there."""
+    if matrix.format != "exl2":
+        return (2 * matrix.weights,)
+    codes = sum(bits * rows for bits, rows in matrix.groups) * matrix.out_features // 8
+    count = len(matrix.groups)
+    return codes, count * matrix.out_features // 2, 2 * count, 4 * count, 4 * matrix.in_features
 
 
 def _padded(matrix: Matrix) -> int:
@@ -100,17 +163,17 @@ def _gpu_stages(config: ModelConfig) -> tuple[Stage, ...]:
     spread = 4 * q if config.q_per_kv > 1 else 0
     one = config.intermediate_size if config.moe is None else max(config.moe.intermediate_size, config.moe.shared_size or 0)
     up_fixed, down_fixed = 2 * hidden * one * (2 if config.gated else 1), 2 * hidden * one
-    fixed = PRODUCTS_BYTES
+    fixed, kept = PRODUCTS_BYTES, 2 * (q + 2 * kv)  # kept: q, k and v lie there until the next layer's
     return (
-        Stage(fixed + 2 * hidden * (q + 2 * kv), 6 * hidden + 4 * (q + 2 * kv), tables),
+        Stage(fixed + 2 * hidden * (q + 2 * kv), 6 * hidden + 6 * (q + 2 * kv) + 2 * inner, tables),
         Stage(fixed, 4 * hidden + 2 * (q + 2 * kv) + 4 * q, tables + 4 * kv + spread),
-        Stage(fixed + up_fixed, 6 * hidden + 2 * up + 2 * q, tables),
-        Stage(fixed + down_fixed, 8 * hidden + 2 * inner, tables),
-        Stage(fixed, 4 * hidden + 2 * up + 2 * inner + 2 * q, tables),
+        Stage(fixed + up_fixed, 6 * hidden + 2 * up + 2 * q + kept, tables),
+        Stage(fixed + down_fixed, 8 * hidden + 2 * inner + kept, tables),
+        Stage(fixed, 4 * hidden + 2 * up + 2 * inner + 2 * q + kept, tables),
     )
 
 
 def _graph_row(config: ModelConfig) -> int:
-    """Workspace and logits of one text in a captured decode step."""
+    """Workspace and logits of one text in the captured decode steps: of its number of texts, and of half as many, and of half of those."""
     hidden, q, kv = config.hidden_size, config.q_size, config.kv_size
-    return 4 * hidden + 2 * 2 * hidden + 4 * (q + 2 * kv) + 2 * 2 * _inner(config) + 4 * config.vocab_size
+    return 2 * (4 * hidden + 2 * 2 * hidden + 4 * (q + 2 * kv) + 2 * 2 * _inner(config) + 4 * config.vocab_size)

@@ -343,6 +343,10 @@ class PlanFormula(TypedDict):
     graph_row: int
     logits_row: int
     longest: int
+    held: int
+    layers: int
+    pool_bytes: dict[str, list[int]]
+    spare: list[int]
 
 
 class PlanState(TypedDict):

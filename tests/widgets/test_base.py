@@ -5,6 +5,7 @@ import json
 import re
 import struct
 import zlib
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,19 +30,10 @@ def test_height_takes_pixels_and_css():
 def test_reply_routing_is_opted_out_of():
     """ipykernel 7.4 routes a comm's messages to the shell that sent last; ours must take the default."""
 
-    class Comm:
-        comm_id = "c"
-        _reply_subshell_for = None
-
-        def send(self, *args, **kwargs):
-            pass
-
-        on_msg = close = send
-
-    widget = Playground()
-    widget.comm = Comm()
-    widget._unpin_replies()
-    assert widget.comm._reply_subshell_for({}, "the default") == "the default"
+    comm = SimpleNamespace(_reply_subshell_for=None)
+    Playground._unpin_replies(SimpleNamespace(comm=comm))
+    assert comm._reply_subshell_for({}, "the default") == "the default"
+    Playground._unpin_replies(SimpleNamespace(comm=SimpleNamespace()))  # an older one has no such thing, and needs none
     import ipykernel
     from ipykernel.comm import Comm as Real
 

@@ -292,6 +292,10 @@ export interface PlanFormula {
   graph_row: number;
   logits_row: number;
   longest: number;
+  held: number;
+  layers: number;
+  pool_bytes: Record<string, number[]>;
+  spare: number[];
 }
 
 /** Synced traits of MemoryPlan. free: bytes, null = not known. _modes: cache modes to choose from. */
@@ -490,10 +494,10 @@ export interface ShowFrame {
   live: boolean;
 }
 
-/** One token and where it comes from. step: pass of the model that decided it; -1 not known. */
-export type SpecToken = [text: string, id: number, source: "target" | "draft" | "ngram" | "forced" | "rewound", prob: number | null, step: number];
+/** One token and where it comes from. step: pass of the model that decided it; -1: not known. wrong: guesses thrown away here. */
+export type SpecToken = [text: string, id: number, source: "target" | "draft" | "ngram" | "forced" | "rewound", prob: number | null, step: number, wrong: string[]];
 
-/** What speculation did. lengths: how often 0, 1, 2, ... guesses of a pass were right. plain_tps: without guesses, if measured. */
+/** What speculation did. lengths: how often 0, 1, 2, ... guesses of a pass were right. plain_tps: without guesses, same: the text is; if run. */
 export interface SpecStats {
   kind: string;
   steps: number;
@@ -504,6 +508,7 @@ export interface SpecStats {
   tokens: number;
   tps: number;
   plain_tps: number | null;
+  same: boolean | null;
 }
 
 /** Synced traits of Speculation. */

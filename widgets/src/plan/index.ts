@@ -14,6 +14,7 @@ const NAMES: Record<Part, string> = {
   work: "activations",
   graphs: "graphs",
   logits: "logits",
+  rounding: "rounding",
 };
 const MOST_TEXTS = 256;
 const STEPS = 48; // stops of the context slider, evenly in the logarithm
