@@ -35,6 +35,7 @@ class DenseWeights:
         if any(name.endswith(".qweight") for name in store.names()):
             raise ConversionError(f"{store.directory}: found a GPTQ model, expected a dense one; convert the model it was made from")
         self.config, self.store, self.device = config, store, torch.device(device)
+        self._last: tuple[int, dict[str, Tensor]] | None = None
         for linear in linears(config):
             self._check(self._weight_name(linear), linear.shape)
             if linear.bias:
@@ -49,7 +50,10 @@ class DenseWeights:
             self._check(name, *accepted(config, shape))
 
     def layer(self, index: int) -> dict[str, Tensor]:
-        """All tensors of one layer, f32."""
+        """All tensors of one layer, f32; those of the layer asked for last are kept."""
+        if self._last is not None and self._last[0] == index:
+            return dict(self._last[1])
+        self._last = None
         tensors: dict[str, Tensor] = {}
         for linear in layer_linears(self.config, index).values():
             tensors[f"{linear.key}.weight"] = self.weight(linear)
@@ -57,10 +61,12 @@ class DenseWeights:
                 tensors[f"{linear.key}.bias"] = self.stored(f"{linear.key}.bias").to(self.device).float()
         for name, shape in layer_vectors(self.config, index).items():
             tensors[name] = self.stored(name, shape).to(self.device).float()
+        self._last = index, dict(tensors)
         return tensors
 
     def ends(self) -> dict[str, Tensor]:
         """Embedding, last norm and head (and what else stands outside the layers), f32."""
+        self._last = None
         tensors = {name: self.stored(name).to(self.device).float() for name in end_vectors(self.config)}
         return {**tensors, f"{self.config.names.head}.weight": self.weight(head_linear(self.config))}
 
