@@ -19,19 +19,24 @@ class Background:
 
     Args:
         owner: name of the widget, for messages and the thread.
+        busy: what is said to whom begins while something runs.
+        error: what is raised then, and around errors that are none of ours.
     """
 
-    def __init__(self, owner: str) -> None:
-        self._owner = owner
+    def __init__(self, owner: str, *, busy: str = "a run is going on", error: type[Exl2Error] = GenerationError) -> None:
+        self._owner, self._busy, self._error = owner, busy, error
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
+        # Not Thread.join: an interrupt that arrives in it can leave a running thread marked as ended (CPython up to 3.12).
+        self._over = threading.Event()
+        self._over.set()
         self.stopping = threading.Event()
         self.problem: BaseException | None = None
 
     @property
     def alive(self) -> bool:
         """True while something runs."""
-        return self._thread is not None and self._thread.is_alive()
+        return not self._over.is_set()
 
     def begin(
         self,
@@ -43,17 +48,22 @@ class Background:
         """Start and return at once; `before` runs here, once it is clear that nothing else does.
 
         Raises:
-            GenerationError: something runs already.
+            Exl2Error: something runs already.
         """
         with self._lock:
             if self.alive:
-                raise GenerationError(f"{self._owner}: a run is going on; call .stop() or .wait() first")
+                raise self._error(f"{self._owner}: {self._busy}; call .stop() or .wait() first")
             self.stopping, self.problem = threading.Event(), None
             before()
+            self._over.clear()
             # The copied context carries the cell that output belongs to; without it ipykernel 7.0 refuses to send from a thread at all.
             run, args = contextvars.copy_context().run, (self._work, work, done, self.stopping)
             self._thread = threading.Thread(target=run, args=args, name=f"exl2nb-{self._owner.lower()}", daemon=True)
-            self._thread.start()
+            try:
+                self._thread.start()
+            except RuntimeError:  # no more threads
+                self._over.set()
+                raise
 
     def stop(self) -> None:
         """Ask what runs to end; returns at once."""
@@ -68,25 +78,23 @@ class Background:
         Raises:
             Exl2Error: it failed.
         """
-        thread, deadline = self._thread, None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else time.monotonic() + timeout
         try:
-            while thread is not None and thread.is_alive() and (deadline is None or time.monotonic() < deadline):
-                thread.join(0.05)
+            while self.alive and (deadline is None or time.monotonic() < deadline):
+                self._over.wait(0.05)
         except KeyboardInterrupt:
-            self.stop()
-            if thread is not None:
-                thread.join(5)
+            self.close()
             raise
         if isinstance(self.problem, Exl2Error):
             raise self.problem
         if self.problem is not None:
-            raise GenerationError(f"{self._owner}: {type(self.problem).__name__}: {self.problem}") from self.problem
+            raise self._error(f"{self._owner}: {type(self.problem).__name__}: {self.problem}") from self.problem
 
     def close(self, seconds: float = 5.0) -> None:
         """Stop, and wait a while unless this is the thread itself."""
         self.stop()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(seconds)
+        if self._thread is not threading.current_thread():
+            self._over.wait(seconds)
 
     def _work(
         self,
@@ -95,12 +103,14 @@ class Background:
         stop: threading.Event,
     ) -> None:
         try:
-            work(stop)
-        except BaseException as problem:
-            if not (stop.is_set() and isinstance(problem, Exl2Error)):  # what was cancelled may say so by raising
-                self.problem = problem
-        try:
+            try:
+                work(stop)
+            except BaseException as problem:
+                if not (stop.is_set() and isinstance(problem, Exl2Error)):  # what was cancelled may say so by raising
+                    self.problem = problem
             done("error" if self.problem else "stopped" if stop.is_set() else "done", self.problem)
         except BaseException as problem:
             self.problem = self.problem or problem
             raise
+        finally:
+            self._over.set()

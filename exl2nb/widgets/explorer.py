@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import html
 import math
 import os
@@ -13,12 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import traitlets as t
 
-from exl2nb.core.errors import ConversionError, Exl2Error, OptionError
+from exl2nb.core.errors import ConversionError, OptionError
 from exl2nb.widgets import bitpage, static
+from exl2nb.widgets.background import Background
 from exl2nb.widgets.base import ExlWidget, as_text
 from exl2nb.widgets.bitgrid import BitGrid, grid_of
 from exl2nb.widgets.making import Maker
-from exl2nb.widgets.protocol import CurvePoint, ExplorerState, Mark
+from exl2nb.widgets.protocol import CurvePoint, ExplorerState, Mark, Status
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -87,7 +87,7 @@ class BitrateExplorer(ExlWidget):
     def __init__(
         self, measurement: Any = None, llm: Any = None, *, measured: Any = (), convert: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        self._stop, self._worker, self._problem = threading.Event(), None, None  # first: `close` needs them
+        self._background = Background("BitrateExplorer", busy="one is being made", error=ConversionError)  # first: `close` needs it
         self._guard = threading.RLock()
         self.measurement: Measurement = _measurement(measurement)
         self._maker = Maker(llm, self.measurement, demo=measurement is None, options=convert)
@@ -175,22 +175,19 @@ class BitrateExplorer(ExlWidget):
             raise OptionError("BitrateExplorer: the original is not known; make it with BitrateExplorer(measurement, llm)")
         if bpw is not None:
             self.solve(bpw)
-        with self._guard:
-            if self._worker is not None and self._worker.is_alive():
-                raise ConversionError("BitrateExplorer: one is being made; call .stop() or .wait() first")
-            self._stop, self._problem = threading.Event(), None
+
+        def starting() -> None:
             with self.hold_sync():
                 self.status, self.error, self.stage, self.progress = "running", "", "starting", 0.0
                 self.original, self.made, self.made_bpw = "", "", 0.0
-            work = (self._make, self._stop, self.solved, self.prompt)
-            # the copied context carries the cell that output belongs to; ipykernel 7.0 sends from no other thread
-            self._worker = threading.Thread(target=contextvars.copy_context().run, args=work, name="exl2nb-explorer", daemon=True)
-            self._worker.start()
+
+        target, prompt = float(self.solved), str(self.prompt)
+        self._background.begin(lambda stop: self._make(stop, target, prompt), self._end, before=starting)
         return self
 
     def stop(self) -> None:
         """Ask what is being made to end. Returns at once."""
-        self._stop.set()
+        self._background.stop()
 
     def wait(self, timeout: float | None = None) -> BitrateExplorer:
         """Wait until it is made and read. An interrupt stops it.
@@ -198,47 +195,34 @@ class BitrateExplorer(ExlWidget):
         Raises:
             Exl2Error: it failed.
         """
-        worker, deadline = self._worker, None if timeout is None else time.monotonic() + timeout
         try:
-            while worker is not None and worker.is_alive() and (deadline is None or time.monotonic() < deadline):
-                worker.join(0.05)
-        except KeyboardInterrupt:
-            self.stop()
-            raise
+            self._background.wait(timeout)
         finally:
             self._refresh_static()
-        if isinstance(self._problem, Exl2Error):
-            raise self._problem
-        if self._problem is not None:
-            raise ConversionError(f"BitrateExplorer: {as_text(self._problem)}") from self._problem
         return self
 
     def close(self) -> None:
         """Stop, free the copies made (the original stays yours), remove the widget from the page."""
-        self.stop()
-        maker, worker = getattr(self, "_maker", None), self._worker
-        if worker is not None and worker is not threading.current_thread():
-            worker.join(5)
+        self._background.close()
+        maker = getattr(self, "_maker", None)
         if maker is not None:
             maker.close()
         super().close()
 
     def _make(self, stop: threading.Event, bpw: float, prompt: str) -> None:
-        try:
-            made = self._maker.make(bpw, stop, self._stage_of)
-            kl = made.measured_kl
-            with self.hold_sync():
-                self.stage, self.made_bpw = "reading", bpw
-                if kl is not None:
-                    self._marks = [*(m for m in self._marks if m[2] != made.label), list(Mark(bpw, kl, made.label))]
-            self._maker.read(made, prompt, self.max_tokens, stop, self._texts)
-        except BaseException as problem:
-            if not stop.is_set():
-                self._problem = problem
+        made = self._maker.make(bpw, stop, self._stage_of)
+        kl = made.measured_kl
         with self.hold_sync():
-            self.stage, self.status = "", "error" if self._problem else "stopped" if stop.is_set() else "done"
-            if self._problem is not None:
-                self.error = as_text(self._problem)
+            self.stage, self.made_bpw = "reading", bpw
+            if kl is not None:
+                self._marks = [*(m for m in self._marks if m[2] != made.label), list(Mark(bpw, kl, made.label))]
+        self._maker.read(made, prompt, self.max_tokens, stop, self._texts)
+
+    def _end(self, status: Status, problem: BaseException | None) -> None:
+        with self.hold_sync():
+            self.stage, self.status = "", status
+            if problem is not None:
+                self.error = as_text(problem)
         self._refresh_static()
 
     def _stage_of(self, stage: str, share: float) -> None:
@@ -253,7 +237,7 @@ class BitrateExplorer(ExlWidget):
         bpw, prompt = message.get("bpw"), message.get("prompt")
         if not isinstance(prompt, str) or len(prompt) > 20_000:
             raise OptionError("BitrateExplorer: the page sent no prompt, or one over 20,000 characters")
-        if self._worker is not None and self._worker.is_alive():
+        if self._background.alive:
             return  # a second click that was on its way
         self.prompt = prompt
         self.make(bpw)

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import contextvars
 import html
 import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import traitlets as t
 
-from exl2nb.core.errors import Exl2Error, GenerationError, OptionError
+from exl2nb.core.errors import OptionError
 from exl2nb.core.log import logger
 from exl2nb.core.options import check_keywords
 from exl2nb.sampling.params import SamplingParams, check_integer
 from exl2nb.widgets import static
+from exl2nb.widgets.background import Background
 from exl2nb.widgets.base import ExlWidget
 from exl2nb.widgets.feed import Feed
-from exl2nb.widgets.protocol import PlaygroundState, Settings, Stats, TokenItem
+from exl2nb.widgets.protocol import PlaygroundState, Settings, Stats, Status, TokenItem
 from exl2nb.widgets.tokens import items_of, token_item
 
 if TYPE_CHECKING:
@@ -79,14 +78,11 @@ class Playground(ExlWidget):
     _has_model = t.Bool(False).tag(sync=True)
 
     def __init__(self, llm: Any = None, *, result: Any = None, **kwargs: Any) -> None:
-        self._stop, self._stream = threading.Event(), None  # first: `close` needs them, also where this constructor raises
+        self._background, self._stream = Background("Playground"), None  # first: `close` needs them, also where this constructor raises
         if llm is not None and not callable(getattr(llm, "stream", None)):
             raise OptionError(f"Playground: llm is {type(llm).__name__!r}; expected a loaded model, for example exl2nb.load(DIR)")
         self.llm = llm
         self._feed = Feed(self.send)
-        self._guard = threading.Lock()
-        self._worker: threading.Thread | None = None
-        self._problem: BaseException | None = None
         super().__init__(**kwargs)
         self._checked_settings()
         with self.hold_sync():
@@ -119,25 +115,26 @@ class Playground(ExlWidget):
         if self.llm is None:
             raise OptionError("Playground: no model is attached; make it with Playground(llm)")
         settings = self._checked_settings()
-        with self._guard:
-            if self._worker is not None and self._worker.is_alive():
-                raise GenerationError("Playground: a run is going on; call .stop() or .wait() first")
+
+        def starting() -> None:
             if prompt is not None:
                 self.prompt = prompt
-            self._stop, self._stream, self._problem = threading.Event(), None, None
+            self._stream = None
             with self.hold_sync():
                 self.status, self.error, self.finish_reason, self.text = "running", "", "", ""
                 self._run_prompt, self._tokens = self.prompt, []
             self._feed.begin(self.prompt)
-            work = (self._generate, self.llm, self._stop, self.prompt, settings)
-            # The copied context carries the cell that output belongs to; without it ipykernel 7.0 refuses to send from a thread at all.
-            self._worker = threading.Thread(target=contextvars.copy_context().run, args=work, name="exl2nb-playground", daemon=True)
-            self._worker.start()
+
+        def work(stop: threading.Event) -> None:
+            self._generate(self.llm, stop, str(self._run_prompt), settings)
+
+        self._reason = ""
+        self._background.begin(work, self._end, before=starting)
         return self
 
     def stop(self) -> None:
         """Ask the run to end; its text stays. Returns at once."""
-        self._stop.set()
+        self._background.stop()
         cancel = getattr(self._stream, "cancel", None)
         if callable(cancel):
             cancel()
@@ -151,21 +148,13 @@ class Playground(ExlWidget):
         Raises:
             Exl2Error: the run failed.
         """
-        worker, deadline = self._worker, None if timeout is None else time.monotonic() + timeout
         try:
-            while worker is not None and worker.is_alive() and (deadline is None or time.monotonic() < deadline):
-                worker.join(0.05)
+            self._background.wait(timeout)
         except KeyboardInterrupt:
             self.stop()
-            if worker is not None:
-                worker.join(5)
             raise
         finally:
             self._refresh_static()
-        if isinstance(self._problem, Exl2Error):
-            raise self._problem
-        if self._problem is not None:
-            raise GenerationError(f"Playground: the run failed with {type(self._problem).__name__}: {self._problem}") from self._problem
         return "".join(item.text for item in self.tokens)
 
     def close(self) -> None:
@@ -175,7 +164,6 @@ class Playground(ExlWidget):
 
     def _generate(self, llm: Any, stop: threading.Event, prompt: str, settings: dict[str, Any]) -> None:
         """The worker: everything that happens here reaches the page, errors included."""
-        reason = ""
         try:
             self._stream = llm.stream(prompt, top_logprobs=TOP_TOKENS, **settings)
             for chunk in self._stream:
@@ -185,24 +173,14 @@ class Playground(ExlWidget):
                     self._fire("token", item)
                 if stop.is_set():
                     break
-            reason = getattr(getattr(self._stream, "completion", None), "finish_reason", "")
-        except BaseException as problem:
-            if not (stop.is_set() and isinstance(problem, Exl2Error)):  # a cancelled stream may say so by raising
-                self._problem = problem
+            self._reason = getattr(getattr(self._stream, "completion", None), "finish_reason", "")
         finally:
-            self._close_stream()
-            self._end("error" if self._problem else "stopped" if stop.is_set() else "done", reason)
+            close = getattr(self._stream, "close", None)
+            if callable(close):
+                close()
 
-    def _close_stream(self) -> None:
-        close = getattr(self._stream, "close", None)
-        if not callable(close):
-            return
-        try:
-            close()
-        except Exception as problem:
-            self._problem = self._problem or problem
-
-    def _end(self, status: str, reason: str) -> None:
+    def _end(self, status: Status, problem: BaseException | None) -> None:
+        reason = self._reason
         if status == "done" and not reason:
             reason = "length" if len(self._feed.items) >= self.max_tokens else ""
         stats = self._feed.finish(status if status != "done" else reason or "done")
@@ -210,15 +188,15 @@ class Playground(ExlWidget):
             self._record(self._feed.items, stats)
             self.finish_reason = reason
             self.status = status
-            if self._problem is not None:
-                self._show_error(self._problem)
+            if problem is not None:
+                self._show_error(problem)
         try:
             self._refresh_static()
             self._fire("done", self)
-        except Exception as problem:
+        except Exception as late:
             logger.exception("Playground: after the run")
-            self._problem = self._problem or problem
-            self._show_error(problem)
+            self._background.problem = problem or late
+            self._show_error(late)
 
     def _record(self, items: list[TokenItem], stats: Stats) -> None:
         self._tokens = [list(item) for item in items]
@@ -251,7 +229,7 @@ class Playground(ExlWidget):
         if not isinstance(settings, dict) or not isinstance(prompt, str):
             raise OptionError("Playground: the page sent no prompt or no settings; reload the page")
         check_keywords(settings, list(_SETTINGS), where="Playground")
-        if self._worker is not None and self._worker.is_alive():
+        if self._background.alive:
             return  # a second click that was on its way
         with self.hold_sync():
             for name, value in settings.items():

@@ -158,15 +158,15 @@ def test_bad_options():
 def test_an_interrupt_in_wait_stops_the_run(monkeypatch):
     play = Playground(FakeModel(gate=threading.Event()))
     play.start()
-    real = play._worker.join
+    real = play._background._over.wait
 
-    def join(timeout=None):
+    def wait(timeout=None):
         if timeout == 0.05:
             raise KeyboardInterrupt
-        play._stop.is_set() and play.llm.gate.set()
-        real(timeout)
+        play._background.stopping.is_set() and play.llm.gate.set()
+        return real(timeout)
 
-    monkeypatch.setattr(play._worker, "join", join)
+    monkeypatch.setattr(play._background._over, "wait", wait)
     with pytest.raises(KeyboardInterrupt):
         play.wait()
     assert play.status == "stopped"
