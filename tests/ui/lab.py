@@ -22,9 +22,9 @@ SETTINGS = {  # no news, no update prompts; every cell stays in the page
 
 
 class Lab:
-    """The server. `root` is its notebook folder, `home` everything else it writes."""
+    """The server. `root` is its notebook folder, `home` everything else it writes; `python` has the JupyterLab to run."""
 
-    def __init__(self, home: Path, *, theme: str = "JupyterLab Light") -> None:
+    def __init__(self, home: Path, *, theme: str = "JupyterLab Light", python: str = sys.executable) -> None:
         self.home, self.root = home, home / "notebooks"
         self.root.mkdir()
         settings = {**SETTINGS, "@jupyterlab/apputils-extension/themes": {"theme": theme}}
@@ -41,7 +41,7 @@ class Lab:
         options += [f"--IdentityProvider.token={self.token}", f"--ServerApp.root_dir={self.root}", "--LabApp.news_url="]
         self.log = home / "server.log"
         with self.log.open("w") as log:
-            command = [sys.executable, "-m", "jupyter", "lab", *options]
+            command = [python, "-m", "jupyter", "lab", *options]
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True)
         self._wait()
 
