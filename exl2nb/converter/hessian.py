@@ -21,6 +21,7 @@ DAMPING = 0.03
 COUPLING_DAMPING = 0.2  # demo model, 3 bits, head shared: KL 0.181 at 0.03, 0.167 at 0.1 and at 0.3, 0.180 without coupling
 ROWS_PER_BATCH = 4
 SCORES = 1 << 25  # attention scores at once on a GPU: 128 MiB; 4 rows of 512 tokens for 32 heads
+MOST_IN_F64 = 8192  # inputs; more than these make matrices of half a GB and more, and some tens of batches lose nothing in fp32
 SMALLEST_PRODUCT = 192  # columns of a piece of a symmetric product
 ENOUGH = 16  # tokens per direction that the sweep looks at
 WHOLE, BLOCK = 1024, 256  # outputs that are coupled: all of a matrix up to WHOLE, else blocks
@@ -65,9 +66,9 @@ class Factor:
             weight: f32 `(N, K)`.
             strength: 0 (nothing) to 1 (the least-squares answer).
         """
-        wanted = cross.to(weight.dtype)[self.perm] @ weight.T
+        wanted = tensor_cores.matmul(cross.float()[self.perm], weight.T)
         found = torch.empty_like(wanted)
-        found[self.perm] = self.upper.T @ (self.upper @ wanted)
+        found[self.perm] = tensor_cores.matmul(self.upper.T, tensor_cores.matmul(self.upper, wanted))
         return (strength * found).T
 
 
@@ -124,7 +125,7 @@ def check_finite(x: Tensor, name: str) -> None:
 
 def moment(x: Tensor, y: Tensor) -> Tensor:
     """`x^T y` for x and y f32 `(tokens, K)`."""
-    return tensor_cores.product(x.T, y) if tensor_cores.pays(x, x.numel() * y.shape[1]) else x.T @ y
+    return tensor_cores.matmul(x.T, y)
 
 
 def gram(x: Tensor, y: Tensor | None = None) -> Tensor:
@@ -147,7 +148,7 @@ def stride_of(tokens: int, size: int) -> int:
 
 
 class Moments:
-    """Sums `x^T diag(weight) x` of the inputs of one layer, in fp64 across batches."""
+    """Sums `x^T diag(weight) x` of the inputs of one layer, in fp64 across batches, in fp32 above MOST_IN_F64 inputs."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Tensor] = {}
@@ -171,10 +172,10 @@ class Moments:
             self._sums[name] += found
             self._totals[name] = self._totals[name] + total
         else:
-            self._sums[name], self._totals[name] = found.double(), total
+            self._sums[name], self._totals[name] = found.double() if len(found) <= MOST_IN_F64 else found, total
 
     def hessians(self) -> dict[str, Tensor]:
-        """Name -> f64 `(K, K)`, per unit of weight."""
+        """Name -> f64 or f32 `(K, K)`, per unit of weight."""
         for name, found in self._sums.items():  # in place: one may take a GB
             found /= self._totals[name].clamp_min(1e-300)
             self._totals[name] = torch.ones_like(self._totals[name])
@@ -201,16 +202,16 @@ def factorize(hessian: Tensor, *, damping: float = DAMPING, name: str = "input")
         )
     diagonal = hessian.diagonal()
     perm = torch.argsort(diagonal, descending=True, stable=True)
-    back = perm.flip(0)
+    mean, back = float(diagonal.mean(dtype=torch.float64)) or 1.0, perm.flip(0)
     turned = hessian[back][:, back].double()
-    mean = float(diagonal.mean(dtype=torch.float64)) or 1.0
+    del hessian, diagonal  # at 11008 inputs each of these is 1 GB
     added = 0.0
     for share in (damping, 10 * damping, 1.0):
         turned.diagonal().add_((share - added) * mean)
         added = share
         lower, failed = torch.linalg.cholesky_ex(turned)
         if not failed:
-            del turned  # at 11008 inputs each of these is 1 GB
+            del turned
             return Factor(perm, _inverse(lower).float().flip(0, 1).contiguous())
     raise ConversionError(f"{name}: its Hessian cannot be factored; expected a positive matrix; use more calibration rows")
 
@@ -227,8 +228,9 @@ def batches(config: ModelConfig, x: Tensor, first: int, last: int) -> list[slice
     return [slice(start, min(start + rows, last)) for start in range(first, last, rows)]
 
 
-def advance(config: ModelConfig, layer: int, weights: Mapping[str, Tensor], x: Tensor, used: int | None = None) -> Tensor:
-    """The stream after one layer, f32 `(rows, S, H)`, a few rows at a time, and no batch across row `used`."""
-    used = len(x) if used is None else used
-    parts = (*batches(config, x, 0, used), *batches(config, x, used, len(x)))
-    return torch.cat([reference.block(config, layer, weights, x[part]) for part in parts])
+def advance(config: ModelConfig, layer: int, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
+    """The stream after one layer, f32 `(rows, S, H)`, a few rows at a time."""
+    made = torch.empty_like(x)
+    for part in batches(config, x, 0, len(x)):
+        made[part] = reference.block(config, layer, weights, x[part])
+    return made

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from exl2nb.converter.experts import expert_inputs
 from exl2nb.converter.gptq import dense, quantize
-from exl2nb.converter.hessian import Factor, Moments, advance, batches, couple, factorize, input_of
+from exl2nb.converter.hessian import Factor, Moments, batches, couple, factorize, input_of
 from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import head_linear, layer_linears
@@ -44,9 +44,24 @@ class Streams:
     made: Tensor
     used: int
 
+    @classmethod
+    def of(cls, x: Tensor, used: int) -> Streams:
+        """Two streams that begin alike."""
+        return cls(x, x.clone(), used)
+
+    def parts(self, config: ModelConfig) -> list[slice]:
+        """All rows in batches, none with rows on both sides of `used`: a resumed run computes with the same shapes, so the same bits."""
+        return [*batches(config, self.dense, 0, self.used), *batches(config, self.dense, self.used, len(self.dense))]
+
+    def move(self, part: slice, dense: Tensor, made: Tensor) -> None:
+        """Replace some rows, in place: there is no room for two of each."""
+        self.dense[part], self.made[part] = dense, made
+
     def advance(self, config: ModelConfig, layer: int, dense: Mapping[str, Tensor], made: Mapping[str, Tensor]) -> None:
         """Run both through a layer that is quantised already."""
-        self.dense, self.made = (advance(config, layer, w, x, self.used) for w, x in ((dense, self.dense), (made, self.made)))
+        for part in self.parts(config):
+            x, y = (reference.block(config, layer, w, stream[part]) for w, stream in ((dense, self.dense), (made, self.made)))
+            self.move(part, x, y)
 
 
 class _Walk:
@@ -85,14 +100,10 @@ class _Walk:
 
     def finish(self) -> None:
         """Move the streams, all rows, behind the layer."""
-        streams = self._streams
-        rest = batches(self._config, streams.dense, streams.used, len(streams.dense))
-        done = [
-            tuple(reference.finish(run) for run in (self._waiting[i] if self._waiting else self._start(p)))
-            for i, p in enumerate(self._parts)
-        ]
-        done += [tuple(reference.finish(run) for run in self._start(part)) for part in rest]
-        streams.dense, streams.made = (torch.cat(parts) for parts in zip(*done))
+        for place, part in enumerate(self._streams.parts(self._config)):
+            waiting = self._waiting[place] if self._waiting is not None and place < len(self._parts) else self._start(part)
+            x, y = (reference.finish(running) for running in waiting)
+            self._streams.move(part, x, y)
 
 
 def quantize_layer(
@@ -140,7 +151,7 @@ def quantize_layer(
             continue
         name = names[roles[0]]
         moments = _moments(walk.stage(), statistics.get(f"{layer}.{name}"), streams.dense.shape[1], cross=bool(rounding.strength))
-        make(name, factorize(moments["found"], name=f"layer {layer}, input of {name}"), moments.get("cross"))
+        make(name, factorize(moments.pop("found"), name=f"layer {layer}, input of {name}"), moments.pop("cross", None))
     if routed:
         both = torch.cat([x for x, _ in routed]), torch.cat([y for _, y in routed])
         for name, factor, cross in expert_inputs(config, layer, (weights, seen), both, statistics, cross=bool(rounding.strength)):

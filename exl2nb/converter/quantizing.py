@@ -59,9 +59,9 @@ def quantize_model(
     """
     (ids, held_out), config = rows, weights.config
     made = Made(hash_of(statistics, rounding, list(plan.groups().items())))
-    layers, ends, filed = config.num_layers, weights.ends(), _Filed(weights, work, made, {c.key: c for c in plan.choices})
-    x = reference.embed(config, ends, torch.cat([ids, held_out]).to(weights.device))
-    streams = Streams(x, x, len(ids))
+    layers, filed = config.num_layers, _Filed(weights, work, made, {c.key: c for c in plan.choices})
+    x = reference.embed(config, weights.ends(), torch.cat([ids, held_out]).to(weights.device))
+    streams = Streams.of(x, len(ids))
     with Meter("quantize", total=layers + 1, unit="layers", sink=sink) as meter:
         for layer in range(layers):
             check()
@@ -69,6 +69,7 @@ def quantize_model(
             done = filed.layer(layer, streams, known or work.load_statistics(statistics, layer), rounding)
             meter.step(detail=f"layer {layer}", bpw=[round(m.bpw, 3) for m in done])
         check()
+        ends = weights.ends()  # not kept until here: of a model with a large vocabulary they are GBs
         quantised = filed.head(ends, streams, rounding)
         if len(held_out):
             made.quality = judge(config, held_out, (ends, streams.dense[len(ids) :]), (quantised, streams.made[len(ids) :]))

@@ -87,7 +87,7 @@ def sweep(weights: DenseWeights, ids: Tensor, *, seed: int, step: Step) -> Itera
         x = advance(config, layer, weights.layer(layer), x)
         check_finite(x, f"layer {layer}: its output on the calibration rows")
         step(f"forward, layer {layer}")
-    statistics, gradient = _head(config, ends, x, torch.Generator(device).manual_seed(seed))
+    statistics, gradient = _head(config, ends, x, torch.Generator().manual_seed(seed))
     del ends, x
     step("loss")
     yield statistics
@@ -105,6 +105,12 @@ def _spacing(nbytes: int, layers: int, room: int) -> int:
     """Every how many layers a stream of `nbytes` is kept; those in between are there one stretch at a time."""
     most = max(1, math.isqrt(layers))
     return next((every for every in range(1, most) if (-(-layers // every) + every - 1) * nbytes <= room), most)
+
+
+def kept_streams(nbytes: int, layers: int, room: int = STREAM_BYTES) -> int:
+    """How many streams of `nbytes` a sweep keeps at the same time, at most."""
+    every = _spacing(nbytes, layers, room)
+    return -(-layers // every) + every - 1
 
 
 class _Kept:
@@ -158,7 +164,7 @@ def _head(config: ModelConfig, ends: Mapping[str, Tensor], x: Tensor, generator:
 def _backward(
     config: ModelConfig, layer: int, weights: Mapping[str, Tensor], x: Tensor, gradient: Tensor
 ) -> tuple[LayerStatistics, Tensor]:
-    """Statistics of one layer, and the gradient at its input."""
+    """Statistics of one layer, and the gradient at its input, which takes the place of the one given."""
     linears = layer_linears(config, layer)
     roles = {linear.key: role for role, linear in linears.items()}
     names = input_of(linears)
@@ -167,14 +173,13 @@ def _backward(
     products: dict[str, Tensor] = {}
     squares = {linear.key: x.new_zeros(linear.out_features, dtype=torch.float64) for linear in linears.values()}
     tokens: dict[str, list[Tensor]] = {}
-    below = []
     for place in batches(config, x, 0, len(x)):
         part, upper, tape = x[place], gradient[place], _Tape()
         with torch.enable_grad(), tape, _repeatable(x):
             leaf = part.detach().requires_grad_(True)
             out = reference.block(config, layer, weights, leaf, tape.capture)
         with _repeatable(x):
-            below.append(torch.autograd.grad(out, leaf, upper)[0])
+            gradient[place] = torch.autograd.grad(out, leaf, upper)[0]
         weight: dict[str, Tensor] = {}
         everyone = {stem_of(name): x.new_zeros(part.shape[0] * part.shape[1]) for name in names.values()}
         for key, role in roles.items():
@@ -204,7 +209,7 @@ def _backward(
         couplings={key: product.float() for key, product in products.items()},
         visits=tuple(moments.tokens.get(f"gate.{expert}", 0) for expert in range(moe.num_experts if moe is not None else 0)),
     )
-    return statistics, torch.cat(below)
+    return statistics, gradient
 
 
 def _repeatable(x: Tensor) -> AbstractContextManager[object]:
@@ -215,9 +220,9 @@ def _repeatable(x: Tensor) -> AbstractContextManager[object]:
 
 
 def _drawn(probs: Tensor, generator: torch.Generator) -> Tensor:
-    """One label per row of probs `(S, V)`, `(S, 1)`, by its place in the cumulative distribution."""
+    """One label per row of probs `(S, V)`, `(S, 1)`, by its place in the cumulative distribution; the same on every device."""
     up_to = probs.cumsum(-1)
-    place = torch.rand(len(probs), 1, generator=generator, device=probs.device) * up_to[:, -1:]
+    place = torch.rand(len(probs), 1, generator=generator).to(probs.device) * up_to[:, -1:]
     return torch.searchsorted(up_to, place, right=True).clamp_(max=probs.shape[1] - 1)
 
 
