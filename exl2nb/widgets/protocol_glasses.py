@@ -201,17 +201,21 @@ class ShowFrame(TypedDict):
 
 
 class SpecToken(NamedTuple):
-    """One token and where it comes from. step: pass of the model that decided it; -1 not known."""
+    """One token and where it comes from. step: pass of the model that decided it; -1: not known. wrong: guesses thrown away here."""
 
     text: str
     id: int
     source: Literal["target", "draft", "ngram", "forced", "rewound"]
     prob: float | None
     step: int
+    wrong: list[str]
 
 
 class SpecStats(TypedDict):
-    """What speculation did. lengths: how often 0, 1, 2, ... guesses of a pass were right. plain_tps: without guesses, if measured."""
+    """What speculation did. lengths: how often 0, 1, 2, ... guesses of a pass were right.
+
+    plain_tps: tokens a second without guesses; same: whether the text is the same then; null where it was not run.
+    """
 
     kind: str
     steps: int
@@ -222,6 +226,7 @@ class SpecStats(TypedDict):
     tokens: int
     tps: float
     plain_tps: float | None
+    same: bool | None
 
 
 class SpeculationState(TypedDict):

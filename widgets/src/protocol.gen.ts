@@ -497,7 +497,11 @@ export interface ShowFrame {
 /** One token and where it comes from. step: pass of the model that decided it; -1: not known. wrong: guesses thrown away here. */
 export type SpecToken = [text: string, id: number, source: "target" | "draft" | "ngram" | "forced" | "rewound", prob: number | null, step: number, wrong: string[]];
 
-/** What speculation did. lengths: how often 0, 1, 2, ... guesses of a pass were right. plain_tps: without guesses, same: the text is; if run. */
+/**
+ * What speculation did. lengths: how often 0, 1, 2, ... guesses of a pass were right.
+ *
+ * plain_tps: tokens a second without guesses; same: whether the text is the same then; null where it was not run.
+ */
 export interface SpecStats {
   kind: string;
   steps: number;

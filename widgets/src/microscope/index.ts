@@ -4,7 +4,7 @@ import type { MicroscopeState } from "../protocol.gen";
 import { type State, state } from "../shared/afm";
 import { Asker } from "../shared/asker";
 import { guardKeys, h, root, setAttributes } from "../shared/dom";
-import { percent, visible } from "../shared/format";
+import { percent, spoken, visible } from "../shared/format";
 import { perFrame } from "../shared/frame";
 import { type Roving, roving } from "../shared/roving";
 import { Controls, EXPLAINED } from "./controls";
@@ -127,9 +127,12 @@ class MicroscopeView {
     const key = JSON.stringify(answer);
     if (this.built !== key) {
       this.built = key;
-      const last = at === answer.length ? [h("span", { role: "option", class: "exl2nb-piece" }, "▏")] : [];
+      const last = at === answer.length ? [h("span", { role: "option", class: "exl2nb-piece", "aria-label": "the next token" }, "▏")] : [];
       this.pieces = [
-        ...answer.map(([id, text]) => h("span", { role: "option", class: "exl2nb-piece", title: `id ${id}` }, text || "∅")),
+        ...answer.map(([id, text]) => {
+          const name = text.trim() === "" ? spoken(text) : undefined; // white space alone would have none
+          return h("span", { role: "option", class: "exl2nb-piece", title: `id ${id}`, "aria-label": name }, text || "∅");
+        }),
         ...last,
       ];
       this.answer.replaceChildren(...this.pieces);

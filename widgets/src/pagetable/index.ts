@@ -5,6 +5,7 @@ import { type State, state } from "../shared/afm";
 import { Asker } from "../shared/asker";
 import { guardKeys, h, root, setAttributes, uniqueId } from "../shared/dom";
 import { perFrame } from "../shared/frame";
+import { watchKernel } from "../shared/kernel";
 import { css, ink } from "../shared/palette";
 import { type Roving, roving } from "../shared/roving";
 import { chain, counts, describe, MARKS, ownerColour, stripes, summary } from "./colours";
@@ -247,6 +248,10 @@ export default {
   render({ model, el }: { model: AnyModel; el: HTMLElement }) {
     const view = new PageTableView(state<PageTableState>(model));
     el.append(view.root);
-    return () => view.close();
+    const undo = watchKernel(view.root, model);
+    return () => {
+      undo();
+      view.close();
+    };
   },
 };
