@@ -172,8 +172,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--text", type=Path, default=DEMO / "evaluation.txt", help="text to judge the demo model on")
     parser.add_argument("--rows", type=int, default=48, help="of 512 tokens, to judge the demo model on")
+    parser.add_argument("--memory", type=float, help="GiB of the GPU that may be used, the driver's own aside; more is an error")
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
+    if args.memory:
+        torch.cuda.set_per_process_memory_fraction(args.memory * 2**30 / torch.cuda.get_device_properties(0).total_memory)
     with tempfile.TemporaryDirectory() as temporary:
         found = (demo if args.shape == "demo" else shape)(args, Path(temporary))
     print(json.dumps(found, indent=1))

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from exl2nb.converter.experts import expert_inputs
 from exl2nb.converter.gptq import dense, quantize
-from exl2nb.converter.hessian import Factor, Moments, batches, couple, factorize, input_of
+from exl2nb.converter.hessian import DAMPING, Factor, Moments, batches, couple, factorize, input_of
+from exl2nb.core.options import check_range
 from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import head_linear, layer_linears
@@ -26,14 +27,22 @@ HELD_BYTES = 2 << 30  # of half-run layers that wait for what they read to be qu
 
 @dataclass(frozen=True)
 class Rounding:
-    """How codes are chosen. strength: of asymmetric calibration, 0 to 1. coupled: columns of a matrix are rounded together.
+    """How codes are chosen. Each field turns one idea off, or says how far it goes; benchmarks/quality.py says what it is worth.
 
-    refresh: inputs inside a layer come from what is already quantised of it.
+    strength: of asymmetric calibration, 0 to 1. coupled: columns of a matrix are rounded together. refresh: inputs inside a layer come from
+    what is already quantised of it. weighted: tokens count half by how much the prediction depends on them. damping: added to the diagonal
+    of a Hessian, as a share of its mean.
     """
 
     strength: float = 0.5
     coupled: bool = True
     refresh: bool = True
+    weighted: bool = True
+    damping: float = DAMPING
+
+    def __post_init__(self) -> None:
+        check_range("strength", self.strength, 0, 1, where="Rounding")
+        check_range("damping", self.damping, 1e-6, 10, where="Rounding")
 
 
 @dataclass
@@ -150,8 +159,13 @@ def quantize_layer(
             routed = [(x.detach(), y.detach()) for _, x, y in walk.stage()]
             continue
         name = names[roles[0]]
-        moments = _moments(walk.stage(), statistics.get(f"{layer}.{name}"), streams.dense.shape[1], cross=bool(rounding.strength))
-        make(name, factorize(moments.pop("found"), name=f"layer {layer}, input of {name}"), moments.pop("cross", None))
+        tokens = statistics.get(f"{layer}.{name}") if rounding.weighted else None
+        moments = _moments(walk.stage(), tokens, streams.dense.shape[1], cross=bool(rounding.strength))
+        make(
+            name,
+            factorize(moments.pop("found"), damping=rounding.damping, name=f"layer {layer}, input of {name}"),
+            moments.pop("cross", None),
+        )
     if routed:
         both = torch.cat([x for x, _ in routed]), torch.cat([y for _, y in routed])
         for name, factor, cross in expert_inputs(config, layer, (weights, seen), both, statistics, cross=bool(rounding.strength)):
@@ -188,7 +202,7 @@ def quantize_head(
         if rounding.strength:
             moments.add_cross("cross", found, wanted - found)
     hessians = moments.hessians()
-    factor, weight = factorize(hessians["head"], name="input of the head"), ends[f"{key}.weight"]
+    factor, weight = factorize(hessians["head"], damping=rounding.damping, name="input of the head"), ends[f"{key}.weight"]
     if rounding.strength:
         weight = weight + factor.correction(hessians["cross"], weight, rounding.strength)
     return quantize(weight, factor, groups)

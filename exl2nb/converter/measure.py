@@ -11,12 +11,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from exl2nb.converter import gptq, peer
 from exl2nb.converter.options import Groups, group_rows, menus
 from exl2nb.converter.plan import Choice, Override, Plan, Slot, overridden, solve
 from exl2nb.converter.sizes import RESERVE, CacheShape, Other, overhead_bytes, parse_bytes, parts_of
+from exl2nb.converter.tensor_cores import matmul
 from exl2nb.core.errors import ConversionError, OptionError
 from exl2nb.core.options import check_range
 from exl2nb.io.atomic import atomic_write
@@ -266,7 +268,7 @@ def measure_linear(linear: Linear, weight: Tensor, factor: Any, hessian: Tensor,
         linear: which.
         weight: f32 `(N, K)`.
         factor: of `hessian` (hessian.factorize).
-        hessian: f64 `(K, K)`.
+        hessian: f64 or f32 `(K, K)`.
         gradient: f64 `(N,)`, mean squared gradient of each output.
     """
     column = gradient / 2
@@ -274,8 +276,7 @@ def measure_linear(linear: Linear, weight: Tensor, factor: Any, hessian: Tensor,
     found = gptq.losses(weight, factor, options, column)
     # as the file will hold them, so that a saved measurement solves alike
     anchors = {anchor: [float(f"{v:.6g}") for v in values] for anchor, values in zip(ANCHORS, found)}
-    wide = weight.double()
-    power = float(((wide @ hessian) * wide).sum(1) @ column)
+    power = float((matmul(weight, hessian.float()) * weight).sum(1, dtype=torch.float64) @ column)
     return Measured(linear.in_features, linear.out_features, power, anchors, linear.role, linear.layer, linear.bias)
 
 

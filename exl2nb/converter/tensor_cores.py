@@ -41,6 +41,11 @@ def product(x: Tensor, y: Tensor) -> Tensor:
     return torch.mm(torch.cat((xh, xl, xh), 1), torch.cat((yh, yh, yl), 0), out_dtype=torch.float32)
 
 
+def matmul(x: Tensor, y: Tensor) -> Tensor:
+    """`x @ y` for f32 `(M, K)` and `(K, N)`: `product` where that pays."""
+    return product(x, y) if pays(x, x.numel() * y.shape[1]) else x @ y
+
+
 class _Linear(torch.autograd.Function):
     """`F.linear` without a gradient of the weight."""
 
