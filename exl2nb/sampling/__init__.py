@@ -1,6 +1,7 @@
 """Floor 3: params, filters and the chain from logits to a token.
 
-`exl2nb.sampling.explain(logits, top_p=0.9)` shows what each filter does; `SamplingParams` are the settings.
+`exl2nb.sampling.explain(logits, top_p=0.9)` shows what each filter does, `Replay` every choice of an answer;
+`SamplingParams` are the settings.
 """
 
 from __future__ import annotations
@@ -14,9 +15,17 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` be
     from exl2nb.sampling.explanation import Explanation as Explanation
     from exl2nb.sampling.filters import CHAIN as CHAIN
     from exl2nb.sampling.params import SamplingParams as SamplingParams
+    from exl2nb.sampling.replay import Replay as Replay
 
-_PUBLIC = {"CHAIN": "filters", "Draw": "draw", "Explanation": "explanation", "SamplingParams": "params", "explain": "explainer"}
-__all__ = ["CHAIN", "Draw", "Explanation", "SamplingParams", "explain"]
+_PUBLIC = {
+    "CHAIN": "filters",
+    "Draw": "draw",
+    "Explanation": "explanation",
+    "Replay": "replay",
+    "SamplingParams": "params",
+    "explain": "explainer",
+}
+__all__ = ["CHAIN", "Draw", "Explanation", "Replay", "SamplingParams", "explain"]
 
 
 def __getattr__(name: str) -> Any:
