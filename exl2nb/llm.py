@@ -15,7 +15,6 @@ from exl2nb.facade.language_model import LLM
 from exl2nb.facade.loading import load
 from exl2nb.generator.handle import Handle
 from exl2nb.generator.request import Chunk, Completion, Token
-from exl2nb.io import hub
 
 if TYPE_CHECKING:
     from exl2nb.converter.result import Conversion
@@ -122,7 +121,7 @@ def compare(
 
 
 def inspect(path: str | os.PathLike[str], *, revision: str | None = None) -> Inspection:
-    """Bits per matrix of a model directory or hub id, from the headers of its files alone."""
-    from exl2nb.model.inspect import inspect as inspect_directory
+    """Bits per matrix of a model directory or hub id, from the headers of its files alone: no weights are downloaded for it."""
+    from exl2nb.facade.looking import inspect as look
 
-    return inspect_directory(hub.resolve(path, revision=revision))
+    return look(path, revision=revision)

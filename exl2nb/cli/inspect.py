@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from exl2nb.cli.console import Console
-from exl2nb.cli.models import locate
+from exl2nb.cli.models import locate_demo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,8 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Print the table and the map."""
-    from exl2nb.model.inspect import inspect
+    from exl2nb.facade.looking import inspect
 
-    found = inspect(locate(args.model, console.sink, revision=args.revision))
+    place = args.model if args.revision else locate_demo(args.model)
+    found = inspect(place, revision=args.revision)
     console.result(found.to_dict(), str(found))
     return 0

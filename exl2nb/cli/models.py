@@ -20,7 +20,13 @@ def locate(name: str, progress: Sink | None = None, *, revision: str | None = No
     """A model directory: "demo" is the packaged one, anything else a path or a hub id."""
     from exl2nb.io.hub import resolve
 
-    return demo_directory() if name == DEMO and not Path(name).is_dir() else resolve(name, revision, progress)
+    place = locate_demo(name)
+    return place if isinstance(place, Path) else resolve(name, revision, progress)
+
+
+def locate_demo(name: str) -> str | Path:
+    """The packaged model's directory for "demo", everything else as it is."""
+    return demo_directory() if name == DEMO and not Path(name).is_dir() else name
 
 
 def demo_directory() -> Path:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from exl2nb.core.errors import ModelNotFound, OptionError
+from exl2nb.core.errors import Exl2Error, ModelNotFound, OptionError
 from exl2nb.core.progress import Progress, SilentSink, Sink
 
 NEEDED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "README.md"]
@@ -69,6 +69,8 @@ def hub_errors(repo_id: str, revision: str | None = None) -> Iterator[None]:
     where = f"{repo_id}{f' (revision {revision})' if revision else ''}"
     try:
         yield
+    except Exl2Error:
+        raise
     except errors.GatedRepoError as error:
         raise ModelNotFound(f"{where}: access is restricted; accept its terms on its hub page, then log in with `hf auth login`") from error
     except errors.RevisionNotFoundError as error:
@@ -87,6 +89,26 @@ def hub_errors(repo_id: str, revision: str | None = None) -> Iterator[None]:
             f"{where}: the download failed ({type(error).__name__}: {str(error)[:200]}); nothing was loaded, try again: complete "
             "files are kept"
         ) from error
+
+
+def unreachable(error: ModelNotFound) -> bool:
+    """Whether a ModelNotFound of `hub_errors` says that there is no network, rather than no model."""
+    from huggingface_hub import errors
+
+    cause = error.__cause__
+    if isinstance(cause, errors.OfflineModeIsEnabled):
+        return True
+    answered = isinstance(cause, errors.HfHubHTTPError)
+    return not answered and isinstance(cause, (ConnectionError, TimeoutError, *_network_errors()))
+
+
+def no_config(repo_id: str, revision: str | None) -> str:
+    """What is wrong with a repository that has no config.json."""
+    where = f"{repo_id}{f' (revision {revision})' if revision else ''}"
+    return (
+        f"{where}: no config.json at its top level, so it is not a model of this kind; EXL2 models may keep it in other revisions: "
+        f"{_existing(repo_id)}"
+    )
 
 
 def _network_errors() -> tuple[type[Exception], ...]:
@@ -112,7 +134,6 @@ def _existing(repo_id: str) -> str:
 def _download(repo_id: str, revision: str | None, progress: Sink | None) -> Path:
     import huggingface_hub
 
-    where = f"{repo_id}{f' (revision {revision})' if revision else ''}"
     report = _Report(repo_id, progress)
     with report, hub_errors(repo_id, revision):
         folder = Path(
@@ -121,10 +142,7 @@ def _download(repo_id: str, revision: str | None, progress: Sink | None) -> Path
             )
         )
     if not (folder / "config.json").is_file():
-        raise ModelNotFound(
-            f"{where}: no config.json at its top level, so it is not a model of this kind; EXL2 models may keep it in other revisions: "
-            f"{_existing(repo_id)}"
-        )
+        raise ModelNotFound(no_config(repo_id, revision))
     return folder
 
 

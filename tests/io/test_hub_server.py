@@ -11,9 +11,14 @@ from pathlib import Path
 
 import pytest
 
+import exl2nb as ex
+from exl2nb.io.peek import FIRST_BYTES
+from exl2nb.io.safetensors import SafetensorsFile
+
 COMMIT = "a" * 40
 SEEN: list[str] = []  # files sent
 RANGES: list[str] = []  # byte ranges asked for
+SENT: list[tuple[str, int, int]] = []  # file, first byte and number of bytes of the ranges sent
 CUTS: list[int] = []  # how much to send of the next large files before the connection breaks
 REFS = {
     "branches": [{"name": n, "ref": f"refs/heads/{n}", "targetCommit": COMMIT if n == "4.0bpw" else c * 40}
@@ -66,9 +71,11 @@ class Hub(http.server.BaseHTTPRequestHandler):
         asked = self.headers.get("Range")
         if asked and self.command == "GET":
             RANGES.append(asked)
-            start = int(asked.removeprefix("bytes=").split("-")[0])
-            total, body = len(body), body[start:]
-            return self.answer(206, body, Content_Range=f"bytes {start}-{total - 1}/{total}", **headers)
+            first, _, last = asked.removeprefix("bytes=").partition("-")
+            start, total = int(first), len(body)
+            body = body[start : int(last) + 1 if last else total]
+            SENT.append((self.path.rpartition("/")[2], start, len(body)))
+            return self.answer(206, body, Content_Range=f"bytes {start}-{start + len(body) - 1}/{total}", **headers)
         if CUTS and len(body) > 1_000_000 and self.command == "GET":
             self.send_response(200)
             for name, value in {**headers, "Content_Length": str(len(body))}.items():
@@ -216,3 +223,57 @@ def test_a_killed_download_is_resumed(server, tmp_path):
     assert ask(server, tmp_path, "owner/name", "4.0bpw")[0] == ["config.json", "output.safetensors"]
     assert SEEN.count("output.safetensors") == 1 and SEEN.count("config.json") <= 1
     assert next(tmp_path.rglob("output.safetensors")).read_bytes() == FILES["output.safetensors"]
+
+
+LOOK = """
+import json, sys, tempfile, os
+import exl2nb as ex
+try:
+    found = ex.inspect(sys.argv[1], revision=sys.argv[2] or None)
+    answer = found.to_dict()
+except ex.errors.ModelNotFound as error:
+    answer = str(error)
+print(json.dumps([answer, [name for name in os.listdir(os.environ["TMPDIR"]) if name.startswith("exl2nb")]]))
+"""
+
+
+def test_inspect_reads_no_weights(server, tmp_path, monkeypatch):
+    """What a hub id shows is what the downloaded folder shows; of the weights' data only group tables were sent."""
+    folder = Path(__file__).parents[1] / "data" / "demo-exl2-4.0bpw"
+    model = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for name in list(FILES):
+        monkeypatch.delitem(FILES, name)
+    hostile = {"../../x.json": b"{}", "additional_chat_templates/../../y.jinja": b"y", "modeling_x.py": b"x"}
+    for name, data in {**model, **hostile}.items():
+        monkeypatch.setitem(FILES, name, data)
+    (tmp_path / "temporary").mkdir()
+    SENT.clear(), SEEN.clear()
+    places = {"TMPDIR": str(tmp_path / "temporary")}
+    answer, left = ask(server, tmp_path / "home", "owner/name", "4.0bpw", client=LOOK, **places)
+    local = ex.inspect(folder).to_dict()
+    assert {**answer, "path": ""} == {**local, "path": ""}
+    assert answer["path"] == "owner/name" and left == [] and not (tmp_path / "home").exists()
+    weights = "output.safetensors"
+    assert set(SEEN) == {"config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer_config.json", weights}
+    with SafetensorsFile(folder / weights) as file:
+        infos = [file.info(name) for name in file.names()]
+    header = min(info.start for info in infos)
+    touched = bytearray(len(model[weights]))
+    for name, start, count in SENT:
+        assert name == weights
+        touched[start : start + count] = b"\1" * count
+    beyond = [info.name for info in infos if any(touched[max(info.start, FIRST_BYTES) : info.end])]
+    tables = sum(info.nbytes for info in infos if info.name.endswith("q_groups"))
+    assert beyond and all("q_groups" in name for name in beyond), "the header's first piece, and tables that lie side by side"
+    assert sum(touched) <= max(FIRST_BYTES, header) + tables + 64 < len(model[weights]) / 4
+
+    # without a network: what was downloaded before, else the reason
+    for name in hostile:
+        monkeypatch.delitem(FILES, name)
+    answer, _ = ask("http://127.0.0.1:9", tmp_path / "home", "owner/name", "4.0bpw", client=LOOK, **places)
+    assert "cannot be reached" in answer or "download failed" in answer
+    ask(server, tmp_path / "home", "owner/name", "4.0bpw")
+    offline, _ = ask("http://127.0.0.1:9", tmp_path / "home", "owner/name", "4.0bpw", client=LOOK, HF_HUB_OFFLINE="1", **places)
+    assert {**offline, "path": ""} == {**local, "path": ""}
+    assert "not this revision; it has main" in ask(server, tmp_path / "home", "owner/name", "nope", client=LOOK, **places)[0]
+    assert "no such public model" in ask(server, tmp_path / "home", "owner/none", client=LOOK, **places)[0]
