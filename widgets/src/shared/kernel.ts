@@ -31,7 +31,11 @@ export function watchKernel(root: HTMLElement, model: AnyModel, now: () => numbe
     if (time - asked >= SILENCE_MS) show(true);
     if (time - heard >= SILENCE_MS && asked === Number.POSITIVE_INFINITY) {
       asked = time;
-      model.send({ type: "ping" });
+      try {
+        model.send({ type: "ping" });
+      } catch {
+        cut(); // JupyterLab refuses to send to a kernel that it knows to be dead
+      }
     }
   };
   const events: [string, () => void][] = [
