@@ -85,7 +85,7 @@ def compare_many(
             streams = {name: runner.pieces(row) for name, runner in runners.items()}
             for start, logits in base.pieces(row):
                 truth = logits.double().log_softmax(dim=-1)
-                base_logprob.append(next_token_logprob(truth, row, start).float())
+                base_logprob.append(next_token_logprob(truth, row, start))
                 for name, stream in streams.items():
                     _measure(columns[name], stream, truth, row)
             meter.step(len(row))
@@ -112,10 +112,10 @@ def _measure(column: _Columns, stream: Iterator[tuple[int, Tensor]], truth: Tens
     start, logits = next(stream)
     column.seconds += time.monotonic() - begin
     logprobs = logits.double().log_softmax(dim=-1)
-    kl, same = token_divergence(truth, logprobs)
-    column.kl.append(kl.float())
-    column.same.append(same)
-    column.logprob.append(next_token_logprob(logprobs, row, start).float())
+    kl, same = token_divergence(truth.to(logprobs.device), logprobs)
+    column.kl.append(kl.float().cpu())
+    column.same.append(same.cpu())
+    column.logprob.append(next_token_logprob(logprobs, row, start))
 
 
 def compare_models(

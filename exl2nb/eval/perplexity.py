@@ -43,9 +43,9 @@ class Perplexity:
 
 
 def next_token_logprob(logprobs: Tensor, row: Tensor, start: int) -> Tensor:
-    """Pick log p(next token): logprobs `(n, V)` of positions start.. of row `(T,)` -> `(n,)`, or `(n - 1,)` at the row's end."""
-    targets = row[start + 1 : start + 1 + len(logprobs)].long()
-    return logprobs[: len(targets)].gather(1, targets[:, None])[:, 0]
+    """Pick log p(next token): logprobs `(n, V)` of positions start.. of row `(T,)` -> f32 `(n,)` on the host, one less at the row's end."""
+    targets = row[start + 1 : start + 1 + len(logprobs)].long().to(logprobs.device)
+    return logprobs[: len(targets)].gather(1, targets[:, None])[:, 0].float().cpu()
 
 
 def perplexity(model: Model, ids: Tensor, progress: Sink | None = None, *, cache: str = "fp32") -> Perplexity:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 RING = 4  # results of as many steps are kept: more than may be unread
 MOST = 64  # sequences of the largest graph
+_capturing = threading.Lock()  # torch captures one graph at a time
 DRAWN = frozenset(("temperature", "top_k", "top_p", "min_p", "seed"))  # what the sampling kernel does
 
 
@@ -134,10 +136,12 @@ class _Graph:
 
         self._kept = kernels, logits, bounds  # the graph knows their addresses only
         step()  # with no sequence at all: nothing is written to the cache
-        torch.cuda.synchronize(device)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._top = step()
+        with _capturing:
+            torch.cuda.synchronize(device)
+            self._graph = torch.cuda.CUDAGraph()
+            # beside another model's thread, which may allocate and wait as it likes: a stream of its own, and errors of this thread only
+            with torch.cuda.graph(self._graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"):
+                self._top = step()
 
     def set(self, step: Step, draws: list[Draw], drawn: Tensor | None) -> None:
         """Write everything that the step reads."""

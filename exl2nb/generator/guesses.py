@@ -41,11 +41,12 @@ class Guesses:
     def __init__(self, name: str, pace: Pace, *, ngram: NgramGuesser | None = None, drafter: Drafter | None = None) -> None:
         self.name, self.pace, self.drafter, self._ngram = name, pace, drafter, ngram
         self.kept = 1 << 62
+        self._unsaid: tuple[int, int] | None = None  # a place, and the token that would have been guessed there
 
     @classmethod
     def ngram(cls, settings: Speculation, times: StepTimes | None = None) -> Guesses:
         """From the text itself."""
-        return cls("ngram", Pace(settings, times=times), ngram=NgramGuesser(settings.min_match, settings.max_match))
+        return cls("ngram", Pace(settings, times=times, watched=True), ngram=NgramGuesser(settings.min_match, settings.max_match))
 
     @classmethod
     def draft(cls, settings: Speculation, drafter: Drafter, times: StepTimes | None = None) -> Guesses:
@@ -59,8 +60,15 @@ class Guesses:
         """
         if self._ngram is None:
             return []
+        if self._unsaid is not None and self._unsaid[0] < len(ids):
+            self.pace.seen(ids[self._unsaid[0]] == self._unsaid[1])
+        self._unsaid = None
         count = self.pace.length(room, beside)
-        return self._ngram.guess(ids, count) if count else []
+        found = self._ngram.guess(ids, max(1, count)) if room > 0 else []
+        if found and not count:
+            self._unsaid = len(ids), found[0]
+            return []
+        return found
 
     def told(self, guessed: Ids[int], accepted: int, *, at: int, kept: int) -> None:
         """A step is over: these guesses, from place `at` of the new tokens on, were verified, and so many accepted; `kept` ids stand."""

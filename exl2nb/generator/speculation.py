@@ -17,9 +17,11 @@ from exl2nb.core.options import check_range
 
 KINDS = ("auto", "draft", "ngram", "off")
 MAX_GUESSES = 7  # a step then has at most 8 rows per sequence, which every backend runs as a decode
-PROBE = 12  # steps without a guess after which one is tried again
-FADE = 0.995  # of a step's time that was measured, per step in which it is not measured again
+PROBE, RARELY = 12, 48  # steps without a guess after which one is tried again: after the first failure, and after several
+STALE = 512  # steps after which the time of a step with so many rows, not seen since, is no longer believed
 FORGET = 0.9  # weight of what was known, per verified step
+GAIN = 1.03  # guesses that promise less than this are not made: the promise is an estimate
+SURE = 0.995  # the most that is believed of a guess
 ROW_COST = 0.1  # of a step, what one more row costs, until it was measured
 
 
@@ -71,7 +73,7 @@ class Speculation:
 
 
 class Verified(NamedTuple):
-    """One step that verified guesses. at: place of the first guess in the new tokens. ids: guessed. accepted: of them, from the first on."""
+    """One step that verified guesses. at: place of the first guess in the new tokens. ids: guessed. accepted: the first so many of them."""
 
     at: int
     ids: tuple[int, ...]
@@ -132,53 +134,68 @@ class Guesser(Protocol):
 class StepTimes:
     """How long a step takes by its number of rows, learnt from steps.
 
-    What was seen lately counts most; a number of rows that was not seen is taken to cost as much more as the rows between those that were,
-    at first `ROW_COST` of a step each.
+    What was seen lately counts most. A number of rows that was not seen is taken to lie on the line between those that were, or on the line
+    from one row through the largest one that was. So one row more is tried before many are: see `reach`.
     """
 
     def __init__(self) -> None:
-        self._seen: dict[int, float] = {}
+        self._seen: dict[int, tuple[float, int]] = {}  # rows -> seconds, and when that was seen last
+        self._count = 0
 
     def told(self, rows: int, seconds: float) -> None:
         """A step with so many rows, and nothing else, took so long. What is far longer than usual was disturbed, and counts little."""
-        known = self._seen.get(rows)
-        weight = 0.2 if known is None or seconds > known else 0.5
-        self._seen[rows] = seconds if known is None else known + weight * (min(seconds, 2.0 * known) - known)
-        first = self.seconds(1)
-        for other, took in self._seen.items():  # what was slow once is tried again some day
-            if other not in (1, rows) and took > (floor := first * (1.0 + (other - 1) * ROW_COST)):
-                self._seen[other] = max(floor, took * FADE)
+        self._count += 1
+        if rows in self._seen:
+            known, _ = self._seen[rows]
+            seconds = known + (0.2 if seconds > known else 0.5) * (min(seconds, 2.0 * known) - known)
+        self._seen[rows] = seconds, self._count
+        for other in [n for n, (_, last) in self._seen.items() if self._count - last > STALE]:
+            del self._seen[other]  # what was slow once is tried again some day
+
+    @property
+    def plain_due(self) -> bool:
+        """True where steps were seen, but lately none with one row, beside which all others are judged."""
+        return bool(self._seen) and 1 not in self._seen
+
+    @property
+    def reach(self) -> int:
+        """Rows of a step that may be tried: twice what was seen."""
+        return 2 * max(self._seen, default=1)
 
     def seconds(self, rows: int) -> float:
         """Of a step with so many rows; 1 for one row while nothing is known."""
-        if rows in self._seen:
-            return self._seen[rows]
-        below = max((n for n in self._seen if n < rows), default=None)
-        above = min((n for n in self._seen if n > rows), default=None)
+        seen = self._seen
+        if rows in seen:
+            return seen[rows][0]
+        below = max((n for n in seen if n < rows), default=None)
+        above = min((n for n in seen if n > rows), default=None)
         if below is None:
-            first = 1.0 if above is None else self._seen[above] / (1.0 + (above - 1) * ROW_COST)
+            first = 1.0 if above is None else seen[above][0] / (1.0 + (above - 1) * ROW_COST)
             return first * (1.0 + (rows - 1) * ROW_COST)
-        if above is None:
-            return self._seen[below] * (1.0 + (rows - 1) * ROW_COST) / (1.0 + (below - 1) * ROW_COST)
-        part = (rows - below) / (above - below)
-        return self._seen[below] * (1.0 - part) + self._seen[above] * part
+        if above is not None:
+            part = (rows - below) / (above - below)
+            return seen[below][0] * (1.0 - part) + seen[above][0] * part
+        if below > 1 and 1 in seen:
+            return seen[below][0] + max(0.0, seen[below][0] - seen[1][0]) * (rows - below) / (below - 1)
+        return seen[below][0] * (1.0 + (rows - 1) * ROW_COST) / (1.0 + (below - 1) * ROW_COST)
 
 
 class Pace:
     """How many tokens to guess next, and the record of what became of them.
 
     With probability a that a guess is right, k guesses give (1 - a**(k+1)) / (1 - a) tokens on average; the k that gives most tokens per
-    second, for the a seen lately and the time that a step with so many rows takes, is the best.
+    second, for the a seen lately and the time that a step with so many rows takes, is the best, if it is better than none by `GAIN`.
 
     Args:
         settings: of the request.
         times: of the steps that the guesses are verified in.
+        watched: `seen` tells of guesses that were not made; then none needs to be made to find out.
     """
 
-    def __init__(self, settings: Speculation, *, times: StepTimes | None = None) -> None:
-        self.settings, self._times = settings, times or StepTimes()
+    def __init__(self, settings: Speculation, *, times: StepTimes | None = None, watched: bool = False) -> None:
+        self.settings, self._times, self._watched = settings, times or StepTimes(), watched
         self._right, self._tried = 1.6, 2.0  # as if 1.6 of 2 had been right: begin hopefully
-        self._idle = 0
+        self._idle, self._patience, self._longest = 0, PROBE, 0
         self.steps = self.proposed = self.accepted = self.plain_steps = 0
         self.lengths = [0] * (settings.max_tokens + 1)
         self.trail: list[Verified] = []
@@ -191,23 +208,35 @@ class Pace:
             making a guess takes.
         """
         most = min(self.settings.max_tokens, room)
-        if most <= 0:
+        if most <= 0 or not self.settings.adaptive:
+            return max(0, most)
+        if self._times.plain_due and not beside:
             return 0
-        if not self.settings.adaptive:
-            return most
-        likely, times = min(0.995, self._right / self._tried), self._times
+        most = min(most, max(1, self._times.reach - beside - 1, 2 * self._longest + 1))
+        best = self._best(min(SURE, self._right / self._tried), most, beside, guess_s)
+        if best or self._watched:
+            return best
+        self._idle += 1
+        if self._idle < self._patience or not self._best(SURE, most, beside, guess_s):
+            return 0  # also where not even certain guesses would pay
+        self._idle, self._patience = 0, min(2 * self._patience, RARELY)
+        return 1
+
+    def _best(self, likely: float, most: int, beside: int, guess_s: float) -> int:
+        """The number of guesses that gives most tokens per second; 0 where none does clearly."""
+        times = self._times
 
         def speed(k: int) -> float:
             tokens = beside + (1.0 - likely ** (k + 1)) / (1.0 - likely)
             return tokens / (times.seconds(beside + 1 + k) + k * guess_s)
 
-        best = max(range(most + 1), key=speed)
-        if best == 0:
-            self._idle += 1
-            if self._idle >= PROBE:
-                self._idle = 0
-                return 1
-        return best
+        best = max(range(1, most + 1), key=speed)
+        return best if speed(best) > GAIN * speed(0) else 0
+
+    def seen(self, right: bool) -> None:
+        """A guess that was not made would have been right, or not."""
+        self._right = self._right * FORGET + right
+        self._tried = self._tried * FORGET + 1
 
     def told(self, proposed: int, accepted: int) -> None:
         """A step verified `proposed` guesses and accepted so many; (0, 0) is a step without."""
@@ -218,8 +247,11 @@ class Pace:
         self.proposed += proposed
         self.accepted += accepted
         self.lengths[accepted] += 1
+        self._longest = max(self._longest, proposed)
         self._right = self._right * FORGET + accepted
         self._tried = self._tried * FORGET + min(accepted + 1, proposed)
+        if accepted:
+            self._patience = PROBE
 
     def acceptance(self, kind: str) -> Acceptance:
         """The record."""

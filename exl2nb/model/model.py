@@ -21,6 +21,7 @@ from exl2nb.model.layers.layer import Layer, tensors_of
 from exl2nb.model.layers.moe import RoutedMLP
 from exl2nb.model.layers.step import Step
 from exl2nb.model.rope import both_tables, rope_switch, rope_tables
+from exl2nb.model.watched import watched
 
 
 @dataclass(frozen=True)
@@ -125,12 +126,14 @@ class Model:
         return self._gpu
 
     def forward_by_ops(self, batch: Batch, cache: KVCache, observe: Callable[[str, Tensor], None] | None = None) -> Tensor:
-        """The readable twin of `forward`: op by op, the same bits.
+        """The readable twin of `forward`: op by op, the same bits; on the GPU the way prompts go, the batch there too.
 
         observe: sees what passes: "embedding", then for each layer "layers.i.attention", "layers.i.middle" and "layers.i.output". The
         tensors are the model's own and change afterwards: copy what is to stay.
         """
         network, batch = self._prepare(batch, cache), self._placed(batch)
+        if self.device != "cpu":
+            return self.capped(watched(self.gpu.program, batch, cache, observe))
         step = Step(batch, cache, self._ropes)
         x = network.embedding(batch.input_ids, batch.positions)
         if observe is not None:

@@ -6,7 +6,7 @@ norms are fp32, the inputs of products fp16, their sums fp32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,11 +44,24 @@ class Inputs:
     logit_rows: Tensor
 
 
-def prefill(program: Program, inputs: Inputs, sequences: Sequences, k_pools: Sequence[Tensor], v_pools: Sequence[Tensor]) -> Tensor:
-    """Logits f32 `(R, V)` of a step of any number of tokens; K and V are written to their slots."""
+def prefill(
+    program: Program,
+    inputs: Inputs,
+    sequences: Sequences,
+    k_pools: Sequence[Tensor],
+    v_pools: Sequence[Tensor],
+    *,
+    watch: Callable[[str, dict[str, Any], Tensor, Tensor | None], None] | None = None,
+) -> Tensor:
+    """Logits f32 `(R, V)` of a step of any number of tokens; K and V are written to their slots.
+
+    watch: told after every op: its name and arguments, the residual stream f32 `(T, H)`, and what attention or MLP left to be added to it.
+    """
     run = _Run(program, inputs, sequences, k_pools, v_pools)
     for name, arguments in program.steps:
         getattr(run, name)(arguments)
+        if watch is not None:
+            watch(name, arguments, run.x, run.done.get(False))
     return run.logits
 
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exl2nb.core.errors import OptionError
+from exl2nb.generator.guesses import Guesses
 from exl2nb.generator.ngram import NgramGuesser
 from exl2nb.generator.request import Request
 from exl2nb.generator.speculation import MAX_GUESSES, Pace, Speculation, StepTimes
@@ -124,7 +125,11 @@ def test_ngram_on_a_text_that_is_cut_back(data):
 
 
 def test_pace_follows_the_outcomes():
-    good, bad = Pace(Speculation()), Pace(Speculation())
+    times = StepTimes()
+    good, bad = Pace(Speculation(), times=times), Pace(Speculation())
+    assert good.length(100) == 1, "one row more is tried before many are"
+    for rows in (1, 2, 4, 8):
+        times.told(rows, 1.0 + 0.1 * rows)
     for _ in range(30):
         if n := good.length(100):
             good.told(n, n)
@@ -155,6 +160,63 @@ def test_pace_follows_the_time_that_rows_take():
         assert pace.length(100) == wanted
     likely = Pace(Speculation(), times=cheap)
     assert likely.length(100) == likely.length(100, guess_s=0.0) > likely.length(100, guess_s=0.005)
+
+
+COSTS = {
+    "rows for nothing": [1.0] * 8,
+    "a GPU": [1.0 + 0.02 * r for r in range(8)],
+    "half a step each": [1.0 + 0.5 * r for r in range(8)],
+    "bound by arithmetic": [0.52, 0.82, 1.2, 1.53, 2.3, 3.0, 3.7, 4.37],
+    "as dear as steps": [1.0 + r for r in range(8)],
+}
+
+
+def life(cost, right, watched, seed, tokens=400):
+    """How many times as fast as without guesses, of which so many are right."""
+    chance, times = random.Random(seed), StepTimes()
+    pace = Pace(Speculation(kind="ngram"), times=times, watched=watched)
+    done, took = 0, 0.0
+    while done < tokens:
+        k = pace.length(tokens - done - 1)
+        seconds = cost[k] * (1.0 + abs(chance.gauss(0, 0.05)))
+        accepted = 0
+        while accepted < k and chance.random() < right:
+            accepted += 1
+        if watched and not k:
+            pace.seen(chance.random() < right)
+        pace.told(k, accepted)
+        times.told(1 + k, seconds)
+        took, done = took + seconds, done + accepted + 1
+    return done * cost[0] * 1.04 / took
+
+
+@pytest.mark.parametrize("watched", [True, False])
+@pytest.mark.parametrize("name", COSTS)
+def test_guessing_never_costs_more_than_it_brings(name, watched):
+    """Whatever rows cost and however many guesses are right: as fast as without, or faster where that is to be had."""
+    cost = COSTS[name]
+    for right in (0.0, 0.3, 0.6, 0.9, 0.97):
+        found = sum(life(cost, right, watched, seed) for seed in range(8)) / 8
+        possible = max((1 - right ** (k + 1)) / (1 - right) / cost[k] * cost[0] for k in range(8))
+        assert found > max(0.97 if watched else 0.95, 0.9 * possible), (right, possible)
+
+
+def test_guesses_that_were_not_made_are_compared_with_what_came():
+    """A text that begins to repeat itself is noticed without a guess being risked."""
+    times = StepTimes()
+    for rows in (1, 2, 4, 8):
+        times.told(rows, 0.01 * (1 + 0.6 * (rows - 1)))
+    guesses = Guesses.ngram(Speculation(kind="ngram", min_match=1), times)
+    for _ in range(30):
+        guesses.pace.seen(False)
+    ids, made = [5, 6, 7, 8] * 3, 0
+    for n in range(40):
+        found = guesses.guess(ids, 100)
+        made += len(found)
+        guesses.told(found, len(found), at=n, kept=len(ids))
+        ids = [*ids, *found, [5, 6, 7, 8][(len(ids) + len(found)) % 4]]
+    assert made > 20
+    assert guesses.acceptance.rate == 1.0
 
 
 def test_step_times():
