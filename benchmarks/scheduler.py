@@ -125,7 +125,7 @@ class _TimedTicket:
         return self._ticket.result()
 
 
-def beside_gpu(llm: exl2nb.LLM, batch: int) -> dict[str, float]:
+def beside_gpu(llm: exl2nb.LLM, batch: int, **sampling: Any) -> dict[str, float]:
     """A step of so many requests: wall time, the GPU's part, how long it is idle between steps, and what the host does meanwhile."""
     engine = llm.engine
     stepper = Timed(engine.loop.stepper)
@@ -135,7 +135,7 @@ def beside_gpu(llm: exl2nb.LLM, batch: int) -> dict[str, float]:
     with engine.exclusive(), torch.inference_mode():
         for i in range(batch):
             ids = random.Random(i).choices(range(3, 200), k=64)
-            request = Request.of(ids, where="benchmark", seed=i, top_p=0.95, max_tokens=STEPS + 3 * WARM, ignore_eos=True)
+            request = Request.of(ids, where="benchmark", seed=i, **sampling, max_tokens=STEPS + 3 * WARM, ignore_eos=True)
             loop.add(Sequence(request, llm.tokenizer, context=llm.context))
         for _ in range(2 * WARM):
             loop.step()
@@ -195,7 +195,8 @@ def main() -> None:
     }
     if options.gpu:
         with exl2nb.load(options.gpu, device="cuda", max_sequences=16, cache_tokens=16 * 1024, progress=None) as llm:
-            found["gpu"] = {str(batch): beside_gpu(llm, batch) for batch in (1, 16)}
+            kinds: dict[str, dict[str, float]] = {"greedy": {"temperature": 0}, "top_p": {"top_p": 0.95}}
+            found["gpu"] = {f"{batch} {name}": beside_gpu(llm, batch, **some) for name, some in kinds.items() for batch in (1, 16)}
     if options.demo or options.model:
         load = exl2nb.load(options.model, progress=None) if options.model else exl2nb.demo(progress=None)
         with load as llm:
