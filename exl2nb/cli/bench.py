@@ -54,7 +54,8 @@ def measure(llm: LLM, *, batch: int, context: int, tokens: int, rounds: int) -> 
 
     Returns:
         Medians over the rounds: prefill_tok_s, decode_tok_s (all sequences together), decode_ms (a step), and gb_s, the weights' bytes a
-        step reads over its time. Warm-up is excluded.
+        step reads over its time. Warm-up is excluded. weight_bytes: what is loaded; bytes_per_token: what decoding one token reads of it,
+        of a mixture's experts those that it visits.
     """
     vocab = llm.config.vocab_size
     options: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
@@ -71,12 +72,14 @@ def measure(llm: LLM, *, batch: int, context: int, tokens: int, rounds: int) -> 
             prefill.append(batch * context / (first - begun))
             decode.append(batch * tokens / (last - first))
     speed = statistics.median(decode)
-    step = batch / speed
+    step, moe = batch / speed, llm.config.moe
     return {
         "prefill_tok_s": round(statistics.median(prefill), 1),
         "decode_tok_s": round(speed, 1),
         "decode_ms": round(1e3 * step, 4),
+        "weight_bytes": llm.model.weight_bytes,
         "bytes_per_token": llm.model.bytes_per_token,
+        **({} if moe is None else {"experts_per_token": f"{moe.top_k} of {moe.num_experts}"}),
         "gb_s": round(llm.model.bytes_per_token / step / 1e9, 1),
     }
 

@@ -7,18 +7,20 @@ import pytest
 import torch
 
 from exl2nb.cache.pool import KVCache
+from exl2nb.cli import main
 from exl2nb.core.errors import ConfigError, EngineClosed, FormatError
 from exl2nb.io.safetensors import save as save_tensors
 from exl2nb.io.shards import TensorStore
 from exl2nb.model.archs import parse_config
 from exl2nb.model.batch import Batch
 from exl2nb.model.inspect import inspect
+from exl2nb.model.layers.moe import RoutedMLP
 from exl2nb.model.layout import layer_linears, modules
 from exl2nb.model.loader import load_model
 
 from .test_model import run
 from .tiny import ids_of
-from .zoo import build, build_wide, config_of, write, write_exl2
+from .zoo import build, build_wide, config_of, write, write_exl2, write_tokenizer
 
 BASE = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
 
@@ -56,8 +58,6 @@ def test_a_token_reads_its_experts_and_no_others(tmp_path):
 
 def _visited(model, ids):
     """Layer -> experts, as the routed layers report them."""
-    from exl2nb.model.layers.moe import RoutedMLP
-
     seen, call = [], RoutedMLP.__call__
     RoutedMLP.__call__ = lambda self, x: seen.append(set(call(self, x).flatten().tolist()))
     try:
@@ -65,6 +65,27 @@ def _visited(model, ids):
     finally:
         RoutedMLP.__call__ = call
     return seen
+
+
+def test_bench_reports_the_bytes_of_visited_experts(tmp_path, capsys):
+    """What `bench` says a token reads: everything but the embedding and the experts that the routed layers report it did not visit."""
+    directory = write_exl2(write("qwen2_moe", build_wide("qwen2_moe"), tmp_path / "dense"), tmp_path / "exl2", widths=(4,))
+    write_tokenizer(directory)
+    words = ["bench", str(directory), "--device", "cpu", "--context", "4", "--tokens", "2", "--rounds", "1", "--json", "--quiet"]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["experts_per_token"] == "3 of 7"
+    model = load_model(directory)
+    assert model._network is not None
+    visited = iter(_visited(model, torch.tensor([5])))
+    unread = model._network.embedding.table.nbytes * (model.config.vocab_size - 1) // model.config.vocab_size
+    for layer in model._network.layers:
+        if isinstance(layer.mlp, RoutedMLP):
+            chosen = next(visited)
+            assert len(chosen) == 3
+            unread += sum(blob.nbytes for part in (layer.mlp.up, layer.mlp.down) for e, blob in enumerate(part) if e not in chosen)
+    assert found["weight_bytes"] == model.weight_bytes
+    assert abs(found["bytes_per_token"] - (model.weight_bytes - unread)) <= 2  # means over experts of one size, rounded
 
 
 def test_a_dense_model_reads_everything_but_the_embedding(tmp_path):

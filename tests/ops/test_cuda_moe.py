@@ -106,13 +106,13 @@ class Sparse:
         inputs = gpu_prefill.Inputs(int32(ids), *batch(n))
         return gpu_prefill.prefill(self.program, inputs, sequences, self.pools[:1], self.pools[1:]).cpu()
 
-    def truth(self, ids):
+    def truth(self, ids, layers=2):
         """The mathematics in fp32."""
         x = self.table[torch.tensor(ids)]
         wide, narrow = self.shared or (None, None)
         gate = None if self.gate is None else self.gate.T.float()
         top_k, renormalize, activation, scale = self.options.values()
-        for _ in range(2):
+        for _ in range(layers):
             reference.routed_mlp(
                 x, self.norm, 1e-5, self.router.T.float(), lambda i: (self.up[i], self.down[i]), top_k, renormalize, activation,
                 shared_up=wide, shared_down=narrow, shared_gate=gate, post_norm=self.post, post_eps=1e-6, scale=scale,
@@ -165,6 +165,25 @@ def test_a_step_can_be_captured():
         ids.copy_(int32(range(first, first + 4)))
         graph.replay()
         assert torch.equal(out.cpu(), layer.step(range(first, first + 4)))
+
+
+def test_what_no_token_chose_is_not_read():
+    """Strips of every other expert are overwritten after the first step: a kernel that read them would compute something else."""
+    layer = Sparse(12, 2, renormalize=1.0)
+    good = layer.step([3])
+    up, down = next(arguments["all"][3:5] for name, arguments in layer.program.steps if name == "routed_mlp")
+    chosen = set()
+    for done in range(2):
+        x = reference.norm(layer.truth([3], done), layer.norm, 1e-5, None, False)
+        ranked = reference.route(x @ layer.router.T.float(), 4, 1.0)[0]  # two more, should fp16 choose otherwise
+        chosen |= set(ranked.flatten().tolist())
+    assert len(chosen) < 12
+    spoilt = 0
+    for expert in set(range(12)) - chosen:
+        for blob in (up[expert], down[expert]):
+            blob[-2048:].random_(0, 256)
+            spoilt += 1
+    assert spoilt and torch.equal(layer.step([3]), good)
 
 
 def test_an_expert_in_one_piece_is_refused():
