@@ -136,15 +136,38 @@ def tensors(prefix: str, weight: np.ndarray, recipe: Recipe, seed: int = 0) -> d
     return found
 
 
+def _matrix(name: str) -> bool:
+    return "norm" not in name.replace("norm_attn_norm", "")
+
+
 def put_on_grid(model: Any, recipe: Recipe) -> None:
     """Round every matrix of the layers of a Transformers model, in place."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() in (2, 3) and any(part in name for part in (".layers.", ".h.", ".blocks.")) and "norm" not in name:
+            if parameter.dim() in (2, 3) and any(part in name for part in (".layers.", ".h.", ".blocks.")) and _matrix(name):
                 turned = "GPT2LM" in type(model).__name__
                 rows = parameter.T if turned else parameter.flatten(0, -2)  # experts may lie in one tensor, one after the other
+                if name.endswith("experts.mlp.w2"):  # DBRX: each (inputs, outputs)
+                    experts = parameter.view(model.config.ffn_config.moe_num_experts, -1, parameter.shape[-1]).transpose(1, 2)
+                    value = on_grid(experts.flatten(0, 1), recipe).view(experts.shape).transpose(1, 2)
+                    parameter.copy_(value.reshape(parameter.shape))
+                    continue
                 value = on_grid(rows, recipe)
                 parameter.copy_(value.T if turned else value.view(parameter.shape))
+
+
+def split_experts(dense: Path, directory: Path) -> Path:
+    """DBRX as the GPTQ tools want it ("converted"): a linear for each expert, and q, k and v apart, under DBRX's own names."""
+    raw = json.loads((dense / "config.json").read_text())
+    config = parse_config(raw)
+    with open_store(config, dense) as store:
+        found = {name: store.read(name) for name in store.names()}
+    for old, new in reversed(config.files.renames):
+        found = {name.replace(new, old): tensor for name, tensor in found.items()}
+    directory.mkdir(parents=True)
+    save_tensors(directory / "model.safetensors", found)
+    (directory / "config.json").write_text(json.dumps({**raw, "model_type": "dbrx_converted"}))
+    return directory
 
 
 def write_gptq(dense: Path, directory: Path, recipe: Recipe, *, shards: int = 1, head: bool = False) -> Path:
