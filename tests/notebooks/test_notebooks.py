@@ -2,10 +2,14 @@
 
 import os
 import re
+import sys
 from pathlib import Path
 
 import nbformat
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+import notebook_memory
 
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 
@@ -28,15 +32,15 @@ def test_committed_without_outputs(path):
 @pytest.mark.timeout(1800)  # minutes on a machine of its own; this only ends what hangs
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=ids)
 def test_runs_headless_and_reads_without_a_kernel(path, tmp_path, monkeypatch):
-    from nbclient import NotebookClient
     from nbconvert import HTMLExporter
 
     monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "2"))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     book = nbformat.read(path, as_version=4)
-    client = NotebookClient(book, timeout=900, resources={"metadata": {"path": str(tmp_path)}}, store_widget_state=False)
-    client.execute()  # a cell that raises ends it here, with the traceback
+    peak = notebook_memory.execute(book, tmp_path)  # a cell that raises ends it here, with the traceback
+    limit = notebook_memory.LIMIT_BYTES * (1 if path.stem == "01_quickstart" else 1.8)  # Binder guarantees 1 GB, and ends what takes 2
+    assert peak < limit, f"{peak / 1e6:.0f} MB resident; expected less than {limit / 1e6:.0f}"
     streams = [output for cell in book.cells if cell.cell_type == "code" for output in cell.outputs if output.output_type == "stream"]
     assert all(output.name == "stdout" for output in streams), [output.text for output in streams if output.name != "stdout"]
     page, _ = HTMLExporter().from_notebook_node(book)
@@ -71,4 +75,16 @@ def check_quickstart(book, page: str) -> None:
     assert "Error displaying widget" not in page
 
 
-CHECKS = {"01_quickstart": check_quickstart, "05_cache_quantisation": check_caches, "08_colab": check_colab}
+def check_sampling(book, page: str) -> None:
+    text = "\n".join(str(output) for cell in book.cells if cell.cell_type == "code" for output in cell.outputs)
+    assert "the same token at 24 of 24 places" in text
+    assert re.search(r"SamplerMicroscope\(token 6 of 24", text)
+    assert "Error displaying widget" not in page
+
+
+CHECKS = {
+    "01_quickstart": check_quickstart,
+    "05_cache_quantisation": check_caches,
+    "06_sampling_microscope": check_sampling,
+    "08_colab": check_colab,
+}
