@@ -48,6 +48,20 @@ class LLM(Reading, Chatting, Working):
     (Lark or EBNF); `completion.parsed` is then the value. An unknown option is an OptionError.
 
     Any number of threads may call it; what they ask for runs together.
+
+    Example: an answer with a form of its own, one that is finished in the middle of a word, two prompts in step, guesses, alternatives.
+        >>> import exl2nb as ex
+        >>> with ex.demo(progress=None) as llm:
+        ...     pet = llm.generate("My pet is a", choice=[" cat", " dog"], seed=1).parsed
+        ...     year = llm.generate("It was in", regex=" 1[0-9]{3}", temperature=0).text
+        ...     word = llm.generate("The old m", token_healing=True, temperature=0, max_tokens=1).text
+        ...     guided = llm.generate("It was", negative_prompt="He was", cfg_scale=1.5, temperature=0, max_tokens=8)
+        ...     copied = llm.generate("The fox jumps over the dog near the river. " * 4, speculation="ngram", temperature=0, max_tokens=40)
+        ...     first = llm.generate("It was", temperature=0, max_tokens=1, top_logprobs=2, return_logits=True)
+        >>> pet in (" cat", " dog"), year[:2], len(year), word[0].isalpha(), guided.text != ""
+        (True, ' 1', 5, True, True)
+        >>> copied.speculation.accepted > 0, len(first.tokens[0].top), first.logits.shape, first.tokens[0].source
+        (True, 2, (1, 4096), 'target')
     """
 
     def __init__(
@@ -179,10 +193,11 @@ class LLM(Reading, Chatting, Working):
         of one, give `Handles`, whose `chunks()` come with the number of their request.
 
         Example:
-            >>> llm = demo()
-            >>> for chunk in llm.stream("It was", max_tokens=5, temperature=0):
-            ...     pass
-            >>> llm.close()
+            >>> import exl2nb as ex
+            >>> with ex.demo(progress=None) as llm:
+            ...     shown = "".join(chunk.text for chunk in llm.stream("It was", max_tokens=5, temperature=0))
+            ...     shown == llm.generate("It was", max_tokens=5, temperature=0).text
+            True
         """
         if n is None and not _is_batch(prompt):
             return self._submit(prompt, "stream", options, stream=True)
@@ -193,7 +208,16 @@ class LLM(Reading, Chatting, Working):
         return Handles(self._submit_all(prompt if n is None else [prompt] * n, "stream", each, stream=True))
 
     async def agenerate(self, prompt: str | Sequence[int], **options: Any) -> Completion:
-        """`generate` for event loops; cancelling the task cancels the request."""
+        """`generate` for event loops; cancelling the task cancels the request.
+
+        Example:
+            >>> import asyncio, exl2nb as ex
+            >>> async def both(llm):
+            ...     return await asyncio.gather(*(llm.agenerate(text, max_tokens=3) for text in ("It was", "She said")))
+            >>> with ex.demo(progress=None) as llm:
+            ...     [len(one.tokens) for one in asyncio.run(both(llm))]
+            [3, 3]
+        """
         return _with_prompt(await self._submit(prompt, "agenerate", options, stream=False).aresult(), prompt)
 
     def astream(self, prompt: str | Sequence[int], **options: Any) -> Handle:

@@ -20,6 +20,16 @@ class PromptCache:
     Args:
         engine: whose pages.
         fingerprint: names what the pages depend on; called when a file is saved or loaded.
+
+    Example: a prompt is computed once, in this session and in the next.
+        >>> import exl2nb as ex
+        >>> with ex.demo(progress=None) as llm:
+        ...     prompt = "The rain fell on the old town and its harbour. " * 30
+        ...     first, again = (llm.generate(prompt, max_tokens=1, temperature=0).timings for _ in range(2))
+        ...     kept, forgotten = llm.cache.save("town.cache"), llm.cache.clear()
+        ...     restored = llm.cache.load("town.cache")
+        >>> first.reused_tokens, again.reused_tokens == again.prompt_tokens - 1, restored.tokens >= again.prompt_tokens - 1
+        (0, True, True)
     """
 
     def __init__(self, engine: Engine, fingerprint: Callable[[], str]) -> None:
