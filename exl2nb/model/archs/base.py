@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from exl2nb.core.errors import ConfigError, UnknownArchitecture
@@ -137,6 +137,33 @@ def _dig(found: Mapping[str, Any], path: str) -> Any:
 def _size(fields: Fields, attribute: str, default: Any = REQUIRED) -> int:
     key, low, high = LIMITS[attribute]
     return fields.integer(key, low=low, high=high, default=default)
+
+
+def inside(text: Architecture, *more: tuple[str, str], **changes: Any) -> Architecture:
+    """`text` as the decoder of a multimodal class, whose vision tower and projector are left alone.
+
+    Names are those of ExLlamaV2's files; checkpoints put `language_model` behind `model`, and the head at the top.
+
+    Args:
+        text: the decoder's architecture. more: further renames. changes: fields of the result that differ from the text model's.
+    """
+    names = replace(
+        text.names,
+        embed="language_model.model.embed_tokens",
+        layer="language_model.model.layers.{}",
+        norm="language_model.model.norm",
+        head="language_model.lm_head",
+    )
+    renames = (
+        ("model.language_model.", "language_model.model."),
+        ("language_model.lm_head.", "lm_head."),
+        ("lm_head.", "language_model.lm_head."),
+        ("model.vision_tower.", "vision_tower."),
+        ("model.multi_modal_projector.", "multi_modal_projector."),
+        *more,
+    )
+    files = Files(renames=renames, passed=("vision_tower.*", "multi_modal_projector.*"))
+    return replace(text, text_key="text_config", names=names, files=files, **changes)
 
 
 def _head_dim(fields: Fields, sizes: Mapping[str, int]) -> int:

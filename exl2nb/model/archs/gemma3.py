@@ -4,13 +4,11 @@ The text model alone, and the same inside the multimodal class, whose vision tow
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from exl2nb.model.archs import gemma2
-from exl2nb.model.archs.base import ARCHS, Architecture, layer_kinds
+from exl2nb.model.archs.base import ARCHS, Architecture, inside, layer_kinds
 from exl2nb.model.fields import Fields
-from exl2nb.model.names import Files
 from exl2nb.model.rope import MAX_CONTEXT, RopeConfig
 
 
@@ -71,27 +69,4 @@ TEXT = Architecture(
     read=features,
 )
 ARCHS.register("Gemma3ForCausalLM")(TEXT)
-ARCHS.register("Gemma3ForConditionalGeneration")(
-    replace(
-        TEXT,
-        text_key="text_config",
-        names=replace(
-            gemma2.NAMES,
-            embed="language_model.model.embed_tokens",
-            layer="language_model.model.layers.{}",
-            norm="language_model.model.norm",
-            head="language_model.lm_head",
-        ),
-        files=Files(
-            renames=(
-                ("model.language_model.", "language_model.model."),
-                ("language_model.lm_head.", "lm_head."),
-                ("lm_head.", "language_model.lm_head."),
-                ("model.vision_tower.", "vision_tower."),
-                ("model.multi_modal_projector.", "multi_modal_projector."),
-                ("mm_input_projection_weight", "mm_input_projection.weight"),
-            ),
-            passed=("vision_tower.*", "multi_modal_projector.*"),
-        ),
-    )
-)
+ARCHS.register("Gemma3ForConditionalGeneration")(inside(TEXT, ("mm_input_projection_weight", "mm_input_projection.weight")))

@@ -8,24 +8,6 @@ from exl2nb.model.fields import Fields
 from exl2nb.model.names import Files, Names
 from exl2nb.model.rope import RopeConfig
 
-KEYS = {
-    "hidden_size": "n_embd",
-    "num_hidden_layers": "n_layer",
-    "num_attention_heads": "n_head",
-    "max_position_embeddings": "n_positions",
-    "intermediate_size": "n_inner",
-}
-NAMES = Names(attention_norm="ln_1", mlp_norm="ln_2", up="mlp.c_fc", down="mlp.c_proj")
-RENAMES = (
-    ("transformer.ln_f.", "model.norm."),
-    ("transformer.", "model."),
-    (".h.", ".layers."),
-    (".attn.c_proj.", ".self_attn.o_proj."),
-    (".attn.", ".self_attn."),
-    (".wte.", ".embed_tokens."),
-)
-FIXED = {"norm": "layer", "norm_bias": True, "gated": False, "learned_positions": True}
-
 
 def features(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str, Any]:
     """No RoPE anywhere; the scores' scale may be switched off."""
@@ -42,30 +24,35 @@ def features(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str, Any]:
     }
 
 
-ARCHS.register("GPT2LMHeadModel")(
-    Architecture(
-        model_type="gpt2",
-        qkv_bias=True,
-        o_bias=True,
-        mlp_bias=True,
-        defaults={"n_positions": 1024, "activation_function": "gelu_new", "tie_word_embeddings": True},
-        names=NAMES,
-        files=Files(
-            # published files leave out the prefix that Transformers writes today
-            renames=(
-                *(("transformer.", ""), ("h.", "model.layers."), ("ln_f.", "model.norm."), ("wte.", "model.embed_tokens.")),
-                *(("wpe.", "model.wpe."), ("model.model.", "model."), (".attn.c_proj.", ".self_attn.o_proj."), (".attn.", ".self_attn.")),
-            ),
-            fused=(("self_attn.c_attn", ("q", "k", "v")),),
-            transposed=True,
-            ignored=("*.self_attn.bias", "*.self_attn.masked_bias"),
+ARCH = Architecture(
+    model_type="gpt2",
+    qkv_bias=True,
+    o_bias=True,
+    mlp_bias=True,
+    defaults={"n_positions": 1024, "activation_function": "gelu_new", "tie_word_embeddings": True},
+    names=Names(attention_norm="ln_1", mlp_norm="ln_2", up="mlp.c_fc", down="mlp.c_proj"),
+    files=Files(
+        # published files leave out the prefix that Transformers writes today
+        renames=(
+            *(("transformer.", ""), ("h.", "model.layers."), ("ln_f.", "model.norm."), ("wte.", "model.embed_tokens.")),
+            *(("wpe.", "model.wpe."), ("model.model.", "model."), (".attn.c_proj.", ".self_attn.o_proj."), (".attn.", ".self_attn.")),
         ),
-        keys=KEYS,
-        eps_key="layer_norm_epsilon",
-        eps=1e-5,
-        activation_key="activation_function",
-        inner_multiple=4,
-        fixed=FIXED,
-        read=features,
-    )
+        fused=(("self_attn.c_attn", ("q", "k", "v")),),
+        transposed=True,
+        ignored=("*.self_attn.bias", "*.self_attn.masked_bias"),
+    ),
+    keys={
+        "hidden_size": "n_embd",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+        "intermediate_size": "n_inner",
+    },
+    eps_key="layer_norm_epsilon",
+    eps=1e-5,
+    activation_key="activation_function",
+    inner_multiple=4,
+    fixed={"norm": "layer", "norm_bias": True, "gated": False, "learned_positions": True},
+    read=features,
 )
+ARCHS.register("GPT2LMHeadModel")(ARCH)
