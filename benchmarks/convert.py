@@ -31,7 +31,7 @@ from exl2nb.quant.exl2 import Exl2Tensors
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 
-def dense_weights(directory: Path) -> dict[str, torch.Tensor]:
+def dense_weights(directory: Path, device: str = "cpu") -> dict[str, torch.Tensor]:
     """All weights of a model, EXL2 matrices reconstructed: f32."""
     config = read_model_config(directory)
     with TensorStore(directory) as store:
@@ -39,16 +39,15 @@ def dense_weights(directory: Path) -> dict[str, torch.Tensor]:
         for linear in linears(config):
             if f"{linear.key}.q_weight" in store:
                 weights[f"{linear.key}.weight"] = dense(Exl2Tensors.read(store, linear.key), linear.out_features)
-    return weights
+    return {name: weight.to(device) for name, weight in weights.items()}
 
 
 @torch.inference_mode()
-def quality(source: Path, models: list[Path], ids: torch.Tensor) -> list[tuple[float, float]]:
+def quality(source: Path, models: list[Path], ids: torch.Tensor, device: str = "cpu") -> list[tuple[float, float]]:
     """Mean KL(source || model) and perplexity of each model."""
-    config, plain = read_model_config(source), dense_weights(source)
-    others = [dense_weights(path) for path in models]
+    config, (plain, *others) = read_model_config(source), (dense_weights(path, device) for path in (source, *models))
     kl, nll = [0.0] * len(models), [0.0] * len(models)
-    for row in ids.split(2):
+    for row in ids.to(device).split(2):
         wanted = reference.logits(config, plain, row).log_softmax(-1)
         for i, weights in enumerate(others):
             got = reference.logits(config, weights, row).log_softmax(-1)

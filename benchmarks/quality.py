@@ -12,31 +12,58 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 from convert import quality
 
+from exl2nb.converter import options
 from exl2nb.converter.calibrate import read_calibration
 from exl2nb.converter.job import ConversionJob
 from exl2nb.converter.layers import Rounding
+from exl2nb.converter.result import Conversion
 from exl2nb.core.progress import TextSink
 from exl2nb.eval.text import token_rows
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 LIMITS = Path(__file__).parent.parent / "tests" / "data" / "demo-peer-quality.json"
-IDEAS = {
+IDEAS: dict[str, dict[str, Any]] = {
     "everything": {},
     "head at 6 bits": {"head_bits": 6},
+    "every matrix the same width": {"equal": True},
+    "one width within a matrix": {"one_width": True},
     "columns uncoupled": {"rounding": {"coupled": False}},
     "no asymmetric calibration": {"rounding": {"strength": 0.0}},
     "inputs not refreshed": {"rounding": {"refresh": False}},
+    "tokens count alike": {"rounding": {"weighted": False}},
+    "a tenth of the damping": {"rounding": {"damping": 0.003}},
+    "ten times the damping": {"rounding": {"damping": 0.3}},
     "32 rows": {"rows": 32},
 }
+ROLES = ("q", "k", "v", "o", "gate", "up", "down")
 
 
-def convert(args: argparse.Namespace, out: Path, work: Path, nbytes: int, idea: dict) -> tuple[float, float, object]:
+@contextmanager
+def menus_of(idea: dict[str, Any]) -> Iterator[None]:
+    """Within it a matrix has one width throughout, where the idea says so."""
+    mixes = options._mixes
+    if idea.get("one_width"):
+        options._mixes = lambda errors, rows: [np.repeat(np.arange(errors.shape[1])[:, None], len(rows), 1)] * len(errors)
+    try:
+        yield
+    finally:
+        options._mixes = mixes
+
+
+def convert(
+    args: argparse.Namespace, out: Path, work: Path, bpw: float, nbytes: int, idea: dict[str, Any]
+) -> tuple[float, float, Conversion]:
     """Convert once: seconds in all, seconds that a further bitrate takes, result."""
     begin = time.monotonic()
     head_bits, rows = idea.get("head_bits", "auto"), idea.get("rows", args.calibration_rows)
@@ -45,6 +72,8 @@ def convert(args: argparse.Namespace, out: Path, work: Path, nbytes: int, idea: 
         args.model,
         out,
         target={"bytes": nbytes},
+        overrides={role: (math.floor(bpw), math.floor(bpw)) for role in ROLES} if idea.get("equal") else None,
+        device=args.device,
         head_bits=head_bits,
         calibration=args.calibration,
         rows=rows,
@@ -53,7 +82,8 @@ def convert(args: argparse.Namespace, out: Path, work: Path, nbytes: int, idea: 
         work_dir=work,
         rounding=rounding,
     )
-    done = job.run(TextSink() if args.progress else None)
+    with menus_of(idea):
+        done = job.run(TextSink() if args.progress else None)
     return time.monotonic() - begin, sum(done.seconds.values()) - done.seconds["measure"], done
 
 
@@ -72,6 +102,7 @@ def main() -> None:
     parser.add_argument("--ablate", action="store_true", help="leave out one idea at a time")
     parser.add_argument("--ideas", nargs="+", choices=list(IDEAS), help="only these of --ablate")
     parser.add_argument("--work-dir", type=Path)
+    parser.add_argument("--device", help="auto, cpu or cuda")
     parser.add_argument("--json", type=Path, help="append one JSON line per conversion to this file")
     parser.add_argument("--progress", action="store_true")
     args = parser.parse_args()
@@ -89,8 +120,8 @@ def main() -> None:
             peer = limits[f"{bpw:.1f}"]
             for name, idea in ideas.items():
                 out = Path(temporary) / f"{bpw:g}-{name.replace(' ', '-')}"
-                seconds, again, done = convert(args, out, work, peer["bytes"], idea)
-                kl, ppl = quality(args.model, [done.path], ids)[0]
+                seconds, again, done = convert(args, out, work, bpw, peer["bytes"], idea)
+                kl, ppl = quality(args.model, [done.path], ids, done.device)[0]
                 assert done.nbytes <= peer["bytes"]
                 head = done.matrices[-1].bpw
                 print(
