@@ -48,6 +48,17 @@ struct Scratch {
   }
 };
 
+// Whether a kernel may have so much dynamic shared memory beside its own; from then on it may.
+template <class Kernel>
+bool shared_fits(Kernel* kernel, int bytes) {
+  int device = 0, most = 0;
+  cudaFuncAttributes found;
+  const bool known = cudaGetDevice(&device) == cudaSuccess && cudaFuncGetAttributes(&found, kernel) == cudaSuccess &&
+                     cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess;
+  return known && static_cast<int>(found.sharedSizeBytes) + bytes <= most &&
+         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) == cudaSuccess;
+}
+
 }  // namespace
 
 int64_t gptq_scratch_bytes(const GptqBlock& block) { return Scratch(block).bytes; }
@@ -81,8 +92,11 @@ const char* gptq_block_launch(const GptqBlock& b, void* stream) {
                                            scratch.partial);
     pick<<<b.P, dim3(kLanes, kCandidates), 0, queue>>>(scratch.partial, tiles_of(b), step, spread, top, scratch.picked, scale_max);
     if (b.coupling) {
-      const dim3 blocks(b.N / b.B, b.P);
-      round_coupled<<<blocks, (b.B + 31) / 32 * 32, 0, queue>>>(b.w, b.factor, step, size, b.coupling, b.spread, b.B, to, scratch.pushes);
+      const int threads = (b.B + 31) / 32 * 32, own = threads * 32 * static_cast<int>(sizeof(float));
+      auto* const kernel = threads <= 512 ? round_coupled<512> : round_coupled<1024>;
+      const bool staged = shared_fits(kernel, own);
+      kernel<<<dim3(b.N / b.B, b.P), threads, staged ? own : 0, queue>>>(b.w, b.factor, step, size, b.coupling, b.spread, b.B, to,
+                                                                         scratch.pushes, staged);
     } else {
       round_rows<<<bands, kRowThreads, 0, queue>>>(b.w, b.factor, step, size, to);
     }

@@ -111,21 +111,33 @@ __global__ void __launch_bounds__(kRowThreads)
 }
 
 // One CTA per block of B coupled columns, a thread per column. pushes: [rows / kTurn][P * N], what each column was off from its target.
-__global__ void __launch_bounds__(1024) round_coupled(const float* w, const float* factor, Step step, Sizes size, const float* coupling,
-                                                      const float* spread, int B, Chosen to, float4* pushes) {
-  __shared__ volatile int done[32];  // turns that a warp has finished
+// staged: dynamic shared memory holds every warp's own 32 x 32 of V, which its columns wait for one after the other.
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads) round_coupled(const float* w, const float* factor, Step step, Sizes size, const float* coupling,
+                                                          const float* spread, int B, Chosen to, float4* pushes, bool staged) {
+  extern __shared__ float own_blocks[];
+  __shared__ float4 pushed[kThreads / 32][32];  // of the warp that is being looked at
+  __shared__ volatile int done[kThreads / 32];  // turns that a warp has finished
   const int p = blockIdx.y, m = threadIdx.x, warp = m >> 5, lane = m & 31;
   const int a = step.first[p], e = a + step.rows[p], bits = step.bits[p];
   if (a == e) return;
-  if (m < 32) done[m] = 0;
-  __syncthreads();
+  if (lane == 0) done[warp] = 0;
   const bool inside = m < B;
   const int mine = inside ? m : B - 1, width = min(32, B - warp * 32);
   const int64_t stride = size.columns(), start = static_cast<int64_t>(p) * size.N + static_cast<int64_t>(blockIdx.x) * B;
   const int64_t column = start + mine;
   const float* const v = coupling + static_cast<int64_t>(blockIdx.x) * B * B + mine;
+  const float* own = v + static_cast<int64_t>(warp) * 32 * B;
+  int own_stride = B;
+  if (staged) {
+    float* const to_block = own_blocks + warp * 1024 + lane;
+#pragma unroll 8
+    for (int l = 0; l < width; l++) to_block[l * 32] = own[static_cast<int64_t>(l) * B];
+    own = to_block, own_stride = 32;
+  }
+  __syncthreads();
   const float lo = -static_cast<float>(1 << (bits - 1)), hi = -lo - 1.0f;
-  const float s = to.step(size, p, column, inside), inv = reciprocal(s), own = spread[static_cast<int64_t>(blockIdx.x) * B + mine];
+  const float s = to.step(size, p, column, inside), inv = reciprocal(s), share_of = spread[static_cast<int64_t>(blockIdx.x) * B + mine];
   float* const errors = to.errors + (a - to.first) * stride + column;
   uint8_t* const codes = to.codes + (a - to.first) * stride + column;
   float sum = 0.0f;
@@ -150,33 +162,43 @@ __global__ void __launch_bounds__(1024) round_coupled(const float* w, const floa
     for (int i = 0; i < kTurn; i++) t[i] = x[i];
     float4* const row = pushes + (turn - 1) * stride + start;
     for (int before = 0; before < warp; before++) {
+      constexpr int kAhead = kThreads > 512 ? 4 : 16;  // V's rows are fetched before there is anything to multiply them with
+      const float* const vb = v + static_cast<int64_t>(before) * 32 * B;
+      float c[kAhead];
+#pragma unroll
+      for (int l = 0; l < kAhead; l++) c[l] = vb[static_cast<int64_t>(l) * B];
       while (done[before] < turn) __nanosleep(20);
       __threadfence_block();
       __syncwarp();
-#pragma unroll 8
-      for (int l = before * 32; l < before * 32 + 32; l++) {
-        const float4 d = row[l];
-        const float c = v[static_cast<int64_t>(l) * B];
-        t[0] -= d.x * c, t[1] -= d.y * c, t[2] -= d.z * c, t[3] -= d.w * c;
-      }
+      pushed[warp][lane] = row[before * 32 + lane];
+      __syncwarp();
+#pragma unroll
+      for (int l = 0; l < 32; l += kAhead)
+#pragma unroll
+        for (int i = 0; i < kAhead; i++) {
+          const float4 d = pushed[warp][l + i];
+          t[0] -= d.x * c[i], t[1] -= d.y * c[i], t[2] -= d.z * c[i], t[3] -= d.w * c[i];
+          if (l + kAhead < 32) c[i] = vb[static_cast<int64_t>(l + kAhead + i) * B];
+        }
+      __syncwarp();
     }
     float c[kTurn] = {};  // V's rows of the columns that the kTurn rows are at
     for (int tau = 0; tau < width + kTurn - 1; tau++) {
 #pragma unroll
       for (int i = kTurn - 1; i > 0; i--) c[i] = c[i - 1];
-      c[0] = tau < width ? v[static_cast<int64_t>(warp * 32 + tau) * B] : 0.0f;
+      c[0] = tau < width ? own[tau * own_stride] : 0.0f;
 #pragma unroll
       for (int i = 0; i < kTurn; i++) {
         const int at = tau - i;
         if (at < 0 || at >= width || b + i >= e) continue;
         const float q = nearest(t[i] * inv, lo, hi), h = round_half(q * s), d = t[i] - h;
-        const float pushed = __shfl_sync(~0u, d, at);
+        const float found = __shfl_sync(~0u, d, at);
         if (lane == at) {
           off[i] = d, level[i] = q, error[i] = (x[i] - h) * rdiag[i];
 #pragma unroll
           for (int j = i + 1; j < kTurn; j++) x[j] -= error[i] * u[i][j], t[j] -= error[i] * u[i][j];
         } else {
-          t[i] -= pushed * c[i];  // 0 for the columns before it
+          t[i] -= found * c[i];  // 0 for the columns before it
         }
       }
     }
@@ -190,7 +212,7 @@ __global__ void __launch_bounds__(1024) round_coupled(const float* w, const floa
       if (b + i >= e) break;
       errors[(b + i - a) * stride] = error[i];
       codes[(b + i - a) * stride] = static_cast<uint8_t>(static_cast<int>(level[i] - lo));
-      const float share = off[i] * own * rdiag[i];
+      const float share = off[i] * share_of * rdiag[i];
       sum += share * share;
     }
   }
