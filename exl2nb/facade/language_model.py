@@ -56,7 +56,8 @@ class LLM(Reading, Chatting, Working):
         ...     year = llm.generate("It was in", regex=" 1[0-9]{3}", temperature=0).text
         ...     word = llm.generate("The old m", token_healing=True, temperature=0, max_tokens=1).text
         ...     guided = llm.generate("It was", negative_prompt="He was", cfg_scale=1.5, temperature=0, max_tokens=8)
-        ...     copied = llm.generate("The fox jumps over the dog near the river. " * 4, speculation="ngram", temperature=0, max_tokens=40)
+        ...     always = {"kind": "ngram", "adaptive": False}  # also where rows cost more than guesses bring
+        ...     copied = llm.generate("The fox jumps over the dog near the river. " * 4, speculation=always, temperature=0, max_tokens=40)
         ...     first = llm.generate("It was", temperature=0, max_tokens=1, top_logprobs=2, return_logits=True)
         >>> pet in (" cat", " dog"), year[:2], len(year), word[0].isalpha(), guided.text != ""
         (True, ' 1', 5, True, True)
