@@ -1,0 +1,132 @@
+"""The course for readers without a kernel: badges in the notebooks, and executed copies in docs/gallery/ with an index.
+
+    python tools/gallery.py badges             # write the badges under every title
+    python tools/gallery.py build              # run every notebook anew into docs/gallery/ (minutes)
+    python tools/gallery.py build 03           # only those whose name begins so
+
+The copies carry outputs and no widget state: what is shown is the script-free twin that every widget leaves. tests/notebooks/test_gallery.py
+says when a copy is older than its notebook.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS, GALLERY = ROOT / "notebooks", ROOT / "docs" / "gallery"
+REPOSITORY = "exl2nb/exl2nb"
+BINDER = f"https://mybinder.org/v2/gh/{REPOSITORY}/main?urlpath=lab/tree/notebooks"
+COLAB = f"https://colab.research.google.com/github/{REPOSITORY}/blob/main/notebooks"
+LIVE = "application/vnd.jupyter.widget-view+json"
+MOST_BYTES = 600_000
+
+
+def notebooks() -> list[Path]:
+    """The course in its order."""
+    return sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
+
+
+def badges(name: str) -> str:
+    """One line of Markdown: where the notebook `name` opens."""
+    colab = f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({COLAB}/{name})"
+    binder = f"[![Open in Binder](https://mybinder.org/badge_logo.svg)]({BINDER}/{name})"
+    return f"{colab} {binder}"
+
+
+def with_badges(source: str, name: str) -> str:
+    """The first cell's text with the badges under its title, replaced where they stand already."""
+    title, _, rest = source.partition("\n")
+    rest = re.sub(r"^\s*\[!\[Open in Colab\][^\n]*\n?", "", rest).lstrip("\n")
+    return f"{title}\n\n{badges(name)}\n\n{rest}"
+
+
+def write_badges() -> None:
+    """Into every notebook whose badges are missing or old."""
+    for path in notebooks():
+        text = path.read_text(encoding="utf-8")
+        book = json.loads(text)
+        first = book["cells"][0]
+        source = "".join(first["source"])
+        wanted = with_badges(source, path.name)
+        if wanted != source:
+            first["source"] = wanted.splitlines(keepends=True)
+            path.write_text(json.dumps(book, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def build(prefixes: list[str]) -> None:
+    """Execute notebooks into docs/gallery/ and write the index."""
+    import nbformat
+    from notebook_memory import execute
+
+    GALLERY.mkdir(parents=True, exist_ok=True)
+    for path in notebooks():
+        if prefixes and not path.name.startswith(tuple(prefixes)):
+            continue
+        book = nbformat.read(path, as_version=4)
+        with tempfile.TemporaryDirectory() as folder:
+            execute(book, Path(folder))
+        data = strip(json.loads(nbformat.writes(book)))
+        (GALLERY / path.name).write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        print(f"{path.name}: {(GALLERY / path.name).stat().st_size / 1000:.0f} kB")
+    (GALLERY / "README.md").write_text(index(), encoding="utf-8")
+
+
+def strip(book: dict[str, Any]) -> dict[str, Any]:
+    """Without widget state, live widgets, timings and what the machine says of itself."""
+    book["metadata"] = {"kernelspec": book["metadata"].get("kernelspec", {}), "language_info": {"name": "python"}}
+    for cell in book["cells"]:
+        cell["metadata"] = {}
+        for output in cell.get("outputs", []):
+            output.pop("transient", None)
+            if "data" in output:
+                output["data"].pop(LIVE, None)
+                output["metadata"] = {}
+        if "outputs" in cell:
+            kept = [o for o in cell["outputs"] if o.get("data", True) and not (o.get("name") == "stderr")]
+            cell["outputs"] = kept
+    return book
+
+
+def index() -> str:
+    """docs/gallery/README.md: a line, a picture and two badges for each notebook."""
+    parts = ["# The course, executed", "", "Each notebook as it ran, for readers without a kernel; `exl2nb lab` opens your own copies.", ""]
+    for path in notebooks():
+        cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
+        title, first = heading("".join(cells[0]["source"]))
+        parts += [f"## [{title}]({path.name})", "", first, "", badges(path.name), ""]
+        picture = next((p for p in (f"{path.stem}-light.png", f"{path.stem}.png") if (ROOT / "docs/pictures" / p).is_file()), None)
+        if picture is not None:
+            parts += [f"![{title}](../pictures/{picture})", ""]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def heading(source: str) -> tuple[str, str]:
+    """Title of a notebook and its first paragraph."""
+    paragraphs = [p.strip() for p in source.split("\n\n") if p.strip()]
+    words = [p for p in paragraphs[1:] if not p.startswith("[![")]
+    return paragraphs[0].lstrip("# "), words[0] if words else ""
+
+
+def main() -> int:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=("badges", "build", "index"))
+    parser.add_argument("names", nargs="*", help="beginnings of names; none means all")
+    args = parser.parse_args()
+    if args.command == "badges":
+        write_badges()
+    elif args.command == "index":
+        (GALLERY / "README.md").write_text(index(), encoding="utf-8")
+    else:
+        build(args.names)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
