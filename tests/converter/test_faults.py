@@ -78,7 +78,7 @@ def test_killed_at_fifty_random_moments(source, whole, tmp_path, seed):
     assert output(tmp_path / "out") == whole[0]
 
 
-def test_another_bitrate_on_resume(source, tmp_path):
+def test_another_bitrate_on_resume(source, whole, tmp_path):
     class Stop(Exception):
         pass
 
@@ -92,6 +92,7 @@ def test_another_bitrate_on_resume(source, tmp_path):
     done = ConversionJob(source, tmp_path / "out", bpw=4.0, **OPTIONS).run(lambda e: stages.append(e.stage))
     assert "measure" not in stages  # taken over
     assert done.target_bpw == 4.0
+    assert output(done.path) == whole[0]  # as if nobody had asked for 6
 
 
 def test_a_full_disk_says_so(source, tmp_path, monkeypatch):
@@ -126,6 +127,21 @@ def test_singular_hessians():
     assert torch.isfinite(factorize(-1e-3 * torch.eye(32, dtype=torch.float64) + one[:32, :32]).upper).all()
     with pytest.raises(ConversionError, match="layer 3.*NaN"):
         factorize(one * float("nan"), name="layer 3, input of q")
+
+
+def test_inputs_that_say_nothing(tmp_path):
+    """Dead channels, inputs that are always zero and rows that are all alike: Hessians of low rank, down to none at all."""
+    source = write_model(tmp_path / "dead")
+    with safetensors.SafetensorsFile(source / "model.safetensors") as file:
+        tensors = {name: file.read(name) for name in file.names()}
+    tensors["model.layers.0.input_layernorm.weight"][:40] = 0
+    tensors["model.layers.1.mlp.gate_proj.weight"][:] = 0  # silu(0) * up: down reads nothing but zeros
+    tensors["model.layers.2.self_attn.v_proj.weight"][:] = 0
+    tensors["model.layers.2.self_attn.v_proj.bias"][:] = 0
+    safetensors.save(source / "model.safetensors", tensors)
+    done = ConversionJob(source, tmp_path / "out", bpw=4.0, calibration=["w1 " * 4000], rows=2, length=32).run()
+    assert all(torch.isfinite(torch.tensor([m.loss, m.predicted_kl])).all() for m in done.matrices)
+    assert done.bpw <= 4.0
 
 
 def test_iterate_pause_and_leave(source, tmp_path):
