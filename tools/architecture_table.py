@@ -26,8 +26,8 @@ COLUMNS = {
 }
 HEAD = """# Architectures
 
-Written by `tools/architecture_table.py` from a run of the tests; do not edit. Llama, Mistral and Qwen2 have tests of their own
-(`tests/model/test_model.py`) and more variants of RoPE there.
+Written by `tools/architecture_table.py` from a run of the tests; do not edit. Llama, Mistral and Qwen2 have more variants of RoPE in
+`tests/model/test_model.py`. `tests/model/test_gpu.py` compares every row on the GPU with the CPU.
 
 - **parity**: three random models of different sizes (grouped, single and full KV heads, odd widths) against Transformers in fp32: at most
   1e-4 of the logits' standard deviation with an fp32 cache, 5e-3 with an fp16 one; the plain torch reference that the converter runs agrees
@@ -41,8 +41,10 @@ Written by `tools/architecture_table.py` from a run of the tests; do not edit. L
   dequantised weights.
 - **inspect**: every matrix of a plain checkpoint is seen under its name, fused ones taken apart.
 
-A dash: there is nothing to try (no GPTQ tool makes such files). Where Transformers has no class of that name, the model stands in the class
-that computes the same; GemMoE in Gemma with Mixtral's experts in place of its MLPs.
+Where Transformers has no class of that name, the model stands in the class that computes the same. GemMoE has no definition to hold
+against: Transformers has none, and code of a repository is never run; the model is Gemma with Mixtral's experts in place of its MLPs,
+which is what its config says. GPTQ files of DBRX are those of AutoGPTQ and GPTQModel, which quantise a copy whose experts are linears of
+their own; files whose router is quantised, or all experts as one matrix, are refused as incomplete.
 
 """
 

@@ -174,6 +174,9 @@ DBRX_KEYS = {"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_att
              "max_position_embeddings": "max_seq_len"}  # fmt: skip
 DBRX_FFN = {"moe_num_experts": 6, "moe_top_k": 3, "ffn_act_fn": {"name": "silu"}}
 ZOO: dict[str, Tiny] = {
+    "llama": tiny("LlamaForCausalLM", attention_bias=True, mlp_bias=True),
+    "mistral": tiny("MistralForCausalLM", sliding_window=13),
+    "qwen2": tiny("Qwen2ForCausalLM", tie_word_embeddings=True, use_sliding_window=True, sliding_window=11, max_window_layers=1),
     "yi": tiny("YiForCausalLM", "Llama", _named("YiForCausalLM", {"input_layernorm": "ln1", "post_attention_layernorm": "ln2"})),
     "yi-llama-names": tiny("YiForCausalLM", "Llama", _named("YiForCausalLM", {})),
     "internlm2": tiny("InternLM2ForCausalLM", "Llama", _internlm2),
