@@ -12,6 +12,7 @@ import torch
 from exl2nb.ops import _load
 
 LEVELS = ("base", "avx2", "avx512")
+ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 13, 30)  # every way in which rows are cut into blocks
 
 
 def digest() -> str:
@@ -28,16 +29,16 @@ def digest() -> str:
 
     for bits in (2, 3, 4, 5, 6, 8):
         blob = ops.pack_exl2(*exl2(192, 64, [(bits, 128), (bits, 64)], seed=bits), out_features=55)
-        for M in (1, 2, 3, 4, 7, 30):
+        for M in ROWS:
             take(ops.linear(torch.randn(M, 192, generator=torch.Generator().manual_seed(M)), blob))
     for bits in (2, 3, 4, 8):
         for options in ({}, {"zeros": False, "wide": True}, {"act_order": True}):
             blob = gptq(160, 55, bits, 48, seed=bits, **options).pack()
-            for M in (1, 2, 3, 4, 7, 30):
+            for M in ROWS:
                 take(ops.linear(torch.randn(M, 160, generator=torch.Generator().manual_seed(M)), blob))
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         blob = ops.pack_dense(torch.randn(70, 50, generator=torch.Generator().manual_seed(1)).to(dtype))
-        for M in (1, 2, 3, 4, 7, 30):
+        for M in ROWS:
             take(ops.linear(torch.randn(M, 50, generator=torch.Generator().manual_seed(M)), blob))
     x = torch.randn(3, 96, generator=torch.Generator().manual_seed(2))
     for activation in ("silu", "gelu", "gelu_tanh"):

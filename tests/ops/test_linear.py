@@ -59,7 +59,7 @@ def test_rows_do_not_know_of_each_other(kind):
     bias = torch.randn(ops.shape(blob)[1], generator=torch.Generator().manual_seed(4))
     x = torch.randn(137, K, generator=torch.Generator().manual_seed(5))
     whole = ops.linear(x, blob, bias)
-    for step in (1, 2, 3, 4, 5, 13, 128):
+    for step in (*range(1, 14), 24, 128):
         assert torch.equal(torch.cat([ops.linear(piece, blob, bias) for piece in x.split(step)]), whole), step
     threads = torch.get_num_threads()
     try:
