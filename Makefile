@@ -1,5 +1,6 @@
 # make demo   from a fresh clone to a streamed, measured model      make test   the tests            make lab    JupyterLab on the course
-# make lint   all linters     make wheel   dist/*.whl               make bench  benchmarks           make test-gpu   the tests that need a GPU
+# make lint   all linters     make wheel   dist/*.whl               make bench  benchmarks           make docs   API reference in build/api
+# make test-gpu   the tests that need a GPU
 #
 # Needs python3 >= 3.10 with venv, and a C++20 compiler; everything else is installed into .venv, each step only what it needs.
 PY ?= python3
@@ -21,7 +22,7 @@ ifeq ($(origin CC),default)
 export CC := $(firstword $(foreach c,gcc clang cc,$(shell command -v $(c))))
 endif
 
-.PHONY: demo test test-gpu lab lint wheel bench build clean
+.PHONY: demo test test-gpu lab lint docs wheel bench build clean
 .DELETE_ON_ERROR:
 
 build: $(VENV)/.built
@@ -78,6 +79,9 @@ lint: build $(VENV)/.dev
 	$(BIN)/clang-format --dry-run -Werror $$(find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
 	@if command -v npm >/dev/null; then cd widgets && { test -d node_modules || npm ci --silent; } && npm run --silent lint && npm run --silent check; \
 	else echo "no npm: widgets not checked"; fi
+
+docs: build $(VENV)/.dev
+	$(BIN)/python tools/api_reference.py build/api
 
 wheel: $(VENV)/.torch
 	$(PIP) wheel --no-deps --no-build-isolation -w dist .
