@@ -6,9 +6,10 @@ Such a file lists, for the attention and the MLP of every layer, options with `a
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,26 +44,35 @@ RECIPES: tuple[tuple[tuple[int, ...], tuple[float, ...], int], ...] = (
     ((8,), (1,), 32),
 )
 
+EXPERTS = {"gate": "w1", "up": "w3", "down": "w2"}
+
 
 def table(linears: Mapping[str, Measured]) -> dict[str, Any]:
     """The two keys that exllamav2 reads: per module, RECIPES with what the anchors predict."""
-    modules: dict[str, dict[str, Measured]] = {}
+    modules: dict[str, dict[str, list[Measured]]] = {}
     heads = []
     for key, measured in linears.items():
-        module, _, name = key.rpartition(".")
+        module, name = owner(key, measured.role)
         if measured.role == "head":
             heads.append(key)
         else:
-            modules.setdefault(module, {})[name] = measured
+            modules.setdefault(module, {}).setdefault(name, []).append(measured)
     options = {module: [_option(recipe, parts) for recipe in RECIPES] for module, parts in modules.items()}
     ends = {"model.norm.norm": None, **{f"{key}.linear": None for key in heads or ["lm_head"]}}
     return {"measurement": {**options, **ends}, "last_module_idx": len(modules) + 2}
 
 
-def _option(recipe: tuple[tuple[int, ...], tuple[float, ...], int], parts: Mapping[str, Measured]) -> dict[str, Any]:
+def owner(key: str, role: str) -> tuple[str, str]:
+    """Module and projection under which exllamav2 files a matrix; all experts of a layer share their options, as w1, w3 and w2."""
+    module, _, name = key.rpartition(".")
+    stem, dot, _ = role.partition(".")
+    return (key.partition(".experts.")[0], EXPERTS[stem]) if dot else (module, name)
+
+
+def _option(recipe: tuple[tuple[int, ...], tuple[float, ...], int], parts: Mapping[str, Sequence[Measured]]) -> dict[str, Any]:
     widths, shares, size = recipe
     error = power = cost = 0.0
-    for m in parts.values():
+    for m in itertools.chain.from_iterable(parts.values()):
         groups = group_layout(m.in_features, widths, shares, size)
         error += _predicted(m, groups, size)
         power += m.power
@@ -129,7 +139,7 @@ class PeerMeasurement:
         """
         check_range("bpw", bpw, 2, 8, where="solve")
         stack = [linear for linear in linears_of(config) if linear.role != "head"]
-        owners = {linear.key: linear.key.rpartition(".")[0] for linear in stack}
+        owners, names_of = ({linear.key: owner(linear.key, linear.role)[i] for linear in stack} for i in (0, 1))
         missing = sorted(set(owners.values()) - set(self.modules))
         if missing:
             raise ConversionError(f"{self.path}: found no options for {missing[0]}; expected a measurement of this model")
@@ -139,7 +149,7 @@ class PeerMeasurement:
         chosen = {name: self.modules[name][pick] for name, pick in zip(names, picks)}
         groups: dict[str, Groups] = {}
         for linear in stack:
-            recipe = chosen[owners[linear.key]].recipes.get(linear.key.rpartition(".")[2])
+            recipe = chosen[owners[linear.key]].recipes.get(names_of[linear.key])
             if recipe is None:
                 raise ConversionError(
                     f"{self.path}: {owners[linear.key]} has no recipe for {linear.key}; expected a measurement of this model"

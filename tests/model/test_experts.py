@@ -8,6 +8,7 @@ import torch
 from exl2nb.converter.experts import SAMPLE_TOKENS, Sample, level, share_of_sample
 from exl2nb.converter.hessian import input_of
 from exl2nb.converter.job import ConversionJob
+from exl2nb.converter.peer import PeerMeasurement
 from exl2nb.model import reference
 from exl2nb.model.dense import DenseWeights
 from exl2nb.model.layout import layer_linears
@@ -45,6 +46,16 @@ def test_an_expert_that_nobody_chose(tmp_path):
     worst = {key: float((after[f"{key}.weight"] - before[f"{key}.weight"]).norm() / before[f"{key}.weight"].norm()) for key in
              (m.key for m in done.matrices if "." in m.role)}  # fmt: skip
     assert max(worst[key] for key in unseen) < 2 * max(worst[key] for key in set(worst) - unseen)
+    # exllamav2 has one option for all experts of a layer
+    done.measurement.save(tmp_path / "m.json")
+    table = json.loads((tmp_path / "m.json").read_text())
+    option = table["measurement"]["model.layers.1.block_sparse_moe"][3]
+    assert {name for name, part in option.items() if isinstance(part, dict)} == {"w1", "w2", "w3"}
+    assert table["exl2nb"]["calibration"]["expert_tokens"] == {str(layer): c for layer, c in counts.items()}
+    groups = PeerMeasurement.load(tmp_path / "m.json").solve(config_of(source), 5.0)
+    experts = [groups[m.key] for m in done.matrices if m.role.startswith("down.") and m.layer == 1]
+    assert len(experts) == 8 and len(set(experts)) == 1
+    assert done.measurement.solve(8, frozen=groups).bpw <= 5.1
 
 
 def test_inputs_of_a_sparse_layer():
