@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import os
 
 import torch
@@ -10,6 +9,7 @@ import torch
 from exl2nb.cache.spec import CacheSpec
 from exl2nb.cache.storage import STORAGES
 from exl2nb.core.errors import OptionError
+from exl2nb.core.show import facts
 
 
 class KVCache:
@@ -67,11 +67,7 @@ class KVCache:
             "memory": f"{spec.total_bytes / 2**20:.1f} MiB on {self.device}; {spec.token_bytes} bytes a token",
             "beside fp16": f"{16 / spec.bits:.2f} times the tokens in the same memory",
         }
-        cells = "".join(
-            f"<tr><th style='text-align:left'>{name}</th><td style='text-align:left'>{html.escape(text)}</td></tr>"
-            for name, text in rows.items()
-        )
-        return f"<table><caption>KV cache{'' if self.k else ' (closed)'}</caption>{cells}</table>"
+        return facts(f"KV cache{'' if self.k else ' (closed)'}", rows)
 
 
 def _mode(spec: CacheSpec) -> str:

@@ -21,6 +21,7 @@ from exl2nb.converter.sizes import RESERVE, CacheShape, Other, overhead_bytes, p
 from exl2nb.converter.tensor_cores import matmul
 from exl2nb.core.errors import ConversionError, OptionError
 from exl2nb.core.options import check_range
+from exl2nb.core.show import facts
 from exl2nb.io.atomic import atomic_write
 from exl2nb.io.hf_config import read_json
 from exl2nb.model.config import ModelConfig
@@ -246,6 +247,15 @@ class Measurement:
                 f"the measurement belongs to another model: its fingerprint is {self.fingerprint[:12]}..., that of {source} is "
                 f"{fingerprint[:12]}...; measure this one"
             )
+
+    def _repr_html_(self) -> str:
+        low, high = self.range
+        rows = {
+            "matrices": str(len(self.linears)),
+            "bits per weight": f"{low:.2f} to {high:.2f} can be reached",
+            "calibration": ", ".join(f"{name} {str(value)[:60]}" for name, value in self.calibration.items() if name != "expert_tokens"),
+        }
+        return facts("measurement: solve(bpw=...) makes a plan of it", rows)
 
     def __repr__(self) -> str:
         low, high = self.range

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from exl2nb.core.errors import GenerationError, OptionError
 from exl2nb.core.options import check_keywords
+from exl2nb.core.show import facts
 from exl2nb.facade.asking import compile_structure, request_of, sample_options
 from exl2nb.facade.chatting import Chatting
 from exl2nb.facade.reading import Reading
@@ -311,12 +311,7 @@ class LLM(Reading, Chatting, Working):
         rows["chat template"] = ", ".join(sorted(self.tokenizer.templates.templates)) or "none"
         if notable := unusual(config):
             rows["unusual"] = "; ".join(notable)
-        cells = "".join(
-            f"<tr><th style='text-align:left'>{name}</th><td style='text-align:left'>{html.escape(text)}</td></tr>"
-            for name, text in rows.items()
-        )
-        state = " (closed)" if self.engine.closed else ""
-        return f"<table><caption>{html.escape(self.name)}{state}</caption>{cells}</table>"
+        return facts(f"{self.name}{' (closed)' if self.engine.closed else ''}", rows)
 
     # ---- inside
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+from exl2nb.core.show import facts
 from exl2nb.generator import cache_file, snapshot
 from exl2nb.generator.cache_file import CacheFile
 from exl2nb.generator.engine import Engine
@@ -84,6 +85,17 @@ class PromptCache:
             for page in pages:
                 pager.index.forget(page)
             return len(pages)
+
+    def _repr_html_(self) -> str:
+        spec, pages = self._engine.spec, self._engine.pages
+        rows = {
+            "room": f"{spec.num_tokens} tokens in {pages.num_pages} pages, {spec.mode}, {spec.total_bytes / 2**20:.1f} MiB",
+            "used": f"{pages.num_pages - pages.num_free} pages",
+            "kept for later": f"{pages.num_cached} pages",
+            "free": f"{pages.num_free - pages.num_cached} pages",
+            "evicted so far": f"{pages.evictions} pages",
+        }
+        return facts(f"prompt cache{'' if self.reuse else ', reuse off'}{' (closed)' if self._engine.closed else ''}", rows)
 
     def __repr__(self) -> str:
         spec, pages = self._engine.spec, self._engine.pages

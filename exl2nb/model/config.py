@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from exl2nb.core.errors import ConfigError
+from exl2nb.core.show import facts
 from exl2nb.model.moe import MoE
 from exl2nb.model.names import Files, Names
 from exl2nb.model.rope import MAX_CONTEXT, RopeConfig
@@ -113,6 +114,28 @@ class ModelConfig:
         assert len(self.rope_kinds) in (0, self.num_layers), "one kind of RoPE per layer"
         assert self.moe is None or (len(self.moe.layers) == self.num_layers and self.gated and not self.parallel), "experts are gated"
         assert self.local_rope is not None or "local" not in self.rope_kinds, "local layers need a local RoPE"
+
+    def __repr__(self) -> str:
+        return (
+            f"ModelConfig({self.architecture}: {self.num_layers} layers, hidden size {self.hidden_size}, {self.num_heads} heads of "
+            f"{self.head_dim}, {self.num_kv_heads} of them with keys and values, vocabulary {self.vocab_size})"
+        )
+
+    def _repr_html_(self) -> str:
+        from exl2nb.model.facts import unusual
+
+        experts = f"; {self.moe.num_experts} experts, {self.moe.top_k} a token" if self.moe is not None else ""
+        rows = {
+            "layers": str(self.num_layers),
+            "hidden size": str(self.hidden_size),
+            "attention": f"{self.num_heads} heads of {self.head_dim}; {self.num_kv_heads} with keys and values",
+            "MLP": f"{self.intermediate_size}, {self.activation}{experts}",
+            "vocabulary": f"{self.vocab_size} tokens",
+            "positions": str(self.max_position_embeddings),
+        }
+        if notable := unusual(self):
+            rows["unusual"] = "; ".join(notable)
+        return facts(self.architecture, rows)
 
     def rope_kind(self, layer: int) -> str:
         """Which RoPE a layer uses: "main", "local" or "none"."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import check_keywords, check_range, make
+from exl2nb.core.show import facts
 
 if TYPE_CHECKING:
     from exl2nb.sampling.draw import Draw
@@ -205,6 +206,19 @@ class SamplingParams:
             raise OptionError(f"unknown preset {name!r}; known: {', '.join(sorted(PRESETS))}")
         return cls.of(where=f"preset {name!r}", **{**PRESETS[name], **changes})
 
+    def __repr__(self) -> str:
+        return f"SamplingParams({', '.join(f'{name}={value!r}' for name, value in self.changed.items())})"
+
+    def _repr_html_(self) -> str:
+        from exl2nb.sampling.chain import active_filters
+
+        rows = {"seed": "a fresh one for each answer" if self.seed is None else str(self.seed)}
+        for link in active_filters(self):
+            told = {name: str(getattr(self, name))[:60] for name in link.fields if getattr(self, name) != _DEFAULTS[name]}
+            rows[link.name] = ", ".join(value if name == link.name else f"{name} {value}" for name, value in told.items()) or "on"
+        rows["draw"] = "greedy: the most probable token" if self.greedy else "by a random number"
+        return facts("sampling, in the order in which it applies", rows)
+
     @property
     def greedy(self) -> bool:
         """True where no random number is drawn."""
@@ -227,6 +241,9 @@ class SamplingParams:
         wrong = next((i for i in (*ids, *breakers) if i >= vocab_size), None)
         if wrong is not None:
             raise OptionError(f"{where}: token {wrong} is not in the model's vocabulary; expected ids from 0 to {vocab_size - 1}")
+
+
+_DEFAULTS = {f.name: f.default for f in fields(SamplingParams)}
 
 
 def check_integer(name: str, value: object, low: int, high: int) -> None:
