@@ -159,6 +159,31 @@ def test_scrolls_only_while_the_reader_is_at_the_end(host, page):
     assert log.evaluate(at_end)
 
 
+def test_lines_are_blocks_and_the_text_stays_exact(host, page):
+    """A finished line is never laid out again; what is copied has the breaks of the text and no others."""
+    host.put(status="running")
+    words = [" one", "\n", "\n", " two\n", "th\nree", " four"]
+    for seq, word in enumerate(words):
+        host.deliver(*([snapshot()] if not seq else []), delta(seq, [word, seq, 0.5, 1, []]))
+    assert page.locator(".exl2nb-line").count() == 4
+    whole = "Once upon a" + "".join(words)
+    assert page.locator(".exl2nb-text").evaluate("(e) => e.textContent") == whole
+    copied = page.evaluate("""() => {
+      getSelection().selectAllChildren(document.querySelector('.exl2nb-text'));
+      const data = new DataTransfer();
+      const event = new ClipboardEvent('copy', {clipboardData: data, bubbles: true, cancelable: true});
+      document.querySelector('.exl2nb-line').dispatchEvent(event);
+      return data.getData('text/plain');
+    }""")
+    assert copied == whole
+    tops = page.locator(".exl2nb-line").evaluate_all("(all) => all.map((e) => Math.round(e.offsetHeight / all[0].offsetHeight))")
+    assert tops == [1, 1, 1, 2], "an empty line is a line, a break within a token breaks, and none is drawn twice"
+    log = page.get_by_role("log")
+    log.focus()
+    page.keyboard.press("End")
+    assert page.locator(".exl2nb-current").inner_text() == " four"
+
+
 def test_errors_and_other_versions_are_shown(page):
     host = MockHost(page, "playground", state(status="error", error="OutOfPages: 12 pages needed"))
     assert page.get_by_role("alert").inner_text() == "OutOfPages: 12 pages needed"

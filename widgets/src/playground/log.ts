@@ -9,6 +9,7 @@ export class TokenLog {
   readonly element: HTMLElement;
   readonly body: HTMLElement;
   private readonly prompt = h("span", { class: "exl2nb-prompt-echo" });
+  private lines: HTMLElement[] = [];
   private spans: HTMLElement[] = [];
   private items: TokenItem[] = [];
   private following = true;
@@ -22,7 +23,8 @@ export class TokenLog {
       { class: "exl2nb-log", role: "log", "aria-live": "polite", "aria-label": "Generated text", tabindex: 0 },
       this.body,
     );
-    this.body.append(this.prompt);
+    this.newLine(this.body).append(this.prompt);
+    this.element.addEventListener("copy", copyExactly);
     this.element.addEventListener("scroll", () => {
       this.following = this.atEnd();
     });
@@ -35,8 +37,9 @@ export class TokenLog {
 
   reset(items: TokenItem[]): void {
     this.moveTo(-1);
-    for (const span of this.spans) span.remove();
-    this.spans = [];
+    this.body.replaceChildren();
+    [this.spans, this.lines] = [[], []];
+    this.newLine(this.body).append(this.prompt);
     this.items = items;
     this.following = true;
   }
@@ -58,15 +61,31 @@ export class TokenLog {
 
   private drawFrom(start: number): void {
     const fragment = document.createDocumentFragment();
+    let line: Node = this.lines[this.lines.length - 1] as HTMLElement;
+    const fresh = document.createDocumentFragment();
+    let target: Node = fresh;
     for (let i = start; i < this.items.length; i++) {
       const item = this.items[i];
       if (!item) break;
       const span = tokenSpan(item, i);
       this.spans.push(span);
-      fragment.append(span);
+      target.appendChild(span);
+      if (item[0].endsWith("\n")) {
+        if (target === fresh) line.appendChild(fresh);
+        line = target = this.newLine(fragment);
+      }
     }
+    if (target === fresh) line.appendChild(fresh);
     this.body.append(fragment);
     if (this.following) this.element.scrollTop = this.element.scrollHeight;
+  }
+
+  /** Each line that has ended is a block: the browser lays out a block of text as a whole, so one block of all would cost more with every token. */
+  private newLine(into: ParentNode): HTMLElement {
+    const line = h("div", { class: "exl2nb-line" });
+    this.lines.push(line);
+    into.append(line);
+    return line;
   }
 
   private atEnd(): boolean {
@@ -125,6 +144,14 @@ export class TokenLog {
     span?.scrollIntoView({ block: "nearest" });
     this.inspect(span ? index : -1, span, "keyboard");
   }
+}
+
+/** What was selected, to the letter: the browser would add a line break of its own between blocks that end with one. */
+function copyExactly(event: ClipboardEvent): void {
+  const chosen = window.getSelection();
+  if (!chosen || chosen.rangeCount === 0 || !event.clipboardData) return;
+  event.clipboardData.setData("text/plain", chosen.getRangeAt(0).toString());
+  event.preventDefault();
 }
 
 function tokenSpan([text, , prob, rank]: TokenItem, index: number): HTMLElement {

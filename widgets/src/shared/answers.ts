@@ -42,18 +42,20 @@ export class AnswerView {
     tokens.forEach((token, i) => {
       if (this.drawn[i] !== token) this.drawToken(token, i);
     });
-    if (differs !== this.marked) {
-      this.spans[this.marked]?.classList.remove("exl2nb-differs");
-      this.spans[this.marked]?.removeAttribute("title");
-      this.marked = differs;
-    }
+    if (differs !== this.marked) this.markDifference(differs);
+    if (follow) this.text.scrollTop = this.text.scrollHeight;
+  }
+
+  private markDifference(differs: number): void {
+    this.spans[this.marked]?.classList.remove("exl2nb-differs");
+    this.spans[this.marked]?.removeAttribute("title");
+    this.marked = differs;
     const span = this.spans[differs];
     if (span) setAttributes(span, { title: "differs from here" });
     span?.classList.add("exl2nb-differs");
     this.spans.forEach((one, i) => {
       one.toggleAttribute("data-agrees", differs < 0 || i < differs);
     });
-    if (follow) this.text.scrollTop = this.text.scrollHeight;
   }
 
   /** Show the cursor; -1: nowhere. */
@@ -82,7 +84,7 @@ export class AnswerView {
     const step = klStep(kl);
     let [span, tick] = [this.spans[i], this.ticks[i]];
     if (!span || !tick) {
-      span = h("span", { class: "exl2nb-kl-token", "data-i": i }, text);
+      span = h("span", { class: "exl2nb-kl-token", "data-i": i, "data-agrees": this.marked < 0 || i < this.marked }, text);
       if (/^\n+$/.test(text)) span.dataset.newline = "";
       tick = h("i", { "data-i": i }, h("b"));
       this.spans.push(span);
