@@ -12,6 +12,7 @@ from torch import Tensor
 
 from exl2nb.cache.pool import KVCache
 from exl2nb.core.errors import GenerationError
+from exl2nb.generator.gpu_counts import PENALTIES, penalised, write_counts
 from exl2nb.generator.stepper import Draw, Step, Ticket
 from exl2nb.model.gpu import formats_of
 from exl2nb.ops.cuda_sample import TOP, Row, pack_rows, sample_rows
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 RING = 4  # results of as many steps are kept: more than may be unread
 MOST = 64  # sequences of the largest graph
 _capturing = threading.Lock()  # torch captures one graph at a time
-DRAWN = frozenset(("temperature", "top_k", "top_p", "min_p", "seed"))  # what the sampling kernel does
+DRAWN = frozenset(("temperature", "top_k", "top_p", "min_p", "seed")) | PENALTIES  # what the sampling kernel does
 
 
 class GpuStepper:
@@ -39,7 +40,7 @@ class GpuStepper:
     def __init__(self, model: Model, cache: KVCache) -> None:
         self._model, self._cache = model, cache
         self._device = torch.device(cache.device)
-        self._graphs: dict[tuple[int, int], _Graph] = {}
+        self._graphs: dict[tuple[int, int, bool], _Graph] = {}
         self._drawn: Tensor | None = None  # ids drawn by the last launch, by logit row
         self._last: _Graph | None = None
 
@@ -59,7 +60,7 @@ class GpuStepper:
         if step.feed is not None and self._drawn is not None:
             ids = _fed(step.batch.input_ids, step.feed, self._drawn, self._device)
         logits = self._model.forward_gpu(step.batch, self._cache, ids=ids)
-        return self._draw(logits, draws)
+        return self._draw(logits, draws, None if ids is None else _fresh(step, ids))
 
     def copy(self, source: int, target: int) -> None:
         """Copy one page in every layer."""
@@ -76,7 +77,7 @@ class GpuStepper:
             graph = self._last
         else:
             width = step.batch.block_table.shape[1]
-            key = (_bucket(len(draws)), 1 << (width - 1).bit_length())
+            key = (_bucket(len(draws)), 1 << (width - 1).bit_length(), any(penalised(draw.state.params) for draw in draws))
             graph = self._graphs.get(key)
             if graph is None:
                 graph = self._graphs[key] = _Graph(self._model, self._cache, *key)
@@ -85,17 +86,25 @@ class GpuStepper:
         self._last, self._drawn = graph, graph.ids
         return ticket
 
-    def _draw(self, logits: Tensor, draws: Sequence[Draw | None]) -> Ticket:
-        """Draw the rows that have a Draw, fetch the others."""
+    def _draw(self, logits: Tensor, draws: Sequence[Draw | None], fresh: tuple[list[int], Tensor] | None) -> Ticket:
+        """Draw the rows that have a Draw, fetch the others. fresh: see `_fresh`."""
         rows = [i for i, draw in enumerate(draws) if draw is not None]
         wanted = [draws[i] for i in rows]
         raw = None if len(rows) == len(draws) else logits.to("cpu", non_blocking=True)
         sampled = None
         if rows:
-            params = _params([draw for draw in wanted if draw is not None]).to(self._device)
+            mine = [draw for draw in wanted if draw is not None]
+            params, counts = _params(mine).to(self._device), None
+            if any(penalised(draw.state.params) for draw in mine):
+                counts = torch.empty(len(rows), logits.shape[1], dtype=torch.int16, device=self._device)
+                known = None
+                if fresh is not None:
+                    of = [(place, fresh[0][row]) for place, row in enumerate(rows) if fresh[0][row] >= 0]
+                    known = [place for place, _ in of], fresh[1][torch.tensor([t for _, t in of], device=self._device, dtype=torch.int64)]
+                write_counts(counts, mine, known)
             chosen = logits if raw is None else logits[torch.tensor(rows, device=self._device)]
             ids = torch.zeros(len(rows), dtype=torch.int32, device=self._device)
-            results, top_ids, top_logprobs = sample_rows(chosen, params, None, None, ids, None, None, None, None, 1, False)
+            results, top_ids, top_logprobs = sample_rows(chosen, params, counts, None, ids, None, None, None, None, 1, False)
             sampled = results[0].cpu(), top_ids.cpu(), top_logprobs.cpu()
             drawn = torch.zeros(len(draws), dtype=torch.int32, device=self._device)
             drawn[torch.tensor(rows, device=self._device)] = ids
@@ -109,7 +118,7 @@ class GpuStepper:
 class _Graph:
     """A decode step of up to `rows` sequences of up to `width` pages, captured once: model, draw, and the next step's inputs."""
 
-    def __init__(self, model: Model, cache: KVCache, rows: int, width: int) -> None:
+    def __init__(self, model: Model, cache: KVCache, rows: int, width: int, counted: bool) -> None:
         self.rows, self.width = rows, width
         device = torch.device(cache.device)
         self._model = model
@@ -122,6 +131,7 @@ class _Graph:
         bounds = torch.arange(rows + 1, dtype=torch.int32, device=device)
         forward = model.gpu
         logits = torch.zeros(rows, forward.vocab, device=device)
+        self._counts = torch.zeros(rows, forward.vocab, dtype=torch.int16, device=device) if counted else None
         kernels, formats, heads = forward.stepper(rows), formats_of(cache), (cache.spec.num_kv_heads, cache.spec.head_dim)
 
         def step() -> tuple[Tensor, Tensor]:
@@ -129,7 +139,7 @@ class _Graph:
                 self.ids, self._positions, self._table, bounds, self._lens, bounds[:rows], cache.k, cache.v, formats, heads, logits
             )  # fmt: skip
             results, top_ids, top_logprobs = sample_rows(
-                model.capped(logits), self._params, None, self._steps, self.ids, self._positions, self._lens, None, None, RING, True
+                model.capped(logits), self._params, self._counts, self._steps, self.ids, self._positions, self._lens, None, None, RING, True
             )
             self._results.copy_(results, non_blocking=True)
             return top_ids, top_logprobs
@@ -158,6 +168,10 @@ class _Graph:
         self._state.copy_(host, non_blocking=True)
         if fed is not None:
             self.ids[:n] = fed
+        if self._counts is not None:
+            fresh = [] if step.feed is None else [row for row, source in enumerate(step.feed.tolist()) if source >= 0]
+            tokens = self.ids[torch.tensor(fresh, device=self.ids.device, dtype=torch.int64)]
+            write_counts(self._counts, draws, (fresh, tokens))
         self._params[:n].copy_(_params(draws).pin_memory(), non_blocking=True)
 
     def replay(self, n: int, top: int) -> Ticket:
@@ -226,8 +240,20 @@ def _params(draws: Sequence[Draw]) -> Tensor:
     for state, number, top in draws:
         p = state.params
         few = min(top, TOP)
-        rows.append(Row(temperature=p.temperature, top_p=p.top_p, min_p=p.min_p, top_k=p.top_k, top=few, seed=state.seed, counter=number))
+        rows.append(Row(
+                temperature=p.temperature, top_p=p.top_p, min_p=p.min_p, repetition_penalty=p.repetition_penalty,
+                presence_penalty=p.presence_penalty, frequency_penalty=p.frequency_penalty, top_k=p.top_k, top=few, seed=state.seed,
+                counter=number,
+            )
+        )  # fmt: skip
     return pack_rows(rows)
+
+
+def _fresh(step: Step, ids: Tensor) -> tuple[list[int], Tensor]:
+    """For each logit row the token of the step that only the GPU knows, or -1; and all tokens."""
+    assert step.feed is not None, "tokens that are on the GPU"
+    rows = step.batch.logit_rows.numpy()
+    return np.where(step.feed[rows] >= 0, rows, -1).tolist(), ids
 
 
 def _fed(ids: Tensor, feed: np.ndarray, drawn: Tensor, device: torch.device) -> Tensor:

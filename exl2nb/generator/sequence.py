@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from exl2nb.generator.group import Group
     from exl2nb.generator.guesses import Guesses
 
+DEVICE_TOP = 20  # alternatives that a device reports
+
 
 class Sequence:
     """Ids, pages and state.
@@ -116,7 +118,13 @@ class Sequence:
     def host_only(self) -> bool:
         """True where a token cannot be drawn without the host."""
         request = self.request
-        special = request.banned_strings or request.return_logits or self._healed is not None or self.sampler.constraint is not None
+        special = (
+            self.top > DEVICE_TOP
+            or request.banned_strings
+            or request.return_logits
+            or self._healed is not None
+            or self.sampler.constraint is not None
+        )
         return bool(special) or self.group is not None or self.guesses is not None
 
     def ready(self) -> bool:

@@ -198,11 +198,11 @@ def test_a_request_is_the_same_alone_and_among_others(options):
 
 
 def test_drawn_on_the_gpu_as_on_the_host():
-    """A penalty that does nothing moves the draw to the host: the same tokens."""
+    """A bias that does nothing moves the draw to the host: the same tokens."""
     with ex.load(FIXTURE, device="cuda", deterministic=True, progress=None) as llm:
         for options in ({"temperature": 0}, {"temperature": 0.8, "top_p": 0.95, "seed": 11, "top_logprobs": 3}):
             device, host = (
-                llm.generate("It was", max_tokens=60, ignore_eos=True, **options, **extra) for extra in ({}, {"frequency_penalty": 1e-9})
+                llm.generate("It was", max_tokens=60, ignore_eos=True, **options, **extra) for extra in ({}, {"logit_bias": {5: 1e-9}})
             )
             assert [t.id for t in device.tokens] == [t.id for t in host.tokens]
             assert max(abs(a.logprob - b.logprob) for a, b in zip(device.tokens, host.tokens)) < 1e-4
