@@ -20,6 +20,7 @@ from exl2nb.converter.choices import Frozen
 from exl2nb.converter.device import pick
 from exl2nb.converter.layers import Rounding
 from exl2nb.converter.measure import Measurement
+from exl2nb.converter.memory import Planned, planned
 from exl2nb.converter.plan import Override
 from exl2nb.converter.result import Conversion
 from exl2nb.converter.run import Run
@@ -164,6 +165,12 @@ class ConversionJob:
         with self._opened(sink) as run:
             self.result = run.everything()
         return self.result
+
+    def memory(self) -> Planned:
+        """The most memory that `run` takes on the CPU, before it begins; `.nbytes` is the bound."""
+        asked = self.settings
+        config = read_model_config(hub.resolve(self.src))
+        return planned(config, rows=asked.rows, length=asked.length, report_rows=asked.report_rows)
 
     def measure(self, sink: Sink | None = None) -> Measurement:
         """Only measure: what `run` would do first. Writes nothing under `dst`.

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from exl2nb.converter.hessian import ROWS_PER_BATCH, block_of, input_of
 from exl2nb.converter.layers import HELD_BYTES
 from exl2nb.converter.measuring import HELD_STATISTICS
-from exl2nb.converter.sensitivity import STREAM_BYTES, kept_streams
+from exl2nb.converter.sensitivity import kept_streams
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import Linear, head_linear, layer_linears
 
 FLOAT, DOUBLE = 4, 8
-PER_WEIGHT = 24  # bytes that rounding takes for each weight of one matrix: stored order, working copy, codes
+PER_WEIGHT = 20  # bytes that rounding takes for each weight of one matrix: shifted targets, stored orders, working copy, codes
 SLACK = 1.1  # what an allocator does not give back at once
 
 
@@ -43,32 +43,28 @@ def planned(config: ModelConfig, *, rows: int, length: int, report_rows: int = 0
         report_rows: rows for the report.
     """
     length = min(length, config.max_position_embeddings)
-    layers = [list(layer_linears(config, layer).values()) for layer in range(config.num_layers)]
-    weights = max(sum(_weights(linear) for linear in layer) for layer in layers)
-    linears = [linear for layer in layers for linear in layer] + [head_linear(config)]
-    widest, largest = max(linear.in_features for linear in linears), max(map(_weights, linears))
-    stream = FLOAT * rows * length * config.hidden_size
-    both = 2 * FLOAT * (rows + report_rows) * length * config.hidden_size
-    ends = 2 * FLOAT * config.vocab_size * config.hidden_size
+    layers, head = [list(layer_linears(config, layer).values()) for layer in range(config.num_layers)], _weights(head_linear(config))
+    weights = max(sum(map(_weights, layer)) for layer in layers)
+    largest = max(_weights(linear) for layer in layers for linear in layer)
+    widest = max(linear.in_features for layer in layers for linear in layer)
+    square, stream = DOUBLE * widest * widest, FLOAT * rows * length * config.hidden_size
+    streams = 2 * FLOAT * (rows + report_rows) * length * config.hidden_size
     logits = 8 * FLOAT * length * config.vocab_size
-    statistics = sum(_statistics(linear, rows * length) for layer in layers for linear in layer)
+    statistics = [sum(_statistics(linear, rows * length) for linear in layer) for layer in layers]
     inputs = max(sum(DOUBLE * size * size for size in _inputs(layer).values()) for layer in layers)
     products = max(sum(DOUBLE * linear.out_features * _block(linear) for linear in layer) for layer in layers)
-    square, rounding = DOUBLE * widest * widest, PER_WEIGHT * largest
-    batch = ROWS_PER_BATCH * length * FLOAT * _floats(config)
+    kept = (kept_streams(stream, config.num_layers) + 2) * stream
+    forward, backward = (ROWS_PER_BATCH * length * FLOAT * count for count in _floats(config))
     waiting = 2 * FLOAT * rows * length * (config.hidden_size + max(widest, config.q_size))
-    kept = kept_streams(stream, config.num_layers, STREAM_BYTES)
     return Planned(
-        held=ends + FLOAT * largest + min(statistics, HELD_STATISTICS) + statistics // len(layers),
-        sweep=(kept + 4) * stream + FLOAT * weights + inputs + products + square + max(2 * batch, logits),
-        measure=(kept + 2) * stream + FLOAT * weights + inputs + products + 4 * square + rounding,
-        quantize=3 * both
-        + 3 * FLOAT * weights
-        + (waiting if waiting <= HELD_BYTES else batch)
-        + batch
-        + 6 * square
-        + rounding
-        + 2 * logits,
+        held=2 * FLOAT * config.vocab_size * config.hidden_size + min(sum(statistics), HELD_STATISTICS) + max(statistics),
+        sweep=kept + max(logits, FLOAT * weights + inputs + products + square + backward),
+        measure=kept + max(PER_WEIGHT * head, FLOAT * weights + inputs + products + 4 * square + PER_WEIGHT * largest),
+        quantize=streams
+        + max(
+            2 * logits + PER_WEIGHT * head,
+            (2 * FLOAT + 1) * weights + (waiting if waiting <= HELD_BYTES else 0) + 2 * forward + 6 * square + PER_WEIGHT * largest,
+        ),
     )
 
 
@@ -91,11 +87,11 @@ def _inputs(layer: list[Linear]) -> dict[str, int]:
     return {name: sizes[name] for name in input_of(sizes).values()}
 
 
-def _floats(config: ModelConfig) -> int:
-    """Numbers per token that one layer's forward and backward pass keep."""
+def _floats(config: ModelConfig) -> tuple[int, int]:
+    """Numbers per token that one layer's forward pass holds at once, and that a forward and backward pass keep."""
     inner = config.intermediate_size
     for layer in range(config.num_layers):
         moe = config.experts(layer)
         if moe is not None:
             inner = max(inner, moe.top_k * moe.intermediate_size + moe.shared_size)
-    return 20 * config.hidden_size + 14 * config.q_size + 12 * inner
+    return 8 * config.hidden_size + 6 * config.q_size + 4 * inner, 20 * config.hidden_size + 14 * config.q_size + 12 * inner

@@ -1,0 +1,78 @@
+"""The stated bound on a conversion's memory: of 7B shapes, of deep models, and against what a process really takes."""
+
+import subprocess
+import sys
+
+import pytest
+
+from exl2nb.converter.job import ConversionJob
+from exl2nb.converter.memory import planned
+from exl2nb.model.archs import parse_config
+
+from .test_job import CONFIG, OPTIONS, write_model
+
+SEVEN_B = {
+    **CONFIG,
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+}
+CHILD = """
+import sys, threading, time
+import torch
+from exl2nb.converter.job import ConversionJob
+from exl2nb.ops import libraries
+
+def resident():
+    with open("/proc/self/status") as file:
+        return 1024 * next(int(line.split()[1]) for line in file if line.startswith("VmRSS"))
+
+libraries(), torch.ones(64, 64) @ torch.ones(64, 64)
+before, peak, done = resident(), 0, False
+def watch():
+    global peak
+    while not done:
+        peak = max(peak, resident())
+        time.sleep(0.002)
+thread = threading.Thread(target=watch)
+thread.start()
+try:
+    text = " ".join(f"w{(i * i + 7 * i) % 90}" for i in range(5000))
+    job = ConversionJob(sys.argv[1], sys.argv[2], bpw=4.0, calibration=[text], rows=8, length=256, report_rows=2, device="cpu")
+    job.run()
+finally:
+    done = True
+    thread.join()
+print(peak - before, job.memory().nbytes)
+"""
+
+
+def test_seven_b_fits_in_16_gb_however_deep():
+    shallow = planned(parse_config(SEVEN_B), rows=32, length=512, report_rows=8).nbytes
+    assert shallow < 16e9
+    deep = planned(parse_config({**SEVEN_B, "num_hidden_layers": 128}), rows=32, length=512, report_rows=8).nbytes
+    assert deep - shallow < 4e9  # streams between layers, never weights: those of 96 more layers are 78 GB
+
+
+def test_sparse_models_and_the_job(tmp_path):
+    mixtral = {**CONFIG, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_experts_per_tok": 2}
+    few, many = (planned(parse_config({**mixtral, "num_local_experts": count}), rows=4, length=32) for count in (2, 16))
+    assert 0 < few.nbytes < many.nbytes
+    source = write_model(tmp_path / "tiny")
+    job = ConversionJob(source, tmp_path / "out", bpw=4.0, **OPTIONS)
+    assert job.memory() == planned(parse_config(CONFIG), rows=6, length=32, report_rows=8)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_process_stays_within_the_bound(tmp_path):
+    changes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "vocab_size": 16000, "num_attention_heads": 8}
+    source = write_model(tmp_path / "model", **changes, head_dim=64, num_key_value_heads=4, max_position_embeddings=512)
+    done = subprocess.run([sys.executable, "-c", CHILD, str(source), str(tmp_path / "out")], capture_output=True, text=True, check=True)
+    taken, bound = map(int, done.stdout.split()[-2:])
+    assert 0.3 * bound < taken < bound
