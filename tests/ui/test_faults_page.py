@@ -1,12 +1,24 @@
 """Every widget's bundle against hostile text, a silent kernel, a second view and lost messages. The kernel is played by the test."""
 
 from functools import lru_cache
+from pathlib import Path
 
 import hostile
+import numpy as np
 import pytest
 from mock_host import MockHost
 
-from exl2nb.widgets import BitMap, BitrateExplorer, CacheExplorer, Compare, Playground, ProgressView
+from exl2nb.widgets import (
+    BitMap,
+    BitrateExplorer,
+    CacheExplorer,
+    Compare,
+    PageTable,
+    Playground,
+    ProgressView,
+    SamplerMicroscope,
+    WeightBrowser,
+)
 
 NOTHING = {"n": 0, "tps": 0.0, "ttft_s": None}
 
@@ -61,7 +73,38 @@ def bitmap(text: str) -> dict:
     return {**state, "title": text, "_matrices": [text[:2000]], "_cells": [cell], "selected": [0, text[:2000]]}
 
 
+@lru_cache
+def browsed() -> dict:
+    return plain(WeightBrowser(Path(__file__).parents[1] / "data" / "demo-exl2-4.0bpw"))
+
+
+def weights(text: str) -> dict:
+    return {**browsed(), "title": text, "_original": text, "matrix": text, "_matrices": [text]}
+
+
+def microscope(text: str) -> dict:
+    state = plain(SamplerMicroscope(np.float32([2, 1, 0]), new_ids=[0, 1], top_k=2, seed=1))
+    tokens = [[i, text] for i in range(3)]
+    line = [[0, text, 0.7], [1, text, 0.3]]
+    return {**state, "_prompt": text, "_answer": tokens, "_tokens": tokens, "_line": line, "token_text": text, "_others": text}
+
+
+def pagetable(text: str) -> dict:
+    cells = [["used", 256, [1, 2], text[:9], -1, "new"], ["cached", 4, [], "", 0, ""]]
+    frame = {"page_size": 256, "pages": cells, "requests": [[1, False, 256, 256, 0, [0]]], "evictions": 0, "preemptions": 0}
+    return {**plain(PageTable({**frame, "label": text})), "title": text}
+
+
+def speculation(text: str) -> dict:
+    stats = {"kind": text, "steps": 1, "plain_steps": 0, "proposed": 2, "accepted": 1, "lengths": [0, 1], "tokens": 2, "tps": 1.0}
+    tokens = [[text, 1, "ngram", 0.5, 0, []], [text, 2, "target", None, 0, [text]]]
+    state = {"status": "idle", "error": "", "height": "", "_protocol": 1, "_static": False, "title": text, "_prompt": text}
+    return {**state, "_tokens": tokens, "_stats": {**stats, "plain_tps": None, "same": None}}
+
+
+GLASSES = {"weights": weights, "microscope": microscope, "pagetable": pagetable, "speculation": speculation}
 WIDGETS = {"playground": playground, "explorer": explorer, "caches": caches, "compare": compare, "progress": progress, "bitmap": bitmap}
+WIDGETS |= GLASSES
 STREAMING = {"playground": playground, "caches": caches, "compare": compare}
 
 
@@ -87,7 +130,7 @@ def test_a_line_of_a_megabyte(page, name):
     assert page.evaluate("() => document.documentElement.scrollWidth <= window.innerWidth"), "the line widens the page"
 
 
-@pytest.mark.parametrize("name", ["playground", "explorer", "caches", "compare", "progress"])
+@pytest.mark.parametrize("name", ["playground", "explorer", "caches", "compare", "progress", "pagetable"])
 def test_a_silent_kernel_is_noticed_and_forgiven(page, name):
     page.clock.install()
     host = MockHost(page, name, {**WIDGETS[name]("text"), "status": "running"})
