@@ -165,7 +165,7 @@ class PlanView {
     let at = 0;
     const pieces: HTMLElement[] = [];
     for (const part of shown) {
-      const piece = h("div", { class: `exl2nb-piece exl2nb-${part}`, title: `${NAMES[part]}: ${bytes(sizes[part])}` });
+      const piece = h("div", { class: `exl2nb-piece exl2nb-part-${part}`, title: `${NAMES[part]}: ${bytes(sizes[part])}` });
       piece.style.width = `${(100 * sizes[part]) / most}%`;
       at += sizes[part];
       pieces.push(piece);
@@ -195,7 +195,7 @@ function verdict(total: number, free: number | null, ways: string, longest: numb
 }
 
 function row(part: Part, name: string, size: number, total: number): HTMLElement {
-  const swatch = h("span", { class: `exl2nb-swatch exl2nb-${part}`, "aria-hidden": "true" });
+  const swatch = h("span", { class: `exl2nb-swatch exl2nb-part-${part}`, "aria-hidden": "true" });
   const share = `${((100 * size) / Math.max(1, total)).toFixed(size / total < 0.1 ? 1 : 0)} %`;
   return h(
     "tr",
