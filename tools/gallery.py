@@ -4,8 +4,8 @@
     python tools/gallery.py build              # run every notebook anew into docs/gallery/ (minutes)
     python tools/gallery.py build 03           # only those whose name begins so
 
-The copies carry outputs and no widget state: what is shown is the script-free twin that every widget leaves. tests/notebooks/test_gallery.py
-says when a copy is older than its notebook.
+The copies carry outputs and no widget state: what is shown is the script-free twin that every widget leaves.
+tests/notebooks/test_gallery.py says when a copy is older than its notebook.
 """
 
 from __future__ import annotations
@@ -25,6 +25,12 @@ BINDER = f"https://mybinder.org/v2/gh/{REPOSITORY}/main?urlpath=lab/tree/noteboo
 COLAB = f"https://colab.research.google.com/github/{REPOSITORY}/blob/main/notebooks"
 LIVE = "application/vnd.jupyter.widget-view+json"
 MOST_BYTES = 600_000
+TEMPORARY = re.compile(r"/[\w./-]*/exl2nb-[a-z0-9_]{8}")
+"""Folders that tempfile named; another run has other names."""
+PICTURES = {
+    "01": "playground", "02": "weights", "03": "explorer", "04": "bitmap", "05": "caches", "06": "microscope", "07": "speculation",
+    "08": "plan", "09": "compare",
+}  # fmt: skip
 
 
 def notebooks() -> list[Path]:
@@ -72,7 +78,8 @@ def build(prefixes: list[str]) -> None:
         with tempfile.TemporaryDirectory() as folder:
             execute(book, Path(folder))
         data = strip(json.loads(nbformat.writes(book)))
-        (GALLERY / path.name).write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        text = TEMPORARY.sub("/tmp/exl2nb", json.dumps(data, indent=1, ensure_ascii=False))
+        (GALLERY / path.name).write_text(text + "\n", encoding="utf-8")
         print(f"{path.name}: {(GALLERY / path.name).stat().st_size / 1000:.0f} kB")
     (GALLERY / "README.md").write_text(index(), encoding="utf-8")
 
@@ -88,7 +95,7 @@ def strip(book: dict[str, Any]) -> dict[str, Any]:
                 output["data"].pop(LIVE, None)
                 output["metadata"] = {}
         if "outputs" in cell:
-            kept = [o for o in cell["outputs"] if o.get("data", True) and not (o.get("name") == "stderr")]
+            kept = [o for o in cell["outputs"] if o.get("data", True) and o.get("name") != "stderr"]
             cell["outputs"] = kept
     return book
 
@@ -100,9 +107,7 @@ def index() -> str:
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         title, first = heading("".join(cells[0]["source"]))
         parts += [f"## [{title}]({path.name})", "", first, "", badges(path.name), ""]
-        picture = next((p for p in (f"{path.stem}-light.png", f"{path.stem}.png") if (ROOT / "docs/pictures" / p).is_file()), None)
-        if picture is not None:
-            parts += [f"![{title}](../pictures/{picture})", ""]
+        parts += [f"![{title}](../pictures/{PICTURES[path.name[:2]]}-light.png)", ""]
     return "\n".join(parts).rstrip() + "\n"
 
 

@@ -133,7 +133,7 @@ def _stack(books: Allocator, matrices: list[Matrix]) -> int:
 def _file_tensors(matrix: Matrix) -> tuple[int, ...]:
     """Bytes of what is copied to the GPU to be packed there."""
     if matrix.format != "exl2":
-        return (2 * matrix.weights,)
+        return (matrix.nbytes if matrix.format == "gptq" else 2 * matrix.weights,)
     codes = sum(bits * rows for bits, rows in matrix.groups) * matrix.out_features // 8
     count = len(matrix.groups)
     return codes, count * matrix.out_features // 2, 2 * count, 4 * count, 4 * matrix.in_features
@@ -145,6 +145,8 @@ def _padded(matrix: Matrix) -> int:
 
 
 def _blob_bytes(matrix: Matrix) -> int:
+    if matrix.format == "gptq":
+        return matrix.nbytes
     if matrix.format != "exl2":
         return 2 * _padded(matrix)
     strip = 0
