@@ -144,10 +144,14 @@ class _Recorder:
 
 
 def _softmax(logits: np.ndarray) -> np.ndarray:
-    wide = logits.astype(np.float64)
-    highest = wide.max()
-    weights = np.exp(wide - highest) if highest > -np.inf else np.zeros_like(wide)
-    return weights / max(weights.sum(), 1e-300)
+    alive = np.flatnonzero(logits > -np.inf)  # after the cuts a few of many
+    probs = np.zeros(len(logits))
+    if len(alive):
+        weights = logits[alive].astype(np.float64)
+        weights -= weights.max()
+        np.exp(weights, out=weights)
+        probs[alive] = weights / max(weights.sum(), 1e-300)
+    return probs
 
 
 def _division(name: str, logits: np.ndarray, state: SamplerState) -> float:

@@ -223,7 +223,7 @@ def _steps(found: Explanation, shown: list[int]) -> list[SampleStep]:
         steps.append(
             SampleStep(
                 step.name, row["settings"], step.survivors, len(step.removed), round(step.removed_mass, 7), round(step.temperature, 6),
-                round(step.entropy_bits, 4), probs,
+                round(row["entropy_bits"], 4), probs,
             )
         )  # fmt: skip
     return steps
