@@ -38,7 +38,7 @@ CELLS = {
 def test_take_them(lab, browser, theme):
     """One notebook, one cell and one picture for every widget."""
     lab.set_theme(f"JupyterLab {theme.capitalize()}")
-    context = browser.new_context(viewport={"width": 1180, "height": 1000})
+    context = browser.new_context(viewport={"width": 1280, "height": 1700})
     page = context.new_page()
     page.set_default_timeout(60_000)
     PICTURES.mkdir(parents=True, exist_ok=True)
