@@ -69,9 +69,10 @@ def test_sparse_models_and_the_job(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # half a minute on a machine of its own
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_process_stays_within_the_bound(tmp_path):
-    changes = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "vocab_size": 16000, "num_attention_heads": 8}
+    changes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 3, "vocab_size": 16000, "num_attention_heads": 8}
     source = write_model(tmp_path / "model", **changes, head_dim=64, num_key_value_heads=4, max_position_embeddings=512)
     done = subprocess.run([sys.executable, "-c", CHILD, str(source), str(tmp_path / "out")], capture_output=True, text=True, check=True)
     taken, bound = map(int, done.stdout.split()[-2:])
