@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import subprocess
 import sys
 from contextlib import suppress
@@ -50,6 +51,7 @@ def lab_command(folder: Path, *, first: str = FIRST, port: int | None = None, br
     command = [sys.executable, "-m", "jupyter", "lab", f"--ServerApp.root_dir={folder.resolve()}"]
     command += [f"--LabApp.default_url=/lab/tree/{first}"] if (folder / first).is_file() else []
     command += [f"--port={port}"] if port is not None else []
+    command += ["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []  # containers: JupyterLab would end with a hint
     return command if browser else [*command, "--no-browser"]
 
 

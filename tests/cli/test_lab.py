@@ -72,6 +72,10 @@ def test_what_is_started(course, tmp_path, monkeypatch, capsys):
     assert {f"--ServerApp.root_dir={course}", "--LabApp.default_url=/lab/tree/01_quickstart.ipynb", "--port=9999", "--no-browser"} <= set(
         command
     )
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    assert "--allow-root" in lab_command(course), "in a container"
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    assert "--allow-root" not in lab_command(course)
     started = []
 
     class Process:
