@@ -6,10 +6,8 @@ Must not import Jupyter: the generator and its test run on bare types.
 
 from __future__ import annotations
 
-import types
-import typing
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from exl2nb.widgets.protocol_columns import (
     CacheKind,
@@ -45,6 +43,7 @@ from exl2nb.widgets.protocol_glasses import (
     WeightsState,
 )
 from exl2nb.widgets.status import Status
+from exl2nb.widgets.typescript import module
 
 PROTOCOL_VERSION = 1
 """Raised when a message changes its meaning; the browser half refuses another number with a readable line."""
@@ -431,61 +430,11 @@ _EXPORTED: dict[str, Any] = {
     "FromKernel": FromKernel,
     "ToKernel": ToKernel,
 }
-_PRIMITIVE = {str: "string", int: "number", float: "number", bool: "boolean", type(None): "null"}
 
 
 def typescript() -> str:
     """The TypeScript module that `widgets/src/protocol.gen.ts` must equal."""
-    lines = [
-        "// Generated from exl2nb/widgets/protocol.py by `npm run protocol`; edit that file, not this one.",
-        "",
-        f"export const PROTOCOL_VERSION = {PROTOCOL_VERSION};",
-    ]
-    for name, kind in _EXPORTED.items():
-        doc = (getattr(kind, "__doc__", None) or "").strip()
-        lines.append("")
-        if isinstance(kind, type) and doc:
-            lines.append(_comment(doc))
-        lines.append(_declaration(name, kind))
-    return "\n".join(lines) + "\n"
-
-
-def _comment(doc: str) -> str:
-    lines = [line.strip() for line in doc.splitlines()]
-    return f"/** {doc} */" if len(lines) == 1 else "\n".join(["/**", *(f" * {line}".rstrip() for line in lines), " */"])
-
-
-def _declaration(name: str, kind: Any) -> str:
-    if isinstance(kind, type) and issubclass(kind, tuple):
-        parts = ", ".join(f"{field}: {_ts(hint)}" for field, hint in get_type_hints(kind).items())
-        return f"export type {name} = [{parts}];"
-    if typing.is_typeddict(kind):
-        body = "".join(f"  {field}: {_ts(hint)};\n" for field, hint in get_type_hints(kind).items())
-        return f"export interface {name} {{\n{body}}}"
-    return f"export type {name} = {_ts(kind, inline=True)};"
-
-
-def _ts(hint: Any, *, inline: bool = False) -> str:
-    """TypeScript spelling of one annotation; a type that has an exported name is written by that name."""
-    if not inline:
-        for name, kind in _EXPORTED.items():
-            if kind is hint or (get_origin(hint) is Literal and kind == hint):
-                return name
-    if hint in _PRIMITIVE:
-        return _PRIMITIVE[hint]
-    origin, args = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return " | ".join(f'"{value}"' for value in args)
-    if origin in (Union, types.UnionType):
-        return " | ".join(_ts(arg) for arg in args)
-    if origin is list:
-        inner = _ts(args[0])
-        return f"({inner})[]" if " | " in inner else f"{inner}[]"
-    if origin is dict and args[0] is str:
-        return f"Record<string, {_ts(args[1])}>"
-    raise TypeError(
-        f"protocol: no TypeScript spelling for {hint!r}; use str, int, float, bool, None, list, dict, Literal, a NamedTuple or a TypedDict"
-    )
+    return module(_EXPORTED, version=PROTOCOL_VERSION)
 
 
 if __name__ == "__main__":

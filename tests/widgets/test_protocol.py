@@ -9,7 +9,7 @@ import pytest
 
 from exl2nb.generator.speculation import Pace
 from exl2nb.generator.speculation import Speculation as Settings
-from exl2nb.widgets import protocol
+from exl2nb.widgets import protocol, typescript
 from exl2nb.widgets.bitmap import BitMap
 from exl2nb.widgets.caches import CacheExplorer
 from exl2nb.widgets.compare import Compare
@@ -58,4 +58,4 @@ def test_declarations():
     assert '  type: "delta";\n  run: number;' in text
     assert "export type FromKernel = Delta | Snapshot | Done | Pong;" in text
     with pytest.raises(TypeError, match="no TypeScript spelling"):
-        protocol._ts(set[int])
+        typescript.spelling(set[int], {})
