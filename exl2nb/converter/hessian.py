@@ -196,15 +196,17 @@ def factorize(hessian: Tensor, *, damping: float = DAMPING, name: str = "input")
     Raises:
         ConversionError: the matrix holds NaN or infinity, or cannot be factored at any damping.
     """
-    if not torch.isfinite(hessian).all():
+    if not math.isfinite(float(hessian.sum(dtype=torch.float64))):
         raise ConversionError(
             f"{name}: the calibration activations hold NaN or infinity; expected finite ones: does the model run in fp32?"
         )
     diagonal = hessian.diagonal()
     perm = torch.argsort(diagonal, descending=True, stable=True)
     mean, back = float(diagonal.mean(dtype=torch.float64)) or 1.0, perm.flip(0)
-    turned = hessian[back][:, back].double()
-    del hessian, diagonal  # at 11008 inputs each of these is 1 GB
+    turned = torch.empty_like(hessian, dtype=torch.float64)  # at 11008 inputs each of these is 1 GB
+    for first in range(0, len(back), 1024):
+        turned[first : first + 1024] = hessian[back[first : first + 1024]][:, back]
+    del hessian, diagonal
     added = 0.0
     for share in (damping, 10 * damping, 1.0):
         turned.diagonal().add_((share - added) * mean)

@@ -73,6 +73,14 @@ class Streams:
             self.move(part, x, y)
 
 
+def _room(x: Tensor) -> int:
+    """Bytes that half-run layers may wait in, where x is: HELD_BYTES, on a small GPU a sixth of what may be used of it."""
+    if not x.is_cuda:
+        return HELD_BYTES
+    whole = torch.cuda.get_device_properties(x.device).total_memory * torch.cuda.get_per_process_memory_fraction(x.device)
+    return min(HELD_BYTES, int(whole / 6))
+
+
 class _Walk:
     """Both streams' calibration rows on their way through one layer, stage by stage (reference.stages), each batch stopped in between.
 
@@ -84,7 +92,7 @@ class _Walk:
         self._parts = batches(config, streams.dense, 0, streams.used)
         wide = max(config.hidden_size, config.q_size, *(linear.in_features for linear in layer_linears(config, layer).values()))
         held = 2 * 4 * streams.used * streams.dense.shape[1] * (config.hidden_size + wide)
-        self._waiting = [self._start(part) for part in self._parts] if held <= HELD_BYTES else None
+        self._waiting = [self._start(part) for part in self._parts] if held <= _room(streams.dense) else None
         self._stage = 0
 
     def _start(self, part: slice) -> tuple[reference.Steps, reference.Steps]:

@@ -149,4 +149,4 @@ def test_the_same_bytes_twice_on_a_gpu(name, tmp_path):
         ConversionJob(source, tmp_path / str(i), device=on, **options).run() for i, on in enumerate(("cuda", "cuda", "cpu"))
     )
     assert (first.path / "output.safetensors").read_bytes() == (second.path / "output.safetensors").read_bytes()
-    assert first.quality.kl == pytest.approx(cpu.quality.kl, rel=0.5)
+    assert first.quality.kl < 2 * cpu.quality.kl  # of few rows; a token more or less that changes its expert is most of it

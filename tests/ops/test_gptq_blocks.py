@@ -42,7 +42,7 @@ def check_alike(made, wanted, *, columns, tokens=0.02):
     made = [part.cpu() for part in made]
     same = (made[0] == wanted[0]).all(0) & (made[1] == wanted[1]).all(0)
     assert same.float().mean() >= columns
-    assert (made[2] == wanted[2]).float().mean() >= 0.75
+    assert (made[2] == wanted[2]).float().mean() >= (0.75 if columns else 0.25)
     torch.testing.assert_close(made[3].sum(), wanted[3].sum(), rtol=tokens, atol=0)
 
 
