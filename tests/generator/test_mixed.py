@@ -26,6 +26,11 @@ KINDS = [
 ]
 
 
+def told(completion):
+    """Everything about the tokens but who guessed them: how many guesses are made depends on what steps take."""
+    return [token._replace(source=token.source.replace("ngram", "target")) for token in completion.tokens]
+
+
 def requests():
     made = []
     for i in range(32):
@@ -45,7 +50,7 @@ def test_together_as_alone():
         assert not job.errors
         for i, one in enumerate(alone):
             assert together[i].text == one.text, KINDS[i // 2]
-            assert together[i].tokens == one.tokens, KINDS[i // 2]
+            assert told(together[i]) == told(one), KINDS[i // 2]
             assert together[i].finish_reason == one.finish_reason
         assert sum(one.timings.reused_tokens for one in together.values()) > 10 * 200
         assert llm.engine.pages.num_free == llm.engine.pages.num_pages
