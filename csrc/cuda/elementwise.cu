@@ -111,24 +111,6 @@ __global__ void __launch_bounds__(kWidth) prepare_kernel(const __grid_constant__
   normed(held, x, a.norm, blockIdx.x, a.next, shared);
 }
 
-__global__ void __launch_bounds__(kWidth) add_normed_kernel(const __grid_constant__ AddArgs a) {
-  __shared__ float shared[32];
-  pdl_launch_dependents();
-  pdl_wait();
-  const size_t at = static_cast<size_t>(blockIdx.x) * a.width;
-  float s = 0.f;
-  for (int i = threadIdx.x; i < a.width; i += kWidth) {
-    const float v = __ldcg(a.y + at + i);
-    s = fmaf(v, v, s);
-  }
-  const float factor = a.norm ? rsqrtf(block_sum(s, shared) / a.width + a.eps) : 1.f;
-  for (int i = threadIdx.x; i < a.width; i += kWidth) {
-    float v = __ldcg(a.y + at + i) * factor;
-    if (a.norm) v *= a.norm[i];
-    a.x[at + i] = __ldcg(a.x + at + i) + a.scale * v;
-  }
-}
-
 __global__ void __launch_bounds__(kWidth) combine_kernel(const __grid_constant__ CombineArgs a) {
   __shared__ float shared[32];
   pdl_launch_dependents();
@@ -136,7 +118,9 @@ __global__ void __launch_bounds__(kWidth) combine_kernel(const __grid_constant__
   float* const x = a.x + static_cast<size_t>(blockIdx.x) * a.width;
   const float *y = a.y + static_cast<size_t>(blockIdx.x) * a.pairs * a.width, *weights = a.weights + blockIdx.x * a.pairs;
   const auto sum = [&](int i) {
+    if (!a.weights) return __ldcg(y + i);
     float v = 0.f;
+#pragma unroll 8
     for (int p = 0; p < a.pairs; p++) v = fmaf(__ldcg(weights + p), __ldcg(y + static_cast<size_t>(p) * a.width + i), v);
     return v;
   };
@@ -191,9 +175,6 @@ const char* embed_launch(const EmbedArgs& a, int tokens, cudaStream_t stream, bo
 }
 const char* prepare_launch(const PrepareArgs& a, int rows, cudaStream_t stream, bool pdl) {
   return launched<prepare_kernel>(a, rows, stream, pdl);
-}
-const char* add_normed_launch(const AddArgs& a, int tokens, cudaStream_t stream, bool pdl) {
-  return launched<add_normed_kernel>(a, tokens, stream, pdl);
 }
 const char* combine_launch(const CombineArgs& a, int tokens, cudaStream_t stream, bool pdl) {
   return launched<combine_kernel>(a, tokens, stream, pdl);

@@ -30,18 +30,11 @@ struct PrepareArgs {
   NormArgs norm;
   MatrixInput next;
 };
-// x += scale * rms_norm(y) * norm; norm null: x += scale * y.
-struct AddArgs {
-  float* x;
-  const float *y, *norm;
-  float eps, scale;
-  int width;
-};
 // x += scale * rms_norm(sum over a token's `pairs` rows of y, weighted, in order) * post_norm, null: without a norm; where next.x, what
 // results is normed into it.
 struct CombineArgs {
   float* x;
-  const float *y, *weights;  // (tokens, pairs, width), (tokens, pairs)
+  const float *y, *weights;  // (tokens, pairs, width); (tokens, pairs), null: 1
   int pairs, width;
   const float* post_norm;
   float post_eps, scale;
@@ -50,7 +43,6 @@ struct CombineArgs {
 };
 const char* embed_launch(const EmbedArgs&, int tokens, cudaStream_t, bool pdl);
 const char* prepare_launch(const PrepareArgs&, int rows, cudaStream_t, bool pdl);
-const char* add_normed_launch(const AddArgs&, int tokens, cudaStream_t, bool pdl);
 const char* combine_launch(const CombineArgs&, int tokens, cudaStream_t, bool pdl);
 
 }  // namespace exl2nb

@@ -126,10 +126,25 @@ __global__ void __launch_bounds__(kRouteThreads) route_kernel(const __grid_const
   const int *first = m.inverse[0], *second = m.inverse[1];
   const half* const h = a.h + static_cast<size_t>(token) * a.h_stride;
   half* const x = a.x + static_cast<size_t>(pair) * a.x_stride;
-  for (int i = threadIdx.x; i < a.width; i += kRouteThreads) {
-    const half v = saturated(__half2float(h[fragment_place(i)]) * factor);
-    x[fragment_place(first ? __ldg(first + i) : i)] = v;
-    if (perms > 1) x[a.x_perm_stride + fragment_place(second ? __ldg(second + i) : i)] = v;
+  constexpr int kTogether = 4;  // every load before the first store: one trip to memory for all of them
+  for (int base = threadIdx.x; base < a.width; base += kTogether * kRouteThreads) {
+    half v[kTogether];
+    int row[kTogether], other[kTogether];
+#pragma unroll
+    for (int j = 0; j < kTogether; j++) {
+      const int i = base + j * kRouteThreads;
+      if (i >= a.width) continue;
+      v[j] = __ldcg(h + fragment_place(i));
+      row[j] = first ? __ldg(first + i) : i;
+      other[j] = perms > 1 && second ? __ldg(second + i) : i;
+    }
+#pragma unroll
+    for (int j = 0; j < kTogether; j++) {
+      if (base + j * kRouteThreads >= a.width) continue;
+      const half scaled = saturated(__half2float(v[j]) * factor);
+      x[fragment_place(row[j])] = scaled;
+      if (perms > 1) x[a.x_perm_stride + fragment_place(other[j])] = scaled;
+    }
   }
 }
 

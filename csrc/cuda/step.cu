@@ -246,7 +246,15 @@ class Walker {
       auto* sum = reinterpret_cast<float*>(base_ + at_.sum);
       a.out = sum, a.out_stride = H_;
       if (const char* wrong = gemv_launch(a, kStore, stream_, pdl_)) return wrong;
-      return add_normed_launch({residual(), sum, address<float>(w[3]), real(w[4]), real(w[5]), H_}, s_.tokens, stream_, pdl_);
+      CombineArgs c{};
+      c.x = residual(), c.y = sum, c.pairs = 1, c.width = H_;
+      c.post_norm = address<float>(w[3]), c.post_eps = real(w[4]), c.scale = real(w[5]);
+      const int64_t* next = w + kWords[kAdd];
+      if (next < end_ && (next[0] == kQkv || next[0] == kGateUp || next[0] == kRouted)) {
+        c.next = input(Weight(next[3]), at_.normed), c.norm = norm_of(next);
+        ready_ = kNormed;
+      }
+      return combine_launch(c, s_.tokens, stream_, pdl_);
     }
     a.residual = residual(), a.residual_stride = H_, a.scale = real(w[5]);
     const int64_t* next = w + kWords[kAdd];
