@@ -12,7 +12,7 @@ from exl2nb.cache.modes import parse_mode
 from exl2nb.core.errors import DeviceError, OptionError
 from exl2nb.facade.plan_formula import PARTS, Formula
 from exl2nb.facade.plan_model import formula_of
-from exl2nb.io import hub
+from exl2nb.io.peek import peek
 from exl2nb.model.inspect import inspect
 from exl2nb.model.loader import read_model_config
 
@@ -192,7 +192,7 @@ def plan(
     """Say what a model will take, without loading it.
 
     Args:
-        path: model directory or hub id. revision: branch, tag or commit on the hub.
+        path: model directory or hub id, of which headers are read and nothing is downloaded. revision: branch, tag or commit on the hub.
         context: tokens of prompt and answer; None = what the model allows, at most 4096.
         cache: mode of the KV cache, as in `load`.
         batch: texts of full length that the cache holds at once (`load(cache_tokens=batch * context)`).
@@ -212,11 +212,12 @@ def plan(
     if device not in ("cpu", "cuda"):
         raise OptionError(f"plan: device is {device!r}; expected 'cpu' or 'cuda'")
     mode = parse_mode(cache, where="plan")
-    folder = hub.resolve(path, revision=revision)
-    config, found = read_model_config(folder), inspect(folder)
+    with peek(path, revision) as folder:  # of a hub id the headers alone
+        config, found = read_model_config(folder), inspect(folder)
+        name = folder.name if Path(path).expanduser().exists() else Path(path).name
     return MemoryPlan.of(
         formula_of(config, found, device, modes=(mode,)),
-        name=Path(folder).name,
+        name=name,
         device=device,
         context=context if context is not None else min(config.max_position_embeddings, CONTEXT),
         batch=batch,

@@ -236,6 +236,12 @@ except ex.errors.ModelNotFound as error:
 print(json.dumps([answer, [name for name in os.listdir(os.environ["TMPDIR"]) if name.startswith("exl2nb")]]))
 """
 
+PLAN = """
+import json, sys
+import exl2nb as ex
+print(json.dumps([ex.plan(sys.argv[1], revision=sys.argv[2] or None, free=10**9).to_dict(), None]))
+"""
+
 
 def test_inspect_reads_no_weights(server, tmp_path, monkeypatch):
     """What a hub id shows is what the downloaded folder shows; of the weights' data only group tables were sent."""
@@ -266,6 +272,8 @@ def test_inspect_reads_no_weights(server, tmp_path, monkeypatch):
     tables = sum(info.nbytes for info in infos if info.name.endswith("q_groups"))
     assert beyond and all("q_groups" in name for name in beyond), "the header's first piece, and tables that lie side by side"
     assert sum(touched) <= max(FIRST_BYTES, header) + tables + 64 < len(model[weights]) / 4
+    planned, _ = ask(server, tmp_path / "home", "owner/name", "4.0bpw", client=PLAN, **places)
+    assert planned == {**ex.plan(folder, free=10**9).to_dict(), "name": "name"} and not (tmp_path / "home").exists()
 
     # without a network: what was downloaded before, else the reason
     for name in hostile:
