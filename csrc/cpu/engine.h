@@ -2,11 +2,9 @@
 // argument.
 #pragma once
 #include <cstdint>
-#include <cstdlib>
-#include <memory>
-#include <new>
 
 #include "kernels.h"
+#include "memory.h"
 
 namespace exl2nb {
 
@@ -14,17 +12,19 @@ namespace exl2nb {
 template <class T>
 class Buffer {
  public:
-  explicit Buffer(int64_t n) : p_(static_cast<T*>(std::aligned_alloc(64, align64(n * int64_t(sizeof(T)) + 64)))) {
-    if (!p_) throw std::bad_alloc();
+  explicit Buffer(int64_t n) : bytes_(n * int64_t(sizeof(T)) + 64), p_(static_cast<T*>(take_memory(bytes_))) {}
+  Buffer(Buffer&& other) noexcept : bytes_(other.bytes_), p_(other.p_) { other.p_ = nullptr; }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  ~Buffer() {
+    if (p_) give_memory(p_, bytes_);
   }
-  T* get() const { return p_.get(); }
-  operator T*() const { return p_.get(); }
+  T* get() const { return p_; }
+  operator T*() const { return p_; }
 
  private:
-  struct Free {
-    void operator()(T* p) const { std::free(p); }
-  };
-  std::unique_ptr<T, Free> p_;
+  int64_t bytes_;
+  T* p_;
 };
 
 // Null weight: no norm at all.
