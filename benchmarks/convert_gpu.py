@@ -35,7 +35,7 @@ from exl2nb.converter.measure import Measurement
 from exl2nb.converter.result import Conversion
 from exl2nb.io import safetensors
 
-DEMO = Path(exl2nb.__path__[0]) / "demo_model"
+DEMO = Path(exl2nb.__file__).parent / "demo_model"
 
 
 def write_dense(shape: Shape, layers: int, out: Path) -> None:
