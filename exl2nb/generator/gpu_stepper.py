@@ -82,7 +82,7 @@ class GpuStepper:
             if graph is None:
                 graph = self._graphs[key] = _Graph(self._model, self._cache, *key)
             graph.set(step, draws, self._drawn)
-        ticket = graph.replay(len(draws), max(draw.top for draw in draws))
+        ticket = graph.replay([draw.top for draw in draws])
         self._last, self._drawn = graph, graph.ids
         return ticket
 
@@ -174,30 +174,30 @@ class _Graph:
             write_counts(self._counts, draws, (fresh, tokens))
         self._params[:n].copy_(_params(draws).pin_memory(), non_blocking=True)
 
-    def replay(self, n: int, top: int) -> Ticket:
-        """Enqueue the step for the first `n` rows."""
+    def replay(self, tops: list[int]) -> Ticket:
+        """Enqueue the step for the first rows; tops: how many alternatives each wants."""
         self._graph.replay()
         alternatives = None
-        if top:
+        if max(tops):
             alternatives = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in self._top)
         done = torch.cuda.Event()
         done.record()
         slot = self._count % RING
         self._count += 1
-        return _Flying(done, self._results[slot], n, top, alternatives)
+        return _Flying(done, self._results[slot], tops, alternatives)
 
 
 class _Flying:
     """The ticket of a replayed graph."""
 
-    def __init__(self, done: torch.cuda.Event, results: Tensor, n: int, top: int, alternatives: tuple[Tensor, ...] | None) -> None:
-        self._done, self._results, self._n, self._top, self._alternatives = done, results, n, top, alternatives
+    def __init__(self, done: torch.cuda.Event, results: Tensor, tops: list[int], alternatives: tuple[Tensor, ...] | None) -> None:
+        self._done, self._results, self._tops, self._alternatives = done, results, tops, alternatives
 
     def result(self) -> list[Sampled | np.ndarray]:
         """Wait for the graph; then one entry per row."""
         self._done.synchronize()
         ids, logprobs = self._alternatives if self._alternatives is not None else (None, None)
-        return [*_sampled(self._results[: self._n].clone(), ids, logprobs, [self._top] * self._n)]
+        return [*_sampled(self._results[: len(self._tops)].clone(), ids, logprobs, self._tops)]
 
 
 class _Read:
