@@ -15,7 +15,9 @@
 
 namespace exl2nb {
 
-constexpr int kStages = 2, kThreads = kWarps * 32, kMaxTokens = 8;
+// Slots of a warp's ring; without asynchronous copies (sm_75, with 64 KB of shared memory) there is nothing to fill ahead.
+EXL2NB_BOTH constexpr int stages_of(int path) { return path == kPlain ? 1 : 2; }
+constexpr int kThreads = kWarps * 32, kMaxTokens = 8;
 static_assert(kMaxTokens <= kWarps, "a warp adds one token to the residual");
 
 struct GemvPart {
@@ -210,7 +212,7 @@ __device__ __forceinline__ void multiply(const GemvArgs& A, const GemvShared& S,
         const half2* u = S.steps + it.unit0;
         const Item next = S.items[n + 1 < c.end ? n + 1 : c.first];
         if constexpr (PATH == kBulk) barrier_wait(ring.bars + ring.slot, ring.phase);
-        if constexpr (PATH == kAsync) async_wait<kStages - 1>();
+        if constexpr (PATH == kAsync) async_wait<stages_of(PATH) - 1>();
         if constexpr (PATH != kBulk) __syncwarp();
         compute_item<PATH, STAGED>(it, st, u, x, live, lane, y);
         __syncwarp();
@@ -281,6 +283,7 @@ __device__ __forceinline__ void multiply(const GemvArgs& A, const GemvShared& S,
 template <int PATH, bool STAGED, class Wait>
 __device__ __forceinline__ void run_gemv(const GemvArgs& A, uint8_t* shared, int block, Wait wait) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  constexpr int kStages = stages_of(PATH);
   uint8_t* const image = shared + kStages * kWarps * kSlot;
   const int image_size = image_bytes(A.items, A.units, A.num_parts);
   uint64_t* const bars = reinterpret_cast<uint64_t*>(image + (image_size + 15) / 16 * 16);

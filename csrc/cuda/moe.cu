@@ -251,7 +251,7 @@ const char* experts_launch(ExpertArgs e, const ExpertTable& table, const ExpertT
   cudaDeviceGetAttribute(&block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   cudaDeviceGetAttribute(&sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
   const int most = block - static_cast<int>(sizeof(GemvArgs)) - 256;
-  int shared = kStages * kWarps * (kSlot + 8) + (table.image + 15) / 16 * 16 + own;
+  int shared = stages_of(gemv_path()) * kWarps * (kSlot + 8) + (table.image + 15) / 16 * 16 + own;
   const int x_bytes = table.num_perms * table.stride * 2;
   const bool staged = shared + x_bytes <= std::min(most, sm - 2048);
   if (staged) shared += x_bytes;
