@@ -108,7 +108,8 @@ const char* gemv_launch(GemvArgs a, Epilogue e, cudaStream_t stream, bool pdl) {
     if (b.next_squares) b.next_squares += static_cast<size_t>(first) * grid;
     if (b.next.x) b.next.x += static_cast<size_t>(first) * a.next.stride;
     const int x_bytes = gemv_share(b, e);
-    int shared = stages_of(device().path) * kWarps * (kSlot + 8) + (image_bytes(a.items, a.units, a.num_parts) + 15) / 16 * 16 + GemvShared::bytes(b);
+    int shared = stages_of(device().path) * kWarps * (kSlot + 8) + (image_bytes(a.items, a.units, a.num_parts) + 15) / 16 * 16 +
+                 GemvShared::bytes(b);
     b.staged = shared + x_bytes <= device().shared_per_sm - 1024 && shared + x_bytes <= device().shared_per_block;
     if (b.staged) shared += x_bytes;
     if (shared > device().shared_per_block) return "the matrix needs more shared memory than the GPU has";
