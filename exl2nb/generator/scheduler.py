@@ -182,9 +182,9 @@ class Scheduler:
         preempted = self.preemptions
         pager = self.pager
         for sequence in self.running.copy():
-            flying, start = sequence.flying, sequence.computed
             if not sequence.long and not self._lengthen(sequence):
                 continue
+            flying, start = sequence.flying, sequence.computed
             end = len(sequence.ids) + flying
             length = end - start
             if length <= 0 or (self.preemptions != preempted and sequence not in self.running):

@@ -14,6 +14,10 @@ import notebook_memory
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 
 
+# The others are run by .ci/run, with everything else that is slow in a browser or a kernel.
+FIRST = ("01_quickstart", "03_where_bits_go", "07_speculation_and_batching")
+
+
 def ids(path: Path) -> str:
     return path.stem
 
@@ -30,7 +34,9 @@ def test_committed_without_outputs(path):
 
 
 @pytest.mark.timeout(1800)  # minutes on a machine of its own; this only ends what hangs
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=ids)
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=[] if path.stem in FIRST else [pytest.mark.slow]) for path in NOTEBOOKS], ids=ids
+)
 def test_runs_headless_and_reads_without_a_kernel(path, tmp_path, monkeypatch):
     from nbconvert import HTMLExporter
 

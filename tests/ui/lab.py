@@ -115,12 +115,15 @@ class Notebook:
         """Save from the page and read the file back."""
         before = self.path.stat().st_mtime_ns
         self.page.keyboard.press("Control+s")
-        end = time.monotonic() + 10
-        while self.path.stat().st_mtime_ns == before:
+        end = time.monotonic() + 30
+        while True:
+            time.sleep(0.1)
+            if self.path.stat().st_mtime_ns != before:
+                try:
+                    return nbformat.read(self.path, as_version=4)
+                except nbformat.reader.NotJSONError:  # being written
+                    pass
             assert time.monotonic() < end, "the notebook was not saved"
-            time.sleep(0.05)
-        time.sleep(0.1)
-        return nbformat.read(self.path, as_version=4)
 
 
 def _free_port() -> int:

@@ -5,6 +5,8 @@ import re
 import pytest
 from lab import Notebook
 
+pytestmark = pytest.mark.slow  # run by .ci/run
+
 SETUP = """
 import exl2nb as ex
 llm = ex.demo(progress=None)

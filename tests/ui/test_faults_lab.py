@@ -5,10 +5,13 @@ import re
 
 import hostile
 import nbformat
+import pytest
 from lab import Notebook
 from playwright.sync_api import expect
 
 from exl2nb.widgets import CacheExplorer, Compare, Playground
+
+pytestmark = pytest.mark.slow  # run by .ci/run
 
 SETUP = """
 import os, signal, time

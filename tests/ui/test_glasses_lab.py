@@ -9,6 +9,8 @@ import pytest
 from lab import Notebook
 from mock_host import violations
 
+pytestmark = pytest.mark.slow  # run by .ci/run
+
 DATA = Path(__file__).parents[1] / "data" / "demo-exl2-4.0bpw"
 STORY = "It was a dark and stormy night. The old man had a boat and a dog. " * 4
 ASK = "It was a dark night, and the old man"
