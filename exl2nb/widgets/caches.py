@@ -16,10 +16,11 @@ from exl2nb.eval.needle import Needle
 from exl2nb.sampling.params import check_integer
 from exl2nb.widgets import cachework, columns, static
 from exl2nb.widgets.background import Background
-from exl2nb.widgets.base import ExlWidget, as_text
+from exl2nb.widgets.base import as_text
 from exl2nb.widgets.cachework import BASELINE
 from exl2nb.widgets.feed import Feed
 from exl2nb.widgets.protocol import CacheKind, CachesState, KlToken, NeedleHit, Status
+from exl2nb.widgets.worker import WorkingWidget
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -29,7 +30,7 @@ MOST_TOKENS = 512
 _PLAIN = ("modes", "prompt", "max_tokens", "free", "kinds", "tokens", "needle", "needle_text", "verdict", "context", "model")
 
 
-class CacheExplorer(ExlWidget):
+class CacheExplorer(WorkingWidget):
     """Read and continue one prompt under several cache modes, and see token by token what the fewer bits change.
 
     Every mode writes its own most likely continuation. Beside it runs an FP16 cache that reads the same tokens, so each token has a KL:
@@ -155,27 +156,6 @@ class CacheExplorer(ExlWidget):
 
         self._begin(before, work, lambda status: None)
         return self
-
-    def stop(self) -> None:
-        """Ask what runs to end; what is written stays. Returns at once."""
-        self._background.stop()
-
-    def wait(self, timeout: float | None = None) -> CacheExplorer:
-        """Wait until it is over. An interrupt stops it.
-
-        Raises:
-            Exl2Error: it failed.
-        """
-        try:
-            self._background.wait(timeout)
-        finally:
-            self._refresh_static()
-        return self
-
-    def close(self) -> None:
-        """Stop and remove the widget from the page; the model stays yours."""
-        self._background.close()
-        super().close()
 
     def _model(self) -> Any:
         if self.llm is None:

@@ -13,10 +13,11 @@ from exl2nb.core.options import check_keywords
 from exl2nb.sampling.params import check_integer
 from exl2nb.widgets import columns, static
 from exl2nb.widgets.background import Background
-from exl2nb.widgets.base import ExlWidget, as_text
+from exl2nb.widgets.base import as_text
 from exl2nb.widgets.comparing import Entrant, Listener, Run, entrants_of, measured
 from exl2nb.widgets.feed import Feed
 from exl2nb.widgets.protocol import CellMeasure, CellSpeed, CompareColumn, CompareState, KlToken, Status
+from exl2nb.widgets.worker import WorkingWidget
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -27,7 +28,7 @@ _PLAIN = ("columns", "prompts", "tokens", "measured", "speeds", "note")
 _PROMPTS = ("It was a dark night, and the old man", "She opened the letter and", "The captain looked at the sea;")
 
 
-class Compare(ExlWidget):
+class Compare(WorkingWidget):
     """Let several models, bitrates or settings answer the same prompts, side by side.
 
     The first column is the reference. Each answer is written by its column and then read by the reference as well (`exl2nb.compare`), so
@@ -118,27 +119,6 @@ class Compare(ExlWidget):
 
         self._background.begin(run.carry_out, self._end, before=starting)
         return self
-
-    def stop(self) -> None:
-        """Ask the run to end; what is written stays. Returns at once."""
-        self._background.stop()
-
-    def wait(self, timeout: float | None = None) -> Compare:
-        """Wait until it is over. An interrupt stops it.
-
-        Raises:
-            Exl2Error: it failed.
-        """
-        try:
-            self._background.wait(timeout)
-        finally:
-            self._refresh_static()
-        return self
-
-    def close(self) -> None:
-        """Stop and remove the widget from the page; models that were given loaded stay yours."""
-        self._background.close()
-        super().close()
 
     def _end(self, status: Status, problem: BaseException | None) -> None:
         self._feed.finish(status)

@@ -15,10 +15,11 @@ import traitlets as t
 from exl2nb.core.errors import ConversionError, OptionError
 from exl2nb.widgets import bitpage, static
 from exl2nb.widgets.background import Background
-from exl2nb.widgets.base import ExlWidget, as_text
+from exl2nb.widgets.base import as_text
 from exl2nb.widgets.bitgrid import BitGrid, grid_of
 from exl2nb.widgets.making import Maker
 from exl2nb.widgets.protocol import CurvePoint, ExplorerState, Mark, Status
+from exl2nb.widgets.worker import WorkingWidget
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -32,7 +33,7 @@ CURVE_POINTS_LARGE = 9
 LARGE = 200  # matrices
 
 
-class BitrateExplorer(ExlWidget):
+class BitrateExplorer(WorkingWidget):
     """A slider of bits per weight over a measurement: every move allocates anew, in milliseconds and without running the model.
 
     The map shows where the bits are, the curve what they cost: predicted KL (nats per token; good for ranking) against the bitrate, with
@@ -183,22 +184,6 @@ class BitrateExplorer(ExlWidget):
 
         target, prompt = float(self.solved), str(self.prompt)
         self._background.begin(lambda stop: self._make(stop, target, prompt), self._end, before=starting)
-        return self
-
-    def stop(self) -> None:
-        """Ask what is being made to end. Returns at once."""
-        self._background.stop()
-
-    def wait(self, timeout: float | None = None) -> BitrateExplorer:
-        """Wait until it is made and read. An interrupt stops it.
-
-        Raises:
-            Exl2Error: it failed.
-        """
-        try:
-            self._background.wait(timeout)
-        finally:
-            self._refresh_static()
         return self
 
     def close(self) -> None:

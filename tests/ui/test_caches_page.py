@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from mock_host import MockHost
+from mock_host import MockHost, state_of
 
 import exl2nb as ex
 from exl2nb.widgets import CacheExplorer
@@ -23,15 +23,9 @@ def explorer():
         yield explorer
 
 
-def state(widget, **changes) -> dict:
-    values = widget.get_state()
-    plain = {k: v for k, v in values.items() if isinstance(v, (str, int, float, list, dict, type(None))) and k not in ("_esm", "_css")}
-    return {**plain, **changes}
-
-
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_finished_run(page, explorer, screenshots, theme):
-    host = MockHost(page, "caches", state(explorer), theme=theme)
+    host = MockHost(page, "caches", state_of(explorer), theme=theme)
     columns = page.locator(".exl2nb-answer-column")
     assert columns.count() == 4
     for i, mode in enumerate(["fp16", "q8", "q6", "q4"]):
@@ -60,7 +54,7 @@ def test_finished_run(page, explorer, screenshots, theme):
 
 def test_choose_run_stream_and_stop(page, explorer):
     host = MockHost(
-        page, "caches", state(explorer, status="idle", _tokens=[], _run_modes=[], _needle=[], _verdict="", modes=["fp16", "q8"])
+        page, "caches", state_of(explorer, status="idle", _tokens=[], _run_modes=[], _needle=[], _verdict="", modes=["fp16", "q8"])
     )
     assert host.sent == [{"type": "ready"}]
     assert page.get_by_role("checkbox", name="FP16").is_disabled(), "the reference stays"

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from mock_host import MockHost
+from mock_host import MockHost, state_of
 
 import exl2nb as ex
 from exl2nb.widgets import Compare
@@ -24,15 +24,9 @@ def compare():
         yield compare
 
 
-def state(widget, **changes) -> dict:
-    values = widget.get_state()
-    plain = {k: v for k, v in values.items() if isinstance(v, (str, int, float, list, dict, type(None))) and k not in ("_esm", "_css")}
-    return {**plain, **changes}
-
-
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_finished_run(page, compare, screenshots, theme):
-    host = MockHost(page, "compare", state(compare), theme=theme)
+    host = MockHost(page, "compare", state_of(compare), theme=theme)
     assert page.locator(".exl2nb-prompt").all_inner_texts() == compare.prompts
     columns = page.locator(".exl2nb-answer-column")
     assert columns.count() == 6
@@ -65,7 +59,7 @@ def test_finished_run(page, compare, screenshots, theme):
 
 def test_a_run_from_click_to_measured(page, compare):
     empty = {"_tokens": [], "_run_prompts": [], "_measured": [], "_speeds": [], "prompts": ["One", "Two"]}
-    host = MockHost(page, "compare", state(compare, status="idle", **empty))
+    host = MockHost(page, "compare", state_of(compare, status="idle", **empty))
     page.get_by_label("Prompts, one per line").fill("A <b>\n\nTwo")
     page.get_by_role("button", name="Run").click()
     assert host.sent[-1] == {"type": "run", "prompts": ["A <b>", "Two"]}
