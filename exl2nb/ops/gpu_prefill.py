@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from exl2nb.ops import gpu, reference
 from exl2nb.ops.attention import paged_attention
@@ -188,8 +188,17 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     if share > 1:
         k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
-    if n == length:
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-    else:
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=causal_lower_right(n, length), scale=scale)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale) if n == length else _attend_behind(q, k, v, scale)
     return y[0].transpose(0, 1).reshape(n, -1)
+
+
+def _attend_behind(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal attention where the queries `(1, Hq, n, D)` stand at the end of the keys `(1, Hq, length, D)`.
+
+    As torch.nn.attention.bias.causal_lower_right has it, whose import takes seconds: it brings torch's compiler along.
+    """
+    params = SDPAParams(q, k, v, None, 0.0, False, False)
+    if q.shape[-1] % 8 == 0 and can_use_flash_attention(params):
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)[0]
+    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)

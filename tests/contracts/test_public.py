@@ -46,6 +46,12 @@ def test_import_loads_nothing_heavy():
     assert not [name for name in HEAVY if name in loaded]
 
 
+def test_the_engine_does_not_bring_torchs_compiler():
+    """Importing it takes as long as importing torch itself."""
+    code = "import sys, exl2nb.llm, exl2nb.converter.job, exl2nb.model.gpu; print('torch._dynamo' in sys.modules)"
+    assert fresh(code).split() == ["False"]
+
+
 def test_import_is_quick():
     best = min(float(fresh("import time; t = time.perf_counter(); import exl2nb; print(time.perf_counter() - t)")) for _ in range(3))
     assert best < 0.5  # about 0.01 s; half a second is what a notebook user would notice
