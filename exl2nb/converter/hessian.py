@@ -21,6 +21,7 @@ DAMPING = 0.03
 COUPLING_DAMPING = 0.2  # demo model, 3 bits, head shared: KL 0.181 at 0.03, 0.167 at 0.1 and at 0.3, 0.180 without coupling
 ROWS_PER_BATCH = 4
 SCORES = 1 << 25  # attention scores at once on a GPU: 128 MiB; 4 rows of 512 tokens for 32 heads
+INNER = 1 << 25  # numbers of an MLP's widest activation at once on a GPU
 MOST_IN_F64 = 8192  # inputs; more than these make matrices of half a GB and more, and some tens of batches lose nothing in fp32
 SMALLEST_PRODUCT = 192  # columns of a piece of a symmetric product
 ENOUGH = 16  # tokens per direction that the sweep looks at
@@ -214,7 +215,11 @@ def factorize(hessian: Tensor, *, damping: float = DAMPING, name: str = "input")
         lower, failed = torch.linalg.cholesky_ex(turned)
         if not failed:
             del turned
-            return Factor(perm, _inverse(lower).float().flip(0, 1).contiguous())
+            inverse = _inverse(lower)
+            del lower
+            upper = inverse.float()
+            del inverse
+            return Factor(perm, upper.flip(0, 1).contiguous())
     raise ConversionError(f"{name}: its Hessian cannot be factored; expected a positive matrix; use more calibration rows")
 
 
@@ -225,9 +230,14 @@ def _inverse(lower: Tensor) -> Tensor:
 
 
 def batches(config: ModelConfig, x: Tensor, first: int, last: int) -> list[slice]:
-    """Rows `first` to `last` of a stream x `(rows, S, H)` cut into what the network runs at once; a GPU takes as many as SCORES allows."""
-    rows = max(1, SCORES // (config.num_heads * x.shape[1] ** 2)) if x.is_cuda else ROWS_PER_BATCH
+    """Rows `first` to `last` of a stream x `(rows, S, H)` cut into what the network runs at once; a GPU: what SCORES and INNER allow."""
+    rows = gpu_rows(config, x.shape[1]) if x.is_cuda else ROWS_PER_BATCH
     return [slice(start, min(start + rows, last)) for start in range(first, last, rows)]
+
+
+def gpu_rows(config: ModelConfig, length: int) -> int:
+    """Rows of `length` tokens that a GPU runs at once."""
+    return max(1, min(SCORES // (config.num_heads * length**2), INNER // (config.intermediate_size * length)))
 
 
 def advance(config: ModelConfig, layer: int, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:

@@ -84,6 +84,7 @@ def _measure(
                 visits[str(statistics.layer)] = list(statistics.visits)
             if known is None:
                 linears |= _layer(weights, work, key, statistics)
+            del statistics  # its Hessians: the next layer's come while this name is still there
     if known is not None:
         return dataclasses.replace(known, statistics=held.tensors if known.key == key else {})
     table = [linear for layer in range(config.num_layers) for linear in layer_linears(config, layer).values()]

@@ -91,6 +91,7 @@ def sweep(weights: DenseWeights, ids: Tensor, *, seed: int, step: Step) -> Itera
     del ends, x
     step("loss")
     yield statistics
+    del statistics  # while a layer runs there is room for its own Hessians, not for another's
     for layer in reversed(range(layers)):
         first = layer - layer % every
         for missing in range(first, layer):
@@ -98,6 +99,7 @@ def sweep(weights: DenseWeights, ids: Tensor, *, seed: int, step: Step) -> Itera
                 kept.put(missing + 1, advance(config, missing, weights.layer(missing), kept.get(missing)))
         statistics, gradient = _backward(config, layer, weights.layer(layer), kept.take(layer), gradient)
         yield statistics
+        del statistics
         step(f"backward, layer {layer}")
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 SMALLEST = 1 << 32  # multiplications
+PIECE = 1 << 25  # numbers of a factor that are split at a time: beside the result a product takes 0.9 GB at most
 WIDE = 1024  # hidden size from which a model's products are worth looking at
 
 
@@ -36,9 +37,31 @@ def _split(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def product(x: Tensor, y: Tensor) -> Tensor:
-    """`x @ y` for f32 `(M, K)` and `(K, N)` on a GPU that can (`pays`)."""
-    (xh, xl), (yh, yl) = _split(x), _split(y)
-    return torch.mm(torch.cat((xh, xl, xh), 1), torch.cat((yh, yh, yl), 0), out_dtype=torch.float32)
+    """`x @ y` for f32 `(M, K)` and `(K, N)` on a GPU that can (`pays`), PIECE numbers of each at a time."""
+    rows, columns = _part(x.shape[0], x.shape[1]), _part(y.shape[1], y.shape[0])
+    if rows >= x.shape[0] and columns >= y.shape[1]:
+        return _multiply(_left(x), y)
+    made = x.new_empty(x.shape[0], y.shape[1])
+    for top in range(0, x.shape[0], rows):
+        left = _left(x[top : top + rows])
+        for first in range(0, y.shape[1], columns):
+            made[top : top + rows, first : first + columns] = _multiply(left, y[:, first : first + columns])
+    return made
+
+
+def _part(count: int, size: int) -> int:
+    """How many of `count` rows of `size` numbers are split at a time."""
+    return count if count * size <= PIECE else max(256, PIECE // size // 256 * 256)
+
+
+def _left(x: Tensor) -> Tensor:
+    high, low = _split(x)
+    return torch.cat((high, low, high), 1)
+
+
+def _multiply(left: Tensor, y: Tensor) -> Tensor:
+    high, low = _split(y)
+    return torch.mm(left, torch.cat((high, high, low), 0), out_dtype=torch.float32)
 
 
 def matmul(x: Tensor, y: Tensor) -> Tensor:
