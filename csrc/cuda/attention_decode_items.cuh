@@ -1,0 +1,87 @@
+// How a batch is cut into work items of the decode kernel: (sequence, KV head, block of query rows, chunk of keys).
+#pragma once
+#include "attention_rows.cuh"
+
+namespace exl2nb {
+
+constexpr int kWarps = 4, kTile = 16, kUnit = kWarps * kTile, kMaxNew = 8;
+
+// Chunks of a sequence at most: they fill an H200 once at batch 1 (3 CTAs of 132 SMs, 4 with 4-bit keys: a second, partial wave costs more
+// than it brings; 8K context, 8 KV heads: 17.6 us with 32 chunks, 23.5 with 22).
+__host__ __device__ constexpr int most_splits(int items, int num_kv_heads) {
+  return num_kv_heads * 64 <= items ? 64 : num_kv_heads * 6 >= items ? 6 : items / num_kv_heads;
+}
+__host__ __device__ constexpr int max_splits(int num_kv_heads) { return most_splits(512, num_kv_heads); }  // with any storage
+
+struct Chunks {
+  int start, size, count;  // first key, keys per chunk
+};
+// Depends on the sequence and the model alone. Sizes are multiples of 64 keys that stay the same over wide ranges of context lengths; from
+// 1024 keys on at least 128, because in large batches the work around a chunk counts. Long runs of queries fill the device by themselves.
+__host__ __device__ inline Chunks chunks_of(int context, int queries, int window, int num_kv_heads, bool q4) {
+  const int oldest = window > 0 ? context - queries - window + 1 : 0, start = oldest > 0 ? oldest / kUnit * kUnit : 0;
+  const int units = (context - start + kUnit - 1) / kUnit, most = most_splits(q4 ? 512 : 384, num_kv_heads);
+  if (queries > kMaxNew) return {start, units * kUnit, 1};
+  int per = units < 16 ? 1 : 2;
+  while (per * most < units) per = per == 1 ? 2 : per % 3 == 0 ? per / 3 * 4 : per / 2 * 3;  // 1 2 3 4 6 8 12 ...
+  return {start, per * kUnit, (units + per - 1) / per};
+}
+
+struct DecodeParams {
+  AttentionArgs a;
+  float* part;      // (rows, Hq, max_splits, D) of at least min(tokens, 8 * sequences) rows
+  float2* part_ml;  // (rows, Hq, max_splits): maximum, sum
+  unsigned* count;  // (rows * blocks per token * Hkv)
+  int blocks_per_token, q_per_kv;
+  unsigned q_per_kv_inverse;  // ceil(2^32 / q_per_kv): exact quotients of numbers below 2^32 / q_per_kv
+};
+
+struct Item {
+  int b, first_token, queries, context, kv_head, block, chunk;
+  Chunks chunks;
+  __device__ __forceinline__ int part_token() const { return first_token < kMaxNew * b ? first_token : kMaxNew * b; }
+};
+
+// Item number `index`, or false past the last one. All lanes of a warp take part.
+template <int NT>
+__device__ __forceinline__ bool find_item(const DecodeParams& p, int index, Item& item) {
+  const CacheArgs& c = p.a.cache;
+  const int lane = threadIdx.x % 32, q_per_kv = p.q_per_kv;
+  for (int base = 0; base < c.sequences; base += 32) {
+    const int b = base + lane;
+    int first = 0, queries = 0, context = 0, items = 0, blocks = 0;
+    Chunks chunks{0, kUnit, 0};
+    if (b < c.sequences) {
+      first = c.cu_seqlens[b], queries = c.cu_seqlens[b + 1] - first, context = c.context_lens[b];
+      if (context > 0 && queries > 0) {
+        chunks = chunks_of(context, queries, p.a.window, c.num_kv_heads, c.k_format == kCacheQ4);
+        blocks = (queries * q_per_kv + 8 * NT - 1) / (8 * NT);
+        items = chunks.count * c.num_kv_heads * blocks;
+      }
+    }
+    int end = items;
+    for (int i = 1; i < 32; i *= 2) {
+      const int other = __shfl_up_sync(kAll, end, i);
+      if (lane >= i) end += other;
+    }
+    const int total = __shfl_sync(kAll, end, 31);
+    if (index < total) {
+      const int at = __ffs(__ballot_sync(kAll, index < end)) - 1;
+      const int inside = index - __shfl_sync(kAll, end - items, at);
+      item.b = base + at;
+      item.first_token = __shfl_sync(kAll, first, at);
+      item.queries = __shfl_sync(kAll, queries, at);
+      item.context = __shfl_sync(kAll, context, at);
+      item.chunks = {__shfl_sync(kAll, chunks.start, at), __shfl_sync(kAll, chunks.size, at), __shfl_sync(kAll, chunks.count, at)};
+      const int num_blocks = __shfl_sync(kAll, blocks, at);
+      item.chunk = inside % item.chunks.count;
+      item.block = inside / item.chunks.count % num_blocks;
+      item.kv_head = inside / item.chunks.count / num_blocks;
+      return true;
+    }
+    index -= total;
+  }
+  return false;
+}
+
+}  // namespace exl2nb
