@@ -125,6 +125,52 @@ PartPlan plan_dense(int K, int outputs) {
   return p;
 }
 
+namespace {
+
+// Rows of the permutations and their inverses, one pair after the other; the identity is written out, short ones are filled up with K.
+std::vector<int> permutation_table(const std::vector<std::vector<int>>& perms, int K, size_t rows) {
+  std::vector<int> table;
+  for (auto perm : perms) {
+    if (perm.empty())
+      for (int i = 0; i < K; i++) perm.push_back(i);
+    perm.resize(rows, K);
+    std::vector<int> inverse(static_cast<size_t>(K));
+    for (size_t i = 0; i < rows; i++)
+      if (perm[i] < K) inverse[static_cast<size_t>(perm[i])] = static_cast<int>(i);
+    table.insert(table.end(), perm.begin(), perm.end());
+    table.insert(table.end(), inverse.begin(), inverse.end());
+  }
+  return table;
+}
+
+// What a kernel copies to shared memory: items, steps and the warps' ends of all parts.
+struct Image {
+  std::vector<Item> items;
+  std::vector<uint32_t> steps;
+  std::vector<uint16_t> ends;
+
+  void add(const PartPlan& p, GpuPart& s) {
+    s.first_item = static_cast<int>(items.size()), s.num_items = static_cast<int>(p.items.size());
+    s.first_unit = static_cast<int>(steps.size()), s.num_units = static_cast<int>(p.steps.size());
+    for (size_t w = 0; w < kEnds; w++) ends.push_back(static_cast<uint16_t>(s.first_item + p.ends[std::min(w, p.ends.size() - 1)]));
+    for (Item it : p.items) {
+      it.unit0 = static_cast<uint16_t>(it.unit0 + s.first_unit);
+      items.push_back(it);
+    }
+    steps.insert(steps.end(), p.steps.begin(), p.steps.end());
+  }
+  std::vector<uint8_t> bytes(int num_parts) const {
+    const int num_items = static_cast<int>(items.size()), num_units = static_cast<int>(steps.size());
+    std::vector<uint8_t> image(static_cast<size_t>(image_bytes(num_items, num_units, num_parts)), 0);
+    std::memcpy(image.data(), items.data(), items.size() * sizeof(Item));
+    std::memcpy(image.data() + image_steps(num_items), steps.data(), steps.size() * 4);
+    std::memcpy(image.data() + image_ends(num_items, num_units), ends.data(), ends.size() * 2);
+    return image;
+  }
+};
+
+}  // namespace
+
 std::string plan_blob(int K, const std::vector<PartPlan>& parts, BlobPlan& out) {
   if (parts.empty() || parts.size() > kMaxParts) return "a blob has 1 to " + std::to_string(kMaxParts) + " parts";
   std::vector<std::vector<int>> perms;  // distinct; the identity only beside others
@@ -135,7 +181,6 @@ std::string plan_blob(int K, const std::vector<PartPlan>& parts, BlobPlan& out) 
     if (found == perms.end()) perms.push_back(p.perm);
   }
   if (perms.size() > kMaxPerms) return "the parts have more than " + std::to_string(kMaxPerms) + " different permutations";
-  const bool stored = perms.size() > 1 || !perms[0].empty();
   size_t rows = static_cast<size_t>(K);
   for (const auto& perm : perms) rows = std::max(rows, perm.size());
   std::vector<uint8_t>& m = out.meta;
@@ -150,47 +195,25 @@ std::string plan_blob(int K, const std::vector<PartPlan>& parts, BlobPlan& out) 
   h = {};
   h.magic = kGpuMagic, h.version = kGpuVersion, h.K = K, h.num_parts = static_cast<int>(parts.size()),
   h.num_perms = static_cast<int>(perms.size()), h.stored = static_cast<int>(rows);
-  if (stored) {
-    std::vector<int> table;
-    for (auto perm : perms) {
-      if (perm.empty())
-        for (int i = 0; i < K; i++) perm.push_back(i);
-      perm.resize(rows, K);
-      std::vector<int> inverse(static_cast<size_t>(K));
-      for (size_t i = 0; i < rows; i++)
-        if (perm[i] < K) inverse[static_cast<size_t>(perm[i])] = static_cast<int>(i);
-      table.insert(table.end(), perm.begin(), perm.end());
-      table.insert(table.end(), inverse.begin(), inverse.end());
-    }
+  if (perms.size() > 1 || !perms[0].empty()) {
+    const std::vector<int> table = permutation_table(perms, K, rows);
     h.perms = put(table.data(), table.size() * 4);
   }
   out.parts.assign(parts.size(), {});
   int columns = 0, strips = 0;
-  std::vector<Item> items;
-  std::vector<uint32_t> steps;
-  std::vector<uint16_t> ends;
+  Image image;
   for (size_t i = 0; i < parts.size(); i++) {
     const PartPlan& p = parts[i];
     GpuPart& s = out.parts[i];
     s.outputs = p.outputs, s.strips = (p.outputs + 15) / 16, s.first_column = columns, s.first_strip = strips;
-    s.first_item = static_cast<int>(items.size()), s.num_items = static_cast<int>(p.items.size());
-    s.first_unit = static_cast<int>(steps.size()), s.num_units = static_cast<int>(p.steps.size());
     s.perm = which[i], s.dense = p.dense, s.strip_bytes = p.strip_bytes;
-    for (size_t w = 0; w < kEnds; w++) ends.push_back(static_cast<uint16_t>(s.first_item + p.ends[std::min(w, p.ends.size() - 1)]));
-    for (Item it : p.items) {
-      it.unit0 = static_cast<uint16_t>(it.unit0 + s.first_unit);
-      items.push_back(it);
-    }
-    steps.insert(steps.end(), p.steps.begin(), p.steps.end());
+    image.add(p, s);
     columns += s.outputs, strips += s.strips;
   }
-  if (steps.size() > 65535) return "the blob has too many rows";
-  h.num_items = static_cast<int>(items.size()), h.num_units = static_cast<int>(steps.size());
-  std::vector<uint8_t> image(static_cast<size_t>(image_bytes(h.num_items, h.num_units, h.num_parts)), 0);
-  std::memcpy(image.data(), items.data(), items.size() * sizeof(Item));
-  std::memcpy(image.data() + image_steps(h.num_items), steps.data(), steps.size() * 4);
-  std::memcpy(image.data() + image_ends(h.num_items, h.num_units), ends.data(), ends.size() * 2);
-  h.image = put(image.data(), image.size());
+  if (image.steps.size() > 65535) return "the blob has too many rows";
+  h.num_items = static_cast<int>(image.items.size()), h.num_units = static_cast<int>(image.steps.size());
+  const std::vector<uint8_t> bytes = image.bytes(h.num_parts);
+  h.image = put(bytes.data(), bytes.size());
   int64_t at = static_cast<int64_t>(m.size());
   for (auto& s : out.parts) {
     s.data = at;
