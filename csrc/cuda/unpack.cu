@@ -49,6 +49,58 @@ __device__ __forceinline__ void decode(const uint8_t* st, const Item& it, int i,
   }
 }
 
+// A dense unit: fp16 as the fragments hold it.
+__device__ __forceinline__ void copy_dense(const uint8_t* codes, int lane, half (*to)[16]) {
+  const int g = lane >> 2, t = lane & 3;
+  for (int f = 0; f < 16; f++) {
+    const half2 v = reinterpret_cast<const half2*>(codes + (f >> 2) * 512 + lane * 16)[f & 3];
+    const int row = (f >> 2) * 16 + 2 * t + ((f >> 1) & 1) * 8, column = g + (f & 1) * 8;
+    to[row][column] = __low2half(v);
+    to[row + 1][column] = __high2half(v);
+  }
+}
+
+__device__ __forceinline__ void decode_unit(const uint8_t* st, const Item& it, int i, half2 unit, int lane, half (*to)[16]) {
+  switch (it.bits) {
+    case 2:
+      return decode<2>(st, it, i, unit, lane, to);
+    case 3:
+      return decode<3>(st, it, i, unit, lane, to);
+    case 4:
+      return decode<4>(st, it, i, unit, lane, to);
+    case 5:
+      return decode<5>(st, it, i, unit, lane, to);
+    case 6:
+      return decode<6>(st, it, i, unit, lane, to);
+    case 8:
+      return decode<8>(st, it, i, unit, lane, to);
+    default:
+      return copy_dense(st + i * 2048, lane, to);
+  }
+}
+
+// The item that holds unit u.
+__device__ __forceinline__ int item_of(const Source& P, int u) {
+  int at = 0, high = P.num_items;
+  while (high - at > 1) {
+    const int middle = (at + high) / 2;
+    if (P.items[middle].unit0 <= u)
+      at = middle;
+    else
+      high = middle;
+  }
+  return at;
+}
+
+__device__ __forceinline__ void write_row(const half* from, half* to, int columns) {
+  if (columns == 16 && (reinterpret_cast<uintptr_t>(to) & 15) == 0) {
+    reinterpret_cast<uint4*>(to)[0] = reinterpret_cast<const uint4*>(from)[0];
+    reinterpret_cast<uint4*>(to)[1] = reinterpret_cast<const uint4*>(from)[1];
+  } else {
+    for (int c = 0; c < columns; c++) to[c] = from[c];
+  }
+}
+
 // perm: of `stored` rows, or null. Padding rows are not written.
 __global__ void __launch_bounds__(kStrips * 32) unpack_kernel(Source P, const int* perm, int stored_rows, int K, int64_t N, half* out) {
   __shared__ half tile[kStrips][64][16];
@@ -59,64 +111,19 @@ __global__ void __launch_bounds__(kStrips * 32) unpack_kernel(Source P, const in
   int at = 0;
   const int last = P.first_unit + min(P.num_units, static_cast<int>(blockIdx.y + 1) * kUnitsPerCta);
   for (int u = P.first_unit + blockIdx.y * kUnitsPerCta; u < last; u++) {
-    if (at == 0) {  // the item that holds unit u
-      int high = P.num_items;
-      while (high - at > 1) {
-        const int middle = (at + high) / 2;
-        if (P.items[middle].unit0 <= u)
-          at = middle;
-        else
-          high = middle;
-      }
-    }
+    if (at == 0) at = item_of(P, u);
     while (P.items[at].unit0 + P.items[at].units <= u) at++;
     const Item it = P.items[at];
     const int i = u - it.unit0;
-    const uint8_t* st = data + it.offset;
     const half2 unit = P.steps[u];
     __syncwarp();
-    switch (it.bits) {
-      case 2:
-        decode<2>(st, it, i, unit, lane, tile[warp]);
-        break;
-      case 3:
-        decode<3>(st, it, i, unit, lane, tile[warp]);
-        break;
-      case 4:
-        decode<4>(st, it, i, unit, lane, tile[warp]);
-        break;
-      case 5:
-        decode<5>(st, it, i, unit, lane, tile[warp]);
-        break;
-      case 6:
-        decode<6>(st, it, i, unit, lane, tile[warp]);
-        break;
-      case 8:
-        decode<8>(st, it, i, unit, lane, tile[warp]);
-        break;
-      default: {
-        const int g = lane >> 2, t = lane & 3;
-        for (int f = 0; f < 16; f++) {
-          const half2 v = reinterpret_cast<const half2*>(st + i * 2048 + (f >> 2) * 512 + lane * 16)[f & 3];
-          const int row = (f >> 2) * 16 + 2 * t + ((f >> 1) & 1) * 8, column = g + (f & 1) * 8;
-          tile[warp][row][column] = __low2half(v);
-          tile[warp][row + 1][column] = __high2half(v);
-        }
-      }
-    }
+    decode_unit(data + it.offset, it, i, unit, lane, tile[warp]);
     __syncwarp();
     for (int side = 0; side < (it.lone ? 1 : 2); side++) {
       const int local = side * 32 + lane, stored = (it.block + 2 * i) * 32 + local;
       if (stored >= stored_rows) continue;
       const int row = perm ? perm[stored] : stored;
-      if (row >= K) continue;
-      half* to = out + row * N + P.first_column + strip * 16;
-      if (columns == 16 && (reinterpret_cast<uintptr_t>(to) & 15) == 0) {
-        reinterpret_cast<uint4*>(to)[0] = reinterpret_cast<const uint4*>(tile[warp][local])[0];
-        reinterpret_cast<uint4*>(to)[1] = reinterpret_cast<const uint4*>(tile[warp][local])[1];
-      } else {
-        for (int c = 0; c < columns; c++) to[c] = tile[warp][local][c];
-      }
+      if (row < K) write_row(tile[warp][local], out + row * N + P.first_column + strip * 16, columns);
     }
   }
 }
