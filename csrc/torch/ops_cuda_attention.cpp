@@ -1,5 +1,4 @@
 // Attention and sampling of the CUDA library: checks, output tensors, the current stream, registration.
-#include <dlfcn.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -11,6 +10,8 @@
 
 #include "../cuda/attention.h"
 #include "../cuda/sample.h"
+#include "../format/pool.h"
+#include "stream.h"
 
 namespace exl2nb {
 namespace {
@@ -18,19 +19,6 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Optional = std::optional<Tensor>;
-
-// Torch's current stream. The function lives in libtorch_cuda.so, which a CPU build of torch lacks, so it is looked up at first use.
-void* stream_of(const Tensor& t) {
-  using Get = AOTITorchError (*)(int32_t, void**);
-  static const Get get = [] {
-    void* library = dlopen("libtorch_cuda.so", RTLD_NOW | RTLD_NOLOAD);
-    return library ? reinterpret_cast<Get>(dlsym(library, "aoti_torch_get_current_cuda_stream")) : nullptr;
-  }();
-  STD_TORCH_CHECK(get, "this build of torch has no CUDA");
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(get(t.get_device_index(), &stream));
-  return stream;
-}
 
 std::string text_of(const Tensor& t) {
   std::string s = "(";
@@ -59,11 +47,6 @@ T* data(const char* op, const char* name, const Optional& t, ScalarType dtype, s
   return t ? data<T>(op, name, *t, dtype, shape) : nullptr;
 }
 
-int64_t coded_bytes(int64_t head_dim, int64_t bits) {
-  const int64_t group = head_dim % 32 == 0 ? 32 : head_dim % 16 == 0 ? 16 : 8;
-  return 256 * head_dim * bits / 8 + 2 * 256 * head_dim / group;
-}
-
 int format_of(const char* op, const Tensor& pool, int64_t heads, int64_t head_dim) {
   const ScalarType dtype = pool.scalar_type();
   const bool shaped = pool.is_cuda() && pool.is_contiguous() && pool.dim() >= 3 && pool.size(1) == heads;
@@ -72,9 +55,12 @@ int format_of(const char* op, const Tensor& pool, int64_t heads, int64_t head_di
     if (dtype == ScalarType::Float) return kCacheF32;
   }
   if (shaped && pool.dim() == 3) {
-    if (dtype == ScalarType::Float8_e4m3fn && pool.size(2) == coded_bytes(head_dim, 8)) return kCacheFp8;
-    if (dtype == ScalarType::Byte && pool.size(2) == coded_bytes(head_dim, 8)) return kCacheQ8;
-    if (dtype == ScalarType::Byte && pool.size(2) == coded_bytes(head_dim, 4)) return kCacheQ4;
+    const auto holds = [&](ScalarType wanted, PoolKind kind) {
+      return dtype == wanted && pool.size(2) == pool_row_bytes(kind, kPoolPage, int(head_dim));
+    };
+    if (holds(ScalarType::Float8_e4m3fn, kPoolFp8)) return kCacheFp8;
+    if (holds(ScalarType::Byte, kPoolQ8)) return kCacheQ8;
+    if (holds(ScalarType::Byte, kPoolQ4)) return kCacheQ4;
   }
   STD_TORCH_CHECK(false, op, ": a pool is ", text_of(pool), "; expected f16 or f32 (pages, ", heads, ", 256, ", head_dim,
                   ") or coded rows (cache/storage/FORMAT.md), contiguous, on the GPU");
