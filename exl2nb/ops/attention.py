@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,23 +13,15 @@ from exl2nb.ops.kv_codes import page_size
 
 
 def _paged_attention(
-    q: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    block_table: Tensor,
-    cu_seqlens: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
+    q: Tensor, k_pool: Tensor, v_pool: Tensor, block_table: Tensor, cu_seqlens: Tensor, lens: Tensor, *rest: Any
 ) -> Tensor:
     op, P = "paged_attention", page_size(k_pool)
-    for b, length in enumerate(context_lens.tolist()):
+    for b, length in enumerate(lens.tolist()):
         used = block_table[b, : (length + P - 1) // P]
         check(len(used) * P >= length, op, f"context_lens[{b}]", length, f"at most {block_table.shape[1] * P} (the pages of block_table)")
         inside = len(used) == 0 or (int(used.min()) >= 0 and int(used.max()) < k_pool.shape[0])
         check(inside, op, f"a page of sequence {b}", used.tolist()[:8], f"0 to {k_pool.shape[0] - 1}")
-    return reference.paged_attention(q, k_pool, v_pool, block_table, cu_seqlens, context_lens, scale, window, softcap)
+    return reference.paged_attention(q, k_pool, v_pool, block_table, cu_seqlens, lens, *rest)
 
 
 _paged_attention_op = define(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,16 +12,8 @@ from exl2nb.ops._library import define, dynamic_size
 from exl2nb.ops.weights import dense
 
 
-def _norm_head(
-    x: Tensor,
-    norm: Tensor | None,
-    eps: float,
-    blob: Tensor,
-    bias: Tensor | None,
-    norm_bias: Tensor | None = None,
-    layer_norm: bool = False,
-) -> Tensor:
-    return reference.norm_head(x, norm, eps, dense(blob), bias, norm_bias, layer_norm)
+def _norm_head(x: Tensor, norm: Tensor | None, eps: float, blob: Tensor, *rest: Any) -> Tensor:
+    return reference.norm_head(x, norm, eps, dense(blob), *rest)
 
 
 _norm_head_op = define(

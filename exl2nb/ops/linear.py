@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -14,16 +16,8 @@ def _linear(x: Tensor, blob: Tensor, bias: Tensor | None) -> Tensor:
     return reference.linear(x, dense(blob), bias)
 
 
-def _linear_residual(
-    residual: Tensor,
-    x: Tensor,
-    blob: Tensor,
-    bias: Tensor | None,
-    norm: Tensor | None = None,
-    eps: float = 0.0,
-    scale: float = 1.0,
-) -> None:
-    reference.linear_residual(residual, x, dense(blob), bias, norm, eps, scale)
+def _linear_residual(residual: Tensor, x: Tensor, blob: Tensor, *rest: Any) -> None:
+    reference.linear_residual(residual, x, dense(blob), *rest)
 
 
 _linear_op = define(

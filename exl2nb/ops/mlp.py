@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -11,18 +13,8 @@ from exl2nb.ops.reference import ACTIVATIONS
 from exl2nb.ops.weights import dense
 
 
-def _norm_gate_up(
-    x: Tensor,
-    norm: Tensor | None,
-    eps: float,
-    blob: Tensor,
-    bias: Tensor | None,
-    activation: int,
-    norm_bias: Tensor | None = None,
-    layer_norm: bool = False,
-    gated: bool = True,
-) -> Tensor:
-    return reference.norm_gate_up(x, norm, eps, dense(blob), bias, ACTIVATIONS[activation], norm_bias, layer_norm, gated)
+def _norm_gate_up(x: Tensor, norm: Tensor | None, eps: float, blob: Tensor, bias: Tensor | None, activation: int, *rest: Any) -> Tensor:
+    return reference.norm_gate_up(x, norm, eps, dense(blob), bias, ACTIVATIONS[activation], *rest)
 
 
 _norm_gate_up_op = define(

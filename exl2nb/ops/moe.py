@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,30 +15,15 @@ from exl2nb.ops.weights import dense
 
 
 def _routed_mlp(
-    x: Tensor,
-    norm: Tensor | None,
-    eps: float,
-    router: Tensor,
-    up: list[Tensor],
-    down: list[Tensor],
-    top_k: int,
-    renormalize: float,
-    activation: int,
-    norm_bias: Tensor | None = None,
-    layer_norm: bool = False,
-    shared_up: Tensor | None = None,
-    shared_down: Tensor | None = None,
-    shared_gate: Tensor | None = None,
-    post_norm: Tensor | None = None,
-    post_eps: float = 0.0,
-    scale: float = 1.0,
-) -> Tensor:
+    x: Tensor, norm: Tensor | None, eps: float, router: Tensor, up: list[Tensor], down: list[Tensor], top_k: int, renormalize: float,
+    activation: int, *rest: Any,
+) -> Tensor:  # fmt: skip
     check(len(up) == len(down) > 0, "routed_mlp", "number of up and down matrices", (len(up), len(down)), "one of each per expert")
     check(0 < top_k <= len(up), "routed_mlp", "top_k", top_k, f"1 to {len(up)} (the experts)")
-    wide, narrow, gate = (None if blob is None else dense(blob) for blob in (shared_up, shared_down, shared_gate))
+    norms, shared, post = rest[:2], [None if blob is None else dense(blob) for blob in rest[2:5]], rest[5:]
     return reference.routed_mlp(
-        x, norm, eps, dense(router), lambda i: (dense(up[i]), dense(down[i])), top_k, renormalize, ACTIVATIONS[activation], norm_bias,
-        layer_norm, wide, narrow, gate, post_norm, post_eps, scale,
+        x, norm, eps, dense(router), lambda i: (dense(up[i]), dense(down[i])), top_k, renormalize, ACTIVATIONS[activation],
+        *norms, *shared, *post,
     )  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,36 +14,14 @@ from exl2nb.ops.weights import dense
 
 
 def _norm_qkv_rope(
-    x: Tensor,
-    norm: Tensor | None,
-    eps: float,
-    blob: Tensor,
-    bias: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    norm_bias: Tensor | None = None,
-    layer_norm: bool = False,
-    interleaved: bool = False,
-    clip: float = 0.0,
-) -> Tensor:
+    x: Tensor, norm: Tensor | None, eps: float, blob: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor,
+    slots: Tensor, k_pool: Tensor, *rest: Any,
+) -> Tensor:  # fmt: skip
     op, num_slots = "norm_qkv_rope", k_pool.shape[0] * page_size(k_pool)
-    if len(x):
-        check(int(slots.min()) >= 0 and int(slots.max()) < num_slots, op, "a slot", slots.tolist()[:8], f"0 to {num_slots - 1}")
-        check(
-            int(positions.min()) >= 0 and int(positions.max()) < len(cos), op, "a position", positions.tolist()[:8], f"0 to {len(cos) - 1}"
-        )
-    heads = (num_heads, num_kv_heads, head_dim)
-    cached = (cos, sin, positions, slots, k_pool, v_pool, *heads, q_norm, k_norm)
-    return reference.norm_qkv_rope(x, norm, eps, dense(blob), bias, *cached, norm_bias, layer_norm, interleaved, clip)
+    for what, values, end in (("a slot", slots, num_slots), ("a position", positions, len(cos))):
+        inside = not len(x) or (int(values.min()) >= 0 and int(values.max()) < end)
+        check(inside, op, what, values.tolist()[:8], f"0 to {end - 1}")
+    return reference.norm_qkv_rope(x, norm, eps, dense(blob), bias, cos, sin, positions, slots, k_pool, *rest)
 
 
 def _fake(x: Tensor, *rest: object) -> Tensor:
