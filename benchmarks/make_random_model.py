@@ -52,7 +52,7 @@ MLP: list[dict[str, Mix]] = [
 HEAD: Mix = ((8, 0.15, 128), (6, 0.85, 128))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Shape:
     """A Llama's sizes; names as in config.json."""
 
@@ -72,49 +72,12 @@ class Shape:
         return {"q": (h, q), "k": (h, kv), "v": (h, kv), "o": (q, h), "gate": (h, i), "up": (h, i), "down": (i, h)}
 
 
-SHAPES = {
-    "tinyllama": Shape(
-        hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, num_attention_heads=32, num_key_value_heads=4, vocab_size=32000
-    ),
-    "llama2-7b": Shape(
-        hidden_size=4096,
-        intermediate_size=11008,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=32,
-        vocab_size=32000,
-        head_dim=128,
-        max_position_embeddings=32768,
-    ),
-    "llama3-8b": Shape(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=128256,
-        head_dim=128,
-        max_position_embeddings=65536,
-    ),
-    "llama2-70b": Shape(
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=80,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        vocab_size=32000,
-        head_dim=128,
-        max_position_embeddings=32768,
-    ),
-    "demo": Shape(
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=12,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=4096,
-        max_position_embeddings=1024,
-    ),
+SHAPES = {  # hidden, intermediate, layers, heads, KV heads, vocabulary, head_dim, positions
+    "tinyllama": Shape(2048, 5632, 22, 32, 4, 32000),
+    "llama2-7b": Shape(4096, 11008, 32, 32, 32, 32000, 128, 32768),
+    "llama3-8b": Shape(4096, 14336, 32, 32, 8, 128256, 128, 65536),
+    "llama2-70b": Shape(8192, 28672, 80, 64, 8, 32000, 128, 32768),
+    "demo": Shape(256, 768, 12, 4, 2, 4096, 64, 1024),
 }
 KEYS = {"q": "self_attn.q_proj", "k": "self_attn.k_proj", "v": "self_attn.v_proj", "o": "self_attn.o_proj"}
 KEYS |= {"gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj"}
