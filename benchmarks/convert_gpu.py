@@ -1,14 +1,16 @@
 """Conversion on a GPU: the demo model as a user converts it, and a 7B shape layer by layer, extrapolated to all of its layers.
 
     python benchmarks/convert_gpu.py demo [--bpw 4.0] [--effort quick] [--text FILE]
-    python benchmarks/convert_gpu.py llama2-7b [--layers 1 3] [--effort quick]
+    python benchmarks/convert_gpu.py llama2-7b [--layers 1 3] [--effort quick] [--memory 7.2]
 
 `demo`: seconds of `exl2nb convert` in a process of its own (start of Python and report included), then of a first and of a further bitrate
 inside one process; two runs must give the same bytes; KL on the text that comes with the package, as `quality.py` measures it.
 
 Another shape: dense random weights of some layers are written, converted, and timed by stage. The seconds of all layers are those of the
-fewest, plus what each further layer took; what the sweep keeps goes to the host from the first layer on, as it would with all of them, and
-the allocation is timed with the measurement repeated for every layer. Peaks are torch's own on the GPU and the process's on the host.
+fewest, plus what each further layer took; what the sweep keeps goes to the host from the first layer on, and as many layers run twice, as
+with all of them; the allocation is timed with the measurement repeated for every layer. Peaks are torch's own on the GPU, by stage, and the
+process's on the host, to which the streams are added that the other layers would keep. With `--memory` the smallest conversion is done once
+more without the limit and must give the same bytes.
 """
 
 from __future__ import annotations
@@ -32,8 +34,12 @@ import exl2nb
 from exl2nb.converter import sensitivity
 from exl2nb.converter.job import ConversionJob
 from exl2nb.converter.measure import Measurement
+from exl2nb.converter.memory import planned_on_gpu
 from exl2nb.converter.result import Conversion
+from exl2nb.converter.settings import EFFORTS, REPORT_ROWS
+from exl2nb.core.progress import Progress
 from exl2nb.io import safetensors
+from exl2nb.model.loader import read_model_config
 
 DEMO = Path(exl2nb.__file__).parent / "demo_model"
 
@@ -68,6 +74,30 @@ def convert(source: Path, out: Path, **options: Any) -> tuple[Conversion, float]
     begin = time.perf_counter()
     done = ConversionJob(source, out, **options).run()
     return done, time.perf_counter() - begin
+
+
+class Peaks:
+    """A sink that notes the most GPU memory of each stage: bytes of tensors, and bytes that torch had taken from the driver."""
+
+    def __init__(self) -> None:
+        self.allocated, self.reserved = dict[str, int](), dict[str, int]()
+        self._reset()
+
+    def __call__(self, event: Progress) -> None:
+        for found, most in ((self.allocated, torch.cuda.max_memory_allocated()), (self.reserved, torch.cuda.max_memory_reserved())):
+            found[event.stage] = max(found.get(event.stage, 0), most)
+        self._reset()
+
+    def _reset(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
+
+def kept(shape: Shape, effort: str) -> tuple[int, int]:
+    """Every how many layers the sweep of the whole model keeps a stream, and bytes of those it keeps at once."""
+    stream = 4 * EFFORTS[effort].rows * EFFORTS[effort].length * shape.hidden_size
+    arguments = stream, shape.num_hidden_layers, sensitivity.HOST_BYTES
+    return sensitivity._spacing(*arguments), stream * sensitivity.kept_streams(*arguments)
 
 
 def digest(model: Path) -> str:
@@ -118,16 +148,20 @@ def demo(args: argparse.Namespace, work: Path) -> dict[str, object]:
 def shape(args: argparse.Namespace, work: Path) -> dict[str, object]:
     """Another model's shape."""
     wanted, found, results = SHAPES[args.shape], {}, list[Conversion]()
+    every, streams = kept(wanted, args.effort)
     sensitivity.STREAM_BYTES = 0
     warm = Shape(hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4, vocab_size=4096)
     write_dense(warm, 1, work / "warm")
     convert(work / "warm", work / "warm-out", bpw=args.bpw, device=args.device)
+    sensitivity._spacing = lambda nbytes, layers, room: every
+    options, peaks = {"bpw": args.bpw, "device": args.device, "effort": args.effort}, Peaks()
     for layers in sorted(args.layers):
         write_dense(wanted, layers, work / f"dense{layers}")
-        torch.cuda.reset_peak_memory_stats()
-        done, took = convert(work / f"dense{layers}", work / f"out{layers}", bpw=args.bpw, device=args.device, effort=args.effort)
-        results.append(done)
-        found[layers] = {"s": round(took, 2), **rounded(done.seconds)}
+        torch.cuda.empty_cache()
+        peaks = Peaks()
+        job, begin = ConversionJob(work / f"dense{layers}", work / f"out{layers}", **options), time.perf_counter()
+        results.append(done := job.run(peaks))
+        found[layers] = {"s": round(time.perf_counter() - begin, 2), **rounded(done.seconds)}
         print(json.dumps({"layers": layers, **found[layers]}), flush=True)
     last, few, many = results[-1], min(args.layers), max(args.layers)
     each = (found[many]["s"] - found[few]["s"]) / (many - few)
@@ -141,11 +175,34 @@ def shape(args: argparse.Namespace, work: Path) -> dict[str, object]:
         "each layer by stage": stages,
         "allocation of all layers, s": round(solving, 2),
         f"extrapolated to {wanted.num_hidden_layers} layers, s": round(whole, 1),
-        "peak GPU GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-        "peak GPU GiB reserved": round(torch.cuda.max_memory_reserved() / 2**30, 2),
-        "peak host GiB": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2),
+        "peak GPU GiB": gib(max(peaks.allocated.values())),
+        "peak GPU GiB reserved": gib(max(peaks.reserved.values())),
+        "by stage": {stage: f"{gib(most)} ({gib(peaks.reserved[stage])} reserved)" for stage, most in peaks.allocated.items()},
+        "stated bound GiB": gib(bound(wanted, work / f"dense{many}", args.effort)),
+        "peak host GiB": gib(host := resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),
+        "with all layers' streams at most": gib(host + streams),
+        **({} if args.memory is None else {"same bytes without the limit": unlimited(work, few, options)}),
         "report": str(last.quality),
     }
+
+
+def gib(nbytes: int) -> float:
+    """For printing."""
+    return round(nbytes / 2**30, 2)
+
+
+def bound(shape: Shape, model: Path, effort: str) -> int:
+    """What `ConversionJob.gpu_memory` states for the whole model."""
+    layers = shape.num_hidden_layers
+    config = dataclasses.replace(read_model_config(model), num_layers=layers, windows=(0,) * layers)
+    return planned_on_gpu(config, rows=EFFORTS[effort].rows, length=EFFORTS[effort].length, report_rows=REPORT_ROWS).nbytes
+
+
+def unlimited(work: Path, layers: int, options: dict[str, Any]) -> bool:
+    """Whether the conversion gives the same bytes where it may use the whole GPU."""
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    convert(work / f"dense{layers}", work / "again", **options)
+    return digest(work / "again") == digest(work / f"out{layers}")
 
 
 def allocation(measurement: Measurement, layers: int, bpw: float) -> float:

@@ -7,7 +7,7 @@ import os
 import queue
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from exl2nb.converter.choices import Frozen
 from exl2nb.converter.device import pick
 from exl2nb.converter.layers import Rounding
 from exl2nb.converter.measure import Measurement
-from exl2nb.converter.memory import Planned, planned
+from exl2nb.converter.memory import Planned, planned, planned_on_gpu
 from exl2nb.converter.plan import Override
 from exl2nb.converter.result import Conversion
 from exl2nb.converter.run import Run
@@ -168,9 +168,16 @@ class ConversionJob:
 
     def memory(self) -> Planned:
         """The most memory that `run` takes on the CPU, before it begins; `.nbytes` is the bound."""
+        return self._planned(planned)
+
+    def gpu_memory(self) -> Planned:
+        """The same of a GPU's memory, where `run` uses one."""
+        return self._planned(planned_on_gpu)
+
+    def _planned(self, plan: Callable[..., Planned]) -> Planned:
         asked = self.settings
         config = read_model_config(hub.resolve(self.src))
-        return planned(config, rows=asked.rows, length=asked.length, report_rows=asked.report_rows)
+        return plan(config, rows=asked.rows, length=asked.length, report_rows=asked.report_rows)
 
     def measure(self, sink: Sink | None = None) -> Measurement:
         """Only measure: what `run` would do first. Writes nothing under `dst`.

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from exl2nb.converter.hessian import ROWS_PER_BATCH, block_of, input_of
+from exl2nb.converter.hessian import MOST_IN_F64, ROWS_PER_BATCH, block_of, gpu_rows, input_of
 from exl2nb.converter.layers import HELD_BYTES
 from exl2nb.converter.measuring import HELD_STATISTICS
-from exl2nb.converter.sensitivity import kept_streams
+from exl2nb.converter.sensitivity import STREAM_BYTES, kept_streams
+from exl2nb.converter.tensor_cores import PIECE
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import Linear, head_linear, layer_linears
+from exl2nb.ops.gptq_blocks import COPIES_BYTES
 
 FLOAT, DOUBLE = 4, 8
 PER_WEIGHT = 20  # bytes that rounding takes for each weight of one matrix: shifted targets, stored orders, working copy, codes
 SLACK = 1.1  # what an allocator does not give back at once
+SPLIT = 20  # bytes per number of a factor while it is split (tensor_cores)
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,43 @@ def planned(config: ModelConfig, *, rows: int, length: int, report_rows: int = 0
             2 * logits + PER_WEIGHT * head,
             (2 * FLOAT + 1) * weights + (waiting if waiting <= HELD_BYTES else 0) + 2 * forward + 6 * square + PER_WEIGHT * largest,
         ),
+    )
+
+
+def planned_on_gpu(config: ModelConfig, *, rows: int, length: int, report_rows: int = 0) -> Planned:
+    """What a conversion on a GPU will take of it, torch's and the driver's own (some 0.5 GB) not counted.
+
+    Layers that wait half-run are left out: they do so only where a sixth of the GPU holds them (layers._room).
+
+    Args:
+        config: the model.
+        rows, length: calibration rows and tokens per row.
+        report_rows: rows for the report.
+    """
+    length = min(length, config.max_position_embeddings)
+    layers = [list(layer_linears(config, layer).values()) for layer in range(config.num_layers)]
+    head = FLOAT * _weights(head_linear(config))
+    weights = FLOAT * max(sum(map(_weights, layer)) for layer in layers)
+    largest = FLOAT * max(_weights(linear) for layer in layers for linear in layer)
+    widest = max(linear.in_features for layer in layers for linear in layer)
+    square, moment = widest * widest, widest * widest * (DOUBLE if widest <= MOST_IN_F64 else FLOAT)
+    inputs = max(sum(size * size * (DOUBLE if size <= MOST_IN_F64 else FLOAT) for size in _inputs(layer).values()) for layer in layers)
+    products = max(sum(2 * DOUBLE * linear.out_features * _block(linear) for linear in layer) for layer in layers)
+    stream = FLOAT * rows * length * config.hidden_size
+    streams, held = 2 * FLOAT * (rows + report_rows) * length * config.hidden_size, 2 * stream
+    if stream * config.num_layers <= STREAM_BYTES:
+        held += stream * config.num_layers
+    batch = min(rows, gpu_rows(config, length))
+    forward, backward = (batch * length * FLOAT * count for count in _floats(config))
+    backward += 5 * FLOAT * batch * config.num_heads * length * length  # scores
+    logits = 8 * FLOAT * length * config.vocab_size
+    pieces = SPLIT * min(PIECE, max(square, _weights(head_linear(config))))
+    rounding = max(2 * DOUBLE * square, 2 * FLOAT * square + pieces + 6 * largest)
+    return Planned(
+        held=0,
+        sweep=held + max(2 * head + stream + logits, weights + inputs + products + backward) + pieces,
+        measure=held + max(2 * head + max(head, COPIES_BYTES) + pieces, weights + inputs + max(rounding, moment + COPIES_BYTES)),
+        quantize=streams + max(7 * head + pieces, 2 * weights + moment + max(FLOAT * square + moment + forward + pieces, rounding)),
     )
 
 

@@ -20,14 +20,14 @@ from .test_job import CONFIG, OPTIONS, TEXT, output, write_model
 CHILD = """
 import os, signal, sys, threading, time
 from exl2nb.converter.job import ConversionJob
-src, dst, text, event, delay = sys.argv[1:]
+src, dst, text, event, delay, device = sys.argv[1:]
 count = 0
 def sink(_):
     global count
     if count == int(event):
         threading.Thread(target=lambda: (time.sleep(float(delay)), os.kill(os.getpid(), signal.SIGKILL)), daemon=True).start()
     count += 1
-ConversionJob(src, dst, bpw=4.0, calibration=[text], rows=6, length=32).run(sink)
+ConversionJob(src, dst, bpw=4.0, calibration=[text], rows=6, length=32, device=device).run(sink)
 """
 
 
@@ -43,11 +43,12 @@ def whole(source, tmp_path_factory):
     return output(done.path), (done.path / "conversion.json").read_bytes(), len(events)
 
 
-def kill_again_and_again(source, dst, moments):
+def kill_again_and_again(source, dst, moments, device="cpu"):
     """Start the conversion in processes that are killed, then finish it here."""
     killed = 0
     for event, delay in moments:
-        done = subprocess.run([sys.executable, "-c", CHILD, str(source), str(dst), TEXT[0], str(event), str(delay)], check=False)
+        arguments = [str(source), str(dst), TEXT[0], str(event), str(delay), device]
+        done = subprocess.run([sys.executable, "-c", CHILD, *arguments], check=False)
         assert done.returncode in (0, -signal.SIGKILL)
         if done.returncode == 0:  # the kill came too late
             assert (dst / "config.json").exists()
@@ -57,7 +58,7 @@ def kill_again_and_again(source, dst, moments):
             assert output(dst)
             break
     if not (dst / "config.json").exists():
-        ConversionJob(source, dst, bpw=4.0, **OPTIONS).run()
+        ConversionJob(source, dst, bpw=4.0, device=device, **OPTIONS).run()
     return killed
 
 
@@ -67,6 +68,16 @@ def test_killed_at_a_handful_of_moments(source, whole, tmp_path):
     assert kill_again_and_again(source, tmp_path / "out", moments) >= 1
     assert output(tmp_path / "out") == whole[0]
     assert (tmp_path / "out" / "conversion.json").read_bytes() == whole[1]
+
+
+@pytest.mark.gpu
+def test_killed_while_a_gpu_works(source, tmp_path):
+    events = []
+    done = ConversionJob(source, tmp_path / "whole", bpw=4.0, device="cuda", **OPTIONS).run(events.append)
+    moments = [(event, 0.01) for event in (1, 4, len(events) // 2, len(events) - 6)]  # measuring and quantising
+    assert kill_again_and_again(source, tmp_path / "out", moments, "cuda") >= 1
+    assert output(tmp_path / "out") == output(done.path)
+    assert (tmp_path / "out" / "conversion.json").read_bytes() == (done.path / "conversion.json").read_bytes()
 
 
 @pytest.mark.slow

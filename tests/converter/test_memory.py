@@ -4,12 +4,14 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
+from exl2nb.converter import layers
 from exl2nb.converter.job import ConversionJob
-from exl2nb.converter.memory import planned
+from exl2nb.converter.memory import planned, planned_on_gpu
 from exl2nb.model.archs import parse_config
 
-from .test_job import CONFIG, OPTIONS, write_model
+from .test_job import CONFIG, OPTIONS, output, write_model
 
 SEVEN_B = {
     **CONFIG,
@@ -57,6 +59,38 @@ def test_seven_b_fits_in_16_gb_however_deep():
     assert shallow < 16e9
     deep = planned(parse_config({**SEVEN_B, "num_hidden_layers": 128}), rows=32, length=512, report_rows=8).nbytes
     assert deep - shallow < 4e9  # streams between layers, never weights: those of 96 more layers are 78 GB
+
+
+@pytest.mark.parametrize("rows", [32, 80])
+def test_seven_b_fits_on_a_gpu_of_8_gb_however_deep(rows):
+    shallow = planned_on_gpu(parse_config(SEVEN_B), rows=rows, length=512, report_rows=8).nbytes
+    assert shallow < 7.5 * 2**30  # the driver and torch take half a GB
+    deep = planned_on_gpu(parse_config({**SEVEN_B, "num_hidden_layers": 128}), rows=rows, length=512, report_rows=8).nbytes
+    assert deep == shallow
+
+
+def test_the_same_bytes_however_little_may_wait(tmp_path, monkeypatch):
+    source = write_model(tmp_path / "tiny")
+    roomy = ConversionJob(source, tmp_path / "roomy", bpw=4.0, **OPTIONS).run()
+    monkeypatch.setattr(layers, "HELD_BYTES", 0)  # every stage of a layer begins at its start again
+    begun, steps = [], layers.reference.steps
+    monkeypatch.setattr(layers.reference, "steps", lambda *a, **k: begun.append(1) or steps(*a, **k))
+    tight = ConversionJob(source, tmp_path / "tight", bpw=4.0, **OPTIONS).run()
+    assert output(tight.path) == output(roomy.path)
+    assert len(begun) > 3 * 4 * 2  # layers, stages, streams
+
+
+@pytest.mark.gpu
+def test_a_gpu_stays_within_its_bound(tmp_path):
+    changes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 2, "vocab_size": 16000, "num_attention_heads": 16}
+    source = write_model(tmp_path / "model", **changes, head_dim=128, num_key_value_heads=16, max_position_embeddings=512)
+    text = " ".join(f"w{(i * i + 7 * i) % 90}" for i in range(12000))
+    options = {"calibration": [text], "rows": 16, "length": 512, "report_rows": 4, "device": "cuda"}
+    job, before = ConversionJob(source, tmp_path / "out", bpw=4.0, **options), torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    job.run()
+    taken, bound = torch.cuda.max_memory_allocated() - before, job.gpu_memory().nbytes
+    assert 0.2 * bound < taken < bound
 
 
 def test_sparse_models_and_the_job(tmp_path):

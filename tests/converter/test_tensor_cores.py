@@ -31,6 +31,23 @@ def test_large_linears_go_there_and_their_gradients(monkeypatch):
     assert len(seen) == 2
 
 
+@pytest.mark.parametrize(("m", "k", "n"), [(300, 4, 700), (300, 4, 100), (10, 4, 700), (10, 4, 10), (1, 2000, 3)])
+def test_large_factors_are_split_in_pieces(monkeypatch, m, k, n):
+    sizes = []
+
+    def split(x):
+        sizes.append(x.numel())
+        return x, torch.zeros_like(x)
+
+    monkeypatch.setattr(tensor_cores, "PIECE", 1024)
+    monkeypatch.setattr(tensor_cores, "_split", split)
+    mm = torch.mm
+    monkeypatch.setattr(torch, "mm", lambda x, y, out_dtype: mm(x, y))  # the CPU has none with an out_dtype
+    x, y = torch.randn(m, k), torch.randn(n, k).T
+    torch.testing.assert_close(tensor_cores.product(x, y), x @ y)
+    assert max(sizes) <= max(1024, 256 * k) and len(sizes) >= 2
+
+
 def test_nothing_happens_on_a_cpu():
     assert not tensor_cores.pays(torch.zeros(4, 4), 1 << 40)
     with tensor_cores.used_by(torch.device("cpu"), 8192):
