@@ -30,9 +30,11 @@ class KVCache:
     def __init__(self, spec: CacheSpec, device: str = "cpu") -> None:
         self.spec, self.device = spec, device
         _check_memory(spec, device)
+        memory = torch.zeros(spec.total_bytes, dtype=torch.uint8, device=device)  # one tensor: a GPU gives each its own segments
+        pieces = memory.split([spec.pool_bytes(mode) for mode in (spec.k_mode, spec.v_mode) for _ in range(spec.num_layers)])
         shape = (spec.num_pages, spec.num_kv_heads, spec.page_size, spec.head_dim)
-        self.k = [STORAGES[spec.k_mode].allocate(*shape, device) for _ in range(spec.num_layers)]
-        self.v = [STORAGES[spec.v_mode].allocate(*shape, device) for _ in range(spec.num_layers)]
+        self.k = [STORAGES[spec.k_mode].pool(piece, *shape) for piece in pieces[: spec.num_layers]]
+        self.v = [STORAGES[spec.v_mode].pool(piece, *shape) for piece in pieces[spec.num_layers :]]
 
     def copy_page(self, source: int, target: int) -> None:
         """Make page `target` what page `source` is, K and V of all layers, byte for byte.

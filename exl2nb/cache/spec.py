@@ -69,8 +69,11 @@ class CacheSpec:
     @property
     def page_bytes(self) -> int:
         """Bytes of one page: K and V of all layers."""
-        rows = sum(STORAGES[kind].row_bytes(self.page_size, self.head_dim) for kind in (self.k_mode, self.v_mode))
-        return self.num_layers * self.num_kv_heads * rows
+        return self.num_layers * (self.pool_bytes(self.k_mode) + self.pool_bytes(self.v_mode)) // self.num_pages
+
+    def pool_bytes(self, mode: str) -> int:
+        """Bytes of one layer's pool of K or of V, kept as `mode`."""
+        return self.num_pages * self.num_kv_heads * STORAGES[mode].row_bytes(self.page_size, self.head_dim)
 
     @property
     def token_bytes(self) -> int:

@@ -6,12 +6,12 @@ widgets/src/plan/formula.ts is the same arithmetic in the browser; a test holds 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 from exl2nb.core.errors import OptionError
-from exl2nb.facade.plan_allocator import taken
 
+MIB = 2**20
 PARTS = ("weights", "cache", "work", "graphs", "logits", "rounding")
 
 
@@ -27,11 +27,10 @@ class Stage(NamedTuple):
 class Formula:
     """Bytes of a loaded model as a function of what one may choose.
 
-    weights: as they lie on the device; held: what the device gave for them. page_tokens: tokens of a cache page. page_bytes: cache mode ->
+    weights: as they lie on the device. page_tokens: tokens of a cache page. page_bytes: cache mode ->
     bytes of a page, all layers. chunk: tokens that a step takes at most. stages: parts of a step, which follow each other: the largest
     counts. graph_fixed, graph_row: what decode steps keep: always, and per text, rounded as `rows` says. logits_row: one text's logits.
-    longest: tokens of context that the model allows. pool_bytes, layers, spare: on a GPU, bytes of a page in a layer's pools of K and of V,
-    and the holes that the weights left: from these `plan_allocator` says how much more than the tensors is taken.
+    longest: tokens of context that the model allows. segments: 1 where the device gives memory in segments (`segment_bytes`), else 0.
 
     Example:
         >>> some = Formula(weights=100, page_tokens=256, page_bytes={"fp16": 10}, chunk=512, stages=(Stage(5, 2, 1),), logits_row=1)
@@ -48,10 +47,7 @@ class Formula:
     graph_row: int = 0
     logits_row: int = 0
     longest: int = 1 << 24
-    held: int = 0
-    layers: int = 0
-    pool_bytes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    spare: tuple[int, ...] = ()
+    segments: int = 0
 
     def parts(self, *, context: int, batch: int, mode: str) -> dict[str, int]:
         """Name -> bytes; every text has whole pages."""
@@ -60,10 +56,7 @@ class Formula:
         work = max((stage.fixed + stage.token * tokens + stage.context * context for stage in self.stages), default=0)
         graphs = self.graph_fixed + self.graph_row * rows(batch)
         cache = pages * self.page_bytes[mode]
-        rounding = 0
-        if mode in self.pool_bytes:
-            pools = [size * pages for size in self.pool_bytes[mode] for _ in range(self.layers)]
-            rounding = max(0, self.held - self.weights + taken(self.spare, pools) - cache)
+        rounding = sum(segment_bytes(size) - size for size in (self.weights, cache)) if self.segments else 0
         return dict(zip(PARTS, (self.weights, cache, work, graphs, self.logits_row * batch, rounding)))
 
     def total(self, *, context: int, batch: int, mode: str) -> int:
@@ -81,10 +74,8 @@ class Formula:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        pools = {mode: list(pair) for mode, pair in self.pool_bytes.items()}
-        stages = [list(stage) for stage in self.stages]
         flat = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {**flat, "page_bytes": dict(self.page_bytes), "stages": stages, "pool_bytes": pools, "spare": list(self.spare)}
+        return {**flat, "page_bytes": dict(self.page_bytes), "stages": [list(stage) for stage in self.stages]}
 
     @classmethod
     def from_dict(cls, data: Any) -> Formula:
@@ -97,19 +88,16 @@ class Formula:
         if not isinstance(data, Mapping) or sorted(data) != sorted(names):
             got = sorted(data) if isinstance(data, Mapping) else type(data).__name__
             raise OptionError(f"plan: the formula is {str(got)[:200]}; expected {', '.join(names)}")
-        pages, stages, pools, spare = (data[name] for name in ("page_bytes", "stages", "pool_bytes", "spare"))
-        good = all(isinstance(table, Mapping) and all(isinstance(mode, str) for mode in table) for table in (pages, pools)) and bool(pages)
-        good = good and isinstance(spare, (list, tuple)) and _are_tuples(stages, 3) and _are_tuples([*pools.values()], 2)
-        lists = ("page_bytes", "stages", "pool_bytes", "spare")
-        numbers = [data[name] for name in names if name not in lists]
+        pages, stages = data["page_bytes"], data["stages"]
+        good = isinstance(pages, Mapping) and bool(pages) and all(isinstance(mode, str) for mode in pages) and _are_tuples(stages, 3)
+        numbers = [data[name] for name in names if name not in ("page_bytes", "stages")]
         if good:
-            numbers += [*pages.values(), *spare, *(n for row in (*stages, *pools.values()) for n in row)]
-        if not good or not all(_is_size(n) for n in numbers) or data["layers"] > 1024 or len(spare) > 4096:
+            numbers += [*pages.values(), *(n for row in stages for n in row)]
+        if not good or not all(_is_size(n) for n in numbers):
             raise OptionError("plan: the formula holds what is no number of bytes; expected whole numbers from 0, as to_dict gives them")
         if not data["page_tokens"] or not data["chunk"] or not data["longest"]:
             raise OptionError("plan: page_tokens, chunk and longest of the formula must be at least 1")
-        kept = {"page_bytes": dict(pages), "stages": tuple(Stage(*row) for row in stages)}
-        return cls(**{**data, **kept, "pool_bytes": {mode: (k, v) for mode, (k, v) in pools.items()}, "spare": tuple(spare)})
+        return cls(**{**data, "page_bytes": dict(pages), "stages": tuple(Stage(*row) for row in stages)})
 
 
 def _are_tuples(value: Any, length: int) -> bool:
@@ -118,6 +106,18 @@ def _are_tuples(value: Any, length: int) -> bool:
 
 def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53  # exact in the browser too
+
+
+def segment_bytes(size: int) -> int:
+    """What torch takes from a GPU for one tensor: segments of 2 MiB up to 1 MiB, of 20 MiB up to 10 MiB, above that multiples of 2 MiB.
+
+    Example:
+        >>> segment_bytes(11 * 2**20) // 2**20
+        12
+    """
+    if size <= MIB:
+        return 2 * MIB
+    return 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
 
 
 def rows(batch: int) -> int:

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from itertools import groupby
-
 from exl2nb.cache.modes import MODES
 from exl2nb.cache.spec import PAGE_SIZE, CacheSpec
-from exl2nb.cache.storage import STORAGES
 from exl2nb.core.errors import OptionError
-from exl2nb.facade.plan_allocator import Allocator
 from exl2nb.facade.plan_formula import Formula, Stage
 from exl2nb.model.config import ModelConfig
-from exl2nb.model.inspect import Inspection, Matrix
-from exl2nb.model.layout import layer_linears, layer_norms, modules
+from exl2nb.model.gpu_memory import kept_bytes
+from exl2nb.model.inspect import Inspection
 
 CHUNKS = {"cpu": 512, "cuda": 2048}
 """Prompt tokens that a step takes at most."""
-TILE, UNIT = 16, 64  # columns of a strip and rows of a unit of the blobs on the GPU (csrc/cuda/blob.h)
 PRODUCTS_BYTES = 32 * 2**20  # what the library of matrix products keeps on the GPU
 CODE_BYTES = 146 * 2**20  # kernels that CUDA loads when they are first used; H200, torch 2.11, 2026-11-21
 GRAPH_BYTES = 8 * 2**20  # of the first captured step, whatever its model
-MOST_HOLES = 512  # the largest: smaller ones hold no pool
 
 
 def formula_of(config: ModelConfig, found: Inspection, device: str, modes: tuple[str, ...] = ()) -> Formula:
@@ -34,14 +28,9 @@ def formula_of(config: ModelConfig, found: Inspection, device: str, modes: tuple
     logits = 4 * config.vocab_size
     if device == "cpu":
         return Formula(weights=_cpu_weights(found), stages=(_cpu_stage(config),), logits_row=logits, **common)
-    weights, books = _loaded(config, found)
-    spare = books.spare()[-MOST_HOLES:]
     return Formula(
-        weights=weights,
-        held=books.reserved,
-        spare=tuple(spare),
-        layers=config.num_layers,
-        pool_bytes={mode: _pool_bytes(config, mode) for mode in pages},
+        weights=kept_bytes(config, found),
+        segments=1,
         stages=_gpu_stages(config),
         graph_fixed=CODE_BYTES + GRAPH_BYTES,
         graph_row=_graph_row(config),
@@ -56,13 +45,6 @@ def _page_bytes(config: ModelConfig, mode: str) -> int | None:
         return CacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, 1, mode).page_bytes
     except OptionError:
         return None
-
-
-def _pool_bytes(config: ModelConfig, mode: str) -> tuple[int, int]:
-    """Bytes of a page in one layer's pool of K and of V."""
-    spec = CacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, 1, mode)
-    k, v = (config.num_kv_heads * STORAGES[kind].row_bytes(PAGE_SIZE, config.head_dim) for kind in (spec.k_mode, spec.v_mode))
-    return k, v
 
 
 def _inner(config: ModelConfig) -> int:
@@ -87,75 +69,7 @@ def _cpu_stage(config: ModelConfig) -> Stage:
     return Stage(0, 4 * per_token, 0)
 
 
-# ---- the GPU: what model.loader keeps there, what ops.gpu_prefill holds at once, what generator.gpu_stepper captures
-
-
-def _loaded(config: ModelConfig, found: Inspection) -> tuple[int, Allocator]:
-    """Bytes of the weights on the GPU, and the allocator's books after loading them as `model.loader` does, in its order."""
-    matrices = {matrix.key: matrix for matrix in found.matrices}
-    books, total = Allocator(), 0
-    for key in (config.names.embed, config.names.positions if config.learned_positions else ""):
-        if key in matrices:
-            books.allocate(2 * matrices[key].weights)
-            total += 2 * matrices[key].weights
-    for layer in range(config.num_layers):
-        roles = layer_linears(config, layer)
-        for norm in layer_norms(config):
-            books.allocate(4 * config.hidden_size)
-            total += 4 * config.hidden_size * (2 if norm and config.norm_bias else 1)
-        attention, *mlps = modules(roles)
-        for module in (*mlps, attention):  # the loader reads the MLP first
-            inner = [role for role in module if role not in ("o",) and not role.startswith(("down", "shared_down"))]
-            last = [role for role in module if role not in inner]
-            for stack in (inner, last):
-                total += _stack(books, [matrices[roles[role].key] for role in stack if roles[role].key in matrices])
-        total += sum(4 * roles[role].out_features for role in roles if roles[role].bias)
-    head = found.head or found.embedding
-    total += _stack(books, [head]) if head is not None else 0
-    return total, books
-
-
-def _stack(books: Allocator, matrices: list[Matrix]) -> int:
-    """Load matrices with one input: each is packed beside its tensors, then all go into one blob."""
-    sizes, blobs = [_blob_bytes(matrix) for matrix in matrices], []
-    for matrix, size in zip(matrices, sizes):
-        parts = [books.allocate(part) for part in _file_tensors(matrix)]
-        blobs.append(books.allocate(size))
-        for part in parts:
-            books.release(part)
-    if len(blobs) > 1:
-        books.allocate(sum(sizes))
-        for blob in blobs:
-            books.release(blob)
-    return sum(sizes)
-
-
-def _file_tensors(matrix: Matrix) -> tuple[int, ...]:
-    """Bytes of what is copied to the GPU to be packed there."""
-    if matrix.format != "exl2":
-        return (matrix.nbytes if matrix.format == "gptq" else 2 * matrix.weights,)
-    codes = sum(bits * rows for bits, rows in matrix.groups) * matrix.out_features // 8
-    count = len(matrix.groups)
-    return codes, count * matrix.out_features // 2, 2 * count, 4 * count, 4 * matrix.in_features
-
-
-def _padded(matrix: Matrix) -> int:
-    """Weights of a plain matrix, columns and rows filled up."""
-    return -(-matrix.in_features // UNIT) * UNIT * -(-matrix.out_features // TILE) * TILE
-
-
-def _blob_bytes(matrix: Matrix) -> int:
-    if matrix.format == "gptq":
-        return matrix.nbytes
-    if matrix.format != "exl2":
-        return 2 * _padded(matrix)
-    strip = 0
-    for bits, groups in groupby(matrix.groups, key=lambda group: group[0]):
-        run = list(groups)
-        units = -(-sum(rows for _, rows in run) // UNIT)
-        halves = any(rows % UNIT for _, rows in run[:-1])  # the two halves of a unit then have scales of their own
-        strip += units * (128 * bits + (16 if halves else 8))
-    return -(-matrix.out_features // TILE) * strip + 2 * 4 * matrix.in_features
+# ---- the GPU: model.gpu_memory says what the weights take; what ops.gpu_prefill holds at once, what generator.gpu_stepper captures
 
 
 def _gpu_stages(config: ModelConfig) -> tuple[Stage, ...]:

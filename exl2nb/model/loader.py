@@ -18,6 +18,8 @@ from exl2nb.model.archs import parse_config
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.facts import remote_code
 from exl2nb.model.gptq import read_gptq
+from exl2nb.model.gpu_memory import Arena, kept_bytes
+from exl2nb.model.inspect import inspect
 from exl2nb.model.layers.attention import Attention
 from exl2nb.model.layers.ends import Embedding, Head
 from exl2nb.model.layers.layer import Layer
@@ -90,15 +92,20 @@ def load_model(
         raise OptionError(f"load_model: context is {context}; expected at most {longest}, the positions this model has learned")
     with open_store(config, directory) as store:
         sources = plan(config, store)
-        network = _Builder(config, store, sources, widen=weights == "fp32", device=device).network(progress)
+        arena = None if device == "cpu" else Arena(kept_bytes(config, inspect(directory)), device)
+        network = _Builder(config, store, sources, widen=weights == "fp32", device=device, arena=arena).network(progress)
+    if arena is not None:
+        torch.cuda.empty_cache()  # what held tensors while they were packed
     return Model(config, network, context=context if context is not None else longest, device=device, deterministic=deterministic)
 
 
 class _Builder:
     """Reads the tensors of a plan and packs them into layers."""
 
-    def __init__(self, config: ModelConfig, store: ModelStore, sources: dict[str, Source], *, widen: bool, device: str) -> None:
-        self.config, self.store, self.sources, self.widen, self.device = config, store, sources, widen, device
+    def __init__(
+        self, config: ModelConfig, store: ModelStore, sources: dict[str, Source], *, widen: bool, device: str, arena: Arena | None
+    ) -> None:
+        self.config, self.store, self.sources, self.widen, self.device, self.arena = config, store, sources, widen, device, arena
 
     def network(self, progress: Sink | None) -> Network:
         """Everything, layer by layer."""
@@ -183,30 +190,42 @@ class _Builder:
 
     def router(self, key: str) -> Tensor:
         """The blob of a matrix that is never quantised."""
-        return ops.pack_dense(self.table(key))
+        return self.kept(ops.pack_dense(self.read_table(key)))
 
     def norm(self, key: str | None, *, scale: float = 1.0) -> Norm:
         """The norm of module `key`, its result times `scale`; without a key no norm."""
         config = self.config
-        bias = self.vector(f"{key}.bias") * scale if key and config.norm_bias else None
-        return Norm(weight=self.weight(key) * scale if key else None, bias=bias, eps=config.norm_eps, layer=config.norm == "layer")
+        bias = self.kept(self.vector(f"{key}.bias") * scale) if key and config.norm_bias else None
+        return Norm(weight=self.weight(key, scale=scale) if key else None, bias=bias, eps=config.norm_eps, layer=config.norm == "layer")
 
     def added(self, key: str) -> Added:
         """How a half's result is added; `key` is that of its post norm, where there are any."""
         config = self.config
         return Added(norm=self.weight(key) if config.post_norm else None, eps=config.norm_eps, scale=config.residual_scale)
 
-    def weight(self, key: str) -> Tensor:
-        """The weight of a norm, in f32, with what the architecture adds to it."""
-        return self.vector(f"{key}.weight") + self.config.norm_offset
+    def weight(self, key: str, *, scale: float = 1.0) -> Tensor:
+        """The weight of a norm, in f32, with what the architecture adds to it, times `scale`."""
+        return self.kept((self.vector(f"{key}.weight") + self.config.norm_offset) * scale)
+
+    def kept(self, tensor: Tensor) -> Tensor:
+        """A tensor that stays: on the GPU, among the others."""
+        return tensor if self.arena is None else self.arena.keep(tensor)
 
     def table(self, key: str) -> Tensor:
         """The weight of an embedding."""
+        return self.kept(self.read_table(key))
+
+    def read_table(self, key: str) -> Tensor:
+        """The numbers of a table as they are stored."""
         table = self.store.read(f"{key}.weight")
         return table.float() if self.widen else table.to(self.device)
 
     def matrix(self, key: str) -> Tensor:
-        """The blob of one linear, without padding columns."""
+        """The blob of one linear."""
+        return self.kept(self.packed(key))
+
+    def packed(self, key: str) -> Tensor:
+        """A blob without padding columns, which may go into another one."""
         source = self.sources[key]
         if source.kind == "dense":
             weight = self.store.read(f"{source.prefix}.weight")
@@ -229,7 +248,7 @@ class _Builder:
 
     def stacked(self, keys: list[str]) -> Tensor:
         """One blob of several linears with the same input."""
-        return ops.pack_concat([self.matrix(key) for key in keys])
+        return self.kept(ops.pack_concat([self.packed(key) for key in keys]))
 
     def vector(self, name: str) -> Tensor:
         """A norm or bias in f32."""
@@ -238,4 +257,4 @@ class _Builder:
     def bias(self, keys: list[str]) -> Tensor | None:
         """The biases of several linears side by side, None where they have none."""
         present = [self.vector(f"{key}.bias") for key in keys if self.sources[key].linear.bias]
-        return torch.cat(present) if present else None
+        return self.kept(torch.cat(present)) if present else None

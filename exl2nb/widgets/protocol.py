@@ -342,10 +342,7 @@ class PlanFormula(TypedDict):
     graph_row: int
     logits_row: int
     longest: int
-    held: int
-    layers: int
-    pool_bytes: dict[str, list[int]]
-    spare: list[int]
+    segments: int
 
 
 class PlanState(TypedDict):

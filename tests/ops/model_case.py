@@ -135,7 +135,8 @@ class Net:
 
 def coded_pool(storage: str, pages: int, heads: int, head_dim: int) -> Tensor:
     """A pool of any storage; every byte of a coded one is 0x7e, every number of a plain one 1e3: large, and seen if it is read."""
-    pool = STORAGES[storage].allocate(pages, heads, P, head_dim, "cpu")
+    size = pages * heads * STORAGES[storage].row_bytes(P, head_dim)
+    pool = STORAGES[storage].pool(torch.zeros(size, dtype=torch.uint8), pages, heads, P, head_dim)
     if pool.dim() == 4:
         return pool.fill_(1e3)
     pool.view(torch.uint8).fill_(0x7E)

@@ -31,10 +31,7 @@ def large() -> ex.MemoryPlan:
         graph_row=700_001,
         logits_row=513_024,
         longest=65_536,
-        held=5_000_000_000,
-        layers=32,
-        pool_bytes={mode: (size, size // 2) for mode, size in demo.formula.page_bytes.items()},
-        spare=(3_000_000, 12_000_000, 12_500_000, 90_000_000),
+        segments=1,
     )
     return type(demo).of(formula, name="eight billion", device="cuda", context=4096, batch=2, cache="fp16", free=8 * 2**30)
 

@@ -292,10 +292,7 @@ export interface PlanFormula {
   graph_row: number;
   logits_row: number;
   longest: number;
-  held: number;
-  layers: number;
-  pool_bytes: Record<string, number[]>;
-  spare: number[];
+  segments: number;
 }
 
 /** Synced traits of MemoryPlan. free: bytes, null = not known. _modes: cache modes to choose from. */

@@ -24,8 +24,8 @@ class Storage(Protocol):
         """Bytes of one head of one page."""
         ...
 
-    def allocate(self, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, device: str) -> Tensor:
-        """A zeroed pool: unread slots hold zeros, never NaN, so a masked product stays finite."""
+    def pool(self, memory: Tensor, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int) -> Tensor:
+        """Memory, uint8 `(num_pages * num_kv_heads * row_bytes,)`, seen as a pool. Zeros at first: what masks a slot must not meet NaN."""
         ...
 
 
@@ -43,9 +43,9 @@ class PlainStorage:
         """See `Storage`."""
         return page_size * head_dim * self.dtype.itemsize
 
-    def allocate(self, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, device: str) -> Tensor:
+    def pool(self, memory: Tensor, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int) -> Tensor:
         """See `Storage`."""
-        return torch.zeros((num_pages, num_kv_heads, page_size, head_dim), dtype=self.dtype, device=device)
+        return memory.view(self.dtype).view(num_pages, num_kv_heads, page_size, head_dim)
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,9 @@ class CodedStorage:
         """See `Storage`."""
         return kv_codes.row_bytes(head_dim, self.bits, page_size)
 
-    def allocate(self, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int, device: str) -> Tensor:
+    def pool(self, memory: Tensor, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int) -> Tensor:
         """See `Storage`."""
-        row = self.row_bytes(page_size, head_dim)
-        return torch.zeros((num_pages, num_kv_heads, row), dtype=torch.uint8, device=device).view(self.dtype)
+        return memory.view(num_pages, num_kv_heads, self.row_bytes(page_size, head_dim)).view(self.dtype)
 
 
 STORAGES: Registry[Storage] = Registry("cache storage", OptionError)

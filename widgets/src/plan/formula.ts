@@ -16,42 +16,22 @@ export function parts(f: PlanFormula, { context, batch, mode }: Choice): Sizes {
   const tokens = Math.min(f.chunk, batch * context);
   const work = f.stages.reduce((most, [fixed, token, long]) => Math.max(most, fixed + token * tokens + long * context), 0);
   const cache = pages * (f.page_bytes[mode] ?? 0);
-  const pools = (f.pool_bytes[mode] ?? []).flatMap((size) => Array<number>(f.layers).fill(size * pages));
   return {
     weights: f.weights,
     cache,
     work,
     graphs: f.graph_fixed + f.graph_row * rows(batch),
     logits: f.logits_row * batch,
-    rounding: pools.length ? Math.max(0, f.held - f.weights + taken(f.spare, pools) - cache) : 0,
+    rounding: f.segments ? segment(f.weights) - f.weights + segment(cache) - cache : 0,
   };
 }
 
 const MIB = 2 ** 20;
 
-/** What torch's allocator takes from the GPU for tensors of `sizes` beside free blocks: exl2nb/facade/plan_allocator.py. */
-function taken(spare: number[], sizes: number[]): number {
-  const free = [...spare].sort((a, b) => a - b);
-  let [opened, small] = [0, 0];
-  for (const wanted of sizes) {
-    const size = 512 * Math.ceil(wanted / 512);
-    if (size <= MIB) {
-      small += size;
-      continue;
-    }
-    let at = free.findIndex((block) => block >= size);
-    let block = free[at];
-    if (block !== undefined) free.splice(at, 1);
-    else {
-      block = size < 10 * MIB ? 20 * MIB : 2 * MIB * Math.ceil(size / (2 * MIB));
-      opened += block;
-    }
-    const rest = block - size;
-    if (rest <= MIB) continue;
-    at = free.findIndex((other) => other >= rest);
-    free.splice(at < 0 ? free.length : at, 0, rest);
-  }
-  return opened + 2 * MIB * Math.ceil(small / (2 * MIB));
+/** What torch takes from a GPU for one tensor: `segment_bytes` there. */
+function segment(size: number): number {
+  if (size <= MIB) return 2 * MIB;
+  return size < 10 * MIB ? 20 * MIB : 2 * MIB * Math.ceil(size / (2 * MIB));
 }
 
 export function total(f: PlanFormula, choice: Choice): number {
