@@ -58,7 +58,7 @@ def placement(bits: int) -> list[tuple[int, int, int, int, int]]:
 
 
 def pack_units(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Codes uint8 (rows, 16), rows a multiple of 32 -> uint32 (rows / 32, bits, 16)."""
+    """Codes uint8 `(rows, 16)`, rows a multiple of 32 -> uint32 `(rows / 32, bits, 16)`."""
     pairs = codes.astype(np.uint32).reshape(-1, 16, 2, TILE)
     out = np.zeros((pairs.shape[0], bits, TILE), np.uint32)
     for pair, low, count, word, shift in placement(bits):
@@ -68,7 +68,7 @@ def pack_units(codes: np.ndarray, bits: int) -> np.ndarray:
 
 
 def unpack_units(words: np.ndarray, bits: int) -> np.ndarray:
-    """Inverse of `pack_units`, over any number of tiles: uint32 (..., units, bits, 16) -> uint8 (..., units * 32, 16)."""
+    """Inverse of `pack_units`, over any number of tiles: uint32 `(..., units, bits, 16)` -> uint8 `(..., units * 32, 16)`."""
     pairs = np.zeros((*words.shape[:-2], 16, 2, TILE), np.uint32)
     for pair, low, count, word, shift in placement(bits):
         for half in (0, 1):
@@ -123,7 +123,11 @@ def shape(blob: Tensor) -> tuple[int, int]:
 
 
 def read(blob: Tensor) -> tuple[int, list[Part]]:
-    """K and the parts of a blob."""
+    """K and the parts of a blob, uint8 1-D of the CPU's layout.
+
+    Raises:
+        ValueError: no blob.
+    """
     head = _header(blob)
     raw = blob.cpu().numpy()
     table = np.frombuffer(raw, PART, int(head["num_parts"]), HEADER.itemsize)

@@ -17,7 +17,7 @@ Outputs = tuple[Tensor, Tensor]
 
 
 def fragment_place(row: Tensor) -> Tensor:
-    """Place of stored rows `row` (int) in a matrix input: blocks of 32 in the order of the tensor cores' B fragments."""
+    """Place of stored rows `row` (int, any shape) in a matrix input: blocks of 32 in the order of the tensor cores' B fragments."""
     return (row & ~31) + ((row & 7) >> 1) * 8 + ((row >> 4) & 1) * 4 + ((row >> 3) & 1) * 2 + (row & 1)
 
 

@@ -26,7 +26,7 @@ _ops: Any = torch.ops.exl2nb
 
 
 def blob_head(blob: Tensor) -> Tensor:
-    """What the host must know of a blob on the GPU: its address, header and parts, uint8 on the CPU. Valid while the blob lives."""
+    """What the host must know of a blob on the GPU: its address, header and parts, uint8 1-D on the CPU. Valid while the blob lives."""
     return _ops.gpu_blob_head(blob)
 
 
@@ -36,12 +36,12 @@ def unpack_half(blob: Tensor) -> Tensor:
 
 
 def unpack_into(head: Tensor, out: Tensor) -> None:
-    """The same into f16 `out` of K * N elements, without waiting for the GPU; `head` from `blob_head`."""
+    """The same into f16 `out` of K * N elements of any shape, without waiting for the GPU; `head` from `blob_head`."""
     _ops.gpu_unpack_into(head, out)
 
 
 def expert_table(heads: Sequence[Tensor], parts: int) -> Tensor:
-    """What the kernels of a sparse MLP must know of one kind of matrix of its experts, uint8 on the CPU; they read a copy on the GPU.
+    """What the kernels of a sparse MLP must know of one kind of matrix of its experts, uint8 1-D on the CPU; they read a copy on the GPU.
 
     heads: from `blob_head`. parts: of each blob, 2 for [gate; up] and 1 for down.
     """

@@ -34,12 +34,12 @@ def row_bytes(head_dim: int, bits: int, page_size: int = PAGE) -> int:
 
 
 def page_size(pool: Tensor) -> int:
-    """Tokens of a page of a pool of any kind."""
+    """Tokens of a page of a pool of any kind: plain `(num_pages, Hkv, P, D)` or coded `(num_pages, Hkv, row)`."""
     return pool.shape[2] if pool.dim() == 4 else PAGE
 
 
 def coding_of(pool: Tensor, head_dim: int) -> Coding | None:
-    """What a pool holds for heads of `head_dim`; None for plain fp16 or fp32 numbers.
+    """What a pool holds for heads of `head_dim`; None for plain fp16 or fp32 numbers `(num_pages, Hkv, P, D)`.
 
     Raises:
         ValueError: no pool of this head_dim.
@@ -59,7 +59,7 @@ def coding_of(pool: Tensor, head_dim: int) -> Coding | None:
 
 
 def rotate(x: Tensor) -> Tensor:
-    """The Walsh-Hadamard transform over sqrt(G) of each group of the last dimension, in fp32; its own inverse."""
+    """The Walsh-Hadamard transform over sqrt(G) of each group of the last dimension of x `(..., D)`: f32, same shape; its own inverse."""
     size = group_size(x.shape[-1])
     y, h = x.float().reshape(-1, size), 1
     while h < size:

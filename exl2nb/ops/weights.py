@@ -236,7 +236,11 @@ def pack_dense(weight: Tensor) -> Tensor:
 
 
 def pack_concat(blobs: list[Tensor]) -> Tensor:
-    """One blob whose outputs are those of `blobs` (same K) side by side; kinds, widths and permutations may differ."""
+    """One blob, uint8 1-D, whose outputs are those of `blobs` (same K) side by side; kinds, widths and permutations may differ.
+
+    Raises:
+        RuntimeError, ValueError: no blobs, or of different K.
+    """
     return _pack_concat_op(blobs)
 
 
@@ -246,7 +250,7 @@ def unpack(blob: Tensor) -> Tensor:
 
 
 def reconstruct(q_weight: Tensor, q_scale: Tensor, q_scale_max: Tensor, q_groups: Tensor, q_invperm: Tensor) -> Tensor:
-    """EXL2 tensors -> f16 `(K, N)`, rows in original order, bit for bit what the format says."""
+    """EXL2 tensors (as in `pack_exl2`) -> f16 `(K, N)`, rows in original order, bit for bit what the format says."""
     return _reconstruct_op(q_weight, q_scale, q_scale_max, q_groups, q_invperm)
 
 
@@ -259,7 +263,7 @@ _cache: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def dense(blob: Tensor) -> Tensor:
-    """`unpack(blob)`, remembered while the blob lives: what the reference ops multiply by."""
+    """`unpack(blob)`, f32 `(K, N)`, remembered while the blob lives: what the reference ops multiply by."""
     if blob not in _cache:
         _cache[blob] = _unpack(blob)
     return _cache[blob]

@@ -34,7 +34,7 @@ class Store(Protocol):
         ...
 
     def read(self, name: str, /) -> Tensor:
-        """The tensor itself."""
+        """The tensor itself, on the CPU, with the dtype and shape that `info` says."""
         ...
 
 

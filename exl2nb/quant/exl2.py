@@ -104,7 +104,7 @@ class Exl2Tensors:
         return stored_bits(self.groups, self.out_features) / (self.in_features * self.out_features)
 
     def tensors(self, prefix: str) -> dict[str, Tensor]:
-        """Name -> tensor, as a file holds them."""
+        """Name -> tensor, as a file holds them; shapes as in the class."""
         named = {f"{prefix}.{suffix}": getattr(self, suffix) for suffix in SUFFIXES}
         return named if self.bias is None else named | {f"{prefix}.bias": self.bias}
 

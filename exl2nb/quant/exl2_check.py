@@ -101,7 +101,7 @@ def parse_groups(table: Sequence[int], word_rows: int, prefix: str, *, file: obj
 
 
 def check_permutation(invperm: Tensor, rows: int, prefix: str, *, file: object = "") -> None:
-    """q_invperm must name each of the `rows` stored rows once."""
+    """q_invperm, integers `(K,)`, must name each of the `rows` stored rows once."""
     name = f"{prefix}.q_invperm"
     if invperm.shape[0] != rows:
         raise broken(file, name, f"{invperm.shape[0]} rows", f"{rows}, the sum over the groups of q_groups")
@@ -114,7 +114,7 @@ def check_permutation(invperm: Tensor, rows: int, prefix: str, *, file: object =
 
 
 def check_scales(scale_max: Tensor, groups: Sequence[tuple[int, int]], prefix: str, *, file: object = "") -> None:
-    """q_scale_max must be finite, not negative, and so small that the largest weight of its group is a finite fp16."""
+    """q_scale_max, float16 `(G,)`, must be finite, not negative, and so small that the largest weight of its group is a finite fp16."""
     values = scale_max.double()
     zeros = torch.tensor([float(1 << (bits - 1)) for bits, _ in groups], dtype=torch.float64, device=values.device)
     bad = ~(torch.isfinite(values) & (values >= 0) & (values * zeros < 65504))

@@ -113,7 +113,12 @@ class GptqTensors:
         return (self.codes().float() - zeros[self.group_of]) * self.scales.float()[self.group_of]
 
     def packed(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
-        """Arguments of `ops.pack_gptq`: rows sorted by group, every group filled up to whole units of 32 rows, empty groups dropped."""
+        """Arguments of `ops.pack_gptq`: rows sorted by group, every group filled up to whole units of 32 rows, empty groups dropped.
+
+        Returns:
+            qweight as it stands, scales `(G, N)`, zeros `(G, N)` or None, perm int32 `(K with padding,)`, where padding rows say K, or None
+            for the order that is there, and the rows of every group, int32 `(G,)`.
+        """
         rows = torch.bincount(self.group_of, minlength=len(self.scales))
         used = rows > 0
         scales, zeros = self.scales[used], None if self.zeros is None else self.zeros[used]
