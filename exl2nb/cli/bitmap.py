@@ -30,11 +30,6 @@ class BitMap:
         layers = tuple(sorted({layer for _, layer in cells}))
         return cls(matrices, layers, tuple(tuple(cells.get((name, layer)) for layer in layers) for name in matrices))
 
-    def layer_mean(self, column: int) -> float:
-        """Plain mean of a layer's matrices: a guide for the eye, not a bitrate (matrices differ in size)."""
-        values = [row[column] for row in self.bits if row[column] is not None]
-        return sum(v for v in values if v is not None) / max(1, len(values))
-
 
 def render_text(map_: BitMap, *, colours: bool = False, columns: int = 100) -> str:
     """The map for a terminal: one decimal a cell where the width allows, else whole bits; coloured cells with `colours`."""

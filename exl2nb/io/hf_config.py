@@ -1,4 +1,4 @@
-"""config.json and generation_config.json as strict JSON objects of limited size. Knows no architecture; `model.config` reads the fields."""
+"""config.json as a strict JSON object of limited size. Knows no architecture; `model.config` reads the fields."""
 
 from __future__ import annotations
 
@@ -55,16 +55,6 @@ def read_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
         )
     check_kinds(path, config)
     return config
-
-
-def read_generation_config(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read `generation_config.json`, an empty dict where there is none.
-
-    Raises:
-        ConfigError: not strict JSON or too large.
-    """
-    path = Path(directory) / "generation_config.json"
-    return read_json(path) if path.is_file() else {}
 
 
 def check_kinds(path: Path, config: dict[str, Any]) -> None:

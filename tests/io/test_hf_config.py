@@ -3,19 +3,16 @@ import json
 import pytest
 
 from exl2nb.core.errors import ConfigError, ModelNotFound
-from exl2nb.io.hf_config import LIMIT_BYTES, read_config, read_generation_config
+from exl2nb.io.hf_config import LIMIT_BYTES, read_config
 
 
-def put(directory, value, name="config.json"):
-    (directory / name).write_text(value if isinstance(value, str) else json.dumps(value))
+def put(directory, value):
+    (directory / "config.json").write_text(value if isinstance(value, str) else json.dumps(value))
 
 
 def test_good(tmp_path):
     put(tmp_path, {"architectures": ["A"], "vocab_size": 4, "head_dim": None, "text_config": {"hidden_size": 3}})
     assert read_config(tmp_path)["vocab_size"] == 4
-    assert read_generation_config(tmp_path) == {}
-    put(tmp_path, {"eos_token_id": [1, 2]}, "generation_config.json")
-    assert read_generation_config(tmp_path) == {"eos_token_id": [1, 2]}
 
 
 def test_not_a_model(tmp_path):
