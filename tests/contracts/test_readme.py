@@ -32,3 +32,10 @@ def test_links_lead_somewhere():
     linked = [link for link in re.findall(r"\]\(([^)]+)\)", README) if "://" not in link]
     assert linked
     assert not [link for link in linked if not (ROOT / link).exists()]
+
+
+def test_every_benchmark_is_described():
+    described = (ROOT / "benchmarks" / "README.md").read_text()
+    scripts = [p.relative_to(ROOT / "benchmarks").as_posix() for p in (ROOT / "benchmarks").rglob("*") if p.suffix in (".py", ".cu")]
+    assert len(scripts) > 10
+    assert not [script for script in scripts if f"`{script}" not in described]
