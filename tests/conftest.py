@@ -6,6 +6,7 @@ where there is a GPU. Tests that name a device load there either way.
 
 import logging
 import os
+import signal
 
 import pytest
 
@@ -15,7 +16,9 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """As environment, so that the processes which tests start follow too."""
+    """As environment, so that the processes which tests start follow too; these also inherit what becomes of Ctrl-C."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so shells start what runs in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     device = config.getoption("--device")
     os.environ["EXL2NB_DEVICE"] = device
     if device == "cuda":

@@ -4,6 +4,7 @@ import ast
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -11,15 +12,17 @@ from .test_job import TEXT, write_model
 
 SCRIPT = textwrap.dedent(
     '''
-    import collections, gc, os, random, shutil, signal, sys, threading, time
+    import collections, gc, random, shutil, sys, threading, time
     from pathlib import Path
+    sys.path.insert(0, sys.argv[6])
+    import ctrl_c
     import exl2nb as ex
     from exl2nb.core.errors import Interrupted
     from exl2nb.widgets import Playground
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # as in a kernel, also where the shell that started us ignores it
     source, work, text, times, seed = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5])
     chance = random.Random(seed)
+    presser = ctrl_c.Presser(chance)
     Playground.send = lambda self, content, buffers=None: None
     llm = ex.demo(cache_tokens=2048, progress=None)
     engine, options = llm.engine, dict(temperature=0, max_tokens=900, ignore_eos=True)
@@ -27,32 +30,10 @@ SCRIPT = textwrap.dedent(
     with ex.load(source, progress=None) as tiny:
         right_tiny = tiny.generate([5, 6, 7], max_tokens=6, temperature=0, ignore_eos=True).text
     play = Playground(llm, prompt="It was", max_tokens=900)
-    threads, prompts, counts, pressed_again = threading.active_count(), ["It was", "He " * 120, "The rain " * 250], collections.Counter(), 0
+    threads, prompts, counts = threading.active_count(), ["It was", "He " * 120, "The rain " * 250], collections.Counter()
 
     def interrupted(what, span, work):
-        """Press Ctrl-C after a random part of `span` seconds of `work`; counts whether it hit the work or came after it."""
-        global pressed_again
-        caught, first, over = threading.Event(), chance.random() * span, False
-        def press():
-            global pressed_again
-            time.sleep(first)
-            os.kill(os.getpid(), signal.SIGINT)
-            while not caught.wait(2):  # Python drops an interrupt that arrives inside a __del__: press again, as people do
-                pressed_again += 1
-                os.kill(os.getpid(), signal.SIGINT)
-        presser = threading.Thread(target=press, daemon=True)
-        try:
-            try:
-                presser.start()
-                work()
-                over = True
-                while True:
-                    time.sleep(0.01)
-            finally:
-                caught.set()
-        except KeyboardInterrupt:
-            counts[what + (", too late" if over else "")] += 1
-        presser.join(5)
+        counts[what if presser.interrupt(span, work) else what + ", too late"] += 1
 
     def read(prompt):
         for _ in llm.stream(prompt, **options):
@@ -145,7 +126,7 @@ SCRIPT = textwrap.dedent(
     while threading.active_count() > threads - 1 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert threading.active_count() <= threads, threading.enumerate()
-    counts["pressed again"], counts["seconds"] = pressed_again, round(time.monotonic() - begun)
+    counts["pressed again"], counts["seconds"] = presser.again, round(time.monotonic() - begun)
     print(dict(counts))
     '''
 )
@@ -153,7 +134,7 @@ SCRIPT = textwrap.dedent(
 
 def storm(tmp_path, times, seed):
     source = write_model(tmp_path / "tiny")
-    command = [sys.executable, "-c", SCRIPT, str(source), str(tmp_path), TEXT[0], str(times), str(seed)]
+    command = [sys.executable, "-c", SCRIPT, str(source), str(tmp_path), TEXT[0], str(times), str(seed), str(Path(__file__).parents[1])]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60 + 3 * times)
     assert result.returncode == 0, result.stderr[-3000:]
     counts = ast.literal_eval(result.stdout.splitlines()[-1])

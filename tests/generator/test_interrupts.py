@@ -3,41 +3,28 @@
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
+
+HERE = Path(__file__).parent
 
 SCRIPT = textwrap.dedent(
     """
-    import gc, os, random, signal, sys, threading, time
+    import gc, random, sys, threading, time
+    sys.path.insert(0, sys.argv[1])
+    import ctrl_c
     import exl2nb as ex
 
-    chance = random.Random(int(sys.argv[1]))
+    chance = random.Random(1)
     threads = threading.active_count()
     llm = ex.demo(cache_tokens=2048)
     engine, options = llm.engine, dict(temperature=0, max_tokens=900, ignore_eos=True)
     right = llm.generate("The old man", max_tokens=12, temperature=0).text
     prompts = ["It was", "He " * 120, "The rain " * 250]
     counts = dict(interrupt=0, abandon=0, cancel=0)
-    pressed_again = 0
+    presser = ctrl_c.Presser(chance)
 
     def interrupted(work):
-        global pressed_again
-        caught, done, first = threading.Event(), threading.Event(), chance.random() * 0.03
-        def press():
-            global pressed_again
-            time.sleep(first)
-            os.kill(os.getpid(), signal.SIGINT)
-            while not caught.wait(2):  # Python drops an interrupt that arrives inside a __del__: press again, as people do
-                pressed_again += 1
-                os.kill(os.getpid(), signal.SIGINT)
-            done.set()
-        try:
-            threading.Thread(target=press, daemon=True).start()
-            work()
-            while True:
-                time.sleep(0.01)
-        except KeyboardInterrupt:
-            counts["interrupt"] += 1
-        caught.set()
-        done.wait(5)
+        counts["interrupt"] += presser.interrupt(0.03, work)
 
     def read(prompt):
         for _ in llm.stream(prompt, **options):
@@ -72,18 +59,18 @@ SCRIPT = textwrap.dedent(
     del interrupted
     time.sleep(0.1)
     assert threading.active_count() == threads, threading.enumerate()
-    assert pressed_again <= 3, pressed_again
+    assert presser.again <= 3, presser.again
     print(counts)
     """
 )
 
 
 def test_two_hundred():
-    result = subprocess.run([sys.executable, "-c", SCRIPT, "1"], capture_output=True, text=True, timeout=240)
+    result = subprocess.run([sys.executable, "-c", SCRIPT, str(HERE.parent)], capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stderr
     counts = eval(result.stdout)
-    assert counts["interrupt"] >= 118  # an interrupt inside a destructor is swallowed by Python itself
+    assert counts["interrupt"] >= 118  # of 120: one inside a destructor is swallowed by Python itself and comes too late
     assert (counts["abandon"], counts["cancel"]) == (40, 40)
 
 
@@ -108,8 +95,7 @@ def test_the_prompt_is_back_at_once():
         assert engine.wait_idle(10) and engine.pages.num_free == engine.pages.num_pages
         """
     )
-    folder = __file__.rsplit("/", 1)[0]
-    result = subprocess.run([sys.executable, "-c", script, folder], capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", script, str(HERE)], capture_output=True, text=True, timeout=120)
     assert result.stdout.split() == ["True", "True"], result.stderr
 
 
@@ -127,6 +113,5 @@ def test_an_exit_is_not_held_up():
         atexit.register(print, "atexit ran")
         """
     )
-    folder = __file__.rsplit("/", 1)[0]
-    result = subprocess.run([sys.executable, "-c", script, folder], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, "-c", script, str(HERE)], capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout.strip()) == (0, "atexit ran"), result.stderr
