@@ -2,16 +2,10 @@
 #pragma once
 #include <cuda_runtime.h>
 
-#include "fragment.cuh"
+#include "norm.cuh"
 
 namespace exl2nb {
 
-enum NormKind { kNoNorm = 0, kRmsNorm = 1, kLayerNorm = 2 };
-struct NormArgs {
-  int kind, width;
-  float eps;
-  const float *weight, *bias;  // f32 (width,); bias may be null
-};
 // x[token] = table[ids[token]] * scale (+ position_table[positions[token]]); where next.x, normed into it as well.
 struct EmbedArgs {
   const int *ids, *positions;
@@ -22,27 +16,14 @@ struct EmbedArgs {
   NormArgs norm;
   MatrixInput next;
 };
-// next[r] = norm(x[rows[r]]), rows null: all.
-struct PrepareArgs {
-  const float* x;
+// Row rows[r] of `from` (norm.cuh), rows null: row r; where next.x, its norm becomes row r of that.
+struct RowsArgs {
+  RowSource from;
   const int* rows;
   int tokens;
-  NormArgs norm;
-  MatrixInput next;
-};
-// x += scale * rms_norm(sum over a token's `pairs` rows of y, weighted, in order) * post_norm, null: without a norm; where next.x, what
-// results is normed into it.
-struct CombineArgs {
-  float* x;
-  const float *y, *weights;  // (tokens, pairs, width); (tokens, pairs), null: 1
-  int pairs, width;
-  const float* post_norm;
-  float post_eps, scale;
-  NormArgs norm;
   MatrixInput next;
 };
 const char* embed_launch(const EmbedArgs&, int tokens, cudaStream_t, bool pdl);
-const char* prepare_launch(const PrepareArgs&, int rows, cudaStream_t, bool pdl);
-const char* combine_launch(const CombineArgs&, int tokens, cudaStream_t, bool pdl);
+const char* rows_launch(const RowsArgs&, int rows, cudaStream_t, bool pdl);
 
 }  // namespace exl2nb

@@ -9,6 +9,8 @@
 namespace exl2nb {
 namespace {
 
+constexpr int kMadeTokens = 4;  // more tokens' rows are made once, by a kernel of their own, not by every CTA
+
 struct Device {
   int sms, capability, shared_per_block, shared_per_sm;
   GemvPath path;
@@ -91,6 +93,21 @@ void set_input(MatrixInput& in, const uint8_t* head, const uint8_t* blob, half* 
                         : nullptr;
 }
 
+// Of at most eight tokens: how they are shared out, whether their activations are staged. Returns the bytes of shared memory.
+static int gemv_prepare(GemvArgs& a, Epilogue e) {
+  const int x_bytes = gemv_share(a, e);
+  const int own =
+      stages_of(device().path) * kWarps * (kSlot + 8) + (image_bytes(a.items, a.units, a.num_parts) + 15) / 16 * 16 + GemvShared::bytes(a);
+  a.staged = own + x_bytes <= device().shared_per_sm - 1024 && own + x_bytes <= device().shared_per_block;
+  return own + (a.staged ? x_bytes : 0);
+}
+
+bool gemv_makes(GemvArgs a, Epilogue e, int width) {
+  if (a.tokens < 1 || a.tokens > kMadeTokens || width > kHeldWidth) return false;
+  gemv_prepare(a, e);
+  return a.staged;
+}
+
 const char* gemv_launch(GemvArgs a, Epilogue e, cudaStream_t stream, bool pdl) {
   const int tokens = a.tokens, grid = gemv_grid(a, e);
   if (grid == 0 || tokens == 0) return nullptr;
@@ -107,11 +124,7 @@ const char* gemv_launch(GemvArgs a, Epilogue e, cudaStream_t stream, bool pdl) {
     if (b.residual) b.residual += static_cast<size_t>(first) * a.residual_stride;
     if (b.next_squares) b.next_squares += static_cast<size_t>(first) * grid;
     if (b.next.x) b.next.x += static_cast<size_t>(first) * a.next.stride;
-    const int x_bytes = gemv_share(b, e);
-    int shared = stages_of(device().path) * kWarps * (kSlot + 8) + (image_bytes(a.items, a.units, a.num_parts) + 15) / 16 * 16 +
-                 GemvShared::bytes(b);
-    b.staged = shared + x_bytes <= device().shared_per_sm - 1024 && shared + x_bytes <= device().shared_per_block;
-    if (b.staged) shared += x_bytes;
+    const int shared = gemv_prepare(b, e);
     if (shared > device().shared_per_block) return "the matrix needs more shared memory than the GPU has";
     cudaError_t error;
     switch (device().path) {

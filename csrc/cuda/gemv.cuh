@@ -4,13 +4,16 @@
 // atomics, and a token's result depends neither on timing nor on the tokens beside it. A warp streams its items (about 2 KB) through its
 // own ring in shared memory; the ring is filled before the kernel waits for its predecessor (programmatic dependent launch), so the memory
 // works while the previous kernel ends. Activations arrive permuted, in fp16, in fragment order (fragment.cuh): their producer writes them
-// so. Bytes: the strips once; 2 * K per token and CTA from L2. Paths: bulk copies (sm_90 up), cp.async (sm_80), plain loads (sm_75).
+// so; or, for a norm that cannot ride on a product and few tokens, every CTA makes them from the residual's rows (norm.cuh). Bytes: the
+// strips once; 2 * K per token and CTA from L2, 4 * K where it makes them. Paths: bulk copies (sm_90 up), cp.async (sm_80), plain loads
+// (sm_75).
 #pragma once
 #include <cuda_fp16.h>
 
 #include "blob.h"
 #include "fragment.cuh"
 #include "item.cuh"
+#include "norm.cuh"
 #include "pdl.cuh"
 
 namespace exl2nb {
@@ -19,6 +22,7 @@ namespace exl2nb {
 EXL2NB_BOTH constexpr int stages_of(int path) { return path == kPlain ? 1 : 2; }
 constexpr int kThreads = kWarps * 32, kMaxTokens = 8;
 static_assert(kMaxTokens <= kWarps, "a warp adds one token to the residual");
+static_assert(kThreads == kRowThreads, "a CTA holds a row");
 
 struct GemvPart {
   const uint8_t* data;
@@ -41,6 +45,10 @@ struct GemvArgs {
   const int* rows;
   int last_row;
   bool staged;  // x fits into shared memory
+  // Where from.x, and then staged: instead of x, made from this; inverse: of the input's copies, as in MatrixInput.
+  RowSource from;
+  const int* inverse[MatrixInput::kMaxPerms];
+  bool late;  // the next kernel starts when what this one waits for is complete, so that it need not wait for that
   // Factor of every output: 1 / sqrt(mean of squares + eps), from the partial sums of squares [token][squares_count]; null = 1.
   const float* squares;
   int squares_count;
@@ -127,32 +135,48 @@ __device__ __forceinline__ void load_owned(const GemvArgs& A, const GemvShared& 
   }
 }
 
-// What earlier kernels wrote: activations, old residuals, the factors of the norm. Every first load before the first use of any: one trip
-// to the L2 cache, not one after the other. The factors are read after the barrier of the first flush.
-template <bool STAGED>
-__device__ __forceinline__ void load_inputs(const GemvArgs& A, const GemvShared& S, int block, int warp, int lane) {
-  const int M = A.tokens;
-  auto row_of = [&](int m) { return A.rows ? min(max(__ldcg(A.rows + m), 0), A.last_row) : m; };
-  float part_squares[5];
-  const bool counts = A.squares && warp < M;
-  const float* const squares = counts ? A.squares + static_cast<size_t>(row_of(warp)) * A.squares_count : nullptr;
-#pragma unroll
-  for (int i = 0; i < 5; i++) part_squares[i] = counts && lane + 32 * i < A.squares_count ? __ldcg(squares + lane + 32 * i) : 0.f;
-  if (A.epilogue == kResidual && warp < M) {
-    for (int i = lane; i < S.owned; i += 32) {
-      const int column = (block + (i >> 4) * A.grid) * 16 + (i & 15);
-      if (column < A.part[0].outputs)
-        S.kept[warp * S.owned + i] = __ldcg(A.residual + static_cast<size_t>(warp) * A.residual_stride + column);
-    }
+__device__ __forceinline__ int row_of(const GemvArgs& A, int m) { return A.rows ? min(max(__ldcg(A.rows + m), 0), A.last_row) : m; }
+__device__ __forceinline__ int input_perms(const GemvArgs& A) {
+  int perms = 0;
+  for (int p = 0; p < A.num_parts; p++) perms = max(perms, A.part[p].perm + 1);
+  return perms;
+}
+
+// The staged activations, as earlier kernels wrote them or from their rows. before: what needs no earlier kernel.
+struct StagedInput {
+  static __device__ __forceinline__ void clear(const GemvArgs& A, const GemvShared& S) {
+    const int vectors = input_perms(A) * A.tokens * A.x_stride / 8;
+    for (int v = threadIdx.x; v < vectors; v += kThreads) reinterpret_cast<uint4*>(S.xs)[v] = make_uint4(0, 0, 0, 0);
   }
-  if constexpr (STAGED) {
-    int rows = 0;
-    for (int p = 0; p < A.num_parts; p++) rows = max(rows, A.part[p].perm + 1);
-    rows *= M;
-    const int vectors = A.x_stride / 8;
+  __device__ __forceinline__ void before(const GemvArgs& A, const GemvShared& S) const {
+    if (!A.from.x) return;
+    clear(A, S);
+    const auto touch = [&](const void* p) {  // into the cache
+      [[maybe_unused]] uint32_t none;
+      if (p)
+        for (int i = Row::place(0); i < A.from.norm.width; i += 4 * kThreads)
+          asm volatile("ld.global.nc.u32 %0,[%1];" : "=r"(none) : "l"(static_cast<const uint32_t*>(p) + i));
+    };
+    touch(A.from.norm.weight), touch(A.from.norm.bias), touch(A.from.post_norm);
+    for (int p = 0; p < MatrixInput::kMaxPerms; p++) touch(A.inverse[p]);
+  }
+  __device__ __forceinline__ void operator()(const GemvArgs& A, const GemvShared& S, int block) const {
+    const int M = A.tokens, perms = input_perms(A);
+    if (A.from.x) {
+      auto& sums = *reinterpret_cast<RowSums*>(S.partial);
+      Row row;
+      for (int m = 0; m < M; m++) {
+        row.load<false>(A.from, row_of(A, m), A.from.to && block == 0, sums);
+        row.norm<false>(A.from.norm, nullptr, sums, [&](int i, float4 v) {
+          put_input(S.xs + m * A.x_stride, M * A.x_stride, perms, A.inverse, i, A.from.norm.width, v);
+        });
+      }
+      return;
+    }
+    const int rows = perms * M, vectors = A.x_stride / 8;
     for (int r = 0; r < rows; r++) {
       const auto* from = reinterpret_cast<const uint4*>(A.x + static_cast<size_t>(r / M) * A.x_perm_stride +
-                                                        static_cast<size_t>(row_of(r % M)) * A.x_stride);
+                                                        static_cast<size_t>(row_of(A, r % M)) * A.x_stride);
       auto* to = reinterpret_cast<uint4*>(S.xs + r * A.x_stride);
       for (int v = threadIdx.x; v < vectors; v += 4 * kThreads) {
         uint4 x4[4];
@@ -165,6 +189,26 @@ __device__ __forceinline__ void load_inputs(const GemvArgs& A, const GemvShared&
       }
     }
   }
+};
+
+// What earlier kernels wrote: activations, old residuals, the factors of the norm. Every first load before the first use of any: one trip
+// to the L2 cache, not one after the other. The factors are read after the barrier of the first flush.
+template <bool STAGED, class Input>
+__device__ __forceinline__ void load_inputs(const GemvArgs& A, const GemvShared& S, int block, int warp, int lane, const Input& input) {
+  const int M = A.tokens;
+  float part_squares[5];
+  const bool counts = A.squares && warp < M;
+  const float* const squares = counts ? A.squares + static_cast<size_t>(row_of(A, warp)) * A.squares_count : nullptr;
+#pragma unroll
+  for (int i = 0; i < 5; i++) part_squares[i] = counts && lane + 32 * i < A.squares_count ? __ldcg(squares + lane + 32 * i) : 0.f;
+  if (A.epilogue == kResidual && warp < M) {
+    for (int i = lane; i < S.owned; i += 32) {
+      const int column = (block + (i >> 4) * A.grid) * 16 + (i & 15);
+      if (column < A.part[0].outputs)
+        S.kept[warp * S.owned + i] = __ldcg(A.residual + static_cast<size_t>(warp) * A.residual_stride + column);
+    }
+  }
+  if constexpr (STAGED) input(A, S, block);
   if (warp < M) {
     float f0 = 1.f;
     if (A.squares) {
@@ -279,9 +323,9 @@ __device__ __forceinline__ void multiply(const GemvArgs& A, const GemvShared& S,
 }
 
 // A CTA's whole share of a product, as one of the grid's A.grid CTAs. shared: its dynamic shared memory. wait: called when everything that
-// no earlier kernel writes is under way; what follows it may read what they wrote.
-template <int PATH, bool STAGED, class Wait>
-__device__ __forceinline__ void run_gemv(const GemvArgs& A, uint8_t* shared, int block, Wait wait) {
+// no earlier kernel writes is under way; what follows it may read what they wrote. input: puts the staged activations in their place.
+template <int PATH, bool STAGED, class Wait, class Input>
+__device__ __forceinline__ void run_gemv(const GemvArgs& A, uint8_t* shared, int block, Wait wait, const Input& input) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   constexpr int kStages = stages_of(PATH);
   uint8_t* const image = shared + kStages * kWarps * kSlot;
@@ -293,6 +337,7 @@ __device__ __forceinline__ void run_gemv(const GemvArgs& A, uint8_t* shared, int
   for (int i = threadIdx.x; i < image_size / 16; i += kThreads)
     reinterpret_cast<uint4*>(image)[i] = __ldg(reinterpret_cast<const uint4*>(A.image) + i);
   load_owned(A, S, block);
+  if constexpr (STAGED) input.before(A, S);
   if constexpr (PATH == kBulk) {
     if (threadIdx.x == 0) {
       for (int i = 0; i < kWarps * kStages; i++) barrier_init(bars + i, 1);
@@ -338,7 +383,7 @@ __device__ __forceinline__ void run_gemv(const GemvArgs& A, uint8_t* shared, int
   if (PATH != kBulk || lane == 0)
     for (int i = 0; i < kStages; i++) fetch();
   wait();
-  load_inputs<STAGED>(A, S, block, warp, lane);
+  load_inputs<STAGED>(A, S, block, warp, lane, input);
   if constexpr (STAGED) __syncthreads();
   multiply<PATH, STAGED>(A, S, ring, block, warp, lane, fetch);
 }
@@ -347,10 +392,12 @@ __device__ __forceinline__ void run_gemv(const GemvArgs& A, uint8_t* shared, int
 template <int PATH, bool STAGED>
 __global__ void __launch_bounds__(kThreads, 1) gemv(const __grid_constant__ GemvArgs A) {
   extern __shared__ __align__(128) uint8_t shared[];
-  run_gemv<PATH, STAGED>(A, shared, blockIdx.x, [] {
-    pdl_launch_dependents();
+  const auto wait = [&] {
+    if (!A.late) pdl_launch_dependents();
     pdl_wait();
-  });
+    if (A.late) pdl_launch_dependents();
+  };
+  run_gemv<PATH, STAGED>(A, shared, blockIdx.x, wait, StagedInput());
 }
 
 }  // namespace exl2nb

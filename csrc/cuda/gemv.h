@@ -16,6 +16,8 @@ void set_input(MatrixInput& in, const uint8_t* head, const uint8_t* blob, half* 
 int gemv_grid(const GemvArgs& a, Epilogue e);
 // Sets what says how at most eight tokens are shared out among CTAs: epilogue, grid, flush. Returns the bytes of the staged activations.
 int gemv_share(GemvArgs& a, Epilogue e);
+// Whether the product may make its inputs from rows of `width` numbers (GemvArgs::from) itself.
+bool gemv_makes(GemvArgs a, Epilogue e, int width);
 int num_sms();
 int gemv_path();
 // Any number of tokens, eight per launch.

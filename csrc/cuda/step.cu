@@ -47,7 +47,7 @@ struct Room {
   }
 };
 struct Layout {
-  size_t residual, normed, qkv, act[2], sum, squares, attention, routed, bytes, attention_bytes;
+  size_t residual[2], normed, qkv, act[2], sum, squares, attention, routed, bytes, attention_bytes;
 };
 
 size_t input_bytes(const Weight& w, int tokens) { return static_cast<size_t>(w.perms()) * input_stride(w.header()) * tokens * 2; }
@@ -87,7 +87,8 @@ std::string plan(const int64_t* code, int64_t words, int tokens, Layout& layout,
         break;
       case kRouted:
         normed = std::max(normed, input_bytes(Weight(w[3]), tokens));
-        routed = std::max(routed, routed_bytes(w, Weight(w[3]).header().N, tokens, static_cast<int>(H)));
+        routed = std::max(routed, routed_bytes(w, Weight(w[3]).header().N, tokens));
+        summed |= w[14] != 0;
         break;
       case kHead:
         normed = std::max(normed, input_bytes(Weight(w[3]), tokens));
@@ -102,7 +103,7 @@ std::string plan(const int64_t* code, int64_t words, int tokens, Layout& layout,
   }
   if (!vocab) return "a program starts with embed and ends with norm_head";
   Room room;
-  layout.residual = room.take(static_cast<size_t>(tokens) * H * 4);
+  for (size_t& at : layout.residual) at = room.take(static_cast<size_t>(tokens) * H * 4);
   layout.normed = room.take(normed);
   layout.qkv = room.take(qkv);
   for (int i = 0; i < 2; i++) layout.act[i] = room.take(act[i]);
@@ -154,7 +155,9 @@ class Walker {
  private:
   enum Ready { kNothing, kNormed, kUnscaled };  // what lies in the buffer of normed inputs
 
-  float* residual() const { return reinterpret_cast<float*>(base_ + at_.residual); }
+  float* residual() const { return reinterpret_cast<float*>(base_ + at_.residual[side_]); }
+  float* other_residual() { return reinterpret_cast<float*>(base_ + at_.residual[side_ ^= 1]); }
+  float* sum() const { return reinterpret_cast<float*>(base_ + at_.sum); }
   MatrixInput input(const Weight& w, size_t at) const {
     MatrixInput in;
     set_input(in, w.head, w.blob, reinterpret_cast<half*>(base_ + at), s_.capacity);
@@ -174,22 +177,52 @@ class Walker {
     a.tokens = s_.tokens, a.x = in.x, a.x_stride = in.stride, a.x_perm_stride = in.perm_stride, a.scale = 1.f;
     return a;
   }
-  // The input of a QKV or GATE_UP op, made now where the kernels before have not.
-  const char* normed_input(const int64_t* w, const Weight& weight, GemvArgs& a) {
-    const MatrixInput in = input(weight, at_.normed);
-    const NormArgs n = norm_of(w);
-    if (ready_ == kNothing)
-      if (const char* wrong = prepare_launch({residual(), nullptr, s_.tokens, n, in}, s_.tokens, stream_, pdl_)) return wrong;
-    a = matrix(weight, in);
-    scale_by_norm(a, n);
-    return nullptr;
+  // The residual's rows on their way into a matrix, what is still to be added to them included.
+  RowSource rows(const NormArgs& n) const {
+    RowSource r = added_;
+    r.x = residual(), r.norm = n, r.norm.width = H_;
+    return r;
   }
-  // Where the kernel before has only multiplied by the norm's weights.
-  void scale_by_norm(GemvArgs& a, const NormArgs& n) const {
+  // A kernel that makes rows, all or the wanted ones, and adds what is to be added to all of them.
+  const char* make_rows(const NormArgs& n, const MatrixInput& to, bool wanted = false) {
+    RowSource from = rows(n);
+    if (from.y) from.to = other_residual();
+    added_ = {};
+    return rows_launch({from, wanted ? s_.logit_rows : nullptr, s_.tokens, to}, wanted ? s_.logit_count : s_.tokens, stream_, pdl_);
+  }
+  // What the op at w makes of its normed input.
+  static Epilogue epilogue_of(const int64_t* w) { return w[0] == kGateUp ? kActivation : kStore; }
+  // The op's product without what it writes.
+  GemvArgs product(const int64_t* w) const {
+    const Weight weight(w[3]);
+    GemvArgs a = matrix(weight, input(weight, at_.normed));
+    a.gated = w[0] == kGateUp && w[8] != 0;
+    if (w[0] == kGateUp) a.next = input(Weight(reader(w, end_, w[9])[1]), at_.act[w[9]]);
+    if (w[0] == kHead) a.tokens = s_.logit_count;
+    return a;
+  }
+  bool makes(const int64_t* w) const { return gemv_makes(product(w), epilogue_of(w), H_); }
+  // The product of a QKV, GATE_UP, ROUTED or HEAD op with its normed input, which the kernel before has left, or a kernel makes now, or the
+  // product itself.
+  const char* normed_product(const int64_t* w, GemvArgs& a) {
+    const NormArgs n = norm_of(w);
+    const bool head = w[0] == kHead;
+    const MatrixInput in = input(Weight(w[3]), at_.normed);
+    a = product(w);
     if (ready_ == kUnscaled) {
       a.squares = reinterpret_cast<const float*>(base_ + at_.squares);
       a.squares_count = squares_, a.inverse_width = 1.f / static_cast<float>(H_), a.eps = n.eps;
+    } else if (ready_ == kNothing && makes(w)) {
+      a.from = rows(n);
+      std::copy(std::begin(in.inverse), std::end(in.inverse), a.inverse);
+      if (added_.y && !head) a.from.to = other_residual();
+      added_ = {};
+    } else if (ready_ == kNothing || head) {
+      if (const char* wrong = make_rows(n, in, head)) return wrong;
+      return nullptr;
     }
+    if (head) a.rows = s_.logit_rows, a.last_row = s_.tokens - 1;
+    return nullptr;
   }
 
   const char* embed(const int64_t* w) {
@@ -207,9 +240,8 @@ class Walker {
 
   const char* qkv(const int64_t* w) {
     GemvArgs a;
-    const Weight weight(w[3]);
-    if (const char* wrong = normed_input(w, weight, a)) return wrong;
-    a.out = reinterpret_cast<float*>(base_ + at_.qkv), a.out_stride = weight.header().N, a.bias = address<float>(w[4]);
+    if (const char* wrong = normed_product(w, a)) return wrong;
+    a.out = reinterpret_cast<float*>(base_ + at_.qkv), a.out_stride = Weight(w[3]).header().N, a.bias = address<float>(w[4]);
     last_qkv_ = w;
     ready_ = kNothing;
     return gemv_launch(a, kStore, stream_, pdl_);
@@ -243,70 +275,71 @@ class Walker {
     a.bias = address<float>(w[2]);
     ready_ = kNothing;
     if (w[3]) {  // a norm of what is added
-      auto* sum = reinterpret_cast<float*>(base_ + at_.sum);
-      a.out = sum, a.out_stride = H_;
+      a.out = sum(), a.out_stride = H_;
       if (const char* wrong = gemv_launch(a, kStore, stream_, pdl_)) return wrong;
-      CombineArgs c{};
-      c.x = residual(), c.y = sum, c.pairs = 1, c.width = H_;
-      c.post_norm = address<float>(w[3]), c.post_eps = real(w[4]), c.scale = real(w[5]);
-      const int64_t* next = w + kWords[kAdd];
-      if (next < end_ && (next[0] == kQkv || next[0] == kGateUp || next[0] == kRouted)) {
-        c.next = input(Weight(next[3]), at_.normed), c.norm = norm_of(next);
-        ready_ = kNormed;
-      }
-      return combine_launch(c, s_.tokens, stream_, pdl_);
+      return add_sum(w + kWords[kAdd], w[3], w[4], w[5]);
     }
     a.residual = residual(), a.residual_stride = H_, a.scale = real(w[5]);
-    const int64_t* next = w + kWords[kAdd];
-    if (next < end_ && next[0] != kAttention && next[0] != kAdd) {
-      const NormArgs n = norm_of(next);
-      if (n.kind == kRmsNorm && !n.bias) {
-        a.next = input(Weight(next[3]), at_.normed), a.next_norm = n.weight;
-        a.next_squares = reinterpret_cast<float*>(base_ + at_.squares);
-        squares_ = gemv_grid(a, kResidual);
-        ready_ = kUnscaled;
-      }
-    }
+    lead_on(a, w + kWords[kAdd]);
     return gemv_launch(a, kResidual, stream_, pdl_);
+  }
+
+  // Where a product that adds to the residual can also write the input of the op at `next`: its norm's weights and squares.
+  void lead_on(GemvArgs& a, const int64_t* next) {
+    if (next >= end_ || next[0] == kAttention || next[0] == kAdd) return;
+    const NormArgs n = norm_of(next);
+    if (n.kind != kRmsNorm || n.bias) return;
+    a.next = input(Weight(next[3]), at_.normed), a.next_norm = n.weight;
+    a.next_squares = reinterpret_cast<float*>(base_ + at_.squares);
+    squares_ = gemv_grid(a, kResidual);
+    ready_ = kUnscaled;
+  }
+  // residual += scale * norm(sum): the op at `next` does it where it can.
+  const char* add_sum(const int64_t* next, int64_t weight, int64_t eps, int64_t scale) {
+    added_ = {nullptr, sum(), nullptr, address<float>(weight), real(eps), real(scale), {}};
+    ready_ = kNothing;
+    const bool reads = next < end_ && (next[0] == kQkv || next[0] == kGateUp || next[0] == kHead);
+    if (reads && (makes(next) || next[0] == kHead)) return nullptr;
+    if (!reads && !(next < end_ && next[0] == kRouted)) return make_rows({}, {});
+    ready_ = kNormed;
+    return make_rows(norm_of(next), input(Weight(next[3]), at_.normed));
   }
 
   const char* gate_up(const int64_t* w) {
     GemvArgs a;
-    if (const char* wrong = normed_input(w, Weight(w[3]), a)) return wrong;
+    if (const char* wrong = normed_product(w, a)) return wrong;
     ready_ = kNothing;
-    a.bias = address<float>(w[4]), a.activation = static_cast<int>(w[5]), a.gated = w[8] != 0;
-    a.next = input(Weight(reader(w, end_, w[9])[1]), at_.act[w[9]]);
+    a.bias = address<float>(w[4]), a.activation = static_cast<int>(w[5]);
     return gemv_launch(a, kActivation, stream_, pdl_);
   }
 
   const char* routed(const int64_t* w) {
     GemvArgs a;
-    const Weight router(w[3]);
-    if (const char* wrong = normed_input(w, router, a)) return wrong;
+    if (const char* wrong = normed_product(w, a)) return wrong;
     uint8_t* const room = base_ + at_.routed;
-    a.out = reinterpret_cast<float*>(room), a.out_stride = router.header().N;
-    if (const char* wrong = gemv_launch(a, kStore, stream_, pdl_)) return wrong;
     const int64_t* next = w + kWords[kRouted];
-    const bool follows = next < end_ && next[0] == kQkv;
-    ready_ = follows ? kNormed : kNothing;
-    return routed_launch(w, a, room, s_.capacity, residual(), H_, follows ? norm_of(next) : NormArgs{},
-                         follows ? input(Weight(next[3]), at_.normed) : MatrixInput{}, stream_, pdl_);
+    a.out = reinterpret_cast<float*>(room), a.out_stride = Weight(w[3]).header().N;
+    a.late = true;  // so that the experts' kernels may read the residual, and the second one the choice, while this one works
+    if (const char* wrong = gemv_launch(a, kStore, stream_, pdl_)) return wrong;
+    ready_ = kNothing;
+    const RowSource from = rows(norm_of(w));
+    GemvArgs d = routed_down(w);
+    if (w[14]) {
+      d.epilogue = kStore, d.out = sum(), d.out_stride = H_;
+    } else {
+      d.epilogue = kResidual, d.residual = residual(), d.residual_stride = H_, d.scale = real(w[16]);
+      lead_on(d, next);
+    }
+    if (const char* wrong = routed_launch(w, from, a, d, s_.capacity, stream_, pdl_)) return wrong;
+    return w[14] ? add_sum(next, w[14], w[15], w[16]) : nullptr;
   }
 
   const char* head(const int64_t* w) {
-    const Weight weight(w[3]);
     if (s_.logit_count == 0) return nullptr;
-    const MatrixInput in = input(weight, at_.normed);
-    const NormArgs n = norm_of(w);
-    GemvArgs a = matrix(weight, in);
-    if (ready_ == kUnscaled) {
-      a.rows = s_.logit_rows, a.last_row = s_.tokens - 1;
-      scale_by_norm(a, n);
-    } else if (const char* wrong = prepare_launch({residual(), s_.logit_rows, s_.tokens, n, in}, s_.logit_count, stream_, pdl_)) {
-      return wrong;
-    }
-    a.tokens = s_.logit_count, a.bias = address<float>(w[4]);
-    a.out = s_.logits, a.out_stride = weight.header().N;
+    GemvArgs a;
+    if (const char* wrong = normed_product(w, a)) return wrong;
+    a.bias = address<float>(w[4]);
+    a.out = s_.logits, a.out_stride = Weight(w[3]).header().N;
     return gemv_launch(a, kStore, stream_, pdl_);
   }
 
@@ -318,7 +351,8 @@ class Walker {
   cudaStream_t stream_;
   bool pdl_;
   Ready ready_ = kNothing;
-  int squares_ = 0;
+  RowSource added_{};  // y and what belongs to it: not yet added to the residual
+  int squares_ = 0, side_ = 0;
   const int64_t* last_qkv_ = nullptr;
 };
 
@@ -357,7 +391,9 @@ const char* linear_launch(const uint8_t* head, const uint8_t* blob, const float*
   const int T = static_cast<int>(tokens);
   MatrixInput in;
   set_input(in, head, blob, static_cast<half*>(workspace), T);
-  if (const char* wrong = prepare_launch({x, nullptr, T, {kNoNorm, h.K, 0.f, nullptr, nullptr}, in}, T, queue, false)) return wrong;
+  RowsArgs rows{{}, nullptr, T, in};
+  rows.from.x = x, rows.from.norm.width = h.K;
+  if (const char* wrong = rows_launch(rows, T, queue, false)) return wrong;
   GemvArgs a{};
   set_weights(a, head, blob);
   a.tokens = T, a.x = in.x, a.x_stride = in.stride, a.x_perm_stride = in.perm_stride;
