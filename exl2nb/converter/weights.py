@@ -14,6 +14,7 @@ from exl2nb.model.layout import Linear, accepted, end_vectors, head_linear, laye
 from exl2nb.model.store import Store
 
 _EDGE_BYTES = 1 << 20
+_PINNED_BYTES = 1 << 30  # at most, through which files go to a GPU
 
 
 class DenseWeights:
@@ -36,6 +37,7 @@ class DenseWeights:
             raise ConversionError(f"{store.directory}: found a GPTQ model, expected a dense one; convert the model it was made from")
         self.config, self.store, self.device = config, store, torch.device(device)
         self._last: tuple[int, dict[str, Tensor]] | None = None
+        self._through: Tensor | None = None
         for linear in linears(config):
             self._check(self._weight_name(linear), linear.shape)
             if linear.bias:
@@ -102,7 +104,14 @@ class DenseWeights:
             raise FormatError(f"{info.path}: tensor {name!r}: found {info.dtype} {info.shape}, expected fp16, bf16 or fp32 {shape}")
 
     def _read(self, name: str) -> Tensor:
-        tensor = self.store.read(name).to(self.device)
+        tensor = self.store.read(name, into=self._pinned()).to(self.device)
         if not torch.isfinite(tensor).all():
             raise FormatError(f"{self.store.info(name).path}: tensor {name!r}: found NaN or infinity, expected finite weights")
         return tensor
+
+    def _pinned(self) -> Tensor | None:
+        """Memory from which a GPU fetches by itself, for the largest tensor; None on the CPU, where every tensor has its own."""
+        if self.device.type == "cuda" and self._through is None:
+            largest = max(self.store.info(self._weight_name(linear)).nbytes for linear in linears(self.config))
+            self._through = torch.empty(min(largest, _PINNED_BYTES), dtype=torch.uint8, pin_memory=True)
+        return self._through

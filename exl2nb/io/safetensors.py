@@ -66,12 +66,13 @@ class SafetensorsFile:
             raise FormatError(f"{self.path}: tensor {name!r}: found none of that name among {len(self._infos)}, expected one")
         return self._infos[name]
 
-    def read(self, name: str, *, rows: tuple[int, int] | None = None) -> Tensor:
+    def read(self, name: str, *, rows: tuple[int, int] | None = None, into: Tensor | None = None) -> Tensor:
         """Copy one tensor into memory: a contiguous CPU tensor of the file's dtype and shape.
 
         Args:
             name: of the tensor.
             rows: first and last + 1 of the rows (of the first dimension) wanted; None for all.
+            into: uint8 `(n,)` on the CPU; where it has room the result is a view of it, so that memory need not be made for every tensor.
 
         The data is read, not mapped: a file cut short while it is open gives a FormatError, where a map would end the process.
 
@@ -87,7 +88,7 @@ class SafetensorsFile:
             start += rows[0] * (info.nbytes // max(shape[0], 1))
             shape = (rows[1] - rows[0], *shape[1:])
         nbytes = math.prod(shape) * info.dtype.itemsize
-        raw = torch.empty(nbytes, dtype=torch.uint8)
+        raw = torch.empty(nbytes, dtype=torch.uint8) if into is None or into.shape[0] < nbytes else into[:nbytes]
         view, done = raw.numpy().data, 0
         while done < nbytes:
             count = os.preadv(self._descriptor, [view[done : done + _PIECE_BYTES]], start + done)

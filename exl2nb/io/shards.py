@@ -69,13 +69,13 @@ class TensorStore:
         """
         return self._file(name).info(name)
 
-    def read(self, name: str, *, rows: tuple[int, int] | None = None) -> Tensor:
+    def read(self, name: str, *, rows: tuple[int, int] | None = None, into: Tensor | None = None) -> Tensor:
         """Copy one tensor into memory (see SafetensorsFile.read).
 
         Raises:
             FormatError: the model has no such tensor, or its file was cut short.
         """
-        return self._file(name).read(name, rows=rows)
+        return self._file(name).read(name, rows=rows, into=into)
 
     def close(self) -> None:
         """Close all files; reading afterwards is an error."""

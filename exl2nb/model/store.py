@@ -101,12 +101,12 @@ class ModelStore:
         info = self._store.info(piece.source)
         return info if piece.shape is None else dataclasses.replace(info, name=name, shape=piece.shape)
 
-    def read(self, name: str, *, rows: tuple[int, int] | None = None) -> Tensor:
-        """Copy one tensor into memory, or its rows from the first to the last + 1 of `rows`."""
+    def read(self, name: str, *, rows: tuple[int, int] | None = None, into: Tensor | None = None) -> Tensor:
+        """Copy one tensor into memory, or its rows from the first to the last + 1 of `rows`; `into` as of SafetensorsFile.read."""
         piece = self._pieces.get(name)
         if piece is None or (piece.cut is None and piece.rows is None):
-            return self._store.read(name if piece is None else piece.source, rows=rows)
-        tensor = self._store.read(piece.source, rows=piece.rows)
+            return self._store.read(name if piece is None else piece.source, rows=rows, into=into)
+        tensor = self._store.read(piece.source, rows=piece.rows, into=into)
         tensor = tensor if piece.cut is None else piece.cut(tensor).contiguous()
         return tensor if rows is None else tensor[rows[0] : rows[1]]
 

@@ -156,6 +156,18 @@ def test_not_a_file(tmp_path):
         SafetensorsFile(tmp_path / "e.safetensors")
 
 
+def test_read_into_memory_that_is_there(tmp_path):
+    save(tmp_path / "a.safetensors", tensors())
+    memory = torch.full((30,), 255, dtype=torch.uint8)  # the bytes of `w`; `words` is larger
+    with SafetensorsFile(tmp_path / "a.safetensors") as file:
+        for name, wanted in tensors().items():
+            found = file.read(name, into=memory)
+            torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+            assert (found.data_ptr() == memory.data_ptr()) == (0 < wanted.nbytes <= 30)
+        rows = file.read("words", rows=(1, 3), into=memory)
+        assert torch.equal(rows, tensors()["words"][1:3]) and rows.data_ptr() == memory.data_ptr()
+
+
 def test_padded_header_and_any_key_order_are_fine(tmp_path):
     header = json.dumps({"z": entry(offsets=(8, 16)), "a": entry(offsets=(0, 8))}).encode() + b"   "
     file = SafetensorsFile(write(tmp_path / "x.safetensors", header, bytes(16)))
