@@ -1,10 +1,12 @@
 """Decode speed of every architecture beside Llama at equal bytes: random 4-bit weights, what a token reads made equal by the MLP's width.
 
     python benchmarks/architectures.py --threads 1 [--only gemma2 mixtral] [--device cuda --hidden 2048 --layers 16]
+    python benchmarks/architectures.py --device cuda --real --layers 2
 
 For each architecture a normal EXL2 directory is written and loaded, and decodes in turns with Llama through `llm.generate`. Prints a line
 each: MB a token reads, ms a token, and tok/s relative to Llama's (times the bytes' ratio, which rounding leaves a few per cent from 1). The
-median of the turns' ratios; 0.80 is what the project asks of itself.
+median of the turns' ratios; 0.80 is what the project asks of itself. With --real each has the widths of a published model (few layers, a
+small vocabulary), and its Llama the same attention, layers and bytes.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +57,50 @@ EXPERTS: dict[str, Callable[[int], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def raw_config(name: str, hidden: int, layers: int, inner: int) -> dict[str, Any]:
-    """A config.json of architecture `name` whose tokens pass MLPs of `inner` altogether."""
-    heads = hidden // 64
-    sizes = {"hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads, "head_dim": 64, "intermediate_size": inner}
-    sizes["num_key_value_heads"] = KV_HEADS.get(name, lambda heads: heads // 4)(heads)
-    decoder = {**EVERY, **sizes, **EXPERTS.get(name, lambda _: {})(inner)}
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Of a model. inner: width of the MLPs that a token passes, altogether; other: keys of its own."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    inner: int
+    head_dim: int = 64
+    layers: int = 2
+    other: dict[str, Any] = field(default_factory=dict)
+
+
+REAL = {
+    "MixtralForCausalLM": Sizes(hidden=4096, heads=32, kv_heads=8, head_dim=128, inner=28672),  # Mixtral 8x7B
+    "Qwen3MoeForCausalLM": Sizes(hidden=2048, heads=32, kv_heads=4, head_dim=128, inner=6144, other={"num_experts": 128}),  # Qwen3 30B A3B
+    "Qwen2MoeForCausalLM": Sizes(hidden=2048, heads=16, kv_heads=16, head_dim=128, inner=11264, other={"num_experts": 60}),  # Qwen1.5 MoE
+    "DbrxForCausalLM": Sizes(hidden=6144, heads=48, kv_heads=8, head_dim=128, inner=43008),
+    "Starcoder2ForCausalLM": Sizes(hidden=4608, heads=36, kv_heads=4, head_dim=128, inner=18432),  # StarCoder2 7B
+    "CohereForCausalLM": Sizes(hidden=4096, heads=32, kv_heads=8, head_dim=128, inner=14336),  # Aya 8B
+    "Gemma2ForCausalLM": Sizes(hidden=3584, heads=16, kv_heads=8, head_dim=256, inner=14336),  # Gemma 2 9B
+    "Olmo2ForCausalLM": Sizes(hidden=4096, heads=32, kv_heads=32, head_dim=128, inner=11008),  # OLMo 2 7B
+    "Glm4ForCausalLM": Sizes(hidden=4096, heads=32, kv_heads=2, head_dim=128, inner=13696),  # GLM 4 9B
+    "GPT2LMHeadModel": Sizes(hidden=1600, heads=25, kv_heads=25, inner=6400),  # GPT-2 XL
+}
+
+
+def raw_config(name: str, sizes: Sizes) -> dict[str, Any]:
+    """A config.json of architecture `name`."""
+    plain = {
+        "hidden_size": sizes.hidden, "num_hidden_layers": sizes.layers, "num_attention_heads": sizes.heads, "head_dim": sizes.head_dim,
+        "num_key_value_heads": sizes.kv_heads, "intermediate_size": sizes.inner,
+    }  # fmt: skip
+    decoder = {**EVERY, **plain, **EXPERTS.get(name, lambda _: {})(sizes.inner), **sizes.other}
     architecture = ARCHS[name]
     nested = {architecture.text_key: decoder} if architecture.text_key else decoder
     quantization = {"quant_method": "exl2", "version": "0.3.2", "bits": 4.0, "head_bits": 4}
     return {"architectures": [name], "model_type": architecture.model_type, **nested, "quantization_config": quantization}
+
+
+def square(name: str, hidden: int, layers: int) -> Sizes:
+    """Sizes of architecture `name` with four query heads per KV head of 64, unless it has them otherwise."""
+    heads = hidden // 64
+    return Sizes(hidden=hidden, heads=heads, kv_heads=KV_HEADS.get(name, lambda heads: heads // 4)(heads), inner=3 * hidden, layers=layers)
 
 
 def weights_per_token(config: ModelConfig) -> int:
@@ -77,11 +114,11 @@ def weights_per_token(config: ModelConfig) -> int:
     return total
 
 
-def equal(name: str, hidden: int, layers: int, target: int) -> dict[str, Any]:
-    """The config of architecture `name` whose tokens visit about `target` weights."""
+def equal(name: str, sizes: Sizes, target: int) -> dict[str, Any]:
+    """The config of architecture `name` whose tokens visit about `target` weights: `sizes` but for the MLP's width."""
     step = 256  # experts an eighth as wide are still a multiple of 32
-    narrow, wide = (weights_per_token(parse_config(raw_config(name, hidden, layers, inner))) for inner in (step, 2 * step))
-    return raw_config(name, hidden, layers, step * max(1, round(1 + (target - narrow) / (wide - narrow))))
+    narrow, wide = (weights_per_token(parse_config(raw_config(name, replace(sizes, inner=inner)))) for inner in (step, 2 * step))
+    return raw_config(name, replace(sizes, inner=step * max(1, round(1 + (target - narrow) / (wide - narrow)))))
 
 
 def write(raw: dict[str, Any], out: Path) -> Path:
@@ -129,28 +166,39 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--real", action="store_true", help="widths of published models in place of --hidden")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", nargs="*", default=[], help="parts of class names; all")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    llama = raw_config(LLAMA, args.hidden, args.layers, 3 * args.hidden)
+    print(f"{args.device}, {args.threads} threads, {args.layers} layers, {'real widths' if args.real else f'hidden {args.hidden}'}, 4 bits")
+    wanted = [name for name in ARCHS if not args.only or any(part.lower() in name.lower() for part in args.only)]
+    if args.real:
+        for name in wanted:
+            if name in REAL:
+                mine = raw_config(name, replace(REAL[name], layers=args.layers))
+                llama = equal(LLAMA, replace(REAL[name], layers=args.layers, other={}), weights_per_token(parse_config(mine)))
+                with loaded(llama, args.device) as base:
+                    beside(base, name, mine, args)
+        return
+    llama = raw_config(LLAMA, square(LLAMA, args.hidden, args.layers))
     target = weights_per_token(parse_config(llama))
-    print(
-        f"{args.device}, {args.threads} threads, hidden {args.hidden}, {args.layers} layers, {target / 1e6:.1f} M weights a token, 4 bits"
-    )
     with loaded(llama, args.device) as base:
-        for name in ARCHS:
-            if args.only and not any(part.lower() in name.lower() for part in args.only):
-                continue
-            with loaded(equal(name, args.hidden, args.layers, target), args.device) as llm:
-                size = llm.model.bytes_per_token / base.model.bytes_per_token
-                turns = [(speed(base, args.tokens), speed(llm, args.tokens)) for _ in range(args.rounds)]
-            ratio = statistics.median(mine / llamas for llamas, mine in turns) * size
-            best = max(mine for _, mine in turns)
-            note = "  below 0.80" if ratio < 0.8 else ""
-            megabytes = size * base.model.bytes_per_token / 1e6
-            print(f"{name:36s} {megabytes:6.1f} MB {1e3 / best:7.2f} ms  {ratio:.2f} of Llama{note}", flush=True)
+        for name in wanted:
+            beside(base, name, equal(name, square(name, args.hidden, args.layers), target), args)
+
+
+def beside(base: ex.LLM, name: str, raw: dict[str, Any], args: argparse.Namespace) -> None:
+    """Measure a config in turns with `base` and print its line."""
+    with loaded(raw, args.device) as llm:
+        size = llm.model.bytes_per_token / base.model.bytes_per_token
+        turns = [(speed(base, args.tokens), speed(llm, args.tokens)) for _ in range(args.rounds)]
+    ratio = statistics.median(mine / llamas for llamas, mine in turns) * size
+    best, llamas = (max(turn[i] for turn in turns) for i in (1, 0))
+    note = "  below 0.80" if ratio < 0.8 else ""
+    megabytes = size * base.model.bytes_per_token / 1e6
+    print(f"{name:36s} {megabytes:6.1f} MB {1e3 / best:7.3f} ms  {ratio:.2f} of Llama ({1e3 / llamas:.3f} ms){note}", flush=True)
 
 
 if __name__ == "__main__":
