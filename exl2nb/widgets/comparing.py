@@ -15,7 +15,6 @@ from exl2nb.widgets.protocol import CellMeasure, CellSpeed, CompareColumn, KlTok
 from exl2nb.widgets.tokens import items_of
 
 MOST_COLUMNS = 8
-TOP = 1
 
 
 @dataclass(frozen=True)
@@ -135,7 +134,7 @@ class Run:
     def _answer(self, cell: int, entrant: Entrant, llm: Any, reference: Any, prompt: str, stop: threading.Event) -> None:
         self._listener.stage(f"{entrant.label}: writing")
         ids: list[int] = []
-        stream = llm.stream(prompt, top_logprobs=TOP, **{**self._settings, **entrant.settings})
+        stream = llm.stream(prompt, **{**self._settings, **entrant.settings})
         watch = _Watch()
         try:
             for chunk in stream:

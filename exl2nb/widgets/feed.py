@@ -18,10 +18,20 @@ class Feed:
 
     A run is opened by `begin`, filled by `add`, closed by `finish`; `snapshot` may come at any time, from any thread. Messages leave under
     the lock, so the browser sees them in the order of their numbers.
+
+    Args:
+        send: takes a message. brief, whole: items as a delta and as a snapshot carry them; as they are, where nothing is said.
     """
 
-    def __init__(self, send: Callable[[Any], None], *, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._send, self._clock = send, clock
+    def __init__(
+        self,
+        send: Callable[[Any], None],
+        *,
+        brief: Callable[[list[Any]], list[Any]] = list,
+        whole: Callable[[list[Any]], list[Any]] = list,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._send, self._brief, self._whole, self._clock = send, brief, whole, clock
         self._lock = threading.Lock()
         self._run, self._seq, self._prompt, self._ended = 0, -1, "", True
         self._items: list[Any] = []
@@ -34,6 +44,12 @@ class Feed:
         """Copy of all items of this run."""
         with self._lock:
             return list(self._items)
+
+    def at(self, run: Any, place: Any) -> Any:
+        """One item of run `run`; None where there is none."""
+        with self._lock:
+            known = run == self._run and isinstance(place, int) and not isinstance(place, bool) and 0 <= place < len(self._items)
+            return self._items[place] if known else None
 
     @property
     def stats(self) -> Stats:
@@ -66,11 +82,23 @@ class Feed:
             if now - self._last_flush >= FLUSH_S:
                 self._flush(now)
 
-    def finish(self, reason: str) -> Stats:
-        """Send what is left and `done`; returns the final numbers."""
+    @property
+    def rest_s(self) -> float:
+        """Seconds until the next delta may leave."""
+        return max(0.0, self._last_flush + FLUSH_S - self._clock())
+
+    def finish(self, reason: str, *, speed: tuple[float, float] | None = None) -> Stats:
+        """Send what is left and `done`; returns the final numbers.
+
+        Args:
+            reason: why the run is over.
+            speed: tokens per second and seconds to the first one, where the source has measured them itself.
+        """
         with self._lock:
             self._flush(self._clock())
-            self._ended = True
+            self._ended, self._items = True, self._whole(self._items)
+            if speed is not None:
+                self._recorded = Stats(n=len(self._items), tps=round(speed[0], 2), ttft_s=round(speed[1], 4))
             stats = self._stats()
             self._send(Done(type="done", run=self._run, seq=self._seq, reason=reason, stats=stats))
             return stats
@@ -82,14 +110,16 @@ class Feed:
             self._send(self._snapshot())
 
     def _snapshot(self) -> Snapshot:
-        return Snapshot(type="snapshot", run=self._run, seq=self._seq, prompt=self._prompt, items=list(self._items), stats=self._stats())
+        return Snapshot(
+            type="snapshot", run=self._run, seq=self._seq, prompt=self._prompt, items=self._whole(self._items), stats=self._stats()
+        )
 
     def _flush(self, now: float) -> None:
         fresh = self._items[self._sent :]
         if not fresh:
             return
         self._seq, self._sent, self._last_flush = self._seq + 1, len(self._items), now
-        self._send(Delta(type="delta", run=self._run, seq=self._seq, items=fresh, stats=self._stats()))
+        self._send(Delta(type="delta", run=self._run, seq=self._seq, items=self._brief(fresh), stats=self._stats()))
 
     def _stats(self) -> Stats:
         if self._recorded is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -18,8 +18,8 @@ from exl2nb.widgets import static
 from exl2nb.widgets.background import Background
 from exl2nb.widgets.base import ExlWidget
 from exl2nb.widgets.feed import Feed
-from exl2nb.widgets.protocol import PlaygroundState, Settings, Stats, Status, TokenItem
-from exl2nb.widgets.tokens import items_of, token_item
+from exl2nb.widgets.protocol import PlaygroundState, Settings, Stats, Status, TokenItem, Tops
+from exl2nb.widgets.tokens import brief_rows, items_of, raw_items, token_item
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -82,7 +82,7 @@ class Playground(ExlWidget):
         if llm is not None and not callable(getattr(llm, "stream", None)):
             raise OptionError(f"Playground: llm is {type(llm).__name__!r}; expected a loaded model, for example exl2nb.load(DIR)")
         self.llm = llm
-        self._feed = Feed(self.send)
+        self._feed = Feed(self.send, brief=brief_rows, whole=items_from)
         super().__init__(**kwargs)
         self._checked_settings()
         with self.hold_sync():
@@ -100,7 +100,7 @@ class Playground(ExlWidget):
     @property
     def tokens(self) -> list[TokenItem]:
         """The tokens so far: text, id, prob, rank and top alternatives of each."""
-        return self._feed.items
+        return items_from(self._feed.items)
 
     def start(self, prompt: str | None = None) -> Playground:
         """Begin to generate and return at once; the text streams into the page.
@@ -128,7 +128,7 @@ class Playground(ExlWidget):
         def work(stop: threading.Event) -> None:
             self._generate(self.llm, stop, str(self._run_prompt), settings)
 
-        self._reason = ""
+        self._reason, self._speed = "", None
         self._background.begin(work, self._end, before=starting)
         return self
 
@@ -155,7 +155,7 @@ class Playground(ExlWidget):
             raise
         finally:
             self._refresh_static()
-        return "".join(item.text for item in self.tokens)
+        return "".join([item.text for item in self._feed.items])
 
     def close(self) -> None:
         """Stop the run and remove the widget from the page."""
@@ -165,15 +165,20 @@ class Playground(ExlWidget):
     def _generate(self, llm: Any, stop: threading.Event, prompt: str, settings: dict[str, Any]) -> None:
         """The worker: everything that happens here reaches the page, errors included."""
         try:
-            self._stream = llm.stream(prompt, top_logprobs=TOP_TOKENS, **settings)
-            for chunk in self._stream:
-                items = items_of(chunk)
-                self._feed.add(items)
-                for item in items:
-                    self._fire("token", item)
-                if stop.is_set():
+            self._stream = stream = llm.stream(prompt, top_logprobs=TOP_TOKENS, **settings)
+            waits = hasattr(stream, "poll")  # the engine's thread writes: until the next frame it need not wake this one for every token
+            for chunk in stream:
+                fresh = raw_items(chunk)
+                self._feed.add(fresh)
+                if self._callbacks.get("token"):
+                    for item in items_from(fresh):
+                        self._fire("token", item)
+                if stop.is_set() or (waits and stop.wait(self._feed.rest_s)):
                     break
-            self._reason = getattr(getattr(self._stream, "completion", None), "finish_reason", "")
+            completion = getattr(stream, "completion", None)
+            self._reason = getattr(completion, "finish_reason", "")
+            timings = getattr(completion, "timings", None)
+            self._speed = None if timings is None else (timings.decode_tok_s, timings.first_token_s)
         finally:
             close = getattr(self._stream, "close", None)
             if callable(close):
@@ -182,10 +187,10 @@ class Playground(ExlWidget):
     def _end(self, status: Status, problem: BaseException | None) -> None:
         reason = self._reason
         if status == "done" and not reason:
-            reason = "length" if len(self._feed.items) >= self.max_tokens else ""
-        stats = self._feed.finish(status if status != "done" else reason or "done")
+            reason = "length" if self._feed.stats["n"] >= self.max_tokens else ""
+        stats = self._feed.finish(status if status != "done" else reason or "done", speed=self._speed)
         with self.hold_sync():
-            self._record(self._feed.items, stats)
+            self._record(self.tokens, stats)
             self.finish_reason = reason
             self.status = status
             if problem is not None:
@@ -239,10 +244,15 @@ class Playground(ExlWidget):
     def _receive_stop(self, _message: Mapping[str, Any]) -> None:
         self.stop()
 
+    def _receive_look_at(self, message: Mapping[str, Any]) -> None:
+        found = self._feed.at(message.get("run"), message.get("at"))
+        if found is not None:
+            self.send(Tops(type="tops", run=message["run"], at=message["at"], top=token_item(found).top or []))
+
     # ---- events ----
 
     def on_token(self, callback: Callable[[TokenItem], Any], remove: bool = False) -> None:
-        """Call `callback(token)` for each token, on the worker thread. An error in it ends the run and shows in the widget."""
+        """Call `callback(token)` for each token, on the worker thread, at most a frame late. An error in it ends the run and shows."""
         self._listen("token", callback, remove)
 
     def on_done(self, callback: Callable[[Playground], Any], remove: bool = False) -> None:
@@ -285,6 +295,11 @@ class Playground(ExlWidget):
 
     def _picture(self) -> bytes | None:
         return static.token_picture(self.tokens) if self.tokens else None
+
+
+def items_from(tokens: Sequence[Any]) -> list[TokenItem]:
+    """Whole rows of what the feed holds."""
+    return [token if type(token) is TokenItem else token_item(token) for token in tokens]
 
 
 def _label(llm: Any) -> str:

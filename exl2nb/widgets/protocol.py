@@ -42,97 +42,26 @@ from exl2nb.widgets.protocol_glasses import (
     WeightSlice,
     WeightsState,
 )
+from exl2nb.widgets.protocol_stream import (
+    Alternative,
+    Delta,
+    Done,
+    LookAt,
+    Ping,
+    Pong,
+    Ready,
+    Resync,
+    Snapshot,
+    Stats,
+    Stop,
+    TokenItem,
+    Tops,
+)
 from exl2nb.widgets.status import Status
 from exl2nb.widgets.typescript import module
 
 PROTOCOL_VERSION = 1
 """Raised when a message changes its meaning; the browser half refuses another number with a readable line."""
-
-
-class Alternative(NamedTuple):
-    """A token the model could have chosen at one place. prob: 0..1 under its own distribution, before temperature and filters."""
-
-    text: str
-    prob: float
-
-
-class TokenItem(NamedTuple):
-    """One generated token. prob is null when the source did not tell; rank 1 = the most likely token."""
-
-    text: str
-    id: int
-    prob: float | None
-    rank: int | None
-    top: list[Alternative]
-
-
-class Stats(TypedDict):
-    """Speed so far. n: tokens; tps: tokens per second of decoding (0: not known yet); ttft_s: seconds to the first token (null: none)."""
-
-    n: int
-    tps: float
-    ttft_s: float | None
-
-
-class Delta(TypedDict):
-    """New items of run `run`. seq counts deltas of the run from 0; a hole means lost messages, and the browser asks for a snapshot."""
-
-    type: Literal["delta"]
-    run: int
-    seq: int
-    items: list[TokenItem]
-    stats: Stats
-
-
-class Snapshot(TypedDict):
-    """All items of the run up to delta `seq` (-1: none yet). Answers `ready` and `resync`, and opens every run."""
-
-    type: Literal["snapshot"]
-    run: int
-    seq: int
-    prompt: str
-    items: list[TokenItem]
-    stats: Stats
-
-
-class Done(TypedDict):
-    """The run is over and `seq` was its last delta, so a lost tail is noticed too."""
-
-    type: Literal["done"]
-    run: int
-    seq: int
-    reason: str
-    stats: Stats
-
-
-class Ready(TypedDict):
-    """A browser half exists and wants a snapshot."""
-
-    type: Literal["ready"]
-
-
-class Resync(TypedDict):
-    """Deltas were lost. Sent at most once a second."""
-
-    type: Literal["resync"]
-
-
-class Ping(TypedDict):
-    """The page has heard nothing for a while and asks whether the kernel is there."""
-
-    type: Literal["ping"]
-
-
-class Pong(TypedDict):
-    """It is."""
-
-    type: Literal["pong"]
-
-
-class Stop(TypedDict):
-    """The reader pressed Stop (or Cancel)."""
-
-    type: Literal["stop"]
 
 
 class Settings(TypedDict):
@@ -363,8 +292,8 @@ class PlanState(TypedDict):
     _static: bool
 
 
-FromKernel = Delta | Snapshot | Done | Pong
-ToKernel = Ready | Resync | Ping | Stop | Generate | Solve | Make | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame
+FromKernel = Delta | Snapshot | Done | Pong | Tops
+ToKernel = Ready | Resync | Ping | Stop | Generate | LookAt | Solve | Make | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame
 
 _EXPORTED: dict[str, Any] = {
     "Status": Status,
@@ -374,6 +303,8 @@ _EXPORTED: dict[str, Any] = {
     "Delta": Delta,
     "Snapshot": Snapshot,
     "Done": Done,
+    "Tops": Tops,
+    "LookAt": LookAt,
     "Ready": Ready,
     "Resync": Resync,
     "Ping": Ping,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from exl2nb.core.errors import OptionError
+from exl2nb.generator.request import Chunk
 from exl2nb.widgets.protocol import Alternative, TokenItem
 
 _new: Any = tuple.__new__  # half the time of calling the class
@@ -34,6 +35,19 @@ def items_of(chunk: Any) -> list[TokenItem]:
     if "".join(item.text for item in items) != text:
         items = [*(item._replace(text="") for item in items[:-1]), items[-1]._replace(text=text)]
     return items
+
+
+def raw_items(chunk: Any) -> Sequence[Any]:
+    """The tokens of a chunk with the least work: the engine's own as they are, everything else by `items_of`."""
+    return chunk.tokens if type(chunk) is Chunk else items_of(chunk)
+
+
+def brief_rows(tokens: Sequence[Any]) -> list[tuple[str, int, float | None, int | None, list[Alternative] | None]]:
+    """Rows of a delta from what `raw_items` gave: plain JSON values, alternatives left out where there are any."""
+    return [
+        (token.text, token.id, None if token.prob is None else round(token.prob, 6), token.rank, None if token.top else [])
+        for token in tokens
+    ]
 
 
 def token_item(token: Any) -> TokenItem:

@@ -118,6 +118,24 @@ def test_pointer_and_keyboard_show_the_same_card(host, page):
     assert not tip.is_visible()
 
 
+def test_alternatives_are_fetched_when_somebody_looks(host, page):
+    host.deliver(snapshot(), delta(0, *([*item[:4], None] for item in ITEMS[:3])))
+    tip = page.locator(".exl2nb-tip")
+    page.locator(".exl2nb-token").first.hover()
+    assert "alternatives follow…" in tip.inner_text()
+    assert [m for m in host.sent if m["type"] == "look_at"] == [{"type": "look_at", "run": 1, "at": 0}]
+    host.deliver({"type": "tops", "run": 0, "at": 0, "top": []}, {"type": "tops", "run": 1, "at": 9, "top": []})
+    assert "alternatives follow…" in tip.inner_text()
+    host.deliver({"type": "tops", "run": 1, "at": 0, "top": TOP})
+    assert {"␣dog", "25 %", "␣the", "50 %"} <= set(tip.inner_text().split("\n"))
+    page.locator(".exl2nb-token").nth(1).hover()
+    host.put(_tokens=[list(item) for item in ITEMS[:3]])
+    assert "␣ran" in tip.inner_text().split("\n"), "the run is over and the rows came whole"
+    assert "follow" not in tip.inner_text()
+    page.locator(".exl2nb-token").nth(2).hover()
+    assert len([m for m in host.sent if m["type"] == "look_at"]) == 2, "nothing more to ask for"
+
+
 def test_plain_view_has_no_tint_and_marks_are_not_colour_alone(host, page):
     stream(host)
     tint = "() => getComputedStyle(document.querySelector('.exl2nb-token')).backgroundColor"

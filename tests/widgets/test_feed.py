@@ -86,6 +86,18 @@ def test_a_page_that_lost_any_messages_is_whole_after_one_snapshot():
         assert replay([*arrived, sent[-1]])[0] == list(range(30))
 
 
+def test_deltas_are_brief_and_snapshots_whole():
+    sent = []
+    feed = Feed(sent.append, brief=lambda items: [-i for i in items], whole=lambda items: [10 * i for i in items])
+    feed.begin()
+    feed.add([1, 2])
+    assert (feed.at(1, 1), feed.at(1, 2), feed.at(2, 0), feed.at(1, None)) == (2, None, None, None)
+    feed.snapshot()
+    assert feed.finish("done", speed=(12.345, 0.5)) == {"n": 2, "tps": 12.35, "ttft_s": 0.5}
+    assert [m["items"] for m in sent if "items" in m] == [[], [-1, -2], [10, 20]]
+    assert feed.items == [10, 20], "made once, at the end"
+
+
 def test_runs_are_told_apart():
     feed, sent, _ = make()
     feed.begin("one")

@@ -6,8 +6,11 @@ import time
 import pytest
 from fakes import FakeModel
 
+import exl2nb as ex
 from exl2nb.core.errors import GenerationError, Interrupted, OptionError, OutOfPages
 from exl2nb.widgets import Playground
+from exl2nb.widgets.playground import TOP_TOKENS
+from exl2nb.widgets.tokens import token_item
 
 
 def test_start_returns_at_once_and_wait_gives_the_text(sent):
@@ -23,7 +26,9 @@ def test_start_returns_at_once_and_wait_gives_the_text(sent):
     assert model.asked == [("Once", wanted)]
     assert sent[0]["type"] == "snapshot"
     assert sent[-1]["type"] == "done"
-    assert [item for m in sent if m["type"] == "delta" for item in m["items"]] == play.tokens
+    rows = [item for m in sent if m["type"] == "delta" for item in m["items"]]
+    assert [row[:4] for row in rows] == [item[:4] for item in play.tokens]
+    assert {row[4] for row in rows} == {None}, "alternatives wait until somebody looks"
     assert list(play.to_frame().columns) == ["text", "id", "prob", "rank", "top"]
     assert play.start("Twice").wait()
     assert model.asked[-1][0] == play.prompt == "Twice"
@@ -192,6 +197,32 @@ def test_a_late_page_gets_everything(sent):
     for kind in ("ready", "resync"):
         play._dispatch(play, {"type": kind}, [])
     assert [(m["type"], [item.text for item in m["items"]], m["prompt"]) for m in sent] == [("snapshot", ["a", "b"], "p")] * 2
+
+
+def test_alternatives_come_when_asked_for(sent):
+    play = Playground(FakeModel(["a", "b"]))
+    play.start().wait()
+    run = sent[-1]["run"]
+    for message in ({"run": run, "at": 1}, {"run": run, "at": 2}, {"run": run - 1, "at": 0}, {"run": run, "at": "x"}, {"at": True}, {}):
+        play._dispatch(play, {"type": "look_at", **message}, [])
+    answers = [m for m in sent if m["type"] == "tops"]
+    assert answers == [{"type": "tops", "run": run, "at": 1, "top": [(" other", 0.4), ("b", 0.25)]}]
+    assert play.status == "done"
+
+
+def test_an_engine_is_read_once_a_frame(sent):
+    """What an engine's thread writes waits for the next frame; speed and time to first token are those that the engine measured."""
+    with ex.demo(progress=None) as llm:
+        play = Playground(llm, prompt="It was", max_tokens=60, temperature=0.0)
+        text = play.start().wait()
+        answer = llm.generate("It was", top_logprobs=TOP_TOKENS, **play.settings)
+    assert text == answer.text
+    assert play.tokens == [token_item(token) for token in answer.tokens]
+    deltas = [m for m in sent if m["type"] == "delta"]
+    assert len(deltas) < 30
+    assert sum(len(m["items"]) for m in deltas) == play.n_tokens == 60
+    assert play.tokens_per_second > 0
+    assert sent[-1]["stats"] == {"n": 60, "tps": play.tokens_per_second, "ttft_s": play.ttft_s}
 
 
 def test_result_shows_a_finished_run():

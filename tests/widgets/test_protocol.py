@@ -54,8 +54,10 @@ def test_state_types_name_the_synced_traits(widget, state):
 
 def test_declarations():
     text = protocol.typescript()
-    assert "export type TokenItem = [text: string, id: number, prob: number | null, rank: number | null, top: Alternative[]];" in text
+    assert (
+        "export type TokenItem = [text: string, id: number, prob: number | null, rank: number | null, top: Alternative[] | null];" in text
+    )
     assert '  type: "delta";\n  run: number;' in text
-    assert "export type FromKernel = Delta | Snapshot | Done | Pong;" in text
+    assert "export type FromKernel = Delta | Snapshot | Done | Pong | Tops;" in text
     with pytest.raises(TypeError, match="no TypeScript spelling"):
         typescript.spelling(set[int], {})

@@ -7,8 +7,8 @@ export type Status = "idle" | "loading" | "running" | "stopped" | "done" | "erro
 /** A token the model could have chosen at one place. prob: 0..1 under its own distribution, before temperature and filters. */
 export type Alternative = [text: string, prob: number];
 
-/** One generated token. prob is null when the source did not tell; rank 1 = the most likely token. */
-export type TokenItem = [text: string, id: number, prob: number | null, rank: number | null, top: Alternative[]];
+/** One generated token. prob is null when the source did not tell; rank 1 = the most likely token; top null = not sent yet. */
+export type TokenItem = [text: string, id: number, prob: number | null, rank: number | null, top: Alternative[] | null];
 
 /** Speed so far. n: tokens; tps: tokens per second of decoding (0: not known yet); ttft_s: seconds to the first token (null: none). */
 export interface Stats {
@@ -17,7 +17,11 @@ export interface Stats {
   ttft_s: number | null;
 }
 
-/** New items of run `run`. seq counts deltas of the run from 0; a hole means lost messages, and the browser asks for a snapshot. */
+/**
+ * New items of run `run`, without alternatives: the page asks for those that somebody looks at.
+ *
+ * seq counts deltas of the run from 0; a hole means lost messages, and the browser asks for a snapshot.
+ */
 export interface Delta {
   type: "delta";
   run: number;
@@ -43,6 +47,21 @@ export interface Done {
   seq: number;
   reason: string;
   stats: Stats;
+}
+
+/** Answers `look_at`: the alternatives at place `at` of run `run`. */
+export interface Tops {
+  type: "tops";
+  run: number;
+  at: number;
+  top: Alternative[];
+}
+
+/** Somebody looks at a token whose alternatives were not sent. */
+export interface LookAt {
+  type: "look_at";
+  run: number;
+  at: number;
 }
 
 /** A browser half exists and wants a snapshot. */
@@ -525,6 +544,6 @@ export interface SpeculationState {
   _static: boolean;
 }
 
-export type FromKernel = Delta | Snapshot | Done | Pong;
+export type FromKernel = Delta | Snapshot | Done | Pong | Tops;
 
-export type ToKernel = Ready | Resync | Ping | Stop | Generate | Solve | Make | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame;
+export type ToKernel = Ready | Resync | Ping | Stop | Generate | LookAt | Solve | Make | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame;

@@ -1,9 +1,10 @@
 // Playground: prompt, sampling controls, streamed text tinted by probability. One Feed per model, any number of views.
 import type { AnyModel } from "@anywidget/types";
-import type { PlaygroundState, TokenItem } from "../protocol.gen";
+import type { PlaygroundState, TokenItem, Tops } from "../protocol.gen";
 import { state } from "../shared/afm";
 import { watchKernel } from "../shared/kernel";
 import { Feed, type FeedMessage } from "../shared/stream";
+import { fill, learn } from "./tops";
 import { PlaygroundView } from "./view";
 import "./playground.css";
 
@@ -26,9 +27,18 @@ export default () => {
   return {
     initialize({ model }: { model: AnyModel }) {
       const made = feedOf(model);
-      const undo = state<PlaygroundState>(model).onMessage((message) => made.receive(message as FeedMessage<TokenItem>));
+      const playground = state<PlaygroundState>(model);
+      const undo = [
+        playground.onMessage((message) => {
+          made.receive(message as FeedMessage<TokenItem>);
+          learn(made, message as Tops);
+        }),
+        playground.observe(["_tokens"], () => fill(made.items, playground.get("_tokens"))),
+      ];
       model.send({ type: "ready" });
-      return undo;
+      return () => {
+        for (const one of undo) one();
+      };
     },
     render({ model, el }: { model: AnyModel; el: HTMLElement }) {
       const view = new PlaygroundView(state<PlaygroundState>(model), feedOf(model));

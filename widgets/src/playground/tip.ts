@@ -8,7 +8,7 @@ export function describe([text, id, prob, rank, top]: TokenItem): string {
   const parts = [`Token ${spoken(text)}`];
   parts.push(prob === null ? `id ${id}` : `${percent(prob)} likely`);
   if (rank !== null) parts.push(rank === 1 ? "the model's first choice" : `choice number ${rank}`);
-  const others = top.filter(([other]) => other !== text).slice(0, 3);
+  const others = (top ?? []).filter(([other]) => other !== text).slice(0, 3);
   if (others.length) parts.push(`alternatives: ${others.map(([other, p]) => `${spoken(other)} ${percent(p)}`).join(", ")}`);
   return parts.join("; ");
 }
@@ -22,6 +22,11 @@ export class Tip {
     this.element.replaceChildren(...card(item));
     if (!this.element.matches(":popover-open")) this.element.showPopover?.();
     this.place();
+  }
+
+  /** The same token, of which more is known. */
+  update(item: TokenItem): void {
+    if (this.anchor) this.show(item, this.anchor);
   }
 
   hide(): void {
@@ -52,6 +57,7 @@ function card([text, id, prob, rank, top]: TokenItem): Node[] {
   );
   const place = rank === null ? "" : rank === 1 ? "first choice" : `choice no. ${rank.toLocaleString("en-US")}`;
   const facts = h("div", { class: "exl2nb-tip-facts" }, [place, `token id ${id}`].filter(Boolean).join(" · "));
+  if (!top) return [head, facts, h("div", { class: "exl2nb-tip-facts" }, "alternatives follow…")];
   if (!top.length) return [head, facts];
   const rows = top.map(([other, p], i) => bar(other, p, rank === null ? other === text : rank === i + 1));
   if (rank !== null && rank > top.length && prob !== null) rows.push(h("div", { class: "exl2nb-tip-gap" }, "⋯"), bar(text, prob, true));

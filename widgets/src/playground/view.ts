@@ -35,6 +35,7 @@ export class PlaygroundView {
   private readonly frame = perFrame(() => this.draw());
   private readonly undo: (() => void)[] = [];
   private needsReset = true;
+  private looked = -1;
   private stopping = false;
 
   constructor(
@@ -122,6 +123,10 @@ export class PlaygroundView {
         if (change.kind === "reset") this.needsReset = true;
         this.frame.request();
       }),
+      this.playground.onMessage((message) => {
+        if ((message as { type?: string }).type === "tops") this.inform();
+      }),
+      this.playground.observe(["_tokens"], () => this.inform()),
       this.playground.observe(["status", "error", "finish_reason", "_has_model"], () => this.frame.request()),
       this.playground.observe(["prompt"], () => this.refreshPrompt()),
       this.playground.observe(["view"], () => this.refreshMode()),
@@ -190,12 +195,20 @@ export class PlaygroundView {
 
   private inspect(index: number, element: HTMLElement | null, by: "pointer" | "keyboard"): void {
     const item = this.feed.items[index];
+    this.looked = item && element ? index : -1;
     if (!item || !element) {
       this.tip.hide();
       return;
     }
+    if (item[4] === null) this.playground.send({ type: "look_at", run: this.feed.run, at: index });
     this.tip.show(item, element);
     if (by === "keyboard") this.inspected.textContent = describe(item);
+  }
+
+  /** Alternatives came: the card that is open shows them. */
+  private inform(): void {
+    const item = this.feed.items[this.looked];
+    if (item) this.tip.update(item);
   }
 }
 
