@@ -226,20 +226,17 @@ def test_a_killed_download_is_resumed(server, tmp_path):
 
 
 LOOK = """
-import json, sys, tempfile, os
+import json, os, sys
 import exl2nb as ex
-try:
-    found = ex.inspect(sys.argv[1], revision=sys.argv[2] or None)
-    answer = found.to_dict()
-except ex.errors.ModelNotFound as error:
-    answer = str(error)
-print(json.dumps([answer, [name for name in os.listdir(os.environ["TMPDIR"]) if name.startswith("exl2nb")]]))
-"""
-
-PLAN = """
-import json, sys
-import exl2nb as ex
-print(json.dumps([ex.plan(sys.argv[1], revision=sys.argv[2] or None, free=10**9).to_dict(), None]))
+def look(model, revision):
+    try:
+        return ex.inspect(model, revision=revision).to_dict()
+    except ex.errors.ModelNotFound as error:
+        return str(error)
+answers = [look(*one.split("@")) for one in sys.argv[1].split()]
+if sys.argv[2] == "and plan":
+    answers.append(ex.plan("owner/name", revision="4.0bpw", free=10**9).to_dict())
+print(json.dumps([answers, [name for name in os.listdir(os.environ["TMPDIR"]) if name.startswith("exl2nb")]]))
 """
 
 
@@ -255,7 +252,8 @@ def test_inspect_reads_no_weights(server, tmp_path, monkeypatch):
     (tmp_path / "temporary").mkdir()
     SENT.clear(), SEEN.clear()
     places = {"TMPDIR": str(tmp_path / "temporary")}
-    answer, left = ask(server, tmp_path / "home", "owner/name", "4.0bpw", client=LOOK, **places)
+    asked = "owner/name@4.0bpw owner/name@nope owner/none@main"
+    (answer, unknown, nobody, planned), left = ask(server, tmp_path / "home", asked, "and plan", client=LOOK, **places)
     local = ex.inspect(folder).to_dict()
     assert {**answer, "path": ""} == {**local, "path": ""}
     assert answer["path"] == "owner/name" and left == [] and not (tmp_path / "home").exists()
@@ -272,16 +270,14 @@ def test_inspect_reads_no_weights(server, tmp_path, monkeypatch):
     tables = sum(info.nbytes for info in infos if info.name.endswith("q_groups"))
     assert beyond and all("q_groups" in name for name in beyond), "the header's first piece, and tables that lie side by side"
     assert sum(touched) <= max(FIRST_BYTES, header) + tables + 64 < len(model[weights]) / 4
-    planned, _ = ask(server, tmp_path / "home", "owner/name", "4.0bpw", client=PLAN, **places)
-    assert planned == {**ex.plan(folder, free=10**9).to_dict(), "name": "name"} and not (tmp_path / "home").exists()
+    assert planned == {**ex.plan(folder, free=10**9).to_dict(), "name": "name"}
+    assert "not this revision; it has main" in unknown and "no such public model" in nobody
 
     # without a network: what was downloaded before, else the reason
     for name in hostile:
         monkeypatch.delitem(FILES, name)
-    answer, _ = ask("http://127.0.0.1:9", tmp_path / "home", "owner/name", "4.0bpw", client=LOOK, **places)
+    (answer,), _ = ask("http://127.0.0.1:9", tmp_path / "home", "owner/name@4.0bpw", client=LOOK, **places)
     assert "cannot be reached" in answer or "download failed" in answer
     ask(server, tmp_path / "home", "owner/name", "4.0bpw")
-    offline, _ = ask("http://127.0.0.1:9", tmp_path / "home", "owner/name", "4.0bpw", client=LOOK, HF_HUB_OFFLINE="1", **places)
+    (offline,), _ = ask("http://127.0.0.1:9", tmp_path / "home", "owner/name@4.0bpw", client=LOOK, HF_HUB_OFFLINE="1", **places)
     assert {**offline, "path": ""} == {**local, "path": ""}
-    assert "not this revision; it has main" in ask(server, tmp_path / "home", "owner/name", "nope", client=LOOK, **places)[0]
-    assert "no such public model" in ask(server, tmp_path / "home", "owner/none", client=LOOK, **places)[0]
