@@ -9,6 +9,7 @@
 // float atomics, and chunk boundaries depend on the sequence's own context length only, so a result's bits depend on nothing else.
 // Bytes: K and V of the context once per block of query rows, partial results 4 * (D + 2) per (row, chunk).
 // Limits: D a multiple of 16, at most 256; at most 8 new tokens per sequence (any number when q comes ready).
+// Files: _items how work is cut, _state the class, _new the step's own rows, _tiles loads, _keys scores to values, _join results.
 #pragma once
 #include "attention_decode_join.cuh"
 #include "attention_decode_keys.cuh"

@@ -39,7 +39,8 @@ struct Decode {
   const DecodeParams& p;
   Shared& sh;
   Item it;
-  int lane, warp, g, t, q_per_kv, rows, first_row, chunk_start, chunk_end, first_new, old_end;
+  int lane, warp, g, t;  // lane = 4 g + t: row and pair of columns of the tensor cores' fragments
+  int q_per_kv, rows, first_row, chunk_start, chunk_end, first_new, old_end;
   int page_base, page_of_lane;  // 32 entries of the block table, one per lane
   int first_page, last_page;    // of the first and the last new token
   int position[NT][2];          // of this lane's queries
