@@ -75,7 +75,7 @@ class Score:
     def _repr_html_(self) -> str:
         spans = "".join(map(_token_html, self.tokens))
         return (
-            f'<div style="white-space:pre-wrap;font-family:serif;line-height:1.6">{spans}</div>'
+            f'<div style="white-space:pre-wrap;line-height:1.6">{spans}</div>'
             f'<div style="opacity:.6;font-size:85%">{html.escape(str(self))}</div>'
         )
 

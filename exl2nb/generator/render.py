@@ -20,7 +20,7 @@ def completion_html(completion: Completion) -> str:
     tokens = "".join([_token_html(token, place < MOST_TITLES) for place, token in enumerate(shown)])
     tokens += html.escape("".join([token.text for token in rest]) if shown else completion.text)
     return (
-        f'<div style="white-space:pre-wrap;font-family:serif;line-height:1.6">{prompt}{tokens}</div>'
+        f'<div style="white-space:pre-wrap;line-height:1.6">{prompt}{tokens}</div>'
         f'<div style="opacity:.6;font-size:85%">{completion.finish_reason}; {html.escape(str(completion.timings))}; '
         f"seed {completion.seed}</div>"
     )

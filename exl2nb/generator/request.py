@@ -309,8 +309,11 @@ class Completion:
         return completion_html(self)
 
     def to_frame(self) -> Any:
-        """A pandas DataFrame with one row per token."""
+        """A pandas DataFrame with one row per token; a column `top` of (text, probability) pairs where alternatives were asked for."""
         import pandas
 
         columns = [*Token._fields[:5], "source"]
-        return pandas.DataFrame([(*token[:5], token.source) for token in self.tokens], columns=columns)
+        frame = pandas.DataFrame([(*token[:5], token.source) for token in self.tokens], columns=columns)
+        if any(token.top for token in self.tokens):
+            frame["top"] = [tuple((other.text, round(other.prob, 4)) for other in token.top) for token in self.tokens]
+        return frame

@@ -194,7 +194,7 @@ class WeightsView {
     );
     const largest = h("div", {}, "largest step ", h("b", {}, short(slice.scale_max)));
     const step = h("div", {}, `step = (${slice.scale_index} + 1)² × ${short(slice.scale_max)} / 256 = `, h("b", {}, short(slice.step)));
-    this.scale.replaceChildren(index, h("span", { "aria-hidden": "true" }, "·"), largest, h("span", { "aria-hidden": "true" }, "→"), step);
+    this.scale.replaceChildren(index, largest, step);
     const error = relativeError(slice);
     const dots = h("span", { class: "exl2nb-dot", "aria-hidden": "true" });
     const ring = h("span", { class: "exl2nb-dot exl2nb-hollow", "aria-hidden": "true" });
