@@ -33,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--frozen", metavar="MODEL", help="EXL2 directory or plan (JSON) whose choices stay as they are")
     parser.add_argument("--measurement", metavar="FILE", help="measurement of this model to solve from, as `exl2nb measure` writes it")
     parser.add_argument("--report-rows", type=int, help="rows of the same text kept out for the report (default 8)")
+    parser.add_argument("--polish", action=argparse.BooleanOptionalAction, help="try plans before one is carried out, or do not")
     add_calibration(parser)
 
 
@@ -49,6 +50,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         overrides=dict(map(_override, args.override)),
         frozen=args.frozen,
         measurement=args.measurement,
+        polish=args.polish,
         **({} if args.report_rows is None else {"report_rows": args.report_rows}),
         **calibration_of(args),
     )

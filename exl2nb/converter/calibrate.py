@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,13 +14,54 @@ from torch import Tensor
 
 from exl2nb.converter import sources
 from exl2nb.converter.sources import Render
-from exl2nb.core.errors import OptionError
+from exl2nb.core.errors import CalibrationWarning, OptionError
 
 Source = str | os.PathLike[str] | Sequence[Any] | None
 DEFAULT_NAME = "(default)"
 SELF = "self"  # text that the model writes (self_text)
+SENSITIVITY = 0.15  # of the calibration rows; the others are for Hessians
 MAX_UNKNOWN = 0.25
+MAX_PARTS = 0.35  # demo model: English 0.00, Finnish 0.09, source code 0.00, Russian, of which its vocabulary knows nothing, 0.90
 _CHARS_PER_TOKEN = 8  # more text per row than any tokenizer needs for prose; rows that still come out short fall back to the whole text
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Token rows, int32 `(n, S)` each, from different places of one text, so that nothing is judged by what it was made from.
+
+    hessians: what rounding looks at. sensitivity: what the price of an error, and so the allocation, is taken from; empty where there is a
+    single row, which then serves for both. report: kept out of everything but the report. name: of the text.
+    """
+
+    hessians: Tensor
+    sensitivity: Tensor
+    report: Tensor
+    name: str
+
+    @classmethod
+    def of(cls, ids: Tensor, report: Tensor, name: str) -> Rows:
+        """Divide calibration rows: SENSITIVITY of them, spread over all, are for sensitivity."""
+        judging = min(len(ids) - 1, max(1, round(SENSITIVITY * len(ids))))
+        return cls(*part(ids, judging), report, name)
+
+    @property
+    def used(self) -> int:
+        """How many rows are for Hessians."""
+        return len(self.hessians)
+
+    @property
+    def calibrating(self) -> Tensor:
+        """The rows for Hessians, then those for sensitivity."""
+        return torch.cat([self.hessians, self.sensitivity])
+
+    def facts(self) -> dict[str, Any]:
+        """What files and reports say of them."""
+        count, length = self.calibrating.shape
+        return {"rows": count, "length": length, "dataset": self.name}
+
+    def split(self) -> dict[str, int]:
+        """How many rows serve for what."""
+        return {"hessians": self.used, "sensitivity": len(self.sensitivity), "report": len(self.report)}
 
 
 class Encoder(Protocol):
@@ -92,7 +135,12 @@ def calibration_rows(encoder: Encoder, text: str, *, rows: int, length: int, see
 
 
 def check_known(encoder: Encoder, ids: Tensor, name: str) -> None:
-    """Raise OptionError where much of a text is unknown to the tokenizer: another language, or another tokenizer."""
+    """See whether a text is in a language of the tokenizer.
+
+    Raises:
+        OptionError: much of it is unknown. A tokenizer that falls back on bytes knows everything; where much of the text comes out as parts
+            of characters that its vocabulary lacks, a CalibrationWarning says so.
+    """
     special = getattr(encoder, "special_tokens", {})
     unknown = encoder.encode(special["unk_token"], add_special=False) if "unk_token" in special else []
     share = float((ids == unknown[0]).float().mean()) if len(unknown) == 1 else 0.0
@@ -101,6 +149,30 @@ def check_known(encoder: Encoder, ids: Tensor, name: str) -> None:
             f"calibration {name}: {100 * share:.0f} % of its tokens are unknown to the model's tokenizer, expected at most "
             f"{100 * MAX_UNKNOWN:.0f} %; give text in a language of the model"
         )
+    share = float(torch.isin(ids, torch.tensor(_parts(encoder), dtype=ids.dtype)).float().mean())
+    if share > MAX_PARTS:
+        warnings.warn(
+            f"calibration {name}: {100 * share:.0f} % of its tokens are parts of characters that the model's vocabulary lacks, expected at "
+            f"most {100 * MAX_PARTS:.0f} %; is it in a language of the model?",
+            CalibrationWarning,
+            stacklevel=2,
+        )
+
+
+def _parts(encoder: Encoder) -> list[int]:
+    """Tokens that stand for bytes, or for some bytes of a character."""
+    table: dict[int, bytes] | None = getattr(encoder, "byte_table", None)
+    if table is None:
+        return sorted(getattr(encoder, "byte_ids", ()))
+    return [token for token, text in table.items() if not _is_text(text)]
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def part(found: Tensor, extra: int) -> tuple[Tensor, Tensor]:

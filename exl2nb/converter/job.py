@@ -57,6 +57,8 @@ class ConversionJob:
         work_dir: keeps work in progress and the measurement for later runs; None = a hidden folder beside `dst`, removed at the end.
         measurement: a Measurement, or a file written by its `save`, of the same model; None = measure.
         rounding: how codes are chosen (converter.layers.Rounding).
+        polish: whether plans are tried, each with its true KL on a few rows, before one is carried out (converter.polish); None = what
+            `effort` says. Not for models with experts.
         device: "cpu", "cuda" or "auto": the GPU where there is one that can be used; None = the variable EXL2NB_DEVICE, or "auto". Files
             made on a GPU differ in bits from those made on the CPU, not in quality.
 
@@ -84,6 +86,7 @@ class ConversionJob:
         work_dir: str | os.PathLike[str] | None = None,
         measurement: Measurement | str | os.PathLike[str] | None = None,
         rounding: Rounding | None = None,
+        polish: bool | None = None,
         device: str | torch.device | None = None,
     ) -> None:
         self.settings = settings(
@@ -99,6 +102,7 @@ class ConversionJob:
             seed=seed,
             effort=effort,
             rounding=rounding,
+            polish=polish,
             measurement=measurement,
         )
         self.src = src
@@ -156,7 +160,7 @@ class ConversionJob:
         """Do it.
 
         Args:
-            sink: takes the events of stages "calibrate", "measure", "allocate", "quantize" and "write".
+            sink: takes the events of stages "calibrate", "measure", "allocate", "polish", "quantize" and "write".
 
         Raises:
             ConversionError: the target cannot be reached, the disk is full, a saved measurement belongs to another model.

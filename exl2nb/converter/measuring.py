@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from exl2nb.converter import measure
+from exl2nb.converter.calibrate import Rows
 from exl2nb.converter.hessian import factorize, input_of
 from exl2nb.converter.measure import Measured, Measurement
 from exl2nb.converter.sensitivity import LayerStatistics, sweep
@@ -25,7 +26,7 @@ HELD_STATISTICS = 256 << 20  # bytes of statistics that a measurement keeps in m
 def measured(
     weights: DenseWeights,
     work: Work,
-    ids: Tensor,
+    rows: Rows,
     seed: int,
     calibration: dict[str, Any],
     given: Measurement | None,
@@ -39,7 +40,7 @@ def measured(
     Args:
         weights: the model.
         work: where measured layers and statistics are filed.
-        ids: calibration rows int32 `(rows, S)`.
+        rows: calibration rows.
         seed: of the sampled labels.
         calibration: what the measurement says of its rows.
         given: a measurement of this model.
@@ -47,11 +48,11 @@ def measured(
         check: called between steps; raises to stop.
     """
     fingerprint, layers = weights.fingerprint(), weights.config.num_layers
-    key = hash_of(REVISION, measure.FORMAT, fingerprint, ids.numpy().tobytes(), seed, measure.ANCHORS)
+    key = hash_of(REVISION, measure.FORMAT, fingerprint, rows.calibrating.numpy().tobytes(), rows.used, seed, measure.ANCHORS)
     found = given if given is not None else work.load_measurement(key)
     if found is not None and ((found.key == key and found.statistics) or work.has_statistics(key, layers)):
         return found, key
-    made = _measure(weights, work, ids, seed, key, found, {**calibration, "seed": seed}, sink, check)
+    made = _measure(weights, work, rows, seed, key, found, {**calibration, "seed": seed}, sink, check)
     work.save_measurement(made, layers)
     return made, key
 
@@ -59,7 +60,7 @@ def measured(
 def _measure(
     weights: DenseWeights,
     work: Work,
-    ids: Tensor,
+    rows: Rows,
     seed: int,
     key: str,
     known: Measurement | None,
@@ -75,7 +76,7 @@ def _measure(
             check()
             meter.step(detail=detail)
 
-        for statistics in sweep(weights, ids, seed=seed, step=step):
+        for statistics in sweep(weights, rows.calibrating, used=rows.used, seed=seed, step=step):
             if statistics.layer != HEAD:
                 tensors = statistics.tensors()
                 work.save_statistics(key, statistics.layer, tensors)

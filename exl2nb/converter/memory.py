@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from exl2nb.converter.hessian import MOST_IN_F64, ROWS_PER_BATCH, block_of, gpu_rows, input_of
 from exl2nb.converter.layers import HELD_BYTES
 from exl2nb.converter.measuring import HELD_STATISTICS
+from exl2nb.converter.polish import LENGTH, ROUNDED_ON, ROWS
 from exl2nb.converter.sensitivity import STREAM_BYTES, kept_streams
 from exl2nb.converter.tensor_cores import PIECE
 from exl2nb.model.config import ModelConfig
@@ -15,6 +16,8 @@ from exl2nb.ops.gptq_blocks import COPIES_BYTES
 
 FLOAT, DOUBLE = 4, 8
 PER_WEIGHT = 20  # bytes that rounding takes for each weight of one matrix: shifted targets, stored orders, working copy, codes
+PROBED = 4  # of a matrix, while plans are tried: dense, as planned, and narrower by its role and by its layer
+TRIED = 16  # plans at once
 SLACK = 1.1  # what an allocator does not give back at once
 SPLIT = 20  # bytes per number of a factor while it is split (tensor_cores)
 
@@ -23,18 +26,19 @@ SPLIT = 20  # bytes per number of a factor while it is split (tensor_cores)
 class Planned:
     """Bytes at the worst moment of each stage, the interpreter and its libraries (some 0.4 GB) not counted.
 
-    held: throughout: embedding, head, statistics. sweep, measure, quantize: beside that.
+    held: throughout: embedding, head, statistics. sweep, measure, polish, quantize: beside that.
     """
 
     held: int
     sweep: int
     measure: int
+    polish: int
     quantize: int
 
     @property
     def nbytes(self) -> int:
         """The bound."""
-        return int(SLACK * (self.held + max(self.sweep, self.measure, self.quantize)))
+        return int(SLACK * (self.held + max(self.sweep, self.measure, self.polish, self.quantize)))
 
 
 def planned(config: ModelConfig, *, rows: int, length: int, report_rows: int = 0) -> Planned:
@@ -63,6 +67,12 @@ def planned(config: ModelConfig, *, rows: int, length: int, report_rows: int = 0
         held=2 * FLOAT * config.vocab_size * config.hidden_size + min(sum(statistics), HELD_STATISTICS) + max(statistics),
         sweep=kept + max(logits, FLOAT * weights + inputs + products + square + backward),
         measure=kept + max(PER_WEIGHT * head, FLOAT * weights + inputs + products + 4 * square + PER_WEIGHT * largest),
+        polish=max(
+            PER_WEIGHT * head + logits,
+            PROBED * FLOAT * weights + inputs + 4 * square + PER_WEIGHT * largest,
+        )
+        + TRIED * 2 * FLOAT * ROWS * LENGTH * config.hidden_size
+        + 2 * FLOAT * ROUNDED_ON * length * config.hidden_size,
         quantize=streams
         + max(
             2 * logits + PER_WEIGHT * head,
@@ -104,6 +114,7 @@ def planned_on_gpu(config: ModelConfig, *, rows: int, length: int, report_rows: 
         held=0,
         sweep=held + max(2 * head + stream + logits, weights + inputs + products + backward) + pieces,
         measure=held + max(2 * head + max(head, COPIES_BYTES) + pieces, weights + inputs + max(rounding, moment + COPIES_BYTES)),
+        polish=0,
         quantize=streams + max(7 * head + pieces, 2 * weights + moment + max(FLOAT * square + moment + forward + pieces, rounding)),
     )
 

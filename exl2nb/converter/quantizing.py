@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from exl2nb.converter.calibrate import Rows
 from exl2nb.converter.gptq import dense
 from exl2nb.converter.layers import Rounding, Streams, quantize_head, quantize_layer
 from exl2nb.converter.measure import Measurement
@@ -36,7 +37,7 @@ class Made:
 def quantize_model(
     weights: DenseWeights,
     work: Work,
-    rows: tuple[Tensor, Tensor],
+    rows: Rows,
     measurement: Measurement,
     plan: Plan,
     statistics: str,
@@ -49,7 +50,7 @@ def quantize_model(
     Args:
         weights: the model.
         work: the folder.
-        rows: calibration rows, and those for the report, int32 `(rows, S)`.
+        rows: calibration rows, of which those for sensitivity are not used, and those for the report.
         measurement: the plan's.
         plan: widths of every matrix.
         statistics: key of the statistics on these rows.
@@ -57,11 +58,11 @@ def quantize_model(
         sink: takes the events of stage "quantize".
         check: called between layers; raises to stop.
     """
-    (ids, held_out), config = rows, weights.config
+    held_out, config = rows.report, weights.config
     made = Made(hash_of(statistics, rounding, list(plan.groups().items())))
     layers, filed = config.num_layers, _Filed(weights, work, made, {c.key: c for c in plan.choices})
-    x = reference.embed(config, weights.ends(), torch.cat([ids, held_out]).to(weights.device))
-    streams = Streams.of(x, len(ids))
+    x = reference.embed(config, weights.ends(), torch.cat([rows.hessians, held_out]).to(weights.device))
+    streams = Streams.of(x, rows.used)
     with Meter("quantize", total=layers + 1, unit="layers", sink=sink) as meter:
         for layer in range(layers):
             check()
@@ -72,7 +73,7 @@ def quantize_model(
         ends = weights.ends()  # not kept until here: of a model with a large vocabulary they are GBs
         quantised = filed.head(ends, streams, rounding)
         if len(held_out):
-            made.quality = judge(config, held_out, (ends, streams.dense[len(ids) :]), (quantised, streams.made[len(ids) :]))
+            made.quality = judge(config, held_out, (ends, streams.dense[rows.used :]), (quantised, streams.made[rows.used :]))
         meter.step(detail="head" if made.quality is None else str(made.quality))
     return made
 

@@ -18,6 +18,8 @@ from exl2nb.quant.bits import bits_per_weight, padded
 if TYPE_CHECKING:
     import pandas as pd
 
+    from exl2nb.converter.polish import Polished
+
 _SHADES = " ░▒▓█"
 _TINTS = ("#f7fbff", "#deebf7", "#c6dbef", "#9ecae1", "#6baed6", "#4292c6")
 
@@ -58,7 +60,7 @@ class Conversion:
     matrices; head and embedding not counted. nbytes: of the
     weight files. matrices: in running order, the head last. seconds: per stage. measurement: pass it to the next conversion of this model.
     resumed_layers: layers taken over from an interrupted run. quality: on held-out rows of the calibration text, None without any.
-    device: "cpu" or "cuda", where it was computed.
+    device: "cpu" or "cuda", where it was computed. polished: what trying plans found, None where none was tried.
     """
 
     path: Path
@@ -74,6 +76,7 @@ class Conversion:
     measurement: Measurement = field(repr=False)
     quality: Quality | None = None
     device: str = "cpu"
+    polished: Polished | None = None
 
     @property
     def predicted_kl(self) -> float:
@@ -104,6 +107,7 @@ class Conversion:
             "calibration": self.calibration,
             "device": self.device,
             "predicted_kl": self.predicted_kl,
+            "polished": self.polished.to_dict() if self.polished else None,
             "quality": self.quality.to_dict() if self.quality else None,
             "unseen": list(self.unseen),
             "matrices": [

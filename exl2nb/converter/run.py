@@ -13,10 +13,12 @@ from torch import Tensor
 
 from exl2nb.converter import calibrate, self_text
 from exl2nb.converter.assemble import assemble
+from exl2nb.converter.calibrate import Rows
 from exl2nb.converter.device import describe
 from exl2nb.converter.measure import Measurement
 from exl2nb.converter.measuring import measured
 from exl2nb.converter.plan import Plan
+from exl2nb.converter.polish import Polished, polish
 from exl2nb.converter.quantizing import Made, quantize_model
 from exl2nb.converter.result import Conversion
 from exl2nb.converter.settings import Settings
@@ -53,17 +55,18 @@ class Run:
 
     def everything(self) -> Conversion:
         """All stages."""
-        ids, held_out, name = self._timed("calibrate", self.calibrate)
-        calibration = {"rows": len(ids), "length": self.length, "dataset": name}
-        measurement, key = self._timed("measure", lambda: self.measurement(ids, calibration))
+        rows = self._timed("calibrate", self.calibrate)
+        measurement, key = self._timed("measure", lambda: self.measurement(rows))
         plan = self._timed("allocate", lambda: self.allocate(measurement))
+        polished = None
+        if self.settings.polish and len(rows.sensitivity) and not any(map(self.config.experts, range(self.config.num_layers))):
+            polished = self._timed("polish", lambda: self.polish(rows, measurement, plan))
+            plan = polished.plan
         made = self._timed(
             "quantize",
-            lambda: quantize_model(
-                self.weights, self.work, (ids, held_out), measurement, plan, key, self.settings.rounding, self.sink, self.check
-            ),
+            lambda: quantize_model(self.weights, self.work, rows, measurement, plan, key, self.settings.rounding, self.sink, self.check),
         )
-        result = self._result(measurement, plan, made, calibration)
+        result = self._result(measurement, plan, made, rows, polished)
         self._timed(
             "write",
             lambda: assemble(self.dst, self.src, self.weights, self.work, made.key, result, self._written(result), self.sink, self.check),
@@ -73,23 +76,22 @@ class Run:
 
     def measure(self) -> Measurement:
         """Only the measurement."""
-        ids, _, name = self.calibrate()
-        return self.measurement(ids, {"rows": len(ids), "length": self.length, "dataset": name})[0]
+        return self.measurement(self.calibrate())[0]
 
-    def calibrate(self) -> tuple[Tensor, Tensor, str]:
-        """Calibration rows int32 `(rows, length)`, rows for the report, and the name of their source."""
+    def calibrate(self) -> Rows:
+        """Calibration rows, and rows for the report."""
         with Meter("calibrate", total=1, unit="texts", sink=self.sink) as meter:
             tokenizer = Tokenizer.load(self.src)
-            ids, held_out, name = self._rows(tokenizer)
-            for found in (ids, held_out):
+            rows = Rows.of(*self._rows(tokenizer))
+            for found in (rows.calibrating, rows.report):
                 if found.numel() and (int(found.max()) >= self.config.vocab_size or int(found.min()) < 0):
                     raise ConversionError(
                         f"{self.src}: the tokenizer gives id {int(found.max())}; expected 0 to {self.config.vocab_size - 1}: "
                         "it belongs to another model"
                     )
-            rows = f"{len(ids)} rows of {self.length} tokens from {name}, {len(held_out)} held out"
-            meter.step(detail=f"{rows}; computing on {describe(self.weights.device)}")
-        return ids, held_out, name
+            what = ", ".join(f"{count} for {use}" for use, count in rows.split().items())
+            meter.step(detail=f"rows of {self.length} tokens from {rows.name}: {what}; computing on {describe(self.weights.device)}")
+        return rows
 
     def _rows(self, tokenizer: Tokenizer) -> tuple[Tensor, Tensor, str]:
         asked, source = self.settings, self.settings.calibration
@@ -103,13 +105,14 @@ class Run:
         calibrate.check_known(tokenizer, ids, name)
         return ids, held_out, name
 
-    def measurement(self, ids: Tensor, calibration: dict[str, Any]) -> tuple[Measurement, str]:
+    def measurement(self, rows: Rows) -> tuple[Measurement, str]:
         """The measurement given, the one in the work folder, or a new one; and the key of the statistics on these rows."""
         given = self.settings.measurement
         found = given if isinstance(given, Measurement) or given is None else Measurement.load(given)
         if found is not None:
             found.check_model(self.weights.fingerprint(), self.src)
-        return measured(self.weights, self.work, ids, self.settings.seed, calibration, found, self.sink, self.check)
+        facts = {**rows.facts(), "split": rows.split()}
+        return measured(self.weights, self.work, rows, self.settings.seed, facts, found, self.sink, self.check)
 
     def allocate(self, measurement: Measurement) -> Plan:
         """The plan within the budget."""
@@ -117,6 +120,10 @@ class Run:
             plan = measurement.solve(**self.settings.wanted)
             meter.step(detail=repr(plan), bpw=plan.bpw, nbytes=plan.nbytes)
         return plan
+
+    def polish(self, rows: Rows, measurement: Measurement, plan: Plan) -> Polished:
+        """The plan, or a better one within the same budget."""
+        return polish(self.weights, self.work, rows, measurement, plan, self.settings.wanted, self.sink, self.check)
 
     def _written(self, result: Conversion) -> dict[str, Any]:
         """The `quantization_config` of the finished model."""
@@ -126,10 +133,10 @@ class Run:
             "version": "0.3.2",
             "bits": asked.get("bpw", round(result.bpw, 4)),
             "head_bits": asked["head_bits"] if isinstance(asked["head_bits"], int) else round(result.head_bits),
-            "calibration": result.calibration,
+            "calibration": {name: result.calibration[name] for name in ("rows", "length", "dataset")},
         }
 
-    def _result(self, measurement: Measurement, plan: Plan, made: Made, calibration: dict[str, Any]) -> Conversion:
+    def _result(self, measurement: Measurement, plan: Plan, made: Made, rows: Rows, polished: Polished | None) -> Conversion:
         head_bits = self.settings.wanted["head_bits"]
         return Conversion(
             path=self.dst,
@@ -140,10 +147,11 @@ class Run:
             nbytes=plan.nbytes,
             matrices=tuple(made.matrices),
             seconds=self.seconds,
-            calibration=dict(calibration),
+            calibration={**rows.facts(), "split": rows.split()},
             resumed_layers=made.resumed,
             measurement=measurement,
             quality=made.quality,
+            polished=polished,
             device=self.weights.device.type,
         )
 

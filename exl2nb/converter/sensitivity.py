@@ -40,11 +40,10 @@ HOST_BYTES = 6 << 30  # of those of a GPU that are kept on the host, where they 
 class LayerStatistics:
     """One layer of the dense model on the calibration rows, or the head (layer -1).
 
-    hessians: input name -> f64 `(K, K)`, weighted by token. token_weights: input name without its expert -> f32
-    `(tokens,)`, mean 1.
-    gradients: linear key -> f64 `(N,)`, mean squared gradient of each output.
-    couplings: linear key -> f32 `(N / B, B, B)`, mean products of gradients within blocks of outputs; experts have none.
-    visits: tokens that chose each expert.
+    Of the rows for Hessians: hessians: input name -> f64 `(K, K)`, weighted by token. token_weights: input name without its expert -> f32
+    `(tokens,)`, mean 1. couplings: linear key -> f32 `(N / B, B, B)`, mean products of gradients within blocks of outputs; experts have
+    none. visits: tokens that chose each expert. Of the rows for sensitivity: gradients: linear key -> f64 `(N,)`, mean squared gradient of
+    each output.
     """
 
     layer: int
@@ -60,12 +59,13 @@ class LayerStatistics:
         return {**weights, **{f"{key}.coupling": coupling.cpu() for key, coupling in self.couplings.items()}}
 
 
-def sweep(weights: DenseWeights, ids: Tensor, *, seed: int, step: Step) -> Iterator[LayerStatistics]:
+def sweep(weights: DenseWeights, ids: Tensor, *, used: int, seed: int, step: Step) -> Iterator[LayerStatistics]:
     """Run the dense model forwards, then backwards layer by layer.
 
     Args:
         weights: the model.
         ids: int `(rows, S)`.
+        used: the first so many rows are for Hessians, the rest for sensitivity; all of them for both where that leaves none.
         seed: of the sampled labels.
         step: called with one line for people after every layer and direction (2 * num_layers + 1 times).
 
@@ -87,7 +87,7 @@ def sweep(weights: DenseWeights, ids: Tensor, *, seed: int, step: Step) -> Itera
         x = advance(config, layer, weights.layer(layer), x)
         check_finite(x, f"layer {layer}: its output on the calibration rows")
         step(f"forward, layer {layer}")
-    statistics, gradient = _head(config, ends, x, torch.Generator().manual_seed(seed))
+    statistics, gradient = _head(config, ends, x, used, torch.Generator().manual_seed(seed))
     del ends, x
     step("loss")
     yield statistics
@@ -97,7 +97,7 @@ def sweep(weights: DenseWeights, ids: Tensor, *, seed: int, step: Step) -> Itera
         for missing in range(first, layer):
             if missing + 1 not in kept:
                 kept.put(missing + 1, advance(config, missing, weights.layer(missing), kept.get(missing)))
-        statistics, gradient = _backward(config, layer, weights.layer(layer), kept.take(layer), gradient)
+        statistics, gradient = _backward(config, layer, weights.layer(layer), kept.take(layer), used, gradient)
         yield statistics
         del statistics
         step(f"backward, layer {layer}")
@@ -134,14 +134,16 @@ class _Kept:
         return self._streams.pop(layer).to(self._used)
 
 
-def _head(config: ModelConfig, ends: Mapping[str, Tensor], x: Tensor, generator: torch.Generator) -> tuple[LayerStatistics, Tensor]:
+def _head(
+    config: ModelConfig, ends: Mapping[str, Tensor], x: Tensor, used: int, generator: torch.Generator
+) -> tuple[LayerStatistics, Tensor]:
     """Statistics of the head's matrix, and the gradient of -log p of one sampled label per token at the last stream (f32 like x).
 
     The head needs no samples: a change d of the logits costs (sum p d^2 - (sum p d)^2) / 2, of which p (1 - p) is the diagonal.
     """
     key, moments, levels, gradients = config.names.head, Moments(), _Levels(), []
     square = torch.zeros((), dtype=torch.float64, device=x.device)
-    for row in x:
+    for place, row in enumerate(x):
         with torch.enable_grad():
             leaf = row.detach().requires_grad_(True)
             normed = reference.final_norm(config, ends, leaf)
@@ -150,32 +152,39 @@ def _head(config: ModelConfig, ends: Mapping[str, Tensor], x: Tensor, generator:
             loss = -logprobs.gather(-1, _drawn(probs, generator)).sum()
         gradients.append(torch.autograd.grad(loss, leaf)[0])
         spread = probs.mul_(1 - probs)
-        square = square + spread.sum(0, dtype=torch.float64)
-        levels.add(moments, HEAD_INPUT, normed, spread.sum(1), x.shape[0] * x.shape[1])
+        if place >= used or used == len(x):
+            square = square + spread.sum(0, dtype=torch.float64)
+        if place < used:
+            levels.add(moments, HEAD_INPUT, normed, spread.sum(1), used * x.shape[1])
     gradient = torch.stack(gradients)
     statistics = LayerStatistics(
         layer=-1,
         hessians=moments.hessians(),
         token_weights={},
-        gradients={key: square * config.logit_scale**2 / (x.shape[0] * x.shape[1])},
+        gradients={key: square * config.logit_scale**2 / (_judging(x, used) * x.shape[1])},
         couplings={},
     )
     return statistics, gradient
 
 
+def _judging(x: Tensor, used: int) -> int:
+    """How many rows of x are for sensitivity."""
+    return len(x) - used or used
+
+
 def _backward(
-    config: ModelConfig, layer: int, weights: Mapping[str, Tensor], x: Tensor, gradient: Tensor
+    config: ModelConfig, layer: int, weights: Mapping[str, Tensor], x: Tensor, used: int, gradient: Tensor
 ) -> tuple[LayerStatistics, Tensor]:
     """Statistics of one layer, and the gradient at its input, which takes the place of the one given."""
     linears = layer_linears(config, layer)
     roles = {linear.key: role for role, linear in linears.items()}
     names = input_of(linears)
-    count, moments, levels = x.shape[0] * x.shape[1], Moments(), _Levels()
+    count, moments, levels = used * x.shape[1], Moments(), _Levels()
     sample = experts.Sample(config, layer, count)
     products: dict[str, Tensor] = {}
     squares = {linear.key: x.new_zeros(linear.out_features, dtype=torch.float64) for linear in linears.values()}
     tokens: dict[str, list[Tensor]] = {}
-    for place in batches(config, x, 0, len(x)):
+    for place in (*batches(config, x, 0, used), *batches(config, x, used, len(x))):
         part, upper, tape = x[place], gradient[place], _Tape()
         with torch.enable_grad(), tape, _repeatable(x):
             leaf = part.detach().requires_grad_(True)
@@ -183,15 +192,19 @@ def _backward(
             change = (out * upper).sum()  # its gradient at out is upper; to hand that over instead would import a second of sympy
         with _repeatable(x):
             gradient[place] = torch.autograd.grad(change, leaf)[0]
+        del out, change
+        if place.start >= used or used == len(x):
+            for key, found in tape.gradients.items():
+                squares[key] += found.flatten(0, -2).square().sum(0, dtype=torch.float64)
+        if place.start >= used:
+            continue
         weight: dict[str, Tensor] = {}
         everyone = {stem_of(name): x.new_zeros(part.shape[0] * part.shape[1]) for name in names.values()}
         for key, role in roles.items():
             if key not in tape.gradients:  # an expert that no token of this batch visits
                 continue
             found = tape.gradients[key].flatten(0, -2)
-            if "." in role:
-                squares[key] += found.square().sum(0, dtype=torch.float64)
-            else:
+            if "." not in role:
                 products[key] = products.get(key, 0) + _products(found).double()
             value, rows, total = found.square().sum(1), tape.inputs[key][1], everyone[stem_of(names[role])]
             weight[names[role]] = weight.get(names[role], 0) + value
@@ -203,7 +216,7 @@ def _backward(
         sample.see({key: value for key, (value, _) in tape.inputs.items()})
     moe = config.experts(layer)
     products = {key: product / count for key, product in products.items()}
-    gradients = {key: products[key].diagonal(dim1=1, dim2=2).flatten() if key in products else squares[key] / count for key in roles}
+    gradients = {key: square / (_judging(x, used) * x.shape[1]) for key, square in squares.items()}
     statistics = LayerStatistics(
         layer=layer,
         hessians=sample.complete(weights, moments.hessians(), moments.tokens),

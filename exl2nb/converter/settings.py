@@ -20,13 +20,14 @@ REPORT_ROWS = 8
 
 @dataclass(frozen=True)
 class Effort:
-    """How much calibration: rows and tokens per row."""
+    """How much calibration: rows and tokens per row; and whether plans are tried before one is carried out (converter.polish)."""
 
     rows: int
     length: int
+    polish: bool
 
 
-EFFORTS = {"quick": Effort(32, 512), "full": Effort(80, 512), "thorough": Effort(128, 1024)}
+EFFORTS = {"quick": Effort(32, 512, False), "full": Effort(80, 512, False), "thorough": Effort(128, 1024, False)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,7 @@ class Settings:
     report_rows: int
     seed: int
     rounding: Rounding
+    polish: bool
     measurement: Measurement | str | os.PathLike[str] | None
 
 
@@ -57,6 +59,7 @@ def settings(
     seed: int,
     effort: str,
     rounding: Rounding | None,
+    polish: bool | None,
     measurement: Measurement | str | os.PathLike[str] | None,
 ) -> Settings:
     """Check the options and fill in what was left out.
@@ -80,6 +83,8 @@ def settings(
     ):
         if value is not None and (type(value) is not int or not low <= value <= high):
             raise OptionError(f"convert: {name} is {value!r}; expected a whole number from {low} to {high}")
+    if polish is not None and not isinstance(polish, bool):
+        raise OptionError(f"convert: polish is {polish!r}; expected True, False or None")
     if head_bits not in (None, "auto"):
         head_mix(head_bits)  # type: ignore[arg-type]
     kept = read_choices(frozen) if frozen is not None else {}
@@ -94,5 +99,6 @@ def settings(
         report_rows=report_rows,
         seed=seed,
         rounding=rounding or Rounding(),
+        polish=EFFORTS[effort].polish if polish is None else polish,
         measurement=measurement,
     )

@@ -19,7 +19,7 @@ from exl2nb.io.hf_config import read_json
 from exl2nb.model.layout import Linear
 from exl2nb.quant.exl2 import Exl2Tensors
 
-REVISION = 4  # of the algorithm: part of every hash, so that work of an older one is never taken over
+REVISION = 5  # of the algorithm: part of every hash, so that work of an older one is never taken over
 HEAD = -1  # stands for the head where a layer index is wanted
 Packed = dict[str, tuple[Exl2Tensors, float]]  # module key -> tensors, loss
 
@@ -72,6 +72,19 @@ class Work:
         except (Exl2Error, OSError):
             return None
 
+    def save_trial(self, key: str, kl: Tensor) -> None:
+        """Keep the true KL of some plans: f64 `(plans, rows)`."""
+        safetensors.save(self._trial(key), {"kl": kl})
+
+    def load_trial(self, key: str, shape: tuple[int, int]) -> Tensor | None:
+        """Read what `save_trial` wrote; None where it is missing, damaged or of another shape, and must be tried again."""
+        try:
+            with safetensors.SafetensorsFile(self._trial(key)) as file:
+                found = file.read("kl")
+        except (Exl2Error, OSError):
+            return None
+        return found if found.shape == shape and found.dtype == torch.float64 else None
+
     def has_statistics(self, key: str, layers: int) -> bool:
         """Whether those of every layer are there and whole."""
         try:
@@ -86,6 +99,9 @@ class Work:
 
     def _statistics(self, key: str, layer: int) -> Path:
         return self.directory / f"statistics-{key[:16]}-{_layer(layer)}.safetensors"
+
+    def _trial(self, key: str) -> Path:
+        return self.directory / f"trial-{key[:16]}.safetensors"
 
     def quantized(self, key: str, layer: int) -> Path:
         """File of one quantised layer, or of the head."""

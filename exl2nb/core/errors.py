@@ -61,5 +61,9 @@ class StructureError(Exl2Error, ValueError):
     """A schema, regex or grammar cannot be used, or an answer does not have the structure that was asked for."""
 
 
+class CalibrationWarning(UserWarning):
+    """A conversion goes on with calibration text that looks wrong for the model."""
+
+
 class MissingDependency(Exl2Error, ImportError):
     """An optional package is needed and not installed; names it and the extra that brings it."""

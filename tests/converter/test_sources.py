@@ -3,17 +3,20 @@
 import gzip
 import json
 import lzma
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
 
 from exl2nb.converter.calibrate import check_known, read_calibration, split_rows
 from exl2nb.converter.self_text import write
-from exl2nb.core.errors import OptionError
+from exl2nb.core.errors import CalibrationWarning, OptionError
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 from .test_job import ConversionJob, write_model
 
+DEMO = Path(__file__).parents[2] / "exl2nb" / "demo_model"
 TEXTS = ["one two", "three", "vier fünf"]
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
 SHARED = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]}
@@ -116,6 +119,27 @@ def test_text_the_tokenizer_does_not_know():
     check_known(Letters(), torch.tensor([[63, 97, 97, 98]]), "x.txt")
 
 
+class Fallback(Letters):
+    """Bytes for what is not ASCII, as tokenizers with byte fallback have them."""
+
+    byte_ids = frozenset(range(256, 512))
+
+    def encode(self, text, add_special=True):
+        return [i for c in text for i in ([ord(c)] if ord(c) < 128 else [256 + b for b in c.encode()])]
+
+
+def test_language_that_a_tokenizer_has_only_bytes_for():
+    russian, english = "Все счастливые семьи похожи друг на друга. " * 40, "All happy families are alike; a fiancé said so. " * 40
+    code = "    for i in range(10):\n\t\treturn {i: 0x1F}\n" * 40
+    for encoder in (Tokenizer.load(DEMO), Fallback()):
+        with pytest.warns(CalibrationWarning, match=r"ru.txt: (8|9)\d % of its tokens are parts of characters"):
+            check_known(encoder, torch.tensor([encoder.encode(russian)]), "ru.txt")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for text in (english, code):
+                check_known(encoder, torch.tensor([encoder.encode(text)]), "x.txt")
+
+
 def test_written_by_the_model(tmp_path):
     source = write_model(tmp_path / "model", num_hidden_layers=1)
     tokenizer = Tokenizer.load(source)
@@ -125,4 +149,5 @@ def test_written_by_the_model(tmp_path):
     assert not torch.equal(ids, write(source, tokenizer, rows=3, length=20, seed=2))
     assert len(set(map(tuple, ids.tolist()))) == 3
     done = ConversionJob(source, tmp_path / "out", bpw=5, calibration="self", rows=4, length=24, report_rows=2).run()
-    assert done.calibration == {"rows": 4, "length": 24, "dataset": "written by the model"}
+    split = {"hessians": 3, "sensitivity": 1, "report": 2}
+    assert done.calibration == {"rows": 4, "length": 24, "dataset": "written by the model", "split": split}

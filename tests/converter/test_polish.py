@@ -1,0 +1,147 @@
+"""Plans tried before one is carried out: true KL, corrected prices, the budget kept, the same after a kill, off unless asked for."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from exl2nb.converter import polish as stage
+from exl2nb.converter.calibrate import Rows
+from exl2nb.converter.job import ConversionJob
+from exl2nb.converter.polish import _corrections, polish
+from exl2nb.converter.trial import true_kl
+from exl2nb.converter.weights import DenseWeights
+from exl2nb.converter.work import Work
+from exl2nb.core.errors import Interrupted, OptionError
+from exl2nb.model.loader import read_model_config
+from exl2nb.model.store import open_store
+
+from .test_job import OPTIONS, output, write_model
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def measurement(source, tmp_path_factory):
+    return ConversionJob(source, tmp_path_factory.mktemp("measure") / "none", bpw=4.0, **OPTIONS).measure()
+
+
+@pytest.fixture(scope="module")
+def weights(source):
+    config = read_model_config(source)
+    with open_store(config, source) as store, torch.no_grad():
+        yield DenseWeights(config, store)
+
+
+def rows(judged=4):
+    ids = torch.randint(3, 90, (8, 32), generator=torch.Generator().manual_seed(5), dtype=torch.int32)
+    return Rows(ids[:4], ids[4 : 4 + judged], ids[:0], "x")
+
+
+def test_true_kl_knows_better_plans_and_no_neighbours(weights, measurement):
+    few, many = measurement.solve(3.0), measurement.solve(6.0)
+    mixed = few.groups() | {key: many.groups()[key] for key in few.groups() if ".layers.2." in key}
+    plans = [few.groups(), mixed, many.groups(), few.groups()]
+    found = true_kl(weights, rows().hessians, rows().sensitivity, plans)
+    assert found.shape == (4, 4)
+    low, middle, high, again = found.mean(1).tolist()
+    assert low > middle > 4 * high > 0
+    assert again == low
+    alone = true_kl(weights, rows().hessians, rows().sensitivity, [mixed])
+    assert torch.equal(alone[0], found[1])
+
+
+def test_corrections_follow_the_truth_as_far_as_it_is_sure():
+    base, predicted = torch.full((4,), 0.1), [0.01, 0.01, 0.01]
+    sure = torch.stack([base, base + 0.02, base + 0.005, base + 0.01]).double()
+    first, second, third = _corrections(sure, predicted)
+    assert first == pytest.approx(2, rel=1e-3)
+    assert second == pytest.approx(0.5, rel=1e-3)
+    assert third == pytest.approx(1, rel=1e-3)
+    noisy = sure + 0.2 * torch.tensor([1.0, -1.0, 1.0, -1.0])[None] * torch.tensor([0.0, 1.0, -1.0, 1.0])[:, None]
+    assert _corrections(noisy, predicted) == pytest.approx([1, 1, 1], abs=0.01)
+    assert _corrections(sure[:, :1], predicted) == [1, 1, 1]  # one row says nothing of its noise
+
+
+def tried(weights, work, measurement, sink=None, check=lambda: None, judged=4):
+    plan = measurement.solve(4.5)
+    return plan, polish(weights, work, rows(judged), measurement, plan, {"bpw": 4.5}, sink, check)
+
+
+def test_the_best_plan_within_the_budget_wins_and_is_found_again(weights, measurement, tmp_path, monkeypatch):
+    events = []
+    plan, found = tried(weights, Work(tmp_path), measurement, events.append)
+    assert found.plan.bpw <= 4.5
+    assert 1 <= len(found.kl) <= 1 + len(stage.STRENGTHS)
+    assert found.swapped == (found.plan.groups() != plan.groups())
+    assert set(found.corrections) >= {"v", "o", "gate", "up", "down", "head"}
+    assert all(0.2 < value < 5 for value in found.corrections.values())
+    assert (events[-1].stage, events[-1].done, events[-1].state) == ("polish", events[-1].total, "done")
+    fresh = tried(weights, Work(tmp_path / "other"), measurement)[1]
+    assert (fresh.plan.groups(), fresh.kl, fresh.corrections) == (found.plan.groups(), found.kl, found.corrections)
+    with monkeypatch.context() as patched:
+        patched.setattr(stage, "true_kl", None)  # everything is read from the work folder
+        again = tried(weights, Work(tmp_path), measurement, events.append)[1]
+    assert (again.plan.groups(), again.kl) == (found.plan.groups(), found.kl)
+    assert events[-1].done == events[-1].total
+    for path in tmp_path.glob("trial-*"):
+        path.write_bytes(b"damaged")
+    assert tried(weights, Work(tmp_path), measurement)[1].kl == found.kl
+
+
+@pytest.mark.parametrize("winner", [0, 1, 2])
+def test_only_a_lower_true_kl_changes_the_plan(weights, measurement, tmp_path, monkeypatch, winner):
+    passes = []
+
+    def preset(weights, ids, judged, plans, step):
+        passes.append(plans)
+        kl = torch.full((len(plans), len(judged)), 0.5, dtype=torch.float64)
+        if len(passes) == 1:
+            kl[1::2] += 10  # far more than was predicted, and the others far less
+        else:
+            kl[winner] = 0.4
+        return kl
+
+    monkeypatch.setattr(stage, "true_kl", preset)
+    plan, found = tried(weights, Work(tmp_path), measurement)
+    assert found.plan.groups() == passes[1][winner]
+    assert found.swapped == (winner > 0)
+    assert passes[1][0] == plan.groups()
+
+
+def test_cancelled_between_layers(weights, measurement, tmp_path):
+    def stop():
+        raise Interrupted("stop")
+
+    with pytest.raises(Interrupted):
+        tried(weights, Work(tmp_path), measurement, check=stop)
+    assert not list(tmp_path.glob("trial-*"))
+
+
+def test_in_a_conversion(source, tmp_path):
+    done = ConversionJob(source, tmp_path / "a", bpw=3.0, polish=True, **OPTIONS).run()
+    assert done.polished is not None
+    assert done.seconds["polish"] > 0
+    assert done.to_dict()["polished"]["kl"] == list(done.polished.kl)
+    assert done.bpw <= 3.0
+    plain = ConversionJob(source, tmp_path / "b", bpw=3.0, **OPTIONS).run()
+    assert plain.polished is None
+    assert plain.to_dict()["polished"] is None
+    frozen = ConversionJob(source, tmp_path / "c", bpw=3.0, polish=True, frozen={m.key: m.groups for m in done.matrices}, **OPTIONS).run()
+    assert output(frozen.path) == output(done.path)
+    with pytest.raises(OptionError, match="polish is 'yes'"):
+        ConversionJob(source, tmp_path / "d", bpw=3.0, polish="yes")
+
+
+def test_rows_are_divided_without_a_token_in_common():
+    ids = torch.arange(40 * 3, dtype=torch.int32).view(40, 3)
+    found = Rows.of(ids, ids[:0], "x")
+    assert (found.used, len(found.sensitivity)) == (34, 6)
+    assert sorted(found.calibrating.flatten().tolist()) == ids.flatten().tolist()
+    assert found.split() == {"hessians": 34, "sensitivity": 6, "report": 0}
+    assert dataclasses.replace(found, name="y").facts() == {"rows": 40, "length": 3, "dataset": "y"}
+    alone = Rows.of(ids[:1], ids[:0], "x")
+    assert (alone.used, alone.sensitivity.shape) == (1, (0, 3))
