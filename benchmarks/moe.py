@@ -37,7 +37,8 @@ def programs(hidden: int, experts: int, top_k: int, inner: int, layers: int) -> 
         plain.norm_gate_up(norm, 1e-5, ops.pack_concat(wide[:2]))
         plain.linear_residual(wide[2].clone())
         ups, downs = [ops.pack_concat([gate, up]) for _ in range(experts)], [down.clone() for _ in range(experts)]
-        routed.routed_mlp(norm, 1e-5, ops.pack_dense(torch.randn(experts, hidden)), ups, downs, top_k=top_k, renormalize=1.0)
+        router = ops.pack_dense(torch.randn(experts, hidden))
+        routed.routed_mlp(ops.Experts(norm=norm, eps=1e-5, router=router, up=ups, down=downs, top_k=top_k, renormalize=1.0))
     plain.norm_head(norm, 1e-5, head)
     routed.norm_head(norm, 1e-5, head)
     return {"plain": plain, "routed": routed}

@@ -6,6 +6,7 @@ Importing this room defines the ops and loads the compiled library (see `_load.l
 from exl2nb.ops import _load
 from exl2nb.ops.attention import paged_attention
 from exl2nb.ops.embed import embed
+from exl2nb.ops.experts import Experts
 from exl2nb.ops.gptq import gptq_quantize
 from exl2nb.ops.gptq_blocks import gptq_losses
 from exl2nb.ops.head import norm_head
@@ -22,6 +23,7 @@ libraries = _load.load
 libraries()
 
 __all__ = [
+    "Experts",
     "Program",
     "embed",
     "gptq_losses",

@@ -18,6 +18,7 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 from exl2nb.ops import gpu, reference
 from exl2nb.ops.attention import paged_attention
 from exl2nb.ops.cuda_attention import gather_cache, rope_append
+from exl2nb.ops.experts import Experts
 from exl2nb.ops.program import Program
 
 FEW = 64  # rows that go through the decode kernel rather than through an unpacked matrix
@@ -131,25 +132,22 @@ class _Run:
 
     def routed_mlp(self, a: dict[str, Any]) -> None:
         """Expert by expert, for the rows that chose it; the host waits for the choice."""
-        (
-            norm, eps, router, up, down, top_k, renormalize, activation, norm_bias, layer_norm, shared_up, shared_down, shared_gate,
-            post_norm, post_eps, scale,
-        ) = a["all"]  # fmt: skip
-        h = _normed(self.x, norm, eps, norm_bias, layer_norm)
-        chosen, weight = reference.route(self._product(h, router, None).float(), top_k, renormalize)
+        e: Experts = a["experts"]
+        h = _normed(self.x, e.norm, e.eps, e.norm_bias, e.layer_norm)
+        chosen, weight = reference.route(self._product(h, e.router, None).float(), e.top_k, e.renormalize)
         out = torch.zeros_like(self.x)
         for expert in chosen.unique().tolist():  # rising, so that a row's experts are added in that order
             rows, place = torch.where(chosen == expert)
-            y = self._product(self._gated(h[rows], up[expert], activation), down[expert], None)
+            y = self._product(self._gated(h[rows], e.up[expert], e.activation), e.down[expert], None)
             out.index_add_(0, rows, weight[rows, place, None] * y)
-        if shared_up is not None:
-            shared = self._product(self._gated(h, shared_up, activation), shared_down, None)
-            out += shared if shared_gate is None else self._product(h, shared_gate, None).sigmoid() * shared
-        self.x.add_(out if post_norm is None else F.rms_norm(out, (out.shape[1],), post_norm, post_eps), alpha=scale)
+        if e.shared_up is not None and e.shared_down is not None:
+            shared = self._product(self._gated(h, e.shared_up, e.activation), e.shared_down, None)
+            out += shared if e.shared_gate is None else self._product(h, e.shared_gate, None).sigmoid() * shared
+        self.x.add_(out if e.post_norm is None else F.rms_norm(out, (out.shape[1],), e.post_norm, e.post_eps), alpha=e.scale)
 
-    def _gated(self, h: Tensor, blob: Tensor, activation: int) -> Tensor:
+    def _gated(self, h: Tensor, blob: Tensor, activation: str) -> Tensor:
         gate, up = self._product(h, blob, None, half=True).chunk(2, 1)
-        return _activated(gate, reference.ACTIVATIONS[activation]).mul_(up)
+        return _activated(gate, activation).mul_(up)
 
     def norm_head(self, a: dict[str, Any]) -> None:
         norm_bias, layer_norm = a["rest"]

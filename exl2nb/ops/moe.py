@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from exl2nb.ops import reference
-from exl2nb.ops._library import check, define
+from exl2nb.ops._library import define
+from exl2nb.ops.experts import Experts
 from exl2nb.ops.reference import ACTIVATIONS
 from exl2nb.ops.weights import dense
 
@@ -18,13 +18,13 @@ def _routed_mlp(
     x: Tensor, norm: Tensor | None, eps: float, router: Tensor, up: list[Tensor], down: list[Tensor], top_k: int, renormalize: float,
     activation: int, *rest: Any,
 ) -> Tensor:  # fmt: skip
-    check(len(up) == len(down) > 0, "routed_mlp", "number of up and down matrices", (len(up), len(down)), "one of each per expert")
-    check(0 < top_k <= len(up), "routed_mlp", "top_k", top_k, f"1 to {len(up)} (the experts)")
-    norms, shared, post = rest[:2], [None if blob is None else dense(blob) for blob in rest[2:5]], rest[5:]
-    return reference.routed_mlp(
-        x, norm, eps, dense(router), lambda i: (dense(up[i]), dense(down[i])), top_k, renormalize, ACTIVATIONS[activation],
-        *norms, *shared, *post,
+    norm_bias, layer_norm, shared_up, shared_down, shared_gate, post_norm, post_eps, scale = rest
+    experts = Experts(
+        norm=norm, eps=eps, router=router, up=up, down=down, top_k=top_k, renormalize=renormalize, activation=ACTIVATIONS[activation],
+        norm_bias=norm_bias, layer_norm=layer_norm, shared_up=shared_up, shared_down=shared_down, shared_gate=shared_gate,
+        post_norm=post_norm, post_eps=post_eps, scale=scale,
     )  # fmt: skip
+    return reference.routed_mlp(x, experts, dense)
 
 
 _routed_mlp_op = define(
@@ -36,26 +36,7 @@ _routed_mlp_op = define(
 )
 
 
-def routed_mlp(
-    x: Tensor,
-    norm: Tensor | None,
-    eps: float,
-    router: Tensor,
-    up: Sequence[Tensor],
-    down: Sequence[Tensor],
-    *,
-    top_k: int,
-    renormalize: float = 0.0,
-    activation: str = "silu",
-    norm_bias: Tensor | None = None,
-    layer_norm: bool = False,
-    shared_up: Tensor | None = None,
-    shared_down: Tensor | None = None,
-    shared_gate: Tensor | None = None,
-    post_norm: Tensor | None = None,
-    post_eps: float = 0.0,
-    scale: float = 1.0,
-) -> Tensor:
+def routed_mlp(x: Tensor, experts: Experts) -> Tensor:
     """Add the MLP of the chosen experts to x f32 `(T, H)`, in place.
 
     With h = norm(x) and p = softmax(h @ router): the `top_k` largest p choose experts and weigh them, divided by their norm of order
@@ -64,20 +45,9 @@ def routed_mlp(
 
     Args:
         x: the residual stream.
-        norm, eps, norm_bias, layer_norm: as in `norm_qkv_rope`.
-        router: blob, E outputs.
-        up, down: per expert the blobs of [gate; up] (2 * I outputs) and of down.
-        top_k: experts per row.
-        renormalize: order of the norm that the chosen weights are divided by (1: they sum to 1); 0 leaves them.
-        activation: one of `reference.ACTIVATIONS`.
-        shared_up, shared_down: an expert for every row, or None. shared_gate: blob with one output; its sigmoid weighs that expert.
-        post_norm: f32 `(H,)`, RMS norm of the sum; None: none. scale: factor on what is added.
+        experts: the layer.
 
     Returns:
         int32 `(T, top_k)`: the chosen experts by falling weight; of equal weights the first.
     """
-    check(activation in ACTIVATIONS, "routed_mlp", "activation", repr(activation), f"one of {', '.join(ACTIVATIONS)}")
-    return _routed_mlp_op(
-        x, norm, eps, router, list(up), list(down), top_k, renormalize, ACTIVATIONS.index(activation), norm_bias, layer_norm,
-        shared_up, shared_down, shared_gate, post_norm, post_eps, scale,
-    )  # fmt: skip
+    return _routed_mlp_op(x, *experts.arguments())

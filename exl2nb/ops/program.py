@@ -18,6 +18,7 @@ from torch import Tensor
 from exl2nb.ops import blob as layout
 from exl2nb.ops import gpu
 from exl2nb.ops._library import REFERENCES, check, define, dynamic_size
+from exl2nb.ops.experts import Experts
 from exl2nb.ops.kv_codes import page_size
 from exl2nb.ops.reference import ACTIVATIONS
 from exl2nb.ops.weights import pack_concat
@@ -159,55 +160,26 @@ class Program:
         self._add(GATE_UP, "norm_gate_up", words, norm=norm, eps=eps, blob=blob, bias=bias, activation=index, aside=aside,
                   rest=(norm_bias, layer_norm, gated))  # fmt: skip
 
-    def routed_mlp(
-        self,
-        norm: Tensor | None,
-        eps: float,
-        router: Tensor,
-        up: Sequence[Tensor],
-        down: Sequence[Tensor],
-        *,
-        top_k: int,
-        renormalize: float = 0.0,
-        activation: str = "silu",
-        norm_bias: Tensor | None = None,
-        layer_norm: bool = False,
-        shared_up: Tensor | None = None,
-        shared_down: Tensor | None = None,
-        shared_gate: Tensor | None = None,
-        post_norm: Tensor | None = None,
-        post_eps: float = 0.0,
-        scale: float = 1.0,
-    ) -> None:
+    def routed_mlp(self, experts: Experts) -> None:
         """X += the MLP of each row's experts."""
-        op = "Program.routed_mlp"
-        check(activation in ACTIVATIONS, op, "activation", repr(activation), f"one of {', '.join(ACTIVATIONS)}")
-        check(len(up) == len(down) > 0, op, "number of up and down matrices", (len(up), len(down)), "one of each per expert")
-        check(0 < top_k <= len(up), op, "top_k", top_k, f"1 to {len(up)} (the experts)")
-        check(renormalize >= 0, op, "renormalize", renormalize, "0 or more")
-        H, inner = self._hidden, layout.shape(down[0])[0]
-        _shapes(op, router, norm, norm_bias, None, len(up))
-        wanted = [(router, H, len(up)), *((blob, H, 2 * inner) for blob in up), *((blob, inner, H) for blob in down)]
-        if shared_up is not None and shared_down is not None:
-            wide = layout.shape(shared_down)[0]
-            wanted += [(shared_up, H, 2 * wide), (shared_down, wide, H), *([(shared_gate, H, 1)] if shared_gate is not None else [])]
-        for blob, K, N in wanted:
+        op, e, H = "Program.routed_mlp", experts, self._hidden
+        inner, shared = (0 if blob is None else layout.shape(blob)[0] for blob in (e.down[0], e.shared_down))
+        _shapes(op, e.router, e.norm, e.norm_bias, None, len(e.up))
+        for blob, K, N in e.shapes(H, inner, shared):
             check(layout.shape(blob) == (K, N), op, "shape of a matrix", layout.shape(blob), str((K, N)))
-        check((shared_up is None) == (shared_down is None), op, "shared expert", "half there", "shared_up and shared_down")
-        check(post_norm is None or tuple(post_norm.shape) == (H,), op, "post_norm", post_norm is not None and post_norm.shape, f"({H},)")
-        index = ACTIVATIONS.index(activation)
-        where = self._experts([*up, *([] if shared_up is None else [shared_up])], [*down, *([] if shared_down is None else [shared_down])])
-        first = router
-        if self.device.type != "cpu" and shared_gate is not None:  # one product for both
-            self._blob(router)
-            first = pack_concat([router, shared_gate])
-        words = [self._f32(norm), _float_bits(eps), self._blob(first), where, len(up), top_k, _float_bits(renormalize)]
-        words += [index, self._f32(norm_bias), int(layer_norm)]
-        words += [0 if blob is None else self._blob(blob) for blob in (shared_up, shared_down, shared_gate)]
-        words += [self._f32(post_norm), _float_bits(post_eps), _float_bits(scale)]
-        self._add(ROUTED, "routed_mlp", words, all=(
-            norm, eps, router, list(up), list(down), top_k, renormalize, index, norm_bias, layer_norm, shared_up, shared_down, shared_gate,
-            post_norm, post_eps, scale))  # fmt: skip
+        fits = e.post_norm is None or tuple(e.post_norm.shape) == (H,)
+        check(fits, op, "post_norm", e.post_norm is not None and e.post_norm.shape, f"({H},)")
+        behind = [[blob for blob in (e.shared_up,) if blob is not None], [blob for blob in (e.shared_down,) if blob is not None]]
+        where = self._experts([*e.up, *behind[0]], [*e.down, *behind[1]])
+        first = e.router
+        if self.device.type != "cpu" and e.shared_gate is not None:  # one product for both
+            self._blob(e.router)
+            first = pack_concat([e.router, e.shared_gate])
+        words = [self._f32(e.norm), _float_bits(e.eps), self._blob(first), where, len(e.up), e.top_k, _float_bits(e.renormalize)]
+        words += [ACTIVATIONS.index(e.activation), self._f32(e.norm_bias), int(e.layer_norm)]
+        words += [0 if blob is None else self._blob(blob) for blob in (e.shared_up, e.shared_down, e.shared_gate)]
+        words += [self._f32(e.post_norm), _float_bits(e.post_eps), _float_bits(e.scale)]
+        self._add(ROUTED, "routed_mlp", words, experts=experts)
 
     def norm_head(
         self,
@@ -342,7 +314,7 @@ def _decode_step(
         elif name == "norm_gate_up":
             done[a["aside"]] = op[name](x, a["norm"], a["eps"], a["blob"], a["bias"], a["activation"], *a["rest"])
         elif name == "routed_mlp":
-            op[name](x, *a["all"])
+            op[name](x, *a["experts"].arguments())
         else:
             logits = op[name](x[logit_rows.long()], a["norm"], a["eps"], a["blob"], a["bias"], *a["rest"])
     return logits

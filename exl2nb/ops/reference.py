@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from exl2nb.ops import kv_codes
+
+if TYPE_CHECKING:
+    from exl2nb.ops.experts import Experts
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 
@@ -199,40 +203,26 @@ def route(logits: Tensor, top_k: int, renormalize: float) -> tuple[Tensor, Tenso
     return chosen, weight
 
 
-def routed_mlp(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    eps: float,
-    router: Tensor,
-    expert: Callable[[int], tuple[Tensor, Tensor]],
-    top_k: int,
-    renormalize: float,
-    activation: str,
-    norm_bias: Tensor | None = None,
-    layer_norm: bool = False,
-    shared_up: Tensor | None = None,
-    shared_down: Tensor | None = None,
-    shared_gate: Tensor | None = None,
-    post_norm: Tensor | None = None,
-    post_eps: float = 0.0,
-    scale: float = 1.0,
-) -> Tensor:
+def routed_mlp(x: Tensor, experts: Experts, matrix: Callable[[Tensor], Tensor] = lambda dense: dense) -> Tensor:
     """X `(T, H)` += scale * post_norm(weighted sum of each row's experts + shared expert), in place; the chosen experts `(T, top_k)`.
 
-    expert: number -> its matrices [gate; up] `(H, 2I)` and down `(I, H)`.
+    matrix: of the layer's matrices -> dense `(K, N)`, which they may be already.
     """
-    h = norm(x, norm_weight, eps, norm_bias, layer_norm)
-    chosen, weight = route(linear(h, router, None), top_k, renormalize)
+    e = experts
+    h = norm(x, e.norm, e.eps, e.norm_bias, e.layer_norm)
+    chosen, weight = route(linear(h, matrix(e.router), None), e.top_k, e.renormalize)
+
+    def expert(rows: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return linear(norm_gate_up(rows, None, 0.0, matrix(up), None, e.activation), matrix(down), None)
+
     out = torch.zeros_like(h)
     for i in chosen.unique().tolist():  # rising, so that a row's experts are added in that order
         rows, place = torch.where(chosen == i)
-        up, down = expert(i)
-        inner = norm_gate_up(h[rows], None, 0.0, up, None, activation)
-        out[rows] += weight[rows, place, None] * linear(inner, down, None)
-    if shared_up is not None and shared_down is not None:
-        shared = linear(norm_gate_up(h, None, 0.0, shared_up, None, activation), shared_down, None)
-        out += shared if shared_gate is None else linear(h, shared_gate, None).sigmoid() * shared
-    x += scale * (out if post_norm is None else rms_norm(out, post_norm, post_eps))
+        out[rows] += weight[rows, place, None] * expert(h[rows], e.up[i], e.down[i])
+    if e.shared_up is not None and e.shared_down is not None:
+        shared = expert(h, e.shared_up, e.shared_down)
+        out += shared if e.shared_gate is None else linear(h, matrix(e.shared_gate), None).sigmoid() * shared
+    x += e.scale * (out if e.post_norm is None else rms_norm(out, e.post_norm, e.post_eps))
     return chosen.to(torch.int32)
 
 

@@ -76,9 +76,9 @@ class Sparse:
             p.paged_attention(layer=0, scale=0.1)
             p.linear_residual(nothing)
             post_norm = None if self.post is None else self.post.cuda()
-            p.routed_mlp(
-                self.norm.cuda(), 1e-5, ops.pack_dense(self.router.cuda()), **blobs, **self.options, post_norm=post_norm, post_eps=1e-6
-            )
+            router = ops.pack_dense(self.router.cuda())
+            layer = {"norm": self.norm.cuda(), "eps": 1e-5, "post_norm": post_norm, "post_eps": 1e-6, **self.options}
+            p.routed_mlp(ops.Experts(router=router, **blobs, **layer))
         p.norm_head(None, 0.0, ops.pack_dense(torch.eye(H).cuda()))
         self.pools = [torch.zeros(POOL, dtype=torch.float16, device="cuda") for _ in range(2)]
 
@@ -111,12 +111,11 @@ class Sparse:
         x = self.table[torch.tensor(ids)]
         wide, narrow = self.shared or (None, None)
         gate = None if self.gate is None else self.gate.T.float()
-        top_k, renormalize, activation, scale = self.options.values()
+        shared = {"shared_up": wide, "shared_down": narrow, "shared_gate": gate}
+        layer = {"norm": self.norm, "eps": 1e-5, "post_norm": self.post, "post_eps": 1e-6, **self.options, **shared}
+        experts = ops.Experts(router=self.router.T.float(), up=self.up, down=self.down, **layer)
         for _ in range(layers):
-            reference.routed_mlp(
-                x, self.norm, 1e-5, self.router.T.float(), lambda i: (self.up[i], self.down[i]), top_k, renormalize, activation,
-                shared_up=wide, shared_down=narrow, shared_gate=gate, post_norm=self.post, post_eps=1e-6, scale=scale,
-            )  # fmt: skip
+            reference.routed_mlp(x, experts)
         return x
 
 
@@ -171,7 +170,7 @@ def test_what_no_token_chose_is_not_read():
     """Strips of every other expert are overwritten after the first step: a kernel that read them would compute something else."""
     layer = Sparse(12, 2, renormalize=1.0)
     good = layer.step([3])
-    up, down = next(arguments["all"][3:5] for name, arguments in layer.program.steps if name == "routed_mlp")
+    experts = next(arguments["experts"] for name, arguments in layer.program.steps if name == "routed_mlp")
     chosen = set()
     for done in range(2):
         x = reference.norm(layer.truth([3], done), layer.norm, 1e-5, None, False)
@@ -180,7 +179,7 @@ def test_what_no_token_chose_is_not_read():
     assert len(chosen) < 12
     spoilt = 0
     for expert in set(range(12)) - chosen:
-        for blob in (up[expert], down[expert]):
+        for blob in (experts.up[expert], experts.down[expert]):
             blob[-2048:].random_(0, 256)
             spoilt += 1
     assert spoilt and torch.equal(layer.step([3]), good)
@@ -191,4 +190,4 @@ def test_an_expert_in_one_piece_is_refused():
     p.embed(torch.zeros(4, H).cuda())
     whole, down = ops.pack_dense(torch.zeros(2 * INNER, H).cuda()), ops.pack_dense(torch.zeros(H, INNER).cuda())
     with pytest.raises(RuntimeError, match="in two parts"):
-        p.routed_mlp(None, 0.0, ops.pack_dense(torch.zeros(1, H).cuda()), [whole], [down], top_k=1)
+        p.routed_mlp(ops.Experts(norm=None, eps=0.0, router=ops.pack_dense(torch.zeros(1, H).cuda()), up=[whole], down=[down], top_k=1))

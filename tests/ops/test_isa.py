@@ -51,7 +51,8 @@ def digest() -> str:
     experts = [ops.pack_dense(torch.randn(n, k, generator=torch.Generator().manual_seed(n))) for k, n in [(96, 48), (24, 96)] * 4]
     router = ops.pack_dense(torch.randn(4, 96, generator=torch.Generator().manual_seed(6)))
     shared = {"shared_up": experts[0], "shared_down": experts[1], "shared_gate": ops.pack_dense(torch.ones(1, 96))}
-    take(ops.routed_mlp(y := x.clone(), torch.ones(96), 1e-5, router, experts[::2], experts[1::2], top_k=2, renormalize=2.0, **shared))
+    layer = {"norm": torch.ones(96), "eps": 1e-5, "router": router, "up": experts[::2], "down": experts[1::2]}
+    take(ops.routed_mlp(y := x.clone(), ops.Experts(**layer, top_k=2, renormalize=2.0, **shared)))
     take(y)
     angles = torch.arange(54).view(9, 6) * 0.1
     for full in (False, True):

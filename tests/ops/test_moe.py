@@ -54,12 +54,12 @@ def case(options):
     return experts(**made) | {key: value for key, value in options.items() if key not in made}
 
 
+def routed(x, a, norm=NORM):
+    return ops.routed_mlp(x, ops.Experts(norm=norm, eps=1e-5, **a))
+
+
 def positional(x, norm, eps, a):
-    activation = ("silu", "gelu", "gelu_tanh").index(a.get("activation", "silu"))
-    head = (x, norm, eps, a["router"], list(a["up"]), list(a["down"]), a["top_k"], a.get("renormalize", 0.0), activation)
-    rest = ("norm_bias", "layer_norm", "shared_up", "shared_down", "shared_gate", "post_norm", "post_eps", "scale")
-    defaults = {"layer_norm": False, "post_eps": 0.0, "scale": 1.0}
-    return (*head, *(a.get(key, defaults.get(key)) for key in rest))
+    return (x, *ops.Experts(norm=norm, eps=eps, **a).arguments())
 
 
 @pytest.mark.parametrize("norm", [NORM, None], ids=["norm", "plain"])
@@ -69,7 +69,7 @@ def test_against_the_reference(options, norm):
     if norm is None:
         a.pop("norm_bias", None)
     ours, want = rows(37), rows(37)
-    chosen = ops.routed_mlp(ours, norm, 1e-5, **a)
+    chosen = routed(ours, a, norm)
     expected = REFERENCES["routed_mlp"](*positional(want, norm, 1e-5, a))
     assert torch.equal(chosen, expected)
     assert chosen.dtype == torch.int32 and chosen.shape == (37, a["top_k"])
@@ -81,10 +81,10 @@ def test_against_the_reference(options, norm):
 def test_a_row_does_not_know_the_others(options):
     """More rows than the kernel keeps in flight, and any part of them: the same bits."""
     a, together = case(options), rows(700)
-    chosen = ops.routed_mlp(together, NORM, 1e-5, **a)
+    chosen = routed(together, a)
     for first, last in ((0, 1), (1, 4), (4, 260), (260, 700)):
         part = rows(700)[first:last].clone()
-        assert torch.equal(ops.routed_mlp(part, NORM, 1e-5, **a), chosen[first:last])
+        assert torch.equal(routed(part, a), chosen[first:last])
         assert torch.equal(part, together[first:last])
 
 
@@ -92,30 +92,30 @@ def test_only_chosen_experts_are_read():
     """Weights of the others are NaN, and nobody notices."""
     a = experts(dense=True) | {"top_k": 2, "renormalize": 1.0}
     good = rows(1)
-    chosen = ops.routed_mlp(good, NORM, 1e-5, **a)[0].tolist()
+    chosen = routed(good, a)[0].tolist()
     for name, outputs in (("up", 2 * INNER), ("down", H)):
         spoiled = ops.pack_dense(torch.full((outputs, INNER if name == "down" else H), torch.nan))
         a[name] = [blob if i in chosen else spoiled for i, blob in enumerate(a[name])]
     again = rows(1)
-    ops.routed_mlp(again, NORM, 1e-5, **a)
+    routed(again, a)
     assert torch.equal(again, good)
 
 
 def test_equal_weights_choose_the_first():
     a = experts(dense=True) | {"top_k": 3}
     a["router"] = ops.pack_dense(torch.zeros(E, H))
-    assert ops.routed_mlp(rows(2), NORM, 1e-5, **a).tolist() == [[0, 1, 2]] * 2
+    assert routed(rows(2), a).tolist() == [[0, 1, 2]] * 2
 
 
 def test_rows_without_a_number_do_no_harm():
     a, x = experts() | {"top_k": 2}, rows(5)
     x[2] = torch.nan
     alone = rows(5)[3:4].clone()
-    ops.routed_mlp(x, NORM, 1e-5, **a)
-    ops.routed_mlp(alone, NORM, 1e-5, **a)
+    routed(x, a)
+    routed(alone, a)
     assert x[2].isnan().all() and torch.equal(x[3:4], alone)
     nothing = torch.empty(0, H)
-    assert ops.routed_mlp(nothing, NORM, 1e-5, **a).shape == (0, 2)
+    assert routed(nothing, a).shape == (0, 2)
 
 
 def test_opcheck():
@@ -141,8 +141,8 @@ WRONG = {
 def test_wrong_arguments_are_named(words):
     a = {"top_k": 2, **experts(dense=True), **WRONG[words]}
     with pytest.raises((RuntimeError, ValueError), match="routed_mlp"):
-        ops.routed_mlp(rows(2), NORM, 1e-5, **a)
+        routed(rows(2), a)
     program = ops.Program()
     program.embed(torch.zeros(9, H))
     with pytest.raises(ValueError, match=words):
-        program.routed_mlp(NORM, 1e-5, **a)
+        program.routed_mlp(ops.Experts(norm=NORM, eps=1e-5, **a))

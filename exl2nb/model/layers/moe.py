@@ -3,26 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypedDict
 
 from torch import Tensor
 
 from exl2nb import ops
 from exl2nb.model.layers.norm import Added, Norm
-
-
-class _Options(TypedDict):
-    top_k: int
-    renormalize: float
-    activation: str
-    norm_bias: Tensor | None
-    layer_norm: bool
-    shared_up: Tensor | None
-    shared_down: Tensor | None
-    shared_gate: Tensor | None
-    post_norm: Tensor | None
-    post_eps: float
-    scale: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +32,11 @@ class RoutedMLP:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Add the experts' results to x f32 `(T, H)` in place; the chosen experts int32 `(T, top_k)`."""
-        return ops.routed_mlp(x, self.norm.weight, self.norm.eps, self.router, self.up, self.down, **self._options)
+        return ops.routed_mlp(x, self._experts)
 
     def record(self, program: ops.Program) -> None:
         """Write the same down in a program."""
-        program.routed_mlp(self.norm.weight, self.norm.eps, self.router, self.up, self.down, **self._options)
+        program.routed_mlp(self._experts)
 
     @property
     def idle_bytes(self) -> int:
@@ -60,16 +45,9 @@ class RoutedMLP:
         return total - total * self.top_k // len(self.up)
 
     @property
-    def _options(self) -> _Options:
-        return {
-            "top_k": self.top_k,
-            "renormalize": self.renormalize,
-            "activation": self.activation,
-            **self.norm.options,
-            "shared_up": self.shared_up,
-            "shared_down": self.shared_down,
-            "shared_gate": self.shared_gate,
-            "post_norm": self.added.norm,
-            "post_eps": self.added.eps,
-            "scale": self.added.scale,
-        }
+    def _experts(self) -> ops.Experts:
+        return ops.Experts(
+            norm=self.norm.weight, eps=self.norm.eps, **self.norm.options, router=self.router, up=self.up, down=self.down, top_k=self.top_k,
+            renormalize=self.renormalize, activation=self.activation, shared_up=self.shared_up, shared_down=self.shared_down,
+            shared_gate=self.shared_gate, post_norm=self.added.norm, post_eps=self.added.eps, scale=self.added.scale,
+        )  # fmt: skip
