@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import traitlets as t
 
+from exl2nb.cache.modes import parse_mode
 from exl2nb.core.errors import ConversionError, OptionError
+from exl2nb.sampling.params import check_integer
 from exl2nb.widgets import bitpage, static
 from exl2nb.widgets.background import Background
 from exl2nb.widgets.base import as_text
@@ -31,6 +33,7 @@ STEP = 0.05
 CURVE_POINTS = 25
 CURVE_POINTS_LARGE = 9
 LARGE = 200  # matrices
+HEAD_BITS = 6  # as `Measurement.solve(bpw=...)`, so that sizes and the slider mean the same models
 
 
 class BitrateExplorer(WorkingWidget):
@@ -84,6 +87,7 @@ class BitrateExplorer(WorkingWidget):
     _curve = t.List().tag(sync=True)
     _marks = t.List().tag(sync=True)
     _can_make = t.Bool(False).tag(sync=True)
+    _free = t.Int(None, allow_none=True).tag(sync=True)
 
     def __init__(
         self, measurement: Any = None, llm: Any = None, *, measured: Any = (), convert: Mapping[str, Any] | None = None, **kwargs: Any
@@ -99,6 +103,7 @@ class BitrateExplorer(WorkingWidget):
         with self.hold_sync():
             self._low, self._high = math.ceil(low / STEP) * STEP, min(8.0, math.floor(high / STEP) * STEP)
             self._can_make, self._marks = self._maker.possible, [list(_mark(entry)) for entry in measured]
+            self._free = _free_of_card(llm)
             self.solve(self.bpw)
             self._curve = [list(point) for point in self._walk()]
 
@@ -114,12 +119,27 @@ class BitrateExplorer(WorkingWidget):
         """Its cells."""
         return self._grid
 
-    def solve(self, bpw: float) -> Plan:
-        """Allocate at `bpw`, moved into what the model can reach, and show it.
+    def solve(
+        self,
+        bpw: float | None = None,
+        *,
+        bytes: int | str | None = None,
+        fits: int | str | None = None,
+        context: int = 0,
+        cache: str = "fp16",
+    ) -> Plan:
+        """Allocate and show it: at `bpw`, moved into what the model can reach, or at the largest bitrate for a size.
+
+        Args:
+            bpw, bytes, fits, context, cache: exactly one of the first three, as in `Measurement.solve`; the head keeps 6 bits.
 
         Raises:
-            OptionError: not a number.
+            OptionError: not a number, not a size, or not exactly one. ConversionError: nothing is so small; says what is.
         """
+        if bytes is not None or fits is not None:
+            options = {"bytes": bytes, "fits": fits, "context": context, "cache": cache}
+            bpw = self.measurement.solve(bpw, head_bits=HEAD_BITS, **options).bpw
+            bpw = math.floor(10_000 * bpw) / 10_000  # `solve` below rounds to four digits
         if isinstance(bpw, bool) or not isinstance(bpw, (int, float)) or not math.isfinite(bpw):
             raise OptionError(f"BitrateExplorer: bpw is {bpw!r}; expected a number from {self._low:g} to {self._high:g}")
         bpw = round(min(self._high, max(self._low, bpw)), 4)
@@ -134,6 +154,8 @@ class BitrateExplorer(WorkingWidget):
                 self.nbytes, self.predicted_kl, self.solve_ms = plan.nbytes, plan.predicted_kl, round(1000 * spent, 2)
                 self.solved = bpw
                 self.bpw = bpw
+                if self.status == "error":
+                    self.status, self.error = "idle", ""
         return plan
 
     def _solved(self, bpw: float) -> Plan:
@@ -161,6 +183,14 @@ class BitrateExplorer(WorkingWidget):
 
     def _receive_solve(self, message: Mapping[str, Any]) -> None:
         self.solve(message.get("bpw"))  # type: ignore[arg-type]
+
+    def _receive_solve_size(self, message: Mapping[str, Any]) -> None:
+        kind, size = message.get("kind"), message.get("size")
+        if kind not in ("bytes", "fits") or isinstance(size, bool) or not isinstance(size, int):
+            raise OptionError(f"BitrateExplorer: the page sent {kind!r} of {size!r}; expected bytes or fits, and a whole number")
+        context, cache = message.get("context", 0), message.get("cache", "fp16")
+        check_integer("BitrateExplorer: context", context, 0, 1 << 24)
+        self.solve(context=context, cache=parse_mode(cache, where="BitrateExplorer"), **{kind: size})
 
     # ---- making ----
 
@@ -269,6 +299,15 @@ def _measurement(source: Any) -> Measurement:
             f"BitrateExplorer: measurement is {type(source).__name__!r}; expected the result of exl2nb.measure, its JSON file, or None"
         )
     return source
+
+
+def _free_of_card(llm: Any) -> int | None:
+    """Bytes free on the GPU that the model is on; None beside a GPU, where the machine's memory says little about a card."""
+    if getattr(getattr(llm, "model", None), "device", "cpu") != "cuda":
+        return None
+    from exl2nb.facade.memory_plan import free_bytes
+
+    return free_bytes("cuda")
 
 
 def _mark(entry: Any) -> Mark:

@@ -206,7 +206,7 @@ class Mark(NamedTuple):
 
 
 class ExplorerState(TypedDict):
-    """Synced traits of BitrateExplorer. bpw: asked for; solved: the bitrate that the cells and figures belong to."""
+    """Synced traits of BitrateExplorer. bpw: asked for; solved: the bitrate that cells and figures belong to. _free: bytes of a GPU."""
 
     status: Status
     error: str
@@ -232,6 +232,7 @@ class ExplorerState(TypedDict):
     _curve: list[CurvePoint]
     _marks: list[Mark]
     _can_make: bool
+    _free: int | None
     _protocol: int
     _static: bool
 
@@ -241,6 +242,16 @@ class Solve(TypedDict):
 
     type: Literal["solve"]
     bpw: float
+
+
+class SolveSize(TypedDict):
+    """The reader gave a size in bytes: of the files, or of a memory that holds a cache of `context` tokens in mode `cache` as well."""
+
+    type: Literal["solve_size"]
+    kind: Literal["bytes", "fits"]
+    size: int
+    context: int
+    cache: str
 
 
 class Make(TypedDict):
@@ -293,7 +304,23 @@ class PlanState(TypedDict):
 
 
 FromKernel = Delta | Snapshot | Done | Pong | Tops
-ToKernel = Ready | Resync | Ping | Stop | Generate | LookAt | Solve | Make | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame
+ToKernel = (
+    Ready
+    | Resync
+    | Ping
+    | Stop
+    | Generate
+    | LookAt
+    | Solve
+    | SolveSize
+    | Make
+    | Look
+    | RunCaches
+    | HideNeedle
+    | RunPrompts
+    | Sample
+    | ShowFrame
+)
 
 _EXPORTED: dict[str, Any] = {
     "Status": Status,
@@ -323,6 +350,7 @@ _EXPORTED: dict[str, Any] = {
     "Mark": Mark,
     "ExplorerState": ExplorerState,
     "Solve": Solve,
+    "SolveSize": SolveSize,
     "Make": Make,
     "WeightSlice": WeightSlice,
     "WeightsState": WeightsState,

@@ -68,6 +68,28 @@ def test_drag_recolour_make_and_read(page, explorer, screenshots, theme):
         assert not found, found
 
 
+def test_a_size_asks_the_kernel_and_its_error_is_seen(page, explorer):
+    explorer.solve(4.0)
+    host = MockHost(page, "explorer", state(explorer, _can_make=False))
+    size = page.get_by_role("spinbutton", name="Size")
+    assert size.input_value() == f"{explorer.nbytes / 1e6:.2f}"
+    size.fill("7")
+    size.press("Enter")
+    assert host.sent[-1] == {"type": "solve_size", "kind": "bytes", "size": 7_000_000, "context": 4096, "cache": "fp16"}
+    explorer.solve(bytes=7_000_000)
+    host.put(**{name: getattr(explorer, name) for name in MOVED})
+    assert page.locator(".exl2nb-big").inner_text() == f"{explorer.solved:.2f}"
+    assert not page.get_by_label("Tokens of the cache").is_visible()
+    page.get_by_label("or what fits in").select_option("fits")
+    page.get_by_label("Cache", exact=True).select_option("q8")
+    assert host.sent[-1]["kind"] == "fits" and host.sent[-1]["cache"] == "q8"
+    host.put(status="error", error="nothing is so small")
+    assert page.get_by_role("alert").inner_text() == "nothing is so small"
+    if AXE.is_file():
+        page.evaluate(AXE.read_text())
+        assert not page.evaluate("(tags) => axe.run('main', {runOnly: tags}).then((r) => r.violations)", TAGS)
+
+
 def test_export_moves_along_the_curve_without_a_kernel(page, explorer, tmp_path):
     explorer.solve(4.0)
     explorer.to_html(tmp_path / "explorer.html")

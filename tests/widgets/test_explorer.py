@@ -1,5 +1,6 @@
 """BitrateExplorer's Python half: solving live, the curve, making a copy beside the original (with a fake converter), the twin."""
 
+import re
 import threading
 from types import SimpleNamespace
 
@@ -73,6 +74,39 @@ def test_the_edges_are_met_and_nonsense_is_shown(measurement):
         explorer._dispatch(None, {"type": "solve", "bpw": nonsense}, [])
         assert explorer.status == "error"
         assert "expected a number" in explorer.error
+
+
+def test_a_size_moves_the_slider_to_the_largest_that_fits(measurement):
+    explorer = BitrateExplorer(measurement)
+    explorer._dispatch(None, {"type": "solve_size", "kind": "bytes", "size": 7_000_000, "context": 0, "cache": "fp16"}, [])
+    assert explorer.nbytes <= 7_000_000 < measurement.solve(bpw=explorer.solved + 0.05).nbytes
+    assert explorer.bpw == explorer.solved
+    alone = explorer.solve(fits="9MB").bpw
+    explorer._dispatch(None, {"type": "solve_size", "kind": "fits", "size": 9_000_000, "context": 512, "cache": "q8"}, [])
+    assert explorer.plan.bpw < alone, "the cache takes its share"
+    assert explorer.nbytes + measurement.cache.nbytes(512, "q8") <= 9_000_000
+    assert explorer.solve(fits="24GiB").bpw == pytest.approx(explorer._high, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    ("message", "match"),
+    [
+        ({"kind": "bytes", "size": 1000}, "bytes is 1000"),
+        ({"kind": "weight", "size": 7_000_000}, "expected bytes or fits"),
+        ({"kind": "bytes", "size": "7MB"}, "a whole number"),
+        ({"kind": "fits", "size": 9_000_000, "context": -1}, "context is -1"),
+        ({"kind": "fits", "size": 9_000_000, "cache": "q5"}, "cache is 'q5'|q5"),
+    ],
+)
+def test_a_size_that_cannot_be_is_shown_and_forgotten(measurement, message, match):
+    explorer = BitrateExplorer(measurement)
+    before = explorer.solved
+    explorer._dispatch(None, {"type": "solve_size", **message}, [])
+    assert explorer.status == "error"
+    assert re.search(match, explorer.error), explorer.error
+    assert explorer.solved == before
+    explorer._dispatch(None, {"type": "solve", "bpw": 5.0}, [])
+    assert (explorer.status, explorer.error) == ("idle", "")
 
 
 def test_curve_falls(measurement):

@@ -194,7 +194,7 @@ export type CurvePoint = [bpw: number, nbytes: number, kl: number, bits: number[
 /** A bitrate whose KL was measured, nats per token. */
 export type Mark = [bpw: number, kl: number, label: string];
 
-/** Synced traits of BitrateExplorer. bpw: asked for; solved: the bitrate that the cells and figures belong to. */
+/** Synced traits of BitrateExplorer. bpw: asked for; solved: the bitrate that cells and figures belong to. _free: bytes of a GPU. */
 export interface ExplorerState {
   status: Status;
   error: string;
@@ -220,6 +220,7 @@ export interface ExplorerState {
   _curve: CurvePoint[];
   _marks: Mark[];
   _can_make: boolean;
+  _free: number | null;
   _protocol: number;
   _static: boolean;
 }
@@ -228,6 +229,15 @@ export interface ExplorerState {
 export interface Solve {
   type: "solve";
   bpw: number;
+}
+
+/** The reader gave a size in bytes: of the files, or of a memory that holds a cache of `context` tokens in mode `cache` as well. */
+export interface SolveSize {
+  type: "solve_size";
+  kind: "bytes" | "fits";
+  size: number;
+  context: number;
+  cache: string;
 }
 
 /** The reader pressed "Make it". */
@@ -546,4 +556,4 @@ export interface SpeculationState {
 
 export type FromKernel = Delta | Snapshot | Done | Pong | Tops;
 
-export type ToKernel = Ready | Resync | Ping | Stop | Generate | LookAt | Solve | Make | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame;
+export type ToKernel = Ready | Resync | Ping | Stop | Generate | LookAt | Solve | SolveSize | Make | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame;

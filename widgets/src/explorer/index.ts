@@ -10,6 +10,7 @@ import { watchKernel } from "../shared/kernel";
 import { EXPLAINED, NAMES, painter } from "../shared/metrics";
 import { size, strip } from "../shared/strip";
 import { CurveView } from "./curve";
+import { SizesView } from "./sizes";
 import "./explorer.css";
 
 const WATCHED: (keyof ExplorerState)[] = [
@@ -41,6 +42,7 @@ class ExplorerView {
   private readonly spoken = h("div", { class: "exl2nb-sr", role: "status" });
   private readonly frame = perFrame(() => this.draw());
   private readonly asker: Asker<number>;
+  private readonly sizes: SizesView;
   private readonly undo: (() => void)[];
   private built = "";
   private pointed = -1;
@@ -57,30 +59,31 @@ class ExplorerView {
       (index) => this.readout(index),
     );
     this.asker = new Asker<number>((bpw) => explorer.send({ type: "solve", bpw }));
+    this.sizes = new SizesView((wish) => {
+      this.wish = null;
+      explorer.send(wish);
+    }, get("_free"));
+    this.sizes.element.hidden = get("_static");
+    const ends = h("div", { class: "exl2nb-ends exl2nb-muted", "aria-hidden": "true" });
+    ends.append(h("span", {}, get("_low").toFixed(1)), h("span", {}, get("_high").toFixed(1)));
     const control = h(
       "div",
       { class: "exl2nb-control" },
       h("label", { for: sliderId }, "Bits per weight"),
       this.number,
       this.slider,
+      ends,
       this.figures,
+      this.sizes.element,
     );
     const map = h("div", { class: "exl2nb-grid-scroll" }, this.grid.element);
     const actions = h("div", { class: "exl2nb-actions" }, this.make, this.stop, this.bar, this.stage);
-    const making = h(
-      "div",
-      { class: "exl2nb-making" },
-      h("label", { for: promptId }, "Prompt for both"),
-      this.prompt,
-      actions,
-      this.error,
-      this.texts,
-    );
+    const making = h("div", { class: "exl2nb-making" }, h("label", { for: promptId }, "Prompt for both"), this.prompt, actions, this.texts);
     making.hidden = !get("_can_make") && !get("made");
     this.texts.append(h("div", {}, h("b", {}, "original"), this.original), h("div", {}, this.madeName, this.made));
     const top = h("div", { class: "exl2nb-top" }, control, this.curve.element);
     const middle = h("div", { class: "exl2nb-under" }, this.line, this.choice);
-    this.root.append(h("div", { class: "exl2nb-card" }, top, map, middle, this.detail, making), this.spoken);
+    this.root.append(h("div", { class: "exl2nb-card" }, top, this.error, map, middle, this.detail, making), this.spoken);
     this.listen();
     this.undo = [
       guardKeys(this.root),
@@ -169,6 +172,7 @@ class ExplorerView {
     this.number.textContent = (get("_static") ? now.bpw : shown).toFixed(2);
     setAttributes(this.slider, { "aria-valuetext": `${shown.toFixed(2)} bits per weight` });
     this.figures.textContent = `${size(now.nbytes)} · predicted KL ${now.kl.toPrecision(2)}`;
+    this.sizes.draw(now.nbytes, Math.max(...get("_curve").map((point) => point[1])));
     this.curve.draw(get("_curve"), get("_marks"), now.bpw, now.kl, this.describe(now));
     this.drawMap(cells, now.bits);
     this.drawMaking();
