@@ -92,7 +92,7 @@ def inner_of(config: ModelConfig, layer: int, weights: Weights, x: Tensor, exper
     def capture(key: str, value: Tensor, rows: Tensor | None = None) -> None:
         seen[key] = value
 
-    reference.expert_mlp(config, linears, weights, x, f".{expert}", capture, None)
+    reference.finish(reference.expert_steps(config, linears, weights, x, f".{expert}", capture, None))
     return seen[linears[f"down.{expert}"].key]
 
 

@@ -200,12 +200,12 @@ def _routed_steps(config: ModelConfig, layer: int, weights: Weights, h: Tensor, 
     yield tokens
     chosen, weight = route(config, layer, weights, tokens)
     if moe.shared_size:
-        result = yield from _expert_steps(config, linear, weights, tokens, "", capture, None, before="shared_")
+        result = yield from expert_steps(config, linear, weights, tokens, "", capture, None, before="shared_")
         shared = F.linear(tokens, weights[f"{names.at(layer, 'shared_router')}.weight"].float()).sigmoid() * result
     out = torch.zeros_like(tokens)
     for expert in chosen.unique().tolist():
         rows, place = torch.where(chosen == expert)
-        result = expert_mlp(config, linear, weights, tokens[rows], f".{expert}", capture, rows)
+        result = finish(expert_steps(config, linear, weights, tokens[rows], f".{expert}", capture, rows))
         out = out.index_add(0, rows, weight[rows, place, None] * result)
     return (out if shared is None else out + shared).view(h.shape)
 
@@ -221,21 +221,7 @@ def route(config: ModelConfig, layer: int, weights: Weights, tokens: Tensor) -> 
     return chosen, weight
 
 
-def expert_mlp(
-    config: ModelConfig,
-    linears: Mapping[str, Linear],
-    weights: Weights,
-    x: Tensor,
-    after: str,
-    capture: Capture | None,
-    rows: Tensor | None,
-    before: str = "",
-) -> Tensor:
-    """One expert on tokens x `(n, H)` -> `(n, H)`; its roles are "gate", "up" and "down" between `before` and `after`."""
-    return finish(_expert_steps(config, linears, weights, x, after, capture, rows, before))
-
-
-def _expert_steps(
+def expert_steps(
     config: ModelConfig,
     linears: Mapping[str, Linear],
     weights: Weights,
@@ -245,6 +231,7 @@ def _expert_steps(
     rows: Tensor | None,
     before: str = "",
 ) -> Steps:
+    """One expert on tokens x `(n, H)` -> `(n, H)`, in steps; its roles are "gate", "up" and "down" between `before` and `after`."""
     gate, up, down = (linears[before + role + after] for role in ("gate", "up", "down"))
     yield x
     inner = ACTIVATIONS[config.activation](_linear(gate, weights, x, capture, rows)) * _linear(up, weights, x, capture, rows)
