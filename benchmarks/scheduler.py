@@ -47,8 +47,8 @@ class Null:
         self._drawn = Sampled(300, -1.0, 1)
 
     def can_draw(self, state: Any) -> bool:
-        """Always; asked only with lookahead."""
-        return True
+        """As a device does; the host's stepper is asked itself."""
+        return self.lookahead > 0
 
     def launch(self, step: Any) -> Null:
         """Keep how many rows there are."""

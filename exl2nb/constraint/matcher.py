@@ -14,9 +14,6 @@ from exl2nb.sampling.constraint import Allowed
 
 CHEAP_S = 40e-6  # of a mask; handing it to another thread and taking it back costs the engine's thread 25 us (2 cores, 2026-11)
 FORGET = 0.8
-FEW = 16  # where at most one token in so many is allowed, sampling works with their ids alone
-_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-_COUNTS = _BITS.sum(axis=1).astype(np.uint8)
 _lock = threading.Lock()
 _pool: ThreadPoolExecutor | None = None
 
@@ -126,25 +123,9 @@ class MatcherConstraint:
         matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
         if matcher.is_error():
             raise StructureError(f"the {self._what} became too complex: {matcher.get_error().split('<state>')[0].strip()[:300]}")
-        count = _popcount(bits)
-        if not count:
+        if not bits.view(np.uint32).max():
             raise StructureError(f"the {self._what} cannot be satisfied from here: no token of the vocabulary may follow")
-        return Allowed(bits, _ids(bits) if count * FEW <= self._vocab_size else None)
-
-
-def _popcount(bits: np.ndarray) -> int:
-    """How many bits are set."""
-    if hasattr(np, "bitwise_count"):  # NumPy 2
-        return int(np.bitwise_count(bits.view(np.uint32)).sum(dtype=np.int64))
-    return int(_COUNTS.take(bits.view(np.uint8)).sum(dtype=np.int64))
-
-
-def _ids(bits: np.ndarray) -> np.ndarray:
-    """Places of the bits that are set, int64 ascending; looks into words that hold any."""
-    words = bits.view(np.uint32)
-    used = np.flatnonzero(words)
-    at = np.flatnonzero(np.unpackbits(words[used].view(np.uint8), bitorder="little").view(bool))
-    return used[at >> 5] * 32 + (at & 31)
+        return Allowed(bits)
 
 
 def _workers() -> ThreadPoolExecutor:

@@ -67,7 +67,7 @@ class StepLoop:
 
     def add(self, sequence: Request_, group: object = None) -> None:
         """Queue a sequence."""
-        sequence.on_device = self.stepper.lookahead > 0 and not sequence.host_only and self.stepper.can_draw(sequence.sampler)
+        sequence.on_device = not sequence.host_only and self.stepper.can_draw(sequence.sampler)
         self.scheduler.add(sequence, group)
 
     def step(self) -> None:
@@ -154,12 +154,12 @@ class StepLoop:
             self.scheduler.measured(tokens, time.perf_counter() - launched)
 
     def _take_drawn(self, span: Span, sampled: Sampled | np.ndarray, now: float) -> None:
-        """The token of a sequence that the device draws for; whatever goes wrong here is that request's alone."""
+        """The token of a sequence that the stepper draws for; whatever goes wrong here is that request's alone."""
         sequence = span.sequence
         try:
-            assert isinstance(sampled, Sampled), "the stepper was to draw this row"
             sequence.flying -= 1
-            reason = sequence.append(sampled, now=now)
+            # logits: a row that nothing can be drawn from, and sampling it says why
+            reason = sequence.append(sampled, now=now) if isinstance(sampled, Sampled) else sequence.advance([sampled])
             if span.length > 1 or sequence.computed // self._page_size != sequence.published:
                 self._publish(span)
         except Exception as error:

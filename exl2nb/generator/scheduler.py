@@ -189,10 +189,10 @@ class Scheduler:
             length = end - start
             if length <= 0 or (self.preemptions != preempted and sequence not in self.running):
                 continue
-            if length == 1 and flying and sequence.room_changes == pager.changes:  # one token more, as in the step before
+            if length == 1 and sequence.on_device and sequence.room_changes == pager.changes:  # one token more; it never goes back
                 low, high = sequence.room
                 if low <= start and end <= high and end - sequence.prompt_tokens < sequence.limit:
-                    spans.append(_span(Span, (sequence, start, 1, 1, True)))
+                    spans.append(_span(Span, (sequence, start, 1, 1, flying > 0)))
                     continue
             if flying or length <= sequence.rows:
                 if (not flying or sequence.new_tokens + flying < sequence.limit) and self._claim(sequence, sequence.computed + length):

@@ -35,7 +35,7 @@ class Sequence:
         Kept by scheduler and pager: rank (the smaller runs first), keys (of the full pages of ids), published (full pages made known),
         room and room_changes (see `Pager.reserve`), reused_tokens, preemptions, salt (what besides tokens changes the pages), long (rotated
         as sequences beyond the scheduler's switch).
-        Kept by the engine: flying (tokens drawn on the device that nobody has read), on_device (the device draws), ended, deadline.
+        Kept by the engine: flying (tokens drawn by the stepper that nobody has read), on_device (the stepper draws), ended, deadline.
         group: None, or what it runs in step with; its members end together.
 
     Args:

@@ -1,8 +1,8 @@
 """The line between the step loop and whatever computes a step: what a device is told, and what comes back. Knows no text.
 
-A host stepper computes the logits of a step at once and leaves the draw to the request. A stepper with `lookahead` 1 draws tokens on its
-device and can take the next step before anybody has read the last one: where a row's token is not known yet, the step says "what you drew
-for row r of the launch before".
+A host stepper computes a step at once; it draws the rows of requests with the usual cuts together and leaves all others to the requests.
+A stepper with `lookahead` 1 draws tokens on its device and can take the next step before anybody has read the last one: where a row's token
+is not known yet, the step says "what you drew for row r of the launch before".
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 
 from exl2nb.cache.pool import KVCache
 from exl2nb.model.batch import Batch
+from exl2nb.sampling.chain import batches, draw_batch
 from exl2nb.sampling.report import Sampled
 from exl2nb.sampling.state import SamplerState
 
@@ -57,6 +58,7 @@ class Ticket(Protocol):
     def result(self) -> list[Sampled | np.ndarray]:
         """Wait for the step: one entry per logit row, a `Sampled` where a Draw was given, else the raw logits f32 `(V,)` on the host.
 
+        Logits may also stand in the place of a draw that is impossible; the request's own sampler then says why.
         Called once per ticket, in the order of the launches, except after an error. What it raises ends the requests of the step.
         """
         ...
@@ -74,7 +76,7 @@ class Stepper(Protocol):
     lookahead: int
 
     def can_draw(self, state: SamplerState) -> bool:
-        """Whether the device draws for this request; asked once per request. False: its rows come back as logits."""
+        """Whether the stepper draws for this request; asked once per request. False: its rows come back as logits."""
         ...
 
     def launch(self, step: Step) -> Ticket:
@@ -90,18 +92,18 @@ class Stepper(Protocol):
         ...
 
 
-class _Logits:
+class _Over:
     """The ticket of a step that is over."""
 
-    def __init__(self, logits: np.ndarray) -> None:
-        self._logits = logits
+    def __init__(self, results: list[Sampled | np.ndarray]) -> None:
+        self._results = results
 
     def result(self) -> list[Sampled | np.ndarray]:
-        return list(self._logits)
+        return self._results
 
 
 class HostStepper:
-    """Runs the model at once; the requests draw their tokens themselves.
+    """Runs the model at once and draws what can be drawn in one call; the other requests draw their tokens themselves.
 
     Args:
         model: anything with `forward`.
@@ -114,12 +116,24 @@ class HostStepper:
         self._model, self._cache = model, cache
 
     def can_draw(self, state: SamplerState) -> bool:
-        """Never."""
-        return False
+        """Where the cuts are the usual ones and nothing else looks at the logits."""
+        return batches(state)
 
     def launch(self, step: Step) -> Ticket:
         """Run the step to its end."""
-        return _Logits(self._model.forward(step.batch, self._cache).to("cpu", torch.float32).numpy())
+        logits = self._model.forward(step.batch, self._cache).to("cpu", torch.float32)
+        rows = [row for row, draw in enumerate(step.draws) if draw is not None]
+        if not rows:
+            return _Over(list(logits.numpy()))
+        some = logits if len(rows) == len(step.draws) else logits[rows]
+        drawn = draw_batch(some, [draw for draw in step.draws if draw is not None])
+        if some is logits and None not in drawn:
+            return _Over([*drawn])  # pyright: ignore[reportArgumentType]
+        results: list[Sampled | np.ndarray] = list(logits.numpy())
+        for row, sampled in zip(rows, drawn):
+            if sampled is not None:
+                results[row] = sampled
+        return _Over(results)
 
     def copy(self, source: int, target: int) -> None:
         """Copy one page in every layer."""

@@ -5,6 +5,7 @@ Importing this room defines the ops and loads the compiled library (see `_load.l
 
 from exl2nb.ops import _load
 from exl2nb.ops.attention import paged_attention
+from exl2nb.ops.draw import draw_rows
 from exl2nb.ops.embed import embed
 from exl2nb.ops.experts import Experts
 from exl2nb.ops.gptq import gptq_quantize
@@ -25,6 +26,7 @@ libraries()
 __all__ = [
     "Experts",
     "Program",
+    "draw_rows",
     "embed",
     "gptq_losses",
     "gptq_quantize",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from exl2nb.ops import reference
 from exl2nb.ops._library import define
 
 TOP = 20
@@ -58,19 +59,8 @@ def _penalised(x: Tensor, row: Row, counts: Tensor | None) -> Tensor:
 
 
 def _draw(z: Tensor, row: Row) -> int:
-    if row.temperature == 0:
-        return int((z == z.max()).nonzero()[0])
-    y = z / row.temperature
-    floor = y.sort().values[len(y) - row.top_k] if 0 < row.top_k < len(y) else y.min()
-    weights = torch.where(y >= floor, (y - y.max()).exp().double(), 0.0)
-    if row.top_p < 1:
-        order = y.sort().values
-        below = torch.where(order >= floor, (order - y.max()).exp().double(), 0.0).cumsum(0)
-        floor = order[min(int((below <= (1 - row.top_p) * below[-1]).sum()), len(y) - 1)]
-    weights = torch.where((y >= floor) & ((y - y.max()).exp() >= row.min_p), weights, 0.0)
     uniform = (_mix((_mix(row.seed) + (row.counter + 1) * 0x9E3779B97F4A7C15) & _MASK) >> 11) * 2.0**-53
-    through = weights.cumsum(0)
-    return min(int((through <= uniform * through[-1]).sum()), int(weights.nonzero()[-1]))
+    return reference.draw(z, row.temperature, row.top_k, row.top_p, row.min_p, uniform)
 
 
 def _sample(

@@ -30,6 +30,22 @@ def mask_logits(logits: Tensor, bits: Tensor) -> Tensor:
     return torch.where(allowed.bool(), logits, -torch.inf)
 
 
+def draw(z: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float) -> int:
+    """A token from one row of logits `(V,)`: the best, or where the cumulative probability of what the cuts leave passes `uniform`."""
+    if temperature == 0:
+        return int((z == z.max()).nonzero()[0])
+    y = z / temperature
+    floor = y.sort().values[len(y) - top_k] if 0 < top_k < len(y) else y.min()
+    weights = torch.where(y >= floor, (y - y.max()).exp().double(), 0.0)
+    if top_p < 1:
+        order = y.sort().values
+        below = torch.where(order >= floor, (order - y.max()).exp().double(), 0.0).cumsum(0)
+        floor = order[min(int((below <= (1 - top_p) * below[-1]).sum()), len(y) - 1)]
+    weights = torch.where((y >= floor) & ((y - y.max()).exp() >= min_p), weights, 0.0)
+    through = weights.cumsum(0)
+    return min(int((through <= uniform * through[-1]).sum()), int(weights.nonzero()[-1]))
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """X / rms(x) * weight over the last dimension, in fp32."""
     x = x.float()

@@ -1,7 +1,8 @@
 """From logits to tokens: the filters in their order and one draw per row. Knows no pages and no threads.
 
-Rows are drawn one at a time in NumPy: a request has its own settings, its tokens must not depend on its neighbours, and on a row that was
-narrowed to a few hundred candidates NumPy takes a microsecond per operation.
+A chain of the usual cuts is one op (`ops.draw_rows`), for one row or for many: a request has its own settings, and its tokens do not depend
+on its neighbours. Everything else runs row by row in NumPy, which takes a microsecond per operation on a row that was narrowed to a few
+hundred candidates.
 """
 
 from __future__ import annotations
@@ -13,17 +14,20 @@ import torch
 from torch import Tensor
 
 from exl2nb.core.errors import GenerationError
+from exl2nb.ops.draw import NO_DISTRIBUTION, draw_rows
 from exl2nb.sampling.draw import after_draw
 from exl2nb.sampling.filters import CHAIN, CONSTRAINT, CUTS, PENALTIES, WHOLE, Filter, View
 from exl2nb.sampling.narrow import narrow
 from exl2nb.sampling.params import SamplingParams
 from exl2nb.sampling.plan import plan
-from exl2nb.sampling.report import Sampled, highest_logit, report
+from exl2nb.sampling.report import Sampled, alternatives, highest_logit, report
+from exl2nb.sampling.rng import uniform
 from exl2nb.sampling.scratch import weights_of
 from exl2nb.sampling.state import SamplerState
 
 __all__ = ["CHAIN", "CUTS", "PENALTIES", "WHOLE", "Filter", "View", "active_filters", "filtered", "inverse_cdf", "sample", "sample_row"]
 
+_new = tuple.__new__  # half the time of `Sampled(...)`
 BLOCK = 512  # tokens; one cumulative sum over the blocks and one inside the block that was hit
 
 
@@ -66,8 +70,41 @@ def sample(logits: Tensor, states: Sequence[SamplerState], *, top: Sequence[int]
     return [sample_row(row, state, top=top[i] if top is not None else 0) for i, (row, state) in enumerate(zip(rows, states))]
 
 
+def batches(state: SamplerState) -> bool:
+    """Whether `draw_batch` can draw for a request: the usual cuts on raw logits, and nothing else."""
+    todo = state.plan
+    return todo.cuts is not None and not todo.first and state.constraint is None and not state.params.post_sampling
+
+
+def draw_batch(logits: Tensor, draws: Sequence[tuple[SamplerState, int, int]]) -> list[Sampled | None]:
+    """What `sample_row` draws, for many rows at once; pushes nothing.
+
+    Args:
+        logits: f32 `(R, V)` on the host, raw.
+        draws: R times state, number of the draw (`SamplerState.count` when its turn comes), alternatives to report.
+
+    Returns:
+        R choices; None for a row that has no distribution: `sample_row` says what is wrong with it.
+    """
+    settings = np.empty((len(draws), 5))
+    for row, (state, number, _) in zip(settings, draws):
+        cuts = state.plan.cuts
+        assert cuts is not None, "`batches` said so"
+        row[:4], row[4] = cuts, 0.0 if not cuts[0] else uniform(state.seed, number)
+    found = draw_rows(logits, torch.from_numpy(settings), None).tolist()
+    tops = [draw[2] for draw in draws]
+    return [
+        _sampled(logits[r].numpy() if top else None, one, top) if one[0] >= 0 else None for r, (one, top) in enumerate(zip(found, tops))
+    ]
+
+
 def sample_row(row: np.ndarray, state: SamplerState, *, top: int = 0) -> Sampled:
     """`sample` for one row, f32 `(V,)`."""
+    todo = state.plan
+    if todo.cuts is not None and not todo.first and not state.params.post_sampling:
+        chosen = _sampled(row, _draw_plain(row, state), top)
+        state.push(chosen.id)
+        return chosen
     highest = highest_logit(row)
     token = _draw(row, state)
     if state.params.post_sampling:
@@ -82,16 +119,14 @@ def _draw(row: np.ndarray, state: SamplerState) -> int:
     todo = state.plan
     for step in todo.first:
         row = step.apply(row, state, WHOLE)
+    if todo.cuts is not None:
+        return int(_draw_plain(row, state)[0])
     ids: np.ndarray | None = None
     if state.constraint is not None:  # adding -inf may as well come last: then a narrow grammar leaves the cuts a short row
         allowed = state.allowed()
-        ids = allowed.ids
+        ids = allowed.few()
         state.forced = ids is not None and len(ids) == 1
         row = allowed.masked(row) if ids is None else row[ids]
-    if state.params.greedy:
-        index = int(row.argmax())
-        _check_left(row[index])
-        return index if ids is None else int(ids[index])
     view = WHOLE if ids is None else View(ids)
     for step in todo.lead:
         row = step.apply(row, state, view)
@@ -107,6 +142,31 @@ def _draw(row: np.ndarray, state: SamplerState) -> int:
     if state.params.mirostat:
         state.drawn(prob_of(row, index))
     return index if view.ids is None else int(view.ids[index])
+
+
+def _draw_plain(row: np.ndarray, state: SamplerState) -> list[float]:
+    """A row through `draw_rows`: id, log probability, rank and number of allowed tokens, the grammar's mask read as it is."""
+    cuts, bits = state.plan.cuts, None
+    assert cuts is not None, "a chain with other cuts"
+    if state.constraint is not None:
+        bits = torch.from_numpy(state.allowed().bits).unsqueeze(0)
+    settings = torch.tensor([(*cuts, 0.0 if state.params.greedy else state.uniform())], dtype=torch.float64)
+    row = np.require(row, np.float32, ("C", "W"))
+    found = draw_rows(torch.from_numpy(row).unsqueeze(0), settings, bits)[0].tolist()
+    if found[0] == NO_DISTRIBUTION and not state.plan.first:
+        highest_logit(row)  # raises
+    if found[0] < 0:
+        _check_left(np.float32(-np.inf))
+    state.forced = bits is not None and found[3] == 1
+    return found
+
+
+def _sampled(row: np.ndarray | None, found: list[float], top: int) -> Sampled:
+    """What `draw_rows` says of a row, and the alternatives in it."""
+    token, best = int(found[0]), ()
+    if top > 0 and row is not None:
+        best = alternatives(row, float(row[token]) - found[1], top)
+    return _new(Sampled, (token, found[1], int(found[2]), best))
 
 
 def inverse_cdf(logits: np.ndarray, uniform: float) -> int:

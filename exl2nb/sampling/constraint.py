@@ -9,15 +9,17 @@ import torch
 
 from exl2nb.ops.mask import mask_logits
 
+FEW = 16  # where at most one token in so many is allowed, filters work with their ids alone
+_COUNTS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1).astype(np.uint8)
+
 
 class Allowed(NamedTuple):
     """Tokens that may come next.
 
-    bits: int32 `(ceil(V / 32),)`, token i is bit i % 32 of word i // 32, the lowest first. ids: int64 ascending, where they are few.
+    bits: int32 `(ceil(V / 32),)`, token i is bit i % 32 of word i // 32, the lowest first; 0 beyond V.
     """
 
     bits: np.ndarray
-    ids: np.ndarray | None = None
 
     @classmethod
     def of(cls, allowed: np.ndarray) -> Allowed:
@@ -35,10 +37,31 @@ class Allowed(NamedTuple):
     def __contains__(self, token_id: object) -> bool:
         return isinstance(token_id, (int, np.integer)) and bool(self.bits[int(token_id) >> 5] >> (int(token_id) & 31) & 1)
 
+    def few(self) -> np.ndarray | None:
+        """Their ids, int64 ascending, where they are few; else None.
+
+        Example:
+            >>> Allowed.of(np.arange(64) == 40).few().tolist(), Allowed.of(np.arange(64) > 40).few()
+            ([40], None)
+        """
+        words = self.bits.view(np.uint32)
+        if _popcount(words) * FEW > 32 * len(words):
+            return None
+        used = np.flatnonzero(words)
+        at = np.flatnonzero(np.unpackbits(words[used].view(np.uint8), bitorder="little").view(bool))
+        return used[at >> 5] * 32 + (at & 31)
+
     def masked(self, logits: np.ndarray) -> np.ndarray:
         """A copy of f32 `(V,)` with -inf where a token is not allowed."""
         row = np.ascontiguousarray(logits, np.float32)
         return mask_logits(torch.from_numpy(row), torch.from_numpy(self.bits)).numpy()
+
+
+def _popcount(words: np.ndarray) -> int:
+    """How many bits are set in uint32 `(n,)`."""
+    if hasattr(np, "bitwise_count"):  # NumPy 2
+        return int(np.bitwise_count(words).sum(dtype=np.int64))
+    return int(_COUNTS.take(words.view(np.uint8)).sum(dtype=np.int64))
 
 
 class Constraint(Protocol):

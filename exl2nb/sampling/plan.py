@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -10,6 +11,9 @@ from exl2nb.sampling.filters import CUTS, LAST_TEMPERATURE, MASKS, PENALTIES, Fi
 from exl2nb.sampling.params import SamplingParams
 
 NARROWING = ("top_k", "top_p", "top_a", "min_p")  # in this order `narrow` knows what they leave
+
+
+PLAIN = ("temperature", "top_k", "top_p", "min_p")  # what `ops.draw_rows` does, in its order
 
 
 class Bounds(NamedTuple):
@@ -28,6 +32,7 @@ class Plan:
 
     first: masks and penalties, on whole rows. lead: cuts on whole rows. rest: cuts on what `bounds` leaves, None = on everything.
     consumer: the place in `rest` of the link that is told what was left out.
+    cuts: temperature, top_k, top_p and min_p where these, following each other, are all the cuts there are; then one op draws the row.
     """
 
     first: tuple[Filter, ...]
@@ -35,6 +40,7 @@ class Plan:
     rest: tuple[Filter, ...]
     bounds: Bounds | None
     consumer: int
+    cuts: tuple[float, float, float, float] | None = None
 
     @property
     def links(self) -> tuple[Filter, ...]:
@@ -47,11 +53,11 @@ def plan(params: SamplingParams) -> Plan:
     """The chain that `params` ask for; the cuts do not apply to a greedy request."""
     first = tuple(f for f in MASKS + _ordered(PENALTIES, params) if f.active(params))
     if params.greedy:
-        return Plan(first, (), (), None, -1)
+        return Plan(first, (), (), None, -1, (0.0, 0.0, 1.0, 0.0))
     cuts = [f for f in _ordered(CUTS, params) if f.active(params)]
     start = next((i for i, f in enumerate(cuts) if f.name in NARROWING), None)
     if start is None:
-        return Plan(first, (), tuple(cuts), None, -1)
+        return Plan(first, (), tuple(cuts), None, -1, _plain(cuts, params))
     run = start
     while run < len(cuts) and cuts[run].name in NARROWING[_place(cuts[run - 1], default=-1) + 1 if run > start else 0 :]:
         run += 1
@@ -59,7 +65,14 @@ def plan(params: SamplingParams) -> Plan:
     folded = start > 0 and cuts[start - 1].name == "temperature"
     bounds = Bounds(**{name: getattr(params, name) for name in names}, temperature=params.temperature if folded else 1.0)
     lead = start - folded
-    return Plan(first, tuple(cuts[:lead]), tuple(cuts[lead:]), bounds, int(folded))
+    return Plan(first, tuple(cuts[:lead]), tuple(cuts[lead:]), bounds, int(folded), _plain(cuts, params))
+
+
+def _plain(cuts: Sequence[Filter], params: SamplingParams) -> tuple[float, float, float, float] | None:
+    names = [link.name for link in cuts]
+    if names != [name for name in PLAIN if name in names]:
+        return None
+    return params.temperature, float(params.top_k), params.top_p, params.min_p
 
 
 def _place(link: Filter, default: int) -> int:

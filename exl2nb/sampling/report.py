@@ -44,11 +44,15 @@ def report(row: np.ndarray, highest: np.floating, token: int, top: int) -> Sampl
     log_total = float(highest) + math.log(float(weights_of(row, highest).sum()))
     value = row[token]
     rank = 1 if value == highest else int(np.count_nonzero(row > value)) + 1
-    best: tuple[tuple[int, float], ...] = ()
-    if top > 0:
-        top = min(top, row.shape[0])
-        floor = np.partition(row, row.shape[0] - top)[row.shape[0] - top]
-        ids = np.flatnonzero(row >= floor)
-        ids = ids[np.lexsort((ids, -row[ids]))][:top]
-        best = tuple((int(i), float(row[i]) - log_total) for i in ids)
-    return Sampled(int(token), float(value) - log_total, rank, best)
+    return Sampled(int(token), float(value) - log_total, rank, alternatives(row, log_total, top))
+
+
+def alternatives(row: np.ndarray, log_total: float, top: int) -> tuple[tuple[int, float], ...]:
+    """The `top` most probable ids of a row and their log probabilities; log_total: what is subtracted from a logit."""
+    if top <= 0:
+        return ()
+    top = min(top, row.shape[0])
+    floor = np.partition(row, row.shape[0] - top)[row.shape[0] - top]
+    ids = np.flatnonzero(row >= floor)
+    ids = ids[np.lexsort((ids, -row[ids]))][:top]
+    return tuple((int(i), float(row[i]) - log_total) for i in ids)

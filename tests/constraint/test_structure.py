@@ -13,10 +13,10 @@ import pydantic
 import pytest
 import tokenizers
 
-from exl2nb.constraint import engine, matcher
+from exl2nb.constraint import engine
 from exl2nb.constraint.structure import Structure, structure_of
 from exl2nb.core.errors import MissingDependency, OptionError, StructureError
-from exl2nb.sampling.constraint import Allowed, Constraint
+from exl2nb.sampling.constraint import FEW, Allowed, Constraint
 from exl2nb.tokenizer.tokenizer import Tokenizer
 from tests.generator.fakes import VOCAB, tokenizer
 
@@ -78,9 +78,10 @@ def test_masks_of_bits_and_of_ids_agree():
         np.testing.assert_array_equal(allowed.masked(row)[some], row[some])
         assert some.tolist() == [i for i in range(VOCAB) if i in allowed]
         np.testing.assert_array_equal(Allowed.of(np.isin(np.arange(VOCAB), some)).bits, allowed.bits)
-        assert (allowed.ids is None) == (len(some) * matcher.FEW > VOCAB)
-        if allowed.ids is not None:
-            assert allowed.ids.tolist() == some.tolist()
+        few = allowed.few()
+        assert (few is None) == (len(some) * FEW > VOCAB)
+        if few is not None:
+            assert few.tolist() == some.tolist()
 
 
 def test_counting_and_listing_bits(monkeypatch):
@@ -88,11 +89,11 @@ def test_counting_and_listing_bits(monkeypatch):
     for share in (0.0, 0.001, 0.3, 1.0):
         flags = rng.random(4096) < share
         bits = Allowed.of(flags).bits
-        assert matcher._popcount(bits) == flags.sum()
-        assert matcher._ids(bits).tolist() == np.flatnonzero(flags).tolist()
+        listed = Allowed(bits).few()
+        assert listed.tolist() == np.flatnonzero(flags).tolist() if share < 0.01 else listed is None
         with monkeypatch.context() as older:
             older.delattr(np, "bitwise_count", raising=False)
-            assert matcher._popcount(bits) == flags.sum()
+            assert (Allowed(bits).few() is None) == (listed is None)
 
 
 @pytest.mark.parametrize("vocab", [VOCAB, VOCAB + 1, VOCAB + 77])

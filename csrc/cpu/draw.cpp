@@ -1,0 +1,174 @@
+// The choice itself; the passes over a row are in draw.inc.
+#include "draw.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+namespace exl2nb::draw {
+namespace {
+
+constexpr double kSlack = 1e-4;  // by which floors stay on the safe side of rounding
+constexpr double kCold = 1e-30;  // temperatures that a float cannot divide by are greedy
+constexpr int kSorted = 256;     // weights that are sorted as they are; more are told apart by their leading bits first
+constexpr int kShift = 18;       // of a weight's bits: 32 bins an octave
+constexpr int kBins = 127 << (23 - kShift);
+
+struct Scratch {
+  std::vector<float> most, w, some;
+  std::vector<double> sums, bins;
+  std::vector<int32_t> ids;
+};
+
+int64_t choices(const uint32_t* bits, int64_t n) {
+  int64_t count = 0;
+  for (int64_t i = 0; i < n / 32; i++) count += __builtin_popcount(bits[i]);
+  if (n % 32) count += __builtin_popcount(bits[n / 32] & ((1u << n % 32) - 1));
+  return count;
+}
+
+// The first allowed place of the largest logit.
+int64_t first_of(const float* x, const uint32_t* bits, int64_t n, float best, const std::vector<float>& most) {
+  int64_t block = 0;
+  while (most[block] != best) block++;
+  int64_t i = block * kMost;
+  while (x[i] != best || (bits && !(bits[i / 32] >> (i % 32) & 1))) i++;
+  return i;
+}
+
+// The place at which the weights, summed in order, pass `target`; rounding may point past the end: then the last that weighs anything.
+template <class At>
+int64_t pass(int64_t count, double target, At weight_at) {
+  double through = 0;
+  int64_t last = 0;
+  for (int64_t i = 0; i < count; i++) {
+    const double w = weight_at(i);
+    through += w;
+    if (through > target) return i;
+    if (w > 0) last = i;
+  }
+  return last;
+}
+
+// The smallest weight of `some` at which the sum of all up to it, in rising order, passes `limit`; the largest where none does.
+float crossing(std::vector<float>& some, double limit, std::vector<double>& bins) {
+  double before = 0;
+  if (some.size() > kSorted) {
+    bins.assign(kBins + 1, 0.0);
+    const auto bin = [](float w) {
+      uint32_t bits;
+      std::memcpy(&bits, &w, 4);
+      return std::min<uint32_t>(bits >> kShift, kBins);
+    };
+    for (float w : some) bins[bin(w)] += w;
+    uint32_t hit = 0, top = 0;
+    for (uint32_t b = 0; b <= kBins; b++)
+      if (bins[b] > 0) top = b;
+    for (; hit < top && before + bins[hit] <= limit; hit++) before += bins[hit];
+    some.erase(std::remove_if(some.begin(), some.end(), [&](float w) { return bin(w) != hit; }), some.end());
+  }
+  std::sort(some.begin(), some.end());
+  for (float w : some) {
+    before += w;
+    if (before > limit) return w;
+  }
+  return some.back();
+}
+
+void drop_below(Scratch& t, int64_t& count, float floor) {
+  int64_t kept = 0;
+  for (int64_t i = 0; i < count; i++)
+    if (t.w[t.ids[i]] >= floor) t.ids[kept++] = t.ids[i];
+  count = kept;
+}
+
+double sum_of(const Scratch& t, int64_t count) {
+  double sum = 0;
+  for (int64_t i = 0; i < count; i++) sum += t.w[t.ids[i]];
+  return sum;
+}
+
+// A weight that top_k keeps for certain, or one that lies lower.
+double floor_of_top_k(Scratch& t, int64_t top_k, float highest, double temperature) {
+  const int64_t blocks = int64_t(t.most.size());
+  if (top_k > blocks) return 0;
+  t.some = t.most;
+  std::nth_element(t.some.begin(), t.some.begin() + (top_k - 1), t.some.end(), [](float a, float b) { return a > b; });
+  const float bound = t.some[top_k - 1];
+  return bound == highest ? 1 - kSlack : std::exp((double(bound) - highest) / temperature) * (1 - kSlack) - 1e-30;
+}
+
+// The cuts, on t.w; then the draw.
+int64_t after_cuts(const Kernels& k, int64_t n, float highest, double all, const Settings& s, Scratch& t) {
+  const bool some_k = s.top_k > 0 && s.top_k < double(n);
+  double floor = some_k && s.top_p < 1 ? 0 : s.min_p * (1 - kSlack);  // what top_p counts, min_p must not have taken away
+  if (some_k) floor = std::max(floor, floor_of_top_k(t, int64_t(s.top_k), highest, s.temperature));
+  if (s.top_p < 1 && !some_k) floor = std::max(floor, (1 - s.top_p) / double(n) * all * (1 - kSlack));
+  t.ids.resize(n + kMost);
+  int64_t count = k.collect(t.w.data(), n, float(std::max(floor, 1e-38)), t.ids.data());
+  const auto weights = [&] {
+    t.some.resize(count);
+    for (int64_t i = 0; i < count; i++) t.some[i] = t.w[t.ids[i]];
+  };
+  if (some_k && count > int64_t(s.top_k)) {
+    weights();
+    const auto kth = t.some.begin() + (int64_t(s.top_k) - 1);
+    std::nth_element(t.some.begin(), kth, t.some.end(), [](float a, float b) { return a > b; });
+    drop_below(t, count, *kth);
+  }
+  if (s.top_p < 1) {
+    const double mine = sum_of(t, count), total = some_k ? mine : all;
+    weights();
+    drop_below(t, count, crossing(t.some, (1 - s.top_p) * total - (total - mine), t.bins));
+  }
+  if (s.min_p > 0) drop_below(t, count, float(s.min_p));
+  const double target = s.uniform * sum_of(t, count);
+  return t.ids[pass(count, target, [&](int64_t i) { return double(t.w[t.ids[i]]); })];
+}
+
+int64_t choose(const Kernels& k, int64_t n, float highest, double all, const Settings& s, Scratch& t) {
+  if ((s.top_k > 0 && s.top_k < double(n)) || s.top_p < 1 || s.min_p > 0) return after_cuts(k, n, highest, all, s, t);
+  const double target = s.uniform * all;
+  const int64_t blocks = (n + kSum - 1) / kSum;
+  const int64_t block = pass(blocks, target, [&](int64_t b) { return t.sums[b]; });
+  double before = 0;
+  for (int64_t b = 0; b < block; b++) before += t.sums[b];
+  const int64_t first = block * kSum;
+  return first + pass(std::min<int64_t>(kSum, n - first), target - before, [&](int64_t i) { return double(t.w[first + i]); });
+}
+
+}  // namespace
+
+Kernels kernels(int isa) {
+#ifdef EXL2NB_X86
+  if (isa >= 2) return kernels_avx512();
+  if (isa == 1) return kernels_avx2();
+#endif
+  return kernels_base();
+}
+
+Drawn draw_row(const Kernels& k, const float* x, const uint32_t* bits, int64_t n, const Settings& s) {
+  static thread_local Scratch t;
+  t.most.resize((n + kMost - 1) / kMost);
+  const Look seen = k.look(x, bits, n, t.most.data());
+  if (seen.bad || !(seen.highest > -INFINITY)) return {-1, NAN, 0, 0};
+  const double free = bits ? double(choices(bits, n)) : double(n);
+  if (!(seen.allowed > -INFINITY)) return {-2, NAN, 0, free};
+  int64_t token;
+  double all = 0;
+  if (s.temperature < kCold) {
+    token = first_of(x, bits, n, seen.allowed, t.most);
+  } else {
+    t.w.resize((n + kMost - 1) / kMost * kMost);
+    t.sums.resize((n + kSum - 1) / kSum);
+    all = k.weigh(x, bits, n, seen.allowed, float(s.temperature), t.w.data(), t.sums.data());
+    token = choose(k, n, seen.allowed, all, s, t);
+  }
+  if (s.temperature != 1 || bits) all = k.weigh(x, nullptr, n, seen.highest, 1.0f, nullptr, nullptr);
+  const float value = x[token];
+  const double rank = value == seen.highest ? 1.0 : 1.0 + double(k.above(x, n, value));
+  return {double(token), double(value) - (double(seen.highest) + std::log(all)), rank, free};
+}
+
+}  // namespace exl2nb::draw

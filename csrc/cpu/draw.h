@@ -1,0 +1,52 @@
+// One token from each row of logits, without a torch header: greedy, or temperature, top_k, top_p, min_p and one draw by the inverse of the
+// cumulative distribution in order of ids. A bit mask says which tokens may be chosen; it is read as it is, no row is made of it.
+//
+// Algorithm: weights exp((x - max) / T) once, with the largest logit of every 64 and the sum of every 512 on the way. Cuts first collect
+// the few tokens above a floor that cannot lie too high (min_p's own; the k-th largest of the blocks' maxima; weights that together stay
+// below 1 - top_p), then work on those alone. Bytes: the logits two or three times, the weights once or twice, the mask twice.
+//
+// Sums have a fixed order of 16 lanes and nothing depends on another row, so every instruction set gives the same bits and a request the
+// same token whatever runs beside it. Weights below e^-87 are 0.
+#pragma once
+#include <cstdint>
+
+namespace exl2nb::draw {
+
+constexpr int kMost = 64, kSum = 512;  // logits whose largest, and whose weights' sum, is kept
+
+struct Look {
+  float highest, allowed;  // the largest logit, and the largest that the mask allows
+  bool bad;                // a NaN or +inf
+};
+
+struct Kernels {
+  // most: (n / kMost, rounded up), the largest allowed logit of every block. bits: or null.
+  Look (*look)(const float* x, const uint32_t* bits, int64_t n, float* most);
+  // w: weights exp((x - highest) / heat), 0 where not allowed, room for whole blocks; sums: of every kSum; both or neither. Returns all.
+  double (*weigh)(const float* x, const uint32_t* bits, int64_t n, float highest, float heat, float* w, double* sums);
+  int64_t (*above)(const float* x, int64_t n, float value);                  // how many are larger
+  int64_t (*collect)(const float* w, int64_t n, float floor, int32_t* ids);  // places of those of at least `floor`, in order
+};
+Kernels kernels_base();
+Kernels kernels_avx2();
+Kernels kernels_avx512();
+Kernels kernels(int isa);  // 0 base, 1 AVX2, 2 AVX-512
+
+struct Settings {
+  double temperature;  // 0: greedy
+  double top_k;        // 0: off
+  double top_p;        // 1: off
+  double min_p;        // 0: off
+  double uniform;      // in [0, 1)
+};
+
+struct Drawn {
+  double id;       // -1: the largest logit is not finite; -2: the mask leaves no token
+  double logprob;  // of the raw row, as is rank
+  double rank;     // 1 = the most probable
+  double choices;  // tokens that the mask allows
+};
+
+Drawn draw_row(const Kernels& k, const float* x, const uint32_t* bits, int64_t n, const Settings& s);
+
+}  // namespace exl2nb::draw

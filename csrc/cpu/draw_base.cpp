@@ -1,0 +1,9 @@
+#include "draw.h"
+
+namespace exl2nb::draw {
+namespace {
+constexpr int VF = 4;
+#include "draw.inc"
+}  // namespace
+Kernels kernels_base() { return {look, weigh, above, collect}; }
+}  // namespace exl2nb::draw

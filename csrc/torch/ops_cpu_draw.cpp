@@ -1,0 +1,54 @@
+// draw_rows on the CPU: checks, output tensor, rows shared out to the threads.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+#include <vector>
+
+#include "../cpu/dispatch.h"
+#include "../cpu/draw.h"
+#include "../cpu/parallel.h"
+#include "check.h"
+
+namespace exl2nb {
+namespace {
+
+constexpr int64_t kShared = 1 << 14;  // logits from which on waking another thread pays
+
+Tensor draw_rows_cpu(const Tensor& logits, const Tensor& settings, const std::optional<Tensor>& bits) {
+  const char* op = "draw_rows";
+  check_tensor(op, "logits", logits, ScalarType::Float, {-1, -1});
+  const int64_t R = logits.size(0), V = logits.size(1);
+  check_tensor(op, "settings", settings, ScalarType::Double, {R, 5});
+  EXL2NB_CHECK(op, V >= 1 && V <= int64_t(1) << 30, "logits has ", V, " columns; expected 1 to 2^30");
+  const int64_t words = (V + 31) / 32;
+  const uint32_t* mask = nullptr;
+  if (bits) {
+    check_tensor(op, "bits", *bits, ScalarType::Int, {R, words});
+    mask = reinterpret_cast<const uint32_t*>(bits->const_data_ptr<int32_t>());
+  }
+  const std::vector<int64_t> sizes{R, 4};
+  Tensor out = torch::stable::empty(sizes, ScalarType::Double);
+  const float* x = logits.const_data_ptr<float>();
+  const auto* wanted = reinterpret_cast<const draw::Settings*>(settings.const_data_ptr<double>());
+  auto* drawn = static_cast<draw::Drawn*>(out.mutable_data_ptr());
+  static_assert(sizeof(draw::Settings) == 5 * sizeof(double) && sizeof(draw::Drawn) == 4 * sizeof(double), "rows of doubles");
+  for (int64_t r = 0; r < R; r++) {
+    const draw::Settings& s = wanted[r];
+    EXL2NB_CHECK(op,
+                 s.temperature >= 0 && s.top_k >= 0 && s.top_p > 0 && s.top_p <= 1 && s.min_p >= 0 && s.min_p <= 1 && s.uniform >= 0 &&
+                     s.uniform < 1,
+                 "settings of row ", r, " are out of range; expected temperature, top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1, ",
+                 "0 <= uniform < 1");
+  }
+  const draw::Kernels kernels = draw::kernels(static_cast<int>(isa()));
+  for_each_task(R, R > 1 && R * V >= kShared,
+                [&](int64_t r) { drawn[r] = draw::draw_row(kernels, x + r * V, mask ? mask + r * words : nullptr, V, wanted[r]); });
+  return out;
+}
+
+}  // namespace
+}  // namespace exl2nb
+
+STABLE_TORCH_LIBRARY_IMPL(exl2nb, CPU, m) { m.impl("draw_rows", TORCH_BOX(&exl2nb::draw_rows_cpu)); }

@@ -1,0 +1,59 @@
+"""One token for each row of logits, as the CPU engine draws it: greedy, or temperature, top_k, top_p, min_p and one random number."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from exl2nb.ops import reference
+from exl2nb.ops._library import check, define
+
+NO_DISTRIBUTION, NOTHING_LEFT = -1, -2
+"""Instead of an id: the row's largest logit is not finite; the mask leaves no token."""
+
+_LEAST = torch.tensor([0.0, 0.0, 1e-300, 0.0, 0.0], dtype=torch.float64)
+_MOST = torch.tensor([math.inf, math.inf, 1.0, 1.0, 1.0 - 2.0**-53], dtype=torch.float64)
+
+
+def _draw_rows(logits: Tensor, settings: Tensor, bits: Tensor | None) -> Tensor:
+    fits = logits.dtype == torch.float32 and logits.dim() == 2
+    check(fits, "draw_rows", "logits", (logits.dtype, tuple(logits.shape)), "f32 (R, V)")
+    R, V = logits.shape
+    fits = settings.dtype == torch.float64 and tuple(settings.shape) == (R, 5)
+    check(fits, "draw_rows", "settings", (settings.dtype, tuple(settings.shape)), f"f64 ({R}, 5)")
+    if bits is not None:
+        fits = bits.dtype == torch.int32 and tuple(bits.shape) == (R, -(-V // 32))
+        check(fits, "draw_rows", "bits", (bits.dtype, tuple(bits.shape)), f"int32 ({R}, {-(-V // 32)})")
+    within = ((settings >= _LEAST) & (settings <= _MOST)).all()
+    check(
+        bool(within), "draw_rows", "settings", "out of range", "temperature, top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1, 0 <= uniform < 1"
+    )
+    rows = [_row(x, settings[r].tolist(), None if bits is None else bits[r]) for r, x in enumerate(logits)]
+    return torch.tensor(rows, dtype=torch.float64).view(R, 4)
+
+
+def _row(x: Tensor, settings: list[float], bits: Tensor | None) -> tuple[float, float, float, float]:
+    if not bool(x.max().isfinite()):
+        return NO_DISTRIBUTION, math.nan, 0, 0
+    z = x if bits is None else reference.mask_logits(x, bits)
+    choices = len(x) if bits is None else int((reference.mask_logits(torch.zeros_like(x), bits) == 0).sum())
+    if not bool(z.max() > -math.inf):
+        return NOTHING_LEFT, math.nan, 0, choices
+    temperature, top_k, top_p, min_p, uniform = settings
+    token = reference.draw(z, temperature, int(top_k), top_p, min_p, uniform)
+    return token, float(x.double().log_softmax(0)[token]), int((x > x[token]).sum()) + 1, choices
+
+
+draw_rows = define(
+    "draw_rows(Tensor logits, Tensor settings, Tensor? bits) -> Tensor",
+    fake=lambda logits, settings, bits: settings.new_empty(logits.shape[0], 4),
+    reference=_draw_rows,
+)
+"""One token for each row of logits f32 `(R, V)`: `csrc/cpu/draw.h`. A row's result does not depend on the others.
+
+settings: f64 `(R, 5)`: temperature (0 = greedy), top_k (0 = off), top_p (1), min_p (0), a random number in [0, 1). bits: int32
+`(R, ceil(V / 32))` or None: which tokens may be chosen, token i is bit i % 32, the lowest first, of word i // 32. Returns f64 `(R, 4)`: the
+id, or `NO_DISTRIBUTION` or `NOTHING_LEFT`; its log probability and rank under the raw row; how many tokens the mask allows.
+"""

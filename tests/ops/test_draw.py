@@ -1,0 +1,138 @@
+"""draw_rows: tokens, ranks and log probabilities of the reference, whatever the cuts and the mask; errors; many rows as one."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from exl2nb.ops import draw, draw_rows, reference
+
+NEUTRAL = (1.0, 0.0, 1.0, 0.0)
+CUTS = [
+    NEUTRAL,
+    (0.0, 0.0, 1.0, 0.0),
+    (0.7, 0.0, 1.0, 0.0),
+    (1.0, 1.0, 1.0, 0.0),
+    (1.3, 40.0, 1.0, 0.0),
+    (1.0, 900.0, 0.8, 0.0),
+    (0.9, 0.0, 0.95, 0.0),
+    (2.5, 0.0, 0.3, 0.0),
+    (1.0, 0.0, 1.0, 0.05),
+    (0.8, 50.0, 0.9, 0.02),
+    (1.5, 0.0, 0.99, 0.2),
+]
+
+
+def rows(count, vocab, seed=0, spread=3.0):
+    return torch.randn(count, vocab, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def masks(count, vocab, share, seed=0):
+    chance = np.random.default_rng(seed)
+    packed = np.zeros((count, -(-vocab // 32) * 4), np.uint8)
+    few = np.packbits(chance.random((count, vocab)) < share, axis=1, bitorder="little")
+    packed[:, : few.shape[1]] = few
+    packed[:, 0] |= 1
+    return torch.from_numpy(packed.view(np.int32))
+
+
+@pytest.mark.parametrize("share", [None, 0.001, 0.5, 0.999])
+@pytest.mark.parametrize("vocab", [1, 15, 64, 65, 513, 4096, 5001])
+def test_against_the_reference(vocab, share):
+    for spread, cuts in itertools.product((0.3, 3.0), CUTS):
+        x, bits = rows(6, vocab, spread=spread), None if share is None else masks(6, vocab, share)
+        settings = torch.tensor([[*cuts, u] for u in (0.0, 0.11, 0.37, 0.62, 0.93, 0.999)], dtype=torch.float64)
+        got, wanted = draw_rows(x, settings, bits), draw._draw_rows(x, settings, bits)
+        assert torch.equal(got[:, [0, 2, 3]], wanted[:, [0, 2, 3]]), cuts
+        assert torch.allclose(got[:, 1], wanted[:, 1], atol=2e-5)
+
+
+@pytest.mark.parametrize("cuts", [NEUTRAL, (0.8, 50.0, 1.0, 0.0), (1.0, 0.0, 0.9, 0.0), (1.0, 0.0, 0.999, 0.001)])
+def test_a_large_vocabulary(cuts):
+    """More candidates than are sorted, so that they are told apart by their leading bits first."""
+    x = rows(2, 128_256, seed=3, spread=2.0)
+    settings = torch.tensor([[*cuts, 0.31], [*cuts, 0.77]], dtype=torch.float64)
+    assert torch.equal(draw_rows(x, settings, None)[:, 0], draw._draw_rows(x, settings, None)[:, 0])
+
+
+def test_frequencies():
+    """Drawn as often as the probabilities of what the cuts leave say (chi-square, 7 degrees of freedom, p = 0.001)."""
+    x = torch.log(torch.tensor([0.3, 0.02, 0.2, 0.15, 0.13, 0.1, 0.06, 0.04]))
+    draws = 20_000
+    numbers = (np.arange(draws) + 0.5) / draws
+    numbers = np.random.default_rng(0).permutation(numbers) * 0.999 + np.random.default_rng(1).random(draws) * 0.001
+    settings = torch.tensor(np.column_stack([np.tile([1.0, 0.0, 1.0, 0.05], (draws, 1)), numbers]))
+    got = draw_rows(x.repeat(draws, 1), settings, None)[:, 0].long().bincount(minlength=8)
+    weights = torch.where(x.exp() >= 0.05 * 0.3, x.exp(), 0.0)
+    wanted = weights / weights.sum() * draws
+    assert got[weights == 0].sum() == 0
+    assert (((got - wanted) ** 2)[weights > 0] / wanted[weights > 0]).sum() < 24.3
+
+
+def test_ties_and_signs_of_zero():
+    x = torch.tensor([[1.0, 2.0, 2.0, -0.0], [-0.0, 0.0, -1.0, -torch.inf]])
+    greedy = torch.tensor([[0.0, 0.0, 1.0, 0.0, 0.0]] * 2, dtype=torch.float64)
+    assert draw_rows(x, greedy, None)[:, 0].tolist() == [1, 0]
+    both = torch.tensor([[1.0, 1.0, 1.0, 0.0, u] for u in (0.2, 0.7)], dtype=torch.float64)  # top_k = 1 keeps equals
+    assert draw_rows(x[:1].repeat(2, 1), both, None)[:, 0].tolist() == [1, 2]
+
+
+def test_rows_without_a_distribution_or_a_choice():
+    x = torch.zeros(5, 40)
+    x[0, 3], x[1, 39], x[2] = torch.nan, torch.inf, -torch.inf
+    x[4, 20:] = -torch.inf
+    bits = torch.full((5, 2), -1, dtype=torch.int32)
+    bits[3] = 0
+    bits[4, 0] = 1 << 25  # allowed, but its logit is -inf
+    for cuts in (NEUTRAL, (0.0, 0.0, 1.0, 0.0)):
+        settings = torch.tensor([[*cuts, 0.5]] * 5, dtype=torch.float64)
+        for got in (draw_rows(x, settings, bits), draw._draw_rows(x, settings, bits)):
+            assert got[:, 0].tolist() == [-1, -1, -1, -2, -2]
+            assert all(map(math.isnan, got[:, 1]))
+
+
+def test_a_row_does_not_see_its_neighbours():
+    x, bits = rows(9, 4096), masks(9, 4096, 0.3)
+    settings = torch.tensor([[*CUTS[i], 0.1 * i] for i in range(9)], dtype=torch.float64)
+    together = draw_rows(x, settings, bits)
+    for i in range(9):
+        assert torch.equal(draw_rows(x[i : i + 1], settings[i : i + 1], bits[i : i + 1])[0], together[i])
+
+
+def test_cold_is_greedy():
+    x = rows(1, 100)
+    assert int(draw_rows(x, torch.tensor([[1e-38, 0.0, 1.0, 0.0, 0.9]], dtype=torch.float64), None)[0, 0]) == int(x.argmax())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"logits": torch.zeros(2, 40, dtype=torch.float64)}, "logits"),
+        ({"logits": torch.zeros(40)}, "logits"),
+        ({"settings": torch.zeros(2, 5)}, "settings"),
+        ({"settings": torch.zeros(1, 5, dtype=torch.float64)}, "settings"),
+        ({"settings": torch.tensor([[1.0, 0.0, 0.0, 0.0, 0.5]] * 2, dtype=torch.float64)}, "out of range"),
+        ({"settings": torch.tensor([[1.0, 0.0, 1.0, 0.0, 1.0]] * 2, dtype=torch.float64)}, "out of range"),
+        ({"settings": torch.tensor([[math.nan, 0.0, 1.0, 0.0, 0.5]] * 2, dtype=torch.float64)}, "out of range"),
+        ({"bits": torch.zeros(2, 1, dtype=torch.int32)}, "bits"),
+    ],
+)
+def test_refusals(change, words):
+    given = {"logits": torch.zeros(2, 40), "settings": torch.tensor([[*NEUTRAL, 0.5]] * 2, dtype=torch.float64), "bits": None, **change}
+    for op in (draw_rows, draw._draw_rows):
+        with pytest.raises((RuntimeError, ValueError), match=words):
+            op(*given.values())
+
+
+def test_the_reference_by_hand():
+    z = torch.log(torch.tensor([0.05, 0.5, 0.15, 0.3]))
+    assert [reference.draw(z, 1.0, 0, 0.6, 0.0, u) for u in (0.0, 0.6, 0.65, 0.99)] == [1, 1, 3, 3]
+    assert [reference.draw(z, 1.0, 3, 1.0, 0.0, u) for u in (0.0, 0.53, 0.6, 0.8)] == [1, 2, 2, 3]
+    assert reference.draw(z, 1.0, 0, 1.0, 0.4, 0.9) == 3
+
+
+def test_opcheck():
+    settings = torch.tensor([[*NEUTRAL, 0.5]] * 3, dtype=torch.float64)
+    torch.library.opcheck(torch.ops.exl2nb.draw_rows.default, (rows(3, 100), settings, masks(3, 100, 0.5)))
