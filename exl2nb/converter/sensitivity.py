@@ -194,8 +194,8 @@ def _backward(
             gradient[place] = torch.autograd.grad(change, leaf)[0]
         del out, change
         if place.start >= used or used == len(x):
-            for key, found in tape.gradients.items():
-                squares[key] += found.flatten(0, -2).square().sum(0, dtype=torch.float64)
+            for key in roles.keys() & tape.gradients.keys():  # of the linears: the router, which stays as it is, was captured too
+                squares[key] += tape.gradients[key].flatten(0, -2).square().sum(0, dtype=torch.float64)
         if place.start >= used:
             continue
         weight: dict[str, Tensor] = {}
