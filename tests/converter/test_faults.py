@@ -17,6 +17,7 @@ from exl2nb.model.archs import parse_config
 
 from .test_job import CONFIG, OPTIONS, TEXT, output, write_model
 
+EVERYTHING = {**OPTIONS, "polish": True}  # every stage there is
 CHILD = """
 import os, signal, sys, threading, time
 from exl2nb.converter.job import ConversionJob
@@ -27,7 +28,7 @@ def sink(_):
     if count == int(event):
         threading.Thread(target=lambda: (time.sleep(float(delay)), os.kill(os.getpid(), signal.SIGKILL)), daemon=True).start()
     count += 1
-ConversionJob(src, dst, bpw=4.0, calibration=[text], rows=6, length=32, device=device).run(sink)
+ConversionJob(src, dst, bpw=4.0, calibration=[text], rows=6, length=32, polish=True, device=device).run(sink)
 """
 
 
@@ -39,7 +40,7 @@ def source(tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(source, tmp_path_factory):
     events = []
-    done = ConversionJob(source, tmp_path_factory.mktemp("out") / "whole", bpw=4.0, **OPTIONS).run(events.append)
+    done = ConversionJob(source, tmp_path_factory.mktemp("out") / "whole", bpw=4.0, **EVERYTHING).run(events.append)
     return output(done.path), (done.path / "conversion.json").read_bytes(), len(events)
 
 
@@ -58,7 +59,7 @@ def kill_again_and_again(source, dst, moments, device="cpu"):
             assert output(dst)
             break
     if not (dst / "config.json").exists():
-        ConversionJob(source, dst, bpw=4.0, device=device, **OPTIONS).run()
+        ConversionJob(source, dst, bpw=4.0, device=device, **EVERYTHING).run()
     return killed
 
 
@@ -73,7 +74,7 @@ def test_killed_at_a_handful_of_moments(source, whole, tmp_path):
 @pytest.mark.gpu
 def test_killed_while_a_gpu_works(source, tmp_path):
     events = []
-    done = ConversionJob(source, tmp_path / "whole", bpw=4.0, device="cuda", **OPTIONS).run(events.append)
+    done = ConversionJob(source, tmp_path / "whole", bpw=4.0, device="cuda", **EVERYTHING).run(events.append)
     moments = [(event, 0.01) for event in (1, 4, len(events) // 2, len(events) - 6)]  # measuring and quantising
     assert kill_again_and_again(source, tmp_path / "out", moments, "cuda") >= 1
     assert output(tmp_path / "out") == output(done.path)
@@ -98,9 +99,9 @@ def test_another_bitrate_on_resume(source, whole, tmp_path):
             raise Stop
 
     with pytest.raises(Stop):
-        ConversionJob(source, tmp_path / "out", bpw=6.0, **OPTIONS).run(bomb)
+        ConversionJob(source, tmp_path / "out", bpw=6.0, **EVERYTHING).run(bomb)
     stages = []
-    done = ConversionJob(source, tmp_path / "out", bpw=4.0, **OPTIONS).run(lambda e: stages.append(e.stage))
+    done = ConversionJob(source, tmp_path / "out", bpw=4.0, **EVERYTHING).run(lambda e: stages.append(e.stage))
     assert "measure" not in stages  # taken over
     assert done.target_bpw == 4.0
     assert output(done.path) == whole[0]  # as if nobody had asked for 6

@@ -1,0 +1,49 @@
+"""What the sweep takes from which rows: Hessians and couplings from the first ones, the price of an error from the others."""
+
+import pytest
+import torch
+
+from exl2nb.converter.sensitivity import sweep
+from exl2nb.converter.weights import DenseWeights
+from exl2nb.model.loader import read_model_config
+from exl2nb.model.store import open_store
+
+from .test_job import write_model
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    source = write_model(tmp_path_factory.mktemp("models") / "tiny")
+    config = read_model_config(source)
+    with open_store(config, source) as store, torch.no_grad():
+        weights = DenseWeights(config, store)
+        yield lambda ids, used: list(sweep(weights, ids, used=used, seed=0, step=lambda detail: None))
+
+
+def rows(seed, count):
+    return torch.randint(3, 90, (count, 24), generator=torch.Generator().manual_seed(seed))
+
+
+def same(one, other, names):
+    return [name for name in names if all(torch.equal(a, getattr(other, name)[key]) for key, a in getattr(one, name).items())]
+
+
+def test_no_row_counts_twice(run):
+    hessians, sensitivity = rows(1, 6), rows(2, 2)
+    rounding, price = ["hessians", "token_weights", "couplings"], ["gradients"]
+    first = run(torch.cat([hessians, sensitivity]), 6)
+    assert [found.layer for found in first] == [-1, 2, 1, 0]
+    for one, other in zip(first, run(torch.cat([hessians, rows(3, 2)]), 6), strict=True):
+        assert same(one, other, rounding) == rounding
+        assert same(one, other, price) == []
+    for one, other in zip(first, run(torch.cat([rows(4, 6), sensitivity]), 6), strict=True):
+        assert same(one, other, price) == price
+        assert "hessians" not in same(one, other, rounding)
+    tokens = {len(weight) for found in first for weight in found.token_weights.values()}
+    assert tokens == {6 * 24}
+
+
+def test_one_kind_of_rows_serves_for_both(run):
+    for found in run(rows(1, 3), 3)[1:]:
+        for key, coupling in found.couplings.items():
+            torch.testing.assert_close(coupling.diagonal(dim1=1, dim2=2).flatten().double(), found.gradients[key], rtol=1e-4, atol=1e-12)
