@@ -31,7 +31,7 @@ def test_an_expert_that_nobody_chose(tmp_path):
     write_tokenizer(source)
     done = ConversionJob(source, tmp_path / "exl2", bpw=5.0, calibration=[TEXT], rows=4, length=32).run()
     counts = done.expert_tokens
-    assert set(counts) == {0, 1} and all(len(c) == 8 and sum(c) == 4 * 32 for c in counts.values())
+    assert set(counts) == {0, 1} and all(len(c) == 8 and sum(c) == 3 * 32 for c in counts.values()), "3 of 4 rows are for Hessians"
     unseen = {
         f"model.layers.{layer}.block_sparse_moe.experts.{e}.w{w}"
         for layer, c in counts.items()
