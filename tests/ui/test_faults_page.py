@@ -8,11 +8,13 @@ import numpy as np
 import pytest
 from mock_host import MockHost
 
+import exl2nb
 from exl2nb.widgets import (
     BitMap,
     BitrateExplorer,
     CacheExplorer,
     Compare,
+    MemoryPlan,
     PageTable,
     Playground,
     ProgressView,
@@ -102,7 +104,11 @@ def speculation(text: str) -> dict:
     return {**state, "_tokens": tokens, "_stats": {**stats, "plain_tps": None, "same": None}}
 
 
-GLASSES = {"weights": weights, "microscope": microscope, "pagetable": pagetable, "speculation": speculation}
+def plan(text: str) -> dict:
+    return {**plain(MemoryPlan(Path(exl2nb.__file__).parent / "demo_model", free=10**9)), "name": text}
+
+
+GLASSES = {"weights": weights, "microscope": microscope, "pagetable": pagetable, "speculation": speculation, "plan": plan}
 WIDGETS = {"playground": playground, "explorer": explorer, "caches": caches, "compare": compare, "progress": progress, "bitmap": bitmap}
 WIDGETS |= GLASSES
 STREAMING = {"playground": playground, "caches": caches, "compare": compare}
@@ -150,6 +156,34 @@ def test_a_silent_kernel_is_noticed_and_forgiven(page, name):
     page.evaluate("() => window.put({status: 'done'})")
     page.clock.run_for(30_000)
     assert not notice.is_visible(), "what does not run needs no kernel"
+
+
+ASK = {
+    "explorer": lambda page: page.get_by_role("slider", name="Bits per weight").fill("3"),
+    "weights": lambda page: page.get_by_label("Column").fill("3"),
+    "microscope": lambda page: page.get_by_role("slider", name="Top-k, slider").fill("1"),
+    "pagetable": lambda page: page.get_by_role("button", name="Live").click(),
+    "playground": lambda page: page.get_by_role("button", name="Generate").click(),
+}
+
+
+@pytest.mark.parametrize("name", ASK)
+def test_a_question_that_nobody_answers_is_noticed(page, name):
+    """A kernel that died while nothing ran: the reader moves something, and is told; where nobody asks, nobody is disturbed."""
+    page.clock.install()
+    host = MockHost(page, name, {**WIDGETS[name]("text"), "_can_live": True, "_has_model": True})
+    notice = page.locator(".exl2nb-lost")
+    page.clock.run_for(20_000)
+    assert not notice.is_visible() and {"type": "ping"} not in host.sent
+    ASK[name](page)
+    page.keyboard.press("Tab")
+    page.clock.run_for(2000)
+    assert {"type": "ping"} in host.sent
+    page.clock.run_for(6000)
+    assert notice.is_visible() and "run the cell again" in notice.inner_text()
+    page.evaluate("() => window.deliver({type: 'pong'})")
+    page.clock.run_for(20_000)
+    assert not notice.is_visible(), "an answer is an answer"
 
 
 @pytest.mark.parametrize("name", WIDGETS)

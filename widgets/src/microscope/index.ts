@@ -6,6 +6,7 @@ import { Asker } from "../shared/asker";
 import { guardKeys, h, root, setAttributes } from "../shared/dom";
 import { percent, spoken, visible } from "../shared/format";
 import { perFrame } from "../shared/frame";
+import { watchKernel } from "../shared/kernel";
 import { type Roving, roving } from "../shared/roving";
 import { Controls, EXPLAINED } from "./controls";
 import { chainTable, LineView } from "./table";
@@ -162,6 +163,10 @@ export default {
   render({ model, el }: { model: AnyModel; el: HTMLElement }) {
     const view = new MicroscopeView(state<MicroscopeState>(model));
     el.append(view.root);
-    return () => view.close();
+    const undo = watchKernel(view.root, model);
+    return () => {
+      undo();
+      view.close();
+    };
   },
 };

@@ -13,12 +13,28 @@ export interface State<S extends object> {
   onMessage(callback: (message: unknown) => void): () => void;
 }
 
+const sent = new WeakMap<AnyModel, number>();
+
+/** When the page last asked the kernel for something, in the time of `performance.now`; -Infinity = never. */
+export function lastSent(model: AnyModel): number {
+  return sent.get(model) ?? Number.NEGATIVE_INFINITY;
+}
+
+function ask(model: AnyModel, message: object): void {
+  sent.set(model, performance.now());
+  try {
+    model.send(message);
+  } catch {
+    // JupyterLab refuses to send to a kernel that it knows to be dead: `watchKernel` says so
+  }
+}
+
 export function state<S extends object>(model: AnyModel): State<S> {
   return {
     get: (name) => model.get(name),
     set: (name, value) => model.set(name, value),
     save: () => model.save_changes(),
-    send: (message) => model.send(message),
+    send: (message) => ask(model, message),
     observe(names, callback) {
       for (const name of names) model.on(`change:${name}`, callback);
       return () => {

@@ -1,5 +1,6 @@
 // Says so when the kernel is gone: nothing that runs there can tell the page itself. What is shown stays.
 import type { AnyModel } from "@anywidget/types";
+import { lastSent } from "./afm";
 import { h } from "./dom";
 
 const SILENCE_MS = 5000;
@@ -7,7 +8,8 @@ const TICK_MS = 1000;
 const WORDS = "No answer from the kernel: it is busy, or it was restarted. What is shown stays; after a restart, run the cell again.";
 
 /**
- * Watch the line to the kernel while the widget runs: after 5 s without a word ask for one, and show a notice in `root` when none comes.
+ * Watch the line to the kernel while the widget runs or waits for an answer: after 5 s without a word ask for one, and show a notice in
+ * `root` when none comes.
  * A disconnection that the notebook reports is shown at once. Returns the undo.
  */
 export function watchKernel(root: HTMLElement, model: AnyModel, now: () => number = () => performance.now()): () => void {
@@ -26,7 +28,7 @@ export function watchKernel(root: HTMLElement, model: AnyModel, now: () => numbe
   };
   const cut = () => show(true);
   const tick = () => {
-    if (model.get("_static") || model.get("status") !== "running") return;
+    if (model.get("_static") || !(model.get("status") === "running" || lastSent(model) > heard)) return;
     const time = now();
     if (time - asked >= SILENCE_MS) show(true);
     if (time - heard >= SILENCE_MS && asked === Number.POSITIVE_INFINITY) {

@@ -5,6 +5,7 @@ import { type State, state } from "../shared/afm";
 import { guardKeys, h, root, setAttributes, uniqueId } from "../shared/dom";
 import { percent } from "../shared/format";
 import { perFrame } from "../shared/frame";
+import { watchKernel } from "../shared/kernel";
 import { colour, css, ink } from "../shared/palette";
 import { type Roving, roving } from "../shared/roving";
 import { LevelsView } from "./chart";
@@ -270,6 +271,10 @@ export default {
   render({ model, el }: { model: AnyModel; el: HTMLElement }) {
     const view = new WeightsView(state<WeightsState>(model));
     el.append(view.root);
-    return () => view.close();
+    const undo = watchKernel(view.root, model);
+    return () => {
+      undo();
+      view.close();
+    };
   },
 };
