@@ -4,7 +4,7 @@
 // coarse histogram, of counts or of weights, and the few logits of the bin that is hit; where those are many, by radix selection on the
 // bits of the floats (11, 11 and 10 of them). Weights are integers, exp(y - max) * 2^40, so that sums do not depend on their order and a
 // draw is exact: the first id, in order, at which the cumulative weight passes floor(u * total). What is summed in floats (log
-// probabilities) has a fixed order. Bytes: the logits once (twice with penalties), the counts once with penalties.
+// probabilities) has a fixed order. Bytes: the logits once (twice with penalties or a bias), counts and bias once.
 #pragma once
 #include "sample_draw.cuh"
 #include "sample_look.cuh"
@@ -19,6 +19,7 @@ __device__ __forceinline__ void Sampler::run() {
   if (speaks) next = look_ahead();
   row = a.params[r];
   penalised = counts && (row.repetition_penalty != 1.f || row.presence_penalty != 0.f || row.frequency_penalty != 0.f);
+  altered = penalised || bias;
   look();
   team.sync();
   const Summary all = together();
@@ -42,7 +43,7 @@ __device__ __forceinline__ void Sampler::run() {
     team.sync();
     token = sh.token, value = sh.value;
   }
-  if (!bad && (drawn || penalised)) {
+  if (!bad && (drawn || altered)) {
     const int above = count_above(value);
     if (threadIdx.x == 0) sh.above = above;
     team.sync();

@@ -44,6 +44,7 @@ struct SampleArgs {
   SampleRow* params;      // (rows,)
   uint16_t* counts;       // (rows, vocab) or null: low 15 bits how often the token was generated, top bit: it stands in the prompt.
                           // The drawn token is counted. Penalties need it
+  const float* bias;      // f32 (rows, vocab) or null: added to logits after penalties; -inf takes a token out
   SampleResult* results;  // (ring, rows); step s is written to results[s % ring]. May be pinned host memory
   int ring;
   int32_t* step;        // (rows,) device counters, += 1; null = always 0
@@ -52,8 +53,8 @@ struct SampleArgs {
   AdvanceArgs advance;
 };
 
-// Draws every row: penalties, temperature, top_k, top_p, min_p, then the inverse of the cumulative distribution in order of ids. A row's
-// result does not depend on the other rows.
+// Draws every row: penalties, bias, temperature, top_k, top_p, min_p, then the inverse of the cumulative distribution in order of ids. A
+// row's result does not depend on the other rows.
 const char* sample_launch(const SampleArgs& args, void* stream, bool pdl);
 
 }  // namespace exl2nb

@@ -90,8 +90,9 @@ struct Sampler {
   SampleRow row;
   const float* logits;
   const uint16_t* counts;
+  const float* bias;
   int r, begin, end, lane, warp, histogram = 0;
-  bool penalised;
+  bool penalised, altered;     // altered: by penalties or a bias
   float highest, floor_value;  // of y = penalised / temperature
 
   __device__ __forceinline__ Sampler(const SampleArgs& args, SampleShared& shared, float* room) : a(args), sh(shared), kept(room) {
@@ -100,11 +101,15 @@ struct Sampler {
     begin = min(team.rank() * per, a.vocab), end = min(begin + per, a.vocab);
     logits = a.logits + r * a.row_stride;
     counts = a.counts ? a.counts + static_cast<int64_t>(r) * a.vocab : nullptr;
+    bias = a.bias ? a.bias + static_cast<int64_t>(r) * a.vocab : nullptr;
   }
 
   __device__ __forceinline__ float penalise(float v, int id) const {
-    if (!penalised) return v;
-    const unsigned n = counts[id];
+    if (!altered) return v;
+    if (penalised) v = counted(v, counts[id]);
+    return bias ? __fadd_rn(v, bias[id]) : v;
+  }
+  __device__ __forceinline__ float counted(float v, unsigned n) const {
     if (!n) return v;
     if (row.repetition_penalty != 1.f) v = v < 0.f ? __fmul_rn(v, row.repetition_penalty) : __fdiv_rn(v, row.repetition_penalty);
     const unsigned times = n & 0x7fffu;
@@ -112,7 +117,7 @@ struct Sampler {
     if (times && row.frequency_penalty != 0.f) v = __fsub_rn(v, static_cast<float>(static_cast<double>(row.frequency_penalty) * times));
     return v;
   }
-  __device__ __forceinline__ float raw(int id) const { return kept && !penalised ? kept[id - begin] : logits[id]; }
+  __device__ __forceinline__ float raw(int id) const { return kept && !altered ? kept[id - begin] : logits[id]; }
   __device__ __forceinline__ float y(int id) const {
     const float z = kept ? kept[id - begin] : penalise(logits[id], id);
     return row.temperature == 1.f ? z : __fdiv_rn(z, row.temperature);

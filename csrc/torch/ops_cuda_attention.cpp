@@ -210,7 +210,7 @@ std::tuple<Tensor, Tensor> gather_cache_cuda(const Tensor& k_pool, const Tensor&
 std::tuple<Tensor, Tensor, Tensor> sample_rows_cuda(const Tensor& logits, const Tensor& params, const Optional& counts,
                                                     const Optional& step, const Optional& ids, const Optional& positions,
                                                     const Optional& context_lens, const Optional& slots, const Optional& block_table,
-                                                    int64_t ring, bool pdl) {
+                                                    int64_t ring, bool pdl, const Optional& bias) {
   const char* op = "sample_rows";
   SampleArgs a{};
   a.logits = data<float>(op, "logits", logits, ScalarType::Float, {-1, -1});
@@ -219,6 +219,7 @@ std::tuple<Tensor, Tensor, Tensor> sample_rows_cuda(const Tensor& logits, const 
   a.row_stride = V, a.rows = int(R), a.vocab = int(V), a.ring = int(ring);
   a.params = data<SampleRow>(op, "params", params, ScalarType::Byte, {R, int64_t(sizeof(SampleRow))});
   a.counts = data<uint16_t>(op, "counts", counts, ScalarType::Short, {R, V});
+  a.bias = data<float>(op, "bias", bias, ScalarType::Float, {R, V});
   a.step = data<int32_t>(op, "step", step, ScalarType::Int, {R});
   a.advance.ids = data<int32_t>(op, "ids", ids, ScalarType::Int, {R});
   a.advance.positions = data<int32_t>(op, "positions", positions, ScalarType::Int, {R});

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from exl2nb.cache.pool import KVCache
 from exl2nb.core.errors import GenerationError
-from exl2nb.generator.gpu_counts import PENALTIES, penalised, write_counts
+from exl2nb.generator.gpu_counts import BIASES, PENALTIES, biased, penalised, writable, write_bias, write_counts
 from exl2nb.generator.stepper import Draw, Step, Ticket
 from exl2nb.model.gpu import formats_of
 from exl2nb.ops.cuda_sample import TOP, Row, pack_rows, sample_rows
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 RING = 4  # results of as many steps are kept: more than may be unread
 MOST = 64  # sequences of the largest graph
 _capturing = threading.Lock()  # torch captures one graph at a time
-DRAWN = frozenset(("temperature", "top_k", "top_p", "min_p", "seed")) | PENALTIES  # what the sampling kernel does
+DRAWN = frozenset(("temperature", "top_k", "top_p", "min_p", "seed")) | PENALTIES | BIASES  # what the sampling kernel does
 
 
 class GpuStepper:
@@ -40,13 +40,14 @@ class GpuStepper:
     def __init__(self, model: Model, cache: KVCache) -> None:
         self._model, self._cache = model, cache
         self._device = torch.device(cache.device)
-        self._graphs: dict[tuple[int, int, bool], _Graph] = {}
+        self._graphs: dict[tuple[int, int, bool, bool], _Graph] = {}
         self._drawn: Tensor | None = None  # ids drawn by the last launch, by logit row
         self._last: _Graph | None = None
 
     def can_draw(self, state: SamplerState) -> bool:
         """Where the kernel knows every filter of the request."""
-        return DRAWN.issuperset(state.params.changed) and self._model.rope_switch is None
+        drawn = DRAWN.issuperset(state.params.changed) and self._model.rope_switch is None
+        return drawn and writable(state.params, self._model.gpu.vocab)
 
     def launch(self, step: Step) -> Ticket:
         """Enqueue a step; returns before it has run."""
@@ -77,7 +78,8 @@ class GpuStepper:
             graph = self._last
         else:
             width = step.batch.block_table.shape[1]
-            key = (_bucket(len(draws)), 1 << (width - 1).bit_length(), any(penalised(draw.state.params) for draw in draws))
+            counted, moved = (any(of(draw.state.params) for draw in draws) for of in (penalised, biased))
+            key = (_bucket(len(draws)), 1 << (width - 1).bit_length(), counted, moved)
             graph = self._graphs.get(key)
             if graph is None:
                 graph = self._graphs[key] = _Graph(self._model, self._cache, *key)
@@ -94,7 +96,10 @@ class GpuStepper:
         sampled = None
         if rows:
             mine = [draw for draw in wanted if draw is not None]
-            params, counts = _params(mine).to(self._device), None
+            params, counts, bias = _params(mine).to(self._device), None, None
+            if any(biased(draw.state.params) for draw in mine):
+                bias = torch.empty(len(rows), logits.shape[1], device=self._device)
+                write_bias(bias, mine)
             if any(penalised(draw.state.params) for draw in mine):
                 counts = torch.empty(len(rows), logits.shape[1], dtype=torch.int16, device=self._device)
                 known = None
@@ -104,7 +109,7 @@ class GpuStepper:
                 write_counts(counts, mine, known)
             chosen = logits if raw is None else logits[torch.tensor(rows, device=self._device)]
             ids = torch.zeros(len(rows), dtype=torch.int32, device=self._device)
-            results, top_ids, top_logprobs = sample_rows(chosen, params, counts, None, ids, None, None, None, None, 1, False)
+            results, top_ids, top_logprobs = sample_rows(chosen, params, counts, None, ids, None, None, None, None, 1, False, bias)
             sampled = results[0].cpu(), top_ids.cpu(), top_logprobs.cpu()
             drawn = torch.zeros(len(draws), dtype=torch.int32, device=self._device)
             drawn[torch.tensor(rows, device=self._device)] = ids
@@ -118,7 +123,7 @@ class GpuStepper:
 class _Graph:
     """A decode step of up to `rows` sequences of up to `width` pages, captured once: model, draw, and the next step's inputs."""
 
-    def __init__(self, model: Model, cache: KVCache, rows: int, width: int, counted: bool) -> None:
+    def __init__(self, model: Model, cache: KVCache, rows: int, width: int, counted: bool, moved: bool) -> None:
         self.rows, self.width = rows, width
         device = torch.device(cache.device)
         self._model = model
@@ -132,15 +137,15 @@ class _Graph:
         forward = model.gpu
         logits = torch.zeros(rows, forward.vocab, device=device)
         self._counts = torch.zeros(rows, forward.vocab, dtype=torch.int16, device=device) if counted else None
+        self._bias = torch.zeros(rows, forward.vocab, device=device) if moved else None
         kernels, formats, heads = forward.stepper(rows), formats_of(cache), (cache.spec.num_kv_heads, cache.spec.head_dim)
 
         def step() -> tuple[Tensor, Tensor]:
             kernels.run(
                 self.ids, self._positions, self._table, bounds, self._lens, bounds[:rows], cache.k, cache.v, formats, heads, logits
             )  # fmt: skip
-            results, top_ids, top_logprobs = sample_rows(
-                model.capped(logits), self._params, self._counts, self._steps, self.ids, self._positions, self._lens, None, None, RING, True
-            )
+            drawn = model.capped(logits), self._params, self._counts, self._steps, self.ids, self._positions, self._lens
+            results, top_ids, top_logprobs = sample_rows(*drawn, None, None, RING, True, self._bias)
             self._results.copy_(results, non_blocking=True)
             return top_ids, top_logprobs
 
@@ -172,6 +177,8 @@ class _Graph:
             fresh = [] if step.feed is None else [row for row, source in enumerate(step.feed.tolist()) if source >= 0]
             tokens = self.ids[torch.tensor(fresh, device=self.ids.device, dtype=torch.int64)]
             write_counts(self._counts, draws, (fresh, tokens))
+        if self._bias is not None:
+            write_bias(self._bias, draws)
         self._params[:n].copy_(_params(draws).pin_memory(), non_blocking=True)
 
     def replay(self, tops: list[int]) -> Ticket:

@@ -66,6 +66,7 @@ def _draw(z: Tensor, row: Row) -> int:
 def _sample(
     logits: Tensor, params: Tensor, counts: Tensor | None, step: Tensor | None, ids: Tensor | None, positions: Tensor | None,
     context_lens: Tensor | None, slots: Tensor | None, block_table: Tensor | None, ring: int, pdl: bool,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     results = torch.zeros(ring, len(logits), 4, dtype=torch.int32)
     top_ids = torch.full((len(logits), TOP), -1, dtype=torch.int32)
@@ -73,7 +74,8 @@ def _sample(
     for r, x in enumerate(logits):
         row = Row(**dict(zip(Row.__dataclass_fields__, _FORMAT.unpack(bytes(params[r].tolist())))))
         fine = bool(x.max().isfinite())
-        token = _draw(_penalised(x, row, None if counts is None else counts[r]), row) if fine else 0
+        z = _penalised(x, row, None if counts is None else counts[r])
+        token = _draw(z if bias is None else z + bias[r], row) if fine else 0
         logprobs = x.log_softmax(0)
         at = 0 if step is None else int(step[r])
         rank, logprob = int((x > x[token]).sum()) + 1 if fine else 1, logprobs[token : token + 1].view(torch.int32)
@@ -114,14 +116,14 @@ def _fake(logits: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
 
 sample_rows = define(
     "sample_rows(Tensor logits, Tensor(a!) params, Tensor(b!)? counts, Tensor(c!)? step, Tensor(d!)? ids, Tensor(e!)? positions, "
-    "Tensor(f!)? context_lens, Tensor(g!)? slots, Tensor? block_table, int ring, bool pdl) -> (Tensor, Tensor, Tensor)",
+    "Tensor(f!)? context_lens, Tensor(g!)? slots, Tensor? block_table, int ring, bool pdl, Tensor? bias=None) -> (Tensor, Tensor, Tensor)",
     fake=_fake,
     reference=_sample,
 )
 """One token for each row of logits f32 `(R, V)`: `csrc/cuda/sample.h`.
 
 params: `pack_rows`, counters move on. counts: int16 `(R, V)`, how often each token was generated, lowest number (-32768) added for tokens
-of the prompt; the drawn one is counted. step, ids, positions, context_lens, slots: int32 `(R,)`, updated in place. Returns results int32
-`(ring, R, 4)`: id (-1: the row has no distribution), rank, bits of the log probability, step; written at step % ring; then ids and log
-probabilities of the most probable tokens, `(R, 20)` each.
+of the prompt; the drawn one is counted. bias: f32 `(R, V)`, added after penalties; -inf takes a token out. step, ids, positions,
+context_lens, slots: int32 `(R,)`, updated in place. Returns results int32 `(ring, R, 4)`: id (-1: the row has no distribution), rank, bits
+of the log probability, step; written at step % ring; then ids and log probabilities of the most probable tokens, `(R, 20)` each.
 """

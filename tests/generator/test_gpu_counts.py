@@ -1,4 +1,4 @@
-"""The counts that penalties on a device read are those of the text, the token in flight included. On the CPU; draws: test_gpu_draws."""
+"""The counts and biases that a device reads are those of the text, the token in flight included. On the CPU; draws: test_gpu_draws."""
 
 import random
 from collections import Counter
@@ -6,8 +6,9 @@ from collections import Counter
 import pytest
 import torch
 
-from exl2nb.generator.gpu_counts import IN_PROMPT, penalised, write_counts
+from exl2nb.generator.gpu_counts import IN_PROMPT, biased, penalised, writable, write_bias, write_counts
 from exl2nb.generator.stepper import Draw
+from exl2nb.sampling.filters import WHOLE
 from exl2nb.sampling.params import SamplingParams
 from exl2nb.sampling.state import SamplerState
 
@@ -40,3 +41,33 @@ def test_nothing_to_count():
     counts = torch.ones(2, 8, dtype=torch.int16)
     write_counts(counts, [Draw(SamplerState(SamplingParams(), [1]), 0, 0)], None)
     assert not counts.any()
+
+
+def test_bias_is_what_masks_and_logit_bias_do():
+    """Row by row: masks first, then penalties, then the bias, as the host's chain has them."""
+    kinds = [
+        {},
+        {"banned_tokens": [3, 7, 49]},
+        {"logit_bias": {0: 1.5, 7: -2.0}},
+        {"allowed_tokens": [1, 2, 30], "logit_bias": {2: 0.25, 9: 4.0}},
+        {"banned_tokens": [9], "logit_bias": {9: 5.0, 10: 1.0}, "temperature": 0},
+    ]
+    states = [SamplerState(SamplingParams(**kwargs)) for kwargs in kinds]
+    bias = torch.full((6, 50), 9.0)
+    write_bias(bias, [Draw(state, 0, 0) for state in states])
+    row = torch.linspace(-2, 2, 50)
+    for r, (state, kwargs) in enumerate(zip(states, kinds)):
+        assert biased(state.params) == bool(kwargs)
+        wanted = row.numpy()
+        for link in state.plan.first:
+            wanted = link.apply(wanted, state, WHOLE)
+        assert torch.equal(row + bias[r], torch.from_numpy(wanted))
+    assert not bias[5].any()
+
+
+def test_what_a_device_must_not_be_given():
+    assert writable(SamplingParams(banned_tokens=[49], logit_bias={3: 1.0}), 50)
+    assert not writable(SamplingParams(banned_tokens=[50]), 50)
+    assert not writable(SamplingParams(logit_bias={50: 1.0}), 50)
+    assert not writable(SamplingParams(allowed_tokens=[50]), 50)
+    assert not writable(SamplingParams(banned_tokens=range(50)), 50)

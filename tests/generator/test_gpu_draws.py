@@ -1,4 +1,4 @@
-"""Penalties drawn on the GPU: the tokens that the host draws from the same logits, alone, together, and with a text that goes on."""
+"""Penalties, bias and banned tokens drawn on the GPU: what the host draws from the same logits, alone, together, while a text goes on."""
 
 import pytest
 
@@ -12,8 +12,11 @@ KINDS = [
     {"seed": 4, "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.25, "top_p": 0.9},
     {"seed": 5, "temperature": 0.8, "frequency_penalty": -0.2, "top_k": 30},
     {"seed": 6, "min_p": 0.02},
+    {"temperature": 0, "banned_tokens": [5, 13, 14, 261, 300]},
+    {"seed": 7, "logit_bias": {20: 3.0, 261: -2.5, 300: 1.25}, "top_p": 0.95},
+    {"seed": 8, "allowed_tokens": range(200, 900), "logit_bias": {250: 2.0}, "repetition_penalty": 1.1},
 ]
-ON_THE_HOST = {"logit_bias": {5: 1e-9}}
+ON_THE_HOST = {"min_tokens": 1}  # means nothing to an answer that no token ends
 
 
 @pytest.fixture(scope="module")
@@ -37,10 +40,10 @@ def test_as_on_the_host(llm, options):
 
 def test_alone_and_together(llm):
     """They come and go at different times, so that the counts are written anew while a token is in flight."""
-    requests = [{"prompt": PROMPT[: 20 + 7 * i], "max_tokens": 10 + 13 * i, "ignore_eos": True, **KINDS[i % 5]} for i in range(10)]
+    requests = [{"prompt": PROMPT[: 20 + 4 * i], "max_tokens": 10 + 8 * i, "ignore_eos": True, **KINDS[i % len(KINDS)]} for i in range(16)]
     alone = [ids(llm.generate(**one)) for one in requests]
     together = llm.batch(requests).run()
-    assert [ids(together[i]) for i in range(10)] == alone
+    assert [ids(together[i]) for i in range(16)] == alone
 
 
 def test_they_are_drawn_on_the_gpu(llm):
@@ -50,6 +53,17 @@ def test_they_are_drawn_on_the_gpu(llm):
 
     assert all(stepper.can_draw(SamplerState(SamplingParams(**kind))) for kind in KINDS)
     assert not stepper.can_draw(SamplerState(SamplingParams(frequency_penalty=0.5, penalty_range=64)))
+    assert not stepper.can_draw(SamplerState(SamplingParams(**ON_THE_HOST)))
+
+
+def test_what_no_kernel_should_see_is_refused(llm):
+    """Ids beyond the vocabulary, and bans of everything, never reach the GPU; it works on."""
+    size = llm.engine.vocab_size
+    with pytest.raises(ex.Exl2Error, match="vocabulary"):
+        llm.generate(PROMPT, banned_tokens=[size])
+    with pytest.raises(ex.Exl2Error, match="no token is left"):
+        llm.generate(PROMPT, banned_tokens=range(size))
+    assert llm.generate(PROMPT, max_tokens=3, temperature=0, banned_tokens=range(10, size)).tokens[0].id < 10
 
 
 def test_more_alternatives_than_the_kernel_reports(llm):

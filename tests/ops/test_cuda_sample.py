@@ -27,15 +27,30 @@ SETTINGS = [
     {"temperature": 0.0, "repetition_penalty": 1.3},
     {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.25, "top_p": 0.9},
     {"repetition_penalty": 0.8, "frequency_penalty": -0.3, "top_k": 20},
+    {"temperature": 0.0, "banned_tokens": range(0, 300, 2)},
+    {"banned_tokens": [5, 9], "logit_bias": {7: 3.0, 11: -2.0}, "repetition_penalty": 1.3, "top_p": 0.9},
+    {"allowed_tokens": range(40), "temperature": 1.5, "top_k": 12},
 ]
 PROMPT, TEXT = [1, 5, 5, 9, 200], [5, 7, 7, 7]
 gpu = pytest.mark.gpu
 
 
-def run(logits, rows, *, counts=None, ring=1, following=None):
+def run(logits, rows, *, counts=None, ring=1, following=None, bias=None):
     following = following or {}
     arguments = [following.get(name) for name in ("step", "ids", "positions", "context_lens", "slots", "block_table")]
-    return sample_rows(logits, pack_rows(rows).to(logits.device), counts, *arguments, ring, False)
+    return sample_rows(logits, pack_rows(rows).to(logits.device), counts, *arguments, ring, False, bias)
+
+
+def bias_of(settings, rows, vocab):
+    """What masks and logit_bias of `settings` add."""
+    bias = torch.zeros(rows, vocab)
+    if "allowed_tokens" in settings:
+        bias[:] = -torch.inf
+        bias[:, list(settings["allowed_tokens"])] = 0
+    for token, amount in settings.get("logit_bias", {}).items():
+        bias[:, token] += amount
+    bias[:, list(settings.get("banned_tokens", ()))] = -torch.inf
+    return bias
 
 
 def history(vocab):
@@ -58,9 +73,12 @@ def check(device, vocab, settings, *, spread=3.0, draws=40):
     """The same tokens as the definition's, except where its own rounding decides: the draw falls within 1e-5 of a token's border."""
     g = torch.Generator().manual_seed(vocab)
     logits = torch.randn(draws, vocab, generator=g) * spread
-    rows = [Row(seed=s, counter=len(TEXT), top=s % 4, **settings) for s in range(draws)]
+    biases = {name: settings[name] for name in ("banned_tokens", "allowed_tokens", "logit_bias") if name in settings}
+    plain = {name: value for name, value in settings.items() if name not in biases}
+    rows = [Row(seed=s, counter=len(TEXT), top=s % 4, **plain) for s in range(draws)]
+    bias = bias_of(settings, draws, vocab).to(device) if biases else None
     counts = history(vocab).repeat(draws, 1)
-    results, top_ids, top_logprobs = (t.cpu() for t in run(logits.to(device), rows, counts=counts.to(device)))
+    results, top_ids, top_logprobs = (t.cpu() for t in run(logits.to(device), rows, counts=counts.to(device), bias=bias))
     wrong = 0
     for r, (x, row) in enumerate(zip(logits.numpy(), rows)):
         token, rank, _, _ = results[0, r].tolist()
