@@ -3,25 +3,13 @@
 #include <cstring>
 #include <string>
 
+#include "../format/program.h"
 #include "engine.h"
 #include "moe.h"
 
 namespace exl2nb {
 namespace {
 
-constexpr int64_t kMagic = 0x3147525032584558, kVersion = 2, kHeaderWords = 5;
-enum Op : int64_t { kEmbed = 1, kQkv = 2, kAttention = 3, kResidual = 4, kGateUp = 5, kHead = 6, kRouted = 7 };
-constexpr int kWords[] = {0, 9, 20, 5, 7, 10, 7, 17};
-
-template <class T>
-const T* address(int64_t word) {
-  return reinterpret_cast<const T*>(word);
-}
-float real(int64_t word) {
-  double d;
-  std::memcpy(&d, &word, 8);
-  return float(d);
-}
 std::string number(int64_t n) { return std::to_string(n); }
 
 // K and N of the blob behind an address, or a message. The blob itself was checked when its op was added.
@@ -38,14 +26,14 @@ std::string check_weight(int64_t word, int64_t K, int64_t N) {
 std::string check_op(const int64_t* w, const StepBatch& b, int64_t H, int64_t* act) {
   const int64_t layers = int64_t(b.k_pools.size());
   switch (w[0]) {
-    case kEmbed:
+    case kOpEmbed:
       if (w[4] != H) return "the table's width is not the hidden size";
       if (w[6]) {
         const std::string wrong = check_range("a position", b.positions, b.T, w[8]);
         if (!wrong.empty()) return wrong;
       }
       return check_range("a token id", b.ids, b.T, w[3]);
-    case kQkv: {
+    case kOpQkv: {
       if (w[9] <= 0 || w[10] <= 0 || w[9] % w[10]) return "num_heads is no multiple of num_kv_heads";
       if (w[10] != b.num_kv_heads || w[11] != b.head_dim)
         return "the pools hold " + number(b.num_kv_heads) + " heads of " + number(b.head_dim) + "; expected " + number(w[10]) + " of " +
@@ -57,15 +45,15 @@ std::string check_op(const int64_t* w, const StepBatch& b, int64_t H, int64_t* a
       act[0] = -w[9];  // q is there; its width follows from ATTENTION
       return check_range("a position", b.positions, b.T, w[7]);
     }
-    case kAttention:
+    case kOpAttention:
       if (act[0] >= 0) return "attention without q";
       if (w[4] < 0 || w[4] >= layers) return "there are " + number(layers) + " pools; the program wants layer " + number(w[4]);
       act[0] = -act[0] * b.head_dim;
       return "";
-    case kResidual:
+    case kOpResidual:
       if (w[6] < 0 || w[6] > 1 || act[w[6]] <= 0) return "nothing to add to the residual";
       return check_weight(w[1], act[w[6]], H);
-    case kGateUp: {
+    case kOpGateUp: {
       const std::string wrong = check_weight(w[3], H, 0);
       if (!wrong.empty()) return wrong;
       if (w[5] < 0 || w[5] > 2) return "unknown activation";
@@ -73,7 +61,7 @@ std::string check_op(const int64_t* w, const StepBatch& b, int64_t H, int64_t* a
       act[w[9]] = header(address<uint8_t>(w[3])).N / (w[8] ? 2 : 1);
       return "";
     }
-    case kRouted: {  // every expert was checked when the op was added: reading 100 headers a layer would cost more than the sums
+    case kOpRouted: {  // every expert was checked when the op was added: reading 100 headers a layer would cost more than the sums
       if (!w[4] || w[5] < 1 || w[6] < 1 || w[6] > w[5]) return "top_k is " + number(w[6]) + "; expected 1 to " + number(w[5]) + " experts";
       if (w[8] < 0 || w[8] > 2) return "unknown activation";
       return check_weight(w[3], H, w[5]);
@@ -108,27 +96,27 @@ std::string check_sequences(const int32_t* block_table, const int32_t* cu_seqlen
 }
 
 int64_t step_head_dim(const int64_t* code, int64_t words) {
-  if (words < kHeaderWords || code[0] != kMagic) return 0;
-  for (int64_t at = kHeaderWords; at < words && code[at] >= kEmbed && code[at] <= kHead && at + kWords[code[at]] <= words;
+  if (words < kHeaderWords || code[0] != kProgramMagic) return 0;
+  for (int64_t at = kHeaderWords; at < words && code[at] >= kOpEmbed && code[at] <= kOpHead && at + kWords[code[at]] <= words;
        at += kWords[code[at]])
-    if (code[at] == kQkv) return code[at + 11];
+    if (code[at] == kOpQkv) return code[at + 11];
   return 0;
 }
 
 std::string check_step(const int64_t* code, int64_t words, const StepBatch& batch, int64_t& vocab) {
-  if (words < kHeaderWords || code[0] != kMagic || code[1] != kVersion || code[2] != words)
+  if (words < kHeaderWords || code[0] != kProgramMagic || code[1] != kProgramVersion || code[2] != words)
     return "the program is not the code of a Program";
   const int64_t H = code[4];
   int64_t act[2] = {0, 0}, last = 0;
   vocab = 0;
   for (int64_t at = kHeaderWords; at < words; at += kWords[last]) {
     const int64_t* w = code + at;
-    if (w[0] < kEmbed || w[0] > kRouted || at + kWords[w[0]] > words) return "the program holds an unknown op";
-    if (vocab || (at == kHeaderWords) != (w[0] == kEmbed)) return "a program starts with embed and ends with norm_head";
+    if (w[0] < kOpEmbed || w[0] > kOpRouted || at + kWords[w[0]] > words) return "the program holds an unknown op";
+    if (vocab || (at == kHeaderWords) != (w[0] == kOpEmbed)) return "a program starts with embed and ends with norm_head";
     const std::string wrong = check_op(w, batch, H, act);
     if (!wrong.empty()) return wrong;
     last = w[0];
-    if (last == kHead) vocab = header(address<uint8_t>(w[3])).N;
+    if (last == kOpHead) vocab = header(address<uint8_t>(w[3])).N;
   }
   if (!vocab) return "a program starts with embed and ends with norm_head";
   std::string wrong = check_range("a slot", batch.slots, batch.T, batch.num_pages * batch.page_size);
@@ -144,18 +132,18 @@ void run_step(const int64_t* code, int64_t words, const StepBatch& b, float* log
   int64_t widest = 1, num_heads = 0, aside = 0;
   for (int64_t at = kHeaderWords; at < words; at += kWords[code[at]]) {
     const int64_t* w = code + at;
-    const int64_t width = w[0] == kQkv ? w[9] * w[11] : w[0] == kGateUp ? header(address<uint8_t>(w[3])).N / (w[8] ? 2 : 1) : 0;
+    const int64_t width = w[0] == kOpQkv ? w[9] * w[11] : w[0] == kOpGateUp ? header(address<uint8_t>(w[3])).N / (w[8] ? 2 : 1) : 0;
     if (width > widest) widest = width;
-    if (w[0] == kGateUp && w[9] && width > aside) aside = width;
+    if (w[0] == kOpGateUp && w[9] && width > aside) aside = width;
   }
   Buffer<float> x(T * H), q(T * widest), act(T * widest), side(T * aside);
   for (int64_t at = kHeaderWords; at < words; at += kWords[code[at]]) {
     const int64_t* w = code + at;
     switch (w[0]) {
-      case kEmbed:
+      case kOpEmbed:
         embed(address<void>(w[1]), int(w[2]), int(H), b.ids, int(T), real(w[5]), {address<void>(w[6]), int(w[7]), b.positions}, x);
         break;
-      case kQkv: {
+      case kOpQkv: {
         num_heads = w[9];
         const int64_t flags = w[18];
         Heads heads{
@@ -171,7 +159,7 @@ void run_step(const int64_t* code, int64_t words, const StepBatch& b, float* log
         norm_qkv_rope(x, int(T), norm, address<uint8_t>(w[3]), address<float>(w[4]), rope, heads, q, b.k_pools[layer], b.v_pools[layer]);
         break;
       }
-      case kAttention: {
+      case kOpAttention: {
         const size_t layer = size_t(w[4]);
         paged_attention(
             q,
@@ -180,15 +168,15 @@ void run_step(const int64_t* code, int64_t words, const StepBatch& b, float* log
             act);
         break;
       }
-      case kResidual:
+      case kOpResidual:
         linear_residual(w[6] ? side : act, int(T), address<uint8_t>(w[1]), address<float>(w[2]), {address<float>(w[3]), real(w[4])},
                         real(w[5]), x);
         break;
-      case kGateUp:
+      case kOpGateUp:
         norm_gate_up(x, int(T), {address<float>(w[1]), real(w[2]), address<float>(w[6]), w[7] != 0}, address<uint8_t>(w[3]),
                      address<float>(w[4]), int(w[5]), w[8] != 0, w[9] ? side : act);
         break;
-      case kRouted: {
+      case kOpRouted: {
         Buffer<int32_t> chosen(T * w[6]);
         const Experts experts{address<uint8_t>(w[3]),
                               address<int64_t>(w[4]),

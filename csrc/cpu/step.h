@@ -1,17 +1,4 @@
-// A whole step of a model as a program: int64 words of op codes, sizes and addresses, made by exl2nb/ops/program.py. No torch here.
-//
-//   header     magic, version, length in words, id, hidden size
-//   EMBED      1, table, kind, V, H, scale, positions table, its kind, its rows
-//   QKV        2, norm, eps, blob, bias, cos, sin, max_pos, half, Hq, Hkv, D, q_norm, q_norm stride, k_norm, k_norm stride, layer,
-//              norm bias, flags (1 layer norm, 2 interleaved, 4 q_norm over all heads, 8 k_norm over all heads), clip
-//   ATTENTION  3, scale, window, softcap, layer
-//   RESIDUAL   4, blob, bias, norm, eps, scale, side
-//   GATE_UP    5, norm, eps, blob, bias, activation, norm bias, layer norm, gated, side
-//   ROUTED     7, norm, eps, router, table, experts, top_k, renormalize, activation, norm bias, layer norm, shared up, shared down, shared
-//              gate, post norm, its eps, scale; table: int64 (experts, 2), the addresses of each one's [gate; up] and down
-//   HEAD       6, norm, eps, blob, bias, norm bias, layer norm
-// Floats are the bits of a double; address 0 = none. side 1: the result lies in (comes from) a buffer of its own, so that attention and MLP
-// can both be computed before either is added.
+// A whole step on the CPU: checks and runs a program of format/program.h. No torch here.
 #pragma once
 #include <cstdint>
 #include <string>

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "../format/program.h"
 #include "attention.h"
 #include "elementwise.h"
 #include "gemv.h"
@@ -11,20 +12,6 @@
 
 namespace exl2nb {
 namespace {
-
-constexpr int64_t kMagic = 0x3147525032584558, kVersion = 2, kHeaderWords = 5;
-enum Op : int64_t { kEmbed = 1, kQkv = 2, kAttention = 3, kAdd = 4, kGateUp = 5, kHead = 6, kRouted = 7 };
-constexpr int kWords[] = {0, 9, 20, 5, 7, 10, 7, 17};
-
-template <class T>
-const T* address(int64_t word) {
-  return reinterpret_cast<const T*>(word);
-}
-float real(int64_t word) {
-  double d;
-  std::memcpy(&d, &word, 8);
-  return static_cast<float>(d);
-}
 
 struct Weight {
   const uint8_t *head, *blob;
@@ -55,12 +42,12 @@ size_t input_bytes(const Weight& w, int tokens) { return static_cast<size_t>(w.p
 // The op after `w` that reads what lies in buffer `side`.
 const int64_t* reader(const int64_t* w, const int64_t* end, int64_t side) {
   for (w += kWords[w[0]]; w < end; w += kWords[w[0]])
-    if (w[0] == kAdd && w[6] == side) return w;
+    if (w[0] == kOpResidual && w[6] == side) return w;
   return nullptr;
 }
 
 std::string plan(const int64_t* code, int64_t words, int tokens, Layout& layout, int64_t& vocab) {
-  if (words < kHeaderWords || code[0] != kMagic || code[1] != kVersion || code[2] != words)
+  if (words < kHeaderWords || code[0] != kProgramMagic || code[1] != kProgramVersion || code[2] != words)
     return "the program is not the code of a Program";
   const int64_t H = code[4];
   size_t normed = 0, qkv = 0, act[2] = {0, 0}, attention = 0, routed = 0;
@@ -68,33 +55,33 @@ std::string plan(const int64_t* code, int64_t words, int tokens, Layout& layout,
   vocab = 0;
   const int64_t* end = code + words;
   for (const int64_t* w = code + kHeaderWords; w < end; w += kWords[w[0]]) {
-    if (w[0] < kEmbed || w[0] > kRouted || w + kWords[w[0]] > end) return "the program holds an unknown op";
-    if (vocab || (w == code + kHeaderWords) != (w[0] == kEmbed)) return "a program starts with embed and ends with norm_head";
+    if (w[0] < kOpEmbed || w[0] > kOpRouted || w + kWords[w[0]] > end) return "the program holds an unknown op";
+    if (vocab || (w == code + kHeaderWords) != (w[0] == kOpEmbed)) return "a program starts with embed and ends with norm_head";
     switch (w[0]) {
-      case kQkv:
+      case kOpQkv:
         normed = std::max(normed, input_bytes(Weight(w[3]), tokens));
         qkv = std::max(qkv, static_cast<size_t>(Weight(w[3]).header().N) * tokens * 4);
         attention = std::max(attention,
                              attention_workspace_bytes(tokens, static_cast<int>(w[9]), static_cast<int>(w[10]), static_cast<int>(w[11])));
         break;
-      case kGateUp:
+      case kOpGateUp:
         normed = std::max(normed, input_bytes(Weight(w[3]), tokens));
         if (!reader(w, end, w[9])) return "nothing reads the MLP's result";
         break;
-      case kAdd:
+      case kOpResidual:
         act[w[6]] = std::max(act[w[6]], input_bytes(Weight(w[1]), tokens));
         summed |= w[3] != 0;
         break;
-      case kRouted:
+      case kOpRouted:
         normed = std::max(normed, input_bytes(Weight(w[3]), tokens));
         routed = std::max(routed, routed_bytes(w, Weight(w[3]).header().N, tokens));
         summed |= w[14] != 0;
         break;
-      case kHead:
+      case kOpHead:
         normed = std::max(normed, input_bytes(Weight(w[3]), tokens));
         vocab = Weight(w[3]).header().N;
         break;
-      case kAttention:
+      case kOpAttention:
         if (!reader(w, end, 0)) return "nothing reads what attention read out";
         break;
       default:
@@ -126,22 +113,22 @@ class Walker {
     for (; w < end_; w += kWords[w[0]]) {
       const char* wrong = nullptr;
       switch (w[0]) {
-        case kEmbed:
+        case kOpEmbed:
           wrong = embed(w);
           break;
-        case kQkv:
+        case kOpQkv:
           wrong = qkv(w);
           break;
-        case kAttention:
+        case kOpAttention:
           wrong = attention(w);
           break;
-        case kAdd:
+        case kOpResidual:
           wrong = add(w);
           break;
-        case kGateUp:
+        case kOpGateUp:
           wrong = gate_up(w);
           break;
-        case kRouted:
+        case kOpRouted:
           wrong = routed(w);
           break;
         default:
@@ -168,7 +155,7 @@ class Walker {
   }
   // The norm in front of a QKV, GATE_UP, ROUTED or HEAD op.
   NormArgs norm_of(const int64_t* w) const {
-    const int bias = w[0] == kQkv ? 17 : w[0] == kGateUp ? 6 : w[0] == kRouted ? 9 : 5;
+    const int bias = w[0] == kOpQkv ? 17 : w[0] == kOpGateUp ? 6 : w[0] == kOpRouted ? 9 : 5;
     return norm(w[1], w[2], w[bias], w[bias + 1] & 1, H_);
   }
   GemvArgs matrix(const Weight& w, const MatrixInput& in) const {
@@ -191,14 +178,14 @@ class Walker {
     return rows_launch({from, wanted ? s_.logit_rows : nullptr, s_.tokens, to}, wanted ? s_.logit_count : s_.tokens, stream_, pdl_);
   }
   // What the op at w makes of its normed input.
-  static Epilogue epilogue_of(const int64_t* w) { return w[0] == kGateUp ? kActivation : kStore; }
+  static Epilogue epilogue_of(const int64_t* w) { return w[0] == kOpGateUp ? kActivation : kStore; }
   // The op's product without what it writes.
   GemvArgs product(const int64_t* w) const {
     const Weight weight(w[3]);
     GemvArgs a = matrix(weight, input(weight, at_.normed));
-    a.gated = w[0] == kGateUp && w[8] != 0;
-    if (w[0] == kGateUp) a.next = input(Weight(reader(w, end_, w[9])[1]), at_.act[w[9]]);
-    if (w[0] == kHead) a.tokens = s_.logit_count;
+    a.gated = w[0] == kOpGateUp && w[8] != 0;
+    if (w[0] == kOpGateUp) a.next = input(Weight(reader(w, end_, w[9])[1]), at_.act[w[9]]);
+    if (w[0] == kOpHead) a.tokens = s_.logit_count;
     return a;
   }
   bool makes(const int64_t* w) const { return gemv_makes(product(w), epilogue_of(w), H_); }
@@ -206,7 +193,7 @@ class Walker {
   // product itself.
   const char* normed_product(const int64_t* w, GemvArgs& a) {
     const NormArgs n = norm_of(w);
-    const bool head = w[0] == kHead;
+    const bool head = w[0] == kOpHead;
     const MatrixInput in = input(Weight(w[3]), at_.normed);
     a = product(w);
     if (ready_ == kUnscaled) {
@@ -230,8 +217,8 @@ class Walker {
     a.ids = s_.ids, a.positions = s_.positions, a.table = address<void>(w[1]), a.dtype = static_cast<int>(w[2]);
     a.vocab = static_cast<int>(w[3]), a.width = H_, a.scale = real(w[5]), a.position_table = address<void>(w[6]);
     a.position_dtype = static_cast<int>(w[7]), a.max_positions = static_cast<int>(w[8]), a.x = residual();
-    const int64_t* next = w + kWords[kEmbed];
-    if (next < end_ && next[0] == kQkv) {
+    const int64_t* next = w + kWords[kOpEmbed];
+    if (next < end_ && next[0] == kOpQkv) {
       a.next = input(Weight(next[3]), at_.normed), a.norm = norm_of(next);
       ready_ = kNormed;
     }
@@ -277,16 +264,16 @@ class Walker {
     if (w[3]) {  // a norm of what is added
       a.out = sum(), a.out_stride = H_;
       if (const char* wrong = gemv_launch(a, kStore, stream_, pdl_)) return wrong;
-      return add_sum(w + kWords[kAdd], w[3], w[4], w[5]);
+      return add_sum(w + kWords[kOpResidual], w[3], w[4], w[5]);
     }
     a.residual = residual(), a.residual_stride = H_, a.scale = real(w[5]);
-    lead_on(a, w + kWords[kAdd]);
+    lead_on(a, w + kWords[kOpResidual]);
     return gemv_launch(a, kResidual, stream_, pdl_);
   }
 
   // Where a product that adds to the residual can also write the input of the op at `next`: its norm's weights and squares.
   void lead_on(GemvArgs& a, const int64_t* next) {
-    if (next >= end_ || next[0] == kAttention || next[0] == kAdd) return;
+    if (next >= end_ || next[0] == kOpAttention || next[0] == kOpResidual) return;
     const NormArgs n = norm_of(next);
     if (n.kind != kRmsNorm || n.bias) return;
     a.next = input(Weight(next[3]), at_.normed), a.next_norm = n.weight;
@@ -298,9 +285,9 @@ class Walker {
   const char* add_sum(const int64_t* next, int64_t weight, int64_t eps, int64_t scale) {
     added_ = {nullptr, sum(), nullptr, address<float>(weight), real(eps), real(scale), {}};
     ready_ = kNothing;
-    const bool reads = next < end_ && (next[0] == kQkv || next[0] == kGateUp || next[0] == kHead);
-    if (reads && (makes(next) || next[0] == kHead)) return nullptr;
-    if (!reads && !(next < end_ && next[0] == kRouted)) return make_rows({}, {});
+    const bool reads = next < end_ && (next[0] == kOpQkv || next[0] == kOpGateUp || next[0] == kOpHead);
+    if (reads && (makes(next) || next[0] == kOpHead)) return nullptr;
+    if (!reads && !(next < end_ && next[0] == kOpRouted)) return make_rows({}, {});
     ready_ = kNormed;
     return make_rows(norm_of(next), input(Weight(next[3]), at_.normed));
   }
@@ -317,7 +304,7 @@ class Walker {
     GemvArgs a;
     if (const char* wrong = normed_product(w, a)) return wrong;
     uint8_t* const room = base_ + at_.routed;
-    const int64_t* next = w + kWords[kRouted];
+    const int64_t* next = w + kWords[kOpRouted];
     a.out = reinterpret_cast<float*>(room), a.out_stride = Weight(w[3]).header().N;
     a.late = true;  // so that the experts' kernels may read the residual, and the second one the choice, while this one works
     if (const char* wrong = gemv_launch(a, kStore, stream_, pdl_)) return wrong;

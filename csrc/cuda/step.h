@@ -1,4 +1,4 @@
-// A whole step on the GPU: walks the program of exl2nb/ops/program.py (words as in csrc/cpu/step.h) and launches its kernels.
+// A whole step on the GPU: walks the program of exl2nb/ops/program.py (csrc/format/program.h) and launches its kernels.
 //
 // Where the program is the common one (RMS norms before, none after), a layer is five kernels: QKV, attention, O, gate/up, down. The
 // kernel that adds to the residual also writes the next matrix's input, times the norm's weights but not yet divided by the root mean
