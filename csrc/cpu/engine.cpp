@@ -11,6 +11,8 @@ namespace {
 
 // Below this many multiply-adds a second thread costs more than it saves (about 2 us).
 constexpr int64_t kParallelWork = 60'000;
+// And below this many numbers to be normed, rounded or passed through an activation.
+constexpr int64_t kParallelNumbers = 4'000;
 
 // The rows in one stored order: parts with the same permutation share them.
 struct Ordered {
@@ -36,7 +38,7 @@ class Activations {
           found = ordered_.end() - 1;
           const Ordered& o = *found;
           const auto* perm = part.perm ? reinterpret_cast<const int32_t*>(blob + part.perm) : nullptr;
-          for_each_task(M, int64_t(M) * K > 50'000, [&](int64_t m) {
+          for_each_task(M, int64_t(M) * K > kParallelNumbers, [&](int64_t m) {
             const float* row = x + m * K;
             std::vector<float> longer;
             if (stored != K) {  // padding rows read the zero behind the row
@@ -133,7 +135,7 @@ void linear_each(const Product* products, int count) {
 }
 
 void normalize(const float* x, int M, int H, Norm norm, float* y) {
-  for_each_task(M, int64_t(M) * H > 50'000, [&](int64_t m) {
+  for_each_task(M, int64_t(M) * H > kParallelNumbers, [&](int64_t m) {
     if (norm.layer)
       kernels().layer_norm(x + m * H, norm.weight, norm.bias, norm.eps, H, y + m * H);
     else
@@ -162,7 +164,7 @@ void activate_pairs(const float* both, int M, int64_t I, int activation, bool ga
   constexpr int64_t piece = 2048;
   static const std::vector<float> ones(piece, 1.0f);
   const int64_t N = gated ? 2 * I : I, pieces = (I + piece - 1) / piece;
-  for_each_task(M * pieces, M * I > 20'000, [&](int64_t i) {
+  for_each_task(M * pieces, M * I > kParallelNumbers, [&](int64_t i) {
     const int64_t m = i / pieces, at = i % pieces * piece;
     const float* row = both + m * N;
     kernels().activate(row + at, gated ? row + I + at : ones.data(), int(std::min(piece, I - at)), activation, out + m * I + at);
@@ -183,7 +185,7 @@ void norm_qkv_rope(const float* x, int T, Norm norm, const uint8_t* blob, const 
   norm_linear(x, T, norm, blob, bias, qkv);
   if (rope.clip > 0)
     for (int64_t i = 0; i < T * N; i++) qkv[i] = std::clamp(qkv[i], -rope.clip, rope.clip);
-  for_each_task(T, T * N > 20'000, [&](int64_t t) {
+  for_each_task(T, T * N > kParallelNumbers, [&](int64_t t) {
     const int64_t at = int64_t(rope.positions[t]) * heads.half;
     kernels().rope_store(qkv + t * N, heads, rope.cos + at, rope.sin + at, rope.slots[t], q + t * width, k_pool, v_pool);
   });

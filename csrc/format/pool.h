@@ -14,6 +14,10 @@ constexpr bool pool_is_rotated(PoolKind kind) { return kind == kPoolQ8 || kind =
 constexpr int pool_group(int D) { return (D & -D) < 32 ? D & -D : 32; }
 // Bytes of the codes of one token of one head.
 constexpr int pool_code_bytes(PoolKind kind, int D) { return kind == kPoolQ4 ? D / 2 : D; }
+// Bytes of the numbers of one token of one head, scales not counted.
+constexpr int pool_token_bytes(PoolKind kind, int D) {
+  return kind == kPoolF32 ? 4 * D : kind == kPoolF16 ? 2 * D : pool_code_bytes(kind, D);
+}
 // Bytes of one head of one page.
 constexpr int64_t pool_row_bytes(PoolKind kind, int64_t page_size, int D) {
   if (!pool_is_coded(kind)) return page_size * D * (kind == kPoolF32 ? 4 : 2);
