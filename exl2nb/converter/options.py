@@ -100,16 +100,8 @@ def menus(in_features: int, linears: Sequence[tuple[int, Anchors, bool]]) -> lis
     return [_pareto(in_features, parts) for parts in found]
 
 
-def pareto(options: list[Option]) -> list[Option]:
-    """The options that are not beaten, by rising bits and falling error."""
-    kept: list[Option] = []
-    for option in sorted(options, key=lambda o: (o.bits, o.error, o.groups)):
-        if not kept or option.error < kept[-1].error:
-            kept.append(option)
-    return kept
-
-
 def _pareto(in_features: int, parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Menu:
+    """The options that are not beaten, by rising bits and falling error."""
     bits, error, mix = (np.concatenate(arrays) for arrays in zip(*parts))
     order = np.lexsort((*mix.T, error, bits))
     bits, error, mix = bits[order], error[order], mix[order]

@@ -26,7 +26,7 @@ class _Beam(NamedTuple):
 
 @dataclass(frozen=True)
 class _Ended:
-    """An answer that is complete; `reason` as in `FINISH_REASONS`."""
+    """An answer that is complete; `reason` as in `Completion.finish_reason`."""
 
     score: float
     tokens: tuple[Sampled, ...]

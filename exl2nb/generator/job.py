@@ -13,8 +13,6 @@ from exl2nb.core.errors import OptionError
 from exl2nb.generator.handle import TICK_S, Handle
 from exl2nb.generator.request import Completion, Token
 
-STAGES = ("queued", "started", "prefill", "streaming", "finished", "failed")
-
 
 class Submit(Protocol):
     """Queues one request."""

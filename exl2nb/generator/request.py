@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 MAX_TOP = 100
 MAX_BEAMS = 64
 MAX_PRIORITY = 1000
-FINISH_REASONS = ("eos", "stop", "length", "context", "cancelled", "timeout")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +182,7 @@ class Token(NamedTuple):
     logprob: float
     prob: float
     rank: int
-    top: tuple[Alternative, ...] = ()
+    top: Sequence[Alternative] = ()
     source: str = "target"
 
 

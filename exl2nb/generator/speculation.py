@@ -8,9 +8,8 @@ accept a little more often, but draws other random numbers and would have to be 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import check_range
@@ -119,16 +118,6 @@ class Acceptance:
             for n, count in enumerate(self.lengths)
         )
         return f"<div>{self}</div><table><tr><th>accepted</th><th style='text-align:left'>steps</th></tr>{bars}</table>"
-
-
-class Guesser(Protocol):
-    """Where guesses come from."""
-
-    name: str
-
-    def guess(self, ids: Sequence[int], count: int) -> list[int]:
-        """At most `count` tokens that may follow `ids`."""
-        ...
 
 
 class StepTimes:

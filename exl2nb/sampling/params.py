@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from exl2nb.core.errors import OptionError
-from exl2nb.core.options import check_keywords, check_range, make
+from exl2nb.core.options import check_range, make
 from exl2nb.core.show import facts
 
 if TYPE_CHECKING:
@@ -250,11 +250,6 @@ def check_integer(name: str, value: object, low: int, high: int) -> None:
     """Raise OptionError unless `value` is an integer (a bool is none) with `low <= value <= high`."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise OptionError(f"{name} is {value!r}; expected an integer from {low} to {high}")
-
-
-def check_names(names: Iterable[str], *, where: str) -> None:
-    """Raise OptionError for the first name that is no field of SamplingParams; it names the nearest one."""
-    check_keywords(dict.fromkeys(names), [f.name for f in fields(SamplingParams)], where=where)
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:

@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from exl2nb.core.errors import OptionError
-from exl2nb.sampling.params import INTEGERS, PRESETS, RANGES, SamplingParams, check_names
+from exl2nb.sampling.params import INTEGERS, PRESETS, RANGES, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_unknown_keyword_names_the_nearest():
     with pytest.raises(OptionError, match=r"generate: unknown keyword 'temprature'; did you mean 'temperature'"):
         SamplingParams.of(where="generate", temprature=1)
     with pytest.raises(OptionError, match="did you mean 'typical_p'"):
-        check_names(["typcal_p"], where="x")
+        SamplingParams.of(where="x", typcal_p=1)
 
 
 def test_defaults_are_neutral():
