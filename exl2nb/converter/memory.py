@@ -16,7 +16,7 @@ from exl2nb.ops.gptq_blocks import COPIES_BYTES
 
 FLOAT, DOUBLE = 4, 8
 PER_WEIGHT = 20  # bytes that rounding takes for each weight of one matrix: shifted targets, stored orders, working copy, codes
-PROBED = 4  # of a matrix, while plans are tried: dense, as planned, and narrower by its role and by its layer
+PROBED, PACKED = 8, 3  # bytes of a weight while plans are tried: dense and as one plan has it; on the host, in three ways
 TRIED = 16  # plans at once
 SLACK = 1.1  # what an allocator does not give back at once
 SPLIT = 20  # bytes per number of a factor while it is split (tensor_cores)
@@ -67,9 +67,11 @@ def planned(config: ModelConfig, *, rows: int, length: int, report_rows: int = 0
         held=2 * FLOAT * config.vocab_size * config.hidden_size + min(sum(statistics), HELD_STATISTICS) + max(statistics),
         sweep=kept + max(logits, FLOAT * weights + inputs + products + square + backward),
         measure=kept + max(PER_WEIGHT * head, FLOAT * weights + inputs + products + 4 * square + PER_WEIGHT * largest),
-        polish=max(
+        polish=0
+        if _sparse(config)
+        else max(
             PER_WEIGHT * head + logits,
-            PROBED * FLOAT * weights + inputs + 4 * square + PER_WEIGHT * largest,
+            (PROBED + PACKED) * weights + inputs + 4 * square + PER_WEIGHT * largest,
         )
         + TRIED * 2 * FLOAT * ROWS * LENGTH * config.hidden_size
         + 2 * FLOAT * ROUNDED_ON * length * config.hidden_size,
@@ -114,9 +116,18 @@ def planned_on_gpu(config: ModelConfig, *, rows: int, length: int, report_rows: 
         held=0,
         sweep=held + max(2 * head + stream + logits, weights + inputs + products + backward) + pieces,
         measure=held + max(2 * head + max(head, COPIES_BYTES) + pieces, weights + inputs + max(rounding, moment + COPIES_BYTES)),
-        polish=0,
+        polish=0
+        if _sparse(config)
+        else max(3 * head + pieces + logits, weights * PROBED // FLOAT + inputs + max(rounding, forward))
+        + TRIED * 2 * FLOAT * ROWS * LENGTH * config.hidden_size
+        + 2 * FLOAT * ROUNDED_ON * length * config.hidden_size,
         quantize=streams + max(7 * head + pieces, 2 * weights + moment + max(FLOAT * square + moment + forward + pieces, rounding)),
     )
+
+
+def _sparse(config: ModelConfig) -> bool:
+    """Whether it has experts; then no plans are tried."""
+    return any(config.experts(layer) is not None for layer in range(config.num_layers))
 
 
 def _weights(linear: Linear) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -13,8 +14,10 @@ from exl2nb.converter.options import Groups
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.model import reference
 from exl2nb.model.layout import Linear, head_linear, layer_linears
+from exl2nb.quant.exl2 import Exl2Tensors
 
 Choices = Mapping[str, Groups]
+Made = dict[tuple[str, Groups], Exl2Tensors]  # packed, and on the host: of a large model there is no room for more
 
 
 def true_kl(
@@ -42,23 +45,14 @@ def true_kl(
     for layer in range(config.num_layers):
         linears, tensors = list(layer_linears(config, layer).values()), weights.layer(layer)
         hessians, x = _inputs(weights, layer, tensors, x)
-        made = {}
-        names = input_of({linear.role: linear for linear in linears})
+        names, made = input_of({linear.role: linear for linear in linears}), Made()
         for name in dict.fromkeys(names.values()):
             factor = factorize(hessians.pop(name), name=f"layer {layer}, input of {name}")
             made |= _rounded([linear for linear in linears if names[linear.role] == name], tensors, factor, plans)
-        apart = dict.fromkeys((at, tuple(plan[linear.key] for linear in linears)) for at, plan in zip(place, plans))
-        number = {mark: i for i, mark in enumerate(apart)}
-        place = [number[at, tuple(plan[linear.key] for linear in linears)] for at, plan in zip(place, plans)]
-        streams = [
-            advance(
-                config,
-                layer,
-                {**tensors, **{f"{linear.key}.weight": made[linear.key, groups] for linear, groups in zip(linears, how)}},
-                streams[at],
-            )
-            for at, how in apart
-        ]
+        ways = [(at, tuple(plan[linear.key] for linear in linears)) for at, plan in zip(place, plans)]
+        apart = list(dict.fromkeys(ways))
+        place = [apart.index(way) for way in ways]
+        streams = [advance(config, layer, {**tensors, **_used(made, linears, how, device)}, streams[at]) for at, how in apart]
         wanted = advance(config, layer, tensors, wanted)
         step(f"layer {layer}")
     found = _judged(weights, x, wanted, [streams[at] for at in place], plans)
@@ -81,16 +75,19 @@ def _inputs(weights: DenseWeights, layer: int, tensors: Mapping[str, Tensor], x:
     return moments.hessians(), out
 
 
-def _rounded(
-    linears: Sequence[Linear], tensors: Mapping[str, Tensor], factor: Factor, plans: Sequence[Choices]
-) -> dict[tuple[str, Groups], Tensor]:
-    """Each linear in every way that a plan wants: f32 `(N, K)`."""
-    made = {}
+def _rounded(linears: Sequence[Linear], tensors: Mapping[str, Tensor], factor: Factor, plans: Sequence[Choices]) -> Made:
+    """Each linear in every way that a plan wants."""
+    made = Made()
     for linear in linears:
         weight = tensors[f"{linear.key}.weight"]
         for groups in dict.fromkeys(plan[linear.key] for plan in plans):
-            made[linear.key, groups] = dense(quantize(weight, factor, groups)[0], linear.out_features, weight.device)
+            made[linear.key, groups] = quantize(weight, factor, groups)[0]
     return made
+
+
+def _used(made: Made, linears: Sequence[Linear], how: Sequence[Groups], device: torch.device) -> dict[str, Tensor]:
+    """Matrices as the network takes them."""
+    return {f"{linear.key}.weight": dense(made[linear.key, groups], linear.out_features, device) for linear, groups in zip(linears, how)}
 
 
 def _judged(weights: DenseWeights, x: Tensor, wanted: Tensor, streams: Sequence[Tensor], plans: Sequence[Choices]) -> Tensor:
@@ -101,11 +98,12 @@ def _judged(weights: DenseWeights, x: Tensor, wanted: Tensor, streams: Sequence[
     factor = factorize(moments.hessians()["head"], name="input of the head")
     made = _rounded([linear], ends, factor, plans)
     found = torch.zeros(len(plans), len(wanted), dtype=torch.float64)
-    for row, source in enumerate(wanted):
-        target = reference.head(config, ends, reference.final_norm(config, ends, source)).log_softmax(-1)
-        probs = target.exp()
-        for i, (plan, stream) in enumerate(zip(plans, streams)):
-            quantised = {**ends, f"{linear.key}.weight": made[linear.key, plan[linear.key]]}
-            got = reference.head(config, quantised, reference.final_norm(config, ends, stream[row])).log_softmax(-1)
-            found[i, row] = (probs * (target - got)).sum(-1).mean(dtype=torch.float64).cpu()
+    for groups in dict.fromkeys(plan[linear.key] for plan in plans):
+        quantised = {**ends, **_used(made, [linear], [groups], weights.device)}
+        for i, row in itertools.product([i for i, plan in enumerate(plans) if plan[linear.key] == groups], range(len(wanted))):
+            target, got = (
+                reference.head(config, tensors, reference.final_norm(config, ends, stream)).log_softmax(-1)
+                for tensors, stream in ((ends, wanted[row]), (quantised, streams[i][row]))
+            )
+            found[i, row] = (target.exp() * (target - got)).sum(-1).mean(dtype=torch.float64).cpu()
     return found
