@@ -5,7 +5,7 @@
 
 Every file is made no larger than the other converter's (`--limits`, `bytes` per bitrate), from at most `--calibration-rows` x 512 tokens of
 the calibration text, with the head sharing the budget. KL and perplexity are the format's cost alone: the torch reference network in fp32
-on the reconstructed weights. `--ablate` leaves out one idea at a time. One sweep serves all: keep it with `--work-dir`.
+on the reconstructed weights. `--ablate` leaves out one idea at a time, or adds one that is off unless asked for. One sweep serves all: keep it with `--work-dir`.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ IDEAS: dict[str, dict[str, Any]] = {
     "a tenth of the damping": {"rounding": {"damping": 0.003}},
     "ten times the damping": {"rounding": {"damping": 0.3}},
     "32 rows": {"rows": 32},
+    "plans tried": {"polish": True},
 }
 ROLES = ("q", "k", "v", "o", "gate", "up", "down")
 
@@ -81,6 +82,7 @@ def convert(
         report_rows=0,
         work_dir=work,
         rounding=rounding,
+        polish=idea.get("polish", False),
     )
     with menus_of(idea):
         done = job.run(TextSink() if args.progress else None)
