@@ -64,13 +64,11 @@ int gemv_grid(const GemvArgs& a, Epilogue e) { return std::min(device().sms, e =
 
 int gemv_share(GemvArgs& a, Epilogue e) {
   a.epilogue = e, a.grid = gemv_grid(a, e);
-  int per = 1, perms = 1;  // strips of a part that a CTA owns, at most
-  for (int p = 0; p < a.num_parts; p++) {
-    per = std::max(per, (a.part[p].strips + a.grid - 1) / a.grid);
-    perms = std::max(perms, a.part[p].perm + 1);
-  }
+  int per = 1;  // strips of a part that a CTA owns, at most
+  for (int p = 0; p < a.num_parts; p++) per = std::max(per, (a.part[p].strips + a.grid - 1) / a.grid);
   a.flush = std::max(1, std::min(per, 32 / a.tokens));
-  return perms * a.tokens * a.x_stride * 2;
+  share_out(a);
+  return a.perms * a.tokens * a.x_stride * 2;
 }
 
 void set_weights(GemvArgs& a, const uint8_t* head, const uint8_t* blob) {
@@ -79,7 +77,7 @@ void set_weights(GemvArgs& a, const uint8_t* head, const uint8_t* blob) {
   a.num_parts = h.num_parts, a.strips = 0, a.items = h.num_items, a.units = h.num_units, a.image = blob + h.image;
   for (int p = 0; p < h.num_parts; p++) {
     const GpuPart& s = parts[p];
-    a.part[p] = {blob + s.data, s.first_strip, s.strips, s.first_column, s.outputs, s.perm, s.strip_bytes};
+    a.part[p] = {blob + s.data, s.first_strip, s.strips, s.first_column, s.outputs, s.perm, 0, 0, 0, s.strip_bytes};
     a.strips += s.strips;
   }
 }
@@ -97,7 +95,7 @@ void set_input(MatrixInput& in, const uint8_t* head, const uint8_t* blob, half* 
 static int gemv_prepare(GemvArgs& a, Epilogue e) {
   const int x_bytes = gemv_share(a, e);
   const int own =
-      stages_of(device().path) * kWarps * (kSlot + 8) + (image_bytes(a.items, a.units, a.num_parts) + 15) / 16 * 16 + GemvShared::bytes(a);
+      stages_of(device().path) * kWarps * kSlot + num_bars(device().path) * 8 + padded_image(a) + GemvShared::bytes(a);
   a.staged = own + x_bytes <= device().shared_per_sm - 1024 && own + x_bytes <= device().shared_per_block;
   return own + (a.staged ? x_bytes : 0);
 }

@@ -20,6 +20,7 @@ namespace exl2nb {
 
 // Slots of a warp's ring; without asynchronous copies (sm_75, with 64 KB of shared memory) there is nothing to fill ahead.
 EXL2NB_BOTH constexpr int stages_of(int path) { return path == kPlain ? 1 : 2; }
+EXL2NB_BOTH constexpr int num_bars(int path) { return stages_of(path) * kWarps + 2; }  // of the rings, the activations and the image
 constexpr int kThreads = kWarps * 32, kMaxTokens = 8;
 static_assert(kMaxTokens <= kWarps, "a warp adds one token to the residual");
 static_assert(kThreads == kRowThreads, "a CTA holds a row");
@@ -27,6 +28,7 @@ static_assert(kThreads == kRowThreads, "a CTA holds a row");
 struct GemvPart {
   const uint8_t* data;
   int first_strip, strips, first_column, outputs, perm;
+  int shift, whole, rest;  // CTA b owns strip (b - shift) mod grid and every grid-th after it: `whole`, the first `rest` of them one more
   int64_t strip_bytes;
 };
 
@@ -39,6 +41,8 @@ struct GemvArgs {
   int epilogue;                         // Epilogue
   int tokens;                           // 1 to 8
   int grid;                             // CTAs that share the strips
+  int owned;                            // columns of the first part that a CTA owns, where it keeps something of each
+  int perms;                            // copies of every token's activations
   const half* x;                        // [perm][token][stride]
   int x_stride, x_perm_stride;
   // Token m is row rows[m] of x and of the squares, at most last_row; null: row m.
@@ -70,10 +74,25 @@ struct GemvArgs {
   bool gated;
 };
 
+EXL2NB_BOTH inline int padded_image(const GemvArgs& A) { return (image_bytes(A.items, A.units, A.num_parts) + 15) / 16 * 16; }
+
 // A warp's way through its items: part after part, in each its strips, in each strip its items.
 struct Walk {
   int part, item, first, end, left;  // left: strips of this part, this one included
 };
+
+// Who gets which strips: the parts follow one another around the grid, except gate and up, whose strips meet in one CTA. Divides once, so
+// that the kernels need not.
+EXL2NB_BOTH inline void share_out(GemvArgs& A) {
+  const bool paired = A.epilogue == kActivation && A.gated;
+  A.perms = 1;
+  for (int p = 0; p < A.num_parts; p++) {
+    GemvPart& P = A.part[p];
+    P.shift = paired ? 0 : P.first_strip % A.grid, P.whole = P.strips / A.grid, P.rest = P.strips % A.grid;
+    A.perms = P.perm < A.perms ? A.perms : P.perm + 1;
+  }
+  A.owned = A.epilogue == kStore ? 0 : (A.part[0].strips + A.grid - 1) / A.grid * 16;
+}
 
 // A CTA's shared memory beside the ring: the image of the matrix, and what it works with from `at` on.
 struct GemvShared {
@@ -88,17 +107,16 @@ struct GemvShared {
   half* xs;
   int partial_size, owned;
 
-  static EXL2NB_BOTH int owned_of(const GemvArgs& A) { return A.epilogue == kStore ? 0 : (A.part[0].strips + A.grid - 1) / A.grid * 16; }
   // Bytes before xs.
   static EXL2NB_BOTH int bytes(const GemvArgs& A) {
-    const int owned = owned_of(A), n = (kMaxTokens + 2 * A.flush * kWarps * 16 * A.tokens + owned * (A.tokens + 1 + A.next.num_perms)) * 4;
+    const int n = (kMaxTokens + 2 * A.flush * kWarps * 16 * A.tokens + A.owned * (A.tokens + 1 + A.next.num_perms)) * 4;
     return (n + 15) / 16 * 16;
   }
   __device__ __forceinline__ GemvShared(const GemvArgs& A, const uint8_t* image, uint8_t* at) {
     items = reinterpret_cast<const Item*>(image);
     steps = reinterpret_cast<const half2*>(image + image_steps(A.items));
     ends = reinterpret_cast<const uint16_t*>(image + image_ends(A.items, A.units));
-    partial_size = A.flush * kWarps * 16 * A.tokens, owned = owned_of(A);
+    partial_size = A.flush * kWarps * 16 * A.tokens, owned = A.owned;
     factors = reinterpret_cast<float*>(at);
     partial = factors + kMaxTokens;
     kept = partial + 2 * partial_size;
@@ -108,44 +126,45 @@ struct GemvShared {
   }
 };
 
-// The strips of part p that are CTA `block`'s: first_strip(p) + i * grid.
+// The first strip of part p that is CTA `block`'s.
 __device__ __forceinline__ int first_strip(const GemvArgs& A, int block, int p) {
-  const bool paired = A.epilogue == kActivation && A.gated;
-  const int s = block - (paired ? 0 : A.part[p].first_strip % A.grid);
+  const int s = block - A.part[p].shift;
   return s < 0 ? s + A.grid : s;
 }
-// The first item of part w.part, or of a later one, for this warp.
+// Enters part w.part, or the next one of which the CTA has strips: the first item of this warp.
 __device__ __forceinline__ void enter(const GemvArgs& A, const uint16_t* ends, int block, int warp, Walk& w) {
+#pragma unroll 1
   for (; w.part < A.num_parts; w.part++) {
+    const GemvPart& P = A.part[w.part];
+    w.left = P.whole + (first_strip(A, block, w.part) < P.rest ? 1 : 0);
+    if (w.left == 0) continue;
     w.first = w.item = ends[w.part * kEnds + warp];
     w.end = ends[w.part * kEnds + warp + 1];
-    w.left = (A.part[w.part].strips - first_strip(A, block, w.part) + A.grid - 1) / A.grid;
-    if (w.left > 0) return;
+    return;
   }
 }
 
-// What a CTA needs to know of the outputs it owns, and no earlier kernel writes.
+// What a CTA needs to know of the outputs it owns, and no earlier kernel writes. Code that runs once is not unrolled, here and below: the
+// first pass through it waits for instructions, about ten cycles for each.
 __device__ __forceinline__ void load_owned(const GemvArgs& A, const GemvShared& S, int block) {
+#pragma unroll 1
   for (int i = threadIdx.x; i < S.owned; i += kThreads) {
     const int column = (block + (i >> 4) * A.grid) * 16 + (i & 15);
     if (column >= A.part[0].outputs) continue;
     if (A.next_norm) S.norms[i] = __ldg(A.next_norm + column);
+#pragma unroll 1
     for (int p = 0; p < A.next.num_perms; p++)
       S.places[p * S.owned + i] = fragment_place(A.next.inverse[p] ? __ldg(A.next.inverse[p] + column) : column);
   }
 }
 
 __device__ __forceinline__ int row_of(const GemvArgs& A, int m) { return A.rows ? min(max(__ldcg(A.rows + m), 0), A.last_row) : m; }
-__device__ __forceinline__ int input_perms(const GemvArgs& A) {
-  int perms = 0;
-  for (int p = 0; p < A.num_parts; p++) perms = max(perms, A.part[p].perm + 1);
-  return perms;
-}
 
-// The staged activations, as earlier kernels wrote them or from their rows. before: what needs no earlier kernel.
+// The staged activations, as earlier kernels wrote them or from their rows. before: what needs no earlier kernel. put: true where the copies
+// are still under way and `bar` counts them.
 struct StagedInput {
   static __device__ __forceinline__ void clear(const GemvArgs& A, const GemvShared& S) {
-    const int vectors = input_perms(A) * A.tokens * A.x_stride / 8;
+    const int vectors = A.perms * A.tokens * A.x_stride / 8;
     for (int v = threadIdx.x; v < vectors; v += kThreads) reinterpret_cast<uint4*>(S.xs)[v] = make_uint4(0, 0, 0, 0);
   }
   __device__ __forceinline__ void before(const GemvArgs& A, const GemvShared& S) const {
@@ -160,66 +179,62 @@ struct StagedInput {
     touch(A.from.norm.weight), touch(A.from.norm.bias), touch(A.from.post_norm);
     for (int p = 0; p < MatrixInput::kMaxPerms; p++) touch(A.inverse[p]);
   }
-  __device__ __forceinline__ void operator()(const GemvArgs& A, const GemvShared& S, int block) const {
-    const int M = A.tokens, perms = input_perms(A);
+  template <int PATH>
+  __device__ __forceinline__ bool put(const GemvArgs& A, const GemvShared& S, int block, [[maybe_unused]] uint64_t* bar) const {
+    const int M = A.tokens, rows = A.perms * M;
     if (A.from.x) {
       auto& sums = *reinterpret_cast<RowSums*>(S.partial);
       Row row;
       for (int m = 0; m < M; m++) {
         row.load<false>(A.from, row_of(A, m), A.from.to && block == 0, sums);
         row.norm<false>(A.from.norm, nullptr, sums, [&](int i, float4 v) {
-          put_input(S.xs + m * A.x_stride, M * A.x_stride, perms, A.inverse, i, A.from.norm.width, v);
+          put_input(S.xs + m * A.x_stride, M * A.x_stride, A.perms, A.inverse, i, A.from.norm.width, v);
         });
       }
-      return;
+      return false;
     }
-    const int rows = perms * M, vectors = A.x_stride / 8;
-    for (int r = 0; r < rows; r++) {
-      const auto* from = reinterpret_cast<const uint4*>(A.x + static_cast<size_t>(r / M) * A.x_perm_stride +
-                                                        static_cast<size_t>(row_of(A, r % M)) * A.x_stride);
-      auto* to = reinterpret_cast<uint4*>(S.xs + r * A.x_stride);
-      for (int v = threadIdx.x; v < vectors; v += 4 * kThreads) {
-        uint4 x4[4];
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-          if (v + i * kThreads < vectors) x4[i] = __ldcg(from + v + i * kThreads);
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-          if (v + i * kThreads < vectors) to[v + i * kThreads] = x4[i];
+    const auto row = [&](int r) {
+      const int perm = M == 1 ? r : r / M;
+      return A.x + static_cast<size_t>(perm) * A.x_perm_stride + static_cast<size_t>(row_of(A, r - perm * M)) * A.x_stride;
+    };
+    if constexpr (PATH == kBulk) {
+      static_assert(kMaxPerms * kMaxTokens <= 32, "a lane copies a row");
+      if (threadIdx.x < 32) {
+        if (threadIdx.x == 0) barrier_expect(bar, rows * A.x_stride * 2);
+        __syncwarp();
+        if (threadIdx.x < rows) bulk_copy(S.xs + threadIdx.x * A.x_stride, row(threadIdx.x), A.x_stride * 2, bar);
       }
+      return true;
+    } else {
+#pragma unroll 1
+      for (int r = 0; r < rows; r++) {
+        const auto* from = reinterpret_cast<const uint4*>(row(r));
+        auto* to = reinterpret_cast<uint4*>(S.xs + r * A.x_stride);
+        for (int v = threadIdx.x; v < A.x_stride / 8; v += kThreads) to[v] = __ldcg(from + v);
+      }
+      return false;
     }
   }
 };
 
-// What earlier kernels wrote: activations, old residuals, the factors of the norm. Every first load before the first use of any: one trip
-// to the L2 cache, not one after the other. The factors are read after the barrier of the first flush.
-template <bool STAGED, class Input>
-__device__ __forceinline__ void load_inputs(const GemvArgs& A, const GemvShared& S, int block, int warp, int lane, const Input& input) {
-  const int M = A.tokens;
-  float part_squares[5];
-  const bool counts = A.squares && warp < M;
-  const float* const squares = counts ? A.squares + static_cast<size_t>(row_of(A, warp)) * A.squares_count : nullptr;
-#pragma unroll
-  for (int i = 0; i < 5; i++) part_squares[i] = counts && lane + 32 * i < A.squares_count ? __ldcg(squares + lane + 32 * i) : 0.f;
-  if (A.epilogue == kResidual && warp < M) {
+// What else earlier kernels wrote: old residuals, the factors of the norm. Read after the barrier of the first flush.
+__device__ __forceinline__ void load_inputs(const GemvArgs& A, const GemvShared& S, int block, int warp, int lane) {
+  if (warp >= A.tokens) return;
+  float sum = 0.f;
+  if (A.squares) {
+    const float* const squares = A.squares + static_cast<size_t>(row_of(A, warp)) * A.squares_count;
+    for (int i = lane; i < A.squares_count; i += 32) sum += __ldcg(squares + i);
+  }
+  if (A.epilogue == kResidual) {
+#pragma unroll 1
     for (int i = lane; i < S.owned; i += 32) {
       const int column = (block + (i >> 4) * A.grid) * 16 + (i & 15);
       if (column < A.part[0].outputs)
         S.kept[warp * S.owned + i] = __ldcg(A.residual + static_cast<size_t>(warp) * A.residual_stride + column);
     }
   }
-  if constexpr (STAGED) input(A, S, block);
-  if (warp < M) {
-    float f0 = 1.f;
-    if (A.squares) {
-      float sum = 0.f;
-#pragma unroll
-      for (int i = 0; i < 5; i++) sum += part_squares[i];
-      for (int i = lane + 160; i < A.squares_count; i += 32) sum += __ldcg(squares + i);
-      f0 = rsqrtf(warp_sum(sum) * A.inverse_width + A.eps);
-    }
-    if (lane == 0) S.factors[warp] = f0;
-  }
+  const float factor = A.squares ? rsqrtf(warp_sum(sum) * A.inverse_width + A.eps) : 1.f;
+  if (lane == 0) S.factors[warp] = factor;
 }
 
 // A warp's ring of items in shared memory, filled by whoever fetches.
@@ -237,7 +252,7 @@ __device__ __forceinline__ void multiply(const GemvArgs& A, const GemvShared& S,
   const bool paired = A.epilogue == kActivation && A.gated;
   const int g = lane >> 2, t = lane & 3;
   const bool live = g < M;
-  const int row = !STAGED && A.rows && live ? min(max(__ldcg(A.rows + g), 0), A.last_row) : g;
+  const int row = !STAGED && live ? row_of(A, g) : g;
   const half* const x_lane = STAGED ? S.xs + g * A.x_stride + t * 8 : A.x + static_cast<size_t>(row) * A.x_stride + t * 8;
   Walk c;
   c.part = 0;
@@ -280,12 +295,14 @@ __device__ __forceinline__ void multiply(const GemvArgs& A, const GemvShared& S,
       };
       auto put = [&](int m, int i, float v) {  // into the next matrix's input; i: of the owned outputs
         const half h = saturated(v);
+#pragma unroll 1
         for (int p = 0; p < A.next.num_perms; p++)
           A.next.x[static_cast<size_t>(p) * A.next.perm_stride + static_cast<size_t>(m) * A.next.stride + S.places[p * owned + i]] = h;
       };
       const GemvPart& P = A.part[c.part];
       if (A.epilogue == kResidual) {
         if (warp < M) {
+#pragma unroll 1
           for (int r = lane; r < done * 16; r += 32) {
             const int i = before * 16 + r, column = (strip0 + (before + (r >> 4)) * grid) * 16 + (r & 15);
             if (column < P.outputs) {
@@ -297,6 +314,7 @@ __device__ __forceinline__ void multiply(const GemvArgs& A, const GemvShared& S,
           }
         }
       } else {
+#pragma unroll 1
         for (int e = threadIdx.x; e < done * 16 * M; e += kThreads) {
           const int m = e / (done * 16), r = e - m * done * 16, i = before * 16 + r;
           const int column = (strip0 + (before + (r >> 4)) * grid) * 16 + (r & 15);
@@ -329,22 +347,29 @@ __device__ __forceinline__ void run_gemv(const GemvArgs& A, uint8_t* shared, int
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   constexpr int kStages = stages_of(PATH);
   uint8_t* const image = shared + kStages * kWarps * kSlot;
-  const int image_size = image_bytes(A.items, A.units, A.num_parts);
-  uint64_t* const bars = reinterpret_cast<uint64_t*>(image + (image_size + 15) / 16 * 16);
-  const GemvShared S(A, image, reinterpret_cast<uint8_t*>(bars + kWarps * kStages));
+  const int image_size = padded_image(A);
+  uint64_t* const bars = reinterpret_cast<uint64_t*>(image + image_size);
+  uint64_t *const x_bar = bars + kWarps * kStages, *const image_bar = x_bar + 1;
+  const GemvShared S(A, image, reinterpret_cast<uint8_t*>(bars + num_bars(PATH)));
   Ring ring{shared + warp * kStages * kSlot, bars + warp * kStages, kStages, 0, 0};
 
-  for (int i = threadIdx.x; i < image_size / 16; i += kThreads)
-    reinterpret_cast<uint4*>(image)[i] = __ldg(reinterpret_cast<const uint4*>(A.image) + i);
-  load_owned(A, S, block);
-  if constexpr (STAGED) input.before(A, S);
   if constexpr (PATH == kBulk) {
     if (threadIdx.x == 0) {
+      barrier_init(x_bar, 1), barrier_init(image_bar, 1);
+#pragma unroll 1
       for (int i = 0; i < kWarps * kStages; i++) barrier_init(bars + i, 1);
       barrier_fence();
+      barrier_expect(image_bar, image_size);
+      bulk_copy(image, A.image, image_size, image_bar);
     }
+  } else {
+    for (int i = threadIdx.x; i < image_size / 16; i += kThreads)
+      reinterpret_cast<uint4*>(image)[i] = __ldg(reinterpret_cast<const uint4*>(A.image) + i);
   }
+  load_owned(A, S, block);
+  if constexpr (STAGED) input.before(A, S);
   __syncthreads();
+  if constexpr (PATH == kBulk) barrier_wait(image_bar, 0);
   Walk f;
   f.part = 0, f.left = 0;
   const uint8_t* f_strip = nullptr;
@@ -383,8 +408,13 @@ __device__ __forceinline__ void run_gemv(const GemvArgs& A, uint8_t* shared, int
   if (PATH != kBulk || lane == 0)
     for (int i = 0; i < kStages; i++) fetch();
   wait();
-  load_inputs<STAGED>(A, S, block, warp, lane, input);
-  if constexpr (STAGED) __syncthreads();
+  bool copying = false;
+  if constexpr (STAGED) copying = input.template put<PATH>(A, S, block, x_bar);
+  load_inputs(A, S, block, warp, lane);
+  if (copying)
+    barrier_wait(x_bar, 0);
+  else if constexpr (STAGED)
+    __syncthreads();
   multiply<PATH, STAGED>(A, S, ring, block, warp, lane, fetch);
 }
 

@@ -15,7 +15,6 @@
 namespace exl2nb {
 
 enum GemvPath { kBulk = 0, kAsync = 1, kPlain = 2 };
-constexpr int kUnroll = 2;
 
 // c += A B for one k-step of 16; START: c = A B.
 template <int PATH, bool START>
@@ -104,7 +103,7 @@ __device__ __forceinline__ void compute(const uint8_t* st, int units, const half
     }
   } else {
     const uint8_t* codes = st + units * (128 * B) + (lane >> 2) * (ONE ? 1 : 2);
-#pragma unroll(kUnroll)
+#pragma unroll 1
     for (int i = 0; i < units; i++) {
       uint32_t w[B], h[16];
       const uint4 xa = load_x<STAGED>(x + i * 64, live), xb = load_x<STAGED>(x + i * 64 + 32, live);
@@ -145,7 +144,7 @@ __device__ __forceinline__ GptqSet load_set(const uint8_t* sets, int set, int la
 template <int PATH, int B, bool STAGED, bool ONE>
 __device__ __forceinline__ void compute_gptq(const uint8_t* st, int units, int shift, const half* x, bool live, int lane, float (&y)[4]) {
   const uint8_t* sets = st + units * (128 * B);
-#pragma unroll(kUnroll)
+#pragma unroll 1
   for (int i = 0; i < units; i++) {
     uint32_t w[B], h[16];
     const uint4 xa = load_x<STAGED>(x + i * 64, live), xb = load_x<STAGED>(x + i * 64 + 32, live);

@@ -49,6 +49,7 @@ EXL2NB_BOTH inline void set_matrix(GemvArgs& a, const ExpertMatrix& m, int share
   a.grid = share < m.part[0].strips ? share : m.part[0].strips;
   const int per = (m.part[0].strips + a.grid - 1) / a.grid;
   a.flush = per < 32 ? per : 32;
+  share_out(a);
 }
 
 // The activations of a pair: its token's normed row, in the order of its expert's matrix.
@@ -56,11 +57,12 @@ struct ExpertInput {
   const Row& row;
   int width;
   __device__ __forceinline__ void before(const GemvArgs& A, const GemvShared& S) const { StagedInput::clear(A, S); }
-  __device__ __forceinline__ void operator()(const GemvArgs& A, const GemvShared& S, int) const {
-    const int perms = input_perms(A);
+  template <int PATH>
+  __device__ __forceinline__ bool put(const GemvArgs& A, const GemvShared& S, int, uint64_t*) const {
 #pragma unroll
     for (int j = 0; j < kHeld; j++)
-      if (Row::place(j) < width) put_input(S.xs, A.x_stride, perms, A.inverse, Row::place(j), width, row.v[j]);
+      if (Row::place(j) < width) put_input(S.xs, A.x_stride, A.perms, A.inverse, Row::place(j), width, row.v[j]);
+    return false;
   }
 };
 
@@ -127,7 +129,7 @@ const char* launch(const Args& args, dim3 grid, int shared, cudaStream_t stream,
   return launch_kernel(kernel, grid, kThreads, static_cast<size_t>(shared), stream, pdl, 1, args);
 }
 
-int ring_bytes() { return stages_of(gemv_path()) * kWarps * (kSlot + 8); }
+int ring_bytes() { return stages_of(gemv_path()) * kWarps * kSlot + num_bars(gemv_path()) * 8; }
 
 const char* up_launch(UpArgs e, const ExpertTable& table, int tokens, cudaStream_t stream, bool pdl) {
   if (e.from.norm.width > kHeldWidth) return "experts have more inputs than a CTA holds";

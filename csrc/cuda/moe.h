@@ -23,7 +23,7 @@ struct ExpertTable {
   int32_t count, num_perms, stride, image, outputs, reserved[11];
   const ExpertMatrix* matrices() const { return reinterpret_cast<const ExpertMatrix*>(this + 1); }
 };
-static_assert(sizeof(ExpertTable) == 64 && sizeof(ExpertMatrix) == 128, "table layout");
+static_assert(sizeof(ExpertTable) == 64 && sizeof(ExpertMatrix) == 144, "table layout");
 
 // Bytes that a ROUTED op (csrc/cpu/step.h) needs for `tokens` tokens; its room begins with the router's logits (tokens, outputs) f32.
 // The word `table` is the address of four int64: the table of first matrices on the host and on the device, then that of second ones.
