@@ -29,6 +29,7 @@ def test_events_tell_the_whole_story(llm):
         alone = llm.generate(prompt, max_tokens=8, temperature=0, top_logprobs=2)
         assert "".join(event.text for event in mine) == alone.text
         assert [token for event in mine for token in event.tokens] == list(alone.tokens)
+        assert [each for event in mine for each in zip(event.token_ids, event.token_probs)] == [(t.id, t.prob) for t in alone.tokens]
         assert [event.over for event in mine] == [False] * (len(mine) - 1) + [True]
         assert mine[-1].finish_reason == alone.finish_reason == "length"
         assert mine[-1].completion.text == alone.text
