@@ -3,8 +3,8 @@
     python benchmarks/widgets.py [--only streaming slider ...] [--seconds 4] [--rounds 5]
 
 Prints one JSON object per line. Latency is the browser's clock at the moment a token is put into the page minus the kernel's clock when the
-token was made; both run on one machine. `decode` runs the demo model by turns into a loop and into a Playground on display, and counts the
-processor time of both threads, which other work on the machine does not disturb.
+token was made; both run on one machine. `decode` runs the demo model by turns into a loop and into a Playground on display; `ledger`
+counts the processor time of every thread that has to do with it, which other work on the machine hardly disturbs.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ SLIDER = """async (values) => {
 }"""
 
 LOST = """
-import statistics, threading, time
+import threading, time
 import exl2nb as ex
 llm = ex.demo(progress=None)
 options = dict(max_tokens=600, temperature=0.8, top_k=0, top_p=0.95, min_p=0.0, repetition_penalty=1.0, seed=1, ignore_eos=True)
@@ -80,32 +80,56 @@ play = ex.widgets.Playground(llm, prompt="It was a dark night", **{k: v for k, v
 original = llm.stream
 llm.stream = lambda prompt, **settings: original(prompt, **{**settings, "ignore_eos": True})
 
-work, spent = play._generate, []
-
-def timed(*args):
-    begin = time.thread_time()
-    work(*args)
-    spent.append(time.thread_time() - begin)
-
-play._generate = timed
+def read():
+    for chunk in original("It was a dark night", **options):
+        pass
 
 def bare():
-    used = []
-    def run():
-        begin = time.thread_time()
-        for chunk in original("It was a dark night", top_logprobs=6, **options):
-            pass
-        used.append(time.thread_time() - begin)
-    thread = threading.Thread(target=run)
+    thread = threading.Thread(target=read)
     begin = time.perf_counter()
     thread.start(); thread.join()
-    return 600 / (time.perf_counter() - begin), 1e6 * used[0] / 600
+    return 600 / (time.perf_counter() - begin)
 
 def shown():
     begin = time.perf_counter()
     play.start()
     play._background._over.wait()
-    return 600 / (time.perf_counter() - begin), 1e6 * spent[-1] / 600
+    return 600 / (time.perf_counter() - begin)
+"""
+
+LEDGER = """
+import time
+import exl2nb.widgets as w
+from exl2nb.generator.request import Alternative, Chunk, Token
+from exl2nb.widgets import feed
+
+top = tuple(Alternative(i, f" other{i}", -1.234567, 0.28504319443) for i in range(6))
+made = [Token(i, " word", -1.234567, 0.28504319443, 1, top) for i in range(%d)]
+feed.FLUSH_S = 0.0  # every chunk is a frame
+
+class Frames:
+    def stream(self, prompt, **settings):
+        self.left = iter([Chunk(text=" word" * 66, tokens=tuple(made[at : at + 66])) for at in range(0, len(made), 66)])
+        return self
+    def __iter__(self):
+        return self.left
+    def poll(self):
+        pass
+
+play = w.Playground(Frames(), prompt="p")
+work, spent = play._generate, []
+def timed(*args):
+    begin = time.thread_time()
+    work(*args)
+    spent.append(time.thread_time() - begin)
+play._generate = timed
+sender = get_ipython().kernel.iopub_thread.thread
+sent = lambda: time.clock_gettime(time.pthread_getcpuclockid(sender.ident))
+for _ in range(%d):
+    before = sent()
+    play.start().wait()
+    time.sleep(0.3)
+    print(1e6 * spent[-1] / len(made), 1e6 * (sent() - before) / len(made))
 """
 
 
@@ -253,43 +277,100 @@ def slider(browser: Any, lab: Any, notebook: Any) -> None:
 
 def decode_lost(browser: Any, lab: Any, notebook: Any, rounds: int) -> None:
     page = browser.new_page()
-    measure = f"for _ in range({rounds + 1}): print(*bare(), *shown())"
-    book = notebook(lab, page, [LOST, "play", measure])
+    book = notebook(lab, page, [LOST, "play", f"for _ in range({rounds + 1}): print(bare(), shown())"])
     book.run(0)
     book.run(1)
     rows = [tuple(map(float, line.split())) for line in book.run(2, timeout_s=170).splitlines() if line.strip()][1:]
-    lost = [100 * (1 - shown / bare) for bare, _, shown, _ in rows]
-    work = statistics.median(shown - bare for _, bare, _, shown in rows)
+    lost = [100 * (1 - shown / bare) for bare, shown in rows]
     show(
         decode="demo model",
         tok_s_loop=statistics.median(row[0] for row in rows),
-        tok_s_widget=statistics.median(row[2] for row in rows),
+        tok_s_widget=statistics.median(row[1] for row in rows),
         lost_percent_median=statistics.median(lost),
         lost_percent_all=[round(one, 1) for one in lost],
-        cpu_microseconds_per_token_more=work,
-        percent_of_a_core_at_2000_tok_s=work * 2000 / 1e4,
     )
     page.close()
+
+
+def ledger(rounds: int, tokens: int = 6600) -> None:
+    """Processor time per token at 2,000 a second: of the thread that reads and the one that sends, in a real kernel, and of the engine's.
+
+    Frames of 66 tokens, as they are then, one after the other; so neither the model nor what else the machine does has a say but in noise.
+    Sums are of all that the widget takes, whether or not another core had it to spare: decoding cannot lose more.
+    """
+    from jupyter_client.manager import start_new_kernel
+
+    manager, client = start_new_kernel(kernel_name="python3")
+    printed: list[str] = []
+    try:
+        hook = lambda message: message["msg_type"] == "stream" and printed.append(message["content"]["text"])  # noqa: E731
+        reply = client.execute_interactive(LEDGER % (tokens, rounds + 1), timeout=170, output_hook=hook)
+        if reply["content"]["status"] != "ok":
+            raise RuntimeError("\n".join(reply["content"]["traceback"]))
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+    rows = [list(map(float, line.split())) for line in "".join(printed).splitlines() if line[:1].isdigit()][1:]
+    engine = _engine_work(rounds)
+    for name, pick in (("medians", statistics.median), ("least", min)):
+        read, send, bare, asked = (pick(column) for column in (*zip(*rows), *zip(*engine)))
+        whole = read + send + asked - bare
+        parts = {"widget_thread": read, "sending_thread": send, "engine_more": asked - bare, "engine_draws_and_hands_over": bare}
+        show(ledger=f"microseconds per token, {name}", **parts, in_all=whole, percent_of_2000_tok_s=100 * whole * 2000 / 1e6)
+
+
+def _engine_work(rounds: int, tokens: int = 200) -> list[tuple[float, float]]:
+    """Microseconds of the engine's thread per token, to draw and to hand over: without alternatives, and with a Playground's."""
+    import torch
+
+    import exl2nb as ex
+    from exl2nb.generator.output import Output
+    from exl2nb.sampling import SamplingParams
+    from exl2nb.sampling.chain import draw_batch
+    from exl2nb.sampling.state import SamplerState
+    from exl2nb.widgets.playground import TOP_TOKENS
+
+    prompt, settings, found = "It was", {"temperature": 0.8, "top_p": 0.95, "seed": 1}, []
+    with ex.demo(progress=None) as llm:
+        ids = llm.tokenizer.encode(prompt)
+        rows = torch.from_numpy(llm.generate(prompt, max_tokens=tokens, ignore_eos=True, return_logits=True, **settings).logits)
+        for _ in range(4 * rounds):
+            pair = []
+            for top in (0, TOP_TOKENS):
+                state, output = (
+                    SamplerState(SamplingParams(**settings), ids, tokenizer=llm.tokenizer, end_ids=[]),
+                    Output(llm.tokenizer, ids),
+                )
+                begin = time.thread_time()
+                for number in range(tokens):
+                    (chosen,) = draw_batch(rows[number : number + 1], [(state, number, top)])
+                    if chosen is not None:
+                        output.push(chosen)
+                pair.append(1e6 * (time.thread_time() - begin) / tokens)
+            found.append(tuple(pair))
+    return found[1:]
 
 
 def work_per_token(tokens: int = 20_000) -> None:
     """What the widget does with a token on its thread, without a page."""
     from exl2nb.generator.request import Alternative, Chunk, Token
     from exl2nb.widgets.feed import Feed
-    from exl2nb.widgets.tokens import items_of
+    from exl2nb.widgets.tokens import brief_rows, raw_items
 
     top = tuple(Alternative(i, f" other{i}", -1.234567, 0.28504319443) for i in range(6))
-    chunks = [Chunk(text=" word", tokens=(Token(i, " word", -1.234567, 0.28504319443, 1, top),)) for i in range(tokens)]
-    feed = Feed(lambda message: json.dumps(message) and None)
+    made = [Token(i, " word", -1.234567, 0.28504319443, 1, top) for i in range(tokens)]
+    frames = [Chunk(text=" word" * 66, tokens=tuple(made[at : at + 66])) for at in range(0, tokens, 66)]  # 1/30 s at 2,000 a second
+    feed = Feed(lambda message: json.dumps(message) and None, brief=brief_rows)
     feed.begin("p")
     begin = time.process_time()  # not the clock on the wall: others may be at work
-    for chunk in chunks:
-        feed.add(items_of(chunk))
+    for chunk in frames:
+        feed.add(raw_items(chunk))
+    feed.snapshot()
     spent = (time.process_time() - begin) / tokens
     show(work="per token", cpu_microseconds=1e6 * spent, percent_of_2000_tok_s=100 * spent * 2000)
 
 
-PARTS = ["sizes", "work", "exports", "map", "streaming", "slider", "decode"]
+PARTS = ["sizes", "work", "ledger", "exports", "map", "streaming", "slider", "decode"]
 
 
 def main() -> None:
@@ -303,6 +384,8 @@ def main() -> None:
         sizes()
     if "work" in args.only:
         work_per_token()
+    if "ledger" in args.only:
+        ledger(args.rounds)
     with tempfile.TemporaryDirectory(prefix="exl2nb-") as folder, chromium() as browser:
         if "exports" in args.only:
             exports(browser, Path(folder))

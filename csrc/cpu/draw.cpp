@@ -21,10 +21,24 @@ struct Scratch {
   std::vector<int32_t> ids;
 };
 
+// Bits that are set, without the instruction that the oldest processors lack; masks are mostly runs of zeros or ones.
+int64_t ones(uint64_t v) {
+  if (v == 0) return 0;
+  if (v == ~uint64_t(0)) return 64;
+  v -= v >> 1 & 0x5555555555555555;
+  v = (v & 0x3333333333333333) + (v >> 2 & 0x3333333333333333);
+  return int64_t(((v + (v >> 4)) & 0x0f0f0f0f0f0f0f0f) * 0x0101010101010101 >> 56);
+}
+
 int64_t choices(const uint32_t* bits, int64_t n) {
-  int64_t count = 0;
-  for (int64_t i = 0; i < n / 32; i++) count += __builtin_popcount(bits[i]);
-  if (n % 32) count += __builtin_popcount(bits[n / 32] & ((1u << n % 32) - 1));
+  int64_t count = 0, i = 0;
+  for (; i + 2 <= n / 32; i += 2) {
+    uint64_t pair;
+    std::memcpy(&pair, bits + i, 8);
+    count += ones(pair);
+  }
+  for (; i < n / 32; i++) count += ones(bits[i]);
+  if (n % 32) count += ones(bits[i] & ((1u << n % 32) - 1));
   return count;
 }
 
@@ -169,6 +183,15 @@ Drawn draw_row(const Kernels& k, const float* x, const uint32_t* bits, int64_t n
   const float value = x[token];
   const double rank = value == seen.highest ? 1.0 : 1.0 + double(k.above(x, n, value));
   return {double(token), double(value) - (double(seen.highest) + std::log(all)), rank, free};
+}
+
+void best_of(const Kernels& k, const float* x, int64_t n, const Drawn& drawn, int64_t top, double* out) {
+  static thread_local std::vector<float> values;
+  static thread_local std::vector<int32_t> ids;
+  values.resize(top), ids.resize(top);
+  k.best(x, n, top, values.data(), ids.data());
+  const double all = double(x[int64_t(drawn.id)]) - drawn.logprob;
+  for (int64_t i = 0; i < top; i++) out[2 * i] = double(ids[i]), out[2 * i + 1] = double(values[i]) - all;
 }
 
 }  // namespace exl2nb::draw

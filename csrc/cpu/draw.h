@@ -26,6 +26,8 @@ struct Kernels {
   double (*weigh)(const float* x, const uint32_t* bits, int64_t n, float highest, float heat, float* w, double* sums);
   int64_t (*above)(const float* x, int64_t n, float value);                  // how many are larger
   int64_t (*collect)(const float* w, int64_t n, float floor, int32_t* ids);  // places of those of at least `floor`, in order
+  void (*best)(const float* x, int64_t n, int64_t top, float* values,
+               int32_t* ids);  // the `top` largest, falling; equals in order of place
 };
 Kernels kernels_base();
 Kernels kernels_avx2();
@@ -48,5 +50,8 @@ struct Drawn {
 };
 
 Drawn draw_row(const Kernels& k, const float* x, const uint32_t* bits, int64_t n, const Settings& s);
+
+// The `top` <= n most probable tokens of a row that `drawn` came from: id, log probability, id, log probability, ...
+void best_of(const Kernels& k, const float* x, int64_t n, const Drawn& drawn, int64_t top, double* out);
 
 }  // namespace exl2nb::draw

@@ -5,5 +5,5 @@ namespace {
 constexpr int VF = 16;
 #include "draw.inc"
 }  // namespace
-Kernels kernels_avx512() { return {look, weigh, above, collect}; }
+Kernels kernels_avx512() { return {look, weigh, above, collect, best}; }
 }  // namespace exl2nb::draw

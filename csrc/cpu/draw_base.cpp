@@ -5,5 +5,5 @@ namespace {
 constexpr int VF = 4;
 #include "draw.inc"
 }  // namespace
-Kernels kernels_base() { return {look, weigh, above, collect}; }
+Kernels kernels_base() { return {look, weigh, above, collect, best}; }
 }  // namespace exl2nb::draw

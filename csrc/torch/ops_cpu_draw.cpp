@@ -3,6 +3,8 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
+#include <cstring>
 #include <optional>
 #include <vector>
 
@@ -16,7 +18,7 @@ namespace {
 
 constexpr int64_t kShared = 1 << 14;  // logits from which on waking another thread pays
 
-Tensor draw_rows_cpu(const Tensor& logits, const Tensor& settings, const std::optional<Tensor>& bits) {
+Tensor draw_rows_cpu(const Tensor& logits, const Tensor& settings, const std::optional<Tensor>& bits, int64_t top) {
   const char* op = "draw_rows";
   check_tensor(op, "logits", logits, ScalarType::Float, {-1, -1});
   const int64_t R = logits.size(0), V = logits.size(1);
@@ -28,11 +30,13 @@ Tensor draw_rows_cpu(const Tensor& logits, const Tensor& settings, const std::op
     check_tensor(op, "bits", *bits, ScalarType::Int, {R, words});
     mask = reinterpret_cast<const uint32_t*>(bits->const_data_ptr<int32_t>());
   }
-  const std::vector<int64_t> sizes{R, 4};
+  EXL2NB_CHECK(op, top >= 0 && top <= V, "top is ", top, "; expected 0 to ", V, ", the columns of logits");
+  const int64_t width = 4 + 2 * top;
+  const std::vector<int64_t> sizes{R, width};
   Tensor out = torch::stable::empty(sizes, ScalarType::Double);
   const float* x = logits.const_data_ptr<float>();
   const auto* wanted = reinterpret_cast<const draw::Settings*>(settings.const_data_ptr<double>());
-  auto* drawn = static_cast<draw::Drawn*>(out.mutable_data_ptr());
+  auto* drawn = static_cast<double*>(out.mutable_data_ptr());
   static_assert(sizeof(draw::Settings) == 5 * sizeof(double) && sizeof(draw::Drawn) == 4 * sizeof(double), "rows of doubles");
   for (int64_t r = 0; r < R; r++) {
     const draw::Settings& s = wanted[r];
@@ -43,8 +47,12 @@ Tensor draw_rows_cpu(const Tensor& logits, const Tensor& settings, const std::op
                  "0 <= uniform < 1");
   }
   const draw::Kernels kernels = draw::kernels(static_cast<int>(isa()));
-  for_each_task(R, R > 1 && R * V >= kShared,
-                [&](int64_t r) { drawn[r] = draw::draw_row(kernels, x + r * V, mask ? mask + r * words : nullptr, V, wanted[r]); });
+  for_each_task(R, R > 1 && R * V >= kShared, [&](int64_t r) {
+    const draw::Drawn found = draw::draw_row(kernels, x + r * V, mask ? mask + r * words : nullptr, V, wanted[r]);
+    std::memcpy(drawn + r * width, &found, sizeof found);
+    if (top && found.id >= 0) draw::best_of(kernels, x + r * V, V, found, top, drawn + r * width + 4);
+    if (top && found.id < 0) std::fill(drawn + r * width + 4, drawn + (r + 1) * width, -1.0);
+  });
   return out;
 }
 

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from exl2nb.generator.request import Alternative, Rewind, Token
+from exl2nb.generator.alternatives import Alternatives
+from exl2nb.generator.request import Rewind, Token
 from exl2nb.generator.stop import Match, StopMatcher
 from exl2nb.sampling.report import Sampled
 from exl2nb.tokenizer.detokenize import Detokenizer
@@ -172,6 +173,5 @@ class Output:
     def _token(self, sampled: Sampled, text: str, source: str) -> Token:
         token_id, logprob, rank, top = sampled
         if top:
-            piece = self._tokenizer.piece
-            top = tuple([Alternative(i, piece(i), other, math.exp(other)) for i, other in top])
+            top = Alternatives(top, self._tokenizer.piece)
         return _new(Token, (token_id, text, logprob, math.exp(logprob), rank, top, source))

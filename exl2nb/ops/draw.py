@@ -17,10 +17,11 @@ _LEAST = torch.tensor([0.0, 0.0, 1e-300, 0.0, 0.0], dtype=torch.float64)
 _MOST = torch.tensor([math.inf, math.inf, 1.0, 1.0, 1.0 - 2.0**-53], dtype=torch.float64)
 
 
-def _draw_rows(logits: Tensor, settings: Tensor, bits: Tensor | None) -> Tensor:
+def _draw_rows(logits: Tensor, settings: Tensor, bits: Tensor | None, top: int = 0) -> Tensor:
     fits = logits.dtype == torch.float32 and logits.dim() == 2
     check(fits, "draw_rows", "logits", (logits.dtype, tuple(logits.shape)), "f32 (R, V)")
     R, V = logits.shape
+    check(0 <= top <= V, "draw_rows", "top", top, f"0 to {V}, the columns of logits")
     fits = settings.dtype == torch.float64 and tuple(settings.shape) == (R, 5)
     check(fits, "draw_rows", "settings", (settings.dtype, tuple(settings.shape)), f"f64 ({R}, 5)")
     if bits is not None:
@@ -31,7 +32,14 @@ def _draw_rows(logits: Tensor, settings: Tensor, bits: Tensor | None) -> Tensor:
         bool(within), "draw_rows", "settings", "out of range", "temperature, top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1, 0 <= uniform < 1"
     )
     rows = [_row(x, settings[r].tolist(), None if bits is None else bits[r]) for r, x in enumerate(logits)]
-    return torch.tensor(rows, dtype=torch.float64).view(R, 4)
+    drawn = torch.tensor(rows, dtype=torch.float64).view(R, 4)
+    return torch.cat([drawn, *([_best(logits, drawn, top)] if top else [])], 1)
+
+
+def _best(logits: Tensor, drawn: Tensor, top: int) -> Tensor:
+    ids = torch.sort(logits, dim=1, descending=True, stable=True).indices[:, :top]
+    pairs = torch.stack([ids.double(), logits.double().log_softmax(1).gather(1, ids)], 2).flatten(1)
+    return torch.where(drawn[:, :1] < 0, -1.0, pairs)
 
 
 def _row(x: Tensor, settings: list[float], bits: Tensor | None) -> tuple[float, float, float, float]:
@@ -47,13 +55,15 @@ def _row(x: Tensor, settings: list[float], bits: Tensor | None) -> tuple[float, 
 
 
 draw_rows = define(
-    "draw_rows(Tensor logits, Tensor settings, Tensor? bits) -> Tensor",
-    fake=lambda logits, settings, bits: settings.new_empty(logits.shape[0], 4),
+    "draw_rows(Tensor logits, Tensor settings, Tensor? bits, int top=0) -> Tensor",
+    fake=lambda logits, settings, bits, top=0: settings.new_empty(logits.shape[0], 4 + 2 * top),
     reference=_draw_rows,
 )
 """One token for each row of logits f32 `(R, V)`: `csrc/cpu/draw.h`. A row's result does not depend on the others.
 
 settings: f64 `(R, 5)`: temperature (0 = greedy), top_k (0 = off), top_p (1), min_p (0), a random number in [0, 1). bits: int32
-`(R, ceil(V / 32))` or None: which tokens may be chosen, token i is bit i % 32, the lowest first, of word i // 32. Returns f64 `(R, 4)`: the
-id, or `NO_DISTRIBUTION` or `NOTHING_LEFT`; its log probability and rank under the raw row; how many tokens the mask allows.
+`(R, ceil(V / 32))` or None: which tokens may be chosen, token i is bit i % 32, the lowest first, of word i // 32. top: alternatives
+to report. Returns f64 `(R, 4 + 2 * top)`: the id, or `NO_DISTRIBUTION` or `NOTHING_LEFT`; its log probability and rank under the raw row;
+how many tokens the mask allows; then id and log probability of the `top` most probable tokens, ties in order of id (-1 where there is no
+distribution or no choice).
 """

@@ -20,7 +20,7 @@ from exl2nb.sampling.filters import CHAIN, CONSTRAINT, CUTS, PENALTIES, WHOLE, F
 from exl2nb.sampling.narrow import narrow
 from exl2nb.sampling.params import SamplingParams
 from exl2nb.sampling.plan import plan
-from exl2nb.sampling.report import Sampled, alternatives, highest_logit, report
+from exl2nb.sampling.report import Sampled, highest_logit, report
 from exl2nb.sampling.rng import uniform
 from exl2nb.sampling.scratch import weights_of
 from exl2nb.sampling.state import SamplerState
@@ -91,18 +91,16 @@ def draw_batch(logits: Tensor, draws: Sequence[tuple[SamplerState, int, int]]) -
         cuts = state.plan.cuts
         assert cuts is not None, "`batches` said so"
         row[:4], row[4] = cuts, 0.0 if not cuts[0] else uniform(state.seed, number)
-    found = draw_rows(logits, torch.from_numpy(settings), None).tolist()
     tops = [draw[2] for draw in draws]
-    return [
-        _sampled(logits[r].numpy() if top else None, one, top) if one[0] >= 0 else None for r, (one, top) in enumerate(zip(found, tops))
-    ]
+    found = draw_rows(logits, torch.from_numpy(settings), None, min(max(tops), logits.shape[1])).tolist()
+    return [_sampled(one, top) if one[0] >= 0 else None for one, top in zip(found, tops)]
 
 
 def sample_row(row: np.ndarray, state: SamplerState, *, top: int = 0) -> Sampled:
     """`sample` for one row, f32 `(V,)`."""
     todo = state.plan
     if todo.cuts is not None and not todo.first and not state.params.post_sampling:
-        chosen = _sampled(row, _draw_plain(row, state), top)
+        chosen = _sampled(_draw_plain(row, state, top), top)
         state.push(chosen.id)
         return chosen
     highest = highest_logit(row)
@@ -144,15 +142,15 @@ def _draw(row: np.ndarray, state: SamplerState) -> int:
     return index if view.ids is None else int(view.ids[index])
 
 
-def _draw_plain(row: np.ndarray, state: SamplerState) -> list[float]:
-    """A row through `draw_rows`: id, log probability, rank and number of allowed tokens, the grammar's mask read as it is."""
+def _draw_plain(row: np.ndarray, state: SamplerState, top: int = 0) -> list[float]:
+    """What `draw_rows` says of a row, the grammar's mask read as it is."""
     cuts, bits = state.plan.cuts, None
     assert cuts is not None, "a chain with other cuts"
     if state.constraint is not None:
         bits = torch.from_numpy(state.allowed().bits).unsqueeze(0)
     settings = torch.tensor([(*cuts, 0.0 if state.params.greedy else state.uniform())], dtype=torch.float64)
     row = np.require(row, np.float32, ("C", "W"))
-    found = draw_rows(torch.from_numpy(row).unsqueeze(0), settings, bits)[0].tolist()
+    found = draw_rows(torch.from_numpy(row).unsqueeze(0), settings, bits, min(top, len(row)))[0].tolist()
     if found[0] == NO_DISTRIBUTION and not state.plan.first:
         highest_logit(row)  # raises
     if found[0] < 0:
@@ -161,12 +159,10 @@ def _draw_plain(row: np.ndarray, state: SamplerState) -> list[float]:
     return found
 
 
-def _sampled(row: np.ndarray | None, found: list[float], top: int) -> Sampled:
-    """What `draw_rows` says of a row, and the alternatives in it."""
-    token, best = int(found[0]), ()
-    if top > 0 and row is not None:
-        best = alternatives(row, float(row[token]) - found[1], top)
-    return _new(Sampled, (token, found[1], int(found[2]), best))
+def _sampled(found: list[float], top: int) -> Sampled:
+    """What `draw_rows` says of a row, with the first `top` of the alternatives."""
+    best = tuple([(int(found[i]), found[i + 1]) for i in range(4, min(4 + 2 * top, len(found)), 2)]) if top else ()
+    return _new(Sampled, (int(found[0]), found[1], int(found[2]), best))
 
 
 def inverse_cdf(logits: np.ndarray, uniform: float) -> int:

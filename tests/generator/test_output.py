@@ -1,5 +1,8 @@
 """The invariant: the texts of the shown tokens side by side are the answer, at every moment and at the end."""
 
+import copy
+import math
+import pickle
 import runpy
 from pathlib import Path
 
@@ -7,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from exl2nb.generator.alternatives import Alternatives
 from exl2nb.generator.output import Output
+from exl2nb.generator.request import Alternative
 from exl2nb.sampling.report import Sampled
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
@@ -88,3 +93,20 @@ def test_incomplete_character_at_the_end():
     assert output.text == tokenizer.decode(ids)
     assert output.text.endswith("�")
     assert "".join(t.text for t in output.tokens) == output.text
+
+
+def test_alternatives_are_made_when_looked_at():
+    asked = []
+
+    def piece(number):
+        asked.append(number)
+        return f"<{number}>"
+
+    found = Alternatives([(3, -0.5), (9, -2.0)], piece)
+    assert (len(found), bool(found), asked) == (2, True, [])
+    made = (Alternative(3, "<3>", -0.5, math.exp(-0.5)), Alternative(9, "<9>", -2.0, math.exp(-2.0)))
+    assert tuple(found) == made == found
+    assert found == Alternatives([(3, -0.5), (9, -2.0)], piece) != Alternatives([(3, -0.5)], piece)
+    assert (found[1], found[:1], repr(found), hash(found)) == (made[1], made[:1], repr(made), hash(made))
+    assert copy.deepcopy(found) == pickle.loads(pickle.dumps(found)) == made
+    assert asked.count(9) == 2, "once for each that was compared"

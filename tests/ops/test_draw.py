@@ -49,6 +49,23 @@ def test_against_the_reference(vocab, share):
         assert torch.allclose(got[:, 1], wanted[:, 1], atol=2e-5)
 
 
+@pytest.mark.parametrize("vocab", [1, 15, 17, 64, 4096, 5001])
+def test_alternatives(vocab):
+    """Those of the reference, many of them equal; the drawn token is told as without them."""
+    settings = torch.tensor([[*cuts, 0.37] for cuts in CUTS], dtype=torch.float64)
+    for x in (
+        rows(len(CUTS), vocab),
+        rows(len(CUTS), vocab).round(),
+        torch.zeros(len(CUTS), vocab),
+        -torch.arange(float(vocab)).repeat(11, 1),
+    ):
+        for top in {min(top, vocab) for top in (1, 6, 16, 20, 100)}:
+            got, wanted = draw_rows(x, settings, None, top), draw._draw_rows(x, settings, None, top)
+            assert torch.equal(got[:, :4], draw_rows(x, settings, None))
+            assert torch.equal(got[:, 4::2], wanted[:, 4::2])
+            assert torch.allclose(got[:, 5::2], wanted[:, 5::2], atol=2e-5)
+
+
 @pytest.mark.parametrize("cuts", [NEUTRAL, (0.8, 50.0, 1.0, 0.0), (1.0, 0.0, 0.9, 0.0), (1.0, 0.0, 0.999, 0.001)])
 def test_a_large_vocabulary(cuts):
     """More candidates than are sorted, so that they are told apart by their leading bits first."""
@@ -91,6 +108,8 @@ def test_rows_without_a_distribution_or_a_choice():
         for got in (draw_rows(x, settings, bits), draw._draw_rows(x, settings, bits)):
             assert got[:, 0].tolist() == [-1, -1, -1, -2, -2]
             assert all(map(math.isnan, got[:, 1]))
+        for op in (draw_rows, draw._draw_rows):
+            assert op(x, settings, bits, 2)[:, 4:].eq(-1).all()
 
 
 def test_a_row_does_not_see_its_neighbours():
@@ -117,10 +136,18 @@ def test_cold_is_greedy():
         ({"settings": torch.tensor([[1.0, 0.0, 1.0, 0.0, 1.0]] * 2, dtype=torch.float64)}, "out of range"),
         ({"settings": torch.tensor([[math.nan, 0.0, 1.0, 0.0, 0.5]] * 2, dtype=torch.float64)}, "out of range"),
         ({"bits": torch.zeros(2, 1, dtype=torch.int32)}, "bits"),
+        ({"top": -1}, "top"),
+        ({"top": 41}, "top"),
     ],
 )
 def test_refusals(change, words):
-    given = {"logits": torch.zeros(2, 40), "settings": torch.tensor([[*NEUTRAL, 0.5]] * 2, dtype=torch.float64), "bits": None, **change}
+    given = {
+        "logits": torch.zeros(2, 40),
+        "settings": torch.tensor([[*NEUTRAL, 0.5]] * 2, dtype=torch.float64),
+        "bits": None,
+        "top": 0,
+        **change,
+    }
     for op in (draw_rows, draw._draw_rows):
         with pytest.raises((RuntimeError, ValueError), match=words):
             op(*given.values())
@@ -135,4 +162,4 @@ def test_the_reference_by_hand():
 
 def test_opcheck():
     settings = torch.tensor([[*NEUTRAL, 0.5]] * 3, dtype=torch.float64)
-    torch.library.opcheck(torch.ops.exl2nb.draw_rows.default, (rows(3, 100), settings, masks(3, 100, 0.5)))
+    torch.library.opcheck(torch.ops.exl2nb.draw_rows.default, (rows(3, 100), settings, masks(3, 100, 0.5), 5))
