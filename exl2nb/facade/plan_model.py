@@ -73,18 +73,17 @@ def _cpu_stage(config: ModelConfig) -> Stage:
 
 
 def _gpu_stages(config: ModelConfig) -> tuple[Stage, ...]:
-    """Residual f32, inputs fp16, one unpacked matrix at a time; attention reads back the cache of earlier chunks."""
+    """Residual f32, inputs fp16, room for the largest unpacked matrix; attention reads back the cache of earlier chunks."""
     hidden, inner, q, kv = config.hidden_size, _inner(config), config.q_size, config.kv_size
     up, tables = inner * (2 if config.gated else 1), 4 * config.head_dim
     spread = 4 * q if config.q_per_kv > 1 else 0
     one = config.intermediate_size if config.moe is None else max(config.moe.intermediate_size, config.moe.shared_size or 0)
-    up_fixed, down_fixed = 2 * hidden * one * (2 if config.gated else 1), 2 * hidden * one
-    fixed, kept = PRODUCTS_BYTES, 2 * (q + 2 * kv)  # kept: q, k and v lie there until the next layer's
+    fixed = PRODUCTS_BYTES + 2 * hidden * max(q + 2 * kv, one * (2 if config.gated else 1))
+    kept = 2 * (q + 2 * kv)  # q, k and v lie there until the next layer's
     return (
-        Stage(fixed + 2 * hidden * (q + 2 * kv), 6 * hidden + 6 * (q + 2 * kv) + 2 * inner, tables),
+        Stage(fixed, 6 * hidden + 6 * (q + 2 * kv) + 2 * inner, tables),
         Stage(fixed, 4 * hidden + 2 * (q + 2 * kv) + 4 * q, tables + 4 * kv + spread),
-        Stage(fixed + up_fixed, 6 * hidden + 2 * up + 2 * q + kept, tables),
-        Stage(fixed + down_fixed, 8 * hidden + 2 * inner + kept, tables),
+        Stage(fixed, 8 * hidden + 2 * inner + kept, tables),
         Stage(fixed, 4 * hidden + 2 * up + 2 * inner + 2 * q + kept, tables),
     )
 

@@ -69,6 +69,8 @@ def _kept(config: ModelConfig, matrices: dict[str, Matrix], found: Inspection) -
         else:
             yield 4 * prod(shape)
     for layer in range(config.num_layers):
+        if config.parallel and config.pre_norm:  # attention and MLP each hold the norm that they share
+            yield from [4 * config.hidden_size] * (2 if config.norm_bias else 1)
         roles = layer_linears(config, layer)
         for module in modules(roles):
             last = [role for role in module if role == "o" or role.startswith(("down", "shared_down"))]

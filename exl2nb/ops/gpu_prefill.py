@@ -77,6 +77,7 @@ class _Run:
         self.done: dict[bool, Tensor] = {}
         self.qkv: dict[str, Any] = {}
         self.parts: tuple[Tensor, Tensor, Tensor]
+        self._room: Tensor | None = None
 
     def embed(self, a: dict[str, Any]) -> None:
         i = self.inputs
@@ -159,10 +160,18 @@ class _Run:
         if len(x) <= FEW:
             y = torch.ops.exl2nb.linear(x.float(), blob, bias)
             return y.half() if half else y
-        weight = torch.empty(gpu.shape_of(head), dtype=torch.float16, device=x.device)
-        gpu.unpack_into(head, weight)
+        weight = self._unpacked(head, x.device)
         y = torch.mm(x, weight) if half else torch.mm(x, weight, out_dtype=torch.float32)
         return y if bias is None else y.add_(bias)
+
+    def _unpacked(self, head: Tensor, device: torch.device) -> Tensor:
+        """A matrix in f16. All take turns in one piece of memory: pieces of their own would leave holes among the activations."""
+        K, N = gpu.shape_of(head)
+        if self._room is None or self._room.numel() < K * N:
+            self._room = torch.empty(max(K * N, self.program.widest), dtype=torch.float16, device=device)
+        weight = self._room[: K * N].view(K, N)
+        gpu.unpack_into(head, weight)
+        return weight
 
 
 def _normed(x: Tensor, weight: Tensor | None, eps: float, bias: Tensor | None, layer_norm: bool) -> Tensor:

@@ -7,9 +7,11 @@ those of the single ops, so the bits are the same too. Knows nothing about model
 from __future__ import annotations
 
 import itertools
+import math
 import struct
 import weakref
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -54,6 +56,12 @@ class Program:
         self._hidden = 0
         self._code: Tensor | None = None
         _programs[self.id] = self
+
+    @cached_property
+    def widest(self) -> int:
+        """On the GPU: numbers in the largest matrix before the head."""
+        head = self.steps[-1][1]["blob"].data_ptr()
+        return max((math.prod(gpu.shape_of(known)) for address, known in self.heads.items() if address != head), default=0)
 
     def embed(self, table: Tensor, *, scale: float = 1.0, position_table: Tensor | None = None) -> None:
         """Start the step: x = table[ids] * scale (+ position_table[positions])."""

@@ -6,6 +6,7 @@ import torch
 import exl2nb as ex
 from exl2nb import ops
 from exl2nb.cache.pool import KVCache
+from exl2nb.model import gpu_memory
 from exl2nb.model.batch import Batch
 from exl2nb.model.gpu_memory import ALIGN, Arena, aligned, blob_bytes, kept_bytes
 from exl2nb.model.inspect import Matrix, inspect
@@ -54,6 +55,16 @@ def test_every_tensor_that_stays_goes_into_the_arena(folder):
     batch = Batch.single(list(range(1, 20)), start=0, pages=[0], logit_rows="all")
     logits = [one.forward(batch, KVCache(one.cache_spec(256))) for one in (plain, model)]
     assert torch.equal(*logits)
+
+
+def test_the_headers_tell_every_tensor(folder, monkeypatch):
+    """All that are no blobs, byte for byte, and as many blobs; what a blob takes on the GPU is told below."""
+    model, blobs = load_model(folder), []
+    monkeypatch.setattr(gpu_memory, "blob_bytes", lambda parts: blobs.extend([parts] if parts else []) or 0)
+    said = kept_bytes(config_of(folder), inspect(folder))
+    tensors = list(model._network.tensors())
+    assert said == sum(aligned(tensor.nbytes) for tensor in tensors if tensor.dtype != torch.uint8)
+    assert len(blobs) == sum(tensor.dtype == torch.uint8 for tensor in tensors)
 
 
 def matrix(groups, columns, kind="exl2", rows=0):
