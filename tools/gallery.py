@@ -76,11 +76,12 @@ def build(prefixes: list[str]) -> None:
             continue
         book = nbformat.read(path, as_version=4)
         with tempfile.TemporaryDirectory() as folder:
-            execute(book, Path(folder))
+            cost = execute(book, Path(folder))
         data = strip(json.loads(nbformat.writes(book)))
         text = TEMPORARY.sub("/tmp/exl2nb", json.dumps(data, indent=1, ensure_ascii=False))
         (GALLERY / path.name).write_text(text + "\n", encoding="utf-8")
-        print(f"{path.name}: {(GALLERY / path.name).stat().st_size / 1000:.0f} kB")
+        size = (GALLERY / path.name).stat().st_size / 1000
+        print(f"{path.name}: {size:.0f} kB; {cost.peak_bytes / 1e6:.0f} MB resident, {cost.cpu_s:.1f} s of processor time", flush=True)
     (GALLERY / "README.md").write_text(index(), encoding="utf-8")
 
 
@@ -96,8 +97,19 @@ def strip(book: dict[str, Any]) -> dict[str, Any]:
                 output["metadata"] = {}
         if "outputs" in cell:
             kept = [o for o in cell["outputs"] if o.get("data", True) and o.get("name") != "stderr"]
-            cell["outputs"] = kept
+            cell["outputs"] = joined(kept)
     return book
+
+
+def joined(outputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Text that came in pieces as one output: a page gives each output lines of its own."""
+    found: list[dict[str, Any]] = []
+    for output in outputs:
+        if output["output_type"] == "stream" and found and found[-1].get("name") == output["name"]:
+            found[-1]["text"] = "".join([*found[-1]["text"], *output["text"]]).splitlines(keepends=True)
+        else:
+            found.append(output)
+    return found
 
 
 def index() -> str:

@@ -1,4 +1,4 @@
-"""What a notebook's kernel takes at its worst moment: resident memory, against the 1 GB that Binder guarantees.
+"""What a notebook's kernel takes: resident memory at its worst moment, against the 1 GB that Binder guarantees, and processor time.
 
 python tools/notebook_memory.py notebooks/01_quickstart.ipynb
 """
@@ -6,16 +6,24 @@ python tools/notebook_memory.py notebooks/01_quickstart.ipynb
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 LIMIT_BYTES = 10**9
 
 
-def execute(book: Any, folder: Path, *, timeout_s: int = 900) -> int:
-    """Run a notebook in `folder`, without widget state; returns the kernel's peak resident bytes (0 where the system does not tell).
+class Cost(NamedTuple):
+    """Of one run: the kernel's peak resident bytes, and the processor seconds of all its threads; 0 where the system does not tell."""
+
+    peak_bytes: int
+    cpu_s: float
+
+
+def execute(book: Any, folder: Path, *, timeout_s: int = 900) -> Cost:
+    """Run a notebook in `folder`, without widget state.
 
     Raises:
         nbclient.exceptions.CellExecutionError: a cell raised.
@@ -23,10 +31,16 @@ def execute(book: Any, folder: Path, *, timeout_s: int = 900) -> int:
     from nbclient import NotebookClient
 
     peaks: list[int] = []
+    spent: list[float] = []
     client = NotebookClient(book, timeout=timeout_s, resources={"metadata": {"path": str(folder)}}, store_widget_state=False)
-    client.on_cell_complete = lambda cell, cell_index: peaks.append(peak_bytes(client.km.provisioner.pid))
+
+    def look(cell: Any, cell_index: int) -> None:
+        peaks.append(peak_bytes(client.km.provisioner.pid))
+        spent.append(cpu_seconds(client.km.provisioner.pid))
+
+    client.on_cell_complete = look
     client.execute()
-    return max(peaks, default=0)
+    return Cost(max(peaks, default=0), max(spent, default=0.0))
 
 
 def peak_bytes(pid: int) -> int:
@@ -38,6 +52,15 @@ def peak_bytes(pid: int) -> int:
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0)
 
 
+def cpu_seconds(pid: int) -> float:
+    """Processor time that a process has had, in all its threads."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def main() -> int:
     """Exit code 1 where one takes more than the limit."""
     import nbformat
@@ -47,9 +70,9 @@ def main() -> int:
     worst = 0
     for path in parser.parse_args().notebooks:
         with tempfile.TemporaryDirectory() as folder:
-            peak = execute(nbformat.read(path, as_version=4), Path(folder))
-        print(f"{path.name}: {peak / 1e6:.0f} MB resident at most")
-        worst = max(worst, peak)
+            cost = execute(nbformat.read(path, as_version=4), Path(folder))
+        print(f"{path.name}: {cost.peak_bytes / 1e6:.0f} MB resident at most, {cost.cpu_s:.1f} s of processor time")
+        worst = max(worst, cost.peak_bytes)
     return int(worst > LIMIT_BYTES)
 
 

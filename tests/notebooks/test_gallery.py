@@ -34,6 +34,7 @@ def test_the_copy_is_this_notebook_executed(path):
     assert all(cell["execution_count"] is not None for cell in code)
     outputs = [output for cell in code for output in cell["outputs"]]
     assert outputs
+    assert all(cell["outputs"] == gallery.joined(cell["outputs"]) for cell in code), "text in pieces reads as a line for each"
     assert all(output["output_type"] != "error" for output in outputs)
     assert all(gallery.LIVE not in output.get("data", {}) for output in outputs), "widgets need a kernel; their twins do not"
     assert "widgets" not in book["metadata"]

@@ -2,17 +2,33 @@
 
 import json
 import re
+from dataclasses import replace
+from pathlib import Path
 
 import hostile
 import nbformat
+import numpy as np
 import pytest
 from lab import Notebook
 from playwright.sync_api import expect
 
-from exl2nb.widgets import CacheExplorer, Compare, Playground
+import exl2nb as ex
+from exl2nb.widgets import (
+    BitMap,
+    BitrateExplorer,
+    CacheExplorer,
+    Compare,
+    MemoryPlan,
+    PageTable,
+    Playground,
+    ProgressView,
+    SamplerMicroscope,
+    WeightBrowser,
+)
 
 pytestmark = pytest.mark.slow  # run by .ci/run
 
+DATA = Path(__file__).parents[1] / "data" / "demo-exl2-4.0bpw"
 SETUP = """
 import os, signal, time
 import exl2nb as ex
@@ -84,12 +100,21 @@ def test_an_interrupt_of_the_waiting_cell(lab, page):
 def test_a_notebook_nobody_trusts(lab, page, screenshots):
     """Downloaded, never run here: the twins without scripts show text and numbers, and hostile text stays text."""
     text = hostile.TEXTS["script"]
+    pages = {"page_size": 256, "pages": [["used", 9, [1], "", -1, ""]], "requests": [], "evictions": 0, "preemptions": 0}
     kl = [[0, text, 1, 0.5, 0.5, 0.0, True, None], [1, " other", 2, 0.5, 0.1, 0.3, False, text]]
     widgets = [
         Playground(result={"prompt": text, "text": text}),
         CacheExplorer(result={"modes": ["fp16", "q4"], "prompt": text, "tokens": kl}),
         Compare(result={"columns": [[text, "", 1, 2.0], ["b", "", 1, 2.0]], "prompts": [text], "tokens": kl}),
+        ProgressView(text),
+        BitrateExplorer(prompt=text),
+        BitMap(DATA, title=text),
+        PageTable(pages, title=text),
+        MemoryPlan(replace(ex.plan(DATA, free=10**9), name=text)),
+        SamplerMicroscope(np.float32([2, 1, 0]), new_ids=[0], top_k=2, seed=1),
+        WeightBrowser(DATA),
     ]
+    widgets[4].original = text
     cells = []
     for widget in widgets:
         view = {"application/vnd.jupyter.widget-view+json": {"model_id": "0" * 32, "version_major": 2, "version_minor": 0}}
@@ -100,10 +125,11 @@ def test_a_notebook_nobody_trusts(lab, page, screenshots):
     )
     (lab.root / "download.ipynb").write_text(json.dumps(book))
     page.goto(f"http://127.0.0.1:{lab.port}/lab/tree/download.ipynb?reset&token={lab.token}")
-    page.locator(".jp-Notebook .jp-Cell").nth(2).wait_for(timeout=60_000)
-    for index in range(3):
+    page.locator(".jp-Notebook .jp-Cell").nth(len(widgets) - 1).wait_for(timeout=60_000)
+    words = {"CacheExplorer": "Prompt", "SamplerMicroscope": "drew", "WeightBrowser": "bits per weight"}
+    for index, widget in enumerate(widgets):
         output = page.locator(".jp-Notebook .jp-Cell").nth(index).locator(".jp-OutputArea-output")
-        expect(output).to_contain_text("window.pwned = 1" if index != 1 else "Prompt", timeout=30_000)
+        expect(output).to_contain_text(words.get(type(widget).__name__, "window.pwned = 1"), timeout=30_000)
     assert page.evaluate("() => window.pwned") is None
     assert page.locator(".jp-OutputArea-output script, .jp-OutputArea-output [onerror], .jp-OutputArea-output [onload]").count() == 0
     assert not re.search("Error displaying widget", page.locator(".jp-Notebook").inner_text())

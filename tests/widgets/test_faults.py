@@ -1,24 +1,57 @@
 """What goes wrong around widgets: interrupts, closed models, several widgets on one engine, floods of messages, hostile text.
 
-After each, the widget can be read and the engine goes on. What happens in the page stands in tests/ui/test_faults_*.py.
+After each, the widget can be read and the engine goes on. What happens in the page stands in tests/ui/test_faults_*.py ("page": the true
+bundle, the kernel played by the test; "Lab": a real JupyterLab). What is where:
+
+    dead kernel          page: test_a_silent_kernel_is_noticed_and_forgiven (those that run), test_a_question_that_nobody_answers_is_noticed
+                         (those that ask); Lab: test_a_kernel_that_dies_leaves_a_readable_widget. BitMap, MemoryPlan and Speculation
+                         answer in the page and ask nobody
+    page loaded again    here: test_a_second_page_gets_the_whole_run (widgets that stream); Lab: CacheExplorer, test_answers_lab.py
+    second view          page: test_a_second_view_shows_the_same_and_both_close_cleanly (all)
+    Run All              Lab: test_answers_lab.py; every notebook: tests/notebooks
+    a cell run again     here: test_the_cell_is_run_again_while_it_streams; Lab: Playground
+    two on one engine    here: test_all_widgets_on_one_engine
+    interrupt            here: while waiting, loading, converting; Lab: the stop button; 1,000 random ones: tests/converter/test_storm.py
+    a closed model       here: widgets that run, BitrateExplorer, those that keep what they saw; PageTable: test_pagetable.py
+    1,000 messages/s     here: the floods; lost ones, page: test_lost_messages_are_asked_for_and_healed
+    an untrusted book    Lab: test_a_notebook_nobody_trusts (all)
+    hostile text         script tags, bidi controls, ANSI, lines of a megabyte: page: test_text_is_only_ever_text, test_a_line_of_a_megabyte
+                         (all); here: twins and exports (all)
 """
 
 import signal
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import ipywidgets
+import numpy as np
 import pytest
 from fakes import FakeModel
 
 import exl2nb as ex
 from exl2nb.core.errors import EngineClosed, Exl2Error, GenerationError
 from exl2nb.core.progress import Progress
-from exl2nb.widgets import BitMap, BitrateExplorer, CacheExplorer, Compare, Playground, ProgressView
+from exl2nb.generator.request import Completion, Timings, Token
+from exl2nb.generator.speculation import Acceptance
+from exl2nb.widgets import (
+    BitMap,
+    BitrateExplorer,
+    CacheExplorer,
+    Compare,
+    MemoryPlan,
+    PageTable,
+    Playground,
+    ProgressView,
+    SamplerMicroscope,
+    Speculation,
+    WeightBrowser,
+)
 
+DATA = Path(__file__).parents[1] / "data" / "demo-exl2-4.0bpw"
 TEXT = "It was a dark night, and the old man"
 TINY = {"rows": 2, "length": 64, "report_rows": 2}
 HOSTILE = "<script>window.pwned=1</script><img src=x onerror=alert(1)>\x1b[31m\u202e</div>\"'`"
@@ -116,6 +149,22 @@ def test_a_model_closed_under_the_explorer(measurement, llm, monkeypatch):
     assert llm.generate(TEXT, max_tokens=1).tokens
 
 
+def test_what_was_seen_outlives_the_model():
+    """These keep what they need: a slider or a place can still be moved when the model is closed, as after a last cell that closes it."""
+    llm = ex.demo(progress=None)
+    scope = SamplerMicroscope(llm, TEXT, max_tokens=4, temperature=0.8, seed=7)
+    guesses = Speculation(llm, TEXT, max_tokens=4, temperature=0)
+    weights = WeightBrowser(DATA, llm, column=3)
+    llm.close()
+    scope._dispatch(None, {"type": "sample", "at": 2, "settings": {"top_k": 5}}, [])
+    weights._dispatch(None, {"type": "look", "layer": 0, "matrix": weights.matrix, "group": 0, "unit": 0, "column": 9}, [])
+    assert (scope.at, scope.params.top_k, weights.column) == (2, 5, 9)
+    assert [widget.error for widget in (scope, guesses, weights)] == ["", "", ""]
+    for widget in (scope, guesses, weights):
+        assert widget._repr_mimebundle_()[0]["text/html"]
+        widget.close()
+
+
 @pytest.mark.parametrize("name", WIDGETS)
 def test_the_cell_is_run_again_while_it_streams(llm, name):
     """`widget.start()` again says what to do; a new widget in its place runs beside the old one; both are right."""
@@ -168,6 +217,18 @@ def test_a_flood_of_tokens_is_no_flood_of_messages(traffic, name):
     seconds = time.monotonic() - began
     assert widget.status == "done"
     assert traffic["messages"] < 60 + 60 * seconds
+
+
+def test_a_flood_of_measured_tokens_and_of_pages(traffic, llm):
+    """CacheExplorer beside a PageTable that looks fifty times a second."""
+    began = time.monotonic()
+    table, widget = PageTable(llm, period_s=0.02), caches(llm, 200)
+    with table:
+        widget.start()
+        llm.generate(TEXT, max_tokens=100, ignore_eos=True)
+        widget.wait(60)
+    assert widget.status == "done" and len(table.frames) > 1
+    assert traffic["messages"] < 120 + 90 * (time.monotonic() - began)
 
 
 def test_a_flood_of_progress_and_of_moves(traffic, measurement):
@@ -239,8 +300,56 @@ def hostile_widgets():
     yield BitMap({"path": HOSTILE, "matrices": [{"key": HOSTILE, "bpw": 4.0}]})
 
 
-@pytest.mark.parametrize("widget", list(hostile_widgets()), ids=lambda widget: type(widget).__name__)
-def test_text_is_data_in_the_twin_and_in_the_export(widget):
+class Words:
+    """A tokenizer of which every token is hostile."""
+
+    eos_ids = ()
+
+    def piece(self, _token):
+        return HOSTILE
+
+
+def weights():
+    browser = WeightBrowser(DATA)
+    browser.title = HOSTILE
+    return browser
+
+
+def microscope():
+    return SamplerMicroscope(np.log(np.float32([0.5, 0.3, 0.2])), new_ids=[0], top_k=2, seed=1, tokenizer=Words())
+
+
+def pagetable():
+    frame = {"page_size": 256, "pages": [["used", 256, [1], "aa", -1, "new"]], "requests": [], "evictions": 0, "preemptions": 0}
+    return PageTable({**frame, "label": HOSTILE}, title=HOSTILE)
+
+
+def plan():
+    return MemoryPlan(replace(ex.plan(Path(ex.__file__).parent / "demo_model", free=10**9), name=HOSTILE))
+
+
+def explorer():
+    widget = BitrateExplorer(prompt=HOSTILE)
+    widget.original = widget.made = HOSTILE
+    return widget
+
+
+def speculation():
+    timings = Timings(prompt_tokens=1, new_tokens=1, queue_s=0.0, first_token_s=0.5, prefill_s=0.5, decode_s=0.02)
+    told = Acceptance(kind="ngram", steps=1, proposed=1, accepted=1, lengths=(0, 1), plain_steps=0)
+    token = Token(1, HOSTILE, -0.1, 0.9, 1)
+    return Speculation(
+        Completion(text=HOSTILE, tokens=(token,), finish_reason="length", timings=timings, seed=1, prompt=HOSTILE, speculation=told)
+    )
+
+
+GLASSES = (weights, microscope, pagetable, plan, explorer, speculation)
+MAKERS = [*(pytest.param(lambda widget=widget: widget, id=type(widget).__name__) for widget in hostile_widgets()), *GLASSES]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_text_is_data_in_the_twin_and_in_the_export(make):
+    widget = make()
     twin = widget._repr_mimebundle_()[0]
     assert "<script" not in twin["text/html"] and "<img" not in twin["text/html"]
     assert "&lt;script&gt;" in twin["text/html"] or "&lt;img" in twin["text/html"], "the text itself is missing"
