@@ -4,7 +4,8 @@ from pathlib import Path
 
 STATIC = Path(__file__).parents[2] / "exl2nb" / "static"
 AXE = Path(__file__).parents[2] / "widgets" / "node_modules" / "axe-core" / "axe.min.js"
-TAGS = ["wcag2a", "wcag2aa", "wcag21aa", "wcag22aa"]
+TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
+ROUNDED = "label-content-name-mismatch"  # of cells in a map: they show a rounded figure, or none, and their label says all
 
 THEMES = {
     "none": "",
@@ -75,9 +76,20 @@ def state_of(widget, **changes) -> dict:
     return {**plain, **changes}
 
 
-def violations(page, where: str = "main") -> list:
-    """What axe-core finds against WCAG A and AA inside `where`; nothing where it is not installed (npm ci in widgets/)."""
+def violations(page, where: str = "main", *, besides: str = "") -> list[tuple[str, list[str]]]:
+    """What axe-core finds against WCAG A and AA inside `where`, rule and places; nothing where it is not installed (npm ci in widgets/).
+
+    besides: a rule that is left out.
+    """
     if not AXE.is_file():
         return []
     page.evaluate(AXE.read_text())
-    return page.evaluate("([where, tags]) => axe.run(where, {runOnly: tags}).then((r) => r.violations)", [where, TAGS])
+    found = page.evaluate("([where, tags]) => axe.run(where, {runOnly: tags}).then((r) => r.violations)", [where, TAGS])
+    return [(one["id"], [node["html"][:120] for node in one["nodes"]]) for one in found if one["id"] != besides]
+
+
+def low_controls(page) -> list[list]:
+    """Visible controls of less than 24 pixels, the least that WCAG 2.2 asks for, with their heights."""
+    controls = "[...document.querySelectorAll('button, input, summary, textarea')].filter((e) => e.checkVisibility())"
+    sizes = page.evaluate(f"() => {controls}.map((e) => [e.outerHTML.slice(0, 60), e.offsetHeight])")
+    return [size for size in sizes if size[1] < 24]

@@ -3,13 +3,11 @@
 from pathlib import Path
 
 import pytest
-from mock_host import MockHost, state_of
+from mock_host import MockHost, low_controls, state_of, violations
 
 import exl2nb as ex
 from exl2nb.widgets import Compare
 
-AXE = Path(__file__).parents[2] / "widgets" / "node_modules" / "axe-core" / "axe.min.js"
-TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
 NOTHING = {"n": 0, "tps": 0.0, "ttft_s": None}
 EXL2 = Path(__file__).parents[1] / "data" / "demo-exl2-4.0bpw"
 
@@ -48,13 +46,8 @@ def test_finished_run(page, compare, screenshots, theme):
     host.frame()
     assert host.sent[-1]["values"]["view"] == "difference"
     page.locator("section").screenshot(path=screenshots / f"compare-difference-{theme}.png")
-    if AXE.is_file():
-        page.evaluate(AXE.read_text())
-        found = page.evaluate("(tags) => axe.run('main', {runOnly: tags}).then((r) => r.violations)", TAGS)
-        assert [(v["id"], [n["html"][:120] for n in v["nodes"]]) for v in found] == []
-    small = "() => [...document.querySelectorAll('button, input, textarea')].filter((e) => e.checkVisibility())"
-    sizes = page.evaluate(f"({small})().map((e) => [e.outerHTML.slice(0, 60), e.offsetHeight])")
-    assert [size for size in sizes if size[1] < 24] == []
+    assert violations(page) == []
+    assert low_controls(page) == []
 
 
 def test_a_run_from_click_to_measured(page, compare):

@@ -1,13 +1,10 @@
 """The real Playground bundle in a browser with a fake kernel: what a reader sees, hears and presses."""
 
-from pathlib import Path
-
 import pytest
-from mock_host import MockHost
+from mock_host import MockHost, low_controls, violations
 
 from exl2nb.widgets import Playground
 
-AXE = Path(__file__).parents[2] / "widgets" / "node_modules" / "axe-core" / "axe.min.js"
 TOP = [[" the", 0.5], [" dog", 0.25], [" a", 0.1]]
 ITEMS = [[" dog", 11, 0.25, 2, TOP], [" ran", 12, 0.97, 1, [[" ran", 0.97]]], [".\n", 13, 0.02, 40, TOP], ["\n", 14, 0.6, 1, []]]
 STATS = {"n": 4, "tps": 812.0, "ttft_s": 0.02}
@@ -224,17 +221,8 @@ def test_accessible(page, theme, screenshots):
     page.locator("summary").click()
     page.locator(".exl2nb-token").first.hover()
     page.screenshot(path=screenshots / f"page-{theme}.png")
-    small = "() => [...document.querySelectorAll('button, input, summary, textarea')].filter((e) => e.checkVisibility())"
-    sizes = page.evaluate(
-        f"{small}.map((e) => [e.outerHTML.slice(0, 60), e.getBoundingClientRect().height])".replace("() => ", "() => ", 1)
-    )
-    assert [size for size in sizes if size[1] < 24] == []
-    if not AXE.is_file():
-        pytest.skip("no axe-core: run `npm ci` in widgets/")
-    page.evaluate(AXE.read_text())
-    tags = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa"]
-    found = page.evaluate("(tags) => axe.run('.exl2nb', { runOnly: tags })", tags)
-    assert [(v["id"], [n["html"][:120] for n in v["nodes"]]) for v in found["violations"]] == []
+    assert low_controls(page) == []
+    assert violations(page, ".exl2nb") == []
 
 
 def test_offline_export_shows_text_without_network(page, tmp_path, screenshots):
