@@ -1,15 +1,11 @@
 """The real BitrateExplorer bundle in a browser: the test plays the kernel with the true allocator."""
 
-from pathlib import Path
-
 import pytest
-from mock_host import MockHost
+from mock_host import ROUNDED, MockHost, violations
 
 import exl2nb as ex
 from exl2nb.widgets import BitrateExplorer
 
-AXE = Path(__file__).parents[2] / "widgets" / "node_modules" / "axe-core" / "axe.min.js"
-TAGS = ["wcag2a", "wcag2aa", "wcag21aa", "wcag22aa"]
 MOVED = ("bpw", "solved", "nbytes", "predicted_kl", "solve_ms", "_cells")
 
 
@@ -62,10 +58,31 @@ def test_drag_recolour_make_and_read(page, explorer, screenshots, theme):
     host.frame()
     assert page.locator(".exl2nb-strip > div").count() == len(explorer.grid.cells[0].parts[0].runs)
     page.screenshot(path=screenshots / f"explorer-{theme}.png")
-    if AXE.is_file():
-        page.evaluate(AXE.read_text())
-        found = page.evaluate("(tags) => axe.run('main', {runOnly: tags}).then((r) => r.violations)", TAGS)
-        assert not found, found
+    assert violations(page, besides=ROUNDED) == []
+
+
+def test_the_map_follows_the_slider_before_the_kernel_answers(page, explorer):
+    """From the curve, in the next frame; the kernel's allocation takes its place, and stays where no answer comes."""
+    explorer.solve(4.0)
+    MockHost(page, "explorer", state(explorer))
+    in_order = "sort((a, b) => a.dataset.i - b.dataset.i)"
+    shown = f"() => [...document.querySelectorAll('[role=gridcell][data-i]')].{in_order}.map((cell) => cell.textContent)"
+    exact = [f"{cell.bpw:.1f}" for cell in explorer.grid.cells]
+    near = min(explorer._curve, key=lambda point: abs(point[0] - 2.5))
+    code = f"""async () => {{
+      const slider = document.querySelector('input[type=range]');
+      slider.value = 2.5;
+      slider.dispatchEvent(new Event('input', {{bubbles: true}}));
+      await new Promise(requestAnimationFrame);
+      await new Promise(requestAnimationFrame);
+      return ({shown})();
+    }}"""
+    assert page.evaluate(code) == [f"{bits:.1f}" for bits in near[3]] != exact
+    assert page.locator(".exl2nb-figures").inner_text().startswith("about ")
+    page.wait_for_timeout(1700)  # nobody answers: what the kernel said last is shown again
+    page.get_by_role("button", name="Share of").click()
+    page.get_by_role("button", name="Bits").first.click()
+    assert page.evaluate(shown) == exact
 
 
 def test_a_size_asks_the_kernel_and_its_error_is_seen(page, explorer):
@@ -85,9 +102,7 @@ def test_a_size_asks_the_kernel_and_its_error_is_seen(page, explorer):
     assert host.sent[-1]["kind"] == "fits" and host.sent[-1]["cache"] == "q8"
     host.put(status="error", error="nothing is so small")
     assert page.get_by_role("alert").inner_text() == "nothing is so small"
-    if AXE.is_file():
-        page.evaluate(AXE.read_text())
-        assert not page.evaluate("(tags) => axe.run('main', {runOnly: tags}).then((r) => r.violations)", TAGS)
+    assert violations(page, besides=ROUNDED) == []
 
 
 def test_export_moves_along_the_curve_without_a_kernel(page, explorer, tmp_path):

@@ -142,12 +142,12 @@ class ExplorerView {
     this.put("selected", place ? [place.layer, place.matrix] : []);
   }
 
-  /** What is shown: the kernel's allocation, or without a kernel the nearest point of the curve. */
+  /** What is shown: the kernel's allocation; until its answer is here, or without a kernel, the nearest point of the curve. */
   private now(): { bpw: number; nbytes: number; kl: number; bits?: number[] } {
     const get = this.explorer.get;
     const wish = this.wish;
-    if (!get("_static") || wish === null || Math.abs(wish - get("solved")) < 1e-6)
-      return { bpw: get("solved"), nbytes: get("nbytes"), kl: get("predicted_kl") };
+    const here = { bpw: get("solved"), nbytes: get("nbytes"), kl: get("predicted_kl") };
+    if (wish === null || Math.abs(wish - here.bpw) < 1e-6 || !(get("_static") || this.asker.asking)) return here;
     const [bpw, nbytes, kl, bits] = get("_curve").reduce((a: CurvePoint, b: CurvePoint) =>
       Math.abs(b[0] - wish) < Math.abs(a[0] - wish) ? b : a,
     );
@@ -171,7 +171,8 @@ class ExplorerView {
     const shown = this.wish ?? now.bpw;
     this.number.textContent = (get("_static") ? now.bpw : shown).toFixed(2);
     setAttributes(this.slider, { "aria-valuetext": `${shown.toFixed(2)} bits per weight` });
-    this.figures.textContent = `${size(now.nbytes)} · predicted KL ${now.kl.toPrecision(2)}`;
+    const about = now.bits && !get("_static") ? "about " : "";
+    this.figures.textContent = `${about}${size(now.nbytes)} · predicted KL ${now.kl.toPrecision(2)}`;
     this.sizes.draw(now.nbytes, Math.max(...get("_curve").map((point) => point[1])));
     this.curve.draw(get("_curve"), get("_marks"), now.bpw, now.kl, this.describe(now));
     this.drawMap(cells, now.bits);
@@ -185,12 +186,12 @@ class ExplorerView {
 
   private drawMap(cells: BitCell[], bits: number[] | undefined): void {
     const get = this.explorer.get;
-    const metric = bits ? "bpw" : get("metric");
-    this.grid.paint(painter(cells, metric, [], bits));
+    const metric = bits && get("_static") ? "bpw" : get("metric");
+    this.grid.paint(painter(cells, metric, [], metric === "bpw" ? bits : undefined)); // shares are the kernel's to say
     const [layer, matrix] = get("selected") as [number?, string?];
     const chosen = cells.find((cell) => cell[0] === layer && cell[1] === matrix);
     this.grid.mark(chosen ? { layer: chosen[0], matrix: chosen[1] } : null);
-    this.detail.replaceChildren(...(chosen && !bits ? [strip(chosen)] : []));
+    this.detail.replaceChildren(...(chosen && !(bits && get("_static")) ? [strip(chosen)] : []));
     for (const button of this.choice.children)
       setAttributes(button, { "aria-pressed": String((button as HTMLElement).dataset.metric === metric) });
     this.readout(this.pointed);

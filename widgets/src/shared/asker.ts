@@ -9,6 +9,11 @@ export class Asker<Wish> {
     private readonly patienceMs = 1500,
   ) {}
 
+  /** A question is on its way. */
+  get asking(): boolean {
+    return this.waiting;
+  }
+
   want(wish: Wish): void {
     this.wanted = wish;
     if (!this.waiting) this.go();
