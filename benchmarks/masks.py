@@ -19,10 +19,12 @@ from typing import Any
 
 import numpy as np
 import tokenizers
+import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from exl2nb.constraint.matcher import MatcherConstraint
 from exl2nb.constraint.structure import Structure
+from exl2nb.ops import draw_rows
 from exl2nb.sampling.chain import sample_row
 from exl2nb.sampling.constraint import Allowed
 from exl2nb.sampling.params import SamplingParams
@@ -103,25 +105,36 @@ def best(walks: list[list[float]]) -> list[float]:
     return [min(times) for times in zip(*walks)]
 
 
-def taken_out(row: np.ndarray, allowed: Allowed) -> np.ndarray:
-    """What sampling does with a mask."""
-    return allowed.masked(row) if allowed.ids is None else row[allowed.ids]
+class Drawing:
+    """A greedy draw from one row, with a mask and without: the op that sampling calls, which reads the bits as they are."""
+
+    def __init__(self, size: int) -> None:
+        self._row = torch.randn(1, size, generator=torch.Generator().manual_seed(0)) * 2
+        self._greedy = torch.tensor([[0.0, 0.0, 1.0, 0.0, 0.0]], dtype=torch.float64)
+
+    def __call__(self, allowed: Allowed | None = None) -> float:
+        """Microseconds."""
+        bits = None if allowed is None else torch.from_numpy(allowed.bits).unsqueeze(0)
+        return clock(lambda: draw_rows(self._row, self._greedy, bits))
 
 
 def masks(structure: Structure, ids: list[int], size: int) -> None:
     """Walk the text: a mask by itself, and what is left to wait for after a step of the model of 3 ms."""
-    computed, totals, waits, accepts = [], [], [], []
-    row = (np.random.default_rng(0).normal(size=size) * 2).astype(np.float32)
+    computed, drawn, unmasked, waits, accepts = [], [], [], [], []
+    draw = Drawing(size)
     for _ in range(ROUNDS):
         constraint = Inline(structure._matcher.deep_copy(), size, "schema")
         times: list[float] = []
-        both: list[float] = []
+        masked: list[float] = []
+        free: list[float] = []
         for token in ids:
             times.append(clock(constraint.allowed))
-            both.append(times[-1] + clock(lambda c=constraint: taken_out(row, c.allowed())))
+            free.append(draw())
+            masked.append(draw(constraint.allowed()))
             constraint.accept(token)
         computed.append(times)
-        totals.append(both)
+        drawn.append(masked)
+        unmasked.append(free)
         constraint, times, taken = structure.start(), [], []
         for token in ids:
             time.sleep(0.003)
@@ -129,8 +142,11 @@ def masks(structure: Structure, ids: list[int], size: int) -> None:
             taken.append(clock(lambda c=constraint, t=token: c.accept(t)))
         waits.append(times)
         accepts.append(taken)
-    show("mask, as bits", best(computed))
-    show("mask, and a row of logits with it", best(totals))
+    bits, with_mask, without = best(computed), best(drawn), best(unmasked)
+    show("mask, as bits", bits)
+    show("greedy draw without a mask", without)
+    show("greedy draw, reading the bits", with_mask)
+    show("what a mask costs: bits, reading", [one + two - three for one, two, three in zip(bits, with_mask, without)])
     show("wait for it beside a 3 ms step", best(waits))
     show("accept, next mask begun", best(accepts))
 
