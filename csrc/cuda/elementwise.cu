@@ -15,7 +15,7 @@ __device__ float element(const void* table, int dtype, size_t i) {
 // The row's norm into row `token` of a matrix's input.
 __device__ __forceinline__ void normed(Row& row, const NormArgs& n, const float* tail, int token, const MatrixInput& next, RowSums& sums) {
   row.norm<true>(n, tail, sums, [&](int i, float4 v) {
-    put_input(next.x + static_cast<size_t>(token) * next.stride, next.perm_stride, next.num_perms, next.inverse, i, n.width, v);
+    put_input<true>(next.x + static_cast<size_t>(token) * next.stride, next.perm_stride, next.num_perms, next.inverse, i, n.width, v);
   });
 }
 
@@ -37,8 +37,8 @@ __global__ void __launch_bounds__(kRowThreads) embed_kernel(const __grid_constan
 #pragma unroll
   for (int j = 0; j < kHeld; j++) row.v[j] = four(Row::place(j));
 #pragma unroll
-  for (int j = 0; j < kHeld; j++) Row::put_four(x, Row::place(j), a.width, row.v[j]);
-  for (int i = Row::place(kHeld); i < a.width; i += 4 * kRowThreads) Row::put_four(x, i, a.width, four(i));
+  for (int j = 0; j < kHeld; j++) Row::put_four<true>(x, Row::place(j), a.width, row.v[j]);
+  for (int i = Row::place(kHeld); i < a.width; i += 4 * kRowThreads) Row::put_four<true>(x, i, a.width, four(i));
   if (a.next.x) normed(row, a.norm, x, token, a.next, sums);
 }
 

@@ -101,7 +101,7 @@ static int gemv_prepare(GemvArgs& a, Epilogue e) {
 }
 
 bool gemv_makes(GemvArgs a, Epilogue e, int width) {
-  if (a.tokens < 1 || a.tokens > kMadeTokens || width > kHeldWidth) return false;
+  if (a.tokens < 1 || a.tokens > kMadeTokens || width > kHeldWidth || width % 4) return false;
   gemv_prepare(a, e);
   return a.staged;
 }

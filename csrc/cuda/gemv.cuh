@@ -188,7 +188,7 @@ struct StagedInput {
       for (int m = 0; m < M; m++) {
         row.load<false>(A.from, row_of(A, m), A.from.to && block == 0, sums);
         row.norm<false>(A.from.norm, nullptr, sums, [&](int i, float4 v) {
-          put_input(S.xs + m * A.x_stride, M * A.x_stride, A.perms, A.inverse, i, A.from.norm.width, v);
+          put_input<false>(S.xs + m * A.x_stride, M * A.x_stride, A.perms, A.inverse, i, A.from.norm.width, v);
         });
       }
       return false;

@@ -37,6 +37,7 @@ struct UpArgs {
   const ExpertMatrix *table, *next_table;
   // CTAs of a token: `share` for each of top_k pairs, then `shared_share` for the last one.
   int share, shared_share, pairs, activation, x_stride;
+  int near;    // matrices whose table entries are fetched before one of them is chosen; 0 where they are too many
   half* next;  // [pair][stride]
   int next_stride;
 };
@@ -61,41 +62,60 @@ struct ExpertInput {
   __device__ __forceinline__ bool put(const GemvArgs& A, const GemvShared& S, int, uint64_t*) const {
 #pragma unroll
     for (int j = 0; j < kHeld; j++)
-      if (Row::place(j) < width) put_input(S.xs, A.x_stride, A.perms, A.inverse, Row::place(j), width, row.v[j]);
+      if (Row::place(j) < width) put_input<false>(S.xs, A.x_stride, A.perms, A.inverse, Row::place(j), width, row.v[j]);
     return false;
   }
 };
 
+// Into the L2 cache what a CTA reads first, while it finds out how that is laid out.
+__device__ __forceinline__ void prefetch_strips(const GemvArgs& A, int block) {
+#if __CUDA_ARCH__ >= 900
+  constexpr int64_t kAhead = 128 << 10;
+  const int mine = (A.part[0].strips - block + A.grid - 1) / A.grid, i = threadIdx.x, p = i >= mine;
+  if (i >= 2 * mine || (i + 1) * A.part[p].strip_bytes > kAhead) return;
+  const uint8_t* const from = A.part[p].data + (block + (i - p * mine) * A.grid) * A.part[p].strip_bytes;
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(from), "r"(static_cast<uint32_t>(A.part[p].strip_bytes)) : "memory");
+#endif
+}
+
 template <int PATH>
-__global__ void __launch_bounds__(kThreads, 1) up_kernel(const __grid_constant__ UpArgs E) {
+__global__ void __launch_bounds__(kThreads, PATH == kBulk ? 2 : 1) up_kernel(const __grid_constant__ UpArgs E) {
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ GemvArgs A;
   __shared__ RowSums sums;
   const int token = blockIdx.y, at = blockIdx.x, top_k = E.choice.top_k;
   const int place = at < top_k * E.share ? at / E.share : top_k, block = at - place * E.share, pair = token * E.pairs + place;
+  // What is chosen, and from what, lies where the ring will be.
+  const Chosen chosen(E.choice, shared);
+  auto* const near = reinterpret_cast<ExpertMatrix*>(shared + Chosen::bytes(E.choice));
+  auto** const inverses = reinterpret_cast<const int**>(near + E.near);
+  constexpr int kVectors = sizeof(ExpertMatrix) / 16;
+  for (int i = threadIdx.x; i < E.near * kVectors; i += kThreads)
+    reinterpret_cast<uint4*>(near)[i] = __ldg(reinterpret_cast<const uint4*>(E.table) + i);
+  for (int i = threadIdx.x; i < E.near; i += kThreads) inverses[i] = E.next_table[i].inverse[0];
   Row row;
   row.load<false>(E.from, token, false, sums);  // older than what this kernel waits for
   const NormArgs& n = E.from.norm;
   const Row::Scale scale = row.scale<false>(n, nullptr, sums);
 #pragma unroll
   for (int j = 0; j < kHeld; j++)
-    if (Row::place(j) < n.width) row.v[j] = Row::scaled(scale, n, row.v[j], Row::place(j));
+    if (Row::place(j) < n.width) row.v[j] = Row::scaled<false>(scale, n, row.v[j], Row::place(j));
   pdl_wait();
   pdl_launch_dependents();  // now, so that what the next kernel finds is as old as what this one has found
-  const Chosen chosen(E.choice, shared);
-  choose<false>(E.choice, chosen, token);
-  __syncthreads();
+  rank(E.choice, chosen, token);
   if (threadIdx.x == 0) {
-    const int number = chosen.numbers[place];
-    const ExpertMatrix &m = E.table[number], &next = E.next_table[number];
+    const int number = place < top_k ? chosen.ranked[place] : E.choice.experts;
+    const ExpertMatrix& m = E.near ? near[number] : E.table[number];
     set_matrix(A, m, place < top_k ? E.share : E.shared_share);
     A.x_stride = E.x_stride, A.rows = nullptr, A.squares = nullptr, A.bias = nullptr, A.next_norm = nullptr, A.activation = E.activation;
     for (int p = 0; p < 2; p++) A.inverse[p] = m.inverse[p];
     A.next.x = E.next + static_cast<size_t>(pair) * E.next_stride, A.next.stride = E.next_stride, A.next.perm_stride = 0;
-    A.next.num_perms = 1, A.next.inverse[0] = next.inverse[0];
+    A.next.num_perms = 1, A.next.inverse[0] = E.near ? inverses[number] : E.next_table[number].inverse[0];
   }
+  if constexpr (PATH == kBulk) barrier_fence();  // what was read and written here, before bulk copies go there
   __syncthreads();
   if (block >= A.grid) return;
+  prefetch_strips(A, block);
   run_gemv<PATH, true>(A, shared, block, [] {}, ExpertInput{row, n.width});
 }
 
@@ -132,7 +152,7 @@ const char* launch(const Args& args, dim3 grid, int shared, cudaStream_t stream,
 int ring_bytes() { return stages_of(gemv_path()) * kWarps * kSlot + num_bars(gemv_path()) * 8; }
 
 const char* up_launch(UpArgs e, const ExpertTable& table, int tokens, cudaStream_t stream, bool pdl) {
-  if (e.from.norm.width > kHeldWidth) return "experts have more inputs than a CTA holds";
+  if (e.from.norm.width > kHeldWidth || e.from.norm.width % 4) return "experts have more inputs than a CTA holds";
   share_out(e, table, tokens);
   int own = 0;  // a CTA's memory beside ring, image and activations
   for (int i : {0, table.count - 1}) {
@@ -142,7 +162,8 @@ const char* up_launch(UpArgs e, const ExpertTable& table, int tokens, cudaStream
     own = std::max(own, GemvShared::bytes(a));
     if (e.pairs == e.choice.top_k) break;
   }
-  // What is chosen lies where the ring will be.
+  const int near = Chosen::bytes(e.choice) + table.count * static_cast<int>(sizeof(ExpertMatrix) + sizeof(int*));
+  e.near = near <= ring_bytes() ? table.count : 0;
   const int shared =
       std::max(Chosen::bytes(e.choice), ring_bytes() + (table.image + 15) / 16 * 16 + own + table.num_perms * table.stride * 2);
   if (shared > limits().block - static_cast<int>(sizeof(GemvArgs)) - 256)

@@ -1,7 +1,8 @@
 // The sparse MLP of a decode step, without the host knowing what was chosen. Behind the router's product there are two launches. Of all
-// (token, expert) pairs the first products: every CTA makes the token's normed row and ranks the router's logits itself, so that nothing
-// has to be handed on. Then all second ones: a CTA owns columns of the residual and goes through the token's experts in the order of their
-// numbers, so it adds to the residual and leads on to the next matrix as the product of a plain layer does (gemv.cuh).
+// (token, expert) pairs the first products: every CTA makes the token's normed row while the router works, and ranks its logits itself, so
+// that nothing has to be handed on. Then all second ones: a CTA owns columns of the residual and goes through the token's experts in the
+// order of their numbers, so it adds to the residual and leads on to the next matrix as the product of a plain layer does (gemv.cuh). It
+// finds out what was chosen, and fetches its first weights, beside the first products.
 //
 // An expert that every token visits stands as one more pair, behind the chosen ones. A pair is one row, so nothing about a token depends on
 // the tokens beside it. A table per kind of matrix, on the device, says where each expert's matrix lies; its kernels pick by number.

@@ -253,6 +253,8 @@ class Program:
         if tensor is None:
             return 0
         check(tensor.dtype == torch.float32, "Program", "dtype of a norm, bias, cos or sin", tensor.dtype, "torch.float32")
+        if self.device.type != "cpu" and tensor.data_ptr() % 16:  # its kernels read four numbers at once
+            tensor = tensor.clone()
         return self._address(tensor)
 
     def _experts(self, up: Sequence[Tensor], down: Sequence[Tensor]) -> int:
