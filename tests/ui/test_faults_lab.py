@@ -126,7 +126,7 @@ def test_a_notebook_nobody_trusts(lab, page, screenshots):
     (lab.root / "download.ipynb").write_text(json.dumps(book))
     page.goto(f"http://127.0.0.1:{lab.port}/lab/tree/download.ipynb?reset&token={lab.token}")
     page.locator(".jp-Notebook .jp-Cell").nth(len(widgets) - 1).wait_for(timeout=60_000)
-    words = {"CacheExplorer": "Prompt", "SamplerMicroscope": "drew", "WeightBrowser": "bits per weight"}
+    words = {"CacheExplorer": "Prompt", "SamplerMicroscope": "drew", "WeightBrowser": "codes in words"}
     for index, widget in enumerate(widgets):
         output = page.locator(".jp-Notebook .jp-Cell").nth(index).locator(".jp-OutputArea-output")
         expect(output).to_contain_text(words.get(type(widget).__name__, "window.pwned = 1"), timeout=30_000)

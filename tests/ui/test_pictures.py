@@ -17,7 +17,7 @@ ASK = "It was a dark night, and the old man"
 SETUP = "import exl2nb as ex\nllm = ex.demo(progress=None)\nmeasured = ex.demo_measurement()"
 CELLS = {
     "playground": f"play = ex.widgets.Playground(llm, prompt={ASK!r}, max_tokens=80, seed=7)\nplay.start().wait()\nplay",
-    "explorer": "ex.widgets.BitrateExplorer(measured, llm, bpw=3.0, measured=[(2.5, .41), (3, .135), (4, .038), (5, .0113)])",
+    "explorer": "ex.widgets.BitrateExplorer(measured, llm, bpw=3.0, measured=[(3, .2605), (4, .0698), (6, .0049)])",
     "bitmap": "ex.widgets.BitMap(measured.solve(bpw=3.5), selected=[3, 'down'])",
     "plan": "ex.widgets.MemoryPlan(llm, context=4096, batch=8, free=100_000_000)",
     "weights": f"ex.widgets.WeightBrowser({str(DATA)!r}, llm, column=17)",
@@ -25,9 +25,11 @@ CELLS = {
     "speculation": "story = 'It was a dark and stormy night. The old man had a boat and a dog. ' * 4\n"
     "ex.widgets.Speculation(llm, story, max_tokens=60, temperature=0)",
     "pagetable": "table = ex.widgets.PageTable(llm, period_s=0.02).start()\n"
-    "llm.generate([f'{i} ' + 'The rain fell on the town. ' * 60 for i in range(4)], max_tokens=30)\ntable.stop(); table.wait(5)\ntable",
+    "rain = 'The rain fell on the town. ' * 70\nllm.generate(rain, max_tokens=1)\n"
+    "llm.generate([rain + 'Who came?', rain + 'Who left?', 'It was'], max_tokens=60, ignore_eos=True)\ntable.stop(); table.wait(5)\n"
+    "seen = table.to_frame()\ntable.frame = int((seen.owners.map(len) > 1).groupby(seen.frame).sum().idxmax())\ntable",
     "caches": f"caches = ex.widgets.CacheExplorer(llm, prompt={ASK!r}, max_tokens=40)\ncaches.start(); caches.wait()\ncaches",
-    "compare": "two = ex.widgets.Compare({'greedy': llm, 'dice': (llm, {'temperature': 0.9, 'seed': 3})}, "
+    "compare": f"two = ex.widgets.Compare({{'original': llm, '4 bits': {str(DATA)!r}}}, "
     "prompts=['She opened the letter and'], max_tokens=40)\ntwo.start(); two.wait()\ntwo",
 }
 

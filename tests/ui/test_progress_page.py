@@ -1,21 +1,41 @@
 """The real ProgressView bundle in a browser with a fake kernel."""
 
 import pytest
-from mock_host import MockHost
+from mock_host import MockHost, violations
 
 from exl2nb.widgets import ProgressView
+
+RUNNING = {"status": "running", "stage": "measure", "done": 3.0, "total": 12.0, "unit": "layers", "rate": 1.5, "eta_s": 6.0}
+
+
+def mounted(page, theme: str = "light") -> MockHost:
+    values = ProgressView("convert").get_state()
+    plain = {k: v for k, v in values.items() if isinstance(v, (str, int, float, list, type(None))) and k not in ("_esm", "_css")}
+    return MockHost(page, "progress", plain, theme=theme)
 
 
 @pytest.fixture
 def host(page):
-    values = ProgressView("convert").get_state()
-    plain = {k: v for k, v in values.items() if isinstance(v, (str, int, float, list, type(None))) and k not in ("_esm", "_css")}
-    return MockHost(page, "progress", plain)
+    return mounted(page)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_everybody_can_read_it(page, screenshots, theme):
+    """While it runs, when it is done, and when it failed: axe finds nothing."""
+    host = mounted(page, theme)
+    ends = (
+        {},
+        {"status": "done", "finished": [["measure", 41.0, "done"]]},
+        {"status": "error", "error": "ConversionError: the disk is full"},
+    )
+    for name, end in zip(("running", "done", "error"), ends):
+        host.put(**{**RUNNING, "elapsed_s": 2.0, **end})
+        assert not violations(page)
+        page.locator(".exl2nb-progress").screenshot(path=screenshots / f"progress-{name}-{theme}.png")
 
 
 def test_one_line_from_start_to_end(host, page, screenshots):
-    running = {"status": "running", "stage": "measure", "done": 3.0, "total": 12.0, "unit": "layers", "rate": 1.5, "eta_s": 6.0}
-    host.put(**running, elapsed_s=2.0, detail="model.layers.3.mlp.down_proj")
+    host.put(**RUNNING, elapsed_s=2.0, detail="model.layers.3.mlp.down_proj")
     bar = page.get_by_role("progressbar", name="convert: measure")
     assert bar.get_attribute("aria-valuenow") == "25"
     line = page.locator(".exl2nb-line").inner_text()
