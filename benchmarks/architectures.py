@@ -152,7 +152,7 @@ def loaded(raw: dict[str, Any], device: str) -> Iterator[ex.LLM]:
 
 
 def speed(llm: ex.LLM, tokens: int) -> float:
-    """Tokens per second of greedy decoding after one token: a longer prompt is another path, which sends a sparse layer's rows to all experts.
+    """Tokens per second of greedy decoding after one token: a longer prompt is another path, in which the host routes tokens.
 
     With one thread on the CPU, of processor time: others may be at work.
     """

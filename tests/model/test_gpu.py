@@ -248,15 +248,20 @@ def test_gptq_checkpoints(recipe, tmp_path):
         assert float((logits(cuda, ids, chunk=chunk) - want).abs().max() / want.std()) < 1e-2
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe-bias", "dbrx-norm2", "gemmoe"])
-def test_experts_are_chosen_on_the_gpu(name, tmp_path):
-    """Token by token through the step kernels, alone and beside others: the same bits; and what the CPU computes."""
+NORMS = ["starcoder2", "gpt2", "cohere2", "gemma2", "olmo2", "glm4"]  # LayerNorms, parallel blocks, norms behind attention and MLP
+EXPERTS = ["mixtral", "qwen2_moe", "qwen3_moe-bias", "dbrx-norm2", "gemmoe"]
+
+
+@pytest.mark.parametrize("name", [*NORMS, *EXPERTS])
+def test_step_kernels_of_unlike_layers(name, tmp_path):
+    """Token by token, eight at a time, alone and beside others: the same bits, whoever makes the norms; and what the CPU computes."""
     folder = write_exl2(write(name, build_wide(name), tmp_path / "dense"), tmp_path / "exl2")
     cpu, cuda = load_model(folder), load_model(folder, device="cuda")
     ids = torch.randint(0, cpu.config.vocab_size, (24,), generator=torch.Generator().manual_seed(3)).tolist()
     want, single = logits(cpu, ids), logits(cuda, ids, chunk=1)
     assert float((single - want).abs().max() / want.std()) < 2e-2
-    assert torch.equal(logits(cuda, ids, chunk=8), single)
+    for chunk in (3, 8):
+        assert torch.equal(logits(cuda, ids, chunk=chunk), single)
     assert torch.equal(logits(load_model(folder, device="cuda", deterministic=True), ids), single)
     spans = [Span(ids=ids[:n], start=0, pages=[page], logit_rows="all") for page, n in enumerate((8, 3, 1))]
     together = cuda.forward(Batch.build(spans), KVCache(cuda.cache_spec(2048), "cuda")).cpu()
