@@ -9,10 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
+from exl2nb.converter.context import Context
 from exl2nb.converter.result import Conversion
-from exl2nb.converter.weights import DenseWeights
-from exl2nb.converter.work import HEAD, Work
-from exl2nb.core.progress import Meter, Sink
+from exl2nb.converter.work import HEAD
 from exl2nb.io import safetensors
 from exl2nb.io.hf_config import read_config
 from exl2nb.model.layout import end_vectors, head_linear, layer_linears, layer_vectors
@@ -23,39 +22,26 @@ from exl2nb.quant.exl2 import Exl2Tensors
 REPORT = "conversion.json"  # in the model directory
 
 
-def assemble(
-    dst: Path,
-    src: Path,
-    weights: DenseWeights,
-    work: Work,
-    key: str,
-    result: Conversion,
-    quantization: dict[str, Any],
-    sink: Sink | None,
-    check: Callable[[], None],
-) -> None:
+def assemble(context: Context, dst: Path, src: Path, key: str, result: Conversion, quantization: dict[str, Any]) -> None:
     """Write the directory; it appears when everything in it is complete.
 
     Args:
+        context: the dense model's tensors that are stored as they are, and the folder of the quantised layers.
         dst: the directory.
         src: the dense model's, for everything but weights.
-        weights: the dense model's tensors that are stored as they are.
-        work: folder of the quantised layers.
-        key: of these layers.
+        key: of the quantised layers.
         result: goes into the report.
         quantization: `quantization_config` of its config.json.
-        sink: takes the events of stage "write".
-        check: called between matrices; raises to stop.
     """
-    with Meter("write", total=len(result.matrices), unit="matrices", sink=sink) as meter:
+    with context.meter("write", total=len(result.matrices), unit="matrices") as meter:
 
         def step(name: str) -> None:
-            check()
+            context.check()
             meter.step(detail=name)
 
         write_model(
             dst,
-            _tensors(weights, work, key, step),
+            _tensors(context, key, step),
             config=read_config(src),
             source_dir=src,
             quantization_config=quantization,
@@ -63,8 +49,8 @@ def assemble(
         )
 
 
-def _tensors(weights: DenseWeights, work: Work, key: str, step: Callable[[str], None]) -> Iterator[tuple[str, Tensor]]:
-    config = weights.config
+def _tensors(context: Context, key: str, step: Callable[[str], None]) -> Iterator[tuple[str, Tensor]]:
+    weights, work, config = context.weights, context.work, context.weights.config
     for name in end_vectors(config):
         yield name, weights.stored(name)
     for layer in (*range(config.num_layers), HEAD):

@@ -17,6 +17,7 @@ import torch
 from exl2nb.converter import tensor_cores
 from exl2nb.converter.calibrate import Source
 from exl2nb.converter.choices import Frozen
+from exl2nb.converter.context import Context
 from exl2nb.converter.device import pick
 from exl2nb.converter.layers import Rounding
 from exl2nb.converter.measure import Measurement
@@ -201,7 +202,7 @@ class ConversionJob:
             weights = DenseWeights(config, store, self.device)
             make_directory(self.dst.absolute().parent)
             work = Work(self._work_dir or self.dst.absolute().parent / f".{self.dst.name}.work")
-            yield Run(self.settings, src, self.dst, weights, work, sink, self.check_cancelled)
+            yield Run(self.settings, src, self.dst, Context(weights, work, sink, self.check_cancelled))
         if self._work_dir is None:
             shutil.rmtree(work.directory, ignore_errors=True)
 

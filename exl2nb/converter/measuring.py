@@ -4,79 +4,57 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from exl2nb.converter import measure
 from exl2nb.converter.calibrate import Rows
+from exl2nb.converter.context import Context
 from exl2nb.converter.hessian import factorize, input_of
 from exl2nb.converter.measure import Measured, Measurement
 from exl2nb.converter.sensitivity import LayerStatistics, sweep
 from exl2nb.converter.sizes import CacheShape
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.converter.work import HEAD, REVISION, Work, hash_of
-from exl2nb.core.progress import Meter, Sink
 from exl2nb.model.layout import head_linear, layer_linears
 
 HELD_STATISTICS = 256 << 20  # bytes of statistics that a measurement keeps in memory for further bitrates
 
 
-def measured(
-    weights: DenseWeights,
-    work: Work,
-    rows: Rows,
-    seed: int,
-    calibration: dict[str, Any],
-    given: Measurement | None,
-    sink: Sink | None,
-    check: Callable[[], None],
-) -> tuple[Measurement, str]:
+def measured(context: Context, rows: Rows, seed: int, calibration: dict[str, Any], given: Measurement | None) -> tuple[Measurement, str]:
     """The measurement given, the one in the work folder, or a new one; and the key of the statistics on these rows.
 
     A measurement given without statistics of these rows costs one sweep, in which no linear is measured again.
 
     Args:
-        weights: the model.
-        work: where measured layers and statistics are filed.
+        context: the model, and where measured layers and statistics are filed.
         rows: calibration rows.
         seed: of the sampled labels.
         calibration: what the measurement says of its rows.
         given: a measurement of this model.
-        sink: takes the events of stage "measure".
-        check: called between steps; raises to stop.
     """
+    weights, work = context.weights, context.work
     fingerprint, layers = weights.fingerprint(), weights.config.num_layers
     key = hash_of(REVISION, measure.FORMAT, fingerprint, rows.calibrating.numpy().tobytes(), rows.used, seed, measure.ANCHORS)
     found = given if given is not None else work.load_measurement(key)
     if found is not None and ((found.key == key and found.statistics) or work.has_statistics(key, layers)):
         return found, key
-    made = _measure(weights, work, rows, seed, key, found, {**calibration, "seed": seed}, sink, check)
+    made = _measure(context, rows, key, found, {**calibration, "seed": seed})
     work.save_measurement(made, layers)
     return made, key
 
 
-def _measure(
-    weights: DenseWeights,
-    work: Work,
-    rows: Rows,
-    seed: int,
-    key: str,
-    known: Measurement | None,
-    calibration: dict[str, Any],
-    sink: Sink | None,
-    check: Callable[[], None],
-) -> Measurement:
-    config, held, visits = weights.config, _Held(), {}
+def _measure(context: Context, rows: Rows, key: str, known: Measurement | None, calibration: dict[str, Any]) -> Measurement:
+    weights, work, config, held, visits = context.weights, context.work, context.weights.config, _Held(), {}
     linears: dict[str, Measured] = dict(known.linears) if known is not None else {}
-    with Meter("measure", total=2 * config.num_layers + 1, unit="layers", sink=sink) as meter:
+    with context.meter("measure", total=2 * config.num_layers + 1, unit="layers") as meter:
 
         def step(detail: str) -> None:
-            check()
+            context.check()
             meter.step(detail=detail)
 
-        for statistics in sweep(weights, rows.calibrating, used=rows.used, seed=seed, step=step):
+        for statistics in sweep(weights, rows.calibrating, used=rows.used, seed=calibration["seed"], step=step):
             if statistics.layer != HEAD:
                 tensors = statistics.tensors()
                 work.save_statistics(key, statistics.layer, tensors)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +18,12 @@ import numpy as np
 from torch import Tensor
 
 from exl2nb.converter.calibrate import Rows
+from exl2nb.converter.context import Context
 from exl2nb.converter.measure import Measured, Measurement
 from exl2nb.converter.options import Groups
 from exl2nb.converter.plan import Plan, Slot
 from exl2nb.converter.trial import true_kl
-from exl2nb.converter.weights import DenseWeights
-from exl2nb.converter.work import Work, hash_of
-from exl2nb.core.progress import Meter, Sink
+from exl2nb.converter.work import hash_of
 
 ROUNDED_ON = 12  # rows whose Hessians the trial's rounding uses
 ROWS, LENGTH = 8, 256  # judged, and tokens of each
@@ -55,31 +54,20 @@ class Polished:
         return {"swapped": self.swapped, "kl": list(self.kl), "corrections": self.corrections}
 
 
-def polish(
-    weights: DenseWeights,
-    work: Work,
-    rows: Rows,
-    measurement: Measurement,
-    plan: Plan,
-    wanted: Mapping[str, Any],
-    sink: Sink | None,
-    check: Callable[[], None],
-) -> Polished:
+def polish(context: Context, rows: Rows, measurement: Measurement, plan: Plan, wanted: Mapping[str, Any]) -> Polished:
     """Try swaps.
 
     Args:
-        weights: the dense model, without experts.
-        work: where the true KLs are filed, so that a killed job does not try again.
+        context: the dense model, without experts, and where the true KLs are filed, so that a killed job does not try again.
         rows: calibration rows; those for sensitivity judge.
         measurement: the plan's.
         plan: to begin with.
         wanted: keywords of `Measurement.solve` that gave it.
-        sink: takes the events of stage "polish".
-        check: called between layers; raises to stop.
     """
+    weights, work = context.weights, context.work
     ids, judged = rows.hessians[:: max(1, rows.used // ROUNDED_ON)][:ROUNDED_ON], rows.sensitivity[:ROWS, :LENGTH]
     texts = hash_of(measurement.key, weights.fingerprint(), ids.numpy().tobytes(), judged.numpy().tobytes())
-    with Meter("polish", total=2 * (weights.config.num_layers + 1), unit="layers", sink=sink) as meter:
+    with context.meter("polish", total=2 * (weights.config.num_layers + 1), unit="layers") as meter:
 
         def tried(plans: Sequence[Mapping[str, Groups]]) -> Tensor:
             key = hash_of(texts, *(sorted(one.items()) for one in plans))
@@ -92,7 +80,7 @@ def polish(
             return found
 
         def step(detail: str) -> None:
-            check()
+            context.check()
             meter.step(detail=detail)
 
         kinds = _kinds(measurement.linears, weights.config.num_layers)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from exl2nb.converter.calibrate import Rows
+from exl2nb.converter.context import Context
 from exl2nb.converter.gptq import dense
 from exl2nb.converter.layers import Rounding, Streams, quantize_head, quantize_layer
 from exl2nb.converter.measure import Measurement
@@ -18,7 +19,6 @@ from exl2nb.converter.result import Matrix
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.converter.work import HEAD, Packed, Work, hash_of
 from exl2nb.core.errors import ConversionError
-from exl2nb.core.progress import Meter, Sink
 from exl2nb.model import reference
 from exl2nb.model.layout import Linear, head_linear, layer_linears
 from exl2nb.quant.exl2 import Exl2Tensors
@@ -34,42 +34,29 @@ class Made:
     quality: Quality | None = None
 
 
-def quantize_model(
-    weights: DenseWeights,
-    work: Work,
-    rows: Rows,
-    measurement: Measurement,
-    plan: Plan,
-    statistics: str,
-    rounding: Rounding,
-    sink: Sink | None,
-    check: Callable[[], None],
-) -> Made:
+def quantize_model(context: Context, rows: Rows, measurement: Measurement, plan: Plan, statistics: str, rounding: Rounding) -> Made:
     """Quantise every layer and the head into the work folder; those that are there already are taken over.
 
     Args:
-        weights: the model.
-        work: the folder.
+        context: the model and the folder.
         rows: calibration rows, of which those for sensitivity are not used, and those for the report.
         measurement: the plan's.
         plan: widths of every matrix.
         statistics: key of the statistics on these rows.
         rounding: how codes are chosen.
-        sink: takes the events of stage "quantize".
-        check: called between layers; raises to stop.
     """
-    held_out, config = rows.report, weights.config
+    held_out, weights, work, config = rows.report, context.weights, context.work, context.weights.config
     made = Made(hash_of(statistics, rounding, list(plan.groups().items())))
     layers, filed = config.num_layers, _Filed(weights, work, made, {c.key: c for c in plan.choices})
     x = reference.embed(config, weights.ends(), torch.cat([rows.hessians, held_out]).to(weights.device))
     streams = Streams.of(x, rows.used)
-    with Meter("quantize", total=layers + 1, unit="layers", sink=sink) as meter:
+    with context.meter("quantize", total=layers + 1, unit="layers") as meter:
         for layer in range(layers):
-            check()
+            context.check()
             known = measurement.statistics if measurement.key == statistics else {}
             done = filed.layer(layer, streams, known or work.load_statistics(statistics, layer), rounding)
             meter.step(detail=f"layer {layer}", bpw=[round(m.bpw, 3) for m in done])
-        check()
+        context.check()
         ends = weights.ends()  # not kept until here: of a model with a large vocabulary they are GBs
         quantised = filed.head(ends, streams, rounding)
         if len(held_out):

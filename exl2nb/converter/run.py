@@ -14,6 +14,7 @@ from torch import Tensor
 from exl2nb.converter import calibrate, self_text
 from exl2nb.converter.assemble import assemble
 from exl2nb.converter.calibrate import Rows
+from exl2nb.converter.context import Context
 from exl2nb.converter.device import describe
 from exl2nb.converter.measure import Measurement
 from exl2nb.converter.measuring import measured
@@ -22,10 +23,7 @@ from exl2nb.converter.polish import Polished, polish
 from exl2nb.converter.quantizing import Made, quantize_model
 from exl2nb.converter.result import Conversion
 from exl2nb.converter.settings import Settings
-from exl2nb.converter.weights import DenseWeights
-from exl2nb.converter.work import Work
 from exl2nb.core.errors import ConversionError
-from exl2nb.core.progress import Meter, Sink
 from exl2nb.tokenizer.chat import render
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
@@ -39,17 +37,12 @@ class Run:
         settings: what was asked for.
         src: the dense model's directory.
         dst: the directory to make.
-        weights: the dense model's tensors.
-        work: where work in progress is filed.
-        sink: takes the events.
-        check: called between steps; raises to stop.
+        context: the dense model's tensors, the folder of work in progress, where events go, what stops it.
     """
 
-    def __init__(
-        self, settings: Settings, src: Path, dst: Path, weights: DenseWeights, work: Work, sink: Sink | None, check: Callable[[], None]
-    ) -> None:
-        self.settings, self.src, self.dst, self.weights, self.config = settings, src, dst, weights, weights.config
-        self.work, self.sink, self.check = work, sink, check
+    def __init__(self, settings: Settings, src: Path, dst: Path, context: Context) -> None:
+        self.settings, self.src, self.dst, self.context = settings, src, dst, context
+        self.weights, self.config = context.weights, context.weights.config
         self.length = min(settings.length, self.config.max_position_embeddings)
         self.seconds: dict[str, float] = {}
 
@@ -64,14 +57,14 @@ class Run:
             plan = polished.plan
         made = self._timed(
             "quantize",
-            lambda: quantize_model(self.weights, self.work, rows, measurement, plan, key, self.settings.rounding, self.sink, self.check),
+            lambda: quantize_model(self.context, rows, measurement, plan, key, self.settings.rounding),
         )
         result = self._result(measurement, plan, made, rows, polished)
         self._timed(
             "write",
-            lambda: assemble(self.dst, self.src, self.weights, self.work, made.key, result, self._written(result), self.sink, self.check),
+            lambda: assemble(self.context, self.dst, self.src, made.key, result, self._written(result)),
         )
-        self.work.forget(made.key, self.config.num_layers)
+        self.context.work.forget(made.key, self.config.num_layers)
         return dataclasses.replace(result, nbytes=sum(path.stat().st_size for path in sorted(self.dst.glob("*.safetensors"))))
 
     def measure(self) -> Measurement:
@@ -80,7 +73,7 @@ class Run:
 
     def calibrate(self) -> Rows:
         """Calibration rows, and rows for the report."""
-        with Meter("calibrate", total=1, unit="texts", sink=self.sink) as meter:
+        with self.context.meter("calibrate", total=1, unit="texts") as meter:
             tokenizer = Tokenizer.load(self.src)
             rows = Rows.of(*self._rows(tokenizer))
             for found in (rows.calibrating, rows.report):
@@ -97,7 +90,7 @@ class Run:
         asked, source = self.settings, self.settings.calibration
         if source == calibrate.SELF:
             rows = asked.rows + asked.report_rows
-            found = self_text.write(self.src, tokenizer, rows=rows, length=self.length, seed=asked.seed, sink=self.sink)
+            found = self_text.write(self.src, tokenizer, rows=rows, length=self.length, seed=asked.seed, sink=self.context.sink)
             return *calibrate.part(found, asked.report_rows), "written by the model"
         template = "default" in tokenizer.templates.templates
         text, name = calibrate.read_calibration(source, functools.partial(_talk, tokenizer) if template else None)
@@ -112,18 +105,18 @@ class Run:
         if found is not None:
             found.check_model(self.weights.fingerprint(), self.src)
         facts = {**rows.facts(), "split": rows.split()}
-        return measured(self.weights, self.work, rows, self.settings.seed, facts, found, self.sink, self.check)
+        return measured(self.context, rows, self.settings.seed, facts, found)
 
     def allocate(self, measurement: Measurement) -> Plan:
         """The plan within the budget."""
-        with Meter("allocate", total=1, unit="plans", sink=self.sink) as meter:
+        with self.context.meter("allocate", total=1, unit="plans") as meter:
             plan = measurement.solve(**self.settings.wanted)
             meter.step(detail=repr(plan), bpw=plan.bpw, nbytes=plan.nbytes)
         return plan
 
     def polish(self, rows: Rows, measurement: Measurement, plan: Plan) -> Polished:
         """The plan, or a better one within the same budget."""
-        return polish(self.weights, self.work, rows, measurement, plan, self.settings.wanted, self.sink, self.check)
+        return polish(self.context, rows, measurement, plan, self.settings.wanted)
 
     def _written(self, result: Conversion) -> dict[str, Any]:
         """The `quantization_config` of the finished model."""

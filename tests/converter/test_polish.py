@@ -7,6 +7,7 @@ import torch
 
 from exl2nb.converter import polish as stage
 from exl2nb.converter.calibrate import Rows
+from exl2nb.converter.context import Context
 from exl2nb.converter.job import ConversionJob
 from exl2nb.converter.polish import _corrections, polish
 from exl2nb.converter.trial import true_kl
@@ -68,7 +69,7 @@ def test_corrections_follow_the_truth_as_far_as_it_is_sure():
 
 def tried(weights, work, measurement, sink=None, check=lambda: None, judged=4):
     plan = measurement.solve(4.5)
-    return plan, polish(weights, work, rows(judged), measurement, plan, {"bpw": 4.5}, sink, check)
+    return plan, polish(Context(weights, work, sink, check), rows(judged), measurement, plan, {"bpw": 4.5})
 
 
 def test_the_best_plan_within_the_budget_wins_and_is_found_again(weights, measurement, tmp_path, monkeypatch):
