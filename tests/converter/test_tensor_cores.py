@@ -43,7 +43,7 @@ def test_large_factors_are_split_in_pieces(monkeypatch, m, k, n):
     monkeypatch.setattr(tensor_cores, "_split", split)
     mm = torch.mm
     monkeypatch.setattr(torch, "mm", lambda x, y, out_dtype: mm(x, y))  # the CPU has none with an out_dtype
-    x, y = torch.randn(m, k), torch.randn(n, k).T
+    x, y = torch.randn(m, k, dtype=torch.float64), torch.randn(n, k, dtype=torch.float64).T
     torch.testing.assert_close(tensor_cores.product(x, y), x @ y)
     assert max(sizes) <= max(1024, 256 * k) and len(sizes) >= 2
 
