@@ -49,86 +49,122 @@ Kernels kernels(int isa) {
   return kernels_base();
 }
 
-void quantize(const Problem& p, int isa, const Parallel& parallel) {
-  const Kernels k = kernels(isa);
-  const int chunks = (p.N + LANES - 1) / LANES, wide = chunks * LANES;
-  int longest = 0;
-  for (int g = 0; g < p.G; g++) longest = std::max(longest, p.groups[2 * g + 1]);
-  std::vector<float> w(int64_t(wide) * p.K, 0.0f), best(wide), losses(int64_t(wide) * MAX_CANDIDATES), row_weight(p.K);
-  std::vector<float> scratch(p.coupling ? int64_t(p.N) * (4 + longest) : 0);
-  std::vector<uint8_t> codes(int64_t(wide) * p.K), picks(int64_t(wide) * MAX_CANDIDATES);
-  for (int r = 0; r < p.K; r++) {
-    const float d = p.factor[int64_t(r) * p.K + r];
-    row_weight[r] = 1.0f / (d * d);
+namespace {
+
+// One matrix on its way through the groups. Weights and codes lie chunk by chunk, LANES columns side by side, so that a kernel reads rows.
+class Run {
+ public:
+  Run(const Problem& problem, const Kernels& kernels, const Parallel& parallel)
+      : p_(problem), k_(kernels), parallel_(parallel), chunks_((p_.N + LANES - 1) / LANES) {
+    const int wide = chunks_ * LANES;
+    for (int g = 0; g < p_.G; g++) longest_ = std::max(longest_, p_.groups[2 * g + 1]);
+    w_.resize(int64_t(wide) * p_.K), codes_.resize(int64_t(wide) * p_.K), best_.resize(wide), row_weight_.resize(p_.K);
+    losses_.resize(int64_t(wide) * MAX_CANDIDATES), picks_.resize(int64_t(wide) * MAX_CANDIDATES);
+    if (p_.coupling) scratch_.resize(int64_t(p_.N) * (4 + longest_));
+    for (int r = 0; r < p_.K; r++) {
+      const float d = p_.factor[int64_t(r) * p_.K + r];
+      row_weight_[r] = 1.0f / (d * d);
+    }
+    each_number([&](int64_t inside, int64_t outside) { w_[inside] = p_.weight[outside]; });
   }
-  parallel(chunks, [&](int64_t from, int64_t to) {
-    for (int64_t c = from; c < to; c++)
-      for (int r = 0; r < p.K; r++)
-        for (int l = 0; l < LANES && c * LANES + l < p.N; l++) w[(c * p.K + r) * LANES + l] = p.weight[int64_t(r) * p.N + c * LANES + l];
-  });
-  for (int g = 0, a = 0; g < p.G; g++) {
-    const int bits = p.groups[2 * g], e = a + p.groups[2 * g + 1];
-    parallel(chunks, [&](int64_t from, int64_t to) {
-      for (int64_t c = from; c < to; c++) k.best_step(&w[(c * p.K + a) * LANES], &row_weight[a], e - a, bits, &best[c * LANES]);
+
+  void everything() {
+    for (int g = 0, first = 0; g < p_.G; g++) {
+      group_ = g, first_ = first, end_ = first + p_.groups[2 * g + 1], bits_ = p_.groups[2 * g];
+      choose();
+      p_.coupling ? round_coupled() : round_alone();
+      first = end_;
+    }
+    each_number([&](int64_t inside, int64_t outside) { p_.codes[outside] = codes_[inside]; });
+  }
+
+ private:
+  // Every number's place in a buffer here and in the matrix.
+  template <class Visit>
+  void each_number(Visit visit) const {
+    parallel_(chunks_, [&](int64_t from, int64_t to) {
+      for (int64_t c = from; c < to; c++)
+        for (int r = 0; r < p_.K; r++)
+          for (int l = 0; l < LANES && c * LANES + l < p_.N; l++) visit((c * p_.K + r) * LANES + l, int64_t(r) * p_.N + c * LANES + l);
+    });
+  }
+
+  // The group's largest step, of the candidates the one that costs least over all columns; the columns' scales under it stay in picks_.
+  void choose() {
+    const float* const row_weight = &row_weight_[first_];
+    const int rows = end_ - first_;
+    parallel_(chunks_, [&](int64_t from, int64_t to) {
+      for (int64_t c = from; c < to; c++) k_.best_step(&w_[(c * p_.K + first_) * LANES], row_weight, rows, bits_, &best_[c * LANES]);
     });
     uint16_t maxima[MAX_CANDIDATES];
     float applied[MAX_CANDIDATES];
-    spread(*std::max_element(best.begin(), best.end()), bits, maxima, applied);
-    parallel(chunks, [&](int64_t from, int64_t to) {
+    spread(*std::max_element(best_.begin(), best_.end()), bits_, maxima, applied);
+    parallel_(chunks_, [&](int64_t from, int64_t to) {
       for (int64_t c = from; c < to; c++)
-        k.candidates(&w[(c * p.K + a) * LANES], &row_weight[a], e - a, bits, &best[c * LANES], applied, &losses[c * LANES * MAX_CANDIDATES],
-                     &picks[c * LANES * MAX_CANDIDATES]);
+        k_.candidates(&w_[(c * p_.K + first_) * LANES], row_weight, rows, bits_, &best_[c * LANES], applied,
+                      &losses_[c * LANES * MAX_CANDIDATES], &picks_[c * LANES * MAX_CANDIDATES]);
     });
-    int pick = 0;
     double lowest = INFINITY;
+    pick_ = 0;
     for (int m = 0; m < MAX_CANDIDATES; m++) {
       double sum = 0.0;
-      for (int n = 0; n < p.N; n++)
-        sum += double(losses[(int64_t(n / LANES) * MAX_CANDIDATES + m) * LANES + n % LANES]) * double(p.column_weight[n]);
-      if (sum < lowest) lowest = sum, pick = m;
+      for (int n = 0; n < p_.N; n++)
+        sum += double(losses_[(int64_t(n / LANES) * MAX_CANDIDATES + m) * LANES + n % LANES]) * double(p_.column_weight[n]);
+      if (sum < lowest) lowest = sum, pick_ = m;
     }
-    p.scale_max[g] = maxima[pick];
-    if (p.coupling) {
-      const int per = p.B / LANES;
-      const int64_t stride = int64_t(4 + longest) * p.B;
-      parallel(p.N / p.B, [&](int64_t from, int64_t to) {
-        std::vector<float> loss(p.B);
-        for (int64_t b = from; b < to; b++) {
-          const int64_t first = b * per;
-          const uint8_t* code = &picks[(first * MAX_CANDIDATES + pick) * LANES];
-          k.coupled(&w[first * p.K * LANES], p.factor, p.K, a, e, bits, applied[pick], per, code, MAX_CANDIDATES * LANES,
-                    p.coupling + b * p.B * p.B, p.spread + b * p.B, &codes[first * p.K * LANES], loss.data(), &scratch[b * stride]);
-          for (int n = 0; n < p.B; n++) {
-            p.scale_index[int64_t(g) * p.N + b * p.B + n] = code[(n / LANES) * MAX_CANDIDATES * LANES + n % LANES];
-            p.loss[int64_t(g) * p.N + b * p.B + n] = loss[n];
-          }
-        }
-      });
-      parallel(chunks, [&](int64_t from, int64_t to) {
-        for (int64_t c = from; c < to; c++)
-          k.trail(&w[c * p.K * LANES], p.factor, p.K, a, e, &scratch[(c / per) * stride + 4 * p.B + (c % per) * LANES], p.B);
-      });
-    } else {
-      parallel(chunks, [&](int64_t from, int64_t to) {
-        std::vector<float> err(int64_t(longest) * LANES);
-        float loss[LANES];
-        for (int64_t c = from; c < to; c++) {
-          const uint8_t* code = &picks[(c * MAX_CANDIDATES + pick) * LANES];
-          k.rows(&w[c * p.K * LANES], p.factor, p.K, a, e, bits, applied[pick], code, &codes[c * p.K * LANES], loss, err.data());
-          for (int l = 0; l < LANES && c * LANES + l < p.N; l++) {
-            p.scale_index[int64_t(g) * p.N + c * LANES + l] = code[l];
-            p.loss[int64_t(g) * p.N + c * LANES + l] = loss[l];
-          }
-        }
-      });
-    }
-    a = e;
+    p_.scale_max[group_] = maxima[pick_], applied_ = applied[pick_];
   }
-  parallel(chunks, [&](int64_t from, int64_t to) {
-    for (int64_t c = from; c < to; c++)
-      for (int r = 0; r < p.K; r++)
-        for (int l = 0; l < LANES && c * LANES + l < p.N; l++) p.codes[int64_t(r) * p.N + c * LANES + l] = codes[(c * p.K + r) * LANES + l];
-  });
-}
+
+  void round_alone() {
+    parallel_(chunks_, [&](int64_t from, int64_t to) {
+      std::vector<float> err(int64_t(longest_) * LANES);
+      float loss[LANES];
+      for (int64_t c = from; c < to; c++) {
+        const uint8_t* code = &picks_[(c * MAX_CANDIDATES + pick_) * LANES];
+        k_.rows(&w_[c * p_.K * LANES], p_.factor, p_.K, first_, end_, bits_, applied_, code, &codes_[c * p_.K * LANES], loss, err.data());
+        for (int l = 0; l < LANES && c * LANES + l < p_.N; l++) tell(c * LANES + l, code[l], loss[l]);
+      }
+    });
+  }
+
+  // Blocks of B columns together; what their errors do to the rows behind follows, chunk by chunk.
+  void round_coupled() {
+    const int per = p_.B / LANES;
+    const int64_t stride = int64_t(4 + longest_) * p_.B;
+    parallel_(p_.N / p_.B, [&](int64_t from, int64_t to) {
+      std::vector<float> loss(p_.B);
+      for (int64_t b = from; b < to; b++) {
+        const int64_t first = b * per;
+        const uint8_t* code = &picks_[(first * MAX_CANDIDATES + pick_) * LANES];
+        k_.coupled(&w_[first * p_.K * LANES], p_.factor, p_.K, first_, end_, bits_, applied_, per, code, MAX_CANDIDATES * LANES,
+                   p_.coupling + b * p_.B * p_.B, p_.spread + b * p_.B, &codes_[first * p_.K * LANES], loss.data(), &scratch_[b * stride]);
+        for (int n = 0; n < p_.B; n++) tell(b * p_.B + n, code[(n / LANES) * MAX_CANDIDATES * LANES + n % LANES], loss[n]);
+      }
+    });
+    parallel_(chunks_, [&](int64_t from, int64_t to) {
+      for (int64_t c = from; c < to; c++)
+        k_.trail(&w_[c * p_.K * LANES], p_.factor, p_.K, first_, end_, &scratch_[(c / per) * stride + 4 * p_.B + (c % per) * LANES], p_.B);
+    });
+  }
+
+  void tell(int64_t column, uint8_t scale_index, float loss) const {
+    p_.scale_index[int64_t(group_) * p_.N + column] = scale_index;
+    p_.loss[int64_t(group_) * p_.N + column] = loss;
+  }
+
+  const Problem& p_;
+  const Kernels k_;
+  const Parallel& parallel_;
+  const int chunks_;
+  int longest_ = 0;
+  std::vector<float> w_, best_, losses_, row_weight_, scratch_;
+  std::vector<uint8_t> codes_, picks_;
+  int group_ = 0, first_ = 0, end_ = 0, bits_ = 0, pick_ = 0;
+  float applied_ = 0;  // the chosen largest step, as the kernels multiply by it
+};
+
+}  // namespace
+
+void quantize(const Problem& p, int isa, const Parallel& parallel) { Run(p, kernels(isa), parallel).everything(); }
 
 }  // namespace exl2nb::gptq
