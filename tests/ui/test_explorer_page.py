@@ -97,7 +97,10 @@ def test_a_size_asks_the_kernel_and_its_error_is_seen(page, explorer):
     host.put(**{name: getattr(explorer, name) for name in MOVED})
     assert page.locator(".exl2nb-big").inner_text() == f"{explorer.solved:.2f}"
     assert not page.get_by_label("Tokens of the cache").is_visible()
+    asked = len(host.sent)
     page.get_by_label("or what fits in").select_option("fits")
+    assert (size.input_value(), len(host.sent)) == ("", asked), "a memory of which nobody said how large"
+    size.fill("9")
     page.get_by_label("Cache", exact=True).select_option("q8")
     assert host.sent[-1]["kind"] == "fits" and host.sent[-1]["cache"] == "q8"
     host.put(status="error", error="nothing is so small")

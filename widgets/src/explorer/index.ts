@@ -107,7 +107,7 @@ class ExplorerView {
     });
     this.make.addEventListener("click", () => {
       if (this.busy) return;
-      this.explorer.send({ type: "make", bpw: Number(this.slider.value), prompt: this.prompt.value });
+      this.explorer.send({ type: "make", bpw: this.wish ?? this.explorer.get("solved"), prompt: this.prompt.value });
     });
     this.stop.addEventListener("click", () => this.explorer.send({ type: "stop" }));
     for (const metric of METRICS) {
@@ -207,7 +207,9 @@ class ExplorerView {
     this.stop.hidden = fixed || !this.busy;
     this.bar.hidden = !this.busy;
     this.bar.value = get("progress");
-    const over = { done: "done", stopped: "stopped", error: "" }[get("status") as string] ?? "";
+    const mark = get("_marks").find(([bpw, , label]) => bpw === get("made_bpw") && label.endsWith("made here"));
+    const done = mark ? `done · measured KL ${mark[1].toPrecision(2)}` : "done";
+    const over = { done, stopped: "stopped", error: "" }[get("status") as string] ?? "";
     this.stage.textContent = this.busy ? `${get("stage")}…` : over;
     this.error.textContent = get("error");
     this.error.hidden = get("error") === "";

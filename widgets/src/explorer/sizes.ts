@@ -53,8 +53,9 @@ export class SizesView {
   private choose(): void {
     const fits = this.kind.value === "fits";
     this.beside.hidden = !fits;
-    if (fits && this.free !== null) this.number.value = (this.free / this.scale).toFixed(2);
-    this.send();
+    this.number.value = fits && this.free !== null ? (this.free / this.scale).toFixed(2) : "";
+    if (this.number.value) this.send();
+    else this.number.focus();
   }
 
   private send(): void {
