@@ -24,6 +24,7 @@ COLUMNS = {
     "GPTQ": "test_gptq_equals_transformers",
     "inspect": "test_inspect_sees_every_matrix_of_a_checkpoint",
 }
+NOTES = {"gemmoe": " with Mixtral's experts, for want of a public definition"}  # what a class is that Transformers does not have
 HEAD = """# Architectures
 
 Written by `tools/architecture_table.py` from a run of the tests; do not edit. Llama, Mistral and Qwen2 have more variants of RoPE in
@@ -50,12 +51,18 @@ their own; files whose router is quantised, or all experts as one matrix, are re
 
 
 def run() -> dict[str, dict[str, bool]]:
-    """Model -> test -> whether all its cases passed."""
+    """Model -> test -> whether all its cases passed.
+
+    Raises:
+        SystemExit: the tests could not be run.
+    """
     results: dict[str, dict[str, bool]] = {}
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        every = ("-m", "not gpu and not perf")
-        subprocess.run([sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", *every, *TESTS], cwd=ROOT, check=False)
+        command = [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", "-m", "not gpu", *TESTS]
+        done = subprocess.run(command, cwd=ROOT, check=False)
+        if done.returncode not in (0, 1):  # a test that fails is a cell; anything else is no run
+            raise SystemExit("the tests did not run: nothing was written")
         for case in ElementTree.parse(report).iter("testcase"):
             match = re.fullmatch(r"(\w+)\[(.+?)(-\d)?\]", case.get("name", ""))
             if match and match[1] in COLUMNS.values():
@@ -75,7 +82,7 @@ def table(results: dict[str, dict[str, bool]]) -> str:
     for name, entry in ZOO.items():
         marks = {True: "yes", False: "**no**", None: "-"}
         cells = [marks[results.get(name, {}).get(test)] for test in COLUMNS.values()]
-        lines.append(f"| {name} | {entry.arch} | {entry.model} | {' | '.join(cells)} |")
+        lines.append(f"| {name} | {entry.arch} | {entry.model}{NOTES.get(name, '')} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
