@@ -13,55 +13,110 @@ namespace {
 constexpr int64_t kParallelWork = 60'000;
 // And below this many numbers to be normed, rounded or passed through an activation.
 constexpr int64_t kParallelNumbers = 4'000;
+constexpr int64_t kFetched = 4096;  // bytes of a matrix fetched while the one before it is used; the kernels read further ahead themselves
 
-// The rows in one stored order: parts with the same permutation share them.
-struct Ordered {
-  int64_t perm;  // offset in the blob
-  Buffer<int16_t> codes;
-  Buffer<float> scale;
-  Buffer<int32_t> sum;
+// Rows that are to be put into a stored order and quantised; the parts of a matrix that have the same order share them.
+struct Order {
+  const float* x;
+  int64_t perm, ldq;  // perm: offset in the blob
+  const uint8_t* blob;
+  int M, K, stored, first;  // first: rows of the orders before
+  int16_t* codes;
+  float* scale;
+  int32_t* sum;
+  int64_t bytes() const { return align64(M * ldq * 2) + 2 * align64(int64_t(M) * (stored / kUnit) * 4); }
+};
+struct Task {
+  int product, part, tile, end, row;
+};
+// What a call works out before the threads begin. Kept from call to call: a sparse layer has a hundred small products.
+struct Plan {
+  std::vector<Order> orders;
+  std::vector<Rows> rows;   // of every part of every product
+  std::vector<int> order;   // of each of them, -1 for none
+  std::vector<int> begins;  // each product's first in rows
+  std::vector<Task> tasks;
 };
 
-class Activations {
- public:
-  Activations(const float* x, int M, const uint8_t* blob) {
-    const int K = header(blob).K;
-    for (int i = 0; i < header(blob).num_parts; i++) {
-      const BlobPart& part = parts(blob)[i];
-      const int stored = stored_rows(blob, part);
-      const int64_t ldq = stored + kQuantPad, units = stored / kUnit;
-      Rows rows{x, nullptr, nullptr, nullptr, K, ldq, M, stored};
-      if (quantised(part)) {
-        auto found = std::find_if(ordered_.begin(), ordered_.end(), [&](const Ordered& o) { return o.perm == part.perm; });
-        if (found == ordered_.end()) {
-          ordered_.push_back({part.perm, Buffer<int16_t>(M * ldq), Buffer<float>(M * units), Buffer<int32_t>(M * units)});
-          found = ordered_.end() - 1;
-          const Ordered& o = *found;
-          const auto* perm = part.perm ? reinterpret_cast<const int32_t*>(blob + part.perm) : nullptr;
-          for_each_task(M, int64_t(M) * K > kParallelNumbers, [&](int64_t m) {
-            const float* row = x + m * K;
-            std::vector<float> longer;
-            if (stored != K) {  // padding rows read the zero behind the row
-              longer.assign(row, row + K);
-              longer.push_back(0.0f);
-              row = longer.data();
-            }
-            kernels().quantize(row, perm, stored, o.codes + m * ldq, o.scale + m * units, o.sum + m * units);
-          });
-        }
-        rows.codes = found->codes;
-        rows.scale = found->scale;
-        rows.sum = found->sum;
+// The parts of a product, as rows and orders.
+void add_rows(Plan& plan, const Product& p) {
+  const int K = header(p.blob).K, begin = int(plan.orders.size());
+  plan.begins.push_back(int(plan.rows.size()));
+  for (int i = 0; i < header(p.blob).num_parts; i++) {
+    const BlobPart& part = parts(p.blob)[i];
+    const int stored = stored_rows(p.blob, part);
+    const int64_t ldq = stored + kQuantPad;
+    int found = -1;
+    if (quantised(part)) {
+      for (found = begin; found < int(plan.orders.size()) && plan.orders[size_t(found)].perm != part.perm;) found++;
+      if (found == int(plan.orders.size())) {
+        const int first = found ? plan.orders.back().first + plan.orders.back().M : 0;
+        plan.orders.push_back({p.x, part.perm, ldq, p.blob, p.M, K, stored, first, nullptr, nullptr, nullptr});
       }
-      rows_.push_back(rows);
     }
+    plan.rows.push_back({p.x, nullptr, nullptr, nullptr, K, ldq, p.M, stored});
+    plan.order.push_back(found);
   }
-  const Rows& of(int part) const { return rows_[part]; }
+}
 
- private:
-  std::vector<Ordered> ordered_;
-  std::vector<Rows> rows_;
-};
+// Tasks of at most `wide` tiles and kRowBlock rows; a row block visits all tiles before the next one starts, so its activations stay in
+// cache.
+void add_tasks(Plan& plan, const Product* products, int index) {
+  const Product& p = products[index];
+  const BlobHeader& h = header(p.blob);
+  int64_t tiles = 0;
+  for (int i = 0; i < h.num_parts; i++) tiles += parts(p.blob)[i].tiles;
+  const int64_t blocks = (p.M + kRowBlock - 1) / kRowBlock;
+  const int wide = int(std::clamp<int64_t>(tiles * blocks / (num_threads() * 4), 1, kTileBlock));
+  for (int row = 0; row < p.M; row += kRowBlock)
+    for (int i = 0; i < h.num_parts; i++)
+      for (int t = 0; t < parts(p.blob)[i].tiles; t += wide)
+        plan.tasks.push_back({index, i, t, std::min(t + wide, parts(p.blob)[i].tiles), row});
+}
+
+void quantize_row(const Order& o, int64_t m) {
+  const float* row = o.x + m * o.K;
+  const int64_t units = o.stored / kUnit;
+  std::vector<float> longer;
+  if (o.stored != o.K) {  // padding rows read the zero behind the row
+    longer.assign(row, row + o.K);
+    longer.push_back(0.0f);
+    row = longer.data();
+  }
+  const auto* perm = o.perm ? reinterpret_cast<const int32_t*>(o.blob + o.perm) : nullptr;
+  kernels().quantize(row, perm, o.stored, o.codes + m * o.ldq, o.scale + m * units, o.sum + m * units);
+}
+
+// Codes, scales and sums of all orders, in one piece of memory.
+Buffer<uint8_t> quantize_all(Plan& plan) {
+  int64_t bytes = 0, numbers = 0;
+  for (const Order& o : plan.orders) {
+    bytes += o.bytes();
+    numbers += int64_t(o.M) * o.stored;
+  }
+  Buffer<uint8_t> memory(bytes);
+  uint8_t* at = memory;
+  for (Order& o : plan.orders) {
+    const int64_t side = align64(int64_t(o.M) * (o.stored / kUnit) * 4);
+    o.scale = reinterpret_cast<float*>(at);
+    o.sum = reinterpret_cast<int32_t*>(at + side);
+    o.codes = reinterpret_cast<int16_t*>(at + 2 * side);
+    at += o.bytes();
+  }
+  for (size_t i = 0; i < plan.rows.size(); i++) {
+    if (plan.order[i] < 0) continue;
+    const Order& o = plan.orders[size_t(plan.order[i])];
+    plan.rows[i].codes = o.codes;
+    plan.rows[i].scale = o.scale;
+    plan.rows[i].sum = o.sum;
+  }
+  const int64_t rows = plan.orders.empty() ? 0 : plan.orders.back().first + plan.orders.back().M;
+  for_each_task(rows, numbers > kParallelNumbers, [&](int64_t i) {
+    const auto behind = std::upper_bound(plan.orders.begin(), plan.orders.end(), i, [](int64_t n, const Order& o) { return n < o.first; });
+    quantize_row(behind[-1], i - behind[-1].first);
+  });
+  return memory;
+}
 
 Rows slice(Rows r, int begin, int end) {
   const int64_t units = r.K / kUnit;
@@ -75,63 +130,40 @@ Rows slice(Rows r, int begin, int end) {
   return r;
 }
 
-struct Task {
-  int part, tile, end, row;
-};
-
-// Tasks of at most `wide` tiles and kRowBlock rows; a row block visits all tiles before the next one starts, so its activations stay in
-// cache.
-std::vector<Task> split(const uint8_t* blob, int M) {
-  const BlobHeader& h = header(blob);
-  const int64_t threads = num_threads();
-  int64_t tiles = 0;
-  for (int i = 0; i < h.num_parts; i++) tiles += parts(blob)[i].tiles;
-  const int64_t blocks = (M + kRowBlock - 1) / kRowBlock;
-  const int wide = int(std::clamp<int64_t>(tiles * blocks / (threads * 4), 1, kTileBlock));
-  std::vector<Task> tasks;
-  tasks.reserve(size_t((tiles / wide + h.num_parts) * blocks));
-  for (int row = 0; row < M; row += kRowBlock)
-    for (int i = 0; i < h.num_parts; i++)
-      for (int t = 0; t < parts(blob)[i].tiles; t += wide) tasks.push_back({i, t, std::min(t + wide, parts(blob)[i].tiles), row});
-  return tasks;
+// Where a product's weights begin, of which its first task will not have read ahead.
+void fetch_start(const Product& p, const Task& t) {
+  const BlobPart& part = parts(p.blob)[t.part];
+  const uint8_t* data = p.blob + part.data + t.tile * part.tile_bytes;
+  for (int64_t i = 0; i < std::min<int64_t>(kFetched, part.tile_bytes); i += 64) __builtin_prefetch(data + i);
 }
 
 }  // namespace
 
-void linear(const float* x, int M, const uint8_t* blob, const float* bias, float* out, bool add) {
-  if (M == 0) return;
-  const BlobHeader& h = header(blob);
-  const Activations activations(x, M, blob);
-  const std::vector<Task> tasks = split(blob, M);
-  for_each_task(int64_t(tasks.size()), int64_t(M) * h.K * h.N > kParallelWork, [&](int64_t i) {
-    const Task& t = tasks[size_t(i)];
-    const Rows rows = slice(activations.of(t.part), t.row, std::min(t.row + kRowBlock, M));
-    kernels().gemm(blob, parts(blob)[t.part], rows, t.tile, t.end, {out + int64_t(t.row) * h.N, h.N, bias, add});
+void linear_each(const Product* products, int count) {
+  static thread_local Plan kept;
+  Plan& plan = kept;  // named outside the tasks: another thread has another one
+  plan.orders.clear(), plan.rows.clear(), plan.order.clear(), plan.begins.clear(), plan.tasks.clear();
+  int64_t work = 0;
+  for (int p = 0; p < count; p++) {
+    add_rows(plan, products[p]);
+    add_tasks(plan, products, p);
+    work += int64_t(products[p].M) * header(products[p].blob).K * header(products[p].blob).N;
+  }
+  const Buffer<uint8_t> quantized = quantize_all(plan);
+  for_each_task(int64_t(plan.tasks.size()), work > kParallelWork, [&](int64_t i) {
+    const Task& t = plan.tasks[size_t(i)];
+    if (size_t(i) + 1 < plan.tasks.size() && plan.tasks[size_t(i) + 1].product != t.product)
+      fetch_start(products[plan.tasks[size_t(i) + 1].product], plan.tasks[size_t(i) + 1]);
+    const Product& p = products[t.product];
+    const int N = header(p.blob).N;
+    const Rows rows = slice(plan.rows[size_t(plan.begins[size_t(t.product)] + t.part)], t.row, std::min(t.row + kRowBlock, p.M));
+    kernels().gemm(p.blob, parts(p.blob)[t.part], rows, t.tile, t.end, {p.out + int64_t(t.row) * N, N, p.bias, p.add});
   });
 }
 
-void linear_each(const Product* products, int count) {
-  struct Piece {
-    int product;
-    Task task;
-  };
-  std::vector<Activations> activations;
-  activations.reserve(size_t(count));
-  std::vector<Piece> pieces;
-  int64_t work = 0;
-  for (int p = 0; p < count; p++) {
-    const Product& product = products[p];
-    activations.emplace_back(product.x, product.M, product.blob);
-    for (const Task& task : split(product.blob, product.M)) pieces.push_back({p, task});
-    work += int64_t(product.M) * header(product.blob).K * header(product.blob).N;
-  }
-  for_each_task(int64_t(pieces.size()), work > kParallelWork, [&](int64_t i) {
-    const Product& p = products[pieces[size_t(i)].product];
-    const Task& t = pieces[size_t(i)].task;
-    const int N = header(p.blob).N;
-    const Rows rows = slice(activations[size_t(pieces[size_t(i)].product)].of(t.part), t.row, std::min(t.row + kRowBlock, p.M));
-    kernels().gemm(p.blob, parts(p.blob)[t.part], rows, t.tile, t.end, {p.out + int64_t(t.row) * N, N, nullptr, false});
-  });
+void linear(const float* x, int M, const uint8_t* blob, const float* bias, float* out, bool add) {
+  const Product product{x, M, blob, out, bias, add};
+  if (M > 0) linear_each(&product, 1);
 }
 
 void normalize(const float* x, int M, int H, Norm norm, float* y) {

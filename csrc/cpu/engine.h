@@ -37,12 +37,14 @@ struct Norm {
 
 // out = x @ blob + bias, or out += for add. x (M, K), out (M, N).
 void linear(const float* x, int M, const uint8_t* blob, const float* bias, float* out, bool add);
-// Several products at once, sharing the threads: out = x @ blob each. x (M, K), out (M, N).
+// Several products at once, sharing the threads: each as in linear.
 struct Product {
   const float* x;
   int M;
   const uint8_t* blob;
   float* out;
+  const float* bias = nullptr;
+  bool add = false;
 };
 void linear_each(const Product* products, int count);
 // residual += scale * norm(x @ blob + bias)
