@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--frozen", metavar="MODEL", help="EXL2 directory or plan (JSON) whose choices stay as they are")
     parser.add_argument("--measurement", metavar="FILE", help="measurement of this model to solve from, as `exl2nb measure` writes it")
     parser.add_argument("--report-rows", type=int, help="rows of the same text kept out for the report (default 8)")
-    parser.add_argument("--polish", action=argparse.BooleanOptionalAction, help="try plans before one is carried out, or do not")
+    parser.add_argument("--polish", action="store_true", help="try plans under their true KL before one is carried out")
     add_calibration(parser)
 
 

@@ -58,8 +58,7 @@ class ConversionJob:
         work_dir: keeps work in progress and the measurement for later runs; None = a hidden folder beside `dst`, removed at the end.
         measurement: a Measurement, or a file written by its `save`, of the same model; None = measure.
         rounding: how codes are chosen (converter.layers.Rounding).
-        polish: whether plans are tried, each with its true KL on a few rows, before one is carried out (converter.polish); None = what
-            `effort` says. Not for models with experts.
+        polish: try plans, each with its true KL on a few rows, before one is carried out (converter.polish); not for models with experts.
         device: "cpu", "cuda" or "auto": the GPU where there is one that can be used; None = the variable EXL2NB_DEVICE, or "auto". Files
             made on a GPU differ in bits from those made on the CPU, not in quality.
 
@@ -87,7 +86,7 @@ class ConversionJob:
         work_dir: str | os.PathLike[str] | None = None,
         measurement: Measurement | str | os.PathLike[str] | None = None,
         rounding: Rounding | None = None,
-        polish: bool | None = None,
+        polish: bool = False,
         device: str | torch.device | None = None,
     ) -> None:
         self.settings = settings(

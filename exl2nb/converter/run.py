@@ -23,7 +23,7 @@ from exl2nb.converter.polish import Polished, polish
 from exl2nb.converter.quantizing import Made, quantize_model
 from exl2nb.converter.result import Conversion
 from exl2nb.converter.settings import Settings
-from exl2nb.core.errors import ConversionError
+from exl2nb.core.errors import ConversionError, OptionError
 from exl2nb.tokenizer.chat import render
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
@@ -48,11 +48,13 @@ class Run:
 
     def everything(self) -> Conversion:
         """All stages."""
+        if self.settings.polish and any(map(self.config.experts, range(self.config.num_layers))):
+            raise OptionError("convert: polish is True and the model has experts, expected a dense one; leave polish out")
         rows = self._timed("calibrate", self.calibrate)
         measurement, key = self._timed("measure", lambda: self.measurement(rows))
         plan = self._timed("allocate", lambda: self.allocate(measurement))
         polished = None
-        if self.settings.polish and len(rows.sensitivity) and not any(map(self.config.experts, range(self.config.num_layers))):
+        if self.settings.polish:
             polished = self._timed("polish", lambda: self.polish(rows, measurement, plan))
             plan = polished.plan
         made = self._timed(

@@ -20,14 +20,13 @@ REPORT_ROWS = 8
 
 @dataclass(frozen=True)
 class Effort:
-    """How much calibration: rows and tokens per row; and whether plans are tried before one is carried out (converter.polish)."""
+    """How much calibration: rows and tokens per row."""
 
     rows: int
     length: int
-    polish: bool
 
 
-EFFORTS = {"quick": Effort(32, 512, False), "full": Effort(80, 512, False), "thorough": Effort(128, 1024, False)}
+EFFORTS = {"quick": Effort(32, 512), "full": Effort(80, 512), "thorough": Effort(128, 1024)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +58,7 @@ def settings(
     seed: int,
     effort: str,
     rounding: Rounding | None,
-    polish: bool | None,
+    polish: bool,
     measurement: Measurement | str | os.PathLike[str] | None,
 ) -> Settings:
     """Check the options and fill in what was left out.
@@ -83,8 +82,10 @@ def settings(
     ):
         if value is not None and (type(value) is not int or not low <= value <= high):
             raise OptionError(f"convert: {name} is {value!r}; expected a whole number from {low} to {high}")
-    if polish is not None and not isinstance(polish, bool):
-        raise OptionError(f"convert: polish is {polish!r}; expected True, False or None")
+    if not isinstance(polish, bool):
+        raise OptionError(f"convert: polish is {polish!r}; expected True or False")
+    if polish and rows == 1:
+        raise OptionError("convert: polish is True and rows is 1; expected 2 rows or more: one of them judges")
     if head_bits not in (None, "auto"):
         head_mix(head_bits)  # type: ignore[arg-type]
     kept = read_choices(frozen) if frozen is not None else {}
@@ -99,6 +100,6 @@ def settings(
         report_rows=report_rows,
         seed=seed,
         rounding=rounding or Rounding(),
-        polish=EFFORTS[effort].polish if polish is None else polish,
+        polish=polish,
         measurement=measurement,
     )

@@ -135,6 +135,12 @@ def test_in_a_conversion(source, tmp_path):
     assert output(frozen.path) == output(done.path)
     with pytest.raises(OptionError, match="polish is 'yes'"):
         ConversionJob(source, tmp_path / "d", bpw=3.0, polish="yes")
+    with pytest.raises(OptionError, match="rows is 1; expected 2 rows or more"):
+        ConversionJob(source, tmp_path / "d", bpw=3.0, polish=True, rows=1)
+    mixtral = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1}
+    sparse = write_model(tmp_path / "sparse", **mixtral, attention_bias=False)
+    with pytest.raises(OptionError, match="polish is True and the model has experts"):
+        ConversionJob(sparse, tmp_path / "d", bpw=3.0, polish=True, **OPTIONS).run()
 
 
 def test_rows_are_divided_without_a_token_in_common():
