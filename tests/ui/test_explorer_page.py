@@ -64,7 +64,7 @@ def test_drag_recolour_make_and_read(page, explorer, screenshots, theme):
 def test_the_map_follows_the_slider_before_the_kernel_answers(page, explorer):
     """From the curve, in the next frame; the kernel's allocation takes its place, and stays where no answer comes."""
     explorer.solve(4.0)
-    MockHost(page, "explorer", state(explorer))
+    host = MockHost(page, "explorer", state(explorer))
     in_order = "sort((a, b) => a.dataset.i - b.dataset.i)"
     shown = f"() => [...document.querySelectorAll('[role=gridcell][data-i]')].{in_order}.map((cell) => cell.textContent)"
     exact = [f"{cell.bpw:.1f}" for cell in explorer.grid.cells]
@@ -82,6 +82,7 @@ def test_the_map_follows_the_slider_before_the_kernel_answers(page, explorer):
     page.wait_for_timeout(1700)  # nobody answers: what the kernel said last is shown again
     page.get_by_role("button", name="Share of").click()
     page.get_by_role("button", name="Bits").first.click()
+    host.frame()
     assert page.evaluate(shown) == exact
 
 

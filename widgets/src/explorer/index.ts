@@ -51,7 +51,15 @@ class ExplorerView {
   constructor(private readonly explorer: State<ExplorerState>) {
     const get = explorer.get;
     const [sliderId, promptId] = [uniqueId("bpw"), uniqueId("prompt")];
-    this.slider = h("input", { type: "range", id: sliderId, min: get("_low"), max: get("_high"), step: 0.05, value: get("solved") });
+    this.slider = h("input", {
+      type: "range",
+      class: "exl2nb-range",
+      id: sliderId,
+      min: get("_low"),
+      max: get("_high"),
+      step: 0.05,
+      value: get("solved"),
+    });
     this.prompt = h("textarea", { id: promptId, rows: 1 });
     this.prompt.value = get("prompt");
     this.grid = new BitGridView(
@@ -169,6 +177,8 @@ class ExplorerView {
     }
     if (this.wish === null) this.slider.value = String(now.bpw);
     const shown = this.wish ?? now.bpw;
+    const share = (shown - get("_low")) / (get("_high") - get("_low") || 1);
+    this.slider.style.setProperty("--exl-fill", `${(100 * share).toFixed(1)}%`);
     this.number.textContent = (get("_static") ? now.bpw : shown).toFixed(2);
     setAttributes(this.slider, { "aria-valuetext": `${shown.toFixed(2)} bits per weight` });
     const about = now.bits && !get("_static") ? "about " : "";
