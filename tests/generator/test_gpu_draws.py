@@ -59,9 +59,9 @@ def test_they_are_drawn_on_the_gpu(llm):
 def test_what_no_kernel_should_see_is_refused(llm):
     """Ids beyond the vocabulary, and bans of everything, never reach the GPU; it works on."""
     size = llm.engine.vocab_size
-    with pytest.raises(ex.Exl2Error, match="vocabulary"):
+    with pytest.raises(ex.errors.Exl2Error, match="vocabulary"):
         llm.generate(PROMPT, banned_tokens=[size])
-    with pytest.raises(ex.Exl2Error, match="no token is left"):
+    with pytest.raises(ex.errors.Exl2Error, match="no token is left"):
         llm.generate(PROMPT, banned_tokens=range(size))
     assert llm.generate(PROMPT, max_tokens=3, temperature=0, banned_tokens=range(10, size)).tokens[0].id < 10
 
