@@ -151,17 +151,21 @@ __device__ __forceinline__ void load_owned(const GemvArgs& A, const GemvShared& 
   for (int i = threadIdx.x; i < S.owned; i += kThreads) {
     const int column = (block + (i >> 4) * A.grid) * 16 + (i & 15);
     if (column >= A.part[0].outputs) continue;
-    if (A.next_norm) S.norms[i] = __ldg(A.next_norm + column);
-#pragma unroll 1
-    for (int p = 0; p < A.next.num_perms; p++)
-      S.places[p * S.owned + i] = fragment_place(A.next.inverse[p] ? __ldg(A.next.inverse[p] + column) : column);
+    const float norm = A.next_norm ? __ldg(A.next_norm + column) : 0.f;
+    int row[kMaxPerms];  // every load before the first store: one trip to memory
+#pragma unroll
+    for (int p = 0; p < kMaxPerms; p++) row[p] = p < A.next.num_perms && A.next.inverse[p] ? __ldg(A.next.inverse[p] + column) : column;
+    if (A.next_norm) S.norms[i] = norm;
+#pragma unroll
+    for (int p = 0; p < kMaxPerms; p++)
+      if (p < A.next.num_perms) S.places[p * S.owned + i] = fragment_place(row[p]);
   }
 }
 
 __device__ __forceinline__ int row_of(const GemvArgs& A, int m) { return A.rows ? min(max(__ldcg(A.rows + m), 0), A.last_row) : m; }
 
-// The staged activations, as earlier kernels wrote them or from their rows. before: what needs no earlier kernel. put: true where the copies
-// are still under way and `bar` counts them.
+// The staged activations, as earlier kernels wrote them or from their rows. before: what needs no earlier kernel. put: true where the
+// copies are still under way and `bar` counts them.
 struct StagedInput {
   static __device__ __forceinline__ void clear(const GemvArgs& A, const GemvShared& S) {
     const int vectors = A.perms * A.tokens * A.x_stride / 8;
@@ -262,14 +266,14 @@ __device__ __forceinline__ void multiply(const GemvArgs& A, const GemvShared& S,
     const half* const x_part = x_lane + static_cast<size_t>(A.part[c.part].perm) * (STAGED ? M * A.x_stride : A.x_perm_stride);
     const int count = c.left, strip0 = first_strip(A, block, c.part);
     int before = 0, done = 0;  // strips of this part that are through; in this flush
-    Item it = S.items[c.first < c.end ? c.first : 0];
+    ItemWords it(S.items[c.first < c.end ? c.first : 0]);
     for (int s = 0; s < count; s++) {
       float y[4] = {0, 0, 0, 0};
       for (int n = c.first; n < c.end; n++) {
         const uint8_t* st = ring.slots + ring.slot * kSlot;
-        const half* x = x_part + it.block * 32;
-        const half2* u = S.steps + it.unit0;
-        const Item next = S.items[n + 1 < c.end ? n + 1 : c.first];
+        const half* x = x_part + it.block() * 32;
+        const half2* u = S.steps + it.unit0();
+        const ItemWords next(S.items[n + 1 < c.end ? n + 1 : c.first]);
         if constexpr (PATH == kBulk) barrier_wait(ring.bars + ring.slot, ring.phase);
         if constexpr (PATH == kAsync) async_wait<stages_of(PATH) - 1>();
         if constexpr (PATH != kBulk) __syncwarp();
@@ -356,11 +360,12 @@ __device__ __forceinline__ void run_gemv(const GemvArgs& A, uint8_t* shared, int
   if constexpr (PATH == kBulk) {
     if (threadIdx.x == 0) {
       barrier_init(x_bar, 1), barrier_init(image_bar, 1);
-#pragma unroll 1
-      for (int i = 0; i < kWarps * kStages; i++) barrier_init(bars + i, 1);
       barrier_fence();
       barrier_expect(image_bar, image_size);
       bulk_copy(image, A.image, image_size, image_bar);
+    } else if (const int i = static_cast<int>(threadIdx.x) - 32; i >= 0 && i < kWarps * kStages) {
+      barrier_init(bars + i, 1);
+      barrier_fence();
     }
   } else {
     for (int i = threadIdx.x; i < image_size / 16; i += kThreads)

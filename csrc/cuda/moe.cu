@@ -79,7 +79,7 @@ __device__ __forceinline__ void prefetch_strips(const GemvArgs& A, int block) {
 }
 
 template <int PATH>
-__global__ void __launch_bounds__(kThreads, PATH == kBulk ? 2 : 1) up_kernel(const __grid_constant__ UpArgs E) {
+__global__ void __launch_bounds__(kThreads, 1) up_kernel(const __grid_constant__ UpArgs E) {
   extern __shared__ __align__(128) uint8_t shared[];
   __shared__ GemvArgs A;
   __shared__ RowSums sums;

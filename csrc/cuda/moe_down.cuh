@@ -2,8 +2,7 @@
 //
 // As in gemv.cuh a CTA owns whole strips of 16 columns and its warps split the stored rows of every expert's matrix; a warp's sum over a
 // strip is that over the experts in the order of their numbers, each times its weight. What was chosen is known before the first products
-// are through, so the ring is filled while they run: both kernels keep to half of a multiprocessor's registers. Bytes: strips of the chosen
-// matrices once per token.
+// are through, so the ring is filled as they end. Bytes: strips of the chosen matrices once per token.
 #pragma once
 #include "moe.h"
 #include "moe_choice.cuh"
@@ -40,7 +39,7 @@ struct DownWalk {
 };
 
 template <int PATH, bool STAGED>
-__global__ void __launch_bounds__(kThreads, PATH == kBulk ? 2 : 1) down_kernel(const __grid_constant__ DownArgs D) {
+__global__ void __launch_bounds__(kThreads, 1) down_kernel(const __grid_constant__ DownArgs D) {
   extern __shared__ __align__(128) uint8_t shared[];
   const GemvArgs& A = D.out;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, token = blockIdx.y, block = blockIdx.x, pairs = D.pairs;
@@ -154,12 +153,12 @@ __global__ void __launch_bounds__(kThreads, PATH == kBulk ? 2 : 1) down_kernel(c
       float part[4] = {0, 0, 0, 0};
       const auto* const steps = reinterpret_cast<const half2*>(image(c.pair) + image_steps(L.matrices[c.pair].items));
       for (; c.item < c.end; c.item++) {
-        const Item it = reinterpret_cast<const Item*>(image(c.pair))[c.item];
+        const ItemWords it(reinterpret_cast<const Item*>(image(c.pair))[c.item]);
         if constexpr (PATH == kBulk) barrier_wait(ring.bars + ring.slot, ring.phase);
         if constexpr (PATH == kAsync) async_wait<kStages - 1>();
         if constexpr (PATH != kBulk) __syncwarp();
-        compute_item<PATH, STAGED>(it, ring.slots + ring.slot * kSlot, steps + it.unit0,
-                                   x_lane + chosen.places[c.pair] * A.x_stride + it.block * 32, live, lane, part);
+        compute_item<PATH, STAGED>(it, ring.slots + ring.slot * kSlot, steps + it.unit0(),
+                                   x_lane + chosen.places[c.pair] * A.x_stride + it.block() * 32, live, lane, part);
         __syncwarp();
         if (PATH != kBulk || lane == 0) fetch();
         if (++ring.slot == kStages) ring.slot = 0, ring.phase ^= 1;
