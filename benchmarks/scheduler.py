@@ -154,18 +154,25 @@ def beside_gpu(llm: exl2nb.LLM, batch: int, **sampling: Any) -> dict[str, float]
     return {**{name: round(value, 1) for name, value in found.items()}, "host_share": round((wall - waited - launching) / wall, 4)}
 
 
-def batches(llm: exl2nb.LLM, rounds: int) -> dict[str, float]:
-    """Decoded tokens per second of all requests together."""
-    found: dict[str, float] = {}
-    for batch in (1, 2, 4, 8, 16):
-        best = 0.0
-        for _ in range(rounds):
+def batches(llm: exl2nb.LLM, rounds: int) -> dict[str, dict[str, float]]:
+    """Decoded tokens per second of all requests together, the best, and the median over the rounds of how many times that of one request.
+
+    A round measures every number of requests, so that a slower minute of the machine slows all of them.
+    """
+    sizes = (1, 2, 4, 8, 16)
+    turns: list[dict[int, float]] = []
+    for _ in range(rounds):
+        turn = {}
+        for batch in sizes:
             prompts = [llm.tokenizer.encode(f"Number {i}: it was") for i in range(batch)]
             start = time.perf_counter()
             done = llm.batch([{"prompt": ids, "stream": False} for ids in prompts], max_tokens=128, temperature=0, ignore_eos=True).run()
-            best = max(best, sum(len(one.tokens) for one in done.values()) / (time.perf_counter() - start))
-        found[str(batch)] = round(best, 1)
-    return found
+            turn[batch] = sum(len(one.tokens) for one in done.values()) / (time.perf_counter() - start)
+        turns.append(turn)
+    return {
+        "best": {str(batch): round(max(turn[batch] for turn in turns), 1) for batch in sizes},
+        "over_1": {str(batch): round(statistics.median(turn[batch] / turn[1] for turn in turns), 2) for batch in sizes},
+    }
 
 
 def repeated_prompt(llm: exl2nb.LLM, rounds: int) -> dict[str, float]:

@@ -16,7 +16,7 @@
 namespace exl2nb {
 namespace {
 
-constexpr int64_t kShared = 1 << 14;  // logits from which on waking another thread pays
+constexpr int64_t kShared = 1 << 16;  // logits from which on waking another thread pays
 
 Tensor draw_rows_cpu(const Tensor& logits, const Tensor& settings, const std::optional<Tensor>& bits, int64_t top) {
   const char* op = "draw_rows";
