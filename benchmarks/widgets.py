@@ -3,8 +3,8 @@
     python benchmarks/widgets.py [--only streaming slider ...] [--seconds 4] [--rounds 5]
 
 Prints one JSON object per line. Latency is the browser's clock at the moment a token is put into the page minus the kernel's clock when the
-token was made; both run on one machine. `decode` runs the demo model by turns into a loop and into a Playground on display; `ledger`
-counts the processor time of every thread that has to do with it, which other work on the machine hardly disturbs.
+token was made; both run on one machine. `decode` runs the demo model in turns into a loop and into a Playground on show, `kernel` without
+a page on the machine; `ledger` counts the processor time of every thread that has to do with it, which other work hardly disturbs.
 """
 
 from __future__ import annotations
@@ -298,25 +298,44 @@ def decode_lost(browser: Any, lab: Any, notebook: Any, rounds: int) -> None:
     page.close()
 
 
-def ledger(rounds: int, tokens: int = 6600) -> None:
-    """Processor time per token at 2,000 a second: of the thread that reads and the one that sends, in a real kernel, and of the engine's.
-
-    Frames of 66 tokens, as they are then, one after the other; so neither the model nor what else the machine does has a say but in noise.
-    Sums are of all that the widget takes, whether or not another core had it to spare: decoding cannot lose more.
-    """
+def in_kernel(code: str) -> list[list[float]]:
+    """The rows of numbers that code prints in a kernel which no page is connected to; its messages are made and sent all the same."""
     from jupyter_client.manager import start_new_kernel
 
     manager, client = start_new_kernel(kernel_name="python3")
     printed: list[str] = []
     try:
         hook = lambda message: message["msg_type"] == "stream" and printed.append(message["content"]["text"])  # noqa: E731
-        reply = client.execute_interactive(LEDGER % (tokens, rounds + 1), timeout=170, output_hook=hook)
+        reply = client.execute_interactive(code, timeout=170, output_hook=hook)
         if reply["content"]["status"] != "ok":
             raise RuntimeError("\n".join(reply["content"]["traceback"]))
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
-    rows = [list(map(float, line.split())) for line in "".join(printed).splitlines() if line[:1].isdigit()][1:]
+    return [list(map(float, line.split())) for line in "".join(printed).splitlines() if line[:1].isdigit()]
+
+
+def decode_lost_alone(rounds: int) -> None:
+    """The same without a browser: what the widget takes in the kernel, where the page is drawn on another machine."""
+    code = f"{LOST}\nplay._repr_mimebundle_()\nfor _ in range({rounds + 1}): print(bare(), shown())"
+    rows = in_kernel(code)[1:]
+    lost = [100 * (1 - shown / bare) for bare, shown in rows]
+    show(
+        decode="demo model, no page on this machine",
+        tok_s_loop=statistics.median(row[0] for row in rows),
+        tok_s_widget=statistics.median(row[1] for row in rows),
+        lost_percent_median=statistics.median(lost),
+        lost_percent_all=[round(one, 1) for one in lost],
+    )
+
+
+def ledger(rounds: int, tokens: int = 6600) -> None:
+    """Processor time per token at 2,000 a second: of the thread that reads and the one that sends, in a real kernel, and of the engine's.
+
+    Frames of 66 tokens, as they are then, one after the other; so neither the model nor what else the machine does has a say but in noise.
+    Sums are of all that the widget takes, whether or not another core had it to spare: decoding cannot lose more.
+    """
+    rows = in_kernel(LEDGER % (tokens, rounds + 1))[1:]
     engine = _engine_work(rounds)
     for name, pick in (("medians", statistics.median), ("least", min)):
         read, send, bare, asked = (pick(column) for column in (*zip(*rows), *zip(*engine)))
@@ -376,7 +395,7 @@ def work_per_token(tokens: int = 20_000) -> None:
     show(work="per token", cpu_microseconds=1e6 * spent, percent_of_2000_tok_s=100 * spent * 2000)
 
 
-PARTS = ["sizes", "work", "ledger", "exports", "map", "streaming", "slider", "decode"]
+PARTS = ["sizes", "work", "ledger", "kernel", "exports", "map", "streaming", "slider", "decode"]
 
 
 def main() -> None:
@@ -392,6 +411,8 @@ def main() -> None:
         work_per_token()
     if "ledger" in args.only:
         ledger(args.rounds)
+    if "kernel" in args.only:
+        decode_lost_alone(args.rounds)
     with tempfile.TemporaryDirectory(prefix="exl2nb-") as folder, chromium() as browser:
         if "exports" in args.only:
             exports(browser, Path(folder))

@@ -94,8 +94,7 @@ void set_input(MatrixInput& in, const uint8_t* head, const uint8_t* blob, half* 
 // Of at most eight tokens: how they are shared out, whether their activations are staged. Returns the bytes of shared memory.
 static int gemv_prepare(GemvArgs& a, Epilogue e) {
   const int x_bytes = gemv_share(a, e);
-  const int own =
-      stages_of(device().path) * kWarps * kSlot + num_bars(device().path) * 8 + padded_image(a) + GemvShared::bytes(a);
+  const int own = stages_of(device().path) * kWarps * kSlot + num_bars(device().path) * 8 + padded_image(a) + GemvShared::bytes(a);
   a.staged = own + x_bytes <= device().shared_per_sm - 1024 && own + x_bytes <= device().shared_per_block;
   return own + (a.staged ? x_bytes : 0);
 }
