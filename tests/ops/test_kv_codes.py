@@ -189,13 +189,12 @@ def test_bits_do_not_depend_on_chunks(pair, window):
 @pytest.mark.parametrize("use", ["kernel", "reference"])
 def test_a_pool_of_another_head_dim_is_refused(use):
     q, k, v, *rest = case([5], [1], 2, 1, 32, ("q4", "q4"))
-    attention = ops.paged_attention if use == "kernel" else REFERENCES["paged_attention"]
-    options = {"scale": 1.0, "window": 0, "softcap": 0.0}
+    attention = torch.ops.exl2nb.paged_attention if use == "kernel" else REFERENCES["paged_attention"]
     for wrong in (torch.randn(1, 2, 64), torch.randn(1, 2, 40)):
         with pytest.raises((RuntimeError, ValueError), match=r"pool is .*uint8 \(2, 1, 4608\)"):
-            attention(wrong, k, v, *rest, **options)
+            attention(wrong, k, v, *rest, 1.0, 0, 0.0)
     with pytest.raises((RuntimeError, ValueError), match="v_pool is float16|pool is .*float16"):
-        attention(q, k, torch.zeros(2, 1, P, 16, dtype=torch.float16), *rest, **options)
+        attention(q, k, torch.zeros(2, 1, P, 16, dtype=torch.float16), *rest, 1.0, 0, 0.0)
 
 
 @pytest.mark.parametrize("kind", ["q4", "q8"])
