@@ -44,7 +44,7 @@ class Playground(ExlWidget):
         prompt: text to continue. Default "".
         max_tokens: most tokens of one run. Default 128.
         temperature, top_k, top_p, min_p, repetition_penalty, seed: as in `SamplingParams`. Default 0.8, 0, 0.95, 0, 1, None.
-        view: "probability" or "plain". Default "probability".
+        view: "probability" or "rank", which tints the tokens, or "plain". Default "probability".
         height: greatest height of the text, CSS length or pixels. Default "" (320 px).
     Traits to read:
         text: the generated text; set once, when a run ends. n_tokens, tokens_per_second, ttft_s, finish_reason, status, error: how it went.
@@ -66,7 +66,7 @@ class Playground(ExlWidget):
     min_p = t.Float(0.0).tag(sync=True, option=True)
     repetition_penalty = t.Float(1.0).tag(sync=True, option=True)
     seed = t.Int(None, allow_none=True).tag(sync=True, option=True)
-    view = t.Enum(("probability", "plain"), "probability").tag(sync=True, option=True)
+    view = t.Enum(("probability", "rank", "plain"), "probability").tag(sync=True, option=True)
     text = t.Unicode("").tag(sync=True)
     n_tokens = t.Int(0).tag(sync=True)
     tokens_per_second = t.Float(0.0).tag(sync=True)

@@ -92,7 +92,7 @@ class PlaygroundState(TypedDict):
     height: str
     prompt: str
     text: str
-    view: Literal["plain", "probability"]
+    view: Literal["plain", "probability", "rank"]
     max_tokens: int
     temperature: float
     top_k: int

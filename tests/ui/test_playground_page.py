@@ -145,6 +145,25 @@ def test_plain_view_has_no_tint_and_marks_are_not_colour_alone(host, page):
     assert host.sent[-1]["values"]["view"] == "plain"
 
 
+def test_rank_view_tints_by_place_and_says_which(host, page):
+    stream(host)
+    colour = "(e) => getComputedStyle(e).backgroundColor"
+    by_probability = page.locator(".exl2nb-token").evaluate_all(f"(all) => all.map({colour})")
+    page.get_by_role("radio", name="Rank").click()
+    assert host.sent[-1]["values"]["view"] == "rank"
+    tints = page.locator(".exl2nb-token").evaluate_all(f"(all) => all.map({colour})")
+    keys = page.locator(".exl2nb-key i").evaluate_all(f"(all) => all.map({colour})")
+    assert [keys.index(tint) for tint in tints] == [1, 0, 3, 0], "ranks 2, 1, 40, 1"
+    assert len(set(keys)) == 4
+    assert page.locator(".exl2nb-key").all_inner_texts()[:4] == ["1st", "2nd–3rd", "4th–10th", "11th or later"]
+    host.deliver(delta(2, *([" x", 15, None if rank is None else 0.3, rank, []] for rank in (None, 3, 4, 10, 11))))
+    tints = page.locator(".exl2nb-token").evaluate_all(f"(all) => all.map({colour})")
+    assert [keys.index(tint) for tint in tints[4:]] == [0, 1, 2, 2, 3]
+    page.get_by_role("radio", name="Probability").click()
+    assert page.locator(".exl2nb-token").evaluate_all(f"(all) => all.map({colour})")[:4] == by_probability
+    assert page.locator(".exl2nb-key i").count() == 5
+
+
 def test_controls_write_traits_and_traits_write_controls(host, page):
     page.locator("summary").click()
     page.get_by_label("Temperature", exact=True).fill("9")
@@ -214,13 +233,14 @@ def test_text_is_text(host, page):
     assert "<img" in text(page)
 
 
+@pytest.mark.parametrize("view", ["probability", "rank"])
 @pytest.mark.parametrize("theme", ["light", "dark", "none"])
-def test_accessible(page, theme, screenshots):
-    host = MockHost(page, "playground", state(error="something to read"), theme=theme)
+def test_accessible(page, theme, view, screenshots):
+    host = MockHost(page, "playground", state(error="something to read", view=view), theme=theme)
     stream(host)
     page.locator("summary").click()
     page.locator(".exl2nb-token").first.hover()
-    page.screenshot(path=screenshots / f"page-{theme}.png")
+    page.screenshot(path=screenshots / (f"page-{theme}.png" if view == "probability" else f"rank-{theme}.png"))
     assert low_controls(page) == []
     assert violations(page, ".exl2nb") == []
 

@@ -114,7 +114,7 @@ export interface PlaygroundState {
   height: string;
   prompt: string;
   text: string;
-  view: "plain" | "probability";
+  view: "plain" | "probability" | "rank";
   max_tokens: number;
   temperature: number;
   top_k: number;

@@ -2,6 +2,7 @@
 import type { TokenItem } from "../protocol.gen";
 import { h } from "../shared/dom";
 import { surprise } from "../shared/format";
+import { rankStep } from "./rank";
 
 const AT_END_PX = 24;
 
@@ -156,7 +157,7 @@ function copyExactly(event: ClipboardEvent): void {
 
 function tokenSpan([text, , prob, rank]: TokenItem, index: number): HTMLElement {
   const span = h("span", { class: "exl2nb-token", "data-i": index, "data-step": surprise(prob) }, text);
-  if (rank !== null && rank > 1) span.dataset.second = "";
+  if (rank !== null && rank > 1) span.dataset.rank = String(rankStep(rank));
   if (/^\n+$/.test(text)) span.dataset.newline = "";
   return span;
 }

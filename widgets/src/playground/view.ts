@@ -7,6 +7,7 @@ import { SURPRISE_LABELS } from "../shared/format";
 import { perFrame } from "../shared/frame";
 import type { Feed } from "../shared/stream";
 import { TokenLog } from "./log";
+import { RANK_LABELS } from "./rank";
 import { readSettings, SettingsPanel } from "./settings";
 import { figures, headline } from "./status";
 import { describe, Tip } from "./tip";
@@ -27,7 +28,7 @@ export class PlaygroundView {
   private readonly error = h("div", { class: "exl2nb-error", role: "alert", hidden: true });
   private readonly empty = h("p", { class: "exl2nb-empty" }, "The text appears here, token by token.");
   private readonly jump = h("button", { type: "button", class: "exl2nb-button exl2nb-jump", hidden: true }, "Follow the end ↓");
-  private readonly legend = legend();
+  private readonly legend = h("div", { class: "exl2nb-legend" });
   private readonly modes: Record<PlaygroundState["view"], HTMLInputElement>;
   private readonly tip = new Tip();
   private readonly log = new TokenLog((index, element, by) => this.inspect(index, element, by));
@@ -97,8 +98,9 @@ export class PlaygroundView {
     };
     const [plainLabel, plain] = choice("plain", "Plain");
     const [tintedLabel, probability] = choice("probability", "Probability");
-    const group = h("fieldset", { class: "exl2nb-toggle" }, h("legend", { class: "exl2nb-sr" }, "Show the text"), plainLabel, tintedLabel);
-    return [group, { plain, probability }];
+    const [rankedLabel, rank] = choice("rank", "Rank");
+    const words = h("legend", { class: "exl2nb-sr" }, "Show the text");
+    return [h("fieldset", { class: "exl2nb-toggle" }, words, plainLabel, tintedLabel, rankedLabel), { plain, probability, rank }];
   }
 
   private listen(): void {
@@ -159,6 +161,7 @@ export class PlaygroundView {
     this.modes[view].checked = true;
     this.root.dataset.view = view;
     this.legend.hidden = view === "plain";
+    if (view !== "plain") this.legend.replaceChildren(...LEGENDS[view]());
   }
 
   private draw(): void {
@@ -212,8 +215,13 @@ export class PlaygroundView {
   }
 }
 
-function legend(): HTMLElement {
-  const steps = SURPRISE_LABELS.map((text, step) => h("span", { class: "exl2nb-key" }, h("i", { "data-step": step }), text));
+const LEGENDS = {
+  probability: () => legend("Probability of a token:", "data-step", SURPRISE_LABELS),
+  rank: () => legend("Place of a token among the model's choices:", "data-rank", RANK_LABELS),
+};
+
+function legend(title: string, attribute: string, labels: readonly string[]): HTMLElement[] {
+  const steps = labels.map((text, step) => h("span", { class: "exl2nb-key" }, h("i", { [attribute]: step }), text));
   const second = h("span", { class: "exl2nb-key exl2nb-key-second" }, h("u", {}, "abc"), "not the first choice");
-  return h("div", { class: "exl2nb-legend" }, h("span", { class: "exl2nb-sr" }, "Probability of a token:"), ...steps, second);
+  return [h("span", { class: "exl2nb-sr" }, title), ...steps, second];
 }
