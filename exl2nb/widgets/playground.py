@@ -19,6 +19,8 @@ from exl2nb.widgets.background import Background
 from exl2nb.widgets.base import ExlWidget
 from exl2nb.widgets.feed import Feed
 from exl2nb.widgets.protocol import PlaygroundState, Settings, Stats, Status, TokenItem, Tops
+from exl2nb.widgets.protocol_samplers import DEFAULTS
+from exl2nb.widgets.samplers import SamplerTraits
 from exl2nb.widgets.tokens import brief_rows, items_of, raw_items, token_item
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ TOP_TOKENS = 6
 _SETTINGS = tuple(Settings.__annotations__)
 
 
-class Playground(ExlWidget):
+class Playground(ExlWidget, SamplerTraits):
     """Prompt a model and watch the text come, token by token.
 
     The last line of a cell displays it. Generate and Stop work in the page, also while another cell runs; `start`, `stop` and `wait` do the
@@ -44,6 +46,7 @@ class Playground(ExlWidget):
         prompt: text to continue. Default "".
         max_tokens: most tokens of one run. Default 128.
         temperature, top_k, top_p, min_p, repetition_penalty, seed: as in `SamplingParams`. Default 0.8, 0, 0.95, 0, 1, None.
+        typical_p, xtc_probability, dry_multiplier, mirostat and every other number or switch of `SamplingParams`, neutral by default.
         view: "probability" or "rank", which tints the tokens, or "plain". Default "probability".
         height: greatest height of the text, CSS length or pixels. Default "" (320 px).
     Traits to read:
@@ -94,8 +97,9 @@ class Playground(ExlWidget):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The sampling settings as keywords of `stream`."""
-        return {name: getattr(self, name) for name in _SETTINGS}
+        """The sampling settings as keywords of `stream`; of the folded samplers only those that do something."""
+        values = {name: getattr(self, name) for name in _SETTINGS}
+        return {name: value for name, value in values.items() if name not in DEFAULTS or value != DEFAULTS[name]}
 
     @property
     def tokens(self) -> list[TokenItem]:

@@ -42,6 +42,7 @@ from exl2nb.widgets.protocol_glasses import (
     WeightSlice,
     WeightsState,
 )
+from exl2nb.widgets.protocol_samplers import SAMPLERS, Sampler, SamplerValues
 from exl2nb.widgets.protocol_stream import (
     Alternative,
     Delta,
@@ -64,7 +65,7 @@ PROTOCOL_VERSION = 1
 """Raised when a message changes its meaning; the browser half refuses another number with a readable line."""
 
 
-class Settings(TypedDict):
+class Settings(SamplerValues):
     """Sampling settings of the controls. top_k 0, top_p 1, min_p 0, repetition_penalty 1: that filter is off; seed null: a random one."""
 
     max_tokens: int
@@ -84,7 +85,7 @@ class Generate(TypedDict):
     settings: Settings
 
 
-class PlaygroundState(TypedDict):
+class PlaygroundState(SamplerValues):
     """Synced traits of Playground. text and _tokens are set once, when a run ends."""
 
     status: Status
@@ -337,6 +338,8 @@ _EXPORTED: dict[str, Any] = {
     "Ping": Ping,
     "Pong": Pong,
     "Stop": Stop,
+    "Sampler": Sampler,
+    "SamplerValues": SamplerValues,
     "Settings": Settings,
     "Generate": Generate,
     "PlaygroundState": PlaygroundState,
@@ -390,7 +393,7 @@ _EXPORTED: dict[str, Any] = {
 
 def typescript() -> str:
     """The TypeScript module that `widgets/src/protocol.gen.ts` must equal."""
-    return module(_EXPORTED, version=PROTOCOL_VERSION)
+    return module(_EXPORTED, version=PROTOCOL_VERSION, lists={"SAMPLERS": ("Sampler", SAMPLERS)})
 
 
 if __name__ == "__main__":

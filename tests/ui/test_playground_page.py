@@ -4,6 +4,7 @@ import pytest
 from mock_host import MockHost, low_controls, violations
 
 from exl2nb.widgets import Playground
+from exl2nb.widgets.protocol_samplers import SAMPLERS
 
 TOP = [[" the", 0.5], [" dog", 0.25], [" a", 0.1]]
 ITEMS = [[" dog", 11, 0.25, 2, TOP], [" ran", 12, 0.97, 1, [[" ran", 0.97]]], [".\n", 13, 0.02, 40, TOP], ["\n", 14, 0.6, 1, []]]
@@ -165,17 +166,45 @@ def test_rank_view_tints_by_place_and_says_which(host, page):
 
 
 def test_controls_write_traits_and_traits_write_controls(host, page):
-    page.locator("summary").click()
+    page.locator("summary").first.click()
     page.get_by_label("Temperature", exact=True).fill("9")
     page.keyboard.press("Tab")
     assert host.sent[-1]["values"]["temperature"] == 2
-    assert page.get_by_label("Temperature, slider").input_value() == "2"
+    assert page.get_by_label("Temperature, slider", exact=True).input_value() == "2"
     page.get_by_label("Seed").fill("7")
     page.keyboard.press("Tab")
     assert host.sent[-1]["values"]["seed"] == 7
-    assert "temperature 2 · top-p 0.95 · seed 7" in page.locator("summary").inner_text()
+    assert "temperature 2 · top-p 0.95 · seed 7" in page.locator("summary").first.inner_text()
     host.put(top_k=40)
     assert page.get_by_label("Top-k", exact=True).input_value() == "40"
+
+
+def test_the_folded_samplers_are_controls_too(host, page):
+    page.locator("summary").first.click()
+    more = page.locator("details.exl2nb-more")
+    assert more.get_attribute("open") is None
+    assert more.locator("summary").inner_text().split("\n") == ["More samplers", "all off"]
+    more.locator("summary").click()
+    assert more.locator(".exl2nb-control").count() == len(SAMPLERS)
+    page.get_by_label("Typical-p", exact=True).fill("7")
+    page.keyboard.press("Tab")
+    assert host.sent[-1]["values"]["typical_p"] == 1, "no more than SamplingParams takes"
+    page.get_by_label("DRY range", exact=True).fill("9000.4")
+    page.keyboard.press("Tab")
+    assert host.sent[-1]["values"]["dry_range"] == 9000, "whole, and beyond the slider"
+    page.get_by_label("Skew", exact=True).fill("-0.5")
+    page.keyboard.press("Tab")
+    page.get_by_label("Mirostat", exact=True).check()
+    assert host.sent[-1]["values"]["mirostat"] is True
+    assert "skew -0.5 · DRY range 9000 · mirostat" in page.locator("summary").first.inner_text()
+    assert more.locator("summary").inner_text().split("\n")[1] == "3 changed"
+    host.put(top_a=0.25)
+    assert page.get_by_label("Top-a, slider").input_value() == "0.25"
+    page.get_by_role("button", name="Generate").click()
+    settings = host.sent[-1]["settings"]
+    assert {name: settings[name] for name in ("dry_range", "mirostat", "skew", "top_a", "tfs")} == {
+        "dry_range": 9000, "mirostat": True, "skew": -0.5, "top_a": 0.25, "tfs": 1,
+    }  # fmt: skip
 
 
 def test_scrolls_only_while_the_reader_is_at_the_end(host, page):
@@ -238,7 +267,8 @@ def test_text_is_text(host, page):
 def test_accessible(page, theme, view, screenshots):
     host = MockHost(page, "playground", state(error="something to read", view=view), theme=theme)
     stream(host)
-    page.locator("summary").click()
+    for summary in page.locator("summary").all():
+        summary.click()
     page.locator(".exl2nb-token").first.hover()
     page.screenshot(path=screenshots / (f"page-{theme}.png" if view == "probability" else f"rank-{theme}.png"))
     assert low_controls(page) == []

@@ -2,14 +2,18 @@
 
 import threading
 import time
+from dataclasses import fields
 
 import pytest
 from fakes import FakeModel
 
 import exl2nb as ex
 from exl2nb.core.errors import GenerationError, Interrupted, OptionError, OutOfPages
+from exl2nb.sampling.params import SamplingParams
 from exl2nb.widgets import Playground
 from exl2nb.widgets.playground import TOP_TOKENS
+from exl2nb.widgets.protocol import SamplerValues, Settings
+from exl2nb.widgets.protocol_samplers import SAMPLERS
 from exl2nb.widgets.tokens import token_item
 
 
@@ -131,10 +135,38 @@ def test_generate_message_sets_prompt_and_settings():
     assert play.top_k == 5
 
 
+def test_every_sampler_is_a_keyword_and_only_those_that_do_something_are_sent():
+    model = FakeModel()
+    numeric = {f.name for f in fields(SamplingParams) if type(f.default) in (int, float, bool)}
+    assert numeric | {"seed", "max_tokens"} == set(Settings.__annotations__)
+    assert [one.name for one in SAMPLERS] == list(SamplerValues.__annotations__)
+    assert all(one.low <= one.least < one.most <= one.high for one in SAMPLERS)
+    play = Playground(model, max_tokens=1, typical_p=0.9, mirostat=True, dry_multiplier=0.0, penalty_range=64)
+    play.start().wait()
+    changed = {"typical_p": 0.9, "mirostat": True, "penalty_range": 64}
+    assert {name: value for name, value in model.asked[0][1].items() if name in SamplerValues.__annotations__} == changed
+    play._dispatch(play, {"type": "generate", "prompt": "x", "settings": {**play.settings, "mirostat": False, "xtc_probability": 0.5}}, [])
+    play.wait()
+    assert (play.mirostat, play.xtc_probability, "mirostat" in model.asked[1][1]) == (False, 0.5, False)
+    with pytest.raises(OptionError, match="dynamic temperature"):
+        Playground(model, max_temp=1.5)
+    with pytest.raises(OptionError, match="did you mean 'typical_p'"):
+        Playground(model, typicalp=0.5)
+
+
+def test_the_engine_takes_them():
+    with ex.demo(progress=None) as llm:
+        play = Playground(llm, prompt="It was", max_tokens=12, seed=4, dry_multiplier=0.8, xtc_probability=0.5, mirostat=True)
+        assert play.start().wait() == llm.generate("It was", **play.settings).text
+        plain = Playground(llm, prompt="It was", max_tokens=12, seed=4).start().wait()
+    assert play.text != plain
+
+
 @pytest.mark.parametrize(
     ("message", "words"),
     [
         ({"prompt": "x"}, "no settings"),
+        ({"prompt": "x", "settings": {"tfs": 0.0}}, "tfs is 0"),
         ({"prompt": 3, "settings": {}}, "no prompt"),
         ({"prompt": "x", "settings": {"top_q": 1}}, "did you mean"),
         ({"prompt": "x", "settings": {"top_p": 7}}, "top_p is 7"),

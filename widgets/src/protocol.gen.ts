@@ -89,8 +89,65 @@ export interface Stop {
   type: "stop";
 }
 
+/** A control. least, most, step: of its slider, step 0 = a switch. low, high: what may be typed. neutral: where it does nothing. */
+export type Sampler = [name: string, label: string, hint: string, least: number, most: number, step: number, low: number, high: number, neutral: number | boolean];
+
+/** The folded samplers, fields of `SamplingParams`. */
+export interface SamplerValues {
+  typical_p: number;
+  tfs: number;
+  top_a: number;
+  skew: number;
+  min_tokens: number;
+  presence_penalty: number;
+  frequency_penalty: number;
+  penalty_range: number;
+  penalty_decay: number;
+  dry_multiplier: number;
+  dry_base: number;
+  dry_allowed_length: number;
+  dry_range: number;
+  dry_max_ngram: number;
+  xtc_probability: number;
+  xtc_threshold: number;
+  smoothing_factor: number;
+  smoothing_curve: number;
+  min_temp: number;
+  max_temp: number;
+  temp_exponent: number;
+  temperature_last: boolean;
+  mirostat: boolean;
+  mirostat_tau: number;
+  mirostat_eta: number;
+}
+
 /** Sampling settings of the controls. top_k 0, top_p 1, min_p 0, repetition_penalty 1: that filter is off; seed null: a random one. */
 export interface Settings {
+  typical_p: number;
+  tfs: number;
+  top_a: number;
+  skew: number;
+  min_tokens: number;
+  presence_penalty: number;
+  frequency_penalty: number;
+  penalty_range: number;
+  penalty_decay: number;
+  dry_multiplier: number;
+  dry_base: number;
+  dry_allowed_length: number;
+  dry_range: number;
+  dry_max_ngram: number;
+  xtc_probability: number;
+  xtc_threshold: number;
+  smoothing_factor: number;
+  smoothing_curve: number;
+  min_temp: number;
+  max_temp: number;
+  temp_exponent: number;
+  temperature_last: boolean;
+  mirostat: boolean;
+  mirostat_tau: number;
+  mirostat_eta: number;
   max_tokens: number;
   temperature: number;
   top_k: number;
@@ -109,6 +166,31 @@ export interface Generate {
 
 /** Synced traits of Playground. text and _tokens are set once, when a run ends. */
 export interface PlaygroundState {
+  typical_p: number;
+  tfs: number;
+  top_a: number;
+  skew: number;
+  min_tokens: number;
+  presence_penalty: number;
+  frequency_penalty: number;
+  penalty_range: number;
+  penalty_decay: number;
+  dry_multiplier: number;
+  dry_base: number;
+  dry_allowed_length: number;
+  dry_range: number;
+  dry_max_ngram: number;
+  xtc_probability: number;
+  xtc_threshold: number;
+  smoothing_factor: number;
+  smoothing_curve: number;
+  min_temp: number;
+  max_temp: number;
+  temp_exponent: number;
+  temperature_last: boolean;
+  mirostat: boolean;
+  mirostat_tau: number;
+  mirostat_eta: number;
   status: Status;
   error: string;
   height: string;
@@ -557,3 +639,31 @@ export interface SpeculationState {
 export type FromKernel = Delta | Snapshot | Done | Pong | Tops;
 
 export type ToKernel = Ready | Resync | Ping | Stop | Generate | LookAt | Solve | SolveSize | Make | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame;
+
+export const SAMPLERS: readonly Sampler[] = [
+  ["typical_p", "Typical-p", "1 is off", 0.05, 1, 0.05, 0.0, 1.0, 1.0],
+  ["tfs", "Tail-free", "1 is off", 0.05, 1, 0.05, 0.0, 1.0, 1.0],
+  ["top_a", "Top-a", "0 is off", 0, 1, 0.01, 0.0, 1.0, 0.0],
+  ["skew", "Skew", "0 is off; above it: less likely tokens", -3, 3, 0.1, -10.0, 10.0, 0.0],
+  ["min_tokens", "Min tokens", "the text cannot end before", 0, 512, 1, 0, 2147483647, 0],
+  ["presence_penalty", "Presence penalty", "0 is off", -2, 2, 0.1, -100.0, 100.0, 0.0],
+  ["frequency_penalty", "Frequency penalty", "0 is off", -2, 2, 0.1, -100.0, 100.0, 0.0],
+  ["penalty_range", "Penalty range", "tokens looked back; 0 is all", 0, 4096, 1, 0, 2147483647, 0],
+  ["penalty_decay", "Penalty decay", "tokens over which it fades; needs a range", 0, 4096, 1, 0, 2147483647, 0],
+  ["dry_multiplier", "DRY multiplier", "against repeats; 0 is off", 0, 5, 0.1, 0.0, 100.0, 0.0],
+  ["dry_base", "DRY base", "growth with the length of a repeat", 1, 4, 0.05, 1.0, 10.0, 1.75],
+  ["dry_allowed_length", "DRY allowed length", "repeats that cost nothing", 1, 20, 1, 1, 1000, 2],
+  ["dry_range", "DRY range", "tokens looked back; 0 is all", 0, 4096, 1, 0, 2147483647, 0],
+  ["dry_max_ngram", "DRY longest repeat", "looked for, in tokens", 1, 100, 1, 1, 1000, 50],
+  ["xtc_probability", "XTC probability", "leaves out the obvious; 0 is off", 0, 1, 0.05, 0.0, 1.0, 0.0],
+  ["xtc_threshold", "XTC threshold", "how likely is obvious", 0, 0.5, 0.01, 0.0, 1.0, 0.1],
+  ["smoothing_factor", "Smoothing factor", "0 is off", 0, 10, 0.1, 0.0, 100.0, 0.0],
+  ["smoothing_curve", "Smoothing curve", "1 is plain", 1, 3, 0.1, 1.0, 3.0, 1.0],
+  ["min_temp", "Lowest temperature", "where the model is sure", 0, 4, 0.05, 0.0, 100.0, 0.0],
+  ["max_temp", "Highest temperature", "by entropy, with temperature 1; 0 is off", 0, 4, 0.05, 0.0, 100.0, 0.0],
+  ["temp_exponent", "Temperature exponent", "of the entropy", 0.1, 5, 0.1, 0.01, 100.0, 1.0],
+  ["temperature_last", "Temperature last", "after the cuts", 0, 1, 0, 0, 1, false],
+  ["mirostat", "Mirostat", "holds the surprise of the text", 0, 1, 0, 0, 1, false],
+  ["mirostat_tau", "Mirostat tau", "surprise in bits", 0, 10, 0.1, 0.0, 100.0, 5.0],
+  ["mirostat_eta", "Mirostat eta", "how fast it steers", 0, 1, 0.01, 0.0, 10.0, 0.1],
+];

@@ -1,6 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { clamp, summary } from "../src/playground/settings";
+import { clamp } from "../src/playground/control";
+import { summary } from "../src/playground/settings";
 import { figures, headline } from "../src/playground/status";
 import { describe } from "../src/playground/tip";
 import { fraction, history, figures as progressFigures } from "../src/progress/words";
@@ -42,6 +43,8 @@ test("the closed settings say what is on", () => {
   assert.equal(summary(settings), "temperature 0.8 · top-p 0.95 · 128 tokens");
   assert.equal(summary({ ...settings, temperature: 0, top_k: 40, seed: 7 }), "greedy · seed 7 · 128 tokens");
   assert.equal(summary({ ...settings, top_k: 40, top_p: 1, min_p: 0.1 }), "temperature 0.8 · top-k 40 · min-p 0.1 · 128 tokens");
+  const more = { dry_multiplier: 0.8, typical_p: 1, mirostat: true, top_a: 0.1 };
+  assert.equal(summary({ ...settings, ...more }), "temperature 0.8 · top-p 0.95 · top-a 0.1 · DRY multiplier 0.8 · mirostat · 128 tokens");
 });
 
 test("typed numbers are kept in range, and nonsense is refused", () => {
