@@ -17,6 +17,7 @@ from exl2nb.sampling.params import SamplingParams, check_integer
 from exl2nb.widgets import static
 from exl2nb.widgets.background import Background
 from exl2nb.widgets.base import ExlWidget
+from exl2nb.widgets.chatting import ChatMode, turns_html, turns_text
 from exl2nb.widgets.feed import Feed
 from exl2nb.widgets.protocol import PlaygroundState, Settings, Stats, Status, TokenItem, Tops
 from exl2nb.widgets.protocol_samplers import DEFAULTS
@@ -31,7 +32,7 @@ TOP_TOKENS = 6
 _SETTINGS = tuple(Settings.__annotations__)
 
 
-class Playground(ExlWidget, SamplerTraits):
+class Playground(ExlWidget, ChatMode, SamplerTraits):
     """Prompt a model and watch the text come, token by token.
 
     The last line of a cell displays it. Generate and Stop work in the page, also while another cell runs; `start`, `stop` and `wait` do the
@@ -48,6 +49,8 @@ class Playground(ExlWidget, SamplerTraits):
         temperature, top_k, top_p, min_p, repetition_penalty, seed: as in `SamplingParams`. Default 0.8, 0, 0.95, 0, 1, None.
         typical_p, xtc_probability, dry_multiplier, mirostat and every other number or switch of `SamplingParams`, neutral by default.
         view: "probability" or "rank", which tints the tokens, or "plain". Default "probability".
+        chat: hold a conversation instead, in the model's chat format: `say`, `again`, `edit`, `go`. Default False; not changed later.
+        template: Jinja source of a chat format instead of the model's own; stays in Python. Default None.
         height: greatest height of the text, CSS length or pixels. Default "" (320 px).
     Traits to read:
         text: the generated text; set once, when a run ends. n_tokens, tokens_per_second, ttft_s, finish_reason, status, error: how it went.
@@ -110,27 +113,38 @@ class Playground(ExlWidget, SamplerTraits):
         """Begin to generate and return at once; the text streams into the page.
 
         Args:
-            prompt: replaces the prompt; None keeps it.
+            prompt: replaces the prompt; None keeps it. In chat mode: what is said.
 
         Raises:
             OptionError: there is no model, or a setting is out of range.
             GenerationError: a run is going on.
         """
+        if self.chat:
+            return self.say(self.prompt if prompt is None else prompt)
+
+        def before() -> str:
+            if prompt is not None:
+                self.prompt = prompt
+            return self.prompt
+
+        return self._launch(before, lambda **settings: self.llm.stream(str(self._run_prompt), **settings))
+
+    def _launch(self, before: Callable[[], str], ask: Callable[..., Any]) -> Playground:
+        """Begin a run: `before` gives the text to show before the answer, `ask(**settings)` the stream."""
         if self.llm is None:
             raise OptionError("Playground: no model is attached; make it with Playground(llm)")
         settings = self._checked_settings()
 
         def starting() -> None:
-            if prompt is not None:
-                self.prompt = prompt
+            shown = before()
             self._stream = None
             with self.hold_sync():
                 self.status, self.error, self.finish_reason, self.text = "running", "", "", ""
-                self._run_prompt, self._tokens = self.prompt, []
-            self._feed.begin(self.prompt)
+                self._run_prompt, self._tokens = shown, []
+            self._feed.begin(shown)
 
         def work(stop: threading.Event) -> None:
-            self._generate(self.llm, stop, str(self._run_prompt), settings)
+            self._generate(stop, ask, settings)
 
         self._reason, self._speed = "", None
         self._background.begin(work, self._end, before=starting)
@@ -166,10 +180,10 @@ class Playground(ExlWidget, SamplerTraits):
         self.stop()
         super().close()
 
-    def _generate(self, llm: Any, stop: threading.Event, prompt: str, settings: dict[str, Any]) -> None:
+    def _generate(self, stop: threading.Event, ask: Callable[..., Any], settings: dict[str, Any]) -> None:
         """The worker: everything that happens here reaches the page, errors included."""
         try:
-            self._stream = stream = llm.stream(prompt, top_logprobs=TOP_TOKENS, **settings)
+            self._stream = stream = ask(top_logprobs=TOP_TOKENS, **settings)
             waits = hasattr(stream, "poll")  # the engine's thread writes: until the next frame it need not wake this one for every token
             for chunk in stream:
                 fresh = raw_items(chunk)
@@ -196,6 +210,8 @@ class Playground(ExlWidget, SamplerTraits):
         with self.hold_sync():
             self._record(self.tokens, stats)
             self.finish_reason = reason
+            if self.chat:
+                self._answered(status, reason, self.text, self.tokens, stats)
             self.status = status
             if problem is not None:
                 self._show_error(problem)
@@ -234,16 +250,24 @@ class Playground(ExlWidget, SamplerTraits):
         self._feed.snapshot()
 
     def _receive_generate(self, message: Mapping[str, Any]) -> None:
-        settings, prompt = message.get("settings"), message.get("prompt")
-        if not isinstance(settings, dict) or not isinstance(prompt, str):
-            raise OptionError("Playground: the page sent no prompt or no settings; reload the page")
+        prompt = message.get("prompt")
+        if not isinstance(prompt, str):
+            raise OptionError("Playground: the page sent no prompt; reload the page")
+        if self._take_settings(message):
+            self.start(prompt)
+
+    def _take_settings(self, message: Mapping[str, Any]) -> bool:
+        """Take over the settings that came with a message; False while a run goes on: a second click that was on its way."""
+        settings = message.get("settings")
+        if not isinstance(settings, dict):
+            raise OptionError("Playground: the page sent no settings; reload the page")
         check_keywords(settings, list(_SETTINGS), where="Playground")
         if self._background.alive:
-            return  # a second click that was on its way
+            return False
         with self.hold_sync():
             for name, value in settings.items():
                 setattr(self, name, value)
-        self.start(prompt)
+        return True
 
     def _receive_stop(self, _message: Mapping[str, Any]) -> None:
         self.stop()
@@ -291,10 +315,13 @@ class Playground(ExlWidget, SamplerTraits):
 
     def _summary(self) -> str:
         text = "".join(item.text for item in self.tokens[:24])
+        if self.turns:
+            return f"Playground({self._caption()})\n{turns_text(self.turns)}"
         return f"Playground({self._caption()})" + (f": {(self._run_prompt[-40:] + text)[:100]!r}..." if text else "")
 
     def _static_body(self) -> str:
         tokens = static.token_html(self.tokens, self._run_prompt) or html.escape(self.prompt)
+        tokens = turns_html(self.turns, tokens) if self.turns else tokens
         return f'<div style="white-space:pre-wrap;line-height:1.7">{tokens}</div>'
 
     def _picture(self) -> bytes | None:

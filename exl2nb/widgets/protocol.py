@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict
 
+from exl2nb.widgets.protocol_chat import ChatAgain, ChatEdit, ChatGo, ChatSend, ChatTurn
 from exl2nb.widgets.protocol_columns import (
     CacheKind,
     CachesState,
@@ -92,6 +93,7 @@ class PlaygroundState(SamplerValues):
     error: str
     height: str
     prompt: str
+    chat: bool
     text: str
     view: Literal["plain", "probability", "rank"]
     max_tokens: int
@@ -105,6 +107,7 @@ class PlaygroundState(SamplerValues):
     tokens_per_second: float
     ttft_s: float | None
     finish_reason: str
+    _turns: list[ChatTurn]
     _run_prompt: str
     _tokens: list[TokenItem]
     _model_label: str
@@ -311,6 +314,10 @@ ToKernel = (
     | Ping
     | Stop
     | Generate
+    | ChatSend
+    | ChatAgain
+    | ChatEdit
+    | ChatGo
     | LookAt
     | Solve
     | SolveSize
@@ -342,6 +349,11 @@ _EXPORTED: dict[str, Any] = {
     "SamplerValues": SamplerValues,
     "Settings": Settings,
     "Generate": Generate,
+    "ChatTurn": ChatTurn,
+    "ChatSend": ChatSend,
+    "ChatAgain": ChatAgain,
+    "ChatEdit": ChatEdit,
+    "ChatGo": ChatGo,
     "PlaygroundState": PlaygroundState,
     "Finished": Finished,
     "ProgressState": ProgressState,

@@ -164,6 +164,38 @@ export interface Generate {
   settings: Settings;
 }
 
+/** What one side said. version: which of the `versions` of this turn, from 0. */
+export type ChatTurn = [id: number, role: string, text: string, version: number, versions: number];
+
+/** The reader sent a message. settings: as in Generate, here and below. */
+export interface ChatSend {
+  type: "chat_send";
+  text: string;
+  settings: Record<string, number | boolean | null>;
+}
+
+/** The reader wants another answer beside `turn`, or one to a message that got none. */
+export interface ChatAgain {
+  type: "chat_again";
+  turn: number;
+  settings: Record<string, number | boolean | null>;
+}
+
+/** The reader sent another version of message `turn`. */
+export interface ChatEdit {
+  type: "chat_edit";
+  turn: number;
+  text: string;
+  settings: Record<string, number | boolean | null>;
+}
+
+/** The reader wants to see version `index` of a turn. */
+export interface ChatGo {
+  type: "chat_go";
+  turn: number;
+  index: number;
+}
+
 /** Synced traits of Playground. text and _tokens are set once, when a run ends. */
 export interface PlaygroundState {
   typical_p: number;
@@ -195,6 +227,7 @@ export interface PlaygroundState {
   error: string;
   height: string;
   prompt: string;
+  chat: boolean;
   text: string;
   view: "plain" | "probability" | "rank";
   max_tokens: number;
@@ -208,6 +241,7 @@ export interface PlaygroundState {
   tokens_per_second: number;
   ttft_s: number | null;
   finish_reason: string;
+  _turns: ChatTurn[];
   _run_prompt: string;
   _tokens: TokenItem[];
   _model_label: string;
@@ -638,7 +672,7 @@ export interface SpeculationState {
 
 export type FromKernel = Delta | Snapshot | Done | Pong | Tops;
 
-export type ToKernel = Ready | Resync | Ping | Stop | Generate | LookAt | Solve | SolveSize | Make | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame;
+export type ToKernel = Ready | Resync | Ping | Stop | Generate | ChatSend | ChatAgain | ChatEdit | ChatGo | LookAt | Solve | SolveSize | Make | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame;
 
 export const SAMPLERS: readonly Sampler[] = [
   ["typical_p", "Typical-p", "1 is off", 0.05, 1, 0.05, 0.0, 1.0, 1.0],

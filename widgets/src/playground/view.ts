@@ -6,6 +6,7 @@ import { guardKeys, h, icon, root, setAttributes, uniqueId } from "../shared/dom
 import { SURPRISE_LABELS } from "../shared/format";
 import { perFrame } from "../shared/frame";
 import type { Feed } from "../shared/stream";
+import { Chat } from "./chat";
 import { TokenLog } from "./log";
 import { RANK_LABELS } from "./rank";
 import { readSettings, SettingsPanel } from "./settings";
@@ -29,6 +30,7 @@ export class PlaygroundView {
   private readonly empty = h("p", { class: "exl2nb-empty" }, "The text appears here, token by token.");
   private readonly jump = h("button", { type: "button", class: "exl2nb-button exl2nb-jump", hidden: true }, "Follow the end ↓");
   private readonly legend = h("div", { class: "exl2nb-legend" });
+  private readonly chat: Chat | undefined;
   private readonly modes: Record<PlaygroundState["view"], HTMLInputElement>;
   private readonly tip = new Tip();
   private readonly log = new TokenLog((index, element, by) => this.inspect(index, element, by));
@@ -45,6 +47,7 @@ export class PlaygroundView {
   ) {
     const readOnly = playground.get("_static");
     this.panel = new SettingsPanel(playground, readOnly);
+    this.chat = playground.get("chat") ? new Chat(playground, this.prompt) : undefined;
     const [toggle, modes] = this.toggle();
     this.modes = modes;
     this.root.append(this.card(toggle, readOnly), this.spoken, this.inspected, this.tip.element);
@@ -57,6 +60,7 @@ export class PlaygroundView {
   close(): void {
     for (const undo of this.undo) undo();
     this.panel.close();
+    this.chat?.close();
     this.frame.cancel();
     this.tip.hide();
     this.root.remove();
@@ -70,19 +74,42 @@ export class PlaygroundView {
     const ask = h(
       "div",
       { class: "exl2nb-ask" },
-      h("div", { class: "exl2nb-ask-top" }, h("label", { for: this.prompt.id }, "Prompt"), h("span", { class: "exl2nb-model" }, label)),
+      h(
+        "div",
+        { class: "exl2nb-ask-top" },
+        h("label", { for: this.prompt.id }, this.chat ? "Message" : "Prompt"),
+        h("span", { class: "exl2nb-model" }, label),
+      ),
       this.prompt,
       h(
         "div",
         { class: "exl2nb-actions", hidden: readOnly },
         this.generate,
         this.stop,
+        ...(this.chat ? [this.chat.cancel] : []),
         h("span", { class: "exl2nb-hint" }, "or Ctrl + Enter"),
       ),
     );
     const output = h("div", { class: "exl2nb-output" }, this.log.element, this.empty, this.jump);
     const bar = h("div", { class: "exl2nb-bar" }, h("div", { class: "exl2nb-status" }, this.headline, this.figures));
     const foot = h("div", { class: "exl2nb-foot" }, toggle, this.legend);
+    if (this.chat) {
+      this.generate.replaceChildren(icon(PLAY), "Send");
+      this.empty.textContent = "Say something: the answer appears here, token by token.";
+      this.log.element.setAttribute("aria-label", "Answer");
+      return h(
+        "div",
+        { class: "exl2nb-card" },
+        this.chat.element,
+        this.chat.answer,
+        output,
+        bar,
+        this.error,
+        ask,
+        this.panel.element,
+        foot,
+      );
+    }
     return h("div", { class: "exl2nb-card" }, ask, this.panel.element, this.error, bar, output, foot);
   }
 
@@ -141,7 +168,8 @@ export class PlaygroundView {
 
   private onGenerate(): void {
     if (this.running || !this.playground.get("_has_model") || this.playground.get("_static")) return;
-    this.playground.send({ type: "generate", prompt: this.prompt.value, settings: readSettings(this.playground) });
+    if (this.chat) this.chat.send();
+    else this.playground.send({ type: "generate", prompt: this.prompt.value, settings: readSettings(this.playground) });
   }
 
   private onStop(): void {

@@ -1,0 +1,269 @@
+"""Chat mode of the Playground: a conversation whose turns may be edited, answered again and switched between."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
+
+import traitlets as t
+
+from exl2nb.core.errors import GenerationError, OptionError
+from exl2nb.widgets.protocol_chat import ChatTurn
+from exl2nb.widgets.protocol_stream import Stats, TokenItem
+from exl2nb.widgets.status import Status
+from exl2nb.widgets.tokens import items_of
+
+if TYPE_CHECKING:
+    from exl2nb.facade.conversation import Conversation
+    from exl2nb.facade.turns import Turn
+    from exl2nb.widgets.background import Background
+    from exl2nb.widgets.feed import Feed
+
+SAID = {"user": "You", "assistant": "Model", "system": "System", "tool": "Tool"}
+"""What roles are called in the twin without scripts; the page has the same words in chat.ts."""
+_TWIN_CHARS = 2000
+
+
+class Chat:
+    """The conversation, and the tokens of its answers. Moves its head; asks and draws nothing.
+
+    Args:
+        llm: the loaded model. template: Jinja source instead of the model's own; None: its own.
+    """
+
+    def __init__(self, llm: Any, template: str | None) -> None:
+        from exl2nb.facade.conversation import Conversation  # here: it brings the generator along
+
+        self.conversation: Conversation = Conversation(llm, **({} if template is None else {"template": template}))
+        self._answers: dict[int, tuple[list[TokenItem], Stats, str]] = {}
+        self._back: Turn | None = None
+
+    @property
+    def turns(self) -> list[ChatTurn]:
+        """From the first turn to the current one."""
+        found = []
+        for turn in self.conversation.turns:
+            versions = self.conversation.siblings(turn)
+            found.append(ChatTurn(turn.id, turn.role, turn.content, versions.index(turn), len(versions)))
+        return found
+
+    def say(self, text: str) -> None:
+        """Put a message behind the current turn; beside it where that one is a message nobody answered."""
+        talk, head = self.conversation, self.conversation.head
+        parent = None if head is None else head.parent if head.role == "user" else head.id
+        self._back, talk.head = None, talk.tree.add(parent, "user", _text(text))
+
+    def edit(self, number: int, text: str) -> None:
+        """Put another version of a message beside it."""
+        turn = self._turn(number, "user")
+        self._back = None
+        self.conversation.edit(turn, _text(text), answer=False)
+
+    def again(self, number: int | None) -> None:
+        """Go back to the message that an answer belongs to; None: the last answer, or the message that got none."""
+        talk = self.conversation
+        if number is None and talk.head is None:
+            raise OptionError("again: nothing was said yet; say() something first")
+        turn = cast("Turn", talk.head) if number is None else self._turn(number)
+        if turn.role == "assistant" and turn.parent is not None:
+            self._back = talk.head
+            talk.goto(talk.tree[turn.parent])
+        elif turn.role == "user" and not talk.tree.children(turn.id):
+            self._back = None
+            talk.goto(turn)
+        else:
+            raise OptionError(f"again: turn {turn.id} is the {turn.role}'s; expected an answer, or a message without one")
+
+    def go(self, number: int, index: int) -> None:
+        """Show another version of a turn, and what followed that one last."""
+        versions = self.conversation.siblings(self._turn(number))
+        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(versions):
+            raise OptionError(f"go: index is {str(index)[:40]!r}; turn {number} has the versions 0 to {len(versions) - 1}")
+        turn = versions[index]
+        while after := self.conversation.tree.children(turn.id):
+            turn = after[-1]
+        self.conversation.goto(turn)
+
+    def finish(self, text: str, items: list[TokenItem], stats: Stats, reason: str, *, failed: bool) -> bool:
+        """Take an answer in. One that failed before its first word is none: False, and an older one that stood there stands there again."""
+        if failed and not text:
+            self.conversation.goto(self._back or self.conversation.head)
+            return False
+        head = cast("Turn", self.conversation.head)
+        made = self.conversation.answered(head, cast("Any", SimpleNamespace(text=text, finish_reason=reason or None, seed=None)))
+        self._answers[made.id] = (items, stats, reason)
+        return True
+
+    def answer(self) -> tuple[list[TokenItem], Stats, str]:
+        """Tokens, speed and end of the answer that is the current turn; nothing where that is a message."""
+        head = self.conversation.head
+        if head is None or head.role != "assistant":
+            return [], Stats(n=0, tps=0.0, ttft_s=None), ""
+        items = items_of(head.content)
+        return self._answers.get(head.id) or (items, Stats(n=len(items), tps=0.0, ttft_s=None), head.finish_reason or "")
+
+    def _turn(self, number: Any, role: str = "") -> Turn:
+        tree = self.conversation.tree
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < len(tree):
+            raise OptionError(f"chat: no turn {str(number)[:40]!r}; expected the id of one of `turns`")
+        if role and tree[number].role != role:
+            raise OptionError(f"chat: turn {number} is the {tree[number].role}'s; expected one of the {role}")
+        return tree[number]
+
+
+class ChatMode(t.HasTraits):
+    """What `Playground(llm, chat=True)` adds: turns, and four ways to go on. A part of `Playground`, which runs what it begins."""
+
+    chat = t.Bool(False).tag(sync=True, option=True)
+    template = t.Unicode(None, allow_none=True).tag(option=True)
+    _turns = t.List().tag(sync=True)
+
+    if TYPE_CHECKING:
+        llm: Any
+        status: Any
+        error: Any
+        finish_reason: Any
+        _background: Background
+        _feed: Feed
+        _launch: Callable[..., Any]
+        _record: Callable[[list[TokenItem], Stats], None]
+        _take_settings: Callable[[Mapping[str, Any]], bool]
+        _refresh_static: Callable[[], None]
+        hold_sync: Callable[[], Any]
+
+    _chat: Chat | None = None
+
+    @property
+    def conversation(self) -> Conversation:
+        """The tree behind the chat: `save`, `render`, `messages`."""
+        return self._talk().conversation
+
+    @property
+    def turns(self) -> list[ChatTurn]:
+        """The turns in view, first to last: id, role, text, version (from 0), and versions: how many there are."""
+        return self._chat.turns if self._chat is not None else []
+
+    def say(self, text: str) -> Any:
+        """Say something; returns at once, the answer streams into the page. `wait` gives its text.
+
+        Raises:
+            OptionError: not in chat mode, no model, or no text. GenerationError: an answer is on its way.
+        """
+        return self._ask(lambda chat: chat.say(text))
+
+    def again(self, turn: int | None = None) -> Any:
+        """Answer once more, beside the old answer.
+
+        Args:
+            turn: id of an answer; None: the last one.
+        """
+        return self._ask(lambda chat: chat.again(turn))
+
+    def edit(self, turn: int, text: str) -> Any:
+        """Say something else instead of message `turn`, beside it, and get an answer to that."""
+        return self._ask(lambda chat: chat.edit(turn, text))
+
+    def go(self, turn: int, index: int) -> Any:
+        """Show version `index` (from 0) of a turn, and what followed it.
+
+        Raises:
+            OptionError: no such turn or version. GenerationError: an answer is on its way.
+        """
+        chat = self._talk()
+        if self._background.alive:
+            raise GenerationError("Playground: a run is going on; call .stop() or .wait() first")
+        chat.go(turn, index)
+        with self.hold_sync():
+            self._show_turns()
+            self.status, self.error = "done" if chat.answer()[0] else "idle", ""
+        self._refresh_static()
+        return self
+
+    def _talk(self) -> Chat:
+        if not self.chat:
+            raise OptionError("Playground: not in chat mode; make it with Playground(llm, chat=True)")
+        if self.llm is None:
+            raise OptionError("Playground: no model is attached; make it with Playground(llm)")
+        if not callable(getattr(self.llm, "chat", None)):
+            raise OptionError(
+                f"Playground: {type(self.llm).__name__!r} has no chat(); expected a loaded model, for example exl2nb.load(DIR)"
+            )
+        if self._chat is None:
+            self._chat = Chat(self.llm, self.template)
+        return self._chat
+
+    def _ask(self, move: Callable[[Chat], None]) -> Any:
+        chat = self._talk()
+
+        def before() -> str:
+            move(chat)
+            self._turns = [list(turn) for turn in chat.turns]
+            return ""
+
+        def ask(**settings: Any) -> Any:
+            talk = chat.conversation
+            return self.llm.chat(talk.messages, stream=True, **talk.options, **settings)
+
+        return self._launch(before, ask)
+
+    def _answered(self, status: Status, reason: str, text: str, items: list[TokenItem], stats: Stats) -> None:
+        """The answer is over: it becomes a turn. Called on the worker thread, before the status says so."""
+        chat = self._talk()
+        if chat.finish(text, items, stats, "cancelled" if status == "stopped" else reason, failed=status == "error"):
+            self._turns = [list(turn) for turn in chat.turns]
+        else:
+            self._show_turns()
+
+    def _show_turns(self) -> None:
+        chat = self._talk()
+        items, stats, self.finish_reason = chat.answer()
+        self._turns = [list(turn) for turn in chat.turns]
+        self._feed.load("", items, stats)
+        self._record(items, stats)
+
+    # ---- messages
+
+    def _receive_chat_send(self, message: Mapping[str, Any]) -> None:
+        self._receive_chat(message, lambda: self.say(message.get("text", "")))
+
+    def _receive_chat_edit(self, message: Mapping[str, Any]) -> None:
+        self._receive_chat(message, lambda: self.edit(message.get("turn", -1), message.get("text", "")))
+
+    def _receive_chat_again(self, message: Mapping[str, Any]) -> None:
+        self._receive_chat(message, lambda: self.again(message.get("turn", -1)))
+
+    def _receive_chat_go(self, message: Mapping[str, Any]) -> None:
+        if not self._background.alive:
+            self.go(message.get("turn", -1), message.get("index", -1))
+
+    def _receive_chat(self, message: Mapping[str, Any], act: Callable[[], Any]) -> None:
+        if self._take_settings(message):
+            act()
+
+
+def turns_html(turns: list[ChatTurn], answer: str) -> str:
+    """The turns without scripts; `answer`, which is HTML, stands for the text of the last one where that is the model's."""
+    parts = []
+    for turn in turns:
+        words = html.escape(turn.text[:_TWIN_CHARS] + ("…" if len(turn.text) > _TWIN_CHARS else ""))
+        body = answer if turn is turns[-1] and turn.role == "assistant" else words
+        mark = f" ({turn.version + 1}/{turn.versions})" if turn.versions > 1 else ""
+        parts.append(f"<b>{SAID.get(turn.role, 'Other')}{mark}</b>\n{body}\n\n")
+    return "".join(parts) + ("" if turns and turns[-1].role == "assistant" else answer)
+
+
+def turns_text(turns: list[ChatTurn]) -> str:
+    """One line per turn, as plain text."""
+    lines = []
+    for turn in turns:
+        mark = f" ({turn.version + 1}/{turn.versions})" if turn.versions > 1 else ""
+        lines.append(f"{SAID.get(turn.role, 'Other')}{mark}: {turn.text[:200]!r}{'...' if len(turn.text) > 200 else ''}")
+    return "\n".join(lines)
+
+
+def _text(text: Any) -> str:
+    if not isinstance(text, str) or not text.strip():
+        raise OptionError(f"chat: text is {str(text)[:40]!r}; expected some words")
+    return text

@@ -1,0 +1,193 @@
+"""Playground in chat mode without a page: turns, versions, what is asked of the model, faults."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from fakes import chunk
+
+import exl2nb as ex
+from exl2nb.core.errors import GenerationError, OptionError, OutOfPages, TokenizerError
+from exl2nb.widgets import Playground
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
+HOSTILE = '<script>alert(1)</script><img src=x onerror=alert(2)>\u202eevil\x1b[31m & "quotes"'
+
+
+class Talker:
+    """Answers with its `words`, in turn; remembers the messages. `gate` is waited for before every word but the first."""
+
+    def __init__(self, *words, gate=None):
+        self.words, self.gate, self.asked, self.settings = list(words), gate, [], []
+
+    def stream(self, prompt, **settings):
+        raise AssertionError("chat mode asks chat()")
+
+    def chat(self, messages, *, stream, **settings):
+        assert stream
+        self.asked.append([(m["role"], m["content"]) for m in messages])
+        self.settings.append(settings)
+        word = self.words.pop(0)
+        if isinstance(word, Exception):
+            raise word
+        return self._answer(word)
+
+    def _answer(self, words):
+        for i, word in enumerate(words.split("|")):
+            if i and self.gate is not None:
+                self.gate.wait(5)
+            yield chunk(word, i)
+
+
+def shown(play):
+    return [(turn.role, turn.text, turn.version, turn.versions) for turn in play.turns]
+
+
+def test_say_again_edit_and_go(sent):
+    llm = Talker("good| day", "hi", "fine", "what?")
+    play = Playground(llm, chat=True, seed=3)
+    assert play.say("Hello") is play
+    assert play.wait() == "good day"
+    assert shown(play) == [("user", "Hello", 0, 1), ("assistant", "good day", 0, 1)]
+    assert play.again().wait() == "hi"
+    assert shown(play) == [("user", "Hello", 0, 1), ("assistant", "hi", 1, 2)]
+    play.say("How are you?").wait()
+    assert llm.asked[-1] == [("user", "Hello"), ("assistant", "hi"), ("user", "How are you?")]
+    play.edit(play.turns[0].id, "Bye").wait()
+    assert llm.asked[-1] == [("user", "Bye")]
+    assert shown(play) == [("user", "Bye", 1, 2), ("assistant", "what?", 0, 1)]
+    play.go(play.turns[0].id, 0)
+    assert shown(play) == [("user", "Hello", 0, 2), ("assistant", "hi", 1, 2), ("user", "How are you?", 0, 1), ("assistant", "fine", 0, 1)]
+    assert play.text == "fine"
+    play.go(play.turns[1].id, 0)
+    assert shown(play) == [("user", "Hello", 0, 2), ("assistant", "good day", 0, 2)]
+    assert [item["text"] if isinstance(item, dict) else item[0] for item in sent[-1]["items"]] == ["good", " day"]
+    assert (sent[-1]["type"], sent[-1]["items"][0][2]) == ("snapshot", 0.25), "an older answer keeps its probabilities"
+    assert [list(turn) for turn in play.turns] == play._turns
+    assert llm.settings[0]["seed"] == 3
+    assert llm.settings[0]["top_logprobs"] == 6
+    assert len(play.conversation.tree) == 7
+
+
+def test_messages_of_the_page(sent):
+    llm = Talker("a", "b", "c")
+    play = Playground(llm, chat=True)
+    settings = {**play.settings, "temperature": 0.3}
+    for message in (
+        {"type": "chat_send", "text": "one", "settings": settings},
+        {"type": "chat_again", "turn": 1, "settings": settings},
+        {"type": "chat_edit", "turn": 0, "text": "two", "settings": settings},
+        {"type": "chat_go", "turn": 3, "index": 0},
+    ):
+        play._dispatch(play, message, [])
+        play.wait(5)
+    assert (play.status, play.error, play.temperature) == ("done", "", 0.3)
+    assert shown(play) == [("user", "one", 0, 2), ("assistant", "b", 1, 2)]
+    for message in (
+        {"type": "chat_go", "turn": 1, "index": 7},
+        {"type": "chat_go", "turn": True, "index": 0},
+        {"type": "chat_again", "turn": 99, "settings": settings},
+        {"type": "chat_edit", "turn": 1, "text": "x", "settings": settings},
+        {"type": "chat_send", "text": " ", "settings": settings},
+        {"type": "chat_send", "text": ["x"], "settings": settings},
+        {"type": "chat_send", "text": "x"},
+    ):
+        play._dispatch(play, message, [])
+        assert play.error.startswith("OptionError: "), message
+    assert len(play.conversation.tree) == 5, "what was refused left nothing"
+
+
+def test_stop_keeps_what_was_said_and_the_next_message_follows_it():
+    gate = threading.Event()
+    llm = Talker("one|two|three", "next", gate=gate)
+    play = Playground(llm, chat=True).say("Go")
+    while not play.tokens:
+        time.sleep(0.001)
+    with pytest.raises(GenerationError, match="going on"):
+        play.again()
+    with pytest.raises(GenerationError, match="going on"):
+        play.go(0, 0)
+    play._dispatch(play, {"type": "chat_send", "text": "a second click", "settings": play.settings}, [])
+    play.stop()
+    gate.set()
+    text = play.wait()
+    assert (play.status, play.turns[-1].text) == ("stopped", text)
+    assert text.startswith("one")
+    assert play.conversation.head.finish_reason == "cancelled"
+    play.say("And?").wait()
+    assert llm.asked[-1] == [("user", "Go"), ("assistant", text), ("user", "And?")]
+
+
+def test_a_failure_leaves_the_message_and_the_older_answer():
+    llm = Talker(OutOfPages("12 pages"), "fine", OutOfPages("12 pages"), OutOfPages("12 pages"), "sure")
+    play = Playground(llm, chat=True)
+    with pytest.raises(OutOfPages):
+        play.say("Hello").wait()
+    assert (play.status, play.error) == ("error", "OutOfPages: 12 pages")
+    assert shown(play) == [("user", "Hello", 0, 1)]
+    assert play.again().wait() == "fine"
+    with pytest.raises(OutOfPages):
+        play.again().wait()
+    assert shown(play) == [("user", "Hello", 0, 1), ("assistant", "fine", 0, 1)]
+    assert (play.text, play.status) == ("fine", "error")
+    with pytest.raises(OutOfPages):
+        play.say("More").wait()
+    play.say("Less").wait()
+    assert llm.asked[-1] == [("user", "Hello"), ("assistant", "fine"), ("user", "Less")], "no two messages in a row"
+    assert shown(play)[2] == ("user", "Less", 1, 2)
+
+
+def test_wrong_use_is_named():
+    with pytest.raises(OptionError, match="chat=True"):
+        Playground(Talker()).say("x")
+    with pytest.raises(OptionError, match="no model"):
+        Playground(chat=True).say("x")
+    with pytest.raises(OptionError, match=r"has no chat\(\)"):
+        Playground(SimpleNamespace(stream=print), chat=True).say("x")
+    with pytest.raises(OptionError, match="nothing was said"):
+        Playground(Talker(), chat=True).again()
+    assert Playground(Talker(), chat=True).turns == []
+
+
+def test_hostile_text_stays_text_in_every_twin():
+    play = Playground(Talker(HOSTILE, "x" * 1_000_000), chat=True).say(HOSTILE)
+    play.wait()
+    body = play._static_bundle()
+    assert "<script" not in body["text/html"]
+    assert "<img" not in body["text/html"]
+    assert body["text/html"].count("&lt;script&gt;") >= 2
+    assert "\x1b" not in body["text/plain"]
+    assert "\u202e" not in body["text/plain"]
+    assert body["text/plain"].split("\n")[1].startswith("You: '<script>")
+    page = play.to_html()
+    assert "<script>alert(1)" not in page
+    play.say("y" * 1_000_000).wait()
+    assert len(play.turns[-1].text) == 1_000_000
+    assert len(repr(play)) < 2000
+
+
+@pytest.fixture(scope="module")
+def demo():
+    with ex.demo(progress=None) as llm:
+        yield llm
+
+
+def test_with_a_real_model(demo):
+    play = Playground(demo, chat=True, template=TEMPLATE, max_tokens=6, temperature=0)
+    first = play.say("It was a dark night.").wait()
+    assert first == demo.chat("It was a dark night.", template=TEMPLATE, max_tokens=6, temperature=0).text
+    assert play.again().wait() == first
+    assert [turn.versions for turn in play.turns] == [1, 2]
+    assert play.finish_reason == "length"
+    play.say("And then?").wait()
+    assert play.conversation.messages[:2] == [{"role": "user", "content": "It was a dark night."}, {"role": "assistant", "content": first}]
+
+
+def test_a_model_without_a_chat_template_says_so(demo):
+    play = Playground(demo, chat=True, max_tokens=2)
+    with pytest.raises(TokenizerError, match="no chat template"):
+        play.say("Hello").wait()
+    assert play.error.startswith("TokenizerError: ")
+    assert "give template=" in play.error
+    assert shown(play) == [("user", "Hello", 0, 1)]

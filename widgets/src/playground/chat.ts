@@ -1,0 +1,147 @@
+// Chat mode: the turns above the answer that streams, and what a reader does with them. Texts are set as text, never as HTML.
+import type { ChatTurn, PlaygroundState } from "../protocol.gen";
+import type { State } from "../shared/afm";
+import { h, setAttributes } from "../shared/dom";
+import { readSettings } from "./settings";
+
+const SAID: Record<string, string> = { user: "You", assistant: "Model", system: "System", tool: "Tool" };
+
+export class Chat {
+  /** The turns that are over; the answer in the log is not among them. */
+  readonly element = h("ol", { class: "exl2nb-turns", "aria-label": "Conversation" });
+  /** Name and buttons of the answer in the log. */
+  readonly answer = h("div", { class: "exl2nb-turn-answer" });
+  readonly cancel = h("button", { type: "button", class: "exl2nb-button", hidden: true }, "Keep as it was");
+  private editing: number | null = null;
+  private sent = false;
+  private readonly undo: (() => void)[];
+
+  constructor(
+    private readonly playground: State<PlaygroundState>,
+    private readonly box: HTMLTextAreaElement,
+  ) {
+    this.cancel.addEventListener("click", () => this.edit(null, ""));
+    this.undo = [
+      playground.observe(["_turns"], () => {
+        if (this.sent) this.edit(null, ""); // what was sent is a turn now; what was refused stays in the box
+        this.draw();
+      }),
+      playground.observe(["status", "error"], () => {
+        if (playground.get("status") === "error") this.sent = false;
+        this.draw();
+      }),
+    ];
+    this.draw();
+  }
+
+  close(): void {
+    for (const undo of this.undo) undo();
+  }
+
+  /** Send what the box holds: a message, or another version of the one that is edited. */
+  send(): void {
+    const text = this.box.value;
+    if (!text.trim()) {
+      this.box.focus();
+      return;
+    }
+    const settings = readSettings(this.playground);
+    this.sent = true;
+    if (this.editing === null) this.playground.send({ type: "chat_send", text, settings });
+    else this.playground.send({ type: "chat_edit", turn: this.editing, text, settings });
+  }
+
+  private get blocked(): boolean {
+    return this.playground.get("status") === "running" || !this.playground.get("_has_model");
+  }
+
+  private edit(turn: number | null, text: string): void {
+    this.editing = turn;
+    this.sent = false;
+    this.cancel.hidden = turn === null;
+    this.box.value = text;
+    this.playground.set("prompt", text);
+    this.playground.save();
+    if (turn !== null) this.box.focus();
+  }
+
+  private draw(): void {
+    const turns = this.playground.get("_turns");
+    const running = this.playground.get("status") === "running";
+    const last = turns[turns.length - 1];
+    const inLog = last?.[1] === "assistant" ? last : undefined;
+    const held = this.held();
+    const shown = inLog ? turns.slice(0, -1) : turns;
+    this.element.replaceChildren(...shown.map((turn, at) => this.turn(turn, at + 1, at === turns.length - 1 && !running)));
+    this.element.hidden = shown.length === 0;
+    this.answer.replaceChildren(...(inLog ? this.head(inLog, turns.length, true) : turns.length ? [h("b", {}, "Model")] : []));
+    this.answer.hidden = turns.length === 0;
+    this.element.scrollTop = this.element.scrollHeight;
+    if (held) this.find(held)?.focus();
+  }
+
+  /** Which button has the keyboard, so that it has it again when the turns were drawn anew. */
+  private held(): string | undefined {
+    for (const part of [this.element, this.answer]) {
+      const button = part.querySelector<HTMLElement>("button:focus");
+      if (button) return button.dataset.key;
+    }
+    return undefined;
+  }
+
+  private find(key: string): HTMLElement | null {
+    const where = `button[data-key="${key}"]`;
+    return this.element.querySelector<HTMLElement>(where) ?? this.answer.querySelector<HTMLElement>(where);
+  }
+
+  private turn(turn: ChatTurn, place: number, unanswered: boolean): HTMLElement {
+    const head = h("div", { class: "exl2nb-turn-head" }, ...this.head(turn, place, unanswered));
+    return h("li", { "data-role": turn[1] }, head, h("div", { class: "exl2nb-turn-text", dir: "auto" }, turn[2]));
+  }
+
+  private head([id, role, text, index, count]: ChatTurn, place: number, last: boolean): HTMLElement[] {
+    const what = `turn ${place}`;
+    const parts: HTMLElement[] = [h("b", {}, SAID[role] ?? "Other")];
+    if (count > 1) parts.push(this.versions(id, index, count, what));
+    if (this.playground.get("_static")) return parts;
+    if (role === "user") parts.push(this.button("Edit", `Edit ${what}`, `${place}-edit`, () => this.edit(id, text)));
+    if (role === "assistant" || (role === "user" && last)) {
+      const again = () => this.playground.send({ type: "chat_again", turn: id, settings: readSettings(this.playground) });
+      parts.push(this.button("Again", `Again: another answer ${role === "user" ? "to" : "beside"} ${what}`, `${place}-again`, again));
+    }
+    return parts;
+  }
+
+  private versions(turn: number, index: number, count: number, what: string): HTMLElement {
+    const number = h("span", { class: "exl2nb-turn-number" }, `${index + 1}/${count}`);
+    if (this.playground.get("_static")) return number;
+    const step = (sign: string, words: string, to: number) =>
+      this.button(
+        sign,
+        `${words} version of ${what}`,
+        `${what}-${words}`,
+        () => this.playground.send({ type: "chat_go", turn, index: to }),
+        {
+          off: to < 0 || to >= count,
+        },
+      );
+    return h(
+      "span",
+      { class: "exl2nb-versions", role: "group", "aria-label": `Versions of ${what}` },
+      step("‹", "Previous", index - 1),
+      number,
+      step("›", "Next", index + 1),
+    );
+  }
+
+  private button(words: string, label: string, key: string, act: () => void, { off = false } = {}): HTMLElement {
+    const button = h("button", { type: "button", class: "exl2nb-button exl2nb-small", "aria-label": label, "data-key": key }, words);
+    setAttributes(button, { "aria-disabled": off || this.blocked ? "true" : undefined });
+    button.addEventListener("click", () => {
+      if (off || this.blocked) return;
+      this.sent = false;
+      act();
+    });
+    return button;
+  }
+}
