@@ -22,6 +22,7 @@ from exl2nb.widgets.feed import Feed
 from exl2nb.widgets.protocol import PlaygroundState, Settings, Stats, Status, TokenItem, Tops
 from exl2nb.widgets.protocol_samplers import DEFAULTS
 from exl2nb.widgets.samplers import SamplerTraits
+from exl2nb.widgets.survival import Survival
 from exl2nb.widgets.tokens import brief_rows, items_of, raw_items, token_item
 
 if TYPE_CHECKING:
@@ -89,6 +90,8 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
             raise OptionError(f"Playground: llm is {type(llm).__name__!r}; expected a loaded model, for example exl2nb.load(DIR)")
         self.llm = llm
         self._feed = Feed(self.send, brief=brief_rows, whole=items_from)
+        self._survival = Survival(self.send)
+        self._run_settings: dict[str, Any] = {}
         super().__init__(**kwargs)
         self._checked_settings()
         with self.hold_sync():
@@ -146,7 +149,7 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
         def work(stop: threading.Event) -> None:
             self._generate(stop, ask, settings)
 
-        self._reason, self._speed = "", None
+        self._reason, self._speed, self._run_settings = "", None, settings
         self._background.begin(work, self._end, before=starting)
         return self
 
@@ -178,6 +181,9 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
     def close(self) -> None:
         """Stop the run and remove the widget from the page."""
         self.stop()
+        survival = getattr(self, "_survival", None)
+        if survival is not None:
+            survival.close()
         super().close()
 
     def _generate(self, stop: threading.Event, ask: Callable[..., Any], settings: dict[str, Any]) -> None:
@@ -276,6 +282,14 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
         found = self._feed.at(message.get("run"), message.get("at"))
         if found is not None:
             self.send(Tops(type="tops", run=message["run"], at=message["at"], top=token_item(found).top or []))
+
+    def _receive_look_into(self, message: Mapping[str, Any]) -> None:
+        run, at = message.get("run"), message.get("at")
+        found, completion = self._feed.at(run, at), getattr(self._stream, "completion", None)
+        told = found is not None and completion is not None and not self.chat and hasattr(self.llm, "tokenizer")
+        if told and not self._background.alive:
+            count = len(token_item(found).top or ())
+            self._survival.ask(self.llm, str(self._run_prompt), completion, self._run_settings, (message["run"], message["at"], count))
 
     # ---- events ----
 

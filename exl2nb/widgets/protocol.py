@@ -48,7 +48,9 @@ from exl2nb.widgets.protocol_stream import (
     Alternative,
     Delta,
     Done,
+    Fates,
     LookAt,
+    LookInto,
     Ping,
     Pong,
     Ready,
@@ -307,7 +309,7 @@ class PlanState(TypedDict):
     _static: bool
 
 
-FromKernel = Delta | Snapshot | Done | Pong | Tops
+FromKernel = Delta | Snapshot | Done | Pong | Tops | Fates
 ToKernel = (
     Ready
     | Resync
@@ -319,6 +321,7 @@ ToKernel = (
     | ChatEdit
     | ChatGo
     | LookAt
+    | LookInto
     | Solve
     | SolveSize
     | Make
@@ -340,6 +343,8 @@ _EXPORTED: dict[str, Any] = {
     "Done": Done,
     "Tops": Tops,
     "LookAt": LookAt,
+    "Fates": Fates,
+    "LookInto": LookInto,
     "Ready": Ready,
     "Resync": Resync,
     "Ping": Ping,

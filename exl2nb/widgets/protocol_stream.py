@@ -81,6 +81,25 @@ class LookAt(TypedDict):
     at: int
 
 
+class Fates(TypedDict):
+    """Answers `look_into`. names: of each alternative "" where it could be drawn, else the sampler that removed it. left: of `of`."""
+
+    type: Literal["fates"]
+    run: int
+    at: int
+    names: list[str]
+    left: int
+    of: int
+
+
+class LookInto(TypedDict):
+    """Somebody looks at a token of a run that is over, and wants to know what the samplers removed there."""
+
+    type: Literal["look_into"]
+    run: int
+    at: int
+
+
 class Ready(TypedDict):
     """A browser half exists and wants a snapshot."""
 

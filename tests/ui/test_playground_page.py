@@ -134,6 +134,31 @@ def test_alternatives_are_fetched_when_somebody_looks(host, page):
     assert len([m for m in host.sent if m["type"] == "look_at"]) == 2, "nothing more to ask for"
 
 
+def test_the_card_says_what_the_samplers_removed(host, page):
+    stream(host)
+    first = page.locator(".exl2nb-token").first
+    first.hover()
+    page.wait_for_timeout(200)
+    assert not [m for m in host.sent if m["type"] == "look_into"], "nothing is computed beside a run"
+    page.mouse.move(0, 0)
+    host.put(status="done")
+    first.hover()
+    page.wait_for_function("() => document.querySelector('.exl2nb-tip:popover-open')")
+    page.wait_for_timeout(200)
+    assert [m for m in host.sent if m["type"] == "look_into"] == [{"type": "look_into", "run": 1, "at": 0}]
+    host.deliver({"type": "fates", "run": 1, "at": 0, "names": ["", "", "top_p"], "left": 2, "of": 4096})
+    tip = page.locator(".exl2nb-tip")
+    assert page.locator(".exl2nb-tip-fate").all_inner_texts() == ["stays", "stays", "out: top-p"]
+    assert tip.inner_text().endswith("2 of 4,096 candidates left by the samplers")
+    assert violations(page, ".exl2nb") == []
+    page.mouse.move(0, 0)
+    page.get_by_role("log").focus()
+    page.keyboard.press("Home")
+    assert page.locator("[aria-live=polite].exl2nb-sr").inner_text().endswith("2 of 4096 candidates left by the samplers")
+    page.wait_for_timeout(200)
+    assert len([m for m in host.sent if m["type"] == "look_into"]) == 1, "asked once"
+
+
 def test_plain_view_has_no_tint_and_marks_are_not_colour_alone(host, page):
     stream(host)
     tint = "() => getComputedStyle(document.querySelector('.exl2nb-token')).backgroundColor"

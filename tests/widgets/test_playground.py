@@ -8,7 +8,7 @@ import pytest
 from fakes import FakeModel
 
 import exl2nb as ex
-from exl2nb.core.errors import GenerationError, Interrupted, OptionError, OutOfPages
+from exl2nb.core.errors import EngineClosed, GenerationError, Interrupted, OptionError, OutOfPages
 from exl2nb.sampling.params import SamplingParams
 from exl2nb.widgets import Playground
 from exl2nb.widgets.playground import TOP_TOKENS
@@ -272,3 +272,54 @@ def test_static_twin_follows_the_run(monkeypatch):
     play.start().wait()
     assert refreshed
     assert all("some text" in page for page in refreshed)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"seed": 5, "top_k": 40, "typical_p": 0.9, "presence_penalty": 0.5},
+        {"temperature": 0.0},
+        {"seed": 6, "mirostat": True, "top_p": 1.0},
+    ],
+)
+def test_the_card_says_what_the_samplers_removed(sent, settings):
+    """The same chain, history and seed as generation: what was drawn is a survivor, and the counts are those of `llm.explain`."""
+    with ex.demo(progress=None) as llm:
+        play = Playground(llm, prompt="It was", max_tokens=12, **settings)
+        play.start().wait()
+        run, ids = sent[-1]["run"], [item.id for item in play.tokens]
+        for at in (0, 1, 7, 11):
+            own = llm.explain("It was", at=at, **{name: value for name, value in play.settings.items() if name != "max_tokens"})
+            play._dispatch(play, {"type": "look_into", "run": run, "at": at}, [])
+            play._survival.wait()
+            answer = sent[-1]
+            assert (answer["type"], answer["run"], answer["at"]) == ("fates", run, at)
+            assert own.token == ids[at]
+            assert (answer["left"], answer["of"]) == (len(own.ids), own.steps[0].survivors)
+            best = own.steps[0].best(TOP_TOKENS).tolist()
+            assert [name == "" for name in answer["names"]] == [token in own.ids for token in best]
+            removed = {token: step.name for step in own.steps for token in step.removed.tolist()}
+            assert answer["names"] == [removed.get(token, "") for token in best]
+            if ids[at] in best:
+                assert answer["names"][best.index(ids[at])] == ""
+        play.temperature = 2.0  # the card is about the run, not about the sliders
+        play._dispatch(play, {"type": "look_into", "run": run, "at": 1}, [])
+        play._survival.wait()
+        assert sent[-1] == next(m for m in sent if m["type"] == "fates" and m["at"] == 1)
+
+
+def test_places_that_nothing_is_known_of_are_not_answered(sent):
+    with ex.demo(progress=None) as llm:
+        play = Playground(llm, prompt="It was", max_tokens=3)
+        play.start().wait()
+        run = sent[-1]["run"]
+        for message in ({"run": run, "at": 3}, {"run": run + 1, "at": 0}, {"run": run, "at": "x"}, {"at": True}, {}):
+            play._dispatch(play, {"type": "look_into", **message}, [])
+    play._dispatch(play, {"type": "look_into", "run": run, "at": 0}, [])  # the model is closed by now
+    with pytest.raises(EngineClosed):
+        play._survival.wait()
+    fake = Playground(FakeModel(["a"]))
+    fake.start().wait()
+    fake._dispatch(fake, {"type": "look_into", "run": sent[-1]["run"], "at": 0}, [])
+    assert [m for m in sent if m["type"] == "fates"] == []
+    assert (play.status, play.error, fake.status) == ("done", "", "done")

@@ -58,6 +58,6 @@ def test_declarations():
         "export type TokenItem = [text: string, id: number, prob: number | null, rank: number | null, top: Alternative[] | null];" in text
     )
     assert '  type: "delta";\n  run: number;' in text
-    assert "export type FromKernel = Delta | Snapshot | Done | Pong | Tops;" in text
+    assert "export type FromKernel = Delta | Snapshot | Done | Pong | Tops | Fates;" in text
     with pytest.raises(TypeError, match="no TypeScript spelling"):
         typescript.spelling(set[int], {})

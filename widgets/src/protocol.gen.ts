@@ -64,6 +64,23 @@ export interface LookAt {
   at: number;
 }
 
+/** Answers `look_into`. names: of each alternative "" where it could be drawn, else the sampler that removed it. left: of `of`. */
+export interface Fates {
+  type: "fates";
+  run: number;
+  at: number;
+  names: string[];
+  left: number;
+  of: number;
+}
+
+/** Somebody looks at a token of a run that is over, and wants to know what the samplers removed there. */
+export interface LookInto {
+  type: "look_into";
+  run: number;
+  at: number;
+}
+
 /** A browser half exists and wants a snapshot. */
 export interface Ready {
   type: "ready";
@@ -670,9 +687,9 @@ export interface SpeculationState {
   _static: boolean;
 }
 
-export type FromKernel = Delta | Snapshot | Done | Pong | Tops;
+export type FromKernel = Delta | Snapshot | Done | Pong | Tops | Fates;
 
-export type ToKernel = Ready | Resync | Ping | Stop | Generate | ChatSend | ChatAgain | ChatEdit | ChatGo | LookAt | Solve | SolveSize | Make | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame;
+export type ToKernel = Ready | Resync | Ping | Stop | Generate | ChatSend | ChatAgain | ChatEdit | ChatGo | LookAt | LookInto | Solve | SolveSize | Make | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame;
 
 export const SAMPLERS: readonly Sampler[] = [
   ["typical_p", "Typical-p", "1 is off", 0.05, 1, 0.05, 0.0, 1.0, 1.0],

@@ -1,6 +1,6 @@
 // Playground: prompt, sampling controls, streamed text tinted by probability. One Feed per model, any number of views.
 import type { AnyModel } from "@anywidget/types";
-import type { PlaygroundState, TokenItem, Tops } from "../protocol.gen";
+import type { Fates, PlaygroundState, TokenItem, Tops } from "../protocol.gen";
 import { state } from "../shared/afm";
 import { watchKernel } from "../shared/kernel";
 import { Feed, type FeedMessage } from "../shared/stream";
@@ -31,7 +31,7 @@ export default () => {
       const undo = [
         playground.onMessage((message) => {
           made.receive(message as FeedMessage<TokenItem>);
-          learn(made, message as Tops);
+          learn(made, message as Tops | Fates);
         }),
         playground.observe(["_tokens"], () => fill(made.items, playground.get("_tokens"))),
       ];

@@ -2,14 +2,18 @@
 import type { TokenItem } from "../protocol.gen";
 import { h, setAttributes } from "../shared/dom";
 import { percent, spoken, visible } from "../shared/format";
+import { fatesOf } from "./tops";
 
 /** One sentence for a screen reader. */
-export function describe([text, id, prob, rank, top]: TokenItem): string {
+export function describe(item: TokenItem): string {
+  const [text, id, prob, rank, top] = item;
+  const fates = fatesOf(item);
   const parts = [`Token ${spoken(text)}`];
   parts.push(prob === null ? `id ${id}` : `${percent(prob)} likely`);
   if (rank !== null) parts.push(rank === 1 ? "the model's first choice" : `choice number ${rank}`);
   const others = (top ?? []).filter(([other]) => other !== text).slice(0, 3);
   if (others.length) parts.push(`alternatives: ${others.map(([other, p]) => `${spoken(other)} ${percent(p)}`).join(", ")}`);
+  if (fates) parts.push(`${fates.left} of ${fates.of} candidates left by the samplers`);
   return parts.join("; ");
 }
 
@@ -48,7 +52,9 @@ export class Tip {
   }
 }
 
-function card([text, id, prob, rank, top]: TokenItem): Node[] {
+function card(item: TokenItem): Node[] {
+  const [text, id, prob, rank, top] = item;
+  const fates = fatesOf(item);
   const head = h(
     "div",
     { class: "exl2nb-tip-head" },
@@ -59,12 +65,15 @@ function card([text, id, prob, rank, top]: TokenItem): Node[] {
   const facts = h("div", { class: "exl2nb-tip-facts" }, [place, `token id ${id}`].filter(Boolean).join(" · "));
   if (!top) return [head, facts, h("div", { class: "exl2nb-tip-facts" }, "alternatives follow…")];
   if (!top.length) return [head, facts];
-  const rows = top.map(([other, p], i) => bar(other, p, rank === null ? other === text : rank === i + 1));
-  if (rank !== null && rank > top.length && prob !== null) rows.push(h("div", { class: "exl2nb-tip-gap" }, "⋯"), bar(text, prob, true));
-  return [head, facts, h("div", { class: "exl2nb-tip-rows" }, ...rows)];
+  const rows = top.map(([other, p], i) => bar(other, p, rank === null ? other === text : rank === i + 1, fates?.names[i]));
+  if (rank !== null && rank > top.length && prob !== null)
+    rows.push(h("div", { class: "exl2nb-tip-gap" }, "⋯"), bar(text, prob, true, fates && ""));
+  const left = fates ? `${fates.left.toLocaleString("en-US")} of ${fates.of.toLocaleString("en-US")} candidates left by the samplers` : "";
+  return [head, facts, h("div", { class: "exl2nb-tip-rows" }, ...rows), ...(left ? [h("div", { class: "exl2nb-tip-facts" }, left)] : [])];
 }
 
-function bar(text: string, p: number, chosen: boolean): HTMLElement {
+/** fate: "" = it could be drawn, else the sampler that removed it; undefined = not known. */
+function bar(text: string, p: number, chosen: boolean, fate?: string): HTMLElement {
   const row = h(
     "div",
     { class: "exl2nb-tip-row" },
@@ -72,6 +81,7 @@ function bar(text: string, p: number, chosen: boolean): HTMLElement {
     h("span", { class: "exl2nb-piece" }, visible(text)),
     h("span", { class: "exl2nb-tip-bar" }, h("i", { style: `inline-size:${Math.max(1, p * 100).toFixed(1)}%` })),
     h("span", { class: "exl2nb-tip-value" }, percent(p)),
+    h("span", { class: "exl2nb-tip-fate" }, fate === undefined ? "" : fate ? `out: ${fate.replaceAll("_", "-")}` : "stays"),
   );
   if (chosen) row.dataset.chosen = "";
   return row;

@@ -1,10 +1,19 @@
 // Deltas leave the alternatives out: those of a token come when somebody looks at it, all of them when the run has ended.
-import type { TokenItem, Tops } from "../protocol.gen";
+import type { Fates, TokenItem, Tops } from "../protocol.gen";
 
-/** Take the answer to `look_at`. */
-export function learn(feed: { run: number; items: TokenItem[] }, message: Tops): void {
-  const item = message.type === "tops" && message.run === feed.run ? feed.items[message.at] : undefined;
-  if (item) item[4] = message.top;
+const known = new WeakMap<TokenItem, Fates>();
+
+/** What the samplers removed where this token stands; undefined: not asked or not answered yet. */
+export function fatesOf(item: TokenItem): Fates | undefined {
+  return known.get(item);
+}
+
+/** Take the answer to `look_at` or `look_into`. */
+export function learn(feed: { run: number; items: TokenItem[] }, message: Tops | Fates): void {
+  const ours = (message.type === "tops" || message.type === "fates") && message.run === feed.run;
+  const item = ours ? feed.items[message.at] : undefined;
+  if (item && message.type === "tops") item[4] = message.top;
+  if (item && message.type === "fates") known.set(item, message);
 }
 
 /** Take the alternatives of a run's rows as they were saved; rows of another run are told by their ids. */

@@ -12,7 +12,9 @@ import { RANK_LABELS } from "./rank";
 import { readSettings, SettingsPanel } from "./settings";
 import { figures, headline } from "./status";
 import { describe, Tip } from "./tip";
+import { fatesOf } from "./tops";
 
+const REST_MS = 120; // of the pointer on a token, before its place is computed again
 const PLAY = "M4 2.5v11l9-5.5z";
 const SQUARE = "M3.5 3.5h9v9h-9z";
 const STALE = "The Python side speaks another version of the protocol: reload the page, and restart the kernel if that does not help.";
@@ -39,6 +41,8 @@ export class PlaygroundView {
   private readonly undo: (() => void)[] = [];
   private needsReset = true;
   private looked = -1;
+  private byKeyboard = false;
+  private rest = 0;
   private stopping = false;
 
   constructor(
@@ -62,6 +66,7 @@ export class PlaygroundView {
     this.panel.close();
     this.chat?.close();
     this.frame.cancel();
+    window.clearTimeout(this.rest);
     this.tip.hide();
     this.root.remove();
   }
@@ -153,7 +158,7 @@ export class PlaygroundView {
         this.frame.request();
       }),
       this.playground.onMessage((message) => {
-        if ((message as { type?: string }).type === "tops") this.inform();
+        if (["tops", "fates"].includes((message as { type?: string }).type ?? "")) this.inform();
       }),
       this.playground.observe(["_tokens"], () => this.inform()),
       this.playground.observe(["status", "error", "finish_reason", "_has_model"], () => this.frame.request()),
@@ -227,11 +232,14 @@ export class PlaygroundView {
   private inspect(index: number, element: HTMLElement | null, by: "pointer" | "keyboard"): void {
     const item = this.feed.items[index];
     this.looked = item && element ? index : -1;
+    this.byKeyboard = by === "keyboard";
+    window.clearTimeout(this.rest);
     if (!item || !element) {
       this.tip.hide();
       return;
     }
     if (item[4] === null) this.playground.send({ type: "look_at", run: this.feed.run, at: index });
+    if (!fatesOf(item)) this.rest = window.setTimeout(() => this.lookInto(index), REST_MS);
     this.tip.show(item, element);
     if (by === "keyboard") this.inspected.textContent = describe(item);
   }
@@ -239,7 +247,15 @@ export class PlaygroundView {
   /** Alternatives came: the card that is open shows them. */
   private inform(): void {
     const item = this.feed.items[this.looked];
-    if (item) this.tip.update(item);
+    if (!item) return;
+    this.tip.update(item);
+    if (this.byKeyboard) this.inspected.textContent = describe(item);
+  }
+
+  /** What the samplers removed there is worked out for a place that is looked at, and never beside a run. */
+  private lookInto(at: number): void {
+    if (this.running || !this.playground.get("_has_model") || this.playground.get("_static")) return;
+    this.playground.send({ type: "look_into", run: this.feed.run, at });
   }
 }
 
