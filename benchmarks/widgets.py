@@ -16,6 +16,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -104,6 +105,7 @@ def shown():
 
 LEDGER = """
 import time
+from collections.abc import Sequence
 import exl2nb.widgets as w
 from exl2nb.generator.request import Alternative, Chunk, Token
 from exl2nb.widgets import feed
@@ -281,20 +283,25 @@ def slider(browser: Any, lab: Any, notebook: Any) -> None:
     page.close()
 
 
+def _show_lost(what: str, rows: Sequence[Sequence[float]]) -> None:
+    """rows: tokens per second of a loop and of the widget, a pair per round."""
+    lost = [100 * (1 - shown / bare) for bare, shown in rows]
+    show(
+        decode=what,
+        tok_s_loop=statistics.median(row[0] for row in rows),
+        tok_s_widget=statistics.median(row[1] for row in rows),
+        lost_percent_median=statistics.median(lost),
+        lost_percent_all=[round(one, 1) for one in lost],
+    )
+
+
 def decode_lost(browser: Any, lab: Any, notebook: Any, rounds: int) -> None:
     page = browser.new_page()
     book = notebook(lab, page, [LOST, "play", f"for _ in range({rounds + 1}): print(bare(), shown())"])
     book.run(0)
     book.run(1)
     rows = [tuple(map(float, line.split())) for line in book.run(2, timeout_s=170).splitlines() if line.strip()][1:]
-    lost = [100 * (1 - shown / bare) for bare, shown in rows]
-    show(
-        decode="demo model",
-        tok_s_loop=statistics.median(row[0] for row in rows),
-        tok_s_widget=statistics.median(row[1] for row in rows),
-        lost_percent_median=statistics.median(lost),
-        lost_percent_all=[round(one, 1) for one in lost],
-    )
+    _show_lost("demo model", rows)
     page.close()
 
 
@@ -319,14 +326,7 @@ def decode_lost_alone(rounds: int) -> None:
     """The same without a browser: what the widget takes in the kernel, where the page is drawn on another machine."""
     code = f"{LOST}\nplay._repr_mimebundle_()\nfor _ in range({rounds + 1}): print(bare(), shown())"
     rows = in_kernel(code)[1:]
-    lost = [100 * (1 - shown / bare) for bare, shown in rows]
-    show(
-        decode="demo model, no page on this machine",
-        tok_s_loop=statistics.median(row[0] for row in rows),
-        tok_s_widget=statistics.median(row[1] for row in rows),
-        lost_percent_median=statistics.median(lost),
-        lost_percent_all=[round(one, 1) for one in lost],
-    )
+    _show_lost("demo model, no page on this machine", rows)
 
 
 def ledger(rounds: int, tokens: int = 6600) -> None:
