@@ -81,6 +81,7 @@ def convert(
         rows=rows,
         length=512,
         report_rows=0,
+        seed=args.seed,
         work_dir=work,
         rounding=rounding,
         polish=idea.get("polish", False),
@@ -104,6 +105,7 @@ def main() -> None:
     parser.add_argument("--rounding", default="{}", help="JSON fields of converter.layers.Rounding")
     parser.add_argument("--ablate", action="store_true", help="leave out one idea at a time")
     parser.add_argument("--ideas", nargs="+", choices=list(IDEAS), help="only these of --ablate")
+    parser.add_argument("--seed", type=int, default=0, help="of the calibration rows and of the sampled labels")
     parser.add_argument("--work-dir", type=Path)
     parser.add_argument("--device", help="auto, cpu or cuda")
     parser.add_argument("--json", type=Path, help="append one JSON line per conversion to this file")
