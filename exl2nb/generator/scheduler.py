@@ -112,7 +112,10 @@ class Scheduler:
         """A step of `tokens` took so long: size the next chunk of prompt tokens by it."""
         if tokens >= MIN_CHUNK and seconds > 0:
             self._speed = tokens / seconds
-            self.chunk = max(MIN_CHUNK, min(self.max_chunk, self._fitting(STEP_S), 2 * self.chunk))
+            fitting = max(self._fitting(STEP_S), self.chunk // 2)  # a first step also loads kernels: once is no reason to halve it twice
+            if seconds < STEP_S:
+                fitting = max(fitting, self.chunk)  # a short prompt that was quick says nothing against long ones
+            self.chunk = max(MIN_CHUNK, min(self.max_chunk, fitting // MIN_CHUNK * MIN_CHUNK, 2 * self.chunk))
 
     def preempt(self, sequence: Sequence) -> None:
         """Send a running sequence back to the queue; what it has computed stays known until its pages are needed."""
