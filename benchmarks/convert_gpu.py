@@ -162,7 +162,7 @@ def shape(args: argparse.Namespace, work: Path) -> dict[str, object]:
         job, begin = ConversionJob(work / f"dense{layers}", work / f"out{layers}", **options), time.perf_counter()
         results.append(done := job.run(peaks))
         found[layers] = {"s": round(time.perf_counter() - begin, 2), **rounded(done.seconds)}
-        print(json.dumps({"layers": layers, **found[layers]}), flush=True)
+        print(json.dumps({"layers": layers, **found[layers], "GiB": gib(max(peaks.reserved.values()))}), flush=True)
     last, few, many = results[-1], min(args.layers), max(args.layers)
     each = (found[many]["s"] - found[few]["s"]) / (many - few)
     stages = {name: round((found[many][name] - found[few][name]) / (many - few), 2) for name in last.seconds}
@@ -177,6 +177,7 @@ def shape(args: argparse.Namespace, work: Path) -> dict[str, object]:
         f"extrapolated to {wanted.num_hidden_layers} layers, s": round(whole, 1),
         "peak GPU GiB": gib(max(peaks.allocated.values())),
         "peak GPU GiB reserved": gib(max(peaks.reserved.values())),
+        "outside torch (libraries, context; other processes) GiB": gib(outside(args.device)),
         "by stage": {stage: f"{gib(most)} ({gib(peaks.reserved[stage])} reserved)" for stage, most in peaks.allocated.items()},
         "stated bound GiB": gib(bound(wanted, work / f"dense{many}", args.effort)),
         "peak host GiB": gib(host := resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),
@@ -189,6 +190,14 @@ def shape(args: argparse.Namespace, work: Path) -> dict[str, object]:
 def gib(nbytes: int) -> float:
     """For printing."""
     return round(nbytes / 2**30, 2)
+
+
+def outside(device: str) -> int:
+    """Bytes of the GPU that are taken and not torch's tensors or its reserve: this process's own where no other one uses the GPU."""
+    if device == "cpu":
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
 
 
 def bound(shape: Shape, model: Path, effort: str) -> int:
