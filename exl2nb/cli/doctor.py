@@ -72,6 +72,7 @@ def diagnose() -> list[Check]:
         _torch,
         _library,
         _cuda,
+        _flash_attention,
         _cpu,
         _memory,
         _environment,
@@ -153,6 +154,19 @@ def _cuda() -> list[Check]:
         return [Check(name="cuda", state="warning", found=found, todo=todo)]
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return [Check(name="cuda", state="ok" if names else "warning", found=f"{found}; {', '.join(names) or 'torch sees no GPU'}")]
+
+
+def _flash_attention() -> list[Check]:
+    import torch
+
+    from exl2nb.ops.prefill_attention import flash_attention
+
+    if not torch.cuda.is_available():
+        return []
+    found, version = flash_attention(), _version("flash-attn") or "of unknown version"
+    if found.call is not None:
+        return [Check(name="flash-attn", state="ok", found=f"{version}: prompts use it")]
+    return [Check(name="flash-attn", state="note", found=f"{found.why}; prompts use torch's attention, nothing is missing")]
 
 
 def _cpu() -> list[Check]:

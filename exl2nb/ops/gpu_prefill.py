@@ -13,12 +13,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from exl2nb.ops import gpu, reference
 from exl2nb.ops.attention import paged_attention
 from exl2nb.ops.cuda_attention import gather_cache, rope_append
+from exl2nb.ops.cuda_prefill import gate_rows, norm_rows
 from exl2nb.ops.experts import Experts
+from exl2nb.ops.prefill_attention import attend, can_attend
 from exl2nb.ops.program import Program
 
 FEW = 64  # rows that go through the decode kernel rather than through an unpacked matrix
@@ -85,7 +86,7 @@ class _Run:
 
     def norm_qkv_rope(self, a: dict[str, Any]) -> None:
         norm_bias, layer_norm, interleaved, clip = a["rest"]
-        y = self._product(_normed(self.x, a["norm"], a["eps"], norm_bias, layer_norm), a["blob"], a["bias"])
+        y = self._product(norm_rows(self.x, a["norm"], norm_bias, a["eps"], layer_norm), a["blob"], a["bias"])
         i, layer = self.inputs, a["layer"]
         self.parts = rope_append(
             y, a["cos"], a["sin"], i.positions, i.slots, self.k[layer], self.v[layer], a["q_norm"], a["k_norm"], *a["heads"], a["eps"],
@@ -97,12 +98,12 @@ class _Run:
         q, k, v = self.parts
         layer, (_, _, head_dim) = a["layer"], self.qkv["heads"]
         k_pool, v_pool = self.k[layer], self.v[layer]
-        longest = max(self.sequences.lengths)
-        if a["softcap"] or (0 < a["window"] < longest) or k_pool.dtype == torch.float32 or head_dim % 8 or head_dim > 256:
-            i = self.inputs
+        longest, softcap, i = max(self.sequences.lengths), a["softcap"], self.inputs
+        window = a["window"] if 0 < a["window"] < longest else 0
+        if k_pool.dtype == torch.float32 or not can_attend(head_dim, window=window, softcap=softcap):
             self.done[False] = paged_attention(
                 q.float(), k_pool, v_pool, i.block_table, i.cu_seqlens, i.context_lens, scale=a["scale"], window=a["window"],
-                softcap=a["softcap"],
+                softcap=softcap,
             )  # fmt: skip
             return
         out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=torch.float16, device=q.device)
@@ -111,8 +112,8 @@ class _Run:
             if length == last - first and k_pool.dtype == torch.float16:
                 keys, values = k[first:last], v[first:last]
             else:  # what is stored, so that a prompt in pieces sees what a prompt at once would
-                keys, values = gather_cache(k_pool, v_pool, self.inputs.block_table[row], length, head_dim)
-            out[first:last] = _attend(q[first:last], keys, values, a["scale"])
+                keys, values = gather_cache(k_pool, v_pool, i.block_table[row], length, head_dim)
+            out[first:last] = attend(q[first:last], keys, values, scale=a["scale"], window=window, softcap=softcap)
         self.done[False] = out
 
     def linear_residual(self, a: dict[str, Any]) -> None:
@@ -123,18 +124,13 @@ class _Run:
 
     def norm_gate_up(self, a: dict[str, Any]) -> None:
         norm_bias, layer_norm, gated = a["rest"]
-        y = self._product(_normed(self.x, a["norm"], a["eps"], norm_bias, layer_norm), a["blob"], a["bias"], half=True)
-        kind = reference.ACTIVATIONS[a["activation"]]
-        if not gated:
-            self.done[a["aside"]] = _activated(y, kind)
-            return
-        gate, up = y.chunk(2, 1)
-        self.done[a["aside"]] = _activated(gate, kind).mul_(up)
+        y = self._product(norm_rows(self.x, a["norm"], norm_bias, a["eps"], layer_norm), a["blob"], a["bias"], half=True)
+        self.done[a["aside"]] = gate_rows(y, a["activation"], gated)
 
     def routed_mlp(self, a: dict[str, Any]) -> None:
         """Expert by expert, for the rows that chose it; the host waits for the choice."""
         e: Experts = a["experts"]
-        h = _normed(self.x, e.norm, e.eps, e.norm_bias, e.layer_norm)
+        h = norm_rows(self.x, e.norm, e.norm_bias, e.eps, e.layer_norm)
         chosen, weight = reference.route(self._product(h, e.router, None).float(), e.top_k, e.renormalize)
         out = torch.zeros_like(self.x)
         for expert in chosen.unique().tolist():  # rising, so that a row's experts are added in that order
@@ -147,13 +143,12 @@ class _Run:
         self.x.add_(out if e.post_norm is None else F.rms_norm(out, (out.shape[1],), e.post_norm, e.post_eps), alpha=e.scale)
 
     def _gated(self, h: Tensor, blob: Tensor, activation: str) -> Tensor:
-        gate, up = self._product(h, blob, None, half=True).chunk(2, 1)
-        return _activated(gate, activation).mul_(up)
+        return gate_rows(self._product(h, blob, None, half=True), reference.ACTIVATIONS.index(activation), True)
 
     def norm_head(self, a: dict[str, Any]) -> None:
         norm_bias, layer_norm = a["rest"]
         rows = self.x.index_select(0, self.inputs.logit_rows)
-        self.logits = self._product(_normed(rows, a["norm"], a["eps"], norm_bias, layer_norm), a["blob"], a["bias"])
+        self.logits = self._product(norm_rows(rows, a["norm"], norm_bias, a["eps"], layer_norm), a["blob"], a["bias"])
 
     def _product(self, x: Tensor, blob: Tensor, bias: Tensor | None, *, half: bool = False) -> Tensor:
         head = self.program.heads[blob.data_ptr()]
@@ -172,40 +167,3 @@ class _Run:
         weight = self._room[: K * N].view(K, N)
         gpu.unpack_into(head, weight)
         return weight
-
-
-def _normed(x: Tensor, weight: Tensor | None, eps: float, bias: Tensor | None, layer_norm: bool) -> Tensor:
-    """The norm before a product, f16."""
-    if weight is None:
-        return x.half()
-    if layer_norm:
-        return F.layer_norm(x, (x.shape[1],), weight, bias, eps).half()
-    return F.rms_norm(x, (x.shape[1],), weight, eps).half()
-
-
-def _activated(x: Tensor, kind: str) -> Tensor:
-    if kind == "silu":
-        return F.silu(x)
-    return F.gelu(x, approximate="tanh" if kind == "gelu_tanh" else "none")
-
-
-def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention of the last queries of a sequence: q f16 `(n, Hq, D)`, k, v `(length, Hkv, D)` -> `(n, Hq * D)`."""
-    n, length, share = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
-    if share > 1:
-        k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale) if n == length else _attend_behind(q, k, v, scale)
-    return y[0].transpose(0, 1).reshape(n, -1)
-
-
-def _attend_behind(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention where the queries `(1, Hq, n, D)` stand at the end of the keys `(1, Hq, length, D)`.
-
-    As torch.nn.attention.bias.causal_lower_right has it, whose import takes seconds: it brings torch's compiler along.
-    """
-    params = SDPAParams(q, k, v, None, 0.0, False, False)
-    if q.shape[-1] % 8 == 0 and can_use_flash_attention(params):
-        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)[0]
-    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)

@@ -1,0 +1,21 @@
+// What a prompt needs between torch's matrix products: plain launch functions. Each returns nullptr, or what went wrong.
+#pragma once
+#include <cstdint>
+
+namespace exl2nb {
+
+// out f16 (tokens, width) = the norm of x f32, cut to finite numbers. weight, bias f32 (width,): without a weight no norm; bias may be null.
+struct NormRowsArgs {
+  const float *x, *weight, *bias;
+  bool layer_norm;
+  float eps;
+  int64_t tokens;
+  int width;
+  void* out;
+};
+const char* norm_rows_launch(const NormRowsArgs& args, void* stream);
+// y f16 (tokens, 2 * width), gated: out f16 (tokens, width) = act(first half) * second half; otherwise y (tokens, width), out = act(y).
+// kind: as in pdl.cuh's activation.
+const char* gate_rows_launch(const void* y, int64_t tokens, int width, bool gated, int kind, void* out, void* stream);
+
+}  // namespace exl2nb

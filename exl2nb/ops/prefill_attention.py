@@ -1,0 +1,90 @@
+"""Causal attention of the last tokens of one sequence over dense keys and values: flash-attn's where it is installed, else torch's.
+
+flash-attn (2.3 or later, Ampere or later) is never needed. It reads grouped heads, windows and, from 2.6 on, capped scores, which torch's
+kernels do not; its function is called as published: tensors (1, tokens, heads, head_dim), the mask aligned to the last key.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import lru_cache
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+
+WIDEST = 256  # head_dim
+
+
+class FlashAttention(NamedTuple):
+    """What is known of flash-attn here. call: its flash_attn_func, None where it cannot be used, and then `why`; caps: takes `softcap`."""
+
+    call: Callable[..., Tensor] | None
+    caps: bool = False
+    why: str = ""
+
+
+@lru_cache(maxsize=1)
+def flash_attention() -> FlashAttention:
+    """flash-attn, looked for once a process."""
+    if find_spec("flash_attn") is None:
+        return FlashAttention(None, why="not installed")
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):
+        return FlashAttention(None, why="it needs a GPU of compute capability 8.0 or later")
+    try:
+        from flash_attn import flash_attn_func  # pyright: ignore[reportMissingImports]
+    except Exception as error:  # built for another torch, most often
+        return FlashAttention(None, why=f"cannot be imported: {type(error).__name__}: {str(error)[:200]}")
+    known = inspect.signature(flash_attn_func).parameters
+    if missing := {"softmax_scale", "causal", "window_size"} - set(known):
+        return FlashAttention(None, why=f"its function lacks {', '.join(sorted(missing))}: 2.3 or later is needed")
+    return FlashAttention(flash_attn_func, "softcap" in known)
+
+
+def can_attend(head_dim: int, *, window: int = 0, softcap: float = 0.0) -> bool:
+    """Whether `attend` takes such heads. window: keys that a token sees, itself included; 0 = all."""
+    if head_dim % 8 or head_dim > WIDEST:
+        return False
+    if not window and not softcap:
+        return True
+    flash = flash_attention()
+    return flash.call is not None and (flash.caps or not softcap)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, softcap: float = 0.0) -> Tensor:
+    """Attention of the last n of `length` tokens.
+
+    Args:
+        q: f16 `(n, Hq, D)`. k, v: f16 `(length, Hkv, D)`, Hkv a divisor of Hq. scale: of the scores. window, softcap: as `can_attend`
+            allows.
+
+    Returns:
+        f16 `(n, Hq * D)`.
+    """
+    flash = flash_attention()
+    if flash.call is not None:
+        options = {"softcap": softcap} if softcap else {}
+        sides = (window - 1, 0) if window else (-1, -1)
+        return flash.call(q[None], k[None], v[None], softmax_scale=scale, causal=True, window_size=sides, **options)[0].flatten(1)
+    n, length, share = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
+    if share > 1:
+        k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
+    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale) if n == length else _behind(q, k, v, scale)
+    return y[0].transpose(0, 1).reshape(n, -1)
+
+
+def _behind(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal attention where the queries `(1, Hq, n, D)` stand at the end of the keys `(1, Hq, length, D)`.
+
+    As torch.nn.attention.bias.causal_lower_right has it, whose import takes seconds: it brings torch's compiler along.
+    """
+    params = SDPAParams(q, k, v, None, 0.0, False, False)
+    if q.shape[-1] % 8 == 0 and can_use_flash_attention(params):
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)[0]
+    seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)

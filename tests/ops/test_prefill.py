@@ -1,0 +1,107 @@
+"""What a prompt needs between torch's products: the kernels against their references, and the choice of an attention."""
+
+import math
+import sys
+
+import pytest
+import torch
+
+from exl2nb.ops import _load, cuda_prefill, prefill_attention
+from exl2nb.ops._library import REFERENCES
+from exl2nb.ops.reference import ACTIVATIONS
+
+OPS = torch.ops.exl2nb
+TESTS = ("test_schema", "test_faketensor")
+PUBLISHED = """
+CALLS = []
+def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+                    deterministic=False, return_attn_probs=False):
+    import torch
+    CALLS.append((causal, window_size, softcap))
+    assert causal and q.dim() == 4 and k.shape == v.shape and k.shape[0] == 1
+    n, length, share = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
+    k, v = (t.repeat_interleave(share, 2).float() for t in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.float(), k) * softmax_scale
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    behind = torch.arange(length - n, length)[:, None] - torch.arange(length)[None]
+    seen = (behind >= 0) & ((behind <= window_size[0]) if window_size[0] >= 0 else True)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v).to(q.dtype)
+"""
+
+
+def test_opcheck():
+    torch.library.opcheck(OPS.norm_rows.default, (torch.randn(3, 8), torch.ones(8), None, 1e-5, False), test_utils=TESTS)
+    torch.library.opcheck(OPS.gate_rows.default, (torch.randn(3, 8).half(), 0, True), test_utils=TESTS)
+
+
+def test_an_overflow_stays_finite():
+    wide = torch.full((1, 4), 1e6)
+    assert cuda_prefill.norm_rows(wide, None, None, 1e-5, False).isfinite().all()
+    assert cuda_prefill.gate_rows(torch.full((1, 8), 6e4, dtype=torch.float16), 0, True).isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [1, 30, 256, 4096, 4100, 10001])
+@pytest.mark.parametrize("tokens", [1, 77])
+def test_rows_on_the_gpu(width, tokens):
+    assert "cuda" in _load.load().loaded, _load.load().note
+    g = torch.Generator().manual_seed(width)
+    x, weight, bias = (torch.randn(*shape, generator=g) for shape in ((tokens, width), (width,), (width,)))
+    for arguments in ((weight, None, False), (weight, bias, True), (None, None, False)):
+        args = (x, *arguments[:2], 1e-5, arguments[2])
+        want = REFERENCES["norm_rows"](*args).float()
+        got = OPS.norm_rows(*(a.cuda() if torch.is_tensor(a) else a for a in args)).cpu().float()
+        assert float((got - want).abs().max()) <= 2e-3 * float(want.abs().max())
+    y = torch.randn(tokens, 2 * width, generator=g).half()
+    for kind in range(len(ACTIVATIONS)):
+        for gated in (True, False):
+            want = REFERENCES["gate_rows"](y, kind, gated).float()
+            got = OPS.gate_rows(y.cuda(), kind, gated).cpu().float()
+            assert float((got - want).abs().max()) <= 2e-3 * float(want.abs().max())
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A module with flash-attn's published function, and a GPU for it."""
+    (tmp_path / "flash_attn").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    prefill_attention.flash_attention.cache_clear()
+    yield lambda text: (tmp_path / "flash_attn" / "__init__.py").write_text(text)
+    sys.modules.pop("flash_attn", None)
+    prefill_attention.flash_attention.cache_clear()
+
+
+def heads(n, length, Hq, Hkv, D=16):
+    g = torch.Generator().manual_seed(n)
+    return [torch.randn(rows, count, D, generator=g).half() for rows, count in ((n, Hq), (length, Hkv), (length, Hkv))]
+
+
+@pytest.mark.parametrize(("n", "length"), [(9, 9), (3, 20)])
+def test_flash_attn_and_torch_give_the_same(installed, n, length):
+    q, k, v = heads(n, length, 4, 2)
+    installed("raise ImportError('undefined symbol')")
+    assert not prefill_attention.can_attend(16, window=4)
+    assert "undefined symbol" in prefill_attention.flash_attention().why
+    plain = prefill_attention.attend(q, k, v, scale=0.3)
+    prefill_attention.flash_attention.cache_clear()
+    sys.modules.pop("flash_attn", None)
+    installed(PUBLISHED)
+    assert prefill_attention.can_attend(16, window=4, softcap=20.0)
+    got = prefill_attention.attend(q, k, v, scale=0.3)
+    assert got.shape == (n, 64)
+    assert float((got - plain).abs().max()) < 4e-3
+    pools = [torch.zeros(1, 2, 256, 16) for _ in range(2)]
+    for pool, rows in zip(pools, (k, v)):
+        pool[0, :, :length] = rows.transpose(0, 1).float()
+    places = [torch.tensor(values, dtype=torch.int32) for values in ([[0]], [0, n], [length])]
+    want = REFERENCES["paged_attention"](q.float(), *pools, *places, 0.3, 4, 20.0)
+    assert float((prefill_attention.attend(q, k, v, scale=0.3, window=4, softcap=20.0) - want).abs().max()) < 4e-3
+    assert sys.modules["flash_attn"].CALLS == [(True, (-1, -1), 0.0), (True, (3, 0), 20.0)]
+
+
+def test_a_flash_attn_that_is_too_old(installed):
+    installed("def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False): ...")
+    assert "window_size" in prefill_attention.flash_attention().why
+    assert math.prod(prefill_attention.attend(*heads(2, 2, 1, 1), scale=1.0).shape) == 32
