@@ -4,7 +4,8 @@
 
 namespace exl2nb {
 
-// out f16 (tokens, width) = the norm of x f32, cut to finite numbers. weight, bias f32 (width,): without a weight no norm; bias may be null.
+// out f16 (tokens, width) = the norm of x f32, cut to finite numbers. weight, bias f32 (width,): without a weight no norm; bias may be
+// null.
 struct NormRowsArgs {
   const float *x, *weight, *bias;
   bool layer_norm;

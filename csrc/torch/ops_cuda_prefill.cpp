@@ -34,8 +34,8 @@ Tensor norm_rows_cuda(const Tensor& x, const std::optional<Tensor>& weight, cons
 
 Tensor gate_rows_cuda(const Tensor& y, int64_t activation, bool gated) {
   const char* op = "gate_rows";
-  STD_TORCH_CHECK(y.dim() == 2 && !(gated && y.size(1) % 2), op, ": y has ", y.dim(), " dimensions; expected f16 (tokens, width), gated: ",
-                  "of an even width");
+  STD_TORCH_CHECK(y.dim() == 2 && !(gated && y.size(1) % 2), op, ": y has ", y.dim(),
+                  " dimensions; expected f16 (tokens, width), gated: ", "of an even width");
   require(op, "y", y, ScalarType::Half, -1);
   STD_TORCH_CHECK(activation >= 0 && activation < 3, op, ": activation is ", activation, "; expected 0 to 2");
   const int64_t T = y.size(0), width = y.size(1) / (gated ? 2 : 1);
