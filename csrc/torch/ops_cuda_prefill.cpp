@@ -46,10 +46,42 @@ Tensor gate_rows_cuda(const Tensor& y, int64_t activation, bool gated) {
   return out;
 }
 
+void rotate_rows_cuda(Tensor& qkv, const Tensor& cos, const Tensor& sin, const Tensor& positions, const Tensor& slots, Tensor& k_pool,
+                      Tensor& v_pool, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim) {
+  const char* op = "rotate_rows";
+  STD_TORCH_CHECK(num_heads > 0 && num_kv_heads > 0 && head_dim > 0 && head_dim % 16 == 0 && head_dim <= 1024, op, ": got ", num_heads,
+                  " heads and ", num_kv_heads, " KV heads of ", head_dim, "; expected a head_dim that is a multiple of 16, at most 1024");
+  const int64_t T = positions.numel(), page = num_kv_heads * 256 * head_dim;
+  require(op, "qkv", qkv, ScalarType::Half, T * (num_heads + 2 * num_kv_heads) * head_dim);
+  require(op, "cos", cos, ScalarType::Float, -1);
+  require(op, "sin", sin, ScalarType::Float, cos.numel());
+  STD_TORCH_CHECK(cos.dim() == 2 && cos.size(1) == head_dim / 2, op, ": cos has ", cos.dim(), " dimensions; expected (positions, ",
+                  head_dim / 2, ")");
+  require(op, "positions", positions, ScalarType::Int, T);
+  require(op, "slots", slots, ScalarType::Int, T);
+  require(op, "k_pool", k_pool, ScalarType::Half, -1);
+  require(op, "v_pool", v_pool, ScalarType::Half, k_pool.numel());
+  STD_TORCH_CHECK(k_pool.numel() % page == 0, op, ": a pool has ", k_pool.numel(), " numbers; expected pages of ", page);
+  const DeviceGuard guard(qkv.get_device_index());
+  const RotateRowsArgs args{qkv.mutable_data_ptr(),
+                            k_pool.mutable_data_ptr(),
+                            v_pool.mutable_data_ptr(),
+                            cos.const_data_ptr<float>(),
+                            sin.const_data_ptr<float>(),
+                            positions.const_data_ptr<int32_t>(),
+                            slots.const_data_ptr<int32_t>(),
+                            T,
+                            int(num_heads),
+                            int(num_kv_heads),
+                            int(head_dim)};
+  require_ok(op, rotate_rows_launch(args, stream_of(qkv)));
+}
+
 }  // namespace
 }  // namespace exl2nb
 
 STABLE_TORCH_LIBRARY_IMPL(exl2nb, CUDA, m) {
   m.impl("norm_rows", TORCH_BOX(&exl2nb::norm_rows_cuda));
   m.impl("gate_rows", TORCH_BOX(&exl2nb::gate_rows_cuda));
+  m.impl("rotate_rows", TORCH_BOX(&exl2nb::rotate_rows_cuda));
 }

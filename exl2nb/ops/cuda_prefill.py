@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from exl2nb.ops import reference
+from exl2nb.ops import kv_codes, reference
 from exl2nb.ops._library import define
 
 HALF = 65504.0  # the largest fp16
@@ -36,3 +36,24 @@ gate_rows = define(
     reference=_gate,
 )
 """y f16 `(T, 2I)` -> act(first half) * second half, f16 `(T, I)`; not gated: act(y). activation: index in reference.ACTIVATIONS."""
+
+
+def _rotate(
+    qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, slots: Tensor, k_pool: Tensor, v_pool: Tensor, num_heads: int,
+    num_kv_heads: int, head_dim: int,
+) -> None:  # fmt: skip
+    turning, at = num_heads + num_kv_heads, positions.long()
+    y = qkv.view(len(qkv), -1, head_dim)
+    y[:, :turning] = reference.rope(y[:, :turning].float(), cos[at], sin[at], False).clamp(-HALF, HALF).half()
+    kept = slots >= 0
+    kv_codes.write(k_pool, slots[kept], y[kept, num_heads:turning].float())
+    kv_codes.write(v_pool, slots[kept], y[kept, turning:].float())
+
+
+rotate_rows = define(
+    "rotate_rows(Tensor(a!) qkv, Tensor cos, Tensor sin, Tensor positions, Tensor slots, Tensor(b!) k_pool, Tensor(c!) v_pool, "
+    "int num_heads, int num_kv_heads, int head_dim) -> ()",
+    fake=lambda *_: None,
+    reference=_rotate,
+)
+"""qkv f16 `(T, (Hq + 2 Hkv) * D)`: q and k rotated in place, all D dims; k, v to `slots` of f16 pools (negative: none)."""

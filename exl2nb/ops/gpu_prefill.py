@@ -17,7 +17,7 @@ from torch import Tensor
 from exl2nb.ops import gpu, reference
 from exl2nb.ops.attention import paged_attention
 from exl2nb.ops.cuda_attention import gather_cache, rope_append
-from exl2nb.ops.cuda_prefill import gate_rows, norm_rows
+from exl2nb.ops.cuda_prefill import gate_rows, norm_rows, rotate_rows
 from exl2nb.ops.experts import Experts
 from exl2nb.ops.prefill_attention import attend, can_attend
 from exl2nb.ops.program import Program
@@ -86,13 +86,21 @@ class _Run:
 
     def norm_qkv_rope(self, a: dict[str, Any]) -> None:
         norm_bias, layer_norm, interleaved, clip = a["rest"]
-        y = self._product(norm_rows(self.x, a["norm"], norm_bias, a["eps"], layer_norm), a["blob"], a["bias"])
-        i, layer = self.inputs, a["layer"]
-        self.parts = rope_append(
-            y, a["cos"], a["sin"], i.positions, i.slots, self.k[layer], self.v[layer], a["q_norm"], a["k_norm"], *a["heads"], a["eps"],
-            layer_norm, interleaved, clip,
-        )  # fmt: skip
+        i, layer, (num_heads, num_kv_heads, head_dim) = self.inputs, a["layer"], a["heads"]
+        x, pools = norm_rows(self.x, a["norm"], norm_bias, a["eps"], layer_norm), (self.k[layer], self.v[layer])
         self.qkv = a
+        bare = a["bias"] is None and a["q_norm"] is None and a["k_norm"] is None and not clip and not interleaved
+        if bare and head_dim % 16 == 0 and 2 * a["cos"].shape[1] == head_dim and pools[0].dtype == pools[1].dtype == torch.float16:
+            y = self._product(x, a["blob"], None, half=True)
+            rotate_rows(y, a["cos"], a["sin"], i.positions, i.slots, *pools, num_heads, num_kv_heads, head_dim)
+            q, k, v = y.view(len(y), -1, head_dim).split([num_heads, num_kv_heads, num_kv_heads], 1)
+            self.parts = q, k, v
+            return
+        y = self._product(x, a["blob"], a["bias"])
+        self.parts = rope_append(
+            y, a["cos"], a["sin"], i.positions, i.slots, *pools, a["q_norm"], a["k_norm"], *a["heads"], a["eps"], layer_norm, interleaved,
+            clip,
+        )  # fmt: skip
 
     def paged_attention(self, a: dict[str, Any]) -> None:
         q, k, v = self.parts
@@ -102,7 +110,7 @@ class _Run:
         window = a["window"] if 0 < a["window"] < longest else 0
         if k_pool.dtype == torch.float32 or not can_attend(head_dim, window=window, softcap=softcap):
             self.done[False] = paged_attention(
-                q.float(), k_pool, v_pool, i.block_table, i.cu_seqlens, i.context_lens, scale=a["scale"], window=a["window"],
+                q.float().contiguous(), k_pool, v_pool, i.block_table, i.cu_seqlens, i.context_lens, scale=a["scale"], window=a["window"],
                 softcap=softcap,
             )  # fmt: skip
             return

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from exl2nb.ops import _load, cuda_prefill, prefill_attention
+from exl2nb.ops import _load, cuda_attention, cuda_prefill, prefill_attention
 from exl2nb.ops._library import REFERENCES
 from exl2nb.ops.reference import ACTIVATIONS
 
@@ -58,6 +58,39 @@ def test_rows_on_the_gpu(width, tokens):
             want = REFERENCES["gate_rows"](y, kind, gated).float()
             got = OPS.gate_rows(y.cuda(), kind, gated).cpu().float()
             assert float((got - want).abs().max()) <= 2e-3 * float(want.abs().max())
+
+
+def turn_case(T=70, Hq=6, Hkv=2, D=48):
+    g = torch.Generator().manual_seed(D)
+    qkv = torch.randn(T, (Hq + 2 * Hkv) * D, generator=g).half()
+    angles = torch.outer(torch.arange(90.0), torch.rand(D // 2, generator=g))
+    slots = torch.randperm(512, generator=g)[:T].int()
+    slots[3] = -1
+    places = torch.randint(0, 90, (T,), generator=g).int()
+    return [qkv, angles.cos(), angles.sin(), places, slots, *(torch.zeros(2, Hkv, 256, D).half() for _ in range(2)), Hq, Hkv, D]
+
+
+def test_rotation_in_place_is_that_of_rope_append():
+    mine, other = turn_case(), turn_case()
+    qkv, (Hq, Hkv, D) = mine[0], mine[-3:]
+    OPS.rotate_rows(*mine)
+    want = cuda_attention.rope_append(other[0].float(), *other[1:7], None, None, Hq, Hkv, D, 1e-5, False, False, 0.0)
+    assert torch.equal(qkv.view(len(qkv), -1, D), torch.cat(want, 1))
+    assert torch.equal(mine[5], other[5])
+    assert torch.equal(mine[6], other[6])
+    torch.library.opcheck(OPS.rotate_rows.default, turn_case(), test_utils=TESTS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("D", [16, 48, 64, 80, 128, 256])
+def test_rotation_on_the_gpu(D):
+    assert "cuda" in _load.load().loaded, _load.load().note
+    cpu = turn_case(D=D)
+    cuda = [a.cuda() if torch.is_tensor(a) else a for a in cpu]
+    REFERENCES["rotate_rows"](*cpu)
+    OPS.rotate_rows(*cuda)
+    for want, got in ((cpu[i], cuda[i].cpu()) for i in (0, 5, 6)):
+        assert float((got.float() - want.float()).abs().max()) <= 4e-3
 
 
 @pytest.fixture
