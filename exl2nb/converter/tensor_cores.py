@@ -1,14 +1,8 @@
-"""f32 products on tensor cores: each factor as a sum of two bf16 numbers, three products in one. Knows nothing of models.
-
-x = high + low keeps 16 bits of the mantissa at any magnitude, so x y = high high + high low + low high is right to about 1e-5 of the
-largest term, with sums in f32: finer than TF32 by a factor of 50, and no switch of the process is touched. Below SMALLEST multiplications
-the plain product is quicker.
-"""
+"""A model's large linears on tensor cores, by `ops.split_product`, forwards and backwards. Knows nothing of conversions."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,57 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-SMALLEST = 1 << 32  # multiplications
-PIECE = 1 << 25  # numbers of a factor that are split at a time: beside the result a product takes 0.9 GB at most
+from exl2nb.ops.split_product import PIECE, capable, matmul, pays, product
+
+__all__ = ["PIECE", "matmul", "used_by"]
+
 WIDE = 1024  # hidden size from which a model's products are worth looking at
-
-
-@cache
-def _capable(index: int | None) -> bool:
-    return torch.cuda.get_device_capability(index)[0] >= 8
-
-
-def pays(x: Tensor, multiplications: int) -> bool:
-    """Whether a product of f32 tensors on x's device should come here."""
-    return x.is_cuda and x.dtype == torch.float32 and multiplications >= SMALLEST and _capable(x.device.index)
-
-
-def _split(x: Tensor) -> tuple[Tensor, Tensor]:
-    high = x.bfloat16()
-    return high, (x - high).bfloat16()
-
-
-def product(x: Tensor, y: Tensor) -> Tensor:
-    """`x @ y` for f32 `(M, K)` and `(K, N)` on a GPU that can (`pays`), PIECE numbers of each at a time."""
-    rows, columns = _part(x.shape[0], x.shape[1]), _part(y.shape[1], y.shape[0])
-    if rows >= x.shape[0] and columns >= y.shape[1]:
-        return _multiply(_left(x), y)
-    made = x.new_empty(x.shape[0], y.shape[1])
-    for top in range(0, x.shape[0], rows):
-        left = _left(x[top : top + rows])
-        for first in range(0, y.shape[1], columns):
-            made[top : top + rows, first : first + columns] = _multiply(left, y[:, first : first + columns])
-    return made
-
-
-def _part(count: int, size: int) -> int:
-    """How many of `count` rows of `size` numbers are split at a time."""
-    return count if count * size <= PIECE else max(256, PIECE // size // 256 * 256)
-
-
-def _left(x: Tensor) -> Tensor:
-    high, low = _split(x)
-    return torch.cat((high, low, high), 1)
-
-
-def _multiply(left: Tensor, y: Tensor) -> Tensor:
-    high, low = _split(y)
-    return torch.mm(left, torch.cat((high, high, low), 0), out_dtype=torch.float32)
-
-
-def matmul(x: Tensor, y: Tensor) -> Tensor:
-    """`x @ y` for f32 `(M, K)` and `(K, N)`: `product` where that pays."""
-    return product(x, y) if pays(x, x.numel() * y.shape[1]) else x @ y
 
 
 class _Linear(torch.autograd.Function):
@@ -84,7 +32,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Mode(TorchFunctionMode):
-    """Sends large `F.linear` here."""
+    """Sends large `F.linear` there."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.linear and not kwargs and pays(args[0], args[0].numel() * args[1].shape[0]):
@@ -94,6 +42,6 @@ class _Mode(TorchFunctionMode):
 
 
 def used_by(device: torch.device, hidden_size: int) -> AbstractContextManager[object]:
-    """A context in which the large linears of a model of this size run here; one that does nothing where that cannot pay."""
-    worth = device.type == "cuda" and hidden_size >= WIDE and _capable(device.index)
+    """A context in which the large linears of a model of this size run there; one that does nothing where that cannot pay."""
+    worth = device.type == "cuda" and hidden_size >= WIDE and capable(device.index)
     return _Mode() if worth else nullcontext()

@@ -13,11 +13,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from exl2nb.ops import _load
+from exl2nb.ops import _load, split_product
 from exl2nb.ops._library import LIBRARY, REFERENCES, check, define
 from exl2nb.ops.gptq import _rows, _scales, _steps, _unit, gptq_quantize
 
 BLOCK_ROWS = 128
+SPAN_ROWS = 512  # whose errors reach the rows behind them in one product: more rows are passed over less often
 OPTIONS = 16  # as in csrc/cuda/gptq.h
 COPIES_BYTES = 1 << 30  # of all options' weights at a time
 Table = Sequence[tuple[int, int]]
@@ -110,16 +111,33 @@ def blocks(tables: Sequence[Table]) -> Iterator[tuple[int, int, Tensor]]:
         first = end
 
 
+def _spans(tables: Sequence[Table]) -> Iterator[list[tuple[int, int, Tensor]]]:
+    """The `blocks`, as few of them at a time as have SPAN_ROWS rows."""
+    span: list[tuple[int, int, Tensor]] = []
+    for block in blocks(tables):
+        span.append(block)
+        if span[-1][1] - span[0][0] >= SPAN_ROWS:
+            yield span
+            span = []
+    if span:
+        yield span
+
+
 def _in_blocks(
     weight: Tensor, factor: Tensor, column_weight: Tensor, tables: Sequence[Table], coupling: Tensor | None, spread: Tensor | None
 ) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]]:
     """Per block: its groups, and codes, scale_index, scale_max and loss of all options."""
     w = weight.repeat(1, len(tables))
-    for first, end, groups in blocks(tables):
-        *found, errors = _block_op(w, factor, column_weight, groups, first, coupling, spread)
-        if end < w.shape[0]:
-            w[end:].addmm_(factor[first:end, end:].T, errors, alpha=-1)
-        yield groups, tuple(found)  # type: ignore[misc]
+    for span in _spans(tables):
+        begin, until, waiting = span[0][0], span[-1][1], []
+        for first, end, groups in span:
+            *found, errors = _block_op(w, factor, column_weight, groups, first, coupling, spread)
+            if end < until:
+                w[end:until].addmm_(factor[first:end, end:until].T, errors, alpha=-1)
+            waiting.append(errors)
+            yield groups, tuple(found)  # type: ignore[misc]
+        if until < len(w):
+            split_product.subtract(w[until:], factor[begin:until, until:].T, torch.cat(waiting))
 
 
 def quantize_in_blocks(

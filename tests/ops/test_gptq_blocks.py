@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from exl2nb.converter.hessian import couple, factorize
-from exl2nb.ops import gptq_losses, gptq_quantize
+from exl2nb.ops import gptq_blocks, gptq_losses, gptq_quantize
 from exl2nb.ops._library import REFERENCES
 from exl2nb.ops.gptq_blocks import blocks, quantize_in_blocks
 
@@ -56,7 +56,10 @@ def test_blocks_end_where_every_option_has_an_end():
 
 @pytest.mark.parametrize("table", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.parametrize("coupled", [0, 16])
-def test_block_by_block_is_row_by_row(table, coupled):
+@pytest.mark.parametrize("span", [1, 200, 512])
+def test_block_by_block_is_row_by_row(monkeypatch, table, coupled, span):
+    monkeypatch.setattr(gptq_blocks, "SPAN_ROWS", span)
+    monkeypatch.setattr(gptq_blocks, "BLOCK_ROWS", 64)
     k = sum(rows for _, rows in table)
     arguments, rest = problem(k, 48, coupled=coupled)
     made, wanted = (run(*arguments, flat(table), *rest) for run in (quantize_in_blocks, REFERENCES["gptq_quantize"]))
