@@ -74,10 +74,10 @@ def test_alone_or_together_the_same_bits(llm):
     assert [c.prompt for c in together] == PROMPTS
 
 
-@pytest.mark.parametrize("cache", ["q4", "k8v4", "fp8"])
+@pytest.mark.parametrize("cache", ["q4", "k8v4", "fp8", "k4v16"])
 def test_quantised_cache_alone_or_together_the_same_bits(cache):
     with ex.load(EXL2, cache=cache) as llm:
-        per_number = {"q4": 4.5, "k8v4": 6.5, "fp8": 8.5}[cache]
+        per_number = {"q4": 4.5, "k8v4": 6.5, "fp8": 8.5, "k4v16": 10.25}[cache]
         assert llm.cache_bytes == 4096 * 12 * 2 * 2 * 64 * per_number / 8
         assert f"MiB of {'q6' if cache == 'k8v4' else cache} cache" in repr(llm)
         options = {"seed": 5, "max_tokens": 40, "ignore_eos": True}

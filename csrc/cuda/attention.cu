@@ -5,20 +5,32 @@
 namespace exl2nb {
 
 DecodeKernel decode_kernel_f16(int head_dim, bool wide);
+DecodeKernel decode_kernel_f16q8(int head_dim, bool wide);
+DecodeKernel decode_kernel_f16q4(int head_dim, bool wide);
+DecodeKernel decode_kernel_q8f16(int head_dim, bool wide);
 DecodeKernel decode_kernel_q8(int head_dim, bool wide);
 DecodeKernel decode_kernel_q8q4(int head_dim, bool wide);
+DecodeKernel decode_kernel_q4f16(int head_dim, bool wide);
+DecodeKernel decode_kernel_q4q8(int head_dim, bool wide);
 DecodeKernel decode_kernel_q4(int head_dim, bool wide);
 DecodeKernel decode_kernel_fp8(int head_dim, bool wide);
 
 namespace {
 
+struct Pair {
+  int k, v;
+  DecodeKernel (*kernel)(int head_dim, bool wide);
+};
+constexpr Pair kPairs[] = {
+    {kCacheF16, kCacheF16, decode_kernel_f16},  {kCacheF16, kCacheQ8, decode_kernel_f16q8}, {kCacheF16, kCacheQ4, decode_kernel_f16q4},
+    {kCacheQ8, kCacheF16, decode_kernel_q8f16}, {kCacheQ8, kCacheQ8, decode_kernel_q8},     {kCacheQ8, kCacheQ4, decode_kernel_q8q4},
+    {kCacheQ4, kCacheF16, decode_kernel_q4f16}, {kCacheQ4, kCacheQ8, decode_kernel_q4q8},   {kCacheQ4, kCacheQ4, decode_kernel_q4},
+    {kCacheFp8, kCacheFp8, decode_kernel_fp8},
+};
+
 DecodeKernel fast_kernel(const CacheArgs& c, bool wide) {
-  const int k = c.k_format, v = c.v_format;
-  if (k == kCacheF16 && v == kCacheF16) return decode_kernel_f16(c.head_dim, wide);
-  if (k == kCacheQ8 && v == kCacheQ8) return decode_kernel_q8(c.head_dim, wide);
-  if (k == kCacheQ8 && v == kCacheQ4) return decode_kernel_q8q4(c.head_dim, wide);
-  if (k == kCacheQ4 && v == kCacheQ4) return decode_kernel_q4(c.head_dim, wide);
-  if (k == kCacheFp8 && v == kCacheFp8) return decode_kernel_fp8(c.head_dim, wide);
+  for (const Pair& pair : kPairs)
+    if (pair.k == c.k_format && pair.v == c.v_format) return pair.kernel(c.head_dim, wide);
   return nullptr;
 }
 

@@ -18,7 +18,7 @@ enum CacheFormat : int { kCacheF16 = 0, kCacheF32 = 1, kCacheQ8 = 2, kCacheQ4 = 
 struct CacheArgs {
   void* k_pool;  // f16/f32: (num_pages, Hkv, 256, D); quantised: uint8 (num_pages, Hkv, bytes)
   void* v_pool;
-  int k_format, v_format;   // CacheFormat; both f16, both f32, Q8/Q8, Q8/Q4, Q4/Q4 or both fp8
+  int k_format, v_format;   // CacheFormat, any two; quick where both are fp8, or each is f16, Q8 or Q4
   const int* block_table;   // (sequences, max_pages)
   const int* cu_seqlens;    // (sequences + 1,) first token of each sequence in this step
   const int* context_lens;  // (sequences,), this step's tokens included; 0 = an unused row, nothing is computed for it

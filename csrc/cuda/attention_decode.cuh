@@ -63,19 +63,24 @@ __global__ void __launch_bounds__(kWarps * 32, (ctas_per_sm<KF, D, NT>())) atten
   if (wait && blockIdx.x == 0) wait_for_predecessor();  // this kernel must not end before its predecessor
 }
 
+// Pairs of the modes that have a name; the others (k16v4, say) do without wide kernels, which take time to compile.
+template <int KF, int VF>
+constexpr bool kOften = KF == VF || (KF == kCacheQ8 && VF == kCacheQ4);
+
 using DecodeKernel = void (*)(DecodeParams);
-// The kernel of a pair of formats for head dims 64, 80, 96, 128, 256; null for others.
+// The kernel of a pair of formats for head dims 64, 80, 96, 128, 256; null for others. `wide` is a wish.
 template <int KF, int VF>
 DecodeKernel decode_kernel(int D, bool wide) {
+  constexpr int kWide = kOften<KF, VF> ? 2 : 1;
   switch (D) {
     case 64:
-      return wide ? attention_decode<KF, VF, 64, 2> : attention_decode<KF, VF, 64, 1>;
+      return wide ? attention_decode<KF, VF, 64, kWide> : attention_decode<KF, VF, 64, 1>;
     case 80:
       return attention_decode<KF, VF, 80, 1>;
     case 96:
       return attention_decode<KF, VF, 96, 1>;
     case 128:
-      return wide ? attention_decode<KF, VF, 128, 2> : attention_decode<KF, VF, 128, 1>;
+      return wide ? attention_decode<KF, VF, 128, kWide> : attention_decode<KF, VF, 128, 1>;
     case 256:
       return attention_decode<KF, VF, 256, 1>;
     default:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from exl2nb import ops
 from exl2nb.cache.pool import KVCache
-from exl2nb.core.errors import OptionError
 from exl2nb.model.batch import Batch
 from exl2nb.ops import gpu, gpu_prefill, kv_codes
 
@@ -17,7 +16,6 @@ SHORT = 8  # tokens of one sequence that the step kernels take
 MOST = 512  # tokens of a step that go through the step kernels
 MOST_ROUTED = 64  # of a model with experts: the step kernels read them once for every token that chose them
 F16, F32, Q8, Q4, FP8 = range(5)  # formats of pools, as csrc/cuda/attention.h numbers them
-PAIRS = {(F16, F16), (F32, F32), (Q8, Q8), (Q8, Q4), (Q4, Q4), (FP8, FP8)}
 
 
 class GpuForward:
@@ -49,7 +47,6 @@ class GpuForward:
         Args:
             batch: on the host. cache: on the GPU. ids: on the GPU, in place of the batch's.
         """
-        formats_of(cache)
         bounds = batch.cu_seqlens.tolist()
         longest = max(b - a for a, b in itertools.pairwise(bounds))
         if longest <= SHORT and bounds[-1] <= self.most:
@@ -104,18 +101,8 @@ class GpuForward:
 
 
 def formats_of(cache: KVCache) -> tuple[int, int]:
-    """Formats of the K and V pools of a cache.
-
-    Raises:
-        OptionError: a pair that the GPU's attention does not read.
-    """
-    pair = _format(cache.k[0], cache.spec.head_dim), _format(cache.v[0], cache.spec.head_dim)
-    if pair not in PAIRS:
-        raise OptionError(
-            f"cache: mode {cache.spec.mode} (K {cache.spec.k_mode}, V {cache.spec.v_mode}) is for the CPU; "
-            "on CUDA take fp16, fp32, fp8, q8, q6 or q4"
-        )
-    return pair
+    """Formats of the K and V pools of a cache, any pair."""
+    return _format(cache.k[0], cache.spec.head_dim), _format(cache.v[0], cache.spec.head_dim)
 
 
 def _format(pool: Tensor, head_dim: int) -> int:

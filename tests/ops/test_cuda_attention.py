@@ -9,6 +9,8 @@ from exl2nb.ops._library import REFERENCES
 pytestmark = pytest.mark.gpu
 P = 256
 STORAGES = {"fp16": (16, 16), "fp32": (32, 32), "q8": (8, 8), "q8q4": (8, 4), "q4": (4, 4), "fp8": ("fp8", "fp8")}
+APART = {"k16v8": (16, 8), "k16v4": (16, 4), "k8v16": (8, 16), "k4v16": (4, 16), "k4v8": (4, 8)}
+STORAGES |= APART
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +119,15 @@ def test_several_queries(queries, Hq, Hkv, D):
     Case([queries, 256 + queries // 2, 700], [queries] * 3, Hq, Hkv, D, storage="q4").check()
 
 
+@pytest.mark.parametrize("storage", APART)
+@pytest.mark.parametrize("D", [64, 80, 96, 128, 256])
+def test_pairs_apart(D, storage):
+    """Many rows of a query, chunks joined, several tokens, a page's border, a window: whatever chooses code inside a kernel."""
+    Case([257, 700, 9], [1, 8, 3], 8, 1, D, storage=storage).check()
+    Case([2049], [1], 16, 1, D, storage=storage, softcap=30.0).check()
+    Case([600, 20, 1500], [1, 2, 4], 4, 4, D, storage=storage, window=300).check()
+
+
 @pytest.mark.parametrize("window", [1, 5, 64, 255, 256, 257, 1000])
 def test_window(window):
     Case([600, 20, 1500], [1, 2, 4], 4, 2, 64, window=window).check()
@@ -162,7 +173,7 @@ def test_scores_far_apart():
     case.check(tolerance=3e-2)
 
 
-@pytest.mark.parametrize("storage", ["fp16", "q4"])
+@pytest.mark.parametrize("storage", ["fp16", "q4", *APART])
 @pytest.mark.parametrize("D", [72, 128])
 def test_bits_do_not_depend_on_the_batch(storage, D):
     contexts, queries = [700, 3, 2000, 64, 257], [1, 2, 1, 4, 1]
@@ -191,7 +202,7 @@ def test_unused_rows_are_left_alone():
 
 
 @pytest.mark.parametrize("pdl", [False, True])
-@pytest.mark.parametrize("storage", ["fp16", "q4"])
+@pytest.mark.parametrize("storage", ["fp16", "q4", "k4v16"])
 def test_a_graph_gives_the_same(pdl, storage):
     case = Case([2000, 300], [1, 2], 8, 2, 128, storage=storage)
     eager = case.cuda()
@@ -216,7 +227,7 @@ def test_a_graph_gives_the_same(pdl, storage):
 
 
 @pytest.mark.parametrize(("Hq", "Hkv", "D", "T"), [(4, 2, 64, 40), (8, 8, 128, 300), (4, 1, 40, 30)])
-@pytest.mark.parametrize("storage", ["fp16", "q8"])
+@pytest.mark.parametrize("storage", ["fp16", "q8", "k16v4"])
 def test_paged_attention_of_any_length(Hq, Hkv, D, T, storage):
     case = Case([T, 270], [T, 1], Hq, Hkv, D, storage=storage)
     gpu = case.cuda()

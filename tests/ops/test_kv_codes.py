@@ -14,6 +14,7 @@ from .model_case import P, coded_pool, i32
 
 CODINGS = [Coding(4), Coding(8), Coding(8, float8=True)]
 PAIRS = [("q4", "q4"), ("q8", "q4"), ("q8", "q8"), ("fp8", "fp8"), ("fp16", "q4"), ("q4", "fp32")]
+PAIRS += [("fp16", "q8"), ("q8", "fp16"), ("q4", "fp16"), ("q4", "q8")]
 names = ["q4", "q8", "fp8"]
 
 
@@ -162,13 +163,13 @@ def test_attention_gqa(pair, Hq, Hkv):
     check(case([1, 300, 40], [1, 3, 40], Hq, Hkv, 32, pair))
 
 
-@pytest.mark.parametrize("pair", PAIRS[:4], ids="-".join)
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 @pytest.mark.parametrize("D", [8, 24, 40, 64, 80, 96, 128, 256])
 def test_attention_head_dims(pair, D):
     check(case([270], [9], 4, 2, D, pair))
 
 
-@pytest.mark.parametrize("pair", PAIRS[:2], ids="-".join)
+@pytest.mark.parametrize("pair", [*PAIRS[:2], *PAIRS[-4:]], ids="-".join)
 @pytest.mark.parametrize(("window", "softcap"), [(1, 0.0), (100, 0.0), (257, 0.0), (300, 20.0), (0, 5.0)])
 def test_attention_window_and_softcap(pair, window, softcap):
     check(case([600, 20], [70, 1], 4, 2, 32, pair), window=window, softcap=softcap)
