@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from exl2nb.converter import tensor_cores
+from exl2nb.converter.streams import Stream
 from exl2nb.core.errors import ConversionError
 from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
@@ -23,9 +25,11 @@ ROWS_PER_BATCH = 4
 SCORES = 1 << 25  # attention scores at once on a GPU: 128 MiB; 4 rows of 512 tokens for 32 heads
 INNER = 1 << 25  # numbers of an MLP's widest activation at once on a GPU
 MOST_IN_F64 = 8192  # inputs; more than these make matrices of half a GB and more, and some tens of batches lose nothing in fp32
+AT_ONCE = 1 << 26  # numbers of a matrix whose target is shifted at a time
 SMALLEST_PRODUCT = 192  # columns of a piece of a symmetric product
 ENOUGH = 16  # tokens per direction that the sweep looks at
 WHOLE, BLOCK = 1024, 256  # outputs that are coupled: all of a matrix up to WHOLE, else blocks
+Written = TypeVar("Written", bound=Stream)
 
 
 def input_of(roles: Iterable[str]) -> dict[str, str]:
@@ -67,10 +71,13 @@ class Factor:
             weight: f32 `(N, K)`.
             strength: 0 (nothing) to 1 (the least-squares answer).
         """
-        wanted = tensor_cores.matmul(cross.float()[self.perm], weight.T)
-        found = torch.empty_like(wanted)
-        found[self.perm] = tensor_cores.matmul(self.upper.T, tensor_cores.matmul(self.upper, wanted))
-        return (strength * found).T
+        cross, back = cross.float()[self.perm], torch.argsort(self.perm)
+        found, most = torch.empty_like(weight), max(1, AT_ONCE // weight.shape[1])
+        for first in range(0, len(weight), most):
+            part = slice(first, first + most)
+            wanted = tensor_cores.matmul(cross, weight[part].T)
+            found[part] = (strength * tensor_cores.matmul(self.upper.T, tensor_cores.matmul(self.upper, wanted))[back]).T
+        return found
 
 
 @dataclass(frozen=True)
@@ -229,7 +236,7 @@ def _inverse(lower: Tensor) -> Tensor:
     return torch.linalg.solve_triangular(lower, eye, upper=False, out=eye)
 
 
-def batches(config: ModelConfig, x: Tensor, first: int, last: int) -> list[slice]:
+def batches(config: ModelConfig, x: Stream, first: int, last: int) -> list[slice]:
     """Rows `first` to `last` of a stream x `(rows, S, H)` cut into what the network runs at once; a GPU: what SCORES and INNER allow."""
     rows = gpu_rows(config, x.shape[1]) if x.is_cuda else ROWS_PER_BATCH
     return [slice(start, min(start + rows, last)) for start in range(first, last, rows)]
@@ -240,9 +247,8 @@ def gpu_rows(config: ModelConfig, length: int) -> int:
     return max(1, min(SCORES // (config.num_heads * length**2), INNER // (config.intermediate_size * length)))
 
 
-def advance(config: ModelConfig, layer: int, weights: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    """The stream after one layer, f32 `(rows, S, H)`, a few rows at a time."""
-    made = torch.empty_like(x)
+def advance(config: ModelConfig, layer: int, weights: Mapping[str, Tensor], x: Stream, made: Written) -> Written:
+    """The stream after one layer, written to `made`, f32 `(rows, S, H)`, a few rows at a time."""
     for part in batches(config, x, 0, len(x)):
         made[part] = reference.block(config, layer, weights, x[part])
     return made

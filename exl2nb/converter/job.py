@@ -8,7 +8,7 @@ import queue
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -181,7 +181,7 @@ class ConversionJob:
     def _planned(self, plan: Callable[..., Planned]) -> Planned:
         asked = self.settings
         config = read_model_config(hub.resolve(self.src))
-        return plan(config, rows=asked.rows, length=asked.length, report_rows=asked.report_rows)
+        return plan(config, rows=asked.rows, length=asked.length, report_rows=asked.report_rows, polish=asked.polish)
 
     def measure(self, sink: Sink | None = None) -> Measurement:
         """Only measure: what `run` would do first. Writes nothing under `dst`.
@@ -197,8 +197,13 @@ class ConversionJob:
         src = hub.resolve(self.src, progress=sink)
         config = read_model_config(src)
         fast = tensor_cores.used_by(self.device, config.hidden_size)
-        with open_store(config, src) as store, torch.inference_mode(False), torch.no_grad(), fast:
-            weights = DenseWeights(config, store, self.device)
+        with (
+            open_store(config, src) as store,
+            closing(DenseWeights(config, store, self.device)) as weights,
+            torch.inference_mode(False),
+            torch.no_grad(),
+            fast,
+        ):
             make_directory(self.dst.absolute().parent)
             work = Work(self._work_dir or self.dst.absolute().parent / f".{self.dst.name}.work")
             yield Run(self.settings, src, self.dst, Context(weights, work, sink, self.check_cancelled))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -16,12 +17,14 @@ from torch import Tensor
 from exl2nb.converter.experts import expert_inputs
 from exl2nb.converter.gptq import dense, quantize
 from exl2nb.converter.hessian import DAMPING, Factor, Moments, batches, couple, factorize, input_of
+from exl2nb.converter.streams import Stream, new_stream
 from exl2nb.core.options import check_range
 from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import head_linear, layer_linears
 from exl2nb.quant.exl2 import Exl2Tensors
 
+WORKING = 2  # streams
 HELD_BYTES = 2 << 30  # of half-run layers that wait for what they read to be quantised; above this they are run again from the start
 
 
@@ -49,14 +52,25 @@ class Rounding:
 class Streams:
     """Residual streams f32 `(rows, S, H)`: of the dense model, and of the model quantised so far. The first `used` rows calibrate."""
 
-    dense: Tensor
-    made: Tensor
+    dense: Stream
+    made: Stream
     used: int
 
     @classmethod
-    def of(cls, x: Tensor, used: int) -> Streams:
-        """Two streams that begin alike."""
-        return cls(x, x.clone(), used)
+    def of(cls, config: ModelConfig, ends: Mapping[str, Tensor], ids: Tensor, used: int, directory: Path | None = None) -> Streams:
+        """Two streams that begin alike.
+
+        Args:
+            config: the model. ends: its embedding.
+            ids: int `(rows, S)`.
+            used: rows that calibrate.
+            directory: for streams that memory has no room for; None: it has.
+        """
+        shape, device = (*ids.shape, config.hidden_size), ends[f"{config.names.embed}.weight"].device
+        dense, made = (new_stream(shape, device, beside=WORKING, directory=directory) for _ in range(WORKING))
+        for part in batches(config, dense, 0, len(ids)):
+            dense[part] = made[part] = reference.embed(config, ends, ids[part].to(device))
+        return cls(dense, made, used)
 
     def parts(self, config: ModelConfig) -> list[slice]:
         """All rows in batches, none with rows on both sides of `used`: a resumed run computes with the same shapes, so the same bits."""
@@ -73,7 +87,7 @@ class Streams:
             self.move(part, x, y)
 
 
-def _room(x: Tensor) -> int:
+def _room(x: Stream) -> int:
     """Bytes that half-run layers may wait in, where x is: HELD_BYTES, on a small GPU a sixth of what may be used of it."""
     if not x.is_cuda:
         return HELD_BYTES
@@ -153,7 +167,7 @@ def quantize_layer(
     def make(name: str, factor: Factor, cross: Tensor | None) -> None:
         for linear in (linears[role] for role, source in names.items() if source == name):
             weight = weights[f"{linear.key}.weight"]
-            target = weight if cross is None else weight + factor.correction(cross, weight, rounding.strength)
+            target = weight if cross is None else factor.correction(cross, weight, rounding.strength).add_(weight)
             products = statistics.get(f"{linear.key}.coupling") if rounding.coupled else None
             coupling = None if products is None else couple(products.to(weight.device))
             bias = weights[f"{linear.key}.bias"].half() if linear.bias else None
@@ -212,5 +226,5 @@ def quantize_head(
     hessians = moments.hessians()
     factor, weight = factorize(hessians["head"], damping=rounding.damping, name="input of the head"), ends[f"{key}.weight"]
     if rounding.strength:
-        weight = weight + factor.correction(hessians["cross"], weight, rounding.strength)
+        weight = factor.correction(hessians["cross"], weight, rounding.strength).add_(weight)
     return quantize(weight, factor, groups)

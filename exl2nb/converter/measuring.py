@@ -54,7 +54,7 @@ def _measure(context: Context, rows: Rows, key: str, known: Measurement | None, 
             context.check()
             meter.step(detail=detail)
 
-        for statistics in sweep(weights, rows.calibrating, used=rows.used, seed=calibration["seed"], step=step):
+        for statistics in sweep(weights, rows.calibrating, used=rows.used, seed=calibration["seed"], step=step, directory=work.directory):
             if statistics.layer != HEAD:
                 tensors = statistics.tensors()
                 work.save_statistics(key, statistics.layer, tensors)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from exl2nb.converter.hessian import MOST_IN_F64, ROWS_PER_BATCH, block_of, gpu_rows, input_of
 from exl2nb.converter.layers import HELD_BYTES
+from exl2nb.converter.layers import WORKING as BOTH
 from exl2nb.converter.measuring import HELD_STATISTICS
 from exl2nb.converter.polish import LENGTH, ROUNDED_ON, ROWS
-from exl2nb.converter.sensitivity import STREAM_BYTES, kept_streams
+from exl2nb.converter.sensitivity import DISK_BYTES, HOST_BYTES, WORKING, kept_streams
+from exl2nb.converter.streams import STREAM_BYTES, in_memory
 from exl2nb.converter.tensor_cores import PIECE
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import Linear, head_linear, layer_linears
@@ -16,6 +19,8 @@ from exl2nb.ops.gptq_blocks import COPIES_BYTES
 
 FLOAT, DOUBLE = 4, 8
 PER_WEIGHT = 20  # bytes that rounding takes for each weight of one matrix: shifted targets, stored orders, working copy, codes
+PER_HEAD_WEIGHT = 10  # the same for the head, whose columns keep their order, without targets
+FACTOR = 20  # bytes per number of a Hessian while it is factored, itself not counted
 PROBED, PACKED = 8, 3  # bytes of a weight while plans are tried: dense and as one plan has it; on the host, in three ways
 TRIED = 16  # plans at once
 SLACK = 1.1  # what an allocator does not give back at once
@@ -26,7 +31,7 @@ SPLIT = 20  # bytes per number of a factor while it is split (tensor_cores)
 class Planned:
     """Bytes at the worst moment of each stage, the interpreter and its libraries (some 0.4 GB) not counted.
 
-    held: throughout: embedding, head, statistics. sweep, measure, polish, quantize: beside that.
+    held: throughout: statistics. sweep, measure, polish, quantize: beside that. disk: of streams in files of the work folder.
     """
 
     held: int
@@ -34,6 +39,7 @@ class Planned:
     measure: int
     polish: int
     quantize: int
+    disk: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -41,49 +47,60 @@ class Planned:
         return int(SLACK * (self.held + max(self.sweep, self.measure, self.polish, self.quantize)))
 
 
-def planned(config: ModelConfig, *, rows: int, length: int, report_rows: int = 0) -> Planned:
+def planned(config: ModelConfig, *, rows: int, length: int, report_rows: int = 0, polish: bool = False) -> Planned:
     """What a conversion on the CPU will take.
 
     Args:
         config: the model.
         rows, length: calibration rows and tokens per row.
         report_rows: rows for the report.
+        polish: whether plans are tried.
     """
     length = min(length, config.max_position_embeddings)
     layers, head = [list(layer_linears(config, layer).values()) for layer in range(config.num_layers)], _weights(head_linear(config))
     weights = max(sum(map(_weights, layer)) for layer in layers)
     largest = max(_weights(linear) for layer in layers for linear in layer)
     widest = max(linear.in_features for layer in layers for linear in layer)
-    square, stream = DOUBLE * widest * widest, FLOAT * rows * length * config.hidden_size
-    streams = 2 * FLOAT * (rows + report_rows) * length * config.hidden_size
-    logits = 8 * FLOAT * length * config.vocab_size
+    factor, moment = FACTOR * widest * widest, _moment(widest)
+    logits, judged = (count * FLOAT * length * config.vocab_size for count in (8, 6))
     statistics = [sum(_statistics(linear, rows * length) for linear in layer) for layer in layers]
-    inputs = max(sum(DOUBLE * size * size for size in _inputs(layer).values()) for layer in layers)
+    inputs = max(sum(map(_moment, _inputs(layer).values())) for layer in layers)
     products = max(sum(DOUBLE * linear.out_features * _block(linear) for linear in layer) for layer in layers)
-    kept = (kept_streams(stream, config.num_layers) + 2) * stream
+    sweep, quantize = (rows, length, config.hidden_size), (rows + report_rows, length, config.hidden_size)
+    each, kept, disk = _kept(sweep, config.num_layers, STREAM_BYTES)
     forward, backward = (ROWS_PER_BATCH * length * FLOAT * count for count in _floats(config))
     waiting = 2 * FLOAT * rows * length * (config.hidden_size + max(widest, config.q_size))
+    routed = 4 * FLOAT * rows * length * config.hidden_size if _sparse(config) else 0
+    ends, rounded = 2 * FLOAT * head, (FLOAT + PER_HEAD_WEIGHT) * head + FACTOR * config.hidden_size**2
     return Planned(
-        held=2 * FLOAT * config.vocab_size * config.hidden_size + min(sum(statistics), HELD_STATISTICS) + max(statistics),
-        sweep=kept + max(logits, FLOAT * weights + inputs + products + square + backward),
-        measure=kept + max(PER_WEIGHT * head, FLOAT * weights + inputs + products + 4 * square + PER_WEIGHT * largest),
+        held=min(sum(statistics), HELD_STATISTICS) + max(statistics),
+        sweep=kept
+        + max(
+            each + ends,
+            2 * each + FLOAT * head + logits,
+            3 * each + FLOAT * weights + forward,
+            2 * each + FLOAT * weights + inputs + products + FLOAT * widest * widest + backward,
+        ),
+        measure=kept + each + max(rounded, FLOAT * weights + inputs + products + factor + PER_WEIGHT * largest),
         polish=0
-        if _sparse(config)
-        else max(
-            PER_WEIGHT * head + logits,
-            (PROBED + PACKED) * weights + inputs + 4 * square + PER_WEIGHT * largest,
-        )
+        if not polish or _sparse(config)
+        else max(rounded + logits, (PROBED + PACKED) * weights + inputs + factor + PER_WEIGHT * largest)
         + TRIED * 2 * FLOAT * ROWS * LENGTH * config.hidden_size
         + 2 * FLOAT * ROUNDED_ON * length * config.hidden_size,
-        quantize=streams
+        quantize=BOTH * _in_memory(quantize, BOTH)
         + max(
-            2 * logits + PER_WEIGHT * head,
-            (2 * FLOAT + 1) * weights + (waiting if waiting <= HELD_BYTES else 0) + 2 * forward + 6 * square + PER_WEIGHT * largest,
+            ends,
+            FLOAT * head + max(rounded, PER_HEAD_WEIGHT * head, FLOAT * head + judged),
+            (2 * FLOAT + 1) * weights
+            + (waiting if waiting <= HELD_BYTES else 0)
+            + routed
+            + max(2 * forward + 3 * moment, moment + factor, PER_WEIGHT * largest + FLOAT * widest * widest),
         ),
+        disk=max(disk, BOTH * (FLOAT * math.prod(quantize) - _in_memory(quantize, BOTH))),
     )
 
 
-def planned_on_gpu(config: ModelConfig, *, rows: int, length: int, report_rows: int = 0) -> Planned:
+def planned_on_gpu(config: ModelConfig, *, rows: int, length: int, report_rows: int = 0, polish: bool = False) -> Planned:
     """What a conversion on a GPU will take of it, torch's and the driver's own (some 0.5 GB) not counted.
 
     Layers that wait half-run are left out: they do so only where a sixth of the GPU holds them (layers._room).
@@ -92,6 +109,7 @@ def planned_on_gpu(config: ModelConfig, *, rows: int, length: int, report_rows: 
         config: the model.
         rows, length: calibration rows and tokens per row.
         report_rows: rows for the report.
+        polish: whether plans are tried.
     """
     length = min(length, config.max_position_embeddings)
     layers = [list(layer_linears(config, layer).values()) for layer in range(config.num_layers)]
@@ -99,13 +117,13 @@ def planned_on_gpu(config: ModelConfig, *, rows: int, length: int, report_rows: 
     weights = FLOAT * max(sum(map(_weights, layer)) for layer in layers)
     largest = FLOAT * max(_weights(linear) for layer in layers for linear in layer)
     widest = max(linear.in_features for layer in layers for linear in layer)
-    square, moment = widest * widest, widest * widest * (DOUBLE if widest <= MOST_IN_F64 else FLOAT)
-    inputs = max(sum(size * size * (DOUBLE if size <= MOST_IN_F64 else FLOAT) for size in _inputs(layer).values()) for layer in layers)
+    square, moment = widest * widest, _moment(widest)
+    inputs = max(sum(map(_moment, _inputs(layer).values())) for layer in layers)
     products = max(sum(2 * DOUBLE * linear.out_features * _block(linear) for linear in layer) for layer in layers)
-    stream = FLOAT * rows * length * config.hidden_size
-    streams, held = 2 * FLOAT * (rows + report_rows) * length * config.hidden_size, 2 * stream
-    if stream * config.num_layers <= STREAM_BYTES:
-        held += stream * config.num_layers
+    sweep, quantize = (rows, length, config.hidden_size), (rows + report_rows, length, config.hidden_size)
+    each, held, disk = _kept(sweep, config.num_layers, HOST_BYTES)
+    if FLOAT * math.prod(sweep) * config.num_layers > STREAM_BYTES:
+        held = 0  # those are on the host
     batch = min(rows, gpu_rows(config, length))
     forward, backward = (batch * length * FLOAT * count for count in _floats(config))
     backward += 5 * FLOAT * batch * config.num_heads * length * length  # scores
@@ -114,15 +132,42 @@ def planned_on_gpu(config: ModelConfig, *, rows: int, length: int, report_rows: 
     rounding = max(2 * DOUBLE * square, 2 * FLOAT * square + pieces + 6 * largest)
     return Planned(
         held=0,
-        sweep=held + max(2 * head + stream + logits, weights + inputs + products + backward) + pieces,
-        measure=held + max(2 * head + max(head, COPIES_BYTES) + pieces, weights + inputs + max(rounding, moment + COPIES_BYTES)),
+        sweep=held
+        + max(
+            each + 2 * head,
+            2 * each + head + logits,
+            3 * each + weights + forward,
+            2 * each + weights + inputs + products + backward,
+        )
+        + pieces,
+        measure=held + each + max(2 * head + max(head, COPIES_BYTES) + pieces, weights + inputs + max(rounding, moment + COPIES_BYTES)),
         polish=0
-        if _sparse(config)
+        if not polish or _sparse(config)
         else max(3 * head + pieces + logits, weights * PROBED // FLOAT + inputs + max(rounding, forward))
         + TRIED * 2 * FLOAT * ROWS * LENGTH * config.hidden_size
         + 2 * FLOAT * ROUNDED_ON * length * config.hidden_size,
-        quantize=streams + max(7 * head + pieces, 2 * weights + moment + max(FLOAT * square + moment + forward + pieces, rounding)),
+        quantize=BOTH * _in_memory(quantize, BOTH)
+        + max(7 * head + pieces, 2 * weights + moment + max(FLOAT * square + moment + forward + pieces, rounding)),
+        disk=disk,
     )
+
+
+def _in_memory(shape: tuple[int, int, int], count: int) -> int:
+    """Bytes of memory that one of the streams a stage works on takes: all of it or, in a file, none."""
+    return FLOAT * math.prod(shape) if in_memory(shape, count) else 0
+
+
+def _kept(shape: tuple[int, int, int], layers: int, room: int) -> tuple[int, int, int]:
+    """Of a sweep: bytes of memory of a stream it works on, and of all those it keeps, for which there is `room`; bytes in files."""
+    stream, each = FLOAT * math.prod(shape), _in_memory(shape, WORKING)
+    every = kept_streams(stream, layers, room + DISK_BYTES) * stream
+    kept = min(every, room // stream * stream) if each else 0
+    return each, kept, every - kept + (0 if each else WORKING * stream)
+
+
+def _moment(size: int) -> int:
+    """Bytes of a sum of products of inputs."""
+    return size * size * (DOUBLE if size <= MOST_IN_F64 else FLOAT)
 
 
 def _sparse(config: ModelConfig) -> bool:

@@ -19,7 +19,6 @@ from exl2nb.converter.result import Matrix
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.converter.work import HEAD, Packed, Work, hash_of
 from exl2nb.core.errors import ConversionError
-from exl2nb.model import reference
 from exl2nb.model.layout import Linear, head_linear, layer_linears
 from exl2nb.quant.exl2 import Exl2Tensors
 
@@ -48,8 +47,7 @@ def quantize_model(context: Context, rows: Rows, measurement: Measurement, plan:
     held_out, weights, work, config = rows.report, context.weights, context.work, context.weights.config
     made = Made(hash_of(statistics, rounding, list(plan.groups().items())))
     layers, filed = config.num_layers, _Filed(weights, work, made, {c.key: c for c in plan.choices})
-    x = reference.embed(config, weights.ends(), torch.cat([rows.hessians, held_out]).to(weights.device))
-    streams = Streams.of(x, rows.used)
+    streams = Streams.of(config, weights.ends(), torch.cat([rows.hessians, held_out]), rows.used, work.directory)
     with context.meter("quantize", total=layers + 1, unit="layers") as meter:
         for layer in range(layers):
             context.check()
@@ -57,7 +55,7 @@ def quantize_model(context: Context, rows: Rows, measurement: Measurement, plan:
             done = filed.layer(layer, streams, known or work.load_statistics(statistics, layer), rounding)
             meter.step(detail=f"layer {layer}", bpw=[round(m.bpw, 3) for m in done])
         context.check()
-        ends = weights.ends()  # not kept until here: of a model with a large vocabulary they are GBs
+        ends = weights.ends(embedding=False)  # not kept until here: of a model with a large vocabulary it is GBs
         quantised = filed.head(ends, streams, rounding)
         if len(held_out):
             made.quality = judge(config, held_out, (ends, streams.dense[rows.used :]), (quantised, streams.made[rows.used :]))
@@ -73,7 +71,7 @@ class _Filed:
 
     def layer(self, layer: int, streams: Streams, statistics: Mapping[str, Tensor] | None, rounding: Rounding) -> list[Matrix]:
         """Quantise one layer, or take over its file, and move the streams behind it."""
-        config, weights = self._weights.config, self._weights.layer(layer)
+        config, weights = self._weights.config, self._weights.layer(layer, then=layer + 1)
         linears = layer_linears(config, layer)
         packed = self._work.load(self._made.key, layer, linears)
         if packed is None:

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,15 +26,18 @@ from torch.overrides import TorchFunctionMode
 
 from exl2nb.converter import experts
 from exl2nb.converter.hessian import Moments, advance, batches, block_of, check_finite, gram, input_of, stem_of, stride_of
+from exl2nb.converter.streams import STREAM_BYTES, DiskStream, Stream, new_stream, on_disk
 from exl2nb.converter.weights import DenseWeights
+from exl2nb.io.atomic import free_bytes
 from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import layer_linears
 
 Step = Callable[[str], None]
 HEAD_INPUT = "head"
-STREAM_BYTES = 2 << 30  # of residual streams that are kept where they are used
-HOST_BYTES = 6 << 30  # of those of a GPU that are kept on the host, where they are more than that; what does not fit is computed twice
+HOST_BYTES = 6 << 30  # of a GPU's streams that are kept on the host, where they are more than STREAM_BYTES
+DISK_BYTES = 16 << 30  # of those for which memory has no room, at most half of what the disk has; what does not fit is computed twice
+WORKING = 3  # streams beside those that are kept: what a layer reads, what it gives, the gradient
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,9 @@ class LayerStatistics:
         return {**weights, **{f"{key}.coupling": coupling.cpu() for key, coupling in self.couplings.items()}}
 
 
-def sweep(weights: DenseWeights, ids: Tensor, *, used: int, seed: int, step: Step) -> Iterator[LayerStatistics]:
+def sweep(
+    weights: DenseWeights, ids: Tensor, *, used: int, seed: int, step: Step, directory: Path | None = None
+) -> Iterator[LayerStatistics]:
     """Run the dense model forwards, then backwards layer by layer.
 
     Args:
@@ -68,36 +74,48 @@ def sweep(weights: DenseWeights, ids: Tensor, *, used: int, seed: int, step: Ste
         used: the first so many rows are for Hessians, the rest for sensitivity; all of them for both where that leaves none.
         seed: of the sampled labels.
         step: called with one line for people after every layer and direction (2 * num_layers + 1 times).
+        directory: for streams that memory has no room for; None: it has.
 
     Yields:
         LayerStatistics: the head's, then the layers', last first.
 
-    Cost: the residual stream before every layer, `num_layers * rows * S * H` floats; where that is more than STREAM_BYTES (for a GPU:
-    HOST_BYTES, on the host), as many as fit, at least about `2 * sqrt(num_layers)`, and the layers in between run once more.
+    Raises:
+        ConversionError: activations that are not finite; the disk is full.
+
+    Cost: the residual stream before every layer, `num_layers * rows * S * H` floats: STREAM_BYTES of them in memory (for a GPU: HOST_BYTES
+    on the host), the others in files. Where the disk has too little for that, as many as fit, at least about `2 * sqrt(num_layers)`, and
+    the layers in between run once more.
     """
-    config, ends = weights.config, weights.ends()
-    device = ends[f"{config.names.embed}.weight"].device
-    x = reference.embed(config, ends, ids.to(device))
-    layers = config.num_layers
-    away = x.is_cuda and x.nbytes * layers > STREAM_BYTES
-    every, kept = _spacing(x.nbytes, layers, HOST_BYTES if away else STREAM_BYTES), _Kept(torch.device("cpu") if away else device, device)
+    config, device, layers = weights.config, weights.device, weights.config.num_layers
+    shape = (*ids.shape, config.hidden_size)
+
+    def fresh() -> Stream:
+        return new_stream(shape, device, beside=WORKING, directory=directory)
+
+    kept = _Kept.of(shape, layers, device, directory)
+    x, ends = fresh(), weights.ends()
+    for part in batches(config, x, 0, len(x)):
+        x[part] = reference.embed(config, ends, ids[part].to(device))
+    del ends  # of a model with a large vocabulary they are GBs
     for layer in range(layers):
-        if layer % every == 0:
+        if layer % kept.every == 0:
             kept.put(layer, x)
-        x = advance(config, layer, weights.layer(layer), x)
-        check_finite(x, f"layer {layer}: its output on the calibration rows")
+        x = advance(config, layer, weights.layer(layer, then=layer + 1), x, fresh())
+        for part in batches(config, x, 0, len(x)):
+            check_finite(x[part], f"layer {layer}: its output on the calibration rows")
         step(f"forward, layer {layer}")
-    statistics, gradient = _head(config, ends, x, used, torch.Generator().manual_seed(seed))
+    gradient, ends = fresh(), weights.ends(embedding=False)
+    statistics = _head(config, ends, x, used, torch.Generator().manual_seed(seed), gradient)
     del ends, x
     step("loss")
     yield statistics
     del statistics  # while a layer runs there is room for its own Hessians, not for another's
     for layer in reversed(range(layers)):
-        first = layer - layer % every
+        first = layer - layer % kept.every
         for missing in range(first, layer):
             if missing + 1 not in kept:
-                kept.put(missing + 1, advance(config, missing, weights.layer(missing), kept.get(missing)))
-        statistics, gradient = _backward(config, layer, weights.layer(layer), kept.take(layer), used, gradient)
+                kept.put(missing + 1, advance(config, missing, weights.layer(missing), kept.get(missing), fresh()))
+        statistics = _backward(config, layer, weights.layer(layer, then=layer - 1), kept.take(layer), used, gradient)
         yield statistics
         del statistics
         step(f"backward, layer {layer}")
@@ -116,73 +134,100 @@ def kept_streams(nbytes: int, layers: int, room: int = STREAM_BYTES) -> int:
 
 
 class _Kept:
-    """Streams by the layer that reads them, kept on one device and used on another."""
+    """Streams by the layer that reads them: as many as there is room for in memory, the others in files.
 
-    def __init__(self, where: torch.device, used: torch.device) -> None:
-        self._where, self._used, self._streams = where, used, dict[int, Tensor]()
+    Args:
+        where: the device in whose memory they are kept. used: where they are wanted.
+        every: of how many layers one is kept.
+        room: bytes of memory.
+        directory: for files; None: everything in memory.
+    """
+
+    def __init__(self, where: torch.device, used: torch.device, *, every: int = 1, room: int = 0, directory: Path | None = None) -> None:
+        self._where, self._used, self._room, self._directory = where, used, room, directory
+        self._streams = dict[int, Stream]()
+        self.every = every
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], layers: int, used: torch.device, directory: Path | None) -> _Kept:
+        """For the streams of a model with so many layers."""
+        nbytes = 4 * math.prod(shape)
+        away = used.type == "cuda" and nbytes * layers > STREAM_BYTES
+        room = HOST_BYTES if away else STREAM_BYTES
+        disk = 0 if directory is None else min(DISK_BYTES, free_bytes(directory / "stream") // 2)
+        every = _spacing(nbytes, layers, room + max(0, disk))
+        return cls(torch.device("cpu") if away else used, used, every=every, room=room, directory=directory)
 
     def __contains__(self, layer: int) -> bool:
         return layer in self._streams
 
-    def put(self, layer: int, x: Tensor) -> None:
-        self._streams[layer] = x.to(self._where)
+    def put(self, layer: int, x: Stream) -> None:
+        """Keep the stream that a layer reads."""
+        if isinstance(x, Tensor) and (self._directory is None or x.nbytes <= self._room):
+            self._room -= x.nbytes
+            self._streams[layer] = x.to(self._where)
+        else:
+            assert self._directory is not None, layer
+            self._streams[layer] = on_disk(x, self._directory)
 
-    def get(self, layer: int) -> Tensor:
-        return self._streams[layer].to(self._used)
+    def get(self, layer: int) -> Stream:
+        """It."""
+        found = self._streams[layer]
+        return found if isinstance(found, DiskStream) else found.to(self._used)
 
-    def take(self, layer: int) -> Tensor:
-        return self._streams.pop(layer).to(self._used)
+    def take(self, layer: int) -> Stream:
+        """It, kept no longer."""
+        found = self.get(layer)
+        if isinstance(self._streams.pop(layer), Tensor):
+            self._room += found.nbytes
+        return found
 
 
 def _head(
-    config: ModelConfig, ends: Mapping[str, Tensor], x: Tensor, used: int, generator: torch.Generator
-) -> tuple[LayerStatistics, Tensor]:
-    """Statistics of the head's matrix, and the gradient of -log p of one sampled label per token at the last stream (f32 like x).
+    config: ModelConfig, ends: Mapping[str, Tensor], x: Stream, used: int, generator: torch.Generator, gradient: Stream
+) -> LayerStatistics:
+    """Statistics of the head's matrix; the gradient of -log p of one sampled label per token at the last stream is written to `gradient`.
 
     The head needs no samples: a change d of the logits costs (sum p d^2 - (sum p d)^2) / 2, of which p (1 - p) is the diagonal.
     """
-    key, moments, levels, gradients = config.names.head, Moments(), _Levels(), []
+    key, moments, levels = config.names.head, Moments(), _Levels()
     square = torch.zeros((), dtype=torch.float64, device=x.device)
-    for place, row in enumerate(x):
+    for place in range(len(x)):
         with torch.enable_grad():
-            leaf = row.detach().requires_grad_(True)
+            leaf = x[place : place + 1][0].detach().requires_grad_(True)
             normed = reference.final_norm(config, ends, leaf)
             logprobs = reference.head(config, ends, normed).log_softmax(-1)
             probs = logprobs.detach().exp()
             loss = -logprobs.gather(-1, _drawn(probs, generator)).sum()
-        gradients.append(torch.autograd.grad(loss, leaf)[0])
+        gradient[place : place + 1] = torch.autograd.grad(loss, leaf)[0][None]
         spread = probs.mul_(1 - probs)
         if place >= used or used == len(x):
             square = square + spread.sum(0, dtype=torch.float64)
         if place < used:
             levels.add(moments, HEAD_INPUT, normed, spread.sum(1), used * x.shape[1])
-    gradient = torch.stack(gradients)
-    statistics = LayerStatistics(
+    return LayerStatistics(
         layer=-1,
         hessians=moments.hessians(),
         token_weights={},
         gradients={key: square * config.logit_scale**2 / (_judging(x, used) * x.shape[1])},
         couplings={},
     )
-    return statistics, gradient
 
 
-def _judging(x: Tensor, used: int) -> int:
+def _judging(x: Stream, used: int) -> int:
     """How many rows of x are for sensitivity."""
     return len(x) - used or used
 
 
-def _backward(
-    config: ModelConfig, layer: int, weights: Mapping[str, Tensor], x: Tensor, used: int, gradient: Tensor
-) -> tuple[LayerStatistics, Tensor]:
-    """Statistics of one layer, and the gradient at its input, which takes the place of the one given."""
+def _backward(config: ModelConfig, layer: int, weights: Mapping[str, Tensor], x: Stream, used: int, gradient: Stream) -> LayerStatistics:
+    """Statistics of one layer; the gradient at its input takes the place of the one given."""
     linears = layer_linears(config, layer)
     roles = {linear.key: role for role, linear in linears.items()}
     names = input_of(linears)
     count, moments, levels = used * x.shape[1], Moments(), _Levels()
     sample = experts.Sample(config, layer, count)
     products: dict[str, Tensor] = {}
-    squares = {linear.key: x.new_zeros(linear.out_features, dtype=torch.float64) for linear in linears.values()}
+    squares = {linear.key: torch.zeros(linear.out_features, dtype=torch.float64, device=x.device) for linear in linears.values()}
     tokens: dict[str, list[Tensor]] = {}
     for place in (*batches(config, x, 0, used), *batches(config, x, used, len(x))):
         part, upper, tape = x[place], gradient[place], _Tape()
@@ -199,7 +244,7 @@ def _backward(
         if place.start >= used:
             continue
         weight: dict[str, Tensor] = {}
-        everyone = {stem_of(name): x.new_zeros(part.shape[0] * part.shape[1]) for name in names.values()}
+        everyone = {stem_of(name): part.new_zeros(part.shape[0] * part.shape[1]) for name in names.values()}
         for key, role in roles.items():
             if key not in tape.gradients:  # an expert that no token of this batch visits
                 continue
@@ -217,7 +262,7 @@ def _backward(
     moe = config.experts(layer)
     products = {key: product / count for key, product in products.items()}
     gradients = {key: square / (_judging(x, used) * x.shape[1]) for key, square in squares.items()}
-    statistics = LayerStatistics(
+    return LayerStatistics(
         layer=layer,
         hessians=sample.complete(weights, moments.hessians(), moments.tokens),
         token_weights={name: _blend(torch.cat(parts)) for name, parts in tokens.items()},
@@ -225,10 +270,9 @@ def _backward(
         couplings={key: product.float() for key, product in products.items()},
         visits=tuple(moments.tokens.get(f"gate.{expert}", 0) for expert in range(moe.num_experts if moe is not None else 0)),
     )
-    return statistics, gradient
 
 
-def _repeatable(x: Tensor) -> AbstractContextManager[object]:
+def _repeatable(x: Stream) -> AbstractContextManager[object]:
     """Attention whose gradients are the same every time; CUDA's fused kernels add in any order."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 

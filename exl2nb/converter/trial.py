@@ -52,8 +52,11 @@ def true_kl(
         ways = [(at, tuple(plan[linear.key] for linear in linears)) for at, plan in zip(place, plans)]
         apart = list(dict.fromkeys(ways))
         place = [apart.index(way) for way in ways]
-        streams = [advance(config, layer, {**tensors, **_used(made, linears, how, device)}, streams[at]) for at, how in apart]
-        wanted = advance(config, layer, tensors, wanted)
+        streams = [
+            advance(config, layer, {**tensors, **_used(made, linears, how, device)}, streams[at], torch.empty_like(streams[at]))
+            for at, how in apart
+        ]
+        wanted = advance(config, layer, tensors, wanted, torch.empty_like(wanted))
         step(f"layer {layer}")
     found = _judged(weights, x, wanted, [streams[at] for at in place], plans)
     step("head")
@@ -91,7 +94,7 @@ def _used(made: Made, linears: Sequence[Linear], how: Sequence[Groups], device: 
 
 
 def _judged(weights: DenseWeights, x: Tensor, wanted: Tensor, streams: Sequence[Tensor], plans: Sequence[Choices]) -> Tensor:
-    config, ends, moments = weights.config, weights.ends(), Moments()
+    config, ends, moments = weights.config, weights.ends(embedding=False), Moments()
     linear = head_linear(config)
     for part in batches(config, x, 0, len(x)):
         moments.add("head", reference.final_norm(config, ends, x[part]))

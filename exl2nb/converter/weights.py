@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from exl2nb.converter.ahead import Ahead
 from exl2nb.core.errors import ConversionError, FormatError
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import Linear, accepted, end_vectors, head_linear, layer_linears, layer_vectors, linears, vectors
@@ -38,6 +39,7 @@ class DenseWeights:
         self.config, self.store, self.device = config, store, torch.device(device)
         self._last: tuple[int, dict[str, Tensor]] | None = None
         self._through: Tensor | None = None
+        self._ahead = Ahead(store, _PINNED_BYTES if self.device.type == "cuda" else 0, pinned=True)
         for linear in linears(config):
             self._check(self._weight_name(linear), linear.shape)
             if linear.bias:
@@ -51,8 +53,23 @@ class DenseWeights:
         for name, shape in vectors(config).items():
             self._check(name, *accepted(config, shape))
 
-    def layer(self, index: int) -> dict[str, Tensor]:
-        """All tensors of one layer, f32; those of the layer asked for last are kept."""
+    def close(self) -> None:
+        """Read nothing ahead any more; before the store is closed."""
+        self._ahead.close()
+
+    def layer(self, index: int, *, then: int | None = None) -> dict[str, Tensor]:
+        """All tensors of one layer, f32; those of the layer asked for last are kept.
+
+        Args:
+            index: of the layer.
+            then: the layer that will be asked for next: for a GPU its matrices are read while this one is worked on.
+        """
+        tensors = self._layer(index)
+        if then is not None and 0 <= then < self.config.num_layers:
+            self._ahead.begin([self._weight_name(linear) for linear in layer_linears(self.config, then).values()])
+        return tensors
+
+    def _layer(self, index: int) -> dict[str, Tensor]:
         if self._last is not None and self._last[0] == index:
             return dict(self._last[1])
         self._last = None
@@ -66,10 +83,11 @@ class DenseWeights:
         self._last = index, dict(tensors)
         return tensors
 
-    def ends(self) -> dict[str, Tensor]:
-        """Embedding, last norm and head (and what else stands outside the layers), f32."""
+    def ends(self, *, embedding: bool = True) -> dict[str, Tensor]:
+        """Last norm, head, on request the embedding (and what else stands outside the layers), f32."""
         self._last = None
-        tensors = {name: self.stored(name).to(self.device).float() for name in end_vectors(self.config)}
+        names = [name for name in end_vectors(self.config) if embedding or name != f"{self.config.names.embed}.weight"]
+        tensors = {name: self.stored(name).to(self.device).float() for name in names}
         return {**tensors, f"{self.config.names.head}.weight": self.weight(head_linear(self.config))}
 
     def weight(self, linear: Linear) -> Tensor:
@@ -104,7 +122,8 @@ class DenseWeights:
             raise FormatError(f"{info.path}: tensor {name!r}: found {info.dtype} {info.shape}, expected fp16, bf16 or fp32 {shape}")
 
     def _read(self, name: str) -> Tensor:
-        tensor = self.store.read(name, into=self._pinned()).to(self.device)
+        early = self._ahead.take(name)
+        tensor = (self.store.read(name, into=self._pinned()) if early is None else early).to(self.device)
         if not torch.isfinite(tensor).all():
             raise FormatError(f"{self.store.info(name).path}: tensor {name!r}: found NaN or infinity, expected finite weights")
         return tensor
