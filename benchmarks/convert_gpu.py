@@ -10,7 +10,7 @@ Another shape: dense random weights of some layers are written, converted, and t
 fewest, plus what each further layer took; what the sweep keeps goes to the host from the first layer on, and as many layers run twice, as
 with all of them; the allocation is timed with the measurement repeated for every layer. Peaks are torch's own on the GPU, by stage, and the
 process's on the host, to which the streams are added that the other layers would keep. With `--memory` the smallest conversion is done once
-more without the limit and must give the same bytes.
+more without the limit and must give the same bytes. One number of layers, such as `--layers 32`, is converted and not extrapolated.
 """
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ class Peaks:
 
 
 def kept(shape: Shape, effort: str) -> tuple[int, int]:
-    """Every how many layers the sweep of the whole model keeps a stream, and bytes of those it keeps at once."""
-    stream = 4 * EFFORTS[effort].rows * EFFORTS[effort].length * shape.hidden_size
-    arguments = stream, shape.num_hidden_layers, sensitivity.HOST_BYTES
-    return sensitivity._spacing(*arguments), stream * sensitivity.kept_streams(*arguments)
+    """Every how many layers the sweep of the whole model keeps a stream, and bytes of those that it keeps on the host at once."""
+    stream, layers = 4 * EFFORTS[effort].rows * EFFORTS[effort].length * shape.hidden_size, shape.num_hidden_layers
+    room = sensitivity.HOST_BYTES + sensitivity.DISK_BYTES
+    return sensitivity._spacing(stream, layers, room), min(sensitivity.HOST_BYTES, stream * sensitivity.kept_streams(stream, layers, room))
 
 
 def digest(model: Path) -> str:
@@ -154,36 +154,42 @@ def shape(args: argparse.Namespace, work: Path) -> dict[str, object]:
     write_dense(warm, 1, work / "warm")
     convert(work / "warm", work / "warm-out", bpw=args.bpw, device=args.device)
     sensitivity._spacing = lambda nbytes, layers, room: every
+    host = sensitivity.HOST_BYTES
     options, peaks = {"bpw": args.bpw, "device": args.device, "effort": args.effort}, Peaks()
     for layers in sorted(args.layers):
         write_dense(wanted, layers, work / f"dense{layers}")
         torch.cuda.empty_cache()
-        peaks = Peaks()
+        peaks, sensitivity.HOST_BYTES = Peaks(), host * layers // wanted.num_hidden_layers  # the same share of streams goes to files
         job, begin = ConversionJob(work / f"dense{layers}", work / f"out{layers}", **options), time.perf_counter()
         results.append(done := job.run(peaks))
         found[layers] = {"s": round(time.perf_counter() - begin, 2), **rounded(done.seconds)}
         print(json.dumps({"layers": layers, **found[layers], "GiB": gib(max(peaks.reserved.values()))}), flush=True)
     last, few, many = results[-1], min(args.layers), max(args.layers)
-    each = (found[many]["s"] - found[few]["s"]) / (many - few)
-    stages = {name: round((found[many][name] - found[few][name]) / (many - few), 2) for name in last.seconds}
-    solving = allocation(last.measurement, wanted.num_hidden_layers, args.bpw)
-    whole = found[few]["s"] + (wanted.num_hidden_layers - few) * each + solving - found[few]["allocate"]
     return {
         "shape": args.shape,
         "by layers": found,
-        "each layer, s": round(each, 2),
-        "each layer by stage": stages,
-        "allocation of all layers, s": round(solving, 2),
-        f"extrapolated to {wanted.num_hidden_layers} layers, s": round(whole, 1),
+        **(extrapolated(found, last.measurement, wanted.num_hidden_layers, args.bpw) if few < many else {}),
         "peak GPU GiB": gib(max(peaks.allocated.values())),
         "peak GPU GiB reserved": gib(max(peaks.reserved.values())),
         "outside torch (libraries, context; other processes) GiB": gib(outside(args.device)),
         "by stage": {stage: f"{gib(most)} ({gib(peaks.reserved[stage])} reserved)" for stage, most in peaks.allocated.items()},
         "stated bound GiB": gib(bound(wanted, work / f"dense{many}", args.effort)),
-        "peak host GiB": gib(host := resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),
-        "with all layers' streams at most": gib(host + streams),
-        **({} if args.memory is None else {"same bytes without the limit": unlimited(work, few, options)}),
+        "peak host GiB": gib(used := resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),
+        **({"with all layers' streams at most": gib(used + streams)} if many < wanted.num_hidden_layers else {}),
+        **({} if args.memory is None or few == many else {"same bytes without the limit": unlimited(work, few, options)}),
         "report": str(last.quality),
+    }
+
+
+def extrapolated(found: dict[int, dict[str, float]], measurement: Measurement, layers: int, bpw: float) -> dict[str, object]:
+    """Seconds of all layers, from those of the fewest and of the most that were converted."""
+    few, many = min(found), max(found)
+    each = {name: (found[many][name] - found[few][name]) / (many - few) for name in found[few]}
+    solving = allocation(measurement, layers, bpw)
+    return {
+        "each layer, s": rounded(each),
+        "allocation of all layers, s": round(solving, 2),
+        f"extrapolated to {layers} layers, s": round(found[few]["s"] + (layers - few) * each["s"] + solving - found[few]["allocate"], 1),
     }
 
 
