@@ -8,6 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -110,7 +111,9 @@ def test_seed_is_told(llm):
 
 def test_token_ids_as_prompt(llm):
     ids = llm.tokenizer.encode(PROMPTS[0])
-    assert llm.generate(ids, max_tokens=5, temperature=0).text == llm.generate(PROMPTS[0], max_tokens=5, temperature=0).text
+    text = llm.generate(PROMPTS[0], max_tokens=5, temperature=0).text
+    for form in (ids, tuple(ids), np.array(ids), torch.tensor(ids)):
+        assert llm.generate(form, max_tokens=5, temperature=0).text == text
 
 
 def test_async(llm):
@@ -161,6 +164,17 @@ def test_it_says_what_it_is(llm):
         (lambda m: m.generate("word " * 3000), ContextOverflow, "the prompt has .* tokens and the context 1024"),
         (lambda m: m.generate([99999]), OptionError, "0 to 4095"),
         (lambda m: m.chat([], template="x"), OptionError, "messages"),
+        (lambda m: m.chat("x", template=5), OptionError, "template is '5'; expected a text"),
+        (lambda m: m.generate(b"It was"), OptionError, "expected a text or a list of token ids"),
+        (lambda m: m.generate([[5, 6], [7]]), OptionError, "several prompts of ids run together in llm.batch"),
+        (lambda m: m.generate(torch.tensor([[5, 6]])), OptionError, "expected a text or a list of token ids"),
+        (lambda m: m.generate(torch.tensor([0.5])), OptionError, "expected a text or a list of token ids"),
+        (lambda m: m.batch("It was"), OptionError, "batch: prompts is the text 'It was'; expected several"),
+        (lambda m: m.generate("x", on_chunk=5), OptionError, "on_chunk is 5; expected a function"),
+        (lambda m: m.generate("x", allowed_tokens=[]), OptionError, "allowed_tokens is empty"),
+        (lambda m: m.generate("x", token_healing="no"), OptionError, "token_healing is 'no'; expected True or False"),
+        (lambda m: m.generate("x", ignore_eos="no"), OptionError, "ignore_eos is 'no'; expected True or False"),
+        (lambda m: m.generate("x", return_logits=1), OptionError, "return_logits is 1; expected True or False"),
     ],
 )
 def test_bad_requests_leave_it_usable(llm, call, error, match):

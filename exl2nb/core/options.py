@@ -37,6 +37,12 @@ def check_keywords(kwargs: Mapping[str, Any], known: list[str], *, where: str) -
             raise OptionError(f"{where}: unknown keyword {name!r}; {hint}")
 
 
+def check_flag(name: str, value: object) -> None:
+    """Raise OptionError unless `value` is True or False: a text such as "no" would count as yes."""
+    if not isinstance(value, bool):
+        raise OptionError(f"{name} is {value!r}; expected True or False")
+
+
 def check_range(name: str, value: float, low: float, high: float, *, where: str = "") -> None:
     """Raise OptionError unless `low <= value <= high` (NaN never passes)."""
     ok = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high

@@ -15,16 +15,18 @@ STRUCTURES = ("schema", "regex", "choice", "grammar")
 
 
 def ids_of(prompt: Any, tokenizer: Tokenizer, *, where: str, name: str = "prompt") -> list[int]:
-    """The ids of a text, or of ids.
+    """The ids of a text, or of ids: a list, or an array of numpy or torch with one dimension.
 
     Raises:
         OptionError: neither a text nor whole numbers.
     """
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)
-    if isinstance(prompt, Sequence) and all(isinstance(i, int) and not isinstance(i, bool) for i in prompt):
-        return list(prompt)
-    raise OptionError(f"{where}: {name} is {str(prompt)[:80]!r}; expected a text or a list of token ids")
+    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if isinstance(ids, Sequence) and not isinstance(ids, (bytes, bytearray)) and all(type(i) is int for i in ids):
+        return list(ids)
+    hint = "; several prompts of ids run together in llm.batch" if name == "prompt" and isinstance(ids, (list, tuple)) else ""
+    raise OptionError(f"{where}: {name} is {str(prompt)[:80]!r}; expected a text or a list of token ids{hint}")
 
 
 def compile_structure(options: dict[str, Any], tokenizer: Tokenizer, vocab_size: int, *, where: str) -> None:

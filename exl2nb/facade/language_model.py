@@ -165,6 +165,8 @@ class LLM(Reading, Chatting, Working):
                 raise OptionError(
                     "generate: on_chunk reads one answer; for several, iterate llm.batch(prompts) or llm.stream(prompts).chunks()"
                 )
+            if not callable(on_chunk):
+                raise OptionError(f"generate: on_chunk is {on_chunk!r}; expected a function of a Chunk")
             return _with_prompt(call_back(self._submit(prompt, "generate", options, stream=True), on_chunk), prompt)
         beams = options.get("beams", 1) != 1
         if _is_batch(prompt):

@@ -50,6 +50,8 @@ class Working:
             >>> sorted(lengths.items())
             [('a', 4), ('b', 2)]
         """
+        if isinstance(prompts, (str, bytes)):
+            raise OptionError(f"batch: prompts is the text {str(prompts)[:40]!r}; expected several: [text, text], or generate for one")
         options = dict(options)
         compile_structure(options, self.tokenizer, self.model.config.vocab_size, where="batch")
         job = self.job()

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from exl2nb.core.errors import OptionError, StructureError
-from exl2nb.core.options import check_keywords, check_range
+from exl2nb.core.options import check_flag, check_keywords, check_range
 from exl2nb.generator.speculation import Acceptance, Speculation
 from exl2nb.sampling.params import SamplingParams, check_integer
 
@@ -73,6 +73,8 @@ class Request:
     def __post_init__(self) -> None:
         if not self.prompt_ids:
             raise OptionError("the prompt has no tokens; expected at least one: give some text, or ids that begin with BOS")
+        for name in ("ignore_eos", "token_healing", "return_logits", "stream"):
+            check_flag(name, getattr(self, name))
         check_integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
         check_integer("top_logprobs", self.top_logprobs, 0, MAX_TOP)
         check_integer("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)

@@ -31,6 +31,8 @@ def atomic_write(path: str | os.PathLike[str], *, needed_bytes: int = 0) -> Iter
         ConversionError: the disk is full, or the directory cannot be written. Names path, needed and free bytes.
     """
     path = Path(path)
+    if not path.name or path.is_dir():
+        raise ConversionError(f"{str(path)!r} is a directory; expected the name of a file to write")
     temporary = sibling(path)
     with write_errors(path, needed_bytes=needed_bytes):
         check_free(path, needed_bytes)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from exl2nb.core.errors import OptionError
-from exl2nb.core.options import check_range, make
+from exl2nb.core.options import check_flag, check_range, make
 from exl2nb.core.show import facts
 
 if TYPE_CHECKING:
@@ -144,18 +144,19 @@ class SamplingParams:
         for name, (low, high) in INTEGERS.items():
             check_integer(name, getattr(self, name), low, high)
         for name in ("temperature_last", "mirostat"):
-            if not isinstance(getattr(self, name), bool):
-                raise OptionError(f"{name} is {getattr(self, name)!r}; expected True or False")
+            check_flag(name, getattr(self, name))
         if self.seed is not None:
             check_integer("seed", self.seed, 0, MAX_SEED)
         self._normalise()
         self._check_together()
 
     def _normalise(self) -> None:
-        put = object.__setattr__
+        put, given = object.__setattr__, self.allowed_tokens
         for name in ("banned_tokens", "allowed_tokens", "xtc_ignore"):
             if getattr(self, name) is not None:
                 put(self, name, _ids(name, getattr(self, name)))
+        if not isinstance(given, tuple) and not self.allowed_tokens:
+            raise OptionError("allowed_tokens is empty, which leaves nothing to choose from; expected token ids, or leave it out")
         put(self, "logit_bias", _bias(self.logit_bias))
         put(self, "dry_breakers", _breakers(self.dry_breakers))
         hooks = (self.post_sampling,) if callable(self.post_sampling) else self.post_sampling

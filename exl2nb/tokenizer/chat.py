@@ -97,6 +97,8 @@ def render(
         TokenizerError: the template is broken, refuses the messages, or was stopped by the sandbox.
     """
     check_messages(messages)
+    if not isinstance(template, str):
+        raise OptionError(f"template is {str(template)[:80]!r}; expected a text, the template's Jinja source")
     given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt, **variables}
     plain = _plain({**(special_tokens or {}), **given})
     try:

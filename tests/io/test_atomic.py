@@ -2,6 +2,7 @@ import os
 
 import pytest
 
+from exl2nb.core.errors import ConversionError
 from exl2nb.io.atomic import atomic_write
 
 
@@ -29,3 +30,12 @@ def test_mode_follows_the_umask(tmp_path):
         pass
     (tmp_path / "b").touch()
     assert (tmp_path / "a").stat().st_mode == (tmp_path / "b").stat().st_mode
+
+
+@pytest.mark.parametrize("name", ["", ".", "folder"])
+def test_a_directory_is_no_file(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(ConversionError, match="is a directory; expected the name of a file"), atomic_write(name):
+        pass
+    assert [entry.name for entry in tmp_path.iterdir()] == ["folder"]
