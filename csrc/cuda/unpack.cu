@@ -1,10 +1,11 @@
 // A blob back to a dense fp16 matrix (K, N), rows in original order: what prefill multiplies by.
 //
-// Eight warps decode the same unit of eight neighbouring strips and write, per row, 32 bytes each: 256 bytes in a row together.
-// Bytes: the blob once, 2 * K * N written.
+// A warp decodes a unit of four neighbouring strips into shared memory, turned round by movmatrix, and writes whole lines: 128 bytes of a
+// row; a CTA's warps 512 bytes side by side. Bytes: the blob once, 2 * K * N written.
 #include <algorithm>
 
 #include "blob.h"
+#include "device.cuh"
 #include "fields.cuh"
 #include "item.cuh"
 #include "launch.h"
@@ -12,118 +13,177 @@
 namespace exl2nb {
 namespace {
 
-constexpr int kStrips = 8, kUnitsPerCta = 4;
+constexpr int kStrips = 4, kUnpackWarps = 4, kUnitsPerWarp = 2;
+constexpr int kPitch = kStrips * 16 + 8;  // halves of a row in shared memory: four words on, so that eight rows lie in different banks
 
 struct Source {
   const uint8_t* data;
   const half2* steps;  // of all parts
   const Item* items;   // of this part
-  int num_items, first_unit, num_units, strips, first_column, outputs;
+  const int* perm;     // of the stored rows, or null
+  int num_items, first_unit, num_units, strips, first_column, outputs, stored;
+  bool whole;  // its rows in the result begin at multiples of 16 bytes
   int64_t strip_bytes;
 };
+struct Sources {
+  Source part[kMaxParts];
+};
 
-template <int B>
-__device__ __forceinline__ void decode(const uint8_t* st, const Item& it, int i, half2 unit, int lane, half (*to)[16]) {
-  uint32_t w[B], h[16];
-  load_unit<B>(st + i * (128 * B), lane, w);
-  dq<B>(w, h);
-  const int g = lane >> 2, t = lane & 3;
-  const uint8_t* codes = st + it.units * (128 * B);
-  half2 step[2];
-  if (it.scales) {
-    const GptqSet first = load_set(codes, it.one ? i / it.scales : 2 * i, lane), second = it.one ? first : load_set(codes, 2 * i + 1, lane);
-    take_zeros<B>(h, first.zero, second.zero);
-    step[0] = first.scale, step[1] = second.scale;
-  } else {
-    take_offsets<B>(h);
-    step[0] = steps_of(codes[it.one ? i * 8 + g : i * 16 + 2 * g], __low2half(unit));
-    step[1] = it.one ? step[0] : steps_of(codes[i * 16 + 2 * g + 1], __high2half(unit));
+// A unit as it lies in memory: this lane's words and what scales them.
+template <int B, bool GPTQ>
+struct Coded {
+  uint32_t w[B], codes;
+  GptqSet sets[2];
+
+  // st: the bytes of the item, i: the unit in it.
+  __device__ __forceinline__ void load(const uint8_t* st, const Item& it, int i, int lane) {
+    load_unit<B>(st + i * (128 * B), lane, w);
+    const uint8_t* const behind = st + it.units * (128 * B);
+    const int g = lane >> 2;
+    if constexpr (GPTQ) {
+      sets[0] = load_set(behind, it.one ? i / it.scales : 2 * i, lane);
+      sets[1] = it.one ? sets[0] : load_set(behind, 2 * i + 1, lane);
+    } else {
+      codes = it.one ? behind[i * 8 + g] * 0x101u : *reinterpret_cast<const uint16_t*>(behind + i * 16 + 2 * g);
+    }
   }
+  // As A fragments of the format's fp16 weights.
+  __device__ __forceinline__ void decode(half2 unit, uint32_t (&h)[16]) const {
+    dq<B>(w, h);
+    half2 step[2];
+    if constexpr (GPTQ) {
+      take_zeros<B>(h, sets[0].zero, sets[1].zero);
+      step[0] = sets[0].scale, step[1] = sets[1].scale;
+    } else {
+      take_offsets<B>(h);
+      step[0] = steps_of(codes & 0xff, __low2half(unit)), step[1] = steps_of(codes >> 8, __high2half(unit));
+    }
 #pragma unroll
-  for (int f = 0; f < 16; f++) {
-    const int row = (f >> 2) * 16 + 2 * t + ((f >> 1) & 1) * 8, column = g + (f & 1) * 8;
-    const half s = f & 1 ? __high2half(step[f >> 3]) : __low2half(step[f >> 3]);
-    const half2 v = __hmul2(*reinterpret_cast<half2*>(h + f), __half2half2(s));
-    to[row][column] = __low2half(v);
-    to[row + 1][column] = __high2half(v);
+    for (int f = 0; f < 16; f++) {
+      const half s = f & 1 ? __high2half(step[f >> 3]) : __low2half(step[f >> 3]);
+      const half2 v = __hmul2(*reinterpret_cast<half2*>(h + f), __half2half2(s));
+      h[f] = *reinterpret_cast<const uint32_t*>(&v);
+    }
   }
+};
+template <>
+struct Coded<16, false> {  // dense: fp16 as the fragments hold it
+  uint32_t w[16];
+  __device__ __forceinline__ void load(const uint8_t* st, const Item&, int i, int lane) {
+#pragma unroll
+    for (int s = 0; s < 4; s++) *reinterpret_cast<uint4*>(w + 4 * s) = *reinterpret_cast<const uint4*>(st + i * 2048 + s * 512 + lane * 16);
+  }
+  __device__ __forceinline__ void decode(half2, uint32_t (&h)[16]) const {
+#pragma unroll
+    for (int f = 0; f < 16; f++) h[f] = w[f];
+  }
+};
+
+// The item that holds unit u: the last one that begins at or before it. Every lane looks at one, so that there is one trip to memory.
+__device__ __forceinline__ int item_of(const Source& P, int u, int lane) {
+  int before = 0;
+  for (int first = 0; first < P.num_items; first += 32) {
+    const bool begun = first + lane < P.num_items && P.items[first + lane].unit0 <= u;
+    before += __popc(__ballot_sync(0xffffffffu, begun));
+  }
+  return before - 1;
 }
 
-// A dense unit: fp16 as the fragments hold it.
-__device__ __forceinline__ void copy_dense(const uint8_t* codes, int lane, half (*to)[16]) {
+// The fragment's 8x8 matrices hold columns of the weights as rows; turned round, a lane has two neighbouring columns of one row.
+__device__ __forceinline__ uint32_t turned(uint32_t v) {
+  uint32_t r;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(r) : "r"(v));
+  return r;
+}
+
+// A warp's unit of `live` strips. from: the first strip's item.
+template <int B, bool GPTQ>
+__device__ __forceinline__ void decode_strips(const Source& P, const Item& it, const uint8_t* from, int live, int i, half2 unit, int lane,
+                                              half (*tile)[kPitch]) {
   const int g = lane >> 2, t = lane & 3;
-  for (int f = 0; f < 16; f++) {
-    const half2 v = reinterpret_cast<const half2*>(codes + (f >> 2) * 512 + lane * 16)[f & 3];
-    const int row = (f >> 2) * 16 + 2 * t + ((f >> 1) & 1) * 8, column = g + (f & 1) * 8;
-    to[row][column] = __low2half(v);
-    to[row + 1][column] = __high2half(v);
+  if (lane / 8 < live && lane % 8 < B)  // one trip to memory for all strips
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from + lane / 8 * P.strip_bytes + i * (128 * B) + lane % 8 * 128));
+#pragma unroll 1
+  for (int j = 0; j < live; j++) {
+    Coded<B, GPTQ> coded;
+    coded.load(from + j * P.strip_bytes, it, i, lane);
+    uint32_t h[16];
+    coded.decode(unit, h);
+#pragma unroll
+    for (int f = 0; f < 16; f++)
+      *reinterpret_cast<uint32_t*>(&tile[(f >> 2) * 16 + (f >> 1 & 1) * 8 + g][j * 16 + (f & 1) * 8 + 2 * t]) = turned(h[f]);
   }
 }
+static_assert(kStrips * 8 <= 32, "a lane asks for a line");
 
-__device__ __forceinline__ void decode_unit(const uint8_t* st, const Item& it, int i, half2 unit, int lane, half (*to)[16]) {
+__device__ __forceinline__ void decode_unit(const Source& P, const Item& it, const uint8_t* from, int live, int u, int lane,
+                                            half (*tile)[kPitch]) {
+  const half2 unit = P.steps[u];
+  const int i = u - it.unit0;
+#define EXL2NB_CASE(BITS, GPTQ) \
+  case BITS:                    \
+    return decode_strips<BITS, GPTQ>(P, it, from, live, i, unit, lane, tile);
+  if (it.scales) {
+    switch (it.bits) {
+      EXL2NB_CASE(2, true)
+      EXL2NB_CASE(3, true)
+      EXL2NB_CASE(4, true)
+      EXL2NB_CASE(8, true)
+    }
+  }
   switch (it.bits) {
-    case 2:
-      return decode<2>(st, it, i, unit, lane, to);
-    case 3:
-      return decode<3>(st, it, i, unit, lane, to);
-    case 4:
-      return decode<4>(st, it, i, unit, lane, to);
-    case 5:
-      return decode<5>(st, it, i, unit, lane, to);
-    case 6:
-      return decode<6>(st, it, i, unit, lane, to);
-    case 8:
-      return decode<8>(st, it, i, unit, lane, to);
-    default:
-      return copy_dense(st + i * 2048, lane, to);
+    EXL2NB_CASE(2, false)
+    EXL2NB_CASE(3, false)
+    EXL2NB_CASE(4, false)
+    EXL2NB_CASE(5, false)
+    EXL2NB_CASE(6, false)
+    EXL2NB_CASE(8, false)
+    EXL2NB_CASE(16, false)
   }
+#undef EXL2NB_CASE
 }
 
-// The item that holds unit u.
-__device__ __forceinline__ int item_of(const Source& P, int u) {
-  int at = 0, high = P.num_items;
-  while (high - at > 1) {
-    const int middle = (at + high) / 2;
-    if (P.items[middle].unit0 <= u)
-      at = middle;
-    else
-      high = middle;
-  }
-  return at;
-}
-
-__device__ __forceinline__ void write_row(const half* from, half* to, int columns) {
-  if (columns == 16 && (reinterpret_cast<uintptr_t>(to) & 15) == 0) {
-    reinterpret_cast<uint4*>(to)[0] = reinterpret_cast<const uint4*>(from)[0];
-    reinterpret_cast<uint4*>(to)[1] = reinterpret_cast<const uint4*>(from)[1];
-  } else {
-    for (int c = 0; c < columns; c++) to[c] = from[c];
-  }
-}
-
-// perm: of `stored` rows, or null. Padding rows are not written.
-__global__ void __launch_bounds__(kStrips * 32) unpack_kernel(Source P, const int* perm, int stored_rows, int K, int64_t N, half* out) {
-  __shared__ half tile[kStrips][64][16];
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, strip = blockIdx.x * kStrips + warp;
-  if (strip >= P.strips) return;
-  const uint8_t* data = P.data + strip * P.strip_bytes;
-  const int columns = min(16, P.outputs - strip * 16);
-  int at = 0;
-  const int last = P.first_unit + min(P.num_units, static_cast<int>(blockIdx.y + 1) * kUnitsPerCta);
-  for (int u = P.first_unit + blockIdx.y * kUnitsPerCta; u < last; u++) {
-    if (at == 0) at = item_of(P, u);
-    while (P.items[at].unit0 + P.items[at].units <= u) at++;
+// Parts along z. Padding rows are not written.
+__global__ void __launch_bounds__(kUnpackWarps * 32, 6)
+    unpack_kernel(const __grid_constant__ Sources sources, int K, int64_t N, half* out) {
+  __shared__ __align__(16) half tiles[kUnpackWarps][64][kPitch];
+  const Source& P = sources.part[blockIdx.z];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, strip = (blockIdx.x * kUnpackWarps + warp) * kStrips;
+  if (strip >= P.strips || static_cast<int>(blockIdx.y) * kUnitsPerWarp >= P.num_units) return;
+  half(*const tile)[kPitch] = tiles[warp];
+  const uint8_t* const data = P.data + strip * P.strip_bytes;
+  const int live = min(kStrips, P.strips - strip), columns = min(kStrips * 16, P.outputs - strip * 16);
+  const int begin = P.first_unit + blockIdx.y * kUnitsPerWarp, end = min(begin + kUnitsPerWarp, P.first_unit + P.num_units);
+  int at = item_of(P, begin, lane);
+  for (int u = begin; u < end; u++) {
+    if (P.items[at].unit0 + P.items[at].units <= u) at++;
     const Item it = P.items[at];
-    const int i = u - it.unit0;
-    const half2 unit = P.steps[u];
+    const int stored = (it.block + 2 * (u - it.unit0)) * 32, rows = it.lone ? 32 : 64;
+    int row[2];  // of stored rows lane and 32 + lane; none: K
+#pragma unroll
+    for (int side = 0; side < 2; side++) {
+      const int s = stored + side * 32 + lane;
+      row[side] = s >= P.stored ? K : P.perm ? __ldg(P.perm + s) : s;
+    }
     __syncwarp();
-    decode_unit(data + it.offset, it, i, unit, lane, tile[warp]);
+    decode_unit(P, it, data + it.offset, live, u, lane, tile);
     __syncwarp();
-    for (int side = 0; side < (it.lone ? 1 : 2); side++) {
-      const int local = side * 32 + lane, stored = (it.block + 2 * i) * 32 + local;
-      if (stored >= stored_rows) continue;
-      const int row = perm ? perm[stored] : stored;
-      if (row < K) write_row(tile[warp][local], out + row * N + P.first_column + strip * 16, columns);
+    half* const to = out + P.first_column + strip * 16 + (lane & 7) * 8;
+    const int left = columns - (lane & 7) * 8;
+#pragma unroll
+    for (int side = 0; side < 2; side++) {
+      if (side * 32 >= rows) break;
+#pragma unroll 4
+      for (int k = 0; k < 32; k += 4) {
+        const int r = k + (lane >> 3), original = __shfl_sync(0xffffffffu, row[side], r);
+        if (original >= K || left <= 0) continue;
+        half* const place = to + original * N;
+        const half* const from = &tile[side * 32 + r][(lane & 7) * 8];
+        if (P.whole && left >= 8)
+          *reinterpret_cast<uint4*>(place) = *reinterpret_cast<const uint4*>(from);
+        else
+          for (int c = 0; c < min(left, 8); c++) place[c] = from[c];
+      }
     }
   }
 }
@@ -133,20 +193,24 @@ __global__ void __launch_bounds__(kStrips * 32) unpack_kernel(Source P, const in
 const char* unpack_launch(const uint8_t* head, const uint8_t* blob, void* out, void* stream) {
   const auto& h = *reinterpret_cast<const GpuHeader*>(head);
   const auto* parts = reinterpret_cast<const GpuPart*>(head + sizeof(GpuHeader));
+  Sources sources{};
+  dim3 grid(1, 1, h.num_parts);
   for (int p = 0; p < h.num_parts; p++) {
     const GpuPart& s = parts[p];
-    const auto* items = reinterpret_cast<const Item*>(blob + h.image) + s.first_item;
-    const auto* steps = reinterpret_cast<const half2*>(blob + h.image + image_steps(h.num_items));
-    const Source part{blob + s.data, steps,    items,          s.num_items, s.first_unit,
-                      s.num_units,   s.strips, s.first_column, s.outputs,   s.strip_bytes};
-    const int* perm =
+    Source& to = sources.part[p];
+    to.data = blob + s.data, to.steps = reinterpret_cast<const half2*>(blob + h.image + image_steps(h.num_items));
+    to.items = reinterpret_cast<const Item*>(blob + h.image) + s.first_item;
+    to.perm =
         h.perms && !s.dense ? reinterpret_cast<const int*>(blob + h.perms) + s.perm * (static_cast<int64_t>(h.stored) + h.K) : nullptr;
-    const dim3 grid((s.strips + kStrips - 1) / kStrips, (s.num_units + kUnitsPerCta - 1) / kUnitsPerCta);
-    unpack_kernel<<<grid, kStrips * 32, 0, static_cast<cudaStream_t>(stream)>>>(part, perm, perm ? h.stored : h.K, h.K, h.N,
-                                                                                static_cast<half*>(out));
-    if (const cudaError_t e = cudaGetLastError(); e != cudaSuccess) return cudaGetErrorString(e);
+    to.num_items = s.num_items, to.first_unit = s.first_unit, to.num_units = s.num_units, to.strips = s.strips;
+    to.first_column = s.first_column, to.outputs = s.outputs, to.stored = to.perm ? h.stored : h.K, to.strip_bytes = s.strip_bytes;
+    to.whole = h.N % 8 == 0 && s.first_column % 8 == 0 && (reinterpret_cast<uintptr_t>(out) & 15) == 0;
+    constexpr int kPerCta = kStrips * kUnpackWarps;
+    grid.x = std::max<unsigned>(grid.x, (s.strips + kPerCta - 1) / kPerCta);
+    grid.y = std::max<unsigned>(grid.y, (s.num_units + kUnitsPerWarp - 1) / kUnitsPerWarp);
   }
-  return nullptr;
+  unpack_kernel<<<grid, kUnpackWarps * 32, 0, static_cast<cudaStream_t>(stream)>>>(sources, h.K, h.N, static_cast<half*>(out));
+  return error_text(cudaGetLastError());
 }
 
 }  // namespace exl2nb

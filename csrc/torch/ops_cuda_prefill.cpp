@@ -1,8 +1,10 @@
 // The ops between a prompt's products, on the GPU. Only checks, allocation and registration.
 #include <torch/csrc/stable/library.h>
 
+#include <cstring>
 #include <optional>
 
+#include "../cuda/launch.h"
 #include "../cuda/prefill.h"
 #include "gpu_blob.h"
 
@@ -77,11 +79,34 @@ void rotate_rows_cuda(Tensor& qkv, const Tensor& cos, const Tensor& sin, const T
   require_ok(op, rotate_rows_launch(args, stream_of(qkv)));
 }
 
+// As `linear`, without reading the head back and waiting for it: `head` is what gpu_blob_head returned.
+Tensor linear_of(const Tensor& head, const Tensor& x, const std::optional<Tensor>& bias) {
+  const char* op = "gpu_linear";
+  require(op, "head", head, ScalarType::Byte, -1, false);
+  const auto* p = static_cast<const uint8_t*>(head.const_data_ptr());
+  int64_t blob;
+  std::memcpy(&blob, p, 8);
+  const auto& h = *reinterpret_cast<const GpuHeader*>(p + 8);
+  STD_TORCH_CHECK(x.dim() == 2 && x.size(1) == h.K, op, ": x has ", x.dim(), " dimensions; expected f32 (*, ", h.K, ")");
+  require(op, "x", x, ScalarType::Float, -1);
+  if (bias) require(op, "bias", *bias, ScalarType::Float, h.N);
+  const DeviceGuard guard(x.get_device_index());
+  const int64_t T = x.size(0);
+  Tensor out = empty_on(x, {T, h.N}, ScalarType::Float);
+  const std::vector<int64_t> room{linear_workspace(p + 8, T)};
+  Tensor workspace = torch::stable::new_zeros(x, room, ScalarType::Byte);
+  require_ok(op, linear_launch(p + 8, reinterpret_cast<const uint8_t*>(blob), x.const_data_ptr<float>(), T,
+                               bias ? bias->const_data_ptr<float>() : nullptr, static_cast<float*>(out.mutable_data_ptr()),
+                               bytes_of(workspace), stream_of(x)));
+  return out;
+}
+
 }  // namespace
 }  // namespace exl2nb
 
 STABLE_TORCH_LIBRARY_IMPL(exl2nb, CUDA, m) {
   m.impl("norm_rows", TORCH_BOX(&exl2nb::norm_rows_cuda));
   m.impl("gate_rows", TORCH_BOX(&exl2nb::gate_rows_cuda));
+  m.impl("gpu_linear", TORCH_BOX(&exl2nb::linear_of));
   m.impl("rotate_rows", TORCH_BOX(&exl2nb::rotate_rows_cuda));
 }

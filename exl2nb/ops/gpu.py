@@ -14,6 +14,7 @@ for _schema in (
     "gpu_blob_head(Tensor blob) -> Tensor",
     "gpu_unpack(Tensor blob) -> Tensor",
     "gpu_unpack_into(Tensor head, Tensor(a!) out) -> ()",
+    "gpu_linear(Tensor head, Tensor x, Tensor? bias) -> Tensor",
     "gpu_expert_table(Tensor[] heads, int parts) -> Tensor",
     "gpu_step_bytes(Tensor program, int capacity) -> Tensor",
     "gpu_step(Tensor program, Tensor(a!) workspace, int capacity, Tensor ids, Tensor positions, Tensor block_table, Tensor cu_seqlens, "
@@ -38,6 +39,11 @@ def unpack_half(blob: Tensor) -> Tensor:
 def unpack_into(head: Tensor, out: Tensor) -> None:
     """The same into f16 `out` of K * N elements of any shape, without waiting for the GPU; `head` from `blob_head`."""
     _ops.gpu_unpack_into(head, out)
+
+
+def linear(head: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
+    """`ops.linear` for the blob of `head` (from `blob_head`), without waiting for the GPU."""
+    return _ops.gpu_linear(head, x, bias)
 
 
 def expert_table(heads: Sequence[Tensor], parts: int) -> Tensor:

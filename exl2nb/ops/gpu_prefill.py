@@ -125,10 +125,17 @@ class _Run:
         self.done[False] = out
 
     def linear_residual(self, a: dict[str, Any]) -> None:
-        y = self._product(self.done[a["aside"]].half(), a["blob"], a["bias"])
+        x, scale = self.done[a["aside"]].half(), a["scale"]
+        if len(x) > FEW and a["norm"] is None:  # added up in the product
+            weight = self._unpacked(self.program.heads[a["blob"].data_ptr()], x.device)
+            torch.addmm(self.x, x, weight, out_dtype=torch.float32, alpha=scale, out=self.x)
+            if a["bias"] is not None:
+                self.x.add_(a["bias"], alpha=scale)
+            return
+        y = self._product(x, a["blob"], a["bias"])
         if a["norm"] is not None:
             y = F.rms_norm(y, (y.shape[1],), a["norm"], a["eps"])
-        self.x.add_(y, alpha=a["scale"])
+        self.x.add_(y, alpha=scale)
 
     def norm_gate_up(self, a: dict[str, Any]) -> None:
         norm_bias, layer_norm, gated = a["rest"]
@@ -161,7 +168,7 @@ class _Run:
     def _product(self, x: Tensor, blob: Tensor, bias: Tensor | None, *, half: bool = False) -> Tensor:
         head = self.program.heads[blob.data_ptr()]
         if len(x) <= FEW:
-            y = torch.ops.exl2nb.linear(x.float(), blob, bias)
+            y = gpu.linear(head, x.float(), bias)
             return y.half() if half else y
         weight = self._unpacked(head, x.device)
         y = torch.mm(x, weight) if half else torch.mm(x, weight, out_dtype=torch.float32)
