@@ -122,8 +122,15 @@ def test_async(llm):
         both = await asyncio.gather(*(llm.agenerate(p, max_tokens=10, temperature=0) for p in PROMPTS[:2]))
         return streamed, both
 
+    async def several():
+        options = {"max_tokens": 6, "seed": 4}
+        return await llm.agenerate(PROMPTS[:2], **options), await llm.agenerate(PROMPTS[0], n=3, **options)
+
     streamed, both = asyncio.run(work())
     assert streamed == both[0].text
+    pair, samples = asyncio.run(several())
+    assert [one.text for one in pair] == [llm.generate(p, max_tokens=6, seed=4).text for p in PROMPTS[:2]]
+    assert [one.text for one in samples] == [one.text for one in llm.generate(PROMPTS[0], n=3, max_tokens=6, seed=4)]
     assert [c.text for c in both] == [c.text for c in llm.generate(PROMPTS[:2], max_tokens=10, temperature=0)]
 
 
@@ -169,7 +176,7 @@ def test_it_says_what_it_is(llm):
         (lambda m: m.generate([[5, 6], [7]]), OptionError, "several prompts of ids run together in llm.batch"),
         (lambda m: m.generate(torch.tensor([[5, 6]])), OptionError, "expected a text or a list of token ids"),
         (lambda m: m.generate(torch.tensor([0.5])), OptionError, "expected a text or a list of token ids"),
-        (lambda m: m.batch("It was"), OptionError, "batch: prompts is the text 'It was'; expected several"),
+        (lambda m: m.batch("It was"), OptionError, "batch: prompts is 'It was'; expected several"),
         (lambda m: m.generate("x", on_chunk=5), OptionError, "on_chunk is 5; expected a function"),
         (lambda m: m.generate("x", allowed_tokens=[]), OptionError, "allowed_tokens is empty"),
         (lambda m: m.generate("x", token_healing="no"), OptionError, "token_healing is 'no'; expected True or False"),

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from exl2nb.core.errors import OptionError
 from exl2nb.core.progress import Sink
 from exl2nb.generator.draft import DraftModel, check_same_tokenizer
 from exl2nb.generator.engine import Engine
@@ -38,6 +39,8 @@ def make_drafter(target: Loaded, draft: Loaded | str | os.PathLike[str], *, cach
         TokenizerError: its tokenizer is another one; names the first difference. Otherwise as `load`.
     """
     if not isinstance(draft, (str, os.PathLike)):
+        if not hasattr(draft, "engine"):
+            raise OptionError(f"load: draft is {str(draft)[:80]!r}; expected a directory, a hub id or a loaded model")
         return _drafter(target, draft.model, draft.tokenizer, cache, exclusive=partial(draft.engine.exclusive, BUSY_S))
     folder = hub.resolve(Path(draft) if isinstance(draft, os.PathLike) else draft, progress=progress)
     tokenizer = Tokenizer.load(folder)

@@ -168,20 +168,12 @@ class LLM(Reading, Chatting, Working):
             if not callable(on_chunk):
                 raise OptionError(f"generate: on_chunk is {on_chunk!r}; expected a function of a Chunk")
             return _with_prompt(call_back(self._submit(prompt, "generate", options, stream=True), on_chunk), prompt)
-        beams = options.get("beams", 1) != 1
-        if _is_batch(prompt):
-            if n is not None:
-                raise OptionError(f"generate: n is {n} and there are {len(prompt)} prompts; give one prompt, or repeat them")
-            return self._results(
-                self._submit_all(prompt, "generate", [self._compiled(options, "generate")] * len(prompt), stream=False), prompt
-            )
-        if n is not None and not beams:
-            each = sample_options(self._compiled(options, "generate"), n, where="generate")
-            return self._results(self._submit_all([prompt] * n, "generate", each, stream=False), [prompt] * n)
-        if n is not None:
-            options["n"] = n
-        done = _with_prompt(self._submit(prompt, "generate", options, stream=False).result(), prompt)
-        return done if n is None else list(done.beams)
+        handles, prompts = self._submit_some(prompt, n, "generate", options)
+        try:
+            return _answers([_with_prompt(handle.result(), one) for handle, one in zip(handles, prompts)], prompt, n)
+        finally:
+            for handle in handles:  # by hand: a notebook keeps the traceback, and with it this list
+                handle.cancel()
 
     @overload
     def stream(self, prompt: str | Sequence[int], *, n: None = None, **options: Any) -> Handle: ...
@@ -210,8 +202,16 @@ class LLM(Reading, Chatting, Working):
         each = [dict(options) for _ in prompt] if n is None else sample_options(options, n, where="stream")
         return Handles(self._submit_all(prompt if n is None else [prompt] * n, "stream", each, stream=True))
 
-    async def agenerate(self, prompt: str | Sequence[int], **options: Any) -> Completion:
-        """`generate` for event loops; cancelling the task cancels the request.
+    @overload
+    async def agenerate(self, prompt: str, *, n: None = None, **options: Any) -> Completion: ...
+    @overload
+    async def agenerate(self, prompt: Sequence[int], *, n: None = None, **options: Any) -> Completion: ...
+    @overload
+    async def agenerate(self, prompt: list[str], *, n: None = None, **options: Any) -> list[Completion]: ...
+    @overload
+    async def agenerate(self, prompt: str | Sequence[int], *, n: int, **options: Any) -> list[Completion]: ...
+    async def agenerate(self, prompt: Any, *, n: int | None = None, **options: Any) -> Completion | list[Completion]:
+        """`generate` for event loops; cancelling the task cancels its requests.
 
         Example:
             >>> import asyncio, exl2nb as ex
@@ -221,10 +221,15 @@ class LLM(Reading, Chatting, Working):
             ...     [len(one.tokens) for one in asyncio.run(both(llm))]
             [3, 3]
         """
-        return _with_prompt(await self._submit(prompt, "agenerate", options, stream=False).aresult(), prompt)
+        handles, prompts = self._submit_some(prompt, n, "agenerate", options)
+        try:
+            return _answers([_with_prompt(await handle.aresult(), one) for handle, one in zip(handles, prompts)], prompt, n)
+        finally:
+            for handle in handles:
+                handle.cancel()
 
     def astream(self, prompt: str | Sequence[int], **options: Any) -> Handle:
-        """`stream` for `async for`; the event loop stays free between chunks."""
+        """`stream` of one prompt for `async for`; the event loop stays free. Several prompts: `async for event in llm.batch(prompts)`."""
         return self._submit(prompt, "astream", options, stream=True)
 
     def explain(self, prompt: str | Sequence[int], *, at: int = 0, **options: Any) -> Explanation:
@@ -334,12 +339,18 @@ class LLM(Reading, Chatting, Working):
         compile_structure(options, self.tokenizer, self.config.vocab_size, where=where)
         return options
 
-    def _results(self, handles: Sequence[Handle], prompts: Sequence[Any]) -> list[Completion]:
-        try:
-            return [_with_prompt(handle.result(), one) for handle, one in zip(handles, prompts)]
-        finally:
-            for handle in handles:  # by hand: a notebook keeps the traceback, and with it this list
-                handle.cancel()
+    def _submit_some(self, prompt: Any, n: int | None, where: str, options: dict[str, Any]) -> tuple[list[Handle], list[Any]]:
+        """The requests of one call, and the prompt of each: several prompts, `n` samples of one, or one (whose beams may be `n`)."""
+        if _is_batch(prompt):
+            if n is not None:
+                raise OptionError(f"{where}: n is {n} and there are {len(prompt)} prompts; give one prompt, or repeat them")
+            each, prompts = [self._compiled(options, where)] * len(prompt), list(prompt)
+        elif n is None or options.get("beams", 1) != 1:
+            each, prompts = [options if n is None else {**options, "n": n}], [prompt]
+        else:
+            each = sample_options(self._compiled(options, where), n, where=where)
+            prompts = [prompt] * n
+        return self._submit_all(prompts, where, each, stream=False), prompts
 
     def _chat_ids(self, messages: Messages | str, options: dict[str, Any]) -> list[int]:
         format_options = {name: options.pop(name) for name in ("template", "tools", "template_options") if name in options}
@@ -348,6 +359,13 @@ class LLM(Reading, Chatting, Working):
 
 def _is_batch(prompt: Any) -> bool:
     return isinstance(prompt, (list, tuple)) and bool(prompt) and all(isinstance(one, str) for one in prompt)
+
+
+def _answers(completions: list[Completion], prompt: Any, n: int | None) -> Completion | list[Completion]:
+    """What a call hands back of the answers of its requests."""
+    if n is None and not _is_batch(prompt):
+        return completions[0]
+    return list(completions[0].beams) if n is not None and completions[0].beams else completions
 
 
 def _request_options() -> list[str]:

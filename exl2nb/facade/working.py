@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from exl2nb.core.errors import OptionError
@@ -50,8 +50,10 @@ class Working:
             >>> sorted(lengths.items())
             [('a', 4), ('b', 2)]
         """
-        if isinstance(prompts, (str, bytes)):
-            raise OptionError(f"batch: prompts is the text {str(prompts)[:40]!r}; expected several: [text, text], or generate for one")
+        if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
+            raise OptionError(
+                f"batch: prompts is {str(prompts)[:40]!r}; expected several: [text, text], or a mapping of them; for one: generate"
+            )
         options = dict(options)
         compile_structure(options, self.tokenizer, self.model.config.vocab_size, where="batch")
         job = self.job()

@@ -89,6 +89,8 @@ class Job:
 
     def __init__(self, submit: Submit | Any) -> None:
         self._submit: Submit = getattr(submit, "submit_for_job", submit)
+        if not callable(self._submit):
+            raise OptionError(f"Job: {str(submit)[:80]!r} runs no requests; expected a loaded model")
         self._open: dict[Hashable, Handle] = {}
         self._stages: dict[Hashable, str] = {}
         self._progress: dict[Hashable, tuple[int, int]] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+from exl2nb.core.options import check_flag
 from exl2nb.core.show import facts
 from exl2nb.generator import cache_file, snapshot
 from exl2nb.generator.cache_file import CacheFile
@@ -43,8 +44,9 @@ class PromptCache:
 
     @reuse.setter
     def reuse(self, on: bool) -> None:
+        check_flag("cache.reuse", on)
         with self._engine.exclusive():
-            self._engine.pager.reuse = bool(on)
+            self._engine.pager.reuse = on
 
     def snapshot(self) -> CacheSnapshot:
         """Every page and every request at this moment; waits for the engine's current step.

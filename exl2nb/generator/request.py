@@ -81,7 +81,10 @@ class Request:
         if self.timeout_s is not None:
             check_range("timeout_s", self.timeout_s, 0.001, 1e9)
         check_integer("beams", self.beams, 1, MAX_BEAMS)
-        check_integer("n", self.n, 1, self.beams)
+        check_integer("n", self.n, 1, MAX_BEAMS)
+        if self.n > self.beams:
+            hint = "" if self.beams > 1 else "; samples of one prompt: generate or stream with n="
+            raise OptionError(f"n is {self.n} and beams {self.beams}; expected at most as many answers as beams{hint}")
         check_range("cfg_scale", self.cfg_scale, 0.0, 100.0)
         check_range("length_penalty", self.length_penalty, -10.0, 10.0)
         object.__setattr__(self, "speculation", Speculation.of(self.speculation))

@@ -71,16 +71,18 @@ class Scheduler:
         Raises:
             ContextOverflow: more pages are needed than the cache has.
         """
-        need, have, size = sum(self.pager.pages_for(s.most_tokens) for s in sequences), self.pager.table.num_pages, self.pager.page_size
+        have, size, shared = self.pager.table.num_pages, self.pager.page_size, 0
         if sequences[0].group is not None and sequences[0].group.shares_prompt:
-            need -= (len(sequences) - 1) * (sequences[0].prompt_tokens // size)
+            shared = (len(sequences) - 1) * (sequences[0].prompt_tokens // size)  # pages
+        need = sum(self.pager.pages_for(s.most_tokens) for s in sequences) - shared
         if need > have:
-            tokens, prompts = sum(s.most_tokens for s in sequences), sum(len(s.request.prompt_ids) for s in sequences)
-            new = sum(s.limit for s in sequences)
+            tokens = sum(s.most_tokens for s in sequences) - shared * size
+            prompts, new = sum(len(s.request.prompt_ids) for s in sequences) - shared * size, sum(s.limit for s in sequences)
+            rows = f" of {len(sequences)} texts in step" if len(sequences) > 1 else ""
             raise ContextOverflow(
-                f"the request needs {tokens} tokens in the cache ({prompts} of the prompt and up to {new} new), "
+                f"the request needs {tokens} tokens in the cache ({prompts} of the prompt and up to {new} new{rows}), "
                 f"{need} pages of {size}; the cache has {have} pages, {have * size} tokens: "
-                "lower max_tokens, or load the model with a larger cache_tokens"
+                f"lower max_tokens{' or beams' if shared or rows else ''}, or load the model with a larger cache_tokens"
             )
 
     def add(self, sequence: Sequence, group: object = None) -> None:

@@ -68,7 +68,10 @@ def explain(
     """
     if params is not None and options:
         raise OptionError(f"explain: got params and also {', '.join(options)}; put all of them into one")
-    row = logits.detach().to("cpu", torch.float32).numpy() if isinstance(logits, Tensor) else np.asarray(logits, np.float32)
+    try:
+        row = logits.detach().to("cpu", torch.float32).numpy() if isinstance(logits, Tensor) else np.asarray(logits, np.float32)
+    except (TypeError, ValueError):
+        raise OptionError(f"explain: logits are {str(logits)[:80]!r}; expected one row of numbers (V,)") from None
     if row.ndim != 1 or not len(row):
         raise OptionError(f"explain: logits have the shape {tuple(row.shape)}; expected one row (V,): give logits[i]")
     params = SamplingParams.of(where="explain", **options) if params is None else params

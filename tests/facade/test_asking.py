@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import exl2nb as ex
-from exl2nb.core.errors import OptionError, TokenizerError
+from exl2nb.core.errors import ContextOverflow, OptionError, TokenizerError
 from exl2nb.generator.speculation import Speculation
 
 DEMO = Path(ex.__file__).parent / "demo_model"
@@ -162,7 +162,13 @@ def test_32_mixed_requests_together_are_each_alone(llm):
         (lambda m: m.generate(["a", "b"], n=2), "generate: n is 2 and there are 2 prompts"),
         (lambda m: m.generate("a", n=0), "generate: n is 0"),
         (lambda m: m.stream("a", n=2, beams=2), "stream: n is 2; expected one prompt and no beams"),
-        (lambda m: m.generate("a", beams=2, n=3), "n is 3; expected an integer from 1 to 2"),
+        (lambda m: m.generate("a", beams=2, n=3), "n is 3 and beams 2; expected at most as many"),
+        (lambda m: m.astream("a", n=2), "n is 2 and beams 1; .*; samples of one prompt: generate or stream with n="),
+        (lambda m: asyncio.run(m.agenerate(["a", "b"], n=2)), "agenerate: n is 2 and there are 2 prompts"),
+        (lambda m: setattr(m.cache, "reuse", "no"), "cache.reuse is 'no'; expected True or False"),
+        (lambda m: m.batch(5), "batch: prompts is '5'; expected several"),
+        (lambda m: ex.Job(5), "Job: '5' runs no requests; expected a loaded model"),
+        (lambda m: ex.demo(draft=5, progress=None), "draft is '5'; expected a directory, a hub id or a loaded model"),
         (lambda m: m.generate("a", negative_prompt=3.5), "negative_prompt is '3.5'"),
         (lambda m: m.generate("a", speculation="draft"), "the model has no draft model; load it with draft="),
         (lambda m: m.generate("a", n=2, seed=-1), "seed is -1"),
@@ -171,6 +177,15 @@ def test_32_mixed_requests_together_are_each_alone(llm):
 def test_refusals(llm, ask, words):
     with pytest.raises(OptionError, match=words):
         ask(llm)
+
+
+def test_what_is_larger_than_the_cache_is_refused_with_what_is_shared_counted_once():
+    with ex.demo(context=512, cache_tokens=1024, progress=None) as small:
+        ids = small.tokenizer.encode("The rain fell. ")[:1] + [5] * 259  # a page and four tokens
+        assert len(small.generate(ids, beams=3, max_tokens=20).tokens) == 20  # 1 page of all, 3 of their own
+        words = r"needs 348 tokens in the cache \(272 of the prompt and up to 80 new of 4 texts in step\), 5 pages of 256; .* or beams"
+        with pytest.raises(ContextOverflow, match=words):
+            small.generate(ids, beams=4, max_tokens=20)
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"seed": 5}])

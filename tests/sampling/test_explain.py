@@ -130,6 +130,8 @@ def test_tensors_and_bad_rows():
     assert explain(torch.from_numpy(ROW), temperature=0).token == 0
     with pytest.raises(OptionError, match=r"shape \(2, 4\)"):
         explain(np.stack([ROW, ROW]))
+    with pytest.raises(OptionError, match="logits are 'abc'; expected one row of numbers"):
+        explain("abc")
     with pytest.raises(OptionError, match="also top_k"):
         explain(ROW, SamplingParams(), top_k=3)
     with pytest.raises(OptionError, match="unknown keyword 'topk'"):
