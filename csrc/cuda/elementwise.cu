@@ -54,6 +54,23 @@ __global__ void __launch_bounds__(kRowThreads) rows_kernel(const __grid_constant
   if (a.next.x) normed(row, a.from.norm, tail, blockIdx.x, a.next, sums);
 }
 
+// Four numbers a thread; tokens along y.
+__global__ void __launch_bounds__(kRowThreads) gates_kernel(const __grid_constant__ GatesArgs a) {
+  pdl_launch_dependents();
+  pdl_wait();
+  const int i = (blockIdx.x * kRowThreads + threadIdx.x) * 4, token = blockIdx.y;
+  if (i >= a.width) return;
+  const float* const y = a.y + token * a.stride;
+  float4 v = written<true>(y, i, a.width);
+  v = {activation(v.x, a.activation), activation(v.y, a.activation), activation(v.z, a.activation), activation(v.w, a.activation)};
+  if (a.gated) {
+    const float4 up = written<true>(y + a.width, i, a.width);
+    v.x *= up.x, v.y *= up.y, v.z *= up.z, v.w *= up.w;
+  }
+  put_input<true>(a.next.x + static_cast<size_t>(token) * a.next.stride, a.next.perm_stride, a.next.num_perms, a.next.inverse, i, a.width,
+                  v);
+}
+
 template <auto kernel, class Args>
 const char* launched(const Args& args, int blocks, cudaStream_t stream, bool pdl) {
   return blocks == 0 ? nullptr : launch_kernel(kernel, dim3(blocks), kRowThreads, 0, stream, pdl, 1, args);
@@ -63,6 +80,11 @@ const char* launched(const Args& args, int blocks, cudaStream_t stream, bool pdl
 
 const char* embed_launch(const EmbedArgs& a, int tokens, cudaStream_t stream, bool pdl) {
   return launched<embed_kernel>(a, tokens, stream, pdl);
+}
+const char* gates_launch(const GatesArgs& a, int tokens, cudaStream_t stream, bool pdl) {
+  if (tokens == 0) return nullptr;
+  const dim3 grid((a.width + 4 * kRowThreads - 1) / (4 * kRowThreads), tokens);
+  return launch_kernel(gates_kernel, grid, kRowThreads, 0, stream, pdl, 1, a);
 }
 const char* rows_launch(const RowsArgs& a, int rows, cudaStream_t stream, bool pdl) { return launched<rows_kernel>(a, rows, stream, pdl); }
 

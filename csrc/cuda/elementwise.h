@@ -2,6 +2,8 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include <cstdint>
+
 #include "norm.cuh"
 
 namespace exl2nb {
@@ -23,6 +25,16 @@ struct RowsArgs {
   int tokens;
   MatrixInput next;
 };
+// act(gate) * up of y's rows [gate; up] of `width` numbers each, or act(y) where not gated, into the next matrix's input.
+struct GatesArgs {
+  const float* y;
+  int64_t stride;
+  int width;
+  bool gated;
+  int activation;
+  MatrixInput next;
+};
+const char* gates_launch(const GatesArgs&, int tokens, cudaStream_t, bool pdl);
 const char* embed_launch(const EmbedArgs&, int tokens, cudaStream_t, bool pdl);
 const char* rows_launch(const RowsArgs&, int rows, cudaStream_t, bool pdl);
 

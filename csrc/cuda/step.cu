@@ -8,6 +8,7 @@
 #include "elementwise.h"
 #include "gemv.h"
 #include "launch.h"
+#include "many.h"
 #include "moe.h"
 
 namespace exl2nb {
@@ -34,7 +35,7 @@ struct Room {
   }
 };
 struct Layout {
-  size_t residual[2], normed, qkv, act[2], sum, squares, attention, routed, bytes, attention_bytes;
+  size_t residual[2], normed, qkv, act[2], sum, wide, squares, attention, routed, bytes, attention_bytes;
 };
 
 size_t input_bytes(const Weight& w, int tokens) { return static_cast<size_t>(w.perms()) * input_stride(w.header()) * tokens * 2; }
@@ -50,8 +51,9 @@ std::string plan(const int64_t* code, int64_t words, int tokens, Layout& layout,
   if (words < kHeaderWords || code[0] != kProgramMagic || code[1] != kProgramVersion || code[2] != words)
     return "the program is not the code of a Program";
   const int64_t H = code[4];
-  size_t normed = 0, qkv = 0, act[2] = {0, 0}, attention = 0, routed = 0;
-  bool summed = false;
+  size_t normed = 0, qkv = 0, act[2] = {0, 0}, wide = 0, attention = 0, routed = 0;
+  const bool many = tokens > kMaxTokens;
+  bool summed = many;
   vocab = 0;
   const int64_t* end = code + words;
   for (const int64_t* w = code + kHeaderWords; w < end; w += kWords[w[0]]) {
@@ -66,6 +68,7 @@ std::string plan(const int64_t* code, int64_t words, int tokens, Layout& layout,
         break;
       case kOpGateUp:
         normed = std::max(normed, input_bytes(Weight(w[3]), tokens));
+        if (many) wide = std::max(wide, static_cast<size_t>(Weight(w[3]).header().N) * tokens * 4);
         if (!reader(w, end, w[9])) return "nothing reads the MLP's result";
         break;
       case kOpResidual:
@@ -95,6 +98,7 @@ std::string plan(const int64_t* code, int64_t words, int tokens, Layout& layout,
   layout.qkv = room.take(qkv);
   for (int i = 0; i < 2; i++) layout.act[i] = room.take(act[i]);
   layout.sum = room.take(summed ? static_cast<size_t>(tokens) * H * 4 : 0);
+  layout.wide = room.take(wide);
   layout.squares = room.take(static_cast<size_t>(tokens) * num_sms() * 4);
   layout.attention = room.take(attention);
   layout.attention_bytes = attention;
@@ -225,13 +229,17 @@ class Walker {
     return embed_launch(a, s_.tokens, stream_, pdl_);
   }
 
+  bool many(const GemvArgs& a) const { return s_.many && many_takes(a); }
+  // A product that only writes its sums.
+  const char* store(const GemvArgs& a) { return many(a) ? many_launch(a, stream_, pdl_) : gemv_launch(a, kStore, stream_, pdl_); }
+
   const char* qkv(const int64_t* w) {
     GemvArgs a;
     if (const char* wrong = normed_product(w, a)) return wrong;
     a.out = reinterpret_cast<float*>(base_ + at_.qkv), a.out_stride = Weight(w[3]).header().N, a.bias = address<float>(w[4]);
     last_qkv_ = w;
     ready_ = kNothing;
-    return gemv_launch(a, kStore, stream_, pdl_);
+    return store(a);
   }
 
   const char* attention(const int64_t* w) {
@@ -261,9 +269,9 @@ class Walker {
     GemvArgs a = matrix(weight, input(weight, at_.act[w[6]]));
     a.bias = address<float>(w[2]);
     ready_ = kNothing;
-    if (w[3]) {  // a norm of what is added
+    if (w[3] || many(a)) {  // a norm of what is added; or the next rows' kernel adds it
       a.out = sum(), a.out_stride = H_;
-      if (const char* wrong = gemv_launch(a, kStore, stream_, pdl_)) return wrong;
+      if (const char* wrong = store(a)) return wrong;
       return add_sum(w + kWords[kOpResidual], w[3], w[4], w[5]);
     }
     a.residual = residual(), a.residual_stride = H_, a.scale = real(w[5]);
@@ -297,7 +305,10 @@ class Walker {
     if (const char* wrong = normed_product(w, a)) return wrong;
     ready_ = kNothing;
     a.bias = address<float>(w[4]), a.activation = static_cast<int>(w[5]);
-    return gemv_launch(a, kActivation, stream_, pdl_);
+    if (!many(a)) return gemv_launch(a, kActivation, stream_, pdl_);
+    a.out = reinterpret_cast<float*>(base_ + at_.wide), a.out_stride = Weight(w[3]).header().N;
+    if (const char* wrong = many_launch(a, stream_, pdl_)) return wrong;
+    return gates_launch({a.out, a.out_stride, a.part[0].outputs, a.gated, a.activation, a.next}, a.tokens, stream_, pdl_);
   }
 
   const char* routed(const int64_t* w) {
@@ -327,7 +338,7 @@ class Walker {
     if (const char* wrong = normed_product(w, a)) return wrong;
     a.bias = address<float>(w[4]);
     a.out = s_.logits, a.out_stride = Weight(w[3]).header().N;
-    return gemv_launch(a, kStore, stream_, pdl_);
+    return store(a);
   }
 
   const int64_t* end_;
@@ -372,7 +383,7 @@ int64_t linear_workspace(const uint8_t* head, int64_t tokens) {
 }
 
 const char* linear_launch(const uint8_t* head, const uint8_t* blob, const float* x, int64_t tokens, const float* bias, float* out,
-                          void* workspace, void* stream) {
+                          void* workspace, void* stream, bool many) {
   const auto& h = *reinterpret_cast<const GpuHeader*>(head);
   const auto queue = static_cast<cudaStream_t>(stream);
   const int T = static_cast<int>(tokens);
@@ -385,7 +396,7 @@ const char* linear_launch(const uint8_t* head, const uint8_t* blob, const float*
   set_weights(a, head, blob);
   a.tokens = T, a.x = in.x, a.x_stride = in.stride, a.x_perm_stride = in.perm_stride;
   a.out = out, a.out_stride = h.N, a.bias = bias;
-  return gemv_launch(a, kStore, queue, false);
+  return many && many_takes(a) ? many_launch(a, queue, false) : gemv_launch(a, kStore, queue, false);
 }
 
 }  // namespace exl2nb

@@ -20,6 +20,7 @@ struct GpuStep {
   void* const* v_pools;
   int layers, num_kv_heads, head_dim, k_format, v_format;
   float* logits;
+  bool many;  // more than eight tokens may go through many.cuh: faster, but a token's bits then depend on how many there are
 };
 
 // Bytes of workspace for up to `capacity` tokens, or what is wrong with the program; vocab: logits per row.

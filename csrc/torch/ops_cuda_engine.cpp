@@ -172,7 +172,7 @@ Tensor linear_cuda(const Tensor& x, const Tensor& blob, const std::optional<Tens
   const std::vector<int64_t> room{linear_workspace(head.data(), T)};
   Tensor workspace = torch::stable::new_zeros(x, room, ScalarType::Byte);
   require_ok(op, linear_launch(head.data(), bytes_of(blob), x.const_data_ptr<float>(), T, bias ? bias->const_data_ptr<float>() : nullptr,
-                               static_cast<float*>(out.mutable_data_ptr()), bytes_of(workspace), stream_of(x)));
+                               static_cast<float*>(out.mutable_data_ptr()), bytes_of(workspace), stream_of(x), false));
   return out;
 }
 
@@ -193,7 +193,7 @@ Tensor step_bytes(const Tensor& program, int64_t capacity) {
 void step_cuda(const Tensor& program, Tensor& workspace, int64_t capacity, const Tensor& ids, const Tensor& positions,
                const Tensor& block_table, const Tensor& cu_seqlens, const Tensor& context_lens, const Tensor& logit_rows,
                std::vector<Tensor> k_pools, std::vector<Tensor> v_pools, int64_t k_format, int64_t v_format, int64_t num_kv_heads,
-               int64_t head_dim, Tensor& logits, bool pdl) {
+               int64_t head_dim, Tensor& logits, bool pdl, bool many) {
   const char* op = "gpu_step";
   require(op, "program", program, ScalarType::Long, -1, false);
   require(op, "workspace", workspace, ScalarType::Byte, -1);
@@ -235,7 +235,8 @@ void step_cuda(const Tensor& program, Tensor& workspace, int64_t capacity, const
                   int(head_dim),
                   int(k_format),
                   int(v_format),
-                  static_cast<float*>(logits.mutable_data_ptr())};
+                  static_cast<float*>(logits.mutable_data_ptr()),
+                  many};
   wrong = step_launch(code, program.numel(), s, bytes_of(workspace), size_t(workspace.numel()), stream_of(ids), pdl);
   STD_TORCH_CHECK(wrong.empty(), op, " of ", T, " tokens in ", B, " sequences: ", wrong);
 }

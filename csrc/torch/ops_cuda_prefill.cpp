@@ -80,7 +80,7 @@ void rotate_rows_cuda(Tensor& qkv, const Tensor& cos, const Tensor& sin, const T
 }
 
 // As `linear`, without reading the head back and waiting for it: `head` is what gpu_blob_head returned.
-Tensor linear_of(const Tensor& head, const Tensor& x, const std::optional<Tensor>& bias) {
+Tensor linear_of(const Tensor& head, const Tensor& x, const std::optional<Tensor>& bias, bool many) {
   const char* op = "gpu_linear";
   require(op, "head", head, ScalarType::Byte, -1, false);
   const auto* p = static_cast<const uint8_t*>(head.const_data_ptr());
@@ -97,7 +97,7 @@ Tensor linear_of(const Tensor& head, const Tensor& x, const std::optional<Tensor
   Tensor workspace = torch::stable::new_zeros(x, room, ScalarType::Byte);
   require_ok(op, linear_launch(p + 8, reinterpret_cast<const uint8_t*>(blob), x.const_data_ptr<float>(), T,
                                bias ? bias->const_data_ptr<float>() : nullptr, static_cast<float*>(out.mutable_data_ptr()),
-                               bytes_of(workspace), stream_of(x)));
+                               bytes_of(workspace), stream_of(x), many));
   return out;
 }
 

@@ -91,4 +91,5 @@ def _gpu_stages(config: ModelConfig) -> tuple[Stage, ...]:
 def _graph_row(config: ModelConfig) -> int:
     """Workspace and logits of one text in the captured decode steps: of its number of texts, and of half as many, and of half of those."""
     hidden, q, kv = config.hidden_size, config.q_size, config.kv_size
-    return 2 * (4 * hidden + 2 * 2 * hidden + 4 * (q + 2 * kv) + 2 * 2 * _inner(config) + 4 * config.vocab_size)
+    up = _inner(config) * (2 if config.gated else 1)
+    return 2 * (8 * hidden + 2 * 2 * hidden + 4 * (q + 2 * kv) + 2 * 2 * _inner(config) + 4 * up + 4 * config.vocab_size)

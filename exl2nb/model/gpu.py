@@ -30,6 +30,7 @@ class GpuForward:
 
     def __init__(self, program: ops.Program, device: torch.device, *, deterministic: bool = False) -> None:
         self.program, self.device, self.deterministic = program, device, deterministic
+        self.many = False
         self.vocab = ops.shape(program.steps[-1][1]["blob"])[1]
         self.most = MOST_ROUTED if any(name == "routed_mlp" for name, _ in program.steps) else MOST
         self._steppers: dict[int, gpu.Stepper] = {}
@@ -38,7 +39,7 @@ class GpuForward:
         """The step kernels with memory for at least `tokens` tokens."""
         capacity = 1 << (tokens - 1).bit_length()
         if capacity not in self._steppers:
-            self._steppers[capacity] = gpu.Stepper(self.program.code, capacity, self.device)
+            self._steppers[capacity] = gpu.Stepper(self.program.code, capacity, self.device, many=self.many)
         return self._steppers[capacity]
 
     def run(self, batch: Batch, cache: KVCache, *, ids: Tensor | None = None) -> Tensor:

@@ -14,12 +14,12 @@ for _schema in (
     "gpu_blob_head(Tensor blob) -> Tensor",
     "gpu_unpack(Tensor blob) -> Tensor",
     "gpu_unpack_into(Tensor head, Tensor(a!) out) -> ()",
-    "gpu_linear(Tensor head, Tensor x, Tensor? bias) -> Tensor",
+    "gpu_linear(Tensor head, Tensor x, Tensor? bias, bool many) -> Tensor",
     "gpu_expert_table(Tensor[] heads, int parts) -> Tensor",
     "gpu_step_bytes(Tensor program, int capacity) -> Tensor",
     "gpu_step(Tensor program, Tensor(a!) workspace, int capacity, Tensor ids, Tensor positions, Tensor block_table, Tensor cu_seqlens, "
     "Tensor context_lens, Tensor logit_rows, Tensor(b!)[] k_pools, Tensor(c!)[] v_pools, int k_format, int v_format, int num_kv_heads, "
-    "int head_dim, Tensor(d!) logits, bool pdl) -> ()",
+    "int head_dim, Tensor(d!) logits, bool pdl, bool many) -> ()",
 ):
     LIBRARY.define(_schema)
 
@@ -41,9 +41,9 @@ def unpack_into(head: Tensor, out: Tensor) -> None:
     _ops.gpu_unpack_into(head, out)
 
 
-def linear(head: Tensor, x: Tensor, bias: Tensor | None) -> Tensor:
-    """`ops.linear` for the blob of `head` (from `blob_head`), without waiting for the GPU."""
-    return _ops.gpu_linear(head, x, bias)
+def linear(head: Tensor, x: Tensor, bias: Tensor | None, *, many: bool = False) -> Tensor:
+    """`ops.linear` for the blob of `head` (from `blob_head`), without waiting for the GPU. many: as for `Stepper`."""
+    return _ops.gpu_linear(head, x, bias, many)
 
 
 def expert_table(heads: Sequence[Tensor], parts: int) -> Tensor:
@@ -64,11 +64,12 @@ class Stepper:
     """Runs a program on the GPU for steps of up to `capacity` tokens; keeps the memory that its kernels share.
 
     Args:
-        code: of a `Program`. capacity: tokens.
+        code: of a `Program`. capacity: tokens. many: steps of more than eight tokens decode every weight once for 64 of them; a token's
+            bits then depend on how many there are.
     """
 
-    def __init__(self, code: Tensor, capacity: int, device: torch.device) -> None:
-        self.code, self.capacity = code, capacity
+    def __init__(self, code: Tensor, capacity: int, device: torch.device, *, many: bool = False) -> None:
+        self.code, self.capacity, self.many = code, capacity, many
         size, self.vocab = _ops.gpu_step_bytes(code, capacity).tolist()
         self.workspace = torch.zeros(size, dtype=torch.uint8, device=device)
 
@@ -95,5 +96,5 @@ class Stepper:
         """
         _ops.gpu_step(
             self.code, self.workspace, self.capacity, ids, positions, block_table, cu_seqlens, context_lens, logit_rows, list(k_pools),
-            list(v_pools), *formats, *heads, logits, pdl,
+            list(v_pools), *formats, *heads, logits, pdl, self.many,
         )  # fmt: skip

@@ -79,6 +79,30 @@ def test_products_for_any_number_of_rows(name):
         assert torch.equal(ops.linear(x[:rows].cuda(), blob, bias.cuda()), all_rows[:rows])
 
 
+@pytest.mark.parametrize("name", MIXES)
+def test_products_that_decode_once_for_many_rows(name):
+    """Near the other ones, and the same bits twice."""
+    tensors = matrix(MIXES[name], 352)
+    blob, dense = ops.pack_exl2(*on_gpu(tensors)), ops.reconstruct(*tensors).double()
+    head, x, bias = gpu.blob_head(blob), torch.randn(70, len(dense), generator=torch.Generator().manual_seed(1)), torch.randn(352)
+    want = x.half().double() @ dense + bias.double()
+    for rows in (9, 16, 31, 64, 70):
+        got = gpu.linear(head, x[:rows].cuda(), bias.cuda(), many=True)
+        assert float((got.cpu().double() - want[:rows]).norm() / want[:rows].norm()) < 1e-3
+        assert torch.equal(got, gpu.linear(head, x[:rows].cuda(), bias.cuda(), many=True))
+
+
+def test_products_of_many_rows_and_columns():
+    """Wide enough that every multiprocessor has columns of its own; and where an odd number of tiles is left."""
+    for columns in (32768, 32768 + 96):
+        tensors = matrix([(4, 128), (3, 96)], columns)
+        blob, dense = ops.pack_exl2(*on_gpu(tensors)), ops.reconstruct(*tensors).float()
+        x = torch.randn(33, len(dense), generator=torch.Generator().manual_seed(1))
+        want = x.half().float() @ dense
+        got = gpu.linear(gpu.blob_head(blob), x.cuda(), None, many=True)
+        assert float((got.cpu() - want).norm() / want.norm()) < 1e-3
+
+
 @pytest.mark.parametrize("shared", [True, False])
 def test_parts_side_by_side(shared):
     parts = [matrix(MIXES[name], columns, seed) for name, columns, seed in (("4 bits", 96, 0), ("3 bits", 32, 1), ("8 bits", 64, 2))]
@@ -174,6 +198,20 @@ def test_bits_do_not_depend_on_the_company(both):
     together = cuda.forward(Batch.build(spans), KVCache(cuda.cache_spec(2048), "cuda")).cpu()
     for got in together.split([8, 1, 5, 8, 2]):
         assert torch.equal(got, logits(cuda, IDS[: len(got)]))
+
+
+@pytest.mark.parametrize("count", [9, 20, 40, 64])
+def test_more_than_eight_sequences(both, count):
+    """They go through kernels of their own, unless every batch size has to give the same bits."""
+    spans = [Span(ids=IDS[i : i + 1 + i % 2], start=0, pages=[i], logit_rows="last") for i in range(count)]
+    batch, got = Batch.build(spans), []
+    for many in (True, False):
+        cuda = load_model(FIXTURE, device="cuda", deterministic=not many)
+        cuda.gpu.many = many
+        got.append(cuda.forward(batch, KVCache(cuda.cache_spec(256 * count), "cuda")).cpu())
+    alone = torch.cat([logits(both[1], span.ids)[-1:] for span in spans])
+    assert float((got[0] - alone).abs().max()) < 0.03
+    assert torch.equal(got[1], alone)
 
 
 @pytest.mark.parametrize("name", ZOO)

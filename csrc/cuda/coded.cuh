@@ -1,0 +1,57 @@
+// A unit of a blob as fp16 weights in A fragments, scaled and rounded as the format says: for products of many tokens and for unpacking.
+#pragma once
+#include "item.cuh"
+
+namespace exl2nb {
+
+// A unit as it lies in memory: this lane's words and what scales them.
+template <int B, bool GPTQ>
+struct Coded {
+  uint32_t w[B], codes;
+  GptqSet sets[2];
+
+  // st: the bytes of the item, i: the unit in it.
+  __device__ __forceinline__ void load(const uint8_t* st, const Item& it, int i, int lane) {
+    load_unit<B>(st + i * (128 * B), lane, w);
+    const uint8_t* const behind = st + it.units * (128 * B);
+    const int g = lane >> 2;
+    if constexpr (GPTQ) {
+      sets[0] = load_set(behind, it.one ? i / it.scales : 2 * i, lane);
+      sets[1] = it.one ? sets[0] : load_set(behind, 2 * i + 1, lane);
+    } else {
+      codes = it.one ? behind[i * 8 + g] * 0x101u : *reinterpret_cast<const uint16_t*>(behind + i * 16 + 2 * g);
+    }
+  }
+  // As A fragments of the format's fp16 weights.
+  __device__ __forceinline__ void decode(half2 unit, uint32_t (&h)[16]) const {
+    dq<B>(w, h);
+    half2 step[2];
+    if constexpr (GPTQ) {
+      take_zeros<B>(h, sets[0].zero, sets[1].zero);
+      step[0] = sets[0].scale, step[1] = sets[1].scale;
+    } else {
+      take_offsets<B>(h);
+      step[0] = steps_of(codes & 0xff, __low2half(unit)), step[1] = steps_of(codes >> 8, __high2half(unit));
+    }
+#pragma unroll
+    for (int f = 0; f < 16; f++) {
+      const half s = f & 1 ? __high2half(step[f >> 3]) : __low2half(step[f >> 3]);
+      const half2 v = __hmul2(*reinterpret_cast<half2*>(h + f), __half2half2(s));
+      h[f] = *reinterpret_cast<const uint32_t*>(&v);
+    }
+  }
+};
+template <>
+struct Coded<16, false> {  // dense: fp16 as the fragments hold it
+  uint32_t w[16];
+  __device__ __forceinline__ void load(const uint8_t* st, const Item&, int i, int lane) {
+#pragma unroll
+    for (int s = 0; s < 4; s++) *reinterpret_cast<uint4*>(w + 4 * s) = *reinterpret_cast<const uint4*>(st + i * 2048 + s * 512 + lane * 16);
+  }
+  __device__ __forceinline__ void decode(half2, uint32_t (&h)[16]) const {
+#pragma unroll
+    for (int f = 0; f < 16; f++) h[f] = w[f];
+  }
+};
+
+}  // namespace exl2nb

@@ -1,0 +1,72 @@
+// Launches of many.cuh: how the rows are shared out, which number of tokens.
+#include "many.cuh"
+
+#include <algorithm>
+
+#include "device.cuh"
+#include "many.h"
+
+namespace exl2nb {
+namespace {
+
+int shared_limit() {
+  static const int limit = [] {
+    int device = 0, bytes = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    return bytes;
+  }();
+  return limit;
+}
+
+template <int NB>
+const char* launch(const ManyArgs& a, int tiles, int shared, cudaStream_t stream, bool pdl) {
+  static const cudaError_t ready = cudaFuncSetAttribute(many<NB>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_limit());
+  if (ready != cudaSuccess) return cudaGetErrorString(ready);
+  return launch_kernel(many<NB>, dim3(static_cast<unsigned>(a.splits), static_cast<unsigned>(tiles)), kManyThreads,
+                       static_cast<size_t>(shared), stream, pdl, static_cast<unsigned>(a.splits), a);
+}
+
+// CTAs that share a tile's rows: as many as fill the GPU, but no more than end sooner for it.
+int splits_of(int tiles) {
+  const int whole = multiprocessors() / kManySplits * kManySplits;
+  int best = 1;
+  const auto time = [&](int splits) { return static_cast<float>((tiles * splits + whole - 1) / whole) / static_cast<float>(splits); };
+  for (int splits = 2; splits <= kManySplits; splits *= 2)
+    if (time(splits) < 0.95f * time(best)) best = splits;
+  return best;
+}
+
+}  // namespace
+
+bool many_takes(const GemvArgs& a) {
+  ManyArgs m{};
+  m.items = a.items, m.units = a.units, m.num_parts = a.num_parts;
+  return a.tokens > kMaxTokens && gemv_path() == kBulk && !a.rows && !a.squares && !a.from.x && many_shared(m) <= shared_limit();
+}
+
+const char* many_launch(const GemvArgs& a, cudaStream_t stream, bool pdl) {
+  ManyArgs m{};
+  m.image = a.image, m.num_parts = a.num_parts, m.items = a.items, m.units = a.units;
+  m.x_stride = a.x_stride, m.x_perm_stride = a.x_perm_stride, m.bias = a.bias, m.out_stride = a.out_stride;
+  int tiles = 0;
+  for (int p = 0; p < a.num_parts; p++) {
+    const GemvPart& from = a.part[p];
+    const int count = (from.strips + kManyStrips - 1) / kManyStrips;
+    m.part[p] = {from.data, from.strips, from.first_column, from.outputs, from.perm, count, from.strip_bytes};
+    tiles += count;
+  }
+  m.splits = splits_of(tiles);
+  const int shared = many_shared(m);
+  for (int first = 0; first < a.tokens; first += kManyTokens) {
+    m.tokens = std::min(kManyTokens, a.tokens - first);
+    m.x = a.x + static_cast<size_t>(first) * a.x_stride, m.out = a.out + first * a.out_stride;
+    const char* wrong = m.tokens <= 16   ? launch<2>(m, tiles, shared, stream, pdl)
+                        : m.tokens <= 32 ? launch<4>(m, tiles, shared, stream, pdl)
+                                         : launch<8>(m, tiles, shared, stream, pdl);
+    if (wrong) return wrong;
+  }
+  return nullptr;
+}
+
+}  // namespace exl2nb

@@ -1,0 +1,12 @@
+// The matrix product of steps of more than eight tokens. It only stores: what follows it is in kernels of its own.
+#pragma once
+#include "gemv.h"
+
+namespace exl2nb {
+
+// Whether many_launch does the product of `a` on this GPU.
+bool many_takes(const GemvArgs& a);
+// out = x times the matrix, plus bias. A token's bits depend on the number of tokens of the launch.
+const char* many_launch(const GemvArgs& a, cudaStream_t stream, bool pdl);
+
+}  // namespace exl2nb
