@@ -15,7 +15,8 @@ from exl2nb.converter.streams import STREAM_BYTES, in_memory
 from exl2nb.converter.tensor_cores import PIECE
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import Linear, head_linear, layer_linears
-from exl2nb.ops.gptq_blocks import COPIES_BYTES
+from exl2nb.ops.gptq_blocks import COPIES_BYTES, SPAN_ROWS
+from exl2nb.ops.split_product import RESULT
 
 FLOAT, DOUBLE = 4, 8
 PER_WEIGHT = 20  # bytes that rounding takes for each weight of one matrix: shifted targets, stored orders, working copy, codes
@@ -130,6 +131,8 @@ def planned_on_gpu(config: ModelConfig, *, rows: int, length: int, report_rows: 
     logits = 8 * FLOAT * length * config.vocab_size
     pieces = SPLIT * min(PIECE, max(square, _weights(head_linear(config))))
     rounding = max(2 * DOUBLE * square, 2 * FLOAT * square + pieces + 6 * largest)
+    narrow = max(SPAN_ROWS, min(linear.in_features for layer in layers for linear in layer))
+    copies = COPIES_BYTES + 2 * SPAN_ROWS * COPIES_BYTES // narrow + (FLOAT + SPLIT) * RESULT  # with errors of a span, and what they change
     return Planned(
         held=0,
         sweep=held
@@ -140,7 +143,7 @@ def planned_on_gpu(config: ModelConfig, *, rows: int, length: int, report_rows: 
             2 * each + weights + inputs + products + backward,
         )
         + pieces,
-        measure=held + each + max(2 * head + max(head, COPIES_BYTES) + pieces, weights + inputs + max(rounding, moment + COPIES_BYTES)),
+        measure=held + each + max(2 * head + max(head, copies) + pieces, weights + inputs + max(rounding, moment + copies)),
         polish=0
         if not polish or _sparse(config)
         else max(3 * head + pieces + logits, weights * PROBED // FLOAT + inputs + max(rounding, forward))

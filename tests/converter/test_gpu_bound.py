@@ -48,7 +48,14 @@ def gpu_in_small(monkeypatch):
     """The limits of a GPU, divided; what goes from it to the host is still counted, but for the statistics of all layers."""
     changes = {
         hessian: {"MOST_IN_F64": 512, "SCORES": (1 << 25) // SMALLER, "INNER": (1 << 25) // SMALLER, "WHOLE": 64, "BLOCK": 32},
-        memory: {"MOST_IN_F64": 512, "PIECE": (1 << 25) // SMALLER, "COPIES_BYTES": (1 << 30) // SMALLER, "STREAM_BYTES": 0},
+        memory: {
+            "MOST_IN_F64": 512,
+            "PIECE": (1 << 25) // SMALLER,
+            "COPIES_BYTES": (1 << 30) // SMALLER,
+            "STREAM_BYTES": 0,
+            "SPAN_ROWS": 32,
+            "RESULT": (1 << 24) // SMALLER,
+        },
         layers: {"HELD_BYTES": 0},
         measuring: {"HELD_STATISTICS": 0},
     }
