@@ -112,7 +112,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=[1, 3])
     parser.add_argument("--rows", type=int, default=8)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--all-rows", type=int, default=EFFORTS["quick"].rows, help="rows of the conversion that is extrapolated to")
+    parser.add_argument("--all-rows", type=int, default=EFFORTS["full"].rows, help="rows of the conversion that is extrapolated to")
     parser.add_argument("--polish", action="store_true")
     parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
