@@ -44,7 +44,7 @@ def whole(source, tmp_path_factory):
     return output(done.path), (done.path / "conversion.json").read_bytes(), len(events)
 
 
-def kill_again_and_again(source, dst, moments, device="cpu"):
+def kill_again_and_again(source, dst, moments, device):
     """Start the conversion in processes that are killed, then finish it here."""
     killed = 0
     for event, delay in moments:
@@ -63,10 +63,10 @@ def kill_again_and_again(source, dst, moments, device="cpu"):
     return killed
 
 
-def test_killed_at_a_handful_of_moments(source, whole, tmp_path):
+def test_killed_at_a_handful_of_moments(source, whole, tmp_path, device):
     rng = random.Random(0)
     moments = [(event, rng.random() * 0.02) for event in (4, whole[2] // 2, whole[2] - 12)]
-    assert kill_again_and_again(source, tmp_path / "out", moments) >= 1
+    assert kill_again_and_again(source, tmp_path / "out", moments, device) >= 1
     assert output(tmp_path / "out") == whole[0]
     assert (tmp_path / "out" / "conversion.json").read_bytes() == whole[1]
 
@@ -83,10 +83,10 @@ def test_killed_while_a_gpu_works(source, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
-def test_killed_at_fifty_random_moments(source, whole, tmp_path, seed):
+def test_killed_at_fifty_random_moments(source, whole, tmp_path, seed, device):
     rng = random.Random(seed)
     moments = [(rng.randrange(whole[2]), rng.random() * 0.05) for _ in range(5)]
-    kill_again_and_again(source, tmp_path / "out", moments)
+    kill_again_and_again(source, tmp_path / "out", moments, device)
     assert output(tmp_path / "out") == whole[0]
 
 
