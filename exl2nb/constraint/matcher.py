@@ -67,7 +67,7 @@ class MatcherConstraint:
         """
         self._settle()
         if self._matcher.validate_tokens([token_id]) != 1 or not self._matcher.consume_token(token_id):
-            raise StructureError(f"token {token_id} does not fit the {self._what} at this place; it was not drawn from the allowed tokens")
+            raise self._refused(token_id)
         self._moved()
 
     def rewind(self, count: int, /) -> None:
@@ -88,6 +88,15 @@ class MatcherConstraint:
         return list(self._matcher.compute_ff_tokens())
 
     # ---- inside
+
+    def _refused(self, token_id: int) -> StructureError:
+        """Why a token was not taken, asked of a copy."""
+        other = self._matcher.deep_copy()
+        other.consume_token(token_id)
+        limit = next((line for line in other.get_error().splitlines() if "max is" in line), "")
+        if limit:
+            return StructureError(f"the {self._what} is too complex ({limit.strip()[:200]}); write alternatives as one regex")
+        return StructureError(f"token {token_id} does not fit the {self._what} at this place; it was not drawn from the allowed tokens")
 
     def _moved(self) -> None:
         self._ready, self._future = None, None

@@ -58,6 +58,8 @@ def _rewritten(value: Any, depth: int, *, close: bool) -> Any:
     if isinstance(value, Mapping):
         if "oneOf" in value and "discriminator" in value and "anyOf" not in value:
             value = {"anyOf" if k == "oneOf" else k: v for k, v in value.items() if k != "discriminator"}
+        if close and value.get("uniqueItems") is True:  # a set: it keeps once what the answer has twice
+            value = {key: one for key, one in value.items() if key != "uniqueItems"}
         if close and value.get("type") == "object" and isinstance(value.get("properties"), Mapping):
             value = {"additionalProperties": False, **value}
         if not all(isinstance(key, str) for key in value):

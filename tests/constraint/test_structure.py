@@ -50,6 +50,15 @@ def test_choice_takes_every_text_and_no_other(texts):
     walk(constraint, texts[0])  # a refused token changes nothing
 
 
+def test_choices_by_the_thousand_and_too_many_rules():
+    texts = [f"number {i}" for i in range(3000)]
+    constraint = structure("choice", texts).start()
+    walk(constraint, texts[2917])
+    assert constraint.accepting
+    with pytest.raises(StructureError, match=r"too complex \(.*max is 2000.*\); write alternatives as one regex"):
+        walk(structure("grammar", "start: " + " | ".join(f'"{text}"' for text in texts)).start(), texts[0])
+
+
 def test_finished_means_that_nothing_can_follow():
     constraint = structure("choice", ["a", "ab"]).start()
     walk(constraint, "a")
@@ -203,6 +212,7 @@ class Cat(pydantic.BaseModel):
         (Cat, '{"kind": "cat", "lives": 9}', Cat(kind="cat", lives=9)),
         (list[int], "[1, 2]", [1, 2]),
         (Colour, '"red"', Colour.RED),
+        (set[int], "[1, 2, 1]", {1, 2}),
         (int | None, "null", None),
     ],
 )
@@ -264,7 +274,7 @@ def test_an_incomplete_answer_is_not_read():
         ("schema", {"enum": []}, "Unsatisfiable"),
         ("schema", {"type": "object", "properties": {"a": False}, "required": ["a"]}, "'a' is unsatisfiable"),
         ("schema", {"allOf": [{"type": "string"}, {"type": "integer"}]}, "Unsatisfiable"),
-        ("schema", {"type": "array", "uniqueItems": True}, "Unimplemented keys.*uniqueItems"),
+        ("schema", {"type": "array", "uniqueItems": True}, "Unimplemented keys.*uniqueItems.*; leave them out"),
         ("schema", {"type": "nonsense"}, "Invalid type: nonsense"),
         ("schema", {"$ref": "#/$defs/missing"}, "missing"),
         ("schema", {"type": "string", "pattern": "("}, "unclosed group"),
@@ -282,6 +292,7 @@ def test_an_incomplete_answer_is_not_read():
         ("grammar", "root ::= missing", "'missing' not found"),
         ("grammar", "start: missing", "unknown name"),
         ("grammar", "what is this", "Expected ::= "),
+        ("grammar", "root ::= root", "no text is complete under it"),
     ],
 )
 def test_what_cannot_be_used_is_refused_at_once(kind, source, message):
