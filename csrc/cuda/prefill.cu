@@ -10,24 +10,58 @@
 namespace exl2nb {
 namespace {
 
-struct NormRows {
-  RowSource from;
-  half* out;
-};
+constexpr int kNormThreads = 256;
 
-// A CTA per token.
-__global__ void __launch_bounds__(kRowThreads) norm_rows(const __grid_constant__ NormRows a) {
-  __shared__ RowSums sums;
-  const NormArgs& n = a.from.norm;
-  Row row;
-  row.load<true>(a.from, blockIdx.x, false, sums);
-  half* const out = a.out + static_cast<int64_t>(blockIdx.x) * n.width;
-  row.norm<true>(n, a.from.x + static_cast<int64_t>(blockIdx.x) * n.width, sums, [&](int i, float4 v) {
-    const half h[4] = {saturated(v.x), saturated(v.y), saturated(v.z), saturated(v.w)};
-    if (n.width % 4 == 0) {
+// The same sum in every thread, in a fixed order.
+__device__ __forceinline__ float cta_sum(float s) {
+  __shared__ float partial[kNormThreads / 32];
+  s = warp_sum(s);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = s;
+  __syncthreads();
+  float all = 0.f;
+#pragma unroll
+  for (int i = 0; i < kNormThreads / 32; i++) all += partial[i];
+  return all;
+}
+
+// A CTA per token, whose row stays in registers where it has no more than 1024 * HELD numbers; else it is read again. Any width.
+template <int HELD>
+__global__ void __launch_bounds__(kNormThreads, HELD > 4 ? 3 : 5) norm_rows(const __grid_constant__ NormRowsArgs a) {
+  const float* const x = a.x + static_cast<int64_t>(blockIdx.x) * a.width;
+  const auto at = [](int j) { return 4 * (static_cast<int>(threadIdx.x) + j * kNormThreads); };
+  float4 v[HELD];
+#pragma unroll
+  for (int j = 0; j < HELD; j++) v[j] = at(j) < a.width ? written<true>(x, at(j), a.width) : float4{0, 0, 0, 0};
+  const auto each = [&](auto take) {
+#pragma unroll
+    for (int j = 0; j < HELD; j++)
+      if (at(j) < a.width) take(v[j], at(j));
+    for (int i = at(HELD); i < a.width; i += 4 * kNormThreads) take(written<true>(x, i, a.width), i);
+  };
+  float mean = 0.f, factor = 1.f;
+  if (a.weight) {
+    float sum = 0.f;
+    if (a.layer_norm) {
+      each([&](float4 r, int) { sum += (r.x + r.y) + (r.z + r.w); });
+      mean = cta_sum(sum) / a.width, sum = 0.f;
+    }
+    each([&](float4 r, int i) {  // what lies behind the end is no part of it
+      const int left = a.width - i;
+      sum += square_sum({r.x, left > 1 ? r.y : mean, left > 2 ? r.z : mean, left > 3 ? r.w : mean}, mean);
+    });
+    factor = rsqrtf(cta_sum(sum) / a.width + a.eps);
+  }
+  half* const out = static_cast<half*>(a.out) + static_cast<int64_t>(blockIdx.x) * a.width;
+  each([&](float4 r, int i) {
+    const float4 w = a.weight ? constant<true>(a.weight, i, a.width) : float4{1, 1, 1, 1};
+    const float4 b = a.weight && a.bias ? constant<true>(a.bias, i, a.width) : float4{0, 0, 0, 0};
+    const auto one = [&](float y, float w1, float b1) { return saturated(fmaf((y - mean) * factor, w1, b1)); };
+    const half h[4] = {one(r.x, w.x, b.x), one(r.y, w.y, b.y), one(r.z, w.z, b.z), one(r.w, w.w, b.w)};
+    if (a.width % 4 == 0) {
       *reinterpret_cast<uint2*>(out + i) = *reinterpret_cast<const uint2*>(h);
     } else {
-      for (int k = 0; k < 4 && i + k < n.width; k++) out[i + k] = h[k];
+      for (int k = 0; k < 4 && i + k < a.width; k++) out[i + k] = h[k];
     }
   });
 }
@@ -96,12 +130,14 @@ __global__ void __launch_bounds__(kGateThreads) rotate_rows(const __grid_constan
 
 }  // namespace
 
-const char* norm_rows_launch(const NormRowsArgs& args, void* stream) {
-  if (args.tokens == 0) return nullptr;
-  NormRows a{};
-  const int kind = !args.weight ? kNoNorm : args.layer_norm ? kLayerNorm : kRmsNorm;
-  a.from.x = args.x, a.from.norm = {kind, args.width, args.eps, args.weight, args.bias}, a.out = static_cast<half*>(args.out);
-  norm_rows<<<static_cast<unsigned>(args.tokens), kRowThreads, 0, static_cast<cudaStream_t>(stream)>>>(a);
+const char* norm_rows_launch(const NormRowsArgs& a, void* stream) {
+  if (a.tokens == 0) return nullptr;
+  const auto blocks = static_cast<unsigned>(a.tokens);
+  const auto queue = static_cast<cudaStream_t>(stream);
+  if (a.width <= 4 * 4 * kNormThreads)
+    norm_rows<4><<<blocks, kNormThreads, 0, queue>>>(a);
+  else
+    norm_rows<8><<<blocks, kNormThreads, 0, queue>>>(a);
   return error_text(cudaGetLastError());
 }
 

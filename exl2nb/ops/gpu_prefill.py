@@ -108,21 +108,20 @@ class _Run:
         k_pool, v_pool = self.k[layer], self.v[layer]
         longest, softcap, i = max(self.sequences.lengths), a["softcap"], self.inputs
         window = a["window"] if 0 < a["window"] < longest else 0
-        if k_pool.dtype == torch.float32 or not can_attend(head_dim, window=window, softcap=softcap):
+        if torch.float32 in (k_pool.dtype, v_pool.dtype) or not can_attend(head_dim, window=window, softcap=softcap):
             self.done[False] = paged_attention(
                 q.float().contiguous(), k_pool, v_pool, i.block_table, i.cu_seqlens, i.context_lens, scale=a["scale"], window=a["window"],
                 softcap=softcap,
             )  # fmt: skip
             return
-        out = torch.empty(q.shape[0], q.shape[1] * q.shape[2], dtype=torch.float16, device=q.device)
-        bounds = self.sequences.bounds
+        bounds, parts = self.sequences.bounds, []
         for row, (first, last, length) in enumerate(zip(bounds, bounds[1:], self.sequences.lengths)):
-            if length == last - first and k_pool.dtype == torch.float16:
+            if length == last - first and k_pool.dtype == v_pool.dtype == torch.float16:
                 keys, values = k[first:last], v[first:last]
             else:  # what is stored, so that a prompt in pieces sees what a prompt at once would
                 keys, values = gather_cache(k_pool, v_pool, i.block_table[row], length, head_dim)
-            out[first:last] = attend(q[first:last], keys, values, scale=a["scale"], window=window, softcap=softcap)
-        self.done[False] = out
+            parts.append(attend(q[first:last], keys, values, scale=a["scale"], window=window, softcap=softcap))
+        self.done[False] = parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def linear_residual(self, a: dict[str, Any]) -> None:
         x, scale = self.done[a["aside"]].half(), a["scale"]
