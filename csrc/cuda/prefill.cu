@@ -27,7 +27,7 @@ __device__ __forceinline__ float cta_sum(float s) {
 
 // A CTA per token, whose row stays in registers where it has no more than 1024 * HELD numbers; else it is read again. Any width.
 template <int HELD>
-__global__ void __launch_bounds__(kNormThreads, HELD > 4 ? 3 : 5) norm_rows(const __grid_constant__ NormRowsArgs a) {
+__global__ void __launch_bounds__(kNormThreads, HELD > 4 ? 3 : 4) norm_rows(const __grid_constant__ NormRowsArgs a) {
   const float* const x = a.x + static_cast<int64_t>(blockIdx.x) * a.width;
   const auto at = [](int j) { return 4 * (static_cast<int>(threadIdx.x) + j * kNormThreads); };
   float4 v[HELD];
