@@ -77,7 +77,7 @@ class _Run:
         self.x = self.logits = torch.empty(0)
         self.done: dict[bool, Tensor] = {}
         self.qkv: dict[str, Any] = {}
-        self.parts: tuple[Tensor, Tensor, Tensor]
+        self.parts: tuple[Tensor, ...] = ()  # q, k, v until attention has read them
         self._room: Tensor | None = None
 
     def embed(self, a: dict[str, Any]) -> None:
@@ -103,7 +103,7 @@ class _Run:
         )  # fmt: skip
 
     def paged_attention(self, a: dict[str, Any]) -> None:
-        q, k, v = self.parts
+        (q, k, v), self.parts = self.parts, ()
         layer, (_, _, head_dim) = a["layer"], self.qkv["heads"]
         k_pool, v_pool = self.k[layer], self.v[layer]
         longest, softcap, i = max(self.sequences.lengths), a["softcap"], self.inputs
@@ -124,7 +124,7 @@ class _Run:
         self.done[False] = parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def linear_residual(self, a: dict[str, Any]) -> None:
-        x, scale = self.done[a["aside"]].half(), a["scale"]
+        x, scale = self.done.pop(a["aside"]).half(), a["scale"]
         if len(x) > FEW and a["norm"] is None:  # added up in the product
             weight = self._unpacked(self.program.heads[a["blob"].data_ptr()], x.device)
             torch.addmm(self.x, x, weight, out_dtype=torch.float32, alpha=scale, out=self.x)
