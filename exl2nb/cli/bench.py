@@ -54,8 +54,8 @@ def measure(llm: LLM, *, batch: int, context: int, tokens: int, rounds: int) -> 
 
     Returns:
         Medians over the rounds: prefill_tok_s, decode_tok_s (all sequences together, from where each of them has begun), decode_ms (a
-        step), and gb_s, the weights' bytes a step reads over its time. Warm-up is excluded. weight_bytes: what is loaded; bytes_per_token: what decoding one token reads of it,
-        of a mixture's experts those that it visits.
+        step), and gb_s, the weights' bytes a step reads over its time. Warm-up is excluded. weight_bytes: what is loaded;
+        bytes_per_token: what decoding one token reads of it, of a mixture's experts those that it visits.
     """
     vocab = llm.config.vocab_size
     options: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
