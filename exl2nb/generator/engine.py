@@ -18,7 +18,7 @@ from torch import Tensor
 
 from exl2nb.cache.pool import KVCache
 from exl2nb.cache.spec import CacheSpec
-from exl2nb.core.errors import ContextOverflow, EngineClosed, OptionError
+from exl2nb.core.errors import ContextOverflow, EngineClosed, GenerationError, OptionError
 from exl2nb.core.log import logger
 from exl2nb.generator.batch import MAX_ROWS, BatchBuilder
 from exl2nb.generator.guesses import Drafter, GuessingSpeculator, guesses_for
@@ -124,7 +124,7 @@ class Engine:
         Raises:
             ContextOverflow: the prompt leaves no room in the context, or the request could never fit the cache.
             OptionError: a prompt id the model does not have.
-            EngineClosed: `close` was called.
+            EngineClosed: `close` was called. GenerationError: called by a hook.
         """
         return self.submit_many([request], group=group)[0]
 
@@ -177,6 +177,7 @@ class Engine:
 
         Those whose `group` is the same object and says `lockstep` must fit the cache together.
         """
+        self._refuse_hooks()
         together: dict[int, list[Sequence]] = {}
         for sequence in sequences:
             shared = sequence.group if sequence.group is not None and sequence.group.lockstep else sequence
@@ -229,8 +230,9 @@ class Engine:
         """Have the model to oneself: requests wait at their next step until the `with` block ends; nothing is in flight.
 
         Raises:
-            EngineClosed: `close` was called. TimeoutError: somebody else has had it for `timeout_s`.
+            EngineClosed: `close` was called. TimeoutError: somebody else has had it for `timeout_s`. GenerationError: called by a hook.
         """
+        self._refuse_hooks()
         with self._lock:
             self._guests += 1
             self._no_guests.clear()
@@ -250,7 +252,14 @@ class Engine:
                     self._no_guests.set()
 
     def close(self) -> None:
-        """End every request with EngineClosed, join the thread, give memory back. A second call does nothing."""
+        """End every request with EngineClosed, join the thread, give memory back. A second call does nothing.
+
+        Inside a step (a hook, or garbage collected there) it only begins: the step has to end first.
+        """
+        if threading.current_thread() is self._thread:
+            self._closed = True
+            threading.Thread(target=self.close, name="exl2nb-close", daemon=True).start()
+            return
         self._stop(float("inf"))
         with self._model_lock:
             self._fail_all(EngineClosed("the model was closed while the request ran"))
@@ -260,6 +269,13 @@ class Engine:
             self._stepper.close()
             self.cache.close()
             self.model.close()
+
+    def _refuse_hooks(self) -> None:
+        if threading.current_thread() is self._thread:
+            raise GenerationError(
+                "a function that runs inside a step (post_sampling) called its own model, which would wait for itself; "
+                "note what you need there and call the model outside"
+            )
 
     def _stop(self, seconds: float) -> None:
         """Ask the thread to end and wait for it, in ticks, so that an interrupt gets through."""

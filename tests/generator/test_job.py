@@ -6,7 +6,7 @@ import gc
 import pytest
 
 import exl2nb as ex
-from exl2nb.core.errors import ContextOverflow, EngineClosed, FormatError, ModelNotFound, OptionError
+from exl2nb.core.errors import ContextOverflow, EngineClosed, FormatError, GenerationError, ModelNotFound, OptionError
 from exl2nb.io import safetensors
 
 
@@ -112,6 +112,19 @@ def test_a_callback_that_raises_ends_its_request_and_nothing_else(llm):
         llm.generate("It was", max_tokens=4000, ignore_eos=True, on_chunk=refuse)
     assert len(other.result().tokens) == 40
     assert llm.engine.wait_idle(10)
+
+
+def test_a_hook_that_asks_its_own_model_is_refused_and_may_close_it():
+    """It runs inside the engine's step: waiting for another step there would be for ever."""
+    with ex.demo(progress=None) as own:
+        for call in (lambda: own.generate("He", max_tokens=2), lambda: own.score("He said"), lambda: own.cache.snapshot()):
+            with pytest.raises(GenerationError, match="inside a step .* called its own model"):
+                own.generate("It was", max_tokens=2, post_sampling=lambda draw, call=call: call() and None)
+        assert own.generate("It was", max_tokens=2, temperature=0).text
+        with pytest.raises(EngineClosed):
+            own.generate("It was", max_tokens=200, ignore_eos=True, post_sampling=lambda draw: own.close())
+        with pytest.raises(EngineClosed):
+            own.generate("It was", max_tokens=2)
 
 
 def test_timeout(llm):
