@@ -167,7 +167,7 @@ def _errors(repo_id: str) -> Any:
 
     try:
         yield
-    except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, OSError, ValueError) as error:
+    except (errors.HfHubHTTPError, errors.OfflineModeIsEnabled, OSError, ValueError, *hub.network_errors()) as error:
         if isinstance(error, ModelNotFound):
             raise
         raise ConversionError(

@@ -97,7 +97,14 @@ def read_hub(name: str, render: Render | None) -> str:
                 f"{f' named {pattern}' if pattern else ''}; expected one; give another data set, or download it and give a file"
             )
         path = huggingface_hub.hf_hub_download(repo, wanted[0], repo_type="dataset", revision=revision or None)
-    except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, OSError, ValueError) as error:
+    except (
+        errors.HfHubHTTPError,
+        errors.LocalEntryNotFoundError,
+        errors.OfflineModeIsEnabled,
+        OSError,
+        ValueError,
+        *hub.network_errors(),
+    ) as error:
         if isinstance(error, OptionError):
             raise
         raise OptionError(

@@ -84,7 +84,7 @@ def hub_errors(repo_id: str, revision: str | None = None) -> Iterator[None]:
         raise ModelNotFound(
             f"{where}: the hub cannot be reached and the local cache has no complete copy; connect, or give a local folder"
         ) from error
-    except (errors.HfHubHTTPError, errors.HFValidationError, OSError, ValueError, *_network_errors()) as error:
+    except (errors.HfHubHTTPError, errors.HFValidationError, OSError, ValueError, *network_errors()) as error:
         raise ModelNotFound(
             f"{where}: the download failed ({type(error).__name__}: {str(error)[:200]}); nothing was loaded, try again: complete "
             "files are kept"
@@ -99,7 +99,7 @@ def unreachable(error: ModelNotFound) -> bool:
     if isinstance(cause, errors.OfflineModeIsEnabled):
         return True
     answered = isinstance(cause, errors.HfHubHTTPError)
-    return not answered and isinstance(cause, (ConnectionError, TimeoutError, *_network_errors()))
+    return not answered and isinstance(cause, (ConnectionError, TimeoutError, *network_errors()))
 
 
 def no_config(repo_id: str, revision: str | None) -> str:
@@ -111,7 +111,7 @@ def no_config(repo_id: str, revision: str | None) -> str:
     )
 
 
-def _network_errors() -> tuple[type[Exception], ...]:
+def network_errors() -> tuple[type[Exception], ...]:
     """What the client's HTTP library raises when a connection fails (older clients use requests, whose errors are OSErrors)."""
     from huggingface_hub import errors
 

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from exl2nb.converter.calibrate import read_calibration
 from exl2nb.converter.job import ConversionJob
 from exl2nb.converter.publish import card, push
-from exl2nb.core.errors import FormatError, ModelNotFound, OptionError
+from exl2nb.core.errors import ConversionError, FormatError, ModelNotFound, OptionError
+from exl2nb.io import hub
 
 from .test_job import OPTIONS, write_model
 
@@ -29,6 +31,20 @@ try:
     print(json.dumps([[m.revision for m in made], str(folder), [e.detail for e in events]]))
 except Exl2Error as error:
     print(json.dumps(f"{type(error).__name__}: {error}"))
+"""
+
+
+READER = """
+import json, sys
+from exl2nb.converter.calibrate import read_calibration
+from exl2nb.core.errors import Exl2Error
+found = []
+for name in sys.argv[1:]:
+    try:
+        found.append(read_calibration(name))
+    except Exl2Error as error:
+        found.append(f"{type(error).__name__}: {error}")
+print(json.dumps(found))
 """
 
 
@@ -110,7 +126,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
             tree = [{"type": "file", "path": n, "rfilename": n, "size": len(c), "oid": "0" * 40} for n, c in self.branches[name].items()]
             self.answer(200, tree if "tree" in parts else {"id": "me/model", "sha": sha, "siblings": tree})
             return
-        sha, file = parts[4], parts[5]
+        sha, file = parts[-2:]
+        sha = sha if sha not in self.branches else f"{'b' * 39}{list(self.branches).index(sha)}"
         content = self.branches[list(self.branches)[int(sha[-1])]][file]
         self.answer(200, content, ETag=f'"{hashlib.sha256(content).hexdigest()}"', X_Repo_Commit=sha, Accept_Ranges="none")
 
@@ -125,7 +142,7 @@ def made(tmp_path_factory):
     return first, ConversionJob(source, folder / "six", bpw=6.0, measurement=first.measurement, **{**OPTIONS, "report_rows": 0}).run()
 
 
-def client(tmp_path, server, token, *arguments):
+def client(tmp_path, server, token, *arguments, script=CLIENT):
     environment = {
         **{name: value for name, value in os.environ.items() if not name.startswith("HF_") and "proxy" not in name.lower()},
         "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
@@ -135,7 +152,7 @@ def client(tmp_path, server, token, *arguments):
         "HF_HUB_DISABLE_TELEMETRY": "1",
     }
     done = subprocess.run(
-        [sys.executable, "-c", CLIENT, *map(str, arguments)], env=environment, capture_output=True, text=True, check=False, timeout=240
+        [sys.executable, "-c", script, *map(str, arguments)], env=environment, capture_output=True, text=True, check=False, timeout=240
     )
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -170,6 +187,33 @@ def test_refused(made, server, tmp_path):
     answer = client(tmp_path, server, "hf_bad", "me/model", made[0].path)
     assert answer.startswith("ConversionError: push to me/model: ")
     assert "hf auth login" in answer
+
+
+def test_calibration_from_a_data_set(server, tmp_path):
+    lines = b"\n".join(json.dumps({"text": text}).encode() for text in ("one two", "three"))
+    Hub.branches = {"main": {"README.md": b"# Texts", "a.txt": b"other", "train-0.jsonl": lines}, "v2": {"b.txt": b"new"}}
+    names = ["dataset:me/texts", "dataset:me/texts:a*", "dataset:me/texts@v2", "dataset:me/texts:*.parquet", "dataset:me/texts@v3"]
+    found = client(tmp_path, server, "hf_good", *names, script=READER)
+    assert [one[0] for one in found[:3]] == ["one two\nthree", "other", "new"]
+    assert [one[1] for one in found[:3]] == names[:3]
+    assert found[3].startswith("OptionError: calibration dataset:me/texts:*.parquet: none of its 3 files")
+    assert found[4].startswith("OptionError: calibration dataset:me/texts@v3: cannot be fetched")
+
+
+def test_no_network_is_named(made, monkeypatch):
+    import huggingface_hub
+
+    broken = hub.network_errors() or (ConnectionError,)
+
+    def refuse(*args, **kwargs):
+        raise broken[0]("name or service not known")
+
+    for name in ("list_repo_files", "create_repo"):
+        monkeypatch.setattr(huggingface_hub.HfApi, name, refuse)
+    with pytest.raises(OptionError, match=r"dataset:me/texts: cannot be fetched \(name or service not known\)"):
+        read_calibration("dataset:me/texts")
+    with pytest.raises(ConversionError, match="push to me/model: name or service not known"):
+        push(made[0], "me/model")
 
 
 def test_card(made):
