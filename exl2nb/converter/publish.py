@@ -124,8 +124,6 @@ def card(repo_id: str, reports: Sequence[dict[str, Any]], revisions: Sequence[st
         lines.append(f"| `{name}` | {report['bpw']:.4f} | {report['matrices'][-1]['bpw']:.2f} | {report['bytes']:,} | {judged} |")
     calibration = reports[0]["calibration"]
     origin = f"[{source}](https://huggingface.co/{source})" if source else "its source model"
-    sizes = f"--rows {calibration['rows']} --length {calibration['length']}"
-    command = f"exl2nb convert {source or 'SOURCE'} OUT --bpw {reports[0]['target_bpw']:g} {sizes}"
     return "\n".join(
         [
             *front,
@@ -145,10 +143,26 @@ def card(repo_id: str, reports: Sequence[dict[str, Any]], revisions: Sequence[st
             f'llm = ex.load("{repo_id}", revision="{revisions[0]}")',
             "```",
             "",
-            f"Made by `{command}`; every revision has its bits per matrix in `{_REPORT}`.",
+            f"Made by `{_command(reports[0], source)}`; every revision has its bits per matrix in `{_REPORT}`.",
             "",
         ]
     )
+
+
+def _command(report: dict[str, Any], source: str | None) -> str:
+    """The command line that asks for what a report says was asked for."""
+    asked, calibration = dict(report.get("asked") or {"bpw": report["target_bpw"]}), report["calibration"]
+    words = ["exl2nb convert", source or "SOURCE", "OUT"]
+    for name, rule in dict(asked.pop("overrides", {})).items():
+        low, high = rule if isinstance(rule, (list, tuple)) and len(rule) == 2 else (rule, rule)
+        if isinstance(low, (int, float)) and isinstance(high, (int, float)):
+            words.append(f'--override "{name}={low:g}{f"-{high:g}" if high != low else ""}"')
+    words += ["--frozen CHOICES"] if asked.pop("frozen", None) else []
+    words += [
+        f"--{name.replace('_', '-')} {value:g}" if isinstance(value, float) else f"--{name.replace('_', '-')} {value}"
+        for name, value in asked.items()
+    ]
+    return " ".join([*words, f"--rows {calibration['rows']} --length {calibration['length']}"])
 
 
 def _report(folder: Path) -> dict[str, Any]:

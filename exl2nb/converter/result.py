@@ -61,6 +61,7 @@ class Conversion:
     weight files. matrices: in running order, the head last. seconds: per stage. measurement: pass it to the next conversion of this model.
     resumed_layers: layers taken over from an interrupted run. quality: on held-out rows of the calibration text, None without any.
     device: "cpu" or "cuda", where it was computed. polished: what trying plans found, None where none was tried.
+    asked: the target, the head's bits, overrides and whether choices were frozen, as they were given.
     """
 
     path: Path
@@ -77,6 +78,7 @@ class Conversion:
     quality: Quality | None = None
     device: str = "cpu"
     polished: Polished | None = None
+    asked: dict[str, Any] = field(default_factory=dict)
 
     @property
     def predicted_kl(self) -> float:
@@ -100,6 +102,7 @@ class Conversion:
         """The report as plain values, the same for the same conversion: no times, no paths."""
         total = self.predicted_kl or 1.0
         return {
+            "asked": self.asked,
             "target_bpw": self.target_bpw,
             "bpw": self.bpw,
             "head_bits": self.head_bits,

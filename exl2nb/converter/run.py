@@ -148,6 +148,7 @@ class Run:
             quality=made.quality,
             polished=polished,
             device=self.weights.device.type,
+            asked={**self.settings.wanted, **({"frozen": True} if "frozen" in self.settings.wanted else {})},
         )
 
     def _timed(self, name: str, work: Callable[[], T]) -> T:

@@ -223,6 +223,11 @@ def test_card(made):
     assert f"{made[0].quality.kl:.5f} (" in text
     assert "| not measured |" in text
     assert 'ex.load("me/model", revision="4.5bpw")' in text
+    assert "`exl2nb convert someone/source OUT --bpw 4.5 --head-bits 6 --rows 6 --length 32`" in text
+    asked = {"bytes": "2GB", "head_bits": "auto", "overrides": {"layer 0": (6, 8.5), "v": 5, "k": [(4, 32), (3, 32)]}, "frozen": True}
+    text = card("me/model", [{**made[0].to_dict(), "asked": asked}], ["a"])
+    wanted = 'convert SOURCE OUT --override "layer 0=6-8.5" --override "v=5" --frozen CHOICES --bytes 2GB --head-bits auto --rows 6'
+    assert wanted in text
 
 
 def test_wrong_arguments(made, tmp_path):
