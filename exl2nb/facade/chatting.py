@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from exl2nb.core.errors import OptionError
 from exl2nb.tokenizer import chat as chat_format
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
@@ -29,6 +30,10 @@ class Chatting:
         add_generation_prompt: bool = True,
     ) -> str:
         """The text a conversation becomes, special tokens by name: look at it when a model answers oddly."""
+        if not isinstance(template_options, (Mapping, type(None))):
+            raise OptionError(f"template_options is {template_options!r}; expected a dict of the template's variables")
+        if tools is not None and (not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools)):
+            raise OptionError(f"tools is {str(tools)[:80]!r}; expected a list of JSON schemas of functions, as dicts")
         talk = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         source = template if template is not None else self.tokenizer.templates.pick(tools=bool(tools))
         return chat_format.render(

@@ -96,9 +96,12 @@ class Conversation:
             The assistant's `Turn`, or an `Answer`.
 
         Raises:
-            As `llm.chat`. What was said stays: `reply` asks for the answer again.
+            As `llm.chat`. What was said stays: `reply` asks for the answer again, `say` puts something else in its place (beside it).
         """
-        self.head = self.tree.add(None if self.head is None else self.head.id, role, _text(text, "text"))
+        head, parent = self.head, None if self.head is None else self.head.id
+        if head is not None and head.role == role == "user" and not self.tree.children(head.id):  # refused: too long, say
+            parent = head.parent
+        self.head = self.tree.add(parent, role, _text(text, "text"))
         return self.reply(stream=stream, **options)
 
     def reply(self, *, stream: bool = False, **options: Any) -> Any:

@@ -105,12 +105,12 @@ class Request:
                 ("cfg_scale", self.guided),
                 ("banned_strings", self.banned_strings),
                 ("a structure", self.structure is not None),
+                ("return_logits", self.return_logits),
                 ("a sampler other than temperature=0", not plain),
             )
             if wrong := [name for name, on in checks if on]:
-                raise OptionError(
-                    f"beams={self.beams} and {wrong[0]} exclude each other: beam search draws nothing; leave it out, or beams=1"
-                )
+                why = "its tokens come from several beams" if wrong[0] == "return_logits" else "beam search draws nothing"
+                raise OptionError(f"beams={self.beams} and {wrong[0]} exclude each other: {why}; leave it out, or beams=1")
         if self.structure is not None and self.token_healing:
             raise OptionError("token_healing and a structure exclude each other: the healed token is part of the prompt; leave one out")
         if self.cfg_scale != 1.0 and not self.negative_ids:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import exl2nb as ex
-from exl2nb.core.errors import ConfigError, OptionError, TokenizerError
+from exl2nb.core.errors import ConfigError, ContextOverflow, OptionError, TokenizerError
 from exl2nb.facade.conversation import Conversation
 from exl2nb.facade.rendered import rendered
 from exl2nb.facade.turns import Tree
@@ -150,6 +150,11 @@ def test_refusals(llm):
     assert talk.reply().content
     with pytest.raises(OptionError, match="the current turn is the assistant's"):
         talk.reply()
+    with pytest.raises(ContextOverflow):
+        talk.say("word " * 5000)
+    talk.say("b")  # in the place of what was too long
+    assert [turn.content for turn in talk.turns if turn.role == "user"] == ["a", "b"]
+    assert [len(turn.content) for turn in talk.siblings(talk.turns[2])] == [25000, 1]
     other = llm.conversation(**OPTIONS)
     other.say("Else")
     with pytest.raises(OptionError, match="is no turn of it"):
