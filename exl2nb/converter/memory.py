@@ -102,7 +102,7 @@ def planned(config: ModelConfig, *, rows: int, length: int, report_rows: int = 0
 
 
 def planned_on_gpu(config: ModelConfig, *, rows: int, length: int, report_rows: int = 0, polish: bool = False) -> Planned:
-    """What a conversion on a GPU will take of it, torch's and the driver's own (some 0.5 GB) not counted.
+    """What a conversion on a GPU will take of it, the driver's and the libraries' own (0.8 GiB on an H200) and what torch keeps for later not counted.
 
     Layers that wait half-run are left out: they do so only where a sixth of the GPU holds them (layers._room).
 
