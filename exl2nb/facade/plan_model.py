@@ -79,11 +79,12 @@ def _gpu_stages(config: ModelConfig) -> tuple[Stage, ...]:
     spread = 4 * q if config.q_per_kv > 1 else 0
     one = config.intermediate_size if config.moe is None else max(config.moe.intermediate_size, config.moe.shared_size or 0)
     fixed = PRODUCTS_BYTES + 2 * hidden * max(q + 2 * kv, one * (2 if config.gated else 1))
+    holes = 2 * (q + 2 * kv) + 2 * q  # that torch's allocator leaves between them: about q, k, v and what attention read, gone by then
     return (
         Stage(fixed, 6 * hidden + 6 * (q + 2 * kv), tables),
         Stage(fixed, 4 * hidden + 2 * (q + 2 * kv) + 4 * q, tables + 4 * kv + spread),
         Stage(fixed, 8 * hidden + 2 * inner, tables),
-        Stage(fixed, 4 * hidden + 2 * up + max(2 * inner, 2 * hidden), tables),
+        Stage(fixed, 4 * hidden + 2 * up + max(2 * inner, 2 * hidden) + holes, tables),
     )
 
 

@@ -30,7 +30,7 @@ class GpuForward:
 
     def __init__(self, program: ops.Program, device: torch.device, *, deterministic: bool = False) -> None:
         self.program, self.device, self.deterministic = program, device, deterministic
-        self.many = False
+        self.many = not deterministic
         self.vocab = ops.shape(program.steps[-1][1]["blob"])[1]
         self.most = MOST_ROUTED if any(name == "routed_mlp" for name, _ in program.steps) else MOST
         self._steppers: dict[int, gpu.Stepper] = {}
