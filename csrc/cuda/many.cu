@@ -42,7 +42,7 @@ int splits_of(int tiles) {
 bool many_takes(const GemvArgs& a) {
   ManyArgs m{};
   m.items = a.items, m.units = a.units, m.num_parts = a.num_parts;
-  return a.tokens > kMaxTokens && gemv_path() == kBulk && !a.rows && !a.squares && !a.from.x && many_shared(m) <= shared_limit();
+  return a.tokens > kFewTokens && gemv_path() == kBulk && !a.rows && !a.squares && !a.from.x && many_shared(m) <= shared_limit();
 }
 
 const char* many_launch(const GemvArgs& a, cudaStream_t stream, bool pdl) {

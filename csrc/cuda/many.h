@@ -1,8 +1,10 @@
-// The matrix product of steps of more than eight tokens. It only stores: what follows it is in kernels of its own.
+// The matrix product of steps of many tokens. It only stores: what follows it is in kernels of its own.
 #pragma once
 #include "gemv.h"
 
 namespace exl2nb {
+
+constexpr int kFewTokens = 2 * kMaxTokens;  // as many go through the decode path's product, eight at a time
 
 // Whether many_launch does the product of `a` on this GPU.
 bool many_takes(const GemvArgs& a);

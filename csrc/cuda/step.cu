@@ -52,7 +52,7 @@ std::string plan(const int64_t* code, int64_t words, int tokens, Layout& layout,
     return "the program is not the code of a Program";
   const int64_t H = code[4];
   size_t normed = 0, qkv = 0, act[2] = {0, 0}, wide = 0, attention = 0, routed = 0;
-  const bool many = tokens > kMaxTokens;
+  const bool many = tokens > kFewTokens;
   bool summed = many;
   vocab = 0;
   const int64_t* end = code + words;

@@ -64,8 +64,8 @@ class Stepper:
     """Runs a program on the GPU for steps of up to `capacity` tokens; keeps the memory that its kernels share.
 
     Args:
-        code: of a `Program`. capacity: tokens. many: steps of more than eight tokens decode every weight once for 64 of them; a token's
-            bits then depend on how many there are.
+        code: of a `Program`. capacity: tokens. many: steps of more than sixteen tokens decode every weight once for 64 of them; a
+            token's bits then depend on how many there are.
     """
 
     def __init__(self, code: Tensor, capacity: int, device: torch.device, *, many: bool = False) -> None:

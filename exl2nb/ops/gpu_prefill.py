@@ -22,7 +22,7 @@ from exl2nb.ops.experts import Experts
 from exl2nb.ops.prefill_attention import attend, can_attend
 from exl2nb.ops.program import Program
 
-FEW, FEW_HOPPER = 64, 128  # rows that go through the kernels of decode steps rather than through an unpacked matrix
+FEW = 64  # rows that go through the kernels of decode steps rather than through an unpacked matrix
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,6 @@ class _Run:
         self.qkv: dict[str, Any] = {}
         self.parts: tuple[Tensor, ...] = ()  # q, k, v until attention has read them
         self._room: Tensor | None = None
-        self._few = FEW_HOPPER if inputs.ids.is_cuda and torch.cuda.get_device_capability(inputs.ids.device) >= (9, 0) else FEW
 
     def embed(self, a: dict[str, Any]) -> None:
         i = self.inputs
@@ -126,7 +125,7 @@ class _Run:
 
     def linear_residual(self, a: dict[str, Any]) -> None:
         x, scale = self.done.pop(a["aside"]).half(), a["scale"]
-        if len(x) > self._few and a["norm"] is None:  # added up in the product
+        if len(x) > FEW and a["norm"] is None:  # added up in the product
             weight = self._unpacked(self.program.heads[a["blob"].data_ptr()], x.device)
             torch.addmm(self.x, x, weight, out_dtype=torch.float32, alpha=scale, out=self.x)
             if a["bias"] is not None:
@@ -167,7 +166,7 @@ class _Run:
 
     def _product(self, x: Tensor, blob: Tensor, bias: Tensor | None, *, half: bool = False) -> Tensor:
         head = self.program.heads[blob.data_ptr()]
-        if len(x) <= self._few:
+        if len(x) <= FEW:
             y = gpu.linear(head, x.float(), bias, many=True)
             return y.half() if half else y
         weight = self._unpacked(head, x.device)

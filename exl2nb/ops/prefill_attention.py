@@ -70,24 +70,21 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, so
         options = {"softcap": softcap} if softcap else {}
         sides = (window - 1, 0) if window else (-1, -1)
         return flash.call(q[None], k[None], v[None], softmax_scale=scale, causal=True, window_size=sides, **options)[0].flatten(1)
-    n, length, shared = q.shape[0], k.shape[0], q.shape[1] != k.shape[1]
+    n, length, share = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
+    if share > 1:
+        k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
-    direct = q.is_cuda and can_use_flash_attention(SDPAParams(q, k, v, None, 0.0, n == length, shared))
-    if shared and not direct:  # other kernels read heads one by one
-        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-    if n == length:
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=shared and direct)
-    else:
-        y = _behind(q, k, v, scale, direct)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale) if n == length else _behind(q, k, v, scale)
     return y[0].transpose(0, 1).reshape(n, -1)
 
 
-def _behind(q: Tensor, k: Tensor, v: Tensor, scale: float, direct: bool) -> Tensor:
-    """Causal attention where the queries `(1, Hq, n, D)` stand at the end of the keys `(1, Hkv, length, D)`; direct: by flash attention.
+def _behind(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    """Causal attention where the queries `(1, Hq, n, D)` stand at the end of the keys `(1, Hq, length, D)`.
 
     As torch.nn.attention.bias.causal_lower_right has it, whose import takes seconds: it brings torch's compiler along.
     """
-    if direct:
+    params = SDPAParams(q, k, v, None, 0.0, False, False)
+    if q.shape[-1] % 8 == 0 and can_use_flash_attention(params):
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)[0]
     seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)

@@ -86,7 +86,7 @@ def test_products_that_decode_once_for_many_rows(name):
     blob, dense = ops.pack_exl2(*on_gpu(tensors)), ops.reconstruct(*tensors).double()
     head, x, bias = gpu.blob_head(blob), torch.randn(70, len(dense), generator=torch.Generator().manual_seed(1)), torch.randn(352)
     want = x.half().double() @ dense + bias.double()
-    for rows in (9, 16, 31, 64, 70):
+    for rows in (17, 32, 64, 70):
         got = gpu.linear(head, x[:rows].cuda(), bias.cuda(), many=True)
         assert float((got.cpu().double() - want[:rows]).norm() / want[:rows].norm()) < 1e-3
         assert torch.equal(got, gpu.linear(head, x[:rows].cuda(), bias.cuda(), many=True))
