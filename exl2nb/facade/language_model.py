@@ -291,6 +291,9 @@ class LLM(Reading, Chatting, Working):
         self.engine.close()
         self._finalizer.detach()
 
+    def __reduce__(self) -> Any:
+        raise OptionError("a loaded model can neither be copied nor sent to another process; share it between threads, or load it there")
+
     def __enter__(self) -> LLM:
         return self
 

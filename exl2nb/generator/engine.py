@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextvars
+import os
 import threading
 import time
 import weakref
@@ -110,7 +111,7 @@ class Engine:
         self._guests = 0
         self._lock, self._model_lock, self._run_lock = threading.Lock(), threading.Lock(), threading.Lock()
         self._thread: threading.Thread | None = None
-        self._closed = False
+        self._closed, self._process = False, os.getpid()
 
     # ---- callers' side: any thread
 
@@ -177,7 +178,7 @@ class Engine:
 
         Those whose `group` is the same object and says `lockstep` must fit the cache together.
         """
-        self._refuse_hooks()
+        self._check_caller()
         together: dict[int, list[Sequence]] = {}
         for sequence in sequences:
             shared = sequence.group if sequence.group is not None and sequence.group.lockstep else sequence
@@ -232,7 +233,7 @@ class Engine:
         Raises:
             EngineClosed: `close` was called. TimeoutError: somebody else has had it for `timeout_s`. GenerationError: called by a hook.
         """
-        self._refuse_hooks()
+        self._check_caller()
         with self._lock:
             self._guests += 1
             self._no_guests.clear()
@@ -270,7 +271,11 @@ class Engine:
             self.cache.close()
             self.model.close()
 
-    def _refuse_hooks(self) -> None:
+    def _check_caller(self) -> None:
+        if os.getpid() != self._process:  # its threads and those of the kernels were not forked with it
+            raise GenerationError(
+                f"the model was loaded by process {self._process}, of which this one is a fork; load it here, or use threads"
+            )
         if threading.current_thread() is self._thread:
             raise GenerationError(
                 "a function that runs inside a step (post_sampling) called its own model, which would wait for itself; "

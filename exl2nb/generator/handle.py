@@ -204,6 +204,7 @@ class Handle:
         while True:
             if item is None:
                 self._over = True
+                self._channel.items.put(None)  # for another thread that waits on the same handle
                 return
             tokens += item
             try:

@@ -1,7 +1,12 @@
 """Many requests as one stream of events; the callback; the facade of the cache."""
 
 import asyncio
+import copy
 import gc
+import os
+import pickle
+import threading
+import warnings
 
 import pytest
 
@@ -125,6 +130,33 @@ def test_a_hook_that_asks_its_own_model_is_refused_and_may_close_it():
             own.generate("It was", max_tokens=200, ignore_eos=True, post_sampling=lambda draw: own.close())
         with pytest.raises(EngineClosed):
             own.generate("It was", max_tokens=2)
+
+
+def test_two_threads_on_one_stream_share_it(llm):
+    handle, got = llm.stream("It was", max_tokens=12, temperature=0), [[], []]
+    threads = [threading.Thread(target=lambda mine=mine: mine.extend(token for chunk in handle for token in chunk.tokens)) for mine in got]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)
+    assert sorted(got[0] + got[1]) == sorted(handle.result().tokens)
+
+
+def test_a_forked_process_is_told_to_load_its_own(llm):
+    for wrong in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(OptionError, match="neither be copied nor sent to another process"):
+            wrong(llm)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # newer Pythons warn of threads
+        child = os.fork()
+    if not child:
+        try:
+            llm.generate("It was", max_tokens=2)
+        except GenerationError as error:
+            os._exit(0 if "a fork of it; load it here" in str(error) else 2)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_timeout(llm):
