@@ -105,7 +105,7 @@ def expert_inputs(
     *,
     cross: bool,
 ) -> Iterator[tuple[str, Factor, Tensor | None]]:
-    """Inputs of a layer's experts in turn: name, factor of its Hessian, cross moments (hessian.Factor.correction) where wanted.
+    """Inputs of a layer's experts in turn: name, factor of its Hessian, cross moments (hessian.Factor.stored) where wanted.
 
     Args:
         config: the model.

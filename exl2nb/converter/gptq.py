@@ -34,12 +34,16 @@ def run(weight: Tensor, factor: Factor, groups: Groups, column_weight: Tensor | 
     Returns:
         Where the kernels ran: on the GPU for a weight there, if the CUDA library was built.
     """
-    on = _runs_on(weight.device)
+    return _run(factor.stored(weight), factor, groups, column_weight, coupling)
+
+
+def _run(stored: Tensor, factor: Factor, groups: Groups, column_weight: Tensor | None, coupling: Coupling | None) -> Quantized:
+    on = _runs_on(stored.device)
     table = torch.tensor([value for group in groups for value in group], dtype=torch.int32)
-    stored, upper = weight.T[factor.perm].to(on), factor.upper.to(on)
+    stored, upper = stored.to(on), factor.upper.to(on)
     if coupling is None:
         columns = stored.new_ones(stored.shape[1]) if column_weight is None else column_weight.float().to(on).contiguous()
-        return gptq_quantize(stored.contiguous(), upper, columns, table)
+        return gptq_quantize(stored, upper, columns, table)
     perm, spread, back = coupling.perm.to(on), coupling.spread.to(on), torch.argsort(coupling.perm).to(on)
     columns = spread.square() if column_weight is None else column_weight.float().to(on)[perm].contiguous()
     made = gptq_quantize(stored[:, perm].contiguous(), upper, columns, table, coupling.factor.to(on), spread)
@@ -58,7 +62,7 @@ def losses(weight: Tensor, factor: Factor, options: Sequence[Groups], column_wei
         Per option the loss of each group.
     """
     on = _runs_on(weight.device)
-    stored = weight.T[factor.perm].to(on).contiguous()
+    stored = factor.stored(weight).to(on)
     found = gptq_losses(stored, factor.upper.to(on), stored.new_ones(stored.shape[1]), options)
     column = column_weight.double().to(on)
     whole = torch.cat([loss.double() @ column for loss in found])
@@ -68,12 +72,19 @@ def losses(weight: Tensor, factor: Factor, options: Sequence[Groups], column_wei
 def quantize(
     weight: Tensor, factor: Factor, groups: Groups, *, bias: Tensor | None = None, coupling: Coupling | None = None
 ) -> tuple[Exl2Tensors, float]:
-    """Quantise one matrix and pack it.
+    """Quantise one matrix and pack it; arguments as of `run`.
 
     Returns:
         The tensors, on the CPU, and the loss: the sum over columns of `dW^T H dW`, or of `tr(G dW^T H dW)` with a coupling.
     """
-    result = run(weight, factor, groups, coupling=coupling)
+    return quantize_stored(factor.stored(weight), factor, groups, bias=bias, coupling=coupling)
+
+
+def quantize_stored(
+    stored: Tensor, factor: Factor, groups: Groups, *, bias: Tensor | None = None, coupling: Coupling | None = None
+) -> tuple[Exl2Tensors, float]:
+    """The same of a matrix as `Factor.stored` gives it, so that no other copy need be there."""
+    result = _run(stored, factor, groups, None, coupling)
     on = result.codes.device
     parts = result.codes.contiguous(), result.scale_index.contiguous(), result.scale_max
     packed = encode(*parts, groups, factor.perm.to(on), bias=None if bias is None else bias.to(on))
@@ -83,10 +94,14 @@ def quantize(
 def dense(packed: Exl2Tensors, out_features: int, device: torch.device | str = "cpu") -> Tensor:
     """What the loader will compute with, in the nn.Linear layout: f32 `(out_features, K)` on `device`, padding dropped."""
     if _runs_on(torch.device(device)).type == "cpu":
-        return packed.reconstruct()[:, :out_features].T.float().contiguous().to(device)
+        return _turned(packed.reconstruct(), out_features).to(device)
     there = _moved(packed, torch.device(device))
-    made = reconstruct(there.q_weight, there.q_scale, there.q_scale_max, there.q_groups, there.q_invperm)
-    return made[:, :out_features].T.float().contiguous()
+    return _turned(reconstruct(there.q_weight, there.q_scale, there.q_scale_max, there.q_groups, there.q_invperm), out_features)
+
+
+def _turned(made: Tensor, out_features: int) -> Tensor:
+    """f16 `(K, N)` as f32 `(out_features, K)`."""
+    return torch.empty(out_features, len(made), device=made.device).copy_(made[:, :out_features].T)
 
 
 def _moved(packed: Exl2Tensors, device: torch.device) -> Exl2Tensors:

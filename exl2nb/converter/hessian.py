@@ -63,21 +63,24 @@ class Factor:
     perm: Tensor
     upper: Tensor
 
-    def correction(self, cross: Tensor, weight: Tensor, strength: float) -> Tensor:
-        """What to add to `weight` so that its outputs on the inputs at hand come nearer to those on the dense model's inputs.
+    def stored(self, weight: Tensor, cross: Tensor | None = None, strength: float = 0) -> Tensor:
+        """A matrix as rounding wants it, f32 `(K, N)`; with `cross` shifted so that its outputs on the inputs at hand come nearer to those
+        on the dense model's inputs.
 
         Args:
-            cross: f64 `(K, K)`, mean of x^T (dense x - x) under the Hessian's weights.
             weight: f32 `(N, K)`.
-            strength: 0 (nothing) to 1 (the least-squares answer).
+            cross: f64 `(K, K)`, mean of x^T (dense x - x) under the Hessian's weights.
+            strength: of the shift, 0 (nothing) to 1 (the least-squares answer).
         """
-        cross, back = cross.float()[self.perm], torch.argsort(self.perm)
-        found, most = torch.empty_like(weight), max(1, AT_ONCE // weight.shape[1])
+        made, most = weight.new_empty(weight.shape[1], weight.shape[0]), max(1, AT_ONCE // weight.shape[1])
+        wanted = None if cross is None else cross.float()[self.perm]
         for first in range(0, len(weight), most):
-            part = slice(first, first + most)
-            wanted = tensor_cores.matmul(cross, weight[part].T)
-            found[part] = (strength * tensor_cores.matmul(self.upper.T, tensor_cores.matmul(self.upper, wanted))[back]).T
-        return found
+            part, columns = slice(first, first + most), weight[first : first + most].T
+            made[:, part] = columns[self.perm]
+            if wanted is not None:
+                shift = tensor_cores.matmul(self.upper.T, tensor_cores.matmul(self.upper, tensor_cores.matmul(wanted, columns)))
+                made[:, part] += shift.mul_(strength)
+        return made
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from exl2nb.converter.experts import expert_inputs
-from exl2nb.converter.gptq import dense, quantize
+from exl2nb.converter.gptq import dense, quantize_stored
 from exl2nb.converter.hessian import DAMPING, Factor, Moments, batches, couple, factorize, input_of
 from exl2nb.converter.streams import Stream, new_stream
 from exl2nb.core.options import check_range
@@ -167,11 +167,11 @@ def quantize_layer(
     def make(name: str, factor: Factor, cross: Tensor | None) -> None:
         for linear in (linears[role] for role, source in names.items() if source == name):
             weight = weights[f"{linear.key}.weight"]
-            target = weight if cross is None else factor.correction(cross, weight, rounding.strength).add_(weight)
             products = statistics.get(f"{linear.key}.coupling") if rounding.coupled else None
             coupling = None if products is None else couple(products.to(weight.device))
             bias = weights[f"{linear.key}.bias"].half() if linear.bias else None
-            packed[linear.key] = quantize(target, factor, groups[linear.key], bias=bias, coupling=coupling)
+            stored = factor.stored(weight, cross, rounding.strength)
+            packed[linear.key] = quantize_stored(stored, factor, groups[linear.key], bias=bias, coupling=coupling)
             current[f"{linear.key}.weight"] = dense(packed[linear.key][0], linear.out_features, weight.device)
 
     seen = current if rounding.refresh else dict(weights)
@@ -214,17 +214,16 @@ def _moments(stage: Iterable[tuple[slice, Tensor, Tensor]], tokens: Tensor | Non
 
 
 def quantize_head(
-    config: ModelConfig, ends: Mapping[str, Tensor], streams: Streams, groups: Sequence[tuple[int, int]], rounding: Rounding
+    config: ModelConfig, ends: dict[str, Tensor], streams: Streams, groups: Sequence[tuple[int, int]], rounding: Rounding
 ) -> tuple[Exl2Tensors, float]:
-    """Quantise the head's matrix on the streams after the last layer."""
-    key, moments = head_linear(config).key, Moments()
+    """Quantise the head's matrix, which is taken out of `ends`, on the streams after the last layer."""
+    moments = Moments()
     for part in batches(config, streams.dense, 0, streams.used):
         wanted, found = (reference.final_norm(config, ends, stream[part]) for stream in (streams.dense, streams.made))
         moments.add("head", found)
         if rounding.strength:
             moments.add_cross("cross", found, wanted - found)
     hessians = moments.hessians()
-    factor, weight = factorize(hessians["head"], damping=rounding.damping, name="input of the head"), ends[f"{key}.weight"]
-    if rounding.strength:
-        weight = factor.correction(hessians["cross"], weight, rounding.strength).add_(weight)
-    return quantize(weight, factor, groups)
+    factor = factorize(hessians["head"], damping=rounding.damping, name="input of the head")
+    stored = factor.stored(ends.pop(f"{head_linear(config).key}.weight"), hessians.get("cross"), rounding.strength)
+    return quantize_stored(stored, factor, groups)

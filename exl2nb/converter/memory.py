@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from exl2nb.converter.hessian import MOST_IN_F64, ROWS_PER_BATCH, block_of, gpu_rows, input_of
+from exl2nb.converter.hessian import AT_ONCE, MOST_IN_F64, ROWS_PER_BATCH, block_of, gpu_rows, input_of
 from exl2nb.converter.layers import HELD_BYTES
 from exl2nb.converter.layers import WORKING as BOTH
 from exl2nb.converter.measuring import HELD_STATISTICS
@@ -102,7 +102,7 @@ def planned(config: ModelConfig, *, rows: int, length: int, report_rows: int = 0
 
 
 def planned_on_gpu(config: ModelConfig, *, rows: int, length: int, report_rows: int = 0, polish: bool = False) -> Planned:
-    """What a conversion on a GPU will take of it, the driver's and the libraries' own (0.8 GiB on an H200) and what torch keeps for later not counted.
+    """What a conversion on a GPU will take of it, beside the driver and the libraries (0.8 GiB on an H200) and what torch keeps for later.
 
     Layers that wait half-run are left out: they do so only where a sixth of the GPU holds them (layers._room).
 
@@ -133,6 +133,10 @@ def planned_on_gpu(config: ModelConfig, *, rows: int, length: int, report_rows: 
     rounding = max(2 * DOUBLE * square, 2 * FLOAT * square + pieces + 6 * largest)
     narrow = max(SPAN_ROWS, min(linear.in_features for layer in layers for linear in layer))
     copies = COPIES_BYTES + 2 * SPAN_ROWS * COPIES_BYTES // narrow + (FLOAT + SPLIT) * RESULT  # with errors of a span, and what they change
+    # the head: itself, as rounding wants it and what is shifted at a time; that, the copy that is changed, codes, errors of a span
+    shifted = 2 * head + 4 * min(FLOAT * AT_ONCE, head) + pieces
+    errors = 2 * FLOAT * SPAN_ROWS * config.vocab_size + (FLOAT + SPLIT) * RESULT
+    rounded = max(shifted, 2 * head + head // 2 + errors)
     return Planned(
         held=0,
         sweep=held
@@ -150,7 +154,7 @@ def planned_on_gpu(config: ModelConfig, *, rows: int, length: int, report_rows: 
         + TRIED * 2 * FLOAT * ROWS * LENGTH * config.hidden_size
         + 2 * FLOAT * ROUNDED_ON * length * config.hidden_size,
         quantize=BOTH * _in_memory(quantize, BOTH)
-        + max(7 * head + pieces, 2 * weights + moment + max(FLOAT * square + moment + forward + pieces, rounding)),
+        + max(rounded, 2 * head + max(head // 2, logits), 2 * weights + moment + max(FLOAT * square + moment + forward + pieces, rounding)),
         disk=disk,
     )
 

@@ -55,10 +55,11 @@ def quantize_model(context: Context, rows: Rows, measurement: Measurement, plan:
             done = filed.layer(layer, streams, known or work.load_statistics(statistics, layer), rounding)
             meter.step(detail=f"layer {layer}", bpw=[round(m.bpw, 3) for m in done])
         context.check()
-        ends = weights.ends(embedding=False)  # not kept until here: of a model with a large vocabulary it is GBs
-        quantised = filed.head(ends, streams, rounding)
+        quantised = filed.head(streams, rounding)
         if len(held_out):
-            made.quality = judge(config, held_out, (ends, streams.dense[rows.used :]), (quantised, streams.made[rows.used :]))
+            ends = weights.ends(embedding=False)  # not kept meanwhile: of a model with a large vocabulary it is GBs
+            found = {**ends, **filed.dense(quantised, {"head": head_linear(config)})}
+            made.quality = judge(config, held_out, (ends, streams.dense[rows.used :]), (found, streams.made[rows.used :]))
         meter.step(detail="head" if made.quality is None else str(made.quality))
     return made
 
@@ -82,22 +83,23 @@ class _Filed:
             self._work.save(self._made.key, layer, packed)
         else:
             self._made.resumed += 1
-            streams.advance(config, layer, weights, {**weights, **self._dense(packed, linears)})
+            streams.advance(config, layer, weights, {**weights, **self.dense(packed, linears)})
         return self._add(packed, linears)
 
-    def head(self, ends: dict[str, Tensor], streams: Streams, rounding: Rounding) -> dict[str, Tensor]:
-        """The same for the head; returns what stands outside the layers, with the matrix that the loader will see."""
+    def head(self, streams: Streams, rounding: Rounding) -> Packed:
+        """The same for the head."""
         linear = head_linear(self._weights.config)
         packed = self._work.load(self._made.key, HEAD, {"head": linear})
         if packed is None:
-            packed = {linear.key: quantize_head(self._weights.config, ends, streams, self._choices[linear.key].groups, rounding)}
+            ends, groups = self._weights.ends(embedding=False), self._choices[linear.key].groups
+            packed = {linear.key: quantize_head(self._weights.config, ends, streams, groups, rounding)}
             self._work.save(self._made.key, HEAD, packed)
         else:
             self._made.resumed += 1
         self._add(packed, {"head": linear})
-        return {**ends, **self._dense(packed, {"head": linear})}
+        return packed
 
-    def _dense(self, packed: Packed, linears: Mapping[str, Linear]) -> dict[str, Tensor]:
+    def dense(self, packed: Packed, linears: Mapping[str, Linear]) -> dict[str, Tensor]:
         """What the loader will compute with."""
         device = self._weights.device
         return {f"{line.key}.weight": dense(packed[line.key][0], line.out_features, device) for line in linears.values()}
