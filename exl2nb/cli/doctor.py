@@ -157,16 +157,12 @@ def _cuda() -> list[Check]:
 
 
 def _flash_attention() -> list[Check]:
-    import torch
-
     from exl2nb.ops.prefill_attention import flash_attention
 
-    if not torch.cuda.is_available():
-        return []
-    found, version = flash_attention(), _version("flash-attn") or "of unknown version"
+    found = flash_attention()
     if found.call is not None:
-        return [Check(name="flash-attn", state="ok", found=f"{version}: prompts use it")]
-    return [Check(name="flash-attn", state="note", found=f"{found.why}; prompts use torch's attention, nothing is missing")]
+        return [Check(name="flash-attn", state="ok", found=f"{_version('flash-attn') or 'of unknown version'}: prompts on the GPU use it")]
+    return [Check(name="flash-attn", state="note", found=f"{found.why}; prompts on a GPU use torch's attention, nothing is missing")]
 
 
 def _cpu() -> list[Check]:

@@ -11,6 +11,7 @@ import torch
 from exl2nb.cli import doctor, main
 from exl2nb.cli.models import demo_directory
 from exl2nb.io.safetensors import SafetensorsFile, save
+from exl2nb.ops import prefill_attention
 
 DATA = Path(__file__).parents[1] / "data"
 EXL2 = str(DATA / "demo-exl2-4.0bpw")
@@ -137,7 +138,8 @@ def test_doctor(capsys):
     data = json.loads(capsys.readouterr().out)
     assert code == (0 if data["ok"] else 1)
     names = [check["name"] for check in data["checks"]]
-    assert names == ["exl2nb", "python", "packages", "torch", "engine", "cuda", "cpu", "memory", "environment", "jupyter", "demo model"]
+    parts = ["torch", "engine", "cuda", "flash-attn", "cpu", "memory", "environment", "jupyter"]
+    assert names == ["exl2nb", "python", "packages", *parts, "demo model"]
     assert next(check for check in data["checks"] if check["name"] == "demo model")["state"] == "ok"
 
 
@@ -149,6 +151,17 @@ def test_doctor_says_what_to_do(monkeypatch):
     assert found["environment"].todo == "unset EXL2NB_DEVICE"
     assert found["demo model"].state == "problem"
     assert "reinstall" in found["demo model"].todo
+
+
+def test_doctor_says_which_attention_prompts_use(monkeypatch):
+    for found, state, words in (
+        (prefill_attention.FlashAttention(None, why="not installed"), "note", "not installed; prompts on a GPU use torch's attention"),
+        (prefill_attention.FlashAttention(print), "ok", "prompts on the GPU use it"),
+    ):
+        monkeypatch.setattr(prefill_attention, "flash_attention", lambda found=found: found)
+        (check,) = doctor._flash_attention()
+        assert check.state == state
+        assert words in check.found
 
 
 def test_doctor_survives_a_broken_check(monkeypatch):
