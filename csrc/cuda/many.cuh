@@ -7,11 +7,12 @@
 #pragma once
 #include "blob.h"
 #include "coded.cuh"
+#include "many.h"
 #include "pdl.cuh"
 
 namespace exl2nb {
 
-constexpr int kManyTokens = 64, kManyStrips = 16, kManyWarps = 8, kManyStages = 2, kManyUnits = kSlot / 256, kManySplits = 8;
+constexpr int kManyStrips = 16, kManyWarps = 8, kManyStages = 2, kManyUnits = kSlot / 256, kManySplits = 8;
 constexpr int kManyThreads = (kManyWarps + 1) * 32, kManyColumns = kManyStrips * kStripColumns;
 // Halves of a token's activations beside an item: half a bank row more than the units have, so that two tokens lie in different banks.
 EXL2NB_BOTH constexpr int many_pitch(int units) { return units * kUnitRows + 32; }

@@ -5,6 +5,7 @@
 namespace exl2nb {
 
 constexpr int kFewTokens = 2 * kMaxTokens;  // as many go through the decode path's product, eight at a time
+constexpr int kManyTokens = 64;             // of a launch
 
 // Whether many_launch does the product of `a` on this GPU.
 bool many_takes(const GemvArgs& a);

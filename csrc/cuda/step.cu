@@ -68,7 +68,7 @@ std::string plan(const int64_t* code, int64_t words, int tokens, Layout& layout,
         break;
       case kOpGateUp:
         normed = std::max(normed, input_bytes(Weight(w[3]), tokens));
-        if (many) wide = std::max(wide, static_cast<size_t>(Weight(w[3]).header().N) * tokens * 4);
+        if (many) wide = std::max(wide, static_cast<size_t>(Weight(w[3]).header().N) * std::min(tokens, kManyTokens) * 4);
         if (!reader(w, end, w[9])) return "nothing reads the MLP's result";
         break;
       case kOpResidual:
@@ -305,10 +305,20 @@ class Walker {
     if (const char* wrong = normed_product(w, a)) return wrong;
     ready_ = kNothing;
     a.bias = address<float>(w[4]), a.activation = static_cast<int>(w[5]);
-    if (!many(a)) return gemv_launch(a, kActivation, stream_, pdl_);
-    a.out = reinterpret_cast<float*>(base_ + at_.wide), a.out_stride = Weight(w[3]).header().N;
-    if (const char* wrong = many_launch(a, stream_, pdl_)) return wrong;
-    return gates_launch({a.out, a.out_stride, a.part[0].outputs, a.gated, a.activation, a.next}, a.tokens, stream_, pdl_);
+    return many(a) ? wide_gate_up(a, Weight(w[3]).header().N) : gemv_launch(a, kActivation, stream_, pdl_);
+  }
+  // Both halves to memory, then the gate; so many tokens at a time as a launch takes.
+  const char* wide_gate_up(const GemvArgs& all, int N) {
+    for (int first = 0; first < all.tokens; first += kManyTokens) {
+      GemvArgs a = all;
+      a.tokens = std::min(kManyTokens, all.tokens - first), a.x += static_cast<size_t>(first) * a.x_stride;
+      a.next.x += static_cast<size_t>(first) * a.next.stride;
+      a.out = reinterpret_cast<float*>(base_ + at_.wide), a.out_stride = N;
+      if (const char* wrong = many_launch(a, stream_, pdl_)) return wrong;
+      const GatesArgs gates{a.out, a.out_stride, a.part[0].outputs, a.gated, a.activation, a.next};
+      if (const char* wrong = gates_launch(gates, a.tokens, stream_, pdl_)) return wrong;
+    }
+    return nullptr;
   }
 
   const char* routed(const int64_t* w) {
