@@ -275,6 +275,7 @@ def test_an_incomplete_answer_is_not_read():
         ("schema", {"type": "object", "properties": {"a": False}, "required": ["a"]}, "'a' is unsatisfiable"),
         ("schema", {"allOf": [{"type": "string"}, {"type": "integer"}]}, "Unsatisfiable"),
         ("schema", {"type": "array", "uniqueItems": True}, "Unimplemented keys.*uniqueItems.*; leave them out"),
+        ("schema", {"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf.*not supported; write anyOf"),
         ("schema", {"type": "nonsense"}, "Invalid type: nonsense"),
         ("schema", {"$ref": "#/$defs/missing"}, "missing"),
         ("schema", {"type": "string", "pattern": "("}, "unclosed group"),
