@@ -26,11 +26,14 @@ class GpuForward:
         device: where it is.
         deterministic: take every prompt through the step kernels, eight tokens at a time, so that a token's bits depend neither on how a
             prompt was cut nor on what ran beside it. Slow for long prompts.
+
+    `many`, to be set before the first step: whether steps of 17 to 64 tokens decode every weight once for all of them. Off: these kernels
+    have not run in a captured graph yet.
     """
 
     def __init__(self, program: ops.Program, device: torch.device, *, deterministic: bool = False) -> None:
         self.program, self.device, self.deterministic = program, device, deterministic
-        self.many = not deterministic
+        self.many = False
         self.vocab = ops.shape(program.steps[-1][1]["blob"])[1]
         self.most = MOST_ROUTED if any(name == "routed_mlp" for name, _ in program.steps) else MOST
         self._steppers: dict[int, gpu.Stepper] = {}
