@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from exl2nb import ops
-from exl2nb.converter import gptq
+from exl2nb.converter import gptq, hessian
 from exl2nb.converter.hessian import factorize
 from exl2nb.core.errors import ConversionError
 from exl2nb.ops._library import REFERENCES
@@ -53,6 +53,18 @@ def test_loss_is_the_quadratic_form_of_what_is_stored(groups):
     what = gptq.dense(packed, 40)
     assert packed.groups == groups
     torch.testing.assert_close(loss, float(loss_of(weight, what, hessian + damping)), rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("at_once", [1, 7 * 96, 1 << 26])
+def test_targets_are_shifted_by_what_the_inputs_lack(monkeypatch, at_once):
+    weight, h = problem()
+    cross, damping = torch.randn(96, 96, generator=torch.Generator().manual_seed(3)).double(), 0.03 * h.diagonal().mean()
+    monkeypatch.setattr(hessian, "AT_ONCE", at_once)
+    factor = factorize(h)
+    assert torch.equal(factor.stored(weight), weight.T[factor.perm])
+    shift = torch.linalg.solve(h + damping * torch.eye(96, dtype=torch.float64), cross @ weight.T.double())
+    wanted = (weight.T + 0.4 * shift.float())[factor.perm]
+    torch.testing.assert_close(factor.stored(weight, cross, 0.4), wanted, rtol=1e-3, atol=1e-4 * float(wanted.abs().max()))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 6])
