@@ -120,6 +120,7 @@ const char* gemv_launch(GemvArgs a, Epilogue e, cudaStream_t stream, bool pdl) {
     if (b.out) b.out += first * a.out_stride;
     if (b.residual) b.residual += static_cast<size_t>(first) * a.residual_stride;
     if (b.next_squares) b.next_squares += static_cast<size_t>(first) * grid;
+    if (b.router.out) b.router.out += static_cast<size_t>(first) * grid * a.router.size();
     if (b.next.x) b.next.x += static_cast<size_t>(first) * a.next.stride;
     const int shared = gemv_prepare(b, e);
     if (shared > device().shared_per_block) return "the matrix needs more shared memory than the GPU has";

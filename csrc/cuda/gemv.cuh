@@ -15,6 +15,7 @@
 #include "item.cuh"
 #include "norm.cuh"
 #include "pdl.cuh"
+#include "router.cuh"
 
 namespace exl2nb {
 
@@ -68,6 +69,7 @@ struct GemvArgs {
   float scale;
   const float* next_norm;
   float* next_squares;
+  RouterTap router;  // with next_norm, whose input then need not be written
   // kActivation: act(gate) * up goes to next (parts 0 and 1), or act(up) where ungated
   MatrixInput next;
   int activation;
@@ -104,13 +106,14 @@ struct GemvShared {
   // For the outputs that this CTA owns of the first part: activations of gates, or old residuals; the next norm's weights; places.
   float *kept, *norms;
   int* places;
+  uint8_t* router;
   half* xs;
   int partial_size, owned;
 
   // Bytes before xs.
   static EXL2NB_BOTH int bytes(const GemvArgs& A) {
     const int n = (kMaxTokens + 2 * A.flush * kWarps * 16 * A.tokens + A.owned * (A.tokens + 1 + A.next.num_perms)) * 4;
-    return (n + 15) / 16 * 16;
+    return (n + 15) / 16 * 16 + A.router.bytes(A.owned);
   }
   __device__ __forceinline__ GemvShared(const GemvArgs& A, const uint8_t* image, uint8_t* at) {
     items = reinterpret_cast<const Item*>(image);
@@ -123,6 +126,7 @@ struct GemvShared {
     norms = kept + owned * A.tokens;
     places = reinterpret_cast<int*>(norms + owned);
     xs = reinterpret_cast<half*>(at + bytes(A));
+    router = reinterpret_cast<uint8_t*>(xs) - A.router.bytes(owned);
   }
 };
 
@@ -161,6 +165,9 @@ __device__ __forceinline__ void load_owned(const GemvArgs& A, const GemvShared& 
       if (p < A.next.num_perms) S.places[p * S.owned + i] = fragment_place(row[p]);
   }
 }
+
+// Strips of the first part that are CTA `block`'s, where that begins with the first CTA.
+__device__ __forceinline__ int owned_strips(const GemvArgs& A, int block) { return A.part[0].whole + (block < A.part[0].rest ? 1 : 0); }
 
 __device__ __forceinline__ int row_of(const GemvArgs& A, int m) { return A.rows ? min(max(__ldcg(A.rows + m), 0), A.last_row) : m; }
 
@@ -312,6 +319,7 @@ __device__ __forceinline__ void multiply(const GemvArgs& A, const GemvShared& S,
             if (column < P.outputs) {
               const float v = S.kept[warp * owned + i] + A.scale * (total(r >> 4, warp, r & 15) + (A.bias ? A.bias[column] : 0.f));
               A.residual[static_cast<size_t>(warp) * A.residual_stride + column] = v;
+              S.kept[warp * owned + i] = v;
               squares = fmaf(v, v, squares);
               if (A.next_norm) put(warp, i, v * S.norms[i]);
             }
@@ -341,6 +349,7 @@ __device__ __forceinline__ void multiply(const GemvArgs& A, const GemvShared& S,
       squares = warp_sum(squares);
       if (lane == 0) A.next_squares[warp * grid + block] = squares;
     }
+    if (A.router.out) tap_router<PATH>(A.router, S.kept, S.norms, S.router, M, owned, owned_strips(A, block), block, grid, warp, lane);
   }
 }
 
@@ -372,6 +381,7 @@ __device__ __forceinline__ void run_gemv(const GemvArgs& A, uint8_t* shared, int
       reinterpret_cast<uint4*>(image)[i] = __ldg(reinterpret_cast<const uint4*>(A.image) + i);
   }
   load_owned(A, S, block);
+  if (A.router.out) fetch_router<PATH>(A.router, S.router, owned_strips(A, block), block, A.grid);
   if constexpr (STAGED) input.before(A, S);
   __syncthreads();
   if constexpr (PATH == kBulk) barrier_wait(image_bar, 0);

@@ -31,8 +31,9 @@ const char* pack_dense_launch(const void* weight, int dtype, int N, int K, int u
 // and parts, as for everything below.
 const char* unpack_launch(const uint8_t* head, const uint8_t* blob, void* out, void* stream);
 
-// The table (moe.h) of the experts whose blobs' heads (step.h) are given, of `parts` parts each; or what is wrong.
-const char* make_expert_table(const std::vector<const uint8_t*>& heads, int parts, std::vector<uint8_t>& table);
+// The table (moe.h) of the experts whose blobs' heads (step.h) and images (blob.h) are given, of `parts` parts each; or what is wrong.
+const char* make_expert_table(const std::vector<const uint8_t*>& heads, const std::vector<std::vector<uint8_t>>& images, int parts,
+                              std::vector<uint8_t>& table);
 
 // Between host and device, in the order of the stream; done when they return.
 const char* copy_out(void* host, const void* device, int64_t bytes, void* stream);

@@ -5,8 +5,8 @@
 
 #include "device.cuh"
 #include "launch.h"
-#include "moe_choice.cuh"
 #include "moe_down.cuh"
+#include "moe_up.cuh"
 
 namespace exl2nb {
 namespace {
@@ -25,99 +25,17 @@ struct Routed {
     std::memcpy(&d, w + 7, 8);
     return static_cast<float>(d);
   }
-  // Where what the first products leave begins in the op's room, behind the router's logits.
-  static size_t inner(int64_t router_outputs, int tokens) {
-    return (static_cast<size_t>(tokens) * static_cast<size_t>(router_outputs) * 4 + 255) / 256 * 256;
+  bool layer_norm() const { return w[10] != 0; }
+  // Numbers in a row of router.cuh, and such rows of a part where the product before makes them.
+  static int stride(const GpuHeader& router) { return (router.N + 3) / 4 * 4; }
+  int rows() const { return w[1] == 0 || !layer_norm() ? 1 : w[9] != 0 ? 3 : 2; }
+  // CTAs of that product.
+  static int parts(const GpuHeader& router) { return std::min(num_sms(), (router.K + kStripColumns - 1) / kStripColumns); }
+  // Where what the first products leave begins in the op's room, behind what the router leaves.
+  size_t inner(const GpuHeader& router, int tokens) const {
+    return (static_cast<size_t>(tokens) * parts(router) * (rows() * stride(router) + 4) * 4 + 255) / 256 * 256;
   }
 };
-
-struct UpArgs {
-  Choice choice;
-  RowSource from;
-  const ExpertMatrix *table, *next_table;
-  // CTAs of a token: `share` for each of top_k pairs, then `shared_share` for the last one.
-  int share, shared_share, pairs, activation, x_stride;
-  int near;    // matrices whose table entries are fetched before one of them is chosen; 0 where they are too many
-  half* next;  // [pair][stride]
-  int next_stride;
-};
-
-// What the product needs to know of a matrix for one row, shared out among `share` CTAs.
-EXL2NB_BOTH inline void set_matrix(GemvArgs& a, const ExpertMatrix& m, int share) {
-  for (int p = 0; p < 2; p++) a.part[p] = m.part[p];
-  a.image = m.image, a.num_parts = m.num_parts, a.strips = m.strips, a.items = m.items, a.units = m.units;
-  a.epilogue = kActivation, a.tokens = 1, a.gated = true;
-  a.grid = share < m.part[0].strips ? share : m.part[0].strips;
-  const int per = (m.part[0].strips + a.grid - 1) / a.grid;
-  a.flush = per < 32 ? per : 32;
-  share_out(a);
-}
-
-// The activations of a pair: its token's normed row, in the order of its expert's matrix.
-struct ExpertInput {
-  const Row& row;
-  int width;
-  __device__ __forceinline__ void before(const GemvArgs& A, const GemvShared& S) const { StagedInput::clear(A, S); }
-  template <int PATH>
-  __device__ __forceinline__ bool put(const GemvArgs& A, const GemvShared& S, int, uint64_t*) const {
-#pragma unroll
-    for (int j = 0; j < kHeld; j++)
-      if (Row::place(j) < width) put_input<false>(S.xs, A.x_stride, A.perms, A.inverse, Row::place(j), width, row.v[j]);
-    return false;
-  }
-};
-
-// Into the L2 cache what a CTA reads first, while it finds out how that is laid out.
-__device__ __forceinline__ void prefetch_strips(const GemvArgs& A, int block) {
-#if __CUDA_ARCH__ >= 900
-  constexpr int64_t kAhead = 128 << 10;
-  const int mine = (A.part[0].strips - block + A.grid - 1) / A.grid, i = threadIdx.x, p = i >= mine;
-  if (i >= 2 * mine || (i + 1) * A.part[p].strip_bytes > kAhead) return;
-  const uint8_t* const from = A.part[p].data + (block + (i - p * mine) * A.grid) * A.part[p].strip_bytes;
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(from), "r"(static_cast<uint32_t>(A.part[p].strip_bytes)) : "memory");
-#endif
-}
-
-template <int PATH>
-__global__ void __launch_bounds__(kThreads, 1) up_kernel(const __grid_constant__ UpArgs E) {
-  extern __shared__ __align__(128) uint8_t shared[];
-  __shared__ GemvArgs A;
-  __shared__ RowSums sums;
-  const int token = blockIdx.y, at = blockIdx.x, top_k = E.choice.top_k;
-  const int place = at < top_k * E.share ? at / E.share : top_k, block = at - place * E.share, pair = token * E.pairs + place;
-  // What is chosen, and from what, lies where the ring will be.
-  const Chosen chosen(E.choice, shared);
-  auto* const near = reinterpret_cast<ExpertMatrix*>(shared + Chosen::bytes(E.choice));
-  auto** const inverses = reinterpret_cast<const int**>(near + E.near);
-  constexpr int kVectors = sizeof(ExpertMatrix) / 16;
-  for (int i = threadIdx.x; i < E.near * kVectors; i += kThreads)
-    reinterpret_cast<uint4*>(near)[i] = __ldg(reinterpret_cast<const uint4*>(E.table) + i);
-  for (int i = threadIdx.x; i < E.near; i += kThreads) inverses[i] = E.next_table[i].inverse[0];
-  Row row;
-  row.load<false>(E.from, token, false, sums);  // older than what this kernel waits for
-  const NormArgs& n = E.from.norm;
-  const Row::Scale scale = row.scale<false>(n, nullptr, sums);
-#pragma unroll
-  for (int j = 0; j < kHeld; j++)
-    if (Row::place(j) < n.width) row.v[j] = Row::scaled<false>(scale, n, row.v[j], Row::place(j));
-  pdl_wait();
-  pdl_launch_dependents();  // now, so that what the next kernel finds is as old as what this one has found
-  rank(E.choice, chosen, token);
-  if (threadIdx.x == 0) {
-    const int number = place < top_k ? chosen.ranked[place] : E.choice.experts;
-    const ExpertMatrix& m = E.near ? near[number] : E.table[number];
-    set_matrix(A, m, place < top_k ? E.share : E.shared_share);
-    A.x_stride = E.x_stride, A.rows = nullptr, A.squares = nullptr, A.bias = nullptr, A.next_norm = nullptr, A.activation = E.activation;
-    for (int p = 0; p < 2; p++) A.inverse[p] = m.inverse[p];
-    A.next.x = E.next + static_cast<size_t>(pair) * E.next_stride, A.next.stride = E.next_stride, A.next.perm_stride = 0;
-    A.next.num_perms = 1, A.next.inverse[0] = E.near ? inverses[number] : E.next_table[number].inverse[0];
-  }
-  if constexpr (PATH == kBulk) barrier_fence();  // what was read and written here, before bulk copies go there
-  __syncthreads();
-  if (block >= A.grid) return;
-  prefetch_strips(A, block);
-  run_gemv<PATH, true>(A, shared, block, [] {}, ExpertInput{row, n.width});
-}
 
 // How many CTAs each pair gets, so that all have about the same number of strips; more than one wave only where there are more pairs.
 void share_out(UpArgs& e, const ExpertTable& table, int tokens) {
@@ -130,44 +48,70 @@ void share_out(UpArgs& e, const ExpertTable& table, int tokens) {
   e.share = parts(chosen, per), e.shared_share = shared ? parts(last, per) : 0;
 }
 
+// Shared memory: of a CTA and of a multiprocessor, where the system takes some of each CTA's.
+constexpr int kTaken = 1024, kStatic = 512;
 struct Limits {
-  int block, most;  // shared memory that a CTA may have; and have beside what the system takes
+  int block, sm;
 };
-Limits limits() {
-  int device = 0, block = 0, sm = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  cudaDeviceGetAttribute(&sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-  return {block, std::min(block, sm - 2048)};
+const Limits& limits() {
+  static const Limits l = [] {
+    Limits v{};
+    int device = 0;
+    cudaGetDevice(&device);
+    cudaDeviceGetAttribute(&v.block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    cudaDeviceGetAttribute(&v.sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+    v.block -= kStatic;
+    return v;
+  }();
+  return l;
 }
 
 template <auto kernel, class Args>
 const char* launch(const Args& args, dim3 grid, int shared, cudaStream_t stream, bool pdl) {
-  static const cudaError_t ready =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, limits().block - static_cast<int>(sizeof(GemvArgs)) - 256);
+  static const cudaError_t ready = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, limits().block);
   if (ready != cudaSuccess) return error_text(ready);
   return launch_kernel(kernel, grid, kThreads, static_cast<size_t>(shared), stream, pdl, 1, args);
 }
 
-int ring_bytes() { return stages_of(gemv_path()) * kWarps * kSlot + num_bars(gemv_path()) * 8; }
+// As many slots of the largest item as a CTA with `fixed` bytes beside them may have of `budget`, at most `useful`.
+RingShape ring_shape(int item, int fixed, int budget, int useful) {
+  RingShape r{(item + 15) / 16 * 16, stages_of(gemv_path())};
+  constexpr int kMost = 8;
+  if (gemv_path() == kBulk) r.stages = std::clamp((budget - fixed) / (kWarps * r.slot), 2, std::clamp(useful, 2, kMost));
+  return r;
+}
 
-const char* up_launch(UpArgs e, const ExpertTable& table, int tokens, cudaStream_t stream, bool pdl) {
+// The largest number of a warp's items in one part of a matrix, about.
+int items_of_warp(const ExpertMatrix& m) { return (m.items / m.num_parts + kWarps - 1) / kWarps; }
+
+// Shared memory of a CTA. Two CTAs of these kernels must not meet on a multiprocessor, or some would have twice the work; but one of the
+// second products beside one of the first is what hides its beginning. So this takes a little more than half.
+int up_shared(UpArgs& e, const ExpertTable& table) {
+  const int half = (limits().sm - 2 * kTaken) / 2, budget = std::min(limits().block, half + 4096);
+  const int shared_strips = e.shared_share ? (e.usual[1].part[0].strips + e.shared_share - 1) / e.shared_share : 0;
+  e.strips = std::max((e.usual[0].part[0].strips + e.share - 1) / e.share, shared_strips);
+  e.flush = std::min(e.strips, 6);
+  e.image = (table.image + 15) / 16 * 16, e.num_perms = table.num_perms, e.x_stride = table.stride;
+  e.alike = table.alike >= e.choice.experts;
+  e.room = 0, e.ring = {};
+  const int left = limits().block - kWarps * stages_of(gemv_path()) * (table.item + 8);
+  while (e.flush > 1 && UpShared::bytes(e) > left) e.flush--;
+  const int fixed = UpShared::bytes(e) + 8 * kWarps * 8;
+  e.ring = ring_shape(table.item, fixed, budget, 2 * e.strips * std::max(items_of_warp(e.usual[0]), items_of_warp(e.usual[1])));
+  const int most = std::max(e.ring.bytes(), budget - fixed);
+  e.table_near = e.table_bytes() <= most;
+  const int before = e.table_near ? e.table_bytes() : 0;
+  e.sums_near = before + e.choice.bytes() <= most;
+  e.room = (std::max(e.ring.bytes(), before + (e.sums_near ? e.choice.bytes() : 0)) + 15) / 16 * 16;
+  return std::max(UpShared::bytes(e), gemv_path() == kBulk ? half + 256 : 0);
+}
+
+const char* up_launch(UpArgs e, const ExpertTable& table, int tokens, int& shared, cudaStream_t stream, bool pdl) {
   if (e.from.norm.width > kHeldWidth || e.from.norm.width % 4) return "experts have more inputs than a CTA holds";
   share_out(e, table, tokens);
-  int own = 0;  // a CTA's memory beside ring, image and activations
-  for (int i : {0, table.count - 1}) {
-    GemvArgs a{};
-    set_matrix(a, table.matrices()[i], i == 0 ? e.share : std::max(1, e.shared_share));
-    a.next.num_perms = 1;
-    own = std::max(own, GemvShared::bytes(a));
-    if (e.pairs == e.choice.top_k) break;
-  }
-  const int near = Chosen::bytes(e.choice) + table.count * static_cast<int>(sizeof(ExpertMatrix) + sizeof(int*));
-  e.near = near <= ring_bytes() ? table.count : 0;
-  const int shared =
-      std::max(Chosen::bytes(e.choice), ring_bytes() + (table.image + 15) / 16 * 16 + own + table.num_perms * table.stride * 2);
-  if (shared > limits().block - static_cast<int>(sizeof(GemvArgs)) - 256)
-    return "an expert's matrix needs more shared memory than the GPU has";
+  e.usual[0] = table.matrices()[0], e.usual[1] = table.matrices()[table.count - 1];
+  shared = up_shared(e, table);
+  if (shared > limits().block) return "an expert's matrix needs more shared memory than the GPU has";
   const dim3 grid(static_cast<unsigned>(e.choice.top_k * e.share + e.shared_share), static_cast<unsigned>(tokens));
   switch (gemv_path()) {
     case kBulk:
@@ -179,13 +123,22 @@ const char* up_launch(UpArgs e, const ExpertTable& table, int tokens, cudaStream
   }
 }
 
-const char* down_launch(const DownArgs& d, int tokens, cudaStream_t stream, bool pdl) {
-  int shared = ring_bytes() + DownShared::bytes(d);
-  const int x_bytes = d.pairs * d.out.x_stride * 2;
-  const bool staged = shared + x_bytes <= limits().most - static_cast<int>(sizeof(GemvArgs)) - 256;
-  if (staged) shared += x_bytes;
-  if (shared > limits().block - static_cast<int>(sizeof(GemvArgs)) - 256)
-    return "the experts of a token need more shared memory than the GPU has";
+// beside: shared memory of the first products' CTA.
+const char* down_launch(DownArgs d, const ExpertTable& table, int tokens, int beside, cudaStream_t stream, bool pdl) {
+  d.room = 0, d.ring = {};
+  const int x_bytes = d.pairs * d.out.x_stride * 2, most = limits().block;
+  const int fixed = DownShared::bytes(d) + 8 * kWarps * 8, least = kWarps * 2 * table.item;
+  int useful = 0;
+  for (int p = 0; p < d.pairs; p++) useful += table.matrices()[p < d.choice.top_k ? 0 : table.count - 1].items;
+  useful = (useful + kWarps - 1) / kWarps * ((d.out.strips + d.out.grid - 1) / d.out.grid);
+  int budget = limits().sm - 2 * (kTaken + kStatic) - beside;
+  const bool staged = fixed + x_bytes + least <= most;
+  if (fixed + (staged ? x_bytes : 0) + least > budget) budget = std::min(most, fixed + (staged ? x_bytes : 0) + 2 * least);
+  d.ring = ring_shape(table.item, fixed + (staged ? x_bytes : 0), budget, useful);
+  d.sums_near = d.choice.bytes() <= std::max(d.ring.bytes(), budget - fixed - (staged ? x_bytes : 0));
+  d.room = (std::max(d.ring.bytes(), d.sums_near ? d.choice.bytes() : 0) + 15) / 16 * 16;
+  const int shared = DownShared::bytes(d) + (staged ? x_bytes : 0);
+  if (shared > most) return "the experts of a token need more shared memory than the GPU has";
   const dim3 grid(static_cast<unsigned>(d.out.grid), static_cast<unsigned>(tokens));
   switch (gemv_path()) {
     case kBulk:
@@ -202,8 +155,9 @@ const char* down_launch(const DownArgs& d, int tokens, cudaStream_t stream, bool
 
 }  // namespace
 
-const char* make_expert_table(const std::vector<const uint8_t*>& heads, int parts, std::vector<uint8_t>& table) {
-  if (heads.empty()) return "there are no experts";
+const char* make_expert_table(const std::vector<const uint8_t*>& heads, const std::vector<std::vector<uint8_t>>& images, int parts,
+                              std::vector<uint8_t>& table) {
+  if (heads.empty() || images.size() != heads.size()) return "there are no experts";
   table.assign(sizeof(ExpertTable) + heads.size() * sizeof(ExpertMatrix), 0);
   ExpertTable t{};
   t.count = static_cast<int32_t>(heads.size());
@@ -218,21 +172,31 @@ const char* make_expert_table(const std::vector<const uint8_t*>& heads, int part
     MatrixInput in{};
     set_input(in, head, reinterpret_cast<const uint8_t*>(blob), nullptr, 1);
     if (in.num_perms > 2) return "an expert's matrix has more than two permutations";
+    const int size = image_bytes(a.items, a.units, a.num_parts);
+    if (images[i].size() < static_cast<size_t>(size)) return "an expert's image is too short";
     ExpertMatrix m{};
     for (int p = 0; p < 2; p++) m.part[p] = a.part[p], m.inverse[p] = in.inverse[p];
     m.image = a.image, m.num_parts = a.num_parts, m.strips = a.strips, m.items = a.items, m.units = a.units;
     m.num_perms = in.num_perms, m.inputs = h.K;
     std::memcpy(table.data() + sizeof(ExpertTable) + i * sizeof(ExpertMatrix), &m, sizeof m);
     t.num_perms = std::max(t.num_perms, in.num_perms), t.stride = std::max(t.stride, in.stride), t.outputs = std::max(t.outputs, h.N);
-    t.image = std::max(t.image, image_bytes(a.items, a.units, a.num_parts));
+    t.image = std::max(t.image, size);
+    const auto* const items = reinterpret_cast<const Item*>(images[i].data());
+    for (int n = 0; n < a.items; n++) t.item = std::max<int32_t>(t.item, items[n].bytes);
+    // Laid out as the first: the same items, shared out among the warps alike.
+    const ExpertMatrix& first = *reinterpret_cast<const ExpertMatrix*>(table.data() + sizeof(ExpertTable));
+    const auto same = [&](int from, int to) { return std::memcmp(images[i].data() + from, images[0].data() + from, to - from) == 0; };
+    if (t.alike == static_cast<int32_t>(i) && m.items == first.items && m.units == first.units && same(0, image_steps(m.items)) &&
+        same(image_ends(m.items, m.units), size))
+      t.alike++;
   }
   std::memcpy(table.data(), &t, sizeof t);
   return nullptr;
 }
 
-size_t routed_bytes(const int64_t* words, int64_t router_outputs, int tokens) {
+size_t routed_bytes(const int64_t* words, const GpuHeader& router, int tokens) {
   const Routed r{words};
-  return Routed::inner(router_outputs, tokens) + static_cast<size_t>(tokens) * r.pairs() * r.host(1).stride * 2;
+  return r.inner(router, tokens) + static_cast<size_t>(tokens) * r.pairs() * r.host(1).stride * 2;
 }
 
 GemvArgs routed_down(const int64_t* words) {
@@ -243,25 +207,48 @@ GemvArgs routed_down(const int64_t* words) {
   return a;
 }
 
-const char* routed_launch(const int64_t* words, const RowSource& from, const GemvArgs& router, const GemvArgs& down, int capacity,
-                          cudaStream_t stream, bool pdl) {
+bool router_tap(const int64_t* words, const uint8_t* head, const uint8_t* blob, float* out, RouterTap& tap) {
+  const auto& h = *reinterpret_cast<const GpuHeader*>(head);
+  const auto* const parts = reinterpret_cast<const GpuPart*>(head + sizeof(GpuHeader));
+  if (words[1] == 0 || h.perms || h.num_parts > 2 || h.K % kStripColumns) return false;
   const Routed r{words};
-  const int tokens = router.tokens;
-  auto* const room = reinterpret_cast<uint8_t*>(router.out);
-  auto* const inner = reinterpret_cast<half*>(room + Routed::inner(router.out_stride, capacity));
+  if (!r.layer_norm() && words[9]) return false;
+  tap = {};
+  for (int p = 0; p < h.num_parts; p++) {
+    const GpuPart& s = parts[p];
+    if (!s.dense) return false;
+    tap.part[p] = {blob + s.data, s.strips, s.outputs, s.first_column, static_cast<int>(s.strip_bytes)};
+    tap.strips += s.strips;
+  }
+  tap.stride = Routed::stride(h), tap.rows = r.rows(), tap.bias = reinterpret_cast<const float*>(words[9]), tap.out = out;
+  return true;
+}
+
+int64_t router_stride(const GpuHeader& router) { return Routed::stride(router) + 4; }
+
+const char* routed_launch(const int64_t* words, const GpuHeader& router, bool tapped, const RowSource& from, uint8_t* room,
+                          const GemvArgs& down, int tokens, int capacity, cudaStream_t stream, bool pdl) {
+  const Routed r{words};
+  auto* const inner = reinterpret_cast<half*>(room + r.inner(router, capacity));
   const ExpertTable &first = r.host(0), &second = r.host(1);
-  const Choice choice{router.out, static_cast<int>(router.out_stride), r.experts(), r.top_k(), words[13] != 0, r.renormalize()};
+  Choice choice{};
+  choice.sums = reinterpret_cast<const float*>(room), choice.parts = tapped ? Routed::parts(router) : 1;
+  choice.stride = Routed::stride(router), choice.rows = tapped ? r.rows() : 1;
+  choice.experts = r.experts(), choice.top_k = r.top_k(), choice.gate = words[13] != 0, choice.renormalize = r.renormalize();
+  choice.kind = tapped ? from.norm.kind : kNoNorm, choice.eps = from.norm.eps;
+  choice.inverse_width = 1.f / static_cast<float>(from.norm.width);
 
   UpArgs e{};
   e.choice = choice, e.from = from, e.table = r.device(0), e.next_table = r.device(1), e.pairs = r.pairs();
-  e.activation = static_cast<int>(words[8]), e.x_stride = first.stride, e.next = inner, e.next_stride = second.stride;
-  if (const char* wrong = up_launch(e, first, tokens, stream, pdl)) return wrong;
+  e.activation = static_cast<int>(words[8]), e.next = inner, e.next_stride = second.stride;
+  int beside = 0;
+  if (const char* wrong = up_launch(e, first, tokens, beside, stream, pdl)) return wrong;
 
   DownArgs d{};
   d.out = down, d.choice = choice, d.table = r.device(1), d.pairs = r.pairs(), d.image = (second.image + 15) / 16 * 16;
   gemv_share(d.out, static_cast<Epilogue>(down.epilogue));
   d.out.x = inner;
-  return down_launch(d, tokens, stream, pdl);
+  return down_launch(d, second, tokens, beside, stream, pdl);
 }
 
 }  // namespace exl2nb

@@ -77,7 +77,7 @@ std::string plan(const int64_t* code, int64_t words, int tokens, Layout& layout,
         break;
       case kOpRouted:
         normed = std::max(normed, input_bytes(Weight(w[3]), tokens));
-        routed = std::max(routed, routed_bytes(w, Weight(w[3]).header().N, tokens));
+        routed = std::max(routed, routed_bytes(w, Weight(w[3]).header(), tokens));
         summed |= w[14] != 0;
         break;
       case kOpHead:
@@ -144,7 +144,7 @@ class Walker {
   }
 
  private:
-  enum Ready { kNothing, kNormed, kUnscaled };  // what lies in the buffer of normed inputs
+  enum Ready { kNothing, kNormed, kUnscaled, kRouted };  // what lies in the buffer of normed inputs; kRouted: the router is through, too
 
   float* residual() const { return reinterpret_cast<float*>(base_ + at_.residual[side_]); }
   float* other_residual() { return reinterpret_cast<float*>(base_ + at_.residual[side_ ^= 1]); }
@@ -275,10 +275,19 @@ class Walker {
       return add_sum(w + kWords[kOpResidual], w[3], w[4], w[5]);
     }
     a.residual = residual(), a.residual_stride = H_, a.scale = real(w[5]);
-    lead_on(a, w + kWords[kOpResidual]);
+    if (!tap(a, w + kWords[kOpResidual])) lead_on(a, w + kWords[kOpResidual]);
     return gemv_launch(a, kResidual, stream_, pdl_);
   }
 
+  // Lets a product that adds to the residual also be the router of the op at `next`, if it can.
+  bool tap(GemvArgs& a, const int64_t* next) {
+    if (next >= end_ || next[0] != kOpRouted) return false;
+    const Weight router(next[3]);
+    if (!router_tap(next, router.head, router.blob, reinterpret_cast<float*>(base_ + at_.routed), a.router)) return false;
+    a.next_norm = norm_of(next).weight, a.next_squares = reinterpret_cast<float*>(base_ + at_.squares);
+    ready_ = kRouted;
+    return true;
+  }
   // Where a product that adds to the residual can also write the input of the op at `next`: its norm's weights and squares.
   void lead_on(GemvArgs& a, const int64_t* next) {
     if (next >= end_ || next[0] == kOpAttention || next[0] == kOpResidual) return;
@@ -322,13 +331,17 @@ class Walker {
   }
 
   const char* routed(const int64_t* w) {
-    GemvArgs a;
-    if (const char* wrong = normed_product(w, a)) return wrong;
+    const GpuHeader& router = Weight(w[3]).header();
+    const bool tapped = ready_ == kRouted;
     uint8_t* const room = base_ + at_.routed;
     const int64_t* next = w + kWords[kOpRouted];
-    a.out = reinterpret_cast<float*>(room), a.out_stride = Weight(w[3]).header().N;
-    a.late = true;  // so that the experts' kernels may read the residual, and the second one the choice, while this one works
-    if (const char* wrong = gemv_launch(a, kStore, stream_, pdl_)) return wrong;
+    if (!tapped) {
+      GemvArgs a;
+      if (const char* wrong = normed_product(w, a)) return wrong;
+      a.out = reinterpret_cast<float*>(room), a.out_stride = router_stride(router);
+      a.late = true;  // so that the experts' kernels may read the residual, and the second one the choice, while this one works
+      if (const char* wrong = gemv_launch(a, kStore, stream_, pdl_)) return wrong;
+    }
     ready_ = kNothing;
     const RowSource from = rows(norm_of(w));
     GemvArgs d = routed_down(w);
@@ -338,7 +351,7 @@ class Walker {
       d.epilogue = kResidual, d.residual = residual(), d.residual_stride = H_, d.scale = real(w[16]);
       lead_on(d, next);
     }
-    if (const char* wrong = routed_launch(w, from, a, d, s_.capacity, stream_, pdl_)) return wrong;
+    if (const char* wrong = routed_launch(w, router, tapped, from, room, d, s_.tokens, s_.capacity, stream_, pdl_)) return wrong;
     return w[14] ? add_sum(next, w[14], w[15], w[16]) : nullptr;
   }
 

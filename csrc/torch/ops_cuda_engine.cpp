@@ -147,12 +147,19 @@ Tensor blob_head(const Tensor& blob) {
 // What the kernels of a sparse MLP must know of its experts' matrices, on the host: `heads` are what gpu_blob_head returned.
 Tensor expert_table(std::vector<Tensor> heads, int64_t parts) {
   std::vector<const uint8_t*> pointers;
+  std::vector<std::vector<uint8_t>> images;
   for (const Tensor& head : heads) {
     require("gpu_expert_table", "a head", head, ScalarType::Byte, -1, false);
     pointers.push_back(static_cast<const uint8_t*>(head.const_data_ptr()));
+    int64_t blob;
+    std::memcpy(&blob, pointers.back(), 8);
+    const auto& h = *reinterpret_cast<const GpuHeader*>(pointers.back() + 8);
+    images.emplace_back(size_t(image_bytes(h.num_items, h.num_units, h.num_parts)));
+    const auto* const device = reinterpret_cast<const uint8_t*>(blob) + h.image;
+    require_ok("gpu_expert_table", copy_out(images.back().data(), device, int64_t(images.back().size()), nullptr));
   }
   std::vector<uint8_t> table;
-  require_ok("gpu_expert_table", make_expert_table(pointers, int(parts), table));
+  require_ok("gpu_expert_table", make_expert_table(pointers, images, int(parts), table));
   const std::vector<int64_t> shape{int64_t(table.size())};
   Tensor out = torch::stable::empty(shape, ScalarType::Byte);
   std::memcpy(out.mutable_data_ptr(), table.data(), table.size());

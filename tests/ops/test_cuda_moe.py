@@ -34,22 +34,39 @@ def mixed(K, N, seed):
     return exl2(K, N, [(bits, 32) for bits in widths], seed=seed, scale=0.4)
 
 
-def quantised(K, N, seed):
-    tensors = mixed(K, N, seed)
+def packed(tensors):
     return ops.pack_exl2(*(t.cuda() for t in tensors)), ops.reconstruct(*tensors).float()
+
+
+def quantised(K, N, seed):
+    return packed(mixed(K, N, seed))
+
+
+def alike(K, N, seed):
+    """A matrix laid out as all others of its shape, its rows in an order of its own."""
+    return packed(exl2(K, N, [(5, 32), (4, K - 32)], seed=seed, scale=0.4))
+
+
+def dense(K, N, seed):
+    weight = (torch.randn(N, K, generator=torch.Generator().manual_seed(seed)) * K**-0.5).half()
+    return ops.pack_dense(weight.cuda()), weight.T.float()
 
 
 class Sparse:
     """One layer whose attention adds nothing, with experts of different layouts, and its mathematics in fp32."""
 
-    def __init__(self, experts, top_k, *, renormalize=0.0, shared=0, gate=False, post=False, scale=1.0, dense=False, tied=False, seed=0):
+    def __init__(
+        self, experts, top_k, *, renormalize=0.0, shared=0, gate=False, post=False, scale=1.0, make=quantised, tied=False, layer_norm=False,
+        bias=False, seed=0,
+    ):  # fmt: skip
         g = torch.Generator().manual_seed(seed)
         vector = lambda *shape: torch.randn(*shape, generator=g)  # noqa: E731
         self.options = {"top_k": top_k, "renormalize": renormalize, "activation": "silu", "scale": scale}
+        self.options |= {"layer_norm": layer_norm}
         self.norm = 1 + 0.2 * vector(H)
+        self.bias = 0.3 * vector(H) if bias else None
         self.router = (vector(experts, H) * (0 if tied else 2 * H**-0.5)).half()
         self.post = 1 + 0.2 * vector(H) if post else None
-        make = self._dense if dense else quantised
         ups = [[make(H, INNER, seed + 7 * e + s) for s in (1, 2)] for e in range(experts)]
         downs = [make(INNER, H, seed + 7 * e + 3) for e in range(experts)]
         self.up = [torch.cat([part[1] for part in pair], 1) for pair in ups]
@@ -64,7 +81,7 @@ class Sparse:
             if gate:
                 self.gate = (vector(1, H) * H**-0.5).half()
                 blobs["shared_gate"] = ops.pack_dense(self.gate.cuda())
-        self.table = vector(64, H)
+        self.table = vector(64, H) + (0.5 if layer_norm else 0.0)
         qkv = ops.pack_dense(vector(3 * D, H).cuda() * H**-0.5)
         nothing = ops.pack_dense(torch.zeros(H, D).cuda())
         p = self.program = ops.Program("cuda")
@@ -77,15 +94,18 @@ class Sparse:
             p.linear_residual(nothing)
             post_norm = None if self.post is None else self.post.cuda()
             router = ops.pack_dense(self.router.cuda())
-            layer = {"norm": self.norm.cuda(), "eps": 1e-5, "post_norm": post_norm, "post_eps": 1e-6, **self.options}
+            norm_bias = None if self.bias is None else self.bias.cuda()
+            layer = {
+                "norm": self.norm.cuda(),
+                "norm_bias": norm_bias,
+                "eps": 1e-5,
+                "post_norm": post_norm,
+                "post_eps": 1e-6,
+                **self.options,
+            }
             p.routed_mlp(ops.Experts(router=router, **blobs, **layer))
         p.norm_head(None, 0.0, ops.pack_dense(torch.eye(H).cuda()))
         self.pools = [torch.zeros(POOL, dtype=torch.float16, device="cuda") for _ in range(2)]
-
-    @staticmethod
-    def _dense(K, N, seed):
-        weight = (torch.randn(N, K, generator=torch.Generator().manual_seed(seed)) * K**-0.5).half()
-        return ops.pack_dense(weight.cuda()), weight.T.float()
 
     def step(self, ids, *, capacity=None):
         """Through the step kernels, every id a sequence of its own."""
@@ -112,7 +132,7 @@ class Sparse:
         wide, narrow = self.shared or (None, None)
         gate = None if self.gate is None else self.gate.T.float()
         shared = {"shared_up": wide, "shared_down": narrow, "shared_gate": gate}
-        layer = {"norm": self.norm, "eps": 1e-5, "post_norm": self.post, "post_eps": 1e-6, **self.options, **shared}
+        layer = {"norm": self.norm, "norm_bias": self.bias, "eps": 1e-5, "post_norm": self.post, "post_eps": 1e-6, **self.options, **shared}
         experts = ops.Experts(router=self.router.T.float(), up=self.up, down=self.down, **layer)
         for _ in range(layers):
             reference.routed_mlp(x, experts)
@@ -128,7 +148,11 @@ CASES = {
     "shared and weighed": {"experts": 60, "top_k": 4, "shared": 608, "gate": True},
     "post norm, scaled": {"experts": 8, "top_k": 2, "renormalize": 1.0, "post": True, "scale": 0.3},
     "equal weights": {"experts": 8, "top_k": 3, "renormalize": 1.0, "tied": True},
-    "dense": {"experts": 4, "top_k": 1, "dense": True},
+    "dense": {"experts": 4, "top_k": 1, "make": dense},
+    "laid out alike": {"experts": 20, "top_k": 6, "make": alike},
+    "alike, beside a shared one that is not": {"experts": 20, "top_k": 3, "renormalize": 1.0, "make": alike, "shared": 608, "gate": True},
+    "layer norm": {"experts": 16, "top_k": 4, "renormalize": 1.0, "make": alike, "layer_norm": True},
+    "layer norm with a bias": {"experts": 36, "top_k": 4, "layer_norm": True, "bias": True, "shared": 96, "gate": True},
 }
 
 
