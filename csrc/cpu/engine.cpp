@@ -67,7 +67,7 @@ void add_tasks(Plan& plan, const Product* products, int index) {
   int64_t tiles = 0;
   for (int i = 0; i < h.num_parts; i++) tiles += parts(p.blob)[i].tiles;
   const int64_t blocks = (p.M + kRowBlock - 1) / kRowBlock;
-  const int wide = int(std::clamp<int64_t>(tiles * blocks / (num_threads() * 4), 1, kTileBlock));
+  const int wide = int(std::clamp<int64_t>(tiles * blocks / (threads_to_share() * 4), 1, kTileBlock));
   for (int row = 0; row < p.M; row += kRowBlock)
     for (int i = 0; i < h.num_parts; i++)
       for (int t = 0; t < parts(p.blob)[i].tiles; t += wide)
@@ -137,9 +137,33 @@ void fetch_start(const Product& p, const Task& t) {
   for (int64_t i = 0; i < std::min<int64_t>(kFetched, part.tile_bytes); i += 64) __builtin_prefetch(data + i);
 }
 
+// Where a share of a matrix begins: number `share` of `shares`.
+const uint8_t* share_start(const uint8_t* blob, int64_t share, int64_t shares) {
+  const BlobHeader& h = header(blob);
+  int64_t tiles = 0;
+  for (int i = 0; i < h.num_parts; i++) tiles += parts(blob)[i].tiles;
+  int64_t tile = tiles * share / shares;
+  for (int i = 0; i < h.num_parts; tile -= parts(blob)[i].tiles, i++)
+    if (tile < parts(blob)[i].tiles) return blob + parts(blob)[i].data + tile * parts(blob)[i].tile_bytes;
+  return blob;
+}
+
+// What the thread that does task i probably reads after it: the next task's tiles, or, where its share of the tasks ends, the tiles of its
+// share of the next matrix. Null: nobody knows.
+const uint8_t* next_weights(const Product* products, const Plan& plan, int64_t i, const uint8_t* then) {
+  const int64_t count = int64_t(plan.tasks.size()), threads = std::min(count, threads_to_share());
+  const int64_t share = ((i + 1) * threads - 1) / count;  // the last one that begins at or before i
+  if (i + 1 < count * (share + 1) / threads) {
+    const Task& t = plan.tasks[size_t(i + 1)];
+    const uint8_t* blob = products[t.product].blob;
+    return blob + parts(blob)[t.part].data + t.tile * parts(blob)[t.part].tile_bytes;
+  }
+  return then ? share_start(then, share, threads) : nullptr;
+}
+
 }  // namespace
 
-void linear_each(const Product* products, int count) {
+void linear_each(const Product* products, int count, const uint8_t* then) {
   static thread_local Plan kept;
   Plan& plan = kept;  // named outside the tasks: another thread has another one
   plan.orders.clear(), plan.rows.clear(), plan.order.clear(), plan.begins.clear(), plan.tasks.clear();
@@ -156,14 +180,15 @@ void linear_each(const Product* products, int count) {
       fetch_start(products[plan.tasks[size_t(i) + 1].product], plan.tasks[size_t(i) + 1]);
     const Product& p = products[t.product];
     const int N = header(p.blob).N;
-    const Rows rows = slice(plan.rows[size_t(plan.begins[size_t(t.product)] + t.part)], t.row, std::min(t.row + kRowBlock, p.M));
+    Rows rows = slice(plan.rows[size_t(plan.begins[size_t(t.product)] + t.part)], t.row, std::min(t.row + kRowBlock, p.M));
+    rows.next = next_weights(products, plan, i, then);
     kernels().gemm(p.blob, parts(p.blob)[t.part], rows, t.tile, t.end, {p.out + int64_t(t.row) * N, N, p.bias, p.add});
   });
 }
 
-void linear(const float* x, int M, const uint8_t* blob, const float* bias, float* out, bool add) {
+void linear(const float* x, int M, const uint8_t* blob, const float* bias, float* out, bool add, const uint8_t* then) {
   const Product product{x, M, blob, out, bias, add};
-  if (M > 0) linear_each(&product, 1);
+  if (M > 0) linear_each(&product, 1, then);
 }
 
 void normalize(const float* x, int M, int H, Norm norm, float* y) {
@@ -175,21 +200,22 @@ void normalize(const float* x, int M, int H, Norm norm, float* y) {
   });
 }
 
-void linear_residual(const float* x, int M, const uint8_t* blob, const float* bias, Norm norm, float scale, float* residual) {
-  if (!norm.weight && scale == 1.0f) return linear(x, M, blob, bias, residual, true);
+void linear_residual(const float* x, int M, const uint8_t* blob, const float* bias, Norm norm, float scale, float* residual,
+                     const uint8_t* then) {
+  if (!norm.weight && scale == 1.0f) return linear(x, M, blob, bias, residual, true, then);
   const int N = header(blob).N;
   Buffer<float> out(int64_t(M) * N);
-  linear(x, M, blob, bias, out, false);
+  linear(x, M, blob, bias, out, false, then);
   if (norm.weight) normalize(out, M, N, norm, out);
   for (int64_t i = 0; i < int64_t(M) * N; i++) residual[i] += scale * out[i];
 }
 
-void norm_linear(const float* x, int M, Norm norm, const uint8_t* blob, const float* bias, float* out) {
-  if (!norm.weight) return linear(x, M, blob, bias, out, false);
+void norm_linear(const float* x, int M, Norm norm, const uint8_t* blob, const float* bias, float* out, const uint8_t* then) {
+  if (!norm.weight) return linear(x, M, blob, bias, out, false, then);
   const int H = header(blob).K;
   Buffer<float> normed(int64_t(M) * H);
   normalize(x, M, H, norm, normed);
-  linear(normed, M, blob, bias, out, false);
+  linear(normed, M, blob, bias, out, false, then);
 }
 
 void activate_pairs(const float* both, int M, int64_t I, int activation, bool gated, float* out) {
@@ -203,18 +229,19 @@ void activate_pairs(const float* both, int M, int64_t I, int activation, bool ga
   });
 }
 
-void norm_gate_up(const float* x, int M, Norm norm, const uint8_t* blob, const float* bias, int activation, bool gated, float* out) {
+void norm_gate_up(const float* x, int M, Norm norm, const uint8_t* blob, const float* bias, int activation, bool gated, float* out,
+                  const uint8_t* then) {
   const int64_t N = header(blob).N;
   Buffer<float> both(M * N);
-  norm_linear(x, M, norm, blob, bias, both);
+  norm_linear(x, M, norm, blob, bias, both, then);
   activate_pairs(both, M, gated ? N / 2 : N, activation, gated, out);
 }
 
 void norm_qkv_rope(const float* x, int T, Norm norm, const uint8_t* blob, const float* bias, const Rope& rope, const Heads& heads, float* q,
-                   void* k_pool, void* v_pool) {
+                   void* k_pool, void* v_pool, const uint8_t* then) {
   const int64_t N = header(blob).N, width = int64_t(heads.num_heads) * heads.head_dim;
   Buffer<float> qkv(T * N);
-  norm_linear(x, T, norm, blob, bias, qkv);
+  norm_linear(x, T, norm, blob, bias, qkv, then);
   if (rope.clip > 0)
     for (int64_t i = 0; i < T * N; i++) qkv[i] = std::clamp(qkv[i], -rope.clip, rope.clip);
   for_each_task(T, T * N > kParallelNumbers, [&](int64_t t) {
@@ -250,6 +277,11 @@ void paged_attention(const float* q, const Attention& a, float* out) {
     t.k_pool = a.k_pool;
     t.v_pool = a.v_pool;
     t.pages = a.block_table + p.sequence * a.max_pages;
+    const int64_t next = i + 1 < tasks ? tasks - 2 - i : 0;
+    const int64_t sequence = pieces[size_t(next / a.num_kv_heads)].sequence;
+    t.next_pages = a.block_table + sequence * a.max_pages;
+    t.next_context = i + 1 < tasks ? a.context_lens[sequence] : 0;
+    t.next_kv_head = next % a.num_kv_heads;
     t.position = context - queries + p.first;
     t.window = a.window;
     t.page_size = a.page_size;

@@ -35,8 +35,8 @@ struct Norm {
   bool layer = false;  // subtract the mean
 };
 
-// out = x @ blob + bias, or out += for add. x (M, K), out (M, N).
-void linear(const float* x, int M, const uint8_t* blob, const float* bias, float* out, bool add);
+// out = x @ blob + bias, or out += for add. x (M, K), out (M, N). then, here and below: the matrix that is wanted next, or null.
+void linear(const float* x, int M, const uint8_t* blob, const float* bias, float* out, bool add, const uint8_t* then = nullptr);
 // Several products at once, sharing the threads: each as in linear.
 struct Product {
   const float* x;
@@ -46,14 +46,16 @@ struct Product {
   const float* bias = nullptr;
   bool add = false;
 };
-void linear_each(const Product* products, int count);
+void linear_each(const Product* products, int count, const uint8_t* then = nullptr);
 // residual += scale * norm(x @ blob + bias)
-void linear_residual(const float* x, int M, const uint8_t* blob, const float* bias, Norm norm, float scale, float* residual);
+void linear_residual(const float* x, int M, const uint8_t* blob, const float* bias, Norm norm, float scale, float* residual,
+                     const uint8_t* then = nullptr);
 void normalize(const float* x, int M, int H, Norm norm, float* y);
-void norm_linear(const float* x, int M, Norm norm, const uint8_t* blob, const float* bias, float* out);
+void norm_linear(const float* x, int M, Norm norm, const uint8_t* blob, const float* bias, float* out, const uint8_t* then = nullptr);
 // gated: act(gate) * up of [gate; up]; otherwise act(up). activate_pairs: its second half, both (M, 2 I) or (M, I) -> out (M, I)
 void activate_pairs(const float* both, int M, int64_t I, int activation, bool gated, float* out);
-void norm_gate_up(const float* x, int M, Norm norm, const uint8_t* blob, const float* bias, int activation, bool gated, float* out);
+void norm_gate_up(const float* x, int M, Norm norm, const uint8_t* blob, const float* bias, int activation, bool gated, float* out,
+                  const uint8_t* then = nullptr);
 
 struct Rope {
   const float *cos, *sin;  // (max_pos, half)
@@ -61,7 +63,7 @@ struct Rope {
   float clip = 0.0f;  // q, k and v are cut to [-clip, clip] first; 0: not
 };
 void norm_qkv_rope(const float* x, int T, Norm norm, const uint8_t* blob, const float* bias, const Rope& rope, const Heads& heads, float* q,
-                   void* k_pool, void* v_pool);
+                   void* k_pool, void* v_pool, const uint8_t* then = nullptr);
 
 struct Attention {
   const void *k_pool, *v_pool;

@@ -19,7 +19,8 @@ struct Rows {
   const float* scale;    // (M, K / 32)
   const int32_t* sum;    // (M, K / 32)
   int64_t ldx, ldq;
-  int M, K;  // K: stored rows of the part
+  int M, K;                       // K: stored rows of the part
+  const uint8_t* next = nullptr;  // weights that are read after these tiles, to be fetched meanwhile; null: what lies behind them
 };
 
 // Where a gemm's result goes: out (M, ld); add: out += result + bias, otherwise out = result + bias.
@@ -48,8 +49,10 @@ struct AttentionTask {
   float* out;      // (count, Hq * D)
   const void *k_pool, *v_pool;
   const int32_t* pages;
-  int64_t position;  // of the first query
-  int64_t window;    // 0: none
+  const int32_t* next_pages;           // of the task that this thread will probably do next, to be fetched meanwhile
+  int64_t next_context, next_kv_head;  // next_context 0: none
+  int64_t position;                    // of the first query
+  int64_t window;                      // 0: none
   int64_t page_size, context;
   int count, num_heads, num_kv_heads, kv_head, head_dim;
   float scale, softcap;

@@ -6,6 +6,21 @@
 namespace exl2nb {
 
 int64_t num_threads();
+// While one lives, its thread works alone: for_each_task shares nothing. For work that was divided further out.
+class Alone {
+ public:
+  Alone() : before_(now_) { now_ = true; }
+  ~Alone() { now_ = before_; }
+  Alone(const Alone&) = delete;
+  Alone& operator=(const Alone&) = delete;
+  static bool now() { return now_; }
+
+ private:
+  static inline thread_local bool now_ = false;
+  bool before_;
+};
+// Threads that for_each_task would share work between.
+inline int64_t threads_to_share() { return Alone::now() ? 1 : num_threads(); }
 // Runs body on this thread, and on up to threads - 1 helpers that join while it runs; returns when all who joined have left it.
 void run_on_threads(int64_t threads, void (*body)(void* context), void* context);
 
@@ -15,7 +30,7 @@ constexpr int kMaxRanges = 64;
 // what it read in the last step is still in its cache; when it has run dry it takes from the others' ranges, so a slow core delays nobody.
 template <class F>
 void for_each_task(int64_t count, bool parallel, const F& f) {
-  const int64_t threads = parallel ? (count < num_threads() ? count : num_threads()) : 1;
+  const int64_t most = parallel ? threads_to_share() : 1, threads = count < most ? count : most;
   if (threads <= 1) {
     for (int64_t i = 0; i < count; i++) f(i);
     return;

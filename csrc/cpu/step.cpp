@@ -1,14 +1,27 @@
 #include "step.h"
 
+#if defined(__unix__) || defined(__APPLE__)
+#include <unistd.h>
+#endif
+
+#include <algorithm>
 #include <cstring>
+#include <exception>
 #include <string>
 
 #include "../format/program.h"
 #include "engine.h"
 #include "moe.h"
+#include "parallel.h"
 
 namespace exl2nb {
 namespace {
+
+// A batch is divided by sequences, each thread taking its own from the first op to the last, where every thread has so many rows and reads
+// all weights from the cache: then threads need not wait for one another some seventy times a step, nor fetch each other's activations.
+constexpr int64_t kRowsApart = 3;
+constexpr int64_t kWorkApart = 1'000'000;  // multiply-adds of a step that are worth waking a thread
+constexpr int64_t kUsualCache = int64_t(16) << 20, kMostCache = int64_t(64) << 20;
 
 std::string number(int64_t n) { return std::to_string(n); }
 
@@ -127,7 +140,19 @@ std::string check_step(const int64_t* code, int64_t words, const StepBatch& batc
   return wrong;
 }
 
-void run_step(const int64_t* code, int64_t words, const StepBatch& b, float* logits) {
+namespace {
+
+constexpr int kBlobWord[] = {0, 0, 3, 0, 1, 3, 3, 3};  // of an op: where its matrix stands
+
+// The matrix of the next op that has one, or null.
+const uint8_t* next_matrix(const int64_t* code, int64_t words, int64_t at) {
+  for (at += kWords[code[at]]; at < words; at += kWords[code[at]])
+    if (kBlobWord[code[at]]) return address<uint8_t>(code[at + kBlobWord[code[at]]]);
+  return nullptr;
+}
+
+// Every op for all rows of the batch.
+void run_ops(const int64_t* code, int64_t words, const StepBatch& b, float* logits) {
   const int64_t H = code[4], T = b.T;
   int64_t widest = 1, num_heads = 0, aside = 0;
   for (int64_t at = kHeaderWords; at < words; at += kWords[code[at]]) {
@@ -139,6 +164,7 @@ void run_step(const int64_t* code, int64_t words, const StepBatch& b, float* log
   Buffer<float> x(T * H), q(T * widest), act(T * widest), side(T * aside);
   for (int64_t at = kHeaderWords; at < words; at += kWords[code[at]]) {
     const int64_t* w = code + at;
+    const uint8_t* then = next_matrix(code, words, at);
     switch (w[0]) {
       case kOpEmbed:
         embed(address<void>(w[1]), int(w[2]), int(H), b.ids, int(T), real(w[5]), {address<void>(w[6]), int(w[7]), b.positions}, x);
@@ -156,7 +182,8 @@ void run_step(const int64_t* code, int64_t words, const StepBatch& b, float* log
         const Rope rope{address<float>(w[5]), address<float>(w[6]), b.positions, b.slots, real(w[19])};
         const size_t layer = size_t(w[16]);
         const Norm norm{address<float>(w[1]), real(w[2]), address<float>(w[17]), heads.layer_norm};
-        norm_qkv_rope(x, int(T), norm, address<uint8_t>(w[3]), address<float>(w[4]), rope, heads, q, b.k_pools[layer], b.v_pools[layer]);
+        norm_qkv_rope(x, int(T), norm, address<uint8_t>(w[3]), address<float>(w[4]), rope, heads, q, b.k_pools[layer], b.v_pools[layer],
+                      then);
         break;
       }
       case kOpAttention: {
@@ -170,11 +197,11 @@ void run_step(const int64_t* code, int64_t words, const StepBatch& b, float* log
       }
       case kOpResidual:
         linear_residual(w[6] ? side : act, int(T), address<uint8_t>(w[1]), address<float>(w[2]), {address<float>(w[3]), real(w[4])},
-                        real(w[5]), x);
+                        real(w[5]), x, then);
         break;
       case kOpGateUp:
         norm_gate_up(x, int(T), {address<float>(w[1]), real(w[2]), address<float>(w[6]), w[7] != 0}, address<uint8_t>(w[3]),
-                     address<float>(w[4]), int(w[5]), w[8] != 0, w[9] ? side : act);
+                     address<float>(w[4]), int(w[5]), w[8] != 0, w[9] ? side : act, then);
         break;
       case kOpRouted: {
         Buffer<int32_t> chosen(T * w[6]);
@@ -200,6 +227,89 @@ void run_step(const int64_t* code, int64_t words, const StepBatch& b, float* log
       }
     }
   }
+}
+
+// Bytes of all matrices, and multiply-adds of one row. Experts are not for the cache: a sparse model counts as too large.
+struct Weights {
+  int64_t bytes = 0, work = 0;
+};
+Weights weights_of(const int64_t* code, int64_t words) {
+  Weights sum;
+  for (int64_t at = kHeaderWords; at < words; at += kWords[code[at]]) {
+    if (!kBlobWord[code[at]]) continue;
+    const BlobHeader& h = header(address<uint8_t>(code[at + kBlobWord[code[at]]]));
+    sum.bytes += code[at] == kOpRouted ? kMostCache + 1 : h.bytes;
+    sum.work += int64_t(h.K) * h.N;
+  }
+  return sum;
+}
+
+// Bytes that the last level of cache holds; a virtual machine may be told of more than it has.
+int64_t cache_bytes() {
+  static const int64_t bytes = [] {
+    int64_t found = 0;
+#if defined(_SC_LEVEL3_CACHE_SIZE)
+    found = sysconf(_SC_LEVEL3_CACHE_SIZE);
+#endif
+    return found > 0 ? std::min(found, kMostCache) : kUsualCache;
+  }();
+  return bytes;
+}
+
+// Where the sequences of each part begin, and the end; empty where the step is better not divided by sequences.
+std::vector<int64_t> divide(const int64_t* code, int64_t words, const StepBatch& b) {
+  const int64_t threads = threads_to_share();
+  if (threads < 2 || b.T < threads * kRowsApart || !std::is_sorted(b.logit_rows, b.logit_rows + b.R)) return {};
+  std::vector<int64_t> cuts{0};
+  int64_t most = 0;
+  for (int64_t part = 1; part <= threads; part++) {
+    int64_t end = cuts.back();
+    while (end < b.sequences && (part == threads || b.cu_seqlens[end] + b.cu_seqlens[end + 1] <= 2 * b.T * part / threads)) end++;
+    most = std::max<int64_t>(most, b.cu_seqlens[end] - b.cu_seqlens[cuts.back()]);
+    cuts.push_back(end);
+  }
+  if (most * threads > b.T + b.T / 3) return {};
+  const Weights weights = weights_of(code, words);
+  if (weights.bytes > cache_bytes() || weights.work * b.T < kWorkApart) return {};
+  return cuts;
+}
+
+// The sequences [first, end) of a batch, as a batch.
+struct Part {
+  StepBatch batch;
+  std::vector<int32_t> bounds, rows;
+  int64_t first_logits;
+  Part(const StepBatch& b, int64_t first, int64_t end) : batch(b) {
+    const int32_t row = b.cu_seqlens[first];
+    for (int64_t s = first; s <= end; s++) bounds.push_back(b.cu_seqlens[s] - row);
+    const auto* begin = std::lower_bound(b.logit_rows, b.logit_rows + b.R, row);
+    first_logits = begin - b.logit_rows;
+    for (const int32_t* r = begin; r < b.logit_rows + b.R && *r < b.cu_seqlens[end]; r++) rows.push_back(*r - row);
+    batch.ids += row, batch.positions += row, batch.slots += row;
+    batch.block_table += first * b.max_pages, batch.context_lens += first;
+    batch.cu_seqlens = bounds.data(), batch.logit_rows = rows.data();
+    batch.T = bounds.back(), batch.R = int64_t(rows.size()), batch.sequences = end - first;
+  }
+};
+
+}  // namespace
+
+void run_step(const int64_t* code, int64_t words, const StepBatch& b, float* logits) {
+  const std::vector<int64_t> cuts = divide(code, words, b);
+  if (cuts.empty()) return run_ops(code, words, b, logits);
+  const int64_t parts = int64_t(cuts.size()) - 1, vocab = header(address<uint8_t>(code[words - kWords[kOpHead] + 3])).N;
+  std::vector<std::exception_ptr> errors(size_t(parts), nullptr);
+  for_each_task(parts, true, [&](int64_t i) {
+    const Alone alone;
+    try {
+      const Part part(b, cuts[size_t(i)], cuts[size_t(i) + 1]);
+      if (part.batch.T) run_ops(code, words, part.batch, logits + part.first_logits * vocab);
+    } catch (...) {
+      errors[size_t(i)] = std::current_exception();  // a helper's thread would end the process
+    }
+  });
+  for (const std::exception_ptr& error : errors)
+    if (error) std::rethrow_exception(error);
 }
 
 }  // namespace exl2nb

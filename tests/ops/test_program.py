@@ -59,6 +59,39 @@ def test_at_once_in_chunks_or_token_by_token(coded):
         assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(pools[0] + pools[1], again[0] + again[1]))
 
 
+@pytest.mark.parametrize(
+    ("counts", "rows"),
+    [
+        ([5, 1, 4, 1, 3, 6, 4], [0, 1, 5, 9, 13, 19, 20, 23]),
+        ([5, 1, 4, 1, 3, 6, 4], [23, 4, 5]),
+        ([5, 1, 4, 1, 3, 6, 4], [22]),
+        ([4] * 8, range(3, 32, 4)),
+        ([20, 1, 1, 1, 1], [19, 20, 21, 22, 23]),
+        ([24], [23]),
+    ],
+    ids=["mixed", "rows out of order", "rows of one part", "equal", "one long", "one alone"],
+)
+@pytest.mark.parametrize("dense", [False, True])
+def test_threads_may_divide_the_sequences(counts, rows, dense):
+    """A batch whose sequences are shared out among threads: the bits of one thread, in logits and cache."""
+    net = Net(dense=dense, pages=len(counts))
+    at = [i for n in counts for i in range(n)]
+    slots = [page * P + i for page, n in enumerate(counts) for i in range(n)]
+    bounds = [sum(counts[:i]) for i in range(len(counts) + 1)]
+    ids = [(17 * i) % net.vocab for i in range(len(at))]
+    batch = (i32(ids), i32(at), i32(slots), i32([[i] for i in range(len(counts))]), i32(bounds), i32(counts), i32(rows))
+    threads, found = torch.get_num_threads(), []
+    try:
+        for n in (1, 2, 3, 8):
+            torch.set_num_threads(n)
+            pools = net.pools()
+            found.append([net.program.run(*batch, *pools), *pools[0], *pools[1]])
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other))
+
+
 @pytest.mark.parametrize("coded", [None, ("q4", "q4"), ("q8", "q4")])
 def test_sequences_do_not_know_of_each_other(coded):
     """A mixed batch (a prefill and two decodes) gives each sequence the bits it gets alone."""
