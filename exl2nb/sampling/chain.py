@@ -125,6 +125,8 @@ def _draw(row: np.ndarray, state: SamplerState) -> int:
         ids = allowed.few()
         state.forced = ids is not None and len(ids) == 1
         row = allowed.masked(row) if ids is None else row[ids]
+    if todo.first:
+        check_left(row.max())  # what cuts do counts from the best
     view = WHOLE if ids is None else View(ids)
     for step in todo.lead:
         row = step.apply(row, state, view)
@@ -154,7 +156,7 @@ def _draw_plain(row: np.ndarray, state: SamplerState, top: int = 0) -> list[floa
     if found[0] == NO_DISTRIBUTION and not state.plan.first:
         highest_logit(row)  # raises
     if found[0] < 0:
-        _check_left(np.float32(-np.inf))
+        check_left(np.float32(-np.inf))
     state.forced = bits is not None and found[3] == 1
     return found
 
@@ -168,7 +170,7 @@ def _sampled(found: list[float], top: int) -> Sampled:
 def inverse_cdf(logits: np.ndarray, uniform: float) -> int:
     """The index at which the cumulative probability of softmax(logits), in order of ids, passes `uniform` in [0, 1)."""
     highest = logits.max()
-    _check_left(highest)
+    check_left(highest)
     weights = weights_of(logits, highest)
     first, before = 0, 0.0
     if len(weights) > BLOCK:
@@ -192,7 +194,8 @@ def prob_of(logits: np.ndarray, index: int) -> float:
     return float(weights[index]) / float(weights.sum(dtype=np.float64))
 
 
-def _check_left(highest: np.floating) -> None:
+def check_left(highest: np.floating) -> None:
+    """Raise GenerationError where the best logit says that every token is excluded."""
     if highest == -np.inf:
         raise GenerationError(
             "no token is left to choose from: allowed_tokens, banned_tokens and the structure exclude every one; loosen one of them"

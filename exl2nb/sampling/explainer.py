@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from exl2nb.core.errors import OptionError
-from exl2nb.sampling.chain import inverse_cdf
+from exl2nb.sampling.chain import check_left, inverse_cdf
 from exl2nb.sampling.constraint import Constraint
 from exl2nb.sampling.dynamic_temperature import entropy_temperature
 from exl2nb.sampling.explanation import Explanation, Step
@@ -90,6 +90,7 @@ def explain_state(row: np.ndarray, state: SamplerState, *, tokenizer: Pieces | N
     links = (CONSTRAINT, *state.plan.links) if state.constraint is not None else state.plan.links
     logits = row
     for link in links:
+        check_left(logits.max())
         heat = _division(link.name, logits, state)
         logits = link.apply(logits, state, WHOLE)
         recorder.add(link.name, {name: getattr(state.params, name) for name in link.fields}, logits, heat)

@@ -209,3 +209,19 @@ def test_reachable_from_the_package():
     assert exl2nb.sampling.SamplingParams is SamplingParams
     with pytest.raises(AttributeError, match="public names: CHAIN"):
         _ = exl2nb.sampling.sampler
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "cut",
+    [{"top_p": 0.9, "top_a": 0.2}, {"min_p": 0.1, "skew": 0.1}, {"xtc_probability": 1.0}, {"smoothing_factor": 0.3}, {"mirostat": True}],
+    ids=str,
+)
+def test_an_empty_row_is_named_before_cuts_compute_with_it(cut):
+    """Numpy would warn of differences of infinities, which says nothing to anybody."""
+    params = SamplingParams(allowed_tokens=(0, 1), logit_bias={0: 1.0}, **cut)
+    row = np.float32([-np.inf, -np.inf, 1.0, 0.5])
+    with pytest.raises(GenerationError, match="no token is left"):
+        explain(row, params)
+    with pytest.raises(GenerationError, match="no token is left"):
+        sample_row(row, SamplerState(params))
