@@ -27,11 +27,11 @@ class Arena:
     """One tensor on a device that takes in others, one behind the other.
 
     Args:
-        size: bytes. device: where.
+        size: bytes. device: where. memory: uint8, in place of new memory of that size.
     """
 
-    def __init__(self, size: int, device: str) -> None:
-        self._memory = torch.empty(size, dtype=torch.uint8, device=device)
+    def __init__(self, size: int, device: str, memory: Tensor | None = None) -> None:
+        self._memory = torch.empty(size, dtype=torch.uint8, device=device) if memory is None else memory
         self._used = 0
 
     def keep(self, tensor: Tensor) -> Tensor:

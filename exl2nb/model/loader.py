@@ -20,6 +20,7 @@ from exl2nb.model.facts import remote_code
 from exl2nb.model.gptq import read_gptq
 from exl2nb.model.gpu_memory import Arena, kept_bytes
 from exl2nb.model.inspect import inspect
+from exl2nb.model.large_pages import room_for
 from exl2nb.model.layers.attention import Attention
 from exl2nb.model.layers.ends import Embedding, Head
 from exl2nb.model.layers.layer import Layer
@@ -92,11 +93,19 @@ def load_model(
         raise OptionError(f"load_model: context is {context}; expected at most {longest}, the positions this model has learned")
     with open_store(config, directory) as store:
         sources = plan(config, store)
-        arena = None if device == "cpu" else Arena(kept_bytes(config, inspect(directory)), device)
+        arena = _arena(config, directory, device, widen=weights == "fp32")
         network = _Builder(config, store, sources, widen=weights == "fp32", device=device, arena=arena).network(progress)
-    if arena is not None:
+    if device != "cpu":
         torch.cuda.empty_cache()  # what held tensors while they were packed
     return Model(config, network, context=context if context is not None else longest, device=device, deterministic=deterministic)
+
+
+def _arena(config: ModelConfig, directory: str | os.PathLike[str], device: str, *, widen: bool) -> Arena | None:
+    """What takes in all weights: on a GPU always, on the CPU for a model small enough to lie in its cache."""
+    if device != "cpu":
+        return Arena(kept_bytes(config, inspect(directory)), device)
+    memory = room_for(directory, widened=widen)
+    return None if memory is None else Arena(memory.numel(), device, memory)
 
 
 class _Builder:
@@ -208,7 +217,7 @@ class _Builder:
         return self.kept((self.vector(f"{key}.weight") + self.config.norm_offset) * scale)
 
     def kept(self, tensor: Tensor) -> Tensor:
-        """A tensor that stays: on the GPU, among the others."""
+        """A tensor that stays: among the others, where they lie together."""
         return tensor if self.arena is None else self.arena.keep(tensor)
 
     def table(self, key: str) -> Tensor:
