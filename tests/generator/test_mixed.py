@@ -1,8 +1,11 @@
 """Thirty-two requests of every kind, together in a cache too small for them: each text is what the request gives alone."""
 
+import random
+
 import pytest
 
 import exl2nb as ex
+from exl2nb.core.errors import Exl2Error
 
 STORY = "The old man went down to the harbour in the evening and looked at the boats that had come in with the tide. " * 10
 LIST = "Apples, pears and plums; bread, salt and oil; a lamp, a rope and a knife. " * 11
@@ -54,3 +57,59 @@ def test_together_as_alone():
             assert together[i].finish_reason == one.finish_reason
         assert sum(one.timings.reused_tokens for one in together.values()) > 10 * 200
         assert llm.engine.pages.num_free == llm.engine.pages.num_pages
+
+
+PROMPTS = ["It was", "The cat sat. The cat sat. The", "Once upon a time there lived " * 12, "x", "He said that the " * 30]
+ANYTHING = {
+    "temperature": [0, 0.5, 1.7], "top_k": [1, 5, 50], "top_p": [0.5, 0.95], "min_p": [0.05], "typical_p": [0.9], "tfs": [0.9],
+    "stop": [".", [" the", ","], 264], "banned_strings": [" a", [" the", "was"]], "token_healing": [True], "top_logprobs": [3],
+    "return_logits": [True], "repetition_penalty": [1.2], "presence_penalty": [0.5], "penalty_range": [20], "dry_multiplier": [0.8],
+    "xtc_probability": [0.5], "mirostat": [True], "smoothing_factor": [0.3], "temperature_last": [True], "skew": [0.3],
+    "logit_bias": [{264: 2.0}], "banned_tokens": [[13]], "allowed_tokens": [list(range(100, 900))], "negative_prompt": ["He"], "cfg_scale": [1.4], "beams": [3],
+    "speculation": ["ngram", {"kind": "ngram", "adaptive": False}], "regex": ["[a-z ]{2,20}"], "choice": [[" yes", " no way"]],
+    "schema": [{"type": "integer"}], "ignore_eos": [True], "min_tokens": [1], "priority": [-2, 2], "max_temp": [1.5], "top_a": [0.2],
+}  # fmt: skip
+
+
+def answer(ask):
+    """What a request came to: its tokens and how it ended, or the kind of error."""
+    try:
+        done = ask()
+    except Exl2Error as error:
+        return type(error).__name__
+    return done.text, told(done), done.finish_reason, done.stopped_by
+
+
+@pytest.mark.filterwarnings("error")
+def test_any_options_together_as_alone():
+    """Options thrown together: what cannot be is a named error, alone and beside others; the rest gives the same tokens both ways."""
+    pytest.importorskip("llguidance")
+    chance, refused = random.Random(0), 0
+    with ex.demo(progress=None, cache_tokens=2048, context=512) as llm:
+        for _ in range(10):
+            some = [
+                (chance.choice(PROMPTS), {name: chance.choice(values) for name, values in ANYTHING.items() if chance.random() < 0.14})
+                for _ in range(6)
+            ]
+            some = [(prompt, {"max_tokens": chance.randrange(1, 14), "seed": chance.randrange(5), **options}) for prompt, options in some]
+            alone = [answer(lambda one=one: llm.generate(one[0], **one[1])) for one in some]
+            handles = [answer_later(llm, *one) for one in some]
+            for one, want, wait in zip(some, alone, handles):
+                assert answer(wait) == want, one
+            refused += sum(isinstance(one, str) for one in alone)
+        assert 5 < refused < 50
+        assert llm.engine.wait_idle(5)
+        assert llm.engine.pages.num_free == llm.engine.pages.num_pages
+
+
+def answer_later(llm, prompt, options):
+    """Start a request now; what waits for it."""
+    try:
+        return llm.stream(prompt, **options).result
+    except Exl2Error as error:
+        raised = error
+
+        def again():
+            raise raised
+
+        return again
