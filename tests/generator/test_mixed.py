@@ -65,9 +65,10 @@ ANYTHING = {
     "stop": [".", [" the", ","], 264], "banned_strings": [" a", [" the", "was"]], "token_healing": [True], "top_logprobs": [3],
     "return_logits": [True], "repetition_penalty": [1.2], "presence_penalty": [0.5], "penalty_range": [20], "dry_multiplier": [0.8],
     "xtc_probability": [0.5], "mirostat": [True], "smoothing_factor": [0.3], "temperature_last": [True], "skew": [0.3],
-    "logit_bias": [{264: 2.0}], "banned_tokens": [[13]], "allowed_tokens": [list(range(100, 900))], "negative_prompt": ["He"], "cfg_scale": [1.4], "beams": [3],
+    "logit_bias": [{264: 2.0}], "banned_tokens": [[13]], "allowed_tokens": [list(range(100, 900))], "negative_prompt": ["He"],
     "speculation": ["ngram", {"kind": "ngram", "adaptive": False}], "regex": ["[a-z ]{2,20}"], "choice": [[" yes", " no way"]],
     "schema": [{"type": "integer"}], "ignore_eos": [True], "min_tokens": [1], "priority": [-2, 2], "max_temp": [1.5], "top_a": [0.2],
+    "cfg_scale": [1.4], "beams": [3],
 }  # fmt: skip
 
 
