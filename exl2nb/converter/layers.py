@@ -34,7 +34,7 @@ class Rounding:
 
     strength: of asymmetric calibration, 0 to 1. coupled: columns of a matrix are rounded together. refresh: inputs inside a layer come from
     what is already quantised of it. weighted: tokens count half by how much the prediction depends on them. damping: added to the diagonal
-    of a Hessian, as a share of its mean.
+    of a Hessian, as a share of its mean. folded: channels between v and o, up and down are scaled first (converter.folds).
     """
 
     strength: float = 0.5
@@ -42,6 +42,7 @@ class Rounding:
     refresh: bool = True
     weighted: bool = True
     damping: float = DAMPING
+    folded: bool = True
 
     def __post_init__(self) -> None:
         check_range("strength", self.strength, 0, 1, where="Rounding")

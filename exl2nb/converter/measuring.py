@@ -36,7 +36,9 @@ def measured(context: Context, rows: Rows, seed: int, calibration: dict[str, Any
     """
     weights, work = context.weights, context.work
     fingerprint, layers = weights.fingerprint(), weights.config.num_layers
-    key = hash_of(REVISION, measure.FORMAT, fingerprint, rows.calibrating.numpy().tobytes(), rows.used, seed, measure.ANCHORS)
+    key = hash_of(
+        REVISION, measure.FORMAT, fingerprint, rows.calibrating.numpy().tobytes(), rows.used, seed, measure.ANCHORS, weights.scaled
+    )
     found = given if given is not None else work.load_measurement(key)
     if found is not None and ((found.key == key and found.statistics) or work.has_statistics(key, layers)):
         return found, key

@@ -16,6 +16,7 @@ from exl2nb.converter.assemble import assemble
 from exl2nb.converter.calibrate import Rows
 from exl2nb.converter.context import Context
 from exl2nb.converter.device import describe
+from exl2nb.converter.folds import folds
 from exl2nb.converter.measure import Measurement
 from exl2nb.converter.measuring import measured
 from exl2nb.converter.plan import Plan
@@ -23,6 +24,7 @@ from exl2nb.converter.polish import Polished, polish
 from exl2nb.converter.quantizing import Made, quantize_model
 from exl2nb.converter.result import Conversion
 from exl2nb.converter.settings import Settings
+from exl2nb.converter.work import REVISION, hash_of
 from exl2nb.core.errors import ConversionError, OptionError
 from exl2nb.tokenizer.chat import render
 from exl2nb.tokenizer.tokenizer import Tokenizer
@@ -106,8 +108,26 @@ class Run:
         found = given if isinstance(given, Measurement) or given is None else Measurement.load(given)
         if found is not None:
             found.check_model(self.weights.fingerprint(), self.src)
+        if self.settings.rounding.folded:
+            self._fold(rows)
         facts = {**rows.facts(), "split": rows.split()}
         return measured(self.context, rows, self.settings.seed, facts, found)
+
+    def _fold(self, rows: Rows) -> None:
+        """Scale the dense model, unless a run before this one found out how."""
+        weights, work = self.weights, self.context.work
+        key = hash_of(REVISION, weights.fingerprint(), rows.hessians.numpy().tobytes())
+        factors = work.load_folds(key)
+        if factors is None:
+            with self.context.meter("calibrate", total=self.config.num_layers, unit="layers") as meter:
+
+                def step(detail: str) -> None:
+                    self.context.check()
+                    meter.step(detail=detail)
+
+                factors = folds(weights, rows.hessians, step)
+            work.save_folds(key, factors)
+        weights.scale(factors)
 
     def allocate(self, measurement: Measurement) -> Plan:
         """The plan within the budget."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -38,6 +39,7 @@ class DenseWeights:
             raise ConversionError(f"{store.directory}: found a GPTQ model, expected a dense one; convert the model it was made from")
         self.config, self.store, self.device = config, store, torch.device(device)
         self._last: tuple[int, dict[str, Tensor]] | None = None
+        self._factors: dict[str, Tensor] = {}
         self._through: Tensor | None = None
         self._ahead = Ahead(store, _PINNED_BYTES if self.device.type == "cuda" else 0, pinned=True)
         for linear in linears(config):
@@ -56,6 +58,15 @@ class DenseWeights:
     def close(self) -> None:
         """Read nothing ahead any more; before the store is closed."""
         self._ahead.close()
+
+    def scale(self, factors: Mapping[str, Tensor]) -> None:
+        """From now on multiply tensors, by name, with what broadcasts to them (converter.folds)."""
+        self._factors, self._last = {name: factor.to(self.device) for name, factor in factors.items()}, None
+
+    @property
+    def scaled(self) -> bool:
+        """Whether any tensor is."""
+        return bool(self._factors)
 
     def layer(self, index: int, *, then: int | None = None) -> dict[str, Tensor]:
         """All tensors of one layer, f32; those of the layer asked for last are kept.
@@ -126,7 +137,7 @@ class DenseWeights:
         tensor = (self.store.read(name, into=self._pinned()) if early is None else early).to(self.device)
         if not torch.isfinite(tensor).all():
             raise FormatError(f"{self.store.info(name).path}: tensor {name!r}: found NaN or infinity, expected finite weights")
-        return tensor
+        return tensor * self._factors[name] if name in self._factors else tensor  # f32 where it is scaled
 
     def _pinned(self) -> Tensor | None:
         """Memory from which a GPU fetches by itself, for the largest tensor; None on the CPU, where every tensor has its own."""

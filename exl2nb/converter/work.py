@@ -19,7 +19,7 @@ from exl2nb.io.hf_config import read_json
 from exl2nb.model.layout import Linear
 from exl2nb.quant.exl2 import Exl2Tensors
 
-REVISION = 5  # of the algorithm: part of every hash, so that work of an older one is never taken over
+REVISION = 6  # of the algorithm: part of every hash, so that work of an older one is never taken over
 HEAD = -1  # stands for the head where a layer index is wanted
 Packed = dict[str, tuple[Exl2Tensors, float]]  # module key -> tensors, loss
 
@@ -66,11 +66,23 @@ class Work:
 
     def load_statistics(self, key: str, layer: int) -> dict[str, Tensor] | None:
         """Read what `save_statistics` wrote; None where it is missing or damaged."""
+        return self._read(self._statistics(key, layer))
+
+    @staticmethod
+    def _read(path: Path) -> dict[str, Tensor] | None:
         try:
-            with safetensors.SafetensorsFile(self._statistics(key, layer)) as file:
+            with safetensors.SafetensorsFile(path) as file:
                 return {name: file.read(name) for name in file.names()}
         except (Exl2Error, OSError):
             return None
+
+    def save_folds(self, key: str, factors: Mapping[str, Tensor]) -> None:
+        """Keep what the dense model's tensors are multiplied with."""
+        safetensors.save(self._folds(key), factors)
+
+    def load_folds(self, key: str) -> dict[str, Tensor] | None:
+        """Read what `save_folds` wrote; None where it is missing or damaged."""
+        return self._read(self._folds(key))
 
     def save_trial(self, key: str, kl: Tensor) -> None:
         """Keep the true KL of some plans: f64 `(plans, rows)`."""
@@ -99,6 +111,9 @@ class Work:
 
     def _statistics(self, key: str, layer: int) -> Path:
         return self.directory / f"statistics-{key[:16]}-{_layer(layer)}.safetensors"
+
+    def _folds(self, key: str) -> Path:
+        return self.directory / f"scales-{key[:16]}.safetensors"
 
     def _trial(self, key: str) -> Path:
         return self.directory / f"trial-{key[:16]}.safetensors"

@@ -7,6 +7,7 @@ import torch
 
 from exl2nb.converter import sensitivity, streams
 from exl2nb.converter.job import ConversionJob
+from exl2nb.converter.layers import Rounding
 from exl2nb.converter.streams import DiskStream, new_stream, on_disk
 from exl2nb.core.errors import ConversionError
 
@@ -69,5 +70,5 @@ def test_a_full_disk_says_so(source, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(ConversionError, match=r"stream: the disk is full \(49152 bytes needed, 1000 bytes free\)"):
-        ConversionJob(source, tmp_path / "out", bpw=4.0, **OPTIONS).run()
+        ConversionJob(source, tmp_path / "out", bpw=4.0, rounding=Rounding(folded=False), **OPTIONS).run()
     assert not (tmp_path / "out").exists()
