@@ -47,6 +47,8 @@ def narrow(row: np.ndarray, bounds: Bounds | SamplingParams) -> tuple[np.ndarray
     total = float(weights.sum())
     floor = max(bounds.min_p, bounds.top_a / total if total > 0 else 0.0) * (1.0 - SLACK)  # as a share of the highest weight, which is 1
     if bounds.top_p < 1.0:
+        if bounds.top_a > 0.0:  # it counts what top_p leaves: tokens that top_p would have kept must not be missing
+            floor = 0.0
         floor = max(floor, (1.0 - bounds.top_p) / size * total * (1.0 - SLACK))
     ids = np.flatnonzero(weights >= np.float32(floor))
     if not len(ids) or not math.isfinite(total):

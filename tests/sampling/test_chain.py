@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from exl2nb.core.errors import GenerationError
@@ -96,6 +96,8 @@ def test_chain_equals_its_reference(params, seed, size, spread):
 
 
 @given(params=PARAMS, seed=st.integers(0, 1000), spread=st.sampled_from([0.5, 3.0, 12.0]), size=st.sampled_from([3000, 32_000]))
+@example(params=SamplingParams(top_p=0.9, top_a=0.3), seed=0, spread=3.0, size=3000)  # top_a alone would leave out more than top_p
+@example(params=SamplingParams(top_p=0.9, top_a=0.01, min_p=0.2), seed=0, spread=3.0, size=3000)
 @settings(max_examples=150, deadline=None)
 def test_narrowing_changes_nothing(params, seed, spread, size):
     """Leaving certain losers out first and then cutting gives every token the probability that cutting the whole row gives it."""
