@@ -53,7 +53,7 @@ class ConversionJob:
             model; give a model of yours text of its own kind).
         rows, length: calibration rows and tokens per row; None = what `effort` says.
         report_rows: further rows of the same text, never calibrated on, for the quality in the report; fewer where the text is short.
-        seed: of the rows and of the sampled labels.
+        seed: of the rows and of the random changes that the sweep sends back.
         effort: "quick", "full" or "thorough".
         work_dir: keeps work in progress and the measurement for later runs; None = a hidden folder beside `dst`, removed at the end.
         measurement: a Measurement, or a file written by its `save`, of the same model; None = measure.

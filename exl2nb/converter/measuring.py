@@ -30,7 +30,7 @@ def measured(context: Context, rows: Rows, seed: int, calibration: dict[str, Any
     Args:
         context: the model, and where measured layers and statistics are filed.
         rows: calibration rows.
-        seed: of the sampled labels.
+        seed: of the random changes of logits.
         calibration: what the measurement says of its rows.
         given: a measurement of this model.
     """

@@ -19,7 +19,7 @@ from exl2nb.io.hf_config import read_json
 from exl2nb.model.layout import Linear
 from exl2nb.quant.exl2 import Exl2Tensors
 
-REVISION = 6  # of the algorithm: part of every hash, so that work of an older one is never taken over
+REVISION = 7  # of the algorithm: part of every hash, so that work of an older one is never taken over
 HEAD = -1  # stands for the head where a layer index is wanted
 Packed = dict[str, tuple[Exl2Tensors, float]]  # module key -> tensors, loss
 
