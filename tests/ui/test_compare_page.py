@@ -86,4 +86,5 @@ def test_export_without_network(page, compare, tmp_path):
     assert page.locator(".exl2nb-answer-text").count() == 6
     assert page.get_by_role("button", name="Run").count() == 0
     page.get_by_role("button", name="Differences").click()
+    page.locator("[data-view=difference]").wait_for(state="attached")
     assert page.locator("[data-view=difference]").count() == 1
