@@ -121,14 +121,18 @@ class HostStepper:
 
     def launch(self, step: Step) -> Ticket:
         """Run the step to its end."""
-        logits = self._model.forward(step.batch, self._cache).to("cpu", torch.float32)
-        rows = [row for row, draw in enumerate(step.draws) if draw is not None]
-        if not rows:
-            return _Over(list(logits.numpy()))
-        some = logits if len(rows) == len(step.draws) else logits[rows]
-        drawn = draw_batch(some, [draw for draw in step.draws if draw is not None])
-        if some is logits and None not in drawn:
-            return _Over([*drawn])  # pyright: ignore[reportArgumentType]
+        logits = self._model.forward(step.batch, self._cache)
+        if logits.is_cuda or logits.dtype is not torch.float32:
+            logits = logits.to("cpu", torch.float32)
+        if step.draws and None not in step.draws:
+            rows, drawn = range(len(step.draws)), draw_batch(logits, step.draws)  # pyright: ignore[reportArgumentType]
+            if None not in drawn:
+                return _Over(drawn)  # pyright: ignore[reportArgumentType]
+        else:
+            rows = [row for row, draw in enumerate(step.draws) if draw is not None]
+            if not rows:
+                return _Over(list(logits.numpy()))
+            drawn = draw_batch(logits[rows], [draw for draw in step.draws if draw is not None])
         results: list[Sampled | np.ndarray] = list(logits.numpy())
         for row, sampled in zip(rows, drawn):
             if sampled is not None:

@@ -7,6 +7,7 @@ hundred candidates.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -86,17 +87,28 @@ def draw_batch(logits: Tensor, draws: Sequence[tuple[SamplerState, int, int]]) -
     Returns:
         R choices; None for a row that has no distribution: `sample_row` says what is wrong with it.
     """
+    top = max(wanted for _, _, wanted in draws)
+    cuts = [state.plan.cuts for state, _, _ in draws]
+    changing = any([one is None or one[0] for one in cuts])  # greedy rows ask for the same at every step
+    rows = _settings(draws) if changing else _greedy_rows(tuple(cuts))  # pyright: ignore[reportArgumentType]
+    found = draw_rows(logits, rows, None, min(top, logits.shape[1])).tolist()
+    return [_sampled(one, draw[2]) if one[0] >= 0 else None for one, draw in zip(found, draws)]
+
+
+def _settings(draws: Sequence[tuple[SamplerState, int, int]]) -> Tensor:
+    """What `draw_rows` wants to know of each row: its cuts and its uniform number, f64 `(R, 5)`."""
     settings: list[float] = []  # one list: NumPy takes a microsecond for every row that is written by itself
-    top = 0
-    for state, number, wanted in draws:
+    for state, number, _ in draws:
         cuts = state.plan.cuts
         assert cuts is not None, "`batches` said so"
         settings += cuts
         settings.append(uniform(state.seed, number) if cuts[0] else 0.0)
-        top = max(top, wanted)
-    rows = torch.from_numpy(np.array(settings, np.float64).reshape(-1, 5))
-    found = draw_rows(logits, rows, None, min(top, logits.shape[1])).tolist()
-    return [_sampled(one, draw[2]) if one[0] >= 0 else None for one, draw in zip(found, draws)]
+    return torch.from_numpy(np.array(settings, np.float64).reshape(-1, 5))
+
+
+@functools.lru_cache(maxsize=64)
+def _greedy_rows(cuts: tuple[tuple[float, ...], ...]) -> Tensor:
+    return torch.tensor([(*one, 0.0) for one in cuts], dtype=torch.float64)
 
 
 def sample_row(row: np.ndarray, state: SamplerState, *, top: int = 0) -> Sampled:
