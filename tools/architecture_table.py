@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
@@ -87,4 +88,5 @@ def table(results: dict[str, dict[str, bool]]) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()  # --help must not start minutes of tests
     (ROOT / "docs" / "architectures.md").write_text(HEAD + table(run()), encoding="utf-8")
