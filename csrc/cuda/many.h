@@ -4,7 +4,7 @@
 
 namespace exl2nb {
 
-constexpr int kFewTokens = 2 * kMaxTokens;  // as many go through the decode path's product, eight at a time
+constexpr int kFewTokens = kMaxTokens;  // as many go through the decode path's product
 constexpr int kManyTokens = 64;             // of a launch
 
 // Whether many_launch does the product of `a` on this GPU.

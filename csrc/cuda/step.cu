@@ -229,7 +229,7 @@ class Walker {
     return embed_launch(a, s_.tokens, stream_, pdl_);
   }
 
-  bool many(const GemvArgs& a) const { return s_.many && many_takes(a); }
+  bool many(const GemvArgs& a) const { return s_.many && a.tokens >= s_.many && many_takes(a); }
   // A product that only writes its sums.
   const char* store(const GemvArgs& a) { return many(a) ? many_launch(a, stream_, pdl_) : gemv_launch(a, kStore, stream_, pdl_); }
 

@@ -3,7 +3,7 @@
 // Where the program is the common one (RMS norms before, none after), a layer is five kernels: QKV, attention, O, gate/up, down. The
 // kernel that adds to the residual also writes the next matrix's input, times the norm's weights but not yet divided by the root mean
 // square; the next one multiplies its outputs by that. A LayerNorm, and a norm behind attention or MLP, need the whole row first: for few
-// tokens every CTA of the next product makes it (norm.cuh), for more a small kernel in between. Experts: moe.h. More than sixteen tokens:
+// tokens every CTA of the next product makes it (norm.cuh), for more a small kernel in between. Experts: moe.h. More than eight tokens:
 // many.h, whose products only store, so that kernels in between add to the residual, make the norms and the gates.
 // A blob's word is the address of a host copy of its head: int64 address on the device, then header and parts (blob.h).
 #pragma once
@@ -21,7 +21,7 @@ struct GpuStep {
   void* const* v_pools;
   int layers, num_kv_heads, head_dim, k_format, v_format;
   float* logits;
-  bool many;  // many tokens may go through many.cuh: faster, but a token's bits then depend on how many there are
+  int many;  // so many tokens, at least nine, or more go through many.cuh: faster, but other bits than those of fewer tokens; 0: never
 };
 
 // Bytes of workspace for up to `capacity` tokens, or what is wrong with the program; vocab: logits per row.

@@ -200,7 +200,7 @@ Tensor step_bytes(const Tensor& program, int64_t capacity) {
 void step_cuda(const Tensor& program, Tensor& workspace, int64_t capacity, const Tensor& ids, const Tensor& positions,
                const Tensor& block_table, const Tensor& cu_seqlens, const Tensor& context_lens, const Tensor& logit_rows,
                std::vector<Tensor> k_pools, std::vector<Tensor> v_pools, int64_t k_format, int64_t v_format, int64_t num_kv_heads,
-               int64_t head_dim, Tensor& logits, bool pdl, bool many) {
+               int64_t head_dim, Tensor& logits, bool pdl, int64_t many) {
   const char* op = "gpu_step";
   require(op, "program", program, ScalarType::Long, -1, false);
   require(op, "workspace", workspace, ScalarType::Byte, -1);
@@ -243,7 +243,7 @@ void step_cuda(const Tensor& program, Tensor& workspace, int64_t capacity, const
                   int(k_format),
                   int(v_format),
                   static_cast<float*>(logits.mutable_data_ptr()),
-                  many};
+                  static_cast<int>(many)};
   wrong = step_launch(code, program.numel(), s, bytes_of(workspace), size_t(workspace.numel()), stream_of(ids), pdl);
   STD_TORCH_CHECK(wrong.empty(), op, " of ", T, " tokens in ", B, " sequences: ", wrong);
 }

@@ -15,6 +15,7 @@ from exl2nb.ops import gpu, gpu_prefill, kv_codes
 SHORT = 8  # tokens of one sequence that the step kernels take
 MOST = 512  # tokens of a step that go through the step kernels
 MOST_ROUTED = 64  # of a model with experts: the step kernels read them once for every token that chose them
+MANY = 9  # tokens from which on a step's products decode every weight once for all of them
 F16, F32, Q8, Q4, FP8 = range(5)  # formats of pools, as csrc/cuda/attention.h numbers them
 
 
@@ -24,16 +25,16 @@ class GpuForward:
     Args:
         program: of the model, on the GPU.
         device: where it is.
-        deterministic: take every prompt through the step kernels, eight tokens at a time, so that a token's bits depend neither on how a
-            prompt was cut nor on what ran beside it. Slow for long prompts.
+        deterministic: take every prompt through the step kernels, eight tokens at a time, and steps of any size through the products of
+            small ones, so that a token's bits depend neither on how a prompt was cut nor on what ran beside it. Slow for long prompts.
 
-    `many`, to be set before the first step: whether steps of 17 to 64 tokens decode every weight once for all of them. Off: these kernels
-    have not run in a captured graph yet.
+    `many`, to be set before the first step: steps of so many tokens or more decode every weight once for 64 of them; 0: no step does, so
+    that a token's bits are the same in steps of any size.
     """
 
     def __init__(self, program: ops.Program, device: torch.device, *, deterministic: bool = False) -> None:
         self.program, self.device, self.deterministic = program, device, deterministic
-        self.many = False
+        self.many = 0 if deterministic else MANY
         self.vocab = ops.shape(program.steps[-1][1]["blob"])[1]
         self.most = MOST_ROUTED if any(name == "routed_mlp" for name, _ in program.steps) else MOST
         self._steppers: dict[int, gpu.Stepper] = {}

@@ -19,7 +19,7 @@ for _schema in (
     "gpu_step_bytes(Tensor program, int capacity) -> Tensor",
     "gpu_step(Tensor program, Tensor(a!) workspace, int capacity, Tensor ids, Tensor positions, Tensor block_table, Tensor cu_seqlens, "
     "Tensor context_lens, Tensor logit_rows, Tensor(b!)[] k_pools, Tensor(c!)[] v_pools, int k_format, int v_format, int num_kv_heads, "
-    "int head_dim, Tensor(d!) logits, bool pdl, bool many) -> ()",
+    "int head_dim, Tensor(d!) logits, bool pdl, int many) -> ()",
 ):
     LIBRARY.define(_schema)
 
@@ -42,7 +42,9 @@ def unpack_into(head: Tensor, out: Tensor) -> None:
 
 
 def linear(head: Tensor, x: Tensor, bias: Tensor | None, *, many: bool = False) -> Tensor:
-    """`ops.linear` for the blob of `head` (from `blob_head`), without waiting for the GPU. many: as for `Stepper`."""
+    """`ops.linear` for the blob of `head` (from `blob_head`), without waiting for the GPU. many: more than eight rows decode
+    every weight once for 64 of them.
+    """
     return _ops.gpu_linear(head, x, bias, many)
 
 
@@ -64,11 +66,11 @@ class Stepper:
     """Runs a program on the GPU for steps of up to `capacity` tokens; keeps the memory that its kernels share.
 
     Args:
-        code: of a `Program`. capacity: tokens. many: steps of more than sixteen tokens decode every weight once for 64 of them; a
-            token's bits then depend on how many there are.
+        code: of a `Program`. capacity: tokens. many: steps of so many tokens or more (nine at least) decode every weight once for
+            64 of them, which gives other bits than fewer tokens do; 0: no step.
     """
 
-    def __init__(self, code: Tensor, capacity: int, device: torch.device, *, many: bool = False) -> None:
+    def __init__(self, code: Tensor, capacity: int, device: torch.device, *, many: int = 0) -> None:
         self.code, self.capacity, self.many = code, capacity, many
         size, self.vocab = _ops.gpu_step_bytes(code, capacity).tolist()
         self.workspace = torch.zeros(size, dtype=torch.uint8, device=device)

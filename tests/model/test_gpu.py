@@ -14,6 +14,7 @@ from exl2nb.cache.pool import KVCache
 from exl2nb.core.errors import ConfigError, DeviceError
 from exl2nb.io.safetensors import SafetensorsFile
 from exl2nb.model.batch import Batch, Span
+from exl2nb.model.gpu import formats_of
 from exl2nb.model.loader import load_model
 from exl2nb.ops import gpu
 from exl2nb.quant.exl2 import encode
@@ -193,11 +194,12 @@ def test_bits_do_not_depend_on_the_step(both):
 
 
 def test_bits_do_not_depend_on_the_company(both):
-    cuda = both[1]
-    spans = [Span(ids=IDS[:n], start=0, pages=[page], logit_rows="all") for page, n in enumerate((8, 1, 5, 8, 2))]
-    together = cuda.forward(Batch.build(spans), KVCache(cuda.cache_spec(2048), "cuda")).cpu()
-    for got in together.split([8, 1, 5, 8, 2]):
-        assert torch.equal(got, logits(cuda, IDS[: len(got)]))
+    """Of up to eight tokens in all; of any number where every batch size has to give the same bits."""
+    for cuda, lengths in ((both[1], (3, 1, 4)), (load_model(FIXTURE, device="cuda", deterministic=True), (8, 1, 5, 8, 2))):
+        spans = [Span(ids=IDS[:n], start=0, pages=[page], logit_rows="all") for page, n in enumerate(lengths)]
+        together = cuda.forward(Batch.build(spans), KVCache(cuda.cache_spec(2048), "cuda")).cpu()
+        for got in together.split(lengths):
+            assert torch.equal(got, logits(cuda, IDS[: len(got)]))
 
 
 @pytest.mark.parametrize("count", [9, 20, 40, 64])
@@ -205,13 +207,52 @@ def test_more_than_eight_sequences(both, count):
     """They go through kernels of their own, unless every batch size has to give the same bits."""
     spans = [Span(ids=IDS[i : i + 1 + i % 2], start=0, pages=[i], logit_rows="last") for i in range(count)]
     batch, got = Batch.build(spans), []
-    for many in (True, False):
-        cuda = load_model(FIXTURE, device="cuda", deterministic=not many)
-        cuda.gpu.many = many
+    for deterministic in (False, True):
+        cuda = load_model(FIXTURE, device="cuda", deterministic=deterministic)
         got.append(cuda.forward(batch, KVCache(cuda.cache_spec(256 * count), "cuda")).cpu())
     alone = torch.cat([logits(both[1], span.ids)[-1:] for span in spans])
     assert float((got[0] - alone).abs().max()) < 0.03
     assert torch.equal(got[1], alone)
+
+
+@pytest.mark.parametrize("count", [9, 16, 17, 33, 64])
+def test_steps_of_many_sequences_in_graphs(both, count):
+    """Captured and replayed a step has the bits of the same step launched alone, and is near what every sequence gives by itself."""
+    cuda, lengths = both[1], [1 + i * 5 % 8 for i in range(count)]
+    cache = KVCache(cuda.cache_spec(256 * count), "cuda")
+    cuda.forward(Batch.build([Span(ids=IDS[:n], start=0, pages=[page], logit_rows="last") for page, n in enumerate(lengths)]), cache)
+    batch = Batch.build([Span(ids=IDS[n : n + 1], start=n, pages=[page], logit_rows="last") for page, n in enumerate(lengths)])
+    i, out = cuda.gpu._inputs(batch, None), torch.zeros(count, cuda.gpu.vocab, device="cuda")
+    heads, kernels = (cache.spec.num_kv_heads, cache.spec.head_dim), cuda.gpu.stepper(count)
+    inputs = i.ids, i.positions, i.block_table, i.cu_seqlens, i.context_lens, i.logit_rows, cache.k, cache.v, formats_of(cache), heads, out
+    graph = torch.cuda.CUDAGraph()
+    kernels.run(*inputs)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for _ in range(3):  # one behind the other, as the engine launches them: each must wait for the one before
+            kernels.run(*inputs)
+    once = cuda.forward(batch, cache)
+    for _ in range(3):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, once)
+    alone = torch.cat([logits(cuda, IDS[: n + 1])[-1:] for n in range(1, 9)])
+    assert float((once.cpu() - alone[[n - 1 for n in lengths]]).abs().max()) < 0.03
+
+
+@pytest.mark.parametrize("count", [9, 24, 64])
+def test_texts_of_many_sequences(count):
+    """The engine's own graphs: where the two best tokens are far enough apart, what a sequence alone writes."""
+    prompts = [f"Once upon a time there were {i} kings, and" for i in range(count)]
+    asked = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "top_logprobs": 2}
+    with ex.load(FIXTURE, device="cuda", max_sequences=64, context=64, cache_tokens=64 * 256, progress=None) as llm:
+        together = llm.generate(prompts, **asked)
+        assert any(rows == -(-count // 8) * 8 for rows, *_ in llm.engine._stepper._graphs)
+        for prompt, one in zip(prompts, together):
+            for token, other in zip(one.tokens, llm.generate(prompt, **asked).tokens):
+                if other.top[0].logprob - other.top[1].logprob < 0.05:
+                    break
+                assert token.id == other.id
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -314,11 +355,14 @@ def test_step_kernels_of_unlike_layers(name, tmp_path):
     assert float((single - want).abs().max() / want.std()) < 2e-2
     for chunk in (3, 8):
         assert torch.equal(logits(cuda, ids, chunk=chunk), single)
-    assert torch.equal(logits(load_model(folder, device="cuda", deterministic=True), ids), single)
+    exact = load_model(folder, device="cuda", deterministic=True)
+    assert torch.equal(logits(exact, ids), single)
     spans = [Span(ids=ids[:n], start=0, pages=[page], logit_rows="all") for page, n in enumerate((8, 3, 1))]
-    together = cuda.forward(Batch.build(spans), KVCache(cuda.cache_spec(2048), "cuda")).cpu()
+    together = exact.forward(Batch.build(spans), KVCache(exact.cache_spec(2048), "cuda")).cpu()
     for got, n in zip(together.split([8, 3, 1]), (8, 3, 1)):
         assert torch.equal(got, single[:n])
+    beside = cuda.forward(Batch.build(spans), KVCache(cuda.cache_spec(2048), "cuda")).cpu()
+    assert float((beside - together).abs().max() / want.std()) < 2e-2
 
 
 def test_a_sparse_model_decodes_in_graphs(tmp_path):
