@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,6 +52,7 @@ MLP: list[dict[str, Mix]] = [
     {"gate": ONE[8, 128], "up": ONE[8, 128], "down": ONE[8, 128]},
 ]
 HEAD: Mix = ((8, 0.15, 128), (6, 0.85, 128))
+FILE, WRITERS = 4 << 30, 4  # bytes of a file, about, where there is more than one; files written at a time
 
 
 @dataclass(frozen=True)
@@ -112,8 +115,8 @@ def matrix(k: int, n: int, mix: Mix, std: float, invperm: Tensor, rng: torch.Gen
     mean_square = sum((i + 1) ** 4 for i in range(16)) / 16 / 256**2  # of the 16 quadratic steps
     scale_max = [std / (2**bits / math.sqrt(12) * math.sqrt(mean_square)) for bits, _ in table]
     return {
-        "q_weight": torch.randint(low, high, (starts[-1], n), dtype=torch.int32, generator=rng, device=rng.device).cpu(),
-        "q_scale": torch.randint(low, high, (len(table), n // 8), dtype=torch.int32, generator=rng, device=rng.device).cpu(),
+        "q_weight": torch.randint(low, high, (starts[-1], n), dtype=torch.int32, generator=rng, device=rng.device),
+        "q_scale": torch.randint(low, high, (len(table), n // 8), dtype=torch.int32, generator=rng, device=rng.device),
         "q_scale_max": torch.tensor(scale_max, dtype=torch.float16),
         "q_groups": torch.tensor([v for (bits, _), start in zip(table, starts) for v in (bits, start)], dtype=torch.int16),
         "q_invperm": invperm,
@@ -178,27 +181,42 @@ def make(shape: Shape, out: Path, *, bpw: float, seed: int = 0) -> float:
     rng = torch.Generator(place).manual_seed(seed)
     sizes, depth = shape.linears(), math.sqrt(2 * shape.num_hidden_layers)
     half = {"generator": rng, "dtype": torch.float32, "device": place}
-    tensors = {"model.embed_tokens.weight": (0.5 * torch.randn(shape.vocab_size, shape.hidden_size, **half)).half().cpu()}
+    tensors = {"model.embed_tokens.weight": (0.5 * torch.randn(shape.vocab_size, shape.hidden_size, **half)).half()}
     options = choose(shape, bpw)
-    for i, option in enumerate(options):
-        shared = {
-            "gate": torch.randperm(shape.hidden_size, generator=rng, device=place).int().cpu(),
-            "q": torch.randperm(shape.hidden_size, generator=rng, device=place).int().cpu(),
-        }
-        shared |= {"up": shared["gate"], "k": shared["q"], "v": shared["q"]}
-        for role, (k, n) in sizes.items():
-            std = 1 / math.sqrt(k) / (depth if role in ("o", "down") else 1)
-            invperm = shared[role] if role in shared else torch.randperm(k, generator=rng, device=place).int().cpu()
-            key = f"model.layers.{i}.{KEYS[role]}"
-            tensors |= {f"{key}.{part}": t for part, t in matrix(k, n, option[role], std, invperm, rng).items()}
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"model.layers.{i}.{norm}.weight"] = torch.ones(shape.hidden_size, dtype=torch.float16)
-    tensors["model.norm.weight"] = torch.ones(shape.hidden_size, dtype=torch.float16)
-    invperm = torch.randperm(shape.hidden_size, generator=rng, device=place).int().cpu()
-    head = matrix(shape.hidden_size, shape.vocab_size, HEAD, 2 / math.sqrt(shape.hidden_size), invperm, rng)
-    tensors |= {f"lm_head.{part}": t for part, t in head.items()}
-    safetensors.save(out / "output.safetensors", tensors)
     used = sum(stored_bits(*sizes[role], mix) for option in options for role, mix in option.items())
+    files = max(1, round(used / 8 / FILE))
+    with ThreadPoolExecutor(WRITERS) as writers:  # some files are written while the next layers are made
+        writing: deque[Future[None]] = deque()
+
+        def write(tensors: dict[str, Tensor], number: int) -> None:
+            name = "output.safetensors" if files == 1 else f"output-{number:05}-of-{files:05}.safetensors"
+            writing.append(writers.submit(safetensors.save, out / name, tensors))
+            if len(writing) > WRITERS:
+                writing.popleft().result()
+
+        for i, option in enumerate(options):
+            shared = {
+                "gate": torch.randperm(shape.hidden_size, generator=rng, device=place).int(),
+                "q": torch.randperm(shape.hidden_size, generator=rng, device=place).int(),
+            }
+            shared |= {"up": shared["gate"], "k": shared["q"], "v": shared["q"]}
+            for role, (k, n) in sizes.items():
+                std = 1 / math.sqrt(k) / (depth if role in ("o", "down") else 1)
+                invperm = shared[role] if role in shared else torch.randperm(k, generator=rng, device=place).int()
+                key = f"model.layers.{i}.{KEYS[role]}"
+                tensors |= {f"{key}.{part}": t for part, t in matrix(k, n, option[role], std, invperm, rng).items()}
+            for norm in ("input_layernorm", "post_attention_layernorm"):
+                tensors[f"model.layers.{i}.{norm}.weight"] = torch.ones(shape.hidden_size, dtype=torch.float16)
+            done = (i + 1) * files // len(options)
+            if i + 1 < len(options) and done > i * files // len(options):
+                write(tensors, done)
+                tensors = {}
+        tensors["model.norm.weight"] = torch.ones(shape.hidden_size, dtype=torch.float16)
+        invperm = torch.randperm(shape.hidden_size, generator=rng, device=place).int()
+        head = matrix(shape.hidden_size, shape.vocab_size, HEAD, 2 / math.sqrt(shape.hidden_size), invperm, rng)
+        write(tensors | {f"lm_head.{part}": t for part, t in head.items()}, files)
+        while writing:
+            writing.popleft().result()
     reached = used / sum(k * n for k, n in sizes.values()) / shape.num_hidden_layers
     config = {f: getattr(shape, f) for f in Shape.__dataclass_fields__} | {
         "architectures": ["LlamaForCausalLM"],
