@@ -20,11 +20,15 @@ int shared_limit() {
 }
 
 template <int NB>
-const char* launch(const ManyArgs& a, int tiles, int shared, cudaStream_t stream, bool pdl) {
-  static const cudaError_t ready = cudaFuncSetAttribute(many<NB>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_limit());
+const char* launch(const ManyArgs& a, int tiles, cudaStream_t stream, bool pdl) {
+  static const cudaError_t ready = [] {
+    // The largest share for shared memory, as in every kernel of a step: changing it between kernels empties the multiprocessor.
+    cudaFuncSetAttribute(many<NB>, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    return cudaFuncSetAttribute(many<NB>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_limit());
+  }();
   if (ready != cudaSuccess) return cudaGetErrorString(ready);
   return launch_kernel(many<NB>, dim3(static_cast<unsigned>(a.splits), static_cast<unsigned>(tiles)), kManyThreads,
-                       static_cast<size_t>(shared), stream, pdl, static_cast<unsigned>(a.splits), a);
+                       static_cast<size_t>(many_shared(a, NB)), stream, pdl, static_cast<unsigned>(a.splits), a);
 }
 
 // CTAs that share a tile's rows: as many as fill the GPU, but no more than end sooner for it.
@@ -42,7 +46,7 @@ int splits_of(int tiles) {
 bool many_takes(const GemvArgs& a) {
   ManyArgs m{};
   m.items = a.items, m.units = a.units, m.num_parts = a.num_parts;
-  return a.tokens > kFewTokens && gemv_path() == kBulk && !a.rows && !a.squares && !a.from.x && many_shared(m) <= shared_limit();
+  return a.tokens > kFewTokens && gemv_path() == kBulk && !a.rows && !a.squares && !a.from.x && many_shared(m, kManyTokens / 8) <= shared_limit();
 }
 
 const char* many_launch(const GemvArgs& a, cudaStream_t stream, bool pdl) {
@@ -57,13 +61,12 @@ const char* many_launch(const GemvArgs& a, cudaStream_t stream, bool pdl) {
     tiles += count;
   }
   m.splits = splits_of(tiles);
-  const int shared = many_shared(m);
   for (int first = 0; first < a.tokens; first += kManyTokens) {
     m.tokens = std::min(kManyTokens, a.tokens - first);
     m.x = a.x + static_cast<size_t>(first) * a.x_stride, m.out = a.out + first * a.out_stride;
-    const char* wrong = m.tokens <= 16   ? launch<2>(m, tiles, shared, stream, pdl)
-                        : m.tokens <= 32 ? launch<4>(m, tiles, shared, stream, pdl)
-                                         : launch<8>(m, tiles, shared, stream, pdl);
+    const char* wrong = m.tokens <= 16   ? launch<2>(m, tiles, stream, pdl)
+                        : m.tokens <= 32 ? launch<4>(m, tiles, stream, pdl)
+                                         : launch<8>(m, tiles, stream, pdl);
     if (wrong) return wrong;
   }
   return nullptr;

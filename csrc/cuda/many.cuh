@@ -16,9 +16,12 @@ constexpr int kManyStrips = 16, kManyWarps = 8, kManyStages = 2, kManyUnits = kS
 constexpr int kManyThreads = (kManyWarps + 1) * 32, kManyColumns = kManyStrips * kStripColumns;
 // Halves of a token's activations beside an item: half a bank row more than the units have, so that two tokens lie in different banks.
 EXL2NB_BOTH constexpr int many_pitch(int units) { return units * kUnitRows + 32; }
-constexpr int kManyWeights = kManyStrips * kSlot, kManyStage = kManyWeights + kManyTokens * many_pitch(kManyUnits) * 2;
+constexpr int kManyWeights = kManyStrips * kSlot;
+// Bytes of a stage for 8 * NB tokens; up to 16 tokens two CTAs share a multiprocessor.
+EXL2NB_BOTH constexpr int many_stage(int NB) { return kManyWeights + NB * 8 * many_pitch(kManyUnits) * 2; }
 constexpr int kManySums = kManyColumns + 4;  // floats of a token in the tile that a cluster adds up
-static_assert(kManyTokens * kManySums * 4 <= kManyStages * kManyStage, "the tile replaces the stages");
+static_assert(kManyTokens * kManySums * 4 <= kManyStages * many_stage(kManyTokens / 8) && 16 * kManySums * 4 <= kManyStages * many_stage(2),
+              "the tile replaces the stages");
 
 struct ManyPart {
   const uint8_t* data;
@@ -36,7 +39,7 @@ struct ManyArgs {
   int64_t out_stride;
 };
 EXL2NB_BOTH inline int many_image(const ManyArgs& a) { return (image_bytes(a.items, a.units, a.num_parts) + 15) / 16 * 16; }
-EXL2NB_BOTH inline int many_shared(const ManyArgs& a) { return kManyStages * kManyStage + 2 * kManyStages * 8 + many_image(a); }
+EXL2NB_BOTH inline int many_shared(const ManyArgs& a, int NB) { return kManyStages * many_stage(NB) + 2 * kManyStages * 8 + many_image(a); }
 
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ void barrier_arrive(uint64_t* b) {
@@ -74,9 +77,9 @@ struct ManyTile {
 struct ManyStages {
   uint8_t* memory;
   uint64_t *full, *empty;
-  int stage = 0;
+  int size, stage = 0;
   uint32_t phase = 0;
-  __device__ __forceinline__ uint8_t* weights() const { return memory + stage * kManyStage; }
+  __device__ __forceinline__ uint8_t* weights() const { return memory + stage * size; }
   __device__ __forceinline__ half* tokens() const { return reinterpret_cast<half*>(weights() + kManyWeights); }
   __device__ __forceinline__ void next() {
     if (++stage == kManyStages) stage = 0, phase ^= 1;
@@ -209,11 +212,11 @@ __device__ __forceinline__ void write_tile(const ManyArgs& A, const ManyTile& ti
 }
 
 template <int NB>
-__global__ void __launch_bounds__(kManyThreads, 1) many(const __grid_constant__ ManyArgs A) {
+__global__ void __launch_bounds__(kManyThreads, NB == 2 ? 2 : 1) many(const __grid_constant__ ManyArgs A) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint8_t shared[];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, split = blockIdx.x;
-  uint64_t* const bars = reinterpret_cast<uint64_t*>(shared + kManyStages * kManyStage);
+  uint64_t* const bars = reinterpret_cast<uint64_t*>(shared + kManyStages * many_stage(NB));
   uint8_t* const image = reinterpret_cast<uint8_t*>(bars + 2 * kManyStages);
   pdl_launch_dependents();
   if (threadIdx.x == 0) {
@@ -226,7 +229,7 @@ __global__ void __launch_bounds__(kManyThreads, 1) many(const __grid_constant__ 
   const auto* const items = reinterpret_cast<const Item*>(image);
   const auto* const steps = reinterpret_cast<const half2*>(image + image_steps(A.items));
   const ManyTile tile(A, reinterpret_cast<const uint16_t*>(image + image_ends(A.items, A.units)), blockIdx.y, split);
-  ManyStages s{shared, bars, bars + kManyStages};
+  ManyStages s{shared, bars, bars + kManyStages, many_stage(NB)};
   float y[2][NB][4] = {};
   if (warp == kManyWarps) {
     copy_items(A, tile, items, s, lane);
