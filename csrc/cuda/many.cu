@@ -31,13 +31,17 @@ const char* launch(const ManyArgs& a, int tiles, cudaStream_t stream, bool pdl) 
                        static_cast<size_t>(many_shared(a, NB)), stream, pdl, static_cast<unsigned>(a.splits), a);
 }
 
-// CTAs that share a tile's rows: as many as fill the GPU, but no more than end sooner for it.
-int splits_of(int tiles) {
-  const int whole = multiprocessors() / kManySplits * kManySplits;
+// CTAs that share a tile's rows: so that a product ends soonest, by a CTA's items and what comes before and after them.
+int splits_of(int tiles, int items) {
+  constexpr float kStart = 1.5f, kSum = 0.5f;  // in items
+  const auto time = [&](int splits) {
+    const int whole = splits == 1 ? multiprocessors() : multiprocessors() / kManySplits * kManySplits;
+    const int rounds = (tiles * splits + whole - 1) / whole;
+    return static_cast<float>(rounds) * (kStart + (splits > 1 ? kSum : 0.f) + static_cast<float>(items) / static_cast<float>(splits));
+  };
   int best = 1;
-  const auto time = [&](int splits) { return static_cast<float>((tiles * splits + whole - 1) / whole) / static_cast<float>(splits); };
   for (int splits = 2; splits <= kManySplits; splits *= 2)
-    if (time(splits) < 0.95f * time(best)) best = splits;
+    if (time(splits) < time(best)) best = splits;
   return best;
 }
 
@@ -60,7 +64,7 @@ const char* many_launch(const GemvArgs& a, cudaStream_t stream, bool pdl) {
     m.part[p] = {from.data, from.strips, from.first_column, from.outputs, from.perm, count, from.strip_bytes};
     tiles += count;
   }
-  m.splits = splits_of(tiles);
+  m.splits = splits_of(tiles, a.items / std::max(1, a.num_parts));
   for (int first = 0; first < a.tokens; first += kManyTokens) {
     m.tokens = std::min(kManyTokens, a.tokens - first);
     m.x = a.x + static_cast<size_t>(first) * a.x_stride, m.out = a.out + first * a.out_stride;

@@ -115,47 +115,6 @@ __device__ __forceinline__ void copy_items(const ManyArgs& A, const ManyTile& ti
   }
 }
 
-// A unit of two strips times the tokens. x: this lane's activations of the unit's first row.
-template <int NB, int B, bool GPTQ>
-__device__ __forceinline__ void decode_two(const uint8_t* st, const Item& it, int i, half2 unit, int lane, uint32_t (&h)[2][16]) {
-#pragma unroll
-  for (int j = 0; j < 2; j++) {
-    Coded<B, GPTQ> coded;
-    coded.load(st + j * kSlot, it, i, lane);
-    coded.decode(unit, h[j]);
-  }
-}
-template <int NB>
-__device__ __forceinline__ void decode_any(const uint8_t* st, const Item& it, int i, half2 unit, int lane, uint32_t (&h)[2][16]) {
-  if (it.scales) {
-    switch (it.bits) {
-      case 2:
-        return decode_two<NB, 2, true>(st, it, i, unit, lane, h);
-      case 3:
-        return decode_two<NB, 3, true>(st, it, i, unit, lane, h);
-      case 4:
-        return decode_two<NB, 4, true>(st, it, i, unit, lane, h);
-      default:
-        return decode_two<NB, 8, true>(st, it, i, unit, lane, h);
-    }
-  }
-  switch (it.bits) {
-    case 2:
-      return decode_two<NB, 2, false>(st, it, i, unit, lane, h);
-    case 3:
-      return decode_two<NB, 3, false>(st, it, i, unit, lane, h);
-    case 4:
-      return decode_two<NB, 4, false>(st, it, i, unit, lane, h);
-    case 5:
-      return decode_two<NB, 5, false>(st, it, i, unit, lane, h);
-    case 6:
-      return decode_two<NB, 6, false>(st, it, i, unit, lane, h);
-    case 8:
-      return decode_two<NB, 8, false>(st, it, i, unit, lane, h);
-    default:
-      return decode_two<NB, 16, false>(st, it, i, unit, lane, h);
-  }
-}
 template <int NB>
 __device__ __forceinline__ void multiply_unit(const uint32_t (&h)[2][16], const half* x, int pitch, float (&y)[2][NB][4]) {
 #pragma unroll
@@ -169,6 +128,61 @@ __device__ __forceinline__ void multiply_unit(const uint32_t (&h)[2][16], const 
       for (int n = 0; n < NB; n++)
 #pragma unroll
         for (int j = 0; j < 2; j++) mma<kBulk, false>(y[j][n], h[j] + side * 8 + s * 4, s ? b[n].z : b[n].x, s ? b[n].w : b[n].y);
+  }
+}
+
+// An item of two strips times the tokens; the next unit's words are fetched while one is multiplied. x: this lane's of the first row.
+template <int NB, int B, bool GPTQ>
+__device__ __forceinline__ void multiply_coded(const uint8_t* st, const Item& it, const half2* steps, const half* x, int lane,
+                                               float (&y)[2][NB][4]) {
+  const int pitch = many_pitch(it.units);
+  Coded<B, GPTQ> coded[2];
+  const auto load = [&](int i) {
+#pragma unroll
+    for (int j = 0; j < 2; j++) coded[j].load(st + j * kSlot, it, i, lane);
+  };
+  constexpr bool kAhead = B < 16;  // for which there are registers
+  load(0);
+#pragma unroll 1
+  for (int i = 0; i < it.units; i++) {
+    uint32_t h[2][16];
+    if (!kAhead) load(i);
+#pragma unroll
+    for (int j = 0; j < 2; j++) coded[j].decode(steps[i], h[j]);
+    if (kAhead) load(min(i + 1, it.units - 1));
+    multiply_unit<NB>(h, x + i * kUnitRows, pitch, y);
+  }
+}
+template <int NB>
+__device__ __forceinline__ void multiply_item(const uint8_t* st, const Item& it, const half2* steps, const half* x, int lane,
+                                              float (&y)[2][NB][4]) {
+  if (it.scales) {
+    switch (it.bits) {
+      case 2:
+        return multiply_coded<NB, 2, true>(st, it, steps, x, lane, y);
+      case 3:
+        return multiply_coded<NB, 3, true>(st, it, steps, x, lane, y);
+      case 4:
+        return multiply_coded<NB, 4, true>(st, it, steps, x, lane, y);
+      default:
+        return multiply_coded<NB, 8, true>(st, it, steps, x, lane, y);
+    }
+  }
+  switch (it.bits) {
+    case 2:
+      return multiply_coded<NB, 2, false>(st, it, steps, x, lane, y);
+    case 3:
+      return multiply_coded<NB, 3, false>(st, it, steps, x, lane, y);
+    case 4:
+      return multiply_coded<NB, 4, false>(st, it, steps, x, lane, y);
+    case 5:
+      return multiply_coded<NB, 5, false>(st, it, steps, x, lane, y);
+    case 6:
+      return multiply_coded<NB, 6, false>(st, it, steps, x, lane, y);
+    case 8:
+      return multiply_coded<NB, 8, false>(st, it, steps, x, lane, y);
+    default:
+      return multiply_coded<NB, 16, false>(st, it, steps, x, lane, y);
   }
 }
 
@@ -237,15 +251,9 @@ __global__ void __launch_bounds__(kManyThreads, NB == 2 ? 2 : 1) many(const __gr
     for (int n = tile.first_item; n < tile.end_item; n++, s.next()) {
       const Item it = items[n];
       const uint8_t* const st = s.weights() + warp * 2 * kSlot;
-      const int pitch = many_pitch(it.units);
-      const half* const x = s.tokens() + (lane >> 2) * pitch + (lane & 3) * 8;
+      const half* const x = s.tokens() + (lane >> 2) * many_pitch(it.units) + (lane & 3) * 8;
       barrier_wait(s.full + s.stage, s.phase);
-#pragma unroll 1
-      for (int i = 0; i < it.units; i++) {
-        uint32_t h[2][16];
-        decode_any<NB>(st, it, i, steps[it.unit0 + i], lane, h);
-        multiply_unit<NB>(h, x + i * kUnitRows, pitch, y);
-      }
+      multiply_item<NB>(st, it, steps + it.unit0, x, lane, y);
       __syncwarp();
       if (lane == 0) barrier_arrive(s.empty + s.stage);
     }
