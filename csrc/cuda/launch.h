@@ -5,6 +5,9 @@
 
 namespace exl2nb {
 
+// Whether the kernels were compiled for the current device: 0, or the CUDA error that says why none can run.
+int device_error();
+
 // EXL2 tensors on the device -> f16 (K, N), rows in original order. q_groups is read back and checked before the kernel is launched.
 const char* reconstruct_launch(const int32_t* q_weight, int64_t R, const int32_t* q_scale, const void* q_scale_max, const int16_t* q_groups,
                                int64_t G, const int32_t* q_invperm, int64_t K, int64_t N, void* out, void* stream);

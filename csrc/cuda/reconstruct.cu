@@ -78,4 +78,11 @@ const char* reconstruct_launch(const int32_t* q_weight, int64_t R, const int32_t
   return text(cudaGetLastError());
 }
 
+int device_error() {
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, reconstruct_rows);
+  cudaGetLastError();  // asked and answered: the next launch has nothing to do with it
+  return static_cast<int>(error);
+}
+
 }  // namespace exl2nb

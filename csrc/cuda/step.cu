@@ -113,8 +113,10 @@ class Walker {
   Walker(const int64_t* code, int64_t words, const GpuStep& step, uint8_t* workspace, const Layout& layout, cudaStream_t stream, bool pdl)
       : end_(code + words), H_(static_cast<int>(code[4])), s_(step), base_(workspace), at_(layout), stream_(stream), pdl_(pdl) {}
 
-  const char* run(const int64_t* w) {
+  // at: where it stopped when something went wrong.
+  const char* run(const int64_t* w, const int64_t*& at) {
     for (; w < end_; w += kWords[w[0]]) {
+      at = w;
       const char* wrong = nullptr;
       switch (w[0]) {
         case kOpEmbed:
@@ -245,6 +247,7 @@ class Walker {
   const char* attention(const int64_t* w) {
     const int64_t* q = last_qkv_;
     const auto layer = static_cast<size_t>(w[4]);
+    if (layer >= static_cast<size_t>(s_.layers)) return "its layer has no pools";
     AttentionArgs a{};
     a.cache = {s_.k_pools[layer],       s_.v_pools[layer],      s_.k_format,  s_.v_format,  s_.block_table,
                s_.cu_seqlens,           s_.context_lens,        s_.sequences, s_.max_pages, static_cast<int>(q[9]),
@@ -396,8 +399,12 @@ std::string step_launch(const int64_t* code, int64_t words, const GpuStep& step,
     return "the workspace has " + std::to_string(bytes) + " bytes; expected at least " + std::to_string(layout.bytes) + " for " +
            std::to_string(step.capacity) + " tokens";
   Walker walker(code, words, step, static_cast<uint8_t*>(workspace), layout, static_cast<cudaStream_t>(stream), pdl);
-  const char* failed = walker.run(code + kHeaderWords);
-  return failed ? failed : "";
+  const int64_t* at = nullptr;
+  const char* failed = walker.run(code + kHeaderWords, at);
+  if (!failed) return "";
+  int number = 0;
+  for (const int64_t* w = code + kHeaderWords; w < at; w += kWords[w[0]]) number++;
+  return std::string(kOpNames[at[0]]) + ", op " + std::to_string(number) + " of the program: " + failed;
 }
 
 int64_t linear_workspace(const uint8_t* head, int64_t tokens) {

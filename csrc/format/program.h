@@ -20,6 +20,8 @@ namespace exl2nb {
 
 constexpr int64_t kProgramMagic = 0x3147525032584558, kProgramVersion = 2, kHeaderWords = 5;
 enum Op : int64_t { kOpEmbed = 1, kOpQkv = 2, kOpAttention = 3, kOpResidual = 4, kOpGateUp = 5, kOpHead = 6, kOpRouted = 7 };
+constexpr const char* kOpNames[] = {"",          "embed",     "norm_qkv_rope", "paged_attention", "linear_residual", "norm_gate_up",
+                                    "norm_head", "routed_mlp"};
 constexpr int kWords[] = {0, 9, 20, 5, 7, 10, 7, 17};  // of an op, its code included
 
 template <class T>

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "../format/blob.h"
+#include "text.h"
 
 namespace exl2nb {
 
@@ -14,37 +15,6 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 #define EXL2NB_CHECK(op, condition, ...) STD_TORCH_CHECK(condition, op, ": ", __VA_ARGS__)
-
-inline const char* dtype_name(ScalarType t) {
-  switch (t) {
-    case ScalarType::Float:
-      return "float32";
-    case ScalarType::Half:
-      return "float16";
-    case ScalarType::BFloat16:
-      return "bfloat16";
-    case ScalarType::Double:
-      return "float64";
-    case ScalarType::Int:
-      return "int32";
-    case ScalarType::Long:
-      return "int64";
-    case ScalarType::Short:
-      return "int16";
-    case ScalarType::Byte:
-      return "uint8";
-    case ScalarType::Float8_e4m3fn:
-      return "float8_e4m3fn";
-    default:
-      return "another dtype";
-  }
-}
-
-inline std::string shape_text(const Tensor& t) {
-  std::string s = "(";
-  for (int64_t i = 0; i < t.dim(); i++) s += (i ? ", " : "") + std::to_string(t.size(i));
-  return s + ")";
-}
 
 // shape: -1 matches any size.
 inline void check_tensor(const char* op, const char* name, const Tensor& t, ScalarType dtype, std::initializer_list<int64_t> shape) {

@@ -10,6 +10,7 @@
 #include "../cuda/launch.h"
 #include "../cuda/layout.h"
 #include "stream.h"
+#include "text.h"
 
 namespace exl2nb {
 
@@ -23,7 +24,14 @@ inline void require(const char* op, const char* name, const Tensor& t, ScalarTyp
                   elements < 0 ? std::string("any number") : std::to_string(elements), " of the dtype the op reads, contiguous, on the ",
                   on_gpu ? "GPU" : "CPU");
 }
-inline void require_ok(const char* op, const char* wrong) { STD_TORCH_CHECK(!wrong, op, ": ", wrong ? wrong : ""); }
+// given: what the kernel reads and writes, for the message.
+template <class... Tensors>
+void require_ok(const char* op, const char* wrong, const Tensors&... given) {
+  if (!wrong) return;
+  std::string words;
+  ((words += (words.empty() ? " of " : ", ") + text_of(given)), ...);
+  STD_TORCH_CHECK(false, op, words, ": ", wrong);
+}
 inline uint8_t* bytes_of(const Tensor& t) { return static_cast<uint8_t*>(t.mutable_data_ptr()); }
 inline Tensor empty_on(const Tensor& like, std::vector<int64_t> shape, ScalarType dtype) {
   return torch::stable::new_empty(like, shape, dtype);
@@ -35,7 +43,7 @@ inline std::vector<uint8_t> head_of(const char* op, const Tensor& blob, bool all
   void* stream = stream_of(blob);
   std::vector<uint8_t> head(sizeof(GpuHeader) + kMaxParts * sizeof(GpuPart));
   STD_TORCH_CHECK(blob.numel() >= int64_t(head.size()), op, ": blob has ", blob.numel(), " bytes; expected what pack_* returned");
-  require_ok(op, copy_out(head.data(), blob.const_data_ptr(), int64_t(head.size()), stream));
+  require_ok(op, copy_out(head.data(), blob.const_data_ptr(), int64_t(head.size()), stream), blob);
   const auto& h = *reinterpret_cast<const GpuHeader*>(head.data());
   STD_TORCH_CHECK(
       h.magic == kGpuMagic && h.version == kGpuVersion && h.bytes == blob.numel() && h.num_parts >= 1 && h.num_parts <= kMaxParts, op,
@@ -44,7 +52,7 @@ inline std::vector<uint8_t> head_of(const char* op, const Tensor& blob, bool all
   const int64_t meta = reinterpret_cast<const GpuPart*>(head.data() + sizeof(GpuHeader))->data;
   STD_TORCH_CHECK(meta > 0 && meta <= blob.numel(), op, ": blob is damaged");
   head.resize(size_t(meta));
-  require_ok(op, copy_out(head.data(), blob.const_data_ptr(), meta, stream));
+  require_ok(op, copy_out(head.data(), blob.const_data_ptr(), meta, stream), blob);
   return head;
 }
 
@@ -52,14 +60,14 @@ inline Tensor new_blob(const char* op, const Tensor& like, int64_t K, const std:
   const std::string wrong = plan_blob(int(K), parts, plan);
   STD_TORCH_CHECK(wrong.empty(), op, ": ", wrong);
   Tensor blob = empty_on(like, {plan.header.bytes}, ScalarType::Byte);
-  require_ok(op, copy_in(bytes_of(blob), plan.meta.data(), int64_t(plan.meta.size()), stream_of(blob)));
+  require_ok(op, copy_in(bytes_of(blob), plan.meta.data(), int64_t(plan.meta.size()), stream_of(blob)), blob);
   return blob;
 }
 
 template <class T>
 std::vector<T> host_copy(const char* op, const Tensor& t) {
   std::vector<T> v(size_t(t.numel()));
-  require_ok(op, copy_out(v.data(), t.const_data_ptr(), int64_t(v.size() * sizeof(T)), stream_of(t)));
+  require_ok(op, copy_out(v.data(), t.const_data_ptr(), int64_t(v.size() * sizeof(T)), stream_of(t)), t);
   return v;
 }
 

@@ -8,6 +8,7 @@
 
 #include "../cuda/launch.h"
 #include "stream.h"
+#include "text.h"
 
 namespace exl2nb {
 namespace {
@@ -38,11 +39,19 @@ Tensor reconstruct_cuda(const Tensor& q_weight, const Tensor& q_scale, const Ten
   const char* wrong = reconstruct_launch(q_weight.const_data_ptr<int32_t>(), R, q_scale.const_data_ptr<int32_t>(),
                                          q_scale_max.const_data_ptr(), q_groups.const_data_ptr<int16_t>(), G,
                                          q_invperm.const_data_ptr<int32_t>(), K, N, out.mutable_data_ptr(), stream_of(q_weight));
-  STD_TORCH_CHECK(!wrong, "reconstruct of (", K, ", ", N, ") in ", G, " groups: ", wrong);
+  STD_TORCH_CHECK(!wrong, "reconstruct of q_weight ", text_of(q_weight), " to ", text_of(out), " in ", G, " groups: ", wrong);
   return out;
+}
+
+int64_t gpu_error(const Tensor& there) {
+  const torch::stable::accelerator::DeviceGuard guard(there.get_device_index());
+  return device_error();
 }
 
 }  // namespace
 }  // namespace exl2nb
 
-STABLE_TORCH_LIBRARY_IMPL(exl2nb, CUDA, m) { m.impl("reconstruct", TORCH_BOX(&exl2nb::reconstruct_cuda)); }
+STABLE_TORCH_LIBRARY_IMPL(exl2nb, CUDA, m) {
+  m.impl("reconstruct", TORCH_BOX(&exl2nb::reconstruct_cuda));
+  m.impl("gpu_error", TORCH_BOX(&exl2nb::gpu_error));
+}

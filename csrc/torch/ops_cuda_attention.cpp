@@ -12,6 +12,7 @@
 #include "../cuda/sample.h"
 #include "../format/pool.h"
 #include "stream.h"
+#include "text.h"
 
 namespace exl2nb {
 namespace {
@@ -19,12 +20,6 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Optional = std::optional<Tensor>;
-
-std::string text_of(const Tensor& t) {
-  std::string s = "(";
-  for (int64_t i = 0; i < t.dim(); i++) s += (i ? ", " : "") + std::to_string(t.size(i));
-  return s + (t.is_cuda() ? ")" : ") not on the GPU") + (t.is_contiguous() ? "" : " not contiguous");
-}
 
 // shape: -1 matches any size. The address, for reading or writing.
 void* data_of(const char* op, const char* name, const Tensor& t, ScalarType dtype, std::initializer_list<int64_t> shape) {
@@ -35,7 +30,8 @@ void* data_of(const char* op, const char* name, const Tensor& t, ScalarType dtyp
     fits = fits && (n < 0 || t.size(i) == n);
     wanted += (i++ ? ", " : "") + (n < 0 ? std::string("*") : std::to_string(n));
   }
-  STD_TORCH_CHECK(fits, op, ": ", name, " is ", text_of(t), "; expected (", wanted, ") of the right dtype, contiguous, on the GPU");
+  STD_TORCH_CHECK(fits, op, ": ", name, " is ", text_of(t), t.is_cuda() ? "" : " not on the GPU",
+                  t.is_contiguous() ? "" : " not contiguous", "; expected ", dtype_name(dtype), " (", wanted, "), contiguous, on the GPU");
   return const_cast<void*>(t.const_data_ptr());
 }
 template <class T>
@@ -133,7 +129,7 @@ Tensor paged_attention_cuda(const Tensor& q, const Tensor& k_pool, const Tensor&
   a.to.out = static_cast<float*>(out.mutable_data_ptr());
   a.workspace = workspace.mutable_data_ptr(), a.workspace_bytes = size_t(workspace.numel());
   const char* wrong = attention_decode_launch(a, stream_of(q), false);
-  STD_TORCH_CHECK(!wrong, op, " of q ", text_of(q), ": ", wrong);
+  STD_TORCH_CHECK(!wrong, op, " of q ", text_of(q), ", pools ", text_of(k_pool), " and ", text_of(v_pool), ": ", wrong);
   return out;
 }
 
@@ -166,7 +162,7 @@ std::tuple<Tensor, Tensor> attention_step_cuda(const Tensor& qkv, const Tensor& 
   a.to.x = x.mutable_data_ptr(), a.to.x_stride = int(stride), a.to.x_perm_stride = int(T * stride), a.to.num_perms = int(copies);
   for (int64_t i = 0; i < copies; i++) a.to.inverse[i] = data<int>(op, "inverse", inverse[i], ScalarType::Int, {K});
   const char* wrong = attention_decode_launch(a, stream_of(qkv), pdl);
-  STD_TORCH_CHECK(!wrong, op, " of qkv ", text_of(qkv), ": ", wrong);
+  STD_TORCH_CHECK(!wrong, op, " of qkv ", text_of(qkv), ", pools ", text_of(k_pool), " and ", text_of(v_pool), ": ", wrong);
   return {out, x};
 }
 
@@ -187,7 +183,7 @@ std::tuple<Tensor, Tensor, Tensor> rope_append_cuda(const Tensor& qkv, const Ten
   Tensor k = torch::stable::new_empty(qkv, shape, ScalarType::Half), v = torch::stable::new_empty(qkv, shape, ScalarType::Half);
   a.q_f16 = q.mutable_data_ptr(), a.k_f16 = k.mutable_data_ptr(), a.v_f16 = v.mutable_data_ptr();
   const char* wrong = rope_append_launch(a, stream_of(qkv), false);
-  STD_TORCH_CHECK(!wrong, op, " of qkv ", text_of(qkv), ": ", wrong);
+  STD_TORCH_CHECK(!wrong, op, " of qkv ", text_of(qkv), ", pools ", text_of(k_pool), " and ", text_of(v_pool), ": ", wrong);
   return {q, k, v};
 }
 
@@ -203,7 +199,7 @@ std::tuple<Tensor, Tensor> gather_cache_cuda(const Tensor& k_pool, const Tensor&
   const std::vector<int64_t> shape{length, heads, head_dim};
   Tensor k = torch::stable::new_empty(k_pool, shape, ScalarType::Half), v = torch::stable::new_empty(k_pool, shape, ScalarType::Half);
   const char* wrong = gather_launch(c, list, int(length), k.mutable_data_ptr(), v.mutable_data_ptr(), stream_of(k_pool));
-  STD_TORCH_CHECK(!wrong, op, " of ", length, " tokens: ", wrong);
+  STD_TORCH_CHECK(!wrong, op, " of ", length, " tokens from ", text_of(k_pool), " and ", text_of(v_pool), ": ", wrong);
   return {k, v};
 }
 

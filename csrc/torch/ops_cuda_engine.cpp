@@ -63,11 +63,13 @@ Tensor pack_exl2_cuda(const Tensor& q_weight, const Tensor& q_scale, const Tenso
   for (size_t i = 0; i < parts[0].items.size(); i++) lists.insert(lists.end(), parts[0].items[i].units, int(i));
   const Tensor scratch = empty_on(q_weight, {int64_t(lists.size())}, ScalarType::Int);
   void* stream = stream_of(q_weight);
-  require_ok(op, copy_in(scratch.mutable_data_ptr(), lists.data(), int64_t(lists.size() * 4), stream));
+  require_ok(op, copy_in(scratch.mutable_data_ptr(), lists.data(), int64_t(lists.size() * 4), stream), q_weight);
   const int* device_lists = scratch.const_data_ptr<int32_t>();
-  require_ok(op, pack_exl2_launch(q_weight.const_data_ptr(), q_scale.const_data_ptr(), device_lists, device_lists + K / 32, int(K), int(N),
-                                  int(out_features), bytes_of(blob) + plan.header.image, device_lists + K / 32 * 2, part.num_units,
-                                  part.strips, bytes_of(blob) + part.data, part.strip_bytes, stream));
+  require_ok(op,
+             pack_exl2_launch(q_weight.const_data_ptr(), q_scale.const_data_ptr(), device_lists, device_lists + K / 32, int(K), int(N),
+                              int(out_features), bytes_of(blob) + plan.header.image, device_lists + K / 32 * 2, part.num_units, part.strips,
+                              bytes_of(blob) + part.data, part.strip_bytes, stream),
+             q_weight, q_scale);
   return blob;
 }
 
@@ -83,8 +85,10 @@ Tensor pack_dense_cuda(const Tensor& weight) {
   BlobPlan plan;
   Tensor blob = new_blob(op, weight, K, {plan_dense(int(K), int(N))}, plan);
   const GpuPart& part = plan.parts[0];
-  require_ok(op, pack_dense_launch(weight.const_data_ptr(), dtype, int(N), int(K), part.num_units, part.strips, bytes_of(blob) + part.data,
-                                   part.strip_bytes, stream_of(weight)));
+  require_ok(op,
+             pack_dense_launch(weight.const_data_ptr(), dtype, int(N), int(K), part.num_units, part.strips, bytes_of(blob) + part.data,
+                               part.strip_bytes, stream_of(weight)),
+             weight);
   return blob;
 }
 
@@ -108,7 +112,8 @@ Tensor pack_concat_cuda(std::vector<Tensor> blobs) {
   Tensor out = new_blob(op, blobs[0], K, plans, plan);
   for (size_t i = 0; i < plans.size(); i++)
     require_ok(
-        op, copy_within(bytes_of(out) + plan.parts[i].data, sources[i], plan.parts[i].strips * plan.parts[i].strip_bytes, stream_of(out)));
+        op, copy_within(bytes_of(out) + plan.parts[i].data, sources[i], plan.parts[i].strips * plan.parts[i].strip_bytes, stream_of(out)),
+        out);
   return out;
 }
 
@@ -117,7 +122,7 @@ Tensor unpack_half(const Tensor& blob) {
   const auto head = head_of("unpack", blob, false);
   const auto& h = *reinterpret_cast<const GpuHeader*>(head.data());
   Tensor out = empty_on(blob, {h.K, h.N}, ScalarType::Half);
-  require_ok("unpack", unpack_launch(head.data(), bytes_of(blob), out.mutable_data_ptr(), stream_of(blob)));
+  require_ok("unpack", unpack_launch(head.data(), bytes_of(blob), out.mutable_data_ptr(), stream_of(blob)), blob, out);
   return out;
 }
 
@@ -130,7 +135,7 @@ void unpack_into(const Tensor& head, Tensor& out) {
   const auto& h = *reinterpret_cast<const GpuHeader*>(p + 8);
   require("gpu_unpack_into", "out", out, ScalarType::Half, int64_t(h.K) * h.N);
   const DeviceGuard guard(out.get_device_index());
-  require_ok("gpu_unpack_into", unpack_launch(p + 8, reinterpret_cast<const uint8_t*>(blob), out.mutable_data_ptr(), stream_of(out)));
+  require_ok("gpu_unpack_into", unpack_launch(p + 8, reinterpret_cast<const uint8_t*>(blob), out.mutable_data_ptr(), stream_of(out)), out);
 }
 
 Tensor blob_head(const Tensor& blob) {
@@ -178,8 +183,10 @@ Tensor linear_cuda(const Tensor& x, const Tensor& blob, const std::optional<Tens
   Tensor out = empty_on(x, {T, h.N}, ScalarType::Float);
   const std::vector<int64_t> room{linear_workspace(head.data(), T)};
   Tensor workspace = torch::stable::new_zeros(x, room, ScalarType::Byte);
-  require_ok(op, linear_launch(head.data(), bytes_of(blob), x.const_data_ptr<float>(), T, bias ? bias->const_data_ptr<float>() : nullptr,
-                               static_cast<float*>(out.mutable_data_ptr()), bytes_of(workspace), stream_of(x), false));
+  require_ok(op,
+             linear_launch(head.data(), bytes_of(blob), x.const_data_ptr<float>(), T, bias ? bias->const_data_ptr<float>() : nullptr,
+                           static_cast<float*>(out.mutable_data_ptr()), bytes_of(workspace), stream_of(x), false),
+             x, out);
   return out;
 }
 
@@ -245,7 +252,8 @@ void step_cuda(const Tensor& program, Tensor& workspace, int64_t capacity, const
                   static_cast<float*>(logits.mutable_data_ptr()),
                   static_cast<int>(many)};
   wrong = step_launch(code, program.numel(), s, bytes_of(workspace), size_t(workspace.numel()), stream_of(ids), pdl);
-  STD_TORCH_CHECK(wrong.empty(), op, " of ", T, " tokens in ", B, " sequences: ", wrong);
+  STD_TORCH_CHECK(wrong.empty(), op, " of ", T, " tokens in ", B, " sequences, K ", text_of(k_pools[0]), ", V ", text_of(v_pools[0]),
+                  ", logits ", text_of(logits), ": ", wrong);
 }
 
 }  // namespace

@@ -61,7 +61,7 @@ Tensor pack_gptq_cuda(const Tensor& qweight, const Tensor& scales, std::optional
   for (size_t i = 0; i < parts[0].items.size(); i++) lists.insert(lists.end(), parts[0].items[i].units, int(i));
   const Tensor scratch = empty_on(qweight, {int64_t(lists.size())}, ScalarType::Int);
   void* stream = stream_of(qweight);
-  require_ok(op, copy_in(scratch.mutable_data_ptr(), lists.data(), int64_t(lists.size() * 4), stream));
+  require_ok(op, copy_in(scratch.mutable_data_ptr(), lists.data(), int64_t(lists.size() * 4), stream), qweight);
   const int* device_lists = scratch.const_data_ptr<int32_t>();
   const GptqPacking source{static_cast<const uint32_t*>(qweight.const_data_ptr()),
                            scales.const_data_ptr(),
@@ -75,7 +75,8 @@ Tensor pack_gptq_cuda(const Tensor& qweight, const Tensor& scales, std::optional
                            int(bits),
                            part.num_units};
   require_ok(
-      op, pack_gptq_launch(source, bytes_of(blob) + plan.header.image, part.strips, bytes_of(blob) + part.data, part.strip_bytes, stream));
+      op, pack_gptq_launch(source, bytes_of(blob) + plan.header.image, part.strips, bytes_of(blob) + part.data, part.strip_bytes, stream),
+      qweight, scales);
   return blob;
 }
 

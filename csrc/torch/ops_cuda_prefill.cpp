@@ -30,7 +30,7 @@ Tensor norm_rows_cuda(const Tensor& x, const std::optional<Tensor>& weight, cons
                           T,
                           int(width),
                           out.mutable_data_ptr()};
-  require_ok(op, norm_rows_launch(args, stream_of(x)));
+  require_ok(op, norm_rows_launch(args, stream_of(x)), x);
   return out;
 }
 
@@ -44,7 +44,7 @@ Tensor gate_rows_cuda(const Tensor& y, int64_t activation, bool gated) {
   STD_TORCH_CHECK(width > 0 && width <= 1 << 24, op, ": width is ", width, "; expected 1 to 2^24");
   const DeviceGuard guard(y.get_device_index());
   Tensor out = empty_on(y, {T, width}, ScalarType::Half);
-  require_ok(op, gate_rows_launch(y.const_data_ptr(), T, int(width), gated, int(activation), out.mutable_data_ptr(), stream_of(y)));
+  require_ok(op, gate_rows_launch(y.const_data_ptr(), T, int(width), gated, int(activation), out.mutable_data_ptr(), stream_of(y)), y, out);
   return out;
 }
 
@@ -76,7 +76,7 @@ void rotate_rows_cuda(Tensor& qkv, const Tensor& cos, const Tensor& sin, const T
                             int(num_heads),
                             int(num_kv_heads),
                             int(head_dim)};
-  require_ok(op, rotate_rows_launch(args, stream_of(qkv)));
+  require_ok(op, rotate_rows_launch(args, stream_of(qkv)), qkv, k_pool, v_pool);
 }
 
 // As `linear`, without reading the head back and waiting for it: `head` is what gpu_blob_head returned.
@@ -95,9 +95,11 @@ Tensor linear_of(const Tensor& head, const Tensor& x, const std::optional<Tensor
   Tensor out = empty_on(x, {T, h.N}, ScalarType::Float);
   const std::vector<int64_t> room{linear_workspace(p + 8, T)};
   Tensor workspace = torch::stable::new_zeros(x, room, ScalarType::Byte);
-  require_ok(op, linear_launch(p + 8, reinterpret_cast<const uint8_t*>(blob), x.const_data_ptr<float>(), T,
-                               bias ? bias->const_data_ptr<float>() : nullptr, static_cast<float*>(out.mutable_data_ptr()),
-                               bytes_of(workspace), stream_of(x), many));
+  require_ok(op,
+             linear_launch(p + 8, reinterpret_cast<const uint8_t*>(blob), x.const_data_ptr<float>(), T,
+                           bias ? bias->const_data_ptr<float>() : nullptr, static_cast<float*>(out.mutable_data_ptr()), bytes_of(workspace),
+                           stream_of(x), many),
+             x, out);
   return out;
 }
 

@@ -96,7 +96,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gptq_block(const Tensor& w, c
   Tensor scratch = make({gptq_scratch_bytes(block)}, ScalarType::Byte);
   block.scratch = scratch.mutable_data_ptr<uint8_t>();
   const char* wrong = gptq_block_launch(block, stream_of(w));
-  STD_TORCH_CHECK(!wrong, "gptq_block of rows ", first, " to ", first + rows, " of ", K, " x ", N, " in ", P,
+  STD_TORCH_CHECK(!wrong, "gptq_block of rows ", first, " to ", first + rows, " of float32 ", K, " x ", N, " in ", P,
                   " options: ", wrong ? wrong : "");
   return {codes, index, scale_max, loss, errors};
 }

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ctypes
-import ctypes.util
 import hashlib
 import os
 import platform
@@ -135,25 +133,23 @@ def _library() -> list[Check]:
 def _cuda() -> list[Check]:
     import torch
 
-    from exl2nb.ops import _load
+    from exl2nb.ops import _load, nvidia
 
-    library, driver, nvcc = _load.load().cuda, _driver(), _nvcc()
+    libraries, driver, nvcc = _load.load(), nvidia.driver(), _nvcc()
+    supports = "none" if driver is None else f"for CUDA {driver[0]}.{driver[1]}" if driver > (0, 0) else "installed, but it does not answer"
     parts = [
-        f"library {'built' if library else 'not built'}",
-        f"driver {driver or 'none'}",
+        f"library {'built' if libraries.cuda else 'not built'}",
+        f"driver {supports}",
         f"torch {'with CUDA ' + torch.version.cuda if torch.version.cuda else 'without CUDA'}",
         f"nvcc {nvcc or 'none'}",
     ]
-    found = ", ".join(parts)
-    if driver is None:
-        return [Check(name="cuda", state="note", found=found, todo="" if library is None else "no NVIDIA driver: the CPU engine is used")]
-    if torch.version.cuda is None:
-        return [Check(name="cuda", state="warning", found=found, todo="a GPU is here, but this torch is CPU-only: install torch with CUDA")]
-    if library is None:
-        todo = "build with EXL2NB_CUDA=on" if nvcc else "install nvcc (CUDA toolkit), then build with EXL2NB_CUDA=on"
-        return [Check(name="cuda", state="warning", found=found, todo=todo)]
-    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return [Check(name="cuda", state="ok" if names else "warning", found=f"{found}; {', '.join(names) or 'torch sees no GPU'}")]
+    found, problem = ", ".join(parts), libraries.cuda_obstacle
+    if problem is None:
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        return [Check(name="cuda", state="ok", found=f"{found}; {', '.join(names)}")]
+    if problem.gpu:
+        return [Check(name="cuda", state="warning", found=f"{found}; {problem.found}; the CPU engine is used", todo=problem.todo)]
+    return [Check(name="cuda", state="note", found=f"{found}; no NVIDIA GPU is here, the CPU engine is used")]
 
 
 def _flash_attention() -> list[Check]:
@@ -241,18 +237,6 @@ def cpu_name() -> str:
             return next(line.split(":", 1)[1].strip() for line in file if line.lower().startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
-
-
-def _driver() -> str | None:
-    """CUDA version the NVIDIA driver supports, None without one."""
-    try:
-        library = ctypes.CDLL(ctypes.util.find_library("cuda") or "libcuda.so.1")
-        version = ctypes.c_int(0)
-        if library.cuDriverGetVersion(ctypes.byref(version)) != 0:
-            return "installed, but it does not answer"
-    except (OSError, AttributeError):
-        return None
-    return f"for CUDA {version.value // 1000}.{version.value % 1000 // 10}"
 
 
 def _nvcc() -> str | None:

@@ -23,7 +23,7 @@ def pick(device: str | torch.device | None) -> torch.device:
     """
     asked = env.get("EXL2NB_DEVICE", "auto") if device is None else device
     if asked == "auto":
-        return torch.device("cpu" if libraries().cuda_problem else "cuda")
+        return torch.device(libraries().best_device())
     try:
         found = torch.device(asked)
     except (RuntimeError, TypeError) as error:

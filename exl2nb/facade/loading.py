@@ -109,10 +109,12 @@ def _device(device: str | None) -> str:
         return "cpu"
     from exl2nb import ops
 
-    problem = ops.libraries().cuda_problem
-    if wanted == "cuda" and problem:
+    libraries = ops.libraries()
+    if wanted == "auto":
+        return libraries.best_device()
+    if problem := libraries.cuda_problem:
         raise DeviceError(f"device 'cuda' cannot be used: {problem}; use device='cpu', or leave it at 'auto'; `exl2nb doctor` says more")
-    return "cpu" if problem else "cuda"
+    return "cuda"
 
 
 @contextmanager

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from exl2nb.core import env
+from exl2nb.ops import nvidia
 
 
 @dataclass(frozen=True)
@@ -21,18 +23,37 @@ class Libraries:
 
     @property
     def cuda_problem(self) -> str:
-        """Why the CUDA engine is not in use; empty where it is."""
-        if "cuda" in self.loaded:
-            return ""
-        if self.cuda is None:
-            return "libexl2nb_cuda.so was not built (needs nvcc and `EXL2NB_CUDA=on make build`)"
-        return self.note or "torch sees no GPU: no driver, one that is too old, or a CPU build of torch"
+        """Why the CUDA engine cannot be used, and what to do; empty where it can."""
+        found = self.cuda_obstacle
+        return "" if found is None else str(found)
+
+    @property
+    def cuda_obstacle(self) -> nvidia.Obstacle | None:
+        """The same in parts; None where the CUDA engine can be used. Asks the GPU, where there is one."""
+        if "cpu" not in self.loaded:
+            return nvidia.Obstacle("the compiled library is not in use", self.note, gpu=False)
+        return nvidia.obstacle(self.cuda, loaded="cuda" in self.loaded)
+
+    def best_device(self) -> str:
+        """The device: "cuda" where it can be used, else "cpu"; one warning where there is a GPU all the same, saying why."""
+        found = self.cuda_obstacle
+        if found is None:
+            return "cuda"
+        if found.gpu:
+            _warn(f"the GPU is not used, models run on the CPU: {found}. `exl2nb doctor` says more; device='cpu' says that this is meant")
+        return "cpu"
 
 
 def _find(name: str) -> Path | None:
     import exl2nb  # editable installs split the package: sources in one folder of __path__, the library in another
 
     return next((p for root in exl2nb.__path__ if (p := Path(root) / name).exists()), None)
+
+
+@cache
+def _warn(text: str) -> None:
+    """Once a process."""
+    warnings.warn(text, RuntimeWarning, stacklevel=5)
 
 
 @cache

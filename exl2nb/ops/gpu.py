@@ -11,6 +11,7 @@ from torch import Tensor
 from exl2nb.ops._library import LIBRARY
 
 for _schema in (
+    "gpu_error(Tensor there) -> int",
     "gpu_blob_head(Tensor blob) -> Tensor",
     "gpu_unpack(Tensor blob) -> Tensor",
     "gpu_unpack_into(Tensor head, Tensor(a!) out) -> ()",
@@ -24,6 +25,11 @@ for _schema in (
     LIBRARY.define(_schema)
 
 _ops: Any = torch.ops.exl2nb
+
+
+def device_error() -> int:
+    """0 where the kernels were compiled for the current device, or the CUDA error that says why none of them can run."""
+    return int(_ops.gpu_error(torch.empty(0, device="cuda")))
 
 
 def blob_head(blob: Tensor) -> Tensor:
