@@ -123,7 +123,9 @@ const char* attention_decode_launch(const AttentionArgs& args, void* stream, boo
   if (auto kernel = fast_kernel(c, wide)) {
     const int64_t blocks = (int64_t(per_sequence) * q_per_kv + 7) / 8,
                   items = blocks * c.sequences * c.num_kv_heads * max_splits(c.num_kv_heads);
-    const int64_t room = int64_t(multiprocessors()) * (wide || c.head_dim > 128 ? 2 : 4);
+    // As many CTAs as run at a time (ctas_per_sm): further ones would start when the first ones end, with most of the GPU idle.
+    const bool small = c.k_format == kCacheQ4 || c.head_dim < 96;
+    const int64_t room = int64_t(multiprocessors()) * (wide || c.head_dim > 128 ? 2 : small ? 4 : 3);
     return launch_kernel(kernel, dim3(unsigned(items < room ? items : room)), kWarps * 32, 0, stream, pdl, 1, params);
   }
   // Any other shape: the new keys and values first, then one warp per query, without haste.
