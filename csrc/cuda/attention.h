@@ -66,13 +66,14 @@ struct AttentionArgs {
   float softcap;    // 0 = none
   void* workspace;  // attention_workspace_bytes(); zeroed once by its owner, then left alone; one for all layers
   size_t workspace_bytes;
+  bool many;  // large chunks where there are many sequences: quicker, but bits then depend on how many there are
 };
 
 // Bytes for up to `tokens` tokens in a step.
 size_t attention_workspace_bytes(int tokens, int num_heads, int num_kv_heads, int head_dim);
 
 // One decode step of one layer. With qkv, at most 8 tokens per sequence (the query count may differ between sequences); with q any number.
-// The bits of a sequence's result depend on its own tokens and context_len only.
+// The bits of a sequence's result depend on its own tokens and context_len only, unless `many`.
 const char* attention_decode_launch(const AttentionArgs& args, void* stream, bool pdl);
 
 // Prefill: clip, norm, rotation of any number of tokens; K and V go to `slots` (int32 (tokens,), page * 256 + offset) of the cache.

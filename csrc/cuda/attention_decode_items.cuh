@@ -18,12 +18,14 @@ struct Chunks {
 };
 // Depends on the sequence and the model alone. Sizes are multiples of 64 keys that stay the same over wide ranges of context lengths; from
 // 1024 keys on at least 128, because in large batches the work around a chunk counts. Long runs of queries fill the device by themselves.
-__host__ __device__ inline Chunks chunks_of(int context, int queries, int window, int num_kv_heads, bool q4) {
+// wanted: 0, or how many chunks are enough, for which they grow to 512 keys; then the bits depend on what asks for that, too.
+__host__ __device__ inline Chunks chunks_of(int context, int queries, int window, int num_kv_heads, bool q4, int wanted) {
   const int oldest = window > 0 ? context - queries - window + 1 : 0, start = oldest > 0 ? oldest / kUnit * kUnit : 0;
   const int units = (context - start + kUnit - 1) / kUnit, most = most_splits(q4 ? 512 : 384, num_kv_heads);
   if (queries > kMaxNew) return {start, units * kUnit, 1};
   int per = units < 16 ? 1 : 2;
-  while (per * most < units) per = per == 1 ? 2 : per % 3 == 0 ? per / 3 * 4 : per / 2 * 3;  // 1 2 3 4 6 8 12 ...
+  while (per * most < units || (wanted > 0 && per < 8 && per * wanted < units))
+    per = per == 1 ? 2 : per % 3 == 0 ? per / 3 * 4 : per / 2 * 3;  // 1 2 3 4 6 8 12 ...
   return {start, per * kUnit, (units + per - 1) / per};
 }
 
@@ -32,7 +34,7 @@ struct DecodeParams {
   float* part;      // (rows, Hq, max_splits, D) of at least min(tokens, 8 * sequences) rows
   float2* part_ml;  // (rows, Hq, max_splits): maximum, sum
   unsigned* count;  // (rows * blocks per token * Hkv)
-  int blocks_per_token, q_per_kv;
+  int blocks_per_token, q_per_kv, wanted;
   unsigned q_per_kv_inverse;  // ceil(2^32 / q_per_kv): exact quotients of numbers below 2^32 / q_per_kv
 };
 
@@ -54,7 +56,7 @@ __device__ __forceinline__ bool find_item(const DecodeParams& p, int index, Item
     if (b < c.sequences) {
       first = c.cu_seqlens[b], queries = c.cu_seqlens[b + 1] - first, context = c.context_lens[b];
       if (context > 0 && queries > 0) {
-        chunks = chunks_of(context, queries, p.a.window, c.num_kv_heads, c.k_format == kCacheQ4);
+        chunks = chunks_of(context, queries, p.a.window, c.num_kv_heads, c.k_format == kCacheQ4, p.wanted);
         blocks = (queries * q_per_kv + 8 * NT - 1) / (8 * NT);
         items = chunks.count * c.num_kv_heads * blocks;
       }

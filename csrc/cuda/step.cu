@@ -264,6 +264,7 @@ class Walker {
     a.qkv = reinterpret_cast<float*>(base_ + at_.qkv), a.tokens = s_.tokens;
     a.scale = real(w[1]), a.window = static_cast<int>(w[2]), a.softcap = real(w[3]);
     a.workspace = base_ + at_.attention, a.workspace_bytes = at_.attention_bytes;
+    a.many = s_.many && s_.tokens >= s_.many;
     return attention_decode_launch(a, stream_, pdl_);
   }
 
