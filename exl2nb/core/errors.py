@@ -53,6 +53,10 @@ class DeviceError(Exl2Error, RuntimeError):
     """A requested device or compiled library cannot be used here."""
 
 
+class OutOfMemory(DeviceError, MemoryError):
+    """The device has too little memory: says what was needed and what is free. Nothing else has changed."""
+
+
 class Interrupted(Exl2Error, RuntimeError):
     """Work was cancelled by `cancel()` (KeyboardInterrupt stays KeyboardInterrupt)."""
 

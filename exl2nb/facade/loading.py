@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,14 +78,14 @@ def load(
     exact = env.get("EXL2NB_DETERMINISTIC", "0") == "1" if deterministic is None else deterministic
     with showing(progress, f"load {Path(path).name}") as sink:
         folder = hub.resolve(path, revision=revision, progress=sink)
-        with _named_memory_errors(folder):
+        with _fitting(folder, f"{_gib(sum(file.stat().st_size for file in folder.glob('*.safetensors')))} of weights"):
             model = load_model(folder, device=place, context=context, progress=sink, deterministic=exact)
     try:
         tokenizer = Tokenizer.load(folder)
         _check_vocabulary(tokenizer, model, folder)
         tokens = min(model.context, CONTEXT) if context is None else context
         held = max(tokens, CACHE_TOKENS) if cache_tokens is None else max(tokens, cache_tokens)
-        with _named_memory_errors(folder):
+        with _fitting(folder, f"{_gib(model.cache_spec(held, mode=cache).total_bytes)} for the cache of {held} tokens"):
             llm = LLM(model, tokenizer, path=folder, cache=cache, context=tokens, cache_tokens=held, max_sequences=max_sequences)
     except BaseException:
         model.close()
@@ -117,22 +116,16 @@ def _device(device: str | None) -> str:
     return "cuda"
 
 
-@contextmanager
-def _named_memory_errors(folder: Path) -> Iterator[None]:
-    """Out of memory on the GPU as a DeviceError that says what there was."""
-    import torch
+def _fitting(folder: Path, needed: str) -> AbstractContextManager[None]:
+    """Too little memory on the GPU by name."""
+    from exl2nb.ops import out_of_memory
 
-    try:
-        yield
-    except RuntimeError as error:  # torch.OutOfMemoryError is one; an op of the compiled library raises a plain one
-        if not isinstance(error, torch.OutOfMemoryError) and "aten::new_empty" not in str(error) and "out of memory" not in str(error):
-            raise
-        free, total = torch.cuda.mem_get_info()
-        needed = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        raise DeviceError(
-            f"{folder.name} does not fit the GPU: its files have {needed / 2**30:.1f} GiB, {free / 2**30:.1f} of {total / 2**30:.1f} GiB "
-            "are free; close other models, take fewer bits per weight, a smaller context= or cache='q4', or device='cpu'"
-        ) from error
+    todo = "close other models, take fewer bits per weight, a smaller context= or cache='q4', or device='cpu'"
+    return out_of_memory.naming(f"{folder.name} does not fit the GPU", todo, needed=needed)
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"
 
 
 def _check_vocabulary(tokenizer: Tokenizer, model: Model, folder: Path) -> None:

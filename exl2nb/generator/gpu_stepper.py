@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 
 from exl2nb.cache.pool import KVCache
+from exl2nb.core import env
 from exl2nb.core.errors import GenerationError
+from exl2nb.core.log import logger
 from exl2nb.generator.gpu_counts import BIASES, PENALTIES, biased, penalised, writable, write_bias, write_counts
 from exl2nb.generator.stepper import Draw, Step, Ticket
 from exl2nb.model.gpu import formats_of
+from exl2nb.ops import out_of_memory
 from exl2nb.ops.cuda_sample import TOP, Row, pack_rows, sample_rows
 from exl2nb.sampling.report import Sampled
 from exl2nb.sampling.state import SamplerState
@@ -40,7 +43,8 @@ class GpuStepper:
     def __init__(self, model: Model, cache: KVCache) -> None:
         self._model, self._cache = model, cache
         self._device = torch.device(cache.device)
-        self._graphs: dict[tuple[int, int, bool, bool], _Graph] = {}
+        self._graphed = env.get("EXL2NB_CUDA_GRAPHS", "1") == "1"
+        self._graphs: dict[tuple[int, int, bool, bool], _Graph | None] = {}  # None: could not be captured
         self._drawn: Tensor | None = None  # ids drawn by the last launch, by logit row
         self._last: _Graph | None = None
 
@@ -50,12 +54,29 @@ class GpuStepper:
         return drawn and writable(state.params, self._model.gpu.vocab)
 
     def launch(self, step: Step) -> Ticket:
-        """Enqueue a step; returns before it has run."""
+        """Enqueue a step; returns before it has run.
+
+        Raises:
+            OutOfMemory: the GPU has no room for what the step computes.
+        """
+        try:
+            return self._launch(step)
+        except RuntimeError as error:
+            if not out_of_memory.is_full(error):
+                raise
+            what = f"a step of {len(step.batch.input_ids)} tokens in {len(step.batch.context_lens)} requests does not fit the GPU"
+            todo = "the request ended, the engine goes on; ask for fewer requests at once, or load with a smaller context= or cache='q4'"
+            raise out_of_memory.named(error, what, todo) from error
+
+    def _launch(self, step: Step) -> Ticket:
         draws = step.draws
         count = len(step.batch.context_lens)
         decoding = len(step.batch.input_ids) == count == len(draws) and count <= MOST and all(draw is not None for draw in draws)
         if decoding:
-            return self._launch_graph(step, [draw for draw in draws if draw is not None])
+            drawn = [draw for draw in draws if draw is not None]
+            graph = self._graph(step, drawn)
+            if graph is not None:
+                return self._replay(graph, drawn)
         self._last = None
         ids = None
         if step.feed is not None and self._drawn is not None:
@@ -73,17 +94,31 @@ class GpuStepper:
         self._graphs.clear()
         self._drawn = self._last = None
 
-    def _launch_graph(self, step: Step, draws: list[Draw]) -> Ticket:
+    def _graph(self, step: Step, draws: list[Draw]) -> _Graph | None:
+        """The captured step, its inputs written; None where it is launched kernel by kernel instead, which gives the same tokens."""
         if step.same and self._last is not None:
-            graph = self._last
-        else:
-            width = step.batch.block_table.shape[1]
-            counted, moved = (any(of(draw.state.params) for draw in draws) for of in (penalised, biased))
-            key = (_bucket(len(draws)), 1 << (width - 1).bit_length(), counted, moved)
-            graph = self._graphs.get(key)
-            if graph is None:
-                graph = self._graphs[key] = _Graph(self._model, self._cache, *key)
+            return self._last
+        width = step.batch.block_table.shape[1]
+        counted, moved = (any(of(draw.state.params) for draw in draws) for of in (penalised, biased))
+        key = (_bucket(len(draws)), 1 << (width - 1).bit_length(), counted, moved)
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(*key) if self._graphed else None
+        graph = self._graphs[key]
+        if graph is not None:
             graph.set(step, draws, self._drawn)
+        return graph
+
+    def _capture(self, rows: int, width: int, counted: bool, moved: bool) -> _Graph | None:
+        before = torch.cuda.current_stream(self._device)
+        try:
+            return _Graph(self._model, self._cache, rows, width, counted, moved)
+        except RuntimeError as error:
+            torch.cuda.set_stream(before)  # a capture that fails leaves its own behind
+            reason = str(error).splitlines()[0]
+            logger.warning("steps of %d requests cannot be captured (%s): they are launched kernel by kernel, more slowly", rows, reason)
+            return None
+
+    def _replay(self, graph: _Graph, draws: list[Draw]) -> Ticket:
         ticket = graph.replay([draw.top for draw in draws])
         self._last, self._drawn = graph, graph.ids
         return ticket

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from exl2nb.core.errors import EngineClosed, GenerationError
+from exl2nb.core.errors import EngineClosed, GenerationError, OutOfMemory
 from exl2nb.generator import sequence as sequences
 from exl2nb.generator.batch import BatchBuilder
 from exl2nb.generator.request import Completion
@@ -218,7 +218,7 @@ class StepLoop:
 
     def fail(self, sequence: Request_, error: BaseException) -> None:
         """The request cannot go on, nor can its group."""
-        if not isinstance(error, (GenerationError, EngineClosed)):
+        if not isinstance(error, (GenerationError, EngineClosed, OutOfMemory)):
             cause = error
             error = GenerationError(f"a step failed with {type(cause).__name__}: {str(cause)[:300]}; the request ended, the engine goes on")
             error.__cause__ = cause

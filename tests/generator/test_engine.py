@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from exl2nb.core.errors import ContextOverflow, EngineClosed, GenerationError, OptionError
+from exl2nb.core.errors import ContextOverflow, DeviceError, EngineClosed, GenerationError, OptionError, OutOfMemory
 from exl2nb.generator import engine as engine_module
 from exl2nb.generator.request import Request
 
@@ -222,6 +222,16 @@ def test_memory_error_in_a_step(running):
     engine = running(model)
     with pytest.raises(GenerationError, match="MemoryError"):
         engine.submit(greedy([5])).result()
+    assert ids(engine.submit(greedy([5])).result()) == fakes.expected(model, [5], 8)
+
+
+def test_a_device_that_is_full_keeps_its_name(running):
+    model = fakes.FakeModel()
+    model.fail_at[0] = OutOfMemory("a step of 1 tokens does not fit: 2 GiB more needed, 1 of 8 GiB are free")
+    engine = running(model)
+    with pytest.raises(OutOfMemory, match=r"2 GiB more needed, 1 of 8 GiB are free") as info:
+        engine.submit(greedy([5])).result()
+    assert isinstance(info.value, (DeviceError, MemoryError))
     assert ids(engine.submit(greedy([5])).result()) == fakes.expected(model, [5], 8)
 
 
