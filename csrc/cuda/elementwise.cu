@@ -15,7 +15,7 @@ __device__ float element(const void* table, int dtype, size_t i) {
 // The row's norm into row `token` of a matrix's input.
 __device__ __forceinline__ void normed(Row& row, const NormArgs& n, const float* tail, int token, const MatrixInput& next, RowSums& sums) {
   row.norm<true>(n, tail, sums, [&](int i, float4 v) {
-    put_input<true>(next.x + static_cast<size_t>(token) * next.stride, next.perm_stride, next.num_perms, next.inverse, i, n.width, v);
+    put_input<true>(next, token, i, n.width, v);
   });
 }
 
@@ -67,8 +67,7 @@ __global__ void __launch_bounds__(kRowThreads) gates_kernel(const __grid_constan
     const float4 up = written<true>(y + a.width, i, a.width);
     v.x *= up.x, v.y *= up.y, v.z *= up.z, v.w *= up.w;
   }
-  put_input<true>(a.next.x + static_cast<size_t>(token) * a.next.stride, a.next.perm_stride, a.next.num_perms, a.next.inverse, i, a.width,
-                  v);
+  put_input<true>(a.next, token, i, a.width, v);
 }
 
 template <auto kernel, class Args>

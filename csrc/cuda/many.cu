@@ -2,6 +2,7 @@
 #include "many.cuh"
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "device.cuh"
 #include "many.h"
@@ -53,7 +54,12 @@ bool many_takes(const GemvArgs& a) {
   return a.tokens > kFewTokens && gemv_path() == kBulk && !a.rows && !a.squares && !a.from.x && many_shared(m, kManyTokens / 8) <= shared_limit();
 }
 
-const char* many_launch(const GemvArgs& a, cudaStream_t stream, bool pdl) {
+bool many_wide(const GemvArgs& a) {
+  static const bool wanted = std::getenv("EXL2NB_CUDA_WIDE") != nullptr;
+  return wanted && a.tokens > kWideTokens / 2 && many_takes(a) && many_wide_ready();
+}
+
+const char* many_launch(const GemvArgs& a, bool wide, cudaStream_t stream, bool pdl) {
   ManyArgs m{};
   m.image = a.image, m.num_parts = a.num_parts, m.items = a.items, m.units = a.units;
   m.x_stride = a.x_stride, m.x_perm_stride = a.x_perm_stride, m.bias = a.bias, m.out_stride = a.out_stride;
@@ -68,7 +74,8 @@ const char* many_launch(const GemvArgs& a, cudaStream_t stream, bool pdl) {
   for (int first = 0; first < a.tokens; first += kManyTokens) {
     m.tokens = std::min(kManyTokens, a.tokens - first);
     m.x = a.x + static_cast<size_t>(first) * a.x_stride, m.out = a.out + first * a.out_stride;
-    const char* wrong = m.tokens <= 16   ? launch<2>(m, tiles, stream, pdl)
+    const char* wrong = wide             ? many_wide_launch(m, tiles, shared_limit(), stream, pdl)
+                        : m.tokens <= 16 ? launch<2>(m, tiles, stream, pdl)
                         : m.tokens <= 32 ? launch<4>(m, tiles, stream, pdl)
                                          : launch<8>(m, tiles, stream, pdl);
     if (wrong) return wrong;

@@ -41,6 +41,10 @@ struct ManyArgs {
 EXL2NB_BOTH inline int many_image(const ManyArgs& a) { return (image_bytes(a.items, a.units, a.num_parts) + 15) / 16 * 16; }
 EXL2NB_BOTH inline int many_shared(const ManyArgs& a, int NB) { return kManyStages * many_stage(NB) + 2 * kManyStages * 8 + many_image(a); }
 
+// many_wide.cu: whether this build and this GPU have it; the launch, of any number of tokens up to 64.
+bool many_wide_ready();
+const char* many_wide_launch(const ManyArgs& a, int tiles, int most_shared, void* stream, bool pdl);
+
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ void barrier_arrive(uint64_t* b) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _,[%0];" ::"r"(shared_address(b)) : "memory");
@@ -86,20 +90,26 @@ struct ManyStages {
   }
 };
 
-// The copying warp. The first items' weights are on their way before the kernel waits for its predecessor.
+// The copying warp. The first items' weights are on their way before the kernel waits for its predecessor. WIDE: how the input lies.
+template <bool WIDE>
 __device__ __forceinline__ void copy_items(const ManyArgs& A, const ManyTile& tile, const Item* items, ManyStages s, int lane) {
   const ManyPart& P = A.part[tile.part];
   const uint8_t* const strip = P.data + (tile.first_strip + lane) * P.strip_bytes;
   const half* const x = A.x + static_cast<size_t>(P.perm) * A.x_perm_stride;
   const auto weights = [&](const Item& it) {
-    if (lane == 0) barrier_expect(s.full + s.stage, tile.live * it.bytes + A.tokens * it.units * (kUnitRows * 2));
+    if (lane == 0) barrier_expect(s.full + s.stage, tile.live * it.bytes + (WIDE ? kWideTokens : A.tokens) * it.units * (kUnitRows * 2));
     __syncwarp();
     if (lane < tile.live) bulk_copy(s.weights() + lane * kSlot, strip + it.offset, it.bytes, s.full + s.stage);
   };
   const auto tokens = [&](const Item& it) {
-    for (int m = lane; m < A.tokens; m += 32)
-      bulk_copy(s.tokens() + m * many_pitch(it.units), x + static_cast<size_t>(m) * A.x_stride + it.block * 32, it.units * (kUnitRows * 2),
-                s.full + s.stage);
+    if constexpr (WIDE) {
+      if (lane == 0)
+        bulk_copy(s.tokens(), x + static_cast<size_t>(it.block) * 32 * kWideTokens, it.units * (kUnitRows * kWideTokens * 2), s.full + s.stage);
+    } else {
+      for (int m = lane; m < A.tokens; m += 32)
+        bulk_copy(s.tokens() + m * many_pitch(it.units), x + static_cast<size_t>(m) * A.x_stride + it.block * 32, it.units * (kUnitRows * 2),
+                  s.full + s.stage);
+    }
   };
   const int ahead = min(tile.first_item + kManyStages, tile.end_item);
   const ManyStages begin = s;
@@ -115,27 +125,30 @@ __device__ __forceinline__ void copy_items(const ManyArgs& A, const ManyTile& ti
   }
 }
 
+// Products of a unit of two strips with tokens that lie as fragment.cuh orders them.
 template <int NB>
-__device__ __forceinline__ void multiply_unit(const uint32_t (&h)[2][16], const half* x, int pitch, float (&y)[2][NB][4]) {
+struct Fragments {
+  const half* x;  // this lane's activations of the item's first row
+  int pitch;      // from token to token
+  __device__ __forceinline__ void operator()(const uint32_t (&h)[2][16], int unit, float (&y)[2][NB][4]) const {
 #pragma unroll
-  for (int side = 0; side < 2; side++) {  // 32 rows
-    uint4 b[NB];
+    for (int side = 0; side < 2; side++) {  // 32 rows
+      uint4 b[NB];
 #pragma unroll
-    for (int n = 0; n < NB; n++) b[n] = *reinterpret_cast<const uint4*>(x + n * 8 * pitch + side * 32);
+      for (int n = 0; n < NB; n++) b[n] = *reinterpret_cast<const uint4*>(x + n * 8 * pitch + unit * kUnitRows + side * 32);
 #pragma unroll
-    for (int s = 0; s < 2; s++)
+      for (int s = 0; s < 2; s++)
 #pragma unroll
-      for (int n = 0; n < NB; n++)
+        for (int n = 0; n < NB; n++)
 #pragma unroll
-        for (int j = 0; j < 2; j++) mma<kBulk, false>(y[j][n], h[j] + side * 8 + s * 4, s ? b[n].z : b[n].x, s ? b[n].w : b[n].y);
+          for (int j = 0; j < 2; j++) mma<kBulk, false>(y[j][n], h[j] + side * 8 + s * 4, s ? b[n].z : b[n].x, s ? b[n].w : b[n].y);
+    }
   }
-}
-
-// An item of two strips times the tokens; the next unit's words are fetched while one is multiplied. x: this lane's of the first row.
-template <int NB, int B, bool GPTQ>
-__device__ __forceinline__ void multiply_coded(const uint8_t* st, const Item& it, const half2* steps, const half* x, int lane,
+};
+// An item of two strips times the tokens; the next unit's words are fetched while one is multiplied.
+template <int NB, int B, bool GPTQ, class Product>
+__device__ __forceinline__ void multiply_coded(const uint8_t* st, const Item& it, const half2* steps, const Product& product, int lane,
                                                float (&y)[2][NB][4]) {
-  const int pitch = many_pitch(it.units);
   Coded<B, GPTQ> coded[2];
   const auto load = [&](int i) {
 #pragma unroll
@@ -150,39 +163,39 @@ __device__ __forceinline__ void multiply_coded(const uint8_t* st, const Item& it
 #pragma unroll
     for (int j = 0; j < 2; j++) coded[j].decode(steps[i], h[j]);
     if (kAhead) load(min(i + 1, it.units - 1));
-    multiply_unit<NB>(h, x + i * kUnitRows, pitch, y);
+    product(h, i, y);
   }
 }
-template <int NB>
-__device__ __forceinline__ void multiply_item(const uint8_t* st, const Item& it, const half2* steps, const half* x, int lane,
+template <int NB, class Product>
+__device__ __forceinline__ void multiply_item(const uint8_t* st, const Item& it, const half2* steps, const Product& product, int lane,
                                               float (&y)[2][NB][4]) {
   if (it.scales) {
     switch (it.bits) {
       case 2:
-        return multiply_coded<NB, 2, true>(st, it, steps, x, lane, y);
+        return multiply_coded<NB, 2, true>(st, it, steps, product, lane, y);
       case 3:
-        return multiply_coded<NB, 3, true>(st, it, steps, x, lane, y);
+        return multiply_coded<NB, 3, true>(st, it, steps, product, lane, y);
       case 4:
-        return multiply_coded<NB, 4, true>(st, it, steps, x, lane, y);
+        return multiply_coded<NB, 4, true>(st, it, steps, product, lane, y);
       default:
-        return multiply_coded<NB, 8, true>(st, it, steps, x, lane, y);
+        return multiply_coded<NB, 8, true>(st, it, steps, product, lane, y);
     }
   }
   switch (it.bits) {
     case 2:
-      return multiply_coded<NB, 2, false>(st, it, steps, x, lane, y);
+      return multiply_coded<NB, 2, false>(st, it, steps, product, lane, y);
     case 3:
-      return multiply_coded<NB, 3, false>(st, it, steps, x, lane, y);
+      return multiply_coded<NB, 3, false>(st, it, steps, product, lane, y);
     case 4:
-      return multiply_coded<NB, 4, false>(st, it, steps, x, lane, y);
+      return multiply_coded<NB, 4, false>(st, it, steps, product, lane, y);
     case 5:
-      return multiply_coded<NB, 5, false>(st, it, steps, x, lane, y);
+      return multiply_coded<NB, 5, false>(st, it, steps, product, lane, y);
     case 6:
-      return multiply_coded<NB, 6, false>(st, it, steps, x, lane, y);
+      return multiply_coded<NB, 6, false>(st, it, steps, product, lane, y);
     case 8:
-      return multiply_coded<NB, 8, false>(st, it, steps, x, lane, y);
+      return multiply_coded<NB, 8, false>(st, it, steps, product, lane, y);
     default:
-      return multiply_coded<NB, 16, false>(st, it, steps, x, lane, y);
+      return multiply_coded<NB, 16, false>(st, it, steps, product, lane, y);
   }
 }
 
@@ -225,10 +238,9 @@ __device__ __forceinline__ void write_tile(const ManyArgs& A, const ManyTile& ti
   cluster_barrier();  // nobody leaves while others read
 }
 
-template <int NB>
-__global__ void __launch_bounds__(kManyThreads, NB == 2 ? 2 : 1) many(const __grid_constant__ ManyArgs A) {
-#if __CUDA_ARCH__ >= 900
-  extern __shared__ __align__(128) uint8_t shared[];
+// The kernel. multiply(bytes of this warp's items in a stage, item, its steps, tokens of the stage, sums): an item of a warp's two strips.
+template <int NB, bool WIDE, class Multiply>
+__device__ __forceinline__ void run_many(const ManyArgs& A, uint8_t* shared, Multiply multiply) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, split = blockIdx.x;
   uint64_t* const bars = reinterpret_cast<uint64_t*>(shared + kManyStages * many_stage(NB));
   uint8_t* const image = reinterpret_cast<uint8_t*>(bars + 2 * kManyStages);
@@ -246,20 +258,29 @@ __global__ void __launch_bounds__(kManyThreads, NB == 2 ? 2 : 1) many(const __gr
   ManyStages s{shared, bars, bars + kManyStages, many_stage(NB)};
   float y[2][NB][4] = {};
   if (warp == kManyWarps) {
-    copy_items(A, tile, items, s, lane);
+    copy_items<WIDE>(A, tile, items, s, lane);
   } else {
     for (int n = tile.first_item; n < tile.end_item; n++, s.next()) {
       const Item it = items[n];
-      const uint8_t* const st = s.weights() + warp * 2 * kSlot;
-      const half* const x = s.tokens() + (lane >> 2) * many_pitch(it.units) + (lane & 3) * 8;
       barrier_wait(s.full + s.stage, s.phase);
-      multiply_item<NB>(st, it, steps + it.unit0, x, lane, y);
+      multiply(s.weights() + warp * 2 * kSlot, it, steps + it.unit0, s.tokens(), y);
       __syncwarp();
       if (lane == 0) barrier_arrive(s.empty + s.stage);
     }
   }
   pdl_wait();
   write_tile<NB>(A, tile, split, reinterpret_cast<float*>(shared), warp, lane, y);
+}
+
+template <int NB>
+__global__ void __launch_bounds__(kManyThreads, NB == 2 ? 2 : 1) many(const __grid_constant__ ManyArgs A) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) uint8_t shared[];
+  const int lane = threadIdx.x & 31;
+  run_many<NB, false>(A, shared, [&](const uint8_t* st, const Item& it, const half2* steps, const half* x, float (&y)[2][NB][4]) {
+    const Fragments<NB> product{x + (lane >> 2) * many_pitch(it.units) + (lane & 3) * 8, many_pitch(it.units)};
+    multiply_item(st, it, steps, product, lane, y);
+  });
 #endif
 }
 

@@ -7,9 +7,12 @@ namespace exl2nb {
 constexpr int kFewTokens = kMaxTokens;  // as many go through the decode path's product
 constexpr int kManyTokens = 64;             // of a launch
 
-// Whether many_launch does the product of `a` on this GPU.
+// Whether many_launch does the product of `a` on this GPU; and whether it wants a wide input (fragment.cuh).
 bool many_takes(const GemvArgs& a);
-// out = x times the matrix, plus bias. A token's bits depend on the number of tokens of the launch.
-const char* many_launch(const GemvArgs& a, cudaStream_t stream, bool pdl);
+bool many_wide(const GemvArgs& a);
+// Tokens for which a step of `tokens` needs inputs.
+inline int many_room(int tokens) { return tokens > kWideTokens / 2 ? (tokens + kWideTokens - 1) / kWideTokens * kWideTokens : tokens; }
+// out = x times the matrix, plus bias. A token's bits depend on the number of tokens of the launch. wide: how x lies.
+const char* many_launch(const GemvArgs& a, bool wide, cudaStream_t stream, bool pdl);
 
 }  // namespace exl2nb

@@ -38,7 +38,7 @@ struct Layout {
   size_t residual[2], normed, qkv, act[2], sum, wide, squares, attention, routed, bytes, attention_bytes;
 };
 
-size_t input_bytes(const Weight& w, int tokens) { return static_cast<size_t>(w.perms()) * input_stride(w.header()) * tokens * 2; }
+size_t input_bytes(const Weight& w, int tokens) { return static_cast<size_t>(w.perms()) * input_stride(w.header()) * many_room(tokens) * 2; }
 
 // The op after `w` that reads what lies in buffer `side`.
 const int64_t* reader(const int64_t* w, const int64_t* end, int64_t side) {
@@ -111,7 +111,9 @@ std::string plan(const int64_t* code, int64_t words, int tokens, Layout& layout,
 class Walker {
  public:
   Walker(const int64_t* code, int64_t words, const GpuStep& step, uint8_t* workspace, const Layout& layout, cudaStream_t stream, bool pdl)
-      : end_(code + words), H_(static_cast<int>(code[4])), s_(step), base_(workspace), at_(layout), stream_(stream), pdl_(pdl) {}
+      : end_(code + words), H_(static_cast<int>(code[4])), s_(step), base_(workspace), at_(layout), stream_(stream), pdl_(pdl) {
+    wide_ = all_wide(code + kHeaderWords);
+  }
 
   // at: where it stopped when something went wrong.
   const char* run(const int64_t* w, const int64_t*& at) {
@@ -151,10 +153,27 @@ class Walker {
   float* residual() const { return reinterpret_cast<float*>(base_ + at_.residual[side_]); }
   float* other_residual() { return reinterpret_cast<float*>(base_ + at_.residual[side_ ^= 1]); }
   float* sum() const { return reinterpret_cast<float*>(base_ + at_.sum); }
-  MatrixInput input(const Weight& w, size_t at) const {
+  // The input of the matrix, at a place, for so many tokens.
+  MatrixInput input(const Weight& w, size_t at, int tokens) const {
     MatrixInput in;
-    set_input(in, w.head, w.blob, reinterpret_cast<half*>(base_ + at), s_.capacity);
+    set_input(in, w.head, w.blob, reinterpret_cast<half*>(base_ + at), many_room(s_.capacity));
+    in.wide = wide(tokens);
     return in;
+  }
+  MatrixInput input(const Weight& w, size_t at) const { return input(w, at, s_.tokens); }
+  // Whether the inputs of so many tokens lie wide (fragment.cuh), which they do where every product of the step wants it.
+  bool wide(int tokens) const { return wide_ && tokens > kWideTokens / 2; }
+  bool all_wide(const int64_t* w) const {
+    for (; w < end_; w += kWords[w[0]]) {
+      if (w[0] == kOpRouted) return false;
+      if (w[0] == kOpEmbed || w[0] == kOpAttention) continue;
+      GemvArgs a{};
+      const Weight weight(w[w[0] == kOpResidual ? 1 : 3]);
+      set_weights(a, weight.head, weight.blob);
+      a.tokens = s_.tokens;
+      if (!many(a) || !many_wide(a)) return false;
+    }
+    return true;
   }
   static NormArgs norm(int64_t weight, int64_t eps, int64_t bias, bool layer, int width) {
     return {weight == 0 ? kNoNorm : layer ? kLayerNorm : kRmsNorm, width, real(eps), address<float>(weight), address<float>(bias)};
@@ -200,7 +219,7 @@ class Walker {
   const char* normed_product(const int64_t* w, GemvArgs& a) {
     const NormArgs n = norm_of(w);
     const bool head = w[0] == kOpHead;
-    const MatrixInput in = input(Weight(w[3]), at_.normed);
+    const MatrixInput in = input(Weight(w[3]), at_.normed, head ? s_.logit_count : s_.tokens);
     a = product(w);
     if (ready_ == kUnscaled) {
       a.squares = reinterpret_cast<const float*>(base_ + at_.squares);
@@ -233,7 +252,7 @@ class Walker {
 
   bool many(const GemvArgs& a) const { return s_.many && a.tokens >= s_.many && many_takes(a); }
   // A product that only writes its sums.
-  const char* store(const GemvArgs& a) { return many(a) ? many_launch(a, stream_, pdl_) : gemv_launch(a, kStore, stream_, pdl_); }
+  const char* store(const GemvArgs& a) { return many(a) ? many_launch(a, wide(a.tokens), stream_, pdl_) : gemv_launch(a, kStore, stream_, pdl_); }
 
   const char* qkv(const int64_t* w) {
     GemvArgs a;
@@ -259,7 +278,7 @@ class Walker {
     a.rope.norm_per_head = q[13] != 0 || q[15] != 0, a.rope.norm_whole = q[18] & 12, a.rope.layer_norm = q[18] & 1, a.rope.eps = real(q[2]);
     const Weight o(reader(w, end_, 0)[1]);
     const MatrixInput in = input(o, at_.act[0]);
-    a.to.x = in.x, a.to.x_stride = in.stride, a.to.x_perm_stride = in.perm_stride, a.to.num_perms = in.num_perms;
+    a.to.x = in.x, a.to.x_stride = in.stride, a.to.x_perm_stride = in.perm_stride, a.to.num_perms = in.num_perms, a.to.wide = in.wide;
     for (int p = 0; p < AttentionOut::kMaxPerms; p++) a.to.inverse[p] = in.inverse[p];
     a.qkv = reinterpret_cast<float*>(base_ + at_.qkv), a.tokens = s_.tokens;
     a.scale = real(w[1]), a.window = static_cast<int>(w[2]), a.softcap = real(w[3]);
@@ -327,7 +346,7 @@ class Walker {
       a.tokens = std::min(kManyTokens, all.tokens - first), a.x += static_cast<size_t>(first) * a.x_stride;
       a.next.x += static_cast<size_t>(first) * a.next.stride;
       a.out = reinterpret_cast<float*>(base_ + at_.wide), a.out_stride = N;
-      if (const char* wrong = many_launch(a, stream_, pdl_)) return wrong;
+      if (const char* wrong = many_launch(a, wide(all.tokens), stream_, pdl_)) return wrong;
       const GatesArgs gates{a.out, a.out_stride, a.part[0].outputs, a.gated, a.activation, a.next};
       if (const char* wrong = gates_launch(gates, a.tokens, stream_, pdl_)) return wrong;
     }
@@ -378,6 +397,7 @@ class Walker {
   Ready ready_ = kNothing;
   RowSource added_{};  // y and what belongs to it: not yet added to the residual
   int squares_ = 0, side_ = 0;
+  bool wide_ = false;
   const int64_t* last_qkv_ = nullptr;
 };
 
@@ -410,7 +430,7 @@ std::string step_launch(const int64_t* code, int64_t words, const GpuStep& step,
 
 int64_t linear_workspace(const uint8_t* head, int64_t tokens) {
   const auto& h = *reinterpret_cast<const GpuHeader*>(head);
-  return static_cast<int64_t>(std::max(1, h.num_perms)) * input_stride(h) * tokens * 2;
+  return static_cast<int64_t>(std::max(1, h.num_perms)) * input_stride(h) * many_room(static_cast<int>(tokens)) * 2;
 }
 
 const char* linear_launch(const uint8_t* head, const uint8_t* blob, const float* x, int64_t tokens, const float* bias, float* out,
@@ -419,15 +439,17 @@ const char* linear_launch(const uint8_t* head, const uint8_t* blob, const float*
   const auto queue = static_cast<cudaStream_t>(stream);
   const int T = static_cast<int>(tokens);
   MatrixInput in;
-  set_input(in, head, blob, static_cast<half*>(workspace), T);
+  set_input(in, head, blob, static_cast<half*>(workspace), many_room(T));
+  GemvArgs a{};
+  set_weights(a, head, blob);
+  a.tokens = T;
+  in.wide = many && many_wide(a);
   RowsArgs rows{{}, nullptr, T, in};
   rows.from.x = x, rows.from.norm.width = h.K;
   if (const char* wrong = rows_launch(rows, T, queue, false)) return wrong;
-  GemvArgs a{};
-  set_weights(a, head, blob);
-  a.tokens = T, a.x = in.x, a.x_stride = in.stride, a.x_perm_stride = in.perm_stride;
+  a.x = in.x, a.x_stride = in.stride, a.x_perm_stride = in.perm_stride;
   a.out = out, a.out_stride = h.N, a.bias = bias;
-  return many && many_takes(a) ? many_launch(a, queue, false) : gemv_launch(a, kStore, queue, false);
+  return many && many_takes(a) ? many_launch(a, in.wide, queue, false) : gemv_launch(a, kStore, queue, false);
 }
 
 }  // namespace exl2nb
