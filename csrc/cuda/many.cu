@@ -46,23 +46,40 @@ int splits_of(int tiles, int items) {
   return best;
 }
 
+// What has not run on a GPU yet is asked for by name.
+int wanted() {
+  static const int bits = [] {
+    const char* const text = std::getenv("EXL2NB_CUDA_MANY");
+    return text ? std::atoi(text) : 0;
+  }();
+  return bits;
+}
+
 }  // namespace
 
 bool many_takes(const GemvArgs& a) {
   ManyArgs m{};
   m.items = a.items, m.units = a.units, m.num_parts = a.num_parts;
-  return a.tokens > kFewTokens && gemv_path() == kBulk && !a.rows && !a.squares && !a.from.x && many_shared(m, kManyTokens / 8) <= shared_limit();
+  return a.tokens > kFewTokens && gemv_path() == kBulk && !a.rows && !a.from.x && many_shared(m, kManyTokens / 8) <= shared_limit();
 }
 
 bool many_wide(const GemvArgs& a) {
-  static const bool wanted = std::getenv("EXL2NB_CUDA_WIDE") != nullptr;
-  return wanted && a.tokens > kWideTokens / 2 && many_takes(a) && many_wide_ready();
+  return (wanted() & 1) && a.tokens > kWideTokens / 2 && many_takes(a) && many_wide_ready();
+}
+
+int many_squares(const GemvArgs& a) {
+  if (!(wanted() & 2)) return 0;
+  const bool fours = a.part[0].outputs % 4 == 0 && a.residual_stride % 4 == 0;
+  const int count = (a.part[0].strips + kManyStrips - 1) / kManyStrips * 2;
+  return fours && a.num_parts == 1 && count <= num_sms() ? count : 0;
 }
 
 const char* many_launch(const GemvArgs& a, bool wide, cudaStream_t stream, bool pdl) {
   ManyArgs m{};
   m.image = a.image, m.num_parts = a.num_parts, m.items = a.items, m.units = a.units;
   m.x_stride = a.x_stride, m.x_perm_stride = a.x_perm_stride, m.bias = a.bias, m.out_stride = a.out_stride;
+  m.squares_count = a.squares_count, m.inverse_width = a.inverse_width, m.eps = a.eps;
+  m.residual_stride = a.residual_stride, m.scale = a.scale, m.next = a.next, m.next_norm = a.next_norm;
   int tiles = 0;
   for (int p = 0; p < a.num_parts; p++) {
     const GemvPart& from = a.part[p];
@@ -73,7 +90,11 @@ const char* many_launch(const GemvArgs& a, bool wide, cudaStream_t stream, bool 
   m.splits = splits_of(tiles, a.items / std::max(1, a.num_parts));
   for (int first = 0; first < a.tokens; first += kManyTokens) {
     m.tokens = std::min(kManyTokens, a.tokens - first);
-    m.x = a.x + static_cast<size_t>(first) * a.x_stride, m.out = a.out + first * a.out_stride;
+    const auto from = static_cast<size_t>(first);
+    m.x = a.x + from * a.x_stride, m.out = a.out ? a.out + from * a.out_stride : nullptr;
+    m.squares = a.squares ? a.squares + from * a.squares_count : nullptr;
+    m.residual = a.residual + from * a.residual_stride, m.next.x = a.next.x + from * a.next.stride;
+    m.next_squares = a.next_squares + from * 2 * tiles;
     const char* wrong = wide             ? many_wide_launch(m, tiles, shared_limit(), stream, pdl)
                         : m.tokens <= 16 ? launch<2>(m, tiles, stream, pdl)
                         : m.tokens <= 32 ? launch<4>(m, tiles, stream, pdl)

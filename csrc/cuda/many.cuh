@@ -8,6 +8,7 @@
 #include "blob.h"
 #include "coded.cuh"
 #include "many.h"
+#include "norm.cuh"
 #include "pdl.cuh"
 
 namespace exl2nb {
@@ -35,11 +36,23 @@ struct ManyArgs {
   const half* x;  // [perm][token][stride], as fragment.cuh orders it
   int x_stride, x_perm_stride;
   const float* bias;
-  float* out;  // [token][column]
+  float* out;  // [token][column], null: the residual takes the sums
   int64_t out_stride;
+  // As in GemvArgs: what the outputs are multiplied by; the residual, then the next product's input and partial squares, two of a tile.
+  const float* squares;
+  int squares_count;
+  float inverse_width, eps;
+  float* residual;
+  int residual_stride;
+  float scale;
+  MatrixInput next;
+  const float* next_norm;
+  float* next_squares;
 };
 EXL2NB_BOTH inline int many_image(const ManyArgs& a) { return (image_bytes(a.items, a.units, a.num_parts) + 15) / 16 * 16; }
-EXL2NB_BOTH inline int many_shared(const ManyArgs& a, int NB) { return kManyStages * many_stage(NB) + 2 * kManyStages * 8 + many_image(a); }
+EXL2NB_BOTH inline int many_shared(const ManyArgs& a, int NB) {
+  return kManyStages * many_stage(NB) + 2 * kManyStages * 8 + kManyTokens * 4 + many_image(a);
+}
 
 // many_wide.cu: whether this build and this GPU have it; the launch, of any number of tokens up to 64.
 bool many_wide_ready();
@@ -199,10 +212,39 @@ __device__ __forceinline__ void multiply_item(const uint8_t* st, const Item& it,
   }
 }
 
+// What the outputs of each token are multiplied by.
+__device__ __forceinline__ void load_factors(const ManyArgs& A, float* factors, int warp, int lane) {
+  for (int token = warp; token < kManyTokens; token += kManyWarps) {
+    float sum = 0.f;
+    if (A.squares && token < A.tokens)
+      for (int i = lane; i < A.squares_count; i += 32) sum += __ldcg(A.squares + token * A.squares_count + i);
+    const float factor = A.squares ? rsqrtf(warp_sum(sum) * A.inverse_width + A.eps) : 1.f;
+    if (lane == 0) factors[token] = factor;
+  }
+}
+// Four sums are added to a token's residual; what becomes of it goes to the next product. A warp has 128 neighbouring columns.
+__device__ __forceinline__ void add_four(const ManyArgs& A, int token, int column, float factor, float4 sum, int lane) {
+  float squares = 0.f;
+  if (column < A.part[0].outputs) {  // a multiple of four
+    float4 bias{0.f, 0.f, 0.f, 0.f};
+    if (A.bias) bias = {__ldg(A.bias + column), __ldg(A.bias + column + 1), __ldg(A.bias + column + 2), __ldg(A.bias + column + 3)};
+    float4* const at = reinterpret_cast<float4*>(A.residual + static_cast<size_t>(token) * A.residual_stride + column);
+    float4 v = __ldcg(at);
+    v.x += A.scale * fmaf(sum.x, factor, bias.x), v.y += A.scale * fmaf(sum.y, factor, bias.y);
+    v.z += A.scale * fmaf(sum.z, factor, bias.z), v.w += A.scale * fmaf(sum.w, factor, bias.w);
+    *at = v;
+    squares = square_sum(v, 0.f);
+    const float4 w = __ldg(reinterpret_cast<const float4*>(A.next_norm + column));
+    put_input<false>(A.next, token, column, A.part[0].outputs, {v.x * w.x, v.y * w.y, v.z * w.z, v.w * w.w});
+  }
+  squares = warp_sum(squares);
+  if (lane == 0) A.next_squares[static_cast<size_t>(token) * 2 * gridDim.y + blockIdx.y * 2 + column / 128 % 2] = squares;
+}
+
 // Sums of a tile in registers: to memory, or through the shared memory of the cluster.
 template <int NB>
-__device__ __forceinline__ void write_tile(const ManyArgs& A, const ManyTile& tile, int split, float* sums, int warp, int lane,
-                                           const float (&y)[2][NB][4]) {
+__device__ __forceinline__ void write_tile(const ManyArgs& A, const ManyTile& tile, int split, const float* factors, float* sums, int warp,
+                                           int lane, const float (&y)[2][NB][4]) {
   const ManyPart& P = A.part[tile.part];
   const int g = lane >> 2, t = lane & 3, first = tile.first_strip * kStripColumns;
   const auto each = [&](auto put) {
@@ -216,14 +258,13 @@ __device__ __forceinline__ void write_tile(const ManyArgs& A, const ManyTile& ti
   const auto store = [&](int token, int column, float v) {
     if (token < A.tokens && first + column < P.outputs) {
       const int at = P.first_column + first + column;
-      A.out[token * A.out_stride + at] = v + (A.bias ? __ldg(A.bias + at) : 0.f);
+      A.out[token * A.out_stride + at] = v * factors[token] + (A.bias ? __ldg(A.bias + at) : 0.f);
     }
   };
-  if (A.splits == 1) {
+  if (A.splits == 1 && A.out) {
     if (warp < kManyWarps) each(store);
     return;
   }
-  __syncthreads();  // nobody reads the stages any more
   if (warp < kManyWarps) each([&](int token, int column, float v) { sums[token * kManySums + column] = v; });
   cluster_barrier();
   for (int i = threadIdx.x + split * kManyThreads; i < A.tokens * (kManyColumns / 4); i += A.splits * kManyThreads) {
@@ -233,7 +274,10 @@ __device__ __forceinline__ void write_tile(const ManyArgs& A, const ManyTile& ti
       const float4 v = read_peer(sums + token * kManySums + column, r);
       all.x += v.x, all.y += v.y, all.z += v.z, all.w += v.w;
     }
-    store(token, column, all.x), store(token, column + 1, all.y), store(token, column + 2, all.z), store(token, column + 3, all.w);
+    if (A.out)
+      store(token, column, all.x), store(token, column + 1, all.y), store(token, column + 2, all.z), store(token, column + 3, all.w);
+    else
+      add_four(A, token, first + column, factors[token], all, lane);
   }
   cluster_barrier();  // nobody leaves while others read
 }
@@ -243,7 +287,8 @@ template <int NB, bool WIDE, class Multiply>
 __device__ __forceinline__ void run_many(const ManyArgs& A, uint8_t* shared, Multiply multiply) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, split = blockIdx.x;
   uint64_t* const bars = reinterpret_cast<uint64_t*>(shared + kManyStages * many_stage(NB));
-  uint8_t* const image = reinterpret_cast<uint8_t*>(bars + 2 * kManyStages);
+  float* const factors = reinterpret_cast<float*>(bars + 2 * kManyStages);
+  uint8_t* const image = reinterpret_cast<uint8_t*>(factors + kManyTokens);
   pdl_launch_dependents();
   if (threadIdx.x == 0) {
     for (int i = 0; i < kManyStages; i++) barrier_init(bars + i, 1), barrier_init(bars + kManyStages + i, kManyWarps);
@@ -260,6 +305,8 @@ __device__ __forceinline__ void run_many(const ManyArgs& A, uint8_t* shared, Mul
   if (warp == kManyWarps) {
     copy_items<WIDE>(A, tile, items, s, lane);
   } else {
+    pdl_wait();
+    load_factors(A, factors, warp, lane);
     for (int n = tile.first_item; n < tile.end_item; n++, s.next()) {
       const Item it = items[n];
       barrier_wait(s.full + s.stage, s.phase);
@@ -268,8 +315,8 @@ __device__ __forceinline__ void run_many(const ManyArgs& A, uint8_t* shared, Mul
       if (lane == 0) barrier_arrive(s.empty + s.stage);
     }
   }
-  pdl_wait();
-  write_tile<NB>(A, tile, split, reinterpret_cast<float*>(shared), warp, lane, y);
+  __syncthreads();  // nobody reads the stages any more, and the factors are there
+  write_tile<NB>(A, tile, split, factors, reinterpret_cast<float*>(shared), warp, lane, y);
 }
 
 template <int NB>

@@ -1,4 +1,4 @@
-// The matrix product of steps of many tokens. It only stores: what follows it is in kernels of its own.
+// The matrix product of steps of many tokens.
 #pragma once
 #include "gemv.h"
 
@@ -12,7 +12,9 @@ bool many_takes(const GemvArgs& a);
 bool many_wide(const GemvArgs& a);
 // Tokens for which a step of `tokens` needs inputs.
 inline int many_room(int tokens) { return tokens > kWideTokens / 2 ? (tokens + kWideTokens - 1) / kWideTokens * kWideTokens : tokens; }
-// out = x times the matrix, plus bias. A token's bits depend on the number of tokens of the launch. wide: how x lies.
+// Partial squares of a token that a product leaves which adds to the residual; 0: it cannot do that.
+int many_squares(const GemvArgs& a);
+// out = x times the matrix, plus bias; or, without out, the residual += that, as GemvArgs says. A token's bits depend on the number of tokens of the launch. wide: how x lies.
 const char* many_launch(const GemvArgs& a, bool wide, cudaStream_t stream, bool pdl);
 
 }  // namespace exl2nb

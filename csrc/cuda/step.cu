@@ -292,6 +292,8 @@ class Walker {
     GemvArgs a = matrix(weight, input(weight, at_.act[w[6]]));
     a.bias = address<float>(w[2]);
     ready_ = kNothing;
+    const bool leads = !w[3] && many(a) && many_lead_on(a, w, w + kWords[kOpResidual]);
+    if (leads) return many_launch(a, wide(a.tokens), stream_, pdl_);
     if (w[3] || many(a)) {  // a norm of what is added; or the next rows' kernel adds it
       a.out = sum(), a.out_stride = H_;
       if (const char* wrong = store(a)) return wrong;
@@ -321,6 +323,18 @@ class Walker {
     squares_ = gemv_grid(a, kResidual);
     ready_ = kUnscaled;
   }
+  // The same for a product of many tokens, which otherwise only stores. w: its op. The head is asked for fewer rows.
+  bool many_lead_on(GemvArgs& a, const int64_t* w, const int64_t* next) {
+    if (next >= end_ || (next[0] != kOpQkv && next[0] != kOpGateUp)) return false;
+    const NormArgs n = norm_of(next);
+    a.residual = residual(), a.residual_stride = H_, a.scale = real(w[5]);
+    const int count = many_squares(a);
+    if (n.kind != kRmsNorm || n.bias || count == 0) return false;
+    a.next = input(Weight(next[3]), at_.normed), a.next_norm = n.weight;
+    a.next_squares = reinterpret_cast<float*>(base_ + at_.squares);
+    squares_ = count, ready_ = kUnscaled;
+    return true;
+  }
   // residual += scale * norm(sum): the op at `next` does it where it can.
   const char* add_sum(const int64_t* next, int64_t weight, int64_t eps, int64_t scale) {
     added_ = {nullptr, sum(), nullptr, address<float>(weight), real(eps), real(scale), {}};
@@ -344,6 +358,7 @@ class Walker {
     for (int first = 0; first < all.tokens; first += kManyTokens) {
       GemvArgs a = all;
       a.tokens = std::min(kManyTokens, all.tokens - first), a.x += static_cast<size_t>(first) * a.x_stride;
+      if (a.squares) a.squares += static_cast<size_t>(first) * a.squares_count;
       a.next.x += static_cast<size_t>(first) * a.next.stride;
       a.out = reinterpret_cast<float*>(base_ + at_.wide), a.out_stride = N;
       if (const char* wrong = many_launch(a, wide(all.tokens), stream_, pdl_)) return wrong;
