@@ -31,7 +31,10 @@ def exl2(
 
 @dataclass
 class Net:
-    """Random decoder; `program` holds its ops, `run` runs them one by one."""
+    """Random decoder; `program` holds its ops, `run` runs them one by one.
+
+    bits: of every matrix, in groups of 64 rows and a last one of what is left; 0: three widths in each. scale: of the largest weights.
+    """
 
     layers: int = 2
     hidden: int = 64
@@ -48,19 +51,22 @@ class Net:
     coded: tuple[str, str] | None = None
     window: int = 0
     softcap: float = 0.0
+    bits: int = 0
+    scale: float = 0.3
+    device: str = "cpu"
     weights: list[dict[str, Tensor | None]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         g = torch.Generator().manual_seed(7)
-        self.table = torch.randn(self.vocab, self.hidden, generator=g).half()
+        self.table = torch.randn(self.vocab, self.hidden, generator=g).half().to(self.device)
         angles = torch.arange(4 * P)[:, None] * (10000.0 ** (-torch.arange(self.head_dim // 2) / (self.head_dim // 2)))[None]
-        self.cos, self.sin = angles.cos().contiguous(), angles.sin().contiguous()
+        self.cos, self.sin = angles.cos().contiguous().to(self.device), angles.sin().contiguous().to(self.device)
 
         def norm(n: int) -> Tensor:
-            return 1 + 0.1 * torch.randn(n, generator=g)
+            return (1 + 0.1 * torch.randn(n, generator=g)).to(self.device)
 
         def maybe(flag: bool, n: int) -> Tensor | None:
-            return 0.1 * torch.randn(n, generator=g) if flag else None
+            return (0.1 * torch.randn(n, generator=g)).to(self.device) if flag else None
 
         q, kv, D = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.head_dim
         for i in range(self.layers):
@@ -84,14 +90,16 @@ class Net:
         self.program = self.build()
 
     def matrix(self, K: int, N: int, *, seed: int, perm: int | None = None) -> Tensor:
-        """One packed matrix: mixed widths, or f16."""
+        """One packed matrix: mixed widths, one width, or f16."""
         if self.dense:
-            return ops.pack_dense(torch.randn(N, K, generator=torch.Generator().manual_seed(seed)).mul(0.1).half())
+            return ops.pack_dense(torch.randn(N, K, generator=torch.Generator().manual_seed(seed)).mul(0.1).half().to(self.device))
         groups = [(6, 32), *[(4, 32)] * (K // 32 - 2), (3, 32)]
-        parts = list(exl2(K, -(-N // 32) * 32, groups, seed=seed, scale=0.3))
+        if self.bits:
+            groups = [(self.bits, min(64, K - row)) for row in range(0, K, 64)]
+        parts = list(exl2(K, -(-N // 32) * 32, groups, seed=seed, scale=self.scale))
         if perm is not None:
             parts[4] = torch.randperm(K, generator=torch.Generator().manual_seed(perm)).to(torch.int32)
-        return ops.pack_exl2(*parts, out_features=N)
+        return ops.pack_exl2(*(part.to(self.device) for part in parts), out_features=N)
 
     def pools(self) -> tuple[list[Tensor], list[Tensor]]:
         """Fresh K and V pools, filled with values that would show if they were read; of storages `coded`, or plain ones of `pool`."""
@@ -104,7 +112,7 @@ class Net:
 
     def build(self) -> ops.Program:
         """The whole step as a program."""
-        p = ops.Program()
+        p = ops.Program(self.device)
         p.embed(self.table)
         heads = {"num_heads": self.heads, "num_kv_heads": self.kv_heads, "head_dim": self.head_dim}
         for i, w in enumerate(self.weights):
