@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads) round_coupled(const float* w, const 
                                                           const float* spread, int B, Chosen to, float4* pushes, bool staged) {
   extern __shared__ float own_blocks[];
   __shared__ float4 pushed[kThreads / 32][32];  // of the warp that is being looked at
-  __shared__ volatile int done[kThreads / 32];  // turns that a warp has finished
+  __shared__ int done[kThreads / 32];  // turns that a warp has finished; read and written by atomics while others wait
   const int p = blockIdx.y, m = threadIdx.x, warp = m >> 5, lane = m & 31;
   const int a = step.first[p], e = a + step.rows[p], bits = step.bits[p];
   if (a == e) return;
@@ -167,7 +167,8 @@ __global__ void __launch_bounds__(kThreads) round_coupled(const float* w, const 
       float c[kAhead];
 #pragma unroll
       for (int l = 0; l < kAhead; l++) c[l] = vb[static_cast<int64_t>(l) * B];
-      while (done[before] < turn) __nanosleep(20);
+      if (lane == 0)
+        while (atomicAdd(&done[before], 0) < turn) __nanosleep(20);
       __threadfence_block();
       __syncwarp();
       pushed[warp][lane] = row[before * 32 + lane];
@@ -205,7 +206,7 @@ __global__ void __launch_bounds__(kThreads) round_coupled(const float* w, const 
     if (inside) row[m] = make_float4(off[0], off[1], off[2], off[3]);
     __threadfence_block();
     __syncwarp();
-    if (lane == 0) done[warp] = turn;
+    if (lane == 0) atomicExch(&done[warp], turn);
     if (!inside) continue;
 #pragma unroll
     for (int i = 0; i < kTurn; i++) {

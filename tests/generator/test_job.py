@@ -162,8 +162,11 @@ def test_a_forked_process_is_told_to_load_its_own(llm):
 
 
 def test_timeout(llm):
-    completion = llm.generate("It was", max_tokens=3000, ignore_eos=True, temperature=0, timeout_s=0.05)
-    assert completion.finish_reason == "timeout"
+    for timeout_s in (0.05, 0.4, 3):  # a machine that has no time for it may not come to the first token
+        completion = llm.generate("It was", max_tokens=3000, ignore_eos=True, temperature=0, timeout_s=timeout_s)
+        assert completion.finish_reason == "timeout"
+        if completion.tokens:
+            break
     assert 0 < len(completion.tokens) < 3000
     with pytest.raises(OptionError, match="timeout_s"):
         llm.generate("It was", timeout_s=0)
