@@ -56,6 +56,22 @@ class Batch:
         tensors = [getattr(self, name) for name in self.__dataclass_fields__]
         assert all(tensor.dtype == torch.int32 for tensor in tensors if tensor is not None), "a batch is int32"
 
+    def select(self, sequences: Sequence[int]) -> tuple[Batch, Tensor, Tensor]:
+        """Some of the sequences as a batch, int64 `(T,)` which of the tokens they are, and int64 `(R,)` which of the logit rows."""
+        bounds = self.cu_seqlens.tolist()
+        tokens = torch.cat([torch.arange(bounds[row], bounds[row + 1]) for row in sequences])
+        place = torch.full((bounds[-1],), -1, dtype=torch.int32)
+        place[tokens] = torch.arange(len(tokens), dtype=torch.int32)
+        there = place[self.logit_rows.long()]
+        lengths = torch.tensor([0, *(bounds[row + 1] - bounds[row] for row in sequences)])
+        chosen = torch.tensor(sequences)
+        batch = Batch(
+            input_ids=self.input_ids[tokens], positions=self.positions[tokens], slot_mapping=self.slot_mapping[tokens],
+            block_table=self.block_table[chosen], cu_seqlens=lengths.cumsum(0).int(), context_lens=self.context_lens[chosen],
+            logit_rows=there[there >= 0], long=None if self.long is None else self.long[chosen],
+        )  # fmt: skip
+        return batch, tokens, (there >= 0).nonzero()[:, 0]
+
     @classmethod
     def build(cls, spans: Sequence[Span], *, page_size: int = PAGE_SIZE, device: str = "cpu") -> Batch:
         """Put the spans of several sequences side by side.

@@ -15,6 +15,7 @@ from exl2nb.ops import gpu, gpu_prefill, kv_codes
 SHORT = 8  # tokens of one sequence that the step kernels take
 MOST = 512  # tokens of a step that go through the step kernels
 MOST_ROUTED = 64  # of a model with experts: the step kernels read them once for every token that chose them
+APART = 4  # sequences that decode beside prompts, from which on they are a launch of their own
 MANY = 9  # tokens from which on a step's products decode every weight once for all of them
 F16, F32, Q8, Q4, FP8 = range(5)  # formats of pools, as csrc/cuda/attention.h numbers them
 
@@ -58,6 +59,9 @@ class GpuForward:
             return self._step(batch, cache, ids)
         if self.deterministic:
             return self._pieces(batch, cache, ids)
+        short = sum(b - a <= SHORT for a, b in itertools.pairwise(bounds))
+        if APART <= short < len(bounds) - 1:
+            return self._apart(batch, bounds, cache, ids)
         inputs = self._inputs(batch, ids)
         sequences = gpu_prefill.Sequences(bounds, batch.context_lens.tolist())
         return gpu_prefill.prefill(self.program, inputs, sequences, cache.k, cache.v)
@@ -70,6 +74,17 @@ class GpuForward:
             (cache.spec.num_kv_heads, cache.spec.head_dim), logits,
         )  # fmt: skip
         return logits
+
+    def _apart(self, batch: Batch, bounds: list[int], cache: KVCache, ids: Tensor | None) -> Tensor:
+        """Sequences that decode through the step kernels, prompts through prefill, which costs something for each sequence's cache."""
+        out = torch.empty(len(batch.logit_rows), self.vocab, device=self.device)
+        for short in (True, False):
+            chosen = [row for row, (a, b) in enumerate(itertools.pairwise(bounds)) if (b - a <= SHORT) == short]
+            piece, tokens, rows = batch.select(chosen)
+            logits = self.run(piece, cache, ids=None if ids is None else ids[tokens.to(self.device)])
+            if len(rows):
+                out[rows.to(self.device)] = logits
+        return out
 
     def _pieces(self, batch: Batch, cache: KVCache, ids: Tensor | None) -> Tensor:
         """The batch as steps of at most eight tokens of one sequence."""

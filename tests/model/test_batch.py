@@ -35,3 +35,20 @@ def test_misuse_is_an_assertion():
         Batch.single([], start=0, pages=[1])
     with pytest.raises(AssertionError, match="a batch is int32"):
         dataclasses.replace(Batch.single([1], start=0, pages=[0]), positions=torch.zeros(1, dtype=torch.int64))
+
+
+def test_select_is_what_the_chosen_spans_build():
+    spans = [
+        Span(ids=[5, 6, 7], start=0, pages=[1], logit_rows="all"),
+        Span(ids=[8], start=300, pages=[2, 3]),
+        Span(ids=[9, 10], start=4, pages=[4], logit_rows="none", long=False),
+        Span(ids=[11], start=9, pages=[5]),
+    ]
+    whole, want = Batch.build(spans), Batch.build([spans[0], spans[3]])
+    got, tokens, rows = whole.select([0, 3])
+    assert tokens.tolist() == [0, 1, 2, 6]
+    assert rows.tolist() == [0, 1, 2, 4]
+    for name in ("input_ids", "positions", "slot_mapping", "cu_seqlens", "context_lens", "logit_rows"):
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
+    assert torch.equal(got.block_table[:, :1], want.block_table)
+    assert whole.select([1, 2])[0].logit_rows.tolist() == [0]

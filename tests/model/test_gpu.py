@@ -230,6 +230,20 @@ def test_more_than_eight_sequences(both, count):
     assert torch.equal(got[1], alone)
 
 
+@pytest.mark.parametrize("decoding", [1, 4, 12])
+def test_prompts_beside_texts_that_go_on(both, decoding):
+    """From four sequences on they are two launches; the logits come in the batch's order."""
+    cuda = both[1]
+    cache, texts = KVCache(cuda.cache_spec(4096), "cuda"), [IDS[i : i + 30] for i in range(decoding)]
+    cuda.forward(Batch.build([Span(ids=ids[:-1], start=0, pages=[page]) for page, ids in enumerate(texts)]), cache)
+    parts = [(Span(ids=ids[-1:], start=29, pages=[page]), logits(cuda, ids)[-1:]) for page, ids in enumerate(texts)]
+    for at, n in ((0, 40), (2, 20)):
+        ids = IDS[100 : 100 + n]
+        parts.insert(at, (Span(ids=ids, start=0, pages=[decoding + at], logit_rows="all"), logits(cuda, ids)))
+    got = cuda.forward(Batch.build([span for span, _ in parts]), cache).cpu()
+    assert float((got - torch.cat([want for _, want in parts])).abs().max()) < 0.03
+
+
 @pytest.mark.parametrize("count", [9, 16, 17, 33, 64])
 def test_steps_of_many_sequences_in_graphs(both, count):
     """Captured and replayed a step has the bits of the same step launched alone, and is near what every sequence gives by itself."""
