@@ -15,6 +15,7 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -174,6 +175,30 @@ def write_tokenizer(out: Path, vocab_size: int) -> None:
     (out / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}))
 
 
+def config_of(shape: Shape, bpw: float) -> dict[str, Any]:
+    """The config.json."""
+    return {f: getattr(shape, f) for f in Shape.__dataclass_fields__} | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": "float16",
+        "quantization_config": {
+            "quant_method": "exl2",
+            "version": "0.3.2",
+            "bits": bpw,
+            "head_bits": 6,
+            "calibration": {"rows": 0, "length": 0},
+        },
+    }
+
+
 def make(shape: Shape, out: Path, *, bpw: float, seed: int = 0) -> float:
     """Write the directory and return the bits per weight of its layers (head, embedding and norms aside)."""
     out.mkdir(parents=True, exist_ok=True)
@@ -218,27 +243,7 @@ def make(shape: Shape, out: Path, *, bpw: float, seed: int = 0) -> float:
         while writing:
             writing.popleft().result()
     reached = used / sum(k * n for k, n in sizes.values()) / shape.num_hidden_layers
-    config = {f: getattr(shape, f) for f in Shape.__dataclass_fields__} | {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "torch_dtype": "float16",
-        "quantization_config": {
-            "quant_method": "exl2",
-            "version": "0.3.2",
-            "bits": bpw,
-            "head_bits": 6,
-            "calibration": {"rows": 0, "length": 0},
-        },
-    }
-    (out / "config.json").write_text(json.dumps(config, indent=1))
+    (out / "config.json").write_text(json.dumps(config_of(shape, bpw), indent=1))
     write_tokenizer(out, shape.vocab_size)
     return reached
 

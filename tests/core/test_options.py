@@ -51,4 +51,6 @@ def test_range_takes_its_ends(value):
 
 
 def test_check_keywords_takes_known_ones():
-    check_keywords({"a": 1}, ["a", "b"], where="f")
+    given = {"a": 1}
+    assert check_keywords(given, ["a", "b"], where="f") is None
+    assert given == {"a": 1}, "nothing is taken out"

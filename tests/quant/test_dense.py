@@ -7,7 +7,7 @@ from exl2nb.quant.dense import DTYPES, check_dense
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_good(dtype):
-    check_dense(torch.ones(8, 16, dtype=dtype), "b.weight", (8, 16))
+    assert check_dense(torch.ones(8, 16, dtype=dtype), "b.weight", (8, 16)) is None, "it refuses or does nothing"
 
 
 def test_refusals():
