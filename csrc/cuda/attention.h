@@ -49,7 +49,7 @@ struct AttentionOut {
   int x_stride;                   // halves from token to token
   int x_perm_stride;              // halves from copy to copy
   int num_perms;                  // copies
-  bool wide;                      // fragment.cuh
+  int group;                      // fragment.cuh
   const int* inverse[kMaxPerms];  // feature -> stored row; null = the same
   float* out;                     // f32 (tokens, Hq * D); null = none
 };

@@ -151,7 +151,7 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::finish() {
     if constexpr (is_rotated(VF)) x = hadamard<scale_group(D)>(x);
     if (!inside) continue;
     const int64_t token = sh.token[r];
-    if (to.num_perms) static_cast<half*>(to.x)[token_place(to.wide, to.x_stride, token) + row_place(to.wide, stored[i])] = saturated(x);
+    if (to.num_perms) static_cast<half*>(to.x)[token_place(to.group, to.x_stride, token) + row_place(to.group, stored[i])] = saturated(x);
     if (to.num_perms > 1 || to.out) others(token, sh.head[r] * D + d, x);
   }
 }
@@ -162,8 +162,8 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::others(int64_t token, int
   if (to.out) to.out[token * p.a.cache.num_heads * D + feature] = x;
   for (int copy = 1; copy < to.num_perms; copy++) {
     const int stored = to.inverse[copy] ? to.inverse[copy][feature] : feature;
-    static_cast<half*>(to.x)[static_cast<int64_t>(copy) * to.x_perm_stride + token_place(to.wide, to.x_stride, token) +
-                             row_place(to.wide, stored)] = saturated(x);
+    static_cast<half*>(to.x)[static_cast<int64_t>(copy) * to.x_perm_stride + token_place(to.group, to.x_stride, token) +
+                             row_place(to.group, stored)] = saturated(x);
   }
 }
 

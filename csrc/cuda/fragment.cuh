@@ -3,8 +3,8 @@
 // The input of a matrix is half[token][stride], stride >= K. Inside a block of 32 stored rows, lane t (0..3) of a token reads 8 halves in a
 // row: rows 2t, 2t+1, 2t+8, 2t+9 of the first 16, then of the second: both registers of two m16n8k16 steps in one 16-byte load.
 //
-// Wide: what products of a warp group (many_wide.cu) read from shared memory by themselves. Blocks of kWideTokens tokens, stride halves a
-// token like the other; inside, eight stored rows after the other, of each all tokens' eight halves.
+// Grouped, for products of more tokens (many.cuh): blocks of `group` tokens, stride halves a token like the other; inside, eight stored rows
+// after the other, of each all tokens' eight halves. So all that an item multiplies lies together, in the tensor cores' own order.
 #pragma once
 #include <cuda_fp16.h>
 
@@ -15,12 +15,11 @@ __host__ __device__ __forceinline__ int fragment_place(int r) {
   return (r & ~31) + ((r & 7) >> 1) * 8 + ((r >> 4) & 1) * 4 + ((r >> 3) & 1) * 2 + (r & 1);
 }
 
-constexpr int kWideTokens = 64;
-// Halves before a token's first, and from there to stored row r.
-__host__ __device__ __forceinline__ size_t token_place(bool wide, int stride, int token) {
-  return wide ? static_cast<size_t>(token / kWideTokens) * kWideTokens * stride + token % kWideTokens * 8 : static_cast<size_t>(token) * stride;
+// Halves before a token's first, and from there to stored row r. group: a power of two, or 0.
+__host__ __device__ __forceinline__ size_t token_place(int group, int stride, int token) {
+  return group ? static_cast<size_t>(token & -group) * stride + (token & (group - 1)) * 8 : static_cast<size_t>(token) * stride;
 }
-__host__ __device__ __forceinline__ int row_place(bool wide, int r) { return wide ? (r >> 3) * (8 * kWideTokens) + (r & 7) : fragment_place(r); }
+__host__ __device__ __forceinline__ int row_place(int group, int r) { return group ? (r >> 3) * (8 * group) + (r & 7) : fragment_place(r); }
 
 // fp16 of a value, at most the largest finite one: an overflow must not become an infinity, which times a zero weight is NaN.
 __device__ __forceinline__ half saturated(float v) { return __float2half_rn(fminf(fmaxf(v, -65504.f), 65504.f)); }
@@ -31,7 +30,7 @@ struct MatrixInput {
   half* x;
   int stride, perm_stride, num_perms;  // in halves; perm_stride between the copies
   const int* inverse[kMaxPerms];
-  bool wide;
+  int group;
 };
 
 }  // namespace exl2nb

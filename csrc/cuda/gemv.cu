@@ -84,7 +84,7 @@ void set_weights(GemvArgs& a, const uint8_t* head, const uint8_t* blob) {
 
 void set_input(MatrixInput& in, const uint8_t* head, const uint8_t* blob, half* x, int tokens) {
   const auto& h = *reinterpret_cast<const GpuHeader*>(head);
-  in.x = x, in.wide = false, in.stride = input_stride(h), in.num_perms = std::max(1, h.num_perms), in.perm_stride = in.stride * tokens;
+  in.x = x, in.group = 0, in.stride = input_stride(h), in.num_perms = std::max(1, h.num_perms), in.perm_stride = in.stride * tokens;
   for (int p = 0; p < kMaxPerms; p++)
     in.inverse[p] = h.perms && p < h.num_perms
                         ? reinterpret_cast<const int*>(blob + h.perms) + p * (static_cast<int64_t>(h.stored) + h.K) + h.stored

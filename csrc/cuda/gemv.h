@@ -12,7 +12,7 @@ namespace exl2nb {
 inline int input_stride(const GpuHeader& h) { return (h.stored + 63) / 64 * 64 + 32; }
 void set_weights(GemvArgs& a, const uint8_t* head, const uint8_t* blob);
 // The input buffer of a blob: x is half[num_perms][tokens][input_stride].
-void set_input(MatrixInput& in, const uint8_t* head, const uint8_t* blob, half* x, int tokens);  // not wide
+void set_input(MatrixInput& in, const uint8_t* head, const uint8_t* blob, half* x, int tokens);  // not grouped
 int gemv_grid(const GemvArgs& a, Epilogue e);
 // Sets what says how at most eight tokens are shared out among CTAs: epilogue, grid, flush. Returns the bytes of the staged activations.
 int gemv_share(GemvArgs& a, Epilogue e);

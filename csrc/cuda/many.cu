@@ -46,7 +46,7 @@ int splits_of(int tiles, int items) {
   return best;
 }
 
-// What has not run on a GPU yet is asked for by name.
+// What has not run on a GPU yet is asked for by number: 1 many_wide.cu, 2 sums that go to the residual.
 int wanted() {
   static const int bits = [] {
     const char* const text = std::getenv("EXL2NB_CUDA_MANY");
@@ -63,10 +63,6 @@ bool many_takes(const GemvArgs& a) {
   return a.tokens > kFewTokens && gemv_path() == kBulk && !a.rows && !a.from.x && many_shared(m, kManyTokens / 8) <= shared_limit();
 }
 
-bool many_wide(const GemvArgs& a) {
-  return (wanted() & 1) && a.tokens > kWideTokens / 2 && many_takes(a) && many_wide_ready();
-}
-
 int many_squares(const GemvArgs& a) {
   if (!(wanted() & 2)) return 0;
   const bool fours = a.part[0].outputs % 4 == 0 && a.residual_stride % 4 == 0;
@@ -74,7 +70,7 @@ int many_squares(const GemvArgs& a) {
   return fours && a.num_parts == 1 && count <= num_sms() ? count : 0;
 }
 
-const char* many_launch(const GemvArgs& a, bool wide, cudaStream_t stream, bool pdl) {
+const char* many_launch(const GemvArgs& a, int group, cudaStream_t stream, bool pdl) {
   ManyArgs m{};
   m.image = a.image, m.num_parts = a.num_parts, m.items = a.items, m.units = a.units;
   m.x_stride = a.x_stride, m.x_perm_stride = a.x_perm_stride, m.bias = a.bias, m.out_stride = a.out_stride;
@@ -87,6 +83,7 @@ const char* many_launch(const GemvArgs& a, bool wide, cudaStream_t stream, bool 
     m.part[p] = {from.data, from.strips, from.first_column, from.outputs, from.perm, count, from.strip_bytes};
     tiles += count;
   }
+  const bool wide = (wanted() & 1) && many_wide_ready();
   m.splits = splits_of(tiles, a.items / std::max(1, a.num_parts));
   for (int first = 0; first < a.tokens; first += kManyTokens) {
     m.tokens = std::min(kManyTokens, a.tokens - first);
@@ -95,10 +92,10 @@ const char* many_launch(const GemvArgs& a, bool wide, cudaStream_t stream, bool 
     m.squares = a.squares ? a.squares + from * a.squares_count : nullptr;
     m.residual = a.residual + from * a.residual_stride, m.next.x = a.next.x + from * a.next.stride;
     m.next_squares = a.next_squares + from * 2 * tiles;
-    const char* wrong = wide             ? many_wide_launch(m, tiles, shared_limit(), stream, pdl)
-                        : m.tokens <= 16 ? launch<2>(m, tiles, stream, pdl)
-                        : m.tokens <= 32 ? launch<4>(m, tiles, stream, pdl)
-                                         : launch<8>(m, tiles, stream, pdl);
+    const char* wrong = group == 16   ? launch<2>(m, tiles, stream, pdl)
+                        : group == 32 ? launch<4>(m, tiles, stream, pdl)
+                        : wide        ? many_wide_launch(m, tiles, shared_limit(), stream, pdl)
+                                      : launch<8>(m, tiles, stream, pdl);
     if (wrong) return wrong;
   }
   return nullptr;

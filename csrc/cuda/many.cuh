@@ -1,9 +1,10 @@
 // More tokens than the decode path's product takes at once, up to 64, times a weight blob: every weight is decoded once for all of them.
 //
 // A CTA owns sixteen neighbouring strips, two a warp, over a share of the rows; the CTAs of a cluster share the rows and add their sums in
-// order, so there are no atomics. One warp more copies items and the activations that meet them into two stages of shared memory. What
-// the weights are worth is applied to them in fp16, as unpacking does, so that nothing but products is left per token. sm_90 and later.
-// Bytes: the strips once; 2 * K per token, tile of 256 columns and CTA from L2.
+// order, so there are no atomics on numbers. A warp copies its own items into two stages of shared memory, item by item; the activations
+// that meet an item, for all warps and in one piece since they lie in groups (fragment.cuh), are copied by whichever warp was the last to be
+// through with what lay there. What the weights are worth is applied to them in fp16, as unpacking does, so that nothing but products is left
+// per token. sm_90 and later. Bytes: the strips once; 2 * K per token, tile of 256 columns and CTA from L2.
 #pragma once
 #include "blob.h"
 #include "coded.cuh"
@@ -14,15 +15,12 @@
 namespace exl2nb {
 
 constexpr int kManyStrips = 16, kManyWarps = 8, kManyStages = 2, kManyUnits = kSlot / 256, kManySplits = 8;
-constexpr int kManyThreads = (kManyWarps + 1) * 32, kManyColumns = kManyStrips * kStripColumns;
-// Halves of a token's activations beside an item: half a bank row more than the units have, so that two tokens lie in different banks.
-EXL2NB_BOTH constexpr int many_pitch(int units) { return units * kUnitRows + 32; }
-constexpr int kManyWeights = kManyStrips * kSlot;
-// Bytes of a stage for 8 * NB tokens; up to 16 tokens two CTAs share a multiprocessor.
-EXL2NB_BOTH constexpr int many_stage(int NB) { return kManyWeights + NB * 8 * many_pitch(kManyUnits) * 2; }
+constexpr int kManyThreads = kManyWarps * 32, kManyColumns = kManyStrips * kStripColumns;
+constexpr int kManyWeights = kManyStrips * kSlot;  // of a stage
+// Bytes of the activations of a stage for 8 * NB tokens; up to 16 tokens two CTAs share a multiprocessor.
+EXL2NB_BOTH constexpr int many_tokens(int NB) { return kManyUnits * kUnitRows * NB * 8 * 2; }
 constexpr int kManySums = kManyColumns + 4;  // floats of a token in the tile that a cluster adds up
-static_assert(kManyTokens * kManySums * 4 <= kManyStages * many_stage(kManyTokens / 8) && 16 * kManySums * 4 <= kManyStages * many_stage(2),
-              "the tile replaces the stages");
+static_assert(kManyTokens * kManySums * 4 <= kManyStages * kManyWeights, "the tile replaces the weights");
 
 struct ManyPart {
   const uint8_t* data;
@@ -33,7 +31,7 @@ struct ManyArgs {
   ManyPart part[kMaxParts];
   const uint8_t* image;
   int num_parts, items, units, splits, tokens;
-  const half* x;  // [perm][token][stride], as fragment.cuh orders it
+  const half* x;  // in groups of 8 * NB tokens
   int x_stride, x_perm_stride;
   const float* bias;
   float* out;  // [token][column], null: the residual takes the sums
@@ -50,8 +48,10 @@ struct ManyArgs {
   float* next_squares;
 };
 EXL2NB_BOTH inline int many_image(const ManyArgs& a) { return (image_bytes(a.items, a.units, a.num_parts) + 15) / 16 * 16; }
+// The stages' barriers, the counts of warps that are through, the factors.
+constexpr int kManyBars = kManyStages * (kManyWarps + 1) * 8, kManyFixed = kManyBars + 16 + kManyTokens * 4;
 EXL2NB_BOTH inline int many_shared(const ManyArgs& a, int NB) {
-  return kManyStages * many_stage(NB) + 2 * kManyStages * 8 + kManyTokens * 4 + many_image(a);
+  return kManyStages * (kManyWeights + many_tokens(NB)) + kManyFixed + many_image(a);
 }
 
 // many_wide.cu: whether this build and this GPU have it; the launch, of any number of tokens up to 64.
@@ -59,8 +59,11 @@ bool many_wide_ready();
 const char* many_wide_launch(const ManyArgs& a, int tiles, int most_shared, void* stream, bool pdl);
 
 #if __CUDA_ARCH__ >= 900
-__device__ __forceinline__ void barrier_arrive(uint64_t* b) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _,[%0];" ::"r"(shared_address(b)) : "memory");
+// One more at a counter in shared memory; what this warp has read is read, and seen by who comes after.
+__device__ __forceinline__ int count_up(int* counter) {
+  int before;
+  asm volatile("atom.acq_rel.cta.shared::cta.add.s32 %0,[%1],1;" : "=r"(before) : "r"(shared_address(counter)) : "memory");
+  return before;
 }
 __device__ __forceinline__ void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -73,7 +76,7 @@ __device__ __forceinline__ float4 read_peer(const float* mine, int rank) {
   return v;
 }
 #else
-__device__ __forceinline__ void barrier_arrive(uint64_t*) {}
+__device__ __forceinline__ int count_up(int*) { return 0; }
 __device__ __forceinline__ void cluster_barrier() {}
 __device__ __forceinline__ float4 read_peer(const float*, int) { return {}; }
 #endif
@@ -90,71 +93,52 @@ struct ManyTile {
   }
 };
 
-// The stages, as the copying warp and the others see them.
+// Two stages of weights, each warp's with a barrier of its own, and of activations, and who fills them.
 struct ManyStages {
-  uint8_t* memory;
-  uint64_t *full, *empty;
-  int size, stage = 0;
-  uint32_t phase = 0;
-  __device__ __forceinline__ uint8_t* weights() const { return memory + stage * size; }
-  __device__ __forceinline__ half* tokens() const { return reinterpret_cast<half*>(weights() + kManyWeights); }
-  __device__ __forceinline__ void next() {
-    if (++stage == kManyStages) stage = 0, phase ^= 1;
+  uint8_t *weights, *tokens;
+  uint64_t *weights_full, *tokens_full;  // [stage][warp], [stage]
+  int* through;                          // [stage] warps that need the activations no more
+  int tokens_size, group, warp;
+  const uint8_t* strip;  // this warp's first
+  int64_t strip_bytes;
+  int live;  // strips of this warp
+  const half* x;
+
+  __device__ __forceinline__ uint8_t* own(int stage) const { return weights + stage * kManyWeights + warp * 2 * kSlot; }
+  __device__ __forceinline__ uint64_t* own_full(int stage) const { return weights_full + stage * kManyWarps + warp; }
+  __device__ __forceinline__ void fetch_weights(const Item& it, int stage) const {
+    barrier_expect(own_full(stage), live * it.bytes);
+    for (int j = 0; j < live; j++) bulk_copy(own(stage) + j * kSlot, strip + j * strip_bytes + it.offset, it.bytes, own_full(stage));
+  }
+  __device__ __forceinline__ void fetch_tokens(const Item& it, int stage) const {
+    const int bytes = it.units * (kUnitRows * 2) * group;
+    barrier_expect(tokens_full + stage, bytes);
+    bulk_copy(tokens + stage * tokens_size, x + static_cast<size_t>(it.block) * 32 * group, bytes, tokens_full + stage);
   }
 };
 
-// The copying warp. The first items' weights are on their way before the kernel waits for its predecessor. WIDE: how the input lies.
-template <bool WIDE>
-__device__ __forceinline__ void copy_items(const ManyArgs& A, const ManyTile& tile, const Item* items, ManyStages s, int lane) {
-  const ManyPart& P = A.part[tile.part];
-  const uint8_t* const strip = P.data + (tile.first_strip + lane) * P.strip_bytes;
-  const half* const x = A.x + static_cast<size_t>(P.perm) * A.x_perm_stride;
-  const auto weights = [&](const Item& it) {
-    if (lane == 0) barrier_expect(s.full + s.stage, tile.live * it.bytes + (WIDE ? kWideTokens : A.tokens) * it.units * (kUnitRows * 2));
-    __syncwarp();
-    if (lane < tile.live) bulk_copy(s.weights() + lane * kSlot, strip + it.offset, it.bytes, s.full + s.stage);
-  };
-  const auto tokens = [&](const Item& it) {
-    if constexpr (WIDE) {
-      if (lane == 0)
-        bulk_copy(s.tokens(), x + static_cast<size_t>(it.block) * 32 * kWideTokens, it.units * (kUnitRows * kWideTokens * 2), s.full + s.stage);
-    } else {
-      for (int m = lane; m < A.tokens; m += 32)
-        bulk_copy(s.tokens() + m * many_pitch(it.units), x + static_cast<size_t>(m) * A.x_stride + it.block * 32, it.units * (kUnitRows * 2),
-                  s.full + s.stage);
-    }
-  };
-  const int ahead = min(tile.first_item + kManyStages, tile.end_item);
-  const ManyStages begin = s;
-  for (int n = tile.first_item; n < ahead; n++, s.next()) weights(items[n]);
-  pdl_wait();
-  s = begin;
-  for (int n = tile.first_item; n < ahead; n++, s.next()) tokens(items[n]);
-  for (int n = ahead; n < tile.end_item; n++, s.next()) {
-    barrier_wait(s.empty + s.stage, s.phase ^ 1);
-    const Item it = items[n];
-    weights(it);
-    tokens(it);
-  }
-}
-
-// Products of a unit of two strips with tokens that lie as fragment.cuh orders them.
+// Products of a unit of two strips with the tokens of a stage.
 template <int NB>
 struct Fragments {
-  const half* x;  // this lane's activations of the item's first row
-  int pitch;      // from token to token
+  uint32_t x;  // shared address of this lane's eight halves of the first sixteen rows and tokens
+  __device__ __forceinline__ Fragments(const void* tokens, int lane)
+      : x(shared_address(tokens) + ((lane >> 3 & 1) * NB * 8 + (lane >> 4) * 8 + (lane & 7)) * 16) {}
   __device__ __forceinline__ void operator()(const uint32_t (&h)[2][16], int unit, float (&y)[2][NB][4]) const {
 #pragma unroll
-    for (int side = 0; side < 2; side++) {  // 32 rows
-      uint4 b[NB];
+    for (int s = 0; s < 4; s++) {  // 16 rows
 #pragma unroll
-      for (int n = 0; n < NB; n++) b[n] = *reinterpret_cast<const uint4*>(x + n * 8 * pitch + unit * kUnitRows + side * 32);
+      for (int n = 0; n < NB; n += 2) {
+        uint32_t b[4];
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];"
+                     : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
+                     : "r"(x + ((unit * 4 + s) * 2 * NB * 8 + n * 8) * 16)
+                     : "memory");
 #pragma unroll
-      for (int s = 0; s < 2; s++)
-#pragma unroll
-        for (int n = 0; n < NB; n++)
-#pragma unroll
-          for (int j = 0; j < 2; j++) mma<kBulk, false>(y[j][n], h[j] + side * 8 + s * 4, s ? b[n].z : b[n].x, s ? b[n].w : b[n].y);
+        for (int j = 0; j < 2; j++) {
+          mma<kBulk, false>(y[j][n], h[j] + s * 4, b[0], b[1]);
+          mma<kBulk, false>(y[j][n + 1], h[j] + s * 4, b[2], b[3]);
+        }
+      }
     }
   }
 };
@@ -262,10 +246,10 @@ __device__ __forceinline__ void write_tile(const ManyArgs& A, const ManyTile& ti
     }
   };
   if (A.splits == 1 && A.out) {
-    if (warp < kManyWarps) each(store);
+    each(store);
     return;
   }
-  if (warp < kManyWarps) each([&](int token, int column, float v) { sums[token * kManySums + column] = v; });
+  each([&](int token, int column, float v) { sums[token * kManySums + column] = v; });
   cluster_barrier();
   for (int i = threadIdx.x + split * kManyThreads; i < A.tokens * (kManyColumns / 4); i += A.splits * kManyThreads) {
     const int token = i / (kManyColumns / 4), column = i % (kManyColumns / 4) * 4;
@@ -283,16 +267,19 @@ __device__ __forceinline__ void write_tile(const ManyArgs& A, const ManyTile& ti
 }
 
 // The kernel. multiply(bytes of this warp's items in a stage, item, its steps, tokens of the stage, sums): an item of a warp's two strips.
-template <int NB, bool WIDE, class Multiply>
+template <int NB, class Multiply>
 __device__ __forceinline__ void run_many(const ManyArgs& A, uint8_t* shared, Multiply multiply) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, split = blockIdx.x;
-  uint64_t* const bars = reinterpret_cast<uint64_t*>(shared + kManyStages * many_stage(NB));
-  float* const factors = reinterpret_cast<float*>(bars + 2 * kManyStages);
+  uint8_t* const tokens = shared + kManyStages * kManyWeights;
+  uint64_t* const bars = reinterpret_cast<uint64_t*>(tokens + kManyStages * many_tokens(NB));
+  int* const through = reinterpret_cast<int*>(bars + kManyStages * (kManyWarps + 1));
+  float* const factors = reinterpret_cast<float*>(through + 4);
   uint8_t* const image = reinterpret_cast<uint8_t*>(factors + kManyTokens);
   pdl_launch_dependents();
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kManyStages; i++) barrier_init(bars + i, 1), barrier_init(bars + kManyStages + i, kManyWarps);
+  if (threadIdx.x < kManyStages * (kManyWarps + 1)) {
+    barrier_init(bars + threadIdx.x, 1);
     barrier_fence();
+    if (threadIdx.x < kManyStages) through[threadIdx.x] = 0;
   }
   for (int i = threadIdx.x; i < many_image(A) / 16; i += kManyThreads)
     reinterpret_cast<uint4*>(image)[i] = __ldg(reinterpret_cast<const uint4*>(A.image) + i);
@@ -300,20 +287,44 @@ __device__ __forceinline__ void run_many(const ManyArgs& A, uint8_t* shared, Mul
   const auto* const items = reinterpret_cast<const Item*>(image);
   const auto* const steps = reinterpret_cast<const half2*>(image + image_steps(A.items));
   const ManyTile tile(A, reinterpret_cast<const uint16_t*>(image + image_ends(A.items, A.units)), blockIdx.y, split);
-  ManyStages s{shared, bars, bars + kManyStages, many_stage(NB)};
+  const ManyPart& P = A.part[tile.part];
+  const ManyStages s{shared,
+                     tokens,
+                     bars,
+                     bars + kManyStages * kManyWarps,
+                     through,
+                     many_tokens(NB),
+                     NB * 8,
+                     warp,
+                     P.data + (tile.first_strip + warp * 2) * P.strip_bytes,
+                     P.strip_bytes,
+                     min(max(tile.live - warp * 2, 0), 2),
+                     A.x + static_cast<size_t>(P.perm) * A.x_perm_stride};
+  const int ahead = min(tile.first_item + kManyStages, tile.end_item);
+  if (lane == 0)
+    for (int n = tile.first_item; n < ahead; n++) s.fetch_weights(items[n], n - tile.first_item);
+  pdl_wait();
+  if (threadIdx.x == 0)
+    for (int n = tile.first_item; n < ahead; n++) s.fetch_tokens(items[n], n - tile.first_item);
+  load_factors(A, factors, warp, lane);
   float y[2][NB][4] = {};
-  if (warp == kManyWarps) {
-    copy_items<WIDE>(A, tile, items, s, lane);
-  } else {
-    pdl_wait();
-    load_factors(A, factors, warp, lane);
-    for (int n = tile.first_item; n < tile.end_item; n++, s.next()) {
-      const Item it = items[n];
-      barrier_wait(s.full + s.stage, s.phase);
-      multiply(s.weights() + warp * 2 * kSlot, it, steps + it.unit0, s.tokens(), y);
-      __syncwarp();
-      if (lane == 0) barrier_arrive(s.empty + s.stage);
+  int stage = 0;
+  uint32_t phase = 0;
+  for (int n = tile.first_item; n < tile.end_item; n++) {
+    const Item it = items[n];
+    barrier_wait(s.own_full(stage), phase);
+    barrier_wait(s.tokens_full + stage, phase);
+    multiply(s.own(stage), it, steps + it.unit0, s.tokens + stage * s.tokens_size, y);
+    __syncwarp();
+    if (lane == 0 && n + kManyStages < tile.end_item) {
+      const Item next = items[n + kManyStages];
+      s.fetch_weights(next, stage);
+      if (count_up(through + stage) == kManyWarps - 1) {
+        through[stage] = 0;
+        s.fetch_tokens(next, stage);
+      }
     }
+    if (++stage == kManyStages) stage = 0, phase ^= 1;
   }
   __syncthreads();  // nobody reads the stages any more, and the factors are there
   write_tile<NB>(A, tile, split, factors, reinterpret_cast<float*>(shared), warp, lane, y);
@@ -324,9 +335,8 @@ __global__ void __launch_bounds__(kManyThreads, NB == 2 ? 2 : 1) many(const __gr
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint8_t shared[];
   const int lane = threadIdx.x & 31;
-  run_many<NB, false>(A, shared, [&](const uint8_t* st, const Item& it, const half2* steps, const half* x, float (&y)[2][NB][4]) {
-    const Fragments<NB> product{x + (lane >> 2) * many_pitch(it.units) + (lane & 3) * 8, many_pitch(it.units)};
-    multiply_item(st, it, steps, product, lane, y);
+  run_many<NB>(A, shared, [&](const uint8_t* st, const Item& it, const half2* steps, const uint8_t* tokens, float (&y)[2][NB][4]) {
+    multiply_item(st, it, steps, Fragments<NB>(tokens, lane), lane, y);
   });
 #endif
 }

@@ -5,16 +5,16 @@
 namespace exl2nb {
 
 constexpr int kFewTokens = kMaxTokens;  // as many go through the decode path's product
-constexpr int kManyTokens = 64;             // of a launch
+constexpr int kManyTokens = 64;         // of a launch
 
-// Whether many_launch does the product of `a` on this GPU; and whether it wants a wide input (fragment.cuh).
+// How the inputs of so many tokens, more than kFewTokens, are grouped (fragment.cuh), and for how many there must be room.
+inline int many_group(int tokens) { return tokens <= 16 ? 16 : tokens <= 32 ? 32 : kManyTokens; }
+inline int many_room(int tokens) { return tokens <= kFewTokens ? tokens : (tokens + many_group(tokens) - 1) / many_group(tokens) * many_group(tokens); }
+// Whether many_launch does the product of `a` on this GPU.
 bool many_takes(const GemvArgs& a);
-bool many_wide(const GemvArgs& a);
-// Tokens for which a step of `tokens` needs inputs.
-inline int many_room(int tokens) { return tokens > kWideTokens / 2 ? (tokens + kWideTokens - 1) / kWideTokens * kWideTokens : tokens; }
 // Partial squares of a token that a product leaves which adds to the residual; 0: it cannot do that.
 int many_squares(const GemvArgs& a);
-// out = x times the matrix, plus bias; or, without out, the residual += that, as GemvArgs says. A token's bits depend on the number of tokens of the launch. wide: how x lies.
-const char* many_launch(const GemvArgs& a, bool wide, cudaStream_t stream, bool pdl);
+// out = x times the matrix, plus bias; or, without out, the residual += that, as GemvArgs says. x lies in groups of `group`.
+const char* many_launch(const GemvArgs& a, int group, cudaStream_t stream, bool pdl);
 
 }  // namespace exl2nb

@@ -6,7 +6,7 @@
 namespace exl2nb {
 namespace {
 
-constexpr int kWideBlocks = kWideTokens / 8;
+constexpr int kWideTokens = kManyTokens, kWideBlocks = kWideTokens / 8;
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // d += a times the 16 rows and 64 tokens that the descriptor names.
@@ -22,7 +22,7 @@ __device__ __forceinline__ void wgmma(float (&d)[kWideBlocks][4], const uint32_t
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
-// Products of a unit of two strips with tokens that lie wide.
+// Products of a unit of two strips with the tokens of a stage.
 struct WarpGroup {
   uint32_t x;  // shared address of the item's first row
   __device__ __forceinline__ void operator()(const uint32_t (&h)[2][16], int unit, float (&y)[2][kWideBlocks][4]) const {
@@ -49,9 +49,9 @@ __global__ void __launch_bounds__(kManyThreads, 1) many_wide_kernel(const __grid
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(128) uint8_t shared[];
   const int lane = threadIdx.x & 31;
-  run_many<kWideBlocks, true>(
-      A, shared, [&](const uint8_t* st, const Item& it, const half2* steps, const half* x, float (&y)[2][kWideBlocks][4]) {
-        multiply_item(st, it, steps, WarpGroup{shared_address(x)}, lane, y);
+  run_many<kWideBlocks>(
+      A, shared, [&](const uint8_t* st, const Item& it, const half2* steps, const uint8_t* tokens, float (&y)[2][kWideBlocks][4]) {
+        multiply_item(st, it, steps, WarpGroup{shared_address(tokens)}, lane, y);
       });
 #endif
 }

@@ -187,23 +187,23 @@ struct Row {
   }
 };
 
-// Numbers i to i + 3 of a token's normed row into the inputs of a matrix: x is the first copy's, perm_stride halves between the copies; wide:
+// Numbers i to i + 3 of a token's normed row into the inputs of a matrix: x is the first copy's, perm_stride halves between the copies; group:
 // see fragment.cuh.
 template <bool ANY>
 __device__ __forceinline__ void put_input(half* x, int perm_stride, int num_perms, const int* const* inverse, int i, int width, float4 r,
-                                          bool wide = false) {
+                                          int group = 0) {
   const half h[4] = {saturated(r.x), saturated(r.y), saturated(r.z), saturated(r.w)};
   for (int p = 0; p < num_perms; p++) {
     const int4 rows = inverse[p] ? constant<ANY>(inverse[p], i, width) : int4{i, i + 1, i + 2, i + 3};
     const int to[4] = {rows.x, rows.y, rows.z, rows.w};
 #pragma unroll
     for (int k = 0; k < 4; k++)
-      if (!ANY || i + k < width) x[static_cast<size_t>(p) * perm_stride + row_place(wide, to[k])] = h[k];
+      if (!ANY || i + k < width) x[static_cast<size_t>(p) * perm_stride + row_place(group, to[k])] = h[k];
   }
 }
 template <bool ANY>
 __device__ __forceinline__ void put_input(const MatrixInput& to, int token, int i, int width, float4 r) {
-  put_input<ANY>(to.x + token_place(to.wide, to.stride, token), to.perm_stride, to.num_perms, to.inverse, i, width, r, to.wide);
+  put_input<ANY>(to.x + token_place(to.group, to.stride, token), to.perm_stride, to.num_perms, to.inverse, i, width, r, to.group);
 }
 
 }  // namespace exl2nb

@@ -112,7 +112,7 @@ class Walker {
  public:
   Walker(const int64_t* code, int64_t words, const GpuStep& step, uint8_t* workspace, const Layout& layout, cudaStream_t stream, bool pdl)
       : end_(code + words), H_(static_cast<int>(code[4])), s_(step), base_(workspace), at_(layout), stream_(stream), pdl_(pdl) {
-    wide_ = all_wide(code + kHeaderWords);
+    many_ = all_many(code + kHeaderWords);
   }
 
   // at: where it stopped when something went wrong.
@@ -157,13 +157,15 @@ class Walker {
   MatrixInput input(const Weight& w, size_t at, int tokens) const {
     MatrixInput in;
     set_input(in, w.head, w.blob, reinterpret_cast<half*>(base_ + at), many_room(s_.capacity));
-    in.wide = wide(tokens);
+    in.group = group(tokens);
     return in;
   }
   MatrixInput input(const Weight& w, size_t at) const { return input(w, at, s_.tokens); }
-  // Whether the inputs of so many tokens lie wide (fragment.cuh), which they do where every product of the step wants it.
-  bool wide(int tokens) const { return wide_ && tokens > kWideTokens / 2; }
-  bool all_wide(const int64_t* w) const {
+  // How products of so many tokens want their inputs (fragment.cuh): those of many.h in groups. A step has all its products there, or none.
+  int group(int tokens) const { return many_ && tokens >= s_.many && tokens > kFewTokens ? many_group(tokens) : 0; }
+  bool many(const GemvArgs& a) const { return group(a.tokens) != 0 && !a.rows; }
+  bool all_many(const int64_t* w) const {
+    if (!s_.many || s_.tokens < s_.many) return false;
     for (; w < end_; w += kWords[w[0]]) {
       if (w[0] == kOpRouted) return false;
       if (w[0] == kOpEmbed || w[0] == kOpAttention) continue;
@@ -171,7 +173,7 @@ class Walker {
       const Weight weight(w[w[0] == kOpResidual ? 1 : 3]);
       set_weights(a, weight.head, weight.blob);
       a.tokens = s_.tokens;
-      if (!many(a) || !many_wide(a)) return false;
+      if (!many_takes(a)) return false;
     }
     return true;
   }
@@ -250,9 +252,8 @@ class Walker {
     return embed_launch(a, s_.tokens, stream_, pdl_);
   }
 
-  bool many(const GemvArgs& a) const { return s_.many && a.tokens >= s_.many && many_takes(a); }
   // A product that only writes its sums.
-  const char* store(const GemvArgs& a) { return many(a) ? many_launch(a, wide(a.tokens), stream_, pdl_) : gemv_launch(a, kStore, stream_, pdl_); }
+  const char* store(const GemvArgs& a) { return many(a) ? many_launch(a, group(a.tokens), stream_, pdl_) : gemv_launch(a, kStore, stream_, pdl_); }
 
   const char* qkv(const int64_t* w) {
     GemvArgs a;
@@ -278,7 +279,7 @@ class Walker {
     a.rope.norm_per_head = q[13] != 0 || q[15] != 0, a.rope.norm_whole = q[18] & 12, a.rope.layer_norm = q[18] & 1, a.rope.eps = real(q[2]);
     const Weight o(reader(w, end_, 0)[1]);
     const MatrixInput in = input(o, at_.act[0]);
-    a.to.x = in.x, a.to.x_stride = in.stride, a.to.x_perm_stride = in.perm_stride, a.to.num_perms = in.num_perms, a.to.wide = in.wide;
+    a.to.x = in.x, a.to.x_stride = in.stride, a.to.x_perm_stride = in.perm_stride, a.to.num_perms = in.num_perms, a.to.group = in.group;
     for (int p = 0; p < AttentionOut::kMaxPerms; p++) a.to.inverse[p] = in.inverse[p];
     a.qkv = reinterpret_cast<float*>(base_ + at_.qkv), a.tokens = s_.tokens;
     a.scale = real(w[1]), a.window = static_cast<int>(w[2]), a.softcap = real(w[3]);
@@ -293,7 +294,7 @@ class Walker {
     a.bias = address<float>(w[2]);
     ready_ = kNothing;
     const bool leads = !w[3] && many(a) && many_lead_on(a, w, w + kWords[kOpResidual]);
-    if (leads) return many_launch(a, wide(a.tokens), stream_, pdl_);
+    if (leads) return many_launch(a, group(a.tokens), stream_, pdl_);
     if (w[3] || many(a)) {  // a norm of what is added; or the next rows' kernel adds it
       a.out = sum(), a.out_stride = H_;
       if (const char* wrong = store(a)) return wrong;
@@ -361,7 +362,7 @@ class Walker {
       if (a.squares) a.squares += static_cast<size_t>(first) * a.squares_count;
       a.next.x += static_cast<size_t>(first) * a.next.stride;
       a.out = reinterpret_cast<float*>(base_ + at_.wide), a.out_stride = N;
-      if (const char* wrong = many_launch(a, wide(all.tokens), stream_, pdl_)) return wrong;
+      if (const char* wrong = many_launch(a, group(all.tokens), stream_, pdl_)) return wrong;
       const GatesArgs gates{a.out, a.out_stride, a.part[0].outputs, a.gated, a.activation, a.next};
       if (const char* wrong = gates_launch(gates, a.tokens, stream_, pdl_)) return wrong;
     }
@@ -412,7 +413,7 @@ class Walker {
   Ready ready_ = kNothing;
   RowSource added_{};  // y and what belongs to it: not yet added to the residual
   int squares_ = 0, side_ = 0;
-  bool wide_ = false;
+  bool many_ = false;
   const int64_t* last_qkv_ = nullptr;
 };
 
@@ -458,13 +459,13 @@ const char* linear_launch(const uint8_t* head, const uint8_t* blob, const float*
   GemvArgs a{};
   set_weights(a, head, blob);
   a.tokens = T;
-  in.wide = many && many_wide(a);
+  in.group = many && many_takes(a) ? many_group(T) : 0;
   RowsArgs rows{{}, nullptr, T, in};
   rows.from.x = x, rows.from.norm.width = h.K;
   if (const char* wrong = rows_launch(rows, T, queue, false)) return wrong;
   a.x = in.x, a.x_stride = in.stride, a.x_perm_stride = in.perm_stride;
   a.out = out, a.out_stride = h.N, a.bias = bias;
-  return many && many_takes(a) ? many_launch(a, in.wide, queue, false) : gemv_launch(a, kStore, queue, false);
+  return in.group ? many_launch(a, in.group, queue, false) : gemv_launch(a, kStore, queue, false);
 }
 
 }  // namespace exl2nb
