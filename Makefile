@@ -1,6 +1,6 @@
 # make demo   from a fresh clone to a streamed, measured model      make test   the tests            make lab    JupyterLab on the course
 # make lint   all linters     make wheel   dist/*.whl               make bench  benchmarks           make docs   API reference in build/api
-# make test-gpu   the tests that need a GPU
+# make test-gpu   the tests that need a GPU                         make sanitize   compute-sanitizer (memcheck, racecheck) over some of them
 #
 # Needs python3 >= 3.10 with venv, and a C++20 compiler; everything else is installed into .venv, each step only what it needs.
 PY ?= python3
@@ -22,7 +22,7 @@ ifeq ($(origin CC),default)
 export CC := $(firstword $(foreach c,gcc clang cc,$(shell command -v $(c))))
 endif
 
-.PHONY: demo test test-gpu lab lint docs wheel bench build clean
+.PHONY: demo test test-gpu sanitize lab lint docs wheel bench build clean
 .DELETE_ON_ERROR:
 
 build: $(VENV)/.built
@@ -67,6 +67,9 @@ test: build $(VENV)/.dev
 test-gpu: build $(VENV)/.dev
 	$(BIN)/python -m pytest tests -m gpu
 	$(BIN)/python -m pytest --device cuda $(ON_EITHER)
+
+sanitize: build $(VENV)/.dev
+	$(BIN)/python tools/sanitize_gpu.py
 
 lab: build $(VENV)/.lab
 	$(BIN)/exl2nb lab
