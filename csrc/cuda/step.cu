@@ -7,7 +7,6 @@
 #include "attention.h"
 #include "elementwise.h"
 #include "gemv.h"
-#include "launch.h"
 #include "many.h"
 #include "moe.h"
 
@@ -442,30 +441,6 @@ std::string step_launch(const int64_t* code, int64_t words, const GpuStep& step,
   int number = 0;
   for (const int64_t* w = code + kHeaderWords; w < at; w += kWords[w[0]]) number++;
   return std::string(kOpNames[at[0]]) + ", op " + std::to_string(number) + " of the program: " + failed;
-}
-
-int64_t linear_workspace(const uint8_t* head, int64_t tokens) {
-  const auto& h = *reinterpret_cast<const GpuHeader*>(head);
-  return static_cast<int64_t>(std::max(1, h.num_perms)) * input_stride(h) * many_room(static_cast<int>(tokens)) * 2;
-}
-
-const char* linear_launch(const uint8_t* head, const uint8_t* blob, const float* x, int64_t tokens, const float* bias, float* out,
-                          void* workspace, void* stream, bool many) {
-  const auto& h = *reinterpret_cast<const GpuHeader*>(head);
-  const auto queue = static_cast<cudaStream_t>(stream);
-  const int T = static_cast<int>(tokens);
-  MatrixInput in;
-  set_input(in, head, blob, static_cast<half*>(workspace), many_room(T));
-  GemvArgs a{};
-  set_weights(a, head, blob);
-  a.tokens = T;
-  in.group = many && many_takes(a) ? many_group(T) : 0;
-  RowsArgs rows{{}, nullptr, T, in};
-  rows.from.x = x, rows.from.norm.width = h.K;
-  if (const char* wrong = rows_launch(rows, T, queue, false)) return wrong;
-  a.x = in.x, a.x_stride = in.stride, a.x_perm_stride = in.perm_stride;
-  a.out = out, a.out_stride = h.N, a.bias = bias;
-  return in.group ? many_launch(a, in.group, queue, false) : gemv_launch(a, kStore, queue, false);
 }
 
 }  // namespace exl2nb
