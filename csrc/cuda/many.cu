@@ -32,13 +32,15 @@ const char* launch(const ManyArgs& a, int tiles, cudaStream_t stream, bool pdl) 
                        static_cast<size_t>(many_shared(a, NB)), stream, pdl, static_cast<unsigned>(a.splits), a);
 }
 
-// CTAs that share a tile's rows: so that a product ends soonest, by a CTA's items and what comes before and after them.
-int splits_of(int tiles, int items) {
-  constexpr float kStart = 1.5f, kSum = 0.5f;  // in items
+// CTAs that share a tile's rows: so that a product ends soonest, by a CTA's items and what comes before and after them. room: CTAs that a
+// multiprocessor takes at a time; two are slower than one, but quicker than one after the other.
+int splits_of(int tiles, int items, int room) {
+  constexpr float kStart = 1.5f, kSum = 0.5f, kBeside = 1.3f;  // in items
   const auto time = [&](int splits) {
     const int whole = splits == 1 ? multiprocessors() : multiprocessors() / kManySplits * kManySplits;
-    const int rounds = (tiles * splits + whole - 1) / whole;
-    return static_cast<float>(rounds) * (kStart + (splits > 1 ? kSum : 0.f) + static_cast<float>(items) / static_cast<float>(splits));
+    const int rounds = (tiles * splits + room * whole - 1) / (room * whole);
+    const float item = room > 1 && tiles * splits > whole ? kBeside : 1.f;
+    return static_cast<float>(rounds) * (kStart + (splits > 1 ? kSum : 0.f) + static_cast<float>(items) * item / static_cast<float>(splits));
   };
   int best = 1;
   for (int splits = 2; splits <= kManySplits; splits *= 2)
@@ -84,7 +86,7 @@ const char* many_launch(const GemvArgs& a, int group, cudaStream_t stream, bool 
     tiles += count;
   }
   const bool wide = (wanted() & 1) && many_wide_ready();
-  m.splits = splits_of(tiles, a.items / std::max(1, a.num_parts));
+  m.splits = splits_of(tiles, a.items / std::max(1, a.num_parts), group == 16 ? 2 : 1);
   for (int first = 0; first < a.tokens; first += kManyTokens) {
     m.tokens = std::min(kManyTokens, a.tokens - first);
     const auto from = static_cast<size_t>(first);
