@@ -29,7 +29,7 @@ const char* linear_launch(const uint8_t* head, const uint8_t* blob, const float*
   if (const char* wrong = rows_launch(rows, T, queue, false)) return wrong;
   a.x = in.x, a.x_stride = in.stride, a.x_perm_stride = in.perm_stride;
   a.out = out, a.out_stride = h.N, a.bias = bias;
-  return in.group ? many_launch(a, in.group, queue, false) : gemv_launch(a, kStore, queue, false);
+  return in.group ? many_launch(a, in.group, {}, queue, false) : gemv_launch(a, kStore, queue, false);
 }
 
 }  // namespace exl2nb

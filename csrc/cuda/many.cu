@@ -72,12 +72,13 @@ int many_squares(const GemvArgs& a) {
   return fours && a.num_parts == 1 && count <= num_sms() ? count : 0;
 }
 
-const char* many_launch(const GemvArgs& a, int group, cudaStream_t stream, bool pdl) {
+const char* many_launch(const GemvArgs& a, int group, ManyImage next, cudaStream_t stream, bool pdl) {
   ManyArgs m{};
   m.image = a.image, m.num_parts = a.num_parts, m.items = a.items, m.units = a.units;
   m.x_stride = a.x_stride, m.x_perm_stride = a.x_perm_stride, m.bias = a.bias, m.out_stride = a.out_stride;
   m.squares_count = a.squares_count, m.inverse_width = a.inverse_width, m.eps = a.eps;
   m.residual_stride = a.residual_stride, m.scale = a.scale, m.next = a.next, m.next_norm = a.next_norm;
+  m.next_image = next.data, m.next_image_bytes = next.bytes;
   int tiles = 0;
   for (int p = 0; p < a.num_parts; p++) {
     const GemvPart& from = a.part[p];

@@ -46,6 +46,8 @@ struct ManyArgs {
   MatrixInput next;
   const float* next_norm;
   float* next_squares;
+  const uint8_t* next_image;  // of the next product, null: unknown
+  int next_image_bytes;
 };
 EXL2NB_BOTH inline int many_image(const ManyArgs& a) { return (image_bytes(a.items, a.units, a.num_parts) + 15) / 16 * 16; }
 // The stages' barriers, the counts of warps that are through, the factors.
@@ -59,6 +61,25 @@ bool many_wide_ready();
 const char* many_wide_launch(const ManyArgs& a, int tiles, int most_shared, void* stream, bool pdl);
 
 #if __CUDA_ARCH__ >= 900
+// Weights pass through the L2 cache once; what every CTA reads first, of this product and the next one, ought to stay there.
+__device__ __forceinline__ void copy_once(void* to, const void* from, uint32_t bytes, uint64_t* b) {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0,1.0;" : "=l"(policy));
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;" ::"r"(
+                   shared_address(to)),
+               "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(policy)
+               : "memory");
+}
+__device__ __forceinline__ uint4 load_kept(const void* from) {
+  uint64_t policy;
+  uint4 v;
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0,1.0;" : "=l"(policy));
+  asm volatile("ld.global.nc.L2::cache_hint.v4.u32 {%0,%1,%2,%3},[%4],%5;" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from), "l"(policy));
+  return v;
+}
+__device__ __forceinline__ void prefetch(const void* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(from), "r"(bytes) : "memory");
+}
 // One more at a counter in shared memory; what this warp has read is read, and seen by who comes after.
 __device__ __forceinline__ int count_up(int* counter) {
   int before;
@@ -76,6 +97,9 @@ __device__ __forceinline__ float4 read_peer(const float* mine, int rank) {
   return v;
 }
 #else
+__device__ __forceinline__ void copy_once(void*, const void*, uint32_t, uint64_t*) {}
+__device__ __forceinline__ uint4 load_kept(const void*) { return {}; }
+__device__ __forceinline__ void prefetch(const void*, uint32_t) {}
 __device__ __forceinline__ int count_up(int*) { return 0; }
 __device__ __forceinline__ void cluster_barrier() {}
 __device__ __forceinline__ float4 read_peer(const float*, int) { return {}; }
@@ -108,7 +132,7 @@ struct ManyStages {
   __device__ __forceinline__ uint64_t* own_full(int stage) const { return weights_full + stage * kManyWarps + warp; }
   __device__ __forceinline__ void fetch_weights(const Item& it, int stage) const {
     barrier_expect(own_full(stage), live * it.bytes);
-    for (int j = 0; j < live; j++) bulk_copy(own(stage) + j * kSlot, strip + j * strip_bytes + it.offset, it.bytes, own_full(stage));
+    for (int j = 0; j < live; j++) copy_once(own(stage) + j * kSlot, strip + j * strip_bytes + it.offset, it.bytes, own_full(stage));
   }
   __device__ __forceinline__ void fetch_tokens(const Item& it, int stage) const {
     const int bytes = it.units * (kUnitRows * 2) * group;
@@ -282,7 +306,7 @@ __device__ __forceinline__ void run_many(const ManyArgs& A, uint8_t* shared, Mul
     if (threadIdx.x < kManyStages) through[threadIdx.x] = 0;
   }
   for (int i = threadIdx.x; i < many_image(A) / 16; i += kManyThreads)
-    reinterpret_cast<uint4*>(image)[i] = __ldg(reinterpret_cast<const uint4*>(A.image) + i);
+    reinterpret_cast<uint4*>(image)[i] = load_kept(A.image + i * 16);
   __syncthreads();
   const auto* const items = reinterpret_cast<const Item*>(image);
   const auto* const steps = reinterpret_cast<const half2*>(image + image_steps(A.items));
@@ -307,6 +331,7 @@ __device__ __forceinline__ void run_many(const ManyArgs& A, uint8_t* shared, Mul
   if (threadIdx.x == 0)
     for (int n = tile.first_item; n < ahead; n++) s.fetch_tokens(items[n], n - tile.first_item);
   load_factors(A, factors, warp, lane);
+  if (A.next_image && threadIdx.x == kManyThreads - 1) prefetch(A.next_image, A.next_image_bytes);
   float y[2][NB][4] = {};
   int stage = 0;
   uint32_t phase = 0;

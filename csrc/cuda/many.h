@@ -14,7 +14,13 @@ inline int many_room(int tokens) { return tokens <= kFewTokens ? tokens : (token
 bool many_takes(const GemvArgs& a);
 // Partial squares of a token that a product leaves which adds to the residual; 0: it cannot do that.
 int many_squares(const GemvArgs& a);
-// out = x times the matrix, plus bias; or, without out, the residual += that, as GemvArgs says. x lies in groups of `group`.
-const char* many_launch(const GemvArgs& a, int group, cudaStream_t stream, bool pdl);
+// The part of a blob that its product reads first.
+struct ManyImage {
+  const uint8_t* data;
+  int bytes;
+};
+// out = x times the matrix, plus bias; or, without out, the residual += that, as GemvArgs says. x lies in groups of `group`. next: of the product
+// after this one, or empty.
+const char* many_launch(const GemvArgs& a, int group, ManyImage next, cudaStream_t stream, bool pdl);
 
 }  // namespace exl2nb

@@ -1,7 +1,6 @@
 #include "step.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "../format/program.h"
 #include "attention.h"
@@ -9,102 +8,10 @@
 #include "gemv.h"
 #include "many.h"
 #include "moe.h"
+#include "step_plan.h"
 
 namespace exl2nb {
 namespace {
-
-struct Weight {
-  const uint8_t *head, *blob;
-  explicit Weight(int64_t word) : head(address<uint8_t>(word) + 8), blob(nullptr) {
-    int64_t device;
-    std::memcpy(&device, address<uint8_t>(word), 8);
-    blob = address<uint8_t>(device);
-  }
-  const GpuHeader& header() const { return *reinterpret_cast<const GpuHeader*>(head); }
-  int perms() const { return std::max(1, header().num_perms); }
-};
-
-// Pieces of the workspace.
-struct Room {
-  size_t at = 0;
-  size_t take(size_t bytes) {
-    const size_t here = at;
-    at = (at + bytes + 255) / 256 * 256;
-    return here;
-  }
-};
-struct Layout {
-  size_t residual[2], normed, qkv, act[2], sum, wide, squares, attention, routed, bytes, attention_bytes;
-};
-
-size_t input_bytes(const Weight& w, int tokens) { return static_cast<size_t>(w.perms()) * input_stride(w.header()) * many_room(tokens) * 2; }
-
-// The op after `w` that reads what lies in buffer `side`.
-const int64_t* reader(const int64_t* w, const int64_t* end, int64_t side) {
-  for (w += kWords[w[0]]; w < end; w += kWords[w[0]])
-    if (w[0] == kOpResidual && w[6] == side) return w;
-  return nullptr;
-}
-
-std::string plan(const int64_t* code, int64_t words, int tokens, Layout& layout, int64_t& vocab) {
-  if (words < kHeaderWords || code[0] != kProgramMagic || code[1] != kProgramVersion || code[2] != words)
-    return "the program is not the code of a Program";
-  const int64_t H = code[4];
-  size_t normed = 0, qkv = 0, act[2] = {0, 0}, wide = 0, attention = 0, routed = 0;
-  const bool many = tokens > kFewTokens;
-  bool summed = many;
-  vocab = 0;
-  const int64_t* end = code + words;
-  for (const int64_t* w = code + kHeaderWords; w < end; w += kWords[w[0]]) {
-    if (w[0] < kOpEmbed || w[0] > kOpRouted || w + kWords[w[0]] > end) return "the program holds an unknown op";
-    if (vocab || (w == code + kHeaderWords) != (w[0] == kOpEmbed)) return "a program starts with embed and ends with norm_head";
-    switch (w[0]) {
-      case kOpQkv:
-        normed = std::max(normed, input_bytes(Weight(w[3]), tokens));
-        qkv = std::max(qkv, static_cast<size_t>(Weight(w[3]).header().N) * tokens * 4);
-        attention = std::max(attention,
-                             attention_workspace_bytes(tokens, static_cast<int>(w[9]), static_cast<int>(w[10]), static_cast<int>(w[11])));
-        break;
-      case kOpGateUp:
-        normed = std::max(normed, input_bytes(Weight(w[3]), tokens));
-        if (many) wide = std::max(wide, static_cast<size_t>(Weight(w[3]).header().N) * std::min(tokens, kManyTokens) * 4);
-        if (!reader(w, end, w[9])) return "nothing reads the MLP's result";
-        break;
-      case kOpResidual:
-        act[w[6]] = std::max(act[w[6]], input_bytes(Weight(w[1]), tokens));
-        summed |= w[3] != 0;
-        break;
-      case kOpRouted:
-        normed = std::max(normed, input_bytes(Weight(w[3]), tokens));
-        routed = std::max(routed, routed_bytes(w, Weight(w[3]).header(), tokens));
-        summed |= w[14] != 0;
-        break;
-      case kOpHead:
-        normed = std::max(normed, input_bytes(Weight(w[3]), tokens));
-        vocab = Weight(w[3]).header().N;
-        break;
-      case kOpAttention:
-        if (!reader(w, end, 0)) return "nothing reads what attention read out";
-        break;
-      default:
-        break;
-    }
-  }
-  if (!vocab) return "a program starts with embed and ends with norm_head";
-  Room room;
-  for (size_t& at : layout.residual) at = room.take(static_cast<size_t>(tokens) * H * 4);
-  layout.normed = room.take(normed);
-  layout.qkv = room.take(qkv);
-  for (int i = 0; i < 2; i++) layout.act[i] = room.take(act[i]);
-  layout.sum = room.take(summed ? static_cast<size_t>(tokens) * H * 4 : 0);
-  layout.wide = room.take(wide);
-  layout.squares = room.take(static_cast<size_t>(tokens) * num_sms() * 4);
-  layout.attention = room.take(attention);
-  layout.attention_bytes = attention;
-  layout.routed = room.take(routed);
-  layout.bytes = room.at;
-  return "";
-}
 
 // One walk over a program.
 class Walker {
@@ -118,6 +25,7 @@ class Walker {
   const char* run(const int64_t* w, const int64_t*& at) {
     for (; w < end_; w += kWords[w[0]]) {
       at = w;
+      look_ahead(w + kWords[w[0]]);
       const char* wrong = nullptr;
       switch (w[0]) {
         case kOpEmbed:
@@ -152,6 +60,15 @@ class Walker {
   float* residual() const { return reinterpret_cast<float*>(base_ + at_.residual[side_]); }
   float* other_residual() { return reinterpret_cast<float*>(base_ + at_.residual[side_ ^= 1]); }
   float* sum() const { return reinterpret_cast<float*>(base_ + at_.sum); }
+  // The image of the next product.
+  void look_ahead(const int64_t* w) {
+    while (w < end_ && w[0] == kOpAttention) w += kWords[w[0]];
+    ahead_ = {};
+    if (!many_ || w >= end_) return;
+    const Weight weight(w[w[0] == kOpResidual ? 1 : 3]);
+    const GpuHeader& h = weight.header();
+    ahead_ = {weight.blob + h.image, (image_bytes(h.num_items, h.num_units, h.num_parts) + 15) / 16 * 16};
+  }
   // The input of the matrix, at a place, for so many tokens.
   MatrixInput input(const Weight& w, size_t at, int tokens) const {
     MatrixInput in;
@@ -252,7 +169,7 @@ class Walker {
   }
 
   // A product that only writes its sums.
-  const char* store(const GemvArgs& a) { return many(a) ? many_launch(a, group(a.tokens), stream_, pdl_) : gemv_launch(a, kStore, stream_, pdl_); }
+  const char* store(const GemvArgs& a) { return many(a) ? many_launch(a, group(a.tokens), ahead_, stream_, pdl_) : gemv_launch(a, kStore, stream_, pdl_); }
 
   const char* qkv(const int64_t* w) {
     GemvArgs a;
@@ -293,7 +210,7 @@ class Walker {
     a.bias = address<float>(w[2]);
     ready_ = kNothing;
     const bool leads = !w[3] && many(a) && many_lead_on(a, w, w + kWords[kOpResidual]);
-    if (leads) return many_launch(a, group(a.tokens), stream_, pdl_);
+    if (leads) return many_launch(a, group(a.tokens), ahead_, stream_, pdl_);
     if (w[3] || many(a)) {  // a norm of what is added; or the next rows' kernel adds it
       a.out = sum(), a.out_stride = H_;
       if (const char* wrong = store(a)) return wrong;
@@ -361,7 +278,7 @@ class Walker {
       if (a.squares) a.squares += static_cast<size_t>(first) * a.squares_count;
       a.next.x += static_cast<size_t>(first) * a.next.stride;
       a.out = reinterpret_cast<float*>(base_ + at_.wide), a.out_stride = N;
-      if (const char* wrong = many_launch(a, group(all.tokens), stream_, pdl_)) return wrong;
+      if (const char* wrong = many_launch(a, group(all.tokens), ahead_, stream_, pdl_)) return wrong;
       const GatesArgs gates{a.out, a.out_stride, a.part[0].outputs, a.gated, a.activation, a.next};
       if (const char* wrong = gates_launch(gates, a.tokens, stream_, pdl_)) return wrong;
     }
@@ -413,6 +330,7 @@ class Walker {
   RowSource added_{};  // y and what belongs to it: not yet added to the residual
   int squares_ = 0, side_ = 0;
   bool many_ = false;
+  ManyImage ahead_{};
   const int64_t* last_qkv_ = nullptr;
 };
 
