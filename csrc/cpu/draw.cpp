@@ -194,4 +194,16 @@ void best_of(const Kernels& k, const float* x, int64_t n, const Drawn& drawn, in
   for (int64_t i = 0; i < top; i++) out[2 * i] = double(ids[i]), out[2 * i + 1] = double(values[i]) - all;
 }
 
+void draw_into(const Kernels& k, const float* x, const uint32_t* bits, int64_t n, const Settings& s, int64_t top, double* out) {
+  const Drawn found = draw_row(k, x, bits, n, s);
+  std::memcpy(out, &found, sizeof found);
+  if (top && found.id >= 0) best_of(k, x, n, found, top, out + 4);
+  if (found.id < 0) std::fill(out + 4, out + 4 + 2 * top, -1.0);
+}
+
+bool valid(const Settings& s) {
+  return s.temperature >= 0 && s.top_k >= 0 && s.top_p > 0 && s.top_p <= 1 && s.min_p >= 0 && s.min_p <= 1 && s.uniform >= 0 &&
+         s.uniform < 1;
+}
+
 }  // namespace exl2nb::draw

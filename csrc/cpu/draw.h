@@ -54,4 +54,9 @@ Drawn draw_row(const Kernels& k, const float* x, const uint32_t* bits, int64_t n
 // The `top` <= n most probable tokens of a row that `drawn` came from: id, log probability, id, log probability, ...
 void best_of(const Kernels& k, const float* x, int64_t n, const Drawn& drawn, int64_t top, double* out);
 
+// Both: 4 + 2 * top numbers; -1 in place of alternatives where nothing could be drawn.
+void draw_into(const Kernels& k, const float* x, const uint32_t* bits, int64_t n, const Settings& s, int64_t top, double* out);
+// Whether the settings are within their ranges.
+bool valid(const Settings& s);
+
 }  // namespace exl2nb::draw

@@ -250,51 +250,54 @@ void norm_qkv_rope(const float* x, int T, Norm norm, const uint8_t* blob, const 
   });
 }
 
+int attention_block(const Attention& a) { return std::max(1, 64 * a.num_kv_heads / a.num_heads); }
+
+AttentionTask attention_task(const float* q, const Attention& a, float* out, const Queries& p, int kv_head) {
+  const int64_t width = int64_t(a.num_heads) * a.head_dim, row = a.cu_seqlens[p.sequence] + p.first, context = a.context_lens[p.sequence];
+  AttentionTask t;
+  t.q = q + row * width;
+  t.out = out + row * width;
+  t.k_pool = a.k_pool;
+  t.v_pool = a.v_pool;
+  t.pages = t.next_pages = a.block_table + p.sequence * a.max_pages;
+  t.next_context = t.next_kv_head = 0;
+  t.position = context - (a.cu_seqlens[p.sequence + 1] - a.cu_seqlens[p.sequence]) + p.first;
+  t.window = a.window;
+  t.page_size = a.page_size;
+  t.context = context;
+  t.count = p.count;
+  t.num_heads = a.num_heads;
+  t.num_kv_heads = a.num_kv_heads;
+  t.kv_head = kv_head;
+  t.head_dim = a.head_dim;
+  t.scale = a.scale;
+  t.softcap = a.softcap;
+  t.k_kind = a.k_kind;
+  t.v_kind = a.v_kind;
+  t.scratch = nullptr;
+  return t;
+}
+
 void paged_attention(const float* q, const Attention& a, float* out) {
-  const int per_kv = a.num_heads / a.num_kv_heads;
-  const int block = std::max(1, 64 / per_kv);  // 64 rows share each load of a key
-  struct Piece {
-    int64_t sequence;
-    int first, count;
-  };
-  std::vector<Piece> pieces;
+  const int per_kv = a.num_heads / a.num_kv_heads, block = attention_block(a);
+  std::vector<Queries> pieces;
   int64_t work = 0;
   for (int64_t b = 0; b < a.sequences; b++) {
     const int n = a.cu_seqlens[b + 1] - a.cu_seqlens[b];
     for (int i = 0; i < n; i += block) pieces.push_back({b, i, std::min(block, n - i)});
     work += int64_t(n) * a.context_lens[b] * a.num_heads * a.head_dim * 2;
   }
-  const int64_t width = int64_t(a.num_heads) * a.head_dim;
   const int64_t tasks = int64_t(pieces.size()) * a.num_kv_heads;
   for_each_task(tasks, work > kParallelWork, [&](int64_t i) {
-    const Piece& p = pieces[size_t((tasks - 1 - i) / a.num_kv_heads)];  // the last queries see most keys: they go first
-    const int64_t row = a.cu_seqlens[p.sequence] + p.first, context = a.context_lens[p.sequence];
-    const int64_t queries = a.cu_seqlens[p.sequence + 1] - a.cu_seqlens[p.sequence];
+    const Queries& p = pieces[size_t((tasks - 1 - i) / a.num_kv_heads)];  // the last queries see most keys: they go first
     Buffer<float> scratch(attention_scratch(int64_t(p.count) * per_kv, a.page_size, a.head_dim));
-    AttentionTask t;
-    t.q = q + row * width;
-    t.out = out + row * width;
-    t.k_pool = a.k_pool;
-    t.v_pool = a.v_pool;
-    t.pages = a.block_table + p.sequence * a.max_pages;
-    const int64_t next = i + 1 < tasks ? tasks - 2 - i : 0;
-    const int64_t sequence = pieces[size_t(next / a.num_kv_heads)].sequence;
-    t.next_pages = a.block_table + sequence * a.max_pages;
-    t.next_context = i + 1 < tasks ? a.context_lens[sequence] : 0;
-    t.next_kv_head = next % a.num_kv_heads;
-    t.position = context - queries + p.first;
-    t.window = a.window;
-    t.page_size = a.page_size;
-    t.context = context;
-    t.count = p.count;
-    t.num_heads = a.num_heads;
-    t.num_kv_heads = a.num_kv_heads;
-    t.kv_head = int((tasks - 1 - i) % a.num_kv_heads);
-    t.head_dim = a.head_dim;
-    t.scale = a.scale;
-    t.softcap = a.softcap;
-    t.k_kind = a.k_kind;
-    t.v_kind = a.v_kind;
+    AttentionTask t = attention_task(q, a, out, p, int((tasks - 1 - i) % a.num_kv_heads));
+    if (i + 1 < tasks) {
+      const int64_t next = tasks - 2 - i, sequence = pieces[size_t(next / a.num_kv_heads)].sequence;
+      t.next_pages = a.block_table + sequence * a.max_pages;
+      t.next_context = a.context_lens[sequence];
+      t.next_kv_head = next % a.num_kv_heads;
+    }
     t.scratch = scratch;
     kernels().attention(t);
   });

@@ -74,6 +74,13 @@ struct Attention {
   PoolKind k_kind, v_kind;
 };
 void paged_attention(const float* q, const Attention& a, float* out);
+// Its tasks: some queries of a sequence with one KV head; whoever runs one gives it scratch memory.
+struct Queries {
+  int64_t sequence;
+  int first, count;
+};
+int attention_block(const Attention& a);  // queries of a task at most: 64 rows share each load of a key
+AttentionTask attention_task(const float* q, const Attention& a, float* out, const Queries& p, int kv_head);
 // Learned positions, added to the embedding; null table: none.
 struct Places {
   const void* table = nullptr;

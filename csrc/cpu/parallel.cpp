@@ -54,7 +54,7 @@ class Pool {
     Pool& pool;
     ~Closing() {
       pool.tickets_.store(0);
-      for (int spins = 0; pool.inside_.load() > 0; spins++) spins < kSpins ? pause() : void(sched_yield());
+      for (int spins = 0; pool.inside_.load() > 0; spins++) wait_a_little(spins);
     }
   };
 
@@ -101,6 +101,8 @@ Pool& the_pool() {
 }
 
 }  // namespace
+
+void wait_a_little(int spins) { spins < kSpins ? pause() : void(sched_yield()); }
 
 void run_on_threads(int64_t threads, void (*body)(void*), void* context) {
   if (threads < 2 || !the_pool().run(threads - 1, body, context)) body(context);

@@ -24,6 +24,9 @@ inline int64_t threads_to_share() { return Alone::now() ? 1 : num_threads(); }
 // Runs body on this thread, and on up to threads - 1 helpers that join while it runs; returns when all who joined have left it.
 void run_on_threads(int64_t threads, void (*body)(void* context), void* context);
 
+// For loops that wait for another thread: at first a pause, later the processor is left to others. spins: turns so far.
+void wait_a_little(int spins);
+
 constexpr int kMaxRanges = 64;
 
 // Calls f(task) for every task in [0, count). Every thread has a range of its own, the same one each time (this thread the first), so that

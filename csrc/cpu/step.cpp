@@ -6,21 +6,19 @@
 
 #include <algorithm>
 #include <cstring>
-#include <exception>
 #include <string>
 
 #include "../format/program.h"
 #include "engine.h"
 #include "moe.h"
 #include "parallel.h"
+#include "together.h"
 
 namespace exl2nb {
 namespace {
 
-// A batch is divided by sequences, each thread taking its own from the first op to the last, where every thread has so many rows and reads
-// all weights from the cache: then threads need not wait for one another some seventy times a step, nor fetch each other's activations.
-constexpr int64_t kRowsApart = 3;
-constexpr int64_t kWorkApart = 1'000'000;  // multiply-adds of a step that are worth waking a thread
+constexpr int64_t kLeastTogether = 2;         // rows
+constexpr int64_t kWorkTogether = 1'000'000;  // multiply-adds of a step that are worth waking a thread
 constexpr int64_t kUsualCache = int64_t(16) << 20, kMostCache = int64_t(64) << 20;
 
 std::string number(int64_t n) { return std::to_string(n); }
@@ -140,21 +138,56 @@ std::string check_step(const int64_t* code, int64_t words, const StepBatch& batc
   return wrong;
 }
 
-namespace {
+const uint8_t* step_matrix(const int64_t* w) {
+  constexpr int word[] = {0, 0, 3, 0, 1, 3, 3, 3};
+  return word[w[0]] ? address<uint8_t>(w[word[w[0]]]) : nullptr;
+}
 
-constexpr int kBlobWord[] = {0, 0, 3, 0, 1, 3, 3, 3};  // of an op: where its matrix stands
+Norm step_norm(const int64_t* w) {
+  constexpr int bias[] = {0, 0, 17, 0, 0, 6, 5, 9};
+  const bool layer = w[0] == kOpQkv ? w[18] & 1 : w[bias[w[0]] + 1] != 0;
+  return {address<float>(w[1]), real(w[2]), address<float>(w[bias[w[0]]]), layer};
+}
+
+Heads step_heads(const int64_t* w, const StepBatch& b) {
+  Heads heads{int(w[9]), int(w[10]), int(w[11]), int(w[8]), b.page_size, b.k_kind, b.v_kind, address<float>(w[12]), address<float>(w[14]),
+              w[13],     w[15],      real(w[2])};
+  const int64_t flags = w[18];
+  heads.layer_norm = flags & 1;
+  heads.interleaved = flags & 2;
+  heads.q_full = flags & 4;
+  heads.k_full = flags & 8;
+  return heads;
+}
+
+Rope step_rope(const int64_t* w, const StepBatch& b) {
+  return {address<float>(w[5]), address<float>(w[6]), b.positions, b.slots, real(w[19])};
+}
+
+Attention step_attention(const int64_t* w, const StepBatch& b, int num_heads) {
+  const size_t layer = size_t(w[4]);
+  return {b.k_pools[layer], b.v_pools[layer],    b.block_table,   b.cu_seqlens, b.context_lens, b.sequences, b.max_pages, b.page_size, w[2],
+          num_heads,        int(b.num_kv_heads), int(b.head_dim), real(w[1]),   real(w[3]),     b.k_kind,    b.v_kind};
+}
+
+void step_embed(const int64_t* w, const StepBatch& b, int H, float* x) {
+  embed(address<void>(w[1]), int(w[2]), H, b.ids, int(b.T), real(w[5]), {address<void>(w[6]), int(w[7]), b.positions}, x);
+}
+
+namespace {
 
 // The matrix of the next op that has one, or null.
 const uint8_t* next_matrix(const int64_t* code, int64_t words, int64_t at) {
   for (at += kWords[code[at]]; at < words; at += kWords[code[at]])
-    if (kBlobWord[code[at]]) return address<uint8_t>(code[at + kBlobWord[code[at]]]);
+    if (const uint8_t* blob = step_matrix(code + at)) return blob;
   return nullptr;
 }
 
 // Every op for all rows of the batch.
 void run_ops(const int64_t* code, int64_t words, const StepBatch& b, float* logits) {
   const int64_t H = code[4], T = b.T;
-  int64_t widest = 1, num_heads = 0, aside = 0;
+  int64_t widest = 1, aside = 0;
+  int num_heads = 0;
   for (int64_t at = kHeaderWords; at < words; at += kWords[code[at]]) {
     const int64_t* w = code + at;
     const int64_t width = w[0] == kOpQkv ? w[9] * w[11] : w[0] == kOpGateUp ? header(address<uint8_t>(w[3])).N / (w[8] ? 2 : 1) : 0;
@@ -167,41 +200,24 @@ void run_ops(const int64_t* code, int64_t words, const StepBatch& b, float* logi
     const uint8_t* then = next_matrix(code, words, at);
     switch (w[0]) {
       case kOpEmbed:
-        embed(address<void>(w[1]), int(w[2]), int(H), b.ids, int(T), real(w[5]), {address<void>(w[6]), int(w[7]), b.positions}, x);
+        step_embed(w, b, int(H), x);
         break;
       case kOpQkv: {
-        num_heads = w[9];
-        const int64_t flags = w[18];
-        Heads heads{
-            int(w[9]), int(w[10]), int(w[11]), int(w[8]), b.page_size, b.k_kind, b.v_kind, address<float>(w[12]), address<float>(w[14]),
-            w[13],     w[15],      real(w[2])};
-        heads.layer_norm = flags & 1;
-        heads.interleaved = flags & 2;
-        heads.q_full = flags & 4;
-        heads.k_full = flags & 8;
-        const Rope rope{address<float>(w[5]), address<float>(w[6]), b.positions, b.slots, real(w[19])};
         const size_t layer = size_t(w[16]);
-        const Norm norm{address<float>(w[1]), real(w[2]), address<float>(w[17]), heads.layer_norm};
-        norm_qkv_rope(x, int(T), norm, address<uint8_t>(w[3]), address<float>(w[4]), rope, heads, q, b.k_pools[layer], b.v_pools[layer],
-                      then);
+        num_heads = int(w[9]);
+        norm_qkv_rope(x, int(T), step_norm(w), address<uint8_t>(w[3]), address<float>(w[4]), step_rope(w, b), step_heads(w, b), q,
+                      b.k_pools[layer], b.v_pools[layer], then);
         break;
       }
-      case kOpAttention: {
-        const size_t layer = size_t(w[4]);
-        paged_attention(
-            q,
-            {b.k_pools[layer], b.v_pools[layer], b.block_table, b.cu_seqlens, b.context_lens, b.sequences, b.max_pages, b.page_size, w[2],
-             int(num_heads), int(b.num_kv_heads), int(b.head_dim), real(w[1]), real(w[3]), b.k_kind, b.v_kind},
-            act);
+      case kOpAttention:
+        paged_attention(q, step_attention(w, b, num_heads), act);
         break;
-      }
       case kOpResidual:
         linear_residual(w[6] ? side : act, int(T), address<uint8_t>(w[1]), address<float>(w[2]), {address<float>(w[3]), real(w[4])},
                         real(w[5]), x, then);
         break;
       case kOpGateUp:
-        norm_gate_up(x, int(T), {address<float>(w[1]), real(w[2]), address<float>(w[6]), w[7] != 0}, address<uint8_t>(w[3]),
-                     address<float>(w[4]), int(w[5]), w[8] != 0, w[9] ? side : act, then);
+        norm_gate_up(x, int(T), step_norm(w), address<uint8_t>(w[3]), address<float>(w[4]), int(w[5]), w[8] != 0, w[9] ? side : act, then);
         break;
       case kOpRouted: {
         Buffer<int32_t> chosen(T * w[6]);
@@ -216,14 +232,13 @@ void run_ops(const int64_t* code, int64_t words, const StepBatch& b, float* logi
                               address<uint8_t>(w[13]),
                               {address<float>(w[14]), real(w[15])},
                               real(w[16])};
-        routed_mlp(x, int(T), {address<float>(w[1]), real(w[2]), address<float>(w[9]), w[10] != 0}, experts, chosen);
+        routed_mlp(x, int(T), step_norm(w), experts, chosen);
         break;
       }
       default: {
         Buffer<float> rows(b.R * H);
         for (int64_t r = 0; r < b.R; r++) std::memcpy(rows + r * H, x + b.logit_rows[r] * H, size_t(H) * sizeof(float));
-        norm_linear(rows, int(b.R), {address<float>(w[1]), real(w[2]), address<float>(w[5]), w[6] != 0}, address<uint8_t>(w[3]),
-                    address<float>(w[4]), logits);
+        norm_linear(rows, int(b.R), step_norm(w), address<uint8_t>(w[3]), address<float>(w[4]), logits);
       }
     }
   }
@@ -236,8 +251,9 @@ struct Weights {
 Weights weights_of(const int64_t* code, int64_t words) {
   Weights sum;
   for (int64_t at = kHeaderWords; at < words; at += kWords[code[at]]) {
-    if (!kBlobWord[code[at]]) continue;
-    const BlobHeader& h = header(address<uint8_t>(code[at + kBlobWord[code[at]]]));
+    const uint8_t* blob = step_matrix(code + at);
+    if (!blob) continue;
+    const BlobHeader& h = header(blob);
     sum.bytes += code[at] == kOpRouted ? kMostCache + 1 : h.bytes;
     sum.work += int64_t(h.K) * h.N;
   }
@@ -256,60 +272,20 @@ int64_t cache_bytes() {
   return bytes;
 }
 
-// Where the sequences of each part begin, and the end; empty where the step is better not divided by sequences.
-std::vector<int64_t> divide(const int64_t* code, int64_t words, const StepBatch& b) {
-  const int64_t threads = threads_to_share();
-  if (threads < 2 || b.T < threads * kRowsApart || !std::is_sorted(b.logit_rows, b.logit_rows + b.R)) return {};
-  std::vector<int64_t> cuts{0};
-  int64_t most = 0;
-  for (int64_t part = 1; part <= threads; part++) {
-    int64_t end = cuts.back();
-    while (end < b.sequences && (part == threads || b.cu_seqlens[end] + b.cu_seqlens[end + 1] <= 2 * b.T * part / threads)) end++;
-    most = std::max<int64_t>(most, b.cu_seqlens[end] - b.cu_seqlens[cuts.back()]);
-    cuts.push_back(end);
-  }
-  if (most * threads > b.T + b.T / 3) return {};
+// Whether the threads should work on every matrix together and meet between them only: then what a step waits for is no wake-up, and where
+// the cache holds all weights each core finds its own columns there.
+bool suits_together(const int64_t* code, int64_t words, const StepBatch& b) {
+  if (threads_to_share() < 2 || b.T < kLeastTogether || b.T > kMostTogether || b.R > kMostTogether) return false;
   const Weights weights = weights_of(code, words);
-  if (weights.bytes > cache_bytes() || weights.work * b.T < kWorkApart) return {};
-  return cuts;
+  return weights.bytes <= cache_bytes() && weights.work * b.T >= kWorkTogether;
 }
-
-// The sequences [first, end) of a batch, as a batch.
-struct Part {
-  StepBatch batch;
-  std::vector<int32_t> bounds, rows;
-  int64_t first_logits;
-  Part(const StepBatch& b, int64_t first, int64_t end) : batch(b) {
-    const int32_t row = b.cu_seqlens[first];
-    for (int64_t s = first; s <= end; s++) bounds.push_back(b.cu_seqlens[s] - row);
-    const auto* begin = std::lower_bound(b.logit_rows, b.logit_rows + b.R, row);
-    first_logits = begin - b.logit_rows;
-    for (const int32_t* r = begin; r < b.logit_rows + b.R && *r < b.cu_seqlens[end]; r++) rows.push_back(*r - row);
-    batch.ids += row, batch.positions += row, batch.slots += row;
-    batch.block_table += first * b.max_pages, batch.context_lens += first;
-    batch.cu_seqlens = bounds.data(), batch.logit_rows = rows.data();
-    batch.T = bounds.back(), batch.R = int64_t(rows.size()), batch.sequences = end - first;
-  }
-};
 
 }  // namespace
 
 void run_step(const int64_t* code, int64_t words, const StepBatch& b, float* logits) {
-  const std::vector<int64_t> cuts = divide(code, words, b);
-  if (cuts.empty()) return run_ops(code, words, b, logits);
-  const int64_t parts = int64_t(cuts.size()) - 1, vocab = header(address<uint8_t>(code[words - kWords[kOpHead] + 3])).N;
-  std::vector<std::exception_ptr> errors(size_t(parts), nullptr);
-  for_each_task(parts, true, [&](int64_t i) {
-    const Alone alone;
-    try {
-      const Part part(b, cuts[size_t(i)], cuts[size_t(i) + 1]);
-      if (part.batch.T) run_ops(code, words, part.batch, logits + part.first_logits * vocab);
-    } catch (...) {
-      errors[size_t(i)] = std::current_exception();  // a helper's thread would end the process
-    }
-  });
-  for (const std::exception_ptr& error : errors)
-    if (error) std::rethrow_exception(error);
+  if (!suits_together(code, words, b)) return run_ops(code, words, b, logits);
+  Together together(code, words, b, logits, {}, threads_to_share());
+  together.run_on_all(0);
 }
 
 }  // namespace exl2nb

@@ -3,13 +3,19 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
+#include <algorithm>
 #include <string>
+#include <tuple>
+#include <utility>
 #include <vector>
 
+#include "../cpu/ahead.h"
 #include "../cpu/dispatch.h"
 #include "../cpu/engine.h"
 #include "../cpu/parallel.h"
 #include "../cpu/step.h"
+#include "../cpu/together.h"
+#include "../format/program.h"
 #include "check.h"
 
 namespace exl2nb {
@@ -237,10 +243,10 @@ Tensor norm_head_cpu(const Tensor& x, const std::optional<Tensor>& norm, double 
   return out;
 }
 
-Tensor decode_step_cpu(const Tensor& program, const Tensor& ids, const Tensor& positions, const Tensor& slots, const Tensor& block_table,
-                       const Tensor& cu_seqlens, const Tensor& context_lens, const Tensor& logit_rows, std::vector<Tensor> k_pools,
-                       std::vector<Tensor> v_pools) {
-  const char* op = "decode_step";
+// What is the same for all steps of a batch's kind; k_pools and v_pools are of every layer.
+StepBatch step_batch(const char* op, const Tensor& program, const Tensor& ids, const Tensor& positions, const Tensor& slots,
+                     const Tensor& block_table, const Tensor& cu_seqlens, const Tensor& context_lens, const Tensor& logit_rows,
+                     const std::vector<Tensor>& k_pools, const std::vector<Tensor>& v_pools) {
   check_tensor(op, "program", program, ScalarType::Long, {-1});
   STD_TORCH_CHECK(!k_pools.empty() && k_pools.size() == v_pools.size(), op, ": there are ", k_pools.size(), " K and ", v_pools.size(),
                   " V pools; expected one of each per layer");
@@ -272,12 +278,93 @@ Tensor decode_step_cpu(const Tensor& program, const Tensor& ids, const Tensor& p
     b.k_pools.push_back(k_pools[i].mutable_data_ptr());
     b.v_pools.push_back(v_pools[i].mutable_data_ptr());
   }
+  return b;
+}
+
+Tensor decode_step_cpu(const Tensor& program, const Tensor& ids, const Tensor& positions, const Tensor& slots, const Tensor& block_table,
+                       const Tensor& cu_seqlens, const Tensor& context_lens, const Tensor& logit_rows, std::vector<Tensor> k_pools,
+                       std::vector<Tensor> v_pools) {
+  const StepBatch b =
+      step_batch("decode_step", program, ids, positions, slots, block_table, cu_seqlens, context_lens, logit_rows, k_pools, v_pools);
+  const auto* code = static_cast<const int64_t*>(program.const_data_ptr());
   int64_t vocab = 0;
-  check_text(op, check_step(code, program.numel(), b, vocab));
+  check_text("decode_step", check_step(code, program.numel(), b, vocab));
   Tensor logits = empty_f32({b.R, vocab});
   run_step(code, program.numel(), b, out_f32(logits));
   return logits;
 }
+
+// The arrays of a batch, copied one behind the other; the batch then points to the copies.
+void keep_numbers(AheadStep& s, const int32_t* feed) {
+  StepBatch& b = s.batch;
+  const std::pair<const int32_t**, int64_t> arrays[] = {{&b.ids, b.T},
+                                                        {&b.positions, b.T},
+                                                        {&b.slots, b.T},
+                                                        {&b.block_table, b.sequences * b.max_pages},
+                                                        {&b.cu_seqlens, b.sequences + 1},
+                                                        {&b.context_lens, b.sequences},
+                                                        {&b.logit_rows, b.R},
+                                                        {&feed, feed ? b.T : 0}};
+  for (const auto& [from, count] : arrays) s.numbers.insert(s.numbers.end(), *from, *from + count);
+  s.ids = s.numbers.data();
+  const int32_t* at = s.numbers.data();
+  for (const auto& [from, count] : arrays) {
+    if (*from) *from = at;
+    at += count;
+  }
+  s.feed = feed;
+}
+
+std::tuple<Tensor, Tensor> draw_ahead_cpu(const Tensor& program, const Tensor& ids, const Tensor& positions, const Tensor& slots,
+                                          const Tensor& block_table, const Tensor& cu_seqlens, const Tensor& context_lens,
+                                          const Tensor& logit_rows, std::vector<Tensor> k_pools, std::vector<Tensor> v_pools,
+                                          const Tensor& settings, int64_t top, const std::optional<Tensor>& feed,
+                                          const std::optional<Tensor>& previous) {
+  const char* op = "draw_ahead";
+  auto step = std::make_shared<AheadStep>();
+  step->batch = step_batch(op, program, ids, positions, slots, block_table, cu_seqlens, context_lens, logit_rows, k_pools, v_pools);
+  const StepBatch& b = step->batch;
+  step->code = static_cast<const int64_t*>(program.const_data_ptr());
+  step->words = program.numel();
+  int64_t vocab = 0;
+  check_text(op, check_step(step->code, step->words, b, vocab));
+  const int64_t known = step->code[kHeaderWords + 3];
+  STD_TORCH_CHECK(b.T <= kMostTogether && b.R >= 1 && b.R <= kMostTogether, op, ": the step has ", b.T, " tokens and ", b.R,
+                  " rows of logits; expected at least one and at most ", kMostTogether);
+  STD_TORCH_CHECK(vocab <= known, op, ": the model draws from ", vocab, " ids; expected at most the ", known, " that it has embeddings of");
+  STD_TORCH_CHECK(top >= 0 && top <= vocab, op, ": top is ", top, "; expected 0 to ", vocab, ", the columns of logits");
+  for (int64_t at = kHeaderWords; at < step->words; at += kWords[step->code[at]])
+    STD_TORCH_CHECK(step->code[at] != kOpRouted, op, ": the program has routed experts; expected one without");
+  check_tensor(op, "settings", settings, ScalarType::Double, {b.R, 5});
+  const auto* wanted = static_cast<const draw::Settings*>(settings.const_data_ptr());
+  step->settings.assign(wanted, wanted + b.R);
+  for (const draw::Settings& s : step->settings) STD_TORCH_CHECK(draw::valid(s), op, ": settings are out of range");
+  const int32_t* rows = feed ? data_i32(op, "feed", *feed, {b.T}) : nullptr;
+  STD_TORCH_CHECK(!feed == !previous, op, ": feed and previous are given together or not at all");
+  if (previous) {
+    check_tensor(op, "previous", *previous, ScalarType::Double, {-1, -1});
+    for (int64_t t = 0; t < b.T; t++)
+      STD_TORCH_CHECK(rows[t] >= -1 && rows[t] < previous->size(0), op, ": feed is ", rows[t], "; expected -1 to ", previous->size(0) - 1);
+    step->previous = static_cast<const double*>(previous->const_data_ptr());
+    step->previous_width = previous->size(1);
+  }
+  keep_numbers(*step, rows);
+  const std::vector<int64_t> sizes{b.R, 4 + 2 * top};
+  Tensor drawn = torch::stable::empty(sizes, ScalarType::Double), logits = empty_f32({b.R, vocab});
+  step->drawn = static_cast<double*>(drawn.mutable_data_ptr());
+  step->logits = out_f32(logits);
+  step->top = top;
+  step->lanes = std::max<int64_t>(2, num_threads());  // whoever waits for it, and the thread that runs it
+  std::vector<Tensor> alive{program, drawn, logits};
+  if (previous) alive.push_back(*previous);
+  alive.insert(alive.end(), k_pools.begin(), k_pools.end());
+  alive.insert(alive.end(), v_pools.begin(), v_pools.end());
+  step->alive = std::make_shared<std::vector<Tensor>>(std::move(alive));
+  launch_ahead(std::move(step));
+  return {drawn, logits};
+}
+
+void join_ahead_cpu(Tensor drawn) { join_ahead(static_cast<const double*>(drawn.const_data_ptr())); }
 
 int64_t read_memory_cpu(const Tensor& data) {
   check_tensor("read_memory", "data", data, ScalarType::Byte, {-1});
@@ -302,6 +389,8 @@ STABLE_TORCH_LIBRARY_IMPL(exl2nb, CPU, m) {
   m.impl("norm_gate_up", TORCH_BOX(&exl2nb::norm_gate_up_cpu));
   m.impl("norm_head", TORCH_BOX(&exl2nb::norm_head_cpu));
   m.impl("decode_step", TORCH_BOX(&exl2nb::decode_step_cpu));
+  m.impl("draw_ahead", TORCH_BOX(&exl2nb::draw_ahead_cpu));
+  m.impl("join_ahead", TORCH_BOX(&exl2nb::join_ahead_cpu));
   m.impl("isa", TORCH_BOX(&exl2nb::isa_cpu));
   m.impl("read_memory", TORCH_BOX(&exl2nb::read_memory_cpu));
 }

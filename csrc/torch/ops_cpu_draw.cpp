@@ -39,19 +39,12 @@ Tensor draw_rows_cpu(const Tensor& logits, const Tensor& settings, const std::op
   auto* drawn = static_cast<double*>(out.mutable_data_ptr());
   static_assert(sizeof(draw::Settings) == 5 * sizeof(double) && sizeof(draw::Drawn) == 4 * sizeof(double), "rows of doubles");
   for (int64_t r = 0; r < R; r++) {
-    const draw::Settings& s = wanted[r];
-    EXL2NB_CHECK(op,
-                 s.temperature >= 0 && s.top_k >= 0 && s.top_p > 0 && s.top_p <= 1 && s.min_p >= 0 && s.min_p <= 1 && s.uniform >= 0 &&
-                     s.uniform < 1,
-                 "settings of row ", r, " are out of range; expected temperature, top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1, ",
-                 "0 <= uniform < 1");
+    EXL2NB_CHECK(op, draw::valid(wanted[r]), "settings of row ", r,
+                 " are out of range; expected temperature, top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1, ", "0 <= uniform < 1");
   }
   const draw::Kernels kernels = draw::kernels(static_cast<int>(isa()));
   for_each_task(R, R > 1 && R * V >= kShared, [&](int64_t r) {
-    const draw::Drawn found = draw::draw_row(kernels, x + r * V, mask ? mask + r * words : nullptr, V, wanted[r]);
-    std::memcpy(drawn + r * width, &found, sizeof found);
-    if (top && found.id >= 0) draw::best_of(kernels, x + r * V, V, found, top, drawn + r * width + 4);
-    if (top && found.id < 0) std::fill(drawn + r * width + 4, drawn + (r + 1) * width, -1.0);
+    draw::draw_into(kernels, x + r * V, mask ? mask + r * words : nullptr, V, wanted[r], top, drawn + r * width);
   });
   return out;
 }

@@ -317,6 +317,7 @@ class Engine:
             self._arrived.popleft()
         if self._closed:
             self._fail_all(EngineClosed("the model was closed while the request ran"))
+            self.loop.abandon()  # the end of the interpreter does not wait for threads of the kernels
             return False
         if self.loop.busy:
             return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -81,9 +82,12 @@ class StepLoop:
         spans = scheduler.schedule()
         if spans:
             self._launch(spans)
-        if flights and (not spans or len(flights) > self.stepper.lookahead):
+        if flights and not spans:
             self._land()
-        elif not spans and scheduler.busy:
+        elif spans:
+            while len(flights) > self.stepper.lookahead:
+                self._land()
+        elif scheduler.busy:
             time.sleep(PAUSE_S)  # those that wait are not ready yet
 
     def drain(self) -> None:
@@ -92,8 +96,10 @@ class StepLoop:
             self._land()
 
     def abandon(self) -> None:
-        """Forget the steps in flight."""
-        self._flights.clear()
+        """Wait for the steps in flight and forget them."""
+        while self._flights:
+            with suppress(Exception):
+                self._flights.popleft().ticket.result()
 
     # ---- launching
 

@@ -1,13 +1,13 @@
 """The line between the step loop and whatever computes a step: what a device is told, and what comes back. Knows no text.
 
-A host stepper computes a step at once; it draws the rows of requests with the usual cuts together and leaves all others to the requests.
+A host stepper draws the rows of requests with the usual cuts together and leaves all others to the requests.
 A stepper with `lookahead` 1 draws tokens on its device and can take the next step before anybody has read the last one: where a row's token
 is not known yet, the step says "what you drew for row r of the launch before".
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -16,12 +16,16 @@ import torch
 
 from exl2nb.cache.pool import KVCache
 from exl2nb.model.batch import Batch
-from exl2nb.sampling.chain import batches, draw_batch
+from exl2nb.ops.ahead import MOST_ROWS
+from exl2nb.sampling.chain import batches, draw_batch, draw_settings, drawn_rows
 from exl2nb.sampling.report import Sampled
 from exl2nb.sampling.state import SamplerState
 
 if TYPE_CHECKING:
     from exl2nb.generator.engine import Forward
+    from exl2nb.model.model import Ahead
+
+AHEAD_ROWS = 4  # requests from which on the host's share of a step is worth a thread beside it
 
 
 class Draw(NamedTuple):
@@ -67,7 +71,7 @@ class Ticket(Protocol):
 class Stepper(Protocol):
     """Computes steps, one after the other, in the order of the launches.
 
-    lookahead: how many launched steps may be unread when the next one is launched: 0 or 1.
+    lookahead: how many launched steps may be unread when the next one is launched: 0 or 1; it may change with every launch.
 
     `launch` and `copy` run on the engine thread, which is the only caller. Work of a later call must see what earlier calls wrote to the
     cache (one stream does that): the engine gives pages of an ended request to the next one while a step that still writes to them runs.
@@ -102,37 +106,62 @@ class _Over:
         return self._results
 
 
+class _Running:
+    """The ticket of a step that may still run."""
+
+    def __init__(self, ahead: Ahead, draws: Sequence[Draw]) -> None:
+        self.ahead, self._draws = ahead, draws
+
+    def result(self) -> list[Sampled | np.ndarray]:
+        self.ahead.join()
+        return _or_logits(drawn_rows(self.ahead.drawn, self._draws), self.ahead.logits)
+
+
+def _or_logits(drawn: list[Sampled | None], logits: torch.Tensor) -> list[Sampled | np.ndarray]:
+    """Logits in the place of draws that are impossible."""
+    return [logits[row].numpy() if one is None else one for row, one in enumerate(drawn)]
+
+
 class HostStepper:
-    """Runs the model at once and draws what can be drawn in one call; the other requests draw their tokens themselves.
+    """Runs the model and draws what can be drawn in one call; the other requests draw their tokens themselves.
+
+    Where several requests decode and all can be drawn for, a small model runs one step ahead (`Model.draw_ahead`): its host then costs as
+    much as a part of the step, and there is a processor without work while it works. All other steps run at once.
+
+    Attributes:
+        lookahead: 1 while the last step launched is one that runs ahead.
 
     Args:
         model: anything with `forward`.
         cache: the pages.
     """
 
-    lookahead = 0
-
     def __init__(self, model: Forward, cache: KVCache) -> None:
         self._model, self._cache = model, cache
+        self.lookahead = 0
+        self._begin: Callable[..., Ahead] | None = getattr(model, "draw_ahead", None) if getattr(model, "runs_ahead", False) else None
+        self._last: Ahead | None = None  # launched last, and perhaps not complete
 
     def can_draw(self, state: SamplerState) -> bool:
         """Where the cuts are the usual ones and nothing else looks at the logits."""
         return batches(state)
 
     def launch(self, step: Step) -> Ticket:
-        """Run the step to its end."""
+        """Run the step to its end, or begin it."""
+        if self._begin is not None and self._may_run_ahead(step):
+            return self._launch_ahead(self._begin, step)
+        if self._last is not None:
+            self._settle(self._last, step)
+        self.lookahead = 0
         logits = self._model.forward(step.batch, self._cache)
         if logits.is_cuda or logits.dtype is not torch.float32:
             logits = logits.to("cpu", torch.float32)
         if step.draws and None not in step.draws:
-            rows, drawn = range(len(step.draws)), draw_batch(logits, step.draws)  # pyright: ignore[reportArgumentType]
-            if None not in drawn:
-                return _Over(drawn)  # pyright: ignore[reportArgumentType]
-        else:
-            rows = [row for row, draw in enumerate(step.draws) if draw is not None]
-            if not rows:
-                return _Over(list(logits.numpy()))
-            drawn = draw_batch(logits[rows], [draw for draw in step.draws if draw is not None])
+            return _Over(_or_logits(draw_batch(logits, step.draws), logits))  # pyright: ignore[reportArgumentType]
+        rows = [row for row, draw in enumerate(step.draws) if draw is not None]
+        if not rows:
+            return _Over(list(logits.numpy()))
+        drawn = draw_batch(logits[rows], [draw for draw in step.draws if draw is not None])
         results: list[Sampled | np.ndarray] = list(logits.numpy())
         for row, sampled in zip(rows, drawn):
             if sampled is not None:
@@ -140,8 +169,41 @@ class HostStepper:
         return _Over(results)
 
     def copy(self, source: int, target: int) -> None:
-        """Copy one page in every layer."""
+        """Copy one page in every layer, behind the step that runs."""
+        if self._last is not None:
+            self._last.join()
         self._cache.copy_page(source, target)
 
     def close(self) -> None:
-        """Nothing to wait for."""
+        """Wait for the step that runs."""
+        if self._last is not None:
+            self._last.join()
+        self._begin = self._last = None
+
+    def _may_run_ahead(self, step: Step) -> bool:
+        draws, batch = step.draws, step.batch
+        decoding = len(draws) == len(batch.input_ids) == len(batch.context_lens)
+        return decoding and AHEAD_ROWS <= len(draws) <= MOST_ROWS and None not in draws and torch.get_num_threads() > 1
+
+    def _launch_ahead(self, begin: Callable[..., Ahead], step: Step) -> Ticket:
+        fed = None
+        if step.feed is not None:
+            assert self._last is not None, "what is fed was drawn by the launch before"
+            fed = torch.from_numpy(step.feed), self._last.drawn
+        draws: Sequence[Draw] = step.draws  # pyright: ignore[reportAssignmentType]
+        rows, top = draw_settings(draws)
+        self._last = begin(step.batch, self._cache, (rows, top), fed)
+        self.lookahead = 1
+        return _Running(self._last, draws)
+
+    def _settle(self, last: Ahead, step: Step) -> None:
+        """Wait for the launch before, and fill in what it drew."""
+        last.join()
+        self._last = None
+        if step.feed is None:
+            return
+        ids = step.batch.input_ids.numpy()
+        drawn = last.drawn[:, 0].clamp(min=0).numpy()
+        for token, row in enumerate(step.feed.tolist()):
+            if row >= 0:
+                ids[token] = drawn[row]

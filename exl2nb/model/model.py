@@ -16,12 +16,27 @@ from exl2nb.core.errors import ContextOverflow, EngineClosed, OptionError
 from exl2nb.model.batch import Batch
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu import GpuForward
+from exl2nb.model.large_pages import MOST_BYTES
 from exl2nb.model.layers.ends import Embedding, Head
 from exl2nb.model.layers.layer import Layer, tensors_of
 from exl2nb.model.layers.moe import RoutedMLP
 from exl2nb.model.layers.step import Step
 from exl2nb.model.rope import both_tables, rope_switch, rope_tables
 from exl2nb.model.watched import watched
+from exl2nb.ops.ahead import draw_ahead, join_ahead
+
+
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """A step that was begun. drawn, logits: what `ops.draw_rows` draws, and from which rows; both are there after `join`."""
+
+    drawn: Tensor
+    logits: Tensor
+    _program: ops.Program  # its tensors are read until then
+
+    def join(self) -> None:
+        """Take part in the step until it is complete."""
+        join_ahead(self.drawn)
 
 
 @dataclass(frozen=True)
@@ -105,6 +120,32 @@ class Model:
             batch.logit_rows, cache.k, cache.v,
         )  # fmt: skip
         return self.capped(logits)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether `draw_ahead` can run it: on the CPU, so small that the host's share of a step counts, tokens drawn from raw logits."""
+        if self.device != "cpu" or self._network is None or self.weight_bytes > MOST_BYTES:
+            return False
+        routed = any(isinstance(layer.mlp, RoutedMLP) for layer in self._network.layers)
+        return not routed and self.rope_switch is None and not self.config.logit_softcap
+
+    def draw_ahead(self, batch: Batch, cache: KVCache, draw: tuple[Tensor, int], fed: tuple[Tensor, Tensor] | None = None) -> Ahead:
+        """Begin a step that draws its tokens, and return before it has run; errors as in `forward`.
+
+        Args:
+            batch: at most `ops.ahead.MOST_ROWS` tokens; it may be overwritten afterwards. cache: as in `forward`.
+            draw: settings and number of alternatives, as `ops.draw_rows` wants them.
+            fed: feed and previous, as `ops.draw_ahead` wants them; None = all tokens are in the batch.
+        """
+        self._prepare(batch, cache)
+        program = self._program
+        assert program is not None
+        feed, previous = fed or (None, None)
+        drawn, logits = draw_ahead(
+            program.code, batch.input_ids, batch.positions, batch.slot_mapping, batch.block_table, batch.cu_seqlens, batch.context_lens,
+            batch.logit_rows, cache.k, cache.v, *draw, feed, previous,
+        )  # fmt: skip
+        return Ahead(drawn, logits, program)
 
     def forward_gpu(self, batch: Batch, cache: KVCache, *, ids: Tensor | None = None) -> Tensor:
         """`forward` of a model on the GPU: the batch is on the host, the logits are on the GPU and may not be there yet.

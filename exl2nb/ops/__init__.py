@@ -4,6 +4,7 @@ Importing this room defines the ops and loads the compiled library (see `_load.l
 """
 
 from exl2nb.ops import _load
+from exl2nb.ops.ahead import draw_ahead, join_ahead
 from exl2nb.ops.attention import paged_attention
 from exl2nb.ops.draw import draw_rows
 from exl2nb.ops.embed import embed
@@ -26,10 +27,12 @@ libraries()
 __all__ = [
     "Experts",
     "Program",
+    "draw_ahead",
     "draw_rows",
     "embed",
     "gptq_losses",
     "gptq_quantize",
+    "join_ahead",
     "libraries",
     "linear",
     "linear_residual",

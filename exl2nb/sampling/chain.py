@@ -87,12 +87,21 @@ def draw_batch(logits: Tensor, draws: Sequence[tuple[SamplerState, int, int]]) -
     Returns:
         R choices; None for a row that has no distribution: `sample_row` says what is wrong with it.
     """
-    top = max(wanted for _, _, wanted in draws)
+    rows, top = draw_settings(draws)
+    return drawn_rows(draw_rows(logits, rows, None, min(top, logits.shape[1])), draws)
+
+
+def draw_settings(draws: Sequence[tuple[SamplerState, int, int]]) -> tuple[Tensor, int]:
+    """What `draw_rows` wants to know for `draw_batch`: the settings of each row, f64 `(R, 5)`, and how many alternatives."""
     cuts = [state.plan.cuts for state, _, _ in draws]
     changing = any([one is None or one[0] for one in cuts])  # greedy rows ask for the same at every step
     rows = _settings(draws) if changing else _greedy_rows(tuple(cuts))  # pyright: ignore[reportArgumentType]
-    found = draw_rows(logits, rows, None, min(top, logits.shape[1])).tolist()
-    return [_sampled(one, draw[2]) if one[0] >= 0 else None for one, draw in zip(found, draws)]
+    return rows, max([wanted for _, _, wanted in draws])
+
+
+def drawn_rows(found: Tensor, draws: Sequence[tuple[SamplerState, int, int]]) -> list[Sampled | None]:
+    """What `draw_batch` returns, of what `draw_rows` says."""
+    return [_sampled(one, draw[2]) if one[0] >= 0 else None for one, draw in zip(found.tolist(), draws)]
 
 
 def _settings(draws: Sequence[tuple[SamplerState, int, int]]) -> Tensor:

@@ -76,6 +76,23 @@ def test_any_company_gives_the_same_bits(name, quantised):
 
 
 @pytest.mark.parametrize("name", ZOO)
+def test_threads_that_work_together_give_the_same_bits(name, quantised):
+    """Six texts, one token each: `draw_ahead` where the model allows it, and a step of the usual kind."""
+    model, ids, _ = quantised(name)
+    texts = [ids[: 3 + i] for i in range(6)]
+    alone = [model.forward(Batch.single(text, start=0, pages=[0]), KVCache(model.cache_spec(256))) for text in texts]
+    cache = KVCache(model.cache_spec(6 * 256))
+    model.forward(Batch.build([Span(ids=text[:-1], start=0, pages=[page]) for page, text in enumerate(texts)]), cache)
+    batch = Batch.build([Span(ids=text[-1:], start=len(text) - 1, pages=[page]) for page, text in enumerate(texts)])
+    same(model.forward(batch, cache), torch.cat(alone))
+    if model.runs_ahead:
+        step = model.draw_ahead(batch, cache, (torch.tensor([[0.0, 0, 1, 0, 0]] * 6, dtype=torch.float64), 0))
+        step.join()
+        same(step.logits, torch.cat(alone))
+        assert step.drawn[:, 0].tolist() == torch.cat(alone).argmax(1).tolist()
+
+
+@pytest.mark.parametrize("name", ZOO)
 def test_exl2_equals_the_reconstructed_weights(name, tmp_path):
     directory = write_exl2(write(name, build_wide(name), tmp_path / "dense"), tmp_path / "exl2")
     model, config = load_model(directory), config_of(directory)

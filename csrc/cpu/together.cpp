@@ -1,0 +1,377 @@
+// Every thread (a member of a team.h) runs through the whole step. The columns of a matrix are shared out, so a step reads each weight once
+// and a core the same ones in every step; rotation and attention are shared out by sequences. What is cheap and wanted whole by all, a
+// norm, each thread computes for itself. So a layer of Llama is five phases: q k v, attention, its output, gate and up with the activation
+// of their columns, down.
+#include "together.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+#include "../format/program.h"
+#include "dispatch.h"
+#include "parallel.h"
+
+namespace exl2nb {
+namespace {
+
+constexpr int kDenseTiles = 6;  // of one call: four times three registers of AVX2
+
+// Sizes of what the threads share and of what each has for itself, for one row.
+struct Sizes {
+  int64_t q = 1, act = 1, side = 0, columns = 1, codes = 0, widest = 1;
+  int per_kv = 1;
+};
+
+// The codes of a product's rows, as one of its parts wants them.
+struct Codes {
+  int64_t ldq, units;
+  uint8_t* at;
+  int64_t side(int64_t rows) const { return align64(rows * units * 4); }
+  int64_t bytes(int64_t rows) const { return 2 * side(rows) + align64(rows * ldq * 2); }
+  float* scale() const { return reinterpret_cast<float*>(at); }
+  int32_t* sum(int64_t rows) const { return reinterpret_cast<int32_t*>(at + side(rows)); }
+  int16_t* codes(int64_t rows) const { return reinterpret_cast<int16_t*>(at + 2 * side(rows)); }
+};
+
+// Calls f(part, codes) once for every order that quantised parts of a blob have, the codes of one behind those of another.
+template <class F>
+void each_order(const uint8_t* blob, int64_t rows, uint8_t* memory, const F& f) {
+  for (int i = 0; i < header(blob).num_parts; i++) {
+    const BlobPart& part = parts(blob)[i];
+    bool known = !quantised(part);
+    for (int j = 0; j < i && !known; j++) known = quantised(parts(blob)[j]) && parts(blob)[j].perm == part.perm;
+    if (known) continue;
+    const int64_t stored = stored_rows(blob, part);
+    const Codes codes{stored + kQuantPad, stored / kUnit, memory};
+    memory += codes.bytes(rows);
+    f(part, codes);
+  }
+}
+
+bool has_dense_part(const uint8_t* blob) {
+  return std::any_of(parts(blob), parts(blob) + header(blob).num_parts, [](const BlobPart& p) { return !quantised(p); });
+}
+
+int64_t tiles_of(const uint8_t* blob) {
+  int64_t tiles = 0;
+  for (int i = 0; i < header(blob).num_parts; i++) tiles += parts(blob)[i].tiles;
+  return tiles;
+}
+
+// Whether gate and up are parts of the same shape, so that the same columns of both can be computed by the same thread.
+bool paired(const int64_t* w) {
+  const uint8_t* blob = step_matrix(w);
+  const BlobPart* p = parts(blob);
+  return w[0] == kOpGateUp && w[8] && header(blob).num_parts == 2 && p[0].outputs == p[1].outputs && p[0].first_output == 0;
+}
+
+// Where the weights begin that a share of an op's matrix reads first.
+const uint8_t* share_start(const int64_t* w, int64_t share, int64_t shares) {
+  const uint8_t* blob = step_matrix(w);
+  int64_t tile = (paired(w) ? parts(blob)[0].tiles : tiles_of(blob)) * share / shares;
+  for (int i = 0; i < header(blob).num_parts; tile -= parts(blob)[i].tiles, i++)
+    if (tile < parts(blob)[i].tiles) return blob + parts(blob)[i].data + tile * parts(blob)[i].tile_bytes;
+  return blob;
+}
+
+Sizes sizes_of(const int64_t* code, int64_t words, int64_t rows) {
+  Sizes s;
+  for (int64_t at = kHeaderWords; at < words; at += kWords[code[at]]) {
+    const int64_t* w = code + at;
+    if (w[0] == kOpQkv) {
+      s.q = std::max(s.q, w[9] * w[11]), s.act = std::max(s.act, w[9] * w[11]);
+      s.per_kv = std::max(s.per_kv, int(w[9] / w[10]));
+    }
+    const uint8_t* blob = step_matrix(w);
+    if (!blob) continue;
+    const BlobHeader& h = header(blob);
+    if (w[0] == kOpGateUp) {
+      int64_t& width = w[9] ? s.side : s.act;
+      width = std::max<int64_t>(width, h.N / (w[8] ? 2 : 1));
+    }
+    if (w[0] != kOpHead) s.columns = std::max<int64_t>(s.columns, h.N);
+    s.widest = std::max<int64_t>(s.widest, h.K);
+    int64_t codes = 0;
+    each_order(blob, rows, nullptr, [&](const BlobPart&, const Codes& c) { codes += c.bytes(rows); });
+    s.codes = std::max(s.codes, codes);
+  }
+  return s;
+}
+
+}  // namespace
+
+// What the threads of a step share.
+struct Together::Shared {
+  const int64_t* code;
+  const int64_t words;
+  const StepBatch& b;
+  float* logits;
+  const Draws draws;
+  const Sizes sizes;
+  const int64_t rows, mine;  // rows: of the largest product; mine: floats of what each thread has for itself
+  Team team;
+  Buffer<float> x, q, act, side, columns, own;
+  Buffer<uint8_t> codes;
+  Shared(const int64_t* code, int64_t words, const StepBatch& b, float* logits, const Draws& draws, int64_t lanes)
+      : code(code),
+        words(words),
+        b(b),
+        logits(logits),
+        draws(draws),
+        sizes(sizes_of(code, words, std::max(b.T, b.R))),
+        rows(std::max(b.T, b.R)),
+        mine(align64(rows * sizes.widest + sizes.widest + 1) +
+             align64(attention_scratch(std::max(64, sizes.per_kv), b.page_size, b.head_dim))),
+        team(lanes),
+        x(b.T * code[4]),
+        q(b.T * sizes.q),
+        act(b.T * sizes.act),
+        side(b.T * sizes.side),
+        columns(b.T * sizes.columns),
+        own(team.lanes() * mine),
+        codes(sizes.codes) {}
+};
+
+// One thread's way through a step. Where nothing else is said, every thread does the same.
+class Together::Lane {
+ public:
+  Lane(Shared& s, int64_t lane)
+      : s_(s),
+        b_(s.b),
+        member_(s.team, lane),
+        normed_(s.own + lane * s.mine),
+        padded_(normed_ + s.rows * s.sizes.widest),
+        scratch_(normed_ + align64(s.rows * s.sizes.widest + s.sizes.widest + 1)) {}
+
+  void run() {
+    for (int64_t at = kHeaderWords; at < s_.words; at += kWords[s_.code[at]]) {
+      const int64_t* w = s_.code + at;
+      then_ = nullptr;
+      for (int64_t next = at + kWords[w[0]]; next < s_.words && !then_; next += kWords[s_.code[next]])
+        if (step_matrix(s_.code + next)) then_ = s_.code + next;
+      switch (w[0]) {
+        case kOpEmbed:
+          break;  // done before
+        case kOpQkv:
+          qkv_ = w;
+          product(w, s_.x, int(b_.T), step_norm(w), address<float>(w[4]), s_.columns, false);
+          break;
+        case kOpAttention:
+          attention(w);
+          break;
+        case kOpResidual:
+          residual(w);
+          break;
+        case kOpGateUp:
+          gate_up(w);
+          break;
+        default:
+          head(w);
+      }
+    }
+    if (s_.draws.out) draw();
+  }
+
+ private:
+  // Rows as a product of M of them wants them: normed by everybody where they are read as they are, in codes by whoever gets to a row.
+  const float* prepare(const uint8_t* blob, const float* x, int M, Norm norm, int64_t tasks) {
+    const int K = header(blob).K;
+    if (s_.sizes.codes)
+      member_.each(has_codes(blob) ? M : 0, [&](int64_t m) {
+        normalize_or_copy(x + m * K, K, norm, padded_);
+        padded_[K] = 0;  // what padding rows read
+        each_order(blob, M, s_.codes, [&](const BlobPart& part, const Codes& c) {
+          const auto* perm = part.perm ? reinterpret_cast<const int32_t*>(blob + part.perm) : nullptr;
+          kernels().quantize(padded_, perm, stored_rows(blob, part), c.codes(M) + m * c.ldq, c.scale() + m * c.units,
+                             c.sum(M) + m * c.units);
+        });
+      });
+    if (!norm.weight || !has_dense_part(blob) || member_.over(tasks)) return x;
+    for (int64_t m = 0; m < M; m++) normalize(x + m * K, 1, K, norm, normed_ + m * K);
+    return normed_;
+  }
+  static bool has_codes(const uint8_t* blob) {
+    return std::any_of(parts(blob), parts(blob) + header(blob).num_parts, [](const BlobPart& p) { return quantised(p); });
+  }
+  static void normalize_or_copy(const float* x, int K, Norm norm, float* y) {
+    norm.weight ? normalize(x, 1, K, norm, y) : void(std::memcpy(y, x, sizeof(float) * size_t(K)));
+  }
+
+  // The tiles [first, end) of a part; next: what is read after them, or null for what lies behind them.
+  void tiles(const uint8_t* blob, const BlobPart& part, const float* x, int M, int first, int end, const uint8_t* next, const Output& out) {
+    Rows rows{x, nullptr, nullptr, nullptr, header(blob).K, 0, M, stored_rows(blob, part)};
+    each_order(blob, M, s_.codes, [&](const BlobPart& of, const Codes& c) {
+      if (quantised(part) && of.perm == part.perm) rows.codes = c.codes(M), rows.scale = c.scale(), rows.sum = c.sum(M), rows.ldq = c.ldq;
+    });
+    const int most = quantised(part) ? kTileBlock : kDenseTiles;
+    for (; first < end; first += most) {
+      rows.next = first + most < end ? nullptr : next;
+      kernels().gemm(blob, part, rows, first, std::min(first + most, end), out);
+    }
+  }
+  int64_t shares(int64_t tiles) const {
+    const int64_t whole = member_.lanes * kDenseTiles;
+    return member_.lanes * std::max<int64_t>(1, (tiles + whole - 1) / whole);
+  }
+  // What is read after share i of `count` of the matrix at hand; null: what lies behind it.
+  const uint8_t* after(int64_t i, int64_t count) const {
+    const int64_t each = count / member_.lanes;
+    return (i + 1) % each == 0 && then_ ? share_start(then_, i / each, member_.lanes) : nullptr;
+  }
+
+  // out (M, N) = or += norm(x) @ matrix + bias, each share of the columns by whoever takes it.
+  void product(const int64_t* w, const float* x, int M, Norm norm, const float* bias, float* out, bool add) {
+    const uint8_t* blob = step_matrix(w);
+    const int64_t all = tiles_of(blob), count = shares(all);
+    x = prepare(blob, x, M, norm, count);
+    member_.each(count, [&](int64_t i) {
+      int64_t first = all * i / count, end = all * (i + 1) / count;
+      for (int p = 0; p < header(blob).num_parts; p++) {
+        const BlobPart& part = parts(blob)[p];
+        if (first < part.tiles && first < end)
+          tiles(blob, part, x, M, int(first), int(std::min<int64_t>(end, part.tiles)), end <= part.tiles ? after(i, count) : nullptr,
+                {out, header(blob).N, bias, add});
+        first = std::max<int64_t>(0, first - part.tiles), end -= part.tiles;
+      }
+    });
+  }
+
+  // q, k and v of the sequence's tokens from the columns to their places.
+  void rotate(int64_t sequence) {
+    const Heads heads = step_heads(qkv_, b_);
+    const Rope rope = step_rope(qkv_, b_);
+    const int64_t N = header(step_matrix(qkv_)).N, width = int64_t(heads.num_heads) * heads.head_dim;
+    const size_t layer = size_t(qkv_[16]);
+    for (int64_t t = b_.cu_seqlens[sequence]; t < b_.cu_seqlens[sequence + 1]; t++) {
+      float* row = s_.columns + t * N;
+      if (rope.clip > 0)
+        for (int64_t i = 0; i < N; i++) row[i] = std::clamp(row[i], -rope.clip, rope.clip);
+      const int64_t at = int64_t(rope.positions[t]) * heads.half;
+      kernels().rope_store(row, heads, rope.cos + at, rope.sin + at, rope.slots[t], s_.q + t * width, b_.k_pools[layer], b_.v_pools[layer]);
+    }
+  }
+
+  // Sequences are enough for everybody, or the heads of a sequence are shared out too, when all keys are there.
+  void attention(const int64_t* w) {
+    const Attention a = step_attention(w, b_, int(qkv_[9]));
+    const bool whole = b_.sequences >= member_.lanes;
+    const auto attend = [&](int64_t sequence, int kv_head) {
+      const int block = attention_block(a), n = a.cu_seqlens[sequence + 1] - a.cu_seqlens[sequence];
+      for (int first = 0; first < n; first += block) {
+        AttentionTask t = attention_task(s_.q, a, s_.act, {sequence, first, std::min(block, n - first)}, kv_head);
+        const int64_t then = kv_head + 1 < a.num_kv_heads ? sequence : sequence + 1;
+        if (then < a.sequences) {
+          t.next_pages = a.block_table + then * a.max_pages;
+          t.next_context = a.context_lens[then];
+          t.next_kv_head = (kv_head + 1) % a.num_kv_heads;
+        }
+        t.scratch = scratch_;
+        kernels().attention(t);
+      }
+    };
+    member_.each(b_.sequences, [&](int64_t sequence) {
+      rotate(sequence);
+      for (int head = 0; whole && head < a.num_kv_heads; head++) attend(sequence, head);
+    });
+    if (!whole) member_.each(b_.sequences * a.num_kv_heads, [&](int64_t i) { attend(i / a.num_kv_heads, int(i % a.num_kv_heads)); });
+  }
+
+  void residual(const int64_t* w) {
+    const float* in = w[6] ? s_.side : s_.act;
+    const Norm norm{address<float>(w[3]), real(w[4])};
+    const float scale = real(w[5]);
+    const bool direct = !norm.weight && scale == 1.0f;
+    product(w, in, int(b_.T), {nullptr, 0.0f}, address<float>(w[2]), direct ? s_.x : s_.columns, direct);
+    if (direct) return;
+    const int H = int(s_.code[4]);
+    member_.each(b_.T, [&](int64_t t) {
+      float *x = s_.x + t * H, *out = s_.columns + t * H;
+      if (norm.weight) normalize(out, 1, H, norm, out);
+      for (int i = 0; i < H; i++) x[i] += scale * out[i];
+    });
+  }
+
+  void gate_up(const int64_t* w) {
+    const uint8_t* blob = step_matrix(w);
+    const int M = int(b_.T), N = header(blob).N;
+    const auto* bias = address<float>(w[4]);
+    float* to = w[9] ? s_.side : s_.act;
+    if (!paired(w)) {
+      product(w, s_.x, M, step_norm(w), bias, s_.columns, false);
+      const int64_t I = w[8] ? N / 2 : N;
+      return member_.each(M, [&](int64_t m) { activate_pairs(s_.columns + m * N, 1, I, int(w[5]), w[8] != 0, to + m * I); });
+    }
+    const BlobPart &gate = parts(blob)[0], &up = parts(blob)[1];
+    const int I = N / 2;
+    const int64_t count = shares(gate.tiles);
+    const float* x = prepare(blob, s_.x, M, step_norm(w), count);
+    const Output out{s_.columns, N, bias, false};
+    member_.each(count, [&](int64_t i) {
+      const int first = int(gate.tiles * i / count), end = int(gate.tiles * (i + 1) / count);
+      const uint8_t* next = after(i, count);
+      tiles(blob, gate, x, M, first, end, blob + up.data + first * up.tile_bytes, out);
+      tiles(blob, up, x, M, first, end, next ? next : blob + gate.data + end * gate.tile_bytes, out);
+      const int column = first * kTile, columns = std::min(end * kTile, I) - column;
+      for (int64_t m = 0; m < M; m++) {
+        const float* row = s_.columns + m * N + column;
+        if (columns > 0) kernels().activate(row, row + I, columns, int(w[5]), to + m * I + column);
+      }
+    });
+  }
+
+  // Only the rows that want logits are normed, and by everybody, in whatever format the matrix is.
+  void head(const int64_t* w) {
+    const int H = int(s_.code[4]), R = int(b_.R);
+    const uint8_t* blob = step_matrix(w);
+    const int64_t tasks = (s_.sizes.codes && has_codes(blob) ? R : 0) + shares(tiles_of(blob));
+    for (int r = 0; r < R && !member_.over(tasks); r++)
+      normalize_or_copy(s_.x + int64_t(b_.logit_rows[r]) * H, H, step_norm(w), normed_ + int64_t(r) * H);
+    if (R) product(w, normed_, R, {nullptr, 0.0f}, address<float>(w[4]), s_.logits, false);
+    vocab_ = header(blob).N;
+  }
+
+  void draw() {
+    const Draws& d = s_.draws;
+    const draw::Kernels kernels = draw::kernels(int(isa()));
+    const int64_t width = 4 + 2 * d.top;
+    member_.each(b_.R, [&](int64_t r) {
+      draw::draw_into(kernels, s_.logits + r * vocab_, nullptr, vocab_, d.settings[r], d.top, d.out + r * width);
+    });
+  }
+
+  Shared& s_;
+  const StepBatch& b_;
+  Team::Member member_;
+  float *normed_, *padded_, *scratch_;              // this thread's
+  const int64_t *qkv_ = nullptr, *then_ = nullptr;  // the last op of its kind; the next one that has a matrix
+  int64_t vocab_ = 0;
+};
+
+Together::Together(const int64_t* code, int64_t words, const StepBatch& b, float* logits, const Draws& draws, int64_t lanes)
+    : shared_(std::make_unique<Shared>(code, words, b, logits, draws, lanes)) {
+  step_embed(code + kHeaderWords, b, int(code[4]), shared_->x);
+}
+
+Together::~Together() = default;
+
+void Together::run(int64_t lane) noexcept {
+  const Alone alone;
+  Lane(*shared_, lane).run();
+}
+
+void Together::run_on_all(int64_t first) noexcept {
+  struct Context {
+    Together& together;
+    std::atomic<int64_t> lane;
+  } context{*this, {first}};
+  run_on_threads(
+      shared_->team.lanes() - first,
+      [](void* p) {
+        auto& c = *static_cast<Context*>(p);
+        c.together.run(c.lane.fetch_add(1));
+      },
+      &context);
+}
+
+}  // namespace exl2nb

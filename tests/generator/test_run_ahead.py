@@ -1,0 +1,173 @@
+"""The host's own stepper one step ahead: texts are those of a request alone, whoever joins, leaves, fails or closes meanwhile."""
+
+import threading
+
+import pytest
+import torch
+
+import exl2nb as ex
+from exl2nb.core.errors import EngineClosed, GenerationError
+from exl2nb.generator.stepper import AHEAD_ROWS
+
+pytestmark = pytest.mark.cpu
+PROMPTS = ["It was", "The cat sat. The", "Once upon a time there lived", "x", "He said that the", "Number 7 is", "In the evening", "A"]
+MIXED = [
+    {"temperature": 0},
+    {"seed": 1},
+    {"seed": 2, "temperature": 0.7, "top_p": 0.9, "top_k": 50},
+    {"seed": 3, "min_p": 0.05, "top_logprobs": 3},
+    {"temperature": 0, "stop": [" the", "."]},
+    {"temperature": 0, "top_logprobs": 5},
+    {"seed": 4, "temperature": 1.5},
+    {"seed": 5, "top_k": 1},
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(2, before))
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    with ex.demo(progress=None, device="cpu", context=512, cache_tokens=8192) as made:
+        yield made
+
+
+@pytest.fixture
+def llm(loaded):
+    yield loaded
+    assert loaded.engine.wait_idle()
+    assert loaded.engine.pages.num_free == loaded.engine.pages.num_pages
+
+
+@pytest.fixture
+def ahead(llm, monkeypatch):
+    """Rows of every step that ran ahead."""
+    steps, begin = [], llm.engine._stepper._begin
+    monkeypatch.setattr(llm.engine._stepper, "_begin", lambda batch, *rest: steps.append(len(batch.input_ids)) or begin(batch, *rest))
+    return steps
+
+
+def requests(count=8, tokens=24, **options):
+    return [{"prompt": PROMPTS[i], "max_tokens": tokens + i, **MIXED[i], **options} for i in range(count)]
+
+
+def told(completion):
+    if isinstance(completion, list):
+        return [told(one) for one in completion]
+    return completion.text, completion.tokens, completion.finish_reason
+
+
+def alone(llm, wanted):
+    return [told(llm.generate(one["prompt"], **{k: v for k, v in one.items() if k != "prompt"})) for one in wanted]
+
+
+def test_as_alone(llm, ahead):
+    expected = alone(llm, requests())
+    assert not ahead
+    done = llm.batch(requests()).run()
+    assert [told(done[i]) for i in range(8)] == expected
+    assert len(ahead) > 20
+    assert set(ahead) <= set(range(AHEAD_ROWS, 9))
+    assert llm.engine._stepper.lookahead == 0  # the last requests ran without
+
+
+def test_with_requests_that_draw_for_themselves(llm, ahead):
+    """Penalties need the host: while such a request runs, and while prompts do, no step runs ahead; the others' texts do not change."""
+    wanted = [*requests(7), {"prompt": "So", "temperature": 0, "repetition_penalty": 1.3, "max_tokens": 8}]
+    expected = alone(llm, wanted)
+    done = llm.batch(wanted).run()
+    assert [told(done[i]) for i in range(8)] == expected
+    assert len(ahead) > 10
+
+
+def test_who_comes_and_goes_meanwhile(llm, ahead):
+    """Long texts; short ones, a cancelled and a branching one come while they run."""
+    wanted = requests(5, 60, ignore_eos=True, stop=[])
+    late = [*requests(3, 5), {"prompt": PROMPTS[0], "n": 2, "seed": 9, "max_tokens": 6}]
+    expected, expected_late = alone(llm, wanted), alone(llm, late)
+    handles = llm.batch(wanted)
+    found = {}
+
+    def come():
+        found["late"] = [told(llm.generate(one["prompt"], **{k: v for k, v in one.items() if k != "prompt"})) for one in late]
+        stream = llm.stream(PROMPTS[3], max_tokens=400, ignore_eos=True)
+        next(iter(stream))
+        stream.cancel()
+
+    other = threading.Thread(target=come)
+    other.start()
+    done = handles.run()
+    other.join()
+    assert [told(done[i]) for i in range(5)] == expected
+    assert found["late"] == expected_late
+    assert len(ahead) > 40
+
+
+def test_one_thread_runs_nothing_ahead(monkeypatch):
+    """Whoever allows the engine one thread gets no second one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # the engine's thread takes over the number when it starts
+    try:
+        with ex.demo(progress=None, device="cpu", context=512, cache_tokens=4096) as llm:
+            expected = alone(llm, requests(4, 6))
+            steps, begin = [], llm.engine._stepper._begin
+            monkeypatch.setattr(llm.engine._stepper, "_begin", lambda *step: steps.append(step) or begin(*step))
+            done = llm.batch(requests(4, 6)).run()
+    finally:
+        torch.set_num_threads(before)
+    assert [told(done[i]) for i in range(4)] == expected
+    assert not steps
+
+
+def test_a_step_that_cannot_begin(llm, monkeypatch):
+    """The requests say why, one by one where each could be at fault; the engine goes on."""
+    expected = alone(llm, requests(4, 6))
+
+    def fail(*arguments):
+        raise RuntimeError("no thread to be had")
+
+    begin = llm.engine._stepper._begin
+    monkeypatch.setattr(llm.engine._stepper, "_begin", fail)
+    done = llm.batch(requests(4, 6)).run()
+    assert [told(done[i]) for i in range(4)] == expected  # each by itself
+    monkeypatch.setattr(llm.engine._stepper, "_begin", begin)
+    done = llm.batch(requests(4, 6)).run()
+    assert [told(done[i]) for i in range(4)] == expected
+
+
+def test_a_broken_row_ends_its_request_alone(llm, ahead, monkeypatch):
+    """What has no distribution becomes that request's error; the others' texts stay as they are."""
+    expected, begin, broken = alone(llm, requests(6, 20)), llm.engine._stepper._begin, []
+
+    def damaged(batch, cache, draw, fed):
+        if int(batch.context_lens[2]) > 12 and not broken:
+            broken.append(True)
+            for layer in cache.v:
+                layer[int(batch.block_table[2, 0])] = float("nan")
+        return begin(batch, cache, draw, fed)
+
+    monkeypatch.setattr(llm.engine._stepper, "_begin", damaged)
+    job = llm.batch(requests(6, 20))
+    done = job.run()
+    assert [told(done[i]) for i in (0, 1, 3, 4, 5)] == [expected[i] for i in (0, 1, 3, 4, 5)]
+    assert isinstance(job.errors[2], GenerationError)
+    assert "finite" in str(job.errors[2])
+
+
+def test_closing_while_a_step_runs():
+    llm = ex.demo(progress=None, device="cpu", context=512, cache_tokens=8192)
+    job = llm.batch(requests(8, 300, ignore_eos=True, stop=[]))
+    thread = threading.Thread(target=job.run)
+    thread.start()
+    while llm.engine.loop.steps < 12:
+        thread.join(0.001)
+    llm.close()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert len(job.errors) == 8
+    assert all(isinstance(error, EngineClosed) for error in job.errors.values())
