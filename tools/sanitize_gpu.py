@@ -1,6 +1,6 @@
 """compute-sanitizer over the tests that need a GPU: one process per family of kernels, some tests of each, for these tools are slow.
 
-    python tools/sanitize_gpu.py [--tools memcheck racecheck] [--jobs 4] [--limit 600] [--only attention ...]
+    python tools/sanitize_gpu.py [--tools memcheck racecheck] [--jobs 4] [--limit 600] [--only attention ...] [--logs DIR]
 
 Prints one line a family: the sanitizer's own summary, how many tests ran, seconds. Ends with 1 where it found anything, where a test failed
 or where a family did not come to its end. In memcheck torch's memory cache is off wherever nothing is captured, so that every tensor has
@@ -67,18 +67,22 @@ FAMILIES = {
 }
 
 
-def run(sanitizer: str, tool: str, name: str, limit_s: float) -> tuple[bool, str]:
-    """Whether a family is clean under a tool, and the line that says so."""
+def run(sanitizer: str, tool: str, name: str, limit_s: float, logs: Path | None) -> tuple[bool, str]:
+    """Whether a family is clean under a tool, and the line that says so; everything it wrote goes to a file of `logs`."""
     family, begun = FAMILIES[name], time.time()
     files = [str(ROOT / "tests" / file) for file in family.files]
-    pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", "--tb=line", *files, "-k", getattr(family, tool)]
+    pytest = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "gpu", "--tb=line", *files, "-k", getattr(family, tool)]
     plain = {} if family.captures or tool != "memcheck" else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    command = [sanitizer, "--tool", tool, "--print-limit", "5", "--error-exitcode", "9", *pytest, "--timeout=0"]
+    # where a test asks for more memory than there is, the refusal is what it wants to see
+    quiet = ["--report-api-errors", "no"] if tool == "memcheck" else []
+    command = [sanitizer, "--tool", tool, "--print-limit", "5", "--error-exitcode", "9", *quiet, *pytest, "--timeout=0"]
     try:
         done = subprocess.run(command, cwd=ROOT, env={**os.environ, **plain}, capture_output=True, text=True, timeout=limit_s)
         text, code = done.stdout + done.stderr, done.returncode
     except subprocess.TimeoutExpired as late:
         text, code = (late.stdout or b"").decode(errors="replace"), -1
+    if logs is not None:
+        (logs / f"{tool}-{name.split()[0]}.log").write_text(text)
     found = [line.strip("= \n") for line in re.findall(r"^=+ (?:Invalid|Error|Race|Program hit|Uninit|Barrier).*$", text, re.M)]
     summary = (re.findall(r"(?:ERROR|RACECHECK) SUMMARY: .*", text) or ["no summary"])[-1]
     tests = (re.findall(r"\d+ (?:passed|failed).*", text) or ["tests did not end"])[-1]
@@ -93,7 +97,10 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--jobs", type=int, default=4)
     parser.add_argument("--limit", type=float, default=600, help="seconds for one family under one tool")
+    parser.add_argument("--logs", type=Path, help="a folder for everything that they write")
     args = parser.parse_args()
+    if args.logs is not None:
+        args.logs.mkdir(parents=True, exist_ok=True)
     beside = Path(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc").resolve().parent / "compute-sanitizer"
     sanitizer = shutil.which("compute-sanitizer") or (str(beside) if beside.exists() else "")
     if not sanitizer:
@@ -101,7 +108,7 @@ def main() -> None:
     work = [(tool, name) for tool in args.tools for name in args.only]
     clean = True
     with ThreadPoolExecutor(args.jobs) as pool:
-        for good, line in pool.map(lambda one: run(sanitizer, one[0], one[1], args.limit), work):
+        for good, line in pool.map(lambda one: run(sanitizer, one[0], one[1], args.limit, args.logs), work):
             clean = clean and good
             print(line, flush=True)
     sys.exit(not clean)
