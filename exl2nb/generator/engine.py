@@ -38,6 +38,7 @@ IDLE_S = 5.0  # the thread ends after this long without work, and is started aga
 TICK_S = 0.05
 EXIT_S = 2.0  # what the end of the interpreter waits for a step: a thread that comes back from C++ after that would abort the process
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # those that have started a thread
+_exiting: list[bool] = []  # not empty: the interpreter ends
 
 
 class Forward(Protocol):
@@ -261,6 +262,8 @@ class Engine:
             self._closed = True
             threading.Thread(target=self.close, name="exl2nb-close", daemon=True).start()
             return
+        if _exiting and threading.current_thread() is not threading.main_thread():
+            return  # a thread that comes back from C++ after the interpreter has ended would abort the process
         self._stop(float("inf"))
         with self._model_lock:
             self._fail_all(EngineClosed("the model was closed while the request ran"))
@@ -352,5 +355,6 @@ def _stop_at_exit(engine: Engine) -> None:
 
 
 def _stop_all() -> None:
+    _exiting.append(True)
     for engine in list(_engines):
         engine._stop(EXIT_S)
