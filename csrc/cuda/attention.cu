@@ -127,8 +127,8 @@ const char* attention_decode_launch(const AttentionArgs& args, void* stream, boo
     // As many CTAs as run at a time (ctas_per_sm): further ones would start when the first ones end, with most of the GPU idle.
     const bool small = c.k_format == kCacheQ4 || c.head_dim < 96;
     const int64_t room = int64_t(multiprocessors()) * (wide || c.head_dim > 128 ? 2 : small ? 4 : 3);
-    const int64_t alike = blocks * c.sequences * c.num_kv_heads;  // items of as many chunks for each sequence: four turns
-    if (a.many && per_sequence <= kMaxNew) params.wanted = int(4 * room < alike ? 1 : 4 * room / alike);
+    const int64_t alike = blocks * c.sequences * c.num_kv_heads;  // items of as many chunks for each sequence: one turn of the CTAs
+    if (a.many && per_sequence <= kMaxNew) params.wanted = int(room < alike ? 1 : room / alike);
     return launch_kernel(kernel, dim3(unsigned(items < room ? items : room)), kWarps * 32, 0, stream, pdl, 1, params);
   }
   // Any other shape: the new keys and values first, then one warp per query, without haste.

@@ -12,6 +12,11 @@ __device__ float element(const void* table, int dtype, size_t i) {
   return __uint_as_float(static_cast<uint32_t>(static_cast<const uint16_t*>(table)[i]) << 16);
 }
 
+// Where numbers i to i + 3 go in a matrix's input, brought near.
+__device__ __forceinline__ void touch(const MatrixInput& next, int i) {
+  for (int p = 0; p < next.num_perms; p++)
+    if (next.inverse[p]) prefetch_line(next.inverse[p] + i);
+}
 // The row's norm into row `token` of a matrix's input.
 __device__ __forceinline__ void normed(Row& row, const NormArgs& n, const float* tail, int token, const MatrixInput& next, RowSums& sums) {
   row.norm<true>(n, tail, sums, [&](int i, float4 v) {
@@ -45,6 +50,13 @@ __global__ void __launch_bounds__(kRowThreads) embed_kernel(const __grid_constan
 __global__ void __launch_bounds__(kRowThreads) rows_kernel(const __grid_constant__ RowsArgs a) {
   __shared__ RowSums sums;
   pdl_launch_dependents();
+#pragma unroll
+  for (int j = 0; j < kHeld; j++) {
+    const int i = Row::place(j);
+    if (!a.next.x || i >= a.from.norm.width) break;
+    touch(a.next, i);
+    if (a.from.norm.weight) prefetch_line(a.from.norm.weight + i);
+  }
   pdl_wait();
   int from = a.rows ? __ldcg(a.rows + blockIdx.x) : blockIdx.x;
   from = min(max(from, 0), a.tokens - 1);
@@ -56,9 +68,10 @@ __global__ void __launch_bounds__(kRowThreads) rows_kernel(const __grid_constant
 
 // Four numbers a thread; tokens along y.
 __global__ void __launch_bounds__(kRowThreads) gates_kernel(const __grid_constant__ GatesArgs a) {
-  pdl_launch_dependents();
-  pdl_wait();
   const int i = (blockIdx.x * kRowThreads + threadIdx.x) * 4, token = blockIdx.y;
+  pdl_launch_dependents();
+  if (i < a.width) touch(a.next, i);
+  pdl_wait();
   if (i >= a.width) return;
   const float* const y = a.y + token * a.stride;
   float4 v = written<true>(y, i, a.width);

@@ -2,7 +2,6 @@
 #include "many.cuh"
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "device.cuh"
 #include "many.h"
@@ -48,15 +47,6 @@ int splits_of(int tiles, int items, int room) {
   return best;
 }
 
-// What has not run on a GPU yet is asked for by number: 1 many_wide.cu, 2 sums that go to the residual.
-int wanted() {
-  static const int bits = [] {
-    const char* const text = std::getenv("EXL2NB_CUDA_MANY");
-    return text ? std::atoi(text) : 0;
-  }();
-  return bits;
-}
-
 }  // namespace
 
 bool many_takes(const GemvArgs& a) {
@@ -66,7 +56,6 @@ bool many_takes(const GemvArgs& a) {
 }
 
 int many_squares(const GemvArgs& a) {
-  if (!(wanted() & 2)) return 0;
   const bool fours = a.part[0].outputs % 4 == 0 && a.residual_stride % 4 == 0;
   const int count = (a.part[0].strips + kManyStrips - 1) / kManyStrips * 2;
   return fours && a.num_parts == 1 && count <= num_sms() ? count : 0;
@@ -86,7 +75,7 @@ const char* many_launch(const GemvArgs& a, int group, ManyImage next, cudaStream
     m.part[p] = {from.data, from.strips, from.first_column, from.outputs, from.perm, count, from.strip_bytes};
     tiles += count;
   }
-  const bool wide = (wanted() & 1) && many_wide_ready();
+  const bool wide = many_wide_ready();
   m.splits = splits_of(tiles, a.items / std::max(1, a.num_parts), group == 16 ? 2 : 1);
   for (int first = 0; first < a.tokens; first += kManyTokens) {
     m.tokens = std::min(kManyTokens, a.tokens - first);

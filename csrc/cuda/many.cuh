@@ -230,17 +230,27 @@ __device__ __forceinline__ void load_factors(const ManyArgs& A, float* factors, 
     if (lane == 0) factors[token] = factor;
   }
 }
-// Four sums are added to a token's residual; what becomes of it goes to the next product. A warp has 128 neighbouring columns.
-__device__ __forceinline__ void add_four(const ManyArgs& A, int token, int column, float factor, float4 sum, int lane) {
+// Into the cache: what add_four reads and no kernel writes.
+__device__ __forceinline__ void touch_constants(const ManyArgs& A, int column) {
+  if (column >= A.part[0].outputs) return;
+  if (A.bias) prefetch_line(A.bias + column);
+  prefetch_line(A.next_norm + column);
+  for (int p = 0; p < A.next.num_perms; p++)
+    if (A.next.inverse[p]) prefetch_line(A.next.inverse[p] + column);
+}
+__device__ __forceinline__ float4 old_residual(const ManyArgs& A, int token, int column) {
+  if (A.out || token >= A.tokens || column >= A.part[0].outputs) return {0.f, 0.f, 0.f, 0.f};
+  return __ldcg(reinterpret_cast<const float4*>(A.residual + static_cast<size_t>(token) * A.residual_stride + column));
+}
+// Four sums are added to a token's residual v; what becomes of it goes to the next product. A warp has 128 neighbouring columns.
+__device__ __forceinline__ void add_four(const ManyArgs& A, int token, int column, float factor, float4 sum, float4 v, int lane) {
   float squares = 0.f;
   if (column < A.part[0].outputs) {  // a multiple of four
     float4 bias{0.f, 0.f, 0.f, 0.f};
     if (A.bias) bias = {__ldg(A.bias + column), __ldg(A.bias + column + 1), __ldg(A.bias + column + 2), __ldg(A.bias + column + 3)};
-    float4* const at = reinterpret_cast<float4*>(A.residual + static_cast<size_t>(token) * A.residual_stride + column);
-    float4 v = __ldcg(at);
     v.x += A.scale * fmaf(sum.x, factor, bias.x), v.y += A.scale * fmaf(sum.y, factor, bias.y);
     v.z += A.scale * fmaf(sum.z, factor, bias.z), v.w += A.scale * fmaf(sum.w, factor, bias.w);
-    *at = v;
+    *reinterpret_cast<float4*>(A.residual + static_cast<size_t>(token) * A.residual_stride + column) = v;
     squares = square_sum(v, 0.f);
     const float4 w = __ldg(reinterpret_cast<const float4*>(A.next_norm + column));
     put_input<false>(A.next, token, column, A.part[0].outputs, {v.x * w.x, v.y * w.y, v.z * w.z, v.w * w.w});
@@ -274,18 +284,23 @@ __device__ __forceinline__ void write_tile(const ManyArgs& A, const ManyTile& ti
     return;
   }
   each([&](int token, int column, float v) { sums[token * kManySums + column] = v; });
+  const int mine = threadIdx.x + split * kManyThreads;  // four sums of a token
+  const float4 old = old_residual(A, mine / (kManyColumns / 4), first + mine % (kManyColumns / 4) * 4);
   cluster_barrier();
-  for (int i = threadIdx.x + split * kManyThreads; i < A.tokens * (kManyColumns / 4); i += A.splits * kManyThreads) {
+  for (int i = mine; i < A.tokens * (kManyColumns / 4); i += A.splits * kManyThreads) {
     const int token = i / (kManyColumns / 4), column = i % (kManyColumns / 4) * 4;
     float4 all{0.f, 0.f, 0.f, 0.f};
-    for (int r = 0; r < A.splits; r++) {
-      const float4 v = read_peer(sums + token * kManySums + column, r);
-      all.x += v.x, all.y += v.y, all.z += v.z, all.w += v.w;
-    }
+    float4 part[kManySplits];
+#pragma unroll
+    for (int r = 0; r < kManySplits; r++)
+      if (r < A.splits) part[r] = read_peer(sums + token * kManySums + column, r);
+#pragma unroll
+    for (int r = 0; r < kManySplits; r++)
+      if (r < A.splits) all.x += part[r].x, all.y += part[r].y, all.z += part[r].z, all.w += part[r].w;
     if (A.out)
       store(token, column, all.x), store(token, column + 1, all.y), store(token, column + 2, all.z), store(token, column + 3, all.w);
     else
-      add_four(A, token, first + column, factors[token], all, lane);
+      add_four(A, token, first + column, factors[token], all, i < mine + A.splits * kManyThreads ? old : old_residual(A, token, first + column), lane);
   }
   cluster_barrier();  // nobody leaves while others read
 }
@@ -327,6 +342,7 @@ __device__ __forceinline__ void run_many(const ManyArgs& A, uint8_t* shared, Mul
   const int ahead = min(tile.first_item + kManyStages, tile.end_item);
   if (lane == 0)
     for (int n = tile.first_item; n < ahead; n++) s.fetch_weights(items[n], n - tile.first_item);
+  if (!A.out && threadIdx.x < kManyColumns / 4) touch_constants(A, tile.first_strip * kStripColumns + threadIdx.x * 4);
   pdl_wait();
   if (threadIdx.x == 0)
     for (int n = tile.first_item; n < ahead; n++) s.fetch_tokens(items[n], n - tile.first_item);

@@ -49,6 +49,9 @@ __device__ __forceinline__ void barrier_wait(uint64_t*, uint32_t) {}
 __device__ __forceinline__ void bulk_copy(void*, const void*, uint32_t, uint64_t*) {}
 #endif
 
+// Brings the line of an address near: what no kernel writes need not wait for the predecessor.
+__device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 // 16 bytes from global to shared memory; ASYNC: in the background, until async_wait.
 template <bool ASYNC>
 __device__ __forceinline__ void copy16(void* to, const void* from) {
