@@ -2,6 +2,9 @@
 #pragma once
 #include <cuda_runtime.h>
 
+#include <algorithm>
+#include <cstdlib>
+
 namespace exl2nb {
 
 inline const char* error_text(cudaError_t error) { return error == cudaSuccess ? nullptr : cudaGetErrorString(error); }
@@ -14,12 +17,33 @@ inline int multiprocessors() {
   return count[device];
 }
 
+// Tests take a newer GPU for an older one: EXL2NB_CUDA_PATH is 1 for one of sm_80 to 89, 2 for one of sm_75, in code and in memory.
+inline int pretended() {
+  static const int path = [] {
+    const char* const text = std::getenv("EXL2NB_CUDA_PATH");
+    return text ? std::clamp(std::atoi(text), 0, 2) : 0;
+  }();
+  return path;
+}
 inline int compute_major() {
   static int major[64] = {};
   int device = 0;
   if (cudaGetDevice(&device) != cudaSuccess || device < 0 || device >= 64) return 0;
   if (!major[device] && cudaDeviceGetAttribute(&major[device], cudaDevAttrComputeCapabilityMajor, device) != cudaSuccess) return 0;
-  return major[device];
+  return pretended() ? std::min(major[device], 9 - pretended()) : major[device];
+}
+// Bytes of shared memory: what a kernel may ask for, and what the CTAs of a multiprocessor share. 0: the device does not tell.
+inline int shared_per_block() {
+  int device = 0, bytes = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  return pretended() ? std::min(bytes, pretended() == 1 ? 99 << 10 : 64 << 10) : bytes;
+}
+inline int shared_per_multiprocessor() {
+  int device = 0, bytes = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
+  return pretended() ? std::min(bytes, pretended() == 1 ? 100 << 10 : 64 << 10) : bytes;
 }
 
 // cluster: CTAs that may read one another's shared memory, 1 = none.

@@ -2,8 +2,8 @@
 #include "gemv.h"
 
 #include <algorithm>
-#include <cstdlib>
 
+#include "device.cuh"
 #include "gemv.cuh"
 
 namespace exl2nb {
@@ -12,23 +12,14 @@ namespace {
 constexpr int kMadeTokens = 4;  // more tokens' rows are made once, by a kernel of their own, not by every CTA
 
 struct Device {
-  int sms, capability, shared_per_block, shared_per_sm;
+  int sms, shared_per_block, shared_per_sm;
   GemvPath path;
 };
 const Device& device() {
   static const Device d = [] {
     Device v{};
-    int index = 0;
-    cudaGetDevice(&index);
-    cudaDeviceProp p;
-    cudaGetDeviceProperties(&p, index);
-    v.sms = p.multiProcessorCount, v.capability = p.major * 10 + p.minor;
-    v.shared_per_block = static_cast<int>(p.sharedMemPerBlockOptin), v.shared_per_sm = static_cast<int>(p.sharedMemPerMultiprocessor);
-    v.path = v.capability >= 90 ? kBulk : v.capability >= 80 ? kAsync : kPlain;
-    if (const char* forced = std::getenv("EXL2NB_CUDA_PATH")) {  // a slower path, to test it on a newer GPU
-      const int wanted = std::atoi(forced);
-      if (wanted >= v.path && wanted <= kPlain) v.path = static_cast<GemvPath>(wanted);
-    }
+    v.sms = multiprocessors(), v.shared_per_block = exl2nb::shared_per_block(), v.shared_per_sm = shared_per_multiprocessor();
+    v.path = compute_major() >= 9 ? kBulk : compute_major() >= 8 ? kAsync : kPlain;
     return v;
   }();
   return d;

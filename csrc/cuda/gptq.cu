@@ -51,11 +51,8 @@ struct Scratch {
 // Whether a kernel may have so much dynamic shared memory beside its own; from then on it may.
 template <class Kernel>
 bool shared_fits(Kernel* kernel, int bytes) {
-  int device = 0, most = 0;
   cudaFuncAttributes found;
-  const bool known = cudaGetDevice(&device) == cudaSuccess && cudaFuncGetAttributes(&found, kernel) == cudaSuccess &&
-                     cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) == cudaSuccess;
-  return known && static_cast<int>(found.sharedSizeBytes) + bytes <= most &&
+  return cudaFuncGetAttributes(&found, kernel) == cudaSuccess && static_cast<int>(found.sharedSizeBytes) + bytes <= shared_per_block() &&
          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) == cudaSuccess;
 }
 

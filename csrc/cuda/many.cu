@@ -10,12 +10,7 @@ namespace exl2nb {
 namespace {
 
 int shared_limit() {
-  static const int limit = [] {
-    int device = 0, bytes = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    return bytes;
-  }();
+  static const int limit = shared_per_block();
   return limit;
 }
 
@@ -39,7 +34,8 @@ int splits_of(int tiles, int items, int room) {
     const int whole = splits == 1 ? multiprocessors() : multiprocessors() / kManySplits * kManySplits;
     const int rounds = (tiles * splits + room * whole - 1) / (room * whole);
     const float item = room > 1 && tiles * splits > whole ? kBeside : 1.f;
-    return static_cast<float>(rounds) * (kStart + (splits > 1 ? kSum : 0.f) + static_cast<float>(items) * item / static_cast<float>(splits));
+    return static_cast<float>(rounds) *
+           (kStart + (splits > 1 ? kSum : 0.f) + static_cast<float>(items) * item / static_cast<float>(splits));
   };
   int best = 1;
   for (int splits = 2; splits <= kManySplits; splits *= 2)

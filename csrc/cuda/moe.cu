@@ -56,11 +56,7 @@ struct Limits {
 const Limits& limits() {
   static const Limits l = [] {
     Limits v{};
-    int device = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&v.block, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    cudaDeviceGetAttribute(&v.sm, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-    v.block -= kStatic;
+    v.block = shared_per_block() - kStatic, v.sm = shared_per_multiprocessor();
     return v;
   }();
   return l;

@@ -8,9 +8,7 @@ const char* sample_launch(const SampleArgs& args, void* stream, bool pdl) {
   if (!args.logits || !args.params || args.rows < 0 || args.vocab < 1 || args.row_stride < args.vocab) return "the logits are incomplete";
   if (args.results && args.ring < 1) return "a ring of no steps";
   if (!args.rows) return nullptr;
-  int device = 0, room = 0;
-  if (auto* wrong = error_text(cudaGetDevice(&device))) return wrong;
-  if (auto* wrong = error_text(cudaDeviceGetAttribute(&room, cudaDevAttrMaxSharedMemoryPerBlockOptin, device))) return wrong;
+  const int room = shared_per_block();
   const unsigned team =
       compute_major() >= 9 && args.vocab > 4096 ? kMaxTeam : 1;  // of the vocabulary alone, so that bits depend on nothing else
   const int64_t per = (int64_t(args.vocab) + team - 1) / team + 4;

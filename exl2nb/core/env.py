@@ -14,7 +14,7 @@ VARIABLES: dict[str, tuple[tuple[str, ...], str]] = {
     "EXL2NB_ENGINE": (("compiled", "reference"), "reference: never load the compiled library, use the torch reference ops"),
     "EXL2NB_CUDA_PATH": (
         ("0", "1", "2"),
-        "how CUDA kernels fetch weights: 0 bulk copies, 1 as on sm_80, 2 as on sm_75 (tests; read there)",
+        "CUDA kernels as on an older GPU, its shared memory included: 1 sm_80 to 89, 2 sm_75 (tests; read there)",
     ),
     "EXL2NB_CUDA_GRAPHS": (("0", "1"), "0: decode steps are launched kernel by kernel, not as captured graphs; slower, the same tokens"),
     "EXL2NB_FORCE_CUDA_LIB": (("0", "1"), "1: load the CUDA library even where torch sees no GPU (tests)"),
