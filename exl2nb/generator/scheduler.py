@@ -12,6 +12,7 @@ from exl2nb.generator.sequence import Sequence
 STEP_S = 0.15  # a step of prompt tokens alone is sized to take about this long, so that cancelling is quick on a slow machine
 BESIDE_S = 0.05  # and one beside decodes, so that their text keeps coming
 MIN_CHUNK, MAX_CHUNK = 32, 512  # prompt tokens per step
+GPU_SHARE = 1024  # of one prompt, on a GPU, which would rather read few prompts at a time than a little of many
 SHORT = "short"  # salt of the pages of sequences up to the switch
 
 
@@ -55,6 +56,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.chunk = 2 * MIN_CHUNK if max_chunk <= MAX_CHUNK else max_chunk  # a GPU takes a long prompt at once
+        self.share = MIN_CHUNK if max_chunk <= MAX_CHUNK else GPU_SHARE
         self.preemptions = 0
         self._speed = 0.0  # tokens per second of a step with prompt tokens
         self._arrivals = self._turn = 0
@@ -233,7 +235,7 @@ class Scheduler:
             if budget <= 0 or sequence not in self.running:
                 continue
             start, pending = sequence.computed, len(sequence.ids) - sequence.computed
-            count = min(pending, budget, max(MIN_CHUNK, budget // (len(prompts) - i)))
+            count = min(pending, budget, max(self.share, budget // (len(prompts) - i)))
             if count < pending < count + sequence.rows and pending > sequence.rows:
                 count = pending - sequence.rows  # rows that belong together come together
             if self._claim(sequence, start + count):

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 WIDEST = 256  # head_dim
+USUAL = 512  # prompts of a multiple of so many tokens have lengths that come again
 
 
 class FlashAttention(NamedTuple):
@@ -74,7 +75,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, so
     if share > 1:
         k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale) if n == length else _behind(q, k, v, scale)
+    # torch's quickest kernel is compiled anew for every length, which takes longer than all of a short prompt
+    usual = n == length and n % USUAL == 0
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale) if usual else _behind(q, k, v, scale)
     return y[0].transpose(0, 1).reshape(n, -1)
 
 
@@ -86,5 +89,7 @@ def _behind(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     params = SDPAParams(q, k, v, None, 0.0, False, False)
     if q.shape[-1] % 8 == 0 and can_use_flash_attention(params):
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False, scale=scale)[0]
+    if q.shape[2] == k.shape[2]:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
     seen = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
     return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)

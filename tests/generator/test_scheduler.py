@@ -110,3 +110,12 @@ def test_chunk_follows_the_speed():
     assert scheduler.chunk == MIN_CHUNK
     scheduler.measured(1, 1.0)
     assert scheduler.chunk == MIN_CHUNK
+
+
+def test_prompts_of_one_step():
+    """A processor shares a step among the prompts; a GPU reads few of them at a time."""
+    for max_chunk, want in ((MAX_CHUNK, [32, 32]), (2048, [1024, 1024])):
+        scheduler = Scheduler(pager_of(2000), max_sequences=8, max_chunk=max_chunk)
+        for i in range(4):
+            scheduler.add(Sequence(Request.of(range(3 + i, 2003 + i), where="test", max_tokens=1), TOKENIZER, context=10_000))
+        assert [span.length for span in scheduler.schedule()] == want
