@@ -2,6 +2,7 @@
 #include "many.cuh"
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "device.cuh"
 #include "many.h"
@@ -14,16 +15,16 @@ int shared_limit() {
   return limit;
 }
 
+template <int NB, bool PAIRED>
+const char* launch(const ManyArgs& a, int tiles, cudaStream_t stream, bool pdl) {
+  static const cudaError_t ready = cudaFuncSetAttribute(many<NB, PAIRED>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_limit());
+  if (ready != cudaSuccess) return cudaGetErrorString(ready);
+  return launch_kernel(many<NB, PAIRED>, dim3(static_cast<unsigned>(a.splits), static_cast<unsigned>(tiles)), kManyThreads,
+                       static_cast<size_t>(many_shared(a, NB)), stream, pdl, static_cast<unsigned>(a.splits), a);
+}
 template <int NB>
 const char* launch(const ManyArgs& a, int tiles, cudaStream_t stream, bool pdl) {
-  static const cudaError_t ready = [] {
-    // The largest share for shared memory, as in every kernel of a step: changing it between kernels empties the multiprocessor.
-    cudaFuncSetAttribute(many<NB>, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-    return cudaFuncSetAttribute(many<NB>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_limit());
-  }();
-  if (ready != cudaSuccess) return cudaGetErrorString(ready);
-  return launch_kernel(many<NB>, dim3(static_cast<unsigned>(a.splits), static_cast<unsigned>(tiles)), kManyThreads,
-                       static_cast<size_t>(many_shared(a, NB)), stream, pdl, static_cast<unsigned>(a.splits), a);
+  return a.paired ? launch<NB, true>(a, tiles, stream, pdl) : launch<NB, false>(a, tiles, stream, pdl);
 }
 
 // CTAs that share a tile's rows: so that a product ends soonest, by a CTA's items and what comes before and after them. room: CTAs that a
@@ -51,6 +52,11 @@ bool many_takes(const GemvArgs& a) {
   return a.tokens > kFewTokens && gemv_path() == kBulk && !a.rows && !a.from.x && many_shared(m, kManyTokens / 8) <= shared_limit();
 }
 
+bool many_pairs(const GemvArgs& a) {
+  static const bool wanted = std::getenv("EXL2NB_CUDA_MANY") != nullptr;
+  return wanted && a.gated && a.num_parts == 2 && a.part[0].outputs == a.part[1].outputs && a.part[0].outputs % 4 == 0;
+}
+
 int many_squares(const GemvArgs& a) {
   const bool fours = a.part[0].outputs % 4 == 0 && a.residual_stride % 4 == 0;
   const int count = (a.part[0].strips + kManyStrips - 1) / kManyStrips * 2;
@@ -64,15 +70,16 @@ const char* many_launch(const GemvArgs& a, int group, ManyImage next, cudaStream
   m.squares_count = a.squares_count, m.inverse_width = a.inverse_width, m.eps = a.eps;
   m.residual_stride = a.residual_stride, m.scale = a.scale, m.next = a.next, m.next_norm = a.next_norm;
   m.next_image = next.data, m.next_image_bytes = next.bytes;
+  m.paired = !a.out && !a.residual, m.activation = a.activation;
   int tiles = 0;
   for (int p = 0; p < a.num_parts; p++) {
     const GemvPart& from = a.part[p];
     const int count = (from.strips + kManyStrips - 1) / kManyStrips;
     m.part[p] = {from.data, from.strips, from.first_column, from.outputs, from.perm, count, from.strip_bytes};
-    tiles += count;
+    if (p == 0 || !m.paired) tiles += count;
   }
   const bool wide = many_wide_ready();
-  m.splits = splits_of(tiles, a.items / std::max(1, a.num_parts), group == 16 ? 2 : 1);
+  m.splits = splits_of(tiles, m.paired ? a.items : a.items / std::max(1, a.num_parts), group == 16 ? 2 : 1);
   for (int first = 0; first < a.tokens; first += kManyTokens) {
     m.tokens = std::min(kManyTokens, a.tokens - first);
     const auto from = static_cast<size_t>(first);

@@ -20,7 +20,9 @@ constexpr int kManyWeights = kManyStrips * kSlot;  // of a stage
 // Bytes of the activations of a stage for 8 * NB tokens; up to 16 tokens two CTAs share a multiprocessor.
 EXL2NB_BOTH constexpr int many_tokens(int NB) { return kManyUnits * kUnitRows * NB * 8 * 2; }
 constexpr int kManySums = kManyColumns + 4;  // floats of a token in the tile that a cluster adds up
-static_assert(kManyTokens * kManySums * 4 <= kManyStages * kManyWeights, "the tile replaces the weights");
+static_assert(2 * 16 * kManySums * 4 <= kManyStages * (kManyWeights + many_tokens(2)) &&
+                  2 * kManyTokens * kManySums * 4 <= kManyStages * (kManyWeights + many_tokens(kManyTokens / 8)),
+              "two tiles replace the stages");
 
 struct ManyPart {
   const uint8_t* data;
@@ -34,7 +36,7 @@ struct ManyArgs {
   const half* x;  // in groups of 8 * NB tokens
   int x_stride, x_perm_stride;
   const float* bias;
-  float* out;  // [token][column], null: the residual takes the sums
+  float* out;  // [token][column], null: the residual takes the sums, or `paired`
   int64_t out_stride;
   // As in GemvArgs: what the outputs are multiplied by; the residual, then the next product's input and partial squares, two of a tile.
   const float* squares;
@@ -46,6 +48,9 @@ struct ManyArgs {
   MatrixInput next;
   const float* next_norm;
   float* next_squares;
+  // Gate and up in one: the second part's outputs times the activation of the first's, alike in number, into the next product's input.
+  bool paired;
+  int activation;
   const uint8_t* next_image;  // of the next product, null: unknown
   int next_image_bytes;
 };
@@ -107,14 +112,18 @@ __device__ __forceinline__ float4 read_peer(const float*, int) { return {}; }
 
 // What a CTA works on: a tile of a part, and the items of its share.
 struct ManyTile {
-  int part, first_strip, live, first_item, end_item;
+  int part, first_strip, live, first_item, end_item, second_item, count;  // second_item: the first one of part 1; count: of both parts
   __device__ __forceinline__ ManyTile(const ManyArgs& A, const uint16_t* ends, int tile, int split) {
     part = 0;
     while (part + 1 < A.num_parts && tile >= A.part[part].tiles) tile -= A.part[part++].tiles;
     first_strip = tile * kManyStrips, live = min(kManyStrips, A.part[part].strips - first_strip);
     const int warps = kWarps / A.splits;
     first_item = ends[part * kEnds + split * warps], end_item = ends[part * kEnds + (split + 1) * warps];
+    second_item = A.paired ? ends[kEnds + split * warps] : 0;
+    count = end_item - first_item + (A.paired ? ends[kEnds + (split + 1) * warps] - second_item : 0);
   }
+  __device__ __forceinline__ bool second(int n) const { return n >= end_item - first_item; }
+  __device__ __forceinline__ int item(int n) const { return second(n) ? second_item + n - (end_item - first_item) : first_item + n; }
 };
 
 // Two stages of weights, each warp's with a barrier of its own, and of activations, and who fills them.
@@ -123,18 +132,17 @@ struct ManyStages {
   uint64_t *weights_full, *tokens_full;  // [stage][warp], [stage]
   int* through;                          // [stage] warps that need the activations no more
   int tokens_size, group, warp;
-  const uint8_t* strip;  // this warp's first
-  int64_t strip_bytes;
   int live;  // strips of this warp
-  const half* x;
 
   __device__ __forceinline__ uint8_t* own(int stage) const { return weights + stage * kManyWeights + warp * 2 * kSlot; }
   __device__ __forceinline__ uint64_t* own_full(int stage) const { return weights_full + stage * kManyWarps + warp; }
-  __device__ __forceinline__ void fetch_weights(const Item& it, int stage) const {
+  // first: the CTA's first strip of the item's part.
+  __device__ __forceinline__ void fetch_weights(const Item& it, const ManyPart& part, int first, int stage) const {
+    const uint8_t* const strip = part.data + (first + warp * 2) * part.strip_bytes + it.offset;
     barrier_expect(own_full(stage), live * it.bytes);
-    for (int j = 0; j < live; j++) copy_once(own(stage) + j * kSlot, strip + j * strip_bytes + it.offset, it.bytes, own_full(stage));
+    for (int j = 0; j < live; j++) copy_once(own(stage) + j * kSlot, strip + j * part.strip_bytes, it.bytes, own_full(stage));
   }
-  __device__ __forceinline__ void fetch_tokens(const Item& it, int stage) const {
+  __device__ __forceinline__ void fetch_tokens(const Item& it, const half* x, int stage) const {
     const int bytes = it.units * (kUnitRows * 2) * group;
     barrier_expect(tokens_full + stage, bytes);
     bulk_copy(tokens + stage * tokens_size, x + static_cast<size_t>(it.block) * 32 * group, bytes, tokens_full + stage);
@@ -234,7 +242,7 @@ __device__ __forceinline__ void load_factors(const ManyArgs& A, float* factors, 
 __device__ __forceinline__ void touch_constants(const ManyArgs& A, int column) {
   if (column >= A.part[0].outputs) return;
   if (A.bias) prefetch_line(A.bias + column);
-  prefetch_line(A.next_norm + column);
+  if (A.next_norm) prefetch_line(A.next_norm + column);
   for (int p = 0; p < A.next.num_perms; p++)
     if (A.next.inverse[p]) prefetch_line(A.next.inverse[p] + column);
 }
@@ -259,6 +267,28 @@ __device__ __forceinline__ void add_four(const ManyArgs& A, int token, int colum
   if (lane == 0) A.next_squares[static_cast<size_t>(token) * 2 * gridDim.y + blockIdx.y * 2 + column / 128 % 2] = squares;
 }
 
+// This CTA's sums of a tile in registers into shared memory.
+template <int NB>
+__device__ __forceinline__ void lay_down(float* sums, int warp, int lane, const float (&y)[2][NB][4]) {
+#pragma unroll
+  for (int j = 0; j < 2; j++)
+#pragma unroll
+    for (int n = 0; n < NB; n++)
+#pragma unroll
+      for (int k = 0; k < 4; k++)
+        sums[(n * 8 + 2 * (lane & 3) + (k & 1)) * kManySums + (warp * 2 + j) * kStripColumns + (lane >> 2) + (k >> 1) * 8] = y[j][n][k];
+}
+// The sums of the cluster's CTAs, in order.
+__device__ __forceinline__ float4 all_sums(const ManyArgs& A, const float* at) {
+  float4 part[kManySplits], all{0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+  for (int r = 0; r < kManySplits; r++)
+    if (r < A.splits) part[r] = read_peer(at, r);
+#pragma unroll
+  for (int r = 0; r < kManySplits; r++)
+    if (r < A.splits) all.x += part[r].x, all.y += part[r].y, all.z += part[r].z, all.w += part[r].w;
+  return all;
+}
 // Sums of a tile in registers: to memory, or through the shared memory of the cluster.
 template <int NB>
 __device__ __forceinline__ void write_tile(const ManyArgs& A, const ManyTile& tile, int split, const float* factors, float* sums, int warp,
@@ -283,20 +313,13 @@ __device__ __forceinline__ void write_tile(const ManyArgs& A, const ManyTile& ti
     each(store);
     return;
   }
-  each([&](int token, int column, float v) { sums[token * kManySums + column] = v; });
+  lay_down<NB>(sums, warp, lane, y);
   const int mine = threadIdx.x + split * kManyThreads;  // four sums of a token
   const float4 old = old_residual(A, mine / (kManyColumns / 4), first + mine % (kManyColumns / 4) * 4);
   cluster_barrier();
   for (int i = mine; i < A.tokens * (kManyColumns / 4); i += A.splits * kManyThreads) {
     const int token = i / (kManyColumns / 4), column = i % (kManyColumns / 4) * 4;
-    float4 all{0.f, 0.f, 0.f, 0.f};
-    float4 part[kManySplits];
-#pragma unroll
-    for (int r = 0; r < kManySplits; r++)
-      if (r < A.splits) part[r] = read_peer(sums + token * kManySums + column, r);
-#pragma unroll
-    for (int r = 0; r < kManySplits; r++)
-      if (r < A.splits) all.x += part[r].x, all.y += part[r].y, all.z += part[r].z, all.w += part[r].w;
+    const float4 all = all_sums(A, sums + token * kManySums + column);
     if (A.out)
       store(token, column, all.x), store(token, column + 1, all.y), store(token, column + 2, all.z), store(token, column + 3, all.w);
     else
@@ -305,8 +328,30 @@ __device__ __forceinline__ void write_tile(const ManyArgs& A, const ManyTile& ti
   cluster_barrier();  // nobody leaves while others read
 }
 
+// Gates: both tiles through the shared memory of the cluster.
+template <int NB>
+__device__ __forceinline__ void write_gates(const ManyArgs& A, const ManyTile& tile, int split, const float* factors, float* sums, int warp,
+                                            int lane, const float (&gate)[2][NB][4], const float (&up)[2][NB][4]) {
+  float* const second = sums + NB * 8 * kManySums;
+  lay_down<NB>(sums, warp, lane, gate);
+  lay_down<NB>(second, warp, lane, up);
+  cluster_barrier();
+  const int width = A.part[0].outputs;
+  for (int i = threadIdx.x + split * kManyThreads; i < A.tokens * (kManyColumns / 4); i += A.splits * kManyThreads) {
+    const int token = i / (kManyColumns / 4), inside = i % (kManyColumns / 4) * 4, column = tile.first_strip * kStripColumns + inside;
+    if (column >= width) continue;  // a multiple of four
+    const float4 g = all_sums(A, sums + token * kManySums + inside), u = all_sums(A, second + token * kManySums + inside);
+    const auto one = [&](float a, float b, int k) {
+      const float bias = A.bias ? __ldg(A.bias + column + k) : 0.f, bias_up = A.bias ? __ldg(A.bias + A.part[1].first_column + column + k) : 0.f;
+      return activation(fmaf(a, factors[token], bias), A.activation) * fmaf(b, factors[token], bias_up);
+    };
+    put_input<false>(A.next, token, column, width, {one(g.x, u.x, 0), one(g.y, u.y, 1), one(g.z, u.z, 2), one(g.w, u.w, 3)});
+  }
+  cluster_barrier();  // nobody leaves while others read
+}
+
 // The kernel. multiply(bytes of this warp's items in a stage, item, its steps, tokens of the stage, sums): an item of a warp's two strips.
-template <int NB, class Multiply>
+template <int NB, bool PAIRED, class Multiply>
 __device__ __forceinline__ void run_many(const ManyArgs& A, uint8_t* shared, Multiply multiply) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, split = blockIdx.x;
   uint8_t* const tokens = shared + kManyStages * kManyWeights;
@@ -326,7 +371,6 @@ __device__ __forceinline__ void run_many(const ManyArgs& A, uint8_t* shared, Mul
   const auto* const items = reinterpret_cast<const Item*>(image);
   const auto* const steps = reinterpret_cast<const half2*>(image + image_steps(A.items));
   const ManyTile tile(A, reinterpret_cast<const uint16_t*>(image + image_ends(A.items, A.units)), blockIdx.y, split);
-  const ManyPart& P = A.part[tile.part];
   const ManyStages s{shared,
                      tokens,
                      bars,
@@ -335,48 +379,63 @@ __device__ __forceinline__ void run_many(const ManyArgs& A, uint8_t* shared, Mul
                      many_tokens(NB),
                      NB * 8,
                      warp,
-                     P.data + (tile.first_strip + warp * 2) * P.strip_bytes,
-                     P.strip_bytes,
-                     min(max(tile.live - warp * 2, 0), 2),
-                     A.x + static_cast<size_t>(P.perm) * A.x_perm_stride};
-  const int ahead = min(tile.first_item + kManyStages, tile.end_item);
+                     min(max(tile.live - warp * 2, 0), 2)};
+  const auto part_of = [&](int n) -> const ManyPart& { return A.part[tile.second(n) ? tile.part + 1 : tile.part]; };
+  const auto fetch_weights = [&](int n, int stage) { s.fetch_weights(items[tile.item(n)], part_of(n), tile.first_strip, stage); };
+  const auto fetch_tokens = [&](int n, int stage) {
+    s.fetch_tokens(items[tile.item(n)], A.x + static_cast<size_t>(part_of(n).perm) * A.x_perm_stride, stage);
+  };
+  const int ahead = min(kManyStages, tile.count);
   if (lane == 0)
-    for (int n = tile.first_item; n < ahead; n++) s.fetch_weights(items[n], n - tile.first_item);
+    for (int n = 0; n < ahead; n++) fetch_weights(n, n);
   if (!A.out && threadIdx.x < kManyColumns / 4) touch_constants(A, tile.first_strip * kStripColumns + threadIdx.x * 4);
   pdl_wait();
   if (threadIdx.x == 0)
-    for (int n = tile.first_item; n < ahead; n++) s.fetch_tokens(items[n], n - tile.first_item);
+    for (int n = 0; n < ahead; n++) fetch_tokens(n, n);
   load_factors(A, factors, warp, lane);
   if (A.next_image && threadIdx.x == kManyThreads - 1) prefetch(A.next_image, A.next_image_bytes);
-  float y[2][NB][4] = {};
+  float y[2][NB][4] = {}, gate[2][NB][4];
+  const auto set_aside = [&] {
+#pragma unroll
+    for (int j = 0; j < 2; j++)
+#pragma unroll
+      for (int n = 0; n < NB; n++)
+#pragma unroll
+        for (int k = 0; k < 4; k++) gate[j][n][k] = y[j][n][k], y[j][n][k] = 0.f;
+  };
+  const int gates = tile.end_item - tile.first_item;  // items of the gate
   int stage = 0;
   uint32_t phase = 0;
-  for (int n = tile.first_item; n < tile.end_item; n++) {
-    const Item it = items[n];
+  for (int n = 0; n < tile.count; n++) {
+    const Item it = items[tile.item(n)];
+    if (PAIRED && n == gates) set_aside();
     barrier_wait(s.own_full(stage), phase);
     barrier_wait(s.tokens_full + stage, phase);
     multiply(s.own(stage), it, steps + it.unit0, s.tokens + stage * s.tokens_size, y);
     __syncwarp();
-    if (lane == 0 && n + kManyStages < tile.end_item) {
-      const Item next = items[n + kManyStages];
-      s.fetch_weights(next, stage);
+    if (lane == 0 && n + kManyStages < tile.count) {
+      fetch_weights(n + kManyStages, stage);
       if (count_up(through + stage) == kManyWarps - 1) {
         through[stage] = 0;
-        s.fetch_tokens(next, stage);
+        fetch_tokens(n + kManyStages, stage);
       }
     }
     if (++stage == kManyStages) stage = 0, phase ^= 1;
   }
+  if (PAIRED && tile.count == gates) set_aside();
   __syncthreads();  // nobody reads the stages any more, and the factors are there
-  write_tile<NB>(A, tile, split, factors, reinterpret_cast<float*>(shared), warp, lane, y);
+  if constexpr (PAIRED)
+    write_gates<NB>(A, tile, split, factors, reinterpret_cast<float*>(shared), warp, lane, gate, y);
+  else
+    write_tile<NB>(A, tile, split, factors, reinterpret_cast<float*>(shared), warp, lane, y);
 }
 
-template <int NB>
+template <int NB, bool PAIRED>
 __global__ void __launch_bounds__(kManyThreads, NB == 2 ? 2 : 1) many(const __grid_constant__ ManyArgs A) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint8_t shared[];
   const int lane = threadIdx.x & 31;
-  run_many<NB>(A, shared, [&](const uint8_t* st, const Item& it, const half2* steps, const uint8_t* tokens, float (&y)[2][NB][4]) {
+  run_many<NB, PAIRED>(A, shared, [&](const uint8_t* st, const Item& it, const half2* steps, const uint8_t* tokens, float (&y)[2][NB][4]) {
     multiply_item(st, it, steps, Fragments<NB>(tokens, lane), lane, y);
   });
 #endif

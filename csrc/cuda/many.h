@@ -14,6 +14,8 @@ inline int many_room(int tokens) { return tokens <= kFewTokens ? tokens : (token
 bool many_takes(const GemvArgs& a);
 // Partial squares of a token that a product leaves which adds to the residual; 0: it cannot do that.
 int many_squares(const GemvArgs& a);
+// Whether a product of gate and up, then without out and residual, can write the next product's input itself.
+bool many_pairs(const GemvArgs& a);
 // The part of a blob that its product reads first.
 struct ManyImage {
   const uint8_t* data;

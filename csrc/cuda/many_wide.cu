@@ -45,11 +45,12 @@ struct WarpGroup {
 };
 #endif
 
+template <bool PAIRED>
 __global__ void __launch_bounds__(kManyThreads, 1) many_wide_kernel(const __grid_constant__ ManyArgs A) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(128) uint8_t shared[];
   const int lane = threadIdx.x & 31;
-  run_many<kWideBlocks>(
+  run_many<kWideBlocks, PAIRED>(
       A, shared, [&](const uint8_t* st, const Item& it, const half2* steps, const uint8_t* tokens, float (&y)[2][kWideBlocks][4]) {
         multiply_item(st, it, steps, WarpGroup{shared_address(tokens)}, lane, y);
       });
@@ -73,14 +74,18 @@ bool many_wide_ready() {
 #endif
 }
 
-const char* many_wide_launch(const ManyArgs& a, int tiles, int most_shared, void* stream, bool pdl) {
-  static const cudaError_t ready = [most_shared] {
-    cudaFuncSetAttribute(many_wide_kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-    return cudaFuncSetAttribute(many_wide_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared);
-  }();
+namespace {
+template <bool PAIRED>
+const char* launch(const ManyArgs& a, int tiles, int most_shared, void* stream, bool pdl) {
+  static const cudaError_t ready = cudaFuncSetAttribute(many_wide_kernel<PAIRED>, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared);
   if (ready != cudaSuccess) return cudaGetErrorString(ready);
-  return launch_kernel(many_wide_kernel, dim3(static_cast<unsigned>(a.splits), static_cast<unsigned>(tiles)), kManyThreads,
+  return launch_kernel(many_wide_kernel<PAIRED>, dim3(static_cast<unsigned>(a.splits), static_cast<unsigned>(tiles)), kManyThreads,
                        static_cast<size_t>(many_shared(a, kWideBlocks)), stream, pdl, static_cast<unsigned>(a.splits), a);
+}
+}  // namespace
+
+const char* many_wide_launch(const ManyArgs& a, int tiles, int most_shared, void* stream, bool pdl) {
+  return a.paired ? launch<true>(a, tiles, most_shared, stream, pdl) : launch<false>(a, tiles, most_shared, stream, pdl);
 }
 
 }  // namespace exl2nb

@@ -268,6 +268,7 @@ class Walker {
     if (const char* wrong = normed_product(w, a)) return wrong;
     ready_ = kNothing;
     a.bias = address<float>(w[4]), a.activation = static_cast<int>(w[5]);
+    if (many(a) && many_pairs(a)) return many_launch(a, group(a.tokens), ahead_, stream_, pdl_);
     return many(a) ? wide_gate_up(a, Weight(w[3]).header().N) : gemv_launch(a, kActivation, stream_, pdl_);
   }
   // Both halves to memory, then the gate; so many tokens at a time as a launch takes.
