@@ -10,6 +10,9 @@ from exl2nb.cache.spec import CacheSpec
 from exl2nb.cache.storage import STORAGES
 from exl2nb.core.errors import OptionError
 from exl2nb.core.show import facts
+from exl2nb.ops.large_pages import large_pages
+
+LARGE_BYTES = 2 << 20  # from here on a cache lies in large pages
 
 
 class KVCache:
@@ -30,7 +33,10 @@ class KVCache:
     def __init__(self, spec: CacheSpec, device: str = "cpu") -> None:
         self.spec, self.device = spec, device
         _check_memory(spec, device)
-        memory = torch.zeros(spec.total_bytes, dtype=torch.uint8, device=device)  # one tensor: a GPU gives each its own segments
+        # a step reads from hundreds of places in it: eight requests are a tenth slower in pages of 4 KiB (demo model, 2 cores, 2026-11)
+        memory = large_pages(spec.total_bytes) if device == "cpu" and spec.total_bytes >= LARGE_BYTES else None
+        if memory is None:
+            memory = torch.zeros(spec.total_bytes, dtype=torch.uint8, device=device)  # one tensor: a GPU gives each its own segments
         pieces = memory.split([spec.pool_bytes(mode) for mode in (spec.k_mode, spec.v_mode) for _ in range(spec.num_layers)])
         shape = (spec.num_pages, spec.num_kv_heads, spec.page_size, spec.head_dim)
         self.k = [STORAGES[spec.k_mode].pool(piece, *shape) for piece in pieces[: spec.num_layers]]

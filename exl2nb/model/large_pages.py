@@ -6,31 +6,15 @@ A model that lies in the processor's cache is read anew in every step, and each 
 
 from __future__ import annotations
 
-import mmap
 import os
 from pathlib import Path
 
-import torch
 from torch import Tensor
+
+from exl2nb.ops.large_pages import large_pages
 
 MOST_BYTES = 64 << 20  # of a model's files: what may still lie in a cache
 _PAGE = 2 << 20
-
-
-def large_pages(size: int) -> Tensor | None:
-    """Zeros, uint8 `(size,)`, in memory that the system is asked to give in large pages; None where it knows none.
-
-    What is never written takes no memory.
-    """
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if advice is None or size <= 0:
-        return None
-    memory = mmap.mmap(-1, (size // _PAGE + 2) * _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    try:
-        memory.madvise(advice)
-    except OSError:  # a kernel without them
-        return None
-    return torch.frombuffer(memory, dtype=torch.uint8)[:size]
 
 
 def room_for(directory: str | os.PathLike[str], *, widened: bool) -> Tensor | None:

@@ -1,9 +1,10 @@
+import itertools
 import weakref
 
 import pytest
 import torch
 
-from exl2nb.cache.pool import KVCache
+from exl2nb.cache.pool import LARGE_BYTES, KVCache
 from exl2nb.cache.spec import CacheSpec
 from exl2nb.core.errors import OptionError
 
@@ -69,6 +70,24 @@ def test_copy_page(mode):
     for wrong in (4, -1, True, 1.0):
         with pytest.raises(OptionError, match=r"copy_page: page is .*; expected 0 to 3"):
             cache.copy_page(0, wrong)
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_a_larger_cache_with_and_without_large_pages(large, monkeypatch):
+    """Zeros, one piece of memory, gone when the last pool is."""
+    if not large:
+        monkeypatch.setattr("exl2nb.cache.pool.large_pages", lambda size: None)
+    spec = CacheSpec(3, 2, 64, 20, "fp16")
+    assert spec.total_bytes > LARGE_BYTES
+    cache = KVCache(spec)
+    pools = cache.k + cache.v
+    assert not any(one.any() for one in pools)
+    assert [b.data_ptr() - a.data_ptr() for a, b in itertools.pairwise(pools)] == [pools[0].nbytes] * 5
+    pools[0][3] = 1
+    cache.copy_page(3, 4)
+    assert pools[0][3:5].all()
+    assert not pools[0][5:].any()
+    assert not pools[1].any()
 
 
 @pytest.mark.parametrize(
