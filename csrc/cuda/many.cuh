@@ -6,125 +6,11 @@
 // through with what lay there. What the weights are worth is applied to them in fp16, as unpacking does, so that nothing but products is left
 // per token. sm_90 and later. Bytes: the strips once; 2 * K per token, tile of 256 columns and CTA from L2.
 #pragma once
-#include "blob.h"
 #include "coded.cuh"
-#include "many.h"
-#include "norm.cuh"
-#include "pdl.cuh"
+#include "many_args.cuh"
+#include "many_write.cuh"
 
 namespace exl2nb {
-
-constexpr int kManyStrips = 16, kManyWarps = 8, kManyStages = 2, kManyUnits = kSlot / 256, kManySplits = 8;
-constexpr int kManyThreads = kManyWarps * 32, kManyColumns = kManyStrips * kStripColumns;
-constexpr int kManyWeights = kManyStrips * kSlot;  // of a stage
-// Bytes of the activations of a stage for 8 * NB tokens; up to 16 tokens two CTAs share a multiprocessor.
-EXL2NB_BOTH constexpr int many_tokens(int NB) { return kManyUnits * kUnitRows * NB * 8 * 2; }
-constexpr int kManySums = kManyColumns + 4;  // floats of a token in the tile that a cluster adds up
-static_assert(2 * 16 * kManySums * 4 <= kManyStages * (kManyWeights + many_tokens(2)) &&
-                  2 * kManyTokens * kManySums * 4 <= kManyStages * (kManyWeights + many_tokens(kManyTokens / 8)),
-              "two tiles replace the stages");
-
-struct ManyPart {
-  const uint8_t* data;
-  int strips, first_column, outputs, perm, tiles;
-  int64_t strip_bytes;
-};
-struct ManyArgs {
-  ManyPart part[kMaxParts];
-  const uint8_t* image;
-  int num_parts, items, units, splits, tokens;
-  const half* x;  // in groups of 8 * NB tokens
-  int x_stride, x_perm_stride;
-  const float* bias;
-  float* out;  // [token][column], null: the residual takes the sums, or `paired`
-  int64_t out_stride;
-  // As in GemvArgs: what the outputs are multiplied by; the residual, then the next product's input and partial squares, two of a tile.
-  const float* squares;
-  int squares_count;
-  float inverse_width, eps;
-  float* residual;
-  int residual_stride;
-  float scale;
-  MatrixInput next;
-  const float* next_norm;
-  float* next_squares;
-  // Gate and up in one: the second part's outputs times the activation of the first's, alike in number, into the next product's input.
-  bool paired;
-  int activation;
-  const uint8_t* next_image;  // of the next product, null: unknown
-  int next_image_bytes;
-};
-EXL2NB_BOTH inline int many_image(const ManyArgs& a) { return (image_bytes(a.items, a.units, a.num_parts) + 15) / 16 * 16; }
-// The stages' barriers, the counts of warps that are through, the factors.
-constexpr int kManyBars = kManyStages * (kManyWarps + 1) * 8, kManyFixed = kManyBars + 16 + kManyTokens * 4;
-EXL2NB_BOTH inline int many_shared(const ManyArgs& a, int NB) {
-  return kManyStages * (kManyWeights + many_tokens(NB)) + kManyFixed + many_image(a);
-}
-
-// many_wide.cu: whether this build and this GPU have it; the launch, of any number of tokens up to 64.
-bool many_wide_ready();
-const char* many_wide_launch(const ManyArgs& a, int tiles, int most_shared, void* stream, bool pdl);
-
-#if __CUDA_ARCH__ >= 900
-// Weights pass through the L2 cache once; what every CTA reads first, of this product and the next one, ought to stay there.
-__device__ __forceinline__ void copy_once(void* to, const void* from, uint32_t bytes, uint64_t* b) {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0,1.0;" : "=l"(policy));
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;" ::"r"(
-                   shared_address(to)),
-               "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(policy)
-               : "memory");
-}
-__device__ __forceinline__ uint4 load_kept(const void* from) {
-  uint64_t policy;
-  uint4 v;
-  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0,1.0;" : "=l"(policy));
-  asm volatile("ld.global.nc.L2::cache_hint.v4.u32 {%0,%1,%2,%3},[%4],%5;" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from), "l"(policy));
-  return v;
-}
-__device__ __forceinline__ void prefetch(const void* from, uint32_t bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(from), "r"(bytes) : "memory");
-}
-// One more at a counter in shared memory; what this warp has read is read, and seen by who comes after.
-__device__ __forceinline__ int count_up(int* counter) {
-  int before;
-  asm volatile("atom.acq_rel.cta.shared::cta.add.s32 %0,[%1],1;" : "=r"(before) : "r"(shared_address(counter)) : "memory");
-  return before;
-}
-__device__ __forceinline__ void cluster_barrier() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-__device__ __forceinline__ float4 read_peer(const float* mine, int rank) {
-  uint32_t there;
-  float4 v;
-  asm volatile("mapa.shared::cluster.u32 %0,%1,%2;" : "=r"(there) : "r"(shared_address(mine)), "r"(rank));
-  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3},[%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(there) : "memory");
-  return v;
-}
-#else
-__device__ __forceinline__ void copy_once(void*, const void*, uint32_t, uint64_t*) {}
-__device__ __forceinline__ uint4 load_kept(const void*) { return {}; }
-__device__ __forceinline__ void prefetch(const void*, uint32_t) {}
-__device__ __forceinline__ int count_up(int*) { return 0; }
-__device__ __forceinline__ void cluster_barrier() {}
-__device__ __forceinline__ float4 read_peer(const float*, int) { return {}; }
-#endif
-
-// What a CTA works on: a tile of a part, and the items of its share.
-struct ManyTile {
-  int part, first_strip, live, first_item, end_item, second_item, count;  // second_item: the first one of part 1; count: of both parts
-  __device__ __forceinline__ ManyTile(const ManyArgs& A, const uint16_t* ends, int tile, int split) {
-    part = 0;
-    while (part + 1 < A.num_parts && tile >= A.part[part].tiles) tile -= A.part[part++].tiles;
-    first_strip = tile * kManyStrips, live = min(kManyStrips, A.part[part].strips - first_strip);
-    const int warps = kWarps / A.splits;
-    first_item = ends[part * kEnds + split * warps], end_item = ends[part * kEnds + (split + 1) * warps];
-    second_item = A.paired ? ends[kEnds + split * warps] : 0;
-    count = end_item - first_item + (A.paired ? ends[kEnds + (split + 1) * warps] - second_item : 0);
-  }
-  __device__ __forceinline__ bool second(int n) const { return n >= end_item - first_item; }
-  __device__ __forceinline__ int item(int n) const { return second(n) ? second_item + n - (end_item - first_item) : first_item + n; }
-};
 
 // Two stages of weights, each warp's with a barrier of its own, and of activations, and who fills them.
 struct ManyStages {
@@ -228,128 +114,6 @@ __device__ __forceinline__ void multiply_item(const uint8_t* st, const Item& it,
   }
 }
 
-// What the outputs of each token are multiplied by.
-__device__ __forceinline__ void load_factors(const ManyArgs& A, float* factors, int warp, int lane) {
-  for (int token = warp; token < kManyTokens; token += kManyWarps) {
-    float sum = 0.f;
-    if (A.squares && token < A.tokens)
-      for (int i = lane; i < A.squares_count; i += 32) sum += __ldcg(A.squares + token * A.squares_count + i);
-    const float factor = A.squares ? rsqrtf(warp_sum(sum) * A.inverse_width + A.eps) : 1.f;
-    if (lane == 0) factors[token] = factor;
-  }
-}
-// Into the cache: what add_four reads and no kernel writes.
-__device__ __forceinline__ void touch_constants(const ManyArgs& A, int column) {
-  if (column >= A.part[0].outputs) return;
-  if (A.bias) prefetch_line(A.bias + column);
-  if (A.next_norm) prefetch_line(A.next_norm + column);
-  for (int p = 0; p < A.next.num_perms; p++)
-    if (A.next.inverse[p]) prefetch_line(A.next.inverse[p] + column);
-}
-__device__ __forceinline__ float4 old_residual(const ManyArgs& A, int token, int column) {
-  if (A.out || token >= A.tokens || column >= A.part[0].outputs) return {0.f, 0.f, 0.f, 0.f};
-  return __ldcg(reinterpret_cast<const float4*>(A.residual + static_cast<size_t>(token) * A.residual_stride + column));
-}
-// Four sums are added to a token's residual v; what becomes of it goes to the next product. A warp has 128 neighbouring columns.
-__device__ __forceinline__ void add_four(const ManyArgs& A, int token, int column, float factor, float4 sum, float4 v, int lane) {
-  float squares = 0.f;
-  if (column < A.part[0].outputs) {  // a multiple of four
-    float4 bias{0.f, 0.f, 0.f, 0.f};
-    if (A.bias) bias = {__ldg(A.bias + column), __ldg(A.bias + column + 1), __ldg(A.bias + column + 2), __ldg(A.bias + column + 3)};
-    v.x += A.scale * fmaf(sum.x, factor, bias.x), v.y += A.scale * fmaf(sum.y, factor, bias.y);
-    v.z += A.scale * fmaf(sum.z, factor, bias.z), v.w += A.scale * fmaf(sum.w, factor, bias.w);
-    *reinterpret_cast<float4*>(A.residual + static_cast<size_t>(token) * A.residual_stride + column) = v;
-    squares = square_sum(v, 0.f);
-    const float4 w = __ldg(reinterpret_cast<const float4*>(A.next_norm + column));
-    put_input<false>(A.next, token, column, A.part[0].outputs, {v.x * w.x, v.y * w.y, v.z * w.z, v.w * w.w});
-  }
-  squares = warp_sum(squares);
-  if (lane == 0) A.next_squares[static_cast<size_t>(token) * 2 * gridDim.y + blockIdx.y * 2 + column / 128 % 2] = squares;
-}
-
-// This CTA's sums of a tile in registers into shared memory.
-template <int NB>
-__device__ __forceinline__ void lay_down(float* sums, int warp, int lane, const float (&y)[2][NB][4]) {
-#pragma unroll
-  for (int j = 0; j < 2; j++)
-#pragma unroll
-    for (int n = 0; n < NB; n++)
-#pragma unroll
-      for (int k = 0; k < 4; k++)
-        sums[(n * 8 + 2 * (lane & 3) + (k & 1)) * kManySums + (warp * 2 + j) * kStripColumns + (lane >> 2) + (k >> 1) * 8] = y[j][n][k];
-}
-// The sums of the cluster's CTAs, in order.
-__device__ __forceinline__ float4 all_sums(const ManyArgs& A, const float* at) {
-  float4 part[kManySplits], all{0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-  for (int r = 0; r < kManySplits; r++)
-    if (r < A.splits) part[r] = read_peer(at, r);
-#pragma unroll
-  for (int r = 0; r < kManySplits; r++)
-    if (r < A.splits) all.x += part[r].x, all.y += part[r].y, all.z += part[r].z, all.w += part[r].w;
-  return all;
-}
-// Sums of a tile in registers: to memory, or through the shared memory of the cluster.
-template <int NB>
-__device__ __forceinline__ void write_tile(const ManyArgs& A, const ManyTile& tile, int split, const float* factors, float* sums, int warp,
-                                           int lane, const float (&y)[2][NB][4]) {
-  const ManyPart& P = A.part[tile.part];
-  const int g = lane >> 2, t = lane & 3, first = tile.first_strip * kStripColumns;
-  const auto each = [&](auto put) {
-#pragma unroll
-    for (int j = 0; j < 2; j++)
-#pragma unroll
-      for (int n = 0; n < NB; n++)
-#pragma unroll
-        for (int k = 0; k < 4; k++) put(n * 8 + 2 * t + (k & 1), (warp * 2 + j) * kStripColumns + g + (k >> 1) * 8, y[j][n][k]);
-  };
-  const auto store = [&](int token, int column, float v) {
-    if (token < A.tokens && first + column < P.outputs) {
-      const int at = P.first_column + first + column;
-      A.out[token * A.out_stride + at] = v * factors[token] + (A.bias ? __ldg(A.bias + at) : 0.f);
-    }
-  };
-  if (A.splits == 1 && A.out) {
-    each(store);
-    return;
-  }
-  lay_down<NB>(sums, warp, lane, y);
-  const int mine = threadIdx.x + split * kManyThreads;  // four sums of a token
-  const float4 old = old_residual(A, mine / (kManyColumns / 4), first + mine % (kManyColumns / 4) * 4);
-  cluster_barrier();
-  for (int i = mine; i < A.tokens * (kManyColumns / 4); i += A.splits * kManyThreads) {
-    const int token = i / (kManyColumns / 4), column = i % (kManyColumns / 4) * 4;
-    const float4 all = all_sums(A, sums + token * kManySums + column);
-    if (A.out)
-      store(token, column, all.x), store(token, column + 1, all.y), store(token, column + 2, all.z), store(token, column + 3, all.w);
-    else
-      add_four(A, token, first + column, factors[token], all, i < mine + A.splits * kManyThreads ? old : old_residual(A, token, first + column), lane);
-  }
-  cluster_barrier();  // nobody leaves while others read
-}
-
-// Gates: both tiles through the shared memory of the cluster.
-template <int NB>
-__device__ __forceinline__ void write_gates(const ManyArgs& A, const ManyTile& tile, int split, const float* factors, float* sums, int warp,
-                                            int lane, const float (&gate)[2][NB][4], const float (&up)[2][NB][4]) {
-  float* const second = sums + NB * 8 * kManySums;
-  lay_down<NB>(sums, warp, lane, gate);
-  lay_down<NB>(second, warp, lane, up);
-  cluster_barrier();
-  const int width = A.part[0].outputs;
-  for (int i = threadIdx.x + split * kManyThreads; i < A.tokens * (kManyColumns / 4); i += A.splits * kManyThreads) {
-    const int token = i / (kManyColumns / 4), inside = i % (kManyColumns / 4) * 4, column = tile.first_strip * kStripColumns + inside;
-    if (column >= width) continue;  // a multiple of four
-    const float4 g = all_sums(A, sums + token * kManySums + inside), u = all_sums(A, second + token * kManySums + inside);
-    const auto one = [&](float a, float b, int k) {
-      const float bias = A.bias ? __ldg(A.bias + column + k) : 0.f, bias_up = A.bias ? __ldg(A.bias + A.part[1].first_column + column + k) : 0.f;
-      return activation(fmaf(a, factors[token], bias), A.activation) * fmaf(b, factors[token], bias_up);
-    };
-    put_input<false>(A.next, token, column, width, {one(g.x, u.x, 0), one(g.y, u.y, 1), one(g.z, u.z, 2), one(g.w, u.w, 3)});
-  }
-  cluster_barrier();  // nobody leaves while others read
-}
-
 // The kernel. multiply(bytes of this warp's items in a stage, item, its steps, tokens of the stage, sums): an item of a warp's two strips.
 template <int NB, bool PAIRED, class Multiply>
 __device__ __forceinline__ void run_many(const ManyArgs& A, uint8_t* shared, Multiply multiply) {
@@ -413,11 +177,14 @@ __device__ __forceinline__ void run_many(const ManyArgs& A, uint8_t* shared, Mul
     barrier_wait(s.tokens_full + stage, phase);
     multiply(s.own(stage), it, steps + it.unit0, s.tokens + stage * s.tokens_size, y);
     __syncwarp();
-    if (lane == 0 && n + kManyStages < tile.count) {
-      fetch_weights(n + kManyStages, stage);
-      if (count_up(through + stage) == kManyWarps - 1) {
-        through[stage] = 0;
-        fetch_tokens(n + kManyStages, stage);
+    if (n + kManyStages < tile.count) {
+      int before = 0;
+      if (lane == 0) fetch_weights(n + kManyStages, stage), before = count_up(through + stage);
+      if (__shfl_sync(~0u, before, 0) == kManyWarps - 1) {
+        all_through(stage);
+        if (lane == 0) through[stage] = 0, fetch_tokens(n + kManyStages, stage);
+      } else {
+        one_through(stage);
       }
     }
     if (++stage == kManyStages) stage = 0, phase ^= 1;
