@@ -14,6 +14,8 @@ namespace exl2nb {
 
 class Together;
 
+constexpr int64_t kMostAhead = 32;  // tokens of a step, and rows of logits
+
 struct AheadStep {
   const int64_t* code;
   int64_t words, lanes;

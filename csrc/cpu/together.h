@@ -9,7 +9,7 @@
 
 namespace exl2nb {
 
-constexpr int64_t kMostTogether = 32;  // tokens, and rows of logits
+constexpr int64_t kMostTogether = 64;  // tokens, and rows of logits
 
 // Tokens to be drawn from the logits: a row of `settings` for each of theirs. out: rows of 4 + 2 * top numbers, or null for no draw.
 struct Draws {

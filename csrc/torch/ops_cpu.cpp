@@ -14,7 +14,6 @@
 #include "../cpu/engine.h"
 #include "../cpu/parallel.h"
 #include "../cpu/step.h"
-#include "../cpu/together.h"
 #include "../format/program.h"
 #include "check.h"
 
@@ -329,8 +328,8 @@ std::tuple<Tensor, Tensor> draw_ahead_cpu(const Tensor& program, const Tensor& i
   int64_t vocab = 0;
   check_text(op, check_step(step->code, step->words, b, vocab));
   const int64_t known = step->code[kHeaderWords + 3];
-  STD_TORCH_CHECK(b.T <= kMostTogether && b.R >= 1 && b.R <= kMostTogether, op, ": the step has ", b.T, " tokens and ", b.R,
-                  " rows of logits; expected at least one and at most ", kMostTogether);
+  STD_TORCH_CHECK(b.T <= kMostAhead && b.R >= 1 && b.R <= kMostAhead, op, ": the step has ", b.T, " tokens and ", b.R,
+                  " rows of logits; expected at least one and at most ", kMostAhead);
   STD_TORCH_CHECK(vocab <= known, op, ": the model draws from ", vocab, " ids; expected at most the ", known, " that it has embeddings of");
   STD_TORCH_CHECK(top >= 0 && top <= vocab, op, ": top is ", top, "; expected 0 to ", vocab, ", the columns of logits");
   for (int64_t at = kHeaderWords; at < step->words; at += kWords[step->code[at]])

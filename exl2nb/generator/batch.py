@@ -29,13 +29,14 @@ class BatchBuilder:
     def __init__(self, *, max_tokens: int, max_sequences: int, max_pages: int, page_size: int, switches: bool = False) -> None:
         self._long = np.ones(max_sequences, np.int32) if switches else None
         self._page_size, self._max_pages = page_size, max_pages
-        self._ids, self._positions, self._slots, self._rows, self._feed = (np.zeros(max_tokens, np.int32) for _ in range(5))
-        # of sequences that decode: where the page that is written begins in the text, its first slot, and how far into it they are
-        self._firsts, self._page_slots, self._offsets = (np.zeros(max_sequences, np.int32) for _ in range(3))
+        self._ids, self._rows, self._feed = (np.zeros(max_tokens, np.int32) for _ in range(3))
+        # of sequences that decode: where the page that is written begins in the text, its first slot; _offsets: how far into it they are
+        self._firsts, self._page_slots = (np.zeros(max_sequences, np.int32) for _ in range(2))
         self._ones = (1,) * max_sequences
+        self._growing = np.zeros((4, max(max_tokens, max_sequences)), np.int32)  # what is one more in every step of decoding
+        self._positions, self._slots, self._offsets, self._lens = self._growing
         self._table = np.zeros(max_sequences * max_pages, np.int32)
         self._bounds = np.zeros(max_sequences + 1, np.int32)
-        self._lens = np.zeros(max_sequences, np.int32)
         self._batches: dict[tuple[int, int, int, int], Batch] = {}
         self._last: tuple[object, ...] = ()  # the sequences of the last step
         self._changes, self._width, self._decoding, self._fed = -1, 0, False, False
@@ -80,6 +81,13 @@ class BatchBuilder:
     def _write_decodes(self, sequences: Sequence[Any], starts: Sequence[int], feeds: Sequence[bool], *, moved: bool) -> None:
         """`_write` where each sequence has one token, which wants logits. moved: other sequences, or other pages, than in the last step."""
         count, size = len(sequences), self._page_size
+        if not moved and False not in feeds:  # what is fed goes on by one token
+            growing = self._growing[:, :count]
+            growing += 1
+            if np.maximum.reduce(self._offsets[:count]) < size:
+                if not self._fed:
+                    self._ids[:count] = 0
+                return
         if False in feeds:
             self._ids[:count] = [0 if feed else sequence.ids[start] for sequence, start, feed in zip(sequences, starts, feeds)]
         else:
