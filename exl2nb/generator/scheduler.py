@@ -12,7 +12,7 @@ from exl2nb.generator.sequence import Sequence
 STEP_S = 0.15  # a step of prompt tokens alone is sized to take about this long, so that cancelling is quick on a slow machine
 BESIDE_S = 0.05  # and one beside decodes, so that their text keeps coming
 MIN_CHUNK, MAX_CHUNK = 32, 512  # prompt tokens per step
-GPU_SHARE = 1024  # of one prompt, on a GPU, which would rather read few prompts at a time than a little of many
+GPU_SHARE = 1024  # of one prompt, and of a step, on a GPU: what a step costs whatever is in it would else leave little for prompts
 SHORT = "short"  # salt of the pages of sequences up to the switch
 
 
@@ -119,7 +119,7 @@ class Scheduler:
             fitting = max(self._fitting(STEP_S), self.chunk // 2)  # a first step also loads kernels: once is no reason to halve it twice
             if seconds < STEP_S:
                 fitting = max(fitting, self.chunk)  # a short prompt that was quick says nothing against long ones
-            self.chunk = max(MIN_CHUNK, min(self.max_chunk, fitting // MIN_CHUNK * MIN_CHUNK, 2 * self.chunk))
+            self.chunk = max(self.share, min(self.max_chunk, fitting // MIN_CHUNK * MIN_CHUNK, 2 * self.chunk))
 
     def preempt(self, sequence: Sequence) -> None:
         """Send a running sequence back to the queue; what it has computed stays known until its pages are needed."""
@@ -276,7 +276,7 @@ class Scheduler:
         return bool(held)
 
     def _budget(self, beside: bool) -> int:
-        return max(MIN_CHUNK, min(self.chunk, self._fitting(BESIDE_S))) if beside and self._speed else self.chunk
+        return max(self.share, min(self.chunk, self._fitting(BESIDE_S))) if beside and self._speed else self.chunk
 
     def _fitting(self, seconds: float) -> int:
         return int(self._speed * seconds) // MIN_CHUNK * MIN_CHUNK
