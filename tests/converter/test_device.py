@@ -13,8 +13,8 @@ def usable(monkeypatch):
     """A machine with a GPU that can be used, or without one."""
 
     def set_to(found: bool):
-        problem = "" if found else "no driver"
-        monkeypatch.setattr(module, "libraries", lambda: type("Found", (), {"cuda_problem": problem}))
+        best = "cuda" if found else "cpu"
+        monkeypatch.setattr(module, "libraries", lambda: type("Found", (), {"best_device": lambda self: best})())
         monkeypatch.setattr(torch.cuda, "is_available", lambda: found)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: int(found))
 
