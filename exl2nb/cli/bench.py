@@ -61,24 +61,26 @@ def measure(llm: LLM, *, batch: int, context: int, tokens: int, rounds: int) -> 
     options: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
     llm.cache.reuse = False
     llm.generate([3 + i % (vocab - 3) for i in range(min(context, 64))], max_tokens=WARM_UP, **options)
-    prefill, decode = [], []
+    prefill, decode, early = [], [], 0
     for number in range(rounds + 1):
         prompts = [[3 + (number * 997 + b * 31 + i * 7) % (vocab - 3) for i in range(context)] for b in range(batch)]
         begun = time.perf_counter()
         handles = [llm.stream(prompt, max_tokens=tokens + spare(batch) + 1, **options) for prompt in prompts]
-        first = _drain(handles, 1)
+        first, _ = _drain(handles, 1)
         for handle in handles:  # what texts whose prompts came first have written meanwhile counts for nobody
             while handle.poll() is not None:
                 pass
         start = time.perf_counter()
-        last = _drain(handles, tokens)
+        last, written = _drain(handles, tokens)
         for handle in handles:
             handle.cancel()
         for handle in handles:
             handle.result()
         if number:  # the first round warms up
             prefill.append(batch * context / (first - begun))
-            decode.append(batch * tokens / (last - start))
+            decode.append(written / (last - start))
+            if written < batch * tokens:  # a text that ends leaves fewer beside the others, whose steps are quicker
+                early += 1
     speed = statistics.median(decode)
     step, moe = batch / speed, llm.config.moe
     return {
@@ -89,6 +91,7 @@ def measure(llm: LLM, *, batch: int, context: int, tokens: int, rounds: int) -> 
         "bytes_per_token": llm.model.bytes_per_token,
         **({} if moe is None else {"experts_per_token": f"{moe.top_k} of {moe.num_experts}"}),
         "gb_s": round(llm.model.bytes_per_token / step / 1e9, 1),
+        **({"rounds_in_which_texts_ended_early": early} if early else {}),
     }
 
 
@@ -97,8 +100,9 @@ def spare(batch: int) -> int:
     return 0 if batch == 1 else 4 * batch
 
 
-def _drain(handles: list[Any], count: int) -> float:
-    """Take `count` more tokens of every handle; the time when the last of them came."""
+def _drain(handles: list[Any], count: int) -> tuple[float, int]:
+    """Take `count` more tokens of every handle: the time when the last one came, and how many came, fewer where a text has ended."""
+    taken = 0
     for handle in handles:
         left = count
         while left > 0:
@@ -106,4 +110,5 @@ def _drain(handles: list[Any], count: int) -> float:
             if chunk is None:
                 break
             left -= len(chunk.tokens)
-    return time.perf_counter()
+        taken += count - max(left, 0)
+    return time.perf_counter(), taken
