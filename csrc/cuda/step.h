@@ -3,8 +3,8 @@
 // Where the program is the common one (RMS norms before, none after), a layer is five kernels: QKV, attention, O, gate/up, down. The
 // kernel that adds to the residual also writes the next matrix's input, times the norm's weights but not yet divided by the root mean
 // square; the next one multiplies its outputs by that. A LayerNorm, and a norm behind attention or MLP, need the whole row first: for few
-// tokens every CTA of the next product makes it (norm.cuh), for more a small kernel in between. Experts: moe.h. More than eight tokens:
-// many.h, whose products only store, so that kernels in between add to the residual, make the norms and the gates.
+// tokens every CTA of the next product makes it (norm.cuh), for more a small kernel in between. Experts: moe.h. More than eight tokens,
+// where every product takes them: many.h, the same five kernels; but the last norm, and norms of other kinds, are kernels of their own.
 // A blob's word is the address of a host copy of its head: int64 address on the device, then header and parts (blob.h).
 #pragma once
 #include <cstddef>
