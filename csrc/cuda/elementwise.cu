@@ -19,9 +19,7 @@ __device__ __forceinline__ void touch(const MatrixInput& next, int i) {
 }
 // The row's norm into row `token` of a matrix's input.
 __device__ __forceinline__ void normed(Row& row, const NormArgs& n, const float* tail, int token, const MatrixInput& next, RowSums& sums) {
-  row.norm<true>(n, tail, sums, [&](int i, float4 v) {
-    put_input<true>(next, token, i, n.width, v);
-  });
+  row.norm<true>(n, tail, sums, [&](int i, float4 v) { put_input<true>(next, token, i, n.width, v); });
 }
 
 __global__ void __launch_bounds__(kRowThreads) embed_kernel(const __grid_constant__ EmbedArgs a) {

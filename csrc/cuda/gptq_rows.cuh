@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads) round_coupled(const float* w, const 
                                                           const float* spread, int B, Chosen to, float4* pushes, bool staged) {
   extern __shared__ float own_blocks[];
   __shared__ float4 pushed[kThreads / 32][32];  // of the warp that is being looked at
-  __shared__ int done[kThreads / 32];  // turns that a warp has finished; read and written by atomics while others wait
+  __shared__ int done[kThreads / 32];           // turns that a warp has finished; read and written by atomics while others wait
   const int p = blockIdx.y, m = threadIdx.x, warp = m >> 5, lane = m & 31;
   const int a = step.first[p], e = a + step.rows[p], bits = step.bits[p];
   if (a == e) return;

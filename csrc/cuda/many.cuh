@@ -2,9 +2,9 @@
 //
 // A CTA owns sixteen neighbouring strips, two a warp, over a share of the rows; the CTAs of a cluster share the rows and add their sums in
 // order, so there are no atomics on numbers. A warp copies its own items into two stages of shared memory, item by item; the activations
-// that meet an item, for all warps and in one piece since they lie in groups (fragment.cuh), are copied by whichever warp was the last to be
-// through with what lay there. What the weights are worth is applied to them in fp16, as unpacking does, so that nothing but products is left
-// per token. sm_90 and later. Bytes: the strips once; 2 * K per token, tile of 256 columns and CTA from L2.
+// that meet an item, for all warps and in one piece since they lie in groups (fragment.cuh), are copied by whichever warp was the last to
+// be through with what lay there. What the weights are worth is applied to them in fp16, as unpacking does, so that nothing but products is
+// left per token. sm_90 and later. Bytes: the strips once; 2 * K per token, tile of 256 columns and CTA from L2.
 #pragma once
 #include "coded.cuh"
 #include "many_args.cuh"
@@ -129,21 +129,13 @@ __device__ __forceinline__ void run_many(const ManyArgs& A, uint8_t* shared, Mul
     barrier_fence();
     if (threadIdx.x < kManyStages) through[threadIdx.x] = 0;
   }
-  for (int i = threadIdx.x; i < many_image(A) / 16; i += kManyThreads)
-    reinterpret_cast<uint4*>(image)[i] = load_kept(A.image + i * 16);
+  for (int i = threadIdx.x; i < many_image(A) / 16; i += kManyThreads) reinterpret_cast<uint4*>(image)[i] = load_kept(A.image + i * 16);
   __syncthreads();
   const auto* const items = reinterpret_cast<const Item*>(image);
   const auto* const steps = reinterpret_cast<const half2*>(image + image_steps(A.items));
   const ManyTile tile(A, reinterpret_cast<const uint16_t*>(image + image_ends(A.items, A.units)), blockIdx.y, split);
-  const ManyStages s{shared,
-                     tokens,
-                     bars,
-                     bars + kManyStages * kManyWarps,
-                     through,
-                     many_tokens(NB),
-                     NB * 8,
-                     warp,
-                     min(max(tile.live - warp * 2, 0), 2)};
+  const ManyStages s{shared,          tokens, bars, bars + kManyStages * kManyWarps,     through,
+                     many_tokens(NB), NB * 8, warp, min(max(tile.live - warp * 2, 0), 2)};
   const auto part_of = [&](int n) -> const ManyPart& { return A.part[tile.second(n) ? tile.part + 1 : tile.part]; };
   const auto fetch_weights = [&](int n, int stage) { s.fetch_weights(items[tile.item(n)], part_of(n), tile.first_strip, stage); };
   const auto fetch_tokens = [&](int n, int stage) {

@@ -9,7 +9,9 @@ constexpr int kManyTokens = 64;         // of a launch
 
 // How the inputs of so many tokens, more than kFewTokens, are grouped (fragment.cuh), and for how many there must be room.
 inline int many_group(int tokens) { return tokens <= 16 ? 16 : tokens <= 32 ? 32 : kManyTokens; }
-inline int many_room(int tokens) { return tokens <= kFewTokens ? tokens : (tokens + many_group(tokens) - 1) / many_group(tokens) * many_group(tokens); }
+inline int many_room(int tokens) {
+  return tokens <= kFewTokens ? tokens : (tokens + many_group(tokens) - 1) / many_group(tokens) * many_group(tokens);
+}
 // Whether many_launch does the product of `a` on this GPU.
 bool many_takes(const GemvArgs& a);
 // Partial squares of a token that a product leaves which adds to the residual; 0: it cannot do that.
@@ -21,8 +23,8 @@ struct ManyImage {
   const uint8_t* data;
   int bytes;
 };
-// out = x times the matrix, plus bias; or, without out, the residual += that, as GemvArgs says. x lies in groups of `group`. next: of the product
-// after this one, or empty.
+// out = x times the matrix, plus bias; or, without out, the residual += that, as GemvArgs says. x lies in groups of `group`. next: of the
+// product after this one, or empty.
 const char* many_launch(const GemvArgs& a, int group, ManyImage next, cudaStream_t stream, bool pdl);
 
 }  // namespace exl2nb

@@ -99,7 +99,8 @@ __device__ __forceinline__ void write_tile(const ManyArgs& A, const ManyTile& ti
     if (A.out)
       store(token, column, all.x), store(token, column + 1, all.y), store(token, column + 2, all.z), store(token, column + 3, all.w);
     else
-      add_four(A, token, first + column, factors[token], all, i < mine + A.splits * kManyThreads ? old : old_residual(A, token, first + column), lane);
+      add_four(A, token, first + column, factors[token], all,
+               i < mine + A.splits * kManyThreads ? old : old_residual(A, token, first + column), lane);
   }
   cluster_barrier();  // nobody leaves while others read
 }
@@ -118,7 +119,8 @@ __device__ __forceinline__ void write_gates(const ManyArgs& A, const ManyTile& t
     if (column >= width) continue;  // a multiple of four
     const float4 g = all_sums(A, sums + token * kManySums + inside), u = all_sums(A, second + token * kManySums + inside);
     const auto one = [&](float a, float b, int k) {
-      const float bias = A.bias ? __ldg(A.bias + column + k) : 0.f, bias_up = A.bias ? __ldg(A.bias + A.part[1].first_column + column + k) : 0.f;
+      const float bias = A.bias ? __ldg(A.bias + column + k) : 0.f,
+                  bias_up = A.bias ? __ldg(A.bias + A.part[1].first_column + column + k) : 0.f;
       return activation(fmaf(a, factors[token], bias), A.activation) * fmaf(b, factors[token], bias_up);
     };
     put_input<false>(A.next, token, column, width, {one(g.x, u.x, 0), one(g.y, u.y, 1), one(g.z, u.z, 2), one(g.w, u.w, 3)});

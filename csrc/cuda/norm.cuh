@@ -187,8 +187,8 @@ struct Row {
   }
 };
 
-// Numbers i to i + 3 of a token's normed row into the inputs of a matrix: x is the first copy's, perm_stride halves between the copies; group:
-// see fragment.cuh.
+// Numbers i to i + 3 of a token's normed row into the inputs of a matrix: x is the first copy's, perm_stride halves between the copies;
+// group: see fragment.cuh.
 template <bool ANY>
 __device__ __forceinline__ void put_input(half* x, int perm_stride, int num_perms, const int* const* inverse, int i, int width, float4 r,
                                           int group = 0) {

@@ -169,7 +169,9 @@ class Walker {
   }
 
   // A product that only writes its sums.
-  const char* store(const GemvArgs& a) { return many(a) ? many_launch(a, group(a.tokens), ahead_, stream_, pdl_) : gemv_launch(a, kStore, stream_, pdl_); }
+  const char* store(const GemvArgs& a) {
+    return many(a) ? many_launch(a, group(a.tokens), ahead_, stream_, pdl_) : gemv_launch(a, kStore, stream_, pdl_);
+  }
 
   const char* qkv(const int64_t* w) {
     GemvArgs a;

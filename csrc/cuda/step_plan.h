@@ -36,7 +36,9 @@ struct Layout {
   size_t residual[2], normed, qkv, act[2], sum, wide, squares, attention, routed, bytes, attention_bytes;
 };
 
-inline size_t input_bytes(const Weight& w, int tokens) { return static_cast<size_t>(w.perms()) * input_stride(w.header()) * many_room(tokens) * 2; }
+inline size_t input_bytes(const Weight& w, int tokens) {
+  return static_cast<size_t>(w.perms()) * input_stride(w.header()) * many_room(tokens) * 2;
+}
 
 // The op after `w` that reads what lies in buffer `side`.
 inline const int64_t* reader(const int64_t* w, const int64_t* end, int64_t side) {
