@@ -162,8 +162,9 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::others(int64_t token, int
   if (to.out) to.out[token * p.a.cache.num_heads * D + feature] = x;
   for (int copy = 1; copy < to.num_perms; copy++) {
     const int stored = to.inverse[copy] ? to.inverse[copy][feature] : feature;
-    static_cast<half*>(to.x)[static_cast<int64_t>(copy) * to.x_perm_stride + token_place(to.group, to.x_stride, token) +
-                             row_place(to.group, stored)] = saturated(x);
+    static_cast<half*>(
+        to.x)[static_cast<int64_t>(copy) * to.x_perm_stride + token_place(to.group, to.x_stride, token) + row_place(to.group, stored)] =
+        saturated(x);
   }
 }
 
