@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from exl2nb.cli.console import Console
 from exl2nb.cli.models import add_cache_option, locate
+from exl2nb.core.errors import OptionError
 
 if TYPE_CHECKING:
     from exl2nb.llm import LLM
@@ -56,6 +57,9 @@ def measure(llm: LLM, *, batch: int, context: int, tokens: int, rounds: int) -> 
         Medians over the rounds: prefill_tok_s, decode_tok_s (all sequences together, from where each of them has begun), decode_ms (a
         step), and gb_s, the weights' bytes a step reads over its time. Warm-up is excluded. weight_bytes: what is loaded;
         bytes_per_token: what decoding one token reads of it, of a mixture's experts those that it visits.
+
+    Raises:
+        OptionError: the texts are so short that some ended before all had begun, in every round.
     """
     vocab = llm.config.vocab_size
     options: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
@@ -67,20 +71,24 @@ def measure(llm: LLM, *, batch: int, context: int, tokens: int, rounds: int) -> 
         begun = time.perf_counter()
         handles = [llm.stream(prompt, max_tokens=tokens + spare(batch) + 1, **options) for prompt in prompts]
         first, _ = _drain(handles, 1)
-        for handle in handles:  # what texts whose prompts came first have written meanwhile counts for nobody
-            while handle.poll() is not None:
-                pass
+        if batch > 1:
+            for handle in handles:  # what texts whose prompts came first have written meanwhile counts for nobody
+                while handle.poll() is not None:
+                    pass
         start = time.perf_counter()
         last, written = _drain(handles, tokens)
         for handle in handles:
             handle.cancel()
         for handle in handles:
             handle.result()
-        if number:  # the first round warms up
+        if number and written:  # the first round warms up
             prefill.append(batch * context / (first - begun))
             decode.append(written / (last - start))
             if written < batch * tokens:  # a text that ends leaves fewer beside the others, whose steps are quicker
                 early += 1
+    if not decode:
+        msg = f"{batch} texts of {tokens + spare(batch) + 1} tokens ended before all of them had begun: nothing to time; give more --tokens"
+        raise OptionError(msg)
     speed = statistics.median(decode)
     step, moe = batch / speed, llm.config.moe
     return {
