@@ -1,7 +1,5 @@
 #include "ahead.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <cmath>
 #include <deque>
@@ -10,6 +8,7 @@
 #include <thread>
 
 #include "../format/program.h"
+#include "of_process.h"
 #include "parallel.h"
 #include "together.h"
 
@@ -97,27 +96,12 @@ class Driver {
   bool started_ = false;
 };
 
-// Never destroyed: its thread may be asleep in it when the process ends. A forked child has no such thread, so it starts with another one.
-std::atomic<Driver*> driver{nullptr};
-
-Driver& the_driver() {
-  static const int forked = pthread_atfork(nullptr, nullptr, [] { driver.store(new Driver); });
-  (void)forked;
-  Driver* found = driver.load();
-  if (!found) {
-    auto* made = new Driver;
-    if (driver.compare_exchange_strong(found, made)) return *made;
-    delete made;
-  }
-  return *found;
-}
-
 }  // namespace
 
-void launch_ahead(std::shared_ptr<AheadStep> step) { the_driver().launch(std::move(step)); }
+void launch_ahead(std::shared_ptr<AheadStep> step) { of_process<Driver>().launch(std::move(step)); }
 
 void join_ahead(const double* drawn) {
-  const std::shared_ptr<AheadStep> step = the_driver().find(drawn);
+  const std::shared_ptr<AheadStep> step = of_process<Driver>().find(drawn);
   if (!step) return;
   wait_for_change(step->state, 0);
   const bool first = !step->joined.exchange(true);

@@ -6,7 +6,6 @@
 // late finds no ticket.
 #include "parallel.h"
 
-#include <pthread.h>
 #include <sched.h>
 
 #include <mutex>
@@ -16,6 +15,8 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+
+#include "of_process.h"
 
 namespace exl2nb {
 namespace {
@@ -85,27 +86,12 @@ class Pool {
   std::atomic<int> asleep_{0};
 };
 
-// Never destroyed: helpers may be asleep in it when the process ends. A forked child has no helpers, so it starts with a pool of its own.
-std::atomic<Pool*> pool{nullptr};
-
-Pool& the_pool() {
-  static const int forked = pthread_atfork(nullptr, nullptr, [] { pool.store(new Pool); });
-  (void)forked;
-  Pool* found = pool.load();
-  if (!found) {
-    auto* made = new Pool;
-    if (pool.compare_exchange_strong(found, made)) return *made;
-    delete made;
-  }
-  return *found;
-}
-
 }  // namespace
 
 void wait_a_little(int spins) { spins < kSpins ? pause() : void(sched_yield()); }
 
 void run_on_threads(int64_t threads, void (*body)(void*), void* context) {
-  if (threads < 2 || !the_pool().run(threads - 1, body, context)) body(context);
+  if (threads < 2 || !of_process<Pool>().run(threads - 1, body, context)) body(context);
 }
 
 }  // namespace exl2nb

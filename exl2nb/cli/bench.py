@@ -57,6 +57,7 @@ def measure(llm: LLM, *, batch: int, context: int, tokens: int, rounds: int) -> 
         Medians over the rounds: prefill_tok_s, decode_tok_s (all sequences together, from where each of them has begun), decode_ms (a
         step), and gb_s, the weights' bytes a step reads over its time. Warm-up is excluded. weight_bytes: what is loaded;
         bytes_per_token: what decoding one token reads of it, of a mixture's experts those that it visits.
+        rounds_in_which_texts_ended_early: where there were any; fewer texts beside the others make steps quicker.
 
     Raises:
         OptionError: the texts are so short that some ended before all had begun, in every round.

@@ -18,30 +18,15 @@ MOST_ROWS = 32
 """Tokens of a step at most."""
 
 
-def _draw_ahead(
-    program: Tensor,
-    ids: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    block_table: Tensor,
-    cu_seqlens: Tensor,
-    context_lens: Tensor,
-    logit_rows: Tensor,
-    k_pools: list[Tensor],
-    v_pools: list[Tensor],
-    settings: Tensor,
-    top: int,
-    feed: Tensor | None,
-    previous: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _draw_ahead(program: Tensor, ids: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    *batch, settings, top, feed, previous = arguments  # batch: as `decode_step` takes it
     check(len(ids) <= MOST_ROWS, "draw_ahead", "tokens", len(ids), f"at most {MOST_ROWS}")
     check((feed is None) == (previous is None), "draw_ahead", "feed and previous", "one of them", "both or none")
     if feed is not None and previous is not None:
         check(bool((feed < len(previous)).all()), "draw_ahead", "feed", feed.tolist(), f"-1 to {len(previous) - 1}")
         drawn = previous[:, 0].clamp(min=0).to(torch.int32)
         ids = torch.where(feed >= 0, drawn[feed.clamp(min=0).long()], ids)
-    step = REFERENCES["decode_step"]
-    logits = step(program, ids, positions, slots, block_table, cu_seqlens, context_lens, logit_rows, k_pools, v_pools)
+    logits = REFERENCES["decode_step"](program, ids, *batch)
     return REFERENCES["draw_rows"](logits, settings, None, top), logits
 
 
