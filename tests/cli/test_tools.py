@@ -183,7 +183,7 @@ def test_bench_measures_what_reaches_python(capsys):
     from exl2nb.cli import main
 
     code = main(
-        ["bench", "demo", "--device", "cpu", "--batch", "2", "--context", "16", "--tokens", "8", "--rounds", "1", "--json", "--quiet"]
+        ["bench", "demo", "--device", "cpu", "--batch", "2", "--context", "16", "--tokens", "8", "--rounds", "3", "--json", "--quiet"]
     )
     found = json.loads(capsys.readouterr().out)
     assert code == 0
@@ -191,3 +191,34 @@ def test_bench_measures_what_reaches_python(capsys):
     assert found["decode_tok_s"] > 0 and found["prefill_tok_s"] > 0
     assert abs(found["decode_ms"] - 2e3 / found["decode_tok_s"]) < 0.01
     assert main(["bench", "demo", "--batch", "0"]) != 0
+
+
+def test_bench_has_nothing_to_time_where_texts_end_first():
+    """Every text is over before all have begun: no figure is made up."""
+    import types
+
+    from exl2nb.cli.bench import measure
+    from exl2nb.core.errors import OptionError
+
+    class Text:
+        """A text of one token."""
+
+        cancel = result = bool
+
+        def __init__(self):
+            self.chunks = [types.SimpleNamespace(tokens=[1])]
+
+        def poll(self):
+            return self.chunks.pop() if self.chunks else None
+
+        def __next__(self):
+            if (chunk := self.poll()) is None:
+                raise StopIteration
+            return chunk
+
+    llm = types.SimpleNamespace(
+        config=types.SimpleNamespace(vocab_size=100, moe=None), cache=types.SimpleNamespace(reuse=True), generate=lambda *_, **__: None,
+        stream=lambda *_, **__: Text(),
+    )  # fmt: skip
+    with pytest.raises(OptionError, match="give more --tokens"):
+        measure(llm, batch=2, context=4, tokens=3, rounds=2)

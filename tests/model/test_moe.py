@@ -71,7 +71,7 @@ def test_bench_reports_the_bytes_of_visited_experts(tmp_path, capsys):
     """What `bench` says a token reads: everything but the embedding and the experts that the routed layers report it did not visit."""
     directory = write_exl2(write("qwen2_moe", build_wide("qwen2_moe"), tmp_path / "dense"), tmp_path / "exl2", widths=(4,))
     write_tokenizer(directory)
-    words = ["bench", str(directory), "--device", "cpu", "--context", "4", "--tokens", "2", "--rounds", "1", "--json", "--quiet"]
+    words = ["bench", str(directory), "--device", "cpu", "--context", "4", "--tokens", "16", "--rounds", "3", "--json", "--quiet"]
     assert main(words) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["experts_per_token"] == "3 of 7"
