@@ -15,30 +15,42 @@ int shared_limit() {
 }
 
 template <int NB, bool PAIRED>
-const char* launch(const ManyArgs& a, int tiles, cudaStream_t stream, bool pdl) {
+const char* launch(const ManyArgs& a, cudaStream_t stream, bool pdl) {
   static const cudaError_t ready = cudaFuncSetAttribute(many<NB, PAIRED>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_limit());
   if (ready != cudaSuccess) return cudaGetErrorString(ready);
-  return launch_kernel(many<NB, PAIRED>, dim3(static_cast<unsigned>(a.splits), static_cast<unsigned>(tiles)), kManyThreads,
-                       static_cast<size_t>(many_shared(a, NB)), stream, pdl, static_cast<unsigned>(a.splits), a);
+  return launch_kernel(many<NB, PAIRED>, many_grid(a), kManyThreads, static_cast<size_t>(many_shared(a, NB)), stream, pdl,
+                       static_cast<unsigned>(a.splits), a);
 }
 template <int NB>
-const char* launch(const ManyArgs& a, int tiles, cudaStream_t stream, bool pdl) {
-  return a.paired ? launch<NB, true>(a, tiles, stream, pdl) : launch<NB, false>(a, tiles, stream, pdl);
+const char* launch(const ManyArgs& a, cudaStream_t stream, bool pdl) {
+  return a.paired ? launch<NB, true>(a, stream, pdl) : launch<NB, false>(a, stream, pdl);
 }
 
-// CTAs that share a tile's rows: so that a product ends soonest, by a CTA's items and what comes before and after them. room: CTAs that a
-// multiprocessor takes at a time; two are slower than one, but quicker than one after the other.
-int splits_of(int tiles, int items, int room) {
-  constexpr float kStart = 1.5f, kSum = 0.5f, kBeside = 1.3f;  // in items
+// Clusters of so many CTAs that run at a time, one CTA on a multiprocessor.
+int clusters(int size) {
+  static int count[kManySplits + 1] = {};
+  if (!count[size]) {
+    cudaFuncSetAttribute(many<2, false>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_limit());
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(static_cast<unsigned>(size), 256), config.blockDim = dim3(kManyThreads);
+    config.dynamicSmemBytes = static_cast<size_t>(shared_limit());
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeClusterDimension, attribute.val.clusterDim = {static_cast<unsigned>(size), 1, 1};
+    config.attrs = &attribute, config.numAttrs = 1;
+    if (cudaOccupancyMaxActiveClusters(&count[size], many<2, false>, &config) != cudaSuccess) cudaGetLastError();
+    count[size] = std::max(1, count[size]);
+  }
+  return count[size];
+}
+// CTAs that share a tile's rows: so that a product ends soonest, by a CTA's units and what comes before and after them.
+int splits_of(int tiles, int units) {
+  constexpr float kStart = 4.f, kSum = 4.f;  // in units
   const auto time = [&](int splits) {
-    const int whole = splits == 1 ? multiprocessors() : multiprocessors() / kManySplits * kManySplits;
-    const int rounds = (tiles * splits + room * whole - 1) / (room * whole);
-    const float item = room > 1 && tiles * splits > whole ? kBeside : 1.f;
-    return static_cast<float>(rounds) *
-           (kStart + (splits > 1 ? kSum : 0.f) + static_cast<float>(items) * item / static_cast<float>(splits));
+    const int at_a_time = splits == 1 ? multiprocessors() : clusters(splits), rounds = (tiles + at_a_time - 1) / at_a_time;
+    return static_cast<float>(rounds) * (kStart + (splits > 1 ? kSum : 0.f) + static_cast<float>((units + splits - 1) / splits));
   };
   int best = 1;
-  for (int splits = 2; splits <= kManySplits; splits *= 2)
+  for (int splits = 2; splits <= kManySplits; splits++)
     if (time(splits) < time(best)) best = splits;
   return best;
 }
@@ -55,11 +67,7 @@ bool many_pairs(const GemvArgs& a) {
   return a.gated && a.num_parts == 2 && a.part[0].outputs == a.part[1].outputs && a.part[0].outputs % 4 == 0;
 }
 
-int many_squares(const GemvArgs& a) {
-  const bool fours = a.part[0].outputs % 4 == 0 && a.residual_stride % 4 == 0;
-  const int count = (a.part[0].strips + kManyStrips - 1) / kManyStrips * 2;
-  return fours && a.num_parts == 1 && count <= num_sms() ? count : 0;
-}
+bool many_adds(const GemvArgs& a) { return a.num_parts == 1; }
 
 const char* many_launch(const GemvArgs& a, int group, ManyImage next, cudaStream_t stream, bool pdl) {
   ManyArgs m{};
@@ -69,26 +77,25 @@ const char* many_launch(const GemvArgs& a, int group, ManyImage next, cudaStream
   m.residual_stride = a.residual_stride, m.scale = a.scale, m.next = a.next, m.next_norm = a.next_norm;
   m.next_image = next.data, m.next_image_bytes = next.bytes;
   m.paired = !a.out && !a.residual, m.activation = a.activation;
-  int tiles = 0;
   for (int p = 0; p < a.num_parts; p++) {
     const GemvPart& from = a.part[p];
     const int count = (from.strips + kManyStrips - 1) / kManyStrips;
     m.part[p] = {from.data, from.strips, from.first_column, from.outputs, from.perm, count, from.strip_bytes};
-    if (p == 0 || !m.paired) tiles += count;
+    if (p == 0 || !m.paired) m.tiles += count;
   }
   const bool wide = many_wide_ready();
-  m.splits = splits_of(tiles, m.paired ? a.items : a.items / std::max(1, a.num_parts), group == 16 ? 2 : 1);
+  m.splits = splits_of(m.tiles, m.paired ? a.units : a.units / std::max(1, a.num_parts));
   for (int first = 0; first < a.tokens; first += kManyTokens) {
     m.tokens = std::min(kManyTokens, a.tokens - first);
     const auto from = static_cast<size_t>(first);
     m.x = a.x + from * a.x_stride, m.out = a.out ? a.out + from * a.out_stride : nullptr;
     m.squares = a.squares ? a.squares + from * a.squares_count : nullptr;
     m.residual = a.residual + from * a.residual_stride, m.next.x = a.next.x + from * a.next.stride;
-    m.next_squares = a.next_squares + from * 2 * tiles;
-    const char* wrong = group == 16   ? launch<2>(m, tiles, stream, pdl)
-                        : group == 32 ? launch<4>(m, tiles, stream, pdl)
-                        : wide        ? many_wide_launch(m, tiles, shared_limit(), stream, pdl)
-                                      : launch<8>(m, tiles, stream, pdl);
+    m.next_squares = a.next_squares + from * (kManyColumns / 32) * m.tiles;
+    const char* wrong = wide          ? many_wide_launch(m, group, shared_limit(), stream, pdl)
+                        : group == 16 ? launch<2>(m, stream, pdl)
+                        : group == 32 ? launch<4>(m, stream, pdl)
+                                      : launch<8>(m, stream, pdl);
     if (wrong) return wrong;
   }
   return nullptr;

@@ -14,8 +14,10 @@ inline int many_room(int tokens) {
 }
 // Whether many_launch does the product of `a` on this GPU.
 bool many_takes(const GemvArgs& a);
-// Partial squares of a token that a product leaves which adds to the residual; 0: it cannot do that.
-int many_squares(const GemvArgs& a);
+// Partial squares of a token that a product leaves which adds to the residual of `width` numbers.
+inline int many_squares(int width) { return (width + 255) / 256 * 8; }
+// Whether it can do that.
+bool many_adds(const GemvArgs& a);
 // Whether a product of gate and up, then without out and residual, can write the next product's input itself.
 bool many_pairs(const GemvArgs& a);
 // The part of a blob that its product reads first.

@@ -1,21 +1,23 @@
 // What many.cuh works on, and the instructions that only it needs.
 #pragma once
+#include <algorithm>
+
 #include "blob.h"
+#include "device.cuh"
 #include "many.h"
 #include "norm.cuh"
 #include "pdl.cuh"
 
 namespace exl2nb {
 
-constexpr int kManyStrips = 16, kManyWarps = 8, kManyStages = 2, kManyUnits = kSlot / 256, kManySplits = 8;
-constexpr int kManyThreads = kManyWarps * 32, kManyColumns = kManyStrips * kStripColumns;
+constexpr int kManyStrips = 16, kManyWarps = kManyStrips, kManySplits = 8;
+constexpr int kManyWorkers = kManyWarps * 32, kManyThreads = kManyWorkers + 128, kManyColumns = kManyStrips * kStripColumns;
 constexpr int kManyWeights = kManyStrips * kSlot;  // of a stage
-// Bytes of the activations of a stage for 8 * NB tokens; up to 16 tokens two CTAs share a multiprocessor.
-EXL2NB_BOTH constexpr int many_tokens(int NB) { return kManyUnits * kUnitRows * NB * 8 * 2; }
-constexpr int kManySums = kManyColumns + 4;  // floats of a token in the tile that a cluster adds up
-static_assert(2 * 16 * kManySums * 4 <= kManyStages * (kManyWeights + many_tokens(2)) &&
-                  2 * kManyTokens * kManySums * 4 <= kManyStages * (kManyWeights + many_tokens(kManyTokens / 8)),
-              "two tiles replace the stages");
+constexpr int kManyBars = 8;                       // at least as many as there are stages
+EXL2NB_BOTH constexpr int many_stages(int NB) { return NB == 2 ? 4 : 3; }
+EXL2NB_BOTH constexpr int many_unit(int NB) { return kUnitRows * NB * 8 * 2; }  // bytes of a unit's activations, for 8 * NB tokens
+EXL2NB_BOTH constexpr int many_ring(int NB) { return NB == 8 ? 12 : 24; }       // units of activations
+EXL2NB_BOTH constexpr int many_sums(int NB) { return kManyColumns * NB * 8; }   // floats of a tile that a cluster adds up
 
 struct ManyPart {
   const uint8_t* data;
@@ -25,13 +27,13 @@ struct ManyPart {
 struct ManyArgs {
   ManyPart part[kMaxParts];
   const uint8_t* image;
-  int num_parts, items, units, splits, tokens;
-  const half* x;  // in groups of 8 * NB tokens
+  int num_parts, items, units, splits, tiles, tokens;  // tiles: of the whole product; splits: CTAs that share one, a cluster
+  const half* x;                                       // in groups of 8 * NB tokens
   int x_stride, x_perm_stride;
   const float* bias;
   float* out;  // [token][column], null: the residual takes the sums, or `paired`
   int64_t out_stride;
-  // As in GemvArgs: what the outputs are multiplied by; the residual, then the next product's input and partial squares, two of a tile.
+  // As in GemvArgs: what the outputs are multiplied by; the residual, then the next product's input and partial squares, one of 32 columns.
   const float* squares;
   int squares_count;
   float inverse_width, eps;
@@ -48,15 +50,23 @@ struct ManyArgs {
   int next_image_bytes;
 };
 EXL2NB_BOTH inline int many_image(const ManyArgs& a) { return (image_bytes(a.items, a.units, a.num_parts) + 15) / 16 * 16; }
-// The stages' barriers, the counts of warps that are through, the factors.
-constexpr int kManyBars = kManyStages * (kManyWarps + 1) * 8, kManyFixed = kManyBars + 16 + kManyTokens * 4;
+// Bytes of the stages and the ring, or of the tiles that a cluster adds up.
+EXL2NB_BOTH constexpr int many_pool(bool paired, int NB) {
+  const int ring = many_stages(NB) * kManyWeights + many_ring(NB) * many_unit(NB), sums = (paired ? 2 : 1) * many_sums(NB) * 4;
+  return ring > sums ? ring : sums;
+}
 EXL2NB_BOTH inline int many_shared(const ManyArgs& a, int NB) {
-  return kManyStages * (kManyWeights + many_tokens(NB)) + kManyFixed + many_image(a);
+  return many_pool(a.paired, NB) + 2 * kManyBars * 8 + kManyTokens * 4 + many_image(a);
 }
 
-// many_wide.cu: whether this build and this GPU have it; the launch, of any number of tokens up to 64.
+// A tile that its CTAs do not share is followed by another one.
+inline dim3 many_grid(const ManyArgs& a) {
+  const int across = a.splits == 1 && a.out ? std::min(a.tiles, multiprocessors()) : a.tiles;
+  return dim3(static_cast<unsigned>(a.splits), static_cast<unsigned>(across));
+}
+// many_wide.cu: whether this build and this GPU have it; the launch of a group of tokens.
 bool many_wide_ready();
-const char* many_wide_launch(const ManyArgs& a, int tiles, int most_shared, void* stream, bool pdl);
+const char* many_wide_launch(const ManyArgs& a, int group, int most_shared, void* stream, bool pdl);
 
 #if __CUDA_ARCH__ >= 900
 // Weights pass through the L2 cache once; what every CTA reads first, of this product and the next one, ought to stay there.
@@ -80,29 +90,17 @@ __device__ __forceinline__ uint4 load_kept(const void* from) {
 __device__ __forceinline__ void prefetch(const void* from, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(from), "r"(bytes) : "memory");
 }
-// One more at a counter in shared memory; what this warp has read is read, and seen by who comes after.
-__device__ __forceinline__ int count_up(int* counter) {
-  int before;
-  asm volatile("atom.acq_rel.cta.shared::cta.add.s32 %0,[%1],1;" : "=r"(before) : "r"(shared_address(counter)) : "memory");
-  return before;
+__device__ __forceinline__ void barrier_arrive(uint64_t* b) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _,[%0];" ::"r"(shared_address(b)) : "memory");
 }
-// The readers of a stage: whoever is not the last goes on, the last waits for nobody, but what the others have read is read.
-__device__ __forceinline__ void one_through(int stage) {
-  if (stage) {
-    asm volatile("bar.arrive 2,%0;" ::"n"(kManyThreads) : "memory");
-  } else {
-    asm volatile("bar.arrive 1,%0;" ::"n"(kManyThreads) : "memory");
-  }
-}
-__device__ __forceinline__ void all_through(int stage) {
-  if (stage) {
-    asm volatile("bar.sync 2,%0;" ::"n"(kManyThreads) : "memory");
-  } else {
-    asm volatile("bar.sync 1,%0;" ::"n"(kManyThreads) : "memory");
-  }
-}
+// The warps that multiply wait for one another.
+__device__ __forceinline__ void workers_sync() { asm volatile("bar.sync 1,%0;" ::"n"(kManyWorkers) : "memory"); }
 __device__ __forceinline__ void cluster_barrier() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Nothing is handed over, but nobody goes on before all have come.
+__device__ __forceinline__ void cluster_leave() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
 }
 __device__ __forceinline__ float4 read_peer(const float* mine, int rank) {
   uint32_t there;
@@ -115,27 +113,61 @@ __device__ __forceinline__ float4 read_peer(const float* mine, int rank) {
 __device__ __forceinline__ void copy_once(void*, const void*, uint32_t, uint64_t*) {}
 __device__ __forceinline__ uint4 load_kept(const void*) { return {}; }
 __device__ __forceinline__ void prefetch(const void*, uint32_t) {}
-__device__ __forceinline__ int count_up(int*) { return 0; }
-__device__ __forceinline__ void one_through(int) {}
-__device__ __forceinline__ void all_through(int) {}
+__device__ __forceinline__ void barrier_arrive(uint64_t*) {}
+__device__ __forceinline__ void workers_sync() {}
 __device__ __forceinline__ void cluster_barrier() {}
+__device__ __forceinline__ void cluster_leave() {}
 __device__ __forceinline__ float4 read_peer(const float*, int) { return {}; }
 #endif
 
-// What a CTA works on: a tile of a part, and the items of its share.
+// Registers go from the warps that fetch to those that multiply: of kManyThreads times 96, where the GPU can do that. MOST: with as many
+// sums as there are.
+template <bool MOST>
+__device__ __forceinline__ void fewer_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(MOST ? 32 : 64));
+#endif
+}
+template <bool MOST>
+__device__ __forceinline__ void more_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MOST ? 112 : 104));
+#endif
+}
+
+// What a CTA works on: a tile of a part (of both, where paired), and the units of its share.
 struct ManyTile {
-  int part, first_strip, live, first_item, end_item, second_item, count;  // second_item: the first one of part 1; count: of both parts
-  __device__ __forceinline__ ManyTile(const ManyArgs& A, const uint16_t* ends, int tile, int split) {
+  int part, first_strip, live;
+  __device__ __forceinline__ ManyTile(const ManyArgs& A, int tile) {
     part = 0;
     while (part + 1 < A.num_parts && tile >= A.part[part].tiles) tile -= A.part[part++].tiles;
     first_strip = tile * kManyStrips, live = min(kManyStrips, A.part[part].strips - first_strip);
-    const int warps = kWarps / A.splits;
-    first_item = ends[part * kEnds + split * warps], end_item = ends[part * kEnds + (split + 1) * warps];
-    second_item = A.paired ? ends[kEnds + split * warps] : 0;
-    count = end_item - first_item + (A.paired ? ends[kEnds + (split + 1) * warps] - second_item : 0);
   }
-  __device__ __forceinline__ bool second(int n) const { return n >= end_item - first_item; }
-  __device__ __forceinline__ int item(int n) const { return second(n) ? second_item + n - (end_item - first_item) : first_item + n; }
+};
+// The items of a CTA's share of a part.
+struct ManyShare {
+  int item, from, to;  // units from .. to - 1, as unit0 counts
+  // By whole warps.
+  __device__ __forceinline__ ManyShare(const ManyArgs& A, const Item* items, const uint16_t* ends, int part, int split) {
+    item = ends[part * kEnds];
+    const int end = ends[part * kEnds + kWarps];
+    from = to = 0;
+    if (item == end) return;
+    const int first = items[item].unit0, count = items[end - 1].unit0 + items[end - 1].units - first;
+    from = first + count * split / A.splits, to = first + count * (split + 1) / A.splits;
+    int before = -1;  // items that begin at `from` or earlier, but for the last of them
+    for (int i = item + (threadIdx.x & 31); __any_sync(~0u, i < end); i += 32)
+      before += __popc(__ballot_sync(~0u, i < end && items[i].unit0 <= from));
+    item += before;
+  }
+  __device__ __forceinline__ bool more() const { return from < to; }
+  // The next item's units [begin, end).
+  __device__ __forceinline__ Item take(const Item* items, int& begin, int& end) {
+    const Item it = items[item++];
+    begin = from - it.unit0, end = min(static_cast<int>(it.units), to - it.unit0);
+    from = it.unit0 + end;
+    return it;
+  }
 };
 
 }  // namespace exl2nb

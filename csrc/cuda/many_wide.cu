@@ -1,20 +1,33 @@
-// Products of 33 to 64 tokens on Hopper: many.cuh's kernel with the tensor cores' instruction of a warp group, which reads the tokens from
-// shared memory by itself and works while the other warp group decodes. It exists for sm_90a alone, for which CMake compiles this file.
+// Products of many tokens on Hopper: many.cuh's kernel with the tensor cores' instruction of a warp group, which reads the tokens from
+// shared memory by itself and works while other warp groups decode. It exists for sm_90a alone, for which CMake compiles this file.
 #include "device.cuh"
 #include "many.cuh"
 
 namespace exl2nb {
 namespace {
 
-constexpr int kWideTokens = kManyTokens, kWideBlocks = kWideTokens / 8;
-
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// d += a times the 16 rows and 64 tokens that the descriptor names.
-__device__ __forceinline__ void wgmma(float (&d)[kWideBlocks][4], const uint32_t* a, uint64_t b) {
+// d += a times the 16 rows and the tokens that the descriptor names.
+__device__ __forceinline__ void wgmma(float (&d)[2][4], const uint32_t* a, uint64_t b) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.eq.u32 p,0,0;\nwgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
+      "{%0,%1,%2,%3,%4,%5,%6,%7},{%8,%9,%10,%11},%12,p,1,1,1;\n}"
+      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void wgmma(float (&d)[4][4], const uint32_t* a, uint64_t b) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.eq.u32 p,0,0;\nwgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
+      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15},{%16,%17,%18,%19},%20,p,1,1,1;\n}"
+      : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
+        "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+__device__ __forceinline__ void wgmma(float (&d)[8][4], const uint32_t* a, uint64_t b) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.eq.u32 p,0,0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
-      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},"
-      "{%32,%33,%34,%35},%36,p,1,1,0;\n}"
+      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31},{%32,%33,%"
+      "34,%35},%36,p,1,1,1;\n}"
       : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),
         "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]),
         "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]),
@@ -22,38 +35,31 @@ __device__ __forceinline__ void wgmma(float (&d)[kWideBlocks][4], const uint32_t
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
-// Products of a unit of two strips with the tokens of a stage.
+// Products of a unit of a strip, four strips a warp group, with the tokens of a stage.
+template <int NB>
 struct WarpGroup {
-  uint32_t x;  // shared address of the item's first row
-  __device__ __forceinline__ void operator()(const uint32_t (&h)[2][16], int unit, float (&y)[2][kWideBlocks][4]) const {
-    // Eight rows of eight tokens lie together: 128 bytes to the next tokens, 16 * 64 to the next rows.
-    constexpr uint64_t kStrides = (static_cast<uint64_t>(16 * kWideTokens) >> 4 << 16) | (static_cast<uint64_t>(128) >> 4 << 32);
+  uint32_t x;  // shared address of the ring and the stride between eight rows, as the descriptor wants them
+  __device__ __forceinline__ explicit WarpGroup(const void* ring)
+      : x((shared_address(ring) & 0x3ffff) >> 4 | static_cast<uint32_t>(128 * NB) >> 4 << 16) {}
+  __device__ __forceinline__ void operator()(const uint32_t (&h)[16], int slot, float (&y)[NB][4]) const {
+    // Eight rows of eight tokens lie together: 128 bytes to the next tokens, 128 * NB to the next rows.
+    constexpr uint64_t kBetween = static_cast<uint64_t>(128) >> 4 << 32;
+    const uint32_t first = x + slot * (many_unit(NB) / 16);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-    for (int s = 0; s < 4; s++)
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        const uint32_t at = x + unit * (kUnitRows * kWideTokens * 2) + s * (16 * kWideTokens * 2);
-        wgmma(y[j], h[j] + s * 4, kStrides | (at & 0x3ffff) >> 4);
-      }
+    for (int s = 0; s < 4; s++) wgmma(y, h + s * 4, kBetween | (first + s * (16 * NB)));
     asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
-    for (int j = 0; j < 2; j++)
-#pragma unroll
-      for (int i = 0; i < kWideBlocks * 4; i++) asm volatile("" : "+f"(y[j][i / 4][i % 4])::"memory");
+    for (int i = 0; i < NB * 4; i++) asm volatile("" : "+f"(y[i / 4][i % 4])::"memory");
   }
 };
 #endif
 
-template <bool PAIRED>
+template <int NB, bool PAIRED>
 __global__ void __launch_bounds__(kManyThreads, 1) many_wide_kernel(const __grid_constant__ ManyArgs A) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(128) uint8_t shared[];
-  const int lane = threadIdx.x & 31;
-  run_many<kWideBlocks, PAIRED>(
-      A, shared, [&](const uint8_t* st, const Item& it, const half2* steps, const uint8_t* tokens, float (&y)[2][kWideBlocks][4]) {
-        multiply_item(st, it, steps, WarpGroup{shared_address(tokens)}, lane, y);
-      });
+  run_many<NB, PAIRED>(A, shared, [](const void* tokens) { return Multiply<NB, WarpGroup<NB>>(tokens); });
 #endif
 }
 
@@ -75,17 +81,24 @@ bool many_wide_ready() {
 }
 
 namespace {
-template <bool PAIRED>
-const char* launch(const ManyArgs& a, int tiles, int most_shared, void* stream, bool pdl) {
-  static const cudaError_t ready = cudaFuncSetAttribute(many_wide_kernel<PAIRED>, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared);
+template <int NB, bool PAIRED>
+const char* launch(const ManyArgs& a, int most_shared, void* stream, bool pdl) {
+  static const cudaError_t ready =
+      cudaFuncSetAttribute(many_wide_kernel<NB, PAIRED>, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared);
   if (ready != cudaSuccess) return cudaGetErrorString(ready);
-  return launch_kernel(many_wide_kernel<PAIRED>, dim3(static_cast<unsigned>(a.splits), static_cast<unsigned>(tiles)), kManyThreads,
-                       static_cast<size_t>(many_shared(a, kWideBlocks)), stream, pdl, static_cast<unsigned>(a.splits), a);
+  return launch_kernel(many_wide_kernel<NB, PAIRED>, many_grid(a), kManyThreads, static_cast<size_t>(many_shared(a, NB)), stream, pdl,
+                       static_cast<unsigned>(a.splits), a);
+}
+template <int NB>
+const char* launch(const ManyArgs& a, int most_shared, void* stream, bool pdl) {
+  return a.paired ? launch<NB, true>(a, most_shared, stream, pdl) : launch<NB, false>(a, most_shared, stream, pdl);
 }
 }  // namespace
 
-const char* many_wide_launch(const ManyArgs& a, int tiles, int most_shared, void* stream, bool pdl) {
-  return a.paired ? launch<true>(a, tiles, most_shared, stream, pdl) : launch<false>(a, tiles, most_shared, stream, pdl);
+const char* many_wide_launch(const ManyArgs& a, int group, int most_shared, void* stream, bool pdl) {
+  return group == 16   ? launch<2>(a, most_shared, stream, pdl)
+         : group == 32 ? launch<4>(a, most_shared, stream, pdl)
+                       : launch<8>(a, most_shared, stream, pdl);
 }
 
 }  // namespace exl2nb

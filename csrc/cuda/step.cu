@@ -247,11 +247,10 @@ class Walker {
     if (next >= end_ || (next[0] != kOpQkv && next[0] != kOpGateUp)) return false;
     const NormArgs n = norm_of(next);
     a.residual = residual(), a.residual_stride = H_, a.scale = real(w[5]);
-    const int count = many_squares(a);
-    if (n.kind != kRmsNorm || n.bias || count == 0) return false;
+    if (n.kind != kRmsNorm || n.bias || !many_adds(a)) return false;
     a.next = input(Weight(next[3]), at_.normed), a.next_norm = n.weight;
     a.next_squares = reinterpret_cast<float*>(base_ + at_.squares);
-    squares_ = count, ready_ = kUnscaled;
+    squares_ = many_squares(H_), ready_ = kUnscaled;
     return true;
   }
   // residual += scale * norm(sum): the op at `next` does it where it can.

@@ -99,7 +99,7 @@ inline std::string plan(const int64_t* code, int64_t words, int tokens, Layout& 
   for (int i = 0; i < 2; i++) layout.act[i] = room.take(act[i]);
   layout.sum = room.take(summed ? static_cast<size_t>(tokens) * H * 4 : 0);
   layout.wide = room.take(wide);
-  layout.squares = room.take(static_cast<size_t>(tokens) * num_sms() * 4);
+  layout.squares = room.take(static_cast<size_t>(tokens) * std::max(num_sms(), many_squares(static_cast<int>(H))) * 4);
   layout.attention = room.take(attention);
   layout.attention_bytes = attention;
   layout.routed = room.take(routed);

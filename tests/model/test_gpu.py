@@ -87,7 +87,7 @@ def test_products_that_decode_once_for_many_rows(name):
     blob, dense = ops.pack_exl2(*on_gpu(tensors)), ops.reconstruct(*tensors).double()
     head, x, bias = gpu.blob_head(blob), torch.randn(70, len(dense), generator=torch.Generator().manual_seed(1)), torch.randn(352)
     want = x.half().double() @ dense + bias.double()
-    for rows in (17, 32, 64, 70):
+    for rows in (9, 16, 17, 32, 64, 70):
         got = gpu.linear(head, x[:rows].cuda(), bias.cuda(), many=True)
         assert float((got.cpu().double() - want[:rows]).norm() / want[:rows].norm()) < 1e-3
         assert torch.equal(got, gpu.linear(head, x[:rows].cuda(), bias.cuda(), many=True))
@@ -95,13 +95,25 @@ def test_products_that_decode_once_for_many_rows(name):
 
 def test_products_of_many_rows_and_columns():
     """Wide enough that every multiprocessor has columns of its own; and where an odd number of tiles is left."""
-    for columns in (32768, 32768 + 96):
+    for columns in (32768, 32768 + 96, 40000):
         tensors = matrix([(4, 128), (3, 96)], columns)
         blob, dense = ops.pack_exl2(*on_gpu(tensors)), ops.reconstruct(*tensors).float()
         x = torch.randn(33, len(dense), generator=torch.Generator().manual_seed(1))
         want = x.half().float() @ dense
-        got = gpu.linear(gpu.blob_head(blob), x.cuda(), None, many=True)
-        assert float((got.cpu() - want).norm() / want.norm()) < 1e-3
+        for rows in (12, 20, 33):
+            got = gpu.linear(gpu.blob_head(blob), x[:rows].cuda(), None, many=True)
+            assert float((got.cpu() - want[:rows]).norm() / want[:rows].norm()) < 1e-3
+
+
+def test_products_of_many_rows_whose_rows_are_shared():
+    """Few columns and many weights each: CTAs share them, and where one's share ends need not be where an item does."""
+    tensors = matrix([(8, 32), (5, 96), (4, 1888), (3, 288), (2, 704)], 96)
+    blob, dense = ops.pack_exl2(*on_gpu(tensors)), ops.reconstruct(*tensors).double()
+    x = torch.randn(64, len(dense), generator=torch.Generator().manual_seed(1))
+    want = x.half().double() @ dense
+    for rows in (9, 32, 64):
+        got = gpu.linear(gpu.blob_head(blob), x[:rows].cuda(), None, many=True)
+        assert float((got.cpu().double() - want[:rows]).norm() / want[:rows].norm()) < 1e-3
 
 
 @pytest.mark.parametrize("shared", [True, False])
