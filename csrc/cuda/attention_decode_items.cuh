@@ -4,28 +4,29 @@
 
 namespace exl2nb {
 
-constexpr int kWarps = 4, kTile = 16, kUnit = kWarps * kTile, kMaxNew = 8;
+constexpr int kWarps = 4;     // of the kernels without haste
+constexpr int kMaxWarps = 8;  // of a CTA of the decode kernel
+constexpr int kTile = 16, kUnit = kMaxWarps * kTile, kMaxNew = 8;
 
-// Chunks of a sequence at most: they fill an H200 once at batch 1 (3 CTAs of 132 SMs, 4 with 4-bit keys: a second, partial wave costs more
-// than it brings; 8K context, 8 KV heads: 17.6 us with 32 chunks, 23.5 with 22).
-__host__ __device__ constexpr int most_splits(int items, int num_kv_heads) {
-  return num_kv_heads * 64 <= items ? 64 : num_kv_heads * 6 >= items ? 6 : items / num_kv_heads;
+// Chunks of a sequence at most: they fill an H200 once at batch 1 (2 CTAs of 132 SMs; a second, partial wave costs more than it brings).
+__host__ __device__ constexpr int max_splits(int num_kv_heads) {
+  return num_kv_heads * 64 <= 264 ? 64 : num_kv_heads * 6 >= 264 ? 6 : 264 / num_kv_heads;
 }
-__host__ __device__ constexpr int max_splits(int num_kv_heads) { return most_splits(512, num_kv_heads); }  // with any storage
 
 struct Chunks {
   int start, size, count;  // first key, keys per chunk
 };
-// Depends on the sequence and the model alone. Sizes are multiples of 64 keys that stay the same over wide ranges of context lengths; from
-// 1024 keys on at least 128, because in large batches the work around a chunk counts. Long runs of queries fill the device by themselves.
-// wanted: 0, or how many chunks are enough, for which they grow to 512 keys; then the bits depend on what asks for that, too.
-__host__ __device__ inline Chunks chunks_of(int context, int queries, int window, int num_kv_heads, bool q4, int wanted) {
+// Depends on the sequence and the model alone. Sizes are multiples of 128 keys that stay the same over wide ranges of context lengths, so a
+// row's bits do not depend on how many newer tokens the step has: a chunk of which it sees nothing adds nothing. Long runs of queries fill
+// the device by themselves.
+// wanted: 0, or how many chunks are enough, for which they grow to 1024 keys; then the bits depend on what asks for that, too.
+__host__ __device__ inline Chunks chunks_of(int context, int queries, int window, int num_kv_heads, int key_bytes, int wanted) {
   const int oldest = window > 0 ? context - queries - window + 1 : 0, start = oldest > 0 ? oldest / kUnit * kUnit : 0;
-  const int units = (context - start + kUnit - 1) / kUnit, most = most_splits(q4 ? 512 : 384, num_kv_heads);
+  const int units = (context - start + kUnit - 1) / kUnit, most = max_splits(num_kv_heads);
   if (queries > kMaxNew) return {start, units * kUnit, 1};
-  int per = units < 16 ? 1 : 2;
+  int per = key_bytes > 256 ? 2 : 4;
   while (per * most < units || (wanted > 0 && per < 8 && per * wanted < units))
-    per = per == 1 ? 2 : per % 3 == 0 ? per / 3 * 4 : per / 2 * 3;  // 1 2 3 4 6 8 12 ...
+    per = per % 3 == 0 ? per / 3 * 4 : per / 2 * 3;  // 2 3 4 6 8 12 ...
   return {start, per * kUnit, (units + per - 1) / per};
 }
 
@@ -36,6 +37,8 @@ struct DecodeParams {
   unsigned* count;  // (rows * blocks per token * Hkv)
   int blocks_per_token, q_per_kv, wanted;
   unsigned q_per_kv_inverse;  // ceil(2^32 / q_per_kv): exact quotients of numbers below 2^32 / q_per_kv
+  int key_bytes;              // of a key and its value
+  int warp_bytes;             // of shared memory: a warp's tiles, then its results
 };
 
 struct Item {
@@ -43,6 +46,9 @@ struct Item {
   Chunks chunks;
   __device__ __forceinline__ int part_token() const { return first_token < kMaxNew * b ? first_token : kMaxNew * b; }
 };
+
+// The same number in every lane, known to be so: then it takes neither registers nor divergence.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(kAll, x, 0); }
 
 // Item number `index`, or false past the last one. All lanes of a warp take part.
 template <int NT>
@@ -56,7 +62,7 @@ __device__ __forceinline__ bool find_item(const DecodeParams& p, int index, Item
     if (b < c.sequences) {
       first = c.cu_seqlens[b], queries = c.cu_seqlens[b + 1] - first, context = c.context_lens[b];
       if (context > 0 && queries > 0) {
-        chunks = chunks_of(context, queries, p.a.window, c.num_kv_heads, c.k_format == kCacheQ4, p.wanted);
+        chunks = chunks_of(context, queries, p.a.window, c.num_kv_heads, p.key_bytes, p.wanted);
         blocks = (queries * q_per_kv + 8 * NT - 1) / (8 * NT);
         items = chunks.count * c.num_kv_heads * blocks;
       }

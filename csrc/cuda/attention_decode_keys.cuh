@@ -16,39 +16,76 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::clear() {
   }
 }
 
+// N scales in a row, as floats.
+template <int N>
+__device__ __forceinline__ void load_scales(const uint8_t* from, float unit, float (&to)[N]) {
+  if constexpr (N % 2 == 0) {
+    uint32_t w[N / 2];
+    load_bytes<2 * N>(from, w);
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+      const float2 pair = __half22float2(as_half2(w[i / 2]));
+      to[i] = pair.x * unit, to[i + 1] = pair.y * unit;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; i++) to[i] = __half2float(reinterpret_cast<const half*>(from)[i]) * unit;
+  }
+}
+
 template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::scores(int step, float (&s)[kTiles][NT][4]) {
+__device__ __forceinline__ void Decode<KF, VF, D, NT>::scores(const uint8_t* at, int token, float (&s)[NT][4]) {
+  if constexpr (has_scales(KF)) {
+    float scale[2][kGroups];
+    load_scales(at + KeyTile::kScalesAt + g * KeyTile::kScaleRow, Key::kUnit, scale[0]);
+    load_scales(at + KeyTile::kScalesAt + (g + 8) * KeyTile::kScaleRow, Key::kUnit, scale[1]);
+    const uint32_t row = shared_address(at) + lane % 16 * KeyTile::kStride;
+    static_for<kGroups>([&](auto group) {
+      constexpr int G = decltype(group)::value;
+      uint32_t w[Key::kWords][2];  // of rows g and g + 8
+      if constexpr (Key::kMatrices) {
 #pragma unroll
-  for (int u = 0; u < kTiles; u++) {
-    const int token = tile_token(step, u);
-    if (token >= chunk_end) {
+        for (int i = 0; i < Key::kWords; i++) load_matrices<false>(w[i], row + G * Key::kGroupBytes + i * 16);
+      } else {
 #pragma unroll
-      for (int n = 0; n < NT; n++) s[u][n][0] = s[u][n][1] = s[u][n][2] = s[u][n][3] = -INFINITY;
-      continue;
-    }
-    if (token + kTile > first_new) {
-      take_new(k[u][0], sh.in.k, sh.in.k_scale, token + g, t);
-      take_new(k[u][1], sh.in.k, sh.in.k_scale, token + g + 8, t);
-    }
+        for (int i = 0; i < 2; i++) load_bytes<2>(at + (g + 8 * i) * KeyTile::kStride + G * Key::kGroupBytes + t * 2, &w[0][i]);
+      }
+      float sum[NT][4];
+#pragma unroll
+      for (int n = 0; n < NT; n++) sum[n][0] = sum[n][2] = zero[n][G][0], sum[n][1] = sum[n][3] = zero[n][G][1];
+      static_for<Key::kSteps>([&](auto step) {
+        constexpr int S = decltype(step)::value, K = G * Key::kSteps + S;
+        uint32_t a0, a1, a2, a3;
+        constexpr int W = S % Key::kWords;
+        Key::template get<S>(w[W][0], a0, a2), Key::template get<S>(w[W][1], a1, a3);
+#pragma unroll
+        for (int n = 0; n < NT; n++) mma16816(sum[n], a0, a1, a2, a3, q[n][K][0], q[n][K][1]);
+      });
+#pragma unroll
+      for (int n = 0; n < NT; n++)
+#pragma unroll
+        for (int i = 0; i < 4; i++) s[n][i] = G ? fmaf(scale[i / 2][G], sum[n][i], s[n][i]) : scale[i / 2][G] * sum[n][i];
+    });
+  } else {
+    const uint32_t row = shared_address(at) + (lane % 16) * KeyTile::kStride + lane / 16 * 16;
     float odd[NT][4];
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) s[u][n][i] = odd[n][i] = 0.f;
-    static_for<D / 16>([&](auto kk) {
-      constexpr int K = decltype(kk)::value;
-      uint32_t a0, a1, a2, a3;
-      Key::template get<K>(k[u][0], a0, a2);
-      Key::template get<K>(k[u][1], a1, a3);
+      for (int i = 0; i < 4; i++) s[n][i] = odd[n][i] = 0.f;
+    static_for<D / 16>([&](auto step) {
+      constexpr int K = decltype(step)::value;
+      uint32_t a[4];
+      load_matrices<false>(a, row + K * 32);
 #pragma unroll
-      for (int n = 0; n < NT; n++) mma16816(K % 2 ? odd[n] : s[u][n], a0, a1, a2, a3, q[n][K][0], q[n][K][1]);
+      for (int n = 0; n < NT; n++) mma16816(K % 2 ? odd[n] : s[n], a[0], a[1], a[2], a[3], q[n][K][0], q[n][K][1]);
     });
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) s[u][n][i] += odd[n][i];
-    shape(token, s[u]);
+      for (int i = 0; i < 4; i++) s[n][i] += odd[n][i];
   }
+  if (token + kTile > plain_end) shape(token, s);
 }
 
 // Soft cap and mask.
@@ -72,21 +109,19 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::shape(int token, float (&
     }
 }
 
-// Scores to probabilities times 2^8 under the running maximum.
+// Scores to probabilities times 2^8 under the running maximum, which is looked at across the warp only where it rises.
 template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::softmax(float (&s)[kTiles][NT][4]) {
+__device__ __forceinline__ void Decode<KF, VF, D, NT>::softmax(float (&s)[NT][4]) {
 #pragma unroll
   for (int n = 0; n < NT; n++) {
-    float high[2] = {row_max[n][0], row_max[n][1]};
-#pragma unroll
-    for (int u = 0; u < kTiles; u++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) high[i % 2] = fmaxf(high[i % 2], s[u][n][i]);
-#pragma unroll
-    for (int i = 4; i < 32; i *= 2)
-#pragma unroll
-      for (int j = 0; j < 2; j++) high[j] = fmaxf(high[j], __shfl_xor_sync(kAll, high[j], i));
+    float high[2] = {fmaxf(s[n][0], s[n][2]), fmaxf(s[n][1], s[n][3])};
     if (__any_sync(kAll, high[0] > row_max[n][0] || high[1] > row_max[n][1])) {
+#pragma unroll
+      for (int j = 0; j < 2; j++) high[j] = fmaxf(high[j], row_max[n][j]);
+#pragma unroll
+      for (int i = 4; i < 32; i *= 2)
+#pragma unroll
+        for (int j = 0; j < 2; j++) high[j] = fmaxf(high[j], __shfl_xor_sync(kAll, high[j], i));
       const float f[2] = {exp2_fast(row_max[n][0] - high[0]), exp2_fast(row_max[n][1] - high[1])};
 #pragma unroll
       for (int j = 0; j < 2; j++) row_max[n][j] = high[j], row_sum[n][j] *= f[j];
@@ -96,35 +131,78 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::softmax(float (&s)[kTiles
         for (int j = 0; j < 4; j++) o[n][i][j] *= f[j % 2];
     }
 #pragma unroll
-    for (int u = 0; u < kTiles; u++)
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        s[u][n][i] = exp2_fast(s[u][n][i] - (high[i % 2] - kShift));
-        row_sum[n][i % 2] += s[u][n][i];
-      }
+    for (int i = 0; i < 4; i++) {
+      s[n][i] = exp2_fast(s[n][i] - (row_max[n][i % 2] - kShift));
+      row_sum[n][i % 2] += s[n][i];
+    }
   }
 }
 
 template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::values(int step, const float (&s)[kTiles][NT][4]) {
+__device__ __forceinline__ void Decode<KF, VF, D, NT>::values(const uint8_t* at, const float (&s)[NT][4]) {
+  uint32_t probs[NT][2];
 #pragma unroll
-  for (int u = 0; u < kTiles; u++) {
-    const int token = tile_token(step, u);
-    if (token >= chunk_end) break;
-    if (token + kTile > first_new) {
+  for (int n = 0; n < NT; n++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) take_new(v[u][i], sh.in.v, sh.in.v_scale, token + 2 * t + i % 2 + i / 2 * 8, g);
+    for (int i = 0; i < 2; i++) probs[n][i] = transposed(bits_of_half2(__floats2half2_rn(s[n][2 * i], s[n][2 * i + 1])));
+  if constexpr (VF == kCacheF16) {
+    const uint32_t row = shared_address(at) + (lane % 8 + lane / 16 * 8) * ValueTile::kStride + lane / 8 % 2 * 16;
+    static_for<D / 16>([&](auto tile) {
+      constexpr int I = decltype(tile)::value;
+      uint32_t a[4];
+      load_matrices<true>(a, row + I * 32);
+#pragma unroll
+      for (int n = 0; n < NT; n++) mma16816(o[n][I], a[0], a[1], a[2], a[3], probs[n][0], probs[n][1]);
+    });
+  } else if constexpr (scales_in_probs(VF, D)) {
+    uint32_t scale[4][(kGroups + 1) / 2];  // of tokens 2t, 2t + 1, 2t + 8, 2t + 9: pairs of groups
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const uint8_t* const from = at + ValueTile::kScalesAt + (2 * t + i % 2 + i / 2 * 8) * ValueTile::kScaleRow;
+      if constexpr (kGroups % 2 == 0) {
+        load_bytes<2 * kGroups>(from, scale[i]);
+      } else {
+#pragma unroll
+        for (int group = 0; group < kGroups; group++) {
+          const uint32_t one = reinterpret_cast<const uint16_t*>(from)[group];
+          scale[i][group / 2] = group % 2 ? scale[i][group / 2] | one << 16 : one;
+        }
+      }
     }
-    uint32_t probs[NT][2];
+    const uint32_t row = shared_address(at) + lane % 16 * ValueTile::kStride;
+    static_for<kGroups>([&](auto group) {
+      constexpr int G = decltype(group)::value;
+      uint32_t w[2], scaled[NT][2];
+      load_matrices<true>(w, row + G * 16);
 #pragma unroll
-    for (int n = 0; n < NT; n++)
+      for (int i = 0; i < 2; i++) {
+        const half2 pair = as_half2(permute(scale[2 * i][G / 2], scale[2 * i + 1][G / 2], G % 2 ? 0x7632 : 0x5410));
 #pragma unroll
-      for (int i = 0; i < 2; i++) probs[n][i] = transposed(bits_of_half2(__floats2half2_rn(s[u][n][2 * i], s[u][n][2 * i + 1])));
+        for (int n = 0; n < NT; n++) scaled[n][i] = bits_of_half2(__hmul2(as_half2(probs[n][i]), pair));
+      }
+      static_for<2>([&](auto half_of) {
+        constexpr int H = decltype(half_of)::value;
+        const uint32_t v0 = H ? w[0] >> 8 : w[0], v1 = H ? w[1] >> 8 : w[1];
+        const uint32_t a0 = v0 & 0x000f000fu, a1 = v0 & 0x00f000f0u, a2 = v1 & 0x000f000fu, a3 = v1 & 0x00f000f0u;
+#pragma unroll
+        for (int n = 0; n < NT; n++) {
+          mma16816(o[n][2 * G + H], a0, a1, a2, a3, scaled[n][0], scaled[n][1]);
+          mma16816(o[n][2 * G + H], 0x80078007u, 0x80708070u, 0x80078007u, 0x80708070u, scaled[n][0], scaled[n][1]);
+        }
+      });
+    });
+  } else {
+    Share<VF, D, 8> v[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int token = 2 * t + i % 2 + i / 2 * 8;
+      v[i].load(at + token * ValueTile::kStride, at + ValueTile::kScalesAt + token * ValueTile::kScaleRow, g);
+    }
     static_for<D / 16>([&](auto tile) {
       constexpr int I = decltype(tile)::value;
       uint32_t a0, a1, a2, a3;
-      Value::template get<I>(v[u][0], v[u][1], a0, a1);
-      Value::template get<I>(v[u][2], v[u][3], a2, a3);
+      Value::template get<I>(v[0], v[1], a0, a1);
+      Value::template get<I>(v[2], v[3], a2, a3);
 #pragma unroll
       for (int n = 0; n < NT; n++) mma16816(o[n][I], a0, a1, a2, a3, probs[n][0], probs[n][1]);
     });

@@ -1,78 +1,71 @@
-// Decode kernel: tiles of 16 cached keys and values on their way from memory to fragment registers.
+// Decode kernel: tiles of 16 cached keys or values on their way from memory to a warp's shared memory, past the registers (sm_80 up).
 #pragma once
 #include "attention_decode_state.cuh"
 
 namespace exl2nb {
 
-// Old tokens of a tile; where it has newer ones too, the last old token stands in for them: finite numbers under a probability of 0,
-// until take_new puts in what is new.
+// Starts copying what is old of the tile at `token`, if anything. Every call is one group of copies.
 template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::load_keys(int step) {
-  constexpr int head_bytes = page_bytes(KF, D), row_bytes = D * bits_of(KF) / 8;
-  const int first = tile_token(step, 0), last = tile_token(step, kTiles - 1);
-  if (first < chunk_end && last / kPage - page_base > 31) fetch_pages(first);
-#pragma unroll
-  for (int u = 0; u < kTiles; u++) {
-    const int token = tile_token(step, u);
-    if (token >= old_end) {
-      k[u][0].clear(), k[u][1].clear();
-      continue;
+template <int F, bool KEYS>
+__device__ __forceinline__ void Decode<KF, VF, D, NT>::fetch(uint8_t* to, int token) {
+  using T = Tile<F, D, KEYS>;
+  if (token < old_end) {
+    if constexpr (KEYS) {  // the values come next, of the same page
+      if ((token >> 8) - page_base > 31) fetch_pages(token);
+      page_row = page_at(token);
     }
-    const uint8_t* page = static_cast<const uint8_t*>(p.a.cache.k_pool) + page_at(token) * head_bytes;
-    const bool whole = token + kTile <= first_new;
-    const uint8_t* row = page + (token % kPage + g) * row_bytes;
-    const uint8_t* scales = page + kPage * row_bytes + (token % kPage + g) * (2 * kGroups);
-    if (whole) {
+    const int inside = token & (kPage - 1);
+    const uint8_t* const page = static_cast<const uint8_t*>(KEYS ? p.a.cache.k_pool : p.a.cache.v_pool) +
+                                static_cast<int64_t>(page_row) * page_bytes(F, D) + lane * 16;
+    const uint8_t *const from = page + inside * T::kRow, *const scales = page + (kPage * T::kRow + inside * T::kScaleRow);
+    to += lane * 16;
+    uint8_t* const rows_to = to + lane * 16 / T::kRow * T::kPad;  // where a step of 512 bytes is whole rows
+    const int old = first_new - token;
+    if (old >= kTile && kTile * T::kRow % 512 == 0 && (512 % T::kRow == 0 || !T::kPad)) {
 #pragma unroll
-      for (int i = 0; i < 2; i++) k[u][i].template load<true>(row + 8 * i * row_bytes, scales + 8 * i * 2 * kGroups, t);
+      for (int first = 0; first < kTile * T::kRow; first += 512) copy16<true>(rows_to + first + first / T::kRow * T::kPad, from + first);
+      if (lane * 16 < kTile * T::kScaleRow) copy16<true>(to + T::kScalesAt, scales);
     } else {
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const int back = max(token + g + 8 * i - (first_new - 1), 0) - 8 * i;
-        k[u][i].template load<true>(row - back * row_bytes, scales - back * 2 * kGroups, t);
-      }
+      const int bytes = min(old, kTile) * T::kRow;
+#pragma unroll 1
+      for (int b = lane * 16; b < bytes; b += 512) copy16<true>(to + b - lane * 16 + b / T::kRow * T::kPad, from + b - lane * 16);
+      if (lane * 16 < min(old, kTile) * T::kScaleRow) copy16<true>(to + T::kScalesAt, scales);
     }
+  }
+  async_commit();
+}
+
+// Rows from..to of a tile: `row`, counted from the first, or zeros from `zeros` on. The largest pieces that fit.
+template <int BYTES, int STRIDE>
+__device__ __forceinline__ void put_rows(uint8_t* at, const uint8_t* rows, int from, int zeros, int to, int lane) {
+  using Unit = std::conditional_t<BYTES % 16 == 0, uint4, std::conditional_t<BYTES % 8 == 0, uint2, uint16_t>>;
+  constexpr int kUnits = BYTES / sizeof(Unit);
+#pragma unroll 1
+  for (int i = from * kUnits + lane; i < to * kUnits; i += 32) {
+    const int r = i / kUnits, u = i % kUnits;
+    Unit x{};
+    if (r < zeros) x = reinterpret_cast<const Unit*>(rows + r * BYTES)[u];
+    reinterpret_cast<Unit*>(at + r * STRIDE)[u] = x;
   }
 }
 
+// Puts what is new into a tile that has arrived, and zeros behind values: finite numbers under a probability of 0.
 template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::load_values(int step) {
-  constexpr int head_bytes = page_bytes(VF, D), row_bytes = D * bits_of(VF) / 8;
-#pragma unroll
-  for (int u = 0; u < kTiles; u++) {
-    const int token = tile_token(step, u);
-    if (token >= old_end) {
-#pragma unroll
-      for (int i = 0; i < 4; i++) v[u][i].clear();
-      continue;
-    }
-    const uint8_t* page = static_cast<const uint8_t*>(p.a.cache.v_pool) + page_at(token) * head_bytes;
-    const bool whole = token + kTile <= first_new;
-    const uint8_t* row = page + (token % kPage + 2 * t) * row_bytes;
-    const uint8_t* scales = page + kPage * row_bytes + (token % kPage + 2 * t) * (2 * kGroups);
-    if (whole) {
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int on = i % 2 + i / 2 * 8;
-        v[u][i].template load<true>(row + on * row_bytes, scales + on * 2 * kGroups, g);
-      }
-    } else {
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        const int on = i % 2 + i / 2 * 8, back = max(token + 2 * t + on - (first_new - 1), 0) - on;
-        v[u][i].template load<true>(row - back * row_bytes, scales - back * 2 * kGroups, g);
-      }
-    }
-  }
+template <int F, bool KEYS>
+__device__ __forceinline__ void Decode<KF, VF, D, NT>::complete(uint8_t* at, int token) const {
+  using T = Tile<F, D, KEYS>;
+  const int from = max(first_new - token, 0), zeros = min(it.context - token, kTile), to = KEYS ? zeros : kTile, skip = token - first_new;
+  put_rows<T::kRow, T::kStride>(at, (KEYS ? sh.k : sh.v) + skip * T::kRow, from, zeros, to, lane);
+  if constexpr (has_scales(F))
+    put_rows<T::kScaleRow, T::kScaleRow>(at + T::kScalesAt, (KEYS ? sh.k_scale : sh.v_scale) + skip * T::kScaleRow, from, zeros, to, lane);
+  __syncwarp();
 }
 
+// Until the oldest group of copies under way is complete, of two for every stage.
 template <int KF, int VF, int D, int NT>
-template <int F, int LANES>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::take_new(Share<F, D, LANES>& share, const uint8_t* codes, const uint8_t* scales,
-                                                                int token, int part) const {
-  constexpr int row_bytes = Lanes<F, D, LANES>::kRowBytes;
-  const int i = token - first_new;
-  if (i >= 0 && token < it.context) share.template load<false>(codes + i * row_bytes, scales + i * kGroups * 2, part);
+__device__ __forceinline__ void Decode<KF, VF, D, NT>::await() const {
+  async_wait<2 * kStages - 1>();
+  __syncwarp();
 }
 
 }  // namespace exl2nb

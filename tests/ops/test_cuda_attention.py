@@ -1,5 +1,7 @@
 """The CUDA attention kernels against the fp32 reference on the CPU, and their promises: same bits alone, in a batch, twice, in a graph."""
 
+from copy import copy as shallow
+
 import pytest
 import torch
 
@@ -126,6 +128,16 @@ def test_pairs_apart(D, storage):
     Case([257, 700, 9], [1, 8, 3], 8, 1, D, storage=storage).check()
     Case([2049], [1], 16, 1, D, storage=storage, softcap=30.0).check()
     Case([600, 20, 1500], [1, 2, 4], 4, 4, D, storage=storage, window=300).check()
+
+
+@pytest.mark.parametrize("context", [258, 514, 700, 1026])
+@pytest.mark.parametrize("storage", ["fp16", "q4"])
+def test_newer_tokens_do_not_change_a_row(storage, context):
+    """However a text is cut into steps: bits beside newer tokens, and chunks that only those see, are those of a step of its own."""
+    whole = Case([context], [5], 8, 2, 128, storage=storage)
+    alone = shallow(whole)
+    alone.queries, alone.bounds, alone.lens, alone.qkv = [1], i32([0, 1]), i32([context - 4]), whole.qkv[:1].contiguous()
+    assert torch.equal(alone.cuda().run()[0][0], whole.cuda().run()[0][0])
 
 
 @pytest.mark.parametrize("window", [1, 5, 64, 255, 256, 257, 1000])
