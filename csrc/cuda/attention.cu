@@ -46,6 +46,17 @@ size_t arrange(DecodeKernel& k, DecodeParams& p) {
   return 0;
 }
 
+// Where there are many sequences: each CTA one of `alike` items, of all keys if these fill the device, with as many warps as then fit.
+void share_out(DecodeKernel& k, DecodeParams& p, int64_t alike) {
+  const int all = k.warps * k.ctas_per_sm;
+  int ctas = 1;
+  while (ctas < 4 && all / (2 * ctas) > 1 && alike > int64_t(multiprocessors()) * ctas) ctas *= 2;
+  const size_t bytes = ctas * (k.shared_bytes + static_cast<size_t>(all / ctas) * ((k.warp_bytes + 127) / 128 * 128) + 1024);
+  if (bytes <= static_cast<size_t>(shared_per_multiprocessor())) k.warps = all / ctas, k.ctas_per_sm = ctas;
+  const int64_t room = int64_t(multiprocessors()) * k.ctas_per_sm;
+  p.wanted = static_cast<int>(room < alike ? 1 : room / alike);
+}
+
 const char* check_cache(const CacheArgs& c) {
   if (c.head_dim < 8 || c.head_dim > kMaxHeadDim || c.head_dim % 8) return "head_dim is not a multiple of 8 from 8 to 256";
   if (c.num_heads < 1 || c.num_kv_heads < 1 || c.num_heads % c.num_kv_heads) return "the heads are not a multiple of the KV heads";
@@ -136,12 +147,12 @@ const char* attention_decode_launch(const AttentionArgs& args, void* stream, boo
                       (page_bytes(c.k_format, c.head_dim) + page_bytes(c.v_format, c.head_dim)) / kPage,
                       0};
   DecodeKernel fast = fast_kernel(c, wide);
+  if (fast.kernel && a.many && per_sequence <= kMaxNew)
+    share_out(fast, params, int64_t(c.sequences) * c.num_kv_heads * ((int64_t(per_sequence) * q_per_kv + 7) / 8));
   if (const size_t shared = fast.kernel ? arrange(fast, params) : 0) {
     const int64_t blocks = (int64_t(per_sequence) * q_per_kv + 7) / 8,
                   items = blocks * c.sequences * c.num_kv_heads * max_splits(c.num_kv_heads);
     const int64_t room = int64_t(multiprocessors()) * fast.ctas_per_sm;
-    const int64_t alike = blocks * c.sequences * c.num_kv_heads;  // items of as many chunks for each sequence: one turn of the CTAs
-    if (a.many && per_sequence <= kMaxNew) params.wanted = int(room < alike ? 1 : room / alike);
     const cudaError_t error = cudaFuncSetAttribute(fast.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
     if (error != cudaSuccess) return cudaGetErrorString(error);
     return launch_kernel(fast.kernel, dim3(unsigned(items < room ? items : room)), fast.warps * 32, shared, stream, pdl, 1, params);

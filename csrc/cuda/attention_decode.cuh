@@ -1,12 +1,13 @@
 // Attention of a few queries per sequence over a paged cache, split over the keys (flash-decoding, Dao et al. 2023), in one kernel.
 //
 // A work item is (sequence, KV head, block of 8 * NT query rows, chunk of keys); a query row is (token, head of the KV head's group). A CTA
-// of 8 warps (4 for large heads) takes items in turns. It prepares the item's query rows (norm, rotation, fp16) in shared memory, and the
-// new keys and values that fall into its chunk, which it also writes to the cache. Then every warp walks tiles of 16 keys: S' = K Q' and
-// O' += V' P' on tensor cores (m16n8k16), with the keys, then the dims, as rows, so that 8 queries fill the columns. K and V go from memory
-// to a ring of tiles in shared memory that belongs to the warp, so nobody waits for another; old keys are fetched before the kernel waits
-// for its predecessor. The warps' results are joined in warp order, the chunks' by the CTA that arrives last, in chunk order: no float
-// atomics, and chunk boundaries depend on the sequence's own context length only, so a result's bits depend on nothing else.
+// of 8 warps (4 for large heads; for many sequences what makes one turn of CTAs of all the items) takes items in turns. It prepares the
+// item's query rows (norm, rotation, fp16) in shared memory, and the new keys and values that fall into its chunk, which it also writes to
+// the cache. Then every warp walks tiles of 16 keys, of 4 bits two at a time: S' = K Q' and O' += V' P' on tensor cores (m16n8k16), with
+// the keys, then the dims, as rows, so that 8 queries fill the columns. K and V go from memory to a ring of tiles in shared memory that
+// belongs to the warp, so nobody waits for another; old keys are fetched before the kernel waits for its predecessor. The warps' results
+// are joined in warp order, the chunks' by the CTA that arrives last, in chunk order: no float atomics, and chunk boundaries depend on the
+// sequence's own context length only (but for many sequences), so a result's bits depend on nothing else.
 // Bytes: K and V of the context once per block of query rows, partial results 4 * (D + 2) per (row, chunk).
 // Limits: D a multiple of 16, at most 256; at most 8 new tokens per sequence (any number when q comes ready).
 // Files: _items how work is cut, _state the class, _new the step's own rows, _tiles copies, _keys scores to values, _join results.
@@ -22,7 +23,7 @@ namespace exl2nb {
 
 template <int KF, int VF, int D, int NT>
 __device__ __forceinline__ void Decode<KF, VF, D, NT>::start() {
-  const int first = chunk_start + warp * kTile;
+  const int first = chunk_start + warp * kStep;
   EXL2NB_MARK(p.a, 0);
 #pragma unroll 1
   for (int i = 0; i < kStages; i++) {
@@ -41,7 +42,7 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::start() {
 
 template <int KF, int VF, int D, int NT>
 __device__ __forceinline__ void Decode<KF, VF, D, NT>::walk(bool wait) {
-  const int first = chunk_start + warp * kTile;
+  const int first = chunk_start + warp * kStep;
   make_rows(wait);
   fetch_queries();
   clear();
@@ -50,34 +51,47 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::walk(bool wait) {
 #pragma unroll 1
   for (int token = first; token < chunk_end; token += hop) {
     uint8_t *const keys = tiles + stage * kStageBytes, *const from = keys + KeyTile::kBytes;
-    float s[NT][4];
+    float s[kSubs][NT][4];
+    const bool plain = token + kStep <= plain_end;
     await();
-    if (token + kTile > plain_end) complete<KF, true>(keys, token);
-    scores(keys, token, s);
+    if (!plain) complete<KF, true>(keys, token);
+#pragma unroll
+    for (int i = 0; i < kSubs; i++)
+      scores(keys + i * kTile * KeyTile::kStride, keys + KeyTile::kScalesAt + i * kTile * KeyTile::kScaleRow, s[i]);
     __syncwarp();
     fetch<KF, true>(keys, token + ahead);
+    if (!plain) {
+#pragma unroll
+      for (int i = 0; i < kSubs; i++) shape(token + i * kTile, s[i]);
+    }
     softmax(s);
     await();
-    if (token + kTile > plain_end) complete<VF, false>(from, token);
-    values(from, s);
+    if (!plain) complete<VF, false>(from, token);
+    if constexpr (scales_in_probs(VF, D)) make_room(from + ValueTile::kScalesAt, s);
+#pragma unroll
+    for (int i = 0; i < kSubs; i++)
+      values(from + i * kTile * ValueTile::kStride, from + ValueTile::kScalesAt + i * kTile * ValueTile::kScaleRow, s[i]);
     __syncwarp();
     fetch<VF, false>(from, token + ahead);
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }
 }
 
-// CTAs of `warps` warps that a multiprocessor shall hold.
-template <int D, int NT>
-constexpr int ctas_per_sm() {
-  return NT > 1 && D > 64 ? 1 : 2;
+// The block table of the sequence that the first item is likely to be of, into the cache beside the lengths: one wait, not two.
+template <int KF, int VF, int D, int NT>
+__device__ __forceinline__ void Decode<KF, VF, D, NT>::look_ahead() const {
+  const CacheArgs& c = p.a.cache;
+  const int64_t b = static_cast<int64_t>(blockIdx.x) * c.sequences / gridDim.x;
+  [[maybe_unused]] int none;
+  if (lane < c.max_pages) asm volatile("ld.global.u32 %0,[%1];" : "=r"(none) : "l"(c.block_table + b * c.max_pages + lane));
 }
-constexpr int warps_of(int D) { return D > 128 ? kMaxWarps / 2 : kMaxWarps; }
 
 template <int KF, int VF, int D, int NT>
-__global__ void __launch_bounds__(warps_of(D) * 32, (ctas_per_sm<D, NT>())) attention_decode(const __grid_constant__ DecodeParams params) {
+__global__ void __launch_bounds__(most_warps(D, NT) * 32, 1) attention_decode(const __grid_constant__ DecodeParams params) {
   extern __shared__ __align__(128) uint8_t shared[];
   Decode<KF, VF, D, NT> kernel(params, shared);
   EXL2NB_MARK(params.a, 11);
+  kernel.look_ahead();
   let_successor_start();
   bool wait = true;
   if (params.a.q) {  // then this step's keys are the predecessor's too
@@ -112,7 +126,7 @@ struct DecodeKernel {
 template <int KF, int VF, int D, int NT>
 DecodeKernel describe() {
   using Kernel = Decode<KF, VF, D, NT>;
-  return {attention_decode<KF, VF, D, NT>, warps_of(D), ctas_per_sm<D, NT>(), Kernel::kSharedBytes,
+  return {attention_decode<KF, VF, D, NT>, warps_of(D), ctas_per_sm(D, NT), Kernel::kSharedBytes,
           std::max(Kernel::kStages * Kernel::kStageBytes, Kernel::kResultBytes)};
 }
 // The kernel of a pair of formats for head dims 64, 80, 96, 128, 256; none for others. `wide` is a wish.

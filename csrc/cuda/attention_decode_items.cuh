@@ -4,9 +4,13 @@
 
 namespace exl2nb {
 
-constexpr int kWarps = 4;     // of the kernels without haste
-constexpr int kMaxWarps = 8;  // of a CTA of the decode kernel
-constexpr int kTile = 16, kUnit = kMaxWarps * kTile, kMaxNew = 8;
+constexpr int kWarps = 4;  // of the kernels without haste
+constexpr int kTile = 16, kUnit = 8 * kTile, kMaxNew = 8;
+
+// Warps of a CTA of the decode kernel, and CTAs that a multiprocessor shall hold; `most` warps may be one CTA.
+constexpr int warps_of(int D) { return D > 128 ? 4 : 8; }
+constexpr int ctas_per_sm(int D, int NT) { return NT > 1 && D > 64 ? 1 : 2; }
+constexpr int most_warps(int D, int NT) { return warps_of(D) * ctas_per_sm(D, NT); }
 
 // Chunks of a sequence at most: they fill an H200 once at batch 1 (2 CTAs of 132 SMs; a second, partial wave costs more than it brings).
 __host__ __device__ constexpr int max_splits(int num_kv_heads) {
@@ -25,8 +29,13 @@ __host__ __device__ inline Chunks chunks_of(int context, int queries, int window
   const int units = (context - start + kUnit - 1) / kUnit, most = max_splits(num_kv_heads);
   if (queries > kMaxNew) return {start, units * kUnit, 1};
   int per = key_bytes > 256 ? 2 : 4;
-  while (per * most < units || (wanted > 0 && per < 8 && per * wanted < units))
-    per = per % 3 == 0 ? per / 3 * 4 : per / 2 * 3;  // 2 3 4 6 8 12 ...
+  if (wanted > 0) {  // of equal sizes, to 32 keys
+    const int tiles = (context - start + 2 * kTile - 1) / (2 * kTile), fewest = (units + per - 1) / per,
+              count = wanted < fewest ? wanted : fewest;
+    const int each = (tiles + count - 1) / count;
+    if (count <= most) return {start, each * 2 * kTile, (tiles + each - 1) / each};
+  }
+  while (per * most < units) per = per % 3 == 0 ? per / 3 * 4 : per / 2 * 3;  // 2 3 4 6 8 12 ...
   return {start, per * kUnit, (units + per - 1) / per};
 }
 

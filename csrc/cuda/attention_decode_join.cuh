@@ -38,24 +38,28 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::join_warps() {
         }
     }
   __syncthreads();
-  const int used = min(warps, (chunk_end - chunk_start + kTile - 1) / kTile);
+  const int used = min(warps, (chunk_end - chunk_start + kStep - 1) / kStep);
 #pragma unroll 1
   for (int i = threadIdx.x; i - lane < vectors; i += blockDim.x) {
     const bool inside = i < vectors;
     const int r = inside ? i / (D / 4) : 0, d = inside ? i % (D / 4) * 4 : 0;
     float high = kLowest, sum = 0.f;
+#pragma unroll 1
+    for (int first = 0; first < used; first += 8)
 #pragma unroll
-    for (int w = 0; w < kMaxWarps; w++)
-      if (w < used) high = fmaxf(high, sh.max[w][r]);
+      for (int w = first; w < first + 8; w++)
+        if (w < used) high = fmaxf(high, sh.max[w][r]);
     float4 x = make_float4(0, 0, 0, 0);
+#pragma unroll 1
+    for (int first = 0; first < used; first += 8)
 #pragma unroll
-    for (int w = 0; w < kMaxWarps; w++)
-      if (w < used) {
-        const float f = exp2_fast(sh.max[w][r] - high);
-        const float4 y = *reinterpret_cast<const float4*>(results(w) + r * kOStride + d);
-        sum = fmaf(sh.sum[w][r], f, sum);
-        x.x = fmaf(f, y.x, x.x), x.y = fmaf(f, y.y, x.y), x.z = fmaf(f, y.z, x.z), x.w = fmaf(f, y.w, x.w);
-      }
+      for (int w = first; w < first + 8; w++)
+        if (w < used) {
+          const float f = exp2_fast(sh.max[w][r] - high);
+          const float4 y = *reinterpret_cast<const float4*>(results(w) + r * kOStride + d);
+          sum = fmaf(sh.sum[w][r], f, sum);
+          x.x = fmaf(f, y.x, x.x), x.y = fmaf(f, y.y, x.y), x.z = fmaf(f, y.z, x.z), x.w = fmaf(f, y.w, x.w);
+        }
     if (single) {
       const float f = __fdividef(1.f, sum);
       if (i >= static_cast<int>(blockDim.x) && inside) place = places(r, d);

@@ -5,6 +5,7 @@
 namespace exl2nb {
 
 constexpr float kShift = 8.f;  // probabilities are held times 2^8, so that small ones keep their bits in fp16
+constexpr float kSlack = 6.f;  // they may reach 2^14
 
 template <int KF, int VF, int D, int NT>
 __device__ __forceinline__ void Decode<KF, VF, D, NT>::clear() {
@@ -34,11 +35,12 @@ __device__ __forceinline__ void load_scales(const uint8_t* from, float unit, flo
 }
 
 template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::scores(const uint8_t* at, int token, float (&s)[NT][4]) {
+__device__ __forceinline__ void Decode<KF, VF, D, NT>::scores(const uint8_t* at, [[maybe_unused]] const uint8_t* scales,
+                                                              float (&s)[NT][4]) {
   if constexpr (has_scales(KF)) {
     float scale[2][kGroups];
-    load_scales(at + KeyTile::kScalesAt + g * KeyTile::kScaleRow, Key::kUnit, scale[0]);
-    load_scales(at + KeyTile::kScalesAt + (g + 8) * KeyTile::kScaleRow, Key::kUnit, scale[1]);
+    load_scales(scales + g * KeyTile::kScaleRow, Key::kUnit, scale[0]);
+    load_scales(scales + (g + 8) * KeyTile::kScaleRow, Key::kUnit, scale[1]);
     const uint32_t row = shared_address(at) + lane % 16 * KeyTile::kStride;
     static_for<kGroups>([&](auto group) {
       constexpr int G = decltype(group)::value;
@@ -85,7 +87,6 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::scores(const uint8_t* at,
 #pragma unroll
       for (int i = 0; i < 4; i++) s[n][i] += odd[n][i];
   }
-  if (token + kTile > plain_end) shape(token, s);
 }
 
 // Soft cap and mask.
@@ -109,19 +110,23 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::shape(int token, float (&
     }
 }
 
-// Scores to probabilities times 2^8 under the running maximum, which is looked at across the warp only where it rises.
+// Scores to probabilities times 2^8 under a running maximum, which follows where a score passes it by more than kSlack: a row's own affair.
 template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::softmax(float (&s)[NT][4]) {
+__device__ __forceinline__ void Decode<KF, VF, D, NT>::softmax(float (&s)[kSubs][NT][4]) {
 #pragma unroll
   for (int n = 0; n < NT; n++) {
-    float high[2] = {fmaxf(s[n][0], s[n][2]), fmaxf(s[n][1], s[n][3])};
-    if (__any_sync(kAll, high[0] > row_max[n][0] || high[1] > row_max[n][1])) {
+    float high[2] = {fmaxf(s[0][n][0], s[0][n][2]), fmaxf(s[0][n][1], s[0][n][3])};
 #pragma unroll
-      for (int j = 0; j < 2; j++) high[j] = fmaxf(high[j], row_max[n][j]);
+    for (int sub = 1; sub < kSubs; sub++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) high[j] = fmaxf(high[j], fmaxf(s[sub][n][j], s[sub][n][j + 2]));
+    if (__any_sync(kAll, high[0] > row_max[n][0] + kSlack || high[1] > row_max[n][1] + kSlack)) {
 #pragma unroll
       for (int i = 4; i < 32; i *= 2)
 #pragma unroll
         for (int j = 0; j < 2; j++) high[j] = fmaxf(high[j], __shfl_xor_sync(kAll, high[j], i));
+#pragma unroll
+      for (int j = 0; j < 2; j++) high[j] = high[j] > row_max[n][j] + kSlack ? high[j] : row_max[n][j];
       const float f[2] = {exp2_fast(row_max[n][0] - high[0]), exp2_fast(row_max[n][1] - high[1])};
 #pragma unroll
       for (int j = 0; j < 2; j++) row_max[n][j] = high[j], row_sum[n][j] *= f[j];
@@ -131,20 +136,71 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::softmax(float (&s)[NT][4]
         for (int j = 0; j < 4; j++) o[n][i][j] *= f[j % 2];
     }
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-      s[n][i] = exp2_fast(s[n][i] - (row_max[n][i % 2] - kShift));
-      row_sum[n][i % 2] += s[n][i];
-    }
+    for (int sub = 0; sub < kSubs; sub++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) {
+        s[sub][n][i] = exp2_fast(s[sub][n][i] - (row_max[n][i % 2] - kShift));
+        row_sum[n][i % 2] += s[sub][n][i];
+      }
   }
 }
 
+// Where a row's probability times a value's scale would pass fp16's largest number, what the row holds is divided by 2^14: a row's own
+// affair, and rare.
 template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::values(const uint8_t* at, const float (&s)[NT][4]) {
-  uint32_t probs[NT][2];
+__device__ __forceinline__ void Decode<KF, VF, D, NT>::make_room(const uint8_t* scales, float (&s)[kSubs][NT][4]) {
+  constexpr int kWords = kStep * ValueTile::kScaleRow / 4;
+  uint32_t bits = 0;
+#pragma unroll
+  for (int i = 0; i < (kWords + 31) / 32; i++)
+    if (kWords % 32 == 0 || lane + 32 * i < kWords) bits |= reinterpret_cast<const uint32_t*>(scales)[lane + 32 * i];
+  if (!__any_sync(kAll, bits & 0x40004000u)) return;  // all of them below 2
+#pragma unroll
+  for (int n = 0; n < NT; n++) {
+    float most = 0.f;  // of row g
+#pragma unroll
+    for (int sub = 0; sub < kSubs; sub++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const float2 p = __half22float2(as_half2(transposed(bits_of_half2(__floats2half2_rn(s[sub][n][2 * i], s[sub][n][2 * i + 1])))));
+        const half* const of = reinterpret_cast<const half*>(scales + (sub * kTile + 2 * t + 8 * i) * ValueTile::kScaleRow);
+#pragma unroll 1
+        for (int group = 0; group < kGroups; group++)
+          most = fmaxf(most, fmaxf(p.x * fabsf(__half2float(of[group])), p.y * fabsf(__half2float(of[kGroups + group]))));
+      }
+    most = fmaxf(most, __shfl_xor_sync(kAll, most, 1)), most = fmaxf(most, __shfl_xor_sync(kAll, most, 2));
+    float f[2];
+#pragma unroll
+    for (int j = 0; j < 2; j++) {
+      const bool full = __shfl_sync(kAll, most, (2 * t + j) * 4) > 65000.f;
+      f[j] = full ? 1.f / (1 << int(kShift + kSlack)) : 1.f;
+      row_max[n][j] += full ? kShift + kSlack : 0.f, row_sum[n][j] *= f[j];
+    }
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+#pragma unroll
+      for (int sub = 0; sub < kSubs; sub++) s[sub][n][i] *= f[i % 2];
+    }
+#pragma unroll
+    for (int i = 0; i < D / 16; i++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) o[n][i][j] *= f[j % 2];
+  }
+}
+
+template <int NT>
+__device__ __forceinline__ void to_fragments(const float (&s)[NT][4], uint32_t (&probs)[NT][2]) {
 #pragma unroll
   for (int n = 0; n < NT; n++)
 #pragma unroll
     for (int i = 0; i < 2; i++) probs[n][i] = transposed(bits_of_half2(__floats2half2_rn(s[n][2 * i], s[n][2 * i + 1])));
+}
+
+template <int KF, int VF, int D, int NT>
+__device__ __forceinline__ void Decode<KF, VF, D, NT>::values(const uint8_t* at, [[maybe_unused]] const uint8_t* scales,
+                                                              const float (&s)[NT][4]) {
+  uint32_t probs[NT][2];
+  to_fragments(s, probs);
   if constexpr (VF == kCacheF16) {
     const uint32_t row = shared_address(at) + (lane % 8 + lane / 16 * 8) * ValueTile::kStride + lane / 8 % 2 * 16;
     static_for<D / 16>([&](auto tile) {
@@ -158,7 +214,7 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::values(const uint8_t* at,
     uint32_t scale[4][(kGroups + 1) / 2];  // of tokens 2t, 2t + 1, 2t + 8, 2t + 9: pairs of groups
 #pragma unroll
     for (int i = 0; i < 4; i++) {
-      const uint8_t* const from = at + ValueTile::kScalesAt + (2 * t + i % 2 + i / 2 * 8) * ValueTile::kScaleRow;
+      const uint8_t* const from = scales + (2 * t + i % 2 + i / 2 * 8) * ValueTile::kScaleRow;
       if constexpr (kGroups % 2 == 0) {
         load_bytes<2 * kGroups>(from, scale[i]);
       } else {
@@ -196,7 +252,7 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::values(const uint8_t* at,
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int token = 2 * t + i % 2 + i / 2 * 8;
-      v[i].load(at + token * ValueTile::kStride, at + ValueTile::kScalesAt + token * ValueTile::kScaleRow, g);
+      v[i].load(at + token * ValueTile::kStride, scales + token * ValueTile::kScaleRow, g);
     }
     static_for<D / 16>([&](auto tile) {
       constexpr int I = decltype(tile)::value;

@@ -62,6 +62,6 @@ __device__ __forceinline__ float exp2_fast(float v) {
   asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(v));
   return r;
 }
-__device__ __forceinline__ float tanh_exact(float v) { return 1.f - 2.f / (__expf(2.f * v) + 1.f); }
+__device__ __forceinline__ float tanh_exact(float v) { return 1.f - __fdividef(2.f, __expf(2.f * v) + 1.f); }
 
 }  // namespace exl2nb

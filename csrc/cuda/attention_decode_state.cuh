@@ -11,12 +11,13 @@ constexpr float kLog2e = 1.4426950408889634f;
 
 template <int KF, int VF, int D, int NT>
 struct Decode {
-  static constexpr int kSlots = (D + 31) / 32, kRows = 8 * NT, kGroups = D / scale_group(D);
+  static constexpr int kMost = most_warps(D, NT), kSlots = (D + 31) / 32, kRows = 8 * NT, kGroups = D / scale_group(D);
   static constexpr int kQStride = kSlots * 32 + 8;  // halves; lanes of a quarter warp read 16 bytes each
   static constexpr int kOStride = D + 4;            // floats; lanes that store together find different banks
   static constexpr bool kCoded = has_scales(KF) || has_scales(VF);
-  using KeyTile = Tile<KF, D, true>;
-  using ValueTile = Tile<VF, D, false>;
+  static constexpr int kSubs = bits_of(KF) + bits_of(VF) <= 8 ? 2 : 1, kStep = kSubs * kTile;  // keys that a warp takes at a time
+  using KeyTile = Tile<KF, D, true, kStep>;
+  using ValueTile = Tile<VF, D, false, kStep>;
   using Key = KeyFragment<KF, D>;
   using Value = ValueFragment<VF, D>;
   static constexpr int kStageBytes = KeyTile::kBytes + ValueTile::kBytes, kResultBytes = kRows * kOStride * 4;
@@ -26,9 +27,9 @@ struct Decode {
     alignas(16) half q[kRows * kQStride];  // in the order of KeyFragment::place
     alignas(16) uint8_t k[kMaxNew * KeyTile::kRow], v[kMaxNew * ValueTile::kRow];  // this step's rows as the cache holds them
     alignas(16) uint8_t k_scale[kMaxNew * kGroups * 2], v_scale[kMaxNew * kGroups * 2];
-    alignas(16) float scratch[kMaxWarps][D];
+    alignas(16) float scratch[kMost][D];
     float fresh[kCoded ? 2 * kMaxNew : 1][D];  // new keys, then new values, before they are coded
-    float max[kMaxWarps][kRows], sum[kMaxWarps][kRows];
+    float max[kMost][kRows], sum[kMost][kRows];
     int token[kRows], head[kRows];
     bool last;
   };
@@ -92,10 +93,11 @@ struct Decode {
 
   // --- scores, softmax, values: attention_decode_keys.cuh ---
   __device__ __forceinline__ void clear();
-  __device__ __forceinline__ void scores(const uint8_t* at, int token, float (&s)[NT][4]);
+  __device__ __forceinline__ void scores(const uint8_t* at, const uint8_t* scales, float (&s)[NT][4]);
   __device__ __forceinline__ void shape(int token, float (&s)[NT][4]);
-  __device__ __forceinline__ void softmax(float (&s)[NT][4]);
-  __device__ __forceinline__ void values(const uint8_t* at, const float (&s)[NT][4]);
+  __device__ __forceinline__ void softmax(float (&s)[kSubs][NT][4]);
+  __device__ __forceinline__ void make_room(const uint8_t* scales, float (&s)[kSubs][NT][4]);
+  __device__ __forceinline__ void values(const uint8_t* at, const uint8_t* scales, const float (&s)[NT][4]);
 
   // --- results of warps and chunks: attention_decode_join.cuh ---
   __device__ __forceinline__ int64_t part_row(int r) const;
@@ -105,6 +107,7 @@ struct Decode {
   __device__ __forceinline__ int4 places(int r, int d) const;
   __device__ __forceinline__ void write(int r, int d, float4 x, int4 place, bool inside) const;
 
+  __device__ __forceinline__ void look_ahead() const;
   __device__ __forceinline__ void start();
   __device__ __forceinline__ void walk(bool wait);
 };
@@ -121,7 +124,7 @@ __device__ __forceinline__ bool Decode<KF, VF, D, NT>::begin(int index) {
   first_new = p.a.q ? uniform(it.context) : oldest_query;
   old_end = min(first_new, chunk_end);
   plain_end = p.a.softcap > 0.f || p.a.window > 0 ? 0 : min(first_new, oldest_query + token_of(first_row) + 1);
-  ahead = uniform(kStages * warps * kTile), hop = uniform(warps * kTile);
+  hop = uniform(warps * kStep), ahead = kStages * hop;
   fetch_pages(chunk_start);
   if (!p.a.q) first_page = table(oldest_query / kPage), last_page = table((it.context - 1) / kPage);
 #pragma unroll

@@ -1,4 +1,4 @@
-// Decode kernel: tiles of 16 cached keys or values on their way from memory to a warp's shared memory, past the registers (sm_80 up).
+// Decode kernel: tiles of 16 or 32 cached keys or values on their way from memory to a warp's shared memory, past the registers (sm_80 up).
 #pragma once
 #include "attention_decode_state.cuh"
 
@@ -8,56 +8,58 @@ namespace exl2nb {
 template <int KF, int VF, int D, int NT>
 template <int F, bool KEYS>
 __device__ __forceinline__ void Decode<KF, VF, D, NT>::fetch(uint8_t* to, int token) {
-  using T = Tile<F, D, KEYS>;
-  if (token < old_end) {
+  using T = Tile<F, D, KEYS, kStep>;
+  if (token < chunk_end) {
     if constexpr (KEYS) {  // the values come next, of the same page
       if ((token >> 8) - page_base > 31) fetch_pages(token);
       page_row = page_at(token);
     }
-    const int inside = token & (kPage - 1);
-    const uint8_t* const page = static_cast<const uint8_t*>(KEYS ? p.a.cache.k_pool : p.a.cache.v_pool) +
-                                static_cast<int64_t>(page_row) * page_bytes(F, D) + lane * 16;
-    const uint8_t *const from = page + inside * T::kRow, *const scales = page + (kPage * T::kRow + inside * T::kScaleRow);
-    to += lane * 16;
-    uint8_t* const rows_to = to + lane * 16 / T::kRow * T::kPad;  // where a step of 512 bytes is whole rows
-    const int old = first_new - token;
-    if (old >= kTile && kTile * T::kRow % 512 == 0 && (512 % T::kRow == 0 || !T::kPad)) {
+    const int inside = token & (kPage - 1), old = first_new - token;
+    const uint8_t* const page =
+        static_cast<const uint8_t*>(KEYS ? p.a.cache.k_pool : p.a.cache.v_pool) + static_cast<int64_t>(page_row) * page_bytes(F, D);
+    const uint8_t *const from = page + (inside * T::kRow + lane * 16), *const scales =
+                                                                           page + (kPage * T::kRow + inside * T::kScaleRow + lane * 16);
+    constexpr bool kEven = kStep * T::kRow % 512 == 0 && (512 % T::kRow == 0 || !T::kPad);  // a step of 512 bytes is whole rows
+    if (kEven && old >= kStep) {
+      uint8_t* const rows_to = to + (lane * 16 + lane * 16 / T::kRow * T::kPad);
 #pragma unroll
-      for (int first = 0; first < kTile * T::kRow; first += 512) copy16<true>(rows_to + first + first / T::kRow * T::kPad, from + first);
-      if (lane * 16 < kTile * T::kScaleRow) copy16<true>(to + T::kScalesAt, scales);
+      for (int first = 0; first < kStep * T::kRow; first += 512) copy16<true>(rows_to + first + first / T::kRow * T::kPad, from + first);
+      if (lane * 16 < kStep * T::kScaleRow) copy16<true>(to + T::kScalesAt + lane * 16, scales);
+      if constexpr (kStep * T::kScaleRow > 512)
+        if (lane * 16 + 512 < kStep * T::kScaleRow) copy16<true>(to + T::kScalesAt + lane * 16 + 512, scales + 512);
     } else {
-      const int bytes = min(old, kTile) * T::kRow;
+      const int fill = min(max(old, 0), kStep);  // zeros behind them: finite numbers under a probability of 0
 #pragma unroll 1
-      for (int b = lane * 16; b < bytes; b += 512) copy16<true>(to + b - lane * 16 + b / T::kRow * T::kPad, from + b - lane * 16);
-      if (lane * 16 < min(old, kTile) * T::kScaleRow) copy16<true>(to + T::kScalesAt, scales);
+      for (int b = lane * 16; b < kStep * T::kRow; b += 512)
+        copy16_part(to + b + b / T::kRow * T::kPad, from + (b - lane * 16), min(max(fill * T::kRow - b, 0), 16));
+#pragma unroll 1
+      for (int b = lane * 16; b < kStep * T::kScaleRow; b += 512)
+        copy16_part(to + T::kScalesAt + b, scales + (b - lane * 16), min(max(fill * T::kScaleRow - b, 0), 16));
     }
   }
   async_commit();
 }
 
-// Rows from..to of a tile: `row`, counted from the first, or zeros from `zeros` on. The largest pieces that fit.
+// Rows from..to of a tile. The largest pieces that fit.
 template <int BYTES, int STRIDE>
-__device__ __forceinline__ void put_rows(uint8_t* at, const uint8_t* rows, int from, int zeros, int to, int lane) {
+__device__ __forceinline__ void put_rows(uint8_t* at, const uint8_t* rows, int from, int to, int lane) {
   using Unit = std::conditional_t<BYTES % 16 == 0, uint4, std::conditional_t<BYTES % 8 == 0, uint2, uint16_t>>;
   constexpr int kUnits = BYTES / sizeof(Unit);
 #pragma unroll 1
-  for (int i = from * kUnits + lane; i < to * kUnits; i += 32) {
-    const int r = i / kUnits, u = i % kUnits;
-    Unit x{};
-    if (r < zeros) x = reinterpret_cast<const Unit*>(rows + r * BYTES)[u];
-    reinterpret_cast<Unit*>(at + r * STRIDE)[u] = x;
-  }
+  for (int i = from * kUnits + lane; i < to * kUnits; i += 32)
+    reinterpret_cast<Unit*>(at + i / kUnits * STRIDE)[i % kUnits] = reinterpret_cast<const Unit*>(rows)[i];
 }
 
-// Puts what is new into a tile that has arrived, and zeros behind values: finite numbers under a probability of 0.
+// Puts what is new into a tile that has arrived.
 template <int KF, int VF, int D, int NT>
 template <int F, bool KEYS>
 __device__ __forceinline__ void Decode<KF, VF, D, NT>::complete(uint8_t* at, int token) const {
-  using T = Tile<F, D, KEYS>;
-  const int from = max(first_new - token, 0), zeros = min(it.context - token, kTile), to = KEYS ? zeros : kTile, skip = token - first_new;
-  put_rows<T::kRow, T::kStride>(at, (KEYS ? sh.k : sh.v) + skip * T::kRow, from, zeros, to, lane);
+  using T = Tile<F, D, KEYS, kStep>;
+  const int from = max(first_new - token, 0), to = min(it.context - token, kStep), skip = token - first_new;
+  if (from >= to) return;
+  put_rows<T::kRow, T::kStride>(at, (KEYS ? sh.k : sh.v) + skip * T::kRow, from, to, lane);
   if constexpr (has_scales(F))
-    put_rows<T::kScaleRow, T::kScaleRow>(at + T::kScalesAt, (KEYS ? sh.k_scale : sh.v_scale) + skip * T::kScaleRow, from, zeros, to, lane);
+    put_rows<T::kScaleRow, T::kScaleRow>(at + T::kScalesAt, (KEYS ? sh.k_scale : sh.v_scale) + skip * T::kScaleRow, from, to, lane);
   __syncwarp();
 }
 

@@ -76,12 +76,12 @@ __device__ __forceinline__ uint32_t from_e4m3(uint32_t v, half2 scale) {
   return bits_of_half2(__hmul2(as_half2(from_e4m3(v)), __hmul2(scale, as_half2(0x5c005c00u))));
 }
 
-// A tile of 16 tokens in shared memory: rows, `kPad` apart so that the lanes that read together find different banks, then scales.
-template <int FORMAT, int D, bool KEYS>
+// A tile of ROWS tokens in shared memory: rows, `kPad` apart so that the lanes that read together find different banks, then scales.
+template <int FORMAT, int D, bool KEYS, int ROWS>
 struct Tile {
   static constexpr int kRow = D * bits_of(FORMAT) / 8, kPad = kRow % 16 ? 0 : KEYS && bits_of(FORMAT) == 8 ? 32 : 16;
   static constexpr int kStride = kRow + kPad, kScaleRow = has_scales(FORMAT) ? 2 * D / scale_group(D) : 0;
-  static constexpr int kScalesAt = 16 * kStride, kBytes = kScalesAt + 16 * kScaleRow;
+  static constexpr int kScalesAt = ROWS * kStride, kBytes = kScalesAt + ROWS * kScaleRow;
   static_assert(kBytes % 16 == 0, "copied 16 bytes at a time");
 };
 

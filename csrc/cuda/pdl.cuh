@@ -63,6 +63,16 @@ __device__ __forceinline__ void copy16(void* to, const void* from) {
 #endif
   *static_cast<uint4*>(to) = __ldg(static_cast<const uint4*>(from));
 }
+// The first `bytes` of 16 and zeros.
+__device__ __forceinline__ void copy16_part(void* to, const void* from, int bytes) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
+#else
+  uint16_t x[8];
+  for (int i = 0; i < 8; i++) x[i] = 2 * i < bytes ? static_cast<const uint16_t*>(from)[i] : uint16_t(0);
+  for (int i = 0; i < 8; i++) static_cast<uint16_t*>(to)[i] = x[i];
+#endif
+}
 __device__ __forceinline__ void async_commit() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");
