@@ -25,6 +25,7 @@ template <int KF, int VF, int D, int NT>
 __device__ __forceinline__ void Decode<KF, VF, D, NT>::start() {
   const int first = chunk_start + warp * kStep;
   EXL2NB_MARK(p.a, 0);
+  look_up_turns();
 #pragma unroll 1
   for (int i = 0; i < kStages; i++) {
     fetch<KF, true>(tiles + i * kStageBytes, first + i * hop);
@@ -32,11 +33,10 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::start() {
   }
   EXL2NB_MARK(p.a, 1);
   const int* const inverse = p.a.to.num_perms ? p.a.to.inverse[0] : nullptr;
-  if (inverse && threadIdx.x < rows * D / 32) {  // into the cache
+  if (inverse && thread < rows * D / 32) {  // into the cache
     [[maybe_unused]] int none;
-    asm volatile("ld.global.nc.u32 %0,[%1];"
-                 : "=r"(none)
-                 : "l"(inverse + it.kv_head * q_per_kv * D + threadIdx.x % (q_per_kv * D / 32) * 32));
+    asm volatile("ld.global.nc.u32 %0,[%1];" : "=r"(none) : "l"(inverse + it.kv_head * q_per_kv * D + thread % (q_per_kv * D / 32) * 32));
+    keep_line(inverse + it.kv_head * q_per_kv * D + thread % (q_per_kv * D / 32) * 32);
   }
 }
 
@@ -55,9 +55,7 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::walk(bool wait) {
     const bool plain = token + kStep <= plain_end;
     await();
     if (!plain) complete<KF, true>(keys, token);
-#pragma unroll
-    for (int i = 0; i < kSubs; i++)
-      scores(keys + i * kTile * KeyTile::kStride, keys + KeyTile::kScalesAt + i * kTile * KeyTile::kScaleRow, s[i]);
+    scores(keys, s);
     __syncwarp();
     fetch<KF, true>(keys, token + ahead);
     if (!plain) {
@@ -77,19 +75,39 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::walk(bool wait) {
   }
 }
 
-// The block table of the sequence that the first item is likely to be of, into the cache beside the lengths: one wait, not two.
+// What the first item is likely to need beside its lengths, into the cache: one wait, not two.
 template <int KF, int VF, int D, int NT>
 __device__ __forceinline__ void Decode<KF, VF, D, NT>::look_ahead() const {
   const CacheArgs& c = p.a.cache;
-  const int64_t b = static_cast<int64_t>(blockIdx.x) * c.sequences / gridDim.x;
+  const float share = __fdividef(static_cast<float>(blockIdx.x), static_cast<float>(gridDim.x));
+  const int b = min(static_cast<int>(share * static_cast<float>(c.sequences)), c.sequences - 1);
+  const int *const table = c.block_table + static_cast<int64_t>(b) * c.max_pages, *const position = p.a.rope.positions && b < p.a.tokens
+                                                                                                        ? p.a.rope.positions + b
+                                                                                                        : nullptr;
   [[maybe_unused]] int none;
-  if (lane < c.max_pages) asm volatile("ld.global.u32 %0,[%1];" : "=r"(none) : "l"(c.block_table + b * c.max_pages + lane));
+  if (lane < c.max_pages) asm volatile("ld.global.u32 %0,[%1];" : "=r"(none) : "l"(table + lane));
+  if (position) asm volatile("ld.global.u32 %0,[%1];" : "=r"(none) : "l"(position));
+  if (thread < 4) {
+    const int* const line = thread == 0 ? c.cu_seqlens + b : thread == 1 ? c.context_lens + b : thread == 2 ? table : position;
+    if (line) keep_line(line);
+  }
+}
+// Sines and cosines of up to four of the item's tokens.
+template <int KF, int VF, int D, int NT>
+__device__ __forceinline__ void Decode<KF, VF, D, NT>::look_up_turns() const {
+  const RopeArgs& rope = p.a.rope;
+  const int i = lane / 8, at = lane % 4 * 32;
+  if (warp != warps - 1 || !rope.cos || i >= it.queries || at >= rope.half) return;
+  const int64_t row = rope.positions ? rope.positions[it.first_token + i] : it.context - it.queries + i;
+  keep_line((lane & 4 ? rope.sin : rope.cos) + row * rope.half + at);
 }
 
 template <int KF, int VF, int D, int NT>
 __global__ void __launch_bounds__(most_warps(D, NT) * 32, 1) attention_decode(const __grid_constant__ DecodeParams params) {
-  extern __shared__ __align__(128) uint8_t shared[];
-  Decode<KF, VF, D, NT> kernel(params, shared);
+  extern __shared__ __align__(128) uint8_t dynamic[];
+  unsigned at = shared_address(dynamic);
+  asm volatile("" : "+r"(at));  // one register instead of the same computation at every use
+  Decode<KF, VF, D, NT> kernel(params, static_cast<uint8_t*>(__cvta_shared_to_generic(at)));
   EXL2NB_MARK(params.a, 11);
   kernel.look_ahead();
   let_successor_start();

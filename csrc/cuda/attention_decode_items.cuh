@@ -36,7 +36,7 @@ __host__ __device__ inline Chunks chunks_of(int context, int queries, int window
     if (count <= most) return {start, each * 2 * kTile, (tiles + each - 1) / each};
   }
   while (per * most < units) per = per % 3 == 0 ? per / 3 * 4 : per / 2 * 3;  // 2 3 4 6 8 12 ...
-  return {start, per * kUnit, (units + per - 1) / per};
+  return {start, per * kUnit, units <= per ? 1 : (units + per - 1) / per};
 }
 
 struct DecodeParams {
@@ -91,9 +91,10 @@ __device__ __forceinline__ bool find_item(const DecodeParams& p, int index, Item
       item.context = __shfl_sync(kAll, context, at);
       item.chunks = {__shfl_sync(kAll, chunks.start, at), __shfl_sync(kAll, chunks.size, at), __shfl_sync(kAll, chunks.count, at)};
       const int num_blocks = __shfl_sync(kAll, blocks, at);
-      item.chunk = inside % item.chunks.count;
-      item.block = inside / item.chunks.count % num_blocks;
-      item.kv_head = inside / item.chunks.count / num_blocks;
+      const int outer = item.chunks.count == 1 ? inside : inside / item.chunks.count;  // divisions are slow
+      item.chunk = inside - outer * item.chunks.count;
+      item.kv_head = num_blocks == 1 ? outer : outer / num_blocks;
+      item.block = outer - item.kv_head * num_blocks;
       return true;
     }
     index -= total;

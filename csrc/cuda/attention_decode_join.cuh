@@ -16,7 +16,7 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::join_warps() {
   const int vectors = rows * (D / 4);
   const bool single = it.chunks.count == 1;
   int4 place = make_int4(0, 0, 0, 0);
-  const int mine = threadIdx.x < vectors ? threadIdx.x : 0;
+  const int mine = thread < vectors ? thread : 0;
   if (single) place = places(mine / (D / 4), mine % (D / 4) * 4);
   float* const to = results(warp);
 #pragma unroll
@@ -33,33 +33,39 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::join_warps() {
       for (int i = 0; i < D / 16; i++)
 #pragma unroll
         for (int half = 0; half < 2; half++) {
-          const float unit = !scales_in_probs(VF, D) ? 1.f : half ? 0x1p20f : 0x1p24f;  // of the codes
-          to[r * kOStride + Value::dim(i, g, half)] = o[n][i][2 * half + j] * unit;
+          float x = o[n][i][2 * half + j];
+          if constexpr (scales_in_probs(VF, D))  // codes have units of 2^-24 or 2^-20
+            x = fmaf(x, half ? 0x1p20f : 0x1p24f, level[n][i / 4][i / 2 % 2 * 2 + j] * 0x1p24f);
+          to[r * kOStride + Value::dim(i, g, half)] = x;
         }
     }
   __syncthreads();
   const int used = min(warps, (chunk_end - chunk_start + kStep - 1) / kStep);
 #pragma unroll 1
-  for (int i = threadIdx.x; i - lane < vectors; i += blockDim.x) {
+  for (int i = thread; i - lane < vectors; i += blockDim.x) {
     const bool inside = i < vectors;
     const int r = inside ? i / (D / 4) : 0, d = inside ? i % (D / 4) * 4 : 0;
     float high = kLowest, sum = 0.f;
-#pragma unroll 1
-    for (int first = 0; first < used; first += 8)
-#pragma unroll
-      for (int w = first; w < first + 8; w++)
-        if (w < used) high = fmaxf(high, sh.max[w][r]);
     float4 x = make_float4(0, 0, 0, 0);
 #pragma unroll 1
-    for (int first = 0; first < used; first += 8)
+    for (int first = 0; first < used; first += 8) {
+      float m[8];
 #pragma unroll
-      for (int w = first; w < first + 8; w++)
-        if (w < used) {
-          const float f = exp2_fast(sh.max[w][r] - high);
-          const float4 y = *reinterpret_cast<const float4*>(results(w) + r * kOStride + d);
-          sum = fmaf(sh.sum[w][r], f, sum);
-          x.x = fmaf(f, y.x, x.x), x.y = fmaf(f, y.y, x.y), x.z = fmaf(f, y.z, x.z), x.w = fmaf(f, y.w, x.w);
-        }
+      for (int w = 0; w < 8; w++) m[w] = first + w < used ? sh.max[first + w][r] : kLowest;
+      const float before = high;
+#pragma unroll
+      for (int w = 0; w < 8; w++) high = fmaxf(high, m[w]);
+      const float f = exp2_fast(before - high);  // of what comes from the warps before these, if any
+      sum *= f, x.x *= f, x.y *= f, x.z *= f, x.w *= f;
+#pragma unroll
+      for (int w = 0; w < 8; w++) {
+        const int from = min(first + w, used - 1);
+        const float4 y = *reinterpret_cast<const float4*>(results(from) + r * kOStride + d);
+        m[w] = first + w < used ? exp2_fast(m[w] - high) : 0.f;
+        sum = fmaf(sh.sum[from][r], m[w], sum);
+        x.x = fmaf(m[w], y.x, x.x), x.y = fmaf(m[w], y.y, x.y), x.z = fmaf(m[w], y.z, x.z), x.w = fmaf(m[w], y.w, x.w);
+      }
+    }
     if (single) {
       const float f = __fdividef(1.f, sum);
       if (i >= static_cast<int>(blockDim.x) && inside) place = places(r, d);
@@ -76,7 +82,7 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::join_warps() {
 template <int KF, int VF, int D, int NT>
 __device__ __forceinline__ bool Decode<KF, VF, D, NT>::comes_last() const {
   __syncthreads();
-  if (threadIdx.x == 0) {
+  if (thread == 0) {
     const int64_t at = (static_cast<int64_t>(it.part_token()) * p.blocks_per_token + it.block) * p.a.cache.num_kv_heads + it.kv_head;
     sh.last = count_up(p.count + at, it.chunks.count - 1) == unsigned(it.chunks.count - 1);  // back to 0 with the last one
   }

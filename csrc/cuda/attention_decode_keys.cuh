@@ -4,14 +4,17 @@
 
 namespace exl2nb {
 
-constexpr float kShift = 8.f;  // probabilities are held times 2^8, so that small ones keep their bits in fp16
-constexpr float kSlack = 6.f;  // they may reach 2^14
+constexpr float kShift = 8.f;             // probabilities are held times 2^8, so that small ones keep their bits in fp16
+constexpr uint32_t kSeven = 0x80078007u;  // -7 times 2^-24, twice
+constexpr float kSlack = 6.f;             // they may reach 2^14
 
 template <int KF, int VF, int D, int NT>
 __device__ __forceinline__ void Decode<KF, VF, D, NT>::clear() {
 #pragma unroll
   for (int n = 0; n < NT; n++) {
     row_max[n][0] = row_max[n][1] = kLowest, row_sum[n][0] = row_sum[n][1] = 0.f;
+#pragma unroll
+    for (int i = 0; i < (kGroups + 1) / 2; i++) level[n][i][0] = level[n][i][1] = level[n][i][2] = level[n][i][3] = 0.f;
 #pragma unroll
     for (int i = 0; i < D / 16; i++) o[n][i][0] = o[n][i][1] = o[n][i][2] = o[n][i][3] = 0.f;
   }
@@ -35,57 +38,75 @@ __device__ __forceinline__ void load_scales(const uint8_t* from, float unit, flo
 }
 
 template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::scores(const uint8_t* at, [[maybe_unused]] const uint8_t* scales,
-                                                              float (&s)[NT][4]) {
+__device__ __forceinline__ void Decode<KF, VF, D, NT>::scores(const uint8_t* at, float (&s)[kSubs][NT][4]) {
   if constexpr (has_scales(KF)) {
-    float scale[2][kGroups];
-    load_scales(scales + g * KeyTile::kScaleRow, Key::kUnit, scale[0]);
-    load_scales(scales + (g + 8) * KeyTile::kScaleRow, Key::kUnit, scale[1]);
-    const uint32_t row = shared_address(at) + lane % 16 * KeyTile::kStride;
+    constexpr bool kPairs = Key::kGroupBytes == 16 && kGroups % 2 == 0;  // of groups
+    float scale[kSubs][2][kGroups];
+    [[maybe_unused]] uint32_t both[kSubs][4];
+    const uint8_t* const scales = at + KeyTile::kScalesAt + g * KeyTile::kScaleRow;
+    const uint32_t row = shared_address(at) + lane % 16 * KeyTile::kStride + (kPairs ? lane / 16 * 16 : 0);
+#pragma unroll
+    for (int sub = 0; sub < kSubs; sub++)
+#pragma unroll
+      for (int i = 0; i < 2; i++) load_scales(scales + (sub * kTile + i * 8) * KeyTile::kScaleRow, Key::kUnit, scale[sub][i]);
     static_for<kGroups>([&](auto group) {
       constexpr int G = decltype(group)::value;
-      uint32_t w[Key::kWords][2];  // of rows g and g + 8
-      if constexpr (Key::kMatrices) {
+      uint32_t w[kSubs][Key::kWords][2];  // of rows g and g + 8
+      float sum[kSubs][NT][4];
 #pragma unroll
-        for (int i = 0; i < Key::kWords; i++) load_matrices<false>(w[i], row + G * Key::kGroupBytes + i * 16);
-      } else {
+      for (int sub = 0; sub < kSubs; sub++) {
+        if constexpr (kPairs) {
+          if constexpr (G % 2 == 0) load_matrices<false>(both[sub], row + sub * kTile * KeyTile::kStride + G * 16);
+          w[sub][0][0] = both[sub][G % 2 * 2], w[sub][0][1] = both[sub][G % 2 * 2 + 1];
+        } else if constexpr (Key::kMatrices) {
 #pragma unroll
-        for (int i = 0; i < 2; i++) load_bytes<2>(at + (g + 8 * i) * KeyTile::kStride + G * Key::kGroupBytes + t * 2, &w[0][i]);
+          for (int i = 0; i < Key::kWords; i++)
+            load_matrices<false>(w[sub][i], row + sub * kTile * KeyTile::kStride + G * Key::kGroupBytes + i * 16);
+        } else {
+#pragma unroll
+          for (int i = 0; i < 2; i++)
+            load_bytes<2>(at + (sub * kTile + g + 8 * i) * KeyTile::kStride + G * Key::kGroupBytes + t * 2, &w[sub][0][i]);
+        }
+#pragma unroll
+        for (int n = 0; n < NT; n++) sum[sub][n][0] = sum[sub][n][2] = zero[n][G][0], sum[sub][n][1] = sum[sub][n][3] = zero[n][G][1];
       }
-      float sum[NT][4];
-#pragma unroll
-      for (int n = 0; n < NT; n++) sum[n][0] = sum[n][2] = zero[n][G][0], sum[n][1] = sum[n][3] = zero[n][G][1];
       static_for<Key::kSteps>([&](auto step) {
-        constexpr int S = decltype(step)::value, K = G * Key::kSteps + S;
-        uint32_t a0, a1, a2, a3;
-        constexpr int W = S % Key::kWords;
-        Key::template get<S>(w[W][0], a0, a2), Key::template get<S>(w[W][1], a1, a3);
+        constexpr int S = decltype(step)::value, kStepOfAll = G * Key::kSteps + S, W = S % Key::kWords;
 #pragma unroll
-        for (int n = 0; n < NT; n++) mma16816(sum[n], a0, a1, a2, a3, q[n][K][0], q[n][K][1]);
+        for (int sub = 0; sub < kSubs; sub++) {
+          uint32_t a0, a1, a2, a3;
+          Key::template get<S>(w[sub][W][0], a0, a2), Key::template get<S>(w[sub][W][1], a1, a3);
+#pragma unroll
+          for (int n = 0; n < NT; n++) mma16816(sum[sub][n], a0, a1, a2, a3, q[n][kStepOfAll][0], q[n][kStepOfAll][1]);
+        }
       });
 #pragma unroll
-      for (int n = 0; n < NT; n++)
+      for (int sub = 0; sub < kSubs; sub++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) s[n][i] = G ? fmaf(scale[i / 2][G], sum[n][i], s[n][i]) : scale[i / 2][G] * sum[n][i];
+        for (int n = 0; n < NT; n++)
+#pragma unroll
+          for (int i = 0; i < 4; i++)
+            s[sub][n][i] = G ? fmaf(scale[sub][i / 2][G], sum[sub][n][i], s[sub][n][i]) : scale[sub][i / 2][G] * sum[sub][n][i];
     });
   } else {
+    static_assert(kSubs == 1, "tiles of 16 keys");
     const uint32_t row = shared_address(at) + (lane % 16) * KeyTile::kStride + lane / 16 * 16;
     float odd[NT][4];
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) s[n][i] = odd[n][i] = 0.f;
+      for (int i = 0; i < 4; i++) s[0][n][i] = odd[n][i] = 0.f;
     static_for<D / 16>([&](auto step) {
       constexpr int K = decltype(step)::value;
       uint32_t a[4];
       load_matrices<false>(a, row + K * 32);
 #pragma unroll
-      for (int n = 0; n < NT; n++) mma16816(K % 2 ? odd[n] : s[n], a[0], a[1], a[2], a[3], q[n][K][0], q[n][K][1]);
+      for (int n = 0; n < NT; n++) mma16816(K % 2 ? odd[n] : s[0][n], a[0], a[1], a[2], a[3], q[n][K][0], q[n][K][1]);
     });
 #pragma unroll
     for (int n = 0; n < NT; n++)
 #pragma unroll
-      for (int i = 0; i < 4; i++) s[n][i] += odd[n][i];
+      for (int i = 0; i < 4; i++) s[0][n][i] += odd[n][i];
   }
 }
 
@@ -134,6 +155,7 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::softmax(float (&s)[kSubs]
       for (int i = 0; i < D / 16; i++)
 #pragma unroll
         for (int j = 0; j < 4; j++) o[n][i][j] *= f[j % 2];
+      scale_levels(n, f);
     }
 #pragma unroll
     for (int sub = 0; sub < kSubs; sub++)
@@ -185,6 +207,7 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::make_room(const uint8_t* 
     for (int i = 0; i < D / 16; i++)
 #pragma unroll
       for (int j = 0; j < 4; j++) o[n][i][j] *= f[j % 2];
+    scale_levels(n, f);
   }
 }
 
@@ -226,10 +249,16 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::values(const uint8_t* at,
       }
     }
     const uint32_t row = shared_address(at) + lane % 16 * ValueTile::kStride;
+    [[maybe_unused]] uint32_t both[4];
     static_for<kGroups>([&](auto group) {
       constexpr int G = decltype(group)::value;
       uint32_t w[2], scaled[NT][2];
-      load_matrices<true>(w, row + G * 16);
+      if constexpr (kGroups % 2 == 0) {
+        if constexpr (G % 2 == 0) load_matrices<true>(both, row + lane / 16 * 16 + G * 16);
+        w[0] = both[G % 2 * 2], w[1] = both[G % 2 * 2 + 1];
+      } else {
+        load_matrices<true>(w, row + G * 16);
+      }
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const half2 pair = as_half2(permute(scale[2 * i][G / 2], scale[2 * i + 1][G / 2], G % 2 ? 0x7632 : 0x5410));
@@ -241,11 +270,12 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::values(const uint8_t* at,
         const uint32_t v0 = H ? w[0] >> 8 : w[0], v1 = H ? w[1] >> 8 : w[1];
         const uint32_t a0 = v0 & 0x000f000fu, a1 = v0 & 0x00f000f0u, a2 = v1 & 0x000f000fu, a3 = v1 & 0x00f000f0u;
 #pragma unroll
-        for (int n = 0; n < NT; n++) {
-          mma16816(o[n][2 * G + H], a0, a1, a2, a3, scaled[n][0], scaled[n][1]);
-          mma16816(o[n][2 * G + H], 0x80078007u, 0x80708070u, 0x80078007u, 0x80708070u, scaled[n][0], scaled[n][1]);
-        }
+        for (int n = 0; n < NT; n++) mma16816(o[n][2 * G + H], a0, a1, a2, a3, scaled[n][0], scaled[n][1]);
       });
+#pragma unroll
+      for (int n = 0; n < NT; n++)  // in rows g and g + 8: groups G and G + 1, or G - 1 and G
+        mma16816(level[n][G / 2], G % 2 ? 0u : kSeven, G % 2 ? kSeven : 0u, G % 2 ? 0u : kSeven, G % 2 ? kSeven : 0u, scaled[n][0],
+                 scaled[n][1]);
     });
   } else {
     Share<VF, D, 8> v[4];

@@ -11,7 +11,7 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::make_rows(bool wait) {
   const int D3 = (a.cache.num_heads + 2 * a.cache.num_kv_heads) * D, chunk_last = chunk_start + it.chunks.size;
   const int new_from = max(first_new, chunk_start), fresh = max(min(it.context, chunk_last) - new_from, 0), all = rows + 2 * fresh;
   const float factor = a.softcap > 0.f ? a.scale : a.scale * kLog2e;
-  for (int i = rows * kQStride / 2 + threadIdx.x; i < kRows * kQStride / 2; i += blockDim.x) reinterpret_cast<uint32_t*>(sh.q)[i] = 0;
+  for (int i = rows * kQStride / 2 + thread; i < kRows * kQStride / 2; i += blockDim.x) reinterpret_cast<uint32_t*>(sh.q)[i] = 0;
   struct Place {
     bool is_query, is_key;
     int i, head;
@@ -25,9 +25,12 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::make_rows(bool wait) {
   };
   Turn<kSlots> turn;
   Row<kSlots> next;
+  int turn_of = -1;
   const auto load_turn = [&](int r) {
     if (a.q || r >= all) return;
     const int i = place_of(r).i;
+    if (i == turn_of) return;
+    turn_of = i;
     turn.load(a.rope, a.rope.positions ? a.rope.positions[it.first_token + i] : it.context - it.queries + i);
   };
   const auto load_row = [&](int r) {

@@ -38,7 +38,7 @@ struct Decode {
   const DecodeParams& p;
   Shared& sh;
   Item it;
-  int lane, warp, warps, g, t;  // lane = 4 g + t: row and pair of columns of the tensor cores' fragments
+  int thread, lane, warp, warps, g, t;  // lane = 4 g + t: row and pair of columns of the tensor cores' fragments
   int q_per_kv, rows, first_row, chunk_start, chunk_end, first_new, old_end;
   int plain_end;   // tiles before it need neither mask, nor cap, nor new rows
   int hop, ahead;  // from a tile of the warp to its next; to the one fetched behind it
@@ -50,10 +50,12 @@ struct Decode {
   uint8_t* tiles;               // of this warp
   uint32_t q[NT][kSlots * 2][2];
   float zero[NT][has_scales(KF) ? kGroups : 1][2];  // what a group's sum begins with
+  float level[NT][(kGroups + 1) / 2][4];            // what zero points add to the dims of two groups
   float o[NT][D / 16][4], row_max[NT][2], row_sum[NT][2];
 
   __device__ __forceinline__ Decode(const DecodeParams& params, uint8_t* shared) : p(params), sh(*reinterpret_cast<Shared*>(shared)) {
-    lane = threadIdx.x % 32, warp = uniform(threadIdx.x / 32), warps = blockDim.x / 32, g = lane / 4, t = lane % 4;
+    asm volatile("mov.u32 %0,%%tid.x;" : "=r"(thread));  // once: the compiler would read it again and again
+    lane = thread % 32, warp = uniform(thread / 32), warps = blockDim.x / 32, g = lane / 4, t = lane % 4;
     q_per_kv = p.q_per_kv, tiles = shared + kSharedBytes + warp * p.warp_bytes;
   }
 
@@ -93,7 +95,15 @@ struct Decode {
 
   // --- scores, softmax, values: attention_decode_keys.cuh ---
   __device__ __forceinline__ void clear();
-  __device__ __forceinline__ void scores(const uint8_t* at, const uint8_t* scales, float (&s)[NT][4]);
+  __device__ __forceinline__ void scale_levels(int n, const float (&f)[2]) {
+    if constexpr (scales_in_probs(VF, D)) {
+#pragma unroll
+      for (int i = 0; i < (kGroups + 1) / 2; i++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) level[n][i][j] *= f[j % 2];
+    }
+  }
+  __device__ __forceinline__ void scores(const uint8_t* at, float (&s)[kSubs][NT][4]);
   __device__ __forceinline__ void shape(int token, float (&s)[NT][4]);
   __device__ __forceinline__ void softmax(float (&s)[kSubs][NT][4]);
   __device__ __forceinline__ void make_room(const uint8_t* scales, float (&s)[kSubs][NT][4]);
@@ -108,6 +118,7 @@ struct Decode {
   __device__ __forceinline__ void write(int r, int d, float4 x, int4 place, bool inside) const;
 
   __device__ __forceinline__ void look_ahead() const;
+  __device__ __forceinline__ void look_up_turns() const;
   __device__ __forceinline__ void start();
   __device__ __forceinline__ void walk(bool wait);
 };
@@ -131,9 +142,9 @@ __device__ __forceinline__ bool Decode<KF, VF, D, NT>::begin(int index) {
   for (int n = 0; n < NT; n++)
 #pragma unroll
     for (int j = 0; j < 2; j++) position[n][j] = oldest_query + token_of(first_row + n * 8 + 2 * t + j);
-  if (threadIdx.x < kRows) {
-    const int r = first_row + threadIdx.x, i = token_of(r);
-    sh.token[threadIdx.x] = it.first_token + i, sh.head[threadIdx.x] = it.kv_head * q_per_kv + r - i * q_per_kv;
+  if (thread < kRows) {
+    const int r = first_row + thread, i = token_of(r);
+    sh.token[thread] = it.first_token + i, sh.head[thread] = it.kv_head * q_per_kv + r - i * q_per_kv;
   }
   return true;
 }

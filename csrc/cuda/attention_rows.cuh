@@ -69,6 +69,16 @@ struct Row {  // SLOTS * 32 >= D
   __device__ __forceinline__ void rotate(const Turn<SLOTS>& turn, const RopeArgs& rope, float* scratch, int D) {
     if (!rope.cos || rope.half <= 0) return;
     const int lane = threadIdx.x % 32, half = rope.half;
+    if constexpr (SLOTS % 2 == 0) {
+      if (!rope.interleaved && half == SLOTS * 16 && D == SLOTS * 32) {  // both of a pair are in the same lane
+#pragma unroll
+        for (int i = 0; i < SLOTS / 2; i++) {
+          const float a = x[i], b = x[i + SLOTS / 2];
+          x[i] = a * turn.c[i] + -b * turn.s[i], x[i + SLOTS / 2] = b * turn.c[i + SLOTS / 2] + a * turn.s[i + SLOTS / 2];
+        }
+        return;
+      }
+    }
     store(scratch, D);
     __syncwarp();
 #pragma unroll

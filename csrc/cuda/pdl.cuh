@@ -52,6 +52,13 @@ __device__ __forceinline__ void bulk_copy(void*, const void*, uint32_t, uint64_t
 // Brings the line of an address near: what no kernel writes need not wait for the predecessor.
 __device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
+// The same for what every layer reads: it stays in the L2 cache while weights pass through.
+__device__ __forceinline__ void keep_line(const void* p) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("prefetch.global.L2::evict_last [%0];" ::"l"(p));
+#endif
+}
+
 // 16 bytes from global to shared memory; ASYNC: in the background, until async_wait.
 template <bool ASYNC>
 __device__ __forceinline__ void copy16(void* to, const void* from) {
