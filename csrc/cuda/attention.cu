@@ -145,7 +145,8 @@ const char* attention_decode_launch(const AttentionArgs& args, void* stream, boo
                       0,
                       unsigned((0x100000000ull + q_per_kv - 1) / q_per_kv),
                       (page_bytes(c.k_format, c.head_dim) + page_bytes(c.v_format, c.head_dim)) / kPage,
-                      0};
+                      0,
+                      max_splits(c.num_kv_heads)};
   DecodeKernel fast = fast_kernel(c, wide);
   if (fast.kernel && a.many && per_sequence <= kMaxNew)
     share_out(fast, params, int64_t(c.sequences) * c.num_kv_heads * ((int64_t(per_sequence) * q_per_kv + 7) / 8));

@@ -109,8 +109,8 @@ __global__ void __launch_bounds__(most_warps(D, NT) * 32, 1) attention_decode(co
   asm volatile("" : "+r"(at));  // one register instead of the same computation at every use
   Decode<KF, VF, D, NT> kernel(params, static_cast<uint8_t*>(__cvta_shared_to_generic(at)));
   EXL2NB_MARK(params.a, 11);
-  kernel.look_ahead();
   let_successor_start();
+  kernel.look_ahead();
   bool wait = true;
   if (params.a.q) {  // then this step's keys are the predecessor's too
     wait_for_predecessor();
@@ -128,6 +128,7 @@ __global__ void __launch_bounds__(most_warps(D, NT) * 32, 1) attention_decode(co
       kernel.join_chunks();
     }
     EXL2NB_MARK(params.a, 10);
+    if (kernel.it.final) break;
     __syncthreads();
   }
   if (wait && blockIdx.x == 0) wait_for_predecessor();  // this kernel must not end before its predecessor

@@ -23,10 +23,10 @@ struct Chunks {
 // Depends on the sequence and the model alone. Sizes are multiples of 128 keys that stay the same over wide ranges of context lengths, so a
 // row's bits do not depend on how many newer tokens the step has: a chunk of which it sees nothing adds nothing. Long runs of queries fill
 // the device by themselves.
-// wanted: 0, or how many chunks are enough, for which they grow to 1024 keys; then the bits depend on what asks for that, too.
-__host__ __device__ inline Chunks chunks_of(int context, int queries, int window, int num_kv_heads, int key_bytes, int wanted) {
+// most: max_splits. wanted: 0, or how many chunks are enough, of equal sizes; then the bits depend on what asks for that, too.
+__host__ __device__ inline Chunks chunks_of(int context, int queries, int window, int most, int key_bytes, int wanted) {
   const int oldest = window > 0 ? context - queries - window + 1 : 0, start = oldest > 0 ? oldest / kUnit * kUnit : 0;
-  const int units = (context - start + kUnit - 1) / kUnit, most = max_splits(num_kv_heads);
+  const int units = (context - start + kUnit - 1) / kUnit;
   if (queries > kMaxNew) return {start, units * kUnit, 1};
   int per = key_bytes > 256 ? 2 : 4;
   if (wanted > 0) {  // of equal sizes, to 32 keys
@@ -48,11 +48,13 @@ struct DecodeParams {
   unsigned q_per_kv_inverse;  // ceil(2^32 / q_per_kv): exact quotients of numbers below 2^32 / q_per_kv
   int key_bytes;              // of a key and its value
   int warp_bytes;             // of shared memory: a warp's tiles, then its results
+  int most;                   // max_splits
 };
 
 struct Item {
   int b, first_token, queries, context, kv_head, block, chunk;
   Chunks chunks;
+  bool final;  // the CTA's last one
   __device__ __forceinline__ int part_token() const { return first_token < kMaxNew * b ? first_token : kMaxNew * b; }
 };
 
@@ -64,26 +66,29 @@ template <int NT>
 __device__ __forceinline__ bool find_item(const DecodeParams& p, int index, Item& item) {
   const CacheArgs& c = p.a.cache;
   const int lane = threadIdx.x % 32, q_per_kv = p.q_per_kv;
+  const bool several = c.sequences > 1;
   for (int base = 0; base < c.sequences; base += 32) {
-    const int b = base + lane;
+    const int b = several ? base + lane : 0;
     int first = 0, queries = 0, context = 0, items = 0, blocks = 0;
     Chunks chunks{0, kUnit, 0};
     if (b < c.sequences) {
       first = c.cu_seqlens[b], queries = c.cu_seqlens[b + 1] - first, context = c.context_lens[b];
       if (context > 0 && queries > 0) {
-        chunks = chunks_of(context, queries, p.a.window, c.num_kv_heads, p.key_bytes, p.wanted);
+        chunks = chunks_of(context, queries, p.a.window, p.most, p.key_bytes, p.wanted);
         blocks = (queries * q_per_kv + 8 * NT - 1) / (8 * NT);
         items = chunks.count * c.num_kv_heads * blocks;
       }
     }
     int end = items;
-    for (int i = 1; i < 32; i *= 2) {
-      const int other = __shfl_up_sync(kAll, end, i);
-      if (lane >= i) end += other;
-    }
+    if (several)
+      for (int i = 1; i < 32; i *= 2) {
+        const int other = __shfl_up_sync(kAll, end, i);
+        if (lane >= i) end += other;
+      }
     const int total = __shfl_sync(kAll, end, 31);
     if (index < total) {
-      const int at = __ffs(__ballot_sync(kAll, index < end)) - 1;
+      item.final = base + 32 >= c.sequences && index + static_cast<int>(gridDim.x) >= total;
+      const int at = several ? __ffs(__ballot_sync(kAll, index < end)) - 1 : 0;
       const int inside = index - __shfl_sync(kAll, end - items, at);
       item.b = base + at;
       item.first_token = __shfl_sync(kAll, first, at);

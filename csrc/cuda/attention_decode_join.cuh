@@ -7,7 +7,7 @@ namespace exl2nb {
 template <int KF, int VF, int D, int NT>
 __device__ __forceinline__ int64_t Decode<KF, VF, D, NT>::part_row(int r) const {
   const int row = it.part_token() + sh.token[r] - it.first_token;
-  return (static_cast<int64_t>(row) * p.a.cache.num_heads + sh.head[r]) * max_splits(p.a.cache.num_kv_heads);
+  return (static_cast<int64_t>(row) * p.a.cache.num_heads + sh.head[r]) * p.most;
 }
 
 // The warps' results where they are read where there is one chunk, else to the workspace. A lane has four dims of a row.

@@ -54,7 +54,9 @@ struct Decode {
   float o[NT][D / 16][4], row_max[NT][2], row_sum[NT][2];
 
   __device__ __forceinline__ Decode(const DecodeParams& params, uint8_t* shared) : p(params), sh(*reinterpret_cast<Shared*>(shared)) {
-    asm volatile("mov.u32 %0,%%tid.x;" : "=r"(thread));  // once: the compiler would read it again and again
+    unsigned here;
+    asm volatile("mov.u32 %0,%%tid.x;" : "=r"(here));  // once: the compiler would read it again and again
+    thread = static_cast<int>(here & 1023);
     lane = thread % 32, warp = uniform(thread / 32), warps = blockDim.x / 32, g = lane / 4, t = lane % 4;
     q_per_kv = p.q_per_kv, tiles = shared + kSharedBytes + warp * p.warp_bytes;
   }

@@ -24,7 +24,7 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::fetch(uint8_t* to, int to
       uint8_t* const rows_to = to + (lane * 16 + lane * 16 / T::kRow * T::kPad);
 #pragma unroll
       for (int first = 0; first < kStep * T::kRow; first += 512) copy16<true>(rows_to + first + first / T::kRow * T::kPad, from + first);
-      if (lane * 16 < kStep * T::kScaleRow) copy16<true>(to + T::kScalesAt + lane * 16, scales);
+      if (kStep * T::kScaleRow > 0 && lane * 16 < kStep * T::kScaleRow) copy16<true>(to + T::kScalesAt + lane * 16, scales);
       if constexpr (kStep * T::kScaleRow > 512)
         if (lane * 16 + 512 < kStep * T::kScaleRow) copy16<true>(to + T::kScalesAt + lane * 16 + 512, scales + 512);
     } else {
