@@ -1,4 +1,6 @@
 // Attention's launch functions: which kernel serves which shape, and where the workspace's parts lie.
+#include <algorithm>
+
 #include "attention_any.cuh"
 #include "device.cuh"
 
@@ -31,7 +33,28 @@ constexpr Pair kPairs[] = {
 DecodeKernel fast_kernel(const CacheArgs& c, bool wide) {
   for (const Pair& pair : kPairs)
     if (pair.k == c.k_format && pair.v == c.v_format) return pair.kernel(c.head_dim, wide);
-  return nullptr;
+  return {};
+}
+
+// Warps of a CTA of the decode kernel and its shared memory: fewer warps than it would have where the device has little.
+size_t arrange(DecodeKernel& k, DecodeParams& p) {
+  p.warp_bytes = (k.warp_bytes + 127) / 128 * 128;
+  for (; k.warps; k.warps /= 2) {
+    const size_t bytes = static_cast<size_t>(k.shared_bytes) + k.warps * p.warp_bytes;
+    if (bytes <= static_cast<size_t>(shared_per_block())) return bytes;
+  }
+  return 0;
+}
+
+// Where there are many sequences: each CTA one of `alike` items, of all keys if these fill the device, with as many warps as then fit.
+void share_out(DecodeKernel& k, DecodeParams& p, int64_t alike) {
+  const int all = k.warps * k.ctas_per_sm;
+  int ctas = 1;
+  while (ctas < 4 && all / (2 * ctas) > 1 && alike > int64_t(multiprocessors()) * ctas) ctas *= 2;
+  const size_t bytes = ctas * (k.shared_bytes + static_cast<size_t>(all / ctas) * ((k.warp_bytes + 127) / 128 * 128) + 1024);
+  if (bytes <= static_cast<size_t>(shared_per_multiprocessor())) k.warps = all / ctas, k.ctas_per_sm = ctas;
+  const int64_t room = int64_t(multiprocessors()) * k.ctas_per_sm;
+  p.wanted = static_cast<int>(room < alike ? 1 : room / alike);
 }
 
 const char* check_cache(const CacheArgs& c) {
@@ -120,16 +143,20 @@ const char* attention_decode_launch(const AttentionArgs& args, void* stream, boo
                       (q_per_kv + 7) / 8,
                       q_per_kv,
                       0,
-                      unsigned((0x100000000ull + q_per_kv - 1) / q_per_kv)};
-  if (auto kernel = fast_kernel(c, wide)) {
+                      unsigned((0x100000000ull + q_per_kv - 1) / q_per_kv),
+                      (page_bytes(c.k_format, c.head_dim) + page_bytes(c.v_format, c.head_dim)) / kPage,
+                      0,
+                      max_splits(c.num_kv_heads)};
+  DecodeKernel fast = fast_kernel(c, wide);
+  if (fast.kernel && a.many && per_sequence <= kMaxNew)
+    share_out(fast, params, int64_t(c.sequences) * c.num_kv_heads * ((int64_t(per_sequence) * q_per_kv + 7) / 8));
+  if (const size_t shared = fast.kernel ? arrange(fast, params) : 0) {
     const int64_t blocks = (int64_t(per_sequence) * q_per_kv + 7) / 8,
                   items = blocks * c.sequences * c.num_kv_heads * max_splits(c.num_kv_heads);
-    // As many CTAs as run at a time (ctas_per_sm): further ones would start when the first ones end, with most of the GPU idle.
-    const bool small = c.k_format == kCacheQ4 || c.head_dim < 96;
-    const int64_t room = int64_t(multiprocessors()) * (wide || c.head_dim > 128 ? 2 : small ? 4 : 3);
-    const int64_t alike = blocks * c.sequences * c.num_kv_heads;  // items of as many chunks for each sequence: one turn of the CTAs
-    if (a.many && per_sequence <= kMaxNew) params.wanted = int(room < alike ? 1 : room / alike);
-    return launch_kernel(kernel, dim3(unsigned(items < room ? items : room)), kWarps * 32, 0, stream, pdl, 1, params);
+    const int64_t room = int64_t(multiprocessors()) * fast.ctas_per_sm;
+    const cudaError_t error = cudaFuncSetAttribute(fast.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+    if (error != cudaSuccess) return cudaGetErrorString(error);
+    return launch_kernel(fast.kernel, dim3(unsigned(items < room ? items : room)), fast.warps * 32, shared, stream, pdl, 1, params);
   }
   // Any other shape: the new keys and values first, then one warp per query, without haste.
   if (!a.q) {

@@ -1,16 +1,19 @@
 // Attention of a few queries per sequence over a paged cache, split over the keys (flash-decoding, Dao et al. 2023), in one kernel.
 //
 // A work item is (sequence, KV head, block of 8 * NT query rows, chunk of keys); a query row is (token, head of the KV head's group). A CTA
-// of 4 warps takes items in turns. It prepares the item's query rows (norm, rotation, fp16) in shared memory, and the new keys and values
-// that fall into its chunk, which it also writes to the cache. Then every warp walks tiles of 16 keys: S' = K Q' and O' += V' P' on tensor
-// cores (m16n8k16), with the keys, then the dims, as rows, so that 8 queries fill the columns. K and V go from memory straight to fragment
-// registers (cache_format.cuh); the loads of the next tiles are in flight while one is computed. Old keys are fetched before the kernel
-// waits for its predecessor. The warps' results are joined in warp order, the chunks' by the CTA that arrives last, in chunk order: no
-// float atomics, and chunk boundaries depend on the sequence's own context length only, so a result's bits depend on nothing else.
+// of 8 warps (4 for large heads; for many sequences what makes one turn of CTAs of all the items) takes items in turns. It prepares the
+// item's query rows (norm, rotation, fp16) in shared memory, and the new keys and values that fall into its chunk, which it also writes to
+// the cache. Then every warp walks tiles of 16 keys, of 4 bits two at a time: S' = K Q' and O' += V' P' on tensor cores (m16n8k16), with
+// the keys, then the dims, as rows, so that 8 queries fill the columns. K and V go from memory to a ring of tiles in shared memory that
+// belongs to the warp, so nobody waits for another; old keys are fetched before the kernel waits for its predecessor. The warps' results
+// are joined in warp order, the chunks' by the CTA that arrives last, in chunk order: no float atomics, and chunk boundaries depend on the
+// sequence's own context length only (but for many sequences), so a result's bits depend on nothing else.
 // Bytes: K and V of the context once per block of query rows, partial results 4 * (D + 2) per (row, chunk).
 // Limits: D a multiple of 16, at most 256; at most 8 new tokens per sequence (any number when q comes ready).
-// Files: _items how work is cut, _state the class, _new the step's own rows, _tiles loads, _keys scores to values, _join results.
+// Files: _items how work is cut, _state the class, _new the step's own rows, _tiles copies, _keys scores to values, _join results.
 #pragma once
+#include <algorithm>
+
 #include "attention_decode_join.cuh"
 #include "attention_decode_keys.cuh"
 #include "attention_decode_new.cuh"
@@ -19,45 +22,113 @@
 namespace exl2nb {
 
 template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::walk(bool wait) {
-  load_keys(0);
-  load_values(0);
-  make_rows(wait);
-  fetch_queries();
-  clear();
+__device__ __forceinline__ void Decode<KF, VF, D, NT>::start() {
+  const int first = chunk_start + warp * kStep;
+  EXL2NB_MARK(p.a, 0);
+  look_up_turns();
 #pragma unroll 1
-  for (int step = 0; tile_token(step, 0) < chunk_end; step++) {
-    float s[kTiles][NT][4];
-    const bool more = tile_token(step + 1, 0) < chunk_end;
-    scores(step, s);
-    if (more) load_keys(step + 1);
-    softmax(s);
-    values(step, s);
-    if (more) load_values(step + 1);
+  for (int i = 0; i < kStages; i++) {
+    fetch<KF, true>(tiles + i * kStageBytes, first + i * hop);
+    fetch<VF, false>(tiles + i * kStageBytes + KeyTile::kBytes, first + i * hop);
+  }
+  EXL2NB_MARK(p.a, 1);
+  const int* const inverse = p.a.to.num_perms ? p.a.to.inverse[0] : nullptr;
+  if (inverse && thread < rows * D / 32) {  // into the cache
+    [[maybe_unused]] int none;
+    asm volatile("ld.global.nc.u32 %0,[%1];" : "=r"(none) : "l"(inverse + it.kv_head * q_per_kv * D + thread % (q_per_kv * D / 32) * 32));
+    keep_line(inverse + it.kv_head * q_per_kv * D + thread % (q_per_kv * D / 32) * 32);
   }
 }
 
-template <int KF, int D, int NT>
-__host__ __device__ constexpr int ctas_per_sm() {
-  return D > 128 || NT > 1 ? 2 : KF == kCacheQ4 || D < 96 ? 4 : 3;
+template <int KF, int VF, int D, int NT>
+__device__ __forceinline__ void Decode<KF, VF, D, NT>::walk(bool wait) {
+  const int first = chunk_start + warp * kStep;
+  make_rows(wait);
+  fetch_queries();
+  clear();
+  EXL2NB_MARK(p.a, 5);
+  int stage = 0;
+#pragma unroll 1
+  for (int token = first; token < chunk_end; token += hop) {
+    uint8_t *const keys = tiles + stage * kStageBytes, *const from = keys + KeyTile::kBytes;
+    float s[kSubs][NT][4];
+    const bool plain = token + kStep <= plain_end;
+    await();
+    if (!plain) complete<KF, true>(keys, token);
+    scores(keys, s);
+    __syncwarp();
+    fetch<KF, true>(keys, token + ahead);
+    if (!plain) {
+#pragma unroll
+      for (int i = 0; i < kSubs; i++) shape(token + i * kTile, s[i]);
+    }
+    softmax(s);
+    await();
+    if (!plain) complete<VF, false>(from, token);
+    if constexpr (scales_in_probs(VF, D)) make_room(from + ValueTile::kScalesAt, s);
+#pragma unroll
+    for (int i = 0; i < kSubs; i++)
+      values(from + i * kTile * ValueTile::kStride, from + ValueTile::kScalesAt + i * kTile * ValueTile::kScaleRow, s[i]);
+    __syncwarp();
+    fetch<VF, false>(from, token + ahead);
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+  }
+}
+
+// What the first item is likely to need beside its lengths, into the cache: one wait, not two.
+template <int KF, int VF, int D, int NT>
+__device__ __forceinline__ void Decode<KF, VF, D, NT>::look_ahead() const {
+  const CacheArgs& c = p.a.cache;
+  const float share = __fdividef(static_cast<float>(blockIdx.x), static_cast<float>(gridDim.x));
+  const int b = min(static_cast<int>(share * static_cast<float>(c.sequences)), c.sequences - 1);
+  const int *const table = c.block_table + static_cast<int64_t>(b) * c.max_pages, *const position = p.a.rope.positions && b < p.a.tokens
+                                                                                                        ? p.a.rope.positions + b
+                                                                                                        : nullptr;
+  [[maybe_unused]] int none;
+  if (lane < c.max_pages) asm volatile("ld.global.u32 %0,[%1];" : "=r"(none) : "l"(table + lane));
+  if (position) asm volatile("ld.global.u32 %0,[%1];" : "=r"(none) : "l"(position));
+  if (thread < 4) {
+    const int* const line = thread == 0 ? c.cu_seqlens + b : thread == 1 ? c.context_lens + b : thread == 2 ? table : position;
+    if (line) keep_line(line);
+  }
+}
+// Sines and cosines of up to four of the item's tokens.
+template <int KF, int VF, int D, int NT>
+__device__ __forceinline__ void Decode<KF, VF, D, NT>::look_up_turns() const {
+  const RopeArgs& rope = p.a.rope;
+  const int i = lane / 8, at = lane % 4 * 32;
+  if (warp != warps - 1 || !rope.cos || i >= it.queries || at >= rope.half) return;
+  const int64_t row = rope.positions ? rope.positions[it.first_token + i] : it.context - it.queries + i;
+  keep_line((lane & 4 ? rope.sin : rope.cos) + row * rope.half + at);
 }
 
 template <int KF, int VF, int D, int NT>
-__global__ void __launch_bounds__(kWarps * 32, (ctas_per_sm<KF, D, NT>())) attention_decode(const __grid_constant__ DecodeParams params) {
-  using Kernel = Decode<KF, VF, D, NT>;
-  __shared__ typename Kernel::Shared shared;
-  Kernel kernel(params, shared);
+__global__ void __launch_bounds__(most_warps(D, NT) * 32, 1) attention_decode(const __grid_constant__ DecodeParams params) {
+  extern __shared__ __align__(128) uint8_t dynamic[];
+  unsigned at = shared_address(dynamic);
+  asm volatile("" : "+r"(at));  // one register instead of the same computation at every use
+  Decode<KF, VF, D, NT> kernel(params, static_cast<uint8_t*>(__cvta_shared_to_generic(at)));
+  EXL2NB_MARK(params.a, 11);
   let_successor_start();
+  kernel.look_ahead();
   bool wait = true;
   if (params.a.q) {  // then this step's keys are the predecessor's too
     wait_for_predecessor();
     wait = false;
   }
   for (int index = blockIdx.x; kernel.begin(index); index += gridDim.x) {
+    kernel.start();
     kernel.walk(wait);
     wait = false;
+    EXL2NB_MARK(params.a, 6);
     kernel.join_warps();
-    kernel.finish();
+    EXL2NB_MARK(params.a, 7);
+    if (kernel.it.chunks.count > 1 && kernel.comes_last()) {
+      EXL2NB_MARK(params.a, 8);
+      kernel.join_chunks();
+    }
+    EXL2NB_MARK(params.a, 10);
+    if (kernel.it.final) break;
     __syncthreads();
   }
   if (wait && blockIdx.x == 0) wait_for_predecessor();  // this kernel must not end before its predecessor
@@ -67,24 +138,33 @@ __global__ void __launch_bounds__(kWarps * 32, (ctas_per_sm<KF, D, NT>())) atten
 template <int KF, int VF>
 constexpr bool kOften = KF == VF || (KF == kCacheQ8 && VF == kCacheQ4);
 
-using DecodeKernel = void (*)(DecodeParams);
-// The kernel of a pair of formats for head dims 64, 80, 96, 128, 256; null for others. `wide` is a wish.
+struct DecodeKernel {
+  void (*kernel)(DecodeParams);
+  int warps, ctas_per_sm, shared_bytes, warp_bytes;
+};
+template <int KF, int VF, int D, int NT>
+DecodeKernel describe() {
+  using Kernel = Decode<KF, VF, D, NT>;
+  return {attention_decode<KF, VF, D, NT>, warps_of(D), ctas_per_sm(D, NT), Kernel::kSharedBytes,
+          std::max(Kernel::kStages * Kernel::kStageBytes, Kernel::kResultBytes)};
+}
+// The kernel of a pair of formats for head dims 64, 80, 96, 128, 256; none for others. `wide` is a wish.
 template <int KF, int VF>
 DecodeKernel decode_kernel(int D, bool wide) {
   constexpr int kWide = kOften<KF, VF> ? 2 : 1;
   switch (D) {
     case 64:
-      return wide ? attention_decode<KF, VF, 64, kWide> : attention_decode<KF, VF, 64, 1>;
+      return wide ? describe<KF, VF, 64, kWide>() : describe<KF, VF, 64, 1>();
     case 80:
-      return attention_decode<KF, VF, 80, 1>;
+      return describe<KF, VF, 80, 1>();
     case 96:
-      return attention_decode<KF, VF, 96, 1>;
+      return describe<KF, VF, 96, 1>();
     case 128:
-      return wide ? attention_decode<KF, VF, 128, kWide> : attention_decode<KF, VF, 128, 1>;
+      return wide ? describe<KF, VF, 128, kWide>() : describe<KF, VF, 128, 1>();
     case 256:
-      return attention_decode<KF, VF, 256, 1>;
+      return describe<KF, VF, 256, 1>();
     default:
-      return nullptr;
+      return {};
   }
 }
 constexpr bool has_wide(int D) { return D == 64 || D == 128; }

@@ -4,29 +4,39 @@
 
 namespace exl2nb {
 
-constexpr int kWarps = 4, kTile = 16, kUnit = kWarps * kTile, kMaxNew = 8;
+constexpr int kWarps = 4;  // of the kernels without haste
+constexpr int kTile = 16, kUnit = 8 * kTile, kMaxNew = 8;
 
-// Chunks of a sequence at most: they fill an H200 once at batch 1 (3 CTAs of 132 SMs, 4 with 4-bit keys: a second, partial wave costs more
-// than it brings; 8K context, 8 KV heads: 17.6 us with 32 chunks, 23.5 with 22).
-__host__ __device__ constexpr int most_splits(int items, int num_kv_heads) {
-  return num_kv_heads * 64 <= items ? 64 : num_kv_heads * 6 >= items ? 6 : items / num_kv_heads;
+// Warps of a CTA of the decode kernel, and CTAs that a multiprocessor shall hold; `most` warps may be one CTA.
+constexpr int warps_of(int D) { return D > 128 ? 4 : 8; }
+constexpr int ctas_per_sm(int D, int NT) { return NT > 1 && D > 64 ? 1 : 2; }
+constexpr int most_warps(int D, int NT) { return warps_of(D) * ctas_per_sm(D, NT); }
+
+// Chunks of a sequence at most: they fill an H200 once at batch 1 (2 CTAs of 132 SMs; a second, partial wave costs more than it brings).
+__host__ __device__ constexpr int max_splits(int num_kv_heads) {
+  return num_kv_heads * 64 <= 264 ? 64 : num_kv_heads * 6 >= 264 ? 6 : 264 / num_kv_heads;
 }
-__host__ __device__ constexpr int max_splits(int num_kv_heads) { return most_splits(512, num_kv_heads); }  // with any storage
 
 struct Chunks {
   int start, size, count;  // first key, keys per chunk
 };
-// Depends on the sequence and the model alone. Sizes are multiples of 64 keys that stay the same over wide ranges of context lengths; from
-// 1024 keys on at least 128, because in large batches the work around a chunk counts. Long runs of queries fill the device by themselves.
-// wanted: 0, or how many chunks are enough, for which they grow to 512 keys; then the bits depend on what asks for that, too.
-__host__ __device__ inline Chunks chunks_of(int context, int queries, int window, int num_kv_heads, bool q4, int wanted) {
+// Depends on the sequence and the model alone. Sizes are multiples of 128 keys that stay the same over wide ranges of context lengths, so a
+// row's bits do not depend on how many newer tokens the step has: a chunk of which it sees nothing adds nothing. Long runs of queries fill
+// the device by themselves.
+// most: max_splits. wanted: 0, or how many chunks are enough, of equal sizes; then the bits depend on what asks for that, too.
+__host__ __device__ inline Chunks chunks_of(int context, int queries, int window, int most, int key_bytes, int wanted) {
   const int oldest = window > 0 ? context - queries - window + 1 : 0, start = oldest > 0 ? oldest / kUnit * kUnit : 0;
-  const int units = (context - start + kUnit - 1) / kUnit, most = most_splits(q4 ? 512 : 384, num_kv_heads);
+  const int units = (context - start + kUnit - 1) / kUnit;
   if (queries > kMaxNew) return {start, units * kUnit, 1};
-  int per = units < 16 ? 1 : 2;
-  while (per * most < units || (wanted > 0 && per < 8 && per * wanted < units))
-    per = per == 1 ? 2 : per % 3 == 0 ? per / 3 * 4 : per / 2 * 3;  // 1 2 3 4 6 8 12 ...
-  return {start, per * kUnit, (units + per - 1) / per};
+  int per = key_bytes > 256 ? 2 : 4;
+  if (wanted > 0) {  // of equal sizes, to 32 keys
+    const int tiles = (context - start + 2 * kTile - 1) / (2 * kTile), fewest = (units + per - 1) / per,
+              count = wanted < fewest ? wanted : fewest;
+    const int each = (tiles + count - 1) / count;
+    if (count <= most) return {start, each * 2 * kTile, (tiles + each - 1) / each};
+  }
+  while (per * most < units) per = per % 3 == 0 ? per / 3 * 4 : per / 2 * 3;  // 2 3 4 6 8 12 ...
+  return {start, per * kUnit, units <= per ? 1 : (units + per - 1) / per};
 }
 
 struct DecodeParams {
@@ -36,39 +46,49 @@ struct DecodeParams {
   unsigned* count;  // (rows * blocks per token * Hkv)
   int blocks_per_token, q_per_kv, wanted;
   unsigned q_per_kv_inverse;  // ceil(2^32 / q_per_kv): exact quotients of numbers below 2^32 / q_per_kv
+  int key_bytes;              // of a key and its value
+  int warp_bytes;             // of shared memory: a warp's tiles, then its results
+  int most;                   // max_splits
 };
 
 struct Item {
   int b, first_token, queries, context, kv_head, block, chunk;
   Chunks chunks;
+  bool final;  // the CTA's last one
   __device__ __forceinline__ int part_token() const { return first_token < kMaxNew * b ? first_token : kMaxNew * b; }
 };
+
+// The same number in every lane, known to be so: then it takes neither registers nor divergence.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(kAll, x, 0); }
 
 // Item number `index`, or false past the last one. All lanes of a warp take part.
 template <int NT>
 __device__ __forceinline__ bool find_item(const DecodeParams& p, int index, Item& item) {
   const CacheArgs& c = p.a.cache;
   const int lane = threadIdx.x % 32, q_per_kv = p.q_per_kv;
+  const bool several = c.sequences > 1;
   for (int base = 0; base < c.sequences; base += 32) {
-    const int b = base + lane;
+    const int b = several ? base + lane : 0;
     int first = 0, queries = 0, context = 0, items = 0, blocks = 0;
     Chunks chunks{0, kUnit, 0};
     if (b < c.sequences) {
       first = c.cu_seqlens[b], queries = c.cu_seqlens[b + 1] - first, context = c.context_lens[b];
       if (context > 0 && queries > 0) {
-        chunks = chunks_of(context, queries, p.a.window, c.num_kv_heads, c.k_format == kCacheQ4, p.wanted);
+        chunks = chunks_of(context, queries, p.a.window, p.most, p.key_bytes, p.wanted);
         blocks = (queries * q_per_kv + 8 * NT - 1) / (8 * NT);
         items = chunks.count * c.num_kv_heads * blocks;
       }
     }
     int end = items;
-    for (int i = 1; i < 32; i *= 2) {
-      const int other = __shfl_up_sync(kAll, end, i);
-      if (lane >= i) end += other;
-    }
+    if (several)
+      for (int i = 1; i < 32; i *= 2) {
+        const int other = __shfl_up_sync(kAll, end, i);
+        if (lane >= i) end += other;
+      }
     const int total = __shfl_sync(kAll, end, 31);
     if (index < total) {
-      const int at = __ffs(__ballot_sync(kAll, index < end)) - 1;
+      item.final = base + 32 >= c.sequences && index + static_cast<int>(gridDim.x) >= total;
+      const int at = several ? __ffs(__ballot_sync(kAll, index < end)) - 1 : 0;
       const int inside = index - __shfl_sync(kAll, end - items, at);
       item.b = base + at;
       item.first_token = __shfl_sync(kAll, first, at);
@@ -76,9 +96,10 @@ __device__ __forceinline__ bool find_item(const DecodeParams& p, int index, Item
       item.context = __shfl_sync(kAll, context, at);
       item.chunks = {__shfl_sync(kAll, chunks.start, at), __shfl_sync(kAll, chunks.size, at), __shfl_sync(kAll, chunks.count, at)};
       const int num_blocks = __shfl_sync(kAll, blocks, at);
-      item.chunk = inside % item.chunks.count;
-      item.block = inside / item.chunks.count % num_blocks;
-      item.kv_head = inside / item.chunks.count / num_blocks;
+      const int outer = item.chunks.count == 1 ? inside : inside / item.chunks.count;  // divisions are slow
+      item.chunk = inside - outer * item.chunks.count;
+      item.kv_head = num_blocks == 1 ? outer : outer / num_blocks;
+      item.block = outer - item.kv_head * num_blocks;
       return true;
     }
     index -= total;

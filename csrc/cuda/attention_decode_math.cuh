@@ -20,17 +20,48 @@ __device__ __forceinline__ void mma16816(float (&c)[4], uint32_t a0, uint32_t a1
       : "r"(a2), "r"(a3), "r"(b1));
 #endif
 }
+// Four 8 x 8 matrices of halves from shared memory, a row of 16 bytes per lane: as A fragments, or turned round.
+template <bool TURNED>
+__device__ __forceinline__ void load_matrices(uint32_t (&a)[4], uint32_t row) {
+  if constexpr (TURNED) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(row)
+                 : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3},[%4];"
+                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+                 : "r"(row)
+                 : "memory");
+  }
+}
+// Two of them, at the rows of lanes 0 to 15.
+template <bool TURNED>
+__device__ __forceinline__ void load_matrices(uint32_t (&a)[2], uint32_t row) {
+  if constexpr (TURNED) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1},[%2];" : "=r"(a[0]), "=r"(a[1]) : "r"(row) : "memory");
+  } else {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1},[%2];" : "=r"(a[0]), "=r"(a[1]) : "r"(row) : "memory");
+  }
+}
 // An 8 x 8 matrix of halves across the warp, two neighbours of row lane / 4 in each lane, transposed.
 __device__ __forceinline__ uint32_t transposed(uint32_t v) {
   uint32_t d;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(d) : "r"(v));
   return d;
 }
+// The counter's value, then one more, or 0 after `last`. What the CTA wrote before its barrier is in memory before that; what others wrote
+// before theirs is seen behind it.
+__device__ __forceinline__ unsigned count_up(unsigned* counter, unsigned last) {
+  unsigned was;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0,[%1],%2;" : "=r"(was) : "l"(counter), "r"(last) : "memory");
+  return was;
+}
 __device__ __forceinline__ float exp2_fast(float v) {
   float r;
   asm("ex2.approx.ftz.f32 %0,%1;" : "=f"(r) : "f"(v));
   return r;
 }
-__device__ __forceinline__ float tanh_exact(float v) { return 1.f - 2.f / (__expf(2.f * v) + 1.f); }
+__device__ __forceinline__ float tanh_exact(float v) { return 1.f - __fdividef(2.f, __expf(2.f * v) + 1.f); }
 
 }  // namespace exl2nb

@@ -4,88 +4,137 @@
 
 namespace exl2nb {
 
-// The item's rows, warp by warp: queries, new keys, new values.
+// The item's rows, warp by warp: queries, new keys, new values. A warp's second row is under way while it works on the first.
 template <int KF, int VF, int D, int NT>
 __device__ __forceinline__ void Decode<KF, VF, D, NT>::make_rows(bool wait) {
   const AttentionArgs& a = p.a;
   const int D3 = (a.cache.num_heads + 2 * a.cache.num_kv_heads) * D, chunk_last = chunk_start + it.chunks.size;
-  const int new_from = max(first_new, chunk_start), fresh = max(min(it.context, chunk_last) - new_from, 0);
+  const int new_from = max(first_new, chunk_start), fresh = max(min(it.context, chunk_last) - new_from, 0), all = rows + 2 * fresh;
   const float factor = a.softcap > 0.f ? a.scale : a.scale * kLog2e;
-  for (int i = rows * kQStride / 2 + threadIdx.x; i < kRows * kQStride / 2; i += kThreads) reinterpret_cast<uint32_t*>(sh.in.q)[i] = 0;
+  for (int i = rows * kQStride / 2 + thread; i < kRows * kQStride / 2; i += blockDim.x) reinterpret_cast<uint32_t*>(sh.q)[i] = 0;
+  struct Place {
+    bool is_query, is_key;
+    int i, head;
+  };
+  const auto place_of = [&](int r) {
+    Place x;
+    x.is_query = r < rows, x.is_key = !x.is_query && r < rows + fresh;
+    x.i = x.is_query ? token_of(first_row + r) : r - rows - (x.is_key ? 0 : fresh) + new_from - first_new;
+    x.head = x.is_query ? it.kv_head * q_per_kv + first_row + r - x.i * q_per_kv : it.kv_head;
+    return x;
+  };
+  Turn<kSlots> turn;
+  Row<kSlots> next;
+  int turn_of = -1;
+  const auto load_turn = [&](int r) {
+    if (a.q || r >= all) return;
+    const int i = place_of(r).i;
+    if (i == turn_of) return;
+    turn_of = i;
+    turn.load(a.rope, a.rope.positions ? a.rope.positions[it.first_token + i] : it.context - it.queries + i);
+  };
+  const auto load_row = [&](int r) {
+    if (r >= all) return;
+    const Place x = place_of(r);
+    const int number = x.is_query ? x.head : a.cache.num_heads + (x.is_key ? 0 : a.cache.num_kv_heads) + x.head;
+    const int64_t token = it.first_token + x.i;
+    next.load(a.q ? a.q + (token * a.cache.num_heads + x.head) * D : a.qkv + token * D3 + number * D, D);
+  };
+  load_turn(warp);
+  if (wait) wait_for_predecessor();
+  EXL2NB_MARK(a, 2);
+  load_row(warp);
 #pragma unroll 1
-  for (int r = warp; r < rows + 2 * fresh; r += kWarps) {
-    const bool is_query = r < rows, is_key = !is_query && r < rows + fresh;
-    const int i = is_query ? token_of(first_row + r) : r - rows - (is_key ? 0 : fresh) + new_from - first_new;
-    const int head = is_query ? it.kv_head * q_per_kv + first_row + r - i * q_per_kv : it.kv_head, token = it.first_token + i;
-    Turn<kSlots> turn;
-    if (!a.q) turn.load(a.rope, a.rope.positions ? a.rope.positions[token] : it.context - it.queries + i);
-    if (wait) wait_for_predecessor();
-    wait = false;
-    Row<kSlots> row;
-    const int place_in_row = is_query ? head : a.cache.num_heads + (is_key ? 0 : a.cache.num_kv_heads) + head;
-    row.load(a.q ? a.q + (static_cast<int64_t>(token) * a.cache.num_heads + head) * D
-                 : a.qkv + static_cast<int64_t>(token) * D3 + place_in_row * D,
-             D);
-    if (is_query || is_key) {
-      if (!a.q) prepare(row, a.rope, is_query ? a.rope.q_norm : a.rope.k_norm, head, turn, sh.in.scratch[warp], D);
+  for (int r = warp; r < all; r += warps) {
+    const Place x = place_of(r);
+    Row<kSlots> row = next;
+    load_row(r + warps);
+    if (r > warp) load_turn(r);
+    if (x.is_query || x.is_key) {
+      if (!a.q) prepare(row, a.rope, x.is_query ? a.rope.q_norm : a.rope.k_norm, x.head, turn, sh.scratch[warp], D);
     } else if (!a.rope.norm_whole) {
       row.clip(a.rope.clip);
     }
-    if (is_query) {
+    if (x.is_query) {
 #pragma unroll
       for (int s = 0; s < kSlots; s++) {
-        float x = row.x[s] * factor;
-        if constexpr (is_rotated(KF)) x = hadamard<scale_group(D)>(x);
-        if (lane + 32 * s < D) sh.in.q[r * kQStride + Key::place(lane + 32 * s)] = saturated(x);
+        float v = row.x[s] * factor;
+        if constexpr (is_rotated(KF)) v = hadamard<scale_group(D)>(v);
+        if (lane + 32 * s < D) sh.q[r * kQStride + Key::place(lane + 32 * s)] = saturated(v);
       }
+    } else if constexpr (kCoded) {
+      row.store(sh.fresh[x.is_key ? x.i : kMaxNew + x.i], D);
     } else {
-      row.store(sh.in.fresh[is_key ? i : kMaxNew + i], D);
+#pragma unroll
+      for (int s = 0; s < kSlots; s++)
+        if (lane + 32 * s < D) keep<kCacheF16>({half(), __half_as_ushort(__float2half_rn(row.x[s]))}, x.i, lane + 32 * s, x.is_key);
     }
   }
-  if (wait) wait_for_predecessor();
   __syncthreads();
-  if (!fresh) return;
-  // 32 dims of a new key and of its value at a time: as the cache holds them into shared memory and, once, into the cache.
+  EXL2NB_MARK(a, 3);
+  if constexpr (kCoded) {
+    if (!fresh) return;
+    // 32 dims of a new key or value at a time: as the cache holds them into shared memory and, once, into the cache.
 #pragma unroll 1
-  for (int j = warp; j < fresh * kSlots; j += kWarps) {
-    const int i = j / kSlots + new_from - first_new, d = j % kSlots * 32 + lane;
-    const Numbers<2> x = {d < D ? sh.in.fresh[i][d] : 0.f, d < D ? sh.in.fresh[kMaxNew + i][d] : 0.f};
-    Coded made[2];
-    if constexpr (KF == VF) {
-      encode<KF, scale_group(D), 2>(x, made);
-    } else {
-      made[0] = encode<KF, scale_group(D)>(x[0]), made[1] = encode<VF, scale_group(D)>(x[1]);
+    for (int j = warp; j < 2 * fresh * kSlots; j += warps) {
+      const bool key = j < fresh * kSlots;
+      const int i = (key ? j : j - fresh * kSlots) / kSlots + new_from - first_new, slot = j % kSlots;
+      if (KF == VF || key)
+        encode_row<KF>(i, slot, key);
+      else
+        encode_row<VF>(i, slot, key);
     }
-    if (d >= D) continue;
-    keep<KF>(made[0], i, d, a.cache.k_pool, sh.in.k, sh.in.k_scale);
-    keep<VF>(made[1], i, d, a.cache.v_pool, sh.in.v, sh.in.v_scale);
+    __syncthreads();
+    EXL2NB_MARK(a, 4);
   }
-  __syncthreads();
 }
 
 template <int KF, int VF, int D, int NT>
 template <int F>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::keep(const Coded& made, int i, int d, void* pool, uint8_t* codes,
-                                                            uint8_t* scales) const {
+__device__ __forceinline__ void Decode<KF, VF, D, NT>::encode_row(int i, int slot, bool key) {
+  const int d = slot * 32 + lane;
+  const Coded made = encode<F, scale_group(D)>(d < D ? sh.fresh[key ? i : kMaxNew + i][d] : 0.f);
+  if (d < D) keep<F>(made, i, d, key);
+}
+
+// Dim d of new token i into shared memory and, once, into the cache.
+template <int KF, int VF, int D, int NT>
+template <int F>
+__device__ __forceinline__ void Decode<KF, VF, D, NT>::keep(const Coded& made, int i, int d, bool key) {
   constexpr int row_bytes = D * bits_of(F) / 8, head_bytes = page_bytes(F, D), G = scale_group(D);
-  put<F, G>(made, d, codes + i * row_bytes, scales + i * kGroups * 2);
+  put<F, G>(made, d, (key ? sh.k : sh.v) + i * row_bytes, (key ? sh.k_scale : sh.v_scale) + i * kGroups * 2);
   if (it.block) return;
   const int at = it.context - it.queries + i;
   const int64_t number =
       static_cast<int64_t>(at / kPage == (it.context - 1) / kPage ? last_page : first_page) * p.a.cache.num_kv_heads + it.kv_head;
-  uint8_t* const page = static_cast<uint8_t*>(pool) + number * head_bytes;
+  uint8_t* const page = static_cast<uint8_t*>(key ? p.a.cache.k_pool : p.a.cache.v_pool) + number * head_bytes;
   put<F, G>(made, d, page + at % kPage * row_bytes, page + kPage * row_bytes + at % kPage * kGroups * 2);
 }
 
+// Queries as B fragments; and what the sums of their products with codes begin with, by the same products.
 template <int KF, int VF, int D, int NT>
 __device__ __forceinline__ void Decode<KF, VF, D, NT>::fetch_queries() {
 #pragma unroll
   for (int n = 0; n < NT; n++)
 #pragma unroll
-    for (int pair = 0; pair < (D + 31) / 32; pair++) {
-      const uint4 x = *reinterpret_cast<const uint4*>(sh.in.q + (n * 8 + g) * kQStride + pair * 32 + t * 8);
+    for (int pair = 0; pair < kSlots; pair++) {
+      const uint4 x = *reinterpret_cast<const uint4*>(sh.q + (n * 8 + g) * kQStride + pair * 32 + t * 8);
       q[n][2 * pair][0] = x.x, q[n][2 * pair][1] = x.y, q[n][2 * pair + 1][0] = x.z, q[n][2 * pair + 1][1] = x.w;
     }
+  if constexpr (has_scales(KF)) {
+#pragma unroll
+    for (int n = 0; n < NT; n++)
+#pragma unroll
+      for (int group = 0; group < kGroups; group++) {
+        float sum[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+        for (int k = group * Key::kSteps; KF != kCacheFp8 && k < (group + 1) * Key::kSteps; k++) {
+          mma16816(sum, Key::kZeroLow, Key::kZeroLow, Key::kZeroHigh, Key::kZeroHigh, q[n][k][0], q[n][k][1]);
+          if (KF == kCacheQ8) mma16816(sum, 0x38003800u, 0x38003800u, 0x38003800u, 0x38003800u, q[n][k][0], q[n][k][1]);
+        }
+        zero[n][group][0] = sum[0], zero[n][group][1] = sum[1];
+      }
+  }
 }
 
 }  // namespace exl2nb

@@ -3,6 +3,7 @@
 #include <cuda_fp8.h>
 
 #include "cache_format.cuh"
+#include "pdl.cuh"
 
 namespace exl2nb {
 
@@ -10,22 +11,8 @@ constexpr int kMaxHeadDim = 256;
 constexpr unsigned kAll = 0xffffffffu;
 
 // Programmatic dependent launch: let the successor start; wait for the predecessor. Nothing where the hardware has neither.
-__device__ __forceinline__ void let_successor_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-__device__ __forceinline__ void wait_for_predecessor() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-__device__ __forceinline__ float warp_sum(float v) {
-#pragma unroll
-  for (int i = 16; i; i /= 2) v += __shfl_xor_sync(kAll, v, i);
-  return v;
-}
+__device__ __forceinline__ void let_successor_start() { pdl_launch_dependents(); }
+__device__ __forceinline__ void wait_for_predecessor() { pdl_wait(); }
 
 // Cosines and sines of one position, dealt like a row.
 template <int SLOTS>
@@ -50,7 +37,7 @@ struct Row {  // SLOTS * 32 >= D
   __device__ __forceinline__ void load(const float* from, int D) {
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < SLOTS; i++) x[i] = lane + 32 * i < D ? from[lane + 32 * i] : 0.f;
+    for (int i = 0; i < SLOTS; i++) x[i] = lane + 32 * i < D ? __ldcg(from + lane + 32 * i) : 0.f;
   }
   __device__ __forceinline__ void clip(float limit) {
     if (limit == 0.f) return;
@@ -82,6 +69,16 @@ struct Row {  // SLOTS * 32 >= D
   __device__ __forceinline__ void rotate(const Turn<SLOTS>& turn, const RopeArgs& rope, float* scratch, int D) {
     if (!rope.cos || rope.half <= 0) return;
     const int lane = threadIdx.x % 32, half = rope.half;
+    if constexpr (SLOTS % 2 == 0) {
+      if (!rope.interleaved && half == SLOTS * 16 && D == SLOTS * 32) {  // both of a pair are in the same lane
+#pragma unroll
+        for (int i = 0; i < SLOTS / 2; i++) {
+          const float a = x[i], b = x[i + SLOTS / 2];
+          x[i] = a * turn.c[i] + -b * turn.s[i], x[i + SLOTS / 2] = b * turn.c[i + SLOTS / 2] + a * turn.s[i + SLOTS / 2];
+        }
+        return;
+      }
+    }
     store(scratch, D);
     __syncwarp();
 #pragma unroll

@@ -1,20 +1,25 @@
-// How a KV cache page stores its numbers (cache/storage/FORMAT.md), and how a lane gets them out in the order of the tensor cores' A
-// fragments without shared memory.
+// How a KV cache page stores its numbers (cache/storage/FORMAT.md), and how a lane gets them out of a tile in shared memory in the order of
+// the tensor cores' A fragments.
 //
 // A page of one head is 256 rows of D codes, then fp16 scales (256, D / G) unless the numbers are plain. 8 and 4 bits hold Hadamard-rotated
 // numbers: the dot product with q is taken in the rotated space (q is rotated once) and the output is rotated back once.
 //
 // The products contract over dims (K) or tokens (V), and the order of what is contracted or of a matrix's rows is free as long as the other
-// side agrees. So a lane loads contiguous pieces of 16, 8, 4, 2 or 1 bytes of a row (as large as possible), and `Lanes::dim` says which
-// dims it got; q is gathered in that order and the output scattered by it.
-//   K, 16 tokens = rows of A: lane (g, t), g = lane / 4, t = lane % 4, reads a quarter of rows g and g + 8.
-//   V, 16 dims = rows of A: lane (g, t) reads an eighth of the rows of tokens 2t, 2t + 1, 2t + 8, 2t + 9.
+// side agrees. So a lane reads contiguous bytes of a row; q is gathered in that order (KeyFragment::place) and the output scattered by it.
+//   K, 16 tokens = rows of A: lane (g, t), g = lane / 4, t = lane % 4, reads a quarter of each group of rows g and g + 8. Two steps of the
+//      tensor cores lie within one group, so the codes go in as they are: a group's scale multiplies the sum, its zero point is where the
+//      sum begins.
+//   V, 16 dims = rows of A: lane (g, t) reads an eighth of the rows of tokens 2t, 2t + 1, 2t + 8, 2t + 9. Of 4 bits it is an eighth of each
+//      group, as pairs of tokens from ldmatrix: then scales multiply probabilities, and the codes go in as they are, as numbers below the
+//      smallest normal one (code * 2^-24, or 2^-20), their zero point in one product more.
+// fp16 tiles need no order of their own: ldmatrix deals them.
 #pragma once
 #include <cuda_fp16.h>
 
 #include <type_traits>
 
 #include "attention.h"
+#include "fragment.cuh"
 
 namespace exl2nb {
 
@@ -65,10 +70,20 @@ __device__ __forceinline__ uint32_t from_q4_low(uint32_t v, half2 scale) {
 __device__ __forceinline__ uint32_t from_q4_high(uint32_t v, half2 scale) {
   return bits_of_half2(__hmul2(__hsub2(as_half2(and_or(v, 0x00f000f0u, 0x54005400u)), as_half2(0x54705470u)), scale));
 }
-// Two e4m3 bytes, each in the high byte of a half; scale times 2^8, the distance of the exponents' zero points.
+// Two e4m3 bytes, each in the high byte of a half, times 2^-8: the distance of the exponents' zero points. Scaled by that and `scale`.
+__device__ __forceinline__ uint32_t from_e4m3(uint32_t v) { return (v & 0x80008000u) | ((v & 0x7f007f00u) >> 1); }
 __device__ __forceinline__ uint32_t from_e4m3(uint32_t v, half2 scale) {
-  return bits_of_half2(__hmul2(as_half2((v & 0x80008000u) | ((v & 0x7f007f00u) >> 1)), __hmul2(scale, as_half2(0x5c005c00u))));
+  return bits_of_half2(__hmul2(as_half2(from_e4m3(v)), __hmul2(scale, as_half2(0x5c005c00u))));
 }
+
+// A tile of ROWS tokens in shared memory: rows, `kPad` apart so that the lanes that read together find different banks, then scales.
+template <int FORMAT, int D, bool KEYS, int ROWS>
+struct Tile {
+  static constexpr int kRow = D * bits_of(FORMAT) / 8, kPad = kRow % 16 ? 0 : KEYS && bits_of(FORMAT) == 8 ? 32 : 16;
+  static constexpr int kStride = kRow + kPad, kScaleRow = has_scales(FORMAT) ? 2 * D / scale_group(D) : 0;
+  static constexpr int kScalesAt = ROWS * kStride, kBytes = kScalesAt + ROWS * kScaleRow;
+  static_assert(kBytes % 16 == 0, "copied 16 bytes at a time");
+};
 
 // A row of D numbers dealt to LANES lanes.
 template <int FORMAT, int D, int LANES>
@@ -113,34 +128,20 @@ struct Lanes {
   }  // 2 to 8 dims in it
 };
 
-template <bool STREAM, int BYTES>
+template <int BYTES>
 __device__ __forceinline__ void load_bytes(const uint8_t* p, uint32_t* v) {
-  if constexpr (STREAM) {
-    if constexpr (BYTES == 16) {
-      asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3},[%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(p));
-    } else if constexpr (BYTES == 8) {
-      asm volatile("ld.global.nc.v2.u32 {%0,%1},[%2];" : "=r"(v[0]), "=r"(v[1]) : "l"(p));
-    } else if constexpr (BYTES == 4) {
-      asm volatile("ld.global.nc.u32 %0,[%1];" : "=r"(v[0]) : "l"(p));
-    } else if constexpr (BYTES == 2) {
-      asm volatile("{.reg .u16 h;\nld.global.nc.u16 h,[%1];\ncvt.u32.u16 %0,h;}" : "=r"(v[0]) : "l"(p));
-    } else {
-      asm volatile("{.reg .u16 h;\nld.global.nc.u8 h,[%1];\ncvt.u32.u16 %0,h;}" : "=r"(v[0]) : "l"(p));
-    }
+  if constexpr (BYTES == 16) {
+    const uint4 u = *reinterpret_cast<const uint4*>(p);
+    v[0] = u.x, v[1] = u.y, v[2] = u.z, v[3] = u.w;
+  } else if constexpr (BYTES == 8) {
+    const uint2 u = *reinterpret_cast<const uint2*>(p);
+    v[0] = u.x, v[1] = u.y;
+  } else if constexpr (BYTES == 4) {
+    v[0] = *reinterpret_cast<const uint32_t*>(p);
+  } else if constexpr (BYTES == 2) {
+    v[0] = *reinterpret_cast<const uint16_t*>(p);
   } else {
-    if constexpr (BYTES == 16) {
-      const uint4 u = *reinterpret_cast<const uint4*>(p);
-      v[0] = u.x, v[1] = u.y, v[2] = u.z, v[3] = u.w;
-    } else if constexpr (BYTES == 8) {
-      const uint2 u = *reinterpret_cast<const uint2*>(p);
-      v[0] = u.x, v[1] = u.y;
-    } else if constexpr (BYTES == 4) {
-      v[0] = *reinterpret_cast<const uint32_t*>(p);
-    } else if constexpr (BYTES == 2) {
-      v[0] = *reinterpret_cast<const uint16_t*>(p);
-    } else {
-      v[0] = *p;
-    }
+    v[0] = *p;
   }
 }
 
@@ -151,22 +152,15 @@ struct Share {
   uint32_t w[L::kWords];
   uint32_t s[L::kScales];  // fp16 scale of each piece, in the low half
 
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int i = 0; i < L::kWords; i++) w[i] = 0;
-#pragma unroll
-    for (int i = 0; i < L::kScales; i++) s[i] = 0;
-  }
   // row: the token's codes; scales: its D / G scales.
-  template <bool STREAM>
   __device__ __forceinline__ void load(const uint8_t* row, const uint8_t* scales, int lane) {
     static_for<L::kPieces>([&](auto i) {
       constexpr int p = decltype(i)::value, size = L::size(p), start = L::start(p) * LANES, word = L::word(p);
-      load_bytes<STREAM, size>(row + start + lane * size, w + word);
+      load_bytes<size>(row + start + lane * size, w + word);
       if constexpr (has_scales(FORMAT)) {
         constexpr int first = start * 8 / L::kBits, dims = size * 8 / L::kBits;
         static_assert(L::kGroup % dims == 0 && first % dims == 0, "a lane's piece has one scale");
-        load_bytes<STREAM, 2>(scales + 2 * ((first + lane * dims) / L::kGroup), s + p);
+        load_bytes<2>(scales + 2 * ((first + lane * dims) / L::kGroup), s + p);
       }
     });
   }
@@ -177,67 +171,46 @@ struct Share {
   }
 };
 
-// K as A fragments: 4 dims of a lane for step kk of 16. `order(e)` are their dims in the lane's word, in the order of the registers.
+// K as A fragments: a lane's G / 4 dims of a group, in words, are G / 16 steps of the tensor cores.
 template <int FORMAT, int D>
 struct KeyFragment {
-  using L = Lanes<FORMAT, D, 4>;
-  using S = Share<FORMAT, D, 4>;
-  static constexpr int kSteps = D / 16;
-  static __host__ __device__ constexpr int word(int kk) { return FORMAT == kCacheF16 ? 2 * kk : FORMAT == kCacheQ4 ? kk / 2 : kk; }
-  // Dim of element e (0..3) of step kk of lane t.
-  static __host__ __device__ constexpr int fixed_dim(int kk, int e) {
-    if (FORMAT == kCacheF16) return L::word_dim(2 * kk) + e;
-    if (FORMAT == kCacheQ4) {
-      if (L::word_dims(word(kk)) == 4) return L::word_dim(word(kk)) + (e % 2) * 2 + e / 2;
-      return L::word_dim(word(kk)) + (kk % 2) * 2 + (e % 2) * 4 + e / 2;
-    }
-    return L::word_dim(kk) + e;
-  }
-  static __host__ __device__ constexpr int lane_dims(int kk) { return L::lane_dims(word(kk)); }
+  static constexpr int kGroup = scale_group(D), kGroups = D / kGroup, kSteps = kGroup / 16;
+  static constexpr int kGroupBytes = kGroup * bits_of(FORMAT) / 8, kWords = kGroupBytes < 16 ? 1 : kGroupBytes / 16;
+
+  static constexpr bool kMatrices = kGroupBytes % 16 == 0;  // else two bytes at a time
 
   // Where dim d of q lies so that lane t finds its 8 numbers of steps 2 p and 2 p + 1 together, at (4 p + t) * 8, in register order.
   static __host__ __device__ __forceinline__ int place(int d) {
-    if constexpr (FORMAT == kCacheF16 && D % 32 == 0) return d;
-    int at = 0;
-    static_for<L::kPieces>([&](auto i) {
-      constexpr int p = decltype(i)::value, dims = L::size(p) * 8 / L::kBits, first = L::start(p) * 4 * 8 / L::kBits,
-                    before = L::start(p) * 8 / L::kBits;
-      if (d < first || d >= first + 4 * dims) return;
-      const int t = (d - first) / dims, mine = before + (d - first) % dims;
-      int kk = mine / 4, e = mine % 4;
-      if constexpr (FORMAT == kCacheQ4) {
-        const int j = mine % 8;
-        kk = dims < 8 ? mine / 8 * 2 : mine / 8 * 2 + j % 4 / 2;
-        e = dims < 8 ? j % 2 * 2 + j / 2 : j % 2 * 2 + j / 4;
-      }
-      at = (kk / 2 * 4 + t) * 8 + kk % 2 * 4 + e;
-    });
-    return at;
-  }
-
-  template <int KK>
-  static __device__ __forceinline__ void get(const S& k, uint32_t& low, uint32_t& high) {
-    constexpr int W = word(KK);
     if constexpr (FORMAT == kCacheF16) {
-      low = k.w[W], high = k.w[W + 1];
-    } else if constexpr (FORMAT == kCacheQ8) {
-      const half2 scale = __half2half2(k.template scale<W>());
-      low = from_q8(permute(k.w[W], 0x64646464u, 0x4140), scale), high = from_q8(permute(k.w[W], 0x64646464u, 0x4342), scale);
-    } else if constexpr (FORMAT == kCacheFp8) {
-      const half2 scale = __half2half2(k.template scale<W>());
-      low = from_e4m3(permute(k.w[W], 0, 0x1404), scale), high = from_e4m3(permute(k.w[W], 0, 0x3424), scale);
+      return fragment_place(d);
+    } else if constexpr (FORMAT == kCacheQ4 && kGroup == 32) {
+      const int j = d & 7;
+      return (d & ~7) + j % 4 / 2 * 4 + j % 2 * 2 + j / 4;
     } else {
-      const half2 scale = __half2half2(k.template scale<W>());
-      uint32_t v = k.w[W];
-      if constexpr (L::word_dims(W) == 4) {
-        v = permute(v, 0, 0x4140);  // two bytes: one to each half
-      } else if constexpr (KK % 2) {
-        v >>= 8;
-      }
-      low = from_q4_low(v, scale), high = from_q4_high(v, scale);
+      const int step = d / 16, j = d % 4;
+      return (step / 2 * 4 + d % 16 / 4) * 8 + step % 2 * 4 + (FORMAT == kCacheQ4 ? j % 2 * 2 + j / 2 : j);
     }
   }
+  // Codes above 1024 or 64 (4 bits: nibbles 0 and 4, then 1 and 5, of a word), or e4m3 numbers times 2^-8. w: word t of 16 bytes of a row.
+  template <int STEP>
+  static __device__ __forceinline__ void get(uint32_t w, uint32_t& low, uint32_t& high) {
+    if constexpr (FORMAT == kCacheQ8) {
+      low = permute(w, 0x64646464u, 0x4140), high = permute(w, 0x64646464u, 0x4342);
+    } else if constexpr (FORMAT == kCacheFp8) {
+      low = from_e4m3(permute(w, 0, 0x1404)), high = from_e4m3(permute(w, 0, 0x3424));
+    } else {
+      const uint32_t v = kGroup == 16 ? permute(w, 0, 0x4140) : STEP ? w >> 8 : w;
+      low = and_or(v, 0x000f000fu, 0x64006400u), high = and_or(v, 0x00f000f0u, 0x54005400u);
+    }
+  }
+  // What the codes are above, negative, in halves: -1031 and -71; -1152 and 0.5, to be added one after the other.
+  static constexpr uint32_t kZeroLow = FORMAT == kCacheQ4 ? 0xe407e407u : 0xe480e480u;
+  static constexpr uint32_t kZeroHigh = FORMAT == kCacheQ4 ? 0xd470d470u : 0xe480e480u;
+  static constexpr float kUnit = FORMAT == kCacheFp8 ? 256.f : 1.f;  // of the scales
 };
+
+// 4-bit values in groups of 32 go their own way.
+__host__ __device__ constexpr bool scales_in_probs(int format, int D) { return format == kCacheQ4 && scale_group(D) == 32; }
 
 // V as A fragments: rows are dims. From the shares of two neighbouring tokens, dims 2i and 2i + 1 of the lane.
 template <int FORMAT, int D>
@@ -255,15 +228,17 @@ struct ValueFragment {
     while (left >= L::word_dims(w)) left -= L::word_dims(w++);
     return left;
   }
-  static __host__ __device__ constexpr int fixed_dim(int i) { return L::word_dim(word(i)) + inside(i); }
-  static __host__ __device__ constexpr int lane_dims(int i) { return L::lane_dims(word(i)); }
+  // Dim of row g + 8 * half of tile i, i: also of the output.
+  static __device__ __forceinline__ int dim(int i, int g, int half) {
+    if constexpr (FORMAT == kCacheF16) return i * 16 + g + half * 8;
+    if constexpr (scales_in_probs(FORMAT, D)) return i / 2 * 32 + g * 4 + i % 2 * 2 + half;
+    return L::word_dim(word(i)) + inside(i) + g * L::lane_dims(word(i)) + half;
+  }
 
   template <int I>
   static __device__ __forceinline__ void get(const S& a, const S& b, uint32_t& first, uint32_t& second) {
     constexpr int W = word(I), at = inside(I);
-    if constexpr (FORMAT == kCacheF16) {
-      first = permute(a.w[W], b.w[W], 0x5410), second = permute(a.w[W], b.w[W], 0x7632);
-    } else if constexpr (FORMAT == kCacheQ8) {
+    if constexpr (FORMAT == kCacheQ8) {
       const half2 scale = __halves2half2(a.template scale<W>(), b.template scale<W>());
       const uint32_t v = permute(a.w[W], b.w[W], at ? 0x7362 : 0x5140);
       first = from_q8(permute(v, 0x64646464u, 0x4140), scale), second = from_q8(permute(v, 0x64646464u, 0x4342), scale);

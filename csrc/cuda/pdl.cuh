@@ -52,6 +52,13 @@ __device__ __forceinline__ void bulk_copy(void*, const void*, uint32_t, uint64_t
 // Brings the line of an address near: what no kernel writes need not wait for the predecessor.
 __device__ __forceinline__ void prefetch_line(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
+// The same for what every layer reads: it stays in the L2 cache while weights pass through.
+__device__ __forceinline__ void keep_line(const void* p) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("prefetch.global.L2::evict_last [%0];" ::"l"(p));
+#endif
+}
+
 // 16 bytes from global to shared memory; ASYNC: in the background, until async_wait.
 template <bool ASYNC>
 __device__ __forceinline__ void copy16(void* to, const void* from) {
@@ -62,6 +69,16 @@ __device__ __forceinline__ void copy16(void* to, const void* from) {
   }
 #endif
   *static_cast<uint4*>(to) = __ldg(static_cast<const uint4*>(from));
+}
+// The first `bytes` of 16 and zeros.
+__device__ __forceinline__ void copy16_part(void* to, const void* from, int bytes) {
+#if __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.cg.shared.global [%0],[%1],16,%2;" ::"r"(shared_address(to)), "l"(from), "r"(bytes) : "memory");
+#else
+  uint16_t x[8];
+  for (int i = 0; i < 8; i++) x[i] = 2 * i < bytes ? static_cast<const uint16_t*>(from)[i] : uint16_t(0);
+  for (int i = 0; i < 8; i++) static_cast<uint16_t*>(to)[i] = x[i];
+#endif
 }
 __device__ __forceinline__ void async_commit() {
 #if __CUDA_ARCH__ >= 800

@@ -1,5 +1,7 @@
 """The CUDA attention kernels against the fp32 reference on the CPU, and their promises: same bits alone, in a batch, twice, in a graph."""
 
+from copy import copy as shallow
+
 import pytest
 import torch
 
@@ -56,7 +58,7 @@ class Case:
         self.bounds, self.lens = i32([sum(queries[:i]) for i in range(len(queries) + 1)]), i32(contexts)
         self.inverse = [torch.randperm(Hq * D, generator=g).int() for _ in range(2)]
         self.options = {"q_norm": None, "k_norm": None, "eps": 1e-5, "layer_norm": False, "interleaved": False, "clip": 0.0}
-        self.options |= {"scale": D**-0.5, "window": 0, "softcap": 0.0}
+        self.options |= {"scale": D**-0.5, "window": 0, "softcap": 0.0, "many": False}
         self.options.update(options)
         self.workspace = torch.zeros(1, dtype=torch.uint8)
 
@@ -75,7 +77,7 @@ class Case:
         return (
             self.qkv, self.cos, self.sin, None, self.k_pool, self.v_pool, self.table, self.bounds, self.lens, self.workspace, o["q_norm"],
             o["k_norm"], self.inverse, self.Hq, self.Hkv, self.D, o["eps"], o["layer_norm"], o["interleaved"], o["clip"], o["scale"],
-            o["window"], o["softcap"], pdl,
+            o["window"], o["softcap"], pdl, o["many"],
         )  # fmt: skip
 
     def run(self, pdl=False):
@@ -128,6 +130,16 @@ def test_pairs_apart(D, storage):
     Case([600, 20, 1500], [1, 2, 4], 4, 4, D, storage=storage, window=300).check()
 
 
+@pytest.mark.parametrize("context", [258, 514, 700, 1026])
+@pytest.mark.parametrize("storage", ["fp16", "q4"])
+def test_newer_tokens_do_not_change_a_row(storage, context):
+    """However a text is cut into steps: bits beside newer tokens, and chunks that only those see, are those of a step of its own."""
+    whole = Case([context], [5], 8, 2, 128, storage=storage)
+    alone = shallow(whole)
+    alone.queries, alone.bounds, alone.lens, alone.qkv = [1], i32([0, 1]), i32([context - 4]), whole.qkv[:1].contiguous()
+    assert torch.equal(alone.cuda().run()[0][0], whole.cuda().run()[0][0])
+
+
 @pytest.mark.parametrize("window", [1, 5, 64, 255, 256, 257, 1000])
 def test_window(window):
     Case([600, 20, 1500], [1, 2, 4], 4, 2, 64, window=window).check()
@@ -165,6 +177,31 @@ def test_the_cache_holds_the_formats_bytes(D, storage):
     gpu = case.check(tolerance=2e-2)
     for ours, expected in ((gpu.k_pool, case.k_pool), (gpu.v_pool, case.v_pool)):
         assert torch.equal(ours.cpu().view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("storage", ["q4", "k16v4"])
+@pytest.mark.parametrize("large", [30.0, 3e3, 1e4])
+def test_large_values_beside_small_ones(storage, large):
+    """A probability times a value's scale may pass fp16's largest number, late or early in a row, and then be small again."""
+    for at in (slice(0, 3), slice(300, 302), slice(-2, None)):
+        case = Case([700, 40], [2, 1], 8, 2, 128, storage=storage, half=0)
+        values = torch.randn(690, 2, 128, generator=torch.Generator().manual_seed(3))
+        values[at] *= large
+        slots = case.table[0, torch.arange(690) // P].long() * P + torch.arange(690) % P
+        kv_codes.write(case.v_pool, slots, values)
+        case.qkv[0, 10 * 128 :] *= large
+        case.check(tolerance=2e-2)
+
+
+@pytest.mark.parametrize("storage", ["fp16", "q8", "q8q4", "q4"])
+@pytest.mark.parametrize(("sequences", "Hkv"), [(9, 2), (24, 8), (67, 8)])
+def test_many_sequences(storage, sequences, Hkv):
+    """Shared out by their number: few to a multiprocessor or several, keys in equal parts or whole."""
+    contexts = [(37 * b * b) % 200 + 1 for b in range(sequences)]
+    contexts[1] = 1500
+    case = Case(contexts, [1] * sequences, 4 * Hkv, Hkv, 128, storage=storage, many=True)
+    gpu = case.check()
+    assert torch.equal(gpu.run()[0], gpu.run()[0])
 
 
 def test_scores_far_apart():
