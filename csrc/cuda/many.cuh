@@ -1,7 +1,7 @@
 // More tokens than the decode path's product takes at once, up to 64, times a weight blob: every weight is decoded once for all of them.
 //
 // A CTA owns sixteen neighbouring strips, one a warp, over a share of the rows; the CTAs of a cluster share the rows and add their sums in
-// order, so there are no atomics on numbers. One more warp fetches (many_fetch.cuh): item by item all strips, and the activations that
+// order, so there are no atomics on numbers. Four more warps fetch (many_fetch.cuh): item by item all strips, and the activations that
 // meet them, which lie together (fragment.cuh). What the weights are worth is applied to them in fp16, as unpacking does, so that nothing
 // but products is left per token. sm_90 and later. Bytes: the strips once; 2 * K per token, tile of 256 columns and CTA from L2.
 #pragma once
@@ -147,7 +147,7 @@ __device__ __forceinline__ void run_many(const ManyArgs& A, uint8_t* shared, Mak
   const ManyShared<NB> s(A, shared);
   if (warp >= kManyWarps) {
     fewer_registers<kMost>();
-    if (warp == kManyWarps) ManyFetch<NB>{A, s.items, s.ends, s.weights, s.tokens, s.full, s.empty, lane}.run();
+    ManyFetch<NB>{A, s.items, s.ends, s.weights, s.tokens, s.full, s.empty, warp - kManyWarps, lane}.run();
     return;
   }
   more_registers<kMost>();

@@ -13,6 +13,7 @@ namespace exl2nb {
 constexpr int kManyStrips = 16, kManyWarps = kManyStrips, kManySplits = 8;
 constexpr int kManyWorkers = kManyWarps * 32, kManyThreads = kManyWorkers + 128, kManyColumns = kManyStrips * kStripColumns;
 constexpr int kManyWeights = kManyStrips * kSlot;  // of a stage
+constexpr int kManyEach = kManyStrips / 4;         // strips of a warp that fetches
 constexpr int kManyBars = 8;                       // at least as many as there are stages
 EXL2NB_BOTH constexpr int many_stages(int NB) { return NB == 2 ? 4 : 3; }
 EXL2NB_BOTH constexpr int many_unit(int NB) { return kUnitRows * NB * 8 * 2; }  // bytes of a unit's activations, for 8 * NB tokens

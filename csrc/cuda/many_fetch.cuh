@@ -1,5 +1,6 @@
-// What a warp of its own fetches for the others of a CTA (many.cuh): items into stages, the activations that meet them into a ring of
+// What warps of their own fetch for the others of a CTA (many.cuh): items into stages, the activations that meet them into a ring of
 // units.
+// A lane's copy takes its warp about 70 cycles, so four warps share them.
 #pragma once
 #include "many_args.cuh"
 
@@ -17,7 +18,7 @@ struct ManyTurn {
   }
 };
 
-// The warp that fetches: of every item the strips, then the activations.
+// A warp that fetches: of every item the strips, then the activations.
 template <int NB>
 struct ManyFetch {
   const ManyArgs& A;
@@ -25,7 +26,7 @@ struct ManyFetch {
   const uint16_t* ends;
   uint8_t *weights, *tokens;
   uint64_t *full, *empty;
-  int lane;
+  int crew, lane;  // which of the four warps that fetch: each a quarter of the strips, the first one also the activations
 
   // Activations that meet an item: where they lie, how many units, where they go.
   struct Tokens {
@@ -58,11 +59,11 @@ struct ManyFetch {
     const bool whole = end - begin == it.units;
     const int unit = 128 * it.bits, rest = it.bytes - it.units * unit, words = whole ? it.bytes : (end - begin) * unit;
     uint64_t* const bar = full + at.stage;
-    if (lane == 0) barrier_expect(bar, tile.live * (words + (whole ? 0 : rest)) + (end - begin) * many_unit(NB));
-    __syncwarp();
-    if (lane >= tile.live) return;
-    const uint8_t* const from = p.data + (tile.first_strip + lane) * p.strip_bytes + it.offset;
-    uint8_t* const to = weights + at.stage * kManyWeights + lane * kSlot;
+    if (crew == 0 && lane == 0) barrier_expect(bar, tile.live * (words + (whole ? 0 : rest)) + (end - begin) * many_unit(NB));
+    const int strip = crew * kManyEach + lane;
+    if (lane >= kManyEach || strip >= tile.live) return;
+    const uint8_t* const from = p.data + (tile.first_strip + strip) * p.strip_bytes + it.offset;
+    uint8_t* const to = weights + at.stage * kManyWeights + strip * kSlot;
     copy_once(to + begin * unit, from + begin * unit, words, bar);
     if (!whole && rest) copy_once(to + it.units * unit, from + it.units * unit, rest, bar);
   }
@@ -94,9 +95,9 @@ struct ManyFetch {
       pdl_wait();
       for (int i = 0; i < count; i++) {
         make_room(__shfl_sync(~0u, mine.units, i));
-        if (lane == i) fetch_tokens(mine);
+        if (crew == 0 && lane == i) fetch_tokens(mine);
       }
-      if (A.next_image && lane == 31) prefetch(A.next_image, A.next_image_bytes);
+      if (A.next_image && crew == 1 && lane == 0) prefetch(A.next_image, A.next_image_bytes);
     };
     each([&](const ManyPart& p, const ManyTile& tile, const Item& it, int begin, int end, const ManyTurn<NB>& at) {
       if (count < many_stages(NB)) {
@@ -107,7 +108,7 @@ struct ManyFetch {
       }
       make_room(end - begin);
       fetch_weights(p, tile, it, begin, end, at);
-      if (lane == 0) fetch_tokens(tokens_of(p, it, begin, end, at));
+      if (crew == 0 && lane == 0) fetch_tokens(tokens_of(p, it, begin, end, at));
     });
     if (count < many_stages(NB)) begin_tokens();
   }
