@@ -1,13 +1,15 @@
 // Products of 9 to 64 tokens (many.cuh) against a plain reference, then timed at Llama-3-8B's shapes, each alone and a layer in turn. `q`:
-// no checks. nvcc -arch=sm_90a -std=c++17 -O3 --expt-relaxed-constexpr -Icsrc/cuda benchmarks/cuda/many_products.cu csrc/cuda/gemv.cu
+// no checks. nvcc -arch=sm_90a -std=c++17 -O3 --expt-relaxed-constexpr -Icsrc/cuda benchmarks/cuda/many_products.cu
+// csrc/cuda/{gemv,layout,many,many_wide}.cu
 #include <cmath>
 #include <cstdio>
 #include <functional>
 #include <random>
+#include "coded.cuh"
 #include "gemv.h"
-#include "layout.cu"
-#include "many.cu"
-#include "many_wide.cu"
+#include "layout.h"
+#include "many.h"
+#include "many_args.cuh"
 using namespace exl2nb;
 static void ck(cudaError_t e, const char* x, int line) {
   if (e != cudaSuccess) {
@@ -423,11 +425,8 @@ int main(int argc, char** argv) {
       double bytes = 0, units = 0;
       for (auto& m : op.mats) bytes += m.bytes() / op.mats.size(), units += m.units() / op.mats.size();
       const double mem = bytes / 4.6e6, cyc = us * 1755 / (units / 528);
-      printf(
-          "T %d %-8s splits %d %7.2f us, %5.0f GB/s, memory %.1f us, %.0f cycles a unit at 1.755 GHz\n", T, op.name,
-          splits_of(op.mode == 2 ? (op.mats[0].plan.parts[0].strips + 15) / 16 : int((op.mats[0].plan.header.N + 255) / 256),
-                    op.mode == 2 ? op.mats[0].plan.header.num_units : op.mats[0].plan.header.num_units / op.mats[0].plan.header.num_parts),
-          us, bytes / us / 1e3, mem, cyc);
+      printf("T %d %-8s %7.2f us, %5.0f GB/s, memory %.1f us, %.0f cycles a unit at 1.755 GHz\n", T, op.name, us, bytes / us / 1e3, mem,
+             cyc);
       if (op.name[0] != 'h') layer += us;
     }
     // two layers as a step has them
