@@ -1,5 +1,5 @@
 // Products of 9 to 64 tokens (many.cuh) against a plain reference, then timed at Llama-3-8B's shapes, each alone and a layer in turn. `q`:
-// no checks. nvcc -arch=sm_90a -std=c++17 -O3 --expt-relaxed-constexpr -Icsrc/cuda benchmarks/cuda/many_products.cu
+// no checks. nvcc -arch=sm_90a -DEXL2NB_SM90A -std=c++17 -O3 --expt-relaxed-constexpr -Icsrc/cuda benchmarks/cuda/many_products.cu
 // csrc/cuda/{gemv,layout,many,many_wide}.cu
 #include <cmath>
 #include <cstdio>
