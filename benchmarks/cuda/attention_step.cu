@@ -12,18 +12,10 @@
 #include <vector>
 
 #include "cache_format.cuh"
+#include "check.cuh"
 #include "pdl.cuh"
 
 using namespace exl2nb;
-
-#define CHECK(call)                                                              \
-  do {                                                                           \
-    const cudaError_t error_ = (call);                                           \
-    if (error_ != cudaSuccess) {                                                 \
-      std::printf("%s:%d %s\n", __FILE__, __LINE__, cudaGetErrorString(error_)); \
-      std::exit(1);                                                              \
-    }                                                                            \
-  } while (0)
 
 constexpr int kLayers = 32, kThreads = 512, kTraced = 1024, kTraceBytes = kTraced * 16 * 8;
 

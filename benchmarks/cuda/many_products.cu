@@ -5,25 +5,19 @@
 #include <cstdio>
 #include <functional>
 #include <random>
+#include "check.cuh"
 #include "coded.cuh"
 #include "gemv.h"
 #include "layout.h"
 #include "many.h"
 #include "many_args.cuh"
 using namespace exl2nb;
-static void ck(cudaError_t e, const char* x, int line) {
-  if (e != cudaSuccess) {
-    printf("CUDA %s line %d: %s\n", x, line, cudaGetErrorString(e));
-    exit(1);
-  }
-}
 static void ct(const char* e, int line) {
   if (e) {
     printf("launch line %d: %s\n", line, e);
     exit(1);
   }
 }
-#define CK(x) ck((x), #x, __LINE__)
 #define CT(x) ct((x), __LINE__)
 __global__ void fill(uint32_t* p, size_t n, uint32_t seed, uint32_t mask) {
   for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) {
@@ -68,46 +62,20 @@ __device__ void unpack_unit(const uint8_t* st, const Item& it, const half2* step
       if (col < N) W[(size_t)row * N + col] = k ? __high2half(v) : __low2half(v);
     }
 }
+// Of the item's width, which is one of B.
+template <bool G, int... B>
+__device__ void unpack_any(const uint8_t* st, const Item& it, const half2* steps, int i, int lane, half* W, int N, int col0) {
+  ((it.bits == B ? unpack_unit<B, G>(st, it, steps, i, lane, W, N, col0) : void()), ...);
+}
 __global__ void unpack_part(const uint8_t* data, int64_t strip_bytes, const Item* items, const half2* steps, int n, half* W, int N) {
-  const int lane = threadIdx.x;
   for (int k = 0; k < n; k++) {
     const Item it = items[k];
     const uint8_t* st = data + blockIdx.x * strip_bytes + it.offset;
-    for (int i = 0; i < it.units; i++) {
-#define U(b, g) unpack_unit<b, g>(st, it, steps, i, lane, W, N, blockIdx.x * 16)
-      if (it.scales) {
-        if (it.bits == 2)
-          U(2, true);
-        else if (it.bits == 3)
-          U(3, true);
-        else if (it.bits == 4)
-          U(4, true);
-        else
-          U(8, true);
-      } else
-        switch (it.bits) {
-          case 2:
-            U(2, false);
-            break;
-          case 3:
-            U(3, false);
-            break;
-          case 4:
-            U(4, false);
-            break;
-          case 5:
-            U(5, false);
-            break;
-          case 6:
-            U(6, false);
-            break;
-          case 8:
-            U(8, false);
-            break;
-          default:
-            U(16, false);
-        }
-    }
+    for (int i = 0; i < it.units; i++)
+      if (it.scales)
+        unpack_any<true, 2, 3, 4, 8>(st, it, steps, i, threadIdx.x, W, N, blockIdx.x * 16);
+      else
+        unpack_any<false, 2, 3, 4, 5, 6, 8, 16>(st, it, steps, i, threadIdx.x, W, N, blockIdx.x * 16);
   }
 }
 __global__ void plain(const half* x, int group, int stride, const half* W, int rows, int N, int first, int NT, float* out) {
@@ -160,14 +128,14 @@ Mat finish(int K, const std::vector<PartPlan>& parts) {
     printf("plan: %s\n", wrong.c_str());
     exit(1);
   }
-  CK(cudaMalloc(&m.blob, m.plan.header.bytes + 256));
+  CHECK(cudaMalloc(&m.blob, m.plan.header.bytes + 256));
   bool dense = false;
   for (auto& p : m.plan.parts) dense |= p.dense;
   fill<<<1024, 256>>>((uint32_t*)m.blob, m.plan.header.bytes / 4, rng(), dense ? 0xB7FFB7FFu : 0xffffffffu);
-  CK(cudaMemcpy(m.blob, m.plan.meta.data(), m.plan.meta.size(), cudaMemcpyHostToDevice));
+  CHECK(cudaMemcpy(m.blob, m.plan.meta.data(), m.plan.meta.size(), cudaMemcpyHostToDevice));
   for (auto& p : m.plan.parts)
     tame<<<p.strips, 32>>>(m.blob + p.data, p.strip_bytes, (const Item*)(m.blob + m.plan.header.image) + p.first_item, p.num_items);
-  CK(cudaDeviceSynchronize());
+  CHECK(cudaDeviceSynchronize());
   return m;
 }
 PartPlan exl2_part(int K, int N, const Mix& mix, const std::vector<int>& perm) {
@@ -202,13 +170,18 @@ struct Bench {
     const int room = many_room(T);
     const auto& h = mat.plan.header;
     size_t nx = (size_t)std::max(1, h.num_perms) * input_stride(h) * room;
-    CK(cudaMalloc(&x, nx * 2)), fill_half<<<256, 256>>>(x, nx, 7);
-    CK(cudaMalloc(&out, (size_t)room * h.N * 4)), CK(cudaMemset(out, 0, (size_t)room * h.N * 4));
-    CK(cudaMalloc(&residual, (size_t)room * h.N * 4)), fill_float<<<256, 256>>>(residual, (size_t)room * h.N, 0.5f);
+    CHECK(cudaMalloc(&x, nx * 2));
+    fill_half<<<256, 256>>>(x, nx, 7);
+    CHECK(cudaMalloc(&out, (size_t)room * h.N * 4));
+    CHECK(cudaMemset(out, 0, (size_t)room * h.N * 4));
+    CHECK(cudaMalloc(&residual, (size_t)room * h.N * 4));
+    fill_float<<<256, 256>>>(residual, (size_t)room * h.N, 0.5f);
     in_squares = 32;
-    CK(cudaMalloc(&squares, (size_t)room * 132 * 4)), fill_float<<<256, 256>>>(squares, (size_t)room * 132, h.K / 32.f);
-    CK(cudaMalloc(&next_squares, (size_t)room * 2048 * 4));
-    CK(cudaMalloc(&norm, h.N * 4)), fill_float<<<256, 256>>>(norm, h.N, 1.f);
+    CHECK(cudaMalloc(&squares, (size_t)room * 132 * 4));
+    fill_float<<<256, 256>>>(squares, (size_t)room * 132, h.K / 32.f);
+    CHECK(cudaMalloc(&next_squares, (size_t)room * 2048 * 4));
+    CHECK(cudaMalloc(&norm, h.N * 4));
+    fill_float<<<256, 256>>>(norm, h.N, 1.f);
     set_input(in, mat.head(), mat.blob, x, room);
     in.group = group;
     a = GemvArgs{};
@@ -219,7 +192,8 @@ struct Bench {
     if (nxt) {
       const auto& nh = nxt->plan.header;
       size_t nn = (size_t)std::max(1, nh.num_perms) * input_stride(nh) * room;
-      CK(cudaMalloc(&next, nn * 2)), CK(cudaMemset(next, 0, nn * 2));
+      CHECK(cudaMalloc(&next, nn * 2));
+      CHECK(cudaMemset(next, 0, nn * 2));
       set_input(a.next, nxt->head(), nxt->blob, next, room);
       a.next.group = group;
     }
@@ -235,7 +209,7 @@ struct Bench {
 template <class T>
 std::vector<T> host(const T* p, size_t n) {
   std::vector<T> v(n);
-  CK(cudaMemcpy(v.data(), p, n * sizeof(T), cudaMemcpyDeviceToHost));
+  CHECK(cudaMemcpy(v.data(), p, n * sizeof(T), cudaMemcpyDeviceToHost));
   return v;
 }
 int bad = 0;
@@ -245,22 +219,24 @@ void check(const char* name, const Mat& m, int T, int mode, const Mat* nxt) {
   const auto& h = m.plan.header;
   const int room = many_room(T);
   float* ref;
-  CK(cudaMalloc(&ref, (size_t)room * h.N * 4)), CK(cudaMemset(ref, 0, (size_t)room * h.N * 4));
+  CHECK(cudaMalloc(&ref, (size_t)room * h.N * 4));
+  CHECK(cudaMemset(ref, 0, (size_t)room * h.N * 4));
   for (auto& p : m.plan.parts) {
     half* W;
     size_t rows = h.stored + 128;
-    CK(cudaMalloc(&W, rows * p.outputs * 2)), CK(cudaMemset(W, 0, rows * p.outputs * 2));
+    CHECK(cudaMalloc(&W, rows * p.outputs * 2));
+    CHECK(cudaMemset(W, 0, rows * p.outputs * 2));
     const uint8_t* img = m.blob + h.image;
     unpack_part<<<p.strips, 32>>>(m.blob + p.data, p.strip_bytes, (const Item*)img + p.first_item,
                                   (const half2*)(img + image_steps(h.num_items)), p.num_items, W, p.outputs);
     plain<<<dim3((p.outputs + 127) / 128, T), 128>>>(b.x + (size_t)p.perm * b.in.perm_stride, b.group, b.in.stride, W, h.stored, p.outputs,
                                                      p.first_column, h.N, ref);
-    CK(cudaDeviceSynchronize());
+    CHECK(cudaDeviceSynchronize());
     cudaFree(W);
   }
   auto old = host(b.residual, (size_t)room * h.N);
   b.launch(0, false);
-  CK(cudaDeviceSynchronize());
+  CHECK(cudaDeviceSynchronize());
   auto r = host(ref, (size_t)room * h.N), sq = host(b.squares, (size_t)room * 132);
   auto factor = [&](int t) {
     if (mode == 1) return 1.0;
@@ -321,7 +297,7 @@ void check(const char* name, const Mat& m, int T, int mode, const Mat* nxt) {
   if (mode == 0) {
     auto o = host(b.out, (size_t)room * h.N);
     b.launch(0, false);
-    CK(cudaDeviceSynchronize());
+    CHECK(cudaDeviceSynchronize());
     auto o2 = host(b.out, (size_t)room * h.N);
     same = !memcmp(o.data(), o2.data(), (size_t)T * h.N * 4);
   }
@@ -335,13 +311,18 @@ void check(const char* name, const Mat& m, int T, int mode, const Mat* nxt) {
 float time_graph(cudaStream_t s, const std::function<void()>& body, int launches) {
   cudaGraph_t g;
   cudaGraphExec_t e;
-  CK(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal)), body(), CK(cudaStreamEndCapture(s, &g));
-  CK(cudaGraphInstantiate(&e, g, 0));
+  CHECK(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal));
+  body();
+  CHECK(cudaStreamEndCapture(s, &g));
+  CHECK(cudaGraphInstantiate(&e, g, 0));
   cudaEvent_t a, b;
   cudaEventCreate(&a), cudaEventCreate(&b);
   std::vector<float> t;
   for (int i = 0; i < 9; i++) {
-    CK(cudaEventRecord(a, s)), CK(cudaGraphLaunch(e, s)), CK(cudaEventRecord(b, s)), CK(cudaStreamSynchronize(s));
+    CHECK(cudaEventRecord(a, s));
+    CHECK(cudaGraphLaunch(e, s));
+    CHECK(cudaEventRecord(b, s));
+    CHECK(cudaStreamSynchronize(s));
     float ms;
     cudaEventElapsedTime(&ms, a, b);
     if (i >= 2) t.push_back(ms);
@@ -354,7 +335,7 @@ int main(int argc, char** argv) {
   setvbuf(stdout, nullptr, _IOLBF, 0);
 
   cudaStream_t s;
-  CK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
+  CHECK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
   const bool quick = argc > 1 && argv[1][0] == 'q';  // no checks
   const int H = 4096, I = 14336;
   const Mix four{{4, {1, 128}}}, four32{{4, {1, 32}}}, fivefour{{5, {.1, 128}}, {4, {.9, 128}}}, fourthree{{4, {.1, 32}}, {3, {.9, 32}}},
@@ -420,7 +401,7 @@ int main(int argc, char** argv) {
         for (int i = 0; i < reps; i++) b[i % b.size()].launch(s, true, b[(i + 1) % b.size()].image());
       };
       body();
-      CK(cudaStreamSynchronize(s));
+      CHECK(cudaStreamSynchronize(s));
       const float us = time_graph(s, body, reps);
       double bytes = 0, units = 0;
       for (auto& m : op.mats) bytes += m.bytes() / op.mats.size(), units += m.units() / op.mats.size();
@@ -440,10 +421,10 @@ int main(int argc, char** argv) {
       for (size_t i = 0; i < b.size(); i++) b[i].launch(s, true, b[(i + 1) % b.size()].image());
     };
     body();
-    CK(cudaStreamSynchronize(s));
+    CHECK(cudaStreamSynchronize(s));
     const float us = time_graph(s, body, 6);
     printf("T %d layer: sum %.1f us, in turn %.1f us; 32 layers %.2f ms\n", T, layer, us, us * 32 / 1000);
   }
-  CK(cudaDeviceSynchronize());
+  CHECK(cudaDeviceSynchronize());
   return 0;
 }
