@@ -2,6 +2,7 @@
 #include "many.cuh"
 
 #include <algorithm>
+#include <atomic>
 
 #include "device.cuh"
 #include "many.h"
@@ -28,8 +29,9 @@ const char* launch(const ManyArgs& a, cudaStream_t stream, bool pdl) {
 
 // Clusters of so many CTAs that run at a time, one CTA on a multiprocessor.
 int clusters(int size) {
-  static int count[kManySplits + 1] = {};
-  if (!count[size]) {
+  static std::atomic<int> known[kManySplits + 1] = {};
+  int count = known[size];
+  if (!count) {
     cudaFuncSetAttribute(many<2, false>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_limit());
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(static_cast<unsigned>(size), 256), config.blockDim = dim3(kManyThreads);
@@ -37,10 +39,10 @@ int clusters(int size) {
     cudaLaunchAttribute attribute;
     attribute.id = cudaLaunchAttributeClusterDimension, attribute.val.clusterDim = {static_cast<unsigned>(size), 1, 1};
     config.attrs = &attribute, config.numAttrs = 1;
-    if (cudaOccupancyMaxActiveClusters(&count[size], many<2, false>, &config) != cudaSuccess) cudaGetLastError();
-    count[size] = std::max(1, count[size]);
+    if (cudaOccupancyMaxActiveClusters(&count, many<2, false>, &config) != cudaSuccess) cudaGetLastError();
+    known[size] = count = std::max(1, count);
   }
-  return count[size];
+  return count;
 }
 // CTAs that share a tile's rows: so that a product ends soonest, by a CTA's units and what comes before and after them.
 int splits_of(int tiles, int units) {
