@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "fragment.cuh"
+
 namespace exl2nb {
 namespace {
 
@@ -85,7 +87,7 @@ PartPlan plan_exl2(const std::vector<Group>& groups, const std::vector<uint16_t>
   std::vector<Piece> units;
   for (size_t b = 0; b < blocks.size();) {
     const bool lone = b + 1 == blocks.size() || blocks[b + 1].bits != blocks[b].bits;
-    const bool one = !lone && blocks[b + 1].group == blocks[b].group;
+    const bool one = !lone && b % 2 == 0 && blocks[b + 1].group == blocks[b].group;
     units.push_back({static_cast<int>(b), blocks[b].bits, 1, one, lone});
     p.steps.push_back(step[blocks[b].group] | (lone ? 0u : static_cast<uint32_t>(step[blocks[b + 1].group]) << 16));
     b += lone ? 1 : 2;
@@ -104,7 +106,7 @@ PartPlan plan_gptq(const std::vector<Group>& groups, int outputs, std::vector<in
   std::vector<Piece> pieces;
   size_t units = 0;
   for (size_t b = 0; b < blocks.size();) {
-    Piece piece{static_cast<int>(b), blocks[b].bits, 1, same(b, 2), b + 1 == blocks.size(), 1};
+    Piece piece{static_cast<int>(b), blocks[b].bits, 1, b % 2 == 0 && same(b, 2), b + 1 == blocks.size(), 1};
     if (same(b, 4)) piece.units = piece.scales = 2;
     pieces.push_back(piece);
     units += static_cast<size_t>(piece.units), b += static_cast<size_t>(2 * piece.units);
@@ -140,6 +142,20 @@ std::vector<int> permutation_table(const std::vector<std::vector<int>>& perms, i
     table.insert(table.end(), perm.begin(), perm.end());
     table.insert(table.end(), inverse.begin(), inverse.end());
   }
+  return table;
+}
+
+// blob.h's `order`.
+std::vector<uint16_t> order_table(const std::vector<std::vector<int>>& perms, int K, size_t rows) {
+  const size_t whole = (rows + kUnitRows - 1) / kUnitRows * kUnitRows;
+  if (K > kMostOrdered) return {};
+  std::vector<uint16_t> table(perms.size() * whole, 0);
+  for (size_t p = 0; p < perms.size(); p++)
+    for (size_t r = 0; r < (perms[p].empty() ? static_cast<size_t>(K) : perms[p].size()); r++) {
+      const int feature = perms[p].empty() ? static_cast<int>(r) : perms[p][r];
+      table[p * whole + static_cast<size_t>(fragment_place(static_cast<int>(r)))] =
+          static_cast<uint16_t>(feature < K ? feature + kOrderPad : 0);
+    }
   return table;
 }
 
@@ -214,6 +230,8 @@ std::string plan_blob(int K, const std::vector<PartPlan>& parts, BlobPlan& out) 
   h.num_items = static_cast<int>(image.items.size()), h.num_units = static_cast<int>(image.steps.size());
   const std::vector<uint8_t> bytes = image.bytes(h.num_parts);
   h.image = put(bytes.data(), bytes.size());
+  const std::vector<uint16_t> order = order_table(perms, K, rows);
+  put(order.data(), order.size() * 2);
   int64_t at = static_cast<int64_t>(m.size());
   for (auto& s : out.parts) {
     s.data = at;

@@ -4,6 +4,7 @@
 
 #include "../format/program.h"
 #include "attention.h"
+#include "chain.h"
 #include "elementwise.h"
 #include "gemv.h"
 #include "many.h"
@@ -38,7 +39,7 @@ class Walker {
           wrong = attention(w);
           break;
         case kOpResidual:
-          wrong = add(w);
+          if (!chain(w, wrong)) wrong = add(w);
           break;
         case kOpGateUp:
           wrong = gate_up(w);
@@ -221,6 +222,57 @@ class Walker {
     a.residual = residual(), a.residual_stride = H_, a.scale = real(w[5]);
     if (!tap(a, w + kWords[kOpResidual])) lead_on(a, w + kWords[kOpResidual]);
     return gemv_launch(a, kResidual, stream_, pdl_);
+  }
+
+  // What follows a product in a chain.
+  void scaled(GemvArgs& a, const int64_t* next) const {
+    a.inverse_width = 1.f / static_cast<float>(H_), a.eps = norm_of(next).eps, a.bias = address<float>(next[4]);
+  }
+  // The chain that begins with attention's output at w, if the ops are such: its links, the ops behind which they stand. Returns their
+  // number.
+  int links(const int64_t* w, ChainLink (&link)[4], const int64_t* (&op)[4]) {
+    const auto next = [&](const int64_t* v) { return v < end_ ? v + kWords[v[0]] : end_; };
+    const auto rms = [&](const int64_t* v) { return norm_of(v).kind == kRmsNorm && !norm_of(v).bias; };
+    op[0] = w;
+    for (int i = 1; i < 4; i++) op[i] = next(op[i - 1]);
+    const int64_t *const up = op[1], *const down = op[2], *const then = op[3];
+    if (w[3] || w[6] != 0 || then >= end_ || up[0] != kOpGateUp || down[0] != kOpResidual) return 0;
+    if (down[3] || down[6] != up[9] || !rms(up) || (then[0] == kOpQkv && !rms(then))) return 0;
+    const auto adds = [&](const int64_t* v, const int64_t* to) {  // v's product, which leads on to the op at `to`
+      const Weight m(v[1]);
+      GemvArgs a = matrix(m, input(m, at_.act[v[6]]));
+      a.bias = address<float>(v[2]), a.residual = residual(), a.residual_stride = H_, a.scale = real(v[5]);
+      ready_ = kNothing;
+      lead_on(a, to);
+      return a;
+    };
+    const Weight O(w[1]), U(up[3]), D(down[1]), Q(then[3]);
+    link[0] = {adds(w, up), O.head, O.blob, kResidual};
+    link[1] = {product(up), U.head, U.blob, kActivation};
+    link[2] = {adds(down, then), D.head, D.blob, kResidual};
+    scaled(link[1].a, up), link[1].a.activation = static_cast<int>(up[5]);
+    squares_ = num_sms();
+    if (then[0] != kOpQkv) return 3;
+    link[3] = {product(then), Q.head, Q.blob, kStore};
+    scaled(link[3].a, then), link[3].a.out = reinterpret_cast<float*>(base_ + at_.qkv), link[3].a.out_stride = Q.header().N;
+    return 4;
+  }
+  // The products from attention's output at w to the next QKV in one launch (chain.h), where they can be: w is then the last of them. One
+  // to eight tokens, always or never; and not where nine or more must give the same bits as they.
+  bool chain(const int64_t*& w, const char*& wrong) {
+    if (s_.tokens > kMaxTokens || !s_.many) return false;
+    ChainLink link[4] = {};
+    const int64_t* op[4];
+    const Ready ready = ready_;
+    const int squares = squares_, count = links(w, link, op);
+    if (count == 0 || chain_tokens(link, count) == 0) {
+      ready_ = ready, squares_ = squares;
+      return false;
+    }
+    wrong = chain_launch(link, count, base_ + at_.chain, stream_, pdl_);
+    w = op[count - 1];
+    if (count == 4) ready_ = kNothing, last_qkv_ = w;
+    return true;
   }
 
   // Lets a product that adds to the residual also be the router of the op at `next`, if it can.

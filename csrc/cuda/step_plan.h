@@ -6,6 +6,7 @@
 
 #include "../format/program.h"
 #include "attention.h"
+#include "chain.h"
 #include "gemv.h"
 #include "many.h"
 #include "moe.h"
@@ -33,7 +34,7 @@ struct Room {
   }
 };
 struct Layout {
-  size_t residual[2], normed, qkv, act[2], sum, wide, squares, attention, routed, bytes, attention_bytes;
+  size_t residual[2], normed, qkv, act[2], sum, wide, squares, attention, routed, chain, bytes, attention_bytes;
 };
 
 inline size_t input_bytes(const Weight& w, int tokens) {
@@ -54,6 +55,7 @@ inline std::string plan(const int64_t* code, int64_t words, int tokens, Layout& 
   size_t normed = 0, qkv = 0, act[2] = {0, 0}, wide = 0, attention = 0, routed = 0;
   const bool many = tokens > kFewTokens;
   bool summed = many;
+  int inner = 0;
   vocab = 0;
   const int64_t* end = code + words;
   for (const int64_t* w = code + kHeaderWords; w < end; w += kWords[w[0]]) {
@@ -74,6 +76,7 @@ inline std::string plan(const int64_t* code, int64_t words, int tokens, Layout& 
       case kOpResidual:
         act[w[6]] = std::max(act[w[6]], input_bytes(Weight(w[1]), tokens));
         summed |= w[3] != 0;
+        inner = std::max(inner, Weight(w[1]).header().K);
         break;
       case kOpRouted:
         normed = std::max(normed, input_bytes(Weight(w[3]), tokens));
@@ -103,6 +106,7 @@ inline std::string plan(const int64_t* code, int64_t words, int tokens, Layout& 
   layout.attention = room.take(attention);
   layout.attention_bytes = attention;
   layout.routed = room.take(routed);
+  layout.chain = room.take(chain_bytes(static_cast<int>(H), inner));
   layout.bytes = room.at;
   return "";
 }

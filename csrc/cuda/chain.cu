@@ -1,0 +1,164 @@
+// Launches of chain.cuh.
+#include "chain.h"
+
+#include <algorithm>
+
+#include "chain.cuh"
+#include "device.cuh"
+
+namespace exl2nb {
+namespace {
+
+constexpr size_t kMeetBytes = 256;
+
+void share(GemvArgs& a, Epilogue e) {
+  a.epilogue = e, a.grid = num_sms();
+  int per = 1;
+  for (int p = 0; p < a.num_parts; p++) per = std::max(per, (a.part[p].strips + a.grid - 1) / a.grid);
+  a.flush = e == kResidual ? per : std::max(1, std::min(per, 8 / a.tokens));
+  share_out(a);
+}
+ChainRoom room_of(const ChainArgs& c, int plain_rows) {
+  ChainRoom r{};
+  int at = 0;
+  const auto take = [&](int bytes) {
+    const int here = at;
+    at = (at + bytes + 127) / 128 * 128;
+    return here;
+  };
+  int blocks = 0, width = 0, squares = 0;
+  for (int q = 0; q < c.count; q++) {
+    const GemvArgs& a = c.product[q].a;
+    r.image[q] = take(padded_image(a));
+    blocks = std::max(blocks, (c.product[q].stored + 63) / 64), width = std::max(width, c.product[q].width);
+    r.owned = std::max(r.owned, a.owned), r.partial_size = std::max(r.partial_size, a.flush * kCrew * 16 * a.tokens);
+    squares = std::max(squares, a.squares ? a.squares_count : 0);
+  }
+  const int tokens = c.product[0].a.tokens;
+  r.plain_rows = plain_rows, r.plain_row = (std::max(width, blocks * 64) + kOrderPad + 7) / 8 * 16;
+  r.bars = take(kChainBars * 8), r.blocks = take(tokens * blocks * 16), r.factors = take(kChainTokens * 4),
+  r.squares = take(tokens * squares * 4 + 16);
+  r.partial = take(2 * r.partial_size * 4), r.kept = take(r.owned * tokens * 4), r.norms = take(2 * r.owned * 4);
+  r.xs = take(tokens * blocks * 128), r.plain = take(plain_rows * r.plain_row);
+  const int ring = BUDGET * 1024 - at, least = shared_per_block() - at;
+  r.pieces = std::max(std::min(4, least / kPiece / 2 * 2), std::min(kMostPieces, ring / kPiece / 2 * 2));
+  r.ring = take(r.pieces * kPiece), r.bytes = r.pieces ? at : shared_per_block() + 1;
+  return r;
+}
+// Halves of a token between products.
+size_t row_of(int width) { return (static_cast<size_t>(width) + 127) / 128 * 128; }
+size_t squares_of() { return (static_cast<size_t>(kChainTokens * num_sms()) * sizeof(float) + 255) / 256 * 256; }
+
+// What goes from product to product lies in the chain's own room: elsewhere rows of one product could lie where a later launch, of other
+// tokens, still reads rows of another.
+void connect(ChainArgs& c, uint8_t* room) {
+  c.meet = reinterpret_cast<unsigned*>(room), room += kMeetBytes;
+  for (int q = 0; q + 1 < c.count; q++) {
+    ChainProduct &from = c.product[q], &to = c.product[q + 1];
+    const size_t row = row_of(to.width);
+    from.next_natural = true, to.a.x = from.a.next.x = reinterpret_cast<half*>(room),
+    to.a.x_stride = from.a.next.stride = static_cast<int>(row);
+    room += kChainTokens * row * sizeof(half);
+    to.a.squares = from.a.next_squares = from.a.next_norm ? reinterpret_cast<float*>(room) : nullptr, to.a.squares_count = num_sms();
+    if (from.a.next_norm) room += squares_of();
+  }
+}
+// Of `tokens` tokens from `first` on.
+ChainArgs arguments(const ChainLink* links, int count, uint8_t* room, int first, int tokens) {
+  ChainArgs c{};
+  c.count = count, c.grid = num_sms();
+  for (int q = 0; q < count; q++) {
+    const auto& h = *reinterpret_cast<const GpuHeader*>(links[q].head);
+    ChainProduct& p = c.product[q];
+    p.a = links[q].a;
+    p.a.tokens = tokens;
+    if (q == 0) p.a.x += static_cast<size_t>(first) * p.a.x_stride;
+    if (p.a.out) p.a.out += first * p.a.out_stride;
+    if (p.a.residual) p.a.residual += static_cast<size_t>(first) * p.a.residual_stride;
+    if (p.a.next.x) p.a.next.x += static_cast<size_t>(first) * p.a.next.stride;
+    if (p.a.next_squares) p.a.next_squares += static_cast<size_t>(first) * num_sms();
+    share(p.a, links[q].epilogue);
+    p.width = h.K, p.stored = h.stored;
+    p.order = reinterpret_cast<const uint16_t*>(links[q].blob + order_at(h));
+  }
+  connect(c, room);
+  c.room = room_of(c, tokens);
+  if (c.room.bytes > shared_per_block()) c.room = room_of(c, 1);
+  return c;
+}
+template <int CHUNKS>
+const char* launch(const ChainArgs& c, cudaStream_t stream, bool pdl) {
+  static const cudaError_t ready =
+      cudaFuncSetAttribute(chain_products<CHUNKS>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_per_block());
+  if (ready != cudaSuccess) return error_text(ready);
+  cudaFuncSetAttribute(chain_products<CHUNKS>, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(c.grid), config.blockDim = dim3(kChainThreads), config.dynamicSmemBytes = c.room.bytes, config.stream = stream;
+  cudaLaunchAttribute attributes[2];
+  config.attrs = attributes;
+  // All CTAs start together or none does: two chains that each hold a part of the GPU would wait for ever.
+  attributes[0].id = cudaLaunchAttributeCooperative, attributes[0].val.cooperative = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization, attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  config.numAttrs = pdl ? 2 : 1;
+  return error_text(cudaLaunchKernelEx(&config, chain_products<CHUNKS>, c));
+}
+
+}  // namespace
+
+size_t chain_bytes(int width, int inner) {
+  return kMeetBytes + kChainTokens * (2 * row_of(width) + row_of(inner)) * sizeof(half) + 2 * squares_of();
+}
+
+int chain_tokens(const ChainLink* links, int count) {
+  if (count < 3 || count > kChain || gemv_path() != kBulk) return 0;
+  for (int q = 0; q < count; q++) {
+    const GemvArgs& a = links[q].a;
+    const auto& h = *reinterpret_cast<const GpuHeader*>(links[q].head);
+    const auto* const parts = reinterpret_cast<const GpuPart*>(links[q].head + sizeof(GpuHeader));
+    for (int p = 0; p < h.num_parts; p++)
+      if (parts[p].dense) return 0;
+    if (h.num_perms != 1 || h.K % 8 || h.K > kMostOrdered || a.from.x || a.router.out) return 0;
+    if (links[q].epilogue == kResidual && (a.strips + num_sms() - 1) / num_sms() > kOwn) return 0;
+  }
+  for (int tokens = kChainTokens; tokens > 0; tokens--)
+    if (arguments(links, count, nullptr, 0, tokens).room.bytes <= shared_per_block()) return tokens;
+  return 0;
+}
+
+const char* chain_launch(const ChainLink* links, int count, uint8_t* room, cudaStream_t stream, bool pdl) {
+  const int all = links[0].a.tokens, most = chain_tokens(links, count);
+  for (int first = 0; first < all; first += most) {
+    const ChainArgs c = arguments(links, count, room, first, std::min(most, all - first));
+    const int tokens = c.product[0].a.tokens;
+    if (const char* wrong = tokens == 1 ? launch<4>(c, stream, pdl) : tokens == 2 ? launch<2>(c, stream, pdl) : launch<1>(c, stream, pdl))
+      return wrong;
+  }
+  return nullptr;
+}
+
+}  // namespace exl2nb
+
+#ifdef CLOCKS
+#include <cstdio>
+void chain_report(double) {
+  static long long c[132][4][16];
+  cudaMemcpyFromSymbol(c, exl2nb::chain_stamps, sizeof c);
+  const char* names[9] = {"wait", "load", "sync", "quantise", "sync", "multiply", "warps", "write", "arrive"};
+  for (int q = 0; q < 4; q++) {
+    std::printf("   product %d:", q);
+    for (int i = 0; i < 9; i++) {
+      if (q == 0 && (i == 1 || i == 2)) continue;
+      if (q == 3 && i == 8) continue;
+      double s = 0, lo = 1e30, hi = -1e30;
+      for (auto& b : c) {
+        double v = b[q][i + 1] - b[q][q == 0 && i == 3 ? 1 : i];
+        s += v / 132, lo = std::min(lo, v), hi = std::max(hi, v);
+      }
+      std::printf(" %s %.0f (%.0f-%.0f)", names[i], s, lo, hi);
+    }
+    double s = 0, z = 0;
+    for (auto& b : c) s += (b[q][1] - b[q][10]) / 132.0, z += (b[q][q < 3 ? 9 : 8] - b[0][0]) / 132.0;
+    std::printf(" poll to ready %.0f, since begin %.0f\n", s, z);
+  }
+}
+#endif

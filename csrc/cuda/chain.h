@@ -1,0 +1,22 @@
+// Several products in one launch (chain.cuh).
+#pragma once
+#include <cuda_runtime.h>
+
+#include "gemv.h"
+
+namespace exl2nb {
+
+struct ChainLink {
+  GemvArgs a;  // as for gemv_launch; between links x, next and squares are the chain's own. next_squares of the last: [token][num_sms()]
+  const uint8_t *head, *blob;
+  Epilogue epilogue;
+};
+// Tokens that a launch takes, at most; 0: these products cannot be chained.
+int chain_tokens(const ChainLink* links, int count);
+// Bytes of the room of chains that follow one another, whose products read `width` numbers or `inner` in the middle: zero before the first,
+// then theirs alone.
+size_t chain_bytes(int width, int inner);
+// Any number of tokens, so many a launch.
+const char* chain_launch(const ChainLink* links, int count, uint8_t* room, cudaStream_t stream, bool pdl);
+
+}  // namespace exl2nb
