@@ -110,7 +110,7 @@ size_t chain_bytes(int width, int inner) {
 }
 
 int chain_tokens(const ChainLink* links, int count) {
-  if (count < 3 || count > kChain || gemv_path() != kBulk) return 0;
+  if (count < 3 || count > kChain || compute_major() != 9) return 0;
   for (int q = 0; q < count; q++) {
     const GemvArgs& a = links[q].a;
     const auto& h = *reinterpret_cast<const GpuHeader*>(links[q].head);
