@@ -10,6 +10,8 @@ from torch import Tensor
 from exl2nb import ops
 from exl2nb.cache.storage import STORAGES
 
+from .gptq_case import gptq
+
 P = 256
 
 
@@ -33,7 +35,8 @@ def exl2(
 class Net:
     """Random decoder; `program` holds its ops, `run` runs them one by one.
 
-    bits: of every matrix, in groups of 64 rows and a last one of what is left; 0: three widths in each. scale: of the largest weights.
+    bits: of every matrix, in groups of `group` rows and a last one of what is left; 0: three widths in each. gptq: all but the head in that
+    format. scale: of the largest weights.
     """
 
     layers: int = 2
@@ -52,6 +55,8 @@ class Net:
     window: int = 0
     softcap: float = 0.0
     bits: int = 0
+    group: int = 64
+    gptq: bool = False
     scale: float = 0.3
     device: str = "cpu"
     weights: list[dict[str, Tensor | None]] = field(default_factory=list)
@@ -93,9 +98,13 @@ class Net:
         """One packed matrix: mixed widths, one width, or f16."""
         if self.dense:
             return ops.pack_dense(torch.randn(N, K, generator=torch.Generator().manual_seed(seed)).mul(0.1).half().to(self.device))
+        if self.gptq and N % 32 == 0:
+            made = gptq(K, N, self.bits, self.group, act_order=perm is None, seed=seed)
+            qweight, scales, *rest = (None if t is None else t.to(self.device) for t in made.arguments)
+            return ops.pack_gptq(qweight, (scales * self.scale).half(), *rest, bits=made.bits, in_features=K)
         groups = [(6, 32), *[(4, 32)] * (K // 32 - 2), (3, 32)]
         if self.bits:
-            groups = [(self.bits, min(64, K - row)) for row in range(0, K, 64)]
+            groups = [(self.bits, min(self.group, K - row)) for row in range(0, K, self.group)]
         parts = list(exl2(K, -(-N // 32) * 32, groups, seed=seed, scale=self.scale))
         if perm is not None:
             parts[4] = torch.randperm(K, generator=torch.Generator().manual_seed(perm)).to(torch.int32)
