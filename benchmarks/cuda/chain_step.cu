@@ -44,15 +44,14 @@ int main(int argc, char** argv) {
     if (s.tiny70) a = {{3, .05, 64}, {2, .95, 64}}, v = a, g = a, u = a, d = {{6, .05, 32}, {3, .2, 64}, {2, .75, 64}};
     struct L { M q, o, g, d; }; std::vector<L> layers; size_t bytes = 0;
     for (int i = 0; i < s.layers; i++) { L l{make(s.H, {{s.H, a}, {s.kv, a}, {s.kv, v}}), make(s.H, {{s.H, a}}), make(s.H, {{s.I, g}, {s.I, u}}), make(s.I, {{s.H, d}})}; bytes += l.q.bytes + l.o.bytes + l.g.bytes + l.d.bytes; layers.push_back(l); }
-    int all = 8; half *xo, *xn, *xa; float *res, *qkv, *sq, *norm; unsigned* counters; const int N = s.H + 2 * s.kv;
+    int all = 8; half *xo, *xn, *xa; float *res, *qkv, *norm; uint8_t* between_products; const int N = s.H + 2 * s.kv;
     auto room = [&](auto** p, size_t n) { CK(cudaMalloc((void**)p, n)); CK(cudaMemset(*p, 0, n)); };
-    room(&xo, all * (s.H + 128) * 2); room(&xn, all * (s.H + 128) * 2); room(&xa, all * (s.I + 128) * 2); room(&res, all * s.H * 4); room(&qkv, all * N * 4); room(&sq, all * 132 * 4 + 64); room(&norm, s.H * 4); room(&counters, 64);
+    room(&xo, all * (s.H + 128) * 2); room(&xn, all * (s.H + 128) * 2); room(&xa, all * (s.I + 128) * 2); room(&res, all * s.H * 4); room(&qkv, all * N * 4); room(&norm, s.H * 4); room(&between_products, chain_bytes(s.H, s.I));
     std::vector<float> ones(s.H, 1.f), r0(all * s.H); for (int m = 0; m < all; m++) for (int i = 0; i < s.H; i++) r0[m * s.H + i] = std::sin(i * 0.7f); CK(cudaMemcpy(norm, ones.data(), s.H * 4, cudaMemcpyHostToDevice));
     cudaStream_t st; CK(cudaStreamCreate(&st));
     for (int T : {1, 2, 4, 8}) {
       if (argc > 2 && T > atoi(argv[2])) continue;
       auto step = [&](bool pdl) {
-        int turn = 0;
         for (int i = 0; i < s.layers; i++) {
           cudaLaunchConfig_t c = {}; c.gridDim = 32, c.blockDim = 256, c.stream = st; cudaLaunchAttribute at[1]; at[0].id = cudaLaunchAttributeProgrammaticStreamSerialization; at[0].val.programmaticStreamSerializationAllowed = 1; c.attrs = at, c.numAttrs = pdl;
           L &l = layers[i], &n = layers[(i + 1) % s.layers];
@@ -60,12 +59,11 @@ int main(int argc, char** argv) {
           CK(cudaLaunchKernelEx(&c, between, (const float*)qkv, N, xo, io.stride, s.H, T));
           auto mat = [&](M& m, MatrixInput& in) { GemvArgs a{}; set_weights(a, m.head.data(), m.blob); a.tokens = T, a.x = in.x, a.x_stride = in.stride, a.x_perm_stride = in.perm_stride, a.scale = 1; return a; };
           ChainLink k[4] = {{mat(l.o, io), l.o.head.data(), l.o.blob, kResidual}, {mat(l.g, ig), l.g.head.data(), l.g.blob, kActivation}, {mat(l.d, id), l.d.head.data(), l.d.blob, kResidual}, {mat(n.q, iq), n.q.head.data(), n.q.blob, kStore}};
-          auto adds = [&](GemvArgs& a, MatrixInput to) { a.residual = res, a.residual_stride = s.H, a.next = to, a.next.num_perms = 1, a.next_norm = norm, a.next_squares = sq; };
+          auto adds = [&](GemvArgs& a, MatrixInput to) { a.residual = res, a.residual_stride = s.H, a.next = to, a.next.num_perms = 1, a.next_norm = norm; };
           adds(k[0].a, ig), adds(k[2].a, iq); k[1].a.gated = true, k[1].a.next = id, k[1].a.next.num_perms = 1; k[3].a.out = qkv, k[3].a.out_stride = N;
-          for (int j : {1, 3}) k[j].a.squares = sq, k[j].a.squares_count = 132, k[j].a.inverse_width = 1.f / s.H, k[j].a.eps = 1e-5f;
+          for (int j : {1, 3}) k[j].a.inverse_width = 1.f / s.H, k[j].a.eps = 1e-5f;
           if (i == 0 && !chain_tokens(k, 4)) { printf("no chain\n"); exit(1); }
-          if (const char* w = chain_launch(k, 4, counters, turn, st, pdl)) { printf("%s\n", w); exit(1); }
-          turn += (T + chain_tokens(k, 4) - 1) / chain_tokens(k, 4);
+          if (const char* w = chain_launch(k, 4, between_products, st, pdl)) { printf("%s\n", w); exit(1); }
         }
       };
       double sums[2];

@@ -9,7 +9,7 @@
 //                        padded to 16 bytes after the last part
 //                 ends   uint16 (kEnds,) per part: the items of warp w are ends[w] .. ends[w + 1] - 1, about equal in bytes
 //     order     per permutation uint16 by place (fragment.cuh) of a stored row, whole units: its feature + kOrderPad, 0 for padding; the
-//               identity is written out; none where K > kMostOrdered
+//               identity is written out; none where K > kMostOrdered or all parts are dense
 //     strips    (strips, strip_bytes) per part
 //
 // A strip is 16 columns over all stored rows: its items one after the other. An item is a few units and then their scale codes, at most

@@ -106,7 +106,7 @@ PartPlan plan_gptq(const std::vector<Group>& groups, int outputs, std::vector<in
   std::vector<Piece> pieces;
   size_t units = 0;
   for (size_t b = 0; b < blocks.size();) {
-    Piece piece{static_cast<int>(b), blocks[b].bits, 1, b % 2 == 0 && same(b, 2), b + 1 == blocks.size(), 1};
+    Piece piece{static_cast<int>(b), blocks[b].bits, 1, same(b, 2), b + 1 == blocks.size(), 1};
     if (same(b, 4)) piece.units = piece.scales = 2;
     pieces.push_back(piece);
     units += static_cast<size_t>(piece.units), b += static_cast<size_t>(2 * piece.units);
@@ -230,7 +230,8 @@ std::string plan_blob(int K, const std::vector<PartPlan>& parts, BlobPlan& out) 
   h.num_items = static_cast<int>(image.items.size()), h.num_units = static_cast<int>(image.steps.size());
   const std::vector<uint8_t> bytes = image.bytes(h.num_parts);
   h.image = put(bytes.data(), bytes.size());
-  const std::vector<uint16_t> order = order_table(perms, K, rows);
+  const bool dense = std::all_of(parts.begin(), parts.end(), [](const PartPlan& p) { return p.dense; });
+  const std::vector<uint16_t> order = dense ? std::vector<uint16_t>() : order_table(perms, K, rows);
   put(order.data(), order.size() * 2);
   int64_t at = static_cast<int64_t>(m.size());
   for (auto& s : out.parts) {

@@ -21,6 +21,7 @@ from exl2nb.model.layout import Linear, layer_linears, modules, vectors
 
 ALIGN = 256  # where sections of a blob begin
 TILE, UNIT, BLOCK, WARPS, SLOT, SET = 16, 64, 32, 16, 2176, 64  # kStripColumns, kUnitRows, rows of a half unit, kWarps, kSlot, kGptqSet
+MOST_ORDERED = 65520  # kMostOrdered
 
 
 class Arena:
@@ -102,8 +103,9 @@ def blob_bytes(parts: Sequence[Matrix]) -> int:
     items, units = sum(plan.items for plan in plans), sum(plan.units for plan in plans)
     image = 16 * items + (units + 3) // 4 * 16 + 48 * len(parts)
     perms = 4 * len(parts) * (stored + width) if coded else 0
+    order = 2 * len(parts) * -(-stored // UNIT) * UNIT if width <= MOST_ORDERED else 0
     strips = sum(aligned(-(-part.out_features // TILE) * plan.size) for part, plan in zip(parts, plans))
-    return aligned(64 + 128 * len(parts)) + aligned(perms) + aligned(image) + strips
+    return aligned(64 + 128 * len(parts)) + aligned(perms) + aligned(image) + aligned(order) + strips
 
 
 class _Strip(NamedTuple):
@@ -154,7 +156,7 @@ def _exl2_pieces(blocks: list[tuple[int, int]]) -> list[_Piece]:
     pieces, at = [], 0
     while at < len(blocks):
         lone = at + 1 == len(blocks) or blocks[at + 1][0] != blocks[at][0]
-        pieces.append(_Piece(blocks[at][0], 1, not lone and blocks[at + 1] == blocks[at], lone, 0))
+        pieces.append(_Piece(blocks[at][0], 1, at % 2 == 0 and not lone and blocks[at + 1] == blocks[at], lone, 0))
         at += 1 if lone else 2
     return pieces
 
