@@ -23,7 +23,8 @@ struct GpuStep {
   void* const* v_pools;
   int layers, num_kv_heads, head_dim, k_format, v_format;
   float* logits;
-  int many;  // so many tokens, at least nine, or more go through many.cuh: faster, but other bits than those of fewer tokens; 0: never
+  int many;  // so many tokens, at least nine, or more go through many.cuh: faster, but other bits than those of fewer tokens; 0: never,
+             // and no chains (chain.h)
 };
 
 // Bytes of workspace for up to `capacity` tokens, or what is wrong with the program; vocab: logits per row.

@@ -73,7 +73,7 @@ class Stepper:
 
     Args:
         code: of a `Program`. capacity: tokens. many: steps of so many tokens or more (nine at least) decode every weight once for
-            64 of them, which gives other bits than fewer tokens do; 0: no step.
+            64 of them, which gives other bits than fewer tokens do; 0: no step, and none has several products in one launch.
     """
 
     def __init__(self, code: Tensor, capacity: int, device: torch.device, *, many: int = 0) -> None:
