@@ -1,86 +1,268 @@
-// Chains of products at real shapes: time per chain, with a small kernel between them in the place of attention.
-#include <cstdio>
-#include <cstdlib>
-#include <string>
-#include <vector>
-#include <random>
+// Chains of products (chain.cuh) at the shapes of four models: time of one, with a small kernel in the place of attention before each.
+// `chain_step 7b 4`: only models whose name has the first, up to so many tokens. `chain_step together`: two engines on one GPU at the same
+// time beside other kernels, each of which must end with the bits that it has alone. nvcc -arch=sm_90a -std=c++17 -O3
+// --expt-relaxed-constexpr -Icsrc/cuda benchmarks/cuda/chain_step.cu csrc/cuda/{chain,gemv,layout}.cu
 #include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
 #include "chain.h"
+#include "check.cuh"
 #include "gemv.h"
 #include "layout.h"
+
 using namespace exl2nb;
-#define CK(x) do { cudaError_t e_ = (x); if (e_ != cudaSuccess) { printf("%s:%d %s\n", __FILE__, __LINE__, cudaGetErrorString(e_)); exit(1); } } while (0)
-std::mt19937 rng(1);
-struct Mix { int bits; double share; int group; };
-std::vector<Group> groups(int K, std::vector<Mix> m) {
-  std::vector<Group> g; int row = 0;
-  for (size_t i = 0; i < m.size(); i++) { int rows = i + 1 == m.size() ? K - row : int(K * m[i].share / m[i].group + 0.999) * m[i].group; for (int r = 0; r < rows; r += m[i].group) g.push_back({m[i].bits, std::min(m[i].group, rows - r)}); row += rows; }
-  return g;
+
+static void check(const char* wrong) {
+  if (!wrong) return;
+  std::printf("%s\n", wrong);
+  std::exit(1);
 }
+
+struct Mix {
+  int bits;
+  double share;
+  int group;
+};
+using Mixes = std::vector<Mix>;
+
+static std::vector<Group> groups(int K, const Mixes& mixes) {
+  std::vector<Group> all;
+  int row = 0;
+  for (size_t i = 0; i < mixes.size(); i++) {
+    const Mix& m = mixes[i];
+    const int rows = i + 1 == mixes.size() ? K - row : static_cast<int>(K * m.share / m.group + 0.999) * m.group;
+    for (int r = 0; r < rows; r += m.group) all.push_back({m.bits, std::min(m.group, rows - r)});
+    row += rows;
+  }
+  return all;
+}
+
 __global__ void fill(uint32_t* p, size_t n, uint32_t seed) {
-  for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < n; i += size_t(gridDim.x) * blockDim.x) { uint32_t h = uint32_t(i) * 2654435761u + seed; h ^= h >> 16, h *= 0x85ebca6bu, h ^= h >> 13, h *= 0xc2b2ae35u, h ^= h >> 16; p[i] = h; }
-}
-struct M { std::vector<uint8_t> head; uint8_t* blob; BlobPlan plan; size_t bytes; };
-M make(int K, std::vector<std::pair<int, std::vector<Mix>>> parts, bool permuted = true) {
-  std::vector<PartPlan> plans; std::vector<int> perm(K); for (int i = 0; i < K; i++) perm[i] = i; if (permuted) std::shuffle(perm.begin(), perm.end(), rng);
-  for (auto& p : parts) { auto g = groups(K, p.second); std::vector<uint16_t> mx(g.size(), 0x3c00); plans.push_back(plan_exl2(g, mx, 0.002, p.first, perm)); }
-  M m; auto e = plan_blob(K, plans, m.plan); if (!e.empty()) { printf("%s\n", e.c_str()); exit(1); }
-  CK(cudaMalloc(&m.blob, m.plan.header.bytes)); fill<<<1320, 256>>>((uint32_t*)m.blob, m.plan.header.bytes / 4, rng()); CK(cudaMemcpy(m.blob, m.plan.meta.data(), m.plan.meta.size(), cudaMemcpyHostToDevice));
-  m.head.resize(sizeof(GpuHeader) + m.plan.parts.size() * sizeof(GpuPart)); memcpy(m.head.data(), m.plan.meta.data(), m.head.size()); m.bytes = m.plan.header.bytes - m.plan.meta.size(); return m;
+  for (size_t i = blockIdx.x * size_t(blockDim.x) + threadIdx.x; i < n; i += size_t(gridDim.x) * blockDim.x) {
+    uint32_t h = uint32_t(i) * 2654435761u + seed;
+    h ^= h >> 16, h *= 0x85ebca6bu, h ^= h >> 13, h *= 0xc2b2ae35u, h ^= h >> 16;
+    p[i] = h;
+  }
 }
 // Stands for attention: reads the sums of QKV, writes the input of O.
-__global__ void between(const float* qkv, int stride, half* x, int xs, int n, int tokens) {
-  asm volatile("griddepcontrol.launch_dependents;"); asm volatile("griddepcontrol.wait;" ::: "memory");
-  for (int m = 0; m < tokens; m++) for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) { float v = __ldcg(qkv + size_t(m) * stride + i); x[size_t(m) * xs + i] = __float2half(v / (1 + fabsf(v))); }
-}
-#ifdef CLOCKS
-void chain_report(double);
-#endif
-int main(int argc, char** argv) {
-  struct Shape { const char* name; int H, I, kv, layers; bool tiny70; } shapes[] = {{"7b", 4096, 11008, 4096, 32, false}, {"tiny", 2048, 5632, 256, 22, false}, {"8b", 4096, 14336, 1024, 32, false}, {"70b", 8192, 28672, 1024, 12, true}};
-  for (auto& s : shapes) {
-    if (argc > 1 && !strstr(argv[1], s.name)) continue;
-    std::vector<Mix> a{{5, .1, 128}, {4, .9, 128}}, v{{5, .1, 64}, {4, .9, 64}}, g{{4, 1, 128}}, u{{4, 1, 32}}, d{{8, .05, 32}, {4, .95, 128}};
-    if (s.tiny70) a = {{3, .05, 64}, {2, .95, 64}}, v = a, g = a, u = a, d = {{6, .05, 32}, {3, .2, 64}, {2, .75, 64}};
-    struct L { M q, o, g, d; }; std::vector<L> layers; size_t bytes = 0;
-    for (int i = 0; i < s.layers; i++) { L l{make(s.H, {{s.H, a}, {s.kv, a}, {s.kv, v}}), make(s.H, {{s.H, a}}), make(s.H, {{s.I, g}, {s.I, u}}), make(s.I, {{s.H, d}})}; bytes += l.q.bytes + l.o.bytes + l.g.bytes + l.d.bytes; layers.push_back(l); }
-    int all = 8; half *xo, *xn, *xa; float *res, *qkv, *norm; uint8_t* between_products; const int N = s.H + 2 * s.kv;
-    auto room = [&](auto** p, size_t n) { CK(cudaMalloc((void**)p, n)); CK(cudaMemset(*p, 0, n)); };
-    room(&xo, all * (s.H + 128) * 2); room(&xn, all * (s.H + 128) * 2); room(&xa, all * (s.I + 128) * 2); room(&res, all * s.H * 4); room(&qkv, all * N * 4); room(&norm, s.H * 4); room(&between_products, chain_bytes(s.H, s.I));
-    std::vector<float> ones(s.H, 1.f), r0(all * s.H); for (int m = 0; m < all; m++) for (int i = 0; i < s.H; i++) r0[m * s.H + i] = std::sin(i * 0.7f); CK(cudaMemcpy(norm, ones.data(), s.H * 4, cudaMemcpyHostToDevice));
-    cudaStream_t st; CK(cudaStreamCreate(&st));
-    for (int T : {1, 2, 4, 8}) {
-      if (argc > 2 && T > atoi(argv[2])) continue;
-      auto step = [&](bool pdl) {
-        for (int i = 0; i < s.layers; i++) {
-          cudaLaunchConfig_t c = {}; c.gridDim = 32, c.blockDim = 256, c.stream = st; cudaLaunchAttribute at[1]; at[0].id = cudaLaunchAttributeProgrammaticStreamSerialization; at[0].val.programmaticStreamSerializationAllowed = 1; c.attrs = at, c.numAttrs = pdl;
-          L &l = layers[i], &n = layers[(i + 1) % s.layers];
-          MatrixInput io, ig, id, iq; set_input(io, l.o.head.data(), l.o.blob, xo, all); set_input(ig, l.g.head.data(), l.g.blob, xn, all); set_input(id, l.d.head.data(), l.d.blob, xa, all); set_input(iq, n.q.head.data(), n.q.blob, xn, all);
-          CK(cudaLaunchKernelEx(&c, between, (const float*)qkv, N, xo, io.stride, s.H, T));
-          auto mat = [&](M& m, MatrixInput& in) { GemvArgs a{}; set_weights(a, m.head.data(), m.blob); a.tokens = T, a.x = in.x, a.x_stride = in.stride, a.x_perm_stride = in.perm_stride, a.scale = 1; return a; };
-          ChainLink k[4] = {{mat(l.o, io), l.o.head.data(), l.o.blob, kResidual}, {mat(l.g, ig), l.g.head.data(), l.g.blob, kActivation}, {mat(l.d, id), l.d.head.data(), l.d.blob, kResidual}, {mat(n.q, iq), n.q.head.data(), n.q.blob, kStore}};
-          auto adds = [&](GemvArgs& a, MatrixInput to) { a.residual = res, a.residual_stride = s.H, a.next = to, a.next.num_perms = 1, a.next_norm = norm; };
-          adds(k[0].a, ig), adds(k[2].a, iq); k[1].a.gated = true, k[1].a.next = id, k[1].a.next.num_perms = 1; k[3].a.out = qkv, k[3].a.out_stride = N;
-          for (int j : {1, 3}) k[j].a.inverse_width = 1.f / s.H, k[j].a.eps = 1e-5f;
-          if (i == 0 && !chain_tokens(k, 4)) { printf("no chain\n"); exit(1); }
-          if (const char* w = chain_launch(k, 4, between_products, st, pdl)) { printf("%s\n", w); exit(1); }
-        }
-      };
-      double sums[2];
-      for (int pdl = 0; pdl < 2; pdl++) {
-        CK(cudaMemcpy(res, r0.data(), r0.size() * 4, cudaMemcpyHostToDevice)); CK(cudaMemset(qkv, 0, all * N * 4));
-        step(pdl); CK(cudaStreamSynchronize(st)); std::vector<float> h(all * s.H); CK(cudaMemcpy(h.data(), res, h.size() * 4, cudaMemcpyDeviceToHost)); double z = 0, y = 0; for (int i = 0; i < T * s.H; i++) z += h[i] * std::cos(i % s.H), y += std::fabs(h[i]); sums[pdl] = z / T; if (!pdl) printf("mean %.3g ", y / T / s.H);
-        cudaGraph_t graph; cudaGraphExec_t exec; CK(cudaStreamBeginCapture(st, cudaStreamCaptureModeThreadLocal)); step(pdl); CK(cudaStreamEndCapture(st, &graph)); CK(cudaGraphInstantiate(&exec, graph, 0));
-        cudaEvent_t a, b; CK(cudaEventCreate(&a)); CK(cudaEventCreate(&b)); float ms[5]; for (int i = 0; i < 3; i++) CK(cudaGraphLaunch(exec, st));
-        for (float& v : ms) { CK(cudaEventRecord(a, st)); for (int i = 0; i < 8; i++) CK(cudaGraphLaunch(exec, st)); CK(cudaEventRecord(b, st)); CK(cudaStreamSynchronize(st)); CK(cudaEventElapsedTime(&v, a, b)); v /= 8; }
-        std::sort(ms, ms + 5); const double us = ms[2] * 1e3 / s.layers; printf("%s T %d %s: %.2f us a chain (weights alone %.2f), %.0f GB/s; ", s.name, T, pdl ? "pdl" : "plain", us, bytes / 4.6e6 / s.layers, bytes / (ms[2] * 1e6));
-      }
-      
-#ifdef CLOCKS
-      printf("\n"); chain_report(88.0 * s.layers);
-#endif
-      printf("sum %.9g %.9g\n", sums[0], sums[1]); fflush(stdout);
+__global__ void between(const float* qkv, int stride, half* x, int x_stride, int n, int tokens) {
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  for (int m = 0; m < tokens; m++)
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x) {
+      const float v = __ldcg(qkv + size_t(m) * stride + i);
+      x[size_t(m) * x_stride + i] = __float2half(v / (1 + fabsf(v)));
     }
-    for (auto& l : layers) for (M* m : {&l.q, &l.o, &l.g, &l.d}) cudaFree(m->blob);
+}
+__global__ void busy(long long cycles) {
+  const long long begin = clock64();
+  while (clock64() - begin < cycles) {}
+}
+
+// Random codes of some matrices side by side, one permutation.
+struct Matrix {
+  std::vector<uint8_t> head;
+  uint8_t* blob;
+  size_t bytes;
+
+  Matrix(int K, const std::vector<std::pair<int, Mixes>>& parts, std::mt19937& random) {
+    std::vector<int> order(static_cast<size_t>(K));
+    for (int i = 0; i < K; i++) order[static_cast<size_t>(i)] = i;
+    std::shuffle(order.begin(), order.end(), random);
+    std::vector<PartPlan> plans;
+    for (const auto& [outputs, mixes] : parts) {
+      const auto g = groups(K, mixes);
+      plans.push_back(plan_exl2(g, std::vector<uint16_t>(g.size(), 0x3c00), 0.002, outputs, order));
+    }
+    BlobPlan plan;
+    if (const std::string wrong = plan_blob(K, plans, plan); !wrong.empty()) check(wrong.c_str());
+    CHECK(cudaMalloc(&blob, plan.header.bytes));
+    fill<<<1320, 256>>>(reinterpret_cast<uint32_t*>(blob), plan.header.bytes / 4, random());
+    CHECK(cudaMemcpy(blob, plan.meta.data(), plan.meta.size(), cudaMemcpyHostToDevice));
+    head.assign(plan.meta.begin(), plan.meta.begin() + static_cast<long>(sizeof(GpuHeader) + plan.parts.size() * sizeof(GpuPart)));
+    bytes = static_cast<size_t>(plan.header.bytes) - plan.meta.size();
+  }
+  GemvArgs product(int tokens) const {
+    GemvArgs a{};
+    set_weights(a, head.data(), blob);
+    a.tokens = tokens, a.scale = 1;
+    return a;
+  }
+};
+
+struct Shape {
+  const char* name;
+  int H, I, kv, layers;
+  bool two_bits;
+};
+constexpr Shape kShapes[] = {{"7b", 4096, 11008, 4096, 32, false},
+                             {"tiny", 2048, 5632, 256, 22, false},
+                             {"8b", 4096, 14336, 1024, 32, false},
+                             {"70b", 8192, 28672, 1024, 12, true}};
+
+// The layers of a model and what a step works with.
+struct Engine {
+  static constexpr int kMost = 8;
+  struct Layer {
+    Matrix qkv, o, up, down;
+  };
+  Shape s;
+  int N;
+  std::vector<Layer> layers;
+  size_t bytes = 0;
+  half* x;
+  float *residual, *qkv, *norm;
+  uint8_t* room;
+  std::vector<float> begin;
+  cudaStream_t stream;
+
+  Engine(const Shape& shape, unsigned seed) : s(shape), N(shape.H + 2 * shape.kv) {
+    std::mt19937 random(seed);
+    Mixes a{{5, .1, 128}, {4, .9, 128}}, v{{5, .1, 64}, {4, .9, 64}}, g{{4, 1, 128}}, u{{4, 1, 32}}, d{{8, .05, 32}, {4, .95, 128}};
+    if (s.two_bits) a = v = g = u = {{3, .05, 64}, {2, .95, 64}}, d = {{6, .05, 32}, {3, .2, 64}, {2, .75, 64}};
+    for (int i = 0; i < s.layers; i++) {
+      layers.push_back({{s.H, {{s.H, a}, {s.kv, a}, {s.kv, v}}, random},
+                        {s.H, {{s.H, a}}, random},
+                        {s.H, {{s.I, g}, {s.I, u}}, random},
+                        {s.I, {{s.H, d}}, random}});
+      for (const Matrix* m : {&layers.back().qkv, &layers.back().o, &layers.back().up, &layers.back().down}) bytes += m->bytes;
+    }
+    const auto take = [](auto** p, size_t n) {
+      CHECK(cudaMalloc(reinterpret_cast<void**>(p), n));
+      CHECK(cudaMemset(*p, 0, n));
+    };
+    take(&x, kMost * size_t(s.H + 128) * 2), take(&residual, kMost * size_t(s.H) * 4), take(&qkv, kMost * size_t(N) * 4);
+    take(&norm, size_t(s.H) * 4), take(&room, chain_bytes(s.H, s.I));
+    const std::vector<float> ones(static_cast<size_t>(s.H), 1.f);
+    CHECK(cudaMemcpy(norm, ones.data(), ones.size() * 4, cudaMemcpyHostToDevice));
+    for (int i = 0; i < kMost * s.H; i++) begin.push_back(std::sin(static_cast<float>(i % s.H) * 0.7f));
+    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    CHECK(cudaDeviceSynchronize());
+  }
+  void step(int tokens, bool pdl) {
+    for (size_t i = 0; i < layers.size(); i++) {
+      const Layer &l = layers[i], &next = layers[(i + 1) % layers.size()];
+      MatrixInput in;
+      set_input(in, l.o.head.data(), l.o.blob, x, kMost);
+      cudaLaunchConfig_t c = {};
+      cudaLaunchAttribute dependent;
+      dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization, dependent.val.programmaticStreamSerializationAllowed = 1;
+      c.gridDim = 32, c.blockDim = 256, c.stream = stream, c.attrs = &dependent, c.numAttrs = pdl;
+      CHECK(cudaLaunchKernelEx(&c, between, static_cast<const float*>(qkv), N, x, in.stride, s.H, tokens));
+      ChainLink k[4];
+      const Matrix* const of[4] = {&l.o, &l.up, &l.down, &next.qkv};
+      const Epilogue what[4] = {kResidual, kActivation, kResidual, kStore};
+      for (int j = 0; j < 4; j++) k[j] = {of[j]->product(tokens), of[j]->head.data(), of[j]->blob, what[j]};
+      k[0].a.x = x, k[0].a.x_stride = in.stride, k[1].a.gated = true, k[3].a.out = qkv, k[3].a.out_stride = N;
+      for (int j : {0, 2}) k[j].a.residual = residual, k[j].a.residual_stride = s.H, k[j].a.next_norm = norm;
+      for (int j : {1, 3}) k[j].a.inverse_width = 1.f / static_cast<float>(s.H), k[j].a.eps = 1e-5f;
+      if (!chain_tokens(k, 4)) check("these products cannot be chained");
+      check(chain_launch(k, 4, room, stream, pdl));
+    }
+  }
+  cudaGraphExec_t graph(int tokens, bool pdl) {
+    cudaGraph_t made;
+    cudaGraphExec_t exec;
+    CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    step(tokens, pdl);
+    CHECK(cudaStreamEndCapture(stream, &made));
+    CHECK(cudaGraphInstantiate(&exec, made, 0));
+    return exec;
+  }
+  void rewind() {
+    CHECK(cudaMemcpyAsync(residual, begin.data(), begin.size() * 4, cudaMemcpyHostToDevice, stream));
+    CHECK(cudaMemsetAsync(qkv, 0, kMost * size_t(N) * 4, stream));
+  }
+  std::vector<float> result(int tokens) {
+    std::vector<float> v(static_cast<size_t>(tokens * s.H));
+    CHECK(cudaMemcpyAsync(v.data(), residual, v.size() * 4, cudaMemcpyDeviceToHost, stream));
+    CHECK(cudaStreamSynchronize(stream));
+    return v;
+  }
+};
+
+static void time(Engine& e, int tokens) {
+  std::vector<float> results[2];
+  for (const bool pdl : {false, true}) {
+    e.rewind(), e.step(tokens, pdl);
+    results[pdl] = e.result(tokens);
+    const cudaGraphExec_t exec = e.graph(tokens, pdl);
+    cudaEvent_t a, b;
+    CHECK(cudaEventCreate(&a));
+    CHECK(cudaEventCreate(&b));
+    float ms[5];
+    for (int i = 0; i < 3; i++) CHECK(cudaGraphLaunch(exec, e.stream));
+    for (float& v : ms) {
+      CHECK(cudaEventRecord(a, e.stream));
+      for (int i = 0; i < 8; i++) CHECK(cudaGraphLaunch(exec, e.stream));
+      CHECK(cudaEventRecord(b, e.stream));
+      CHECK(cudaStreamSynchronize(e.stream));
+      CHECK(cudaEventElapsedTime(&v, a, b));
+    }
+    std::sort(ms, ms + 5);
+    const double us = ms[2] / 8 * 1e3 / e.s.layers;
+    std::printf("%s %d tokens, %s: %.2f us a chain (its weights at 4.6 TB/s %.2f), %.0f GB/s; ", e.s.name, tokens,
+                pdl ? "dependent" : "plain", us, static_cast<double>(e.bytes) / 4.6e6 / e.s.layers,
+                static_cast<double>(e.bytes) / e.s.layers / us / 1e3);
+  }
+  bool same = !std::memcmp(results[0].data(), results[1].data(), results[0].size() * 4);
+  for (int m = 1; m < tokens; m++) same &= !std::memcmp(results[0].data(), results[0].data() + m * e.s.H, static_cast<size_t>(e.s.H) * 4);
+  std::printf("%s\n", same ? "every token the same bits" : "BITS DIFFER");
+}
+
+static std::vector<float> run(Engine& e, int tokens, cudaGraphExec_t exec) {
+  e.rewind();
+  for (int i = 0; i < 150; i++) {
+    if (exec)
+      CHECK(cudaGraphLaunch(exec, e.stream));
+    else
+      e.step(tokens, true);
+  }
+  return e.result(tokens);
+}
+static void together() {
+  Engine one(kShapes[1], 1), eight(kShapes[1], 2);
+  const auto equal = [](const std::vector<float>& a, const std::vector<float>& b) {
+    return !std::memcmp(a.data(), b.data(), a.size() * 4);
+  };
+  for (const bool graphs : {false, true}) {
+    const cudaGraphExec_t first = graphs ? one.graph(1, true) : nullptr, second = graphs ? eight.graph(8, true) : nullptr;
+    const auto want = run(one, 1, first), other = run(eight, 8, second);
+    std::atomic<bool> stop{false};
+    std::thread beside([&] {
+      cudaStream_t stream;
+      CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+      CHECK(cudaFuncSetAttribute(busy, cudaFuncAttributeMaxDynamicSharedMemorySize, 100 << 10));
+      for (unsigned n = 0; !stop; n++) {
+        busy<<<1 + n % 200, 256, n % 3 * 50 << 10, stream>>>(3000 + n * 7919 % 60000);
+        if (n % 16 == 0) CHECK(cudaStreamSynchronize(stream));
+      }
+      CHECK(cudaStreamSynchronize(stream));
+    });
+    std::vector<float> a, b;
+    std::thread x([&] { a = run(one, 1, first); }), y([&] { b = run(eight, 8, second); });
+    x.join(), y.join(), stop = true, beside.join();
+    std::printf("two engines, %s: %s, %s\n", graphs ? "graphs" : "launches", equal(a, want) ? "as alone" : "OTHER BITS",
+                equal(b, other) ? "as alone" : "OTHER BITS");
+  }
+}
+
+int main(int count, char** words) {
+  std::setvbuf(stdout, nullptr, _IONBF, 0);
+  if (count > 1 && std::string(words[1]) == "together") return together(), 0;
+  for (const Shape& s : kShapes) {
+    if (count > 1 && !std::strstr(words[1], s.name)) continue;
+    Engine e(s, 1);
+    for (int tokens : {1, 2, 4, 8})
+      if (count < 3 || tokens <= std::atoi(words[2])) time(e, tokens);
+    for (const auto& l : e.layers)
+      for (const Matrix* m : {&l.qkv, &l.o, &l.up, &l.down}) CHECK(cudaFree(m->blob));
   }
 }
