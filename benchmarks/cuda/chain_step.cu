@@ -114,6 +114,7 @@ struct Engine {
     Matrix qkv, o, up, down;
   };
   Shape s;
+  int64_t owner;
   int N;
   std::vector<Layer> layers;
   size_t bytes = 0;
@@ -123,7 +124,7 @@ struct Engine {
   std::vector<float> begin;
   cudaStream_t stream;
 
-  Engine(const Shape& shape, unsigned seed) : s(shape), N(shape.H + 2 * shape.kv) {
+  Engine(const Shape& shape, unsigned seed, int priority = 0) : s(shape), owner(seed), N(shape.H + 2 * shape.kv) {
     std::mt19937 random(seed);
     Mixes a{{5, .1, 128}, {4, .9, 128}}, v{{5, .1, 64}, {4, .9, 64}}, g{{4, 1, 128}}, u{{4, 1, 32}}, d{{8, .05, 32}, {4, .95, 128}};
     if (s.two_bits) a = v = g = u = {{3, .05, 64}, {2, .95, 64}}, d = {{6, .05, 32}, {3, .2, 64}, {2, .75, 64}};
@@ -143,7 +144,7 @@ struct Engine {
     const std::vector<float> ones(static_cast<size_t>(s.H), 1.f);
     CHECK(cudaMemcpy(norm, ones.data(), ones.size() * 4, cudaMemcpyHostToDevice));
     for (int i = 0; i < kMost * s.H; i++) begin.push_back(std::sin(static_cast<float>(i % s.H) * 0.7f));
-    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    CHECK(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, priority));
     CHECK(cudaDeviceSynchronize());
   }
   void step(int tokens, bool pdl) {
@@ -164,7 +165,7 @@ struct Engine {
       for (int j : {0, 2}) k[j].a.residual = residual, k[j].a.residual_stride = s.H, k[j].a.next_norm = norm;
       for (int j : {1, 3}) k[j].a.inverse_width = 1.f / static_cast<float>(s.H), k[j].a.eps = 1e-5f;
       if (!chain_tokens(k, 4)) check("these products cannot be chained");
-      check(chain_launch(k, 4, room, stream, pdl));
+      check(chain_launch(k, 4, room, owner, stream, pdl));
     }
   }
   cudaGraphExec_t graph(int tokens, bool pdl) {
@@ -227,8 +228,8 @@ static std::vector<float> run(Engine& e, int tokens, cudaGraphExec_t exec) {
   }
   return e.result(tokens);
 }
-static void together() {
-  Engine one(kShapes[1], 1), eight(kShapes[1], 2);
+static void together(int priority, int other_priority) {
+  Engine one(kShapes[1], 1, priority), eight(kShapes[1], 2, other_priority);
   const auto equal = [](const std::vector<float>& a, const std::vector<float>& b) {
     return !std::memcmp(a.data(), b.data(), a.size() * 4);
   };
@@ -249,14 +250,14 @@ static void together() {
     std::vector<float> a, b;
     std::thread x([&] { a = run(one, 1, first); }), y([&] { b = run(eight, 8, second); });
     x.join(), y.join(), stop = true, beside.join();
-    std::printf("two engines, %s: %s, %s\n", graphs ? "graphs" : "launches", equal(a, want) ? "as alone" : "OTHER BITS",
-                equal(b, other) ? "as alone" : "OTHER BITS");
+    std::printf("two engines of priorities %d and %d, %s: %s, %s\n", priority, other_priority, graphs ? "graphs" : "launches",
+                equal(a, want) ? "as alone" : "OTHER BITS", equal(b, other) ? "as alone" : "OTHER BITS");
   }
 }
 
 int main(int count, char** words) {
   std::setvbuf(stdout, nullptr, _IONBF, 0);
-  if (count > 1 && std::string(words[1]) == "together") return together(), 0;
+  if (count > 1 && std::string(words[1]) == "together") return together(0, 0), together(0, -5), together(-5, 0), 0;
   for (const Shape& s : kShapes) {
     if (count > 1 && !std::strstr(words[1], s.name)) continue;
     Engine e(s, 1);
