@@ -197,7 +197,8 @@ __device__ __forceinline__ void chain_copy(const ChainArgs& C, const ChainProduc
 #pragma unroll 2
     for (int i = w.warp * 32; i < octs; i += kCrewThreads) {
       const int at = min(i + w.lane, octs - 1);
-      const uint4 v = __ldcg(reinterpret_cast<const uint4*>(row + at * 8));
+      uint4 v = make_uint4(0, 0, 0, 0);  // past the last row lie other products' numbers
+      if (at * 8 < P.stored) v = __ldcg(reinterpret_cast<const uint4*>(row + at * 8));
       to_whole(v, xs + (m * blocks + (at >> 3)) * 128, to + m * blocks + (at >> 3), w.lane, i + w.lane < octs);
     }
   }
