@@ -2,7 +2,6 @@
 #include "chain.h"
 
 #include <algorithm>
-#include <atomic>
 
 #include "chain.cuh"
 #include "device.cuh"
@@ -87,19 +86,8 @@ ChainArgs arguments(const ChainLink* links, int count, uint8_t* room, int first,
   if (c.room.bytes > shared_per_block()) c.room = room_of(c, 1);
   return c;
 }
-// All CTAs of a chain must run at the same time, and two chains that each hold a part of the GPU would wait for ever. A cooperative launch
-// starts all or none, a microsecond later than another. So the chains of all owners but one on a device are such launches: those never hold
-// a part, so the one's always get the rest.
-bool first_here(int64_t owner) {
-  static std::atomic<int64_t> first[64];
-  int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess || device < 0 || device >= 64) return false;
-  int64_t found = 0;
-  return first[device].compare_exchange_strong(found, owner) || found == owner;
-}
-
 template <int CHUNKS>
-const char* launch(const ChainArgs& c, bool together, cudaStream_t stream, bool pdl) {
+const char* launch(const ChainArgs& c, cudaStream_t stream, bool pdl) {
   static const cudaError_t ready =
       cudaFuncSetAttribute(chain_products<CHUNKS>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_per_block());
   if (ready != cudaSuccess) return error_text(ready);
@@ -108,7 +96,9 @@ const char* launch(const ChainArgs& c, bool together, cudaStream_t stream, bool 
   config.gridDim = dim3(c.grid), config.blockDim = dim3(kChainThreads), config.dynamicSmemBytes = c.room.bytes, config.stream = stream;
   cudaLaunchAttribute attributes[2];
   config.attrs = attributes;
-  attributes[0].id = cudaLaunchAttributeCooperative, attributes[0].val.cooperative = together;
+  // All CTAs start together or none does: two chains that each hold a part of the GPU would wait for ever. That costs a microsecond; but a
+  // cooperative launch that waits keeps the CTAs of other launches from starting, so that all chains of a process must be such.
+  attributes[0].id = cudaLaunchAttributeCooperative, attributes[0].val.cooperative = 1;
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization, attributes[1].val.programmaticStreamSerializationAllowed = 1;
   config.numAttrs = pdl ? 2 : 1;
   return error_text(cudaLaunchKernelEx(&config, chain_products<CHUNKS>, c));
@@ -136,15 +126,12 @@ int chain_tokens(const ChainLink* links, int count) {
   return 0;
 }
 
-const char* chain_launch(const ChainLink* links, int count, uint8_t* room, int64_t owner, cudaStream_t stream, bool pdl) {
-  const bool together = !first_here(owner);
+const char* chain_launch(const ChainLink* links, int count, uint8_t* room, cudaStream_t stream, bool pdl) {
   const int all = links[0].a.tokens, most = chain_tokens(links, count);
   for (int first = 0; first < all; first += most) {
     const ChainArgs c = arguments(links, count, room, first, std::min(most, all - first));
     const int tokens = c.product[0].a.tokens;
-    if (const char* wrong = tokens == 1   ? launch<4>(c, together, stream, pdl)
-                            : tokens == 2 ? launch<2>(c, together, stream, pdl)
-                                          : launch<1>(c, together, stream, pdl))
+    if (const char* wrong = tokens == 1 ? launch<4>(c, stream, pdl) : tokens == 2 ? launch<2>(c, stream, pdl) : launch<1>(c, stream, pdl))
       return wrong;
   }
   return nullptr;

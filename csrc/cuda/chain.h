@@ -16,7 +16,7 @@ int chain_tokens(const ChainLink* links, int count);
 // Bytes of the room of chains that follow one another, whose products read `width` numbers or `inner` in the middle: zero before the first,
 // then theirs alone.
 size_t chain_bytes(int width, int inner);
-// Any number of tokens, so many a launch. owner: not 0; who launches them, and has one step under way at a time.
-const char* chain_launch(const ChainLink* links, int count, uint8_t* room, int64_t owner, cudaStream_t stream, bool pdl);
+// Any number of tokens, so many a launch.
+const char* chain_launch(const ChainLink* links, int count, uint8_t* room, cudaStream_t stream, bool pdl);
 
 }  // namespace exl2nb
