@@ -114,7 +114,6 @@ struct Engine {
     Matrix qkv, o, up, down;
   };
   Shape s;
-  int64_t owner;
   int N;
   std::vector<Layer> layers;
   size_t bytes = 0;
@@ -124,7 +123,7 @@ struct Engine {
   std::vector<float> begin;
   cudaStream_t stream;
 
-  Engine(const Shape& shape, unsigned seed, int priority = 0) : s(shape), owner(seed), N(shape.H + 2 * shape.kv) {
+  Engine(const Shape& shape, unsigned seed, int priority = 0) : s(shape), N(shape.H + 2 * shape.kv) {
     std::mt19937 random(seed);
     Mixes a{{5, .1, 128}, {4, .9, 128}}, v{{5, .1, 64}, {4, .9, 64}}, g{{4, 1, 128}}, u{{4, 1, 32}}, d{{8, .05, 32}, {4, .95, 128}};
     if (s.two_bits) a = v = g = u = {{3, .05, 64}, {2, .95, 64}}, d = {{6, .05, 32}, {3, .2, 64}, {2, .75, 64}};
@@ -165,7 +164,7 @@ struct Engine {
       for (int j : {0, 2}) k[j].a.residual = residual, k[j].a.residual_stride = s.H, k[j].a.next_norm = norm;
       for (int j : {1, 3}) k[j].a.inverse_width = 1.f / static_cast<float>(s.H), k[j].a.eps = 1e-5f;
       if (!chain_tokens(k, 4)) check("these products cannot be chained");
-      check(chain_launch(k, 4, room, owner, stream, pdl));
+      check(chain_launch(k, 4, room, stream, pdl));
     }
   }
   cudaGraphExec_t graph(int tokens, bool pdl) {

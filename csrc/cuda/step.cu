@@ -18,14 +18,7 @@ namespace {
 class Walker {
  public:
   Walker(const int64_t* code, int64_t words, const GpuStep& step, uint8_t* workspace, const Layout& layout, cudaStream_t stream, bool pdl)
-      : end_(code + words),
-        id_(code[3]),
-        H_(static_cast<int>(code[4])),
-        s_(step),
-        base_(workspace),
-        at_(layout),
-        stream_(stream),
-        pdl_(pdl) {
+      : end_(code + words), H_(static_cast<int>(code[4])), s_(step), base_(workspace), at_(layout), stream_(stream), pdl_(pdl) {
     many_ = all_many(code + kHeaderWords);
   }
 
@@ -276,7 +269,7 @@ class Walker {
       ready_ = ready, squares_ = squares;
       return false;
     }
-    wrong = chain_launch(link, count, base_ + at_.chain, id_, stream_, pdl_);
+    wrong = chain_launch(link, count, base_ + at_.chain, stream_, pdl_);
     w = op[count - 1];
     if (count == 4) ready_ = kNothing, last_qkv_ = w;
     return true;
@@ -381,7 +374,6 @@ class Walker {
   }
 
   const int64_t* end_;
-  int64_t id_;
   int H_;
   const GpuStep& s_;
   uint8_t* base_;
