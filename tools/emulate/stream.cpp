@@ -127,7 +127,7 @@ void chains() {
     l[1].a.gated = true, l[1].a.next = plain(id), l[1].a.squares = sq.data(), l[1].a.squares_count = num_sms(), l[1].a.inverse_width = 1.f / H, l[1].a.eps = 1e-5f;
     l[2].a.residual = res.data(), l[2].a.residual_stride = H, l[2].a.next = count == 4 ? plain(iv) : iv, l[2].a.next_norm = n2.data(), l[2].a.next_squares = sq.data();
     l[3].a.out = qkv.data(), l[3].a.out_stride = 3 * Q, l[3].a.squares = sq.data(), l[3].a.squares_count = num_sms(), l[3].a.inverse_width = 1.f / H, l[3].a.eps = 1e-5f;
-    for (int again = 0; again < 3; again++) { res = old; if (const char* wrong = chain_launch(l, count, between, nullptr, true)) { printf("%s\n", wrong); exit(1); } }
+    for (int again = 0; again < 3; again++) { res = old; if (const char* wrong = chain_launch(l, count, between, chain_bytes(H, I), nullptr, true)) { printf("%s\n", wrong); exit(1); } }
     double worst = 0, wq = 0, size = 0;
     auto times = [&](Made& m, int part, const std::vector<double>& in, int n) { double v = 0; const int N = m.parts[part].N; for (size_t k = 0; k < in.size(); k++) v += in[m.perm[k]] * m.parts[part].w[k * N + n]; return v; };
     for (int m = 0; m < T; m++) {
