@@ -49,7 +49,7 @@ ChainRoom room_of(const ChainArgs& c, const ChainLink* links, int natural) {
   }
   const int tokens = c.product[0].a.tokens;
   r.plain_row = width ? (width + kOrderPad + 7) / 8 * 16 : 0;
-  r.bars = take(kChainBars * 8), r.blocks = take(tokens * blocks * 16), r.factors = take(kChainTokens * 4 + 4);
+  r.bars = take(kChainBars * 8), r.legs = take(kCrew * kLegs * static_cast<int>(sizeof(Leg))), r.blocks = take(tokens * blocks * 16), r.factors = take(kChainTokens * 4 + 4);
   r.partial = take(partial), r.norms = take(2 * r.owned * 4);
   r.xs = take(tokens * blocks * 128), r.plain = take(tokens * r.plain_row);
   const auto fit = [&](int bytes) { return std::min(kMostPieces, (bytes - kPastPiece - at) / r.piece / 2 * 2); };
@@ -64,13 +64,14 @@ size_t squares_of() { return (static_cast<size_t>(kChainTokens * num_sms()) * si
 // What goes from product to product lies in the chain's own room: elsewhere rows of one product could lie where a later launch, of other
 // tokens, still reads rows of another. The room has it twice, for launches by turns.
 size_t set_bytes(int width, int inner) { return kChainTokens * (2 * row_of(width) + row_of(inner)) * sizeof(half) + 2 * squares_of(); }
-void connect(ChainArgs& c, uint8_t* room, size_t bytes) {
+void connect(ChainArgs& c, const ChainLink* links, uint8_t* room, size_t bytes) {
   c.meet = reinterpret_cast<unsigned*>(room), room += kMeetBytes;
   c.set = room, c.set_bytes = static_cast<int>((bytes - kMeetBytes) / 2);
   for (int q = 0; q + 1 < c.count; q++) {
     ChainProduct &from = c.product[q], &to = c.product[q + 1];
     const size_t row = row_of(to.width);
-    to.a.x = from.a.next.x = reinterpret_cast<half*>(room), to.a.x_stride = from.a.next.stride = static_cast<int>(row);
+    set_input(from.a.next, links[q + 1].head, links[q + 1].blob, reinterpret_cast<half*>(room), kChainTokens);
+    to.a.x = from.a.next.x, to.a.x_stride = from.a.next.stride = static_cast<int>(row);
     room += kChainTokens * row * sizeof(half);
     to.a.squares = from.a.next_squares = from.a.next_norm ? reinterpret_cast<float*>(room) : nullptr, to.a.squares_count = num_sms();
     if (from.a.next_norm) room += squares_of();
@@ -93,7 +94,7 @@ ChainArgs arguments(const ChainLink* links, int count, uint8_t* room, size_t byt
     const auto& h = *reinterpret_cast<const GpuHeader*>(links[q].head);
     p.width = h.K, p.blocks = (h.stored + 63) / 64;
   }
-  connect(c, room, bytes);
+  connect(c, links, room, bytes);
   int natural = 0;
   for (const int some : {0xe, 0xa, 0}) {  // all but the first; not the down product's; none
     natural = some & ((1 << count) - 1);
@@ -119,9 +120,8 @@ const char* launch(const ChainArgs& c, cudaStream_t stream, bool pdl) {
   config.attrs = attributes;
   // All CTAs start together or none does: two chains that each hold a part of the GPU would wait for ever. That costs a microsecond; but a
   // cooperative launch that waits keeps the CTAs of other launches from starting, so that all chains of a process must be such.
-  attributes[0].id = cudaLaunchAttributeCooperative, attributes[0].val.cooperative = 1;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization, attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  config.numAttrs = pdl ? 2 : 1;
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization, attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  config.numAttrs = pdl ? 1 : 0;
   return error_text(cudaLaunchKernelEx(&config, chain_products<CHUNKS>, c));
 }
 
@@ -142,7 +142,7 @@ int chain_tokens(const ChainLink* links, int count) {
       if (parts[p].dense) return 0;
       pieces += parts[p].pieces;
     }
-    if (pieces > 32) return 0;  // a lane each
+    if (pieces > kLegs) return 0;
     if (h.num_perms != 1 || h.K % 32 || h.stored != h.K || h.K > kMostOrdered || a.from.x || a.router.out) return 0;
     if (links[q].epilogue == kResidual && (a.strips + num_sms() - 1) / num_sms() > kOwn) return 0;
   }

@@ -15,6 +15,9 @@
 #ifndef BUDGET
 #define BUDGET 220
 #endif
+#ifndef THR
+#define THR 8
+#endif
 #ifndef CNC
 #define CNC 0
 #endif
@@ -40,6 +43,7 @@ namespace exl2nb {
 
 constexpr int kChain = 4, kTeam = 8, kCrew = 2 * kTeam, kCrewThreads = kCrew * 32, kChainThreads = kCrewThreads + 64;
 constexpr int kMostPieces = 12, kAhead = AHEAD, kChainTokens = 4;
+constexpr int kLegs = 16;   // pieces of all parts of a strip, at most
 constexpr int kOwn = 4;     // strips of a residual's product that a CTA owns, at most
 constexpr int kOrders = 3;  // octets of the order that a thread loads before the activations are there
 enum ChainBar { kImages = 2 * kMostPieces, kReady, kScaled, kChainBars };
@@ -57,7 +61,7 @@ struct ChainProduct {
 };
 struct ChainRoom {  // where things lie in shared memory
   int pieces, piece;  // of the ring; bytes of one
-  int image[kChain], ring, bars, blocks, factors, partial, norms, xs, plain, bytes;
+  int image[kChain], ring, bars, legs, blocks, factors, partial, norms, xs, plain, bytes;
   int owned, plain_row;
 };
 struct ChainArgs {
@@ -213,7 +217,7 @@ __device__ __forceinline__ void await_inputs(const ChainArgs& C, uint8_t* shared
     if (q == 0) {
       pdl_wait();
     } else if (!CNX && lane == 0) {
-      while (static_cast<int>(meet_now(C.meet + q - 1) - before - C.grid) < 0) {}
+      while (static_cast<int>(meet_now(C.meet + q - 1) - before - C.grid * THR / 8) < 0) {}
     }
     __syncwarp();
     STAMPW(10)
@@ -328,7 +332,7 @@ __device__ __forceinline__ void chain_quantise(const ChainArgs& C, const ChainPr
   }
 }
 
-// What a warp does with a piece of all strips of a part. A lane keeps a leg of the product's, so that all are known before the activations are there.
+// What a warp does with a piece of all strips of a part. All of a product's are made before the activations are there.
 struct Leg {
   uint32_t kind, rest;  // of the item (Brief)
   int offset;           // of the item in its half of the piece
@@ -357,9 +361,13 @@ __device__ __forceinline__ Leg make_leg(const ChainArgs& C, int q, int round, in
   const int sums = (p * P.strips * kCrew + w.warp) * 16 * P.a.tokens;
   return {it.words.y, it.words.w, static_cast<int>(it.words.x) - begin, it.unit0(), mine ? count : -count, sums + (pass > 0)};
 }
-__device__ __forceinline__ Leg leg_of(const Leg& own, int number) {  // from the lane that keeps it
-  const auto of = [&](auto v) { return __shfl_sync(0xffffffffu, v, number); };
-  return {of(own.kind), of(own.rest), of(own.offset), of(own.steps), of(own.strips), of(own.sums)};
+// A warp's legs lie in shared memory.
+__device__ __forceinline__ Leg* legs_of(const ChainArgs& C, const ChainWarp& w) {
+  return reinterpret_cast<Leg*>(w.shared + C.room.legs) + w.warp * kLegs;
+}
+__device__ __forceinline__ void make_legs(const ChainArgs& C, int q, int round, const ChainWarp& w) {
+  if (w.lane < kLegs) legs_of(C, w)[w.lane] = make_leg(C, q, round, w.lane, w);
+  __syncwarp();
 }
 
 template <int CHUNKS>
@@ -386,19 +394,43 @@ __device__ __forceinline__ void run_leg(const ChainArgs& C, const ChainProduct& 
     using Kind = std::remove_pointer_t<decltype(kind)>;
     const Kind item(brief, steps + leg.steps, in);
     FINE(1, item.spy())
-#pragma unroll 1
-    for (int s = 0; s < count; s++, to += step) {
-      WholeSums<CHUNKS> y;
-      const uint8_t* const st = ring + w.slot * C.room.piece + leg.offset;
+    const auto here = [&] { return ring + w.slot * C.room.piece + leg.offset; };
+    if constexpr (Kind::kAhead) {
+      typename Kind::Words words;
       w.wait();
-      if (s == 0) FINE(2, 0)
-      if (s == 1) FINE(5, 0)
-      item.multiply(st, lane, y);
-      if (s == 0) FINE(3, __float_as_int(y.y[0][0]))
-      if (s == 1) FINE(6, __float_as_int(y.y[0][0]))
-      w.release(C.room.pieces);
-      y.put(to, in, lane, add);
-      if (s == 0) FINE(4, 0)
+      FINE(2, 0)
+      item.load(here(), lane, words);
+#pragma unroll 1
+      for (int left = count;; to += step) {
+        int c[Kind::kAheadRounds][2][4];
+        uint32_t code[Kind::kAheadRounds];
+        WholeSums<CHUNKS> y;
+        item.products(words, c);
+#pragma unroll
+        for (int r = 0; r < Kind::kAheadRounds; r++) code[r] = words.code[r];
+        if constexpr (Kind::kRounds > Kind::kAheadRounds) item.multiply(here(), lane, y, Kind::kAheadRounds);
+        w.release(C.room.pieces);
+        const bool more = --left;
+        if (more) {
+          w.wait();
+          item.load(here(), lane, words);
+        }
+        item.finish(code, c, y);
+        if (left + 1 == count) FINE(3, __float_as_int(y.y[0][0]))
+        y.put(to, in, lane, add);
+        if (left + 1 == count) FINE(4, 0)
+        if (left + 2 == count) FINE(6, 0)
+        if (!more) break;
+      }
+    } else {
+#pragma unroll 1
+      for (int s = 0; s < count; s++, to += step) {
+        WholeSums<CHUNKS> y;
+        w.wait();
+        item.multiply(here(), lane, y);
+        w.release(C.room.pieces);
+        y.put(to, in, lane, add);
+      }
     }
     FINE(7, 0)
   });
@@ -484,16 +516,17 @@ __device__ __forceinline__ void chain_write(const ChainArgs& C, const ChainProdu
     chain_put(P, false, o.token, o.column, activation(v, A.activation), w);
 }
 
-// The product of q and what it writes. leg, out: of the first round, this lane's and this thread's.
+// The product of q and what it writes. out: of the first round, this thread's.
 template <int CHUNKS>
-__device__ __forceinline__ void chain_multiply(const ChainArgs& C, int q, int legs, Leg leg, ChainOut out, const WholeInput<CHUNKS>& in, ChainWarp& w) {
+__device__ __forceinline__ void chain_multiply(const ChainArgs& C, int q, int legs, ChainOut out, const WholeInput<CHUNKS>& in, ChainWarp& w) {
   const ChainProduct& P = C.product[q];
   const half2* const steps = ChainImage(C, w.shared, q).steps;
 #pragma unroll 1
   for (int round = 0;;) {
 #pragma unroll 1
     for (int i = 0; i < legs; i++) {
-      const Leg now = leg_of(leg, i);
+      Leg now = legs_of(C, w)[i];
+      now.kind = __shfl_sync(0xffffffffu, now.kind, 0), now.rest = __shfl_sync(0xffffffffu, now.rest, 0);  // the same, so that the compiler knows
       if (now.strips) run_leg<CHUNKS>(C, P, now, steps, in, w, q, i);
     }
     STAMP(6)
@@ -509,7 +542,8 @@ __device__ __forceinline__ void chain_multiply(const ChainArgs& C, int q, int le
       for (int e = threadIdx.x + kCrewThreads; e < num_outs(P); e += kCrewThreads) chain_write(C, P, make_out(P, round, e, w), w);
     }
     if (++round == P.rounds) return;
-    leg = make_leg(C, q, round, w.lane, w), out = make_out(P, round, threadIdx.x, w);
+    make_legs(C, q, round, w);
+    out = make_out(P, round, threadIdx.x, w);
     crew_sync();  // the sums are read
   }
 }
@@ -578,7 +612,7 @@ __global__ void __launch_bounds__(kChainThreads, 1) chain_products(const __grid_
     uint4 order[kOrders] = {};
     load_order(P, order);
     const int legs = num_legs(P);
-    const Leg leg = make_leg(C, q, 0, lane, w);
+    make_legs(C, q, 0, w);
     const ChainOut out = P.a.epilogue == kResidual ? ChainOut{-1} : make_out(P, 0, threadIdx.x, w);
     const WholeInput<CHUNKS> in(shared + C.room.xs, reinterpret_cast<const WholeBlock*>(shared + C.room.blocks), P.blocks, P.a.tokens, lane);
     STAMP(0)
@@ -589,7 +623,7 @@ __global__ void __launch_bounds__(kChainThreads, 1) chain_products(const __grid_
     STAMP(4)
     crew_sync();
     STAMP(5)
-    chain_multiply<CHUNKS>(C, q, legs, leg, out, in, w);
+    chain_multiply<CHUNKS>(C, q, legs, out, in, w);
     STAMP(8)
     if (q + 1 < C.count) {
       if (P.writers > 1) {

@@ -7,6 +7,9 @@
 #include "fragment.cuh"
 #include "item.cuh"
 
+#ifndef HELD2
+#define HELD2 0
+#endif
 namespace exl2nb {
 
 constexpr int kLargest = 32512;  // of an activation: 127 * 256, so that both bytes stay in range
@@ -140,13 +143,16 @@ struct Brief {
 // Units of an item, at most.
 __host__ __device__ constexpr int most_units(int bits) { return kSlot / (128 * bits) < kItemUnits ? kSlot / (128 * bits) : kItemUnits; }
 
-// An EXL2 item: what does not change from strip to strip is made once. Chunks are units of one group, or halves of units with groups of their
-// own. Units that are not there meet activations of zero; what is read in their place lies in shared memory.
+// An EXL2 item. Chunks are units of one group, or halves of units with groups of their own. Units that are not there meet activations of zero;
+// what is read in their place lies in shared memory. Of one token, what does not change from strip to strip is kept, and the next strip's words
+// are loaded (load) before what follows the products of this one (multiply, finish) is done.
 template <int B, bool ONE, int CHUNKS>
 struct WholeItem {
   static constexpr int kUnits = most_units(B), kParts = ONE ? kUnits : 2 * kUnits, kRounds = (kParts + CHUNKS - 1) / CHUNKS, kWords = ONE ? 4 : 2;
   static constexpr int kZero = 1 << (B - 1), kShift = ByteForm<B>::shift;
-  static constexpr int kHeld = CHUNKS < 4 ? 0 : ONE ? 1 : 2;  // rounds
+  static constexpr int kHeld = CHUNKS < 4 ? 0 : ONE && !(HELD2 && B == 2) ? 1 : 2;  // rounds
+  static constexpr bool kAhead = CHUNKS == 4 && ONE;
+  static constexpr int kAheadRounds = kAhead ? (HELD2 == 1 ? 1 : kHeld) : 1, kAheadUnits = kUnits < 4 * kAheadRounds ? kUnits : 4 * kAheadRounds;
   struct Round {
     uint32_t b[CHUNKS][kWords];
     int zero;    // the zero point times the sum of the activations
@@ -154,6 +160,9 @@ struct WholeItem {
     half unit;   // of the scales
     int code;    // offset
   } held[kHeld ? kHeld : 1];
+  struct Words {
+    uint32_t w[kAheadUnits][B], code[kAheadRounds];
+  };
   int codes, parts, block;
   const half2* steps;
   const WholeInput<CHUNKS>& in;
@@ -193,46 +202,77 @@ struct WholeItem {
     }
     return to;
   }
-  // st: the item's bytes of a strip.
-  __device__ __forceinline__ void multiply(const uint8_t* st, int lane, WholeSums<CHUNKS>& sums) const {
+  __device__ __forceinline__ Round known(int r) const { return r < kHeld ? held[r < kHeld ? r : 0] : round(r); }
+  __device__ __forceinline__ bool there(int r) const { return r == 0 || r * CHUNKS < parts; }
+
+  // A round's products of one unit, w; j: its (first) chunk.
+  __device__ __forceinline__ static void unit_products(int (&c)[2][4], const uint32_t (&w)[B], const Round& of, int r, int j) {
+    int(&to)[4] = c[CHUNKS > 1 && j >= CHUNKS / 2];
+    if constexpr (ONE) {
+      multiply_half<B, 0>(to, w, of.b[j][0], of.b[j][1]);
+      multiply_half<B, 2>(to, w, of.b[j][2], of.b[j][3]);
+    } else if constexpr (CHUNKS == 1) {
+      if (r & 1)
+        multiply_half<B, 2>(to, w, of.b[0][0], of.b[0][1]);
+      else
+        multiply_half<B, 0>(to, w, of.b[0][0], of.b[0][1]);
+    } else {
+      multiply_half<B, 0>(to, w, of.b[j][0], of.b[j][1]);
+      multiply_half<B, 2>(to, w, of.b[j + 1][0], of.b[j + 1][1]);
+    }
+  }
+  static constexpr int kStep = ONE || CHUNKS == 1 ? 1 : 2;  // chunks of a unit in a round
+  __device__ __forceinline__ static constexpr int unit_of(int r, int j) { return ONE ? r * CHUNKS + j : (r * CHUNKS + j) / 2; }
+  __device__ __forceinline__ static void scale(const Round& of, const int (&c)[2][4], uint32_t code, float (&y)[2]) {
+    int s[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) s[i] = CHUNKS > 1 ? c[0][i] + c[1][i] : c[0][i];
+    const int g = s[0] * 256 + s[1];
+    int g8 = s[2] * 256 + s[3];
+    if constexpr (ByteForm<B>::mixed) g8 -= g;
+    const float2 f = __half22float2(steps_of(code, of.unit));
+    y[0] = fmaf(__int2float_rn(g - of.zero), f.x * of.step, y[0]);
+    y[1] = fmaf(__int2float_rn(g8 - (of.zero << kShift)), f.y * (of.step * (1.f / (1 << kShift))), y[1]);
+  }
+
+  // st: the item's bytes of a strip. The rounds that are held, in three steps.
+  __device__ __forceinline__ void load(const uint8_t* st, int lane, Words& to) const {
+#pragma unroll
+    for (int u = 0; u < kAheadUnits; u++) load_unit<B>(st + u * (128 * B), lane, to.w[u]);
+#pragma unroll
+    for (int r = 0; r < kAheadRounds; r++) to.code[r] = st[codes + held[r].code];
+  }
+  __device__ __forceinline__ void products(const Words& of, int (&c)[kAheadRounds][2][4]) const {
+#pragma unroll
+    for (int r = 0; r < kAheadRounds; r++) {
+#pragma unroll
+      for (int i = 0; i < 8; i++) c[r][i / 4][i % 4] = 0;
+#pragma unroll
+      for (int j = 0; j < CHUNKS; j += kStep)
+        if (unit_of(r, j) < kAheadUnits) unit_products(c[r], of.w[unit_of(r, j)], held[r], r, j);
+    }
+  }
+  __device__ __forceinline__ void finish(const uint32_t (&code)[kAheadRounds], const int (&c)[kAheadRounds][2][4], WholeSums<CHUNKS>& sums) const {
+#pragma unroll
+    for (int r = 0; r < kAheadRounds; r++) scale(held[r], c[r], code[r], sums.y[r % (4 / CHUNKS)]);
+  }
+  // Rounds from the `first` one on, all at once.
+  __device__ __forceinline__ void multiply(const uint8_t* st, int lane, WholeSums<CHUNKS>& sums, int first = 0) const {
 #pragma unroll
     for (int r = 0; r < kRounds; r++) {
-      if (r * CHUNKS > 0 && r * CHUNKS >= parts) break;
-      const Round of = r < kHeld ? held[r < kHeld ? r : 0] : round(r);
+      if (r < first) continue;
+      if (!there(r)) break;
+      const Round of = known(r);
       const uint32_t code = st[codes + of.code];
       int c[2][4] = {};
-      constexpr int kStep = ONE ? 1 : CHUNKS == 1 ? 1 : 2;  // chunks at a time: a unit
 #pragma unroll
       for (int j = 0; j < CHUNKS; j += kStep) {
-        const int u = ONE ? r * CHUNKS + j : (r * CHUNKS + j) / 2;
-        if (u >= kUnits) break;
+        if (unit_of(r, j) >= kUnits) break;
         uint32_t w[B];
-        load_unit<B>(st + u * (128 * B), lane, w);
-        int(&to)[4] = c[CHUNKS > 1 && j >= CHUNKS / 2];
-        if constexpr (ONE) {
-          multiply_half<B, 0>(to, w, of.b[j][0], of.b[j][1]);
-          multiply_half<B, 2>(to, w, of.b[j][2], of.b[j][3]);
-        } else if constexpr (CHUNKS == 1) {
-          if (r & 1)
-            multiply_half<B, 2>(to, w, of.b[0][0], of.b[0][1]);
-          else
-            multiply_half<B, 0>(to, w, of.b[0][0], of.b[0][1]);
-        } else {
-          multiply_half<B, 0>(to, w, of.b[j][0], of.b[j][1]);
-          multiply_half<B, 2>(to, w, of.b[j + 1][0], of.b[j + 1][1]);
-        }
+        load_unit<B>(st + unit_of(r, j) * (128 * B), lane, w);
+        unit_products(c, w, of, r, j);
       }
-      if constexpr (CHUNKS > 1) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) c[0][i] += c[1][i];
-      }
-      const int g = c[0][0] * 256 + c[0][1];
-      int g8 = c[0][2] * 256 + c[0][3];
-      if constexpr (ByteForm<B>::mixed) g8 -= g;
-      const float2 f = __half22float2(steps_of(code, of.unit));
-      float(&y)[2] = sums.y[r % (4 / CHUNKS)];
-      y[0] = fmaf(__int2float_rn(g - of.zero), f.x * of.step, y[0]);
-      y[1] = fmaf(__int2float_rn(g8 - (of.zero << kShift)), f.y * (of.step * (1.f / (1 << kShift))), y[1]);
+      scale(of, c, code, sums.y[r % (4 / CHUNKS)]);
     }
   }
 };
@@ -240,6 +280,7 @@ struct WholeItem {
 // A GPTQ item, one chunk at a time.
 template <int B, bool ONE, int CHUNKS>
 struct WholeGptq {
+  static constexpr bool kAhead = false;
   Brief it;
   const WholeInput<CHUNKS>& in;
   __device__ __forceinline__ WholeGptq(const Brief& item, const half2*, const WholeInput<CHUNKS>& input) : it(item), in(input) {}
