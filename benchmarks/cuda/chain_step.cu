@@ -164,7 +164,7 @@ struct Engine {
       for (int j : {0, 2}) k[j].a.residual = residual, k[j].a.residual_stride = s.H, k[j].a.next_norm = norm;
       for (int j : {1, 3}) k[j].a.inverse_width = 1.f / static_cast<float>(s.H), k[j].a.eps = 1e-5f;
       if (!chain_tokens(k, 4)) check("these products cannot be chained");
-      check(chain_launch(k, 4, room, stream, pdl));
+      check(chain_launch(k, 4, room, chain_bytes(s.H, s.I), stream, pdl));
     }
   }
   cudaGraphExec_t graph(int tokens, bool pdl) {

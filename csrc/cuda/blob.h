@@ -7,13 +7,13 @@
 //                 items  Item[num_items] in order of rows; unit0 counts through all parts
 //                 steps  half2 per unit: the largest step of its first and second 32 rows, already times 1/256; 0 where there are none;
 //                        padded to 16 bytes after the last part
-//                 ends   uint16 (kEnds,) per part: the items of warp w are ends[w] .. ends[w + 1] - 1, about equal in bytes
+//                 ends   uint16 (kEnds,) per part: the items of warp w are ends[w] .. ends[w + 1] - 1, about equally many
 //     order     per permutation uint16 by place (fragment.cuh) of a stored row, whole units: its feature + kOrderPad, 0 for padding; the
 //               identity is written out; none where K > kMostOrdered or all parts are dense
 //     strips    (strips, strip_bytes) per part
 //
-// A strip is 16 columns over all stored rows: its items one after the other. An item is a few units and then their scale codes, at most
-// kSlot bytes: one bulk copy. A unit is 16 columns x 64 stored rows x b bits: b words per lane, the A fragments of four m16n8k16 products
+// A strip is 16 columns over all stored rows: its items one after the other. An item is at most kItemUnits units and then their scale codes, at
+// most kSlot bytes: one bulk copy. A unit is 16 columns x 64 stored rows x b bits: b words per lane, the A fragments of four m16n8k16 products
 // (fields.cuh says which bits of a word are whose). Where the width changes after 32 rows the second half of a unit is empty.
 // Scale codes: per unit and group of 8 lanes' columns g one byte (column g low nibble, g + 8 high); two bytes (first, second 32 rows) where
 // the halves belong to different groups, so not `one`. Dense fp16 units (16 bits) have none.
@@ -32,8 +32,8 @@
 namespace exl2nb {
 
 constexpr int64_t kGpuMagic = 0x3147424e324c5845;  // "EXL2NBG1"
-constexpr int kGpuVersion = 1, kWarps = 16, kSlot = 2176, kEnds = 24, kMaxParts = 4, kMaxPerms = 3, kStripColumns = 16, kUnitRows = 64,
-              kGptqSet = 64, kOrderPad = 8, kMostOrdered = 65520;
+constexpr int kGpuVersion = 1, kWarps = 16, kSlot = 2688, kEnds = 24, kMaxParts = 4, kMaxPerms = 3, kStripColumns = 16, kUnitRows = 64,
+              kGptqSet = 64, kOrderPad = 8, kMostOrdered = 65520, kItemUnits = 8;
 
 struct GpuHeader {
   int64_t magic;
@@ -47,7 +47,8 @@ struct GpuHeader {
 struct GpuPart {
   int32_t outputs, strips, first_column, first_strip, first_item, num_items, first_unit, num_units, perm, dense;
   int64_t strip_bytes, data;
-  int64_t reserved[9];
+  int32_t pieces, piece_items, piece_bytes, zero;  // a strip in pieces for chain.cuh: items of one, bytes of half of one, at most
+  int64_t reserved[7];
 };
 struct Item {
   uint32_t offset;  // in the strip

@@ -10,15 +10,26 @@ namespace exl2nb {
 namespace {
 
 constexpr size_t kMeetBytes = 256;
+constexpr int kPartialRoom = 24 * 1024, kGoodPieces = 6;
+constexpr int kPastPiece = 8 * 512;  // what is read past an item in the place of units that are not there
 
-void share(GemvArgs& a, Epilogue e) {
+// Who gets which strips, and how many strips' partial sums there are at a time.
+void share(ChainProduct& p, const uint8_t* head, Epilogue e) {
+  GemvArgs& a = p.a;
   a.epilogue = e, a.grid = num_sms();
+  const auto* const parts = reinterpret_cast<const GpuPart*>(head + sizeof(GpuHeader));
   int per = 1;
-  for (int p = 0; p < a.num_parts; p++) per = std::max(per, (a.part[p].strips + a.grid - 1) / a.grid);
-  a.flush = e == kResidual ? per : std::max(1, std::min(per, 8 / a.tokens));
+  for (int i = 0; i < a.num_parts; i++) {
+    per = std::max(per, (a.part[i].strips + a.grid - 1) / a.grid);
+    p.piece[i] = {parts[i].pieces, parts[i].piece_items};
+  }
+  p.strips = e == kResidual ? per : std::max(1, std::min(per, kPartialRoom / (a.num_parts * kCrew * 64 * a.tokens)));
+  p.rounds = (per + p.strips - 1) / p.strips;
+  p.writers = e == kResidual ? a.tokens : std::min(kCrew, (p.strips * (e == kStore ? a.num_parts : 1) * a.tokens + 1) / 2);
   share_out(a);
 }
-ChainRoom room_of(const ChainArgs& c, int plain_rows) {
+// natural: products before which activations lie in natural order, as bits.
+ChainRoom room_of(const ChainArgs& c, const ChainLink* links, int natural) {
   ChainRoom r{};
   int at = 0;
   const auto take = [&](int bytes) {
@@ -26,23 +37,24 @@ ChainRoom room_of(const ChainArgs& c, int plain_rows) {
     at = (at + bytes + 127) / 128 * 128;
     return here;
   };
-  int blocks = 0, width = 0, squares = 0;
+  int width = 0, partial = 0, blocks = 0;
   for (int q = 0; q < c.count; q++) {
     const GemvArgs& a = c.product[q].a;
+    const auto* const parts = reinterpret_cast<const GpuPart*>(links[q].head + sizeof(GpuHeader));
     r.image[q] = take(padded_image(a));
-    blocks = std::max(blocks, (c.product[q].stored + 63) / 64), width = std::max(width, c.product[q].width);
-    r.owned = std::max(r.owned, a.owned), r.partial_size = std::max(r.partial_size, a.flush * kCrew * 16 * a.tokens);
-    squares = std::max(squares, a.squares ? a.squares_count : 0);
+    blocks = std::max(blocks, c.product[q].blocks);
+    if (natural >> q & 1) width = std::max(width, c.product[q].width);
+    r.owned = std::max(r.owned, a.owned), partial = std::max(partial, a.num_parts * c.product[q].strips * kCrew * 64 * a.tokens);
+    for (int i = 0; i < a.num_parts; i++) r.piece = std::max(r.piece, (parts[i].piece_bytes + 127) / 128 * 128);
   }
   const int tokens = c.product[0].a.tokens;
-  r.plain_rows = plain_rows, r.plain_row = (std::max(width, blocks * 64) + kOrderPad + 7) / 8 * 16;
-  r.bars = take(kChainBars * 8), r.blocks = take(tokens * blocks * 16), r.factors = take(kChainTokens * 4),
-  r.squares = take(tokens * squares * 4 + 16);
-  r.partial = take(2 * r.partial_size * 4), r.kept = take(r.owned * tokens * 4), r.norms = take(2 * r.owned * 4);
-  r.xs = take(tokens * blocks * 128), r.plain = take(plain_rows * r.plain_row);
-  const int ring = BUDGET * 1024 - at, least = shared_per_block() - at;
-  r.pieces = std::max(std::min(4, least / kPiece / 2 * 2), std::min(kMostPieces, ring / kPiece / 2 * 2));
-  r.ring = take(r.pieces * kPiece), r.bytes = r.pieces ? at : shared_per_block() + 1;
+  r.plain_row = width ? (width + kOrderPad + 7) / 8 * 16 : 0;
+  r.bars = take(kChainBars * 8), r.blocks = take(tokens * blocks * 16), r.factors = take(kChainTokens * 4 + 4);
+  r.partial = take(partial), r.norms = take(2 * r.owned * 4);
+  r.xs = take(tokens * blocks * 128), r.plain = take(tokens * r.plain_row);
+  const auto fit = [&](int bytes) { return std::min(kMostPieces, (bytes - kPastPiece - at) / r.piece / 2 * 2); };
+  r.pieces = std::max(fit(std::min(BUDGET * 1024, shared_per_block())), std::min(4, fit(shared_per_block())));
+  r.ring = take(r.pieces * r.piece + kPastPiece), r.bytes = r.pieces >= 2 ? at : shared_per_block() + 1;
   return r;
 }
 // Halves of a token between products.
@@ -50,25 +62,25 @@ size_t row_of(int width) { return (static_cast<size_t>(width) + 127) / 128 * 128
 size_t squares_of() { return (static_cast<size_t>(kChainTokens * num_sms()) * sizeof(float) + 255) / 256 * 256; }
 
 // What goes from product to product lies in the chain's own room: elsewhere rows of one product could lie where a later launch, of other
-// tokens, still reads rows of another.
-void connect(ChainArgs& c, uint8_t* room) {
+// tokens, still reads rows of another. The room has it twice, for launches by turns.
+size_t set_bytes(int width, int inner) { return kChainTokens * (2 * row_of(width) + row_of(inner)) * sizeof(half) + 2 * squares_of(); }
+void connect(ChainArgs& c, uint8_t* room, size_t bytes) {
   c.meet = reinterpret_cast<unsigned*>(room), room += kMeetBytes;
+  c.set = room, c.set_bytes = static_cast<int>((bytes - kMeetBytes) / 2);
   for (int q = 0; q + 1 < c.count; q++) {
     ChainProduct &from = c.product[q], &to = c.product[q + 1];
     const size_t row = row_of(to.width);
-    from.next_natural = true, to.a.x = from.a.next.x = reinterpret_cast<half*>(room),
-    to.a.x_stride = from.a.next.stride = static_cast<int>(row);
+    to.a.x = from.a.next.x = reinterpret_cast<half*>(room), to.a.x_stride = from.a.next.stride = static_cast<int>(row);
     room += kChainTokens * row * sizeof(half);
     to.a.squares = from.a.next_squares = from.a.next_norm ? reinterpret_cast<float*>(room) : nullptr, to.a.squares_count = num_sms();
     if (from.a.next_norm) room += squares_of();
   }
 }
 // Of `tokens` tokens from `first` on.
-ChainArgs arguments(const ChainLink* links, int count, uint8_t* room, int first, int tokens) {
+ChainArgs arguments(const ChainLink* links, int count, uint8_t* room, size_t bytes, int first, int tokens) {
   ChainArgs c{};
   c.count = count, c.grid = num_sms();
   for (int q = 0; q < count; q++) {
-    const auto& h = *reinterpret_cast<const GpuHeader*>(links[q].head);
     ChainProduct& p = c.product[q];
     p.a = links[q].a;
     p.a.tokens = tokens;
@@ -77,13 +89,22 @@ ChainArgs arguments(const ChainLink* links, int count, uint8_t* room, int first,
     if (p.a.residual) p.a.residual += static_cast<size_t>(first) * p.a.residual_stride;
     if (p.a.next.x) p.a.next.x += static_cast<size_t>(first) * p.a.next.stride;
     if (p.a.next_squares) p.a.next_squares += static_cast<size_t>(first) * num_sms();
-    share(p.a, links[q].epilogue);
-    p.width = h.K, p.stored = h.stored;
-    p.order = reinterpret_cast<const uint16_t*>(links[q].blob + order_at(h));
+    share(p, links[q].head, links[q].epilogue);
+    const auto& h = *reinterpret_cast<const GpuHeader*>(links[q].head);
+    p.width = h.K, p.blocks = (h.stored + 63) / 64;
   }
-  connect(c, room);
-  c.room = room_of(c, tokens);
-  if (c.room.bytes > shared_per_block()) c.room = room_of(c, 1);
+  connect(c, room, bytes);
+  int natural = 0;
+  for (const int some : {0xe, 0xa, 0}) {  // all but the first; not the down product's; none
+    natural = some & ((1 << count) - 1);
+    c.room = room_of(c, links, natural);
+    if (c.room.pieces >= kGoodPieces && c.room.bytes <= shared_per_block()) break;
+  }
+  for (int q = 0; q < count; q++) {
+    const auto& h = *reinterpret_cast<const GpuHeader*>(links[q].head);
+    if (natural >> q & 1) c.product[q].order = reinterpret_cast<const uint16_t*>(links[q].blob + order_at(h));
+    if (q) c.product[q - 1].next_natural = natural >> q & 1;
+  }
   return c;
 }
 template <int CHUNKS>
@@ -107,7 +128,7 @@ const char* launch(const ChainArgs& c, cudaStream_t stream, bool pdl) {
 }  // namespace
 
 size_t chain_bytes(int width, int inner) {
-  return kMeetBytes + kChainTokens * (2 * row_of(width) + row_of(inner)) * sizeof(half) + 2 * squares_of();
+  return kMeetBytes + 2 * set_bytes(width, inner);
 }
 
 int chain_tokens(const ChainLink* links, int count) {
@@ -116,23 +137,31 @@ int chain_tokens(const ChainLink* links, int count) {
     const GemvArgs& a = links[q].a;
     const auto& h = *reinterpret_cast<const GpuHeader*>(links[q].head);
     const auto* const parts = reinterpret_cast<const GpuPart*>(links[q].head + sizeof(GpuHeader));
-    for (int p = 0; p < h.num_parts; p++)
+    int pieces = 0;
+    for (int p = 0; p < h.num_parts; p++) {
       if (parts[p].dense) return 0;
-    if (h.num_perms != 1 || h.K % 8 || h.K > kMostOrdered || a.from.x || a.router.out) return 0;
+      pieces += parts[p].pieces;
+    }
+    if (pieces > 32) return 0;  // a lane each
+    if (h.num_perms != 1 || h.K % 32 || h.stored != h.K || h.K > kMostOrdered || a.from.x || a.router.out) return 0;
     if (links[q].epilogue == kResidual && (a.strips + num_sms() - 1) / num_sms() > kOwn) return 0;
   }
   for (int tokens = kChainTokens; tokens > 0; tokens--)
-    if (arguments(links, count, nullptr, 0, tokens).room.bytes <= shared_per_block()) return tokens;
+    if (arguments(links, count, nullptr, 0, 0, tokens).room.bytes <= shared_per_block()) return tokens;
   return 0;
 }
 
-const char* chain_launch(const ChainLink* links, int count, uint8_t* room, cudaStream_t stream, bool pdl) {
+const char* chain_launch(const ChainLink* links, int count, uint8_t* room, size_t bytes, cudaStream_t stream, bool pdl) {
   const int all = links[0].a.tokens, most = chain_tokens(links, count);
   for (int first = 0; first < all; first += most) {
-    const ChainArgs c = arguments(links, count, room, first, std::min(most, all - first));
+    const ChainArgs c = arguments(links, count, room, bytes, first, std::min(most, all - first));
     const int tokens = c.product[0].a.tokens;
+#ifdef ONLY1
+    if (const char* wrong = launch<4>(c, stream, pdl)) return wrong;
+#else
     if (const char* wrong = tokens == 1 ? launch<4>(c, stream, pdl) : tokens == 2 ? launch<2>(c, stream, pdl) : launch<1>(c, stream, pdl))
       return wrong;
+#endif
   }
   return nullptr;
 }
@@ -141,25 +170,30 @@ const char* chain_launch(const ChainLink* links, int count, uint8_t* room, cudaS
 
 #ifdef CLOCKS
 #include <cstdio>
+#include <vector>
 void chain_report(double) {
   static long long c[132][4][16];
   cudaMemcpyFromSymbol(c, exl2nb::chain_stamps, sizeof c);
   const char* names[9] = {"wait", "load", "sync", "quantise", "sync", "multiply", "warps", "write", "arrive"};
+  static long long f[132][4][4][8];
+  cudaMemcpyFromSymbol(f, exl2nb::chain_fine, sizeof f);
   for (int q = 0; q < 4; q++) {
     std::printf("   product %d:", q);
     for (int i = 0; i < 9; i++) {
       if (q == 0 && (i == 1 || i == 2)) continue;
       if (q == 3 && i == 8) continue;
       double s = 0, lo = 1e30, hi = -1e30;
-      for (auto& b : c) {
-        double v = b[q][i + 1] - b[q][q == 0 && i == 3 ? 1 : i];
-        s += v / 132, lo = std::min(lo, v), hi = std::max(hi, v);
-      }
+      for (auto& b : c) { double v = b[q][i + 1] - b[q][q == 0 && i == 3 ? 1 : i]; s += v / 132, lo = std::min(lo, v), hi = std::max(hi, v); }
       std::printf(" %s %.0f (%.0f-%.0f)", names[i], s, lo, hi);
     }
-    double s = 0, z = 0;
-    for (auto& b : c) s += (b[q][1] - b[q][10]) / 132.0, z += (b[q][q < 3 ? 9 : 8] - b[0][0]) / 132.0;
+    double s = 0, z = 0; for (auto& b : c) s += (b[q][1] - b[q][10]) / 132.0, z += (b[q][q < 3 ? 9 : 8] - b[0][0]) / 132.0;
     std::printf(" poll to ready %.0f, since begin %.0f\n", s, z);
+    for (int l = 0; l < 3; l++) {
+      if (f[70][q][l][7] < c[70][q][0]) continue;
+      std::printf("      leg %d, from the products' begin:", l);
+      for (int i = 0; i < 8; i++) { std::vector<double> v; for (int b = 0; b < 128; b++) v.push_back(double(f[b][q][l][i] - c[b][q][5])); std::sort(v.begin(), v.end()); std::printf(" %.0f", v[64]); }
+      std::printf("\n");
+    }
   }
 }
 #endif

@@ -17,6 +17,6 @@ int chain_tokens(const ChainLink* links, int count);
 // then theirs alone.
 size_t chain_bytes(int width, int inner);
 // Any number of tokens, so many a launch.
-const char* chain_launch(const ChainLink* links, int count, uint8_t* room, cudaStream_t stream, bool pdl);
+const char* chain_launch(const ChainLink* links, int count, uint8_t* room, size_t bytes, cudaStream_t stream, bool pdl);
 
 }  // namespace exl2nb

@@ -32,36 +32,53 @@ struct Piece {
     return scales ? n * (one ? 1 : 2) * kGptqSet : (n * (one ? 8 : 16) + 15) / 16 * 16;
   }
   int bytes(int n) const { return n * units * bits * 128 + extra(n); }
-  int cost() const { return units * bits * 128 + (scales ? extra(1) : bits == 16 ? 0 : one ? 8 : 16); }
   bool like(const Piece& p) const { return bits == p.bits && units == p.units && one == p.one && scales == p.scales && !lone && !p.lone; }
 };
 
-// Every warp gets a run of pieces of about the same bytes; equal ones that follow one another become items.
+// Equal pieces that follow one another.
+struct Run {
+  const Piece* first;
+  int pieces, most, items;  // most: pieces of an item
+  int bytes() const { return first->bytes((pieces + items - 1) / items); }  // of its largest item
+};
+std::vector<Run> runs_of(const std::vector<Piece>& pieces) {
+  std::vector<Run> runs;
+  for (const Piece& p : pieces) {
+    if (!runs.empty() && p.like(*runs.back().first)) {
+      runs.back().pieces++;
+      continue;
+    }
+    int most = 1;
+    while ((most + 1) * p.units <= kItemUnits && p.bytes(most + 1) <= kSlot) most++;
+    runs.push_back({&p, 1, most, 1});
+  }
+  return runs;
+}
+
+// As few times kWarps items as hold all pieces, of about the same bytes where there is a choice; every warp gets about as many of them.
 void make_items(PartPlan& p, const std::vector<Piece>& pieces) {
-  int64_t total = 0, done = 0;
-  for (const Piece& u : pieces) total += u.cost();
-  p.ends.assign(1, 0);
-  size_t u = 0;
-  int unit = 0;
-  for (int w = 1; w <= kWarps; w++) {
-    size_t end = u;
-    while (end < pieces.size() && (w == kWarps || (2 * done + pieces[end].cost()) * kWarps <= 2 * total * w)) done += pieces[end++].cost();
-    while (u < end) {
-      const Piece& first = pieces[u];
-      int n = 1;
-      while (u + static_cast<size_t>(n) < end && pieces[u + static_cast<size_t>(n)].like(first) && first.bytes(n + 1) <= kSlot) n++;
+  std::vector<Run> runs = runs_of(pieces);
+  int items = 0, unit = 0;
+  for (Run& r : runs) items += r.items = (r.pieces + r.most - 1) / r.most;
+  for (const int wanted = (items + kWarps - 1) / kWarps * kWarps; items < wanted; items++) {
+    const auto can = [](const Run& r) { return r.items < r.pieces; };
+    const auto largest = std::max_element(runs.begin(), runs.end(), [&](const Run& a, const Run& b) { return can(a) * a.bytes() < can(b) * b.bytes(); });
+    if (!can(*largest)) break;
+    largest->items++;
+  }
+  for (const Run& r : runs)
+    for (int i = 0, from = 0; i < r.items; i++) {
+      const int end = (i + 1) * r.pieces / r.items, n = end - from;
+      const Piece& first = r.first[from];
       Item it{};
       it.offset = static_cast<uint32_t>(p.strip_bytes), it.block = static_cast<uint16_t>(first.block);
-      it.bits = static_cast<uint8_t>(first.bits), it.units = static_cast<uint8_t>(n * first.units), it.one = first.one,
-      it.lone = first.lone;
-      it.scales = static_cast<uint8_t>(first.scales), it.unit0 = static_cast<uint16_t>(unit);
-      it.bytes = static_cast<uint16_t>(first.bytes(n));
+      it.bits = static_cast<uint8_t>(first.bits), it.units = static_cast<uint8_t>(n * first.units), it.one = first.one, it.lone = first.lone;
+      it.scales = static_cast<uint8_t>(first.scales), it.unit0 = static_cast<uint16_t>(unit), it.bytes = static_cast<uint16_t>(first.bytes(n));
       p.strip_bytes += it.bytes;
       p.items.push_back(it);
-      u += static_cast<size_t>(n), unit += it.units;
+      unit += it.units, from = end;
     }
-    p.ends.push_back(static_cast<uint16_t>(p.items.size()));
-  }
+  for (int w = 0; w <= kWarps; w++) p.ends.push_back(static_cast<uint16_t>(w * items / kWarps));
 }
 
 struct Block {  // of 32 rows
@@ -153,8 +170,7 @@ std::vector<uint16_t> order_table(const std::vector<std::vector<int>>& perms, in
   for (size_t p = 0; p < perms.size(); p++)
     for (size_t r = 0; r < (perms[p].empty() ? static_cast<size_t>(K) : perms[p].size()); r++) {
       const int feature = perms[p].empty() ? static_cast<int>(r) : perms[p][r];
-      table[p * whole + static_cast<size_t>(fragment_place(static_cast<int>(r)))] =
-          static_cast<uint16_t>(feature < K ? feature + kOrderPad : 0);
+      table[p * whole + static_cast<size_t>(fragment_place(static_cast<int>(r)))] = static_cast<uint16_t>(feature < K ? feature + kOrderPad : 0);
     }
   return table;
 }
@@ -184,6 +200,17 @@ struct Image {
     return image;
   }
 };
+
+// As few pieces as hold at most kWarps items, about equally many each.
+void set_pieces(const PartPlan& p, GpuPart& s) {
+  const int items = static_cast<int>(p.items.size());
+  s.pieces = (items + kWarps - 1) / kWarps, s.piece_items = (items + s.pieces - 1) / s.pieces;
+  for (int i = 0; i < items; i += s.piece_items)
+    for (int half = i; half < std::min(i + s.piece_items, items); half += kWarps / 2) {
+      const Item& last = p.items[static_cast<size_t>(std::min({half + kWarps / 2, i + s.piece_items, items}) - 1)];
+      s.piece_bytes = std::max(s.piece_bytes, static_cast<int32_t>(last.offset + last.bytes - p.items[static_cast<size_t>(half)].offset));
+    }
+}
 
 }  // namespace
 
@@ -224,6 +251,7 @@ std::string plan_blob(int K, const std::vector<PartPlan>& parts, BlobPlan& out) 
     s.outputs = p.outputs, s.strips = (p.outputs + 15) / 16, s.first_column = columns, s.first_strip = strips;
     s.perm = which[i], s.dense = p.dense, s.strip_bytes = p.strip_bytes;
     image.add(p, s);
+    set_pieces(p, s);
     columns += s.outputs, strips += s.strips;
   }
   if (image.steps.size() > 65535) return "the blob has too many rows";

@@ -269,7 +269,7 @@ class Walker {
       ready_ = ready, squares_ = squares;
       return false;
     }
-    wrong = chain_launch(link, count, base_ + at_.chain, stream_, pdl_);
+    wrong = chain_launch(link, count, base_ + at_.chain, at_.chain_bytes, stream_, pdl_);
     w = op[count - 1];
     if (count == 4) ready_ = kNothing, last_qkv_ = w;
     return true;

@@ -1,7 +1,7 @@
 // Weights as bytes times activations as whole numbers: exact sums on the integer tensor cores (sm_80 up).
 //
-// An activation is a number of 16 bits times a step, one step for every 64 stored rows of a token: its high and its low byte are two
-// columns of B, so four tokens fill the eight columns of m16n8k32. Codes go in as they are, unsigned, their zero point times the sum of the
+// An activation is a number of 16 bits times a step, one step for every 64 stored rows of a token: its high and its low byte are two columns
+// of B, so four tokens fill the eight columns of m16n8k32. Codes go in as they are, unsigned, their zero point times the sum of the
 // activations comes off behind. Everything up to there is exact, so a token's result does not depend on the tokens beside it.
 #pragma once
 #include "fragment.cuh"
@@ -29,9 +29,8 @@ __device__ __forceinline__ void to_bytes(uint2 v, float inverse, uint32_t& low, 
   sum = __dp4a(static_cast<int>(low), 0x01010101, sum) + 256 * __dp4a(static_cast<int>(high), 0x01010101, 0);
 }
 
-// 64 stored rows of a token as fragment.cuh orders them, to bytes at `rows`: the high ones, then the low ones. Eight neighbouring lanes
-// work on it, all lanes of the warp must come; v: places 8 * (lane & 3) on of the first (lane & 4: second) 32 rows; live: whether there is
-// something to do.
+// 64 stored rows of a token as fragment.cuh orders them, to bytes at `rows`: the high ones, then the low ones. Eight neighbouring lanes work on
+// it, all lanes of the warp must come; v: places 8 * (lane & 3) on of the first (lane & 4: second) 32 rows; live: whether there is something to do.
 __device__ __forceinline__ void to_whole(uint4 v, uint8_t* rows, WholeBlock* block, int lane, bool live) {
   const auto h = [](uint32_t w) { return __habs2(*reinterpret_cast<half2*>(&w)); };
   const half2 most = __hmax2(__hmax2(h(v.x), h(v.y)), __hmax2(h(v.z), h(v.w)));
@@ -62,26 +61,24 @@ __device__ __forceinline__ void mma_bytes(int (&c)[4], uint32_t a0, uint32_t a1,
 #endif
 }
 
-// How the eight columns of B are used: four pairs, the high and the low byte, of `chunks` chunks of rows and 4 / chunks tokens. So the sums
-// of four chunks lie in four lanes t, and what follows a sum is done for all of them at once.
+// How the eight columns of B are used: four pairs, the high and the low byte, of `chunks` chunks of rows and 4 / chunks tokens. So the sums of
+// four chunks lie in four lanes t, and what follows a sum is done for all of them at once.
 template <int CHUNKS>
 struct WholeInput {
-  static constexpr int kTokens = 4 / CHUNKS, kSums = 4 / CHUNKS;
+  static constexpr int kTokens = 4 / CHUNKS;
   const uint8_t* bytes;      // of the token of column g
   const WholeBlock* blocks;  // of the token of lane t
-  int column_chunk, lane_chunk, g;
-  bool live;   // column g is of a token that is there
-  bool first;  // a lane whose sums, joined, are a token's
-  int token;   // of lane t
+  int column_chunk, lane_chunk, g, tokens;
+  bool live;  // column g is of a token that is there
 
-  __device__ __forceinline__ WholeInput(const uint8_t* xs, const WholeBlock* all, int num_blocks, int tokens, int lane) {
+  __device__ __forceinline__ WholeInput(const uint8_t* all, const WholeBlock* every, int num_blocks, int count, int lane) : tokens(count) {
     const int t = lane & 3;
     g = lane >> 2;
-    const int column_token = (g >> 1) % kTokens;
-    token = t % kTokens, column_chunk = (g >> 1) / kTokens, lane_chunk = t / kTokens;
-    live = column_token < tokens, first = lane_chunk == 0 && token < tokens;
-    bytes = xs + min(column_token, tokens - 1) * num_blocks * 128 + (g & 1) * 64 + t * 16;
-    blocks = all + min(token, tokens - 1) * num_blocks;
+    const int column_token = (g >> 1) % kTokens, token = t % kTokens;
+    column_chunk = (g >> 1) / kTokens, lane_chunk = t / kTokens;
+    live = column_token < count;
+    bytes = all + min(column_token, count - 1) * num_blocks * 128 + (g & 1) * 64 + t * 16;
+    blocks = every + min(token, count - 1) * num_blocks;
   }
   __device__ __forceinline__ uint4 unit(int pair, bool there) const {
     return live && there ? *reinterpret_cast<const uint4*>(bytes + pair * 128) : make_uint4(0, 0, 0, 0);
@@ -94,40 +91,32 @@ struct WholeInput {
 template <int CHUNKS>
 struct WholeSums {
   float y[4 / CHUNKS][2] = {};
-  __device__ __forceinline__ float joined(int i) const {
-    if constexpr (CHUNKS == 1) return (y[0][i] + y[1][i]) + (y[2][i] + y[3][i]);
-    if constexpr (CHUNKS == 2) {
-      const float a = y[0][i] + __shfl_xor_sync(0xffffffffu, y[0][i], 2), b = y[1][i] + __shfl_xor_sync(0xffffffffu, y[1][i], 2);
-      return a + b;
+  // To sums[token][16]; `add`: to what is there.
+  __device__ __forceinline__ void put(float* sums, const WholeInput<CHUNKS>& in, int lane, bool add) const {
+    const int t = lane & 3;
+    const auto to = [&](int token, int column, float v) {
+      float* const p = sums + token * 16 + column;
+      if (token < in.tokens) *p = add ? *p + v : v;
+    };
+    if constexpr (CHUNKS == 1) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) to(t, in.g + 8 * i, (y[0][i] + y[1][i]) + (y[2][i] + y[3][i]));
+    } else if constexpr (CHUNKS == 2) {  // lanes t < 2: column g, the others: g + 8
+      const bool second = t & 2;
+      float v[2];
+#pragma unroll
+      for (int k = 0; k < 2; k++) v[k] = y[k][second] + __shfl_xor_sync(0xffffffffu, y[k][!second], 2);
+      to(t & 1, in.g + 4 * (t & 2), v[0] + v[1]);
+    } else {  // lane 0: column g, lane 1: g + 8
+      const bool second = t & 1;
+      float v = (second ? y[0][1] : y[0][0]) + __shfl_xor_sync(0xffffffffu, second ? y[0][0] : y[0][1], 1);
+      v += __shfl_xor_sync(0xffffffffu, v, 2);
+      if (t >= 2) return;
+      float* const p = sums + in.g + 8 * t;  // the token is there
+      *p = add ? *p + v : v;
     }
-    const float a = y[0][i] + __shfl_xor_sync(0xffffffffu, y[0][i], 1);
-    return a + __shfl_xor_sync(0xffffffffu, a, 2);
   }
 };
-
-// Adds sums c of codes with a zero point, over activations whose sum is `sum`: y of columns g and g + 8.
-template <int B>
-__device__ __forceinline__ void add_codes(float (&y)[2], const int (&c)[4], int sum, float step, half2 steps) {
-  using Form = ByteForm<B>;
-  constexpr int kZero = 1 << (B - 1);
-  const int g = c[0] * 256 + c[1];
-  int g8 = c[2] * 256 + c[3];
-  if constexpr (Form::mixed) g8 -= g;
-  const float2 f = __half22float2(steps);
-  y[0] = fmaf(__int2float_rn(g - kZero * sum), f.x * step, y[0]);
-  y[1] = fmaf(__int2float_rn(g8 - (kZero << Form::shift) * sum), f.y * (step * (1.f / (1 << Form::shift))), y[1]);
-}
-template <int B>
-__device__ __forceinline__ void add_gptq(float (&y)[2], const int (&c)[4], int sum, float step, const GptqSet& set) {
-  using Form = ByteForm<B>;
-  const int g = c[0] * 256 + c[1];
-  int g8 = c[2] * 256 + c[3];
-  if constexpr (Form::mixed) g8 -= g;
-  const float2 f = __half22float2(set.scale), z = __half22float2(set.zero);
-  const float total = __int2float_rn(sum);
-  y[0] = fmaf(fmaf(-z.x, total, __int2float_rn(g)), f.x * step, y[0]);
-  y[1] = fmaf(fmaf(-z.y, total, __int2float_rn(g8) * (1.f / (1 << Form::shift))), f.y * step, y[1]);
-}
 
 // Two steps of a unit, 32 rows.
 template <int B, int FIRST>
@@ -138,62 +127,9 @@ __device__ __forceinline__ void multiply_half(int (&c)[4], const uint32_t* w, ui
   mma_bytes(c, a[0], a[1], a[2], a[3], b0, b1);
 }
 
-// N units with one group each, chunks. st: of the first; codes: of the first and column g; pair: its aligned 64 rows.
-template <int B, int CHUNKS, int N>
-__device__ __forceinline__ void whole_ones(const uint8_t* st, const uint8_t* codes, const half2* steps, int pair,
-                                           const WholeInput<CHUNKS>& in, int lane, WholeSums<CHUNKS>& sums) {
-  uint32_t w[N][B];
-#pragma unroll
-  for (int k = 0; k < N; k++) load_unit<B>(st + k * (128 * B), lane, w[k]);
-#pragma unroll
-  for (int base = 0; base < N; base += CHUNKS) {
-    const int own = min(base + in.lane_chunk, N - 1);
-    const uint32_t code = codes[own * 8];
-    const half unit = __low2half(steps[own]);
-    const WholeBlock block = in.blocks[pair + own];
-    const uint4 x = in.unit(pair + base + in.column_chunk, base + in.column_chunk < N);
-    int c[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int j = 0; j < CHUNKS && base + j < N; j++) {
-      const bool mine = CHUNKS == 1 || in.column_chunk == j;
-      multiply_half<B, 0>(c, w[base + j], mine ? x.x : 0, mine ? x.y : 0);
-      multiply_half<B, 2>(c, w[base + j], mine ? x.z : 0, mine ? x.w : 0);
-    }
-    add_codes<B>(sums.y[base / CHUNKS], c, block.both, base + in.lane_chunk < N ? block.step : 0.f, steps_of(code, unit));
-  }
-}
-// N units, one or two, whose halves have groups of their own, chunks. block: the first 32 rows; rows: there, of 32, counted from it.
-template <int B, int CHUNKS, int N>
-__device__ __forceinline__ void whole_halves(const uint8_t* st, const uint8_t* codes, const half2* steps, int block, int rows,
-                                             const WholeInput<CHUNKS>& in, int lane, WholeSums<CHUNKS>& sums) {
-  uint32_t w[N][B];
-#pragma unroll
-  for (int k = 0; k < N; k++) load_unit<B>(st + k * (128 * B), lane, w[k]);
-#pragma unroll
-  for (int base = 0; base < 2 * N; base += CHUNKS) {
-    const int own = min(base + in.lane_chunk, rows - 1), wanted = base + in.column_chunk;
-    const uint32_t code = codes[(own >> 1) * 16 + (own & 1)];
-    const half unit = reinterpret_cast<const half*>(steps)[own];
-    const WholeBlock b = in.blocks[(block + own) >> 1];
-    const uint2 x = in.half_unit(block + wanted, wanted < rows);
-    int c[4] = {0, 0, 0, 0};
-#pragma unroll
-    for (int j = 0; j < CHUNKS && base + j < 2 * N; j++) {
-      const bool mine = CHUNKS == 1 || in.column_chunk == j;
-      if ((base + j) & 1)
-        multiply_half<B, 2>(c, w[(base + j) / 2], mine ? x.x : 0, mine ? x.y : 0);
-      else
-        multiply_half<B, 0>(c, w[(base + j) / 2], mine ? x.x : 0, mine ? x.y : 0);
-    }
-    add_codes<B>(sums.y[base / CHUNKS], c, (block + own) & 1 ? b.second : b.first, base + in.lane_chunk < rows ? b.step : 0.f,
-                 steps_of(code, unit));
-  }
-}
-
 // What a warp needs to know of an item.
 struct Brief {
   uint32_t kind, rest;  // its second and fourth word (blob.h)
-  int unit0;
   __device__ __forceinline__ int block() const { return kind & 0xffff; }
   __device__ __forceinline__ int bits() const { return kind >> 16 & 0xff; }
   __device__ __forceinline__ int units() const { return kind >> 24; }
@@ -201,100 +137,178 @@ struct Brief {
   __device__ __forceinline__ bool lone() const { return rest >> 8 & 0xff; }
   __device__ __forceinline__ int scales() const { return rest >> 16 & 0xff; }
 };
+// Units of an item, at most.
+__host__ __device__ constexpr int most_units(int bits) { return kSlot / (128 * bits) < kItemUnits ? kSlot / (128 * bits) : kItemUnits; }
 
+// An EXL2 item: what does not change from strip to strip is made once. Chunks are units of one group, or halves of units with groups of their
+// own. Units that are not there meet activations of zero; what is read in their place lies in shared memory.
 template <int B, bool ONE, int CHUNKS>
-__device__ __forceinline__ void whole_exl2(const Brief& it, const uint8_t* st, const half2* steps, const WholeInput<CHUNKS>& in, int lane,
-                                           WholeSums<CHUNKS>& sums) {
-  const int units = it.units();
-  const uint8_t* const codes = st + units * (128 * B) + in.g * (ONE ? 1 : 2);
-  if constexpr (ONE) {
-    const int pair = it.block() >> 1;
-#pragma unroll 1
-    for (int i = 0; i < units; i += 4) {
-      const uint8_t* const at = st + i * (128 * B);
-      const int left = units - i;
-      if constexpr (B <= 4)
-        if (left >= 4) {
-          whole_ones<B, CHUNKS, 4>(at, codes + i * 8, steps + i, pair + i, in, lane, sums);
-          continue;
-        }
-      if constexpr (B <= 5)
-        if (left == 3) {
-          whole_ones<B, CHUNKS, 3>(at, codes + i * 8, steps + i, pair + i, in, lane, sums);
-          continue;
-        }
-      if (left == 2)
-        whole_ones<B, CHUNKS, 2>(at, codes + i * 8, steps + i, pair + i, in, lane, sums);
-      else
-        whole_ones<B, CHUNKS, 1>(at, codes + i * 8, steps + i, pair + i, in, lane, sums);
+struct WholeItem {
+  static constexpr int kUnits = most_units(B), kParts = ONE ? kUnits : 2 * kUnits, kRounds = (kParts + CHUNKS - 1) / CHUNKS, kWords = ONE ? 4 : 2;
+  static constexpr int kZero = 1 << (B - 1), kShift = ByteForm<B>::shift;
+  static constexpr int kHeld = CHUNKS < 4 ? 0 : ONE ? 1 : 2;  // rounds
+  struct Round {
+    uint32_t b[CHUNKS][kWords];
+    int zero;    // the zero point times the sum of the activations
+    float step;  // of the activations
+    half unit;   // of the scales
+    int code;    // offset
+  } held[kHeld ? kHeld : 1];
+  int codes, parts, block;
+  const half2* steps;
+  const WholeInput<CHUNKS>& in;
+
+  __device__ __forceinline__ WholeItem(const Brief& it, const half2* all, const WholeInput<CHUNKS>& input) : block(it.block()), steps(all), in(input) {
+    const int units = it.units();
+    parts = ONE ? units : 2 * units - it.lone();
+    codes = units * (128 * B) + in.g * (ONE ? 1 : 2);
+#pragma unroll
+    for (int r = 0; r < kHeld; r++) held[r] = round(r);
+  }
+#ifdef CLOCKS
+  __device__ __forceinline__ int spy() const { return kHeld ? held[0].b[0][0] + held[0].zero + __float_as_int(held[0].step) : 0; }
+#endif
+  __device__ __forceinline__ Round round(int r) const {
+    const int base = r * CHUNKS, own = min(base + in.lane_chunk, parts - 1), wanted = base + in.column_chunk;
+    const WholeBlock x0 = in.blocks[ONE ? (block >> 1) + own : (block + own) >> 1];
+    Round to;
+    to.zero = kZero * (ONE ? x0.both : (block + own) & 1 ? x0.second : x0.first);
+    to.step = base + in.lane_chunk < parts ? x0.step : 0.f;
+    if constexpr (ONE) {
+      to.unit = __low2half(steps[own]), to.code = own * 8;
+      const uint4 x = in.unit((block >> 1) + wanted, wanted < parts);
+#pragma unroll
+      for (int j = 0; j < CHUNKS; j++) {
+        const bool mine = CHUNKS == 1 || in.column_chunk == j;
+        to.b[j][0] = mine ? x.x : 0, to.b[j][1] = mine ? x.y : 0, to.b[j][2] = mine ? x.z : 0, to.b[j][3] = mine ? x.w : 0;
+      }
+    } else {
+      to.unit = reinterpret_cast<const half*>(steps)[own], to.code = (own >> 1) * 16 + (own & 1);
+      const uint2 x = in.half_unit(block + wanted, wanted < parts);
+#pragma unroll
+      for (int j = 0; j < CHUNKS; j++) {
+        const bool mine = CHUNKS == 1 || in.column_chunk == j;
+        to.b[j][0] = mine ? x.x : 0, to.b[j][1] = mine ? x.y : 0;
+      }
     }
-  } else {
-#pragma unroll 1
-    for (int i = 0; i < units; i += 2) {
-      const uint8_t* const at = st + i * (128 * B);
-      const int block = it.block() + 2 * i;
-      if (i + 2 <= units)
-        whole_halves<B, CHUNKS, 2>(at, codes + i * 16, steps + i, block, 4, in, lane, sums);
-      else
-        whole_halves<B, CHUNKS, 1>(at, codes + i * 16, steps + i, block, it.lone() ? 1 : 2, in, lane, sums);
+    return to;
+  }
+  // st: the item's bytes of a strip.
+  __device__ __forceinline__ void multiply(const uint8_t* st, int lane, WholeSums<CHUNKS>& sums) const {
+#pragma unroll
+    for (int r = 0; r < kRounds; r++) {
+      if (r * CHUNKS > 0 && r * CHUNKS >= parts) break;
+      const Round of = r < kHeld ? held[r < kHeld ? r : 0] : round(r);
+      const uint32_t code = st[codes + of.code];
+      int c[2][4] = {};
+      constexpr int kStep = ONE ? 1 : CHUNKS == 1 ? 1 : 2;  // chunks at a time: a unit
+#pragma unroll
+      for (int j = 0; j < CHUNKS; j += kStep) {
+        const int u = ONE ? r * CHUNKS + j : (r * CHUNKS + j) / 2;
+        if (u >= kUnits) break;
+        uint32_t w[B];
+        load_unit<B>(st + u * (128 * B), lane, w);
+        int(&to)[4] = c[CHUNKS > 1 && j >= CHUNKS / 2];
+        if constexpr (ONE) {
+          multiply_half<B, 0>(to, w, of.b[j][0], of.b[j][1]);
+          multiply_half<B, 2>(to, w, of.b[j][2], of.b[j][3]);
+        } else if constexpr (CHUNKS == 1) {
+          if (r & 1)
+            multiply_half<B, 2>(to, w, of.b[0][0], of.b[0][1]);
+          else
+            multiply_half<B, 0>(to, w, of.b[0][0], of.b[0][1]);
+        } else {
+          multiply_half<B, 0>(to, w, of.b[j][0], of.b[j][1]);
+          multiply_half<B, 2>(to, w, of.b[j + 1][0], of.b[j + 1][1]);
+        }
+      }
+      if constexpr (CHUNKS > 1) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) c[0][i] += c[1][i];
+      }
+      const int g = c[0][0] * 256 + c[0][1];
+      int g8 = c[0][2] * 256 + c[0][3];
+      if constexpr (ByteForm<B>::mixed) g8 -= g;
+      const float2 f = __half22float2(steps_of(code, of.unit));
+      float(&y)[2] = sums.y[r % (4 / CHUNKS)];
+      y[0] = fmaf(__int2float_rn(g - of.zero), f.x * of.step, y[0]);
+      y[1] = fmaf(__int2float_rn(g8 - (of.zero << kShift)), f.y * (of.step * (1.f / (1 << kShift))), y[1]);
     }
   }
-}
-template <int B, bool ONE, int CHUNKS>
-__device__ __forceinline__ void whole_gptq(const Brief& it, const uint8_t* st, const WholeInput<CHUNKS>& in, int lane,
-                                           WholeSums<CHUNKS>& sums) {
-  const int block = it.block(), units = it.units(), shift = it.scales() - 1;
-  const uint8_t* const sets = st + units * (128 * B);
-  const bool mine = in.column_chunk == 0;  // one chunk at a time
-#pragma unroll 1
-  for (int i = 0; i < units; i++) {
-    uint32_t w[B];
-    load_unit<B>(st + i * (128 * B), lane, w);
-    const GptqSet first = load_set(sets, ONE ? i >> shift : 2 * i, lane), second = ONE ? first : load_set(sets, 2 * i + 1, lane);
-    const int at = block + 2 * i, then = at + !it.lone();
-    const uint2 xa = in.half_unit(at, mine), xb = in.half_unit(then, mine);
-    const WholeBlock a = in.blocks[at >> 1], b = in.blocks[then >> 1];
-    int c[4] = {0, 0, 0, 0}, d[4] = {0, 0, 0, 0};
-    multiply_half<B, 0>(c, w, xa.x, xa.y);
-    multiply_half<B, 2>(d, w, xb.x, xb.y);
-    add_gptq<B>(sums.y[0], c, at & 1 ? a.second : a.first, in.lane_chunk ? 0.f : a.step, first);
-    add_gptq<B>(sums.y[0], d, then & 1 ? b.second : b.first, in.lane_chunk ? 0.f : b.step, second);
-  }
-}
+};
 
-// Any item but a dense one. st: its bytes; steps: of its matrix.
-template <int CHUNKS>
-__device__ __forceinline__ void whole_item(const Brief& it, const uint8_t* st, const half2* steps, const WholeInput<CHUNKS>& in, int lane,
-                                           WholeSums<CHUNKS>& sums) {
-  const half2* const own = steps + it.unit0;
+// A GPTQ item, one chunk at a time.
+template <int B, bool ONE, int CHUNKS>
+struct WholeGptq {
+  Brief it;
+  const WholeInput<CHUNKS>& in;
+  __device__ __forceinline__ WholeGptq(const Brief& item, const half2*, const WholeInput<CHUNKS>& input) : it(item), in(input) {}
+
+#ifdef CLOCKS
+  __device__ __forceinline__ int spy() const { return 0; }
+#endif
+  __device__ __forceinline__ void add(float (&y)[2], const int (&c)[4], int sum, float step, const GptqSet& set) const {
+    using Form = ByteForm<B>;
+    const int g = c[0] * 256 + c[1];
+    int g8 = c[2] * 256 + c[3];
+    if constexpr (Form::mixed) g8 -= g;
+    const float2 f = __half22float2(set.scale), z = __half22float2(set.zero);
+    const float total = __int2float_rn(sum), own = in.lane_chunk ? 0.f : step;
+    y[0] = fmaf(fmaf(-z.x, total, __int2float_rn(g)), f.x * own, y[0]);
+    y[1] = fmaf(fmaf(-z.y, total, __int2float_rn(g8) * (1.f / (1 << Form::shift))), f.y * own, y[1]);
+  }
+  __device__ __forceinline__ void multiply(const uint8_t* st, int lane, WholeSums<CHUNKS>& sums) const {
+    const int units = it.units(), shift = it.scales() - 1;
+    const uint8_t* const sets = st + units * (128 * B);
+    const bool mine = in.column_chunk == 0;
+#pragma unroll 1
+    for (int i = 0; i < units; i++) {
+      uint32_t w[B];
+      load_unit<B>(st + i * (128 * B), lane, w);
+      const GptqSet one = load_set(sets, ONE ? i >> shift : 2 * i, lane), other = ONE ? one : load_set(sets, 2 * i + 1, lane);
+      const int at = it.block() + 2 * i, then = at + !it.lone();
+      const uint2 xa = in.half_unit(at, mine), xb = in.half_unit(then, mine);
+      const WholeBlock a = in.blocks[at >> 1], b = in.blocks[then >> 1];
+      int c[4] = {0, 0, 0, 0}, d[4] = {0, 0, 0, 0};
+      multiply_half<B, 0>(c, w, xa.x, xa.y);
+      multiply_half<B, 2>(d, w, xb.x, xb.y);
+      add(sums.y[0], c, at & 1 ? a.second : a.first, a.step, one);
+      add(sums.y[0], d, then & 1 ? b.second : b.first, b.step, other);
+    }
+  }
+};
+
+// Calls `with` with the kind of the item, any but a dense one: a type to be made of it.
+template <int CHUNKS, class F>
+__device__ __forceinline__ void kind_of(const Brief& it, const F& with) {
   const auto exl2 = [&](auto form) {
     constexpr bool kOne = decltype(form)::value;
     switch (it.bits()) {
       case 4:
-        return whole_exl2<4, kOne>(it, st, own, in, lane, sums);
+        return with(static_cast<WholeItem<4, kOne, CHUNKS>*>(nullptr));
       case 3:
-        return whole_exl2<3, kOne>(it, st, own, in, lane, sums);
+        return with(static_cast<WholeItem<3, kOne, CHUNKS>*>(nullptr));
       case 5:
-        return whole_exl2<5, kOne>(it, st, own, in, lane, sums);
+        return with(static_cast<WholeItem<5, kOne, CHUNKS>*>(nullptr));
       case 2:
-        return whole_exl2<2, kOne>(it, st, own, in, lane, sums);
+        return with(static_cast<WholeItem<2, kOne, CHUNKS>*>(nullptr));
       case 6:
-        return whole_exl2<6, kOne>(it, st, own, in, lane, sums);
+        return with(static_cast<WholeItem<6, kOne, CHUNKS>*>(nullptr));
       default:
-        return whole_exl2<8, kOne>(it, st, own, in, lane, sums);
+        return with(static_cast<WholeItem<8, kOne, CHUNKS>*>(nullptr));
     }
   };
   const auto gptq = [&](auto form) {
     constexpr bool kOne = decltype(form)::value;
     switch (it.bits()) {
       case 4:
-        return whole_gptq<4, kOne>(it, st, in, lane, sums);
+        return with(static_cast<WholeGptq<4, kOne, CHUNKS>*>(nullptr));
       case 3:
-        return whole_gptq<3, kOne>(it, st, in, lane, sums);
+        return with(static_cast<WholeGptq<3, kOne, CHUNKS>*>(nullptr));
       case 2:
-        return whole_gptq<2, kOne>(it, st, in, lane, sums);
+        return with(static_cast<WholeGptq<2, kOne, CHUNKS>*>(nullptr));
       default:
-        return whole_gptq<8, kOne>(it, st, in, lane, sums);
+        return with(static_cast<WholeGptq<8, kOne, CHUNKS>*>(nullptr));
     }
   };
   if (it.scales() == 0)

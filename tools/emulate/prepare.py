@@ -16,7 +16,9 @@ inline void some_sync(int n) { emu::named(2, n); }
 inline void barrier_arrive(uint64_t* b) { emu::arrive(b); }
 inline void meet_arrive(unsigned* c) { ++*c; }
 inline unsigned meet_now(const unsigned* c) { emu::yield(); return *(volatile const unsigned*)c; }
-inline void async_proxy() {}
+inline uint4 load_shared_by_all(const void* p) { emu::yield(); return *(const uint4*)p; }
+inline void store_for_all(half* p, half v) { *p = v; }
+inline void store_for_all(float* p, float v) { *p = v; }
 inline void copy_weights(void* to, const void* from, uint32_t n, uint64_t* b, uint64_t) { bulk_copy(to, from, n, b); }
 inline uint64_t once() { return 0; }
 ''')])

@@ -166,7 +166,7 @@ struct Chains {
     l[0].a.x = io.x, l[0].a.x_stride = io.stride, l[1].a.gated = true, l[3].a.out = qkv.data(), l[3].a.out_stride = 3 * Q;
     if (count == 3) l[2].a.next = iv, l[2].a.next_squares = squares.data();
     if (!chain_tokens(l, count)) printf("cannot be chained\n"), exit(1);
-    if (const char* wrong = chain_launch(l, count, room, nullptr, true)) printf("%s\n", wrong), exit(1);
+    if (const char* wrong = chain_launch(l, count, room, chain_bytes(H, I), nullptr, true)) printf("%s\n", wrong), exit(1);
   }
   static double times(Made& m, int part, const std::vector<double>& in, int n) {
     double v = 0;
