@@ -112,24 +112,15 @@ const char* launch(const ChainArgs& c, cudaStream_t stream, bool pdl) {
   static const cudaError_t ready =
       cudaFuncSetAttribute(chain_products<CHUNKS>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_per_block());
   if (ready != cudaSuccess) return error_text(ready);
-  cudaFuncSetAttribute(chain_products<CHUNKS>, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(c.grid), config.blockDim = dim3(kChainThreads), config.dynamicSmemBytes = c.room.bytes, config.stream = stream;
-  cudaLaunchAttribute attributes[2];
-  config.attrs = attributes;
-  // All CTAs start together or none does: two chains that each hold a part of the GPU would wait for ever. That costs a microsecond; but a
-  // cooperative launch that waits keeps the CTAs of other launches from starting, so that all chains of a process must be such.
-  attributes[0].id = cudaLaunchAttributeCooperative, attributes[0].val.cooperative = 1;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization, attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  config.numAttrs = pdl ? 2 : 1;
-  return error_text(cudaLaunchKernelEx(&config, chain_products<CHUNKS>, c));
+  // All CTAs must run at the same time. Other kernels end by themselves, but another chain could hold a part of the GPU and wait as this
+  // one does: who launches steps keeps those of different streams apart (ops/gpu_turn.py). A cooperative launch would do that, too, but
+  // starts only when all multiprocessors are free: 3 us a chain later.
+  return launch_kernel(chain_products<CHUNKS>, dim3(c.grid), kChainThreads, c.room.bytes, stream, pdl, 1, c);
 }
 
 }  // namespace
 
-size_t chain_bytes(int width, int inner) {
-  return kMeetBytes + 2 * set_bytes(width, inner);
-}
+size_t chain_bytes(int width, int inner) { return kMeetBytes + 2 * set_bytes(width, inner); }
 
 int chain_tokens(const ChainLink* links, int count) {
   if (count < 3 || count > kChain || compute_major() != 9) return 0;
@@ -183,15 +174,24 @@ void chain_report(double) {
       if (q == 0 && (i == 1 || i == 2)) continue;
       if (q == 3 && i == 8) continue;
       double s = 0, lo = 1e30, hi = -1e30;
-      for (auto& b : c) { double v = b[q][i + 1] - b[q][q == 0 && i == 3 ? 1 : i]; s += v / 132, lo = std::min(lo, v), hi = std::max(hi, v); }
+      for (auto& b : c) {
+        double v = b[q][i + 1] - b[q][q == 0 && i == 3 ? 1 : i];
+        s += v / 132, lo = std::min(lo, v), hi = std::max(hi, v);
+      }
       std::printf(" %s %.0f (%.0f-%.0f)", names[i], s, lo, hi);
     }
-    double s = 0, z = 0; for (auto& b : c) s += (b[q][1] - b[q][10]) / 132.0, z += (b[q][q < 3 ? 9 : 8] - b[0][0]) / 132.0;
+    double s = 0, z = 0;
+    for (auto& b : c) s += (b[q][1] - b[q][10]) / 132.0, z += (b[q][q < 3 ? 9 : 8] - b[0][0]) / 132.0;
     std::printf(" poll to ready %.0f, since begin %.0f\n", s, z);
     for (int l = 0; l < 3; l++) {
       if (f[70][q][l][7] < c[70][q][0]) continue;
       std::printf("      leg %d, from the products' begin:", l);
-      for (int i = 0; i < 8; i++) { std::vector<double> v; for (int b = 0; b < 128; b++) v.push_back(double(f[b][q][l][i] - c[b][q][5])); std::sort(v.begin(), v.end()); std::printf(" %.0f", v[64]); }
+      for (int i = 0; i < 8; i++) {
+        std::vector<double> v;
+        for (int b = 0; b < 128; b++) v.push_back(double(f[b][q][l][i] - c[b][q][5]));
+        std::sort(v.begin(), v.end());
+        std::printf(" %.0f", v[64]);
+      }
       std::printf("\n");
     }
   }

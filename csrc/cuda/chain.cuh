@@ -1,11 +1,14 @@
-// Several products in one launch, each with what the one before it wrote: attention's output, gate and up, down, the next QKV. Every CTA stays
-// on its multiprocessor from the first to the last; its weights, of all products, come through one ring that does not stop between them.
+// Several products in one launch, each with what the one before it wrote: attention's output, gate and up, down, the next QKV. Every CTA
+// stays on its multiprocessor from the first to the last; its weights, of all products, come through one ring that does not stop between
+// them.
 //
-// Sixteen warps in two teams multiply (whole.cuh), one fetches weights, one waits for the other CTAs. A piece is at most sixteen items that lie
-// one after the other in a strip: item n of it is warp n's. It comes in two halves, a team's each, that follow one another in the ring. A warp keeps what it knows of its item, activations included, while the same piece of
-// all strips passes by, then goes on to the next piece of the strips. Between products the CTAs meet at a counter: results are stored, one
-// thread adds, one warp polls; nothing orders the two, but what is not written yet is seen (`written`). Activations go between products in fp16, in natural order where there is room to put them into the
-// order of the rows here, otherwise in that order; every CTA makes whole numbers of them. All CTAs must be there together.
+// Sixteen warps in two teams multiply (whole.cuh), one fetches weights, one waits for the other CTAs. A piece is at most sixteen items that
+// lie one after the other in a strip: item n of it is warp n's. It comes in two halves, a team's each, that follow one another in the ring.
+// A warp keeps what it knows of its item, activations included, while the same piece of all strips passes by, then goes on to the next
+// piece of the strips. Between products the CTAs meet at a counter: results are stored, one thread adds, one warp polls; nothing orders the
+// two, but what is not written yet is seen (`written`). Activations go between products in fp16, in natural order where there is room to
+// put them into the order of the rows here, otherwise in that order; every CTA makes whole numbers of them. All CTAs must be there
+// together.
 #pragma once
 #include "gemv.cuh"
 #include "whole.cuh"
@@ -26,13 +29,23 @@
 #endif
 
 #ifdef CLOCKS
-namespace exl2nb { static __device__ long long chain_stamps[132][4][16]; }
-#define STAMP(i) if (threadIdx.x == 0) exl2nb::chain_stamps[blockIdx.x][q][i] = clock64();
-#define STAMPW(i) if (lane == 0) exl2nb::chain_stamps[blockIdx.x][q][i] = clock64();
-namespace exl2nb { static __device__ long long chain_fine[132][4][4][8]; }
-#define FINE(i, v) { if (threadIdx.x == 0 && number < 4) exl2nb::chain_fine[blockIdx.x][q][number][i] = clock64() + ((v) == 0x7fedcba9); }
+namespace exl2nb {
+static __device__ long long chain_stamps[132][4][16];
+}
+#define STAMP(i) \
+  if (threadIdx.x == 0) exl2nb::chain_stamps[blockIdx.x][q][i] = clock64();
+#define STAMPW(i) \
+  if (lane == 0) exl2nb::chain_stamps[blockIdx.x][q][i] = clock64();
+namespace exl2nb {
+static __device__ long long chain_fine[132][4][4][8];
+}
+#define FINE(i, v)                                                                                                      \
+  {                                                                                                                     \
+    if (threadIdx.x == 0 && number < 4) exl2nb::chain_fine[blockIdx.x][q][number][i] = clock64() + ((v) == 0x7fedcba9); \
+  }
 #else
-#define FINE(i, v) {}
+#define FINE(i, v) \
+  {}
 #define STAMP(i)
 #define STAMPW(i)
 #endif
@@ -55,7 +68,7 @@ struct ChainProduct {
     int passes, items;  // pieces of a strip; items of a piece
   } piece[kMaxParts];
 };
-struct ChainRoom {  // where things lie in shared memory
+struct ChainRoom {    // where things lie in shared memory
   int pieces, piece;  // of the ring; bytes of one
   int image[kChain], ring, bars, blocks, factors, partial, norms, xs, plain, bytes;
   int owned, plain_row;
@@ -72,7 +85,9 @@ struct ChainArgs {
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ void crew_sync() { asm volatile("bar.sync 1,%0;" ::"n"(kCrewThreads) : "memory"); }
 __device__ __forceinline__ void some_sync(int threads) { asm volatile("bar.sync 2,%0;" ::"r"(threads) : "memory"); }
-__device__ __forceinline__ void barrier_arrive(uint64_t* b) { asm volatile("mbarrier.arrive.shared::cta.b64 _,[%0];" ::"r"(shared_address(b)) : "memory"); }
+__device__ __forceinline__ void barrier_arrive(uint64_t* b) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _,[%0];" ::"r"(shared_address(b)) : "memory");
+}
 __device__ __forceinline__ void meet_arrive(unsigned* c) { asm volatile("red.relaxed.gpu.global.add.u32 [%0],1;" ::"l"(c) : "memory"); }
 __device__ __forceinline__ unsigned meet_now(const unsigned* c) {
   unsigned v;
@@ -91,9 +106,10 @@ __device__ __forceinline__ void store_for_all(float* p, float v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0],%1;" ::"l"(p), "r"(__float_as_uint(v)) : "memory");
 }
 __device__ __forceinline__ void copy_weights(void* to, const void* from, uint32_t bytes, uint64_t* b, uint64_t policy) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;" ::"r"(shared_address(to)), "l"(from),
-               "r"(bytes), "r"(shared_address(b)), "l"(policy)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;" ::"r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(policy)
+      : "memory");
 }
 __device__ __forceinline__ uint64_t once() {
   uint64_t policy;
@@ -112,7 +128,6 @@ __device__ __forceinline__ void store_for_all(float*, float) {}
 __device__ __forceinline__ void copy_weights(void*, const void*, uint32_t, uint64_t*, uint64_t) {}
 __device__ __forceinline__ uint64_t once() { return 0; }
 #endif
-
 
 // Between products +0 means: not written yet. What is zero is written as -0.
 __device__ __forceinline__ half written(half v) { return __half_as_ushort(v) ? v : __ushort_as_half(0x8000); }
@@ -201,8 +216,8 @@ __device__ __forceinline__ void fetch_pieces(const ChainArgs& C, uint8_t* shared
   }
 }
 
-// What waits for the other CTAs: a warp. Says when the activations are there, or on their way, and the factors. The counters only say when looking
-// is worth while: what is written says so itself.
+// What waits for the other CTAs: a warp. Says when the activations are there, or on their way, and the factors. The counters only say when
+// looking is worth while: what is written says so itself.
 __device__ __forceinline__ void await_inputs(const ChainArgs& C, uint8_t* shared, uint64_t* bars, int block, int lane) {
   float* const factors = reinterpret_cast<float*>(shared + C.room.factors);
   unsigned before = 0;  // all counters, when this launch began
@@ -230,11 +245,13 @@ __device__ __forceinline__ void await_inputs(const ChainArgs& C, uint8_t* shared
       float sum = 0.f;
       if (A.squares) {
         constexpr int kSide = 5;  // loads side by side
-        const float* const squares = reinterpret_cast<const float*>(reinterpret_cast<const uint8_t*>(A.squares) + set) + static_cast<size_t>(m) * A.squares_count;
+        const float* const squares =
+            reinterpret_cast<const float*>(reinterpret_cast<const uint8_t*>(A.squares) + set) + static_cast<size_t>(m) * A.squares_count;
         float some[kSide] = {};
 #pragma unroll
         for (int k = 0; k < kSide; k++)
-          if (const int i = lane + 32 * k; i < A.squares_count) some[k] = __uint_as_float(meet_now(reinterpret_cast<const unsigned*>(squares + i)));
+          if (const int i = lane + 32 * k; i < A.squares_count)
+            some[k] = __uint_as_float(meet_now(reinterpret_cast<const unsigned*>(squares + i)));
 #pragma unroll
         for (int k = 0; k < kSide; k++) {
           if (const int i = lane + 32 * k; i < A.squares_count && __float_as_uint(some[k]) == 0) some[k] = load_written(squares + i);
@@ -272,14 +289,16 @@ __device__ __forceinline__ const half* x_of(const ChainProduct& P, int q, int m,
   return P.a.x + static_cast<size_t>(m) * P.a.x_stride + (q ? w.set / 2 : 0);
 }
 
-// The activations to whole numbers in the order of the rows. order: of this thread's first kOrders octets, loaded before the activations are there.
+// The activations to whole numbers in the order of the rows. order: of this thread's first kOrders octets, loaded before the activations
+// are there.
 __device__ __forceinline__ void load_order(const ChainProduct& P, uint4 (&order)[kOrders]) {
   const int octs = P.blocks * 8;
 #pragma unroll
   for (int k = 0; k < kOrders; k++)
     if (const int i = threadIdx.x + k * kCrewThreads; P.order && i < octs) order[k] = __ldg(reinterpret_cast<const uint4*>(P.order) + i);
 }
-__device__ __forceinline__ void chain_quantise(const ChainArgs& C, const ChainProduct& P, int q, const uint4 (&order)[kOrders], const ChainWarp& w) {
+__device__ __forceinline__ void chain_quantise(const ChainArgs& C, const ChainProduct& P, int q, const uint4 (&order)[kOrders],
+                                               const ChainWarp& w) {
   const GemvArgs& A = P.a;
   const int octs = P.blocks * 8;
   WholeBlock* const blocks = reinterpret_cast<WholeBlock*>(w.shared + C.room.blocks);
@@ -298,7 +317,8 @@ __device__ __forceinline__ void chain_quantise(const ChainArgs& C, const ChainPr
           if (const int i = first + k * kCrewThreads * 8; i < P.width) v[k] = load_shared_by_all(from + i);
 #pragma unroll
         for (int k = 0; k < kSide; k++)
-          if (const int i = first + k * kCrewThreads * 8; i < P.width) *reinterpret_cast<uint4*>(row + i) = CNX || is_written(v[k]) ? v[k] : load_written(from + i);
+          if (const int i = first + k * kCrewThreads * 8; i < P.width)
+            *reinterpret_cast<uint4*>(row + i) = CNX || is_written(v[k]) ? v[k] : load_written(from + i);
       }
     }
     STAMP(2)
@@ -324,11 +344,13 @@ __device__ __forceinline__ void chain_quantise(const ChainArgs& C, const ChainPr
     for (int k = 0; k < kOrders; k++, i += kCrewThreads)
       if (i < octs) put(i, order[k]);
 #pragma unroll 1
-    for (; i < octs; i += kCrewThreads) put(i, P.order ? __ldg(reinterpret_cast<const uint4*>(P.order) + min(i + w.lane, octs - 1)) : order[0]);
+    for (; i < octs; i += kCrewThreads)
+      put(i, P.order ? __ldg(reinterpret_cast<const uint4*>(P.order) + min(i + w.lane, octs - 1)) : order[0]);
   }
 }
 
-// What a warp does with a piece of all strips of a part. A lane keeps a leg of the product's, so that all are known before the activations are there.
+// What a warp does with a piece of all strips of a part. A lane keeps a leg of the product's, so that all are known before the activations
+// are there.
 struct Leg {
   uint32_t kind, rest;  // of the item (Brief)
   int offset;           // of the item in its half of the piece
@@ -363,8 +385,8 @@ __device__ __forceinline__ Leg leg_of(const Leg& own, int number) {  // from the
 }
 
 template <int CHUNKS>
-__device__ __forceinline__ void run_leg(const ChainArgs& C, const ChainProduct& P, const Leg& leg, const half2* steps, const WholeInput<CHUNKS>& in,
-                                        ChainWarp& w, [[maybe_unused]] int q, [[maybe_unused]] int number) {
+__device__ __forceinline__ void run_leg(const ChainArgs& C, const ChainProduct& P, const Leg& leg, const half2* steps,
+                                        const WholeInput<CHUNKS>& in, ChainWarp& w, [[maybe_unused]] int q, [[maybe_unused]] int number) {
   const int lane = w.lane, step = kCrew * 16 * P.a.tokens, count = abs(leg.strips);
   const bool add = leg.sums & 1;
   const uint8_t* const ring = w.shared + C.room.ring;
@@ -420,7 +442,8 @@ __device__ __forceinline__ void chain_put(const ChainProduct& P, bool last, int 
   } else {
 #pragma unroll 1
     for (int p = 0; p < to.num_perms; p++)
-      store_for_all(row + static_cast<size_t>(p) * to.perm_stride + fragment_place(to.inverse[p] ? to.inverse[p][column] : column), written(saturated(v)));
+      store_for_all(row + static_cast<size_t>(p) * to.perm_stride + fragment_place(to.inverse[p] ? to.inverse[p][column] : column),
+                    written(saturated(v)));
   }
 }
 // y + residual, by warp m for token m.
@@ -437,7 +460,8 @@ __device__ __forceinline__ void chain_add(const ChainArgs& C, const ChainProduct
   for (int k = 0; k < kOwn / 2; k++) {
     const int r = w.lane + 32 * k, column = (strip0 + (r >> 4) * A.grid) * 16 + (r & 15);
     if (r < columns && column < A.part[0].outputs) {
-      const float y = crew_total(partial + (r >> 4) * kCrew * 16 * M + (r & 15), M) * factor, v = w.residual[k] + A.scale * (y + (A.bias ? A.bias[column] : 0.f));
+      const float y = crew_total(partial + (r >> 4) * kCrew * 16 * M + (r & 15), M) * factor,
+                  v = w.residual[k] + A.scale * (y + (A.bias ? A.bias[column] : 0.f));
       w.residual[k] = v;
       if (q) A.residual[static_cast<size_t>(m) * A.residual_stride + column] = v;
       squares = fmaf(v, v, squares);
@@ -451,11 +475,13 @@ __device__ __forceinline__ void chain_add(const ChainArgs& C, const ChainProduct
 }
 // What a thread writes of the other epilogues; e: which of a round's values, [part][token][column], of gates those of the first part.
 struct ChainOut {
-  int sums;    // of the strip, token and column; negative: nothing
+  int sums;  // of the strip, token and column; negative: nothing
   int token, column;
   float bias, bias_up;
 };
-__device__ __forceinline__ int num_outs(const ChainProduct& P) { return (P.a.epilogue == kStore ? P.a.num_parts : 1) * P.a.tokens * P.strips * 16; }
+__device__ __forceinline__ int num_outs(const ChainProduct& P) {
+  return (P.a.epilogue == kStore ? P.a.num_parts : 1) * P.a.tokens * P.strips * 16;
+}
 __device__ __forceinline__ ChainOut make_out(const ChainProduct& P, int round, int e, const ChainWarp& w) {
   const GemvArgs& A = P.a;
   const int n = P.strips * 16;
@@ -468,25 +494,28 @@ __device__ __forceinline__ ChainOut make_out(const ChainProduct& P, int round, i
   const int strip0 = first_strip(A, w.block, part), column = (strip0 + (round * P.strips + (r >> 4)) * A.grid) * 16 + (r & 15);
   if ((r >> 4) >= chain_strips(P, part, strip0, round) || column >= A.part[part].outputs) return {-1};
   const int out = A.part[part].first_column + column;
-  return {((part * P.strips + (r >> 4)) * kCrew * A.tokens + m) * 16 + (r & 15), m, A.epilogue == kStore ? out : column, A.bias ? A.bias[out] : 0.f,
-          A.bias && A.gated ? A.bias[A.part[0].outputs + column] : 0.f};
+  return {((part * P.strips + (r >> 4)) * kCrew * A.tokens + m) * 16 + (r & 15), m, A.epilogue == kStore ? out : column,
+          A.bias ? A.bias[out] : 0.f, A.bias && A.gated ? A.bias[A.part[0].outputs + column] : 0.f};
 }
 __device__ __forceinline__ void chain_write(const ChainArgs& C, const ChainProduct& P, const ChainOut& o, const ChainWarp& w) {
   const GemvArgs& A = P.a;
   if (o.sums < 0) return;
   const float* const partial = reinterpret_cast<const float*>(w.shared + C.room.partial) + o.sums;
-  const float factor = reinterpret_cast<const float*>(w.shared + C.room.factors)[o.token], v = crew_total(partial, A.tokens) * factor + o.bias;
+  const float factor = reinterpret_cast<const float*>(w.shared + C.room.factors)[o.token],
+              v = crew_total(partial, A.tokens) * factor + o.bias;
   if (A.epilogue == kStore)
     A.out[o.token * A.out_stride + o.column] = v;
   else if (A.gated)
-    chain_put(P, false, o.token, o.column, activation(v, A.activation) * (crew_total(partial + P.strips * kCrew * 16 * A.tokens, A.tokens) * factor + o.bias_up), w);
+    chain_put(P, false, o.token, o.column,
+              activation(v, A.activation) * (crew_total(partial + P.strips * kCrew * 16 * A.tokens, A.tokens) * factor + o.bias_up), w);
   else
     chain_put(P, false, o.token, o.column, activation(v, A.activation), w);
 }
 
 // The product of q and what it writes. leg, out: of the first round, this lane's and this thread's.
 template <int CHUNKS>
-__device__ __forceinline__ void chain_multiply(const ChainArgs& C, int q, int legs, Leg leg, ChainOut out, const WholeInput<CHUNKS>& in, ChainWarp& w) {
+__device__ __forceinline__ void chain_multiply(const ChainArgs& C, int q, int legs, Leg leg, ChainOut out, const WholeInput<CHUNKS>& in,
+                                               ChainWarp& w) {
   const ChainProduct& P = C.product[q];
   const half2* const steps = ChainImage(C, w.shared, q).steps;
 #pragma unroll 1
@@ -559,7 +588,8 @@ __global__ void __launch_bounds__(kChainThreads, 1) chain_products(const __grid_
       uint32_t bytes = 0;
       for (int q = 0; q < C.count; q++) bytes += padded_image(C.product[q].a);
       barrier_expect(bars + kImages, bytes);
-      for (int q = 0; q < C.count; q++) bulk_copy(shared + C.room.image[q], C.product[q].a.image, padded_image(C.product[q].a), bars + kImages);
+      for (int q = 0; q < C.count; q++)
+        bulk_copy(shared + C.room.image[q], C.product[q].a.image, padded_image(C.product[q].a), bars + kImages);
       barrier_wait(bars + kImages, 0);
       if (!CNW) fetch_pieces(C, shared, bars, bars + kMostPieces, block);
     }
@@ -580,7 +610,8 @@ __global__ void __launch_bounds__(kChainThreads, 1) chain_products(const __grid_
     const int legs = num_legs(P);
     const Leg leg = make_leg(C, q, 0, lane, w);
     const ChainOut out = P.a.epilogue == kResidual ? ChainOut{-1} : make_out(P, 0, threadIdx.x, w);
-    const WholeInput<CHUNKS> in(shared + C.room.xs, reinterpret_cast<const WholeBlock*>(shared + C.room.blocks), P.blocks, P.a.tokens, lane);
+    const WholeInput<CHUNKS> in(shared + C.room.xs, reinterpret_cast<const WholeBlock*>(shared + C.room.blocks), P.blocks, P.a.tokens,
+                                lane);
     STAMP(0)
     barrier_wait(bars + kReady, q & 1);
     STAMP(1)

@@ -1,7 +1,7 @@
 // Weights as bytes times activations as whole numbers: exact sums on the integer tensor cores (sm_80 up).
 //
-// An activation is a number of 16 bits times a step, one step for every 64 stored rows of a token: its high and its low byte are two columns
-// of B, so four tokens fill the eight columns of m16n8k32. Codes go in as they are, unsigned, their zero point times the sum of the
+// An activation is a number of 16 bits times a step, one step for every 64 stored rows of a token: its high and its low byte are two
+// columns of B, so four tokens fill the eight columns of m16n8k32. Codes go in as they are, unsigned, their zero point times the sum of the
 // activations comes off behind. Everything up to there is exact, so a token's result does not depend on the tokens beside it.
 #pragma once
 #include "fragment.cuh"
@@ -29,8 +29,9 @@ __device__ __forceinline__ void to_bytes(uint2 v, float inverse, uint32_t& low, 
   sum = __dp4a(static_cast<int>(low), 0x01010101, sum) + 256 * __dp4a(static_cast<int>(high), 0x01010101, 0);
 }
 
-// 64 stored rows of a token as fragment.cuh orders them, to bytes at `rows`: the high ones, then the low ones. Eight neighbouring lanes work on
-// it, all lanes of the warp must come; v: places 8 * (lane & 3) on of the first (lane & 4: second) 32 rows; live: whether there is something to do.
+// 64 stored rows of a token as fragment.cuh orders them, to bytes at `rows`: the high ones, then the low ones. Eight neighbouring lanes
+// work on it, all lanes of the warp must come; v: places 8 * (lane & 3) on of the first (lane & 4: second) 32 rows; live: whether there is
+// something to do.
 __device__ __forceinline__ void to_whole(uint4 v, uint8_t* rows, WholeBlock* block, int lane, bool live) {
   const auto h = [](uint32_t w) { return __habs2(*reinterpret_cast<half2*>(&w)); };
   const half2 most = __hmax2(__hmax2(h(v.x), h(v.y)), __hmax2(h(v.z), h(v.w)));
@@ -61,8 +62,8 @@ __device__ __forceinline__ void mma_bytes(int (&c)[4], uint32_t a0, uint32_t a1,
 #endif
 }
 
-// How the eight columns of B are used: four pairs, the high and the low byte, of `chunks` chunks of rows and 4 / chunks tokens. So the sums of
-// four chunks lie in four lanes t, and what follows a sum is done for all of them at once.
+// How the eight columns of B are used: four pairs, the high and the low byte, of `chunks` chunks of rows and 4 / chunks tokens. So the sums
+// of four chunks lie in four lanes t, and what follows a sum is done for all of them at once.
 template <int CHUNKS>
 struct WholeInput {
   static constexpr int kTokens = 4 / CHUNKS;
@@ -140,11 +141,12 @@ struct Brief {
 // Units of an item, at most.
 __host__ __device__ constexpr int most_units(int bits) { return kSlot / (128 * bits) < kItemUnits ? kSlot / (128 * bits) : kItemUnits; }
 
-// An EXL2 item: what does not change from strip to strip is made once. Chunks are units of one group, or halves of units with groups of their
-// own. Units that are not there meet activations of zero; what is read in their place lies in shared memory.
+// An EXL2 item: what does not change from strip to strip is made once. Chunks are units of one group, or halves of units with groups of
+// their own. Units that are not there meet activations of zero; what is read in their place lies in shared memory.
 template <int B, bool ONE, int CHUNKS>
 struct WholeItem {
-  static constexpr int kUnits = most_units(B), kParts = ONE ? kUnits : 2 * kUnits, kRounds = (kParts + CHUNKS - 1) / CHUNKS, kWords = ONE ? 4 : 2;
+  static constexpr int kUnits = most_units(B), kParts = ONE ? kUnits : 2 * kUnits, kRounds = (kParts + CHUNKS - 1) / CHUNKS,
+                       kWords = ONE ? 4 : 2;
   static constexpr int kZero = 1 << (B - 1), kShift = ByteForm<B>::shift;
   static constexpr int kHeld = CHUNKS < 4 ? 0 : ONE ? 1 : 2;  // rounds
   struct Round {
@@ -158,7 +160,8 @@ struct WholeItem {
   const half2* steps;
   const WholeInput<CHUNKS>& in;
 
-  __device__ __forceinline__ WholeItem(const Brief& it, const half2* all, const WholeInput<CHUNKS>& input) : block(it.block()), steps(all), in(input) {
+  __device__ __forceinline__ WholeItem(const Brief& it, const half2* all, const WholeInput<CHUNKS>& input)
+      : block(it.block()), steps(all), in(input) {
     const int units = it.units();
     parts = ONE ? units : 2 * units - it.lone();
     codes = units * (128 * B) + in.g * (ONE ? 1 : 2);
@@ -208,7 +211,7 @@ struct WholeItem {
         if (u >= kUnits) break;
         uint32_t w[B];
         load_unit<B>(st + u * (128 * B), lane, w);
-        int(&to)[4] = c[CHUNKS > 1 && j >= CHUNKS / 2];
+        int (&to)[4] = c[CHUNKS > 1 && j >= CHUNKS / 2];
         if constexpr (ONE) {
           multiply_half<B, 0>(to, w, of.b[j][0], of.b[j][1]);
           multiply_half<B, 2>(to, w, of.b[j][2], of.b[j][3]);
@@ -230,7 +233,7 @@ struct WholeItem {
       int g8 = c[0][2] * 256 + c[0][3];
       if constexpr (ByteForm<B>::mixed) g8 -= g;
       const float2 f = __half22float2(steps_of(code, of.unit));
-      float(&y)[2] = sums.y[r % (4 / CHUNKS)];
+      float (&y)[2] = sums.y[r % (4 / CHUNKS)];
       y[0] = fmaf(__int2float_rn(g - of.zero), f.x * of.step, y[0]);
       y[1] = fmaf(__int2float_rn(g8 - (of.zero << kShift)), f.y * (of.step * (1.f / (1 << kShift))), y[1]);
     }
