@@ -64,13 +64,14 @@ size_t squares_of() { return (static_cast<size_t>(kChainTokens * num_sms()) * si
 // What goes from product to product lies in the chain's own room: elsewhere rows of one product could lie where a later launch, of other
 // tokens, still reads rows of another. The room has it twice, for launches by turns.
 size_t set_bytes(int width, int inner) { return kChainTokens * (2 * row_of(width) + row_of(inner)) * sizeof(half) + 2 * squares_of(); }
-void connect(ChainArgs& c, uint8_t* room, size_t bytes) {
+void connect(ChainArgs& c, const ChainLink* links, uint8_t* room, size_t bytes) {
   c.meet = reinterpret_cast<unsigned*>(room), room += kMeetBytes;
   c.set = room, c.set_bytes = static_cast<int>((bytes - kMeetBytes) / 2);
   for (int q = 0; q + 1 < c.count; q++) {
     ChainProduct &from = c.product[q], &to = c.product[q + 1];
     const size_t row = row_of(to.width);
-    to.a.x = from.a.next.x = reinterpret_cast<half*>(room), to.a.x_stride = from.a.next.stride = static_cast<int>(row);
+    set_input(from.a.next, links[q + 1].head, links[q + 1].blob, reinterpret_cast<half*>(room), kChainTokens);
+    to.a.x = from.a.next.x, to.a.x_stride = from.a.next.stride = static_cast<int>(row);
     room += kChainTokens * row * sizeof(half);
     to.a.squares = from.a.next_squares = from.a.next_norm ? reinterpret_cast<float*>(room) : nullptr, to.a.squares_count = num_sms();
     if (from.a.next_norm) room += squares_of();
@@ -93,7 +94,7 @@ ChainArgs arguments(const ChainLink* links, int count, uint8_t* room, size_t byt
     const auto& h = *reinterpret_cast<const GpuHeader*>(links[q].head);
     p.width = h.K, p.blocks = (h.stored + 63) / 64;
   }
-  connect(c, room, bytes);
+  connect(c, links, room, bytes);
   int natural = 0;
   for (const int some : {0xe, 0xa, 0}) {  // all but the first; not the down product's; none
     natural = some & ((1 << count) - 1);
@@ -144,7 +145,7 @@ int chain_tokens(const ChainLink* links, int count) {
 
 const char* chain_launch(const ChainLink* links, int count, uint8_t* room, size_t bytes, cudaStream_t stream, bool pdl) {
   const int all = links[0].a.tokens, most = chain_tokens(links, count);
-  for (int first = 0; first < all; first += most) {
+  for (int first = 0; first < all && most; first += most) {
     const ChainArgs c = arguments(links, count, room, bytes, first, std::min(most, all - first));
     const int tokens = c.product[0].a.tokens;
 #ifdef ONLY1
@@ -154,7 +155,7 @@ const char* chain_launch(const ChainLink* links, int count, uint8_t* room, size_
       return wrong;
 #endif
   }
-  return nullptr;
+  return most ? nullptr : "these products cannot be chained";
 }
 
 }  // namespace exl2nb
