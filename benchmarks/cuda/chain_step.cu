@@ -1,15 +1,11 @@
 // Chains of products (chain.cuh) at the shapes of four models: time of one, with a small kernel in the place of attention before each.
-// `chain_step 7b 4`: only models whose name has the first, up to so many tokens. `chain_step together`: two engines on one GPU at the same
-// time beside other kernels, each of which must end with the bits that it has alone. nvcc -arch=sm_90a -std=c++17 -O3
+// `chain_step 7b 4`: only models whose name has the first, up to so many tokens. nvcc -arch=sm_90a -std=c++17 -O3
 // --expt-relaxed-constexpr -Icsrc/cuda benchmarks/cuda/chain_step.cu csrc/cuda/{chain,gemv,layout}.cu
 #include <algorithm>
-#include <atomic>
-#include <chrono>
 #include <cmath>
 #include <cstring>
 #include <random>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "chain.h"
@@ -61,11 +57,6 @@ __global__ void between(const float* qkv, int stride, half* x, int x_stride, int
       x[size_t(m) * x_stride + i] = __float2half(v / (1 + fabsf(v)));
     }
 }
-__global__ void busy(long long cycles) {
-  const long long begin = clock64();
-  while (clock64() - begin < cycles) {}
-}
-
 // Random codes of some matrices side by side, one permutation.
 struct Matrix {
   std::vector<uint8_t> head;
@@ -123,7 +114,7 @@ struct Engine {
   std::vector<float> begin;
   cudaStream_t stream;
 
-  Engine(const Shape& shape, unsigned seed, int priority = 0) : s(shape), N(shape.H + 2 * shape.kv) {
+  Engine(const Shape& shape, unsigned seed) : s(shape), N(shape.H + 2 * shape.kv) {
     std::mt19937 random(seed);
     Mixes a{{5, .1, 128}, {4, .9, 128}}, v{{5, .1, 64}, {4, .9, 64}}, g{{4, 1, 128}}, u{{4, 1, 32}}, d{{8, .05, 32}, {4, .95, 128}};
     if (s.two_bits) a = v = g = u = {{3, .05, 64}, {2, .95, 64}}, d = {{6, .05, 32}, {3, .2, 64}, {2, .75, 64}};
@@ -143,7 +134,7 @@ struct Engine {
     const std::vector<float> ones(static_cast<size_t>(s.H), 1.f);
     CHECK(cudaMemcpy(norm, ones.data(), ones.size() * 4, cudaMemcpyHostToDevice));
     for (int i = 0; i < kMost * s.H; i++) begin.push_back(std::sin(static_cast<float>(i % s.H) * 0.7f));
-    CHECK(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, priority));
+    CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
     CHECK(cudaDeviceSynchronize());
   }
   void step(int tokens, bool pdl) {
@@ -188,6 +179,9 @@ struct Engine {
   }
 };
 
+#ifdef CLOCKS
+void chain_report(double);
+#endif
 static void time(Engine& e, int tokens) {
   std::vector<float> results[2];
   for (const bool pdl : {false, true}) {
@@ -215,48 +209,13 @@ static void time(Engine& e, int tokens) {
   bool same = !std::memcmp(results[0].data(), results[1].data(), results[0].size() * 4);
   for (int m = 1; m < tokens; m++) same &= !std::memcmp(results[0].data(), results[0].data() + m * e.s.H, static_cast<size_t>(e.s.H) * 4);
   std::printf("%s\n", same ? "every token the same bits" : "BITS DIFFER");
-}
-
-static std::vector<float> run(Engine& e, int tokens, cudaGraphExec_t exec) {
-  e.rewind();
-  for (int i = 0; i < 150; i++) {
-    if (exec)
-      CHECK(cudaGraphLaunch(exec, e.stream));
-    else
-      e.step(tokens, true);
-  }
-  return e.result(tokens);
-}
-static void together(int priority, int other_priority) {
-  Engine one(kShapes[1], 1, priority), eight(kShapes[1], 2, other_priority);
-  const auto equal = [](const std::vector<float>& a, const std::vector<float>& b) {
-    return !std::memcmp(a.data(), b.data(), a.size() * 4);
-  };
-  for (const bool graphs : {false, true}) {
-    const cudaGraphExec_t first = graphs ? one.graph(1, true) : nullptr, second = graphs ? eight.graph(8, true) : nullptr;
-    const auto want = run(one, 1, first), other = run(eight, 8, second);
-    std::atomic<bool> stop{false};
-    std::thread beside([&] {
-      cudaStream_t stream;
-      CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-      CHECK(cudaFuncSetAttribute(busy, cudaFuncAttributeMaxDynamicSharedMemorySize, 100 << 10));
-      for (unsigned n = 0; !stop; n++) {
-        busy<<<1 + n % 200, 256, n % 3 * 50 << 10, stream>>>(3000 + n * 7919 % 60000);
-        if (n % 16 == 0) CHECK(cudaStreamSynchronize(stream));
-      }
-      CHECK(cudaStreamSynchronize(stream));
-    });
-    std::vector<float> a, b;
-    std::thread x([&] { a = run(one, 1, first); }), y([&] { b = run(eight, 8, second); });
-    x.join(), y.join(), stop = true, beside.join();
-    std::printf("two engines of priorities %d and %d, %s: %s, %s\n", priority, other_priority, graphs ? "graphs" : "launches",
-                equal(a, want) ? "as alone" : "OTHER BITS", equal(b, other) ? "as alone" : "OTHER BITS");
-  }
+#ifdef CLOCKS
+  chain_report(0);
+#endif
 }
 
 int main(int count, char** words) {
   std::setvbuf(stdout, nullptr, _IONBF, 0);
-  if (count > 1 && std::string(words[1]) == "together") return together(0, 0), together(0, -5), together(-5, 0), 0;
   for (const Shape& s : kShapes) {
     if (count > 1 && !std::strstr(words[1], s.name)) continue;
     Engine e(s, 1);

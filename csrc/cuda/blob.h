@@ -12,14 +12,14 @@
 //               identity is written out; none where K > kMostOrdered or all parts are dense
 //     strips    (strips, strip_bytes) per part
 //
-// A strip is 16 columns over all stored rows: its items one after the other. An item is at most kItemUnits units and then their scale codes, at
-// most kSlot bytes: one bulk copy. A unit is 16 columns x 64 stored rows x b bits: b words per lane, the A fragments of four m16n8k16 products
-// (fields.cuh says which bits of a word are whose). Where the width changes after 32 rows the second half of a unit is empty.
-// Scale codes: per unit and group of 8 lanes' columns g one byte (column g low nibble, g + 8 high); two bytes (first, second 32 rows) where
-// the halves belong to different groups, so not `one`. Dense fp16 units (16 bits) have none.
-// GPTQ items have scale sets instead, 64 bytes: per g the fp16 scales of columns g and g + 8, then their zero points, fp16. A set serves
-// two units of one group (`scales` 2) or one (1); where units are not `one` there are two sets per unit. Groups filled up to 32 rows: a
-// padding row's code is the zero point, its feature in the permutation K.
+// A strip is 16 columns over all stored rows: its items one after the other. An item is at most kItemUnits units and then their scale
+// codes, at most kSlot bytes: one bulk copy. A unit is 16 columns x 64 stored rows x b bits: b words per lane, the A fragments of four
+// m16n8k16 products (fields.cuh says which bits of a word are whose). Where the width changes after 32 rows the second half of a unit is
+// empty. Scale codes: per unit and group of 8 lanes' columns g one byte (column g low nibble, g + 8 high); two bytes (first, second 32
+// rows) where the halves belong to different groups, so not `one`. Dense fp16 units (16 bits) have none. GPTQ items have scale sets
+// instead, 64 bytes: per g the fp16 scales of columns g and g + 8, then their zero points, fp16. A set serves two units of one group
+// (`scales` 2) or one (1); where units are not `one` there are two sets per unit. Groups filled up to 32 rows: a padding row's code is the
+// zero point, its feature in the permutation K.
 #pragma once
 #include <cstdint>
 

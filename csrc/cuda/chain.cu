@@ -113,16 +113,10 @@ const char* launch(const ChainArgs& c, cudaStream_t stream, bool pdl) {
   static const cudaError_t ready =
       cudaFuncSetAttribute(chain_products<CHUNKS>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_per_block());
   if (ready != cudaSuccess) return error_text(ready);
-  cudaFuncSetAttribute(chain_products<CHUNKS>, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(c.grid), config.blockDim = dim3(kChainThreads), config.dynamicSmemBytes = c.room.bytes, config.stream = stream;
-  cudaLaunchAttribute attributes[2];
-  config.attrs = attributes;
-  // All CTAs start together or none does: two chains that each hold a part of the GPU would wait for ever. That costs a microsecond; but a
-  // cooperative launch that waits keeps the CTAs of other launches from starting, so that all chains of a process must be such.
-  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization, attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  config.numAttrs = pdl ? 1 : 0;
-  return error_text(cudaLaunchKernelEx(&config, chain_products<CHUNKS>, c));
+  // All CTAs must run at the same time. Other kernels end by themselves, but another chain could hold a part of the GPU and wait as this
+  // one does: who launches steps keeps those of different streams apart (ops/gpu_turn.py). A cooperative launch would do that, too, but
+  // starts only when all multiprocessors are free: 3 us a chain later.
+  return launch_kernel(chain_products<CHUNKS>, dim3(c.grid), kChainThreads, c.room.bytes, stream, pdl, 1, c);
 }
 
 }  // namespace
@@ -153,7 +147,7 @@ int chain_tokens(const ChainLink* links, int count) {
 
 const char* chain_launch(const ChainLink* links, int count, uint8_t* room, size_t bytes, cudaStream_t stream, bool pdl) {
   const int all = links[0].a.tokens, most = chain_tokens(links, count);
-  for (int first = 0; first < all; first += most) {
+  for (int first = 0; first < all && most; first += most) {
     const ChainArgs c = arguments(links, count, room, bytes, first, std::min(most, all - first));
     const int tokens = c.product[0].a.tokens;
 #ifdef ONLY1
@@ -163,7 +157,7 @@ const char* chain_launch(const ChainLink* links, int count, uint8_t* room, size_
       return wrong;
 #endif
   }
-  return nullptr;
+  return most ? nullptr : "these products cannot be chained";
 }
 
 }  // namespace exl2nb

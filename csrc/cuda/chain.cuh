@@ -46,7 +46,7 @@ constexpr int kMostPieces = 12, kAhead = AHEAD, kChainTokens = 4;
 constexpr int kLegs = 16;   // pieces of all parts of a strip, at most
 constexpr int kOwn = 4;     // strips of a residual's product that a CTA owns, at most
 constexpr int kOrders = 3;  // octets of the order that a thread loads before the activations are there
-enum ChainBar { kImages = 2 * kMostPieces, kReady, kScaled, kChainBars };
+enum ChainBar { kImages = 2 * kMostPieces, kReady, kScaled, kMine, kChainBars };
 
 struct ChainProduct {
   GemvArgs a;             // next.inverse null and next_natural: in natural order
@@ -217,6 +217,7 @@ __device__ __forceinline__ void await_inputs(const ChainArgs& C, uint8_t* shared
     if (q == 0) {
       pdl_wait();
     } else if (!CNX && lane == 0) {
+      barrier_wait(bars + kMine, (q - 1) & 1);
       while (static_cast<int>(meet_now(C.meet + q - 1) - before - C.grid * THR / 8) < 0) {}
     }
     __syncwarp();
@@ -631,7 +632,7 @@ __global__ void __launch_bounds__(kChainThreads, 1) chain_products(const __grid_
       } else {
         __syncwarp();
       }
-      if (threadIdx.x == 0) meet_arrive(C.meet + q);
+      if (threadIdx.x == 0) meet_arrive(C.meet + q), barrier_arrive(bars + kMine);
       STAMP(9)
     }
   }

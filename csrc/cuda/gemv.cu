@@ -84,10 +84,24 @@ void set_input(MatrixInput& in, const uint8_t* head, const uint8_t* blob, half* 
 
 // Of at most eight tokens: how they are shared out, whether their activations are staged. Returns the bytes of shared memory.
 static int gemv_prepare(GemvArgs& a, Epilogue e) {
-  const int x_bytes = gemv_share(a, e);
-  const int own = stages_of(device().path) * kWarps * kSlot + num_bars(device().path) * 8 + padded_image(a) + GemvShared::bytes(a);
-  a.staged = own + x_bytes <= device().shared_per_sm - 1024 && own + x_bytes <= device().shared_per_block;
+  const int x_bytes = gemv_share(a, e), most = device().shared_per_block, flush = a.flush;
+  const int fixed = stages_of(device().path) * kWarps * kSlot + num_bars(device().path) * 8 + padded_image(a);
+  int own = fixed + GemvShared::bytes(a);
+  const auto shrink = [&](int beside) {
+    for (; a.flush > 1 && own + beside > most; own = fixed + GemvShared::bytes(a)) a.flush--;
+  };
+  if (own > most) {  // little memory: so few strips at a time that the activations fit, too, or at least the rest
+    shrink(x_bytes);
+    if (own + x_bytes > most) a.flush = flush, own = fixed + GemvShared::bytes(a), shrink(0);
+  }
+  a.staged = own + x_bytes <= device().shared_per_sm - 1024 && own + x_bytes <= most;
   return own + (a.staged ? x_bytes : 0);
+}
+// Tokens of a launch: eight, or so many as there is memory for.
+static int gemv_tokens(GemvArgs a, Epilogue e) {
+  int tokens = std::min(kMaxTokens, a.tokens);
+  for (a.tokens = tokens; tokens > 1 && gemv_prepare(a, e) > device().shared_per_block; a.tokens = tokens) tokens--;
+  return tokens;
 }
 
 bool gemv_makes(GemvArgs a, Epilogue e, int width) {
@@ -99,9 +113,10 @@ bool gemv_makes(GemvArgs a, Epilogue e, int width) {
 const char* gemv_launch(GemvArgs a, Epilogue e, cudaStream_t stream, bool pdl) {
   const int tokens = a.tokens, grid = gemv_grid(a, e);
   if (grid == 0 || tokens == 0) return nullptr;
-  for (int first = 0; first < tokens; first += kMaxTokens) {
+  const int most = gemv_tokens(a, e);
+  for (int first = 0; first < tokens; first += most) {
     GemvArgs b = a;
-    b.tokens = std::min(kMaxTokens, tokens - first);
+    b.tokens = std::min(most, tokens - first);
     if (b.rows) {
       b.rows += first;
     } else {

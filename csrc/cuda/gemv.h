@@ -20,7 +20,7 @@ int gemv_share(GemvArgs& a, Epilogue e);
 bool gemv_makes(GemvArgs a, Epilogue e, int width);
 int num_sms();
 int gemv_path();
-// Any number of tokens, eight per launch.
+// Any number of tokens, eight per launch or so many as there is shared memory for.
 const char* gemv_launch(GemvArgs a, Epilogue e, cudaStream_t stream, bool pdl);
 
 }  // namespace exl2nb

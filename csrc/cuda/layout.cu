@@ -38,7 +38,7 @@ struct Piece {
 // Equal pieces that follow one another.
 struct Run {
   const Piece* first;
-  int pieces, most, items;  // most: pieces of an item
+  int pieces, most, items;                                                  // most: pieces of an item
   int bytes() const { return first->bytes((pieces + items - 1) / items); }  // of its largest item
 };
 std::vector<Run> runs_of(const std::vector<Piece>& pieces) {
@@ -62,7 +62,8 @@ void make_items(PartPlan& p, const std::vector<Piece>& pieces) {
   for (Run& r : runs) items += r.items = (r.pieces + r.most - 1) / r.most;
   for (const int wanted = (items + kWarps - 1) / kWarps * kWarps; items < wanted; items++) {
     const auto can = [](const Run& r) { return r.items < r.pieces; };
-    const auto largest = std::max_element(runs.begin(), runs.end(), [&](const Run& a, const Run& b) { return can(a) * a.bytes() < can(b) * b.bytes(); });
+    const auto largest =
+        std::max_element(runs.begin(), runs.end(), [&](const Run& a, const Run& b) { return can(a) * a.bytes() < can(b) * b.bytes(); });
     if (!can(*largest)) break;
     largest->items++;
   }
@@ -72,8 +73,10 @@ void make_items(PartPlan& p, const std::vector<Piece>& pieces) {
       const Piece& first = r.first[from];
       Item it{};
       it.offset = static_cast<uint32_t>(p.strip_bytes), it.block = static_cast<uint16_t>(first.block);
-      it.bits = static_cast<uint8_t>(first.bits), it.units = static_cast<uint8_t>(n * first.units), it.one = first.one, it.lone = first.lone;
-      it.scales = static_cast<uint8_t>(first.scales), it.unit0 = static_cast<uint16_t>(unit), it.bytes = static_cast<uint16_t>(first.bytes(n));
+      it.bits = static_cast<uint8_t>(first.bits), it.units = static_cast<uint8_t>(n * first.units), it.one = first.one,
+      it.lone = first.lone;
+      it.scales = static_cast<uint8_t>(first.scales), it.unit0 = static_cast<uint16_t>(unit),
+      it.bytes = static_cast<uint16_t>(first.bytes(n));
       p.strip_bytes += it.bytes;
       p.items.push_back(it);
       unit += it.units, from = end;
@@ -170,7 +173,8 @@ std::vector<uint16_t> order_table(const std::vector<std::vector<int>>& perms, in
   for (size_t p = 0; p < perms.size(); p++)
     for (size_t r = 0; r < (perms[p].empty() ? static_cast<size_t>(K) : perms[p].size()); r++) {
       const int feature = perms[p].empty() ? static_cast<int>(r) : perms[p][r];
-      table[p * whole + static_cast<size_t>(fragment_place(static_cast<int>(r)))] = static_cast<uint16_t>(feature < K ? feature + kOrderPad : 0);
+      table[p * whole + static_cast<size_t>(fragment_place(static_cast<int>(r)))] =
+          static_cast<uint16_t>(feature < K ? feature + kOrderPad : 0);
     }
   return table;
 }

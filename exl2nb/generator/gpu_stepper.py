@@ -19,6 +19,7 @@ from exl2nb.generator.stepper import Draw, Step, Ticket
 from exl2nb.model.gpu import formats_of
 from exl2nb.ops import out_of_memory
 from exl2nb.ops.cuda_sample import TOP, Row, pack_rows, sample_rows
+from exl2nb.ops.gpu_turn import turn
 from exl2nb.sampling.report import Sampled
 from exl2nb.sampling.state import SamplerState
 
@@ -218,7 +219,8 @@ class _Graph:
 
     def replay(self, tops: list[int]) -> Ticket:
         """Enqueue the step for the first rows; tops: how many alternatives each wants."""
-        self._graph.replay()
+        with turn(self._state.device):
+            self._graph.replay()
         alternatives = None
         if max(tops):
             alternatives = tuple(torch.empty(t.shape, dtype=t.dtype, pin_memory=True).copy_(t, non_blocking=True) for t in self._top)

@@ -20,8 +20,8 @@ from exl2nb.model.inspect import Inspection, Matrix
 from exl2nb.model.layout import Linear, layer_linears, modules, vectors
 
 ALIGN = 256  # where sections of a blob begin
-TILE, UNIT, BLOCK, WARPS, SLOT, SET = 16, 64, 32, 16, 2176, 64  # kStripColumns, kUnitRows, rows of a half unit, kWarps, kSlot, kGptqSet
-MOST_ORDERED = 65520  # kMostOrdered
+TILE, UNIT, BLOCK, WARPS, SLOT, SET = 16, 64, 32, 16, 2688, 64  # kStripColumns, kUnitRows, rows of a half unit, kWarps, kSlot, kGptqSet
+ITEM_UNITS, MOST_ORDERED = 8, 65520  # kItemUnits, kMostOrdered
 
 
 class Arena:
@@ -134,11 +134,6 @@ class _Piece(NamedTuple):
             return codes + count * (1 if self.one else 2) * SET
         return codes + (count * (8 if self.one else 16) + 15) // 16 * 16
 
-    @property
-    def cost(self) -> int:
-        """What it weighs when warps get about equal shares."""
-        return self.size(1) if self.scales or self.bits == 16 else self.units * self.bits * 128 + (8 if self.one else 16)
-
 
 @lru_cache(maxsize=4096)
 def _strip(kind: str, groups: tuple[tuple[int, int], ...], in_features: int) -> _Strip:
@@ -171,16 +166,43 @@ def _gptq_pieces(blocks: list[tuple[int, int]]) -> list[_Piece]:
 
 
 def _items(pieces: list[_Piece]) -> tuple[int, int]:
-    """Bytes and number of the items: every warp has a run of pieces of about the same weight; equal neighbours become one item."""
-    total, done, at, size, items = sum(piece.cost for piece in pieces), 0, 0, 0, 0
-    for warp in range(1, WARPS + 1):
-        end = at
-        while end < len(pieces) and (warp == WARPS or (2 * done + pieces[end].cost) * WARPS <= 2 * total * warp):
-            done += pieces[end].cost
-            end += 1
-        while at < end:
-            first, count = pieces[at], 1
-            while at + count < end and not first.lone and pieces[at + count] == first and first.size(count + 1) <= SLOT:
-                count += 1
-            size, items, at = size + first.size(count), items + 1, at + count
-    return size, items
+    """Bytes and number of the items: equal neighbours in as few as hold them, and then so many more that the warps have equally many."""
+    runs: list[_Run] = []
+    for piece in pieces:
+        if runs and piece == runs[-1].piece and not piece.lone:
+            runs[-1].pieces += 1
+        else:
+            runs.append(_Run(piece))
+    for run in runs:
+        run.items = -(-run.pieces // run.most)
+    for _ in range(-sum(run.items for run in runs) % WARPS):
+        largest = max(runs, key=lambda run: run.size if run.items < run.pieces else 0)
+        if largest.items == largest.pieces:
+            break
+        largest.items += 1
+    return sum(size for run in runs for size in run.sizes()), sum(run.items for run in runs)
+
+
+class _Run:
+    """Equal pieces that follow one another."""
+
+    def __init__(self, piece: _Piece) -> None:
+        self.piece, self.pieces, self.items = piece, 1, 1
+
+    @property
+    def most(self) -> int:
+        """Pieces of an item."""
+        count = 1
+        while (count + 1) * self.piece.units <= ITEM_UNITS and self.piece.size(count + 1) <= SLOT:
+            count += 1
+        return count
+
+    @property
+    def size(self) -> int:
+        """Bytes of its largest item."""
+        return self.piece.size(-(-self.pieces // self.items))
+
+    def sizes(self) -> Iterator[int]:
+        """Bytes of every item."""
+        for item in range(self.items):
+            yield self.piece.size((item + 1) * self.pieces // self.items - item * self.pieces // self.items)

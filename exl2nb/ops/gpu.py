@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from exl2nb.ops._library import LIBRARY
+from exl2nb.ops.gpu_turn import turn
 
 for _schema in (
     "gpu_error(Tensor there) -> int",
@@ -102,7 +103,8 @@ class Stepper:
         formats: of the K and V pools (csrc/cuda/attention.h). heads: (num_kv_heads, head_dim) of the pools. Nothing is checked against the
         memory of the GPU here, for that would wait for it: whoever makes the batch must have checked it.
         """
-        _ops.gpu_step(
-            self.code, self.workspace, self.capacity, ids, positions, block_table, cu_seqlens, context_lens, logit_rows, list(k_pools),
-            list(v_pools), *formats, *heads, logits, pdl, self.many,
-        )  # fmt: skip
+        with turn(self.workspace.device):
+            _ops.gpu_step(
+                self.code, self.workspace, self.capacity, ids, positions, block_table, cu_seqlens, context_lens, logit_rows, list(k_pools),
+                list(v_pools), *formats, *heads, logits, pdl, self.many,
+            )  # fmt: skip

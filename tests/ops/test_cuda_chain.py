@@ -119,8 +119,8 @@ def test_in_graphs(count):
 
 
 def test_two_models_at_the_same_time():
-    """Every launch needs all multiprocessors at once: in two streams none may wait for the other for ever."""
-    both, streams = [Steps(made({"bits": bits, "layers": 6})) for bits in (4, 6)], [torch.cuda.Stream() for _ in range(2)]
+    """Every launch needs all multiprocessors at once: in two streams, one more urgent, none may wait for the other for ever."""
+    both, streams = [Steps(made({"bits": bits, "layers": 6})) for bits in (4, 6)], [torch.cuda.Stream(priority=p) for p in (0, -1)]
     given = [arguments(steps, KVCache(steps.spec, "cuda"), count) for steps, count in zip(both, (1, 8))]
     alone = []
     for steps, (inputs, out) in zip(both, given):

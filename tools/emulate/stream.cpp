@@ -57,7 +57,9 @@ Made make(const Case& c, float size = 1) {
 void put(const MatrixInput& in, int m, int k, float v) { for (int p = 0; p < in.num_perms; p++) in.x[(size_t)p * in.perm_stride + (size_t)m * in.stride + fragment_place(in.inverse[p] ? in.inverse[p][k] : k)] = saturated(v); }
 void chains();
 int main(int argc, char** argv) {
-  chains(); if (argc > 1) return 0;
+  const std::string what = argc > 1 ? argv[1] : "";
+  if (what != "products") chains();
+  if (what == "chains") return 0;
   auto rep = [](int rows, int bits, int n) { std::vector<Group> g; for (int i = 0; i < n; i++) g.push_back({bits, rows}); return g; };
   auto cat = [](std::vector<std::vector<Group>> v) { std::vector<Group> g; for (auto& x : v) g.insert(g.end(), x.begin(), x.end()); return g; };
   std::vector<Case> cases;
@@ -69,6 +71,8 @@ int main(int argc, char** argv) {
   for (int T : {1, 5, 8}) cases.push_back({"demo", 704, {cat({rep(32, 8, 1), rep(32, 6, 1), rep(32, 5, 3), rep(32, 4, 2), rep(32, 3, 2), rep(32, 2, 13)})}, true, false, T, 256});
   for (int T : {1, 5, 8}) cases.push_back({"alllone", 352, {cat({rep(32, 8, 1), rep(32, 6, 2), rep(32, 5, 2), rep(32, 4, 2), rep(32, 3, 2), rep(32, 2, 2)})}, false, false, T, 256});
   for (int T : {3, 4, 5, 7, 8}) cases.push_back({"tokens", 640, {cat({rep(128, 5, 1), rep(128, 4, 4)})}, true, false, T, 64});
+  for (int T : {1, 8}) cases.push_back({"strips", 128, {rep(64, 4, 2)}, true, false, T, 3328});
+  for (int T : {1, 3, 8}) cases.push_back({"gates of many strips", 128, {rep(64, 4, 2), rep(64, 3, 2)}, true, false, T, 3328});
   cases.push_back({"long", 4096, {cat({rep(128, 5, 3), rep(128, 4, 29)})}, true, false, 1, 32});
   for (auto& c : cases) for (int turn = 0; turn < 2; turn++) {
     Made made = make(c); auto& parts = made.parts; auto& out = made.out; auto& head = made.head; auto& perm = made.perm; uint8_t* const d = made.d;
@@ -91,7 +95,7 @@ int main(int argc, char** argv) {
       GemvArgs r{}; set_weights(r, head.data(), d); r.tokens = T, r.x = in.x, r.x_stride = in.stride, r.x_perm_stride = in.perm_stride, r.scale = 0.5f;
       r.next.x = nx, r.next.stride = stride, r.next.perm_stride = stride * T, r.next.num_perms = np; for (int p = 0; p < np; p++) r.next.inverse[p] = inv[p].data();
       const int count = 7; float* sq = new float[T * count]; for (int i = 0; i < T * count; i++) sq[i] = std::fabs(gauss(1)); r.squares = sq, r.squares_count = count, r.inverse_width = 1.f / 100, r.eps = 1e-5f;
-      float* nsq = new float[T * 3]; std::vector<float> b0(N); for (auto& v : b0) v = gauss(1); r.bias = b0.data();
+      const int ctas = std::min(num_sms(), (N + 15) / 16); float* nsq = new float[T * ctas]; std::vector<float> b0(N); for (auto& v : b0) v = gauss(1); r.bias = b0.data();
       if (kind == 0 && parts.size() != 1) continue;
       if (kind == 0) r.residual = res, r.residual_stride = W, r.next_norm = nn, r.next_squares = nsq; else r.gated = true;
       const char* w2 = gemv_launch(r, kind ? kActivation : kResidual, nullptr, false); if (w2) { printf("%s\n", w2); return 1; }
@@ -99,7 +103,7 @@ int main(int argc, char** argv) {
         auto dot = [&](int part, int n) { double v = 0; for (int k = 0; k < c.K; k++) v += (double)xs[m * c.K + (perm.empty() ? k : perm[k])] * parts[part].w[(size_t)k * c.N + n]; return v * f + b0[out.parts[part].first_column + n]; };
         double total = 0; for (int n = 0; n < W; n++) { double v; if (kind == 0) { v = old[m * W + n] + 0.5 * dot(0, n); worst = std::max(worst, std::fabs(v - res[m * W + n]) / (1 + std::fabs(v))); total += v * v; v *= nn[n]; } else { double g = dot(0, n), u = dot(1, n); v = g / (1 + std::exp(-g)) * u; }
           for (int p = 0; p < np; p++) worst = std::max(worst, std::fabs(v - __half2float(nx[p * stride * T + m * stride + fragment_place(inv[p][n])])) / (1 + std::fabs(v))); }
-        if (kind == 0) { double s = 0; for (int i = 0; i < std::min(3, (N + 15) / 16); i++) s += nsq[m * std::min(3, (N + 15) / 16) + i]; worst = std::max(worst, std::fabs(s - total) / total); } }
+        if (kind == 0) { double s = 0; for (int i = 0; i < ctas; i++) s += nsq[m * ctas + i]; worst = std::max(worst, std::fabs(s - total) / total); } }
       printf("   %s: %.1e %s\n", kind ? "gates" : "residual", worst, worst < 2e-3 ? "ok" : "WRONG");
       delete[] nx; delete[] res; delete[] old; delete[] nn; delete[] sq; delete[] nsq;
     }
@@ -107,39 +111,108 @@ int main(int argc, char** argv) {
   }
 }
 
-void chains() {
-  auto rep = [](int rows, int bits, int n) { std::vector<Group> g; for (int i = 0; i < n; i++) g.push_back({bits, rows}); return g; };
-  auto cat = [](std::vector<std::vector<Group>> v) { std::vector<Group> g; for (auto& x : v) g.insert(g.end(), x.begin(), x.end()); return g; };
-  for (int T : {1, 2, 4, 7, 8}) for (int count : {4, 3}) {
-    const int H = count == 4 ? 256 : 64, I = 416, A = 320, Q = 144;
-    Made O = make({"o", A, {cat({rep(128, 5, 1), rep(64, 4, 3)})}, true, false, T, H}, 0.05f), G = make({"g", H, {cat({rep(32, 6, 1), rep(32, 4, H / 32 - 1)}), cat({rep(64, 3, H / 64)})}, true, false, T, I}, 0.2f);
-    Made D = make({"d", I, {cat({rep(32, 8, 1), rep(32, 5, 2), rep(64, 4, 5)})}, true, false, T, H}, 0.05f), V = make({"q", H, {cat({rep(H / 2, 6, 1), rep(H / 2, 5, 1)}), rep(64, 4, H / 64), rep(32, 2, H / 32)}, true, false, T, Q}, 0.2f);
-    auto room = [&](Made& m) { size_t n = (size_t)input_stride(m.out.header) * T * std::max(1, m.out.header.num_perms); half* x = (half*)aligned_alloc(256, (n * 2 + 511) / 256 * 256); memset((void*)x, 0, n * 2); return x; };
-    MatrixInput io, ig, id, iv; set_input(io, O.head.data(), O.d, room(O), T); set_input(ig, G.head.data(), G.d, room(G), T); set_input(id, D.head.data(), D.d, room(D), T); set_input(iv, V.head.data(), V.d, room(V), T);
-    std::vector<float> x(T * A), res(T * H), n1(H), n2(H), sq(T * num_sms() + 8), qkv(T * 3 * Q, NAN); for (auto& v : n1) v = 1 + gauss(0.1f); for (auto& v : n2) v = 1 + gauss(0.1f);
-    for (int m = 0; m < T; m++) for (int k = 0; k < A; k++) { x[m * A + k] = r16(gauss(1)); put(io, m, k, x[m * A + k]); }
-    for (auto& v : res) v = gauss(1); const std::vector<float> old = res;
-    uint8_t* between = (uint8_t*)calloc(chain_bytes(H, I), 1);
-    auto base = [&](Made& m, MatrixInput& in) { GemvArgs a{}; set_weights(a, m.head.data(), m.d); a.tokens = T, a.x = in.x, a.x_stride = in.stride, a.x_perm_stride = in.perm_stride, a.scale = 1; return a; };
-    ChainLink l[4] = {{base(O, io), O.head.data(), O.d, kResidual}, {base(G, ig), G.head.data(), G.d, kActivation}, {base(D, id), D.head.data(), D.d, kResidual}, {base(V, iv), V.head.data(), V.d, kStore}};
-    auto plain = [&](MatrixInput in) { in.num_perms = 1; return in; };
-    l[0].a.residual = res.data(), l[0].a.residual_stride = H, l[0].a.next = plain(ig), l[0].a.next_norm = n1.data(), l[0].a.next_squares = sq.data();
-    l[1].a.gated = true, l[1].a.next = plain(id), l[1].a.squares = sq.data(), l[1].a.squares_count = num_sms(), l[1].a.inverse_width = 1.f / H, l[1].a.eps = 1e-5f;
-    l[2].a.residual = res.data(), l[2].a.residual_stride = H, l[2].a.next = count == 4 ? plain(iv) : iv, l[2].a.next_norm = n2.data(), l[2].a.next_squares = sq.data();
-    l[3].a.out = qkv.data(), l[3].a.out_stride = 3 * Q, l[3].a.squares = sq.data(), l[3].a.squares_count = num_sms(), l[3].a.inverse_width = 1.f / H, l[3].a.eps = 1e-5f;
-    for (int again = 0; again < 3; again++) { res = old; if (const char* wrong = chain_launch(l, count, between, chain_bytes(H, I), nullptr, true)) { printf("%s\n", wrong); exit(1); } }
-    double worst = 0, wq = 0, size = 0;
-    auto times = [&](Made& m, int part, const std::vector<double>& in, int n) { double v = 0; const int N = m.parts[part].N; for (size_t k = 0; k < in.size(); k++) v += in[m.perm[k]] * m.parts[part].w[k * N + n]; return v; };
-    for (int m = 0; m < T; m++) {
-      std::vector<double> a(x.begin() + m * A, x.begin() + (m + 1) * A), r(H), u(I), v(H);
-      for (int n = 0; n < H; n++) r[n] = old[m * H + n] + times(O, 0, a, n);
-      auto norm = [&](std::vector<double> q, std::vector<float>& w) { double s = 0; for (double z : q) s += z * z / H; for (int n = 0; n < H; n++) q[n] *= w[n] / std::sqrt(s + 1e-5); return q; };
-      auto h = norm(r, n1); for (int i = 0; i < I; i++) { double g = times(G, 0, h, i), p = times(G, 1, h, i); u[i] = g / (1 + std::exp(-g)) * p; }
-      for (int n = 0; n < H; n++) r[n] += times(D, 0, u, n), worst = std::max(worst, std::fabs(r[n] - res[m * H + n]) / (1 + std::fabs(r[n])));
-      h = norm(r, n2);
-      if (count == 4) for (int p = 0; p < 3; p++) for (int n = 0; n < Q; n++) { double z = times(V, p, h, n), got = qkv[m * 3 * Q + p * Q + n]; wq += (z - got) * (z - got), size += z * z; }
-      else for (int n = 0; n < H; n++) for (int p = 0; p < iv.num_perms; p++) worst = std::max(worst, std::fabs(r[n] * n2[n] - __half2float(iv.x[p * iv.perm_stride + m * iv.stride + fragment_place(iv.inverse[p] ? iv.inverse[p][n] : n)])) / (1 + std::fabs(r[n])));
+// Chains one after the other in one room, of different numbers of tokens: each its mathematics, every token's bits the same beside any others.
+struct Chains {
+  static constexpr int kMost = 8, I = 416, A = 320, Q = 144;
+  const int count, H;
+  Made O, G, D, V;
+  MatrixInput io, iv;
+  std::vector<float> x, old, residual, n1, n2, squares, qkv;
+  uint8_t* room;
+
+  static std::vector<Group> rep(int rows, int bits, int n) { return std::vector<Group>(n, Group{bits, rows}); }
+  static std::vector<Group> cat(std::vector<std::vector<Group>> v) {
+    std::vector<Group> g;
+    for (auto& x : v) g.insert(g.end(), x.begin(), x.end());
+    return g;
+  }
+  static MatrixInput input(Made& m) {
+    const size_t n = (size_t)input_stride(m.out.header) * kMost * std::max(1, m.out.header.num_perms);
+    half* x = (half*)aligned_alloc(256, (n * 2 + 511) / 256 * 256);
+    memset((void*)x, 0, n * 2);
+    MatrixInput in;
+    set_input(in, m.head.data(), m.d, x, kMost);
+    return in;
+  }
+  explicit Chains(int links)
+      : count(links), H(links == 4 ? 256 : 64),
+        O(make({"o", A, {cat({rep(128, 5, 1), rep(64, 4, 3)})}, true, false, kMost, H}, 0.05f)),
+        G(make({"g", H, {cat({rep(32, 6, 1), rep(32, 4, H / 32 - 1)}), cat({rep(64, 3, H / 64)})}, true, false, kMost, I}, 0.2f)),
+        D(make({"d", I, {cat({rep(32, 8, 1), rep(32, 5, 2), rep(64, 4, 5)})}, true, false, kMost, H}, 0.05f)),
+        V(make({"q", H, {cat({rep(H / 2, 6, 1), rep(H / 2, 5, 1)}), rep(64, 4, H / 64), rep(32, 2, H / 32)}, true, false, kMost, Q}, 0.2f)),
+        io(input(O)), iv(input(V)), x(kMost * A), old(kMost * H), n1(H), n2(H), squares(kMost * num_sms()), qkv(kMost * 3 * Q) {
+    for (auto* n : {&n1, &n2})
+      for (auto& v : *n) v = 1 + gauss(0.1f);
+    for (int m = 0; m < kMost; m++)
+      for (int k = 0; k < A; k++) put(io, m, k, x[m * A + k] = r16(gauss(1)));
+    for (auto& v : old) v = gauss(1);
+    room = (uint8_t*)aligned_alloc(256, (chain_bytes(H, I) + 255) / 256 * 256);
+    memset(room, 0, chain_bytes(H, I));
+  }
+  void run(int tokens) {
+    residual = old;
+    std::fill(qkv.begin(), qkv.end(), NAN);
+    ChainLink l[4];
+    Made* const all[4] = {&O, &G, &D, &V};
+    const Epilogue what[4] = {kResidual, kActivation, kResidual, kStore};
+    for (int i = 0; i < 4; i++) {
+      l[i] = {{}, all[i]->head.data(), all[i]->d, what[i]};
+      set_weights(l[i].a, all[i]->head.data(), all[i]->d);
+      l[i].a.tokens = tokens, l[i].a.scale = 1;
+      if (what[i] == kResidual) l[i].a.residual = residual.data(), l[i].a.residual_stride = H, l[i].a.next_norm = (i ? n2 : n1).data();
+      else l[i].a.inverse_width = 1.f / H, l[i].a.eps = 1e-5f;
+      if (i < 3) set_input(l[i].a.next, all[i + 1]->head.data(), all[i + 1]->d, nullptr, kMost);
     }
-    printf("chain of %d, %d tokens: residual %.1e, qkv %.1e %s\n", count, T, worst, size ? std::sqrt(wq / size) : 0, worst < 3e-3 && (!size || std::sqrt(wq / size) < 3e-3) ? "ok" : "WRONG"); fflush(stdout);
+    l[0].a.x = io.x, l[0].a.x_stride = io.stride, l[1].a.gated = true, l[3].a.out = qkv.data(), l[3].a.out_stride = 3 * Q;
+    if (count == 3) l[2].a.next = iv, l[2].a.next_squares = squares.data();
+    if (!chain_tokens(l, count)) printf("cannot be chained\n"), exit(1);
+    if (const char* wrong = chain_launch(l, count, room, chain_bytes(H, I), nullptr, true)) printf("%s\n", wrong), exit(1);
+  }
+  static double times(Made& m, int part, const std::vector<double>& in, int n) {
+    double v = 0;
+    for (size_t k = 0; k < in.size(); k++) v += in[m.perm[k]] * m.parts[part].w[k * m.parts[part].N + n];
+    return v;
+  }
+  // Largest relative error of what a token has written.
+  double wrong(int m) {
+    double worst = 0, off = 0, size = 0;
+    std::vector<double> a(x.begin() + m * A, x.begin() + (m + 1) * A), r(H), u(I);
+    const auto far = [&](double want, double got) { worst = std::max(worst, got == got ? std::fabs(want - got) / (1 + std::fabs(want)) : 1e9); };
+    const auto norm = [&](std::vector<double> q, std::vector<float>& w) {
+      double s = 0;
+      for (double z : q) s += z * z / H;
+      for (int n = 0; n < H; n++) q[n] *= w[n] / std::sqrt(s + 1e-5);
+      return q;
+    };
+    for (int n = 0; n < H; n++) r[n] = old[m * H + n] + times(O, 0, a, n);
+    const auto h = norm(r, n1);
+    for (int i = 0; i < I; i++) { const double g = times(G, 0, h, i); u[i] = g / (1 + std::exp(-g)) * times(G, 1, h, i); }
+    for (int n = 0; n < H; n++) far(r[n] += times(D, 0, u, n), residual[m * H + n]);
+    const auto last = norm(r, n2);
+    for (int p = 0; p < 3 && count == 4; p++)
+      for (int n = 0; n < Q; n++) { const double z = times(V, p, last, n), d = z - qkv[m * 3 * Q + p * Q + n]; off += d * d, size += z * z; }
+    for (int n = 0; n < H && count == 3; n++)
+      for (int p = 0; p < iv.num_perms; p++)
+        far(r[n] * n2[n], __half2float(iv.x[p * iv.perm_stride + m * iv.stride + fragment_place(iv.inverse[p] ? iv.inverse[p][n] : n)]));
+    double sum = 0, want = 0;
+    for (int i = 0; i < num_sms() && count == 3; i++) sum += squares[m * num_sms() + i];
+    for (double z : r) want += z * z;
+    if (count == 3) far(want, sum);
+    return std::max(worst, !size ? 0 : off == off ? std::sqrt(off / size) : 1e9);
+  }
+};
+void chains() {
+  for (int count : {4, 3}) {
+    Chains c(count);
+    std::vector<float> residual, qkv;
+    for (int tokens : {8, 1, 3, 8, 2, 4, 7, 5, 6, 1}) {
+      c.run(tokens);
+      double worst = 0;
+      for (int m = 0; m < tokens; m++) worst = std::max(worst, c.wrong(m));
+      if (residual.empty()) residual = c.residual, qkv = c.qkv;
+      const bool same = !memcmp(residual.data(), c.residual.data(), tokens * c.H * 4) && (count == 3 || !memcmp(qkv.data(), c.qkv.data(), tokens * 3 * c.Q * 4));
+      printf("chain of %d, %d tokens: %.1e, %s\n", count, tokens, worst, worst < 3e-3 ? same ? "ok" : "OTHER BITS" : "WRONG");
+      fflush(stdout);
+    }
   }
 }
