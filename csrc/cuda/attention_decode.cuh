@@ -17,9 +17,14 @@
 #include "attention_decode_join.cuh"
 #include "attention_decode_keys.cuh"
 #include "attention_decode_new.cuh"
+#include "attention_decode_packed.cuh"
 #include "attention_decode_tiles.cuh"
 
 namespace exl2nb {
+
+#ifndef TRIG
+#define TRIG 0
+#endif
 
 template <int KF, int VF, int D, int NT>
 __device__ __forceinline__ void Decode<KF, VF, D, NT>::start() {
@@ -28,8 +33,12 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::start() {
   look_up_turns();
 #pragma unroll 1
   for (int i = 0; i < kStages; i++) {
-    fetch<KF, true>(tiles + i * kStageBytes, first + i * hop);
-    fetch<VF, false>(tiles + i * kStageBytes + KeyTile::kBytes, first + i * hop);
+    if constexpr (kPacked) {
+      fetch_both(tiles + i * kStageBytes, first + i * hop);
+    } else {
+      fetch<KF, true>(tiles + i * kStageBytes, first + i * hop);
+      fetch<VF, false>(tiles + i * kStageBytes + KeyTile::kBytes, first + i * hop);
+    }
   }
   EXL2NB_MARK(p.a, 1);
   const int* const inverse = p.a.to.num_perms ? p.a.to.inverse[0] : nullptr;
@@ -41,12 +50,8 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::start() {
 }
 
 template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::walk(bool wait) {
+__device__ __forceinline__ void Decode<KF, VF, D, NT>::walk() {
   const int first = chunk_start + warp * kStep;
-  make_rows(wait);
-  fetch_queries();
-  clear();
-  EXL2NB_MARK(p.a, 5);
   int stage = 0;
 #pragma unroll 1
   for (int token = first; token < chunk_end; token += hop) {
@@ -109,7 +114,7 @@ __global__ void __launch_bounds__(most_warps(D, NT) * 32, 1) attention_decode(co
   asm volatile("" : "+r"(at));  // one register instead of the same computation at every use
   Decode<KF, VF, D, NT> kernel(params, static_cast<uint8_t*>(__cvta_shared_to_generic(at)));
   EXL2NB_MARK(params.a, 11);
-  let_successor_start();
+  if (TRIG == 0) let_successor_start();
   kernel.look_ahead();
   bool wait = true;
   if (params.a.q) {  // then this step's keys are the predecessor's too
@@ -118,10 +123,21 @@ __global__ void __launch_bounds__(most_warps(D, NT) * 32, 1) attention_decode(co
   }
   for (int index = blockIdx.x; kernel.begin(index); index += gridDim.x) {
     kernel.start();
-    kernel.walk(wait);
+    kernel.clear();
+    kernel.make_rows(wait);
     wait = false;
+    if constexpr (Decode<KF, VF, D, NT>::kPacked) {
+      kernel.fetch_whole_queries();
+      kernel.walk_packed();
+    } else {
+      kernel.fetch_queries();
+      EXL2NB_MARK(params.a, 5);
+      kernel.walk();
+    }
     EXL2NB_MARK(params.a, 6);
+    if (TRIG == 1) let_successor_start();
     kernel.join_warps();
+    if (TRIG == 2) let_successor_start();
     EXL2NB_MARK(params.a, 7);
     if (kernel.it.chunks.count > 1 && kernel.comes_last()) {
       EXL2NB_MARK(params.a, 8);
@@ -140,18 +156,19 @@ constexpr bool kOften = KF == VF || (KF == kCacheQ8 && VF == kCacheQ4);
 
 struct DecodeKernel {
   void (*kernel)(DecodeParams);
-  int warps, ctas_per_sm, shared_bytes, warp_bytes;
+  int warps, ctas_per_sm, shared_bytes, warp_bytes, rows;
 };
 template <int KF, int VF, int D, int NT>
 DecodeKernel describe() {
   using Kernel = Decode<KF, VF, D, NT>;
   return {attention_decode<KF, VF, D, NT>, warps_of(D), ctas_per_sm(D, NT), Kernel::kSharedBytes,
-          std::max(Kernel::kStages * Kernel::kStageBytes, Kernel::kResultBytes)};
+          std::max(Kernel::kStages * Kernel::kStageBytes, Kernel::kResultBytes), Kernel::kRows};
 }
-// The kernel of a pair of formats for head dims 64, 80, 96, 128, 256; none for others. `wide` is a wish.
+// The kernel of a pair of formats for head dims 64, 80, 96, 128, 256; none for others. rows: that a sequence brings per KV head.
 template <int KF, int VF>
-DecodeKernel decode_kernel(int D, bool wide) {
+DecodeKernel decode_kernel(int D, int rows) {
   constexpr int kWide = kOften<KF, VF> ? 2 : 1;
+  const bool wide = rows > rows_of(KF, VF, D, 1);
   switch (D) {
     case 64:
       return wide ? describe<KF, VF, 64, kWide>() : describe<KF, VF, 64, 1>();
@@ -167,6 +184,4 @@ DecodeKernel decode_kernel(int D, bool wide) {
       return {};
   }
 }
-constexpr bool has_wide(int D) { return D == 64 || D == 128; }
-
 }  // namespace exl2nb

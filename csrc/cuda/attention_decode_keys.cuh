@@ -5,7 +5,6 @@
 namespace exl2nb {
 
 constexpr float kShift = 8.f;             // probabilities are held times 2^8, so that small ones keep their bits in fp16
-constexpr uint32_t kSeven = 0x80078007u;  // -7 times 2^-24, twice
 constexpr float kSlack = 6.f;             // they may reach 2^14
 
 template <int KF, int VF, int D, int NT>

@@ -12,6 +12,8 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::make_rows(bool wait) {
   const int new_from = max(first_new, chunk_start), fresh = max(min(it.context, chunk_last) - new_from, 0), all = rows + 2 * fresh;
   const float factor = a.softcap > 0.f ? a.scale : a.scale * kLog2e;
   for (int i = rows * kQStride / 2 + thread; i < kRows * kQStride / 2; i += blockDim.x) reinterpret_cast<uint32_t*>(sh.q)[i] = 0;
+  if (kPacked && thread >= rows && thread < kRows) sh.unit[thread] = 0.f;
+  if (kPacked && thread < 8) reinterpret_cast<uint32_t*>(sh.sevens)[thread] = thread % 2 == thread / 4 ? kSeven : 0u;
   struct Place {
     bool is_query, is_key;
     int i, head;
@@ -58,10 +60,12 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::make_rows(bool wait) {
     if (x.is_query) {
 #pragma unroll
       for (int s = 0; s < kSlots; s++) {
-        float v = row.x[s] * factor;
-        if constexpr (is_rotated(KF)) v = hadamard<scale_group(D)>(v);
-        if (lane + 32 * s < D) sh.q[r * kQStride + Key::place(lane + 32 * s)] = saturated(v);
+        row.x[s] *= factor;
+        if constexpr (is_rotated(KF)) row.x[s] = hadamard<scale_group(D)>(row.x[s]);
+        if constexpr (!kPacked)
+          if (lane + 32 * s < D) sh.q[r * kQStride + Key::place(lane + 32 * s)] = saturated(row.x[s]);
       }
+      if constexpr (kPacked) keep_whole(r, row.x);
     } else if constexpr (kCoded) {
       row.store(sh.fresh[x.is_key ? x.i : kMaxNew + x.i], D);
     } else {

@@ -7,20 +7,23 @@
 namespace exl2nb {
 
 constexpr float kLowest = -1e30f;  // a maximum over nothing
+constexpr uint32_t kSeven = 0x80078007u;  // -7 times 2^-24, twice
 constexpr float kLog2e = 1.4426950408889634f;
 
 template <int KF, int VF, int D, int NT>
 struct Decode {
-  static constexpr int kMost = most_warps(D, NT), kSlots = (D + 31) / 32, kRows = 8 * NT, kGroups = D / scale_group(D);
+  static constexpr bool kPacked = is_packed(KF, VF, D);
+  static constexpr int kMost = most_warps(D, NT), kSlots = (D + 31) / 32, kRows = rows_of(KF, VF, D, NT), kGroups = D / scale_group(D);
   static constexpr int kQStride = kSlots * 32 + 8;  // halves; lanes of a quarter warp read 16 bytes each
   static constexpr int kOStride = D + 4;            // floats; lanes that store together find different banks
   static constexpr bool kCoded = has_scales(KF) || has_scales(VF);
   static constexpr int kSubs = bits_of(KF) + bits_of(VF) <= 8 ? 2 : 1, kStep = kSubs * kTile;  // keys that a warp takes at a time
+  static constexpr int kScores = kPacked ? 2 : 4;                                                                  // of a lane, of 16 keys
   using KeyTile = Tile<KF, D, true, kStep>;
   using ValueTile = Tile<VF, D, false, kStep>;
   using Key = KeyFragment<KF, D>;
   using Value = ValueFragment<VF, D>;
-  static constexpr int kStageBytes = KeyTile::kBytes + ValueTile::kBytes, kResultBytes = kRows * kOStride * 4;
+  static constexpr int kStageBytes = kPacked ? kStep * (D + 4 * kGroups) : KeyTile::kBytes + ValueTile::kBytes, kResultBytes = kRows * kOStride * 4;
   static constexpr int kStages = kStageBytes > 6 << 10 ? 1 : 2;  // tiles that a warp fetches ahead
 
   struct Shared {                          // the warps' tiles follow, then in their place the warps' results
@@ -31,6 +34,8 @@ struct Decode {
     float fresh[kCoded ? 2 * kMaxNew : 1][D];  // new keys, then new values, before they are coded
     float max[kMost][kRows], sum[kMost][kRows];
     int token[kRows], head[kRows];
+    float unit[kRows];  // of queries that are whole numbers
+    alignas(16) int4 base[kPacked ? kMost : 1][kPacked ? NT * kGroups : 1][4], sevens[2];
     bool last;
   };
   static constexpr int kSharedBytes = (sizeof(Shared) + 127) / 128 * 128;
@@ -48,8 +53,12 @@ struct Decode {
   int first_page, last_page;    // of the first and the last new token
   int position[NT][2];          // of this lane's queries
   uint8_t* tiles;               // of this warp
-  uint32_t q[NT][kSlots * 2][2];
-  float zero[NT][has_scales(KF) ? kGroups : 1][2];  // what a group's sum begins with
+  uint32_t q[NT][kPacked ? kGroups : kSlots * 2][2];
+  int base[NT][kPacked ? kGroups : 1][4];  // what a group's whole sum begins with
+  float unit[NT];
+  uint32_t sevens[2][4];  // -7 in the rows of one group, or of its neighbour
+  int place, piece;       // of the lane's 16 bytes in a tile: read, written
+  float zero[NT][has_scales(KF) && !kPacked ? kGroups : 1][2];  // what a group's sum begins with
   float level[NT][(kGroups + 1) / 2][4];            // what zero points add to the dims of two groups
   float o[NT][D / 16][4], row_max[NT][2], row_sum[NT][2];
 
@@ -57,8 +66,11 @@ struct Decode {
     unsigned here;
     asm volatile("mov.u32 %0,%%tid.x;" : "=r"(here));  // once: the compiler would read it again and again
     thread = static_cast<int>(here & 1023);
-    lane = thread % 32, warp = uniform(thread / 32), warps = blockDim.x / 32, g = lane / 4, t = lane % 4;
+    lane = thread % 32;
+    if constexpr (kPacked) lane = __shfl_sync(kAll, lane, lane);  // once, really
+    warp = uniform(thread / 32), warps = blockDim.x / 32, g = lane / 4, t = lane % 4;
     q_per_kv = p.q_per_kv, tiles = shared + kSharedBytes + warp * p.warp_bytes;
+    if constexpr (kPacked) place = swizzled<D>(lane % 16 * (D / 2) + (kGroups % 2 ? 0 : lane / 16 * 16)), piece = swizzled<D>(lane * 16);
   }
 
   // --- where things are ---
@@ -111,6 +123,23 @@ struct Decode {
   __device__ __forceinline__ void make_room(const uint8_t* scales, float (&s)[kSubs][NT][4]);
   __device__ __forceinline__ void values(const uint8_t* at, const uint8_t* scales, const float (&s)[NT][4]);
 
+  // --- both of 4 bits: attention_decode_packed.cuh ---
+  __device__ __forceinline__ void fetch_both(uint8_t* to, int token);
+  __device__ __forceinline__ void complete_both(uint8_t* at, int token) const;
+  __device__ __forceinline__ void keep_whole(int r, const float (&x)[kSlots]);
+  __device__ __forceinline__ void fetch_whole_queries();
+  __device__ __forceinline__ void whole_scores(const uint8_t* at, float (&s)[kSubs][NT][kScores]);
+  template <int G, bool TURNED>
+  __device__ __forceinline__ void load_codes(uint32_t (&both)[4], uint32_t (&w)[2], uint32_t row, int sub) const;
+  __device__ __forceinline__ void shape_whole(int token, float (&s)[NT][kScores]);
+  __device__ __forceinline__ void scale_row(int n, float f);
+  __device__ __forceinline__ void whole_softmax(float (&s)[kSubs][NT][kScores]);
+  __device__ __forceinline__ void make_room_for_row(const uint8_t* scales, float (&s)[kSubs][NT][kScores]);
+  __device__ __forceinline__ void whole_values(const uint8_t* at, const uint8_t* scales, float (&s)[kSubs][NT][kScores]);
+  template <bool PLAIN>
+  __device__ __forceinline__ void take(uint8_t* at, int token);
+  __device__ __forceinline__ void walk_packed();
+
   // --- results of warps and chunks: attention_decode_join.cuh ---
   __device__ __forceinline__ int64_t part_row(int r) const;
   __device__ __forceinline__ void join_warps();
@@ -122,12 +151,12 @@ struct Decode {
   __device__ __forceinline__ void look_ahead() const;
   __device__ __forceinline__ void look_up_turns() const;
   __device__ __forceinline__ void start();
-  __device__ __forceinline__ void walk(bool wait);
+  __device__ __forceinline__ void walk();
 };
 
 template <int KF, int VF, int D, int NT>
 __device__ __forceinline__ bool Decode<KF, VF, D, NT>::begin(int index) {
-  if (!find_item<NT>(p, index, it)) return false;
+  if (!find_item<kRows>(p, index, it)) return false;
   const int oldest_query = uniform(it.context - it.queries);
   first_row = uniform(it.block * kRows);
   rows = uniform(min(it.queries * q_per_kv - first_row, kRows));
@@ -143,7 +172,7 @@ __device__ __forceinline__ bool Decode<KF, VF, D, NT>::begin(int index) {
 #pragma unroll
   for (int n = 0; n < NT; n++)
 #pragma unroll
-    for (int j = 0; j < 2; j++) position[n][j] = oldest_query + token_of(first_row + n * 8 + 2 * t + j);
+    for (int j = 0; j < 2; j++) position[n][j] = oldest_query + token_of(first_row + (kPacked ? n * 4 + t : n * 8 + 2 * t + j));
   if (thread < kRows) {
     const int r = first_row + thread, i = token_of(r);
     sh.token[thread] = it.first_token + i, sh.head[thread] = it.kv_head * q_per_kv + r - i * q_per_kv;
