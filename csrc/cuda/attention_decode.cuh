@@ -165,23 +165,29 @@ DecodeKernel describe() {
           std::max(Kernel::kStages * Kernel::kStageBytes, Kernel::kResultBytes), Kernel::kRows};
 }
 // The kernel of a pair of formats for head dims 64, 80, 96, 128, 256; none for others. rows: that a sequence brings per KV head.
+template <int KF, int VF, int D>
+DecodeKernel decode_kernel_of(int rows) {
+  constexpr int kWide = kOften<KF, VF> && (D == 64 || D == 128) ? 2 : 1;
+  if constexpr (is_packed(KF, VF, D))
+    if (rows <= rows_of(0)) return describe<KF, VF, D, 0>();
+  return rows > rows_of(1) ? describe<KF, VF, D, kWide>() : describe<KF, VF, D, 1>();
+}
 template <int KF, int VF>
 DecodeKernel decode_kernel(int D, int rows) {
-  constexpr int kWide = kOften<KF, VF> ? 2 : 1;
-  const bool wide = rows > rows_of(KF, VF, D, 1);
   switch (D) {
     case 64:
-      return wide ? describe<KF, VF, 64, kWide>() : describe<KF, VF, 64, 1>();
+      return decode_kernel_of<KF, VF, 64>(rows);
     case 80:
-      return describe<KF, VF, 80, 1>();
+      return decode_kernel_of<KF, VF, 80>(rows);
     case 96:
-      return describe<KF, VF, 96, 1>();
+      return decode_kernel_of<KF, VF, 96>(rows);
     case 128:
-      return wide ? describe<KF, VF, 128, kWide>() : describe<KF, VF, 128, 1>();
+      return decode_kernel_of<KF, VF, 128>(rows);
     case 256:
-      return describe<KF, VF, 256, 1>();
+      return decode_kernel_of<KF, VF, 256>(rows);
     default:
       return {};
   }
 }
+
 }  // namespace exl2nb

@@ -12,10 +12,10 @@ constexpr int warps_of(int D) { return D > 128 ? 4 : 8; }
 constexpr int ctas_per_sm(int D, int NT) { return NT > 1 && D > 64 ? 1 : 2; }
 constexpr int most_warps(int D, int NT) { return warps_of(D) * ctas_per_sm(D, NT); }
 
-// Query rows of an item: four for each eight columns of the tensor cores where keys and values have 4 bits, in groups of 32
-// (attention_decode_packed.cuh), else eight.
+// Where keys and values have 4 bits, in groups of 32, they are worked on as whole numbers: attention_decode_packed.cuh.
 constexpr bool is_packed(int k_format, int v_format, int D) { return k_format == kCacheQ4 && v_format == kCacheQ4 && scale_group(D) == 32; }
-constexpr int rows_of(int k_format, int v_format, int D, int NT) { return (is_packed(k_format, v_format, D) ? 4 : 8) * NT; }
+// Query rows of an item. NT is 0 for four of them.
+constexpr int rows_of(int NT) { return NT ? 8 * NT : 4; }
 
 // Chunks of a sequence at most: they fill an H200 once at batch 1 (2 CTAs of 132 SMs; a second, partial wave costs more than it brings).
 __host__ __device__ constexpr int max_splits(int num_kv_heads) {

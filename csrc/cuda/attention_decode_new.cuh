@@ -119,7 +119,7 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::keep(const Coded& made, i
 template <int KF, int VF, int D, int NT>
 __device__ __forceinline__ void Decode<KF, VF, D, NT>::fetch_queries() {
 #pragma unroll
-  for (int n = 0; n < NT; n++)
+  for (int n = 0; n < kN; n++)
 #pragma unroll
     for (int pair = 0; pair < kSlots; pair++) {
       const uint4 x = *reinterpret_cast<const uint4*>(sh.q + (n * 8 + g) * kQStride + pair * 32 + t * 8);
@@ -127,7 +127,7 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::fetch_queries() {
     }
   if constexpr (has_scales(KF)) {
 #pragma unroll
-    for (int n = 0; n < NT; n++)
+    for (int n = 0; n < kN; n++)
 #pragma unroll
       for (int group = 0; group < kGroups; group++) {
         float sum[4] = {0.f, 0.f, 0.f, 0.f};

@@ -1,12 +1,12 @@
-// Decode kernel where keys and values have 4 bits: four query rows fill the tensor cores' eight columns, and keys are multiplied as whole
-// numbers.
+// Decode kernel where keys and values have 4 bits: keys are multiplied as whole numbers, and four query rows need no work for eight.
 //
-// Scores: a query row becomes integers of 15 bits under one unit, q = 128 h + l with h and l of 8 bits, and these two are columns 2r and
-// 2r + 1. A code is a byte as it is, so that a group of 32 dims is one product (m16n8k32) whose sum is exact: its group's scale multiplies
-// it, its zero point is where the sum begins, and so is a number that turns the integer into a float's bits.
-// Values: a lane then has one row's probabilities of two keys, which one transposition deals to columns 2r (keys 0 to 7 of a tile of 16)
-// and 2r + 1 (8 to 15), zeros for the others; a scale multiplies a probability. Of a byte with two codes the whole byte goes in as one row
-// of the result and its upper code as another; what belongs to the lower code is their difference.
+// Scores: a query row becomes integers of 15 bits under one unit, q = 128 h + l with h and l of 8 bits, and these two are columns 2t and
+// 2t + 1 of a product for rows t, or t + 4. A code is a byte as it is, so that a group of 32 dims is one product (m16n8k32) whose sum is
+// exact: its group's scale multiplies it, its zero point is where the sum begins, and so is a number that turns the integer into a float's
+// bits. A lane then has row t of keys g and g + 8, and row t + 4 where there are more than four: columns 2t and 2t + 1 of the values'
+// products. A row's arithmetic is the same whatever stands beside it.
+// Values: a scale multiplies a probability. Of a byte with two codes the whole byte goes in as one row of the result and its upper code as
+// another, numbers below fp16's smallest normal one; what belongs to the lower code is their difference.
 // Rows of a tile lie one after the other; 16-byte pieces change places with their neighbours so that ldmatrix finds different banks.
 #pragma once
 #include "attention_decode_keys.cuh"
@@ -105,31 +105,29 @@ template <int KF, int VF, int D, int NT>
 __device__ __forceinline__ void Decode<KF, VF, D, NT>::fetch_whole_queries() {
   const uint8_t* const from = reinterpret_cast<const uint8_t*>(sh.q) + g * (D + 8) + t * 8;
   int4(*const begin)[4] = sh.base[warp];
+  constexpr int kAll4 = kColumns * kGroups;
 #pragma unroll
-  for (int n = 0; n < NT; n++) {
-    unit[n] = sh.unit[n * 4 + t];
+  for (int n = 0; n < kN; n++)
 #pragma unroll
-    for (int group = 0; group < kGroups; group++) {
-      const uint2 w = *reinterpret_cast<const uint2*>(from + n * 8 * (D + 8) + group * 32);
-      q[n][group][0] = w.x, q[n][group][1] = w.y;
+    for (int i = 0; i < kAll4; i++) {
+      const uint2 w = *reinterpret_cast<const uint2*>(from + (n * 2 + i / kGroups) * 8 * (D + 8) + i % kGroups * 32);
+      q[n][i][0] = w.x, q[n][i][1] = w.y, unit[n][i / kGroups] = sh.unit[n * 8 + i / kGroups * 4 + t];
       constexpr int kNothing[4] = {0, 0, 0, 0};
       int sum[4];
       mma16832(sum, 0x07070707u, 0x07070707u, 0x07070707u, 0x07070707u, w.x, w.y, kNothing);
-      if (g == 0) begin[n * kGroups + group][t] = make_int4(-sum[0], kWholeBits - sum[1], -sum[0], kWholeBits - sum[1]);
+      if (g == 0) begin[n * kAll4 + i][t] = make_int4(-sum[0], kWholeBits - sum[1], -sum[0], kWholeBits - sum[1]);
     }
-  }
   __syncwarp();
   const auto load = [](auto& to, const int4& four) { to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w; };
 #pragma unroll
-  for (int n = 0; n < NT; n++)
+  for (int n = 0; n < kN; n++)
 #pragma unroll
-    for (int group = 0; group < kGroups; group++) load(base[n][group], begin[n * kGroups + group][t]);
+    for (int i = 0; i < kAll4; i++) load(base[n][i], begin[n * kAll4 + i][t]);
   load(sevens[0], sh.sevens[0]), load(sevens[1], sh.sevens[1]);
 }
 
-// Scores of keys g and g + 8 of each tile of 16 with row t.
 template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::whole_scores(const uint8_t* at, float (&s)[kSubs][NT][kScores]) {
+__device__ __forceinline__ void Decode<KF, VF, D, NT>::whole_scores(const uint8_t* at, float (&s)[kSubs][kN][4]) {
   constexpr int kRow = D / 2, kScaleRow = 2 * kGroups;
   const uint8_t* const scales = at + 2 * kStep * kRow + g * kScaleRow;
   const uint32_t row = shared_address(at);
@@ -146,22 +144,28 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::whole_scores(const uint8_
       uint32_t w[2];
       load_codes<G, false>(both[sub], w, row, sub);
 #pragma unroll
-      for (int n = 0; n < NT; n++) {
-        int sum[4];
-        mma16832(sum, w[0] & 0x0f0f0f0fu, w[1] & 0x0f0f0f0fu, w[0] >> 4 & 0x0f0f0f0fu, w[1] >> 4 & 0x0f0f0f0fu, q[n][G][0], q[n][G][1],
-                 base[n][G]);
+      for (int n = 0; n < kN; n++)
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-          const float whole = __int_as_float(sum[2 * i] * 128 + sum[2 * i + 1]) - kWholeBase;
-          s[sub][n][i] = G ? fmaf(scale[sub][i][G], whole, s[sub][n][i]) : scale[sub][i][G] * whole;
+        for (int j = 0; j < kColumns; j++) {
+          const int i = j * kGroups + G;
+          int sum[4];
+          mma16832(sum, w[0] & 0x0f0f0f0fu, w[1] & 0x0f0f0f0fu, w[0] >> 4 & 0x0f0f0f0fu, w[1] >> 4 & 0x0f0f0f0fu, q[n][i][0], q[n][i][1],
+                   base[n][i]);
+#pragma unroll
+          for (int half = 0; half < 2; half++) {
+            const float whole = __int_as_float(sum[2 * half] * 128 + sum[2 * half + 1]) - kWholeBase;
+            float& x = s[sub][n][2 * half + j];
+            x = G ? fmaf(scale[sub][half][G], whole, x) : scale[sub][half][G] * whole;
+          }
         }
-      }
     }
   });
 #pragma unroll
   for (int sub = 0; sub < kSubs; sub++)
 #pragma unroll
-    for (int n = 0; n < NT; n++) s[sub][n][0] *= unit[n], s[sub][n][1] *= unit[n];
+    for (int n = 0; n < kN; n++)
+#pragma unroll
+      for (int i = 0; i < 4; i++) s[sub][n][i] = i % 2 < kColumns ? s[sub][n][i] * unit[n][i % 2] : 0.f;
 }
 
 // The words of group G of rows g and g + 8 of a tile of 16, or, TURNED, of the pairs of tokens 2t and 2t + 8. row: the tile.
@@ -177,139 +181,122 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::load_codes(uint32_t (&bot
   }
 }
 
-// Soft cap and mask.
+// Row row_of(n, j), times f.
 template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::shape_whole(int token, float (&s)[NT][kScores]) {
-  if (p.a.softcap > 0.f) {
-    const float inverse = 1.f / p.a.softcap, cap = p.a.softcap * kLog2e;
+__device__ __forceinline__ void Decode<KF, VF, D, NT>::scale_row(int n, int j, float f) {
+  row_sum[n][j] *= f;
 #pragma unroll
-    for (int n = 0; n < NT; n++)
+  for (int i = 0; i < D / 16; i++) o[n][i][j] *= f, o[n][i][2 + j] *= f;
 #pragma unroll
-      for (int i = 0; i < 2; i++) s[n][i] = cap * tanh_exact(s[n][i] * inverse);
-  }
-#pragma unroll
-  for (int n = 0; n < NT; n++)
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-      const int distance = position[n][0] - (token + g + i * 8);
-      if (distance < 0 || (p.a.window > 0 && distance >= p.a.window)) s[n][i] = -INFINITY;
-    }
+  for (int i = 0; i < (kGroups + 1) / 2; i++) level[n][i][j] *= f, level[n][i][2 + j] *= f;
 }
 
-// What row n * 4 + t holds, times f.
+// As softmax.
 template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::scale_row(int n, float f) {
-  row_sum[n][0] *= f;
+__device__ __forceinline__ void Decode<KF, VF, D, NT>::whole_softmax(float (&s)[kSubs][kN][4]) {
 #pragma unroll
-  for (int i = 0; i < D / 16; i++)
+  for (int n = 0; n < kN; n++) {
+    float high[kColumns];
+    bool more = false;
 #pragma unroll
-    for (int j = 0; j < 4; j++) o[n][i][j] *= f;
+    for (int j = 0; j < kColumns; j++) {
+      high[j] = fmaxf(s[0][n][j], s[0][n][2 + j]);
 #pragma unroll
-  for (int i = 0; i < (kGroups + 1) / 2; i++)
-#pragma unroll
-    for (int j = 0; j < 4; j++) level[n][i][j] *= f;
-}
-
-// As softmax, with one row in a lane.
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::whole_softmax(float (&s)[kSubs][NT][kScores]) {
-#pragma unroll
-  for (int n = 0; n < NT; n++) {
-    float high = fmaxf(s[0][n][0], s[0][n][1]);
-#pragma unroll
-    for (int sub = 1; sub < kSubs; sub++) high = fmaxf(high, fmaxf(s[sub][n][0], s[sub][n][1]));
-    if (__builtin_expect(__any_sync(kAll, high > row_max[n][0] + kSlack), 0)) {
-#pragma unroll
-      for (int i = 4; i < 32; i *= 2) high = fmaxf(high, __shfl_xor_sync(kAll, high, i));
-      high = high > row_max[n][0] + kSlack ? high : row_max[n][0];
-      scale_row(n, exp2_fast(row_max[n][0] - high));
-      row_max[n][0] = high;
+      for (int sub = 1; sub < kSubs; sub++) high[j] = fmaxf(high[j], fmaxf(s[sub][n][j], s[sub][n][2 + j]));
+      more |= high[j] > row_max[n][j] + kSlack;
     }
+    if (__builtin_expect(__any_sync(kAll, more), 0)) {
 #pragma unroll
-    for (int sub = 0; sub < kSubs; sub++)
+      for (int j = 0; j < kColumns; j++) {
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        s[sub][n][i] = exp2_fast(s[sub][n][i] - (row_max[n][0] - kShift));
-        row_sum[n][0] += s[sub][n][i];
+        for (int i = 4; i < 32; i *= 2) high[j] = fmaxf(high[j], __shfl_xor_sync(kAll, high[j], i));
+        high[j] = high[j] > row_max[n][j] + kSlack ? high[j] : row_max[n][j];
+        scale_row(n, j, exp2_fast(row_max[n][j] - high[j]));
+        row_max[n][j] = high[j];
       }
-  }
-}
-
-// As make_room, with one row in a lane; scales: of the values.
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::make_room_for_row(const uint8_t* scales, float (&s)[kSubs][NT][kScores]) {
-#pragma unroll
-  for (int n = 0; n < NT; n++) {
-    float most = 0.f;
+    }
 #pragma unroll
     for (int sub = 0; sub < kSubs; sub++)
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const half* const of = reinterpret_cast<const half*>(scales) + (sub * kTile + g + 8 * i) * kGroups;
+      for (int i = 0; i < 4; i++)
+        if (i % 2 < kColumns) {
+          s[sub][n][i] = exp2_fast(s[sub][n][i] - (row_max[n][i % 2] - kShift));
+          row_sum[n][i % 2] += s[sub][n][i];
+        }
+  }
+}
+
+// As make_room. scales: of the values.
+template <int KF, int VF, int D, int NT>
+__device__ __forceinline__ void Decode<KF, VF, D, NT>::make_room_by_row(const uint8_t* scales, float (&s)[kSubs][kN][4]) {
 #pragma unroll 1
-        for (int group = 0; group < kGroups; group++) most = fmaxf(most, s[sub][n][i] * fabsf(__half2float(of[group])));
-      }
+  for (int column = 0; column < kN * kColumns; column++) {
+    float most = 0.f, f = 1.f;
 #pragma unroll
-    for (int i = 4; i < 32; i *= 2) most = fmaxf(most, __shfl_xor_sync(kAll, most, i));
-    const bool full = most > 65000.f;
-    const float f = full ? 1.f / (1 << int(kShift + kSlack)) : 1.f;
-    row_max[n][0] += full ? kShift + kSlack : 0.f;
-    scale_row(n, f);
+    for (int n = 0; n < kN; n++)
 #pragma unroll
-    for (int sub = 0; sub < kSubs; sub++) s[sub][n][0] *= f, s[sub][n][1] *= f;
+      for (int j = 0; j < kColumns; j++)
+        if (n * kColumns + j == column) {
+#pragma unroll
+          for (int sub = 0; sub < kSubs; sub++)
+#pragma unroll
+            for (int half_of = 0; half_of < 2; half_of++) {
+              const half* const of = reinterpret_cast<const half*>(scales) + (sub * kTile + g + 8 * half_of) * kGroups;
+              for (int group = 0; group < kGroups; group++) most = fmaxf(most, s[sub][n][2 * half_of + j] * fabsf(__half2float(of[group])));
+            }
+#pragma unroll
+          for (int i = 4; i < 32; i *= 2) most = fmaxf(most, __shfl_xor_sync(kAll, most, i));
+          if (most > 65000.f) f = 1.f / (1 << int(kShift + kSlack)), row_max[n][j] += kShift + kSlack;
+          scale_row(n, j, f);
+#pragma unroll
+          for (int sub = 0; sub < kSubs; sub++) s[sub][n][j] *= f, s[sub][n][2 + j] *= f;
+        }
   }
 }
 
 // at: the tile of values; scales: its scales.
 template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::whole_values(const uint8_t* at, const uint8_t* scales,
-                                                                    float (&s)[kSubs][NT][kScores]) {
-  uint32_t scale[kSubs][kGroups];  // halves: of the lane's first token, then of its second
+__device__ __forceinline__ void Decode<KF, VF, D, NT>::whole_values(const uint8_t* at, const uint8_t* scales, float (&s)[kSubs][kN][4]) {
+  uint32_t scale[kSubs][2][kGroups];  // halves: of tokens 2t and 2t + 1; 2t + 8 and 2t + 9
   uint32_t any = 0;
-#pragma unroll
-  for (int sub = 0; sub < kSubs; sub++) {
-    const uint8_t* const from = scales + (sub * kTile + (lane & 4) * 2 + (lane & 3) * 2) * 2 * kGroups;
-    if constexpr (kGroups % 4 == 0) {
-#pragma unroll
-      for (int i = 0; i < kGroups; i += 4) load_bytes<16>(from + 4 * i, scale[sub] + i);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kGroups; i++) load_bytes<4>(from + 4 * i, scale[sub] + i);
-    }
-#pragma unroll
-    for (int i = 0; i < kGroups; i++) any |= scale[sub][i];
-  }
-  if (__builtin_expect(__any_sync(kAll, any & 0x40004000u), 0)) make_room_for_row(scales, s);  // else all of them are below 2
-  const uint32_t row = shared_address(at), first = lane & 4 ? 0u : ~0u;
-  [[maybe_unused]] uint32_t both[kSubs][4];
-  uint32_t probs[kSubs][NT][2];
 #pragma unroll
   for (int sub = 0; sub < kSubs; sub++)
 #pragma unroll
-    for (int n = 0; n < NT; n++) {
-      const uint32_t pair = transposed(bits_of_half2(__floats2half2_rn(s[sub][n][0], s[sub][n][1])));
-      probs[sub][n][0] = pair & first, probs[sub][n][1] = pair & ~first;
+    for (int i = 0; i < 2; i++) {
+      const uint8_t* const from = scales + (sub * kTile + i * 8 + 2 * t) * 2 * kGroups;
+      constexpr int kPiece = kGroups % 4 == 0 ? 4 : 1;
+#pragma unroll
+      for (int k = 0; k < kGroups; k += kPiece) load_bytes<4 * kPiece>(from + 4 * k, scale[sub][i] + k);
+#pragma unroll
+      for (int k = 0; k < kGroups; k++) any |= scale[sub][i][k];
     }
+  if (__builtin_expect(__any_sync(kAll, any & 0x40004000u), 0)) make_room_by_row(scales, s);  // else all of them are below 2
+  const uint32_t row = shared_address(at);
+  [[maybe_unused]] uint32_t both[kSubs][4];
+  uint32_t probs[kSubs][kN][2];
+#pragma unroll
+  for (int sub = 0; sub < kSubs; sub++) to_fragments(s[sub], probs[sub]);
   static_for<kGroups>([&](auto group) {
     constexpr int G = decltype(group)::value, kOther = kGroups + G;
 #pragma unroll
     for (int sub = 0; sub < kSubs; sub++) {
-      uint32_t w[2], scaled[NT][2];
+      uint32_t w[2], scaled[kN][2];
       load_codes<G, true>(both[sub], w, row, sub);
-      const half2 pair = as_half2(permute(scale[sub][G / 2], scale[sub][kOther / 2], (G % 2 ? 0x32 : 0x10) | (kOther % 2 ? 0x7600 : 0x5400)));
 #pragma unroll
-      for (int n = 0; n < NT; n++)
+      for (int i = 0; i < 2; i++) {
+        const half2 pair =
+            as_half2(permute(scale[sub][i][G / 2], scale[sub][i][kOther / 2], (G % 2 ? 0x32 : 0x10) | (kOther % 2 ? 0x7600 : 0x5400)));
 #pragma unroll
-        for (int i = 0; i < 2; i++) scaled[n][i] = bits_of_half2(__hmul2(as_half2(probs[sub][n][i]), pair));
+        for (int n = 0; n < kN; n++) scaled[n][i] = bits_of_half2(__hmul2(as_half2(probs[sub][n][i]), pair));
+      }
       static_for<2>([&](auto half_of) {
         constexpr int H = decltype(half_of)::value;
         const uint32_t v0 = permute(w[0], 0, H ? 0x4341 : 0x4240), v1 = permute(w[1], 0, H ? 0x4341 : 0x4240);
 #pragma unroll
-        for (int n = 0; n < NT; n++)
-          mma16816(o[n][2 * G + H], v0, v0 & 0x00f000f0u, v1, v1 & 0x00f000f0u, scaled[n][0], scaled[n][1]);
+        for (int n = 0; n < kN; n++) mma16816(o[n][2 * G + H], v0, v0 & 0x00f000f0u, v1, v1 & 0x00f000f0u, scaled[n][0], scaled[n][1]);
       });
 #pragma unroll
-      for (int n = 0; n < NT; n++)  // in rows g and g + 8: groups G and G + 1, or G - 1 and G
+      for (int n = 0; n < kN; n++)  // in rows g and g + 8: groups G and G + 1, or G - 1 and G
         mma16816(level[n][G / 2], sevens[G % 2][0], sevens[G % 2][1], sevens[G % 2][2], sevens[G % 2][3], scaled[n][0], scaled[n][1]);
     }
   });
@@ -320,14 +307,14 @@ template <int KF, int VF, int D, int NT>
 template <bool PLAIN>
 __device__ __forceinline__ void Decode<KF, VF, D, NT>::take(uint8_t* at, int token) {
   constexpr int kCodes = kStep * D / 2, kScales = kStep * 2 * kGroups;
-  float s[kSubs][NT][kScores];
+  float s[kSubs][kN][4];  // of columns 2t and 2t + 1 of keys g, then of g + 8
   async_wait<kStages - 1>();
   __syncwarp();
   if constexpr (!PLAIN) complete_both(at, token);
   whole_scores(at, s);
   if constexpr (!PLAIN) {
 #pragma unroll
-    for (int i = 0; i < kSubs; i++) shape_whole(token + i * kTile, s[i]);
+    for (int i = 0; i < kSubs; i++) shape(token + i * kTile, s[i]);
   }
   whole_softmax(s);
   whole_values(at + kCodes, at + 2 * kCodes + kScales, s);

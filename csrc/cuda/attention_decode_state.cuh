@@ -13,12 +13,11 @@ constexpr float kLog2e = 1.4426950408889634f;
 template <int KF, int VF, int D, int NT>
 struct Decode {
   static constexpr bool kPacked = is_packed(KF, VF, D);
-  static constexpr int kMost = most_warps(D, NT), kSlots = (D + 31) / 32, kRows = rows_of(KF, VF, D, NT), kGroups = D / scale_group(D);
+  static constexpr int kMost = most_warps(D, NT), kSlots = (D + 31) / 32, kRows = rows_of(NT), kN = NT ? NT : 1, kColumns = NT ? 2 : 1, kGroups = D / scale_group(D);
   static constexpr int kQStride = kSlots * 32 + 8;  // halves; lanes of a quarter warp read 16 bytes each
   static constexpr int kOStride = D + 4;            // floats; lanes that store together find different banks
   static constexpr bool kCoded = has_scales(KF) || has_scales(VF);
   static constexpr int kSubs = bits_of(KF) + bits_of(VF) <= 8 ? 2 : 1, kStep = kSubs * kTile;  // keys that a warp takes at a time
-  static constexpr int kScores = kPacked ? 2 : 4;                                                                  // of a lane, of 16 keys
   using KeyTile = Tile<KF, D, true, kStep>;
   using ValueTile = Tile<VF, D, false, kStep>;
   using Key = KeyFragment<KF, D>;
@@ -35,7 +34,7 @@ struct Decode {
     float max[kMost][kRows], sum[kMost][kRows];
     int token[kRows], head[kRows];
     float unit[kRows];  // of queries that are whole numbers
-    alignas(16) int4 base[kPacked ? kMost : 1][kPacked ? NT * kGroups : 1][4], sevens[2];
+    alignas(16) int4 base[kPacked ? kMost : 1][kPacked ? kN * kColumns * kGroups : 1][4], sevens[2];
     bool last;
   };
   static constexpr int kSharedBytes = (sizeof(Shared) + 127) / 128 * 128;
@@ -51,16 +50,16 @@ struct Decode {
   static_assert(kPage == 256, "shifts");
   int page_base, page_of_lane;  // 32 entries of the block table, one per lane
   int first_page, last_page;    // of the first and the last new token
-  int position[NT][2];          // of this lane's queries
+  int position[kN][2];          // of this lane's queries
   uint8_t* tiles;               // of this warp
-  uint32_t q[NT][kPacked ? kGroups : kSlots * 2][2];
-  int base[NT][kPacked ? kGroups : 1][4];  // what a group's whole sum begins with
-  float unit[NT];
+  uint32_t q[kN][kPacked ? kColumns * kGroups : kSlots * 2][2];
+  int base[kN][kPacked ? kColumns * kGroups : 1][4];  // what a group's whole sum begins with
+  float unit[kN][2];
   uint32_t sevens[2][4];  // -7 in the rows of one group, or of its neighbour
   int place, piece;       // of the lane's 16 bytes in a tile: read, written
-  float zero[NT][has_scales(KF) && !kPacked ? kGroups : 1][2];  // what a group's sum begins with
-  float level[NT][(kGroups + 1) / 2][4];            // what zero points add to the dims of two groups
-  float o[NT][D / 16][4], row_max[NT][2], row_sum[NT][2];
+  float zero[kN][has_scales(KF) && !kPacked ? kGroups : 1][2];  // what a group's sum begins with
+  float level[kN][(kGroups + 1) / 2][4];            // what zero points add to the dims of two groups
+  float o[kN][D / 16][4], row_max[kN][2], row_sum[kN][2];
 
   __device__ __forceinline__ Decode(const DecodeParams& params, uint8_t* shared) : p(params), sh(*reinterpret_cast<Shared*>(shared)) {
     unsigned here;
@@ -74,6 +73,7 @@ struct Decode {
   }
 
   // --- where things are ---
+  __device__ __forceinline__ int row_of(int n, int j) const { return kPacked ? n * 8 + t + 4 * j : n * 8 + 2 * t + j; }  // of column 2t + j
   __device__ __forceinline__ int token_of(int row) const {  // row / q_per_kv, without a division
     return q_per_kv == 1 ? row : static_cast<int>(__umulhi(static_cast<unsigned>(row), p.q_per_kv_inverse));
   }
@@ -117,25 +117,24 @@ struct Decode {
         for (int j = 0; j < 4; j++) level[n][i][j] *= f[j % 2];
     }
   }
-  __device__ __forceinline__ void scores(const uint8_t* at, float (&s)[kSubs][NT][4]);
-  __device__ __forceinline__ void shape(int token, float (&s)[NT][4]);
-  __device__ __forceinline__ void softmax(float (&s)[kSubs][NT][4]);
-  __device__ __forceinline__ void make_room(const uint8_t* scales, float (&s)[kSubs][NT][4]);
-  __device__ __forceinline__ void values(const uint8_t* at, const uint8_t* scales, const float (&s)[NT][4]);
+  __device__ __forceinline__ void scores(const uint8_t* at, float (&s)[kSubs][kN][4]);
+  __device__ __forceinline__ void shape(int token, float (&s)[kN][4]);
+  __device__ __forceinline__ void softmax(float (&s)[kSubs][kN][4]);
+  __device__ __forceinline__ void make_room(const uint8_t* scales, float (&s)[kSubs][kN][4]);
+  __device__ __forceinline__ void values(const uint8_t* at, const uint8_t* scales, const float (&s)[kN][4]);
 
   // --- both of 4 bits: attention_decode_packed.cuh ---
   __device__ __forceinline__ void fetch_both(uint8_t* to, int token);
   __device__ __forceinline__ void complete_both(uint8_t* at, int token) const;
   __device__ __forceinline__ void keep_whole(int r, const float (&x)[kSlots]);
   __device__ __forceinline__ void fetch_whole_queries();
-  __device__ __forceinline__ void whole_scores(const uint8_t* at, float (&s)[kSubs][NT][kScores]);
+  __device__ __forceinline__ void whole_scores(const uint8_t* at, float (&s)[kSubs][kN][4]);
   template <int G, bool TURNED>
   __device__ __forceinline__ void load_codes(uint32_t (&both)[4], uint32_t (&w)[2], uint32_t row, int sub) const;
-  __device__ __forceinline__ void shape_whole(int token, float (&s)[NT][kScores]);
-  __device__ __forceinline__ void scale_row(int n, float f);
-  __device__ __forceinline__ void whole_softmax(float (&s)[kSubs][NT][kScores]);
-  __device__ __forceinline__ void make_room_for_row(const uint8_t* scales, float (&s)[kSubs][NT][kScores]);
-  __device__ __forceinline__ void whole_values(const uint8_t* at, const uint8_t* scales, float (&s)[kSubs][NT][kScores]);
+  __device__ __forceinline__ void scale_row(int n, int j, float f);
+  __device__ __forceinline__ void whole_softmax(float (&s)[kSubs][kN][4]);
+  __device__ __forceinline__ void make_room_by_row(const uint8_t* scales, float (&s)[kSubs][kN][4]);
+  __device__ __forceinline__ void whole_values(const uint8_t* at, const uint8_t* scales, float (&s)[kSubs][kN][4]);
   template <bool PLAIN>
   __device__ __forceinline__ void take(uint8_t* at, int token);
   __device__ __forceinline__ void walk_packed();
@@ -170,9 +169,9 @@ __device__ __forceinline__ bool Decode<KF, VF, D, NT>::begin(int index) {
   fetch_pages(chunk_start);
   if (!p.a.q) first_page = table(oldest_query / kPage), last_page = table((it.context - 1) / kPage);
 #pragma unroll
-  for (int n = 0; n < NT; n++)
+  for (int n = 0; n < kN; n++)
 #pragma unroll
-    for (int j = 0; j < 2; j++) position[n][j] = oldest_query + token_of(first_row + (kPacked ? n * 4 + t : n * 8 + 2 * t + j));
+    for (int j = 0; j < 2; j++) position[n][j] = oldest_query + token_of(first_row + row_of(n, j));
   if (thread < kRows) {
     const int r = first_row + thread, i = token_of(r);
     sh.token[thread] = it.first_token + i, sh.head[thread] = it.kv_head * q_per_kv + r - i * q_per_kv;
