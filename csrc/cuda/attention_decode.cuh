@@ -22,14 +22,11 @@
 
 namespace exl2nb {
 
-#ifndef TRIG
-#define TRIG 0
-#endif
-
 template <int KF, int VF, int D, int NT>
 __device__ __forceinline__ void Decode<KF, VF, D, NT>::start() {
   const int first = chunk_start + warp * kStep;
   EXL2NB_MARK(p.a, 0);
+  load_turn(warp);  // first: what is asked for behind the keys comes behind them
   look_up_turns();
 #pragma unroll 1
   for (int i = 0; i < kStages; i++) {
@@ -114,7 +111,7 @@ __global__ void __launch_bounds__(most_warps(D, NT) * 32, 1) attention_decode(co
   asm volatile("" : "+r"(at));  // one register instead of the same computation at every use
   Decode<KF, VF, D, NT> kernel(params, static_cast<uint8_t*>(__cvta_shared_to_generic(at)));
   EXL2NB_MARK(params.a, 11);
-  if (TRIG == 0) let_successor_start();
+  let_successor_start();
   kernel.look_ahead();
   bool wait = true;
   if (params.a.q) {  // then this step's keys are the predecessor's too
@@ -135,9 +132,7 @@ __global__ void __launch_bounds__(most_warps(D, NT) * 32, 1) attention_decode(co
       kernel.walk();
     }
     EXL2NB_MARK(params.a, 6);
-    if (TRIG == 1) let_successor_start();
     kernel.join_warps();
-    if (TRIG == 2) let_successor_start();
     EXL2NB_MARK(params.a, 7);
     if (kernel.it.chunks.count > 1 && kernel.comes_last()) {
       EXL2NB_MARK(params.a, 8);
@@ -161,8 +156,12 @@ struct DecodeKernel {
 template <int KF, int VF, int D, int NT>
 DecodeKernel describe() {
   using Kernel = Decode<KF, VF, D, NT>;
-  return {attention_decode<KF, VF, D, NT>, warps_of(D), ctas_per_sm(D, NT), Kernel::kSharedBytes,
-          std::max(Kernel::kStages * Kernel::kStageBytes, Kernel::kResultBytes), Kernel::kRows};
+  return {attention_decode<KF, VF, D, NT>,
+          warps_of(D),
+          ctas_per_sm(D, NT),
+          Kernel::kSharedBytes,
+          std::max(Kernel::kStages * Kernel::kStageBytes, Kernel::kResultBytes),
+          Kernel::kRows};
 }
 // The kernel of a pair of formats for head dims 64, 80, 96, 128, 256; none for others. rows: that a sequence brings per KV head.
 template <int KF, int VF, int D>

@@ -4,8 +4,8 @@
 
 namespace exl2nb {
 
-constexpr float kShift = 8.f;             // probabilities are held times 2^8, so that small ones keep their bits in fp16
-constexpr float kSlack = 6.f;             // they may reach 2^14
+constexpr float kShift = 8.f;  // probabilities are held times 2^8, so that small ones keep their bits in fp16
+constexpr float kSlack = 6.f;  // they may reach 2^14
 
 template <int KF, int VF, int D, int NT>
 __device__ __forceinline__ void Decode<KF, VF, D, NT>::clear() {

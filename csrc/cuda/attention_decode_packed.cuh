@@ -25,7 +25,8 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::fetch_both(uint8_t* to, i
     if ((token >> 8) - page_base > 31) fetch_pages(token);
     const int inside = token & (kPage - 1), old = first_new - token;
     const int64_t page = static_cast<int64_t>(page_at(token)) * page_bytes(KF, D);
-    const uint8_t *const k = static_cast<const uint8_t*>(p.a.cache.k_pool) + page, *const v = static_cast<const uint8_t*>(p.a.cache.v_pool) + page;
+    const uint8_t *const k = static_cast<const uint8_t*>(p.a.cache.k_pool) + page, *const v =
+                                                                                       static_cast<const uint8_t*>(p.a.cache.v_pool) + page;
     const int codes = inside * kRow, at = kPage * kRow + inside * kScaleRow;
     if (old >= kStep) {
       const unsigned here = lane * 16;
@@ -41,7 +42,8 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::fetch_both(uint8_t* to, i
       } else {
 #pragma unroll
         for (int i = 0; i < kScales; i += 512)
-          if (i + lane * 16 < kScales) copy16<true>(of_scales + i, k + at + i + here), copy16<true>(of_scales + kScales + i, v + at + i + here);
+          if (i + lane * 16 < kScales)
+            copy16<true>(of_scales + i, k + at + i + here), copy16<true>(of_scales + kScales + i, v + at + i + here);
       }
     } else {
       const int fill = min(max(old, 0), kStep);  // zeros behind them: finite numbers under a probability of 0

@@ -6,14 +6,15 @@
 
 namespace exl2nb {
 
-constexpr float kLowest = -1e30f;  // a maximum over nothing
+constexpr float kLowest = -1e30f;         // a maximum over nothing
 constexpr uint32_t kSeven = 0x80078007u;  // -7 times 2^-24, twice
 constexpr float kLog2e = 1.4426950408889634f;
 
 template <int KF, int VF, int D, int NT>
 struct Decode {
   static constexpr bool kPacked = is_packed(KF, VF, D);
-  static constexpr int kMost = most_warps(D, NT), kSlots = (D + 31) / 32, kRows = rows_of(NT), kN = NT ? NT : 1, kColumns = NT ? 2 : 1, kGroups = D / scale_group(D);
+  static constexpr int kMost = most_warps(D, NT), kSlots = (D + 31) / 32, kRows = rows_of(NT), kN = NT ? NT : 1, kColumns = NT ? 2 : 1,
+                       kGroups = D / scale_group(D);
   static constexpr int kQStride = kSlots * 32 + 8;  // halves; lanes of a quarter warp read 16 bytes each
   static constexpr int kOStride = D + 4;            // floats; lanes that store together find different banks
   static constexpr bool kCoded = has_scales(KF) || has_scales(VF);
@@ -22,7 +23,8 @@ struct Decode {
   using ValueTile = Tile<VF, D, false, kStep>;
   using Key = KeyFragment<KF, D>;
   using Value = ValueFragment<VF, D>;
-  static constexpr int kStageBytes = kPacked ? kStep * (D + 4 * kGroups) : KeyTile::kBytes + ValueTile::kBytes, kResultBytes = kRows * kOStride * 4;
+  static constexpr int kStageBytes = kPacked ? kStep * (D + 4 * kGroups) : KeyTile::kBytes + ValueTile::kBytes,
+                       kResultBytes = kRows * kOStride * 4;
   static constexpr int kStages = kStageBytes > 6 << 10 ? 1 : 2;  // tiles that a warp fetches ahead
 
   struct Shared {                          // the warps' tiles follow, then in their place the warps' results
@@ -50,15 +52,18 @@ struct Decode {
   static_assert(kPage == 256, "shifts");
   int page_base, page_of_lane;  // 32 entries of the block table, one per lane
   int first_page, last_page;    // of the first and the last new token
-  int position[kN][2];          // of this lane's queries
-  uint8_t* tiles;               // of this warp
+  int new_from, fresh;          // first and number of the chunk's own new tokens
+  Turn<kSlots> turn;            // of the new token turn_of
+  int turn_of;
+  int position[kN][2];  // of this lane's queries
+  uint8_t* tiles;       // of this warp
   uint32_t q[kN][kPacked ? kColumns * kGroups : kSlots * 2][2];
   int base[kN][kPacked ? kColumns * kGroups : 1][4];  // what a group's whole sum begins with
   float unit[kN][2];
-  uint32_t sevens[2][4];  // -7 in the rows of one group, or of its neighbour
-  int place, piece;       // of the lane's 16 bytes in a tile: read, written
+  uint32_t sevens[2][4];                                        // -7 in the rows of one group, or of its neighbour
+  int place, piece;                                             // of the lane's 16 bytes in a tile: read, written
   float zero[kN][has_scales(KF) && !kPacked ? kGroups : 1][2];  // what a group's sum begins with
-  float level[kN][(kGroups + 1) / 2][4];            // what zero points add to the dims of two groups
+  float level[kN][(kGroups + 1) / 2][4];                        // what zero points add to the dims of two groups
   float o[kN][D / 16][4], row_max[kN][2], row_sum[kN][2];
 
   __device__ __forceinline__ Decode(const DecodeParams& params, uint8_t* shared) : p(params), sh(*reinterpret_cast<Shared*>(shared)) {
@@ -93,6 +98,13 @@ struct Decode {
   __device__ __forceinline__ bool begin(int index);
 
   // --- the step's own rows: attention_decode_new.cuh ---
+  struct Place {
+    bool is_query, is_key;  // or a value
+    int i, head;            // new token, head
+  };
+  __device__ __forceinline__ Place place_of(int r) const;
+  __device__ __forceinline__ const float* row_at(int r) const;
+  __device__ __forceinline__ void load_turn(int r);
   __device__ __forceinline__ void make_rows(bool wait);
   template <int F>
   __device__ __forceinline__ void encode_row(int i, int slot, bool key);
@@ -167,6 +179,7 @@ __device__ __forceinline__ bool Decode<KF, VF, D, NT>::begin(int index) {
   plain_end = p.a.softcap > 0.f || p.a.window > 0 ? 0 : min(first_new, oldest_query + token_of(first_row) + 1);
   hop = uniform(warps * kStep), ahead = kStages * hop;
   fetch_pages(chunk_start);
+  new_from = max(first_new, chunk_start), fresh = max(min(it.context, chunk_start + it.chunks.size) - new_from, 0), turn_of = -1;
   if (!p.a.q) first_page = table(oldest_query / kPage), last_page = table((it.context - 1) / kPage);
 #pragma unroll
   for (int n = 0; n < kN; n++)
