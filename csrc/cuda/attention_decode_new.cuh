@@ -40,7 +40,10 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::make_rows(bool wait) {
   const float factor = a.softcap > 0.f ? a.scale : a.scale * kLog2e;
   for (int i = rows * kQStride / 2 + thread; i < kRows * kQStride / 2; i += blockDim.x) reinterpret_cast<uint32_t*>(sh.q)[i] = 0;
   if (kPacked && thread >= rows && thread < kRows) sh.unit[thread] = 0.f;
-  if (kPacked && thread < 8) reinterpret_cast<uint32_t*>(sh.sevens)[thread] = thread % 2 == thread / 4 ? kSeven : 0u;
+  if (kPacked && thread < 12) {
+    const bool there = thread < 8 ? thread % 2 == thread / 4 : thread % 2;
+    reinterpret_cast<uint32_t*>(sh.fours)[thread] = there ? thread < 8 ? kSeven : kWholeBits : 0u;
+  }
   Row<kSlots> next;
   if (wait) wait_for_predecessor();
   EXL2NB_MARK(a, 2);

@@ -1,21 +1,17 @@
 // Decode kernel where keys and values have 4 bits: keys are multiplied as whole numbers, and four query rows need no work for eight.
 //
-// Scores: a query row becomes integers of 15 bits under one unit, q = 128 h + l with h and l of 8 bits, and these two are columns 2t and
+// Scores: a query row becomes integers of 14 bits under one unit, q = 64 h + l with h and l of 8 bits, and these two are columns 2t and
 // 2t + 1 of a product for rows t, or t + 4. A code is a byte as it is, so that a group of 32 dims is one product (m16n8k32) whose sum is
-// exact: its group's scale multiplies it, its zero point is where the sum begins, and so is a number that turns the integer into a float's
-// bits. A lane then has row t of keys g and g + 8, and row t + 4 where there are more than four: columns 2t and 2t + 1 of the values'
-// products. A row's arithmetic is the same whatever stands beside it.
-// Values: a scale multiplies a probability. Of a byte with two codes the whole byte goes in as one row of the result and its upper code as
-// another, numbers below fp16's smallest normal one; what belongs to the lower code is their difference.
-// Rows of a tile lie one after the other; 16-byte pieces change places with their neighbours so that ldmatrix finds different banks.
+// exact: it begins with a number that makes it a float's bits, from which the zero point is taken, and its group's scale multiplies it. A
+// lane then has row t of keys g and g + 8, and row t + 4 where there are more than four: columns 2t and 2t + 1 of the values' products. A
+// row's arithmetic is the same whatever stands beside it. Values: a scale multiplies a probability. Of a byte with two codes the whole byte
+// goes in as one row of the result and its upper code as another, numbers below fp16's smallest normal one; what belongs to the lower code
+// is their difference. Rows of a tile lie one after the other; 16-byte pieces change places with their neighbours so that ldmatrix finds
+// different banks.
 #pragma once
 #include "attention_decode_keys.cuh"
 
 namespace exl2nb {
-
-constexpr float kWholeMost = 16319.f;     // 127 * 128 + 63
-constexpr int kWholeBits = 0x4b400000;    // of the float 1.5 * 2^23: adding a whole number below 2^22 to either is the same
-constexpr float kWholeBase = 12582912.f;  // that float
 
 // Both tiles at `token`, as one group of copies: keys, values, scales of the keys, scales of the values.
 template <int KF, int VF, int D, int NT>
@@ -96,36 +92,30 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::keep_whole(int r, const f
   int8_t* const at = reinterpret_cast<int8_t*>(sh.q) + 2 * r * (D + 8) + lane / 8 * 8 + lane % 2 * 4 + lane % 8 / 2;
 #pragma unroll
   for (int s = 0; s < kSlots; s++) {
-    const int whole = __float2int_rn(fminf(fmaxf(x[s] * to, -kWholeMost), kWholeMost)), high = (whole + 64) >> 7;
-    at[s * 32] = static_cast<int8_t>(high), at[s * 32 + D + 8] = static_cast<int8_t>(whole - high * 128);
+    const int whole = __float2int_rn(fminf(fmaxf(x[s] * to, -kWholeMost), kWholeMost)), high = (whole + 32) >> 6;
+    at[s * 32] = static_cast<int8_t>(high), at[s * 32 + D + 8] = static_cast<int8_t>(whole - high * 64);
   }
   if (lane == 0) sh.unit[r] = most * (1.f / kWholeMost);
 }
 
-// What stands in four registers in a row comes from shared memory: the compiler would make constants anew for every product.
 template <int KF, int VF, int D, int NT>
 __device__ __forceinline__ void Decode<KF, VF, D, NT>::fetch_whole_queries() {
   const uint8_t* const from = reinterpret_cast<const uint8_t*>(sh.q) + g * (D + 8) + t * 8;
-  int4(*const begin)[4] = sh.base[warp];
-  constexpr int kAll4 = kColumns * kGroups;
 #pragma unroll
   for (int n = 0; n < kN; n++)
 #pragma unroll
-    for (int i = 0; i < kAll4; i++) {
-      const uint2 w = *reinterpret_cast<const uint2*>(from + (n * 2 + i / kGroups) * 8 * (D + 8) + i % kGroups * 32);
-      q[n][i][0] = w.x, q[n][i][1] = w.y, unit[n][i / kGroups] = sh.unit[n * 8 + i / kGroups * 4 + t];
+    for (int i = 0; i < kColumns * kGroups; i++) {
+      const int r = n * 8 + i / kGroups * 4;
+      const uint2 w = *reinterpret_cast<const uint2*>(from + 2 * r * (D + 8) + i % kGroups * 32);
+      q[n][i][0] = w.x, q[n][i][1] = w.y, unit[n][i / kGroups] = sh.unit[r + t];
       constexpr int kNothing[4] = {0, 0, 0, 0};
       int sum[4];
       mma16832(sum, 0x07070707u, 0x07070707u, 0x07070707u, 0x07070707u, w.x, w.y, kNothing);
-      if (g == 0) begin[n * kAll4 + i][t] = make_int4(-sum[0], kWholeBits - sum[1], -sum[0], kWholeBits - sum[1]);
+      zero[n][i][0] = kWholeBase + static_cast<float>(sum[0] * 64 + sum[1]);
     }
-  __syncwarp();
+  // Four registers in a row, from memory: the compiler would make constants anew for every product.
   const auto load = [](auto& to, const int4& four) { to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w; };
-#pragma unroll
-  for (int n = 0; n < kN; n++)
-#pragma unroll
-    for (int i = 0; i < kAll4; i++) load(base[n][i], begin[n * kAll4 + i][t]);
-  load(sevens[0], sh.sevens[0]), load(sevens[1], sh.sevens[1]);
+  load(sevens[0], sh.fours[0]), load(sevens[1], sh.fours[1]), load(begin_of_sums, sh.fours[2]);
 }
 
 template <int KF, int VF, int D, int NT>
@@ -152,10 +142,10 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::whole_scores(const uint8_
           const int i = j * kGroups + G;
           int sum[4];
           mma16832(sum, w[0] & 0x0f0f0f0fu, w[1] & 0x0f0f0f0fu, w[0] >> 4 & 0x0f0f0f0fu, w[1] >> 4 & 0x0f0f0f0fu, q[n][i][0], q[n][i][1],
-                   base[n][i]);
+                   begin_of_sums);
 #pragma unroll
           for (int half = 0; half < 2; half++) {
-            const float whole = __int_as_float(sum[2 * half] * 128 + sum[2 * half + 1]) - kWholeBase;
+            const float whole = __int_as_float(sum[2 * half] * 64 + sum[2 * half + 1]) - zero[n][i][0];
             float& x = s[sub][n][2 * half + j];
             x = G ? fmaf(scale[sub][half][G], whole, x) : scale[sub][half][G] * whole;
           }

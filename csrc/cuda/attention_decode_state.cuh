@@ -7,6 +7,9 @@
 namespace exl2nb {
 
 constexpr float kLowest = -1e30f;         // a maximum over nothing
+constexpr float kWholeMost = 8159.f;      // 127 * 64 + 31
+constexpr int kWholeBits = 0x4b400000;    // of the float 1.5 * 2^23: adding a whole number below 2^22 to either is the same
+constexpr float kWholeBase = 12582912.f;  // that float
 constexpr uint32_t kSeven = 0x80078007u;  // -7 times 2^-24, twice
 constexpr float kLog2e = 1.4426950408889634f;
 
@@ -36,7 +39,7 @@ struct Decode {
     float max[kMost][kRows], sum[kMost][kRows];
     int token[kRows], head[kRows];
     float unit[kRows];  // of queries that are whole numbers
-    alignas(16) int4 base[kPacked ? kMost : 1][kPacked ? kN * kColumns * kGroups : 1][4], sevens[2];
+    alignas(16) int4 fours[3];
     bool last;
   };
   static constexpr int kSharedBytes = (sizeof(Shared) + 127) / 128 * 128;
@@ -58,12 +61,12 @@ struct Decode {
   int position[kN][2];  // of this lane's queries
   uint8_t* tiles;       // of this warp
   uint32_t q[kN][kPacked ? kColumns * kGroups : kSlots * 2][2];
-  int base[kN][kPacked ? kColumns * kGroups : 1][4];  // what a group's whole sum begins with
   float unit[kN][2];
-  uint32_t sevens[2][4];                                        // -7 in the rows of one group, or of its neighbour
-  int place, piece;                                             // of the lane's 16 bytes in a tile: read, written
-  float zero[kN][has_scales(KF) && !kPacked ? kGroups : 1][2];  // what a group's sum begins with
-  float level[kN][(kGroups + 1) / 2][4];                        // what zero points add to the dims of two groups
+  int begin_of_sums[4];
+  uint32_t sevens[2][4];                                                           // -7 in the rows of one group, or of its neighbour
+  int place, piece;                                                                // of the lane's 16 bytes in a tile: read, written
+  float zero[kN][has_scales(KF) ? kPacked ? kColumns * kGroups : kGroups : 1][2];  // what a group's sum begins with
+  float level[kN][(kGroups + 1) / 2][4];                                           // what zero points add to the dims of two groups
   float o[kN][D / 16][4], row_max[kN][2], row_sum[kN][2];
 
   __device__ __forceinline__ Decode(const DecodeParams& params, uint8_t* shared) : p(params), sh(*reinterpret_cast<Shared*>(shared)) {
