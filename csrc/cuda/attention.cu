@@ -6,22 +6,22 @@
 
 namespace exl2nb {
 
-DecodeKernel decode_kernel_f16(int head_dim, bool wide);
-DecodeKernel decode_kernel_f16q8(int head_dim, bool wide);
-DecodeKernel decode_kernel_f16q4(int head_dim, bool wide);
-DecodeKernel decode_kernel_q8f16(int head_dim, bool wide);
-DecodeKernel decode_kernel_q8(int head_dim, bool wide);
-DecodeKernel decode_kernel_q8q4(int head_dim, bool wide);
-DecodeKernel decode_kernel_q4f16(int head_dim, bool wide);
-DecodeKernel decode_kernel_q4q8(int head_dim, bool wide);
-DecodeKernel decode_kernel_q4(int head_dim, bool wide);
-DecodeKernel decode_kernel_fp8(int head_dim, bool wide);
+DecodeKernel decode_kernel_f16(int head_dim, int rows);
+DecodeKernel decode_kernel_f16q8(int head_dim, int rows);
+DecodeKernel decode_kernel_f16q4(int head_dim, int rows);
+DecodeKernel decode_kernel_q8f16(int head_dim, int rows);
+DecodeKernel decode_kernel_q8(int head_dim, int rows);
+DecodeKernel decode_kernel_q8q4(int head_dim, int rows);
+DecodeKernel decode_kernel_q4f16(int head_dim, int rows);
+DecodeKernel decode_kernel_q4q8(int head_dim, int rows);
+DecodeKernel decode_kernel_q4(int head_dim, int rows);
+DecodeKernel decode_kernel_fp8(int head_dim, int rows);
 
 namespace {
 
 struct Pair {
   int k, v;
-  DecodeKernel (*kernel)(int head_dim, bool wide);
+  DecodeKernel (*kernel)(int head_dim, int rows);
 };
 constexpr Pair kPairs[] = {
     {kCacheF16, kCacheF16, decode_kernel_f16},  {kCacheF16, kCacheQ8, decode_kernel_f16q8}, {kCacheF16, kCacheQ4, decode_kernel_f16q4},
@@ -30,9 +30,9 @@ constexpr Pair kPairs[] = {
     {kCacheFp8, kCacheFp8, decode_kernel_fp8},
 };
 
-DecodeKernel fast_kernel(const CacheArgs& c, bool wide) {
+DecodeKernel fast_kernel(const CacheArgs& c, int rows) {
   for (const Pair& pair : kPairs)
-    if (pair.k == c.k_format && pair.v == c.v_format) return pair.kernel(c.head_dim, wide);
+    if (pair.k == c.k_format && pair.v == c.v_format) return pair.kernel(c.head_dim, rows);
   return {};
 }
 
@@ -77,7 +77,7 @@ size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
 struct Workspace {
   size_t part, part_ml, count;
   Workspace(int64_t rows, int num_heads, int num_kv_heads, int head_dim) {
-    const int64_t pairs = rows * num_heads * max_splits(num_kv_heads), per_token = (num_heads / num_kv_heads + 7) / 8;
+    const int64_t pairs = rows * num_heads * max_splits(num_kv_heads), per_token = (num_heads / num_kv_heads + 3) / 4;
     count = aligned(rows * per_token * num_kv_heads * sizeof(unsigned));
     part_ml = aligned(pairs * sizeof(float2));
     part = aligned(pairs * head_dim * sizeof(float));
@@ -132,7 +132,6 @@ const char* attention_decode_launch(const AttentionArgs& args, void* stream, boo
   if (!a.q && a.rope.norm_whole)
     if (auto* wrong = normalise_whole(a.rope, a.qkv, c, a.tokens, stream, pdl)) return wrong;
   const int per_sequence = (a.tokens + c.sequences - 1) / c.sequences;
-  const bool wide = has_wide(c.head_dim) && per_sequence * q_per_kv > 8;
   // Counters stand at the end, where no launch with another number of tokens puts anything else; between launches all of them are 0.
   char* const at = static_cast<char*>(a.workspace);
   char* const end = at + a.workspace_bytes / sizeof(unsigned) * sizeof(unsigned);
@@ -140,18 +139,18 @@ const char* attention_decode_launch(const AttentionArgs& args, void* stream, boo
                       reinterpret_cast<float*>(at + sizes.part_ml),
                       reinterpret_cast<float2*>(at),
                       reinterpret_cast<unsigned*>(end - sizes.count),
-                      (q_per_kv + 7) / 8,
+                      (q_per_kv + 3) / 4,
                       q_per_kv,
                       0,
                       unsigned((0x100000000ull + q_per_kv - 1) / q_per_kv),
                       (page_bytes(c.k_format, c.head_dim) + page_bytes(c.v_format, c.head_dim)) / kPage,
                       0,
                       max_splits(c.num_kv_heads)};
-  DecodeKernel fast = fast_kernel(c, wide);
+  DecodeKernel fast = fast_kernel(c, per_sequence * q_per_kv);
   if (fast.kernel && a.many && per_sequence <= kMaxNew)
-    share_out(fast, params, int64_t(c.sequences) * c.num_kv_heads * ((int64_t(per_sequence) * q_per_kv + 7) / 8));
+    share_out(fast, params, int64_t(c.sequences) * c.num_kv_heads * ((int64_t(per_sequence) * q_per_kv + fast.rows - 1) / fast.rows));
   if (const size_t shared = fast.kernel ? arrange(fast, params) : 0) {
-    const int64_t blocks = (int64_t(per_sequence) * q_per_kv + 7) / 8,
+    const int64_t blocks = (int64_t(per_sequence) * q_per_kv + fast.rows - 1) / fast.rows,
                   items = blocks * c.sequences * c.num_kv_heads * max_splits(c.num_kv_heads);
     const int64_t room = int64_t(multiprocessors()) * fast.ctas_per_sm;
     const cudaError_t error = cudaFuncSetAttribute(fast.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));

@@ -1,22 +1,23 @@
 // Attention of a few queries per sequence over a paged cache, split over the keys (flash-decoding, Dao et al. 2023), in one kernel.
 //
-// A work item is (sequence, KV head, block of 8 * NT query rows, chunk of keys); a query row is (token, head of the KV head's group). A CTA
-// of 8 warps (4 for large heads; for many sequences what makes one turn of CTAs of all the items) takes items in turns. It prepares the
-// item's query rows (norm, rotation, fp16) in shared memory, and the new keys and values that fall into its chunk, which it also writes to
-// the cache. Then every warp walks tiles of 16 keys, of 4 bits two at a time: S' = K Q' and O' += V' P' on tensor cores (m16n8k16), with
-// the keys, then the dims, as rows, so that 8 queries fill the columns. K and V go from memory to a ring of tiles in shared memory that
-// belongs to the warp, so nobody waits for another; old keys are fetched before the kernel waits for its predecessor. The warps' results
-// are joined in warp order, the chunks' by the CTA that arrives last, in chunk order: no float atomics, and chunk boundaries depend on the
-// sequence's own context length only (but for many sequences), so a result's bits depend on nothing else.
-// Bytes: K and V of the context once per block of query rows, partial results 4 * (D + 2) per (row, chunk).
-// Limits: D a multiple of 16, at most 256; at most 8 new tokens per sequence (any number when q comes ready).
-// Files: _items how work is cut, _state the class, _new the step's own rows, _tiles copies, _keys scores to values, _join results.
+// A work item is (sequence, KV head, block of 8 * NT query rows or of 4, chunk of keys); a query row is (token, head of the KV head's
+// group). A CTA of 8 warps (4 for large heads; for many sequences what makes one turn of CTAs of all the items) takes items in turns. It
+// prepares the item's query rows (norm, rotation, fp16) in shared memory, and the new keys and values that fall into its chunk, which it
+// also writes to the cache. Then every warp walks tiles of 16 keys, of 4 bits two at a time: S' = K Q' and O' += V' P' on tensor cores
+// (m16n8k16), with the keys, then the dims, as rows, so that 8 queries fill the columns. K and V go from memory to a ring of tiles in
+// shared memory that belongs to the warp, so nobody waits for another; old keys are fetched before the kernel waits for its predecessor.
+// The warps' results are joined in warp order, the chunks' by the CTA that arrives last, in chunk order: no float atomics, and chunk
+// boundaries depend on the sequence's own context length only (but for many sequences), so a result's bits depend on nothing else. Bytes: K
+// and V of the context once per block of query rows, partial results 4 * (D + 2) per (row, chunk). Limits: D a multiple of 16, at most 256;
+// at most 8 new tokens per sequence (any number when q comes ready). Files: _items how work is cut, _state the class, _new the step's own
+// rows, _tiles copies, _keys scores to values, _packed the same where both have 4 bits, _join results.
 #pragma once
 #include <algorithm>
 
 #include "attention_decode_join.cuh"
 #include "attention_decode_keys.cuh"
 #include "attention_decode_new.cuh"
+#include "attention_decode_packed.cuh"
 #include "attention_decode_tiles.cuh"
 
 namespace exl2nb {
@@ -25,11 +26,16 @@ template <int KF, int VF, int D, int NT>
 __device__ __forceinline__ void Decode<KF, VF, D, NT>::start() {
   const int first = chunk_start + warp * kStep;
   EXL2NB_MARK(p.a, 0);
+  load_turn(warp);  // first: what is asked for behind the keys comes behind them
   look_up_turns();
 #pragma unroll 1
   for (int i = 0; i < kStages; i++) {
-    fetch<KF, true>(tiles + i * kStageBytes, first + i * hop);
-    fetch<VF, false>(tiles + i * kStageBytes + KeyTile::kBytes, first + i * hop);
+    if constexpr (kPacked) {
+      fetch_both(tiles + i * kStageBytes, first + i * hop);
+    } else {
+      fetch<KF, true>(tiles + i * kStageBytes, first + i * hop);
+      fetch<VF, false>(tiles + i * kStageBytes + KeyTile::kBytes, first + i * hop);
+    }
   }
   EXL2NB_MARK(p.a, 1);
   const int* const inverse = p.a.to.num_perms ? p.a.to.inverse[0] : nullptr;
@@ -41,12 +47,8 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::start() {
 }
 
 template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::walk(bool wait) {
+__device__ __forceinline__ void Decode<KF, VF, D, NT>::walk() {
   const int first = chunk_start + warp * kStep;
-  make_rows(wait);
-  fetch_queries();
-  clear();
-  EXL2NB_MARK(p.a, 5);
   int stage = 0;
 #pragma unroll 1
   for (int token = first; token < chunk_end; token += hop) {
@@ -118,8 +120,17 @@ __global__ void __launch_bounds__(most_warps(D, NT) * 32, 1) attention_decode(co
   }
   for (int index = blockIdx.x; kernel.begin(index); index += gridDim.x) {
     kernel.start();
-    kernel.walk(wait);
+    kernel.clear();
+    kernel.make_rows(wait);
     wait = false;
+    if constexpr (Decode<KF, VF, D, NT>::kPacked) {
+      kernel.fetch_whole_queries();
+      kernel.walk_packed();
+    } else {
+      kernel.fetch_queries();
+      EXL2NB_MARK(params.a, 5);
+      kernel.walk();
+    }
     EXL2NB_MARK(params.a, 6);
     kernel.join_warps();
     EXL2NB_MARK(params.a, 7);
@@ -140,33 +151,42 @@ constexpr bool kOften = KF == VF || (KF == kCacheQ8 && VF == kCacheQ4);
 
 struct DecodeKernel {
   void (*kernel)(DecodeParams);
-  int warps, ctas_per_sm, shared_bytes, warp_bytes;
+  int warps, ctas_per_sm, shared_bytes, warp_bytes, rows;
 };
 template <int KF, int VF, int D, int NT>
 DecodeKernel describe() {
   using Kernel = Decode<KF, VF, D, NT>;
-  return {attention_decode<KF, VF, D, NT>, warps_of(D), ctas_per_sm(D, NT), Kernel::kSharedBytes,
-          std::max(Kernel::kStages * Kernel::kStageBytes, Kernel::kResultBytes)};
+  return {attention_decode<KF, VF, D, NT>,
+          warps_of(D),
+          ctas_per_sm(D, NT),
+          Kernel::kSharedBytes,
+          std::max(Kernel::kStages * Kernel::kStageBytes, Kernel::kResultBytes),
+          Kernel::kRows};
 }
-// The kernel of a pair of formats for head dims 64, 80, 96, 128, 256; none for others. `wide` is a wish.
+// The kernel of a pair of formats for head dims 64, 80, 96, 128, 256; none for others. rows: that a sequence brings per KV head.
+template <int KF, int VF, int D>
+DecodeKernel decode_kernel_of(int rows) {
+  constexpr int kWide = kOften<KF, VF> && (D == 64 || D == 128) ? 2 : 1;
+  if constexpr (is_packed(KF, VF, D))
+    if (rows <= rows_of(0)) return describe<KF, VF, D, 0>();
+  return rows > rows_of(1) ? describe<KF, VF, D, kWide>() : describe<KF, VF, D, 1>();
+}
 template <int KF, int VF>
-DecodeKernel decode_kernel(int D, bool wide) {
-  constexpr int kWide = kOften<KF, VF> ? 2 : 1;
+DecodeKernel decode_kernel(int D, int rows) {
   switch (D) {
     case 64:
-      return wide ? describe<KF, VF, 64, kWide>() : describe<KF, VF, 64, 1>();
+      return decode_kernel_of<KF, VF, 64>(rows);
     case 80:
-      return describe<KF, VF, 80, 1>();
+      return decode_kernel_of<KF, VF, 80>(rows);
     case 96:
-      return describe<KF, VF, 96, 1>();
+      return decode_kernel_of<KF, VF, 96>(rows);
     case 128:
-      return wide ? describe<KF, VF, 128, kWide>() : describe<KF, VF, 128, 1>();
+      return decode_kernel_of<KF, VF, 128>(rows);
     case 256:
-      return describe<KF, VF, 256, 1>();
+      return decode_kernel_of<KF, VF, 256>(rows);
     default:
       return {};
   }
 }
-constexpr bool has_wide(int D) { return D == 64 || D == 128; }
 
 }  // namespace exl2nb

@@ -12,6 +12,11 @@ constexpr int warps_of(int D) { return D > 128 ? 4 : 8; }
 constexpr int ctas_per_sm(int D, int NT) { return NT > 1 && D > 64 ? 1 : 2; }
 constexpr int most_warps(int D, int NT) { return warps_of(D) * ctas_per_sm(D, NT); }
 
+// Where keys and values have 4 bits, in groups of 32, they are worked on as whole numbers: attention_decode_packed.cuh.
+constexpr bool is_packed(int k_format, int v_format, int D) { return k_format == kCacheQ4 && v_format == kCacheQ4 && scale_group(D) == 32; }
+// Query rows of an item. NT is 0 for four of them.
+constexpr int rows_of(int NT) { return NT ? 8 * NT : 4; }
+
 // Chunks of a sequence at most: they fill an H200 once at batch 1 (2 CTAs of 132 SMs; a second, partial wave costs more than it brings).
 __host__ __device__ constexpr int max_splits(int num_kv_heads) {
   return num_kv_heads * 64 <= 264 ? 64 : num_kv_heads * 6 >= 264 ? 6 : 264 / num_kv_heads;
@@ -62,7 +67,7 @@ struct Item {
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(kAll, x, 0); }
 
 // Item number `index`, or false past the last one. All lanes of a warp take part.
-template <int NT>
+template <int ROWS>
 __device__ __forceinline__ bool find_item(const DecodeParams& p, int index, Item& item) {
   const CacheArgs& c = p.a.cache;
   const int lane = threadIdx.x % 32, q_per_kv = p.q_per_kv;
@@ -75,7 +80,7 @@ __device__ __forceinline__ bool find_item(const DecodeParams& p, int index, Item
       first = c.cu_seqlens[b], queries = c.cu_seqlens[b + 1] - first, context = c.context_lens[b];
       if (context > 0 && queries > 0) {
         chunks = chunks_of(context, queries, p.a.window, p.most, p.key_bytes, p.wanted);
-        blocks = (queries * q_per_kv + 8 * NT - 1) / (8 * NT);
+        blocks = (queries * q_per_kv + ROWS - 1) / ROWS;
         items = chunks.count * c.num_kv_heads * blocks;
       }
     }

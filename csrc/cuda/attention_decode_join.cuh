@@ -20,13 +20,13 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::join_warps() {
   if (single) place = places(mine / (D / 4), mine % (D / 4) * 4);
   float* const to = results(warp);
 #pragma unroll
-  for (int n = 0; n < NT; n++)
+  for (int n = 0; n < kN; n++)
 #pragma unroll
-    for (int j = 0; j < 2; j++) {
+    for (int j = 0; j < kColumns; j++) {
       float sum = row_sum[n][j];
 #pragma unroll
       for (int i = 4; i < 32; i *= 2) sum += __shfl_xor_sync(kAll, sum, i);
-      const int r = n * 8 + 2 * t + j;
+      const int r = row_of(n, j);
       if (g == 0) sh.max[warp][r] = row_max[n][j], sh.sum[warp][r] = sum;
       if (r >= rows) continue;
 #pragma unroll
@@ -34,8 +34,12 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::join_warps() {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           float x = o[n][i][2 * half + j];
-          if constexpr (scales_in_probs(VF, D))  // codes have units of 2^-24 or 2^-20
+          if constexpr (kPacked) {  // whole bytes, and their upper codes, in units of 2^-24
+            x = half ? o[n][i][2 + j] * 0.0625f : o[n][i][j] - o[n][i][2 + j];
+            x = (x + level[n][i / 4][i / 2 % 2 * 2 + j]) * 0x1p24f;
+          } else if constexpr (scales_in_probs(VF, D)) {  // codes have units of 2^-24 or 2^-20
             x = fmaf(x, half ? 0x1p20f : 0x1p24f, level[n][i / 4][i / 2 % 2 * 2 + j] * 0x1p24f);
+          }
           to[r * kOStride + Value::dim(i, g, half)] = x;
         }
     }

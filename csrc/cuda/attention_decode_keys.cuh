@@ -4,14 +4,13 @@
 
 namespace exl2nb {
 
-constexpr float kShift = 8.f;             // probabilities are held times 2^8, so that small ones keep their bits in fp16
-constexpr uint32_t kSeven = 0x80078007u;  // -7 times 2^-24, twice
-constexpr float kSlack = 6.f;             // they may reach 2^14
+constexpr float kShift = 8.f;  // probabilities are held times 2^8, so that small ones keep their bits in fp16
+constexpr float kSlack = 6.f;  // they may reach 2^14
 
 template <int KF, int VF, int D, int NT>
 __device__ __forceinline__ void Decode<KF, VF, D, NT>::clear() {
 #pragma unroll
-  for (int n = 0; n < NT; n++) {
+  for (int n = 0; n < kN; n++) {
     row_max[n][0] = row_max[n][1] = kLowest, row_sum[n][0] = row_sum[n][1] = 0.f;
 #pragma unroll
     for (int i = 0; i < (kGroups + 1) / 2; i++) level[n][i][0] = level[n][i][1] = level[n][i][2] = level[n][i][3] = 0.f;
@@ -38,7 +37,7 @@ __device__ __forceinline__ void load_scales(const uint8_t* from, float unit, flo
 }
 
 template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::scores(const uint8_t* at, float (&s)[kSubs][NT][4]) {
+__device__ __forceinline__ void Decode<KF, VF, D, NT>::scores(const uint8_t* at, float (&s)[kSubs][kN][4]) {
   if constexpr (has_scales(KF)) {
     constexpr bool kPairs = Key::kGroupBytes == 16 && kGroups % 2 == 0;  // of groups
     float scale[kSubs][2][kGroups];
@@ -52,7 +51,7 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::scores(const uint8_t* at,
     static_for<kGroups>([&](auto group) {
       constexpr int G = decltype(group)::value;
       uint32_t w[kSubs][Key::kWords][2];  // of rows g and g + 8
-      float sum[kSubs][NT][4];
+      float sum[kSubs][kN][4];
 #pragma unroll
       for (int sub = 0; sub < kSubs; sub++) {
         if constexpr (kPairs) {
@@ -68,7 +67,7 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::scores(const uint8_t* at,
             load_bytes<2>(at + (sub * kTile + g + 8 * i) * KeyTile::kStride + G * Key::kGroupBytes + t * 2, &w[sub][0][i]);
         }
 #pragma unroll
-        for (int n = 0; n < NT; n++) sum[sub][n][0] = sum[sub][n][2] = zero[n][G][0], sum[sub][n][1] = sum[sub][n][3] = zero[n][G][1];
+        for (int n = 0; n < kN; n++) sum[sub][n][0] = sum[sub][n][2] = zero[n][G][0], sum[sub][n][1] = sum[sub][n][3] = zero[n][G][1];
       }
       static_for<Key::kSteps>([&](auto step) {
         constexpr int S = decltype(step)::value, kStepOfAll = G * Key::kSteps + S, W = S % Key::kWords;
@@ -77,13 +76,13 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::scores(const uint8_t* at,
           uint32_t a0, a1, a2, a3;
           Key::template get<S>(w[sub][W][0], a0, a2), Key::template get<S>(w[sub][W][1], a1, a3);
 #pragma unroll
-          for (int n = 0; n < NT; n++) mma16816(sum[sub][n], a0, a1, a2, a3, q[n][kStepOfAll][0], q[n][kStepOfAll][1]);
+          for (int n = 0; n < kN; n++) mma16816(sum[sub][n], a0, a1, a2, a3, q[n][kStepOfAll][0], q[n][kStepOfAll][1]);
         }
       });
 #pragma unroll
       for (int sub = 0; sub < kSubs; sub++)
 #pragma unroll
-        for (int n = 0; n < NT; n++)
+        for (int n = 0; n < kN; n++)
 #pragma unroll
           for (int i = 0; i < 4; i++)
             s[sub][n][i] = G ? fmaf(scale[sub][i / 2][G], sum[sub][n][i], s[sub][n][i]) : scale[sub][i / 2][G] * sum[sub][n][i];
@@ -91,9 +90,9 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::scores(const uint8_t* at,
   } else {
     static_assert(kSubs == 1, "tiles of 16 keys");
     const uint32_t row = shared_address(at) + (lane % 16) * KeyTile::kStride + lane / 16 * 16;
-    float odd[NT][4];
+    float odd[kN][4];
 #pragma unroll
-    for (int n = 0; n < NT; n++)
+    for (int n = 0; n < kN; n++)
 #pragma unroll
       for (int i = 0; i < 4; i++) s[0][n][i] = odd[n][i] = 0.f;
     static_for<D / 16>([&](auto step) {
@@ -101,10 +100,10 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::scores(const uint8_t* at,
       uint32_t a[4];
       load_matrices<false>(a, row + K * 32);
 #pragma unroll
-      for (int n = 0; n < NT; n++) mma16816(K % 2 ? odd[n] : s[0][n], a[0], a[1], a[2], a[3], q[n][K][0], q[n][K][1]);
+      for (int n = 0; n < kN; n++) mma16816(K % 2 ? odd[n] : s[0][n], a[0], a[1], a[2], a[3], q[n][K][0], q[n][K][1]);
     });
 #pragma unroll
-    for (int n = 0; n < NT; n++)
+    for (int n = 0; n < kN; n++)
 #pragma unroll
       for (int i = 0; i < 4; i++) s[0][n][i] += odd[n][i];
   }
@@ -112,18 +111,18 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::scores(const uint8_t* at,
 
 // Soft cap and mask.
 template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::shape(int token, float (&s)[NT][4]) {
+__device__ __forceinline__ void Decode<KF, VF, D, NT>::shape(int token, float (&s)[kN][4]) {
   if (p.a.softcap > 0.f) {
     const float inverse = 1.f / p.a.softcap, cap = p.a.softcap * kLog2e;
 #pragma unroll
-    for (int n = 0; n < NT; n++)
+    for (int n = 0; n < kN; n++)
 #pragma unroll
       for (int i = 0; i < 4; i++) s[n][i] = cap * tanh_exact(s[n][i] * inverse);
   }
   const int oldest = it.context - it.queries + token_of(first_row), newest = it.context - it.queries + token_of(first_row + rows - 1);
   if (token + kTile - 1 <= oldest && (p.a.window <= 0 || newest - token < p.a.window)) return;
 #pragma unroll
-  for (int n = 0; n < NT; n++)
+  for (int n = 0; n < kN; n++)
 #pragma unroll
     for (int i = 0; i < 4; i++) {
       const int distance = position[n][i % 2] - (token + g + i / 2 * 8);
@@ -133,9 +132,9 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::shape(int token, float (&
 
 // Scores to probabilities times 2^8 under a running maximum, which follows where a score passes it by more than kSlack: a row's own affair.
 template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::softmax(float (&s)[kSubs][NT][4]) {
+__device__ __forceinline__ void Decode<KF, VF, D, NT>::softmax(float (&s)[kSubs][kN][4]) {
 #pragma unroll
-  for (int n = 0; n < NT; n++) {
+  for (int n = 0; n < kN; n++) {
     float high[2] = {fmaxf(s[0][n][0], s[0][n][2]), fmaxf(s[0][n][1], s[0][n][3])};
 #pragma unroll
     for (int sub = 1; sub < kSubs; sub++)
@@ -170,7 +169,7 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::softmax(float (&s)[kSubs]
 // Where a row's probability times a value's scale would pass fp16's largest number, what the row holds is divided by 2^14: a row's own
 // affair, and rare.
 template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::make_room(const uint8_t* scales, float (&s)[kSubs][NT][4]) {
+__device__ __forceinline__ void Decode<KF, VF, D, NT>::make_room(const uint8_t* scales, float (&s)[kSubs][kN][4]) {
   constexpr int kWords = kStep * ValueTile::kScaleRow / 4;
   uint32_t bits = 0;
 #pragma unroll
@@ -178,7 +177,7 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::make_room(const uint8_t* 
     if (kWords % 32 == 0 || lane + 32 * i < kWords) bits |= reinterpret_cast<const uint32_t*>(scales)[lane + 32 * i];
   if (!__any_sync(kAll, bits & 0x40004000u)) return;  // all of them below 2
 #pragma unroll
-  for (int n = 0; n < NT; n++) {
+  for (int n = 0; n < kN; n++) {
     float most = 0.f;  // of row g
 #pragma unroll
     for (int sub = 0; sub < kSubs; sub++)
@@ -221,8 +220,8 @@ __device__ __forceinline__ void to_fragments(const float (&s)[NT][4], uint32_t (
 
 template <int KF, int VF, int D, int NT>
 __device__ __forceinline__ void Decode<KF, VF, D, NT>::values(const uint8_t* at, [[maybe_unused]] const uint8_t* scales,
-                                                              const float (&s)[NT][4]) {
-  uint32_t probs[NT][2];
+                                                              const float (&s)[kN][4]) {
+  uint32_t probs[kN][2];
   to_fragments(s, probs);
   if constexpr (VF == kCacheF16) {
     const uint32_t row = shared_address(at) + (lane % 8 + lane / 16 * 8) * ValueTile::kStride + lane / 8 % 2 * 16;
@@ -231,7 +230,7 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::values(const uint8_t* at,
       uint32_t a[4];
       load_matrices<true>(a, row + I * 32);
 #pragma unroll
-      for (int n = 0; n < NT; n++) mma16816(o[n][I], a[0], a[1], a[2], a[3], probs[n][0], probs[n][1]);
+      for (int n = 0; n < kN; n++) mma16816(o[n][I], a[0], a[1], a[2], a[3], probs[n][0], probs[n][1]);
     });
   } else if constexpr (scales_in_probs(VF, D)) {
     uint32_t scale[4][(kGroups + 1) / 2];  // of tokens 2t, 2t + 1, 2t + 8, 2t + 9: pairs of groups
@@ -252,7 +251,7 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::values(const uint8_t* at,
     [[maybe_unused]] uint32_t both[4];
     static_for<kGroups>([&](auto group) {
       constexpr int G = decltype(group)::value;
-      uint32_t w[2], scaled[NT][2];
+      uint32_t w[2], scaled[kN][2];
       if constexpr (kGroups % 2 == 0) {
         if constexpr (G % 2 == 0) load_matrices<true>(both, row + lane / 16 * 16 + G * 16);
         w[0] = both[G % 2 * 2], w[1] = both[G % 2 * 2 + 1];
@@ -263,17 +262,17 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::values(const uint8_t* at,
       for (int i = 0; i < 2; i++) {
         const half2 pair = as_half2(permute(scale[2 * i][G / 2], scale[2 * i + 1][G / 2], G % 2 ? 0x7632 : 0x5410));
 #pragma unroll
-        for (int n = 0; n < NT; n++) scaled[n][i] = bits_of_half2(__hmul2(as_half2(probs[n][i]), pair));
+        for (int n = 0; n < kN; n++) scaled[n][i] = bits_of_half2(__hmul2(as_half2(probs[n][i]), pair));
       }
       static_for<2>([&](auto half_of) {
         constexpr int H = decltype(half_of)::value;
         const uint32_t v0 = H ? w[0] >> 8 : w[0], v1 = H ? w[1] >> 8 : w[1];
         const uint32_t a0 = v0 & 0x000f000fu, a1 = v0 & 0x00f000f0u, a2 = v1 & 0x000f000fu, a3 = v1 & 0x00f000f0u;
 #pragma unroll
-        for (int n = 0; n < NT; n++) mma16816(o[n][2 * G + H], a0, a1, a2, a3, scaled[n][0], scaled[n][1]);
+        for (int n = 0; n < kN; n++) mma16816(o[n][2 * G + H], a0, a1, a2, a3, scaled[n][0], scaled[n][1]);
       });
 #pragma unroll
-      for (int n = 0; n < NT; n++)  // in rows g and g + 8: groups G and G + 1, or G - 1 and G
+      for (int n = 0; n < kN; n++)  // in rows g and g + 8: groups G and G + 1, or G - 1 and G
         mma16816(level[n][G / 2], G % 2 ? 0u : kSeven, G % 2 ? kSeven : 0u, G % 2 ? 0u : kSeven, G % 2 ? kSeven : 0u, scaled[n][0],
                  scaled[n][1]);
     });
@@ -290,7 +289,7 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::values(const uint8_t* at,
       Value::template get<I>(v[0], v[1], a0, a1);
       Value::template get<I>(v[2], v[3], a2, a3);
 #pragma unroll
-      for (int n = 0; n < NT; n++) mma16816(o[n][I], a0, a1, a2, a3, probs[n][0], probs[n][1]);
+      for (int n = 0; n < kN; n++) mma16816(o[n][I], a0, a1, a2, a3, probs[n][0], probs[n][1]);
     });
   }
 }

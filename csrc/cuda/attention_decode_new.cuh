@@ -4,51 +4,56 @@
 
 namespace exl2nb {
 
-// The item's rows, warp by warp: queries, new keys, new values. A warp's second row is under way while it works on the first.
+// Row r of the item: its queries, the chunk's new keys, its new values.
+template <int KF, int VF, int D, int NT>
+__device__ __forceinline__ typename Decode<KF, VF, D, NT>::Place Decode<KF, VF, D, NT>::place_of(int r) const {
+  Place x;
+  x.is_query = r < rows, x.is_key = !x.is_query && r < rows + fresh;
+  x.i = x.is_query ? token_of(first_row + r) : r - rows - (x.is_key ? 0 : fresh) + new_from - first_new;
+  x.head = x.is_query ? it.kv_head * q_per_kv + first_row + r - x.i * q_per_kv : it.kv_head;
+  return x;
+}
+template <int KF, int VF, int D, int NT>
+__device__ __forceinline__ const float* Decode<KF, VF, D, NT>::row_at(int r) const {
+  const AttentionArgs& a = p.a;
+  const Place x = place_of(r);
+  const int of_token = a.cache.num_heads + 2 * a.cache.num_kv_heads;
+  const int number = x.is_query ? x.head : a.cache.num_heads + (x.is_key ? 0 : a.cache.num_kv_heads) + x.head;
+  const int64_t token = it.first_token + x.i;
+  return a.q ? a.q + (token * a.cache.num_heads + x.head) * D : a.qkv + (token * of_token + number) * D;
+}
+template <int KF, int VF, int D, int NT>
+__device__ __forceinline__ void Decode<KF, VF, D, NT>::load_turn(int r) {
+  const AttentionArgs& a = p.a;
+  if (a.q || r >= rows + 2 * fresh) return;
+  const int i = place_of(r).i;
+  if (i == turn_of) return;
+  turn_of = i;
+  turn.load(a.rope, a.rope.positions ? a.rope.positions[it.first_token + i] : it.context - it.queries + i);
+}
+
+// The item's rows, warp by warp. A warp's second row is under way while it works on the first.
 template <int KF, int VF, int D, int NT>
 __device__ __forceinline__ void Decode<KF, VF, D, NT>::make_rows(bool wait) {
   const AttentionArgs& a = p.a;
-  const int D3 = (a.cache.num_heads + 2 * a.cache.num_kv_heads) * D, chunk_last = chunk_start + it.chunks.size;
-  const int new_from = max(first_new, chunk_start), fresh = max(min(it.context, chunk_last) - new_from, 0), all = rows + 2 * fresh;
+  const int all = rows + 2 * fresh;
   const float factor = a.softcap > 0.f ? a.scale : a.scale * kLog2e;
   for (int i = rows * kQStride / 2 + thread; i < kRows * kQStride / 2; i += blockDim.x) reinterpret_cast<uint32_t*>(sh.q)[i] = 0;
-  struct Place {
-    bool is_query, is_key;
-    int i, head;
-  };
-  const auto place_of = [&](int r) {
-    Place x;
-    x.is_query = r < rows, x.is_key = !x.is_query && r < rows + fresh;
-    x.i = x.is_query ? token_of(first_row + r) : r - rows - (x.is_key ? 0 : fresh) + new_from - first_new;
-    x.head = x.is_query ? it.kv_head * q_per_kv + first_row + r - x.i * q_per_kv : it.kv_head;
-    return x;
-  };
-  Turn<kSlots> turn;
+  if (kPacked && thread >= rows && thread < kRows) sh.unit[thread] = 0.f;
+  if (kPacked && thread < 12) {
+    const bool there = thread < 8 ? thread % 2 == thread / 4 : thread % 2;
+    reinterpret_cast<uint32_t*>(sh.fours)[thread] = there ? thread < 8 ? kSeven : kWholeBits : 0u;
+  }
   Row<kSlots> next;
-  int turn_of = -1;
-  const auto load_turn = [&](int r) {
-    if (a.q || r >= all) return;
-    const int i = place_of(r).i;
-    if (i == turn_of) return;
-    turn_of = i;
-    turn.load(a.rope, a.rope.positions ? a.rope.positions[it.first_token + i] : it.context - it.queries + i);
-  };
-  const auto load_row = [&](int r) {
-    if (r >= all) return;
-    const Place x = place_of(r);
-    const int number = x.is_query ? x.head : a.cache.num_heads + (x.is_key ? 0 : a.cache.num_kv_heads) + x.head;
-    const int64_t token = it.first_token + x.i;
-    next.load(a.q ? a.q + (token * a.cache.num_heads + x.head) * D : a.qkv + token * D3 + number * D, D);
-  };
-  load_turn(warp);
+  const float* const first = row_at(min(warp, all - 1));
   if (wait) wait_for_predecessor();
   EXL2NB_MARK(a, 2);
-  load_row(warp);
+  if (warp < all) next.load(first, D);
 #pragma unroll 1
   for (int r = warp; r < all; r += warps) {
     const Place x = place_of(r);
     Row<kSlots> row = next;
-    load_row(r + warps);
+    if (r + warps < all) next.load(row_at(r + warps), D);
     if (r > warp) load_turn(r);
     if (x.is_query || x.is_key) {
       if (!a.q) prepare(row, a.rope, x.is_query ? a.rope.q_norm : a.rope.k_norm, x.head, turn, sh.scratch[warp], D);
@@ -58,10 +63,12 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::make_rows(bool wait) {
     if (x.is_query) {
 #pragma unroll
       for (int s = 0; s < kSlots; s++) {
-        float v = row.x[s] * factor;
-        if constexpr (is_rotated(KF)) v = hadamard<scale_group(D)>(v);
-        if (lane + 32 * s < D) sh.q[r * kQStride + Key::place(lane + 32 * s)] = saturated(v);
+        row.x[s] *= factor;
+        if constexpr (is_rotated(KF)) row.x[s] = hadamard<scale_group(D)>(row.x[s]);
+        if constexpr (!kPacked)
+          if (lane + 32 * s < D) sh.q[r * kQStride + Key::place(lane + 32 * s)] = saturated(row.x[s]);
       }
+      if constexpr (kPacked) keep_whole(r, row.x);
     } else if constexpr (kCoded) {
       row.store(sh.fresh[x.is_key ? x.i : kMaxNew + x.i], D);
     } else {
@@ -115,7 +122,7 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::keep(const Coded& made, i
 template <int KF, int VF, int D, int NT>
 __device__ __forceinline__ void Decode<KF, VF, D, NT>::fetch_queries() {
 #pragma unroll
-  for (int n = 0; n < NT; n++)
+  for (int n = 0; n < kN; n++)
 #pragma unroll
     for (int pair = 0; pair < kSlots; pair++) {
       const uint4 x = *reinterpret_cast<const uint4*>(sh.q + (n * 8 + g) * kQStride + pair * 32 + t * 8);
@@ -123,7 +130,7 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::fetch_queries() {
     }
   if constexpr (has_scales(KF)) {
 #pragma unroll
-    for (int n = 0; n < NT; n++)
+    for (int n = 0; n < kN; n++)
 #pragma unroll
       for (int group = 0; group < kGroups; group++) {
         float sum[4] = {0.f, 0.f, 0.f, 0.f};

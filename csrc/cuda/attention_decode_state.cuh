@@ -6,12 +6,18 @@
 
 namespace exl2nb {
 
-constexpr float kLowest = -1e30f;  // a maximum over nothing
+constexpr float kLowest = -1e30f;         // a maximum over nothing
+constexpr float kWholeMost = 8159.f;      // 127 * 64 + 31
+constexpr int kWholeBits = 0x4b400000;    // of the float 1.5 * 2^23: adding a whole number below 2^22 to either is the same
+constexpr float kWholeBase = 12582912.f;  // that float
+constexpr uint32_t kSeven = 0x80078007u;  // -7 times 2^-24, twice
 constexpr float kLog2e = 1.4426950408889634f;
 
 template <int KF, int VF, int D, int NT>
 struct Decode {
-  static constexpr int kMost = most_warps(D, NT), kSlots = (D + 31) / 32, kRows = 8 * NT, kGroups = D / scale_group(D);
+  static constexpr bool kPacked = is_packed(KF, VF, D);
+  static constexpr int kMost = most_warps(D, NT), kSlots = (D + 31) / 32, kRows = rows_of(NT), kN = NT ? NT : 1, kColumns = NT ? 2 : 1,
+                       kGroups = D / scale_group(D);
   static constexpr int kQStride = kSlots * 32 + 8;  // halves; lanes of a quarter warp read 16 bytes each
   static constexpr int kOStride = D + 4;            // floats; lanes that store together find different banks
   static constexpr bool kCoded = has_scales(KF) || has_scales(VF);
@@ -20,7 +26,8 @@ struct Decode {
   using ValueTile = Tile<VF, D, false, kStep>;
   using Key = KeyFragment<KF, D>;
   using Value = ValueFragment<VF, D>;
-  static constexpr int kStageBytes = KeyTile::kBytes + ValueTile::kBytes, kResultBytes = kRows * kOStride * 4;
+  static constexpr int kStageBytes = kPacked ? kStep * (D + 4 * kGroups) : KeyTile::kBytes + ValueTile::kBytes,
+                       kResultBytes = kRows * kOStride * 4;
   static constexpr int kStages = kStageBytes > 6 << 10 ? 1 : 2;  // tiles that a warp fetches ahead
 
   struct Shared {                          // the warps' tiles follow, then in their place the warps' results
@@ -31,6 +38,8 @@ struct Decode {
     float fresh[kCoded ? 2 * kMaxNew : 1][D];  // new keys, then new values, before they are coded
     float max[kMost][kRows], sum[kMost][kRows];
     int token[kRows], head[kRows];
+    float unit[kRows];  // of queries that are whole numbers
+    alignas(16) int4 fours[3];
     bool last;
   };
   static constexpr int kSharedBytes = (sizeof(Shared) + 127) / 128 * 128;
@@ -46,22 +55,33 @@ struct Decode {
   static_assert(kPage == 256, "shifts");
   int page_base, page_of_lane;  // 32 entries of the block table, one per lane
   int first_page, last_page;    // of the first and the last new token
-  int position[NT][2];          // of this lane's queries
-  uint8_t* tiles;               // of this warp
-  uint32_t q[NT][kSlots * 2][2];
-  float zero[NT][has_scales(KF) ? kGroups : 1][2];  // what a group's sum begins with
-  float level[NT][(kGroups + 1) / 2][4];            // what zero points add to the dims of two groups
-  float o[NT][D / 16][4], row_max[NT][2], row_sum[NT][2];
+  int new_from, fresh;          // first and number of the chunk's own new tokens
+  Turn<kSlots> turn;            // of the new token turn_of
+  int turn_of;
+  int position[kN][2];  // of this lane's queries
+  uint8_t* tiles;       // of this warp
+  uint32_t q[kN][kPacked ? kColumns * kGroups : kSlots * 2][2];
+  float unit[kN][2];
+  int begin_of_sums[4];
+  uint32_t sevens[2][4];                                                           // -7 in the rows of one group, or of its neighbour
+  int place, piece;                                                                // of the lane's 16 bytes in a tile: read, written
+  float zero[kN][has_scales(KF) ? kPacked ? kColumns * kGroups : kGroups : 1][2];  // what a group's sum begins with
+  float level[kN][(kGroups + 1) / 2][4];                                           // what zero points add to the dims of two groups
+  float o[kN][D / 16][4], row_max[kN][2], row_sum[kN][2];
 
   __device__ __forceinline__ Decode(const DecodeParams& params, uint8_t* shared) : p(params), sh(*reinterpret_cast<Shared*>(shared)) {
     unsigned here;
     asm volatile("mov.u32 %0,%%tid.x;" : "=r"(here));  // once: the compiler would read it again and again
     thread = static_cast<int>(here & 1023);
-    lane = thread % 32, warp = uniform(thread / 32), warps = blockDim.x / 32, g = lane / 4, t = lane % 4;
+    lane = thread % 32;
+    if constexpr (kPacked) lane = __shfl_sync(kAll, lane, lane);  // once, really
+    warp = uniform(thread / 32), warps = blockDim.x / 32, g = lane / 4, t = lane % 4;
     q_per_kv = p.q_per_kv, tiles = shared + kSharedBytes + warp * p.warp_bytes;
+    if constexpr (kPacked) place = swizzled<D>(lane % 16 * (D / 2) + (kGroups % 2 ? 0 : lane / 16 * 16)), piece = swizzled<D>(lane * 16);
   }
 
   // --- where things are ---
+  __device__ __forceinline__ int row_of(int n, int j) const { return kPacked ? n * 8 + t + 4 * j : n * 8 + 2 * t + j; }  // of column 2t + j
   __device__ __forceinline__ int token_of(int row) const {  // row / q_per_kv, without a division
     return q_per_kv == 1 ? row : static_cast<int>(__umulhi(static_cast<unsigned>(row), p.q_per_kv_inverse));
   }
@@ -81,6 +101,13 @@ struct Decode {
   __device__ __forceinline__ bool begin(int index);
 
   // --- the step's own rows: attention_decode_new.cuh ---
+  struct Place {
+    bool is_query, is_key;  // or a value
+    int i, head;            // new token, head
+  };
+  __device__ __forceinline__ Place place_of(int r) const;
+  __device__ __forceinline__ const float* row_at(int r) const;
+  __device__ __forceinline__ void load_turn(int r);
   __device__ __forceinline__ void make_rows(bool wait);
   template <int F>
   __device__ __forceinline__ void encode_row(int i, int slot, bool key);
@@ -105,11 +132,27 @@ struct Decode {
         for (int j = 0; j < 4; j++) level[n][i][j] *= f[j % 2];
     }
   }
-  __device__ __forceinline__ void scores(const uint8_t* at, float (&s)[kSubs][NT][4]);
-  __device__ __forceinline__ void shape(int token, float (&s)[NT][4]);
-  __device__ __forceinline__ void softmax(float (&s)[kSubs][NT][4]);
-  __device__ __forceinline__ void make_room(const uint8_t* scales, float (&s)[kSubs][NT][4]);
-  __device__ __forceinline__ void values(const uint8_t* at, const uint8_t* scales, const float (&s)[NT][4]);
+  __device__ __forceinline__ void scores(const uint8_t* at, float (&s)[kSubs][kN][4]);
+  __device__ __forceinline__ void shape(int token, float (&s)[kN][4]);
+  __device__ __forceinline__ void softmax(float (&s)[kSubs][kN][4]);
+  __device__ __forceinline__ void make_room(const uint8_t* scales, float (&s)[kSubs][kN][4]);
+  __device__ __forceinline__ void values(const uint8_t* at, const uint8_t* scales, const float (&s)[kN][4]);
+
+  // --- both of 4 bits: attention_decode_packed.cuh ---
+  __device__ __forceinline__ void fetch_both(uint8_t* to, int token);
+  __device__ __forceinline__ void complete_both(uint8_t* at, int token) const;
+  __device__ __forceinline__ void keep_whole(int r, const float (&x)[kSlots]);
+  __device__ __forceinline__ void fetch_whole_queries();
+  __device__ __forceinline__ void whole_scores(const uint8_t* at, float (&s)[kSubs][kN][4]);
+  template <int G, bool TURNED>
+  __device__ __forceinline__ void load_codes(uint32_t (&both)[4], uint32_t (&w)[2], uint32_t row, int sub) const;
+  __device__ __forceinline__ void scale_row(int n, int j, float f);
+  __device__ __forceinline__ void whole_softmax(float (&s)[kSubs][kN][4]);
+  __device__ __forceinline__ void make_room_by_row(const uint8_t* scales, float (&s)[kSubs][kN][4]);
+  __device__ __forceinline__ void whole_values(const uint8_t* at, const uint8_t* scales, float (&s)[kSubs][kN][4]);
+  template <bool PLAIN>
+  __device__ __forceinline__ void take(uint8_t* at, int token);
+  __device__ __forceinline__ void walk_packed();
 
   // --- results of warps and chunks: attention_decode_join.cuh ---
   __device__ __forceinline__ int64_t part_row(int r) const;
@@ -122,12 +165,12 @@ struct Decode {
   __device__ __forceinline__ void look_ahead() const;
   __device__ __forceinline__ void look_up_turns() const;
   __device__ __forceinline__ void start();
-  __device__ __forceinline__ void walk(bool wait);
+  __device__ __forceinline__ void walk();
 };
 
 template <int KF, int VF, int D, int NT>
 __device__ __forceinline__ bool Decode<KF, VF, D, NT>::begin(int index) {
-  if (!find_item<NT>(p, index, it)) return false;
+  if (!find_item<kRows>(p, index, it)) return false;
   const int oldest_query = uniform(it.context - it.queries);
   first_row = uniform(it.block * kRows);
   rows = uniform(min(it.queries * q_per_kv - first_row, kRows));
@@ -139,11 +182,12 @@ __device__ __forceinline__ bool Decode<KF, VF, D, NT>::begin(int index) {
   plain_end = p.a.softcap > 0.f || p.a.window > 0 ? 0 : min(first_new, oldest_query + token_of(first_row) + 1);
   hop = uniform(warps * kStep), ahead = kStages * hop;
   fetch_pages(chunk_start);
+  new_from = max(first_new, chunk_start), fresh = max(min(it.context, chunk_start + it.chunks.size) - new_from, 0), turn_of = -1;
   if (!p.a.q) first_page = table(oldest_query / kPage), last_page = table((it.context - 1) / kPage);
 #pragma unroll
-  for (int n = 0; n < NT; n++)
+  for (int n = 0; n < kN; n++)
 #pragma unroll
-    for (int j = 0; j < 2; j++) position[n][j] = oldest_query + token_of(first_row + n * 8 + 2 * t + j);
+    for (int j = 0; j < 2; j++) position[n][j] = oldest_query + token_of(first_row + row_of(n, j));
   if (thread < kRows) {
     const int r = first_row + thread, i = token_of(r);
     sh.token[thread] = it.first_token + i, sh.head[thread] = it.kv_head * q_per_kv + r - i * q_per_kv;

@@ -3,6 +3,6 @@
 
 namespace exl2nb {
 
-DecodeKernel decode_kernel_f16(int head_dim, bool wide) { return decode_kernel<kCacheF16, kCacheF16>(head_dim, wide); }
+DecodeKernel decode_kernel_f16(int head_dim, int rows) { return decode_kernel<kCacheF16, kCacheF16>(head_dim, rows); }
 
 }  // namespace exl2nb

@@ -3,6 +3,6 @@
 
 namespace exl2nb {
 
-DecodeKernel decode_kernel_q8f16(int head_dim, bool wide) { return decode_kernel<kCacheQ8, kCacheF16>(head_dim, wide); }
+DecodeKernel decode_kernel_q8f16(int head_dim, int rows) { return decode_kernel<kCacheQ8, kCacheF16>(head_dim, rows); }
 
 }  // namespace exl2nb

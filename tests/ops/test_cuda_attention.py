@@ -109,7 +109,7 @@ def test_gqa(Hq, Hkv, storage):
 
 
 @pytest.mark.parametrize("context", [1, 2, 15, 16, 17, 63, 64, 65, 128, 255, 256, 257, 511, 512, 513, 2049, 5000])
-@pytest.mark.parametrize("storage", ["fp16", "q8q4"])
+@pytest.mark.parametrize("storage", ["fp16", "q8q4", "q4"])
 def test_lengths(context, storage):
     Case([context], [1], 8, 2, 128, storage=storage).check()
 
@@ -121,7 +121,7 @@ def test_several_queries(queries, Hq, Hkv, D):
     Case([queries, 256 + queries // 2, 700], [queries] * 3, Hq, Hkv, D, storage="q4").check()
 
 
-@pytest.mark.parametrize("storage", APART)
+@pytest.mark.parametrize("storage", ["q4", *APART])
 @pytest.mark.parametrize("D", [64, 80, 96, 128, 256])
 def test_pairs_apart(D, storage):
     """Many rows of a query, chunks joined, several tokens, a page's border, a window: whatever chooses code inside a kernel."""
@@ -131,12 +131,15 @@ def test_pairs_apart(D, storage):
 
 
 @pytest.mark.parametrize("context", [258, 514, 700, 1026])
-@pytest.mark.parametrize("storage", ["fp16", "q4"])
-def test_newer_tokens_do_not_change_a_row(storage, context):
+@pytest.mark.parametrize(
+    ("storage", "D", "tokens"), [("fp16", 128, 5), ("q4", 128, 5), ("q4", 128, 2), ("q4", 64, 8), ("q4", 96, 2), ("q4", 256, 2)]
+)
+def test_newer_tokens_do_not_change_a_row(storage, D, tokens, context):
     """However a text is cut into steps: bits beside newer tokens, and chunks that only those see, are those of a step of its own."""
-    whole = Case([context], [5], 8, 2, 128, storage=storage)
+    whole = Case([context], [tokens], 8, 2, D, storage=storage)
     alone = shallow(whole)
-    alone.queries, alone.bounds, alone.lens, alone.qkv = [1], i32([0, 1]), i32([context - 4]), whole.qkv[:1].contiguous()
+    alone.queries, alone.bounds, alone.lens = [1], i32([0, 1]), i32([context - tokens + 1])
+    alone.qkv = whole.qkv[:1].contiguous()
     assert torch.equal(alone.cuda().run()[0][0], whole.cuda().run()[0][0])
 
 
@@ -204,10 +207,22 @@ def test_many_sequences(storage, sequences, Hkv):
     assert torch.equal(gpu.run()[0], gpu.run()[0])
 
 
-def test_scores_far_apart():
-    case = Case([1500], [2], 4, 2, 128)
+@pytest.mark.parametrize(("storage", "heads"), [("fp16", 4), ("q4", 4), ("q4", 16)])
+def test_scores_far_apart(storage, heads):
+    case = Case([1500], [2], heads, 2, 128, storage=storage)
     case.qkv *= 30
     case.check(tolerance=3e-2)
+
+
+@pytest.mark.parametrize("D", [64, 128])
+def test_queries_of_any_size(D):
+    """A row of 4 bits' queries has one unit: rows of any size, one of nothing, and dims that are far larger than their neighbours."""
+    case = Case([700, 40], [2, 1], 8, 2, D, storage="q4", half=0)
+    queries = case.qkv[:, : 8 * D].view(3, 8, D)
+    queries[0, 1], queries[0, 2], queries[0, 3] = 0.0, queries[0, 2] * 1e-6, queries[0, 3] * 1e-20
+    queries[1, 0, 5], queries[1, 1, 40] = 40.0, -100.0
+    queries[2] *= 8
+    case.check(tolerance=1e-2)
 
 
 @pytest.mark.parametrize("storage", ["fp16", "q4", *APART])
