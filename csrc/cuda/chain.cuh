@@ -15,9 +15,6 @@
 #ifndef BUDGET
 #define BUDGET 220
 #endif
-#ifndef THR
-#define THR 8
-#endif
 #ifndef CNC
 #define CNC 0
 #endif
@@ -218,7 +215,7 @@ __device__ __forceinline__ void await_inputs(const ChainArgs& C, uint8_t* shared
       pdl_wait();
     } else if (!CNX && lane == 0) {
       barrier_wait(bars + kMine, (q - 1) & 1);
-      while (static_cast<int>(meet_now(C.meet + q - 1) - before - C.grid * THR / 8) < 0) {}
+      while (static_cast<int>(meet_now(C.meet + q - 1) - before - C.grid / 2) < 0) {}  // of the rest more is seen by looking at what they write
     }
     __syncwarp();
     STAMPW(10)

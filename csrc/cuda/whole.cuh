@@ -7,9 +7,6 @@
 #include "fragment.cuh"
 #include "item.cuh"
 
-#ifndef HELD2
-#define HELD2 0
-#endif
 namespace exl2nb {
 
 constexpr int kLargest = 32512;  // of an activation: 127 * 256, so that both bytes stay in range
@@ -150,9 +147,9 @@ template <int B, bool ONE, int CHUNKS>
 struct WholeItem {
   static constexpr int kUnits = most_units(B), kParts = ONE ? kUnits : 2 * kUnits, kRounds = (kParts + CHUNKS - 1) / CHUNKS, kWords = ONE ? 4 : 2;
   static constexpr int kZero = 1 << (B - 1), kShift = ByteForm<B>::shift;
-  static constexpr int kHeld = CHUNKS < 4 ? 0 : ONE && !(HELD2 && B == 2) ? 1 : 2;  // rounds
+  static constexpr int kHeld = CHUNKS < 4 ? 0 : ONE ? 1 : 2;  // rounds
   static constexpr bool kAhead = CHUNKS == 4 && ONE;
-  static constexpr int kAheadRounds = kAhead ? (HELD2 == 1 ? 1 : kHeld) : 1, kAheadUnits = kUnits < 4 * kAheadRounds ? kUnits : 4 * kAheadRounds;
+  static constexpr int kAheadRounds = kAhead ? kHeld : 1, kAheadUnits = kUnits < 4 * kAheadRounds ? kUnits : 4 * kAheadRounds;
   struct Round {
     uint32_t b[CHUNKS][kWords];
     int zero;    // the zero point times the sum of the activations
