@@ -10,6 +10,7 @@ namespace exl2nb {
 namespace {
 
 constexpr size_t kMeetBytes = 256;
+constexpr int kBudget = 220 * 1024;  // of shared memory: what is more does not help
 constexpr int kPartialRoom = 24 * 1024, kGoodPieces = 6;
 constexpr int kPastPiece = 8 * 512;  // what is read past an item in the place of units that are not there
 
@@ -49,11 +50,12 @@ ChainRoom room_of(const ChainArgs& c, const ChainLink* links, int natural) {
   }
   const int tokens = c.product[0].a.tokens;
   r.plain_row = width ? (width + kOrderPad + 7) / 8 * 16 : 0;
-  r.bars = take(kChainBars * 8), r.legs = take(kCrew * kLegs * static_cast<int>(sizeof(Leg))), r.blocks = take(tokens * blocks * 16), r.factors = take(kChainTokens * 4 + 4);
+  r.bars = take(kChainBars * 8), r.legs = take(kCrew * kLegs * static_cast<int>(sizeof(Leg))), r.blocks = take(tokens * blocks * 16),
+  r.factors = take(kChainTokens * 4 + 4);
   r.partial = take(partial), r.norms = take(2 * r.owned * 4);
   r.xs = take(tokens * blocks * 128), r.plain = take(tokens * r.plain_row);
   const auto fit = [&](int bytes) { return std::min(kMostPieces, (bytes - kPastPiece - at) / r.piece / 2 * 2); };
-  r.pieces = std::max(fit(std::min(BUDGET * 1024, shared_per_block())), std::min(4, fit(shared_per_block())));
+  r.pieces = std::max(fit(std::min(kBudget, shared_per_block())), std::min(4, fit(shared_per_block())));
   r.ring = take(r.pieces * r.piece + kPastPiece), r.bytes = r.pieces >= 2 ? at : shared_per_block() + 1;
   return r;
 }
@@ -121,9 +123,7 @@ const char* launch(const ChainArgs& c, cudaStream_t stream, bool pdl) {
 
 }  // namespace
 
-size_t chain_bytes(int width, int inner) {
-  return kMeetBytes + 2 * set_bytes(width, inner);
-}
+size_t chain_bytes(int width, int inner) { return kMeetBytes + 2 * set_bytes(width, inner); }
 
 int chain_tokens(const ChainLink* links, int count) {
   if (count < 3 || count > kChain || compute_major() != 9) return 0;
@@ -150,44 +150,10 @@ const char* chain_launch(const ChainLink* links, int count, uint8_t* room, size_
   for (int first = 0; first < all && most; first += most) {
     const ChainArgs c = arguments(links, count, room, bytes, first, std::min(most, all - first));
     const int tokens = c.product[0].a.tokens;
-#ifdef ONLY1
-    if (const char* wrong = launch<4>(c, stream, pdl)) return wrong;
-#else
     if (const char* wrong = tokens == 1 ? launch<4>(c, stream, pdl) : tokens == 2 ? launch<2>(c, stream, pdl) : launch<1>(c, stream, pdl))
       return wrong;
-#endif
   }
   return most ? nullptr : "these products cannot be chained";
 }
 
 }  // namespace exl2nb
-
-#ifdef CLOCKS
-#include <cstdio>
-#include <vector>
-void chain_report(double) {
-  static long long c[132][4][16];
-  cudaMemcpyFromSymbol(c, exl2nb::chain_stamps, sizeof c);
-  const char* names[9] = {"wait", "load", "sync", "quantise", "sync", "multiply", "warps", "write", "arrive"};
-  static long long f[132][4][4][8];
-  cudaMemcpyFromSymbol(f, exl2nb::chain_fine, sizeof f);
-  for (int q = 0; q < 4; q++) {
-    std::printf("   product %d:", q);
-    for (int i = 0; i < 9; i++) {
-      if (q == 0 && (i == 1 || i == 2)) continue;
-      if (q == 3 && i == 8) continue;
-      double s = 0, lo = 1e30, hi = -1e30;
-      for (auto& b : c) { double v = b[q][i + 1] - b[q][q == 0 && i == 3 ? 1 : i]; s += v / 132, lo = std::min(lo, v), hi = std::max(hi, v); }
-      std::printf(" %s %.0f (%.0f-%.0f)", names[i], s, lo, hi);
-    }
-    double s = 0, z = 0; for (auto& b : c) s += (b[q][1] - b[q][10]) / 132.0, z += (b[q][q < 3 ? 9 : 8] - b[0][0]) / 132.0;
-    std::printf(" poll to ready %.0f, since begin %.0f\n", s, z);
-    for (int l = 0; l < 3; l++) {
-      if (f[70][q][l][7] < c[70][q][0]) continue;
-      std::printf("      leg %d, from the products' begin:", l);
-      for (int i = 0; i < 8; i++) { std::vector<double> v; for (int b = 0; b < 128; b++) v.push_back(double(f[b][q][l][i] - c[b][q][5])); std::sort(v.begin(), v.end()); std::printf(" %.0f", v[64]); }
-      std::printf("\n");
-    }
-  }
-}
-#endif

@@ -1,7 +1,7 @@
 // Weights as bytes times activations as whole numbers: exact sums on the integer tensor cores (sm_80 up).
 //
-// An activation is a number of 16 bits times a step, one step for every 64 stored rows of a token: its high and its low byte are two columns
-// of B, so four tokens fill the eight columns of m16n8k32. Codes go in as they are, unsigned, their zero point times the sum of the
+// An activation is a number of 16 bits times a step, one step for every 64 stored rows of a token: its high and its low byte are two
+// columns of B, so four tokens fill the eight columns of m16n8k32. Codes go in as they are, unsigned, their zero point times the sum of the
 // activations comes off behind. Everything up to there is exact, so a token's result does not depend on the tokens beside it.
 #pragma once
 #include "fragment.cuh"
@@ -29,8 +29,9 @@ __device__ __forceinline__ void to_bytes(uint2 v, float inverse, uint32_t& low, 
   sum = __dp4a(static_cast<int>(low), 0x01010101, sum) + 256 * __dp4a(static_cast<int>(high), 0x01010101, 0);
 }
 
-// 64 stored rows of a token as fragment.cuh orders them, to bytes at `rows`: the high ones, then the low ones. Eight neighbouring lanes work on
-// it, all lanes of the warp must come; v: places 8 * (lane & 3) on of the first (lane & 4: second) 32 rows; live: whether there is something to do.
+// 64 stored rows of a token as fragment.cuh orders them, to bytes at `rows`: the high ones, then the low ones. Eight neighbouring lanes
+// work on it, all lanes of the warp must come; v: places 8 * (lane & 3) on of the first (lane & 4: second) 32 rows; live: whether there is
+// something to do.
 __device__ __forceinline__ void to_whole(uint4 v, uint8_t* rows, WholeBlock* block, int lane, bool live) {
   const auto h = [](uint32_t w) { return __habs2(*reinterpret_cast<half2*>(&w)); };
   const half2 most = __hmax2(__hmax2(h(v.x), h(v.y)), __hmax2(h(v.z), h(v.w)));
@@ -61,8 +62,8 @@ __device__ __forceinline__ void mma_bytes(int (&c)[4], uint32_t a0, uint32_t a1,
 #endif
 }
 
-// How the eight columns of B are used: four pairs, the high and the low byte, of `chunks` chunks of rows and 4 / chunks tokens. So the sums of
-// four chunks lie in four lanes t, and what follows a sum is done for all of them at once.
+// How the eight columns of B are used: four pairs, the high and the low byte, of `chunks` chunks of rows and 4 / chunks tokens. So the sums
+// of four chunks lie in four lanes t, and what follows a sum is done for all of them at once.
 template <int CHUNKS>
 struct WholeInput {
   static constexpr int kTokens = 4 / CHUNKS;
@@ -140,12 +141,13 @@ struct Brief {
 // Units of an item, at most.
 __host__ __device__ constexpr int most_units(int bits) { return kSlot / (128 * bits) < kItemUnits ? kSlot / (128 * bits) : kItemUnits; }
 
-// An EXL2 item. Chunks are units of one group, or halves of units with groups of their own. Units that are not there meet activations of zero;
-// what is read in their place lies in shared memory. Of one token, what does not change from strip to strip is kept, and the next strip's words
-// are loaded (load) before what follows the products of this one (multiply, finish) is done.
+// An EXL2 item. Chunks are units of one group, or halves of units with groups of their own. Units that are not there meet activations of
+// zero; what is read in their place lies in shared memory. Of one token, what does not change from strip to strip is kept, and the next
+// strip's words are loaded (load) before what follows the products of this one (multiply, finish) is done.
 template <int B, bool ONE, int CHUNKS>
 struct WholeItem {
-  static constexpr int kUnits = most_units(B), kParts = ONE ? kUnits : 2 * kUnits, kRounds = (kParts + CHUNKS - 1) / CHUNKS, kWords = ONE ? 4 : 2;
+  static constexpr int kUnits = most_units(B), kParts = ONE ? kUnits : 2 * kUnits, kRounds = (kParts + CHUNKS - 1) / CHUNKS,
+                       kWords = ONE ? 4 : 2;
   static constexpr int kZero = 1 << (B - 1), kShift = ByteForm<B>::shift;
   static constexpr int kHeld = CHUNKS < 4 ? 0 : ONE ? 1 : 2;  // rounds
   static constexpr bool kAhead = CHUNKS == 4 && ONE;
@@ -164,16 +166,14 @@ struct WholeItem {
   const half2* steps;
   const WholeInput<CHUNKS>& in;
 
-  __device__ __forceinline__ WholeItem(const Brief& it, const half2* all, const WholeInput<CHUNKS>& input) : block(it.block()), steps(all), in(input) {
+  __device__ __forceinline__ WholeItem(const Brief& it, const half2* all, const WholeInput<CHUNKS>& input)
+      : block(it.block()), steps(all), in(input) {
     const int units = it.units();
     parts = ONE ? units : 2 * units - it.lone();
     codes = units * (128 * B) + in.g * (ONE ? 1 : 2);
 #pragma unroll
     for (int r = 0; r < kHeld; r++) held[r] = round(r);
   }
-#ifdef CLOCKS
-  __device__ __forceinline__ int spy() const { return kHeld ? held[0].b[0][0] + held[0].zero + __float_as_int(held[0].step) : 0; }
-#endif
   __device__ __forceinline__ Round round(int r) const {
     const int base = r * CHUNKS, own = min(base + in.lane_chunk, parts - 1), wanted = base + in.column_chunk;
     const WholeBlock x0 = in.blocks[ONE ? (block >> 1) + own : (block + own) >> 1];
@@ -204,7 +204,7 @@ struct WholeItem {
 
   // A round's products of one unit, w; j: its (first) chunk.
   __device__ __forceinline__ static void unit_products(int (&c)[2][4], const uint32_t (&w)[B], const Round& of, int r, int j) {
-    int(&to)[4] = c[CHUNKS > 1 && j >= CHUNKS / 2];
+    int (&to)[4] = c[CHUNKS > 1 && j >= CHUNKS / 2];
     if constexpr (ONE) {
       multiply_half<B, 0>(to, w, of.b[j][0], of.b[j][1]);
       multiply_half<B, 2>(to, w, of.b[j][2], of.b[j][3]);
@@ -249,7 +249,8 @@ struct WholeItem {
         if (unit_of(r, j) < kAheadUnits) unit_products(c[r], of.w[unit_of(r, j)], held[r], r, j);
     }
   }
-  __device__ __forceinline__ void finish(const uint32_t (&code)[kAheadRounds], const int (&c)[kAheadRounds][2][4], WholeSums<CHUNKS>& sums) const {
+  __device__ __forceinline__ void finish(const uint32_t (&code)[kAheadRounds], const int (&c)[kAheadRounds][2][4],
+                                         WholeSums<CHUNKS>& sums) const {
 #pragma unroll
     for (int r = 0; r < kAheadRounds; r++) scale(held[r], c[r], code[r], sums.y[r % (4 / CHUNKS)]);
   }
@@ -282,9 +283,6 @@ struct WholeGptq {
   const WholeInput<CHUNKS>& in;
   __device__ __forceinline__ WholeGptq(const Brief& item, const half2*, const WholeInput<CHUNKS>& input) : it(item), in(input) {}
 
-#ifdef CLOCKS
-  __device__ __forceinline__ int spy() const { return 0; }
-#endif
   __device__ __forceinline__ void add(float (&y)[2], const int (&c)[4], int sum, float step, const GptqSet& set) const {
     using Form = ByteForm<B>;
     const int g = c[0] * 256 + c[1];

@@ -1,0 +1,103 @@
+// Two warps of a chain's CTA (chain.cuh) that do not multiply: one fetches weights, one waits for the other CTAs.
+#pragma once
+#include "chain_args.cuh"
+#include "chain_sync.cuh"
+
+namespace exl2nb {
+
+// What fetches weights: one thread.
+__device__ __forceinline__ void fetch_pieces(const ChainArgs& C, uint8_t* shared, uint64_t* full, uint64_t* empty, int block) {
+  const uint64_t policy = once();
+  int slot = 0, old = 0, issued = 0;
+  uint32_t phase = 1, old_phase = 0;
+#pragma unroll 1
+  for (int q = 0; q < C.count; q++) {
+    const ChainProduct& P = C.product[q];
+    const GemvArgs& A = P.a;
+    const ChainImage image(C, shared, q);
+#pragma unroll 1
+    for (int round = 0; round < P.rounds; round++)
+#pragma unroll 1
+      for (int p = 0; p < A.num_parts; p++) {
+        const int strip0 = first_strip(A, block, p), count = chain_strips(P, p, strip0, round);
+        const int64_t hop = A.grid * A.part[p].strip_bytes;
+        const uint8_t* const begin = A.part[p].data + strip0 * A.part[p].strip_bytes + round * P.strips * hop;
+#pragma unroll 1
+        for (int pass = 0; pass < P.piece[p].passes; pass++) {
+          const Piece piece(P, image, p, pass);
+          const uint8_t* from = begin;
+#pragma unroll 1
+          for (int s = 0; s < count; s++, from += hop)
+#pragma unroll 1
+            for (int n = piece.first; n < piece.first + kCrew; n += kTeam) {
+              const bool any = n < piece.last;
+              const Item& end = image.items[min(n + kTeam, piece.last) - 1];
+              const uint32_t offset = image.items[any ? n : piece.first].offset, bytes = any ? end.offset + end.bytes - offset : 0;
+              barrier_wait(empty + slot, phase);
+              if (issued >= kAhead) {  // no more than so many under way
+                barrier_wait(full + old, old_phase);
+                if (++old == C.room.pieces) old = 0, old_phase ^= 1;
+              }
+              issued++;
+              barrier_expect(full + slot, bytes);
+              if (any) copy_weights(shared + C.room.ring + slot * C.room.piece, from + offset, bytes, full + slot, policy);
+              if (++slot == C.room.pieces) slot = 0, phase ^= 1;
+            }
+        }
+      }
+  }
+}
+
+// What waits for the other CTAs: a warp. Says when the activations are there, or on their way, and the factors. The counters only say when
+// looking is worth while: what is written says so itself.
+__device__ __forceinline__ void await_inputs(const ChainArgs& C, uint8_t* shared, uint64_t* bars, int block, int lane) {
+  float* const factors = reinterpret_cast<float*>(shared + C.room.factors);
+  unsigned before = 0;  // all counters, when this launch began
+  int set = 0;          // bytes to what is this launch's
+#pragma unroll 1
+  for (int q = 0; q < C.count; q++) {
+    const GemvArgs& A = C.product[q].a;
+    if (q == 0) {
+      pdl_wait();
+    } else if (lane == 0) {
+      barrier_wait(bars + kMine, (q - 1) & 1);
+      while (static_cast<int>(meet_now(C.meet + q - 1) - before - C.grid / 2) < 0) {
+      }  // of the rest more is seen by looking at what they write
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(bars + kReady);
+    if (q == 0) {
+      if (lane == 0) before = meet_now(C.meet + kChain - 1);  // the others' last cannot come before this CTA's first
+      set = (meet_now(C.meet + kChain) & 1) * C.set_bytes;
+      if (lane == 0) *reinterpret_cast<int*>(factors + kChainTokens) = set;
+      uint4* const other = reinterpret_cast<uint4*>(C.set + C.set_bytes - set);  // of the next launch: nobody reads it now
+      for (int i = block * 32 + lane; i < C.set_bytes / 16; i += C.grid * 32) other[i] = make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll 1
+    for (int m = 0; m < A.tokens; m++) {
+      float sum = 0.f;
+      if (A.squares) {
+        constexpr int kSide = 5;  // loads side by side
+        const float* const squares =
+            reinterpret_cast<const float*>(reinterpret_cast<const uint8_t*>(A.squares) + set) + static_cast<size_t>(m) * A.squares_count;
+        float some[kSide] = {};
+#pragma unroll
+        for (int k = 0; k < kSide; k++)
+          if (const int i = lane + 32 * k; i < A.squares_count)
+            some[k] = __uint_as_float(meet_now(reinterpret_cast<const unsigned*>(squares + i)));
+#pragma unroll
+        for (int k = 0; k < kSide; k++) {
+          if (const int i = lane + 32 * k; i < A.squares_count && __float_as_uint(some[k]) == 0) some[k] = load_written(squares + i);
+          sum += some[k];
+        }
+        for (int i = lane + 32 * kSide; i < A.squares_count; i += 32) sum += load_written(squares + i);
+      }
+      sum = warp_sum(sum);
+      if (lane == 0) factors[m] = A.squares ? rsqrtf(sum * A.inverse_width + A.eps) : 1.f;
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(bars + kScaled);
+  }
+}
+
+}  // namespace exl2nb
