@@ -10,7 +10,7 @@ def sub(f,pairs):
     open(c+f,'w').write(s)
 sub('fields.cuh',[(r'uint32_t r;\s*asm\("lop3[^;]*;[^;]*;\s*return r;', 'return (a & m) | e;')])
 sub('whole.cuh',[(r'#if __CUDA_ARCH__ >= 800\n  asm volatile.*?#endif\n', '  emu_mma_bytes(c, a0, a1, a2, a3, b0, b1);\n')])
-sub('chain.cuh',[(r'#if __CUDA_ARCH__ >= 900\n__device__ __forceinline__ void crew_sync.*?once\(\) \{ return 0; \}\n#endif\n','''
+sub('chain_sync.cuh',[(r'#if __CUDA_ARCH__ >= 900\n__device__ __forceinline__ void crew_sync.*?once\(\) \{ return 0; \}\n#endif\n','''
 inline void crew_sync() { emu::named(1, kCrewThreads); }
 inline void some_sync(int n) { emu::named(2, n); }
 inline void barrier_arrive(uint64_t* b) { emu::arrive(b); }
