@@ -45,17 +45,16 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::make_rows(bool wait) {
     reinterpret_cast<uint32_t*>(sh.fours)[thread] = there ? thread < 8 ? kSeven : kWholeBits : 0u;
   }
   Row<kSlots> next;
+  const float* const first = row_at(min(warp, all - 1));
   if (wait) wait_for_predecessor();
   EXL2NB_MARK(a, 2);
-  const auto load_row = [&](int r) {
-    if (r < all) next.load(row_at(r), D);
-  };
-  load_row(warp);
+  if (warp < all) next.load(first, D);
+  fetch_ahead(true);
 #pragma unroll 1
   for (int r = warp; r < all; r += warps) {
     const Place x = place_of(r);
     Row<kSlots> row = next;
-    load_row(r + warps);
+    if (r + warps < all) next.load(row_at(r + warps), D);
     if (r > warp) load_turn(r);
     if (x.is_query || x.is_key) {
       if (!a.q) prepare(row, a.rope, x.is_query ? a.rope.q_norm : a.rope.k_norm, x.head, turn, sh.scratch[warp], D);
