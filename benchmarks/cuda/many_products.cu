@@ -1,6 +1,6 @@
 // Products of 9 to 64 tokens (many.cuh) against a plain reference, then timed at Llama-3-8B's shapes, each alone and a layer in turn. `q`:
-// no checks. nvcc -arch=sm_90a -DEXL2NB_SM90A -std=c++17 -O3 --expt-relaxed-constexpr -Icsrc/cuda benchmarks/cuda/many_products.cu
-// csrc/cuda/{gemv,layout,many,many_wide}.cu
+// no checks, `c`: only checks. nvcc -arch=sm_90a -DEXL2NB_SM90A -std=c++17 -O3 --expt-relaxed-constexpr -Icsrc/cuda
+// benchmarks/cuda/many_products.cu csrc/cuda/{gemv,layout,many,many_wide}.cu
 #include <cmath>
 #include <cstdio>
 #include <functional>
@@ -11,6 +11,7 @@
 #include "layout.h"
 #include "many.h"
 #include "many_args.cuh"
+#include "many_clocks.cuh"
 using namespace exl2nb;
 static void ct(const char* e, int line) {
   if (e) {
@@ -204,7 +205,15 @@ struct Bench {
     return {m->blob + m->plan.header.image,
             (image_bytes(m->plan.header.num_items, m->plan.header.num_units, m->plan.header.num_parts) + 15) / 16 * 16};
   }
-  void launch(cudaStream_t s, bool pdl, ManyImage nxt = {}) const { CT(many_launch(a, group, nxt, s, pdl)); }
+  void launch(cudaStream_t s, bool pdl, ManyImage nxt = {}) const {
+    static void* const workspace = [] {
+      void* p;
+      CHECK(cudaMalloc(&p, many_workspace(kManyTokens)));
+      CHECK(cudaMemset(p, 0, many_workspace(kManyTokens)));
+      return p;
+    }();
+    CT(many_launch(a, group, nxt, workspace, s, pdl));
+  }
 };
 template <class T>
 std::vector<T> host(const T* p, size_t n) {
@@ -374,6 +383,7 @@ int main(int argc, char** argv) {
     for (int T : {16, 64})
       check("O", o, T, 1, &n4), check("QKV", qkv, T, 0, nullptr), check("gate/up", gu, T, 2, &n14), check("down", dn, T, 1, &n1);
     printf("%s: %d bad\n", bad ? "FAILED" : "all right", bad);
+    if (argc > 1 && argv[1][0] == 'c') return bad != 0;  // checks only
   }
   struct Op {
     const char* name;
@@ -409,6 +419,11 @@ int main(int argc, char** argv) {
       printf("T %d %-8s %7.2f us, %5.0f GB/s, memory %.1f us, %.0f cycles a unit at 1.755 GHz\n", T, op.name, us, bytes / us / 1e3, mem,
              cyc);
       if (op.name[0] != 'h') layer += us;
+#ifdef EXL2NB_CLOCKS
+      clocks(s, [&] {
+        for (int i = 0; i < 6; i++) b[i % b.size()].launch(s, true, b[(i + 1) % b.size()].image());
+      });
+#endif
     }
     // two layers as a step has them
     std::vector<Bench> b;

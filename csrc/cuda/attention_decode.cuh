@@ -5,12 +5,14 @@
 // prepares the item's query rows (norm, rotation, fp16) in shared memory, and the new keys and values that fall into its chunk, which it
 // also writes to the cache. Then every warp walks tiles of 16 keys, of 4 bits two at a time: S' = K Q' and O' += V' P' on tensor cores
 // (m16n8k16), with the keys, then the dims, as rows, so that 8 queries fill the columns. K and V go from memory to a ring of tiles in
-// shared memory that belongs to the warp, so nobody waits for another; old keys are fetched before the kernel waits for its predecessor.
-// The warps' results are joined in warp order, the chunks' by the CTA that arrives last, in chunk order: no float atomics, and chunk
-// boundaries depend on the sequence's own context length only (but for many sequences), so a result's bits depend on nothing else. Bytes: K
-// and V of the context once per block of query rows, partial results 4 * (D + 2) per (row, chunk). Limits: D a multiple of 16, at most 256;
-// at most 8 new tokens per sequence (any number when q comes ready). Files: _items how work is cut, _state the class, _new the step's own
-// rows, _tiles copies, _keys scores to values, _packed the same where both have 4 bits, _join results.
+// shared memory that belongs to the warp, so nobody waits for another; old keys are fetched before the kernel waits for its predecessor,
+// half of what fits, since its queries come behind all that was asked for before them. The warps' results are joined in warp order, the
+// chunks' by the CTA that arrives last, in chunk order: no float atomics, and chunk boundaries depend on the sequence's own context length
+// only (but for many sequences), so a result's bits depend on nothing else.
+// Bytes: K and V of the context once per block of query rows, partial results 4 * (D + 2) per (row, chunk).
+// Limits: D a multiple of 16, at most 256; at most 8 new tokens per sequence (any number when q comes ready).
+// Files: _items how work is cut, _state the class, _new the step's own rows, _tiles copies, _keys scores to values, _packed the same where
+// both have 4 bits, _join results.
 #pragma once
 #include <algorithm>
 
@@ -22,21 +24,26 @@
 
 namespace exl2nb {
 
+// The warp's first tiles: half of them at once; the others behind the rows, which would else wait for all that was asked for before them.
+template <int KF, int VF, int D, int NT>
+__device__ __forceinline__ void Decode<KF, VF, D, NT>::fetch_ahead(bool others) {
+  const int first = chunk_start + warp * kStep;
+  static_assert(kStages <= 2, "halves");
+  const int stage = others && kStages == 2;
+  if constexpr (kPacked) {
+    fetch_both(tiles + stage * kStageBytes, first + stage * hop);
+  } else {
+    if (kStages == 2 || !others) fetch<KF, true>(tiles + stage * kStageBytes, first + stage * hop);
+    if (kStages == 2 || others) fetch<VF, false>(tiles + stage * kStageBytes + KeyTile::kBytes, first + stage * hop);
+  }
+}
+
 template <int KF, int VF, int D, int NT>
 __device__ __forceinline__ void Decode<KF, VF, D, NT>::start() {
-  const int first = chunk_start + warp * kStep;
   EXL2NB_MARK(p.a, 0);
-  load_turn(warp);  // first: what is asked for behind the keys comes behind them
   look_up_turns();
-#pragma unroll 1
-  for (int i = 0; i < kStages; i++) {
-    if constexpr (kPacked) {
-      fetch_both(tiles + i * kStageBytes, first + i * hop);
-    } else {
-      fetch<KF, true>(tiles + i * kStageBytes, first + i * hop);
-      fetch<VF, false>(tiles + i * kStageBytes + KeyTile::kBytes, first + i * hop);
-    }
-  }
+  fetch_ahead(false);
+  load_turn(warp);
   EXL2NB_MARK(p.a, 1);
   const int* const inverse = p.a.to.num_perms ? p.a.to.inverse[0] : nullptr;
   if (inverse && thread < rows * D / 32) {  // into the cache

@@ -49,6 +49,7 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::make_rows(bool wait) {
   if (wait) wait_for_predecessor();
   EXL2NB_MARK(a, 2);
   if (warp < all) next.load(first, D);
+  fetch_ahead(true);
 #pragma unroll 1
   for (int r = warp; r < all; r += warps) {
     const Place x = place_of(r);

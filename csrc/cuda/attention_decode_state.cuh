@@ -164,6 +164,7 @@ struct Decode {
 
   __device__ __forceinline__ void look_ahead() const;
   __device__ __forceinline__ void look_up_turns() const;
+  __device__ __forceinline__ void fetch_ahead(bool others);
   __device__ __forceinline__ void start();
   __device__ __forceinline__ void walk();
 };

@@ -4,6 +4,9 @@
 
 namespace exl2nb {
 
+// Whether a unit's halves belong to one group, where that is known when compiling.
+enum Halves { kAnyHalves, kOneGroup, kTwoGroups };
+
 // A unit as it lies in memory: this lane's words and what scales them.
 template <int B, bool GPTQ>
 struct Coded {
@@ -12,17 +15,26 @@ struct Coded {
 
   // st: the bytes of the item, i: the unit in it.
   __device__ __forceinline__ void load(const uint8_t* st, const Item& it, int i, int lane) {
-    load_unit<B>(st + i * (128 * B), lane, w);
-    const uint8_t* const behind = st + it.units * (128 * B);
+    load(st + i * (128 * B), st + it.units * (128 * B), it, i, lane);
+  }
+  // The same; words: those of the unit, behind: what lies behind all units of the item.
+  template <Halves HALVES = kAnyHalves>
+  __device__ __forceinline__ void load(const uint8_t* words, const uint8_t* behind, const Item& it, int i, int lane) {
+    load_unit<B>(words, lane, w);
+    const bool one = HALVES == kAnyHalves ? it.one : HALVES == kOneGroup;
     const int g = lane >> 2;
     if constexpr (GPTQ) {
-      sets[0] = load_set(behind, it.one ? i / it.scales : 2 * i, lane);
-      sets[1] = it.one ? sets[0] : load_set(behind, 2 * i + 1, lane);
+      sets[0] = load_set(behind, one ? i >> (it.scales - 1) : 2 * i, lane);
+      sets[1] = one ? sets[0] : load_set(behind, 2 * i + 1, lane);
+    } else if constexpr (HALVES == kOneGroup) {
+      codes = behind[i * 8 + g];
+      asm("" : "+r"(codes));  // 32 bits, so that nobody cuts it again
     } else {
-      codes = it.one ? behind[i * 8 + g] * 0x101u : *reinterpret_cast<const uint16_t*>(behind + i * 16 + 2 * g);
+      codes = one ? behind[i * 8 + g] * 0x101u : *reinterpret_cast<const uint16_t*>(behind + i * 16 + 2 * g);
     }
   }
   // As A fragments of the format's fp16 weights.
+  template <Halves HALVES = kAnyHalves>
   __device__ __forceinline__ void decode(half2 unit, uint32_t (&h)[16]) const {
     dq<B>(w, h);
     half2 step[2];
@@ -31,7 +43,8 @@ struct Coded {
       step[0] = sets[0].scale, step[1] = sets[1].scale;
     } else {
       take_offsets<B>(h);
-      step[0] = steps_of(codes & 0xff, __low2half(unit)), step[1] = steps_of(codes >> 8, __high2half(unit));
+      step[0] = steps_of(HALVES == kOneGroup ? codes : codes & 0xff, __low2half(unit));
+      step[1] = HALVES == kOneGroup ? step[0] : steps_of(codes >> 8, __high2half(unit));
     }
 #pragma unroll
     for (int f = 0; f < 16; f++) {
@@ -44,10 +57,13 @@ struct Coded {
 template <>
 struct Coded<16, false> {  // dense: fp16 as the fragments hold it
   uint32_t w[16];
-  __device__ __forceinline__ void load(const uint8_t* st, const Item&, int i, int lane) {
+  template <Halves = kAnyHalves>
+  __device__ __forceinline__ void load(const uint8_t* words, const uint8_t*, const Item&, int, int lane) {
 #pragma unroll
-    for (int s = 0; s < 4; s++) *reinterpret_cast<uint4*>(w + 4 * s) = *reinterpret_cast<const uint4*>(st + i * 2048 + s * 512 + lane * 16);
+    for (int s = 0; s < 4; s++) *reinterpret_cast<uint4*>(w + 4 * s) = *reinterpret_cast<const uint4*>(words + s * 512 + lane * 16);
   }
+  __device__ __forceinline__ void load(const uint8_t* st, const Item& it, int i, int lane) { load(st + i * 2048, st, it, i, lane); }
+  template <Halves = kAnyHalves>
   __device__ __forceinline__ void decode(half2, uint32_t (&h)[16]) const {
 #pragma unroll
     for (int f = 0; f < 16; f++) h[f] = w[f];

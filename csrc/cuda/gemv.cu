@@ -69,7 +69,7 @@ void set_weights(GemvArgs& a, const uint8_t* head, const uint8_t* blob) {
   for (int p = 0; p < h.num_parts; p++) {
     const GpuPart& s = parts[p];
     a.part[p] = {blob + s.data, s.first_strip, s.strips, s.first_column, s.outputs, s.perm, 0, 0, 0, s.strip_bytes};
-    a.strips += s.strips;
+    a.strips += s.strips, a.part_units[p] = s.num_units;
   }
 }
 

@@ -39,6 +39,7 @@ struct GemvArgs {
   GemvPart part[kMaxParts];
   const uint8_t* image;                 // items, steps and ends of all parts (blob.h)
   int num_parts, strips, items, units;  // sums over the parts
+  int part_units[kMaxParts];
   int epilogue;                         // Epilogue
   int tokens;                           // 1 to 8
   int grid;                             // CTAs that share the strips

@@ -8,9 +8,11 @@
 
 namespace exl2nb {
 
-int64_t linear_workspace(const uint8_t* head, int64_t tokens) {
+int64_t linear_workspace(const uint8_t* head, int64_t tokens, bool many) {
   const auto& h = *reinterpret_cast<const GpuHeader*>(head);
-  return static_cast<int64_t>(std::max(1, h.num_perms)) * input_stride(h) * many_room(static_cast<int>(tokens)) * 2;
+  const auto T = static_cast<int>(tokens);
+  return (static_cast<int64_t>(std::max(1, h.num_perms)) * input_stride(h) * many_room(T) * 2 + 255) / 256 * 256 +
+         (many ? static_cast<int64_t>(many_workspace(T)) : 0);
 }
 
 const char* linear_launch(const uint8_t* head, const uint8_t* blob, const float* x, int64_t tokens, const float* bias, float* out,
@@ -20,6 +22,7 @@ const char* linear_launch(const uint8_t* head, const uint8_t* blob, const float*
   const int T = static_cast<int>(tokens);
   MatrixInput in;
   set_input(in, head, blob, static_cast<half*>(workspace), many_room(T));
+  uint8_t* const sums = static_cast<uint8_t*>(workspace) + linear_workspace(head, tokens, false);
   GemvArgs a{};
   set_weights(a, head, blob);
   a.tokens = T;
@@ -29,7 +32,7 @@ const char* linear_launch(const uint8_t* head, const uint8_t* blob, const float*
   if (const char* wrong = rows_launch(rows, T, queue, false)) return wrong;
   a.x = in.x, a.x_stride = in.stride, a.x_perm_stride = in.perm_stride;
   a.out = out, a.out_stride = h.N, a.bias = bias;
-  return in.group ? many_launch(a, in.group, {}, queue, false) : gemv_launch(a, kStore, queue, false);
+  return in.group ? many_launch(a, in.group, {}, sums, queue, false) : gemv_launch(a, kStore, queue, false);
 }
 
 }  // namespace exl2nb

@@ -25,8 +25,10 @@ struct ManyImage {
   const uint8_t* data;
   int bytes;
 };
+// Bytes of the workspace of products of up to so many tokens: zeroed once, then left alone; one for all products of a stream.
+size_t many_workspace(int tokens);
 // out = x times the matrix, plus bias; or, without out, the residual += that, as GemvArgs says. x lies in groups of `group`. next: of the
 // product after this one, or empty.
-const char* many_launch(const GemvArgs& a, int group, ManyImage next, cudaStream_t stream, bool pdl);
+const char* many_launch(const GemvArgs& a, int group, ManyImage next, void* workspace, cudaStream_t stream, bool pdl);
 
 }  // namespace exl2nb

@@ -10,26 +10,38 @@
 
 namespace exl2nb {
 
-constexpr int kManyStrips = 16, kManyWarps = kManyStrips, kManySplits = 8;
+constexpr int kManyStrips = 16, kManyWarps = kManyStrips;
 constexpr int kManyWorkers = kManyWarps * 32, kManyThreads = kManyWorkers + 128, kManyColumns = kManyStrips * kStripColumns;
 constexpr int kManyWeights = kManyStrips * kSlot;  // of a stage
 constexpr int kManyEach = kManyStrips / 4;         // strips of a warp that fetches
 constexpr int kManyBars = 8;                       // at least as many as there are stages
+constexpr int kManyNarrow = 16;                    // tokens for which warp groups do not pay
+constexpr int kManyMeet = 40;                      // CTAs that share a tile, at most
 EXL2NB_BOTH constexpr int many_stages(int NB) { return NB == 2 ? 4 : 3; }
 EXL2NB_BOTH constexpr int many_unit(int NB) { return kUnitRows * NB * 8 * 2; }  // bytes of a unit's activations, for 8 * NB tokens
 EXL2NB_BOTH constexpr int many_ring(int NB) { return NB == 8 ? 12 : 24; }       // units of activations
-EXL2NB_BOTH constexpr int many_sums(int NB) { return kManyColumns * NB * 8; }   // floats of a tile that a cluster adds up
+EXL2NB_BOTH constexpr int many_sums(int NB) { return kManyColumns * NB * 8; }   // floats of a tile
 
 struct ManyPart {
   const uint8_t* data;
-  int strips, first_column, outputs, perm, tiles;
+  int strips, first_column, outputs, perm, tiles, units;
   int64_t strip_bytes;
+};
+// Where the CTAs that share a tile meet: how many have left their sums (low 16 bits) and which of them could wait no longer (a bit each
+// above); how many need it no more. Zero before and after a launch.
+struct alignas(16) ManyMeeting {
+  unsigned long long word;
+  unsigned left;
 };
 struct ManyArgs {
   ManyPart part[kMaxParts];
   const uint8_t* image;
-  int num_parts, items, units, splits, tiles, tokens;  // tiles: of the whole product; splits: CTAs that share one, a cluster
-  const half* x;                                       // in groups of 8 * NB tokens
+  int num_parts, items, units, tiles, tokens;  // tiles: of the whole product
+  int share, longer;                           // of the line of all tiles' units a CTA has `share`, the first `longer` CTAs one more
+  float* partial;                              // [CTA][began in its share][part]: sums of a tile that is shared, or written in order
+  ManyMeeting* meetings;                       // [CTA]: of the tile that begins in its share and ends behind it
+  long long patience;                          // cycles that a CTA waits for the others of a tile
+  const half* x;                               // in groups of 8 * NB tokens
   int x_stride, x_perm_stride;
   const float* bias;
   float* out;  // [token][column], null: the residual takes the sums, or `paired`
@@ -49,25 +61,26 @@ struct ManyArgs {
   int activation;
   const uint8_t* next_image;  // of the next product, null: unknown
   int next_image_bytes;
+#ifdef EXL2NB_CLOCKS
+  long long* clocks;  // 16 of every CTA
+#endif
 };
+// Clocks of a CTA's stages, for benchmarks/cuda/many_products.cu.
+#ifdef EXL2NB_CLOCKS
+#define EXL2NB_CLOCK(A, i) ((A).clocks ? void((A).clocks[blockIdx.x * 16 + (i)] = clock64()) : void())
+#else
+#define EXL2NB_CLOCK(A, i) static_cast<void>(0)
+#endif
 EXL2NB_BOTH inline int many_image(const ManyArgs& a) { return (image_bytes(a.items, a.units, a.num_parts) + 15) / 16 * 16; }
-// Bytes of the stages and the ring, or of the tiles that a cluster adds up.
-EXL2NB_BOTH constexpr int many_pool(bool paired, int NB) {
-  const int ring = many_stages(NB) * kManyWeights + many_ring(NB) * many_unit(NB), sums = (paired ? 2 : 1) * many_sums(NB) * 4;
-  return ring > sums ? ring : sums;
-}
+// Bytes of the stages and the ring.
+EXL2NB_BOTH constexpr int many_pool(int NB) { return many_stages(NB) * kManyWeights + many_ring(NB) * many_unit(NB); }
 EXL2NB_BOTH inline int many_shared(const ManyArgs& a, int NB) {
-  return many_pool(a.paired, NB) + 2 * kManyBars * 8 + kManyTokens * 4 + many_image(a);
+  return many_pool(NB) + 2 * kManyBars * 8 + 32 + kManyTokens * 4 + many_image(a);
 }
 
-// A tile that its CTAs do not share is followed by another one.
-inline dim3 many_grid(const ManyArgs& a) {
-  const int across = a.splits == 1 && a.out ? std::min(a.tiles, multiprocessors()) : a.tiles;
-  return dim3(static_cast<unsigned>(a.splits), static_cast<unsigned>(across));
-}
 // many_wide.cu: whether this build and this GPU have it; the launch of a group of tokens.
 bool many_wide_ready();
-const char* many_wide_launch(const ManyArgs& a, int group, int most_shared, void* stream, bool pdl);
+const char* many_wide_launch(const ManyArgs& a, int grid, int group, int most_shared, void* stream, bool pdl);
 
 #if __CUDA_ARCH__ >= 900
 // Weights pass through the L2 cache once; what every CTA reads first, of this product and the next one, ought to stay there.
@@ -96,18 +109,9 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* b) {
 }
 // The warps that multiply wait for one another.
 __device__ __forceinline__ void workers_sync() { asm volatile("bar.sync 1,%0;" ::"n"(kManyWorkers) : "memory"); }
-__device__ __forceinline__ void cluster_barrier() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-// Nothing is handed over, but nobody goes on before all have come.
-__device__ __forceinline__ void cluster_leave() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
-__device__ __forceinline__ float4 read_peer(const float* mine, int rank) {
-  uint32_t there;
-  float4 v;
-  asm volatile("mapa.shared::cluster.u32 %0,%1,%2;" : "=r"(there) : "r"(shared_address(mine)), "r"(rank));
-  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3},[%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(there) : "memory");
+__device__ __forceinline__ unsigned long long load_acquired(const unsigned long long* p) {
+  unsigned long long v;
+  asm volatile("ld.acquire.gpu.global.u64 %0,[%1];" : "=l"(v) : "l"(p) : "memory");
   return v;
 }
 #else
@@ -116,59 +120,19 @@ __device__ __forceinline__ uint4 load_kept(const void*) { return {}; }
 __device__ __forceinline__ void prefetch(const void*, uint32_t) {}
 __device__ __forceinline__ void barrier_arrive(uint64_t*) {}
 __device__ __forceinline__ void workers_sync() {}
-__device__ __forceinline__ void cluster_barrier() {}
-__device__ __forceinline__ void cluster_leave() {}
-__device__ __forceinline__ float4 read_peer(const float*, int) { return {}; }
+__device__ __forceinline__ unsigned long long load_acquired(const unsigned long long*) { return 0; }
 #endif
 
-// Registers go from the warps that fetch to those that multiply: of kManyThreads times 96, where the GPU can do that. MOST: with as many
-// sums as there are.
-template <bool MOST>
+// Registers go from the warps that fetch to those that multiply: of kManyThreads times 96, where the GPU can do that.
 __device__ __forceinline__ void fewer_registers() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(MOST ? 32 : 64));
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
 #endif
 }
-template <bool MOST>
 __device__ __forceinline__ void more_registers() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MOST ? 112 : 104));
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 104;");
 #endif
 }
-
-// What a CTA works on: a tile of a part (of both, where paired), and the units of its share.
-struct ManyTile {
-  int part, first_strip, live;
-  __device__ __forceinline__ ManyTile(const ManyArgs& A, int tile) {
-    part = 0;
-    while (part + 1 < A.num_parts && tile >= A.part[part].tiles) tile -= A.part[part++].tiles;
-    first_strip = tile * kManyStrips, live = min(kManyStrips, A.part[part].strips - first_strip);
-  }
-};
-// The items of a CTA's share of a part.
-struct ManyShare {
-  int item, from, to;  // units from .. to - 1, as unit0 counts
-  // By whole warps.
-  __device__ __forceinline__ ManyShare(const ManyArgs& A, const Item* items, const uint16_t* ends, int part, int split) {
-    item = ends[part * kEnds];
-    const int end = ends[part * kEnds + kWarps];
-    from = to = 0;
-    if (item == end) return;
-    const int first = items[item].unit0, count = items[end - 1].unit0 + items[end - 1].units - first;
-    from = first + count * split / A.splits, to = first + count * (split + 1) / A.splits;
-    int before = -1;  // items that begin at `from` or earlier, but for the last of them
-    for (int i = item + (threadIdx.x & 31); __any_sync(~0u, i < end); i += 32)
-      before += __popc(__ballot_sync(~0u, i < end && items[i].unit0 <= from));
-    item += before;
-  }
-  __device__ __forceinline__ bool more() const { return from < to; }
-  // The next item's units [begin, end).
-  __device__ __forceinline__ Item take(const Item* items, int& begin, int& end) {
-    const Item it = items[item++];
-    begin = from - it.unit0, end = min(static_cast<int>(it.units), to - it.unit0);
-    from = it.unit0 + end;
-    return it;
-  }
-};
 
 }  // namespace exl2nb

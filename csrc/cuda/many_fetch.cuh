@@ -2,7 +2,7 @@
 // units.
 // A lane's copy takes its warp about 70 cycles, so four warps share them.
 #pragma once
-#include "many_args.cuh"
+#include "many_share.cuh"
 
 namespace exl2nb {
 
@@ -17,6 +17,9 @@ struct ManyTurn {
     if (++stage == many_stages(NB)) stage = 0, phase ^= 1;
   }
 };
+
+// Stages whose weights are asked for before the predecessor's end: with more of them the first activations come late.
+constexpr int kManyAhead = 2;
 
 // A warp that fetches: of every item the strips, then the activations.
 template <int NB>
@@ -38,21 +41,19 @@ struct ManyFetch {
   template <class F>
   __device__ __forceinline__ void each(F f) const {
     ManyTurn<NB> at;
+    each_tile(A, [&](const ManyTile& tile, int from, int to) {
 #pragma unroll 1
-    for (int y = blockIdx.y; y < A.tiles; y += gridDim.y) {
-      const ManyTile tile(A, y);
-#pragma unroll 1
-      for (int p = tile.part; p <= tile.part + (A.paired ? 1 : 0); p++) {
-        ManyShare share(A, items, ends, p, blockIdx.x);
+      for (int p = 0; p <= (A.paired ? 1 : 0); p++) {
+        ManyShare share(A, items, ends, tile, p, from, to);
 #pragma unroll 1
         while (share.more()) {
           int begin, end;
           const Item it = share.take(items, begin, end);
-          f(A.part[p], tile, it, begin, end, at);
+          f(A.part[tile.part + p], tile, it, begin, end, at);
           at.next(end - begin);
         }
       }
-    }
+    });
   }
   __device__ __forceinline__ void fetch_weights(const ManyPart& p, const ManyTile& tile, const Item& it, int begin, int end,
                                                 const ManyTurn<NB>& at) const {
@@ -97,20 +98,22 @@ struct ManyFetch {
         make_room(__shfl_sync(~0u, mine.units, i));
         if (crew == 0 && lane == i) fetch_tokens(mine);
       }
+      if (crew == 0 && lane == 0) EXL2NB_CLOCK(A, 8);
       if (A.next_image && crew == 1 && lane == 0) prefetch(A.next_image, A.next_image_bytes);
     };
+    if (crew == 0 && lane == 0) EXL2NB_CLOCK(A, 7);
     each([&](const ManyPart& p, const ManyTile& tile, const Item& it, int begin, int end, const ManyTurn<NB>& at) {
-      if (count < many_stages(NB)) {
+      if (count < kManyAhead) {
         fetch_weights(p, tile, it, begin, end, at);
         if (lane == count) mine = tokens_of(p, it, begin, end, at);
-        if (++count == many_stages(NB)) begin_tokens();
+        if (++count == kManyAhead) begin_tokens();
         return;
       }
       make_room(end - begin);
       fetch_weights(p, tile, it, begin, end, at);
       if (crew == 0 && lane == 0) fetch_tokens(tokens_of(p, it, begin, end, at));
     });
-    if (count < many_stages(NB)) begin_tokens();
+    if (count < kManyAhead) begin_tokens();
   }
 };
 

@@ -41,25 +41,26 @@ struct WarpGroup {
   uint32_t x;  // shared address of the ring and the stride between eight rows, as the descriptor wants them
   __device__ __forceinline__ explicit WarpGroup(const void* ring)
       : x((shared_address(ring) & 0x3ffff) >> 4 | static_cast<uint32_t>(128 * NB) >> 4 << 16) {}
-  __device__ __forceinline__ void operator()(const uint32_t (&h)[16], int slot, float (&y)[NB][4]) const {
+  __device__ __forceinline__ void start(const uint32_t* h, int slot, int step, float (&y)[NB][4]) const {
     // Eight rows of eight tokens lie together: 128 bytes to the next tokens, 128 * NB to the next rows.
     constexpr uint64_t kBetween = static_cast<uint64_t>(128) >> 4 << 32;
-    const uint32_t first = x + slot * (many_unit(NB) / 16);
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#pragma unroll
-    for (int s = 0; s < 4; s++) wgmma(y, h + s * 4, kBetween | (first + s * (16 * NB)));
-    asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
+    wgmma(y, h, kBetween | (x + slot * (many_unit(NB) / 16) + step * (16 * NB)));
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+  }
+  __device__ __forceinline__ void settle(float (&y)[NB][4]) const {
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 #pragma unroll
     for (int i = 0; i < NB * 4; i++) asm volatile("" : "+f"(y[i / 4][i % 4])::"memory");
   }
 };
 #endif
 
-template <int NB, bool PAIRED>
+template <int NB>
 __global__ void __launch_bounds__(kManyThreads, 1) many_wide_kernel(const __grid_constant__ ManyArgs A) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(128) uint8_t shared[];
-  run_many<NB, PAIRED>(A, shared, [](const void* tokens) { return Multiply<NB, WarpGroup<NB>>(tokens); });
+  run_many<NB, WarpGroup<NB>>(A, shared);
 #endif
 }
 
@@ -81,24 +82,19 @@ bool many_wide_ready() {
 }
 
 namespace {
-template <int NB, bool PAIRED>
-const char* launch(const ManyArgs& a, int most_shared, void* stream, bool pdl) {
-  static const cudaError_t ready =
-      cudaFuncSetAttribute(many_wide_kernel<NB, PAIRED>, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared);
-  if (ready != cudaSuccess) return cudaGetErrorString(ready);
-  return launch_kernel(many_wide_kernel<NB, PAIRED>, many_grid(a), kManyThreads, static_cast<size_t>(many_shared(a, NB)), stream, pdl,
-                       static_cast<unsigned>(a.splits), a);
-}
 template <int NB>
-const char* launch(const ManyArgs& a, int most_shared, void* stream, bool pdl) {
-  return a.paired ? launch<NB, true>(a, most_shared, stream, pdl) : launch<NB, false>(a, most_shared, stream, pdl);
+const char* launch(const ManyArgs& a, int grid, int most_shared, void* stream, bool pdl) {
+  static const cudaError_t ready = cudaFuncSetAttribute(many_wide_kernel<NB>, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared);
+  if (ready != cudaSuccess) return cudaGetErrorString(ready);
+  return launch_kernel(many_wide_kernel<NB>, dim3(static_cast<unsigned>(grid)), kManyThreads, static_cast<size_t>(many_shared(a, NB)),
+                       stream, pdl, 1, a);
 }
 }  // namespace
 
-const char* many_wide_launch(const ManyArgs& a, int group, int most_shared, void* stream, bool pdl) {
-  return group == 16   ? launch<2>(a, most_shared, stream, pdl)
-         : group == 32 ? launch<4>(a, most_shared, stream, pdl)
-                       : launch<8>(a, most_shared, stream, pdl);
+const char* many_wide_launch(const ManyArgs& a, int grid, int group, int most_shared, void* stream, bool pdl) {
+  return group == 16   ? launch<2>(a, grid, most_shared, stream, pdl)
+         : group == 32 ? launch<4>(a, grid, most_shared, stream, pdl)
+                       : launch<8>(a, grid, most_shared, stream, pdl);
 }
 
 }  // namespace exl2nb

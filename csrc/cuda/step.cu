@@ -171,7 +171,7 @@ class Walker {
 
   // A product that only writes its sums.
   const char* store(const GemvArgs& a) {
-    return many(a) ? many_launch(a, group(a.tokens), ahead_, stream_, pdl_) : gemv_launch(a, kStore, stream_, pdl_);
+    return many(a) ? many_launch(a, group(a.tokens), ahead_, base_ + at_.many, stream_, pdl_) : gemv_launch(a, kStore, stream_, pdl_);
   }
 
   const char* qkv(const int64_t* w) {
@@ -213,7 +213,7 @@ class Walker {
     a.bias = address<float>(w[2]);
     ready_ = kNothing;
     const bool leads = !w[3] && many(a) && many_lead_on(a, w, w + kWords[kOpResidual]);
-    if (leads) return many_launch(a, group(a.tokens), ahead_, stream_, pdl_);
+    if (leads) return many_launch(a, group(a.tokens), ahead_, base_ + at_.many, stream_, pdl_);
     if (w[3] || many(a)) {  // a norm of what is added; or the next rows' kernel adds it
       a.out = sum(), a.out_stride = H_;
       if (const char* wrong = store(a)) return wrong;
@@ -321,7 +321,7 @@ class Walker {
     if (const char* wrong = normed_product(w, a)) return wrong;
     ready_ = kNothing;
     a.bias = address<float>(w[4]), a.activation = static_cast<int>(w[5]);
-    if (many(a) && many_pairs(a)) return many_launch(a, group(a.tokens), ahead_, stream_, pdl_);
+    if (many(a) && many_pairs(a)) return many_launch(a, group(a.tokens), ahead_, base_ + at_.many, stream_, pdl_);
     return many(a) ? wide_gate_up(a, Weight(w[3]).header().N) : gemv_launch(a, kActivation, stream_, pdl_);
   }
   // Both halves to memory, then the gate; so many tokens at a time as a launch takes.
@@ -332,7 +332,7 @@ class Walker {
       if (a.squares) a.squares += static_cast<size_t>(first) * a.squares_count;
       a.next.x += static_cast<size_t>(first) * a.next.stride;
       a.out = reinterpret_cast<float*>(base_ + at_.wide), a.out_stride = N;
-      if (const char* wrong = many_launch(a, group(all.tokens), ahead_, stream_, pdl_)) return wrong;
+      if (const char* wrong = many_launch(a, group(all.tokens), ahead_, base_ + at_.many, stream_, pdl_)) return wrong;
       const GatesArgs gates{a.out, a.out_stride, a.part[0].outputs, a.gated, a.activation, a.next};
       if (const char* wrong = gates_launch(gates, a.tokens, stream_, pdl_)) return wrong;
     }

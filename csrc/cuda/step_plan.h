@@ -34,7 +34,7 @@ struct Room {
   }
 };
 struct Layout {
-  size_t residual[2], normed, qkv, act[2], sum, wide, squares, attention, routed, chain, chain_bytes, bytes, attention_bytes;
+  size_t residual[2], normed, qkv, act[2], sum, wide, squares, attention, routed, many, chain, chain_bytes, bytes, attention_bytes;
 };
 
 inline size_t input_bytes(const Weight& w, int tokens) {
@@ -106,6 +106,7 @@ inline std::string plan(const int64_t* code, int64_t words, int tokens, Layout& 
   layout.attention = room.take(attention);
   layout.attention_bytes = attention;
   layout.routed = room.take(routed);
+  layout.many = room.take(many_workspace(tokens));
   layout.chain_bytes = chain_bytes(static_cast<int>(H), inner);
   layout.chain = room.take(layout.chain_bytes);
   layout.bytes = room.at;

@@ -181,7 +181,7 @@ Tensor linear_cuda(const Tensor& x, const Tensor& blob, const std::optional<Tens
   if (bias) require(op, "bias", *bias, ScalarType::Float, h.N);
   const int64_t T = x.size(0);
   Tensor out = empty_on(x, {T, h.N}, ScalarType::Float);
-  const std::vector<int64_t> room{linear_workspace(head.data(), T)};
+  const std::vector<int64_t> room{linear_workspace(head.data(), T, false)};
   Tensor workspace = torch::stable::new_zeros(x, room, ScalarType::Byte);
   require_ok(op,
              linear_launch(head.data(), bytes_of(blob), x.const_data_ptr<float>(), T, bias ? bias->const_data_ptr<float>() : nullptr,

@@ -93,7 +93,7 @@ Tensor linear_of(const Tensor& head, const Tensor& x, const std::optional<Tensor
   const DeviceGuard guard(x.get_device_index());
   const int64_t T = x.size(0);
   Tensor out = empty_on(x, {T, h.N}, ScalarType::Float);
-  const std::vector<int64_t> room{linear_workspace(p + 8, T)};
+  const std::vector<int64_t> room{linear_workspace(p + 8, T, many)};
   Tensor workspace = torch::stable::new_zeros(x, room, ScalarType::Byte);
   require_ok(op,
              linear_launch(p + 8, reinterpret_cast<const uint8_t*>(blob), x.const_data_ptr<float>(), T,

@@ -16,6 +16,10 @@ VARIABLES: dict[str, tuple[tuple[str, ...], str]] = {
         ("0", "1", "2"),
         "CUDA kernels as on an older GPU, its shared memory included: 1 sm_80 to 89, 2 sm_75 (tests; read there)",
     ),
+    "EXL2NB_CUDA_PATIENCE": (
+        ("0", "1"),
+        "0: in steps of many texts no CTA waits for the others' sums, the last one does their part: the same bits (tests; read there)",
+    ),
     "EXL2NB_CUDA_GRAPHS": (("0", "1"), "0: decode steps are launched kernel by kernel, not as captured graphs; slower, the same tokens"),
     "EXL2NB_FORCE_CUDA_LIB": (("0", "1"), "1: load the CUDA library even where torch sees no GPU (tests)"),
 }

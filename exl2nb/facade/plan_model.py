@@ -15,6 +15,7 @@ CHUNKS = {"cpu": 512, "cuda": 2048}
 PRODUCTS_BYTES = 32 * 2**20  # what the library of matrix products keeps on the GPU
 CODE_BYTES = 146 * 2**20  # kernels that CUDA loads when they are first used; H200, torch 2.11, 2026-11-21
 GRAPH_BYTES = 8 * 2**20  # of the first captured step, whatever its model
+MANY_CTAS = 132  # leave sums of tiles to one another in steps of more than eight texts
 ROUTER_CTAS = 132  # each leaves sums of its own for a sparse layer's router; fewer on smaller GPUs
 
 
@@ -94,4 +95,5 @@ def _graph_row(config: ModelConfig) -> int:
     hidden, q, kv = config.hidden_size, config.q_size, config.kv_size
     up = _inner(config) * (2 if config.gated else 1)
     sums = 0 if config.moe is None else 4 * min(hidden // 16, ROUTER_CTAS) * (config.moe.num_experts + 8)
-    return 2 * (8 * hidden + 2 * 2 * hidden + 4 * (q + 2 * kv) + 2 * 2 * _inner(config) + 4 * up + 4 * config.vocab_size + sums)
+    products = 0 if config.moe is not None else 4 * 4 * 256 * MANY_CTAS  # sums of tiles that CTAs share: csrc/cuda/many.cu
+    return 2 * (products + 8 * hidden + 2 * 2 * hidden + 4 * (q + 2 * kv) + 2 * 2 * _inner(config) + 4 * up + 4 * config.vocab_size + sums)

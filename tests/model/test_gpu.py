@@ -355,6 +355,14 @@ def test_the_paths_of_older_gpus(path):
     assert run.returncode == 0, run.stdout[-2000:]
 
 
+def test_products_of_many_rows_where_nobody_waits():
+    """CTAs that share a tile leave it to the one that comes last: so it ends also where some of them do not run yet."""
+    tests = "test_products_that_decode_once or test_products_of_many_rows_whose or test_steps_of_many_sequences"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "gpu", str(Path(__file__)), "-k", tests]
+    run = subprocess.run(command, env={**os.environ, "EXL2NB_CUDA_PATIENCE": "0"}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-2000:]
+
+
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_gptq_checkpoints(recipe, tmp_path):
     """Through the same kernels as EXL2, against the CPU's: codes, zero points and scales are the same numbers there."""
