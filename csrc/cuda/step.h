@@ -5,9 +5,9 @@
 // square; the next one multiplies its outputs by that. A LayerNorm, and a norm behind attention or MLP, need the whole row first: for few
 // tokens every CTA of the next product makes it (norm.cuh), for more a small kernel in between. Experts: moe.h. More than eight tokens,
 // where every product takes them: many.h, the same five kernels; but the last norm, and norms of other kinds, are kernels of their own.
-// One to eight tokens on Hopper: attention, and all products from its output to the next QKV in one launch (chain.h), where nine or more need
-// not have the same bits.
-// A blob's word is the address of a host copy of its head: int64 address on the device, then header and parts (blob.h).
+// One to eight tokens on Hopper: attention, and all products from its output to the next QKV in one launch (chain.h), where nine or more
+// need not have the same bits. A blob's word is the address of a host copy of its head: int64 address on the device, then header and parts
+// (blob.h).
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -29,8 +29,8 @@ struct GpuStep {
 
 // Bytes of workspace for up to `capacity` tokens, or what is wrong with the program; vocab: logits per row.
 std::string step_workspace(const int64_t* code, int64_t words, int capacity, size_t& bytes, int64_t& vocab);
-// workspace: zeroed once by its owner, then used with one capacity only, by one step at a time. Steps in different streams of one device must
-// not overlap where they have chains (chain.h). Captures into a graph: neither allocates nor waits.
+// workspace: zeroed once by its owner, then used with one capacity only, by one step at a time. Steps in different streams of one device
+// must not overlap where they have chains (chain.h). Captures into a graph: neither allocates nor waits.
 std::string step_launch(const int64_t* code, int64_t words, const GpuStep& step, void* workspace, size_t bytes, void* stream, bool pdl);
 
 }  // namespace exl2nb
