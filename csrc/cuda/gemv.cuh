@@ -40,12 +40,12 @@ struct GemvArgs {
   const uint8_t* image;                 // items, steps and ends of all parts (blob.h)
   int num_parts, strips, items, units;  // sums over the parts
   int part_units[kMaxParts];
-  int epilogue;                         // Epilogue
-  int tokens;                           // 1 to 8
-  int grid;                             // CTAs that share the strips
-  int owned;                            // columns of the first part that a CTA owns, where it keeps something of each
-  int perms;                            // copies of every token's activations
-  const half* x;                        // [perm][token][stride]
+  int epilogue;   // Epilogue
+  int tokens;     // 1 to 8
+  int grid;       // CTAs that share the strips
+  int owned;      // columns of the first part that a CTA owns, where it keeps something of each
+  int perms;      // copies of every token's activations
+  const half* x;  // [perm][token][stride]
   int x_stride, x_perm_stride;
   // Token m is row rows[m] of x and of the squares, at most last_row; null: row m.
   const int* rows;
