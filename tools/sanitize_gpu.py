@@ -40,6 +40,11 @@ FAMILIES = {
         "or (packed_weights and all)",
         "(any_number_of_rows and short) or (decode_once and all) or parts_side or dense_weights or (packed_weights and all and 224)",
     ),
+    "chains": Family(
+        ("ops/test_cuda_chain.py",),
+        "one_launch and (mixed or biases or narrow or (4 and 32) or (gptq and 8))",
+        "one_launch and (mixed or narrow)",
+    ),
     "layers": Family(
         ("model/test_gpu.py",),
         "step_kernels and (gpt2 or gemma2 or glm4 or mixtral)",
