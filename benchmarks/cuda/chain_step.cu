@@ -1,4 +1,5 @@
-// Chains of products (chain.cuh) at the shapes of four models: time of one, with a small kernel in the place of attention before each.
+// Chains of products (chain.cuh) at the shapes of four models: time of one, with a small kernel in the place of attention before each; and
+// large products alone ("head").
 // `chain_step 7b 4`: only models whose name has the first, up to so many tokens. nvcc -arch=sm_90a -std=c++17 -O3
 // --expt-relaxed-constexpr -Icsrc/cuda benchmarks/cuda/chain_step.cu csrc/cuda/{chain,gemv,layout}.cu
 #include <algorithm>
@@ -214,8 +215,51 @@ static void time(Engine& e, int tokens) {
 #endif
 }
 
+// A product alone that stores its sums, of one token, again and again: larger than the L2 cache.
+static void time_alone(int K, int N, int bits) {
+  std::mt19937 random(3);
+  const Matrix m(K, {{N, {{bits, 1, 128}}}}, random);
+  const auto zeros = [](auto** p, size_t n) {
+    CHECK(cudaMalloc(reinterpret_cast<void**>(p), n));
+    CHECK(cudaMemset(*p, 0, n));
+  };
+  half* x;
+  float *out, *squares;
+  uint8_t* room;
+  const size_t bytes = chain_bytes(K, K);
+  zeros(&x, size_t(K) * 2 + 256), zeros(&out, size_t(N) * 4), zeros(&squares, 4096), zeros(&room, bytes);
+  cudaStream_t stream;
+  cudaEvent_t a, b;
+  CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  CHECK(cudaEventCreate(&a));
+  CHECK(cudaEventCreate(&b));
+  ChainLink link{m.product(1), m.head.data(), m.blob, kStore};
+  link.a.x = x, link.a.x_stride = K + 128, link.a.out = out, link.a.out_stride = N;
+  link.a.squares = squares, link.a.squares_count = num_sms(), link.a.inverse_width = 1.f / static_cast<float>(K), link.a.eps = 1e-5f;
+  if (!chain_tokens(&link, 1)) check("this product cannot be one of a chain");
+  constexpr int kTimes = 20;
+  float best = 1e9f, ms;
+  for (int i = 0; i < 6; i++) {
+    CHECK(cudaEventRecord(a, stream));
+    for (int k = 0; k < kTimes; k++) check(chain_launch(&link, 1, room, bytes, stream, true));
+    CHECK(cudaEventRecord(b, stream));
+    CHECK(cudaStreamSynchronize(stream));
+    CHECK(cudaEventElapsedTime(&ms, a, b));
+    best = std::min(best, ms);
+  }
+  const double us = best / kTimes * 1e3;
+  std::printf("%d x %d of %d bits alone: %.2f us, %.0f GB/s\n", K, N, bits, us, static_cast<double>(m.bytes) / us / 1e3);
+  CHECK(cudaFree(x));
+  CHECK(cudaFree(out));
+  CHECK(cudaFree(squares));
+  CHECK(cudaFree(room));
+  CHECK(cudaFree(m.blob));
+}
+
 int main(int count, char** words) {
   std::setvbuf(stdout, nullptr, _IONBF, 0);
+  if (count < 2 || std::strstr(words[1], "head"))
+    for (int bits : {4, 6}) time_alone(4096, 128256, bits), time_alone(4096, 32000, bits), time_alone(8192, 32000, bits);
   for (const Shape& s : kShapes) {
     if (count > 1 && !std::strstr(words[1], s.name)) continue;
     Engine e(s, 1);

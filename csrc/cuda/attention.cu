@@ -72,6 +72,12 @@ const char* check_rope(const RopeArgs& r, int head_dim) {
   return nullptr;
 }
 
+// Chunks of a context of so many pages, at most.
+int most_chunks(const CacheArgs& c, int key_bytes) {
+  const int keys = c.max_pages * kPage;
+  return std::min(chunks_of(keys, 1, 0, keys, key_bytes, 0).count, max_splits(c.num_kv_heads));
+}
+
 size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 struct Workspace {
@@ -151,7 +157,7 @@ const char* attention_decode_launch(const AttentionArgs& args, void* stream, boo
     share_out(fast, params, int64_t(c.sequences) * c.num_kv_heads * ((int64_t(per_sequence) * q_per_kv + fast.rows - 1) / fast.rows));
   if (const size_t shared = fast.kernel ? arrange(fast, params) : 0) {
     const int64_t blocks = (int64_t(per_sequence) * q_per_kv + fast.rows - 1) / fast.rows,
-                  items = blocks * c.sequences * c.num_kv_heads * max_splits(c.num_kv_heads);
+                  items = blocks * c.sequences * c.num_kv_heads * most_chunks(c, params.key_bytes);
     const int64_t room = int64_t(multiprocessors()) * fast.ctas_per_sm;
     const cudaError_t error = cudaFuncSetAttribute(fast.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
     if (error != cudaSuccess) return cudaGetErrorString(error);

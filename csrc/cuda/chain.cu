@@ -14,10 +14,26 @@ constexpr int kBudget = 220 * 1024;  // of shared memory: what is more does not 
 constexpr int kPartialRoom = 24 * 1024, kGoodPieces = 6;
 constexpr int kPastPiece = 8 * 512;  // what is read past an item in the place of units that are not there
 
+// CTAs of a launch: one for every multiprocessor; or so few less that attention's find room on the others, if none gets more strips then.
+int ctas_of(const ChainLink* links, int count) {
+  const int all = num_sms();
+  const auto most = [&](int grid) {
+    int n = 0;
+    for (int q = 0; q < count; q++) {
+      const GemvArgs& a = links[q].a;
+      const int strips = links[q].epilogue == kActivation ? a.part[0].strips : a.strips;
+      n += (strips + grid - 1) / grid;
+    }
+    return n;
+  };
+  const int fewer = all - (links->beside + 1) / 2;
+  return fewer > all / 2 && most(fewer) == most(all) ? fewer : all;
+}
+
 // Who gets which strips, and how many strips' partial sums there are at a time.
-void share(ChainProduct& p, const uint8_t* head, Epilogue e) {
+void share(ChainProduct& p, const uint8_t* head, Epilogue e, int grid) {
   GemvArgs& a = p.a;
-  a.epilogue = e, a.grid = num_sms();
+  a.epilogue = e, a.grid = grid;
   const auto* const parts = reinterpret_cast<const GpuPart*>(head + sizeof(GpuHeader));
   int per = 1;
   for (int i = 0; i < a.num_parts; i++) {
@@ -75,24 +91,27 @@ void connect(ChainArgs& c, const ChainLink* links, uint8_t* room, size_t bytes) 
     set_input(from.a.next, links[q + 1].head, links[q + 1].blob, reinterpret_cast<half*>(room), kChainTokens);
     to.a.x = from.a.next.x, to.a.x_stride = from.a.next.stride = static_cast<int>(row);
     room += kChainTokens * row * sizeof(half);
-    to.a.squares = from.a.next_squares = from.a.next_norm ? reinterpret_cast<float*>(room) : nullptr, to.a.squares_count = num_sms();
+    to.a.squares = from.a.next_squares = from.a.next_norm ? reinterpret_cast<float*>(room) : nullptr, to.a.squares_count = c.grid;
     if (from.a.next_norm) room += squares_of();
   }
 }
 // Of `tokens` tokens from `first` on.
 ChainArgs arguments(const ChainLink* links, int count, uint8_t* room, size_t bytes, int first, int tokens) {
   ChainArgs c{};
-  c.count = count, c.grid = num_sms();
+  c.count = count, c.grid = ctas_of(links, count);
   for (int q = 0; q < count; q++) {
     ChainProduct& p = c.product[q];
     p.a = links[q].a;
     p.a.tokens = tokens;
-    if (q == 0) p.a.x += static_cast<size_t>(first) * p.a.x_stride;
+    if (p.a.rows)
+      p.a.rows += first;
+    else if (q == 0)
+      p.a.x += static_cast<size_t>(first) * p.a.x_stride;
     if (p.a.out) p.a.out += first * p.a.out_stride;
     if (p.a.residual) p.a.residual += static_cast<size_t>(first) * p.a.residual_stride;
     if (p.a.next.x) p.a.next.x += static_cast<size_t>(first) * p.a.next.stride;
-    if (p.a.next_squares) p.a.next_squares += static_cast<size_t>(first) * num_sms();
-    share(p, links[q].head, links[q].epilogue);
+    if (p.a.next_squares) p.a.next_squares += static_cast<size_t>(first) * c.grid;
+    share(p, links[q].head, links[q].epilogue, c.grid);
     const auto& h = *reinterpret_cast<const GpuHeader*>(links[q].head);
     p.width = h.K, p.blocks = (h.stored + 63) / 64;
   }
@@ -125,8 +144,11 @@ const char* launch(const ChainArgs& c, cudaStream_t stream, bool pdl) {
 
 size_t chain_bytes(int width, int inner) { return kMeetBytes + 2 * set_bytes(width, inner); }
 
+int chain_ctas(const ChainLink* links, int count) { return ctas_of(links, count); }
+
 int chain_tokens(const ChainLink* links, int count) {
-  if (count < 3 || count > kChain || compute_major() != 9) return 0;
+  if ((count < 3 && (count != 1 || links->epilogue != kStore)) || count > kChain || compute_major() != 9) return 0;
+  const int grid = ctas_of(links, count);
   for (int q = 0; q < count; q++) {
     const GemvArgs& a = links[q].a;
     const auto& h = *reinterpret_cast<const GpuHeader*>(links[q].head);
@@ -138,7 +160,7 @@ int chain_tokens(const ChainLink* links, int count) {
     }
     if (pieces > kLegs) return 0;
     if (h.num_perms != 1 || h.K % 32 || h.stored != h.K || h.K > kMostOrdered || a.from.x || a.router.out) return 0;
-    if (links[q].epilogue == kResidual && (a.strips + num_sms() - 1) / num_sms() > kOwn) return 0;
+    if (links[q].epilogue == kResidual && (a.strips + grid - 1) / grid > kOwn) return 0;
   }
   for (int tokens = kChainTokens; tokens > 0; tokens--)
     if (arguments(links, count, nullptr, 0, 0, tokens).room.bytes <= shared_per_block()) return tokens;

@@ -1,6 +1,6 @@
-// Several products in one launch, each with what the one before it wrote: attention's output, gate and up, down, the next QKV. Every CTA
-// stays on its multiprocessor from the first to the last; its weights, of all products, come through one ring that does not stop between
-// them.
+// Several products in one launch, each with what the one before it wrote: attention's output, gate and up, down, the next QKV; or the head
+// alone, whose weights the ring brings quicker than gemv.cuh does. Every CTA stays on its multiprocessor from the first to the last; its
+// weights, of all products, come through one ring that does not stop between them.
 //
 // Sixteen warps in two teams multiply (whole.cuh), one fetches weights, one waits for the other CTAs. A piece is at most sixteen items that
 // lie one after the other in a strip: item n of it is warp n's. It comes in two halves, a team's each, that follow one another in the ring.
@@ -20,7 +20,7 @@ namespace exl2nb {
 
 // A token's activations: the first product's are another kernel's.
 __device__ __forceinline__ const half* x_of(const ChainProduct& P, int q, int m, const ChainWarp& w) {
-  return P.a.x + static_cast<size_t>(m) * P.a.x_stride + (q ? w.set / 2 : 0);
+  return P.a.x + static_cast<size_t>(row_of(P.a, m)) * P.a.x_stride + (q ? w.set / 2 : 0);
 }
 
 // The activations to whole numbers in the order of the rows. order: of this thread's first kOrders octets, loaded before the activations
@@ -259,7 +259,7 @@ __global__ void __launch_bounds__(kChainThreads, 1) chain_products(const __grid_
     const WholeInput<CHUNKS> in(shared + C.room.xs, reinterpret_cast<const WholeBlock*>(shared + C.room.blocks), P.blocks, P.a.tokens,
                                 lane);
     barrier_wait(bars + kReady, q & 1);
-    if (q == 0) chain_residual(C, w);
+    if (q == 0 && P.a.epilogue == kResidual) chain_residual(C, w);
     chain_quantise(C, P, q, order, w);
     crew_sync();
     chain_multiply<CHUNKS>(C, q, legs, out, in, w);

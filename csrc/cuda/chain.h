@@ -7,12 +7,15 @@
 namespace exl2nb {
 
 struct ChainLink {
-  GemvArgs a;  // as for gemv_launch; between links x, next and squares are the chain's own. next_squares of the last: [token][num_sms()]
+  GemvArgs a;  // as for gemv_launch; between links x, next and squares are the chain's own. next_squares of the last: [token][chain_ctas]
   const uint8_t *head, *blob;
   Epilogue epilogue;
+  int beside = 0;  // of the first: CTAs of attention, two a multiprocessor, that shall start while the chain before them still works
 };
-// Tokens that a launch takes, at most; 0: these products cannot be chained.
+// Tokens that a launch takes, at most; 0: these products cannot be chained. Three or four of a layer, or one that stores its sums.
 int chain_tokens(const ChainLink* links, int count);
+// CTAs of a launch.
+int chain_ctas(const ChainLink* links, int count);
 // Bytes of the room of chains that follow one another, whose products read `width` numbers or `inner` in the middle: zero before the first,
 // then theirs alone.
 size_t chain_bytes(int width, int inner);

@@ -76,7 +76,10 @@ __device__ __forceinline__ void await_inputs(const ChainArgs& C, uint8_t* shared
 #pragma unroll 1
     for (int m = 0; m < A.tokens; m++) {
       float sum = 0.f;
-      if (A.squares) {
+      if (A.squares && q == 0) {  // another kernel's
+        const float* const squares = A.squares + static_cast<size_t>(row_of(A, m)) * A.squares_count;
+        for (int i = lane; i < A.squares_count; i += 32) sum += __ldcg(squares + i);
+      } else if (A.squares) {
         constexpr int kSide = 5;  // loads side by side
         const float* const squares =
             reinterpret_cast<const float*>(reinterpret_cast<const uint8_t*>(A.squares) + set) + static_cast<size_t>(m) * A.squares_count;

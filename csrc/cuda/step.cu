@@ -247,20 +247,23 @@ class Walker {
       return a;
     };
     const Weight O(w[1]), U(up[3]), D(down[1]), Q(then[3]);
-    link[0] = {adds(w, up), O.head, O.blob, kResidual};
+    link[0] = {adds(w, up), O.head, O.blob, kResidual, last_qkv_ ? static_cast<int>(last_qkv_[10]) : 0};
     link[1] = {product(up), U.head, U.blob, kActivation};
     link[2] = {adds(down, then), D.head, D.blob, kResidual};
     scaled(link[1].a, up), link[1].a.activation = static_cast<int>(up[5]);
-    squares_ = num_sms();
-    if (then[0] != kOpQkv) return 3;
+    if (then[0] != kOpQkv) {
+      squares_ = chain_ctas(link, 3);
+      return 3;
+    }
     link[3] = {product(then), Q.head, Q.blob, kStore};
     scaled(link[3].a, then), link[3].a.out = reinterpret_cast<float*>(base_ + at_.qkv), link[3].a.out_stride = Q.header().N;
     return 4;
   }
-  // The products from attention's output at w to the next QKV in one launch (chain.h), where they can be: w is then the last of them. One
-  // to eight tokens, always or never; and not where nine or more must give the same bits as they.
+  // Whether there may be chains: of one to eight tokens, always or never; and not where nine or more must give the same bits as they.
+  bool chains() const { return s_.tokens <= kMaxTokens && s_.many; }
+  // The products from attention's output at w to the next QKV in one launch (chain.h), where they can be: w is then the last of them.
   bool chain(const int64_t*& w, const char*& wrong) {
-    if (s_.tokens > kMaxTokens || !s_.many) return false;
+    if (!chains()) return false;
     ChainLink link[4] = {};
     const int64_t* op[4];
     const Ready ready = ready_;
@@ -370,6 +373,9 @@ class Walker {
     if (const char* wrong = normed_product(w, a)) return wrong;
     a.bias = address<float>(w[4]);
     a.out = s_.logits, a.out_stride = Weight(w[3]).header().N;
+    const Weight weight(w[3]);
+    const ChainLink alone{a, weight.head, weight.blob, kStore};
+    if (a.squares && chains() && chain_tokens(&alone, 1)) return chain_launch(&alone, 1, base_ + at_.chain, at_.chain_bytes, stream_, pdl_);
     return store(a);
   }
 

@@ -5,9 +5,9 @@
 // square; the next one multiplies its outputs by that. A LayerNorm, and a norm behind attention or MLP, need the whole row first: for few
 // tokens every CTA of the next product makes it (norm.cuh), for more a small kernel in between. Experts: moe.h. More than eight tokens,
 // where every product takes them: many.h, the same five kernels; but the last norm, and norms of other kinds, are kernels of their own.
-// One to eight tokens on Hopper: attention, and all products from its output to the next QKV in one launch (chain.h), where nine or more
-// need not have the same bits. A blob's word is the address of a host copy of its head: int64 address on the device, then header and parts
-// (blob.h).
+// One to eight tokens on Hopper: attention, and all products from its output to the next QKV in one launch (chain.h), the head in one of
+// its own, where nine or more need not have the same bits. A blob's word is the address of a host copy of its head: int64 address on the
+// device, then header and parts (blob.h).
 #pragma once
 #include <cstddef>
 #include <cstdint>

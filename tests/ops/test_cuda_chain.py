@@ -74,6 +74,19 @@ def test_one_launch_is_several(name):
         assert torch.equal(chain.forward.run(Batch.build(spans), cache).cpu(), got[:1].expand(count, -1))
 
 
+def test_the_head_makes_the_rows_that_are_wanted():
+    """A step of several sequences, of which only the last rows are asked for: the same bits, whichever rows they are."""
+    steps = Steps(made({"bits": 6, "group": 128, "vocab": 4099}))
+    lengths = [3, 1, 2]
+
+    def run(rows):
+        spans = [Span(ids=steps.ids[:n], start=0, pages=[page], logit_rows=rows) for page, n in enumerate(lengths)]
+        return steps.forward.run(Batch.build(spans), KVCache(steps.spec, "cuda")).cpu()
+
+    every, last = run("all"), run("last")
+    assert torch.equal(last, every[[2, 3, 5]])
+
+
 def test_dense_weights_have_launches_of_their_own():
     net = made(DENSE)
     assert torch.equal(Steps(net).fed(range(1, 9)), Steps(net, chained=False).fed(range(1, 9)))
