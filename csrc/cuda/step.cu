@@ -259,11 +259,10 @@ class Walker {
     scaled(link[3].a, then), link[3].a.out = reinterpret_cast<float*>(base_ + at_.qkv), link[3].a.out_stride = Q.header().N;
     return 4;
   }
-  // Whether there may be chains: of one to eight tokens, always or never; and not where nine or more must give the same bits as they.
-  bool chains() const { return s_.tokens <= kMaxTokens && s_.many; }
-  // The products from attention's output at w to the next QKV in one launch (chain.h), where they can be: w is then the last of them.
+  // The products from attention's output at w to the next QKV in one launch (chain.h), where they can be: w is then the last of them. One
+  // to eight tokens, always or never; and not where nine or more must give the same bits as they.
   bool chain(const int64_t*& w, const char*& wrong) {
-    if (!chains()) return false;
+    if (s_.tokens > kMaxTokens || !s_.many) return false;
     ChainLink link[4] = {};
     const int64_t* op[4];
     const Ready ready = ready_;
@@ -273,6 +272,7 @@ class Walker {
       return false;
     }
     wrong = chain_launch(link, count, base_ + at_.chain, at_.chain_bytes, stream_, pdl_);
+    chained_ = true;
     w = op[count - 1];
     if (count == 4) ready_ = kNothing, last_qkv_ = w;
     return true;
@@ -375,7 +375,7 @@ class Walker {
     a.out = s_.logits, a.out_stride = Weight(w[3]).header().N;
     const Weight weight(w[3]);
     const ChainLink alone{a, weight.head, weight.blob, kStore};
-    if (a.squares && chains() && chain_tokens(&alone, 1)) return chain_launch(&alone, 1, base_ + at_.chain, at_.chain_bytes, stream_, pdl_);
+    if (chained_ && a.squares && chain_tokens(&alone, 1)) return chain_launch(&alone, 1, base_ + at_.chain, at_.chain_bytes, stream_, pdl_);
     return store(a);
   }
 
@@ -389,7 +389,7 @@ class Walker {
   Ready ready_ = kNothing;
   RowSource added_{};  // y and what belongs to it: not yet added to the residual
   int squares_ = 0, side_ = 0;
-  bool many_ = false;
+  bool many_ = false, chained_ = false;
   ManyImage ahead_{};
   const int64_t* last_qkv_ = nullptr;
 };
