@@ -14,22 +14,6 @@ constexpr int kBudget = 220 * 1024;  // of shared memory: what is more does not 
 constexpr int kPartialRoom = 24 * 1024, kGoodPieces = 6;
 constexpr int kPastPiece = 8 * 512;  // what is read past an item in the place of units that are not there
 
-// CTAs of a launch: one for every multiprocessor; or so few less that attention's find room on the others, if none gets more strips then.
-int ctas_of(const ChainLink* links, int count) {
-  const int all = num_sms();
-  const auto most = [&](int grid) {
-    int n = 0;
-    for (int q = 0; q < count; q++) {
-      const GemvArgs& a = links[q].a;
-      const int strips = links[q].epilogue == kActivation ? a.part[0].strips : a.strips;
-      n += (strips + grid - 1) / grid;
-    }
-    return n;
-  };
-  const int fewer = all - (links->beside + 1) / 2;
-  return fewer > all / 2 && most(fewer) == most(all) ? fewer : all;
-}
-
 // Who gets which strips, and how many strips' partial sums there are at a time.
 void share(ChainProduct& p, const uint8_t* head, Epilogue e, int grid) {
   GemvArgs& a = p.a;
@@ -98,7 +82,7 @@ void connect(ChainArgs& c, const ChainLink* links, uint8_t* room, size_t bytes) 
 // Of `tokens` tokens from `first` on.
 ChainArgs arguments(const ChainLink* links, int count, uint8_t* room, size_t bytes, int first, int tokens) {
   ChainArgs c{};
-  c.count = count, c.grid = ctas_of(links, count);
+  c.count = count, c.grid = chain_ctas(links, count);
   for (int q = 0; q < count; q++) {
     ChainProduct& p = c.product[q];
     p.a = links[q].a;
@@ -142,13 +126,26 @@ const char* launch(const ChainArgs& c, cudaStream_t stream, bool pdl) {
 
 }  // namespace
 
-size_t chain_bytes(int width, int inner) { return kMeetBytes + 2 * set_bytes(width, inner); }
+int chain_ctas(const ChainLink* links, int count) {
+  const int all = num_sms();
+  const auto most = [&](int grid) {
+    int n = 0;
+    for (int q = 0; q < count; q++) {
+      const GemvArgs& a = links[q].a;
+      const int strips = links[q].epilogue == kActivation ? a.part[0].strips : a.strips;
+      n += (strips + grid - 1) / grid;
+    }
+    return n;
+  };
+  const int fewer = all - (links->beside + 1) / 2;
+  return fewer > all / 2 && most(fewer) == most(all) ? fewer : all;
+}
 
-int chain_ctas(const ChainLink* links, int count) { return ctas_of(links, count); }
+size_t chain_bytes(int width, int inner) { return kMeetBytes + 2 * set_bytes(width, inner); }
 
 int chain_tokens(const ChainLink* links, int count) {
   if ((count < 3 && (count != 1 || links->epilogue != kStore)) || count > kChain || compute_major() != 9) return 0;
-  const int grid = ctas_of(links, count);
+  const int grid = chain_ctas(links, count);
   for (int q = 0; q < count; q++) {
     const GemvArgs& a = links[q].a;
     const auto& h = *reinterpret_cast<const GpuHeader*>(links[q].head);
