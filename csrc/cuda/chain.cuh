@@ -272,6 +272,7 @@ __global__ void __launch_bounds__(kChainThreads, 1) chain_products(const __grid_
       if (threadIdx.x == 0) meet_arrive(C.meet + q), barrier_arrive(bars + kMine);
     }
   }
+  if (C.count == 1) return;
   // Of the products that this launch does not have, too. Nobody reads the number of launches any more, but the next ones.
   if (threadIdx.x >= C.count - 1 && threadIdx.x < kChain) meet_arrive(C.meet + threadIdx.x);
   if (block == 0 && threadIdx.x == kChain) meet_arrive(C.meet + kChain);

@@ -66,13 +66,15 @@ __device__ __forceinline__ void await_inputs(const ChainArgs& C, uint8_t* shared
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(bars + kReady);
-    if (q == 0) {
+    // One product alone leaves counters and sets as they are: no CTA waits for another one there, so the first could have counted the
+    // launch before the last has looked.
+    if (q == 0 && C.count > 1) {
       if (lane == 0) before = meet_now(C.meet + kChain - 1);  // the others' last cannot come before this CTA's first
       set = (meet_now(C.meet + kChain) & 1) * C.set_bytes;
-      if (lane == 0) *reinterpret_cast<int*>(factors + kChainTokens) = set;
       uint4* const other = reinterpret_cast<uint4*>(C.set + C.set_bytes - set);  // of the next launch: nobody reads it now
       for (int i = block * 32 + lane; i < C.set_bytes / 16; i += C.grid * 32) other[i] = make_uint4(0, 0, 0, 0);
     }
+    if (q == 0 && lane == 0) *reinterpret_cast<int*>(factors + kChainTokens) = set;
 #pragma unroll 1
     for (int m = 0; m < A.tokens; m++) {
       float sum = 0.f;
