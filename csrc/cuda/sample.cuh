@@ -55,7 +55,7 @@ __device__ __forceinline__ void Sampler::run() {
   if (speaks) hand_over(next, bad ? -1 : token, rank, bad ? NAN : value - log_total);
 }
 
-__global__ void __launch_bounds__(kSampleThreads, 1) sample_rows(const __grid_constant__ SampleArgs args, bool keep) {
+__global__ void __launch_bounds__(kSampleThreads, 2) sample_rows(const __grid_constant__ SampleArgs args, bool keep) {
   extern __shared__ __align__(16) uint8_t room[];
   let_successor_start();
   wait_for_predecessor();

@@ -16,9 +16,15 @@ __device__ __forceinline__ void Sampler::look() {
     if (z > best || best_id < 0) best = z, best_id = id;  // ids come in order
   };
   const bool aligned = reinterpret_cast<uintptr_t>(logits) % 16 == 0;
+  if (kept && aligned) {  // all of them asked for before the first is looked at
+    each([&](int id, int n) {
+      if (n == 4) copy16<true>(kept + (id - begin), logits + id);
+    });
+    async_commit(), async_wait<0>();
+  }
   each([&](int id, int n) {
     if (aligned && n == 4) {
-      const float4 v = *reinterpret_cast<const float4*>(logits + id);
+      const float4 v = *reinterpret_cast<const float4*>(kept ? kept + (id - begin) : logits + id);
       take(id, v.x), take(id + 1, v.y), take(id + 2, v.z), take(id + 3, v.w);
     } else {
       for (int i = 0; i < n; i++) take(id + i, logits[id + i]);
