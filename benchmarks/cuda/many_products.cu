@@ -1,5 +1,5 @@
 // Products of 9 to 64 tokens (many.cuh) against a plain reference, then timed at Llama-3-8B's shapes, each alone and a layer in turn. `q`:
-// no checks, `c`: only checks. nvcc -arch=sm_90a -DEXL2NB_SM90A -std=c++17 -O3 --expt-relaxed-constexpr -Icsrc/cuda
+// no checks, `c`: only checks, `w`: what a unit of each width costs. nvcc -arch=sm_90a -DEXL2NB_SM90A -std=c++17 -O3 --expt-relaxed-constexpr -Icsrc/cuda
 // benchmarks/cuda/many_products.cu csrc/cuda/{gemv,layout,many,many_wide}.cu
 #include <cmath>
 #include <cstdio>
@@ -201,11 +201,11 @@ struct Bench {
     if (mode == 1) a.residual = residual, a.residual_stride = h.N, a.next_norm = norm, a.next_squares = next_squares;
     if (mode == 2) a.gated = true, a.activation = 0;
   }
-  ManyImage image() const {
+  ManyNext image() const {
     return {m->blob + m->plan.header.image,
-            (image_bytes(m->plan.header.num_items, m->plan.header.num_units, m->plan.header.num_parts) + 15) / 16 * 16};
+            (image_bytes(m->plan.header.num_items, m->plan.header.num_units, m->plan.header.num_parts) + 15) / 16 * 16, {}};
   }
-  void launch(cudaStream_t s, bool pdl, ManyImage nxt = {}) const {
+  void launch(cudaStream_t s, bool pdl, const ManyNext& nxt = {}) const {
     static void* const workspace = [] {
       void* p;
       CHECK(cudaMalloc(&p, many_workspace(kManyTokens)));
@@ -345,7 +345,7 @@ int main(int argc, char** argv) {
 
   cudaStream_t s;
   CHECK(cudaStreamCreateWithFlags(&s, cudaStreamNonBlocking));
-  const bool quick = argc > 1 && argv[1][0] == 'q';  // no checks
+  const bool quick = argc > 1 && (argv[1][0] == 'q' || argv[1][0] == 'w');  // no checks
   const int H = 4096, I = 14336;
   const Mix four{{4, {1, 128}}}, four32{{4, {1, 32}}}, fivefour{{5, {.1, 128}}, {4, {.9, 128}}}, fourthree{{4, {.1, 32}}, {3, {.9, 32}}},
       fourthree25{{4, {.25, 32}}, {3, {.75, 32}}}, down{{8, {.05, 32}}, {4, {.95, 128}}}, head{{8, {.15, 128}}, {6, {.85, 128}}},
@@ -384,6 +384,24 @@ int main(int argc, char** argv) {
       check("O", o, T, 1, &n4), check("QKV", qkv, T, 0, nullptr), check("gate/up", gu, T, 2, &n14), check("down", dn, T, 1, &n1);
     printf("%s: %d bad\n", bad ? "FAILED" : "all right", bad);
     if (argc > 1 && argv[1][0] == 'c') return bad != 0;  // checks only
+  }
+  if (argc > 1 && argv[1][0] == 'w') {
+    for (int rows : {128, 32})
+      for (int bits : {2, 3, 4, 5, 6, 8}) {
+        std::vector<Mat> mats;
+        for (int i = 0; i < 3; i++) mats.push_back(exl2(H, {2 * I}, {Mix{{bits, {1, rows}}}}));
+        for (int T : {16, 32, 64}) {
+          std::vector<Bench> b(mats.size());
+          for (size_t i = 0; i < b.size(); i++) b[i].setup(mats[i], T, 0, nullptr);
+          b[0].launch(s, false);
+          CHECK(cudaStreamSynchronize(s));
+          const float us = time_graph(s, [&] { for (int i = 0; i < 12; i++) b[i % 3].launch(s, true, b[(i + 1) % 3].image()); }, 12);
+          printf("%d bits, groups of %d, T %d: %.2f us, %.0f cycles of a CTA a unit at 1.755 GHz\n", bits, rows, T, us,
+                 us * 1755 / (mats[0].units() / 16 / 132));
+        }
+        for (auto& m : mats) cudaFree(m.blob);
+      }
+    return 0;
   }
   struct Op {
     const char* name;

@@ -44,11 +44,17 @@ struct GpuHeader {
   int64_t image;
   int32_t num_items, num_units;  // of all parts
 };
+// Units of a strip that follow one another and are alike: their items, width; halves: two groups a unit; scales as Item's.
+struct GpuRun {
+  uint16_t units, items;
+  uint8_t bits, halves, scales, pad;
+};
+constexpr int kRuns = 7;
 struct GpuPart {
   int32_t outputs, strips, first_column, first_strip, first_item, num_items, first_unit, num_units, perm, dense;
   int64_t strip_bytes, data;
   int32_t pieces, piece_items, piece_bytes, zero;  // a strip in pieces for chain.cuh: items of one, bytes of half of one, at most
-  int64_t reserved[7];
+  GpuRun runs[kRuns];                              // from the first row on; where there are more, the last one has the rest; units 0: none
 };
 struct Item {
   uint32_t offset;  // in the strip

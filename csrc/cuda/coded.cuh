@@ -36,6 +36,20 @@ struct Coded {
   // As A fragments of the format's fp16 weights.
   template <Halves HALVES = kAnyHalves>
   __device__ __forceinline__ void decode(half2 unit, uint32_t (&h)[16]) const {
+    decode<HALVES>(unit, h, 0, 16);
+  }
+  // Of a half of the unit alone: its two steps of sixteen rows.
+  template <Halves HALVES, int HALF>
+  __device__ __forceinline__ void decode_half(half2 unit, uint32_t (&h)[8]) const {
+    uint32_t all[16];  // what is not used is not computed
+    decode<HALVES>(unit, all, HALF * 8, HALF * 8 + 8);
+#pragma unroll
+    for (int f = 0; f < 8; f++) h[f] = all[HALF * 8 + f];
+  }
+
+ private:
+  template <Halves HALVES>
+  __device__ __forceinline__ void decode(half2 unit, uint32_t (&h)[16], int from, int to) const {
     dq<B>(w, h);
     half2 step[2];
     if constexpr (GPTQ) {
@@ -47,7 +61,7 @@ struct Coded {
       step[1] = HALVES == kOneGroup ? step[0] : steps_of(codes >> 8, __high2half(unit));
     }
 #pragma unroll
-    for (int f = 0; f < 16; f++) {
+    for (int f = from; f < to; f++) {
       const half s = f & 1 ? __high2half(step[f >> 3]) : __low2half(step[f >> 3]);
       const half2 v = __hmul2(*reinterpret_cast<half2*>(h + f), __half2half2(s));
       h[f] = *reinterpret_cast<const uint32_t*>(&v);
@@ -67,6 +81,11 @@ struct Coded<16, false> {  // dense: fp16 as the fragments hold it
   __device__ __forceinline__ void decode(half2, uint32_t (&h)[16]) const {
 #pragma unroll
     for (int f = 0; f < 16; f++) h[f] = w[f];
+  }
+  template <Halves, int HALF>
+  __device__ __forceinline__ void decode_half(half2, uint32_t (&h)[8]) const {
+#pragma unroll
+    for (int f = 0; f < 8; f++) h[f] = w[HALF * 8 + f];
   }
 };
 

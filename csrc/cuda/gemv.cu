@@ -65,7 +65,7 @@ int gemv_share(GemvArgs& a, Epilogue e) {
 void set_weights(GemvArgs& a, const uint8_t* head, const uint8_t* blob) {
   const auto& h = *reinterpret_cast<const GpuHeader*>(head);
   const auto* parts = reinterpret_cast<const GpuPart*>(head + sizeof(GpuHeader));
-  a.num_parts = h.num_parts, a.strips = 0, a.items = h.num_items, a.units = h.num_units, a.image = blob + h.image;
+  a.head = head, a.num_parts = h.num_parts, a.strips = 0, a.items = h.num_items, a.units = h.num_units, a.image = blob + h.image;
   for (int p = 0; p < h.num_parts; p++) {
     const GpuPart& s = parts[p];
     a.part[p] = {blob + s.data, s.first_strip, s.strips, s.first_column, s.outputs, s.perm, 0, 0, 0, s.strip_bytes};

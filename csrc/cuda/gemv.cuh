@@ -37,7 +37,8 @@ enum Epilogue { kStore = 0, kResidual = 1, kActivation = 2 };
 
 struct GemvArgs {
   GemvPart part[kMaxParts];
-  const uint8_t* image;                 // items, steps and ends of all parts (blob.h)
+  const uint8_t* head;                  // on the host: header and parts (blob.h)
+  const uint8_t* image;                 // items, steps and ends of all parts
   int num_parts, strips, items, units;  // sums over the parts
   int part_units[kMaxParts];
   int epilogue;   // Epilogue

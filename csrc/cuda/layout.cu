@@ -216,6 +216,19 @@ void set_pieces(const PartPlan& p, GpuPart& s) {
     }
 }
 
+void set_runs(const PartPlan& p, GpuPart& s) {
+  int n = 0;
+  for (const Item& it : p.items) {
+    const GpuRun like{it.units, 1, it.bits, static_cast<uint8_t>(!it.one), it.scales, 0};
+    GpuRun& run = s.runs[n];
+    const bool same = run.bits == like.bits && run.halves == like.halves && run.scales == like.scales;
+    if (run.units && (same || n + 1 == kRuns))
+      run.units = static_cast<uint16_t>(run.units + like.units), run.items++;
+    else
+      s.runs[n += run.units != 0] = like;
+  }
+}
+
 }  // namespace
 
 std::string plan_blob(int K, const std::vector<PartPlan>& parts, BlobPlan& out) {
@@ -256,6 +269,7 @@ std::string plan_blob(int K, const std::vector<PartPlan>& parts, BlobPlan& out) 
     s.perm = which[i], s.dense = p.dense, s.strip_bytes = p.strip_bytes;
     image.add(p, s);
     set_pieces(p, s);
+    set_runs(p, s);
     columns += s.outputs, strips += s.strips;
   }
   if (image.steps.size() > 65535) return "the blob has too many rows";

@@ -5,23 +5,13 @@
 
 #include "device.cuh"
 #include "many.h"
+#include "many_cost.h"
 
 namespace exl2nb {
 #ifdef EXL2NB_CLOCKS
 long long* many_clocks = nullptr;
 #endif
 namespace {
-
-constexpr size_t kMeetings = 4096;  // bytes before the sums
-
-// Cycles that a CTA waits for the others of a tile, many times what one may be behind another. Tests let nobody wait.
-long long patience() {
-  static const long long cycles = [] {
-    const char* const text = std::getenv("EXL2NB_CUDA_PATIENCE");
-    return text && text[0] == '0' ? 0LL : 100000LL;
-  }();
-  return cycles;
-}
 
 int shared_limit() {
   static const int limit = shared_per_block();
@@ -43,14 +33,14 @@ int grid_of(const ManyArgs& m, int work) {
   for (int p = 0; p < m.num_parts; p++) meet = std::max(meet, m.part[p].units);
   if (m.paired) meet = m.part[0].units + m.part[1].units;
   const int share = std::max(kLeast, (meet + kManyMeet - 3) / (kManyMeet - 2));
-  return std::max(1, std::min(multiprocessors(), work / share));
+  return std::max(1, std::min(std::min(multiprocessors(), kManyMost), work / share));
 }
 
 }  // namespace
 
 size_t many_workspace(int tokens) {
   if (tokens <= kFewTokens || gemv_path() != kBulk || many_pool(kManyTokens / 8) > shared_limit()) return 0;
-  return kMeetings + static_cast<size_t>(multiprocessors()) * 4 * many_sums(many_group(tokens) / 8) * sizeof(float);
+  return static_cast<size_t>(multiprocessors()) * 4 * many_sums(many_group(tokens) / 8) * sizeof(float);
 }
 
 bool many_takes(const GemvArgs& a) {
@@ -67,13 +57,14 @@ bool many_pairs(const GemvArgs& a) {
 
 bool many_adds(const GemvArgs& a) { return a.num_parts == 1; }
 
-const char* many_launch(const GemvArgs& a, int group, ManyImage next, void* workspace, cudaStream_t stream, bool pdl) {
+const char* many_launch(const GemvArgs& a, int group, const ManyNext& next, void* workspace, cudaStream_t stream, bool pdl) {
+  if (a.squares && a.squares_count % 4) return "partial squares of many tokens come by fours";
   ManyArgs m{};
   m.image = a.image, m.num_parts = a.num_parts, m.items = a.items, m.units = a.units;
   m.x_stride = a.x_stride, m.x_perm_stride = a.x_perm_stride, m.bias = a.bias, m.out_stride = a.out_stride;
   m.squares_count = a.squares_count, m.inverse_width = a.inverse_width, m.eps = a.eps;
   m.residual_stride = a.residual_stride, m.scale = a.scale, m.next = a.next, m.next_norm = a.next_norm;
-  m.next_image = next.data, m.next_image_bytes = next.bytes;
+  m.next_image = next.image, m.next_image_bytes = next.bytes, m.keys = next.keys;
   m.paired = !a.out && !a.residual, m.activation = a.activation;
   int work = 0;
   for (int p = 0; p < a.num_parts; p++) {
@@ -83,11 +74,9 @@ const char* many_launch(const GemvArgs& a, int group, ManyImage next, void* work
     if (p == 0 || !m.paired) m.tiles += count;
     work += count * a.part_units[p];
   }
-  m.meetings = static_cast<ManyMeeting*>(workspace);
-  m.partial = reinterpret_cast<float*>(static_cast<uint8_t*>(workspace) + kMeetings);
-  m.patience = patience();
+  m.partial = static_cast<float*>(workspace);
   const int grid = grid_of(m, work);
-  m.share = work / grid, m.longer = work % grid;
+  many_share_out(m, reinterpret_cast<const GpuPart*>(a.head + sizeof(GpuHeader)), grid, work, group);
 #ifdef EXL2NB_CLOCKS
   m.clocks = many_clocks;
 #endif
@@ -98,7 +87,7 @@ const char* many_launch(const GemvArgs& a, int group, ManyImage next, void* work
     m.x = a.x + from * a.x_stride, m.out = a.out ? a.out + from * a.out_stride : nullptr;
     m.squares = a.squares ? a.squares + from * a.squares_count : nullptr;
     m.residual = a.residual + from * a.residual_stride, m.next.x = a.next.x + from * a.next.stride;
-    m.next_squares = a.next_squares + from * (kManyColumns / 32) * m.tiles;
+    m.next_squares = a.next_squares + from * kManyStrips * m.tiles;
     const char* wrong = wide          ? many_wide_launch(m, grid, group, shared_limit(), stream, pdl)
                         : group == 16 ? launch<2>(m, grid, stream, pdl)
                         : group == 32 ? launch<4>(m, grid, stream, pdl)

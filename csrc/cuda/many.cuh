@@ -1,10 +1,14 @@
 // More tokens than the decode path's product takes at once, up to 64, times a weight blob: every weight is decoded once for all of them.
 //
-// A tile is sixteen neighbouring strips, one a warp. Every CTA has an equal share of all tiles' units (many_share.cuh); where several have
-// parts of a tile, each leaves its sums in memory, and once all have, each adds up a part of the tile in their order (many_write.cuh): no
-// atomics on numbers. Four more warps fetch (many_fetch.cuh): item by item all strips, and the activations that
-// meet them, which lie together (fragment.cuh). What the weights are worth is applied to them in fp16, as unpacking does, so that nothing
-// but products is left per token. sm_90 and later. Bytes: the strips once; 2 * K per token, tile of 256 columns and CTA from L2.
+// A tile is sixteen neighbouring strips, one a warp. Every CTA has a share of all tiles' units that takes equally long (many_share.cuh);
+// where several have parts of a tile, each leaves its sums in memory, and each adds up a part of the tile in their order as they come
+// (many_write.cuh): no atomics. Four more warps fetch (many_fetch.cuh): item by item all strips, and the activations that meet them, which
+// lie together (fragment.cuh). What the weights are worth is applied to them in fp16, as unpacking does, so that nothing but products is
+// left per token. sm_90 and later. Bytes: the strips once; 2 * K per token, tile of 256 columns and CTA from L2. All CTAs must be there
+// together, as those of a chain (chain.cuh).
+//
+// What decides a warp's way through its loops must be seen to be alike in all lanes by the compiler: a branch of one thread with arithmetic
+// in it, or a loop that ends by lane, before them, and it takes nothing for alike any more (`R2UR` before every product, 4 to 20 % slower).
 #pragma once
 #include "coded.cuh"
 #include "many_fetch.cuh"
@@ -12,35 +16,39 @@
 
 namespace exl2nb {
 
-// Products of a unit of a strip with the tokens in a place of the ring: start() begins with those of 16 rows, settle() ends when all that
-// have been begun are done.
+// Products of half a unit of a strip, 32 rows, with the tokens in a place of the ring: start() begins with them, settle<N>() ends when of
+// all that have been begun no more than N are not done.
 template <int NB>
 struct Fragments {
   uint32_t x;  // shared address of this lane's eight halves of the first sixteen rows and tokens
   __device__ __forceinline__ explicit Fragments(const void* ring, int lane = threadIdx.x & 31)
       : x(shared_address(ring) + ((lane >> 3 & 1) * NB * 8 + (lane >> 4) * 8 + (lane & 7)) * 16) {}
-  __device__ __forceinline__ void start(const uint32_t* h, int slot, int step, float (&y)[NB][4]) const {
+  __device__ __forceinline__ void start(const uint32_t (&h)[8], int slot, int half, float (&y)[NB][4]) const {
 #pragma unroll
-    for (int n = 0; n < NB; n += 2) {
-      uint32_t b[4];
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
-                   : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
-                   : "r"(x + ((slot * 4 + step) * 2 * NB * 8 + n * 8) * 16)
-                   : "memory");
-      mma<kBulk, false>(y[n], h, b[0], b[1]);
-      mma<kBulk, false>(y[n + 1], h, b[2], b[3]);
-    }
+    for (int k = 0; k < 2; k++)
+#pragma unroll
+      for (int n = 0; n < NB; n += 2) {
+        uint32_t b[4];
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
+                     : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
+                     : "r"(x + ((slot * 4 + half * 2 + k) * 2 * NB * 8 + n * 8) * 16)
+                     : "memory");
+        mma<kBulk, false>(y[n], h + 4 * k, b[0], b[1]);
+        mma<kBulk, false>(y[n + 1], h + 4 * k, b[2], b[3]);
+      }
   }
+  template <int N>
   __device__ __forceinline__ void settle(float (&)[NB][4]) const {}
 };
 
-// A CTA's shared memory: stages, the ring of activations, barriers, what a tile's CTAs leave to this one, factors, the image.
+// A CTA's shared memory: stages, the ring of activations, barriers, what is to be written at the end, factors, the image.
 template <int NB>
 struct ManyShared {
   uint8_t *weights, *tokens;
   uint64_t *full, *empty;
-  unsigned long long* todo;  // many_write.cuh
+  ManySources* last;
   float* factors;
+  uint64_t* ready;  // these two
   const Item* items;
   const half2* steps;
   const uint16_t* ends;
@@ -49,8 +57,8 @@ struct ManyShared {
   __device__ __forceinline__ ManyShared(const ManyArgs& A, uint8_t* shared) {
     weights = shared, tokens = shared + many_stages(NB) * kManyWeights;
     full = reinterpret_cast<uint64_t*>(shared + many_pool(NB)), empty = full + kManyBars;
-    todo = reinterpret_cast<unsigned long long*>(empty + kManyBars);
-    factors = reinterpret_cast<float*>(todo + 4);
+    ready = full + kManyBars - 1, last = reinterpret_cast<ManySources*>(empty + kManyBars);
+    factors = reinterpret_cast<float*>(last + 1);
     uint8_t* const image = reinterpret_cast<uint8_t*>(factors + kManyTokens);
     items = reinterpret_cast<const Item*>(image), steps = reinterpret_cast<const half2*>(image + image_steps(A.items));
     ends = reinterpret_cast<const uint16_t*>(image + image_ends(A.items, A.units));
@@ -58,6 +66,7 @@ struct ManyShared {
       barrier_init(full + threadIdx.x, 1), barrier_init(empty + threadIdx.x, kManyWarps);
       barrier_fence();
     }
+    if (threadIdx.x == many_stages(NB)) barrier_init(ready, kManyWarps + 1), barrier_fence();
     for (int i = threadIdx.x; i < many_image(A) / 16; i += kManyThreads) reinterpret_cast<uint4*>(image)[i] = load_kept(A.image + i * 16);
     __syncthreads();
   }
@@ -96,16 +105,17 @@ struct ManyRun {
       coded.template load<HALVES>(words, behind, it, begin, lane);
 #pragma unroll 1
       for (int i = begin; i < end;) {
-        uint32_t h[16];
-        coded.template decode<HALVES>(unit, h);
+        uint32_t first[8], second[8];  // one is decoded while products of the other are under way
+        coded.template decode_half<HALVES, 0>(unit, first);
+        product.start(first, slot, 0, y);
+        coded.template decode_half<HALVES, 1>(unit, second);
+        product.start(second, slot, 1, y);
         if (++i < end) {
           unit = *++steps, words += 128 * B;
           coded.template load<HALVES>(words, behind, it, i, lane);
         }
-#pragma unroll
-        for (int k = 0; k < 4; k++) product.start(h + 4 * k, slot, k, y);
         if (++slot == many_ring(NB)) slot = 0;
-        product.settle(y);
+        product.template settle<0>(y);
       }
       __syncwarp();
       if (lane == 0) barrier_arrive(s.empty + at.stage);
@@ -165,19 +175,25 @@ __device__ __forceinline__ void run_many(const ManyArgs& A, uint8_t* shared) {
   const ManyShared<NB> s(A, shared);
   if (warp >= kManyWarps) {
     fewer_registers();
+    if (warp == kManyWarps + kManyBearers) {
+      const ManySources last(A, ManyTile(A, many_begin(A, blockIdx.x + 1) - 1));
+      if (lane == 0) *s.last = last, barrier_arrive(s.ready);
+    }
     ManyFetch<NB>{A, s.items, s.ends, s.weights, s.tokens, s.full, s.empty, warp - kManyWarps, lane}.run();
     return;
   }
   more_registers();
   if (threadIdx.x == 0) EXL2NB_CLOCK(A, 1);
+  const ManyFactors<NB> factors(A, warp, lane);
   pdl_wait();
   if (threadIdx.x == 0) EXL2NB_CLOCK(A, 2);
-  load_factors(A, s.factors, warp, lane);
-  workers_sync();
-  const Product product(s.tokens);
-  const ManyWrite<NB> write{A, s.factors, s.todo, warp, lane};
-  ManyTurn<NB> at;
+  factors.load(s.factors, warp, lane);
+  __syncwarp();
+  if (lane == 0) barrier_arrive(s.ready);
   if (threadIdx.x == 0) EXL2NB_CLOCK(A, 3);
+  const Product product(s.tokens);
+  const ManyWrite<NB> write{A, s.factors, s.last, s.ready, {s.weights + warp * kSlot}, warp, lane};
+  ManyTurn<NB> at;
   each_tile(A, [&](const ManyTile& tile, int from, int to) {
     const bool whole = to - from == tile.units;
 #pragma unroll 1
@@ -187,11 +203,11 @@ __device__ __forceinline__ void run_many(const ManyArgs& A, uint8_t* shared) {
                                0, false};
       if (run.share.more()) {
         run.run(y);
-        write.leave(tile, p, whole, y);
+        write.leave(tile, p, to, whole, y);
       }
     }
     if (from == many_begin(A, blockIdx.x) && threadIdx.x == 0) EXL2NB_CLOCK(A, 4);
-    write.arrive(tile, to, whole);
+    write.finish(tile, whole);
   });
   if (threadIdx.x == 0) EXL2NB_CLOCK(A, 5);
   write.meet();

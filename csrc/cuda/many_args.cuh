@@ -13,40 +13,37 @@ namespace exl2nb {
 constexpr int kManyStrips = 16, kManyWarps = kManyStrips;
 constexpr int kManyWorkers = kManyWarps * 32, kManyThreads = kManyWorkers + 128, kManyColumns = kManyStrips * kStripColumns;
 constexpr int kManyWeights = kManyStrips * kSlot;  // of a stage
-constexpr int kManyEach = kManyStrips / 4;         // strips of a warp that fetches
-constexpr int kManyBars = 8;                       // at least as many as there are stages
+constexpr int kManyCrews = 4;                      // warps that fetch
+constexpr int kManyBearers = kManyCrews - 1;       // of these, weights
+constexpr int kManyBars = 8;                       // more than there are stages
 constexpr int kManyNarrow = 16;                    // tokens for which warp groups do not pay
-constexpr int kManyMeet = 40;                      // CTAs that share a tile, at most
+constexpr int kManyMeet = 40;                      // CTAs that share a tile, about, at most
+constexpr int kManyMost = 192;                     // CTAs
 EXL2NB_BOTH constexpr int many_stages(int NB) { return NB == 2 ? 4 : 3; }
 EXL2NB_BOTH constexpr int many_unit(int NB) { return kUnitRows * NB * 8 * 2; }  // bytes of a unit's activations, for 8 * NB tokens
 EXL2NB_BOTH constexpr int many_ring(int NB) { return NB == 8 ? 12 : 24; }       // units of activations
 EXL2NB_BOTH constexpr int many_sums(int NB) { return kManyColumns * NB * 8; }   // floats of a tile
+
+constexpr int kManySources = 48;  // bytes of a ManySources
 
 struct ManyPart {
   const uint8_t* data;
   int strips, first_column, outputs, perm, tiles, units;
   int64_t strip_bytes;
 };
-// Where the CTAs that share a tile meet: how many have left their sums (low 16 bits) and which of them could wait no longer (a bit each
-// above); how many need it no more. Zero before and after a launch.
-struct alignas(16) ManyMeeting {
-  unsigned long long word;
-  unsigned left;
-};
 struct ManyArgs {
   ManyPart part[kMaxParts];
   const uint8_t* image;
   int num_parts, items, units, tiles, tokens;  // tiles: of the whole product
-  int share, longer;                           // of the line of all tiles' units a CTA has `share`, the first `longer` CTAs one more
+  float density;                               // CTAs a unit of the line of all tiles' units, about
+  int begin[kManyMost + 1];                    // where in the line each CTA's share begins, and where the last one's ends
   float* partial;                              // [CTA][began in its share][part]: sums of a tile that is shared, or written in order
-  ManyMeeting* meetings;                       // [CTA]: of the tile that begins in its share and ends behind it
-  long long patience;                          // cycles that a CTA waits for the others of a tile
   const half* x;                               // in groups of 8 * NB tokens
   int x_stride, x_perm_stride;
   const float* bias;
   float* out;  // [token][column], null: the residual takes the sums, or `paired`
   int64_t out_stride;
-  // As in GemvArgs: what the outputs are multiplied by; the residual, then the next product's input and partial squares, one of 32 columns.
+  // As in GemvArgs: what the outputs are multiplied by; the residual, then the next product's input and partial squares, one of 16 columns.
   const float* squares;
   int squares_count;
   float inverse_width, eps;
@@ -61,6 +58,7 @@ struct ManyArgs {
   int activation;
   const uint8_t* next_image;  // of the next product, null: unknown
   int next_image_bytes;
+  ManyKeys keys;  // of attention behind this product
 #ifdef EXL2NB_CLOCKS
   long long* clocks;  // 16 of every CTA
 #endif
@@ -75,7 +73,7 @@ EXL2NB_BOTH inline int many_image(const ManyArgs& a) { return (image_bytes(a.ite
 // Bytes of the stages and the ring.
 EXL2NB_BOTH constexpr int many_pool(int NB) { return many_stages(NB) * kManyWeights + many_ring(NB) * many_unit(NB); }
 EXL2NB_BOTH inline int many_shared(const ManyArgs& a, int NB) {
-  return many_pool(NB) + 2 * kManyBars * 8 + 32 + kManyTokens * 4 + many_image(a);
+  return many_pool(NB) + 2 * kManyBars * 8 + kManySources + kManyTokens * 4 + many_image(a);
 }
 
 // many_wide.cu: whether this build and this GPU have it; the launch of a group of tokens.
@@ -109,10 +107,31 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* b) {
 }
 // The warps that multiply wait for one another.
 __device__ __forceinline__ void workers_sync() { asm volatile("bar.sync 1,%0;" ::"n"(kManyWorkers) : "memory"); }
-__device__ __forceinline__ unsigned long long load_acquired(const unsigned long long* p) {
-  unsigned long long v;
-  asm volatile("ld.acquire.gpu.global.u64 %0,[%1];" : "=l"(v) : "l"(p) : "memory");
+// The warp that fetches activations waits until those that multiply have asked for the squares.
+__device__ __forceinline__ void squares_asked() { asm volatile("bar.arrive 2,%0;" ::"n"(kManyWorkers + 32) : "memory"); }
+__device__ __forceinline__ void wait_for_squares() { asm volatile("bar.sync 2,%0;" ::"n"(kManyWorkers + 32) : "memory"); }
+__device__ __forceinline__ float4 load_now(const float* p) {
+  float4 v;
+  asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3},[%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
   return v;
+}
+// Four numbers at once, seen whole or not at all.
+__device__ __forceinline__ float4 load_for_all(const float* p) {
+  float4 v;
+  asm volatile(
+      "{\n.reg .b128 v;\n.reg .b64 a,b;\nld.relaxed.gpu.global.b128 v,[%4];\nmov.b128 {a,b},v;\nmov.b64 {%0,%1},a;\nmov.b64 "
+      "{%2,%3},b;\n}"
+      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+      : "l"(p)
+      : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_for_all(float* p, float4 v) {
+  asm volatile(
+      "{\n.reg .b128 v;\n.reg .b64 a,b;\nmov.b64 a,{%1,%2};\nmov.b64 b,{%3,%4};\nmov.b128 v,{a,b};\nst.relaxed.gpu.global.b128 "
+      "[%0],v;\n}" ::"l"(p),
+      "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+      : "memory");
 }
 #else
 __device__ __forceinline__ void copy_once(void*, const void*, uint32_t, uint64_t*) {}
@@ -120,7 +139,11 @@ __device__ __forceinline__ uint4 load_kept(const void*) { return {}; }
 __device__ __forceinline__ void prefetch(const void*, uint32_t) {}
 __device__ __forceinline__ void barrier_arrive(uint64_t*) {}
 __device__ __forceinline__ void workers_sync() {}
-__device__ __forceinline__ unsigned long long load_acquired(const unsigned long long*) { return 0; }
+__device__ __forceinline__ void squares_asked() {}
+__device__ __forceinline__ void wait_for_squares() {}
+__device__ __forceinline__ float4 load_now(const float*) { return {}; }
+__device__ __forceinline__ float4 load_for_all(const float*) { return {}; }
+__device__ __forceinline__ void store_for_all(float*, float4) {}
 #endif
 
 // Registers go from the warps that fetch to those that multiply: of kManyThreads times 96, where the GPU can do that.

@@ -1,5 +1,5 @@
-// How the work of many.cuh is shared out: the units of all tiles form a line, of which every CTA has an equal piece, so a tile may belong
-// to several CTAs and a CTA to several tiles.
+// How the work of many.cuh is shared out: the units of all tiles form a line, of which every CTA has a piece that takes as long as the
+// others (many_cost.h), so a tile may belong to several CTAs and a CTA to several tiles.
 #pragma once
 #include "many_args.cuh"
 
@@ -9,11 +9,13 @@ namespace exl2nb {
 __device__ __forceinline__ int many_divide(int n, int d) {
   return __float2int_rz(__fdividef(static_cast<float>(n) + 0.5f, static_cast<float>(d)));
 }
-// A CTA's piece of the line: units many_begin() .. many_begin(the next one) - 1; the first A.longer CTAs have one more.
-__device__ __forceinline__ int many_begin(const ManyArgs& A, int cta) { return cta * A.share + min(cta, A.longer); }
+// A CTA's piece of the line: units many_begin() .. many_begin(the next one) - 1.
+__device__ __forceinline__ int many_begin(const ManyArgs& A, int cta) { return A.begin[cta]; }
 __device__ __forceinline__ int many_owner(const ManyArgs& A, int unit) {
-  const int behind = unit - A.longer * (A.share + 1);
-  return behind < 0 ? many_divide(unit, A.share + 1) : A.longer + many_divide(behind, A.share);
+  int cta = __float2int_rz(static_cast<float>(unit) * A.density);  // near it
+  while (A.begin[cta] > unit) cta--;
+  while (A.begin[cta + 1] <= unit) cta++;
+  return cta;
 }
 
 // The tile of a part (of both, where paired) that has unit `at` of the line.

@@ -41,15 +41,18 @@ struct WarpGroup {
   uint32_t x;  // shared address of the ring and the stride between eight rows, as the descriptor wants them
   __device__ __forceinline__ explicit WarpGroup(const void* ring)
       : x((shared_address(ring) & 0x3ffff) >> 4 | static_cast<uint32_t>(128 * NB) >> 4 << 16) {}
-  __device__ __forceinline__ void start(const uint32_t* h, int slot, int step, float (&y)[NB][4]) const {
+  __device__ __forceinline__ void start(const uint32_t (&h)[8], int slot, int half, float (&y)[NB][4]) const {
     // Eight rows of eight tokens lie together: 128 bytes to the next tokens, 128 * NB to the next rows.
     constexpr uint64_t kBetween = static_cast<uint64_t>(128) >> 4 << 32;
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-    wgmma(y, h, kBetween | (x + slot * (many_unit(NB) / 16) + step * (16 * NB)));
+#pragma unroll
+    for (int k = 0; k < 2; k++) wgmma(y, h + 4 * k, kBetween | (x + slot * (many_unit(NB) / 16) + (half * 2 + k) * (16 * NB)));
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   }
+  template <int N>
   __device__ __forceinline__ void settle(float (&y)[NB][4]) const {
-    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+    if (N) return;
 #pragma unroll
     for (int i = 0; i < NB * 4; i++) asm volatile("" : "+f"(y[i / 4][i % 4])::"memory");
   }

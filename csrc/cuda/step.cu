@@ -4,6 +4,7 @@
 
 #include "../format/program.h"
 #include "attention.h"
+#include "cache_format.cuh"
 #include "chain.h"
 #include "elementwise.h"
 #include "gemv.h"
@@ -61,14 +62,35 @@ class Walker {
   float* residual() const { return reinterpret_cast<float*>(base_ + at_.residual[side_]); }
   float* other_residual() { return reinterpret_cast<float*>(base_ + at_.residual[side_ ^= 1]); }
   float* sum() const { return reinterpret_cast<float*>(base_ + at_.sum); }
-  // The image of the next product.
+  // What comes behind a product of many tokens: the op at w.
   void look_ahead(const int64_t* w) {
-    while (w < end_ && w[0] == kOpAttention) w += kWords[w[0]];
     ahead_ = {};
-    if (!many_ || w >= end_) return;
+    if (!many_) return;
+    for (; w < end_ && w[0] == kOpAttention; w += kWords[w[0]]) ahead_.keys = keys_of(w);
+    if (w >= end_) return;
     const Weight weight(w[w[0] == kOpResidual ? 1 : 3]);
     const GpuHeader& h = weight.header();
-    ahead_ = {weight.blob + h.image, (image_bytes(h.num_items, h.num_units, h.num_parts) + 15) / 16 * 16};
+    ahead_.image = weight.blob + h.image, ahead_.bytes = (image_bytes(h.num_items, h.num_units, h.num_parts) + 15) / 16 * 16;
+  }
+  // The first keys and values of the attention at w, as many as find room in the L2 cache beside the weights that pass through.
+  ManyKeys keys_of(const int64_t* w) const {
+    constexpr int64_t kRoom = 24 << 20;
+    const int64_t layer = w[4], heads = s_.num_kv_heads, dim = s_.head_dim;
+    if (w[2] || layer < 0 || layer >= s_.layers) return {};  // a window may have left them behind
+    const int64_t k_row = dim * bits_of(s_.k_format) / 8, v_row = dim * bits_of(s_.v_format) / 8;
+    const int64_t rows = std::min<int64_t>(kPage, kRoom / std::max<int64_t>(1, s_.sequences * heads * (k_row + v_row)));
+    return {static_cast<const uint8_t*>(s_.k_pools[layer]),
+            static_cast<const uint8_t*>(s_.v_pools[layer]),
+            s_.block_table,
+            s_.context_lens,
+            s_.sequences,
+            s_.max_pages,
+            static_cast<int>(heads),
+            static_cast<int>(rows),
+            page_bytes(s_.k_format, static_cast<int>(dim)),
+            page_bytes(s_.v_format, static_cast<int>(dim)),
+            static_cast<int>(k_row),
+            static_cast<int>(v_row)};
   }
   // The input of the matrix, at a place, for so many tokens.
   MatrixInput input(const Weight& w, size_t at, int tokens) const {
@@ -390,7 +412,7 @@ class Walker {
   RowSource added_{};  // y and what belongs to it: not yet added to the residual
   int squares_ = 0, side_ = 0;
   bool many_ = false, chained_ = false;
-  ManyImage ahead_{};
+  ManyNext ahead_{};
   const int64_t* last_qkv_ = nullptr;
 };
 

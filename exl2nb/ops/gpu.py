@@ -50,9 +50,10 @@ def unpack_into(head: Tensor, out: Tensor) -> None:
 
 def linear(head: Tensor, x: Tensor, bias: Tensor | None, *, many: bool = False) -> Tensor:
     """`ops.linear` for the blob of `head` (from `blob_head`), without waiting for the GPU. many: more than eight rows decode
-    every weight once for 64 of them.
+    every weight once for 64 of them, by CTAs that wait for one another.
     """
-    return _ops.gpu_linear(head, x, bias, many)
+    with turn(x.device):
+        return _ops.gpu_linear(head, x, bias, many)
 
 
 def expert_table(heads: Sequence[Tensor], parts: int) -> Tensor:
