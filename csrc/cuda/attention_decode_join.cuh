@@ -29,8 +29,8 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::join_warps() {
       const int r = row_of(n, j);
       if (g == 0) sh.max[warp][r] = row_max[n][j], sh.sum[warp][r] = sum;
       if (r >= rows) continue;
-#pragma unroll
-      for (int i = 0; i < D / 16; i++)
+      static_for<D / 16>([&](auto tile) {
+        constexpr int i = decltype(tile)::value;
 #pragma unroll
         for (int half = 0; half < 2; half++) {
           float x = o[n][i][2 * half + j];
@@ -40,8 +40,9 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::join_warps() {
           } else if constexpr (scales_in_probs(VF, D)) {  // codes have units of 2^-24 or 2^-20
             x = fmaf(x, half ? 0x1p20f : 0x1p24f, level[n][i / 4][i / 2 % 2 * 2 + j] * 0x1p24f);
           }
-          to[r * kOStride + Value::dim(i, g, half)] = x;
+          to[r * kOStride + Value::template dim<i>(g, half)] = x;
         }
+      });
     }
   __syncthreads();
   const int used = min(warps, (chunk_end - chunk_start + kStep - 1) / kStep);

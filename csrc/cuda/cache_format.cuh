@@ -228,11 +228,18 @@ struct ValueFragment {
     while (left >= L::word_dims(w)) left -= L::word_dims(w++);
     return left;
   }
-  // Dim of row g + 8 * half of tile i, i: also of the output.
-  static __device__ __forceinline__ int dim(int i, int g, int half) {
-    if constexpr (FORMAT == kCacheF16) return i * 16 + g + half * 8;
-    if constexpr (scales_in_probs(FORMAT, D)) return i / 2 * 32 + g * 4 + i % 2 * 2 + half;
-    return L::word_dim(word(i)) + inside(i) + g * L::lane_dims(word(i)) + half;
+  // Dim of row g + 8 * half of tile I: also of the output. What is I's is computed here: left to the optimiser, it takes ten times as long
+  // to compile all of them.
+  template <int I>
+  static __device__ __forceinline__ int dim(int g, int half) {
+    if constexpr (FORMAT == kCacheF16) {
+      return I * 16 + g + half * 8;
+    } else if constexpr (scales_in_probs(FORMAT, D)) {
+      return I / 2 * 32 + g * 4 + I % 2 * 2 + half;
+    } else {
+      constexpr int first = L::word_dim(word(I)) + inside(I), each = L::lane_dims(word(I));
+      return first + g * each + half;
+    }
   }
 
   template <int I>
