@@ -1,12 +1,13 @@
 // Products of 9 to 64 tokens (many.cuh) against a plain reference, then timed at Llama-3-8B's shapes, each alone and a layer in turn. `q`:
-// no checks, `c`: only checks, `w`: what a unit of each width costs. nvcc -arch=sm_90a -DEXL2NB_SM90A -std=c++17 -O3 --expt-relaxed-constexpr -Icsrc/cuda
-// benchmarks/cuda/many_products.cu csrc/cuda/{gemv,layout,many,many_wide}.cu
+// no checks, `c`: only checks, `w`: what a unit of each width costs. nvcc -arch=sm_90a -DEXL2NB_SM90A -std=c++17 -O3
+// --expt-relaxed-constexpr -Icsrc/cuda benchmarks/cuda/many_products.cu csrc/cuda/{gemv,layout,many,many_wide}.cu
 #include <cmath>
 #include <cstdio>
 #include <functional>
 #include <random>
 #include "check.cuh"
 #include "coded.cuh"
+#include "fill.cuh"
 #include "gemv.h"
 #include "layout.h"
 #include "many.h"
@@ -20,24 +21,6 @@ static void ct(const char* e, int line) {
   }
 }
 #define CT(x) ct((x), __LINE__)
-__global__ void fill(uint32_t* p, size_t n, uint32_t seed, uint32_t mask) {
-  for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) {
-    uint64_t z = (i + 1) * 0x9E3779B97F4A7C15ull + seed * 0xD1B54A32D192ED03ull;
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull, z = (z ^ z >> 27) * 0x94D049BB133111EBull, z ^= z >> 31;
-    p[i] = uint32_t(z) & mask;
-  }
-}
-__global__ void fill_half(half* p, size_t n, uint32_t seed) {
-  for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) {
-    uint32_t z = uint32_t(i) * 2654435761u + seed * 40503u;
-    z ^= z >> 15, z *= 0x2c1b3c6du, z ^= z >> 12, z *= 0x297a2d39u, z ^= z >> 15;
-    p[i] = __float2half((float(z & 0xffff) / 32768.f - 1.f));
-  }
-}
-__global__ void fill_float(float* p, size_t n, float v) {
-  for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x)
-    p[i] = v + float(i % 7) * 0.01f;
-}
 // Scale sets of GPTQ made finite.
 __global__ void tame(uint8_t* data, int64_t strip_bytes, const Item* items, int n) {
   for (int i = 0; i < n; i++) {
