@@ -44,10 +44,10 @@ struct GpuHeader {
   int64_t image;
   int32_t num_items, num_units;  // of all parts
 };
-// Units of a strip that follow one another and are alike: their items, width; halves: two groups a unit; scales as Item's.
+// Units of a strip that follow one another and are alike: their width; halves: two groups a unit; scales as Item's.
 struct GpuRun {
-  uint16_t units, items;
-  uint8_t bits, halves, scales, pad;
+  uint16_t units;
+  uint8_t bits, halves, scales, pad[3];
 };
 constexpr int kRuns = 7;
 struct GpuPart {

@@ -7,9 +7,6 @@ namespace exl2nb {
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ void crew_sync() { asm volatile("bar.sync 1,%0;" ::"n"(kCrewThreads) : "memory"); }
 __device__ __forceinline__ void some_sync(int threads) { asm volatile("bar.sync 2,%0;" ::"r"(threads) : "memory"); }
-__device__ __forceinline__ void barrier_arrive(uint64_t* b) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _,[%0];" ::"r"(shared_address(b)) : "memory");
-}
 __device__ __forceinline__ void meet_arrive(unsigned* c) { asm volatile("red.relaxed.gpu.global.add.u32 [%0],1;" ::"l"(c) : "memory"); }
 __device__ __forceinline__ unsigned meet_now(const unsigned* c) {
   unsigned v;
@@ -41,7 +38,6 @@ __device__ __forceinline__ uint64_t once() {
 #else
 __device__ __forceinline__ void crew_sync() {}
 __device__ __forceinline__ void some_sync(int) {}
-__device__ __forceinline__ void barrier_arrive(uint64_t*) {}
 __device__ __forceinline__ void meet_arrive(unsigned*) {}
 __device__ __forceinline__ unsigned meet_now(const unsigned*) { return 0; }
 __device__ __forceinline__ uint4 load_shared_by_all(const void*) { return make_uint4(0, 0, 0, 0); }

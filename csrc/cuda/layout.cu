@@ -216,14 +216,15 @@ void set_pieces(const PartPlan& p, GpuPart& s) {
     }
 }
 
+// Rows that are alike, for those who share out work by what it costs.
 void set_runs(const PartPlan& p, GpuPart& s) {
   int n = 0;
   for (const Item& it : p.items) {
-    const GpuRun like{it.units, 1, it.bits, static_cast<uint8_t>(!it.one), it.scales, 0};
+    const GpuRun like{it.units, it.bits, static_cast<uint8_t>(!it.one), it.scales, {}};
     GpuRun& run = s.runs[n];
     const bool same = run.bits == like.bits && run.halves == like.halves && run.scales == like.scales;
     if (run.units && (same || n + 1 == kRuns))
-      run.units = static_cast<uint16_t>(run.units + like.units), run.items++;
+      run.units = static_cast<uint16_t>(run.units + like.units);
     else
       s.runs[n += run.units != 0] = like;
   }

@@ -102,9 +102,6 @@ __device__ __forceinline__ uint4 load_kept(const void* from) {
 __device__ __forceinline__ void prefetch(const void* from, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(from), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void barrier_arrive(uint64_t* b) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _,[%0];" ::"r"(shared_address(b)) : "memory");
-}
 // The warps that multiply wait for one another.
 __device__ __forceinline__ void workers_sync() { asm volatile("bar.sync 1,%0;" ::"n"(kManyWorkers) : "memory"); }
 // The warp that fetches activations waits until those that multiply have asked for the squares.
@@ -137,7 +134,6 @@ __device__ __forceinline__ void store_for_all(float* p, float4 v) {
 __device__ __forceinline__ void copy_once(void*, const void*, uint32_t, uint64_t*) {}
 __device__ __forceinline__ uint4 load_kept(const void*) { return {}; }
 __device__ __forceinline__ void prefetch(const void*, uint32_t) {}
-__device__ __forceinline__ void barrier_arrive(uint64_t*) {}
 __device__ __forceinline__ void workers_sync() {}
 __device__ __forceinline__ void squares_asked() {}
 __device__ __forceinline__ void wait_for_squares() {}

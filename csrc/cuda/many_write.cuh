@@ -56,7 +56,7 @@ struct ManyKept {
 
 // A CTA's sums of a tile go to others through memory that is zero before and after: of four numbers that are written together the first
 // is +0 where they are not written yet, and -0 where it is zero. Who reads them puts the zero back.
-__device__ __forceinline__ float written(float v) {  // in C++ it would cost the products of warp groups their overlap
+__device__ __forceinline__ float not_zero(float v) {  // in C++ it would cost the products of warp groups their overlap
   float w;
   asm volatile("{\n.reg .pred p;\nsetp.eq.f32 p,%1,0f00000000;\nselp.f32 %0,0f80000000,%1,p;\n}" : "=f"(w) : "f"(v));
   return w;
@@ -74,7 +74,7 @@ __device__ __forceinline__ void lay_down(float* sums, int tokens, int warp, int 
       if (NB == 8 && n == next)
         kept.put(k++, lane, y[n]), next += writers;
       else
-        store_for_all(sums + ((warp * NB + n) * 32 + lane) * 4, float4{written(y[n][0]), y[n][1], y[n][2], y[n][3]});
+        store_for_all(sums + ((warp * NB + n) * 32 + lane) * 4, float4{not_zero(y[n][0]), y[n][1], y[n][2], y[n][3]});
     }
 }
 // What a lane has of a strip and eight tokens: v[k] is of column lane / 4 + 8 * (k / 2) and token 2 * (lane % 4) + k % 2. What is done with
@@ -170,7 +170,7 @@ struct alignas(16) ManySources {
   int first, count0;      // the CTAs: the first one has its beginning; how many have sums of its first part
   int from1, count1;      // of its second part, only where paired
   int writers, rank;      // writers 0: this CTA has nothing to write
-  int own, unused[3];     // of which part this CTA comes last to its sums of
+  int own;                // of which part this CTA comes last to its sums of
   __device__ __forceinline__ ManySources(const ManyArgs& A, const ManyTile& tile) {
     part = tile.part, first_strip = tile.first_strip;
     first = from1 = many_owner(A, tile.begin), count0 = many_owner(A, tile.end() - 1) - first + 1, count1 = 0;

@@ -30,6 +30,9 @@ __device__ __forceinline__ void barrier_fence() {
 __device__ __forceinline__ void barrier_expect(uint64_t* b, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _,[%0],%1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
 }
+__device__ __forceinline__ void barrier_arrive(uint64_t* b) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _,[%0];" ::"r"(shared_address(b)) : "memory");
+}
 __device__ __forceinline__ void barrier_wait(uint64_t* b, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred p;\nW: mbarrier.try_wait.parity.shared::cta.b64 p,[%0],%1;\n@p bra D;\nbra W;\nD:\n}" ::"r"(shared_address(b)),
@@ -45,6 +48,7 @@ __device__ __forceinline__ void bulk_copy(void* to, const void* from, uint32_t b
 __device__ __forceinline__ void barrier_init(uint64_t*, int) {}
 __device__ __forceinline__ void barrier_fence() {}
 __device__ __forceinline__ void barrier_expect(uint64_t*, uint32_t) {}
+__device__ __forceinline__ void barrier_arrive(uint64_t*) {}
 __device__ __forceinline__ void barrier_wait(uint64_t*, uint32_t) {}
 __device__ __forceinline__ void bulk_copy(void*, const void*, uint32_t, uint64_t*) {}
 #endif
