@@ -87,10 +87,12 @@ ChainArgs arguments(const ChainLink* links, int count, uint8_t* room, size_t byt
     ChainProduct& p = c.product[q];
     p.a = links[q].a;
     p.a.tokens = tokens;
-    if (p.a.rows)
+    if (p.a.rows) {
       p.a.rows += first;
-    else if (q == 0)
+    } else if (q == 0) {
       p.a.x += static_cast<size_t>(first) * p.a.x_stride;
+      if (p.a.squares) p.a.squares += static_cast<size_t>(first) * p.a.squares_count;
+    }
     if (p.a.out) p.a.out += first * p.a.out_stride;
     if (p.a.residual) p.a.residual += static_cast<size_t>(first) * p.a.residual_stride;
     if (p.a.next.x) p.a.next.x += static_cast<size_t>(first) * p.a.next.stride;

@@ -17,6 +17,16 @@ __device__ __forceinline__ void touch(const MatrixInput& next, int i) {
   for (int p = 0; p < next.num_perms; p++)
     if (next.inverse[p]) prefetch_line(next.inverse[p] + i);
 }
+// What the norm's row needs that no kernel writes.
+__device__ __forceinline__ void near(const MatrixInput& next, const NormArgs& n) {
+#pragma unroll
+  for (int j = 0; j < kHeld; j++) {
+    const int i = Row::place(j);
+    if (i >= n.width) return;
+    touch(next, i);
+    if (n.weight) prefetch_line(n.weight + i);
+  }
+}
 // The row's norm into row `token` of a matrix's input.
 __device__ __forceinline__ void normed(Row& row, const NormArgs& n, const float* tail, int token, const MatrixInput& next, RowSums& sums) {
   row.norm<true>(n, tail, sums, [&](int i, float4 v) { put_input<true>(next, token, i, n.width, v); });
@@ -24,7 +34,8 @@ __device__ __forceinline__ void normed(Row& row, const NormArgs& n, const float*
 
 __global__ void __launch_bounds__(kRowThreads) embed_kernel(const __grid_constant__ EmbedArgs a) {
   __shared__ RowSums sums;
-  pdl_wait();  // first, so that no later kernel of this step runs beside the previous step
+  if (a.next.x) near(a.next, a.norm);
+  pdl_wait();  // before others may start, so that no later kernel of this step runs beside the previous step
   pdl_launch_dependents();
   const int token = blockIdx.x;
   int id = __ldcg(a.ids + token), position = a.position_table ? __ldcg(a.positions + token) : 0;
@@ -48,13 +59,7 @@ __global__ void __launch_bounds__(kRowThreads) embed_kernel(const __grid_constan
 __global__ void __launch_bounds__(kRowThreads) rows_kernel(const __grid_constant__ RowsArgs a) {
   __shared__ RowSums sums;
   pdl_launch_dependents();
-#pragma unroll
-  for (int j = 0; j < kHeld; j++) {
-    const int i = Row::place(j);
-    if (!a.next.x || i >= a.from.norm.width) break;
-    touch(a.next, i);
-    if (a.from.norm.weight) prefetch_line(a.from.norm.weight + i);
-  }
+  if (a.next.x) near(a.next, a.from.norm);
   pdl_wait();
   int from = a.rows ? __ldcg(a.rows + blockIdx.x) : blockIdx.x;
   from = min(max(from, 0), a.tokens - 1);

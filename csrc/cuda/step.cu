@@ -319,9 +319,10 @@ class Walker {
     squares_ = gemv_grid(a, kResidual);
     ready_ = kUnscaled;
   }
-  // The same for a product of many tokens, which otherwise only stores. w: its op. The head is asked for fewer rows.
+  // The same for a product of many tokens, which otherwise only stores. w: its op. The head may be asked for fewer rows.
   bool many_lead_on(GemvArgs& a, const int64_t* w, const int64_t* next) {
-    if (next >= end_ || (next[0] != kOpQkv && next[0] != kOpGateUp)) return false;
+    const bool reads = next < end_ && (next[0] == kOpQkv || next[0] == kOpGateUp || (next[0] == kOpHead && !s_.logit_rows));
+    if (!reads) return false;
     const NormArgs n = norm_of(next);
     a.residual = residual(), a.residual_stride = H_, a.scale = real(w[5]);
     if (n.kind != kRmsNorm || n.bias || !many_adds(a)) return false;

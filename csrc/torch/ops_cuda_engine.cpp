@@ -205,7 +205,7 @@ Tensor step_bytes(const Tensor& program, int64_t capacity) {
 
 // The formats of the pools: 0 f16, 1 f32, 2 Q8, 3 Q4, 4 fp8 (csrc/cuda/attention.h). The caller has checked what lies in the tensors.
 void step_cuda(const Tensor& program, Tensor& workspace, int64_t capacity, const Tensor& ids, const Tensor& positions,
-               const Tensor& block_table, const Tensor& cu_seqlens, const Tensor& context_lens, const Tensor& logit_rows,
+               const Tensor& block_table, const Tensor& cu_seqlens, const Tensor& context_lens, const std::optional<Tensor>& logit_rows,
                std::vector<Tensor> k_pools, std::vector<Tensor> v_pools, int64_t k_format, int64_t v_format, int64_t num_kv_heads,
                int64_t head_dim, Tensor& logits, bool pdl, int64_t many) {
   const char* op = "gpu_step";
@@ -213,14 +213,14 @@ void step_cuda(const Tensor& program, Tensor& workspace, int64_t capacity, const
   require(op, "workspace", workspace, ScalarType::Byte, -1);
   STD_TORCH_CHECK(!k_pools.empty() && k_pools.size() == v_pools.size(), op, ": there are ", k_pools.size(), " K and ", v_pools.size(),
                   " V pools; expected one of each per layer");
-  const int64_t T = ids.numel(), B = context_lens.numel(), rows = logit_rows.numel();
+  const int64_t T = ids.numel(), B = context_lens.numel(), rows = logit_rows ? logit_rows->numel() : T;
   require(op, "ids", ids, ScalarType::Int, -1);
   require(op, "positions", positions, ScalarType::Int, T);
   require(op, "block_table", block_table, ScalarType::Int, -1);
   STD_TORCH_CHECK(block_table.dim() == 2 && block_table.size(0) == B, op, ": block_table is no (", B, ", *)");
   require(op, "cu_seqlens", cu_seqlens, ScalarType::Int, B + 1);
   require(op, "context_lens", context_lens, ScalarType::Int, -1);
-  require(op, "logit_rows", logit_rows, ScalarType::Int, -1);
+  if (logit_rows) require(op, "logit_rows", *logit_rows, ScalarType::Int, -1);
   require(op, "logits", logits, ScalarType::Float, -1);
   size_t bytes = 0;
   int64_t vocab = 0;
@@ -236,7 +236,7 @@ void step_cuda(const Tensor& program, Tensor& workspace, int64_t capacity, const
                   block_table.const_data_ptr<int32_t>(),
                   cu_seqlens.const_data_ptr<int32_t>(),
                   context_lens.const_data_ptr<int32_t>(),
-                  logit_rows.const_data_ptr<int32_t>(),
+                  logit_rows ? logit_rows->const_data_ptr<int32_t>() : nullptr,
                   int(T),
                   int(B),
                   int(block_table.size(1)),

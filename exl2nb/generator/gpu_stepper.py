@@ -178,7 +178,7 @@ class _Graph:
 
         def step() -> tuple[Tensor, Tensor]:
             kernels.run(
-                self.ids, self._positions, self._table, bounds, self._lens, bounds[:rows], cache.k, cache.v, formats, heads, logits
+                self.ids, self._positions, self._table, bounds, self._lens, None, cache.k, cache.v, formats, heads, logits
             )  # fmt: skip
             drawn = model.capped(logits), self._params, self._counts, self._steps, self.ids, self._positions, self._lens
             results, top_ids, top_logprobs = sample_rows(*drawn, None, None, RING, True, self._bias)

@@ -68,9 +68,11 @@ class GpuForward:
 
     def _step(self, batch: Batch, cache: KVCache, ids: Tensor | None) -> Tensor:
         i = self._inputs(batch, ids)
+        every = torch.equal(batch.logit_rows.cpu(), torch.arange(len(batch.input_ids), dtype=torch.int32))
+        rows = None if every else i.logit_rows  # as captured steps have it, for the same bits
         logits = torch.empty(len(batch.logit_rows), self.vocab, device=self.device)
         self.stepper(len(batch.input_ids)).run(
-            i.ids, i.positions, i.block_table, i.cu_seqlens, i.context_lens, i.logit_rows, cache.k, cache.v, formats_of(cache),
+            i.ids, i.positions, i.block_table, i.cu_seqlens, i.context_lens, rows, cache.k, cache.v, formats_of(cache),
             (cache.spec.num_kv_heads, cache.spec.head_dim), logits,
         )  # fmt: skip
         return logits

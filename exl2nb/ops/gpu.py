@@ -20,7 +20,7 @@ for _schema in (
     "gpu_expert_table(Tensor[] heads, int parts) -> Tensor",
     "gpu_step_bytes(Tensor program, int capacity) -> Tensor",
     "gpu_step(Tensor program, Tensor(a!) workspace, int capacity, Tensor ids, Tensor positions, Tensor block_table, Tensor cu_seqlens, "
-    "Tensor context_lens, Tensor logit_rows, Tensor(b!)[] k_pools, Tensor(c!)[] v_pools, int k_format, int v_format, int num_kv_heads, "
+    "Tensor context_lens, Tensor? logit_rows, Tensor(b!)[] k_pools, Tensor(c!)[] v_pools, int k_format, int v_format, int num_kv_heads, "
     "int head_dim, Tensor(d!) logits, bool pdl, int many) -> ()",
 ):
     LIBRARY.define(_schema)
@@ -90,7 +90,7 @@ class Stepper:
         block_table: Tensor,
         cu_seqlens: Tensor,
         context_lens: Tensor,
-        logit_rows: Tensor,
+        logit_rows: Tensor | None,
         k_pools: Sequence[Tensor],
         v_pools: Sequence[Tensor],
         formats: tuple[int, int],
@@ -101,6 +101,7 @@ class Stepper:
     ) -> None:
         """One step: K and V go to their pages, `logits` f32 `(R, V)` is filled. All tensors on the GPU; at most 8 tokens a sequence.
 
+        logit_rows: int32 `(R,)`; None: every token's, which a step of many tokens makes a little quicker, with other bits.
         formats: of the K and V pools (csrc/cuda/attention.h). heads: (num_kv_heads, head_dim) of the pools. Nothing is checked against the
         memory of the GPU here, for that would wait for it: whoever makes the batch must have checked it.
         """
