@@ -101,6 +101,14 @@ size_t attention_workspace_bytes(int tokens, int num_heads, int num_kv_heads, in
   return Workspace(tokens, num_heads, num_kv_heads, head_dim).bytes();
 }
 
+bool attention_looks(const AttentionArgs& a) {
+  if (a.q || a.rope.norm_whole || !a.cache.sequences || check_cache(a.cache)) return false;
+  const int per_sequence = (a.tokens + a.cache.sequences - 1) / a.cache.sequences;
+  DecodeKernel kernel = fast_kernel(a.cache, per_sequence * (a.cache.num_heads / a.cache.num_kv_heads));
+  DecodeParams params{};
+  return kernel.kernel && arrange(kernel, params);
+}
+
 const char* rope_append_launch(const RopeAppendArgs& args, void* stream, bool pdl) {
   if (auto* wrong = check_cache(args.cache)) return wrong;
   if (auto* wrong = check_rope(args.rope, args.cache.head_dim)) return wrong;

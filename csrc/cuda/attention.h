@@ -67,12 +67,15 @@ struct AttentionArgs {
   float softcap;    // 0 = none
   void* workspace;  // attention_workspace_bytes(); zeroed once by its owner, then left alone; one for all layers
   size_t workspace_bytes;
-  bool many;  // large chunks where there are many sequences: quicker, but bits then depend on how many there are
+  bool early;  // qkv announces itself (announced.cuh) and is read before the predecessor has ended: attention_looks()
+  bool many;   // large chunks where there are many sequences: quicker, but bits then depend on how many there are
 };
 
 // Bytes for up to `tokens` tokens in a step.
 size_t attention_workspace_bytes(int tokens, int num_heads, int num_kv_heads, int head_dim);
 
+// Whether the kernel for these can look for what announces itself.
+bool attention_looks(const AttentionArgs& args);
 // One decode step of one layer. With qkv, at most 8 tokens per sequence (the query count may differ between sequences); with q any number.
 // The bits of a sequence's result depend on its own tokens and context_len only, unless `many`.
 const char* attention_decode_launch(const AttentionArgs& args, void* stream, bool pdl);

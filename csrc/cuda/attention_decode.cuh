@@ -6,7 +6,8 @@
 // also writes to the cache. Then every warp walks tiles of 16 keys, of 4 bits two at a time: S' = K Q' and O' += V' P' on tensor cores
 // (m16n8k16), with the keys, then the dims, as rows, so that 8 queries fill the columns. K and V go from memory to a ring of tiles in
 // shared memory that belongs to the warp, so nobody waits for another; old keys are fetched before the kernel waits for its predecessor,
-// half of what fits, since its queries come behind all that was asked for before them. The warps' results are joined in warp order, the
+// half of what fits, since its queries come behind all that was asked for before them. Behind a chain it does not wait for the end, but
+// looks until its rows are there (announced.cuh). The warps' results are joined in warp order, the
 // chunks' by the CTA that arrives last, in chunk order: no float atomics, and chunk boundaries depend on the sequence's own context length
 // only (but for many sequences), so a result's bits depend on nothing else.
 // Bytes: K and V of the context once per block of query rows, partial results 4 * (D + 2) per (row, chunk).
@@ -149,7 +150,7 @@ __global__ void __launch_bounds__(most_warps(D, NT) * 32, 1) attention_decode(co
     if (kernel.it.final) break;
     __syncthreads();
   }
-  if (wait && blockIdx.x == 0) wait_for_predecessor();  // this kernel must not end before its predecessor
+  if ((wait || params.a.early) && blockIdx.x == 0) wait_for_predecessor();  // this kernel must not end before its predecessor
 }
 
 // Pairs of the modes that have a name; the others (k16v4, say) do without wide kernels, which take time to compile.

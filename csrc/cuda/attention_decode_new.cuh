@@ -46,14 +46,16 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::make_rows(bool wait) {
   }
   Row<kSlots> next;
   const float* const first = row_at(min(warp, all - 1));
-  if (wait) wait_for_predecessor();
+  if (wait && !a.early) wait_for_predecessor();
   EXL2NB_MARK(a, 2);
-  if (warp < all) next.load(first, D);
+  if (warp < all || a.early) next.load(first, D);
+  if (a.early) next.await_rest(first, D);  // a warp without a row, too: nothing else is asked for meanwhile
   fetch_ahead(true);
 #pragma unroll 1
   for (int r = warp; r < all; r += warps) {
     const Place x = place_of(r);
     Row<kSlots> row = next;
+    if (a.early && r > warp) row.await_rest(row_at(r), D);
     if (r + warps < all) next.load(row_at(r + warps), D);
     if (r > warp) load_turn(r);
     if (x.is_query || x.is_key) {

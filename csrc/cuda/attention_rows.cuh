@@ -2,6 +2,7 @@
 #pragma once
 #include <cuda_fp8.h>
 
+#include "announced.cuh"
 #include "cache_format.cuh"
 #include "pdl.cuh"
 
@@ -38,6 +39,19 @@ struct Row {  // SLOTS * 32 >= D
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int i = 0; i < SLOTS; i++) x[i] = lane + 32 * i < D ? __ldcg(from + lane + 32 * i) : 0.f;
+  }
+  // Again what was not there yet.
+  __device__ __forceinline__ void await_rest(const float* from, int D) {
+    const int lane = threadIdx.x % 32;
+    for (;;) {
+      bool missing = false;
+#pragma unroll
+      for (int i = 0; i < SLOTS; i++) missing |= lane + 32 * i < D && !is_there(x[i]);
+      if (!__any_sync(kAll, missing)) return;
+#pragma unroll
+      for (int i = 0; i < SLOTS; i++)
+        if (lane + 32 * i < D) x[i] = load_now(from + lane + 32 * i);
+    }
   }
   __device__ __forceinline__ void clip(float limit) {
     if (limit == 0.f) return;

@@ -83,6 +83,7 @@ void connect(ChainArgs& c, const ChainLink* links, uint8_t* room, size_t bytes) 
 ChainArgs arguments(const ChainLink* links, int count, uint8_t* room, size_t bytes, int first, int tokens) {
   ChainArgs c{};
   c.count = count, c.grid = chain_ctas(links, count);
+  c.spent = static_cast<uint4*>(links->spent), c.spent_count = links->spent_count, c.announces = links[count - 1].announces;
   for (int q = 0; q < count; q++) {
     ChainProduct& p = c.product[q];
     p.a = links[q].a;

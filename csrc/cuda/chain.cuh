@@ -6,9 +6,9 @@
 // lie one after the other in a strip: item n of it is warp n's. It comes in two halves, a team's each, that follow one another in the ring.
 // A warp keeps what it knows of its item, activations included, while the same piece of all strips passes by, then goes on to the next
 // piece of the strips. Between products the CTAs meet at a counter: results are stored, one thread adds, one warp polls; nothing orders the
-// two, but what is not written yet is seen (`written`). Activations go between products in fp16, in natural order where there is room to
-// put them into the order of the rows here, otherwise in that order; every CTA makes whole numbers of them. All CTAs must be there
-// together.
+// two, but what is not written yet is seen (announced.cuh), by attention behind the last one, too. Activations go between products in fp16,
+// in natural order where there is room to put them into the order of the rows here, otherwise in that order; every CTA makes whole numbers
+// of them. All CTAs must be there together.
 #pragma once
 #include <type_traits>
 
@@ -49,11 +49,11 @@ __device__ __forceinline__ void chain_quantise(const ChainArgs& C, const ChainPr
         uint4 v[kSide];
 #pragma unroll
         for (int k = 0; k < kSide; k++)
-          if (const int i = first + k * kCrewThreads * 8; i < P.width) v[k] = load_shared_by_all(from + i);
+          if (const int i = first + k * kCrewThreads * 8; i < P.width) v[k] = load_now(from + i);
 #pragma unroll
         for (int k = 0; k < kSide; k++)
           if (const int i = first + k * kCrewThreads * 8; i < P.width)
-            *reinterpret_cast<uint4*>(row + i) = is_written(v[k]) ? v[k] : load_written(from + i);
+            *reinterpret_cast<uint4*>(row + i) = is_there(v[k]) ? v[k] : await(from + i);
       }
     }
     crew_sync();
@@ -69,7 +69,7 @@ __device__ __forceinline__ void chain_quantise(const ChainArgs& C, const ChainPr
       if (P.order)
         v = make_uint4(two(n.x), two(n.y), two(n.z), two(n.w));
       else if (at * 8 < P.width)
-        v = q ? load_written(x + at * 8) : __ldcg(reinterpret_cast<const uint4*>(x) + at);
+        v = q ? await(x + at * 8) : __ldcg(reinterpret_cast<const uint4*>(x) + at);
       to_whole(v, xs + (m * P.blocks + (at >> 3)) * 128, blocks + m * P.blocks + (at >> 3), w.lane, i + w.lane < octs);
     };
     int i = w.warp * 32;

@@ -6,11 +6,18 @@
 
 namespace exl2nb {
 
+constexpr int kChainTokens = 4;  // of a launch, at most
+
 struct ChainLink {
   GemvArgs a;  // as for gemv_launch; between links x, next and squares are the chain's own. next_squares of the last: [token][chain_ctas]
   const uint8_t *head, *blob;
   Epilogue epilogue;
   int beside = 0;  // of the first: CTAs of attention, two a multiprocessor, that shall start while the chain before them still works
+  // Of the first: what attention has read of the chain before, 16 bytes `spent_count` times, which this launch makes zeros again; of the
+  // last, which stores its sums: they announce themselves (announced.cuh). For as many tokens as one launch takes.
+  void* spent = nullptr;
+  int spent_count = 0;
+  bool announces = false;
 };
 // Tokens that a launch takes, at most; 0: these products cannot be chained. Three or four of a layer, or one that stores its sums.
 int chain_tokens(const ChainLink* links, int count);

@@ -1,11 +1,12 @@
 // What a chain (chain.cuh) is told, and where things lie in a CTA's shared memory.
 #pragma once
+#include "chain.h"
 #include "gemv.cuh"
 
 namespace exl2nb {
 
 constexpr int kChain = 4, kTeam = 8, kCrew = 2 * kTeam, kCrewThreads = kCrew * 32, kChainThreads = kCrewThreads + 64;
-constexpr int kMostPieces = 12, kAhead = 2, kChainTokens = 4;
+constexpr int kMostPieces = 12, kAhead = 2;
 constexpr int kLegs = 16;   // pieces of all parts of a strip, at most
 constexpr int kOwn = 4;     // strips of a residual's product that a CTA owns, at most
 constexpr int kOrders = 3;  // octets of the order that a thread loads before the activations are there
@@ -35,6 +36,9 @@ struct ChainArgs {
   unsigned* meet;  // [kChain]: how often CTAs came, in all launches, to the end of a product; the last one: of a launch; then: launches
   uint8_t* set;    // what lies between products; behind it the same for the next launch
   int set_bytes;
+  uint4* spent;  // as in ChainLink
+  int spent_count;
+  bool announces;
   ChainRoom room;
 };
 

@@ -61,7 +61,7 @@ __device__ __forceinline__ void await_inputs(const ChainArgs& C, uint8_t* shared
       pdl_wait();
     } else if (lane == 0) {
       barrier_wait(bars + kMine, (q - 1) & 1);
-      while (static_cast<int>(meet_now(C.meet + q - 1) - before - C.grid / 2) < 0) {
+      while (static_cast<int>(load_now(C.meet + q - 1) - before - C.grid / 2) < 0) {
       }  // of the rest more is seen by looking at what they write
     }
     __syncwarp();
@@ -69,11 +69,13 @@ __device__ __forceinline__ void await_inputs(const ChainArgs& C, uint8_t* shared
     // One product alone leaves counters and sets as they are: no CTA waits for another one there, so the first could have counted the
     // launch before the last has looked.
     if (q == 0 && C.count > 1) {
-      if (lane == 0) before = meet_now(C.meet + kChain - 1);  // the others' last cannot come before this CTA's first
-      set = (meet_now(C.meet + kChain) & 1) * C.set_bytes;
+      if (lane == 0) before = load_now(C.meet + kChain - 1);  // the others' last cannot come before this CTA's first
+      set = (load_now(C.meet + kChain) & 1) * C.set_bytes;
       uint4* const other = reinterpret_cast<uint4*>(C.set + C.set_bytes - set);  // of the next launch: nobody reads it now
       for (int i = block * 32 + lane; i < C.set_bytes / 16; i += C.grid * 32) other[i] = make_uint4(0, 0, 0, 0);
     }
+    if (q == 0 && C.spent)
+      for (int i = block * 32 + lane; i < C.spent_count; i += C.grid * 32) C.spent[i] = make_uint4(0, 0, 0, 0);
     if (q == 0 && lane == 0) *reinterpret_cast<int*>(factors + kChainTokens) = set;
 #pragma unroll 1
     for (int m = 0; m < A.tokens; m++) {
@@ -88,14 +90,13 @@ __device__ __forceinline__ void await_inputs(const ChainArgs& C, uint8_t* shared
         float some[kSide] = {};
 #pragma unroll
         for (int k = 0; k < kSide; k++)
-          if (const int i = lane + 32 * k; i < A.squares_count)
-            some[k] = __uint_as_float(meet_now(reinterpret_cast<const unsigned*>(squares + i)));
+          if (const int i = lane + 32 * k; i < A.squares_count) some[k] = load_now(squares + i);
 #pragma unroll
         for (int k = 0; k < kSide; k++) {
-          if (const int i = lane + 32 * k; i < A.squares_count && __float_as_uint(some[k]) == 0) some[k] = load_written(squares + i);
+          if (const int i = lane + 32 * k; i < A.squares_count && !is_there(some[k])) some[k] = await(squares + i);
           sum += some[k];
         }
-        for (int i = lane + 32 * kSide; i < A.squares_count; i += 32) sum += load_written(squares + i);
+        for (int i = lane + 32 * kSide; i < A.squares_count; i += 32) sum += await(squares + i);
       }
       sum = warp_sum(sum);
       if (lane == 0) factors[m] = A.squares ? rsqrtf(sum * A.inverse_width + A.eps) : 1.f;

@@ -33,12 +33,12 @@ __device__ __forceinline__ void chain_put(const ChainProduct& P, bool last, int 
   const MatrixInput& to = P.a.next;
   half* const row = to.x + static_cast<size_t>(m) * to.stride + (last ? 0 : w.set / 2);
   if (P.next_natural) {
-    store_for_all(row + column, written(saturated(v)));
+    store_for_all(row + column, announced(saturated(v)));
   } else {
 #pragma unroll 1
     for (int p = 0; p < to.num_perms; p++)
       store_for_all(row + static_cast<size_t>(p) * to.perm_stride + fragment_place(to.inverse[p] ? to.inverse[p][column] : column),
-                    written(saturated(v)));
+                    announced(saturated(v)));
   }
 }
 
@@ -66,7 +66,7 @@ __device__ __forceinline__ void chain_add(const ChainArgs& C, const ChainProduct
   }
   if (A.next_norm) {
     squares = warp_sum(squares);
-    if (w.lane == 0) store_for_all(A.next_squares + m * A.grid + w.block + (last ? 0 : w.set / 4), written(squares));
+    if (w.lane == 0) store_for_all(A.next_squares + m * A.grid + w.block + (last ? 0 : w.set / 4), announced(squares));
   }
 }
 
@@ -103,7 +103,9 @@ __device__ __forceinline__ void chain_write(const ChainArgs& C, const ChainProdu
   const float* const partial = reinterpret_cast<const float*>(w.shared + C.room.partial) + o.sums;
   const float factor = reinterpret_cast<const float*>(w.shared + C.room.factors)[o.token],
               v = crew_total(partial, A.tokens) * factor + o.bias;
-  if (A.epilogue == kStore)
+  if (A.epilogue == kStore && C.announces)
+    store_for_all(A.out + o.token * A.out_stride + o.column, announced(v));
+  else if (A.epilogue == kStore)
     A.out[o.token * A.out_stride + o.column] = v;
   else if (A.gated)
     chain_put(P, false, o.token, o.column,

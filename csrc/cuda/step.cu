@@ -3,13 +3,12 @@
 #include <algorithm>
 
 #include "../format/program.h"
-#include "attention.h"
-#include "cache_format.cuh"
 #include "chain.h"
 #include "elementwise.h"
 #include "gemv.h"
 #include "many.h"
 #include "moe.h"
+#include "step_attention.h"
 #include "step_plan.h"
 
 namespace exl2nb {
@@ -66,31 +65,11 @@ class Walker {
   void look_ahead(const int64_t* w) {
     ahead_ = {};
     if (!many_) return;
-    for (; w < end_ && w[0] == kOpAttention; w += kWords[w[0]]) ahead_.keys = keys_of(w);
+    for (; w < end_ && w[0] == kOpAttention; w += kWords[w[0]]) ahead_.keys = attention_keys(s_, w);
     if (w >= end_) return;
     const Weight weight(w[w[0] == kOpResidual ? 1 : 3]);
     const GpuHeader& h = weight.header();
     ahead_.image = weight.blob + h.image, ahead_.bytes = (image_bytes(h.num_items, h.num_units, h.num_parts) + 15) / 16 * 16;
-  }
-  // The first keys and values of the attention at w, as many as find room in the L2 cache beside the weights that pass through.
-  ManyKeys keys_of(const int64_t* w) const {
-    constexpr int64_t kRoom = 24 << 20;
-    const int64_t layer = w[4], heads = s_.num_kv_heads, dim = s_.head_dim;
-    if (w[2] || layer < 0 || layer >= s_.layers) return {};  // a window may have left them behind
-    const int64_t k_row = dim * bits_of(s_.k_format) / 8, v_row = dim * bits_of(s_.v_format) / 8;
-    const int64_t rows = std::min<int64_t>(kPage, kRoom / std::max<int64_t>(1, s_.sequences * heads * (k_row + v_row)));
-    return {static_cast<const uint8_t*>(s_.k_pools[layer]),
-            static_cast<const uint8_t*>(s_.v_pools[layer]),
-            s_.block_table,
-            s_.context_lens,
-            s_.sequences,
-            s_.max_pages,
-            static_cast<int>(heads),
-            static_cast<int>(rows),
-            page_bytes(s_.k_format, static_cast<int>(dim)),
-            page_bytes(s_.v_format, static_cast<int>(dim)),
-            static_cast<int>(k_row),
-            static_cast<int>(v_row)};
   }
   // The input of the matrix, at a place, for so many tokens.
   MatrixInput input(const Weight& w, size_t at, int tokens) const {
@@ -200,33 +179,37 @@ class Walker {
     GemvArgs a;
     if (const char* wrong = normed_product(w, a)) return wrong;
     a.out = reinterpret_cast<float*>(base_ + at_.qkv), a.out_stride = Weight(w[3]).header().N, a.bias = address<float>(w[4]);
-    last_qkv_ = w;
+    last_qkv_ = w, early_ = nullptr;
     ready_ = kNothing;
     return store(a);
   }
 
   const char* attention(const int64_t* w) {
-    const int64_t* q = last_qkv_;
-    const auto layer = static_cast<size_t>(w[4]);
-    if (layer >= static_cast<size_t>(s_.layers)) return "its layer has no pools";
-    AttentionArgs a{};
-    a.cache = {s_.k_pools[layer],       s_.v_pools[layer],      s_.k_format,  s_.v_format,  s_.block_table,
-               s_.cu_seqlens,           s_.context_lens,        s_.sequences, s_.max_pages, static_cast<int>(q[9]),
-               static_cast<int>(q[10]), static_cast<int>(q[11])};
-    a.rope.cos = address<float>(q[5]), a.rope.sin = address<float>(q[6]), a.rope.half = static_cast<int>(q[8]);
-    if (a.rope.half == 0) a.rope.cos = a.rope.sin = nullptr;
-    a.rope.interleaved = q[18] & 2, a.rope.positions = s_.positions, a.rope.clip = real(q[19]);
-    a.rope.q_norm = address<float>(q[12]), a.rope.k_norm = address<float>(q[14]);
-    a.rope.norm_per_head = q[13] != 0 || q[15] != 0, a.rope.norm_whole = q[18] & 12, a.rope.layer_norm = q[18] & 1, a.rope.eps = real(q[2]);
-    const Weight o(reader(w, end_, 0)[1]);
-    const MatrixInput in = input(o, at_.act[0]);
-    a.to.x = in.x, a.to.x_stride = in.stride, a.to.x_perm_stride = in.perm_stride, a.to.num_perms = in.num_perms, a.to.group = in.group;
-    for (int p = 0; p < AttentionOut::kMaxPerms; p++) a.to.inverse[p] = in.inverse[p];
-    a.qkv = reinterpret_cast<float*>(base_ + at_.qkv), a.tokens = s_.tokens;
-    a.scale = real(w[1]), a.window = static_cast<int>(w[2]), a.softcap = real(w[3]);
-    a.workspace = base_ + at_.attention, a.workspace_bytes = at_.attention_bytes;
-    a.many = s_.many && s_.tokens >= s_.many;
+    if (static_cast<size_t>(w[4]) >= static_cast<size_t>(s_.layers)) return "its layer has no pools";
+    AttentionArgs a = attention_of(w, last_qkv_);
+    a.early = early_ != nullptr;
+    if (early_) a.qkv = early_;
     return attention_decode_launch(a, stream_, pdl_);
+  }
+  // The attention at w with the QKV op q.
+  AttentionArgs attention_of(const int64_t* w, const int64_t* q) const {
+    AttentionArgs a = attention_args(s_, w, q, input(Weight(reader(w, end_, 0)[1]), at_.act[0]));
+    a.qkv = reinterpret_cast<float*>(base_ + at_.qkv);
+    a.workspace = base_ + at_.attention, a.workspace_bytes = at_.attention_bytes;
+    return a;
+  }
+  // Whether the attention at w, with the QKV op q, can look for what a chain before it writes, and a chain of one launch follows, which
+  // puts zeros there again.
+  bool looks(const int64_t* w, const int64_t* q) {
+    if (w >= end_ || w[0] != kOpAttention || w[4] < 0 || w[4] >= s_.layers) return false;
+    const int64_t* o = w + kWords[w[0]];
+    if (o >= end_ || o[0] != kOpResidual || o != reader(w, end_, 0) || s_.tokens > kChainTokens) return false;
+    ChainLink link[4] = {};
+    const int64_t* op[4];
+    const Ready ready = ready_;
+    const int squares = squares_, count = links(o, link, op);
+    ready_ = ready, squares_ = squares;
+    return count && chain_tokens(link, count) >= s_.tokens && attention_looks(attention_of(w, q));
   }
 
   const char* add(const int64_t* w) {
@@ -292,6 +275,12 @@ class Walker {
     if (count == 0 || chain_tokens(link, count) == 0) {
       ready_ = ready, squares_ = squares;
       return false;
+    }
+    if (early_) link[0].spent = early_, link[0].spent_count = s_.tokens * Weight(last_qkv_[3]).header().N / 4;
+    early_ = nullptr;
+    if (count == 4 && looks(op[3] + kWords[op[3][0]], op[3])) {
+      early_ = reinterpret_cast<float*>(base_ + at_.early[early_turn_ ^= 1]);
+      link[3].a.out = early_, link[3].announces = true;
     }
     wrong = chain_launch(link, count, base_ + at_.chain, at_.chain_bytes, stream_, pdl_);
     chained_ = true;
@@ -413,6 +402,8 @@ class Walker {
   RowSource added_{};  // y and what belongs to it: not yet added to the residual
   int squares_ = 0, side_ = 0;
   bool many_ = false, chained_ = false;
+  float* early_ = nullptr;  // what the last QKV wrote, where it announces itself
+  int early_turn_ = 0;
   ManyNext ahead_{};
   const int64_t* last_qkv_ = nullptr;
 };
@@ -439,6 +430,8 @@ std::string step_launch(const int64_t* code, int64_t words, const GpuStep& step,
   const int64_t* at = nullptr;
   const char* failed = walker.run(code + kHeaderWords, at);
   if (!failed) return "";
+  for (const size_t at : layout.early)
+    cudaMemsetAsync(static_cast<uint8_t*>(workspace) + at, 0, layout.early_bytes, static_cast<cudaStream_t>(stream));
   int number = 0;
   for (const int64_t* w = code + kHeaderWords; w < at; w += kWords[w[0]]) number++;
   return std::string(kOpNames[at[0]]) + ", op " + std::to_string(number) + " of the program: " + failed;

@@ -35,6 +35,7 @@ struct Room {
 };
 struct Layout {
   size_t residual[2], normed, qkv, act[2], sum, wide, squares, attention, routed, many, chain, chain_bytes, bytes, attention_bytes;
+  size_t early[2], early_bytes;  // QKV that announces itself (announced.cuh), by turns of layers; zeros between steps
 };
 
 inline size_t input_bytes(const Weight& w, int tokens) {
@@ -52,7 +53,7 @@ inline std::string plan(const int64_t* code, int64_t words, int tokens, Layout& 
   if (words < kHeaderWords || code[0] != kProgramMagic || code[1] != kProgramVersion || code[2] != words)
     return "the program is not the code of a Program";
   const int64_t H = code[4];
-  size_t normed = 0, qkv = 0, act[2] = {0, 0}, wide = 0, attention = 0, routed = 0;
+  size_t normed = 0, qkv = 0, act[2] = {0, 0}, wide = 0, attention = 0, routed = 0, early = 0;
   const bool many = tokens > kFewTokens;
   bool summed = many;
   int inner = 0;
@@ -65,6 +66,7 @@ inline std::string plan(const int64_t* code, int64_t words, int tokens, Layout& 
       case kOpQkv:
         normed = std::max(normed, input_bytes(Weight(w[3]), tokens));
         qkv = std::max(qkv, static_cast<size_t>(Weight(w[3]).header().N) * tokens * 4);
+        early = std::max(early, static_cast<size_t>(Weight(w[3]).header().N) * kChainTokens * 4);
         attention = std::max(attention,
                              attention_workspace_bytes(tokens, static_cast<int>(w[9]), static_cast<int>(w[10]), static_cast<int>(w[11])));
         break;
@@ -109,6 +111,8 @@ inline std::string plan(const int64_t* code, int64_t words, int tokens, Layout& 
   layout.chain_bytes = chain_bytes(static_cast<int>(H), inner);
   layout.chain = room.take(layout.chain_bytes);
   layout.many = room.take(many_workspace(tokens));
+  for (size_t& at : layout.early) at = room.take(early);
+  layout.early_bytes = early;
   layout.bytes = room.at;
   return "";
 }
