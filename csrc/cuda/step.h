@@ -19,7 +19,7 @@ namespace exl2nb {
 struct GpuStep {
   const int32_t *ids, *positions, *block_table, *cu_seqlens, *context_lens, *logit_rows;
   int tokens, sequences, max_pages, logit_count;  // logit_rows null: every token's, so logit_count is tokens
-  int capacity;  // tokens the workspace was made for
+  int capacity;                                   // tokens the workspace was made for
   void* const* k_pools;
   void* const* v_pools;
   int layers, num_kv_heads, head_dim, k_format, v_format;
