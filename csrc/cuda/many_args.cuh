@@ -2,6 +2,7 @@
 #pragma once
 #include <algorithm>
 
+#include "announced.cuh"
 #include "blob.h"
 #include "device.cuh"
 #include "many.h"
@@ -107,28 +108,10 @@ __device__ __forceinline__ void workers_sync() { asm volatile("bar.sync 1,%0;" :
 // The warp that fetches activations waits until those that multiply have asked for the squares.
 __device__ __forceinline__ void squares_asked() { asm volatile("bar.arrive 2,%0;" ::"n"(kManyWorkers + 32) : "memory"); }
 __device__ __forceinline__ void wait_for_squares() { asm volatile("bar.sync 2,%0;" ::"n"(kManyWorkers + 32) : "memory"); }
-__device__ __forceinline__ float4 load_now(const float* p) {
+__device__ __forceinline__ float4 load_four(const float* p) {
   float4 v;
   asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3},[%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
   return v;
-}
-// Four numbers at once, seen whole or not at all.
-__device__ __forceinline__ float4 load_for_all(const float* p) {
-  float4 v;
-  asm volatile(
-      "{\n.reg .b128 v;\n.reg .b64 a,b;\nld.relaxed.gpu.global.b128 v,[%4];\nmov.b128 {a,b},v;\nmov.b64 {%0,%1},a;\nmov.b64 "
-      "{%2,%3},b;\n}"
-      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-      : "l"(p)
-      : "memory");
-  return v;
-}
-__device__ __forceinline__ void store_for_all(float* p, float4 v) {
-  asm volatile(
-      "{\n.reg .b128 v;\n.reg .b64 a,b;\nmov.b64 a,{%1,%2};\nmov.b64 b,{%3,%4};\nmov.b128 v,{a,b};\nst.relaxed.gpu.global.b128 "
-      "[%0],v;\n}" ::"l"(p),
-      "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
-      : "memory");
 }
 #else
 __device__ __forceinline__ void copy_once(void*, const void*, uint32_t, uint64_t*) {}
@@ -137,9 +120,7 @@ __device__ __forceinline__ void prefetch(const void*, uint32_t) {}
 __device__ __forceinline__ void workers_sync() {}
 __device__ __forceinline__ void squares_asked() {}
 __device__ __forceinline__ void wait_for_squares() {}
-__device__ __forceinline__ float4 load_now(const float*) { return {}; }
-__device__ __forceinline__ float4 load_for_all(const float*) { return {}; }
-__device__ __forceinline__ void store_for_all(float*, float4) {}
+__device__ __forceinline__ float4 load_four(const float*) { return {}; }
 #endif
 
 // Registers go from the warps that fetch to those that multiply: of kManyThreads times 96, where the GPU can do that.

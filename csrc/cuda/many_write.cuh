@@ -27,8 +27,8 @@ struct ManyFactors {
         float4 v[kEach][2];
 #pragma unroll
         for (int k = 0; k < kEach; k++)
-          v[k][0] = one ? load_now(from[k] + base) : float4{0.f, 0.f, 0.f, 0.f},
-          v[k][1] = two ? load_now(from[k] + base + 128) : float4{0.f, 0.f, 0.f, 0.f};
+          v[k][0] = one ? load_four(from[k] + base) : float4{0.f, 0.f, 0.f, 0.f},
+          v[k][1] = two ? load_four(from[k] + base + 128) : float4{0.f, 0.f, 0.f, 0.f};
         if (NB > 2 && base + 256 >= A.squares_count) squares_asked();
 #pragma unroll
         for (int k = 0; k < kEach; k++)
@@ -61,7 +61,6 @@ __device__ __forceinline__ float not_zero(float v) {  // in C++ it would cost th
   asm volatile("{\n.reg .pred p;\nsetp.eq.f32 p,%1,0f00000000;\nselp.f32 %0,0f80000000,%1,p;\n}" : "=f"(w) : "f"(v));
   return w;
 }
-__device__ __forceinline__ bool is_written(float4 v) { return __float_as_uint(v.x); }
 // The sums in registers into memory, of the tokens that there are: four of a lane together, [strip][eight tokens][lane]. But every
 // `writers`-th eight tokens from `rank` on stay in the warp's own shared memory, where there is some; writers 0: none.
 template <int NB>
@@ -285,13 +284,14 @@ struct ManyWrite {
         float4 part[kTogether];
 #pragma unroll
         for (int r = 0; r < kTogether; r++)
-          if (base + r < count) part[r] = base + r == own ? *kept.place(k, lane) : load_for_all(next + r * stride + (base + r ? 0 : ahead));
+          if (base + r < count)
+            part[r] = base + r == own ? *kept.place(k, lane) : load_together(next + r * stride + (base + r ? 0 : ahead));
 #pragma unroll
         for (int r = 0; r < kTogether; r++)
           if (base + r < count) {
             float* const from = next + r * stride + (base + r ? 0 : ahead);
             if (base + r != own) {
-              while (!is_written(part[r])) part[r] = load_for_all(from);
+              while (!is_there(part[r])) part[r] = load_together(from);
               store_for_all(from, float4{0.f, 0.f, 0.f, 0.f});  // whole sectors are quicker than the one number
             }
             q.add(part[r]);
