@@ -11,7 +11,7 @@ namespace {
 
 constexpr size_t kMeetBytes = 256;
 constexpr int kBudget = 220 * 1024;  // of shared memory: what is more does not help
-constexpr int kPartialRoom = 24 * 1024, kGoodPieces = 6;
+constexpr int kPartialRoom = 24 * 1024;
 constexpr int kPastPiece = 8 * 512;  // what is read past an item in the place of units that are not there
 
 // Who gets which strips, and how many strips' partial sums there are at a time.
@@ -26,34 +26,35 @@ void share(ChainProduct& p, const uint8_t* head, Epilogue e, int grid) {
   }
   p.strips = e == kResidual ? per : std::max(1, std::min(per, kPartialRoom / (a.num_parts * kCrew * 64 * a.tokens)));
   p.rounds = (per + p.strips - 1) / p.strips;
-  p.writers = e == kResidual ? a.tokens : std::min(kCrew, (p.strips * (e == kStore ? a.num_parts : 1) * a.tokens + 1) / 2);
+  p.outs = e == kResidual ? 0 : p.strips * (e == kStore ? a.num_parts : 1) * 16;
+  p.writers = e == kResidual ? a.tokens : (p.outs + 31) / 32;
   share_out(a);
 }
-// natural: products before which activations lie in natural order, as bits.
-ChainRoom room_of(const ChainArgs& c, const ChainLink* links, int natural) {
+ChainRoom room_of(const ChainArgs& c, const ChainLink* links) {
   ChainRoom r{};
-  int at = 0;
+  int partial = 0, at = 0;
+  for (int q = 0; q < c.count; q++)
+    partial = std::max(partial, c.product[q].a.num_parts * c.product[q].strips * kCrew * 64 * c.product[q].a.tokens);
   const auto take = [&](int bytes) {
     const int here = at;
     at = (at + bytes + 127) / 128 * 128;
     return here;
   };
-  int width = 0, partial = 0, blocks = 0;
+  take(kPartials + partial);
+  int blocks = 0, legs = 0, outs = 0;
   for (int q = 0; q < c.count; q++) {
     const GemvArgs& a = c.product[q].a;
     const auto* const parts = reinterpret_cast<const GpuPart*>(links[q].head + sizeof(GpuHeader));
     r.image[q] = take(padded_image(a));
     blocks = std::max(blocks, c.product[q].blocks);
-    if (natural >> q & 1) width = std::max(width, c.product[q].width);
-    r.owned = std::max(r.owned, a.owned), partial = std::max(partial, a.num_parts * c.product[q].strips * kCrew * 64 * a.tokens);
+    legs = std::max(legs, c.product[q].legs);
+    outs = std::max(outs, c.product[q].outs);
     for (int i = 0; i < a.num_parts; i++) r.piece = std::max(r.piece, (parts[i].piece_bytes + 127) / 128 * 128);
   }
   const int tokens = c.product[0].a.tokens;
-  r.plain_row = width ? (width + kOrderPad + 7) / 8 * 16 : 0;
-  r.bars = take(kChainBars * 8), r.legs = take(kCrew * kLegs * static_cast<int>(sizeof(Leg))), r.blocks = take(tokens * blocks * 16),
-  r.factors = take(kChainTokens * 4 + 4);
-  r.partial = take(partial), r.norms = take(2 * r.owned * 4);
-  r.xs = take(tokens * blocks * 128), r.plain = take(tokens * r.plain_row);
+  r.legs = take(kCrew * legs * static_cast<int>(sizeof(Leg))), r.blocks = take(tokens * blocks * 16);
+  r.outs = take(outs * static_cast<int>(sizeof(ChainOut)));
+  r.xs = take(tokens * blocks * 128);
   const auto fit = [&](int bytes) { return std::min(kMostPieces, (bytes - kPastPiece - at) / r.piece / 2 * 2); };
   r.pieces = std::max(fit(std::min(kBudget, shared_per_block())), std::min(4, fit(shared_per_block())));
   r.ring = take(r.pieces * r.piece + kPastPiece), r.bytes = r.pieces >= 2 ? at : shared_per_block() + 1;
@@ -101,19 +102,21 @@ ChainArgs arguments(const ChainLink* links, int count, uint8_t* room, size_t byt
     share(p, links[q].head, links[q].epilogue, c.grid);
     const auto& h = *reinterpret_cast<const GpuHeader*>(links[q].head);
     p.width = h.K, p.blocks = (h.stored + 63) / 64;
+    p.legs = 0;
+    for (int i = 0; i < p.a.num_parts; i++) p.legs += p.piece[i].passes;
   }
+  // Most of those that have the most strips; where there is much to look for, looking in vain costs more.
+  for (int q = 0; q + 1 < count; q++) {
+    const GemvPart& part = c.product[q].a.part[0];
+    c.product[q].enough = c.grid - (part.rest ? part.rest : c.grid) / (c.product[q + 1].blocks > 64 ? 4 : 2);
+  }
+  // More under way than is needed delays what the others wait for. Narrow weights take longer to multiply than to come.
+  const ChainProduct& widest = c.product[count > 1];
+  const GemvPart& part = widest.a.part[0];
+  c.ahead = part.strip_bytes * 8 < 16 * 7 / 2 * static_cast<int64_t>(widest.width) ? 3 : 2;
+  c.busier = count > 1 && part.rest < c.grid / 2 ? part.rest : 0;
   connect(c, links, room, bytes);
-  int natural = 0;
-  for (const int some : {0xe, 0xa, 0}) {  // all but the first; not the down product's; none
-    natural = some & ((1 << count) - 1);
-    c.room = room_of(c, links, natural);
-    if (c.room.pieces >= kGoodPieces && c.room.bytes <= shared_per_block()) break;
-  }
-  for (int q = 0; q < count; q++) {
-    const auto& h = *reinterpret_cast<const GpuHeader*>(links[q].head);
-    if (natural >> q & 1) c.product[q].order = reinterpret_cast<const uint16_t*>(links[q].blob + order_at(h));
-    if (q) c.product[q - 1].next_natural = natural >> q & 1;
-  }
+  c.room = room_of(c, links);
   return c;
 }
 template <int CHUNKS>

@@ -18,68 +18,58 @@
 
 namespace exl2nb {
 
-// A token's activations: the first product's are another kernel's.
-__device__ __forceinline__ const half* x_of(const ChainProduct& P, int q, int m, const ChainWarp& w) {
-  return P.a.x + static_cast<size_t>(row_of(P.a, m)) * P.a.x_stride + (q ? w.set / 2 : 0);
-}
+// The activations of a product, or where they will be. The first product's are another kernel's.
+struct ChainInput {
+  const half* x;  // token 0's
+  int stride, width, blocks;
+  __device__ __forceinline__ ChainInput(const ChainProduct& P, int q, const ChainWarp& w)
+      : x(P.a.x + (q ? w.set / 2 : 0)), stride(P.a.x_stride), width(P.width), blocks(P.blocks) {
+    asm volatile("" : "+l"(x), "+r"(stride), "+r"(width), "+r"(blocks));  // read now, not when the activations are there
+  }
+};
 
-// The activations to whole numbers in the order of the rows. order: of this thread's first kOrders octets, loaded before the activations
-// are there.
-__device__ __forceinline__ void load_order(const ChainProduct& P, uint4 (&order)[kOrders]) {
-  const int octs = P.blocks * 8;
-#pragma unroll
-  for (int k = 0; k < kOrders; k++)
-    if (const int i = threadIdx.x + k * kCrewThreads; P.order && i < octs) order[k] = __ldg(reinterpret_cast<const uint4*>(P.order) + i);
-}
-
-__device__ __forceinline__ void chain_quantise(const ChainArgs& C, const ChainProduct& P, int q, const uint4 (&order)[kOrders],
-                                               const ChainWarp& w) {
-  const GemvArgs& A = P.a;
-  const int octs = P.blocks * 8;
+// The activations to whole numbers: 64 stored rows by LANES neighbouring lanes, which look for so many blocks at a time.
+template <int CHUNKS, int LANES, int SIDE>
+__device__ __forceinline__ void quantise(const ChainArgs& C, const ChainInput& in, int q, const ChainWarp& w) {
+  constexpr int kBlocks = 32 / LANES, kPlaces = 8 / LANES;  // of a warp at a time; of a lane in a block
   WholeBlock* const blocks = reinterpret_cast<WholeBlock*>(w.shared + C.room.blocks);
   uint8_t* const xs = w.shared + C.room.xs;
-  if (P.order) {
+  const int t = w.lane % LANES, tokens = tokens_of<CHUNKS>(C.product[q]);
 #pragma unroll 1
-    for (int m = 0; m < A.tokens; m++) {
-      const half* const from = x_of(P, q, m, w);
-      half* const row = reinterpret_cast<half*>(w.shared + C.room.plain + m * C.room.plain_row) + kOrderPad;
-      constexpr int kSide = 4;  // loads side by side
+  for (int m = 0; m < tokens; m++) {
+    const half* const x = in.x + (q == 0 && C.product[0].a.rows ? row_of(C.product[0].a, m) : m) * in.stride + t * 8;
 #pragma unroll 1
-      for (int first = threadIdx.x * 8; first < P.width; first += kSide * kCrewThreads * 8) {
-        uint4 v[kSide];
+    for (int first = w.warp * kBlocks; first < in.blocks; first += SIDE * kCrew * kBlocks) {
+      uint4 v[SIDE][kPlaces];
+      const auto row = [&](int side, int k) { return (first + side * kCrew * kBlocks + w.lane / LANES) * 64 + k * LANES * 8; };
 #pragma unroll
-        for (int k = 0; k < kSide; k++)
-          if (const int i = first + k * kCrewThreads * 8; i < P.width) v[k] = load_now(from + i);
+      for (int side = 0; side < SIDE; side++)
 #pragma unroll
-        for (int k = 0; k < kSide; k++)
-          if (const int i = first + k * kCrewThreads * 8; i < P.width)
-            *reinterpret_cast<uint4*>(row + i) = is_there(v[k]) ? v[k] : await(from + i);
+        for (int k = 0; k < kPlaces; k++) {
+          v[side][k] = make_uint4(0, 0, 0, 0);  // past the last row there is nothing
+          if (row(side, k) + t * 8 < in.width) v[side][k] = load_now(x + row(side, k));
+        }
+#pragma unroll 1
+      for (int side = 0; side < SIDE && row(side, 0) - w.lane / LANES * 64 < in.width; side++) {
+        uint4 own[kPlaces];
+#pragma unroll
+        for (int k = 0; k < kPlaces; k++) {
+          own[k] = SIDE > 1 && side ? v[SIDE - 1][k] : v[0][k];
+          // One after the other: looking in vain takes from the L2 cache what others need of it.
+          if (q && row(side, k) + t * 8 < in.width && !is_there(own[k])) own[k] = await(x + row(side, k));
+        }
+        const int at = row(side, 0) / 64, to = m * in.blocks + at;
+        to_whole<LANES>(own, xs + to * 128, blocks + to, t, at < in.blocks);
       }
     }
-    crew_sync();
   }
-#pragma unroll 1
-  for (int m = 0; m < A.tokens; m++) {
-    const uint16_t* const row = reinterpret_cast<const uint16_t*>(w.shared + C.room.plain + m * C.room.plain_row);
-    const half* const x = x_of(P, q, m, w);
-    const auto two = [&](uint32_t pair) { return __byte_perm(row[pair & 0xffff], row[pair >> 16], 0x5410); };
-    const auto put = [&](int i, const uint4& n) {  // octet i of lane 0
-      const int at = min(i + w.lane, octs - 1);
-      uint4 v = make_uint4(0, 0, 0, 0);  // past the last row there is nothing
-      if (P.order)
-        v = make_uint4(two(n.x), two(n.y), two(n.z), two(n.w));
-      else if (at * 8 < P.width)
-        v = q ? await(x + at * 8) : __ldcg(reinterpret_cast<const uint4*>(x) + at);
-      to_whole(v, xs + (m * P.blocks + (at >> 3)) * 128, blocks + m * P.blocks + (at >> 3), w.lane, i + w.lane < octs);
-    };
-    int i = w.warp * 32;
-#pragma unroll
-    for (int k = 0; k < kOrders; k++, i += kCrewThreads)
-      if (i < octs) put(i, order[k]);
-#pragma unroll 1
-    for (; i < octs; i += kCrewThreads)
-      put(i, P.order ? __ldg(reinterpret_cast<const uint4*>(P.order) + min(i + w.lane, octs - 1)) : order[0]);
-  }
+}
+template <int CHUNKS>
+__device__ __forceinline__ void chain_quantise(const ChainArgs& C, const ChainInput& in, int q, const ChainWarp& w) {
+  if (in.blocks <= kCrew * 4)
+    quantise<CHUNKS, 8, 1>(C, in, q, w);
+  else
+    quantise<CHUNKS, 4, 2>(C, in, q, w);
 }
 
 // What a warp does with a piece of all strips of a part. All of a product's are made before the activations are there.
@@ -91,46 +81,37 @@ struct Leg {
   int sums;             // where they go; odd: added to what is there
 };
 
-__device__ __forceinline__ int num_legs(const ChainProduct& P) {
-  int n = 0;
-  for (int p = 0; p < P.a.num_parts; p++) n += P.piece[p].passes;
-  return n;
-}
-
-__device__ __forceinline__ Leg make_leg(const ChainArgs& C, int q, int round, int number, const ChainWarp& w) {
+__device__ __forceinline__ Leg make_leg(const ChainArgs& C, int q, int round, int warp, int number, const ChainWarp& w) {
   const ChainProduct& P = C.product[q];
   const ChainImage image(C, w.shared, q);
   int p = 0, pass = number;
 #pragma unroll 1
-  while (p < P.a.num_parts && pass >= P.piece[p].passes) pass -= P.piece[p++].passes;
-  if (p == P.a.num_parts) return {};
+  while (pass >= P.piece[p].passes) pass -= P.piece[p++].passes;
   const int count = max(chain_strips(P, p, first_strip(P.a, w.block, p), round), 0);
   const Piece piece(P, image, p, pass);
-  const int n = piece.first + w.warp;
+  const int n = piece.first + warp;
   const bool mine = n < piece.last;
   const ItemWords it(image.items[mine ? n : piece.first]);
-  const int begin = image.items[mine ? piece.first + w.warp / kTeam * kTeam : piece.first].offset;
-  const int sums = (p * P.strips * kCrew + w.warp) * 16 * P.a.tokens;
+  const int begin = image.items[mine ? piece.first + warp / kTeam * kTeam : piece.first].offset;
+  const int sums = (p * P.strips * kCrew + warp) * 16 * P.a.tokens;
   return {it.words.y, it.words.w, static_cast<int>(it.words.x) - begin, it.unit0(), mine ? count : -count, sums + (pass > 0)};
 }
 
-// A warp's legs lie in shared memory.
-__device__ __forceinline__ Leg* legs_of(const ChainArgs& C, const ChainWarp& w) {
-  return reinterpret_cast<Leg*>(w.shared + C.room.legs) + w.warp * kLegs;
-}
+// The warps' legs lie in shared memory, each leg those of all warps; made by threads from the `first` one on.
+__device__ __forceinline__ Leg* legs_of(const ChainArgs& C, const ChainWarp& w) { return reinterpret_cast<Leg*>(w.shared + C.room.legs); }
 
-__device__ __forceinline__ void make_legs(const ChainArgs& C, int q, int round, const ChainWarp& w) {
-  if (w.lane < kLegs) legs_of(C, w)[w.lane] = make_leg(C, q, round, w.lane, w);
-  __syncwarp();
+__device__ __forceinline__ void make_legs(const ChainArgs& C, int q, int round, int first, const ChainWarp& w) {
+  const int i = static_cast<int>(threadIdx.x) - first;
+  if (i >= 0 && i < C.product[q].legs * kCrew) legs_of(C, w)[i] = make_leg(C, q, round, i % kCrew, i / kCrew, w);
 }
 
 template <int CHUNKS>
 __device__ __forceinline__ void run_leg(const ChainArgs& C, const ChainProduct& P, const Leg& leg, const half2* steps,
                                         const WholeInput<CHUNKS>& in, ChainWarp& w) {
-  const int lane = w.lane, step = kCrew * 16 * P.a.tokens, count = abs(leg.strips);
+  const int lane = w.lane, step = kCrew * 16 * tokens_of<CHUNKS>(P), count = abs(leg.strips);
   const bool add = leg.sums & 1;
   const uint8_t* const ring = w.shared + C.room.ring;
-  float* to = reinterpret_cast<float*>(w.shared + C.room.partial) + (leg.sums & ~1);
+  float* to = partials(w) + (leg.sums & ~1);
   if (leg.strips < 0) {
 #pragma unroll 1
     for (int s = 0; s < count; s++, to += step) {
@@ -184,32 +165,39 @@ __device__ __forceinline__ void run_leg(const ChainArgs& C, const ChainProduct& 
 
 // The product of q and what it writes. out: of the first round, this thread's.
 template <int CHUNKS>
-__device__ __forceinline__ void chain_multiply(const ChainArgs& C, int q, int legs, ChainOut out, const WholeInput<CHUNKS>& in,
-                                               ChainWarp& w) {
+__device__ __forceinline__ void chain_multiply(const ChainArgs& C, int q, const WholeInput<CHUNKS>& in, ChainWarp& w) {
   const ChainProduct& P = C.product[q];
   const half2* const steps = ChainImage(C, w.shared, q).steps;
+  const int legs = P.legs;
 #pragma unroll 1
   for (int round = 0;;) {
 #pragma unroll 1
     for (int i = 0; i < legs; i++) {
-      Leg now = legs_of(C, w)[i];
+      Leg now = legs_of(C, w)[i * kCrew + w.warp];
       now.kind = __shfl_sync(0xffffffffu, now.kind, 0),
       now.rest = __shfl_sync(0xffffffffu, now.rest, 0);  // the same, so that the compiler knows
       if (now.strips) run_leg<CHUNKS>(C, P, now, steps, in, w);
     }
     barrier_wait(w.bars + kScaled, q & 1);
-    if (q == 0) w.set = *reinterpret_cast<const int*>(w.shared + C.room.factors + kChainTokens * sizeof(float));
+    if (q == 0) w.set = near(w).set;
+    const ChainNow now = near(w).now[q];
     crew_sync();
-    if (P.a.epilogue == kResidual) {
-      chain_add(C, P, q, w);
-    } else {
-      chain_write(C, P, out, w);
-#pragma unroll 1
-      for (int e = threadIdx.x + kCrewThreads; e < num_outs(P); e += kCrewThreads) chain_write(C, P, make_out(P, round, e, w), w);
+    if (now.residual)
+      chain_add<CHUNKS>(C, P, q, now.squares, w);
+    else
+      chain_write<CHUNKS>(C, P, now, w);
+    if (++round == P.rounds) {
+      if (q + 1 == C.count) return;
+      if (now.writers > 1) {
+        if (w.warp < now.writers) some_sync(now.writers * 32);
+      } else {
+        __syncwarp();
+      }
+      if (threadIdx.x == 0) meet_arrive(now.meet), barrier_arrive(w.bars + kMine);
+      return;
     }
-    if (++round == P.rounds) return;
-    make_legs(C, q, round, w);
-    out = make_out(P, round, threadIdx.x, w);
+    make_legs(C, q, round, 0, w);
+    make_outs(C, P, round, 0, w);
     crew_sync();  // the sums are read
   }
 }
@@ -218,15 +206,11 @@ template <int CHUNKS>
 __global__ void __launch_bounds__(kChainThreads, 1) chain_products(const __grid_constant__ ChainArgs C) {
   extern __shared__ __align__(128) uint8_t shared[];
   const int lane = threadIdx.x & 31, warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x >> 5), 0), block = blockIdx.x;
-  uint64_t* const bars = reinterpret_cast<uint64_t*>(shared + C.room.bars);
+  uint64_t* const bars = reinterpret_cast<ChainShared*>(shared)->bars;
   pdl_launch_dependents();
   if (threadIdx.x < kChainBars) {
     barrier_init(bars + threadIdx.x, threadIdx.x >= kMostPieces && threadIdx.x < 2 * kMostPieces ? kTeam : 1);
     barrier_fence();
-  }
-  if (threadIdx.x < C.product[0].a.tokens && C.room.plain_row) {
-    half* const zeros = reinterpret_cast<half*>(shared + C.room.plain + threadIdx.x * C.room.plain_row);
-    for (int i = 0; i < kOrderPad; i++) zeros[i] = __float2half_rn(0.f);
   }
   __syncthreads();
   if (warp == kCrew) {
@@ -246,31 +230,22 @@ __global__ void __launch_bounds__(kChainThreads, 1) chain_products(const __grid_
     return;
   }
   ChainWarp w{shared, bars, block, warp, lane, warp / kTeam, 0, 0, {}};
-  chain_norms(C, w);
+  prepare(C, w);
   barrier_wait(bars + kImages, 0);
 #pragma unroll 1
   for (int q = 0; q < C.count; q++) {
     const ChainProduct& P = C.product[q];
-    uint4 order[kOrders] = {};
-    load_order(P, order);
-    const int legs = num_legs(P);
-    make_legs(C, q, 0, w);
-    const ChainOut out = P.a.epilogue == kResidual ? ChainOut{-1} : make_out(P, 0, threadIdx.x, w);
+    // By warps that have nothing to write of the product before; so that they are not waited for.
+    make_legs(C, q, 0, kCrewThreads / 2, w);
+    if (P.a.epilogue != kResidual) make_outs(C, P, 0, kCrewThreads / 4, w);
+    const ChainInput x(P, q, w);
     const WholeInput<CHUNKS> in(shared + C.room.xs, reinterpret_cast<const WholeBlock*>(shared + C.room.blocks), P.blocks, P.a.tokens,
                                 lane);
     barrier_wait(bars + kReady, q & 1);
     if (q == 0 && P.a.epilogue == kResidual) chain_residual(C, w);
-    chain_quantise(C, P, q, order, w);
+    chain_quantise<CHUNKS>(C, x, q, w);
     crew_sync();
-    chain_multiply<CHUNKS>(C, q, legs, out, in, w);
-    if (q + 1 < C.count) {
-      if (P.writers > 1) {
-        if (w.warp < P.writers) some_sync(P.writers * 32);
-      } else {
-        __syncwarp();
-      }
-      if (threadIdx.x == 0) meet_arrive(C.meet + q), barrier_arrive(bars + kMine);
-    }
+    chain_multiply<CHUNKS>(C, q, in, w);
   }
   if (C.count == 1) return;
   // Of the products that this launch does not have, too. Nobody reads the number of launches any more, but the next ones.

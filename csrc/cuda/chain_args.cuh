@@ -6,35 +6,61 @@
 namespace exl2nb {
 
 constexpr int kChain = 4, kTeam = 8, kCrew = 2 * kTeam, kCrewThreads = kCrew * 32, kChainThreads = kCrewThreads + 64;
-constexpr int kMostPieces = 12, kAhead = 2;
-constexpr int kLegs = 16;   // pieces of all parts of a strip, at most
-constexpr int kOwn = 4;     // strips of a residual's product that a CTA owns, at most
-constexpr int kOrders = 3;  // octets of the order that a thread loads before the activations are there
+constexpr int kMostPieces = 12;
+constexpr int kLegs = 16;  // pieces of all parts of a strip, at most
+constexpr int kOwn = 4;    // strips of a residual's product that a CTA owns, at most
 enum ChainBar { kImages = 2 * kMostPieces, kReady, kScaled, kMine, kChainBars };
 
 struct ChainProduct {
-  GemvArgs a;             // next.inverse null and next_natural: in natural order
-  const uint16_t* order;  // as blob.h says; null: x lies in the order of the rows
-  int width, blocks;      // features; 64 stored rows
-  int strips, rounds;     // of a part, whose partial sums there is room for; how often that is
-  int writers;            // warps that store results
-  bool next_natural;
+  GemvArgs a;
+  int width, blocks;   // features; 64 stored rows
+  int strips, rounds;  // of a part, whose partial sums there is room for; how often that is
+  int outs, writers;   // results of a token in a round; warps that store them
+  int enough;          // CTAs that have stored theirs when it is worth while to look for all results
+  int legs;            // of a warp: pieces of all parts of a strip
   struct {
     int passes, items;  // pieces of a strip; items of a piece
   } piece[kMaxParts];
 };
 
-struct ChainRoom {    // where things lie in shared memory
+// What is known of a column's result before its sums are there.
+struct ChainOut {
+  static constexpr uint16_t kNone = 0xffff;
+  void* to;         // where token 0's goes, of this launch's first set: to the output, or into the next matrix's input; null: nowhere
+  float* residual;  // where else; null: nowhere
+  uint16_t sums, sums_up;  // kNone: there is no such column
+  float bias, norm;
+  float other;  // of gates: the bias of up; of residuals: the scale
+};
+// What is needed of a product when its sums are there: arguments would have to be fetched then.
+struct ChainNow {
+  unsigned* meet;
+  float* squares;  // token 0's; null: none
+  int outs, writers;
+  uint16_t activation;
+  bool residual, store, gated, announces;
+};
+// Where a CTA's shared memory begins; partial sums follow.
+struct ChainShared {
+  uint64_t bars[kChainBars];
+  float factors[kChainTokens];
+  int set;
+  ChainNow now[kChain];
+  ChainOut owned[2][kOwn * 16];  // of residuals' products
+};
+constexpr int kPartials = (sizeof(ChainShared) + 127) / 128 * 128;
+
+struct ChainRoom {    // where other things things lie in shared memory
   int pieces, piece;  // of the ring; bytes of one
-  int image[kChain], ring, bars, legs, blocks, factors, partial, norms, xs, plain, bytes;
-  int owned, plain_row;
+  int image[kChain], ring, legs, blocks, outs, xs, bytes;
 };
 
 struct ChainArgs {
   ChainProduct product[kChain];
   int count, grid;
-  unsigned* meet;  // [kChain]: how often CTAs came, in all launches, to the end of a product; the last one: of a launch; then: launches
-  uint8_t* set;    // what lies between products; behind it the same for the next launch
+  int ahead, busier;  // pieces under way; the first so many CTAs, which have more to do than the others, have one more
+  unsigned* meet;     // [kChain]: how often CTAs came, in all launches, to the end of a product; the last one: of a launch; then: launches
+  uint8_t* set;       // what lies between products; behind it the same for the next launch
   int set_bytes;
   uint4* spent;  // as in ChainLink
   int spent_count;

@@ -8,6 +8,7 @@ namespace exl2nb {
 // What fetches weights: one thread.
 __device__ __forceinline__ void fetch_pieces(const ChainArgs& C, uint8_t* shared, uint64_t* full, uint64_t* empty, int block) {
   const uint64_t policy = once();
+  const int ahead = C.ahead + (block < C.busier);
   int slot = 0, old = 0, issued = 0;
   uint32_t phase = 1, old_phase = 0;
 #pragma unroll 1
@@ -34,7 +35,7 @@ __device__ __forceinline__ void fetch_pieces(const ChainArgs& C, uint8_t* shared
               const Item& end = image.items[min(n + kTeam, piece.last) - 1];
               const uint32_t offset = image.items[any ? n : piece.first].offset, bytes = any ? end.offset + end.bytes - offset : 0;
               barrier_wait(empty + slot, phase);
-              if (issued >= kAhead) {  // no more than so many under way
+              if (issued >= ahead) {  // no more than so many under way
                 barrier_wait(full + old, old_phase);
                 if (++old == C.room.pieces) old = 0, old_phase ^= 1;
               }
@@ -51,7 +52,7 @@ __device__ __forceinline__ void fetch_pieces(const ChainArgs& C, uint8_t* shared
 // What waits for the other CTAs: a warp. Says when the activations are there, or on their way, and the factors. The counters only say when
 // looking is worth while: what is written says so itself.
 __device__ __forceinline__ void await_inputs(const ChainArgs& C, uint8_t* shared, uint64_t* bars, int block, int lane) {
-  float* const factors = reinterpret_cast<float*>(shared + C.room.factors);
+  ChainShared& near = *reinterpret_cast<ChainShared*>(shared);
   unsigned before = 0;  // all counters, when this launch began
   int set = 0;          // bytes to what is this launch's
 #pragma unroll 1
@@ -61,7 +62,7 @@ __device__ __forceinline__ void await_inputs(const ChainArgs& C, uint8_t* shared
       pdl_wait();
     } else if (lane == 0) {
       barrier_wait(bars + kMine, (q - 1) & 1);
-      while (static_cast<int>(load_now(C.meet + q - 1) - before - C.grid / 2) < 0) {
+      while (static_cast<int>(load_now(C.meet + q - 1) - before - C.product[q - 1].enough) < 0) {
       }  // of the rest more is seen by looking at what they write
     }
     __syncwarp();
@@ -76,7 +77,7 @@ __device__ __forceinline__ void await_inputs(const ChainArgs& C, uint8_t* shared
     }
     if (q == 0 && C.spent)
       for (int i = block * 32 + lane; i < C.spent_count; i += C.grid * 32) C.spent[i] = make_uint4(0, 0, 0, 0);
-    if (q == 0 && lane == 0) *reinterpret_cast<int*>(factors + kChainTokens) = set;
+    if (q == 0 && lane == 0) near.set = set;
 #pragma unroll 1
     for (int m = 0; m < A.tokens; m++) {
       float sum = 0.f;
@@ -99,7 +100,7 @@ __device__ __forceinline__ void await_inputs(const ChainArgs& C, uint8_t* shared
         for (int i = lane + 32 * kSide; i < A.squares_count; i += 32) sum += await(squares + i);
       }
       sum = warp_sum(sum);
-      if (lane == 0) factors[m] = A.squares ? rsqrtf(sum * A.inverse_width + A.eps) : 1.f;
+      if (lane == 0) near.factors[m] = A.squares ? rsqrtf(sum * A.inverse_width + A.eps) : 1.f;
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(bars + kScaled);

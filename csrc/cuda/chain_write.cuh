@@ -20,110 +20,146 @@ struct ChainWarp {
   }
 };
 
+// How many tokens a launch has; of one or two the compiler knows it.
+template <int CHUNKS>
+__device__ __forceinline__ int tokens_of(const ChainProduct& P) {
+  return CHUNKS == 4 ? 1 : CHUNKS == 2 ? 2 : P.a.tokens;
+}
+
 // Sums of the warps of a strip's column, in a fixed order.
-__device__ __forceinline__ float crew_total(const float* p, int M) {
+__device__ __forceinline__ float crew_total(const float* p, int M) {  // M: tokens
   float v[4];
 #pragma unroll
   for (int k = 0; k < 4; k++) v[k] = (p[4 * k * M * 16] + p[(4 * k + 1) * M * 16]) + (p[(4 * k + 2) * M * 16] + p[(4 * k + 3) * M * 16]);
   return (v[0] + v[1]) + (v[2] + v[3]);
 }
 
-// Into the next matrix's input; the last product's is another kernel's.
-__device__ __forceinline__ void chain_put(const ChainProduct& P, bool last, int m, int column, float v, const ChainWarp& w) {
-  const MatrixInput& to = P.a.next;
-  half* const row = to.x + static_cast<size_t>(m) * to.stride + (last ? 0 : w.set / 2);
-  if (P.next_natural) {
-    store_for_all(row + column, announced(saturated(v)));
-  } else {
-#pragma unroll 1
-    for (int p = 0; p < to.num_perms; p++)
-      store_for_all(row + static_cast<size_t>(p) * to.perm_stride + fragment_place(to.inverse[p] ? to.inverse[p][column] : column),
-                    announced(saturated(v)));
+__device__ __forceinline__ ChainShared& near(const ChainWarp& w) { return *reinterpret_cast<ChainShared*>(w.shared); }
+__device__ __forceinline__ float* partials(const ChainWarp& w) { return reinterpret_cast<float*>(w.shared + kPartials); }
+__device__ __forceinline__ ChainOut* outs_of(const ChainArgs& C, const ChainWarp& w) {
+  return reinterpret_cast<ChainOut*>(w.shared + C.room.outs);
+}
+
+__device__ __forceinline__ half* place_of(const MatrixInput& to, int copy, int column) {
+  return to.x + static_cast<size_t>(copy) * to.perm_stride + fragment_place(to.inverse[copy] ? __ldg(to.inverse[copy] + column) : column);
+}
+
+__device__ __forceinline__ int owned_column(const ChainProduct& P, const ChainWarp& w, int r) {
+  return (first_strip(P.a, w.block, 0) + (r >> 4) * P.a.grid) * 16 + (r & 15);
+}
+
+// What stays the same for the whole launch.
+__device__ __forceinline__ void prepare(const ChainArgs& C, const ChainWarp& w) {
+  if (const int q = threadIdx.x - kCrewThreads / 2; q >= 0 && q < C.count) {
+    const ChainProduct& P = C.product[q];
+    const GemvArgs& A = P.a;
+    near(w).now[q] = {C.meet + q,
+                      A.epilogue == kResidual && A.next_norm ? A.next_squares + w.block : nullptr,
+                      P.outs,
+                      P.writers,
+                      static_cast<uint16_t>(A.activation),
+                      A.epilogue == kResidual,
+                      A.epilogue == kStore,
+                      A.gated,
+                      C.announces};
   }
+  const int q = threadIdx.x / (kOwn * 16) * 2, r = threadIdx.x % (kOwn * 16);
+  if (q >= C.count || q > 2 || C.product[0].a.epilogue != kResidual) return;
+  const ChainProduct& P = C.product[q];
+  const GemvArgs& A = P.a;
+  const int column = owned_column(P, w, r);
+  ChainOut o{};
+  o.sums = ChainOut::kNone;
+  if (column < A.part[0].outputs) {
+    o.sums = (r >> 4) * kCrew * 16 * A.tokens + (r & 15), o.other = A.scale;
+    if (A.bias) o.bias = __ldg(A.bias + column);
+    if (q) o.residual = A.residual + column;
+    if (A.next_norm) o.norm = __ldg(A.next_norm + column), o.to = place_of(A.next, 0, column);
+  }
+  near(w).owned[q / 2][r] = o;
 }
 
 // y + residual, by warp m for token m.
-__device__ __forceinline__ void chain_add(const ChainArgs& C, const ChainProduct& P, int q, ChainWarp& w) {
-  const GemvArgs& A = P.a;
-  const int M = A.tokens, m = w.warp, strip0 = first_strip(A, w.block, 0), columns = chain_strips(P, 0, strip0, 0) * 16;
-  const bool last = q + 1 == C.count;
-  if (m >= M) return;
-  const float* const norms = reinterpret_cast<const float*>(w.shared + C.room.norms) + (q ? C.room.owned : 0);
-  const float* const partial = reinterpret_cast<const float*>(w.shared + C.room.partial) + m * 16;
-  const float factor = reinterpret_cast<const float*>(w.shared + C.room.factors)[m];
+template <int CHUNKS>
+__device__ __forceinline__ void chain_add(const ChainArgs& C, const ChainProduct& P, int q, float* squares_to, ChainWarp& w) {
+  const int M = tokens_of<CHUNKS>(P), m = M == 1 ? 0 : w.warp, set = q + 1 == C.count ? 0 : w.set;
+  if (w.warp >= M) return;
   float squares = 0.f;
 #pragma unroll
   for (int k = 0; k < kOwn / 2; k++) {
-    const int r = w.lane + 32 * k, column = (strip0 + (r >> 4) * A.grid) * 16 + (r & 15);
-    if (r < columns && column < A.part[0].outputs) {
-      const float y = crew_total(partial + (r >> 4) * kCrew * 16 * M + (r & 15), M) * factor,
-                  v = w.residual[k] + A.scale * (y + (A.bias ? A.bias[column] : 0.f));
-      w.residual[k] = v;
-      if (q) A.residual[static_cast<size_t>(m) * A.residual_stride + column] = v;
-      squares = fmaf(v, v, squares);
-      if (A.next_norm) chain_put(P, last, m, column, v * norms[r], w);
+    const ChainOut o = near(w).owned[q / 2][w.lane + 32 * k];
+    if (!__any_sync(0xffffffffu, o.sums != ChainOut::kNone)) break;
+    if (o.sums == ChainOut::kNone) continue;
+    const float v = w.residual[k] + o.other * (crew_total(partials(w) + o.sums + m * 16, M) * near(w).factors[m] + o.bias);
+    w.residual[k] = v;
+    squares = fmaf(v, v, squares);
+    if (o.to) {
+      half* to = reinterpret_cast<half*>(static_cast<uint8_t*>(o.to) + set);
+      if (M > 1) to += static_cast<size_t>(m) * P.a.next.stride;
+      store_for_all(to, announced(saturated(v * o.norm)));
     }
+    if (o.residual) o.residual[M == 1 ? 0 : static_cast<size_t>(m) * P.a.residual_stride] = v;
   }
-  if (A.next_norm) {
+  if (squares_to) {
     squares = warp_sum(squares);
-    if (w.lane == 0) store_for_all(A.next_squares + m * A.grid + w.block + (last ? 0 : w.set / 4), announced(squares));
+    if (w.lane == 0) store_for_all(squares_to + set / 4 + (M == 1 ? 0 : m * P.a.grid), announced(squares));
   }
-}
-
-// What a thread writes of the other epilogues; e: which of a round's values, [part][token][column], of gates those of the first part.
-struct ChainOut {
-  int sums;  // of the strip, token and column; negative: nothing
-  int token, column;
-  float bias, bias_up;
-};
-
-__device__ __forceinline__ int num_outs(const ChainProduct& P) {
-  return (P.a.epilogue == kStore ? P.a.num_parts : 1) * P.a.tokens * P.strips * 16;
-}
-
-__device__ __forceinline__ ChainOut make_out(const ChainProduct& P, int round, int e, const ChainWarp& w) {
-  const GemvArgs& A = P.a;
-  const int n = P.strips * 16;
-  int r = e, m = 0, part = 0;
+  // Another kernel's input may have several copies.
+  if (q + 1 == C.count && P.a.next_norm)
 #pragma unroll 1
-  while (r >= n) r -= n, m++;
-#pragma unroll 1
-  while (m >= A.tokens) m -= A.tokens, part++;
-  if (part >= (A.epilogue == kStore ? A.num_parts : 1)) return {-1};
-  const int strip0 = first_strip(A, w.block, part), column = (strip0 + (round * P.strips + (r >> 4)) * A.grid) * 16 + (r & 15);
-  if ((r >> 4) >= chain_strips(P, part, strip0, round) || column >= A.part[part].outputs) return {-1};
-  const int out = A.part[part].first_column + column;
-  return {((part * P.strips + (r >> 4)) * kCrew * A.tokens + m) * 16 + (r & 15), m, A.epilogue == kStore ? out : column,
-          A.bias ? A.bias[out] : 0.f, A.bias && A.gated ? A.bias[A.part[0].outputs + column] : 0.f};
+    for (int copy = 1; copy < P.a.next.num_perms; copy++)
+      for (int k = 0; k < kOwn / 2; k++)
+        if (const ChainOut& o = near(w).owned[q / 2][w.lane + 32 * k]; o.sums != ChainOut::kNone)
+          place_of(P.a.next, copy, owned_column(P, w, w.lane + 32 * k))[static_cast<size_t>(m) * P.a.next.stride] =
+              saturated(w.residual[k] * o.norm);
 }
 
-__device__ __forceinline__ void chain_write(const ChainArgs& C, const ChainProduct& P, const ChainOut& o, const ChainWarp& w) {
+// Of the other epilogues: [part][column], of gates the first part's. By threads from the `first` one on.
+__device__ __forceinline__ void make_outs(const ChainArgs& C, const ChainProduct& P, int round, int first, const ChainWarp& w) {
   const GemvArgs& A = P.a;
-  if (o.sums < 0) return;
-  const float* const partial = reinterpret_cast<const float*>(w.shared + C.room.partial) + o.sums;
-  const float factor = reinterpret_cast<const float*>(w.shared + C.room.factors)[o.token],
-              v = crew_total(partial, A.tokens) * factor + o.bias;
-  if (A.epilogue == kStore && C.announces)
-    store_for_all(A.out + o.token * A.out_stride + o.column, announced(v));
-  else if (A.epilogue == kStore)
-    A.out[o.token * A.out_stride + o.column] = v;
-  else if (A.gated)
-    chain_put(P, false, o.token, o.column,
-              activation(v, A.activation) * (crew_total(partial + P.strips * kCrew * 16 * A.tokens, A.tokens) * factor + o.bias_up), w);
-  else
-    chain_put(P, false, o.token, o.column, activation(v, A.activation), w);
+  const int n = P.strips * 16, e = (threadIdx.x + kCrewThreads - first) % kCrewThreads;
+  if (e >= P.outs) return;
+  int r = e, part = 0;
+#pragma unroll 1
+  while (r >= n) r -= n, part++;
+  const int strip0 = first_strip(A, w.block, part), column = (strip0 + (round * P.strips + (r >> 4)) * A.grid) * 16 + (r & 15),
+            out = A.part[part].first_column + column;
+  ChainOut o{};
+  o.sums = ChainOut::kNone;
+  if ((r >> 4) < chain_strips(P, part, strip0, round) && column < A.part[part].outputs) {
+    o.sums = (part * P.strips + (r >> 4)) * kCrew * 16 * A.tokens + (r & 15);
+    o.sums_up = o.sums + P.strips * kCrew * 16 * A.tokens;
+    if (A.bias) o.bias = __ldg(A.bias + out);
+    if (A.bias && A.gated) o.other = __ldg(A.bias + A.part[0].outputs + column);
+    if (A.epilogue == kStore)
+      o.to = A.out + out;
+    else
+      o.to = place_of(A.next, 0, column);
+  }
+  outs_of(C, w)[e] = o;
 }
 
-// Of a residual's product: what the CTA owns.
-__device__ __forceinline__ void chain_norms(const ChainArgs& C, const ChainWarp& w) {
-  float* const norms = reinterpret_cast<float*>(w.shared + C.room.norms);
-#pragma unroll
-  for (int q = 0; q < 3; q += 2) {
-    const GemvArgs& A = C.product[q].a;
-    const int strip0 = first_strip(A, w.block, 0);
-    if (const int i = threadIdx.x; i < kOwn * 16) {
-      const int column = (strip0 + (i >> 4) * A.grid) * 16 + (i & 15);
-      if (A.next_norm && i < C.room.owned && column < A.part[0].outputs) norms[(q ? C.room.owned : 0) + i] = __ldg(A.next_norm + column);
+template <int CHUNKS>
+__device__ __forceinline__ void chain_write(const ChainArgs& C, const ChainProduct& P, const ChainNow& now, const ChainWarp& w) {
+  const int M = tokens_of<CHUNKS>(P);
+  if (static_cast<int>(threadIdx.x) >= now.outs) return;
+  const ChainOut o = outs_of(C, w)[threadIdx.x];
+  if (o.sums == ChainOut::kNone) return;
+#pragma unroll 1
+  for (int m = 0; m < M; m++) {
+    const float factor = near(w).factors[m];
+    float v = crew_total(partials(w) + o.sums + m * 16, M) * factor + o.bias;
+    if (now.store) {
+      float* const to = static_cast<float*>(o.to) + (m ? m * P.a.out_stride : 0);
+      if (now.announces)
+        store_for_all(to, announced(v));
+      else
+        *to = v;
+    } else {
+      v = activation(v, now.activation);
+      if (now.gated) v *= crew_total(partials(w) + o.sums_up + m * 16, M) * factor + o.other;
+      store_for_all(reinterpret_cast<half*>(static_cast<uint8_t*>(o.to) + w.set) + (m ? static_cast<size_t>(m) * P.a.next.stride : 0),
+                    announced(saturated(v)));
     }
   }
 }

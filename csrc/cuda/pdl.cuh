@@ -104,7 +104,7 @@ __device__ __forceinline__ float warp_sum(float v) {  // the same in every lane,
 
 // index as in ops.reference.ACTIVATIONS: silu, gelu, gelu_tanh
 __device__ __forceinline__ float activation(float v, int kind) {
-  if (kind == 0) return v / (1.f + __expf(-v));
+  if (kind == 0) return __fdividef(v, 1.f + __expf(-v));
   if (kind == 1) return 0.5f * v * (1.f + erff(v * 0.70710678118f));
   const float u = 0.7978845608f * (v + 0.044715f * v * v * v);
   return 0.5f * v * (1.f + tanhf(u));

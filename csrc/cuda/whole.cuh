@@ -29,28 +29,43 @@ __device__ __forceinline__ void to_bytes(uint2 v, float inverse, uint32_t& low, 
   sum = __dp4a(static_cast<int>(low), 0x01010101, sum) + 256 * __dp4a(static_cast<int>(high), 0x01010101, 0);
 }
 
-// 64 stored rows of a token as fragment.cuh orders them, to bytes at `rows`: the high ones, then the low ones. Eight neighbouring lanes
-// work on it, all lanes of the warp must come; v: places 8 * (lane & 3) on of the first (lane & 4: second) 32 rows; live: whether there is
-// something to do.
-__device__ __forceinline__ void to_whole(uint4 v, uint8_t* rows, WholeBlock* block, int lane, bool live) {
+// 64 stored rows of a token as fragment.cuh orders them, to bytes at `rows`: the high ones, then the low ones. LANES neighbouring lanes t
+// work on it, 8 or 4, all lanes of the warp must come; v: places 8 t on, and 8 (t + 4); live: whether there is something to do.
+template <int LANES>
+__device__ __forceinline__ void to_whole(const uint4 (&v)[8 / LANES], uint8_t* rows, WholeBlock* block, int t, bool live) {
+  constexpr int kPlaces = 8 / LANES;
   const auto h = [](uint32_t w) { return __habs2(*reinterpret_cast<half2*>(&w)); };
-  const half2 most = __hmax2(__hmax2(h(v.x), h(v.y)), __hmax2(h(v.z), h(v.w)));
+  half2 most = __float2half2_rn(0.f);
+#pragma unroll
+  for (int k = 0; k < kPlaces; k++) most = __hmax2(most, __hmax2(__hmax2(h(v[k].x), h(v[k].y)), __hmax2(h(v[k].z), h(v[k].w))));
   float m = fmaxf(__low2float(most), __high2float(most));
 #pragma unroll
-  for (int d = 1; d <= 4; d *= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, d));
+  for (int d = 1; d < LANES; d *= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, d));
   const float inverse = m > 0.f ? __fdividef(kLargest, m) : 0.f;
-  uint2 low, high;
-  int sum = 0;
-  to_bytes(make_uint2(v.x, v.y), inverse, low.x, high.x, sum);
-  to_bytes(make_uint2(v.z, v.w), inverse, low.y, high.y, sum);
+  uint2 low[kPlaces], high[kPlaces];
+  int sum[kPlaces];
 #pragma unroll
-  for (int d = 1; d <= 2; d *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
-  const int other = __shfl_xor_sync(0xffffffffu, sum, 4);
-  if (!live) return;
-  uint8_t* const to = rows + (lane & 3) * 16 + (lane & 4) * 2;
-  *reinterpret_cast<uint2*>(to) = high;
-  *reinterpret_cast<uint2*>(to + 64) = low;
-  if ((lane & 7) == 0) *block = {m * (1.f / kLargest), sum + other, sum, other};
+  for (int k = 0; k < kPlaces; k++) {
+    sum[k] = 0;
+    to_bytes(make_uint2(v[k].x, v[k].y), inverse, low[k].x, high[k].x, sum[k]);
+    to_bytes(make_uint2(v[k].z, v[k].w), inverse, low[k].y, high[k].y, sum[k]);
+#pragma unroll
+    for (int d = 1; d <= 2; d *= 2) sum[k] += __shfl_xor_sync(0xffffffffu, sum[k], d);
+  }
+  if constexpr (LANES == 8) {
+    const int other = __shfl_xor_sync(0xffffffffu, sum[0], 4);
+    if (!live) return;
+    uint8_t* const to = rows + (t & 3) * 16 + (t & 4) * 2;
+    *reinterpret_cast<uint2*>(to) = high[0];
+    *reinterpret_cast<uint2*>(to + 64) = low[0];
+    if (t == 0) *block = {m * (1.f / kLargest), sum[0] + other, sum[0], other};
+  } else {
+    if (!live) return;
+    uint8_t* const to = rows + t * 16;
+    *reinterpret_cast<uint4*>(to) = make_uint4(high[0].x, high[0].y, high[1].x, high[1].y);
+    *reinterpret_cast<uint4*>(to + 64) = make_uint4(low[0].x, low[0].y, low[1].x, low[1].y);
+    if (t == 0) *block = {m * (1.f / kLargest), sum[0] + sum[1], sum[0], sum[1]};
+  }
 }
 
 // c += A B, A of unsigned bytes, B of signed ones.
