@@ -12,6 +12,7 @@ namespace {
 constexpr size_t kMeetBytes = 256;
 constexpr int kBudget = 220 * 1024;  // of shared memory: what is more does not help
 constexpr int kPartialRoom = 24 * 1024;
+constexpr int kWorthIt = 20000;      // rows of 16 columns that a CTA may have more, so that attention need not wait for chains to end
 constexpr int kPastPiece = 8 * 512;  // what is read past an item in the place of units that are not there
 
 // Who gets which strips, and how many strips' partial sums there are at a time.
@@ -134,17 +135,17 @@ const char* launch(const ChainArgs& c, cudaStream_t stream, bool pdl) {
 
 int chain_ctas(const ChainLink* links, int count) {
   const int all = num_sms();
-  const auto most = [&](int grid) {
+  const auto most = [&](int grid) {  // rows of the strips that a CTA has, at most
     int n = 0;
     for (int q = 0; q < count; q++) {
       const GemvArgs& a = links[q].a;
       const int strips = links[q].epilogue == kActivation ? a.part[0].strips : a.strips;
-      n += (strips + grid - 1) / grid;
+      n += (strips + grid - 1) / grid * reinterpret_cast<const GpuHeader*>(links[q].head)->K;
     }
     return n;
   };
   const int fewer = all - (links->beside + 1) / 2;
-  return fewer > all / 2 && most(fewer) == most(all) ? fewer : all;
+  return fewer > all / 2 && most(fewer) <= most(all) + kWorthIt ? fewer : all;
 }
 
 size_t chain_bytes(int width, int inner) { return kMeetBytes + 2 * set_bytes(width, inner); }

@@ -182,20 +182,14 @@ __device__ __forceinline__ void chain_multiply(const ChainArgs& C, int q, const 
     if (q == 0) w.set = near(w).set;
     const ChainNow now = near(w).now[q];
     crew_sync();
-    if (now.residual)
-      chain_add<CHUNKS>(C, P, q, now.squares, w);
-    else
+    round++;
+    if (now.residual) {  // of one round
+      chain_add<CHUNKS>(C, P, q, now, w);
+    } else {
       chain_write<CHUNKS>(C, P, now, w);
-    if (++round == P.rounds) {
-      if (q + 1 == C.count) return;
-      if (now.writers > 1) {
-        if (w.warp < now.writers) some_sync(now.writers * 32);
-      } else {
-        __syncwarp();
-      }
-      if (threadIdx.x == 0) meet_arrive(now.meet), barrier_arrive(w.bars + kMine);
-      return;
+      if (round == P.rounds && q + 1 < C.count) come(now, w);
     }
+    if (round == P.rounds) return;
     make_legs(C, q, round, 0, w);
     make_outs(C, P, round, 0, w);
     crew_sync();  // the sums are read
@@ -204,7 +198,10 @@ __device__ __forceinline__ void chain_multiply(const ChainArgs& C, int q, const 
 
 template <int CHUNKS>
 __global__ void __launch_bounds__(kChainThreads, 1) chain_products(const __grid_constant__ ChainArgs C) {
-  extern __shared__ __align__(128) uint8_t shared[];
+  extern __shared__ __align__(128) uint8_t dynamic[];
+  unsigned here = shared_address(dynamic);
+  asm volatile("" : "+r"(here));  // one register instead of the same computation at every use
+  uint8_t* const shared = static_cast<uint8_t*>(__cvta_shared_to_generic(here));
   const int lane = threadIdx.x & 31, warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x >> 5), 0), block = blockIdx.x;
   uint64_t* const bars = reinterpret_cast<ChainShared*>(shared)->bars;
   pdl_launch_dependents();

@@ -79,37 +79,52 @@ __device__ __forceinline__ void prepare(const ChainArgs& C, const ChainWarp& w) 
   near(w).owned[q / 2][r] = o;
 }
 
-// y + residual, by warp m for token m.
+// The warps that store a product's results have done so: the other CTAs may look. By all warps.
+__device__ __forceinline__ void come(const ChainNow& now, const ChainWarp& w) {
+  if (now.writers > 1) {
+    if (w.warp < now.writers) some_sync(now.writers * 32);
+  } else {
+    __syncwarp();
+  }
+  if (threadIdx.x == 0) meet_arrive(now.meet), barrier_arrive(w.bars + kMine);
+}
+
+// y + residual, by warp m for token m. What the next product reads goes first.
 template <int CHUNKS>
-__device__ __forceinline__ void chain_add(const ChainArgs& C, const ChainProduct& P, int q, float* squares_to, ChainWarp& w) {
-  const int M = tokens_of<CHUNKS>(P), m = M == 1 ? 0 : w.warp, set = q + 1 == C.count ? 0 : w.set;
+__device__ __forceinline__ void chain_add(const ChainArgs& C, const ChainProduct& P, int q, const ChainNow& now, ChainWarp& w) {
+  const int M = tokens_of<CHUNKS>(P), m = M == 1 ? 0 : w.warp;
+  const bool last = q + 1 == C.count;
   if (w.warp >= M) return;
+  const ChainOut* const owned = near(w).owned[q / 2] + w.lane;
   float squares = 0.f;
 #pragma unroll
   for (int k = 0; k < kOwn / 2; k++) {
-    const ChainOut o = near(w).owned[q / 2][w.lane + 32 * k];
+    const ChainOut o = owned[32 * k];
     if (!__any_sync(0xffffffffu, o.sums != ChainOut::kNone)) break;
     if (o.sums == ChainOut::kNone) continue;
     const float v = w.residual[k] + o.other * (crew_total(partials(w) + o.sums + m * 16, M) * near(w).factors[m] + o.bias);
     w.residual[k] = v;
     squares = fmaf(v, v, squares);
     if (o.to) {
-      half* to = reinterpret_cast<half*>(static_cast<uint8_t*>(o.to) + set);
+      half* to = reinterpret_cast<half*>(static_cast<uint8_t*>(o.to) + (last ? 0 : w.set));
       if (M > 1) to += static_cast<size_t>(m) * P.a.next.stride;
       store_for_all(to, announced(saturated(v * o.norm)));
     }
-    if (o.residual) o.residual[M == 1 ? 0 : static_cast<size_t>(m) * P.a.residual_stride] = v;
   }
-  if (squares_to) {
+  if (!last) come(now, w);
+  if (now.squares) {
     squares = warp_sum(squares);
-    if (w.lane == 0) store_for_all(squares_to + set / 4 + (M == 1 ? 0 : m * P.a.grid), announced(squares));
+    if (w.lane == 0) store_for_all(now.squares + (last ? 0 : w.set / 4) + (M == 1 ? 0 : m * P.a.grid), announced(squares));
   }
+#pragma unroll
+  for (int k = 0; k < kOwn / 2; k++)
+    if (float* const to = owned[32 * k].residual) to[M == 1 ? 0 : static_cast<size_t>(m) * P.a.residual_stride] = w.residual[k];
   // Another kernel's input may have several copies.
-  if (q + 1 == C.count && P.a.next_norm)
+  if (last && now.squares)
 #pragma unroll 1
     for (int copy = 1; copy < P.a.next.num_perms; copy++)
       for (int k = 0; k < kOwn / 2; k++)
-        if (const ChainOut& o = near(w).owned[q / 2][w.lane + 32 * k]; o.sums != ChainOut::kNone)
+        if (const ChainOut& o = owned[32 * k]; o.sums != ChainOut::kNone)
           place_of(P.a.next, copy, owned_column(P, w, w.lane + 32 * k))[static_cast<size_t>(m) * P.a.next.stride] =
               saturated(w.residual[k] * o.norm);
 }
