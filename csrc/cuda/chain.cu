@@ -109,7 +109,7 @@ ChainArgs arguments(const ChainLink* links, int count, uint8_t* room, size_t byt
   // Most of those that have the most strips; where there is much to look for, looking in vain costs more.
   for (int q = 0; q + 1 < count; q++) {
     const GemvPart& part = c.product[q].a.part[0];
-    c.product[q].enough = c.grid - (part.rest ? part.rest : c.grid) / (c.product[q + 1].blocks > 64 ? 4 : 2);
+    c.product[q].enough = c.grid - (part.rest ? part.rest : c.grid) / (c.product[q + 1].blocks > 32 ? 16 : 2);
   }
   // More under way than is needed delays what the others wait for. Narrow weights take longer to multiply than to come.
   const ChainProduct& widest = c.product[count > 1];
