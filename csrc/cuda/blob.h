@@ -8,8 +8,6 @@
 //                 steps  half2 per unit: the largest step of its first and second 32 rows, already times 1/256; 0 where there are none;
 //                        padded to 16 bytes after the last part
 //                 ends   uint16 (kEnds,) per part: the items of warp w are ends[w] .. ends[w + 1] - 1, about equally many
-//     order     per permutation uint16 by place (fragment.cuh) of a stored row, whole units: its feature + kOrderPad, 0 for padding; the
-//               identity is written out; none where K > kMostOrdered or all parts are dense
 //     strips    (strips, strip_bytes) per part
 //
 // A strip is 16 columns over all stored rows: its items one after the other. An item is at most kItemUnits units and then their scale
@@ -33,7 +31,7 @@ namespace exl2nb {
 
 constexpr int64_t kGpuMagic = 0x3147424e324c5845;  // "EXL2NBG1"
 constexpr int kGpuVersion = 1, kWarps = 16, kSlot = 2688, kEnds = 24, kMaxParts = 4, kMaxPerms = 3, kStripColumns = 16, kUnitRows = 64,
-              kGptqSet = 64, kOrderPad = 8, kMostOrdered = 65520, kItemUnits = 8;
+              kGptqSet = 64, kItemUnits = 8;
 
 struct GpuHeader {
   int64_t magic;
@@ -70,7 +68,5 @@ EXL2NB_BOTH constexpr int image_steps(int items) { return items * 16; }  // offs
 EXL2NB_BOTH constexpr int image_ends(int items, int units) { return items * 16 + (units + 3) / 4 * 16; }
 EXL2NB_BOTH constexpr int image_bytes(int items, int units, int parts) { return image_ends(items, units) + parts * kEnds * 2; }
 EXL2NB_BOTH constexpr int64_t align256(int64_t n) { return (n + 255) / 256 * 256; }
-
-inline int64_t order_at(const GpuHeader& h) { return align256(h.image + image_bytes(h.num_items, h.num_units, h.num_parts)); }
 
 }  // namespace exl2nb

@@ -163,7 +163,7 @@ int chain_tokens(const ChainLink* links, int count) {
       pieces += parts[p].pieces;
     }
     if (pieces > kLegs) return 0;
-    if (h.num_perms != 1 || h.K % 32 || h.stored != h.K || h.K > kMostOrdered || a.from.x || a.router.out) return 0;
+    if (h.num_perms != 1 || h.K % 32 || h.stored != h.K || a.from.x || a.router.out) return 0;
     if (links[q].epilogue == kResidual && (a.strips + grid - 1) / grid > kOwn) return 0;
   }
   for (int tokens = kChainTokens; tokens > 0; tokens--)

@@ -6,8 +6,9 @@
 // lie one after the other in a strip: item n of it is warp n's. It comes in two halves, a team's each, that follow one another in the ring.
 // A warp keeps what it knows of its item, activations included, while the same piece of all strips passes by, then goes on to the next
 // piece of the strips. Between products the CTAs meet at a counter: results are stored, one thread adds, one warp polls; nothing orders the
-// two, but what is not written yet is seen (announced.cuh), by attention behind the last one, too. Activations go between products in fp16,
-// in natural order where there is room to put them into the order of the rows here, otherwise in that order; every CTA makes whole numbers
+// two, but what is not written yet is seen (announced.cuh), by attention behind the last one, too. Looking begins when most of those that
+// have most to do have come: every look in vain takes from the L2 cache what weights need of it, most of all where rows are wide. Results
+// go between products in fp16 where the next matrix's stored rows lie, so that nobody has to gather them; every CTA makes whole numbers
 // of them. All CTAs must be there together.
 #pragma once
 #include <type_traits>

@@ -165,20 +165,6 @@ std::vector<int> permutation_table(const std::vector<std::vector<int>>& perms, i
   return table;
 }
 
-// blob.h's `order`.
-std::vector<uint16_t> order_table(const std::vector<std::vector<int>>& perms, int K, size_t rows) {
-  const size_t whole = (rows + kUnitRows - 1) / kUnitRows * kUnitRows;
-  if (K > kMostOrdered) return {};
-  std::vector<uint16_t> table(perms.size() * whole, 0);
-  for (size_t p = 0; p < perms.size(); p++)
-    for (size_t r = 0; r < (perms[p].empty() ? static_cast<size_t>(K) : perms[p].size()); r++) {
-      const int feature = perms[p].empty() ? static_cast<int>(r) : perms[p][r];
-      table[p * whole + static_cast<size_t>(fragment_place(static_cast<int>(r)))] =
-          static_cast<uint16_t>(feature < K ? feature + kOrderPad : 0);
-    }
-  return table;
-}
-
 // What a kernel copies to shared memory: items, steps and the warps' ends of all parts.
 struct Image {
   std::vector<Item> items;
@@ -277,9 +263,6 @@ std::string plan_blob(int K, const std::vector<PartPlan>& parts, BlobPlan& out) 
   h.num_items = static_cast<int>(image.items.size()), h.num_units = static_cast<int>(image.steps.size());
   const std::vector<uint8_t> bytes = image.bytes(h.num_parts);
   h.image = put(bytes.data(), bytes.size());
-  const bool dense = std::all_of(parts.begin(), parts.end(), [](const PartPlan& p) { return p.dense; });
-  const std::vector<uint16_t> order = dense ? std::vector<uint16_t>() : order_table(perms, K, rows);
-  put(order.data(), order.size() * 2);
   int64_t at = static_cast<int64_t>(m.size());
   for (auto& s : out.parts) {
     s.data = at;

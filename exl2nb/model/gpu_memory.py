@@ -21,7 +21,7 @@ from exl2nb.model.layout import Linear, layer_linears, modules, vectors
 
 ALIGN = 256  # where sections of a blob begin
 TILE, UNIT, BLOCK, WARPS, SLOT, SET = 16, 64, 32, 16, 2688, 64  # kStripColumns, kUnitRows, rows of a half unit, kWarps, kSlot, kGptqSet
-ITEM_UNITS, MOST_ORDERED = 8, 65520  # kItemUnits, kMostOrdered
+ITEM_UNITS = 8  # kItemUnits
 
 
 class Arena:
@@ -103,9 +103,8 @@ def blob_bytes(parts: Sequence[Matrix]) -> int:
     items, units = sum(plan.items for plan in plans), sum(plan.units for plan in plans)
     image = 16 * items + (units + 3) // 4 * 16 + 48 * len(parts)
     perms = 4 * len(parts) * (stored + width) if coded else 0
-    order = 2 * len(parts) * -(-stored // UNIT) * UNIT if width <= MOST_ORDERED else 0
     strips = sum(aligned(-(-part.out_features // TILE) * plan.size) for part, plan in zip(parts, plans))
-    return aligned(64 + 128 * len(parts)) + aligned(perms) + aligned(image) + aligned(order) + strips
+    return aligned(64 + 128 * len(parts)) + aligned(perms) + aligned(image) + strips
 
 
 class _Strip(NamedTuple):

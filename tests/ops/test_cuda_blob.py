@@ -1,4 +1,4 @@
-"""What packing writes in front of a blob's strips on the GPU (csrc/cuda/blob.h): items, warps, pieces, the order of features.
+"""What packing writes in front of a blob's strips on the GPU (csrc/cuda/blob.h): items, warps, pieces, permutations.
 
 Marked gpu: `make test-gpu` on a machine that has one.
 """
@@ -17,7 +17,7 @@ from .gptq_case import gptq
 from .model_case import exl2
 
 pytestmark = pytest.mark.gpu
-ENDS, PAD = 24, 8  # kEnds, kOrderPad
+ENDS = 24  # kEnds
 MIXES = {
     "one width": [(4, 128)] * 32,
     "most of a K": [(4, 128)] * 112,
@@ -30,9 +30,9 @@ MIXES = {
 
 
 def parts_of(blob):
-    """Header and, of every part, its fields, items `(offset, block, bits, units, bytes, unit0, one, lone, scales)` and ends."""
+    """Header; of every part its fields, items `(offset, block, bits, units, bytes, unit0, one, lone, scales)` and ends; permutations."""
     raw = bytes(blob.cpu().numpy())
-    _, _, K, _, count, size, perms, stored, _, image, items, units = struct.unpack_from("<q4iq2i2q2i", raw)
+    _, _, K, _, count, size, perms, stored, perms_at, image, items, units = struct.unpack_from("<q4iq2i2q2i", raw)
     ends_at, parts = image + 16 * items + (units + 3) // 4 * 16, []
     for p in range(count):
         part = struct.unpack_from("<10i2q4i", raw, 64 + 128 * p)
@@ -40,9 +40,8 @@ def parts_of(blob):
         own = [struct.unpack_from("<IHBBHHBBB", raw, image + 16 * i) for i in range(first, first + number)]
         ends = [end - first for end in struct.unpack_from(f"<{WARPS + 1}H", raw, ends_at + 2 * ENDS * p)]
         parts.append((part, own, ends))
-    order_at = -(-(ends_at + 2 * ENDS * count) // 256) * 256
-    order = torch.frombuffer(bytearray(raw[order_at:]), dtype=torch.int16)[: perms * -(-stored // 64) * 64] if K <= 65520 else None
-    return size, K, stored, parts, order
+    table = torch.frombuffer(bytearray(raw[perms_at:]), dtype=torch.int32)[: perms * (stored + K)] if perms_at else None
+    return size, K, stored, parts, table
 
 
 def check_items(part, items, ends, widths):
@@ -77,24 +76,23 @@ def check_pieces(part, items):
             assert sum(item[4] for item in half) <= room
 
 
-def check_order(order, perm, K):
-    """Of every place the feature that lies there; what is left stays 0."""
-    row = torch.arange(len(order))
-    place = (row & ~31) + ((row & 7) >> 1) * 8 + ((row >> 4) & 1) * 4 + ((row >> 3) & 1) * 2 + (row & 1)
-    want = torch.zeros(len(order), dtype=torch.int16)
-    want[place[: len(perm)]] = torch.where(perm < K, perm + PAD, 0).short()
-    assert torch.equal(order, want)
+def check_perms(table, perm, K):
+    """Stored row -> feature, K where there is none; feature -> stored row."""
+    rows = torch.arange(len(perm))[perm < K]
+    inverse = torch.empty(K, dtype=torch.int64)
+    inverse[perm[rows]] = rows
+    assert torch.equal(table, torch.cat([perm, inverse]).int())
 
 
 def check(blob, groups, perm, outputs, kind="exl2"):
     """One matrix, `groups` of (bits, rows) and stored row -> feature `perm`."""
-    size, K, stored, [(part, items, ends)], order = parts_of(blob)
+    size, K, stored, [(part, items, ends)], table = parts_of(blob)
     widths = [bits for bits, rows in groups for _ in range(0, rows, BLOCK)]
     assert size == blob.numel() == blob_bytes([Matrix("", None, "", kind, K, outputs, tuple(groups), 0.0, 0)])
     assert stored == max(K, len(perm))
     check_items(part, items, ends, widths)
     check_pieces(part, items)
-    check_order(order, perm, K)
+    check_perms(table, perm, K)
 
 
 @pytest.mark.parametrize("name", MIXES)
@@ -114,8 +112,9 @@ def test_gptq(bits, size):
     check(blob, groups, case.arguments[3].long(), 96, "gptq")
 
 
-def test_dense_matrices_have_no_order():
-    size, K, _, [(part, items, ends)], _ = parts_of(blob := ops.pack_dense(torch.randn(48, 1000).cuda()))
+def test_dense_matrices_have_no_permutation():
+    size, K, _, [(part, items, ends)], table = parts_of(blob := ops.pack_dense(torch.randn(48, 1000).cuda()))
+    assert table is None
     assert size == blob.numel() == blob_bytes([Matrix("", None, "", "float16", K, 48, (), 16.0, 0)])
     assert part[9]
     assert (ends[0], ends[-1], sum(item[3] for item in items)) == (0, len(items), -(-1000 // 64))
