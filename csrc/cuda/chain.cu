@@ -115,7 +115,8 @@ ChainArgs arguments(const ChainLink* links, int count, uint8_t* room, size_t byt
   const ChainProduct& widest = c.product[count > 1];
   const GemvPart& part = widest.a.part[0];
   c.ahead = part.strip_bytes * 8 < 16 * 7 / 2 * static_cast<int64_t>(widest.width) ? 3 : 2;
-  c.busier = count > 1 && part.rest < c.grid / 2 ? part.rest : 0;
+  for (int q = 0; q < count && count > 1; q++)
+    if (links[q].epilogue != kStore && c.product[q].a.part[0].rest < c.grid / 2) c.busier = std::max(c.busier, c.product[q].a.part[0].rest);
   connect(c, links, room, bytes);
   c.room = room_of(c, links);
   return c;
