@@ -181,7 +181,13 @@ class Walker {
     a.out = reinterpret_cast<float*>(base_ + at_.qkv), a.out_stride = Weight(w[3]).header().N, a.bias = address<float>(w[4]);
     last_qkv_ = w, early_ = nullptr;
     ready_ = kNothing;
-    return store(a);
+    // In front of chains a chain of its own, which is quicker and whose sums attention can look for.
+    const int64_t *const then = w + kWords[w[0]], *const o = then < end_ ? then + kWords[then[0]] : end_;
+    const Weight weight(w[3]);
+    ChainLink alone{a, weight.head, weight.blob, kStore};
+    if (many(a) || o >= end_ || !chains(o) || !chain_tokens(&alone, 1)) return store(a);
+    announce(alone, then, w);
+    return chain_launch(&alone, 1, base_ + at_.chain, at_.chain_bytes, stream_, pdl_);
   }
 
   const char* attention(const int64_t* w) {
@@ -203,13 +209,24 @@ class Walker {
   bool looks(const int64_t* w, const int64_t* q) {
     if (w >= end_ || w[0] != kOpAttention || w[4] < 0 || w[4] >= s_.layers) return false;
     const int64_t* o = w + kWords[w[0]];
-    if (o >= end_ || o[0] != kOpResidual || o != reader(w, end_, 0) || s_.tokens > kChainTokens) return false;
+    if (o >= end_ || o != reader(w, end_, 0) || s_.tokens > kChainTokens) return false;
+    return chains(o) >= s_.tokens && attention_looks(attention_of(w, q));
+  }
+  // Lets what is the last of a chain, the QKV op q, announce its sums, if the attention at w can look for them.
+  void announce(ChainLink& last, const int64_t* w, const int64_t* q) {
+    if (!looks(w, q)) return;
+    early_ = reinterpret_cast<float*>(base_ + at_.early[early_turn_ ^= 1]);
+    last.a.out = early_, last.announces = true;
+  }
+  // Tokens of a launch of the chain that begins with attention's output at w; 0: none does.
+  int chains(const int64_t* w) {
+    if (w[0] != kOpResidual || s_.tokens > kMaxTokens || !s_.many) return 0;
     ChainLink link[4] = {};
     const int64_t* op[4];
     const Ready ready = ready_;
-    const int squares = squares_, count = links(o, link, op);
+    const int squares = squares_, count = links(w, link, op);
     ready_ = ready, squares_ = squares;
-    return count && chain_tokens(link, count) >= s_.tokens && attention_looks(attention_of(w, q));
+    return count ? chain_tokens(link, count) : 0;
   }
 
   const char* add(const int64_t* w) {
@@ -267,21 +284,13 @@ class Walker {
   // The products from attention's output at w to the next QKV in one launch (chain.h), where they can be: w is then the last of them. One
   // to eight tokens, always or never; and not where nine or more must give the same bits as they.
   bool chain(const int64_t*& w, const char*& wrong) {
-    if (s_.tokens > kMaxTokens || !s_.many) return false;
+    if (!chains(w)) return false;
     ChainLink link[4] = {};
     const int64_t* op[4];
-    const Ready ready = ready_;
-    const int squares = squares_, count = links(w, link, op);
-    if (count == 0 || chain_tokens(link, count) == 0) {
-      ready_ = ready, squares_ = squares;
-      return false;
-    }
+    const int count = links(w, link, op);
     if (early_) link[0].spent = early_, link[0].spent_count = s_.tokens * Weight(last_qkv_[3]).header().N / 4;
     early_ = nullptr;
-    if (count == 4 && looks(op[3] + kWords[op[3][0]], op[3])) {
-      early_ = reinterpret_cast<float*>(base_ + at_.early[early_turn_ ^= 1]);
-      link[3].a.out = early_, link[3].announces = true;
-    }
+    if (count == 4) announce(link[3], op[3] + kWords[op[3][0]], op[3]);
     wrong = chain_launch(link, count, base_ + at_.chain, at_.chain_bytes, stream_, pdl_);
     chained_ = true;
     w = op[count - 1];
