@@ -106,19 +106,23 @@ ChainArgs arguments(const ChainLink* links, int count, uint8_t* room, size_t byt
     p.legs = 0;
     for (int i = 0; i < p.a.num_parts; i++) p.legs += p.piece[i].passes;
   }
-  // Most of those that have the most strips; where there is much to look for, looking in vain costs more.
+  // Half of those that have the most strips have come, or where there is more to look for and looking in vain costs more, nearly all.
   for (int q = 0; q + 1 < count; q++) {
     const GemvPart& part = c.product[q].a.part[0];
-    c.product[q].enough = c.grid - (part.rest ? part.rest : c.grid) / (c.product[q + 1].blocks > 32 ? 16 : 2);
+    const int half = (part.rest ? part.rest : c.grid) / 2;
+    c.product[q].enough = c.grid - (c.product[q + 1].blocks > 32 ? std::min(8, half) : half);
   }
   // More under way than is needed delays what the others wait for. Narrow weights take longer to multiply than to come.
   const ChainProduct& widest = c.product[count > 1];
   const GemvPart& part = widest.a.part[0];
   c.ahead = part.strip_bytes * 8 < 16 * 7 / 2 * static_cast<int64_t>(widest.width) ? 3 : 2;
-  for (int q = 0; q < count && count > 1; q++)
-    if (links[q].epilogue != kStore && c.product[q].a.part[0].rest < c.grid / 2) c.busier = std::max(c.busier, c.product[q].a.part[0].rest);
+  for (int q = 0; q < count; q++) {
+    const int rest = c.product[q].a.part[0].rest;
+    if (links[q].epilogue != kStore && rest < c.grid / 2) c.busier = std::max(c.busier, rest);
+  }
   connect(c, links, room, bytes);
   c.room = room_of(c, links);
+  c.ahead = std::min(c.ahead, c.room.pieces), c.more = std::min(2, c.room.pieces - c.ahead);  // what is waited for must still lie there
   return c;
 }
 template <int CHUNKS>

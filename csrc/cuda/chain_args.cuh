@@ -50,7 +50,7 @@ struct ChainShared {
 };
 constexpr int kPartials = (sizeof(ChainShared) + 127) / 128 * 128;
 
-struct ChainRoom {    // where other things things lie in shared memory
+struct ChainRoom {    // where other things lie in shared memory
   int pieces, piece;  // of the ring; bytes of one
   int image[kChain], ring, legs, blocks, outs, xs, bytes;
 };
@@ -58,9 +58,9 @@ struct ChainRoom {    // where other things things lie in shared memory
 struct ChainArgs {
   ChainProduct product[kChain];
   int count, grid;
-  int ahead, busier;  // pieces under way; the first so many CTAs, which have more to do than the others, have one more
-  unsigned* meet;     // [kChain]: how often CTAs came, in all launches, to the end of a product; the last one: of a launch; then: launches
-  uint8_t* set;       // what lies between products; behind it the same for the next launch
+  int ahead, busier, more;  // pieces under way; the first so many CTAs, which have more to do than the others, have so many more
+  unsigned* meet;  // [kChain]: how often CTAs came, in all launches, to the end of a product; the last one: of a launch; then: launches
+  uint8_t* set;    // what lies between products; behind it the same for the next launch
   int set_bytes;
   uint4* spent;  // as in ChainLink
   int spent_count;

@@ -8,7 +8,7 @@ namespace exl2nb {
 // What fetches weights: one thread.
 __device__ __forceinline__ void fetch_pieces(const ChainArgs& C, uint8_t* shared, uint64_t* full, uint64_t* empty, int block) {
   const uint64_t policy = once();
-  const int ahead = C.ahead + (block < C.busier);
+  const int ahead = C.ahead + (block < C.busier ? C.more : 0);
   int slot = 0, old = 0, issued = 0;
   uint32_t phase = 1, old_phase = 0;
 #pragma unroll 1
