@@ -1,6 +1,8 @@
 // Chains of products (chain.cuh) at the shapes of four models: time of one, with a small kernel in the place of attention before each; and
 // large products alone ("head").
-// `chain_step 7b 4`: only models whose name has the first, up to so many tokens. nvcc -arch=sm_90a -std=c++17 -O3
+// `chain_step 7b 4 32`: only models whose name has the first, up to so many tokens, chains that leave room for so many CTAs of attention
+// (ChainLink::beside). The number behind the times is of the results' bits, to be compared between versions. nvcc -arch=sm_90a -std=c++17
+// -O3
 // --expt-relaxed-constexpr -Icsrc/cuda benchmarks/cuda/chain_step.cu csrc/cuda/{chain,gemv,layout}.cu
 #include <algorithm>
 #include <cmath>
@@ -106,7 +108,7 @@ struct Engine {
     Matrix qkv, o, up, down;
   };
   Shape s;
-  int N;
+  int N, beside;
   std::vector<Layer> layers;
   size_t bytes = 0;
   half* x;
@@ -115,7 +117,7 @@ struct Engine {
   std::vector<float> begin;
   cudaStream_t stream;
 
-  Engine(const Shape& shape, unsigned seed) : s(shape), N(shape.H + 2 * shape.kv) {
+  Engine(const Shape& shape, unsigned seed, int attention) : s(shape), N(shape.H + 2 * shape.kv), beside(attention) {
     std::mt19937 random(seed);
     Mixes a{{5, .1, 128}, {4, .9, 128}}, v{{5, .1, 64}, {4, .9, 64}}, g{{4, 1, 128}}, u{{4, 1, 32}}, d{{8, .05, 32}, {4, .95, 128}};
     if (s.two_bits) a = v = g = u = {{3, .05, 64}, {2, .95, 64}}, d = {{6, .05, 32}, {3, .2, 64}, {2, .75, 64}};
@@ -152,7 +154,7 @@ struct Engine {
       const Matrix* const of[4] = {&l.o, &l.up, &l.down, &next.qkv};
       const Epilogue what[4] = {kResidual, kActivation, kResidual, kStore};
       for (int j = 0; j < 4; j++) k[j] = {of[j]->product(tokens), of[j]->head.data(), of[j]->blob, what[j]};
-      k[0].a.x = x, k[0].a.x_stride = in.stride, k[1].a.gated = true, k[3].a.out = qkv, k[3].a.out_stride = N;
+      k[0].beside = beside, k[0].a.x = x, k[0].a.x_stride = in.stride, k[1].a.gated = true, k[3].a.out = qkv, k[3].a.out_stride = N;
       for (int j : {0, 2}) k[j].a.residual = residual, k[j].a.residual_stride = s.H, k[j].a.next_norm = norm;
       for (int j : {1, 3}) k[j].a.inverse_width = 1.f / static_cast<float>(s.H), k[j].a.eps = 1e-5f;
       if (!chain_tokens(k, 4)) check("these products cannot be chained");
@@ -180,9 +182,6 @@ struct Engine {
   }
 };
 
-#ifdef CLOCKS
-void chain_report(double);
-#endif
 static void time(Engine& e, int tokens) {
   std::vector<float> results[2];
   for (const bool pdl : {false, true}) {
@@ -209,10 +208,13 @@ static void time(Engine& e, int tokens) {
   }
   bool same = !std::memcmp(results[0].data(), results[1].data(), results[0].size() * 4);
   for (int m = 1; m < tokens; m++) same &= !std::memcmp(results[0].data(), results[0].data() + m * e.s.H, static_cast<size_t>(e.s.H) * 4);
-  std::printf("%s\n", same ? "every token the same bits" : "BITS DIFFER");
-#ifdef CLOCKS
-  chain_report(0);
-#endif
+  uint64_t bits = 0;
+  for (const float x : results[0]) {
+    uint32_t word;
+    std::memcpy(&word, &x, 4);
+    bits = bits * 1099511628211ull + word;
+  }
+  std::printf("%016llx, %s\n", static_cast<unsigned long long>(bits), same ? "every token the same bits" : "BITS DIFFER");
 }
 
 // A product alone that stores its sums, of one token, again and again: larger than the L2 cache.
@@ -262,7 +264,7 @@ int main(int count, char** words) {
     for (int bits : {4, 6}) time_alone(4096, 128256, bits), time_alone(4096, 32000, bits), time_alone(8192, 32000, bits);
   for (const Shape& s : kShapes) {
     if (count > 1 && !std::strstr(words[1], s.name)) continue;
-    Engine e(s, 1);
+    Engine e(s, 1, count > 3 ? std::atoi(words[3]) : 0);
     for (int tokens : {1, 2, 4, 8})
       if (count < 3 || tokens <= std::atoi(words[2])) time(e, tokens);
     for (const auto& l : e.layers)
