@@ -34,7 +34,7 @@ __host__ __device__ inline Chunks chunks_of(int context, int queries, int window
   const int units = (context - start + kUnit - 1) / kUnit;
   if (queries > kMaxNew) return {start, units * kUnit, 1};
   int per = key_bytes > 256 && most > 16 ? 2 : 4;  // many heads are items enough
-  if (wanted > 0) {  // of equal sizes, to 32 keys
+  if (wanted > 0) {                                // of equal sizes, to 32 keys
     const int tiles = (context - start + 2 * kTile - 1) / (2 * kTile), fewest = (units + per - 1) / per,
               count = wanted < fewest ? wanted : fewest;
     const int each = (tiles + count - 1) / count;
