@@ -74,8 +74,8 @@ const char* check_rope(const RopeArgs& r, int head_dim) {
 
 // Chunks of a context of so many pages, at most.
 int most_chunks(const CacheArgs& c, int key_bytes) {
-  const int keys = c.max_pages * kPage;
-  return std::min(chunks_of(keys, 1, 0, keys, key_bytes, 0).count, max_splits(c.num_kv_heads));
+  const int most = max_splits(c.num_kv_heads), units = c.max_pages * (kPage / kUnit), least = least_units(key_bytes, most);
+  return std::min((units + least - 1) / least, most);
 }
 
 size_t aligned(size_t bytes) { return (bytes + 255) / 256 * 256; }

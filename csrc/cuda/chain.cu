@@ -12,7 +12,13 @@ namespace {
 constexpr size_t kMeetBytes = 256;
 constexpr int kBudget = 220 * 1024;  // of shared memory: what is more does not help
 constexpr int kPartialRoom = 24 * 1024;
-constexpr int kWorthIt = 20000;      // rows of 16 columns that a CTA may have more, so that attention need not wait for chains to end
+static_assert(kPartialRoom / 64 <= kCrewThreads && kPartialRoom / 4 < ChainOut::kNone, "a thread a result; sums count so far");
+// What follows was measured on an H200, 2026-11-22, with `chain_step` and whole steps (benchmarks/RESULTS.md).
+constexpr int kWorthIt = 20000;      // rows of its strips that a CTA may have more so that attention starts early: 7B 674 to 692 tok/s
+constexpr int kCheapLook = 32;       // blocks of 64 rows: where there are no more, looking in vain costs little (TinyLlama)
+constexpr int kMissing = 8;          // CTAs that may be missing when looking for more than that begins: 8B 38.7 to 36.7 us a chain
+constexpr int kMoreUnderWay = 2;     // pieces, for CTAs with more strips: 7B 35.9 to 33.9 us a chain of 116 CTAs
+constexpr int kNarrowTimesTwo = 7;   // bits: below 3.5 three pieces are under way, not two: 70B 97.8 to 94.9 us, 7B 33.4 and 34.1 at 4 bits
 constexpr int kPastPiece = 8 * 512;  // what is read past an item in the place of units that are not there
 
 // Who gets which strips, and how many strips' partial sums there are at a time.
@@ -110,19 +116,19 @@ ChainArgs arguments(const ChainLink* links, int count, uint8_t* room, size_t byt
   for (int q = 0; q + 1 < count; q++) {
     const GemvPart& part = c.product[q].a.part[0];
     const int half = (part.rest ? part.rest : c.grid) / 2;
-    c.product[q].enough = c.grid - (c.product[q + 1].blocks > 32 ? std::min(8, half) : half);
+    c.product[q].enough = c.grid - (c.product[q + 1].blocks > kCheapLook ? std::min(kMissing, half) : half);
   }
   // More under way than is needed delays what the others wait for. Narrow weights take longer to multiply than to come.
-  const ChainProduct& widest = c.product[count > 1];
-  const GemvPart& part = widest.a.part[0];
-  c.ahead = part.strip_bytes * 8 < 16 * 7 / 2 * static_cast<int64_t>(widest.width) ? 3 : 2;
+  const ChainProduct& largest = c.product[count > 1];
+  c.ahead = 2 * 8 * largest.a.part[0].strip_bytes < static_cast<int64_t>(kNarrowTimesTwo) * kStripColumns * largest.width ? 3 : 2;
   for (int q = 0; q < count; q++) {
     const int rest = c.product[q].a.part[0].rest;
     if (links[q].epilogue != kStore && rest < c.grid / 2) c.busier = std::max(c.busier, rest);
   }
   connect(c, links, room, bytes);
   c.room = room_of(c, links);
-  c.ahead = std::min(c.ahead, c.room.pieces), c.more = std::min(2, c.room.pieces - c.ahead);  // what is waited for must still lie there
+  c.ahead = std::min(c.ahead, c.room.pieces),
+  c.more = std::min(kMoreUnderWay, c.room.pieces - c.ahead);  // what is waited for must still lie there
   return c;
 }
 template <int CHUNKS>
@@ -145,7 +151,9 @@ int chain_ctas(const ChainLink* links, int count) {
     for (int q = 0; q < count; q++) {
       const GemvArgs& a = links[q].a;
       const int strips = links[q].epilogue == kActivation ? a.part[0].strips : a.strips;
-      n += (strips + grid - 1) / grid * reinterpret_cast<const GpuHeader*>(links[q].head)->K;
+      const int own = (strips + grid - 1) / grid;
+      n += own * reinterpret_cast<const GpuHeader*>(links[q].head)->K;
+      if (links[q].epilogue == kResidual && own > kOwn) n += 1 << 28;  // then there is no chain
     }
     return n;
   };

@@ -164,7 +164,7 @@ __device__ __forceinline__ void run_leg(const ChainArgs& C, const ChainProduct& 
   });
 }
 
-// The product of q and what it writes. out: of the first round, this thread's.
+// The product of q and what it writes.
 template <int CHUNKS>
 __device__ __forceinline__ void chain_multiply(const ChainArgs& C, int q, const WholeInput<CHUNKS>& in, ChainWarp& w) {
   const ChainProduct& P = C.product[q];
@@ -233,7 +233,8 @@ __global__ void __launch_bounds__(kChainThreads, 1) chain_products(const __grid_
 #pragma unroll 1
   for (int q = 0; q < C.count; q++) {
     const ChainProduct& P = C.product[q];
-    // By warps that have nothing to write of the product before; so that they are not waited for.
+    // By warps of which most have nothing to write of the product before, so that these are not waited for.
+    static_assert(kLegs * kCrew <= kCrewThreads / 2, "a thread a leg");
     make_legs(C, q, 0, kCrewThreads / 2, w);
     if (P.a.epilogue != kResidual) make_outs(C, P, 0, kCrewThreads / 4, w);
     const ChainInput x(P, q, w);

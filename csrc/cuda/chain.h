@@ -21,7 +21,7 @@ struct ChainLink {
 };
 // Tokens that a launch takes, at most; 0: these products cannot be chained. Three or four of a layer, or one that stores its sums.
 int chain_tokens(const ChainLink* links, int count);
-// CTAs of a launch: one a multiprocessor, or fewer where attention's find room beside them (`beside`) and none gets more strips for it.
+// CTAs of a launch: one a multiprocessor, or fewer where attention's find room beside them (`beside`) and none gets much more to do for it.
 int chain_ctas(const ChainLink* links, int count);
 // Bytes of the room of chains that follow one another, whose products read `width` numbers or `inner` in the middle: zero before the first,
 // then theirs alone.

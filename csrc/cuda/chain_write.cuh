@@ -81,11 +81,8 @@ __device__ __forceinline__ void prepare(const ChainArgs& C, const ChainWarp& w) 
 
 // The warps that store a product's results have done so: the other CTAs may look. By all warps.
 __device__ __forceinline__ void come(const ChainNow& now, const ChainWarp& w) {
-  if (now.writers > 1) {
-    if (w.warp < now.writers) some_sync(now.writers * 32);
-  } else {
-    __syncwarp();
-  }
+  __syncwarp();
+  if (now.writers > 1 && w.warp < now.writers) some_sync(now.writers * 32);
   if (threadIdx.x == 0) meet_arrive(now.meet), barrier_arrive(w.bars + kMine);
 }
 

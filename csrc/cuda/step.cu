@@ -290,11 +290,11 @@ class Walker {
     const int count = links(w, link, op);
     if (early_) link[0].spent = early_, link[0].spent_count = s_.tokens * Weight(last_qkv_[3]).header().N / 4;
     early_ = nullptr;
-    if (count == 4) announce(link[3], op[3] + kWords[op[3][0]], op[3]);
+    if (count == 4) last_qkv_ = op[3], announce(link[3], op[3] + kWords[op[3][0]], op[3]);
     wrong = chain_launch(link, count, base_ + at_.chain, at_.chain_bytes, stream_, pdl_);
     chained_ = true;
     w = op[count - 1];
-    if (count == 4) ready_ = kNothing, last_qkv_ = w;
+    if (count == 4) ready_ = kNothing;
     return true;
   }
 

@@ -26,7 +26,11 @@ CASES = {
     "biases": {"bias": True, "hidden": 96, "inter": 352},
     "narrow": {"hidden": 64, "inter": 32, "heads": 2, "kv_heads": 1, "bits": 8},
     "one layer": {"layers": 1, "bits": 4},
+    "three layers": {"layers": 3, "bits": 4},
+    "more strips than there is room for": {"inter": 8480, "vocab": 20011, "bits": 4},
     "many strips": {"hidden": 4096, "inter": 5664, "heads": 32, "kv_heads": 8, "head_dim": 128, "bits": 4, "group": 128},
+    "room for many KV heads": {"hidden": 4096, "inter": 5664, "heads": 32, "kv_heads": 32, "head_dim": 128, "bits": 4, "group": 128},
+    "wide rows": {"hidden": 8192, "inter": 11008, "heads": 32, "kv_heads": 4, "head_dim": 128, "bits": 2, "group": 64},
 }
 DENSE = {"dense": True, "hidden": 128, "inter": 128, "head_dim": 32}
 
