@@ -160,8 +160,6 @@ __device__ __forceinline__ void store_tile(const ManyArgs& A, const ManyTile& ti
       store_one(A, tile.part, factors, n * 8 + 2 * (lane & 3) + (k & 1),
                 (tile.first_strip + warp) * kStripColumns + (lane >> 2) + (k >> 1) * 8, y[n][k]);
 }
-// As activation(), but for a quicker division.
-__device__ __forceinline__ float gate_of(float v, int kind) { return kind == 0 ? __fdividef(v, 1.f + __expf(-v)) : activation(v, kind); }
 
 // The CTAs that have left sums of a tile, and which of them write it.
 struct alignas(16) ManySources {
@@ -307,7 +305,7 @@ struct ManyWrite {
       const int t = token + (k & 1), c = column + (k >> 1) * 8;
       if (c >= A.part[0].outputs) continue;
       const float bias = A.bias ? __ldg(A.bias + c) : 0.f, bias_up = A.bias ? __ldg(A.bias + A.part[1].first_column + c) : 0.f;
-      q.v[k] = gate_of(fmaf(g.v[k], factors[t], bias), A.activation) * fmaf(q.v[k], factors[t], bias_up);
+      q.v[k] = activation(fmaf(g.v[k], factors[t], bias), A.activation) * fmaf(q.v[k], factors[t], bias_up);
     }
   }
 };

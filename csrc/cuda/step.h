@@ -6,9 +6,9 @@
 // tokens every CTA of the next product makes it (norm.cuh), for more a small kernel in between. Experts: moe.h. More than eight tokens,
 // where every product takes them: many.h, the same five kernels; but the last norm, where not all rows want logits, and norms of other
 // kinds, are kernels of their own.
-// One to eight tokens on Hopper: attention, and all products from its output to the next QKV in one launch (chain.h), the head in one of
-// its own, where nine or more need not have the same bits; up to four tokens' attention takes QKV as the chain writes it. A blob's word is
-// the address of a host copy of its head: int64 address on the device, then header and parts (blob.h).
+// One to eight tokens on Hopper: attention, and all products from its output to the next QKV in one launch (chain.h), the first QKV and
+// the head in ones of their own, where nine or more need not have the same bits; up to four tokens' attention takes QKV as the chain writes
+// it. A blob's word is the address of a host copy of its head: int64 address on the device, then header and parts (blob.h).
 #pragma once
 #include <cstddef>
 #include <cstdint>
