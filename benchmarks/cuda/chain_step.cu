@@ -91,15 +91,30 @@ struct Matrix {
   }
 };
 
+// The matrices' options of a layer, from make_random_model.py's menu.
+struct Options {
+  Mixes q, v, o, gate, up, down;
+};
+static const Options kAbout2 = {{{3, .05, 64}, {2, .95, 64}}, {{3, .05, 64}, {2, .95, 64}}, {{3, .05, 64}, {2, .95, 64}},
+                                {{3, .05, 64}, {2, .95, 64}}, {{3, .05, 64}, {2, .95, 64}}, {{6, .05, 32}, {3, .2, 64}, {2, .75, 64}}};
+static const Options kBetween = {{{3, .1, 64}, {2, .9, 64}}, {{4, .1, 128}, {3, .9, 128}}, {{4, .1, 128}, {3, .9, 128}},
+                                 {{3, .1, 64}, {2, .9, 64}}, {{3, .3, 64}, {2, .7, 64}},   {{5, .05, 32}, {4, .95, 32}}};
+static const Options kAbout3 = {{{4, .1, 128}, {3, .9, 128}}, {{4, .1, 64}, {3, .9, 64}},     {{4, .1, 128}, {3, .9, 128}},
+                                {{4, .1, 128}, {3, .9, 128}}, {{4, .25, 128}, {3, .75, 128}}, {{8, .05, 32}, {4, .1, 128}, {3, .85, 128}}};
+static const Options kAbout4 = {
+    {{5, .1, 128}, {4, .9, 128}}, {{5, .1, 64}, {4, .9, 64}}, {{5, .1, 128}, {4, .9, 128}}, {{4, 1, 128}}, {{4, 1, 32}},
+    {{8, .05, 32}, {4, .95, 128}}};
+
 struct Shape {
   const char* name;
   int H, I, kv, layers;
-  bool two_bits;
+  const Options *even, *odd;  // layers
 };
-constexpr Shape kShapes[] = {{"7b", 4096, 11008, 4096, 32, false},
-                             {"tiny", 2048, 5632, 256, 22, false},
-                             {"8b", 4096, 14336, 1024, 32, false},
-                             {"70b", 8192, 28672, 1024, 12, true}};
+static const Shape kShapes[] = {{"7b", 4096, 11008, 4096, 32, &kAbout4, &kAbout4},
+                                {"tiny", 2048, 5632, 256, 22, &kAbout4, &kAbout4},
+                                {"tiny3", 2048, 5632, 256, 22, &kBetween, &kAbout3},
+                                {"8b", 4096, 14336, 1024, 32, &kAbout4, &kAbout4},
+                                {"70b", 8192, 28672, 1024, 12, &kAbout2, &kBetween}};
 
 // The layers of a model and what a step works with.
 struct Engine {
@@ -119,13 +134,12 @@ struct Engine {
 
   Engine(const Shape& shape, unsigned seed, int attention) : s(shape), N(shape.H + 2 * shape.kv), beside(attention) {
     std::mt19937 random(seed);
-    Mixes a{{5, .1, 128}, {4, .9, 128}}, v{{5, .1, 64}, {4, .9, 64}}, g{{4, 1, 128}}, u{{4, 1, 32}}, d{{8, .05, 32}, {4, .95, 128}};
-    if (s.two_bits) a = v = g = u = {{3, .05, 64}, {2, .95, 64}}, d = {{6, .05, 32}, {3, .2, 64}, {2, .75, 64}};
     for (int i = 0; i < s.layers; i++) {
-      layers.push_back({{s.H, {{s.H, a}, {s.kv, a}, {s.kv, v}}, random},
-                        {s.H, {{s.H, a}}, random},
-                        {s.H, {{s.I, g}, {s.I, u}}, random},
-                        {s.I, {{s.H, d}}, random}});
+      const Options& of = i % 2 ? *s.odd : *s.even;
+      layers.push_back({{s.H, {{s.H, of.q}, {s.kv, of.q}, {s.kv, of.v}}, random},
+                        {s.H, {{s.H, of.o}}, random},
+                        {s.H, {{s.I, of.gate}, {s.I, of.up}}, random},
+                        {s.I, {{s.H, of.down}}, random}});
       for (const Matrix* m : {&layers.back().qkv, &layers.back().o, &layers.back().up, &layers.back().down}) bytes += m->bytes;
     }
     const auto take = [](auto** p, size_t n) {

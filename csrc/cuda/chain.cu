@@ -10,7 +10,6 @@ namespace exl2nb {
 namespace {
 
 constexpr size_t kMeetBytes = 256;
-constexpr int kBudget = 220 * 1024;  // of shared memory: what is more does not help
 constexpr int kPartialRoom = 24 * 1024;
 static_assert(kPartialRoom / 64 <= kCrewThreads && kPartialRoom / 4 < ChainOut::kNone, "a thread a result; sums count so far");
 // What follows was measured on an H200, 2026-11-22, with `chain_step` and whole steps (benchmarks/RESULTS.md).
@@ -21,6 +20,9 @@ constexpr int kMoreUnderWay = 2;     // pieces, for CTAs with more strips: 7B 35
 constexpr int kNarrowTimesTwo = 7;   // bits: below 3.5 three pieces are under way, not two: 70B 97.8 to 94.9 us, 7B 33.4 and 34.1 at 4 bits
 constexpr int kPastPiece = 8 * 512;  // what is read past an item in the place of units that are not there
 
+bool narrow(const GemvPart& part, int width) {
+  return 2 * 8 * part.strip_bytes < static_cast<int64_t>(kNarrowTimesTwo) * kStripColumns * width;
+}
 // Who gets which strips, and how many strips' partial sums there are at a time.
 void share(ChainProduct& p, const uint8_t* head, Epilogue e, int grid) {
   GemvArgs& a = p.a;
@@ -29,10 +31,10 @@ void share(ChainProduct& p, const uint8_t* head, Epilogue e, int grid) {
   int per = 1;
   for (int i = 0; i < a.num_parts; i++) {
     per = std::max(per, (a.part[i].strips + a.grid - 1) / a.grid);
-    p.piece[i] = {parts[i].pieces, parts[i].piece_items};
+    p.piece[i] = {parts[i].pieces, parts[i].piece_items, a.tokens == 1 && parts[i].pairs};
   }
-  p.strips = e == kResidual ? per : std::max(1, std::min(per, kPartialRoom / (a.num_parts * kCrew * 64 * a.tokens)));
-  p.rounds = (per + p.strips - 1) / p.strips;
+  const int most = e == kResidual ? per : std::max(1, kPartialRoom / (a.num_parts * kCrew * 64 * a.tokens));
+  p.rounds = (per + most - 1) / most, p.strips = (per + p.rounds - 1) / p.rounds;
   p.outs = e == kResidual ? 0 : p.strips * (e == kStore ? a.num_parts : 1) * 16;
   p.writers = e == kResidual ? a.tokens : (p.outs + 31) / 32;
   share_out(a);
@@ -56,14 +58,16 @@ ChainRoom room_of(const ChainArgs& c, const ChainLink* links) {
     blocks = std::max(blocks, c.product[q].blocks);
     legs = std::max(legs, c.product[q].legs);
     outs = std::max(outs, c.product[q].outs);
-    for (int i = 0; i < a.num_parts; i++) r.piece = std::max(r.piece, (parts[i].piece_bytes + 127) / 128 * 128);
+    for (int i = 0; i < a.num_parts; i++) {
+      const int bytes = c.product[q].piece[i].pairs ? static_cast<int>(parts[i].strip_bytes) : parts[i].piece_bytes;
+      r.piece = std::max(r.piece, (bytes + 127) / 128 * 128);
+    }
   }
   const int tokens = c.product[0].a.tokens;
   r.legs = take(kCrew * legs * static_cast<int>(sizeof(Leg))), r.blocks = take(tokens * blocks * 16);
   r.outs = take(outs * static_cast<int>(sizeof(ChainOut)));
   r.xs = take(tokens * blocks * 128);
-  const auto fit = [&](int bytes) { return std::min(kMostPieces, (bytes - kPastPiece - at) / r.piece / 2 * 2); };
-  r.pieces = std::max(fit(std::min(kBudget, shared_per_block())), std::min(4, fit(shared_per_block())));
+  r.pieces = std::min(kMostPieces, (shared_per_block() - kPastPiece - at) / r.piece / 2 * 2);
   r.ring = take(r.pieces * r.piece + kPastPiece), r.bytes = r.pieces >= 2 ? at : shared_per_block() + 1;
   return r;
 }
@@ -120,7 +124,7 @@ ChainArgs arguments(const ChainLink* links, int count, uint8_t* room, size_t byt
   }
   // More under way than is needed delays what the others wait for. Narrow weights take longer to multiply than to come.
   const ChainProduct& largest = c.product[count > 1];
-  c.ahead = 2 * 8 * largest.a.part[0].strip_bytes < static_cast<int64_t>(kNarrowTimesTwo) * kStripColumns * largest.width ? 3 : 2;
+  c.ahead = narrow(largest.a.part[0], largest.width) ? 3 : 2;
   for (int q = 0; q < count; q++) {
     const int rest = c.product[q].a.part[0].rest;
     if (links[q].epilogue != kStore && rest < c.grid / 2) c.busier = std::max(c.busier, rest);
@@ -131,15 +135,28 @@ ChainArgs arguments(const ChainLink* links, int count, uint8_t* room, size_t byt
   c.more = std::min(kMoreUnderWay, c.room.pieces - c.ahead);  // what is waited for must still lie there
   return c;
 }
-template <int CHUNKS>
+template <int CHUNKS, WholeWeights WEIGHTS>
 const char* launch(const ChainArgs& c, cudaStream_t stream, bool pdl) {
   static const cudaError_t ready =
-      cudaFuncSetAttribute(chain_products<CHUNKS>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_per_block());
+      cudaFuncSetAttribute(chain_products<CHUNKS, WEIGHTS>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_per_block());
   if (ready != cudaSuccess) return error_text(ready);
   // All CTAs must run at the same time. Other kernels end by themselves, but another chain could hold a part of the GPU and wait as this
   // one does: who launches steps keeps those of different streams apart (ops/gpu_turn.py). A cooperative launch would do that, too, but
   // starts only when all multiprocessors are free: 3 us a chain later.
-  return launch_kernel(chain_products<CHUNKS>, dim3(c.grid), kChainThreads, c.room.bytes, stream, pdl, 1, c);
+  return launch_kernel(chain_products<CHUNKS, WEIGHTS>, dim3(c.grid), kChainThreads, c.room.bytes, stream, pdl, 1, c);
+}
+
+// What one token's kernel may know. Sums apart pay where most weights are narrow and an item has more than four units (70B 87.9 to 86.0 us
+// a chain), not elsewhere (8B 36.5 to 37.3, TinyLlama at 3 bits 17.6 to 18.2).
+WholeWeights weights_of(const ChainLink* links, int count) {
+  for (int q = 0; q < count; q++) {
+    const auto* const parts = reinterpret_cast<const GpuPart*>(links[q].head + sizeof(GpuHeader));
+    for (int i = 0; i < links[q].a.num_parts; i++)
+      if (parts[i].runs[0].scales) return kAnyWeights;
+  }
+  const ChainLink& largest = links[count > 1];
+  const int width = reinterpret_cast<const GpuHeader*>(largest.head)->K;
+  return narrow(largest.a.part[0], width) && width > kWarps * 4 * kUnitRows ? kNarrow : kExl2;
 }
 
 }  // namespace
@@ -186,11 +203,16 @@ int chain_tokens(const ChainLink* links, int count) {
 
 const char* chain_launch(const ChainLink* links, int count, uint8_t* room, size_t bytes, cudaStream_t stream, bool pdl) {
   const int all = links[0].a.tokens, most = chain_tokens(links, count);
+  const WholeWeights weights = weights_of(links, count);
   for (int first = 0; first < all && most; first += most) {
     const ChainArgs c = arguments(links, count, room, bytes, first, std::min(most, all - first));
     const int tokens = c.product[0].a.tokens;
-    if (const char* wrong = tokens == 1 ? launch<4>(c, stream, pdl) : tokens == 2 ? launch<2>(c, stream, pdl) : launch<1>(c, stream, pdl))
-      return wrong;
+    const auto run = tokens == 2          ? launch<2, kAnyWeights>
+                     : tokens > 2         ? launch<1, kAnyWeights>
+                     : weights == kExl2   ? launch<4, kExl2>
+                     : weights == kNarrow ? launch<4, kNarrow>
+                                          : launch<4, kAnyWeights>;
+    if (const char* wrong = run(c, stream, pdl)) return wrong;
   }
   return most ? nullptr : "these products cannot be chained";
 }

@@ -75,11 +75,12 @@ __device__ __forceinline__ void chain_quantise(const ChainArgs& C, const ChainIn
 
 // What a warp does with a piece of all strips of a part. All of a product's are made before the activations are there.
 struct Leg {
-  uint32_t kind, rest;  // of the item (Brief)
-  int offset;           // of the item in its half of the piece
-  int steps;            // the item's first
-  int strips;           // 0: nothing to do; negative: no item for this warp
-  int sums;             // where they go; odd: added to what is there
+  uint32_t kind, rest;                                     // of the item (Brief)
+  int offset;                                              // of the item in its half of the piece
+  int steps;                                               // the item's first
+  int strips;                                              // 0: nothing to do; negative: no item for this warp
+  int sums;                                                // where they go, a multiple of 16, and what follows
+  static constexpr int kAdds = 1, kPairs = 2, kEmpty = 4;  // to what is there; as ChainProduct says; a slot without a strip comes last
 };
 
 __device__ __forceinline__ Leg make_leg(const ChainArgs& C, int q, int round, int warp, int number, const ChainWarp& w) {
@@ -90,12 +91,21 @@ __device__ __forceinline__ Leg make_leg(const ChainArgs& C, int q, int round, in
   while (pass >= P.piece[p].passes) pass -= P.piece[p++].passes;
   const int count = max(chain_strips(P, p, first_strip(P.a, w.block, p), round), 0);
   const Piece piece(P, image, p, pass);
+  if (P.piece[p].pairs) {
+    const int team = warp / kTeam, n = piece.first + warp % kTeam * 2;
+    const ChainTurns turns(count, p, team);
+    const ItemWords it(image.items[n]);
+    const int sums = ((p * P.strips + turns.first) * kCrew + warp % kTeam * 2) * 16;
+    return {it.words.y, it.words.w, static_cast<int>(it.words.x),
+            it.unit0(), turns.own,  sums | Leg::kPairs | (turns.empty ? Leg::kEmpty : 0)};
+  }
   const int n = piece.first + warp;
   const bool mine = n < piece.last;
   const ItemWords it(image.items[mine ? n : piece.first]);
   const int begin = image.items[mine ? piece.first + warp / kTeam * kTeam : piece.first].offset;
   const int sums = (p * P.strips * kCrew + warp) * 16 * P.a.tokens;
-  return {it.words.y, it.words.w, static_cast<int>(it.words.x) - begin, it.unit0(), mine ? count : -count, sums + (pass > 0)};
+  return {
+      it.words.y, it.words.w, static_cast<int>(it.words.x) - begin, it.unit0(), mine ? count : -count, sums | (pass > 0 ? Leg::kAdds : 0)};
 }
 
 // The warps' legs lie in shared memory, each leg those of all warps; made by threads from the `first` one on.
@@ -106,13 +116,13 @@ __device__ __forceinline__ void make_legs(const ChainArgs& C, int q, int round, 
   if (i >= 0 && i < C.product[q].legs * kCrew) legs_of(C, w)[i] = make_leg(C, q, round, i % kCrew, i / kCrew, w);
 }
 
-template <int CHUNKS>
+template <int CHUNKS, WholeWeights WEIGHTS>
 __device__ __forceinline__ void run_leg(const ChainArgs& C, const ChainProduct& P, const Leg& leg, const half2* steps,
                                         const WholeInput<CHUNKS>& in, ChainWarp& w) {
+  const bool add = leg.sums & Leg::kAdds;
   const int lane = w.lane, step = kCrew * 16 * tokens_of<CHUNKS>(P), count = abs(leg.strips);
-  const bool add = leg.sums & 1;
   const uint8_t* const ring = w.shared + C.room.ring;
-  float* to = partials(w) + (leg.sums & ~1);
+  float* to = partials(w) + (leg.sums & ~15);
   if (leg.strips < 0) {
 #pragma unroll 1
     for (int s = 0; s < count; s++, to += step) {
@@ -124,7 +134,7 @@ __device__ __forceinline__ void run_leg(const ChainArgs& C, const ChainProduct& 
     return;
   }
   const Brief brief{leg.kind, leg.rest};
-  kind_of<CHUNKS>(brief, [&](auto* kind) {
+  kind_of<CHUNKS, WEIGHTS>(brief, leg.sums & Leg::kPairs, [&](auto* kind) {
     using Kind = std::remove_pointer_t<decltype(kind)>;
     const Kind item(brief, steps + leg.steps, in);
     const auto here = [&] { return ring + w.slot * C.room.piece + leg.offset; };
@@ -133,8 +143,8 @@ __device__ __forceinline__ void run_leg(const ChainArgs& C, const ChainProduct& 
       w.wait();
       item.load(here(), lane, words);
 #pragma unroll 1
-      for (int left = count;; to += step) {
-        int c[Kind::kAheadRounds][2][4];
+      for (int left = count;; to += Kind::kPairs ? 2 * step : step) {
+        int c[Kind::kAheadRounds][Kind::kSums][4];
         uint32_t code[Kind::kAheadRounds];
         WholeSums<CHUNKS> y;
         item.products(words, c);
@@ -148,7 +158,7 @@ __device__ __forceinline__ void run_leg(const ChainArgs& C, const ChainProduct& 
           item.load(here(), lane, words);
         }
         item.finish(code, c, y);
-        y.put(to, in, lane, add);
+        y.template put<Kind::kPairs>(to, in, lane, add);
         if (!more) break;
       }
     } else {
@@ -165,7 +175,7 @@ __device__ __forceinline__ void run_leg(const ChainArgs& C, const ChainProduct& 
 }
 
 // The product of q and what it writes.
-template <int CHUNKS>
+template <int CHUNKS, WholeWeights WEIGHTS>
 __device__ __forceinline__ void chain_multiply(const ChainArgs& C, int q, const WholeInput<CHUNKS>& in, ChainWarp& w) {
   const ChainProduct& P = C.product[q];
   const half2* const steps = ChainImage(C, w.shared, q).steps;
@@ -177,7 +187,8 @@ __device__ __forceinline__ void chain_multiply(const ChainArgs& C, int q, const 
       Leg now = legs_of(C, w)[i * kCrew + w.warp];
       now.kind = __shfl_sync(0xffffffffu, now.kind, 0),
       now.rest = __shfl_sync(0xffffffffu, now.rest, 0);  // the same, so that the compiler knows
-      if (now.strips) run_leg<CHUNKS>(C, P, now, steps, in, w);
+      if (now.strips) run_leg<CHUNKS, WEIGHTS>(C, P, now, steps, in, w);
+      if (CHUNKS == 4 && now.sums & Leg::kEmpty) w.wait(), w.release(C.room.pieces);
     }
     barrier_wait(w.bars + kScaled, q & 1);
     if (q == 0) w.set = near(w).set;
@@ -197,7 +208,7 @@ __device__ __forceinline__ void chain_multiply(const ChainArgs& C, int q, const 
   }
 }
 
-template <int CHUNKS>
+template <int CHUNKS, WholeWeights WEIGHTS>
 __global__ void __launch_bounds__(kChainThreads, 1) chain_products(const __grid_constant__ ChainArgs C) {
   extern __shared__ __align__(128) uint8_t dynamic[];
   unsigned here = shared_address(dynamic);
@@ -244,7 +255,7 @@ __global__ void __launch_bounds__(kChainThreads, 1) chain_products(const __grid_
     if (q == 0 && P.a.epilogue == kResidual) chain_residual(C, w);
     chain_quantise<CHUNKS>(C, x, q, w);
     crew_sync();
-    chain_multiply<CHUNKS>(C, q, in, w);
+    chain_multiply<CHUNKS, WEIGHTS>(C, q, in, w);
   }
   if (C.count == 1) return;
   // Of the products that this launch does not have, too. Nobody reads the number of launches any more, but the next ones.

@@ -20,6 +20,7 @@ struct ChainProduct {
   int legs;            // of a warp: pieces of all parts of a strip
   struct {
     int passes, items;  // pieces of a strip; items of a piece
+    bool pairs;         // teams take strips by turns, a warp two items of two units each (GpuPart::pairs); of one token
   } piece[kMaxParts];
 };
 
@@ -85,6 +86,14 @@ struct ChainImage {
 __device__ __forceinline__ int chain_strips(const ChainProduct& P, int p, int strip0, int round) {
   return min(P.a.part[p].whole + (strip0 < P.a.part[p].rest ? 1 : 0) - round * P.strips, P.strips);
 }
+
+// The turns of both teams at a part's strips where they take them by turns: slots of the ring come by twos, so one may stay empty. Odd
+// parts begin with the second team.
+struct ChainTurns {
+  int first, own, empty;  // a team's first strip, how many it has, slots without one
+  __device__ __forceinline__ ChainTurns(int count, int part, int team)
+      : first(team ^ (part & 1)), own((count - first + 1) / 2), empty((count + 1) / 2 - own) {}
+};
 
 struct Piece {
   int first, last;  // items

@@ -11,6 +11,17 @@ __device__ __forceinline__ void fetch_pieces(const ChainArgs& C, uint8_t* shared
   const int ahead = C.ahead + (block < C.busier ? C.more : 0);
   int slot = 0, old = 0, issued = 0;
   uint32_t phase = 1, old_phase = 0;
+  const auto fetch = [&](const uint8_t* from, uint32_t bytes) {
+    barrier_wait(empty + slot, phase);
+    if (issued >= ahead) {  // no more than so many under way
+      barrier_wait(full + old, old_phase);
+      if (++old == C.room.pieces) old = 0, old_phase ^= 1;
+    }
+    issued++;
+    barrier_expect(full + slot, bytes);
+    if (bytes) copy_weights(shared + C.room.ring + slot * C.room.piece, from, bytes, full + slot, policy);
+    if (++slot == C.room.pieces) slot = 0, phase ^= 1;
+  };
 #pragma unroll 1
   for (int q = 0; q < C.count; q++) {
     const ChainProduct& P = C.product[q];
@@ -26,23 +37,24 @@ __device__ __forceinline__ void fetch_pieces(const ChainArgs& C, uint8_t* shared
 #pragma unroll 1
         for (int pass = 0; pass < P.piece[p].passes; pass++) {
           const Piece piece(P, image, p, pass);
-          const uint8_t* from = begin;
+          const bool pairs = P.piece[p].pairs;
+          const uint8_t* from[2];  // teams
+          uint32_t bytes[2];
+          int first[2];
+#pragma unroll
+          for (int team = 0; team < 2; team++) {
+            const int n = piece.first + (pairs ? 0 : team * kTeam);
+            const Item& end = image.items[min(n + (pairs ? kCrew : kTeam), piece.last) - 1];
+            const uint32_t offset = n < piece.last ? image.items[n].offset : 0;
+            first[team] = pairs ? ChainTurns(count, p, team).first : 0;
+            from[team] = begin + offset + first[team] * hop, bytes[team] = n < piece.last ? end.offset + end.bytes - offset : 0;
+          }
 #pragma unroll 1
-          for (int s = 0; s < count; s++, from += hop)
-#pragma unroll 1
-            for (int n = piece.first; n < piece.first + kCrew; n += kTeam) {
-              const bool any = n < piece.last;
-              const Item& end = image.items[min(n + kTeam, piece.last) - 1];
-              const uint32_t offset = image.items[any ? n : piece.first].offset, bytes = any ? end.offset + end.bytes - offset : 0;
-              barrier_wait(empty + slot, phase);
-              if (issued >= ahead) {  // no more than so many under way
-                barrier_wait(full + old, old_phase);
-                if (++old == C.room.pieces) old = 0, old_phase ^= 1;
-              }
-              issued++;
-              barrier_expect(full + slot, bytes);
-              if (any) copy_weights(shared + C.room.ring + slot * C.room.piece, from + offset, bytes, full + slot, policy);
-              if (++slot == C.room.pieces) slot = 0, phase ^= 1;
+          for (int s = 0; s < count; s += 1 + pairs)
+#pragma unroll
+            for (int team = 0; team < 2; team++) {
+              fetch(from[team], s + first[team] < count ? bytes[team] : 0);
+              from[team] += pairs ? 2 * hop : hop;
             }
         }
       }

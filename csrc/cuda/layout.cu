@@ -191,9 +191,20 @@ struct Image {
   }
 };
 
+// Whether a strip is kWarps small items that can be taken by twos.
+bool in_pairs(const PartPlan& p) {
+  if (p.dense || p.items.size() != kWarps) return false;
+  for (size_t i = 0; i < p.items.size(); i++) {
+    const Item &it = p.items[i], &first = p.items[i & ~size_t{1}];
+    if (!it.one || it.lone || it.scales || it.units != 2 || it.bits != first.bits || it.block != first.block + 4 * (i & 1)) return false;
+  }
+  return true;
+}
+
 // As few pieces as hold at most kWarps items, about equally many each.
 void set_pieces(const PartPlan& p, GpuPart& s) {
   const int items = static_cast<int>(p.items.size());
+  s.pairs = in_pairs(p);
   s.pieces = (items + kWarps - 1) / kWarps, s.piece_items = (items + s.pieces - 1) / s.pieces;
   for (int i = 0; i < items; i += s.piece_items)
     for (int half = i; half < std::min(i + s.piece_items, items); half += kWarps / 2) {

@@ -107,7 +107,8 @@ struct WholeInput {
 template <int CHUNKS>
 struct WholeSums {
   float y[4 / CHUNKS][2] = {};
-  // To sums[token][16]; `add`: to what is there.
+  // To sums[token][16]; `add`: to what is there. PAIRS: of two items (WholeItem), to the sums of both.
+  template <bool PAIRS = false>
   __device__ __forceinline__ void put(float* sums, const WholeInput<CHUNKS>& in, int lane, bool add) const {
     const int t = lane & 3;
     const auto to = [&](int token, int column, float v) {
@@ -126,6 +127,10 @@ struct WholeSums {
     } else {  // lane 0: column g, lane 1: g + 8
       const bool second = t & 1;
       float v = (second ? y[0][1] : y[0][0]) + __shfl_xor_sync(0xffffffffu, second ? y[0][0] : y[0][1], 1);
+      if constexpr (PAIRS) {  // chunks 0 and 1 are one's, 2 and 3 the other's
+        sums[in.g + 8 * t] = v;
+        return;
+      }
       v += __shfl_xor_sync(0xffffffffu, v, 2);
       if (t >= 2) return;
       float* const p = sums + in.g + 8 * t;  // the token is there
@@ -158,15 +163,20 @@ __host__ __device__ constexpr int most_units(int bits) { return kSlot / (128 * b
 
 // An EXL2 item. Chunks are units of one group, or halves of units with groups of their own. Units that are not there meet activations of
 // zero; what is read in their place lies in shared memory. Of one token, what does not change from strip to strip is kept, and the next
-// strip's words are loaded (load) before what follows the products of this one (multiply, finish) is done.
-template <int B, bool ONE, int CHUNKS>
+// strip's words are loaded (load) before what follows the products of this one (multiply, finish) is done. Pairs are two
+// items of two units, one behind the other, of one token. APART: of one token, a unit's sums have registers of their own, of which a lane
+// takes those of its chunk; else the activations of other chunks are zeros: fewer registers.
+enum WholeForm { kHalves, kOnes, kPairsOfOnes };
+template <int B, WholeForm FORM, int CHUNKS, bool APART>
 struct WholeItem {
-  static constexpr int kUnits = most_units(B), kParts = ONE ? kUnits : 2 * kUnits, kRounds = (kParts + CHUNKS - 1) / CHUNKS,
+  static constexpr bool ONE = FORM != kHalves, PAIRS = FORM == kPairsOfOnes, kPairs = PAIRS, kApart = APART && ONE && CHUNKS == 4;
+  static_assert(!PAIRS || CHUNKS == 4, "a round");
+  static constexpr int kUnits = PAIRS ? 4 : most_units(B), kParts = ONE ? kUnits : 2 * kUnits, kRounds = (kParts + CHUNKS - 1) / CHUNKS,
                        kWords = ONE ? 4 : 2;
   static constexpr int kZero = 1 << (B - 1), kShift = ByteForm<B>::shift;
-  static constexpr int kHeld = CHUNKS < 4 ? 0 : ONE ? 1 : 2;  // rounds
+  static constexpr int kHeld = CHUNKS < 4 ? 0 : !ONE ? 2 : B == 2 ? kRounds : 1;  // rounds
   static constexpr bool kAhead = CHUNKS == 4 && ONE;
-  static constexpr int kAheadRounds = kAhead ? kHeld : 1, kAheadUnits = kUnits < 4 * kAheadRounds ? kUnits : 4 * kAheadRounds;
+  static constexpr int kAheadRounds = 1, kAheadUnits = kUnits < 4 ? kUnits : 4, kSums = kApart ? 4 : 2;
   struct Round {
     uint32_t b[CHUNKS][kWords];
     int zero;    // the zero point times the sum of the activations
@@ -177,17 +187,22 @@ struct WholeItem {
   struct Words {
     uint32_t w[kAheadUnits][B], code[kAheadRounds];
   };
+  static constexpr int kTwo = 2 * (128 * B), kGap = PAIRS ? 16 : 0;  // two units; the codes of two
   int codes, parts, block;
   const half2* steps;
   const WholeInput<CHUNKS>& in;
 
   __device__ __forceinline__ WholeItem(const Brief& it, const half2* all, const WholeInput<CHUNKS>& input)
       : block(it.block()), steps(all), in(input) {
-    const int units = it.units();
+    const int units = PAIRS ? 4 : it.units();
     parts = ONE ? units : 2 * units - it.lone();
     codes = units * (128 * B) + in.g * (ONE ? 1 : 2);
 #pragma unroll
     for (int r = 0; r < kHeld; r++) held[r] = round(r);
+    if constexpr (PAIRS) {
+      codes = kTwo + in.g;
+      if (in.lane_chunk >= 2) held[0].code += kTwo;
+    }
   }
   __device__ __forceinline__ Round round(int r) const {
     const int base = r * CHUNKS, own = min(base + in.lane_chunk, parts - 1), wanted = base + in.column_chunk;
@@ -200,7 +215,7 @@ struct WholeItem {
       const uint4 x = in.unit((block >> 1) + wanted, wanted < parts);
 #pragma unroll
       for (int j = 0; j < CHUNKS; j++) {
-        const bool mine = CHUNKS == 1 || in.column_chunk == j;
+        const bool mine = CHUNKS == 1 || kApart || in.column_chunk == j;
         to.b[j][0] = mine ? x.x : 0, to.b[j][1] = mine ? x.y : 0, to.b[j][2] = mine ? x.z : 0, to.b[j][3] = mine ? x.w : 0;
       }
     } else {
@@ -218,8 +233,8 @@ struct WholeItem {
   __device__ __forceinline__ bool there(int r) const { return r == 0 || r * CHUNKS < parts; }
 
   // A round's products of one unit, w; j: its (first) chunk.
-  __device__ __forceinline__ static void unit_products(int (&c)[2][4], const uint32_t (&w)[B], const Round& of, int r, int j) {
-    int (&to)[4] = c[CHUNKS > 1 && j >= CHUNKS / 2];
+  __device__ __forceinline__ static void unit_products(int (&c)[kSums][4], const uint32_t (&w)[B], const Round& of, int r, int j) {
+    int (&to)[4] = c[kApart ? j : CHUNKS > 1 && j >= CHUNKS / 2];
     if constexpr (ONE) {
       multiply_half<B, 0>(to, w, of.b[j][0], of.b[j][1]);
       multiply_half<B, 2>(to, w, of.b[j][2], of.b[j][3]);
@@ -235,10 +250,15 @@ struct WholeItem {
   }
   static constexpr int kStep = ONE || CHUNKS == 1 ? 1 : 2;  // chunks of a unit in a round
   __device__ __forceinline__ static constexpr int unit_of(int r, int j) { return ONE ? r * CHUNKS + j : (r * CHUNKS + j) / 2; }
-  __device__ __forceinline__ static void scale(const Round& of, const int (&c)[2][4], uint32_t code, float (&y)[2]) {
+  __device__ __forceinline__ void scale(const Round& of, const int (&c)[kSums][4], uint32_t code, float (&y)[2]) const {
     int s[4];
 #pragma unroll
-    for (int i = 0; i < 4; i++) s[i] = CHUNKS > 1 ? c[0][i] + c[1][i] : c[0][i];
+    for (int i = 0; i < 4; i++) {
+      if constexpr (kApart)
+        s[i] = in.lane_chunk & 2 ? in.lane_chunk & 1 ? c[3][i] : c[2][i] : in.lane_chunk & 1 ? c[1][i] : c[0][i];
+      else
+        s[i] = CHUNKS > 1 ? c[0][i] + c[1][i] : c[0][i];
+    }
     const int g = s[0] * 256 + s[1];
     int g8 = s[2] * 256 + s[3];
     if constexpr (ByteForm<B>::mixed) g8 -= g;
@@ -250,34 +270,36 @@ struct WholeItem {
   // st: the item's bytes of a strip. The rounds that are held, in three steps.
   __device__ __forceinline__ void load(const uint8_t* st, int lane, Words& to) const {
 #pragma unroll
-    for (int u = 0; u < kAheadUnits; u++) load_unit<B>(st + u * (128 * B), lane, to.w[u]);
+    for (int u = 0; u < kAheadUnits; u++) load_unit<B>(st + u * (128 * B) + (u < 2 ? 0 : kGap), lane, to.w[u]);
 #pragma unroll
     for (int r = 0; r < kAheadRounds; r++) to.code[r] = st[codes + held[r].code];
   }
-  __device__ __forceinline__ void products(const Words& of, int (&c)[kAheadRounds][2][4]) const {
+  __device__ __forceinline__ void products(const Words& of, int (&c)[kAheadRounds][kSums][4]) const {
 #pragma unroll
     for (int r = 0; r < kAheadRounds; r++) {
 #pragma unroll
-      for (int i = 0; i < 8; i++) c[r][i / 4][i % 4] = 0;
+      for (int i = 0; i < 4 * kSums; i++) c[r][i / 4][i % 4] = 0;
 #pragma unroll
       for (int j = 0; j < CHUNKS; j += kStep)
         if (unit_of(r, j) < kAheadUnits) unit_products(c[r], of.w[unit_of(r, j)], held[r], r, j);
     }
   }
-  __device__ __forceinline__ void finish(const uint32_t (&code)[kAheadRounds], const int (&c)[kAheadRounds][2][4],
+  __device__ __forceinline__ void finish(const uint32_t (&code)[kAheadRounds], const int (&c)[kAheadRounds][kSums][4],
                                          WholeSums<CHUNKS>& sums) const {
 #pragma unroll
     for (int r = 0; r < kAheadRounds; r++) scale(held[r], c[r], code[r], sums.y[r % (4 / CHUNKS)]);
   }
-  // Rounds from the `first` one on, all at once.
+  // Rounds from the `first` one on, all at once. Where one token's first four chunks come last (`finish`), they do so of several tokens,
+  // too: sums are added in one order.
   __device__ __forceinline__ void multiply(const uint8_t* st, int lane, WholeSums<CHUNKS>& sums, int first = 0) const {
+    constexpr int kLast = ONE && CHUNKS < 4 ? 4 / CHUNKS : 0;  // rounds
 #pragma unroll
-    for (int r = 0; r < kRounds; r++) {
-      if (r < first) continue;
-      if (!there(r)) break;
+    for (int i = 0; i < kRounds; i++) {
+      const int r = kRounds > kLast ? (i + kLast) % kRounds : i;
+      if (r < first || !there(r)) continue;
       const Round of = known(r);
       const uint32_t code = st[codes + of.code];
-      int c[2][4] = {};
+      int c[kSums][4] = {};
 #pragma unroll
       for (int j = 0; j < CHUNKS; j += kStep) {
         if (unit_of(r, j) >= kUnits) break;
@@ -293,7 +315,7 @@ struct WholeItem {
 // A GPTQ item, one chunk at a time.
 template <int B, bool ONE, int CHUNKS>
 struct WholeGptq {
-  static constexpr bool kAhead = false;
+  static constexpr bool kAhead = false, kPairs = false;
   Brief it;
   const WholeInput<CHUNKS>& in;
   __device__ __forceinline__ WholeGptq(const Brief& item, const half2*, const WholeInput<CHUNKS>& input) : it(item), in(input) {}
@@ -329,43 +351,49 @@ struct WholeGptq {
   }
 };
 
-// Calls `with` with the kind of the item, any but a dense one: a type to be made of it.
-template <int CHUNKS, class F>
-__device__ __forceinline__ void kind_of(const Brief& it, const F& with) {
-  const auto exl2 = [&](auto form) {
-    constexpr bool kOne = decltype(form)::value;
+// What the compiler knows of a launch's weights: code that is not there costs nothing. kNarrow: EXL2, of few bits.
+enum WholeWeights { kAnyWeights, kExl2, kNarrow };
+
+// Calls `with` with the kind of the item, any but a dense one: a type to be made of it. pairs: whether it is two.
+template <int CHUNKS, WholeWeights WEIGHTS, class F>
+__device__ __forceinline__ void kind_of(const Brief& it, bool pairs, const F& with) {
+  constexpr bool kApart = WEIGHTS == kNarrow;
+  const auto exl2 = [&](auto as) {
+    constexpr WholeForm kForm = decltype(as)::value;
     switch (it.bits()) {
       case 4:
-        return with(static_cast<WholeItem<4, kOne, CHUNKS>*>(nullptr));
+        return with(static_cast<WholeItem<4, kForm, CHUNKS, kApart>*>(nullptr));
       case 3:
-        return with(static_cast<WholeItem<3, kOne, CHUNKS>*>(nullptr));
+        return with(static_cast<WholeItem<3, kForm, CHUNKS, kApart>*>(nullptr));
       case 5:
-        return with(static_cast<WholeItem<5, kOne, CHUNKS>*>(nullptr));
+        return with(static_cast<WholeItem<5, kForm, CHUNKS, kApart>*>(nullptr));
       case 2:
-        return with(static_cast<WholeItem<2, kOne, CHUNKS>*>(nullptr));
+        return with(static_cast<WholeItem<2, kForm, CHUNKS, kApart>*>(nullptr));
       case 6:
-        return with(static_cast<WholeItem<6, kOne, CHUNKS>*>(nullptr));
+        return with(static_cast<WholeItem<6, kForm, CHUNKS, kApart>*>(nullptr));
       default:
-        return with(static_cast<WholeItem<8, kOne, CHUNKS>*>(nullptr));
+        return with(static_cast<WholeItem<8, kForm, CHUNKS, kApart>*>(nullptr));
     }
   };
-  const auto gptq = [&](auto form) {
-    constexpr bool kOne = decltype(form)::value;
-    switch (it.bits()) {
-      case 4:
-        return with(static_cast<WholeGptq<4, kOne, CHUNKS>*>(nullptr));
-      case 3:
-        return with(static_cast<WholeGptq<3, kOne, CHUNKS>*>(nullptr));
-      case 2:
-        return with(static_cast<WholeGptq<2, kOne, CHUNKS>*>(nullptr));
-      default:
-        return with(static_cast<WholeGptq<8, kOne, CHUNKS>*>(nullptr));
-    }
-  };
-  if (it.scales() == 0)
-    it.one() ? exl2(std::true_type{}) : exl2(std::false_type{});
-  else
-    it.one() ? gptq(std::true_type{}) : gptq(std::false_type{});
+  if constexpr (CHUNKS == 4)
+    if (pairs) return exl2(std::integral_constant<WholeForm, kPairsOfOnes>{});
+  if constexpr (WEIGHTS == kAnyWeights) {
+    const auto gptq = [&](auto form) {
+      constexpr bool kOne = decltype(form)::value;
+      switch (it.bits()) {
+        case 4:
+          return with(static_cast<WholeGptq<4, kOne, CHUNKS>*>(nullptr));
+        case 3:
+          return with(static_cast<WholeGptq<3, kOne, CHUNKS>*>(nullptr));
+        case 2:
+          return with(static_cast<WholeGptq<2, kOne, CHUNKS>*>(nullptr));
+        default:
+          return with(static_cast<WholeGptq<8, kOne, CHUNKS>*>(nullptr));
+      }
+    };
+    if (it.scales()) return it.one() ? gptq(std::true_type{}) : gptq(std::false_type{});
+  }
+  it.one() ? exl2(std::integral_constant<WholeForm, kOnes>{}) : exl2(std::integral_constant<WholeForm, kHalves>{});
 }
 
 }  // namespace exl2nb

@@ -21,6 +21,18 @@ pytestmark = pytest.mark.gpu
 CASES = {
     **{f"{bits} bits, groups of {group}": {"bits": bits, "group": group} for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)},
     **{f"gptq, {bits} bits": {"bits": bits, "group": group, "gptq": True} for bits, group in ((2, 64), (3, 32), (4, 128), (8, 96))},
+    **{
+        f"items by twos, {bits} bits": {
+            "hidden": 2048,
+            "inter": 5632,
+            "heads": 32,
+            "kv_heads": 4,
+            "bits": bits,
+            "group": 128,
+            "scale": 0.03,
+        }
+        for bits in (2, 3, 4, 5, 6, 8)
+    },
     "mixed widths": {"hidden": 256, "inter": 416},
     "a KV head for 8": {"heads": 8, "kv_heads": 1, "head_dim": 80, "hidden": 640, "bits": 4},
     "biases": {"bias": True, "hidden": 96, "inter": 352},
