@@ -31,7 +31,7 @@ namespace exl2nb {
 
 constexpr int64_t kGpuMagic = 0x3147424e324c5845;  // "EXL2NBG1"
 constexpr int kGpuVersion = 1, kWarps = 16, kSlot = 2688, kEnds = 24, kMaxParts = 4, kMaxPerms = 3, kStripColumns = 16, kUnitRows = 64,
-              kGptqSet = 64, kItemUnits = 10;
+              kGptqSet = 64, kItemUnits = 10, kPairUnits = 2;
 
 struct GpuHeader {
   int64_t magic;
@@ -51,9 +51,10 @@ constexpr int kRuns = 7;
 struct GpuPart {
   int32_t outputs, strips, first_column, first_strip, first_item, num_items, first_unit, num_units, perm, dense;
   int64_t strip_bytes, data;
-  int32_t pieces, piece_items, piece_bytes, pairs;  // a strip in pieces for chain.cuh: items of one, bytes of half of one, at most; whether
-                                                    // it is kWarps items of two `one` units, of which each second is like the one before
-  GpuRun runs[kRuns];                               // from the first row on; where there are more, the last one has the rest; units 0: none
+  int32_t pieces, piece_items, piece_bytes;  // a strip in pieces for chain.cuh: items of one, bytes of half of one, at most
+  int32_t
+      pairs;  // whether a strip is kWarps items of kPairUnits `one` units, each second of the same width as the one before, its rows behind
+  GpuRun runs[kRuns];  // from the first row on; where there are more, the last one has the rest; units 0: none
 };
 struct Item {
   uint32_t offset;  // in the strip

@@ -13,15 +13,24 @@ constexpr size_t kMeetBytes = 256;
 constexpr int kPartialRoom = 24 * 1024;
 static_assert(kPartialRoom / 64 <= kCrewThreads && kPartialRoom / 4 < ChainOut::kNone, "a thread a result; sums count so far");
 // What follows was measured on an H200, 2026-11-22, with `chain_step` and whole steps (benchmarks/RESULTS.md).
-constexpr int kWorthIt = 20000;      // rows of its strips that a CTA may have more so that attention starts early: 7B 674 to 692 tok/s
-constexpr int kCheapLook = 32;       // blocks of 64 rows: where there are no more, looking in vain costs little (TinyLlama)
-constexpr int kMissing = 8;          // CTAs that may be missing when looking for more than that begins: 8B 38.7 to 36.7 us a chain
-constexpr int kMoreUnderWay = 2;     // pieces, for CTAs with more strips: 7B 35.9 to 33.9 us a chain of 116 CTAs
-constexpr int kNarrowTimesTwo = 7;   // bits: below 3.5 three pieces are under way, not two: 70B 97.8 to 94.9 us, 7B 33.4 and 34.1 at 4 bits
-constexpr int kPastPiece = 8 * 512;  // what is read past an item in the place of units that are not there
+constexpr int kWorthIt = 20000;     // rows of its strips that a CTA may have more so that attention starts early: 7B 674 to 692 tok/s
+constexpr int kCheapLook = 32;      // blocks of 64 rows: where there are no more, looking in vain costs little
+constexpr int kMissing = 8;         // CTAs that may be missing when looking for more than that begins: 8B 38.7 to 36.7 us a chain
+constexpr int kMoreUnderWay = 2;    // pieces, for CTAs with more strips: 7B 35.9 to 33.9 us a chain of 116 CTAs
+constexpr int kNarrowTimesTwo = 7;  // bits: below 3.5 three pieces are under way, not two: 70B 97.8 to 94.9 us, 7B 33.4 and 34.1 at 4 bits
+constexpr int kPastPiece = 3 * 5 * 128;  // what is read past an item in the place of units that are not there: three of five bits
 
 bool narrow(const GemvPart& part, int width) {
   return 2 * 8 * part.strip_bytes < static_cast<int64_t>(kNarrowTimesTwo) * kStripColumns * width;
+}
+// Slots of the ring that a product's weights take.
+int slots_of(const ChainProduct& p) {
+  int n = 0;
+  for (int i = 0; i < p.a.num_parts; i++) {
+    const int strips = p.a.part[i].whole + (p.a.part[i].rest ? 1 : 0);
+    n += p.piece[i].pairs ? (strips + 1) / 2 * 2 : 2 * strips * p.piece[i].passes;
+  }
+  return n;
 }
 // Who gets which strips, and how many strips' partial sums there are at a time.
 void share(ChainProduct& p, const uint8_t* head, Epilogue e, int grid) {
@@ -36,7 +45,6 @@ void share(ChainProduct& p, const uint8_t* head, Epilogue e, int grid) {
   const int most = e == kResidual ? per : std::max(1, kPartialRoom / (a.num_parts * kCrew * 64 * a.tokens));
   p.rounds = (per + most - 1) / most, p.strips = (per + p.rounds - 1) / p.rounds;
   p.outs = e == kResidual ? 0 : p.strips * (e == kStore ? a.num_parts : 1) * 16;
-  p.writers = e == kResidual ? a.tokens : (p.outs + 31) / 32;
   share_out(a);
 }
 ChainRoom room_of(const ChainArgs& c, const ChainLink* links) {
@@ -116,12 +124,6 @@ ChainArgs arguments(const ChainLink* links, int count, uint8_t* room, size_t byt
     p.legs = 0;
     for (int i = 0; i < p.a.num_parts; i++) p.legs += p.piece[i].passes;
   }
-  // Half of those that have the most strips have come, or where there is more to look for and looking in vain costs more, nearly all.
-  for (int q = 0; q + 1 < count; q++) {
-    const GemvPart& part = c.product[q].a.part[0];
-    const int half = (part.rest ? part.rest : c.grid) / 2;
-    c.product[q].enough = c.grid - (c.product[q + 1].blocks > kCheapLook ? std::min(kMissing, half) : half);
-  }
   // More under way than is needed delays what the others wait for. Narrow weights take longer to multiply than to come.
   const ChainProduct& largest = c.product[count > 1];
   c.ahead = narrow(largest.a.part[0], largest.width) ? 3 : 2;
@@ -133,6 +135,14 @@ ChainArgs arguments(const ChainLink* links, int count, uint8_t* room, size_t byt
   c.room = room_of(c, links);
   c.ahead = std::min(c.ahead, c.room.pieces),
   c.more = std::min(kMoreUnderWay, c.room.pieces - c.ahead);  // what is waited for must still lie there
+  // Half of those that have the most strips have come. Where weights are still on their way, of which looking in vain takes time, and there
+  // is more to look for: nearly all.
+  const bool fetched = slots_of(largest) <= c.room.pieces;
+  for (int q = 0; q + 1 < count; q++) {
+    const GemvPart& part = c.product[q].a.part[0];
+    const int half = (part.rest ? part.rest : c.grid) / 2;
+    c.product[q].enough = c.grid - (fetched || c.product[q + 1].blocks <= kCheapLook ? half : std::min(kMissing, half));
+  }
   return c;
 }
 template <int CHUNKS, WholeWeights WEIGHTS>
@@ -196,9 +206,11 @@ int chain_tokens(const ChainLink* links, int count) {
     if (h.num_perms != 1 || h.K % 32 || h.stored != h.K || a.from.x || a.router.out) return 0;
     if (links[q].epilogue == kResidual && (a.strips + grid - 1) / grid > kOwn) return 0;
   }
-  for (int tokens = kChainTokens; tokens > 0; tokens--)
-    if (arguments(links, count, nullptr, 0, 0, tokens).room.bytes <= shared_per_block()) return tokens;
-  return 0;
+  const auto fits = [&](int tokens) { return arguments(links, count, nullptr, 0, 0, tokens).room.bytes <= shared_per_block(); };
+  if (!fits(1)) return 0;
+  for (int tokens = kChainTokens; tokens > 1; tokens--)
+    if (fits(tokens)) return tokens;
+  return 1;
 }
 
 const char* chain_launch(const ChainLink* links, int count, uint8_t* room, size_t bytes, cudaStream_t stream, bool pdl) {

@@ -4,6 +4,8 @@
 //
 // Sixteen warps in two teams multiply (whole.cuh), one fetches weights, one waits for the other CTAs. A piece is at most sixteen items that
 // lie one after the other in a strip: item n of it is warp n's. It comes in two halves, a team's each, that follow one another in the ring.
+// Of one token, where a strip is sixteen small items, a warp takes two of them for one, and the teams take strips by turns (ChainTurns): an
+// item costs as much as its instructions, which are those of four units.
 // A warp keeps what it knows of its item, activations included, while the same piece of all strips passes by, then goes on to the next
 // piece of the strips. Between products the CTAs meet at a counter: results are stored, one thread adds, one warp polls; nothing orders the
 // two, but what is not written yet is seen (announced.cuh), by attention behind the last one, too. Looking begins when most of those that
@@ -144,13 +146,11 @@ __device__ __forceinline__ void run_leg(const ChainArgs& C, const ChainProduct& 
       item.load(here(), lane, words);
 #pragma unroll 1
       for (int left = count;; to += Kind::kPairs ? 2 * step : step) {
-        int c[Kind::kAheadRounds][Kind::kSums][4];
-        uint32_t code[Kind::kAheadRounds];
+        int c[Kind::kSums][4];
         WholeSums<CHUNKS> y;
         item.products(words, c);
-#pragma unroll
-        for (int r = 0; r < Kind::kAheadRounds; r++) code[r] = words.code[r];
-        if constexpr (Kind::kRounds > Kind::kAheadRounds) item.multiply(here(), lane, y, Kind::kAheadRounds);
+        const uint32_t code = words.code;
+        if constexpr (Kind::kRounds > 1) item.multiply(here(), lane, y, 1);
         w.release(C.room.pieces);
         const bool more = --left;
         if (more) {
@@ -218,7 +218,8 @@ __global__ void __launch_bounds__(kChainThreads, 1) chain_products(const __grid_
   uint64_t* const bars = reinterpret_cast<ChainShared*>(shared)->bars;
   pdl_launch_dependents();
   if (threadIdx.x < kChainBars) {
-    barrier_init(bars + threadIdx.x, threadIdx.x >= kMostPieces && threadIdx.x < 2 * kMostPieces ? kTeam : 1);
+    const int i = threadIdx.x;
+    barrier_init(bars + i, i == kMine ? kCrew : i >= kMostPieces && i < 2 * kMostPieces ? kTeam : 1);
     barrier_fence();
   }
   __syncthreads();

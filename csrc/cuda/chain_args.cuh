@@ -15,7 +15,7 @@ struct ChainProduct {
   GemvArgs a;
   int width, blocks;   // features; 64 stored rows
   int strips, rounds;  // of a part, whose partial sums there is room for; how often that is
-  int outs, writers;   // results of a token in a round; warps that store them
+  int outs;            // results of a token in a round
   int enough;          // CTAs that have stored theirs when it is worth while to look for all results
   int legs;            // of a warp: pieces of all parts of a strip
   struct {
@@ -37,7 +37,7 @@ struct ChainOut {
 struct ChainNow {
   unsigned* meet;
   float* squares;  // token 0's; null: none
-  int outs, writers;
+  int outs;
   uint16_t activation;
   bool residual, store, gated, announces;
 };
@@ -59,7 +59,7 @@ struct ChainRoom {    // where other things lie in shared memory
 struct ChainArgs {
   ChainProduct product[kChain];
   int count, grid;
-  int ahead, busier, more;  // pieces under way; the first so many CTAs, which have more to do than the others, have so many more
+  int ahead, busier, more;  // slots of the ring under way; the first so many CTAs, which have more to do than the others, have so many more
   unsigned* meet;  // [kChain]: how often CTAs came, in all launches, to the end of a product; the last one: of a launch; then: launches
   uint8_t* set;    // what lies between products; behind it the same for the next launch
   int set_bytes;

@@ -7,7 +7,6 @@ namespace exl2nb {
 
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ void crew_sync() { asm volatile("bar.sync 1,%0;" ::"n"(kCrewThreads) : "memory"); }
-__device__ __forceinline__ void some_sync(int threads) { asm volatile("bar.sync 2,%0;" ::"r"(threads) : "memory"); }
 __device__ __forceinline__ void meet_arrive(unsigned* c) { asm volatile("red.relaxed.gpu.global.add.u32 [%0],1;" ::"l"(c) : "memory"); }
 __device__ __forceinline__ void copy_weights(void* to, const void* from, uint32_t bytes, uint64_t* b, uint64_t policy) {
   asm volatile(
@@ -22,7 +21,6 @@ __device__ __forceinline__ uint64_t once() {
 }
 #else
 __device__ __forceinline__ void crew_sync() {}
-__device__ __forceinline__ void some_sync(int) {}
 __device__ __forceinline__ void meet_arrive(unsigned*) {}
 __device__ __forceinline__ void copy_weights(void*, const void*, uint32_t, uint64_t*, uint64_t) {}
 __device__ __forceinline__ uint64_t once() { return 0; }

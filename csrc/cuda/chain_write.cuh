@@ -56,7 +56,6 @@ __device__ __forceinline__ void prepare(const ChainArgs& C, const ChainWarp& w) 
     near(w).now[q] = {C.meet + q,
                       A.epilogue == kResidual && A.next_norm ? A.next_squares + w.block : nullptr,
                       P.outs,
-                      P.writers,
                       static_cast<uint16_t>(A.activation),
                       A.epilogue == kResidual,
                       A.epilogue == kStore,
@@ -79,11 +78,12 @@ __device__ __forceinline__ void prepare(const ChainArgs& C, const ChainWarp& w) 
   near(w).owned[q / 2][r] = o;
 }
 
-// The warps that store a product's results have done so: the other CTAs may look. By all warps.
+// A warp has stored its part of a product's results, if it has any, and needs nothing more of the factors: the other CTAs may look soon. By
+// all warps.
 __device__ __forceinline__ void come(const ChainNow& now, const ChainWarp& w) {
   __syncwarp();
-  if (now.writers > 1 && w.warp < now.writers) some_sync(now.writers * 32);
-  if (threadIdx.x == 0) meet_arrive(now.meet), barrier_arrive(w.bars + kMine);
+  if (threadIdx.x == 0) meet_arrive(now.meet);
+  if (w.lane == 0) barrier_arrive(w.bars + kMine);
 }
 
 // y + residual, by warp m for token m. What the next product reads goes first.
@@ -91,7 +91,10 @@ template <int CHUNKS>
 __device__ __forceinline__ void chain_add(const ChainArgs& C, const ChainProduct& P, int q, const ChainNow& now, ChainWarp& w) {
   const int M = tokens_of<CHUNKS>(P), m = M == 1 ? 0 : w.warp;
   const bool last = q + 1 == C.count;
-  if (w.warp >= M) return;
+  if (w.warp >= M) {
+    if (!last) come(now, w);
+    return;
+  }
   const ChainOut* const owned = near(w).owned[q / 2] + w.lane;
   float squares = 0.f;
 #pragma unroll

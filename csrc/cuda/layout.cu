@@ -196,7 +196,8 @@ bool in_pairs(const PartPlan& p) {
   if (p.dense || p.items.size() != kWarps) return false;
   for (size_t i = 0; i < p.items.size(); i++) {
     const Item &it = p.items[i], &first = p.items[i & ~size_t{1}];
-    if (!it.one || it.lone || it.scales || it.units != 2 || it.bits != first.bits || it.block != first.block + 4 * (i & 1)) return false;
+    if (!it.one || it.scales || it.units != kPairUnits || it.bits != first.bits || it.block != first.block + 2 * kPairUnits * (i & 1))
+      return false;
   }
   return true;
 }

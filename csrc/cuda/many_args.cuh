@@ -23,7 +23,8 @@ constexpr int kManyMost = 192;                     // CTAs
 EXL2NB_BOTH constexpr int many_stages(int NB) { return NB == 2 ? 4 : 3; }
 EXL2NB_BOTH constexpr int many_unit(int NB) { return kUnitRows * NB * 8 * 2; }  // bytes of a unit's activations, for 8 * NB tokens
 EXL2NB_BOTH constexpr int many_ring(int NB) { return NB == 8 ? 12 : 24; }       // units of activations
-EXL2NB_BOTH constexpr int many_sums(int NB) { return kManyColumns * NB * 8; }   // floats of a tile
+static_assert(kItemUnits < 16 && kItemUnits <= many_ring(8), "an item's units find room");
+EXL2NB_BOTH constexpr int many_sums(int NB) { return kManyColumns * NB * 8; }  // floats of a tile
 
 constexpr int kManySources = 48;  // bytes of a ManySources
 

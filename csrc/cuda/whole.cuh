@@ -169,14 +169,14 @@ __host__ __device__ constexpr int most_units(int bits) { return kSlot / (128 * b
 enum WholeForm { kHalves, kOnes, kPairsOfOnes };
 template <int B, WholeForm FORM, int CHUNKS, bool APART>
 struct WholeItem {
-  static constexpr bool ONE = FORM != kHalves, PAIRS = FORM == kPairsOfOnes, kPairs = PAIRS, kApart = APART && ONE && CHUNKS == 4;
-  static_assert(!PAIRS || CHUNKS == 4, "a round");
-  static constexpr int kUnits = PAIRS ? 4 : most_units(B), kParts = ONE ? kUnits : 2 * kUnits, kRounds = (kParts + CHUNKS - 1) / CHUNKS,
-                       kWords = ONE ? 4 : 2;
+  static constexpr bool ONE = FORM != kHalves, kPairs = FORM == kPairsOfOnes, kApart = APART && ONE && CHUNKS == 4;
+  static_assert(!kPairs || CHUNKS == 4, "a round");
+  static constexpr int kUnits = kPairs ? 2 * kPairUnits : most_units(B), kParts = ONE ? kUnits : 2 * kUnits,
+                       kRounds = (kParts + CHUNKS - 1) / CHUNKS, kWords = ONE ? 4 : 2;
   static constexpr int kZero = 1 << (B - 1), kShift = ByteForm<B>::shift;
   static constexpr int kHeld = CHUNKS < 4 ? 0 : !ONE ? 2 : B == 2 ? kRounds : 1;  // rounds
   static constexpr bool kAhead = CHUNKS == 4 && ONE;
-  static constexpr int kAheadRounds = 1, kAheadUnits = kUnits < 4 ? kUnits : 4, kSums = kApart ? 4 : 2;
+  static constexpr int kAheadUnits = kUnits < 4 ? kUnits : 4, kSums = kApart ? 4 : 2;
   struct Round {
     uint32_t b[CHUNKS][kWords];
     int zero;    // the zero point times the sum of the activations
@@ -185,23 +185,23 @@ struct WholeItem {
     int code;    // offset
   } held[kHeld ? kHeld : 1];
   struct Words {
-    uint32_t w[kAheadUnits][B], code[kAheadRounds];
+    uint32_t w[kAheadUnits][B], code;
   };
-  static constexpr int kTwo = 2 * (128 * B), kGap = PAIRS ? 16 : 0;  // two units; the codes of two
+  static constexpr int kFirstUnits = kPairUnits * (128 * B), kGap = kPairs ? 8 * kPairUnits : 0;  // bytes; between two items' units
   int codes, parts, block;
   const half2* steps;
   const WholeInput<CHUNKS>& in;
 
   __device__ __forceinline__ WholeItem(const Brief& it, const half2* all, const WholeInput<CHUNKS>& input)
       : block(it.block()), steps(all), in(input) {
-    const int units = PAIRS ? 4 : it.units();
+    const int units = kPairs ? kUnits : it.units();
     parts = ONE ? units : 2 * units - it.lone();
     codes = units * (128 * B) + in.g * (ONE ? 1 : 2);
 #pragma unroll
     for (int r = 0; r < kHeld; r++) held[r] = round(r);
-    if constexpr (PAIRS) {
-      codes = kTwo + in.g;
-      if (in.lane_chunk >= 2) held[0].code += kTwo;
+    if constexpr (kPairs) {
+      codes = kFirstUnits + in.g;
+      if (in.lane_chunk >= 2) held[0].code += kFirstUnits;
     }
   }
   __device__ __forceinline__ Round round(int r) const {
@@ -267,30 +267,24 @@ struct WholeItem {
     y[1] = fmaf(__int2float_rn(g8 - (of.zero << kShift)), f.y * (of.step * (1.f / (1 << kShift))), y[1]);
   }
 
-  // st: the item's bytes of a strip. The rounds that are held, in three steps.
+  // st: the item's bytes of a strip. The first round, in three steps.
   __device__ __forceinline__ void load(const uint8_t* st, int lane, Words& to) const {
 #pragma unroll
-    for (int u = 0; u < kAheadUnits; u++) load_unit<B>(st + u * (128 * B) + (u < 2 ? 0 : kGap), lane, to.w[u]);
-#pragma unroll
-    for (int r = 0; r < kAheadRounds; r++) to.code[r] = st[codes + held[r].code];
+    for (int u = 0; u < kAheadUnits; u++) load_unit<B>(st + u * (128 * B) + (u < kPairUnits ? 0 : kGap), lane, to.w[u]);
+    to.code = st[codes + held[0].code];
   }
-  __device__ __forceinline__ void products(const Words& of, int (&c)[kAheadRounds][kSums][4]) const {
+  __device__ __forceinline__ void products(const Words& of, int (&c)[kSums][4]) const {
 #pragma unroll
-    for (int r = 0; r < kAheadRounds; r++) {
+    for (int i = 0; i < 4 * kSums; i++) c[i / 4][i % 4] = 0;
 #pragma unroll
-      for (int i = 0; i < 4 * kSums; i++) c[r][i / 4][i % 4] = 0;
-#pragma unroll
-      for (int j = 0; j < CHUNKS; j += kStep)
-        if (unit_of(r, j) < kAheadUnits) unit_products(c[r], of.w[unit_of(r, j)], held[r], r, j);
-    }
+    for (int j = 0; j < CHUNKS; j += kStep)
+      if (unit_of(0, j) < kAheadUnits) unit_products(c, of.w[unit_of(0, j)], held[0], 0, j);
   }
-  __device__ __forceinline__ void finish(const uint32_t (&code)[kAheadRounds], const int (&c)[kAheadRounds][kSums][4],
-                                         WholeSums<CHUNKS>& sums) const {
-#pragma unroll
-    for (int r = 0; r < kAheadRounds; r++) scale(held[r], c[r], code[r], sums.y[r % (4 / CHUNKS)]);
+  __device__ __forceinline__ void finish(uint32_t code, const int (&c)[kSums][4], WholeSums<CHUNKS>& sums) const {
+    scale(held[0], c, code, sums.y[0]);
   }
-  // Rounds from the `first` one on, all at once. Where one token's first four chunks come last (`finish`), they do so of several tokens,
-  // too: sums are added in one order.
+  // The rounds, without those before `first`, all at once. Where one token's first four chunks come last (`finish`), they do so of several
+  // tokens, too: sums are added in one order.
   __device__ __forceinline__ void multiply(const uint8_t* st, int lane, WholeSums<CHUNKS>& sums, int first = 0) const {
     constexpr int kLast = ONE && CHUNKS < 4 ? 4 / CHUNKS : 0;  // rounds
 #pragma unroll

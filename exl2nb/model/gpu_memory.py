@@ -21,7 +21,7 @@ from exl2nb.model.layout import Linear, layer_linears, modules, vectors
 
 ALIGN = 256  # where sections of a blob begin
 TILE, UNIT, BLOCK, WARPS, SLOT, SET = 16, 64, 32, 16, 2688, 64  # kStripColumns, kUnitRows, rows of a half unit, kWarps, kSlot, kGptqSet
-ITEM_UNITS = 8  # kItemUnits
+ITEM_UNITS = 10  # kItemUnits
 
 
 class Arena:

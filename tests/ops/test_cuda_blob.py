@@ -25,6 +25,8 @@ MIXES = {
     "three widths": [(6, 128), *[(5, 128)] * 3, *[(4, 32)] * 36, (4, 16 * 32)],
     "lone halves": [(8, 32), *[(6, 32)] * 3, (5, 96), (4, 32), (3, 64), (2, 32)],
     "little": [(3, 32)],
+    "by twos": [*[(4, 128)] * 2, *[(3, 128)] * 14],
+    "groups of 32, sixteen items": [(4, 32)] * 64,
     "one of 70B": [*[(6, 32)] * 45, *[(3, 64)] * 90, *[(2, 64)] * 335],
 }
 
@@ -65,8 +67,8 @@ def check_items(part, items, ends, widths):
 
 
 def check_pieces(part, items):
-    """Pieces of a strip: as few as have one item a warp, about equally many in each; their halves fit."""
-    pieces, count, room = part[12:15]
+    """Pieces of a strip: as few as have one item a warp, about equally many in each; their halves fit. Whether two items are as one."""
+    pieces, count, room, pairs = part[12:16]
     assert pieces == -(-len(items) // WARPS)
     assert count <= WARPS
     assert (pieces - 1) * count < len(items) <= pieces * count
@@ -74,6 +76,8 @@ def check_pieces(part, items):
         piece = items[first : first + count]
         for half in (piece[: WARPS // 2], piece[WARPS // 2 :]):
             assert sum(item[4] for item in half) <= room
+    small = all(units == 2 and one and not scales for _, _, _, units, _, _, one, _, scales in items)
+    assert pairs == (len(items) == WARPS and small and all(a[2] == b[2] and b[1] == a[1] + 4 for a, b in zip(items[::2], items[1::2])))
 
 
 def check_perms(table, perm, K):
@@ -100,7 +104,9 @@ def test_exl2(name):
     tensors = exl2(sum(rows for _, rows in MIXES[name]), 96, MIXES[name])
     order = torch.empty(len(tensors[4]), dtype=torch.int64)
     order[tensors[4].long()] = torch.arange(len(order))
-    check(ops.pack_exl2(*(t.cuda() for t in tensors)), MIXES[name], order, 96)
+    blob = ops.pack_exl2(*(t.cuda() for t in tensors))
+    check(blob, MIXES[name], order, 96)
+    assert parts_of(blob)[3][0][0][15] == (name == "by twos")
 
 
 @pytest.mark.parametrize(("bits", "size"), [(4, 128), (3, 32), (8, 96), (2, 64)])

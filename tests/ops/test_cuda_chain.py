@@ -33,6 +33,15 @@ CASES = {
         }
         for bits in (2, 3, 4, 5, 6, 8)
     },
+    "items by twos, more strips than there is room for": {
+        "hidden": 2048,
+        "inter": 224,
+        "heads": 32,
+        "kv_heads": 4,
+        "vocab": 50720,
+        "bits": 3,
+        "group": 128,
+    },
     "mixed widths": {"hidden": 256, "inter": 416},
     "a KV head for 8": {"heads": 8, "kv_heads": 1, "head_dim": 80, "hidden": 640, "bits": 4},
     "biases": {"bias": True, "hidden": 96, "inter": 352},
@@ -42,7 +51,7 @@ CASES = {
     "more strips than there is room for": {"inter": 8480, "vocab": 20011, "bits": 4},
     "many strips": {"hidden": 4096, "inter": 5664, "heads": 32, "kv_heads": 8, "head_dim": 128, "bits": 4, "group": 128},
     "room for many KV heads": {"hidden": 4096, "inter": 5664, "heads": 32, "kv_heads": 32, "head_dim": 128, "bits": 4, "group": 128},
-    "wide rows": {"hidden": 8192, "inter": 11008, "heads": 32, "kv_heads": 4, "head_dim": 128, "bits": 2, "group": 64},
+    "wide rows": {"hidden": 8192, "inter": 10240, "heads": 32, "kv_heads": 4, "head_dim": 128, "bits": 2, "group": 64},
 }
 DENSE = {"dense": True, "hidden": 128, "inter": 128, "head_dim": 32}
 
