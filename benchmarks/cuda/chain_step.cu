@@ -1,4 +1,4 @@
-// Chains of products (chain.cuh) at the shapes of four models: time of one, with a small kernel in the place of attention before each; and
+// Chains of products (chain.cuh) at the shapes of five models: time of one, with a small kernel in the place of attention before each; and
 // large products alone ("head").
 // `chain_step 7b 4 32`: only models whose name has the first, up to so many tokens, chains that leave room for so many CTAs of attention
 // (ChainLink::beside). The number behind the times is of the results' bits, to be compared between versions. nvcc -arch=sm_90a -std=c++17
