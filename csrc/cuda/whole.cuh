@@ -163,9 +163,9 @@ __host__ __device__ constexpr int most_units(int bits) { return kSlot / (128 * b
 
 // An EXL2 item. Chunks are units of one group, or halves of units with groups of their own. Units that are not there meet activations of
 // zero; what is read in their place lies in shared memory. Of one token, what does not change from strip to strip is kept, and the next
-// strip's words are loaded (load) before what follows the products of this one (multiply, finish) is done. Pairs are two
-// items of two units, one behind the other, of one token. APART: of one token, a unit's sums have registers of their own, of which a lane
-// takes those of its chunk; else the activations of other chunks are zeros: fewer registers.
+// strip's words are loaded (load) before what follows the products of this one (multiply, finish) is done. Pairs are two items of two
+// units, one behind the other, of one token. APART: of one token, a unit's sums have registers of their own, of which a lane takes those of
+// its chunk; else the activations of other chunks are zeros: fewer registers.
 enum WholeForm { kHalves, kOnes, kPairsOfOnes };
 template <int B, WholeForm FORM, int CHUNKS, bool APART>
 struct WholeItem {
