@@ -1,9 +1,8 @@
 // Chains of products (chain.cuh) at the shapes of five models: time of one, with a small kernel in the place of attention before each; and
 // large products alone ("head").
 // `chain_step 7b 4 32`: only models whose name has the first, up to so many tokens, chains that leave room for so many CTAs of attention
-// (ChainLink::beside). The number behind the times is of the results' bits, to be compared between versions. nvcc -arch=sm_90a -std=c++17
-// -O3
-// --expt-relaxed-constexpr -Icsrc/cuda benchmarks/cuda/chain_step.cu csrc/cuda/{chain,gemv,layout}.cu
+// (ChainLink::beside). The number behind the times is of the first token's bits: to be compared between versions and numbers of tokens.
+// nvcc -arch=sm_90a -std=c++17 -O3 --expt-relaxed-constexpr -Icsrc/cuda benchmarks/cuda/chain_step.cu csrc/cuda/{chain,gemv,layout}.cu
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -223,9 +222,9 @@ static void time(Engine& e, int tokens) {
   bool same = !std::memcmp(results[0].data(), results[1].data(), results[0].size() * 4);
   for (int m = 1; m < tokens; m++) same &= !std::memcmp(results[0].data(), results[0].data() + m * e.s.H, static_cast<size_t>(e.s.H) * 4);
   uint64_t bits = 0;
-  for (const float x : results[0]) {
+  for (int i = 0; i < e.s.H; i++) {
     uint32_t word;
-    std::memcpy(&word, &x, 4);
+    std::memcpy(&word, &results[0][static_cast<size_t>(i)], 4);
     bits = bits * 1099511628211ull + word;
   }
   std::printf("%016llx, %s\n", static_cast<unsigned long long>(bits), same ? "every token the same bits" : "BITS DIFFER");

@@ -52,8 +52,7 @@ struct GpuPart {
   int32_t outputs, strips, first_column, first_strip, first_item, num_items, first_unit, num_units, perm, dense;
   int64_t strip_bytes, data;
   int32_t pieces, piece_items, piece_bytes;  // a strip in pieces for chain.cuh: items of one, bytes of half of one, at most
-  int32_t
-      pairs;  // whether a strip is kWarps items of kPairUnits `one` units, each second of the same width as the one before, its rows behind
+  int32_t pairs;       // whether it is kWarps items of kPairUnits `one` units, each second the rows behind the first, alike
   GpuRun runs[kRuns];  // from the first row on; where there are more, the last one has the rest; units 0: none
 };
 struct Item {

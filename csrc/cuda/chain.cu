@@ -156,8 +156,8 @@ const char* launch(const ChainArgs& c, cudaStream_t stream, bool pdl) {
   return launch_kernel(chain_products<CHUNKS, WEIGHTS>, dim3(c.grid), kChainThreads, c.room.bytes, stream, pdl, 1, c);
 }
 
-// What one token's kernel may know. Sums apart pay where most weights are narrow and an item has more than four units (70B 87.9 to 86.0 us
-// a chain), not elsewhere (8B 36.5 to 37.3, TinyLlama at 3 bits 17.6 to 18.2).
+// What one token's kernel may know. Sums apart pay where the largest product's weights are narrow and an item has more than four units
+// (70B 87.9 to 86.0 us a chain), not elsewhere (8B 36.5 to 37.3, TinyLlama at 3 bits 17.6 to 18.2).
 WholeWeights weights_of(const ChainLink* links, int count) {
   for (int q = 0; q < count; q++) {
     const auto* const parts = reinterpret_cast<const GpuPart*>(links[q].head + sizeof(GpuHeader));

@@ -169,13 +169,13 @@ __host__ __device__ constexpr int most_units(int bits) { return kSlot / (128 * b
 enum WholeForm { kHalves, kOnes, kPairsOfOnes };
 template <int B, WholeForm FORM, int CHUNKS, bool APART>
 struct WholeItem {
-  static constexpr bool ONE = FORM != kHalves, kPairs = FORM == kPairsOfOnes, kApart = APART && ONE && CHUNKS == 4;
+  static constexpr bool kOne = FORM != kHalves, kPairs = FORM == kPairsOfOnes, kApart = APART && kOne && CHUNKS == 4;
   static_assert(!kPairs || CHUNKS == 4, "a round");
-  static constexpr int kUnits = kPairs ? 2 * kPairUnits : most_units(B), kParts = ONE ? kUnits : 2 * kUnits,
-                       kRounds = (kParts + CHUNKS - 1) / CHUNKS, kWords = ONE ? 4 : 2;
+  static constexpr int kUnits = kPairs ? 2 * kPairUnits : most_units(B), kParts = kOne ? kUnits : 2 * kUnits,
+                       kRounds = (kParts + CHUNKS - 1) / CHUNKS, kWords = kOne ? 4 : 2;
   static constexpr int kZero = 1 << (B - 1), kShift = ByteForm<B>::shift;
-  static constexpr int kHeld = CHUNKS < 4 ? 0 : !ONE ? 2 : B == 2 ? kRounds : 1;  // rounds
-  static constexpr bool kAhead = CHUNKS == 4 && ONE;
+  static constexpr int kHeld = CHUNKS < 4 ? 0 : !kOne ? 2 : B == 2 ? kRounds : 1;  // rounds
+  static constexpr bool kAhead = CHUNKS == 4 && kOne;
   static constexpr int kAheadUnits = kUnits < 4 ? kUnits : 4, kSums = kApart ? 4 : 2;
   struct Round {
     uint32_t b[CHUNKS][kWords];
@@ -195,8 +195,8 @@ struct WholeItem {
   __device__ __forceinline__ WholeItem(const Brief& it, const half2* all, const WholeInput<CHUNKS>& input)
       : block(it.block()), steps(all), in(input) {
     const int units = kPairs ? kUnits : it.units();
-    parts = ONE ? units : 2 * units - it.lone();
-    codes = units * (128 * B) + in.g * (ONE ? 1 : 2);
+    parts = kOne ? units : 2 * units - it.lone();
+    codes = units * (128 * B) + in.g * (kOne ? 1 : 2);
 #pragma unroll
     for (int r = 0; r < kHeld; r++) held[r] = round(r);
     if constexpr (kPairs) {
@@ -206,11 +206,11 @@ struct WholeItem {
   }
   __device__ __forceinline__ Round round(int r) const {
     const int base = r * CHUNKS, own = min(base + in.lane_chunk, parts - 1), wanted = base + in.column_chunk;
-    const WholeBlock x0 = in.blocks[ONE ? (block >> 1) + own : (block + own) >> 1];
+    const WholeBlock x0 = in.blocks[kOne ? (block >> 1) + own : (block + own) >> 1];
     Round to;
-    to.zero = kZero * (ONE ? x0.both : (block + own) & 1 ? x0.second : x0.first);
+    to.zero = kZero * (kOne ? x0.both : (block + own) & 1 ? x0.second : x0.first);
     to.step = base + in.lane_chunk < parts ? x0.step : 0.f;
-    if constexpr (ONE) {
+    if constexpr (kOne) {
       to.unit = __low2half(steps[own]), to.code = own * 8;
       const uint4 x = in.unit((block >> 1) + wanted, wanted < parts);
 #pragma unroll
@@ -235,7 +235,7 @@ struct WholeItem {
   // A round's products of one unit, w; j: its (first) chunk.
   __device__ __forceinline__ static void unit_products(int (&c)[kSums][4], const uint32_t (&w)[B], const Round& of, int r, int j) {
     int (&to)[4] = c[kApart ? j : CHUNKS > 1 && j >= CHUNKS / 2];
-    if constexpr (ONE) {
+    if constexpr (kOne) {
       multiply_half<B, 0>(to, w, of.b[j][0], of.b[j][1]);
       multiply_half<B, 2>(to, w, of.b[j][2], of.b[j][3]);
     } else if constexpr (CHUNKS == 1) {
@@ -248,8 +248,8 @@ struct WholeItem {
       multiply_half<B, 2>(to, w, of.b[j + 1][0], of.b[j + 1][1]);
     }
   }
-  static constexpr int kStep = ONE || CHUNKS == 1 ? 1 : 2;  // chunks of a unit in a round
-  __device__ __forceinline__ static constexpr int unit_of(int r, int j) { return ONE ? r * CHUNKS + j : (r * CHUNKS + j) / 2; }
+  static constexpr int kStep = kOne || CHUNKS == 1 ? 1 : 2;  // chunks of a unit in a round
+  __device__ __forceinline__ static constexpr int unit_of(int r, int j) { return kOne ? r * CHUNKS + j : (r * CHUNKS + j) / 2; }
   __device__ __forceinline__ void scale(const Round& of, const int (&c)[kSums][4], uint32_t code, float (&y)[2]) const {
     int s[4];
 #pragma unroll
@@ -286,7 +286,7 @@ struct WholeItem {
   // The rounds, without those before `first`, all at once. Where one token's first four chunks come last (`finish`), they do so of several
   // tokens, too: sums are added in one order.
   __device__ __forceinline__ void multiply(const uint8_t* st, int lane, WholeSums<CHUNKS>& sums, int first = 0) const {
-    constexpr int kLast = ONE && CHUNKS < 4 ? 4 / CHUNKS : 0;  // rounds
+    constexpr int kLast = kOne && CHUNKS < 4 ? 4 / CHUNKS : 0;  // rounds
 #pragma unroll
     for (int i = 0; i < kRounds; i++) {
       const int r = kRounds > kLast ? (i + kLast) % kRounds : i;
