@@ -38,7 +38,8 @@ FAMILIES = {
         ("model/test_gpu.py",),
         "(any_number_of_rows and (all or short)) or decode_once or many_rows or parts_side or dense_weights or odd "
         "or (packed_weights and all)",
-        "(any_number_of_rows and short) or (decode_once and all) or parts_side or dense_weights or (packed_weights and all and 224)",
+        "(any_number_of_rows and short) or (decode_once and all) or many_rows or parts_side or dense_weights "
+        "or (packed_weights and all and 224)",
     ),
     "chains": Family(
         ("ops/test_cuda_chain.py",),

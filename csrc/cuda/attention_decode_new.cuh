@@ -32,7 +32,7 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::load_turn(int r) {
   turn.load(a.rope, a.rope.positions ? a.rope.positions[it.first_token + i] : it.context - it.queries + i);
 }
 
-// The item's rows, warp by warp. A warp's second row is under way while it works on the first.
+// The item's rows, warp by warp. A warp asks for two rows at once, for the third when it works on the first.
 template <int KF, int VF, int D, int NT>
 __device__ __forceinline__ void Decode<KF, VF, D, NT>::make_rows(bool wait) {
   const AttentionArgs& a = p.a;
@@ -44,19 +44,21 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::make_rows(bool wait) {
     const bool there = thread < 8 ? thread % 2 == thread / 4 : thread % 2;
     reinterpret_cast<uint32_t*>(sh.fours)[thread] = there ? thread < 8 ? kSeven : kWholeBits : 0u;
   }
-  Row<kSlots> next;
-  const float* const first = row_at(min(warp, all - 1));
+  Row<kSlots> next, second;
+  const float *const first = row_at(min(warp, all - 1)), *const then = warp + warps < all ? row_at(warp + warps) : nullptr;
   if (wait && !a.early) wait_for_predecessor();
   EXL2NB_MARK(a, 2);
   if (warp < all || a.early) next.load(first, D);
-  if (a.early) next.await_rest(first, D);  // a warp without a row, too: nothing else is asked for meanwhile
+  if (then) second.load(then, D);
+  if (a.early) next.await_rest(first, second, then, D);  // a warp without a row, too: nothing else is asked for meanwhile
   fetch_ahead(true);
 #pragma unroll 1
   for (int r = warp; r < all; r += warps) {
     const Place x = place_of(r);
     Row<kSlots> row = next;
-    if (a.early && r > warp) row.await_rest(row_at(r), D);
-    if (r + warps < all) next.load(row_at(r + warps), D);
+    next = second;
+    if (a.early && r >= warp + 2 * warps) row.await_rest(row_at(r), row, nullptr, D);
+    if (r + 2 * warps < all) second.load(row_at(r + 2 * warps), D);
     if (r > warp) load_turn(r);
     if (x.is_query || x.is_key) {
       if (!a.q) prepare(row, a.rope, x.is_query ? a.rope.q_norm : a.rope.k_norm, x.head, turn, sh.scratch[warp], D);

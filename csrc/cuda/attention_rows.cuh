@@ -40,17 +40,20 @@ struct Row {  // SLOTS * 32 >= D
 #pragma unroll
     for (int i = 0; i < SLOTS; i++) x[i] = lane + 32 * i < D ? __ldcg(from + lane + 32 * i) : 0.f;
   }
-  // Again what was not there yet.
-  __device__ __forceinline__ void await_rest(const float* from, int D) {
+  // Again what was not there yet, of another row, too, if there is one.
+  __device__ __forceinline__ void await_rest(const float* from, Row& other, const float* other_from, int D) {
     const int lane = threadIdx.x % 32;
     for (;;) {
       bool missing = false;
 #pragma unroll
-      for (int i = 0; i < SLOTS; i++) missing |= lane + 32 * i < D && !is_there(x[i]);
+      for (int i = 0; i < SLOTS; i++) missing |= lane + 32 * i < D && (!is_there(x[i]) || (other_from && !is_there(other.x[i])));
       if (!__any_sync(kAll, missing)) return;
 #pragma unroll
-      for (int i = 0; i < SLOTS; i++)
-        if (lane + 32 * i < D) x[i] = load_now(from + lane + 32 * i);
+      for (int i = 0; i < SLOTS; i++) {
+        if (lane + 32 * i >= D) continue;
+        x[i] = load_now(from + lane + 32 * i);
+        if (other_from) other.x[i] = load_now(other_from + lane + 32 * i);
+      }
     }
   }
   __device__ __forceinline__ void clip(float limit) {

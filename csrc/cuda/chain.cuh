@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(kChainThreads, 1) chain_products(const __grid_
   pdl_launch_dependents();
   if (threadIdx.x < kChainBars) {
     const int i = threadIdx.x;
-    barrier_init(bars + i, i == kMine ? kCrew : i >= kMostPieces && i < 2 * kMostPieces ? kTeam : 1);
+    barrier_init(bars + i, i == kMine ? kCrew * kWarpArrivals : i >= kMostPieces && i < 2 * kMostPieces ? kTeam * kWarpArrivals : 1);
     barrier_fence();
   }
   __syncthreads();

@@ -15,7 +15,7 @@ struct ChainWarp {
   __device__ __forceinline__ void wait() const { barrier_wait(bars + slot, phase); }
   __device__ __forceinline__ void release(int pieces) {
     __syncwarp();
-    if (lane == 0) barrier_arrive(bars + kMostPieces + slot);
+    warp_arrive(bars + kMostPieces + slot, lane);
     if ((slot += 2) >= pieces) slot -= pieces, phase ^= 1;  // an even number
   }
 };
@@ -83,7 +83,7 @@ __device__ __forceinline__ void prepare(const ChainArgs& C, const ChainWarp& w) 
 __device__ __forceinline__ void come(const ChainNow& now, const ChainWarp& w) {
   __syncwarp();
   if (threadIdx.x == 0) meet_arrive(now.meet);
-  if (w.lane == 0) barrier_arrive(w.bars + kMine);
+  warp_arrive(w.bars + kMine, w.lane);
 }
 
 // y + residual, by warp m for token m. What the next product reads goes first.

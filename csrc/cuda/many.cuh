@@ -63,10 +63,10 @@ struct ManyShared {
     items = reinterpret_cast<const Item*>(image), steps = reinterpret_cast<const half2*>(image + image_steps(A.items));
     ends = reinterpret_cast<const uint16_t*>(image + image_ends(A.items, A.units));
     if (threadIdx.x < many_stages(NB)) {
-      barrier_init(full + threadIdx.x, 1), barrier_init(empty + threadIdx.x, kManyWarps);
+      barrier_init(full + threadIdx.x, 1), barrier_init(empty + threadIdx.x, kManyWarps * kWarpArrivals);
       barrier_fence();
     }
-    if (threadIdx.x == many_stages(NB)) barrier_init(ready, kManyWarps + 1), barrier_fence();
+    if (threadIdx.x == many_stages(NB)) barrier_init(ready, (kManyWarps + 1) * kWarpArrivals), barrier_fence();
     for (int i = threadIdx.x; i < many_image(A) / 16; i += kManyThreads) reinterpret_cast<uint4*>(image)[i] = load_kept(A.image + i * 16);
     __syncthreads();
   }
@@ -118,7 +118,7 @@ struct ManyRun {
         product.template settle<0>(y);
       }
       __syncwarp();
-      if (lane == 0) barrier_arrive(s.empty + at.stage);
+      warp_arrive(s.empty + at.stage, lane);
       at.next(end - begin);
     } while (next() && it.bits == B && (it.scales != 0) == GPTQ && (HALVES == kAnyHalves || it.one == (HALVES == kOneGroup)));
   }
@@ -177,7 +177,8 @@ __device__ __forceinline__ void run_many(const ManyArgs& A, uint8_t* shared) {
     fewer_registers();
     if (warp == kManyWarps + kManyBearers) {
       const ManySources last(A, ManyTile(A, many_begin(A, blockIdx.x + 1) - 1));
-      if (lane == 0) *s.last = last, barrier_arrive(s.ready);
+      if (lane == 0) *s.last = last;
+      warp_arrive(s.ready, lane);
     }
     ManyFetch<NB>{A, s.items, s.ends, s.weights, s.tokens, s.full, s.empty, warp - kManyWarps, lane}.run();
     return;
@@ -189,7 +190,7 @@ __device__ __forceinline__ void run_many(const ManyArgs& A, uint8_t* shared) {
   if (threadIdx.x == 0) EXL2NB_CLOCK(A, 2);
   factors.load(s.factors, warp, lane);
   __syncwarp();
-  if (lane == 0) barrier_arrive(s.ready);
+  warp_arrive(s.ready, lane);
   if (threadIdx.x == 0) EXL2NB_CLOCK(A, 3);
   const Product product(s.tokens);
   const ManyWrite<NB> write{A, s.factors, s.last, s.ready, {s.weights + warp * kSlot}, warp, lane};

@@ -20,6 +20,14 @@ __device__ __forceinline__ void pdl_wait() {
 
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
+// Arrivals by which a warp arrives at a barrier. One lane's, behind __syncwarp, orders what all lanes did; compute-sanitizer's racecheck
+// follows only lanes that arrive themselves (benchmarks/cuda/racecheck_patterns.cu), so `make sanitize` builds with that.
+#ifdef EXL2NB_EVERY_LANE_ARRIVES
+constexpr int kWarpArrivals = 32;
+#else
+constexpr int kWarpArrivals = 1;
+#endif
+
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ void barrier_init(uint64_t* b, int n) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0],%1;" ::"r"(shared_address(b)), "r"(n));
@@ -32,6 +40,9 @@ __device__ __forceinline__ void barrier_expect(uint64_t* b, uint32_t bytes) {
 }
 __device__ __forceinline__ void barrier_arrive(uint64_t* b) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _,[%0];" ::"r"(shared_address(b)) : "memory");
+}
+__device__ __forceinline__ void warp_arrive(uint64_t* b, int lane) {
+  if (kWarpArrivals > 1 || lane == 0) barrier_arrive(b);
 }
 __device__ __forceinline__ void barrier_wait(uint64_t* b, uint32_t parity) {
   asm volatile(
@@ -49,6 +60,7 @@ __device__ __forceinline__ void barrier_init(uint64_t*, int) {}
 __device__ __forceinline__ void barrier_fence() {}
 __device__ __forceinline__ void barrier_expect(uint64_t*, uint32_t) {}
 __device__ __forceinline__ void barrier_arrive(uint64_t*) {}
+__device__ __forceinline__ void warp_arrive(uint64_t*, int) {}
 __device__ __forceinline__ void barrier_wait(uint64_t*, uint32_t) {}
 __device__ __forceinline__ void bulk_copy(void*, const void*, uint32_t, uint64_t*) {}
 #endif
