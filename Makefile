@@ -68,11 +68,15 @@ test-gpu: build $(VENV)/.dev
 	$(BIN)/python -m pytest tests -m gpu
 	$(BIN)/python -m pytest --device cuda $(ON_EITHER)
 
-# Of a build of its own, which racecheck can follow; the next `make` installs the other again.
+# racecheck needs a build of its own, which it can follow (csrc/cuda/pdl.cuh); behind it the ordinary one is installed again, at the latest
+# by the next `make`.
 sanitize: build $(VENV)/.dev
+	$(BIN)/python tools/sanitize_gpu.py --tools memcheck
+	@echo "compiling the kernels so that racecheck can follow them"
 	@rm $(VENV)/.built
-	@$(PIP) install --no-deps --no-build-isolation -C build-dir=build/sanitize -C cmake.define.EXL2NB_EVERY_LANE_ARRIVES=ON -e .
-	$(BIN)/python tools/sanitize_gpu.py
+	@$(PIP) install --no-deps --no-build-isolation --config-settings=build-dir=build/sanitize/kernels \
+	  --config-settings=cmake.define.EXL2NB_EVERY_LANE_ARRIVES=ON -e .
+	$(BIN)/python tools/sanitize_gpu.py --tools racecheck; code=$$?; $(MAKE) build; exit $$code
 
 lab: build $(VENV)/.lab
 	$(BIN)/exl2nb lab

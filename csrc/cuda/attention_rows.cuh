@@ -40,7 +40,7 @@ struct Row {  // SLOTS * 32 >= D
 #pragma unroll
     for (int i = 0; i < SLOTS; i++) x[i] = lane + 32 * i < D ? __ldcg(from + lane + 32 * i) : 0.f;
   }
-  // Again what was not there yet, of another row, too, if there is one.
+  // Again until all of it is there, and of another row, if there is one.
   __device__ __forceinline__ void await_rest(const float* from, Row& other, const float* other_from, int D) {
     const int lane = threadIdx.x % 32;
     for (;;) {

@@ -21,7 +21,8 @@ __device__ __forceinline__ void pdl_wait() {
 __device__ __forceinline__ uint32_t shared_address(const void* p) { return static_cast<uint32_t>(__cvta_generic_to_shared(p)); }
 
 // Arrivals by which a warp arrives at a barrier. One lane's, behind __syncwarp, orders what all lanes did; compute-sanitizer's racecheck
-// follows only lanes that arrive themselves (benchmarks/cuda/racecheck_patterns.cu), so `make sanitize` builds with that.
+// follows only lanes that arrive themselves (benchmarks/cuda/racecheck_patterns.cu), so `make sanitize` builds with that, where a missing
+// __syncwarp would not be noticed.
 #ifdef EXL2NB_EVERY_LANE_ARRIVES
 constexpr int kWarpArrivals = 32;
 #else
