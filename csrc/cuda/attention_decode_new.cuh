@@ -50,14 +50,14 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::make_rows(bool wait) {
   EXL2NB_MARK(a, 2);
   if (warp < all || a.early) next.load(first, D);
   if (then) second.load(then, D);
-  if (a.early) next.await_rest(first, second, then, D);  // a warp without a row, too: nothing else is asked for meanwhile
+  if (a.early) next.await_rest(first, D, &second, then);  // a warp without a row, too: nothing else is asked for meanwhile
   fetch_ahead(true);
 #pragma unroll 1
   for (int r = warp; r < all; r += warps) {
     const Place x = place_of(r);
     Row<kSlots> row = next;
     next = second;
-    if (a.early && r >= warp + 2 * warps) row.await_rest(row_at(r), row, nullptr, D);
+    if (a.early && r >= warp + 2 * warps) row.await_rest(row_at(r), D);
     if (r + 2 * warps < all) second.load(row_at(r + 2 * warps), D);
     if (r > warp) load_turn(r);
     if (x.is_query || x.is_key) {

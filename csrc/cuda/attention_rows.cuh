@@ -41,18 +41,18 @@ struct Row {  // SLOTS * 32 >= D
     for (int i = 0; i < SLOTS; i++) x[i] = lane + 32 * i < D ? __ldcg(from + lane + 32 * i) : 0.f;
   }
   // Again until all of it is there, and of another row, if there is one.
-  __device__ __forceinline__ void await_rest(const float* from, Row& other, const float* other_from, int D) {
+  __device__ __forceinline__ void await_rest(const float* from, int D, Row* other = nullptr, const float* other_from = nullptr) {
     const int lane = threadIdx.x % 32;
     for (;;) {
       bool missing = false;
 #pragma unroll
-      for (int i = 0; i < SLOTS; i++) missing |= lane + 32 * i < D && (!is_there(x[i]) || (other_from && !is_there(other.x[i])));
+      for (int i = 0; i < SLOTS; i++) missing |= lane + 32 * i < D && (!is_there(x[i]) || (other_from && !is_there(other->x[i])));
       if (!__any_sync(kAll, missing)) return;
 #pragma unroll
       for (int i = 0; i < SLOTS; i++) {
         if (lane + 32 * i >= D) continue;
         x[i] = load_now(from + lane + 32 * i);
-        if (other_from) other.x[i] = load_now(other_from + lane + 32 * i);
+        if (other_from) other->x[i] = load_now(other_from + lane + 32 * i);
       }
     }
   }
