@@ -8,6 +8,8 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 # Where torch comes from. Empty: PyTorch's CPU index where there is no NVIDIA GPU and the index answers (200 MB, not 3 GB), else pip's own.
 TORCH_INDEX ?=
+# Processes of `make test`, each with one thread (tests/conftest.py).
+TESTS_AT_ONCE ?= 2
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 ENGINE := numpy safetensors tokenizers jinja2 pandas
 BUILD := "scikit-build-core>=0.11" ninja "cmake>=3.25"
@@ -62,7 +64,7 @@ demo: build
 ON_EITHER := tests/cache tests/sampling tests/constraint tests/generator tests/facade tests/test_llm.py tests/test_bad_input.py
 
 test: build $(VENV)/.dev
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest tests -n $(TESTS_AT_ONCE) --dist worksteal
 
 test-gpu: build $(VENV)/.dev
 	$(BIN)/python -m pytest tests -m gpu

@@ -19,6 +19,8 @@ def pytest_configure(config):
     """As environment, so that the processes which tests start follow too; these also inherit what becomes of Ctrl-C."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so shells start what runs in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if hasattr(config, "workerinput"):  # one of several processes: threads that wait for work would take the other one's core
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     device = config.getoption("--device")
     os.environ["EXL2NB_DEVICE"] = device
     if device == "cuda":
