@@ -76,6 +76,8 @@ size_t attention_workspace_bytes(int tokens, int num_heads, int num_kv_heads, in
 
 // Whether the kernel for these can look for what announces itself.
 bool attention_looks(const AttentionArgs& args);
+// Multiprocessors that a decode step of one sequence takes where the keys of every KV head are one chunk.
+int attention_beside(int num_heads, int num_kv_heads, int head_dim);
 // One decode step of one layer. With qkv, at most 8 tokens per sequence (the query count may differ between sequences); with q any number.
 // The bits of a sequence's result depend on its own tokens and context_len only, unless `many`.
 const char* attention_decode_launch(const AttentionArgs& args, void* stream, bool pdl);

@@ -184,7 +184,7 @@ int chain_ctas(const ChainLink* links, int count) {
     }
     return n;
   };
-  const int fewer = all - (links->beside + 1) / 2;
+  const int fewer = all - links->beside;
   return fewer > all / 2 && most(fewer) <= most(all) + kWorthIt ? fewer : all;
 }
 

@@ -12,7 +12,7 @@ struct ChainLink {
   GemvArgs a;  // as for gemv_launch; between links x, next and squares are the chain's own. next_squares of the last: [token][chain_ctas]
   const uint8_t *head, *blob;
   Epilogue epilogue;
-  int beside = 0;  // of the first: CTAs of attention, two a multiprocessor, that shall start while the chain before them still works
+  int beside = 0;  // of the first: multiprocessors for attention that shall start while the chain before it still works
   // Of the first: what attention has read of the chain before, 16 bytes `spent_count` times, which this launch makes zeros again; of the
   // last, which stores its sums: they announce themselves (announced.cuh). For as many tokens as one launch takes.
   void* spent = nullptr;
@@ -21,7 +21,7 @@ struct ChainLink {
 };
 // Tokens that a launch takes, at most; 0: these products cannot be chained. Three or four of a layer, or one that stores its sums.
 int chain_tokens(const ChainLink* links, int count);
-// CTAs of a launch: one a multiprocessor, or fewer where attention's find room beside them (`beside`) and none gets much more to do for it.
+// CTAs of a launch: one a multiprocessor, or fewer where attention finds room beside them (`beside`) and none gets much more to do for it.
 int chain_ctas(const ChainLink* links, int count);
 // Bytes of the room of chains that follow one another, whose products read `width` numbers or `inner` in the middle: zero before the first,
 // then theirs alone.

@@ -4,6 +4,13 @@
 
 namespace exl2nb {
 
+void* pinned(void* host) {
+  void* here = nullptr;
+  if (cudaHostGetDevicePointer(&here, host, 0) == cudaSuccess) return here;
+  cudaGetLastError();  // else the next launch would report it
+  return nullptr;
+}
+
 const char* sample_launch(const SampleArgs& args, void* stream, bool pdl) {
   if (!args.logits || !args.params || args.rows < 0 || args.vocab < 1 || args.row_stride < args.vocab) return "the logits are incomplete";
   if (args.results && args.ring < 1) return "a ring of no steps";

@@ -15,9 +15,11 @@ namespace exl2nb {
 
 __device__ __forceinline__ void Sampler::run() {
   const bool speaks = team.rank() == 0 && threadIdx.x == 0;
+  // What the step before has written: its last kernel ended before this step's first one let others start.
   Next next;
   if (speaks) next = look_ahead();
   row = a.params[r];
+  wait_for_predecessor();
   penalised = counts && (row.repetition_penalty != 1.f || row.presence_penalty != 0.f || row.frequency_penalty != 0.f);
   altered = penalised || bias;
   look();
@@ -26,7 +28,7 @@ __device__ __forceinline__ void Sampler::run() {
   const bool bad = all.bad || !isfinite(all.raw_max);
   const float log_total = all.raw_max + logf(all.raw_sum);
   int token = id_of(all.best), rank = 1;
-  float value = bad ? 0.f : logits[token];
+  float value = bad ? 0.f : altered ? logits[token] : unordered(static_cast<uint32_t>(all.best >> 32));
   const bool drawn = row.temperature != 0.f;
   if (!bad && drawn) {
     const float best = penalise(value, token);
@@ -51,14 +53,13 @@ __device__ __forceinline__ void Sampler::run() {
   }
   const int top = bad ? 0 : min(row.top, min(kMaxTop, a.vocab));
   if (top > 0 && (a.top_ids || a.top_logprobs)) list_top(top, log_total);
-  team.sync();  // nobody leaves while others read its memory; nobody reads counts any more
-  if (speaks) hand_over(next, bad ? -1 : token, rank, bad ? NAN : value - log_total);
+  if (speaks) hand_over(next, bad ? -1 : token, rank, bad ? NAN : value - log_total);  // nobody has read counts since the last sync()
+  team.sync();                                                                         // nobody leaves while others read its memory
 }
 
 __global__ void __launch_bounds__(kSampleThreads, 2) sample_rows(const __grid_constant__ SampleArgs args, bool keep) {
   extern __shared__ __align__(16) uint8_t room[];
   let_successor_start();
-  wait_for_predecessor();
   SampleShared& shared = *reinterpret_cast<SampleShared*>(room);
   Sampler sampler(args, shared, keep ? reinterpret_cast<float*>(room + (sizeof(SampleShared) + 15) / 16 * 16) : nullptr);
   sampler.run();

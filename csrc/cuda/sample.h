@@ -53,6 +53,9 @@ struct SampleArgs {
   AdvanceArgs advance;
 };
 
+// Where kernels find pinned memory of the host; null: it is not pinned.
+void* pinned(void* host);
+
 // Draws every row: penalties, bias, temperature, top_k, top_p, min_p, then the inverse of the cumulative distribution in order of ids. A
 // row's result does not depend on the other rows.
 const char* sample_launch(const SampleArgs& args, void* stream, bool pdl);

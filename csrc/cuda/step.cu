@@ -269,7 +269,7 @@ class Walker {
       return a;
     };
     const Weight O(w[1]), U(up[3]), D(down[1]), Q(then[3]);
-    link[0] = {adds(w, up), O.head, O.blob, kResidual, last_qkv_ ? static_cast<int>(last_qkv_[10]) : 0};
+    link[0] = {adds(w, up), O.head, O.blob, kResidual, beside(last_qkv_)};
     link[1] = {product(up), U.head, U.blob, kActivation};
     link[2] = {adds(down, then), D.head, D.blob, kResidual};
     scaled(link[1].a, up), link[1].a.activation = static_cast<int>(up[5]);

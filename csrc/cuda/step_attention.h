@@ -31,6 +31,10 @@ inline ManyKeys attention_keys(const GpuStep& s, const int64_t* w) {
           static_cast<int>(k_row),
           static_cast<int>(v_row)};
 }
+// Multiprocessors for the attention behind the QKV op q, if there is one.
+inline int beside(const int64_t* q) {
+  return q ? attention_beside(static_cast<int>(q[9]), static_cast<int>(q[10]), static_cast<int>(q[11])) : 0;
+}
 // The attention at w with the QKV op q, whose output is `in`. Without qkv and workspace.
 inline AttentionArgs attention_args(const GpuStep& s, const int64_t* w, const int64_t* q, const MatrixInput& in) {
   const auto layer = static_cast<size_t>(w[4]);

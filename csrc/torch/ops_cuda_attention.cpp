@@ -208,7 +208,7 @@ std::tuple<Tensor, Tensor> gather_cache_cuda(const Tensor& k_pool, const Tensor&
 std::tuple<Tensor, Tensor, Tensor> sample_rows_cuda(const Tensor& logits, const Tensor& params, const Optional& counts,
                                                     const Optional& step, const Optional& ids, const Optional& positions,
                                                     const Optional& context_lens, const Optional& slots, const Optional& block_table,
-                                                    int64_t ring, bool pdl, const Optional& bias) {
+                                                    int64_t ring, bool pdl, const Optional& bias, const Optional& into) {
   const char* op = "sample_rows";
   SampleArgs a{};
   a.logits = data<float>(op, "logits", logits, ScalarType::Float, {-1, -1});
@@ -226,11 +226,19 @@ std::tuple<Tensor, Tensor, Tensor> sample_rows_cuda(const Tensor& logits, const 
   a.advance.block_table = data<int32_t>(op, "block_table", block_table, ScalarType::Int, {R, -1});
   a.advance.max_pages = block_table ? int(block_table->size(1)) : 0;
   const torch::stable::accelerator::DeviceGuard guard(logits.get_device_index());
-  const std::vector<int64_t> shape{ring, R, 4}, top_shape{R, 20};
+  if (into) {
+    const Tensor& t = *into;
+    const bool fits = t.is_cpu() && t.is_contiguous() && t.scalar_type() == ScalarType::Int && t.dim() == 3 && t.size(0) == ring &&
+                      t.size(1) == R && t.size(2) == 4;
+    a.results = fits ? static_cast<SampleResult*>(pinned(const_cast<void*>(t.const_data_ptr()))) : nullptr;
+    STD_TORCH_CHECK(a.results || (fits && !R), op, ": into is ", text_of(t), "; expected int32 (", ring, ", ", R,
+                    ", 4), contiguous, pinned");
+  }
+  const std::vector<int64_t> shape{into ? 0 : ring, R, 4}, top_shape{R, 20};
   Tensor results = torch::stable::new_empty(logits, shape, ScalarType::Int);
   Tensor top_ids = torch::stable::new_empty(logits, top_shape, ScalarType::Int);
   Tensor top_logprobs = torch::stable::new_empty(logits, top_shape, ScalarType::Float);
-  a.results = static_cast<SampleResult*>(results.mutable_data_ptr());
+  if (!into) a.results = static_cast<SampleResult*>(results.mutable_data_ptr());
   a.top_ids = static_cast<int32_t*>(top_ids.mutable_data_ptr()), a.top_logprobs = static_cast<float*>(top_logprobs.mutable_data_ptr());
   const char* wrong = sample_launch(a, stream_of(logits), pdl);
   STD_TORCH_CHECK(!wrong, op, " of ", text_of(logits), ": ", wrong);

@@ -181,8 +181,7 @@ class _Graph:
                 self.ids, self._positions, self._table, bounds, self._lens, None, cache.k, cache.v, formats, heads, logits
             )  # fmt: skip
             drawn = model.capped(logits), self._params, self._counts, self._steps, self.ids, self._positions, self._lens
-            results, top_ids, top_logprobs = sample_rows(*drawn, None, None, RING, True, self._bias)
-            self._results.copy_(results, non_blocking=True)
+            _, top_ids, top_logprobs = sample_rows(*drawn, None, None, RING, True, self._bias, self._results)
             return top_ids, top_logprobs
 
         self._kept = kernels, logits, bounds  # the graph knows their addresses only

@@ -66,9 +66,9 @@ def _draw(z: Tensor, row: Row) -> int:
 def _sample(
     logits: Tensor, params: Tensor, counts: Tensor | None, step: Tensor | None, ids: Tensor | None, positions: Tensor | None,
     context_lens: Tensor | None, slots: Tensor | None, block_table: Tensor | None, ring: int, pdl: bool,
-    bias: Tensor | None = None,
+    bias: Tensor | None = None, into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    results = torch.zeros(ring, len(logits), 4, dtype=torch.int32)
+    results = torch.zeros(ring, len(logits), 4, dtype=torch.int32) if into is None else into
     top_ids = torch.full((len(logits), TOP), -1, dtype=torch.int32)
     top_logprobs = torch.full((len(logits), TOP), float("-inf"))
     for r, x in enumerate(logits):
@@ -90,7 +90,7 @@ def _sample(
             counts[r, token] += 1
         if context_lens is None or context_lens[r] > 0:
             _advance(r, token, ids, positions, context_lens, slots, block_table)
-    return results, top_ids, top_logprobs
+    return results if into is None else results[:0].clone(), top_ids, top_logprobs
 
 
 def _advance(
@@ -111,12 +111,14 @@ def _advance(
 def _fake(logits: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
     R = logits.shape[0]
     new = logits.new_empty
-    return new(rest[8], R, 4, dtype=torch.int32), new(R, TOP, dtype=torch.int32), new(R, TOP)  # type: ignore[arg-type, call-overload]
+    ring = 0 if rest[11:] and rest[11] is not None else rest[8]
+    return new(ring, R, 4, dtype=torch.int32), new(R, TOP, dtype=torch.int32), new(R, TOP)  # type: ignore[arg-type, call-overload]
 
 
 sample_rows = define(
     "sample_rows(Tensor logits, Tensor(a!) params, Tensor(b!)? counts, Tensor(c!)? step, Tensor(d!)? ids, Tensor(e!)? positions, "
-    "Tensor(f!)? context_lens, Tensor(g!)? slots, Tensor? block_table, int ring, bool pdl, Tensor? bias=None) -> (Tensor, Tensor, Tensor)",
+    "Tensor(f!)? context_lens, Tensor(g!)? slots, Tensor? block_table, int ring, bool pdl, Tensor? bias=None, "
+    "Tensor(h!)? into=None) -> (Tensor, Tensor, Tensor)",
     fake=_fake,
     reference=_sample,
 )
@@ -126,4 +128,5 @@ params: `pack_rows`, counters move on. counts: int16 `(R, V)`, how often each to
 of the prompt; the drawn one is counted. bias: f32 `(R, V)`, added after penalties; -inf takes a token out. step, ids, positions,
 context_lens, slots: int32 `(R,)`, updated in place. Returns results int32 `(ring, R, 4)`: id (-1: the row has no distribution), rank, bits
 of the log probability, step; written at step % ring; then ids and log probabilities of the most probable tokens, `(R, 20)` each.
+into: pinned memory of the host for the results, which are then returned empty; whoever reads it waits for the stream first.
 """

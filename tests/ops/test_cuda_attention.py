@@ -115,7 +115,7 @@ def test_lengths(context, storage):
 
 
 @pytest.mark.parametrize("queries", range(1, 9))
-@pytest.mark.parametrize(("Hq", "Hkv", "D"), [(4, 4, 128), (8, 2, 64), (8, 1, 80), (8, 1, 128)])
+@pytest.mark.parametrize(("Hq", "Hkv", "D"), [(4, 4, 128), (8, 2, 64), (16, 2, 64), (8, 1, 80), (8, 1, 128)])
 def test_several_queries(queries, Hq, Hkv, D):
     Case([queries, 256 + queries // 2, 700], [queries] * 3, Hq, Hkv, D).check()
     Case([queries, 256 + queries // 2, 700], [queries] * 3, Hq, Hkv, D, storage="q4").check()
@@ -134,9 +134,10 @@ def test_pairs_apart(D, storage):
 @pytest.mark.parametrize(
     ("storage", "D", "tokens"), [("fp16", 128, 5), ("q4", 128, 5), ("q4", 128, 2), ("q4", 64, 8), ("q4", 96, 2), ("q4", 256, 2)]
 )
-def test_newer_tokens_do_not_change_a_row(storage, D, tokens, context):
+@pytest.mark.parametrize("Hq", [8, 16])  # of 16, 64 dims each, a CTA has all warps of a multiprocessor
+def test_newer_tokens_do_not_change_a_row(Hq, storage, D, tokens, context):
     """However a text is cut into steps: bits beside newer tokens, and chunks that only those see, are those of a step of its own."""
-    whole = Case([context], [tokens], 8, 2, D, storage=storage)
+    whole = Case([context], [tokens], Hq, 2, D, storage=storage)
     alone = shallow(whole)
     alone.queries, alone.bounds, alone.lens = [1], i32([0, 1]), i32([context - tokens + 1])
     alone.qkv = whole.qkv[:1].contiguous()
@@ -226,10 +227,10 @@ def test_queries_of_any_size(D):
 
 
 @pytest.mark.parametrize("storage", ["fp16", "q4", *APART])
-@pytest.mark.parametrize("D", [72, 128])
-def test_bits_do_not_depend_on_the_batch(storage, D):
+@pytest.mark.parametrize(("Hq", "D"), [(8, 72), (8, 128), (16, 64)])
+def test_bits_do_not_depend_on_the_batch(storage, Hq, D):
     contexts, queries = [700, 3, 2000, 64, 257], [1, 2, 1, 4, 1]
-    case = Case(contexts, queries, 8, 2, D, storage=storage)
+    case = Case(contexts, queries, Hq, 2, D, storage=storage)
     gpu = case.cuda()
     together, _ = gpu.run()
     again, _ = gpu.run()

@@ -35,10 +35,10 @@ PROMPT, TEXT = [1, 5, 5, 9, 200], [5, 7, 7, 7]
 gpu = pytest.mark.gpu
 
 
-def run(logits, rows, *, counts=None, ring=1, following=None, bias=None):
+def run(logits, rows, *, counts=None, ring=1, following=None, bias=None, into=None):
     following = following or {}
     arguments = [following.get(name) for name in ("step", "ids", "positions", "context_lens", "slots", "block_table")]
-    return sample_rows(logits, pack_rows(rows).to(logits.device), counts, *arguments, ring, False, bias)
+    return sample_rows(logits, pack_rows(rows).to(logits.device), counts, *arguments, ring, False, bias, into)
 
 
 def bias_of(settings, rows, vocab):
@@ -188,12 +188,37 @@ class TestOnTheGpu:
         with pytest.raises(RuntimeError, match="params"):
             sample_rows(torch.zeros(2, 50).cuda(), pack_rows([Row()]).cuda(), *[None] * 7, 1, False)
 
+    def test_results_into_pinned_memory(self):
+        logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(4)).cuda()
+        rows, into = [Row(seed=s, top=2) for s in range(3)], torch.full((2, 3, 4), -7, dtype=torch.int32).pin_memory()
+        step = torch.tensor([1, 1, 1], dtype=torch.int32)
+        expected, top_ids, _ = run(logits, rows, ring=2, following={"step": step.cuda()})
+        empty, ours, _ = run(logits, rows, ring=2, following={"step": step.cuda()}, into=into)
+        torch.cuda.synchronize()
+        assert empty.shape == (0, 3, 4)
+        assert torch.equal(into[1], expected[1].cpu())
+        assert (into[0] == -7).all()  # another step's
+        assert torch.equal(ours[:, :2], top_ids[:, :2])
+
+    @pytest.mark.parametrize("pinned", [False, True])
+    def test_memory_that_is_not_for_results_is_refused(self, pinned):
+        into = torch.zeros(1, 2, 3 if pinned else 4, dtype=torch.int32)
+        with pytest.raises(RuntimeError, match=r"into is .* expected int32 \(1, 2, 4\), contiguous, pinned"):
+            run(torch.zeros(2, 50).cuda(), [Row()] * 2, into=into.pin_memory() if pinned else into)
+        assert run(torch.zeros(2, 50).cuda(), [Row()] * 2)[0].shape == (1, 2, 4)  # and the next launch knows nothing of it
+
 
 def test_packing_is_the_structs():
     packed = pack_rows([Row(temperature=0.5, top_k=7, seed=2**64 - 1, counter=3)])
     assert packed.shape == (1, 48)
     assert packed[0, 24:28].view(torch.int32).item() == 7
     assert packed[0, 32:40].tolist() == [255] * 8
+
+
+def test_results_into_memory_that_is_given():
+    logits, into = torch.randn(2, 50, generator=torch.Generator().manual_seed(5)), torch.zeros(1, 2, 4, dtype=torch.int32)
+    assert run(logits, [Row()] * 2, into=into)[0].shape == (0, 2, 4)
+    assert torch.equal(into, run(logits, [Row()] * 2)[0])
 
 
 def test_the_counter_moves_on():
