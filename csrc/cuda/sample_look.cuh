@@ -15,25 +15,40 @@ __device__ __forceinline__ void Sampler::look() {
     if (kept) kept[id - begin] = z;
     if (z > best || best_id < 0) best = z, best_id = id;  // ids come in order
   };
+  // A thread's numbers come in fours; so many fours are asked for before the first is looked at, and stay in registers for the sum.
+  constexpr int kHeld = 8, kHop = 4 * kSampleThreads;
   const bool aligned = reinterpret_cast<uintptr_t>(logits) % 16 == 0;
-  if (kept && aligned) {  // all of them asked for before the first is looked at
-    each([&](int id, int n) {
-      if (n == 4) copy16<true>(kept + (id - begin), logits + id);
-    });
-    async_commit(), async_wait<0>();
-  }
-  each([&](int id, int n) {
-    if (aligned && n == 4) {
-      const float4 v = *reinterpret_cast<const float4*>(kept ? kept + (id - begin) : logits + id);
-      take(id, v.x), take(id + 1, v.y), take(id + 2, v.z), take(id + 3, v.w);
-    } else {
-      for (int i = 0; i < n; i++) take(id + i, logits[id + i]);
+  const int first = begin + 4 * static_cast<int>(threadIdx.x);
+  float v[kHeld][4];
+  const auto load = [&](int at) {
+#pragma unroll
+    for (int i = 0; i < kHeld; i++) {
+      const int id = at + i * kHop;
+      if (aligned && id + 4 <= end) {
+        const float4 four = __ldcg(reinterpret_cast<const float4*>(logits + id));
+        v[i][0] = four.x, v[i][1] = four.y, v[i][2] = four.z, v[i][3] = four.w;
+      } else {
+#pragma unroll
+        for (int k = 0; k < 4; k++)
+          if (id + k < end) v[i][k] = logits[id + k];
+      }
     }
-  });
+  };
+  const auto each_held = [&](int at, auto f) {
+#pragma unroll
+    for (int i = 0; i < kHeld; i++)
+#pragma unroll
+      for (int k = 0; k < 4; k++)
+        if (at + i * kHop + k < end) f(at + i * kHop + k, v[i][k]);
+  };
+#pragma unroll 1
+  for (int at = first; at < end; at += kHeld * kHop) load(at), each_held(at, take);
   if (s.raw_max > -INFINITY)
-    each([&](int id, int n) {
-      for (int i = 0; i < n; i++) s.raw_sum += __expf(raw(id + i) - s.raw_max);
-    });
+#pragma unroll 1
+    for (int at = first; at < end; at += kHeld * kHop) {
+      if (end - first > kHeld * kHop) load(at);
+      each_held(at, [&](int, float x) { s.raw_sum += __expf(x - s.raw_max); });
+    }
   if (best_id >= 0) s.best = rating(best, best_id);
 #pragma unroll
   for (int i = 16; i; i /= 2) s = both(s, from_lane(s, i));

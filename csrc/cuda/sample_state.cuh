@@ -153,11 +153,6 @@ struct Sampler {
     return total;
   }
 
-  template <class F>
-  __device__ __forceinline__ void each(F&& f) const {  // every id of the slice, always by the same thread; f(id, 1 to 4 of them)
-    for (int id = begin + 4 * threadIdx.x; id < end; id += 4 * kSampleThreads) f(id, min(4, end - id));
-  }
-
   // --- first look: largest, sum of exponentials, best id: sample_look.cuh ---
   __device__ __forceinline__ void look();
   __device__ __forceinline__ Summary together() const;
