@@ -4,6 +4,9 @@
 
 namespace exl2nb {
 
+constexpr int64_t kMostIds = int64_t(1) << 17;  // of a CTA: as many parts of weights (kPartBits) fit a bin
+static_assert(kMostIds << kPartBits <= int64_t(1) << 32, "a bin");
+
 void* pinned(void* host) {
   void* here = nullptr;
   if (cudaHostGetDevicePointer(&here, host, 0) == cudaSuccess) return here;
@@ -16,16 +19,19 @@ const char* sample_launch(const SampleArgs& args, void* stream, bool pdl) {
   if (args.results && args.ring < 1) return "a ring of no steps";
   if (!args.rows) return nullptr;
   const int room = shared_per_block();
-  const unsigned team =
-      compute_major() >= 9 && args.vocab > 4096 ? kMaxTeam : 1;  // of the vocabulary alone, so that bits depend on nothing else
-  const int64_t per = (int64_t(args.vocab) + team - 1) / team + 4;
-  if (per > int64_t(1) << 17) return "the vocabulary is too large";
-  const size_t fixed = (sizeof(SampleShared) + 15) / 16 * 16, all = fixed + size_t(per) * sizeof(float);
+  const int slices = compute_major() >= 9 && args.vocab > 4096 ? kMaxTeam : 1;  // of the vocabulary alone, as bits depend on it
+  const auto per = [&](int team) { return ((int64_t(args.vocab) + slices - 1) / slices + 4) * (slices / team); };
+  int team = slices;
+  while (team > 1 && int64_t(args.rows) * team > multiprocessors() && per(team / 2) <= kMostIds) team /= 2;
+  if (per(team) > kMostIds) return "the vocabulary is too large";
+  const size_t fixed = (sizeof(SampleShared) + 15) / 16 * 16, all = fixed + size_t(per(team)) * sizeof(float);
   // Where there are more CTAs than multiprocessors, two at a time read their logits twice rather than one keeps them.
-  const bool keep = all <= size_t(room) && (fixed * 2 > size_t(shared_per_multiprocessor()) || args.rows * int(team) <= multiprocessors());
+  const bool keep =
+      all <= size_t(room) && (fixed * 2 > size_t(shared_per_multiprocessor()) || int64_t(args.rows) * team <= multiprocessors());
   const size_t shared = keep ? all : fixed;
   if (auto* wrong = error_text(cudaFuncSetAttribute(sample_rows, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)))) return wrong;
-  return launch_kernel(sample_rows, dim3(team, unsigned(args.rows)), kSampleThreads, shared, stream, pdl, team, args, keep);
+  return launch_kernel(sample_rows, dim3(unsigned(team), unsigned(args.rows)), kSampleThreads, shared, stream, pdl, unsigned(team), args,
+                       keep, slices / team);
 }
 
 }  // namespace exl2nb

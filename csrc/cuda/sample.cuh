@@ -1,10 +1,12 @@
 // One token from one row of logits, by a team of CTAs (a cluster where the hardware has them, else one CTA).
 //
-// Each CTA owns a slice of the vocabulary, penalised logits in shared memory where they fit. Thresholds of top_k and top_p are found from a
-// coarse histogram, of counts or of weights, and the few logits of the bin that is hit; where those are many, by radix selection on the
-// bits of the floats (11, 11 and 10 of them). Weights are integers, exp(y - max) * 2^40, so that sums do not depend on their order and a
-// draw is exact: the first id, in order, at which the cumulative weight passes floor(u * total). What is summed in floats (log
-// probabilities) has a fixed order. Bytes: the logits once (twice with penalties or a bias), counts and bias once.
+// The vocabulary has eight slices, whose sums are added in one order however many of them a CTA has: where there are many rows a CTA has
+// several, since clusters that do not all find room come one after the other. Penalised logits lie in shared memory where they fit.
+// Thresholds of top_k and top_p are found from a coarse histogram, of counts or of weights, and the few logits of the bin that is hit;
+// where those are many, by radix selection on the bits of the floats (11, 11 and 10 of them). Weights are integers, exp(y - max) * 2^40, so
+// that sums do not depend on their order and a draw is exact: the first id, in order, at which the cumulative weight passes floor(u *
+// total). What is summed in floats (log probabilities) has a fixed order. Bytes: the logits once (twice with penalties or a bias), counts
+// and bias once.
 #pragma once
 #include "sample_draw.cuh"
 #include "sample_look.cuh"
@@ -57,11 +59,11 @@ __device__ __forceinline__ void Sampler::run() {
   team.sync();                                                                         // nobody leaves while others read its memory
 }
 
-__global__ void __launch_bounds__(kSampleThreads, 2) sample_rows(const __grid_constant__ SampleArgs args, bool keep) {
+__global__ void __launch_bounds__(kSampleThreads, 2) sample_rows(const __grid_constant__ SampleArgs args, bool keep, int slices) {
   extern __shared__ __align__(16) uint8_t room[];
   let_successor_start();
   SampleShared& shared = *reinterpret_cast<SampleShared*>(room);
-  Sampler sampler(args, shared, keep ? reinterpret_cast<float*>(room + (sizeof(SampleShared) + 15) / 16 * 16) : nullptr);
+  Sampler sampler(args, shared, keep ? reinterpret_cast<float*>(room + (sizeof(SampleShared) + 15) / 16 * 16) : nullptr, slices);
   sampler.run();
 }
 

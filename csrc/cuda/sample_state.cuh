@@ -72,8 +72,8 @@ struct SampleShared {
   uint32_t bins[2][3][kBins];
   uint64_t scan[kSampleWarps];
   uint64_t reduce[kSampleWarps];
-  Summary warps[kSampleWarps], summary;
-  float listed[kSampleThreads], all[kSampleThreads];  // logits of the bin that was hit: of the slice, of all slices
+  Summary warps[kMaxTeam][kSampleWarps], summary[kMaxTeam];  // by slices of the CTA
+  float listed[kSampleThreads], all[kSampleThreads];         // logits of the bin that was hit: of the slice, of all slices
   uint64_t all_weight[kSampleThreads];
   int num_listed;
   uint64_t weight, top[kMaxTop];
@@ -91,14 +91,16 @@ struct Sampler {
   const float* logits;
   const uint16_t* counts;
   const float* bias;
-  int r, begin, end, lane, warp, histogram = 0;
-  bool penalised, altered;     // altered: by penalties or a bias
-  float highest, floor_value;  // of y = penalised / temperature
+  int r, begin, end, slices, per, lane, warp, histogram = 0;  // slices of `per` ids each, the last ones shorter
+  bool penalised, altered;                                    // altered: by penalties or a bias
+  float highest, floor_value;                                 // of y = penalised / temperature
 
-  __device__ __forceinline__ Sampler(const SampleArgs& args, SampleShared& shared, float* room) : a(args), sh(shared), kept(room) {
+  __device__ __forceinline__ Sampler(const SampleArgs& args, SampleShared& shared, float* room, int slices_of_cta)
+      : a(args), sh(shared), kept(room), slices(slices_of_cta) {
     r = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int per = ((a.vocab + team.size() - 1) / team.size() + 3) / 4 * 4;
-    begin = min(team.rank() * per, a.vocab), end = min(begin + per, a.vocab);
+    const int all = team.size() * slices;
+    per = ((a.vocab + all - 1) / all + 3) / 4 * 4;
+    begin = min(team.rank() * slices * per, a.vocab), end = min(begin + slices * per, a.vocab);
     logits = a.logits + r * a.row_stride;
     counts = a.counts ? a.counts + static_cast<int64_t>(r) * a.vocab : nullptr;
     bias = a.bias ? a.bias + static_cast<int64_t>(r) * a.vocab : nullptr;
@@ -155,6 +157,7 @@ struct Sampler {
 
   // --- first look: largest, sum of exponentials, best id: sample_look.cuh ---
   __device__ __forceinline__ void look();
+  __device__ __forceinline__ Summary look_at(int from, int to);  // a warp's
   __device__ __forceinline__ Summary together() const;
 
   // --- top_k and top_p: sample_threshold.cuh ---

@@ -1,5 +1,7 @@
 """Sampling on the GPU against `exl2nb.sampling`, which defines it, and against its own promises."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -159,6 +161,22 @@ class TestOnTheGpu:
         graph.replay()  # the counters have moved on
         moved = [Row(seed=s, top=20, top_k=s * 20, top_p=0.95, counter=1) for s in range(5)]
         assert torch.equal(results, run(logits, moved)[0])
+
+    @pytest.mark.parametrize("vocab", [4099, 32000, 128256, 151936, 262145])
+    @pytest.mark.parametrize("count", [17, 34, 67, 300])
+    def test_bits_do_not_depend_on_how_many_rows_there_are(self, count, vocab):
+        """More rows are shared by fewer CTAs each."""
+        logits = torch.randn(count, vocab, generator=torch.Generator("cuda").manual_seed(count), device="cuda") * 3
+        kinds = [{"temperature": 0.0}, {}, {"top_k": 40, "top": 20}, {"top_p": 0.9}, {"min_p": 0.05, "top": 3}]
+        rows, counts = [Row(seed=s, **kinds[s % len(kinds)]) for s in range(count)], history(vocab).repeat(count, 1).cuda()
+        for penalty in (1.0, 1.2):
+            settings = [replace(row, repetition_penalty=penalty) for row in rows]
+            together = run(logits, settings, counts=counts.clone())
+            for r in (*range(5), count // 2, count - 1):
+                alone = run(logits[r : r + 1].clone(), settings[r : r + 1], counts=counts[r : r + 1].clone())
+                assert torch.equal(alone[0][0, 0], together[0][0, r])
+                assert torch.equal(alone[1][0, : rows[r].top], together[1][r, : rows[r].top])
+                assert torch.equal(alone[2][0, : rows[r].top], together[2][r, : rows[r].top])
 
     def test_the_next_step_is_ready(self):
         def tensors(device):
