@@ -66,6 +66,11 @@ void share_out(DecodeKernel& k, DecodeParams& p, int64_t alike) {
   p.wanted = static_cast<int>(room < alike ? 1 : room / alike);
 }
 
+// Whether neighbouring tokens' results lie beside one another, so that a cluster writes them at once.
+bool writes_together(const AttentionArgs& a) {
+  return compute_major() >= 9 && a.to.group >= kTogether && a.to.num_perms == 1 && a.tokens == a.cache.sequences && a.tokens >= kTogether;
+}
+
 const char* check_cache(const CacheArgs& c) {
   if (c.head_dim < 8 || c.head_dim > kMaxHeadDim || c.head_dim % 8) return "head_dim is not a multiple of 8 from 8 to 256";
   if (c.num_heads < 1 || c.num_kv_heads < 1 || c.num_heads % c.num_kv_heads) return "the heads are not a multiple of the KV heads";
@@ -172,7 +177,8 @@ const char* attention_decode_launch(const AttentionArgs& args, void* stream, boo
                       unsigned((0x100000000ull + q_per_kv - 1) / q_per_kv),
                       (page_bytes(c.k_format, c.head_dim) + page_bytes(c.v_format, c.head_dim)) / kPage,
                       0,
-                      max_splits(c.num_kv_heads)};
+                      max_splits(c.num_kv_heads),
+                      1};
   DecodeKernel fast = fast_kernel(c, per_sequence * q_per_kv);
   if (fast.kernel && a.many && per_sequence <= kMaxNew)
     share_out(fast, params, int64_t(c.sequences) * c.num_kv_heads * ((int64_t(per_sequence) * q_per_kv + fast.rows - 1) / fast.rows));
@@ -184,7 +190,11 @@ const char* attention_decode_launch(const AttentionArgs& args, void* stream, boo
     const int64_t room = int64_t(multiprocessors()) * fast.ctas_per_sm;
     const cudaError_t error = cudaFuncSetAttribute(fast.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
     if (error != cudaSuccess) return cudaGetErrorString(error);
-    return launch_kernel(fast.kernel, dim3(unsigned(items < room ? items : room)), fast.warps * 32, shared, stream, pdl, 1, params);
+    params.together =
+        params.wanted == 1 && blocks == 1 && room >= int64_t(c.sequences) * c.num_kv_heads && writes_together(a) ? kTogether : 1;
+    const int64_t ctas =
+        params.together > 1 ? (int64_t(c.sequences) * c.num_kv_heads + kTogether - 1) / kTogether * kTogether : std::min(items, room);
+    return launch_kernel(fast.kernel, dim3(unsigned(ctas)), fast.warps * 32, shared, stream, pdl, unsigned(params.together), params);
   }
   // Any other shape: the new keys and values first, then one warp per query, without haste.
   if (!a.q) {

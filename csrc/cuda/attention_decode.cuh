@@ -126,7 +126,9 @@ __global__ void __launch_bounds__(most_warps(D, NT) * 32, 1) attention_decode(co
     wait_for_predecessor();
     wait = false;
   }
-  for (int index = blockIdx.x; kernel.begin(index); index += gridDim.x) {
+  bool found = false;
+  for (int index = kernel.index_of(blockIdx.x); kernel.begin(index); index += gridDim.x) {
+    found = true;
     kernel.start();
     kernel.clear();
     kernel.make_rows(wait);
@@ -147,9 +149,10 @@ __global__ void __launch_bounds__(most_warps(D, NT) * 32, 1) attention_decode(co
       kernel.join_chunks();
     }
     EXL2NB_MARK(params.a, 10);
-    if (kernel.it.final) break;
+    if (kernel.it.final || params.together > 1) break;
     __syncthreads();
   }
+  if (params.together > 1) kernel.write_together(found);
   if ((wait || params.a.early) && blockIdx.x == 0) wait_for_predecessor();  // this kernel must not end before its predecessor
 }
 

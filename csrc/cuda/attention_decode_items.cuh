@@ -5,6 +5,7 @@
 namespace exl2nb {
 
 constexpr int kWarps = 4;  // of the kernels without haste
+constexpr int kTogether = 4;
 constexpr int kTile = 16, kUnit = 8 * kTile, kMaxNew = 8;
 
 // Warps of a CTA of the decode kernel, and CTAs that a multiprocessor shall hold; `most` warps may be one CTA.
@@ -58,6 +59,7 @@ struct DecodeParams {
   int key_bytes;              // of a key and its value
   int warp_bytes;             // of shared memory: a warp's tiles, then its results
   int most;                   // max_splits
+  int together;               // CTAs of a cluster, which have one KV head of as many neighbouring sequences and write together; or 1
 };
 
 struct Item {

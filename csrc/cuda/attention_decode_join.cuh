@@ -1,5 +1,7 @@
 // Decode kernel, third stage: the warps' results become the item's, the chunks' the row's; the row goes where it is read.
 #pragma once
+#include <cooperative_groups.h>
+
 #include "attention_decode_state.cuh"
 
 namespace exl2nb {
@@ -203,7 +205,10 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::write(int r, int d, float
   const int64_t token = sh.token[r];
   const int stored[4] = {place.x, place.y, place.z, place.w}, feature = sh.head[r] * D + d;
   half* const row = static_cast<half*>(to.x) + token_place(to.group, to.x_stride, static_cast<int>(token));
-  if (to.num_perms) {
+  if (p.together > 1) {  // queries are not needed any more
+#pragma unroll
+    for (int k = 0; k < 4; k++) sh.q[r * kQStride + d + k] = saturated(x[k]);
+  } else if (to.num_perms) {
 #pragma unroll
     for (int k = 0; k < 4; k++) row[row_place(to.group, stored[k])] = saturated(x[k]);
   }
@@ -215,6 +220,61 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::write(int r, int d, float
       const int at = to.inverse[copy] ? to.inverse[copy][feature + k] : feature + k;
       row[static_cast<int64_t>(copy) * to.x_perm_stride + row_place(to.group, at)] = saturated(x[k]);
     }
+}
+
+// The item of a cluster's CTA: sequences by fours, of these heads, of these sequences.
+template <int KF, int VF, int D, int NT>
+__device__ __forceinline__ int Decode<KF, VF, D, NT>::index_of(int block) const {
+  const int heads = p.a.cache.num_kv_heads, four = block / kTogether;
+  if (p.together == 1 || block >= p.a.cache.sequences / kTogether * kTogether * heads) return block;
+  const int outer = four / heads;
+  return (outer * kTogether + block % kTogether) * heads + four - outer * heads;
+}
+
+// What write() has left in shared memory, by all CTAs of a cluster, whether or not they have found an item: of four tokens beside one
+// another at once, which lie so in the next matrix's input (fragment.cuh), a quarter of the features by each.
+template <int KF, int VF, int D, int NT>
+__device__ __forceinline__ void Decode<KF, VF, D, NT>::write_together(bool found) const {
+#if __CUDA_ARCH__ >= 900
+  const auto cluster = cooperative_groups::this_cluster();
+  const AttentionOut& to = p.a.to;
+  const int rank = static_cast<int>(cluster.block_rank()), count = q_per_kv * D, share = (count + kTogether - 1) / kTogether;
+  const int* const inverse = to.inverse[0];
+  const auto stored = [&](int head, int f) { return inverse ? __ldg(inverse + head * count + f) : head * count + f; };
+  const auto place = [&](int token, int row) {
+    return static_cast<half*>(to.x) + token_place(to.group, to.x_stride, token) + row_place(to.group, row);
+  };
+  const int begin = rank * share, end = min(begin + share, count);
+  int row = found && begin + thread < end ? stored(it.kv_head, begin + thread) : 0;  // known by the time that the others have come
+  if (thread == 0)
+    sh.said = found ? make_int4(it.first_token, it.kv_head, rows, it.queries == 1 && it.chunks.count == 1) : make_int4(0, 0, 0, 0);
+  cluster.sync();
+  int4 said[kTogether];
+#pragma unroll
+  for (int i = 0; i < kTogether; i++) said[i] = *cluster.map_shared_rank(&sh.said, i);
+  bool alike = said[0].w && said[0].x % kTogether == 0 && said[0].z == q_per_kv;
+#pragma unroll
+  for (int i = 1; i < kTogether; i++) alike &= said[i].w && said[i].x == said[0].x + i && said[i].y == said[0].y && said[i].z == q_per_kv;
+  if (alike) {
+    const half* from[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; i++) from[i] = cluster.map_shared_rank(sh.q, i);
+#pragma unroll 1
+    for (int f = begin + thread; f < end; f += blockDim.x) {
+      if (f != begin + thread) row = stored(it.kv_head, f);
+      const int at = f / D * kQStride + f % D;
+      const half2 low = __halves2half2(from[0][at], from[1][at]), high = __halves2half2(from[2][at], from[3][at]);
+      *reinterpret_cast<uint2*>(place(said[0].x, row)) = make_uint2(bits_of_half2(low), bits_of_half2(high));
+    }
+  } else if (found) {
+#pragma unroll 1
+    for (int f = thread; f < rows * D; f += blockDim.x) {
+      const int r = f / D;
+      *place(sh.token[r], stored(0, sh.head[r] * D + f % D)) = sh.q[r * kQStride + f % D];
+    }
+  }
+  cluster.sync();  // nobody leaves while others read its memory
+#endif
 }
 
 }  // namespace exl2nb

@@ -41,6 +41,7 @@ struct Decode {
     float unit[kRows];  // of queries that are whole numbers
     alignas(16) int4 fours[3];
     bool last;
+    int4 said;  // of a cluster's CTA: first token, KV head, rows; whether there are any
   };
   static constexpr int kSharedBytes = (sizeof(Shared) + 127) / 128 * 128;
 
@@ -161,6 +162,8 @@ struct Decode {
   __device__ __forceinline__ void join_chunks();
   __device__ __forceinline__ int4 places(int r, int d) const;
   __device__ __forceinline__ void write(int r, int d, float4 x, int4 place, bool inside) const;
+  __device__ __forceinline__ int index_of(int block) const;
+  __device__ __forceinline__ void write_together(bool found) const;
 
   __device__ __forceinline__ void look_ahead() const;
   __device__ __forceinline__ void look_up_turns() const;

@@ -143,7 +143,7 @@ std::tuple<Tensor, Tensor> attention_step_cuda(const Tensor& qkv, const Tensor& 
                                                const Optional& q_norm, const Optional& k_norm, std::vector<Tensor> inverse,
                                                int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, double eps, bool layer_norm,
                                                bool interleaved, double clip, double scale, int64_t window, double softcap, bool pdl,
-                                               bool many) {
+                                               bool many, int64_t group) {
   const char* op = "attention_step";
   AttentionArgs a{};
   a.cache = pools(op, k_pool, v_pool, num_heads, num_kv_heads, head_dim);
@@ -157,12 +157,14 @@ std::tuple<Tensor, Tensor> attention_step_cuda(const Tensor& qkv, const Tensor& 
                   AttentionOut::kMaxPerms);
   const torch::stable::accelerator::DeviceGuard guard(qkv.get_device_index());
   const int64_t copies = int64_t(inverse.size());
-  const std::vector<int64_t> shape{T, K}, x_shape{copies, T, stride};
+  STD_TORCH_CHECK(group == 0 || group == 16 || group == 32 || group == 64, op, ": group is ", group, "; expected 0, 16, 32 or 64");
+  const int64_t padded = group ? (T + group - 1) / group * group : T;
+  const std::vector<int64_t> shape{T, K}, x_shape{copies, padded, stride};
   Tensor out = torch::stable::new_empty(qkv, shape, ScalarType::Float), x = torch::stable::new_empty(qkv, x_shape, ScalarType::Half);
   a.to.out = static_cast<float*>(out.mutable_data_ptr());
-  a.to.x = x.mutable_data_ptr(), a.to.x_stride = int(stride), a.to.x_perm_stride = int(T * stride), a.to.num_perms = int(copies);
+  a.to.x = x.mutable_data_ptr(), a.to.x_stride = int(stride), a.to.x_perm_stride = int(padded * stride), a.to.num_perms = int(copies);
   for (int64_t i = 0; i < copies; i++) a.to.inverse[i] = data<int>(op, "inverse", inverse[i], ScalarType::Int, {K});
-  a.many = many;
+  a.many = many, a.to.group = int(group);
   const char* wrong = attention_decode_launch(a, stream_of(qkv), pdl);
   STD_TORCH_CHECK(!wrong, op, " of qkv ", text_of(qkv), ", pools ", text_of(k_pool), " and ", text_of(v_pool), ": ", wrong);
   return {out, x};

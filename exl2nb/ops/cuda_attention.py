@@ -21,6 +21,15 @@ def fragment_place(row: Tensor) -> Tensor:
     return (row & ~31) + ((row & 7) >> 1) * 8 + ((row >> 4) & 1) * 4 + ((row >> 3) & 1) * 2 + (row & 1)
 
 
+def input_places(tokens: int, row: Tensor, stride: int, group: int) -> Tensor:
+    """Place of stored rows `row` `(K,)` of every token in a matrix input, `(tokens, K)`: `csrc/cuda/fragment.cuh`."""
+    token = torch.arange(tokens, device=row.device)[:, None]
+    if not group:
+        return token * stride + fragment_place(row)
+    inside = token % group
+    return (token - inside) * stride + inside // 8 * 64 + inside % 8 + row // 8 * (8 * group) + row % 8 * 8
+
+
 @dataclass(frozen=True)
 class _Heads:
     """From one row of [q; k; v] to what attention uses: the reference of the rotation."""
@@ -52,7 +61,7 @@ def _step(
     qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, k_pool: Tensor, v_pool: Tensor, block_table: Tensor,
     cu_seqlens: Tensor, context_lens: Tensor, workspace: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, inverse: list[Tensor],
     num_heads: int, num_kv_heads: int, head_dim: int, eps: float, layer_norm: bool, interleaved: bool, clip: float, scale: float,
-    window: int, softcap: float, pdl: bool, many: bool = False,
+    window: int, softcap: float, pdl: bool, many: bool = False, group: int = 0,
 ) -> Outputs:  # fmt: skip
     bounds = cu_seqlens.tolist()
     places = [torch.arange(n - (b - a), n) for a, b, n in zip(bounds, bounds[1:], context_lens.tolist())]
@@ -64,16 +73,22 @@ def _step(
     every = torch.arange(k_pool.shape[0])
     keys, values = (kv_codes.read(pool, every, head_dim) for pool in (k_pool, v_pool))
     out = reference.paged_attention(q, keys, values, block_table, cu_seqlens, context_lens, scale, window, softcap)
-    x = torch.zeros(len(inverse), len(out), -(-out.shape[1] // 32) * 32, dtype=torch.float16)
+    stride = -(-out.shape[1] // 32) * 32
+    x = torch.zeros(len(inverse), _padded(len(out), group), stride, dtype=torch.float16)
     for copy, order in zip(x, inverse):
-        copy[:, fragment_place(order.long())] = out.half()
+        copy.view(-1)[input_places(len(out), order.long(), stride, group)] = out.half()
     return out, x
+
+
+def _padded(tokens: int, group: int) -> int:
+    return -(-tokens // group) * group if group else tokens
 
 
 def _step_fake(qkv: Tensor, *rest: object) -> Outputs:
     inverse, heads, _, D = rest[11:15]
     K = heads * D  # type: ignore[operator]
-    x = qkv.new_empty(len(inverse), qkv.shape[0], (K + 31) // 32 * 32, dtype=torch.float16)  # type: ignore[arg-type]
+    group = rest[24] if rest[24:] else 0
+    x = qkv.new_empty(len(inverse), _padded(qkv.shape[0], group), (K + 31) // 32 * 32, dtype=torch.float16)  # type: ignore[arg-type]
     return qkv.new_empty(qkv.shape[0], K), x
 
 
@@ -81,7 +96,7 @@ attention_step = define(
     "attention_step(Tensor(d!) qkv, Tensor cos, Tensor sin, Tensor? positions, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor block_table, "
     "Tensor cu_seqlens, Tensor context_lens, Tensor(c!) workspace, Tensor? q_norm, Tensor? k_norm, Tensor[] inverse, int num_heads, "
     "int num_kv_heads, int head_dim, float eps, bool layer_norm, bool interleaved, float clip, float scale, int window, float softcap, "
-    "bool pdl, bool many=False) -> (Tensor, Tensor)",
+    "bool pdl, bool many=False, int group=0) -> (Tensor, Tensor)",
     fake=_step_fake,
     reference=_step,
 )
@@ -89,7 +104,8 @@ attention_step = define(
 
 qkv f32 `(T, (Hq + 2 Hkv) * D)`, at most 8 tokens per sequence; workspace uint8 of `attention_workspace` bytes, zeroed once. inverse: int32
 `(Hq * D,)` each, feature -> stored row. Returns f32 `(T, Hq * D)` and f16 `(len(inverse), T, stride)`, the next matrix's inputs;
-rows of unused sequences hold anything. many: the launch is shared out by how many sequences there are, and bits depend on that.
+rows of unused sequences hold anything. many: the launch is shared out by how many sequences there are, and bits depend on that. group: as
+`input_places` says; T is then a multiple of it in the inputs.
 """
 
 attention_workspace = define(

@@ -58,7 +58,7 @@ class Case:
         self.bounds, self.lens = i32([sum(queries[:i]) for i in range(len(queries) + 1)]), i32(contexts)
         self.inverse = [torch.randperm(Hq * D, generator=g).int() for _ in range(2)]
         self.options = {"q_norm": None, "k_norm": None, "eps": 1e-5, "layer_norm": False, "interleaved": False, "clip": 0.0}
-        self.options |= {"scale": D**-0.5, "window": 0, "softcap": 0.0, "many": False}
+        self.options |= {"scale": D**-0.5, "window": 0, "softcap": 0.0, "many": False, "group": 0}
         self.options.update(options)
         self.workspace = torch.zeros(1, dtype=torch.uint8)
 
@@ -77,7 +77,7 @@ class Case:
         return (
             self.qkv, self.cos, self.sin, None, self.k_pool, self.v_pool, self.table, self.bounds, self.lens, self.workspace, o["q_norm"],
             o["k_norm"], self.inverse, self.Hq, self.Hkv, self.D, o["eps"], o["layer_norm"], o["interleaved"], o["clip"], o["scale"],
-            o["window"], o["softcap"], pdl, o["many"],
+            o["window"], o["softcap"], pdl, o["many"], o["group"],
         )  # fmt: skip
 
     def run(self, pdl=False):
@@ -91,7 +91,8 @@ class Case:
         error = (out.cpu() - expected).abs().max() / expected.abs().max()
         assert error < tolerance, f"relative error {error:.2e}"
         for copy, order in zip(x.cpu(), self.inverse):
-            assert torch.equal(copy[:, cuda_attention.fragment_place(order.long())], out.cpu().half())
+            places = cuda_attention.input_places(len(out), order.long(), copy.shape[1], self.options["group"])
+            assert torch.equal(copy.reshape(-1)[places], out.cpu().half())
         assert (gpu.workspace.sum() >= 0).item()
         return gpu
 
@@ -206,6 +207,26 @@ def test_many_sequences(storage, sequences, Hkv):
     case = Case(contexts, [1] * sequences, 4 * Hkv, Hkv, 128, storage=storage, many=True)
     gpu = case.check()
     assert torch.equal(gpu.run()[0], gpu.run()[0])
+
+
+@pytest.mark.parametrize("storage", ["fp16", "q8q4", "q4"])
+@pytest.mark.parametrize(
+    ("sequences", "Hq", "Hkv", "D"), [(10, 8, 2, 128), (16, 32, 8, 128), (64, 32, 8, 128), (66, 8, 8, 64), (23, 16, 2, 64)]
+)
+def test_neighbours_write_together(storage, sequences, Hq, Hkv, D):
+    """Into the inputs of products of many tokens: sequences by fours, the last ones alone, and where one of them is unused."""
+    contexts = [300 + (37 * b * b) % 200 for b in range(sequences)]
+    case = Case(contexts, [1] * sequences, Hq, Hkv, D, storage=storage, many=True, group=16 if sequences < 17 else 64)
+    case.inverse = case.inverse[:1]
+    gpu = case.check()
+    whole, x = gpu.run()
+    places = cuda_attention.input_places(sequences, gpu.inverse[0].long(), x.shape[2], case.options["group"])
+    part = case.cuda()
+    part.lens[5] = 0
+    out, some = part.run()
+    used = torch.arange(sequences) != 5
+    assert torch.equal(out[used], whole[used])
+    assert torch.equal(some.reshape(-1)[places[used]], x.reshape(-1)[places[used]])
 
 
 @pytest.mark.parametrize(("storage", "heads"), [("fp16", 4), ("q4", 4), ("q4", 16)])
