@@ -104,6 +104,7 @@ ChainArgs arguments(const ChainLink* links, int count, uint8_t* room, size_t byt
   ChainArgs c{};
   c.count = count, c.grid = chain_ctas(links, count);
   c.spent = static_cast<uint4*>(links->spent), c.spent_count = links->spent_count, c.announces = links[count - 1].announces;
+  c.keys = links[count - 1].keys, c.pages = links[count - 1].pages;
   for (int q = 0; q < count; q++) {
     ChainProduct& p = c.product[q];
     p.a = links[q].a;

@@ -233,6 +233,8 @@ __global__ void __launch_bounds__(kChainThreads, 1) chain_products(const __grid_
       barrier_wait(bars + kImages, 0);
       fetch_pieces(C, shared, bars, bars + kMostPieces, block);
     }
+    __syncwarp();
+    if (C.pages) bring_keys(C.keys, C.pages, block, C.grid, lane);
     return;
   }
   if (warp > kCrew) {

@@ -3,6 +3,7 @@
 #include <cuda_runtime.h>
 
 #include "gemv.h"
+#include "many.h"
 
 namespace exl2nb {
 
@@ -18,6 +19,9 @@ struct ChainLink {
   void* spent = nullptr;
   int spent_count = 0;
   bool announces = false;
+  // Of the last: what attention behind it reads; of far contexts as many pages of each sequence as are brought near meanwhile.
+  ManyKeys keys{};
+  int pages = 0;
 };
 // Tokens that a launch takes, at most; 0: these products cannot be chained. Three or four of a layer, or one that stores its sums.
 int chain_tokens(const ChainLink* links, int count);

@@ -66,6 +66,8 @@ struct ChainArgs {
   uint4* spent;  // as in ChainLink
   int spent_count;
   bool announces;
+  ManyKeys keys;  // as in ChainLink
+  int pages;
   ChainRoom room;
 };
 

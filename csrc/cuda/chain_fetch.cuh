@@ -61,6 +61,29 @@ __device__ __forceinline__ void fetch_pieces(const ChainArgs& C, uint8_t* shared
   }
 }
 
+// Brings keys and values of far contexts, which attention reads behind this launch, into the L2 cache: a warp, when it has asked for all
+// weights, of which those in the ring are still to be multiplied. A lane has a sixteenth of a page of a head.
+__device__ __forceinline__ void bring_keys(const ManyKeys& k, int pages, int first, int hop, int lane) {
+  constexpr int kFar = 1024;  // tokens; nearer ones are asked for in time by attention itself
+#pragma unroll 1
+  for (int sequence = 0; sequence < k.sequences; sequence++) {
+    const int context = __ldg(k.context_lens + sequence) - 1;
+    if (context < kFar) continue;
+    const int items = min((context + 255) / 256, pages) * k.heads;
+#pragma unroll 1
+    for (int item = first; item < items; item += hop) {
+      const int number = item / k.heads, rows = min(256, context - number * 256);
+      const int64_t page =
+          static_cast<int64_t>(__ldg(k.block_table + static_cast<int64_t>(sequence) * k.max_pages + number)) * k.heads + item % k.heads;
+      const bool keys = lane < 16;
+      const uint8_t* const from = keys ? k.k_pool + page * k.k_page : k.v_pool + page * k.v_page;
+      const int all = rows == 256 ? keys ? k.k_page : k.v_page : rows * (keys ? k.k_row : k.v_row) & ~15;  // a full page's scales, too
+      const int each = (all / 16 + 15) & ~15, at = (lane & 15) * each;
+      if (at < all) bring_near(from + at, min(each, all - at));
+    }
+  }
+}
+
 // What waits for the other CTAs: a warp. Says when the activations are there, or on their way, and the factors. The counters only say when
 // looking is worth while: what is written says so itself.
 __device__ __forceinline__ void await_inputs(const ChainArgs& C, uint8_t* shared, uint64_t* bars, int block, int lane) {

@@ -14,6 +14,9 @@ __device__ __forceinline__ void copy_weights(void* to, const void* from, uint32_
       "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(policy)
       : "memory");
 }
+__device__ __forceinline__ void bring_near(const void* p, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(p), "r"(bytes) : "memory");
+}
 __device__ __forceinline__ uint64_t once() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0,1.0;" : "=l"(policy));
@@ -23,6 +26,7 @@ __device__ __forceinline__ uint64_t once() {
 __device__ __forceinline__ void crew_sync() {}
 __device__ __forceinline__ void meet_arrive(unsigned*) {}
 __device__ __forceinline__ void copy_weights(void*, const void*, uint32_t, uint64_t*, uint64_t) {}
+__device__ __forceinline__ void bring_near(const void*, int) {}
 __device__ __forceinline__ uint64_t once() { return 0; }
 #endif
 

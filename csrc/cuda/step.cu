@@ -290,7 +290,11 @@ class Walker {
     const int count = links(w, link, op);
     if (early_) link[0].spent = early_, link[0].spent_count = s_.tokens * Weight(last_qkv_[3]).header().N / 4;
     early_ = nullptr;
-    if (count == 4) last_qkv_ = op[3], announce(link[3], op[3] + kWords[op[3][0]], op[3]);
+    if (count == 4) {
+      const int64_t* const then = op[3] + kWords[op[3][0]];
+      last_qkv_ = op[3], announce(link[3], then, op[3]);
+      if (then < end_ && then[0] == kOpAttention) link[3].keys = attention_keys(s_, then), link[3].pages = pages_near(link[3].keys);
+    }
     wrong = chain_launch(link, count, base_ + at_.chain, at_.chain_bytes, stream_, pdl_);
     chained_ = true;
     w = op[count - 1];
