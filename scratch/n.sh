@@ -1,0 +1,14 @@
+# The plan of the next call: prepared (next) against main (base), by turns; before it: base.txz of main's exl2nb with its libraries,
+# libexl2nb_c*.so of this branch, attention_trace and samp, in .cuda (scratch/README).
+. .cuda/common.sh
+model llama3-8b 4.0 & model tinyllama 3.0 & model llama2-7b 4.0 & wait
+use next
+(python3 -m pytest -q -x -p no:cacheprovider -m gpu -n 8 tests/ops/test_cuda_sample.py tests/ops/test_cuda_attention.py tests/ops/test_cuda_chain.py 2>&1 | tail -4)
+.cuda/samp
+T=.cuda/attention_trace
+$T fp16 32 8 128 64 1100; NOWRITE=1 $T fp16 32 8 128 64 1100; $T q4 32 8 128 1 32000
+for v in base next; do use $v; PROF=1 python3 .cuda/step.py llama3-8b-4.0,64,1088,fp16 2>&1 | grep -v -i warn; done
+C="tinyllama-3.0,1,200,fp16 llama3-8b-4.0,1,200,fp16 llama3-8b-4.0,64,1088,fp16 llama3-8b-4.0,16,1088,fp16"
+for v in base next base next; do use $v; echo $v; python3 .cuda/step.py $C; done
+use next; for m in 0 16 24 32 40 0; do echo KEYS_MB $m; KEYS_MB=$m python3 .cuda/step.py llama3-8b-4.0,1,32000,q4 llama3-8b-4.0,1,8000,fp16 llama2-7b-4.0,1,1500,fp16 llama3-8b-4.0,1,200,fp16; done
+for v in base next; do use $v; python3 .cuda/rooms.py llama3-8b-4.0,64,1024,fp16,96,3; done
