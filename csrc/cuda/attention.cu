@@ -1,5 +1,6 @@
 // Attention's launch functions: which kernel serves which shape, and where the workspace's parts lie.
 #include <algorithm>
+#include <cstdlib>
 
 #include "attention_any.cuh"
 #include "device.cuh"
@@ -59,11 +60,13 @@ void widen(DecodeKernel& k, DecodeParams& p) {
 void share_out(DecodeKernel& k, DecodeParams& p, int64_t alike) {
   const int all = k.warps * k.ctas_per_sm;
   int ctas = 1;
-  while (ctas < 4 && all / (2 * ctas) > 1 && alike > int64_t(multiprocessors()) * ctas) ctas *= 2;
+  static const int most = std::getenv("CTAS") ? std::atoi(std::getenv("CTAS")) : 4;
+  while (ctas < most && all / (2 * ctas) > 1 && alike > int64_t(multiprocessors()) * ctas) ctas *= 2;
   const size_t bytes = ctas * (k.shared_bytes + static_cast<size_t>(all / ctas) * ((k.warp_bytes + 127) / 128 * 128) + 1024);
   if (bytes <= static_cast<size_t>(shared_per_multiprocessor())) k.warps = all / ctas, k.ctas_per_sm = ctas;
   const int64_t room = int64_t(multiprocessors()) * k.ctas_per_sm;
   p.wanted = static_cast<int>(room < alike ? 1 : room / alike);
+  if (const char* wanted = std::getenv("WANTED")) p.wanted = std::atoi(wanted);
 }
 
 // Whether neighbouring tokens' results lie beside one another, so that a cluster writes them at once.
@@ -190,8 +193,9 @@ const char* attention_decode_launch(const AttentionArgs& args, void* stream, boo
     const int64_t room = int64_t(multiprocessors()) * fast.ctas_per_sm;
     const cudaError_t error = cudaFuncSetAttribute(fast.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
     if (error != cudaSuccess) return cudaGetErrorString(error);
+    static const bool apart = std::getenv("APART") != nullptr;
     params.together =
-        params.wanted == 1 && blocks == 1 && room >= int64_t(c.sequences) * c.num_kv_heads && writes_together(a) ? kTogether : 1;
+        !apart && params.wanted == 1 && blocks == 1 && room >= int64_t(c.sequences) * c.num_kv_heads && writes_together(a) ? kTogether : 1;
     const int64_t ctas =
         params.together > 1 ? (int64_t(c.sequences) * c.num_kv_heads + kTogether - 1) / kTogether * kTogether : std::min(items, room);
     return launch_kernel(fast.kernel, dim3(unsigned(ctas)), fast.warps * 32, shared, stream, pdl, unsigned(params.together), params);

@@ -27,6 +27,7 @@ struct ManyKeys {
   const int *block_table, *context_lens;
   int sequences, max_pages, heads, rows;
   int k_page, v_page, k_row, v_row;  // bytes of a page of a head, of a token of it
+  int early;                         // items of weights after which one is brought beside each
 };
 // What comes behind a product: the part of the next blob that its product reads first; attention's keys. While the product works, memory
 // has time to bring them near.

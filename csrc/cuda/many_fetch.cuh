@@ -22,18 +22,23 @@ struct ManyTurn {
 // Items whose weights are asked for before the predecessor's end: with more of them the first activations come late.
 constexpr int kManyAhead = 2;
 
-// Brings attention's first keys and values into the L2 cache: a lane a sixteenth of a head's keys or values.
-__device__ __forceinline__ void prefetch_keys(const ManyKeys& k, int lane) {
-#pragma unroll 1
-  for (int item = blockIdx.x; item < k.sequences * k.heads; item += gridDim.x) {
+// Brings attention's first keys and values into the L2 cache, those of one sequence and head after the other: a lane a sixteenth of a
+// head's keys or values.
+struct ManyKeysWalk {
+  int item = blockIdx.x;
+  // False: there are no more.
+  __device__ __forceinline__ bool one(const ManyKeys& k, int lane) {
+    if (item >= k.sequences * k.heads) return false;
     const int sequence = item / k.heads, head = item % k.heads, rows = min(k.rows, __ldg(k.context_lens + sequence) - 1);
-    if (rows <= 0) continue;
+    item += gridDim.x;
+    if (rows <= 0) return true;
     const int64_t page = static_cast<int64_t>(__ldg(k.block_table + static_cast<int64_t>(sequence) * k.max_pages)) * k.heads + head;
     const uint8_t* const from = lane < 16 ? k.k_pool + page * k.k_page : k.v_pool + page * k.v_page;
     const int all = rows * (lane < 16 ? k.k_row : k.v_row) & ~15, each = (all / 16 + 15) & ~15, at = (lane & 15) * each;
     if (at < all) prefetch(from + at, min(each, all - at));
+    return true;
   }
-}
+};
 
 // A warp that fetches of every item the activations, or some of the strips.
 template <int NB>
@@ -93,6 +98,7 @@ struct ManyFetch {
     int count = 0, live = 0, used = 0;        // items seen; items and units in the ring
     uint32_t sizes = 0;                       // units of the last items, four bits each
     ManyTurn<NB> back;
+    ManyKeysWalk keys;
     const auto wait = [&] {
       pdl_wait();
       if (NB > 2 && A.squares && crew == 0) wait_for_squares();
@@ -113,9 +119,13 @@ struct ManyFetch {
       else
         fetch_tokens(p, tile, it, begin, end, at);
       if (crew == 0 && lane == 0 && count == 1) EXL2NB_CLOCK(A, 8);
+      if (crew == kManyBearers && A.keys.early && count >= A.keys.early) keys.one(A.keys, lane);
     });
     if (count <= ahead) wait();
-    if (crew == kManyBearers && A.keys.rows) prefetch_keys(A.keys, lane);
+    if (crew == kManyBearers && A.keys.rows)
+#pragma unroll 1
+      while (keys.one(A.keys, lane)) {
+      }
   }
 };
 

@@ -14,7 +14,8 @@ namespace exl2nb {
 
 // The first keys and values of the attention at w, as many as find room in the L2 cache beside the weights that pass through.
 inline ManyKeys attention_keys(const GpuStep& s, const int64_t* w) {
-  constexpr int64_t kRoom = 24 << 20;
+  static const int64_t kRoom = int64_t(std::getenv("ROOM_MB") ? std::atoi(std::getenv("ROOM_MB")) : 24) << 20;
+  static const int early = std::getenv("EARLY") ? std::atoi(std::getenv("EARLY")) : 0;
   const int64_t layer = w[4], heads = s.num_kv_heads, dim = s.head_dim;
   if (w[2] || layer < 0 || layer >= s.layers) return {};  // a window may have left them behind
   const int64_t k_row = dim * bits_of(s.k_format) / 8, v_row = dim * bits_of(s.v_format) / 8;
@@ -30,7 +31,8 @@ inline ManyKeys attention_keys(const GpuStep& s, const int64_t* w) {
           page_bytes(s.k_format, static_cast<int>(dim)),
           page_bytes(s.v_format, static_cast<int>(dim)),
           static_cast<int>(k_row),
-          static_cast<int>(v_row)};
+          static_cast<int>(v_row),
+          early};
 }
 // Pages of each sequence that find room in the L2 cache beside weights that pass through.
 inline int pages_near(const ManyKeys& k) {
