@@ -53,7 +53,18 @@ size_t arrange(DecodeKernel& k, DecodeParams& p) {
 bool wide(int num_heads, int num_kv_heads, int head_dim) { return head_dim == 64 && num_heads / num_kv_heads + 2 > warps_of(head_dim); }
 void widen(DecodeKernel& k, DecodeParams& p) {
   k.warps *= k.ctas_per_sm, k.ctas_per_sm = 1;
-  p.most = max_splits(2 * p.a.cache.num_kv_heads);
+  p.most = p.most_far = max_splits(2 * p.a.cache.num_kv_heads);
+}
+// The same for far contexts of few heads of 128, whose chunks are many: contexts up to kFar keep their eight warps, so that bits depend on
+// a sequence's own context only, and a launch that can have no longer one keeps small CTAs, which start beside a chain.
+bool far_apart(const CacheArgs& c) {
+  static const bool on = std::getenv("FAR") && std::atoi(std::getenv("FAR"));
+  return on && c.head_dim == 128 && c.num_kv_heads <= 8;
+}
+bool reaches_far(const CacheArgs& c) { return far_apart(c) && c.max_pages * kPage > kFar; }
+void widen_far(DecodeKernel& k, DecodeParams& p) {
+  p.most_far = max_splits(2 * p.a.cache.num_kv_heads), p.near_warps = k.warps;
+  if (reaches_far(p.a.cache)) k.warps *= k.ctas_per_sm, k.ctas_per_sm = 1;
 }
 
 // Where there are many sequences: each CTA one of `alike` items, of all keys if these fill the device, with as many warps as then fit.
@@ -181,12 +192,19 @@ const char* attention_decode_launch(const AttentionArgs& args, void* stream, boo
                       (page_bytes(c.k_format, c.head_dim) + page_bytes(c.v_format, c.head_dim)) / kPage,
                       0,
                       max_splits(c.num_kv_heads),
+                      max_splits(c.num_kv_heads),
+                      0,
                       1};
-  DecodeKernel fast = fast_kernel(c, per_sequence * q_per_kv);
-  if (fast.kernel && a.many && per_sequence <= kMaxNew)
+  const bool few = per_sequence <= kMaxNew, many = a.many && few;
+  // One kernel for all numbers of new tokens where CTAs have all warps: larger ones have no room for them.
+  DecodeKernel fast =
+      fast_kernel(c, reaches_far(c) && few && !many ? std::min(per_sequence * q_per_kv, rows_of(1)) : per_sequence * q_per_kv);
+  if (fast.kernel && many)
     share_out(fast, params, int64_t(c.sequences) * c.num_kv_heads * ((int64_t(per_sequence) * q_per_kv + fast.rows - 1) / fast.rows));
   else if (fast.kernel && wide(c.num_heads, c.num_kv_heads, c.head_dim))
     widen(fast, params);
+  else if (fast.kernel && few && far_apart(c))
+    widen_far(fast, params);
   if (const size_t shared = fast.kernel ? arrange(fast, params) : 0) {
     const int64_t blocks = (int64_t(per_sequence) * q_per_kv + fast.rows - 1) / fast.rows,
                   items = blocks * c.sequences * c.num_kv_heads * most_chunks(c, params.key_bytes, params.most);

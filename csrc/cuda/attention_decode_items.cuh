@@ -6,6 +6,8 @@ namespace exl2nb {
 
 constexpr int kWarps = 4;  // of the kernels without haste
 constexpr int kTogether = 4;
+constexpr int kFar =
+    1024;  // tokens before the new ones from which on all warps of a multiprocessor share a chunk, where p.near_warps says so
 constexpr int kTile = 16, kUnit = 8 * kTile, kMaxNew = 8;
 
 // Warps of a CTA of the decode kernel, and CTAs that a multiprocessor shall hold; `most` warps may be one CTA.
@@ -58,7 +60,8 @@ struct DecodeParams {
   unsigned q_per_kv_inverse;  // ceil(2^32 / q_per_kv): exact quotients of numbers below 2^32 / q_per_kv
   int key_bytes;              // of a key and its value
   int warp_bytes;             // of shared memory: a warp's tiles, then its results
-  int most;                   // max_splits
+  int most, most_far;         // max_splits, and of contexts beyond kFar
+  int near_warps;             // that share a chunk of nearer contexts; 0: all
   int together;               // CTAs of a cluster, which have one KV head of as many neighbouring sequences and write together; or 1
 };
 
@@ -85,7 +88,7 @@ __device__ __forceinline__ bool find_item(const DecodeParams& p, int index, Item
     if (b < c.sequences) {
       first = c.cu_seqlens[b], queries = c.cu_seqlens[b + 1] - first, context = c.context_lens[b];
       if (context > 0 && queries > 0) {
-        chunks = chunks_of(context, queries, p.a.window, p.most, p.key_bytes, p.wanted);
+        chunks = chunks_of(context, queries, p.a.window, context - queries >= kFar ? p.most_far : p.most, p.key_bytes, p.wanted);
         blocks = (queries * q_per_kv + ROWS - 1) / ROWS;
         items = chunks.count * c.num_kv_heads * blocks;
       }

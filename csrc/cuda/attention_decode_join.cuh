@@ -47,7 +47,6 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::join_warps() {
       });
     }
   __syncthreads();
-  const int used = min(warps, (chunk_end - chunk_start + kStep - 1) / kStep);
 #pragma unroll 1
   for (int i = thread; i - lane < vectors; i += blockDim.x) {
     const bool inside = i < vectors;

@@ -51,6 +51,7 @@ struct Decode {
   int thread, lane, warp, warps, g, t;  // lane = 4 g + t: row and pair of columns of the tensor cores' fragments
   int q_per_kv, rows, first_row, chunk_start, chunk_end, first_new, old_end;
   int plain_end;   // tiles before it need neither mask, nor cap, nor new rows
+  int used;        // warps that have tiles of the item
   int hop, ahead;  // from a tile of the warp to its next; to the one fetched behind it
   int page_row;    // of the tile fetched last: page and head
   static_assert(kPage == 256, "shifts");
@@ -184,7 +185,10 @@ __device__ __forceinline__ bool Decode<KF, VF, D, NT>::begin(int index) {
   first_new = p.a.q ? uniform(it.context) : oldest_query;
   old_end = min(first_new, chunk_end);
   plain_end = p.a.softcap > 0.f || p.a.window > 0 ? 0 : min(first_new, oldest_query + token_of(first_row) + 1);
-  hop = uniform(warps * kStep), ahead = kStages * hop;
+  const int sharing = p.near_warps && it.context - it.queries < kFar ? min(p.near_warps, warps) : warps;
+  used = min(sharing, (chunk_end - chunk_start + kStep - 1) / kStep);
+  if (warp >= sharing) chunk_end = chunk_start;
+  hop = uniform(sharing * kStep), ahead = kStages * hop;
   fetch_pages(chunk_start);
   new_from = max(first_new, chunk_start), fresh = max(min(it.context, chunk_start + it.chunks.size) - new_from, 0), turn_of = -1;
   if (!p.a.q) first_page = table(oldest_query / kPage), last_page = table((it.context - 1) / kPage);

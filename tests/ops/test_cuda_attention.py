@@ -145,6 +145,22 @@ def test_newer_tokens_do_not_change_a_row(Hq, storage, D, tokens, context):
     assert torch.equal(alone.cuda().run()[0][0], whole.cuda().run()[0][0])
 
 
+@pytest.mark.parametrize("storage", ["fp16", "q8q4", "q4"])
+@pytest.mark.parametrize(("Hq", "tokens"), [(8, 1), (8, 5), (16, 8), (64, 3)])
+def test_near_contexts_beside_far_ones(storage, Hq, tokens):
+    """Up to 1024 tokens eight warps share a chunk, beyond that sixteen; in one launch as in two."""
+    contexts = [1000, 1024 + tokens, 3000, 40, 1024, 9000]
+    case = Case(contexts, [tokens] * len(contexts), Hq, 8, 128, storage=storage)
+    together, _ = case.check().run()
+    for b, context in enumerate(contexts):
+        alone = case.cuda()
+        lo, hi = case.bounds[b], case.bounds[b + 1]
+        alone.qkv, alone.lens = alone.qkv[lo:hi].clone(), alone.lens[b : b + 1].clone()
+        alone.table = alone.table[b : b + 1, : -(-context // P)].clone()  # so many pages that the launch is for near ones, or not
+        alone.bounds, alone.queries = i32([0, hi - lo]).cuda(), [tokens]
+        assert torch.equal(alone.run()[0], together[lo:hi])
+
+
 @pytest.mark.parametrize("window", [1, 5, 64, 255, 256, 257, 1000])
 def test_window(window):
     Case([600, 20, 1500], [1, 2, 4], 4, 2, 64, window=window).check()
