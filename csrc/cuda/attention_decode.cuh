@@ -126,9 +126,8 @@ __global__ void __launch_bounds__(most_warps(D, NT) * 32, 1) attention_decode(co
     wait_for_predecessor();
     wait = false;
   }
-  bool found = false;
+  if (params.together > 1 && threadIdx.x == 0) kernel.sh.said = make_int4(0, 0, 0, 0);
   for (int index = kernel.index_of(blockIdx.x); kernel.begin(index); index += gridDim.x) {
-    found = true;
     kernel.start();
     kernel.clear();
     kernel.make_rows(wait);
@@ -152,7 +151,7 @@ __global__ void __launch_bounds__(most_warps(D, NT) * 32, 1) attention_decode(co
     if (kernel.it.final || params.together > 1) break;
     __syncthreads();
   }
-  if (params.together > 1) kernel.write_together(found);
+  if (params.together > 1) kernel.write_together();
   if ((wait || params.a.early) && blockIdx.x == 0) wait_for_predecessor();  // this kernel must not end before its predecessor
 }
 

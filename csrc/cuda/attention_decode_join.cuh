@@ -47,6 +47,7 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::join_warps() {
       });
     }
   __syncthreads();
+  const int used = sh.used;
 #pragma unroll 1
   for (int i = thread; i - lane < vectors; i += blockDim.x) {
     const bool inside = i < vectors;
@@ -233,7 +234,7 @@ __device__ __forceinline__ int Decode<KF, VF, D, NT>::index_of(int block) const 
 // What write() has left in shared memory, by all CTAs of a cluster, whether or not they have found an item: of four tokens beside one
 // another at once, which lie so in the next matrix's input (fragment.cuh), a quarter of the features by each.
 template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::write_together(bool found) const {
+__device__ __forceinline__ void Decode<KF, VF, D, NT>::write_together() const {
 #if __CUDA_ARCH__ >= 900
   const auto cluster = cooperative_groups::this_cluster();
   const AttentionOut& to = p.a.to;
@@ -243,10 +244,11 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::write_together(bool found
   const auto place = [&](int token, int row) {
     return static_cast<half*>(to.x) + token_place(to.group, to.x_stride, token) + row_place(to.group, row);
   };
+  __syncthreads();
+  const int4 mine = sh.said;
+  const bool found = mine.z > 0;
   const int begin = rank * share, end = min(begin + share, count);
-  int row = found && begin + thread < end ? stored(it.kv_head, begin + thread) : 0;  // known by the time that the others have come
-  if (thread == 0)
-    sh.said = found ? make_int4(it.first_token, it.kv_head, rows, it.queries == 1 && it.chunks.count == 1) : make_int4(0, 0, 0, 0);
+  int row = found && begin + thread < end ? stored(mine.y, begin + thread) : 0;  // known by the time that the others have come
   cluster.sync();
   int4 said[kTogether];
 #pragma unroll
@@ -260,14 +262,14 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::write_together(bool found
     for (int i = 0; i < kTogether; i++) from[i] = cluster.map_shared_rank(sh.q, i);
 #pragma unroll 1
     for (int f = begin + thread; f < end; f += blockDim.x) {
-      if (f != begin + thread) row = stored(it.kv_head, f);
+      if (f != begin + thread) row = stored(mine.y, f);
       const int at = f / D * kQStride + f % D;
       const half2 low = __halves2half2(from[0][at], from[1][at]), high = __halves2half2(from[2][at], from[3][at]);
       *reinterpret_cast<uint2*>(place(said[0].x, row)) = make_uint2(bits_of_half2(low), bits_of_half2(high));
     }
   } else if (found) {
 #pragma unroll 1
-    for (int f = thread; f < rows * D; f += blockDim.x) {
+    for (int f = thread; f < mine.z * D; f += blockDim.x) {
       const int r = f / D;
       *place(sh.token[r], stored(0, sh.head[r] * D + f % D)) = sh.q[r * kQStride + f % D];
     }

@@ -41,6 +41,7 @@ struct Decode {
     float unit[kRows];  // of queries that are whole numbers
     alignas(16) int4 fours[3];
     bool last;
+    int used;   // warps that have tiles of the item
     int4 said;  // of a cluster's CTA: first token, KV head, rows; whether there are any
   };
   static constexpr int kSharedBytes = (sizeof(Shared) + 127) / 128 * 128;
@@ -51,7 +52,6 @@ struct Decode {
   int thread, lane, warp, warps, g, t;  // lane = 4 g + t: row and pair of columns of the tensor cores' fragments
   int q_per_kv, rows, first_row, chunk_start, chunk_end, first_new, old_end;
   int plain_end;   // tiles before it need neither mask, nor cap, nor new rows
-  int used;        // warps that have tiles of the item
   int hop, ahead;  // from a tile of the warp to its next; to the one fetched behind it
   int page_row;    // of the tile fetched last: page and head
   static_assert(kPage == 256, "shifts");
@@ -164,7 +164,7 @@ struct Decode {
   __device__ __forceinline__ int4 places(int r, int d) const;
   __device__ __forceinline__ void write(int r, int d, float4 x, int4 place, bool inside) const;
   __device__ __forceinline__ int index_of(int block) const;
-  __device__ __forceinline__ void write_together(bool found) const;
+  __device__ __forceinline__ void write_together() const;
 
   __device__ __forceinline__ void look_ahead() const;
   __device__ __forceinline__ void look_up_turns() const;
@@ -186,7 +186,10 @@ __device__ __forceinline__ bool Decode<KF, VF, D, NT>::begin(int index) {
   old_end = min(first_new, chunk_end);
   plain_end = p.a.softcap > 0.f || p.a.window > 0 ? 0 : min(first_new, oldest_query + token_of(first_row) + 1);
   const int sharing = p.near_warps && it.context - it.queries < kFar ? min(p.near_warps, warps) : warps;
-  used = min(sharing, (chunk_end - chunk_start + kStep - 1) / kStep);
+  if (thread == 0) {
+    sh.used = min(sharing, (chunk_end - chunk_start + kStep - 1) / kStep);
+    sh.said = make_int4(it.first_token, it.kv_head, rows, it.queries == 1 && it.chunks.count == 1);
+  }
   if (warp >= sharing) chunk_end = chunk_start;
   hop = uniform(sharing * kStep), ahead = kStages * hop;
   fetch_pages(chunk_start);
