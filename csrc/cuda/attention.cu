@@ -196,14 +196,14 @@ const char* attention_decode_launch(const AttentionArgs& args, void* stream, boo
                       0,
                       1};
   const bool few = per_sequence <= kMaxNew, many = a.many && few;
+  const bool far = few && !many && !a.q && far_apart(c);  // with q a sequence may bring any number of queries, beside others with few
   // One kernel for all numbers of new tokens where CTAs have all warps: larger ones have no room for them.
-  DecodeKernel fast =
-      fast_kernel(c, reaches_far(c) && few && !many ? std::min(per_sequence * q_per_kv, rows_of(1)) : per_sequence * q_per_kv);
+  DecodeKernel fast = fast_kernel(c, far && reaches_far(c) ? std::min(per_sequence * q_per_kv, rows_of(1)) : per_sequence * q_per_kv);
   if (fast.kernel && many)
     share_out(fast, params, int64_t(c.sequences) * c.num_kv_heads * ((int64_t(per_sequence) * q_per_kv + fast.rows - 1) / fast.rows));
   else if (fast.kernel && wide(c.num_heads, c.num_kv_heads, c.head_dim))
     widen(fast, params);
-  else if (fast.kernel && few && far_apart(c))
+  else if (fast.kernel && far)
     widen_far(fast, params);
   if (const size_t shared = fast.kernel ? arrange(fast, params) : 0) {
     const int64_t blocks = (int64_t(per_sequence) * q_per_kv + fast.rows - 1) / fast.rows,

@@ -119,7 +119,7 @@ struct ManyFetch {
       else
         fetch_tokens(p, tile, it, begin, end, at);
       if (crew == 0 && lane == 0 && count == 1) EXL2NB_CLOCK(A, 8);
-      if (crew == kManyBearers && A.keys.early && count >= A.keys.early) keys.one(A.keys, lane);
+      if (crew == kManyBearers && A.keys.rows && A.keys.early && count >= A.keys.early) keys.one(A.keys, lane);
     });
     if (count <= ahead) wait();
     if (crew == kManyBearers && A.keys.rows)

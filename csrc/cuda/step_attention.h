@@ -37,7 +37,7 @@ inline ManyKeys attention_keys(const GpuStep& s, const int64_t* w) {
 // Pages of each sequence that find room in the L2 cache beside weights that pass through.
 inline int pages_near(const ManyKeys& k) {
   static const int64_t room = int64_t(std::getenv("KEYS_MB") ? std::atoi(std::getenv("KEYS_MB")) : 0) << 20;
-  return k.rows ? static_cast<int>(std::min<int64_t>(room / (int64_t(k.sequences) * k.heads * (k.k_page + k.v_page)), k.max_pages)) : 0;
+  return room && k.rows && k.sequences ? static_cast<int>(std::min<int64_t>(room / (int64_t(k.sequences) * k.heads * (k.k_page + k.v_page)), k.max_pages)) : 0;
 }
 // Multiprocessors for the attention behind the QKV op q, if there is one.
 inline int beside(const int64_t* q) {
