@@ -21,7 +21,7 @@ const char* sample_launch(const SampleArgs& args, void* stream, bool pdl) {
   const int64_t per = (int64_t(args.vocab) + team - 1) / team + 4;
   if (per > int64_t(1) << 17) return "the vocabulary is too large";
   const size_t fixed = (sizeof(SampleShared) + 15) / 16 * 16, all = fixed + size_t(per) * sizeof(float);
-  // Where there are more CTAs than multiprocessors, two at a time read their logits twice rather than one keeps them.
+  // Where there are more CTAs than multiprocessors, two at a time read their logits again for a draw rather than one keeps them.
   const bool keep = all <= size_t(room) && (fixed * 2 > size_t(shared_per_multiprocessor()) || args.rows * int(team) <= multiprocessors());
   const size_t shared = keep ? all : fixed;
   if (auto* wrong = error_text(cudaFuncSetAttribute(sample_rows, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)))) return wrong;
