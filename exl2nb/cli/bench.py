@@ -56,7 +56,9 @@ def measure(llm: LLM, *, batch: int, context: int, tokens: int, rounds: int) -> 
     Returns:
         Medians over the rounds: prefill_tok_s, decode_tok_s (all sequences together, from where each of them has begun), decode_ms (a
         step), and gb_s, the weights' bytes a step reads over its time. Warm-up is excluded. weight_bytes: what is loaded;
-        bytes_per_token: what decoding one token reads of it, of a mixture's experts those that it visits.
+        bytes_per_token: what decoding one token reads of it, of a mixture's experts those that it visits. decode_context: tokens of a
+        text while decoding was timed, prompt included, on average: more than `context`, since texts grow, and the first ones of a batch
+        while the prompts of the others are read.
         rounds_in_which_texts_ended_early: where there were any; fewer texts beside the others make steps quicker.
 
     Raises:
@@ -66,18 +68,18 @@ def measure(llm: LLM, *, batch: int, context: int, tokens: int, rounds: int) -> 
     options: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
     llm.cache.reuse = False
     llm.generate([3 + i % (vocab - 3) for i in range(min(context, 64))], max_tokens=WARM_UP, **options)
-    prefill, decode, early = [], [], 0
+    prefill, decode, lengths, early = [], [], [], 0
     for number in range(rounds + 1):
         prompts = [[3 + (number * 997 + b * 31 + i * 7) % (vocab - 3) for i in range(context)] for b in range(batch)]
         begun = time.perf_counter()
         handles = [llm.stream(prompt, max_tokens=tokens + spare(batch) + 1, **options) for prompt in prompts]
-        first, _ = _drain(handles, 1)
+        first, _, before = _drain(handles, 1)
         if batch > 1:
             for handle in handles:  # what texts whose prompts came first have written meanwhile counts for nobody
-                while handle.poll() is not None:
-                    pass
+                while (chunk := handle.poll()) is not None:
+                    before += len(chunk.tokens)
         start = time.perf_counter()
-        last, written = _drain(handles, tokens)
+        last, written, _ = _drain(handles, tokens)
         for handle in handles:
             handle.cancel()
         for handle in handles:
@@ -85,6 +87,7 @@ def measure(llm: LLM, *, batch: int, context: int, tokens: int, rounds: int) -> 
         if number and written:  # the first round warms up
             prefill.append(batch * context / (first - begun))
             decode.append(written / (last - start))
+            lengths.append(context + (before + written / 2) / batch)
             if written < batch * tokens:  # a text that ends leaves fewer beside the others, whose steps are quicker
                 early += 1
     if not decode:
@@ -96,6 +99,7 @@ def measure(llm: LLM, *, batch: int, context: int, tokens: int, rounds: int) -> 
         "prefill_tok_s": round(statistics.median(prefill), 1),
         "decode_tok_s": round(speed, 1),
         "decode_ms": round(1e3 * step, 4),
+        "decode_context": round(statistics.median(lengths), 1),
         "weight_bytes": llm.model.weight_bytes,
         "bytes_per_token": llm.model.bytes_per_token,
         **({} if moe is None else {"experts_per_token": f"{moe.top_k} of {moe.num_experts}"}),
@@ -109,9 +113,11 @@ def spare(batch: int) -> int:
     return 64 + (0 if batch == 1 else 4 * batch)  # some are written while this thread waits for a processor
 
 
-def _drain(handles: list[Any], count: int) -> tuple[float, int]:
-    """Take `count` more tokens of every handle: the time when the last one came, and how many came, fewer where a text has ended."""
-    taken = 0
+def _drain(handles: list[Any], count: int) -> tuple[float, int, int]:
+    """Take `count` more tokens of every handle: the time when the last one came; how many came, fewer where a text has ended; and how many
+    with those that a last chunk had more.
+    """
+    taken = seen = 0
     for handle in handles:
         left = count
         while left > 0:
@@ -120,4 +126,5 @@ def _drain(handles: list[Any], count: int) -> tuple[float, int]:
                 break
             left -= len(chunk.tokens)
         taken += count - max(left, 0)
-    return time.perf_counter(), taken
+        seen += count - left
+    return time.perf_counter(), taken, seen

@@ -190,6 +190,7 @@ def test_bench_measures_what_reaches_python(capsys):
     assert found["batch"] == 2 and found["device"] == "cpu"
     assert found["decode_tok_s"] > 0 and found["prefill_tok_s"] > 0
     assert abs(found["decode_ms"] - 2e3 / found["decode_tok_s"]) < 0.01
+    assert 16 + 1 + 8 / 2 <= found["decode_context"] < 16 + 8 + 64 + 8  # a text's prompt, its first token, half of what is timed
     assert main(["bench", "demo", "--batch", "0"]) != 0
 
 
