@@ -39,6 +39,10 @@ struct Fragments {
   }
   template <int N>
   __device__ __forceinline__ void settle(float (&)[NB][4]) const {}
+  __device__ __forceinline__ void take() const {}
+  __device__ __forceinline__ void pass() const {}
+  __device__ __forceinline__ void begin() const {}
+  __device__ __forceinline__ void end() const {}
 };
 
 // A CTA's shared memory: stages, the ring of activations, barriers, what is to be written at the end, factors, the image.
@@ -107,15 +111,32 @@ struct ManyRun {
       for (int i = begin; i < end;) {
         uint32_t first[8], second[8];  // one is decoded while products of the other are under way
         coded.template decode_half<HALVES, 0>(unit, first);
+#if TURN == 0 || TURN == 2
+        product.take();
         product.start(first, slot, 0, y);
+        product.pass();
+#endif
         coded.template decode_half<HALVES, 1>(unit, second);
+        product.take();
+#if TURN == 1 || TURN == 3 || TURN == 4 || TURN == 5
+        product.start(first, slot, 0, y);
+#endif
+#if TURN == 5
+        product.pass();
+#endif
         product.start(second, slot, 1, y);
+#if TURN != 3 && TURN != 5
+        product.pass();
+#endif
         if (++i < end) {
           unit = *++steps, words += 128 * B;
           coded.template load<HALVES>(words, behind, it, i, lane);
         }
         if (++slot == many_ring(NB)) slot = 0;
         product.template settle<0>(y);
+#if TURN == 3
+        product.pass();
+#endif
       }
       __syncwarp();
       warp_arrive(s.empty + at.stage, lane);
@@ -195,6 +216,7 @@ __device__ __forceinline__ void run_many(const ManyArgs& A, uint8_t* shared) {
   const Product product(s.tokens);
   const ManyWrite<NB> write{A, s.factors, s.last, s.ready, {s.weights + warp * kSlot}, warp, lane};
   ManyTurn<NB> at;
+  product.begin();
   each_tile(A, [&](const ManyTile& tile, int from, int to) {
     const bool whole = to - from == tile.units;
 #pragma unroll 1
@@ -210,6 +232,7 @@ __device__ __forceinline__ void run_many(const ManyArgs& A, uint8_t* shared) {
     if (from == many_begin(A, blockIdx.x) && threadIdx.x == 0) EXL2NB_CLOCK(A, 4);
     write.finish(tile, whole);
   });
+  product.end();
   if (threadIdx.x == 0) EXL2NB_CLOCK(A, 5);
   write.meet();
   if (threadIdx.x == 0) EXL2NB_CLOCK(A, 6);
