@@ -17,11 +17,13 @@
 namespace exl2nb {
 
 // Products of half a unit of a strip, 32 rows, with the tokens in a place of the ring: start() begins with them, settle<N>() ends when of
-// all that have been begun no more than N are not done.
+// all that have been begun no more than N are not done. kTurns: those of a unit are begun between take_turn() and pass_turn(), by all that
+// multiply in a fixed order, and all units between first_turn() and last_turn().
 template <int NB>
 struct Fragments {
+  static constexpr bool kTurns = false;
   uint32_t x;  // shared address of this lane's eight halves of the first sixteen rows and tokens
-  __device__ __forceinline__ explicit Fragments(const void* ring, int lane = threadIdx.x & 31)
+  __device__ __forceinline__ explicit Fragments(const void* ring, int /*warp*/, int lane = threadIdx.x & 31)
       : x(shared_address(ring) + ((lane >> 3 & 1) * NB * 8 + (lane >> 4) * 8 + (lane & 7)) * 16) {}
   __device__ __forceinline__ void start(const uint32_t (&h)[8], int slot, int half, float (&y)[NB][4]) const {
 #pragma unroll
@@ -39,10 +41,6 @@ struct Fragments {
   }
   template <int N>
   __device__ __forceinline__ void settle(float (&)[NB][4]) const {}
-  __device__ __forceinline__ void take() const {}
-  __device__ __forceinline__ void pass() const {}
-  __device__ __forceinline__ void begin() const {}
-  __device__ __forceinline__ void end() const {}
 };
 
 // A CTA's shared memory: stages, the ring of activations, barriers, what is to be written at the end, factors, the image.
@@ -109,34 +107,25 @@ struct ManyRun {
       coded.template load<HALVES>(words, behind, it, begin, lane);
 #pragma unroll 1
       for (int i = begin; i < end;) {
-        uint32_t first[8], second[8];  // one is decoded while products of the other are under way
+        uint32_t first[8], second[8];
         coded.template decode_half<HALVES, 0>(unit, first);
-#if TURN == 0 || TURN == 2
-        product.take();
-        product.start(first, slot, 0, y);
-        product.pass();
-#endif
-        coded.template decode_half<HALVES, 1>(unit, second);
-        product.take();
-#if TURN == 1 || TURN == 3 || TURN == 4 || TURN == 5
-        product.start(first, slot, 0, y);
-#endif
-#if TURN == 5
-        product.pass();
-#endif
-        product.start(second, slot, 1, y);
-#if TURN != 3 && TURN != 5
-        product.pass();
-#endif
+        if constexpr (Product::kTurns) {
+          coded.template decode_half<HALVES, 1>(unit, second);
+          product.take_turn();
+          product.start(first, slot, 0, y);
+          product.start(second, slot, 1, y);
+          product.pass_turn();
+        } else {  // one is decoded while products of the other are under way
+          product.start(first, slot, 0, y);
+          coded.template decode_half<HALVES, 1>(unit, second);
+          product.start(second, slot, 1, y);
+        }
         if (++i < end) {
           unit = *++steps, words += 128 * B;
           coded.template load<HALVES>(words, behind, it, i, lane);
         }
         if (++slot == many_ring(NB)) slot = 0;
         product.template settle<0>(y);
-#if TURN == 3
-        product.pass();
-#endif
       }
       __syncwarp();
       warp_arrive(s.empty + at.stage, lane);
@@ -213,10 +202,10 @@ __device__ __forceinline__ void run_many(const ManyArgs& A, uint8_t* shared) {
   __syncwarp();
   warp_arrive(s.ready, lane);
   if (threadIdx.x == 0) EXL2NB_CLOCK(A, 3);
-  const Product product(s.tokens);
+  const Product product(s.tokens, warp);
   const ManyWrite<NB> write{A, s.factors, s.last, s.ready, {s.weights + warp * kSlot}, warp, lane};
   ManyTurn<NB> at;
-  product.begin();
+  if constexpr (Product::kTurns) product.first_turn();
   each_tile(A, [&](const ManyTile& tile, int from, int to) {
     const bool whole = to - from == tile.units;
 #pragma unroll 1
@@ -232,7 +221,7 @@ __device__ __forceinline__ void run_many(const ManyArgs& A, uint8_t* shared) {
     if (from == many_begin(A, blockIdx.x) && threadIdx.x == 0) EXL2NB_CLOCK(A, 4);
     write.finish(tile, whole);
   });
-  product.end();
+  if constexpr (Product::kTurns) product.last_turn();
   if (threadIdx.x == 0) EXL2NB_CLOCK(A, 5);
   write.meet();
   if (threadIdx.x == 0) EXL2NB_CLOCK(A, 6);

@@ -9,9 +9,6 @@
 #include "norm.cuh"
 #include "pdl.cuh"
 
-#ifndef TURN
-#define TURN 1
-#endif
 namespace exl2nb {
 
 constexpr int kManyStrips = 16, kManyWarps = kManyStrips;

@@ -36,12 +36,17 @@ __device__ __forceinline__ void wgmma(float (&d)[8][4], const uint32_t* a, uint6
 }
 
 // Products of a unit of a strip, four strips a warp group, with the tokens of a stage.
+//
+// The four groups begin their products in turns. Without, all of them decode at the same time and then multiply at the same time, since
+// the tensor cores serve them side by side, so that all are done together: neither ever works while the other does.
 template <int NB>
 struct WarpGroup {
+  static constexpr bool kTurns = true;
+  static constexpr int kGroups = kManyWarps / 4, kFirstBarrier = 3;  // those below are many_args.cuh's
   uint32_t x;  // shared address of the ring and the stride between eight rows, as the descriptor wants them
   int group;
-  __device__ __forceinline__ explicit WarpGroup(const void* ring)
-      : group(__shfl_sync(~0u, threadIdx.x >> 7, 0)), x((shared_address(ring) & 0x3ffff) >> 4 | static_cast<uint32_t>(128 * NB) >> 4 << 16) {}
+  __device__ __forceinline__ explicit WarpGroup(const void* ring, int warp)
+      : x((shared_address(ring) & 0x3ffff) >> 4 | static_cast<uint32_t>(128 * NB) >> 4 << 16), group(warp / 4) {}
   __device__ __forceinline__ void start(const uint32_t (&h)[8], int slot, int half, float (&y)[NB][4]) const {
     // Eight rows of eight tokens lie together: 128 bytes to the next tokens, 128 * NB to the next rows.
     constexpr uint64_t kBetween = static_cast<uint64_t>(128) >> 4 << 32;
@@ -50,32 +55,17 @@ struct WarpGroup {
     for (int k = 0; k < 2; k++) wgmma(y, h + 4 * k, kBetween | (x + slot * (many_unit(NB) / 16) + (half * 2 + k) * (16 * NB)));
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   }
-  // Warp groups take turns with the tensor cores.
-#if TURN == 4
-  // WARP groups 0 and 1, then 2 and 3: barrier 3 for the first two.
-  __device__ __forceinline__ void take() const { asm volatile("bar.sync %0,512;" ::"r"(3 + (group >> 1)) : "memory"); }
-  __device__ __forceinline__ void pass() const { asm volatile("bar.arrive %0,512;" ::"r"(3 + (group >> 1 ^ 1)) : "memory"); }
-  __device__ __forceinline__ void begin() const {
-    if (group >= 2) asm volatile("bar.arrive %0,512;" ::"r"(3) : "memory");
+  __device__ __forceinline__ void take_turn() const { asm volatile("bar.sync %0,256;" ::"r"(kFirstBarrier + group) : "memory"); }
+  __device__ __forceinline__ void pass_turn() const {
+    asm volatile("bar.arrive %0,256;" ::"r"(kFirstBarrier + (group + 1) % kGroups) : "memory");
   }
-  __device__ __forceinline__ void end() const {
-    if (group < 2) asm volatile("bar.sync %0,512;" ::"r"(3) : "memory");
+  __device__ __forceinline__ void first_turn() const {
+    if (group == kGroups - 1) pass_turn();
   }
-#elif TURN
-  __device__ __forceinline__ void take() const { asm volatile("bar.sync %0,256;" ::"r"(3 + group) : "memory"); }
-  __device__ __forceinline__ void pass() const { asm volatile("bar.arrive %0,256;" ::"r"(3 + (group + 1 & 3)) : "memory"); }
-  __device__ __forceinline__ void begin() const {
-    if (group == 3) asm volatile("bar.arrive %0,256;" ::"r"(3) : "memory");
+  // Nobody comes any more for what the last group passes on.
+  __device__ __forceinline__ void last_turn() const {
+    if (group == 0) take_turn();
   }
-  __device__ __forceinline__ void end() const {
-    if (group == 0) asm volatile("bar.sync %0,256;" ::"r"(3) : "memory");
-  }
-#else
-  __device__ __forceinline__ void take() const {}
-  __device__ __forceinline__ void pass() const {}
-  __device__ __forceinline__ void begin() const {}
-  __device__ __forceinline__ void end() const {}
-#endif
   template <int N>
   __device__ __forceinline__ void settle(float (&y)[NB][4]) const {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
