@@ -1,5 +1,6 @@
 // Attention's launch functions: which kernel serves which shape, and where the workspace's parts lie.
 #include <algorithm>
+#include <cstdlib>
 
 #include "attention_any.cuh"
 #include "device.cuh"
@@ -44,6 +45,18 @@ size_t arrange(DecodeKernel& k, DecodeParams& p) {
     if (bytes <= static_cast<size_t>(shared_per_block())) return bytes;
   }
   return 0;
+}
+
+// The same with room for several chunks one after the other, where the device has it for as many CTAs.
+size_t arrange_runs(const DecodeKernel& k, DecodeParams& p, size_t bytes, int64_t rows) {
+  static const bool off = std::getenv("RUNS") && !std::atoi(std::getenv("RUNS"));
+  if (off) return bytes;
+  p.result_rows = static_cast<int>(std::min<int64_t>(rows, k.rows)), p.result_bytes = (p.result_rows * k.row_bytes + 127) / 128 * 128;
+  const size_t with = bytes + static_cast<size_t>(k.warps) * p.result_bytes;
+  if (with <= static_cast<size_t>(shared_per_block()) && k.ctas_per_sm * (with + 1024) <= static_cast<size_t>(shared_per_multiprocessor()))
+    return with;
+  p.result_rows = p.result_bytes = 0;
+  return bytes;
 }
 
 // Where a KV head's queries and its new row of keys and of values are more than a CTA has warps: one CTA with all warps of a
@@ -172,16 +185,19 @@ const char* attention_decode_launch(const AttentionArgs& args, void* stream, boo
                       unsigned((0x100000000ull + q_per_kv - 1) / q_per_kv),
                       (page_bytes(c.k_format, c.head_dim) + page_bytes(c.v_format, c.head_dim)) / kPage,
                       0,
-                      max_splits(c.num_kv_heads)};
+                      max_splits(c.num_kv_heads),
+                      0,
+                      0};
   DecodeKernel fast = fast_kernel(c, per_sequence * q_per_kv);
   if (fast.kernel && a.many && per_sequence <= kMaxNew)
     share_out(fast, params, int64_t(c.sequences) * c.num_kv_heads * ((int64_t(per_sequence) * q_per_kv + fast.rows - 1) / fast.rows));
   else if (fast.kernel && wide(c.num_heads, c.num_kv_heads, c.head_dim))
     widen(fast, params);
-  if (const size_t shared = fast.kernel ? arrange(fast, params) : 0) {
+  if (size_t shared = fast.kernel ? arrange(fast, params) : 0) {
     const int64_t blocks = (int64_t(per_sequence) * q_per_kv + fast.rows - 1) / fast.rows,
                   items = blocks * c.sequences * c.num_kv_heads * most_chunks(c, params.key_bytes, params.most);
     const int64_t room = int64_t(multiprocessors()) * fast.ctas_per_sm;
+    if (items > room && !params.wanted) shared = arrange_runs(fast, params, shared, int64_t(per_sequence) * q_per_kv);
     const cudaError_t error = cudaFuncSetAttribute(fast.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
     if (error != cudaSuccess) return cudaGetErrorString(error);
     return launch_kernel(fast.kernel, dim3(unsigned(items < room ? items : room)), fast.warps * 32, shared, stream, pdl, 1, params);

@@ -57,7 +57,6 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::start() {
 template <int KF, int VF, int D, int NT>
 __device__ __forceinline__ void Decode<KF, VF, D, NT>::walk() {
   const int first = chunk_start + warp * kStep;
-  int stage = 0;
 #pragma unroll 1
   for (int token = first; token < chunk_end; token += hop) {
     uint8_t *const keys = tiles + stage * kStageBytes, *const from = keys + KeyTile::kBytes;
@@ -131,16 +130,21 @@ __global__ void __launch_bounds__(most_warps(D, NT) * 32, 1) attention_decode(co
     kernel.clear();
     kernel.make_rows(wait);
     wait = false;
-    if constexpr (Decode<KF, VF, D, NT>::kPacked) {
+    if constexpr (Decode<KF, VF, D, NT>::kPacked)
       kernel.fetch_whole_queries();
-      kernel.walk_packed();
-    } else {
+    else
       kernel.fetch_queries();
-      EXL2NB_MARK(params.a, 5);
-      kernel.walk();
+    EXL2NB_MARK(params.a, 5);
+    for (;;) {
+      if constexpr (Decode<KF, VF, D, NT>::kPacked)
+        kernel.walk_packed();
+      else
+        kernel.walk();
+      EXL2NB_MARK(params.a, 6);
+      kernel.join_warps();
+      if (!kernel.next_chunk()) break;
+      kernel.clear();
     }
-    EXL2NB_MARK(params.a, 6);
-    kernel.join_warps();
     EXL2NB_MARK(params.a, 7);
     if (kernel.it.chunks.count > 1 && kernel.comes_last()) {
       EXL2NB_MARK(params.a, 8);
@@ -159,7 +163,7 @@ constexpr bool kOften = KF == VF || (KF == kCacheQ8 && VF == kCacheQ4);
 
 struct DecodeKernel {
   void (*kernel)(DecodeParams);
-  int warps, ctas_per_sm, shared_bytes, warp_bytes, rows;
+  int warps, ctas_per_sm, shared_bytes, warp_bytes, rows, row_bytes;  // row_bytes: of a warp's result
 };
 template <int KF, int VF, int D, int NT>
 DecodeKernel describe() {
@@ -169,7 +173,8 @@ DecodeKernel describe() {
           ctas_per_sm(D, NT),
           Kernel::kSharedBytes,
           std::max(Kernel::kStages * Kernel::kStageBytes, Kernel::kResultBytes),
-          Kernel::kRows};
+          Kernel::kRows,
+          Kernel::kOStride * 4};
 }
 // The kernel of a pair of formats for head dims 64, 80, 96, 128, 256; none for others. rows: that a sequence brings per KV head.
 template <int KF, int VF, int D>

@@ -15,6 +15,7 @@ template <int KF, int VF, int D, int NT>
 __device__ __forceinline__ void Decode<KF, VF, D, NT>::join_warps() {
   const int vectors = rows * (D / 4);
   const bool single = it.chunks.count == 1;
+  if (sh.several) __syncthreads();  // the chunk before has been joined
   int4 place = make_int4(0, 0, 0, 0);
   const int mine = thread < vectors ? thread : 0;
   if (single) place = places(mine / (D / 4), mine % (D / 4) * 4);
@@ -83,13 +84,13 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::join_warps() {
   }
 }
 
-// Whether this CTA is the last of the item's chunks; all of them are in memory then.
+// Whether this CTA is the last of those that have chunks of the item's rows; all of them are in memory then.
 template <int KF, int VF, int D, int NT>
 __device__ __forceinline__ bool Decode<KF, VF, D, NT>::comes_last() const {
   __syncthreads();
   if (thread == 0) {
     const int64_t at = (static_cast<int64_t>(it.part_token()) * p.blocks_per_token + it.block) * p.a.cache.num_kv_heads + it.kv_head;
-    sh.last = count_up(p.count + at, it.chunks.count - 1) == unsigned(it.chunks.count - 1);  // back to 0 with the last one
+    sh.last = count_up(p.count + at, sh.runs - 1) == unsigned(sh.runs - 1);  // back to 0 with the last one
   }
   __syncthreads();
   return sh.last;

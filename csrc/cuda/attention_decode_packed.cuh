@@ -17,7 +17,7 @@ namespace exl2nb {
 template <int KF, int VF, int D, int NT>
 __device__ __forceinline__ void Decode<KF, VF, D, NT>::fetch_both(uint8_t* to, int token) {
   constexpr int kRow = D / 2, kCodes = kStep * kRow, kScaleRow = 2 * kGroups, kScales = kStep * kScaleRow;
-  if (token < chunk_end) {
+  if (token < run_end) {
     if ((token >> 8) - page_base > 31) fetch_pages(token);
     const int inside = token & (kPage - 1), old = first_new - token;
     const int64_t page = static_cast<int64_t>(page_at(token)) * page_bytes(KF, D);
@@ -317,7 +317,7 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::take(uint8_t* at, int tok
 template <int KF, int VF, int D, int NT>
 __device__ __forceinline__ void Decode<KF, VF, D, NT>::walk_packed() {
   const int plain_last = min(plain_end, chunk_end) - kStep;
-  int token = chunk_start + warp * kStep, stage = 0;
+  int token = chunk_start + warp * kStep;
   const auto next = [&] { token += hop, stage = stage + 1 == kStages ? 0 : stage + 1; };
 #pragma unroll 1
   for (; token <= plain_last; next()) take<true>(tiles + stage * kStageBytes, token);

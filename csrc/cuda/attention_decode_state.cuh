@@ -41,6 +41,8 @@ struct Decode {
     float unit[kRows];  // of queries that are whole numbers
     alignas(16) int4 fours[3];
     bool last;
+    // The CTA's chunks: its last one, how many CTAs have chunks of these rows, whether it has several.
+    int last_chunk, runs, several;
   };
   static constexpr int kSharedBytes = (sizeof(Shared) + 127) / 128 * 128;
 
@@ -48,14 +50,16 @@ struct Decode {
   Shared& sh;
   Item it;
   int thread, lane, warp, warps, g, t;  // lane = 4 g + t: row and pair of columns of the tensor cores' fragments
-  int q_per_kv, rows, first_row, chunk_start, chunk_end, first_new, old_end;
+  int q_per_kv, rows, first_row, chunk_start, chunk_end, first_new;
+  int run_end;     // of the CTA's last chunk
+  int stage;       // of the next tile
   int plain_end;   // tiles before it need neither mask, nor cap, nor new rows
   int hop, ahead;  // from a tile of the warp to its next; to the one fetched behind it
   int page_row;    // of the tile fetched last: page and head
   static_assert(kPage == 256, "shifts");
   int page_base, page_of_lane;  // 32 entries of the block table, one per lane
   int first_page, last_page;    // of the first and the last new token
-  int new_from, fresh;          // first and number of the chunk's own new tokens
+  int new_from, fresh;          // first and number of the chunks' own new tokens
   Turn<kSlots> turn;            // of the new token turn_of
   int turn_of;
   int position[kN][2];  // of this lane's queries
@@ -90,15 +94,17 @@ struct Decode {
   }
   __device__ __forceinline__ void fetch_pages(int token) {
     page_base = token / kPage;
-    page_of_lane = (page_base + lane) * kPage < chunk_end ? table(page_base + lane) : 0;
+    page_of_lane = (page_base + lane) * kPage < run_end ? table(page_base + lane) : 0;
   }
   __device__ __forceinline__ int page_at(int token) const {
     return __shfl_sync(kAll, page_of_lane, (token >> 8) - page_base) * p.a.cache.num_kv_heads + it.kv_head;
   }
   __device__ __forceinline__ float* results(int w) const {
-    return reinterpret_cast<float*>(reinterpret_cast<uint8_t*>(&sh) + kSharedBytes + w * p.warp_bytes);
+    const int at = sh.several ? warps * p.warp_bytes + w * p.result_bytes : w * p.warp_bytes;
+    return reinterpret_cast<float*>(reinterpret_cast<uint8_t*>(&sh) + kSharedBytes + at);
   }
   __device__ __forceinline__ bool begin(int index);
+  __device__ __forceinline__ bool next_chunk();
 
   // --- the step's own rows: attention_decode_new.cuh ---
   struct Place {
@@ -171,28 +177,37 @@ struct Decode {
 
 template <int KF, int VF, int D, int NT>
 __device__ __forceinline__ bool Decode<KF, VF, D, NT>::begin(int index) {
-  if (!find_item<kRows>(p, index, it)) return false;
+  if (!find_item<kRows, kStep>(p, index, it)) return false;
   const int oldest_query = uniform(it.context - it.queries);
   first_row = uniform(it.block * kRows);
   rows = uniform(min(it.queries * q_per_kv - first_row, kRows));
   chunk_start = uniform(it.chunks.start + it.chunk * it.chunks.size);
   const int newest = oldest_query + token_of(first_row + rows - 1);  // no row sees further
-  chunk_end = uniform(min(chunk_start + it.chunks.size, newest + 1));
+  const int stop = chunk_start + it.run * it.chunks.size;
+  run_end = uniform(min(stop, newest + 1)), chunk_end = uniform(min(chunk_start + it.chunks.size, run_end)), stage = 0;
   first_new = p.a.q ? uniform(it.context) : oldest_query;
-  old_end = min(first_new, chunk_end);
   plain_end = p.a.softcap > 0.f || p.a.window > 0 ? 0 : min(first_new, oldest_query + token_of(first_row) + 1);
   hop = uniform(warps * kStep), ahead = kStages * hop;
   fetch_pages(chunk_start);
-  new_from = max(first_new, chunk_start), fresh = max(min(it.context, chunk_start + it.chunks.size) - new_from, 0), turn_of = -1;
+  new_from = max(first_new, chunk_start), fresh = max(min(it.context, stop) - new_from, 0), turn_of = -1;
   if (!p.a.q) first_page = table(oldest_query / kPage), last_page = table((it.context - 1) / kPage);
 #pragma unroll
   for (int n = 0; n < kN; n++)
 #pragma unroll
     for (int j = 0; j < 2; j++) position[n][j] = oldest_query + token_of(first_row + row_of(n, j));
+  if (thread == 0) sh.last_chunk = it.chunk + it.run - 1, sh.runs = it.runs, sh.several = it.run > 1;
   if (thread < kRows) {
     const int r = first_row + thread, i = token_of(r);
     sh.token[thread] = it.first_token + i, sh.head[thread] = it.kv_head * q_per_kv + r - i * q_per_kv;
   }
+  return true;
+}
+
+// The next chunk of the same rows, if there is one; its first tiles have been asked for.
+template <int KF, int VF, int D, int NT>
+__device__ __forceinline__ bool Decode<KF, VF, D, NT>::next_chunk() {
+  if (it.chunk == sh.last_chunk) return false;
+  it.chunk++, chunk_start += it.chunks.size, chunk_end = min(chunk_start + it.chunks.size, run_end);
   return true;
 }
 

@@ -9,7 +9,7 @@ template <int KF, int VF, int D, int NT>
 template <int F, bool KEYS>
 __device__ __forceinline__ void Decode<KF, VF, D, NT>::fetch(uint8_t* to, int token) {
   using T = Tile<F, D, KEYS, kStep>;
-  if (token < chunk_end) {
+  if (token < run_end) {
     if constexpr (KEYS) {  // the values come next, of the same page
       if ((token >> 8) - page_base > 31) fetch_pages(token);
       page_row = page_at(token);

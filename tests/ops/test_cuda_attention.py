@@ -235,12 +235,27 @@ def test_bits_do_not_depend_on_the_batch(storage, Hq, D):
     together, _ = gpu.run()
     again, _ = gpu.run()
     assert torch.equal(together, again)
-    for b in range(len(contexts)):
+    _same_alone(case, together)
+
+
+def _same_alone(case, together):
+    for b in range(len(case.contexts)):
         alone = case.cuda()
         lo, hi = case.bounds[b], case.bounds[b + 1]
         alone.qkv, alone.table, alone.lens = alone.qkv[lo:hi].clone(), alone.table[b : b + 1].clone(), alone.lens[b : b + 1].clone()
         alone.bounds, alone.queries = i32([0, hi - lo]).cuda(), [int(hi - lo)]
         assert torch.equal(alone.run()[0], together[lo:hi])
+
+
+@pytest.mark.parametrize("storage", ["fp16", "q8", "q8q4", "q4"])
+@pytest.mark.parametrize(("Hq", "D", "queries"), [(32, 128, [1, 1, 1, 1]), (128, 128, [1, 1, 1, 1]), (32, 64, [1, 4, 1, 2])])
+def test_several_chunks_a_cta(storage, Hq, D, queries):
+    """More chunks than CTAs: a CTA has neighbours one after the other, with the bits that they have in CTAs of their own."""
+    case = Case([1300, 1700, 600, 2600], queries, Hq, 32, D, storage=storage)
+    gpu = case.check()
+    together, _ = gpu.run()
+    assert torch.equal(together, gpu.run()[0])
+    _same_alone(case, together)
 
 
 def test_unused_rows_are_left_alone():
