@@ -62,7 +62,11 @@ size_t arrange_runs(const DecodeKernel& k, DecodeParams& p, size_t bytes, int64_
 // Where a KV head's queries and its new row of keys and of values are more than a CTA has warps: one CTA with all warps of a
 // multiprocessor, so that no warp makes two rows and half as many chunks are joined. By the model alone, as bits depend on it. TinyLlama's
 // shape on an H200, 2026-11-23: 3.5 us a layer instead of 4.8. Larger heads have kernels that hold twice the rows in one CTA already.
-bool wide(int num_heads, int num_kv_heads, int head_dim) { return head_dim == 64 && num_heads / num_kv_heads + 2 > warps_of(head_dim); }
+bool wide(int num_heads, int num_kv_heads, int head_dim) {
+  static const bool large = std::getenv("WIDE") && std::atoi(std::getenv("WIDE"));
+  const int rows = num_heads / num_kv_heads + 2;
+  return (head_dim == 64 && rows > warps_of(head_dim)) || (large && head_dim == 128 && rows > warps_of(head_dim) && rows - 2 <= rows_of(1));
+}
 void widen(DecodeKernel& k, DecodeParams& p) {
   k.warps *= k.ctas_per_sm, k.ctas_per_sm = 1;
   p.most = max_splits(2 * p.a.cache.num_kv_heads);
@@ -132,7 +136,7 @@ bool attention_looks(const AttentionArgs& a) {
 }
 
 int attention_beside(int num_heads, int num_kv_heads, int head_dim) {
-  return wide(num_heads, num_kv_heads, head_dim) ? num_kv_heads : (num_kv_heads + 1) / 2;
+  return head_dim == 64 && wide(num_heads, num_kv_heads, head_dim) ? num_kv_heads : (num_kv_heads + 1) / 2;
 }
 
 const char* rope_append_launch(const RopeAppendArgs& args, void* stream, bool pdl) {
@@ -188,16 +192,19 @@ const char* attention_decode_launch(const AttentionArgs& args, void* stream, boo
                       max_splits(c.num_kv_heads),
                       0,
                       0};
-  DecodeKernel fast = fast_kernel(c, per_sequence * q_per_kv);
-  if (fast.kernel && a.many && per_sequence <= kMaxNew)
+  // Of heads of 128 one kernel for all numbers of new tokens: with more rows it has no room for all warps.
+  const bool many = a.many && per_sequence <= kMaxNew, all_warps = !many && wide(c.num_heads, c.num_kv_heads, c.head_dim);
+  DecodeKernel fast =
+      fast_kernel(c, all_warps && c.head_dim == 128 ? std::min(per_sequence * q_per_kv, rows_of(1)) : per_sequence * q_per_kv);
+  if (fast.kernel && many)
     share_out(fast, params, int64_t(c.sequences) * c.num_kv_heads * ((int64_t(per_sequence) * q_per_kv + fast.rows - 1) / fast.rows));
-  else if (fast.kernel && wide(c.num_heads, c.num_kv_heads, c.head_dim))
+  else if (fast.kernel && all_warps)
     widen(fast, params);
   if (size_t shared = fast.kernel ? arrange(fast, params) : 0) {
     const int64_t blocks = (int64_t(per_sequence) * q_per_kv + fast.rows - 1) / fast.rows,
                   items = blocks * c.sequences * c.num_kv_heads * most_chunks(c, params.key_bytes, params.most);
     const int64_t room = int64_t(multiprocessors()) * fast.ctas_per_sm;
-    if (items > room && !params.wanted) shared = arrange_runs(fast, params, shared, int64_t(per_sequence) * q_per_kv);
+    if (items > room && !params.wanted && c.sequences <= 32) shared = arrange_runs(fast, params, shared, int64_t(per_sequence) * q_per_kv);
     const cudaError_t error = cudaFuncSetAttribute(fast.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
     if (error != cudaSuccess) return cudaGetErrorString(error);
     return launch_kernel(fast.kernel, dim3(unsigned(items < room ? items : room)), fast.warps * 32, shared, stream, pdl, 1, params);
