@@ -1,13 +1,13 @@
-# Turns of warp groups with the tensor cores (many.cuh), TURN: 0 none, 1 a unit, 2 half a unit, 3 passed on when its products are done,
-# 4 two groups at a time, 5 passed on between the halves. Before it, in .cuda: mp0 .. mp5 = many_products built with -DTURN=n (many_wide.cu
-# alone differs), base.txz of main's exl2nb with its libraries, libexl2nb_c*.so of this branch (TURN 1, or NARROW=8: 9 to 16 rows so too).
+# Turns of warp groups with the tensor cores (many.cuh), forms: scratch/variants.sh
+# Before it, in .cuda: mpbase, mp0, mp1, mp3, mp4, mp5 (variants.sh),
+# base.txz of main's exl2nb with its libraries, libexl2nb_c*.so of this branch (NARROW=8: 9 to 16 rows by warp groups, too).
 . .cuda/common.sh
 set +e
 model llama3-8b 4.0 &
 timeout 60 .cuda/mp1 c | tail -2; NARROW=8 timeout 60 .cuda/mp1 c | tail -2
 wait
-for v in 0 1 3 4 5 0 1; do echo TURN $v; timeout 40 .cuda/mp$v q; done
-for v in 0 1; do echo narrow TURN $v; NARROW=8 timeout 40 .cuda/mp$v q | grep -E "T (16|9)"; done
+for v in base 0 1 3 4 5 base 1; do echo TURN $v; timeout 40 .cuda/mp$v q; done
+for v in base 1 4; do echo narrow TURN $v; NARROW=8 timeout 40 .cuda/mp$v q | grep -E "T (16|9)"; done
 timeout 40 .cuda/mp1 w
 X="llama3-8b-4.0,64,1088,fp16 llama3-8b-4.0,32,1088,fp16 llama3-8b-4.0,16,1088,fp16"
 for v in base next base next; do use $v; echo $v; timeout 60 python3 .cuda/step.py $X; done

@@ -105,27 +105,42 @@ struct ManyRun {
       half2 unit = *steps;
       barrier_wait(s.full + at.stage, at.phase);
       coded.template load<HALVES>(words, behind, it, begin, lane);
-#pragma unroll 1
-      for (int i = begin; i < end;) {
+      if constexpr (Product::kTurns) {  // decoded before a turn is taken: in one piece with it the compiler would move it behind that
         uint32_t first[8], second[8];
         coded.template decode_half<HALVES, 0>(unit, first);
-        if constexpr (Product::kTurns) {
-          coded.template decode_half<HALVES, 1>(unit, second);
+        coded.template decode_half<HALVES, 1>(unit, second);
+#pragma unroll 1
+        for (int i = begin;;) {
           product.take_turn();
           product.start(first, slot, 0, y);
           product.start(second, slot, 1, y);
           product.pass_turn();
-        } else {  // one is decoded while products of the other are under way
+          const bool more = ++i < end;
+          if (more) {
+            unit = *++steps, words += 128 * B;
+            coded.template load<HALVES>(words, behind, it, i, lane);
+          }
+          if (++slot == many_ring(NB)) slot = 0;
+          product.template settle<0>(y);
+          if (!more) break;
+          coded.template decode_half<HALVES, 0>(unit, first);
+          coded.template decode_half<HALVES, 1>(unit, second);
+        }
+      } else {
+#pragma unroll 1
+        for (int i = begin; i < end;) {
+          uint32_t first[8], second[8];  // one is decoded while products of the other are under way
+          coded.template decode_half<HALVES, 0>(unit, first);
           product.start(first, slot, 0, y);
           coded.template decode_half<HALVES, 1>(unit, second);
           product.start(second, slot, 1, y);
+          if (++i < end) {
+            unit = *++steps, words += 128 * B;
+            coded.template load<HALVES>(words, behind, it, i, lane);
+          }
+          if (++slot == many_ring(NB)) slot = 0;
+          product.template settle<0>(y);
         }
-        if (++i < end) {
-          unit = *++steps, words += 128 * B;
-          coded.template load<HALVES>(words, behind, it, i, lane);
-        }
-        if (++slot == many_ring(NB)) slot = 0;
-        product.template settle<0>(y);
       }
       __syncwarp();
       warp_arrive(s.empty + at.stage, lane);
