@@ -39,7 +39,7 @@ DecodeKernel fast_kernel(const CacheArgs& c, int rows) {
 
 // Warps of a CTA of the decode kernel and its shared memory: fewer warps than it would have where the device has little.
 size_t arrange(DecodeKernel& k, DecodeParams& p) {
-  p.warp_bytes = (k.warp_bytes + 127) / 128 * 128;
+  p.warp_bytes = (k.warp_bytes + 127) / 128 * 128, p.tiles_at = k.shared_bytes;
   for (; k.warps; k.warps /= 2) {
     const size_t bytes = static_cast<size_t>(k.shared_bytes) + k.warps * p.warp_bytes;
     if (bytes <= static_cast<size_t>(shared_per_block())) return bytes;
@@ -47,16 +47,17 @@ size_t arrange(DecodeKernel& k, DecodeParams& p) {
   return 0;
 }
 
-// The same with room for several chunks one after the other, where the device has it for as many CTAs.
+// The same with room for several chunks one after the other, where the device has it for as many CTAs: where rows have been made, and more.
 size_t arrange_runs(const DecodeKernel& k, DecodeParams& p, size_t bytes, int64_t rows) {
-  static const bool off = std::getenv("RUNS") && !std::atoi(std::getenv("RUNS"));
-  if (off) return bytes;
-  p.result_rows = static_cast<int>(std::min<int64_t>(rows, k.rows)), p.result_bytes = (p.result_rows * k.row_bytes + 127) / 128 * 128;
-  const size_t with = bytes + static_cast<size_t>(k.warps) * p.result_bytes;
-  if (with <= static_cast<size_t>(shared_per_block()) && k.ctas_per_sm * (with + 1024) <= static_cast<size_t>(shared_per_multiprocessor()))
-    return with;
-  p.result_rows = p.result_bytes = 0;
-  return bytes;
+  static const bool off = std::getenv("RUNS") && !std::atoi(std::getenv("RUNS"));  // to be taken out
+  const int most = static_cast<int>(std::min<int64_t>(rows, k.rows)), each = (most * k.row_bytes + 127) / 128 * 128;
+  const int more = std::max(0, (k.results_at + k.warps * each + 127) / 128 * 128 - k.shared_bytes);
+  const size_t with = bytes + more;
+  if (off || with > static_cast<size_t>(shared_per_block()) ||
+      k.ctas_per_sm * (with + 1024) > static_cast<size_t>(shared_per_multiprocessor()))
+    return bytes;
+  p.tiles_at += more, p.result_rows = most, p.result_bytes = each, p.results_at = k.results_at;
+  return with;
 }
 
 // Where a KV head's queries and its new row of keys and of values are more than a CTA has warps: one CTA with all warps of a
@@ -189,9 +190,7 @@ const char* attention_decode_launch(const AttentionArgs& args, void* stream, boo
                       unsigned((0x100000000ull + q_per_kv - 1) / q_per_kv),
                       (page_bytes(c.k_format, c.head_dim) + page_bytes(c.v_format, c.head_dim)) / kPage,
                       0,
-                      max_splits(c.num_kv_heads),
-                      0,
-                      0};
+                      max_splits(c.num_kv_heads)};
   // Of heads of 128 one kernel for all numbers of new tokens: with more rows it has no room for all warps.
   const bool many = a.many && per_sequence <= kMaxNew, all_warps = !many && wide(c.num_heads, c.num_kv_heads, c.head_dim);
   DecodeKernel fast =

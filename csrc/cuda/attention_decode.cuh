@@ -16,6 +16,7 @@
 // both have 4 bits, _join results.
 #pragma once
 #include <algorithm>
+#include <cstddef>
 
 #include "attention_decode_join.cuh"
 #include "attention_decode_keys.cuh"
@@ -163,7 +164,7 @@ constexpr bool kOften = KF == VF || (KF == kCacheQ8 && VF == kCacheQ4);
 
 struct DecodeKernel {
   void (*kernel)(DecodeParams);
-  int warps, ctas_per_sm, shared_bytes, warp_bytes, rows, row_bytes;  // row_bytes: of a warp's result
+  int warps, ctas_per_sm, shared_bytes, warp_bytes, rows, row_bytes, results_at;  // row_bytes: of a warp's result
 };
 template <int KF, int VF, int D, int NT>
 DecodeKernel describe() {
@@ -174,7 +175,8 @@ DecodeKernel describe() {
           Kernel::kSharedBytes,
           std::max(Kernel::kStages * Kernel::kStageBytes, Kernel::kResultBytes),
           Kernel::kRows,
-          Kernel::kOStride * 4};
+          Kernel::kOStride * 4,
+          static_cast<int>(offsetof(typename Kernel::Shared, scratch))};
 }
 // The kernel of a pair of formats for head dims 64, 80, 96, 128, 256; none for others. rows: that a sequence brings per KV head.
 template <int KF, int VF, int D>

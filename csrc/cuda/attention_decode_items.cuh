@@ -58,9 +58,10 @@ struct DecodeParams {
   int key_bytes;              // of a key and its value
   int warp_bytes;             // of shared memory: a warp's tiles, then its results
   int most;                   // max_splits
+  int tiles_at;               // in shared memory: the first warp's
   // A CTA has several chunks of a row one after the other where there are more chunks than CTAs, and if rows are no more than this: its
-  // warps' results then lie behind their tiles, so that those of the next chunk are on their way meanwhile. 0: no room for it.
-  int result_rows, result_bytes;  // bytes: of a warp's
+  // warps' results then have a place of their own, so that the next chunk's tiles are on their way meanwhile. 0: no room for it.
+  int result_rows, result_bytes, results_at;  // bytes: of a warp's
 };
 
 struct Item {
@@ -105,11 +106,17 @@ __device__ __forceinline__ bool find_item(const DecodeParams& p, int index, Item
     };
     line_up();
     const int ctas = static_cast<int>(gridDim.x);
-    if (p.result_rows && c.sequences <= 32 && total > ctas) {
-      if (chunks.count > 1 && chunks.size % (static_cast<int>(blockDim.x) / 32 * STEP) == 0 && queries * q_per_kv <= p.result_rows)
-        each = min((total + ctas - 1) / ctas, chunks.count), runs = (chunks.count + each - 1) / each,
-        items = runs * c.num_kv_heads * blocks;
-      line_up();
+    if (p.result_rows && total > ctas) {  // then there are no more than 32 sequences
+      const bool may =
+          chunks.count > 1 && chunks.size % (static_cast<int>(blockDim.x) / 32 * STEP) == 0 && queries * q_per_kv <= p.result_rows;
+      const auto cut = [&](int length) {
+        each = may ? min(length, chunks.count) : 1, runs = (chunks.count + each - 1) / each, items = runs * c.num_kv_heads * blocks;
+        line_up();
+      };
+      // As long as a CTA's chunks in turns would be, or a third longer, if then every CTA has one run.
+      int length = (total + ctas - 1) / ctas;
+      for (const int most = length + length / 3; length <= most && total > ctas; length++) cut(length);
+      if (total > ctas) cut(1);
     }
     if (index < total) {
       item.final = base + 32 >= c.sequences && index + ctas >= total;

@@ -34,8 +34,6 @@ struct Decode {
     alignas(16) half q[kRows * kQStride];  // in the order of KeyFragment::place
     alignas(16) uint8_t k[kMaxNew * KeyTile::kRow], v[kMaxNew * ValueTile::kRow];  // this step's rows as the cache holds them
     alignas(16) uint8_t k_scale[kMaxNew * kGroups * 2], v_scale[kMaxNew * kGroups * 2];
-    alignas(16) float scratch[kMost][D];
-    float fresh[kCoded ? 2 * kMaxNew : 1][D];  // new keys, then new values, before they are coded
     float max[kMost][kRows], sum[kMost][kRows];
     int token[kRows], head[kRows];
     float unit[kRows];  // of queries that are whole numbers
@@ -43,6 +41,8 @@ struct Decode {
     bool last;
     // The CTA's chunks: its last one, how many CTAs have chunks of these rows, whether it has several.
     int last_chunk, runs, several;
+    alignas(16) float scratch[kMost][D];       // this and what follows only until rows are made
+    float fresh[kCoded ? 2 * kMaxNew : 1][D];  // new keys, then new values, before they are coded
   };
   static constexpr int kSharedBytes = (sizeof(Shared) + 127) / 128 * 128;
 
@@ -80,7 +80,7 @@ struct Decode {
     lane = thread % 32;
     if constexpr (kPacked) lane = __shfl_sync(kAll, lane, lane);  // once, really
     warp = uniform(thread / 32), warps = blockDim.x / 32, g = lane / 4, t = lane % 4;
-    q_per_kv = p.q_per_kv, tiles = shared + kSharedBytes + warp * p.warp_bytes;
+    q_per_kv = p.q_per_kv, tiles = shared + p.tiles_at + warp * p.warp_bytes;
     if constexpr (kPacked) place = swizzled<D>(lane % 16 * (D / 2) + (kGroups % 2 ? 0 : lane / 16 * 16)), piece = swizzled<D>(lane * 16);
   }
 
@@ -100,8 +100,8 @@ struct Decode {
     return __shfl_sync(kAll, page_of_lane, (token >> 8) - page_base) * p.a.cache.num_kv_heads + it.kv_head;
   }
   __device__ __forceinline__ float* results(int w) const {
-    const int at = sh.several ? warps * p.warp_bytes + w * p.result_bytes : w * p.warp_bytes;
-    return reinterpret_cast<float*>(reinterpret_cast<uint8_t*>(&sh) + kSharedBytes + at);
+    const int at = sh.several ? p.results_at + w * p.result_bytes : p.tiles_at + w * p.warp_bytes;
+    return reinterpret_cast<float*>(reinterpret_cast<uint8_t*>(&sh) + at);
   }
   __device__ __forceinline__ bool begin(int index);
   __device__ __forceinline__ bool next_chunk();
