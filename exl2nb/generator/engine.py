@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextvars
 import os
+import sys
 import threading
 import time
 import weakref
@@ -31,11 +32,11 @@ from exl2nb.generator.request import Request
 from exl2nb.generator.scheduler import MAX_CHUNK, Scheduler
 from exl2nb.generator.sequence import Sequence
 from exl2nb.generator.stepper import HostStepper, Stepper
+from exl2nb.generator.turnstile import TICK_S, Turnstile
 from exl2nb.model.batch import Batch
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 IDLE_S = 5.0  # the thread ends after this long without work, and is started again by the next request: an idle model holds no thread
-TICK_S = 0.05
 EXIT_S = 2.0  # what the end of the interpreter waits for a step: a thread that comes back from C++ after that would abort the process
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()  # those that have started a thread
 _exiting: list[bool] = []  # not empty: the interpreter ends
@@ -107,10 +108,8 @@ class Engine:
         self._arrived: deque[tuple[Sequence, object]] = (
             deque()
         )  # one leaves it after it has entered the scheduler, so it is always somewhere
-        self._wake, self._no_guests = threading.Event(), threading.Event()
-        self._no_guests.set()
-        self._guests = 0
-        self._lock, self._model_lock, self._run_lock = threading.Lock(), threading.Lock(), threading.Lock()
+        self._wake, self._turnstile = threading.Event(), Turnstile()
+        self._lock, self._run_lock = threading.Lock(), threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed, self._process = False, os.getpid()
 
@@ -235,23 +234,10 @@ class Engine:
             EngineClosed: `close` was called. TimeoutError: somebody else has had it for `timeout_s`. GenerationError: called by a hook.
         """
         self._check_caller()
-        with self._lock:
-            self._guests += 1
-            self._no_guests.clear()
-        try:
-            if not self._model_lock.acquire(timeout=-1 if timeout_s is None else timeout_s):
-                raise TimeoutError(f"the model was in use for {timeout_s} s")
-            try:
-                if self._closed:
-                    raise EngineClosed("the model was closed; load it again")
-                yield
-            finally:
-                self._model_lock.release()
-        finally:
-            with self._lock:
-                self._guests -= 1
-                if not self._guests:
-                    self._no_guests.set()
+        with self._turnstile.visit(sys._getframe(), quiet=self._quiet, timeout_s=timeout_s):
+            if self._closed:
+                raise EngineClosed("the model was closed; load it again")
+            yield
 
     def close(self) -> None:
         """End every request with EngineClosed, join the thread, give memory back. A second call does nothing.
@@ -265,7 +251,7 @@ class Engine:
         if _exiting and threading.current_thread() is not threading.main_thread():
             return  # a thread that comes back from C++ after the interpreter has ended would abort the process
         self._stop(float("inf"))
-        with self._model_lock:
+        with self._turnstile.visit(sys._getframe(), quiet=lambda: True):
             self._fail_all(EngineClosed("the model was closed while the request ran"))
             self.loop.abandon()
             if self.drafter is not None:
@@ -273,6 +259,9 @@ class Engine:
             self._stepper.close()
             self.cache.close()
             self.model.close()
+
+    def _quiet(self) -> bool:
+        return self._closed or self._thread is None or not self.loop.flying
 
     def _check_caller(self) -> None:
         if os.getpid() != self._process:  # its threads and those of the kernels were not forked with it
@@ -332,12 +321,17 @@ class Engine:
 
     def step(self) -> None:
         """One turn of the loop; callers who want the model to themselves come first."""
-        while self._guests and not self._no_guests.wait(TICK_S):
+        while self._turnstile.wanted:
             if self._closed:
                 return
-        with self._model_lock:
+            if not self.loop.flying:
+                self._turnstile.wait()
+                continue
+            with self._turnstile.step():
+                self.loop.drain()
+        with self._turnstile.step():
             self.loop.step()
-            if self._guests:
+            if self._turnstile.wanted:
                 self.loop.drain()
 
     def _fail_all(self, error: BaseException) -> None:

@@ -66,6 +66,11 @@ class StepLoop:
         """True while anything waits, runs or is in flight."""
         return self.scheduler.busy or bool(self._flights)
 
+    @property
+    def flying(self) -> bool:
+        """True while a step is in flight."""
+        return bool(self._flights)
+
     def add(self, sequence: Request_, group: object = None) -> None:
         """Queue a sequence."""
         sequence.on_device = not sequence.host_only and self.stepper.can_draw(sequence.sampler)

@@ -1,0 +1,113 @@
+"""Who runs a model: the engine, step by step, or a caller who wants it to himself. One at a time, and callers come first.
+
+An interrupt (KeyboardInterrupt, which comes between any two instructions of the main thread) may hit a caller while he comes or goes. So
+there is no lock that could stay locked and no counter that could stay up: a visit begins and ends with one assignment, and whose code is no
+longer on the stack of its thread is gone, whatever became of its `finally`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+TICK_S = 0.05
+SURE = 3  # ticks in a row in which a visitor must be missed: a stack may change while it is looked through
+
+
+class Visit:
+    """Somebody's wish to have the model, and whether he still is where he asked for it."""
+
+    def __init__(self, frame: FrameType | None) -> None:
+        while frame is not None and frame.f_globals.get("__name__") in ("contextlib", __name__):
+            frame = frame.f_back
+        self._frame, self._thread, self._missed = frame, threading.get_ident(), 0
+
+    def gone(self) -> bool:
+        """Asked once a tick by those who wait for him."""
+        frame = sys._current_frames().get(self._thread)
+        while frame is not None and frame is not self._frame:
+            frame = frame.f_back
+        self._missed = self._missed + 1 if frame is None else 0
+        return self._missed >= SURE
+
+
+class Turnstile:
+    """See the module."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner: Visit | None = None
+        self._waiting: set[Visit] = set()
+        self._moved = threading.Event()
+
+    @property
+    def wanted(self) -> bool:
+        """True while a caller waits or has the model."""
+        return bool(self._waiting)
+
+    @contextmanager
+    def visit(self, frame: FrameType | None, *, quiet: Callable[[], bool], timeout_s: float | None = None) -> Iterator[None]:
+        """Have the model, as soon as the step that runs is over.
+
+        Args:
+            frame: whose visit it is: where the `with` stands. quiet: whether nothing is in flight any more; until then the engine has
+            another turn. timeout_s: to wait, at most.
+
+        Raises:
+            TimeoutError: it was not to be had.
+        """
+        visit = Visit(frame)
+        try:
+            self._waiting.add(visit)
+            self._enter(visit, quiet, timeout_s)
+            yield
+        finally:
+            self._leave(visit)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """The engine's turn."""
+        visit = Visit(sys._getframe())
+        try:
+            self._enter(visit, lambda: True, None)
+            yield
+        finally:
+            self._leave(visit)
+
+    def wait(self) -> None:
+        """Wait for those who want the model, a tick at most."""
+        self._pause(self._waiting)
+
+    def _enter(self, visit: Visit, quiet: Callable[[], bool], timeout_s: float | None) -> None:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            others = set[Visit]()
+            with self._lock:
+                if self._owner is not None:
+                    others = {self._owner}
+                elif quiet():
+                    self._owner = visit
+                    return
+            if deadline is not None and time.monotonic() >= deadline:
+                raise TimeoutError(f"the model was in use for {timeout_s} s")
+            self._pause(others, deadline)
+
+    def _leave(self, visit: Visit) -> None:
+        with self._lock:
+            if self._owner is visit:
+                self._owner = None
+            self._waiting.discard(visit)
+        self._moved.set()
+
+    def _pause(self, others: set[Visit], deadline: float | None = None) -> None:
+        """Wait until somebody leaves, a tick at most, and see off who has gone without a word."""
+        self._moved.clear()
+        wait = TICK_S if deadline is None else max(0.0, min(TICK_S, deadline - time.monotonic()))
+        if not self._moved.wait(wait):
+            for visit in list(others):
+                if visit.gone():
+                    self._leave(visit)
