@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
+import re
 import sys
 import unicodedata
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, TextIO
 
 from exl2nb.core.progress import SilentSink, Sink, TextSink
 
 MAX_ERROR_LINE = 2000
+_ALONE = re.compile("[\ud800-\udfff]")  # halves of a pair, which UTF-8 has no bytes for
 
 
 class Console:
@@ -20,8 +24,9 @@ class Console:
 
     def __init__(self, *, json_mode: bool = False, quiet: bool = False, out: TextIO | None = None, err: TextIO | None = None) -> None:
         self.json_mode, self.quiet = json_mode, quiet
-        self.out: TextIO = out if out is not None else sys.stdout
-        self.err: TextIO = err if err is not None else sys.stderr
+        # a stream that was closed before Python began is None
+        self.out: TextIO = out or sys.stdout or io.StringIO()
+        self.err: TextIO = err or sys.stderr or io.StringIO()
         self.is_terminal = bool(getattr(self.out, "isatty", lambda: False)())
         self.colour = self.is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         encoding = (getattr(self.out, "encoding", None) or "ascii").lower()
@@ -54,7 +59,8 @@ class Console:
         """Print one line on stderr (and the error object on stdout in JSON mode); returns `code`."""
         line = " ".join(message.split())[:MAX_ERROR_LINE]
         if self.json_mode:
-            self.write(json.dumps({"error": {"type": kind, "message": line, "exit_code": code}}, ensure_ascii=False) + "\n")
+            with suppress(OSError):  # stdout may be what failed
+                self.write(to_json({"error": {"type": kind, "message": line, "exit_code": code}}) + "\n")
         self.err.write(f"exl2nb: {line}\n")
         self.err.flush()
         return code
@@ -74,7 +80,8 @@ def to_json(value: Any) -> str:
             return [plain(inner) for inner in item]
         return None if isinstance(item, float) and not math.isfinite(item) else item
 
-    return json.dumps(plain(value), ensure_ascii=False, default=str, allow_nan=False)
+    text = json.dumps(plain(value), ensure_ascii=False, default=str, allow_nan=False)
+    return _ALONE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         args.destination,
         bpw=args.bpw,
         target=_target(args),
-        head_bits=int(args.head_bits) if (args.head_bits or "").isdigit() else args.head_bits,
+        head_bits=int(args.head_bits) if re.fullmatch("[0-9]{1,3}", args.head_bits or "") else args.head_bits,
         overrides=dict(map(_override, args.override)),
         frozen=args.frozen,
         measurement=args.measurement,
@@ -93,4 +94,4 @@ def _override(text: str) -> tuple[str, float | tuple[float, float]]:
 
 
 def _size(text: str) -> int | str:
-    return int(text) if text.isdigit() else text
+    return int(text) if re.fullmatch("[0-9]{1,18}", text) else text

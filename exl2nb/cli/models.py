@@ -64,4 +64,4 @@ def loaded(directory: Path, progress: Sink | None = None) -> Iterator[Model]:
 
 def file_bytes(directory: Path) -> int:
     """Bytes of all .safetensors files of a model."""
-    return sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    return sum(path.stat().st_size for path in directory.glob("*.safetensors") if path.is_file())

@@ -93,7 +93,7 @@ class MatcherConstraint:
         """Why a token was not taken, asked of a copy."""
         other = self._matcher.deep_copy()
         other.consume_token(token_id)
-        limit = next((line for line in other.get_error().splitlines() if "max is" in line), "")
+        limit = next((line for line in other.get_error().splitlines() if "max is" in line or "too many" in line), "")
         if limit:
             return StructureError(f"the {self._what} is too complex ({limit.strip()[:200]}); write alternatives as one regex")
         return StructureError(f"token {token_id} does not fit the {self._what} at this place; it was not drawn from the allowed tokens")

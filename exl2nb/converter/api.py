@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 from exl2nb.converter.job import ConversionJob
 from exl2nb.converter.measure import Measurement
+from exl2nb.converter.work import Work
 from exl2nb.core.progress import Sink, showing
+from exl2nb.io.atomic import check_writable
 
 DEMO = Path(__file__).parent.parent / "demo_model" / "measurement.json"
 
@@ -25,17 +27,28 @@ def measure(
 
     Args:
         src: model directory or hub id.
-        out: JSON file to write; exllamav2 0.3.2 reads it too.
+        out: JSON file to write; exllamav2 0.3.2 reads it too. Work in progress is kept in a hidden folder beside it until it is written, so
+            that the next call continues.
         progress: takes the events; "auto" and None as in `load`.
         options: calibration, rows, length, seed, effort, work_dir, device, as in `ConversionJob`.
+
+    Raises:
+        ConversionError: `out` is no name of a file that can be written. Otherwise as `ConversionJob`.
 
     Returns:
         The measurement: `.solve(bpw=...)`, and `convert(..., measurement=...)`.
     """
     with showing(progress, "measure") as sink, tempfile.TemporaryDirectory() as temporary:
+        beside = None
+        if out is not None:
+            path = check_writable(out).absolute()
+            if options.get("work_dir") is None:
+                options["work_dir"] = beside = path.parent / f".{path.name}.work"
         found = ConversionJob(src, Path(temporary) / "none", bpw=8.0, **options).measure(sink)
-    if out is not None:
-        found.save(out)
+        if out is not None:
+            found.save(out)
+        if beside is not None:
+            Work(beside).clear()
     return found
 
 

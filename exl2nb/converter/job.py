@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextvars
 import os
 import queue
-import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -106,10 +105,13 @@ class ConversionJob:
             measurement=measurement,
         )
         self.src = src
-        self.dst = Path(dst)
+        self.dst = Path(os.path.realpath(dst)) if os.path.islink(dst) else Path(dst)
         if self.dst.exists() and (not self.dst.is_dir() or any(self.dst.iterdir())):
             raise ConversionError(f"{self.dst}: exists and is not empty; choose another directory or remove it")
         self._work_dir = Path(work_dir) if work_dir is not None else None
+        work = self._work_dir.resolve() if self._work_dir is not None else None
+        if work is not None and self.dst.resolve() in (work, *work.parents):
+            raise ConversionError(f"work_dir {work} lies in {self.dst}, which will be the converted model; choose another directory")
         self.device = pick(device)
         self._cancelled, self._go = False, threading.Event()
         self._go.set()
@@ -206,9 +208,13 @@ class ConversionJob:
         ):
             make_directory(self.dst.absolute().parent)
             work = Work(self._work_dir or self.dst.absolute().parent / f".{self.dst.name}.work")
-            yield Run(self.settings, src, self.dst, Context(weights, work, sink, self.check_cancelled))
+            try:
+                yield Run(self.settings, src, self.dst, Context(weights, work, sink, self.check_cancelled))
+            except BaseException:
+                work.leave()
+                raise
         if self._work_dir is None:
-            shutil.rmtree(work.directory, ignore_errors=True)
+            work.clear()
 
     def check_cancelled(self) -> None:
         """Wait while paused; raise Interrupted after `cancel`."""

@@ -7,12 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from exl2nb.cache.modes import parse_mode
 from exl2nb.converter.calibrate import Source
 from exl2nb.converter.choices import Frozen, read_choices
 from exl2nb.converter.layers import Rounding
 from exl2nb.converter.measure import HEAD_BITS, Measurement
+from exl2nb.converter.sizes import parse_bytes
 from exl2nb.core.errors import OptionError
-from exl2nb.core.options import check_range
+from exl2nb.core.options import check_keywords, check_range, shown
 from exl2nb.quant.bits import head_mix
 
 REPORT_ROWS = 8
@@ -72,6 +74,9 @@ def settings(
         raise OptionError("convert: found bpw and target, expected one of them and not both")
     if bpw is not None:
         check_range("bpw", bpw, 2, 8, where="convert")
+    _check_target(target)
+    if overrides is not None and not (isinstance(overrides, Mapping) and all(isinstance(pattern, str) for pattern in overrides)):
+        raise OptionError(f"convert: overrides is {shown(overrides)}; expected a dict: a matrix, a glob, a role or 'layer N' -> bits")
     if effort not in EFFORTS:
         raise OptionError(f"convert: effort is {effort!r}; expected one of {', '.join(EFFORTS)}")
     for name, value, low, high in (
@@ -103,3 +108,16 @@ def settings(
         polish=polish,
         measurement=measurement,
     )
+
+
+def _check_target(target: Any) -> None:
+    if target is None:
+        return
+    if not isinstance(target, Mapping):
+        raise OptionError(f"convert: target is {shown(target)}; expected a dict: {{'bytes': ...}} or {{'fits': ...}}")
+    check_keywords(target, ["bytes", "fits", "context", "cache"], where="convert: target")
+    for name in ("bytes", "fits"):
+        if target.get(name) is not None:
+            parse_bytes(target[name], where=f"convert: target: {name}")
+    if "cache" in target:
+        parse_mode(target["cache"], where="convert: target: cache")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from exl2nb.core.errors import OptionError
+from exl2nb.core.options import shown
 from exl2nb.io.safetensors import header_bytes
 from exl2nb.quant.bits import padded
 
@@ -91,11 +92,11 @@ def parse_bytes(value: int | float | str, *, where: str) -> int:
     """
     if isinstance(value, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value)
-        if found and found[2].lower() in _UNITS:
+        if found and found[2].lower() in _UNITS and 0 < float(found[1]) * _UNITS[found[2].lower()] < 2**60:
             return int(float(found[1]) * _UNITS[found[2].lower()])
     elif isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 2**60:
         return int(value)
-    raise OptionError(f"{where} is {value!r}; expected bytes, or text such as '24GiB' or '900MB'")
+    raise OptionError(f"{where} is {shown(value)}; expected bytes, or text such as '24GiB' or '900MB'")
 
 
 def _count(shape: tuple[int, ...]) -> int:

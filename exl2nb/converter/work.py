@@ -6,7 +6,9 @@ A killed job therefore continues where it stopped, and a job with other options 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -21,6 +23,7 @@ from exl2nb.quant.exl2 import Exl2Tensors
 
 REVISION = 7  # of the algorithm: part of every hash, so that work of an older one is never taken over
 HEAD = -1  # stands for the head where a layer index is wanted
+OWN = re.compile(r"\.?(measure|measurement|statistics|scales|trial|layer)-[0-9a-f]{1,16}(-(head|\d{4,}))?\.(json|safetensors)(\..*\.tmp)?")
 Packed = dict[str, tuple[Exl2Tensors, float]]  # module key -> tensors, loss
 
 
@@ -150,6 +153,19 @@ class Work:
         """Remove the quantised layers and the head."""
         for layer in (*range(layers), HEAD):
             self.quantized(key, layer).unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """Remove what jobs have written here, and the folder if nothing else lies in it."""
+        with suppress(OSError):
+            for path in list(self.directory.iterdir()):
+                if OWN.fullmatch(path.name):
+                    path.unlink(missing_ok=True)
+        self.leave()
+
+    def leave(self) -> None:
+        """Remove the folder if it is empty."""
+        with suppress(OSError):
+            self.directory.rmdir()
 
     def _measurement(self, key: str) -> Path:
         return self.directory / f"measurement-{key[:16]}.json"

@@ -28,23 +28,32 @@ def make(cls: type[T], kwargs: Mapping[str, Any], *, where: str = "") -> T:
     return cls(**kwargs)
 
 
+def shown(value: object) -> str:
+    """A value in a message: its repr, cut where it is long; whole numbers of thousands of digits have none."""
+    try:
+        text = repr(value)
+    except Exception:
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
 def check_keywords(kwargs: Mapping[str, Any], known: list[str], *, where: str) -> None:
     """Raise OptionError for the first keyword that is not in `known`."""
     for name in kwargs:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+            near = difflib.get_close_matches(name, known, n=1) if isinstance(name, str) else []
             hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
-            raise OptionError(f"{where}: unknown keyword {name!r}; {hint}")
+            raise OptionError(f"{where}: unknown keyword {shown(name)}; {hint}")
 
 
 def check_flag(name: str, value: object) -> None:
     """Raise OptionError unless `value` is True or False: a text such as "no" would count as yes."""
     if not isinstance(value, bool):
-        raise OptionError(f"{name} is {value!r}; expected True or False")
+        raise OptionError(f"{name} is {shown(value)}; expected True or False")
 
 
 def check_range(name: str, value: float, low: float, high: float, *, where: str = "") -> None:
     """Raise OptionError unless `low <= value <= high` (NaN never passes)."""
     ok = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
     if not ok:
-        raise OptionError(f"{where + ': ' if where else ''}{name} is {value!r}; expected a number from {low:g} to {high:g}")
+        raise OptionError(f"{where + ': ' if where else ''}{name} is {shown(value)}; expected a number from {low:g} to {high:g}")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from exl2nb.core.errors import OptionError
+from exl2nb.core.options import shown
 from exl2nb.generator.request import Request
 from exl2nb.sampling.params import MAX_SEED, check_integer
 from exl2nb.tokenizer.tokenizer import Tokenizer
@@ -39,6 +40,9 @@ def compile_structure(options: dict[str, Any], tokenizer: Tokenizer, vocab_size:
             options["structure"] = made
 
 
+_OURS = ("stream", "where", "cls", "prompt_ids", "sampling")  # parameters of `Request.of` and its fields, which are no options
+
+
 def request_of(prompt: Any, options: dict[str, Any], tokenizer: Tokenizer, vocab_size: int, *, where: str, stream: bool) -> Request:
     """One request.
 
@@ -51,6 +55,10 @@ def request_of(prompt: Any, options: dict[str, Any], tokenizer: Tokenizer, vocab
         OptionError: says what, where, and what is expected.
     """
     options = dict(options)
+    for name in options:
+        if not isinstance(name, str) or name in _OURS:
+            hint = "; to take tokens as they come: llm.stream" if name == "stream" else ""
+            raise OptionError(f"{where}: unknown keyword {shown(name)}{hint}")
     ids = ids_of(prompt, tokenizer, where=where)
     if (negative := options.pop("negative_prompt", None)) is not None:
         options["negative_ids"] = tuple(ids_of(negative, tokenizer, where=where, name="negative_prompt"))

@@ -7,12 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from exl2nb.core.errors import OptionError
+from exl2nb.core.options import shown
 from exl2nb.tokenizer import chat as chat_format
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from exl2nb.facade.conversation import Conversation
     from exl2nb.facade.rendered import Rendered
+
+
+_OURS = ("messages", "source", "special_tokens", "add_generation_prompt", "tools")  # given to every template
 
 
 class Chatting:
@@ -34,6 +38,8 @@ class Chatting:
             raise OptionError(f"template_options is {template_options!r}; expected a dict of the template's variables")
         if tools is not None and (not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools)):
             raise OptionError(f"tools is {str(tools)[:80]!r}; expected a list of JSON schemas of functions, as dicts")
+        if wrong := [name for name in template_options or {} if not isinstance(name, str) or name in _OURS]:
+            raise OptionError(f"template_options holds {shown(wrong[0])}; expected names of the template's own variables")
         talk = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         source = template if template is not None else self.tokenizer.templates.pick(tools=bool(tools))
         return chat_format.render(

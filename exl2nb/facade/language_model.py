@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from exl2nb.core.errors import GenerationError, OptionError
-from exl2nb.core.options import check_keywords
+from exl2nb.core.options import check_keywords, shown
 from exl2nb.core.show import facts
 from exl2nb.facade.asking import compile_structure, request_of, sample_options
 from exl2nb.facade.chatting import Chatting
@@ -244,7 +244,9 @@ class LLM(Reading, Chatting, Working):
             OptionError: `at` out of range. GenerationError: the answer ends before that token. Otherwise as `generate`.
         """
         check_integer("at", at, 0, self.context)
-        check_keywords(dict.fromkeys(options), [*_request_options(), "schema", "regex", "choice", "grammar"], where="explain")
+        check_keywords(
+            dict.fromkeys(options), [*_request_options(), "negative_prompt", "schema", "regex", "choice", "grammar"], where="explain"
+        )
         found: list[Explanation] = []
 
         def look(draw: Draw) -> None:
@@ -252,11 +254,17 @@ class LLM(Reading, Chatting, Working):
                 found.append(draw.explain())
 
         hooks = options.pop("post_sampling", ())
+        if not callable(hooks) and not isinstance(hooks, (tuple, list)):
+            raise OptionError(f"explain: post_sampling is {shown(hooks)}; expected a function or several")
         options["post_sampling"] = (look, *((hooks,) if callable(hooks) else hooks))
-        completion = self._submit(prompt, "explain", {**options, "max_tokens": at + 1}, stream=False).result()
+        banned = options.get("banned_strings", ())
+        later = max((len(text.encode()) for text in ((banned,) if isinstance(banned, str) else banned) if isinstance(text, str)), default=0)
+        # a banned text is known by its last token; the answer then goes back to its first one, and draws that again
+        wanted = min(at + 1 + later, max(at + 1, self.context - 1))
+        completion = self._submit(prompt, "explain", {**options, "max_tokens": wanted}, stream=False).result()
         if not found:
             raise GenerationError(f"explain: the answer ended after {len(completion.tokens)} tokens; token {at} was asked for, lower `at`")
-        return replace(found[0], names=self.tokenizer.piece)
+        return replace(found[-1], names=self.tokenizer.piece)
 
     # ---- chat
 

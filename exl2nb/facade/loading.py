@@ -10,7 +10,7 @@ from typing import Any, Literal
 from exl2nb.cache.modes import parse_mode
 from exl2nb.core import env
 from exl2nb.core.errors import DeviceError, OptionError, TokenizerError
-from exl2nb.core.options import check_keywords
+from exl2nb.core.options import check_flag, check_keywords
 from exl2nb.core.progress import Sink, showing
 from exl2nb.facade.drafting import make_drafter
 from exl2nb.facade.language_model import LLM
@@ -75,10 +75,12 @@ def load(
         if value is not None:
             check_integer(f"load: {name}", value, 1, 1 << 24)
     place = _device(device)
+    if deterministic is not None:
+        check_flag("load: deterministic", deterministic)
     exact = env.get("EXL2NB_DETERMINISTIC", "0") == "1" if deterministic is None else deterministic
     with showing(progress, f"load {Path(path).name}") as sink:
         folder = hub.resolve(path, revision=revision, progress=sink)
-        with _fitting(folder, f"{_gib(sum(file.stat().st_size for file in folder.glob('*.safetensors')))} of weights"):
+        with _fitting(folder, f"{_gib(sum(file.stat().st_size for file in folder.glob('*.safetensors') if file.is_file()))} of weights"):
             model = load_model(folder, device=place, context=context, progress=sink, deterministic=exact)
     try:
         tokenizer = Tokenizer.load(folder)

@@ -143,12 +143,15 @@ class MemoryPlan:
         """One line: does it fit, and what to do if not."""
         if self.free is None:
             return f"{size_text(self.total)} in all; free memory is not known"
+        sizes, most = f"{size_text(self.total)} in all, {size_text(self.free)} free", self.formula.longest
+        if self.fits and self.context > most:
+            return f"{sizes}: there is memory, but the model itself reads {most} tokens at most; take context={most}"
         if self.fits:
-            return f"{size_text(self.total)} in all, {size_text(self.free)} free: fits, with memory for {self.longest} tokens of context"
+            return f"{sizes}: fits, with memory for {self.longest} tokens of context"
         over = size_text(self.total - self.free)
         advice = f"try context={self.longest}" if self.longest else "take fewer bits per weight"
         smaller = "" if self.cache_mode == "q4" else " or cache='q4'"
-        return f"{size_text(self.total)} in all, {size_text(self.free)} free: {over} too much; {advice}{smaller}"
+        return f"{sizes}: {over} too much; {advice}{smaller}"
 
     def __str__(self) -> str:
         most = max(1, self.total, self.free or 0)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from exl2nb.core.errors import OptionError
+from exl2nb.core.options import shown
 from exl2nb.facade.asking import compile_structure, request_of
 from exl2nb.generator.engine import Engine
 from exl2nb.generator.handle import Handle
@@ -62,7 +63,10 @@ class Working:
                 own = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
                 if "prompt" not in own:
                     raise OptionError(f"batch: request {id!r} is {str(own)[:80]}; expected a text, ids, or a dict with 'prompt'")
-                job.add(own.pop("prompt"), **{"id": id, **options, **own})
+                text, own = own.pop("prompt"), {"id": id, **options, **own}
+                if wrong := [name for name in own if not isinstance(name, str) or name == "prompt"]:
+                    raise OptionError(f"batch: unknown keyword {shown(wrong[0])}; prompts are the first argument")
+                job.add(text, **own)
         except BaseException:
             job.cancel()
             raise

@@ -78,11 +78,13 @@ class Beams(Group):
 
     def completion(self, reason: str) -> Completion:
         """The best answers. Cancelled ones count as they stand."""
-        best = sorted(self._ended, key=lambda one: -one.score) or [
-            _Ended(b.total / max(1, len(b.tokens)) ** self.request.length_penalty, b.tokens, reason)
-            for b in self._beams or [_Beam(0.0, ())]
-        ]
-        if reason == "cancelled":
+        best = sorted(self._ended, key=lambda one: -one.score)
+        if not best or reason in ("cancelled", "timeout"):  # what runs still stands behind what is complete
+            best += [
+                _Ended(b.total / max(1, len(b.tokens)) ** self.request.length_penalty, b.tokens, reason)
+                for b in self._beams or [_Beam(0.0, ())]
+            ]
+        if reason in ("cancelled", "timeout"):
             best = [replace(one, reason=reason) for one in best]
         made = [self._complete(one) for one in best[: self.request.n]]
         if self.request.stream and made[0].tokens:

@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 
+from exl2nb.core.log import logger
 from exl2nb.generator.request import Completion, Token
 
 _numbers = itertools.count(1)
@@ -60,3 +61,6 @@ class Channel:
                 self.waker()
             except RuntimeError:  # the caller's event loop is gone, so nobody reads this any more
                 self.waker, self.cancelled = None, True
+            except Exception:
+                self.waker = None
+                logger.exception("a function that wanted news of a request failed; it is not called any more")

@@ -8,6 +8,7 @@ import queue
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 
+from exl2nb.core.options import check_range
 from exl2nb.generator.channel import Channel
 from exl2nb.generator.request import Chunk, Completion, Token
 
@@ -126,6 +127,8 @@ class Handle:
             GenerationError: the engine failed on it; the cause is chained. TimeoutError: not done in time; the request goes on.
             KeyboardInterrupt: at once; the request is cancelled.
         """
+        if timeout_s is not None:
+            check_range("timeout_s", timeout_s, 0.0, 1e9, where="result")
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
             while not self._channel.ended.wait(TICK_S):
@@ -185,7 +188,7 @@ class Handle:
 
     async def _wait_async(self) -> list[Token] | None:
         channel = self._channel
-        if self._bell is None:
+        if self._bell is None or self._bell.loop is not asyncio.get_running_loop():
             self._bell = _Bell(asyncio.get_running_loop())
             channel.waker = self._bell.ring
         while True:
@@ -217,18 +220,18 @@ class _Bell:
     """Wakes a coroutine from another thread. Knows nothing of the handle, which must be free to be dropped."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+        self.loop = loop
         self._rung: asyncio.Future[None] = loop.create_future()
 
     def listen(self) -> asyncio.Future[None]:
         """A future that is done at the next ring."""
         if self._rung.done():
-            self._rung = self._loop.create_future()
+            self._rung = self.loop.create_future()
         return self._rung
 
     def ring(self) -> None:
         """From any thread; RuntimeError when the loop is closed."""
-        self._loop.call_soon_threadsafe(self._set)
+        self.loop.call_soon_threadsafe(self._set)
 
     def _set(self) -> None:
         if not self._rung.done():

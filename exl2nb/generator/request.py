@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from exl2nb.core.errors import OptionError, StructureError
-from exl2nb.core.options import check_flag, check_keywords, check_range
+from exl2nb.core.options import check_flag, check_keywords, check_range, shown
 from exl2nb.generator.speculation import Acceptance, Speculation
 from exl2nb.sampling.params import SamplingParams, check_integer
 
@@ -88,12 +88,16 @@ class Request:
         check_range("cfg_scale", self.cfg_scale, 0.0, 100.0)
         check_range("length_penalty", self.length_penalty, -10.0, 10.0)
         object.__setattr__(self, "speculation", Speculation.of(self.speculation))
+        if self.structure is not None and not callable(getattr(self.structure, "start", None)):
+            raise OptionError(f"structure is {shown(self.structure)}; expected a Structure; schema=, regex=, choice= and grammar= make one")
+        if not isinstance(self.negative_ids, (tuple, list)) or not all(_is_id(one) for one in self.negative_ids):
+            raise OptionError(f"negative_ids is {shown(self.negative_ids)}; expected token ids (for text: negative_prompt)")
         if not all((isinstance(one, str) and one) or _is_id(one) for one in self.stop):
             raise OptionError(f"stop is {str(self.stop)[:80]}; expected texts or token ids, none of them empty")
         if not all(isinstance(text, str) and text for text in self.banned_strings):
             raise OptionError(f"banned_strings is {str(self.banned_strings)[:80]}; expected a text or several, none of them empty")
-        if self.early_stopping not in (True, False, "never"):
-            raise OptionError(f"early_stopping is {self.early_stopping!r}; expected True, False or 'never'")
+        if not isinstance(self.early_stopping, (bool, str)) or self.early_stopping not in (True, False, "never"):
+            raise OptionError(f"early_stopping is {shown(self.early_stopping)}; expected True, False or 'never'")
         self._check_combinations()
 
     def _check_combinations(self) -> None:
@@ -106,10 +110,13 @@ class Request:
                 ("banned_strings", self.banned_strings),
                 ("a structure", self.structure is not None),
                 ("return_logits", self.return_logits),
+                ("token_healing", self.token_healing),
                 ("a sampler other than temperature=0", not plain),
             )
             if wrong := [name for name, on in checks if on]:
-                why = "its tokens come from several beams" if wrong[0] == "return_logits" else "beam search draws nothing"
+                why = {"return_logits": "its tokens come from several beams", "token_healing": "beams begin behind the whole prompt"}.get(
+                    wrong[0], "beam search draws nothing"
+                )
                 raise OptionError(f"beams={self.beams} and {wrong[0]} exclude each other: {why}; leave it out, or beams=1")
         if self.structure is not None and self.token_healing:
             raise OptionError("token_healing and a structure exclude each other: the healed token is part of the prompt; leave one out")

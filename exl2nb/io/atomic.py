@@ -22,17 +22,17 @@ def atomic_write(path: str | os.PathLike[str], *, needed_bytes: int = 0) -> Iter
 
     The bytes go to a hidden temporary file in the same directory; at the end it is flushed to the disk, renamed over `path`, and the
     directory entry is flushed too. On any error (an interrupt included) the temporary file is removed and `path` is what it was before.
+    A symbolic link stays one: what it points to is written.
 
     Args:
         path: the final name; its directory must exist.
         needed_bytes: what will be written, where known: refused at once when the disk has less.
 
     Raises:
-        ConversionError: the disk is full, or the directory cannot be written. Names path, needed and free bytes.
+        ConversionError: the disk is full, or the directory cannot be written; names path, needed and free bytes. Or `path` is a directory,
+        a device or a pipe, which a rename would destroy.
     """
-    path = Path(path)
-    if not path.name or path.is_dir():
-        raise ConversionError(f"{str(path)!r} is a directory; expected the name of a file to write")
+    path = check_writable(path)
     temporary = sibling(path)
     with write_errors(path, needed_bytes=needed_bytes):
         check_free(path, needed_bytes)
@@ -48,6 +48,18 @@ def atomic_write(path: str | os.PathLike[str], *, needed_bytes: int = 0) -> Iter
             with suppress(FileNotFoundError):
                 os.unlink(temporary)
             raise
+
+
+def check_writable(path: str | os.PathLike[str]) -> Path:
+    """What `atomic_write` would write, links followed; refuses at once what it would refuse at the end of long work."""
+    path = Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)
+    if not path.name or path.is_dir():
+        raise ConversionError(f"{str(path)!r} is a directory; expected the name of a file to write")
+    if path.exists() and not path.is_file():
+        raise ConversionError(f"{str(path)!r} is a device or a pipe; expected the name of a file to write")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ConversionError(f"{path}: cannot be written; make {path.parent} a directory you may write to")
+    return path
 
 
 def _create(path: Path, temporary: Path) -> int:

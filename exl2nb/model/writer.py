@@ -58,7 +58,7 @@ def write_model(
     """
     dst = Path(dst)
     if dst.exists() and not overwrite and (not dst.is_dir() or any(dst.iterdir())):
-        raise ConversionError(f"{dst}: exists already; choose another directory, remove it, or pass overwrite=True")
+        raise ConversionError(f"{dst}: exists already; choose another directory or remove it (write_model: overwrite=True)")
     temporary = sibling(dst.absolute())
     with write_errors(dst):
         try:

@@ -53,7 +53,12 @@ def after_draw(token_id: int, logits: np.ndarray, state: SamplerState) -> int:
     """
     draw = Draw(token_id, logits, state)
     for hook in state.params.post_sampling:
-        answer = hook(draw)
+        try:
+            answer = hook(draw)
+        except Exception:
+            raise
+        except BaseException as error:  # SystemExit and its like: meant for this request, not for the engine's thread
+            raise GenerationError(f"a post_sampling function raised {type(error).__name__}: {error}") from error
         if answer is None:
             continue
         if isinstance(answer, bool) or not isinstance(answer, (int, np.integer)) or not 0 <= answer < len(logits):

@@ -43,7 +43,7 @@ def narrow(row: np.ndarray, bounds: Bounds | SamplingParams) -> tuple[np.ndarray
     if bounds.top_p >= 1.0 and bounds.min_p <= 0.0 and bounds.top_a <= 0.0:
         return None, 0.0
     highest, heat = float(row.max()), bounds.temperature
-    weights = weights_of(row, highest, 1.0 / heat)
+    weights = weights_of(row, highest, min(1.0 / heat, 1e30))
     total = float(weights.sum())
     floor = max(bounds.min_p, bounds.top_a / total if total > 0 else 0.0) * (1.0 - SLACK)  # as a share of the highest weight, which is 1
     if bounds.top_p < 1.0:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from exl2nb.core.errors import OptionError
-from exl2nb.core.options import check_flag, check_range, make
+from exl2nb.core.options import check_flag, check_range, make, shown
 from exl2nb.core.show import facts
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class SamplingParams:
     def _normalise(self) -> None:
         put, given = object.__setattr__, self.allowed_tokens
         for name in ("banned_tokens", "allowed_tokens", "xtc_ignore"):
-            if getattr(self, name) is not None:
+            if getattr(self, name) is not None or name != "xtc_ignore":
                 put(self, name, _ids(name, getattr(self, name)))
         if not isinstance(given, tuple) and not self.allowed_tokens:
             raise OptionError("allowed_tokens is empty, which leaves nothing to choose from; expected token ids, or leave it out")
@@ -250,7 +250,7 @@ _DEFAULTS = {f.name: f.default for f in fields(SamplingParams)}
 def check_integer(name: str, value: object, low: int, high: int) -> None:
     """Raise OptionError unless `value` is an integer (a bool is none) with `low <= value <= high`."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise OptionError(f"{name} is {value!r}; expected an integer from {low} to {high}")
+        raise OptionError(f"{name} is {shown(value)}; expected an integer from {low} to {high}")
 
 
 def _ids(name: str, value: Any) -> tuple[int, ...]:
@@ -269,8 +269,8 @@ def _bias(value: Any) -> tuple[tuple[int, float], ...]:
         raise OptionError(f"logit_bias is {str(value)[:80]!r}; expected a dict from token id to the number added to its logit") from None
     for one, bias in pairs:
         check_integer("logit_bias", one, 0, MAX_ID)
-        if isinstance(bias, bool) or not isinstance(bias, (int, float)) or not math.isfinite(bias) or abs(bias) > 1000:
-            raise OptionError(f"logit_bias of token {one} is {bias!r}; expected a number from -1000 to 1000 (to exclude it: banned_tokens)")
+        if isinstance(bias, bool) or not isinstance(bias, (int, float)) or abs(bias) > 1000 or not math.isfinite(bias):
+            raise OptionError(f"logit_bias of token {one} is {shown(bias)}; expected -1000 to 1000 (to exclude it: banned_tokens)")
     if len({i for i, _ in pairs}) < len(pairs):
         raise OptionError("logit_bias holds a token twice; give each token one number")
     return tuple(sorted((int(i), float(b)) for i, b in pairs))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -48,9 +48,13 @@ class Plan:
         return self.first + self.lead + self.rest
 
 
-@lru_cache(maxsize=1024)
 def plan(params: SamplingParams) -> Plan:
     """The chain that `params` ask for; the cuts do not apply to a greedy request."""
+    return _plan(replace(params, post_sampling=(), seed=None))  # kept by neither: functions may hold whole models
+
+
+@lru_cache(maxsize=1024)
+def _plan(params: SamplingParams) -> Plan:
     first = tuple(f for f in MASKS + _ordered(PENALTIES, params) if f.active(params))
     if params.greedy:
         return Plan(first, (), (), None, -1, (0.0, 0.0, 1.0, 0.0))

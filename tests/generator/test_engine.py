@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import random
-import sys
 import threading
 import time
 
@@ -386,43 +385,6 @@ class TestThreads:
                 handle.result(timeout_s=0.1)
             assert model.steps == []
         assert len(handle.result().tokens) == 8
-
-    def test_an_interrupt_of_a_visit_leaves_the_model_usable(self, running):
-        """At every line of coming and going, with the traceback kept as notebooks keep it."""
-        model, kept = fakes.FakeModel(), []
-        engine = running(model)
-        engine.submit(greedy([5])).result()
-        names, lines = ("exclusive", "visit", "_enter", "_leave", "_pause"), set()
-
-        def visit(stop_at):
-            where = None
-
-            def local(frame, event, _):
-                nonlocal where
-                if event == "line":
-                    lines.add((frame.f_code.co_name, frame.f_lineno))
-                    if where is None and (frame.f_code.co_name, frame.f_lineno) == stop_at:
-                        where = stop_at
-                        raise KeyboardInterrupt
-                return local
-
-            sys.settrace(lambda frame, *_: local if frame.f_code.co_name in names else None)
-            try:
-                with engine.exclusive():
-                    pass
-            finally:
-                sys.settrace(None)
-
-        visit(None)
-        for line in sorted(lines):
-            try:
-                visit(line)
-            except KeyboardInterrupt as error:
-                kept.append(error)
-            assert len(engine.submit(greedy([5])).result(timeout_s=5).tokens) == 8, line
-            with engine.exclusive(timeout_s=5):
-                pass
-        assert len(kept) > 10
 
 
 class TestAsync:
