@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import queue
-import threading
 from collections.abc import Callable
 
+from exl2nb.core.flag import Flag
 from exl2nb.core.log import logger
 from exl2nb.generator.request import Completion, Token
 
@@ -26,7 +26,7 @@ class Channel:
         self.cancelled = False
         self.completion: Completion | None = None
         self.error: BaseException | None = None
-        self.ended = threading.Event()
+        self.ended = Flag()
         self.waker: Callable[[], None] | None = None  # told about every item; for those who cannot wait on this queue
         self.progress = (0, 0)  # prompt tokens in the cache, of how many; (0, 0) while the request waits
         self.watched = False  # the waker wants to hear of progress too

@@ -21,6 +21,7 @@ from torch import Tensor
 from exl2nb.cache.pool import KVCache
 from exl2nb.cache.spec import CacheSpec
 from exl2nb.core.errors import ContextOverflow, EngineClosed, GenerationError, OptionError
+from exl2nb.core.flag import Flag
 from exl2nb.core.log import logger
 from exl2nb.generator.batch import MAX_ROWS, BatchBuilder
 from exl2nb.generator.guesses import Drafter, GuessingSpeculator, guesses_for
@@ -108,7 +109,7 @@ class Engine:
         self._arrived: deque[tuple[Sequence, object]] = (
             deque()
         )  # one leaves it after it has entered the scheduler, so it is always somewhere
-        self._wake, self._turnstile = threading.Event(), Turnstile()
+        self._wake, self._turnstile = Flag(), Turnstile()
         self._lock, self._run_lock = threading.Lock(), threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed, self._process = False, os.getpid()

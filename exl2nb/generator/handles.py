@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import overload
 
+from exl2nb.core.flag import Flag
 from exl2nb.generator.handle import TICK_S, Handle
 from exl2nb.generator.request import Chunk, Completion
 
@@ -30,7 +30,7 @@ class Handles(Sequence[Handle]):
 
     def __init__(self, handles: Sequence[Handle]) -> None:
         self._handles = list(handles)
-        self._bell = threading.Event()
+        self._bell = Flag()
         for handle in self._handles:
             handle.on_news(self._bell.set)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+PAUSE_S = 0.001  # between looks; events and conditions would do, did interrupts not break them (core.flag)
 TICK_S = 0.05
 SURE = 3  # ticks in a row in which a visitor must be missed: a stack may change while it is looked through
 
@@ -25,9 +26,14 @@ class Visit:
         while frame is not None and frame.f_globals.get("__name__") in ("contextlib", __name__):
             frame = frame.f_back
         self._frame, self._thread, self._missed = frame, threading.get_ident(), 0
+        self._next = time.monotonic() + TICK_S
 
     def gone(self) -> bool:
-        """Asked once a tick by those who wait for him."""
+        """Asked by those who wait for him; looks once a tick."""
+        now = time.monotonic()
+        if now < self._next:
+            return False
+        self._next = now + TICK_S
         frame = sys._current_frames().get(self._thread)
         while frame is not None and frame is not self._frame:
             frame = frame.f_back
@@ -42,7 +48,6 @@ class Turnstile:
         self._lock = threading.Lock()
         self._owner: Visit | None = None
         self._waiting: set[Visit] = set()
-        self._moved = threading.Event()
 
     @property
     def wanted(self) -> bool:
@@ -79,7 +84,7 @@ class Turnstile:
             self._leave(visit)
 
     def wait(self) -> None:
-        """Wait for those who want the model, a tick at most."""
+        """Wait a moment for those who want the model."""
         self._pause(self._waiting)
 
     def _enter(self, visit: Visit, quiet: Callable[[], bool], timeout_s: float | None) -> None:
@@ -101,13 +106,10 @@ class Turnstile:
             if self._owner is visit:
                 self._owner = None
             self._waiting.discard(visit)
-        self._moved.set()
 
     def _pause(self, others: set[Visit], deadline: float | None = None) -> None:
-        """Wait until somebody leaves, a tick at most, and see off who has gone without a word."""
-        self._moved.clear()
-        wait = TICK_S if deadline is None else max(0.0, min(TICK_S, deadline - time.monotonic()))
-        if not self._moved.wait(wait):
-            for visit in list(others):
-                if visit.gone():
-                    self._leave(visit)
+        """Wait a moment, and see off who has gone without a word."""
+        time.sleep(PAUSE_S if deadline is None else max(0.0, min(PAUSE_S, deadline - time.monotonic())))
+        for visit in list(others):
+            if visit.gone():
+                self._leave(visit)

@@ -252,6 +252,12 @@ def test_tied_head_and_odd_vocabulary(tmp_path):
         ({"length": 8}, OptionError, "length"),
         ({"seed": -1}, OptionError, "seed"),
         ({"effort": "heroic"}, OptionError, "quick, full, thorough"),
+        ({"bpw": None, "target": {"byte": "5MB"}}, OptionError, "did you mean 'bytes'"),
+        ({"bpw": None, "target": "5MB"}, OptionError, "target is '5MB'; expected a dict"),
+        ({"bpw": None, "target": {"bytes": "9" * 400 + "GB"}}, OptionError, "expected bytes, or text such as"),
+        ({"bpw": None, "target": {"fits": "1GiB", "cache": "zz"}}, OptionError, "unknown cache mode 'zz'"),
+        ({"overrides": "v=5"}, OptionError, "overrides is 'v=5'; expected a dict"),
+        ({"overrides": {5: 5}}, OptionError, "expected a dict"),
     ],
 )
 def test_options_out_of_range(source, tmp_path, options, error, text):
@@ -303,3 +309,17 @@ def test_full_disk(source, tmp_path, done, monkeypatch):
     with pytest.raises(ConversionError, match="disk is full"):
         ConversionJob(source, tmp_path / "out", bpw=5.0, **OPTIONS).run()
     assert not (tmp_path / "out").exists()
+
+
+def test_files_of_others_and_links_stay(source, done, tmp_path):
+    """In the folder of work in progress, and where the destination is a link to a folder."""
+    work, there = tmp_path / ".out.work", tmp_path / "there"
+    work.mkdir(), there.mkdir()
+    (work / "precious.txt").write_text("mine")
+    out = tmp_path / "out"
+    out.symlink_to(there)
+    ConversionJob(source, out, bpw=5.0, **OPTIONS).run()
+    assert out.is_symlink()
+    assert output(there) == output(done.path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.work", "out", "there"]
+    assert [path.name for path in work.iterdir()] == ["precious.txt"]

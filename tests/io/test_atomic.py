@@ -39,3 +39,23 @@ def test_a_directory_is_no_file(name, tmp_path, monkeypatch):
     with pytest.raises(ConversionError, match="is a directory; expected the name of a file"), atomic_write(name):
         pass
     assert [entry.name for entry in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_link_stays_one(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    target, link = tmp_path / "elsewhere" / "file", tmp_path / "link"
+    link.symlink_to(target)
+    for text in (b"one", b"two"):  # of what is not there yet, and of what is
+        with atomic_write(link) as file:
+            file.write(text)
+        assert link.is_symlink()
+        assert target.read_bytes() == text
+
+
+def test_pipes_and_devices_are_left_alone(tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, "/dev/null"):
+        with pytest.raises(ConversionError, match="a device or a pipe"), atomic_write(path):
+            pass
+    assert pipe.is_fifo()
