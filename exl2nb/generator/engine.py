@@ -321,16 +321,10 @@ class Engine:
             return False
 
     def step(self) -> None:
-        """One turn of the loop; callers who want the model to themselves come first."""
-        while self._turnstile.wanted:
-            if self._closed:
+        """One turn of the loop; callers who wait for the model already come first."""
+        with self._turnstile.step(lambda: self._closed) as mine:
+            if not mine:
                 return
-            if not self.loop.flying:
-                self._turnstile.wait()
-                continue
-            with self._turnstile.step():
-                self.loop.drain()
-        with self._turnstile.step():
             self.loop.step()
             if self._turnstile.wanted:
                 self.loop.drain()

@@ -1,4 +1,4 @@
-"""Who runs a model: the engine, step by step, or a caller who wants it to himself. One at a time, and callers come first.
+"""Who runs a model: the engine, step by step, or a caller who wants it to himself. One at a time, in the order in which they came.
 
 An interrupt (KeyboardInterrupt, which comes between any two instructions of the main thread) may hit a caller while he comes or goes. So
 there is no lock that could stay locked and no counter that could stay up: a visit begins and ends with one assignment, and whose code is no
@@ -7,6 +7,7 @@ longer on the stack of its thread is gone, whatever became of its `finally`.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import threading
 import time
@@ -20,11 +21,12 @@ SURE = 3  # ticks in a row in which a visitor must be missed: a stack may change
 
 
 class Visit:
-    """Somebody's wish to have the model, and whether he still is where he asked for it."""
+    """Somebody's wish to have the model, and whether he still is where he asked for it. ticket: who came earlier has a lower one."""
 
-    def __init__(self, frame: FrameType | None) -> None:
+    def __init__(self, frame: FrameType | None, ticket: int) -> None:
         while frame is not None and frame.f_globals.get("__name__") in ("contextlib", __name__):
             frame = frame.f_back
+        self.ticket = ticket
         self._frame, self._thread, self._missed = frame, threading.get_ident(), 0
         self._next = time.monotonic() + TICK_S
 
@@ -45,18 +47,19 @@ class Turnstile:
     """See the module."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._tickets = threading.Lock(), itertools.count()
         self._owner: Visit | None = None
-        self._waiting: set[Visit] = set()
+        self._visitors: set[Visit] = set()
+        self._steps: set[Visit] = set()
 
     @property
     def wanted(self) -> bool:
         """True while a caller waits or has the model."""
-        return bool(self._waiting)
+        return bool(self._visitors)
 
     @contextmanager
     def visit(self, frame: FrameType | None, *, quiet: Callable[[], bool], timeout_s: float | None = None) -> Iterator[None]:
-        """Have the model, as soon as the step that runs is over.
+        """Have the model when those who came earlier are through.
 
         Args:
             frame: whose visit it is: where the `with` stands. quiet: whether nothing is in flight any more; until then the engine has
@@ -65,51 +68,52 @@ class Turnstile:
         Raises:
             TimeoutError: it was not to be had.
         """
-        visit = Visit(frame)
+        visit = Visit(frame, next(self._tickets))
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
-            self._waiting.add(visit)
-            self._enter(visit, quiet, timeout_s)
+            self._visitors.add(visit)
+            while not self._enters(visit, quiet):
+                if deadline is not None and time.monotonic() >= deadline:
+                    raise TimeoutError(f"the model was in use for {timeout_s} s")
+                self._pause(visit, deadline)
             yield
         finally:
             self._leave(visit)
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """The engine's turn."""
-        visit = Visit(sys._getframe())
+    def step(self, give_up: Callable[[], bool] = lambda: False) -> Iterator[bool]:
+        """The engine's turn, behind those who wait already and before those who come now; False where it gave up waiting."""
+        visit = Visit(sys._getframe(), next(self._tickets))
         try:
-            self._enter(visit, lambda: True, None)
-            yield
+            self._steps.add(visit)
+            mine = True
+            while mine and not self._enters(visit, lambda: True):
+                self._pause(visit)
+                mine = not give_up()
+            yield mine
         finally:
             self._leave(visit)
 
-    def wait(self) -> None:
-        """Wait a moment for those who want the model."""
-        self._pause(self._waiting)
-
-    def _enter(self, visit: Visit, quiet: Callable[[], bool], timeout_s: float | None) -> None:
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while True:
-            others = set[Visit]()
-            with self._lock:
-                if self._owner is not None:
-                    others = {self._owner}
-                elif quiet():
-                    self._owner = visit
-                    return
-            if deadline is not None and time.monotonic() >= deadline:
-                raise TimeoutError(f"the model was in use for {timeout_s} s")
-            self._pause(others, deadline)
+    def _enters(self, visit: Visit, quiet: Callable[[], bool]) -> bool:
+        with self._lock:
+            if self._owner is not None or any(other.ticket < visit.ticket for other in (*self._visitors, *self._steps)):
+                return False
+            if quiet():
+                self._owner = visit
+                return True
+            visit.ticket = next(self._tickets)
+            return False
 
     def _leave(self, visit: Visit) -> None:
         with self._lock:
             if self._owner is visit:
                 self._owner = None
-            self._waiting.discard(visit)
+            self._visitors.discard(visit)
+            self._steps.discard(visit)
 
-    def _pause(self, others: set[Visit], deadline: float | None = None) -> None:
+    def _pause(self, visit: Visit, deadline: float | None = None) -> None:
         """Wait a moment, and see off who has gone without a word."""
         time.sleep(PAUSE_S if deadline is None else max(0.0, min(PAUSE_S, deadline - time.monotonic())))
-        for visit in list(others):
-            if visit.gone():
-                self._leave(visit)
+        for other in {self._owner, *self._visitors, *self._steps} - {None, visit}:
+            if other.gone():
+                self._leave(other)
