@@ -13,6 +13,7 @@ from exl2nb.tokenizer.tokenizer import Tokenizer
 
 MAX_SAMPLES = 1024
 STRUCTURES = ("schema", "regex", "choice", "grammar")
+_OURS = ("stream", "where", "cls", "prompt_ids", "sampling")  # parameters of `Request.of` and its fields, which are no options
 
 
 def ids_of(prompt: Any, tokenizer: Tokenizer, *, where: str, name: str = "prompt") -> list[int]:
@@ -38,9 +39,6 @@ def compile_structure(options: dict[str, Any], tokenizer: Tokenizer, vocab_size:
         made = structure_of(options, tokenizer, vocab_size, where=where)
         if made is not None:
             options["structure"] = made
-
-
-_OURS = ("stream", "where", "cls", "prompt_ids", "sampling")  # parameters of `Request.of` and its fields, which are no options
 
 
 def request_of(prompt: Any, options: dict[str, Any], tokenizer: Tokenizer, vocab_size: int, *, where: str, stream: bool) -> Request:

@@ -75,9 +75,8 @@ def load(
         if value is not None:
             check_integer(f"load: {name}", value, 1, 1 << 24)
     place = _device(device)
-    if deterministic is not None:
-        check_flag("load: deterministic", deterministic)
     exact = env.get("EXL2NB_DETERMINISTIC", "0") == "1" if deterministic is None else deterministic
+    check_flag("load: deterministic", exact)
     with showing(progress, f"load {Path(path).name}") as sink:
         folder = hub.resolve(path, revision=revision, progress=sink)
         with _fitting(folder, f"{_gib(sum(file.stat().st_size for file in folder.glob('*.safetensors') if file.is_file()))} of weights"):

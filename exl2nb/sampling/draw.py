@@ -49,7 +49,8 @@ def after_draw(token_id: int, logits: np.ndarray, state: SamplerState) -> int:
     """Ask the request's functions, in order; each may return another id.
 
     Raises:
-        OptionError: one returned what is no id. GenerationError: the grammar does not allow what it returned.
+        OptionError: one returned what is no id. GenerationError: the grammar does not allow what it returned, or it raised
+        what is no Exception (SystemExit, KeyboardInterrupt).
     """
     draw = Draw(token_id, logits, state)
     for hook in state.params.post_sampling:

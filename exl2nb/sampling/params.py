@@ -152,9 +152,8 @@ class SamplingParams:
 
     def _normalise(self) -> None:
         put, given = object.__setattr__, self.allowed_tokens
-        for name in ("banned_tokens", "allowed_tokens", "xtc_ignore"):
-            if getattr(self, name) is not None or name != "xtc_ignore":
-                put(self, name, _ids(name, getattr(self, name)))
+        for name in ("banned_tokens", "allowed_tokens", *(("xtc_ignore",) if self.xtc_ignore is not None else ())):
+            put(self, name, _ids(name, getattr(self, name)))
         if not isinstance(given, tuple) and not self.allowed_tokens:
             raise OptionError("allowed_tokens is empty, which leaves nothing to choose from; expected token ids, or leave it out")
         put(self, "logit_bias", _bias(self.logit_bias))

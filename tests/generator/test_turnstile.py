@@ -15,7 +15,7 @@ def test_an_interrupt_of_a_visit_leaves_the_model_usable(running):  # noqa: F811
     model, kept = fakes.FakeModel(), []
     engine = running(model)
     engine.submit(greedy([5])).result()
-    names, lines = ("exclusive", "visit", "_enter", "_leave", "_pause"), set()
+    names, lines = ("exclusive", "visit", "_enters", "_leave"), set()
 
     def visit(stop_at):
         where = None
@@ -37,6 +37,7 @@ def test_an_interrupt_of_a_visit_leaves_the_model_usable(running):  # noqa: F811
             sys.settrace(None)
 
     visit(None)
+    assert {name for name, _ in lines} == set(names)
     for line in sorted(lines):
         try:
             visit(line)
