@@ -38,12 +38,24 @@ DecodeKernel fast_kernel(const CacheArgs& c, int rows) {
 
 // Warps of a CTA of the decode kernel and its shared memory: fewer warps than it would have where the device has little.
 size_t arrange(DecodeKernel& k, DecodeParams& p) {
-  p.warp_bytes = (k.warp_bytes + 127) / 128 * 128;
+  p.warp_bytes = (k.warp_bytes + 127) / 128 * 128, p.tiles_at = k.shared_bytes;
   for (; k.warps; k.warps /= 2) {
     const size_t bytes = static_cast<size_t>(k.shared_bytes) + k.warps * p.warp_bytes;
     if (bytes <= static_cast<size_t>(shared_per_block())) return bytes;
   }
   return 0;
+}
+
+// The same with room for several chunks one after the other, where the device has it for as many CTAs: where rows have been made, and more.
+size_t arrange_runs(DecodeKernel& k, DecodeParams& p, size_t bytes, int64_t rows) {
+  const int most = static_cast<int>(std::min<int64_t>(rows, k.rows)), each = (most * k.row_bytes + 127) / 128 * 128;
+  const int more = std::max(0, (k.results_at + k.warps * each + 127) / 128 * 128 - k.shared_bytes);
+  const size_t with = bytes + more;
+  if (!k.of_runs || with > static_cast<size_t>(shared_per_block()) ||
+      k.ctas_per_sm * (with + 1024) > static_cast<size_t>(shared_per_multiprocessor()))
+    return bytes;
+  k.kernel = k.of_runs, p.tiles_at += more, p.result_rows = most, p.result_bytes = each, p.results_at = k.results_at;
+  return with;
 }
 
 // Where a KV head's queries and its new row of keys and of values are more than a CTA has warps: one CTA with all warps of a
@@ -178,10 +190,11 @@ const char* attention_decode_launch(const AttentionArgs& args, void* stream, boo
     share_out(fast, params, int64_t(c.sequences) * c.num_kv_heads * ((int64_t(per_sequence) * q_per_kv + fast.rows - 1) / fast.rows));
   else if (fast.kernel && wide(c.num_heads, c.num_kv_heads, c.head_dim))
     widen(fast, params);
-  if (const size_t shared = fast.kernel ? arrange(fast, params) : 0) {
+  if (size_t shared = fast.kernel ? arrange(fast, params) : 0) {
     const int64_t blocks = (int64_t(per_sequence) * q_per_kv + fast.rows - 1) / fast.rows,
                   items = blocks * c.sequences * c.num_kv_heads * most_chunks(c, params.key_bytes, params.most);
     const int64_t room = int64_t(multiprocessors()) * fast.ctas_per_sm;
+    if (items > room && !params.wanted && c.sequences <= 32) shared = arrange_runs(fast, params, shared, int64_t(per_sequence) * q_per_kv);
     const cudaError_t error = cudaFuncSetAttribute(fast.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
     if (error != cudaSuccess) return cudaGetErrorString(error);
     return launch_kernel(fast.kernel, dim3(unsigned(items < room ? items : room)), fast.warps * 32, shared, stream, pdl, 1, params);

@@ -16,6 +16,7 @@
 // both have 4 bits, _join results.
 #pragma once
 #include <algorithm>
+#include <cstddef>
 
 #include "attention_decode_join.cuh"
 #include "attention_decode_keys.cuh"
@@ -26,8 +27,8 @@
 namespace exl2nb {
 
 // The warp's first tiles: half of them at once; the others behind the rows, which would else wait for all that was asked for before them.
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::fetch_ahead(bool others) {
+template <int KF, int VF, int D, int NT, bool RUNS>
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::fetch_ahead(bool others) {
   const int first = chunk_start + warp * kStep;
   static_assert(kStages <= 2, "halves");
   const int stage = others && kStages == 2;
@@ -39,8 +40,8 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::fetch_ahead(bool others) 
   }
 }
 
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::start() {
+template <int KF, int VF, int D, int NT, bool RUNS>
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::start() {
   EXL2NB_MARK(p.a, 0);
   look_up_turns();
   fetch_ahead(false);
@@ -54,10 +55,9 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::start() {
   }
 }
 
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::walk() {
+template <int KF, int VF, int D, int NT, bool RUNS>
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::walk(int& stage) {  // stage: of the next tile
   const int first = chunk_start + warp * kStep;
-  int stage = 0;
 #pragma unroll 1
   for (int token = first; token < chunk_end; token += hop) {
     uint8_t *const keys = tiles + stage * kStageBytes, *const from = keys + KeyTile::kBytes;
@@ -86,8 +86,8 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::walk() {
 }
 
 // What the first item is likely to need beside its lengths, into the cache: one wait, not two.
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::look_ahead() const {
+template <int KF, int VF, int D, int NT, bool RUNS>
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::look_ahead() const {
   const CacheArgs& c = p.a.cache;
   const float share = __fdividef(static_cast<float>(blockIdx.x), static_cast<float>(gridDim.x));
   const int b = min(static_cast<int>(share * static_cast<float>(c.sequences)), c.sequences - 1);
@@ -103,8 +103,8 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::look_ahead() const {
   }
 }
 // Sines and cosines of up to four of the item's tokens.
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::look_up_turns() const {
+template <int KF, int VF, int D, int NT, bool RUNS>
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::look_up_turns() const {
   const RopeArgs& rope = p.a.rope;
   const int i = lane / 8, at = lane % 4 * 32;
   if (warp != warps - 1 || !rope.cos || i >= it.queries || at >= rope.half) return;
@@ -112,12 +112,12 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::look_up_turns() const {
   keep_line((lane & 4 ? rope.sin : rope.cos) + row * rope.half + at);
 }
 
-template <int KF, int VF, int D, int NT>
+template <int KF, int VF, int D, int NT, bool RUNS>
 __global__ void __launch_bounds__(most_warps(D, NT) * 32, 1) attention_decode(const __grid_constant__ DecodeParams params) {
   extern __shared__ __align__(128) uint8_t dynamic[];
   unsigned at = shared_address(dynamic);
   asm volatile("" : "+r"(at));  // one register instead of the same computation at every use
-  Decode<KF, VF, D, NT> kernel(params, static_cast<uint8_t*>(__cvta_shared_to_generic(at)));
+  Decode<KF, VF, D, NT, RUNS> kernel(params, static_cast<uint8_t*>(__cvta_shared_to_generic(at)));
   EXL2NB_MARK(params.a, 11);
   let_successor_start();
   kernel.look_ahead();
@@ -131,16 +131,21 @@ __global__ void __launch_bounds__(most_warps(D, NT) * 32, 1) attention_decode(co
     kernel.clear();
     kernel.make_rows(wait);
     wait = false;
-    if constexpr (Decode<KF, VF, D, NT>::kPacked) {
+    if constexpr (Decode<KF, VF, D, NT, RUNS>::kPacked)
       kernel.fetch_whole_queries();
-      kernel.walk_packed();
-    } else {
+    else
       kernel.fetch_queries();
-      EXL2NB_MARK(params.a, 5);
-      kernel.walk();
+    EXL2NB_MARK(params.a, 5);
+    for (int stage = 0;;) {
+      if constexpr (Decode<KF, VF, D, NT, RUNS>::kPacked)
+        kernel.walk_packed(stage);
+      else
+        kernel.walk(stage);
+      EXL2NB_MARK(params.a, 6);
+      kernel.join_warps();
+      if (!kernel.next_chunk()) break;
+      kernel.clear();
     }
-    EXL2NB_MARK(params.a, 6);
-    kernel.join_warps();
     EXL2NB_MARK(params.a, 7);
     if (kernel.it.chunks.count > 1 && kernel.comes_last()) {
       EXL2NB_MARK(params.a, 8);
@@ -158,18 +163,23 @@ template <int KF, int VF>
 constexpr bool kOften = KF == VF || (KF == kCacheQ8 && VF == kCacheQ4);
 
 struct DecodeKernel {
-  void (*kernel)(DecodeParams);
-  int warps, ctas_per_sm, shared_bytes, warp_bytes, rows;
+  void (*kernel)(DecodeParams), (*of_runs)(DecodeParams);  // of_runs: takes several chunks one after the other; may be none
+  int warps, ctas_per_sm, shared_bytes, warp_bytes, rows, row_bytes, results_at;  // row_bytes: of a warp's result
 };
 template <int KF, int VF, int D, int NT>
 DecodeKernel describe() {
-  using Kernel = Decode<KF, VF, D, NT>;
-  return {attention_decode<KF, VF, D, NT>,
+  using Kernel = Decode<KF, VF, D, NT, false>;
+  void (*of_runs)(DecodeParams) = nullptr;  // which costs registers, so that one chunk takes longer
+  if constexpr (kOften<KF, VF> && (D == 64 || D == 128) && NT <= 1) of_runs = attention_decode<KF, VF, D, NT, true>;
+  return {attention_decode<KF, VF, D, NT, false>,
+          of_runs,
           warps_of(D),
           ctas_per_sm(D, NT),
           Kernel::kSharedBytes,
           std::max(Kernel::kStages * Kernel::kStageBytes, Kernel::kResultBytes),
-          Kernel::kRows};
+          Kernel::kRows,
+          Kernel::kOStride * 4,
+          static_cast<int>(offsetof(typename Kernel::Shared, scratch))};
 }
 // The kernel of a pair of formats for head dims 64, 80, 96, 128, 256; none for others. rows: that a sequence brings per KV head.
 template <int KF, int VF, int D>

@@ -58,43 +58,66 @@ struct DecodeParams {
   int key_bytes;              // of a key and its value
   int warp_bytes;             // of shared memory: a warp's tiles, then its results
   int most;                   // max_splits
+  int tiles_at;               // in shared memory: the first warp's
+  // A CTA has several chunks of a row one after the other where there are more chunks than CTAs, and if rows are no more than this: its
+  // warps' results then have a place of their own, so that the next chunk's tiles are on their way meanwhile. 0: no room for it.
+  int result_rows, result_bytes, results_at;  // bytes: of a warp's
 };
 
 struct Item {
   int b, first_token, queries, context, kv_head, block, chunk;
   Chunks chunks;
-  bool final;  // the CTA's last one
+  int run, runs;  // chunks of this CTA, from `chunk` on; how many CTAs have chunks of these rows
+  bool final;     // the CTA's last one
   __device__ __forceinline__ int part_token() const { return first_token < kMaxNew * b ? first_token : kMaxNew * b; }
 };
 
 // The same number in every lane, known to be so: then it takes neither registers nor divergence.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(kAll, x, 0); }
 
-// Item number `index`, or false past the last one. All lanes of a warp take part.
-template <int ROWS>
+// Item number `index`, or false past the last one. All lanes of a warp take part. STEP: keys that a warp takes at a time; a warp's tiles of
+// several chunks are a line of equal steps where all of its CTA's steps are a divisor of a chunk. RUNS: whether there may be several.
+template <int ROWS, int STEP, bool RUNS>
 __device__ __forceinline__ bool find_item(const DecodeParams& p, int index, Item& item) {
   const CacheArgs& c = p.a.cache;
   const int lane = threadIdx.x % 32, q_per_kv = p.q_per_kv;
   const bool several = c.sequences > 1;
   for (int base = 0; base < c.sequences; base += 32) {
     const int b = several ? base + lane : 0;
-    int first = 0, queries = 0, context = 0, items = 0, blocks = 0;
+    int first = 0, queries = 0, context = 0, items = 0, blocks = 0, each = 1, runs = 0;
     Chunks chunks{0, kUnit, 0};
     if (b < c.sequences) {
       first = c.cu_seqlens[b], queries = c.cu_seqlens[b + 1] - first, context = c.context_lens[b];
       if (context > 0 && queries > 0) {
         chunks = chunks_of(context, queries, p.a.window, p.most, p.key_bytes, p.wanted);
         blocks = (queries * q_per_kv + ROWS - 1) / ROWS;
-        items = chunks.count * c.num_kv_heads * blocks;
+        runs = chunks.count, items = runs * c.num_kv_heads * blocks;
       }
     }
-    int end = items;
-    if (several)
-      for (int i = 1; i < 32; i *= 2) {
-        const int other = __shfl_up_sync(kAll, end, i);
-        if (lane >= i) end += other;
-      }
-    const int total = __shfl_sync(kAll, end, 31);
+    int end = 0, total = 0;
+    const auto line_up = [&] {
+      end = items;
+      if (several)
+        for (int i = 1; i < 32; i *= 2) {
+          const int other = __shfl_up_sync(kAll, end, i);
+          if (lane >= i) end += other;
+        }
+      total = __shfl_sync(kAll, end, 31);
+    };
+    line_up();
+    [[maybe_unused]] const int ctas = static_cast<int>(gridDim.x);
+    if (RUNS && p.result_rows && total > ctas) {  // then there are no more than 32 sequences
+      const bool may =
+          chunks.count > 1 && chunks.size % (static_cast<int>(blockDim.x) / 32 * STEP) == 0 && queries * q_per_kv <= p.result_rows;
+      const auto cut = [&](int length) {
+        each = may ? min(length, chunks.count) : 1, runs = (chunks.count + each - 1) / each, items = runs * c.num_kv_heads * blocks;
+        line_up();
+      };
+      // As long as a CTA's chunks in turns would be, or a third longer, if then every CTA has one run.
+      int length = (total + ctas - 1) / ctas;
+      for (const int most = length + length / 3; length <= most && total > ctas; length++) cut(length);
+      if (total > ctas) cut(1);
+    }
     if (index < total) {
       item.final = base + 32 >= c.sequences && index + static_cast<int>(gridDim.x) >= total;
       const int at = several ? __ffs(__ballot_sync(kAll, index < end)) - 1 : 0;
@@ -105,8 +128,10 @@ __device__ __forceinline__ bool find_item(const DecodeParams& p, int index, Item
       item.context = __shfl_sync(kAll, context, at);
       item.chunks = {__shfl_sync(kAll, chunks.start, at), __shfl_sync(kAll, chunks.size, at), __shfl_sync(kAll, chunks.count, at)};
       const int num_blocks = __shfl_sync(kAll, blocks, at);
-      const int outer = item.chunks.count == 1 ? inside : inside / item.chunks.count;  // divisions are slow
-      item.chunk = inside - outer * item.chunks.count;
+      item.runs = RUNS ? __shfl_sync(kAll, runs, at) : item.chunks.count, item.run = RUNS ? __shfl_sync(kAll, each, at) : 1;
+      const int outer = item.runs == 1 ? inside : inside / item.runs;  // divisions are slow
+      item.chunk = (inside - outer * item.runs) * item.run;
+      if (RUNS) item.run = min(item.run, item.chunks.count - item.chunk);
       item.kv_head = num_blocks == 1 ? outer : outer / num_blocks;
       item.block = outer - item.kv_head * num_blocks;
       return true;

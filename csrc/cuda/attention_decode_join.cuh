@@ -4,17 +4,18 @@
 
 namespace exl2nb {
 
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ int64_t Decode<KF, VF, D, NT>::part_row(int r) const {
+template <int KF, int VF, int D, int NT, bool RUNS>
+__device__ __forceinline__ int64_t Decode<KF, VF, D, NT, RUNS>::part_row(int r) const {
   const int row = it.part_token() + sh.token[r] - it.first_token;
   return (static_cast<int64_t>(row) * p.a.cache.num_heads + sh.head[r]) * p.most;
 }
 
 // The warps' results where they are read where there is one chunk, else to the workspace. A lane has four dims of a row.
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::join_warps() {
+template <int KF, int VF, int D, int NT, bool RUNS>
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::join_warps() {
   const int vectors = rows * (D / 4);
   const bool single = it.chunks.count == 1;
+  if (RUNS && sh.several) __syncthreads();  // the chunk before has been joined
   int4 place = make_int4(0, 0, 0, 0);
   const int mine = thread < vectors ? thread : 0;
   if (single) place = places(mine / (D / 4), mine % (D / 4) * 4);
@@ -83,21 +84,22 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::join_warps() {
   }
 }
 
-// Whether this CTA is the last of the item's chunks; all of them are in memory then.
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ bool Decode<KF, VF, D, NT>::comes_last() const {
+// Whether this CTA is the last of those that have chunks of the item's rows; all of them are in memory then.
+template <int KF, int VF, int D, int NT, bool RUNS>
+__device__ __forceinline__ bool Decode<KF, VF, D, NT, RUNS>::comes_last() const {
   __syncthreads();
   if (thread == 0) {
     const int64_t at = (static_cast<int64_t>(it.part_token()) * p.blocks_per_token + it.block) * p.a.cache.num_kv_heads + it.kv_head;
-    sh.last = count_up(p.count + at, it.chunks.count - 1) == unsigned(it.chunks.count - 1);  // back to 0 with the last one
+    const int ctas = RUNS ? sh.runs : it.chunks.count;
+    sh.last = count_up(p.count + at, ctas - 1) == unsigned(ctas - 1);  // back to 0 with the last one
   }
   __syncthreads();
   return sh.last;
 }
 
 // A warp joins the chunks of a row. Many chunks are added up in two halves, by two warps where there are warps to spare: the same sums.
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::join_chunks() {
+template <int KF, int VF, int D, int NT, bool RUNS>
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::join_chunks() {
   constexpr int kVectors = (D + 127) / 128, kAhead = 16 / kVectors;  // loads in flight
   const int n = it.chunks.count, middle = n > kAhead ? kAhead * ((n + 2 * kAhead - 1) / (2 * kAhead)) : n;
   const bool shared = n > middle && 2 * rows <= warps;
@@ -172,8 +174,8 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::join_chunks() {
 }
 
 // Where dims d to d + 3 of row r lie in the next matrix's first copy of its input, before their order in it.
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ int4 Decode<KF, VF, D, NT>::places(int r, int d) const {
+template <int KF, int VF, int D, int NT, bool RUNS>
+__device__ __forceinline__ int4 Decode<KF, VF, D, NT, RUNS>::places(int r, int d) const {
   const int feature = sh.head[r] * D + d;
   const int* const inverse = p.a.to.num_perms ? p.a.to.inverse[0] : nullptr;
   if (!inverse) return make_int4(feature, feature + 1, feature + 2, feature + 3);
@@ -181,8 +183,8 @@ __device__ __forceinline__ int4 Decode<KF, VF, D, NT>::places(int r, int d) cons
 }
 
 // Four dims of a row where they are read. All lanes of a warp take part: a rotated group lies in neighbouring lanes.
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::write(int r, int d, float4 v, int4 place, bool inside) const {
+template <int KF, int VF, int D, int NT, bool RUNS>
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::write(int r, int d, float4 v, int4 place, bool inside) const {
   const AttentionOut& to = p.a.to;
   float x[4] = {v.x, v.y, v.z, v.w};
   if constexpr (is_rotated(VF)) {

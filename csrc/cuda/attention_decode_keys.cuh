@@ -7,8 +7,8 @@ namespace exl2nb {
 constexpr float kShift = 8.f;  // probabilities are held times 2^8, so that small ones keep their bits in fp16
 constexpr float kSlack = 6.f;  // they may reach 2^14
 
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::clear() {
+template <int KF, int VF, int D, int NT, bool RUNS>
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::clear() {
 #pragma unroll
   for (int n = 0; n < kN; n++) {
     row_max[n][0] = row_max[n][1] = kLowest, row_sum[n][0] = row_sum[n][1] = 0.f;
@@ -36,8 +36,8 @@ __device__ __forceinline__ void load_scales(const uint8_t* from, float unit, flo
   }
 }
 
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::scores(const uint8_t* at, float (&s)[kSubs][kN][4]) {
+template <int KF, int VF, int D, int NT, bool RUNS>
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::scores(const uint8_t* at, float (&s)[kSubs][kN][4]) {
   if constexpr (has_scales(KF)) {
     constexpr bool kPairs = Key::kGroupBytes == 16 && kGroups % 2 == 0;  // of groups
     float scale[kSubs][2][kGroups];
@@ -110,8 +110,8 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::scores(const uint8_t* at,
 }
 
 // Soft cap and mask.
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::shape(int token, float (&s)[kN][4]) {
+template <int KF, int VF, int D, int NT, bool RUNS>
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::shape(int token, float (&s)[kN][4]) {
   if (p.a.softcap > 0.f) {
     const float inverse = 1.f / p.a.softcap, cap = p.a.softcap * kLog2e;
 #pragma unroll
@@ -131,8 +131,8 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::shape(int token, float (&
 }
 
 // Scores to probabilities times 2^8 under a running maximum, which follows where a score passes it by more than kSlack: a row's own affair.
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::softmax(float (&s)[kSubs][kN][4]) {
+template <int KF, int VF, int D, int NT, bool RUNS>
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::softmax(float (&s)[kSubs][kN][4]) {
 #pragma unroll
   for (int n = 0; n < kN; n++) {
     float high[2] = {fmaxf(s[0][n][0], s[0][n][2]), fmaxf(s[0][n][1], s[0][n][3])};
@@ -168,8 +168,8 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::softmax(float (&s)[kSubs]
 
 // Where a row's probability times a value's scale would pass fp16's largest number, what the row holds is divided by 2^14: a row's own
 // affair, and rare.
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::make_room(const uint8_t* scales, float (&s)[kSubs][kN][4]) {
+template <int KF, int VF, int D, int NT, bool RUNS>
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::make_room(const uint8_t* scales, float (&s)[kSubs][kN][4]) {
   constexpr int kWords = kStep * ValueTile::kScaleRow / 4;
   uint32_t bits = 0;
 #pragma unroll
@@ -218,9 +218,9 @@ __device__ __forceinline__ void to_fragments(const float (&s)[NT][4], uint32_t (
     for (int i = 0; i < 2; i++) probs[n][i] = transposed(bits_of_half2(__floats2half2_rn(s[n][2 * i], s[n][2 * i + 1])));
 }
 
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::values(const uint8_t* at, [[maybe_unused]] const uint8_t* scales,
-                                                              const float (&s)[kN][4]) {
+template <int KF, int VF, int D, int NT, bool RUNS>
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::values(const uint8_t* at, [[maybe_unused]] const uint8_t* scales,
+                                                                    const float (&s)[kN][4]) {
   uint32_t probs[kN][2];
   to_fragments(s, probs);
   if constexpr (VF == kCacheF16) {

@@ -5,16 +5,16 @@
 namespace exl2nb {
 
 // Row r of the item: its queries, the chunk's new keys, its new values.
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ typename Decode<KF, VF, D, NT>::Place Decode<KF, VF, D, NT>::place_of(int r) const {
+template <int KF, int VF, int D, int NT, bool RUNS>
+__device__ __forceinline__ typename Decode<KF, VF, D, NT, RUNS>::Place Decode<KF, VF, D, NT, RUNS>::place_of(int r) const {
   Place x;
   x.is_query = r < rows, x.is_key = !x.is_query && r < rows + fresh;
   x.i = x.is_query ? token_of(first_row + r) : r - rows - (x.is_key ? 0 : fresh) + new_from - first_new;
   x.head = x.is_query ? it.kv_head * q_per_kv + first_row + r - x.i * q_per_kv : it.kv_head;
   return x;
 }
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ const float* Decode<KF, VF, D, NT>::row_at(int r) const {
+template <int KF, int VF, int D, int NT, bool RUNS>
+__device__ __forceinline__ const float* Decode<KF, VF, D, NT, RUNS>::row_at(int r) const {
   const AttentionArgs& a = p.a;
   const Place x = place_of(r);
   const int of_token = a.cache.num_heads + 2 * a.cache.num_kv_heads;
@@ -22,8 +22,8 @@ __device__ __forceinline__ const float* Decode<KF, VF, D, NT>::row_at(int r) con
   const int64_t token = it.first_token + x.i;
   return a.q ? a.q + (token * a.cache.num_heads + x.head) * D : a.qkv + (token * of_token + number) * D;
 }
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::load_turn(int r) {
+template <int KF, int VF, int D, int NT, bool RUNS>
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::load_turn(int r) {
   const AttentionArgs& a = p.a;
   if (a.q || r >= rows + 2 * fresh) return;
   const int i = place_of(r).i;
@@ -33,8 +33,8 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::load_turn(int r) {
 }
 
 // The item's rows, warp by warp. A warp asks for two rows at once, for the third when it works on the first.
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::make_rows(bool wait) {
+template <int KF, int VF, int D, int NT, bool RUNS>
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::make_rows(bool wait) {
   const AttentionArgs& a = p.a;
   const int all = rows + 2 * fresh;
   const float factor = a.softcap > 0.f ? a.scale : a.scale * kLog2e;
@@ -101,18 +101,18 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::make_rows(bool wait) {
   }
 }
 
-template <int KF, int VF, int D, int NT>
+template <int KF, int VF, int D, int NT, bool RUNS>
 template <int F>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::encode_row(int i, int slot, bool key) {
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::encode_row(int i, int slot, bool key) {
   const int d = slot * 32 + lane;
   const Coded made = encode<F, scale_group(D)>(d < D ? sh.fresh[key ? i : kMaxNew + i][d] : 0.f);
   if (d < D) keep<F>(made, i, d, key);
 }
 
 // Dim d of new token i into shared memory and, once, into the cache.
-template <int KF, int VF, int D, int NT>
+template <int KF, int VF, int D, int NT, bool RUNS>
 template <int F>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::keep(const Coded& made, int i, int d, bool key) {
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::keep(const Coded& made, int i, int d, bool key) {
   constexpr int row_bytes = D * bits_of(F) / 8, head_bytes = page_bytes(F, D), G = scale_group(D);
   put<F, G>(made, d, (key ? sh.k : sh.v) + i * row_bytes, (key ? sh.k_scale : sh.v_scale) + i * kGroups * 2);
   if (it.block) return;
@@ -124,8 +124,8 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::keep(const Coded& made, i
 }
 
 // Queries as B fragments; and what the sums of their products with codes begin with, by the same products.
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::fetch_queries() {
+template <int KF, int VF, int D, int NT, bool RUNS>
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::fetch_queries() {
 #pragma unroll
   for (int n = 0; n < kN; n++)
 #pragma unroll

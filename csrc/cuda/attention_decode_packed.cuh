@@ -14,10 +14,10 @@
 namespace exl2nb {
 
 // Both tiles at `token`, as one group of copies: keys, values, scales of the keys, scales of the values.
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::fetch_both(uint8_t* to, int token) {
+template <int KF, int VF, int D, int NT, bool RUNS>
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::fetch_both(uint8_t* to, int token) {
   constexpr int kRow = D / 2, kCodes = kStep * kRow, kScaleRow = 2 * kGroups, kScales = kStep * kScaleRow;
-  if (token < chunk_end) {
+  if (token < last_end()) {
     if ((token >> 8) - page_base > 31) fetch_pages(token);
     const int inside = token & (kPage - 1), old = first_new - token;
     const int64_t page = static_cast<int64_t>(page_at(token)) * page_bytes(KF, D);
@@ -61,8 +61,8 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::fetch_both(uint8_t* to, i
 }
 
 // Puts what is new into tiles that have arrived.
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::complete_both(uint8_t* at, int token) const {
+template <int KF, int VF, int D, int NT, bool RUNS>
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::complete_both(uint8_t* at, int token) const {
   constexpr int kRow = D / 2, kCodes = kStep * kRow, kScaleRow = 2 * kGroups, kScales = kStep * kScaleRow;
   const int from = max(first_new - token, 0), to = min(it.context - token, kStep), skip = token - first_new;
   if (from >= to) return;
@@ -80,8 +80,8 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::complete_both(uint8_t* at
 }
 
 // Row r of the queries, dealt like a row, as whole numbers into shared memory, in the order of the products.
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::keep_whole(int r, const float (&x)[kSlots]) {
+template <int KF, int VF, int D, int NT, bool RUNS>
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::keep_whole(int r, const float (&x)[kSlots]) {
   float most = 0.f;
 #pragma unroll
   for (int s = 0; s < kSlots; s++) most = fmaxf(most, fabsf(x[s]));
@@ -98,8 +98,8 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::keep_whole(int r, const f
   if (lane == 0) sh.unit[r] = most * (1.f / kWholeMost);
 }
 
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::fetch_whole_queries() {
+template <int KF, int VF, int D, int NT, bool RUNS>
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::fetch_whole_queries() {
   const uint8_t* const from = reinterpret_cast<const uint8_t*>(sh.q) + g * (D + 8) + t * 8;
 #pragma unroll
   for (int n = 0; n < kN; n++)
@@ -118,8 +118,8 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::fetch_whole_queries() {
   load(sevens[0], sh.fours[0]), load(sevens[1], sh.fours[1]), load(begin_of_sums, sh.fours[2]);
 }
 
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::whole_scores(const uint8_t* at, float (&s)[kSubs][kN][4]) {
+template <int KF, int VF, int D, int NT, bool RUNS>
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::whole_scores(const uint8_t* at, float (&s)[kSubs][kN][4]) {
   constexpr int kRow = D / 2, kScaleRow = 2 * kGroups;
   const uint8_t* const scales = at + 2 * kStep * kRow + g * kScaleRow;
   const uint32_t row = shared_address(at);
@@ -161,9 +161,10 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::whole_scores(const uint8_
 }
 
 // The words of group G of rows g and g + 8 of a tile of 16, or, TURNED, of the pairs of tokens 2t and 2t + 8. row: the tile.
-template <int KF, int VF, int D, int NT>
+template <int KF, int VF, int D, int NT, bool RUNS>
 template <int G, bool TURNED>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::load_codes(uint32_t (&both)[4], uint32_t (&w)[2], uint32_t row, int sub) const {
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::load_codes(uint32_t (&both)[4], uint32_t (&w)[2], uint32_t row,
+                                                                        int sub) const {
   constexpr int kRow = D / 2;
   if constexpr (kGroups % 2 == 0) {
     if constexpr (G % 2 == 0) load_matrices<TURNED>(both, row + (place ^ G * 16) + sub * kTile * kRow);
@@ -174,8 +175,8 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::load_codes(uint32_t (&bot
 }
 
 // Row row_of(n, j), times f.
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::scale_row(int n, int j, float f) {
+template <int KF, int VF, int D, int NT, bool RUNS>
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::scale_row(int n, int j, float f) {
   row_sum[n][j] *= f;
 #pragma unroll
   for (int i = 0; i < D / 16; i++) o[n][i][j] *= f, o[n][i][2 + j] *= f;
@@ -184,8 +185,8 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::scale_row(int n, int j, f
 }
 
 // As softmax.
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::whole_softmax(float (&s)[kSubs][kN][4]) {
+template <int KF, int VF, int D, int NT, bool RUNS>
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::whole_softmax(float (&s)[kSubs][kN][4]) {
 #pragma unroll
   for (int n = 0; n < kN; n++) {
     float high[kColumns];
@@ -219,8 +220,8 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::whole_softmax(float (&s)[
 }
 
 // As make_room. scales: of the values.
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::make_room_by_row(const uint8_t* scales, float (&s)[kSubs][kN][4]) {
+template <int KF, int VF, int D, int NT, bool RUNS>
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::make_room_by_row(const uint8_t* scales, float (&s)[kSubs][kN][4]) {
 #pragma unroll 1
   for (int column = 0; column < kN * kColumns; column++) {
     float most = 0.f, f = 1.f;
@@ -247,8 +248,9 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::make_room_by_row(const ui
 }
 
 // at: the tile of values; scales: its scales.
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::whole_values(const uint8_t* at, const uint8_t* scales, float (&s)[kSubs][kN][4]) {
+template <int KF, int VF, int D, int NT, bool RUNS>
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::whole_values(const uint8_t* at, const uint8_t* scales,
+                                                                          float (&s)[kSubs][kN][4]) {
   uint32_t scale[kSubs][2][kGroups];  // halves: of tokens 2t and 2t + 1; 2t + 8 and 2t + 9
   uint32_t any = 0;
 #pragma unroll
@@ -295,9 +297,9 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::whole_values(const uint8_
 }
 
 // A tile and its keys' values. PLAIN: neither mask, nor cap, nor new rows.
-template <int KF, int VF, int D, int NT>
+template <int KF, int VF, int D, int NT, bool RUNS>
 template <bool PLAIN>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::take(uint8_t* at, int token) {
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::take(uint8_t* at, int token) {
   constexpr int kCodes = kStep * D / 2, kScales = kStep * 2 * kGroups;
   float s[kSubs][kN][4];  // of columns 2t and 2t + 1 of keys g, then of g + 8
   async_wait<kStages - 1>();
@@ -314,10 +316,10 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::take(uint8_t* at, int tok
   fetch_both(at, token + ahead);
 }
 
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::walk_packed() {
+template <int KF, int VF, int D, int NT, bool RUNS>
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::walk_packed(int& stage) {
   const int plain_last = min(plain_end, chunk_end) - kStep;
-  int token = chunk_start + warp * kStep, stage = 0;
+  int token = chunk_start + warp * kStep;
   const auto next = [&] { token += hop, stage = stage + 1 == kStages ? 0 : stage + 1; };
 #pragma unroll 1
   for (; token <= plain_last; next()) take<true>(tiles + stage * kStageBytes, token);

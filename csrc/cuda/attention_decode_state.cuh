@@ -13,7 +13,7 @@ constexpr float kWholeBase = 12582912.f;  // that float
 constexpr uint32_t kSeven = 0x80078007u;  // -7 times 2^-24, twice
 constexpr float kLog2e = 1.4426950408889634f;
 
-template <int KF, int VF, int D, int NT>
+template <int KF, int VF, int D, int NT, bool RUNS>
 struct Decode {
   static constexpr bool kPacked = is_packed(KF, VF, D);
   static constexpr int kMost = most_warps(D, NT), kSlots = (D + 31) / 32, kRows = rows_of(NT), kN = NT ? NT : 1, kColumns = NT ? 2 : 1,
@@ -34,13 +34,15 @@ struct Decode {
     alignas(16) half q[kRows * kQStride];  // in the order of KeyFragment::place
     alignas(16) uint8_t k[kMaxNew * KeyTile::kRow], v[kMaxNew * ValueTile::kRow];  // this step's rows as the cache holds them
     alignas(16) uint8_t k_scale[kMaxNew * kGroups * 2], v_scale[kMaxNew * kGroups * 2];
-    alignas(16) float scratch[kMost][D];
-    float fresh[kCoded ? 2 * kMaxNew : 1][D];  // new keys, then new values, before they are coded
     float max[kMost][kRows], sum[kMost][kRows];
     int token[kRows], head[kRows];
     float unit[kRows];  // of queries that are whole numbers
     alignas(16) int4 fours[3];
     bool last;
+    // Of runs: the CTA's last chunk, how many CTAs have chunks of these rows, whether it has several.
+    int last_chunk, runs, several;
+    alignas(16) float scratch[kMost][D];       // this and what follows only until rows are made
+    float fresh[kCoded ? 2 * kMaxNew : 1][D];  // new keys, then new values, before they are coded
   };
   static constexpr int kSharedBytes = (sizeof(Shared) + 127) / 128 * 128;
 
@@ -48,14 +50,15 @@ struct Decode {
   Shared& sh;
   Item it;
   int thread, lane, warp, warps, g, t;  // lane = 4 g + t: row and pair of columns of the tensor cores' fragments
-  int q_per_kv, rows, first_row, chunk_start, chunk_end, first_new, old_end;
+  int q_per_kv, rows, first_row, chunk_start, chunk_end, first_new;
+  int run_end;     // of the CTA's last chunk, if it may have several
   int plain_end;   // tiles before it need neither mask, nor cap, nor new rows
   int hop, ahead;  // from a tile of the warp to its next; to the one fetched behind it
   int page_row;    // of the tile fetched last: page and head
   static_assert(kPage == 256, "shifts");
   int page_base, page_of_lane;  // 32 entries of the block table, one per lane
   int first_page, last_page;    // of the first and the last new token
-  int new_from, fresh;          // first and number of the chunk's own new tokens
+  int new_from, fresh;          // first and number of the chunks' own new tokens
   Turn<kSlots> turn;            // of the new token turn_of
   int turn_of;
   int position[kN][2];  // of this lane's queries
@@ -76,7 +79,7 @@ struct Decode {
     lane = thread % 32;
     if constexpr (kPacked) lane = __shfl_sync(kAll, lane, lane);  // once, really
     warp = uniform(thread / 32), warps = blockDim.x / 32, g = lane / 4, t = lane % 4;
-    q_per_kv = p.q_per_kv, tiles = shared + kSharedBytes + warp * p.warp_bytes;
+    q_per_kv = p.q_per_kv, tiles = shared + tiles_at() + warp * p.warp_bytes;
     if constexpr (kPacked) place = swizzled<D>(lane % 16 * (D / 2) + (kGroups % 2 ? 0 : lane / 16 * 16)), piece = swizzled<D>(lane * 16);
   }
 
@@ -85,20 +88,25 @@ struct Decode {
   __device__ __forceinline__ int token_of(int row) const {  // row / q_per_kv, without a division
     return q_per_kv == 1 ? row : static_cast<int>(__umulhi(static_cast<unsigned>(row), p.q_per_kv_inverse));
   }
+  __device__ __forceinline__ int tiles_at() const { return RUNS ? p.tiles_at : kSharedBytes; }
+  __device__ __forceinline__ int last_end() const { return RUNS ? run_end : chunk_end; }  // nothing behind it is fetched
   __device__ __forceinline__ int table(int page) const {
     return page < p.a.cache.max_pages ? p.a.cache.block_table[static_cast<int64_t>(it.b) * p.a.cache.max_pages + page] : 0;
   }
   __device__ __forceinline__ void fetch_pages(int token) {
     page_base = token / kPage;
-    page_of_lane = (page_base + lane) * kPage < chunk_end ? table(page_base + lane) : 0;
+    page_of_lane = (page_base + lane) * kPage < last_end() ? table(page_base + lane) : 0;
   }
   __device__ __forceinline__ int page_at(int token) const {
     return __shfl_sync(kAll, page_of_lane, (token >> 8) - page_base) * p.a.cache.num_kv_heads + it.kv_head;
   }
   __device__ __forceinline__ float* results(int w) const {
-    return reinterpret_cast<float*>(reinterpret_cast<uint8_t*>(&sh) + kSharedBytes + w * p.warp_bytes);
+    uint8_t* const from = reinterpret_cast<uint8_t*>(&sh);
+    if (RUNS && sh.several) return reinterpret_cast<float*>(from + p.results_at + w * p.result_bytes);
+    return reinterpret_cast<float*>(from + tiles_at() + w * p.warp_bytes);
   }
   __device__ __forceinline__ bool begin(int index);
+  __device__ __forceinline__ bool next_chunk();
 
   // --- the step's own rows: attention_decode_new.cuh ---
   struct Place {
@@ -152,7 +160,7 @@ struct Decode {
   __device__ __forceinline__ void whole_values(const uint8_t* at, const uint8_t* scales, float (&s)[kSubs][kN][4]);
   template <bool PLAIN>
   __device__ __forceinline__ void take(uint8_t* at, int token);
-  __device__ __forceinline__ void walk_packed();
+  __device__ __forceinline__ void walk_packed(int& stage);
 
   // --- results of warps and chunks: attention_decode_join.cuh ---
   __device__ __forceinline__ int64_t part_row(int r) const;
@@ -166,33 +174,43 @@ struct Decode {
   __device__ __forceinline__ void look_up_turns() const;
   __device__ __forceinline__ void fetch_ahead(bool others);
   __device__ __forceinline__ void start();
-  __device__ __forceinline__ void walk();
+  __device__ __forceinline__ void walk(int& stage);
 };
 
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ bool Decode<KF, VF, D, NT>::begin(int index) {
-  if (!find_item<kRows>(p, index, it)) return false;
+template <int KF, int VF, int D, int NT, bool RUNS>
+__device__ __forceinline__ bool Decode<KF, VF, D, NT, RUNS>::begin(int index) {
+  if (!find_item<kRows, kStep, RUNS>(p, index, it)) return false;
   const int oldest_query = uniform(it.context - it.queries);
   first_row = uniform(it.block * kRows);
   rows = uniform(min(it.queries * q_per_kv - first_row, kRows));
   chunk_start = uniform(it.chunks.start + it.chunk * it.chunks.size);
   const int newest = oldest_query + token_of(first_row + rows - 1);  // no row sees further
-  chunk_end = uniform(min(chunk_start + it.chunks.size, newest + 1));
+  const int stop = chunk_start + (RUNS ? it.run : 1) * it.chunks.size;
+  run_end = uniform(min(stop, newest + 1));
+  chunk_end = RUNS ? uniform(min(chunk_start + it.chunks.size, run_end)) : run_end;
   first_new = p.a.q ? uniform(it.context) : oldest_query;
-  old_end = min(first_new, chunk_end);
   plain_end = p.a.softcap > 0.f || p.a.window > 0 ? 0 : min(first_new, oldest_query + token_of(first_row) + 1);
   hop = uniform(warps * kStep), ahead = kStages * hop;
   fetch_pages(chunk_start);
-  new_from = max(first_new, chunk_start), fresh = max(min(it.context, chunk_start + it.chunks.size) - new_from, 0), turn_of = -1;
+  new_from = max(first_new, chunk_start), fresh = max(min(it.context, stop) - new_from, 0), turn_of = -1;
   if (!p.a.q) first_page = table(oldest_query / kPage), last_page = table((it.context - 1) / kPage);
 #pragma unroll
   for (int n = 0; n < kN; n++)
 #pragma unroll
     for (int j = 0; j < 2; j++) position[n][j] = oldest_query + token_of(first_row + row_of(n, j));
+  if (RUNS && thread == 0) sh.last_chunk = it.chunk + it.run - 1, sh.runs = it.runs, sh.several = it.run > 1;
   if (thread < kRows) {
     const int r = first_row + thread, i = token_of(r);
     sh.token[thread] = it.first_token + i, sh.head[thread] = it.kv_head * q_per_kv + r - i * q_per_kv;
   }
+  return true;
+}
+
+// The next chunk of the same rows, if there is one; its first tiles have been asked for.
+template <int KF, int VF, int D, int NT, bool RUNS>
+__device__ __forceinline__ bool Decode<KF, VF, D, NT, RUNS>::next_chunk() {
+  if (!RUNS || it.chunk == sh.last_chunk) return false;
+  it.chunk++, chunk_start += it.chunks.size, chunk_end = min(chunk_start + it.chunks.size, run_end);
   return true;
 }
 

@@ -5,11 +5,11 @@
 namespace exl2nb {
 
 // Starts copying what is old of the tile at `token`, if anything. Every call is one group of copies.
-template <int KF, int VF, int D, int NT>
+template <int KF, int VF, int D, int NT, bool RUNS>
 template <int F, bool KEYS>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::fetch(uint8_t* to, int token) {
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::fetch(uint8_t* to, int token) {
   using T = Tile<F, D, KEYS, kStep>;
-  if (token < chunk_end) {
+  if (token < last_end()) {
     if constexpr (KEYS) {  // the values come next, of the same page
       if ((token >> 8) - page_base > 31) fetch_pages(token);
       page_row = page_at(token);
@@ -51,9 +51,9 @@ __device__ __forceinline__ void put_rows(uint8_t* at, const uint8_t* rows, int f
 }
 
 // Puts what is new into a tile that has arrived.
-template <int KF, int VF, int D, int NT>
+template <int KF, int VF, int D, int NT, bool RUNS>
 template <int F, bool KEYS>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::complete(uint8_t* at, int token) const {
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::complete(uint8_t* at, int token) const {
   using T = Tile<F, D, KEYS, kStep>;
   const int from = max(first_new - token, 0), to = min(it.context - token, kStep), skip = token - first_new;
   if (from >= to) return;
@@ -64,8 +64,8 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT>::complete(uint8_t* at, int
 }
 
 // Until the oldest group of copies under way is complete, of two for every stage.
-template <int KF, int VF, int D, int NT>
-__device__ __forceinline__ void Decode<KF, VF, D, NT>::await() const {
+template <int KF, int VF, int D, int NT, bool RUNS>
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::await() const {
   async_wait<2 * kStages - 1>();
   __syncwarp();
 }

@@ -235,12 +235,46 @@ def test_bits_do_not_depend_on_the_batch(storage, Hq, D):
     together, _ = gpu.run()
     again, _ = gpu.run()
     assert torch.equal(together, again)
-    for b in range(len(contexts)):
+    _same_alone(case, together)
+
+
+def _same_alone(case, together):
+    for b in range(len(case.contexts)):
         alone = case.cuda()
         lo, hi = case.bounds[b], case.bounds[b + 1]
         alone.qkv, alone.table, alone.lens = alone.qkv[lo:hi].clone(), alone.table[b : b + 1].clone(), alone.lens[b : b + 1].clone()
         alone.bounds, alone.queries = i32([0, hi - lo]).cuda(), [int(hi - lo)]
         assert torch.equal(alone.run()[0], together[lo:hi])
+
+
+@pytest.mark.parametrize("storage", ["fp16", "q8", "q8q4", "q4"])
+@pytest.mark.parametrize(
+    ("Hq", "D", "queries", "options"),
+    [
+        (32, 128, [1, 1, 1, 1], {}),
+        (128, 128, [1, 1, 1, 1], {}),
+        (32, 64, [1, 4, 1, 2], {}),
+        (32, 64, [3, 3, 3, 3], {"softcap": 30.0}),
+        (32, 64, [1, 1, 1, 1], {"window": 1200}),
+    ],
+)
+def test_several_chunks_a_cta(storage, Hq, D, queries, options):
+    """More chunks than CTAs: a CTA has neighbours one after the other, with the bits that they have in CTAs of their own.
+
+    Of 513 and 1025 tokens the newest ones lie on both sides of a chunk's border.
+    """
+    case = Case([1300, 1025, 513, 2600], queries, Hq, 32, D, storage=storage, **options)
+    gpu = case.check()
+    together, _ = gpu.run()
+    assert torch.equal(together, gpu.run(pdl=True)[0])
+    _same_alone(case, together)
+
+
+def test_chunks_of_a_cta_in_many_pages():
+    """More pages than a warp knows at a time; more runs of chunks than CTAs, where some have two."""
+    for contexts in [20000] * 3, [1300] * 5:
+        case = Case(contexts, [1] * len(contexts), 32, 32, 64)
+        _same_alone(case, case.check().run()[0])
 
 
 def test_unused_rows_are_left_alone():
