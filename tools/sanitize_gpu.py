@@ -61,8 +61,8 @@ FAMILIES = {
     "attention": Family(
         ("ops/test_cuda_attention.py",),
         "(pairs_apart and (80 or 128)) or (head_dims and (q4 or fp16 or q8) and (24 or 64 or 256)) or (holds_the_formats and 80) "
-        "or (gather and k4v8) or (any_length and k16v4) or (several_queries and 8-1-128)",
-        "(pairs_apart and 80 and k4v16) or (head_dims and (q4 or fp16) and 64)",
+        "or (gather and k4v8) or (any_length and k16v4) or (several_queries and 8-1-128) or (several_chunks and queries2)",
+        "(pairs_apart and 80 and k4v16) or (head_dims and (q4 or fp16) and 64) or (several_chunks and queries2 and q4)",
     ),
     "sampling": Family(("ops/test_cuda_sample.py",), "next_step or (tokens and 4099) or ties", "next_step or (tokens and 4099 and min_p)"),
     "prompts and GPTQ": Family(
