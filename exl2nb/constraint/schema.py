@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -55,6 +56,8 @@ def _rewritten(value: Any, depth: int, *, close: bool) -> Any:
     """
     if depth > MAX_DEPTH:
         raise StructureError(f"schema is nested more than {MAX_DEPTH} levels deep; use $defs and $ref")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise StructureError(f"schema holds the number {value}, which JSON does not have; leave it out")
     if isinstance(value, Mapping):
         if "oneOf" in value and "discriminator" in value and "anyOf" not in value:
             value = {"anyOf" if k == "oneOf" else k: v for k, v in value.items() if k != "discriminator"}

@@ -151,7 +151,7 @@ def _json_lines(file: IO[str], path: Path, render: Render | None) -> Iterator[st
 def _parsed(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # ValueError: no JSON, or numbers of thousands of digits
         raise OptionError(f"calibration {where}: {str(error)[:120]}; expected JSON; correct it or leave it out") from error
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -50,6 +51,12 @@ def check_flag(name: str, value: object) -> None:
     """Raise OptionError unless `value` is True or False: a text such as "no" would count as yes."""
     if not isinstance(value, bool):
         raise OptionError(f"{name} is {shown(value)}; expected True or False")
+
+
+def check_path(name: str, value: object, expected: str = "a path") -> None:
+    """Raise OptionError unless `value` is a text or a path of one."""
+    if not isinstance(value, str) and not (isinstance(value, os.PathLike) and isinstance(os.fspath(value), str)):
+        raise OptionError(f"{name} is {shown(value)}; expected {expected}")
 
 
 def check_range(name: str, value: float, low: float, high: float, *, where: str = "") -> None:

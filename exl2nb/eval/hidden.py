@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -59,7 +59,9 @@ def point_names(model: Model) -> list[str]:
     return ["embedding", *layers, "logits"]
 
 
-def hidden(model: Model, ids: Sequence[int], points: Sequence[str], *, texts: Sequence[str] | None = None, cache: str = "fp32") -> Hidden:
+def hidden(
+    model: Model, ids: Sequence[int], points: str | Sequence[str], *, texts: Sequence[str] | None = None, cache: str = "fp32"
+) -> Hidden:
     """Run a text and keep what passes at some points.
 
     Args:
@@ -76,8 +78,8 @@ def hidden(model: Model, ids: Sequence[int], points: Sequence[str], *, texts: Se
     """
     known = point_names(model)
     wanted: set[str] = set()
-    for pattern in [points] if isinstance(points, str) else points:
-        found = [name for name in known if fnmatchcase(name, pattern)]
+    for pattern in points if isinstance(points, Iterable) and not isinstance(points, str) else [points]:
+        found = [name for name in known if fnmatchcase(name, pattern)] if isinstance(pattern, str) else []
         if not found:
             raise OptionError(
                 f"hidden: no point {pattern!r}; known: embedding, layers.0.attention, layers.0.middle, layers.0.output ... "

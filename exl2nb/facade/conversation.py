@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from exl2nb.core.errors import ConfigError, OptionError
+from exl2nb.core.options import check_path
 from exl2nb.facade.rendered import Rendered
 from exl2nb.facade.turns import FORMAT, VERSION, Tree, Turn
 from exl2nb.generator.handle import Handle
@@ -182,6 +183,7 @@ class Conversation:
         Raises:
             ConfigError: not a conversation, or damaged: names what was found and what was expected.
         """
+        check_path("Conversation.load: path", path)
         value = _read(Path(path))
         made = cls(llm)
         try:
@@ -277,7 +279,7 @@ def _read(path: Path) -> dict[str, Any]:
         if size > MAX_BYTES:
             raise ConfigError(f"{path}: {size} bytes; expected at most {MAX_BYTES}: this is no conversation")
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no JSON, numbers of thousands of digits
         raise ConfigError(f"{path}: cannot be read as a conversation ({error}); expected what Conversation.save wrote") from error
     names: Sequence[str] = ("format", "version", "head", "options", "turns")
     if not isinstance(value, dict) or set(value) != set(names) or value["format"] != FORMAT:

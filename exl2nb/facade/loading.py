@@ -10,7 +10,7 @@ from typing import Any, Literal
 from exl2nb.cache.modes import parse_mode
 from exl2nb.core import env
 from exl2nb.core.errors import DeviceError, OptionError, TokenizerError
-from exl2nb.core.options import check_flag, check_keywords
+from exl2nb.core.options import check_flag, check_keywords, check_path
 from exl2nb.core.progress import Sink, showing
 from exl2nb.facade.drafting import make_drafter
 from exl2nb.facade.language_model import LLM
@@ -70,6 +70,7 @@ def load(
     """
     known = ["revision", "device", "cache", "context", "cache_tokens", "max_sequences", "draft", "deterministic", "progress"]
     check_keywords(unknown, known, where="load")
+    check_path("load: path", path, hub.MODEL_PLACES)
     cache = parse_mode(cache, where="load")
     for name, value in (("context", context), ("cache_tokens", cache_tokens), ("max_sequences", max_sequences)):
         if value is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from exl2nb.core.errors import OptionError
@@ -65,7 +65,7 @@ class Reading:
             ...     choice.best, round(sum(choice.probs.values()), 6)
             (' man', 1.0)
         """
-        texts = [options] if isinstance(options, str) else list(options)
+        texts = list(options) if isinstance(options, Iterable) and not isinstance(options, str) else [options]
         if len(texts) < 2 or not all(isinstance(text, str) and text for text in texts) or len(set(texts)) < len(texts):
             raise OptionError(f"choose: options is {str(options)[:80]}; expected at least two different texts, none of them empty")
         if isinstance(prompt, str):
@@ -100,9 +100,7 @@ class Reading:
         """
         ids = ids_of(text, self.tokenizer, where="hidden", name="text")
         with self.engine.exclusive():
-            return activations.hidden(
-                self.model, ids, [points] if isinstance(points, str) else points, texts=scores.token_texts(self.tokenizer, ids)
-            )
+            return activations.hidden(self.model, ids, points, texts=scores.token_texts(self.tokenizer, ids))
 
     @property
     def points(self) -> list[str]:

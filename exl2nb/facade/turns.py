@@ -112,7 +112,7 @@ def _turn(raw: Any, number: int, where: str) -> Turn:
     parent = raw.get("parent")
     checks = (
         ("id", raw.get("id") == number and not isinstance(raw.get("id"), bool), f"{number}: turns are numbered in order"),
-        ("parent", parent is None or (_integer(parent) and 0 <= parent < number), "null or an earlier turn"),
+        ("parent", "parent" in raw and (parent is None or (_integer(parent) and 0 <= parent < number)), "null or an earlier turn"),
         ("role", raw.get("role") in ROLES, f"one of {', '.join(ROLES)}"),
         ("content", isinstance(raw.get("content"), str), "a text"),
         ("finish_reason", isinstance(raw.get("finish_reason"), (str, type(None))), "a text or null"),

@@ -16,6 +16,7 @@ from torch import Tensor
 from exl2nb.cache.pool import KVCache
 from exl2nb.cache.prefix import Entry, chain_key
 from exl2nb.core.errors import FormatError, OptionError
+from exl2nb.core.options import check_path
 from exl2nb.generator.pager import Pager
 from exl2nb.io import safetensors
 
@@ -47,6 +48,7 @@ def save(path: str | os.PathLike[str], pager: Pager, cache: KVCache, *, model: s
     Raises:
         OptionError: nothing is cached. ConversionError: the disk is full or the directory cannot be written.
     """
+    check_path("cache.save: path", path)
     path = Path(path)
     salts, order, parents = _order(pager)
     if not order:
@@ -78,6 +80,7 @@ def load(path: str | os.PathLike[str], pager: Pager, cache: KVCache, *, model: s
         FormatError: the file is damaged, or no cache file. OptionError: it belongs to another model or another kind of cache.
         ModelNotFound: there is no such file.
     """
+    check_path("cache.load: path", path)
     path = Path(path)
     with safetensors.SafetensorsFile(path) as file:
         salts = _check_head(path, file.metadata or {}, cache, model)

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from exl2nb.core.errors import OptionError
+from exl2nb.core.options import shown
 from exl2nb.generator.handle import TICK_S, Handle
 from exl2nb.generator.request import Completion, Token
 
@@ -117,6 +118,10 @@ class Job:
         """
         while id is None:
             id, self._next_id = (self._next_id if self._next_id not in self._stages else None), self._next_id + 1
+        try:
+            hash(id)
+        except TypeError:
+            raise OptionError(f"job: id is {shown(id)}; expected a text, a number or something else that never changes") from None
         if id in self._stages:
             raise OptionError(f"job: id {id!r} is taken by another request of this job; expected a new one")
         handle = self._submit(prompt, options, stream=stream, group=self._group)

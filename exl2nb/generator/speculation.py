@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from exl2nb.core.errors import OptionError
-from exl2nb.core.options import check_range
+from exl2nb.core.options import check_flag, check_range
 
 KINDS = ("auto", "draft", "ngram", "off")
 MAX_GUESSES = 7  # a step then has at most 8 rows per sequence, which every backend runs as a decode
@@ -51,6 +51,7 @@ class Speculation:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise OptionError(f"speculation is {self.kind!r}; expected one of {', '.join(KINDS)}, or a Speculation")
+        check_flag("Speculation: adaptive", self.adaptive)
         for name, low, high in (("max_tokens", 1, MAX_GUESSES), ("min_match", 1, 16), ("max_match", self.min_match, 16)):
             value = getattr(self, name)
             check_range(name, value, low, high, where="Speculation")

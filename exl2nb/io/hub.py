@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from exl2nb.core.errors import Exl2Error, ModelNotFound, OptionError
+from exl2nb.core.options import check_path
 from exl2nb.core.progress import Progress, SilentSink, Sink
 
 NEEDED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "README.md"]
 # no subfolder but additional_chat_templates
+MODEL_PLACES = "a directory, or a hub id such as 'owner/name'"
 SKIPPED = ["[!a]*/*", "a/*", "a[!d]*/*", "ad/*", "ad[!d]*/*", "consolidated*", "*.bin.index.json", "adapter_*"]
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -37,6 +39,7 @@ def resolve(path_or_id: str | os.PathLike[str], revision: str | None = None, pro
         ModelNotFound: no such folder; no such model or revision on the hub; no access; no network and nothing cached.
         OptionError: a revision for a local folder.
     """
+    check_path("the model", path_or_id, MODEL_PLACES)
     text = os.fspath(path_or_id)
     path = Path(text).expanduser()
     if text and path.is_dir():

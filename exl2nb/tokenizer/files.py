@@ -36,7 +36,7 @@ def read_object(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(read_text(path))
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise TokenizerError(f"{path}: not valid JSON ({error}); download the file again") from error
     if not isinstance(value, dict):
         raise TokenizerError(f"{path}: holds a JSON {type(value).__name__}; expected an object")

@@ -282,6 +282,8 @@ def test_an_incomplete_answer_is_not_read():
         ("schema", "{not json", "no JSON"),
         ("schema", 5, "expected a JSON schema"),
         ("schema", {"enum": [object()]}, "which JSON cannot express"),
+        ("schema", {"const": float("nan")}, "holds the number nan"),
+        ("schema", '{"maximum": Infinity}', "holds the number inf"),
         ("schema", {"const": "x" * (1 << 20)}, "expected at most 1048576"),
         ("regex", "a(", "unclosed group"),
         ("regex", "a(?=b)", "look-around"),

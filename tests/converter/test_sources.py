@@ -48,6 +48,7 @@ def test_lines_of_json(tmp_path):
         ("[1]", "found a message"),
         ('{"a": 1, "b": 2}', "an object with a, b"),
         ("3", "a int"),
+        ("[" + "1" * 5000 + "]", "line 1: .*expected JSON"),
         ('{"messages": [{"role": "user"}]}', "role and content"),
         ('{"text": "  "}', "found no text"),
     ],

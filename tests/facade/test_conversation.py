@@ -104,6 +104,7 @@ DAMAGE = [
     (lambda v: v.update(head=True), "head is 'True'"),
     (lambda v: v.update(turns={}), "turns is '{}'; expected a list"),
     (lambda v: v["turns"][1].update(parent=1), "turn 1: parent is '1'; expected null or an earlier turn"),
+    (lambda v: v["turns"][1].pop("parent"), "turn 1: parent is 'None'; expected null or an earlier turn"),
     (lambda v: v["turns"][1].update(id=5), "turn 1: id is '5'; expected 1: turns are numbered in order"),
     (lambda v: v["turns"][0].update(role="root"), "turn 0: role is 'root'; expected one of system, user"),
     (lambda v: v["turns"][0].update(content=None), "turn 0: content is 'None'; expected a text"),
@@ -124,7 +125,7 @@ def test_damaged_files(damage, words, llm, tmp_path):
         llm.load_conversation(path)
 
 
-@pytest.mark.parametrize("text", ["", "[" * 100_000, "\udcff", "{}", "null"])
+@pytest.mark.parametrize("text", ["", "[" * 100_000, "1" * 5000, "\udcff", "{}", "null"])
 def test_no_conversation_at_all(text, llm, tmp_path):
     path = tmp_path / "bad.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))

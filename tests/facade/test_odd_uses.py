@@ -47,6 +47,28 @@ def test_beams_cut_short_say_so(llm):
     assert [one.finish_reason for one in found] == ["timeout"] * 6
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda llm: ex.load(None), "load: path is None; expected a directory, or a hub id"),
+        (lambda llm: ex.plan(5), "the model is 5; expected a directory"),
+        (lambda llm: ex.inspect(b""), "the model is b''; expected a directory"),
+        (lambda llm: ex.compare(5, llm, "It was"), "load: path is 5"),
+        (lambda llm: llm.choose("The", 5), "choose: options is 5"),
+        (lambda llm: llm.hidden("The", 5), "hidden: no point 5"),
+        (lambda llm: llm.hidden("The", ["logits", b"x"]), "hidden: no point b'x'"),
+        (lambda llm: llm.cache.save(5), "cache.save: path is 5; expected a path"),
+        (lambda llm: llm.cache.load(5), "cache.load: path is 5; expected a path"),
+        (lambda llm: llm.job().add("The", id=[1]), r"job: id is \[1\]; expected a text"),
+        (lambda llm: llm.generate("The", speculation={"adaptive": "no"}), "adaptive is 'no'; expected True or False"),
+    ],
+)
+def test_what_is_of_another_kind_is_named(call, message, llm):
+    with pytest.raises(OptionError, match=message):
+        call(llm)
+    assert llm.generate("It was", max_tokens=2, ignore_eos=True).tokens
+
+
 def test_explanations_are_not_kept(llm):
     def alive():
         gc.collect()
