@@ -1,18 +1,20 @@
 // Attention of a few queries per sequence over a paged cache, split over the keys (flash-decoding, Dao et al. 2023), in one kernel.
 //
 // A work item is (sequence, KV head, block of 8 * NT query rows or of 4, chunk of keys); a query row is (token, head of the KV head's
-// group). RUNS: where there are more chunks than CTAs, several neighbouring chunks, whose rows are made once. A CTA of 8 warps (4 for large
-// heads; for many sequences what makes one turn of CTAs of all the items) takes items in turns. It prepares the item's query rows (norm,
-// rotation, fp16) in shared memory, and the new keys and values that fall into its chunk, which it also writes to the cache. Then every
-// warp walks tiles of 16 keys, of 4 bits two at a time: S' = K Q' and O' += V' P' on tensor cores (m16n8k16), with the keys, then the dims,
-// as rows, so that 8 queries fill the columns. K and V go from memory to a ring of tiles in shared memory that belongs to the warp, so
-// nobody waits for another; old keys are fetched before the kernel waits for its predecessor, half of what fits, since its queries come
-// behind all that was asked for before them. Behind a chain it does not wait for the end, but looks until its rows are there
+// group). Where there are more chunks than CTAs, RUNS: an item has several neighbouring chunks, and its rows are made once. A CTA of 8
+// warps (4 for large heads; for many sequences what makes one turn of CTAs of all the items) takes items in turns. It prepares the item's
+// query rows (norm, rotation, fp16) in shared memory, and the new keys and values that fall into its chunks, which it also writes to the
+// cache. Then every warp walks tiles of 16 keys, of 4 bits two at a time: S' = K Q' and O' += V' P' on tensor cores (m16n8k16), with the
+// keys, then the dims, as rows, so that 8 queries fill the columns. K and V go from memory to a ring of tiles in shared memory that belongs
+// to the warp, so nobody waits for another; old keys are fetched before the kernel waits for its predecessor, half of what fits, since its
+// queries come behind all that was asked for before them. Behind a chain it does not wait for the end, but looks until its rows are there
 // (announced.cuh). The warps' results are joined in warp order, the chunks' by the CTA that arrives last, in chunk order: no float atomics,
 // and chunk boundaries depend on the sequence's own context length only (but for many sequences), so a result's bits depend on nothing
-// else. Bytes: K and V of the context once per block of query rows, partial results 4 * (D + 2) per (row, chunk). Limits: D a multiple of
-// 16, at most 256; at most 8 new tokens per sequence (any number when q comes ready). Files: _items how work is cut, _state the class, _new
-// the step's own rows, _tiles copies, _keys scores to values, _packed the same where both have 4 bits, _join results.
+// else.
+// Bytes: K and V of the context once per block of query rows, partial results 4 * (D + 2) per (row, chunk).
+// Limits: D a multiple of 16, at most 256; at most 8 new tokens per sequence (any number when q comes ready).
+// Files: _items how work is cut, _state the class, _new the step's own rows, _tiles copies, _keys scores to values, _packed the same where
+// both have 4 bits, _join results.
 #pragma once
 #include <algorithm>
 #include <cstddef>

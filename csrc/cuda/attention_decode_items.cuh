@@ -105,7 +105,7 @@ __device__ __forceinline__ bool find_item(const DecodeParams& p, int index, Item
       total = __shfl_sync(kAll, end, 31);
     };
     line_up();
-    [[maybe_unused]] const int ctas = static_cast<int>(gridDim.x);
+    const int ctas = static_cast<int>(gridDim.x);
     if (RUNS && p.result_rows && total > ctas) {  // then there are no more than 32 sequences
       const bool may =
           chunks.count > 1 && chunks.size % (static_cast<int>(blockDim.x) / 32 * STEP) == 0 && queries * q_per_kv <= p.result_rows;
