@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 from exl2nb.core.errors import OptionError
@@ -36,6 +36,11 @@ def shown(value: object) -> str:
     except Exception:
         text = f"a {type(value).__name__}"
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def several(value: object) -> list[Any]:
+    """One or several: a list of what a collection holds; a text, or anything else that is none, is one."""
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, (str, bytes)) else [value]
 
 
 def check_keywords(kwargs: Mapping[str, Any], known: list[str], *, where: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from exl2nb.cache.pool import KVCache
 from exl2nb.core.errors import OptionError
+from exl2nb.core.options import several
 from exl2nb.eval.logits import check_ids
 from exl2nb.model.batch import Batch
 from exl2nb.model.model import Model
@@ -78,7 +79,7 @@ def hidden(
     """
     known = point_names(model)
     wanted: set[str] = set()
-    for pattern in points if isinstance(points, Iterable) and not isinstance(points, str) else [points]:
+    for pattern in several(points):
         found = [name for name in known if fnmatchcase(name, pattern)] if isinstance(pattern, str) else []
         if not found:
             raise OptionError(

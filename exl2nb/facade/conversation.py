@@ -160,8 +160,9 @@ class Conversation:
         """Write all branches as JSON.
 
         Raises:
-            OptionError: an option that is no plain data. ConversionError: the file cannot be written.
+            OptionError: an option that is no plain data; `path` is no path. ConversionError: the file cannot be written.
         """
+        check_path("Conversation.save: path", path)
         value = {
             "format": FORMAT,
             "version": VERSION,
@@ -181,7 +182,7 @@ class Conversation:
         """Read a conversation that was saved, to go on with this model.
 
         Raises:
-            ConfigError: not a conversation, or damaged: names what was found and what was expected.
+            ConfigError: not a conversation, or damaged: names what was found and what was expected. OptionError: `path` is no path.
         """
         check_path("Conversation.load: path", path)
         value = _read(Path(path))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from exl2nb.cache.modes import parse_mode
 from exl2nb.core import env
 from exl2nb.core.errors import DeviceError, OptionError, TokenizerError
-from exl2nb.core.options import check_flag, check_keywords, check_path
+from exl2nb.core.options import check_flag, check_keywords
 from exl2nb.core.progress import Sink, showing
 from exl2nb.facade.drafting import make_drafter
 from exl2nb.facade.language_model import LLM
@@ -70,7 +70,6 @@ def load(
     """
     known = ["revision", "device", "cache", "context", "cache_tokens", "max_sequences", "draft", "deterministic", "progress"]
     check_keywords(unknown, known, where="load")
-    check_path("load: path", path, hub.MODEL_PLACES)
     cache = parse_mode(cache, where="load")
     for name, value in (("context", context), ("cache_tokens", cache_tokens), ("max_sequences", max_sequences)):
         if value is not None:
@@ -78,7 +77,7 @@ def load(
     place = _device(device)
     exact = env.get("EXL2NB_DETERMINISTIC", "0") == "1" if deterministic is None else deterministic
     check_flag("load: deterministic", exact)
-    with showing(progress, f"load {Path(path).name}") as sink:
+    with showing(progress, f"load {Path(hub.name_of(path)).name}") as sink:
         folder = hub.resolve(path, revision=revision, progress=sink)
         with _fitting(folder, f"{_gib(sum(file.stat().st_size for file in folder.glob('*.safetensors') if file.is_file()))} of weights"):
             model = load_model(folder, device=place, context=context, progress=sink, deterministic=exact)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from exl2nb.core.errors import OptionError
+from exl2nb.core.options import several
 from exl2nb.eval import choose as choices
 from exl2nb.eval import hidden as activations
 from exl2nb.eval import score as scores
@@ -65,7 +66,7 @@ class Reading:
             ...     choice.best, round(sum(choice.probs.values()), 6)
             (' man', 1.0)
         """
-        texts = list(options) if isinstance(options, Iterable) and not isinstance(options, str) else [options]
+        texts = several(options)
         if len(texts) < 2 or not all(isinstance(text, str) and text for text in texts) or len(set(texts)) < len(texts):
             raise OptionError(f"choose: options is {str(options)[:80]}; expected at least two different texts, none of them empty")
         if isinstance(prompt, str):

@@ -46,7 +46,7 @@ def save(path: str | os.PathLike[str], pager: Pager, cache: KVCache, *, model: s
         model: fingerprint of the model.
 
     Raises:
-        OptionError: nothing is cached. ConversionError: the disk is full or the directory cannot be written.
+        OptionError: nothing is cached; `path` is no path. ConversionError: the disk is full or the directory cannot be written.
     """
     check_path("cache.save: path", path)
     path = Path(path)
@@ -77,7 +77,8 @@ def load(path: str | os.PathLike[str], pager: Pager, cache: KVCache, *, model: s
         vocab_size: of the model; None = not checked.
 
     Raises:
-        FormatError: the file is damaged, or no cache file. OptionError: it belongs to another model or another kind of cache.
+        FormatError: the file is damaged, or no cache file. OptionError: it belongs to another model or another kind of cache; `path` is no
+            path.
         ModelNotFound: there is no such file.
     """
     check_path("cache.load: path", path)

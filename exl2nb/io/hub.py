@@ -18,7 +18,6 @@ from exl2nb.core.progress import Progress, SilentSink, Sink
 
 NEEDED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "README.md"]
 # no subfolder but additional_chat_templates
-MODEL_PLACES = "a directory, or a hub id such as 'owner/name'"
 SKIPPED = ["[!a]*/*", "a/*", "a[!d]*/*", "ad/*", "ad[!d]*/*", "consolidated*", "*.bin.index.json", "adapter_*"]
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -37,10 +36,9 @@ def resolve(path_or_id: str | os.PathLike[str], revision: str | None = None, pro
 
     Raises:
         ModelNotFound: no such folder; no such model or revision on the hub; no access; no network and nothing cached.
-        OptionError: a revision for a local folder.
+        OptionError: a revision for a local folder; as `name_of`.
     """
-    check_path("the model", path_or_id, MODEL_PLACES)
-    text = os.fspath(path_or_id)
+    text = name_of(path_or_id)
     path = Path(text).expanduser()
     if text and path.is_dir():
         if revision is not None:
@@ -49,6 +47,16 @@ def resolve(path_or_id: str | os.PathLike[str], revision: str | None = None, pro
     if text and path.exists():
         raise ModelNotFound(f"{path}: is a file; give the directory that holds config.json and the .safetensors files")
     return _download(check_id(text), revision, progress)
+
+
+def name_of(path_or_id: str | os.PathLike[str]) -> str:
+    """What a model was called, a folder or a hub id, as text.
+
+    Raises:
+        OptionError: it is neither a text nor a path.
+    """
+    check_path("the model", path_or_id, "a directory, or a hub id such as 'owner/name'")
+    return os.fspath(path_or_id)
 
 
 def check_id(text: str) -> str:

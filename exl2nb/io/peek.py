@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from exl2nb.core.errors import FormatError, ModelNotFound
-from exl2nb.core.options import check_path
-from exl2nb.io.hub import MODEL_PLACES, SKIPPED, check_id, hub_errors, no_config, resolve, unreachable
+from exl2nb.io.hub import SKIPPED, check_id, hub_errors, name_of, no_config, resolve, unreachable
 from exl2nb.io.safetensors import SafetensorsFile
 from exl2nb.io.safetensors_header import HEADER_LIMIT_BYTES
 
@@ -42,8 +41,7 @@ def peek(path_or_id: str | os.PathLike[str], revision: str | None = None) -> Ite
     Raises:
         ModelNotFound, OptionError: as `hub.resolve`. FormatError: a header that breaks a rule.
     """
-    check_path("the model", path_or_id, MODEL_PLACES)
-    text = os.fspath(path_or_id)
+    text = name_of(path_or_id)
     if not text or Path(text).expanduser().exists():
         yield resolve(path_or_id, revision)
         return
