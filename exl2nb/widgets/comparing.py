@@ -148,11 +148,9 @@ class Run:
             getattr(stream, "close", lambda: None)()
         completion = None if stop.is_set() else getattr(stream, "completion", None)
         timings = getattr(completion, "timings", None)
-        self._listener.speed(
-            CellSpeed(
-                cell, watch.per_second, getattr(timings, "first_token_s", watch.first_s), str(getattr(completion, "finish_reason", ""))
-            )
-        )
+        # the engine's own times: what came here at once was not made at once
+        speed, first_s = (watch.per_second, watch.first_s) if timings is None else (round(timings.decode_tok_s, 2), timings.first_token_s)
+        self._listener.speed(CellSpeed(cell, speed, first_s, str(getattr(completion, "finish_reason", ""))))
         if not stop.is_set() and ids:
             self._measure(cell, entrant, llm, reference, prompt, ids)
 
