@@ -61,7 +61,7 @@ demo: build
 	@$(BIN)/exl2nb demo
 
 # the tests of rooms that work on any device
-ON_EITHER := tests/cache tests/sampling tests/constraint tests/generator tests/facade tests/test_llm.py tests/test_bad_input.py
+ON_EITHER := tests/cache tests/sampling tests/constraint tests/generator tests/llm tests/test_bad_input.py
 
 test: build $(VENV)/.dev
 	$(BIN)/python -m pytest tests -n $(TESTS_AT_ONCE) --dist worksteal
@@ -70,7 +70,7 @@ test-gpu: build $(VENV)/.dev
 	$(BIN)/python -m pytest tests -m gpu
 	$(BIN)/python -m pytest --device cuda $(ON_EITHER)
 
-# racecheck needs a build of its own, which it can follow (csrc/cuda/pdl.cuh); behind it the ordinary one is installed again, at the latest
+# racecheck needs a build of its own, which it can follow (csrc/cuda/runtime/pdl.cuh); behind it the ordinary one is installed again, at the latest
 # by the next `make`.
 sanitize: build $(VENV)/.dev
 	$(BIN)/python tools/sanitize_gpu.py --tools memcheck

@@ -17,33 +17,33 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` be
     from exl2nb.converter.publish import pull as pull
     from exl2nb.converter.publish import push as push
     from exl2nb.core import errors as errors
-    from exl2nb.facade.memory_plan import MemoryPlan as MemoryPlan
-    from exl2nb.facade.memory_plan import plan as plan
     from exl2nb.generator.job import Job as Job
     from exl2nb.io.revisions import revisions as revisions
-    from exl2nb.llm import LLM as LLM
-    from exl2nb.llm import compare as compare
-    from exl2nb.llm import convert as convert
-    from exl2nb.llm import demo as demo
-    from exl2nb.llm import inspect as inspect
-    from exl2nb.llm import load as load
+    from exl2nb.llm.functions import compare as compare
+    from exl2nb.llm.functions import convert as convert
+    from exl2nb.llm.functions import demo as demo
+    from exl2nb.llm.functions import inspect as inspect
+    from exl2nb.llm.load import load as load
+    from exl2nb.llm.memory import MemoryPlan as MemoryPlan
+    from exl2nb.llm.memory import plan as plan
+    from exl2nb.llm.model import LLM as LLM
 
 __version__ = "0.1.0"
 
 _PUBLIC = {
     "ConversionJob": "exl2nb.converter.job",
     "Job": "exl2nb.generator.job",
-    "LLM": "exl2nb.llm",
-    "MemoryPlan": "exl2nb.facade.memory_plan",
-    "compare": "exl2nb.llm",
-    "convert": "exl2nb.llm",
-    "demo": "exl2nb.llm",
+    "LLM": "exl2nb.llm.model",
+    "MemoryPlan": "exl2nb.llm.memory",
+    "compare": "exl2nb.llm.functions",
+    "convert": "exl2nb.llm.functions",
+    "demo": "exl2nb.llm.functions",
     "demo_measurement": "exl2nb.converter.api",
     "errors": "exl2nb.core",
-    "inspect": "exl2nb.llm",
-    "load": "exl2nb.llm",
+    "inspect": "exl2nb.llm.functions",
+    "load": "exl2nb.llm.load",
     "measure": "exl2nb.converter.api",
-    "plan": "exl2nb.facade.memory_plan",
+    "plan": "exl2nb.llm.memory",
     "pull": "exl2nb.converter.publish",
     "push": "exl2nb.converter.publish",
     "revisions": "exl2nb.io.revisions",

@@ -11,9 +11,9 @@
 #include <string>
 #include <vector>
 
-#include "cache_format.cuh"
 #include "check.cuh"
-#include "pdl.cuh"
+#include "cuda/attention/cache_format.cuh"
+#include "cuda/runtime/pdl.cuh"
 
 using namespace exl2nb;
 

@@ -10,10 +10,10 @@
 #include <string>
 #include <vector>
 
-#include "chain.h"
 #include "check.cuh"
-#include "gemv.h"
-#include "layout.h"
+#include "cuda/blob/layout.h"
+#include "cuda/gemm/persistent/chain.h"
+#include "cuda/gemm/skinny/gemv.h"
 
 using namespace exl2nb;
 

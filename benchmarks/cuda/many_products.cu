@@ -6,12 +6,12 @@
 #include <functional>
 #include <random>
 #include "check.cuh"
-#include "coded.cuh"
+#include "cuda/blob/coded.cuh"
+#include "cuda/blob/layout.h"
+#include "cuda/gemm/skinny/gemv.h"
+#include "cuda/gemm/stream_k/many.h"
+#include "cuda/gemm/stream_k/many_args.cuh"
 #include "fill.cuh"
-#include "gemv.h"
-#include "layout.h"
-#include "many.h"
-#include "many_args.cuh"
 #include "many_clocks.cuh"
 using namespace exl2nb;
 static void ct(const char* e, int line) {
@@ -186,7 +186,8 @@ struct Bench {
   }
   ManyNext image() const {
     return {m->blob + m->plan.header.image,
-            (image_bytes(m->plan.header.num_items, m->plan.header.num_units, m->plan.header.num_parts) + 15) / 16 * 16, {}};
+            (image_bytes(m->plan.header.num_items, m->plan.header.num_units, m->plan.header.num_parts) + 15) / 16 * 16,
+            {}};
   }
   void launch(cudaStream_t s, bool pdl, const ManyNext& nxt = {}) const {
     static void* const workspace = [] {
@@ -378,7 +379,12 @@ int main(int argc, char** argv) {
           for (size_t i = 0; i < b.size(); i++) b[i].setup(mats[i], T, 0, nullptr);
           b[0].launch(s, false);
           CHECK(cudaStreamSynchronize(s));
-          const float us = time_graph(s, [&] { for (int i = 0; i < 12; i++) b[i % 3].launch(s, true, b[(i + 1) % 3].image()); }, 12);
+          const float us = time_graph(
+              s,
+              [&] {
+                for (int i = 0; i < 12; i++) b[i % 3].launch(s, true, b[(i + 1) % 3].image());
+              },
+              12);
           printf("%d bits, groups of %d, T %d: %.2f us, %.0f cycles of a CTA a unit at 1.755 GHz\n", bits, rows, T, us,
                  us * 1755 / (mats[0].units() / 16 / 132));
         }

@@ -12,7 +12,7 @@
 #include <cstdlib>
 
 #include "check.cuh"
-#include "pdl.cuh"
+#include "cuda/runtime/pdl.cuh"
 
 using namespace exl2nb;
 

@@ -4,7 +4,7 @@
 // nvcc -O3 -std=c++17 -arch=sm_90 --expt-relaxed-constexpr -I../../csrc -I../../csrc/cuda unit_cost.cu -o unit_cost && ./unit_cost
 #include <cstdio>
 
-#include "item.cuh"
+#include "cuda/blob/item.cuh"
 
 using namespace exl2nb;
 

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "../cuda/launch.h"
-#include "../cuda/layout.h"
+#include "cuda/blob/layout.h"
+#include "cuda/runtime/launch.h"
 #include "stream.h"
 #include "text.h"
 

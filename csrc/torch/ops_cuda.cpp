@@ -6,7 +6,7 @@
 
 #include <vector>
 
-#include "../cuda/launch.h"
+#include "cuda/runtime/launch.h"
 #include "stream.h"
 #include "text.h"
 

@@ -8,9 +8,9 @@
 #include <tuple>
 #include <vector>
 
-#include "../cuda/attention.h"
-#include "../cuda/sample.h"
 #include "../format/pool.h"
+#include "cuda/attention/attention.h"
+#include "cuda/sampling/sample.h"
 #include "stream.h"
 #include "text.h"
 

@@ -8,9 +8,9 @@
 #include <optional>
 #include <vector>
 
-#include "../cuda/launch.h"
-#include "../cuda/layout.h"
-#include "../cuda/step.h"
+#include "cuda/blob/layout.h"
+#include "cuda/runtime/launch.h"
+#include "cuda/runtime/step.h"
 #include "gpu_blob.h"
 #include "stream.h"
 
@@ -203,7 +203,8 @@ Tensor step_bytes(const Tensor& program, int64_t capacity) {
   return out;
 }
 
-// The formats of the pools: 0 f16, 1 f32, 2 Q8, 3 Q4, 4 fp8 (csrc/cuda/attention.h). The caller has checked what lies in the tensors.
+// The formats of the pools: 0 f16, 1 f32, 2 Q8, 3 Q4, 4 fp8 (csrc/cuda/attention/attention.h). The caller has checked what lies in the
+// tensors.
 void step_cuda(const Tensor& program, Tensor& workspace, int64_t capacity, const Tensor& ids, const Tensor& positions,
                const Tensor& block_table, const Tensor& cu_seqlens, const Tensor& context_lens, const std::optional<Tensor>& logit_rows,
                std::vector<Tensor> k_pools, std::vector<Tensor> v_pools, int64_t k_format, int64_t v_format, int64_t num_kv_heads,

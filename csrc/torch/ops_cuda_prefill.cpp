@@ -4,8 +4,8 @@
 #include <cstring>
 #include <optional>
 
-#include "../cuda/launch.h"
-#include "../cuda/prefill.h"
+#include "cuda/gemm/prefill.h"
+#include "cuda/runtime/launch.h"
 #include "gpu_blob.h"
 
 namespace exl2nb {

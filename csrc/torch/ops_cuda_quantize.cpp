@@ -9,7 +9,7 @@
 #include <tuple>
 #include <vector>
 
-#include "../cuda/gptq.h"
+#include "cuda/gptq/gptq.h"
 #include "stream.h"
 
 namespace exl2nb {

@@ -12,7 +12,7 @@ from exl2nb.cli.models import add_cache_option, locate
 from exl2nb.core.errors import OptionError
 
 if TYPE_CHECKING:
-    from exl2nb.llm import LLM
+    from exl2nb.llm.model import LLM
 
 WARM_UP = 32  # tokens; caches, graphs and clocks settle
 
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Load, warm up, time."""
     from exl2nb.core.errors import OptionError
-    from exl2nb.llm import load
+    from exl2nb.llm.load import load
 
     for name in ("batch", "context", "tokens", "rounds"):
         if getattr(args, name) < 1:

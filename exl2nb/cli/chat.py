@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Answer each message until the input ends; `--json` prints one object per answer."""
     from exl2nb.eval.text import read_text
-    from exl2nb.llm import load
+    from exl2nb.llm.load import load
 
     template = read_text(args.template) if args.template else None
     messages: list[dict[str, Any]] = [{"role": "system", "content": args.system}] if args.system else []

@@ -161,7 +161,7 @@ def convert_all(options: DemoOptions, console: Console) -> list[Made]:
 def stream_from(name: str, path: Path, options: DemoOptions, console: Console) -> tuple[str, float]:
     """Stream a sample to the terminal, then time a longer run. Returns the text and decode tok/s."""
     from exl2nb.cli.generate import stream_text
-    from exl2nb.llm import load
+    from exl2nb.llm.load import load
 
     with load(path, progress=None) as llm:
         console.say(console.bold(f"\n{name} writes:"))

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Load, stream, say how fast it was."""
-    from exl2nb.llm import load
+    from exl2nb.llm.load import load
 
     prompt = sys.stdin.read() if args.prompt in (None, "-") else args.prompt
     with load(locate(args.model, console.sink), context=args.context, cache=args.cache, progress=console.sink) as llm:

@@ -17,7 +17,7 @@ MOST = 512  # tokens of a step that go through the step kernels
 MOST_ROUTED = 64  # of a model with experts: the step kernels read them once for every token that chose them
 APART = 4  # sequences that decode beside prompts, from which on they are a launch of their own
 MANY = 9  # tokens from which on a step's products decode every weight once for all of them
-F16, F32, Q8, Q4, FP8 = range(5)  # formats of pools, as csrc/cuda/attention.h numbers them
+F16, F32, Q8, Q4, FP8 = range(5)  # formats of pools, as csrc/cuda/attention/attention.h numbers them
 
 
 class GpuForward:

@@ -2,7 +2,7 @@
 
 A tensor for each matrix would leave holes: torch takes segments of 2 or 20 MiB from the device and what lay beside a matrix while it was
 packed is lost between others. With one tensor, `kept_bytes` is what a model takes, for the plan before it is loaded and for the loader.
-Layouts are those of csrc/cuda/blob.h and layout.cu, followed step by step.
+Layouts are those of csrc/cuda/blob/blob.h and layout.cu, followed step by step.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ attention_step = define(
     fake=_step_fake,
     reference=_step,
 )
-"""One layer's attention of a decode step, from q, k, v before rotation: `csrc/cuda/attention.h`, attention_decode_launch.
+"""One layer's attention of a decode step, from q, k, v before rotation: `csrc/cuda/attention/attention.h`, attention_decode_launch.
 
 qkv f32 `(T, (Hq + 2 Hkv) * D)`, at most 8 tokens per sequence; workspace uint8 of `attention_workspace` bytes, zeroed once. inverse: int32
 `(Hq * D,)` each, feature -> stored row. Returns f32 `(T, Hq * D)` and f16 `(len(inverse), T, stride)`, the next matrix's inputs;

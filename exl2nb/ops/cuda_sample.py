@@ -19,7 +19,7 @@ _MASK = 2**64 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One row's settings (SampleRow of `csrc/cuda/sample.h`), neutral by default. top: alternatives to report; counter: of the draw."""
+    """One row's settings (SampleRow of `cuda/sampling/sample.h`), neutral by default. top: alternatives to report; counter: of the draw."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -122,7 +122,7 @@ sample_rows = define(
     fake=_fake,
     reference=_sample,
 )
-"""One token for each row of logits f32 `(R, V)`: `csrc/cuda/sample.h`.
+"""One token for each row of logits f32 `(R, V)`: `csrc/cuda/sampling/sample.h`.
 
 params: `pack_rows`, counters move on. counts: int16 `(R, V)`, how often each token was generated, lowest number (-32768) added for tokens
 of the prompt; the drawn one is counted. bias: f32 `(R, V)`, added after penalties; -inf takes a token out. step, ids, positions,

@@ -19,7 +19,7 @@ from exl2nb.ops.gptq import _rows, _scales, _steps, _unit, gptq_quantize
 
 BLOCK_ROWS = 128
 SPAN_ROWS = 512  # whose errors reach the rows behind them in one product: more rows are passed over less often
-OPTIONS = 16  # as in csrc/cuda/gptq.h
+OPTIONS = 16  # as in csrc/cuda/gptq/gptq.h
 COPIES_BYTES = 1 << 30  # of all options' weights at a time
 Table = Sequence[tuple[int, int]]
 

@@ -102,7 +102,7 @@ class Stepper:
         """One step: K and V go to their pages, `logits` f32 `(R, V)` is filled. All tensors on the GPU; at most 8 tokens a sequence.
 
         logit_rows: int32 `(R,)`; None: every token's, which a step of many tokens makes a little quicker, with other bits.
-        formats: of the K and V pools (csrc/cuda/attention.h). heads: (num_kv_heads, head_dim) of the pools. Nothing is checked against the
+        formats: of the K and V pools (cuda/attention/attention.h). heads: of the pools. Nothing is checked against the
         memory of the GPU here, for that would wait for it: whoever makes the batch must have checked it.
         """
         with turn(self.workspace.device):

@@ -73,7 +73,7 @@ def grid_of(source: Any, *, where: str = "BitMap") -> BitGrid:
     if isinstance(source, BitGrid):
         return source
     if isinstance(source, (str, os.PathLike)):
-        from exl2nb.llm import inspect
+        from exl2nb.llm.functions import inspect
 
         source = inspect(source)
     entries = _entries(source, where)

@@ -300,7 +300,7 @@ class CacheExplorer(WorkingWidget):
         self._tokens, self.status = [list(token) for token in tokens], "done"
 
     def _describe(self, llm: Any, free: int | None) -> None:
-        from exl2nb.facade.memory_plan import free_bytes
+        from exl2nb.llm.memory import free_bytes
 
         self._free = free_bytes(llm.model.device) if free is None else free
         self._show_sizes(cachework.kinds_of(llm, self._free))

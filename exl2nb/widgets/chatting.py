@@ -16,8 +16,8 @@ from exl2nb.widgets.status import Status
 from exl2nb.widgets.tokens import items_of
 
 if TYPE_CHECKING:
-    from exl2nb.facade.conversation import Conversation
-    from exl2nb.facade.turns import Turn
+    from exl2nb.llm.conversation import Conversation
+    from exl2nb.llm.turns import Turn
     from exl2nb.widgets.background import Background
     from exl2nb.widgets.feed import Feed
 
@@ -34,7 +34,7 @@ class Chat:
     """
 
     def __init__(self, llm: Any, template: str | None) -> None:
-        from exl2nb.facade.conversation import Conversation  # here: it brings the generator along
+        from exl2nb.llm.conversation import Conversation  # here: it brings the generator along
 
         self.conversation: Conversation = Conversation(llm, **({} if template is None else {"template": template}))
         self._answers: dict[int, tuple[list[TokenItem], Stats, str]] = {}

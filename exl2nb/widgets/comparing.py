@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from exl2nb.core.errors import Exl2Error, OptionError
-from exl2nb.llm import LLM
+from exl2nb.llm.model import LLM
 from exl2nb.widgets.protocol import CellMeasure, CellSpeed, CompareColumn, KlToken
 from exl2nb.widgets.tokens import items_of
 

@@ -305,7 +305,7 @@ def _free_of_card(llm: Any) -> int | None:
     """Bytes free on the GPU that the model is on; None beside a GPU, where the machine's memory says little about a card."""
     if getattr(getattr(llm, "model", None), "device", "cpu") != "cuda":
         return None
-    from exl2nb.facade.memory_plan import free_bytes
+    from exl2nb.llm.memory import free_bytes
 
     return free_bytes("cuda")
 

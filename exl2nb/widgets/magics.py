@@ -108,7 +108,7 @@ class Exl2Magics(Magics):
             return model
         if self.model is not None:
             return self.model
-        from exl2nb.llm import LLM
+        from exl2nb.llm.model import LLM
 
         held = {id(value): value for key, value in list(self.names.items()) if isinstance(value, LLM) and not key.startswith("_")}
         if len(held) == 1:

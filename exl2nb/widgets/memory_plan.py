@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 import traitlets as t
 
 from exl2nb.core.errors import OptionError
-from exl2nb.facade.memory_plan import COLOURS, LABELS, LIMITS, size_text
-from exl2nb.facade.memory_plan import MemoryPlan as Planned
-from exl2nb.facade.memory_plan import plan as plan_of
-from exl2nb.facade.plan_formula import Formula
+from exl2nb.llm.memory import COLOURS, LABELS, LIMITS, size_text
+from exl2nb.llm.memory import MemoryPlan as Planned
+from exl2nb.llm.memory import plan as plan_of
+from exl2nb.llm.plan_formula import Formula
 from exl2nb.widgets import static
 from exl2nb.widgets.base import ExlWidget
 from exl2nb.widgets.protocol import PlanState

@@ -78,20 +78,3 @@ def test_no_paths_of_a_machine():
 
 def test_no_huge_files():
     assert not [name(p) for p in tracked() if p.stat().st_size > 30 * 2**20]
-
-
-def test_files_and_functions_are_short():
-    """A file of more than 450 lines, or a function of more than 60 beside its docstring, holds a second idea; generated files may."""
-    sources = [p for p in tracked() if p.suffix in {".py", ".cpp", ".h", ".inc", ".cu", ".cuh", ".ts", ".css"} and "static" not in p.parts]
-    texts = {p: p.read_text() for p in sources if ".gen." not in p.name}
-    assert not [f"{name(p)}: {text.count(chr(10))} lines" for p, text in texts.items() if text.count("\n") > 450]
-    functions = [
-        (p, node) for p, text in texts.items() if p.suffix == ".py" for node in ast.walk(ast.parse(text)) if isinstance(node, DEFINITIONS)
-    ]
-    assert not [f"{name(p)}:{node.lineno} {node.name}" for p, node in functions if lines(node) > 60]
-
-
-def lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
-    """Of the body, its docstring left out."""
-    first = function.body[1 if ast.get_docstring(function) and len(function.body) > 1 else 0]
-    return (function.end_lineno or 0) - first.lineno + 1

@@ -1,4 +1,4 @@
-"""What packing writes in front of a blob's strips on the GPU (csrc/cuda/blob.h): items, warps, pieces, permutations.
+"""What packing writes in front of a blob's strips on the GPU (csrc/cuda/blob/blob.h): items, warps, pieces, permutations.
 
 Marked gpu: `make test-gpu` on a machine that has one.
 """

@@ -67,7 +67,7 @@ def test_first_difference_is_where_the_texts_part(finished):
 
 
 def test_a_directory_is_loaded_for_its_turn_and_freed(llm, monkeypatch):
-    from exl2nb.llm import load
+    from exl2nb.llm.load import load
 
     opened = []
     monkeypatch.setattr(ex, "load", lambda path, **options: opened.append(load(path, **options)) or opened[-1])

@@ -1,0 +1,265 @@
+// How a KV cache page stores its numbers (cache/storage/FORMAT.md), and how a lane gets them out of a tile in shared memory in the order of
+// the tensor cores' A fragments.
+//
+// A page of one head is 256 rows of D codes, then fp16 scales (256, D / G) unless the numbers are plain. 8 and 4 bits hold Hadamard-rotated
+// numbers: the dot product with q is taken in the rotated space (q is rotated once) and the output is rotated back once.
+//
+// The products contract over dims (K) or tokens (V), and the order of what is contracted or of a matrix's rows is free as long as the other
+// side agrees. So a lane reads contiguous bytes of a row; q is gathered in that order (KeyFragment::place) and the output scattered by it.
+//   K, 16 tokens = rows of A: lane (g, t), g = lane / 4, t = lane % 4, reads a quarter of each group of rows g and g + 8. Two steps of the
+//      tensor cores lie within one group, so the codes go in as they are: a group's scale multiplies the sum, its zero point is where the
+//      sum begins.
+//   V, 16 dims = rows of A: lane (g, t) reads an eighth of the rows of tokens 2t, 2t + 1, 2t + 8, 2t + 9. Of 4 bits it is an eighth of each
+//      group, as pairs of tokens from ldmatrix: then scales multiply probabilities, and the codes go in as they are, as numbers below the
+//      smallest normal one (code * 2^-24, or 2^-20), their zero point in one product more.
+// fp16 tiles need no order of their own: ldmatrix deals them.
+#pragma once
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
+#include "cuda/attention/attention.h"
+#include "cuda/gemm/stream_k/fragment.cuh"
+
+namespace exl2nb {
+
+constexpr int kPage = 256;
+__host__ __device__ constexpr int bits_of(int format) {
+  return format == kCacheF32 ? 32 : format == kCacheF16 ? 16 : format == kCacheQ4 ? 4 : 8;
+}
+__host__ __device__ constexpr bool has_scales(int format) { return format >= kCacheQ8; }
+__host__ __device__ constexpr bool is_rotated(int format) { return format == kCacheQ8 || format == kCacheQ4; }
+__host__ __device__ constexpr int scale_group(int D) { return D % 32 == 0 ? 32 : D % 16 == 0 ? 16 : 8; }
+// Bytes of one page of one head.
+__host__ __device__ constexpr int page_bytes(int format, int D) {
+  return kPage * D *
+             (format == kCacheF32   ? 32
+              : format == kCacheF16 ? 16
+              : format == kCacheQ4  ? 4
+                                    : 8) /
+             8 +
+         (format >= kCacheQ8 ? 2 * kPage * D / scale_group(D) : 0);
+}
+
+template <int N, int I = 0, class F>
+__host__ __device__ __forceinline__ void static_for(F&& f) {
+  if constexpr (I < N) {
+    f(std::integral_constant<int, I>{});
+    static_for<N, I + 1>(f);
+  }
+}
+
+__device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
+template <int TABLE>
+__device__ __forceinline__ uint32_t lop3(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  asm("lop3.b32 %0,%1,%2,%3,%4;" : "=r"(d) : "r"(a), "r"(b), "r"(c), "n"(TABLE));
+  return d;
+}
+__device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) { return lop3<0xea>(a, b, c); }  // (a & b) | c
+__device__ __forceinline__ uint32_t bits_of_half2(half2 v) { return *reinterpret_cast<uint32_t*>(&v); }
+__device__ __forceinline__ half2 as_half2(uint32_t v) { return *reinterpret_cast<half2*>(&v); }
+// (1024 + code - 128) * scale + scale / 2: zero lies between two codes. Both exact but for the last rounding.
+__device__ __forceinline__ uint32_t from_q8(uint32_t v, half2 scale) {
+  return bits_of_half2(__hfma2(__hsub2(as_half2(v), as_half2(0x64806480u)), scale, __hmul2(scale, as_half2(0x38003800u))));
+}
+// Nibbles 0 and 4, or 1 and 5, of v: 1024 + code or 64 + code, minus that and 7, times scale.
+__device__ __forceinline__ uint32_t from_q4_low(uint32_t v, half2 scale) {
+  return bits_of_half2(__hmul2(__hsub2(as_half2(and_or(v, 0x000f000fu, 0x64006400u)), as_half2(0x64076407u)), scale));
+}
+__device__ __forceinline__ uint32_t from_q4_high(uint32_t v, half2 scale) {
+  return bits_of_half2(__hmul2(__hsub2(as_half2(and_or(v, 0x00f000f0u, 0x54005400u)), as_half2(0x54705470u)), scale));
+}
+// Two e4m3 bytes, each in the high byte of a half, times 2^-8: the distance of the exponents' zero points. Scaled by that and `scale`.
+__device__ __forceinline__ uint32_t from_e4m3(uint32_t v) { return (v & 0x80008000u) | ((v & 0x7f007f00u) >> 1); }
+__device__ __forceinline__ uint32_t from_e4m3(uint32_t v, half2 scale) {
+  return bits_of_half2(__hmul2(as_half2(from_e4m3(v)), __hmul2(scale, as_half2(0x5c005c00u))));
+}
+
+// A tile of ROWS tokens in shared memory: rows, `kPad` apart so that the lanes that read together find different banks, then scales.
+template <int FORMAT, int D, bool KEYS, int ROWS>
+struct Tile {
+  static constexpr int kRow = D * bits_of(FORMAT) / 8, kPad = kRow % 16 ? 0 : KEYS && bits_of(FORMAT) == 8 ? 32 : 16;
+  static constexpr int kStride = kRow + kPad, kScaleRow = has_scales(FORMAT) ? 2 * D / scale_group(D) : 0;
+  static constexpr int kScalesAt = ROWS * kStride, kBytes = kScalesAt + ROWS * kScaleRow;
+  static_assert(kBytes % 16 == 0, "copied 16 bytes at a time");
+};
+
+// A row of D numbers dealt to LANES lanes.
+template <int FORMAT, int D, int LANES>
+struct Lanes {
+  static constexpr int kBits = bits_of(FORMAT), kBytes = D * kBits / 8 / LANES, kRowBytes = D * kBits / 8, kGroup = scale_group(D);
+  static __host__ __device__ constexpr int size(int piece) {
+    int left = kBytes, s = 0;
+    for (int i = 0; i <= piece; i++) {
+      s = left >= 16 ? 16 : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : left;
+      left -= s;
+    }
+    return s;
+  }
+  static __host__ __device__ constexpr int start(int piece) {  // bytes of a lane before the piece
+    int n = 0;
+    for (int i = 0; i < piece; i++) n += size(i);
+    return n;
+  }
+  static __host__ __device__ constexpr int word(int piece) {
+    int n = 0;
+    for (int i = 0; i < piece; i++) n += (size(i) + 3) / 4;
+    return n;
+  }
+  static __host__ __device__ constexpr int pieces() {
+    int n = 0;
+    while (size(n) > 0) n++;
+    return n;
+  }
+  static constexpr int kPieces = pieces(), kWords = word(kPieces), kScales = has_scales(FORMAT) ? kPieces : 1;
+  static __host__ __device__ constexpr int piece_of(int word_index) {
+    int p = 0;
+    while (p + 1 < kPieces && word(p + 1) <= word_index) p++;
+    return p;
+  }
+  // First dim of a word, without the lane's share; the lane adds lane * lane_dims(word).
+  static __host__ __device__ constexpr int word_dim(int w) {
+    return start(piece_of(w)) * LANES * 8 / kBits + (w - word(piece_of(w))) * 32 / kBits;
+  }
+  static __host__ __device__ constexpr int lane_dims(int w) { return size(piece_of(w)) * 8 / kBits; }
+  static __host__ __device__ constexpr int word_dims(int w) {
+    return (size(piece_of(w)) < 4 ? size(piece_of(w)) : 4) * 8 / kBits;
+  }  // 2 to 8 dims in it
+};
+
+template <int BYTES>
+__device__ __forceinline__ void load_bytes(const uint8_t* p, uint32_t* v) {
+  if constexpr (BYTES == 16) {
+    const uint4 u = *reinterpret_cast<const uint4*>(p);
+    v[0] = u.x, v[1] = u.y, v[2] = u.z, v[3] = u.w;
+  } else if constexpr (BYTES == 8) {
+    const uint2 u = *reinterpret_cast<const uint2*>(p);
+    v[0] = u.x, v[1] = u.y;
+  } else if constexpr (BYTES == 4) {
+    v[0] = *reinterpret_cast<const uint32_t*>(p);
+  } else if constexpr (BYTES == 2) {
+    v[0] = *reinterpret_cast<const uint16_t*>(p);
+  } else {
+    v[0] = *p;
+  }
+}
+
+// One lane's share of one token's row as it lies in memory.
+template <int FORMAT, int D, int LANES>
+struct Share {
+  using L = Lanes<FORMAT, D, LANES>;
+  uint32_t w[L::kWords];
+  uint32_t s[L::kScales];  // fp16 scale of each piece, in the low half
+
+  // row: the token's codes; scales: its D / G scales.
+  __device__ __forceinline__ void load(const uint8_t* row, const uint8_t* scales, int lane) {
+    static_for<L::kPieces>([&](auto i) {
+      constexpr int p = decltype(i)::value, size = L::size(p), start = L::start(p) * LANES, word = L::word(p);
+      load_bytes<size>(row + start + lane * size, w + word);
+      if constexpr (has_scales(FORMAT)) {
+        constexpr int first = start * 8 / L::kBits, dims = size * 8 / L::kBits;
+        static_assert(L::kGroup % dims == 0 && first % dims == 0, "a lane's piece has one scale");
+        load_bytes<2>(scales + 2 * ((first + lane * dims) / L::kGroup), s + p);
+      }
+    });
+  }
+  template <int WORD>
+  __device__ __forceinline__ half scale() const {
+    constexpr int piece = L::piece_of(WORD);
+    return __ushort_as_half(static_cast<unsigned short>(s[piece]));
+  }
+};
+
+// K as A fragments: a lane's G / 4 dims of a group, in words, are G / 16 steps of the tensor cores.
+template <int FORMAT, int D>
+struct KeyFragment {
+  static constexpr int kGroup = scale_group(D), kGroups = D / kGroup, kSteps = kGroup / 16;
+  static constexpr int kGroupBytes = kGroup * bits_of(FORMAT) / 8, kWords = kGroupBytes < 16 ? 1 : kGroupBytes / 16;
+
+  static constexpr bool kMatrices = kGroupBytes % 16 == 0;  // else two bytes at a time
+
+  // Where dim d of q lies so that lane t finds its 8 numbers of steps 2 p and 2 p + 1 together, at (4 p + t) * 8, in register order.
+  static __host__ __device__ __forceinline__ int place(int d) {
+    if constexpr (FORMAT == kCacheF16) {
+      return fragment_place(d);
+    } else if constexpr (FORMAT == kCacheQ4 && kGroup == 32) {
+      const int j = d & 7;
+      return (d & ~7) + j % 4 / 2 * 4 + j % 2 * 2 + j / 4;
+    } else {
+      const int step = d / 16, j = d % 4;
+      return (step / 2 * 4 + d % 16 / 4) * 8 + step % 2 * 4 + (FORMAT == kCacheQ4 ? j % 2 * 2 + j / 2 : j);
+    }
+  }
+  // Codes above 1024 or 64 (4 bits: nibbles 0 and 4, then 1 and 5, of a word), or e4m3 numbers times 2^-8. w: word t of 16 bytes of a row.
+  template <int STEP>
+  static __device__ __forceinline__ void get(uint32_t w, uint32_t& low, uint32_t& high) {
+    if constexpr (FORMAT == kCacheQ8) {
+      low = permute(w, 0x64646464u, 0x4140), high = permute(w, 0x64646464u, 0x4342);
+    } else if constexpr (FORMAT == kCacheFp8) {
+      low = from_e4m3(permute(w, 0, 0x1404)), high = from_e4m3(permute(w, 0, 0x3424));
+    } else {
+      const uint32_t v = kGroup == 16 ? permute(w, 0, 0x4140) : STEP ? w >> 8 : w;
+      low = and_or(v, 0x000f000fu, 0x64006400u), high = and_or(v, 0x00f000f0u, 0x54005400u);
+    }
+  }
+  // What the codes are above, negative, in halves: -1031 and -71; -1152 and 0.5, to be added one after the other.
+  static constexpr uint32_t kZeroLow = FORMAT == kCacheQ4 ? 0xe407e407u : 0xe480e480u;
+  static constexpr uint32_t kZeroHigh = FORMAT == kCacheQ4 ? 0xd470d470u : 0xe480e480u;
+  static constexpr float kUnit = FORMAT == kCacheFp8 ? 256.f : 1.f;  // of the scales
+};
+
+// 4-bit values in groups of 32 go their own way.
+__host__ __device__ constexpr bool scales_in_probs(int format, int D) { return format == kCacheQ4 && scale_group(D) == 32; }
+
+// V as A fragments: rows are dims. From the shares of two neighbouring tokens, dims 2i and 2i + 1 of the lane.
+template <int FORMAT, int D>
+struct ValueFragment {
+  using L = Lanes<FORMAT, D, 8>;
+  using S = Share<FORMAT, D, 8>;
+  static constexpr int kTiles = D / 16;
+  static __host__ __device__ constexpr int word(int i) {  // that holds the lane's dims 2i, 2i + 1
+    int left = 2 * i, w = 0;
+    while (left >= L::word_dims(w)) left -= L::word_dims(w++);
+    return w;
+  }
+  static __host__ __device__ constexpr int inside(int i) {  // their place in the word
+    int left = 2 * i, w = 0;
+    while (left >= L::word_dims(w)) left -= L::word_dims(w++);
+    return left;
+  }
+  // Dim of row g + 8 * half of tile I: also of the output. What is I's is computed here: left to the optimiser, it takes ten times as long
+  // to compile all of them.
+  template <int I>
+  static __device__ __forceinline__ int dim(int g, int half) {
+    if constexpr (FORMAT == kCacheF16) {
+      return I * 16 + g + half * 8;
+    } else if constexpr (scales_in_probs(FORMAT, D)) {
+      return I / 2 * 32 + g * 4 + I % 2 * 2 + half;
+    } else {
+      constexpr int first = L::word_dim(word(I)) + inside(I), each = L::lane_dims(word(I));
+      return first + g * each + half;
+    }
+  }
+
+  template <int I>
+  static __device__ __forceinline__ void get(const S& a, const S& b, uint32_t& first, uint32_t& second) {
+    constexpr int W = word(I), at = inside(I);
+    if constexpr (FORMAT == kCacheQ8) {
+      const half2 scale = __halves2half2(a.template scale<W>(), b.template scale<W>());
+      const uint32_t v = permute(a.w[W], b.w[W], at ? 0x7362 : 0x5140);
+      first = from_q8(permute(v, 0x64646464u, 0x4140), scale), second = from_q8(permute(v, 0x64646464u, 0x4342), scale);
+    } else if constexpr (FORMAT == kCacheFp8) {
+      const half2 scale = __halves2half2(a.template scale<W>(), b.template scale<W>());
+      const uint32_t v = permute(a.w[W], b.w[W], at ? 0x7362 : 0x5140);
+      first = from_e4m3(permute(v, 0, 0x1404), scale), second = from_e4m3(permute(v, 0, 0x3424), scale);
+    } else {
+      const half2 scale = __halves2half2(a.template scale<W>(), b.template scale<W>());
+      uint32_t v = permute(a.w[W], b.w[W], at >= 4 ? 0x7632 : 0x5410);
+      if constexpr (at % 4 == 2) v >>= 8;
+      first = from_q4_low(v, scale), second = from_q4_high(v, scale);
+    }
+  }
+};
+
+}  // namespace exl2nb

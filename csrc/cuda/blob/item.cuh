@@ -1,0 +1,238 @@
+// What a warp does with one item of a blob (blob.h): weights out of their bits, tensor-core products with the activations, scales.
+//
+// c[column][token] of the m16n8k16 product: the item's 16 columns are the rows of its A fragments, tokens the columns of B. EXL2: a step
+// per column and half unit, from the 4-bit code. GPTQ: the zero point goes into the constant that takes a field's offset off, where it
+// costs nothing, (code - zero) being exact in fp16; the scale is applied to the sum of a unit.
+#pragma once
+#include <cuda_fp16.h>
+
+#include <type_traits>
+
+#include "cuda/blob/blob.h"
+#include "cuda/blob/fields.cuh"
+#include "cuda/runtime/pdl.cuh"
+
+namespace exl2nb {
+
+enum GemvPath { kBulk = 0, kAsync = 1, kPlain = 2 };
+
+// c += A B for one k-step of 16; START: c = A B.
+template <int PATH, bool START>
+__device__ __forceinline__ void mma(float (&c)[4], const uint32_t* a, uint32_t b0, uint32_t b1) {
+  const float z0 = START ? 0.f : c[0], z1 = START ? 0.f : c[1], z2 = START ? 0.f : c[2], z3 = START ? 0.f : c[3];
+#if __CUDA_ARCH__ >= 800
+  if constexpr (PATH != kPlain) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%11,%12,%13};"
+                 : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(z0), "f"(z1), "f"(z2), "f"(z3));
+    return;
+  }
+#endif
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%7,%8,%9,%10};"
+               : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+               : "r"(a[0]), "r"(a[1]), "r"(b0), "f"(z0), "f"(z1), "f"(z2), "f"(z3));
+  asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
+               : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+               : "r"(a[2]), "r"(a[3]), "r"(b1));
+}
+
+// The format's step of a scale code: fp16((code + 1)^2 * unit).
+__device__ __forceinline__ half2 steps_of(uint32_t code, half unit) {
+  uint32_t v = lop_and_or(code | (code << 12), 0x000f000fu, 0x64006400u);
+  const half2 s = __hadd2(*reinterpret_cast<half2*>(&v), __float2half2_rn(-1023.f));
+  return __hmul2(__hmul2(s, s), __half2half2(unit));
+}
+
+template <int B>
+__device__ __forceinline__ void load_unit(const uint8_t* p, int lane, uint32_t* w) {
+  if constexpr (B >= 4) {
+    const uint4 v = *reinterpret_cast<const uint4*>(p + lane * 16);
+    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+  }
+  if constexpr (B == 8) {
+    const uint4 v = *reinterpret_cast<const uint4*>(p + 512 + lane * 16);
+    w[4] = v.x, w[5] = v.y, w[6] = v.z, w[7] = v.w;
+  }
+  if constexpr (B == 6) {
+    const uint2 v = *reinterpret_cast<const uint2*>(p + 512 + lane * 8);
+    w[4] = v.x, w[5] = v.y;
+  }
+  if constexpr (B == 5) w[4] = *reinterpret_cast<const uint32_t*>(p + 512 + lane * 4);
+  if constexpr (B == 2 || B == 3) {
+    const uint2 v = *reinterpret_cast<const uint2*>(p + lane * 8);
+    w[0] = v.x, w[1] = v.y;
+  }
+  if constexpr (B == 3) w[2] = *reinterpret_cast<const uint32_t*>(p + 256 + lane * 4);
+}
+
+// This lane's activations of 32 stored rows; zero for a token that is not there.
+template <bool STAGED>
+__device__ __forceinline__ uint4 load_x(const half* x, bool live) {
+  uint4 v = make_uint4(0, 0, 0, 0);
+  if (live) {
+    if constexpr (STAGED)
+      v = *reinterpret_cast<const uint4*>(x);
+    else
+      v = __ldcg(reinterpret_cast<const uint4*>(x));
+  }
+  return v;
+}
+
+__device__ __forceinline__ void add_scaled(float (&y)[4], const float (&acc)[4], half2 step) {
+  const float2 f = __half22float2(step);
+  y[0] = fmaf(acc[0], f.x, y[0]);
+  y[1] = fmaf(acc[1], f.x, y[1]);
+  y[2] = fmaf(acc[2], f.y, y[2]);
+  y[3] = fmaf(acc[3], f.y, y[3]);
+}
+
+// An item: y of column g for tokens 2t, 2t + 1, then of column g + 8.
+template <int PATH, int B, bool STAGED, bool ONE>
+__device__ __forceinline__ void compute(const uint8_t* st, int units, const half2* steps, const half* x, bool live, int lane,
+                                        float (&y)[4]) {
+  if constexpr (B == 16) {
+    for (int i = 0; i < units; i++, st += 2048, x += 64) {
+      const uint4 xa = load_x<STAGED>(x, live), xb = load_x<STAGED>(x + 32, live);
+      uint32_t h[16];
+#pragma unroll
+      for (int s = 0; s < 4; s++) *reinterpret_cast<uint4*>(h + 4 * s) = *reinterpret_cast<const uint4*>(st + s * 512 + lane * 16);
+      mma<PATH, false>(y, h, xa.x, xa.y);
+      mma<PATH, false>(y, h + 4, xa.z, xa.w);
+      mma<PATH, false>(y, h + 8, xb.x, xb.y);
+      mma<PATH, false>(y, h + 12, xb.z, xb.w);
+    }
+  } else {
+    const uint8_t* codes = st + units * (128 * B) + (lane >> 2) * (ONE ? 1 : 2);
+#pragma unroll 1
+    for (int i = 0; i < units; i++) {
+      uint32_t w[B], h[16];
+      const uint4 xa = load_x<STAGED>(x + i * 64, live), xb = load_x<STAGED>(x + i * 64 + 32, live);
+      load_unit<B>(st + i * (128 * B), lane, w);
+      const half2 unit = steps[i];
+      dq<B>(w, h);
+      take_offsets<B>(h);
+      float a[4], b[4];
+      mma<PATH, true>(a, h, xa.x, xa.y);
+      mma<PATH, true>(b, h + 8, xb.x, xb.y);
+      mma<PATH, false>(a, h + 4, xa.z, xa.w);
+      mma<PATH, false>(b, h + 12, xb.z, xb.w);
+      if constexpr (ONE) {
+        const half2 step = steps_of(codes[i * 8], __low2half(unit));
+#pragma unroll
+        for (int j = 0; j < 4; j++) a[j] += b[j];
+        add_scaled(y, a, step);
+      } else {
+        const uint32_t c = *reinterpret_cast<const uint16_t*>(codes + i * 16);
+        add_scaled(y, a, steps_of(c & 0xff, __low2half(unit)));
+        add_scaled(y, b, steps_of(c >> 8, __high2half(unit)));
+      }
+    }
+  }
+}
+
+// Of a GPTQ item: this lane's scales and zero points, columns g and g + 8; set: of the units' scale sets.
+struct GptqSet {
+  half2 scale, zero;
+};
+__device__ __forceinline__ GptqSet load_set(const uint8_t* sets, int set, int lane) {
+  const uint2 v = *reinterpret_cast<const uint2*>(sets + set * kGptqSet + (lane >> 2) * 8);
+  GptqSet s;
+  s.scale = *reinterpret_cast<const half2*>(&v.x), s.zero = *reinterpret_cast<const half2*>(&v.y);
+  return s;
+}
+
+template <int PATH, int B, bool STAGED, bool ONE>
+__device__ __forceinline__ void compute_gptq(const uint8_t* st, int units, int shift, const half* x, bool live, int lane, float (&y)[4]) {
+  const uint8_t* sets = st + units * (128 * B);
+#pragma unroll 1
+  for (int i = 0; i < units; i++) {
+    uint32_t w[B], h[16];
+    const uint4 xa = load_x<STAGED>(x + i * 64, live), xb = load_x<STAGED>(x + i * 64 + 32, live);
+    load_unit<B>(st + i * (128 * B), lane, w);
+    const GptqSet first = load_set(sets, ONE ? i >> shift : 2 * i, lane);
+    const GptqSet second = ONE ? first : load_set(sets, 2 * i + 1, lane);
+    dq<B>(w, h);
+    take_zeros<B>(h, first.zero, second.zero);
+    float a[4], b[4];
+    mma<PATH, true>(a, h, xa.x, xa.y);
+    mma<PATH, true>(b, h + 8, xb.x, xb.y);
+    mma<PATH, false>(a, h + 4, xa.z, xa.w);
+    mma<PATH, false>(b, h + 12, xb.z, xb.w);
+    if constexpr (ONE) {
+#pragma unroll
+      for (int j = 0; j < 4; j++) a[j] += b[j];
+      add_scaled(y, a, first.scale);
+    } else {
+      add_scaled(y, a, first.scale);
+      add_scaled(y, b, second.scale);
+    }
+  }
+}
+
+// An item of the image in four registers: fields are taken out where they are used, which costs less than keeping them apart.
+struct ItemWords {
+  uint4 words;
+  __device__ __forceinline__ explicit ItemWords(const Item& item) : words(*reinterpret_cast<const uint4*>(&item)) {}
+  __device__ __forceinline__ int block() const { return words.y & 0xffff; }
+  __device__ __forceinline__ int bits() const { return words.y >> 16 & 0xff; }
+  __device__ __forceinline__ int units() const { return words.y >> 24; }
+  __device__ __forceinline__ int unit0() const { return words.z >> 16; }
+  __device__ __forceinline__ bool one() const { return words.w & 0xff; }
+  __device__ __forceinline__ int scales() const { return words.w >> 16 & 0xff; }
+};
+
+// Any item. st: its bytes; steps: of its first unit; x: this lane's activations of its first row.
+template <int PATH, bool STAGED>
+__device__ __forceinline__ void compute_item(const ItemWords& it, const uint8_t* st, const half2* steps, const half* x, bool live, int lane,
+                                             float (&y)[4]) {
+  const int bits = it.bits(), units = it.units();
+  auto exl2 = [&](auto one) {
+    constexpr bool kOne = decltype(one)::value;
+    switch (bits) {
+      case 3:
+        return compute<PATH, 3, STAGED, kOne>(st, units, steps, x, live, lane, y);
+      case 5:
+        return compute<PATH, 5, STAGED, kOne>(st, units, steps, x, live, lane, y);
+      case 2:
+        return compute<PATH, 2, STAGED, kOne>(st, units, steps, x, live, lane, y);
+      case 6:
+        return compute<PATH, 6, STAGED, kOne>(st, units, steps, x, live, lane, y);
+      case 8:
+        return compute<PATH, 8, STAGED, kOne>(st, units, steps, x, live, lane, y);
+      default:
+        return compute<PATH, 16, STAGED, true>(st, units, steps, x, live, lane, y);
+    }
+  };
+  auto gptq = [&](auto one) {
+    constexpr bool kOne = decltype(one)::value;
+    const int shift = it.scales() - 1;
+    switch (bits) {
+      case 4:
+        return compute_gptq<PATH, 4, STAGED, kOne>(st, units, shift, x, live, lane, y);
+      case 3:
+        return compute_gptq<PATH, 3, STAGED, kOne>(st, units, shift, x, live, lane, y);
+      case 2:
+        return compute_gptq<PATH, 2, STAGED, kOne>(st, units, shift, x, live, lane, y);
+      default:
+        return compute_gptq<PATH, 8, STAGED, kOne>(st, units, shift, x, live, lane, y);
+    }
+  };
+  if (it.scales() == 0) {
+    if (it.one()) {
+      if (bits == 4)  // the usual one first
+        compute<PATH, 4, STAGED, true>(st, units, steps, x, live, lane, y);
+      else
+        exl2(std::true_type{});
+    } else if (bits == 4) {
+      compute<PATH, 4, STAGED, false>(st, units, steps, x, live, lane, y);
+    } else {
+      exl2(std::false_type{});
+    }
+  } else if (it.one()) {
+    gptq(std::true_type{});
+  } else {
+    gptq(std::false_type{});
+  }
+}
+
+}  // namespace exl2nb

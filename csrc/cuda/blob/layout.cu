@@ -1,0 +1,319 @@
+#include "cuda/blob/layout.h"
+
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "cuda/gemm/stream_k/fragment.cuh"
+
+namespace exl2nb {
+namespace {
+
+uint16_t bits_of(half h) {
+  uint16_t v;
+  std::memcpy(&v, &h, 2);
+  return v;
+}
+float value_of(uint16_t bits) {
+  half h;
+  std::memcpy(&h, &bits, 2);
+  return __half2float(h);
+}
+
+// What no warp may share with another: a unit, or the two units of a scale set.
+struct Piece {
+  int block, bits, units;
+  bool one, lone;
+  int scales = 0;
+  // Codes of the scales, or scale sets, of n pieces.
+  int extra(int n) const {
+    if (bits == 16) return 0;
+    return scales ? n * (one ? 1 : 2) * kGptqSet : (n * (one ? 8 : 16) + 15) / 16 * 16;
+  }
+  int bytes(int n) const { return n * units * bits * 128 + extra(n); }
+  bool like(const Piece& p) const { return bits == p.bits && units == p.units && one == p.one && scales == p.scales && !lone && !p.lone; }
+};
+
+// Equal pieces that follow one another.
+struct Run {
+  const Piece* first;
+  int pieces, most, items;                                                  // most: pieces of an item
+  int bytes() const { return first->bytes((pieces + items - 1) / items); }  // of its largest item
+};
+std::vector<Run> runs_of(const std::vector<Piece>& pieces) {
+  std::vector<Run> runs;
+  for (const Piece& p : pieces) {
+    if (!runs.empty() && p.like(*runs.back().first)) {
+      runs.back().pieces++;
+      continue;
+    }
+    int most = 1;
+    while ((most + 1) * p.units <= kItemUnits && p.bytes(most + 1) <= kSlot) most++;
+    runs.push_back({&p, 1, most, 1});
+  }
+  return runs;
+}
+
+// As few times kWarps items as hold all pieces, of about the same bytes where there is a choice; every warp gets about as many of them.
+void make_items(PartPlan& p, const std::vector<Piece>& pieces) {
+  std::vector<Run> runs = runs_of(pieces);
+  int items = 0, unit = 0;
+  for (Run& r : runs) items += r.items = (r.pieces + r.most - 1) / r.most;
+  for (const int wanted = (items + kWarps - 1) / kWarps * kWarps; items < wanted; items++) {
+    const auto can = [](const Run& r) { return r.items < r.pieces; };
+    const auto largest =
+        std::max_element(runs.begin(), runs.end(), [&](const Run& a, const Run& b) { return can(a) * a.bytes() < can(b) * b.bytes(); });
+    if (!can(*largest)) break;
+    largest->items++;
+  }
+  for (const Run& r : runs)
+    for (int i = 0, from = 0; i < r.items; i++) {
+      const int end = (i + 1) * r.pieces / r.items, n = end - from;
+      const Piece& first = r.first[from];
+      Item it{};
+      it.offset = static_cast<uint32_t>(p.strip_bytes), it.block = static_cast<uint16_t>(first.block);
+      it.bits = static_cast<uint8_t>(first.bits), it.units = static_cast<uint8_t>(n * first.units), it.one = first.one,
+      it.lone = first.lone;
+      it.scales = static_cast<uint8_t>(first.scales), it.unit0 = static_cast<uint16_t>(unit),
+      it.bytes = static_cast<uint16_t>(first.bytes(n));
+      p.strip_bytes += it.bytes;
+      p.items.push_back(it);
+      unit += it.units, from = end;
+    }
+  for (int w = 0; w <= kWarps; w++) p.ends.push_back(static_cast<uint16_t>(w * items / kWarps));
+}
+
+struct Block {  // of 32 rows
+  int bits, group;
+};
+std::vector<Block> blocks_of(const std::vector<Group>& groups) {
+  std::vector<Block> blocks;
+  for (size_t g = 0; g < groups.size(); g++)
+    for (int r = 0; r < groups[g].rows; r += 32) blocks.push_back({groups[g].bits, static_cast<int>(g)});
+  return blocks;
+}
+
+}  // namespace
+
+PartPlan plan_exl2(const std::vector<Group>& groups, const std::vector<uint16_t>& scale_max, double prescale, int outputs,
+                   std::vector<int> perm) {
+  PartPlan p;
+  p.outputs = outputs, p.perm = std::move(perm);
+  std::vector<uint16_t> step;
+  for (size_t g = 0; g < groups.size(); g++)
+    step.push_back(bits_of(__float2half_rn(static_cast<float>(static_cast<double>(value_of(scale_max[g])) * prescale / 256.0))));
+  const std::vector<Block> blocks = blocks_of(groups);
+  std::vector<Piece> units;
+  for (size_t b = 0; b < blocks.size();) {
+    const bool lone = b + 1 == blocks.size() || blocks[b + 1].bits != blocks[b].bits;
+    const bool one = !lone && b % 2 == 0 && blocks[b + 1].group == blocks[b].group;
+    units.push_back({static_cast<int>(b), blocks[b].bits, 1, one, lone});
+    p.steps.push_back(step[blocks[b].group] | (lone ? 0u : static_cast<uint32_t>(step[blocks[b + 1].group]) << 16));
+    b += lone ? 1 : 2;
+  }
+  make_items(p, units);
+  return p;
+}
+
+PartPlan plan_gptq(const std::vector<Group>& groups, int outputs, std::vector<int> perm) {
+  PartPlan p;
+  p.outputs = outputs, p.perm = std::move(perm);
+  const std::vector<Block> blocks = blocks_of(groups);
+  const auto same = [&](size_t first, size_t count) {
+    return first + count <= blocks.size() && blocks[first + count - 1].group == blocks[first].group;
+  };
+  std::vector<Piece> pieces;
+  size_t units = 0;
+  for (size_t b = 0; b < blocks.size();) {
+    Piece piece{static_cast<int>(b), blocks[b].bits, 1, same(b, 2), b + 1 == blocks.size(), 1};
+    if (same(b, 4)) piece.units = piece.scales = 2;
+    pieces.push_back(piece);
+    units += static_cast<size_t>(piece.units), b += static_cast<size_t>(2 * piece.units);
+  }
+  p.steps.assign(units, 0);
+  make_items(p, pieces);
+  return p;
+}
+
+PartPlan plan_dense(int K, int outputs) {
+  PartPlan p;
+  p.outputs = outputs, p.dense = 1;
+  const int units = (K + 63) / 64;
+  p.steps.assign(static_cast<size_t>(units), 0x3c003c00u);
+  std::vector<Piece> list;
+  for (int u = 0; u < units; u++) list.push_back({2 * u, 16, 1, true, false});
+  make_items(p, list);
+  return p;
+}
+
+namespace {
+
+// Rows of the permutations and their inverses, one pair after the other; the identity is written out, short ones are filled up with K.
+std::vector<int> permutation_table(const std::vector<std::vector<int>>& perms, int K, size_t rows) {
+  std::vector<int> table;
+  for (auto perm : perms) {
+    if (perm.empty())
+      for (int i = 0; i < K; i++) perm.push_back(i);
+    perm.resize(rows, K);
+    std::vector<int> inverse(static_cast<size_t>(K));
+    for (size_t i = 0; i < rows; i++)
+      if (perm[i] < K) inverse[static_cast<size_t>(perm[i])] = static_cast<int>(i);
+    table.insert(table.end(), perm.begin(), perm.end());
+    table.insert(table.end(), inverse.begin(), inverse.end());
+  }
+  return table;
+}
+
+// What a kernel copies to shared memory: items, steps and the warps' ends of all parts.
+struct Image {
+  std::vector<Item> items;
+  std::vector<uint32_t> steps;
+  std::vector<uint16_t> ends;
+
+  void add(const PartPlan& p, GpuPart& s) {
+    s.first_item = static_cast<int>(items.size()), s.num_items = static_cast<int>(p.items.size());
+    s.first_unit = static_cast<int>(steps.size()), s.num_units = static_cast<int>(p.steps.size());
+    for (size_t w = 0; w < kEnds; w++) ends.push_back(static_cast<uint16_t>(s.first_item + p.ends[std::min(w, p.ends.size() - 1)]));
+    for (Item it : p.items) {
+      it.unit0 = static_cast<uint16_t>(it.unit0 + s.first_unit);
+      items.push_back(it);
+    }
+    steps.insert(steps.end(), p.steps.begin(), p.steps.end());
+  }
+  std::vector<uint8_t> bytes(int num_parts) const {
+    const int num_items = static_cast<int>(items.size()), num_units = static_cast<int>(steps.size());
+    std::vector<uint8_t> image(static_cast<size_t>(image_bytes(num_items, num_units, num_parts)), 0);
+    std::memcpy(image.data(), items.data(), items.size() * sizeof(Item));
+    std::memcpy(image.data() + image_steps(num_items), steps.data(), steps.size() * 4);
+    std::memcpy(image.data() + image_ends(num_items, num_units), ends.data(), ends.size() * 2);
+    return image;
+  }
+};
+
+// Whether a strip is kWarps small items that can be taken by twos.
+bool in_pairs(const PartPlan& p) {
+  if (p.dense || p.items.size() != kWarps) return false;
+  for (size_t i = 0; i < p.items.size(); i++) {
+    const Item &it = p.items[i], &first = p.items[i & ~size_t{1}];
+    if (!it.one || it.scales || it.units != kPairUnits || it.bits != first.bits || it.block != first.block + 2 * kPairUnits * (i & 1))
+      return false;
+  }
+  return true;
+}
+
+// As few pieces as hold at most kWarps items, about equally many each.
+void set_pieces(const PartPlan& p, GpuPart& s) {
+  const int items = static_cast<int>(p.items.size());
+  s.pairs = in_pairs(p);
+  s.pieces = (items + kWarps - 1) / kWarps, s.piece_items = (items + s.pieces - 1) / s.pieces;
+  for (int i = 0; i < items; i += s.piece_items)
+    for (int half = i; half < std::min(i + s.piece_items, items); half += kWarps / 2) {
+      const Item& last = p.items[static_cast<size_t>(std::min({half + kWarps / 2, i + s.piece_items, items}) - 1)];
+      s.piece_bytes = std::max(s.piece_bytes, static_cast<int32_t>(last.offset + last.bytes - p.items[static_cast<size_t>(half)].offset));
+    }
+}
+
+// Rows that are alike, for those who share out work by what it costs.
+void set_runs(const PartPlan& p, GpuPart& s) {
+  int n = 0;
+  for (const Item& it : p.items) {
+    const GpuRun like{it.units, it.bits, static_cast<uint8_t>(!it.one), it.scales, {}};
+    GpuRun& run = s.runs[n];
+    const bool same = run.bits == like.bits && run.halves == like.halves && run.scales == like.scales;
+    if (run.units && (same || n + 1 == kRuns))
+      run.units = static_cast<uint16_t>(run.units + like.units);
+    else
+      s.runs[n += run.units != 0] = like;
+  }
+}
+
+}  // namespace
+
+std::string plan_blob(int K, const std::vector<PartPlan>& parts, BlobPlan& out) {
+  if (parts.empty() || parts.size() > kMaxParts) return "a blob has 1 to " + std::to_string(kMaxParts) + " parts";
+  std::vector<std::vector<int>> perms;  // distinct; the identity only beside others
+  std::vector<int> which;
+  for (const auto& p : parts) {
+    auto found = std::find(perms.begin(), perms.end(), p.perm);
+    which.push_back(static_cast<int>(found - perms.begin()));
+    if (found == perms.end()) perms.push_back(p.perm);
+  }
+  if (perms.size() > kMaxPerms) return "the parts have more than " + std::to_string(kMaxPerms) + " different permutations";
+  size_t rows = static_cast<size_t>(K);
+  for (const auto& perm : perms) rows = std::max(rows, perm.size());
+  std::vector<uint8_t>& m = out.meta;
+  m.assign(static_cast<size_t>(align256(sizeof(GpuHeader) + parts.size() * sizeof(GpuPart))), 0);
+  auto put = [&](const void* data, size_t bytes) {
+    const int64_t at = static_cast<int64_t>(m.size());
+    m.resize(static_cast<size_t>(align256(at + static_cast<int64_t>(bytes))), 0);
+    std::memcpy(m.data() + at, data, bytes);
+    return at;
+  };
+  GpuHeader& h = out.header;
+  h = {};
+  h.magic = kGpuMagic, h.version = kGpuVersion, h.K = K, h.num_parts = static_cast<int>(parts.size()),
+  h.num_perms = static_cast<int>(perms.size()), h.stored = static_cast<int>(rows);
+  if (perms.size() > 1 || !perms[0].empty()) {
+    const std::vector<int> table = permutation_table(perms, K, rows);
+    h.perms = put(table.data(), table.size() * 4);
+  }
+  out.parts.assign(parts.size(), {});
+  int columns = 0, strips = 0;
+  Image image;
+  for (size_t i = 0; i < parts.size(); i++) {
+    const PartPlan& p = parts[i];
+    GpuPart& s = out.parts[i];
+    s.outputs = p.outputs, s.strips = (p.outputs + 15) / 16, s.first_column = columns, s.first_strip = strips;
+    s.perm = which[i], s.dense = p.dense, s.strip_bytes = p.strip_bytes;
+    image.add(p, s);
+    set_pieces(p, s);
+    set_runs(p, s);
+    columns += s.outputs, strips += s.strips;
+  }
+  if (image.steps.size() > 65535) return "the blob has too many rows";
+  h.num_items = static_cast<int>(image.items.size()), h.num_units = static_cast<int>(image.steps.size());
+  const std::vector<uint8_t> bytes = image.bytes(h.num_parts);
+  h.image = put(bytes.data(), bytes.size());
+  int64_t at = static_cast<int64_t>(m.size());
+  for (auto& s : out.parts) {
+    s.data = at;
+    at = align256(at + s.strips * s.strip_bytes);
+  }
+  h.N = columns, h.bytes = at;
+  std::memcpy(m.data(), &h, sizeof(h));
+  std::memcpy(m.data() + sizeof(h), out.parts.data(), out.parts.size() * sizeof(GpuPart));
+  return "";
+}
+
+std::vector<PartPlan> read_parts(const std::vector<uint8_t>& meta) {
+  const auto& h = *reinterpret_cast<const GpuHeader*>(meta.data());
+  const auto* parts = reinterpret_cast<const GpuPart*>(meta.data() + sizeof(GpuHeader));
+  std::vector<PartPlan> plans;
+  for (int i = 0; i < h.num_parts; i++) {
+    const GpuPart& s = parts[i];
+    PartPlan p;
+    const uint8_t* image = meta.data() + h.image;
+    const auto* items = reinterpret_cast<const Item*>(image) + s.first_item;
+    const auto* steps = reinterpret_cast<const uint32_t*>(image + image_steps(h.num_items)) + s.first_unit;
+    const auto* ends = reinterpret_cast<const uint16_t*>(image + image_ends(h.num_items, h.num_units)) + i * kEnds;
+    p.items.assign(items, items + s.num_items);
+    for (Item& it : p.items) it.unit0 = static_cast<uint16_t>(it.unit0 - s.first_unit);
+    for (int w = 0; w <= kWarps; w++) p.ends.push_back(static_cast<uint16_t>(ends[w] - s.first_item));
+    p.steps.assign(steps, steps + s.num_units);
+    p.strip_bytes = s.strip_bytes, p.outputs = s.outputs, p.dense = s.dense;
+    if (h.perms) {
+      const int* perm = reinterpret_cast<const int*>(meta.data() + h.perms) + static_cast<int64_t>(s.perm) * (h.stored + h.K);
+      int rows = h.stored;
+      while (rows > h.K && std::all_of(perm + rows - 32, perm + rows, [&](int k) { return k == h.K; })) rows -= 32;  // another part's
+      p.perm.assign(perm, perm + rows);
+      bool identity = rows == h.K;
+      for (int k = 0; k < h.K && identity; k++) identity = perm[k] == k;
+      if (identity) p.perm.clear();
+    }
+    plans.push_back(std::move(p));
+  }
+  return plans;
+}
+
+}  // namespace exl2nb

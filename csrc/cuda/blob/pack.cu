@@ -1,0 +1,124 @@
+// From the tensors of a file to the layout of blob.h, on the GPU: one thread per (unit, lane) gathers its 32 codes and places their bits.
+#include <cuda_fp16.h>
+
+#include "cuda/blob/blob.h"
+#include "cuda/blob/fields.cuh"
+#include "cuda/blob/place.cuh"
+#include "cuda/runtime/launch.h"
+
+namespace exl2nb {
+namespace {
+
+struct Source {
+  const uint32_t *q_weight, *q_scale;
+  const int* row_word;  // per 32 stored rows: first word row, bits, group
+  const int* row_group;
+  int K, N, outputs;
+};
+
+__global__ void pack_units(Source s, const Item* items, const int* item_of_unit, int units, uint8_t* strips, int64_t strip_bytes) {
+  const int strip = blockIdx.x, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  for (int u = threadIdx.x >> 5; u < units; u += blockDim.x >> 5) {
+    const Item it = items[item_of_unit[u]];
+    const int i = u - it.unit0, b = it.bits;
+    const int block = it.block + 2 * i, blocks = s.K / 32;
+    const bool second = !it.lone && block + 1 < blocks;
+    uint32_t words[8] = {};
+    for (int f = 0; f < 16; f++) {
+      const int ks = f / 4, r = f % 4;
+      const int row = ks * 16 + 2 * t + (r >> 1) * 8, column = strip * 16 + g + (r & 1) * 8;
+      for (int half_word = 0; half_word < 2; half_word++) {
+        const int k = row + half_word, at = block + k / 32;
+        uint32_t code = 1u << (b - 1);
+        if (column < s.N && (k < 32 || second)) {
+          const int bit = k % 32 * b, word = s.row_word[at] + bit / 32;
+          const uint32_t low = s.q_weight[static_cast<int64_t>(word) * s.N + column];
+          const uint32_t high = bit % 32 + b > 32 ? s.q_weight[static_cast<int64_t>(word + 1) * s.N + column] : 0;
+          code = __funnelshift_r(low, high, bit % 32) & ((1u << b) - 1);
+        }
+        for (int q = 0; q < b; q++) {
+          const Bit to = bit_of(b, f, q);
+          words[to.word] |= (code >> q & 1u) << ((to.bit + 16 * half_word) % 32);
+        }
+      }
+    }
+    uint8_t* out = strips + strip * strip_bytes + it.offset;
+    for (int w = 0; w < b; w++) *reinterpret_cast<uint32_t*>(out + i * b * 128 + plane(b, w, lane)) = words[w];
+    if (lane < 16) {
+      const int column_low = strip * 16 + (lane & 7), part = lane >> 3;
+      if (!(it.one && part)) {
+        uint32_t code = 0;
+        const int at = block + part;
+        if (part == 0 || second) {
+          const int group = s.row_group[at];
+          for (int side = 0; side < 2; side++) {
+            const int column = column_low + 8 * side;
+            if (column < s.N)
+              code |= (s.q_scale[static_cast<int64_t>(group) * (s.N / 8) + column / 8] >> (4 * (column % 8)) & 15u) << (4 * side);
+          }
+        }
+        out[it.units * b * 128 + (it.one ? i * 8 + (lane & 7) : i * 16 + (lane & 7) * 2 + part)] = static_cast<uint8_t>(code);
+      }
+    }
+  }
+}
+
+// Weights fp16, bf16 or fp32 (N, K) to fp16 units: lane's four registers of k-step s at s * 512 + lane * 16.
+template <class T>
+__global__ void pack_dense_units(const T* weight, int N, int K, int units, uint8_t* strips, int64_t strip_bytes) {
+  const int strip = blockIdx.x, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
+  for (int u = threadIdx.x >> 5; u < units; u += blockDim.x >> 5)
+    for (int ks = 0; ks < 4; ks++) {
+      half h[8];
+      for (int e = 0; e < 8; e++) {
+        const int r = e >> 1, k = u * 64 + ks * 16 + 2 * t + (r >> 1) * 8 + (e & 1), n = strip * 16 + g + (r & 1) * 8;
+        const float v = k < K && n < N ? static_cast<float>(weight[static_cast<int64_t>(n) * K + k]) : 0.f;
+        h[e] = __float2half_rn(v);
+      }
+      uint8_t* out = strips + strip * strip_bytes + u * 2048 + ks * 512 + lane * 16;
+      for (int e = 0; e < 8; e++) reinterpret_cast<half*>(out)[e] = h[e];
+    }
+}
+struct Bf16 {
+  uint16_t bits;
+  __device__ explicit operator float() const { return __uint_as_float(static_cast<uint32_t>(bits) << 16); }
+};
+
+const char* text(cudaError_t error) { return error == cudaSuccess ? nullptr : cudaGetErrorString(error); }
+
+}  // namespace
+
+const char* pack_exl2_launch(const void* q_weight, const void* q_scale, const int* row_word, const int* row_group, int K, int N,
+                             int outputs, const void* items, const int* item_of_unit, int units, int strips, void* data,
+                             int64_t strip_bytes, void* stream) {
+  const Source s{static_cast<const uint32_t*>(q_weight), static_cast<const uint32_t*>(q_scale), row_word, row_group, K, N, outputs};
+  pack_units<<<strips, 256, 0, static_cast<cudaStream_t>(stream)>>>(s, static_cast<const Item*>(items), item_of_unit, units,
+                                                                    static_cast<uint8_t*>(data), strip_bytes);
+  return text(cudaGetLastError());
+}
+
+const char* pack_dense_launch(const void* weight, int dtype, int N, int K, int units, int strips, void* data, int64_t strip_bytes,
+                              void* stream) {
+  const auto queue = static_cast<cudaStream_t>(stream);
+  auto* out = static_cast<uint8_t*>(data);
+  if (dtype == 0) pack_dense_units<<<strips, 256, 0, queue>>>(static_cast<const float*>(weight), N, K, units, out, strip_bytes);
+  if (dtype == 1) pack_dense_units<<<strips, 256, 0, queue>>>(static_cast<const half*>(weight), N, K, units, out, strip_bytes);
+  if (dtype == 2) pack_dense_units<<<strips, 256, 0, queue>>>(static_cast<const Bf16*>(weight), N, K, units, out, strip_bytes);
+  return text(cudaGetLastError());
+}
+
+const char* copy_out(void* host, const void* device, int64_t bytes, void* stream) {
+  const auto queue = static_cast<cudaStream_t>(stream);
+  if (auto* wrong = text(cudaMemcpyAsync(host, device, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, queue))) return wrong;
+  return text(cudaStreamSynchronize(queue));
+}
+const char* copy_in(void* device, const void* host, int64_t bytes, void* stream) {
+  const auto queue = static_cast<cudaStream_t>(stream);
+  if (auto* wrong = text(cudaMemcpyAsync(device, host, static_cast<size_t>(bytes), cudaMemcpyHostToDevice, queue))) return wrong;
+  return text(cudaStreamSynchronize(queue));
+}
+const char* copy_within(void* to, const void* from, int64_t bytes, void* stream) {
+  return text(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream)));
+}
+
+}  // namespace exl2nb

@@ -1,0 +1,88 @@
+// EXL2 codes to f16 weights, bit for bit what the format says (quant/FORMAT.md, "Reconstruction").
+//
+// A block owns one original row: it finds the row's stored place and group once, then each thread decodes whole columns. Reads: every
+// packed word by up to 32 / bits neighbouring blocks, from L2 all but once; writes 2 * K * N bytes in rows. A stored place outside the
+// matrix yields a row of NaN, never a read or write outside.
+#include <cuda_fp16.h>
+
+#include <vector>
+
+#include "cuda/runtime/launch.h"
+
+namespace exl2nb {
+namespace {
+
+__global__ void reconstruct_rows(const uint32_t* __restrict__ q_weight, int R, const uint32_t* __restrict__ q_scale,
+                                 const half* __restrict__ q_scale_max, const int16_t* __restrict__ q_groups, int G,
+                                 const int32_t* __restrict__ q_invperm, int K, int N, half* __restrict__ out) {
+  __shared__ int bits, word, bit, group;
+  const int row = blockIdx.x;
+  if (threadIdx.x == 0) {
+    int left = q_invperm[row];
+    group = -1;
+    for (int g = 0; g < G && left >= 0; g++) {
+      const int first = uint16_t(q_groups[2 * g + 1]), end = g + 1 < G ? uint16_t(q_groups[2 * g + 3]) : R;
+      const int b = q_groups[2 * g], rows = (end - first) * 32 / b;
+      if (left < rows) {
+        group = g, bits = b, word = first + left * b / 32, bit = left * b % 32;
+        break;
+      }
+      left -= rows;
+    }
+  }
+  __syncthreads();
+  half* const to = out + int64_t(row) * N;
+  if (group < 0) {
+    for (int n = threadIdx.x; n < N; n += blockDim.x) to[n] = __ushort_as_half(0x7e00);
+    return;
+  }
+  const half m = __float2half_rn(__half2float(q_scale_max[group]) * (1.0f / 256.0f));
+  for (int n = threadIdx.x; n < N; n += blockDim.x) {
+    const uint32_t low = q_weight[int64_t(word) * N + n];
+    const uint32_t high = bit + bits > 32 ? q_weight[int64_t(word + 1) * N + n] : 0;
+    const int code = int(__funnelshift_r(low, high, bit) & ((1u << bits) - 1));
+    const int index = int(q_scale[int64_t(group) * (N / 8) + n / 8] >> (4 * (n % 8))) & 15;
+    const half s = __hmul(__int2half_rn((index + 1) * (index + 1)), m);
+    to[n] = __hmul(__int2half_rn(code - (1 << (bits - 1))), s);
+  }
+}
+
+const char* check_groups(const std::vector<int16_t>& table, int64_t R, int64_t K) {
+  int64_t rows = 0, expected = 0;
+  const int64_t G = int64_t(table.size()) / 2;
+  for (int64_t g = 0; g < G; g++) {
+    const int64_t b = table[2 * g], first = uint16_t(table[2 * g + 1]), end = g + 1 < G ? uint16_t(table[2 * g + 3]) : R;
+    if (b != 2 && b != 3 && b != 4 && b != 5 && b != 6 && b != 8) return "a group has a width other than 2, 3, 4, 5, 6 or 8 bits";
+    if (first != expected || end <= first || end > R || (end - first) % b)
+      return "the groups do not follow one another through the packed rows";
+    rows += (end - first) * 32 / b;
+    expected = end;
+  }
+  return rows == K ? nullptr : "the rows of all groups are not the rows of q_invperm";
+}
+
+const char* text(cudaError_t error) { return error == cudaSuccess ? nullptr : cudaGetErrorString(error); }
+
+}  // namespace
+
+const char* reconstruct_launch(const int32_t* q_weight, int64_t R, const int32_t* q_scale, const void* q_scale_max, const int16_t* q_groups,
+                               int64_t G, const int32_t* q_invperm, int64_t K, int64_t N, void* out, void* stream) {
+  const auto queue = static_cast<cudaStream_t>(stream);
+  std::vector<int16_t> table(2 * G);
+  if (auto* wrong = text(cudaMemcpyAsync(table.data(), q_groups, table.size() * 2, cudaMemcpyDeviceToHost, queue))) return wrong;
+  if (auto* wrong = text(cudaStreamSynchronize(queue))) return wrong;
+  if (auto* wrong = check_groups(table, R, K)) return wrong;
+  reconstruct_rows<<<unsigned(K), 256, 0, queue>>>(reinterpret_cast<const uint32_t*>(q_weight), int(R),
+                                                   reinterpret_cast<const uint32_t*>(q_scale), static_cast<const half*>(q_scale_max),
+                                                   q_groups, int(G), q_invperm, int(K), int(N), static_cast<half*>(out));
+  return text(cudaGetLastError());
+}
+
+int device_error() {
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, reconstruct_rows);
+  cudaGetLastError();  // asked and answered: the next launch has nothing to do with it
+  return static_cast<int>(error);
+}
+
+}  // namespace exl2nb

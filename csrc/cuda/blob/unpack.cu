@@ -1,0 +1,165 @@
+// A blob back to a dense fp16 matrix (K, N), rows in original order: what prefill multiplies by.
+//
+// A warp decodes a unit of four neighbouring strips into shared memory, turned round by movmatrix, and writes whole lines: 128 bytes of a
+// row; a CTA's warps 512 bytes side by side. Bytes: the blob once, 2 * K * N written.
+#include <algorithm>
+
+#include "cuda/blob/blob.h"
+#include "cuda/blob/coded.cuh"
+#include "cuda/runtime/device.cuh"
+#include "cuda/runtime/launch.h"
+
+namespace exl2nb {
+namespace {
+
+constexpr int kStrips = 4, kUnpackWarps = 4, kUnitsPerWarp = 2;
+constexpr int kPitch = kStrips * 16 + 8;  // halves of a row in shared memory: four words on, so that eight rows lie in different banks
+
+struct Source {
+  const uint8_t* data;
+  const half2* steps;  // of all parts
+  const Item* items;   // of this part
+  const int* perm;     // of the stored rows, or null
+  int num_items, first_unit, num_units, strips, first_column, outputs, stored;
+  bool whole;  // its rows in the result begin at multiples of 16 bytes
+  int64_t strip_bytes;
+};
+struct Sources {
+  Source part[kMaxParts];
+};
+
+// The item that holds unit u: the last one that begins at or before it. Every lane looks at one, so that there is one trip to memory.
+__device__ __forceinline__ int item_of(const Source& P, int u, int lane) {
+  int before = 0;
+  for (int first = 0; first < P.num_items; first += 32) {
+    const bool begun = first + lane < P.num_items && P.items[first + lane].unit0 <= u;
+    before += __popc(__ballot_sync(0xffffffffu, begun));
+  }
+  return before - 1;
+}
+
+// The fragment's 8x8 matrices hold columns of the weights as rows; turned round, a lane has two neighbouring columns of one row.
+__device__ __forceinline__ uint32_t turned(uint32_t v) {
+  uint32_t r;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(r) : "r"(v));
+  return r;
+}
+
+// A warp's unit of `live` strips. from: the first strip's item.
+template <int B, bool GPTQ>
+__device__ __forceinline__ void decode_strips(const Source& P, const Item& it, const uint8_t* from, int live, int i, half2 unit, int lane,
+                                              half (*tile)[kPitch]) {
+  const int g = lane >> 2, t = lane & 3;
+  if (lane / 8 < live && lane % 8 < B)  // one trip to memory for all strips
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(from + lane / 8 * P.strip_bytes + i * (128 * B) + lane % 8 * 128));
+#pragma unroll 1
+  for (int j = 0; j < live; j++) {
+    Coded<B, GPTQ> coded;
+    coded.load(from + j * P.strip_bytes, it, i, lane);
+    uint32_t h[16];
+    coded.decode(unit, h);
+#pragma unroll
+    for (int f = 0; f < 16; f++)
+      *reinterpret_cast<uint32_t*>(&tile[(f >> 2) * 16 + (f >> 1 & 1) * 8 + g][j * 16 + (f & 1) * 8 + 2 * t]) = turned(h[f]);
+  }
+}
+static_assert(kStrips * 8 <= 32, "a lane asks for a line");
+
+__device__ __forceinline__ void decode_unit(const Source& P, const Item& it, const uint8_t* from, int live, int u, int lane,
+                                            half (*tile)[kPitch]) {
+  const half2 unit = P.steps[u];
+  const int i = u - it.unit0;
+#define EXL2NB_CASE(BITS, GPTQ) \
+  case BITS:                    \
+    return decode_strips<BITS, GPTQ>(P, it, from, live, i, unit, lane, tile);
+  if (it.scales) {
+    switch (it.bits) {
+      EXL2NB_CASE(2, true)
+      EXL2NB_CASE(3, true)
+      EXL2NB_CASE(4, true)
+      EXL2NB_CASE(8, true)
+    }
+  }
+  switch (it.bits) {
+    EXL2NB_CASE(2, false)
+    EXL2NB_CASE(3, false)
+    EXL2NB_CASE(4, false)
+    EXL2NB_CASE(5, false)
+    EXL2NB_CASE(6, false)
+    EXL2NB_CASE(8, false)
+    EXL2NB_CASE(16, false)
+  }
+#undef EXL2NB_CASE
+}
+
+// Parts along z. Padding rows are not written.
+__global__ void __launch_bounds__(kUnpackWarps * 32, 6)
+    unpack_kernel(const __grid_constant__ Sources sources, int K, int64_t N, half* out) {
+  __shared__ __align__(16) half tiles[kUnpackWarps][64][kPitch];
+  const Source& P = sources.part[blockIdx.z];
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, strip = (blockIdx.x * kUnpackWarps + warp) * kStrips;
+  if (strip >= P.strips || static_cast<int>(blockIdx.y) * kUnitsPerWarp >= P.num_units) return;
+  half(*const tile)[kPitch] = tiles[warp];
+  const uint8_t* const data = P.data + strip * P.strip_bytes;
+  const int live = min(kStrips, P.strips - strip), columns = min(kStrips * 16, P.outputs - strip * 16);
+  const int begin = P.first_unit + blockIdx.y * kUnitsPerWarp, end = min(begin + kUnitsPerWarp, P.first_unit + P.num_units);
+  int at = item_of(P, begin, lane);
+  for (int u = begin; u < end; u++) {
+    if (P.items[at].unit0 + P.items[at].units <= u) at++;
+    const Item it = P.items[at];
+    const int stored = (it.block + 2 * (u - it.unit0)) * 32, rows = it.lone ? 32 : 64;
+    int row[2];  // of stored rows lane and 32 + lane; none: K
+#pragma unroll
+    for (int side = 0; side < 2; side++) {
+      const int s = stored + side * 32 + lane;
+      row[side] = s >= P.stored ? K : P.perm ? __ldg(P.perm + s) : s;
+    }
+    __syncwarp();
+    decode_unit(P, it, data + it.offset, live, u, lane, tile);
+    __syncwarp();
+    half* const to = out + P.first_column + strip * 16 + (lane & 7) * 8;
+    const int left = columns - (lane & 7) * 8;
+#pragma unroll
+    for (int side = 0; side < 2; side++) {
+      if (side * 32 >= rows) break;
+#pragma unroll 4
+      for (int k = 0; k < 32; k += 4) {
+        const int r = k + (lane >> 3), original = __shfl_sync(0xffffffffu, row[side], r);
+        if (original >= K || left <= 0) continue;
+        half* const place = to + original * N;
+        const half* const from = &tile[side * 32 + r][(lane & 7) * 8];
+        if (P.whole && left >= 8)
+          *reinterpret_cast<uint4*>(place) = *reinterpret_cast<const uint4*>(from);
+        else
+          for (int c = 0; c < min(left, 8); c++) place[c] = from[c];
+      }
+    }
+  }
+}
+
+}  // namespace
+
+const char* unpack_launch(const uint8_t* head, const uint8_t* blob, void* out, void* stream) {
+  const auto& h = *reinterpret_cast<const GpuHeader*>(head);
+  const auto* parts = reinterpret_cast<const GpuPart*>(head + sizeof(GpuHeader));
+  Sources sources{};
+  dim3 grid(1, 1, h.num_parts);
+  for (int p = 0; p < h.num_parts; p++) {
+    const GpuPart& s = parts[p];
+    Source& to = sources.part[p];
+    to.data = blob + s.data, to.steps = reinterpret_cast<const half2*>(blob + h.image + image_steps(h.num_items));
+    to.items = reinterpret_cast<const Item*>(blob + h.image) + s.first_item;
+    to.perm =
+        h.perms && !s.dense ? reinterpret_cast<const int*>(blob + h.perms) + s.perm * (static_cast<int64_t>(h.stored) + h.K) : nullptr;
+    to.num_items = s.num_items, to.first_unit = s.first_unit, to.num_units = s.num_units, to.strips = s.strips;
+    to.first_column = s.first_column, to.outputs = s.outputs, to.stored = to.perm ? h.stored : h.K, to.strip_bytes = s.strip_bytes;
+    to.whole = h.N % 8 == 0 && s.first_column % 8 == 0 && (reinterpret_cast<uintptr_t>(out) & 15) == 0;
+    constexpr int kPerCta = kStrips * kUnpackWarps;
+    grid.x = std::max<unsigned>(grid.x, (s.strips + kPerCta - 1) / kPerCta);
+    grid.y = std::max<unsigned>(grid.y, (s.num_units + kUnitsPerWarp - 1) / kUnitsPerWarp);
+  }
+  unpack_kernel<<<grid, kUnpackWarps * 32, 0, static_cast<cudaStream_t>(stream)>>>(sources, h.K, h.N, static_cast<half*>(out));
+  return error_text(cudaGetLastError());
+}
+
+}  // namespace exl2nb

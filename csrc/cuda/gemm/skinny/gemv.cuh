@@ -1,0 +1,450 @@
+// Few tokens times a weight blob, for every width in one kernel: the decode path's matrix product, with what comes after it.
+//
+// A CTA owns whole strips of 16 columns, its warps split the stored rows by bytes; nobody shares a column with another CTA, so there are no
+// atomics, and a token's result depends neither on timing nor on the tokens beside it. A warp streams its items (about 2 KB) through its
+// own ring in shared memory; the ring is filled before the kernel waits for its predecessor (programmatic dependent launch), so the memory
+// works while the previous kernel ends. Activations arrive permuted, in fp16, in fragment order (fragment.cuh): their producer writes them
+// so; or, for a norm that cannot ride on a product and few tokens, every CTA makes them from the residual's rows (norm.cuh). Bytes: the
+// strips once; 2 * K per token and CTA from L2, 4 * K where it makes them. Paths: bulk copies (sm_90 up), cp.async (sm_80), plain loads
+// (sm_75).
+#pragma once
+#include <cuda_fp16.h>
+
+#include "cuda/blob/blob.h"
+#include "cuda/blob/item.cuh"
+#include "cuda/gemm/norm.cuh"
+#include "cuda/gemm/stream_k/fragment.cuh"
+#include "cuda/moe/router.cuh"
+#include "cuda/runtime/pdl.cuh"
+
+namespace exl2nb {
+
+// Slots of a warp's ring; without asynchronous copies (sm_75, with 64 KB of shared memory) there is nothing to fill ahead.
+EXL2NB_BOTH constexpr int stages_of(int path) { return path == kPlain ? 1 : 2; }
+EXL2NB_BOTH constexpr int num_bars(int path) { return stages_of(path) * kWarps + 2; }  // of the rings, the activations and the image
+constexpr int kThreads = kWarps * 32, kMaxTokens = 8;
+static_assert(kMaxTokens <= kWarps, "a warp adds one token to the residual");
+static_assert(kThreads == kRowThreads, "a CTA holds a row");
+
+struct GemvPart {
+  const uint8_t* data;
+  int first_strip, strips, first_column, outputs, perm;
+  int shift, whole, rest;  // CTA b owns strip (b - shift) mod grid and every grid-th after it: `whole`, the first `rest` of them one more
+  int64_t strip_bytes;
+};
+
+enum Epilogue { kStore = 0, kResidual = 1, kActivation = 2 };
+
+struct GemvArgs {
+  GemvPart part[kMaxParts];
+  const uint8_t* head;                  // on the host: header and parts (blob.h)
+  const uint8_t* image;                 // items, steps and ends of all parts
+  int num_parts, strips, items, units;  // sums over the parts
+  int part_units[kMaxParts];
+  int epilogue;   // Epilogue
+  int tokens;     // 1 to 8
+  int grid;       // CTAs that share the strips
+  int owned;      // columns of the first part that a CTA owns, where it keeps something of each
+  int perms;      // copies of every token's activations
+  const half* x;  // [perm][token][stride]
+  int x_stride, x_perm_stride;
+  // Token m is row rows[m] of x and of the squares, at most last_row; null: row m.
+  const int* rows;
+  int last_row;
+  bool staged;  // x fits into shared memory
+  // Where from.x, and then staged: instead of x, made from this; inverse: of the input's copies, as in MatrixInput.
+  RowSource from;
+  const int* inverse[MatrixInput::kMaxPerms];
+  bool late;  // the next kernel starts when what this one waits for is complete, so that it need not wait for that
+  // Factor of every output: 1 / sqrt(mean of squares + eps), from the partial sums of squares [token][squares_count]; null = 1.
+  const float* squares;
+  int squares_count;
+  float inverse_width, eps;
+  const float* bias;
+  int flush;  // strips whose partial sums fit in shared memory
+  // kStore: out[token][column]
+  float* out;
+  int64_t out_stride;
+  // kResidual: residual[token][column] += scale * (y + bias); where next.x: its product with next_norm goes there, with partial squares.
+  float* residual;
+  int residual_stride;
+  float scale;
+  const float* next_norm;
+  float* next_squares;
+  RouterTap router;  // with next_norm, whose input then need not be written
+  // kActivation: act(gate) * up goes to next (parts 0 and 1), or act(up) where ungated
+  MatrixInput next;
+  int activation;
+  bool gated;
+};
+
+EXL2NB_BOTH inline int padded_image(const GemvArgs& A) { return (image_bytes(A.items, A.units, A.num_parts) + 15) / 16 * 16; }
+
+// A warp's way through its items: part after part, in each its strips, in each strip its items.
+struct Walk {
+  int part, item, first, end, left;  // left: strips of this part, this one included
+};
+
+// Who gets which strips: the parts follow one another around the grid, except gate and up, whose strips meet in one CTA. Divides once, so
+// that the kernels need not.
+EXL2NB_BOTH inline void share_out(GemvArgs& A) {
+  const bool paired = A.epilogue == kActivation && A.gated;
+  A.perms = 1;
+  for (int p = 0; p < A.num_parts; p++) {
+    GemvPart& P = A.part[p];
+    P.shift = paired ? 0 : P.first_strip % A.grid, P.whole = P.strips / A.grid, P.rest = P.strips % A.grid;
+    A.perms = P.perm < A.perms ? A.perms : P.perm + 1;
+  }
+  A.owned = A.epilogue == kStore ? 0 : (A.part[0].strips + A.grid - 1) / A.grid * 16;
+}
+
+// A CTA's shared memory beside the ring: the image of the matrix, and what it works with from `at` on.
+struct GemvShared {
+  const Item* items;
+  const half2* steps;
+  const uint16_t* ends;
+  float* factors;
+  float* partial;  // twice, so that one barrier a flush is enough
+  // For the outputs that this CTA owns of the first part: activations of gates, or old residuals; the next norm's weights; places.
+  float *kept, *norms;
+  int* places;
+  uint8_t* router;
+  half* xs;
+  int partial_size, owned;
+
+  // Bytes before xs.
+  static EXL2NB_BOTH int bytes(const GemvArgs& A) {
+    const int n = (kMaxTokens + 2 * A.flush * kWarps * 16 * A.tokens + A.owned * (A.tokens + 1 + A.next.num_perms)) * 4;
+    return (n + 15) / 16 * 16 + A.router.bytes(A.owned);
+  }
+  __device__ __forceinline__ GemvShared(const GemvArgs& A, const uint8_t* image, uint8_t* at) {
+    items = reinterpret_cast<const Item*>(image);
+    steps = reinterpret_cast<const half2*>(image + image_steps(A.items));
+    ends = reinterpret_cast<const uint16_t*>(image + image_ends(A.items, A.units));
+    partial_size = A.flush * kWarps * 16 * A.tokens, owned = A.owned;
+    factors = reinterpret_cast<float*>(at);
+    partial = factors + kMaxTokens;
+    kept = partial + 2 * partial_size;
+    norms = kept + owned * A.tokens;
+    places = reinterpret_cast<int*>(norms + owned);
+    xs = reinterpret_cast<half*>(at + bytes(A));
+    router = reinterpret_cast<uint8_t*>(xs) - A.router.bytes(owned);
+  }
+};
+
+// The first strip of part p that is CTA `block`'s.
+__device__ __forceinline__ int first_strip(const GemvArgs& A, int block, int p) {
+  const int s = block - A.part[p].shift;
+  return s < 0 ? s + A.grid : s;
+}
+// Enters part w.part, or the next one of which the CTA has strips: the first item of this warp.
+__device__ __forceinline__ void enter(const GemvArgs& A, const uint16_t* ends, int block, int warp, Walk& w) {
+#pragma unroll 1
+  for (; w.part < A.num_parts; w.part++) {
+    const GemvPart& P = A.part[w.part];
+    w.left = P.whole + (first_strip(A, block, w.part) < P.rest ? 1 : 0);
+    if (w.left == 0) continue;
+    w.first = w.item = ends[w.part * kEnds + warp];
+    w.end = ends[w.part * kEnds + warp + 1];
+    return;
+  }
+}
+
+// What a CTA needs to know of the outputs it owns, and no earlier kernel writes. Code that runs once is not unrolled, here and below: the
+// first pass through it waits for instructions, about ten cycles for each.
+__device__ __forceinline__ void load_owned(const GemvArgs& A, const GemvShared& S, int block) {
+#pragma unroll 1
+  for (int i = threadIdx.x; i < S.owned; i += kThreads) {
+    const int column = (block + (i >> 4) * A.grid) * 16 + (i & 15);
+    if (column >= A.part[0].outputs) continue;
+    const float norm = A.next_norm ? __ldg(A.next_norm + column) : 0.f;
+    int row[kMaxPerms];  // every load before the first store: one trip to memory
+#pragma unroll
+    for (int p = 0; p < kMaxPerms; p++) row[p] = p < A.next.num_perms && A.next.inverse[p] ? __ldg(A.next.inverse[p] + column) : column;
+    if (A.next_norm) S.norms[i] = norm;
+#pragma unroll
+    for (int p = 0; p < kMaxPerms; p++)
+      if (p < A.next.num_perms) S.places[p * S.owned + i] = fragment_place(row[p]);
+  }
+}
+
+// Strips of the first part that are CTA `block`'s, where that begins with the first CTA.
+__device__ __forceinline__ int owned_strips(const GemvArgs& A, int block) { return A.part[0].whole + (block < A.part[0].rest ? 1 : 0); }
+
+__device__ __forceinline__ int row_of(const GemvArgs& A, int m) { return A.rows ? min(max(__ldcg(A.rows + m), 0), A.last_row) : m; }
+
+// The staged activations, as earlier kernels wrote them or from their rows. before: what needs no earlier kernel. put: true where the
+// copies are still under way and `bar` counts them.
+struct StagedInput {
+  static __device__ __forceinline__ void clear(const GemvArgs& A, const GemvShared& S) {
+    const int vectors = A.perms * A.tokens * A.x_stride / 8;
+    for (int v = threadIdx.x; v < vectors; v += kThreads) reinterpret_cast<uint4*>(S.xs)[v] = make_uint4(0, 0, 0, 0);
+  }
+  __device__ __forceinline__ void before(const GemvArgs& A, const GemvShared& S) const {
+    if (!A.from.x) return;
+    clear(A, S);
+    const auto touch = [&](const void* p) {  // into the cache
+      [[maybe_unused]] uint32_t none;
+      if (p)
+        for (int i = Row::place(0); i < A.from.norm.width; i += 4 * kThreads)
+          asm volatile("ld.global.nc.u32 %0,[%1];" : "=r"(none) : "l"(static_cast<const uint32_t*>(p) + i));
+    };
+    touch(A.from.norm.weight), touch(A.from.norm.bias), touch(A.from.post_norm);
+    for (int p = 0; p < MatrixInput::kMaxPerms; p++) touch(A.inverse[p]);
+  }
+  template <int PATH>
+  __device__ __forceinline__ bool put(const GemvArgs& A, const GemvShared& S, int block, [[maybe_unused]] uint64_t* bar) const {
+    const int M = A.tokens, rows = A.perms * M;
+    if (A.from.x) {
+      auto& sums = *reinterpret_cast<RowSums*>(S.partial);
+      Row row;
+      for (int m = 0; m < M; m++) {
+        row.load<false>(A.from, row_of(A, m), A.from.to && block == 0, sums);
+        row.norm<false>(A.from.norm, nullptr, sums, [&](int i, float4 v) {
+          put_input<false>(S.xs + m * A.x_stride, M * A.x_stride, A.perms, A.inverse, i, A.from.norm.width, v);
+        });
+      }
+      return false;
+    }
+    const auto row = [&](int r) {
+      const int perm = M == 1 ? r : r / M;
+      return A.x + static_cast<size_t>(perm) * A.x_perm_stride + static_cast<size_t>(row_of(A, r - perm * M)) * A.x_stride;
+    };
+    if constexpr (PATH == kBulk) {
+      static_assert(kMaxPerms * kMaxTokens <= 32, "a lane copies a row");
+      if (threadIdx.x < 32) {
+        if (threadIdx.x == 0) barrier_expect(bar, rows * A.x_stride * 2);
+        __syncwarp();
+        if (threadIdx.x < rows) bulk_copy(S.xs + threadIdx.x * A.x_stride, row(threadIdx.x), A.x_stride * 2, bar);
+      }
+      return true;
+    } else {
+#pragma unroll 1
+      for (int r = 0; r < rows; r++) {
+        const auto* from = reinterpret_cast<const uint4*>(row(r));
+        auto* to = reinterpret_cast<uint4*>(S.xs + r * A.x_stride);
+        for (int v = threadIdx.x; v < A.x_stride / 8; v += kThreads) to[v] = __ldcg(from + v);
+      }
+      return false;
+    }
+  }
+};
+
+// What else earlier kernels wrote: old residuals, the factors of the norm. Read after the barrier of the first flush.
+__device__ __forceinline__ void load_inputs(const GemvArgs& A, const GemvShared& S, int block, int warp, int lane) {
+  if (warp >= A.tokens) return;
+  float sum = 0.f;
+  if (A.squares) {
+    const float* const squares = A.squares + static_cast<size_t>(row_of(A, warp)) * A.squares_count;
+    for (int i = lane; i < A.squares_count; i += 32) sum += __ldcg(squares + i);
+  }
+  if (A.epilogue == kResidual) {
+#pragma unroll 1
+    for (int i = lane; i < S.owned; i += 32) {
+      const int column = (block + (i >> 4) * A.grid) * 16 + (i & 15);
+      if (column < A.part[0].outputs)
+        S.kept[warp * S.owned + i] = __ldcg(A.residual + static_cast<size_t>(warp) * A.residual_stride + column);
+    }
+  }
+  const float factor = A.squares ? rsqrtf(warp_sum(sum) * A.inverse_width + A.eps) : 1.f;
+  if (lane == 0) S.factors[warp] = factor;
+}
+
+// A warp's ring of items in shared memory, filled by whoever fetches.
+struct Ring {
+  uint8_t* slots;
+  uint64_t* bars;
+  int stages, slot;
+  uint32_t phase;
+};
+
+// The product and what comes after it. fetch: called when a slot is free again, by lane 0 (kBulk) or by the whole warp.
+template <int PATH, bool STAGED, class Fetch>
+__device__ __forceinline__ void multiply(const GemvArgs& A, const GemvShared& S, Ring& ring, int block, int warp, int lane, Fetch fetch) {
+  const int M = A.tokens, grid = A.grid, owned = S.owned;
+  const bool paired = A.epilogue == kActivation && A.gated;
+  const int g = lane >> 2, t = lane & 3;
+  const bool live = g < M;
+  const int row = !STAGED && live ? row_of(A, g) : g;
+  const half* const x_lane = STAGED ? S.xs + g * A.x_stride + t * 8 : A.x + static_cast<size_t>(row) * A.x_stride + t * 8;
+  Walk c;
+  c.part = 0;
+  float squares = 0.f;
+  float* sums = S.partial;
+  for (enter(A, S.ends, block, warp, c); c.part < A.num_parts; c.part++, enter(A, S.ends, block, warp, c)) {
+    const half* const x_part = x_lane + static_cast<size_t>(A.part[c.part].perm) * (STAGED ? M * A.x_stride : A.x_perm_stride);
+    const int count = c.left, strip0 = first_strip(A, block, c.part);
+    int before = 0, done = 0;  // strips of this part that are through; in this flush
+    ItemWords it(S.items[c.first < c.end ? c.first : 0]);
+    for (int s = 0; s < count; s++) {
+      float y[4] = {0, 0, 0, 0};
+      for (int n = c.first; n < c.end; n++) {
+        const uint8_t* st = ring.slots + ring.slot * kSlot;
+        const half* x = x_part + it.block() * 32;
+        const half2* u = S.steps + it.unit0();
+        const ItemWords next(S.items[n + 1 < c.end ? n + 1 : c.first]);
+        if constexpr (PATH == kBulk) barrier_wait(ring.bars + ring.slot, ring.phase);
+        if constexpr (PATH == kAsync) async_wait<stages_of(PATH) - 1>();
+        if constexpr (PATH != kBulk) __syncwarp();
+        compute_item<PATH, STAGED>(it, st, u, x, live, lane, y);
+        __syncwarp();
+        if (PATH != kBulk || lane == 0) fetch();
+        if (++ring.slot == ring.stages) {
+          ring.slot = 0;
+          ring.phase ^= 1;
+        }
+        it = next;
+      }
+      float* p = sums + (done * kWarps + warp) * 16 * M;
+      if (2 * t < M) p[2 * t * 16 + g] = y[0], p[2 * t * 16 + g + 8] = y[2];
+      if (2 * t + 1 < M) p[(2 * t + 1) * 16 + g] = y[1], p[(2 * t + 1) * 16 + g + 8] = y[3];
+      if (++done < A.flush && s + 1 < count) continue;
+      __syncthreads();
+      auto total = [&](int q, int m, int n) {  // strip q of this flush, token m, column n of 16: the warps in order
+        float v = 0.f;
+#pragma unroll
+        for (int w = 0; w < kWarps; w++) v += sums[((q * kWarps + w) * M + m) * 16 + n];
+        return v * S.factors[m];
+      };
+      auto put = [&](int m, int i, float v) {  // into the next matrix's input; i: of the owned outputs
+        const half h = saturated(v);
+#pragma unroll 1
+        for (int p = 0; p < A.next.num_perms; p++)
+          A.next.x[static_cast<size_t>(p) * A.next.perm_stride + static_cast<size_t>(m) * A.next.stride + S.places[p * owned + i]] = h;
+      };
+      const GemvPart& P = A.part[c.part];
+      if (A.epilogue == kResidual) {
+        if (warp < M) {
+#pragma unroll 1
+          for (int r = lane; r < done * 16; r += 32) {
+            const int i = before * 16 + r, column = (strip0 + (before + (r >> 4)) * grid) * 16 + (r & 15);
+            if (column < P.outputs) {
+              const float v = S.kept[warp * owned + i] + A.scale * (total(r >> 4, warp, r & 15) + (A.bias ? A.bias[column] : 0.f));
+              A.residual[static_cast<size_t>(warp) * A.residual_stride + column] = v;
+              S.kept[warp * owned + i] = v;
+              squares = fmaf(v, v, squares);
+              if (A.next_norm) put(warp, i, v * S.norms[i]);
+            }
+          }
+        }
+      } else {
+#pragma unroll 1
+        for (int e = threadIdx.x; e < done * 16 * M; e += kThreads) {
+          const int m = e / (done * 16), r = e - m * done * 16, i = before * 16 + r;
+          const int column = (strip0 + (before + (r >> 4)) * grid) * 16 + (r & 15);
+          if (column >= P.outputs) continue;
+          const float v = total(r >> 4, m, r & 15) + (A.bias ? A.bias[P.first_column + column] : 0.f);
+          if (A.epilogue == kStore)
+            A.out[m * A.out_stride + P.first_column + column] = v;
+          else if (paired && c.part == 0)
+            S.kept[m * owned + i] = activation(v, A.activation);
+          else
+            put(m, i, paired ? S.kept[m * owned + i] * v : activation(v, A.activation));
+        }
+      }
+      before += done, done = 0;
+      sums = sums == S.partial ? S.partial + S.partial_size : S.partial;
+    }
+  }
+  if (A.epilogue == kResidual) {
+    if (warp < M && A.next_norm) {
+      squares = warp_sum(squares);
+      if (lane == 0) A.next_squares[warp * grid + block] = squares;
+    }
+    if (A.router.out) tap_router<PATH>(A.router, S.kept, S.norms, S.router, M, owned, owned_strips(A, block), block, grid, warp, lane);
+  }
+}
+
+// A CTA's whole share of a product, as one of the grid's A.grid CTAs. shared: its dynamic shared memory. wait: called when everything that
+// no earlier kernel writes is under way; what follows it may read what they wrote. input: puts the staged activations in their place.
+template <int PATH, bool STAGED, class Wait, class Input>
+__device__ __forceinline__ void run_gemv(const GemvArgs& A, uint8_t* shared, int block, Wait wait, const Input& input) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  constexpr int kStages = stages_of(PATH);
+  uint8_t* const image = shared + kStages * kWarps * kSlot;
+  const int image_size = padded_image(A);
+  uint64_t* const bars = reinterpret_cast<uint64_t*>(image + image_size);
+  uint64_t *const x_bar = bars + kWarps * kStages, *const image_bar = x_bar + 1;
+  const GemvShared S(A, image, reinterpret_cast<uint8_t*>(bars + num_bars(PATH)));
+  Ring ring{shared + warp * kStages * kSlot, bars + warp * kStages, kStages, 0, 0};
+
+  if constexpr (PATH == kBulk) {
+    if (threadIdx.x == 0) {
+      barrier_init(x_bar, 1), barrier_init(image_bar, 1);
+      barrier_fence();
+      barrier_expect(image_bar, image_size);
+      bulk_copy(image, A.image, image_size, image_bar);
+    } else if (const int i = static_cast<int>(threadIdx.x) - 32; i >= 0 && i < kWarps * kStages) {
+      barrier_init(bars + i, 1);
+      barrier_fence();
+    }
+  } else {
+    for (int i = threadIdx.x; i < image_size / 16; i += kThreads)
+      reinterpret_cast<uint4*>(image)[i] = __ldg(reinterpret_cast<const uint4*>(A.image) + i);
+  }
+  load_owned(A, S, block);
+  if (A.router.out) fetch_router<PATH>(A.router, S.router, owned_strips(A, block), block, A.grid);
+  if constexpr (STAGED) input.before(A, S);
+  __syncthreads();
+  if constexpr (PATH == kBulk) barrier_wait(image_bar, 0);
+  Walk f;
+  f.part = 0, f.left = 0;
+  const uint8_t* f_strip = nullptr;
+  int64_t f_hop = 0;
+  auto f_enter = [&]() {
+    for (enter(A, S.ends, block, warp, f); f.part < A.num_parts && f.first == f.end; f.part++, enter(A, S.ends, block, warp, f)) {}
+    if (f.part < A.num_parts) {
+      f_hop = A.grid * A.part[f.part].strip_bytes;
+      f_strip = A.part[f.part].data + first_strip(A, block, f.part) * A.part[f.part].strip_bytes;
+    }
+  };
+  f_enter();
+  int f_slot = 0;
+  auto fetch = [&]() {
+    if (f.part < A.num_parts) {
+      const Item it = S.items[f.item];
+      uint8_t* const to = ring.slots + f_slot * kSlot;
+      if constexpr (PATH == kBulk) {
+        barrier_expect(ring.bars + f_slot, it.bytes);
+        bulk_copy(to, f_strip + it.offset, it.bytes, ring.bars + f_slot);
+      } else {
+        for (int b = lane * 16; b < it.bytes; b += 512) copy16<PATH == kAsync>(to + b, f_strip + it.offset + b);
+      }
+      f_slot = f_slot + 1 == kStages ? 0 : f_slot + 1;
+      if (++f.item == f.end) {
+        f.item = f.first;
+        f_strip += f_hop;
+        if (--f.left == 0) {
+          f.part++;
+          f_enter();
+        }
+      }
+    }
+    if constexpr (PATH == kAsync) async_commit();
+  };
+  if (PATH != kBulk || lane == 0)
+    for (int i = 0; i < kStages; i++) fetch();
+  wait();
+  bool copying = false;
+  if constexpr (STAGED) copying = input.template put<PATH>(A, S, block, x_bar);
+  load_inputs(A, S, block, warp, lane);
+  if (copying)
+    barrier_wait(x_bar, 0);
+  else if constexpr (STAGED)
+    __syncthreads();
+  multiply<PATH, STAGED>(A, S, ring, block, warp, lane, fetch);
+}
+
+// One kernel for every epilogue: the code of the product then stays in the instruction caches from one matrix to the next.
+template <int PATH, bool STAGED>
+__global__ void __launch_bounds__(kThreads, 1) gemv(const __grid_constant__ GemvArgs A) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  const auto wait = [&] {
+    if (!A.late) pdl_launch_dependents();
+    pdl_wait();
+    if (A.late) pdl_launch_dependents();
+  };
+  run_gemv<PATH, STAGED>(A, shared, blockIdx.x, wait, StagedInput());
+}
+
+}  // namespace exl2nb

@@ -1,0 +1,38 @@
+// A product by itself: rows in fp32 are rounded into the blob's order, then multiplied.
+#include <algorithm>
+
+#include "cuda/gemm/skinny/gemv.h"
+#include "cuda/gemm/stream_k/many.h"
+#include "cuda/runtime/elementwise.h"
+#include "cuda/runtime/launch.h"
+
+namespace exl2nb {
+
+int64_t linear_workspace(const uint8_t* head, int64_t tokens, bool many) {
+  const auto& h = *reinterpret_cast<const GpuHeader*>(head);
+  const auto T = static_cast<int>(tokens);
+  return (static_cast<int64_t>(std::max(1, h.num_perms)) * input_stride(h) * many_room(T) * 2 + 255) / 256 * 256 +
+         (many ? static_cast<int64_t>(many_workspace(T)) : 0);
+}
+
+const char* linear_launch(const uint8_t* head, const uint8_t* blob, const float* x, int64_t tokens, const float* bias, float* out,
+                          void* workspace, void* stream, bool many) {
+  const auto& h = *reinterpret_cast<const GpuHeader*>(head);
+  const auto queue = static_cast<cudaStream_t>(stream);
+  const int T = static_cast<int>(tokens);
+  MatrixInput in;
+  set_input(in, head, blob, static_cast<half*>(workspace), many_room(T));
+  uint8_t* const sums = static_cast<uint8_t*>(workspace) + linear_workspace(head, tokens, false);
+  GemvArgs a{};
+  set_weights(a, head, blob);
+  a.tokens = T;
+  in.group = many && many_takes(a) ? many_group(T) : 0;
+  RowsArgs rows{{}, nullptr, T, in};
+  rows.from.x = x, rows.from.norm.width = h.K;
+  if (const char* wrong = rows_launch(rows, T, queue, false)) return wrong;
+  a.x = in.x, a.x_stride = in.stride, a.x_perm_stride = in.perm_stride;
+  a.out = out, a.out_stride = h.N, a.bias = bias;
+  return in.group ? many_launch(a, in.group, {}, sums, queue, false) : gemv_launch(a, kStore, queue, false);
+}
+
+}  // namespace exl2nb

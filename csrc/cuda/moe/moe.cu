@@ -1,0 +1,250 @@
+#include "cuda/moe/moe.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "cuda/moe/moe_down.cuh"
+#include "cuda/moe/moe_up.cuh"
+#include "cuda/runtime/device.cuh"
+#include "cuda/runtime/launch.h"
+
+namespace exl2nb {
+namespace {
+
+// Words of the op (csrc/cpu/step.h).
+struct Routed {
+  const int64_t* w;
+  const int64_t* tables() const { return reinterpret_cast<const int64_t*>(w[4]); }
+  const ExpertTable& host(int kind) const { return *reinterpret_cast<const ExpertTable*>(tables()[2 * kind]); }
+  const ExpertMatrix* device(int kind) const { return reinterpret_cast<const ExpertTable*>(tables()[2 * kind + 1])->matrices(); }
+  int experts() const { return static_cast<int>(w[5]); }
+  int top_k() const { return static_cast<int>(w[6]); }
+  int pairs() const { return top_k() + (w[11] != 0); }  // of a token
+  float renormalize() const {
+    double d;
+    std::memcpy(&d, w + 7, 8);
+    return static_cast<float>(d);
+  }
+  bool layer_norm() const { return w[10] != 0; }
+  // Numbers in a row of router.cuh, and such rows of a part where the product before makes them.
+  static int stride(const GpuHeader& router) { return (router.N + 3) / 4 * 4; }
+  int rows() const { return w[1] == 0 || !layer_norm() ? 1 : w[9] != 0 ? 3 : 2; }
+  // CTAs of that product.
+  static int parts(const GpuHeader& router) { return std::min(num_sms(), (router.K + kStripColumns - 1) / kStripColumns); }
+  // Where what the first products leave begins in the op's room, behind what the router leaves.
+  size_t inner(const GpuHeader& router, int tokens) const {
+    return (static_cast<size_t>(tokens) * parts(router) * (rows() * stride(router) + 4) * 4 + 255) / 256 * 256;
+  }
+};
+
+// How many CTAs each pair gets, so that all have about the same number of strips; more than one wave only where there are more pairs.
+void share_out(UpArgs& e, const ExpertTable& table, int tokens) {
+  const int chosen = table.matrices()[0].part[0].strips, last = table.matrices()[table.count - 1].part[0].strips;
+  const bool shared = e.pairs > e.choice.top_k;
+  const int total = tokens * (e.choice.top_k * chosen + (shared ? last : 0)), sms = num_sms();
+  const auto parts = [](int strips, int per) { return (strips + per - 1) / per; };
+  int per = std::max(1, parts(total, sms));
+  while (per < std::max(chosen, last) && tokens * (e.choice.top_k * parts(chosen, per) + (shared ? parts(last, per) : 0)) > sms) per++;
+  e.share = parts(chosen, per), e.shared_share = shared ? parts(last, per) : 0;
+}
+
+// Shared memory: of a CTA and of a multiprocessor, where the system takes some of each CTA's.
+constexpr int kTaken = 1024, kStatic = 512;
+struct Limits {
+  int block, sm;
+};
+const Limits& limits() {
+  static const Limits l = [] {
+    Limits v{};
+    v.block = shared_per_block() - kStatic, v.sm = shared_per_multiprocessor();
+    return v;
+  }();
+  return l;
+}
+
+template <auto kernel, class Args>
+const char* launch(const Args& args, dim3 grid, int shared, cudaStream_t stream, bool pdl) {
+  static const cudaError_t ready = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, limits().block);
+  if (ready != cudaSuccess) return error_text(ready);
+  return launch_kernel(kernel, grid, kThreads, static_cast<size_t>(shared), stream, pdl, 1, args);
+}
+
+// As many slots of the largest item as a CTA with `fixed` bytes beside them may have of `budget`, at most `useful`.
+RingShape ring_shape(int item, int fixed, int budget, int useful) {
+  RingShape r{(item + 15) / 16 * 16, stages_of(gemv_path())};
+  constexpr int kMost = 8;
+  if (gemv_path() == kBulk) r.stages = std::clamp((budget - fixed) / (kWarps * r.slot), 2, std::clamp(useful, 2, kMost));
+  return r;
+}
+
+// The largest number of a warp's items in one part of a matrix, about.
+int items_of_warp(const ExpertMatrix& m) { return (m.items / m.num_parts + kWarps - 1) / kWarps; }
+
+// Shared memory of a CTA. Two CTAs of these kernels must not meet on a multiprocessor, or some would have twice the work; but one of the
+// second products beside one of the first is what hides its beginning. So this takes a little more than half.
+int up_shared(UpArgs& e, const ExpertTable& table) {
+  const int half = (limits().sm - 2 * kTaken) / 2, budget = std::min(limits().block, half + 4096);
+  const int shared_strips = e.shared_share ? (e.usual[1].part[0].strips + e.shared_share - 1) / e.shared_share : 0;
+  e.strips = std::max((e.usual[0].part[0].strips + e.share - 1) / e.share, shared_strips);
+  e.flush = std::min(e.strips, 6);
+  e.image = (table.image + 15) / 16 * 16, e.num_perms = table.num_perms, e.x_stride = table.stride;
+  e.alike = table.alike >= e.choice.experts;
+  e.room = 0, e.ring = {};
+  const int left = limits().block - kWarps * stages_of(gemv_path()) * (table.item + 8);
+  while (e.flush > 1 && UpShared::bytes(e) > left) e.flush--;
+  const int fixed = UpShared::bytes(e) + 8 * kWarps * 8;
+  e.ring = ring_shape(table.item, fixed, budget, 2 * e.strips * std::max(items_of_warp(e.usual[0]), items_of_warp(e.usual[1])));
+  const int most = std::max(e.ring.bytes(), budget - fixed);
+  e.table_near = e.table_bytes() <= most;
+  const int before = e.table_near ? e.table_bytes() : 0;
+  e.sums_near = before + e.choice.bytes() <= most;
+  e.room = (std::max(e.ring.bytes(), before + (e.sums_near ? e.choice.bytes() : 0)) + 15) / 16 * 16;
+  return std::max(UpShared::bytes(e), gemv_path() == kBulk ? half + 256 : 0);
+}
+
+const char* up_launch(UpArgs e, const ExpertTable& table, int tokens, int& shared, cudaStream_t stream, bool pdl) {
+  if (e.from.norm.width > kHeldWidth || e.from.norm.width % 4) return "experts have more inputs than a CTA holds";
+  share_out(e, table, tokens);
+  e.usual[0] = table.matrices()[0], e.usual[1] = table.matrices()[table.count - 1];
+  shared = up_shared(e, table);
+  if (shared > limits().block) return "an expert's matrix needs more shared memory than the GPU has";
+  const dim3 grid(static_cast<unsigned>(e.choice.top_k * e.share + e.shared_share), static_cast<unsigned>(tokens));
+  switch (gemv_path()) {
+    case kBulk:
+      return launch<up_kernel<kBulk>>(e, grid, shared, stream, pdl);
+    case kAsync:
+      return launch<up_kernel<kAsync>>(e, grid, shared, stream, pdl);
+    default:
+      return launch<up_kernel<kPlain>>(e, grid, shared, stream, pdl);
+  }
+}
+
+// beside: shared memory of the first products' CTA.
+const char* down_launch(DownArgs d, const ExpertTable& table, int tokens, int beside, cudaStream_t stream, bool pdl) {
+  d.room = 0, d.ring = {};
+  const int x_bytes = d.pairs * d.out.x_stride * 2, most = limits().block;
+  const int fixed = DownShared::bytes(d) + 8 * kWarps * 8, least = kWarps * 2 * table.item;
+  int useful = 0;
+  for (int p = 0; p < d.pairs; p++) useful += table.matrices()[p < d.choice.top_k ? 0 : table.count - 1].items;
+  useful = (useful + kWarps - 1) / kWarps * ((d.out.strips + d.out.grid - 1) / d.out.grid);
+  int budget = limits().sm - 2 * (kTaken + kStatic) - beside;
+  const bool staged = fixed + x_bytes + least <= most;
+  if (fixed + (staged ? x_bytes : 0) + least > budget) budget = std::min(most, fixed + (staged ? x_bytes : 0) + 2 * least);
+  d.ring = ring_shape(table.item, fixed + (staged ? x_bytes : 0), budget, useful);
+  d.sums_near = d.choice.bytes() <= std::max(d.ring.bytes(), budget - fixed - (staged ? x_bytes : 0));
+  d.room = (std::max(d.ring.bytes(), d.sums_near ? d.choice.bytes() : 0) + 15) / 16 * 16;
+  const int shared = DownShared::bytes(d) + (staged ? x_bytes : 0);
+  if (shared > most) return "the experts of a token need more shared memory than the GPU has";
+  const dim3 grid(static_cast<unsigned>(d.out.grid), static_cast<unsigned>(tokens));
+  switch (gemv_path()) {
+    case kBulk:
+      return staged ? launch<down_kernel<kBulk, true>>(d, grid, shared, stream, pdl)
+                    : launch<down_kernel<kBulk, false>>(d, grid, shared, stream, pdl);
+    case kAsync:
+      return staged ? launch<down_kernel<kAsync, true>>(d, grid, shared, stream, pdl)
+                    : launch<down_kernel<kAsync, false>>(d, grid, shared, stream, pdl);
+    default:
+      return staged ? launch<down_kernel<kPlain, true>>(d, grid, shared, stream, pdl)
+                    : launch<down_kernel<kPlain, false>>(d, grid, shared, stream, pdl);
+  }
+}
+
+}  // namespace
+
+const char* make_expert_table(const std::vector<const uint8_t*>& heads, const std::vector<std::vector<uint8_t>>& images, int parts,
+                              std::vector<uint8_t>& table) {
+  if (heads.empty() || images.size() != heads.size()) return "there are no experts";
+  table.assign(sizeof(ExpertTable) + heads.size() * sizeof(ExpertMatrix), 0);
+  ExpertTable t{};
+  t.count = static_cast<int32_t>(heads.size());
+  for (size_t i = 0; i < heads.size(); i++) {
+    const uint8_t* head = heads[i] + 8;
+    int64_t blob;
+    std::memcpy(&blob, heads[i], 8);
+    const auto& h = *reinterpret_cast<const GpuHeader*>(head);
+    if (h.num_parts != parts || parts > 2) return "an expert's matrices are not [gate; up] in two parts and down in one";
+    GemvArgs a{};
+    set_weights(a, head, reinterpret_cast<const uint8_t*>(blob));
+    MatrixInput in{};
+    set_input(in, head, reinterpret_cast<const uint8_t*>(blob), nullptr, 1);
+    if (in.num_perms > 2) return "an expert's matrix has more than two permutations";
+    const int size = image_bytes(a.items, a.units, a.num_parts);
+    if (images[i].size() < static_cast<size_t>(size)) return "an expert's image is too short";
+    ExpertMatrix m{};
+    for (int p = 0; p < 2; p++) m.part[p] = a.part[p], m.inverse[p] = in.inverse[p];
+    m.image = a.image, m.num_parts = a.num_parts, m.strips = a.strips, m.items = a.items, m.units = a.units;
+    m.num_perms = in.num_perms, m.inputs = h.K;
+    std::memcpy(table.data() + sizeof(ExpertTable) + i * sizeof(ExpertMatrix), &m, sizeof m);
+    t.num_perms = std::max(t.num_perms, in.num_perms), t.stride = std::max(t.stride, in.stride), t.outputs = std::max(t.outputs, h.N);
+    t.image = std::max(t.image, size);
+    const auto* const items = reinterpret_cast<const Item*>(images[i].data());
+    for (int n = 0; n < a.items; n++) t.item = std::max<int32_t>(t.item, items[n].bytes);
+    // Laid out as the first: the same items, shared out among the warps alike.
+    const ExpertMatrix& first = *reinterpret_cast<const ExpertMatrix*>(table.data() + sizeof(ExpertTable));
+    const auto same = [&](int from, int to) { return std::memcmp(images[i].data() + from, images[0].data() + from, to - from) == 0; };
+    if (t.alike == static_cast<int32_t>(i) && m.items == first.items && m.units == first.units && same(0, image_steps(m.items)) &&
+        same(image_ends(m.items, m.units), size))
+      t.alike++;
+  }
+  std::memcpy(table.data(), &t, sizeof t);
+  return nullptr;
+}
+
+size_t routed_bytes(const int64_t* words, const GpuHeader& router, int tokens) {
+  const Routed r{words};
+  return r.inner(router, tokens) + static_cast<size_t>(tokens) * r.pairs() * r.host(1).stride * 2;
+}
+
+GemvArgs routed_down(const int64_t* words) {
+  const ExpertTable& down = Routed{words}.host(1);
+  GemvArgs a{};
+  a.part[0] = down.matrices()[0].part[0];  // strips and outputs, which all have
+  a.num_parts = 1, a.strips = a.part[0].strips, a.tokens = 1, a.scale = 1.f, a.x_stride = down.stride;
+  return a;
+}
+
+bool router_tap(const int64_t* words, const uint8_t* head, const uint8_t* blob, float* out, RouterTap& tap) {
+  const auto& h = *reinterpret_cast<const GpuHeader*>(head);
+  const auto* const parts = reinterpret_cast<const GpuPart*>(head + sizeof(GpuHeader));
+  if (words[1] == 0 || h.perms || h.num_parts > 2 || h.K % kStripColumns) return false;
+  const Routed r{words};
+  if (!r.layer_norm() && words[9]) return false;
+  tap = {};
+  for (int p = 0; p < h.num_parts; p++) {
+    const GpuPart& s = parts[p];
+    if (!s.dense) return false;
+    tap.part[p] = {blob + s.data, s.strips, s.outputs, s.first_column, static_cast<int>(s.strip_bytes)};
+    tap.strips += s.strips;
+  }
+  tap.stride = Routed::stride(h), tap.rows = r.rows(), tap.bias = reinterpret_cast<const float*>(words[9]), tap.out = out;
+  return true;
+}
+
+int64_t router_stride(const GpuHeader& router) { return Routed::stride(router) + 4; }
+
+const char* routed_launch(const int64_t* words, const GpuHeader& router, bool tapped, const RowSource& from, uint8_t* room,
+                          const GemvArgs& down, int tokens, int capacity, cudaStream_t stream, bool pdl) {
+  const Routed r{words};
+  auto* const inner = reinterpret_cast<half*>(room + r.inner(router, capacity));
+  const ExpertTable &first = r.host(0), &second = r.host(1);
+  Choice choice{};
+  choice.sums = reinterpret_cast<const float*>(room), choice.parts = tapped ? Routed::parts(router) : 1;
+  choice.stride = Routed::stride(router), choice.rows = tapped ? r.rows() : 1;
+  choice.experts = r.experts(), choice.top_k = r.top_k(), choice.gate = words[13] != 0, choice.renormalize = r.renormalize();
+  choice.kind = tapped ? from.norm.kind : kNoNorm, choice.eps = from.norm.eps;
+  choice.inverse_width = 1.f / static_cast<float>(from.norm.width);
+
+  UpArgs e{};
+  e.choice = choice, e.from = from, e.table = r.device(0), e.next_table = r.device(1), e.pairs = r.pairs();
+  e.activation = static_cast<int>(words[8]), e.next = inner, e.next_stride = second.stride;
+  int beside = 0;
+  if (const char* wrong = up_launch(e, first, tokens, beside, stream, pdl)) return wrong;
+
+  DownArgs d{};
+  d.out = down, d.choice = choice, d.table = r.device(1), d.pairs = r.pairs(), d.image = (second.image + 15) / 16 * 16;
+  gemv_share(d.out, static_cast<Epilogue>(down.epilogue));
+  d.out.x = inner;
+  return down_launch(d, second, tokens, beside, stream, pdl);
+}
+
+}  // namespace exl2nb

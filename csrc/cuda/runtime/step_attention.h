@@ -1,0 +1,67 @@
+// What a step's program says of attention.
+#pragma once
+#include <algorithm>
+
+#include "cuda/attention/attention.h"
+#include "cuda/attention/cache_format.cuh"
+#include "cuda/gemm/stream_k/many.h"
+#include "cuda/runtime/step.h"
+#include "cuda/runtime/step_plan.h"
+#include "format/program.h"
+
+namespace exl2nb {
+
+// The first keys and values of the attention at w, as many as find room in the L2 cache beside the weights that pass through.
+inline ManyKeys attention_keys(const GpuStep& s, const int64_t* w) {
+  constexpr int64_t kRoom = 24 << 20;
+  const int64_t layer = w[4], heads = s.num_kv_heads, dim = s.head_dim;
+  if (w[2] || layer < 0 || layer >= s.layers) return {};  // a window may have left them behind
+  const int64_t k_row = dim * bits_of(s.k_format) / 8, v_row = dim * bits_of(s.v_format) / 8;
+  const int64_t rows = std::min<int64_t>(kPage, kRoom / std::max<int64_t>(1, s.sequences * heads * (k_row + v_row)));
+  return {static_cast<const uint8_t*>(s.k_pools[layer]),
+          static_cast<const uint8_t*>(s.v_pools[layer]),
+          s.block_table,
+          s.context_lens,
+          s.sequences,
+          s.max_pages,
+          static_cast<int>(heads),
+          static_cast<int>(rows),
+          page_bytes(s.k_format, static_cast<int>(dim)),
+          page_bytes(s.v_format, static_cast<int>(dim)),
+          static_cast<int>(k_row),
+          static_cast<int>(v_row)};
+}
+// Multiprocessors for the attention behind the QKV op q, if there is one.
+inline int beside(const int64_t* q) {
+  return q ? attention_beside(static_cast<int>(q[9]), static_cast<int>(q[10]), static_cast<int>(q[11])) : 0;
+}
+// The attention at w with the QKV op q, whose output is `in`. Without qkv and workspace.
+inline AttentionArgs attention_args(const GpuStep& s, const int64_t* w, const int64_t* q, const MatrixInput& in) {
+  const auto layer = static_cast<size_t>(w[4]);
+  AttentionArgs a{};
+  a.cache = {s.k_pools[layer],
+             s.v_pools[layer],
+             s.k_format,
+             s.v_format,
+             s.block_table,
+             s.cu_seqlens,
+             s.context_lens,
+             s.sequences,
+             s.max_pages,
+             static_cast<int>(q[9]),
+             static_cast<int>(q[10]),
+             static_cast<int>(q[11])};
+  a.rope.cos = address<float>(q[5]), a.rope.sin = address<float>(q[6]), a.rope.half = static_cast<int>(q[8]);
+  if (a.rope.half == 0) a.rope.cos = a.rope.sin = nullptr;
+  a.rope.interleaved = q[18] & 2, a.rope.positions = s.positions, a.rope.clip = real(q[19]);
+  a.rope.q_norm = address<float>(q[12]), a.rope.k_norm = address<float>(q[14]);
+  a.rope.norm_per_head = q[13] != 0 || q[15] != 0, a.rope.norm_whole = q[18] & 12, a.rope.layer_norm = q[18] & 1, a.rope.eps = real(q[2]);
+  a.to.x = in.x, a.to.x_stride = in.stride, a.to.x_perm_stride = in.perm_stride, a.to.num_perms = in.num_perms, a.to.group = in.group;
+  for (int p = 0; p < AttentionOut::kMaxPerms; p++) a.to.inverse[p] = in.inverse[p];
+  a.tokens = s.tokens;
+  a.scale = real(w[1]), a.window = static_cast<int>(w[2]), a.softcap = real(w[3]);
+  a.many = s.many && s.tokens >= s.many;
+  return a;
+}
+
+}  // namespace exl2nb

@@ -1,0 +1,1 @@
+"""The loaded model: loading, requests, chat, conversations, scores, memory plans."""

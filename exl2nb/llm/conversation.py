@@ -1,0 +1,290 @@
+"""A conversation that may be edited, branched and answered again; branches share what the KV cache holds of their beginning."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from exl2nb.core.errors import ConfigError, OptionError
+from exl2nb.core.options import check_path
+from exl2nb.generator.handle import Handle
+from exl2nb.generator.request import Chunk, Completion, Request
+from exl2nb.io.atomic import atomic_write
+from exl2nb.llm.rendered import Rendered
+from exl2nb.llm.turns import FORMAT, VERSION, Tree, Turn
+
+MAX_BYTES = 256 << 20
+FORMATS = ("template", "tools", "template_options")
+
+
+class Talker(Protocol):
+    """What a conversation needs of a loaded model."""
+
+    def chat(self, messages: Any, /, *, stream: Any = False, **options: Any) -> Any:
+        """Answer messages."""
+        ...
+
+    def render(self, messages: Any, /, **options: Any) -> Rendered:
+        """Look at the prompt."""
+        ...
+
+
+class Conversation:
+    r"""Turns with one model. Made by `llm.conversation()`.
+
+    `say` goes on after the current turn (`head`). `edit` puts another turn beside an old one, `regenerate` another answer, `goto` makes any
+    turn the current one; nothing is ever lost. What was computed for the shared beginning of branches is found in the KV cache again, as
+    long as its pages are not needed for something else.
+
+    Args:
+        llm: the model.
+        system: what the model is told first.
+        options: of every answer: those of `llm.chat`.
+
+    Example:
+        >>> import exl2nb as ex
+        >>> with ex.demo(progress=None) as llm:
+        ...     talk = llm.conversation(template="{% for m in messages %}{{ m.content }}\n{% endfor %}", max_tokens=4, temperature=0)
+        ...     first = talk.say("It was a dark night.")
+        ...     other = talk.edit(talk.turns[0], "The old man went home.")
+        ...     len(talk.tree), len(talk.turns), talk.siblings(talk.turns[0])[0].content
+        (4, 2, 'It was a dark night.')
+    """
+
+    def __init__(self, llm: Talker, *, system: str | None = None, **options: Any) -> None:
+        self._llm = llm
+        self.options = _checked(options)
+        self.tree = Tree()
+        self.head: Turn | None = None
+        if system is not None:
+            self.head = self.tree.add(None, "system", _text(system, "system"))
+
+    # ---- what is there
+
+    @property
+    def turns(self) -> list[Turn]:
+        """From the first turn to the current one."""
+        return self.tree.path(None if self.head is None else self.head.id)
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The same as chat templates read it."""
+        return [turn.message for turn in self.turns]
+
+    def siblings(self, turn: Turn) -> list[Turn]:
+        """The versions of a turn, itself included, in order of making."""
+        return self.tree.children(self._own(turn).parent)
+
+    def render(self) -> Rendered:
+        """The prompt that the next answer would continue."""
+        return self._llm.render(self.messages, **{name: value for name, value in self.options.items() if name in FORMATS})
+
+    # ---- what one does
+
+    def say(self, text: str, *, stream: bool = False, role: str = "user", **options: Any) -> Any:
+        """Say something and get the answer.
+
+        Args:
+            text: what is said.
+            stream: give an `Answer` to iterate instead of the finished turn.
+            role: "user", or "tool" for what a function returned.
+            options: of this answer, beside those of the conversation.
+
+        Returns:
+            The assistant's `Turn`, or an `Answer`.
+
+        Raises:
+            As `llm.chat`. What was said stays: `reply` asks for the answer again, `say` puts something else in its place (beside it).
+        """
+        head, parent = self.head, None if self.head is None else self.head.id
+        if head is not None and head.role == role == "user" and not self.tree.children(head.id):  # refused: too long, say
+            parent = head.parent
+        self.head = self.tree.add(parent, role, _text(text, "text"))
+        return self.reply(stream=stream, **options)
+
+    def reply(self, *, stream: bool = False, **options: Any) -> Any:
+        """Answer the current turn."""
+        if self.head is None or self.head.role not in ("user", "tool"):
+            said = "nothing was said" if self.head is None else f"the current turn is the {self.head.role}'s"
+            raise OptionError(f"reply: {said}; say() something first, or regenerate() an answer")
+        parent = self.head
+        made = self._llm.chat(self.messages, stream=True, **{**self.options, **_checked(options)})
+        answer = Answer(self, parent, made)
+        return answer if stream else answer.turn()
+
+    def regenerate(self, turn: Turn | None = None, *, stream: bool = False, **options: Any) -> Any:
+        """Another answer beside an old one: the current turn, or the one given."""
+        turn = self.head if turn is None else self._own(turn)
+        if turn is None or turn.role != "assistant" or turn.parent is None:
+            raise OptionError("regenerate: expected an assistant's turn; reply() answers what was said last")
+        self.head = self.tree[turn.parent]
+        return self.reply(stream=stream, **options)
+
+    def edit(self, turn: Turn, text: str, *, stream: bool = False, answer: bool = True, **options: Any) -> Any:
+        """Another version of a turn, beside the old one.
+
+        Args:
+            turn: any turn of this conversation.
+            text: what it says instead.
+            stream: as in `say`.
+            answer: False: do not answer it. An assistant's turn is never answered.
+            options: as in `say`.
+
+        Returns:
+            The answer, as `say`; or the new turn where it is not answered.
+        """
+        turn = self._own(turn)
+        self.head = self.tree.add(turn.parent, turn.role, _text(text, "text"))
+        if not answer or turn.role not in ("user", "tool"):
+            return self.head
+        return self.reply(stream=stream, **options)
+
+    def goto(self, turn: Turn | None) -> Turn | None:
+        """Make a turn the current one, so that what is said next branches off there; None: the beginning."""
+        self.head = None if turn is None else self._own(turn)
+        return self.head
+
+    branch = goto
+
+    def answered(self, parent: Turn, completion: Completion) -> Turn:
+        """Take an answer in; it becomes the current turn."""
+        self.head = self.tree.add(parent.id, "assistant", completion.text, finish_reason=completion.finish_reason, seed=completion.seed)
+        return self.head
+
+    # ---- JSON
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write all branches as JSON.
+
+        Raises:
+            OptionError: an option that is no plain data; `path` is no path. ConversionError: the file cannot be written.
+        """
+        check_path("Conversation.save: path", path)
+        value = {
+            "format": FORMAT,
+            "version": VERSION,
+            "head": None if self.head is None else self.head.id,
+            "options": self.options,
+            "turns": self.tree.to_json(),
+        }
+        try:
+            text = json.dumps(value, ensure_ascii=False, indent=1)
+        except TypeError as error:
+            raise OptionError(f"save: an option of the conversation is not plain data ({error}); give it to say() instead") from error
+        with atomic_write(path) as file:
+            file.write(text.encode())
+
+    @classmethod
+    def load(cls, llm: Talker, path: str | os.PathLike[str]) -> Conversation:
+        """Read a conversation that was saved, to go on with this model.
+
+        Raises:
+            ConfigError: not a conversation, or damaged: names what was found and what was expected. OptionError: `path` is no path.
+        """
+        check_path("Conversation.load: path", path)
+        value = _read(Path(path))
+        made = cls(llm)
+        try:
+            made.options = _checked(value["options"])
+        except OptionError as error:
+            raise ConfigError(f"{path}: options: {error}") from error
+        made.tree = Tree.from_json(value["turns"], where=str(path))
+        head = value["head"]
+        if head is not None and (isinstance(head, bool) or not isinstance(head, int) or not 0 <= head < len(made.tree)):
+            raise ConfigError(f"{path}: head is {str(head)[:60]!r}; expected null or a turn from 0 to {len(made.tree) - 1}")
+        made.head = None if head is None else made.tree[head]
+        return made
+
+    # ---- how it reads
+
+    def __str__(self) -> str:
+        return "\n".join(f"{turn.role}{self._mark(turn)}: {turn.content}" for turn in self.turns) or "(nothing was said)"
+
+    def __repr__(self) -> str:
+        branches = sum(not self.tree.children(turn.id) for turn in self.tree)
+        return f"Conversation({len(self.turns)} turns, {len(self.tree)} in {branches} branches)"
+
+    def _repr_html_(self) -> str:
+        from exl2nb.llm.conversation_view import conversation_html
+
+        return conversation_html(self)
+
+    def _mark(self, turn: Turn) -> str:
+        versions = self.siblings(turn)
+        return f" ({versions.index(turn) + 1}/{len(versions)})" if len(versions) > 1 else ""
+
+    def _own(self, turn: Turn) -> Turn:
+        if not isinstance(turn, Turn) or turn.id >= len(self.tree) or self.tree[turn.id] != turn:
+            raise OptionError(f"conversation: {str(turn)[:60]!r} is no turn of it; take one of `turns` or of `tree`")
+        return turn
+
+
+class Answer(Iterator[Chunk]):
+    """An answer on its way: iterate it for chunks. When it is complete, or was cancelled, it becomes the conversation's current turn."""
+
+    def __init__(self, conversation: Conversation, parent: Turn, handle: Handle) -> None:
+        self.handle = handle
+        self._conversation, self._parent = conversation, parent
+        self._turn: Turn | None = None
+
+    def __iter__(self) -> Answer:
+        return self
+
+    def __next__(self) -> Chunk:
+        try:
+            return next(self.handle)
+        except StopIteration:
+            self.turn()
+            raise
+
+    def turn(self) -> Turn:
+        """Wait for the answer and take it into the conversation."""
+        if self._turn is None:
+            self._turn = self._conversation.answered(self._parent, self.handle.result())
+        return self._turn
+
+    def cancel(self) -> Turn:
+        """End it; what was said stays, with finish_reason "cancelled"."""
+        self.handle.cancel()
+        return self.turn()
+
+    def __repr__(self) -> str:
+        return f"Answer({self.handle!r})"
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise OptionError(f"conversation: {name} is {str(value)[:60]!r}; expected a text")
+    return value
+
+
+def _checked(options: Any) -> dict[str, Any]:
+    """The options, refused here rather than at the first answer."""
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        raise OptionError(f"conversation: options is {str(options)[:60]!r}; expected options of llm.chat")
+    from exl2nb.llm.requests import STRUCTURES
+
+    asked = {name: value for name, value in options.items() if name not in (*FORMATS, *STRUCTURES, "negative_prompt", "cfg_scale")}
+    Request.of((0,), where="conversation", **asked)
+    if not isinstance(options.get("template"), (str, type(None))):
+        raise OptionError(f"conversation: template is {str(options['template'])[:60]!r}; expected Jinja source")
+    return dict(options)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise ConfigError(f"{path}: {size} bytes; expected at most {MAX_BYTES}: this is no conversation")
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no UTF-8, no JSON, numbers of thousands of digits
+        raise ConfigError(f"{path}: cannot be read as a conversation ({error}); expected what Conversation.save wrote") from error
+    names: Sequence[str] = ("format", "version", "head", "options", "turns")
+    if not isinstance(value, dict) or set(value) != set(names) or value["format"] != FORMAT:
+        raise ConfigError(f"{path}: is no conversation; expected an object with {', '.join(names)}, and format {FORMAT!r}")
+    if value["version"] != VERSION:
+        raise ConfigError(f"{path}: version {str(value['version'])[:20]} of the format; this library reads {VERSION}")
+    return value

@@ -1,0 +1,127 @@
+"""The functions behind `import exl2nb as ex`, beside the loaded model that they give and take."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from exl2nb.cache.modes import parse_mode
+from exl2nb.core.options import check_keywords
+from exl2nb.core.progress import Sink, showing
+from exl2nb.generator.handle import Handle
+from exl2nb.generator.request import Chunk, Completion, Token
+from exl2nb.llm.load import load
+from exl2nb.llm.model import LLM
+from exl2nb.llm.requests import ids_of
+
+if TYPE_CHECKING:
+    from exl2nb.converter.result import Conversion
+    from exl2nb.eval.comparison import Comparison
+    from exl2nb.model.inspect import Inspection
+
+__all__ = ["LLM", "Chunk", "Completion", "Handle", "Token", "compare", "convert", "demo", "inspect", "load"]
+
+
+def demo(bpw: float | None = None, **options: Any) -> LLM:
+    """Load the small model that comes with the package.
+
+    Args:
+        bpw: bits per weight; it is then converted first (a minute), once per machine, into ~/.cache/exl2nb. None = its own fp16 weights.
+        options: those of `load`.
+    """
+    folder = Path(__file__).resolve().parents[1] / "demo_model"
+    if bpw is None:
+        return load(folder, **options)
+    from exl2nb.core.options import check_range
+
+    check_range("bpw", bpw, 2, 8, where="demo")
+    made = Path.home() / ".cache" / "exl2nb" / f"demo-exl2-{bpw:g}bpw"
+    if not (made / "config.json").is_file():
+        made.parent.mkdir(parents=True, exist_ok=True)
+        convert(folder, made, bpw=bpw, progress=options.get("progress", "auto"))
+    return load(made, **options)
+
+
+def convert(
+    src: str | os.PathLike[str],
+    dst: str | os.PathLike[str],
+    *,
+    bpw: float | None = None,
+    progress: Sink | Literal["auto"] | None = "auto",
+    **options: Any,
+) -> Conversion:
+    """Quantise a model to EXL2. Options and errors: `exl2nb.converter.job.ConversionJob`.
+
+    Args:
+        src: directory or hub id of an fp16, bf16 or fp32 model.
+        dst: directory to make.
+        bpw: bits per weight to reach; or leave it out and give `target`, such as {"bytes": "2GB"}.
+        progress: takes the events of every stage; "auto" and None as in `load`.
+    """
+    import inspect as python_inspect
+
+    from exl2nb.converter.job import ConversionJob
+
+    check_keywords(options, list(python_inspect.signature(ConversionJob).parameters)[2:], where="convert")
+    job = ConversionJob(src, dst, bpw=bpw, **options)
+    with showing(progress, "convert" if bpw is None else f"convert to {bpw:g} bpw") as sink:
+        return job.run(sink)
+
+
+def compare(
+    reference: LLM | str | os.PathLike[str],
+    other: LLM | str | os.PathLike[str],
+    text: str | os.PathLike[str] | Sequence[int] | None = None,
+    *,
+    rows: int = 16,
+    length: int = 512,
+    cache: str = "fp32",
+    progress: Sink | Literal["auto"] | None = "auto",
+) -> Comparison:
+    """Measure what a model lost against its reference: perplexity of both, KL divergence, top-1 agreement, per token.
+
+    Args:
+        reference: the model taken as the truth; loaded, or a directory.
+        other: the model that is measured.
+        text: a text, or a `Path` to a text file; None = the evaluation text of the package (written for the demo model). Token ids are
+            one row, whatever `rows` and `length` say.
+        rows: rows of tokens.
+        length: tokens per row.
+        cache: how the measured model keeps keys and values, as in `load`; the reference keeps them in fp32. `compare(llm, llm, cache="q4")`
+            shows what a quantised cache costs.
+        progress: takes the events of stage "compare"; "auto" and None as in `load`.
+
+    Returns:
+        The numbers; the last line of a cell shows them, `.to_frame()` gives a DataFrame.
+
+    Cost: both models run over rows * length tokens. A loaded model's other requests wait meanwhile.
+    """
+    from contextlib import ExitStack
+
+    import torch
+
+    from exl2nb.eval.divergence import compare_models
+    from exl2nb.eval.text import read_text, token_rows
+
+    source = Path(__file__).resolve().parents[1] / "demo_model" / "evaluation.txt" if text is None else text
+    words = read_text(Path(source)) if isinstance(source, os.PathLike) else source
+    cache = parse_mode(cache, where="compare")
+    with ExitStack() as stack:
+        sink = stack.enter_context(showing(progress, "compare"))
+        one, two = (m if isinstance(m, LLM) else stack.enter_context(load(m, progress=sink)) for m in (reference, other))
+        if isinstance(words, str):
+            ids = token_rows(one.tokenizer, words, rows=rows, length=length, where="compare")
+        else:
+            ids = torch.tensor([ids_of(words, one.tokenizer, where="compare", name="text")])
+        for _, llm in sorted({id(one): one, id(two): two}.items()):  # one order for all: opposite calls must not block each other
+            stack.enter_context(llm.engine.exclusive())
+        return compare_models(one.model, two.model, ids, sink, reference_name=one.name, other_name=two.name, cache=cache)
+
+
+def inspect(path: str | os.PathLike[str], *, revision: str | None = None) -> Inspection:
+    """Bits per matrix of a model directory or hub id, from the headers of its files alone: no weights are downloaded for it."""
+    from exl2nb.llm.looking import inspect as look
+
+    return look(path, revision=revision)

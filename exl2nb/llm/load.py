@@ -1,0 +1,138 @@
+"""From a directory to a loaded model: device, weights, tokenizer, cache, draft model."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Literal
+
+from exl2nb.cache.modes import parse_mode
+from exl2nb.core import env
+from exl2nb.core.errors import DeviceError, OptionError, TokenizerError
+from exl2nb.core.options import check_flag, check_keywords
+from exl2nb.core.progress import Sink, showing
+from exl2nb.io import hub
+from exl2nb.llm.drafting import make_drafter
+from exl2nb.llm.model import LLM
+from exl2nb.model.loader import load_model
+from exl2nb.model.model import Model
+from exl2nb.sampling.params import check_integer
+from exl2nb.tokenizer.tokenizer import Tokenizer
+
+DEVICES = ("auto", "cpu", "cuda")
+CONTEXT = 4096  # tokens, where the caller does not say and the model allows more: a cache that fits small machines
+CACHE_TOKENS = 4096  # at least, so that several short requests run together on a model with a short context
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    device: str | None = None,
+    cache: str = "fp16",
+    context: int | None = None,
+    cache_tokens: int | None = None,
+    max_sequences: int = 16,
+    draft: LLM | str | os.PathLike[str] | None = None,
+    deterministic: bool | None = None,
+    progress: Sink | Literal["auto"] | None = "auto",
+    **unknown: Any,
+) -> LLM:
+    """Load a model, EXL2 or plain fp16, bf16 or fp32.
+
+    Args:
+        path: model directory, or a hub id such as "owner/name".
+        revision: branch, tag or commit on the hub; EXL2 models often have one branch per bitrate.
+        device: "cpu", "cuda" or "auto" (the best there is); None = the variable EXL2NB_DEVICE, or "auto".
+        cache: how keys and values are kept: "fp16" or "fp32"; "q8", "q6" (keys in 8 bits, values in 4) or "q4", which hold 1.9, 2.5 and 3.6
+            times the tokens of fp16 in the same memory; "fp8"; or the bits of keys and values apart, as "k8v4" (4, 8 or 16 each).
+        context: tokens of prompt and answer together; None = what the model allows, at most 4096.
+        cache_tokens: tokens the cache holds for all requests together; None = the context, at least 4096.
+        max_sequences: requests that run together; others wait.
+        draft: a smaller model with the same tokenizer, which guesses tokens that this one verifies several at a time: the same text,
+            sooner. A directory, a hub id, or a loaded model. Requests use it unless they say speculation="off".
+        deterministic: on CUDA, make every token independent of how its prompt was cut and of what ran beside it, at the price of slow
+            prompts; decoding up to 8 tokens a step, and everything on the CPU, always is. None = the variable
+            EXL2NB_DETERMINISTIC, or False.
+        progress: takes the events of stages "download" and "load". "auto": shown where you look (a widget in a notebook, a line on a
+            terminal); None: silent.
+
+    Raises:
+        ModelNotFound, ConfigError, FormatError, UnknownArchitecture, TokenizerError: the directory cannot be used; says why.
+        OptionError: an option unknown or out of range. DeviceError: the device is not available.
+
+    Example:
+        >>> import exl2nb as ex
+        >>> with ex.demo() as llm:
+        ...     llm.generate("It was", max_tokens=3, temperature=0).finish_reason
+        'length'
+    """
+    known = ["revision", "device", "cache", "context", "cache_tokens", "max_sequences", "draft", "deterministic", "progress"]
+    check_keywords(unknown, known, where="load")
+    cache = parse_mode(cache, where="load")
+    for name, value in (("context", context), ("cache_tokens", cache_tokens), ("max_sequences", max_sequences)):
+        if value is not None:
+            check_integer(f"load: {name}", value, 1, 1 << 24)
+    place = _device(device)
+    exact = env.get("EXL2NB_DETERMINISTIC", "0") == "1" if deterministic is None else deterministic
+    check_flag("load: deterministic", exact)
+    with showing(progress, f"load {Path(hub.name_of(path)).name}") as sink:
+        folder = hub.resolve(path, revision=revision, progress=sink)
+        with _fitting(folder, f"{_gib(sum(file.stat().st_size for file in folder.glob('*.safetensors') if file.is_file()))} of weights"):
+            model = load_model(folder, device=place, context=context, progress=sink, deterministic=exact)
+    try:
+        tokenizer = Tokenizer.load(folder)
+        _check_vocabulary(tokenizer, model, folder)
+        tokens = min(model.context, CONTEXT) if context is None else context
+        held = max(tokens, CACHE_TOKENS) if cache_tokens is None else max(tokens, cache_tokens)
+        with _fitting(folder, f"{_gib(model.cache_spec(held, mode=cache).total_bytes)} for the cache of {held} tokens"):
+            llm = LLM(model, tokenizer, path=folder, cache=cache, context=tokens, cache_tokens=held, max_sequences=max_sequences)
+    except BaseException:
+        model.close()
+        raise
+    if draft is not None:
+        try:
+            with showing(progress, "load the draft model") as sink:
+                llm.engine.drafter = make_drafter(llm, draft, cache=cache, progress=sink)
+        except BaseException:
+            llm.close()
+            raise
+    return llm
+
+
+def _device(device: str | None) -> str:
+    wanted = env.get("EXL2NB_DEVICE", "auto") if device is None else device
+    if wanted not in DEVICES:
+        raise OptionError(f"load: device is {device!r}; expected one of {', '.join(DEVICES)}")
+    if wanted == "cpu":
+        return "cpu"
+    from exl2nb import ops
+
+    libraries = ops.libraries()
+    if wanted == "auto":
+        return libraries.best_device()
+    if problem := libraries.cuda_problem:
+        raise DeviceError(f"device 'cuda' cannot be used: {problem}; use device='cpu', or leave it at 'auto'; `exl2nb doctor` says more")
+    return "cuda"
+
+
+def _fitting(folder: Path, needed: str) -> AbstractContextManager[None]:
+    """Too little memory on the GPU by name."""
+    from exl2nb.ops import out_of_memory
+
+    todo = "close other models, take fewer bits per weight, a smaller context= or cache='q4', or device='cpu'"
+    return out_of_memory.naming(f"{folder.name} does not fit the GPU", todo, needed=needed)
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB"
+
+
+def _check_vocabulary(tokenizer: Tokenizer, model: Model, folder: Path) -> None:
+    highest = max(tokenizer.backend.get_vocab(with_added_tokens=True).values(), default=-1)
+    if highest >= model.config.vocab_size:
+        raise TokenizerError(
+            f"{folder}: tokenizer.json has token {highest}, the model's vocabulary ends at {model.config.vocab_size - 1}; "
+            "the tokenizer belongs to another model: copy the right one"
+        )

@@ -1,0 +1,396 @@
+"""The loaded model as a notebook sees it: generate, stream and chat, their async twins, and what it is."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from exl2nb.core.errors import GenerationError, OptionError
+from exl2nb.core.options import check_keywords, shown
+from exl2nb.core.show import facts
+from exl2nb.generator.engine import Engine
+from exl2nb.generator.handle import Handle
+from exl2nb.generator.handles import Handles
+from exl2nb.generator.prompt_cache import PromptCache
+from exl2nb.generator.request import Completion, Request
+from exl2nb.generator.scheduler import MAX_CHUNK
+from exl2nb.llm.chat import Chatting
+from exl2nb.llm.requests import compile_structure, request_of, sample_options
+from exl2nb.llm.scoring import Reading
+from exl2nb.llm.working import Working, call_back
+from exl2nb.model.facts import unusual
+from exl2nb.model.fingerprint import fingerprint
+from exl2nb.model.model import Model
+from exl2nb.sampling.params import SamplingParams, check_integer
+from exl2nb.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from exl2nb.model.config import ModelConfig
+    from exl2nb.sampling.draw import Draw
+    from exl2nb.sampling.explanation import Explanation
+
+GPU_CHUNK = 2048  # prompt tokens per step on a GPU: fewer leave its multipliers idle
+Messages = Sequence[Mapping[str, Any]]
+
+
+class LLM(Reading, Chatting, Working):
+    """A loaded model. Made by `load`; closing it (also by leaving a `with` block) gives its memory back.
+
+    Generation options, the same for every method: max_tokens (256), stop (texts and token ids), ignore_eos, banned_strings, token_healing,
+    negative_prompt with cfg_scale, beams, speculation, top_logprobs, return_logits and the other fields of `generator.request.Request`;
+    and the fields of `SamplingParams`: temperature (1.0; 0 = greedy), top_k, top_p, min_p, repetition_penalty, min_tokens, seed and many
+    more. What the answer must look like: schema (a JSON schema, pydantic model, dataclass or other type), regex, choice (texts) or grammar
+    (Lark or EBNF); `completion.parsed` is then the value. An unknown option is an OptionError.
+
+    Any number of threads may call it; what they ask for runs together.
+
+    Example: an answer with a form of its own, one that is finished in the middle of a word, two prompts in step, guesses, alternatives.
+        >>> import exl2nb as ex
+        >>> with ex.demo(progress=None) as llm:
+        ...     pet = llm.generate("My pet is a", choice=[" cat", " dog"], seed=1).parsed
+        ...     year = llm.generate("It was in", regex=" 1[0-9]{3}", temperature=0).text
+        ...     word = llm.generate("The old m", token_healing=True, temperature=0, max_tokens=1).text
+        ...     guided = llm.generate("It was", negative_prompt="He was", cfg_scale=1.5, temperature=0, max_tokens=8)
+        ...     always = {"kind": "ngram", "adaptive": False}  # also where rows cost more than guesses bring
+        ...     copied = llm.generate("The fox jumps over the dog near the river. " * 4, speculation=always, temperature=0, max_tokens=40)
+        ...     first = llm.generate("It was", temperature=0, max_tokens=1, top_logprobs=2, return_logits=True)
+        >>> pet in (" cat", " dog"), year[:2], len(year), word[0].isalpha(), guided.text != ""
+        (True, ' 1', 5, True, True)
+        >>> copied.speculation.accepted > 0, len(first.tokens[0].top), first.logits.shape, first.tokens[0].source
+        (True, 2, (1, 4096), 'target')
+    """
+
+    def __init__(
+        self, model: Model, tokenizer: Tokenizer, *, path: Path, cache: str, context: int, cache_tokens: int, max_sequences: int
+    ) -> None:
+        self.path, self.model, self.tokenizer = path, model, tokenizer
+        self.engine = Engine(
+            model,
+            tokenizer,
+            model.cache_spec(cache_tokens, mode=cache),
+            context=context,
+            vocab_size=model.config.vocab_size,
+            max_sequences=max_sequences,
+            max_chunk=GPU_CHUNK if model.device == "cuda" else MAX_CHUNK,
+            device=model.device,
+            stepper=_gpu_stepper if model.device == "cuda" else None,
+        )
+        self.cache = PromptCache(self.engine, partial(fingerprint, path, model))
+        self._finalizer = weakref.finalize(self, self.engine.close)
+        self._finalizer.atexit = False
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], **options: Any) -> LLM:
+        """The same as `exl2nb.load`."""
+        from exl2nb.llm.load import load
+
+        return load(path, **options)
+
+    # ---- what it is
+
+    @property
+    def config(self) -> ModelConfig:
+        """Sizes and features."""
+        return self.model.config
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return self.path.name
+
+    @property
+    def context(self) -> int:
+        """Tokens of prompt and answer together, at most."""
+        return self.engine.context
+
+    @property
+    def bpw(self) -> float:
+        """Stored bits per weight of the decoder's matrices."""
+        from exl2nb.model.inspect import inspect as inspect_directory
+
+        if not hasattr(self, "_bpw"):
+            self._bpw = float(inspect_directory(self.path).decoder_bpw)
+        return self._bpw
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the weights."""
+        return self.model.weight_bytes
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory of the KV cache."""
+        return self.engine.spec.total_bytes
+
+    # ---- text
+
+    @overload
+    def generate(self, prompt: str, *, n: None = None, **options: Any) -> Completion: ...
+    @overload
+    def generate(self, prompt: Sequence[int], *, n: None = None, **options: Any) -> Completion: ...
+    @overload
+    def generate(self, prompt: list[str], *, n: None = None, **options: Any) -> list[Completion]: ...
+    @overload
+    def generate(self, prompt: str | Sequence[int], *, n: int, **options: Any) -> list[Completion]: ...
+    def generate(self, prompt: Any, *, n: int | None = None, **options: Any) -> Completion | list[Completion]:
+        """Continue a prompt and return when it is complete.
+
+        Args:
+            prompt: text, token ids, or a list of texts, which run together.
+            n: give a list of so many answers to one prompt, which is computed once for all of them: samples, where `seed` is that of the
+                first and the others count on from it; with beams=, the n best beams.
+            options: see the class. And on_chunk: called with every `Chunk` of one prompt's answer, in this thread; what it raises cancels
+                the request and comes out here.
+
+        Raises:
+            OptionError, ContextOverflow: the request cannot run; says why. GenerationError: the engine failed on it. EngineClosed: closed.
+            KeyboardInterrupt: at once; everything this call asked for is cancelled and its pages are free again.
+
+        Example:
+            >>> import exl2nb as ex
+            >>> with ex.demo(progress=None) as llm:
+            ...     three = llm.generate("It was", n=3, seed=1, max_tokens=4)
+            ...     beam = llm.generate("It was", beams=4, max_tokens=4)
+            ...     free = llm.generate("The", max_tokens=8, temperature=0, banned_strings=["the"], stop=["."])
+            >>> [one.seed for one in three], beam.score < 0, "the" in free.text
+            ([1, 2, 3], True, False)
+        """
+        if (on_chunk := options.pop("on_chunk", None)) is not None:
+            if n is not None or _is_batch(prompt):
+                raise OptionError(
+                    "generate: on_chunk reads one answer; for several, iterate llm.batch(prompts) or llm.stream(prompts).chunks()"
+                )
+            if not callable(on_chunk):
+                raise OptionError(f"generate: on_chunk is {on_chunk!r}; expected a function of a Chunk")
+            return _with_prompt(call_back(self._submit(prompt, "generate", options, stream=True), on_chunk), prompt)
+        handles, prompts = self._submit_some(prompt, n, "generate", options)
+        try:
+            return _answers([_with_prompt(handle.result(), one) for handle, one in zip(handles, prompts)], prompt, n)
+        finally:
+            for handle in handles:  # by hand: a notebook keeps the traceback, and with it this list
+                handle.cancel()
+
+    @overload
+    def stream(self, prompt: str | Sequence[int], *, n: None = None, **options: Any) -> Handle: ...
+    @overload
+    def stream(self, prompt: list[str], *, n: None = None, **options: Any) -> Handles: ...
+    @overload
+    def stream(self, prompt: str | Sequence[int], *, n: int, **options: Any) -> Handles: ...
+    def stream(self, prompt: Any, *, n: int | None = None, **options: Any) -> Handle | Handles:
+        """Continue a prompt and yield `Chunk`s as they come.
+
+        Leaving the loop early (break, an exception, an interrupt, dropping the handle) cancels the request. Several prompts, or `n` samples
+        of one, give `Handles`, whose `chunks()` come with the number of their request.
+
+        Example:
+            >>> import exl2nb as ex
+            >>> with ex.demo(progress=None) as llm:
+            ...     shown = "".join(chunk.text for chunk in llm.stream("It was", max_tokens=5, temperature=0))
+            ...     shown == llm.generate("It was", max_tokens=5, temperature=0).text
+            True
+        """
+        if n is None and not _is_batch(prompt):
+            return self._submit(prompt, "stream", options, stream=True)
+        if n is not None and (_is_batch(prompt) or options.get("beams", 1) != 1):
+            raise OptionError(f"stream: n is {n}; expected one prompt and no beams with it")
+        options = self._compiled(options, "stream")
+        each = [dict(options) for _ in prompt] if n is None else sample_options(options, n, where="stream")
+        return Handles(self._submit_all(prompt if n is None else [prompt] * n, "stream", each, stream=True))
+
+    @overload
+    async def agenerate(self, prompt: str, *, n: None = None, **options: Any) -> Completion: ...
+    @overload
+    async def agenerate(self, prompt: Sequence[int], *, n: None = None, **options: Any) -> Completion: ...
+    @overload
+    async def agenerate(self, prompt: list[str], *, n: None = None, **options: Any) -> list[Completion]: ...
+    @overload
+    async def agenerate(self, prompt: str | Sequence[int], *, n: int, **options: Any) -> list[Completion]: ...
+    async def agenerate(self, prompt: Any, *, n: int | None = None, **options: Any) -> Completion | list[Completion]:
+        """`generate` for event loops; cancelling the task cancels its requests.
+
+        Example:
+            >>> import asyncio, exl2nb as ex
+            >>> async def both(llm):
+            ...     return await asyncio.gather(*(llm.agenerate(text, max_tokens=3) for text in ("It was", "She said")))
+            >>> with ex.demo(progress=None) as llm:
+            ...     [len(one.tokens) for one in asyncio.run(both(llm))]
+            [3, 3]
+        """
+        handles, prompts = self._submit_some(prompt, n, "agenerate", options)
+        try:
+            return _answers([_with_prompt(await handle.aresult(), one) for handle, one in zip(handles, prompts)], prompt, n)
+        finally:
+            for handle in handles:
+                handle.cancel()
+
+    def astream(self, prompt: str | Sequence[int], **options: Any) -> Handle:
+        """`stream` of one prompt for `async for`; the event loop stays free. Several prompts: `async for event in llm.batch(prompts)`."""
+        return self._submit(prompt, "astream", options, stream=True)
+
+    def explain(self, prompt: str | Sequence[int], *, at: int = 0, **options: Any) -> Explanation:
+        """Show how a token is chosen: what every filter does to the model's probabilities, and the draw.
+
+        Args:
+            prompt: as for `generate`.
+            at: which new token to look at; those before it are generated.
+            options: as for `generate`, max_tokens excepted; the same seed draws the same tokens there.
+
+        Raises:
+            OptionError: `at` out of range. GenerationError: the answer ends before that token. Otherwise as `generate`.
+        """
+        check_integer("at", at, 0, self.context)
+        check_keywords(
+            dict.fromkeys(options), [*_request_options(), "negative_prompt", "schema", "regex", "choice", "grammar"], where="explain"
+        )
+        found: list[Explanation] = []
+
+        def look(draw: Draw) -> None:
+            if draw.index == at:
+                found.append(draw.explain())
+
+        hooks = options.pop("post_sampling", ())
+        if not callable(hooks) and not isinstance(hooks, (tuple, list)):
+            raise OptionError(f"explain: post_sampling is {shown(hooks)}; expected a function or several")
+        options["post_sampling"] = (look, *((hooks,) if callable(hooks) else hooks))
+        banned = options.get("banned_strings", ())
+        later = max((len(text.encode()) for text in ((banned,) if isinstance(banned, str) else banned) if isinstance(text, str)), default=0)
+        # a banned text is known by its last token; the answer then goes back to its first one, and draws that again
+        wanted = min(at + 1 + later, max(at + 1, self.context - 1))
+        completion = self._submit(prompt, "explain", {**options, "max_tokens": wanted}, stream=False).result()
+        if not found:
+            raise GenerationError(f"explain: the answer ended after {len(completion.tokens)} tokens; token {at} was asked for, lower `at`")
+        return replace(found[-1], names=self.tokenizer.piece)
+
+    # ---- chat
+
+    @overload
+    def chat(self, messages: Messages | str, *, stream: Literal[False] = False, **options: Any) -> Completion: ...
+    @overload
+    def chat(self, messages: Messages | str, *, stream: Literal[True], **options: Any) -> Handle: ...
+    def chat(self, messages: Messages | str, *, stream: bool = False, **options: Any) -> Completion | Handle:
+        """Answer a conversation, in the format the model was trained on.
+
+        Args:
+            messages: dicts with "role" and "content", or one text from the user.
+            stream: give a handle to iterate instead of the answer.
+            options: those of the class; and template (Jinja source instead of the model's own), tools, template_options (more variables).
+
+        Raises:
+            TokenizerError: the model has no chat template, or the template refuses the messages. Otherwise as `generate`.
+        """
+        prompt = self._chat_ids(messages, options)
+        handle = self._submit(prompt, "chat", options, stream=stream)
+        return handle if stream else handle.result()
+
+    async def achat(self, messages: Messages | str, **options: Any) -> Completion:
+        """`chat` for event loops."""
+        prompt = self._chat_ids(messages, options)
+        return await self._submit(prompt, "achat", options, stream=False).aresult()
+
+    # ---- end
+
+    def close(self) -> None:
+        """End what runs, join the engine's thread and give the memory back. A second call does nothing."""
+        self.engine.close()
+        self._finalizer.detach()
+
+    def __reduce__(self) -> Any:
+        raise OptionError("a loaded model can neither be copied nor sent to another process; share it between threads, or load it there")
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        config = self.config
+        state = ", closed" if self.engine.closed else ""
+        return (
+            f"LLM({self.name}: {config.architecture}, {config.num_layers} layers, {self.weight_bytes / 2**20:.1f} MiB of weights, "
+            f"context {self.context}, {self.cache_bytes / 2**20:.1f} MiB of {self.engine.spec.mode} cache{state})"
+        )
+
+    def _repr_html_(self) -> str:
+        config, spec = self.config, self.engine.spec
+        rows = {
+            "architecture": f"{config.architecture}, {config.num_layers} layers, hidden size {config.hidden_size}",
+            "weights": f"{self.weight_bytes / 2**20:.1f} MiB on {self.model.device}",
+            "vocabulary": f"{config.vocab_size} tokens",
+            "context": f"{self.context} tokens",
+            "cache": f"{spec.num_tokens} tokens, {spec.mode}, {self.cache_bytes / 2**20:.1f} MiB",
+            "pages": f"{self.engine.pages.num_free} of {spec.num_pages} free",
+        }
+        rows["chat template"] = ", ".join(sorted(self.tokenizer.templates.templates)) or "none"
+        if notable := unusual(config):
+            rows["unusual"] = "; ".join(notable)
+        return facts(f"{self.name}{' (closed)' if self.engine.closed else ''}", rows)
+
+    # ---- inside
+
+    def _submit(self, prompt: Any, where: str, options: dict[str, Any], *, stream: bool) -> Handle:
+        return self._submit_all([prompt], where, [options], stream=stream)[0]
+
+    def _submit_all(self, prompts: Sequence[Any], where: str, options: Sequence[dict[str, Any]], *, stream: bool) -> list[Handle]:
+        vocab = self.config.vocab_size
+        requests = [request_of(prompt, one, self.tokenizer, vocab, where=where, stream=stream) for prompt, one in zip(prompts, options)]
+        handles = self.engine.submit_many(requests, group=object() if len(requests) > 1 else None)
+        for handle in handles:
+            handle.owner = self
+        return handles
+
+    def _compiled(self, options: dict[str, Any], where: str) -> dict[str, Any]:
+        """The options with their structure compiled, once for all requests made of them."""
+        options = dict(options)
+        compile_structure(options, self.tokenizer, self.config.vocab_size, where=where)
+        return options
+
+    def _submit_some(self, prompt: Any, n: int | None, where: str, options: dict[str, Any]) -> tuple[list[Handle], list[Any]]:
+        """The requests of one call, and the prompt of each: several prompts, `n` samples of one, or one (whose beams may be `n`)."""
+        if _is_batch(prompt):
+            if n is not None:
+                raise OptionError(f"{where}: n is {n} and there are {len(prompt)} prompts; give one prompt, or repeat them")
+            each, prompts = [self._compiled(options, where)] * len(prompt), list(prompt)
+        elif n is None or options.get("beams", 1) != 1:
+            each, prompts = [options if n is None else {**options, "n": n}], [prompt]
+        else:
+            each = sample_options(self._compiled(options, where), n, where=where)
+            prompts = [prompt] * n
+        return self._submit_all(prompts, where, each, stream=False), prompts
+
+    def _chat_ids(self, messages: Messages | str, options: dict[str, Any]) -> list[int]:
+        format_options = {name: options.pop(name) for name in ("template", "tools", "template_options") if name in options}
+        return self.tokenizer.encode(self.render_chat(messages, **format_options), add_special=False)
+
+
+def _is_batch(prompt: Any) -> bool:
+    return isinstance(prompt, (list, tuple)) and bool(prompt) and all(isinstance(one, str) for one in prompt)
+
+
+def _answers(completions: list[Completion], prompt: Any, n: int | None) -> Completion | list[Completion]:
+    """What a call hands back of the answers of its requests."""
+    if n is None and not _is_batch(prompt):
+        return completions[0]
+    return list(completions[0].beams) if n is not None and completions[0].beams else completions
+
+
+def _request_options() -> list[str]:
+    names = [f.name for cls in (Request, SamplingParams) for f in fields(cls)]
+    return [name for name in names if name not in ("prompt_ids", "sampling", "stream", "max_tokens")]
+
+
+def _with_prompt(completion: Completion, prompt: Any) -> Completion:
+    if not isinstance(prompt, str):
+        return completion
+    return replace(completion, prompt=prompt, beams=tuple(replace(one, prompt=prompt) for one in completion.beams))
+
+
+def _gpu_stepper(model: Any, cache: Any) -> Any:
+    from exl2nb.generator.gpu_stepper import GpuStepper
+
+    return GpuStepper(model, cache)

@@ -1,0 +1,109 @@
+"""What a loaded model can say about a text without writing one: scores, choices, activations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from exl2nb.core.errors import OptionError
+from exl2nb.core.options import several
+from exl2nb.eval import choose as choices
+from exl2nb.eval import hidden as activations
+from exl2nb.eval import score as scores
+from exl2nb.generator.engine import Engine
+from exl2nb.llm.requests import ids_of
+from exl2nb.model.model import Model
+from exl2nb.tokenizer.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from exl2nb.eval.choose import Choice
+    from exl2nb.eval.hidden import Hidden
+    from exl2nb.eval.score import Score
+
+
+class Reading:
+    """The part of `LLM` that reads texts. While one of these runs, requests wait; the KV cache they use is their own, in fp32."""
+
+    model: Model
+    tokenizer: Tokenizer
+    engine: Engine
+
+    def score(self, text: str | Sequence[int]) -> Score:
+        """How likely a text is: log probability and rank of every token, their sum, the perplexity.
+
+        Args:
+            text: text or token ids, at least two tokens; the first (usually BOS) is not predicted.
+
+        Raises:
+            OptionError: too short, or ids outside the vocabulary. ContextOverflow: longer than the context. EngineClosed: closed.
+
+        Example:
+            >>> import exl2nb as ex
+            >>> with ex.demo(progress=None) as llm:
+            ...     found = llm.score("It was a dark and stormy night.")
+            ...     found.total > llm.score("night stormy and dark a was It.").total
+            True
+        """
+        ids = ids_of(text, self.tokenizer, where="score", name="text")
+        with self.engine.exclusive():
+            return scores.score(self.model, self.tokenizer, ids)
+
+    def choose(self, prompt: str | Sequence[int], options: Sequence[str], *, normalise: str = "sum") -> Choice:
+        """Which of several continuations is the most likely.
+
+        Args:
+            prompt: text or token ids.
+            options: at least two different texts that may follow it directly: mind the space at their beginning.
+            normalise: "sum" compares the log probabilities of whole options, "mean" those per token (options of unlike length).
+
+        Raises:
+            OptionError: fewer than two options, or two of them equal. ContextOverflow: longer than the context. EngineClosed: closed.
+
+        Example:
+            >>> import exl2nb as ex
+            >>> with ex.demo(progress=None) as llm:
+            ...     choice = llm.choose("The old", [" man", " the", " xylophone"])
+            ...     choice.best, round(sum(choice.probs.values()), 6)
+            (' man', 1.0)
+        """
+        texts = several(options)
+        if len(texts) < 2 or not all(isinstance(text, str) and text for text in texts) or len(set(texts)) < len(texts):
+            raise OptionError(f"choose: options is {str(options)[:80]}; expected at least two different texts, none of them empty")
+        if isinstance(prompt, str):
+            rows = [self.tokenizer.encode(prompt + text) for text in texts]
+        else:
+            start = ids_of(prompt, self.tokenizer, where="choose")
+            rows = [start + self.tokenizer.encode(text, add_special=False) for text in texts]
+        if len(set(map(tuple, rows))) < len(rows):
+            raise OptionError("choose: two options are the same tokens to this model; leave one of them out")
+        shown = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
+        with self.engine.exclusive():
+            found = choices.option_logprobs(self.model, rows)
+        return choices.choice_of(shown, texts, found, normalise=normalise)
+
+    def hidden(self, text: str | Sequence[int], points: str | Sequence[str] = "layers.*.output") -> Hidden:
+        """What passes through the model at named points, as arrays.
+
+        Args:
+            text: text or token ids.
+            points: names or patterns: "embedding", "layers.3.attention" (what the heads read out), "layers.3.middle" (the residual stream
+                after attention), "layers.3.output" (after the layer), "logits"; `points` lists them all.
+
+        Raises:
+            OptionError: a name that is no point. ContextOverflow: longer than the context. EngineClosed: closed.
+
+        Example:
+            >>> import exl2nb as ex
+            >>> with ex.demo(progress=None) as llm:
+            ...     found = llm.hidden("It was", ["embedding", "layers.*.output"])
+            ...     len(found), found["layers.3.output"].shape[1] == llm.config.hidden_size
+            (13, True)
+        """
+        ids = ids_of(text, self.tokenizer, where="hidden", name="text")
+        with self.engine.exclusive():
+            return activations.hidden(self.model, ids, points, texts=scores.token_texts(self.tokenizer, ids))
+
+    @property
+    def points(self) -> list[str]:
+        """Names of the points of `hidden`, in running order."""
+        return activations.point_names(self.model)
