@@ -1,7 +1,7 @@
-"""What every test starts from, and where its models run.
+"""Options and fixtures that every test may use.
 
-`--device cuda` runs the same tests with every model on the GPU, loaded with deterministic=True; without it models are on the CPU, also
-where there is a GPU. Tests that name a device load there either way.
+`--device cuda` loads the models of the tests on the GPU with deterministic=True. Without it they run on the CPU, even where there is a GPU.
+A test that names a device uses that device either way.
 """
 
 import logging
@@ -16,10 +16,10 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    """As environment, so that the processes which tests start follow too; these also inherit what becomes of Ctrl-C."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # so shells start what runs in the background
+    """Set the device through the environment: processes that tests start inherit it, and the handler of Ctrl-C."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell ignores Ctrl-C in background jobs
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if hasattr(config, "workerinput"):  # one of several processes: threads that wait for work would take the other one's core
+    if hasattr(config, "workerinput"):  # an xdist worker: spinning threads would take the other worker's core
         os.environ.setdefault("OMP_NUM_THREADS", "1")
     device = config.getoption("--device")
     os.environ["EXL2NB_DEVICE"] = device
@@ -37,13 +37,13 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(scope="session")
 def device(request):
-    """Where models run: "cpu" or "cuda"."""
+    """Device of the models: "cpu" or "cuda"."""
     return request.config.getoption("--device")
 
 
 @pytest.fixture(scope="session")
 def near(device):
-    """How far a log probability may be from fp32's: the GPU computes with fp16 activations."""
+    """Largest accepted difference of a log probability from fp32. The GPU computes with fp16 activations."""
     return 1e-3 if device == "cpu" else 0.03
 
 
@@ -52,3 +52,37 @@ def _package_logger():
     """A library that configures logging in one test must not silence the package's logger in the next."""
     logger = logging.getLogger("exl2nb")
     logger.disabled, logger.propagate = False, True
+
+
+@pytest.fixture(scope="session")
+def _demo():
+    import exl2nb as ex
+
+    with ex.demo(progress=None) as model:
+        yield model
+
+
+@pytest.fixture(scope="session")
+def llm(_demo):
+    """The demo model, loaded once per session with the default options. Do not close it; load your own to change its options."""
+    return _demo
+
+
+@pytest.fixture
+def fresh_llm(llm):
+    """`llm` with an empty prompt cache: no page of an earlier test is reused."""
+    assert llm.engine.wait_idle(10)
+    llm.cache.clear()
+    return llm
+
+
+@pytest.fixture(autouse=True)
+def _shared_model_stays_usable(request):
+    """A test that used the shared model leaves it open and idle, with all pages free and prefix reuse on."""
+    model = request.getfixturevalue("_demo") if "_demo" in request.fixturenames else None
+    yield
+    if model is not None:
+        assert not model.engine.closed, "the test closed the shared model"
+        assert model.engine.wait_idle(10), "a request of this test still runs"
+        assert model.engine.pages.num_free == model.engine.pages.num_pages, "pages of this test are still referenced"
+        assert model.cache.reuse, "the test left prefix reuse off"

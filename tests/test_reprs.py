@@ -64,9 +64,8 @@ def everything(llm) -> dict:
 
 
 @pytest.fixture(scope="module")
-def held():
-    with ex.demo(progress=None) as llm:
-        yield everything(llm)
+def held(llm):
+    return everything(llm)
 
 
 def test_everything_has_html_and_a_plain_twin(held):

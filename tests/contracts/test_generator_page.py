@@ -55,20 +55,19 @@ def test_names_and_tests_exist(row):
 
 
 @pytest.mark.cpu
-def test_the_examples_run(tmp_path):
+def test_the_examples_run(llm, tmp_path):
     pytest.importorskip("llguidance")
-    with ex.demo(progress=None) as llm:
-        ids = llm.tokenizer.encode("It was")
-        known = {"llm": llm, "ex": ex, "ids": ids, "folder": tmp_path, "asyncio": asyncio, "explain": explain}
-        known["row"] = llm.generate("It was", max_tokens=1, return_logits=True).logits[0]
-        for item, _, example, _ in ROWS:
-            *first, last = (code(example) or "None").split("; ")
-            for statement in first:
-                exec(statement, known)
-            try:
-                value = eval(last, known)
-            except Exception as error:
-                raise AssertionError(f"{item}: {last}") from error
-            assert value is not False, (item, last)
-            if value is not None and hasattr(value, "close") and value is not llm:
-                value.close()
+    ids = llm.tokenizer.encode("It was")
+    known = {"llm": llm, "ex": ex, "ids": ids, "folder": tmp_path, "asyncio": asyncio, "explain": explain}
+    known["row"] = llm.generate("It was", max_tokens=1, return_logits=True).logits[0]
+    for item, _, example, _ in ROWS:
+        *first, last = (code(example) or "None").split("; ")
+        for statement in first:
+            exec(statement, known)
+        try:
+            value = eval(last, known)
+        except Exception as error:
+            raise AssertionError(f"{item}: {last}") from error
+        assert value is not False, (item, last)
+        if value is not None and hasattr(value, "close") and value is not llm:
+            value.close()

@@ -3,20 +3,18 @@
 import pytest
 from mock_host import MockHost, low_controls, state_of, violations
 
-import exl2nb as ex
 from exl2nb.widgets import CacheExplorer
 
 NOTHING = {"n": 0, "tps": 0.0, "ttft_s": None}
 
 
 @pytest.fixture(scope="module")
-def explorer():
+def explorer(llm):
     """A finished run of the demo model, needle included."""
-    with ex.demo(progress=None) as llm:
-        explorer = CacheExplorer(llm, modes=["q8", "q6", "q4"], max_tokens=40, needle={"sentences": 8}, free=2_000_000_000)
-        explorer.start().wait()
-        explorer.hide_needle().wait()
-        yield explorer
+    explorer = CacheExplorer(llm, modes=["q8", "q6", "q4"], max_tokens=40, needle={"sentences": 8}, free=2_000_000_000)
+    explorer.start().wait()
+    explorer.hide_needle().wait()
+    return explorer
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

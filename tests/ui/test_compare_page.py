@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 from mock_host import MockHost, low_controls, state_of, violations
 
-import exl2nb as ex
 from exl2nb.widgets import Compare
 
 NOTHING = {"n": 0, "tps": 0.0, "ttft_s": None}
@@ -13,13 +12,12 @@ EXL2 = Path(__file__).parents[1] / "data" / "demo-exl2-4.0bpw"
 
 
 @pytest.fixture(scope="module")
-def compare():
+def compare(llm):
     """A finished run: the demo model, its three-bit copy, and dice."""
-    with ex.demo(progress=None) as llm:
-        columns = {"16 bits": llm, "4 bits": EXL2, "dice": (llm, {"temperature": 0.9, "seed": 3})}
-        compare = Compare(columns, prompts=["It was a dark night, and the old man", "She opened the letter and"], max_tokens=24)
-        compare.start().wait()
-        yield compare
+    columns = {"16 bits": llm, "4 bits": EXL2, "dice": (llm, {"temperature": 0.9, "seed": 3})}
+    compare = Compare(columns, prompts=["It was a dark night, and the old man", "She opened the letter and"], max_tokens=24)
+    compare.start().wait()
+    return compare
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

@@ -3,15 +3,13 @@
 import pytest
 from mock_host import MockHost, state_of, violations
 
-import exl2nb
 from exl2nb.widgets import SamplerMicroscope
 
 
 @pytest.fixture(scope="module")
-def scope():
+def scope(llm):
     options = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.03, "repetition_penalty": 1.1, "seed": 7}
-    with exl2nb.demo(progress=None) as llm:
-        yield SamplerMicroscope(llm, "It was a dark night, and the old man", max_tokens=24, at=6, **options)
+    return SamplerMicroscope(llm, "It was a dark night, and the old man", max_tokens=24, at=6, **options)
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

@@ -3,17 +3,15 @@
 import pytest
 from mock_host import MockHost, state_of, violations
 
-import exl2nb
 from exl2nb.widgets import Speculation
 
 PASSAGE = "It was a dark and stormy night. The old man had a boat and a dog. The rain fell on the roof of the house. "
 
 
 @pytest.fixture(scope="module")
-def seen():
-    with exl2nb.demo(progress=None) as llm:
-        speculation = {"kind": "ngram", "adaptive": False, "max_tokens": 5}
-        yield Speculation(llm, PASSAGE * 3, max_tokens=150, temperature=0, ignore_eos=True, speculation=speculation)
+def seen(llm):
+    speculation = {"kind": "ngram", "adaptive": False, "max_tokens": 5}
+    return Speculation(llm, PASSAGE * 3, max_tokens=150, temperature=0, ignore_eos=True, speculation=speculation)
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
