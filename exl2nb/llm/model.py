@@ -24,7 +24,7 @@ from exl2nb.llm.requests import compile_structure, request_of, sample_options
 from exl2nb.llm.scoring import Reading
 from exl2nb.llm.working import Working, call_back
 from exl2nb.model.facts import unusual
-from exl2nb.model.fingerprint import fingerprint
+from exl2nb.model.loader import fingerprint
 from exl2nb.model.model import Model
 from exl2nb.sampling.params import SamplingParams, check_integer
 from exl2nb.tokenizer.tokenizer import Tokenizer

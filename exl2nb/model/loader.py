@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from hashlib import blake2b
 from pathlib import Path
 
 import torch
@@ -17,23 +18,19 @@ from exl2nb.io.quantization import with_quantization
 from exl2nb.model.archs import parse_config
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.facts import remote_code
-from exl2nb.model.gptq import read_gptq
 from exl2nb.model.gpu_memory import Arena, kept_bytes
 from exl2nb.model.inspect import inspect
-from exl2nb.model.large_pages import room_for
-from exl2nb.model.layers.attention import Attention
-from exl2nb.model.layers.ends import Embedding, Head
-from exl2nb.model.layers.layer import Layer
-from exl2nb.model.layers.mlp import MLP
-from exl2nb.model.layers.moe import RoutedMLP
-from exl2nb.model.layers.norm import Added, Norm
-from exl2nb.model.model import Model, Network
-from exl2nb.model.plan import Source, plan
-from exl2nb.model.rope import MAX_CONTEXT
+from exl2nb.model.layers import MLP, Added, Attention, Embedding, Head, Layer, Norm, RoutedMLP
+from exl2nb.model.model import SMALL_MODEL_BYTES, Model, Network
+from exl2nb.model.rope import MAX_CONTEXT, rope_tables
+from exl2nb.model.sources import Source, find_sources, read_gptq
 from exl2nb.model.store import ModelStore, open_store
+from exl2nb.ops.large_pages import large_pages
 from exl2nb.quant.exl2 import Exl2Tensors
 
 WEIGHTS = ("auto", "fp32")
+SAMPLES, SAMPLE_BYTES = 64, 4096  # of a fingerprint, per file, evenly spread: a quantisation changes every tensor, so a few places tell
+ROPE_ROWS = 64  # of a fingerprint
 
 
 def read_model_config(directory: str | os.PathLike[str]) -> ModelConfig:
@@ -92,7 +89,7 @@ def load_model(
     if config.learned_positions and context is not None and context > longest:
         raise OptionError(f"load_model: context is {context}; expected at most {longest}, the positions this model has learned")
     with open_store(config, directory) as store:
-        sources = plan(config, store)
+        sources = find_sources(config, store)
         arena = _arena(config, directory, device, widen=weights == "fp32")
         network = _Builder(config, store, sources, widen=weights == "fp32", device=device, arena=arena).network(progress)
     if device != "cpu":
@@ -267,3 +264,43 @@ class _Builder:
         """The biases of several linears side by side, None where they have none."""
         present = [self.vector(f"{key}.bias") for key in keys if self.sources[key].linear.bias]
         return self.kept(torch.cat(present)) if present else None
+
+
+def room_for(directory: str | os.PathLike[str], *, widened: bool) -> Tensor | None:
+    """Large-page memory for the packed weights of a small model; None for a larger one, whose matrices stay where they were packed.
+
+    A model that fits in the processor's cache is read from there in every step, and each 4 KiB page then costs a page table walk (5,000 in
+    the demo model). Larger models wait for memory longer than for page table walks.
+
+    Args:
+        directory: of the model.
+        widened: 16-bit numbers become 32-bit ones.
+    """
+    size = sum(file.stat().st_size for file in Path(directory).glob("*.safetensors"))
+    return large_pages((2 * size if widened else size) + size // 8 + (2 << 20)) if size <= SMALL_MODEL_BYTES else None
+
+
+def fingerprint(directory: str | os.PathLike[str], model: Model) -> str:
+    """32 hex digits: config.json, and of every `.safetensors` file its header, its size and samples; the kind of device; the RoPE tables.
+
+    Equal for equal files, whatever the directory is called. Some RoPE types depend on the context that the model was loaded with.
+
+    Cost: reads at most 256 KiB per file besides the header.
+    """
+    digest = blake2b(model.device.partition(":")[0].encode(), digest_size=16)
+    config = model.config
+    for kind in sorted({config.rope_kind(layer) for layer in range(config.num_layers)}):
+        for table in rope_tables(config, ROPE_ROWS, context=model.context, kind=kind):
+            digest.update(table.contiguous().numpy().tobytes())
+    folder = Path(directory)
+    digest.update((folder / "config.json").read_bytes())
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header = min(8 + int.from_bytes(file.read(8), "little"), size)
+            file.seek(0)
+            digest.update(size.to_bytes(8, "little") + file.read(header))
+            for i in range(SAMPLES):
+                file.seek(header + (size - header) * i // SAMPLES)
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +17,12 @@ from exl2nb.core.errors import ContextOverflow, EngineClosed, OptionError
 from exl2nb.model.batch import Batch
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu import GpuForward
-from exl2nb.model.large_pages import MOST_BYTES
-from exl2nb.model.layers.ends import Embedding, Head
-from exl2nb.model.layers.layer import Layer, tensors_of
-from exl2nb.model.layers.moe import RoutedMLP
-from exl2nb.model.layers.step import Step
+from exl2nb.model.layers import Embedding, Head, Layer, RoutedMLP, Step, tensors_of
 from exl2nb.model.rope import both_tables, rope_switch, rope_tables
-from exl2nb.model.watched import watched
+from exl2nb.ops import gpu_prefill
 from exl2nb.ops.ahead import draw_ahead, join_ahead
+
+SMALL_MODEL_BYTES = 64 << 20  # of weights: what may still stay in a processor's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +123,7 @@ class Model:
     @property
     def runs_ahead(self) -> bool:
         """Whether `draw_ahead` can run it: on the CPU, so small that the host's share of a step counts, tokens drawn from raw logits."""
-        if self.device != "cpu" or self._network is None or self.weight_bytes > MOST_BYTES:
+        if self.device != "cpu" or self._network is None or self.weight_bytes > SMALL_MODEL_BYTES:
             return False
         routed = any(isinstance(layer.mlp, RoutedMLP) for layer in self._network.layers)
         return not routed and self.rope_switch is None and not self.config.logit_softcap
@@ -246,3 +245,30 @@ class Model:
 
 def _prefixed(observe: Callable[[str, Tensor], None], prefix: str, name: str, value: Tensor) -> None:
     observe(prefix + name, value)
+
+
+def watched(program: ops.Program, batch: Batch, cache: KVCache, observe: Callable[[str, Tensor], None] | None) -> Tensor:
+    """Logits f32 `(R, V)` of a batch on the GPU, before the softcap. observe: see `Model.forward_by_ops`."""
+    names = ("input_ids", "positions", "slot_mapping", "block_table", "cu_seqlens", "context_lens", "logit_rows")
+    inputs = gpu_prefill.Inputs(*[getattr(batch, name) for name in names])
+    sequences = gpu_prefill.Sequences(batch.cu_seqlens.tolist(), batch.context_lens.tolist())
+    watch = None if observe is None else _Points(observe)
+    return gpu_prefill.prefill(program, inputs, sequences, cache.k, cache.v, watch=watch)
+
+
+class _Points:
+    """Knows where in a program the points are: a layer adds to the residual stream twice, after attention and after its MLP."""
+
+    def __init__(self, observe: Callable[[str, Tensor], None]) -> None:
+        self._observe = observe
+        self._layer = self._added = 0
+
+    def __call__(self, name: str, arguments: dict[str, Any], x: Tensor, mixed: Tensor | None) -> None:
+        if name == "embed":
+            self._observe("embedding", x)
+        elif name == "paged_attention" and mixed is not None:
+            self._layer, self._added = arguments["layer"], 0
+            self._observe(f"layers.{self._layer}.attention", mixed)
+        elif name in ("linear_residual", "routed_mlp"):
+            self._added += 1
+            self._observe(f"layers.{self._layer}.{'middle' if self._added == 1 else 'output'}", x)

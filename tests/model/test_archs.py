@@ -13,10 +13,10 @@ from exl2nb.io.safetensors import save as save_tensors
 from exl2nb.model import reference
 from exl2nb.model.archs import ARCHS, parse_config
 from exl2nb.model.batch import Batch, Span
-from exl2nb.model.dense import DenseWeights
 from exl2nb.model.inspect import inspect
 from exl2nb.model.layout import linears
 from exl2nb.model.loader import load_model
+from exl2nb.model.sources import DenseWeights
 from exl2nb.model.store import open_store
 
 from .test_model import error, run, same

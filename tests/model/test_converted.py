@@ -9,10 +9,10 @@ import torch
 from exl2nb.converter.job import ConversionJob
 from exl2nb.io.shards import TensorStore
 from exl2nb.model import reference
-from exl2nb.model.dense import DenseWeights
 from exl2nb.model.inspect import inspect
 from exl2nb.model.layout import linears, vectors
 from exl2nb.model.loader import load_model
+from exl2nb.model.sources import DenseWeights
 from exl2nb.model.store import open_store
 
 from .test_model import error, run

@@ -10,8 +10,8 @@ from exl2nb.converter.hessian import input_of
 from exl2nb.converter.job import ConversionJob
 from exl2nb.converter.peer import PeerMeasurement
 from exl2nb.model import reference
-from exl2nb.model.dense import DenseWeights
 from exl2nb.model.layout import layer_linears
+from exl2nb.model.sources import DenseWeights
 from exl2nb.model.store import open_store
 
 from .zoo import build_wide, config_of, write, write_tokenizer

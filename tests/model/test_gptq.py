@@ -12,10 +12,10 @@ from exl2nb.cli import main
 from exl2nb.core.errors import ConfigError, ConversionError, FormatError
 from exl2nb.io.safetensors import save as save_tensors
 from exl2nb.model import reference
-from exl2nb.model.dense import DenseWeights
 from exl2nb.model.inspect import inspect
 from exl2nb.model.layout import linears
 from exl2nb.model.loader import load_model, read_model_config
+from exl2nb.model.sources import DenseWeights
 from exl2nb.model.store import open_store
 
 from .gptq_maker import Recipe, on_grid, put_on_grid, split_experts, write_gptq

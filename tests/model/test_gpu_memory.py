@@ -12,7 +12,7 @@ from exl2nb.model.gpu_memory import ALIGN, Arena, aligned, blob_bytes, kept_byte
 from exl2nb.model.inspect import Matrix, inspect
 from exl2nb.model.loader import _Builder, load_model
 from exl2nb.model.model import Model
-from exl2nb.model.plan import plan
+from exl2nb.model.sources import find_sources
 from exl2nb.model.store import open_store
 
 from .zoo import build, config_of, write, write_exl2
@@ -49,7 +49,7 @@ def test_every_tensor_that_stays_goes_into_the_arena(folder):
     plain, config = load_model(folder), config_of(folder)
     arena = Arena(sum(aligned(tensor.nbytes) for tensor in plain._network.tensors()), "cpu")
     with open_store(config, folder) as store:
-        builder = _Builder(config, store, plan(config, store), widen=False, device="cpu", arena=arena)
+        builder = _Builder(config, store, find_sources(config, store), widen=False, device="cpu", arena=arena)
         model = Model(config, builder.network(None), context=64)
     assert storages(model) == {arena._memory.untyped_storage().data_ptr()}
     batch = Batch.single(list(range(1, 20)), start=0, pages=[0], logit_rows="all")

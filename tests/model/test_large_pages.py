@@ -5,10 +5,9 @@ import mmap
 import pytest
 import torch
 
-from exl2nb.model import large_pages
-from exl2nb.model.large_pages import large_pages as pages
-from exl2nb.model.large_pages import room_for
-from exl2nb.model.loader import load_model
+from exl2nb.model import loader
+from exl2nb.model.loader import load_model, room_for
+from exl2nb.ops.large_pages import large_pages
 
 from .tiny import save, twin
 
@@ -17,18 +16,18 @@ LINUX = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="a system 
 
 @LINUX
 def test_zeros_that_can_be_written():
-    memory = pages(5 << 20)
+    memory = large_pages(5 << 20)
     assert memory.shape == (5 << 20,)
     assert memory.dtype == torch.uint8
     assert not memory.any()
     memory[-1] = 7
     assert int(memory.sum()) == 7
-    assert pages(0) is None
+    assert large_pages(0) is None
 
 
 def test_a_system_without_them(monkeypatch):
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
-    assert pages(1 << 20) is None
+    assert large_pages(1 << 20) is None
 
 
 @LINUX
@@ -36,7 +35,7 @@ def test_room_follows_the_files(tmp_path, monkeypatch):
     (tmp_path / "a.safetensors").write_bytes(b"0" * 1000)
     assert room_for(tmp_path, widened=False).numel() >= 1000
     assert room_for(tmp_path, widened=True).numel() >= 2000
-    monkeypatch.setattr(large_pages, "MOST_BYTES", 999)
+    monkeypatch.setattr(loader, "SMALL_MODEL_BYTES", 999)
     assert room_for(tmp_path, widened=False) is None
 
 
@@ -45,7 +44,7 @@ def test_room_follows_the_files(tmp_path, monkeypatch):
 def test_a_small_model_lies_together(tmp_path, weights, monkeypatch):
     save(twin(), tmp_path)
     together = load_model(tmp_path, weights=weights)
-    monkeypatch.setattr(large_pages, "MOST_BYTES", 0)
+    monkeypatch.setattr(loader, "SMALL_MODEL_BYTES", 0)
     apart = load_model(tmp_path, weights=weights)
     ours, others = list(together._network.tensors()), list(apart._network.tensors())
     assert len({tensor.untyped_storage().data_ptr() for tensor in ours}) == 1

@@ -10,8 +10,8 @@ from exl2nb.core.errors import ContextOverflow, EngineClosed, OptionError
 from exl2nb.io.shards import TensorStore
 from exl2nb.model import reference
 from exl2nb.model.batch import Batch, Span
-from exl2nb.model.dense import DenseWeights
 from exl2nb.model.loader import load_model, read_model_config
+from exl2nb.model.sources import DenseWeights
 from exl2nb.ops import _load
 
 from .tiny import CASES, ids_of, save, save_exl2, truth, twin

@@ -14,7 +14,7 @@ from exl2nb.io.shards import TensorStore
 from exl2nb.model.archs import parse_config
 from exl2nb.model.batch import Batch
 from exl2nb.model.inspect import inspect
-from exl2nb.model.layers.moe import RoutedMLP
+from exl2nb.model.layers import RoutedMLP
 from exl2nb.model.layout import layer_linears, modules
 from exl2nb.model.loader import load_model
 

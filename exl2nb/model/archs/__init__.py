@@ -1,4 +1,4 @@
-"""One small declarative file per architecture, named for its model_type; every file in this folder is read."""
+"""One file per family, one frozen declaration per architecture; every file in this folder is imported."""
 
 import importlib
 import pkgutil

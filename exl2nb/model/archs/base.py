@@ -8,9 +8,8 @@ from typing import Any
 
 from exl2nb.core.errors import ConfigError, UnknownArchitecture
 from exl2nb.core.registry import Registry
-from exl2nb.model.config import ACTIVATIONS, LIMITS, ModelConfig
+from exl2nb.model.config import ACTIVATIONS, LIMITS, Files, ModelConfig, Names
 from exl2nb.model.fields import REQUIRED, Fields
-from exl2nb.model.names import Files, Names
 from exl2nb.model.rope import RopeConfig
 from exl2nb.quant.gptq_spec import GptqSpec
 
@@ -43,7 +42,7 @@ def no_features(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str, Any]:
 class Architecture:
     """One architecture.
 
-    model_type: as in config.json, and the name of the file. qkv_bias, o_bias, mlp_bias: True, False, or the config key that says so
+    model_type: as in config.json. qkv_bias, o_bias, mlp_bias: True, False, or the config key that says so
     (absent = false). windows: `(fields, num_layers)` -> window of each layer. defaults: values Transformers assumes for absent keys; sizes
     that are not listed must be present. names: module keys; files: how checkpoints differ from them. fixed: fields of ModelConfig that are
     the same for every model of this kind; read: `(fields, sizes)` -> those that the config decides. keys: our name of a config key -> the

@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from exl2nb.model.archs.base import ARCHS, Architecture
+from exl2nb.model.config import MAX_EXPERTS, Files, MoE, Names
 from exl2nb.model.fields import Fields
-from exl2nb.model.moe import MAX_EXPERTS, MoE
-from exl2nb.model.names import Files, Names
 from exl2nb.model.rope import RopeConfig
 
 RENAMES = (

@@ -1,14 +1,16 @@
-"""Qwen 1: Qwen2 under other names, q, k and v fused; its context ends where its own scaling of RoPE and scores would begin."""
+"""Qwen 1 to 3, dense and with experts."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from exl2nb.model.archs.base import ARCHS, Architecture
+from exl2nb.model.archs.base import ARCHS, Architecture, layer_kinds
+from exl2nb.model.config import MAX_EXPERTS, Files, MoE
 from exl2nb.model.fields import Fields
-from exl2nb.model.names import Files
+from exl2nb.model.rope import MAX_CONTEXT
 
 
-def features(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str, Any]:
+# Qwen 1: Qwen2 under other names, q, k and v fused; its context ends where its own scaling of RoPE and scores would begin.
+def qwen_features(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str, Any]:
     """`intermediate_size` counts gate and up together."""
     size = sizes["intermediate_size"]
     if size % 2:
@@ -38,6 +40,139 @@ ARCHS.register("QWenLMHeadModel")(
         ),
         keys={"head_dim": "kv_channels", "max_position_embeddings": "seq_length", "rope_theta": "rotary_emb_base"},
         eps_key="layer_norm_epsilon",
-        read=features,
+        read=qwen_features,
+    )
+)
+
+
+# Qwen 1.5, 2 and 2.5: biases on q, k and v; a window on the upper layers where the config switches it on.
+KINDS = ("full_attention", "sliding_attention")
+
+
+def qwen2_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """`layer_types` says which layers slide; without it, those from `max_window_layers` on."""
+    used = fields.flag("use_sliding_window", default=False)
+    window = fields.integer("sliding_window", low=1, high=MAX_CONTEXT, default=4096) if used else 0
+    first = fields.integer("max_window_layers", low=0, high=1 << 20, default=28)
+    kinds = fields.raw.get("layer_types")
+    if kinds is None:
+        return tuple(window if i >= first else 0 for i in range(num_layers))
+    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in KINDS for kind in kinds):
+        raise fields.refuse("layer_types", kinds, f"a list of {num_layers} names out of {', '.join(KINDS)}")
+    if not window and KINDS[1] in kinds:
+        raise fields.refuse("layer_types", kinds, "no sliding_attention while use_sliding_window is false")
+    return tuple(window if kind == KINDS[1] else 0 for kind in kinds)
+
+
+ARCHS.register("Qwen2ForCausalLM")(
+    Architecture(
+        model_type="qwen2",
+        qkv_bias=True,
+        windows=qwen2_windows,
+        defaults={"num_key_value_heads": 32, "max_position_embeddings": 32768},
+    )
+)
+
+
+# Qwen 1.5 and 2 MoE: Qwen2 with small experts beside one that every token visits, weighted by a sigmoid.
+MAX_SIZE = 1 << 18
+
+
+def qwen2_moe_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """`layer_types` says which layers slide; without it, every second one below `max_window_layers`."""
+    used = fields.flag("use_sliding_window", default=False)
+    window = fields.integer("sliding_window", low=1, high=MAX_CONTEXT, default=4096) if used else 0
+    first = fields.integer("max_window_layers", low=0, high=1 << 20, default=28)
+    kinds = layer_kinds(fields, num_layers, lambda i: bool(window) and i % 2 == 0 and i < first)
+    return tuple(window if slides else 0 for slides in kinds)
+
+
+def sparse_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
+    """Every `decoder_sparse_step`-th layer has experts, those in `mlp_only_layers` never."""
+    step = fields.integer("decoder_sparse_step", low=1, high=1 << 20, default=1)
+    plain = fields.raw.get("mlp_only_layers") or []
+    if not isinstance(plain, list) or any(type(i) is not int or not 0 <= i < num_layers for i in plain):
+        raise fields.refuse("mlp_only_layers", plain, f"a list of layers from 0 to {num_layers - 1}")
+    return tuple(i not in plain and (i + 1) % step == 0 for i in range(num_layers))
+
+
+def experts(fields: Fields, sizes: Mapping[str, int], *, shared: bool = True) -> Mapping[str, Any]:
+    """Routing as the config says; a model whose config has no experts is a dense one."""
+    count = fields.integer("num_experts", low=0, high=MAX_EXPERTS)
+    layers = sparse_layers(fields, sizes["num_layers"])
+    if count == 0 or not any(layers):
+        return {}
+    return {
+        "moe": MoE(
+            num_experts=count,
+            top_k=fields.integer("num_experts_per_tok", low=1, high=count),
+            intermediate_size=fields.integer("moe_intermediate_size", low=8, high=MAX_SIZE),
+            layers=layers,
+            renormalize=float(fields.flag("norm_topk_prob", default=False)),
+            shared_size=fields.integer("shared_expert_intermediate_size", low=8, high=MAX_SIZE) if shared else 0,
+        )
+    }
+
+
+ARCHS.register("Qwen2MoeForCausalLM")(
+    Architecture(
+        model_type="qwen2_moe",
+        qkv_bias="qkv_bias",
+        windows=qwen2_moe_windows,
+        defaults={
+            "num_key_value_heads": 16,
+            "max_position_embeddings": 32768,
+            "qkv_bias": True,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
+        read=experts,
+    )
+)
+
+
+# Qwen3: Qwen2 without biases, with an RMS norm on every head of q and k.
+ARCHS.register("Qwen3ForCausalLM")(
+    Architecture(
+        model_type="qwen3",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        windows=qwen2_windows,
+        defaults={"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768},
+        fixed={"qk_norm": "head"},
+    )
+)
+
+
+# Qwen3 MoE: Qwen3 with experts, none of them shared.
+def qwen3_moe_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
+    """The same window on every layer, where the config switches it on."""
+    used = fields.flag("use_sliding_window", default=False)
+    return (fields.integer("sliding_window", low=1, high=MAX_CONTEXT, default=4096) if used else 0,) * num_layers
+
+
+def qwen3_moe_features(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str, Any]:
+    """Old files call the experts `num_experts`, newer ones may say `num_local_experts`."""
+    raw = dict(fields.raw)
+    raw["num_experts"] = raw.get("num_experts", raw.get("num_local_experts", 128))
+    return experts(Fields(raw, fields.where), sizes, shared=False)
+
+
+ARCHS.register("Qwen3MoeForCausalLM")(
+    Architecture(
+        model_type="qwen3_moe",
+        qkv_bias="attention_bias",
+        o_bias="attention_bias",
+        windows=qwen3_moe_windows,
+        defaults={
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+        fixed={"qk_norm": "head"},
+        read=qwen3_moe_features,
     )
 )

@@ -1,20 +1,53 @@
-"""Where each matrix of a model lies and in which format, decided and checked from file headers alone, before a byte of data is read."""
+"""Where each matrix of a model is stored and in which format, checked from file headers alone; matrices read as dense tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from exl2nb.core.errors import FormatError
 from exl2nb.io.quantization import foreign_format, refuse
 from exl2nb.model.config import ModelConfig
-from exl2nb.model.gptq import gptq_problems
 from exl2nb.model.layout import Linear, accepted, head_linear, layer_linears, modules, vectors
-from exl2nb.model.store import Store
+from exl2nb.model.store import ModelStore, Store
 from exl2nb.quant.dense import check_dense
+from exl2nb.quant.exl2 import Exl2Tensors
 from exl2nb.quant.exl2_check import SUFFIXES, check_headers
+from exl2nb.quant.gptq import GptqTensors
 from exl2nb.quant.gptq_spec import SUFFIXES as GPTQ_SUFFIXES
+from exl2nb.quant.gptq_spec import GptqSpec, header_problems
+
+
+def spec_of(config: ModelConfig) -> GptqSpec:
+    """The checkpoint's settings; where it has none, those of the oldest files."""
+    return config.gptq or GptqSpec()
+
+
+def read_gptq(config: ModelConfig, store: Store, linear: Linear) -> GptqTensors:
+    """The matrix of one linear.
+
+    Raises:
+        FormatError: as `GptqTensors.read`.
+    """
+    whole = store.whole(linear.key) if isinstance(store, ModelStore) else None
+    if whole is None:
+        return GptqTensors.read(store, linear.key, spec_of(config), in_features=linear.in_features, out_features=linear.out_features)
+    sizes = {"in_features": linear.in_features, "out_features": whole.out_features}
+    return GptqTensors.read(whole.store, whole.prefix, spec_of(config), **sizes, columns=whole.columns)
+
+
+def gptq_problems(config: ModelConfig, store: Store, linear: Linear) -> list[str]:
+    """Every rule that the headers of one linear's matrix break."""
+    whole = store.whole(linear.key) if isinstance(store, ModelStore) else None
+    home, prefix, outputs = (store, linear.key, linear.out_features) if whole is None else (whole.store, whole.prefix, whole.out_features)
+    if absent := [f"{prefix}.{suffix}" for suffix in GPTQ_SUFFIXES if f"{prefix}.{suffix}" not in home]:
+        return [f"tensor {name!r}: found none, expected it beside qweight" for name in absent]
+    infos = {suffix: home.info(f"{prefix}.{suffix}") for suffix in (*GPTQ_SUFFIXES, "g_idx") if f"{prefix}.{suffix}" in home}
+    return header_problems(infos, prefix, spec_of(config), in_features=linear.in_features, out_features=outputs)
+
 
 SHOWN = 5  # names listed in a message
 LISTED = 40  # problems listed in a message
@@ -73,7 +106,7 @@ class _Problems:
         raise FormatError(found[0] if len(found) == 1 else f"{len(found)} problems: {_some(found, LISTED, '; ')}")
 
 
-def plan(config: ModelConfig, store: Store) -> dict[str, Source]:
+def find_sources(config: ModelConfig, store: Store) -> dict[str, Source]:
     """Decide for every linear where it comes from.
 
     Args:
@@ -235,3 +268,49 @@ def missing(store: Store, name: str, expected: str) -> FormatError:
 def wrong(store: Store, name: str, found: str, expected: str) -> FormatError:
     """The error for a tensor that does not fit."""
     return FormatError(f"{store.info(name).path}: tensor {name!r}: found {found}, expected {expected}")
+
+
+class DenseWeights(Mapping[str, Tensor]):
+    """Full tensor name -> tensor in the nn.Linear layout, in its stored dtype; EXL2 matrices are reconstructed to f16, padding
+    dropped, GPTQ ones to f32.
+
+    Nothing is kept: every access reads the file again. A tied head without a matrix of its own has no entry.
+
+    Args:
+        config: what the model must have; the store is checked against it.
+        store: the files; it stays open as long as this is used.
+
+    Raises:
+        FormatError: as `find_sources`; on access as `Exl2Tensors.read` and `GptqTensors.read`.
+    """
+
+    def __init__(self, config: ModelConfig, store: Store) -> None:
+        self._config, self._store = config, store
+        self._quantised = {}
+        names = set(store.names())
+        for source in find_sources(config, store).values():
+            if source.kind != "dense":
+                names -= {f"{source.prefix}.{part}" for part in PARTS[source.kind]}
+                self._quantised[f"{source.prefix}.weight"] = source
+        self._names = sorted(names | set(self._quantised))
+
+    def __getitem__(self, name: str) -> Tensor:
+        source = self._quantised.get(name)
+        if source is None:
+            if name not in self._store:
+                raise KeyError(name)
+            return self._store.read(name)
+        linear = source.linear
+        if source.kind == "gptq":
+            return read_gptq(self._config, self._store, linear).reconstruct().T
+        exl2 = Exl2Tensors.read(self._store, source.prefix, in_features=linear.in_features, out_features=linear.out_features)
+        return exl2.reconstruct()[:, : linear.out_features].T
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._quantised or name in self._store
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)

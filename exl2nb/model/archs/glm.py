@@ -1,7 +1,7 @@
 """GLM-4 (0414): norms before and after each half, interleaved RoPE on a part of each head, fused gate and up."""
 
 from exl2nb.model.archs.base import ARCHS, Architecture
-from exl2nb.model.names import Files, Names
+from exl2nb.model.config import Files, Names
 
 ARCHS.register("Glm4ForCausalLM")(
     Architecture(

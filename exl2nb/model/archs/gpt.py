@@ -1,14 +1,17 @@
-"""GPT-2: learned positions, LayerNorm with bias, an ungated GELU MLP, no RoPE, a tied head; its files hold matrices as (in, out)."""
+"""GPT-2, StarCoder (GPT-BigCode) and StarCoder 2."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from exl2nb.model.archs.base import ARCHS, Architecture
+from exl2nb.model.archs.mistral import windows
+from exl2nb.model.config import Files, Names
 from exl2nb.model.fields import Fields
-from exl2nb.model.names import Files, Names
 from exl2nb.model.rope import RopeConfig
 
 
+# GPT-2: learned positions, LayerNorm with bias, an ungated GELU MLP, no RoPE, a tied head; its files hold matrices as (in, out).
 def features(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str, Any]:
     """No RoPE anywhere; the scores' scale may be switched off."""
     if fields.flag("scale_attn_by_inverse_layer_idx", default=False):
@@ -24,7 +27,7 @@ def features(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str, Any]:
     }
 
 
-ARCH = Architecture(
+GPT2 = Architecture(
     model_type="gpt2",
     qkv_bias=True,
     o_bias=True,
@@ -55,4 +58,49 @@ ARCH = Architecture(
     fixed={"norm": "layer", "norm_bias": True, "gated": False, "learned_positions": True},
     read=features,
 )
-ARCHS.register("GPT2LMHeadModel")(ARCH)
+ARCHS.register("GPT2LMHeadModel")(GPT2)
+
+
+# StarCoder 1 (GPT-BigCode): GPT-2 with one KV head for all query heads, its matrices the usual way round.
+ARCHS.register("GPTBigCodeForCausalLM")(
+    replace(
+        GPT2,
+        model_type="gpt_bigcode",
+        defaults={**GPT2.defaults, "num_key_value_heads": 1, "activation_function": "gelu_pytorch_tanh"},
+        files=replace(
+            GPT2.files,
+            renames=(
+                ("transformer.ln_f.", "model.norm."),
+                ("transformer.", "model."),
+                (".h.", ".layers."),
+                (".attn.c_proj.", ".self_attn.o_proj."),
+                (".attn.", ".self_attn."),
+                (".wte.", ".embed_tokens."),
+            ),
+            transposed=False,
+        ),
+    )
+)
+
+
+# StarCoder 2: LayerNorm with bias, biases everywhere, an ungated GELU MLP, a sliding window on every layer, a tied head.
+ARCHS.register("Starcoder2ForCausalLM")(
+    Architecture(
+        model_type="starcoder2",
+        qkv_bias="use_bias",
+        o_bias="use_bias",
+        mlp_bias="use_bias",
+        windows=windows,
+        defaults={
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 4096,
+            "hidden_act": "gelu_pytorch_tanh",
+            "use_bias": True,
+            "tie_word_embeddings": True,
+        },
+        names=Names(up="mlp.c_fc", down="mlp.c_proj"),
+        eps_key="norm_epsilon",
+        eps=1e-5,
+        fixed={"norm": "layer", "norm_bias": True, "gated": False},
+    )
+)

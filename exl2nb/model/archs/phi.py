@@ -5,8 +5,8 @@ from typing import Any
 
 from exl2nb.model.archs.base import ARCHS, Architecture
 from exl2nb.model.archs.mistral import windows
+from exl2nb.model.config import Files
 from exl2nb.model.fields import Fields
-from exl2nb.model.names import Files
 from exl2nb.model.rope import RopeConfig
 
 

@@ -1,1 +1,0 @@
-"""Shared pieces of architectures."""
