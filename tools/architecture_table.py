@@ -1,4 +1,4 @@
-"""Write docs/architectures.md: what the tests of architectures say, one row per tiny model, every cell from this run.
+"""Write docs/internals/architectures.md: what the tests of architectures say, one row per tiny model, every cell from this run.
 
 .venv/bin/python tools/architecture_table.py
 """
@@ -89,4 +89,4 @@ def table(results: dict[str, dict[str, bool]]) -> str:
 
 if __name__ == "__main__":
     argparse.ArgumentParser(description=__doc__).parse_args()  # --help must not start minutes of tests
-    (ROOT / "docs" / "architectures.md").write_text(HEAD + table(run()), encoding="utf-8")
+    (ROOT / "docs" / "internals" / "architectures.md").write_text(HEAD + table(run()), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""docs/generator.md: each item has a public name that exists, an example that runs, and a test that is there."""
+"""docs/internals/generator.md: each item has a public name that exists, an example that runs, and a test that is there."""
 
 import asyncio
 import importlib
@@ -13,7 +13,7 @@ from exl2nb.sampling import explain
 ROOT = Path(__file__).parents[2]
 ROWS = [
     [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
-    for line in (ROOT / "docs" / "generator.md").read_text(encoding="utf-8").splitlines()
+    for line in (ROOT / "docs" / "internals" / "generator.md").read_text(encoding="utf-8").splitlines()
     if re.match(r"\| [EGHIJK]\d+ ", line)
 ]
 ITEMS = {"E": 13, "G": 22, "H": 9, "I": 22, "J": 7, "K": 6}
@@ -38,7 +38,7 @@ def resolve(name):
 
 
 def test_every_item_is_told():
-    page = (ROOT / "docs" / "generator.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "internals" / "generator.md").read_text(encoding="utf-8")
     missing = [f"{group}{n}" for group, count in ITEMS.items() for n in range(1, count + 1) if not re.search(rf"\b{group}{n}\b", page)]
     assert not missing
 

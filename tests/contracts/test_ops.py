@@ -24,7 +24,7 @@ SYMBOLS = set((Path(__file__).parent / "torch_2_10_symbols.txt").read_text().spl
 
 
 def test_the_architecture_page_lists_the_ops():
-    page = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "internals" / "architecture.md").read_text()
     listed = set(re.findall(r"^\| `(\w+)` \|", page, re.M))
     assert {"embed", "linear", "paged_attention", "norm_head"} <= set(NAMES)
     assert listed <= set(NAMES) | set(ops.__all__)
