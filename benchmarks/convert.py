@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from exl2nb.converter.calibrate import read_calibration
+from exl2nb.converter.calibration import read_calibration
 from exl2nb.converter.gptq import dense
 from exl2nb.converter.job import ConversionJob
 from exl2nb.core.progress import TextSink

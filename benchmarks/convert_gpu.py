@@ -33,7 +33,7 @@ from make_random_model import KEYS, SHAPES, Shape, write_tokenizer
 import exl2nb
 from exl2nb.converter import sensitivity
 from exl2nb.converter.job import ConversionJob
-from exl2nb.converter.measure import Measurement
+from exl2nb.converter.measurement import Measurement
 from exl2nb.converter.memory import planned_on_gpu
 from exl2nb.converter.result import Conversion
 from exl2nb.converter.settings import EFFORTS, REPORT_ROWS

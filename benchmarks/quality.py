@@ -25,9 +25,9 @@ import numpy as np
 from convert import quality
 
 from exl2nb.converter import options
-from exl2nb.converter.calibrate import read_calibration
+from exl2nb.converter.calibration import read_calibration
 from exl2nb.converter.job import ConversionJob
-from exl2nb.converter.layers import Rounding
+from exl2nb.converter.quantization import Rounding
 from exl2nb.converter.result import Conversion
 from exl2nb.core.progress import TextSink
 from exl2nb.eval.text import token_rows
@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--calibration-rows", type=int, default=100)
     parser.add_argument("--rows", type=int, default=96)
     parser.add_argument("--length", type=int, default=512)
-    parser.add_argument("--rounding", default="{}", help="JSON fields of converter.layers.Rounding")
+    parser.add_argument("--rounding", default="{}", help="JSON fields of converter.quantization.Rounding")
     parser.add_argument("--ablate", action="store_true", help="leave out one idea at a time")
     parser.add_argument("--ideas", nargs="+", choices=list(IDEAS), help="only these of --ablate")
     parser.add_argument("--seed", type=int, default=0, help="of the calibration rows and of the sampled labels")

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 PUBLIC = ("exl2nb", "exl2nb.widgets", "exl2nb.sampling", "exl2nb.core.errors")
-MODULES = ("exl2nb", "exl2nb.core.progress", "exl2nb.generator.request", "exl2nb.generator.handle", "exl2nb.converter.measure",
+MODULES = ("exl2nb", "exl2nb.core.progress", "exl2nb.generator.request", "exl2nb.generator.handle", "exl2nb.converter.measurement",
            "exl2nb.llm.conversation", "exl2nb.model.inspect", "exl2nb.quant.exl2")  # fmt: skip
 """Modules with pages of their own; those in `PUBLIC` come with the package."""
 

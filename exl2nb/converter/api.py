@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from exl2nb.converter.job import ConversionJob
-from exl2nb.converter.measure import Measurement
+from exl2nb.converter.measurement import Measurement
 from exl2nb.converter.work import Work
 from exl2nb.core.progress import Sink, showing
 from exl2nb.io.atomic import check_writable

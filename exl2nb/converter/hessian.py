@@ -10,12 +10,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from exl2nb.converter import tensor_cores
 from exl2nb.converter.streams import Stream
 from exl2nb.core.errors import ConversionError
 from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import modules
+from exl2nb.ops.bf16x3 import matmul
 
 # linears that read the same tensor, filed under the first of them
 INPUTS: tuple[tuple[str, ...], ...] = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
@@ -78,7 +78,7 @@ class Factor:
             part, columns = slice(first, first + most), weight[first : first + most].T
             made[:, part] = columns[self.perm]
             if wanted is not None:
-                shift = tensor_cores.matmul(self.upper.T, tensor_cores.matmul(self.upper, tensor_cores.matmul(wanted, columns)))
+                shift = matmul(self.upper.T, matmul(self.upper, matmul(wanted, columns)))
                 made[:, part] += shift.mul_(strength)
         return made
 
@@ -136,7 +136,7 @@ def check_finite(x: Tensor, name: str) -> None:
 
 def moment(x: Tensor, y: Tensor) -> Tensor:
     """`x^T y` for x and y f32 `(tokens, K)`."""
-    return tensor_cores.matmul(x.T, y)
+    return matmul(x.T, y)
 
 
 def gram(x: Tensor, y: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""The conversion job: one object to run, iterate over, pause, cancel and run again. Knows nothing of the stages (run.Run)."""
+"""The conversion job: one object to run, iterate over, pause, cancel and run again. Knows nothing of the stages (pipeline.Run)."""
 
 from __future__ import annotations
 
@@ -13,25 +13,22 @@ from typing import Any
 
 import torch
 
-from exl2nb.converter import tensor_cores
-from exl2nb.converter.calibrate import Source
-from exl2nb.converter.choices import Frozen
-from exl2nb.converter.context import Context
-from exl2nb.converter.device import pick
-from exl2nb.converter.layers import Rounding
-from exl2nb.converter.measure import Measurement
+from exl2nb.converter.allocation import Frozen, Override
+from exl2nb.converter.calibration import Source
+from exl2nb.converter.measurement import Measurement
 from exl2nb.converter.memory import Planned, planned, planned_on_gpu
-from exl2nb.converter.plan import Override
+from exl2nb.converter.pipeline import Pipeline
+from exl2nb.converter.quantization import Rounding
 from exl2nb.converter.result import Conversion
-from exl2nb.converter.run import Run
-from exl2nb.converter.settings import REPORT_ROWS, settings
+from exl2nb.converter.settings import REPORT_ROWS, pick_device, settings
 from exl2nb.converter.weights import DenseWeights
-from exl2nb.converter.work import Work, make_directory
+from exl2nb.converter.work import Context, Work, make_directory
 from exl2nb.core.errors import ConversionError, Interrupted
 from exl2nb.core.progress import Progress, Sink
 from exl2nb.io import hub
 from exl2nb.model.loader import read_model_config
 from exl2nb.model.store import open_store
+from exl2nb.ops.bf16x3 import bf16x3_linears
 
 
 class ConversionJob:
@@ -46,7 +43,7 @@ class ConversionJob:
             head would make them.
         target: instead of bpw, what `Measurement.solve` takes: {"bytes": ...} or {"fits": "24GiB", "context": 8192, "cache": "q8"}.
         overrides: limits per layer, role or matrix, as in `Measurement.solve`: {"layer 0": (6, 8.5), "v": 5, "*.down_proj": (3, 4)}.
-        frozen: choices that stay: module key -> groups, a plan, its JSON, or the directory of an EXL2 model (converter.choices).
+        frozen: choices that stay: module key -> groups, a plan, its JSON, or the directory of an EXL2 model (allocation.read_choices).
         calibration: a file (.txt, .jsonl, .json, also as .xz or .gz; .parquet), "dataset:owner/name" on the hub, a list of strings or of
             conversations, "self" for text that the model writes, or None for the text that comes with the package (samples of the demo
             model; give a model of yours text of its own kind).
@@ -56,7 +53,7 @@ class ConversionJob:
         effort: "quick", "full" or "thorough".
         work_dir: keeps work in progress and the measurement for later runs; None = a hidden folder beside `dst`, removed at the end.
         measurement: a Measurement, or a file written by its `save`, of the same model; None = measure.
-        rounding: how codes are chosen (converter.layers.Rounding).
+        rounding: how codes are chosen (converter.quantization.Rounding).
         polish: try plans, each with its true KL on a few rows, before one is carried out (converter.polish); not for models with experts.
         device: "cpu", "cuda" or "auto": the GPU where there is one that can be used; None = the variable EXL2NB_DEVICE, or "auto". Files
             made on a GPU differ in bits from those made on the CPU, not in quality.
@@ -112,7 +109,7 @@ class ConversionJob:
         work = self._work_dir.resolve() if self._work_dir is not None else None
         if work is not None and self.dst.resolve() in (work, *work.parents):
             raise ConversionError(f"work_dir {work} lies in {self.dst}, which will be the converted model; choose another directory")
-        self.device = pick(device)
+        self.device = pick_device(device)
         self._cancelled, self._go = False, threading.Event()
         self._go.set()
         self.result: Conversion | None = None
@@ -195,10 +192,10 @@ class ConversionJob:
             return run.measure()
 
     @contextmanager
-    def _opened(self, sink: Sink | None) -> Iterator[Run]:
+    def _opened(self, sink: Sink | None) -> Iterator[Pipeline]:
         src = hub.resolve(self.src, progress=sink)
         config = read_model_config(src)
-        fast = tensor_cores.used_by(self.device, config.hidden_size)
+        fast = bf16x3_linears(self.device, config.hidden_size)
         with (
             open_store(config, src) as store,
             closing(DenseWeights(config, store, self.device)) as weights,
@@ -209,7 +206,7 @@ class ConversionJob:
             make_directory(self.dst.absolute().parent)
             work = Work(self._work_dir or self.dst.absolute().parent / f".{self.dst.name}.work")
             try:
-                yield Run(self.settings, src, self.dst, Context(weights, work, sink, self.check_cancelled))
+                yield Pipeline(self.settings, src, self.dst, Context(weights, work, sink, self.check_cancelled))
             except BaseException:
                 work.leave()
                 raise

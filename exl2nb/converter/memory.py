@@ -6,17 +6,16 @@ import math
 from dataclasses import dataclass
 
 from exl2nb.converter.hessian import AT_ONCE, MOST_IN_F64, ROWS_PER_BATCH, block_of, gpu_rows, input_of
-from exl2nb.converter.layers import HELD_BYTES
-from exl2nb.converter.layers import WORKING as BOTH
-from exl2nb.converter.measuring import HELD_STATISTICS
+from exl2nb.converter.pipeline import HELD_STATISTICS
 from exl2nb.converter.polish import LENGTH, ROUNDED_ON, ROWS
+from exl2nb.converter.quantization import HELD_BYTES
+from exl2nb.converter.quantization import WORKING as BOTH
 from exl2nb.converter.sensitivity import DISK_BYTES, HOST_BYTES, WORKING, kept_streams
 from exl2nb.converter.streams import STREAM_BYTES, in_memory
-from exl2nb.converter.tensor_cores import PIECE
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import Linear, head_linear, layer_linears
+from exl2nb.ops.bf16x3 import PIECE, RESULT
 from exl2nb.ops.gptq_blocks import COPIES_BYTES, SPAN_ROWS
-from exl2nb.ops.split_product import RESULT
 
 FLOAT, DOUBLE = 4, 8
 PER_WEIGHT = 20  # bytes that rounding takes for each weight of one matrix: shifted targets, stored orders, working copy, codes
@@ -25,7 +24,7 @@ FACTOR = 20  # bytes per number of a Hessian while it is factored, itself not co
 PROBED, PACKED = 8, 3  # bytes of a weight while plans are tried: dense and as one plan has it; on the host, in three ways
 TRIED = 16  # plans at once
 SLACK = 1.1  # what an allocator does not give back at once
-SPLIT = 20  # bytes per number of a factor while it is split (tensor_cores)
+SPLIT = 20  # bytes per number of a factor while it is split (ops.bf16x3)
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ def planned(config: ModelConfig, *, rows: int, length: int, report_rows: int = 0
 def planned_on_gpu(config: ModelConfig, *, rows: int, length: int, report_rows: int = 0, polish: bool = False) -> Planned:
     """What a conversion on a GPU will take of it, beside the driver and the libraries (0.8 GiB on an H200) and what torch keeps for later.
 
-    Layers that wait half-run are left out: they do so only where a sixth of the GPU holds them (layers._room).
+    Layers that wait half-run are left out: they do so only where a sixth of the GPU holds them (quantization._room).
 
     Args:
         config: the model.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from exl2nb.converter.allocate import allocate
+from exl2nb.converter.allocation import allocate
 from exl2nb.core.errors import ConversionError, OptionError
 from exl2nb.core.options import check_range
 from exl2nb.io.hf_config import read_json
@@ -25,7 +25,7 @@ from exl2nb.model.layout import linears as linears_of
 from exl2nb.quant.bits import group_layout, padded, stored_bits
 
 if TYPE_CHECKING:
-    from exl2nb.converter.measure import Measured
+    from exl2nb.converter.measurement import Measured
 
 Groups = tuple[tuple[int, int], ...]
 # (widths, shares, group size): our table for its optimiser, smallest first

@@ -1,19 +1,80 @@
-"""A dense model's tensors as the converter uses them: one layer at a time, in fp32."""
+"""A dense model's tensors as the converter uses them: one layer at a time, in fp32, the next layer read in the background."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from exl2nb.converter.ahead import Ahead
-from exl2nb.core.errors import ConversionError, FormatError
+from exl2nb.core.errors import ConversionError, Exl2Error, FormatError
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import Linear, accepted, end_vectors, head_linear, layer_linears, layer_vectors, linears, vectors
 from exl2nb.model.store import Store
+
+_ALIGNED = 64  # bytes
+
+
+class Prefetcher:
+    """Reads some tensors of a store on a thread, into memory of its own.
+
+    Args:
+        store: the files: `info(name).nbytes`, `read(name, into=)`.
+        most: bytes; more are not read ahead.
+        pinned: memory from which a GPU fetches by itself.
+    """
+
+    def __init__(self, store: Any, most: int, *, pinned: bool) -> None:
+        self._store, self._most, self._pinned = store, most, pinned
+        self._space = torch.empty(0, dtype=torch.uint8)
+        self._names: tuple[str, ...] = ()
+        self._found: dict[str, Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._enough = False
+
+    def begin(self, names: Sequence[str]) -> None:
+        """Read these from now on; what was read before and not taken is forgotten."""
+        if tuple(names) == self._names:
+            return
+        self.close()
+        sizes = [-(-self._store.info(name).nbytes // _ALIGNED) * _ALIGNED for name in names]
+        if not 0 < sum(sizes) <= self._most:
+            return
+        if len(self._space) < sum(sizes):
+            self._space = torch.empty(0, dtype=torch.uint8)
+            self._space = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=self._pinned)
+        self._names, self._enough = tuple(names), False
+        places = self._space[: sum(sizes)].split(sizes)
+        self._thread = threading.Thread(target=self._read, args=(self._names, places), name="weight prefetch", daemon=True)
+        self._thread.start()
+
+    def _read(self, names: Sequence[str], places: Sequence[Tensor]) -> None:
+        for name, place in zip(names, places):
+            if self._enough:
+                return
+            try:
+                self._found[name] = self._store.read(name, into=place)
+            except (Exl2Error, OSError):  # whoever asks for it reads it again and says what is wrong
+                return
+
+    def take(self, name: str) -> Tensor | None:
+        """A tensor that was read ahead, good until the next `begin`; None for any other."""
+        if name not in self._names or self._thread is None:
+            return None
+        self._thread.join()
+        return self._found.get(name)
+
+    def close(self) -> None:
+        """Stop reading. Harmless when repeated."""
+        self._enough = True
+        if self._thread is not None:
+            self._thread.join()
+        self._thread, self._names, self._found = None, (), {}
+
 
 _EDGE_BYTES = 1 << 20
 _PINNED_BYTES = 1 << 30  # at most, through which files go to a GPU
@@ -41,7 +102,7 @@ class DenseWeights:
         self._last: tuple[int, dict[str, Tensor]] | None = None
         self._factors: dict[str, Tensor] = {}
         self._through: Tensor | None = None
-        self._ahead = Ahead(store, _PINNED_BYTES if self.device.type == "cuda" else 0, pinned=True)
+        self._prefetcher = Prefetcher(store, _PINNED_BYTES if self.device.type == "cuda" else 0, pinned=True)
         for linear in linears(config):
             self._check(self._weight_name(linear), linear.shape)
             if linear.bias:
@@ -57,7 +118,7 @@ class DenseWeights:
 
     def close(self) -> None:
         """Read nothing ahead any more; before the store is closed."""
-        self._ahead.close()
+        self._prefetcher.close()
 
     def scale(self, factors: Mapping[str, Tensor]) -> None:
         """From now on multiply tensors, by name, with what broadcasts to them (converter.folds)."""
@@ -77,7 +138,7 @@ class DenseWeights:
         """
         tensors = self._layer(index)
         if then is not None and 0 <= then < self.config.num_layers:
-            self._ahead.begin([self._weight_name(linear) for linear in layer_linears(self.config, then).values()])
+            self._prefetcher.begin([self._weight_name(linear) for linear in layer_linears(self.config, then).values()])
         return tensors
 
     def _layer(self, index: int) -> dict[str, Tensor]:
@@ -133,7 +194,7 @@ class DenseWeights:
             raise FormatError(f"{info.path}: tensor {name!r}: found {info.dtype} {info.shape}, expected fp16, bf16 or fp32 {shape}")
 
     def _read(self, name: str) -> Tensor:
-        early = self._ahead.take(name)
+        early = self._prefetcher.take(name)
         tensor = (self.store.read(name, into=self._pinned()) if early is None else early).to(self.device)
         if not torch.isfinite(tensor).all():
             raise FormatError(f"{self.store.info(name).path}: tensor {name!r}: found NaN or infinity, expected finite weights")

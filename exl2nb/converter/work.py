@@ -1,4 +1,4 @@
-"""Files of work in progress: one per layer and stage, each written atomically and named after a hash of all that went into it.
+"""Where work in progress is filed: one file per layer and stage, written atomically and named after a hash of all its inputs.
 
 A killed job therefore continues where it stopped, and a job with other options never takes over what does not belong to it.
 """
@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from exl2nb.converter.measure import Measured, Measurement, parse, plain, write_json
+from exl2nb.converter.measurement import Measured, Measurement, parse, plain, write_json
+from exl2nb.converter.weights import DenseWeights
 from exl2nb.core.errors import ConversionError, Exl2Error
+from exl2nb.core.progress import Meter, Sink
 from exl2nb.io import safetensors
 from exl2nb.io.hf_config import read_json
 from exl2nb.model.layout import Linear
@@ -190,3 +193,17 @@ def hash_of(*parts: object) -> str:
         digest.update(part if isinstance(part, bytes) else repr(part).encode())
         digest.update(b"\0")
     return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Context:
+    """weights: the dense model's tensors. work: where work in progress is filed. sink: takes the events. check: raises to stop."""
+
+    weights: DenseWeights
+    work: Work
+    sink: Sink | None
+    check: Callable[[], None]
+
+    def meter(self, stage: str, *, total: int, unit: str) -> Meter:
+        """The progress of one stage."""
+        return Meter(stage, total=total, unit=unit, sink=self.sink)

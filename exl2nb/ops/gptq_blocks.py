@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from exl2nb.ops import _load, split_product
+from exl2nb.ops import _load, bf16x3
 from exl2nb.ops._library import LIBRARY, REFERENCES, check, define
 from exl2nb.ops.gptq import _rows, _scales, _steps, _unit, gptq_quantize
 
@@ -137,7 +137,7 @@ def _in_blocks(
             waiting.append(errors)
             yield groups, tuple(found)  # type: ignore[misc]
         if until < len(w):
-            split_product.subtract(w[until:], factor[begin:until, until:].T, torch.cat(waiting))
+            bf16x3.subtract(w[until:], factor[begin:until, until:].T, torch.cat(waiting))
 
 
 def quantize_in_blocks(

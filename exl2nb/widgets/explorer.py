@@ -26,8 +26,8 @@ from exl2nb.widgets.worker import WorkingWidget
 if TYPE_CHECKING:
     import pandas as pd
 
-    from exl2nb.converter.measure import Measurement
-    from exl2nb.converter.plan import Plan
+    from exl2nb.converter.allocation import Plan
+    from exl2nb.converter.measurement import Measurement
 
 STEP = 0.05
 CURVE_POINTS = 25
@@ -288,7 +288,7 @@ class BitrateExplorer(WorkingWidget):
 
 def _measurement(source: Any) -> Measurement:
     from exl2nb.converter.api import demo_measurement
-    from exl2nb.converter.measure import Measurement
+    from exl2nb.converter.measurement import Measurement
 
     if source is None:
         return demo_measurement()

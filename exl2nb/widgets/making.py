@@ -14,7 +14,7 @@ from exl2nb.core.errors import Interrupted
 from exl2nb.core.progress import Progress
 
 if TYPE_CHECKING:
-    from exl2nb.converter.measure import Measurement
+    from exl2nb.converter.measurement import Measurement
 
 QUICK = {"rows": 8, "length": 128, "report_rows": 4}
 """Calibration of a first look: seconds on the demo model. A model to keep deserves the converter's own defaults."""

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from exl2nb.cli import main
-from exl2nb.converter.choices import read_choices
+from exl2nb.converter.allocation import read_choices
 from exl2nb.core.errors import OptionError
 from tests.converter.test_job import TEXT, write_model
 

@@ -7,7 +7,7 @@ import torch
 
 from exl2nb.converter.folds import MOST, folds
 from exl2nb.converter.job import ConversionJob
-from exl2nb.converter.layers import Rounding
+from exl2nb.converter.quantization import Rounding
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.io import safetensors
 from exl2nb.model import reference

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from exl2nb.converter.gptq import dense
 from exl2nb.converter.job import ConversionJob
-from exl2nb.converter.measure import Measurement
+from exl2nb.converter.measurement import Measurement
 from exl2nb.core.errors import ConversionError, FormatError, Interrupted, ModelNotFound, OptionError
 from exl2nb.io import safetensors
 from exl2nb.io.shards import TensorStore

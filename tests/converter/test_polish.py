@@ -6,13 +6,11 @@ import pytest
 import torch
 
 from exl2nb.converter import polish as stage
-from exl2nb.converter.calibrate import Rows
-from exl2nb.converter.context import Context
+from exl2nb.converter.calibration import Rows
 from exl2nb.converter.job import ConversionJob
-from exl2nb.converter.polish import _corrections, polish
-from exl2nb.converter.trial import true_kl
+from exl2nb.converter.polish import _corrections, polish, true_kl
 from exl2nb.converter.weights import DenseWeights
-from exl2nb.converter.work import Work
+from exl2nb.converter.work import Context, Work
 from exl2nb.core.errors import Interrupted, OptionError
 from exl2nb.model.loader import read_model_config
 from exl2nb.model.store import open_store

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from exl2nb.converter.calibrate import read_calibration
+from exl2nb.converter.calibration import read_calibration
 from exl2nb.converter.job import ConversionJob
 from exl2nb.converter.publish import card, push
 from exl2nb.core.errors import ConversionError, FormatError, ModelNotFound, OptionError
@@ -36,7 +36,7 @@ except Exl2Error as error:
 
 READER = """
 import json, sys
-from exl2nb.converter.calibrate import read_calibration
+from exl2nb.converter.calibration import read_calibration
 from exl2nb.core.errors import Exl2Error
 found = []
 for name in sys.argv[1:]:

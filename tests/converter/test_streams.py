@@ -7,7 +7,7 @@ import torch
 
 from exl2nb.converter import sensitivity, streams
 from exl2nb.converter.job import ConversionJob
-from exl2nb.converter.layers import Rounding
+from exl2nb.converter.quantization import Rounding
 from exl2nb.converter.streams import DiskStream, new_stream, on_disk
 from exl2nb.core.errors import ConversionError
 

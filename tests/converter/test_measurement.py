@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from exl2nb.converter.measure import ANCHORS, Measured, Measurement
+from exl2nb.converter.measurement import ANCHORS, Measured, Measurement
 from exl2nb.converter.options import group_rows
 from exl2nb.converter.peer import RECIPES, PeerMeasurement
 from exl2nb.converter.sizes import CacheShape, Other, parse_bytes

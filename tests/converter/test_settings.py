@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from exl2nb.converter import device as module
-from exl2nb.converter.device import describe, pick
+from exl2nb.converter import settings as module
+from exl2nb.converter.settings import describe_device, pick_device
 from exl2nb.core.errors import DeviceError, OptionError
 
 
@@ -24,17 +24,17 @@ def usable(monkeypatch):
 def test_auto_takes_the_gpu_where_there_is_one(usable, monkeypatch):
     monkeypatch.delenv("EXL2NB_DEVICE", raising=False)
     usable(True)
-    assert pick(None) == pick("auto") == pick("cuda") == torch.device("cuda")
-    assert pick("cpu") == torch.device("cpu")
+    assert pick_device(None) == pick_device("auto") == pick_device("cuda") == torch.device("cuda")
+    assert pick_device("cpu") == torch.device("cpu")
     usable(False)
-    assert pick(None) == pick("auto") == torch.device("cpu")
+    assert pick_device(None) == pick_device("auto") == torch.device("cpu")
 
 
 def test_the_variable_answers_for_nothing(usable, monkeypatch):
     usable(True)
     monkeypatch.setenv("EXL2NB_DEVICE", "cpu")
-    assert pick(None) == torch.device("cpu")
-    assert pick("auto") == torch.device("cuda")
+    assert pick_device(None) == torch.device("cpu")
+    assert pick_device("auto") == torch.device("cuda")
 
 
 @pytest.mark.parametrize(
@@ -43,14 +43,14 @@ def test_the_variable_answers_for_nothing(usable, monkeypatch):
 def test_what_cannot_be_is_named(usable, name, gpu, error):
     usable(gpu)
     with pytest.raises(error, match=f"'{name}'.*expected"):
-        pick(name)
+        pick_device(name)
 
 
 def test_a_gpu_that_is_not_there(usable):
     usable(True)
     with pytest.raises(DeviceError, match="found 1 CUDA"):
-        pick("cuda:1")
+        pick_device("cuda:1")
 
 
 def test_the_cpu_has_a_name():
-    assert describe(torch.device("cpu")) == "the CPU"
+    assert describe_device(torch.device("cpu")) == "the CPU"

@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from exl2nb.ops import split_product
+from exl2nb.ops import bf16x3
 
 
 @pytest.fixture
@@ -15,40 +16,40 @@ def pieces(monkeypatch):
         sizes.append(x.numel())
         return x, torch.zeros_like(x)
 
-    monkeypatch.setattr(split_product, "split", split)
+    monkeypatch.setattr(bf16x3, "split", split)
     monkeypatch.setattr(torch, "mm", lambda x, y, out_dtype: mm(x, y))  # the CPU has none with an out_dtype
     return sizes
 
 
 def test_the_pieces_hold_16_bits():
     x = torch.randn(1000) * torch.logspace(-30, 30, 1000)
-    high, low = split_product.split(x)
+    high, low = bf16x3.split(x)
     assert ((high.float() + low.float() - x).abs() <= x.abs() * 2.0**-16).all()
 
 
 @pytest.mark.parametrize(("m", "k", "n"), [(300, 4, 700), (300, 4, 100), (10, 4, 700), (10, 4, 10), (1, 2000, 3)])
 def test_large_factors_are_split_in_pieces(monkeypatch, pieces, m, k, n):
-    monkeypatch.setattr(split_product, "PIECE", 1024)
+    monkeypatch.setattr(bf16x3, "PIECE", 1024)
     x, y = torch.randn(m, k, dtype=torch.float64), torch.randn(n, k, dtype=torch.float64).T
-    torch.testing.assert_close(split_product.product(x, y), x @ y)
+    torch.testing.assert_close(bf16x3.product(x, y), x @ y)
     assert max(pieces) <= max(1024, 256 * k) and len(pieces) >= 2
 
 
 @pytest.mark.parametrize("columns", [100, 256, 700])
 def test_subtracted_some_columns_at_a_time(monkeypatch, pieces, columns):
-    monkeypatch.setattr(split_product, "pays", lambda x, multiplications: True)
-    monkeypatch.setattr(split_product, "RESULT", 256 * 30)
+    monkeypatch.setattr(bf16x3, "pays", lambda x, multiplications: True)
+    monkeypatch.setattr(bf16x3, "RESULT", 256 * 30)
     w, x, y = (torch.randn(shape, dtype=torch.float64) for shape in ((30, columns), (4, 30), (4, columns)))
     wanted = w - x.T @ y
-    split_product.subtract(w, x.T, y)
+    bf16x3.subtract(w, x.T, y)
     torch.testing.assert_close(w, wanted)
     assert max(pieces) <= max(4 * 30, 4 * 256)
 
 
 def test_a_cpu_does_without():
     w, x, y = torch.ones(2, 3), torch.ones(2, 4), torch.ones(4, 3)
-    assert not split_product.pays(x, 1 << 40)
-    split_product.subtract(w, x, y)
+    assert not bf16x3.pays(x, 1 << 40)
+    bf16x3.subtract(w, x, y)
     assert torch.equal(w, torch.full((2, 3), -3.0))
 
 
@@ -58,13 +59,35 @@ def test_products_are_nearly_those_of_f32(shape):
     m, k, n = shape
     x = torch.randn(m, k, device="cuda") * torch.logspace(-3, 3, k, device="cuda")
     y = torch.randn(k, n, device="cuda") * torch.logspace(3, -3, k, device="cuda")[:, None]
-    assert split_product.pays(x, m * k * n)
+    assert bf16x3.pays(x, m * k * n)
     wanted = x.double() @ y.double()
-    made, plain = split_product.product(x, y), x @ y
+    made, plain = bf16x3.product(x, y), x @ y
     assert (made - wanted).norm() < 2e-5 * wanted.norm()
     assert (plain - wanted).norm() < 2e-5 * wanted.norm()
-    assert torch.equal(made, split_product.product(x, y))
+    assert torch.equal(made, bf16x3.product(x, y))
     w = torch.randn(m, n, device="cuda")
     left = (w - made).norm()
-    split_product.subtract(w, x, y)
+    bf16x3.subtract(w, x, y)
     assert float(w.norm()) == pytest.approx(float(left), rel=1e-5)
+
+
+def test_large_linears_go_there_and_their_gradients(monkeypatch):
+    seen = []
+    monkeypatch.setattr(bf16x3, "pays", lambda x, multiplications: multiplications >= 1000)
+    monkeypatch.setattr(bf16x3, "product", lambda x, y: seen.append((x.shape, y.shape)) or x @ y)
+    x, weight, bias = torch.randn(2, 5, 8, requires_grad=True), torch.randn(13, 8), torch.randn(13)
+    plain = F.linear(x, weight, bias)
+    with bf16x3._LargeLinears():
+        small = F.linear(x[:1, :1], weight)
+        made = F.linear(x, weight, bias)
+    assert seen == [((10, 8), (8, 13))]
+    torch.testing.assert_close(made, plain)
+    torch.testing.assert_close(small, plain[:1, :1] - bias)
+    upper = torch.randn_like(plain)
+    torch.testing.assert_close(torch.autograd.grad(made, x, upper), torch.autograd.grad(plain, x, upper))
+    assert len(seen) == 2
+
+
+def test_nothing_happens_on_a_cpu():
+    with bf16x3.bf16x3_linears(torch.device("cpu"), 8192):
+        assert torch.equal(F.linear(torch.ones(2, 2), torch.ones(2, 2)), torch.full((2, 2), 2.0))

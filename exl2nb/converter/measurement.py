@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from exl2nb.converter import gptq, peer
+from exl2nb.converter.allocation import Choice, Override, Plan, Slot, overridden, solve
 from exl2nb.converter.options import Groups, group_rows, menus
-from exl2nb.converter.plan import Choice, Override, Plan, Slot, overridden, solve
 from exl2nb.converter.sizes import RESERVE, CacheShape, Other, overhead_bytes, parse_bytes, parts_of
-from exl2nb.converter.tensor_cores import matmul
 from exl2nb.core.errors import ConversionError, OptionError
 from exl2nb.core.options import check_range
 from exl2nb.core.show import facts
@@ -26,6 +25,7 @@ from exl2nb.io.atomic import atomic_write
 from exl2nb.io.hf_config import read_json
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import Linear, end_vectors, layer_vectors
+from exl2nb.ops.bf16x3 import matmul
 from exl2nb.quant.bits import WIDTHS, head_mix, stored_bits
 
 FORMAT = 2
@@ -112,7 +112,7 @@ class Measurement:
             context, cache: tokens and mode of that KV cache.
             head_bits: the head's row of the format's table (2, 3, 4, 5, 6 or 8), or "auto": the head shares the budget. With `bpw`, "auto"
                 makes files as large as a 6-bit head would. None: 6 with `bpw`, "auto" otherwise.
-            overrides: pattern -> rule: per-layer, per-role or per-matrix limits (see `plan.overridden`, `plan.narrowed`).
+            overrides: pattern -> rule: per-layer, per-role or per-matrix limits (see `allocation.overridden`, `allocation.narrowed`).
             frozen: module key -> groups that must stay as they are, such as `plan.groups()` of another plan.
 
         Returns:

@@ -1,16 +1,20 @@
-"""f32 products on tensor cores: each factor as a sum of two bf16 numbers, three products in one. Knows nothing of models.
+"""f32 products on tensor cores (bf16x3): each factor as a sum of two bf16 numbers, three bf16 products in one.
 
 x = high + low keeps 16 bits of the mantissa at any magnitude, so x y = high high + high low + low high is right to about 1e-5 of the
-largest term, with sums in f32: finer than TF32 by a factor of 50, and no switch of the process is touched. Below SMALLEST multiplications
-the plain product is quicker.
+largest term, with sums in f32: finer than TF32 by a factor of 50, without changing a process-wide setting. Below SMALLEST multiplications
+the plain product is faster.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 SMALLEST = 1 << 32  # multiplications
 PIECE = 1 << 25  # numbers of a factor that are split at a time: beside the result a product takes 0.9 GB at most
@@ -75,3 +79,36 @@ def _left(x: Tensor) -> Tensor:
 def _multiply(left: Tensor, y: Tensor) -> Tensor:
     high, low = split(y)
     return torch.mm(left, torch.cat((high, high, low), 0), out_dtype=torch.float32)
+
+
+WIDE = 1024  # hidden size from which a model's products are worth looking at
+
+
+class _Linear(torch.autograd.Function):
+    """`F.linear` without a gradient of the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return product(x.flatten(0, -2), weight.T).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (weight,), (gradient,) = ctx.saved_tensors, gradients
+        return product(gradient.flatten(0, -2), weight).view(*gradient.shape[:-1], -1), None
+
+
+class _LargeLinears(TorchFunctionMode):
+    """Sends large `F.linear` there."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.linear and not kwargs and pays(args[0], args[0].numel() * args[1].shape[0]):
+            out = _Linear.apply(args[0], args[1])
+            return out if len(args) < 3 or args[2] is None else out + args[2]
+        return func(*args, **(kwargs or {}))
+
+
+def bf16x3_linears(device: torch.device, hidden_size: int) -> AbstractContextManager[object]:
+    """A context in which the large linears of a model of this size run there; one that does nothing where that cannot pay."""
+    worth = device.type == "cuda" and hidden_size >= WIDE and capable(device.index)
+    return _LargeLinears() if worth else nullcontext()

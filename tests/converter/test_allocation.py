@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from exl2nb.converter.allocate import allocate
+from exl2nb.converter.allocation import allocate
 from exl2nb.converter.options import menu
 from exl2nb.core.errors import ConversionError
 from exl2nb.quant.bits import stored_bits

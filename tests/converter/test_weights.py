@@ -5,9 +5,8 @@ import threading
 import pytest
 import torch
 
-from exl2nb.converter.ahead import Ahead
 from exl2nb.converter.job import ConversionJob
-from exl2nb.converter.weights import DenseWeights
+from exl2nb.converter.weights import DenseWeights, Prefetcher
 from exl2nb.core.errors import FormatError
 from exl2nb.io import safetensors
 from exl2nb.model.loader import read_model_config
@@ -31,7 +30,7 @@ def file(tensors, tmp_path):
 
 
 def test_what_was_expected_is_there(file, tensors):
-    ahead = Ahead(file, MOST, pinned=False)
+    ahead = Prefetcher(file, MOST, pinned=False)
     for names in (["a", "b"], ["c", "a"], ["b", "c", "a"]):
         ahead.begin(names)
         ahead.begin(names)
@@ -43,7 +42,7 @@ def test_what_was_expected_is_there(file, tensors):
 
 
 def test_more_than_fits_is_not_read(file, tensors):
-    ahead = Ahead(file, tensors["b"].nbytes, pinned=False)
+    ahead = Prefetcher(file, tensors["b"].nbytes, pinned=False)
     ahead.begin(["a", "b"])
     assert ahead.take("a") is None
     ahead.begin(["a", "c"])
@@ -53,7 +52,7 @@ def test_more_than_fits_is_not_read(file, tensors):
 def test_trouble_is_left_to_whoever_asks(file, tensors):
     with open(file.path, "r+b") as raw:
         raw.truncate(file.header_bytes + sum(tensors[name].nbytes for name in ("a", "b")) + 1)
-    ahead = Ahead(file, MOST, pinned=False)
+    ahead = Prefetcher(file, MOST, pinned=False)
     ahead.begin(["a", "b", "c"])
     assert torch.equal(ahead.take("a"), tensors["a"])
     assert ahead.take("c") is None
@@ -73,7 +72,7 @@ def test_reading_stops(file):
             go.wait(10)
             return file.read(name, into=into)
 
-    ahead = Ahead(Slow(), MOST, pinned=False)
+    ahead = Prefetcher(Slow(), MOST, pinned=False)
     ahead.begin(["a", "b", "c"])
     assert began.wait(10)
     threading.Timer(0.05, go.set).start()
@@ -83,11 +82,11 @@ def test_reading_stops(file):
 
 def test_layers_are_the_same_in_any_order(tmp_path, monkeypatch):
     source = write_model(tmp_path / "tiny")
-    config, taken, take = read_model_config(source), [], Ahead.take
-    monkeypatch.setattr(Ahead, "take", lambda self, name: taken.append(found := take(self, name)) or found)
+    config, taken, take = read_model_config(source), [], Prefetcher.take
+    monkeypatch.setattr(Prefetcher, "take", lambda self, name: taken.append(found := take(self, name)) or found)
     with open_store(config, source) as store:
         plain, ahead = DenseWeights(config, store), DenseWeights(config, store)
-        ahead._ahead = Ahead(store, MOST, pinned=False)
+        ahead._prefetcher = Prefetcher(store, MOST, pinned=False)
         for index, then in ((0, 1), (1, 2), (1, 0), (0, 1), (0, None), (1, 1)):
             found, wanted = ahead.layer(index, then=then), plain.layer(index)
             assert found.keys() == wanted.keys()
@@ -97,11 +96,11 @@ def test_layers_are_the_same_in_any_order(tmp_path, monkeypatch):
 
 
 def test_a_conversion_that_reads_ahead_gives_the_same_bytes(tmp_path, monkeypatch):
-    source, taken, take = write_model(tmp_path / "tiny"), [], Ahead.take
+    source, taken, take = write_model(tmp_path / "tiny"), [], Prefetcher.take
     plain = ConversionJob(source, tmp_path / "plain", bpw=4.0, **OPTIONS).run()
-    begin = Ahead.__init__
-    monkeypatch.setattr(Ahead, "__init__", lambda self, store, most, *, pinned: begin(self, store, MOST, pinned=False))
-    monkeypatch.setattr(Ahead, "take", lambda self, name: taken.append(found := take(self, name)) or found)
+    begin = Prefetcher.__init__
+    monkeypatch.setattr(Prefetcher, "__init__", lambda self, store, most, *, pinned: begin(self, store, MOST, pinned=False))
+    monkeypatch.setattr(Prefetcher, "take", lambda self, name: taken.append(found := take(self, name)) or found)
     made = ConversionJob(source, tmp_path / "made", bpw=4.0, **OPTIONS).run()
     assert output(made.path) == output(plain.path)
     assert sum(found is not None for found in taken) >= 3 * 7

@@ -1,0 +1,439 @@
+"""Calibration text and the token rows cut from it: files, hub data sets, lists, conversations, or text that the model writes."""
+
+from __future__ import annotations
+
+import fnmatch
+import gzip
+import json
+import lzma
+import os
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from exl2nb.cache.pool import KVCache
+from exl2nb.cache.spec import PAGE_SIZE
+from exl2nb.core.errors import CalibrationWarning, OptionError
+from exl2nb.core.progress import Meter, Sink
+from exl2nb.io import hub
+from exl2nb.model.batch import Batch, Span
+from exl2nb.model.loader import load_model
+
+Render = Callable[[Sequence[Mapping[str, Any]]], str]
+HUB = "dataset:"
+MAX_CHARS = 64 << 20  # of text taken from one source; more than any calibration uses
+TEXT_COLUMNS = ("text", "content", "body", "completion")
+TALK_COLUMNS = ("messages", "conversations", "conversation")
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
+_OPENERS: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open}
+
+
+def read_path(path: Path, render: Render | None) -> str:
+    """Text of a file: `.parquet`, `.jsonl`, `.json` (a list of records), or text, each of the last three also as `.xz` or `.gz`.
+
+    Raises:
+        OptionError: missing, unreadable, damaged, not UTF-8, or without text; says what was found and what to do.
+    """
+    kind = path.with_suffix("").suffix if path.suffix in _OPENERS else path.suffix
+    if not path.is_file():
+        what = "a directory" if path.is_dir() else "no such file"
+        raise OptionError(
+            f"calibration {path}: {what}; expected a text file (.txt, .jsonl, .json, .xz, .gz) or a .parquet file; check the path"
+        )
+    if kind == ".parquet":
+        return _joined(_parquet(path, render), path)
+    try:
+        with _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
+            if kind == ".jsonl":
+                return _joined(_json_lines(file, path, render), path)
+            text = file.read(MAX_CHARS)
+    except OSError as error:
+        raise OptionError(
+            f"calibration {path}: {error.strerror or error}; expected a text file (.txt, .jsonl, .xz, .gz); check the path"
+        ) from error
+    except (UnicodeDecodeError, EOFError, lzma.LZMAError, zlib.error) as error:
+        raise OptionError(f"calibration {path}: {str(error)[:120]}; expected UTF-8 text, plain or compressed as the name says") from error
+    if kind == ".json":
+        return _joined(_records(_parsed(text, str(path)), str(path), render), path)
+    if not text.strip():
+        raise OptionError(f"calibration {path}: found no text; expected a UTF-8 text file; give another one")
+    return text
+
+
+def read_list(items: Sequence[Any], render: Render | None) -> str:
+    """Text of a list of strings, records (as lines of JSON hold them) or conversations (lists of messages).
+
+    Raises:
+        OptionError: something else, or no text.
+    """
+    texts = list(_records(list(items), "calibration", render))
+    text = "\n".join(texts)
+    if not text.strip():
+        raise OptionError("calibration: found no text; expected a path, or a list of strings or conversations with text in them")
+    return text
+
+
+def read_hub(name: str, render: Render | None) -> str:
+    """Text of a data set on the hub: the first file it has that can be read, fetched into the hub's cache.
+
+    Args:
+        name: "owner/name", with "@revision" and ":path or pattern in it" where wanted.
+        render: of conversations.
+
+    Raises:
+        OptionError: no such data set, no access, no network, or no file that can be read.
+    """
+    import huggingface_hub
+    from huggingface_hub import errors
+
+    rest, _, pattern = name.partition(":")
+    repo, _, revision = rest.partition("@")
+    try:
+        hub.check_id(repo)
+        files = huggingface_hub.HfApi().list_repo_files(repo, repo_type="dataset", revision=revision or None)
+        wanted = [file for file in sorted(files) if _readable(file) and (not pattern or fnmatch.fnmatchcase(file, pattern))]
+        wanted.sort(key=lambda file: "train" not in file)
+        if not wanted:
+            raise OptionError(
+                f"calibration {HUB}{name}: none of its {len(files)} files is a .parquet, .jsonl or .txt"
+                f"{f' named {pattern}' if pattern else ''}; expected one; give another data set, or download it and give a file"
+            )
+        path = huggingface_hub.hf_hub_download(repo, wanted[0], repo_type="dataset", revision=revision or None)
+    except (
+        errors.HfHubHTTPError,
+        errors.LocalEntryNotFoundError,
+        errors.OfflineModeIsEnabled,
+        OSError,
+        ValueError,
+        *hub.network_errors(),
+    ) as error:
+        if isinstance(error, OptionError):
+            raise
+        raise OptionError(
+            f"calibration {HUB}{name}: cannot be fetched ({str(error).splitlines()[0][:160]}); expected a public data set, or access; "
+            "check its name, or download it and give a file"
+        ) from error
+    return read_path(Path(path), render)
+
+
+def _readable(file: str) -> bool:
+    stem = file.removesuffix(".xz").removesuffix(".gz")
+    return stem.endswith((".parquet", ".jsonl", ".txt")) and not file.rpartition("/")[2].startswith((".", "README", "LICENSE"))
+
+
+def _parquet(path: Path, render: Render | None) -> Iterator[str]:
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ImportError as error:
+        raise OptionError(f"calibration {path}: reading Parquet needs pyarrow; install exl2nb[parquet], or give a text file") from error
+    try:
+        file = parquet.ParquetFile(path)
+        schema = file.schema_arrow
+        strings = [f.name for f in schema if pa.types.is_string(f.type) or pa.types.is_large_string(f.type)]
+        column = next((c for c in (*TALK_COLUMNS, *TEXT_COLUMNS) if c in schema.names), strings[0] if len(strings) == 1 else None)
+        if column is None:
+            raise OptionError(
+                f"calibration {path}: found columns {', '.join(schema.names)[:200]}, expected one of "
+                f"{', '.join((*TEXT_COLUMNS, *TALK_COLUMNS))}, or a single column of strings; rename one"
+            )
+        for batch in file.iter_batches(columns=[column]):
+            yield from _records([{column: value} for value in batch.column(0).to_pylist()], str(path), render)
+    except pa.ArrowException as error:
+        raise OptionError(f"calibration {path}: {str(error)[:160]}; expected a Parquet file; download it again") from error
+
+
+def _json_lines(file: IO[str], path: Path, render: Render | None) -> Iterator[str]:
+    for number, line in enumerate(file, start=1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            yield from _records([_parsed(line, where)], where, render)
+
+
+def _parsed(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # ValueError: no JSON, or numbers of thousands of digits
+        raise OptionError(f"calibration {where}: {str(error)[:120]}; expected JSON; correct it or leave it out") from error
+
+
+def _records(values: Any, where: str, render: Render | None) -> Iterator[str]:
+    """Texts of records: strings, objects with a text or a conversation, or conversations."""
+    for value in values if isinstance(values, list) else [values]:
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict) and any(c in value for c in TALK_COLUMNS):
+            yield _talk(value[next(c for c in TALK_COLUMNS if c in value)], where, render)
+        elif isinstance(value, dict) and any(isinstance(value.get(c), str) for c in TEXT_COLUMNS):
+            yield next(value[c] for c in TEXT_COLUMNS if isinstance(value.get(c), str))
+        elif isinstance(value, dict) and any(value.get(c, 0) is None for c in TEXT_COLUMNS):
+            continue  # a table's empty cell
+        elif isinstance(value, list):
+            yield _talk(value, where, render)
+        elif isinstance(value, dict) and len(value) == 1 and isinstance(next(iter(value.values())), str):
+            yield next(iter(value.values()))
+        else:
+            found = f"an object with {', '.join(map(str, value))[:120]}" if isinstance(value, dict) else f"a {type(value).__name__}"
+            raise OptionError(
+                f"calibration {where}: found something that is not a string: {found}; expected text, an object with one of "
+                f"{', '.join((*TEXT_COLUMNS, *TALK_COLUMNS))}, or a list of messages"
+            )
+
+
+def _talk(messages: Any, where: str, render: Render | None) -> str:
+    if render is None:
+        raise OptionError(f"calibration {where}: found a conversation, and the model has no chat template; expected text; give texts")
+    listed = cast(list[Any], messages) if isinstance(messages, (list, tuple)) else [None]
+    made = []
+    for message in listed:
+        content = message.get("content", message.get("value")) if isinstance(message, dict) else None
+        role = message.get("role", message.get("from")) if isinstance(message, dict) else None
+        if not isinstance(content, (str, list)) or not isinstance(role, str):
+            raise OptionError(
+                f"calibration {where}: found a message that is {str(message)[:80]!r}; expected an object with role and content"
+            )
+        made.append({"role": _ROLES.get(role, role), "content": content})
+    return render(made)
+
+
+def _joined(texts: Iterable[str], path: Path) -> str:
+    kept, size = [], 0
+    for text in texts:
+        kept.append(text)
+        size += len(text) + 1
+        if size >= MAX_CHARS:
+            break
+    joined = "\n".join(kept)
+    if not joined.strip():
+        raise OptionError(f"calibration {path}: found no text; expected records with text in them; give another file")
+    return joined
+
+
+Source = str | os.PathLike[str] | Sequence[Any] | None
+DEFAULT_NAME = "(default)"
+SELF = "self"  # text that the model writes (write_text)
+SENSITIVITY = 0.15  # of the calibration rows; the others are for Hessians
+MAX_UNKNOWN = 0.25
+MAX_PARTS = 0.35  # demo model: English 0.00, Finnish 0.09, source code 0.00, Russian, of which its vocabulary knows nothing, 0.90
+_CHARS_PER_TOKEN = 8  # more text per row than any tokenizer needs for prose; rows that still come out short fall back to the whole text
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Token rows, int32 `(n, S)` each, from different places of one text, so that nothing is judged by what it was made from.
+
+    hessians: what rounding looks at. sensitivity: what the price of an error, and so the allocation, is taken from; empty where there is a
+    single row, which then serves for both. report: kept out of everything but the report. name: of the text.
+    """
+
+    hessians: Tensor
+    sensitivity: Tensor
+    report: Tensor
+    name: str
+
+    @classmethod
+    def of(cls, ids: Tensor, report: Tensor, name: str) -> Rows:
+        """Divide calibration rows: SENSITIVITY of them, spread over all, are for sensitivity."""
+        judging = min(len(ids) - 1, max(1, round(SENSITIVITY * len(ids))))
+        return cls(*part(ids, judging), report, name)
+
+    @property
+    def used(self) -> int:
+        """How many rows are for Hessians."""
+        return len(self.hessians)
+
+    @property
+    def calibrating(self) -> Tensor:
+        """The rows for Hessians, then those for sensitivity."""
+        return torch.cat([self.hessians, self.sensitivity])
+
+    def facts(self) -> dict[str, Any]:
+        """What files and reports say of them."""
+        count, length = self.calibrating.shape
+        return {"rows": count, "length": length, "dataset": self.name}
+
+    def split(self) -> dict[str, int]:
+        """How many rows serve for what."""
+        return {"hessians": self.used, "sensitivity": len(self.sensitivity), "report": len(self.report)}
+
+
+class Encoder(Protocol):
+    """The part of `tokenizer.Tokenizer` that is needed here."""
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Token ids of a text."""
+        ...
+
+
+def read_calibration(source: Source, render: Render | None = None) -> tuple[str, str]:
+    """Text and name of a calibration source.
+
+    Args:
+        source: a file (`.txt`, `.jsonl`, `.json`, also as `.xz` or `.gz`; `.parquet`), "dataset:owner/name" on the hub, a list of
+            strings, records or conversations, or None for the text shipped with the package.
+        render: a conversation (list of messages) -> text, by the model's chat template.
+
+    Raises:
+        OptionError: the file is missing, unreadable, not UTF-8 text, or there is no text in it.
+    """
+    if source is None:
+        return read_path(Path(__file__).parent.parent / "demo_model" / "calibration.txt", None), DEFAULT_NAME
+    if isinstance(source, str) and source.startswith(HUB):
+        return read_hub(source.removeprefix(HUB), render), source
+    if isinstance(source, (str, os.PathLike)):
+        path = Path(source)
+        return read_path(path, render), path.name
+    return read_list(source, render), f"{len(source)} strings"
+
+
+def calibration_rows(encoder: Encoder, text: str, *, rows: int, length: int, seed: int = 0) -> Tensor:
+    """Rows of consecutive tokens from places spread over the whole text.
+
+    The text is cut into `rows` equal spans and each gives one row from a random place in it; every fourth row begins with what the
+    tokenizer puts in front of a text (BOS), as prompts do. A text too short for that is encoded once and cut into rows.
+
+    Args:
+        encoder: a tokenizer.
+        text: any text.
+        rows: number of rows.
+        length: tokens per row.
+        seed: chooses the places.
+
+    Returns:
+        int32 `(rows, length)`; the same for the same arguments.
+
+    Raises:
+        OptionError: the text has too few tokens; the message says how many rows fit.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    span, need = len(text) / rows, length * _CHARS_PER_TOKEN
+    jitter = torch.rand(rows, generator=generator, dtype=torch.float64).tolist()
+    if span >= need:
+        picked = []
+        for row, share in enumerate(jitter):
+            start = int(row * span + share * (span - need))
+            piece = text[start : start + need].partition(" ")[2]  # begin at a word
+            picked.append(encoder.encode(piece, add_special=row % 4 == 0)[:length])
+        if all(len(ids) == length for ids in picked):
+            return torch.tensor(picked, dtype=torch.int32)
+    ids = encoder.encode(text)
+    count = len(ids) // length
+    if count < rows:
+        raise OptionError(
+            f"calibration: {rows} rows of {length} tokens need {rows * length} tokens, found {len(ids)}; "
+            f"use rows={max(count, 1)}, a shorter length, or give more text"
+        )
+    places = torch.randperm(count, generator=generator)[:rows].sort().values
+    return torch.tensor(ids[: count * length], dtype=torch.int32).view(count, length)[places].contiguous()
+
+
+def check_known(encoder: Encoder, ids: Tensor, name: str) -> None:
+    """See whether a text is in a language of the tokenizer.
+
+    Raises:
+        OptionError: much of it is unknown. A tokenizer that falls back on bytes knows everything; where much of the text comes out as parts
+            of characters that its vocabulary lacks, a CalibrationWarning says so.
+    """
+    special = getattr(encoder, "special_tokens", {})
+    unknown = encoder.encode(special["unk_token"], add_special=False) if "unk_token" in special else []
+    share = float((ids == unknown[0]).float().mean()) if len(unknown) == 1 else 0.0
+    if share > MAX_UNKNOWN:
+        raise OptionError(
+            f"calibration {name}: {100 * share:.0f} % of its tokens are unknown to the model's tokenizer, expected at most "
+            f"{100 * MAX_UNKNOWN:.0f} %; give text in a language of the model"
+        )
+    share = float(torch.isin(ids, torch.tensor(_parts(encoder), dtype=ids.dtype)).float().mean())
+    if share > MAX_PARTS:
+        warnings.warn(
+            f"calibration {name}: {100 * share:.0f} % of its tokens are parts of characters that the model's vocabulary lacks, expected at "
+            f"most {100 * MAX_PARTS:.0f} %; is it in a language of the model?",
+            CalibrationWarning,
+            stacklevel=2,
+        )
+
+
+def _parts(encoder: Encoder) -> list[int]:
+    """Tokens that stand for bytes, or for some bytes of a character."""
+    table: dict[int, bytes] | None = getattr(encoder, "byte_table", None)
+    if table is None:
+        return sorted(getattr(encoder, "byte_ids", ()))
+    return [token for token, text in table.items() if not _is_text(text)]
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def part(found: Tensor, extra: int) -> tuple[Tensor, Tensor]:
+    """Rows, and `extra` of them taken out, spread over all."""
+    picked = {int((i + 0.5) * len(found) / extra) for i in range(extra)}
+    kept = [i for i in range(len(found)) if i not in picked]
+    return found[kept].contiguous(), found[sorted(picked)].contiguous()
+
+
+def split_rows(encoder: Encoder, text: str, *, rows: int, extra: int, length: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Calibration rows, and rows for the report from other places of the same text, spread over it too.
+
+    Returns:
+        int32 `(rows, length)` and `(extra, length)`, no token in both; fewer extra rows, down to none, where the text is short.
+
+    Raises:
+        OptionError: the text has too few tokens for `rows`.
+    """
+    for more in dict.fromkeys((extra, min(extra, 2), 0)):
+        try:
+            found = calibration_rows(encoder, text, rows=rows + more, length=length, seed=seed)
+        except OptionError:
+            if more:
+                continue
+            raise
+        return part(found, more)
+    raise AssertionError("unreachable: zero extra rows either work or raise")
+
+
+AT_ONCE = 32  # sequences that are written together
+
+
+def write_text(
+    directory: str | os.PathLike[str], encoder: Encoder, *, rows: int, length: int, seed: int, sink: Sink | None = None
+) -> Tensor:
+    """Samples at temperature 1, nothing filtered, each beginning with what the tokenizer puts in front of a text, or with any token.
+
+    Args:
+        directory: the model; it is loaded as it is.
+        encoder: its tokenizer.
+        rows, length: how many samples, of how many tokens.
+        seed: of the samples.
+        sink: takes the events of stage "write text".
+
+    Returns:
+        int32 `(rows, length)`; the same for the same arguments on the same machine.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    with closing(load_model(directory, context=length)) as model, Meter("write text", total=rows, unit="rows", sink=sink) as meter:
+        begin, pages = encoder.encode("")[:1], model.cache_spec(length).num_pages
+        for first in range(0, rows, AT_ONCE):
+            count = min(AT_ONCE, rows - first)
+            cache = KVCache(model.cache_spec(pages * PAGE_SIZE * count), device=model.device)
+            ids = [list(begin) or torch.randint(model.config.vocab_size, (1,), generator=generator).tolist() for _ in range(count)]
+            for start in range(length - 1):
+                spans = [Span(ids=[row[start]], start=start, pages=range(b * pages, (b + 1) * pages)) for b, row in enumerate(ids)]
+                logits = model.forward(Batch.build(spans, device=model.device), cache)
+                picked = torch.multinomial(logits.float().cpu().softmax(-1), 1, generator=generator)
+                for row, token in zip(ids, picked[:, 0].tolist()):
+                    row.append(token)
+            found += ids
+            meter.step(count)
+    return torch.tensor(found, dtype=torch.int32)

@@ -1,0 +1,331 @@
+"""One run of a conversion: calibrate, measure, allocate, polish, quantize, write; and what passes from one stage to the next."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from exl2nb.converter.allocation import Plan
+from exl2nb.converter.calibration import SELF, Rows, check_known, part, read_calibration, split_rows, write_text
+from exl2nb.converter.folds import folds
+from exl2nb.converter.hessian import factorize, input_of
+from exl2nb.converter.measurement import ANCHORS, FORMAT, Measured, Measurement, measure_linear, others_of
+from exl2nb.converter.polish import Polished, polish
+from exl2nb.converter.quantization import Made, quantize_model
+from exl2nb.converter.result import Conversion
+from exl2nb.converter.sensitivity import LayerStatistics, sweep
+from exl2nb.converter.settings import Settings, describe_device
+from exl2nb.converter.sizes import CacheShape
+from exl2nb.converter.weights import DenseWeights
+from exl2nb.converter.work import HEAD, REVISION, Context, Work, hash_of
+from exl2nb.core.errors import ConversionError, OptionError
+from exl2nb.io import safetensors
+from exl2nb.io.hf_config import read_config
+from exl2nb.model.layout import end_vectors, head_linear, layer_linears, layer_vectors
+from exl2nb.model.store import ModelStore
+from exl2nb.model.writer import write_model
+from exl2nb.quant.exl2 import Exl2Tensors
+from exl2nb.tokenizer.chat import render
+from exl2nb.tokenizer.tokenizer import Tokenizer
+
+HELD_STATISTICS = 256 << 20  # bytes of statistics that a measurement keeps in memory for further bitrates
+
+
+def measured(context: Context, rows: Rows, seed: int, calibration: dict[str, Any], given: Measurement | None) -> tuple[Measurement, str]:
+    """The measurement given, the one in the work folder, or a new one; and the key of the statistics on these rows.
+
+    A measurement given without statistics of these rows costs one sweep, in which no linear is measured again.
+
+    Args:
+        context: the model, and where measured layers and statistics are filed.
+        rows: calibration rows.
+        seed: of the random changes of logits.
+        calibration: what the measurement says of its rows.
+        given: a measurement of this model.
+    """
+    weights, work = context.weights, context.work
+    fingerprint, layers = weights.fingerprint(), weights.config.num_layers
+    key = hash_of(REVISION, FORMAT, fingerprint, rows.calibrating.numpy().tobytes(), rows.used, seed, ANCHORS, weights.scaled)
+    found = given if given is not None else work.load_measurement(key)
+    if found is not None and ((found.key == key and found.statistics) or work.has_statistics(key, layers)):
+        return found, key
+    made = _measure(context, rows, key, found, {**calibration, "seed": seed})
+    work.save_measurement(made, layers)
+    return made, key
+
+
+def _measure(context: Context, rows: Rows, key: str, known: Measurement | None, calibration: dict[str, Any]) -> Measurement:
+    weights, work, config, held, visits = context.weights, context.work, context.weights.config, _Held(), {}
+    linears: dict[str, Measured] = dict(known.linears) if known is not None else {}
+    with context.meter("measure", total=2 * config.num_layers + 1, unit="layers") as meter:
+
+        def step(detail: str) -> None:
+            context.check()
+            meter.step(detail=detail)
+
+        for statistics in sweep(weights, rows.calibrating, used=rows.used, seed=calibration["seed"], step=step, directory=work.directory):
+            if statistics.layer != HEAD:
+                tensors = statistics.tensors()
+                work.save_statistics(key, statistics.layer, tensors)
+                held.add(tensors)
+            if statistics.visits:
+                visits[str(statistics.layer)] = list(statistics.visits)
+            if known is None:
+                linears |= _layer(weights, work, key, statistics)
+            del statistics  # its Hessians: the next layer's come while this name is still there
+    if known is not None:
+        return dataclasses.replace(known, statistics=held.tensors if known.key == key else {})
+    table = [linear for layer in range(config.num_layers) for linear in layer_linears(config, layer).values()]
+    return Measurement(
+        key=key,
+        linears={linear.key: linears[linear.key] for linear in (*table, head_linear(config))},
+        fingerprint=weights.fingerprint(),
+        others=others_of(config),
+        cache=CacheShape(config.num_layers, config.num_kv_heads, config.head_dim),
+        calibration={**calibration, **({"expert_tokens": visits} if visits else {})},
+        statistics=held.tensors,
+    )
+
+
+class _Held:
+    """Statistics of all layers, or nothing once they are more than HELD_STATISTICS."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._nbytes = 0
+
+    def add(self, tensors: dict[str, Tensor]) -> None:
+        """Keep those of one layer."""
+        self._nbytes += sum(tensor.nbytes for tensor in tensors.values())
+        self.tensors = self.tensors | tensors if self._nbytes <= HELD_STATISTICS else {}
+
+
+def _layer(weights: DenseWeights, work: Work, key: str, statistics: LayerStatistics) -> dict[str, Measured]:
+    """Measure one layer, or the head, unless a run before this one did."""
+    layer = statistics.layer
+    done = work.load_part(key, layer)
+    if done is not None:
+        return done
+    where = "head" if layer == HEAD else f"layer {layer}"
+    linears = {"head": head_linear(weights.config)} if layer == HEAD else layer_linears(weights.config, layer)
+    names = {"head": "head"} if layer == HEAD else input_of(linears)
+    dense = {} if layer == HEAD else weights.layer(layer)
+    done = {}
+    for name, roles in itertools.groupby(linears, names.__getitem__):  # one factor in memory at a time
+        hessian = statistics.hessians[name]
+        factor = factorize(hessian, name=f"{where}, input of {name}")
+        for linear in (linears[role] for role in roles):
+            weight = weights.weight(linear) if layer == HEAD else dense[f"{linear.key}.weight"]
+            done[linear.key] = measure_linear(linear, weight, factor, hessian, statistics.gradients[linear.key])
+    work.save_part(key, layer, done)
+    return done
+
+
+REPORT = "conversion.json"  # in the model directory
+
+
+def assemble(context: Context, dst: Path, src: Path, key: str, result: Conversion, quantization: dict[str, Any]) -> None:
+    """Write the directory; it appears when everything in it is complete.
+
+    Args:
+        context: the dense model's tensors that are stored as they are, and the folder of the quantised layers.
+        dst: the directory.
+        src: the dense model's, for everything but weights.
+        key: of the quantised layers.
+        result: goes into the report.
+        quantization: `quantization_config` of its config.json.
+    """
+    with context.meter("write", total=len(result.matrices), unit="matrices") as meter:
+
+        def step(name: str) -> None:
+            context.check()
+            meter.step(detail=name)
+
+        write_model(
+            dst,
+            _tensors(context, key, step),
+            config=read_config(src),
+            source_dir=src,
+            quantization_config=quantization,
+            extra={REPORT: (json.dumps(result.to_dict(), indent=1) + "\n").encode()},
+        )
+
+
+def _tensors(context: Context, key: str, step: Callable[[str], None]) -> Iterator[tuple[str, Tensor]]:
+    weights, work, config = context.weights, context.work, context.weights.config
+    for name in end_vectors(config):
+        yield name, weights.stored(name)
+    for layer in (*range(config.num_layers), HEAD):
+        for name, shape in (layer_vectors(config, layer) if layer != HEAD else {}).items():
+            yield name, weights.stored(name, shape)
+        linears = layer_linears(config, layer) if layer != HEAD else {"head": head_linear(config)}
+        with safetensors.SafetensorsFile(work.quantized(key, layer)) as file:
+            for linear in linears.values():
+                yield from Exl2Tensors.read(file, linear.key).tensors(linear.key).items()
+                step(linear.key)
+    if isinstance(weights.store, ModelStore):
+        for name in weights.store.untouched():
+            yield name, weights.store.read_untouched(name)
+
+
+T = TypeVar("T")
+
+
+class Pipeline:
+    """One run of a conversion.
+
+    Args:
+        settings: what was asked for.
+        src: the dense model's directory.
+        dst: the directory to make.
+        context: the dense model's tensors, the folder of work in progress, where events go, what stops it.
+    """
+
+    def __init__(self, settings: Settings, src: Path, dst: Path, context: Context) -> None:
+        self.settings, self.src, self.dst, self.context = settings, src, dst, context
+        self.weights, self.config = context.weights, context.weights.config
+        self.length = min(settings.length, self.config.max_position_embeddings)
+        self.seconds: dict[str, float] = {}
+
+    def everything(self) -> Conversion:
+        """All stages."""
+        if self.settings.polish and any(map(self.config.experts, range(self.config.num_layers))):
+            raise OptionError("convert: polish is True and the model has experts, expected a dense one; leave polish out")
+        rows = self._timed("calibrate", self.calibrate)
+        measurement, key = self._timed("measure", lambda: self.measurement(rows))
+        plan = self._timed("allocate", lambda: self.allocate(measurement))
+        polished = None
+        if self.settings.polish:
+            polished = self._timed("polish", lambda: self.polish(rows, measurement, plan))
+            plan = polished.plan
+        made = self._timed(
+            "quantize",
+            lambda: quantize_model(self.context, rows, measurement, plan, key, self.settings.rounding),
+        )
+        result = self._result(measurement, plan, made, rows, polished)
+        self._timed(
+            "write",
+            lambda: assemble(self.context, self.dst, self.src, made.key, result, self._written(result)),
+        )
+        self.context.work.forget(made.key, self.config.num_layers)
+        return dataclasses.replace(result, nbytes=sum(path.stat().st_size for path in sorted(self.dst.glob("*.safetensors"))))
+
+    def measure(self) -> Measurement:
+        """Only the measurement."""
+        return self.measurement(self.calibrate())[0]
+
+    def calibrate(self) -> Rows:
+        """Calibration rows, and rows for the report."""
+        with self.context.meter("calibrate", total=1, unit="texts") as meter:
+            tokenizer = Tokenizer.load(self.src)
+            rows = Rows.of(*self._rows(tokenizer))
+            for found in (rows.calibrating, rows.report):
+                if found.numel() and (int(found.max()) >= self.config.vocab_size or int(found.min()) < 0):
+                    raise ConversionError(
+                        f"{self.src}: the tokenizer gives id {int(found.max())}; expected 0 to {self.config.vocab_size - 1}: "
+                        "it belongs to another model"
+                    )
+            what = ", ".join(f"{count} for {use}" for use, count in rows.split().items())
+            meter.step(detail=f"rows of {self.length} tokens from {rows.name}: {what}; computing on {describe_device(self.weights.device)}")
+        return rows
+
+    def _rows(self, tokenizer: Tokenizer) -> tuple[Tensor, Tensor, str]:
+        asked, source = self.settings, self.settings.calibration
+        if source == SELF:
+            rows = asked.rows + asked.report_rows
+            found = write_text(self.src, tokenizer, rows=rows, length=self.length, seed=asked.seed, sink=self.context.sink)
+            return *part(found, asked.report_rows), "written by the model"
+        template = "default" in tokenizer.templates.templates
+        text, name = read_calibration(source, functools.partial(_talk, tokenizer) if template else None)
+        ids, held_out = split_rows(tokenizer, text, rows=asked.rows, extra=asked.report_rows, length=self.length, seed=asked.seed)
+        check_known(tokenizer, ids, name)
+        return ids, held_out, name
+
+    def measurement(self, rows: Rows) -> tuple[Measurement, str]:
+        """The measurement given, the one in the work folder, or a new one; and the key of the statistics on these rows."""
+        given = self.settings.measurement
+        found = given if isinstance(given, Measurement) or given is None else Measurement.load(given)
+        if found is not None:
+            found.check_model(self.weights.fingerprint(), self.src)
+        if self.settings.rounding.folded:
+            self._fold(rows)
+        facts = {**rows.facts(), "split": rows.split()}
+        return measured(self.context, rows, self.settings.seed, facts, found)
+
+    def _fold(self, rows: Rows) -> None:
+        """Scale the dense model, unless a run before this one found out how."""
+        weights, work = self.weights, self.context.work
+        key = hash_of(REVISION, weights.fingerprint(), rows.hessians.numpy().tobytes())
+        factors = work.load_folds(key)
+        if factors is None:
+            with self.context.meter("calibrate", total=self.config.num_layers, unit="layers") as meter:
+
+                def step(detail: str) -> None:
+                    self.context.check()
+                    meter.step(detail=detail)
+
+                factors = folds(weights, rows.hessians, step)
+            work.save_folds(key, factors)
+        weights.scale(factors)
+
+    def allocate(self, measurement: Measurement) -> Plan:
+        """The plan within the budget."""
+        with self.context.meter("allocate", total=1, unit="plans") as meter:
+            plan = measurement.solve(**self.settings.wanted)
+            meter.step(detail=repr(plan), bpw=plan.bpw, nbytes=plan.nbytes)
+        return plan
+
+    def polish(self, rows: Rows, measurement: Measurement, plan: Plan) -> Polished:
+        """The plan, or a better one within the same budget."""
+        return polish(self.context, rows, measurement, plan, self.settings.wanted)
+
+    def _written(self, result: Conversion) -> dict[str, Any]:
+        """The `quantization_config` of the finished model."""
+        asked = self.settings.wanted
+        return {
+            "quant_method": "exl2",
+            "version": "0.3.2",
+            "bits": asked.get("bpw", round(result.bpw, 4)),
+            "head_bits": asked["head_bits"] if isinstance(asked["head_bits"], int) else round(result.head_bits),
+            "calibration": {name: result.calibration[name] for name in ("rows", "length", "dataset")},
+        }
+
+    def _result(self, measurement: Measurement, plan: Plan, made: Made, rows: Rows, polished: Polished | None) -> Conversion:
+        head_bits = self.settings.wanted["head_bits"]
+        return Conversion(
+            path=self.dst,
+            source=self.src,
+            target_bpw=self.settings.wanted.get("bpw", plan.bpw),
+            bpw=plan.bpw,
+            head_bits=head_bits if isinstance(head_bits, int) else round(plan.head_bpw, 2),
+            nbytes=plan.nbytes,
+            matrices=tuple(made.matrices),
+            seconds=self.seconds,
+            calibration={**rows.facts(), "split": rows.split()},
+            resumed_layers=made.resumed,
+            measurement=measurement,
+            quality=made.quality,
+            polished=polished,
+            device=self.weights.device.type,
+            asked={**self.settings.wanted, **({"frozen": True} if "frozen" in self.settings.wanted else {})},
+        )
+
+    def _timed(self, name: str, work: Callable[[], T]) -> T:
+        begin = time.monotonic()
+        result = work()
+        self.seconds[name] = time.monotonic() - begin
+        return result
+
+
+def _talk(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> str:
+    """A conversation as the model's template writes it."""
+    template = tokenizer.templates.pick()
+    return render(messages, template, special_tokens=tokenizer.special_tokens, add_generation_prompt=False)
