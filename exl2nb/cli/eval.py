@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Measure and print."""
-    from exl2nb.eval.divergence import compare_models
+    from exl2nb.eval.comparison import compare_models
     from exl2nb.eval.perplexity import perplexity
     from exl2nb.eval.text import read_text, token_rows
     from exl2nb.model.inspect import inspect

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ from exl2nb.core.progress import Meter, Sink
 from exl2nb.io import hub
 from exl2nb.model.batch import Batch, Span
 from exl2nb.model.loader import load_model
+
+if TYPE_CHECKING:
+    from exl2nb.tokenizer.tokenizer import Tokenizer
 
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
 HUB = "dataset:"
@@ -264,14 +267,6 @@ class Rows:
         return {"hessians": self.used, "sensitivity": len(self.sensitivity), "report": len(self.report)}
 
 
-class Encoder(Protocol):
-    """The part of `tokenizer.Tokenizer` that is needed here."""
-
-    def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Token ids of a text."""
-        ...
-
-
 def read_calibration(source: Source, render: Render | None = None) -> tuple[str, str]:
     """Text and name of a calibration source.
 
@@ -293,7 +288,7 @@ def read_calibration(source: Source, render: Render | None = None) -> tuple[str,
     return read_list(source, render), f"{len(source)} strings"
 
 
-def calibration_rows(encoder: Encoder, text: str, *, rows: int, length: int, seed: int = 0) -> Tensor:
+def calibration_rows(encoder: Tokenizer, text: str, *, rows: int, length: int, seed: int = 0) -> Tensor:
     """Rows of consecutive tokens from places spread over the whole text.
 
     The text is cut into `rows` equal spans and each gives one row from a random place in it; every fourth row begins with what the
@@ -334,7 +329,7 @@ def calibration_rows(encoder: Encoder, text: str, *, rows: int, length: int, see
     return torch.tensor(ids[: count * length], dtype=torch.int32).view(count, length)[places].contiguous()
 
 
-def check_known(encoder: Encoder, ids: Tensor, name: str) -> None:
+def check_known(encoder: Tokenizer, ids: Tensor, name: str) -> None:
     """See whether a text is in a language of the tokenizer.
 
     Raises:
@@ -359,7 +354,7 @@ def check_known(encoder: Encoder, ids: Tensor, name: str) -> None:
         )
 
 
-def _parts(encoder: Encoder) -> list[int]:
+def _parts(encoder: Tokenizer) -> list[int]:
     """Tokens that stand for bytes, or for some bytes of a character."""
     table: dict[int, bytes] | None = getattr(encoder, "byte_table", None)
     if table is None:
@@ -382,7 +377,7 @@ def part(found: Tensor, extra: int) -> tuple[Tensor, Tensor]:
     return found[kept].contiguous(), found[sorted(picked)].contiguous()
 
 
-def split_rows(encoder: Encoder, text: str, *, rows: int, extra: int, length: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+def split_rows(encoder: Tokenizer, text: str, *, rows: int, extra: int, length: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Calibration rows, and rows for the report from other places of the same text, spread over it too.
 
     Returns:
@@ -406,7 +401,7 @@ AT_ONCE = 32  # sequences that are written together
 
 
 def write_text(
-    directory: str | os.PathLike[str], encoder: Encoder, *, rows: int, length: int, seed: int, sink: Sink | None = None
+    directory: str | os.PathLike[str], encoder: Tokenizer, *, rows: int, length: int, seed: int, sink: Sink | None = None
 ) -> Tensor:
     """Samples at temperature 1, nothing filtered, each beginning with what the tokenizer puts in front of a text, or with any token.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from exl2nb.cache.pool import KVCache
 from exl2nb.core.errors import ContextOverflow, OptionError
-from exl2nb.eval.divergence import token_divergence
+from exl2nb.eval.comparison import token_divergence
 from exl2nb.eval.logits import check_ids
 from exl2nb.model.batch import Batch
 from exl2nb.model.model import Model

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from exl2nb.core.errors import OptionError
 
-
-class Encoder(Protocol):
-    """The part of `tokenizer.Tokenizer` that is needed here."""
-
-    def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Token ids of a text."""
-        ...
+if TYPE_CHECKING:
+    from exl2nb.tokenizer.tokenizer import Tokenizer
 
 
 def read_text(path: str | Path) -> str:
@@ -39,7 +34,7 @@ def read_text(path: str | Path) -> str:
     return text
 
 
-def token_rows(encoder: Encoder, text: str, *, rows: int, length: int, where: str = "text") -> Tensor:
+def token_rows(encoder: Tokenizer, text: str, *, rows: int, length: int, where: str = "text") -> Tensor:
     """Cut the encoding of the whole text into rows: consecutive, not overlapping, from the start.
 
     The tokenizer's own BOS, where it adds one, stands once at the front of the first row and nowhere else.

@@ -102,7 +102,7 @@ def compare(
 
     import torch
 
-    from exl2nb.eval.divergence import compare_models
+    from exl2nb.eval.comparison import compare_models
     from exl2nb.eval.text import read_text, token_rows
 
     source = Path(__file__).resolve().parents[1] / "demo_model" / "evaluation.txt" if text is None else text

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import several
-from exl2nb.eval import choose as choices
 from exl2nb.eval import hidden as activations
 from exl2nb.eval import score as scores
 from exl2nb.generator.engine import Engine
@@ -16,9 +15,8 @@ from exl2nb.model.model import Model
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from exl2nb.eval.choose import Choice
     from exl2nb.eval.hidden import Hidden
-    from exl2nb.eval.score import Score
+    from exl2nb.eval.score import Choice, Score
 
 
 class Reading:
@@ -78,8 +76,8 @@ class Reading:
             raise OptionError("choose: two options are the same tokens to this model; leave one of them out")
         shown = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
         with self.engine.exclusive():
-            found = choices.option_logprobs(self.model, rows)
-        return choices.choice_of(shown, texts, found, normalise=normalise)
+            found = scores.option_logprobs(self.model, rows)
+        return scores.choice_of(shown, texts, found, normalise=normalise)
 
     def hidden(self, text: str | Sequence[int], points: str | Sequence[str] = "layers.*.output") -> Hidden:
         """What passes through the model at named points, as arrays.

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import exl2nb
-from exl2nb.eval.divergence import compare_models
+from exl2nb.eval.comparison import compare_models
 from exl2nb.eval.text import read_text, token_rows
 from exl2nb.model.loader import load_model
 from exl2nb.tokenizer.tokenizer import Tokenizer

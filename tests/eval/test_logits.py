@@ -1,6 +1,3 @@
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -8,9 +5,8 @@ from exl2nb.core.errors import ContextOverflow, OptionError
 from exl2nb.eval import logits as module
 from exl2nb.eval.logits import logit_rows, logits
 
-_spec = importlib.util.spec_from_file_location("fakes", Path(__file__).with_name("fakes.py"))
-fakes = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(fakes)
+from .fakes import TableModel, random_table
+
 IDS = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 8, 9, 10] * 4, [10, 9, 8, 7, 6, 5, 4, 3, 2, 1] * 4])
 
 
@@ -19,14 +15,14 @@ def expected(model):
 
 
 def test_all_positions_of_all_rows():
-    model = fakes.TableModel(fakes.random_table(0), slope=0.5)
+    model = TableModel(random_table(0), slope=0.5)
     result = logits(model, IDS)
     assert result.shape == (2, 40, 11)
     assert torch.equal(result, expected(model))
 
 
 def test_pieces_change_nothing(monkeypatch):
-    model = fakes.TableModel(fakes.random_table(0), slope=0.5)
+    model = TableModel(random_table(0), slope=0.5)
     monkeypatch.setattr(module, "PIECE_BYTES", 1)  # 16 tokens, the least
     assert torch.equal(torch.stack(list(logit_rows(model, IDS))), expected(model))
     assert model.calls[:3] == [(0, 16, 16), (16, 16, 32), (32, 8, 40)]
@@ -34,7 +30,7 @@ def test_pieces_change_nothing(monkeypatch):
 
 def test_every_row_starts_from_nothing_and_reports():
     events = []
-    model = fakes.TableModel(fakes.random_table(0))
+    model = TableModel(random_table(0))
     logits(model, IDS, events.append)
     assert model.calls == [(0, 40, 40), (0, 40, 40)]
     assert [(e.stage, e.done, e.state) for e in events] == [
@@ -57,7 +53,7 @@ def test_every_row_starts_from_nothing_and_reports():
     ],
 )
 def test_ids_are_checked(ids, error, words):
-    model = fakes.TableModel(fakes.random_table(0))
+    model = TableModel(random_table(0))
     with pytest.raises(error, match=words):
         logits(model, ids)
     assert model.calls == []

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import exl2nb as ex
 from exl2nb.core.errors import ContextOverflow, OptionError
-from exl2nb.eval.choose import choice_of
+from exl2nb.eval.score import choice_of
 
 DEMO = Path(ex.__file__).parent / "demo_model"
 TEXT = "It was a dark and stormy night; “naïve café”, said the old man."
