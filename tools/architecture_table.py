@@ -28,22 +28,25 @@ COLUMNS = {
 NOTES = {"gemmoe": " with Mixtral's experts, for want of a public definition"}  # what a class is that Transformers does not have
 HEAD = """# Architectures
 
-Written by `tools/architecture_table.py` from a run of the tests; do not edit. `tests/model/test_model.py` has more RoPE variants of Llama, Mistral and
-Qwen2. `tests/model/test_gpu.py` compares every row on the GPU with the CPU.
+Written by `tools/architecture_table.py` from a run of the tests; do not edit. `tests/model/test_model.py` has more RoPE variants
+of Llama, Mistral and Qwen2. `tests/model/test_gpu.py` compares every row on the GPU with the CPU.
 
-- **parity**: three random models of different sizes (grouped, single and full KV heads, odd widths) against Transformers in fp32: at most
-  1e-4 of the logits' standard deviation with an fp32 cache, 5e-3 with an fp16 one. The torch reference of the converter agrees to 1e-4 too.
+- **parity**: three random models of different sizes (grouped, single and full KV heads, odd widths) against Transformers in fp32:
+  at most 1e-4 of the logits' standard deviation with an fp32 cache, 5e-3 with an fp16 one. The torch reference of the converter
+  agrees to 1e-4 too.
 - **EXL2**: random matrices of 2 to 8 bits against the reference on the reconstructed weights.
-- **EXL2 round trip**: the converter's output has ExLlamaV2's names and shapes, loads, and agrees with the reconstructed weights (ten models in
-  Transformers too).
+- **EXL2 round trip**: the converter's output has ExLlamaV2's names and shapes, loads, and agrees with the reconstructed weights
+  (ten models in Transformers too).
 - **chunked**: prompt at once, in chunks and token by token, as one call and op by op: the same bits.
 - **batched**: alone and in a batch: the same bits.
-- **GPTQ**: a GPTQ checkpoint (2 to 8 bits, act-order and plain, both zero conventions, in turns) against Transformers with the dequantised weights.
+- **GPTQ**: a GPTQ checkpoint (2 to 8 bits, act-order and plain, both zero conventions, in turns) against Transformers with the
+  dequantised weights.
 - **inspect**: lists every matrix of a plain checkpoint under its name, fused ones split.
 
-Where Transformers has no class of that name, the test uses the class that computes the same. GemMoE has no public definition: its test model is Gemma with
-Mixtral's experts in place of the MLPs, as its config says. GPTQ files of DBRX are those of AutoGPTQ and GPTQModel, which quantise a copy whose experts are
-separate linears; files with a quantised router, or all experts as one matrix, are refused as incomplete.
+Where Transformers has no class of that name, the test uses the class that computes the same. GemMoE has no public definition: its
+test model is Gemma with Mixtral's experts in place of the MLPs, as its config says. GPTQ files of DBRX are those of AutoGPTQ and
+GPTQModel, which quantise a copy whose experts are separate linears; files with a quantised router, or all experts as one matrix,
+are refused as incomplete.
 
 """
 
