@@ -10,7 +10,7 @@ from exl2nb.cache.spec import CacheSpec
 from exl2nb.cache.storage import STORAGES
 from exl2nb.core.errors import OptionError
 from exl2nb.core.show import facts
-from exl2nb.ops.large_pages import large_pages
+from exl2nb.ops.memory import large_pages
 
 LARGE_BYTES = 2 << 20  # from here on a cache lies in large pages
 

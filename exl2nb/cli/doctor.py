@@ -133,9 +133,9 @@ def _library() -> list[Check]:
 def _cuda() -> list[Check]:
     import torch
 
-    from exl2nb.ops import _load, nvidia
+    from exl2nb.ops import _load
 
-    libraries, driver, nvcc = _load.load(), nvidia.driver(), _nvcc()
+    libraries, driver, nvcc = _load.load(), _load.driver(), _nvcc()
     supports = "none" if driver is None else f"for CUDA {driver[0]}.{driver[1]}" if driver > (0, 0) else "installed, but it does not answer"
     parts = [
         f"library {'built' if libraries.cuda else 'not built'}",

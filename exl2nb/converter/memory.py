@@ -15,7 +15,7 @@ from exl2nb.converter.streams import STREAM_BYTES, in_memory
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import Linear, head_linear, layer_linears
 from exl2nb.ops.bf16x3 import PIECE, RESULT
-from exl2nb.ops.gptq_blocks import COPIES_BYTES, SPAN_ROWS
+from exl2nb.ops.gptq import COPIES_BYTES, SPAN_ROWS
 
 FLOAT, DOUBLE = 4, 8
 PER_WEIGHT = 20  # bytes that rounding takes for each weight of one matrix: shifted targets, stored orders, working copy, codes

@@ -25,7 +25,7 @@ from exl2nb.model.model import SMALL_MODEL_BYTES, Model, Network
 from exl2nb.model.rope import MAX_CONTEXT, rope_tables
 from exl2nb.model.sources import Source, find_sources, read_gptq
 from exl2nb.model.store import ModelStore, open_store
-from exl2nb.ops.large_pages import large_pages
+from exl2nb.ops.memory import large_pages
 from exl2nb.quant.exl2 import Exl2Tensors
 
 WEIGHTS = ("auto", "fp32")

@@ -5,20 +5,14 @@ Importing this room defines the ops and loads the compiled library (see `_load.l
 
 from exl2nb.ops import _load
 from exl2nb.ops.ahead import draw_ahead, join_ahead
-from exl2nb.ops.attention import paged_attention
+from exl2nb.ops.attention import norm_qkv_rope, paged_attention
 from exl2nb.ops.draw import draw_rows
-from exl2nb.ops.embed import embed
-from exl2nb.ops.experts import Experts
-from exl2nb.ops.gptq import gptq_quantize
-from exl2nb.ops.gptq_blocks import gptq_losses
-from exl2nb.ops.head import norm_head
-from exl2nb.ops.linear import linear, linear_residual
+from exl2nb.ops.gptq import gptq_losses, gptq_quantize
+from exl2nb.ops.linear import embed, linear, linear_residual, norm_gate_up, norm_head
 from exl2nb.ops.mask import mask_logits
 from exl2nb.ops.memory import read_memory
-from exl2nb.ops.mlp import norm_gate_up
-from exl2nb.ops.moe import routed_mlp
+from exl2nb.ops.moe import Experts, routed_mlp
 from exl2nb.ops.program import Program
-from exl2nb.ops.qkv import norm_qkv_rope
 from exl2nb.ops.weights import pack_concat, pack_dense, pack_exl2, pack_gptq, reconstruct, shape, unpack
 
 libraries = _load.load

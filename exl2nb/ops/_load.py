@@ -1,14 +1,125 @@
-"""Finds and loads the compiled libraries. Knows nothing about what the ops do."""
+"""Finds and loads the compiled libraries, and says what keeps the CUDA engine from running and what to do about it."""
 
 from __future__ import annotations
 
+import ctypes
+import ctypes.util
+import os
+import shutil
 import warnings
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from exl2nb.core import env
-from exl2nb.ops import nvidia
+
+OLDEST = (7, 5)  # compute capability that the kernels need: T4
+NOT_BUILT = "libexl2nb_cuda.so was not built"
+
+
+@dataclass(frozen=True)
+class Obstacle:
+    """found: why the CUDA engine cannot be used. todo: how to change that. gpu: whether there is an NVIDIA GPU that could be used."""
+
+    found: str
+    todo: str
+    gpu: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.found}: {self.todo}"
+
+
+def hardware(devices: Path = Path("/sys/bus/pci/devices")) -> bool:
+    """Whether an NVIDIA GPU is plugged in, with a driver or without."""
+    if Path("/dev/nvidia0").exists() or (Path("/dev/dxg").exists() and shutil.which("nvidia-smi")):
+        return True
+    try:
+        cards = [card for card in devices.iterdir() if (card / "vendor").read_text().strip() == "0x10de"]
+        return any((card / "class").read_text().startswith("0x03") for card in cards)
+    except OSError:
+        return False
+
+
+def driver() -> tuple[int, int] | None:
+    """CUDA version that the NVIDIA driver supports; (0, 0) where it does not answer, None without one."""
+    try:
+        library = ctypes.CDLL(ctypes.util.find_library("cuda") or "libcuda.so.1")
+        version = ctypes.c_int(0)
+        if library.cuDriverGetVersion(ctypes.byref(version)) != 0:
+            return 0, 0
+    except (OSError, AttributeError):
+        return None
+    return version.value // 1000, version.value % 1000 // 10
+
+
+def obstacle(library: Path | None, *, loaded: bool) -> Obstacle | None:
+    """Why the CUDA engine cannot be used here; None where it can.
+
+    Args:
+        library: libexl2nb_cuda.so, None where it was not built. loaded: whether torch has it. Then the GPU itself is asked, which makes a
+            CUDA context where there is none.
+    """
+    if loaded:
+        return _code()
+    here, gpu = driver(), hardware()
+    gpu = gpu or here is not None
+    if library is None:
+        return Obstacle(NOT_BUILT, _how_to_build(), gpu)
+    return _torch(here) or Obstacle("torch sees no GPU", _hidden() if gpu else "this machine has no NVIDIA GPU", gpu)
+
+
+def _torch(here: tuple[int, int] | None) -> Obstacle | None:
+    """What driver and torch say about one another."""
+    import torch
+
+    wanted = torch.version.cuda
+    if here is None:
+        gpu = hardware()
+        return Obstacle("no NVIDIA driver was found", "install NVIDIA's driver" if gpu else "this machine has no NVIDIA GPU", gpu)
+    if wanted is None:
+        return Obstacle(f"torch {torch.__version__} is a build without CUDA", "install a torch with CUDA: pip install -U torch")
+    if here == (0, 0):
+        return Obstacle(
+            "the NVIDIA driver does not answer", "see what `nvidia-smi` says; after an update of the driver restart the machine"
+        )
+    if here[0] < int(wanted.split(".")[0]):
+        return Obstacle(
+            f"the NVIDIA driver is too old: it supports CUDA {here[0]}.{here[1]}, torch {torch.__version__} needs {wanted}",
+            f"install a newer driver, or a torch for CUDA {here[0]} and build exl2nb again",
+        )
+    return None
+
+
+def _hidden() -> str:
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return "see what `nvidia-smi` says" if shown is None else f"CUDA_VISIBLE_DEVICES is {shown!r}: unset it, or name a GPU that is there"
+
+
+def _how_to_build() -> str:
+    if shutil.which("nvcc"):
+        return "build it with `EXL2NB_CUDA=on make build`"
+    return "install nvcc (the CUDA toolkit, or pip install nvidia-cuda-nvcc), then `EXL2NB_CUDA=on make build`"
+
+
+def _code() -> Obstacle | None:
+    """Whether the library holds code for the GPU."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return Obstacle("torch sees no GPU", f"{_hidden()}; the library was loaded because of EXL2NB_FORCE_CUDA_LIB", hardware())
+    from exl2nb.ops import gpu
+
+    error = gpu.device_error()
+    if error == 0:
+        return None
+    major, minor = torch.cuda.get_device_capability()
+    name = f"{torch.cuda.get_device_name()} (compute capability {major}.{minor})"
+    if (major, minor) < OLDEST:
+        return Obstacle(
+            f"the GPU is too old: {name}", f"the CUDA engine needs {OLDEST[0]}.{OLDEST[1]} or newer; the CPU engine runs everywhere"
+        )
+    build = f"build it for this GPU: `EXL2NB_CUDA=on TORCH_CUDA_ARCH_LIST={major}.{minor} make build`"
+    return Obstacle(f"libexl2nb_cuda.so holds no code for the {name}, CUDA error {error}", build)
 
 
 @dataclass(frozen=True)
@@ -28,11 +139,11 @@ class Libraries:
         return "" if found is None else str(found)
 
     @property
-    def cuda_obstacle(self) -> nvidia.Obstacle | None:
+    def cuda_obstacle(self) -> Obstacle | None:
         """The same in parts; None where the CUDA engine can be used. Asks the GPU, where there is one."""
         if "cpu" not in self.loaded:
-            return nvidia.Obstacle("the compiled library is not in use", self.note, gpu=False)
-        return nvidia.obstacle(self.cuda, loaded="cuda" in self.loaded)
+            return Obstacle("the compiled library is not in use", self.note, gpu=False)
+        return obstacle(self.cuda, loaded="cuda" in self.loaded)
 
     def best_device(self) -> str:
         """The device: "cuda" where it can be used, else "cpu"; one warning where there is a GPU all the same, saying why."""

@@ -1,4 +1,4 @@
-"""Causal attention over a paged cache."""
+"""Attention: norm, q/k/v, rotation and cache write in one op; causal attention over a paged cache in the other."""
 
 from __future__ import annotations
 
@@ -10,6 +10,82 @@ from torch import Tensor
 from exl2nb.ops import reference
 from exl2nb.ops._library import check, define
 from exl2nb.ops.kv_codes import page_size
+from exl2nb.ops.weights import dense
+
+
+def _norm_qkv_rope(
+    x: Tensor, norm: Tensor | None, eps: float, blob: Tensor, bias: Tensor | None, cos: Tensor, sin: Tensor, positions: Tensor,
+    slots: Tensor, k_pool: Tensor, *rest: Any,
+) -> Tensor:  # fmt: skip
+    op, num_slots = "norm_qkv_rope", k_pool.shape[0] * page_size(k_pool)
+    for what, values, end in (("a slot", slots, num_slots), ("a position", positions, len(cos))):
+        inside = not len(x) or (int(values.min()) >= 0 and int(values.max()) < end)
+        check(inside, op, what, values.tolist()[:8], f"0 to {end - 1}")
+    return reference.norm_qkv_rope(x, norm, eps, dense(blob), bias, cos, sin, positions, slots, k_pool, *rest)
+
+
+def _norm_qkv_rope_fake(x: Tensor, *rest: object) -> Tensor:
+    num_heads, _, head_dim = rest[10:13]
+    return x.new_empty(x.shape[0], num_heads, head_dim, dtype=torch.float32)  # type: ignore[arg-type]
+
+
+_norm_qkv_rope_op = define(
+    "norm_qkv_rope(Tensor x, Tensor? norm, float eps, Tensor blob, Tensor? bias, Tensor cos, Tensor sin, Tensor positions, Tensor slots, "
+    "Tensor(a!) k_pool, Tensor(b!) v_pool, int num_heads, int num_kv_heads, int head_dim, Tensor? q_norm, Tensor? k_norm, "
+    "Tensor? norm_bias=None, bool layer_norm=False, bool interleaved=False, float clip=0.0) -> Tensor",
+    fake=_norm_qkv_rope_fake,
+    reference=_norm_qkv_rope,
+)
+
+
+def norm_qkv_rope(
+    x: Tensor,
+    norm: Tensor | None,
+    eps: float,
+    blob: Tensor,
+    bias: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm: Tensor | None = None,
+    k_norm: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    layer_norm: bool = False,
+    interleaved: bool = False,
+    clip: float = 0.0,
+) -> Tensor:
+    """Norm, the stacked matrix [q; k; v], optional per-head norms, rotary embedding; K and V are written to their slots.
+
+    Args:
+        x: f32 `(T, H)`. norm: f32 `(H,)`, or None for none. eps: of every norm here. layer_norm: every norm here subtracts the mean
+            (LayerNorm) instead of being an RMS norm; norm_bias: f32 `(H,)`, added after it.
+        blob: K = H, N = (Hq + 2 * Hkv) * D. bias: f32 `(N,)` or None.
+        clip: q, k and v are cut to [-clip, clip] before anything else; 0 = not.
+        cos, sin: f32 `(max_pos, rotary_dim / 2)`; dimension i rotates with rotary_dim / 2 + i (interleaved: 2 i with 2 i + 1), those after
+            rotary_dim pass through. No columns: nothing rotates.
+        positions, slots: int32 `(T,)`; slot = page * P + offset.
+        k_pool, v_pool: f16 or f32 `(num_pages, Hkv, P, D)`, or codes uint8 or float8_e4m3fn `(num_pages, Hkv, row)` of a kind each
+            (cache/storage/FORMAT.md; P is 256 then); written.
+        q_norm, k_norm: f32 `(D,)`, one row per head `(heads, D)`, or `(heads * D,)` for one norm over all heads together; applied before
+            the rotation.
+
+    Returns:
+        q, rotated, f32 `(T, Hq, D)`.
+
+    Raises:
+        RuntimeError, ValueError: shapes disagree, or a slot or position is out of range (nothing is written then).
+    """
+    return _norm_qkv_rope_op(
+        x, norm, eps, blob, bias, cos, sin, positions, slots, k_pool, v_pool, num_heads, num_kv_heads, head_dim, q_norm, k_norm,
+        norm_bias, layer_norm, interleaved, clip,
+    )  # fmt: skip
 
 
 def _paged_attention(

@@ -1,13 +1,22 @@
-"""GPTQ with EXL2's scales: one matrix, quantised with error compensation. Knows nothing of models, files or where Hessians come from."""
+"""GPTQ with EXL2's scales: one matrix, quantised with error compensation. Knows nothing of models, files or where Hessians come from.
+
+On a GPU in blocks of rows: kernels inside a block, one matrix product for all rows behind it. Columns do not know of one another but for a
+group's shared maximum, so several ways to cut one matrix into groups ("options") are more columns of the same problem: measuring every
+width is one run.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from exl2nb.ops._library import check, define
+from exl2nb.ops import _load, bf16x3
+from exl2nb.ops._library import LIBRARY, REFERENCES, check, define
 
 STEP_GRID, CANDIDATES, CODE_SPAN = 16, 24, 4  # as in csrc/cpu/gptq.h
 _LOW, _HIGH = 0.5, 1.3
@@ -129,7 +138,7 @@ def _scales(w: Tensor, row_weight: Tensor, bits: int, column_weight: Tensor) -> 
     return codes[winner], maxima[winner]
 
 
-def _fake(
+def _fake_quantize(
     weight: Tensor, factor: Tensor, column_weight: Tensor, groups: Tensor, coupling: Tensor | None = None, spread: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     (k, n), g = weight.shape, groups.shape[0] // 2
@@ -140,7 +149,7 @@ def _fake(
 _gptq_op = define(
     "gptq_quantize(Tensor weight, Tensor factor, Tensor column_weight, Tensor groups, Tensor? coupling=None, Tensor? spread=None)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
-    fake=_fake,
+    fake=_fake_quantize,
     reference=_gptq_quantize,
 )
 
@@ -177,3 +186,213 @@ def gptq_quantize(
     Tseng et al., 2025 (YAQA).
     """
     return Quantized(*_gptq_op(weight, factor, column_weight, groups, coupling, spread))
+
+
+BLOCK_ROWS = 128
+SPAN_ROWS = 512  # whose errors reach the rows behind them in one product: more rows are passed over less often
+OPTIONS = 16  # as in csrc/cuda/gptq/gptq.h
+COPIES_BYTES = 1 << 30  # of all options' weights at a time
+Table = Sequence[tuple[int, int]]
+
+
+def _gptq_block(
+    w: Tensor,
+    factor: Tensor,
+    column_weight: Tensor,
+    groups: Tensor,
+    first: int,
+    coupling: Tensor | None = None,
+    spread: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    (options, count, _), columns = groups.shape, column_weight.shape[0]
+    rows = [int(part[:, 1].sum()) for part in groups]
+    check(len(set(rows)) == 1 and rows[0] > 0, "gptq_block", "rows of the options", rows, "the same for all, and more than 0")
+    check(first + rows[0] <= w.shape[0], "gptq_block", "rows of the block", (first, first + rows[0]), f"at most {w.shape[0]}")
+    end, copies = first + rows[0], w.view(w.shape[0], options, columns)
+    codes = torch.empty(rows[0], options, columns, dtype=torch.uint8, device=w.device)
+    index = torch.zeros(count, options, columns, dtype=torch.uint8, device=w.device)
+    maxima, loss, errors = w.new_zeros(count, options), w.new_zeros(count, options, columns), w.new_empty(rows[0], options, columns)
+    row_weight = factor.diagonal().square().reciprocal()
+    for p, table in enumerate(groups.tolist()):
+        own, a = copies[:, p].clone(), first
+        for s, (bits, length) in enumerate(table):
+            if not length:
+                continue
+            part = slice(a, a + length)
+            code, maxima[s, p] = _scales(own[part], row_weight[part], bits, column_weight)
+            made, loss[s, p], error = _rows(own, factor, a, a + length, end, bits, _steps(code, _unit(maxima[s, p])), coupling, spread)
+            index[s, p], codes[a - first : a - first + length, p], errors[a - first : a - first + length, p] = (
+                code.to(torch.uint8),
+                made,
+                error,
+            )
+            a += length
+        copies[first:end, p] = own[first:end]
+    return codes.flatten(1), index.flatten(1), maxima.half(), loss.flatten(1), errors.flatten(1)
+
+
+def _fake_block(
+    w: Tensor,
+    factor: Tensor,
+    column_weight: Tensor,
+    groups: Tensor,
+    first: int,
+    coupling: Tensor | None = None,
+    spread: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rows, (options, count, _), columns = torch.library.get_ctx().new_dynamic_size(), groups.shape, w.shape[1]
+    return (
+        w.new_empty(rows, columns, dtype=torch.uint8),
+        w.new_empty(count, columns, dtype=torch.uint8),
+        w.new_empty(count, options, dtype=torch.float16),
+        w.new_empty(count, columns),
+        w.new_empty(rows, columns),
+    )
+
+
+_block_op = define(
+    "gptq_block(Tensor(a!) w, Tensor factor, Tensor column_weight, Tensor groups, int first, Tensor? coupling=None, Tensor? spread=None)"
+    " -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    fake=_fake_block,
+    reference=_gptq_block,
+)
+"""Rows [first, first + R) of `gptq_quantize` for P options: w f32 `(K, P * N)`, in these rows changed; groups int32 `(P, S, 2)` on the CPU,
+(bits, rows), rows 0 where an option has fewer. Returns codes `(R, P * N)`, scale_index `(S, P * N)`, scale_max f16 `(S, P)`, loss
+`(S, P * N)` and the compensated errors f32 `(R, P * N)`, which change the rows behind: `w[r] -= factor[block, r] @ errors`."""
+
+
+def blocks(tables: Sequence[Table]) -> Iterator[tuple[int, int, Tensor]]:
+    """Cut the rows where every option has a group's end: first row, end, groups int32 `(P, S, 2)` of the options in between.
+
+    Blocks are the shortest of at least BLOCK_ROWS rows, the last one shorter.
+    """
+    ends = [list(accumulate(rows for _, rows in table)) for table in tables]
+    common = sorted(set.intersection(*map(set, ends)))
+    first, places = 0, [0] * len(tables)
+    for end in common:
+        if end - first < BLOCK_ROWS and end != common[-1]:
+            continue
+        parts = []
+        for p, table in enumerate(tables):
+            stop = ends[p].index(end, places[p]) + 1
+            parts.append(list(table[places[p] : stop]))
+            places[p] = stop
+        longest = max(map(len, parts))
+        yield first, end, torch.tensor([part + [(0, 0)] * (longest - len(part)) for part in parts], dtype=torch.int32)
+        first = end
+
+
+def _spans(tables: Sequence[Table]) -> Iterator[list[tuple[int, int, Tensor]]]:
+    """The `blocks`, as few of them at a time as have SPAN_ROWS rows."""
+    span: list[tuple[int, int, Tensor]] = []
+    for block in blocks(tables):
+        span.append(block)
+        if span[-1][1] - span[0][0] >= SPAN_ROWS:
+            yield span
+            span = []
+    if span:
+        yield span
+
+
+def _in_blocks(
+    weight: Tensor, factor: Tensor, column_weight: Tensor, tables: Sequence[Table], coupling: Tensor | None, spread: Tensor | None
+) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]]:
+    """Per block: its groups, and codes, scale_index, scale_max and loss of all options."""
+    w = weight.repeat(1, len(tables))
+    for span in _spans(tables):
+        begin, until, waiting = span[0][0], span[-1][1], []
+        for first, end, groups in span:
+            *found, errors = _block_op(w, factor, column_weight, groups, first, coupling, spread)
+            if end < until:
+                w[end:until].addmm_(factor[first:end, end:until].T, errors, alpha=-1)
+            waiting.append(errors)
+            yield groups, tuple(found)  # type: ignore[misc]
+        if until < len(w):
+            bf16x3.subtract(w[until:], factor[begin:until, until:].T, torch.cat(waiting))
+
+
+def quantize_in_blocks(
+    weight: Tensor, factor: Tensor, column_weight: Tensor, groups: Tensor, coupling: Tensor | None = None, spread: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`gptq_quantize` by way of `gptq_block`: what a GPU runs."""
+    table = [(int(bits), int(rows)) for bits, rows in groups.view(-1, 2).tolist()]
+    _check_tables([table], weight.shape[0])
+    found = [parts for _, parts in _in_blocks(weight, factor, column_weight, [table], coupling, spread)]
+    codes, index, maxima, loss = (torch.cat(parts) for parts in zip(*found))
+    return codes, index, maxima[:, 0], loss
+
+
+def _losses_in_blocks(weight: Tensor, factor: Tensor, column_weight: Tensor, groups: Tensor, counts: Sequence[int]) -> Tensor:
+    tables = _split(groups, counts)
+    _check_tables(tables, weight.shape[0])
+    at_once = max(1, min(OPTIONS, COPIES_BYTES // max(1, weight.nbytes)))
+    at_once = math.ceil(len(tables) / math.ceil(len(tables) / at_once))
+    made: list[Tensor] = []
+    for start in range(0, len(tables), at_once):
+        own = tables[start : start + at_once]
+        parts: list[list[Tensor]] = [[] for _ in own]
+        for table, (_, _, _, loss) in _in_blocks(weight, factor, column_weight, own, None, None):
+            split = loss.view(loss.shape[0], len(own), -1)
+            for p, used in enumerate((table[:, :, 1] > 0).sum(1).tolist()):
+                parts[p].append(split[:used, p])
+        made += [torch.cat(part) for part in parts]
+    return torch.cat(made)
+
+
+def _check_tables(tables: Sequence[Table], in_features: int) -> None:
+    for table in tables:
+        good = sum(rows for _, rows in table) == in_features and all(rows > 0 and 2 <= bits <= 8 for bits, rows in table)
+        check(good, "gptq_quantize", "rows of all groups", list(table), f"{in_features} in all, of 2 to 8 bits")
+
+
+def _split(groups: Tensor, counts: Sequence[int]) -> list[list[tuple[int, int]]]:
+    pairs = [(int(bits), int(rows)) for bits, rows in groups.view(-1, 2).tolist()]
+    check(sum(counts) == len(pairs), "gptq_losses", "counts", list(counts), f"{len(pairs)} groups in all")
+    ends = list(accumulate(counts))
+    return [pairs[end - count : end] for end, count in zip(ends, counts)]
+
+
+def _gptq_losses(weight: Tensor, factor: Tensor, column_weight: Tensor, groups: Tensor, counts: Sequence[int]) -> Tensor:
+    tables = [torch.tensor(table, dtype=torch.int32).flatten() for table in _split(groups, counts)]
+    return torch.cat([gptq_quantize(weight, factor, column_weight, table).loss for table in tables])
+
+
+def _fake_losses(weight: Tensor, factor: Tensor, column_weight: Tensor, groups: Tensor, counts: Sequence[int]) -> Tensor:
+    return weight.new_empty(groups.shape[0] // 2, weight.shape[1])
+
+
+_losses_op = define(
+    "gptq_losses(Tensor weight, Tensor factor, Tensor column_weight, Tensor groups, int[] counts) -> Tensor",
+    fake=_fake_losses,
+    reference=_gptq_losses,
+)
+
+
+def gptq_losses(weight: Tensor, factor: Tensor, column_weight: Tensor, tables: Sequence[Table]) -> list[Tensor]:
+    """What quantising one matrix would lose, for several ways to cut it into groups.
+
+    Args:
+        weight, factor, column_weight: as of `gptq_quantize`.
+        tables: per option its (bits, rows), top to bottom.
+
+    Returns:
+        Per option the loss f32 `(G, N)` that `gptq_quantize` would report.
+
+    Cost: on a GPU the options run side by side, COPIES_BYTES of weights at a time; elsewhere one after the other.
+    """
+    pairs = torch.tensor([value for table in tables for pair in table for value in pair], dtype=torch.int32)
+    counts = [len(table) for table in tables]
+    return list(_losses_op(weight, factor, column_weight, pairs, counts).split(counts))
+
+
+def _on_gpu(name: str, blockwise: object) -> None:
+    """Register `blockwise` for CUDA tensors; the reference answers where the kernels of a block are missing."""
+
+    def run(*arguments: object) -> object:
+        return (blockwise if "cuda" in _load.load().loaded else REFERENCES[name])(*arguments)  # type: ignore[operator]
+
+    LIBRARY.impl(name, run, "CUDA")
+
+
+_on_gpu("gptq_quantize", quantize_in_blocks)
+_on_gpu("gptq_losses", _losses_in_blocks)

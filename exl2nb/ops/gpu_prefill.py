@@ -16,9 +16,8 @@ from torch import Tensor
 
 from exl2nb.ops import gpu, reference
 from exl2nb.ops.attention import paged_attention
-from exl2nb.ops.cuda_attention import gather_cache, rope_append
-from exl2nb.ops.cuda_prefill import gate_rows, norm_rows, rotate_rows
-from exl2nb.ops.experts import Experts
+from exl2nb.ops.cuda_attention import gate_rows, gather_cache, norm_rows, rope_append, rotate_rows
+from exl2nb.ops.moe import Experts
 from exl2nb.ops.prefill_attention import attend, can_attend
 from exl2nb.ops.program import Program
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from exl2nb.ops import blob as layout
 from exl2nb.ops import gpu
 from exl2nb.ops._library import REFERENCES, check, define, dynamic_size
-from exl2nb.ops.experts import Experts
 from exl2nb.ops.kv_codes import page_size
+from exl2nb.ops.moe import Experts
 from exl2nb.ops.reference import ACTIVATIONS
 from exl2nb.ops.weights import pack_concat
 

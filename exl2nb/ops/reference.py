@@ -12,7 +12,7 @@ from torch import Tensor
 from exl2nb.ops import kv_codes
 
 if TYPE_CHECKING:
-    from exl2nb.ops.experts import Experts
+    from exl2nb.ops.moe import Experts
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 

@@ -7,7 +7,7 @@ import torch
 
 from exl2nb.model import loader
 from exl2nb.model.loader import load_model, room_for
-from exl2nb.ops.large_pages import large_pages
+from exl2nb.ops.memory import large_pages
 
 from .tiny import save, twin
 

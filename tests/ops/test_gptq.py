@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from exl2nb.converter.hessian import couple, factorize
-from exl2nb.ops import gptq_blocks, gptq_losses, gptq_quantize
+from exl2nb.ops import gptq as gptq_blocks
+from exl2nb.ops import gptq_losses, gptq_quantize
 from exl2nb.ops._library import REFERENCES
-from exl2nb.ops.gptq_blocks import blocks, quantize_in_blocks
+from exl2nb.ops.gptq import blocks, quantize_in_blocks
 
 LAYOUTS = {
     "groups of 32": [(4, 32)] * 5,

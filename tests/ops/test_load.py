@@ -10,7 +10,7 @@ import exl2nb as ex
 from exl2nb import ops
 from exl2nb.cli import doctor
 from exl2nb.core.errors import DeviceError
-from exl2nb.ops import _load, gpu, nvidia
+from exl2nb.ops import _load, gpu
 
 BUILT = Path("libexl2nb_cuda.so")
 # machine -> words of what is found, words of what to do, whether there is a GPU
@@ -47,10 +47,10 @@ def machine(monkeypatch):
             "loaded": False,
             **MACHINES[name][0],
         }
-        monkeypatch.setattr(nvidia, "driver", lambda: how["driver"])
-        monkeypatch.setattr(nvidia, "hardware", lambda: how["gpu"])
+        monkeypatch.setattr(_load, "driver", lambda: how["driver"])
+        monkeypatch.setattr(_load, "hardware", lambda: how["gpu"])
         monkeypatch.setattr(torch.version, "cuda", how["torch"])
-        monkeypatch.setattr(nvidia.shutil, "which", lambda name: how["nvcc"])
+        monkeypatch.setattr(_load.shutil, "which", lambda name: how["nvcc"])
         if "shown" in how:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", how["shown"])
         if how["loaded"]:
@@ -106,19 +106,19 @@ def test_a_gpu_without_a_driver_is_seen(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "vendor").write_text(vendor + "\n")
         (tmp_path / name / "class").write_text(kind + "\n")
-    plugged = nvidia.hardware(tmp_path)
+    plugged = _load.hardware(tmp_path)
     assert plugged == Path("/dev/nvidia0").exists()
     (tmp_path / "0000:01:00.1" / "class").write_text("0x030200\n")
-    assert nvidia.hardware(tmp_path)
-    assert nvidia.hardware(tmp_path / "nothing") == plugged
+    assert _load.hardware(tmp_path)
+    assert _load.hardware(tmp_path / "nothing") == plugged
 
 
 @pytest.mark.gpu
 def test_this_gpu_can_be_used():
     assert _load.load().cuda_obstacle is None
     assert gpu.device_error() == 0
-    assert nvidia.hardware()
-    assert (nvidia.driver() or (0, 0)) > (0, 0)
+    assert _load.hardware()
+    assert (_load.driver() or (0, 0)) > (0, 0)
     (check,) = doctor._cuda()
     assert check.state == "ok"
     assert torch.cuda.get_device_name(0) in check.found
