@@ -51,8 +51,8 @@ def measure(mode: str, args: argparse.Namespace) -> dict[str, object]:
     still = torch.ones(1, 0)
 
     def write(tokens: int) -> Tensor:
-        where = (still, still, torch.zeros(tokens, dtype=torch.int32), torch.arange(tokens, dtype=torch.int32), *pools)
-        return ops.norm_qkv_rope(inputs[:tokens], None, 0.0, blob, None, *where, num_heads=Hq, num_kv_heads=Hkv, head_dim=D)
+        where = (torch.zeros(tokens, dtype=torch.int32), torch.arange(tokens, dtype=torch.int32), *pools)
+        return ops.norm_qkv_rope(inputs[:tokens], ops.QKVProjection(None, 0.0, blob, None, still, still, Hq, Hkv, D), *where)
 
     inputs = torch.randn(context, 8)
     q = write(context)[:64].contiguous()

@@ -129,8 +129,8 @@ def small_program() -> tuple[ops.Program, list[Tensor], list[Tensor]]:
     program.embed(torch.randn(V, H).half())
     for i in range(layers):
         parts = exl2(H, (heads + 2 * kv) * D, 4, 32)
-        shape = {"num_heads": heads, "num_kv_heads": kv, "head_dim": D}
-        program.norm_qkv_rope(norm, 1e-5, ops.pack_exl2(*parts), None, angles.cos(), angles.sin(), layer=i, **shape)
+        tables = (angles.cos(), angles.sin())
+        program.norm_qkv_rope(ops.QKVProjection(norm, 1e-5, ops.pack_exl2(*parts), None, *tables, heads, kv, D), layer=i)
         program.paged_attention(layer=i, scale=D**-0.5)
         program.linear_residual(ops.pack_exl2(*exl2(heads * D, H, 4, 32)))
         program.norm_gate_up(norm, 1e-5, ops.pack_exl2(*exl2(H, 2 * inter, 4, 32)))

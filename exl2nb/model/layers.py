@@ -113,14 +113,17 @@ class Attention:
     interleaved: bool
     clip: float
 
+    def projection(self, ropes: Mapping[str, tuple[Tensor, Tensor]]) -> ops.QKVProjection:
+        """The op's view of norm, q, k, v and rotation. ropes: tables (cos, sin) by kind."""
+        return ops.QKVProjection(
+            self.norm.weight, self.norm.eps, self.qkv, self.qkv_bias, *ropes[self.rope], self.num_heads, self.num_kv_heads, self.head_dim,
+            q_norm=self.q_norm, k_norm=self.k_norm, interleaved=self.interleaved, clip=self.clip, **self.norm.options,
+        )  # fmt: skip
+
     def mixed(self, x: Tensor, step: Step) -> Tensor:
         """What attention reads out for x f32 `(T, H)` -> `(T, Hq * D)`; K and V of the step go into the cache."""
         batch, k_pool, v_pool = step.batch, step.cache.k[self.layer], step.cache.v[self.layer]
-        q = ops.norm_qkv_rope(
-            x, self.norm.weight, self.norm.eps, self.qkv, self.qkv_bias, *step.ropes[self.rope], batch.positions, batch.slot_mapping,
-            k_pool, v_pool, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
-            q_norm=self.q_norm, k_norm=self.k_norm, interleaved=self.interleaved, clip=self.clip, **self.norm.options,
-        )  # fmt: skip
+        q = ops.norm_qkv_rope(x, self.projection(step.ropes), batch.positions, batch.slot_mapping, k_pool, v_pool)
         return ops.paged_attention(
             q, k_pool, v_pool, batch.block_table, batch.cu_seqlens, batch.context_lens,
             scale=self.scale, window=self.window, softcap=self.softcap,
@@ -132,11 +135,7 @@ class Attention:
 
     def record_mixed(self, program: ops.Program, ropes: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Write `mixed` down in a program."""
-        program.norm_qkv_rope(
-            self.norm.weight, self.norm.eps, self.qkv, self.qkv_bias, *ropes[self.rope],
-            layer=self.layer, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim,
-            q_norm=self.q_norm, k_norm=self.k_norm, interleaved=self.interleaved, clip=self.clip, **self.norm.options,
-        )  # fmt: skip
+        program.norm_qkv_rope(self.projection(ropes), layer=self.layer)
         program.paged_attention(layer=self.layer, scale=self.scale, window=self.window, softcap=self.softcap)
 
     def record_add(self, program: ops.Program) -> None:

@@ -5,7 +5,7 @@ Importing this room defines the ops and loads the compiled library (see `_load.l
 
 from exl2nb.ops import _load
 from exl2nb.ops.ahead import draw_ahead, join_ahead
-from exl2nb.ops.attention import norm_qkv_rope, paged_attention
+from exl2nb.ops.attention import QKVProjection, norm_qkv_rope, paged_attention
 from exl2nb.ops.draw import draw_rows
 from exl2nb.ops.gptq import gptq_losses, gptq_quantize
 from exl2nb.ops.linear import embed, linear, linear_residual, norm_gate_up, norm_head
@@ -21,6 +21,7 @@ libraries()
 __all__ = [
     "Experts",
     "Program",
+    "QKVProjection",
     "draw_ahead",
     "draw_rows",
     "embed",

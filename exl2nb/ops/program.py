@@ -20,6 +20,7 @@ from torch import Tensor
 from exl2nb.ops import blob as layout
 from exl2nb.ops import gpu
 from exl2nb.ops._library import REFERENCES, check, define, dynamic_size
+from exl2nb.ops.attention import QKVProjection
 from exl2nb.ops.kv_codes import page_size
 from exl2nb.ops.moe import Experts
 from exl2nb.ops.reference import ACTIVATIONS
@@ -76,53 +77,23 @@ class Program:
             words += [self._address(position_table), layout.DENSE.index(position_table.dtype), position_table.shape[0]]
         self._add(EMBED, "embed", words, table=table, scale=scale, position_table=position_table)
 
-    def norm_qkv_rope(
-        self,
-        norm: Tensor | None,
-        eps: float,
-        blob: Tensor,
-        bias: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        *,
-        layer: int,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        q_norm: Tensor | None = None,
-        k_norm: Tensor | None = None,
-        norm_bias: Tensor | None = None,
-        layer_norm: bool = False,
-        interleaved: bool = False,
-        clip: float = 0.0,
-    ) -> None:
+    def norm_qkv_rope(self, projection: QKVProjection, *, layer: int) -> None:
         """Q of x; K and V go into the pools of `layer`."""
-        _shapes("Program.norm_qkv_rope", blob, norm, norm_bias, bias, (num_heads + 2 * num_kv_heads) * head_dim)
-        check(
-            cos.shape == sin.shape and cos.dim() == 2,
-            "Program.norm_qkv_rope",
-            "cos, sin",
-            (cos.shape, sin.shape),
-            "(max_pos, rotary_dim / 2)",
-        )
-        words = [self._f32(norm), _float_bits(eps), self._blob(blob), self._f32(bias), self._f32(cos), self._f32(sin), *cos.shape]
-        words += [num_heads, num_kv_heads, head_dim]
-        flags = layer_norm + 2 * interleaved
-        for bit, head_norm, heads in ((4, q_norm, num_heads), (8, k_norm, num_kv_heads)):
-            fits = head_norm is None or tuple(head_norm.shape) in ((head_dim,), (heads, head_dim), (heads * head_dim,))
-            flags += bit * (head_norm is not None and head_norm.dim() == 1 and head_norm.shape[0] != head_dim)
-            check(
-                fits,
-                "Program.norm_qkv_rope",
-                "head norm",
-                head_norm is not None and head_norm.shape,
-                f"({head_dim},), ({heads}, {head_dim}) or ({heads * head_dim},)",
-            )
-            words += [self._f32(head_norm), 0 if head_norm is None or tuple(head_norm.shape) == (head_dim,) else head_dim]
-        words += [layer, self._f32(norm_bias), flags, _float_bits(clip)]
-        self._add(QKV, "norm_qkv_rope", words, norm=norm, eps=eps, blob=blob, bias=bias, cos=cos, sin=sin, layer=layer,
-                  heads=(num_heads, num_kv_heads, head_dim), q_norm=q_norm, k_norm=k_norm,
-                  rest=(norm_bias, layer_norm, interleaved, clip))  # fmt: skip
+        op, a, D = "Program.norm_qkv_rope", projection, projection.head_dim
+        _shapes(op, a.blob, a.norm, a.norm_bias, a.bias, (a.num_heads + 2 * a.num_kv_heads) * D)
+        check(a.cos.shape == a.sin.shape and a.cos.dim() == 2, op, "cos, sin", (a.cos.shape, a.sin.shape), "(max_pos, rotary_dim / 2)")
+        words = [self._f32(a.norm), _float_bits(a.eps), self._blob(a.blob), self._f32(a.bias), self._f32(a.cos), self._f32(a.sin)]
+        words += [*a.cos.shape, a.num_heads, a.num_kv_heads, D]
+        flags = a.layer_norm + 2 * a.interleaved
+        for bit, norm, heads in ((4, a.q_norm, a.num_heads), (8, a.k_norm, a.num_kv_heads)):
+            fits = norm is None or tuple(norm.shape) in ((D,), (heads, D), (heads * D,))
+            flags += bit * (norm is not None and norm.dim() == 1 and norm.shape[0] != D)
+            check(fits, op, "head norm", norm is not None and norm.shape, f"({D},), ({heads}, {D}) or ({heads * D},)")
+            words += [self._f32(norm), 0 if norm is None or tuple(norm.shape) == (D,) else D]
+        words += [layer, self._f32(a.norm_bias), flags, _float_bits(a.clip)]
+        self._add(QKV, "norm_qkv_rope", words, norm=a.norm, eps=a.eps, blob=a.blob, bias=a.bias, cos=a.cos, sin=a.sin, layer=layer,
+                  heads=(a.num_heads, a.num_kv_heads, D), q_norm=a.q_norm, k_norm=a.k_norm,
+                  rest=(a.norm_bias, a.layer_norm, a.interleaved, a.clip))  # fmt: skip
 
     def paged_attention(self, *, layer: int, scale: float, window: int = 0, softcap: float = 0.0) -> None:
         """Attention of the last q over the pools of `layer`."""

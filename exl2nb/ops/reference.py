@@ -12,6 +12,7 @@ from torch import Tensor
 from exl2nb.ops import kv_codes
 
 if TYPE_CHECKING:
+    from exl2nb.ops.attention import QKVProjection
     from exl2nb.ops.moe import Experts
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
@@ -109,36 +110,18 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tens
     return torch.cat([a * cos - b * sin, b * cos + a * sin, x[..., 2 * half :]], -1)
 
 
-def norm_qkv_rope(
-    x: Tensor,
-    norm_weight: Tensor | None,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    slots: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    num_heads: int,
-    num_kv_heads: int,
-    head_dim: int,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    norm_bias: Tensor | None = None,
-    layer_norm: bool = False,
-    interleaved: bool = False,
-    clip: float = 0.0,
-) -> Tensor:
-    """Norm, one matrix [q; k; v], optional head norms, rotation; K and V go to their slots; returns q `(T, Hq, D)`."""
-    y = linear(norm(x, norm_weight, eps, norm_bias, layer_norm), weight, bias).view(len(x), -1, head_dim)
-    if clip:
-        y = y.clamp(-clip, clip)
-    q, k, v = y.split([num_heads, num_kv_heads, num_kv_heads], 1)
-    q, k = head_norm(q, q_norm, eps, layer_norm), head_norm(k, k_norm, eps, layer_norm)
-    at = positions.long()
-    q, k = rope(q, cos[at], sin[at], interleaved), rope(k, cos[at], sin[at], interleaved)
+def norm_qkv_rope(x: Tensor, layer: QKVProjection, positions: Tensor, slots: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
+    """Norm, one matrix [q; k; v], optional head norms, rotation; K and V go to their slots; returns q `(T, Hq, D)`.
+
+    layer: with the dense matrix `(H, N)` as its blob.
+    """
+    a = layer
+    y = linear(norm(x, a.norm, a.eps, a.norm_bias, a.layer_norm), a.blob, a.bias).view(len(x), -1, a.head_dim)
+    if a.clip:
+        y = y.clamp(-a.clip, a.clip)
+    q, k, v = y.split([a.num_heads, a.num_kv_heads, a.num_kv_heads], 1)
+    cos, sin = a.cos[positions.long()], a.sin[positions.long()]
+    q, k = (rope(head_norm(z, weight, a.eps, a.layer_norm), cos, sin, a.interleaved) for z, weight in ((q, a.q_norm), (k, a.k_norm)))
     kv_codes.write(k_pool, slots, k)
     kv_codes.write(v_pool, slots, v)
     return q.contiguous()

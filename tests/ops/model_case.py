@@ -119,14 +119,17 @@ class Net:
             torch.full(shape, 1e3, dtype=self.pool) for _ in range(self.layers)
         ]
 
+    def projection(self, w: dict) -> ops.QKVProjection:
+        """The first half of a layer's attention."""
+        heads = (self.heads, self.kv_heads, self.head_dim)
+        return ops.QKVProjection(w["norm1"], 1e-5, w["qkv"], w["qkv_bias"], self.cos, self.sin, *heads, w["q_norm"], w["k_norm"])
+
     def build(self) -> ops.Program:
         """The whole step as a program."""
         p = ops.Program(self.device)
         p.embed(self.table)
-        heads = {"num_heads": self.heads, "num_kv_heads": self.kv_heads, "head_dim": self.head_dim}
         for i, w in enumerate(self.weights):
-            norms = {"q_norm": w["q_norm"], "k_norm": w["k_norm"]}
-            p.norm_qkv_rope(w["norm1"], 1e-5, w["qkv"], w["qkv_bias"], self.cos, self.sin, layer=i, **heads, **norms)
+            p.norm_qkv_rope(self.projection(w), layer=i)
             p.paged_attention(layer=i, scale=self.head_dim**-0.5, window=self.window, softcap=self.softcap)
             p.linear_residual(w["o"], w["o_bias"])
             p.norm_gate_up(w["norm2"], 1e-5, w["gate_up"], w["gu_bias"])
@@ -137,11 +140,8 @@ class Net:
     def run(self, ids, positions, slots, block_table, cu_seqlens, context_lens, logit_rows, k_pools, v_pools) -> Tensor:
         """The same step, op by op."""
         x = ops.embed(self.table, ids)
-        heads = {"num_heads": self.heads, "num_kv_heads": self.kv_heads, "head_dim": self.head_dim}
         for i, w in enumerate(self.weights):
-            norms = {"q_norm": w["q_norm"], "k_norm": w["k_norm"]}
-            where = (self.cos, self.sin, positions, slots, k_pools[i], v_pools[i])
-            q = ops.norm_qkv_rope(x, w["norm1"], 1e-5, w["qkv"], w["qkv_bias"], *where, **heads, **norms)
+            q = ops.norm_qkv_rope(x, self.projection(w), positions, slots, k_pools[i], v_pools[i])
             tables = (block_table, cu_seqlens, context_lens)
             a = ops.paged_attention(q, k_pools[i], v_pools[i], *tables, scale=self.head_dim**-0.5, window=self.window, softcap=self.softcap)
             ops.linear_residual(x, a, w["o"], w["o_bias"])

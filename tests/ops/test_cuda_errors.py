@@ -61,7 +61,7 @@ def test_a_step_names_the_op_that_failed():
     program.embed(torch.randn(8, H).cuda())
     qkv, nothing = ops.pack_dense(torch.randn(3 * D, H).cuda()), ops.pack_dense(torch.zeros(H, D).cuda())
     for layer in (0, 3):
-        program.norm_qkv_rope(None, 1e-5, qkv, None, *torch.zeros(2, 8, 0).cuda(), layer=layer, num_heads=1, num_kv_heads=1, head_dim=D)
+        program.norm_qkv_rope(ops.QKVProjection(None, 1e-5, qkv, None, *torch.zeros(2, 8, 0).cuda(), 1, 1, D), layer=layer)
         program.paged_attention(layer=layer, scale=0.1)
         program.linear_residual(nothing)
     program.norm_head(None, 0.0, ops.pack_dense(torch.eye(H).cuda()))

@@ -87,9 +87,7 @@ class Sparse:
         p = self.program = ops.Program("cuda")
         p.embed(self.table.cuda())
         for _ in range(2):  # twice, so that what the first leaves for the second's input is seen
-            p.norm_qkv_rope(
-                self.norm.cuda(), 1e-5, qkv, None, *torch.zeros(2, 16, 0).cuda(), layer=0, num_heads=1, num_kv_heads=1, head_dim=D
-            )
+            p.norm_qkv_rope(ops.QKVProjection(self.norm.cuda(), 1e-5, qkv, None, *torch.zeros(2, 16, 0).cuda(), 1, 1, D), layer=0)
             p.paged_attention(layer=0, scale=0.1)
             p.linear_residual(nothing)
             post_norm = None if self.post is None else self.post.cuda()

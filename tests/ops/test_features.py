@@ -71,7 +71,8 @@ def test_norm_qkv_rope(kind, head_norms, interleaved, clip, half, Hq, Hkv):
     where = (angles.cos(), angles.sin(), i32([0, 5, 8]), i32([9, 4, 3]))
     pools = [torch.zeros(1, Hkv, P, D) for _ in range(4)]
     heads = {"num_heads": Hq, "num_kv_heads": Hkv, "head_dim": D, "q_norm": q_norm, "k_norm": k_norm}
-    q = ops.norm_qkv_rope(x, norm, 1e-5, blob, None, *where, *pools[:2], **heads, interleaved=interleaved, clip=clip, **options)
+    layer = ops.QKVProjection(norm, 1e-5, blob, None, *where[:2], **heads, interleaved=interleaved, clip=clip, **options)
+    q = ops.norm_qkv_rope(x, layer, *where[2:], *pools[:2])
     rest = (*heads.values(), *options.values(), interleaved, clip)
     close(q, REFERENCES["norm_qkv_rope"](x, norm, 1e-5, blob, None, *where, *pools[2:], *rest))
     close(pools[0], pools[2])
@@ -120,7 +121,8 @@ def everything(*, parallel):
     added = {"norm": post, "eps": 1e-6, "scale": 0.4}
     program = ops.Program()
     program.embed(table, scale=3.0, position_table=places)
-    program.norm_qkv_rope(norm, 1e-5, qkv, None, angles.cos(), angles.sin(), layer=0, **heads, **options)
+    projection = ops.QKVProjection(norm, 1e-5, qkv, None, angles.cos(), angles.sin(), **heads, **options)
+    program.norm_qkv_rope(projection, layer=0)
     program.paged_attention(layer=0, scale=0.25)
     if parallel:
         program.norm_gate_up(norm, 1e-5, up, aside=True, **mlp)
@@ -133,8 +135,7 @@ def everything(*, parallel):
 
     def step(ids, positions, slots, block_table, cu_seqlens, context_lens, rows, k_pools, v_pools):
         x = ops.embed(table, ids, scale=3.0, position_table=places, positions=positions)
-        where = (angles.cos(), angles.sin(), positions, slots, k_pools[0], v_pools[0])
-        q = ops.norm_qkv_rope(x, norm, 1e-5, qkv, None, *where, **heads, **options)
+        q = ops.norm_qkv_rope(x, projection, positions, slots, k_pools[0], v_pools[0])
         mixed = ops.paged_attention(q, k_pools[0], v_pools[0], block_table, cu_seqlens, context_lens, scale=0.25)
         if parallel:
             inner = ops.norm_gate_up(x, norm, 1e-5, up, **mlp)
@@ -171,7 +172,7 @@ def test_wrong_arguments_are_named():
     tables = (torch.ones(9, 8), torch.ones(9, 8))
     wide = ops.pack_dense(torch.randn(64, 32))
     with pytest.raises(ValueError, match=r"head norm is .*expected \(16,\), \(2, 16\) or \(32,\)"):
-        program.norm_qkv_rope(norm, 1e-5, wide, None, *tables, layer=0, num_heads=2, num_kv_heads=1, head_dim=16, q_norm=torch.ones(8))
+        program.norm_qkv_rope(ops.QKVProjection(norm, 1e-5, wide, None, *tables, 2, 1, 16, q_norm=torch.ones(8)), layer=0)
     with pytest.raises(ValueError, match="linear_residual: norm is"):
         program.linear_residual(blob, norm=torch.ones(31))
     program.linear_residual(blob, aside=True)

@@ -30,9 +30,9 @@ def test_norm_qkv_rope(T, pool, Hq, Hkv, D, half, head_norms):
     shapes = {0: (None, None), 1: ((D,), (D,)), 2: ((Hq, D), (Hkv, D))}[head_norms]
     q_norm, k_norm = (None if s is None else torch.rand(s, generator=g) for s in shapes)
     pools = [torch.zeros(3, Hkv, P, D, dtype=pool) for _ in range(4)]
-    args = (x, norm, 1e-5, blob, bias, cos, sin, positions, slots)
-    q = ops.norm_qkv_rope(*args, pools[0], pools[1], num_heads=Hq, num_kv_heads=Hkv, head_dim=D, q_norm=q_norm, k_norm=k_norm)
-    expected = REFERENCES["norm_qkv_rope"](*args, pools[2], pools[3], Hq, Hkv, D, q_norm, k_norm)
+    args, heads = (norm, 1e-5, blob, bias, cos, sin), (Hq, Hkv, D, q_norm, k_norm)
+    q = ops.norm_qkv_rope(x, ops.QKVProjection(*args, *heads), positions, slots, *pools[:2])
+    expected = REFERENCES["norm_qkv_rope"](x, *args, positions, slots, *pools[2:], *heads)
     torch.testing.assert_close(q, expected, rtol=1e-4, atol=1e-4)
     tolerance = {"rtol": 2e-3, "atol": 1e-3} if pool == torch.float16 else {"rtol": 1e-4, "atol": 1e-4}
     torch.testing.assert_close(pools[0], pools[2], **tolerance)
@@ -52,8 +52,8 @@ def test_half_pools_round_to_nearest_even():
     angles = torch.rand(9, D // 2, generator=g)
     pools = {dtype: [torch.zeros(1, Hkv, P, D, dtype=dtype) for _ in range(2)] for dtype in (torch.float16, torch.float32)}
     for k, v in pools.values():
-        where = (angles.cos(), angles.sin(), i32([0, 1, 2, 3, 8]), i32([9, 4, 3, 0, 7]), k, v)
-        ops.norm_qkv_rope(x, torch.ones(H), 1e-6, blob, None, *where, num_heads=2 * Hkv, num_kv_heads=Hkv, head_dim=D)
+        layer = ops.QKVProjection(torch.ones(H), 1e-6, blob, None, angles.cos(), angles.sin(), 2 * Hkv, Hkv, D)
+        ops.norm_qkv_rope(x, layer, i32([0, 1, 2, 3, 8]), i32([9, 4, 3, 0, 7]), k, v)
     for half, single in zip(*pools.values()):
         assert torch.equal(half, single.half())
 
@@ -65,10 +65,9 @@ def test_out_of_range_indices_raise_and_write_nothing(name, value):
     k, v = torch.zeros(3, 1, P, D), torch.zeros(3, 1, P, D)
     where = {"positions": i32([0, 1]), "slots": i32([0, 1])}
     where[name][1] = value
-    call = {"num_heads": 1, "num_kv_heads": 1, "head_dim": D}
-    tables = (torch.ones(600, 8), torch.ones(600, 8))
+    layer = ops.QKVProjection(torch.ones(H), 1e-5, blob, None, torch.ones(600, 8), torch.ones(600, 8), 1, 1, D)
     with pytest.raises(RuntimeError, match=f"norm_qkv_rope: a {name[:-1]} is {value}; expected 0 to"):
-        ops.norm_qkv_rope(torch.randn(2, H), torch.ones(H), 1e-5, blob, None, *tables, where["positions"], where["slots"], k, v, **call)
+        ops.norm_qkv_rope(torch.randn(2, H), layer, where["positions"], where["slots"], k, v)
     assert (k == 0).all()
     assert (v == 0).all()
 

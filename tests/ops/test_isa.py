@@ -57,9 +57,9 @@ def digest() -> str:
     angles = torch.arange(54).view(9, 6) * 0.1
     for full in (False, True):
         pools = [torch.zeros(1, 1, 256, 24, dtype=torch.float16) for _ in range(2)]
-        where = (angles.cos(), angles.sin(), torch.arange(3).int(), torch.arange(3).int(), *pools)
-        heads = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 24, "q_norm": torch.ones(48 if full else 24), "layer_norm": not full}
-        take(ops.norm_qkv_rope(x, torch.ones(96), 1e-5, qkv, None, *where, interleaved=full, clip=2.0, **heads))
+        options = {"q_norm": torch.ones(48 if full else 24), "layer_norm": not full, "interleaved": full, "clip": 2.0}
+        layer = ops.QKVProjection(torch.ones(96), 1e-5, qkv, None, angles.cos(), angles.sin(), 2, 1, 24, **options)
+        take(ops.norm_qkv_rope(x, layer, torch.arange(3).int(), torch.arange(3).int(), *pools))
         take(pools[0])
     for options in (
         {},

@@ -91,8 +91,8 @@ def written(x, kinds):
     blob = ops.pack_dense(torch.cat([eye, eye, eye]))
     pools = [coded_pool(kind, 1, heads, D) for kind in kinds]
     still = torch.ones(1, 0)
-    where = (still, still, torch.zeros(T, dtype=torch.int32), torch.arange(3, 3 + T).int(), *pools)
-    ops.norm_qkv_rope(x.reshape(T, -1), None, 0.0, blob, None, *where, num_heads=heads, num_kv_heads=heads, head_dim=D)
+    where = (torch.zeros(T, dtype=torch.int32), torch.arange(3, 3 + T).int(), *pools)
+    ops.norm_qkv_rope(x.reshape(T, -1), ops.QKVProjection(None, 0.0, blob, None, still, still, heads, heads, D), *where)
     return pools
 
 
