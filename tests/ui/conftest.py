@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -33,9 +34,9 @@ def browser():
         browser.close()
 
 
-@pytest.fixture
-def page(browser):
-    """A page of its own for each test; an error in its scripts fails the test."""
+@contextmanager
+def opened(browser):
+    """A page in a context of its own; an error in its scripts fails what used it."""
     context = browser.new_context(viewport={"width": 1280, "height": 1000})
     page, errors = context.new_page(), []
     page.set_default_timeout(20_000)
@@ -43,6 +44,19 @@ def page(browser):
     yield page
     context.close()
     assert not errors, f"errors in the page: {errors}"
+
+
+@pytest.fixture
+def page(browser):
+    with opened(browser) as page:
+        yield page
+
+
+@pytest.fixture(scope="module")
+def lab_page(browser):
+    """One page for a module: JupyterLab and its kernel take seconds to start."""
+    with opened(browser) as page:
+        yield page
 
 
 @pytest.fixture(scope="session")

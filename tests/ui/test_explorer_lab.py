@@ -14,13 +14,19 @@ CELLS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def book(lab: Lab, lab_page):
+    book = Notebook(lab, lab_page, CELLS)
+    book.run(0)
+    return book
+
+
 @pytest.fixture
-def book(lab: Lab, page):
-    return Notebook(lab, page, CELLS)
+def page(book):
+    return book.page
 
 
 def test_drag_while_a_cell_runs(book, page, screenshots):
-    book.run(0)
     book.run(1)
     slider = page.get_by_role("slider", name="Bits per weight")
     figures = page.locator(".exl2nb-explorer .exl2nb-figures")
@@ -36,8 +42,8 @@ def test_drag_while_a_cell_runs(book, page, screenshots):
 
 
 def test_a_chosen_cell_is_known_in_python(book, page):
-    book.run(0)
     book.run(4)
-    page.get_by_role("gridcell", name="layer 3 down:").click()
-    page.locator(".exl2nb-strip > div").first.wait_for()
+    shown = page.locator(".exl2nb-bitmap")
+    shown.get_by_role("gridcell", name="layer 3 down:").click()
+    shown.locator(".exl2nb-strip > div").first.wait_for()
     assert book.run(5).strip() == "[3, 'down']"

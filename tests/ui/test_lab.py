@@ -22,9 +22,24 @@ play = w.Playground(Model(), prompt="Once upon a time", max_tokens=2000)
 """
 
 
+@pytest.fixture(scope="module")
+def shared(lab: Lab, lab_page):
+    return Notebook(lab, lab_page, [FAKE, "play", "time.sleep(4); print('slept')", "print(play.wait(5)[:12], play.status)"])
+
+
 @pytest.fixture
-def book(lab: Lab, page):
-    return Notebook(lab, page, [FAKE, "play", "time.sleep(4); print('slept')", "print(play.wait(5)[:12], play.status)"])
+def book(shared):
+    """The notebook with a new playground, displayed and idle."""
+    shared.wait_idle()
+    shared.run(0)
+    shared.run(1)
+    shared.page.locator(".exl2nb-headline", has_text="Ready").wait_for()
+    return shared
+
+
+@pytest.fixture
+def page(shared):
+    return shared.page
 
 
 def words(page) -> int:
@@ -33,8 +48,6 @@ def words(page) -> int:
 
 def test_generate_stop_idle(book, page, screenshots):
     """Generate streams; Stop stops within a second, says so and keeps the text; the kernel is idle and goes on working."""
-    book.run(0)
-    book.run(1)
     page.get_by_role("button", name="Generate").click()
     page.locator(".exl2nb-token").nth(40).wait_for()
     assert "Generating" in page.locator(".exl2nb-headline").inner_text()
@@ -55,8 +68,6 @@ def test_generate_stop_idle(book, page, screenshots):
 
 def test_works_while_another_cell_runs(book, page):
     """A busy cell delays neither the text nor Stop."""
-    book.run(0)
-    book.run(1)
     book.start(2)
     page.get_by_role("button", name="Generate").click()
     page.locator(".exl2nb-token").nth(30).wait_for(timeout=2500)
@@ -67,8 +78,6 @@ def test_works_while_another_cell_runs(book, page):
 
 def test_saved_notebook_shows_the_text(book, page):
     """The twin without scripts is hidden beside the live widget, follows the run, and is what a reader without a kernel gets."""
-    book.run(0)
-    book.run(1)
     page.get_by_role("button", name="Generate").click()
     page.locator(".exl2nb-token").nth(20).wait_for()
     page.get_by_role("button", name="Stop").click()
@@ -89,8 +98,9 @@ play = ex.widgets.Playground(llm, prompt="It was a dark night, and the old man",
 """
 
 
-def test_the_demo_model(lab, page, screenshots):
+def test_the_demo_model(lab, lab_page, screenshots):
     """The real engine: Generate streams its text, Stop stops it within a second, the pages come back and the kernel is idle."""
+    page = lab_page
     book = Notebook(lab, page, [DEMO, "play", "print(play.status, llm.engine.pages.num_free == llm.engine.spec.num_pages)"])
     book.run(0)
     book.run(1)
