@@ -31,7 +31,7 @@ from exl2nb.generator.pager import Pager
 from exl2nb.generator.request import Request
 from exl2nb.generator.scheduler import MAX_CHUNK, Scheduler
 from exl2nb.generator.sequence import Sequence
-from exl2nb.sampling.report import Sampled
+from exl2nb.sampling.draw import Sampled
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 PAGES, VOCAB, WARM, STEPS = 64, 4096, 30, 400

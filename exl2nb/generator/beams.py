@@ -13,7 +13,7 @@ from exl2nb.generator.group import Group
 from exl2nb.generator.output import Output
 from exl2nb.generator.request import Completion, Request
 from exl2nb.generator.sequence import Sequence
-from exl2nb.sampling.report import Sampled, highest_logit, report
+from exl2nb.sampling.draw import Sampled, highest_logit, report
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from exl2nb.core.errors import GenerationError
 from exl2nb.sampling.chain import sample_row
-from exl2nb.sampling.report import Sampled, highest_logit, report
+from exl2nb.sampling.draw import Sampled, highest_logit, report
 from exl2nb.sampling.state import SamplerState
 
 

@@ -20,7 +20,7 @@ from exl2nb.model.gpu import formats_of
 from exl2nb.ops import out_of_memory
 from exl2nb.ops.cuda_sample import TOP, Row, pack_rows, sample_rows
 from exl2nb.ops.gpu_turn import turn
-from exl2nb.sampling.report import Sampled
+from exl2nb.sampling.draw import Sampled
 from exl2nb.sampling.state import SamplerState
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from exl2nb.generator.batch import BatchBuilder
 from exl2nb.generator.request import Completion
 from exl2nb.generator.scheduler import MIN_CHUNK, Scheduler, Span
 from exl2nb.generator.stepper import Stepper, Ticket
-from exl2nb.sampling.report import Sampled
+from exl2nb.sampling.draw import Sampled
 
 PAUSE_S = 0.0005
 SWEEP = 64  # waiting requests looked at in every step; longer queues are looked at in every eighth

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from exl2nb.generator.alternatives import Alternatives
 from exl2nb.generator.request import Rewind, Token
 from exl2nb.generator.stop import Match, StopMatcher
-from exl2nb.sampling.report import Sampled
+from exl2nb.sampling.draw import Sampled
 from exl2nb.tokenizer.detokenize import Detokenizer
 from exl2nb.tokenizer.tokenizer import Tokenizer
 

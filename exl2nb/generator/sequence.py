@@ -13,7 +13,7 @@ from exl2nb.generator.choose import choose
 from exl2nb.generator.healing import heal
 from exl2nb.generator.output import Output
 from exl2nb.generator.request import Completion, Request, Rewind, Timings
-from exl2nb.sampling.report import Sampled
+from exl2nb.sampling.draw import Sampled
 from exl2nb.sampling.state import SamplerState
 from exl2nb.tokenizer.tokenizer import Tokenizer
 

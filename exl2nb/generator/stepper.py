@@ -18,7 +18,7 @@ from exl2nb.cache.pool import KVCache
 from exl2nb.model.batch import Batch
 from exl2nb.ops.ahead import MOST_ROWS
 from exl2nb.sampling.chain import batches, draw_batch, draw_settings, drawn_rows
-from exl2nb.sampling.report import Sampled
+from exl2nb.sampling.draw import Sampled
 from exl2nb.sampling.state import SamplerState
 
 if TYPE_CHECKING:

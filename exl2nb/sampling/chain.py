@@ -1,8 +1,7 @@
-"""From logits to tokens: the filters in their order and one draw per row. Knows no pages and no threads.
+"""From logits to tokens: the chain of filters and one draw per row. Knows no pages and no threads.
 
-A chain of the usual cuts is one op (`ops.draw_rows`), for one row or for many: a request has its own settings, and its tokens do not depend
-on its neighbours. Everything else runs row by row in NumPy, which takes a microsecond per operation on a row that was narrowed to a few
-hundred candidates.
+A chain of the usual cuts is one op (`ops.draw_rows`) for all rows at once: each row has its own settings, and its token does not depend on
+its neighbours. Every other chain runs row by row in NumPy, on the few hundred candidates that `narrow` leaves.
 """
 
 from __future__ import annotations
@@ -14,27 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exl2nb.core.errors import GenerationError
 from exl2nb.ops.draw import NO_DISTRIBUTION, draw_rows
-from exl2nb.sampling.draw import after_draw
-from exl2nb.sampling.filters import CHAIN, CONSTRAINT, CUTS, PENALTIES, WHOLE, Filter, View
-from exl2nb.sampling.narrow import narrow
+from exl2nb.sampling.draw import Sampled, after_draw, check_left, highest_logit, inverse_cdf, prob_of, report, uniform
+from exl2nb.sampling.filters import CONSTRAINT, WHOLE, Filter, View
 from exl2nb.sampling.params import SamplingParams
-from exl2nb.sampling.plan import plan
-from exl2nb.sampling.report import Sampled, highest_logit, report
-from exl2nb.sampling.rng import uniform
-from exl2nb.sampling.scratch import weights_of
+from exl2nb.sampling.recipe import narrow, recipe
 from exl2nb.sampling.state import SamplerState
 
-__all__ = ["CHAIN", "CUTS", "PENALTIES", "WHOLE", "Filter", "View", "active_filters", "filtered", "inverse_cdf", "sample", "sample_row"]
-
 _new = tuple.__new__  # half the time of `Sampled(...)`
-BLOCK = 512  # tokens; one cumulative sum over the blocks and one inside the block that was hit
 
 
 def active_filters(params: SamplingParams) -> tuple[Filter, ...]:
     """The filters a request goes through, in order; the cuts do not apply to a greedy one. A grammar's mask comes before all of them."""
-    return plan(params).links
+    return recipe(params).links
 
 
 def filtered(logits: np.ndarray, state: SamplerState) -> np.ndarray:
@@ -47,7 +38,7 @@ def filtered(logits: np.ndarray, state: SamplerState) -> np.ndarray:
     Returns:
         f32 `(V,)`, -inf where a token is removed.
     """
-    for step in (CONSTRAINT, *state.plan.links) if state.constraint is not None else state.plan.links:
+    for step in (CONSTRAINT, *state.recipe.links) if state.constraint is not None else state.recipe.links:
         logits = step.apply(logits, state, WHOLE)
     return logits
 
@@ -73,7 +64,7 @@ def sample(logits: Tensor, states: Sequence[SamplerState], *, top: Sequence[int]
 
 def batches(state: SamplerState) -> bool:
     """Whether `draw_batch` can draw for a request: the usual cuts on raw logits, and nothing else."""
-    todo = state.plan
+    todo = state.recipe
     return todo.cuts is not None and not todo.first and state.constraint is None and not state.params.post_sampling
 
 
@@ -93,7 +84,7 @@ def draw_batch(logits: Tensor, draws: Sequence[tuple[SamplerState, int, int]]) -
 
 def draw_settings(draws: Sequence[tuple[SamplerState, int, int]]) -> tuple[Tensor, int]:
     """What `draw_rows` wants to know for `draw_batch`: the settings of each row, f64 `(R, 5)`, and how many alternatives."""
-    cuts = [state.plan.cuts for state, _, _ in draws]
+    cuts = [state.recipe.cuts for state, _, _ in draws]
     changing = any([one is None or one[0] for one in cuts])  # greedy rows ask for the same at every step
     rows = _settings(draws) if changing else _greedy_rows(tuple(cuts))  # pyright: ignore[reportArgumentType]
     return rows, max([wanted for _, _, wanted in draws])
@@ -108,7 +99,7 @@ def _settings(draws: Sequence[tuple[SamplerState, int, int]]) -> Tensor:
     """What `draw_rows` wants to know of each row: its cuts and its uniform number, f64 `(R, 5)`."""
     settings: list[float] = []  # one list: NumPy takes a microsecond for every row that is written by itself
     for state, number, _ in draws:
-        cuts = state.plan.cuts
+        cuts = state.recipe.cuts
         assert cuts is not None, "`batches` said so"
         settings += cuts
         settings.append(uniform(state.seed, number) if cuts[0] else 0.0)
@@ -122,7 +113,7 @@ def _greedy_rows(cuts: tuple[tuple[float, ...], ...]) -> Tensor:
 
 def sample_row(row: np.ndarray, state: SamplerState, *, top: int = 0) -> Sampled:
     """`sample` for one row, f32 `(V,)`."""
-    todo = state.plan
+    todo = state.recipe
     if todo.cuts is not None and not todo.first and not state.params.post_sampling:
         chosen = _sampled(_draw_plain(row, state, top), top)
         state.push(chosen.id)
@@ -138,7 +129,7 @@ def sample_row(row: np.ndarray, state: SamplerState, *, top: int = 0) -> Sampled
 
 def _draw(row: np.ndarray, state: SamplerState) -> int:
     """`filtered`, then one draw; the cuts run on the few tokens that they can leave."""
-    todo = state.plan
+    todo = state.recipe
     for step in todo.first:
         row = step.apply(row, state, WHOLE)
     if todo.cuts is not None:
@@ -170,14 +161,14 @@ def _draw(row: np.ndarray, state: SamplerState) -> int:
 
 def _draw_plain(row: np.ndarray, state: SamplerState, top: int = 0) -> list[float]:
     """What `draw_rows` says of a row, the grammar's mask read as it is."""
-    cuts, bits = state.plan.cuts, None
+    cuts, bits = state.recipe.cuts, None
     assert cuts is not None, "a chain with other cuts"
     if state.constraint is not None:
         bits = torch.from_numpy(state.allowed().bits).unsqueeze(0)
     settings = torch.tensor([(*cuts, 0.0 if state.params.greedy else state.uniform())], dtype=torch.float64)
     row = np.require(row, np.float32, ("C", "W"))
     found = draw_rows(torch.from_numpy(row).unsqueeze(0), settings, bits, min(top, len(row)))[0].tolist()
-    if found[0] == NO_DISTRIBUTION and not state.plan.first:
+    if found[0] == NO_DISTRIBUTION and not state.recipe.first:
         highest_logit(row)  # raises
     if found[0] < 0:
         check_left(np.float32(-np.inf))
@@ -189,38 +180,3 @@ def _sampled(found: list[float], top: int) -> Sampled:
     """What `draw_rows` says of a row, with the first `top` of the alternatives."""
     best = tuple([(int(found[i]), found[i + 1]) for i in range(4, min(4 + 2 * top, len(found)), 2)]) if top else ()
     return _new(Sampled, (int(found[0]), found[1], int(found[2]), best))
-
-
-def inverse_cdf(logits: np.ndarray, uniform: float) -> int:
-    """The index at which the cumulative probability of softmax(logits), in order of ids, passes `uniform` in [0, 1)."""
-    highest = logits.max()
-    check_left(highest)
-    weights = weights_of(logits, highest)
-    first, before = 0, 0.0
-    if len(weights) > BLOCK:
-        sums = np.add.reduceat(weights, np.arange(0, len(weights), BLOCK), dtype=np.float64).cumsum()
-        target = uniform * float(sums[-1])
-        block = min(int(sums.searchsorted(target, side="right")), len(sums) - 1)
-        first, before = block * BLOCK, float(sums[block - 1]) if block else 0.0
-        inner = weights[first : first + BLOCK].cumsum(dtype=np.float64)
-    else:
-        inner = weights.cumsum(dtype=np.float64)
-        target = uniform * float(inner[-1])
-    index = int(inner.searchsorted(target - before, side="right"))
-    if index == len(inner):  # rounding points past the end: the last token that has any probability
-        index = int(inner.searchsorted(inner[-1]))
-    return first + index
-
-
-def prob_of(logits: np.ndarray, index: int) -> float:
-    """The probability of one place under softmax(logits)."""
-    weights = weights_of(logits, logits.max())
-    return float(weights[index]) / float(weights.sum(dtype=np.float64))
-
-
-def check_left(highest: np.floating) -> None:
-    """Raise GenerationError where the best logit says that every token is excluded."""
-    if highest == -np.inf:
-        raise GenerationError(
-            "no token is left to choose from: allowed_tokens, banned_tokens and the structure exclude every one; loosen one of them"
-        )

@@ -100,8 +100,3 @@ class Constraint(Protocol):
     def forced(self) -> list[int]:
         """Tokens that must follow whatever the model thinks; often none. Good as a draft."""
         ...
-
-
-def constrain(logits: np.ndarray, allowed: Allowed) -> np.ndarray:
-    """A copy with -inf where a token is not allowed."""
-    return allowed.masked(logits)

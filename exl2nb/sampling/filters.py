@@ -1,4 +1,8 @@
-"""The table of filters: every link that a chain can have, in the order in which they apply by default."""
+"""The filters of a chain: one pure function per cut, and the table of all filters in the order in which they apply.
+
+To add one: a pure function here (a penalty: in `penalties.py`), one row in the table, and its field with a range in `SamplingParams`. Every
+function takes f32 `(V,)` logits, where -inf means removed, and returns a new row.
+"""
 
 from __future__ import annotations
 
@@ -8,29 +12,326 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from exl2nb.core.errors import OptionError
-from exl2nb.sampling.banned_tokens import allow, ban
-from exl2nb.sampling.constraint import constrain
-from exl2nb.sampling.dry import dry
-from exl2nb.sampling.dynamic_temperature import dynamic_temperature
-from exl2nb.sampling.logit_bias import logit_bias
-from exl2nb.sampling.min_p import min_p
-from exl2nb.sampling.min_tokens import not_yet
-from exl2nb.sampling.mirostat import mirostat
-from exl2nb.sampling.presence_penalty import subtract
-from exl2nb.sampling.repetition_penalty import repetition_penalty
-from exl2nb.sampling.skew import skew
-from exl2nb.sampling.smoothing import smoothing
-from exl2nb.sampling.tail_free import tail_free
-from exl2nb.sampling.temperature import temperature
-from exl2nb.sampling.top_a import top_a
-from exl2nb.sampling.top_k import top_k
-from exl2nb.sampling.top_p import top_p
-from exl2nb.sampling.typical import typical
-from exl2nb.sampling.xtc import xtc
+from exl2nb.sampling.penalties import allow, ban, dry, logit_bias, mask_ends, repetition_penalty, subtract
 
 if TYPE_CHECKING:
     from exl2nb.sampling.params import SamplingParams
     from exl2nb.sampling.state import SamplerState
+
+COLD = 1e-30  # below this temperature quotients overflow f32
+MIN_TEMPERATURE = 1e-3  # of dynamic temperature, which may not divide by 0
+
+
+def smoothing(logits: np.ndarray, factor: float, curve: float = 1.0) -> np.ndarray:
+    """Replace a logit that lies d >= 0 below the highest by `-factor * (k * d**2 + s * d**3)`, k = (3 - curve) / 2, s = (curve - 1) / 2.
+
+    Ranks do not change, and the best token becomes 0.
+
+    Args:
+        logits: f32 `(V,)`.
+        factor: more than 0; larger is sharper.
+        curve: 1 (a pure parabola) to 3 (a pure cubic).
+
+    Source: smoothing_factor and smoothing_curve of text-generation-webui.
+
+    Example:
+        >>> smoothing(np.float32([3, 2, 1]), 0.5).tolist()
+        [-0.0, -0.5, -2.0]
+    """
+    depth = logits.max() - logits
+    k, s = np.float32(factor * (3.0 - curve) / 2.0), np.float32(factor * (curve - 1.0) / 2.0)
+    bent = depth * depth
+    bent *= k + s * depth if s else k
+    return np.negative(bent, out=bent)
+
+
+def temperature(logits: np.ndarray, value: float) -> np.ndarray:
+    """Divide by the temperature.
+
+    Args:
+        logits: f32 `(V,)`.
+        value: more than 0; below 1 sharpens, above 1 flattens.
+    """
+    assert value > 0, value
+    if value >= COLD:
+        return logits / np.float32(value)
+    highest = logits.max().astype(np.float64)
+    with np.errstate(over="ignore"):
+        apart = np.where(logits == highest, 0.0, (logits - highest) / value)
+    return np.where(np.isneginf(logits), -np.inf, np.maximum(apart, np.finfo(np.float32).min)).astype(np.float32)
+
+
+def top_k(logits: np.ndarray, k: int) -> np.ndarray:
+    """Remove every token whose logit is below the k-th largest; tokens equal to it stay, so ties may keep more than k.
+
+    Args:
+        logits: f32 `(V,)`.
+        k: at least 1; more than V keeps all.
+
+    Returns:
+        A copy with -inf where a token is removed.
+
+    Example:
+        >>> top_k(np.float32([1, 3, 3, 0]), 1).tolist()
+        [-inf, 3.0, 3.0, -inf]
+    """
+    assert k >= 1, k
+    at = max(0, logits.shape[0] - k)
+    return np.where(logits < np.partition(logits, at)[at], np.float32(-np.inf), logits)
+
+
+def top_p(logits: np.ndarray, p: float, *, left_out: float = 0.0) -> np.ndarray:
+    """Remove the least probable tokens as long as their total stays at or below 1 - p; the token that crosses p is kept.
+
+    Tokens as probable as the last one kept stay too, so the order of the vocabulary does not matter.
+
+    Args:
+        logits: f32 `(V,)`.
+        p: more than 0, at most 1.
+        left_out: probability of less probable tokens that `narrow` has taken away already; counts as removed.
+
+    Returns:
+        A copy with -inf where a token is removed; at least the most probable one stays.
+
+    Example:
+        >>> np.isfinite(top_p(np.log(np.float32([0.05, 0.5, 0.15, 0.3])), 0.6)).tolist()
+        [False, True, False, True]
+    """
+    values = np.sort(logits)
+    weights = np.exp(values - values[-1])
+    below = weights.cumsum(dtype=np.float64)
+    limit = (1.0 - p - left_out) / (1.0 - left_out) * below[-1]
+    removed = min(int(below.searchsorted(limit, side="right")), len(values) - 1)
+    return np.where(logits < values[removed], np.float32(-np.inf), logits)
+
+
+def top_a(logits: np.ndarray, a: float, *, left_out: float = 0.0) -> np.ndarray:
+    """Remove tokens less probable than `a` times the square of the highest probability.
+
+    Args:
+        logits: f32 `(V,)`.
+        a: 0 to 1.
+        left_out: probability of less probable tokens that `narrow` has taken away already; counts as removed.
+
+    Returns:
+        A copy with -inf where a token is removed; the most probable one always stays.
+
+    Source: KoboldAI's top-a sampling, after BlinkDL.
+
+    Example: the floor is 0.5 * 0.5**2 = 0.125.
+        >>> np.isfinite(top_a(np.log(np.float32([0.5, 0.3, 0.15, 0.05])), 0.5)).tolist()
+        [True, True, True, False]
+    """
+    relative = np.exp(logits - logits.max())
+    total = float(relative.sum(dtype=np.float64)) / (1.0 - left_out)
+    return np.where(relative < np.float32(a / total), np.float32(-np.inf), logits)
+
+
+def min_p(logits: np.ndarray, share: float) -> np.ndarray:
+    """Remove tokens less probable than `share` times the most probable one.
+
+    Args:
+        logits: f32 `(V,)`.
+        share: 0 to 1.
+
+    Returns:
+        A copy with -inf where a token is removed; the most probable one always stays.
+    """
+    relative = np.exp(logits - logits.max())  # the sum of softmax cancels
+    return np.where(relative < np.float32(share), np.float32(-np.inf), logits)
+
+
+def tail_free(logits: np.ndarray, z: float) -> np.ndarray:
+    """Keep the tokens before the share `z` of the curvature of the sorted probabilities is used up.
+
+    With probabilities p sorted from high to low, the curvature at i is `|p[i] - 2 p[i + 1] + p[i + 2]|`, normalised to a sum of 1. Token 0
+    stays, token i + 1 stays while the sum up to curvature i is at most z. Fewer than three tokens, or a straight line, are left alone; so
+    are tokens as probable as the last one kept.
+
+    Args:
+        logits: f32 `(V,)`.
+        z: more than 0, at most 1.
+
+    Returns:
+        A copy with -inf where a token is removed.
+
+    Source: Bricken, "Tail Free Sampling", 2019, with the cut centred as in its reference code.
+    """
+    values = np.sort(logits[logits > -np.inf])[::-1]
+    if len(values) < 3:
+        return logits.copy()
+    probs = np.exp(values.astype(np.float64) - values[0])
+    curvature = np.abs(np.diff(probs, 2))
+    total = float(curvature.sum())
+    if total <= 1e-12 * probs[0]:
+        return logits.copy()
+    kept = 1 + int((curvature.cumsum() / total).searchsorted(z, side="right"))
+    return np.where(logits < values[min(kept, len(values) - 1) - 1], np.float32(-np.inf), logits)
+
+
+def typical(logits: np.ndarray, mass: float) -> np.ndarray:
+    """Sort tokens by `| -log p - H |`, H the entropy, and keep them until their probability reaches `mass`, the crossing one included.
+
+    Tokens as far away as the last one kept stay too, so the order of the vocabulary does not matter. The most probable token may go.
+
+    Args:
+        logits: f32 `(V,)`.
+        mass: more than 0, at most 1.
+
+    Returns:
+        A copy with -inf where a token is removed; at least one stays.
+
+    Source: Meister et al., "Locally Typical Sampling", 2022; TypicalLogitsWarper of Transformers.
+
+    Example: the entropy is 1.14 nats, that of a token of probability 0.32.
+        >>> np.isfinite(typical(np.log(np.float32([0.5, 0.3, 0.15, 0.05])), 0.6)).tolist()
+        [True, True, False, False]
+    """
+    alive = np.flatnonzero(logits > -np.inf)
+    shifted = logits[alive].astype(np.float64)
+    shifted -= shifted.max()
+    weights = np.exp(shifted)
+    total = float(weights.sum())
+    entropy = np.log(total) - float((weights * shifted).sum()) / total
+    probs = weights / total
+    # Tokens this improbable lie further from H than any probable one and weigh less than 1 - mass together: no need to sort them.
+    few = np.flatnonzero(probs >= min((1.0 - mass) / len(probs), np.exp(-2.0 * entropy)) * 0.999)
+    distance = np.abs(np.log(total) - shifted[few] - entropy)
+    order = distance.argsort(kind="stable")
+    reached = int(probs[few][order].cumsum().searchsorted(mass, side="left"))
+    limit = distance[order[min(reached, len(order) - 1)]]
+    out = np.full_like(logits, -np.inf)
+    kept = alive[few[distance <= limit]]
+    out[kept] = logits[kept]
+    return out
+
+
+def mirostat(logits: np.ndarray, mu: float) -> np.ndarray:
+    """Remove tokens whose surprise `-log2 p` is above `mu`.
+
+    Args:
+        logits: f32 `(V,)`.
+        mu: bits; of the request's state, see `next_mu`.
+
+    Returns:
+        A copy with -inf where a token is removed; the most probable one always stays.
+
+    Source: Basu et al., "Mirostat", 2021; version 2 of the authors' code.
+    """
+    relative = np.exp(logits - logits.max())
+    floor = min(2.0**-mu * float(relative.sum(dtype=np.float64)), 1.0)
+    return np.where(relative < np.float32(floor), np.float32(-np.inf), logits)
+
+
+def next_mu(mu: float, prob: float, tau: float, eta: float) -> float:
+    """The limit after a token whose probability, among those it was drawn from, was `prob`: `mu - eta * (-log2(prob) - tau)`.
+
+    Example:
+        >>> next_mu(10.0, 0.25, 5.0, 0.1)
+        10.3
+    """
+    return mu - eta * (-float(np.log2(max(prob, 1e-300))) - tau)
+
+
+def dynamic_temperature(logits: np.ndarray, low: float, high: float, exponent: float) -> np.ndarray:
+    """Divide by `entropy_temperature` of the tokens that are left.
+
+    Args:
+        logits: f32 `(V,)`.
+        low: temperature where one token has all the probability.
+        high: temperature where all tokens left are equally probable.
+        exponent: of the share of entropy between the two.
+    """
+    return logits / np.float32(entropy_temperature(logits, low, high, exponent))
+
+
+def entropy_temperature(logits: np.ndarray, low: float, high: float, exponent: float) -> float:
+    """`low + (high - low) * (H / log n) ** exponent` with the entropy H of the n tokens left, at least `MIN_TEMPERATURE`.
+
+    Source: dynamic temperature sampling as in KoboldCpp and text-generation-webui.
+
+    Example:
+        >>> entropy_temperature(np.float32([0, 0, -np.inf]), 0.5, 1.5, 1.0)
+        1.5
+    """
+    alive = logits[logits > -np.inf].astype(np.float64)
+    if len(alive) < 2:
+        return max(low, MIN_TEMPERATURE)
+    shifted = alive - alive.max()
+    weights = np.exp(shifted)
+    total = weights.sum()
+    entropy = np.log(total) - float((weights * shifted).sum() / total)
+    share = min(1.0, max(0.0, float(entropy / np.log(len(alive)))))
+    return max(low + (high - low) * share**exponent, MIN_TEMPERATURE)
+
+
+def xtc(logits: np.ndarray, probability: float, threshold: float, protected: np.ndarray | None = None) -> np.ndarray:
+    """Mix two distributions: with `probability` the one without the top choices, otherwise the given one.
+
+    The top choices are the tokens of at least `threshold`, except the least probable of them. Flipping a coin per token and drawing from
+    one of the two is the same as drawing from their mixture, which needs no second random number and can be looked at.
+
+    Args:
+        logits: f32 `(V,)`.
+        probability: of leaving them out, 0 to 1.
+        threshold: probability from which on a token is a top choice; above 0.5 there is never more than one, so nothing happens.
+        protected: ids that are never left out (end of text, line breaks).
+
+    Returns:
+        Logits of the mixture, up to a constant; -inf where a token is removed for certain.
+
+    Source: "Exclude Top Choices", text-generation-webui, 2024.
+
+    Example:
+        >>> mixed = xtc(np.log(np.float32([0.05, 0.5, 0.15, 0.3])), 1.0, 0.1)
+        >>> (np.exp(mixed) / np.exp(mixed).sum()).round(3).tolist()
+        [0.25, 0.0, 0.75, 0.0]
+    """
+    weights = np.exp((logits - logits.max()).astype(np.float64))
+    probs = weights / weights.sum()
+    top = (probs >= threshold) & (logits > -np.inf)
+    if protected is not None and len(protected):
+        top[protected] = False
+    if np.count_nonzero(top) < 2:
+        return logits
+    removed = top & (probs > probs[top].min())
+    if not removed.any():
+        return logits
+    with np.errstate(divide="ignore"):
+        less = np.float32(np.log(1.0 - probability))
+    more = np.float32(np.log(1.0 - probability + probability / float(probs[~removed].sum())))
+    return logits + np.where(removed, less, more)
+
+
+def skew(logits: np.ndarray, value: float) -> np.ndarray:
+    """Raise the cumulative distribution over tokens sorted from high to low to the power `exp(value)`.
+
+    That is the distribution one gets from drawing with `u ** exp(-value)` in place of a uniform u from the sorted tokens, written as
+    probabilities, so that the draw itself stays what it is. Positive values favour the less probable. Tokens of the same probability
+    count in order of id.
+
+    Args:
+        logits: f32 `(V,)`.
+        value: 0 changes nothing.
+
+    Example:
+        >>> np.exp(skew(np.log(np.float32([0.5, 0.5])), np.log(2))).round(3).tolist()
+        [0.25, 0.75]
+    """
+    alive = np.flatnonzero(logits > -np.inf)
+    order = alive[np.argsort(-logits[alive], kind="stable")]
+    weights = np.exp((logits[order] - logits[order[0]]).astype(np.float64))
+    power = np.exp(value)
+    total = weights.sum()
+    below = np.concatenate(([0.0], weights.cumsum() / total))
+    below[-1] = 1.0
+    # F**k - (F - p)**k, by way of p / F: exact also where the two are nearly equal
+    share = np.minimum(weights / total / below[1:], 1.0)
+    with np.errstate(divide="ignore"):
+        new = power * np.log(below[1:]) + np.log(-np.expm1(power * np.log1p(-share)))
+    out = np.full_like(logits, -np.inf)
+    out[order] = new
+    return out
 
 
 class View(NamedTuple):
@@ -78,13 +379,13 @@ def _dry(x: np.ndarray, s: SamplerState, _: View) -> np.ndarray:
 
 
 # The grammar's mask, in every chain of a request that has one.
-CONSTRAINT = Filter("constraint", lambda p: False, lambda x, s, _: constrain(x, s.allowed()), ())
+CONSTRAINT = Filter("constraint", lambda p: False, lambda x, s, _: s.allowed().masked(x), ())
 
 # What cannot be chosen at all. Always first, and always in force.
 MASKS: tuple[Filter, ...] = (
     Filter("allowed_tokens", lambda p: bool(p.allowed_tokens), lambda x, s, _: allow(x, s.ids_of("allowed_tokens")), ("allowed_tokens",)),
     Filter("banned_tokens", lambda p: bool(p.banned_tokens), lambda x, s, _: ban(x, s.ids_of("banned_tokens")), ("banned_tokens",)),
-    Filter("min_tokens", lambda p: p.min_tokens > 0, lambda x, s, _: not_yet(x, s.end_ids) if s.too_short else x, ("min_tokens",)),
+    Filter("min_tokens", lambda p: p.min_tokens > 0, lambda x, s, _: mask_ends(x, s.end_ids) if s.too_short else x, ("min_tokens",)),
 )
 
 # On raw logits; greedy takes the best token after them.

@@ -1,21 +1,171 @@
-"""An answer whose logits were kept, drawn again: every choice of it can be explained, also under other settings. Knows no model."""
+"""Run the chain slowly, on whole rows, and record each step: for one row (`explain`), or for every token of an answer (`Replay`).
+
+Draws what generation draws; changes no state.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import make
-from exl2nb.sampling.explainer import Pieces, explain_state
-from exl2nb.sampling.explanation import Explanation
+from exl2nb.sampling.constraint import Constraint
+from exl2nb.sampling.draw import check_left, fresh_seed, highest_logit, inverse_cdf
+from exl2nb.sampling.explanation import Explanation, Step
+from exl2nb.sampling.filters import CONSTRAINT, WHOLE, entropy_temperature
 from exl2nb.sampling.params import SamplingParams
-from exl2nb.sampling.rng import fresh_seed
 from exl2nb.sampling.state import SamplerState
+
+
+class Pieces(Protocol):
+    """What is needed of a tokenizer to name tokens and to find those that DRY, XTC and min_tokens treat apart."""
+
+    eos_ids: frozenset[int]
+
+    def piece(self, token_id: int, /) -> str:
+        """A token as people read it."""
+        ...
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Text to ids."""
+        ...
+
+
+def explain(
+    logits: np.ndarray | Tensor,
+    params: SamplingParams | None = None,
+    *,
+    prompt_ids: Iterable[int] = (),
+    new_ids: Iterable[int] = (),
+    tokenizer: Pieces | None = None,
+    constraint: Constraint | None = None,
+    **options: Any,
+) -> Explanation:
+    """Show what each filter does to one row of logits, and which token is drawn.
+
+    Args:
+        logits: f32 `(V,)`, raw.
+        params: the settings; or give them as keywords, as for `generate`.
+        prompt_ids: what penalties and DRY look back on.
+        new_ids: tokens generated since; they also decide which random number of the seed is used.
+        tokenizer: names the tokens.
+        constraint: a grammar, at its beginning; it takes in `new_ids`.
+        options: fields of SamplingParams.
+
+    Returns:
+        Every step with its survivors and probabilities, and the token: for the same row, settings, history and seed, what generation draws.
+
+    Raises:
+        OptionError: settings out of range, or logits that are no row. GenerationError: the row has no distribution, or no token is left.
+
+    Example:
+        >>> found = explain(np.log(np.float32([0.5, 0.3, 0.15, 0.05])), top_p=0.6, temperature=1.0, seed=1)
+        >>> [(step.name, step.survivors) for step in found.steps]
+        [('logits', 4), ('top_p', 2)]
+    """
+    if params is not None and options:
+        raise OptionError(f"explain: got params and also {', '.join(options)}; put all of them into one")
+    try:
+        row = logits.detach().to("cpu", torch.float32).numpy() if isinstance(logits, Tensor) else np.asarray(logits, np.float32)
+    except (TypeError, ValueError):
+        raise OptionError(f"explain: logits are {str(logits)[:80]!r}; expected one row of numbers (V,)") from None
+    if row.ndim != 1 or not len(row):
+        raise OptionError(f"explain: logits have the shape {tuple(row.shape)}; expected one row (V,): give logits[i]")
+    params = SamplingParams.of(where="explain", **options) if params is None else params
+    params.check_vocabulary(len(row), where="explain")
+    ends = tokenizer.eos_ids if tokenizer is not None else ()
+    state = SamplerState(params, prompt_ids, tokenizer=tokenizer, end_ids=ends, constraint=constraint)
+    for token in new_ids:
+        state.push(token)
+    return explain_state(row, state, tokenizer=tokenizer)
+
+
+def explain_state(row: np.ndarray, state: SamplerState, *, tokenizer: Pieces | None = None) -> Explanation:
+    """`explain` for a request as it stands: f32 `(V,)`, and the state before the token is pushed. Neither is changed."""
+    highest_logit(row)
+    recorder = _Recorder(row)
+    links = (CONSTRAINT, *state.recipe.links) if state.constraint is not None else state.recipe.links
+    logits = row
+    for link in links:
+        check_left(logits.max())
+        heat = _division(link.name, logits, state)
+        logits = link.apply(logits, state, WHOLE)
+        recorder.add(link.name, {name: getattr(state.params, name) for name in link.fields}, logits, heat)
+    greedy = state.params.greedy
+    uniform = None if greedy else state.uniform()
+    token = int(logits.argmax()) if uniform is None else inverse_cdf(logits, uniform)
+    if greedy:
+        only = np.full_like(logits, -np.inf)
+        only[token] = logits[token]
+        recorder.add("greedy", {}, only, 1.0)
+    names = tokenizer.piece if tokenizer is not None else None
+    return Explanation(
+        steps=tuple(recorder.steps),
+        token=token,
+        uniform=uniform,
+        seed=state.seed,
+        index=state.count,
+        params=state.params,
+        names=names,
+    )
+
+
+class _Recorder:
+    """Turns rows of logits into steps."""
+
+    def __init__(self, row: np.ndarray) -> None:
+        self.steps: list[Step] = []
+        self._probs, self._heat = _softmax(row), 1.0
+        self._add("logits", {}, row, self._probs)
+
+    def add(self, name: str, settings: dict[str, Any], logits: np.ndarray, heat: float) -> None:
+        """The row after one more link, which divided by `heat`."""
+        before, self._probs = self._probs, _softmax(logits)
+        self._heat *= heat
+        self._add(name, settings, logits, before)
+
+    def _add(self, name: str, settings: dict[str, Any], logits: np.ndarray, before: np.ndarray) -> None:
+        alive = logits > -np.inf
+        was = self.steps[-1].ids if self.steps else np.flatnonzero(alive)
+        removed = was[~alive[was]]
+        ids = np.flatnonzero(alive)
+        self.steps.append(
+            Step(
+                name=name,
+                settings=settings,
+                ids=ids,
+                logits=logits[ids].copy(),
+                before=before[ids],
+                after=self._probs[ids],
+                removed=removed,
+                removed_mass=float(before[removed].sum()),
+                temperature=self._heat,
+            )
+        )
+
+
+def _softmax(logits: np.ndarray) -> np.ndarray:
+    alive = np.flatnonzero(logits > -np.inf)  # after the cuts a few of many
+    probs = np.zeros(len(logits))
+    if len(alive):
+        weights = logits[alive].astype(np.float64)
+        weights -= weights.max()
+        np.exp(weights, out=weights)
+        probs[alive] = weights / max(weights.sum(), 1e-300)
+    return probs
+
+
+def _division(name: str, logits: np.ndarray, state: SamplerState) -> float:
+    p = state.params
+    if name == "temperature" and not p.greedy:
+        return p.temperature
+    return entropy_temperature(logits, p.min_temp, p.max_temp, p.temp_exponent) if name == "dynamic_temperature" else 1.0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

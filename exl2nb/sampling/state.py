@@ -1,7 +1,8 @@
-"""What sampling remembers about one request: its seed, how many tokens it drew, which tokens it has seen, where it is in its grammar."""
+"""What sampling remembers about one request: its seed, the number of tokens drawn, the ids it has seen, its place in a grammar."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Protocol
@@ -9,13 +10,106 @@ from typing import Protocol
 import numpy as np
 
 from exl2nb.sampling.constraint import Allowed, Constraint
-from exl2nb.sampling.history import History, Tally, faded
-from exl2nb.sampling.mirostat import next_mu
+from exl2nb.sampling.draw import fresh_seed, uniform
+from exl2nb.sampling.filters import next_mu
 from exl2nb.sampling.params import SamplingParams
-from exl2nb.sampling.plan import Plan, plan
-from exl2nb.sampling.rng import fresh_seed, uniform
+from exl2nb.sampling.penalties import faded
+from exl2nb.sampling.recipe import Recipe, recipe
 
 _LOOKS_BACK = ("repetition_penalty", "presence_penalty", "frequency_penalty", "dry")
+
+
+class History:
+    """Prompt and new tokens in one array.
+
+    Args:
+        prompt_ids: what stands before the new text.
+    """
+
+    def __init__(self, prompt_ids: Iterable[int] = ()) -> None:
+        self._ids = np.fromiter(prompt_ids, np.int64)
+        self.prompt_length = self._length = len(self._ids)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def ids(self) -> np.ndarray:
+        """int64 `(S,)`: all of them."""
+        return self._ids[: self._length]
+
+    @property
+    def new_ids(self) -> np.ndarray:
+        """int64: those after the prompt."""
+        return self._ids[self.prompt_length : self._length]
+
+    def push(self, token_id: int) -> None:
+        """Add one."""
+        if self._length == len(self._ids):
+            self._ids = np.concatenate((self._ids, np.empty(max(64, self._length), np.int64)))
+        self._ids[self._length] = token_id
+        self._length += 1
+
+    def pop(self) -> int:
+        """Take the last one back."""
+        self._length -= 1
+        return int(self._ids[self._length])
+
+    def copy(self) -> History:
+        """The same ids, independent from here on."""
+        twin = History(self.ids)
+        twin.prompt_length = self.prompt_length
+        return twin
+
+
+class Tally:
+    """Distinct ids and their counts as arrays that need no rebuilding. The order means nothing."""
+
+    def __init__(self, ids: Iterable[int] = ()) -> None:
+        counts = Counter(ids)
+        self._slot = {token_id: at for at, token_id in enumerate(counts)}
+        spare = np.empty(64, np.int64)
+        self._ids = np.concatenate((np.fromiter(counts.keys(), np.int64), spare))
+        self._counts = np.concatenate((np.fromiter(counts.values(), np.int64), spare))
+
+    @property
+    def ids(self) -> np.ndarray:
+        """int64 `(n,)`, all different."""
+        return self._ids[: len(self._slot)]
+
+    @property
+    def counts(self) -> np.ndarray:
+        """int64 `(n,)`: how often each of `ids` is there."""
+        return self._counts[: len(self._slot)]
+
+    def add(self, token_id: int) -> None:
+        """One more of an id."""
+        at = self._slot.get(token_id)
+        if at is not None:
+            self._counts[at] += 1
+            return
+        at = self._slot[token_id] = len(self._slot)
+        if at == len(self._ids):
+            self._ids, self._counts = (np.concatenate((a, np.empty_like(a))) for a in (self._ids, self._counts))
+        self._ids[at], self._counts[at] = token_id, 1
+
+    def copy(self) -> Tally:
+        """The same counts, independent from here on."""
+        twin = Tally()
+        twin._slot, twin._ids, twin._counts = dict(self._slot), self._ids.copy(), self._counts.copy()
+        return twin
+
+    def remove(self, token_id: int) -> None:
+        """One less of an id; the last of its kind leaves."""
+        at = self._slot[token_id]
+        self._counts[at] -= 1
+        if self._counts[at]:
+            return
+        last = len(self._slot) - 1
+        moved = int(self._ids[last])
+        self._ids[at], self._counts[at] = moved, self._counts[last]
+        self._slot[moved] = at
+        del self._slot[token_id]
 
 
 class Words(Protocol):
@@ -49,7 +143,7 @@ class SamplerState:
         constraint: Constraint | None = None,
     ) -> None:
         self.params = params
-        self.plan: Plan = plan(params)
+        self.recipe: Recipe = recipe(params)
         self.seed = fresh_seed() if params.seed is None else params.seed
         self.count = 0
         self.retry = 0  # draws at this place that were taken back because of what they led to
@@ -59,7 +153,7 @@ class SamplerState:
         self.forced = False  # whether the grammar left the last draw no choice
         self._tokenizer = tokenizer
         self._past_mu: list[float] = []
-        self._tracks = any(f.name in _LOOKS_BACK for f in self.plan.first)
+        self._tracks = any(f.name in _LOOKS_BACK for f in self.recipe.first)
         self._remembers = self._tracks or params.mirostat
         self._fades = params.penalty_range > 0
         self._tallies = self._tracks and not self._fades

@@ -12,8 +12,7 @@ import traitlets as t
 
 from exl2nb.core.errors import Exl2Error, OptionError
 from exl2nb.core.options import check_keywords, make
-from exl2nb.sampling.explanation import Explanation
-from exl2nb.sampling.explanation_view import as_html
+from exl2nb.sampling.explanation import Explanation, as_html
 from exl2nb.sampling.params import INTEGERS, SamplingParams
 from exl2nb.sampling.replay import Replay, seeded
 from exl2nb.widgets import static

@@ -59,7 +59,7 @@ def test_bias_is_what_masks_and_logit_bias_do():
     for r, (state, kwargs) in enumerate(zip(states, kinds)):
         assert biased(state.params) == bool(kwargs)
         wanted = row.numpy()
-        for link in state.plan.first:
+        for link in state.recipe.first:
             wanted = link.apply(wanted, state, WHOLE)
         assert torch.equal(row + bias[r], torch.from_numpy(wanted))
     assert not bias[5].any()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from exl2nb.generator.alternatives import Alternatives
 from exl2nb.generator.output import Output
 from exl2nb.generator.request import Alternative
-from exl2nb.sampling.report import Sampled
+from exl2nb.sampling.draw import Sampled
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 from . import fakes

@@ -10,7 +10,7 @@ from exl2nb.generator.request import Request
 from exl2nb.generator.scheduler import MAX_CHUNK, MIN_CHUNK, Scheduler
 from exl2nb.generator.sequence import Sequence
 from exl2nb.model import batch as model_batch
-from exl2nb.sampling.report import Sampled
+from exl2nb.sampling.draw import Sampled
 
 from . import fakes
 

@@ -7,10 +7,11 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from exl2nb.core.errors import GenerationError
-from exl2nb.sampling.chain import WHOLE, View, active_filters, filtered, inverse_cdf, sample, sample_row
-from exl2nb.sampling.narrow import narrow
+from exl2nb.sampling.chain import active_filters, filtered, sample, sample_row
+from exl2nb.sampling.draw import inverse_cdf, uniform
+from exl2nb.sampling.filters import WHOLE, View
 from exl2nb.sampling.params import SamplingParams
-from exl2nb.sampling.rng import uniform
+from exl2nb.sampling.recipe import narrow
 from exl2nb.sampling.state import SamplerState
 
 from . import numpy_reference as reference
@@ -104,12 +105,12 @@ def test_narrowing_changes_nothing(params, seed, spread, size):
     x = logits(seed, size, spread)
     whole = reference.softmax(filtered(x, state_of(params)))
     state, row = state_of(params), x
-    for step in state.plan.first + state.plan.lead:
+    for step in state.recipe.first + state.recipe.lead:
         row = step.apply(row, state, WHOLE)
-    ids, left_out = narrow(row, state.plan.bounds) if state.plan.bounds is not None else (None, 0.0)
+    ids, left_out = narrow(row, state.recipe.bounds) if state.recipe.bounds is not None else (None, 0.0)
     few = row if ids is None else row[ids]
-    for place, step in enumerate(state.plan.rest):
-        few = step.apply(few, state, View(ids, left_out if place == state.plan.consumer else 0.0))
+    for place, step in enumerate(state.recipe.rest):
+        few = step.apply(few, state, View(ids, left_out if place == state.recipe.consumer else 0.0))
     again = np.zeros(size)
     again[slice(None) if ids is None else ids] = reference.softmax(few)
     np.testing.assert_allclose(again, whole, atol=2e-5)

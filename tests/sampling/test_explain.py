@@ -11,8 +11,8 @@ import exl2nb
 from exl2nb.core.errors import GenerationError, OptionError
 from exl2nb.sampling import explain
 from exl2nb.sampling.chain import active_filters, sample_row
-from exl2nb.sampling.explainer import explain_state
 from exl2nb.sampling.params import SamplingParams
+from exl2nb.sampling.replay import explain_state
 from exl2nb.sampling.state import SamplerState
 
 from . import numpy_reference as reference

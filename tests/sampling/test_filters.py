@@ -12,25 +12,23 @@ from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
 from exl2nb import sampling
-from exl2nb.sampling.banned_tokens import allow, ban
-from exl2nb.sampling.dry import dry, repetitions
-from exl2nb.sampling.dynamic_temperature import dynamic_temperature, entropy_temperature
-from exl2nb.sampling.history import faded, fading
-from exl2nb.sampling.logit_bias import logit_bias
-from exl2nb.sampling.min_p import min_p
-from exl2nb.sampling.min_tokens import not_yet
-from exl2nb.sampling.mirostat import mirostat, next_mu
-from exl2nb.sampling.presence_penalty import subtract
-from exl2nb.sampling.repetition_penalty import repetition_penalty
-from exl2nb.sampling.skew import skew
-from exl2nb.sampling.smoothing import smoothing
-from exl2nb.sampling.tail_free import tail_free
-from exl2nb.sampling.temperature import temperature
-from exl2nb.sampling.top_a import top_a
-from exl2nb.sampling.top_k import top_k
-from exl2nb.sampling.top_p import top_p
-from exl2nb.sampling.typical import typical
-from exl2nb.sampling.xtc import xtc
+from exl2nb.sampling.filters import (
+    dynamic_temperature,
+    entropy_temperature,
+    min_p,
+    mirostat,
+    next_mu,
+    skew,
+    smoothing,
+    tail_free,
+    temperature,
+    top_a,
+    top_k,
+    top_p,
+    typical,
+    xtc,
+)
+from exl2nb.sampling.penalties import allow, ban, dry, faded, fading, logit_bias, mask_ends, repetition_penalty, repetitions, subtract
 
 from . import numpy_reference as reference
 
@@ -254,9 +252,9 @@ def test_masks_by_id():
     assert np.isfinite(ban(x, ids)).tolist() == [True, False, True, False]
     assert np.isfinite(allow(x, ids)).tolist() == [False, True, False, True]
     assert logit_bias(x, ids, np.float32([5, -5])).tolist() == [1, 7, 3, -1]
-    assert np.isfinite(not_yet(x, ids)).tolist() == [True, False, True, False]
+    assert np.isfinite(mask_ends(x, ids)).tolist() == [True, False, True, False]
     only_ends = allow(x, ids)
-    assert (not_yet(only_ends, ids) == only_ends).all()
+    assert (mask_ends(only_ends, ids) == only_ends).all()
     assert x.tolist() == [1, 2, 3, 4]
 
 

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 from exl2nb.core.errors import StructureError
 from exl2nb.sampling.chain import filtered, sample_row
 from exl2nb.sampling.constraint import Allowed
-from exl2nb.sampling.history import History, Tally
 from exl2nb.sampling.params import SamplingParams
-from exl2nb.sampling.state import SamplerState
+from exl2nb.sampling.state import History, SamplerState, Tally
 
 SIZE = 300
 EVERYTHING = {

@@ -6,13 +6,10 @@ import numpy as np
 import pytest
 
 from exl2nb.sampling.chain import sample_row
-from exl2nb.sampling.dry import dry
+from exl2nb.sampling.filters import smoothing, top_p, typical, xtc
 from exl2nb.sampling.params import SamplingParams
-from exl2nb.sampling.smoothing import smoothing
+from exl2nb.sampling.penalties import dry
 from exl2nb.sampling.state import SamplerState
-from exl2nb.sampling.top_p import top_p
-from exl2nb.sampling.typical import typical
-from exl2nb.sampling.xtc import xtc
 
 PROBS = np.float32([0.5, 0.3, 0.15, 0.05])
 ORDERS = [[0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]]

@@ -6,7 +6,7 @@ import pytest
 from exl2nb.core.errors import GenerationError, OptionError
 from exl2nb.sampling.chain import active_filters, filtered, sample_row
 from exl2nb.sampling.params import SamplingParams
-from exl2nb.sampling.plan import Bounds, plan
+from exl2nb.sampling.recipe import Bounds, recipe
 from exl2nb.sampling.state import SamplerState
 
 from . import numpy_reference as reference
@@ -74,7 +74,7 @@ def test_orders_that_cannot_be(kwargs, message):
     ],
 )
 def test_what_narrowing_may_count_on(kwargs, bounds, lead):
-    found = plan(SamplingParams(**kwargs))
+    found = recipe(SamplingParams(**kwargs))
     assert found.bounds == bounds
     assert len(found.lead) == lead
 
