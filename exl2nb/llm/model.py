@@ -31,8 +31,8 @@ from exl2nb.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from exl2nb.model.config import ModelConfig
-    from exl2nb.sampling.draw import Draw
     from exl2nb.sampling.explanation import Explanation
+    from exl2nb.sampling.replay import Draw
 
 GPU_CHUNK = 2048  # prompt tokens per step on a GPU: fewer leave its multipliers idle
 Messages = Sequence[Mapping[str, Any]]

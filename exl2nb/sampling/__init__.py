@@ -10,16 +10,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` below does it
-    from exl2nb.sampling.draw import Draw as Draw
     from exl2nb.sampling.explanation import Explanation as Explanation
     from exl2nb.sampling.filters import CHAIN as CHAIN
     from exl2nb.sampling.params import SamplingParams as SamplingParams
+    from exl2nb.sampling.replay import Draw as Draw
     from exl2nb.sampling.replay import Replay as Replay
     from exl2nb.sampling.replay import explain as explain
 
 _PUBLIC = {
     "CHAIN": "filters",
-    "Draw": "draw",
+    "Draw": "replay",
     "Explanation": "explanation",
     "Replay": "replay",
     "SamplingParams": "params",

@@ -14,18 +14,13 @@ import torch
 from torch import Tensor
 
 from exl2nb.ops.draw import NO_DISTRIBUTION, draw_rows
-from exl2nb.sampling.draw import Sampled, after_draw, check_left, highest_logit, inverse_cdf, prob_of, report, uniform
-from exl2nb.sampling.filters import CONSTRAINT, WHOLE, Filter, View
-from exl2nb.sampling.params import SamplingParams
-from exl2nb.sampling.recipe import narrow, recipe
+from exl2nb.sampling.draw import Sampled, check_left, highest_logit, inverse_cdf, prob_of, report, uniform
+from exl2nb.sampling.filters import CONSTRAINT, WHOLE, View
+from exl2nb.sampling.recipe import narrow
+from exl2nb.sampling.replay import after_draw
 from exl2nb.sampling.state import SamplerState
 
 _new = tuple.__new__  # half the time of `Sampled(...)`
-
-
-def active_filters(params: SamplingParams) -> tuple[Filter, ...]:
-    """The filters a request goes through, in order; the cuts do not apply to a greedy one. A grammar's mask comes before all of them."""
-    return recipe(params).links
 
 
 def filtered(logits: np.ndarray, state: SamplerState) -> np.ndarray:

@@ -452,6 +452,26 @@ NAMES = tuple(f.name for f in PENALTIES + CUTS)
 LAST_TEMPERATURE = "dynamic_temperature"  # `temperature_last` puts temperature here
 
 
+def ordered(links: tuple[Filter, ...], params: SamplingParams) -> tuple[Filter, ...]:
+    """Penalties or cuts in the order that `params` ask for."""
+    if params.order is not None:
+        known = {f.name: f for f in links}
+        return tuple(known[name] for name in params.order if name in known)
+    if params.temperature_last:
+        moved = [f for f in links if f.name != "temperature"]
+        at = next((i for i, f in enumerate(moved) if f.name == LAST_TEMPERATURE), None)
+        if at is not None:
+            moved.insert(at, next(f for f in links if f.name == "temperature"))
+        return tuple(moved)
+    return links
+
+
+def active_filters(params: SamplingParams) -> tuple[Filter, ...]:
+    """The filters a request goes through, in order; the cuts do not apply to a greedy one. A grammar's mask comes before all of them."""
+    links = MASKS + ordered(PENALTIES, params) + (() if params.greedy else ordered(CUTS, params))
+    return tuple(link for link in links if link.active(params))
+
+
 def checked_order(params: SamplingParams) -> tuple[str, ...]:
     """`params.order` as a tuple.
 

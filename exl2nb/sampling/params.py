@@ -12,7 +12,7 @@ from exl2nb.core.options import check_flag, check_range, make, shown
 from exl2nb.core.show import facts
 
 if TYPE_CHECKING:
-    from exl2nb.sampling.draw import Draw
+    from exl2nb.sampling.replay import Draw
 
 MAX_SEED = 2**64 - 1
 MAX_ID = 2**31 - 1
@@ -68,8 +68,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 class SamplingParams:
     """Sampling settings of one request; every default is neutral, so `SamplingParams()` draws from the model's own distribution.
 
-    The filters apply in the order of `chain.CHAIN`, which extends that of Transformers; `chain.active_filters` lists those that a request
-    goes through. Definitions stand in the files named for them.
+    Filters apply in the order of `filters.CHAIN`, which extends that of Transformers; `filters.active_filters` lists those of a request.
+    Definitions: `filters.py` and `penalties.py`.
 
     Masks and penalties, which a greedy request has too:
         allowed_tokens, banned_tokens: ids; only these, and not these. min_tokens: the text cannot end before so many new tokens.
@@ -210,7 +210,7 @@ class SamplingParams:
         return f"SamplingParams({', '.join(f'{name}={value!r}' for name, value in self.changed.items())})"
 
     def _repr_html_(self) -> str:
-        from exl2nb.sampling.chain import active_filters
+        from exl2nb.sampling.filters import active_filters
 
         rows = {"seed": "a fresh one for each answer" if self.seed is None else str(self.seed)}
         for link in active_filters(self):

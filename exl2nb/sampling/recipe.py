@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from exl2nb.sampling.draw import weights_of
-from exl2nb.sampling.filters import CUTS, LAST_TEMPERATURE, MASKS, PENALTIES, Filter
+from exl2nb.sampling.filters import CUTS, MASKS, PENALTIES, Filter, ordered
 from exl2nb.sampling.params import SamplingParams
 
 NARROWING = ("top_k", "top_p", "top_a", "min_p")  # in this order `narrow` knows what they leave
@@ -59,10 +59,10 @@ def recipe(params: SamplingParams) -> Recipe:
 
 @lru_cache(maxsize=1024)
 def _recipe(params: SamplingParams) -> Recipe:
-    first = tuple(f for f in MASKS + _ordered(PENALTIES, params) if f.active(params))
+    first = tuple(f for f in MASKS + ordered(PENALTIES, params) if f.active(params))
     if params.greedy:
         return Recipe(first, (), (), None, -1, (0.0, 0.0, 1.0, 0.0))
-    cuts = [f for f in _ordered(CUTS, params) if f.active(params)]
+    cuts = [f for f in ordered(CUTS, params) if f.active(params)]
     start = next((i for i, f in enumerate(cuts) if f.name in NARROWING), None)
     if start is None:
         return Recipe(first, (), tuple(cuts), None, -1, _plain(cuts, params))
@@ -85,19 +85,6 @@ def _plain(cuts: Sequence[Filter], params: SamplingParams) -> tuple[float, float
 
 def _place(link: Filter, default: int) -> int:
     return NARROWING.index(link.name) if link.name in NARROWING else default
-
-
-def _ordered(links: tuple[Filter, ...], params: SamplingParams) -> tuple[Filter, ...]:
-    if params.order is not None:
-        known = {f.name: f for f in links}
-        return tuple(known[name] for name in params.order if name in known)
-    if params.temperature_last:
-        moved = [f for f in links if f.name != "temperature"]
-        at = next((i for i, f in enumerate(moved) if f.name == LAST_TEMPERATURE), None)
-        if at is not None:
-            moved.insert(at, next(f for f in links if f.name == "temperature"))
-        return tuple(moved)
-    return links
 
 
 SLACK = 1e-4  # of a logit: larger than the rounding by which the cuts themselves may differ from the bounds below

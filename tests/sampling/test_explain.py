@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 import exl2nb
 from exl2nb.core.errors import GenerationError, OptionError
 from exl2nb.sampling import explain
-from exl2nb.sampling.chain import active_filters, sample_row
+from exl2nb.sampling.chain import sample_row
+from exl2nb.sampling.filters import active_filters
 from exl2nb.sampling.params import SamplingParams
 from exl2nb.sampling.replay import explain_state
 from exl2nb.sampling.state import SamplerState

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from exl2nb.core.errors import GenerationError, OptionError
-from exl2nb.sampling.chain import active_filters, filtered, sample_row
+from exl2nb.sampling.chain import filtered, sample_row
+from exl2nb.sampling.filters import active_filters
 from exl2nb.sampling.params import SamplingParams
 from exl2nb.sampling.recipe import Bounds, recipe
 from exl2nb.sampling.state import SamplerState
