@@ -5,7 +5,7 @@
 //   3  the same, a lane of every warp arrives behind __syncwarp                                                   reported
 //   4  five warps, of which four hand values on at a named barrier                                                clean
 //   5  a ring that bulk copies fill, whose slots a lane of every warp releases behind __syncwarp                  reported
-// (CUDA 13.0, H200.) Chains (chain.cuh) and products of many tokens (many.cuh) hand over as 3 and 5 do; in the
+// (CUDA 13.0, H200.) Chains (persistent_gemm.cuh) and products of many tokens (stream_k_gemm.cuh) hand over as 3 and 5 do; in the
 // build of `make sanitize` every lane arrives there.
 // nvcc -arch=sm_90 -std=c++17 -O3 --expt-relaxed-constexpr -I../../csrc/cuda racecheck_patterns.cu
 #include <cstdint>

@@ -56,8 +56,8 @@ inline std::vector<uint8_t> head_of(const char* op, const Tensor& blob, bool all
   return head;
 }
 
-inline Tensor new_blob(const char* op, const Tensor& like, int64_t K, const std::vector<PartPlan>& parts, BlobPlan& plan) {
-  const std::string wrong = plan_blob(int(K), parts, plan);
+inline Tensor new_blob(const char* op, const Tensor& like, int64_t K, const std::vector<PartLayout>& parts, BlobLayout& plan) {
+  const std::string wrong = layout_blob(int(K), parts, plan);
   STD_TORCH_CHECK(wrong.empty(), op, ": ", wrong);
   Tensor blob = empty_on(like, {plan.header.bytes}, ScalarType::Byte);
   require_ok(op, copy_in(bytes_of(blob), plan.meta.data(), int64_t(plan.meta.size()), stream_of(blob)), blob);

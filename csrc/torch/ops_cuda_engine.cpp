@@ -54,8 +54,8 @@ Tensor pack_exl2_cuda(const Tensor& q_weight, const Tensor& q_scale, const Tenso
     perm[size_t(at)] = int(i), identity = identity && at == i;
   }
   if (identity) perm.clear();
-  BlobPlan plan;
-  const std::vector<PartPlan> parts{plan_exl2(groups, host_copy<uint16_t>(op, q_scale_max), prescale, int(out_features), perm)};
+  BlobLayout plan;
+  const std::vector<PartLayout> parts{layout_exl2(groups, host_copy<uint16_t>(op, q_scale_max), prescale, int(out_features), perm)};
   Tensor blob = new_blob(op, q_weight, K, parts, plan);
   const GpuPart& part = plan.parts[0];
   std::vector<int> lists = row_word;  // words, groups, item of each unit
@@ -82,8 +82,8 @@ Tensor pack_dense_cuda(const Tensor& weight) {
   const int64_t N = weight.size(0), K = weight.size(1);
   STD_TORCH_CHECK(K <= 1 << 21 && N < 1 << 30, op, ": weight is (", N, ", ", K, "); expected at most 2^21 inputs");
   const DeviceGuard guard(weight.get_device_index());
-  BlobPlan plan;
-  Tensor blob = new_blob(op, weight, K, {plan_dense(int(K), int(N))}, plan);
+  BlobLayout plan;
+  Tensor blob = new_blob(op, weight, K, {layout_dense(int(K), int(N))}, plan);
   const GpuPart& part = plan.parts[0];
   require_ok(op,
              pack_dense_launch(weight.const_data_ptr(), dtype, int(N), int(K), part.num_units, part.strips, bytes_of(blob) + part.data,
@@ -96,7 +96,7 @@ Tensor pack_concat_cuda(std::vector<Tensor> blobs) {
   const char* op = "pack_concat";
   STD_TORCH_CHECK(!blobs.empty(), op, ": there are no blobs; expected at least 1");
   const DeviceGuard guard(blobs[0].get_device_index());
-  std::vector<PartPlan> plans;
+  std::vector<PartLayout> plans;
   std::vector<const uint8_t*> sources;
   int64_t K = 0;
   for (const Tensor& b : blobs) {
@@ -108,7 +108,7 @@ Tensor pack_concat_cuda(std::vector<Tensor> blobs) {
     for (int p = 0; p < h.num_parts; p++) sources.push_back(bytes_of(b) + parts[p].data);
     for (auto& p : read_parts(meta)) plans.push_back(std::move(p));
   }
-  BlobPlan plan;
+  BlobLayout plan;
   Tensor out = new_blob(op, blobs[0], K, plans, plan);
   for (size_t i = 0; i < plans.size(); i++)
     require_ok(

@@ -51,8 +51,8 @@ Tensor pack_gptq_cuda(const Tensor& qweight, const Tensor& scales, std::optional
   STD_TORCH_CHECK(wrong.empty(), op, ": ", wrong, " (", N, " columns, ", G, " groups, K = ", in_features, ")");
   std::vector<Group> groups;
   for (int n : rows) groups.push_back({int(bits), n});
-  const std::vector<PartPlan> parts{plan_gptq(groups, int(N), order)};
-  BlobPlan plan;
+  const std::vector<PartLayout> parts{layout_gptq(groups, int(N), order)};
+  BlobLayout plan;
   Tensor blob = new_blob(op, qweight, in_features, parts, plan);
   const GpuPart& part = plan.parts[0];
   std::vector<int> lists;  // group of every 32 rows, item of every unit

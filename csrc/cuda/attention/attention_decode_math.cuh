@@ -2,7 +2,7 @@
 #pragma once
 #include <cstdint>
 
-#include "cuda/gemm/stream_k/fragment.cuh"
+#include "cuda/gemm/fragment.cuh"
 
 namespace exl2nb {
 

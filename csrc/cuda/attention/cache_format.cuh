@@ -19,7 +19,7 @@
 #include <type_traits>
 
 #include "cuda/attention/attention.h"
-#include "cuda/gemm/stream_k/fragment.cuh"
+#include "cuda/gemm/fragment.cuh"
 
 namespace exl2nb {
 

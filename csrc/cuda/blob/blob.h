@@ -12,7 +12,7 @@
 //
 // A strip is 16 columns over all stored rows: its items one after the other. An item is at most kItemUnits units and then their scale
 // codes, at most kSlot bytes: one bulk copy. A unit is 16 columns x 64 stored rows x b bits: b words per lane, the A fragments of four
-// m16n8k16 products (fields.cuh says which bits of a word are whose). Where the width changes after 32 rows the second half of a unit is
+// m16n8k16 products (dequant.cuh says which bits of a word are whose). Where the width changes after 32 rows the second half of a unit is
 // empty. Scale codes: per unit and group of 8 lanes' columns g one byte (column g low nibble, g + 8 high); two bytes (first, second 32
 // rows) where the halves belong to different groups, so not `one`. Dense fp16 units (16 bits) have none. GPTQ items have scale sets
 // instead, 64 bytes: per g the fp16 scales of columns g and g + 8, then their zero points, fp16. A set serves two units of one group
@@ -51,7 +51,7 @@ constexpr int kRuns = 7;
 struct GpuPart {
   int32_t outputs, strips, first_column, first_strip, first_item, num_items, first_unit, num_units, perm, dense;
   int64_t strip_bytes, data;
-  int32_t pieces, piece_items, piece_bytes;  // a strip in pieces for chain.cuh: items of one, bytes of half of one, at most
+  int32_t pieces, piece_items, piece_bytes;  // a strip in pieces for persistent_gemm.cuh: items of one, bytes of half of one, at most
   int32_t pairs;       // whether it is kWarps items of kPairUnits `one` units, each second the rows behind the first, alike
   GpuRun runs[kRuns];  // from the first row on; where there are more, the last one has the rest; units 0: none
 };

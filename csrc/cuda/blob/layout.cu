@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "cuda/gemm/stream_k/fragment.cuh"
+#include "cuda/gemm/fragment.cuh"
 
 namespace exl2nb {
 namespace {
@@ -56,7 +56,7 @@ std::vector<Run> runs_of(const std::vector<Piece>& pieces) {
 }
 
 // As few times kWarps items as hold all pieces, of about the same bytes where there is a choice; every warp gets about as many of them.
-void make_items(PartPlan& p, const std::vector<Piece>& pieces) {
+void make_items(PartLayout& p, const std::vector<Piece>& pieces) {
   std::vector<Run> runs = runs_of(pieces);
   int items = 0, unit = 0;
   for (Run& r : runs) items += r.items = (r.pieces + r.most - 1) / r.most;
@@ -96,9 +96,9 @@ std::vector<Block> blocks_of(const std::vector<Group>& groups) {
 
 }  // namespace
 
-PartPlan plan_exl2(const std::vector<Group>& groups, const std::vector<uint16_t>& scale_max, double prescale, int outputs,
-                   std::vector<int> perm) {
-  PartPlan p;
+PartLayout layout_exl2(const std::vector<Group>& groups, const std::vector<uint16_t>& scale_max, double prescale, int outputs,
+                       std::vector<int> perm) {
+  PartLayout p;
   p.outputs = outputs, p.perm = std::move(perm);
   std::vector<uint16_t> step;
   for (size_t g = 0; g < groups.size(); g++)
@@ -116,8 +116,8 @@ PartPlan plan_exl2(const std::vector<Group>& groups, const std::vector<uint16_t>
   return p;
 }
 
-PartPlan plan_gptq(const std::vector<Group>& groups, int outputs, std::vector<int> perm) {
-  PartPlan p;
+PartLayout layout_gptq(const std::vector<Group>& groups, int outputs, std::vector<int> perm) {
+  PartLayout p;
   p.outputs = outputs, p.perm = std::move(perm);
   const std::vector<Block> blocks = blocks_of(groups);
   const auto same = [&](size_t first, size_t count) {
@@ -136,8 +136,8 @@ PartPlan plan_gptq(const std::vector<Group>& groups, int outputs, std::vector<in
   return p;
 }
 
-PartPlan plan_dense(int K, int outputs) {
-  PartPlan p;
+PartLayout layout_dense(int K, int outputs) {
+  PartLayout p;
   p.outputs = outputs, p.dense = 1;
   const int units = (K + 63) / 64;
   p.steps.assign(static_cast<size_t>(units), 0x3c003c00u);
@@ -171,7 +171,7 @@ struct Image {
   std::vector<uint32_t> steps;
   std::vector<uint16_t> ends;
 
-  void add(const PartPlan& p, GpuPart& s) {
+  void add(const PartLayout& p, GpuPart& s) {
     s.first_item = static_cast<int>(items.size()), s.num_items = static_cast<int>(p.items.size());
     s.first_unit = static_cast<int>(steps.size()), s.num_units = static_cast<int>(p.steps.size());
     for (size_t w = 0; w < kEnds; w++) ends.push_back(static_cast<uint16_t>(s.first_item + p.ends[std::min(w, p.ends.size() - 1)]));
@@ -192,7 +192,7 @@ struct Image {
 };
 
 // Whether a strip is kWarps small items that can be taken by twos.
-bool in_pairs(const PartPlan& p) {
+bool in_pairs(const PartLayout& p) {
   if (p.dense || p.items.size() != kWarps) return false;
   for (size_t i = 0; i < p.items.size(); i++) {
     const Item &it = p.items[i], &first = p.items[i & ~size_t{1}];
@@ -203,7 +203,7 @@ bool in_pairs(const PartPlan& p) {
 }
 
 // As few pieces as hold at most kWarps items, about equally many each.
-void set_pieces(const PartPlan& p, GpuPart& s) {
+void set_pieces(const PartLayout& p, GpuPart& s) {
   const int items = static_cast<int>(p.items.size());
   s.pairs = in_pairs(p);
   s.pieces = (items + kWarps - 1) / kWarps, s.piece_items = (items + s.pieces - 1) / s.pieces;
@@ -215,7 +215,7 @@ void set_pieces(const PartPlan& p, GpuPart& s) {
 }
 
 // Rows that are alike, for those who share out work by what it costs.
-void set_runs(const PartPlan& p, GpuPart& s) {
+void set_runs(const PartLayout& p, GpuPart& s) {
   int n = 0;
   for (const Item& it : p.items) {
     const GpuRun like{it.units, it.bits, static_cast<uint8_t>(!it.one), it.scales, {}};
@@ -230,7 +230,7 @@ void set_runs(const PartPlan& p, GpuPart& s) {
 
 }  // namespace
 
-std::string plan_blob(int K, const std::vector<PartPlan>& parts, BlobPlan& out) {
+std::string layout_blob(int K, const std::vector<PartLayout>& parts, BlobLayout& out) {
   if (parts.empty() || parts.size() > kMaxParts) return "a blob has 1 to " + std::to_string(kMaxParts) + " parts";
   std::vector<std::vector<int>> perms;  // distinct; the identity only beside others
   std::vector<int> which;
@@ -262,7 +262,7 @@ std::string plan_blob(int K, const std::vector<PartPlan>& parts, BlobPlan& out) 
   int columns = 0, strips = 0;
   Image image;
   for (size_t i = 0; i < parts.size(); i++) {
-    const PartPlan& p = parts[i];
+    const PartLayout& p = parts[i];
     GpuPart& s = out.parts[i];
     s.outputs = p.outputs, s.strips = (p.outputs + 15) / 16, s.first_column = columns, s.first_strip = strips;
     s.perm = which[i], s.dense = p.dense, s.strip_bytes = p.strip_bytes;
@@ -286,13 +286,13 @@ std::string plan_blob(int K, const std::vector<PartPlan>& parts, BlobPlan& out) 
   return "";
 }
 
-std::vector<PartPlan> read_parts(const std::vector<uint8_t>& meta) {
+std::vector<PartLayout> read_parts(const std::vector<uint8_t>& meta) {
   const auto& h = *reinterpret_cast<const GpuHeader*>(meta.data());
   const auto* parts = reinterpret_cast<const GpuPart*>(meta.data() + sizeof(GpuHeader));
-  std::vector<PartPlan> plans;
+  std::vector<PartLayout> plans;
   for (int i = 0; i < h.num_parts; i++) {
     const GpuPart& s = parts[i];
-    PartPlan p;
+    PartLayout p;
     const uint8_t* image = meta.data() + h.image;
     const auto* items = reinterpret_cast<const Item*>(image) + s.first_item;
     const auto* steps = reinterpret_cast<const uint32_t*>(image + image_steps(h.num_items)) + s.first_unit;

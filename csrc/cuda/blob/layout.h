@@ -12,7 +12,7 @@ struct Group {
   int bits, rows;
 };
 // One matrix of a blob before it is laid out.
-struct PartPlan {
+struct PartLayout {
   std::vector<Item> items;
   std::vector<uint16_t> ends;
   std::vector<uint32_t> steps;  // half2 bits per unit
@@ -21,20 +21,20 @@ struct PartPlan {
   std::vector<int> perm;  // stored row -> feature; empty = identity
 };
 // scale_max: fp16 bits per group. prescale: factor of the matrix, rounded into the steps as the format says.
-PartPlan plan_exl2(const std::vector<Group>& groups, const std::vector<uint16_t>& scale_max, double prescale, int outputs,
-                   std::vector<int> perm);
+PartLayout layout_exl2(const std::vector<Group>& groups, const std::vector<uint16_t>& scale_max, double prescale, int outputs,
+                       std::vector<int> perm);
 // perm: stored row -> feature, K for padding; rows of a group are a multiple of 32, perm.size() their sum or empty.
-PartPlan plan_gptq(const std::vector<Group>& groups, int outputs, std::vector<int> perm);
-PartPlan plan_dense(int K, int outputs);
+PartLayout layout_gptq(const std::vector<Group>& groups, int outputs, std::vector<int> perm);
+PartLayout layout_dense(int K, int outputs);
 
-struct BlobPlan {
+struct BlobLayout {
   std::vector<uint8_t> meta;  // header, parts and every section before the strips
   GpuHeader header;
   std::vector<GpuPart> parts;
 };
 // Lay the parts out side by side. Fails (returns what is wrong) with too many parts or permutations.
-std::string plan_blob(int K, const std::vector<PartPlan>& parts, BlobPlan& out);
+std::string layout_blob(int K, const std::vector<PartLayout>& parts, BlobLayout& out);
 // The parts of a blob from a copy of its bytes before the strips.
-std::vector<PartPlan> read_parts(const std::vector<uint8_t>& meta);
+std::vector<PartLayout> read_parts(const std::vector<uint8_t>& meta);
 
 }  // namespace exl2nb

@@ -2,12 +2,48 @@
 #include <cuda_fp16.h>
 
 #include "cuda/blob/blob.h"
-#include "cuda/blob/fields.cuh"
-#include "cuda/blob/place.cuh"
+#include "cuda/blob/dequant.cuh"
 #include "cuda/runtime/launch.h"
 
 namespace exl2nb {
 namespace {
+
+// Where the packers put the bits of a code: the inverse of what dequant.cuh and item_mma.cuh read.
+// Where bit t of field i of width b lies (i as in dq<b>: step i / 4, register i % 4): word, bit for the even row; the odd row's is 16
+// higher.
+struct Bit {
+  int word, bit;
+};
+__device__ Bit bit_of(int b, int i, int t) {
+  const int step = i >> 2, second = i & 1, byte = (i & 2) * 4;
+  switch (b) {
+    case 2:
+      return {step / 2, byte + 4 * (step & 1) + 2 * second + t};
+    case 3: {
+      const int q = 3 * second + t;
+      return step < 3 ? Bit{step, byte + q} : Bit{q / 2, byte + 6 + (q & 1)};
+    }
+    case 4:
+      return {step, byte + 4 * second + t};
+    case 5:
+      if (!second) return {step, byte + t};
+      return t >= 2 ? Bit{step, byte + 3 + t} : Bit{4, byte + 2 * step + t};
+    case 6:
+      if (!second) return {step, byte + t};
+      return t >= 4 ? Bit{step, byte + 2 + t} : Bit{4 + step / 2, byte + 4 * (step & 1) + t};
+    default:
+      return {2 * step + second, byte + t};
+  }
+}
+// Byte offset of word w of a lane within a unit: planes of 16, 8 and 4 bytes per lane, as load_unit reads them.
+__device__ int plane(int b, int w, int lane) {
+  const int full = b / 4 * 4, rest = b - full;
+  if (w < full) return w / 4 * 512 + lane * 16 + w % 4 * 4;
+  const int base = full / 4 * 512;
+  w -= full;
+  if (rest >= 2 && w < 2) return base + lane * 8 + w * 4;
+  return base + (rest == 3 ? 256 : 0) + lane * 4;
+}
 
 struct Source {
   const uint32_t *q_weight, *q_scale;
@@ -84,6 +120,56 @@ struct Bf16 {
   __device__ explicit operator float() const { return __uint_as_float(static_cast<uint32_t>(bits) << 16); }
 };
 
+// GPTQ.
+// Zero point of a column in a group.
+__device__ int zero_of(const GptqPacking& s, int group, int column) {
+  return s.zeros ? s.zeros[static_cast<int64_t>(group) * s.N + column] : 1 << (s.bits - 1);
+}
+
+__device__ uint32_t code_of(const GptqPacking& s, int stored, int column) {
+  if (column >= s.N || stored >= s.stored) return 0;
+  const int row = s.perm ? s.perm[stored] : stored;
+  if (row >= s.K) return static_cast<uint32_t>(zero_of(s, s.block_group[stored / 32], column));
+  const int64_t bit = static_cast<int64_t>(row) * s.bits;
+  const int shift = static_cast<int>(bit % 32);
+  const int64_t at = bit / 32 * s.N + column;
+  const uint32_t low = s.qweight[at], high = shift + s.bits > 32 ? s.qweight[at + s.N] : 0;
+  return __funnelshift_r(low, high, shift) & ((1u << s.bits) - 1);
+}
+
+__global__ void pack_gptq_units(GptqPacking s, const Item* items, uint8_t* strips, int64_t strip_bytes) {
+  const int strip = blockIdx.x, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, b = s.bits;
+  for (int u = threadIdx.x >> 5; u < s.units; u += blockDim.x >> 5) {
+    const Item it = items[s.item_of_unit[u]];
+    const int i = u - it.unit0, first = (it.block + 2 * i) * 32;
+    uint32_t words[8] = {};
+    for (int f = 0; f < 16; f++) {
+      const int row = first + f / 4 * 16 + 2 * t + (f >> 1 & 1) * 8, column = strip * 16 + g + (f & 1) * 8;
+      for (int half_word = 0; half_word < 2; half_word++) {
+        const uint32_t code = code_of(s, row + half_word, column);
+        for (int q = 0; q < b; q++) {
+          const Bit to = bit_of(b, f, q);
+          words[to.word] |= (code >> q & 1u) << ((to.bit + 16 * half_word) % 32);
+        }
+      }
+    }
+    uint8_t* out = strips + strip * strip_bytes + it.offset;
+    for (int w = 0; w < b; w++) *reinterpret_cast<uint32_t*>(out + i * b * 128 + plane(b, w, lane)) = words[w];
+    // Scale sets: four numbers for each g; lanes 0 to 7 write the first (or only) set of a unit, 8 to 15 that of its second 32 rows.
+    const int side = lane >> 3;
+    if (side > 1 || (it.one && (side || i % it.scales))) continue;
+    const int block = it.block + 2 * i + side, set = it.one ? i / it.scales : 2 * i + side;
+    auto* to = reinterpret_cast<half*>(out + it.units * b * 128 + set * kGptqSet + (lane & 7) * 8);
+    for (int high = 0; high < 2; high++) {
+      const int column = strip * 16 + (lane & 7) + 8 * high;
+      const bool there = column < s.N && block * 32 < s.stored;
+      const int group = there ? s.block_group[block] : 0;
+      to[high] = there ? static_cast<const half*>(s.scales)[static_cast<int64_t>(group) * s.N + column] : __float2half_rn(0.f);
+      to[2 + high] = there ? __int2half_rn(zero_of(s, group, column)) : __float2half_rn(0.f);
+    }
+  }
+}
+
 const char* text(cudaError_t error) { return error == cudaSuccess ? nullptr : cudaGetErrorString(error); }
 
 }  // namespace
@@ -104,6 +190,12 @@ const char* pack_dense_launch(const void* weight, int dtype, int N, int K, int u
   if (dtype == 0) pack_dense_units<<<strips, 256, 0, queue>>>(static_cast<const float*>(weight), N, K, units, out, strip_bytes);
   if (dtype == 1) pack_dense_units<<<strips, 256, 0, queue>>>(static_cast<const half*>(weight), N, K, units, out, strip_bytes);
   if (dtype == 2) pack_dense_units<<<strips, 256, 0, queue>>>(static_cast<const Bf16*>(weight), N, K, units, out, strip_bytes);
+  return text(cudaGetLastError());
+}
+
+const char* pack_gptq_launch(const GptqPacking& s, const void* items, int strips, void* data, int64_t strip_bytes, void* stream) {
+  pack_gptq_units<<<strips, 256, 0, static_cast<cudaStream_t>(stream)>>>(s, static_cast<const Item*>(items), static_cast<uint8_t*>(data),
+                                                                         strip_bytes);
   return text(cudaGetLastError());
 }
 

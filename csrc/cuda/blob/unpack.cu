@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "cuda/blob/blob.h"
-#include "cuda/blob/coded.cuh"
+#include "cuda/blob/dequant.cuh"
 #include "cuda/runtime/device.cuh"
 #include "cuda/runtime/launch.h"
 
@@ -39,7 +39,7 @@ __device__ __forceinline__ int item_of(const Source& P, int u, int lane) {
 }
 
 // The fragment's 8x8 matrices hold columns of the weights as rows; turned round, a lane has two neighbouring columns of one row.
-__device__ __forceinline__ uint32_t turned(uint32_t v) {
+__device__ __forceinline__ uint32_t transpose8x8(uint32_t v) {
   uint32_t r;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(r) : "r"(v));
   return r;
@@ -54,13 +54,13 @@ __device__ __forceinline__ void decode_strips(const Source& P, const Item& it, c
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from + lane / 8 * P.strip_bytes + i * (128 * B) + lane % 8 * 128));
 #pragma unroll 1
   for (int j = 0; j < live; j++) {
-    Coded<B, GPTQ> coded;
+    EncodedUnit<B, GPTQ> coded;
     coded.load(from + j * P.strip_bytes, it, i, lane);
     uint32_t h[16];
     coded.decode(unit, h);
 #pragma unroll
     for (int f = 0; f < 16; f++)
-      *reinterpret_cast<uint32_t*>(&tile[(f >> 2) * 16 + (f >> 1 & 1) * 8 + g][j * 16 + (f & 1) * 8 + 2 * t]) = turned(h[f]);
+      *reinterpret_cast<uint32_t*>(&tile[(f >> 2) * 16 + (f >> 1 & 1) * 8 + g][j * 16 + (f & 1) * 8 + 2 * t]) = transpose8x8(h[f]);
   }
 }
 static_assert(kStrips * 8 <= 32, "a lane asks for a line");

@@ -2,7 +2,7 @@
 // a matrix's input. Used by small kernels of their own and, where few tokens want it, by the product itself, which saves a launch: every
 // CTA makes the row anew. The sums run in one order everywhere, so both give the same bits.
 #pragma once
-#include "cuda/gemm/stream_k/fragment.cuh"
+#include "cuda/gemm/fragment.cuh"
 #include "cuda/runtime/pdl.cuh"
 
 namespace exl2nb {

@@ -3,8 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "cuda/moe/moe_down.cuh"
-#include "cuda/moe/moe_up.cuh"
+#include "cuda/moe/moe_gemm.cuh"
 #include "cuda/runtime/device.cuh"
 #include "cuda/runtime/launch.h"
 
@@ -30,7 +29,7 @@ struct Routed {
   static int stride(const GpuHeader& router) { return (router.N + 3) / 4 * 4; }
   int rows() const { return w[1] == 0 || !layer_norm() ? 1 : w[9] != 0 ? 3 : 2; }
   // CTAs of that product.
-  static int parts(const GpuHeader& router) { return std::min(num_sms(), (router.K + kStripColumns - 1) / kStripColumns); }
+  static int parts(const GpuHeader& router) { return std::min(multiprocessors(), (router.K + kStripColumns - 1) / kStripColumns); }
   // Where what the first products leave begins in the op's room, behind what the router leaves.
   size_t inner(const GpuHeader& router, int tokens) const {
     return (static_cast<size_t>(tokens) * parts(router) * (rows() * stride(router) + 4) * 4 + 255) / 256 * 256;
@@ -38,10 +37,10 @@ struct Routed {
 };
 
 // How many CTAs each pair gets, so that all have about the same number of strips; more than one wave only where there are more pairs.
-void share_out(UpArgs& e, const ExpertTable& table, int tokens) {
+void assign_strips(ExpertUpArgs& e, const ExpertTable& table, int tokens) {
   const int chosen = table.matrices()[0].part[0].strips, last = table.matrices()[table.count - 1].part[0].strips;
   const bool shared = e.pairs > e.choice.top_k;
-  const int total = tokens * (e.choice.top_k * chosen + (shared ? last : 0)), sms = num_sms();
+  const int total = tokens * (e.choice.top_k * chosen + (shared ? last : 0)), sms = multiprocessors();
   const auto parts = [](int strips, int per) { return (strips + per - 1) / per; };
   int per = std::max(1, parts(total, sms));
   while (per < std::max(chosen, last) && tokens * (e.choice.top_k * parts(chosen, per) + (shared ? parts(last, per) : 0)) > sms) per++;
@@ -71,9 +70,9 @@ const char* launch(const Args& args, dim3 grid, int shared, cudaStream_t stream,
 
 // As many slots of the largest item as a CTA with `fixed` bytes beside them may have of `budget`, at most `useful`.
 RingShape ring_shape(int item, int fixed, int budget, int useful) {
-  RingShape r{(item + 15) / 16 * 16, stages_of(gemv_path())};
+  RingShape r{(item + 15) / 16 * 16, stages_of(copy_path())};
   constexpr int kMost = 8;
-  if (gemv_path() == kBulk) r.stages = std::clamp((budget - fixed) / (kWarps * r.slot), 2, std::clamp(useful, 2, kMost));
+  if (copy_path() == kBulk) r.stages = std::clamp((budget - fixed) / (kWarps * r.slot), 2, std::clamp(useful, 2, kMost));
   return r;
 }
 
@@ -82,48 +81,49 @@ int items_of_warp(const ExpertMatrix& m) { return (m.items / m.num_parts + kWarp
 
 // Shared memory of a CTA. Two CTAs of these kernels must not meet on a multiprocessor, or some would have twice the work; but one of the
 // second products beside one of the first is what hides its beginning. So this takes a little more than half.
-int up_shared(UpArgs& e, const ExpertTable& table) {
+int up_shared(ExpertUpArgs& e, const ExpertTable& table) {
   const int half = (limits().sm - 2 * kTaken) / 2, budget = std::min(limits().block, half + 4096);
-  const int shared_strips = e.shared_share ? (e.usual[1].part[0].strips + e.shared_share - 1) / e.shared_share : 0;
-  e.strips = std::max((e.usual[0].part[0].strips + e.share - 1) / e.share, shared_strips);
+  const int shared_strips = e.shared_share ? (e.representative[1].part[0].strips + e.shared_share - 1) / e.shared_share : 0;
+  e.strips = std::max((e.representative[0].part[0].strips + e.share - 1) / e.share, shared_strips);
   e.flush = std::min(e.strips, 6);
   e.image = (table.image + 15) / 16 * 16, e.num_perms = table.num_perms, e.x_stride = table.stride;
   e.alike = table.alike >= e.choice.experts;
   e.room = 0, e.ring = {};
-  const int left = limits().block - kWarps * stages_of(gemv_path()) * (table.item + 8);
-  while (e.flush > 1 && UpShared::bytes(e) > left) e.flush--;
-  const int fixed = UpShared::bytes(e) + 8 * kWarps * 8;
-  e.ring = ring_shape(table.item, fixed, budget, 2 * e.strips * std::max(items_of_warp(e.usual[0]), items_of_warp(e.usual[1])));
+  const int left = limits().block - kWarps * stages_of(copy_path()) * (table.item + 8);
+  while (e.flush > 1 && ExpertUpSmem::bytes(e) > left) e.flush--;
+  const int fixed = ExpertUpSmem::bytes(e) + 8 * kWarps * 8;
+  e.ring = ring_shape(table.item, fixed, budget,
+                      2 * e.strips * std::max(items_of_warp(e.representative[0]), items_of_warp(e.representative[1])));
   const int most = std::max(e.ring.bytes(), budget - fixed);
   e.table_near = e.table_bytes() <= most;
   const int before = e.table_near ? e.table_bytes() : 0;
   e.sums_near = before + e.choice.bytes() <= most;
   e.room = (std::max(e.ring.bytes(), before + (e.sums_near ? e.choice.bytes() : 0)) + 15) / 16 * 16;
-  return std::max(UpShared::bytes(e), gemv_path() == kBulk ? half + 256 : 0);
+  return std::max(ExpertUpSmem::bytes(e), copy_path() == kBulk ? half + 256 : 0);
 }
 
-const char* up_launch(UpArgs e, const ExpertTable& table, int tokens, int& shared, cudaStream_t stream, bool pdl) {
+const char* up_launch(ExpertUpArgs e, const ExpertTable& table, int tokens, int& shared, cudaStream_t stream, bool pdl) {
   if (e.from.norm.width > kHeldWidth || e.from.norm.width % 4) return "experts have more inputs than a CTA holds";
-  share_out(e, table, tokens);
-  e.usual[0] = table.matrices()[0], e.usual[1] = table.matrices()[table.count - 1];
+  assign_strips(e, table, tokens);
+  e.representative[0] = table.matrices()[0], e.representative[1] = table.matrices()[table.count - 1];
   shared = up_shared(e, table);
   if (shared > limits().block) return "an expert's matrix needs more shared memory than the GPU has";
   const dim3 grid(static_cast<unsigned>(e.choice.top_k * e.share + e.shared_share), static_cast<unsigned>(tokens));
-  switch (gemv_path()) {
+  switch (copy_path()) {
     case kBulk:
-      return launch<up_kernel<kBulk>>(e, grid, shared, stream, pdl);
+      return launch<expert_up<kBulk>>(e, grid, shared, stream, pdl);
     case kAsync:
-      return launch<up_kernel<kAsync>>(e, grid, shared, stream, pdl);
+      return launch<expert_up<kAsync>>(e, grid, shared, stream, pdl);
     default:
-      return launch<up_kernel<kPlain>>(e, grid, shared, stream, pdl);
+      return launch<expert_up<kPlain>>(e, grid, shared, stream, pdl);
   }
 }
 
 // beside: shared memory of the first products' CTA.
-const char* down_launch(DownArgs d, const ExpertTable& table, int tokens, int beside, cudaStream_t stream, bool pdl) {
+const char* down_launch(ExpertDownArgs d, const ExpertTable& table, int tokens, int beside, cudaStream_t stream, bool pdl) {
   d.room = 0, d.ring = {};
   const int x_bytes = d.pairs * d.out.x_stride * 2, most = limits().block;
-  const int fixed = DownShared::bytes(d) + 8 * kWarps * 8, least = kWarps * 2 * table.item;
+  const int fixed = ExpertDownSmem::bytes(d) + 8 * kWarps * 8, least = kWarps * 2 * table.item;
   int useful = 0;
   for (int p = 0; p < d.pairs; p++) useful += table.matrices()[p < d.choice.top_k ? 0 : table.count - 1].items;
   useful = (useful + kWarps - 1) / kWarps * ((d.out.strips + d.out.grid - 1) / d.out.grid);
@@ -133,19 +133,19 @@ const char* down_launch(DownArgs d, const ExpertTable& table, int tokens, int be
   d.ring = ring_shape(table.item, fixed + (staged ? x_bytes : 0), budget, useful);
   d.sums_near = d.choice.bytes() <= std::max(d.ring.bytes(), budget - fixed - (staged ? x_bytes : 0));
   d.room = (std::max(d.ring.bytes(), d.sums_near ? d.choice.bytes() : 0) + 15) / 16 * 16;
-  const int shared = DownShared::bytes(d) + (staged ? x_bytes : 0);
+  const int shared = ExpertDownSmem::bytes(d) + (staged ? x_bytes : 0);
   if (shared > most) return "the experts of a token need more shared memory than the GPU has";
   const dim3 grid(static_cast<unsigned>(d.out.grid), static_cast<unsigned>(tokens));
-  switch (gemv_path()) {
+  switch (copy_path()) {
     case kBulk:
-      return staged ? launch<down_kernel<kBulk, true>>(d, grid, shared, stream, pdl)
-                    : launch<down_kernel<kBulk, false>>(d, grid, shared, stream, pdl);
+      return staged ? launch<expert_down<kBulk, true>>(d, grid, shared, stream, pdl)
+                    : launch<expert_down<kBulk, false>>(d, grid, shared, stream, pdl);
     case kAsync:
-      return staged ? launch<down_kernel<kAsync, true>>(d, grid, shared, stream, pdl)
-                    : launch<down_kernel<kAsync, false>>(d, grid, shared, stream, pdl);
+      return staged ? launch<expert_down<kAsync, true>>(d, grid, shared, stream, pdl)
+                    : launch<expert_down<kAsync, false>>(d, grid, shared, stream, pdl);
     default:
-      return staged ? launch<down_kernel<kPlain, true>>(d, grid, shared, stream, pdl)
-                    : launch<down_kernel<kPlain, false>>(d, grid, shared, stream, pdl);
+      return staged ? launch<expert_down<kPlain, true>>(d, grid, shared, stream, pdl)
+                    : launch<expert_down<kPlain, false>>(d, grid, shared, stream, pdl);
   }
 }
 
@@ -163,7 +163,7 @@ const char* make_expert_table(const std::vector<const uint8_t*>& heads, const st
     std::memcpy(&blob, heads[i], 8);
     const auto& h = *reinterpret_cast<const GpuHeader*>(head);
     if (h.num_parts != parts || parts > 2) return "an expert's matrices are not [gate; up] in two parts and down in one";
-    GemvArgs a{};
+    GemmArgs a{};
     set_weights(a, head, reinterpret_cast<const uint8_t*>(blob));
     MatrixInput in{};
     set_input(in, head, reinterpret_cast<const uint8_t*>(blob), nullptr, 1);
@@ -195,9 +195,9 @@ size_t routed_bytes(const int64_t* words, const GpuHeader& router, int tokens) {
   return r.inner(router, tokens) + static_cast<size_t>(tokens) * r.pairs() * r.host(1).stride * 2;
 }
 
-GemvArgs routed_down(const int64_t* words) {
+GemmArgs routed_down(const int64_t* words) {
   const ExpertTable& down = Routed{words}.host(1);
-  GemvArgs a{};
+  GemmArgs a{};
   a.part[0] = down.matrices()[0].part[0];  // strips and outputs, which all have
   a.num_parts = 1, a.strips = a.part[0].strips, a.tokens = 1, a.scale = 1.f, a.x_stride = down.stride;
   return a;
@@ -223,26 +223,26 @@ bool router_tap(const int64_t* words, const uint8_t* head, const uint8_t* blob, 
 int64_t router_stride(const GpuHeader& router) { return Routed::stride(router) + 4; }
 
 const char* routed_launch(const int64_t* words, const GpuHeader& router, bool tapped, const RowSource& from, uint8_t* room,
-                          const GemvArgs& down, int tokens, int capacity, cudaStream_t stream, bool pdl) {
+                          const GemmArgs& down, int tokens, int capacity, cudaStream_t stream, bool pdl) {
   const Routed r{words};
   auto* const inner = reinterpret_cast<half*>(room + r.inner(router, capacity));
   const ExpertTable &first = r.host(0), &second = r.host(1);
-  Choice choice{};
+  RoutingArgs choice{};
   choice.sums = reinterpret_cast<const float*>(room), choice.parts = tapped ? Routed::parts(router) : 1;
   choice.stride = Routed::stride(router), choice.rows = tapped ? r.rows() : 1;
   choice.experts = r.experts(), choice.top_k = r.top_k(), choice.gate = words[13] != 0, choice.renormalize = r.renormalize();
   choice.kind = tapped ? from.norm.kind : kNoNorm, choice.eps = from.norm.eps;
   choice.inverse_width = 1.f / static_cast<float>(from.norm.width);
 
-  UpArgs e{};
+  ExpertUpArgs e{};
   e.choice = choice, e.from = from, e.table = r.device(0), e.next_table = r.device(1), e.pairs = r.pairs();
   e.activation = static_cast<int>(words[8]), e.next = inner, e.next_stride = second.stride;
   int beside = 0;
   if (const char* wrong = up_launch(e, first, tokens, beside, stream, pdl)) return wrong;
 
-  DownArgs d{};
+  ExpertDownArgs d{};
   d.out = down, d.choice = choice, d.table = r.device(1), d.pairs = r.pairs(), d.image = (second.image + 15) / 16 * 16;
-  gemv_share(d.out, static_cast<Epilogue>(down.epilogue));
+  skinny_split(d.out, static_cast<Epilogue>(down.epilogue));
   d.out.x = inner;
   return down_launch(d, second, tokens, beside, stream, pdl);
 }

@@ -1,9 +1,9 @@
 // What a sparse layer's router makes of a product's outputs: the CTA that adds columns to the residual also multiplies them, times the
 // weights of the norm behind it, with the router's rows of these columns, so that choosing experts costs no launch of its own. What is left
-// per CTA are sums over its columns, which the experts' kernels add up (moe_choice.cuh); the norm's factor, the same for all experts, and
+// per CTA are sums over its columns, which the experts' kernels add up (moe_gemm.cuh); the norm's factor, the same for all experts, and
 // its mean are taken from two more sums. The router is dense: a fragment of 16 columns times 16 experts is 512 bytes of its blob.
 #pragma once
-#include "cuda/blob/item.cuh"
+#include "cuda/blob/item_mma.cuh"
 #include "cuda/runtime/pdl.cuh"
 
 namespace exl2nb {

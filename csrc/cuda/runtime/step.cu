@@ -2,9 +2,9 @@
 
 #include <algorithm>
 
-#include "cuda/gemm/persistent/chain.h"
-#include "cuda/gemm/skinny/gemv.h"
-#include "cuda/gemm/stream_k/many.h"
+#include "cuda/gemm/persistent/persistent_gemm.h"
+#include "cuda/gemm/skinny/skinny_gemm.h"
+#include "cuda/gemm/stream_k/stream_k_gemm.h"
 #include "cuda/moe/moe.h"
 #include "cuda/runtime/elementwise.h"
 #include "cuda/runtime/step_attention.h"
@@ -74,24 +74,25 @@ class Walker {
   // The input of the matrix, at a place, for so many tokens.
   MatrixInput input(const Weight& w, size_t at, int tokens) const {
     MatrixInput in;
-    set_input(in, w.head, w.blob, reinterpret_cast<half*>(base_ + at), many_room(s_.capacity));
+    set_input(in, w.head, w.blob, reinterpret_cast<half*>(base_ + at), stream_k_rows(s_.capacity));
     in.group = group(tokens);
     return in;
   }
   MatrixInput input(const Weight& w, size_t at) const { return input(w, at, s_.tokens); }
-  // How products of so many tokens want their inputs (fragment.cuh): those of many.h in groups. A step has all its products there, or none.
-  int group(int tokens) const { return many_ && tokens >= s_.many && tokens > kFewTokens ? many_group(tokens) : 0; }
-  bool many(const GemvArgs& a) const { return group(a.tokens) != 0 && !a.rows; }
+  // How products of so many tokens want their inputs (fragment.cuh): those of stream_k_gemm.h in groups. A step has all its products there,
+  // or none.
+  int group(int tokens) const { return many_ && tokens >= s_.many && tokens > kSkinnyTokens ? stream_k_group(tokens) : 0; }
+  bool many(const GemmArgs& a) const { return group(a.tokens) != 0 && !a.rows; }
   bool all_many(const int64_t* w) const {
     if (!s_.many || s_.tokens < s_.many) return false;
     for (; w < end_; w += kWords[w[0]]) {
       if (w[0] == kOpRouted) return false;
       if (w[0] == kOpEmbed || w[0] == kOpAttention) continue;
-      GemvArgs a{};
+      GemmArgs a{};
       const Weight weight(w[w[0] == kOpResidual ? 1 : 3]);
       set_weights(a, weight.head, weight.blob);
       a.tokens = s_.tokens;
-      if (!many_takes(a)) return false;
+      if (!stream_k_takes(a)) return false;
     }
     return true;
   }
@@ -103,8 +104,8 @@ class Walker {
     const int bias = w[0] == kOpQkv ? 17 : w[0] == kOpGateUp ? 6 : w[0] == kOpRouted ? 9 : 5;
     return norm(w[1], w[2], w[bias], w[bias + 1] & 1, H_);
   }
-  GemvArgs matrix(const Weight& w, const MatrixInput& in) const {
-    GemvArgs a{};
+  GemmArgs matrix(const Weight& w, const MatrixInput& in) const {
+    GemmArgs a{};
     set_weights(a, w.head, w.blob);
     a.tokens = s_.tokens, a.x = in.x, a.x_stride = in.stride, a.x_perm_stride = in.perm_stride, a.scale = 1.f;
     return a;
@@ -125,18 +126,18 @@ class Walker {
   // What the op at w makes of its normed input.
   static Epilogue epilogue_of(const int64_t* w) { return w[0] == kOpGateUp ? kActivation : kStore; }
   // The op's product without what it writes.
-  GemvArgs product(const int64_t* w) const {
+  GemmArgs product(const int64_t* w) const {
     const Weight weight(w[3]);
-    GemvArgs a = matrix(weight, input(weight, at_.normed));
+    GemmArgs a = matrix(weight, input(weight, at_.normed));
     a.gated = w[0] == kOpGateUp && w[8] != 0;
     if (w[0] == kOpGateUp) a.next = input(Weight(reader(w, end_, w[9])[1]), at_.act[w[9]]);
     if (w[0] == kOpHead) a.tokens = s_.logit_count;
     return a;
   }
-  bool makes(const int64_t* w) const { return gemv_makes(product(w), epilogue_of(w), H_); }
+  bool makes(const int64_t* w) const { return skinny_fuses_norm(product(w), epilogue_of(w), H_); }
   // The product of a QKV, GATE_UP, ROUTED or HEAD op with its normed input, which the kernel before has left, or a kernel makes now, or the
   // product itself.
-  const char* normed_product(const int64_t* w, GemvArgs& a) {
+  const char* normed_product(const int64_t* w, GemmArgs& a) {
     const NormArgs n = norm_of(w);
     const bool head = w[0] == kOpHead;
     const MatrixInput in = input(Weight(w[3]), at_.normed, head ? s_.logit_count : s_.tokens);
@@ -171,12 +172,12 @@ class Walker {
   }
 
   // A product that only writes its sums.
-  const char* store(const GemvArgs& a) {
-    return many(a) ? many_launch(a, group(a.tokens), ahead_, base_ + at_.many, stream_, pdl_) : gemv_launch(a, kStore, stream_, pdl_);
+  const char* store(const GemmArgs& a) {
+    return many(a) ? stream_k_launch(a, group(a.tokens), ahead_, base_ + at_.many, stream_, pdl_) : skinny_launch(a, kStore, stream_, pdl_);
   }
 
   const char* qkv(const int64_t* w) {
-    GemvArgs a;
+    GemmArgs a;
     if (const char* wrong = normed_product(w, a)) return wrong;
     a.out = reinterpret_cast<float*>(base_ + at_.qkv), a.out_stride = Weight(w[3]).header().N, a.bias = address<float>(w[4]);
     last_qkv_ = w, early_ = nullptr;
@@ -184,10 +185,10 @@ class Walker {
     // In front of chains a chain of its own, which is quicker and whose sums attention can look for.
     const int64_t *const then = w + kWords[w[0]], *const o = then < end_ ? then + kWords[then[0]] : end_;
     const Weight weight(w[3]);
-    ChainLink alone{a, weight.head, weight.blob, kStore};
-    if (many(a) || o >= end_ || !chains(o) || !chain_tokens(&alone, 1)) return store(a);
+    PersistentOp alone{a, weight.head, weight.blob, kStore};
+    if (many(a) || o >= end_ || !chains(o) || !persistent_tokens(&alone, 1)) return store(a);
     announce(alone, then, w);
-    return chain_launch(&alone, 1, base_ + at_.chain, at_.chain_bytes, stream_, pdl_);
+    return persistent_launch(&alone, 1, base_ + at_.chain, at_.persistent_bytes, stream_, pdl_);
   }
 
   const char* attention(const int64_t* w) {
@@ -209,33 +210,33 @@ class Walker {
   bool looks(const int64_t* w, const int64_t* q) {
     if (w >= end_ || w[0] != kOpAttention || w[4] < 0 || w[4] >= s_.layers) return false;
     const int64_t* o = w + kWords[w[0]];
-    if (o >= end_ || o != reader(w, end_, 0) || s_.tokens > kChainTokens) return false;
+    if (o >= end_ || o != reader(w, end_, 0) || s_.tokens > kPersistentTokens) return false;
     return chains(o) >= s_.tokens && attention_looks(attention_of(w, q));
   }
   // Lets what is the last of a chain, the QKV op q, announce its sums, if the attention at w can look for them.
-  void announce(ChainLink& last, const int64_t* w, const int64_t* q) {
+  void announce(PersistentOp& last, const int64_t* w, const int64_t* q) {
     if (!looks(w, q)) return;
     early_ = reinterpret_cast<float*>(base_ + at_.early[early_turn_ ^= 1]);
-    last.a.out = early_, last.announces = true;
+    last.a.out = early_, last.lamport = true;
   }
   // Tokens of a launch of the chain that begins with attention's output at w; 0: none does.
   int chains(const int64_t* w) {
-    if (w[0] != kOpResidual || s_.tokens > kMaxTokens || !s_.many) return 0;
-    ChainLink link[4] = {};
+    if (w[0] != kOpResidual || s_.tokens > kSkinnyTokens || !s_.many) return 0;
+    PersistentOp link[4] = {};
     const int64_t* op[4];
     const Ready ready = ready_;
     const int squares = squares_, count = links(w, link, op);
     ready_ = ready, squares_ = squares;
-    return count ? chain_tokens(link, count) : 0;
+    return count ? persistent_tokens(link, count) : 0;
   }
 
   const char* add(const int64_t* w) {
     const Weight weight(w[1]);
-    GemvArgs a = matrix(weight, input(weight, at_.act[w[6]]));
+    GemmArgs a = matrix(weight, input(weight, at_.act[w[6]]));
     a.bias = address<float>(w[2]);
     ready_ = kNothing;
     const bool leads = !w[3] && many(a) && many_lead_on(a, w, w + kWords[kOpResidual]);
-    if (leads) return many_launch(a, group(a.tokens), ahead_, base_ + at_.many, stream_, pdl_);
+    if (leads) return stream_k_launch(a, group(a.tokens), ahead_, base_ + at_.many, stream_, pdl_);
     if (w[3] || many(a)) {  // a norm of what is added; or the next rows' kernel adds it
       a.out = sum(), a.out_stride = H_;
       if (const char* wrong = store(a)) return wrong;
@@ -243,16 +244,16 @@ class Walker {
     }
     a.residual = residual(), a.residual_stride = H_, a.scale = real(w[5]);
     if (!tap(a, w + kWords[kOpResidual])) lead_on(a, w + kWords[kOpResidual]);
-    return gemv_launch(a, kResidual, stream_, pdl_);
+    return skinny_launch(a, kResidual, stream_, pdl_);
   }
 
   // What follows a product in a chain.
-  void scaled(GemvArgs& a, const int64_t* next) const {
+  void scaled(GemmArgs& a, const int64_t* next) const {
     a.inverse_width = 1.f / static_cast<float>(H_), a.eps = norm_of(next).eps, a.bias = address<float>(next[4]);
   }
   // The chain that begins with attention's output at w, if the ops are such: its links, the ops behind which they stand. Returns their
   // number.
-  int links(const int64_t* w, ChainLink (&link)[4], const int64_t* (&op)[4]) {
+  int links(const int64_t* w, PersistentOp (&link)[4], const int64_t* (&op)[4]) {
     const auto next = [&](const int64_t* v) { return v < end_ ? v + kWords[v[0]] : end_; };
     const auto rms = [&](const int64_t* v) { return norm_of(v).kind == kRmsNorm && !norm_of(v).bias; };
     op[0] = w;
@@ -262,7 +263,7 @@ class Walker {
     if (down[3] || down[6] != up[9] || !rms(up) || (then[0] == kOpQkv && !rms(then))) return 0;
     const auto adds = [&](const int64_t* v, const int64_t* to) {  // v's product, which leads on to the op at `to`
       const Weight m(v[1]);
-      GemvArgs a = matrix(m, input(m, at_.act[v[6]]));
+      GemmArgs a = matrix(m, input(m, at_.act[v[6]]));
       a.bias = address<float>(v[2]), a.residual = residual(), a.residual_stride = H_, a.scale = real(v[5]);
       ready_ = kNothing;
       lead_on(a, to);
@@ -274,24 +275,24 @@ class Walker {
     link[2] = {adds(down, then), D.head, D.blob, kResidual};
     scaled(link[1].a, up), link[1].a.activation = static_cast<int>(up[5]);
     if (then[0] != kOpQkv) {
-      squares_ = chain_ctas(link, 3);
+      squares_ = persistent_ctas(link, 3);
       return 3;
     }
     link[3] = {product(then), Q.head, Q.blob, kStore};
     scaled(link[3].a, then), link[3].a.out = reinterpret_cast<float*>(base_ + at_.qkv), link[3].a.out_stride = Q.header().N;
     return 4;
   }
-  // The products from attention's output at w to the next QKV in one launch (chain.h), where they can be: w is then the last of them. One
-  // to eight tokens, always or never; and not where nine or more must give the same bits as they.
+  // The products from attention's output at w to the next QKV in one launch (persistent_gemm.h), where they can be: w is then the last of
+  // them. One to eight tokens, always or never; and not where nine or more must give the same bits as they.
   bool chain(const int64_t*& w, const char*& wrong) {
     if (!chains(w)) return false;
-    ChainLink link[4] = {};
+    PersistentOp link[4] = {};
     const int64_t* op[4];
     const int count = links(w, link, op);
-    if (early_) link[0].spent = early_, link[0].spent_count = s_.tokens * Weight(last_qkv_[3]).header().N / 4;
+    if (early_) link[0].clear = early_, link[0].clear_count = s_.tokens * Weight(last_qkv_[3]).header().N / 4;
     early_ = nullptr;
     if (count == 4) last_qkv_ = op[3], announce(link[3], op[3] + kWords[op[3][0]], op[3]);
-    wrong = chain_launch(link, count, base_ + at_.chain, at_.chain_bytes, stream_, pdl_);
+    wrong = persistent_launch(link, count, base_ + at_.chain, at_.persistent_bytes, stream_, pdl_);
     chained_ = true;
     w = op[count - 1];
     if (count == 4) ready_ = kNothing;
@@ -299,7 +300,7 @@ class Walker {
   }
 
   // Lets a product that adds to the residual also be the router of the op at `next`, if it can.
-  bool tap(GemvArgs& a, const int64_t* next) {
+  bool tap(GemmArgs& a, const int64_t* next) {
     if (next >= end_ || next[0] != kOpRouted) return false;
     const Weight router(next[3]);
     if (!router_tap(next, router.head, router.blob, reinterpret_cast<float*>(base_ + at_.routed), a.router)) return false;
@@ -308,25 +309,25 @@ class Walker {
     return true;
   }
   // Where a product that adds to the residual can also write the input of the op at `next`: its norm's weights and squares.
-  void lead_on(GemvArgs& a, const int64_t* next) {
+  void lead_on(GemmArgs& a, const int64_t* next) {
     if (next >= end_ || next[0] == kOpAttention || next[0] == kOpResidual) return;
     const NormArgs n = norm_of(next);
     if (n.kind != kRmsNorm || n.bias) return;
     a.next = input(Weight(next[3]), at_.normed), a.next_norm = n.weight;
     a.next_squares = reinterpret_cast<float*>(base_ + at_.squares);
-    squares_ = gemv_grid(a, kResidual);
+    squares_ = skinny_grid(a, kResidual);
     ready_ = kUnscaled;
   }
   // The same for a product of many tokens, which otherwise only stores. w: its op. The head may be asked for fewer rows.
-  bool many_lead_on(GemvArgs& a, const int64_t* w, const int64_t* next) {
+  bool many_lead_on(GemmArgs& a, const int64_t* w, const int64_t* next) {
     const bool reads = next < end_ && (next[0] == kOpQkv || next[0] == kOpGateUp || (next[0] == kOpHead && !s_.logit_rows));
     if (!reads) return false;
     const NormArgs n = norm_of(next);
     a.residual = residual(), a.residual_stride = H_, a.scale = real(w[5]);
-    if (n.kind != kRmsNorm || n.bias || !many_adds(a)) return false;
+    if (n.kind != kRmsNorm || n.bias || !stream_k_fuses_residual(a)) return false;
     a.next = input(Weight(next[3]), at_.normed), a.next_norm = n.weight;
     a.next_squares = reinterpret_cast<float*>(base_ + at_.squares);
-    squares_ = many_squares(H_), ready_ = kUnscaled;
+    squares_ = stream_k_squares(H_), ready_ = kUnscaled;
     return true;
   }
   // residual += scale * norm(sum): the op at `next` does it where it can.
@@ -341,22 +342,22 @@ class Walker {
   }
 
   const char* gate_up(const int64_t* w) {
-    GemvArgs a;
+    GemmArgs a;
     if (const char* wrong = normed_product(w, a)) return wrong;
     ready_ = kNothing;
     a.bias = address<float>(w[4]), a.activation = static_cast<int>(w[5]);
-    if (many(a) && many_pairs(a)) return many_launch(a, group(a.tokens), ahead_, base_ + at_.many, stream_, pdl_);
-    return many(a) ? wide_gate_up(a, Weight(w[3]).header().N) : gemv_launch(a, kActivation, stream_, pdl_);
+    if (many(a) && stream_k_fuses_gate(a)) return stream_k_launch(a, group(a.tokens), ahead_, base_ + at_.many, stream_, pdl_);
+    return many(a) ? wide_gate_up(a, Weight(w[3]).header().N) : skinny_launch(a, kActivation, stream_, pdl_);
   }
   // Both halves to memory, then the gate; so many tokens at a time as a launch takes.
-  const char* wide_gate_up(const GemvArgs& all, int N) {
-    for (int first = 0; first < all.tokens; first += kManyTokens) {
-      GemvArgs a = all;
-      a.tokens = std::min(kManyTokens, all.tokens - first), a.x += static_cast<size_t>(first) * a.x_stride;
+  const char* wide_gate_up(const GemmArgs& all, int N) {
+    for (int first = 0; first < all.tokens; first += kStreamKTokens) {
+      GemmArgs a = all;
+      a.tokens = std::min(kStreamKTokens, all.tokens - first), a.x += static_cast<size_t>(first) * a.x_stride;
       if (a.squares) a.squares += static_cast<size_t>(first) * a.squares_count;
       a.next.x += static_cast<size_t>(first) * a.next.stride;
       a.out = reinterpret_cast<float*>(base_ + at_.wide), a.out_stride = N;
-      if (const char* wrong = many_launch(a, group(all.tokens), ahead_, base_ + at_.many, stream_, pdl_)) return wrong;
+      if (const char* wrong = stream_k_launch(a, group(all.tokens), ahead_, base_ + at_.many, stream_, pdl_)) return wrong;
       const GatesArgs gates{a.out, a.out_stride, a.part[0].outputs, a.gated, a.activation, a.next};
       if (const char* wrong = gates_launch(gates, a.tokens, stream_, pdl_)) return wrong;
     }
@@ -369,15 +370,15 @@ class Walker {
     uint8_t* const room = base_ + at_.routed;
     const int64_t* next = w + kWords[kOpRouted];
     if (!tapped) {
-      GemvArgs a;
+      GemmArgs a;
       if (const char* wrong = normed_product(w, a)) return wrong;
       a.out = reinterpret_cast<float*>(room), a.out_stride = router_stride(router);
       a.late = true;  // so that the experts' kernels may read the residual, and the second one the choice, while this one works
-      if (const char* wrong = gemv_launch(a, kStore, stream_, pdl_)) return wrong;
+      if (const char* wrong = skinny_launch(a, kStore, stream_, pdl_)) return wrong;
     }
     ready_ = kNothing;
     const RowSource from = rows(norm_of(w));
-    GemvArgs d = routed_down(w);
+    GemmArgs d = routed_down(w);
     if (w[14]) {
       d.epilogue = kStore, d.out = sum(), d.out_stride = H_;
     } else {
@@ -390,13 +391,14 @@ class Walker {
 
   const char* head(const int64_t* w) {
     if (s_.logit_count == 0) return nullptr;
-    GemvArgs a;
+    GemmArgs a;
     if (const char* wrong = normed_product(w, a)) return wrong;
     a.bias = address<float>(w[4]);
     a.out = s_.logits, a.out_stride = Weight(w[3]).header().N;
     const Weight weight(w[3]);
-    const ChainLink alone{a, weight.head, weight.blob, kStore};
-    if (chained_ && a.squares && chain_tokens(&alone, 1)) return chain_launch(&alone, 1, base_ + at_.chain, at_.chain_bytes, stream_, pdl_);
+    const PersistentOp alone{a, weight.head, weight.blob, kStore};
+    if (chained_ && a.squares && persistent_tokens(&alone, 1))
+      return persistent_launch(&alone, 1, base_ + at_.chain, at_.persistent_bytes, stream_, pdl_);
     return store(a);
   }
 
@@ -413,7 +415,7 @@ class Walker {
   bool many_ = false, chained_ = false;
   float* early_ = nullptr;  // what the last QKV wrote, where it announces itself
   int early_turn_ = 0;
-  ManyNext ahead_{};
+  StreamKNext ahead_{};
   const int64_t* last_qkv_ = nullptr;
 };
 

@@ -4,11 +4,11 @@
 // kernel that adds to the residual also writes the next matrix's input, times the norm's weights but not yet divided by the root mean
 // square; the next one multiplies its outputs by that. A LayerNorm, and a norm behind attention or MLP, need the whole row first: for few
 // tokens every CTA of the next product makes it (norm.cuh), for more a small kernel in between. Experts: moe.h. More than eight tokens,
-// where every product takes them: many.h, the same five kernels; but the last norm, where not all rows want logits, and norms of other
-// kinds, are kernels of their own.
-// One to eight tokens on Hopper: attention, and all products from its output to the next QKV in one launch (chain.h), the first QKV and
-// the head in ones of their own, where nine or more need not have the same bits; up to four tokens' attention takes QKV as the chain writes
-// it. A blob's word is the address of a host copy of its head: int64 address on the device, then header and parts (blob.h).
+// where every product takes them: stream_k_gemm.h, the same five kernels; but the last norm, where not all rows want logits, and norms of
+// other kinds, are kernels of their own. One to eight tokens on Hopper: attention, and all products from its output to the next QKV in one
+// launch (persistent_gemm.h), the first QKV and the head in ones of their own, where nine or more need not have the same bits; up to four
+// tokens' attention takes QKV as the chain writes it. A blob's word is the address of a host copy of its head: int64 address on the device,
+// then header and parts (blob.h).
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -24,14 +24,15 @@ struct GpuStep {
   void* const* v_pools;
   int layers, num_kv_heads, head_dim, k_format, v_format;
   float* logits;
-  int many;  // so many tokens, at least nine, or more go through many.cuh: faster, but other bits than those of fewer tokens; 0: never,
-             // and no chains (chain.h)
+  int many;  // so many tokens, at least nine, or more go through stream_k_gemm.cuh: faster, but other bits than those of fewer tokens; 0:
+             // never, and no chains (persistent_gemm.h)
 };
 
 // Bytes of workspace for up to `capacity` tokens, or what is wrong with the program; vocab: logits per row.
 std::string step_workspace(const int64_t* code, int64_t words, int capacity, size_t& bytes, int64_t& vocab);
 // workspace: zeroed once by its owner, then used with one capacity only, by one step at a time. Steps in different streams of one device
-// must not overlap where they have chains (chain.h) or products of many tokens. Captures into a graph: neither allocates nor waits.
+// must not overlap where they have chains (persistent_gemm.h) or products of many tokens. Captures into a graph: neither allocates nor
+// waits.
 std::string step_launch(const int64_t* code, int64_t words, const GpuStep& step, void* workspace, size_t bytes, void* stream, bool pdl);
 
 }  // namespace exl2nb

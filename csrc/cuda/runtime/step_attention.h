@@ -4,7 +4,7 @@
 
 #include "cuda/attention/attention.h"
 #include "cuda/attention/cache_format.cuh"
-#include "cuda/gemm/stream_k/many.h"
+#include "cuda/gemm/stream_k/stream_k_gemm.h"
 #include "cuda/runtime/step.h"
 #include "cuda/runtime/step_plan.h"
 #include "format/program.h"
@@ -12,7 +12,7 @@
 namespace exl2nb {
 
 // The first keys and values of the attention at w, as many as find room in the L2 cache beside the weights that pass through.
-inline ManyKeys attention_keys(const GpuStep& s, const int64_t* w) {
+inline StreamKKeys attention_keys(const GpuStep& s, const int64_t* w) {
   constexpr int64_t kRoom = 24 << 20;
   const int64_t layer = w[4], heads = s.num_kv_heads, dim = s.head_dim;
   if (w[2] || layer < 0 || layer >= s.layers) return {};  // a window may have left them behind

@@ -5,10 +5,11 @@
 #include <string>
 
 #include "cuda/attention/attention.h"
-#include "cuda/gemm/persistent/chain.h"
-#include "cuda/gemm/skinny/gemv.h"
-#include "cuda/gemm/stream_k/many.h"
+#include "cuda/gemm/persistent/persistent_gemm.h"
+#include "cuda/gemm/skinny/skinny_gemm.h"
+#include "cuda/gemm/stream_k/stream_k_gemm.h"
 #include "cuda/moe/moe.h"
+#include "cuda/runtime/device.cuh"
 #include "format/program.h"
 
 namespace exl2nb {
@@ -34,12 +35,12 @@ struct Room {
   }
 };
 struct Layout {
-  size_t residual[2], normed, qkv, act[2], sum, wide, squares, attention, routed, many, chain, chain_bytes, bytes, attention_bytes;
+  size_t residual[2], normed, qkv, act[2], sum, wide, squares, attention, routed, many, chain, persistent_bytes, bytes, attention_bytes;
   size_t early[2], early_bytes;  // QKV that announces itself (announced.cuh), by turns of layers; zeros between steps
 };
 
 inline size_t input_bytes(const Weight& w, int tokens) {
-  return static_cast<size_t>(w.perms()) * input_stride(w.header()) * many_room(tokens) * 2;
+  return static_cast<size_t>(w.perms()) * input_stride(w.header()) * stream_k_rows(tokens) * 2;
 }
 
 // The op after `w` that reads what lies in buffer `side`.
@@ -54,7 +55,7 @@ inline std::string plan(const int64_t* code, int64_t words, int tokens, Layout& 
     return "the program is not the code of a Program";
   const int64_t H = code[4];
   size_t normed = 0, qkv = 0, act[2] = {0, 0}, wide = 0, attention = 0, routed = 0, early = 0;
-  const bool many = tokens > kFewTokens;
+  const bool many = tokens > kSkinnyTokens;
   bool summed = many;
   int inner = 0;
   vocab = 0;
@@ -66,13 +67,13 @@ inline std::string plan(const int64_t* code, int64_t words, int tokens, Layout& 
       case kOpQkv:
         normed = std::max(normed, input_bytes(Weight(w[3]), tokens));
         qkv = std::max(qkv, static_cast<size_t>(Weight(w[3]).header().N) * tokens * 4);
-        early = std::max(early, static_cast<size_t>(Weight(w[3]).header().N) * kChainTokens * 4);
+        early = std::max(early, static_cast<size_t>(Weight(w[3]).header().N) * kPersistentTokens * 4);
         attention = std::max(attention,
                              attention_workspace_bytes(tokens, static_cast<int>(w[9]), static_cast<int>(w[10]), static_cast<int>(w[11])));
         break;
       case kOpGateUp:
         normed = std::max(normed, input_bytes(Weight(w[3]), tokens));
-        if (many) wide = std::max(wide, static_cast<size_t>(Weight(w[3]).header().N) * std::min(tokens, kManyTokens) * 4);
+        if (many) wide = std::max(wide, static_cast<size_t>(Weight(w[3]).header().N) * std::min(tokens, kStreamKTokens) * 4);
         if (!reader(w, end, w[9])) return "nothing reads the MLP's result";
         break;
       case kOpResidual:
@@ -104,13 +105,13 @@ inline std::string plan(const int64_t* code, int64_t words, int tokens, Layout& 
   for (int i = 0; i < 2; i++) layout.act[i] = room.take(act[i]);
   layout.sum = room.take(summed ? static_cast<size_t>(tokens) * H * 4 : 0);
   layout.wide = room.take(wide);
-  layout.squares = room.take(static_cast<size_t>(tokens) * std::max(num_sms(), many_squares(static_cast<int>(H))) * 4);
+  layout.squares = room.take(static_cast<size_t>(tokens) * std::max(multiprocessors(), stream_k_squares(static_cast<int>(H))) * 4);
   layout.attention = room.take(attention);
   layout.attention_bytes = attention;
   layout.routed = room.take(routed);
-  layout.chain_bytes = chain_bytes(static_cast<int>(H), inner);
-  layout.chain = room.take(layout.chain_bytes);
-  layout.many = room.take(many_workspace(tokens));
+  layout.persistent_bytes = persistent_bytes(static_cast<int>(H), inner);
+  layout.chain = room.take(layout.persistent_bytes);
+  layout.many = room.take(stream_k_workspace(tokens));
   for (size_t& at : layout.early) at = room.take(early);
   layout.early_bytes = early;
   layout.bytes = room.at;

@@ -4,17 +4,14 @@
 // per column and half unit, from the 4-bit code. GPTQ: the zero point goes into the constant that takes a field's offset off, where it
 // costs nothing, (code - zero) being exact in fp16; the scale is applied to the sum of a unit.
 #pragma once
-#include <cuda_fp16.h>
-
 #include <type_traits>
 
-#include "cuda/blob/blob.h"
-#include "cuda/blob/fields.cuh"
+#include "cuda/blob/dequant.cuh"
 #include "cuda/runtime/pdl.cuh"
 
 namespace exl2nb {
 
-enum GemvPath { kBulk = 0, kAsync = 1, kPlain = 2 };
+enum CopyPath { kBulk = 0, kAsync = 1, kPlain = 2 };
 
 // c += A B for one k-step of 16; START: c = A B.
 template <int PATH, bool START>
@@ -34,35 +31,6 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t* a, uint32_t b
   asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3},{%4,%5},{%6},{%0,%1,%2,%3};"
                : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                : "r"(a[2]), "r"(a[3]), "r"(b1));
-}
-
-// The format's step of a scale code: fp16((code + 1)^2 * unit).
-__device__ __forceinline__ half2 steps_of(uint32_t code, half unit) {
-  uint32_t v = lop_and_or(code | (code << 12), 0x000f000fu, 0x64006400u);
-  const half2 s = __hadd2(*reinterpret_cast<half2*>(&v), __float2half2_rn(-1023.f));
-  return __hmul2(__hmul2(s, s), __half2half2(unit));
-}
-
-template <int B>
-__device__ __forceinline__ void load_unit(const uint8_t* p, int lane, uint32_t* w) {
-  if constexpr (B >= 4) {
-    const uint4 v = *reinterpret_cast<const uint4*>(p + lane * 16);
-    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
-  }
-  if constexpr (B == 8) {
-    const uint4 v = *reinterpret_cast<const uint4*>(p + 512 + lane * 16);
-    w[4] = v.x, w[5] = v.y, w[6] = v.z, w[7] = v.w;
-  }
-  if constexpr (B == 6) {
-    const uint2 v = *reinterpret_cast<const uint2*>(p + 512 + lane * 8);
-    w[4] = v.x, w[5] = v.y;
-  }
-  if constexpr (B == 5) w[4] = *reinterpret_cast<const uint32_t*>(p + 512 + lane * 4);
-  if constexpr (B == 2 || B == 3) {
-    const uint2 v = *reinterpret_cast<const uint2*>(p + lane * 8);
-    w[0] = v.x, w[1] = v.y;
-  }
-  if constexpr (B == 3) w[2] = *reinterpret_cast<const uint32_t*>(p + 256 + lane * 4);
 }
 
 // This lane's activations of 32 stored rows; zero for a token that is not there.
@@ -109,8 +77,8 @@ __device__ __forceinline__ void compute(const uint8_t* st, int units, const half
       const uint4 xa = load_x<STAGED>(x + i * 64, live), xb = load_x<STAGED>(x + i * 64 + 32, live);
       load_unit<B>(st + i * (128 * B), lane, w);
       const half2 unit = steps[i];
-      dq<B>(w, h);
-      take_offsets<B>(h);
+      dequantize<B>(w, h);
+      subtract_offsets<B>(h);
       float a[4], b[4];
       mma<PATH, true>(a, h, xa.x, xa.y);
       mma<PATH, true>(b, h + 8, xb.x, xb.y);
@@ -130,17 +98,6 @@ __device__ __forceinline__ void compute(const uint8_t* st, int units, const half
   }
 }
 
-// Of a GPTQ item: this lane's scales and zero points, columns g and g + 8; set: of the units' scale sets.
-struct GptqSet {
-  half2 scale, zero;
-};
-__device__ __forceinline__ GptqSet load_set(const uint8_t* sets, int set, int lane) {
-  const uint2 v = *reinterpret_cast<const uint2*>(sets + set * kGptqSet + (lane >> 2) * 8);
-  GptqSet s;
-  s.scale = *reinterpret_cast<const half2*>(&v.x), s.zero = *reinterpret_cast<const half2*>(&v.y);
-  return s;
-}
-
 template <int PATH, int B, bool STAGED, bool ONE>
 __device__ __forceinline__ void compute_gptq(const uint8_t* st, int units, int shift, const half* x, bool live, int lane, float (&y)[4]) {
   const uint8_t* sets = st + units * (128 * B);
@@ -151,8 +108,8 @@ __device__ __forceinline__ void compute_gptq(const uint8_t* st, int units, int s
     load_unit<B>(st + i * (128 * B), lane, w);
     const GptqSet first = load_set(sets, ONE ? i >> shift : 2 * i, lane);
     const GptqSet second = ONE ? first : load_set(sets, 2 * i + 1, lane);
-    dq<B>(w, h);
-    take_zeros<B>(h, first.zero, second.zero);
+    dequantize<B>(w, h);
+    subtract_zeros<B>(h, first.zero, second.zero);
     float a[4], b[4];
     mma<PATH, true>(a, h, xa.x, xa.y);
     mma<PATH, true>(b, h + 8, xb.x, xb.y);
@@ -170,20 +127,22 @@ __device__ __forceinline__ void compute_gptq(const uint8_t* st, int units, int s
 }
 
 // An item of the image in four registers: fields are taken out where they are used, which costs less than keeping them apart.
-struct ItemWords {
+struct ItemDesc {
   uint4 words;
-  __device__ __forceinline__ explicit ItemWords(const Item& item) : words(*reinterpret_cast<const uint4*>(&item)) {}
+  __device__ __forceinline__ explicit ItemDesc(const Item& item) : words(*reinterpret_cast<const uint4*>(&item)) {}
+  __device__ __forceinline__ ItemDesc(uint32_t kind, uint32_t rest) : words{0, kind, 0, rest} {}  // without offset, bytes and unit0
   __device__ __forceinline__ int block() const { return words.y & 0xffff; }
   __device__ __forceinline__ int bits() const { return words.y >> 16 & 0xff; }
   __device__ __forceinline__ int units() const { return words.y >> 24; }
   __device__ __forceinline__ int unit0() const { return words.z >> 16; }
   __device__ __forceinline__ bool one() const { return words.w & 0xff; }
+  __device__ __forceinline__ bool lone() const { return words.w >> 8 & 0xff; }
   __device__ __forceinline__ int scales() const { return words.w >> 16 & 0xff; }
 };
 
 // Any item. st: its bytes; steps: of its first unit; x: this lane's activations of its first row.
 template <int PATH, bool STAGED>
-__device__ __forceinline__ void compute_item(const ItemWords& it, const uint8_t* st, const half2* steps, const half* x, bool live, int lane,
+__device__ __forceinline__ void compute_item(const ItemDesc& it, const uint8_t* st, const half2* steps, const half* x, bool live, int lane,
                                              float (&y)[4]) {
   const int bits = it.bits(), units = it.units();
   auto exl2 = [&](auto one) {

@@ -11,9 +11,9 @@
 #include <cuda_fp16.h>
 
 #include "cuda/blob/blob.h"
-#include "cuda/blob/item.cuh"
+#include "cuda/blob/item_mma.cuh"
+#include "cuda/gemm/fragment.cuh"
 #include "cuda/gemm/norm.cuh"
-#include "cuda/gemm/stream_k/fragment.cuh"
 #include "cuda/moe/router.cuh"
 #include "cuda/runtime/pdl.cuh"
 
@@ -22,11 +22,11 @@ namespace exl2nb {
 // Slots of a warp's ring; without asynchronous copies (sm_75, with 64 KB of shared memory) there is nothing to fill ahead.
 EXL2NB_BOTH constexpr int stages_of(int path) { return path == kPlain ? 1 : 2; }
 EXL2NB_BOTH constexpr int num_bars(int path) { return stages_of(path) * kWarps + 2; }  // of the rings, the activations and the image
-constexpr int kThreads = kWarps * 32, kMaxTokens = 8;
-static_assert(kMaxTokens <= kWarps, "a warp adds one token to the residual");
+constexpr int kThreads = kWarps * 32, kSkinnyTokens = 8;
+static_assert(kSkinnyTokens <= kWarps, "a warp adds one token to the residual");
 static_assert(kThreads == kRowThreads, "a CTA holds a row");
 
-struct GemvPart {
+struct GemmPart {
   const uint8_t* data;
   int first_strip, strips, first_column, outputs, perm;
   int shift, whole, rest;  // CTA b owns strip (b - shift) mod grid and every grid-th after it: `whole`, the first `rest` of them one more
@@ -35,8 +35,8 @@ struct GemvPart {
 
 enum Epilogue { kStore = 0, kResidual = 1, kActivation = 2 };
 
-struct GemvArgs {
-  GemvPart part[kMaxParts];
+struct GemmArgs {
+  GemmPart part[kMaxParts];
   const uint8_t* head;                  // on the host: header and parts (blob.h)
   const uint8_t* image;                 // items, steps and ends of all parts
   int num_parts, strips, items, units;  // sums over the parts
@@ -78,20 +78,20 @@ struct GemvArgs {
   bool gated;
 };
 
-EXL2NB_BOTH inline int padded_image(const GemvArgs& A) { return (image_bytes(A.items, A.units, A.num_parts) + 15) / 16 * 16; }
+EXL2NB_BOTH inline int padded_image(const GemmArgs& A) { return (image_bytes(A.items, A.units, A.num_parts) + 15) / 16 * 16; }
 
 // A warp's way through its items: part after part, in each its strips, in each strip its items.
-struct Walk {
+struct ItemCursor {
   int part, item, first, end, left;  // left: strips of this part, this one included
 };
 
 // Who gets which strips: the parts follow one another around the grid, except gate and up, whose strips meet in one CTA. Divides once, so
 // that the kernels need not.
-EXL2NB_BOTH inline void share_out(GemvArgs& A) {
+EXL2NB_BOTH inline void assign_strips(GemmArgs& A) {
   const bool paired = A.epilogue == kActivation && A.gated;
   A.perms = 1;
   for (int p = 0; p < A.num_parts; p++) {
-    GemvPart& P = A.part[p];
+    GemmPart& P = A.part[p];
     P.shift = paired ? 0 : P.first_strip % A.grid, P.whole = P.strips / A.grid, P.rest = P.strips % A.grid;
     A.perms = P.perm < A.perms ? A.perms : P.perm + 1;
   }
@@ -99,7 +99,7 @@ EXL2NB_BOTH inline void share_out(GemvArgs& A) {
 }
 
 // A CTA's shared memory beside the ring: the image of the matrix, and what it works with from `at` on.
-struct GemvShared {
+struct SkinnySmem {
   const Item* items;
   const half2* steps;
   const uint16_t* ends;
@@ -113,17 +113,17 @@ struct GemvShared {
   int partial_size, owned;
 
   // Bytes before xs.
-  static EXL2NB_BOTH int bytes(const GemvArgs& A) {
-    const int n = (kMaxTokens + 2 * A.flush * kWarps * 16 * A.tokens + A.owned * (A.tokens + 1 + A.next.num_perms)) * 4;
+  static EXL2NB_BOTH int bytes(const GemmArgs& A) {
+    const int n = (kSkinnyTokens + 2 * A.flush * kWarps * 16 * A.tokens + A.owned * (A.tokens + 1 + A.next.num_perms)) * 4;
     return (n + 15) / 16 * 16 + A.router.bytes(A.owned);
   }
-  __device__ __forceinline__ GemvShared(const GemvArgs& A, const uint8_t* image, uint8_t* at) {
+  __device__ __forceinline__ SkinnySmem(const GemmArgs& A, const uint8_t* image, uint8_t* at) {
     items = reinterpret_cast<const Item*>(image);
     steps = reinterpret_cast<const half2*>(image + image_steps(A.items));
     ends = reinterpret_cast<const uint16_t*>(image + image_ends(A.items, A.units));
     partial_size = A.flush * kWarps * 16 * A.tokens, owned = A.owned;
     factors = reinterpret_cast<float*>(at);
-    partial = factors + kMaxTokens;
+    partial = factors + kSkinnyTokens;
     kept = partial + 2 * partial_size;
     norms = kept + owned * A.tokens;
     places = reinterpret_cast<int*>(norms + owned);
@@ -133,15 +133,15 @@ struct GemvShared {
 };
 
 // The first strip of part p that is CTA `block`'s.
-__device__ __forceinline__ int first_strip(const GemvArgs& A, int block, int p) {
+__device__ __forceinline__ int first_strip(const GemmArgs& A, int block, int p) {
   const int s = block - A.part[p].shift;
   return s < 0 ? s + A.grid : s;
 }
 // Enters part w.part, or the next one of which the CTA has strips: the first item of this warp.
-__device__ __forceinline__ void enter(const GemvArgs& A, const uint16_t* ends, int block, int warp, Walk& w) {
+__device__ __forceinline__ void enter_part(const GemmArgs& A, const uint16_t* ends, int block, int warp, ItemCursor& w) {
 #pragma unroll 1
   for (; w.part < A.num_parts; w.part++) {
-    const GemvPart& P = A.part[w.part];
+    const GemmPart& P = A.part[w.part];
     w.left = P.whole + (first_strip(A, block, w.part) < P.rest ? 1 : 0);
     if (w.left == 0) continue;
     w.first = w.item = ends[w.part * kEnds + warp];
@@ -152,7 +152,7 @@ __device__ __forceinline__ void enter(const GemvArgs& A, const uint16_t* ends, i
 
 // What a CTA needs to know of the outputs it owns, and no earlier kernel writes. Code that runs once is not unrolled, here and below: the
 // first pass through it waits for instructions, about ten cycles for each.
-__device__ __forceinline__ void load_owned(const GemvArgs& A, const GemvShared& S, int block) {
+__device__ __forceinline__ void load_owned(const GemmArgs& A, const SkinnySmem& S, int block) {
 #pragma unroll 1
   for (int i = threadIdx.x; i < S.owned; i += kThreads) {
     const int column = (block + (i >> 4) * A.grid) * 16 + (i & 15);
@@ -169,18 +169,18 @@ __device__ __forceinline__ void load_owned(const GemvArgs& A, const GemvShared& 
 }
 
 // Strips of the first part that are CTA `block`'s, where that begins with the first CTA.
-__device__ __forceinline__ int owned_strips(const GemvArgs& A, int block) { return A.part[0].whole + (block < A.part[0].rest ? 1 : 0); }
+__device__ __forceinline__ int owned_strips(const GemmArgs& A, int block) { return A.part[0].whole + (block < A.part[0].rest ? 1 : 0); }
 
-__device__ __forceinline__ int row_of(const GemvArgs& A, int m) { return A.rows ? min(max(__ldcg(A.rows + m), 0), A.last_row) : m; }
+__device__ __forceinline__ int row_of(const GemmArgs& A, int m) { return A.rows ? min(max(__ldcg(A.rows + m), 0), A.last_row) : m; }
 
 // The staged activations, as earlier kernels wrote them or from their rows. before: what needs no earlier kernel. put: true where the
 // copies are still under way and `bar` counts them.
 struct StagedInput {
-  static __device__ __forceinline__ void clear(const GemvArgs& A, const GemvShared& S) {
+  static __device__ __forceinline__ void clear(const GemmArgs& A, const SkinnySmem& S) {
     const int vectors = A.perms * A.tokens * A.x_stride / 8;
     for (int v = threadIdx.x; v < vectors; v += kThreads) reinterpret_cast<uint4*>(S.xs)[v] = make_uint4(0, 0, 0, 0);
   }
-  __device__ __forceinline__ void before(const GemvArgs& A, const GemvShared& S) const {
+  __device__ __forceinline__ void before(const GemmArgs& A, const SkinnySmem& S) const {
     if (!A.from.x) return;
     clear(A, S);
     const auto touch = [&](const void* p) {  // into the cache
@@ -193,7 +193,7 @@ struct StagedInput {
     for (int p = 0; p < MatrixInput::kMaxPerms; p++) touch(A.inverse[p]);
   }
   template <int PATH>
-  __device__ __forceinline__ bool put(const GemvArgs& A, const GemvShared& S, int block, [[maybe_unused]] uint64_t* bar) const {
+  __device__ __forceinline__ bool put(const GemmArgs& A, const SkinnySmem& S, int block, [[maybe_unused]] uint64_t* bar) const {
     const int M = A.tokens, rows = A.perms * M;
     if (A.from.x) {
       auto& sums = *reinterpret_cast<RowSums*>(S.partial);
@@ -211,7 +211,7 @@ struct StagedInput {
       return A.x + static_cast<size_t>(perm) * A.x_perm_stride + static_cast<size_t>(row_of(A, r - perm * M)) * A.x_stride;
     };
     if constexpr (PATH == kBulk) {
-      static_assert(kMaxPerms * kMaxTokens <= 32, "a lane copies a row");
+      static_assert(kMaxPerms * kSkinnyTokens <= 32, "a lane copies a row");
       if (threadIdx.x < 32) {
         if (threadIdx.x == 0) barrier_expect(bar, rows * A.x_stride * 2);
         __syncwarp();
@@ -231,7 +231,7 @@ struct StagedInput {
 };
 
 // What else earlier kernels wrote: old residuals, the factors of the norm. Read after the barrier of the first flush.
-__device__ __forceinline__ void load_inputs(const GemvArgs& A, const GemvShared& S, int block, int warp, int lane) {
+__device__ __forceinline__ void load_inputs(const GemmArgs& A, const SkinnySmem& S, int block, int warp, int lane) {
   if (warp >= A.tokens) return;
   float sum = 0.f;
   if (A.squares) {
@@ -260,29 +260,29 @@ struct Ring {
 
 // The product and what comes after it. fetch: called when a slot is free again, by lane 0 (kBulk) or by the whole warp.
 template <int PATH, bool STAGED, class Fetch>
-__device__ __forceinline__ void multiply(const GemvArgs& A, const GemvShared& S, Ring& ring, int block, int warp, int lane, Fetch fetch) {
+__device__ __forceinline__ void multiply(const GemmArgs& A, const SkinnySmem& S, Ring& ring, int block, int warp, int lane, Fetch fetch) {
   const int M = A.tokens, grid = A.grid, owned = S.owned;
   const bool paired = A.epilogue == kActivation && A.gated;
   const int g = lane >> 2, t = lane & 3;
   const bool live = g < M;
   const int row = !STAGED && live ? row_of(A, g) : g;
   const half* const x_lane = STAGED ? S.xs + g * A.x_stride + t * 8 : A.x + static_cast<size_t>(row) * A.x_stride + t * 8;
-  Walk c;
+  ItemCursor c;
   c.part = 0;
   float squares = 0.f;
   float* sums = S.partial;
-  for (enter(A, S.ends, block, warp, c); c.part < A.num_parts; c.part++, enter(A, S.ends, block, warp, c)) {
+  for (enter_part(A, S.ends, block, warp, c); c.part < A.num_parts; c.part++, enter_part(A, S.ends, block, warp, c)) {
     const half* const x_part = x_lane + static_cast<size_t>(A.part[c.part].perm) * (STAGED ? M * A.x_stride : A.x_perm_stride);
     const int count = c.left, strip0 = first_strip(A, block, c.part);
     int before = 0, done = 0;  // strips of this part that are through; in this flush
-    ItemWords it(S.items[c.first < c.end ? c.first : 0]);
+    ItemDesc it(S.items[c.first < c.end ? c.first : 0]);
     for (int s = 0; s < count; s++) {
       float y[4] = {0, 0, 0, 0};
       for (int n = c.first; n < c.end; n++) {
         const uint8_t* st = ring.slots + ring.slot * kSlot;
         const half* x = x_part + it.block() * 32;
         const half2* u = S.steps + it.unit0();
-        const ItemWords next(S.items[n + 1 < c.end ? n + 1 : c.first]);
+        const ItemDesc next(S.items[n + 1 < c.end ? n + 1 : c.first]);
         if constexpr (PATH == kBulk) barrier_wait(ring.bars + ring.slot, ring.phase);
         if constexpr (PATH == kAsync) async_wait<stages_of(PATH) - 1>();
         if constexpr (PATH != kBulk) __syncwarp();
@@ -312,7 +312,7 @@ __device__ __forceinline__ void multiply(const GemvArgs& A, const GemvShared& S,
         for (int p = 0; p < A.next.num_perms; p++)
           A.next.x[static_cast<size_t>(p) * A.next.perm_stride + static_cast<size_t>(m) * A.next.stride + S.places[p * owned + i]] = h;
       };
-      const GemvPart& P = A.part[c.part];
+      const GemmPart& P = A.part[c.part];
       if (A.epilogue == kResidual) {
         if (warp < M) {
 #pragma unroll 1
@@ -358,14 +358,14 @@ __device__ __forceinline__ void multiply(const GemvArgs& A, const GemvShared& S,
 // A CTA's whole share of a product, as one of the grid's A.grid CTAs. shared: its dynamic shared memory. wait: called when everything that
 // no earlier kernel writes is under way; what follows it may read what they wrote. input: puts the staged activations in their place.
 template <int PATH, bool STAGED, class Wait, class Input>
-__device__ __forceinline__ void run_gemv(const GemvArgs& A, uint8_t* shared, int block, Wait wait, const Input& input) {
+__device__ __forceinline__ void run_skinny(const GemmArgs& A, uint8_t* shared, int block, Wait wait, const Input& input) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   constexpr int kStages = stages_of(PATH);
   uint8_t* const image = shared + kStages * kWarps * kSlot;
   const int image_size = padded_image(A);
   uint64_t* const bars = reinterpret_cast<uint64_t*>(image + image_size);
   uint64_t *const x_bar = bars + kWarps * kStages, *const image_bar = x_bar + 1;
-  const GemvShared S(A, image, reinterpret_cast<uint8_t*>(bars + num_bars(PATH)));
+  const SkinnySmem S(A, image, reinterpret_cast<uint8_t*>(bars + num_bars(PATH)));
   Ring ring{shared + warp * kStages * kSlot, bars + warp * kStages, kStages, 0, 0};
 
   if constexpr (PATH == kBulk) {
@@ -387,12 +387,13 @@ __device__ __forceinline__ void run_gemv(const GemvArgs& A, uint8_t* shared, int
   if constexpr (STAGED) input.before(A, S);
   __syncthreads();
   if constexpr (PATH == kBulk) barrier_wait(image_bar, 0);
-  Walk f;
+  ItemCursor f;
   f.part = 0, f.left = 0;
   const uint8_t* f_strip = nullptr;
   int64_t f_hop = 0;
   auto f_enter = [&]() {
-    for (enter(A, S.ends, block, warp, f); f.part < A.num_parts && f.first == f.end; f.part++, enter(A, S.ends, block, warp, f)) {}
+    for (enter_part(A, S.ends, block, warp, f); f.part < A.num_parts && f.first == f.end; f.part++, enter_part(A, S.ends, block, warp, f)) {
+    }
     if (f.part < A.num_parts) {
       f_hop = A.grid * A.part[f.part].strip_bytes;
       f_strip = A.part[f.part].data + first_strip(A, block, f.part) * A.part[f.part].strip_bytes;
@@ -437,14 +438,14 @@ __device__ __forceinline__ void run_gemv(const GemvArgs& A, uint8_t* shared, int
 
 // One kernel for every epilogue: the code of the product then stays in the instruction caches from one matrix to the next.
 template <int PATH, bool STAGED>
-__global__ void __launch_bounds__(kThreads, 1) gemv(const __grid_constant__ GemvArgs A) {
+__global__ void __launch_bounds__(kThreads, 1) skinny_gemm(const __grid_constant__ GemmArgs A) {
   extern __shared__ __align__(128) uint8_t shared[];
   const auto wait = [&] {
     if (!A.late) pdl_launch_dependents();
     pdl_wait();
     if (A.late) pdl_launch_dependents();
   };
-  run_gemv<PATH, STAGED>(A, shared, blockIdx.x, wait, StagedInput());
+  run_skinny<PATH, STAGED>(A, shared, blockIdx.x, wait, StagedInput());
 }
 
 }  // namespace exl2nb

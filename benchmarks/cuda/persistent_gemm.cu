@@ -1,8 +1,8 @@
-// Chains of products (chain.cuh) at the shapes of five models: time of one, with a small kernel in the place of attention before each; and
-// large products alone ("head").
-// `chain_step 7b 4 32`: only models whose name has the first, up to so many tokens, chains that leave room for so many CTAs of attention
-// (ChainLink::beside). The number behind the times is of the first token's bits: to be compared between versions and numbers of tokens.
-// nvcc -arch=sm_90a -std=c++17 -O3 --expt-relaxed-constexpr -Icsrc/cuda benchmarks/cuda/chain_step.cu csrc/cuda/{chain,gemv,layout}.cu
+// Chains of products (persistent_gemm.cuh) at the shapes of five models: time of one, with a small kernel in the place of attention before
+// each; and large products alone ("head"). `chain_step 7b 4 32`: only models whose name has the first, up to so many tokens, chains that
+// leave room for so many CTAs of attention (PersistentOp::beside). The number behind the times is of the first token's bits: to be compared
+// between versions and numbers of tokens. nvcc -arch=sm_90a -std=c++17 -O3 --expt-relaxed-constexpr -Icsrc/cuda
+// benchmarks/cuda/persistent_gemm.cu csrc/cuda/{chain,gemv,layout}.cu
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -12,8 +12,9 @@
 
 #include "check.cuh"
 #include "cuda/blob/layout.h"
-#include "cuda/gemm/persistent/chain.h"
-#include "cuda/gemm/skinny/gemv.h"
+#include "cuda/gemm/persistent/persistent_gemm.h"
+#include "cuda/gemm/skinny/skinny_gemm.h"
+#include "cuda/runtime/device.cuh"
 
 using namespace exl2nb;
 
@@ -69,21 +70,21 @@ struct Matrix {
     std::vector<int> order(static_cast<size_t>(K));
     for (int i = 0; i < K; i++) order[static_cast<size_t>(i)] = i;
     std::shuffle(order.begin(), order.end(), random);
-    std::vector<PartPlan> plans;
+    std::vector<PartLayout> plans;
     for (const auto& [outputs, mixes] : parts) {
       const auto g = groups(K, mixes);
-      plans.push_back(plan_exl2(g, std::vector<uint16_t>(g.size(), 0x3c00), 0.002, outputs, order));
+      plans.push_back(layout_exl2(g, std::vector<uint16_t>(g.size(), 0x3c00), 0.002, outputs, order));
     }
-    BlobPlan plan;
-    if (const std::string wrong = plan_blob(K, plans, plan); !wrong.empty()) check(wrong.c_str());
+    BlobLayout plan;
+    if (const std::string wrong = layout_blob(K, plans, plan); !wrong.empty()) check(wrong.c_str());
     CHECK(cudaMalloc(&blob, plan.header.bytes));
     fill<<<1320, 256>>>(reinterpret_cast<uint32_t*>(blob), plan.header.bytes / 4, random());
     CHECK(cudaMemcpy(blob, plan.meta.data(), plan.meta.size(), cudaMemcpyHostToDevice));
     head.assign(plan.meta.begin(), plan.meta.begin() + static_cast<long>(sizeof(GpuHeader) + plan.parts.size() * sizeof(GpuPart)));
     bytes = static_cast<size_t>(plan.header.bytes) - plan.meta.size();
   }
-  GemvArgs product(int tokens) const {
-    GemvArgs a{};
+  GemmArgs product(int tokens) const {
+    GemmArgs a{};
     set_weights(a, head.data(), blob);
     a.tokens = tokens, a.scale = 1;
     return a;
@@ -146,7 +147,7 @@ struct Engine {
       CHECK(cudaMemset(*p, 0, n));
     };
     take(&x, kMost * size_t(s.H + 128) * 2), take(&residual, kMost * size_t(s.H) * 4), take(&qkv, kMost * size_t(N) * 4);
-    take(&norm, size_t(s.H) * 4), take(&room, chain_bytes(s.H, s.I));
+    take(&norm, size_t(s.H) * 4), take(&room, persistent_bytes(s.H, s.I));
     const std::vector<float> ones(static_cast<size_t>(s.H), 1.f);
     CHECK(cudaMemcpy(norm, ones.data(), ones.size() * 4, cudaMemcpyHostToDevice));
     for (int i = 0; i < kMost * s.H; i++) begin.push_back(std::sin(static_cast<float>(i % s.H) * 0.7f));
@@ -163,15 +164,15 @@ struct Engine {
       dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization, dependent.val.programmaticStreamSerializationAllowed = 1;
       c.gridDim = 32, c.blockDim = 256, c.stream = stream, c.attrs = &dependent, c.numAttrs = pdl;
       CHECK(cudaLaunchKernelEx(&c, between, static_cast<const float*>(qkv), N, x, in.stride, s.H, tokens));
-      ChainLink k[4];
+      PersistentOp k[4];
       const Matrix* const of[4] = {&l.o, &l.up, &l.down, &next.qkv};
       const Epilogue what[4] = {kResidual, kActivation, kResidual, kStore};
       for (int j = 0; j < 4; j++) k[j] = {of[j]->product(tokens), of[j]->head.data(), of[j]->blob, what[j]};
       k[0].beside = beside, k[0].a.x = x, k[0].a.x_stride = in.stride, k[1].a.gated = true, k[3].a.out = qkv, k[3].a.out_stride = N;
       for (int j : {0, 2}) k[j].a.residual = residual, k[j].a.residual_stride = s.H, k[j].a.next_norm = norm;
       for (int j : {1, 3}) k[j].a.inverse_width = 1.f / static_cast<float>(s.H), k[j].a.eps = 1e-5f;
-      if (!chain_tokens(k, 4)) check("these products cannot be chained");
-      check(chain_launch(k, 4, room, chain_bytes(s.H, s.I), stream, pdl));
+      if (!persistent_tokens(k, 4)) check("these products cannot be chained");
+      check(persistent_launch(k, 4, room, persistent_bytes(s.H, s.I), stream, pdl));
     }
   }
   cudaGraphExec_t graph(int tokens, bool pdl) {
@@ -241,22 +242,23 @@ static void time_alone(int K, int N, int bits) {
   half* x;
   float *out, *squares;
   uint8_t* room;
-  const size_t bytes = chain_bytes(K, K);
+  const size_t bytes = persistent_bytes(K, K);
   zeros(&x, size_t(K) * 2 + 256), zeros(&out, size_t(N) * 4), zeros(&squares, 4096), zeros(&room, bytes);
   cudaStream_t stream;
   cudaEvent_t a, b;
   CHECK(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   CHECK(cudaEventCreate(&a));
   CHECK(cudaEventCreate(&b));
-  ChainLink link{m.product(1), m.head.data(), m.blob, kStore};
+  PersistentOp link{m.product(1), m.head.data(), m.blob, kStore};
   link.a.x = x, link.a.x_stride = K + 128, link.a.out = out, link.a.out_stride = N;
-  link.a.squares = squares, link.a.squares_count = num_sms(), link.a.inverse_width = 1.f / static_cast<float>(K), link.a.eps = 1e-5f;
-  if (!chain_tokens(&link, 1)) check("this product cannot be one of a chain");
+  link.a.squares = squares, link.a.squares_count = multiprocessors(), link.a.inverse_width = 1.f / static_cast<float>(K),
+  link.a.eps = 1e-5f;
+  if (!persistent_tokens(&link, 1)) check("this product cannot be one of a chain");
   constexpr int kTimes = 20;
   float best = 1e9f, ms;
   for (int i = 0; i < 6; i++) {
     CHECK(cudaEventRecord(a, stream));
-    for (int k = 0; k < kTimes; k++) check(chain_launch(&link, 1, room, bytes, stream, true));
+    for (int k = 0; k < kTimes; k++) check(persistent_launch(&link, 1, room, bytes, stream, true));
     CHECK(cudaEventRecord(b, stream));
     CHECK(cudaStreamSynchronize(stream));
     CHECK(cudaEventElapsedTime(&ms, a, b));

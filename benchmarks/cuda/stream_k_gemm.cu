@@ -1,18 +1,18 @@
-// Products of 9 to 64 tokens (many.cuh) against a plain reference, then timed at Llama-3-8B's shapes, each alone and a layer in turn. `q`:
-// no checks, `c`: only checks, `w`: what a unit of each width costs. nvcc -arch=sm_90a -DEXL2NB_SM90A -std=c++17 -O3
-// --expt-relaxed-constexpr -Icsrc/cuda benchmarks/cuda/many_products.cu csrc/cuda/{gemv,layout,many,many_wide}.cu
+// Products of 9 to 64 tokens (stream_k_gemm.cuh) against a plain reference, then timed at Llama-3-8B's shapes, each alone and a layer in
+// turn. `q`: no checks, `c`: only checks, `w`: what a unit of each width costs. nvcc -arch=sm_90a -DEXL2NB_SM90A -std=c++17 -O3
+// --expt-relaxed-constexpr -Icsrc/cuda benchmarks/cuda/stream_k_gemm.cu csrc/cuda/{gemv,layout,many,stream_k_wide}.cu
 #include <cmath>
 #include <cstdio>
 #include <functional>
 #include <random>
 #include "check.cuh"
-#include "cuda/blob/coded.cuh"
+#include "cuda/blob/dequant.cuh"
 #include "cuda/blob/layout.h"
-#include "cuda/gemm/skinny/gemv.h"
-#include "cuda/gemm/stream_k/many.h"
-#include "cuda/gemm/stream_k/many_args.cuh"
+#include "cuda/gemm/skinny/skinny_gemm.h"
+#include "cuda/gemm/stream_k/stream_k_gemm.cuh"
+#include "cuda/gemm/stream_k/stream_k_gemm.h"
 #include "fill.cuh"
-#include "many_clocks.cuh"
+#include "stream_k_clocks.cuh"
 using namespace exl2nb;
 static void ct(const char* e, int line) {
   if (e) {
@@ -33,7 +33,7 @@ __global__ void tame(uint8_t* data, int64_t strip_bytes, const Item* items, int 
 // Weights of a part as fp16 (K rows stored + 64, N).
 template <int B, bool G>
 __device__ void unpack_unit(const uint8_t* st, const Item& it, const half2* steps, int i, int lane, half* W, int N, int col0) {
-  Coded<B, G> c;
+  EncodedUnit<B, G> c;
   c.load(st, it, i, lane);
   uint32_t h[16];
   c.decode(steps[it.unit0 + i], h);
@@ -71,7 +71,7 @@ __global__ void plain(const half* x, int group, int stride, const half* W, int r
   out[(size_t)token * NT + first + col] = (float)s;
 }
 struct Mat {
-  BlobPlan plan;
+  BlobLayout plan;
   uint8_t* blob;
   const uint8_t* head() const { return plan.meta.data(); }
   double bytes() const {
@@ -105,9 +105,9 @@ std::vector<int> permutation(int K) {
   std::shuffle(p.begin(), p.end(), rng);
   return p;
 }
-Mat finish(int K, const std::vector<PartPlan>& parts) {
+Mat finish(int K, const std::vector<PartLayout>& parts) {
   Mat m;
-  std::string wrong = plan_blob(K, parts, m.plan);
+  std::string wrong = layout_blob(K, parts, m.plan);
   if (!wrong.empty()) {
     printf("plan: %s\n", wrong.c_str());
     exit(1);
@@ -122,7 +122,7 @@ Mat finish(int K, const std::vector<PartPlan>& parts) {
   CHECK(cudaDeviceSynchronize());
   return m;
 }
-PartPlan exl2_part(int K, int N, const Mix& mix, const std::vector<int>& perm) {
+PartLayout exl2_part(int K, int N, const Mix& mix, const std::vector<int>& perm) {
   auto g = groups_of(K, mix);
   std::vector<uint16_t> sm;
   for (auto& e : g) {
@@ -131,11 +131,11 @@ PartPlan exl2_part(int K, int N, const Mix& mix, const std::vector<int>& perm) {
     memcpy(&v, &h, 2);
     sm.push_back(v);
   }
-  return plan_exl2(g, sm, 1.0, N, perm);
+  return layout_exl2(g, sm, 1.0, N, perm);
 }
 Mat exl2(int K, const std::vector<int>& Ns, const std::vector<Mix>& mixes, bool own_perms = false) {
   auto perm = permutation(K);
-  std::vector<PartPlan> parts;
+  std::vector<PartLayout> parts;
   for (size_t i = 0; i < Ns.size(); i++) parts.push_back(exl2_part(K, Ns[i], mixes[i], own_perms && i ? permutation(K) : perm));
   return finish(K, parts);
 }
@@ -147,11 +147,11 @@ struct Bench {
   half *x, *next;
   float *out, *residual, *squares, *next_squares, *norm;
   int in_squares;
-  GemvArgs a;
+  GemmArgs a;
   MatrixInput in;
   void setup(const Mat& mat, int tokens, int how, const Mat* nxt) {
-    m = &mat, T = tokens, mode = how, after = nxt, group = many_group(T);
-    const int room = many_room(T);
+    m = &mat, T = tokens, mode = how, after = nxt, group = stream_k_group(T);
+    const int room = stream_k_rows(T);
     const auto& h = mat.plan.header;
     size_t nx = (size_t)std::max(1, h.num_perms) * input_stride(h) * room;
     CHECK(cudaMalloc(&x, nx * 2));
@@ -168,7 +168,7 @@ struct Bench {
     fill_float<<<256, 256>>>(norm, h.N, 1.f);
     set_input(in, mat.head(), mat.blob, x, room);
     in.group = group;
-    a = GemvArgs{};
+    a = GemmArgs{};
     set_weights(a, mat.head(), mat.blob);
     a.tokens = T, a.x = in.x, a.x_stride = in.stride, a.x_perm_stride = in.perm_stride, a.scale = 1.f;
     if (mode != 1) a.squares = squares, a.squares_count = in_squares, a.inverse_width = 1.f / h.K, a.eps = 1e-5f;
@@ -184,19 +184,19 @@ struct Bench {
     if (mode == 1) a.residual = residual, a.residual_stride = h.N, a.next_norm = norm, a.next_squares = next_squares;
     if (mode == 2) a.gated = true, a.activation = 0;
   }
-  ManyNext image() const {
+  StreamKNext image() const {
     return {m->blob + m->plan.header.image,
             (image_bytes(m->plan.header.num_items, m->plan.header.num_units, m->plan.header.num_parts) + 15) / 16 * 16,
             {}};
   }
-  void launch(cudaStream_t s, bool pdl, const ManyNext& nxt = {}) const {
+  void launch(cudaStream_t s, bool pdl, const StreamKNext& nxt = {}) const {
     static void* const workspace = [] {
       void* p;
-      CHECK(cudaMalloc(&p, many_workspace(kManyTokens)));
-      CHECK(cudaMemset(p, 0, many_workspace(kManyTokens)));
+      CHECK(cudaMalloc(&p, stream_k_workspace(kStreamKTokens)));
+      CHECK(cudaMemset(p, 0, stream_k_workspace(kStreamKTokens)));
       return p;
     }();
-    CT(many_launch(a, group, nxt, workspace, s, pdl));
+    CT(stream_k_launch(a, group, nxt, workspace, s, pdl));
   }
 };
 template <class T>
@@ -210,7 +210,7 @@ void check(const char* name, const Mat& m, int T, int mode, const Mat* nxt) {
   Bench b;
   b.setup(m, T, mode, nxt);
   const auto& h = m.plan.header;
-  const int room = many_room(T);
+  const int room = stream_k_rows(T);
   float* ref;
   CHECK(cudaMalloc(&ref, (size_t)room * h.N * 4));
   CHECK(cudaMemset(ref, 0, (size_t)room * h.N * 4));
@@ -262,7 +262,7 @@ void check(const char* name, const Mat& m, int T, int mode, const Mat* nxt) {
   } else if (mode == 1) {
     auto o = host(b.residual, (size_t)room * h.N);
     auto nm = host(b.norm, h.N);
-    const int count = many_squares(h.N);
+    const int count = stream_k_squares(h.N);
     auto ns = host(b.next_squares, (size_t)room * 2048);
     for (int t = 0; t < T; t++) {
       double s2 = 0, got = 0;
@@ -344,10 +344,10 @@ int main(int argc, char** argv) {
     small.push_back({"2 bits", exl2(2048, {512}, {two})});
     small.push_back({"head", exl2(256, {512}, {head})});
     small.push_back({"short", exl2(32, {512}, {four32})});
-    small.push_back({"dense", finish(192, {plan_dense(192, 512)})});
-    small.push_back({"gptq", finish(512, {plan_gptq({{4, 128}, {4, 128}, {4, 128}, {4, 128}}, 512, {})})});
+    small.push_back({"dense", finish(192, {layout_dense(192, 512)})});
+    small.push_back({"gptq", finish(512, {layout_gptq({{4, 128}, {4, 128}, {4, 128}, {4, 128}}, 512, {})})});
     small.push_back(
-        {"gptq32", finish(256, {plan_gptq({{4, 32}, {4, 32}, {4, 32}, {4, 32}, {4, 32}, {4, 32}, {4, 64}}, 512, permutation(256))})});
+        {"gptq32", finish(256, {layout_gptq({{4, 32}, {4, 32}, {4, 32}, {4, 32}, {4, 32}, {4, 32}, {4, 64}}, 512, permutation(256))})});
     for (auto& e : small)
       for (int T : {9, 16, 27, 32, 40, 64}) {
         check(e.first, e.second, T, 0, nullptr);

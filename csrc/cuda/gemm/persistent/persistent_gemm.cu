@@ -1,30 +1,32 @@
-// Launches of chain.cuh.
-#include "cuda/gemm/persistent/chain.h"
+// Launches of persistent_gemm.cuh.
+#include "cuda/gemm/persistent/persistent_gemm.h"
 
 #include <algorithm>
 
-#include "cuda/gemm/persistent/chain.cuh"
+#include "cuda/gemm/persistent/persistent_gemm.cuh"
 #include "cuda/runtime/device.cuh"
 
 namespace exl2nb {
 namespace {
 
-constexpr size_t kMeetBytes = 256;
-constexpr int kPartialRoom = 24 * 1024;
-static_assert(kPartialRoom / 64 <= kCrewThreads && kPartialRoom / 4 < ChainOut::kNone, "a thread a result; sums count so far");
+constexpr size_t kCounterBytes = 256;
+constexpr int kPartialBytes = 24 * 1024;
+static_assert(kPartialBytes / 64 <= kConsumerThreads && kPartialBytes / 4 < PersistentOutput::kNone,
+              "a thread a result; sums count so far");
 // What follows was measured on an H200, 2026-11-22, with `chain_step` and whole steps (benchmarks/RESULTS.md).
-constexpr int kWorthIt = 20000;     // rows of its strips that a CTA may have more so that attention starts early: 7B 674 to 692 tok/s
-constexpr int kCheapLook = 32;      // blocks of 64 rows: where there are no more, looking in vain costs little
-constexpr int kMissing = 8;         // CTAs that may be missing when looking for more than that begins: 8B 38.7 to 36.7 us a chain
-constexpr int kMoreUnderWay = 2;    // pieces, for CTAs with more strips: 7B 35.9 to 33.9 us a chain of 116 CTAs
-constexpr int kNarrowTimesTwo = 7;  // bits: below 3.5 three pieces are under way, not two: 70B 97.8 to 94.9 us, 7B 33.4 and 34.1 at 4 bits
-constexpr int kPastPiece = 3 * 5 * 128;  // what is read past an item in the place of units that are not there: three of five bits
+constexpr int kMaxExtraRows = 20000;  // rows of its strips that a CTA may have more so that attention starts early: 7B 674 to 692 tok/s
+constexpr int kCheapPollBlocks = 32;  // blocks of 64 rows: where there are no more, looking in vain costs little
+constexpr int kMaxMissingCtas = 8;    // CTAs that may be missing when looking for more than that begins: 8B 38.7 to 36.7 us a chain
+constexpr int kExtraInFlight = 2;     // pieces, for CTAs with more strips: 7B 35.9 to 33.9 us a chain of 116 CTAs
+constexpr int kNarrowBitsTimesTwo =
+    7;  // bits: below 3.5 three pieces are under way, not two: 70B 97.8 to 94.9 us, 7B 33.4 and 34.1 at 4 bits
+constexpr int kOverreadBytes = 3 * 5 * 128;  // what is read past an item in the place of units that are not there: three of five bits
 
-bool narrow(const GemvPart& part, int width) {
-  return 2 * 8 * part.strip_bytes < static_cast<int64_t>(kNarrowTimesTwo) * kStripColumns * width;
+bool narrow(const GemmPart& part, int width) {
+  return 2 * 8 * part.strip_bytes < static_cast<int64_t>(kNarrowBitsTimesTwo) * kStripColumns * width;
 }
 // Slots of the ring that a product's weights take.
-int slots_of(const ChainProduct& p) {
+int ring_slots(const PersistentGemm& p) {
   int n = 0;
   for (int i = 0; i < p.a.num_parts; i++) {
     const int strips = p.a.part[i].whole + (p.a.part[i].rest ? 1 : 0);
@@ -33,8 +35,8 @@ int slots_of(const ChainProduct& p) {
   return n;
 }
 // Who gets which strips, and how many strips' partial sums there are at a time.
-void share(ChainProduct& p, const uint8_t* head, Epilogue e, int grid) {
-  GemvArgs& a = p.a;
+void share(PersistentGemm& p, const uint8_t* head, Epilogue e, int grid) {
+  GemmArgs& a = p.a;
   a.epilogue = e, a.grid = grid;
   const auto* const parts = reinterpret_cast<const GpuPart*>(head + sizeof(GpuHeader));
   int per = 1;
@@ -42,29 +44,29 @@ void share(ChainProduct& p, const uint8_t* head, Epilogue e, int grid) {
     per = std::max(per, (a.part[i].strips + a.grid - 1) / a.grid);
     p.piece[i] = {parts[i].pieces, parts[i].piece_items, a.tokens == 1 && parts[i].pairs};
   }
-  const int most = e == kResidual ? per : std::max(1, kPartialRoom / (a.num_parts * kCrew * 64 * a.tokens));
+  const int most = e == kResidual ? per : std::max(1, kPartialBytes / (a.num_parts * kConsumerWarps * 64 * a.tokens));
   p.rounds = (per + most - 1) / most, p.strips = (per + p.rounds - 1) / p.rounds;
   p.outs = e == kResidual ? 0 : p.strips * (e == kStore ? a.num_parts : 1) * 16;
-  share_out(a);
+  assign_strips(a);
 }
-ChainRoom room_of(const ChainArgs& c, const ChainLink* links) {
-  ChainRoom r{};
+PersistentSmem smem_layout(const PersistentArgs& c, const PersistentOp* links) {
+  PersistentSmem r{};
   int partial = 0, at = 0;
   for (int q = 0; q < c.count; q++)
-    partial = std::max(partial, c.product[q].a.num_parts * c.product[q].strips * kCrew * 64 * c.product[q].a.tokens);
+    partial = std::max(partial, c.product[q].a.num_parts * c.product[q].strips * kConsumerWarps * 64 * c.product[q].a.tokens);
   const auto take = [&](int bytes) {
     const int here = at;
     at = (at + bytes + 127) / 128 * 128;
     return here;
   };
-  take(kPartials + partial);
-  int blocks = 0, legs = 0, outs = 0;
+  take(kPartialsOffset + partial);
+  int blocks = 0, work_items = 0, outs = 0;
   for (int q = 0; q < c.count; q++) {
-    const GemvArgs& a = c.product[q].a;
+    const GemmArgs& a = c.product[q].a;
     const auto* const parts = reinterpret_cast<const GpuPart*>(links[q].head + sizeof(GpuHeader));
     r.image[q] = take(padded_image(a));
     blocks = std::max(blocks, c.product[q].blocks);
-    legs = std::max(legs, c.product[q].legs);
+    work_items = std::max(work_items, c.product[q].work_items);
     outs = std::max(outs, c.product[q].outs);
     for (int i = 0; i < a.num_parts; i++) {
       const int bytes = c.product[q].piece[i].pairs ? static_cast<int>(parts[i].strip_bytes) : parts[i].piece_bytes;
@@ -72,40 +74,40 @@ ChainRoom room_of(const ChainArgs& c, const ChainLink* links) {
     }
   }
   const int tokens = c.product[0].a.tokens;
-  r.legs = take(kCrew * legs * static_cast<int>(sizeof(Leg))), r.blocks = take(tokens * blocks * 16);
-  r.outs = take(outs * static_cast<int>(sizeof(ChainOut)));
+  r.work_items = take(kConsumerWarps * work_items * static_cast<int>(sizeof(WorkItem))), r.blocks = take(tokens * blocks * 16);
+  r.outs = take(outs * static_cast<int>(sizeof(PersistentOutput)));
   r.xs = take(tokens * blocks * 128);
-  r.pieces = std::min(kMostPieces, (shared_per_block() - kPastPiece - at) / r.piece / 2 * 2);
-  r.ring = take(r.pieces * r.piece + kPastPiece), r.bytes = r.pieces >= 2 ? at : shared_per_block() + 1;
+  r.pieces = std::min(kMaxSlots, (shared_per_block() - kOverreadBytes - at) / r.piece / 2 * 2);
+  r.ring = take(r.pieces * r.piece + kOverreadBytes), r.bytes = r.pieces >= 2 ? at : shared_per_block() + 1;
   return r;
 }
 // Halves of a token between products.
 size_t row_of(int width) { return (static_cast<size_t>(width) + 127) / 128 * 128; }
-size_t squares_of() { return (static_cast<size_t>(kChainTokens * num_sms()) * sizeof(float) + 255) / 256 * 256; }
+size_t squares_of() { return (static_cast<size_t>(kPersistentTokens * multiprocessors()) * sizeof(float) + 255) / 256 * 256; }
 
 // What goes from product to product lies in the chain's own room: elsewhere rows of one product could lie where a later launch, of other
 // tokens, still reads rows of another. The room has it twice, for launches by turns.
-size_t set_bytes(int width, int inner) { return kChainTokens * (2 * row_of(width) + row_of(inner)) * sizeof(half) + 2 * squares_of(); }
-void connect(ChainArgs& c, const ChainLink* links, uint8_t* room, size_t bytes) {
-  c.meet = reinterpret_cast<unsigned*>(room), room += kMeetBytes;
-  c.set = room, c.set_bytes = static_cast<int>((bytes - kMeetBytes) / 2);
+size_t set_bytes(int width, int inner) { return kPersistentTokens * (2 * row_of(width) + row_of(inner)) * sizeof(half) + 2 * squares_of(); }
+void connect(PersistentArgs& c, const PersistentOp* links, uint8_t* room, size_t bytes) {
+  c.meet = reinterpret_cast<unsigned*>(room), room += kCounterBytes;
+  c.set = room, c.set_bytes = static_cast<int>((bytes - kCounterBytes) / 2);
   for (int q = 0; q + 1 < c.count; q++) {
-    ChainProduct &from = c.product[q], &to = c.product[q + 1];
+    PersistentGemm &from = c.product[q], &to = c.product[q + 1];
     const size_t row = row_of(to.width);
-    set_input(from.a.next, links[q + 1].head, links[q + 1].blob, reinterpret_cast<half*>(room), kChainTokens);
+    set_input(from.a.next, links[q + 1].head, links[q + 1].blob, reinterpret_cast<half*>(room), kPersistentTokens);
     to.a.x = from.a.next.x, to.a.x_stride = from.a.next.stride = static_cast<int>(row);
-    room += kChainTokens * row * sizeof(half);
+    room += kPersistentTokens * row * sizeof(half);
     to.a.squares = from.a.next_squares = from.a.next_norm ? reinterpret_cast<float*>(room) : nullptr, to.a.squares_count = c.grid;
     if (from.a.next_norm) room += squares_of();
   }
 }
 // Of `tokens` tokens from `first` on.
-ChainArgs arguments(const ChainLink* links, int count, uint8_t* room, size_t bytes, int first, int tokens) {
-  ChainArgs c{};
-  c.count = count, c.grid = chain_ctas(links, count);
-  c.spent = static_cast<uint4*>(links->spent), c.spent_count = links->spent_count, c.announces = links[count - 1].announces;
+PersistentArgs arguments(const PersistentOp* links, int count, uint8_t* room, size_t bytes, int first, int tokens) {
+  PersistentArgs c{};
+  c.count = count, c.grid = persistent_ctas(links, count);
+  c.clear = static_cast<uint4*>(links->clear), c.clear_count = links->clear_count, c.lamport = links[count - 1].lamport;
   for (int q = 0; q < count; q++) {
-    ChainProduct& p = c.product[q];
+    PersistentGemm& p = c.product[q];
     p.a = links[q].a;
     p.a.tokens = tokens;
     if (p.a.rows) {
@@ -121,80 +123,80 @@ ChainArgs arguments(const ChainLink* links, int count, uint8_t* room, size_t byt
     share(p, links[q].head, links[q].epilogue, c.grid);
     const auto& h = *reinterpret_cast<const GpuHeader*>(links[q].head);
     p.width = h.K, p.blocks = (h.stored + 63) / 64;
-    p.legs = 0;
-    for (int i = 0; i < p.a.num_parts; i++) p.legs += p.piece[i].passes;
+    p.work_items = 0;
+    for (int i = 0; i < p.a.num_parts; i++) p.work_items += p.piece[i].passes;
   }
   // More under way than is needed delays what the others wait for. Narrow weights take longer to multiply than to come.
-  const ChainProduct& largest = c.product[count > 1];
+  const PersistentGemm& largest = c.product[count > 1];
   c.ahead = narrow(largest.a.part[0], largest.width) ? 3 : 2;
   for (int q = 0; q < count; q++) {
     const int rest = c.product[q].a.part[0].rest;
     if (links[q].epilogue != kStore && rest < c.grid / 2) c.busier = std::max(c.busier, rest);
   }
   connect(c, links, room, bytes);
-  c.room = room_of(c, links);
+  c.room = smem_layout(c, links);
   c.ahead = std::min(c.ahead, c.room.pieces),
-  c.more = std::min(kMoreUnderWay, c.room.pieces - c.ahead);  // what is waited for must still lie there
+  c.more = std::min(kExtraInFlight, c.room.pieces - c.ahead);  // what is waited for must still lie there
   // Half of those that have the most strips have come. Where weights are still on their way, of which looking in vain takes time, and there
   // is more to look for: nearly all.
-  const bool fetched = slots_of(largest) <= c.room.pieces;
+  const bool fetched = ring_slots(largest) <= c.room.pieces;
   for (int q = 0; q + 1 < count; q++) {
-    const GemvPart& part = c.product[q].a.part[0];
+    const GemmPart& part = c.product[q].a.part[0];
     const int half = (part.rest ? part.rest : c.grid) / 2;
-    c.product[q].enough = c.grid - (fetched || c.product[q + 1].blocks <= kCheapLook ? half : std::min(kMissing, half));
+    c.product[q].min_arrivals = c.grid - (fetched || c.product[q + 1].blocks <= kCheapPollBlocks ? half : std::min(kMaxMissingCtas, half));
   }
   return c;
 }
-template <int CHUNKS, WholeWeights WEIGHTS>
-const char* launch(const ChainArgs& c, cudaStream_t stream, bool pdl) {
+template <int CHUNKS, WeightKind WEIGHTS>
+const char* launch(const PersistentArgs& c, cudaStream_t stream, bool pdl) {
   static const cudaError_t ready =
-      cudaFuncSetAttribute(chain_products<CHUNKS, WEIGHTS>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_per_block());
+      cudaFuncSetAttribute(persistent_gemm<CHUNKS, WEIGHTS>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_per_block());
   if (ready != cudaSuccess) return error_text(ready);
   // All CTAs must run at the same time. Other kernels end by themselves, but another chain could hold a part of the GPU and wait as this
   // one does: who launches steps keeps those of different streams apart (ops/gpu_turn.py). A cooperative launch would do that, too, but
   // starts only when all multiprocessors are free: 3 us a chain later.
-  return launch_kernel(chain_products<CHUNKS, WEIGHTS>, dim3(c.grid), kChainThreads, c.room.bytes, stream, pdl, 1, c);
+  return launch_kernel(persistent_gemm<CHUNKS, WEIGHTS>, dim3(c.grid), kPersistentThreads, c.room.bytes, stream, pdl, 1, c);
 }
 
 // What one token's kernel may know. Sums apart pay where the largest product's weights are narrow and an item has more than four units
 // (70B 87.9 to 86.0 us a chain), not elsewhere (8B 36.5 to 37.3, TinyLlama at 3 bits 17.6 to 18.2).
-WholeWeights weights_of(const ChainLink* links, int count) {
+WeightKind weight_kind(const PersistentOp* links, int count) {
   for (int q = 0; q < count; q++) {
     const auto* const parts = reinterpret_cast<const GpuPart*>(links[q].head + sizeof(GpuHeader));
     for (int i = 0; i < links[q].a.num_parts; i++)
       if (parts[i].runs[0].scales) return kAnyWeights;
   }
-  const ChainLink& largest = links[count > 1];
+  const PersistentOp& largest = links[count > 1];
   const int width = reinterpret_cast<const GpuHeader*>(largest.head)->K;
   return narrow(largest.a.part[0], width) && width > kWarps * 4 * kUnitRows ? kNarrow : kExl2;
 }
 
 }  // namespace
 
-int chain_ctas(const ChainLink* links, int count) {
-  const int all = num_sms();
+int persistent_ctas(const PersistentOp* links, int count) {
+  const int all = multiprocessors();
   const auto most = [&](int grid) {  // rows of the strips that a CTA has, at most
     int n = 0;
     for (int q = 0; q < count; q++) {
-      const GemvArgs& a = links[q].a;
+      const GemmArgs& a = links[q].a;
       const int strips = links[q].epilogue == kActivation ? a.part[0].strips : a.strips;
       const int own = (strips + grid - 1) / grid;
       n += own * reinterpret_cast<const GpuHeader*>(links[q].head)->K;
-      if (links[q].epilogue == kResidual && own > kOwn) n += 1 << 28;  // then there is no chain
+      if (links[q].epilogue == kResidual && own > kMaxOwnedStrips) n += 1 << 28;  // then there is no chain
     }
     return n;
   };
   const int fewer = all - links->beside;
-  return fewer > all / 2 && most(fewer) <= most(all) + kWorthIt ? fewer : all;
+  return fewer > all / 2 && most(fewer) <= most(all) + kMaxExtraRows ? fewer : all;
 }
 
-size_t chain_bytes(int width, int inner) { return kMeetBytes + 2 * set_bytes(width, inner); }
+size_t persistent_bytes(int width, int inner) { return kCounterBytes + 2 * set_bytes(width, inner); }
 
-int chain_tokens(const ChainLink* links, int count) {
-  if ((count < 3 && (count != 1 || links->epilogue != kStore)) || count > kChain || compute_major() != 9) return 0;
-  const int grid = chain_ctas(links, count);
+int persistent_tokens(const PersistentOp* links, int count) {
+  if ((count < 3 && (count != 1 || links->epilogue != kStore)) || count > kMaxGemms || compute_major() != 9) return 0;
+  const int grid = persistent_ctas(links, count);
   for (int q = 0; q < count; q++) {
-    const GemvArgs& a = links[q].a;
+    const GemmArgs& a = links[q].a;
     const auto& h = *reinterpret_cast<const GpuHeader*>(links[q].head);
     const auto* const parts = reinterpret_cast<const GpuPart*>(links[q].head + sizeof(GpuHeader));
     int pieces = 0;
@@ -202,22 +204,22 @@ int chain_tokens(const ChainLink* links, int count) {
       if (parts[p].dense) return 0;
       pieces += parts[p].pieces;
     }
-    if (pieces > kLegs) return 0;
+    if (pieces > kMaxWorkItems) return 0;
     if (h.num_perms != 1 || h.K % 32 || h.stored != h.K || a.from.x || a.router.out) return 0;
-    if (links[q].epilogue == kResidual && (a.strips + grid - 1) / grid > kOwn) return 0;
+    if (links[q].epilogue == kResidual && (a.strips + grid - 1) / grid > kMaxOwnedStrips) return 0;
   }
   const auto fits = [&](int tokens) { return arguments(links, count, nullptr, 0, 0, tokens).room.bytes <= shared_per_block(); };
   if (!fits(1)) return 0;
-  for (int tokens = kChainTokens; tokens > 1; tokens--)
+  for (int tokens = kPersistentTokens; tokens > 1; tokens--)
     if (fits(tokens)) return tokens;
   return 1;
 }
 
-const char* chain_launch(const ChainLink* links, int count, uint8_t* room, size_t bytes, cudaStream_t stream, bool pdl) {
-  const int all = links[0].a.tokens, most = chain_tokens(links, count);
-  const WholeWeights weights = weights_of(links, count);
+const char* persistent_launch(const PersistentOp* links, int count, uint8_t* room, size_t bytes, cudaStream_t stream, bool pdl) {
+  const int all = links[0].a.tokens, most = persistent_tokens(links, count);
+  const WeightKind weights = weight_kind(links, count);
   for (int first = 0; first < all && most; first += most) {
-    const ChainArgs c = arguments(links, count, room, bytes, first, std::min(most, all - first));
+    const PersistentArgs c = arguments(links, count, room, bytes, first, std::min(most, all - first));
     const int tokens = c.product[0].a.tokens;
     const auto run = tokens == 2          ? launch<2, kAnyWeights>
                      : tokens > 2         ? launch<1, kAnyWeights>

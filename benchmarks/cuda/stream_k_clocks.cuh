@@ -9,7 +9,7 @@
 #include "check.cuh"
 
 namespace exl2nb {
-extern long long* many_clocks;
+extern long long* stream_k_clocks;
 }
 
 // Mean and largest cycles of the CTAs' stages, of the last of several launches.
@@ -18,10 +18,10 @@ inline void clocks(cudaStream_t s, const std::function<void()>& body) {
   long long* d;
   CHECK(cudaMalloc(&d, n * 128));
   CHECK(cudaMemset(d, 0, n * 128));
-  exl2nb::many_clocks = d;
+  exl2nb::stream_k_clocks = d;
   body();
   CHECK(cudaStreamSynchronize(s));
-  exl2nb::many_clocks = nullptr;
+  exl2nb::stream_k_clocks = nullptr;
   std::vector<long long> v(n * 16);
   CHECK(cudaMemcpy(v.data(), d, n * 128, cudaMemcpyDeviceToHost));
   const char* names[] = {"ready", "waited", "factors", "tile 1", "tiles", "met", "copies begin", "tokens asked"};

@@ -1,14 +1,14 @@
 // What a unit of weights (16 columns x 64 rows, 4 bits) costs a multiprocessor beside the memory: cycles of a scheduler, for the product's
 // own code and for it without one of its parts. Everything lies in shared memory, nothing waits. "int8" is not in the library: weights and
 // activations as bytes, products exact in int32, the activations in two columns (high and low byte).
-// nvcc -O3 -std=c++17 -arch=sm_90 --expt-relaxed-constexpr -I../../csrc -I../../csrc/cuda unit_cost.cu -o unit_cost && ./unit_cost
+// nvcc -O3 -std=c++17 -arch=sm_90 --expt-relaxed-constexpr -I../../csrc -I../../csrc/cuda item_cost.cu -o unit_cost && ./unit_cost
 #include <cstdio>
 
-#include "cuda/blob/item.cuh"
+#include "cuda/blob/item_mma.cuh"
 
 using namespace exl2nb;
 
-enum Parts { kX = 1, kWords = 2, kFields = 4, kOffsets = 8, kProducts = 16, kScale = 32, kAll = 63, kChain = 64, kBytes = 128 };
+enum Parts { kX = 1, kWords = 2, kFields = 4, kOffsets = 8, kProducts = 16, kScale = 32, kAll = 63, kMaxGemms = 64, kBytes = 128 };
 constexpr int kItemBytes = 2176, kUnits = 4, kItems = 200, kShared = 100 << 10, kXAt = 80 << 10, kStepsAt = 90 << 10;
 
 struct Lane {
@@ -30,15 +30,15 @@ __device__ __forceinline__ void unit(Lane& lane, const uint8_t* words, const uin
   uint32_t w[4] = {lane.held.x ^ i, lane.held.y ^ i, lane.held.z ^ i, lane.held.w ^ i}, h[16];
   if (PARTS & kWords) load_unit<4>(words + i * 512, threadIdx.x & 31, w);
   if (PARTS & kFields)
-    dq<4>(w, h);
+    dequantize<4>(w, h);
   else
     for (int k = 0; k < 16; k++) h[k] = w[k & 3];
-  if (PARTS & kOffsets) take_offsets<4>(h);
+  if (PARTS & kOffsets) subtract_offsets<4>(h);
   float a[4], b[4] = {0, 0, 0, 0};
   if (!(PARTS & kProducts)) {
     for (int k = 0; k < 4; k++) a[k] = __uint_as_float(h[k] ^ h[k + 4]), b[k] = __uint_as_float(h[k + 8] ^ h[k + 12]);
     a[0] += __uint_as_float(xa.x ^ xa.y ^ xa.z ^ xa.w ^ xb.x ^ xb.y ^ xb.z ^ xb.w);
-  } else if (PARTS & kChain) {
+  } else if (PARTS & kMaxGemms) {
     mma<kBulk, true>(a, h, xa.x, xa.y);
     mma<kBulk, false>(a, h + 4, xa.z, xa.w);
     mma<kBulk, false>(a, h + 8, xb.x, xb.y);
@@ -131,7 +131,7 @@ int main() {
   report<kAll>("the product");
   report<kAll, 2>("two units unrolled");
   report<kAll, 4>("four units unrolled");
-  report<kAll | kChain>("one chain of products");
+  report<kAll | kMaxGemms>("one chain of products");
   report<kAll & ~kProducts>("no products");
   report<kAll & ~kOffsets>("no offsets");
   report<kAll & ~kFields>("no fields");

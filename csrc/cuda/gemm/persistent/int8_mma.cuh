@@ -4,21 +4,21 @@
 // columns of B, so four tokens fill the eight columns of m16n8k32. Codes go in as they are, unsigned, their zero point times the sum of the
 // activations comes off behind. Everything up to there is exact, so a token's result does not depend on the tokens beside it.
 #pragma once
-#include "cuda/blob/item.cuh"
-#include "cuda/gemm/stream_k/fragment.cuh"
+#include "cuda/blob/item_mma.cuh"
+#include "cuda/gemm/fragment.cuh"
 
 namespace exl2nb {
 
-constexpr int kLargest = 32512;  // of an activation: 127 * 256, so that both bytes stay in range
+constexpr int kMaxQuantized = 32512;  // of an activation: 127 * 256, so that both bytes stay in range
 
 // Of 64 stored rows of a token: the step, the sum of the whole numbers, that of the first 32, of the second.
-struct WholeBlock {
+struct Int8Block {
   float step;
   int both, first, second;
 };
-static_assert(sizeof(WholeBlock) == 16, "one load");
+static_assert(sizeof(Int8Block) == 16, "one load");
 
-// Rows 2t, 2t + 1, 2t + 8, 2t + 9 of a step as fp16 -> their low and high bytes in the order of fields.cuh; adds them to `sum`.
+// Rows 2t, 2t + 1, 2t + 8, 2t + 9 of a step as fp16 -> their low and high bytes in the order of dequant.cuh; adds them to `sum`.
 __device__ __forceinline__ void to_bytes(uint2 v, float inverse, uint32_t& low, uint32_t& high, int& sum) {
   const float2 a = __half22float2(*reinterpret_cast<half2*>(&v.x)), b = __half22float2(*reinterpret_cast<half2*>(&v.y));
   constexpr float kBase = 12582912.f + 128.f;  // 1.5 * 2^23: the whole number, plus 128, in the lowest bits
@@ -32,7 +32,7 @@ __device__ __forceinline__ void to_bytes(uint2 v, float inverse, uint32_t& low, 
 // 64 stored rows of a token as fragment.cuh orders them, to bytes at `rows`: the high ones, then the low ones. LANES neighbouring lanes t
 // work on it, 8 or 4, all lanes of the warp must come; v: places 8 t on, and 8 (t + 4); live: whether there is something to do.
 template <int LANES>
-__device__ __forceinline__ void to_whole(const uint4 (&v)[8 / LANES], uint8_t* rows, WholeBlock* block, int t, bool live) {
+__device__ __forceinline__ void quantize_block(const uint4 (&v)[8 / LANES], uint8_t* rows, Int8Block* block, int t, bool live) {
   constexpr int kPlaces = 8 / LANES;
   const auto h = [](uint32_t w) { return __habs2(*reinterpret_cast<half2*>(&w)); };
   half2 most = __float2half2_rn(0.f);
@@ -41,7 +41,7 @@ __device__ __forceinline__ void to_whole(const uint4 (&v)[8 / LANES], uint8_t* r
   float m = fmaxf(__low2float(most), __high2float(most));
 #pragma unroll
   for (int d = 1; d < LANES; d *= 2) m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, d));
-  const float inverse = m > 0.f ? __fdividef(kLargest, m) : 0.f;
+  const float inverse = m > 0.f ? __fdividef(kMaxQuantized, m) : 0.f;
   uint2 low[kPlaces], high[kPlaces];
   int sum[kPlaces];
 #pragma unroll
@@ -58,13 +58,13 @@ __device__ __forceinline__ void to_whole(const uint4 (&v)[8 / LANES], uint8_t* r
     uint8_t* const to = rows + (t & 3) * 16 + (t & 4) * 2;
     *reinterpret_cast<uint2*>(to) = high[0];
     *reinterpret_cast<uint2*>(to + 64) = low[0];
-    if (t == 0) *block = {m * (1.f / kLargest), sum[0] + other, sum[0], other};
+    if (t == 0) *block = {m * (1.f / kMaxQuantized), sum[0] + other, sum[0], other};
   } else {
     if (!live) return;
     uint8_t* const to = rows + t * 16;
     *reinterpret_cast<uint4*>(to) = make_uint4(high[0].x, high[0].y, high[1].x, high[1].y);
     *reinterpret_cast<uint4*>(to + 64) = make_uint4(low[0].x, low[0].y, low[1].x, low[1].y);
-    if (t == 0) *block = {m * (1.f / kLargest), sum[0] + sum[1], sum[0], sum[1]};
+    if (t == 0) *block = {m * (1.f / kMaxQuantized), sum[0] + sum[1], sum[0], sum[1]};
   }
 }
 
@@ -80,14 +80,14 @@ __device__ __forceinline__ void mma_bytes(int (&c)[4], uint32_t a0, uint32_t a1,
 // How the eight columns of B are used: four pairs, the high and the low byte, of `chunks` chunks of rows and 4 / chunks tokens. So the sums
 // of four chunks lie in four lanes t, and what follows a sum is done for all of them at once.
 template <int CHUNKS>
-struct WholeInput {
+struct Int8Input {
   static constexpr int kTokens = 4 / CHUNKS;
-  const uint8_t* bytes;      // of the token of column g
-  const WholeBlock* blocks;  // of the token of lane t
+  const uint8_t* bytes;     // of the token of column g
+  const Int8Block* blocks;  // of the token of lane t
   int column_chunk, lane_chunk, g, tokens;
   bool live;  // column g is of a token that is there
 
-  __device__ __forceinline__ WholeInput(const uint8_t* all, const WholeBlock* every, int num_blocks, int count, int lane) : tokens(count) {
+  __device__ __forceinline__ Int8Input(const uint8_t* all, const Int8Block* every, int num_blocks, int count, int lane) : tokens(count) {
     const int t = lane & 3;
     g = lane >> 2;
     const int column_token = (g >> 1) % kTokens, token = t % kTokens;
@@ -105,11 +105,11 @@ struct WholeInput {
 };
 // Sums of columns g and g + 8, of chunks 0, 1, 2, 3 mod 4 apart, so that they are joined in one order however many tokens there are.
 template <int CHUNKS>
-struct WholeSums {
+struct Int8Sums {
   float y[4 / CHUNKS][2] = {};
-  // To sums[token][16]; `add`: to what is there. PAIRS: of two items (WholeItem), to the sums of both.
+  // To sums[token][16]; `add`: to what is there. PAIRS: of two items (Int8Item), to the sums of both.
   template <bool PAIRS = false>
-  __device__ __forceinline__ void put(float* sums, const WholeInput<CHUNKS>& in, int lane, bool add) const {
+  __device__ __forceinline__ void put(float* sums, const Int8Input<CHUNKS>& in, int lane, bool add) const {
     const int t = lane & 3;
     const auto to = [&](int token, int column, float v) {
       float* const p = sums + token * 16 + column;
@@ -141,37 +141,27 @@ struct WholeSums {
 
 // Two steps of a unit, 32 rows.
 template <int B, int FIRST>
-__device__ __forceinline__ void multiply_half(int (&c)[4], const uint32_t* w, uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void mma_half_unit(int (&c)[4], const uint32_t* w, uint32_t b0, uint32_t b1) {
   uint32_t a[4];
-  bytes_of<B, FIRST>(w, a[0], a[1]);
-  bytes_of<B, FIRST + 1>(w, a[2], a[3]);
+  byte_fragments<B, FIRST>(w, a[0], a[1]);
+  byte_fragments<B, FIRST + 1>(w, a[2], a[3]);
   mma_bytes(c, a[0], a[1], a[2], a[3], b0, b1);
 }
 
-// What a warp needs to know of an item.
-struct Brief {
-  uint32_t kind, rest;  // its second and fourth word (blob.h)
-  __device__ __forceinline__ int block() const { return kind & 0xffff; }
-  __device__ __forceinline__ int bits() const { return kind >> 16 & 0xff; }
-  __device__ __forceinline__ int units() const { return kind >> 24; }
-  __device__ __forceinline__ bool one() const { return rest & 0xff; }
-  __device__ __forceinline__ bool lone() const { return rest >> 8 & 0xff; }
-  __device__ __forceinline__ int scales() const { return rest >> 16 & 0xff; }
-};
 // Units of an item, at most.
-__host__ __device__ constexpr int most_units(int bits) { return kSlot / (128 * bits) < kItemUnits ? kSlot / (128 * bits) : kItemUnits; }
+__host__ __device__ constexpr int max_units(int bits) { return kSlot / (128 * bits) < kItemUnits ? kSlot / (128 * bits) : kItemUnits; }
 
 // An EXL2 item. Chunks are units of one group, or halves of units with groups of their own. Units that are not there meet activations of
 // zero; what is read in their place lies in shared memory. Of one token, what does not change from strip to strip is kept, and the next
 // strip's words are loaded (load) before what follows the products of this one (multiply, finish) is done. Pairs are two items of two
 // units, one behind the other, of one token. APART: of one token, a unit's sums have registers of their own, of which a lane takes those of
 // its chunk; else the activations of other chunks are zeros: fewer registers.
-enum WholeForm { kHalves, kOnes, kPairsOfOnes };
-template <int B, WholeForm FORM, int CHUNKS, bool APART>
-struct WholeItem {
-  static constexpr bool kOne = FORM != kHalves, kPairs = FORM == kPairsOfOnes, kApart = APART && kOne && CHUNKS == 4;
+enum Int8Form { kSplitUnits, kWholeUnits, kPairedItems };
+template <int B, Int8Form FORM, int CHUNKS, bool APART>
+struct Int8Item {
+  static constexpr bool kOne = FORM != kSplitUnits, kPairs = FORM == kPairedItems, kApart = APART && kOne && CHUNKS == 4;
   static_assert(!kPairs || CHUNKS == 4, "a round");
-  static constexpr int kUnits = kPairs ? 2 * kPairUnits : most_units(B), kParts = kOne ? kUnits : 2 * kUnits,
+  static constexpr int kUnits = kPairs ? 2 * kPairUnits : max_units(B), kParts = kOne ? kUnits : 2 * kUnits,
                        kRounds = (kParts + CHUNKS - 1) / CHUNKS, kWords = kOne ? 4 : 2;
   static constexpr int kZero = 1 << (B - 1), kShift = ByteForm<B>::shift;
   static constexpr int kHeld = CHUNKS < 4 ? 0 : !kOne ? 2 : B == 2 ? kRounds : 1;  // rounds
@@ -190,9 +180,9 @@ struct WholeItem {
   static constexpr int kFirstUnits = kPairUnits * (128 * B), kGap = kPairs ? 8 * kPairUnits : 0;  // bytes; between two items' units
   int codes, parts, block;
   const half2* steps;
-  const WholeInput<CHUNKS>& in;
+  const Int8Input<CHUNKS>& in;
 
-  __device__ __forceinline__ WholeItem(const Brief& it, const half2* all, const WholeInput<CHUNKS>& input)
+  __device__ __forceinline__ Int8Item(const ItemDesc& it, const half2* all, const Int8Input<CHUNKS>& input)
       : block(it.block()), steps(all), in(input) {
     const int units = kPairs ? kUnits : it.units();
     parts = kOne ? units : 2 * units - it.lone();
@@ -206,7 +196,7 @@ struct WholeItem {
   }
   __device__ __forceinline__ Round round(int r) const {
     const int base = r * CHUNKS, own = min(base + in.lane_chunk, parts - 1), wanted = base + in.column_chunk;
-    const WholeBlock x0 = in.blocks[kOne ? (block >> 1) + own : (block + own) >> 1];
+    const Int8Block x0 = in.blocks[kOne ? (block >> 1) + own : (block + own) >> 1];
     Round to;
     to.zero = kZero * (kOne ? x0.both : (block + own) & 1 ? x0.second : x0.first);
     to.step = base + in.lane_chunk < parts ? x0.step : 0.f;
@@ -236,16 +226,16 @@ struct WholeItem {
   __device__ __forceinline__ static void unit_products(int (&c)[kSums][4], const uint32_t (&w)[B], const Round& of, int r, int j) {
     int (&to)[4] = c[kApart ? j : CHUNKS > 1 && j >= CHUNKS / 2];
     if constexpr (kOne) {
-      multiply_half<B, 0>(to, w, of.b[j][0], of.b[j][1]);
-      multiply_half<B, 2>(to, w, of.b[j][2], of.b[j][3]);
+      mma_half_unit<B, 0>(to, w, of.b[j][0], of.b[j][1]);
+      mma_half_unit<B, 2>(to, w, of.b[j][2], of.b[j][3]);
     } else if constexpr (CHUNKS == 1) {
       if (r & 1)
-        multiply_half<B, 2>(to, w, of.b[0][0], of.b[0][1]);
+        mma_half_unit<B, 2>(to, w, of.b[0][0], of.b[0][1]);
       else
-        multiply_half<B, 0>(to, w, of.b[0][0], of.b[0][1]);
+        mma_half_unit<B, 0>(to, w, of.b[0][0], of.b[0][1]);
     } else {
-      multiply_half<B, 0>(to, w, of.b[j][0], of.b[j][1]);
-      multiply_half<B, 2>(to, w, of.b[j + 1][0], of.b[j + 1][1]);
+      mma_half_unit<B, 0>(to, w, of.b[j][0], of.b[j][1]);
+      mma_half_unit<B, 2>(to, w, of.b[j + 1][0], of.b[j + 1][1]);
     }
   }
   static constexpr int kStep = kOne || CHUNKS == 1 ? 1 : 2;  // chunks of a unit in a round
@@ -280,12 +270,12 @@ struct WholeItem {
     for (int j = 0; j < CHUNKS; j += kStep)
       if (unit_of(0, j) < kAheadUnits) unit_products(c, of.w[unit_of(0, j)], held[0], 0, j);
   }
-  __device__ __forceinline__ void finish(uint32_t code, const int (&c)[kSums][4], WholeSums<CHUNKS>& sums) const {
+  __device__ __forceinline__ void finish(uint32_t code, const int (&c)[kSums][4], Int8Sums<CHUNKS>& sums) const {
     scale(held[0], c, code, sums.y[0]);
   }
   // The rounds, without those before `first`, all at once. Where one token's first four chunks come last (`finish`), they do so of several
   // tokens, too: sums are added in one order.
-  __device__ __forceinline__ void multiply(const uint8_t* st, int lane, WholeSums<CHUNKS>& sums, int first = 0) const {
+  __device__ __forceinline__ void multiply(const uint8_t* st, int lane, Int8Sums<CHUNKS>& sums, int first = 0) const {
     constexpr int kLast = kOne && CHUNKS < 4 ? 4 / CHUNKS : 0;  // rounds
 #pragma unroll
     for (int i = 0; i < kRounds; i++) {
@@ -308,11 +298,11 @@ struct WholeItem {
 
 // A GPTQ item, one chunk at a time.
 template <int B, bool ONE, int CHUNKS>
-struct WholeGptq {
+struct Int8Gptq {
   static constexpr bool kAhead = false, kPairs = false;
-  Brief it;
-  const WholeInput<CHUNKS>& in;
-  __device__ __forceinline__ WholeGptq(const Brief& item, const half2*, const WholeInput<CHUNKS>& input) : it(item), in(input) {}
+  ItemDesc it;
+  const Int8Input<CHUNKS>& in;
+  __device__ __forceinline__ Int8Gptq(const ItemDesc& item, const half2*, const Int8Input<CHUNKS>& input) : it(item), in(input) {}
 
   __device__ __forceinline__ void add(float (&y)[2], const int (&c)[4], int sum, float step, const GptqSet& set) const {
     using Form = ByteForm<B>;
@@ -324,7 +314,7 @@ struct WholeGptq {
     y[0] = fmaf(fmaf(-z.x, total, __int2float_rn(g)), f.x * own, y[0]);
     y[1] = fmaf(fmaf(-z.y, total, __int2float_rn(g8) * (1.f / (1 << Form::shift))), f.y * own, y[1]);
   }
-  __device__ __forceinline__ void multiply(const uint8_t* st, int lane, WholeSums<CHUNKS>& sums) const {
+  __device__ __forceinline__ void multiply(const uint8_t* st, int lane, Int8Sums<CHUNKS>& sums) const {
     const int units = it.units(), shift = it.scales() - 1;
     const uint8_t* const sets = st + units * (128 * B);
     const bool mine = in.column_chunk == 0;
@@ -335,10 +325,10 @@ struct WholeGptq {
       const GptqSet one = load_set(sets, ONE ? i >> shift : 2 * i, lane), other = ONE ? one : load_set(sets, 2 * i + 1, lane);
       const int at = it.block() + 2 * i, then = at + !it.lone();
       const uint2 xa = in.half_unit(at, mine), xb = in.half_unit(then, mine);
-      const WholeBlock a = in.blocks[at >> 1], b = in.blocks[then >> 1];
+      const Int8Block a = in.blocks[at >> 1], b = in.blocks[then >> 1];
       int c[4] = {0, 0, 0, 0}, d[4] = {0, 0, 0, 0};
-      multiply_half<B, 0>(c, w, xa.x, xa.y);
-      multiply_half<B, 2>(d, w, xb.x, xb.y);
+      mma_half_unit<B, 0>(c, w, xa.x, xa.y);
+      mma_half_unit<B, 2>(d, w, xb.x, xb.y);
       add(sums.y[0], c, at & 1 ? a.second : a.first, a.step, one);
       add(sums.y[0], d, then & 1 ? b.second : b.first, b.step, other);
     }
@@ -346,48 +336,48 @@ struct WholeGptq {
 };
 
 // What the compiler knows of a launch's weights: code that is not there costs nothing. kNarrow: EXL2, of few bits.
-enum WholeWeights { kAnyWeights, kExl2, kNarrow };
+enum WeightKind { kAnyWeights, kExl2, kNarrow };
 
 // Calls `with` with the kind of the item, any but a dense one: a type to be made of it. pairs: whether it is two.
-template <int CHUNKS, WholeWeights WEIGHTS, class F>
-__device__ __forceinline__ void kind_of(const Brief& it, bool pairs, const F& with) {
+template <int CHUNKS, WeightKind WEIGHTS, class F>
+__device__ __forceinline__ void dispatch_item(const ItemDesc& it, bool pairs, const F& with) {
   constexpr bool kApart = WEIGHTS == kNarrow;
   const auto exl2 = [&](auto as) {
-    constexpr WholeForm kForm = decltype(as)::value;
+    constexpr Int8Form kForm = decltype(as)::value;
     switch (it.bits()) {
       case 4:
-        return with(static_cast<WholeItem<4, kForm, CHUNKS, kApart>*>(nullptr));
+        return with(static_cast<Int8Item<4, kForm, CHUNKS, kApart>*>(nullptr));
       case 3:
-        return with(static_cast<WholeItem<3, kForm, CHUNKS, kApart>*>(nullptr));
+        return with(static_cast<Int8Item<3, kForm, CHUNKS, kApart>*>(nullptr));
       case 5:
-        return with(static_cast<WholeItem<5, kForm, CHUNKS, kApart>*>(nullptr));
+        return with(static_cast<Int8Item<5, kForm, CHUNKS, kApart>*>(nullptr));
       case 2:
-        return with(static_cast<WholeItem<2, kForm, CHUNKS, kApart>*>(nullptr));
+        return with(static_cast<Int8Item<2, kForm, CHUNKS, kApart>*>(nullptr));
       case 6:
-        return with(static_cast<WholeItem<6, kForm, CHUNKS, kApart>*>(nullptr));
+        return with(static_cast<Int8Item<6, kForm, CHUNKS, kApart>*>(nullptr));
       default:
-        return with(static_cast<WholeItem<8, kForm, CHUNKS, kApart>*>(nullptr));
+        return with(static_cast<Int8Item<8, kForm, CHUNKS, kApart>*>(nullptr));
     }
   };
   if constexpr (CHUNKS == 4)
-    if (pairs) return exl2(std::integral_constant<WholeForm, kPairsOfOnes>{});
+    if (pairs) return exl2(std::integral_constant<Int8Form, kPairedItems>{});
   if constexpr (WEIGHTS == kAnyWeights) {
     const auto gptq = [&](auto form) {
       constexpr bool kOne = decltype(form)::value;
       switch (it.bits()) {
         case 4:
-          return with(static_cast<WholeGptq<4, kOne, CHUNKS>*>(nullptr));
+          return with(static_cast<Int8Gptq<4, kOne, CHUNKS>*>(nullptr));
         case 3:
-          return with(static_cast<WholeGptq<3, kOne, CHUNKS>*>(nullptr));
+          return with(static_cast<Int8Gptq<3, kOne, CHUNKS>*>(nullptr));
         case 2:
-          return with(static_cast<WholeGptq<2, kOne, CHUNKS>*>(nullptr));
+          return with(static_cast<Int8Gptq<2, kOne, CHUNKS>*>(nullptr));
         default:
-          return with(static_cast<WholeGptq<8, kOne, CHUNKS>*>(nullptr));
+          return with(static_cast<Int8Gptq<8, kOne, CHUNKS>*>(nullptr));
       }
     };
     if (it.scales()) return it.one() ? gptq(std::true_type{}) : gptq(std::false_type{});
   }
-  it.one() ? exl2(std::integral_constant<WholeForm, kOnes>{}) : exl2(std::integral_constant<WholeForm, kHalves>{});
+  it.one() ? exl2(std::integral_constant<Int8Form, kWholeUnits>{}) : exl2(std::integral_constant<Int8Form, kSplitUnits>{});
 }
 
 }  // namespace exl2nb

@@ -1,19 +1,19 @@
-// Launches of gemv.cuh: which path, how much shared memory, tokens in blocks of eight.
-#include "cuda/gemm/skinny/gemv.h"
+// Launches of skinny_gemm.cuh: which path, how much shared memory, tokens in blocks of eight.
+#include "cuda/gemm/skinny/skinny_gemm.h"
 
 #include <algorithm>
 
-#include "cuda/gemm/skinny/gemv.cuh"
+#include "cuda/gemm/skinny/skinny_gemm.cuh"
 #include "cuda/runtime/device.cuh"
 
 namespace exl2nb {
 namespace {
 
-constexpr int kMadeTokens = 4;  // more tokens' rows are made once, by a kernel of their own, not by every CTA
+constexpr int kFusedNormTokens = 4;  // more tokens' rows are made once, by a kernel of their own, not by every CTA
 
 struct Device {
   int sms, shared_per_block, shared_per_sm;
-  GemvPath path;
+  CopyPath path;
 };
 const Device& device() {
   static const Device d = [] {
@@ -26,11 +26,11 @@ const Device& device() {
 }
 
 template <int PATH, bool STAGED>
-cudaError_t launch(const GemvArgs& a, int grid, int shared, cudaStream_t stream, bool pdl) {
+cudaError_t launch(const GemmArgs& a, int grid, int shared, cudaStream_t stream, bool pdl) {
   static const cudaError_t ready = [] {
     // The largest share for shared memory, as in every kernel of a step: changing it between kernels empties the multiprocessor.
-    cudaFuncSetAttribute(gemv<PATH, STAGED>, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-    return cudaFuncSetAttribute(gemv<PATH, STAGED>, cudaFuncAttributeMaxDynamicSharedMemorySize, device().shared_per_block);
+    cudaFuncSetAttribute(skinny_gemm<PATH, STAGED>, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
+    return cudaFuncSetAttribute(skinny_gemm<PATH, STAGED>, cudaFuncAttributeMaxDynamicSharedMemorySize, device().shared_per_block);
   }();
   if (ready != cudaSuccess) return ready;
   cudaLaunchConfig_t config = {};
@@ -39,30 +39,29 @@ cudaError_t launch(const GemvArgs& a, int grid, int shared, cudaStream_t stream,
   attribute[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute[0].val.programmaticStreamSerializationAllowed = 1;
   config.attrs = attribute, config.numAttrs = pdl && PATH == kBulk ? 1 : 0;
-  return cudaLaunchKernelEx(&config, gemv<PATH, STAGED>, a);
+  return cudaLaunchKernelEx(&config, skinny_gemm<PATH, STAGED>, a);
 }
 template <int PATH>
-cudaError_t dispatch(const GemvArgs& a, int grid, int shared, cudaStream_t stream, bool pdl) {
+cudaError_t dispatch(const GemmArgs& a, int grid, int shared, cudaStream_t stream, bool pdl) {
   return a.staged ? launch<PATH, true>(a, grid, shared, stream, pdl) : launch<PATH, false>(a, grid, shared, stream, pdl);
 }
 
 }  // namespace
 
-int num_sms() { return device().sms; }
-int gemv_path() { return device().path; }
+int copy_path() { return device().path; }
 
-int gemv_grid(const GemvArgs& a, Epilogue e) { return std::min(device().sms, e == kActivation && a.gated ? a.strips / 2 : a.strips); }
+int skinny_grid(const GemmArgs& a, Epilogue e) { return std::min(device().sms, e == kActivation && a.gated ? a.strips / 2 : a.strips); }
 
-int gemv_share(GemvArgs& a, Epilogue e) {
-  a.epilogue = e, a.grid = gemv_grid(a, e);
+int skinny_split(GemmArgs& a, Epilogue e) {
+  a.epilogue = e, a.grid = skinny_grid(a, e);
   int per = 1;  // strips of a part that a CTA owns, at most
   for (int p = 0; p < a.num_parts; p++) per = std::max(per, (a.part[p].strips + a.grid - 1) / a.grid);
   a.flush = std::max(1, std::min(per, 32 / a.tokens));
-  share_out(a);
+  assign_strips(a);
   return a.perms * a.tokens * a.x_stride * 2;
 }
 
-void set_weights(GemvArgs& a, const uint8_t* head, const uint8_t* blob) {
+void set_weights(GemmArgs& a, const uint8_t* head, const uint8_t* blob) {
   const auto& h = *reinterpret_cast<const GpuHeader*>(head);
   const auto* parts = reinterpret_cast<const GpuPart*>(head + sizeof(GpuHeader));
   a.head = head, a.num_parts = h.num_parts, a.strips = 0, a.items = h.num_items, a.units = h.num_units, a.image = blob + h.image;
@@ -83,39 +82,39 @@ void set_input(MatrixInput& in, const uint8_t* head, const uint8_t* blob, half* 
 }
 
 // Of at most eight tokens: how they are shared out, whether their activations are staged. Returns the bytes of shared memory.
-static int gemv_prepare(GemvArgs& a, Epilogue e) {
-  const int x_bytes = gemv_share(a, e), most = device().shared_per_block, flush = a.flush;
+static int skinny_prepare(GemmArgs& a, Epilogue e) {
+  const int x_bytes = skinny_split(a, e), most = device().shared_per_block, flush = a.flush;
   const int fixed = stages_of(device().path) * kWarps * kSlot + num_bars(device().path) * 8 + padded_image(a);
-  int own = fixed + GemvShared::bytes(a);
+  int own = fixed + SkinnySmem::bytes(a);
   const auto shrink = [&](int beside) {
-    for (; a.flush > 1 && own + beside > most; own = fixed + GemvShared::bytes(a)) a.flush--;
+    for (; a.flush > 1 && own + beside > most; own = fixed + SkinnySmem::bytes(a)) a.flush--;
   };
   if (own > most) {  // little memory: so few strips at a time that the activations fit, too, or at least the rest
     shrink(x_bytes);
-    if (own + x_bytes > most) a.flush = flush, own = fixed + GemvShared::bytes(a), shrink(0);
+    if (own + x_bytes > most) a.flush = flush, own = fixed + SkinnySmem::bytes(a), shrink(0);
   }
   a.staged = own + x_bytes <= device().shared_per_sm - 1024 && own + x_bytes <= most;
   return own + (a.staged ? x_bytes : 0);
 }
 // Tokens of a launch: eight, or so many as there is memory for.
-static int gemv_tokens(GemvArgs a, Epilogue e) {
-  int tokens = std::min(kMaxTokens, a.tokens);
-  for (a.tokens = tokens; tokens > 1 && gemv_prepare(a, e) > device().shared_per_block; a.tokens = tokens) tokens--;
+static int skinny_tokens(GemmArgs a, Epilogue e) {
+  int tokens = std::min(kSkinnyTokens, a.tokens);
+  for (a.tokens = tokens; tokens > 1 && skinny_prepare(a, e) > device().shared_per_block; a.tokens = tokens) tokens--;
   return tokens;
 }
 
-bool gemv_makes(GemvArgs a, Epilogue e, int width) {
-  if (a.tokens < 1 || a.tokens > kMadeTokens || width > kHeldWidth || width % 4) return false;
-  gemv_prepare(a, e);
+bool skinny_fuses_norm(GemmArgs a, Epilogue e, int width) {
+  if (a.tokens < 1 || a.tokens > kFusedNormTokens || width > kHeldWidth || width % 4) return false;
+  skinny_prepare(a, e);
   return a.staged;
 }
 
-const char* gemv_launch(GemvArgs a, Epilogue e, cudaStream_t stream, bool pdl) {
-  const int tokens = a.tokens, grid = gemv_grid(a, e);
+const char* skinny_launch(GemmArgs a, Epilogue e, cudaStream_t stream, bool pdl) {
+  const int tokens = a.tokens, grid = skinny_grid(a, e);
   if (grid == 0 || tokens == 0) return nullptr;
-  const int most = gemv_tokens(a, e);
+  const int most = skinny_tokens(a, e);
   for (int first = 0; first < tokens; first += most) {
-    GemvArgs b = a;
+    GemmArgs b = a;
     b.tokens = std::min(most, tokens - first);
     if (b.rows) {
       b.rows += first;
@@ -128,7 +127,7 @@ const char* gemv_launch(GemvArgs a, Epilogue e, cudaStream_t stream, bool pdl) {
     if (b.next_squares) b.next_squares += static_cast<size_t>(first) * grid;
     if (b.router.out) b.router.out += static_cast<size_t>(first) * grid * a.router.size();
     if (b.next.x) b.next.x += static_cast<size_t>(first) * a.next.stride;
-    const int shared = gemv_prepare(b, e);
+    const int shared = skinny_prepare(b, e);
     if (shared > device().shared_per_block) return "the matrix needs more shared memory than the GPU has";
     cudaError_t error;
     switch (device().path) {

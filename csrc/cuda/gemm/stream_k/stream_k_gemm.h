@@ -1,28 +1,27 @@
 // The matrix product of steps of many tokens.
 #pragma once
-#include "cuda/gemm/skinny/gemv.h"
+#include "cuda/gemm/skinny/skinny_gemm.h"
 
 namespace exl2nb {
 
-constexpr int kFewTokens = kMaxTokens;  // as many go through the decode path's product
-constexpr int kManyTokens = 64;         // of a launch
+constexpr int kStreamKTokens = 64;  // of a launch
 
-// How the inputs of so many tokens, more than kFewTokens, are grouped (fragment.cuh), and for how many there must be room.
-inline int many_group(int tokens) { return tokens <= 16 ? 16 : tokens <= 32 ? 32 : kManyTokens; }
-inline int many_room(int tokens) {
-  return tokens <= kFewTokens ? tokens : (tokens + many_group(tokens) - 1) / many_group(tokens) * many_group(tokens);
+// How the inputs of so many tokens, more than kSkinnyTokens, are grouped (fragment.cuh), and for how many there must be room.
+inline int stream_k_group(int tokens) { return tokens <= 16 ? 16 : tokens <= 32 ? 32 : kStreamKTokens; }
+inline int stream_k_rows(int tokens) {
+  return tokens <= kSkinnyTokens ? tokens : (tokens + stream_k_group(tokens) - 1) / stream_k_group(tokens) * stream_k_group(tokens);
 }
-// Whether many_launch does the product of `a` on this GPU.
-bool many_takes(const GemvArgs& a);
+// Whether stream_k_launch does the product of `a` on this GPU.
+bool stream_k_takes(const GemmArgs& a);
 // Partial squares of a token that a product leaves which adds to the residual of `width` numbers.
-inline int many_squares(int width) { return (width + 255) / 256 * 16; }
+inline int stream_k_squares(int width) { return (width + 255) / 256 * 16; }
 // Whether it can do that.
-bool many_adds(const GemvArgs& a);
+bool stream_k_fuses_residual(const GemmArgs& a);
 // Whether a product of gate and up, then without out and residual, can write the next product's input itself.
-bool many_pairs(const GemvArgs& a);
+bool stream_k_fuses_gate(const GemmArgs& a);
 // Cached keys and values that attention reads behind a product: of `rows` tokens of each sequence, from its first one on, which lie
 // together in a page of a head. rows 0: none.
-struct ManyKeys {
+struct StreamKKeys {
   const uint8_t *k_pool, *v_pool;
   const int *block_table, *context_lens;
   int sequences, max_pages, heads, rows;
@@ -30,15 +29,15 @@ struct ManyKeys {
 };
 // What comes behind a product: the part of the next blob that its product reads first; attention's keys. While the product works, memory
 // has time to bring them near.
-struct ManyNext {
+struct StreamKNext {
   const uint8_t* image;
   int bytes;
-  ManyKeys keys;
+  StreamKKeys keys;
 };
 // Bytes of the workspace of products of up to so many tokens: zeroed once, then left alone; one for all products of a stream.
-size_t many_workspace(int tokens);
-// out = x times the matrix, plus bias; or, without out, the residual += that, as GemvArgs says. x lies in groups of `group`. next: may be
+size_t stream_k_workspace(int tokens);
+// out = x times the matrix, plus bias; or, without out, the residual += that, as GemmArgs says. x lies in groups of `group`. next: may be
 // empty. Its CTAs wait for one another: launches in different streams of a device must not overlap.
-const char* many_launch(const GemvArgs& a, int group, const ManyNext& next, void* workspace, cudaStream_t stream, bool pdl);
+const char* stream_k_launch(const GemmArgs& a, int group, const StreamKNext& next, void* workspace, cudaStream_t stream, bool pdl);
 
 }  // namespace exl2nb

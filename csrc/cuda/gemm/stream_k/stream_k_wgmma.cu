@@ -1,6 +1,6 @@
-// Products of many tokens on Hopper: many.cuh's kernel with the tensor cores' instruction of a warp group, which reads the tokens from
-// shared memory by itself and works while other warp groups decode. It exists for sm_90a alone, for which CMake compiles this file.
-#include "cuda/gemm/stream_k/many.cuh"
+// Products of many tokens on Hopper: stream_k_gemm.cuh's kernel with the tensor cores' instruction of a warp group, which reads the tokens
+// from shared memory by itself and works while other warp groups decode. It exists for sm_90a alone, for which CMake compiles this file.
+#include "cuda/gemm/stream_k/stream_k_gemm.cuh"
 #include "cuda/runtime/device.cuh"
 
 namespace exl2nb {
@@ -37,20 +37,20 @@ __device__ __forceinline__ void wgmma(float (&d)[8][4], const uint32_t* a, uint6
 
 // Products of a unit of a strip, four strips a warp group, with the tokens of a stage.
 template <int NB>
-struct WarpGroup {
+struct WgmmaProduct {
   uint32_t x;  // shared address of the ring and the stride between eight rows, as the descriptor wants them
-  __device__ __forceinline__ explicit WarpGroup(const void* ring)
+  __device__ __forceinline__ explicit WgmmaProduct(const void* ring)
       : x((shared_address(ring) & 0x3ffff) >> 4 | static_cast<uint32_t>(128 * NB) >> 4 << 16) {}
   __device__ __forceinline__ void start(const uint32_t (&h)[8], int slot, int half, float (&y)[NB][4]) const {
     // Eight rows of eight tokens lie together: 128 bytes to the next tokens, 128 * NB to the next rows.
     constexpr uint64_t kBetween = static_cast<uint64_t>(128) >> 4 << 32;
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-    for (int k = 0; k < 2; k++) wgmma(y, h + 4 * k, kBetween | (x + slot * (many_unit(NB) / 16) + (half * 2 + k) * (16 * NB)));
+    for (int k = 0; k < 2; k++) wgmma(y, h + 4 * k, kBetween | (x + slot * (stream_k_unit(NB) / 16) + (half * 2 + k) * (16 * NB)));
     asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
   }
   template <int N>
-  __device__ __forceinline__ void settle(float (&y)[NB][4]) const {
+  __device__ __forceinline__ void wait(float (&y)[NB][4]) const {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
     if (N) return;
 #pragma unroll
@@ -60,16 +60,16 @@ struct WarpGroup {
 #endif
 
 template <int NB>
-__global__ void __launch_bounds__(kManyThreads, 1) many_wide_kernel(const __grid_constant__ ManyArgs A) {
+__global__ void __launch_bounds__(kStreamKThreads, 1) stream_k_wgmma(const __grid_constant__ StreamKArgs A) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(128) uint8_t shared[];
-  run_many<NB, WarpGroup<NB>>(A, shared);
+  run_stream_k<NB, WgmmaProduct<NB>>(A, shared);
 #endif
 }
 
 }  // namespace
 
-bool many_wide_ready() {
+bool wgmma_ready() {
 #ifdef EXL2NB_SM90A
   static const bool ready = [] {
     int device = 0, major = 0, minor = 0;
@@ -86,15 +86,15 @@ bool many_wide_ready() {
 
 namespace {
 template <int NB>
-const char* launch(const ManyArgs& a, int grid, int most_shared, void* stream, bool pdl) {
-  static const cudaError_t ready = cudaFuncSetAttribute(many_wide_kernel<NB>, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared);
+const char* launch(const StreamKArgs& a, int grid, int most_shared, void* stream, bool pdl) {
+  static const cudaError_t ready = cudaFuncSetAttribute(stream_k_wgmma<NB>, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared);
   if (ready != cudaSuccess) return cudaGetErrorString(ready);
-  return launch_kernel(many_wide_kernel<NB>, dim3(static_cast<unsigned>(grid)), kManyThreads, static_cast<size_t>(many_shared(a, NB)),
+  return launch_kernel(stream_k_wgmma<NB>, dim3(static_cast<unsigned>(grid)), kStreamKThreads, static_cast<size_t>(stream_k_shared(a, NB)),
                        stream, pdl, 1, a);
 }
 }  // namespace
 
-const char* many_wide_launch(const ManyArgs& a, int grid, int group, int most_shared, void* stream, bool pdl) {
+const char* stream_k_wgmma_launch(const StreamKArgs& a, int grid, int group, int most_shared, void* stream, bool pdl) {
   return group == 16   ? launch<2>(a, grid, most_shared, stream, pdl)
          : group == 32 ? launch<4>(a, grid, most_shared, stream, pdl)
                        : launch<8>(a, grid, most_shared, stream, pdl);

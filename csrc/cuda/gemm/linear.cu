@@ -1,8 +1,8 @@
 // A product by itself: rows in fp32 are rounded into the blob's order, then multiplied.
 #include <algorithm>
 
-#include "cuda/gemm/skinny/gemv.h"
-#include "cuda/gemm/stream_k/many.h"
+#include "cuda/gemm/skinny/skinny_gemm.h"
+#include "cuda/gemm/stream_k/stream_k_gemm.h"
 #include "cuda/runtime/elementwise.h"
 #include "cuda/runtime/launch.h"
 
@@ -11,8 +11,8 @@ namespace exl2nb {
 int64_t linear_workspace(const uint8_t* head, int64_t tokens, bool many) {
   const auto& h = *reinterpret_cast<const GpuHeader*>(head);
   const auto T = static_cast<int>(tokens);
-  return (static_cast<int64_t>(std::max(1, h.num_perms)) * input_stride(h) * many_room(T) * 2 + 255) / 256 * 256 +
-         (many ? static_cast<int64_t>(many_workspace(T)) : 0);
+  return (static_cast<int64_t>(std::max(1, h.num_perms)) * input_stride(h) * stream_k_rows(T) * 2 + 255) / 256 * 256 +
+         (many ? static_cast<int64_t>(stream_k_workspace(T)) : 0);
 }
 
 const char* linear_launch(const uint8_t* head, const uint8_t* blob, const float* x, int64_t tokens, const float* bias, float* out,
@@ -21,18 +21,18 @@ const char* linear_launch(const uint8_t* head, const uint8_t* blob, const float*
   const auto queue = static_cast<cudaStream_t>(stream);
   const int T = static_cast<int>(tokens);
   MatrixInput in;
-  set_input(in, head, blob, static_cast<half*>(workspace), many_room(T));
+  set_input(in, head, blob, static_cast<half*>(workspace), stream_k_rows(T));
   uint8_t* const sums = static_cast<uint8_t*>(workspace) + linear_workspace(head, tokens, false);
-  GemvArgs a{};
+  GemmArgs a{};
   set_weights(a, head, blob);
   a.tokens = T;
-  in.group = many && many_takes(a) ? many_group(T) : 0;
+  in.group = many && stream_k_takes(a) ? stream_k_group(T) : 0;
   RowsArgs rows{{}, nullptr, T, in};
   rows.from.x = x, rows.from.norm.width = h.K;
   if (const char* wrong = rows_launch(rows, T, queue, false)) return wrong;
   a.x = in.x, a.x_stride = in.stride, a.x_perm_stride = in.perm_stride;
   a.out = out, a.out_stride = h.N, a.bias = bias;
-  return in.group ? many_launch(a, in.group, {}, sums, queue, false) : gemv_launch(a, kStore, queue, false);
+  return in.group ? stream_k_launch(a, in.group, {}, sums, queue, false) : skinny_launch(a, kStore, queue, false);
 }
 
 }  // namespace exl2nb

@@ -3,8 +3,8 @@
 // The input of a matrix is half[token][stride], stride >= K. Inside a block of 32 stored rows, lane t (0..3) of a token reads 8 halves in a
 // row: rows 2t, 2t+1, 2t+8, 2t+9 of the first 16, then of the second: both registers of two m16n8k16 steps in one 16-byte load.
 //
-// Grouped, for products of more tokens (many.cuh): blocks of `group` tokens, stride halves a token like the other; inside, eight stored
-// rows after the other, of each eight tokens after the other: row by row of these their halves. So all that an item multiplies lies
+// Grouped, for products of more tokens (stream_k_gemm.cuh): blocks of `group` tokens, stride halves a token like the other; inside, eight
+// stored rows after the other, of each eight tokens after the other: row by row of these their halves. So all that an item multiplies lies
 // together, in the tensor cores' own order, and who writes a feature of many tokens writes eight neighbours.
 #pragma once
 #include <cuda_fp16.h>

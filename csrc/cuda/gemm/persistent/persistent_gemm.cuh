@@ -1,0 +1,702 @@
+// Several products in one launch, each with what the one before it wrote: attention's output, gate and up, down, the next QKV; or the head
+// alone, whose weights the ring brings quicker than skinny_gemm.cuh does. Every CTA stays on its multiprocessor from the first to the last;
+// its weights, of all products, come through one ring that does not stop between them.
+//
+// Sixteen warps in two teams multiply (int8_mma.cuh), one fetches weights, one waits for the other CTAs. A piece is at most sixteen items
+// that lie one after the other in a strip: item n of it is warp n's. It comes in two halves, a team's each, that follow one another in the
+// ring. Of one token, where a strip is sixteen small items, a warp takes two of them for one, and the teams take strips by turns
+// (AlternatingStrips): an item costs as much as its instructions, which are those of four units. A warp keeps what it knows of its item,
+// activations included, while the same piece of all strips passes by, then goes on to the next piece of the strips. Between products the
+// CTAs meet at a counter: results are stored, one thread adds, one warp polls; nothing orders the two, but what is not written yet is seen
+// (announced.cuh), by attention behind the last one, too. Looking begins when most of those that have most to do have come: every look in
+// vain takes from the L2 cache what weights need of it, most of all where rows are wide. Results go between products in fp16 where the next
+// matrix's stored rows lie, so that nobody has to gather them; every CTA makes whole numbers of them. All CTAs must be there together.
+#pragma once
+#include <type_traits>
+
+#include "cuda/gemm/persistent/int8_mma.cuh"
+#include "cuda/gemm/persistent/persistent_gemm.h"
+#include "cuda/gemm/skinny/skinny_gemm.cuh"
+#include "cuda/runtime/announced.cuh"
+
+namespace exl2nb {
+
+constexpr int kMaxGemms = 4, kWarpsPerSet = 8, kConsumerWarps = 2 * kWarpsPerSet, kConsumerThreads = kConsumerWarps * 32,
+              kPersistentThreads = kConsumerThreads + 64;
+constexpr int kMaxSlots = 12;
+constexpr int kMaxWorkItems = 16;   // pieces of all parts of a strip, at most
+constexpr int kMaxOwnedStrips = 4;  // strips of a residual's product that a CTA owns, at most
+enum PersistentBarrier { kImagesFull = 2 * kMaxSlots, kInputsReady, kFactorsReady, kStored, kNumBarriers };
+
+struct PersistentGemm {
+  GemmArgs a;
+  int width, blocks;   // features; 64 stored rows
+  int strips, rounds;  // of a part, whose partial sums there is room for; how often that is
+  int outs;            // results of a token in a round
+  int min_arrivals;    // CTAs that have stored theirs when it is worth while to look for all results
+  int work_items;      // of a warp: pieces of all parts of a strip
+  struct {
+    int passes, items;  // pieces of a strip; items of a piece
+    bool pairs;         // teams take strips by turns, a warp two items of two units each (GpuPart::pairs); of one token
+  } piece[kMaxParts];
+};
+
+// What is known of a column's result before its sums are there.
+struct PersistentOutput {
+  static constexpr uint16_t kNone = 0xffff;
+  void* to;         // where token 0's goes, of this launch's first set: to the output, or into the next matrix's input; null: nowhere
+  float* residual;  // where else; null: nowhere
+  uint16_t sums, sums_up;  // kNone: there is no such column
+  float bias, norm;
+  float other;  // of gates: the bias of up; of residuals: the scale
+};
+// What is needed of a product when its sums are there: arguments would have to be fetched then.
+struct PersistentEpilogue {
+  unsigned* meet;
+  float* squares;  // token 0's; null: none
+  int outs;
+  uint16_t activation;
+  bool residual, store, gated, lamport;
+};
+// Where a CTA's shared memory begins; partial sums follow.
+struct PersistentState {
+  uint64_t bars[kNumBarriers];
+  float factors[kPersistentTokens];
+  int set;
+  PersistentEpilogue now[kMaxGemms];
+  PersistentOutput owned[2][kMaxOwnedStrips * 16];  // of residuals' products
+};
+constexpr int kPartialsOffset = (sizeof(PersistentState) + 127) / 128 * 128;
+
+struct PersistentSmem {  // where other things lie in shared memory
+  int pieces, piece;     // of the ring; bytes of one
+  int image[kMaxGemms], ring, work_items, blocks, outs, xs, bytes;
+};
+
+struct PersistentArgs {
+  PersistentGemm product[kMaxGemms];
+  int count, grid;
+  int ahead, busier, more;  // slots of the ring under way; the first so many CTAs, which have more to do than the others, have so many more
+  unsigned* meet;  // [kMaxGemms]: how often CTAs came, in all launches, to the end of a product; the last one: of a launch; then: launches
+  uint8_t* set;    // what lies between products; behind it the same for the next launch
+  int set_bytes;
+  uint4* clear;  // as in PersistentOp
+  int clear_count;
+  bool lamport;
+  PersistentSmem room;
+};
+
+// A matrix's image in shared memory.
+struct PersistentImage {
+  const Item* items;
+  const half2* steps;
+  const uint16_t* ends;
+  __device__ __forceinline__ PersistentImage(const PersistentArgs& C, const uint8_t* shared, int q) {
+    const GemmArgs& A = C.product[q].a;
+    const uint8_t* const image = shared + C.room.image[q];
+    items = reinterpret_cast<const Item*>(image), steps = reinterpret_cast<const half2*>(image + image_steps(A.items));
+    ends = reinterpret_cast<const uint16_t*>(image + image_ends(A.items, A.units));
+  }
+};
+
+// Strips of a part in a round that are a CTA's; strip0: the first of all of them.
+__device__ __forceinline__ int strips_in_round(const PersistentGemm& P, int p, int strip0, int round) {
+  return min(P.a.part[p].whole + (strip0 < P.a.part[p].rest ? 1 : 0) - round * P.strips, P.strips);
+}
+
+// The turns of both teams at a part's strips where they take them by turns: slots of the ring come by twos, so one may stay empty. Odd
+// parts begin with the second team.
+struct AlternatingStrips {
+  int first, own, empty;  // a team's first strip, how many it has, slots without one
+  __device__ __forceinline__ AlternatingStrips(int count, int part, int warp_set)
+      : first(warp_set ^ (part & 1)), own((count - first + 1) / 2), empty((count + 1) / 2 - own) {}
+};
+
+struct Piece {
+  int first, last;  // items
+  __device__ __forceinline__ Piece(const PersistentGemm& P, const PersistentImage& image, int p, int pass) {
+    first = image.ends[p * kEnds] + pass * P.piece[p].items;
+    last = min(first + P.piece[p].items, static_cast<int>(image.ends[p * kEnds + kWarps]));
+  }
+};
+
+// How CTAs of a chain (persistent_gemm.cuh) wait for one another, and warps of a CTA.
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ void consumer_sync() { asm volatile("bar.sync 1,%0;" ::"n"(kConsumerThreads) : "memory"); }
+__device__ __forceinline__ void grid_arrive(unsigned* c) { asm volatile("red.relaxed.gpu.global.add.u32 [%0],1;" ::"l"(c) : "memory"); }
+__device__ __forceinline__ void copy_weights(void* to, const void* from, uint32_t bytes, uint64_t* b, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;" ::"r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(policy)
+      : "memory");
+}
+__device__ __forceinline__ uint64_t evict_first_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0,1.0;" : "=l"(policy));
+  return policy;
+}
+#else
+__device__ __forceinline__ void consumer_sync() {}
+__device__ __forceinline__ void grid_arrive(unsigned*) {}
+__device__ __forceinline__ void copy_weights(void*, const void*, uint32_t, uint64_t*, uint64_t) {}
+__device__ __forceinline__ uint64_t evict_first_policy() { return 0; }
+#endif
+
+// Two warps of a chain's CTA (persistent_gemm.cuh) that do not multiply: one fetches weights, one waits for the other CTAs.
+// What fetches weights: one thread.
+__device__ __forceinline__ void produce_weights(const PersistentArgs& C, uint8_t* shared, uint64_t* full, uint64_t* empty, int block) {
+  const uint64_t policy = evict_first_policy();
+  const int ahead = C.ahead + (block < C.busier ? C.more : 0);
+  int slot = 0, old = 0, issued = 0;
+  uint32_t phase = 1, old_phase = 0;
+  const auto fetch = [&](const uint8_t* from, uint32_t bytes) {
+    barrier_wait(empty + slot, phase);
+    if (issued >= ahead) {  // no more than so many under way
+      barrier_wait(full + old, old_phase);
+      if (++old == C.room.pieces) old = 0, old_phase ^= 1;
+    }
+    issued++;
+    barrier_expect(full + slot, bytes);
+    if (bytes) copy_weights(shared + C.room.ring + slot * C.room.piece, from, bytes, full + slot, policy);
+    if (++slot == C.room.pieces) slot = 0, phase ^= 1;
+  };
+#pragma unroll 1
+  for (int q = 0; q < C.count; q++) {
+    const PersistentGemm& P = C.product[q];
+    const GemmArgs& A = P.a;
+    const PersistentImage image(C, shared, q);
+#pragma unroll 1
+    for (int round = 0; round < P.rounds; round++)
+#pragma unroll 1
+      for (int p = 0; p < A.num_parts; p++) {
+        const int strip0 = first_strip(A, block, p), count = strips_in_round(P, p, strip0, round);
+        const int64_t hop = A.grid * A.part[p].strip_bytes;
+        const uint8_t* const begin = A.part[p].data + strip0 * A.part[p].strip_bytes + round * P.strips * hop;
+#pragma unroll 1
+        for (int pass = 0; pass < P.piece[p].passes; pass++) {
+          const Piece piece(P, image, p, pass);
+          const bool pairs = P.piece[p].pairs;
+          const uint8_t* from[2];  // teams
+          uint32_t bytes[2];
+          int first[2];
+#pragma unroll
+          for (int warp_set = 0; warp_set < 2; warp_set++) {
+            const int n = piece.first + (pairs ? 0 : warp_set * kWarpsPerSet);
+            const Item& end = image.items[min(n + (pairs ? kConsumerWarps : kWarpsPerSet), piece.last) - 1];
+            const uint32_t offset = n < piece.last ? image.items[n].offset : 0;
+            first[warp_set] = pairs ? AlternatingStrips(count, p, warp_set).first : 0;
+            from[warp_set] = begin + offset + first[warp_set] * hop, bytes[warp_set] = n < piece.last ? end.offset + end.bytes - offset : 0;
+          }
+#pragma unroll 1
+          for (int s = 0; s < count; s += 1 + pairs)
+#pragma unroll
+            for (int warp_set = 0; warp_set < 2; warp_set++) {
+              fetch(from[warp_set], s + first[warp_set] < count ? bytes[warp_set] : 0);
+              from[warp_set] += pairs ? 2 * hop : hop;
+            }
+        }
+      }
+  }
+}
+
+// What waits for the other CTAs: a warp. Says when the activations are there, or on their way, and the factors. The counters only say when
+// looking is worth while: what is written says so itself.
+__device__ __forceinline__ void poll_inputs(const PersistentArgs& C, uint8_t* shared, uint64_t* bars, int block, int lane) {
+  PersistentState& near = *reinterpret_cast<PersistentState*>(shared);
+  unsigned before = 0;  // all counters, when this launch began
+  int set = 0;          // bytes to what is this launch's
+#pragma unroll 1
+  for (int q = 0; q < C.count; q++) {
+    const GemmArgs& A = C.product[q].a;
+    if (q == 0) {
+      pdl_wait();
+    } else if (lane == 0) {
+      barrier_wait(bars + kStored, (q - 1) & 1);
+      while (static_cast<int>(load_now(C.meet + q - 1) - before - C.product[q - 1].min_arrivals) < 0) {
+      }  // of the rest more is seen by looking at what they write
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(bars + kInputsReady);
+    // One product alone leaves counters and sets as they are: no CTA waits for another one there, so the first could have counted the
+    // launch before the last has looked.
+    if (q == 0 && C.count > 1) {
+      if (lane == 0) before = load_now(C.meet + kMaxGemms - 1);  // the others' last cannot come before this CTA's first
+      set = (load_now(C.meet + kMaxGemms) & 1) * C.set_bytes;
+      uint4* const other = reinterpret_cast<uint4*>(C.set + C.set_bytes - set);  // of the next launch: nobody reads it now
+      for (int i = block * 32 + lane; i < C.set_bytes / 16; i += C.grid * 32) other[i] = make_uint4(0, 0, 0, 0);
+    }
+    if (q == 0 && C.clear)
+      for (int i = block * 32 + lane; i < C.clear_count; i += C.grid * 32) C.clear[i] = make_uint4(0, 0, 0, 0);
+    if (q == 0 && lane == 0) near.set = set;
+#pragma unroll 1
+    for (int m = 0; m < A.tokens; m++) {
+      float sum = 0.f;
+      if (A.squares && q == 0) {  // another kernel's
+        const float* const squares = A.squares + static_cast<size_t>(row_of(A, m)) * A.squares_count;
+        for (int i = lane; i < A.squares_count; i += 32) sum += __ldcg(squares + i);
+      } else if (A.squares) {
+        constexpr int kSide = 5;  // loads side by side
+        const float* const squares =
+            reinterpret_cast<const float*>(reinterpret_cast<const uint8_t*>(A.squares) + set) + static_cast<size_t>(m) * A.squares_count;
+        float some[kSide] = {};
+#pragma unroll
+        for (int k = 0; k < kSide; k++)
+          if (const int i = lane + 32 * k; i < A.squares_count) some[k] = load_now(squares + i);
+#pragma unroll
+        for (int k = 0; k < kSide; k++) {
+          if (const int i = lane + 32 * k; i < A.squares_count && !is_there(some[k])) some[k] = await(squares + i);
+          sum += some[k];
+        }
+        for (int i = lane + 32 * kSide; i < A.squares_count; i += 32) sum += await(squares + i);
+      }
+      sum = warp_sum(sum);
+      if (lane == 0) near.factors[m] = A.squares ? rsqrtf(sum * A.inverse_width + A.eps) : 1.f;
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(bars + kFactorsReady);
+  }
+}
+
+// What the products of a chain (persistent_gemm.cuh) write.
+struct ConsumerWarp {
+  uint8_t* shared;
+  uint64_t* bars;
+  int block, warp, lane, slot, set;  // set: bytes to what is this launch's between products
+  uint32_t phase;
+  float residual[kMaxOwnedStrips / 2];  // warp m's of token m
+
+  __device__ __forceinline__ void wait() const { barrier_wait(bars + slot, phase); }
+  __device__ __forceinline__ void release(int pieces) {
+    __syncwarp();
+    warp_arrive(bars + kMaxSlots + slot, lane);
+    if ((slot += 2) >= pieces) slot -= pieces, phase ^= 1;  // an even number
+  }
+};
+
+// How many tokens a launch has; of one or two the compiler knows it.
+template <int CHUNKS>
+__device__ __forceinline__ int tokens_of(const PersistentGemm& P) {
+  return CHUNKS == 4 ? 1 : CHUNKS == 2 ? 2 : P.a.tokens;
+}
+
+// Sums of the warps of a strip's column, in a fixed order.
+__device__ __forceinline__ float sum_partials(const float* p, int M) {  // M: tokens
+  float v[4];
+#pragma unroll
+  for (int k = 0; k < 4; k++) v[k] = (p[4 * k * M * 16] + p[(4 * k + 1) * M * 16]) + (p[(4 * k + 2) * M * 16] + p[(4 * k + 3) * M * 16]);
+  return (v[0] + v[1]) + (v[2] + v[3]);
+}
+
+__device__ __forceinline__ PersistentState& near(const ConsumerWarp& w) { return *reinterpret_cast<PersistentState*>(w.shared); }
+__device__ __forceinline__ float* partials(const ConsumerWarp& w) { return reinterpret_cast<float*>(w.shared + kPartialsOffset); }
+__device__ __forceinline__ PersistentOutput* outputs_of(const PersistentArgs& C, const ConsumerWarp& w) {
+  return reinterpret_cast<PersistentOutput*>(w.shared + C.room.outs);
+}
+
+__device__ __forceinline__ half* place_of(const MatrixInput& to, int copy, int column) {
+  return to.x + static_cast<size_t>(copy) * to.perm_stride + fragment_place(to.inverse[copy] ? __ldg(to.inverse[copy] + column) : column);
+}
+
+__device__ __forceinline__ int owned_column(const PersistentGemm& P, const ConsumerWarp& w, int r) {
+  return (first_strip(P.a, w.block, 0) + (r >> 4) * P.a.grid) * 16 + (r & 15);
+}
+
+// What stays the same for the whole launch.
+__device__ __forceinline__ void prepare_epilogue(const PersistentArgs& C, const ConsumerWarp& w) {
+  if (const int q = threadIdx.x - kConsumerThreads / 2; q >= 0 && q < C.count) {
+    const PersistentGemm& P = C.product[q];
+    const GemmArgs& A = P.a;
+    near(w).now[q] = {C.meet + q,
+                      A.epilogue == kResidual && A.next_norm ? A.next_squares + w.block : nullptr,
+                      P.outs,
+                      static_cast<uint16_t>(A.activation),
+                      A.epilogue == kResidual,
+                      A.epilogue == kStore,
+                      A.gated,
+                      C.lamport};
+  }
+  const int q = threadIdx.x / (kMaxOwnedStrips * 16) * 2, r = threadIdx.x % (kMaxOwnedStrips * 16);
+  if (q >= C.count || q > 2 || C.product[0].a.epilogue != kResidual) return;
+  const PersistentGemm& P = C.product[q];
+  const GemmArgs& A = P.a;
+  const int column = owned_column(P, w, r);
+  PersistentOutput o{};
+  o.sums = PersistentOutput::kNone;
+  if (column < A.part[0].outputs) {
+    o.sums = (r >> 4) * kConsumerWarps * 16 * A.tokens + (r & 15), o.other = A.scale;
+    if (A.bias) o.bias = __ldg(A.bias + column);
+    if (q) o.residual = A.residual + column;
+    if (A.next_norm) o.norm = __ldg(A.next_norm + column), o.to = place_of(A.next, 0, column);
+  }
+  near(w).owned[q / 2][r] = o;
+}
+
+// A warp has stored its part of a product's results, if it has any, and needs nothing more of the factors: the other CTAs may look soon. By
+// all warps.
+__device__ __forceinline__ void arrive_stored(const PersistentEpilogue& now, const ConsumerWarp& w) {
+  __syncwarp();
+  if (threadIdx.x == 0) grid_arrive(now.meet);
+  warp_arrive(w.bars + kStored, w.lane);
+}
+
+// y + residual, by warp m for token m. What the next product reads goes first.
+template <int CHUNKS>
+__device__ __forceinline__ void add_residual(const PersistentArgs& C, const PersistentGemm& P, int q, const PersistentEpilogue& now,
+                                             ConsumerWarp& w) {
+  const int M = tokens_of<CHUNKS>(P), m = M == 1 ? 0 : w.warp;
+  const bool last = q + 1 == C.count;
+  if (w.warp >= M) {
+    if (!last) arrive_stored(now, w);
+    return;
+  }
+  const PersistentOutput* const owned = near(w).owned[q / 2] + w.lane;
+  float squares = 0.f;
+#pragma unroll
+  for (int k = 0; k < kMaxOwnedStrips / 2; k++) {
+    const PersistentOutput o = owned[32 * k];
+    if (!__any_sync(0xffffffffu, o.sums != PersistentOutput::kNone)) break;
+    if (o.sums == PersistentOutput::kNone) continue;
+    const float v = w.residual[k] + o.other * (sum_partials(partials(w) + o.sums + m * 16, M) * near(w).factors[m] + o.bias);
+    w.residual[k] = v;
+    squares = fmaf(v, v, squares);
+    if (o.to) {
+      half* to = reinterpret_cast<half*>(static_cast<uint8_t*>(o.to) + (last ? 0 : w.set));
+      if (M > 1) to += static_cast<size_t>(m) * P.a.next.stride;
+      store_for_all(to, announced(saturated(v * o.norm)));
+    }
+  }
+  if (!last) arrive_stored(now, w);
+  if (now.squares) {
+    squares = warp_sum(squares);
+    if (w.lane == 0) store_for_all(now.squares + (last ? 0 : w.set / 4) + (M == 1 ? 0 : m * P.a.grid), announced(squares));
+  }
+#pragma unroll
+  for (int k = 0; k < kMaxOwnedStrips / 2; k++)
+    if (float* const to = owned[32 * k].residual) to[M == 1 ? 0 : static_cast<size_t>(m) * P.a.residual_stride] = w.residual[k];
+  // Another kernel's input may have several copies.
+  if (last && now.squares)
+#pragma unroll 1
+    for (int copy = 1; copy < P.a.next.num_perms; copy++)
+      for (int k = 0; k < kMaxOwnedStrips / 2; k++)
+        if (const PersistentOutput& o = owned[32 * k]; o.sums != PersistentOutput::kNone)
+          place_of(P.a.next, copy, owned_column(P, w, w.lane + 32 * k))[static_cast<size_t>(m) * P.a.next.stride] =
+              saturated(w.residual[k] * o.norm);
+}
+
+// Of the other epilogues: [part][column], of gates the first part's. By threads from the `first` one on.
+__device__ __forceinline__ void make_outputs(const PersistentArgs& C, const PersistentGemm& P, int round, int first,
+                                             const ConsumerWarp& w) {
+  const GemmArgs& A = P.a;
+  const int n = P.strips * 16, e = (threadIdx.x + kConsumerThreads - first) % kConsumerThreads;
+  if (e >= P.outs) return;
+  int r = e, part = 0;
+#pragma unroll 1
+  while (r >= n) r -= n, part++;
+  const int strip0 = first_strip(A, w.block, part), column = (strip0 + (round * P.strips + (r >> 4)) * A.grid) * 16 + (r & 15),
+            out = A.part[part].first_column + column;
+  PersistentOutput o{};
+  o.sums = PersistentOutput::kNone;
+  if ((r >> 4) < strips_in_round(P, part, strip0, round) && column < A.part[part].outputs) {
+    o.sums = (part * P.strips + (r >> 4)) * kConsumerWarps * 16 * A.tokens + (r & 15);
+    o.sums_up = o.sums + P.strips * kConsumerWarps * 16 * A.tokens;
+    if (A.bias) o.bias = __ldg(A.bias + out);
+    if (A.bias && A.gated) o.other = __ldg(A.bias + A.part[0].outputs + column);
+    if (A.epilogue == kStore)
+      o.to = A.out + out;
+    else
+      o.to = place_of(A.next, 0, column);
+  }
+  outputs_of(C, w)[e] = o;
+}
+
+template <int CHUNKS>
+__device__ __forceinline__ void write_outputs(const PersistentArgs& C, const PersistentGemm& P, const PersistentEpilogue& now,
+                                              const ConsumerWarp& w) {
+  const int M = tokens_of<CHUNKS>(P);
+  if (static_cast<int>(threadIdx.x) >= now.outs) return;
+  const PersistentOutput o = outputs_of(C, w)[threadIdx.x];
+  if (o.sums == PersistentOutput::kNone) return;
+#pragma unroll 1
+  for (int m = 0; m < M; m++) {
+    const float factor = near(w).factors[m];
+    float v = sum_partials(partials(w) + o.sums + m * 16, M) * factor + o.bias;
+    if (now.store) {
+      float* const to = static_cast<float*>(o.to) + (m ? m * P.a.out_stride : 0);
+      if (now.lamport)
+        store_for_all(to, announced(v));
+      else
+        *to = v;
+    } else {
+      v = activation(v, now.activation);
+      if (now.gated) v *= sum_partials(partials(w) + o.sums_up + m * 16, M) * factor + o.other;
+      store_for_all(reinterpret_cast<half*>(static_cast<uint8_t*>(o.to) + w.set) + (m ? static_cast<size_t>(m) * P.a.next.stride : 0),
+                    announced(saturated(v)));
+    }
+  }
+}
+
+__device__ __forceinline__ void load_residual(const PersistentArgs& C, ConsumerWarp& w) {
+  const GemmArgs& A = C.product[0].a;
+  const int strip0 = first_strip(A, w.block, 0), strips = strips_in_round(C.product[0], 0, strip0, 0);
+#pragma unroll
+  for (int k = 0; k < kMaxOwnedStrips / 2; k++) {
+    const int r = w.lane + 32 * k, column = (strip0 + (r >> 4) * A.grid) * 16 + (r & 15);
+    w.residual[k] = w.warp < A.tokens && r < strips * 16 && column < A.part[0].outputs
+                        ? __ldcg(A.residual + static_cast<size_t>(w.warp) * A.residual_stride + column)
+                        : 0.f;
+  }
+}
+
+// The activations of a product, or where they will be. The first product's are another kernel's.
+struct PersistentInput {
+  const half* x;  // token 0's
+  int stride, width, blocks;
+  __device__ __forceinline__ PersistentInput(const PersistentGemm& P, int q, const ConsumerWarp& w)
+      : x(P.a.x + (q ? w.set / 2 : 0)), stride(P.a.x_stride), width(P.width), blocks(P.blocks) {
+    asm volatile("" : "+l"(x), "+r"(stride), "+r"(width), "+r"(blocks));  // read now, not when the activations are there
+  }
+};
+
+// The activations to whole numbers: 64 stored rows by LANES neighbouring lanes, which look for so many blocks at a time.
+template <int CHUNKS, int LANES, int SIDE>
+__device__ __forceinline__ void quantize_rows(const PersistentArgs& C, const PersistentInput& in, int q, const ConsumerWarp& w) {
+  constexpr int kBlocks = 32 / LANES, kPlaces = 8 / LANES;  // of a warp at a time; of a lane in a block
+  Int8Block* const blocks = reinterpret_cast<Int8Block*>(w.shared + C.room.blocks);
+  uint8_t* const xs = w.shared + C.room.xs;
+  const int t = w.lane % LANES, tokens = tokens_of<CHUNKS>(C.product[q]);
+#pragma unroll 1
+  for (int m = 0; m < tokens; m++) {
+    const half* const x = in.x + (q == 0 && C.product[0].a.rows ? row_of(C.product[0].a, m) : m) * in.stride + t * 8;
+#pragma unroll 1
+    for (int first = w.warp * kBlocks; first < in.blocks; first += SIDE * kConsumerWarps * kBlocks) {
+      uint4 v[SIDE][kPlaces];
+      const auto row = [&](int side, int k) { return (first + side * kConsumerWarps * kBlocks + w.lane / LANES) * 64 + k * LANES * 8; };
+#pragma unroll
+      for (int side = 0; side < SIDE; side++)
+#pragma unroll
+        for (int k = 0; k < kPlaces; k++) {
+          v[side][k] = make_uint4(0, 0, 0, 0);  // past the last row there is nothing
+          if (row(side, k) + t * 8 < in.width) v[side][k] = load_now(x + row(side, k));
+        }
+#pragma unroll 1
+      for (int side = 0; side < SIDE && row(side, 0) - w.lane / LANES * 64 < in.width; side++) {
+        uint4 own[kPlaces];
+#pragma unroll
+        for (int k = 0; k < kPlaces; k++) {
+          own[k] = SIDE > 1 && side ? v[SIDE - 1][k] : v[0][k];
+          // One after the other: looking in vain takes from the L2 cache what others need of it.
+          if (q && row(side, k) + t * 8 < in.width && !is_there(own[k])) own[k] = await(x + row(side, k));
+        }
+        const int at = row(side, 0) / 64, to = m * in.blocks + at;
+        quantize_block<LANES>(own, xs + to * 128, blocks + to, t, at < in.blocks);
+      }
+    }
+  }
+}
+template <int CHUNKS>
+__device__ __forceinline__ void quantize_inputs(const PersistentArgs& C, const PersistentInput& in, int q, const ConsumerWarp& w) {
+  if (in.blocks <= kConsumerWarps * 4)
+    quantize_rows<CHUNKS, 8, 1>(C, in, q, w);
+  else
+    quantize_rows<CHUNKS, 4, 2>(C, in, q, w);
+}
+
+// What a warp does with a piece of all strips of a part. All of a product's are made before the activations are there.
+struct WorkItem {
+  uint32_t kind, rest;  // of the item (Brief)
+  int offset;           // of the item in its half of the piece
+  int steps;            // the item's first
+  int strips;           // 0: nothing to do; negative: no item for this warp
+  int sums;             // where they go, a multiple of 16, and what follows
+  static constexpr int kAccumulates = 1, kPairs = 2,
+                       kEmptySlot = 4;  // to what is there; as PersistentGemm says; a slot without a strip comes last
+};
+
+__device__ __forceinline__ WorkItem make_work_item(const PersistentArgs& C, int q, int round, int warp, int number, const ConsumerWarp& w) {
+  const PersistentGemm& P = C.product[q];
+  const PersistentImage image(C, w.shared, q);
+  int p = 0, pass = number;
+#pragma unroll 1
+  while (pass >= P.piece[p].passes) pass -= P.piece[p++].passes;
+  const int count = max(strips_in_round(P, p, first_strip(P.a, w.block, p), round), 0);
+  const Piece piece(P, image, p, pass);
+  if (P.piece[p].pairs) {
+    const int warp_set = warp / kWarpsPerSet, n = piece.first + warp % kWarpsPerSet * 2;
+    const AlternatingStrips turns(count, p, warp_set);
+    const ItemDesc it(image.items[n]);
+    const int sums = ((p * P.strips + turns.first) * kConsumerWarps + warp % kWarpsPerSet * 2) * 16;
+    return {it.words.y, it.words.w, static_cast<int>(it.words.x),
+            it.unit0(), turns.own,  sums | WorkItem::kPairs | (turns.empty ? WorkItem::kEmptySlot : 0)};
+  }
+  const int n = piece.first + warp;
+  const bool mine = n < piece.last;
+  const ItemDesc it(image.items[mine ? n : piece.first]);
+  const int begin = image.items[mine ? piece.first + warp / kWarpsPerSet * kWarpsPerSet : piece.first].offset;
+  const int sums = (p * P.strips * kConsumerWarps + warp) * 16 * P.a.tokens;
+  return {it.words.y,
+          it.words.w,
+          static_cast<int>(it.words.x) - begin,
+          it.unit0(),
+          mine ? count : -count,
+          sums | (pass > 0 ? WorkItem::kAccumulates : 0)};
+}
+
+// The warps' legs lie in shared memory, each leg those of all warps; made by threads from the `first` one on.
+__device__ __forceinline__ WorkItem* work_items_of(const PersistentArgs& C, const ConsumerWarp& w) {
+  return reinterpret_cast<WorkItem*>(w.shared + C.room.work_items);
+}
+
+__device__ __forceinline__ void make_work_items(const PersistentArgs& C, int q, int round, int first, const ConsumerWarp& w) {
+  const int i = static_cast<int>(threadIdx.x) - first;
+  if (i >= 0 && i < C.product[q].work_items * kConsumerWarps)
+    work_items_of(C, w)[i] = make_work_item(C, q, round, i % kConsumerWarps, i / kConsumerWarps, w);
+}
+
+template <int CHUNKS, WeightKind WEIGHTS>
+__device__ __forceinline__ void run_work_item(const PersistentArgs& C, const PersistentGemm& P, const WorkItem& work, const half2* steps,
+                                              const Int8Input<CHUNKS>& in, ConsumerWarp& w) {
+  const bool add = work.sums & WorkItem::kAccumulates;
+  const int lane = w.lane, step = kConsumerWarps * 16 * tokens_of<CHUNKS>(P), count = abs(work.strips);
+  const uint8_t* const ring = w.shared + C.room.ring;
+  float* to = partials(w) + (work.sums & ~15);
+  if (work.strips < 0) {
+#pragma unroll 1
+    for (int s = 0; s < count; s++, to += step) {
+      Int8Sums<CHUNKS> y;
+      w.wait();
+      w.release(C.room.pieces);
+      y.put(to, in, lane, add);
+    }
+    return;
+  }
+  const ItemDesc desc{work.kind, work.rest};
+  dispatch_item<CHUNKS, WEIGHTS>(desc, work.sums & WorkItem::kPairs, [&](auto* kind) {
+    using Kind = std::remove_pointer_t<decltype(kind)>;
+    const Kind item(desc, steps + work.steps, in);
+    const auto here = [&] { return ring + w.slot * C.room.piece + work.offset; };
+    if constexpr (Kind::kAhead) {
+      typename Kind::Words words;
+      w.wait();
+      item.load(here(), lane, words);
+#pragma unroll 1
+      for (int left = count;; to += Kind::kPairs ? 2 * step : step) {
+        int c[Kind::kSums][4];
+        Int8Sums<CHUNKS> y;
+        item.products(words, c);
+        const uint32_t code = words.code;
+        if constexpr (Kind::kRounds > 1) item.multiply(here(), lane, y, 1);
+        w.release(C.room.pieces);
+        const bool more = --left;
+        if (more) {
+          w.wait();
+          item.load(here(), lane, words);
+        }
+        item.finish(code, c, y);
+        y.template put<Kind::kPairs>(to, in, lane, add);
+        if (!more) break;
+      }
+    } else {
+#pragma unroll 1
+      for (int s = 0; s < count; s++, to += step) {
+        Int8Sums<CHUNKS> y;
+        w.wait();
+        item.multiply(here(), lane, y);
+        w.release(C.room.pieces);
+        y.put(to, in, lane, add);
+      }
+    }
+  });
+}
+
+// The product of q and what it writes.
+template <int CHUNKS, WeightKind WEIGHTS>
+__device__ __forceinline__ void run_gemm(const PersistentArgs& C, int q, const Int8Input<CHUNKS>& in, ConsumerWarp& w) {
+  const PersistentGemm& P = C.product[q];
+  const half2* const steps = PersistentImage(C, w.shared, q).steps;
+  const int work_items = P.work_items;
+#pragma unroll 1
+  for (int round = 0;;) {
+#pragma unroll 1
+    for (int i = 0; i < work_items; i++) {
+      WorkItem now = work_items_of(C, w)[i * kConsumerWarps + w.warp];
+      now.kind = __shfl_sync(0xffffffffu, now.kind, 0),
+      now.rest = __shfl_sync(0xffffffffu, now.rest, 0);  // the same, so that the compiler knows
+      if (now.strips) run_work_item<CHUNKS, WEIGHTS>(C, P, now, steps, in, w);
+      if (CHUNKS == 4 && now.sums & WorkItem::kEmptySlot) w.wait(), w.release(C.room.pieces);
+    }
+    barrier_wait(w.bars + kFactorsReady, q & 1);
+    if (q == 0) w.set = near(w).set;
+    const PersistentEpilogue now = near(w).now[q];
+    consumer_sync();
+    round++;
+    if (now.residual) {  // of one round
+      add_residual<CHUNKS>(C, P, q, now, w);
+    } else {
+      write_outputs<CHUNKS>(C, P, now, w);
+      if (round == P.rounds && q + 1 < C.count) arrive_stored(now, w);
+    }
+    if (round == P.rounds) return;
+    make_work_items(C, q, round, 0, w);
+    make_outputs(C, P, round, 0, w);
+    consumer_sync();  // the sums are read
+  }
+}
+
+template <int CHUNKS, WeightKind WEIGHTS>
+__global__ void __launch_bounds__(kPersistentThreads, 1) persistent_gemm(const __grid_constant__ PersistentArgs C) {
+  extern __shared__ __align__(128) uint8_t dynamic[];
+  unsigned here = shared_address(dynamic);
+  asm volatile("" : "+r"(here));  // one register instead of the same computation at every use
+  uint8_t* const shared = static_cast<uint8_t*>(__cvta_shared_to_generic(here));
+  const int lane = threadIdx.x & 31, warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x >> 5), 0), block = blockIdx.x;
+  uint64_t* const bars = reinterpret_cast<PersistentState*>(shared)->bars;
+  pdl_launch_dependents();
+  if (threadIdx.x < kNumBarriers) {
+    const int i = threadIdx.x;
+    barrier_init(bars + i, i == kStored                          ? kConsumerWarps * kWarpArrivals
+                           : i >= kMaxSlots && i < 2 * kMaxSlots ? kWarpsPerSet * kWarpArrivals
+                                                                 : 1);
+    barrier_fence();
+  }
+  __syncthreads();
+  if (warp == kConsumerWarps) {
+    if (lane == 0) {
+      uint32_t bytes = 0;
+      for (int q = 0; q < C.count; q++) bytes += padded_image(C.product[q].a);
+      barrier_expect(bars + kImagesFull, bytes);
+      for (int q = 0; q < C.count; q++)
+        bulk_copy(shared + C.room.image[q], C.product[q].a.image, padded_image(C.product[q].a), bars + kImagesFull);
+      barrier_wait(bars + kImagesFull, 0);
+      produce_weights(C, shared, bars, bars + kMaxSlots, block);
+    }
+    return;
+  }
+  if (warp > kConsumerWarps) {
+    poll_inputs(C, shared, bars, block, lane);
+    return;
+  }
+  ConsumerWarp w{shared, bars, block, warp, lane, warp / kWarpsPerSet, 0, 0, {}};
+  prepare_epilogue(C, w);
+  barrier_wait(bars + kImagesFull, 0);
+#pragma unroll 1
+  for (int q = 0; q < C.count; q++) {
+    const PersistentGemm& P = C.product[q];
+    // By warps of which most have nothing to write of the product before, so that these are not waited for.
+    static_assert(kMaxWorkItems * kConsumerWarps <= kConsumerThreads / 2, "a thread a work");
+    make_work_items(C, q, 0, kConsumerThreads / 2, w);
+    if (P.a.epilogue != kResidual) make_outputs(C, P, 0, kConsumerThreads / 4, w);
+    const PersistentInput x(P, q, w);
+    const Int8Input<CHUNKS> in(shared + C.room.xs, reinterpret_cast<const Int8Block*>(shared + C.room.blocks), P.blocks, P.a.tokens, lane);
+    barrier_wait(bars + kInputsReady, q & 1);
+    if (q == 0 && P.a.epilogue == kResidual) load_residual(C, w);
+    quantize_inputs<CHUNKS>(C, x, q, w);
+    consumer_sync();
+    run_gemm<CHUNKS, WEIGHTS>(C, q, in, w);
+  }
+  if (C.count == 1) return;
+  // Of the products that this launch does not have, too. Nobody reads the number of launches any more, but the next ones.
+  if (threadIdx.x >= C.count - 1 && threadIdx.x < kMaxGemms) grid_arrive(C.meet + threadIdx.x);
+  if (block == 0 && threadIdx.x == kMaxGemms) grid_arrive(C.meet + kMaxGemms);
+}
+
+}  // namespace exl2nb

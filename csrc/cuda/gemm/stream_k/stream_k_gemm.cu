@@ -1,0 +1,148 @@
+// Launches of stream_k_gemm.cuh: how the rows are shared out, which number of tokens.
+#include "cuda/gemm/stream_k/stream_k_gemm.cuh"
+
+#include <algorithm>
+
+#include "cuda/gemm/stream_k/stream_k_gemm.h"
+#include "cuda/runtime/device.cuh"
+
+namespace exl2nb {
+#ifdef EXL2NB_CLOCKS
+long long* stream_k_clocks = nullptr;
+#endif
+namespace {
+
+// Cycles that a CTA takes for a unit of its sixteen strips, about (benchmarks/cuda/stream_k_gemm.cu w); tokens: of a group.
+float stream_k_unit_cost(const GpuRun& run, int tokens) {
+  const float narrow[17] = {0, 0, 650, 690, 675, 770, 865, 0, 920, 0, 0, 0, 0, 0, 0, 0, 1000};
+  return narrow[run.bits] + (run.halves && run.bits < 8 ? 50.f : 0.f) + (tokens <= kStreamKMmaTokens ? 0.f : tokens <= 32 ? 100.f : 200.f);
+}
+// And for beginning with another tile.
+float stream_k_tile_cost(int tokens) { return tokens <= kStreamKMmaTokens ? 1100.f : 1800.f; }
+
+// Fills `begin`: where in the line of units each of `grid` CTAs begins. parts: of the blob. The cost of beginning a tile lies before its
+// first unit: where a share would end in it, it ends there.
+void split_units(StreamKArgs& m, const GpuPart* parts, int grid, int work, int tokens) {
+  const int lines = m.paired ? 1 : m.num_parts, together = m.paired ? 2 : 1;  // parts of a tile
+  const auto cost_of = [&](const GpuRun& run) { return static_cast<double>(run.units) * stream_k_unit_cost(run, tokens); };
+  double cost[kMaxParts] = {}, all = 0;  // of a tile
+  int units[kMaxParts] = {};
+  for (int line = 0; line < lines; line++) {
+    cost[line] = stream_k_tile_cost(tokens);
+    for (int p = line; p < line + together; p++) {
+      for (const GpuRun& run : parts[p].runs) cost[line] += cost_of(run);
+      units[line] += m.part[p].units;
+    }
+    all += m.part[line].tiles * cost[line];
+  }
+  // Units of a tile's beginning that cost so much.
+  const auto units_for = [&](int line, double rest) {
+    int n = 0;
+    rest -= stream_k_tile_cost(tokens);
+    for (int p = line; p < line + together; p++)
+      for (const GpuRun& run : parts[p].runs) {
+        if (rest <= 0) return n;
+        const double part = std::min(1.0, rest / std::max(1.0, cost_of(run)));
+        n += static_cast<int>(part * run.units + 0.5), rest -= cost_of(run);
+      }
+    return n;
+  };
+  m.begin[0] = 0, m.begin[grid] = work, m.density = static_cast<float>(grid) / static_cast<float>(work);
+  int line = 0, before = 0;  // units of the lines before
+  double spent = 0;
+  for (int cta = 1; cta < grid; cta++) {
+    const double target = all * cta / grid;
+    while (line + 1 < lines && target >= spent + m.part[line].tiles * cost[line])
+      spent += m.part[line].tiles * cost[line], before += m.part[line].tiles * units[line], line++;
+    const int tile = std::min(static_cast<int>((target - spent) / cost[line]), m.part[line].tiles - 1);
+    const int at = before + tile * units[line] + units_for(line, target - spent - tile * cost[line]);
+    m.begin[cta] = std::min(std::max(at, m.begin[cta - 1] + 1), work - grid + cta);
+  }
+}
+
+int shared_limit() {
+  static const int limit = shared_per_block();
+  return limit;
+}
+
+template <int NB>
+const char* launch(const StreamKArgs& a, int grid, cudaStream_t stream, bool pdl) {
+  static const cudaError_t ready = cudaFuncSetAttribute(stream_k_gemm<NB>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_limit());
+  if (ready != cudaSuccess) return cudaGetErrorString(ready);
+  return launch_kernel(stream_k_gemm<NB>, dim3(static_cast<unsigned>(grid)), kStreamKThreads, static_cast<size_t>(stream_k_shared(a, NB)),
+                       stream, pdl, 1, a);
+}
+
+// CTAs: one a multiprocessor, none with less than a few units, no more to a tile than may meet.
+int grid_of(const StreamKArgs& m, int work) {
+  constexpr int kLeast = 4;
+  int meet = 0;
+  for (int p = 0; p < m.num_parts; p++) meet = std::max(meet, m.part[p].units);
+  if (m.paired) meet = m.part[0].units + m.part[1].units;
+  const int share = std::max(kLeast, (meet + kStreamKMaxSharers - 3) / (kStreamKMaxSharers - 2));
+  return std::max(1, std::min(std::min(multiprocessors(), kStreamKMaxCtas), work / share));
+}
+
+}  // namespace
+
+size_t stream_k_workspace(int tokens) {
+  if (tokens <= kSkinnyTokens || copy_path() != kBulk || stream_k_pool(kStreamKTokens / 8) > shared_limit()) return 0;
+  return static_cast<size_t>(multiprocessors()) * 4 * stream_k_sums(stream_k_group(tokens) / 8) * sizeof(float);
+}
+
+bool stream_k_takes(const GemmArgs& a) {
+  constexpr int kLine = 1 << 20;  // units of all tiles, for divide_small
+  StreamKArgs m{};
+  m.items = a.items, m.units = a.units, m.num_parts = a.num_parts;
+  return a.tokens > kSkinnyTokens && copy_path() == kBulk && !a.rows && !a.from.x &&
+         stream_k_shared(m, kStreamKTokens / 8) <= shared_limit() &&
+         static_cast<int64_t>(a.strips / kStreamKStrips + a.num_parts) * a.units < kLine;
+}
+
+bool stream_k_fuses_gate(const GemmArgs& a) {
+  return a.gated && a.num_parts == 2 && a.part[0].outputs == a.part[1].outputs && a.part[0].outputs % 4 == 0;
+}
+
+bool stream_k_fuses_residual(const GemmArgs& a) { return a.num_parts == 1; }
+
+const char* stream_k_launch(const GemmArgs& a, int group, const StreamKNext& next, void* workspace, cudaStream_t stream, bool pdl) {
+  if (a.squares && a.squares_count % 4) return "partial squares of many tokens come by fours";
+  StreamKArgs m{};
+  m.image = a.image, m.num_parts = a.num_parts, m.items = a.items, m.units = a.units;
+  m.x_stride = a.x_stride, m.x_perm_stride = a.x_perm_stride, m.bias = a.bias, m.out_stride = a.out_stride;
+  m.squares_count = a.squares_count, m.inverse_width = a.inverse_width, m.eps = a.eps;
+  m.residual_stride = a.residual_stride, m.scale = a.scale, m.next = a.next, m.next_norm = a.next_norm;
+  m.next_image = next.image, m.next_image_bytes = next.bytes, m.keys = next.keys;
+  m.paired = !a.out && !a.residual, m.activation = a.activation;
+  int work = 0;
+  for (int p = 0; p < a.num_parts; p++) {
+    const GemmPart& from = a.part[p];
+    const int count = (from.strips + kStreamKStrips - 1) / kStreamKStrips;
+    m.part[p] = {from.data, from.strips, from.first_column, from.outputs, from.perm, count, a.part_units[p], from.strip_bytes};
+    if (p == 0 || !m.paired) m.tiles += count;
+    work += count * a.part_units[p];
+  }
+  m.partial = static_cast<float*>(workspace);
+  const int grid = grid_of(m, work);
+  split_units(m, reinterpret_cast<const GpuPart*>(a.head + sizeof(GpuHeader)), grid, work, group);
+#ifdef EXL2NB_CLOCKS
+  m.clocks = stream_k_clocks;
+#endif
+  const bool wide = group > kStreamKMmaTokens && wgmma_ready();
+  for (int first = 0; first < a.tokens; first += kStreamKTokens) {
+    m.tokens = std::min(kStreamKTokens, a.tokens - first);
+    const auto from = static_cast<size_t>(first);
+    m.x = a.x + from * a.x_stride, m.out = a.out ? a.out + from * a.out_stride : nullptr;
+    m.squares = a.squares ? a.squares + from * a.squares_count : nullptr;
+    m.residual = a.residual + from * a.residual_stride, m.next.x = a.next.x + from * a.next.stride;
+    m.next_squares = a.next_squares + from * kStreamKStrips * m.tiles;
+    const char* wrong = wide          ? stream_k_wgmma_launch(m, grid, group, shared_limit(), stream, pdl)
+                        : group == 16 ? launch<2>(m, grid, stream, pdl)
+                        : group == 32 ? launch<4>(m, grid, stream, pdl)
+                                      : launch<8>(m, grid, stream, pdl);
+    if (wrong) return wrong;
+  }
+  return nullptr;
+}
+
+}  // namespace exl2nb

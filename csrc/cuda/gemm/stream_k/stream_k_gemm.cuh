@@ -1,0 +1,850 @@
+// More tokens than the decode path's product takes at once, up to 64, times a weight blob: every weight is decoded once for all of them.
+//
+// A tile is sixteen neighbouring strips, one a warp. Every CTA has a share of all tiles' units that takes equally long (stream_k_gemm.cuh);
+// where several have parts of a tile, each leaves its sums in memory, and each adds up a part of the tile in their order as they come
+// (stream_k_gemm.cuh): no atomics. Four more warps fetch (stream_k_gemm.cuh): item by item all strips, and the activations that meet them,
+// which lie together (fragment.cuh). What the weights are worth is applied to them in fp16, as unpacking does, so that nothing but products
+// is left per token. sm_90 and later. Bytes: the strips once; 2 * K per token, tile of 256 columns and CTA from L2. All CTAs must be there
+// together, as those of a chain (persistent_gemm.cuh).
+//
+// What decides a warp's way through its loops must be seen to be alike in all lanes by the compiler: a branch of one thread with arithmetic
+// in it, or a loop that ends by lane, before them, and it takes nothing for alike any more (`R2UR` before every product, 4 to 20 % slower).
+#pragma once
+#include <algorithm>
+
+#include "cuda/blob/blob.h"
+#include "cuda/blob/dequant.cuh"
+#include "cuda/gemm/norm.cuh"
+#include "cuda/gemm/stream_k/stream_k_gemm.h"
+#include "cuda/runtime/announced.cuh"
+#include "cuda/runtime/device.cuh"
+#include "cuda/runtime/pdl.cuh"
+
+namespace exl2nb {
+
+constexpr int kStreamKStrips = 16, kStreamKWarps = kStreamKStrips;
+constexpr int kStreamKConsumerThreads = kStreamKWarps * 32, kStreamKThreads = kStreamKConsumerThreads + 128,
+              kStreamKColumns = kStreamKStrips * kStripColumns;
+constexpr int kStreamKWeights = kStreamKStrips * kSlot;         // of a stage
+constexpr int kStreamKProducers = 4;                            // warps that fetch
+constexpr int kStreamKWeightProducers = kStreamKProducers - 1;  // of these, weights
+constexpr int kStreamKBarriers = 8;                             // more than there are stages
+constexpr int kStreamKMmaTokens = 16;                           // tokens for which warp groups do not pay
+constexpr int kStreamKMaxSharers = 40;                          // CTAs that share a tile, about, at most
+constexpr int kStreamKMaxCtas = 192;                            // CTAs
+EXL2NB_BOTH constexpr int stream_k_stages(int NB) { return NB == 2 ? 4 : 3; }
+EXL2NB_BOTH constexpr int stream_k_unit(int NB) { return kUnitRows * NB * 8 * 2; }  // bytes of a unit's activations, for 8 * NB tokens
+EXL2NB_BOTH constexpr int stream_k_ring(int NB) { return NB == 8 ? 12 : 24; }       // units of activations
+static_assert(kItemUnits < 16 && kItemUnits <= stream_k_ring(8), "an item's units find room");
+EXL2NB_BOTH constexpr int stream_k_sums(int NB) { return kStreamKColumns * NB * 8; }  // floats of a tile
+
+constexpr int kTileSharersBytes = 48;  // bytes of a TileSharers
+
+struct StreamKPart {
+  const uint8_t* data;
+  int strips, first_column, outputs, perm, tiles, units;
+  int64_t strip_bytes;
+};
+struct StreamKArgs {
+  StreamKPart part[kMaxParts];
+  const uint8_t* image;
+  int num_parts, items, units, tiles, tokens;  // tiles: of the whole product
+  float density;                               // CTAs a unit of the line of all tiles' units, about
+  int begin[kStreamKMaxCtas + 1];              // where in the line each CTA's share begins, and where the last one's ends
+  float* partial;                              // [CTA][began in its share][part]: sums of a tile that is shared, or written in order
+  const half* x;                               // in groups of 8 * NB tokens
+  int x_stride, x_perm_stride;
+  const float* bias;
+  float* out;  // [token][column], null: the residual takes the sums, or `paired`
+  int64_t out_stride;
+  // As in GemmArgs: what the outputs are multiplied by; the residual, then the next product's input and partial squares, one of 16 columns.
+  const float* squares;
+  int squares_count;
+  float inverse_width, eps;
+  float* residual;
+  int residual_stride;
+  float scale;
+  MatrixInput next;
+  const float* next_norm;
+  float* next_squares;
+  // Gate and up in one: the second part's outputs times the activation of the first's, alike in number, into the next product's input.
+  bool paired;
+  int activation;
+  const uint8_t* next_image;  // of the next product, null: unknown
+  int next_image_bytes;
+  StreamKKeys keys;  // of attention behind this product
+#ifdef EXL2NB_CLOCKS
+  long long* clocks;  // 16 of every CTA
+#endif
+};
+// Clocks of a CTA's stages, for benchmarks/cuda/stream_k_gemm.cu.
+#ifdef EXL2NB_CLOCKS
+#define EXL2NB_CLOCK(A, i) ((A).clocks ? void((A).clocks[blockIdx.x * 16 + (i)] = clock64()) : void())
+#else
+#define EXL2NB_CLOCK(A, i) static_cast<void>(0)
+#endif
+EXL2NB_BOTH inline int stream_k_image(const StreamKArgs& a) { return (image_bytes(a.items, a.units, a.num_parts) + 15) / 16 * 16; }
+// Bytes of the stages and the ring.
+EXL2NB_BOTH constexpr int stream_k_pool(int NB) { return stream_k_stages(NB) * kStreamKWeights + stream_k_ring(NB) * stream_k_unit(NB); }
+EXL2NB_BOTH inline int stream_k_shared(const StreamKArgs& a, int NB) {
+  return stream_k_pool(NB) + 2 * kStreamKBarriers * 8 + kTileSharersBytes + kStreamKTokens * 4 + stream_k_image(a);
+}
+
+// stream_k_wgmma.cu: whether this build and this GPU have it; the launch of a group of tokens.
+bool wgmma_ready();
+const char* stream_k_wgmma_launch(const StreamKArgs& a, int grid, int group, int most_shared, void* stream, bool pdl);
+
+#if __CUDA_ARCH__ >= 900
+// Weights pass through the L2 cache once; what every CTA reads first, of this product and the next one, ought to stay there.
+__device__ __forceinline__ void copy_once(void* to, const void* from, uint32_t bytes, uint64_t* b) {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0,1.0;" : "=l"(policy));
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;" ::"r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(policy)
+      : "memory");
+}
+__device__ __forceinline__ uint4 load_kept(const void* from) {
+  uint64_t policy;
+  uint4 v;
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0,1.0;" : "=l"(policy));
+  asm volatile("ld.global.nc.L2::cache_hint.v4.u32 {%0,%1,%2,%3},[%4],%5;"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from), "l"(policy));
+  return v;
+}
+__device__ __forceinline__ void prefetch(const void* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(from), "r"(bytes) : "memory");
+}
+// The warps that multiply wait for one another.
+__device__ __forceinline__ void consumer_barrier() { asm volatile("bar.sync 1,%0;" ::"n"(kStreamKConsumerThreads) : "memory"); }
+// The warp that fetches activations waits until those that multiply have asked for the squares.
+__device__ __forceinline__ void squares_requested() { asm volatile("bar.arrive 2,%0;" ::"n"(kStreamKConsumerThreads + 32) : "memory"); }
+__device__ __forceinline__ void wait_for_squares() { asm volatile("bar.sync 2,%0;" ::"n"(kStreamKConsumerThreads + 32) : "memory"); }
+__device__ __forceinline__ float4 load_four(const float* p) {
+  float4 v;
+  asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3},[%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
+  return v;
+}
+#else
+__device__ __forceinline__ void copy_once(void*, const void*, uint32_t, uint64_t*) {}
+__device__ __forceinline__ uint4 load_kept(const void*) { return {}; }
+__device__ __forceinline__ void prefetch(const void*, uint32_t) {}
+__device__ __forceinline__ void consumer_barrier() {}
+__device__ __forceinline__ void squares_requested() {}
+__device__ __forceinline__ void wait_for_squares() {}
+__device__ __forceinline__ float4 load_four(const float*) { return {}; }
+#endif
+
+// Registers go from the warps that fetch to those that multiply: of kStreamKThreads times 96, where the GPU can do that.
+__device__ __forceinline__ void release_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
+#endif
+}
+__device__ __forceinline__ void acquire_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 104;");
+#endif
+}
+
+// How the work of stream_k_gemm.cuh is shared out: the units of all tiles form a line, of which every CTA has a piece that takes as long as
+// the others (stream_k_gemm.cu), so a tile may belong to several CTAs and a CTA to several tiles. n / d for 0 <= n < 2^20 and 0 < d: short,
+// for code that runs once.
+__device__ __forceinline__ int divide_small(int n, int d) {
+  return __float2int_rz(__fdividef(static_cast<float>(n) + 0.5f, static_cast<float>(d)));
+}
+// A CTA's piece of the line: units stream_k_begin() .. stream_k_begin(the next one) - 1.
+__device__ __forceinline__ int stream_k_begin(const StreamKArgs& A, int cta) { return A.begin[cta]; }
+__device__ __forceinline__ int cta_of_unit(const StreamKArgs& A, int unit) {
+  int cta = __float2int_rz(static_cast<float>(unit) * A.density);  // near it
+  while (A.begin[cta] > unit) cta--;
+  while (A.begin[cta + 1] <= unit) cta++;
+  return cta;
+}
+
+// The tile of a part (of both, where paired) that has unit `at` of the line.
+struct StreamKTile {
+  int part, first_strip, live, begin, units;  // begin: in the line
+  __device__ __forceinline__ StreamKTile(const StreamKArgs& A, int at) {
+    part = 0, begin = 0, units = A.part[0].units + (A.paired ? A.part[1].units : 0);
+    while (!A.paired && part + 1 < A.num_parts && at - begin >= A.part[part].tiles * units)
+      begin += A.part[part].tiles * units, units = A.part[++part].units;
+    const int tile = divide_small(at - begin, units);
+    begin += tile * units, first_strip = tile * kStreamKStrips, live = min(kStreamKStrips, A.part[part].strips - first_strip);
+  }
+  __device__ __forceinline__ int end() const { return begin + units; }
+  // Where the p-th part's units begin and end in the line, p = 0 or, where paired, 1.
+  __device__ __forceinline__ int part_begin(const StreamKArgs& A, int p) const { return begin + (p ? A.part[0].units : 0); }
+  __device__ __forceinline__ int part_end(const StreamKArgs& A, int p) const { return A.paired && !p ? begin + A.part[0].units : end(); }
+};
+// Calls f(tile, from, to) for every tile of this CTA's piece, [from, to) what it has of it.
+template <class F>
+__device__ __forceinline__ void each_tile(const StreamKArgs& A, F f) {
+  const int end = stream_k_begin(A, blockIdx.x + 1);
+#pragma unroll 1
+  for (int at = stream_k_begin(A, blockIdx.x); at < end;) {
+    const StreamKTile tile(A, at);
+    const int stop = min(end, tile.end());
+    f(tile, at, stop);
+    at = stop;
+  }
+}
+
+// The items of units [from, to) of the line, of one part of a tile.
+struct StreamKItems {
+  int item, from, to;  // units from .. to - 1, as unit0 counts
+  // By whole warps.
+  __device__ __forceinline__ StreamKItems(const StreamKArgs& A, const Item* items, const uint16_t* ends, const StreamKTile& tile, int p,
+                                          int begin, int stop) {
+    const uint16_t* const own = ends + (tile.part + p) * kEnds;
+    const int end = own[kWarps];
+    item = own[0];
+    const int first = items[item].unit0 - tile.part_begin(A, p);
+    from = first + max(begin, tile.part_begin(A, p)), to = first + min(stop, tile.part_end(A, p));
+    int before = -1;  // items that begin at `from` or earlier, but for the last of them
+    for (int i = item + (threadIdx.x & 31); __any_sync(~0u, i < end); i += 32)
+      before += __popc(__ballot_sync(~0u, i < end && items[i].unit0 <= from));
+    item += before;
+  }
+  __device__ __forceinline__ bool more() const { return from < to; }
+  // The next item's units [begin, end).
+  __device__ __forceinline__ Item take(const Item* items, int& begin, int& end) {
+    const Item it = items[item++];
+    begin = from - it.unit0, end = min(static_cast<int>(it.units), to - it.unit0);
+    from = it.unit0 + end;
+    return it;
+  }
+};
+
+// What warps of their own fetch for the others of a CTA (stream_k_gemm.cuh): items into stages, the activations that meet them into a ring
+// of units. A lane's copy takes its warp about 70 cycles, so three warps share the weights; a fourth one has nothing but activations, which
+// are asked for as soon as the predecessor has ended. Where fetching warp and workers are: which stage, which turn of it, where the item's
+// activations begin in the ring.
+template <int NB>
+struct StreamKCursor {
+  int stage = 0, slot = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void next(int units) {
+    slot += units;
+    if (slot >= stream_k_ring(NB)) slot -= stream_k_ring(NB);
+    if (++stage == stream_k_stages(NB)) stage = 0, phase ^= 1;
+  }
+};
+
+// Items whose weights are asked for before the predecessor's end: with more of them the first activations come late.
+constexpr int kStreamKPrefetch = 2;
+
+// Brings attention's first keys and values into the L2 cache: a lane a sixteenth of a head's keys or values.
+__device__ __forceinline__ void prefetch_keys(const StreamKKeys& k, int lane) {
+#pragma unroll 1
+  for (int item = blockIdx.x; item < k.sequences * k.heads; item += gridDim.x) {
+    const int sequence = item / k.heads, head = item % k.heads, rows = min(k.rows, __ldg(k.context_lens + sequence) - 1);
+    if (rows <= 0) continue;
+    const int64_t page = static_cast<int64_t>(__ldg(k.block_table + static_cast<int64_t>(sequence) * k.max_pages)) * k.heads + head;
+    const uint8_t* const from = lane < 16 ? k.k_pool + page * k.k_page : k.v_pool + page * k.v_page;
+    const int all = rows * (lane < 16 ? k.k_row : k.v_row) & ~15, each = (all / 16 + 15) & ~15, at = (lane & 15) * each;
+    if (at < all) prefetch(from + at, min(each, all - at));
+  }
+}
+
+// A warp that fetches of every item the activations, or some of the strips.
+template <int NB>
+struct StreamKProducer {
+  const StreamKArgs& A;
+  const Item* items;
+  const uint16_t* ends;
+  uint8_t *weights, *tokens;
+  uint64_t *full, *empty;
+  int crew, lane;  // which of the four warps that fetch; the first one the activations
+
+  // Calls f(part, tile, item, its units, stage and place) for every item of every tile.
+  template <class F>
+  __device__ __forceinline__ void each(F f) const {
+    StreamKCursor<NB> at;
+    each_tile(A, [&](const StreamKTile& tile, int from, int to) {
+#pragma unroll 1
+      for (int p = 0; p <= (A.paired ? 1 : 0); p++) {
+        StreamKItems share(A, items, ends, tile, p, from, to);
+#pragma unroll 1
+        while (share.more()) {
+          int begin, end;
+          const Item it = share.take(items, begin, end);
+          f(A.part[tile.part + p], tile, it, begin, end, at);
+          at.next(end - begin);
+        }
+      }
+    });
+  }
+  __device__ __forceinline__ void fetch_weights(const StreamKPart& p, const StreamKTile& tile, const Item& it, int begin, int end,
+                                                const StreamKCursor<NB>& at) const {
+    const bool whole = end - begin == it.units;
+    const int unit = 128 * it.bits, rest = it.bytes - it.units * unit, strip = lane * kStreamKWeightProducers + crew - 1;
+    if (strip >= tile.live) return;
+    uint64_t* const bar = full + at.stage;
+    const uint8_t* const from = p.data + (tile.first_strip + strip) * p.strip_bytes + it.offset;
+    uint8_t* const to = weights + at.stage * kStreamKWeights + strip * kSlot;
+    copy_once(to + begin * unit, from + begin * unit, whole ? it.bytes : (end - begin) * unit, bar);
+    if (!whole && rest) copy_once(to + it.units * unit, from + it.units * unit, rest, bar);
+  }
+  // The activations that meet an item; says what comes for it in all.
+  __device__ __forceinline__ void fetch_tokens(const StreamKPart& p, const StreamKTile& tile, const Item& it, int begin, int end,
+                                               const StreamKCursor<NB>& at) const {
+    if (lane) return;
+    const int unit = 128 * it.bits, all = (end - begin) * stream_k_unit(NB);
+    const auto* const x = reinterpret_cast<const uint8_t*>(A.x + static_cast<size_t>(p.perm) * A.x_perm_stride);
+    const uint8_t* const from = x + static_cast<size_t>(it.block) * (32 * 2 * NB * 8) + begin * stream_k_unit(NB);
+    uint64_t* const bar = full + at.stage;
+    barrier_expect(bar, tile.live * (it.bytes - (it.units - (end - begin)) * unit) + all);
+    const int first = min(all, (stream_k_ring(NB) - at.slot) * stream_k_unit(NB));
+    bulk_copy(tokens + at.slot * stream_k_unit(NB), from, first, bar);
+    if (first < all) bulk_copy(tokens, from + first, all - first, bar);
+  }
+
+  __device__ __forceinline__ void run() const {
+    const int ahead = crew ? kStreamKPrefetch : 0;  // items before the predecessor's end
+    int count = 0, live = 0, used = 0;              // items seen; items and units in the ring
+    uint32_t sizes = 0;                             // units of the last items, four bits each
+    StreamKCursor<NB> back;
+    const auto wait = [&] {
+      pdl_wait();
+      if (NB > 2 && A.squares && crew == 0) wait_for_squares();
+      if (A.next_image && crew == 1 && lane == 0) prefetch(A.next_image, A.next_image_bytes);
+    };
+    if (crew == 0 && lane == 0) EXL2NB_CLOCK(A, 7);
+    each([&](const StreamKPart& p, const StreamKTile& tile, const Item& it, int begin, int end, const StreamKCursor<NB>& at) {
+      const int units = end - begin;
+      if (count++ == ahead) wait();
+      while (live == stream_k_stages(NB) || used + units > stream_k_ring(NB)) {
+        barrier_wait(empty + back.stage, back.phase);
+        used -= sizes >> (4 * (live - 1)) & 15, live--;
+        back.next(0);
+      }
+      sizes = sizes << 4 | units, used += units, live++;
+      if (crew)
+        fetch_weights(p, tile, it, begin, end, at);
+      else
+        fetch_tokens(p, tile, it, begin, end, at);
+      if (crew == 0 && lane == 0 && count == 1) EXL2NB_CLOCK(A, 8);
+    });
+    if (count <= ahead) wait();
+    if (crew == kStreamKWeightProducers && A.keys.rows) prefetch_keys(A.keys, lane);
+  }
+};
+
+// What becomes of a tile's sums (stream_k_gemm.cuh): outputs, the residual and the next input, or gates.
+// What the outputs of each token are multiplied by: up to four tokens a warp. Of many tokens the squares are asked for before the first
+// activations, behind which they would come as late as they all do; where they lie is known before they are there.
+template <int NB>
+struct RowFactors {
+  static constexpr int kEach = NB * 8 / kStreamKWarps;
+  const StreamKArgs& A;
+  const float* from[kEach];
+  __device__ __forceinline__ RowFactors(const StreamKArgs& args, int warp, int lane) : A(args) {
+#pragma unroll
+    for (int k = 0; k < kEach; k++) {
+      from[k] = A.squares + min(warp + k * kStreamKWarps, A.tokens - 1) * A.squares_count + lane * 4;
+      asm volatile("" : "+l"(from[k]));
+    }
+  }
+  __device__ __forceinline__ void load(float* factors, int warp, int lane) const {
+    float sum[kEach] = {};
+    if (A.squares)
+#pragma unroll 1
+      for (int base = 0; base < A.squares_count; base += 256) {
+        const bool one = base + lane * 4 < A.squares_count, two = base + lane * 4 + 128 < A.squares_count;
+        float4 v[kEach][2];
+#pragma unroll
+        for (int k = 0; k < kEach; k++)
+          v[k][0] = one ? load_four(from[k] + base) : float4{0.f, 0.f, 0.f, 0.f},
+          v[k][1] = two ? load_four(from[k] + base + 128) : float4{0.f, 0.f, 0.f, 0.f};
+        if (NB > 2 && base + 256 >= A.squares_count) squares_requested();
+#pragma unroll
+        for (int k = 0; k < kEach; k++)
+          sum[k] += ((v[k][0].x + v[k][0].y) + (v[k][0].z + v[k][0].w)) + ((v[k][1].x + v[k][1].y) + (v[k][1].z + v[k][1].w));
+      }
+#pragma unroll
+    for (int k = 0; k < kEach; k++) {
+      const float factor = A.squares ? rsqrtf(warp_sum(sum[k]) * A.inverse_width + A.eps) : 1.f;
+      if (lane == 0) factors[warp + k * kStreamKWarps] = factor;
+    }
+  }
+};
+// What a warp keeps of its own sums: in the places of its strip's weights, once these are used up.
+struct KeptSums {
+  uint8_t* slot;  // of the first stage
+  __device__ __forceinline__ float4* place(int k, int lane) const {
+    constexpr int kEach = kSlot / 512;
+    return reinterpret_cast<float4*>(slot + k / kEach * kStreamKWeights + k % kEach * 512) + lane;
+  }
+  __device__ __forceinline__ void put(int k, int lane, const float (&y)[4]) const {
+    asm volatile("st.shared.v4.f32 [%0],{%1,%2,%3,%4};" ::"r"(shared_address(place(k, lane))), "f"(y[0]), "f"(y[1]), "f"(y[2]), "f"(y[3])
+                 : "memory");
+  }
+};
+
+// A CTA's sums of a tile go to others through memory that is zero before and after: of four numbers that are written together the first
+// is +0 where they are not written yet, and -0 where it is zero. Who reads them puts the zero back.
+__device__ __forceinline__ float not_zero(float v) {  // in C++ it would cost the products of warp groups their overlap
+  float w;
+  asm volatile("{\n.reg .pred p;\nsetp.eq.f32 p,%1,0f00000000;\nselp.f32 %0,0f80000000,%1,p;\n}" : "=f"(w) : "f"(v));
+  return w;
+}
+// The sums in registers into memory, of the tokens that there are: four of a lane together, [strip][eight tokens][lane]. But every
+// `writers`-th eight tokens from `rank` on stay in the warp's own shared memory, where there is some; writers 0: none.
+template <int NB>
+__device__ __forceinline__ void store_partials(float* sums, int tokens, int warp, int lane, const float (&y)[NB][4], const KeptSums& kept,
+                                               int writers, int rank) {
+  int next = writers ? rank : NB, k = 0;
+#pragma unroll
+  for (int n = 0; n < NB; n++)
+    if (n * 8 < tokens) {
+      if (NB == 8 && n == next)
+        kept.put(k++, lane, y[n]), next += writers;
+      else
+        store_for_all(sums + ((warp * NB + n) * 32 + lane) * 4, float4{not_zero(y[n][0]), y[n][1], y[n][2], y[n][3]});
+    }
+}
+// What a lane has of a strip and eight tokens: v[k] is of column lane / 4 + 8 * (k / 2) and token 2 * (lane % 4) + k % 2. What is done with
+// it runs once in a kernel, and then waits for its instructions: so strip by strip, in loops.
+struct Quad {
+  float v[4];
+  __device__ __forceinline__ void add(float4 part) { v[0] += part.x, v[1] += part.y, v[2] += part.z, v[3] += part.w; }
+};
+// What is needed of a lane's two columns of a strip and no kernel writes: of the first copy of the next input the rows.
+struct QuadColumns {
+  int rows[2];
+  float norm[2];
+  __device__ __forceinline__ void load(const StreamKArgs& A, int column) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      const int c = min(column + i * 8, A.part[0].outputs - 1);
+      rows[i] = A.next.inverse[0] ? __ldg(A.next.inverse[0] + c) : c;
+      norm[i] = A.next_norm ? __ldg(A.next_norm + c) : 1.f;
+    }
+  }
+};
+// Two tokens' numbers of the lane's columns into the next product's input.
+__device__ __forceinline__ void put_quad(const StreamKArgs& A, int token, int column, const Quad& q, const QuadColumns& to) {
+  const MatrixInput& in = A.next;
+  half* const x = in.x + token_place(in.group, in.stride, token);
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const int c = column + i * 8;
+    if (c >= A.part[0].outputs) continue;
+    const half2 v = __halves2half2(saturated(q.v[i * 2]), saturated(q.v[i * 2 + 1]));
+    *reinterpret_cast<half2*>(x + row_place(in.group, to.rows[i])) = v;
+#pragma unroll 1
+    for (int p = 1; p < in.num_perms; p++)
+      *reinterpret_cast<half2*>(x + static_cast<size_t>(p) * in.perm_stride +
+                                row_place(in.group, in.inverse[p] ? __ldg(in.inverse[p] + c) : c)) = v;
+  }
+}
+__device__ __forceinline__ void old_residual(const StreamKArgs& A, int token, int column, Quad& old) {
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    const int t = token + (k & 1), c = column + (k >> 1) * 8;
+    old.v[k] = t < A.tokens && c < A.part[0].outputs ? __ldcg(A.residual + static_cast<size_t>(t) * A.residual_stride + c) : 0.f;
+  }
+}
+// Sums are added to the residual; what becomes of it goes to the next product.
+__device__ __forceinline__ void add_quad(const StreamKArgs& A, int token, int column, const float* factors, Quad& q, const Quad& old,
+                                         const QuadColumns& to, float (&squares)[2]) {
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    const int t = token + (k & 1), c = column + (k >> 1) * 8;
+    float v = 0.f;
+    if (c < A.part[0].outputs) {
+      v = old.v[k] + A.scale * fmaf(q.v[k], factors[t], A.bias ? __ldg(A.bias + c) : 0.f);
+      if (t < A.tokens) A.residual[static_cast<size_t>(t) * A.residual_stride + c] = v;
+      q.v[k] = v * to.norm[k >> 1];
+    }
+    squares[k & 1] = fmaf(v, v, squares[k & 1]);
+  }
+  put_quad(A, token, column, q, to);
+}
+// The squares of a strip's columns from all lanes.
+__device__ __forceinline__ void put_squares(const StreamKArgs& A, int token, int strip, float (&squares)[2], int lane) {
+#pragma unroll
+  for (int k = 0; k < 2; k++) {
+#pragma unroll
+    for (int d = 4; d < 32; d *= 2) squares[k] += __shfl_xor_sync(~0u, squares[k], d);
+    if (lane < 4 && token + k < A.tokens) A.next_squares[static_cast<size_t>(token + k) * A.tiles * kStreamKStrips + strip] = squares[k];
+  }
+}
+
+__device__ __forceinline__ void store_one(const StreamKArgs& A, int part, const float* factors, int token, int column, float v) {
+  const StreamKPart& P = A.part[part];
+  const int at = P.first_column + column;
+  if (token < A.tokens && column < P.outputs) A.out[token * A.out_stride + at] = v * factors[token] + (A.bias ? __ldg(A.bias + at) : 0.f);
+}
+// A tile that no other CTA shares, from registers to memory.
+template <int NB>
+__device__ __forceinline__ void store_tile(const StreamKArgs& A, const StreamKTile& tile, const float* factors, int warp, int lane,
+                                           const float (&y)[NB][4]) {
+#pragma unroll
+  for (int n = 0; n < NB; n++)
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+      store_one(A, tile.part, factors, n * 8 + 2 * (lane & 3) + (k & 1),
+                (tile.first_strip + warp) * kStripColumns + (lane >> 2) + (k >> 1) * 8, y[n][k]);
+}
+
+// The CTAs that have left sums of a tile, and which of them write it.
+struct alignas(16) TileSharers {
+  int part, first_strip;  // the tile
+  int first, count0;      // the CTAs: the first one has its beginning; how many have sums of its first part
+  int from1, count1;      // of its second part, only where paired
+  int writers, rank;      // writers 0: this CTA has nothing to write
+  int own;                // of which part this CTA comes last to its sums of
+  __device__ __forceinline__ TileSharers(const StreamKArgs& A, const StreamKTile& tile) {
+    part = tile.part, first_strip = tile.first_strip;
+    first = from1 = cta_of_unit(A, tile.begin), count0 = cta_of_unit(A, tile.end() - 1) - first + 1, count1 = 0;
+    writers = count0 - (stream_k_begin(A, first + count0) > tile.end()), rank = static_cast<int>(blockIdx.x) - first;
+    if (rank >= writers || count0 == 1) writers = 0;
+    own = 0;
+    if (A.paired) {
+      const int middle = tile.part_end(A, 0), last = first + count0;
+      count0 = cta_of_unit(A, middle - 1) - first + 1, from1 = cta_of_unit(A, middle), count1 = last - from1;
+      own = stream_k_begin(A, blockIdx.x + 1) > middle;
+    }
+  }
+};
+
+static_assert(sizeof(TileSharers) == kTileSharersBytes, "room in shared memory");
+
+// What becomes of the sums of a tile's CTAs. By the warps that multiply, all of them.
+//
+// Where several CTAs share a tile, those whose share ends in it write it, a part each, as the sums of all come. So a CTA waits for one tile
+// only, at its end. All CTAs must be there together, as those of a chain (persistent_gemm.cuh). What runs once waits for its instructions,
+// so what is to be done at the end is found out at the beginning, and lies in shared memory.
+template <int NB>
+struct StreamKEpilogue {
+  const StreamKArgs& A;
+  const float* factors;
+  const TileSharers* last;  // of this CTA's last tile
+  uint64_t* ready;          // whether these two are there
+  KeptSums kept;
+  int warp, lane;
+
+  // Where a CTA leaves its sums of a part; began: of a tile that begins in its share.
+  __device__ __forceinline__ float* place(int cta, bool began, int p) const {
+    return A.partial + static_cast<size_t>((cta * 2 + began) * (A.paired ? 2 : 1) + p) * stream_k_sums(NB);
+  }
+  __device__ __forceinline__ bool direct(bool whole) const { return whole && A.out && !A.paired; }
+
+  // This CTA's sums of a part of a tile, of which it has the whole or a share, up to `to` in the line.
+  __device__ __forceinline__ void leave(const StreamKTile& tile, int p, int to, bool whole, const float (&y)[NB][4]) const {
+    if (direct(whole)) {
+      barrier_wait(ready, 0);
+      store_tile<NB>(A, tile, factors, warp, lane, y);
+    } else {
+      int writers = 0, rank = 0;
+      if (NB == 8 && !whole && to == stream_k_begin(A, blockIdx.x + 1)) {
+        barrier_wait(ready, 0);
+        if (p == last->own) writers = last->writers, rank = last->rank;
+      }
+      store_partials<NB>(place(blockIdx.x, tile.begin >= stream_k_begin(A, blockIdx.x), p), A.tokens, warp, lane, y, kept, writers, rank);
+    }
+  }
+  // What no other CTA shares goes on where it was left.
+  __device__ __forceinline__ void finish(const StreamKTile& tile, bool whole) const {
+    if (!whole || direct(whole)) return;
+    TileSharers own(A, tile);
+    own.writers = 1, own.own = -1;
+    write(own);
+    consumer_barrier();  // nobody reads what is overwritten next
+  }
+  // Writes what is to be written of the last tile.
+  __device__ __forceinline__ void meet() const {
+    barrier_wait(ready, 0);
+    const TileSharers s = *last;
+    if (s.writers) write(s);
+  }
+
+ private:
+  // The part of a tile that belongs to one of its writers: a strip and eight tokens a warp at a time. Of many tokens a warp has its own
+  // strip, so that it need not ask for what it has summed itself; of few, strips are dealt to all, so that all write.
+  __device__ __forceinline__ void write(const TileSharers& s) const {
+    const int all = (A.tokens + 7) / 8 * kStreamKStrips;
+    const int from = NB == 8 ? s.rank * kStreamKStrips + warp : warp * s.writers + s.rank, step = kStreamKWarps * s.writers;
+    barrier_wait(ready, 0);
+    int k = 0;
+#pragma unroll 1
+    for (int i = from; i < all; i += step, k++) {
+      const int strip = i % kStreamKStrips, n = i / kStreamKStrips, token = n * 8 + 2 * (lane & 3);
+      const int column = (s.first_strip + strip) * kStripColumns + (lane >> 2);
+      Quad q = {}, first = {}, old = {};
+      QuadColumns to;
+      if (!A.out) {
+        to.load(A, column);
+        if (!A.paired) old_residual(A, token, column, old);
+      }
+      sum(s, ((strip * NB + n) * 32 + lane) * 4, k, q, first);
+      if (A.paired) {
+        gates(token, column, q, first);
+        put_quad(A, token, column, q, to);
+      } else if (A.out) {
+#pragma unroll
+        for (int k = 0; k < 4; k++) store_one(A, s.part, factors, token + (k & 1), column + (k >> 1) * 8, q.v[k]);
+      } else {
+        float squares[2] = {0.f, 0.f};
+        add_quad(A, token, column, factors, q, old, to, squares);
+        put_squares(A, token, s.first_strip + strip, squares, lane);
+      }
+    }
+  }
+  // The sums of the CTAs, in order; where paired, of the second part, and of the first one.
+  __device__ __forceinline__ void sum(const TileSharers& s, int at, int k, Quad& q, Quad& first) const {
+    constexpr int kTogether = 5;
+    const int parts = A.paired ? 2 : 1;
+    const size_t stride = static_cast<size_t>(stream_k_sums(NB)) * 2 * parts;
+#pragma unroll 1
+    for (int p = 0; p < parts; p++) {
+      const int from = p ? s.from1 : s.first, count = p ? s.count1 : s.count0;
+      float* next = place(from, false, p) + at;
+      const size_t ahead = from == s.first ? stream_k_sums(NB) * parts : 0;  // of the one that has the tile's beginning
+      first = q, q = {};
+      const int own = NB == 8 && p == s.own ? static_cast<int>(blockIdx.x) - from : -1;  // the one that is kept here
+#pragma unroll 1
+      for (int base = 0; base < count; base += kTogether) {
+        float4 part[kTogether];
+#pragma unroll
+        for (int r = 0; r < kTogether; r++)
+          if (base + r < count)
+            part[r] = base + r == own ? *kept.place(k, lane) : load_together(next + r * stride + (base + r ? 0 : ahead));
+#pragma unroll
+        for (int r = 0; r < kTogether; r++)
+          if (base + r < count) {
+            float* const from = next + r * stride + (base + r ? 0 : ahead);
+            if (base + r != own) {
+              while (!is_there(part[r])) part[r] = load_together(from);
+              store_for_all(from, float4{0.f, 0.f, 0.f, 0.f});  // whole sectors are quicker than the one number
+            }
+            q.add(part[r]);
+          }
+        next += kTogether * stride;
+      }
+    }
+  }
+  // q: of the second part, and then the gated product; g: of the first.
+  __device__ __forceinline__ void gates(int token, int column, Quad& q, const Quad& g) const {
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+      const int t = token + (k & 1), c = column + (k >> 1) * 8;
+      if (c >= A.part[0].outputs) continue;
+      const float bias = A.bias ? __ldg(A.bias + c) : 0.f, bias_up = A.bias ? __ldg(A.bias + A.part[1].first_column + c) : 0.f;
+      q.v[k] = activation(fmaf(g.v[k], factors[t], bias), A.activation) * fmaf(q.v[k], factors[t], bias_up);
+    }
+  }
+};
+
+// Products of half a unit of a strip, 32 rows, with the tokens in a place of the ring: start() begins with them, settle<N>() ends when of
+// all that have been begun no more than N are not done.
+template <int NB>
+struct MmaProduct {
+  uint32_t x;  // shared address of this lane's eight halves of the first sixteen rows and tokens
+  __device__ __forceinline__ explicit MmaProduct(const void* ring, int lane = threadIdx.x & 31)
+      : x(shared_address(ring) + ((lane >> 3 & 1) * NB * 8 + (lane >> 4) * 8 + (lane & 7)) * 16) {}
+  __device__ __forceinline__ void start(const uint32_t (&h)[8], int slot, int half, float (&y)[NB][4]) const {
+#pragma unroll
+    for (int k = 0; k < 2; k++)
+#pragma unroll
+      for (int n = 0; n < NB; n += 2) {
+        uint32_t b[4];
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
+                     : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
+                     : "r"(x + ((slot * 4 + half * 2 + k) * 2 * NB * 8 + n * 8) * 16)
+                     : "memory");
+        mma<kBulk, false>(y[n], h + 4 * k, b[0], b[1]);
+        mma<kBulk, false>(y[n + 1], h + 4 * k, b[2], b[3]);
+      }
+  }
+  template <int N>
+  __device__ __forceinline__ void wait(float (&)[NB][4]) const {}
+};
+
+// A CTA's shared memory: stages, the ring of activations, barriers, what is to be written at the end, factors, the image.
+template <int NB>
+struct StreamKSmem {
+  uint8_t *weights, *tokens;
+  uint64_t *full, *empty;
+  TileSharers* last;
+  float* factors;
+  uint64_t* ready;  // these two
+  const Item* items;
+  const half2* steps;
+  const uint16_t* ends;
+
+  // By all threads: filled with what does not change, ready to be used.
+  __device__ __forceinline__ StreamKSmem(const StreamKArgs& A, uint8_t* shared) {
+    weights = shared, tokens = shared + stream_k_stages(NB) * kStreamKWeights;
+    full = reinterpret_cast<uint64_t*>(shared + stream_k_pool(NB)), empty = full + kStreamKBarriers;
+    ready = full + kStreamKBarriers - 1, last = reinterpret_cast<TileSharers*>(empty + kStreamKBarriers);
+    factors = reinterpret_cast<float*>(last + 1);
+    uint8_t* const image = reinterpret_cast<uint8_t*>(factors + kStreamKTokens);
+    items = reinterpret_cast<const Item*>(image), steps = reinterpret_cast<const half2*>(image + image_steps(A.items));
+    ends = reinterpret_cast<const uint16_t*>(image + image_ends(A.items, A.units));
+    if (threadIdx.x < stream_k_stages(NB)) {
+      barrier_init(full + threadIdx.x, 1), barrier_init(empty + threadIdx.x, kStreamKWarps * kWarpArrivals);
+      barrier_fence();
+    }
+    if (threadIdx.x == stream_k_stages(NB)) barrier_init(ready, (kStreamKWarps + 1) * kWarpArrivals), barrier_fence();
+    for (int i = threadIdx.x; i < stream_k_image(A) / 16; i += kStreamKThreads)
+      reinterpret_cast<uint4*>(image)[i] = load_kept(A.image + i * 16);
+    __syncthreads();
+  }
+};
+
+// A warp's way through the items of its strip of a tile.
+template <int NB, class Product>
+struct StreamKConsumer {
+  const StreamKSmem<NB>& s;
+  const Product& product;
+  StreamKItems share;
+  StreamKCursor<NB>& at;
+  const uint8_t* own;  // this warp's strip of the first stage
+  int lane;
+  Item it;
+  int begin, end;
+  bool live;
+
+  __device__ __forceinline__ bool next() {
+    live = share.more();
+    if (live) it = share.take(s.items, begin, end);
+    return live;
+  }
+  // Items of one kind, as long as they follow one another: the next unit's words are fetched while one is multiplied.
+  template <int B, bool GPTQ, Halves HALVES>
+  __device__ __forceinline__ void multiply(float (&y)[NB][4]) {
+    EncodedUnit<B, GPTQ> coded;
+#pragma unroll 1
+    do {
+      const uint8_t *words = own + at.stage * kStreamKWeights, *const behind = words + it.units * (128 * B);
+      words += begin * (128 * B);
+      const half2* steps = s.steps + it.unit0 + begin;
+      int slot = at.slot;
+      half2 unit = *steps;
+      barrier_wait(s.full + at.stage, at.phase);
+      coded.template load<HALVES>(words, behind, it, begin, lane);
+#pragma unroll 1
+      for (int i = begin; i < end;) {
+        uint32_t first[8], second[8];  // one is decoded while products of the other are under way
+        coded.template decode_half<HALVES, 0>(unit, first);
+        product.start(first, slot, 0, y);
+        coded.template decode_half<HALVES, 1>(unit, second);
+        product.start(second, slot, 1, y);
+        if (++i < end) {
+          unit = *++steps, words += 128 * B;
+          coded.template load<HALVES>(words, behind, it, i, lane);
+        }
+        if (++slot == stream_k_ring(NB)) slot = 0;
+        product.template wait<0>(y);
+      }
+      __syncwarp();
+      warp_arrive(s.empty + at.stage, lane);
+      at.next(end - begin);
+    } while (next() && it.bits == B && (it.scales != 0) == GPTQ && (HALVES == kAnyHalves || it.one == (HALVES == kOneGroup)));
+  }
+  template <Halves HALVES>
+  __device__ __forceinline__ void multiply_exl2(float (&y)[NB][4]) {
+    switch (it.bits) {
+      case 2:
+        return multiply<2, false, HALVES>(y);
+      case 3:
+        return multiply<3, false, HALVES>(y);
+      case 4:
+        return multiply<4, false, HALVES>(y);
+      case 5:
+        return multiply<5, false, HALVES>(y);
+      case 6:
+        return multiply<6, false, HALVES>(y);
+      default:
+        return multiply<8, false, HALVES>(y);
+    }
+  }
+  __device__ __forceinline__ void multiply_gptq(float (&y)[NB][4]) {
+    switch (it.bits) {
+      case 2:
+        return multiply<2, true, kAnyHalves>(y);
+      case 3:
+        return multiply<3, true, kAnyHalves>(y);
+      case 4:
+        return multiply<4, true, kAnyHalves>(y);
+      default:
+        return multiply<8, true, kAnyHalves>(y);
+    }
+  }
+  __device__ __forceinline__ void run(float (&y)[NB][4]) {
+    next();
+    while (live) {
+      if (it.scales)
+        multiply_gptq(y);
+      else if (it.bits == 16)
+        multiply<16, false, kAnyHalves>(y);
+      else if (it.one)
+        multiply_exl2<kOneGroup>(y);
+      else
+        multiply_exl2<kTwoGroups>(y);
+    }
+  }
+};
+
+// The kernel. Product: of a warp, or a warp group.
+template <int NB, class Product>
+__device__ __forceinline__ void run_stream_k(const StreamKArgs& A, uint8_t* shared) {
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+  if (threadIdx.x == 0) EXL2NB_CLOCK(A, 0);
+  pdl_launch_dependents();
+  const StreamKSmem<NB> s(A, shared);
+  if (warp >= kStreamKWarps) {
+    release_registers();
+    if (warp == kStreamKWarps + kStreamKWeightProducers) {
+      const TileSharers last(A, StreamKTile(A, stream_k_begin(A, blockIdx.x + 1) - 1));
+      if (lane == 0) *s.last = last;
+      warp_arrive(s.ready, lane);
+    }
+    StreamKProducer<NB>{A, s.items, s.ends, s.weights, s.tokens, s.full, s.empty, warp - kStreamKWarps, lane}.run();
+    return;
+  }
+  acquire_registers();
+  if (threadIdx.x == 0) EXL2NB_CLOCK(A, 1);
+  const RowFactors<NB> factors(A, warp, lane);
+  pdl_wait();
+  if (threadIdx.x == 0) EXL2NB_CLOCK(A, 2);
+  factors.load(s.factors, warp, lane);
+  __syncwarp();
+  warp_arrive(s.ready, lane);
+  if (threadIdx.x == 0) EXL2NB_CLOCK(A, 3);
+  const Product product(s.tokens);
+  const StreamKEpilogue<NB> write{A, s.factors, s.last, s.ready, {s.weights + warp * kSlot}, warp, lane};
+  StreamKCursor<NB> at;
+  each_tile(A, [&](const StreamKTile& tile, int from, int to) {
+    const bool whole = to - from == tile.units;
+#pragma unroll 1
+    for (int p = 0; p <= (A.paired ? 1 : 0); p++) {
+      float y[NB][4] = {};
+      StreamKConsumer<NB, Product> run{
+          s, product, StreamKItems(A, s.items, s.ends, tile, p, from, to), at, s.weights + warp * kSlot, lane, {}, 0, 0, false};
+      if (run.share.more()) {
+        run.run(y);
+        write.leave(tile, p, to, whole, y);
+      }
+    }
+    if (from == stream_k_begin(A, blockIdx.x) && threadIdx.x == 0) EXL2NB_CLOCK(A, 4);
+    write.finish(tile, whole);
+  });
+  if (threadIdx.x == 0) EXL2NB_CLOCK(A, 5);
+  write.meet();
+  if (threadIdx.x == 0) EXL2NB_CLOCK(A, 6);
+}
+
+template <int NB>
+__global__ void __launch_bounds__(kStreamKThreads, 1) stream_k_gemm(const __grid_constant__ StreamKArgs A) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) uint8_t shared[];
+  run_stream_k<NB, MmaProduct<NB>>(A, shared);
+#endif
+}
+
+}  // namespace exl2nb
