@@ -25,7 +25,7 @@ from exl2nb.model.gpu import formats_of
 from exl2nb.ops.cuda_sample import Row, pack_rows, sample_rows
 
 SMALL = ("sample_rows", "embed_kernel", "rows_kernel", "gates", "Memcpy")
-KERNELS = ("chain_products", "attention_decode", "many_wide", "many", "gemv", *SMALL)
+KERNELS = ("persistent_gemm", "attention_decode", "stream_k_wgmma", "stream_k_gemm", "skinny_gemm", *SMALL)
 PAGE, WARM_UP, REPLAYS, PROFILED = 256, 20, 50, 12
 
 
@@ -90,7 +90,7 @@ class CapturedStep:
                 kind = next((k for k in KERNELS if k in name), name[:40])
                 if kind == "attention_decode":
                     since = 0
-                elif kind in ("many_wide", "many", "gemv"):
+                elif kind in ("stream_k_wgmma", "stream_k_gemm", "skinny_gemm"):
                     since += 1
                     kind = f"{kind} {since}"
                 taken[kind] += time - end

@@ -43,7 +43,7 @@ FAMILIES = {
         "(any_number_of_rows and short) or many_rows or parts_side or dense_weights or (packed_weights and all and 224)",
     ),
     "chains": Family(
-        ("ops/test_cuda_chain.py",),
+        ("ops/test_cuda_persistent.py",),
         "one_launch and (mixed or biases or narrow or (4 and 32) or (gptq and 8))",
         "one_launch and (mixed or narrow)",
     ),

@@ -1,8 +1,8 @@
 // Chains of products (persistent_gemm.cuh) at the shapes of five models: time of one, with a small kernel in the place of attention before
-// each; and large products alone ("head"). `chain_step 7b 4 32`: only models whose name has the first, up to so many tokens, chains that
+// each; and large products alone ("head"). `persistent_gemm 7b 4 32`: only models whose name has the first, up to so many tokens, chains that
 // leave room for so many CTAs of attention (PersistentOp::beside). The number behind the times is of the first token's bits: to be compared
 // between versions and numbers of tokens. nvcc -arch=sm_90a -std=c++17 -O3 --expt-relaxed-constexpr -Icsrc/cuda
-// benchmarks/cuda/persistent_gemm.cu csrc/cuda/{chain,gemv,layout}.cu
+// benchmarks/cuda/persistent_gemm.cu csrc/cuda/{gemm/persistent/persistent_gemm,gemm/skinny/skinny_gemm,blob/layout}.cu
 #include <algorithm>
 #include <cmath>
 #include <cstring>

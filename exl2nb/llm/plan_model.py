@@ -95,5 +95,5 @@ def _graph_row(config: ModelConfig) -> int:
     hidden, q, kv = config.hidden_size, config.q_size, config.kv_size
     up = _inner(config) * (2 if config.gated else 1)
     sums = 0 if config.moe is None else 4 * min(hidden // 16, ROUTER_CTAS) * (config.moe.num_experts + 8)
-    products = 0 if config.moe is not None else 4 * 4 * 256 * MANY_CTAS  # sums of tiles that CTAs share: csrc/cuda/gemm/stream_k/many.cu
+    products = 0 if config.moe is not None else 4 * 4 * 256 * MANY_CTAS  # partial sums of stream-K: stream_k_gemm.cu
     return 2 * (products + 8 * hidden + 2 * 2 * hidden + 4 * (q + 2 * kv) + 2 * 2 * _inner(config) + 4 * up + 4 * config.vocab_size + sums)

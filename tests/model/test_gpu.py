@@ -178,7 +178,7 @@ def test_demo_is_the_cpus(both, mode, chunk):
 
 
 def test_single_steps_in_a_row_are_the_same_each_time(both):
-    """What a step leaves behind for the next one's kernels (chain.cuh) does not depend on which CTA of it comes last."""
+    """What a step leaves behind for the next one's kernels (persistent_gemm.cuh) does not depend on which CTA of it comes last."""
     _, cuda = both
     first = logits(cuda, IDS, chunk=1)
     for _ in range(12):

@@ -1,4 +1,4 @@
-"""A layer's products in one launch (chain.cuh), which steps of one to eight tokens take on Hopper, against launches of their own.
+"""A layer's products in one launch (persistent_gemm.cuh), which steps of one to eight tokens take on Hopper, against launches of their own.
 
 Marked gpu: `make test-gpu` on a machine that has one. tests/model/test_gpu_step.py compares the same steps with their mathematics.
 """

@@ -13,7 +13,7 @@ constexpr size_t kCounterBytes = 256;
 constexpr int kPartialBytes = 24 * 1024;
 static_assert(kPartialBytes / 64 <= kConsumerThreads && kPartialBytes / 4 < PersistentOutput::kNone,
               "a thread a result; sums count so far");
-// What follows was measured on an H200, 2026-11-22, with `chain_step` and whole steps (benchmarks/RESULTS.md).
+// What follows was measured on an H200, 2026-11-22, with benchmarks/cuda/persistent_gemm.cu and whole steps (benchmarks/RESULTS.md).
 constexpr int kMaxExtraRows = 20000;  // rows of its strips that a CTA may have more so that attention starts early: 7B 674 to 692 tok/s
 constexpr int kCheapPollBlocks = 32;  // blocks of 64 rows: where there are no more, looking in vain costs little
 constexpr int kMaxMissingCtas = 8;    // CTAs that may be missing when looking for more than that begins: 8B 38.7 to 36.7 us a chain
