@@ -11,7 +11,7 @@ import torch
 class Turn:
     """Held while a step or a product of many rows is launched: in another stream than the last one, it waits for that first.
 
-    They have kernels whose CTAs wait for one another (persistent_gemm.cuh, stream_k_gemm.cuh), so all of them must get a place on the GPU. Two such
+    They have kernels whose CTAs wait for one another (persistent and stream-K GEMM), so all of them must get a place on the GPU. Two such
     kernels at the same time could each hold a part of it and wait for ever. Every other kernel ends by itself; and while all models work
     in one stream, as they do unless somebody else chooses, nothing is done here.
     """
