@@ -1,24 +1,20 @@
-// Weights as bytes times activations as whole numbers: exact sums on the integer tensor cores (sm_80 up).
-//
-// An activation is a number of 16 bits times a step, one step for every 64 stored rows of a token: its high and its low byte are two
-// columns of B, so four tokens fill the eight columns of m16n8k32. Codes go in as they are, unsigned, their zero point times the sum of the
-// activations comes off behind. Everything up to there is exact, so a token's result does not depend on the tokens beside it.
+// Products on the integer tensor cores (sm_80 and later, m16n8k32 u8 x s8): weight codes as bytes times activations as int16.
 #pragma once
 #include "cuda/blob/item_mma.cuh"
 #include "cuda/gemm/fragment.cuh"
 
 namespace exl2nb {
 
-constexpr int kMaxQuantized = 32512;  // of an activation: 127 * 256, so that both bytes stay in range
+constexpr int kMaxQuantized = 32512;  // 127 * 256: both bytes stay in range
 
-// Of 64 stored rows of a token: the step, the sum of the whole numbers, that of the first 32, of the second.
+// A block of 64 quantised rows of a token: step, sum of all, of the first 32, of the last 32 integers (for zero points).
 struct Int8Block {
   float step;
   int both, first, second;
 };
-static_assert(sizeof(Int8Block) == 16, "one load");
+static_assert(sizeof(Int8Block) == 16, "one 16-byte load");
 
-// Rows 2t, 2t + 1, 2t + 8, 2t + 9 of a step as fp16 -> their low and high bytes in the order of dequant.cuh; adds them to `sum`.
+// Rows 2t, 2t + 1, 2t + 8, 2t + 9 of a step as fp16 -> low and high bytes in the order of dequant.cuh; adds the integers to `sum`.
 __device__ __forceinline__ void to_bytes(uint2 v, float inverse, uint32_t& low, uint32_t& high, int& sum) {
   const float2 a = __half22float2(*reinterpret_cast<half2*>(&v.x)), b = __half22float2(*reinterpret_cast<half2*>(&v.y));
   constexpr float kBase = 12582912.f + 128.f;  // 1.5 * 2^23: the whole number, plus 128, in the lowest bits
@@ -29,8 +25,8 @@ __device__ __forceinline__ void to_bytes(uint2 v, float inverse, uint32_t& low, 
   sum = __dp4a(static_cast<int>(low), 0x01010101, sum) + 256 * __dp4a(static_cast<int>(high), 0x01010101, 0);
 }
 
-// 64 stored rows of a token as fragment.cuh orders them, to bytes at `rows`: the high ones, then the low ones. LANES neighbouring lanes t
-// work on it, 8 or 4, all lanes of the warp must come; v: places 8 t on, and 8 (t + 4); live: whether there is something to do.
+// Quantises 64 rows of a token (in fragment.cuh order) to bytes at `rows`: high bytes, then low bytes. LANES (8 or 4) neighbouring lanes t
+// share a block, v: 16-byte pieces t (and t + 4); the whole warp must call; live: this lane group has a block.
 template <int LANES>
 __device__ __forceinline__ void quantize_block(const uint4 (&v)[8 / LANES], uint8_t* rows, Int8Block* block, int t, bool live) {
   constexpr int kPlaces = 8 / LANES;
@@ -68,7 +64,7 @@ __device__ __forceinline__ void quantize_block(const uint4 (&v)[8 / LANES], uint
   }
 }
 
-// c += A B, A of unsigned bytes, B of signed ones.
+// c += A B; A unsigned bytes, B signed bytes.
 __device__ __forceinline__ void mma_bytes(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
@@ -103,11 +99,12 @@ struct Int8Input {
     return live && there ? *reinterpret_cast<const uint2*>(bytes + (block >> 1) * 128 + (block & 1) * 8) : make_uint2(0, 0);
   }
 };
-// Sums of columns g and g + 8, of chunks 0, 1, 2, 3 mod 4 apart, so that they are joined in one order however many tokens there are.
+// Sums of columns g and g + 8, kept separate for chunks 0, 1, 2, 3 mod 4, so that the order of additions does not depend on the number of
+// rows.
 template <int CHUNKS>
 struct Int8Sums {
   float y[4 / CHUNKS][2] = {};
-  // To sums[token][16]; `add`: to what is there. PAIRS: of two items (Int8Item), to the sums of both.
+  // To sums[token][16]; add: accumulate. PAIRS: two items (Int8Item) to the sums of both.
   template <bool PAIRS = false>
   __device__ __forceinline__ void put(float* sums, const Int8Input<CHUNKS>& in, int lane, bool add) const {
     const int t = lane & 3;
@@ -139,7 +136,7 @@ struct Int8Sums {
   }
 };
 
-// Two steps of a unit, 32 rows.
+// Half a unit: two k-steps, 32 rows.
 template <int B, int FIRST>
 __device__ __forceinline__ void mma_half_unit(int (&c)[4], const uint32_t* w, uint32_t b0, uint32_t b1) {
   uint32_t a[4];
@@ -148,14 +145,14 @@ __device__ __forceinline__ void mma_half_unit(int (&c)[4], const uint32_t* w, ui
   mma_bytes(c, a[0], a[1], a[2], a[3], b0, b1);
 }
 
-// Units of an item, at most.
+// Most units of an item.
 __host__ __device__ constexpr int max_units(int bits) { return kSlot / (128 * bits) < kItemUnits ? kSlot / (128 * bits) : kItemUnits; }
 
-// An EXL2 item. Chunks are units of one group, or halves of units with groups of their own. Units that are not there meet activations of
-// zero; what is read in their place lies in shared memory. Of one token, what does not change from strip to strip is kept, and the next
-// strip's words are loaded (load) before what follows the products of this one (multiply, finish) is done. Pairs are two items of two
-// units, one behind the other, of one token. APART: of one token, a unit's sums have registers of their own, of which a lane takes those of
-// its chunk; else the activations of other chunks are zeros: fewer registers.
+// EXL2 item. A chunk is a unit of one group, or half a unit whose halves have groups of their own. Missing units meet zero activations
+// (what is read in their place is in shared memory). With one row, everything that does not change from strip to strip stays in registers,
+// and the next strip is loaded before the current one is finished. kPairedItems: two consecutive items of two units, one row. APART: with
+// one row, each unit has its own accumulators and a lane picks its chunk; otherwise activations of other chunks are zero, which takes fewer
+// registers.
 enum Int8Form { kSplitUnits, kWholeUnits, kPairedItems };
 template <int B, Int8Form FORM, int CHUNKS, bool APART>
 struct Int8Item {
@@ -222,7 +219,7 @@ struct Int8Item {
   __device__ __forceinline__ Round known(int r) const { return r < kHeld ? held[r < kHeld ? r : 0] : round(r); }
   __device__ __forceinline__ bool there(int r) const { return r == 0 || r * CHUNKS < parts; }
 
-  // A round's products of one unit, w; j: its (first) chunk.
+  // Products of one unit w in a round; j: its first chunk.
   __device__ __forceinline__ static void unit_products(int (&c)[kSums][4], const uint32_t (&w)[B], const Round& of, int r, int j) {
     int (&to)[4] = c[kApart ? j : CHUNKS > 1 && j >= CHUNKS / 2];
     if constexpr (kOne) {
@@ -257,7 +254,7 @@ struct Int8Item {
     y[1] = fmaf(__int2float_rn(g8 - (of.zero << kShift)), f.y * (of.step * (1.f / (1 << kShift))), y[1]);
   }
 
-  // st: the item's bytes of a strip. The first round, in three steps.
+  // st: the item in a strip. First round, split in load / products / finish.
   __device__ __forceinline__ void load(const uint8_t* st, int lane, Words& to) const {
 #pragma unroll
     for (int u = 0; u < kAheadUnits; u++) load_unit<B>(st + u * (128 * B) + (u < kPairUnits ? 0 : kGap), lane, to.w[u]);
@@ -273,8 +270,8 @@ struct Int8Item {
   __device__ __forceinline__ void finish(uint32_t code, const int (&c)[kSums][4], Int8Sums<CHUNKS>& sums) const {
     scale(held[0], c, code, sums.y[0]);
   }
-  // The rounds, without those before `first`, all at once. Where one token's first four chunks come last (`finish`), they do so of several
-  // tokens, too: sums are added in one order.
+  // All rounds from `first` on. With several rows the rounds that one row finishes last (`finish`) also come last, so sums are added in one
+  // order.
   __device__ __forceinline__ void multiply(const uint8_t* st, int lane, Int8Sums<CHUNKS>& sums, int first = 0) const {
     constexpr int kLast = kOne && CHUNKS < 4 ? 4 / CHUNKS : 0;  // rounds
 #pragma unroll
@@ -296,7 +293,7 @@ struct Int8Item {
   }
 };
 
-// A GPTQ item, one chunk at a time.
+// GPTQ item, one chunk at a time.
 template <int B, bool ONE, int CHUNKS>
 struct Int8Gptq {
   static constexpr bool kAhead = false, kPairs = false;
@@ -335,10 +332,10 @@ struct Int8Gptq {
   }
 };
 
-// What the compiler knows of a launch's weights: code that is not there costs nothing. kNarrow: EXL2, of few bits.
+// Specialisation for the weights of a launch: absent code paths cost nothing. kNarrow: EXL2 with few bits.
 enum WeightKind { kAnyWeights, kExl2, kNarrow };
 
-// Calls `with` with the kind of the item, any but a dense one: a type to be made of it. pairs: whether it is two.
+// Calls `with` with a null pointer of the type for the item (not dense). pairs: two items.
 template <int CHUNKS, WeightKind WEIGHTS, class F>
 __device__ __forceinline__ void dispatch_item(const ItemDesc& it, bool pairs, const F& with) {
   constexpr bool kApart = WEIGHTS == kNarrow;

@@ -1,4 +1,4 @@
-// Launches of persistent_gemm.cuh.
+// Host side of persistent_gemm.cuh: shared-memory layout, strip assignment, buffers between GEMMs, launch.
 #include "cuda/gemm/persistent/persistent_gemm.h"
 
 #include <algorithm>
@@ -12,20 +12,20 @@ namespace {
 constexpr size_t kCounterBytes = 256;
 constexpr int kPartialBytes = 24 * 1024;
 static_assert(kPartialBytes / 64 <= kConsumerThreads && kPartialBytes / 4 < PersistentOutput::kNone,
-              "a thread a result; sums count so far");
-// What follows was measured on an H200, 2026-11-22, with benchmarks/cuda/persistent_gemm.cu and whole steps (benchmarks/RESULTS.md).
-constexpr int kMaxExtraRows = 20000;  // rows of its strips that a CTA may have more so that attention starts early: 7B 674 to 692 tok/s
-constexpr int kCheapPollBlocks = 32;  // blocks of 64 rows: where there are no more, looking in vain costs little
-constexpr int kMaxMissingCtas = 8;    // CTAs that may be missing when looking for more than that begins: 8B 38.7 to 36.7 us a chain
-constexpr int kExtraInFlight = 2;     // pieces, for CTAs with more strips: 7B 35.9 to 33.9 us a chain of 116 CTAs
+              "one thread per output; offsets of partial sums are 16 bits");
+// Tuned on an H200, 2026-11-22, with benchmarks/cuda/persistent_gemm.cu and whole steps (benchmarks/RESULTS.md).
+constexpr int kMaxExtraRows = 20000;  // extra rows of strips per CTA that an earlier start of attention is worth: 7B 674 to 692 tok/s
+constexpr int kCheapPollBlocks = 32;  // blocks of 64 rows; up to this width failed polls are cheap
+constexpr int kMaxMissingCtas = 8;    // CTAs that may be missing when polling wider rows starts: 8B 38.7 to 36.7 us per chain
+constexpr int kExtraInFlight = 2;     // more slots in flight for CTAs with more strips: 7B 35.9 to 33.9 us per chain of 116 CTAs
 constexpr int kNarrowBitsTimesTwo =
-    7;  // bits: below 3.5 three pieces are under way, not two: 70B 97.8 to 94.9 us, 7B 33.4 and 34.1 at 4 bits
-constexpr int kOverreadBytes = 3 * 5 * 128;  // what is read past an item in the place of units that are not there: three of five bits
+    7;  // below 3.5 bits three slots in flight instead of two: 70B 97.8 to 94.9 us; at 4 bits 7B 33.4 to 34.1
+constexpr int kOverreadBytes = 3 * 5 * 128;  // items with fewer units are over-read: at most three units of five bits
 
 bool narrow(const GemmPart& part, int width) {
   return 2 * 8 * part.strip_bytes < static_cast<int64_t>(kNarrowBitsTimesTwo) * kStripColumns * width;
 }
-// Slots of the ring that a product's weights take.
+// Ring slots that a GEMM's weights take.
 int ring_slots(const PersistentGemm& p) {
   int n = 0;
   for (int i = 0; i < p.a.num_parts; i++) {
@@ -34,7 +34,7 @@ int ring_slots(const PersistentGemm& p) {
   }
   return n;
 }
-// Who gets which strips, and how many strips' partial sums there are at a time.
+// Assigns strips to CTAs; sets rounds so that the partial sums of a round fit in kPartialBytes.
 void share(PersistentGemm& p, const uint8_t* head, Epilogue e, int grid) {
   GemmArgs& a = p.a;
   a.epilogue = e, a.grid = grid;
@@ -70,26 +70,26 @@ PersistentSmem smem_layout(const PersistentArgs& c, const PersistentOp* links) {
     outs = std::max(outs, c.product[q].outs);
     for (int i = 0; i < a.num_parts; i++) {
       const int bytes = c.product[q].piece[i].pairs ? static_cast<int>(parts[i].strip_bytes) : parts[i].piece_bytes;
-      r.piece = std::max(r.piece, (bytes + 127) / 128 * 128);
+      r.slot_bytes = std::max(r.slot_bytes, (bytes + 127) / 128 * 128);
     }
   }
   const int tokens = c.product[0].a.tokens;
   r.work_items = take(kConsumerWarps * work_items * static_cast<int>(sizeof(WorkItem))), r.blocks = take(tokens * blocks * 16);
   r.outs = take(outs * static_cast<int>(sizeof(PersistentOutput)));
   r.xs = take(tokens * blocks * 128);
-  r.pieces = std::min(kMaxSlots, (shared_per_block() - kOverreadBytes - at) / r.piece / 2 * 2);
-  r.ring = take(r.pieces * r.piece + kOverreadBytes), r.bytes = r.pieces >= 2 ? at : shared_per_block() + 1;
+  r.slots = std::min(kMaxSlots, (shared_per_block() - kOverreadBytes - at) / r.slot_bytes / 2 * 2);
+  r.ring = take(r.slots * r.slot_bytes + kOverreadBytes), r.bytes = r.slots >= 2 ? at : shared_per_block() + 1;
   return r;
 }
-// Halves of a token between products.
+// Halves of a row between GEMMs.
 size_t row_of(int width) { return (static_cast<size_t>(width) + 127) / 128 * 128; }
 size_t squares_of() { return (static_cast<size_t>(kPersistentTokens * multiprocessors()) * sizeof(float) + 255) / 256 * 256; }
 
-// What goes from product to product lies in the chain's own room: elsewhere rows of one product could lie where a later launch, of other
-// tokens, still reads rows of another. The room has it twice, for launches by turns.
+// Buffers between GEMMs belong to the chain: in shared buffers, rows of one GEMM could overlap rows that a later launch with another M
+// still reads. There are two sets; launches alternate.
 size_t set_bytes(int width, int inner) { return kPersistentTokens * (2 * row_of(width) + row_of(inner)) * sizeof(half) + 2 * squares_of(); }
 void connect(PersistentArgs& c, const PersistentOp* links, uint8_t* room, size_t bytes) {
-  c.meet = reinterpret_cast<unsigned*>(room), room += kCounterBytes;
+  c.counters = reinterpret_cast<unsigned*>(room), room += kCounterBytes;
   c.set = room, c.set_bytes = static_cast<int>((bytes - kCounterBytes) / 2);
   for (int q = 0; q + 1 < c.count; q++) {
     PersistentGemm &from = c.product[q], &to = c.product[q + 1];
@@ -101,7 +101,7 @@ void connect(PersistentArgs& c, const PersistentOp* links, uint8_t* room, size_t
     if (from.a.next_norm) room += squares_of();
   }
 }
-// Of `tokens` tokens from `first` on.
+// Kernel arguments for rows [first, first + tokens).
 PersistentArgs arguments(const PersistentOp* links, int count, uint8_t* room, size_t bytes, int first, int tokens) {
   PersistentArgs c{};
   c.count = count, c.grid = persistent_ctas(links, count);
@@ -126,7 +126,7 @@ PersistentArgs arguments(const PersistentOp* links, int count, uint8_t* room, si
     p.work_items = 0;
     for (int i = 0; i < p.a.num_parts; i++) p.work_items += p.piece[i].passes;
   }
-  // More under way than is needed delays what the others wait for. Narrow weights take longer to multiply than to come.
+  // More slots in flight than needed delay the inputs of other CTAs. Narrow weights take longer to multiply than to load.
   const PersistentGemm& largest = c.product[count > 1];
   c.ahead = narrow(largest.a.part[0], largest.width) ? 3 : 2;
   for (int q = 0; q < count; q++) {
@@ -134,12 +134,12 @@ PersistentArgs arguments(const PersistentOp* links, int count, uint8_t* room, si
     if (links[q].epilogue != kStore && rest < c.grid / 2) c.busier = std::max(c.busier, rest);
   }
   connect(c, links, room, bytes);
-  c.room = smem_layout(c, links);
-  c.ahead = std::min(c.ahead, c.room.pieces),
-  c.more = std::min(kExtraInFlight, c.room.pieces - c.ahead);  // what is waited for must still lie there
-  // Half of those that have the most strips have come. Where weights are still on their way, of which looking in vain takes time, and there
-  // is more to look for: nearly all.
-  const bool fetched = ring_slots(largest) <= c.room.pieces;
+  c.smem = smem_layout(c, links);
+  c.ahead = std::min(c.ahead, c.smem.slots),
+  c.more = std::min(kExtraInFlight, c.smem.slots - c.ahead);  // the oldest slot must not be overwritten
+  // Polling starts when half of the CTAs with the most strips have arrived; while weights are still loading and rows are wide (failed polls
+  // are expensive), when nearly all have.
+  const bool fetched = ring_slots(largest) <= c.smem.slots;
   for (int q = 0; q + 1 < count; q++) {
     const GemmPart& part = c.product[q].a.part[0];
     const int half = (part.rest ? part.rest : c.grid) / 2;
@@ -152,14 +152,14 @@ const char* launch(const PersistentArgs& c, cudaStream_t stream, bool pdl) {
   static const cudaError_t ready =
       cudaFuncSetAttribute(persistent_gemm<CHUNKS, WEIGHTS>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_per_block());
   if (ready != cudaSuccess) return error_text(ready);
-  // All CTAs must run at the same time. Other kernels end by themselves, but another chain could hold a part of the GPU and wait as this
-  // one does: who launches steps keeps those of different streams apart (ops/gpu_turn.py). A cooperative launch would do that, too, but
-  // starts only when all multiprocessors are free: 3 us a chain later.
-  return launch_kernel(persistent_gemm<CHUNKS, WEIGHTS>, dim3(c.grid), kPersistentThreads, c.room.bytes, stream, pdl, 1, c);
+  // All CTAs must be resident at once. Other kernels end by themselves, but another chain could hold part of the GPU and wait as this one
+  // does: ops/gpu_turn.py keeps launches of different streams apart. A cooperative launch would also work but starts only when every SM is
+  // free: 3 us more per chain.
+  return launch_kernel(persistent_gemm<CHUNKS, WEIGHTS>, dim3(c.grid), kPersistentThreads, c.smem.bytes, stream, pdl, 1, c);
 }
 
-// What one token's kernel may know. Sums apart pay where the largest product's weights are narrow and an item has more than four units
-// (70B 87.9 to 86.0 us a chain), not elsewhere (8B 36.5 to 37.3, TinyLlama at 3 bits 17.6 to 18.2).
+// Specialisation for one row. Separate sums (kNarrow) pay where the weights of the largest GEMM are narrow and an item has more than four
+// units (70B 87.9 to 86.0 us per chain), not elsewhere (8B 36.5 to 37.3, TinyLlama at 3 bits 17.6 to 18.2).
 WeightKind weight_kind(const PersistentOp* links, int count) {
   for (int q = 0; q < count; q++) {
     const auto* const parts = reinterpret_cast<const GpuPart*>(links[q].head + sizeof(GpuHeader));
@@ -175,14 +175,14 @@ WeightKind weight_kind(const PersistentOp* links, int count) {
 
 int persistent_ctas(const PersistentOp* links, int count) {
   const int all = multiprocessors();
-  const auto most = [&](int grid) {  // rows of the strips that a CTA has, at most
+  const auto most = [&](int grid) {  // most rows of strips of one CTA
     int n = 0;
     for (int q = 0; q < count; q++) {
       const GemmArgs& a = links[q].a;
       const int strips = links[q].epilogue == kActivation ? a.part[0].strips : a.strips;
       const int own = (strips + grid - 1) / grid;
       n += own * reinterpret_cast<const GpuHeader*>(links[q].head)->K;
-      if (links[q].epilogue == kResidual && own > kMaxOwnedStrips) n += 1 << 28;  // then there is no chain
+      if (links[q].epilogue == kResidual && own > kMaxOwnedStrips) n += 1 << 28;  // no chain
     }
     return n;
   };
@@ -208,7 +208,7 @@ int persistent_tokens(const PersistentOp* links, int count) {
     if (h.num_perms != 1 || h.K % 32 || h.stored != h.K || a.from.x || a.router.out) return 0;
     if (links[q].epilogue == kResidual && (a.strips + grid - 1) / grid > kMaxOwnedStrips) return 0;
   }
-  const auto fits = [&](int tokens) { return arguments(links, count, nullptr, 0, 0, tokens).room.bytes <= shared_per_block(); };
+  const auto fits = [&](int tokens) { return arguments(links, count, nullptr, 0, 0, tokens).smem.bytes <= shared_per_block(); };
   if (!fits(1)) return 0;
   for (int tokens = kPersistentTokens; tokens > 1; tokens--)
     if (fits(tokens)) return tokens;
@@ -228,7 +228,7 @@ const char* persistent_launch(const PersistentOp* links, int count, uint8_t* roo
                                           : launch<4, kAnyWeights>;
     if (const char* wrong = run(c, stream, pdl)) return wrong;
   }
-  return most ? nullptr : "these products cannot be chained";
+  return most ? nullptr : "these GEMMs cannot run as a persistent chain";
 }
 
 }  // namespace exl2nb

@@ -1,16 +1,17 @@
-// Several products in one launch, each with what the one before it wrote: attention's output, gate and up, down, the next QKV; or the head
-// alone, whose weights the ring brings quicker than skinny_gemm.cuh does. Every CTA stays on its multiprocessor from the first to the last;
-// its weights, of all products, come through one ring that does not stop between them.
+// Persistent chain of GEMMs for 1 to 4 rows: attention output -> O (+ residual) -> gate/up -> down (+ residual) -> next QKV in one launch,
+// or one GEMM that stores its sums (lm_head, first QKV). Weights stream through one shared-memory ring that does not stop between GEMMs.
 //
-// Sixteen warps in two teams multiply (int8_mma.cuh), one fetches weights, one waits for the other CTAs. A piece is at most sixteen items
-// that lie one after the other in a strip: item n of it is warp n's. It comes in two halves, a team's each, that follow one another in the
-// ring. Of one token, where a strip is sixteen small items, a warp takes two of them for one, and the teams take strips by turns
-// (AlternatingStrips): an item costs as much as its instructions, which are those of four units. A warp keeps what it knows of its item,
-// activations included, while the same piece of all strips passes by, then goes on to the next piece of the strips. Between products the
-// CTAs meet at a counter: results are stored, one thread adds, one warp polls; nothing orders the two, but what is not written yet is seen
-// (announced.cuh), by attention behind the last one, too. Looking begins when most of those that have most to do have come: every look in
-// vain takes from the L2 cache what weights need of it, most of all where rows are wide. Results go between products in fp16 where the next
-// matrix's stored rows lie, so that nobody has to gather them; every CTA makes whole numbers of them. All CTAs must be there together.
+// CTA (one per SM, 18 warps): 16 consumer warps in two warp sets (int8 MMA, int8_mma.cuh), 1 weight producer, 1 warp that polls for the
+// inputs of the next GEMM. Every CTA owns whole strips of 16 columns and keeps the residual of its columns in registers.
+// Piece: at most 16 consecutive items of a strip, item n for warp n. A piece takes two ring slots, one per warp set. A warp loads its item
+// descriptor and activations once, then runs through that item of all its strips (a work item), then goes on to the next piece. With one
+// row and strips of 16 small items, a warp takes two items at once and the warp sets alternate strips (AlternatingStrips): an item's
+// overhead is then paid per four units.
+// Between GEMMs: consumers store fp16 results that double as Lamport flags (+0 = not written), one thread increments the GEMM's counter,
+// the poll warp of every CTA waits for `min_arrivals`, then consumers poll the data itself. Nothing orders data and counter; the counter
+// only delays polling, because failed polls compete with weight loads for L2. Results are written in the next matrix's stored row order;
+// every CTA quantises them for itself.
+// Bytes: every strip once; 2 * K per row and CTA from L2. Limits: sm_90, all CTAs resident at once, persistent_tokens().
 #pragma once
 #include <type_traits>
 
@@ -24,90 +25,90 @@ namespace exl2nb {
 constexpr int kMaxGemms = 4, kWarpsPerSet = 8, kConsumerWarps = 2 * kWarpsPerSet, kConsumerThreads = kConsumerWarps * 32,
               kPersistentThreads = kConsumerThreads + 64;
 constexpr int kMaxSlots = 12;
-constexpr int kMaxWorkItems = 16;   // pieces of all parts of a strip, at most
-constexpr int kMaxOwnedStrips = 4;  // strips of a residual's product that a CTA owns, at most
+constexpr int kMaxWorkItems = 16;   // most pieces of a strip, over all parts
+constexpr int kMaxOwnedStrips = 4;  // most strips of a residual GEMM per CTA
 enum PersistentBarrier { kImagesFull = 2 * kMaxSlots, kInputsReady, kFactorsReady, kStored, kNumBarriers };
 
 struct PersistentGemm {
   GemmArgs a;
-  int width, blocks;   // features; 64 stored rows
-  int strips, rounds;  // of a part, whose partial sums there is room for; how often that is
-  int outs;            // results of a token in a round
-  int min_arrivals;    // CTAs that have stored theirs when it is worth while to look for all results
-  int work_items;      // of a warp: pieces of all parts of a strip
+  int width, blocks;   // features; blocks of 64 stored rows
+  int strips, rounds;  // strips of a part per round (their partial sums fit); rounds
+  int outs;            // outputs of a row per round
+  int min_arrivals;    // polling for the outputs starts after so many CTAs have stored theirs
+  int work_items;      // per warp: pieces of a strip, over all parts
   struct {
-    int passes, items;  // pieces of a strip; items of a piece
-    bool pairs;         // teams take strips by turns, a warp two items of two units each (GpuPart::pairs); of one token
+    int passes, items;  // pieces of a strip; items per piece
+    bool pairs;         // one row: warp sets alternate strips, a warp takes two items of two units (GpuPart::pairs)
   } piece[kMaxParts];
 };
 
-// What is known of a column's result before its sums are there.
+// An output column of this CTA, prepared before its sums exist.
 struct PersistentOutput {
   static constexpr uint16_t kNone = 0xffff;
-  void* to;         // where token 0's goes, of this launch's first set: to the output, or into the next matrix's input; null: nowhere
-  float* residual;  // where else; null: nowhere
-  uint16_t sums, sums_up;  // kNone: there is no such column
+  void* to;                // row 0 of the output or of the next input (first buffer set); null: none
+  float* residual;         // row 0 of the residual; null: none
+  uint16_t sums, sums_up;  // offsets into the partial sums; kNone: column does not exist
   float bias, norm;
-  float other;  // of gates: the bias of up; of residuals: the scale
+  float other;  // gate: bias of up; residual: scale
 };
-// What is needed of a product when its sums are there: arguments would have to be fetched then.
+// Epilogue parameters of a GEMM, copied to shared memory: reading kernel parameters at that point would stall on the constant cache.
 struct PersistentEpilogue {
-  unsigned* meet;
-  float* squares;  // token 0's; null: none
+  unsigned* counter;
+  float* squares;  // row 0; null: none
   int outs;
   uint16_t activation;
   bool residual, store, gated, lamport;
 };
-// Where a CTA's shared memory begins; partial sums follow.
+// Head of the shared memory; partial sums follow at kPartialsOffset.
 struct PersistentState {
   uint64_t bars[kNumBarriers];
   float factors[kPersistentTokens];
   int set;
   PersistentEpilogue now[kMaxGemms];
-  PersistentOutput owned[2][kMaxOwnedStrips * 16];  // of residuals' products
+  PersistentOutput owned[2][kMaxOwnedStrips * 16];  // of both residual GEMMs
 };
 constexpr int kPartialsOffset = (sizeof(PersistentState) + 127) / 128 * 128;
 
-struct PersistentSmem {  // where other things lie in shared memory
-  int pieces, piece;     // of the ring; bytes of one
+struct PersistentSmem {   // offsets in shared memory
+  int slots, slot_bytes;  // ring slots; bytes of one
   int image[kMaxGemms], ring, work_items, blocks, outs, xs, bytes;
 };
 
 struct PersistentArgs {
   PersistentGemm product[kMaxGemms];
   int count, grid;
-  int ahead, busier, more;  // slots of the ring under way; the first so many CTAs, which have more to do than the others, have so many more
-  unsigned* meet;  // [kMaxGemms]: how often CTAs came, in all launches, to the end of a product; the last one: of a launch; then: launches
-  uint8_t* set;    // what lies between products; behind it the same for the next launch
+  int ahead, busier, more;  // slots in flight; the first `busier` CTAs own more strips and get `more` slots on top
+  unsigned* counters;       // [kMaxGemms] arrivals per GEMM over all launches, the last entry per launch; then the launch count
+  uint8_t* set;             // buffers between GEMMs; the next launch's set follows
   int set_bytes;
   uint4* clear;  // as in PersistentOp
   int clear_count;
   bool lamport;
-  PersistentSmem room;
+  PersistentSmem smem;
 };
 
-// A matrix's image in shared memory.
+// A weight image (blob.h) in shared memory.
 struct PersistentImage {
   const Item* items;
   const half2* steps;
   const uint16_t* ends;
   __device__ __forceinline__ PersistentImage(const PersistentArgs& C, const uint8_t* shared, int q) {
     const GemmArgs& A = C.product[q].a;
-    const uint8_t* const image = shared + C.room.image[q];
+    const uint8_t* const image = shared + C.smem.image[q];
     items = reinterpret_cast<const Item*>(image), steps = reinterpret_cast<const half2*>(image + image_steps(A.items));
     ends = reinterpret_cast<const uint16_t*>(image + image_ends(A.items, A.units));
   }
 };
 
-// Strips of a part in a round that are a CTA's; strip0: the first of all of them.
+// Strips of part p that this CTA computes in `round`; strip0: its first strip.
 __device__ __forceinline__ int strips_in_round(const PersistentGemm& P, int p, int strip0, int round) {
   return min(P.a.part[p].whole + (strip0 < P.a.part[p].rest ? 1 : 0) - round * P.strips, P.strips);
 }
 
-// The turns of both teams at a part's strips where they take them by turns: slots of the ring come by twos, so one may stay empty. Odd
-// parts begin with the second team.
+// Strips of a part where the warp sets alternate (pairs). Slots come in twos, so a warp set may have one empty slot at the end. Odd parts
+// start with the second warp set.
 struct AlternatingStrips {
-  int first, own, empty;  // a team's first strip, how many it has, slots without one
+  int first, own, empty;  // first strip of the warp set, number of strips, empty slots
   __device__ __forceinline__ AlternatingStrips(int count, int part, int warp_set)
       : first(warp_set ^ (part & 1)), own((count - first + 1) / 2), empty((count + 1) / 2 - own) {}
 };
@@ -120,7 +121,7 @@ struct Piece {
   }
 };
 
-// How CTAs of a chain (persistent_gemm.cuh) wait for one another, and warps of a CTA.
+// Barriers and copies.
 #if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ void consumer_sync() { asm volatile("bar.sync 1,%0;" ::"n"(kConsumerThreads) : "memory"); }
 __device__ __forceinline__ void grid_arrive(unsigned* c) { asm volatile("red.relaxed.gpu.global.add.u32 [%0],1;" ::"l"(c) : "memory"); }
@@ -142,8 +143,7 @@ __device__ __forceinline__ void copy_weights(void*, const void*, uint32_t, uint6
 __device__ __forceinline__ uint64_t evict_first_policy() { return 0; }
 #endif
 
-// Two warps of a chain's CTA (persistent_gemm.cuh) that do not multiply: one fetches weights, one waits for the other CTAs.
-// What fetches weights: one thread.
+// Producer and poll warp.
 __device__ __forceinline__ void produce_weights(const PersistentArgs& C, uint8_t* shared, uint64_t* full, uint64_t* empty, int block) {
   const uint64_t policy = evict_first_policy();
   const int ahead = C.ahead + (block < C.busier ? C.more : 0);
@@ -151,14 +151,14 @@ __device__ __forceinline__ void produce_weights(const PersistentArgs& C, uint8_t
   uint32_t phase = 1, old_phase = 0;
   const auto fetch = [&](const uint8_t* from, uint32_t bytes) {
     barrier_wait(empty + slot, phase);
-    if (issued >= ahead) {  // no more than so many under way
+    if (issued >= ahead) {  // limit slots in flight
       barrier_wait(full + old, old_phase);
-      if (++old == C.room.pieces) old = 0, old_phase ^= 1;
+      if (++old == C.smem.slots) old = 0, old_phase ^= 1;
     }
     issued++;
     barrier_expect(full + slot, bytes);
-    if (bytes) copy_weights(shared + C.room.ring + slot * C.room.piece, from, bytes, full + slot, policy);
-    if (++slot == C.room.pieces) slot = 0, phase ^= 1;
+    if (bytes) copy_weights(shared + C.smem.ring + slot * C.smem.slot_bytes, from, bytes, full + slot, policy);
+    if (++slot == C.smem.slots) slot = 0, phase ^= 1;
   };
 #pragma unroll 1
   for (int q = 0; q < C.count; q++) {
@@ -176,7 +176,7 @@ __device__ __forceinline__ void produce_weights(const PersistentArgs& C, uint8_t
         for (int pass = 0; pass < P.piece[p].passes; pass++) {
           const Piece piece(P, image, p, pass);
           const bool pairs = P.piece[p].pairs;
-          const uint8_t* from[2];  // teams
+          const uint8_t* from[2];  // per warp set
           uint32_t bytes[2];
           int first[2];
 #pragma unroll
@@ -199,12 +199,12 @@ __device__ __forceinline__ void produce_weights(const PersistentArgs& C, uint8_t
   }
 }
 
-// What waits for the other CTAs: a warp. Says when the activations are there, or on their way, and the factors. The counters only say when
-// looking is worth while: what is written says so itself.
+// Poll warp. Per GEMM: waits until polling is worthwhile (kInputsReady), then computes the norm factors from the partial squares of all
+// CTAs (kFactorsReady).
 __device__ __forceinline__ void poll_inputs(const PersistentArgs& C, uint8_t* shared, uint64_t* bars, int block, int lane) {
-  PersistentState& near = *reinterpret_cast<PersistentState*>(shared);
-  unsigned before = 0;  // all counters, when this launch began
-  int set = 0;          // bytes to what is this launch's
+  PersistentState& state = *reinterpret_cast<PersistentState*>(shared);
+  unsigned before = 0;  // counter base of this launch
+  int set = 0;          // offset of this launch's buffer set
 #pragma unroll 1
   for (int q = 0; q < C.count; q++) {
     const GemmArgs& A = C.product[q].a;
@@ -212,30 +212,30 @@ __device__ __forceinline__ void poll_inputs(const PersistentArgs& C, uint8_t* sh
       pdl_wait();
     } else if (lane == 0) {
       barrier_wait(bars + kStored, (q - 1) & 1);
-      while (static_cast<int>(load_now(C.meet + q - 1) - before - C.product[q - 1].min_arrivals) < 0) {
-      }  // of the rest more is seen by looking at what they write
+      while (static_cast<int>(load_now(C.counters + q - 1) - before - C.product[q - 1].min_arrivals) < 0) {
+      }  // the rest is polled in the data
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(bars + kInputsReady);
-    // One product alone leaves counters and sets as they are: no CTA waits for another one there, so the first could have counted the
-    // launch before the last has looked.
+    // A launch of one GEMM leaves counters and buffer sets alone: no CTA waits for another there, so the first CTA could count the launch
+    // before the last has read the count.
     if (q == 0 && C.count > 1) {
-      if (lane == 0) before = load_now(C.meet + kMaxGemms - 1);  // the others' last cannot come before this CTA's first
-      set = (load_now(C.meet + kMaxGemms) & 1) * C.set_bytes;
-      uint4* const other = reinterpret_cast<uint4*>(C.set + C.set_bytes - set);  // of the next launch: nobody reads it now
+      if (lane == 0) before = load_now(C.counters + kMaxGemms - 1);  // no CTA can finish the launch before this CTA's first arrival
+      set = (load_now(C.counters + kMaxGemms) & 1) * C.set_bytes;
+      uint4* const other = reinterpret_cast<uint4*>(C.set + C.set_bytes - set);  // the next launch's set, unused now
       for (int i = block * 32 + lane; i < C.set_bytes / 16; i += C.grid * 32) other[i] = make_uint4(0, 0, 0, 0);
     }
     if (q == 0 && C.clear)
       for (int i = block * 32 + lane; i < C.clear_count; i += C.grid * 32) C.clear[i] = make_uint4(0, 0, 0, 0);
-    if (q == 0 && lane == 0) near.set = set;
+    if (q == 0 && lane == 0) state.set = set;
 #pragma unroll 1
     for (int m = 0; m < A.tokens; m++) {
       float sum = 0.f;
-      if (A.squares && q == 0) {  // another kernel's
+      if (A.squares && q == 0) {  // written by another kernel
         const float* const squares = A.squares + static_cast<size_t>(row_of(A, m)) * A.squares_count;
         for (int i = lane; i < A.squares_count; i += 32) sum += __ldcg(squares + i);
       } else if (A.squares) {
-        constexpr int kSide = 5;  // loads side by side
+        constexpr int kSide = 5;  // loads in flight
         const float* const squares =
             reinterpret_cast<const float*>(reinterpret_cast<const uint8_t*>(A.squares) + set) + static_cast<size_t>(m) * A.squares_count;
         float some[kSide] = {};
@@ -250,47 +250,47 @@ __device__ __forceinline__ void poll_inputs(const PersistentArgs& C, uint8_t* sh
         for (int i = lane + 32 * kSide; i < A.squares_count; i += 32) sum += await(squares + i);
       }
       sum = warp_sum(sum);
-      if (lane == 0) near.factors[m] = A.squares ? rsqrtf(sum * A.inverse_width + A.eps) : 1.f;
+      if (lane == 0) state.factors[m] = A.squares ? rsqrtf(sum * A.inverse_width + A.eps) : 1.f;
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(bars + kFactorsReady);
   }
 }
 
-// What the products of a chain (persistent_gemm.cuh) write.
+// Consumers: state, epilogues.
 struct ConsumerWarp {
   uint8_t* shared;
   uint64_t* bars;
-  int block, warp, lane, slot, set;  // set: bytes to what is this launch's between products
+  int block, warp, lane, slot, set;  // set: offset of this launch's buffer set
   uint32_t phase;
-  float residual[kMaxOwnedStrips / 2];  // warp m's of token m
+  float residual[kMaxOwnedStrips / 2];  // warp m holds row m
 
   __device__ __forceinline__ void wait() const { barrier_wait(bars + slot, phase); }
-  __device__ __forceinline__ void release(int pieces) {
+  __device__ __forceinline__ void release(int slots) {
     __syncwarp();
     warp_arrive(bars + kMaxSlots + slot, lane);
-    if ((slot += 2) >= pieces) slot -= pieces, phase ^= 1;  // an even number
+    if ((slot += 2) >= slots) slot -= slots, phase ^= 1;  // the number of slots is even
   }
 };
 
-// How many tokens a launch has; of one or two the compiler knows it.
+// Rows of the launch; known at compile time for one or two.
 template <int CHUNKS>
 __device__ __forceinline__ int tokens_of(const PersistentGemm& P) {
   return CHUNKS == 4 ? 1 : CHUNKS == 2 ? 2 : P.a.tokens;
 }
 
-// Sums of the warps of a strip's column, in a fixed order.
-__device__ __forceinline__ float sum_partials(const float* p, int M) {  // M: tokens
+// Adds the partial sums of the 16 consumer warps in a fixed order. M: rows.
+__device__ __forceinline__ float sum_partials(const float* p, int M) {
   float v[4];
 #pragma unroll
   for (int k = 0; k < 4; k++) v[k] = (p[4 * k * M * 16] + p[(4 * k + 1) * M * 16]) + (p[(4 * k + 2) * M * 16] + p[(4 * k + 3) * M * 16]);
   return (v[0] + v[1]) + (v[2] + v[3]);
 }
 
-__device__ __forceinline__ PersistentState& near(const ConsumerWarp& w) { return *reinterpret_cast<PersistentState*>(w.shared); }
+__device__ __forceinline__ PersistentState& state(const ConsumerWarp& w) { return *reinterpret_cast<PersistentState*>(w.shared); }
 __device__ __forceinline__ float* partials(const ConsumerWarp& w) { return reinterpret_cast<float*>(w.shared + kPartialsOffset); }
 __device__ __forceinline__ PersistentOutput* outputs_of(const PersistentArgs& C, const ConsumerWarp& w) {
-  return reinterpret_cast<PersistentOutput*>(w.shared + C.room.outs);
+  return reinterpret_cast<PersistentOutput*>(w.shared + C.smem.outs);
 }
 
 __device__ __forceinline__ half* place_of(const MatrixInput& to, int copy, int column) {
@@ -301,19 +301,19 @@ __device__ __forceinline__ int owned_column(const PersistentGemm& P, const Consu
   return (first_strip(P.a, w.block, 0) + (r >> 4) * P.a.grid) * 16 + (r & 15);
 }
 
-// What stays the same for the whole launch.
+// Once per launch: epilogue parameters and the output columns of both residual GEMMs.
 __device__ __forceinline__ void prepare_epilogue(const PersistentArgs& C, const ConsumerWarp& w) {
   if (const int q = threadIdx.x - kConsumerThreads / 2; q >= 0 && q < C.count) {
     const PersistentGemm& P = C.product[q];
     const GemmArgs& A = P.a;
-    near(w).now[q] = {C.meet + q,
-                      A.epilogue == kResidual && A.next_norm ? A.next_squares + w.block : nullptr,
-                      P.outs,
-                      static_cast<uint16_t>(A.activation),
-                      A.epilogue == kResidual,
-                      A.epilogue == kStore,
-                      A.gated,
-                      C.lamport};
+    state(w).now[q] = {C.counters + q,
+                       A.epilogue == kResidual && A.next_norm ? A.next_squares + w.block : nullptr,
+                       P.outs,
+                       static_cast<uint16_t>(A.activation),
+                       A.epilogue == kResidual,
+                       A.epilogue == kStore,
+                       A.gated,
+                       C.lamport};
   }
   const int q = threadIdx.x / (kMaxOwnedStrips * 16) * 2, r = threadIdx.x % (kMaxOwnedStrips * 16);
   if (q >= C.count || q > 2 || C.product[0].a.epilogue != kResidual) return;
@@ -328,18 +328,17 @@ __device__ __forceinline__ void prepare_epilogue(const PersistentArgs& C, const 
     if (q) o.residual = A.residual + column;
     if (A.next_norm) o.norm = __ldg(A.next_norm + column), o.to = place_of(A.next, 0, column);
   }
-  near(w).owned[q / 2][r] = o;
+  state(w).owned[q / 2][r] = o;
 }
 
-// A warp has stored its part of a product's results, if it has any, and needs nothing more of the factors: the other CTAs may look soon. By
-// all warps.
+// Called by all consumer warps after their stores: releases the factors to the poll warp; thread 0 increments the GEMM's counter.
 __device__ __forceinline__ void arrive_stored(const PersistentEpilogue& now, const ConsumerWarp& w) {
   __syncwarp();
-  if (threadIdx.x == 0) grid_arrive(now.meet);
+  if (threadIdx.x == 0) grid_arrive(now.counter);
   warp_arrive(w.bars + kStored, w.lane);
 }
 
-// y + residual, by warp m for token m. What the next product reads goes first.
+// Epilogue kResidual: warp m owns row m. The next GEMM's input is stored first.
 template <int CHUNKS>
 __device__ __forceinline__ void add_residual(const PersistentArgs& C, const PersistentGemm& P, int q, const PersistentEpilogue& now,
                                              ConsumerWarp& w) {
@@ -349,14 +348,14 @@ __device__ __forceinline__ void add_residual(const PersistentArgs& C, const Pers
     if (!last) arrive_stored(now, w);
     return;
   }
-  const PersistentOutput* const owned = near(w).owned[q / 2] + w.lane;
+  const PersistentOutput* const owned = state(w).owned[q / 2] + w.lane;
   float squares = 0.f;
 #pragma unroll
   for (int k = 0; k < kMaxOwnedStrips / 2; k++) {
     const PersistentOutput o = owned[32 * k];
     if (!__any_sync(0xffffffffu, o.sums != PersistentOutput::kNone)) break;
     if (o.sums == PersistentOutput::kNone) continue;
-    const float v = w.residual[k] + o.other * (sum_partials(partials(w) + o.sums + m * 16, M) * near(w).factors[m] + o.bias);
+    const float v = w.residual[k] + o.other * (sum_partials(partials(w) + o.sums + m * 16, M) * state(w).factors[m] + o.bias);
     w.residual[k] = v;
     squares = fmaf(v, v, squares);
     if (o.to) {
@@ -373,7 +372,7 @@ __device__ __forceinline__ void add_residual(const PersistentArgs& C, const Pers
 #pragma unroll
   for (int k = 0; k < kMaxOwnedStrips / 2; k++)
     if (float* const to = owned[32 * k].residual) to[M == 1 ? 0 : static_cast<size_t>(m) * P.a.residual_stride] = w.residual[k];
-  // Another kernel's input may have several copies.
+  // The input of another kernel may have several permuted copies.
   if (last && now.squares)
 #pragma unroll 1
     for (int copy = 1; copy < P.a.next.num_perms; copy++)
@@ -383,7 +382,7 @@ __device__ __forceinline__ void add_residual(const PersistentArgs& C, const Pers
               saturated(w.residual[k] * o.norm);
 }
 
-// Of the other epilogues: [part][column], of gates the first part's. By threads from the `first` one on.
+// Output columns of kStore and kActivation: [part][column]; with a gate only the first part's. `first`: the first thread that takes part.
 __device__ __forceinline__ void make_outputs(const PersistentArgs& C, const PersistentGemm& P, int round, int first,
                                              const ConsumerWarp& w) {
   const GemmArgs& A = P.a;
@@ -418,7 +417,7 @@ __device__ __forceinline__ void write_outputs(const PersistentArgs& C, const Per
   if (o.sums == PersistentOutput::kNone) return;
 #pragma unroll 1
   for (int m = 0; m < M; m++) {
-    const float factor = near(w).factors[m];
+    const float factor = state(w).factors[m];
     float v = sum_partials(partials(w) + o.sums + m * 16, M) * factor + o.bias;
     if (now.store) {
       float* const to = static_cast<float*>(o.to) + (m ? m * P.a.out_stride : 0);
@@ -447,22 +446,23 @@ __device__ __forceinline__ void load_residual(const PersistentArgs& C, ConsumerW
   }
 }
 
-// The activations of a product, or where they will be. The first product's are another kernel's.
+// Address and shape of a GEMM's inputs, read from the parameters before the inputs exist. GEMM 0 reads another kernel's output.
 struct PersistentInput {
-  const half* x;  // token 0's
+  const half* x;  // row 0
   int stride, width, blocks;
   __device__ __forceinline__ PersistentInput(const PersistentGemm& P, int q, const ConsumerWarp& w)
       : x(P.a.x + (q ? w.set / 2 : 0)), stride(P.a.x_stride), width(P.width), blocks(P.blocks) {
-    asm volatile("" : "+l"(x), "+r"(stride), "+r"(width), "+r"(blocks));  // read now, not when the activations are there
+    asm volatile("" : "+l"(x), "+r"(stride), "+r"(width), "+r"(blocks));  // load parameters now, not when the inputs arrive
   }
 };
 
-// The activations to whole numbers: 64 stored rows by LANES neighbouring lanes, which look for so many blocks at a time.
+// Quantises the inputs to int16. LANES lanes share a block of 64 rows and load SIDE blocks at once. Missing values are polled one block
+// after the other.
 template <int CHUNKS, int LANES, int SIDE>
 __device__ __forceinline__ void quantize_rows(const PersistentArgs& C, const PersistentInput& in, int q, const ConsumerWarp& w) {
-  constexpr int kBlocks = 32 / LANES, kPlaces = 8 / LANES;  // of a warp at a time; of a lane in a block
-  Int8Block* const blocks = reinterpret_cast<Int8Block*>(w.shared + C.room.blocks);
-  uint8_t* const xs = w.shared + C.room.xs;
+  constexpr int kBlocks = 32 / LANES, kPlaces = 8 / LANES;  // blocks per warp and pass; 16-byte loads per lane and block
+  Int8Block* const blocks = reinterpret_cast<Int8Block*>(w.shared + C.smem.blocks);
+  uint8_t* const xs = w.shared + C.smem.xs;
   const int t = w.lane % LANES, tokens = tokens_of<CHUNKS>(C.product[q]);
 #pragma unroll 1
   for (int m = 0; m < tokens; m++) {
@@ -475,7 +475,7 @@ __device__ __forceinline__ void quantize_rows(const PersistentArgs& C, const Per
       for (int side = 0; side < SIDE; side++)
 #pragma unroll
         for (int k = 0; k < kPlaces; k++) {
-          v[side][k] = make_uint4(0, 0, 0, 0);  // past the last row there is nothing
+          v[side][k] = make_uint4(0, 0, 0, 0);  // rows past K are zero
           if (row(side, k) + t * 8 < in.width) v[side][k] = load_now(x + row(side, k));
         }
 #pragma unroll 1
@@ -484,7 +484,7 @@ __device__ __forceinline__ void quantize_rows(const PersistentArgs& C, const Per
 #pragma unroll
         for (int k = 0; k < kPlaces; k++) {
           own[k] = SIDE > 1 && side ? v[SIDE - 1][k] : v[0][k];
-          // One after the other: looking in vain takes from the L2 cache what others need of it.
+          // One block after the other: failed polls compete with other loads for L2.
           if (q && row(side, k) + t * 8 < in.width && !is_there(own[k])) own[k] = await(x + row(side, k));
         }
         const int at = row(side, 0) / 64, to = m * in.blocks + at;
@@ -501,15 +501,15 @@ __device__ __forceinline__ void quantize_inputs(const PersistentArgs& C, const P
     quantize_rows<CHUNKS, 4, 2>(C, in, q, w);
 }
 
-// What a warp does with a piece of all strips of a part. All of a product's are made before the activations are there.
+// Work item of a warp: one item of a piece, for all strips of a part. All work items of a GEMM are prepared before its inputs arrive.
 struct WorkItem {
-  uint32_t kind, rest;  // of the item (Brief)
-  int offset;           // of the item in its half of the piece
-  int steps;            // the item's first
-  int strips;           // 0: nothing to do; negative: no item for this warp
-  int sums;             // where they go, a multiple of 16, and what follows
+  uint32_t kind, rest;  // second and fourth word of the item (ItemDesc)
+  int offset;           // of the item in its ring slot
+  int steps;            // index of the first scale unit
+  int strips;           // 0: none; negative: this warp has no item and only releases slots
+  int sums;             // offset of the partial sums (a multiple of 16) | flags
   static constexpr int kAccumulates = 1, kPairs = 2,
-                       kEmptySlot = 4;  // to what is there; as PersistentGemm says; a slot without a strip comes last
+                       kEmptySlot = 4;  // add to earlier pieces; paired items; an empty slot follows
 };
 
 __device__ __forceinline__ WorkItem make_work_item(const PersistentArgs& C, int q, int round, int warp, int number, const ConsumerWarp& w) {
@@ -541,9 +541,9 @@ __device__ __forceinline__ WorkItem make_work_item(const PersistentArgs& C, int 
           sums | (pass > 0 ? WorkItem::kAccumulates : 0)};
 }
 
-// The warps' legs lie in shared memory, each leg those of all warps; made by threads from the `first` one on.
+// work_items_of: [work item][warp] in shared memory. `first`: the first thread that prepares them.
 __device__ __forceinline__ WorkItem* work_items_of(const PersistentArgs& C, const ConsumerWarp& w) {
-  return reinterpret_cast<WorkItem*>(w.shared + C.room.work_items);
+  return reinterpret_cast<WorkItem*>(w.shared + C.smem.work_items);
 }
 
 __device__ __forceinline__ void make_work_items(const PersistentArgs& C, int q, int round, int first, const ConsumerWarp& w) {
@@ -557,14 +557,14 @@ __device__ __forceinline__ void run_work_item(const PersistentArgs& C, const Per
                                               const Int8Input<CHUNKS>& in, ConsumerWarp& w) {
   const bool add = work.sums & WorkItem::kAccumulates;
   const int lane = w.lane, step = kConsumerWarps * 16 * tokens_of<CHUNKS>(P), count = abs(work.strips);
-  const uint8_t* const ring = w.shared + C.room.ring;
+  const uint8_t* const ring = w.shared + C.smem.ring;
   float* to = partials(w) + (work.sums & ~15);
   if (work.strips < 0) {
 #pragma unroll 1
     for (int s = 0; s < count; s++, to += step) {
       Int8Sums<CHUNKS> y;
       w.wait();
-      w.release(C.room.pieces);
+      w.release(C.smem.slots);
       y.put(to, in, lane, add);
     }
     return;
@@ -573,7 +573,7 @@ __device__ __forceinline__ void run_work_item(const PersistentArgs& C, const Per
   dispatch_item<CHUNKS, WEIGHTS>(desc, work.sums & WorkItem::kPairs, [&](auto* kind) {
     using Kind = std::remove_pointer_t<decltype(kind)>;
     const Kind item(desc, steps + work.steps, in);
-    const auto here = [&] { return ring + w.slot * C.room.piece + work.offset; };
+    const auto here = [&] { return ring + w.slot * C.smem.slot_bytes + work.offset; };
     if constexpr (Kind::kAhead) {
       typename Kind::Words words;
       w.wait();
@@ -585,7 +585,7 @@ __device__ __forceinline__ void run_work_item(const PersistentArgs& C, const Per
         item.products(words, c);
         const uint32_t code = words.code;
         if constexpr (Kind::kRounds > 1) item.multiply(here(), lane, y, 1);
-        w.release(C.room.pieces);
+        w.release(C.smem.slots);
         const bool more = --left;
         if (more) {
           w.wait();
@@ -601,14 +601,14 @@ __device__ __forceinline__ void run_work_item(const PersistentArgs& C, const Per
         Int8Sums<CHUNKS> y;
         w.wait();
         item.multiply(here(), lane, y);
-        w.release(C.room.pieces);
+        w.release(C.smem.slots);
         y.put(to, in, lane, add);
       }
     }
   });
 }
 
-// The product of q and what it writes.
+// GEMM q and its epilogue.
 template <int CHUNKS, WeightKind WEIGHTS>
 __device__ __forceinline__ void run_gemm(const PersistentArgs& C, int q, const Int8Input<CHUNKS>& in, ConsumerWarp& w) {
   const PersistentGemm& P = C.product[q];
@@ -619,17 +619,16 @@ __device__ __forceinline__ void run_gemm(const PersistentArgs& C, int q, const I
 #pragma unroll 1
     for (int i = 0; i < work_items; i++) {
       WorkItem now = work_items_of(C, w)[i * kConsumerWarps + w.warp];
-      now.kind = __shfl_sync(0xffffffffu, now.kind, 0),
-      now.rest = __shfl_sync(0xffffffffu, now.rest, 0);  // the same, so that the compiler knows
+      now.kind = __shfl_sync(0xffffffffu, now.kind, 0), now.rest = __shfl_sync(0xffffffffu, now.rest, 0);  // warp-uniform for the compiler
       if (now.strips) run_work_item<CHUNKS, WEIGHTS>(C, P, now, steps, in, w);
-      if (CHUNKS == 4 && now.sums & WorkItem::kEmptySlot) w.wait(), w.release(C.room.pieces);
+      if (CHUNKS == 4 && now.sums & WorkItem::kEmptySlot) w.wait(), w.release(C.smem.slots);
     }
     barrier_wait(w.bars + kFactorsReady, q & 1);
-    if (q == 0) w.set = near(w).set;
-    const PersistentEpilogue now = near(w).now[q];
+    if (q == 0) w.set = state(w).set;
+    const PersistentEpilogue now = state(w).now[q];
     consumer_sync();
     round++;
-    if (now.residual) {  // of one round
+    if (now.residual) {  // one round only
       add_residual<CHUNKS>(C, P, q, now, w);
     } else {
       write_outputs<CHUNKS>(C, P, now, w);
@@ -638,7 +637,7 @@ __device__ __forceinline__ void run_gemm(const PersistentArgs& C, int q, const I
     if (round == P.rounds) return;
     make_work_items(C, q, round, 0, w);
     make_outputs(C, P, round, 0, w);
-    consumer_sync();  // the sums are read
+    consumer_sync();  // partial sums may be overwritten
   }
 }
 
@@ -646,7 +645,7 @@ template <int CHUNKS, WeightKind WEIGHTS>
 __global__ void __launch_bounds__(kPersistentThreads, 1) persistent_gemm(const __grid_constant__ PersistentArgs C) {
   extern __shared__ __align__(128) uint8_t dynamic[];
   unsigned here = shared_address(dynamic);
-  asm volatile("" : "+r"(here));  // one register instead of the same computation at every use
+  asm volatile("" : "+r"(here));  // keep the address in one register
   uint8_t* const shared = static_cast<uint8_t*>(__cvta_shared_to_generic(here));
   const int lane = threadIdx.x & 31, warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x >> 5), 0), block = blockIdx.x;
   uint64_t* const bars = reinterpret_cast<PersistentState*>(shared)->bars;
@@ -665,7 +664,7 @@ __global__ void __launch_bounds__(kPersistentThreads, 1) persistent_gemm(const _
       for (int q = 0; q < C.count; q++) bytes += padded_image(C.product[q].a);
       barrier_expect(bars + kImagesFull, bytes);
       for (int q = 0; q < C.count; q++)
-        bulk_copy(shared + C.room.image[q], C.product[q].a.image, padded_image(C.product[q].a), bars + kImagesFull);
+        bulk_copy(shared + C.smem.image[q], C.product[q].a.image, padded_image(C.product[q].a), bars + kImagesFull);
       barrier_wait(bars + kImagesFull, 0);
       produce_weights(C, shared, bars, bars + kMaxSlots, block);
     }
@@ -681,12 +680,12 @@ __global__ void __launch_bounds__(kPersistentThreads, 1) persistent_gemm(const _
 #pragma unroll 1
   for (int q = 0; q < C.count; q++) {
     const PersistentGemm& P = C.product[q];
-    // By warps of which most have nothing to write of the product before, so that these are not waited for.
+    // Prepared by warps that mostly have nothing to store for the previous GEMM.
     static_assert(kMaxWorkItems * kConsumerWarps <= kConsumerThreads / 2, "a thread a work");
     make_work_items(C, q, 0, kConsumerThreads / 2, w);
     if (P.a.epilogue != kResidual) make_outputs(C, P, 0, kConsumerThreads / 4, w);
     const PersistentInput x(P, q, w);
-    const Int8Input<CHUNKS> in(shared + C.room.xs, reinterpret_cast<const Int8Block*>(shared + C.room.blocks), P.blocks, P.a.tokens, lane);
+    const Int8Input<CHUNKS> in(shared + C.smem.xs, reinterpret_cast<const Int8Block*>(shared + C.smem.blocks), P.blocks, P.a.tokens, lane);
     barrier_wait(bars + kInputsReady, q & 1);
     if (q == 0 && P.a.epilogue == kResidual) load_residual(C, w);
     quantize_inputs<CHUNKS>(C, x, q, w);
@@ -694,9 +693,9 @@ __global__ void __launch_bounds__(kPersistentThreads, 1) persistent_gemm(const _
     run_gemm<CHUNKS, WEIGHTS>(C, q, in, w);
   }
   if (C.count == 1) return;
-  // Of the products that this launch does not have, too. Nobody reads the number of launches any more, but the next ones.
-  if (threadIdx.x >= C.count - 1 && threadIdx.x < kMaxGemms) grid_arrive(C.meet + threadIdx.x);
-  if (block == 0 && threadIdx.x == kMaxGemms) grid_arrive(C.meet + kMaxGemms);
+  // Counters of GEMMs that this launch does not have, and the number of launches. No CTA of this launch reads them any more.
+  if (threadIdx.x >= C.count - 1 && threadIdx.x < kMaxGemms) grid_arrive(C.counters + threadIdx.x);
+  if (block == 0 && threadIdx.x == kMaxGemms) grid_arrive(C.counters + kMaxGemms);
 }
 
 }  // namespace exl2nb
