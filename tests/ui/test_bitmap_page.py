@@ -1,7 +1,7 @@
 """The real BitMap bundle in a browser: recolouring, choosing, keys, both themes, and the export without a kernel."""
 
 import pytest
-from mock_host import ROUNDED, MockHost, violations
+from mock_host import ROUNDED, MockHost, state_of, violations
 
 import exl2nb as ex
 from exl2nb.widgets import BitMap
@@ -13,14 +13,9 @@ def shown():
     return BitMap(measurement.solve(bpw=3.5), other=measurement.solve(bpw=5))
 
 
-def state(widget) -> dict:
-    values = widget.get_state()
-    return {k: v for k, v in values.items() if isinstance(v, (str, int, float, list, type(None))) and k not in ("_esm", "_css")}
-
-
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_map_strip_and_metrics(page, shown, screenshots, theme):
-    host = MockHost(page, "bitmap", state(shown), theme=theme)
+    host = MockHost(page, "bitmap", state_of(shown), theme=theme)
     cells = page.get_by_role("gridcell").filter(has_text=".")
     assert cells.count() == len(shown.grid.cells)
     first = page.get_by_role("gridcell", name="layer 0 q:")
@@ -50,7 +45,7 @@ def test_map_strip_and_metrics(page, shown, screenshots, theme):
 
 
 def test_keys(page, shown):
-    host = MockHost(page, "bitmap", state(shown))
+    host = MockHost(page, "bitmap", state_of(shown))
     page.get_by_role("gridcell", name="layer 0 q:").focus()
     for key in ("ArrowRight", "ArrowDown", "Enter"):
         page.keyboard.press(key)
@@ -64,9 +59,8 @@ def test_keys(page, shown):
 
 
 def test_names_are_text(page):
-    host = MockHost(
-        page, "bitmap", state(BitMap([{"key": "model.layers.0.<img src=x onerror=fail()>", "bpw": 4.0}], title="<script>fail()</script>"))
-    )
+    hostile = BitMap([{"key": "model.layers.0.<img src=x onerror=fail()>", "bpw": 4.0}], title="<script>fail()</script>")
+    host = MockHost(page, "bitmap", state_of(hostile))
     host.frame()
     assert page.locator("img").count() == 0
     assert page.get_by_role("rowheader").inner_text().startswith("<img")
@@ -84,6 +78,6 @@ def test_export_without_kernel(page, shown, tmp_path):
 def test_a_model_of_80_layers_draws_in_a_blink(page):
     roles = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     big = BitMap([{"key": f"model.layers.{i}.m.{role}", "bpw": 4.0} for i in range(80) for role in roles])
-    MockHost(page, "bitmap", state(big))
+    MockHost(page, "bitmap", state_of(big))
     assert page.locator(".exl2nb-cell").count() == 560
     assert page.evaluate("() => { const t = performance.now(); window.view('second'); return performance.now() - t; }") < 2000

@@ -1,7 +1,7 @@
 """The real BitrateExplorer bundle in a browser: the test plays the kernel with the true allocator."""
 
 import pytest
-from mock_host import ROUNDED, MockHost, violations
+from mock_host import ROUNDED, MockHost, state_of, violations
 
 import exl2nb as ex
 from exl2nb.widgets import BitrateExplorer
@@ -14,16 +14,10 @@ def explorer():
     return BitrateExplorer(ex.demo_measurement(), measured=[(3.0, 0.270), (4.0, 0.065), (6.0, 0.0046)])
 
 
-def state(widget, **changes) -> dict:
-    values = widget.get_state()
-    plain = {k: v for k, v in values.items() if isinstance(v, (str, int, float, list, type(None))) and k not in ("_esm", "_css")}
-    return {**plain, **changes}
-
-
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_drag_recolour_make_and_read(page, explorer, screenshots, theme):
     explorer.solve(4.0)
-    host = MockHost(page, "explorer", state(explorer, _can_make=True), theme=theme)
+    host = MockHost(page, "explorer", state_of(explorer, _can_make=True), theme=theme)
     first = page.get_by_role("gridcell", name="layer 0 q:")
     before = (first.inner_text(), page.locator(".exl2nb-figures").inner_text(), page.locator(".exl2nb-dot").get_attribute("cx"))
     assert page.locator(".exl2nb-mark").count() == 3
@@ -64,7 +58,7 @@ def test_drag_recolour_make_and_read(page, explorer, screenshots, theme):
 def test_the_map_follows_the_slider_before_the_kernel_answers(page, explorer):
     """From the curve, in the next frame; the kernel's allocation takes its place, and stays where no answer comes."""
     explorer.solve(4.0)
-    host = MockHost(page, "explorer", state(explorer))
+    host = MockHost(page, "explorer", state_of(explorer))
     in_order = "sort((a, b) => a.dataset.i - b.dataset.i)"
     shown = f"() => [...document.querySelectorAll('[role=gridcell][data-i]')].{in_order}.map((cell) => cell.textContent)"
     exact = [f"{cell.bpw:.1f}" for cell in explorer.grid.cells]
@@ -88,7 +82,7 @@ def test_the_map_follows_the_slider_before_the_kernel_answers(page, explorer):
 
 def test_a_size_asks_the_kernel_and_its_error_is_seen(page, explorer):
     explorer.solve(4.0)
-    host = MockHost(page, "explorer", state(explorer, _can_make=False))
+    host = MockHost(page, "explorer", state_of(explorer, _can_make=False))
     size = page.get_by_role("spinbutton", name="Size")
     assert size.input_value() == f"{explorer.nbytes / 1e6:.2f}"
     size.fill("7")

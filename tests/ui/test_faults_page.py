@@ -7,6 +7,7 @@ import hostile
 import numpy as np
 import pytest
 from mock_host import MockHost
+from mock_host import state_of as plain
 
 import exl2nb
 from exl2nb.widgets import (
@@ -23,11 +24,6 @@ from exl2nb.widgets import (
 )
 
 NOTHING = {"n": 0, "tps": 0.0, "ttft_s": None}
-
-
-def plain(widget) -> dict:
-    values = widget.get_state()
-    return {k: v for k, v in values.items() if isinstance(v, (str, int, float, list, dict, type(None))) and k not in ("_esm", "_css")}
 
 
 def playground(text: str) -> dict:
@@ -108,9 +104,9 @@ def plan(text: str) -> dict:
     return {**plain(MemoryPlan(Path(exl2nb.__file__).parent / "demo_model", free=10**9)), "name": text}
 
 
-GLASSES = {"weights": weights, "microscope": microscope, "pagetable": pagetable, "speculation": speculation, "plan": plan}
+INSPECTORS = {"weights": weights, "microscope": microscope, "pagetable": pagetable, "speculation": speculation, "plan": plan}
 WIDGETS = {"playground": playground, "explorer": explorer, "caches": caches, "compare": compare, "progress": progress, "bitmap": bitmap}
-WIDGETS |= GLASSES
+WIDGETS |= INSPECTORS
 STREAMING = {"playground": playground, "caches": caches, "compare": compare}
 
 

@@ -1,7 +1,7 @@
 """The real Playground bundle in a browser with a fake kernel: what a reader sees, hears and presses."""
 
 import pytest
-from mock_host import MockHost, low_controls, violations
+from mock_host import MockHost, low_controls, state_of, violations
 
 from exl2nb.widgets import Playground
 from exl2nb.widgets.protocol_samplers import SAMPLERS
@@ -13,9 +13,7 @@ NOTHING = {"n": 0, "tps": 0.0, "ttft_s": None}
 
 
 def state(**changes) -> dict:
-    values = Playground(prompt="Once upon a").get_state()
-    plain = {k: v for k, v in values.items() if isinstance(v, (str, int, float, list, type(None))) and k not in ("_esm", "_css")}
-    return {**plain, "_has_model": True, "_model_label": "demo · 4.0 bpw", **changes}
+    return state_of(Playground(prompt="Once upon a"), _has_model=True, _model_label="demo · 4.0 bpw", **changes)
 
 
 def snapshot(items=(), *, run=1, seq=-1):

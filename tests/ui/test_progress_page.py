@@ -1,7 +1,7 @@
 """The real ProgressView bundle in a browser with a fake kernel."""
 
 import pytest
-from mock_host import MockHost, violations
+from mock_host import MockHost, state_of, violations
 
 from exl2nb.widgets import ProgressView
 
@@ -9,9 +9,7 @@ RUNNING = {"status": "running", "stage": "measure", "done": 3.0, "total": 12.0, 
 
 
 def mounted(page, theme: str = "light") -> MockHost:
-    values = ProgressView("convert").get_state()
-    plain = {k: v for k, v in values.items() if isinstance(v, (str, int, float, list, type(None))) and k not in ("_esm", "_css")}
-    return MockHost(page, "progress", plain, theme=theme)
+    return MockHost(page, "progress", state_of(ProgressView("convert")), theme=theme)
 
 
 @pytest.fixture
