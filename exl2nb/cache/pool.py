@@ -19,7 +19,7 @@ class KVCache:
     """One K and one V pool per layer.
 
     k, v: lists over layers of pools. A plain one is `(num_pages, num_kv_heads, page_size, head_dim)`: slot `page * page_size + offset` is
-    `pool[page, :, offset]`. A coded one is `(num_pages, num_kv_heads, bytes)` of uint8 or float8_e4m3fn (storage/FORMAT.md). Either way
+    `pool[page, :, offset]`. A coded one is `(num_pages, num_kv_heads, bytes)` of uint8 or float8_e4m3fn (FORMAT.md). Either way
     page and head come first: the tokens of one head within a page are contiguous, which is what the attention kernel reads.
 
     Args:

@@ -48,7 +48,7 @@ class CacheSpec:
 
     @property
     def k_mode(self) -> str:
-        """How K is stored, one of `cache/storage/`."""
+        """How K is stored, a key of `storage.STORAGES`."""
         return storages_of(self.mode)[0]
 
     @property

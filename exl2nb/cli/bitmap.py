@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from exl2nb.core.palette import colour, ink
+from exl2nb.core.show import colour, ink
 
 _KEY = re.compile(r"\.layers\.(\d+)\.(.+)$")
 

@@ -20,7 +20,7 @@ from exl2nb.core.errors import ConversionError, OptionError
 from exl2nb.io.hf_config import read_json
 from exl2nb.io.shards import TensorStore
 from exl2nb.quant.bits import WIDTHS, padded, stored_bits
-from exl2nb.quant.exl2_check import parse_groups
+from exl2nb.quant.exl2 import parse_groups
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -1,9 +1,10 @@
-"""How results look as the last line of a cell: small tables without scripts. Strings only."""
+"""How results look: small HTML tables without scripts, and the colours of bit widths (the same in widgets/src/shared/palette.ts)."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 
 def facts(caption: str, rows: Mapping[str, str]) -> str:
@@ -18,3 +19,40 @@ def facts(caption: str, rows: Mapping[str, str]) -> str:
         for name, text in rows.items()
     )
     return f"<table><caption>{html.escape(caption)}</caption>{lines}</table>"
+
+
+# Light to dark, readable with black text at the light end and white at the dark end; anchors at 2, 3, 4, 5, 6 and 8 bits.
+_ANCHORS = (
+    (2.0, (254, 240, 190)),
+    (3.0, (190, 222, 150)),
+    (4.0, (112, 190, 150)),
+    (5.0, (52, 140, 150)),
+    (6.0, (45, 90, 140)),
+    (8.0, (58, 34, 102)),
+)
+
+
+def colour(bits: float) -> tuple[int, int, int]:
+    """RGB of a number of bits, interpolated between the anchors."""
+    if bits <= _ANCHORS[0][0]:
+        return _ANCHORS[0][1]
+    for (low, a), (high, b) in pairwise(_ANCHORS):
+        if bits <= high:
+            t = (bits - low) / (high - low)
+            r, g, blue = (round(x + t * (y - x)) for x, y in zip(a, b))
+            return r, g, blue
+    return _ANCHORS[-1][1]
+
+
+def diverging(difference: float) -> tuple[int, int, int]:
+    """RGB of a signed number: red below 0, light at 0, blue above; 2 away is full."""
+    share, end = min(1.0, abs(difference) / 2), (186, 40, 50) if difference < 0 else (30, 84, 170)
+    r, g, blue = (round(242 + share * (y - 242)) for y in end)
+    return r, g, blue
+
+
+def ink(rgb: Sequence[int]) -> tuple[int, int, int]:
+    """Black or white, whichever contrasts more with `rgb` (WCAG relative luminance)."""
+    linear = [c / 255 / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return (0, 0, 0) if (luminance + 0.05) / 0.05 > 1.05 / (luminance + 0.05) else (255, 255, 255)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from exl2nb.core.errors import ConfigError
 from exl2nb.core.show import facts
 from exl2nb.model.rope import MAX_CONTEXT, RopeConfig
-from exl2nb.quant.gptq_spec import GptqSpec
+from exl2nb.quant.gptq import GptqSpec
 
 
 @dataclass(frozen=True, kw_only=True)

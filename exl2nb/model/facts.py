@@ -11,7 +11,7 @@ from typing import Any
 from exl2nb.core.errors import TokenizerError
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.rope import RopeConfig
-from exl2nb.quant.gptq_spec import GptqSpec
+from exl2nb.quant.gptq import GptqSpec
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from exl2nb.core.errors import ConfigError, FormatError, UnknownArchitecture
-from exl2nb.io.hf_config import read_config
-from exl2nb.io.quantization import with_quantization
+from exl2nb.io.hf_config import read_config, with_quantization
 from exl2nb.io.shards import TensorStore
 from exl2nb.model.archs import parse_config
 from exl2nb.model.config import ModelConfig
@@ -19,8 +18,8 @@ from exl2nb.model.facts import Facts, facts_of
 from exl2nb.model.layout import layer_linears
 from exl2nb.model.store import GPTQ_SUFFIXES, ModelStore, Store, open_store
 from exl2nb.quant.bits import Groups, stored_bits
-from exl2nb.quant.exl2_check import SUFFIXES, check_headers, parse_groups
-from exl2nb.quant.gptq_spec import GptqSpec, bits_of, header_problems, in_features_of
+from exl2nb.quant.exl2 import SUFFIXES, check_headers, parse_groups
+from exl2nb.quant.gptq import GptqSpec, bits_of, header_problems, in_features_of
 
 _NO_LINEARS = ("q_norm", "k_norm", "mlp.gate", "block_sparse_moe.gate", "shared_expert_gate")  # two-dimensional, and never quantised
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")

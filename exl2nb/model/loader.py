@@ -13,8 +13,7 @@ from exl2nb import ops
 from exl2nb.core.errors import DeviceError, OptionError
 from exl2nb.core.log import logger
 from exl2nb.core.progress import Meter, Sink
-from exl2nb.io.hf_config import read_config
-from exl2nb.io.quantization import with_quantization
+from exl2nb.io.hf_config import read_config, with_quantization
 from exl2nb.model.archs import parse_config
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.facts import remote_code

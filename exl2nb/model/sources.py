@@ -9,16 +9,14 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from exl2nb.core.errors import FormatError
-from exl2nb.io.quantization import foreign_format, refuse
+from exl2nb.io.hf_config import foreign_format, refuse
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import Linear, accepted, head_linear, layer_linears, modules, vectors
 from exl2nb.model.store import ModelStore, Store
-from exl2nb.quant.dense import check_dense
-from exl2nb.quant.exl2 import Exl2Tensors
-from exl2nb.quant.exl2_check import SUFFIXES, check_headers
-from exl2nb.quant.gptq import GptqTensors
-from exl2nb.quant.gptq_spec import SUFFIXES as GPTQ_SUFFIXES
-from exl2nb.quant.gptq_spec import GptqSpec, header_problems
+from exl2nb.quant.base import check_dense
+from exl2nb.quant.exl2 import SUFFIXES, Exl2Tensors, check_headers
+from exl2nb.quant.gptq import SUFFIXES as GPTQ_SUFFIXES
+from exl2nb.quant.gptq import GptqSpec, GptqTensors, header_problems
 
 
 def spec_of(config: ModelConfig) -> GptqSpec:

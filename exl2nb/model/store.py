@@ -16,7 +16,7 @@ from exl2nb.io.safetensors import TensorInfo
 from exl2nb.io.shards import TensorStore
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import Linear, layer_linears
-from exl2nb.quant.gptq_spec import SUFFIXES
+from exl2nb.quant.gptq import SUFFIXES
 
 Cut = Callable[[Tensor], Tensor]
 GPTQ_SUFFIXES = (*SUFFIXES, "g_idx")

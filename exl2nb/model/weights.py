@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from exl2nb.core.errors import FormatError, OptionError
-from exl2nb.io.hf_config import read_config
-from exl2nb.io.quantization import with_quantization
+from exl2nb.io.hf_config import read_config, with_quantization
 from exl2nb.model.archs import parse_config
 from exl2nb.model.inspect import Inspection, Matrix, inspect
 from exl2nb.model.store import ModelStore, open_store

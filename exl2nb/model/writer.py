@@ -16,7 +16,7 @@ from exl2nb.core.errors import ConversionError, FormatError
 from exl2nb.io.atomic import sibling, sync_directory, write_errors
 from exl2nb.io.safetensors import Writer, stream
 from exl2nb.io.shards import TensorStore
-from exl2nb.quant.exl2_check import SUFFIXES, check_headers, parse_groups
+from exl2nb.quant.exl2 import SUFFIXES, check_headers, parse_groups
 
 SHARD_BYTES = 8 << 30
 _NOT_COPIED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".index.json")  # other weights, and the index of the source's shards

@@ -77,7 +77,7 @@ def norm_qkv_rope(x: Tensor, layer: QKVProjection, positions: Tensor, slots: Ten
         x: f32 `(T, H)`. layer: weights and shape.
         positions, slots: int32 `(T,)`; slot = page * P + offset.
         k_pool, v_pool: f16 or f32 `(num_pages, Hkv, P, D)`, or codes uint8 or float8_e4m3fn `(num_pages, Hkv, row)` of a kind each
-            (cache/storage/FORMAT.md; P is 256 then); written.
+            (cache/FORMAT.md; P is 256 then); written.
 
     Returns:
         q, rotated, f32 `(T, Hq, D)`.

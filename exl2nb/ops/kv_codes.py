@@ -1,4 +1,4 @@
-"""The codes of a quantised KV cache in torch: what cache/storage/FORMAT.md says, bit for bit. The kernels do the same, faster."""
+"""The codes of a quantised KV cache in torch: what cache/FORMAT.md says, bit for bit. The kernels do the same, faster."""
 
 from __future__ import annotations
 

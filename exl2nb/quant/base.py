@@ -1,4 +1,4 @@
-"""What weight formats share: where tensors come from, and how a broken rule is reported. Knows no format."""
+"""What weight formats share: where tensors come from, how a broken rule is reported, and the dtypes of plain tensors."""
 
 from __future__ import annotations
 
@@ -41,3 +41,24 @@ class Store(Protocol):
 def broken(file: object, tensor: str, found: str, expected: str) -> FormatError:
     """The error for one violated rule. `file` may be empty where the tensors come from memory."""
     return FormatError(f"{f'{file}: ' if file else ''}tensor {tensor!r}: found {found}, expected {expected}")
+
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def check_dense(info: Header, name: str, shape: tuple[int, ...], *, file: object = "") -> None:
+    """Check a norm, a bias, an embedding or an unquantised matrix before it is read.
+
+    Args:
+        info: anything with dtype and shape.
+        name: full tensor name, for the message.
+        shape: what the architecture wants.
+        file: for the message.
+
+    Raises:
+        FormatError: another shape or dtype. Names file, tensor, found and expected.
+    """
+    if tuple(info.shape) != shape:
+        raise broken(file, name, f"shape {tuple(info.shape)}", f"{shape} from config.json")
+    if info.dtype not in DTYPES:
+        raise broken(file, name, f"dtype {info.dtype}", "float16, bfloat16 or float32")

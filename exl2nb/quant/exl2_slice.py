@@ -11,7 +11,7 @@ from torch import Tensor
 
 from exl2nb.core.errors import OptionError
 from exl2nb.quant.base import Header
-from exl2nb.quant.exl2_check import SUFFIXES, check_headers, check_permutation, check_scales, parse_groups
+from exl2nb.quant.exl2 import SUFFIXES, check_headers, check_permutation, check_scales, parse_groups
 from exl2nb.quant.pack import UNIT, unpack_codes
 
 __all__ = ["UNIT", "Exl2Slices", "Exl2Unit"]

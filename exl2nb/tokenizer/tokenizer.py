@@ -11,11 +11,10 @@ from typing import Any
 import tokenizers
 
 from exl2nb.core.errors import TokenizerError
-from exl2nb.tokenizer.bytelevel import byte_table, byte_tokens
 from exl2nb.tokenizer.chat import ChatTemplates
 from exl2nb.tokenizer.convert import convert, convertible
 from exl2nb.tokenizer.files import read_object, read_text
-from exl2nb.tokenizer.plain_texts import PlainTexts, plain_texts
+from exl2nb.tokenizer.token_texts import PlainTexts, byte_table, byte_tokens, plain_texts
 
 _FILE = "tokenizer.json"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Sequence
 
-from exl2nb.core.palette import colour, ink
+from exl2nb.core.show import colour, ink
 from exl2nb.widgets import static
 from exl2nb.widgets.bitgrid import OUTSIDE, BitGrid
 from exl2nb.widgets.protocol import BitCell, Run

@@ -7,7 +7,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from exl2nb.core.palette import diverging, ink
+from exl2nb.core.show import diverging, ink
 from exl2nb.widgets import static
 
 BIT_PX = 10

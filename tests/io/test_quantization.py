@@ -3,7 +3,7 @@ import json
 import pytest
 
 from exl2nb.core.errors import ConfigError
-from exl2nb.io.quantization import READ, foreign_format, refuse, with_quantization
+from exl2nb.io.hf_config import READ, foreign_format, refuse, with_quantization
 
 
 def files(directory, **contents):

@@ -9,8 +9,7 @@ import torch
 from exl2nb import ops
 from exl2nb.core.errors import ConfigError, FormatError
 from exl2nb.io.safetensors import SafetensorsFile
-from exl2nb.quant.gptq import GptqTensors, unpack_zeros
-from exl2nb.quant.gptq_spec import GptqSpec
+from exl2nb.quant.gptq import GptqSpec, GptqTensors, unpack_zeros
 
 MADE = Path(__file__).parents[1] / "data" / "gptqmodel-7.7.0.safetensors"
 

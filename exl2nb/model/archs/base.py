@@ -11,7 +11,7 @@ from exl2nb.core.registry import Registry
 from exl2nb.model.config import ACTIVATIONS, LIMITS, Files, ModelConfig, Names
 from exl2nb.model.fields import REQUIRED, Fields
 from exl2nb.model.rope import RopeConfig
-from exl2nb.quant.gptq_spec import GptqSpec
+from exl2nb.quant.gptq import GptqSpec
 
 Flag = bool | str
 Windows = Callable[[Fields, int], tuple[int, ...]]

@@ -1,4 +1,4 @@
-// Colours of bit widths: the anchors of exl2nb/core/palette.py, light to dark from 2 to 8 bits.
+// Colours of bit widths: the anchors of exl2nb/core/show.py, light to dark from 2 to 8 bits.
 export type Rgb = readonly [number, number, number];
 
 const ANCHORS: readonly (readonly [bits: number, colour: Rgb])[] = [

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from exl2nb.core.errors import FormatError
-from exl2nb.quant.dense import DTYPES, check_dense
+from exl2nb.quant.base import DTYPES, check_dense
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
