@@ -1,17 +1,16 @@
-// Codes to numbers without a conversion: to bytes for integer tensor cores, to fp16 for the others.
+// Dequantisation without integer-to-float conversion: codes to bytes for the integer tensor cores, to fp16 for the others.
 //
-// A unit is 16 columns x 64 stored rows x b bits = b words per lane (g = lane / 4, t = lane % 4): 32 weights, in four steps of 16 rows. Of
-// a step a lane has four rows, 2t, 2t + 8, 2t + 1, 2t + 9, of columns g and g + 8; the four bytes of a word belong to these rows. So a
-// word's fields of one column are the four bytes that m16n8k32 wants, once the other fields are masked; and its even or odd bytes are the
-// two neighbouring rows that m16n8k16 wants, once they are OR'ed with an exponent: a b-bit field whose lowest bit sits at mantissa bit p,
-// with the exponent (25 - p), *is* the fp16 number 2^(10 - p) + code.
+// A unit is 16 columns x 64 stored rows x b bits = b words per lane (g = lane / 4, t = lane % 4): 32 weights in four steps of 16 rows. Of a
+// step a lane has rows 2t, 2t + 8, 2t + 1, 2t + 9 of columns g and g + 8; the four bytes of a word belong to these rows. So a word's fields
+// of one column, masked, are the four bytes of m16n8k32; its even or odd bytes, OR'ed with an exponent, are the two neighbouring rows of
+// m16n8k16: a b-bit field whose lowest bit is at mantissa bit p, with exponent (25 - p), *is* the fp16 number 2^(10 - p) + code.
 //
-// Where the fields of step s lie in each byte:
+// Fields of step s in each byte:
 //   8 bits  words 2s (column g) and 2s + 1 (g + 8)
 //   4       word s: g in bits 0-3, g + 8 in 4-7
-//   2       word s / 2, bits 4 (s & 1) on: g, then g + 8
-//   3       words 0-2: g in bits 0-2, g + 8 in 3-5; of step 3 the six bits lie, two each, in bits 6-7 of words 0-2
-//   5, 6    words 0-3: g in the low bits, above it the high bits of g + 8, whose low bits (2 or 4) lie in the word(s) behind
+//   2       word s / 2, from bit 4 (s & 1): g, then g + 8
+//   3       words 0-2: g in bits 0-2, g + 8 in 3-5; step 3: six bits, two each in bits 6-7 of words 0-2
+//   5, 6    words 0-3: g in the low bits, above it the high bits of g + 8, whose low bits (2 or 4) are in the following word(s)
 #pragma once
 #include <cuda_fp16.h>
 
@@ -29,13 +28,13 @@ __device__ __forceinline__ uint32_t lop_and_or(uint32_t a, uint32_t m, uint32_t 
 __host__ __device__ constexpr uint32_t each_byte(uint32_t v) { return v * 0x01010101u; }
 __host__ __device__ constexpr uint32_t each_half(uint32_t v) { return v * 0x00010001u; }
 
-// To the left; to the right where S is negative.
+// Shift left by S; right if S is negative.
 template <int S>
 __device__ __forceinline__ uint32_t shifted(uint32_t v) {
   return S >= 0 ? v << (S >= 0 ? S : 0) : v >> (S < 0 ? -S : 0);
 }
 
-// Of step S: words whose fields of column g begin at bit `low` of every byte, of column g + 8 at bit `high`; other bits may be anything.
+// Step S: words with column g at bit `low` of every byte, column g + 8 at bit `high`; other bits are undefined.
 template <int B, int S>
 struct Step {
   static constexpr int low = B == 2 ? 4 * (S & 1) : 0;
@@ -49,8 +48,8 @@ struct Step {
     } else if constexpr (B == 3 && S == 3) {
       const uint32_t v = lop_and_or(w[1] >> 4, each_byte(0x0c), w[0] >> 6 & each_byte(3));
       g = g8 = lop_and_or(w[2] >> 2, each_byte(0x30), v);
-    } else if constexpr (B == 5 || B == 6) {                // all bits of g8 but the field are zero
-      constexpr int kBehind = B == 5 ? 2 : 4, kAt = 8 - B;  // bits behind; where they go
+    } else if constexpr (B == 5 || B == 6) {                // other bits of g8 are zero
+      constexpr int kBehind = B == 5 ? 2 : 4, kAt = 8 - B;  // bits in the following word; their target
       const uint32_t behind = shifted<B == 5 ? kAt - 2 * S : kAt - 4 * (S & 1)>(w[B == 5 ? 4 : 4 + S / 2]);
       g = w[S];
       g8 = lop_and_or(behind, each_byte(((1u << kBehind) - 1) << kAt), g & each_byte(0xff << B & 0xff));
@@ -60,11 +59,11 @@ struct Step {
   }
 };
 
-// Two registers of an A fragment in bytes: column g's codes, and column g + 8's in the form scale * code + (mixed ? g's code : 0).
+// A-fragment bytes: codes of column g; of column g + 8 as scale * code + (mixed ? code of g : 0).
 template <int B>
 struct ByteForm {
   static constexpr bool mixed = B <= 4;
-  static constexpr int shift = B <= 4 ? B : B == 8 ? 0 : 8 - B;  // log2 of scale
+  static constexpr int shift = B <= 4 ? B : B == 8 ? 0 : 8 - B;  // log2 of the scale
 };
 template <int B, int S>
 __device__ __forceinline__ void byte_fragments(const uint32_t* w, uint32_t& g, uint32_t& g8) {
@@ -85,12 +84,12 @@ template <int B, int P>
 __device__ __forceinline__ uint32_t field(uint32_t w) {
   return lop_and_or(w, each_half(((1u << B) - 1) << P), exponent_at(P));
 }
-// Mantissa position of h[i] below: it reads as 2^(10 - p) + code.
+// Mantissa position of h[I] below: the value is 2^(10 - p) + code.
 template <int B, int I>
 __host__ __device__ constexpr int pos() {
   return I & 1 ? Step<B, I / 4>::high : Step<B, I / 4>::low;
 }
-// As A fragments in fp16, offsets included: h[4 s + r] is register r of step s, r bit 0 = column g or g + 8, r bit 1 = rows 2t or 2t + 8.
+// A fragments in fp16 including offsets: h[4 s + r] is register r of step s; r bit 0: column g or g + 8; r bit 1: rows 2t or 2t + 8.
 template <int B, int S = 0>
 __device__ __forceinline__ void dequantize(const uint32_t* w, uint32_t* h) {
   if constexpr (S < 4) {
@@ -103,7 +102,7 @@ __device__ __forceinline__ void dequantize(const uint32_t* w, uint32_t* h) {
   }
 }
 
-// The field's offset and the zero code, as a half2: exact in fp16 for every width and position.
+// Offset plus zero code as half2: exact in fp16 for every width and position.
 template <int B, int P>
 __device__ __forceinline__ half2 offset_of() {
   constexpr float v = static_cast<float>(1 << (10 - P)) + static_cast<float>(1 << (B - 1));
@@ -117,7 +116,7 @@ __device__ __forceinline__ void subtract_offsets(uint32_t* h) {
     subtract_offsets<B, I + 1>(h);
   }
 }
-// The same with a zero point per column: of columns g (low) and g + 8, of the first and second 32 rows.
+// The same with zero points of columns g (low) and g + 8 (high), for the first and second 32 rows.
 template <int B, int I = 0>
 __device__ __forceinline__ void subtract_zeros(uint32_t* h, half2 first, half2 second) {
   if constexpr (I < 16) {
@@ -130,7 +129,7 @@ __device__ __forceinline__ void subtract_zeros(uint32_t* h, half2 first, half2 s
   }
 }
 
-// The format's step of a scale code: fp16((code + 1)^2 * unit).
+// Scale of a 4-bit code: fp16((code + 1)^2 * unit).
 __device__ __forceinline__ half2 steps_of(uint32_t code, half unit) {
   uint32_t v = lop_and_or(code | (code << 12), 0x000f000fu, 0x64006400u);
   const half2 s = __hadd2(*reinterpret_cast<half2*>(&v), __float2half2_rn(-1023.f));
@@ -159,7 +158,7 @@ __device__ __forceinline__ void load_unit(const uint8_t* p, int lane, uint32_t* 
   if constexpr (B == 3) w[2] = *reinterpret_cast<const uint32_t*>(p + 256 + lane * 4);
 }
 
-// Of a GPTQ item: this lane's scales and zero points, columns g and g + 8; set: of the units' scale sets.
+// GPTQ: scales and zero points of this lane's columns g and g + 8.
 struct GptqSet {
   half2 scale, zero;
 };
@@ -170,21 +169,20 @@ __device__ __forceinline__ GptqSet load_set(const uint8_t* sets, int set, int la
   return s;
 }
 
-// A unit of a blob as fp16 weights in A fragments, scaled and rounded as the format says: for products of many tokens and for unpacking.
-// Whether a unit's halves belong to one group, where that is known when compiling.
+// EncodedUnit: a unit as fp16 A fragments, scaled and rounded as the format says; for stream-K and unpacking.
 enum Halves { kAnyHalves, kOneGroup, kTwoGroups };
 
-// A unit as it lies in memory: this lane's words and what scales them.
+// A unit in registers: this lane's words and scales.
 template <int B, bool GPTQ>
 struct EncodedUnit {
   uint32_t w[B], codes;
   GptqSet sets[2];
 
-  // st: the bytes of the item, i: the unit in it.
+  // st: item bytes; i: unit.
   __device__ __forceinline__ void load(const uint8_t* st, const Item& it, int i, int lane) {
     load(st + i * (128 * B), st + it.units * (128 * B), it, i, lane);
   }
-  // The same; words: those of the unit, behind: what lies behind all units of the item.
+  // The same; words: the unit; behind: the bytes after all units of the item.
   template <Halves HALVES = kAnyHalves>
   __device__ __forceinline__ void load(const uint8_t* words, const uint8_t* behind, const Item& it, int i, int lane) {
     load_unit<B>(words, lane, w);
@@ -195,20 +193,20 @@ struct EncodedUnit {
       sets[1] = one ? sets[0] : load_set(behind, 2 * i + 1, lane);
     } else if constexpr (HALVES == kOneGroup) {
       codes = behind[i * 8 + g];
-      asm("" : "+r"(codes));  // 32 bits, so that nobody cuts it again
+      asm("" : "+r"(codes));  // keep 32 bits: avoids another truncation
     } else {
       codes = one ? behind[i * 8 + g] * 0x101u : *reinterpret_cast<const uint16_t*>(behind + i * 16 + 2 * g);
     }
   }
-  // As A fragments of the format's fp16 weights.
+  // A fragments of the fp16 weights.
   template <Halves HALVES = kAnyHalves>
   __device__ __forceinline__ void decode(half2 unit, uint32_t (&h)[16]) const {
     decode<HALVES>(unit, h, 0, 16);
   }
-  // Of a half of the unit alone: its two steps of sixteen rows.
+  // One half of the unit: two steps of 16 rows.
   template <Halves HALVES, int HALF>
   __device__ __forceinline__ void decode_half(half2 unit, uint32_t (&h)[8]) const {
-    uint32_t all[16];  // what is not used is not computed
+    uint32_t all[16];  // unused halves are dead code
     decode<HALVES>(unit, all, HALF * 8, HALF * 8 + 8);
 #pragma unroll
     for (int f = 0; f < 8; f++) h[f] = all[HALF * 8 + f];
@@ -236,7 +234,7 @@ struct EncodedUnit {
   }
 };
 template <>
-struct EncodedUnit<16, false> {  // dense: fp16 as the fragments hold it
+struct EncodedUnit<16, false> {  // dense: fp16 fragments
   uint32_t w[16];
   template <Halves = kAnyHalves>
   __device__ __forceinline__ void load(const uint8_t* words, const uint8_t*, const Item&, int, int lane) {

@@ -1,8 +1,8 @@
-// What a warp does with one item of a blob (blob.h): weights out of their bits, tensor-core products with the activations, scales.
+// Products of one item (blob.h) on the fp16 tensor cores: dequantise, m16n8k16, scale.
 //
-// c[column][token] of the m16n8k16 product: the item's 16 columns are the rows of its A fragments, tokens the columns of B. EXL2: a step
-// per column and half unit, from the 4-bit code. GPTQ: the zero point goes into the constant that takes a field's offset off, where it
-// costs nothing, (code - zero) being exact in fp16; the scale is applied to the sum of a unit.
+// c[column][token]: the item's 16 columns are the rows of the A fragments, tokens are the columns of B. EXL2: one scale per column and half
+// unit, from a 4-bit code. GPTQ: the zero point is folded into the constant that removes a field's offset, at no cost, since (code - zero)
+// is exact in fp16; the scale is applied to the sum of a unit.
 #pragma once
 #include <type_traits>
 
@@ -13,7 +13,7 @@ namespace exl2nb {
 
 enum CopyPath { kBulk = 0, kAsync = 1, kPlain = 2 };
 
-// c += A B for one k-step of 16; START: c = A B.
+// c += A B for a k-step of 16; START: c = A B.
 template <int PATH, bool START>
 __device__ __forceinline__ void mma(float (&c)[4], const uint32_t* a, uint32_t b0, uint32_t b1) {
   const float z0 = START ? 0.f : c[0], z1 = START ? 0.f : c[1], z2 = START ? 0.f : c[2], z3 = START ? 0.f : c[3];
@@ -33,7 +33,7 @@ __device__ __forceinline__ void mma(float (&c)[4], const uint32_t* a, uint32_t b
                : "r"(a[2]), "r"(a[3]), "r"(b1));
 }
 
-// This lane's activations of 32 stored rows; zero for a token that is not there.
+// This lane's activations of 32 stored rows; zero for a missing token.
 template <bool STAGED>
 __device__ __forceinline__ uint4 load_x(const half* x, bool live) {
   uint4 v = make_uint4(0, 0, 0, 0);
@@ -54,7 +54,7 @@ __device__ __forceinline__ void add_scaled(float (&y)[4], const float (&acc)[4],
   y[3] = fmaf(acc[3], f.y, y[3]);
 }
 
-// An item: y of column g for tokens 2t, 2t + 1, then of column g + 8.
+// EXL2 or dense item: y[0..1] column g, tokens 2t, 2t + 1; y[2..3] column g + 8.
 template <int PATH, int B, bool STAGED, bool ONE>
 __device__ __forceinline__ void compute(const uint8_t* st, int units, const half2* steps, const half* x, bool live, int lane,
                                         float (&y)[4]) {
@@ -126,7 +126,7 @@ __device__ __forceinline__ void compute_gptq(const uint8_t* st, int units, int s
   }
 }
 
-// An item of the image in four registers: fields are taken out where they are used, which costs less than keeping them apart.
+// Item descriptor in four registers: unpacking fields where they are used is cheaper than keeping them apart.
 struct ItemDesc {
   uint4 words;
   __device__ __forceinline__ explicit ItemDesc(const Item& item) : words(*reinterpret_cast<const uint4*>(&item)) {}
@@ -140,7 +140,7 @@ struct ItemDesc {
   __device__ __forceinline__ int scales() const { return words.w >> 16 & 0xff; }
 };
 
-// Any item. st: its bytes; steps: of its first unit; x: this lane's activations of its first row.
+// Any item. st: its bytes; steps: scale units; x: this lane's activations of the first row.
 template <int PATH, bool STAGED>
 __device__ __forceinline__ void compute_item(const ItemDesc& it, const uint8_t* st, const half2* steps, const half* x, bool live, int lane,
                                              float (&y)[4]) {
@@ -178,7 +178,7 @@ __device__ __forceinline__ void compute_item(const ItemDesc& it, const uint8_t* 
   };
   if (it.scales() == 0) {
     if (it.one()) {
-      if (bits == 4)  // the usual one first
+      if (bits == 4)  // most common case first
         compute<PATH, 4, STAGED, true>(st, units, steps, x, live, lane, y);
       else
         exl2(std::true_type{});

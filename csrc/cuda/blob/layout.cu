@@ -21,12 +21,12 @@ float value_of(uint16_t bits) {
   return __half2float(h);
 }
 
-// What no warp may share with another: a unit, or the two units of a scale set.
+// Smallest piece of an item: a unit, or the two units of a scale set.
 struct Piece {
   int block, bits, units;
   bool one, lone;
   int scales = 0;
-  // Codes of the scales, or scale sets, of n pieces.
+  // Bytes of scale codes or scale sets of n pieces.
   int extra(int n) const {
     if (bits == 16) return 0;
     return scales ? n * (one ? 1 : 2) * kGptqSet : (n * (one ? 8 : 16) + 15) / 16 * 16;
@@ -35,10 +35,10 @@ struct Piece {
   bool like(const Piece& p) const { return bits == p.bits && units == p.units && one == p.one && scales == p.scales && !lone && !p.lone; }
 };
 
-// Equal pieces that follow one another.
+// Consecutive equal pieces.
 struct Run {
   const Piece* first;
-  int pieces, most, items;                                                  // most: pieces of an item
+  int pieces, most, items;                                                  // most: pieces per item
   int bytes() const { return first->bytes((pieces + items - 1) / items); }  // of its largest item
 };
 std::vector<Run> runs_of(const std::vector<Piece>& pieces) {
@@ -55,7 +55,7 @@ std::vector<Run> runs_of(const std::vector<Piece>& pieces) {
   return runs;
 }
 
-// As few times kWarps items as hold all pieces, of about the same bytes where there is a choice; every warp gets about as many of them.
+// Smallest multiple of kWarps items that holds all pieces, of similar size where possible; equal counts per warp.
 void make_items(PartLayout& p, const std::vector<Piece>& pieces) {
   std::vector<Run> runs = runs_of(pieces);
   int items = 0, unit = 0;
@@ -149,7 +149,7 @@ PartLayout layout_dense(int K, int outputs) {
 
 namespace {
 
-// Rows of the permutations and their inverses, one pair after the other; the identity is written out, short ones are filled up with K.
+// Permutations and their inverses; the identity is written out; short ones are padded with K.
 std::vector<int> permutation_table(const std::vector<std::vector<int>>& perms, int K, size_t rows) {
   std::vector<int> table;
   for (auto perm : perms) {
@@ -165,7 +165,7 @@ std::vector<int> permutation_table(const std::vector<std::vector<int>>& perms, i
   return table;
 }
 
-// What a kernel copies to shared memory: items, steps and the warps' ends of all parts.
+// The image: items, scale units and warp ends of all parts.
 struct Image {
   std::vector<Item> items;
   std::vector<uint32_t> steps;
@@ -191,7 +191,7 @@ struct Image {
   }
 };
 
-// Whether a strip is kWarps small items that can be taken by twos.
+// Whether a strip is kWarps small items that can be processed in pairs.
 bool in_pairs(const PartLayout& p) {
   if (p.dense || p.items.size() != kWarps) return false;
   for (size_t i = 0; i < p.items.size(); i++) {
@@ -202,7 +202,7 @@ bool in_pairs(const PartLayout& p) {
   return true;
 }
 
-// As few pieces as hold at most kWarps items, about equally many each.
+// Fewest pieces of at most kWarps items, of about equal size.
 void set_pieces(const PartLayout& p, GpuPart& s) {
   const int items = static_cast<int>(p.items.size());
   s.pairs = in_pairs(p);
@@ -214,7 +214,7 @@ void set_pieces(const PartLayout& p, GpuPart& s) {
     }
 }
 
-// Rows that are alike, for those who share out work by what it costs.
+// Runs of equal units, for work splits by cost.
 void set_runs(const PartLayout& p, GpuPart& s) {
   int n = 0;
   for (const Item& it : p.items) {
@@ -232,7 +232,7 @@ void set_runs(const PartLayout& p, GpuPart& s) {
 
 std::string layout_blob(int K, const std::vector<PartLayout>& parts, BlobLayout& out) {
   if (parts.empty() || parts.size() > kMaxParts) return "a blob has 1 to " + std::to_string(kMaxParts) + " parts";
-  std::vector<std::vector<int>> perms;  // distinct; the identity only beside others
+  std::vector<std::vector<int>> perms;  // distinct; the identity only if there are others
   std::vector<int> which;
   for (const auto& p : parts) {
     auto found = std::find(perms.begin(), perms.end(), p.perm);
@@ -305,7 +305,8 @@ std::vector<PartLayout> read_parts(const std::vector<uint8_t>& meta) {
     if (h.perms) {
       const int* perm = reinterpret_cast<const int*>(meta.data() + h.perms) + static_cast<int64_t>(s.perm) * (h.stored + h.K);
       int rows = h.stored;
-      while (rows > h.K && std::all_of(perm + rows - 32, perm + rows, [&](int k) { return k == h.K; })) rows -= 32;  // another part's
+      while (rows > h.K && std::all_of(perm + rows - 32, perm + rows, [&](int k) { return k == h.K; }))
+        rows -= 32;  // padding of another part
       p.perm.assign(perm, perm + rows);
       bool identity = rows == h.K;
       for (int k = 0; k < h.K && identity; k++) identity = perm[k] == k;

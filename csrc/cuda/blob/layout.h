@@ -1,4 +1,4 @@
-// Plans a blob (blob.h) on the host: which rows go into which item, where every section lies. No kernels here.
+// Lays out a blob (blob.h) on the host: rows to items, offsets of sections. No kernels.
 #pragma once
 #include <cstdint>
 #include <string>
@@ -32,9 +32,9 @@ struct BlobLayout {
   GpuHeader header;
   std::vector<GpuPart> parts;
 };
-// Lay the parts out side by side. Fails (returns what is wrong) with too many parts or permutations.
+// Lays the parts side by side; returns an error text or "".
 std::string layout_blob(int K, const std::vector<PartLayout>& parts, BlobLayout& out);
-// The parts of a blob from a copy of its bytes before the strips.
+// Recovers the parts from a copy of the bytes before the strips.
 std::vector<PartLayout> read_parts(const std::vector<uint8_t>& meta);
 
 }  // namespace exl2nb

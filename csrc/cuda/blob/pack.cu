@@ -1,4 +1,4 @@
-// From the tensors of a file to the layout of blob.h, on the GPU: one thread per (unit, lane) gathers its 32 codes and places their bits.
+// Packs EXL2, GPTQ and dense tensors into strips (blob.h): one thread per (unit, lane) gathers 32 codes and places their bits.
 #include <cuda_fp16.h>
 
 #include "cuda/blob/blob.h"
@@ -8,9 +8,8 @@
 namespace exl2nb {
 namespace {
 
-// Where the packers put the bits of a code: the inverse of what dequant.cuh and item_mma.cuh read.
-// Where bit t of field i of width b lies (i as in dq<b>: step i / 4, register i % 4): word, bit for the even row; the odd row's is 16
-// higher.
+// Inverse of dequant.cuh. bit_of: word and bit of bit t of field i at width b (i as in dequantize<b>: step i / 4, register i % 4), for the
+// even row; the odd row is 16 bits higher.
 struct Bit {
   int word, bit;
 };
@@ -35,7 +34,7 @@ __device__ Bit bit_of(int b, int i, int t) {
       return {2 * step + second, byte + t};
   }
 }
-// Byte offset of word w of a lane within a unit: planes of 16, 8 and 4 bytes per lane, as load_unit reads them.
+// Byte offset of word w of a lane in a unit: planes of 16, 8 and 4 bytes per lane, as load_unit reads them.
 __device__ int plane(int b, int w, int lane) {
   const int full = b / 4 * 4, rest = b - full;
   if (w < full) return w / 4 * 512 + lane * 16 + w % 4 * 4;
@@ -47,7 +46,7 @@ __device__ int plane(int b, int w, int lane) {
 
 struct Source {
   const uint32_t *q_weight, *q_scale;
-  const int* row_word;  // per 32 stored rows: first word row, bits, group
+  const int* row_word;  // per 32 stored rows: first word row
   const int* row_group;
   int K, N, outputs;
 };
@@ -155,7 +154,7 @@ __global__ void pack_gptq_units(GptqPacking s, const Item* items, uint8_t* strip
     }
     uint8_t* out = strips + strip * strip_bytes + it.offset;
     for (int w = 0; w < b; w++) *reinterpret_cast<uint32_t*>(out + i * b * 128 + plane(b, w, lane)) = words[w];
-    // Scale sets: four numbers for each g; lanes 0 to 7 write the first (or only) set of a unit, 8 to 15 that of its second 32 rows.
+    // Scale sets: four numbers per g; lanes 0-7 write the set of the unit (or its first half), 8-15 of its second half.
     const int side = lane >> 3;
     if (side > 1 || (it.one && (side || i % it.scales))) continue;
     const int block = it.block + 2 * i + side, set = it.one ? i / it.scales : 2 * i + side;

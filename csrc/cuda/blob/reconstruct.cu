@@ -1,8 +1,6 @@
-// EXL2 codes to f16 weights, bit for bit what the format says (quant/FORMAT.md, "Reconstruction").
-//
-// A block owns one original row: it finds the row's stored place and group once, then each thread decodes whole columns. Reads: every
-// packed word by up to 32 / bits neighbouring blocks, from L2 all but once; writes 2 * K * N bytes in rows. A stored place outside the
-// matrix yields a row of NaN, never a read or write outside.
+// EXL2 tensors to fp16 weights, exactly as quant/FORMAT.md, "Reconstruction". A CTA owns one original row: it finds the stored row and
+// group once, then each thread decodes whole columns. Reads each packed word up to 32 / bits times, mostly from L2; writes 2 * K * N bytes.
+// A stored row outside the matrix gives a row of NaN, no access outside.
 #include <cuda_fp16.h>
 
 #include <vector>
@@ -81,7 +79,7 @@ const char* reconstruct_launch(const int32_t* q_weight, int64_t R, const int32_t
 int device_error() {
   cudaFuncAttributes attributes;
   const cudaError_t error = cudaFuncGetAttributes(&attributes, reconstruct_rows);
-  cudaGetLastError();  // asked and answered: the next launch has nothing to do with it
+  cudaGetLastError();  // clear the error: it must not appear at the next launch
   return static_cast<int>(error);
 }
 

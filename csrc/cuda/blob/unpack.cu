@@ -1,7 +1,6 @@
-// A blob back to a dense fp16 matrix (K, N), rows in original order: what prefill multiplies by.
-//
-// A warp decodes a unit of four neighbouring strips into shared memory, turned round by movmatrix, and writes whole lines: 128 bytes of a
-// row; a CTA's warps 512 bytes side by side. Bytes: the blob once, 2 * K * N written.
+// Unpacks a blob to a dense fp16 matrix (K, N) in original row order, for prefill GEMMs. A warp decodes a unit of four neighbouring strips
+// into shared memory, transposed by movmatrix, and writes full 128-byte lines; a CTA writes 512 bytes side by side. Bytes: the blob once, 2
+// * K * N written.
 #include <algorithm>
 
 #include "cuda/blob/blob.h"
@@ -13,7 +12,7 @@ namespace exl2nb {
 namespace {
 
 constexpr int kStrips = 4, kUnpackWarps = 4, kUnitsPerWarp = 2;
-constexpr int kPitch = kStrips * 16 + 8;  // halves of a row in shared memory: four words on, so that eight rows lie in different banks
+constexpr int kPitch = kStrips * 16 + 8;  // halves per row in shared memory: eight rows in different banks
 
 struct Source {
   const uint8_t* data;
@@ -28,7 +27,7 @@ struct Sources {
   Source part[kMaxParts];
 };
 
-// The item that holds unit u: the last one that begins at or before it. Every lane looks at one, so that there is one trip to memory.
+// Item of unit u: the last one that begins at or before it. One item per lane: one round trip to memory.
 __device__ __forceinline__ int item_of(const Source& P, int u, int lane) {
   int before = 0;
   for (int first = 0; first < P.num_items; first += 32) {
@@ -38,19 +37,19 @@ __device__ __forceinline__ int item_of(const Source& P, int u, int lane) {
   return before - 1;
 }
 
-// The fragment's 8x8 matrices hold columns of the weights as rows; turned round, a lane has two neighbouring columns of one row.
+// 8x8 transpose: a lane gets two neighbouring columns of one row.
 __device__ __forceinline__ uint32_t transpose8x8(uint32_t v) {
   uint32_t r;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(r) : "r"(v));
   return r;
 }
 
-// A warp's unit of `live` strips. from: the first strip's item.
+// Decodes unit i of `live` strips. from: the first strip's item.
 template <int B, bool GPTQ>
 __device__ __forceinline__ void decode_strips(const Source& P, const Item& it, const uint8_t* from, int live, int i, half2 unit, int lane,
                                               half (*tile)[kPitch]) {
   const int g = lane >> 2, t = lane & 3;
-  if (lane / 8 < live && lane % 8 < B)  // one trip to memory for all strips
+  if (lane / 8 < live && lane % 8 < B)  // one round trip for all strips
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from + lane / 8 * P.strip_bytes + i * (128 * B) + lane % 8 * 128));
 #pragma unroll 1
   for (int j = 0; j < live; j++) {
@@ -63,7 +62,7 @@ __device__ __forceinline__ void decode_strips(const Source& P, const Item& it, c
       *reinterpret_cast<uint32_t*>(&tile[(f >> 2) * 16 + (f >> 1 & 1) * 8 + g][j * 16 + (f & 1) * 8 + 2 * t]) = transpose8x8(h[f]);
   }
 }
-static_assert(kStrips * 8 <= 32, "a lane asks for a line");
+static_assert(kStrips * 8 <= 32, "one lane per 128-byte line");
 
 __device__ __forceinline__ void decode_unit(const Source& P, const Item& it, const uint8_t* from, int live, int u, int lane,
                                             half (*tile)[kPitch]) {
@@ -92,7 +91,7 @@ __device__ __forceinline__ void decode_unit(const Source& P, const Item& it, con
 #undef EXL2NB_CASE
 }
 
-// Parts along z. Padding rows are not written.
+// Grid: strips, units, parts. Padding rows are not written.
 __global__ void __launch_bounds__(kUnpackWarps * 32, 6)
     unpack_kernel(const __grid_constant__ Sources sources, int K, int64_t N, half* out) {
   __shared__ __align__(16) half tiles[kUnpackWarps][64][kPitch];

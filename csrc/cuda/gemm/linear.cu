@@ -1,4 +1,4 @@
-// A product by itself: rows in fp32 are rounded into the blob's order, then multiplied.
+// One GEMM by itself: f32 rows are rounded and permuted into the input order, then multiplied.
 #include <algorithm>
 
 #include "cuda/gemm/skinny/skinny_gemm.h"

@@ -1,6 +1,6 @@
-// A row of the residual stream in the registers of a CTA of 512 threads: what is still to be added to it, its norm, and the norm's way into
-// a matrix's input. Used by small kernels of their own and, where few tokens want it, by the product itself, which saves a launch: every
-// CTA makes the row anew. The sums run in one order everywhere, so both give the same bits.
+// A row of the residual stream in the registers of a 512-thread CTA: pending addition, norm, and storing into a GEMM's input. Used by
+// separate kernels and, for few rows, inside the GEMM, which saves a launch (every CTA recomputes the row). Sums run in one order, so both
+// give the same bits.
 #pragma once
 #include "cuda/gemm/fragment.cuh"
 #include "cuda/runtime/pdl.cuh"
@@ -13,7 +13,7 @@ struct NormArgs {
   float eps;
   const float *weight, *bias;  // f32 (width,); bias may be null
 };
-// A token's row: x, and where y: x + scale * rms_norm(y) * post_norm, null: without a norm, which also goes to `to`; then its norm.
+// A row: x, or x + scale * rms_norm(y) * post_norm if y (post_norm null: without norm), which is also stored to `to`; then its norm.
 struct RowSource {
   const float *x, *y;  // (tokens, width)
   float* to;           // (tokens, width), null: nowhere
@@ -24,8 +24,8 @@ struct RowSource {
 
 constexpr int kRowThreads = 512, kHeld = 4, kHeldWidth = 4 * kHeld * kRowThreads;
 
-// Numbers i to i + 3 of a row, 0 behind its end. LDG: constants, kept near; otherwise what an earlier kernel wrote. ANY: of any width, from
-// any place; otherwise the width is a multiple of 4 and the row begins at a multiple of 16 bytes.
+// Elements i .. i + 3 of a row, 0 past its end. LDG: constants; otherwise data of an earlier kernel (L2). ANY: any width and alignment;
+// otherwise width % 4 == 0 and 16-byte alignment.
 template <bool ANY, bool LDG, class T, class T4>
 __device__ __forceinline__ T4 four(const T* p, int i, int width) {
   if (!ANY || ((width | static_cast<int>(reinterpret_cast<uintptr_t>(p) >> 2)) & 3) == 0) {
@@ -53,7 +53,7 @@ __device__ __forceinline__ float square_sum(float4 v, float mean) {
   return fmaf(v.w, v.w, fmaf(v.z, v.z, fmaf(v.y, v.y, __fmul_rn(v.x, v.x))));
 }
 
-// Sums over a CTA, one barrier each. In shared memory.
+// Shared memory of CTA sums, one barrier each.
 struct RowSums {
   float4 partial[2][kRowThreads / 128];
 };
@@ -81,7 +81,7 @@ struct Row {
     return all;
   }
 
-  // Row `row` of s, added up; write: this CTA writes the sum down.
+  // Loads row `row` of s with its pending addition; write: this CTA stores the sum.
   template <bool ANY>
   __device__ __forceinline__ void load(const RowSource& s, size_t row, bool write, RowSums& shared) {
     const int width = s.norm.width;
@@ -128,7 +128,7 @@ struct Row {
       if (i + k < width) p[i + k] = all[k];
   }
 
-  // What the norm takes off and multiplies by. tail: where a row that is longer than what is held lies.
+  // Mean and factor of the norm. tail: the row in memory beyond the elements held in registers.
   struct Scale {
     float mean, factor;
   };
@@ -150,7 +150,7 @@ struct Row {
     if (n.kind != kNoNorm) {
       const auto squares = [&](float4 r, int i) {
         const int left = n.width - i;
-        if (ANY && left < 4) {  // what lies behind the end is no part of it
+        if (ANY && left < 4) {  // ignore elements past the end
           r.w = to.mean;
           if (left < 3) r.z = to.mean;
           if (left < 2) r.y = to.mean;
@@ -166,7 +166,7 @@ struct Row {
     }
     return to;
   }
-  // Numbers i to i + 3 after the norm.
+  // Elements i .. i + 3 after the norm.
   template <bool ANY>
   static __device__ __forceinline__ float4 scaled(const Scale& s, const NormArgs& n, float4 r, int i) {
     if (n.kind == kNoNorm) return r;
@@ -175,7 +175,7 @@ struct Row {
     const auto one = [&](float x, float w1, float b1) { return fmaf(__fmul_rn(__fadd_rn(x, -s.mean), s.factor), w1, b1); };
     return {one(r.x, w.x, b.x), one(r.y, w.y, b.y), one(r.z, w.z, b.z), one(r.w, w.w, b.w)};
   }
-  // The norm. put(i, four numbers): they are i to i + 3.
+  // The norm; put(i, v): v is elements i .. i + 3.
   template <bool ANY, class Put>
   __device__ __forceinline__ void norm(const NormArgs& n, const float* tail, RowSums& shared, Put put) {
     const Scale s = scale<ANY>(n, tail, shared);
@@ -187,8 +187,8 @@ struct Row {
   }
 };
 
-// Numbers i to i + 3 of a token's normed row into the inputs of a matrix: x is the first copy's, perm_stride halves between the copies;
-// group: see fragment.cuh.
+// Stores elements i .. i + 3 of a normed row into all copies of an input; x: first copy, perm_stride halves between copies; group:
+// fragment.cuh.
 template <bool ANY>
 __device__ __forceinline__ void put_input(half* x, int perm_stride, int num_perms, const int* const* inverse, int i, int width, float4 r,
                                           int group = 0) {

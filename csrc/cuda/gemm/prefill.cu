@@ -1,4 +1,4 @@
-// What a prompt needs between torch's matrix products, each in one pass over its rows: a norm in f32 that leaves f16, and a gate.
+// Element-wise kernels of prefill, one pass over the rows each: norm (f32 to f16), gate, rotary embedding with cache write.
 #include "cuda/gemm/prefill.h"
 
 #include <algorithm>
@@ -25,7 +25,7 @@ __device__ __forceinline__ float cta_sum(float s) {
   return all;
 }
 
-// A CTA per token, whose row stays in registers where it has no more than 1024 * HELD numbers; else it is read again. Any width.
+// One CTA per token; rows up to 1024 * HELD numbers stay in registers, longer ones are read again.
 template <int HELD>
 __global__ void __launch_bounds__(kNormThreads, HELD > 4 ? 3 : 4) norm_rows(const __grid_constant__ NormRowsArgs a) {
   const float* const x = a.x + static_cast<int64_t>(blockIdx.x) * a.width;
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kNormThreads, HELD > 4 ? 3 : 4) norm_rows(cons
       each([&](float4 r, int) { sum += (r.x + r.y) + (r.z + r.w); });
       mean = cta_sum(sum) / a.width, sum = 0.f;
     }
-    each([&](float4 r, int i) {  // what lies behind the end is no part of it
+    each([&](float4 r, int i) {  // ignore elements past the end
       const int left = a.width - i;
       sum += square_sum({r.x, left > 1 ? r.y : mean, left > 2 ? r.z : mean, left > 3 ? r.w : mean}, mean);
     });
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kNormThreads, HELD > 4 ? 3 : 4) norm_rows(cons
 
 constexpr int kGateThreads = 256, kPage = 256;
 
-// EIGHT: numbers of a thread, eight or one. Columns along x, tokens along y and on.
+// EIGHT: elements per thread, 8 or 1. Grid: columns along x, tokens along y.
 template <int EIGHT>
 __global__ void __launch_bounds__(kGateThreads)
     gate_rows(const half* __restrict__ y, int64_t tokens, int width, bool gated, int kind, half* __restrict__ out) {
@@ -97,7 +97,7 @@ const char* launch_gate(const half* y, int64_t tokens, int width, bool gated, in
   return error_text(cudaGetLastError());
 }
 
-// A thread: eight pairs of a token's head.
+// One thread: eight pairs of one head of a token.
 __global__ void __launch_bounds__(kGateThreads) rotate_rows(const __grid_constant__ RotateRowsArgs a) {
   const int half_way = a.head_dim / 2, per = a.head_dim / 16, heads = a.num_heads + 2 * a.num_kv_heads;
   const int64_t number = static_cast<int64_t>(blockIdx.x) * kGateThreads + threadIdx.x, row = number / per;

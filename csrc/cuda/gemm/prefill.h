@@ -1,4 +1,4 @@
-// What a prompt needs between torch's matrix products: plain launch functions. Each returns nullptr, or what went wrong.
+// Element-wise kernels of prefill. Each launch returns nullptr or an error text.
 #pragma once
 #include <cstdint>
 

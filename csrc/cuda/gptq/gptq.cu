@@ -1,5 +1,5 @@
-// The launches of gptq.h: groups in turn, per group search (gptq.cu), rounding and compensation (gptq.cu) of all options at
-// once.
+// GPTQ (Frantar et al., 2022) with EXL2 scales: for each group of rows, scale search, rounding, and compensation of the remaining rows; all
+// options (ways to group the rows) at once.
 #include "cuda/gptq/gptq.h"
 
 #include <cuda_fp16.h>
@@ -13,17 +13,15 @@
 namespace exl2nb {
 namespace {
 
-// The scales of one group of rows: which maximum the columns share, and each column's code under it.
+// Scale search of a group: the shared maximum, and each column's 4-bit scale code under it.
 //
-// Under GPTQ's local loss sum_r (w - what)^2 / U_rr^2: every column's best free step (16 tried), then 24 shared maxima around the largest
-// of them, for each of which a column takes the best of 4 codes; the maximum with the least weighted sum over columns wins. A lane owns a
-// column, a warp a share of what is tried, a CTA 32 columns, whose rows wait in shared memory. Sums over columns are made in one order
-// (lanes of a warp, then CTAs by number), so that the same input gives the same bits.
-// Bytes: a group's weights twice.
+// Local loss sum_r (w - q)^2 / U_rr^2: each column's best free step (16 tried), then 24 shared maxima around the largest of them; per
+// maximum a column takes the best of 4 codes; the maximum with the least weighted sum over columns wins. Lane: a column; warp: a share of
+// the candidates; CTA: 32 columns, rows staged in shared memory. Sums over columns run in fixed order. Bytes: a group's weights twice.
 constexpr int kOptions = 16, kLanes = 32, kWarps = 8, kStage = 64;
 constexpr int kGrid = 16, kCandidates = 24, kSpan = 4, kEach = kCandidates / kWarps;
 
-// One group of every option. rows 0: none.
+// The current group of every option; rows 0: none.
 struct Step {
   int bits[kOptions], first[kOptions], rows[kOptions];
 };
@@ -31,12 +29,12 @@ struct Sizes {
   int K, N, P;
   __device__ int64_t columns() const { return static_cast<int64_t>(P) * N; }
 };
-// The maxima tried, relative to the largest column's best step.
+// Candidate maxima, relative to the largest best step.
 struct Spread {
   float factor[kCandidates];
 };
 
-__device__ __forceinline__ float round_even(float x) { return (x + 12582912.0f) - 12582912.0f; }  // right for |x| < 2^22
+__device__ __forceinline__ float round_even(float x) { return (x + 12582912.0f) - 12582912.0f; }  // |x| < 2^22
 __device__ __forceinline__ float round_half(float x) { return __half2float(__float2half_rn(x)); }
 __device__ __forceinline__ float reciprocal(float x) { return x > 0.0f ? 1.0f / x : 0.0f; }
 __device__ __forceinline__ float nearest(float x, float lo, float hi) { return round_even(fminf(fmaxf(x, lo), hi)); }
@@ -187,15 +185,15 @@ __global__ void __launch_bounds__(kLanes* kCandidates)
   scale_max[p] = step.rows[p] ? maximum(top[p], spread.factor[found], step.bits[p]) : __float2half_rn(0.0f);
 }
 
-// Rounding the rows of one group, and making up for it in the rows of the block that are still to come. One thread owns a column.
+// Rounding and compensation of one group. One thread owns a column.
 //
-// Plain: every column for itself. Coupled: within a row, too, a column's error is pushed onto the columns of its block of coupling that are
-// still to come. Column m of row r waits for column m of row r - 1 and for the columns before m of row r, and for nothing else; so warps
-// (32 columns each) follow one another through the rows, kTurn of them at a time, and inside a warp row i is i columns behind row 0.
-// Bytes: a group's weights once, its errors once per kPanel rows, V once per kTurn rows (from L2).
+// round_rows: columns independent. round_coupled: a column's error is also pushed onto the later columns of its coupling block. Column m of
+// row r depends on column m of row r - 1 and on the columns before m in row r; so warps (32 columns) form a wavefront over kTurn rows at a
+// time, and in a warp row i runs i columns behind row 0. Bytes: a group's weights once, its errors once per kPanel rows, V once per kTurn
+// rows (L2).
 constexpr int kRowThreads = 64, kPanel = 16, kDeep = 64, kTurn = 4;
 
-// What a group was given, and where its results go; first: of the block.
+// Scale codes of a group and where results go; first: first row of the block.
 struct Chosen {
   const int* picked;    // [P]
   const uint8_t* code;  // [kCandidates][P * N]
@@ -212,7 +210,7 @@ struct Chosen {
   }
 };
 
-// Rows [row, row + kDeep) x columns [from, from + kPanel) of U, 0 where there is nothing to compensate: outside [.., row_end) x [.., end).
+// Rows [row, row + kDeep) x columns [from, from + kPanel) of U, zero outside [.., row_end) x [.., end).
 struct Panel {
   float u[kDeep][kPanel];
 
@@ -271,7 +269,7 @@ __global__ void __launch_bounds__(kRowThreads) round_rows(const float* w, const 
   if (inside) to.loss[column] = sum;
 }
 
-// Rows of the block behind a group: w[t] -= sum over its rows of U[r][t] * error.
+// Later rows of the block: w[t] -= sum over the group's rows of U[r][t] * error.
 __global__ void __launch_bounds__(kRowThreads)
     compensate(float* w, const float* factor, Step step, Sizes size, const float* errors, int first, int end) {
   __shared__ Panel panel;
@@ -294,14 +292,14 @@ __global__ void __launch_bounds__(kRowThreads)
   }
 }
 
-// One CTA per block of B coupled columns, a thread per column. pushes: [rows / kTurn][P * N], what each column was off from its target.
-// staged: dynamic shared memory holds every warp's own 32 x 32 of V, which its columns wait for one after the other.
+// One CTA per block of B coupled columns, one thread per column. pushes: [rows / kTurn][P * N], column errors. staged: dynamic shared
+// memory holds each warp's own 32 x 32 block of V, on the critical path.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads) round_coupled(const float* w, const float* factor, Step step, Sizes size, const float* coupling,
                                                           const float* spread, int B, Chosen to, float4* pushes, bool staged) {
   extern __shared__ float own_blocks[];
-  __shared__ float4 pushed[kThreads / 32][32];  // of the warp that is being looked at
-  __shared__ int done[kThreads / 32];           // turns that a warp has finished; read and written by atomics while others wait
+  __shared__ float4 pushed[kThreads / 32][32];  // errors of the warp being applied
+  __shared__ int done[kThreads / 32];           // turns finished per warp; atomics
   const int p = blockIdx.y, m = threadIdx.x, warp = m >> 5, lane = m & 31;
   const int a = step.first[p], e = a + step.rows[p], bits = step.bits[p];
   if (a == e) return;
@@ -346,7 +344,7 @@ __global__ void __launch_bounds__(kThreads) round_coupled(const float* w, const 
     for (int i = 0; i < kTurn; i++) t[i] = x[i];
     float4* const row = pushes + (turn - 1) * stride + start;
     for (int before = 0; before < warp; before++) {
-      constexpr int kAhead = kThreads > 512 ? 4 : 16;  // V's rows are fetched before there is anything to multiply them with
+      constexpr int kAhead = kThreads > 512 ? 4 : 16;  // rows of V prefetched before the errors arrive
       const float* const vb = v + static_cast<int64_t>(before) * 32 * B;
       float c[kAhead];
 #pragma unroll
@@ -367,7 +365,7 @@ __global__ void __launch_bounds__(kThreads) round_coupled(const float* w, const 
         }
       __syncwarp();
     }
-    float c[kTurn] = {};  // V's rows of the columns that the kTurn rows are at
+    float c[kTurn] = {};  // rows of V at the wavefront
     for (int tau = 0; tau < width + kTurn - 1; tau++) {
 #pragma unroll
       for (int i = kTurn - 1; i > 0; i--) c[i] = c[i - 1];
@@ -383,7 +381,7 @@ __global__ void __launch_bounds__(kThreads) round_coupled(const float* w, const 
 #pragma unroll
           for (int j = i + 1; j < kTurn; j++) x[j] -= error[i] * u[i][j], t[j] -= error[i] * u[i][j];
         } else {
-          t[i] -= found * c[i];  // 0 for the columns before it
+          t[i] -= found * c[i];  // V is zero for earlier columns
         }
       }
     }
@@ -410,7 +408,7 @@ constexpr float kLow = 0.5f, kHigh = 1.3f;  // the maxima tried, relative to the
 
 int tiles_of(const GptqBlock& b) { return (b.N + kLanes - 1) / kLanes; }
 
-// Memory that the kernels hand to one another.
+// Scratch memory between the kernels.
 struct Scratch {
   int64_t bytes = 0;
   uint8_t* base;
@@ -440,7 +438,7 @@ struct Scratch {
   }
 };
 
-// Whether a kernel may have so much dynamic shared memory beside its own; from then on it may.
+// Raises the kernel's dynamic shared memory limit; false if it does not fit.
 template <class Kernel>
 bool shared_fits(Kernel* kernel, int bytes) {
   cudaFuncAttributes found;

@@ -4,16 +4,16 @@
 
 namespace exl2nb {
 
-constexpr int kGptqOptions = 16;        // ways to cut the same rows into groups that one launch may try side by side
-constexpr int kGptqMostCoupled = 1024;  // columns per block of coupling: a CTA's threads
+constexpr int kGptqOptions = 16;        // most options (ways to group the rows) per launch
+constexpr int kGptqMostCoupled = 1024;  // most columns per coupling block (threads of a CTA)
 
 // Rows [first, first + rows) of P copies of one matrix, each with its own groups.
 struct GptqBlock {
-  float* w;                    // [K][P * N], stored order; of these rows, what is behind a group is compensated for it
+  float* w;                    // [K][P * N], stored order; later rows of the block are compensated in place
   const float* factor;         // [K][K], upper triangular, inverse Hessian = U^T U
-  const float* column_weight;  // [N]: how much a column's loss counts when the shared maximum of a group is chosen
-  const int32_t* groups;       // on the host, [P][S][2]: bits, rows; no rows: no such group
-  const float* coupling;       // [N / B][B][B], or null: every column for itself
+  const float* column_weight;  // [N]: weight of a column's loss in the choice of the shared maximum
+  const int32_t* groups;       // host, [P][S][2]: bits, rows; rows 0: none
+  const float* coupling;       // [N / B][B][B]; null: independent columns
   const float* spread;         // [N]
   int K, N, P, S, first, rows, B;
   uint8_t* codes;        // [rows][P * N]

@@ -25,18 +25,18 @@ struct Routed {
     return static_cast<float>(d);
   }
   bool layer_norm() const { return w[10] != 0; }
-  // Numbers in a row of router.cuh, and such rows of a part where the product before makes them.
+  // Floats per row of router.cuh; rows per part where the router is fused.
   static int stride(const GpuHeader& router) { return (router.N + 3) / 4 * 4; }
   int rows() const { return w[1] == 0 || !layer_norm() ? 1 : w[9] != 0 ? 3 : 2; }
-  // CTAs of that product.
+  // CTAs of the fused GEMM.
   static int parts(const GpuHeader& router) { return std::min(multiprocessors(), (router.K + kStripColumns - 1) / kStripColumns); }
-  // Where what the first products leave begins in the op's room, behind what the router leaves.
+  // Offset of expert_up's outputs, after the router's partial sums.
   size_t inner(const GpuHeader& router, int tokens) const {
     return (static_cast<size_t>(tokens) * parts(router) * (rows() * stride(router) + 4) * 4 + 255) / 256 * 256;
   }
 };
 
-// How many CTAs each pair gets, so that all have about the same number of strips; more than one wave only where there are more pairs.
+// CTAs per pair, so that all have about equally many strips; more than one wave only if there are more pairs than SMs.
 void assign_strips(ExpertUpArgs& e, const ExpertTable& table, int tokens) {
   const int chosen = table.matrices()[0].part[0].strips, last = table.matrices()[table.count - 1].part[0].strips;
   const bool shared = e.pairs > e.choice.top_k;
@@ -47,7 +47,7 @@ void assign_strips(ExpertUpArgs& e, const ExpertTable& table, int tokens) {
   e.share = parts(chosen, per), e.shared_share = shared ? parts(last, per) : 0;
 }
 
-// Shared memory: of a CTA and of a multiprocessor, where the system takes some of each CTA's.
+// Shared memory per CTA and per SM; the driver reserves kTaken of each CTA.
 constexpr int kTaken = 1024, kStatic = 512;
 struct Limits {
   int block, sm;
@@ -68,7 +68,7 @@ const char* launch(const Args& args, dim3 grid, int shared, cudaStream_t stream,
   return launch_kernel(kernel, grid, kThreads, static_cast<size_t>(shared), stream, pdl, 1, args);
 }
 
-// As many slots of the largest item as a CTA with `fixed` bytes beside them may have of `budget`, at most `useful`.
+// Slots of the largest item that fit in `budget` beside `fixed` bytes, at most `useful`.
 RingShape ring_shape(int item, int fixed, int budget, int useful) {
   RingShape r{(item + 15) / 16 * 16, stages_of(copy_path())};
   constexpr int kMost = 8;
@@ -76,11 +76,11 @@ RingShape ring_shape(int item, int fixed, int budget, int useful) {
   return r;
 }
 
-// The largest number of a warp's items in one part of a matrix, about.
+// About the most items of a warp in one part.
 int items_of_warp(const ExpertMatrix& m) { return (m.items / m.num_parts + kWarps - 1) / kWarps; }
 
-// Shared memory of a CTA. Two CTAs of these kernels must not meet on a multiprocessor, or some would have twice the work; but one of the
-// second products beside one of the first is what hides its beginning. So this takes a little more than half.
+// Shared memory of expert_up. Two of its CTAs must not share an SM (double work), but an expert_down CTA beside one hides its start: so a
+// little more than half.
 int up_shared(ExpertUpArgs& e, const ExpertTable& table) {
   const int half = (limits().sm - 2 * kTaken) / 2, budget = std::min(limits().block, half + 4096);
   const int shared_strips = e.shared_share ? (e.representative[1].part[0].strips + e.shared_share - 1) / e.shared_share : 0;
@@ -119,7 +119,7 @@ const char* up_launch(ExpertUpArgs e, const ExpertTable& table, int tokens, int&
   }
 }
 
-// beside: shared memory of the first products' CTA.
+// beside: shared memory of an expert_up CTA.
 const char* down_launch(ExpertDownArgs d, const ExpertTable& table, int tokens, int beside, cudaStream_t stream, bool pdl) {
   d.room = 0, d.ring = {};
   const int x_bytes = d.pairs * d.out.x_stride * 2, most = limits().block;
@@ -179,7 +179,7 @@ const char* make_expert_table(const std::vector<const uint8_t*>& heads, const st
     t.image = std::max(t.image, size);
     const auto* const items = reinterpret_cast<const Item*>(images[i].data());
     for (int n = 0; n < a.items; n++) t.item = std::max<int32_t>(t.item, items[n].bytes);
-    // Laid out as the first: the same items, shared out among the warps alike.
+    // Same items and warp split as the first matrix.
     const ExpertMatrix& first = *reinterpret_cast<const ExpertMatrix*>(table.data() + sizeof(ExpertTable));
     const auto same = [&](int from, int to) { return std::memcmp(images[i].data() + from, images[0].data() + from, to - from) == 0; };
     if (t.alike == static_cast<int32_t>(i) && m.items == first.items && m.units == first.units && same(0, image_steps(m.items)) &&
@@ -198,7 +198,7 @@ size_t routed_bytes(const int64_t* words, const GpuHeader& router, int tokens) {
 GemmArgs routed_down(const int64_t* words) {
   const ExpertTable& down = Routed{words}.host(1);
   GemmArgs a{};
-  a.part[0] = down.matrices()[0].part[0];  // strips and outputs, which all have
+  a.part[0] = down.matrices()[0].part[0];  // strips and outputs are the same for all
   a.num_parts = 1, a.strips = a.part[0].strips, a.tokens = 1, a.scale = 1.f, a.x_stride = down.stride;
   return a;
 }

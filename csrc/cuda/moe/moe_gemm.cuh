@@ -1,29 +1,30 @@
-// One token's row times several matrices at once: what both kernels of the experts do (moe_gemm.cuh, moe_gemm.cuh).
+// Experts of a decode step: two kernels, expert_up (gate, up, activation) and expert_down (down, weighted sum, residual). Both multiply one
+// token's row by several matrices.
 //
-// A segment is one matrix (or part of one), of which the CTA has some strips of 16 columns. Its warps split the items of every segment, a
-// range of each, and stream them strip by strip through rings in shared memory whose slots are as large as the largest item there is, so
-// that small experts fill as much of the way to memory as large ones. SUMMED: the segments' results times their weights are added up, in
-// their order; otherwise each has its own.
+// Segment: one matrix (or part) of which the CTA owns strips of 16 columns. The warps split the items of every segment and stream them
+// strip by strip through shared-memory rings; slots have the size of the largest item, so small experts keep as many bytes in flight as
+// large ones. SUMMED: results of the segments are added, times their weights, in segment order.
+// Bytes: strips of the chosen matrices once per token; per CTA the token's row and the router's partial sums.
 #pragma once
 #include "cuda/gemm/skinny/skinny_gemm.cuh"
 #include "cuda/moe/moe.h"
 
 namespace exl2nb {
 
-// Which experts a token visits, worked out by a whole CTA from what its router left: the top_k largest logits, of equal ones the first, in
-// the order of their numbers; and their weights, a softmax over all experts, divided by the norm of the chosen ones of order `renormalize`
-// where that is not 0. Every CTA that asks gets the same answer: sums run in one order, written with roundings that no compiler moves.
+// Routing of a token, computed by a whole CTA from the router's partial sums: the top_k largest logits (ties: lower number), in order of
+// their numbers; weights are a softmax over all experts, divided by the p-norm of the chosen ones, p = `renormalize`, if that is not 0.
+// Every CTA gets the same answer: sums run in one order with explicit rounding.
 struct RoutingArgs {
-  const float* sums;  // (tokens, parts, size) of router.cuh; of a router that was a product of its own one part, whose row is the logits
-  int parts, stride, rows, experts, top_k, kind;  // kind: NormKind of the norm in front, kNoNorm where it is in them
-  bool gate;                                      // one more output behind the experts', for the expert that every token visits
+  const float* sums;  // (tokens, parts, size) as in router.cuh; a separate router GEMM: one part, its row is the logits
+  int parts, stride, rows, experts, top_k, kind;  // kind: NormKind still to be applied to the sums
+  bool gate;                                      // one more logit: the gate of the shared expert
   float eps, inverse_width, renormalize;
 
   EXL2NB_BOTH int size() const { return rows * stride + 4; }
-  EXL2NB_BOTH int bytes() const { return parts * size() * 4; }  // of a token's sums
+  EXL2NB_BOTH int bytes() const { return parts * size() * 4; }  // per token
 };
 
-// In shared memory. ranked: by falling logit; numbers: rising, behind them the expert that every token visits; places: their ranks.
+// Shared memory. ranked: by falling logit; numbers: rising, then the shared expert; places: their ranks.
 struct Routing {
   float *sums, *logits, *weights;
   int *ranked, *numbers, *places;
@@ -39,7 +40,7 @@ struct Routing {
   }
 };
 
-// to.sums from number `first` on. near: the token's sums in shared memory, or null. A barrier follows.
+// Sums the router's partial sums from index `first` on. near: the token's partial sums in shared memory, or null. A barrier must follow.
 __device__ __forceinline__ void sum_router_partials(const RoutingArgs& c, const Routing& to, const float* near, int token, int first) {
   const int lane = threadIdx.x & 31, size = c.size();
   const float* const far = c.sums + static_cast<size_t>(token) * c.parts * size;
@@ -53,7 +54,7 @@ __device__ __forceinline__ void sum_router_partials(const RoutingArgs& c, const 
   }
 }
 
-// What the norm in front of the router takes off and multiplies by; behind `sum_router_partials`.
+// Mean and factor of the norm in front of the router; after sum_router_partials.
 struct Scale {
   float mean, factor;
 };
@@ -65,10 +66,10 @@ __device__ __forceinline__ Scale norm_scale(const RoutingArgs& c, const Routing&
   return {mean, rsqrtf(__fadd_rn(fmaxf(var, 0.f), c.eps))};
 }
 
-// to.ranked, for every thread; behind `sum_router_partials`.
+// Fills to.ranked; after sum_router_partials.
 __device__ __forceinline__ void rank_experts(const RoutingArgs& c, const Routing& to, const Scale& norm) {
   const int padded = (c.experts + 3) / 4 * 4;
-  for (int r = threadIdx.x; r < c.top_k; r += kThreads) to.ranked[r] = r;  // should a logit be no number
+  for (int r = threadIdx.x; r < c.top_k; r += kThreads) to.ranked[r] = r;  // in case of NaN logits
 #pragma unroll 1
   for (int e = threadIdx.x; e < c.stride; e += kThreads) {
     float v = to.sums[e];
@@ -76,11 +77,11 @@ __device__ __forceinline__ void rank_experts(const RoutingArgs& c, const Routing
     v = __fmul_rn(v, norm.factor);
     if (c.kind == kLayerNorm && c.rows > 2) v = __fadd_rn(v, to.sums[2 * c.stride + e]);
     if (e < padded) to.logits[e] = e < c.experts ? v : -INFINITY;
-    if (e == c.experts) to.sums[e] = v;  // the gate's
+    if (e == c.experts) to.sums[e] = v;  // gate
   }
   __syncthreads();
 #pragma unroll 1
-  for (int i = threadIdx.x; i < (c.experts + 7) / 8 * 32; i += kThreads) {  // four lanes an expert
+  for (int i = threadIdx.x; i < (c.experts + 7) / 8 * 32; i += kThreads) {  // four lanes per expert
     const int e = i >> 2, q = i & 3;
     const float mine = e < c.experts ? to.logits[e] : -INFINITY;
     int before = 0;
@@ -97,7 +98,7 @@ __device__ __forceinline__ void rank_experts(const RoutingArgs& c, const Routing
   __syncthreads();
 }
 
-// Behind `rank`: after the next barrier all of `to`.
+// After rank_experts; the rest of `to` is valid after the next barrier.
 __device__ __forceinline__ void weigh_experts(const RoutingArgs& c, const Routing& to) {
   const int lane = threadIdx.x & 31;
   if (threadIdx.x >= 32) return;
@@ -127,15 +128,15 @@ __device__ __forceinline__ void weigh_experts(const RoutingArgs& c, const Routin
 }
 
 struct alignas(16) ExpertSegment {
-  const uint8_t* data;  // of the CTA's first strip
+  const uint8_t* data;  // the CTA's first strip
   const Item* items;
   const half2* steps;
   const half* x;
-  int hop;  // bytes from one strip of the CTA to its next
+  int hop;  // bytes between strips of the CTA
   float weight;
 };
 
-// How a CTA's ring is laid out: `stages` slots of `slot` bytes for each warp.
+// Ring of a CTA: `stages` slots of `slot` bytes per warp.
 struct RingShape {
   int slot, stages;
   EXL2NB_BOTH int bytes() const { return kWarps * stages * slot; }
@@ -147,10 +148,10 @@ struct ExpertStream {
   uint8_t* ring;
   uint64_t* bars;  // [warp][stage]
   RingShape shape;
-  int count, strips;  // segments; of each
+  int count, strips;  // segments; strips of each
 };
 
-// A warp's ring being filled, strip by strip, in each segment by segment.
+// Producer of a warp's ring: strip by strip, in each segment by segment.
 template <int PATH>
 struct ExpertProducer {
   const ExpertStream& s;
@@ -158,12 +159,12 @@ struct ExpertProducer {
   int left, segment = -1, item = 0, end = 0, slot = 0, strip = 0;
   const uint8_t* data = nullptr;
 
-  // known: what there is to fetch; otherwise `next` is called when it is.
+  // known: segments are valid; otherwise call `next` when they are.
   __device__ __forceinline__ ExpertProducer(const ExpertStream& stream, int w, int l, bool known)
       : s(stream), warp(w), lane(l), left(stream.strips) {
     if (known) next();
   }
-  // The next segment of which this warp has something.
+  // Moves to the next segment of which this warp has items.
   __device__ __forceinline__ void next() {
 #pragma unroll 1
     for (int tries = 0; left > 0; tries++) {
@@ -201,8 +202,8 @@ struct ExpertProducer {
   }
 };
 
-// All strips, `flush` at a time. sums: twice [flush][segment, or 1 where SUMMED][warp][16]. done(sums, first strip, strips): called by all
-// threads when the sums of some strips stand there.
+// Consumer: all strips, `flush` at a time. sums: two buffers [flush][segment, or 1 if SUMMED][warp][16]. done(sums, first strip, strips) is
+// called by all threads.
 template <int PATH, bool STAGED, bool SUMMED, class Done>
 __device__ __forceinline__ void run_experts(const ExpertStream& s, ExpertProducer<PATH>& fetch, float* sums, int flush, int warp, int lane,
                                             Done done) {
@@ -257,7 +258,7 @@ __device__ __forceinline__ void run_experts(const ExpertStream& s, ExpertProduce
   }
 }
 
-// Sum of a column over the warps, in their order.
+// Sum of a column over the warps, in fixed order.
 __device__ __forceinline__ float sum_warps(const float* sums) {
   float v = 0.f;
 #pragma unroll
@@ -265,8 +266,7 @@ __device__ __forceinline__ float sum_warps(const float* sums) {
   return v;
 }
 
-// What arrives in shared memory before the ring is filled, under one barrier whose phases follow one another. Begin with the number of
-// bytes, then copy, then wait; all threads call.
+// Bulk copies into shared memory before the ring starts, one mbarrier with consecutive phases. All threads call begin (bytes), copy, wait.
 template <int PATH>
 struct BulkArrivals {
   uint64_t* bar;
@@ -293,7 +293,7 @@ struct BulkArrivals {
   }
 };
 
-// All barriers of a CTA; a __syncthreads follows.
+// Initialises all mbarriers; __syncthreads must follow.
 template <int PATH>
 __device__ __forceinline__ void init_barriers(uint64_t* bars, int count) {
   if constexpr (PATH == kBulk) {
@@ -304,19 +304,18 @@ __device__ __forceinline__ void init_barriers(uint64_t* bars, int count) {
   }
 }
 
-// The first products of a sparse MLP: a CTA's strips of gate and up of one expert that a token visits, and their activation.
+// expert_up: a CTA's strips of gate and up of one expert of a token, and the activation.
 //
-// Which expert that is, every CTA works out for itself, from what the product before has left. What the choice does not change is fetched
-// while that is on its way: the table of matrices and, where all experts are laid out alike, which items there are; so one trip to memory
-// lies between the choice and the first product. The expert that every token visits does not wait for the choice at all. Bytes: strips of
-// the chosen matrices once per token; per CTA the token's row and what its router left.
+// Every CTA computes the routing itself. What does not depend on it is loaded meanwhile: the table of matrices and, if all experts share a
+// layout (`alike`), the items. So one round trip to memory lies between routing and first product. The shared expert does not wait for the
+// routing at all.
 struct ExpertUpArgs {
   RoutingArgs choice;
   RowSource from;
   const ExpertMatrix *table, *next_table;
   ExpertMatrix representative[2];  // one that may be chosen, and the one that every token visits: what is the same for all is known without
                                    // the table
-  // CTAs of a token: `share` for each of top_k pairs, then `shared_share` for the last one.
+  // CTAs per token: `share` for each of top_k pairs, then `shared_share` for the shared expert.
   int share, shared_share, pairs, activation, x_stride, num_perms;
   int image, strips, flush;  // bytes of the largest image; strips that a CTA has at most, and that are summed at once
   RingShape ring;
@@ -325,11 +324,11 @@ struct ExpertUpArgs {
   half* next;                         // [pair][stride]
   int next_stride;
 
-  // Of the near table: of first matrices, and the permutations of the second ones' inputs.
+  // Bytes of the table in shared memory: first matrices, and the permutations of the second matrices' inputs.
   EXL2NB_BOTH int table_bytes() const { return choice.experts * static_cast<int>(sizeof(ExpertMatrix)) + (choice.experts + 1) / 2 * 16; }
 };
 
-// Of the dynamic shared memory.
+// Dynamic shared memory.
 struct ExpertUpSmem {
   uint8_t *ring, *image;
   uint64_t* bars;  // of the ring, then of what arrives before, then of the router's sums
@@ -359,7 +358,7 @@ struct ExpertUpSmem {
   }
 };
 
-// Each warp's items of both parts.
+// Items of each warp, both parts.
 __device__ __forceinline__ void split_items(const ExpertUpSmem& S, int items, int units) {
   if (const int i = threadIdx.x; i < 2 * kWarps) {
     const auto* const ends = reinterpret_cast<const uint16_t*>(S.image + image_ends(items, units)) + i / kWarps * kEnds;
@@ -367,7 +366,7 @@ __device__ __forceinline__ void split_items(const ExpertUpSmem& S, int items, in
   }
 }
 
-// A row's sum and sum of squares, for a router that has left none. A barrier follows the call.
+// Norm of a row for a router without partial sums. A barrier must follow.
 __device__ __forceinline__ Scale norm_scale_of_row(const NormArgs& n, const float* x, float* shared) {
   float sum = 0.f, squares = 0.f;
 #pragma unroll 1
@@ -385,7 +384,7 @@ __device__ __forceinline__ Scale norm_scale_of_row(const NormArgs& n, const floa
   return n.kind == kNoNorm ? Scale{0.f, 1.f} : Scale{mean, rsqrtf(fmaxf(squares / n.width - mean * mean, 0.f) + n.eps)};
 }
 
-// Code that runs once waits for its instructions, about ten cycles for each: so there is little of it, and no loop of it is unrolled.
+// Code that runs once stalls on instruction fetch, about ten cycles per instruction: it is short and not unrolled.
 template <int PATH>
 __global__ void __launch_bounds__(kThreads, PATH == kBulk ? 2 : 1) expert_up(const __grid_constant__ ExpertUpArgs E) {
   extern __shared__ __align__(128) uint8_t shared[];
@@ -396,7 +395,7 @@ __global__ void __launch_bounds__(kThreads, PATH == kBulk ? 2 : 1) expert_up(con
   const bool chooses = place < top_k, known = E.alike || !chooses;
   const ExpertUpSmem S(E, shared);
   const Routing chosen(E.choice, S.choice);
-  // Where the ring will be: the table and the router's sums.
+  // In the ring's place before it is filled: the table and the router's partial sums.
   auto* const near_table = reinterpret_cast<ExpertMatrix*>(shared);
   auto** const near_inverses = reinterpret_cast<const int**>(near_table + E.choice.experts);
   auto* const near_sums = reinterpret_cast<float*>(shared + (E.table_near ? E.table_bytes() : 0));
@@ -475,7 +474,7 @@ __global__ void __launch_bounds__(kThreads, PATH == kBulk ? 2 : 1) expert_up(con
     fetch.next();
     fetch.fill();
   }
-  // Where what this CTA makes goes; the first of a thread, which mostly is the only one, is under way while the row is scattered.
+  // Places of the outputs; the first one of a thread (usually the only one) is loaded while the row is scattered.
   const int outputs = representative.part[0].outputs;
   const int* const inverse = inverses[2];
   const auto column_of = [&](int i) { return (block + (i >> 4) * grid) * 16 + (i & 15); };
@@ -512,12 +511,11 @@ __global__ void __launch_bounds__(kThreads, PATH == kBulk ? 2 : 1) expert_up(con
   });
 }
 
-// The second products of a sparse MLP: one CTA's columns of the residual, for one token, through all of its experts.
+// expert_down: one CTA's columns of the residual, one token, all its experts.
 //
-// As in skinny_gemm.cuh a CTA owns whole strips of 16 columns; its warps split the items of all chosen matrices, one expert after the
-// other, and a warp's sum over a strip is that over its items in the order of the experts' numbers, each times its expert's weight. What
-// was chosen is known before the first products begin, and both kernels find room on a multiprocessor: the ring is filled while those run.
-// Bytes: strips of the chosen matrices once per token.
+// As in skinny_gemm.cuh a CTA owns whole strips; its warps split the items of all chosen matrices, one expert after the other, in order of
+// their numbers. The routing is known before expert_up starts, and both kernels fit on an SM together: the ring is filled while expert_up
+// runs.
 struct ExpertDownArgs {
   GemmArgs out;  // of one token: strips and outputs of all experts, x, what is done with the results
   RoutingArgs choice;
@@ -528,7 +526,7 @@ struct ExpertDownArgs {
   bool sums_near;  // as there
 };
 
-// Of the dynamic shared memory.
+// Dynamic shared memory.
 struct ExpertDownSmem {
   uint8_t *ring, *images;
   uint64_t* bars;  // of the ring, then of what arrives before and of the activations

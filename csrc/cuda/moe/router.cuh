@@ -1,30 +1,29 @@
-// What a sparse layer's router makes of a product's outputs: the CTA that adds columns to the residual also multiplies them, times the
-// weights of the norm behind it, with the router's rows of these columns, so that choosing experts costs no launch of its own. What is left
-// per CTA are sums over its columns, which the experts' kernels add up (moe_gemm.cuh); the norm's factor, the same for all experts, and
-// its mean are taken from two more sums. The router is dense: a fragment of 16 columns times 16 experts is 512 bytes of its blob.
+// Router fused into a residual GEMM: the CTA that owns columns of the residual also multiplies them, times the next norm's weights, with
+// the router's rows of these columns, so routing costs no launch. Each CTA leaves partial sums over its columns, which the experts' kernels
+// add up (moe_gemm.cuh); norm factor and mean follow from two more sums. The router is dense fp16: 16 columns x 16 experts are 512 bytes.
 #pragma once
 #include "cuda/blob/item_mma.cuh"
 #include "cuda/runtime/pdl.cuh"
 
 namespace exl2nb {
 
-// out: [token][CTA][rows * stride + 4] floats, null: there is no router. Rows: of the columns times the norm's weights; where it takes off
-// a mean, of the weights alone; where it has one, of its bias. Behind them the columns' sum and sum of squares.
+// out: [token][CTA][rows * stride + 4] floats; null: no router. Rows: columns x norm weights; with a mean (LayerNorm): the weights alone;
+// with a bias: the bias. Then sum and sum of squares.
 struct RouterTap {
   struct Part {
     const uint8_t* data;
     int strips, outputs, first_column, strip_bytes;
   } part[2];
-  int strips, stride, rows;  // strips: of both parts
+  int strips, stride, rows;  // strips of both parts
   const float* bias;
   float* out;
 
   EXL2NB_BOTH int size() const { return rows * stride + 4; }
-  // Shared memory for the router's rows of `columns` columns.
+  // Bytes of shared memory for `columns` columns.
   EXL2NB_BOTH int bytes(int columns) const { return out ? columns / 16 * strips * 512 : 0; }
 };
 
-// The router's rows of a CTA's columns into shared memory; they are there when `tap_router` looks.
+// Loads the router's rows of this CTA's columns; tap_router waits for them.
 template <int PATH>
 __device__ __forceinline__ void fetch_router(const RouterTap& R, uint8_t* to, int owned_strips, int block, int grid) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -41,8 +40,8 @@ __device__ __forceinline__ void fetch_router(const RouterTap& R, uint8_t* to, in
   if constexpr (PATH != kPlain) async_commit();
 }
 
-// kept: the new residual [token][owned], norms: weights of the norm, both of this CTA's columns; written before the barrier in here. Runs
-// once: as little code as can be.
+// kept: new residual [token][owned]; norms: norm weights of this CTA's columns; both written before the barrier in here. Runs once: short
+// code.
 template <int PATH>
 __device__ __forceinline__ void tap_router(const RouterTap& R, const float* kept, const float* norms, const uint8_t* rows, int tokens,
                                            int owned, int owned_strips, int block, int grid, int warp, int lane) {
@@ -50,7 +49,7 @@ __device__ __forceinline__ void tap_router(const RouterTap& R, const float* kept
   __syncthreads();
   const int g = lane >> 2, t = lane & 3, size = R.size(), hop = grid * size;
   float* const out = R.out + static_cast<size_t>(block) * size;
-  if (const int m = kWarps - 1 - warp; m < tokens) {  // the last warps have nothing else to do, or least
+  if (const int m = kWarps - 1 - warp; m < tokens) {  // the last warps have the least to do
     float sum = 0.f, squares = 0.f;
 #pragma unroll 1
     for (int i = lane; i < owned_strips * 16; i += 32) {

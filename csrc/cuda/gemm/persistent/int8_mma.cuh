@@ -1,4 +1,8 @@
 // Products on the integer tensor cores (sm_80 and later, m16n8k32 u8 x s8): weight codes as bytes times activations as int16.
+//
+// An activation is an int16 times a step per 64 rows of a token. Its high and low byte are two columns of B, so four tokens fill the eight
+// columns. Codes go in unsigned; zero point x sum of activations is subtracted afterwards. Integer sums are exact, so the result of a token
+// does not depend on the tokens beside it.
 #pragma once
 #include "cuda/blob/item_mma.cuh"
 #include "cuda/gemm/fragment.cuh"
@@ -73,8 +77,8 @@ __device__ __forceinline__ void mma_bytes(int (&c)[4], uint32_t a0, uint32_t a1,
 #endif
 }
 
-// How the eight columns of B are used: four pairs, the high and the low byte, of `chunks` chunks of rows and 4 / chunks tokens. So the sums
-// of four chunks lie in four lanes t, and what follows a sum is done for all of them at once.
+// Use of the eight columns of B: four pairs (high byte, low byte) for CHUNKS chunks of rows and 4 / CHUNKS tokens. The sums of four chunks
+// are in four lanes t, so scaling runs for all of them at once.
 template <int CHUNKS>
 struct Int8Input {
   static constexpr int kTokens = 4 / CHUNKS;

@@ -1,4 +1,4 @@
-// Launches of skinny_gemm.cuh: which path, how much shared memory, tokens in blocks of eight.
+// Host side of skinny_gemm.cuh: path, shared memory, launches of at most eight rows.
 #include "cuda/gemm/skinny/skinny_gemm.h"
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 namespace exl2nb {
 namespace {
 
-constexpr int kFusedNormTokens = 4;  // more tokens' rows are made once, by a kernel of their own, not by every CTA
+constexpr int kFusedNormTokens = 4;  // with more rows a separate kernel computes the norm
 
 struct Device {
   int sms, shared_per_block, shared_per_sm;
@@ -28,7 +28,7 @@ const Device& device() {
 template <int PATH, bool STAGED>
 cudaError_t launch(const GemmArgs& a, int grid, int shared, cudaStream_t stream, bool pdl) {
   static const cudaError_t ready = [] {
-    // The largest share for shared memory, as in every kernel of a step: changing it between kernels empties the multiprocessor.
+    // The same carveout as every kernel of a step: changing it between kernels drains the SM.
     cudaFuncSetAttribute(skinny_gemm<PATH, STAGED>, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
     return cudaFuncSetAttribute(skinny_gemm<PATH, STAGED>, cudaFuncAttributeMaxDynamicSharedMemorySize, device().shared_per_block);
   }();
@@ -54,7 +54,7 @@ int skinny_grid(const GemmArgs& a, Epilogue e) { return std::min(device().sms, e
 
 int skinny_split(GemmArgs& a, Epilogue e) {
   a.epilogue = e, a.grid = skinny_grid(a, e);
-  int per = 1;  // strips of a part that a CTA owns, at most
+  int per = 1;  // most strips of a part per CTA
   for (int p = 0; p < a.num_parts; p++) per = std::max(per, (a.part[p].strips + a.grid - 1) / a.grid);
   a.flush = std::max(1, std::min(per, 32 / a.tokens));
   assign_strips(a);
@@ -81,7 +81,7 @@ void set_input(MatrixInput& in, const uint8_t* head, const uint8_t* blob, half* 
                         : nullptr;
 }
 
-// Of at most eight tokens: how they are shared out, whether their activations are staged. Returns the bytes of shared memory.
+// Sets grid, flush and staging for at most eight rows. Returns the bytes of shared memory.
 static int skinny_prepare(GemmArgs& a, Epilogue e) {
   const int x_bytes = skinny_split(a, e), most = device().shared_per_block, flush = a.flush;
   const int fixed = stages_of(device().path) * kWarps * kSlot + num_bars(device().path) * 8 + padded_image(a);
@@ -89,14 +89,14 @@ static int skinny_prepare(GemmArgs& a, Epilogue e) {
   const auto shrink = [&](int beside) {
     for (; a.flush > 1 && own + beside > most; own = fixed + SkinnySmem::bytes(a)) a.flush--;
   };
-  if (own > most) {  // little memory: so few strips at a time that the activations fit, too, or at least the rest
+  if (own > most) {  // fewer strips per flush, so that the activations fit, or at least the rest
     shrink(x_bytes);
     if (own + x_bytes > most) a.flush = flush, own = fixed + SkinnySmem::bytes(a), shrink(0);
   }
   a.staged = own + x_bytes <= device().shared_per_sm - 1024 && own + x_bytes <= most;
   return own + (a.staged ? x_bytes : 0);
 }
-// Tokens of a launch: eight, or so many as there is memory for.
+// Rows per launch: eight, or as many as shared memory allows.
 static int skinny_tokens(GemmArgs a, Epilogue e) {
   int tokens = std::min(kSkinnyTokens, a.tokens);
   for (a.tokens = tokens; tokens > 1 && skinny_prepare(a, e) > device().shared_per_block; a.tokens = tokens) tokens--;

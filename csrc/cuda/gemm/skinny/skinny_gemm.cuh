@@ -1,12 +1,12 @@
-// Few tokens times a weight blob, for every width in one kernel: the decode path's matrix product, with what comes after it.
+// Skinny GEMM: 1 to 8 rows times a weight blob, every width in one kernel, with the epilogue fused.
 //
-// A CTA owns whole strips of 16 columns, its warps split the stored rows by bytes; nobody shares a column with another CTA, so there are no
-// atomics, and a token's result depends neither on timing nor on the tokens beside it. A warp streams its items (about 2 KB) through its
-// own ring in shared memory; the ring is filled before the kernel waits for its predecessor (programmatic dependent launch), so the memory
-// works while the previous kernel ends. Activations arrive permuted, in fp16, in fragment order (fragment.cuh): their producer writes them
-// so; or, for a norm that cannot ride on a product and few tokens, every CTA makes them from the residual's rows (norm.cuh). Bytes: the
-// strips once; 2 * K per token and CTA from L2, 4 * K where it makes them. Paths: bulk copies (sm_90 up), cp.async (sm_80), plain loads
-// (sm_75).
+// CTA (16 warps): whole strips of 16 columns; its warps split K by items, so no column is shared between CTAs: no atomics, and a row's bits
+// depend neither on timing nor on other rows. Each warp streams its items (about 2 KB) through its own shared-memory ring, which is filled
+// before griddepcontrol.wait (PDL), so loads run while the previous kernel ends. Activations come permuted, fp16, in fragment order
+// (fragment.cuh) from the kernel that produced them; with few rows and a norm that cannot be fused into the previous GEMM, every CTA
+// computes them from the residual (norm.cuh).
+// Bytes: the strips once; 2 * K per row and CTA from L2, 4 * K where the CTA computes the norm. Paths: bulk copies (sm_90 and later),
+// cp.async (sm_80), plain loads (sm_75).
 #pragma once
 #include <cuda_fp16.h>
 
@@ -19,12 +19,12 @@
 
 namespace exl2nb {
 
-// Slots of a warp's ring; without asynchronous copies (sm_75, with 64 KB of shared memory) there is nothing to fill ahead.
+// Stages of a warp's ring; without asynchronous copies (sm_75, 64 KB of shared memory) prefetching gains nothing.
 EXL2NB_BOTH constexpr int stages_of(int path) { return path == kPlain ? 1 : 2; }
-EXL2NB_BOTH constexpr int num_bars(int path) { return stages_of(path) * kWarps + 2; }  // of the rings, the activations and the image
+EXL2NB_BOTH constexpr int num_bars(int path) { return stages_of(path) * kWarps + 2; }  // ring slots, activations, image
 constexpr int kThreads = kWarps * 32, kSkinnyTokens = 8;
-static_assert(kSkinnyTokens <= kWarps, "a warp adds one token to the residual");
-static_assert(kThreads == kRowThreads, "a CTA holds a row");
+static_assert(kSkinnyTokens <= kWarps, "one warp per row of the residual");
+static_assert(kThreads == kRowThreads, "norm.cuh assumes this CTA size");
 
 struct GemmPart {
   const uint8_t* data;
@@ -37,42 +37,42 @@ enum Epilogue { kStore = 0, kResidual = 1, kActivation = 2 };
 
 struct GemmArgs {
   GemmPart part[kMaxParts];
-  const uint8_t* head;                  // on the host: header and parts (blob.h)
-  const uint8_t* image;                 // items, steps and ends of all parts
+  const uint8_t* head;                  // host copy of header and parts (blob.h)
+  const uint8_t* image;                 // items, scale units and warp ends of all parts
   int num_parts, strips, items, units;  // sums over the parts
   int part_units[kMaxParts];
   int epilogue;   // Epilogue
   int tokens;     // 1 to 8
-  int grid;       // CTAs that share the strips
-  int owned;      // columns of the first part that a CTA owns, where it keeps something of each
-  int perms;      // copies of every token's activations
-  const half* x;  // [perm][token][stride]
+  int grid;       // CTAs
+  int owned;      // columns of part 0 per CTA that need smem state
+  int perms;      // permuted copies of the activations
+  const half* x;  // [perm][row][stride]
   int x_stride, x_perm_stride;
-  // Token m is row rows[m] of x and of the squares, at most last_row; null: row m.
+  // Row m reads row min(rows[m], last_row) of x and squares; null: row m.
   const int* rows;
   int last_row;
-  bool staged;  // x fits into shared memory
-  // Where from.x, and then staged: instead of x, made from this; inverse: of the input's copies, as in MatrixInput.
+  bool staged;  // activations are staged in shared memory
+  // If from.x (then staged): activations are computed from these rows; inverse: as in MatrixInput.
   RowSource from;
   const int* inverse[MatrixInput::kMaxPerms];
-  bool late;  // the next kernel starts when what this one waits for is complete, so that it need not wait for that
-  // Factor of every output: 1 / sqrt(mean of squares + eps), from the partial sums of squares [token][squares_count]; null = 1.
+  bool late;  // trigger the next kernel only after this one's wait, so that its predecessors are complete
+  // Norm factor per row: 1 / sqrt(mean square + eps) from partial sums of squares [row][squares_count]; null: 1.
   const float* squares;
   int squares_count;
   float inverse_width, eps;
   const float* bias;
-  int flush;  // strips whose partial sums fit in shared memory
-  // kStore: out[token][column]
+  int flush;  // strips per flush of partial sums
+  // kStore: out[row][column].
   float* out;
   int64_t out_stride;
-  // kResidual: residual[token][column] += scale * (y + bias); where next.x: its product with next_norm goes there, with partial squares.
+  // kResidual: residual[row][column] += scale * (y + bias); next.x: residual * next_norm goes there, with partial squares.
   float* residual;
   int residual_stride;
   float scale;
   const float* next_norm;
   float* next_squares;
-  RouterTap router;  // with next_norm, whose input then need not be written
-  // kActivation: act(gate) * up goes to next (parts 0 and 1), or act(up) where ungated
+  RouterTap router;  // router fused into the epilogue, with next_norm
+  // kActivation: act(gate) * up (parts 0 and 1), or act(y) ungated, goes to next.
   MatrixInput next;
   int activation;
   bool gated;
@@ -80,13 +80,13 @@ struct GemmArgs {
 
 EXL2NB_BOTH inline int padded_image(const GemmArgs& A) { return (image_bytes(A.items, A.units, A.num_parts) + 15) / 16 * 16; }
 
-// A warp's way through its items: part after part, in each its strips, in each strip its items.
+// Position of a warp: part, strip, item.
 struct ItemCursor {
-  int part, item, first, end, left;  // left: strips of this part, this one included
+  int part, item, first, end, left;  // left: strips of this part, including this one
 };
 
-// Who gets which strips: the parts follow one another around the grid, except gate and up, whose strips meet in one CTA. Divides once, so
-// that the kernels need not.
+// Assigns strips to CTAs: parts follow one another around the grid; strips of gate and up meet in one CTA. All divisions are done here, on
+// the host.
 EXL2NB_BOTH inline void assign_strips(GemmArgs& A) {
   const bool paired = A.epilogue == kActivation && A.gated;
   A.perms = 1;
@@ -98,14 +98,14 @@ EXL2NB_BOTH inline void assign_strips(GemmArgs& A) {
   A.owned = A.epilogue == kStore ? 0 : (A.part[0].strips + A.grid - 1) / A.grid * 16;
 }
 
-// A CTA's shared memory beside the ring: the image of the matrix, and what it works with from `at` on.
+// Shared memory beside the ring: the image, and work space at `at`.
 struct SkinnySmem {
   const Item* items;
   const half2* steps;
   const uint16_t* ends;
   float* factors;
-  float* partial;  // twice, so that one barrier a flush is enough
-  // For the outputs that this CTA owns of the first part: activations of gates, or old residuals; the next norm's weights; places.
+  float* partial;  // double buffer: one barrier per flush
+  // Per owned output of part 0: gate activations or old residuals; norm weights; places in the next input.
   float *kept, *norms;
   int* places;
   uint8_t* router;
@@ -132,12 +132,12 @@ struct SkinnySmem {
   }
 };
 
-// The first strip of part p that is CTA `block`'s.
+// First strip of part p of CTA `block`.
 __device__ __forceinline__ int first_strip(const GemmArgs& A, int block, int p) {
   const int s = block - A.part[p].shift;
   return s < 0 ? s + A.grid : s;
 }
-// Enters part w.part, or the next one of which the CTA has strips: the first item of this warp.
+// Moves to part w.part, or the next part of which the CTA has strips; first item of this warp.
 __device__ __forceinline__ void enter_part(const GemmArgs& A, const uint16_t* ends, int block, int warp, ItemCursor& w) {
 #pragma unroll 1
   for (; w.part < A.num_parts; w.part++) {
@@ -150,15 +150,15 @@ __device__ __forceinline__ void enter_part(const GemmArgs& A, const uint16_t* en
   }
 }
 
-// What a CTA needs to know of the outputs it owns, and no earlier kernel writes. Code that runs once is not unrolled, here and below: the
-// first pass through it waits for instructions, about ten cycles for each.
+// Constants of the owned outputs. Code that runs once is not unrolled, here and below: the first pass stalls on instruction fetch, about
+// ten cycles per instruction.
 __device__ __forceinline__ void load_owned(const GemmArgs& A, const SkinnySmem& S, int block) {
 #pragma unroll 1
   for (int i = threadIdx.x; i < S.owned; i += kThreads) {
     const int column = (block + (i >> 4) * A.grid) * 16 + (i & 15);
     if (column >= A.part[0].outputs) continue;
     const float norm = A.next_norm ? __ldg(A.next_norm + column) : 0.f;
-    int row[kMaxPerms];  // every load before the first store: one trip to memory
+    int row[kMaxPerms];  // loads before stores: one round trip
 #pragma unroll
     for (int p = 0; p < kMaxPerms; p++) row[p] = p < A.next.num_perms && A.next.inverse[p] ? __ldg(A.next.inverse[p] + column) : column;
     if (A.next_norm) S.norms[i] = norm;
@@ -168,13 +168,13 @@ __device__ __forceinline__ void load_owned(const GemmArgs& A, const SkinnySmem& 
   }
 }
 
-// Strips of the first part that are CTA `block`'s, where that begins with the first CTA.
+// Strips of part 0 of CTA `block`, where part 0 starts at CTA 0.
 __device__ __forceinline__ int owned_strips(const GemmArgs& A, int block) { return A.part[0].whole + (block < A.part[0].rest ? 1 : 0); }
 
 __device__ __forceinline__ int row_of(const GemmArgs& A, int m) { return A.rows ? min(max(__ldcg(A.rows + m), 0), A.last_row) : m; }
 
-// The staged activations, as earlier kernels wrote them or from their rows. before: what needs no earlier kernel. put: true where the
-// copies are still under way and `bar` counts them.
+// Activations in shared memory: copied, or computed from residual rows. before(): what depends on no earlier kernel. put(): true if bulk
+// copies are in flight, counted by `bar`.
 struct StagedInput {
   static __device__ __forceinline__ void clear(const GemmArgs& A, const SkinnySmem& S) {
     const int vectors = A.perms * A.tokens * A.x_stride / 8;
@@ -183,7 +183,7 @@ struct StagedInput {
   __device__ __forceinline__ void before(const GemmArgs& A, const SkinnySmem& S) const {
     if (!A.from.x) return;
     clear(A, S);
-    const auto touch = [&](const void* p) {  // into the cache
+    const auto touch = [&](const void* p) {  // prefetch
       [[maybe_unused]] uint32_t none;
       if (p)
         for (int i = Row::place(0); i < A.from.norm.width; i += 4 * kThreads)
@@ -211,7 +211,7 @@ struct StagedInput {
       return A.x + static_cast<size_t>(perm) * A.x_perm_stride + static_cast<size_t>(row_of(A, r - perm * M)) * A.x_stride;
     };
     if constexpr (PATH == kBulk) {
-      static_assert(kMaxPerms * kSkinnyTokens <= 32, "a lane copies a row");
+      static_assert(kMaxPerms * kSkinnyTokens <= 32, "one lane per row");
       if (threadIdx.x < 32) {
         if (threadIdx.x == 0) barrier_expect(bar, rows * A.x_stride * 2);
         __syncwarp();
@@ -230,7 +230,7 @@ struct StagedInput {
   }
 };
 
-// What else earlier kernels wrote: old residuals, the factors of the norm. Read after the barrier of the first flush.
+// Old residuals and norm factors, written by earlier kernels; visible after the barrier of the first flush.
 __device__ __forceinline__ void load_inputs(const GemmArgs& A, const SkinnySmem& S, int block, int warp, int lane) {
   if (warp >= A.tokens) return;
   float sum = 0.f;
@@ -250,7 +250,7 @@ __device__ __forceinline__ void load_inputs(const GemmArgs& A, const SkinnySmem&
   if (lane == 0) S.factors[warp] = factor;
 }
 
-// A warp's ring of items in shared memory, filled by whoever fetches.
+// A warp's ring of items.
 struct Ring {
   uint8_t* slots;
   uint64_t* bars;
@@ -258,7 +258,7 @@ struct Ring {
   uint32_t phase;
 };
 
-// The product and what comes after it. fetch: called when a slot is free again, by lane 0 (kBulk) or by the whole warp.
+// Consumer and epilogue. fetch refills a slot: called by lane 0 (kBulk) or by the whole warp.
 template <int PATH, bool STAGED, class Fetch>
 __device__ __forceinline__ void multiply(const GemmArgs& A, const SkinnySmem& S, Ring& ring, int block, int warp, int lane, Fetch fetch) {
   const int M = A.tokens, grid = A.grid, owned = S.owned;
@@ -274,7 +274,7 @@ __device__ __forceinline__ void multiply(const GemmArgs& A, const SkinnySmem& S,
   for (enter_part(A, S.ends, block, warp, c); c.part < A.num_parts; c.part++, enter_part(A, S.ends, block, warp, c)) {
     const half* const x_part = x_lane + static_cast<size_t>(A.part[c.part].perm) * (STAGED ? M * A.x_stride : A.x_perm_stride);
     const int count = c.left, strip0 = first_strip(A, block, c.part);
-    int before = 0, done = 0;  // strips of this part that are through; in this flush
+    int before = 0, done = 0;  // strips done in this part; in this flush
     ItemDesc it(S.items[c.first < c.end ? c.first : 0]);
     for (int s = 0; s < count; s++) {
       float y[4] = {0, 0, 0, 0};
@@ -300,13 +300,13 @@ __device__ __forceinline__ void multiply(const GemmArgs& A, const SkinnySmem& S,
       if (2 * t + 1 < M) p[(2 * t + 1) * 16 + g] = y[1], p[(2 * t + 1) * 16 + g + 8] = y[3];
       if (++done < A.flush && s + 1 < count) continue;
       __syncthreads();
-      auto total = [&](int q, int m, int n) {  // strip q of this flush, token m, column n of 16: the warps in order
+      auto total = [&](int q, int m, int n) {  // strip q of this flush, row m, column n: warps in fixed order
         float v = 0.f;
 #pragma unroll
         for (int w = 0; w < kWarps; w++) v += sums[((q * kWarps + w) * M + m) * 16 + n];
         return v * S.factors[m];
       };
-      auto put = [&](int m, int i, float v) {  // into the next matrix's input; i: of the owned outputs
+      auto put = [&](int m, int i, float v) {  // into the next input; i: owned output
         const half h = saturated(v);
 #pragma unroll 1
         for (int p = 0; p < A.next.num_perms; p++)
@@ -355,8 +355,7 @@ __device__ __forceinline__ void multiply(const GemmArgs& A, const SkinnySmem& S,
   }
 }
 
-// A CTA's whole share of a product, as one of the grid's A.grid CTAs. shared: its dynamic shared memory. wait: called when everything that
-// no earlier kernel writes is under way; what follows it may read what they wrote. input: puts the staged activations in their place.
+// A CTA's part of the GEMM. wait(): griddepcontrol.wait; before it only data of no earlier kernel is touched.
 template <int PATH, bool STAGED, class Wait, class Input>
 __device__ __forceinline__ void run_skinny(const GemmArgs& A, uint8_t* shared, int block, Wait wait, const Input& input) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -436,7 +435,7 @@ __device__ __forceinline__ void run_skinny(const GemmArgs& A, uint8_t* shared, i
   multiply<PATH, STAGED>(A, S, ring, block, warp, lane, fetch);
 }
 
-// One kernel for every epilogue: the code of the product then stays in the instruction caches from one matrix to the next.
+// One kernel for all epilogues: its code stays in the instruction caches from one GEMM to the next.
 template <int PATH, bool STAGED>
 __global__ void __launch_bounds__(kThreads, 1) skinny_gemm(const __grid_constant__ GemmArgs A) {
   extern __shared__ __align__(128) uint8_t shared[];

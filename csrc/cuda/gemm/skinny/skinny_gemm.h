@@ -1,4 +1,4 @@
-// The matrix product of the decode path, as the step calls it. Arguments are in skinny_gemm.cuh.
+// Skinny GEMM: host interface. Arguments are in skinny_gemm.cuh.
 #pragma once
 #include <cuda_runtime.h>
 
@@ -7,19 +7,19 @@
 
 namespace exl2nb {
 
-// Halves per token of a matrix's input: whole units, and 32 more, which the empty half of a last unit reads (they hold finite numbers and
-// meet zero weights) and which put the tokens' copies in shared memory into different banks.
+// Halves per row of a matrix's input: whole units plus 32, which the missing half of a last unit reads (finite numbers times zero weights)
+// and which put rows into different shared-memory banks.
 inline int input_stride(const GpuHeader& h) { return (h.stored + 63) / 64 * 64 + 32; }
 void set_weights(GemmArgs& a, const uint8_t* head, const uint8_t* blob);
-// The input buffer of a blob: x is half[num_perms][tokens][input_stride].
-void set_input(MatrixInput& in, const uint8_t* head, const uint8_t* blob, half* x, int tokens);  // not grouped
+// Input buffer of a blob: x is half[num_perms][rows][input_stride], not grouped.
+void set_input(MatrixInput& in, const uint8_t* head, const uint8_t* blob, half* x, int tokens);
 int skinny_grid(const GemmArgs& a, Epilogue e);
-// Sets what says how at most eight tokens are shared out among CTAs: epilogue, grid, flush. Returns the bytes of the staged activations.
+// Sets epilogue, grid and flush for at most eight rows. Returns the bytes of staged activations.
 int skinny_split(GemmArgs& a, Epilogue e);
-// Whether the product may make its inputs from rows of `width` numbers (GemmArgs::from) itself.
+// Whether the GEMM may compute its inputs from rows of `width` numbers itself (GemmArgs::from).
 bool skinny_fuses_norm(GemmArgs a, Epilogue e, int width);
 int copy_path();
-// Any number of tokens, eight per launch or so many as there is shared memory for.
+// Any number of rows, in launches of at most eight.
 const char* skinny_launch(GemmArgs a, Epilogue e, cudaStream_t stream, bool pdl);
 
 }  // namespace exl2nb

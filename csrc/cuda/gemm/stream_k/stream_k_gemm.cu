@@ -1,4 +1,4 @@
-// Launches of stream_k_gemm.cuh: how the rows are shared out, which number of tokens.
+// Host side of stream_k_gemm.cuh: work split by cost, grid, dispatch on the row group.
 #include "cuda/gemm/stream_k/stream_k_gemm.cuh"
 
 #include <algorithm>
@@ -12,20 +12,20 @@ long long* stream_k_clocks = nullptr;
 #endif
 namespace {
 
-// Cycles that a CTA takes for a unit of its sixteen strips, about (benchmarks/cuda/stream_k_gemm.cu w); tokens: of a group.
+// Cycles per unit of a CTA's 16 strips, about (benchmarks/cuda/stream_k_gemm.cu w); tokens: of a group. H200, 2026-11.
 float stream_k_unit_cost(const GpuRun& run, int tokens) {
   const float narrow[17] = {0, 0, 650, 690, 675, 770, 865, 0, 920, 0, 0, 0, 0, 0, 0, 0, 1000};
   return narrow[run.bits] + (run.halves && run.bits < 8 ? 50.f : 0.f) + (tokens <= kStreamKMmaTokens ? 0.f : tokens <= 32 ? 100.f : 200.f);
 }
-// And for beginning with another tile.
+// And per tile.
 float stream_k_tile_cost(int tokens) { return tokens <= kStreamKMmaTokens ? 1100.f : 1800.f; }
 
-// Fills `begin`: where in the line of units each of `grid` CTAs begins. parts: of the blob. The cost of beginning a tile lies before its
-// first unit: where a share would end in it, it ends there.
+// Fills `begin`: the first unit of each CTA's share, so that shares take equally long. parts: of the blob. The tile cost precedes the
+// tile's first unit: a share that would end in it ends there.
 void split_units(StreamKArgs& m, const GpuPart* parts, int grid, int work, int tokens) {
-  const int lines = m.paired ? 1 : m.num_parts, together = m.paired ? 2 : 1;  // parts of a tile
+  const int lines = m.paired ? 1 : m.num_parts, together = m.paired ? 2 : 1;  // parts per tile
   const auto cost_of = [&](const GpuRun& run) { return static_cast<double>(run.units) * stream_k_unit_cost(run, tokens); };
-  double cost[kMaxParts] = {}, all = 0;  // of a tile
+  double cost[kMaxParts] = {}, all = 0;  // per tile
   int units[kMaxParts] = {};
   for (int line = 0; line < lines; line++) {
     cost[line] = stream_k_tile_cost(tokens);
@@ -35,7 +35,7 @@ void split_units(StreamKArgs& m, const GpuPart* parts, int grid, int work, int t
     }
     all += m.part[line].tiles * cost[line];
   }
-  // Units of a tile's beginning that cost so much.
+  // Number of first units of a tile that cost `rest`.
   const auto units_for = [&](int line, double rest) {
     int n = 0;
     rest -= stream_k_tile_cost(tokens);
@@ -48,7 +48,7 @@ void split_units(StreamKArgs& m, const GpuPart* parts, int grid, int work, int t
     return n;
   };
   m.begin[0] = 0, m.begin[grid] = work, m.density = static_cast<float>(grid) / static_cast<float>(work);
-  int line = 0, before = 0;  // units of the lines before
+  int line = 0, before = 0;  // units of earlier parts
   double spent = 0;
   for (int cta = 1; cta < grid; cta++) {
     const double target = all * cta / grid;
@@ -73,7 +73,7 @@ const char* launch(const StreamKArgs& a, int grid, cudaStream_t stream, bool pdl
                        stream, pdl, 1, a);
 }
 
-// CTAs: one a multiprocessor, none with less than a few units, no more to a tile than may meet.
+// CTAs: one per SM, at least a few units each, at most kStreamKMaxSharers per tile.
 int grid_of(const StreamKArgs& m, int work) {
   constexpr int kLeast = 4;
   int meet = 0;
@@ -106,7 +106,7 @@ bool stream_k_fuses_gate(const GemmArgs& a) {
 bool stream_k_fuses_residual(const GemmArgs& a) { return a.num_parts == 1; }
 
 const char* stream_k_launch(const GemmArgs& a, int group, const StreamKNext& next, void* workspace, cudaStream_t stream, bool pdl) {
-  if (a.squares && a.squares_count % 4) return "partial squares of many tokens come by fours";
+  if (a.squares && a.squares_count % 4) return "squares_count must be a multiple of 4 for stream-K";
   StreamKArgs m{};
   m.image = a.image, m.num_parts = a.num_parts, m.items = a.items, m.units = a.units;
   m.x_stride = a.x_stride, m.x_perm_stride = a.x_perm_stride, m.bias = a.bias, m.out_stride = a.out_stride;

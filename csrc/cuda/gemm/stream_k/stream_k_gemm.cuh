@@ -1,14 +1,14 @@
-// More tokens than the decode path's product takes at once, up to 64, times a weight blob: every weight is decoded once for all of them.
+// Stream-K GEMM (Osama et al., 2023) for 9 to 64 rows: every weight is decoded once for all rows.
 //
-// A tile is sixteen neighbouring strips, one a warp. Every CTA has a share of all tiles' units that takes equally long (stream_k_gemm.cuh);
-// where several have parts of a tile, each leaves its sums in memory, and each adds up a part of the tile in their order as they come
-// (stream_k_gemm.cuh): no atomics. Four more warps fetch (stream_k_gemm.cuh): item by item all strips, and the activations that meet them,
-// which lie together (fragment.cuh). What the weights are worth is applied to them in fp16, as unpacking does, so that nothing but products
-// is left per token. sm_90 and later. Bytes: the strips once; 2 * K per token, tile of 256 columns and CTA from L2. All CTAs must be there
-// together, as those of a chain (persistent_gemm.cuh).
+// Tile: 16 strips (256 columns) x all K, one strip per consumer warp. The units of all tiles form a line; every CTA gets a contiguous share
+// of equal cost (split_units in stream_k_gemm.cu). CTAs that share a tile exchange partial sums through global memory with Lamport flags;
+// each CTA whose share ends in the tile adds up a slice of it in CTA order: no atomics, deterministic.
+// CTA: 16 consumer warps (mma.sync or wgmma, fp16 weights scaled and rounded as in unpacking, f32 accumulators), 3 producer warps for
+// weights, 1 for activations. Bytes: the strips once; 2 * K per row, tile and CTA from L2. Limits: sm_90 and later, all CTAs resident at
+// once, stream_k_takes().
 //
-// What decides a warp's way through its loops must be seen to be alike in all lanes by the compiler: a branch of one thread with arithmetic
-// in it, or a loop that ends by lane, before them, and it takes nothing for alike any more (`R2UR` before every product, 4 to 20 % slower).
+// Trap: the compiler must see that loop bounds are warp-uniform. One thread's branch with arithmetic, or a per-lane loop before them, and
+// it inserts R2UR before every MMA (4 to 20 % slower).
 #pragma once
 #include <algorithm>
 
@@ -25,20 +25,20 @@ namespace exl2nb {
 constexpr int kStreamKStrips = 16, kStreamKWarps = kStreamKStrips;
 constexpr int kStreamKConsumerThreads = kStreamKWarps * 32, kStreamKThreads = kStreamKConsumerThreads + 128,
               kStreamKColumns = kStreamKStrips * kStripColumns;
-constexpr int kStreamKWeights = kStreamKStrips * kSlot;         // of a stage
-constexpr int kStreamKProducers = 4;                            // warps that fetch
-constexpr int kStreamKWeightProducers = kStreamKProducers - 1;  // of these, weights
-constexpr int kStreamKBarriers = 8;                             // more than there are stages
-constexpr int kStreamKMmaTokens = 16;                           // tokens for which warp groups do not pay
-constexpr int kStreamKMaxSharers = 40;                          // CTAs that share a tile, about, at most
+constexpr int kStreamKWeights = kStreamKStrips * kSlot;         // bytes of a stage
+constexpr int kStreamKProducers = 4;                            // producer warps
+constexpr int kStreamKWeightProducers = kStreamKProducers - 1;  // of these, for weights
+constexpr int kStreamKBarriers = 8;                             // at least the number of stages + 1
+constexpr int kStreamKMmaTokens = 16;                           // rows up to which mma.sync beats wgmma
+constexpr int kStreamKMaxSharers = 40;                          // about the most CTAs that share a tile
 constexpr int kStreamKMaxCtas = 192;                            // CTAs
 EXL2NB_BOTH constexpr int stream_k_stages(int NB) { return NB == 2 ? 4 : 3; }
-EXL2NB_BOTH constexpr int stream_k_unit(int NB) { return kUnitRows * NB * 8 * 2; }  // bytes of a unit's activations, for 8 * NB tokens
-EXL2NB_BOTH constexpr int stream_k_ring(int NB) { return NB == 8 ? 12 : 24; }       // units of activations
-static_assert(kItemUnits < 16 && kItemUnits <= stream_k_ring(8), "an item's units find room");
+EXL2NB_BOTH constexpr int stream_k_unit(int NB) { return kUnitRows * NB * 8 * 2; }  // bytes of a unit's activations, 8 * NB rows
+EXL2NB_BOTH constexpr int stream_k_ring(int NB) { return NB == 8 ? 12 : 24; }       // units in the activation ring
+static_assert(kItemUnits < 16 && kItemUnits <= stream_k_ring(8), "the ring holds an item");
 EXL2NB_BOTH constexpr int stream_k_sums(int NB) { return kStreamKColumns * NB * 8; }  // floats of a tile
 
-constexpr int kTileSharersBytes = 48;  // bytes of a TileSharers
+constexpr int kTileSharersBytes = 48;  // sizeof(TileSharers)
 
 struct StreamKPart {
   const uint8_t* data;
@@ -49,15 +49,15 @@ struct StreamKArgs {
   StreamKPart part[kMaxParts];
   const uint8_t* image;
   int num_parts, items, units, tiles, tokens;  // tiles: of the whole product
-  float density;                               // CTAs a unit of the line of all tiles' units, about
-  int begin[kStreamKMaxCtas + 1];              // where in the line each CTA's share begins, and where the last one's ends
-  float* partial;                              // [CTA][began in its share][part]: sums of a tile that is shared, or written in order
-  const half* x;                               // in groups of 8 * NB tokens
+  float density;                               // CTAs per unit of the line, about
+  int begin[kStreamKMaxCtas + 1];              // first unit of each CTA's share, and the end
+  float* partial;                              // [CTA][began in its share][part]: partial sums
+  const half* x;                               // groups of 8 * NB rows (fragment.cuh)
   int x_stride, x_perm_stride;
   const float* bias;
-  float* out;  // [token][column], null: the residual takes the sums, or `paired`
+  float* out;  // [row][column]; null: residual or paired
   int64_t out_stride;
-  // As in GemmArgs: what the outputs are multiplied by; the residual, then the next product's input and partial squares, one of 16 columns.
+  // As in GemmArgs: norm factors of the rows; residual, next input and its partial squares per 16 columns.
   const float* squares;
   int squares_count;
   float inverse_width, eps;
@@ -67,35 +67,35 @@ struct StreamKArgs {
   MatrixInput next;
   const float* next_norm;
   float* next_squares;
-  // Gate and up in one: the second part's outputs times the activation of the first's, alike in number, into the next product's input.
+  // Gate and up in one tile: act(part 0) * part 1 goes to the next input.
   bool paired;
   int activation;
-  const uint8_t* next_image;  // of the next product, null: unknown
+  const uint8_t* next_image;  // the next GEMM's image to prefetch, null: none
   int next_image_bytes;
-  StreamKKeys keys;  // of attention behind this product
+  StreamKKeys keys;  // keys and values to prefetch for attention
 #ifdef EXL2NB_CLOCKS
-  long long* clocks;  // 16 of every CTA
+  long long* clocks;  // 16 per CTA
 #endif
 };
-// Clocks of a CTA's stages, for benchmarks/cuda/stream_k_gemm.cu.
+// clock64() per phase of a CTA, for benchmarks/cuda/stream_k_gemm.cu.
 #ifdef EXL2NB_CLOCKS
 #define EXL2NB_CLOCK(A, i) ((A).clocks ? void((A).clocks[blockIdx.x * 16 + (i)] = clock64()) : void())
 #else
 #define EXL2NB_CLOCK(A, i) static_cast<void>(0)
 #endif
 EXL2NB_BOTH inline int stream_k_image(const StreamKArgs& a) { return (image_bytes(a.items, a.units, a.num_parts) + 15) / 16 * 16; }
-// Bytes of the stages and the ring.
+// Bytes of weight stages and activation ring.
 EXL2NB_BOTH constexpr int stream_k_pool(int NB) { return stream_k_stages(NB) * kStreamKWeights + stream_k_ring(NB) * stream_k_unit(NB); }
 EXL2NB_BOTH inline int stream_k_shared(const StreamKArgs& a, int NB) {
   return stream_k_pool(NB) + 2 * kStreamKBarriers * 8 + kTileSharersBytes + kStreamKTokens * 4 + stream_k_image(a);
 }
 
-// stream_k_wgmma.cu: whether this build and this GPU have it; the launch of a group of tokens.
+// stream_k_wgmma.cu: whether this build and GPU have it; launch for a group of rows.
 bool wgmma_ready();
 const char* stream_k_wgmma_launch(const StreamKArgs& a, int grid, int group, int most_shared, void* stream, bool pdl);
 
 #if __CUDA_ARCH__ >= 900
-// Weights pass through the L2 cache once; what every CTA reads first, of this product and the next one, ought to stay there.
+// Weights are evict-first in L2; images, which every CTA reads first, are evict-last.
 __device__ __forceinline__ void copy_once(void* to, const void* from, uint32_t bytes, uint64_t* b) {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0,1.0;" : "=l"(policy));
@@ -116,9 +116,9 @@ __device__ __forceinline__ uint4 load_kept(const void* from) {
 __device__ __forceinline__ void prefetch(const void* from, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0],%1;" ::"l"(from), "r"(bytes) : "memory");
 }
-// The warps that multiply wait for one another.
+// Barrier of the consumer warps.
 __device__ __forceinline__ void consumer_barrier() { asm volatile("bar.sync 1,%0;" ::"n"(kStreamKConsumerThreads) : "memory"); }
-// The warp that fetches activations waits until those that multiply have asked for the squares.
+// The activation producer waits until the consumers have issued their loads of the squares.
 __device__ __forceinline__ void squares_requested() { asm volatile("bar.arrive 2,%0;" ::"n"(kStreamKConsumerThreads + 32) : "memory"); }
 __device__ __forceinline__ void wait_for_squares() { asm volatile("bar.sync 2,%0;" ::"n"(kStreamKConsumerThreads + 32) : "memory"); }
 __device__ __forceinline__ float4 load_four(const float* p) {
@@ -136,7 +136,7 @@ __device__ __forceinline__ void wait_for_squares() {}
 __device__ __forceinline__ float4 load_four(const float*) { return {}; }
 #endif
 
-// Registers go from the warps that fetch to those that multiply: of kStreamKThreads times 96, where the GPU can do that.
+// setmaxnreg: 96 registers per thread on average; producers release, consumers acquire. sm_90a only.
 __device__ __forceinline__ void release_registers() {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   asm volatile("setmaxnreg.dec.sync.aligned.u32 64;");
@@ -148,13 +148,11 @@ __device__ __forceinline__ void acquire_registers() {
 #endif
 }
 
-// How the work of stream_k_gemm.cuh is shared out: the units of all tiles form a line, of which every CTA has a piece that takes as long as
-// the others (stream_k_gemm.cu), so a tile may belong to several CTAs and a CTA to several tiles. n / d for 0 <= n < 2^20 and 0 < d: short,
-// for code that runs once.
+// Work split: which tile and items a CTA has. divide_small: n / d for 0 <= n < 2^20, 0 < d, in few instructions (code that runs once).
 __device__ __forceinline__ int divide_small(int n, int d) {
   return __float2int_rz(__fdividef(static_cast<float>(n) + 0.5f, static_cast<float>(d)));
 }
-// A CTA's piece of the line: units stream_k_begin() .. stream_k_begin(the next one) - 1.
+// Share of a CTA: units stream_k_begin(cta) .. stream_k_begin(cta + 1) - 1 of the line.
 __device__ __forceinline__ int stream_k_begin(const StreamKArgs& A, int cta) { return A.begin[cta]; }
 __device__ __forceinline__ int cta_of_unit(const StreamKArgs& A, int unit) {
   int cta = __float2int_rz(static_cast<float>(unit) * A.density);  // near it
@@ -163,7 +161,7 @@ __device__ __forceinline__ int cta_of_unit(const StreamKArgs& A, int unit) {
   return cta;
 }
 
-// The tile of a part (of both, where paired) that has unit `at` of the line.
+// The tile of a part (of both parts where paired) that contains unit `at` of the line.
 struct StreamKTile {
   int part, first_strip, live, begin, units;  // begin: in the line
   __device__ __forceinline__ StreamKTile(const StreamKArgs& A, int at) {
@@ -174,11 +172,11 @@ struct StreamKTile {
     begin += tile * units, first_strip = tile * kStreamKStrips, live = min(kStreamKStrips, A.part[part].strips - first_strip);
   }
   __device__ __forceinline__ int end() const { return begin + units; }
-  // Where the p-th part's units begin and end in the line, p = 0 or, where paired, 1.
+  // Range of part p's units in the line; p = 0, or 1 where paired.
   __device__ __forceinline__ int part_begin(const StreamKArgs& A, int p) const { return begin + (p ? A.part[0].units : 0); }
   __device__ __forceinline__ int part_end(const StreamKArgs& A, int p) const { return A.paired && !p ? begin + A.part[0].units : end(); }
 };
-// Calls f(tile, from, to) for every tile of this CTA's piece, [from, to) what it has of it.
+// Calls f(tile, from, to) for every tile of this CTA's share; it has units [from, to) of it.
 template <class F>
 __device__ __forceinline__ void each_tile(const StreamKArgs& A, F f) {
   const int end = stream_k_begin(A, blockIdx.x + 1);
@@ -191,10 +189,10 @@ __device__ __forceinline__ void each_tile(const StreamKArgs& A, F f) {
   }
 }
 
-// The items of units [from, to) of the line, of one part of a tile.
+// Iterator over the items of units [from, to) of one part of a tile.
 struct StreamKItems {
   int item, from, to;  // units from .. to - 1, as unit0 counts
-  // By whole warps.
+  // Called by whole warps.
   __device__ __forceinline__ StreamKItems(const StreamKArgs& A, const Item* items, const uint16_t* ends, const StreamKTile& tile, int p,
                                           int begin, int stop) {
     const uint16_t* const own = ends + (tile.part + p) * kEnds;
@@ -202,13 +200,13 @@ struct StreamKItems {
     item = own[0];
     const int first = items[item].unit0 - tile.part_begin(A, p);
     from = first + max(begin, tile.part_begin(A, p)), to = first + min(stop, tile.part_end(A, p));
-    int before = -1;  // items that begin at `from` or earlier, but for the last of them
+    int before = -1;  // items that begin at or before `from`, minus one
     for (int i = item + (threadIdx.x & 31); __any_sync(~0u, i < end); i += 32)
       before += __popc(__ballot_sync(~0u, i < end && items[i].unit0 <= from));
     item += before;
   }
   __device__ __forceinline__ bool more() const { return from < to; }
-  // The next item's units [begin, end).
+  // The next item; its units [begin, end) belong to this share.
   __device__ __forceinline__ Item take(const Item* items, int& begin, int& end) {
     const Item it = items[item++];
     begin = from - it.unit0, end = min(static_cast<int>(it.units), to - it.unit0);
@@ -217,10 +215,9 @@ struct StreamKItems {
   }
 };
 
-// What warps of their own fetch for the others of a CTA (stream_k_gemm.cuh): items into stages, the activations that meet them into a ring
-// of units. A lane's copy takes its warp about 70 cycles, so three warps share the weights; a fourth one has nothing but activations, which
-// are asked for as soon as the predecessor has ended. Where fetching warp and workers are: which stage, which turn of it, where the item's
-// activations begin in the ring.
+// Producer warps: items into weight stages, activations into a ring of units. Issuing a copy per lane takes a warp about 70 cycles, so
+// three warps share the weights; the fourth loads only activations, as soon as the previous kernel has ended. StreamKCursor: position in
+// stages and activation ring; producers and consumers each keep one.
 template <int NB>
 struct StreamKCursor {
   int stage = 0, slot = 0;
@@ -232,10 +229,10 @@ struct StreamKCursor {
   }
 };
 
-// Items whose weights are asked for before the predecessor's end: with more of them the first activations come late.
+// Items whose weights are loaded before griddepcontrol.wait; more would delay the first activations.
 constexpr int kStreamKPrefetch = 2;
 
-// Brings attention's first keys and values into the L2 cache: a lane a sixteenth of a head's keys or values.
+// Prefetches attention's first keys and values into L2: each lane a sixteenth of a head's keys or values.
 __device__ __forceinline__ void prefetch_keys(const StreamKKeys& k, int lane) {
 #pragma unroll 1
   for (int item = blockIdx.x; item < k.sequences * k.heads; item += gridDim.x) {
@@ -248,7 +245,7 @@ __device__ __forceinline__ void prefetch_keys(const StreamKKeys& k, int lane) {
   }
 }
 
-// A warp that fetches of every item the activations, or some of the strips.
+// Producer 0 loads activations, 1 to 3 load strips of every item.
 template <int NB>
 struct StreamKProducer {
   const StreamKArgs& A;
@@ -256,9 +253,9 @@ struct StreamKProducer {
   const uint16_t* ends;
   uint8_t *weights, *tokens;
   uint64_t *full, *empty;
-  int crew, lane;  // which of the four warps that fetch; the first one the activations
+  int crew, lane;  // crew: producer index
 
-  // Calls f(part, tile, item, its units, stage and place) for every item of every tile.
+  // Calls f(part, tile, item, begin, end, position) for every item of every tile.
   template <class F>
   __device__ __forceinline__ void each(F f) const {
     StreamKCursor<NB> at;
@@ -287,7 +284,7 @@ struct StreamKProducer {
     copy_once(to + begin * unit, from + begin * unit, whole ? it.bytes : (end - begin) * unit, bar);
     if (!whole && rest) copy_once(to + it.units * unit, from + it.units * unit, rest, bar);
   }
-  // The activations that meet an item; says what comes for it in all.
+  // Activations of an item; also expects all bytes of its stage.
   __device__ __forceinline__ void fetch_tokens(const StreamKPart& p, const StreamKTile& tile, const Item& it, int begin, int end,
                                                const StreamKCursor<NB>& at) const {
     if (lane) return;
@@ -302,9 +299,9 @@ struct StreamKProducer {
   }
 
   __device__ __forceinline__ void run() const {
-    const int ahead = crew ? kStreamKPrefetch : 0;  // items before the predecessor's end
-    int count = 0, live = 0, used = 0;              // items seen; items and units in the ring
-    uint32_t sizes = 0;                             // units of the last items, four bits each
+    const int ahead = crew ? kStreamKPrefetch : 0;  // items before griddepcontrol.wait
+    int count = 0, live = 0, used = 0;              // items issued; items and units in flight
+    uint32_t sizes = 0;                             // units of the items in flight, four bits each
     StreamKCursor<NB> back;
     const auto wait = [&] {
       pdl_wait();
@@ -332,9 +329,8 @@ struct StreamKProducer {
   }
 };
 
-// What becomes of a tile's sums (stream_k_gemm.cuh): outputs, the residual and the next input, or gates.
-// What the outputs of each token are multiplied by: up to four tokens a warp. Of many tokens the squares are asked for before the first
-// activations, behind which they would come as late as they all do; where they lie is known before they are there.
+// Epilogue. RowFactors: norm factors, up to four rows per warp. With many rows the squares are loaded before the first activations, behind
+// which they would arrive late; their addresses are computed before griddepcontrol.wait.
 template <int NB>
 struct RowFactors {
   static constexpr int kEach = NB * 8 / kStreamKWarps;
@@ -370,7 +366,7 @@ struct RowFactors {
     }
   }
 };
-// What a warp keeps of its own sums: in the places of its strip's weights, once these are used up.
+// Sums that a warp keeps itself, in the used-up stages of its strip.
 struct KeptSums {
   uint8_t* slot;  // of the first stage
   __device__ __forceinline__ float4* place(int k, int lane) const {
@@ -383,15 +379,15 @@ struct KeptSums {
   }
 };
 
-// A CTA's sums of a tile go to others through memory that is zero before and after: of four numbers that are written together the first
-// is +0 where they are not written yet, and -0 where it is zero. Who reads them puts the zero back.
-__device__ __forceinline__ float not_zero(float v) {  // in C++ it would cost the products of warp groups their overlap
+// Partial sums in global memory are zero before and after use (Lamport flags): the first of four floats stored together is +0 while
+// unwritten, -0 for zero. The reader resets them.
+__device__ __forceinline__ float not_zero(float v) {  // in C++ the compiler serialises the wgmmas
   float w;
   asm volatile("{\n.reg .pred p;\nsetp.eq.f32 p,%1,0f00000000;\nselp.f32 %0,0f80000000,%1,p;\n}" : "=f"(w) : "f"(v));
   return w;
 }
-// The sums in registers into memory, of the tokens that there are: four of a lane together, [strip][eight tokens][lane]. But every
-// `writers`-th eight tokens from `rank` on stay in the warp's own shared memory, where there is some; writers 0: none.
+// Stores the sums of all rows, four floats per lane: [strip][8 rows][lane]. Every `writers`-th group of 8 rows from `rank` on stays in
+// shared memory instead; writers 0: none.
 template <int NB>
 __device__ __forceinline__ void store_partials(float* sums, int tokens, int warp, int lane, const float (&y)[NB][4], const KeptSums& kept,
                                                int writers, int rank) {
@@ -405,13 +401,13 @@ __device__ __forceinline__ void store_partials(float* sums, int tokens, int warp
         store_for_all(sums + ((warp * NB + n) * 32 + lane) * 4, float4{not_zero(y[n][0]), y[n][1], y[n][2], y[n][3]});
     }
 }
-// What a lane has of a strip and eight tokens: v[k] is of column lane / 4 + 8 * (k / 2) and token 2 * (lane % 4) + k % 2. What is done with
-// it runs once in a kernel, and then waits for its instructions: so strip by strip, in loops.
+// A lane's part of a strip and 8 rows: v[k] is column lane / 4 + 8 * (k / 2), row 2 * (lane % 4) + k % 2. The epilogue runs once and stalls
+// on instruction fetch, so it loops over strips instead of unrolling.
 struct Quad {
   float v[4];
   __device__ __forceinline__ void add(float4 part) { v[0] += part.x, v[1] += part.y, v[2] += part.z, v[3] += part.w; }
 };
-// What is needed of a lane's two columns of a strip and no kernel writes: of the first copy of the next input the rows.
+// Per-column constants of a lane: stored row in the first copy of the next input, norm weight.
 struct QuadColumns {
   int rows[2];
   float norm[2];
@@ -424,7 +420,7 @@ struct QuadColumns {
     }
   }
 };
-// Two tokens' numbers of the lane's columns into the next product's input.
+// Stores two rows of the lane's columns into the next input.
 __device__ __forceinline__ void put_quad(const StreamKArgs& A, int token, int column, const Quad& q, const QuadColumns& to) {
   const MatrixInput& in = A.next;
   half* const x = in.x + token_place(in.group, in.stride, token);
@@ -447,7 +443,7 @@ __device__ __forceinline__ void old_residual(const StreamKArgs& A, int token, in
     old.v[k] = t < A.tokens && c < A.part[0].outputs ? __ldcg(A.residual + static_cast<size_t>(t) * A.residual_stride + c) : 0.f;
   }
 }
-// Sums are added to the residual; what becomes of it goes to the next product.
+// Adds the sums to the residual and stores the next input.
 __device__ __forceinline__ void add_quad(const StreamKArgs& A, int token, int column, const float* factors, Quad& q, const Quad& old,
                                          const QuadColumns& to, float (&squares)[2]) {
 #pragma unroll
@@ -463,7 +459,7 @@ __device__ __forceinline__ void add_quad(const StreamKArgs& A, int token, int co
   }
   put_quad(A, token, column, q, to);
 }
-// The squares of a strip's columns from all lanes.
+// Sums of squares of a strip.
 __device__ __forceinline__ void put_squares(const StreamKArgs& A, int token, int strip, float (&squares)[2], int lane) {
 #pragma unroll
   for (int k = 0; k < 2; k++) {
@@ -478,7 +474,7 @@ __device__ __forceinline__ void store_one(const StreamKArgs& A, int part, const 
   const int at = P.first_column + column;
   if (token < A.tokens && column < P.outputs) A.out[token * A.out_stride + at] = v * factors[token] + (A.bias ? __ldg(A.bias + at) : 0.f);
 }
-// A tile that no other CTA shares, from registers to memory.
+// A tile of one CTA: registers to output.
 template <int NB>
 __device__ __forceinline__ void store_tile(const StreamKArgs& A, const StreamKTile& tile, const float* factors, int warp, int lane,
                                            const float (&y)[NB][4]) {
@@ -490,13 +486,13 @@ __device__ __forceinline__ void store_tile(const StreamKArgs& A, const StreamKTi
                 (tile.first_strip + warp) * kStripColumns + (lane >> 2) + (k >> 1) * 8, y[n][k]);
 }
 
-// The CTAs that have left sums of a tile, and which of them write it.
+// The CTAs that share a tile, and this CTA's slice of the epilogue.
 struct alignas(16) TileSharers {
   int part, first_strip;  // the tile
-  int first, count0;      // the CTAs: the first one has its beginning; how many have sums of its first part
-  int from1, count1;      // of its second part, only where paired
-  int writers, rank;      // writers 0: this CTA has nothing to write
-  int own;                // of which part this CTA comes last to its sums of
+  int first, count0;      // first CTA; number of CTAs with sums of part 0
+  int from1, count1;      // the same for part 1, only where paired
+  int writers, rank;      // slices and this CTA's slice; writers 0: none
+  int own;                // the part whose sums this CTA computes last
   __device__ __forceinline__ TileSharers(const StreamKArgs& A, const StreamKTile& tile) {
     part = tile.part, first_strip = tile.first_strip;
     first = from1 = cta_of_unit(A, tile.begin), count0 = cta_of_unit(A, tile.end() - 1) - first + 1, count1 = 0;
@@ -511,29 +507,27 @@ struct alignas(16) TileSharers {
   }
 };
 
-static_assert(sizeof(TileSharers) == kTileSharersBytes, "room in shared memory");
+static_assert(sizeof(TileSharers) == kTileSharersBytes, "shared memory layout");
 
-// What becomes of the sums of a tile's CTAs. By the warps that multiply, all of them.
-//
-// Where several CTAs share a tile, those whose share ends in it write it, a part each, as the sums of all come. So a CTA waits for one tile
-// only, at its end. All CTAs must be there together, as those of a chain (persistent_gemm.cuh). What runs once waits for its instructions,
-// so what is to be done at the end is found out at the beginning, and lies in shared memory.
+// Epilogue of all consumer warps. CTAs whose share ends in a tile write a slice of it each as the partial sums arrive, so a CTA waits for
+// one tile only, at its end. TileSharers of that tile is computed at the start by a producer warp: code at the end stalls on instruction
+// fetch.
 template <int NB>
 struct StreamKEpilogue {
   const StreamKArgs& A;
   const float* factors;
-  const TileSharers* last;  // of this CTA's last tile
-  uint64_t* ready;          // whether these two are there
+  const TileSharers* last;  // this CTA's last tile
+  uint64_t* ready;          // arrives when factors and last are ready
   KeptSums kept;
   int warp, lane;
 
-  // Where a CTA leaves its sums of a part; began: of a tile that begins in its share.
+  // Partial sums of a CTA; began: for the tile that begins in its share.
   __device__ __forceinline__ float* place(int cta, bool began, int p) const {
     return A.partial + static_cast<size_t>((cta * 2 + began) * (A.paired ? 2 : 1) + p) * stream_k_sums(NB);
   }
   __device__ __forceinline__ bool direct(bool whole) const { return whole && A.out && !A.paired; }
 
-  // This CTA's sums of a part of a tile, of which it has the whole or a share, up to `to` in the line.
+  // Stores this CTA's sums of part p of a tile; `to`: end of its units in the line.
   __device__ __forceinline__ void leave(const StreamKTile& tile, int p, int to, bool whole, const float (&y)[NB][4]) const {
     if (direct(whole)) {
       barrier_wait(ready, 0);
@@ -547,15 +541,15 @@ struct StreamKEpilogue {
       store_partials<NB>(place(blockIdx.x, tile.begin >= stream_k_begin(A, blockIdx.x), p), A.tokens, warp, lane, y, kept, writers, rank);
     }
   }
-  // What no other CTA shares goes on where it was left.
+  // Finishes a tile of this CTA alone that needs an epilogue from memory.
   __device__ __forceinline__ void finish(const StreamKTile& tile, bool whole) const {
     if (!whole || direct(whole)) return;
     TileSharers own(A, tile);
     own.writers = 1, own.own = -1;
     write(own);
-    consumer_barrier();  // nobody reads what is overwritten next
+    consumer_barrier();  // before the sums are overwritten
   }
-  // Writes what is to be written of the last tile.
+  // Writes this CTA's slice of its last tile.
   __device__ __forceinline__ void meet() const {
     barrier_wait(ready, 0);
     const TileSharers s = *last;
@@ -563,8 +557,8 @@ struct StreamKEpilogue {
   }
 
  private:
-  // The part of a tile that belongs to one of its writers: a strip and eight tokens a warp at a time. Of many tokens a warp has its own
-  // strip, so that it need not ask for what it has summed itself; of few, strips are dealt to all, so that all write.
+  // A slice: one strip and 8 rows per warp and pass. With 64 rows a warp takes its own strip and reads its own sums from shared memory;
+  // with fewer, strips are dealt to all warps.
   __device__ __forceinline__ void write(const TileSharers& s) const {
     const int all = (A.tokens + 7) / 8 * kStreamKStrips;
     const int from = NB == 8 ? s.rank * kStreamKStrips + warp : warp * s.writers + s.rank, step = kStreamKWarps * s.writers;
@@ -594,7 +588,7 @@ struct StreamKEpilogue {
       }
     }
   }
-  // The sums of the CTAs, in order; where paired, of the second part, and of the first one.
+  // Adds the partial sums in CTA order; where paired, q of part 1 and `first` of part 0.
   __device__ __forceinline__ void sum(const TileSharers& s, int at, int k, Quad& q, Quad& first) const {
     constexpr int kTogether = 5;
     const int parts = A.paired ? 2 : 1;
@@ -603,9 +597,9 @@ struct StreamKEpilogue {
     for (int p = 0; p < parts; p++) {
       const int from = p ? s.from1 : s.first, count = p ? s.count1 : s.count0;
       float* next = place(from, false, p) + at;
-      const size_t ahead = from == s.first ? stream_k_sums(NB) * parts : 0;  // of the one that has the tile's beginning
+      const size_t ahead = from == s.first ? stream_k_sums(NB) * parts : 0;  // the tile begins in the first CTA's share
       first = q, q = {};
-      const int own = NB == 8 && p == s.own ? static_cast<int>(blockIdx.x) - from : -1;  // the one that is kept here
+      const int own = NB == 8 && p == s.own ? static_cast<int>(blockIdx.x) - from : -1;  // kept in shared memory
 #pragma unroll 1
       for (int base = 0; base < count; base += kTogether) {
         float4 part[kTogether];
@@ -619,7 +613,7 @@ struct StreamKEpilogue {
             float* const from = next + r * stride + (base + r ? 0 : ahead);
             if (base + r != own) {
               while (!is_there(part[r])) part[r] = load_together(from);
-              store_for_all(from, float4{0.f, 0.f, 0.f, 0.f});  // whole sectors are quicker than the one number
+              store_for_all(from, float4{0.f, 0.f, 0.f, 0.f});  // a whole sector is faster than one float
             }
             q.add(part[r]);
           }
@@ -627,7 +621,7 @@ struct StreamKEpilogue {
       }
     }
   }
-  // q: of the second part, and then the gated product; g: of the first.
+  // q: sums of up, then the gated product; g: sums of gate.
   __device__ __forceinline__ void gates(int token, int column, Quad& q, const Quad& g) const {
 #pragma unroll
     for (int k = 0; k < 4; k++) {
@@ -639,11 +633,11 @@ struct StreamKEpilogue {
   }
 };
 
-// Products of half a unit of a strip, 32 rows, with the tokens in a place of the ring: start() begins with them, settle<N>() ends when of
-// all that have been begun no more than N are not done.
+// mma.sync: products of half a unit (32 rows) of a strip with the activations in a ring slot. start() issues, wait<N>() returns when at
+// most N are unfinished.
 template <int NB>
 struct MmaProduct {
-  uint32_t x;  // shared address of this lane's eight halves of the first sixteen rows and tokens
+  uint32_t x;  // shared address for ldmatrix: this lane's 8 halves of the first 16 rows
   __device__ __forceinline__ explicit MmaProduct(const void* ring, int lane = threadIdx.x & 31)
       : x(shared_address(ring) + ((lane >> 3 & 1) * NB * 8 + (lane >> 4) * 8 + (lane & 7)) * 16) {}
   __device__ __forceinline__ void start(const uint32_t (&h)[8], int slot, int half, float (&y)[NB][4]) const {
@@ -664,19 +658,19 @@ struct MmaProduct {
   __device__ __forceinline__ void wait(float (&)[NB][4]) const {}
 };
 
-// A CTA's shared memory: stages, the ring of activations, barriers, what is to be written at the end, factors, the image.
+// Shared memory of a CTA: weight stages, activation ring, barriers, epilogue data, factors, image.
 template <int NB>
 struct StreamKSmem {
   uint8_t *weights, *tokens;
   uint64_t *full, *empty;
   TileSharers* last;
   float* factors;
-  uint64_t* ready;  // these two
+  uint64_t* ready;  // factors and last are ready
   const Item* items;
   const half2* steps;
   const uint16_t* ends;
 
-  // By all threads: filled with what does not change, ready to be used.
+  // Called by all threads: initialises the barriers and loads the image.
   __device__ __forceinline__ StreamKSmem(const StreamKArgs& A, uint8_t* shared) {
     weights = shared, tokens = shared + stream_k_stages(NB) * kStreamKWeights;
     full = reinterpret_cast<uint64_t*>(shared + stream_k_pool(NB)), empty = full + kStreamKBarriers;
@@ -696,14 +690,14 @@ struct StreamKSmem {
   }
 };
 
-// A warp's way through the items of its strip of a tile.
+// Consumer: a warp's items of its strip of a tile.
 template <int NB, class Product>
 struct StreamKConsumer {
   const StreamKSmem<NB>& s;
   const Product& product;
   StreamKItems share;
   StreamKCursor<NB>& at;
-  const uint8_t* own;  // this warp's strip of the first stage
+  const uint8_t* own;  // this warp's strip in stage 0
   int lane;
   Item it;
   int begin, end;
@@ -714,7 +708,7 @@ struct StreamKConsumer {
     if (live) it = share.take(s.items, begin, end);
     return live;
   }
-  // Items of one kind, as long as they follow one another: the next unit's words are fetched while one is multiplied.
+  // Consecutive items of one kind: the next unit is loaded while the current one is multiplied.
   template <int B, bool GPTQ, Halves HALVES>
   __device__ __forceinline__ void multiply(float (&y)[NB][4]) {
     EncodedUnit<B, GPTQ> coded;
@@ -729,7 +723,7 @@ struct StreamKConsumer {
       coded.template load<HALVES>(words, behind, it, begin, lane);
 #pragma unroll 1
       for (int i = begin; i < end;) {
-        uint32_t first[8], second[8];  // one is decoded while products of the other are under way
+        uint32_t first[8], second[8];  // decode one half while the MMAs of the other run
         coded.template decode_half<HALVES, 0>(unit, first);
         product.start(first, slot, 0, y);
         coded.template decode_half<HALVES, 1>(unit, second);
@@ -790,7 +784,7 @@ struct StreamKConsumer {
   }
 };
 
-// The kernel. Product: of a warp, or a warp group.
+// The kernel. Product: MmaProduct (per warp) or WgmmaProduct (per warpgroup).
 template <int NB, class Product>
 __device__ __forceinline__ void run_stream_k(const StreamKArgs& A, uint8_t* shared) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;

@@ -1,5 +1,5 @@
-// Products of many tokens on Hopper: stream_k_gemm.cuh's kernel with the tensor cores' instruction of a warp group, which reads the tokens
-// from shared memory by itself and works while other warp groups decode. It exists for sm_90a alone, for which CMake compiles this file.
+// Stream-K GEMM with wgmma (Hopper): the kernel of stream_k_gemm.cuh; B operands come from shared memory, and a warpgroup decodes while
+// another multiplies. Compiled for sm_90a only (CMakeLists.txt).
 #include "cuda/gemm/stream_k/stream_k_gemm.cuh"
 #include "cuda/runtime/device.cuh"
 
@@ -7,7 +7,7 @@ namespace exl2nb {
 namespace {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-// d += a times the 16 rows and the tokens that the descriptor names.
+// d += a x B; b: shared-memory descriptor of 16 rows.
 __device__ __forceinline__ void wgmma(float (&d)[2][4], const uint32_t* a, uint64_t b) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.eq.u32 p,0,0;\nwgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
@@ -35,14 +35,14 @@ __device__ __forceinline__ void wgmma(float (&d)[8][4], const uint32_t* a, uint6
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
-// Products of a unit of a strip, four strips a warp group, with the tokens of a stage.
+// wgmma: products of half a unit, four strips per warpgroup, with the activations in a ring slot.
 template <int NB>
 struct WgmmaProduct {
   uint32_t x;  // shared address of the ring and the stride between eight rows, as the descriptor wants them
   __device__ __forceinline__ explicit WgmmaProduct(const void* ring)
       : x((shared_address(ring) & 0x3ffff) >> 4 | static_cast<uint32_t>(128 * NB) >> 4 << 16) {}
   __device__ __forceinline__ void start(const uint32_t (&h)[8], int slot, int half, float (&y)[NB][4]) const {
-    // Eight rows of eight tokens lie together: 128 bytes to the next tokens, 128 * NB to the next rows.
+    // 8 rows x 8 tokens are contiguous: 128 bytes to the next tokens, 128 * NB to the next rows. No swizzle.
     constexpr uint64_t kBetween = static_cast<uint64_t>(128) >> 4 << 32;
     asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
