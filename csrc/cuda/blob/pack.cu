@@ -3,6 +3,7 @@
 
 #include "cuda/blob/blob.h"
 #include "cuda/blob/dequant.cuh"
+#include "cuda/runtime/device.cuh"
 #include "cuda/runtime/launch.h"
 
 namespace exl2nb {
@@ -169,8 +170,6 @@ __global__ void pack_gptq_units(GptqPacking s, const Item* items, uint8_t* strip
   }
 }
 
-const char* text(cudaError_t error) { return error == cudaSuccess ? nullptr : cudaGetErrorString(error); }
-
 }  // namespace
 
 const char* pack_exl2_launch(const void* q_weight, const void* q_scale, const int* row_word, const int* row_group, int K, int N,
@@ -179,7 +178,7 @@ const char* pack_exl2_launch(const void* q_weight, const void* q_scale, const in
   const Source s{static_cast<const uint32_t*>(q_weight), static_cast<const uint32_t*>(q_scale), row_word, row_group, K, N, outputs};
   pack_units<<<strips, 256, 0, static_cast<cudaStream_t>(stream)>>>(s, static_cast<const Item*>(items), item_of_unit, units,
                                                                     static_cast<uint8_t*>(data), strip_bytes);
-  return text(cudaGetLastError());
+  return error_text(cudaGetLastError());
 }
 
 const char* pack_dense_launch(const void* weight, int dtype, int N, int K, int units, int strips, void* data, int64_t strip_bytes,
@@ -189,27 +188,27 @@ const char* pack_dense_launch(const void* weight, int dtype, int N, int K, int u
   if (dtype == 0) pack_dense_units<<<strips, 256, 0, queue>>>(static_cast<const float*>(weight), N, K, units, out, strip_bytes);
   if (dtype == 1) pack_dense_units<<<strips, 256, 0, queue>>>(static_cast<const half*>(weight), N, K, units, out, strip_bytes);
   if (dtype == 2) pack_dense_units<<<strips, 256, 0, queue>>>(static_cast<const Bf16*>(weight), N, K, units, out, strip_bytes);
-  return text(cudaGetLastError());
+  return error_text(cudaGetLastError());
 }
 
 const char* pack_gptq_launch(const GptqPacking& s, const void* items, int strips, void* data, int64_t strip_bytes, void* stream) {
   pack_gptq_units<<<strips, 256, 0, static_cast<cudaStream_t>(stream)>>>(s, static_cast<const Item*>(items), static_cast<uint8_t*>(data),
                                                                          strip_bytes);
-  return text(cudaGetLastError());
+  return error_text(cudaGetLastError());
 }
 
 const char* copy_out(void* host, const void* device, int64_t bytes, void* stream) {
   const auto queue = static_cast<cudaStream_t>(stream);
-  if (auto* wrong = text(cudaMemcpyAsync(host, device, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, queue))) return wrong;
-  return text(cudaStreamSynchronize(queue));
+  if (auto* wrong = error_text(cudaMemcpyAsync(host, device, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, queue))) return wrong;
+  return error_text(cudaStreamSynchronize(queue));
 }
 const char* copy_in(void* device, const void* host, int64_t bytes, void* stream) {
   const auto queue = static_cast<cudaStream_t>(stream);
-  if (auto* wrong = text(cudaMemcpyAsync(device, host, static_cast<size_t>(bytes), cudaMemcpyHostToDevice, queue))) return wrong;
-  return text(cudaStreamSynchronize(queue));
+  if (auto* wrong = error_text(cudaMemcpyAsync(device, host, static_cast<size_t>(bytes), cudaMemcpyHostToDevice, queue))) return wrong;
+  return error_text(cudaStreamSynchronize(queue));
 }
 const char* copy_within(void* to, const void* from, int64_t bytes, void* stream) {
-  return text(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream)));
+  return error_text(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream)));
 }
 
 }  // namespace exl2nb

@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "cuda/runtime/device.cuh"
 #include "cuda/runtime/launch.h"
 
 namespace exl2nb {
@@ -59,21 +60,19 @@ const char* check_groups(const std::vector<int16_t>& table, int64_t R, int64_t K
   return rows == K ? nullptr : "the rows of all groups are not the rows of q_invperm";
 }
 
-const char* text(cudaError_t error) { return error == cudaSuccess ? nullptr : cudaGetErrorString(error); }
-
 }  // namespace
 
 const char* reconstruct_launch(const int32_t* q_weight, int64_t R, const int32_t* q_scale, const void* q_scale_max, const int16_t* q_groups,
                                int64_t G, const int32_t* q_invperm, int64_t K, int64_t N, void* out, void* stream) {
   const auto queue = static_cast<cudaStream_t>(stream);
   std::vector<int16_t> table(2 * G);
-  if (auto* wrong = text(cudaMemcpyAsync(table.data(), q_groups, table.size() * 2, cudaMemcpyDeviceToHost, queue))) return wrong;
-  if (auto* wrong = text(cudaStreamSynchronize(queue))) return wrong;
+  if (auto* wrong = error_text(cudaMemcpyAsync(table.data(), q_groups, table.size() * 2, cudaMemcpyDeviceToHost, queue))) return wrong;
+  if (auto* wrong = error_text(cudaStreamSynchronize(queue))) return wrong;
   if (auto* wrong = check_groups(table, R, K)) return wrong;
   reconstruct_rows<<<unsigned(K), 256, 0, queue>>>(reinterpret_cast<const uint32_t*>(q_weight), int(R),
                                                    reinterpret_cast<const uint32_t*>(q_scale), static_cast<const half*>(q_scale_max),
                                                    q_groups, int(G), q_invperm, int(K), int(N), static_cast<half*>(out));
-  return text(cudaGetLastError());
+  return error_text(cudaGetLastError());
 }
 
 int device_error() {

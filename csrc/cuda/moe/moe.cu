@@ -109,14 +109,7 @@ const char* up_launch(ExpertUpArgs e, const ExpertTable& table, int tokens, int&
   shared = up_shared(e, table);
   if (shared > limits().block) return "an expert's matrix needs more shared memory than the GPU has";
   const dim3 grid(static_cast<unsigned>(e.choice.top_k * e.share + e.shared_share), static_cast<unsigned>(tokens));
-  switch (copy_path()) {
-    case kBulk:
-      return launch<expert_up<kBulk>>(e, grid, shared, stream, pdl);
-    case kAsync:
-      return launch<expert_up<kAsync>>(e, grid, shared, stream, pdl);
-    default:
-      return launch<expert_up<kPlain>>(e, grid, shared, stream, pdl);
-  }
+  return with_copy_path([&](auto path) { return launch<expert_up<decltype(path)::value>>(e, grid, shared, stream, pdl); });
 }
 
 // beside: shared memory of an expert_up CTA.
@@ -136,17 +129,11 @@ const char* down_launch(ExpertDownArgs d, const ExpertTable& table, int tokens, 
   const int shared = ExpertDownSmem::bytes(d) + (staged ? x_bytes : 0);
   if (shared > most) return "the experts of a token need more shared memory than the GPU has";
   const dim3 grid(static_cast<unsigned>(d.out.grid), static_cast<unsigned>(tokens));
-  switch (copy_path()) {
-    case kBulk:
-      return staged ? launch<expert_down<kBulk, true>>(d, grid, shared, stream, pdl)
-                    : launch<expert_down<kBulk, false>>(d, grid, shared, stream, pdl);
-    case kAsync:
-      return staged ? launch<expert_down<kAsync, true>>(d, grid, shared, stream, pdl)
-                    : launch<expert_down<kAsync, false>>(d, grid, shared, stream, pdl);
-    default:
-      return staged ? launch<expert_down<kPlain, true>>(d, grid, shared, stream, pdl)
-                    : launch<expert_down<kPlain, false>>(d, grid, shared, stream, pdl);
-  }
+  return with_copy_path([&](auto path) {
+    constexpr int kPath = decltype(path)::value;
+    return staged ? launch<expert_down<kPath, true>>(d, grid, shared, stream, pdl)
+                  : launch<expert_down<kPath, false>>(d, grid, shared, stream, pdl);
+  });
 }
 
 }  // namespace

@@ -41,11 +41,6 @@ cudaError_t launch(const GemmArgs& a, int grid, int shared, cudaStream_t stream,
   config.attrs = attribute, config.numAttrs = pdl && PATH == kBulk ? 1 : 0;
   return cudaLaunchKernelEx(&config, skinny_gemm<PATH, STAGED>, a);
 }
-template <int PATH>
-cudaError_t dispatch(const GemmArgs& a, int grid, int shared, cudaStream_t stream, bool pdl) {
-  return a.staged ? launch<PATH, true>(a, grid, shared, stream, pdl) : launch<PATH, false>(a, grid, shared, stream, pdl);
-}
-
 }  // namespace
 
 int copy_path() { return device().path; }
@@ -129,17 +124,10 @@ const char* skinny_launch(GemmArgs a, Epilogue e, cudaStream_t stream, bool pdl)
     if (b.next.x) b.next.x += static_cast<size_t>(first) * a.next.stride;
     const int shared = skinny_prepare(b, e);
     if (shared > device().shared_per_block) return "the matrix needs more shared memory than the GPU has";
-    cudaError_t error;
-    switch (device().path) {
-      case kBulk:
-        error = dispatch<kBulk>(b, grid, shared, stream, pdl);
-        break;
-      case kAsync:
-        error = dispatch<kAsync>(b, grid, shared, stream, pdl);
-        break;
-      default:
-        error = dispatch<kPlain>(b, grid, shared, stream, pdl);
-    }
+    const cudaError_t error = with_copy_path([&](auto path) {
+      constexpr int kPath = decltype(path)::value;
+      return b.staged ? launch<kPath, true>(b, grid, shared, stream, pdl) : launch<kPath, false>(b, grid, shared, stream, pdl);
+    });
     if (error != cudaSuccess) return cudaGetErrorString(error);
   }
   return nullptr;

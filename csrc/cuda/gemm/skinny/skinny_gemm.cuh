@@ -180,7 +180,7 @@ struct StagedInput {
     const int vectors = A.perms * A.tokens * A.x_stride / 8;
     for (int v = threadIdx.x; v < vectors; v += kThreads) reinterpret_cast<uint4*>(S.xs)[v] = make_uint4(0, 0, 0, 0);
   }
-  __device__ __forceinline__ void before(const GemmArgs& A, const SkinnySmem& S) const {
+  static __device__ __forceinline__ void before(const GemmArgs& A, const SkinnySmem& S) {
     if (!A.from.x) return;
     clear(A, S);
     const auto touch = [&](const void* p) {  // prefetch
@@ -193,7 +193,7 @@ struct StagedInput {
     for (int p = 0; p < MatrixInput::kMaxPerms; p++) touch(A.inverse[p]);
   }
   template <int PATH>
-  __device__ __forceinline__ bool put(const GemmArgs& A, const SkinnySmem& S, int block, [[maybe_unused]] uint64_t* bar) const {
+  static __device__ __forceinline__ bool put(const GemmArgs& A, const SkinnySmem& S, int block, [[maybe_unused]] uint64_t* bar) {
     const int M = A.tokens, rows = A.perms * M;
     if (A.from.x) {
       auto& sums = *reinterpret_cast<RowSums*>(S.partial);
@@ -355,9 +355,12 @@ __device__ __forceinline__ void multiply(const GemmArgs& A, const SkinnySmem& S,
   }
 }
 
-// A CTA's part of the GEMM. wait(): griddepcontrol.wait; before it only data of no earlier kernel is touched.
-template <int PATH, bool STAGED, class Wait, class Input>
-__device__ __forceinline__ void run_skinny(const GemmArgs& A, uint8_t* shared, int block, Wait wait, const Input& input) {
+// One kernel for all epilogues: its code stays in the instruction caches from one GEMM to the next. Before griddepcontrol.wait only data
+// of no earlier kernel is touched.
+template <int PATH, bool STAGED>
+__global__ void __launch_bounds__(kThreads, 1) skinny_gemm(const __grid_constant__ GemmArgs A) {
+  extern __shared__ __align__(128) uint8_t shared[];
+  const int block = blockIdx.x;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   constexpr int kStages = stages_of(PATH);
   uint8_t* const image = shared + kStages * kWarps * kSlot;
@@ -383,7 +386,7 @@ __device__ __forceinline__ void run_skinny(const GemmArgs& A, uint8_t* shared, i
   }
   load_owned(A, S, block);
   if (A.router.out) fetch_router<PATH>(A.router, S.router, owned_strips(A, block), block, A.grid);
-  if constexpr (STAGED) input.before(A, S);
+  if constexpr (STAGED) StagedInput::before(A, S);
   __syncthreads();
   if constexpr (PATH == kBulk) barrier_wait(image_bar, 0);
   ItemCursor f;
@@ -424,27 +427,17 @@ __device__ __forceinline__ void run_skinny(const GemmArgs& A, uint8_t* shared, i
   };
   if (PATH != kBulk || lane == 0)
     for (int i = 0; i < kStages; i++) fetch();
-  wait();
+  if (!A.late) pdl_launch_dependents();
+  pdl_wait();
+  if (A.late) pdl_launch_dependents();
   bool copying = false;
-  if constexpr (STAGED) copying = input.template put<PATH>(A, S, block, x_bar);
+  if constexpr (STAGED) copying = StagedInput::put<PATH>(A, S, block, x_bar);
   load_inputs(A, S, block, warp, lane);
   if (copying)
     barrier_wait(x_bar, 0);
   else if constexpr (STAGED)
     __syncthreads();
   multiply<PATH, STAGED>(A, S, ring, block, warp, lane, fetch);
-}
-
-// One kernel for all epilogues: its code stays in the instruction caches from one GEMM to the next.
-template <int PATH, bool STAGED>
-__global__ void __launch_bounds__(kThreads, 1) skinny_gemm(const __grid_constant__ GemmArgs A) {
-  extern __shared__ __align__(128) uint8_t shared[];
-  const auto wait = [&] {
-    if (!A.late) pdl_launch_dependents();
-    pdl_wait();
-    if (A.late) pdl_launch_dependents();
-  };
-  run_skinny<PATH, STAGED>(A, shared, blockIdx.x, wait, StagedInput());
 }
 
 }  // namespace exl2nb

@@ -19,6 +19,18 @@ int skinny_split(GemmArgs& a, Epilogue e);
 // Whether the GEMM may compute its inputs from rows of `width` numbers itself (GemmArgs::from).
 bool skinny_fuses_norm(GemmArgs a, Epilogue e, int width);
 int copy_path();
+// Calls f with the copy path as a compile-time constant.
+template <class F>
+auto with_copy_path(F f) {
+  switch (copy_path()) {
+    case kBulk:
+      return f(std::integral_constant<int, kBulk>{});
+    case kAsync:
+      return f(std::integral_constant<int, kAsync>{});
+    default:
+      return f(std::integral_constant<int, kPlain>{});
+  }
+}
 // Any number of rows, in launches of at most eight.
 const char* skinny_launch(GemmArgs a, Epilogue e, cudaStream_t stream, bool pdl);
 

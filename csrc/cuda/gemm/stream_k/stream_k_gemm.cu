@@ -68,7 +68,7 @@ int shared_limit() {
 template <int NB>
 const char* launch(const StreamKArgs& a, int grid, cudaStream_t stream, bool pdl) {
   static const cudaError_t ready = cudaFuncSetAttribute(stream_k_gemm<NB>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_limit());
-  if (ready != cudaSuccess) return cudaGetErrorString(ready);
+  if (ready != cudaSuccess) return error_text(ready);
   return launch_kernel(stream_k_gemm<NB>, dim3(static_cast<unsigned>(grid)), kStreamKThreads, static_cast<size_t>(stream_k_shared(a, NB)),
                        stream, pdl, 1, a);
 }

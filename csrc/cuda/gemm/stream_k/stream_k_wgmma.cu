@@ -88,7 +88,7 @@ namespace {
 template <int NB>
 const char* launch(const StreamKArgs& a, int grid, int most_shared, void* stream, bool pdl) {
   static const cudaError_t ready = cudaFuncSetAttribute(stream_k_wgmma<NB>, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared);
-  if (ready != cudaSuccess) return cudaGetErrorString(ready);
+  if (ready != cudaSuccess) return error_text(ready);
   return launch_kernel(stream_k_wgmma<NB>, dim3(static_cast<unsigned>(grid)), kStreamKThreads, static_cast<size_t>(stream_k_shared(a, NB)),
                        stream, pdl, 1, a);
 }
