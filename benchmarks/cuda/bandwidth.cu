@@ -1,5 +1,5 @@
-// What the results of a GPU are measured against: how fast it reads, and what lies between two kernels of a graph.
-// nvcc -O3 -std=c++17 -arch=sm_90 bandwidth.cu -o bandwidth && ./bandwidth
+// The roof of all results: read bandwidth of the GPU, and the gap between two kernels of a graph.
+//   nvcc -O3 -std=c++17 -arch=sm_90 bandwidth.cu -o bandwidth && ./bandwidth
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>

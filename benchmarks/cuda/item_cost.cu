@@ -1,7 +1,7 @@
-// What a unit of weights (16 columns x 64 rows, 4 bits) costs a multiprocessor beside the memory: cycles of a scheduler, for the product's
-// own code and for it without one of its parts. Everything lies in shared memory, nothing waits. "int8" is not in the library: weights and
-// activations as bytes, products exact in int32, the activations in two columns (high and low byte).
-// nvcc -O3 -std=c++17 -arch=sm_90 --expt-relaxed-constexpr -I../../csrc -I../../csrc/cuda item_cost.cu -o item_cost && ./item_cost
+// Scheduler cycles per unit of weights (16 columns x 64 rows, 4 bits), for the skinny GEMM's inner loop and for it without one of its
+// parts. Everything is in shared memory; nothing waits. "int8": weights and activations as bytes, exact in int32, activations in two
+// columns.
+//   nvcc -O3 -std=c++17 -arch=sm_90 --expt-relaxed-constexpr -I../../csrc item_cost.cu -o item_cost && ./item_cost
 #include <cstdio>
 
 #include "cuda/blob/item_mma.cuh"

@@ -1,8 +1,9 @@
-// Chains of products (persistent_gemm.cuh) at the shapes of five models: time of one, with a small kernel in the place of attention before
-// each; and large products alone ("head"). `persistent_gemm 7b 4 32`: only models whose name has the first, up to so many tokens, chains that
-// leave room for so many CTAs of attention (PersistentOp::beside). The number behind the times is of the first token's bits: to be compared
-// between versions and numbers of tokens. nvcc -arch=sm_90a -std=c++17 -O3 --expt-relaxed-constexpr -Icsrc/cuda
-// benchmarks/cuda/persistent_gemm.cu csrc/cuda/{gemm/persistent/persistent_gemm,gemm/skinny/skinny_gemm,blob/layout}.cu
+// Persistent GEMM chains at the shapes of five models, with a small kernel in place of attention between them; and large single GEMMs
+// ("head").
+// `persistent_gemm 7b 4 32`: models whose name contains 7b, up to 4 rows, chains that leave 32 SMs to attention (PersistentOp::beside). The
+// number after the times is a checksum of row 0, for comparison between versions and numbers of rows.
+//   nvcc -arch=sm_90a -std=c++17 -O3 --expt-relaxed-constexpr -Icsrc benchmarks/cuda/persistent_gemm.cu \
+//     csrc/cuda/gemm/persistent/persistent_gemm.cu csrc/cuda/gemm/skinny/skinny_gemm.cu csrc/cuda/blob/layout.cu
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -171,7 +172,7 @@ struct Engine {
       k[0].beside = beside, k[0].a.x = x, k[0].a.x_stride = in.stride, k[1].a.gated = true, k[3].a.out = qkv, k[3].a.out_stride = N;
       for (int j : {0, 2}) k[j].a.residual = residual, k[j].a.residual_stride = s.H, k[j].a.next_norm = norm;
       for (int j : {1, 3}) k[j].a.inverse_width = 1.f / static_cast<float>(s.H), k[j].a.eps = 1e-5f;
-      if (!persistent_tokens(k, 4)) check("these products cannot be chained");
+      if (!persistent_tokens(k, 4)) check("these GEMMs cannot run as a persistent chain");
       check(persistent_launch(k, 4, room, persistent_bytes(s.H, s.I), stream, pdl));
     }
   }
@@ -231,7 +232,7 @@ static void time(Engine& e, int tokens) {
   std::printf("%016llx, %s\n", static_cast<unsigned long long>(bits), same ? "every token the same bits" : "BITS DIFFER");
 }
 
-// A product alone that stores its sums, of one token, again and again: larger than the L2 cache.
+// One GEMM that stores its sums, one row, repeated; larger than L2.
 static void time_alone(int K, int N, int bits) {
   std::mt19937 random(3);
   const Matrix m(K, {{N, {{bits, 1, 128}}}}, random);

@@ -1,4 +1,4 @@
-// Where the CTAs of a product of many tokens spend their cycles: compiled with EXL2NB_CLOCKS.
+// Cycles per phase of the CTAs of a stream-K GEMM; compiled with EXL2NB_CLOCKS.
 #pragma once
 #ifdef EXL2NB_CLOCKS
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace exl2nb {
 extern long long* stream_k_clocks;
 }
 
-// Mean and largest cycles of the CTAs' stages, of the last of several launches.
+// Mean and largest cycles per phase, of the last of several launches.
 inline void clocks(cudaStream_t s, const std::function<void()>& body) {
   const int n = 132;
   long long* d;

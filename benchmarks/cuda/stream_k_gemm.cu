@@ -1,6 +1,8 @@
-// Products of 9 to 64 tokens (stream_k_gemm.cuh) against a plain reference, then timed at Llama-3-8B's shapes, each alone and a layer in
-// turn. `q`: no checks, `c`: only checks, `w`: what a unit of each width costs. nvcc -arch=sm_90a -DEXL2NB_SM90A -std=c++17 -O3
-// --expt-relaxed-constexpr -Icsrc/cuda benchmarks/cuda/stream_k_gemm.cu csrc/cuda/{gemv,layout,many,stream_k_wide}.cu
+// Stream-K GEMMs of 9 to 64 rows against a plain reference, then timed at Llama-3-8B's shapes, each alone and a layer in turn.
+// `q`: no checks, `c`: only checks, `w`: cycles per unit of each width. -DEXL2NB_CLOCKS: cycles per phase.
+//   nvcc -arch=sm_90a -DEXL2NB_SM90A -std=c++17 -O3 --expt-relaxed-constexpr -Icsrc benchmarks/cuda/stream_k_gemm.cu \
+//     csrc/cuda/gemm/stream_k/stream_k_gemm.cu csrc/cuda/gemm/stream_k/stream_k_wgmma.cu csrc/cuda/gemm/skinny/skinny_gemm.cu
+//     csrc/cuda/blob/layout.cu
 #include <cmath>
 #include <cstdio>
 #include <functional>

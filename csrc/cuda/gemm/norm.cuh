@@ -69,7 +69,7 @@ struct Row {
   __device__ __forceinline__ float sum(float s, RowSums& shared) {
     s = warp_sum(s);
     float4* const partial = shared.partial[turn];
-    turn ^= 1;  // so that nobody writes what others still read
+    turn ^= 1;  // double buffer
     if ((threadIdx.x & 31) == 0) reinterpret_cast<float*>(partial)[threadIdx.x >> 5] = s;
     __syncthreads();
     float all = 0.f;

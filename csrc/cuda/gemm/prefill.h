@@ -4,8 +4,7 @@
 
 namespace exl2nb {
 
-// out f16 (tokens, width) = the norm of x f32, cut to finite numbers. weight, bias f32 (width,): without a weight no norm; bias may be
-// null.
+// out f16 (tokens, width) = norm of x f32, clamped to finite values. weight, bias f32 (width,); weight null: no norm; bias may be null.
 struct NormRowsArgs {
   const float *x, *weight, *bias;
   bool layer_norm;
@@ -18,8 +17,8 @@ const char* norm_rows_launch(const NormRowsArgs& args, void* stream);
 // y f16 (tokens, 2 * width), gated: out f16 (tokens, width) = act(first half) * second half; otherwise y (tokens, width), out = act(y).
 // kind: as in pdl.cuh's activation.
 const char* gate_rows_launch(const void* y, int64_t tokens, int width, bool gated, int kind, void* out, void* stream);
-// qkv f16 (tokens, (num_heads + 2 * num_kv_heads) * head_dim): q and k are rotated where they lie, pairs (i, head_dim / 2 + i); k and v go
-// to `slots` (page * 256 + offset; negative: not written) of f16 pools (pages, num_kv_heads, 256, head_dim). head_dim: a multiple of 16.
+// qkv f16 (tokens, (num_heads + 2 * num_kv_heads) * head_dim): rotates q and k in place, pairs (i, head_dim / 2 + i); writes k and v to
+// `slots` (page * 256 + offset; negative: skip) of f16 pools (pages, num_kv_heads, 256, head_dim). head_dim: a multiple of 16.
 struct RotateRowsArgs {
   void *qkv, *k_pool, *v_pool;
   const float *cos, *sin;  // (positions, head_dim / 2)

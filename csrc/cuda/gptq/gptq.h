@@ -20,7 +20,7 @@ struct GptqBlock {
   uint8_t* scale_index;  // [S][P * N], 0..15
   void* scale_max;       // f16 [S][P]
   float* loss;           // [S][P * N]: of each group
-  float* errors;         // [rows][P * N]: compensated errors; rows behind the block get w[t] -= sum_r U[r][t] * errors[r]
+  float* errors;         // [rows][P * N]: compensated errors; the caller updates later rows: w[t] -= sum_r U[r][t] * errors[r]
   uint8_t* scratch;      // gptq_scratch_bytes
 };
 

@@ -95,10 +95,10 @@ int up_shared(ExpertUpArgs& e, const ExpertTable& table) {
   e.ring = ring_shape(table.item, fixed, budget,
                       2 * e.strips * std::max(items_of_warp(e.representative[0]), items_of_warp(e.representative[1])));
   const int most = std::max(e.ring.bytes(), budget - fixed);
-  e.table_near = e.table_bytes() <= most;
-  const int before = e.table_near ? e.table_bytes() : 0;
-  e.sums_near = before + e.choice.bytes() <= most;
-  e.room = (std::max(e.ring.bytes(), before + (e.sums_near ? e.choice.bytes() : 0)) + 15) / 16 * 16;
+  e.table_in_smem = e.table_bytes() <= most;
+  const int before = e.table_in_smem ? e.table_bytes() : 0;
+  e.sums_in_smem = before + e.choice.bytes() <= most;
+  e.room = (std::max(e.ring.bytes(), before + (e.sums_in_smem ? e.choice.bytes() : 0)) + 15) / 16 * 16;
   return std::max(ExpertUpSmem::bytes(e), copy_path() == kBulk ? half + 256 : 0);
 }
 
@@ -124,8 +124,8 @@ const char* down_launch(ExpertDownArgs d, const ExpertTable& table, int tokens, 
   const bool staged = fixed + x_bytes + least <= most;
   if (fixed + (staged ? x_bytes : 0) + least > budget) budget = std::min(most, fixed + (staged ? x_bytes : 0) + 2 * least);
   d.ring = ring_shape(table.item, fixed + (staged ? x_bytes : 0), budget, useful);
-  d.sums_near = d.choice.bytes() <= std::max(d.ring.bytes(), budget - fixed - (staged ? x_bytes : 0));
-  d.room = (std::max(d.ring.bytes(), d.sums_near ? d.choice.bytes() : 0) + 15) / 16 * 16;
+  d.sums_in_smem = d.choice.bytes() <= std::max(d.ring.bytes(), budget - fixed - (staged ? x_bytes : 0));
+  d.room = (std::max(d.ring.bytes(), d.sums_in_smem ? d.choice.bytes() : 0) + 15) / 16 * 16;
   const int shared = ExpertDownSmem::bytes(d) + (staged ? x_bytes : 0);
   if (shared > most) return "the experts of a token need more shared memory than the GPU has";
   const dim3 grid(static_cast<unsigned>(d.out.grid), static_cast<unsigned>(tokens));

@@ -319,9 +319,9 @@ struct ExpertUpArgs {
   int share, shared_share, pairs, activation, x_stride, num_perms;
   int image, strips, flush;  // bytes of the largest image; strips that a CTA has at most, and that are summed at once
   RingShape ring;
-  int room;                           // bytes of the ring, or of what lies in its place before it
-  bool alike, table_near, sums_near;  // layouts; whether the table, and the router's sums, have room where the ring will be
-  half* next;                         // [pair][stride]
+  int room;                                 // bytes of the ring, and of what is in its place before
+  bool alike, table_in_smem, sums_in_smem;  // layouts; whether the table, and the router's sums, have room where the ring will be
+  half* next;                               // [pair][stride]
   int next_stride;
 
   // Bytes of the table in shared memory: first matrices, and the permutations of the second matrices' inputs.
@@ -388,7 +388,7 @@ __device__ __forceinline__ Scale norm_scale_of_row(const NormArgs& n, const floa
 template <int PATH>
 __global__ void __launch_bounds__(kThreads, PATH == kBulk ? 2 : 1) expert_up(const __grid_constant__ ExpertUpArgs E) {
   extern __shared__ __align__(128) uint8_t shared[];
-  __shared__ const int* inverses[3];  // of the matrix's inputs, and of those of the one that reads what this CTA makes
+  __shared__ const int* inverses[3];  // inverse permutations of this matrix (2) and of the next one
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, token = blockIdx.y, top_k = E.choice.top_k;
   const int at = blockIdx.x, place = at < top_k * E.share ? at / E.share : top_k, block = at - place * E.share;
   const int grid = place < top_k ? E.share : E.shared_share;
@@ -396,22 +396,22 @@ __global__ void __launch_bounds__(kThreads, PATH == kBulk ? 2 : 1) expert_up(con
   const ExpertUpSmem S(E, shared);
   const Routing chosen(E.choice, S.choice);
   // In the ring's place before it is filled: the table and the router's partial sums.
-  auto* const near_table = reinterpret_cast<ExpertMatrix*>(shared);
-  auto** const near_inverses = reinterpret_cast<const int**>(near_table + E.choice.experts);
-  auto* const near_sums = reinterpret_cast<float*>(shared + (E.table_near ? E.table_bytes() : 0));
+  auto* const smem_table = reinterpret_cast<ExpertMatrix*>(shared);
+  auto** const smem_inverses = reinterpret_cast<const int**>(smem_table + E.choice.experts);
+  auto* const smem_sums = reinterpret_cast<float*>(shared + (E.table_in_smem ? E.table_bytes() : 0));
   BulkArrivals<PATH> arrivals{S.bars + kWarps * E.ring.stages}, sums_arrival{arrivals.bar + 1};
 
   init_barriers<PATH>(S.bars, ExpertUpSmem::bars_of(E));
   const ExpertMatrix& representative = E.representative[!chooses];
-  const int near = chooses && E.table_near ? E.choice.experts : 0;
-  for (int i = threadIdx.x; i < near; i += kThreads) near_inverses[i] = E.next_table[i].inverse[0];
+  const int near = chooses && E.table_in_smem ? E.choice.experts : 0;
+  for (int i = threadIdx.x; i < near; i += kThreads) smem_inverses[i] = E.next_table[i].inverse[0];
 #pragma unroll 1
   for (int v = threadIdx.x; v < E.num_perms * E.x_stride / 8; v += kThreads) reinterpret_cast<uint4*>(S.xs)[v] = make_uint4(0, 0, 0, 0);
   __syncthreads();
   const int usual_image = known ? (image_bytes(representative.items, representative.units, 2) + 15) / 16 * 16 : 0;
   arrivals.begin(usual_image + near * static_cast<int>(sizeof(ExpertMatrix)));
   if (known) arrivals.copy(S.image, representative.image, usual_image);
-  if (near) arrivals.copy(near_table, E.table, near * static_cast<int>(sizeof(ExpertMatrix)));
+  if (near) arrivals.copy(smem_table, E.table, near * static_cast<int>(sizeof(ExpertMatrix)));
 
   const auto take = [&](const ExpertMatrix& m, const int* const* next_inverse) {
     if (const int p = threadIdx.x; p < 2) {
@@ -440,14 +440,14 @@ __global__ void __launch_bounds__(kThreads, PATH == kBulk ? 2 : 1) expert_up(con
   if (!chooses) fetch.fill();
   pdl_wait();
   pdl_launch_dependents();  // now, so that what the next kernel finds is as old as what this one has found
-  const bool sums_near = chooses && E.sums_near;
-  if (sums_near) {
+  const bool sums_in_smem = chooses && E.sums_in_smem;
+  if (sums_in_smem) {
     sums_arrival.begin(E.choice.bytes());
-    sums_arrival.copy(near_sums, reinterpret_cast<const uint8_t*>(E.choice.sums) + static_cast<size_t>(token) * E.choice.bytes(),
+    sums_arrival.copy(smem_sums, reinterpret_cast<const uint8_t*>(E.choice.sums) + static_cast<size_t>(token) * E.choice.bytes(),
                       E.choice.bytes());
     sums_arrival.wait();
   }
-  sum_router_partials(E.choice, chosen, sums_near ? near_sums : nullptr, token, chooses ? 0 : E.choice.rows * E.choice.stride);
+  sum_router_partials(E.choice, chosen, sums_in_smem ? smem_sums : nullptr, token, chooses ? 0 : E.choice.rows * E.choice.stride);
   if (chooses) {
     arrivals.wait();
     if (known) split_items(S, representative.items, representative.units);
@@ -459,8 +459,8 @@ __global__ void __launch_bounds__(kThreads, PATH == kBulk ? 2 : 1) expert_up(con
   if (chooses) {
     rank_experts(E.choice, chosen, E.choice.kind == n.kind ? norm : Scale{0.f, 1.f});
     const int number = chosen.ranked[place];
-    const ExpertMatrix& m = E.table_near ? near_table[number] : E.table[number];
-    perms = take(m, E.table_near ? near_inverses + number : &E.next_table[number].inverse[0]);
+    const ExpertMatrix& m = E.table_in_smem ? smem_table[number] : E.table[number];
+    perms = take(m, E.table_in_smem ? smem_inverses + number : &E.next_table[number].inverse[0]);
     const int first = E.alike ? image_steps(m.items) : 0;  // the scales' steps, or all
     const int bytes = E.alike ? image_ends(m.items, m.units) - first : (image_bytes(m.items, m.units, 2) + 15) / 16 * 16;
     arrivals.begin(bytes);
@@ -517,13 +517,13 @@ __global__ void __launch_bounds__(kThreads, PATH == kBulk ? 2 : 1) expert_up(con
 // their numbers. The routing is known before expert_up starts, and both kernels fit on an SM together: the ring is filled while expert_up
 // runs.
 struct ExpertDownArgs {
-  GemmArgs out;  // of one token: strips and outputs of all experts, x, what is done with the results
+  GemmArgs out;  // one token: strips and outputs (equal for all experts), x, epilogue
   RoutingArgs choice;
   const ExpertMatrix* table;
   int pairs, image;  // image: bytes of the largest
   RingShape ring;
-  int room;        // as in ExpertUpArgs
-  bool sums_near;  // as there
+  int room;           // as in ExpertUpArgs
+  bool sums_in_smem;  // as there
 };
 
 // Dynamic shared memory.
@@ -570,14 +570,14 @@ __global__ void __launch_bounds__(kThreads, PATH == kBulk ? 2 : 1) expert_down(c
   init_barriers<PATH>(L.bars, ring_bars + 2);
   load_owned(A, S, block);
   __syncthreads();
-  const auto* const near_sums = reinterpret_cast<const float*>(shared);  // where the ring will be
-  if (D.sums_near) {
+  const auto* const smem_sums = reinterpret_cast<const float*>(shared);  // where the ring will be
+  if (D.sums_in_smem) {
     arrivals.begin(D.choice.bytes());
     arrivals.copy(shared, reinterpret_cast<const uint8_t*>(D.choice.sums) + static_cast<size_t>(token) * D.choice.bytes(),
                   D.choice.bytes());
     arrivals.wait();
   }
-  sum_router_partials(D.choice, chosen, D.sums_near ? near_sums : nullptr, token, 0);  // what is older than what this kernel waits for
+  sum_router_partials(D.choice, chosen, D.sums_in_smem ? smem_sums : nullptr, token, 0);  // complete before expert_up starts
   __syncthreads();
   rank_experts(D.choice, chosen, norm_scale(D.choice, chosen));
   weigh_experts(D.choice, chosen);
@@ -613,7 +613,7 @@ __global__ void __launch_bounds__(kThreads, PATH == kBulk ? 2 : 1) expert_down(c
     }
     const ExpertMatrix& m = L.matrices[i / kWarps];
     const auto* const items = reinterpret_cast<const Item*>(L.images + i / kWarps * D.image);
-    const auto first = [&](int w) {  // of warp w: the first item whose middle lies in its share
+    const auto first = [&](int w) {  // first item of warp w: its middle is in the warp's share
       const int64_t bound = static_cast<int64_t>(all) * w / kWarps - before;
       int low = 0, high = m.items;
       while (low < high) {
@@ -632,7 +632,7 @@ __global__ void __launch_bounds__(kThreads, PATH == kBulk ? 2 : 1) expert_down(c
   ExpertProducer<PATH> fetch(stream, warp, lane, true);
   fetch.fill();
   float* const residual = A.residual + static_cast<size_t>(token) * A.residual_stride;
-  if (A.epilogue == kResidual && warp == 0) {  // older than what this kernel waits for, too
+  if (A.epilogue == kResidual && warp == 0) {  // also complete
     for (int i = lane; i < S.owned; i += 32) {
       const int column = (block + (i >> 4) * A.grid) * 16 + (i & 15);
       if (column < A.part[0].outputs) S.kept[i] = __ldcg(residual + column);

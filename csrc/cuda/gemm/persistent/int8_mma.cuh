@@ -85,7 +85,7 @@ struct Int8Input {
   const uint8_t* bytes;     // of the token of column g
   const Int8Block* blocks;  // of the token of lane t
   int column_chunk, lane_chunk, g, tokens;
-  bool live;  // column g is of a token that is there
+  bool live;  // column g belongs to an existing token
 
   __device__ __forceinline__ Int8Input(const uint8_t* all, const Int8Block* every, int num_blocks, int count, int lane) : tokens(count) {
     const int t = lane & 3;
@@ -134,7 +134,7 @@ struct Int8Sums {
       }
       v += __shfl_xor_sync(0xffffffffu, v, 2);
       if (t >= 2) return;
-      float* const p = sums + in.g + 8 * t;  // the token is there
+      float* const p = sums + in.g + 8 * t;  // one token: it exists
       *p = add ? *p + v : v;
     }
   }

@@ -48,7 +48,7 @@ struct StreamKPart {
 struct StreamKArgs {
   StreamKPart part[kMaxParts];
   const uint8_t* image;
-  int num_parts, items, units, tiles, tokens;  // tiles: of the whole product
+  int num_parts, items, units, tiles, tokens;  // tiles of the whole GEMM
   float density;                               // CTAs per unit of the line, about
   int begin[kStreamKMaxCtas + 1];              // first unit of each CTA's share, and the end
   float* partial;                              // [CTA][began in its share][part]: partial sums
@@ -155,7 +155,7 @@ __device__ __forceinline__ int divide_small(int n, int d) {
 // Share of a CTA: units stream_k_begin(cta) .. stream_k_begin(cta + 1) - 1 of the line.
 __device__ __forceinline__ int stream_k_begin(const StreamKArgs& A, int cta) { return A.begin[cta]; }
 __device__ __forceinline__ int cta_of_unit(const StreamKArgs& A, int unit) {
-  int cta = __float2int_rz(static_cast<float>(unit) * A.density);  // near it
+  int cta = __float2int_rz(static_cast<float>(unit) * A.density);  // first guess
   while (A.begin[cta] > unit) cta--;
   while (A.begin[cta + 1] <= unit) cta++;
   return cta;
