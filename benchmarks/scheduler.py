@@ -132,7 +132,8 @@ def beside_gpu(llm: exl2nb.LLM, batch: int, **sampling: Any) -> dict[str, float]
     pager = Pager(engine.spec.num_pages, page_size=PAGE_SIZE, copy=stepper.copy)
     builder = BatchBuilder(max_tokens=batch * MAX_ROWS + 2048, max_sequences=batch, max_pages=16, page_size=PAGE_SIZE)
     loop = StepLoop(Scheduler(pager, max_sequences=batch, max_chunk=2048), builder, stepper)
-    with engine.exclusive(), torch.inference_mode():
+
+    def run() -> tuple[float, float, float, list[Any]]:
         for i in range(batch):
             ids = random.Random(i).choices(range(3, 200), k=64)
             request = Request.of(ids, where="benchmark", seed=i, **sampling, max_tokens=STEPS + 3 * WARM, ignore_eos=True)
@@ -148,6 +149,10 @@ def beside_gpu(llm: exl2nb.LLM, batch: int, **sampling: Any) -> dict[str, float]
         waited, launching, events = stepper.waited / STEPS * 1e6, stepper.launching / STEPS * 1e6, stepper.events
         assert len(loop.scheduler.running) == batch
         loop.drain()
+        return wall, waited, launching, events
+
+    with torch.inference_mode():
+        wall, waited, launching, events = engine.call(run)
     busy = statistics.median(first.elapsed_time(last) for first, last in events) * 1e3
     idle = statistics.median(one[1].elapsed_time(two[0]) for one, two in pairwise(events)) * 1e3
     found = {"wall_us": wall, "gpu_us": busy, "gpu_idle_us": idle, "host_us": wall - waited - launching, "launch_us": launching}

@@ -9,8 +9,7 @@ import pytest
 import exl2nb as ex
 from exl2nb.converter.result import Conversion, Matrix
 from exl2nb.core.show import facts
-from exl2nb.generator.render import MOST_TITLES, MOST_TOKENS
-from exl2nb.generator.request import Alternative, Completion, Timings, Token
+from exl2nb.generator.request import MOST_TITLES, MOST_TOKENS, Alternative, Completion, Timings, Token
 from exl2nb.sampling.params import SamplingParams
 
 QUANTISED = Path(__file__).parent / "data" / "demo-exl2-4.0bpw"

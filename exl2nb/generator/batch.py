@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from exl2nb.generator.executor import Draw, Step
 from exl2nb.generator.scheduler import Span
-from exl2nb.generator.stepper import Draw, Step
 from exl2nb.model.batch import Batch
 
 MAX_SHAPES = 256  # batches kept; decoding comes back to the same few shapes

@@ -1,20 +1,75 @@
-"""Beam search: the answers with the highest total log probability, kept side by side. Scores and stopping as in Transformers."""
+"""Sequences of one request that run in step. Nothing schedules them together: whoever's row is in first waits, with nothing pending."""
 
 from __future__ import annotations
 
 import math
 import time
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from exl2nb.generator.group import Group
 from exl2nb.generator.output import Output
 from exl2nb.generator.request import Completion, Request
 from exl2nb.generator.sequence import Sequence
 from exl2nb.sampling.draw import Sampled, highest_logit, report
 from exl2nb.tokenizer.tokenizer import Tokenizer
+
+
+class Fork(Protocol):
+    """Makes the cache of `target` that of `source`: the same tokens computed, pages shared where they are full."""
+
+    def __call__(self, source: Sequence, target: Sequence, /) -> None:
+        """Both must belong to the same engine."""
+        ...
+
+
+class Group:
+    """members: begin and end together; the first one has the channel. active: those that run in the next step.
+
+    A member that has given its row is parked (`pending` is 0) until all have; then `step` chooses tokens for all of them. Preempting a
+    parked member is harmless: it runs its ids again and gives the same row again.
+    """
+
+    def __init__(self, members: list[Sequence]) -> None:
+        self.members = members
+        self.active = list(members)
+        self.lockstep = True  # they must fit the cache together
+        self.shares_prompt = False  # the full pages of the prompt are the same for all
+        self.fork: Fork | None = None  # set by the engine; without it a fork computes its ids again
+        self._rows: dict[int, np.ndarray] = {}
+        for member in members:
+            member.group = self
+
+    @property
+    def leader(self) -> Sequence:
+        """The member whose channel the caller holds."""
+        return self.members[0]
+
+    def receive(self, member: Sequence, row: np.ndarray) -> str | None:
+        """The row of one member is there; once all are, the step. The finish reason when the answer is complete."""
+        if member in self.active:
+            self._rows[id(member)] = row.copy()
+        if len(self._rows) < len(self.active):
+            return None
+        rows = [self._rows[id(one)] for one in self.active]
+        self._rows = {}
+        return self.step(rows)
+
+    def step(self, rows: list[np.ndarray]) -> str | None:
+        """Choose for every active member; one row each."""
+        raise AssertionError("a group chooses by its own rule")
+
+    def completion(self, reason: str) -> Completion:
+        """The answer as it stands."""
+        return self.leader.complete_alone(reason)
+
+    def ready(self, member: Sequence) -> bool:
+        """Whether this member is to run: it takes part, and its row is not in."""
+        return member in self.active and id(member) not in self._rows
+
+
+# ---- Beam search: the answers with the highest total log probability, kept side by side. Scores and stopping as in Transformers.
 
 
 class _Beam(NamedTuple):
@@ -184,3 +239,67 @@ class Beams(Group):
 def _log_softmax(row: np.ndarray) -> np.ndarray:
     highest = float(highest_logit(row))
     return row - np.float32(highest + math.log(float(np.exp(row - np.float32(highest)).sum(dtype=np.float64))))
+
+
+# ---- Classifier-free guidance: a second, negative prompt runs in step, and what it says is taken away from what the first one says.
+
+
+def guided(positive: np.ndarray, negative: np.ndarray, scale: float) -> np.ndarray:
+    """Mix two rows of logits: `n + scale * (p - n)` of their log probabilities p and n.
+
+    Args:
+        positive, negative: f32 `(V,)`, raw logits.
+        scale: 1 leaves the positive one, more moves away from the negative one.
+
+    Source: Sanchez et al., "Stay on topic with Classifier-Free Guidance", 2023; as in Transformers.
+    """
+    p, n = _log_softmax_f64(positive), _log_softmax_f64(negative)
+    return (n + np.float32(scale) * (p - n)).astype(np.float32)
+
+
+class Guided(Group):
+    """The positive sequence draws, the negative one follows with the same tokens."""
+
+    def __init__(self, positive: Sequence, negative: Sequence) -> None:
+        super().__init__([positive, negative])
+
+    @classmethod
+    def of(cls, request: Request, tokenizer: Tokenizer, *, context: int) -> Sequence:
+        """The two sequences of a request; returns the leader.
+
+        The longer prompt decides how much room the context leaves.
+        """
+        positive = Sequence(request, tokenizer, context=context)
+        plain = {"negative_ids": (), "cfg_scale": 1.0, "token_healing": False, "structure": None}
+        negative = Sequence(replace(request, prompt_ids=request.negative_ids, **plain), tokenizer, context=context)
+        positive.limit = negative.limit = min(positive.limit, negative.limit)
+        cls(positive, negative)
+        return positive
+
+    def step(self, rows: list[np.ndarray]) -> str | None:
+        """Draw one token from the mix; both go on with it."""
+        positive, negative = self.members
+        reason = positive.take_rows([guided(rows[0], rows[1], positive.request.cfg_scale)])
+        new = positive.ids[positive.prompt_tokens :]
+        kept = negative.prompt_tokens + len(new) - 1
+        del negative.ids[max(negative.prompt_tokens, kept) :]
+        negative.ids += new[len(negative.ids) - negative.prompt_tokens :]
+        negative.computed = min(negative.computed, len(negative.ids) - 1)
+        return reason
+
+
+def _log_softmax_f64(row: np.ndarray) -> np.ndarray:
+    shifted = row - row.max()
+    return shifted - np.log(np.exp(shifted).sum(dtype=np.float64))
+
+
+# ---- From a request to the sequences that run it. Knows no threads.
+
+
+def sequences_for(request: Request, tokenizer: Tokenizer, *, context: int) -> list[Sequence]:
+    """The sequences of a request; the first one has the channel that the caller listens to."""
+    if request.beams > 1:
+        return Beams.of(request, tokenizer, context=context).members
+    if request.guided:
+        return Guided.of(request, tokenizer, context=context).members
+    return [Sequence(request, tokenizer, context=context)]

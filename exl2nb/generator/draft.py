@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Protocol
 
@@ -19,8 +20,7 @@ from exl2nb.cache.pool import KVCache
 from exl2nb.cache.spec import CacheSpec
 from exl2nb.core.errors import EngineClosed, TokenizerError
 from exl2nb.core.log import logger
-from exl2nb.generator.choose import choose
-from exl2nb.generator.sequence import Sequence as Request_
+from exl2nb.generator.sequence import Sequence, choose
 from exl2nb.model.batch import Batch, Span
 from exl2nb.sampling.state import SamplerState
 from exl2nb.tokenizer.tokenizer import Tokenizer
@@ -40,7 +40,7 @@ class Forward(Protocol):
 class _Ahead:
     """What the draft's cache holds of one sequence: `computed` tokens in `pages`."""
 
-    sequence: weakref.ref[Request_]
+    sequence: weakref.ref[Sequence]
     pages: list[int] = field(default_factory=list)
     computed: int = 0
 
@@ -56,7 +56,7 @@ class DraftModel:
         model: of the draft. spec: of its cache.
         context: longest sequence it runs, in tokens; longer ones go on without guesses.
         vocab_size: of the target.
-        exclusive: a context in which nobody else runs the model; a TimeoutError means that it is in use, and nothing is guessed this time.
+        run: runs a function where nobody else runs the model; a TimeoutError means that it is in use, and nothing is guessed this time.
         device: of the draft.
         on_close: called at the end, to give the model back.
     """
@@ -68,11 +68,11 @@ class DraftModel:
         *,
         context: int,
         vocab_size: int,
-        exclusive: Callable[[], AbstractContextManager[None]],
+        run: Callable[[Callable[[], list[list[int]]]], list[list[int]]] | None = None,
         device: str = "cpu",
         on_close: Callable[[], None] | None = None,
     ) -> None:
-        self._model, self._exclusive, self._on_close = model, exclusive, on_close
+        self._model, self._run, self._on_close = model, run, on_close
         self.guess_s = 0.0
         self._size, self._context, self._vocab_size = spec.page_size, context, vocab_size
         self._cache, self._table = KVCache(spec, device), PageTable(spec.num_pages)
@@ -84,14 +84,13 @@ class DraftModel:
         """Who holds which page of the draft's cache."""
         return self._table
 
-    def guess(self, wanted: Sequence[tuple[Request_, int]], /) -> list[list[int]]:
+    def guess(self, wanted: Several[tuple[Sequence, int]], /) -> list[list[int]]:
         """For each sequence at most so many tokens that may follow; all sequences together, one step of the draft per token."""
         if self._gone:
             return [[] for _ in wanted]
         self._sweep()
         try:
-            with self._exclusive():
-                return self._guess(wanted)
+            return self._guess(wanted) if self._run is None else self._run(partial(self._guess, wanted))
         except TimeoutError:
             pass
         except EngineClosed:
@@ -112,7 +111,7 @@ class DraftModel:
 
     # ---- inside
 
-    def _guess(self, wanted: Sequence[tuple[Request_, int]]) -> list[list[int]]:
+    def _guess(self, wanted: Several[tuple[Sequence, int]]) -> list[list[int]]:
         found: list[list[int]] = [[] for _ in wanted]
         turns: list[tuple[int, _Ahead, SamplerState, list[int], int]] = []  # place, state, sampler, tokens to run next, guesses to make
         for place, (sequence, count) in enumerate(wanted):
@@ -152,7 +151,7 @@ class DraftModel:
         except Exception:  # a guess that cannot be made is no guess; the target's own row will say what is wrong, if anything is
             return None
 
-    def _forward(self, parts: Sequence[tuple[_Ahead, list[int], str]]) -> np.ndarray:
+    def _forward(self, parts: Several[tuple[_Ahead, list[int], str]]) -> np.ndarray:
         spans = [Span(ids=ids, start=ahead.computed, pages=ahead.pages, logit_rows=rows) for ahead, ids, rows in parts]
         batch = Batch.build(spans, page_size=self._size)
         logits = self._model.forward(batch, self._cache).to("cpu", torch.float32).numpy()
@@ -160,7 +159,7 @@ class DraftModel:
             ahead.computed += len(ids)
         return logits
 
-    def _state(self, sequence: Request_) -> _Ahead:
+    def _state(self, sequence: Sequence) -> _Ahead:
         ahead = self._known.get(id(sequence))
         if ahead is None:
             ahead = self._known[id(sequence)] = _Ahead(weakref.ref(sequence))

@@ -1,19 +1,25 @@
-"""Threads and callers: one thread per model runs the step loop; everybody else talks to it through here. Nothing else touches the model."""
+"""The engine: one thread per model runs the step loop. Requests and calls reach it through queues; nothing else touches the model.
+
+`submit` queues a request. `call` runs a function on the engine thread between two steps, so that it has the model, the pages and the
+cache to itself. There is no lock to hold and none to leave behind: a KeyboardInterrupt ends the caller's wait at any instruction, a call
+that has not started is dropped, and one that has started ends on the engine thread by itself. Callers wait in ticks on queues written in
+C: an interrupt inside `threading.Event` or `Condition` can leave their lock locked.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextvars
 import os
-import sys
+import queue
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Several
-from contextlib import contextmanager
-from typing import Protocol
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,19 +27,17 @@ from torch import Tensor
 from exl2nb.cache.pool import KVCache
 from exl2nb.cache.spec import CacheSpec
 from exl2nb.core.errors import ContextOverflow, EngineClosed, GenerationError, OptionError
-from exl2nb.core.flag import Flag
 from exl2nb.core.log import logger
 from exl2nb.generator.batch import MAX_ROWS, BatchBuilder
-from exl2nb.generator.guesses import Drafter, GuessingSpeculator, guesses_for
-from exl2nb.generator.handle import Handle
+from exl2nb.generator.beams import sequences_for
+from exl2nb.generator.executor import HostStepper, Stepper
+from exl2nb.generator.handle import TICK_S, Handle
 from exl2nb.generator.loop import Speculator, StepLoop
-from exl2nb.generator.members import sequences_for
 from exl2nb.generator.pager import Pager
 from exl2nb.generator.request import Request
 from exl2nb.generator.scheduler import MAX_CHUNK, Scheduler
 from exl2nb.generator.sequence import Sequence
-from exl2nb.generator.stepper import HostStepper, Stepper
-from exl2nb.generator.turnstile import TICK_S, Turnstile
+from exl2nb.generator.speculation import Drafter, GuessingSpeculator, guesses_for
 from exl2nb.model.batch import Batch
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
@@ -53,6 +57,75 @@ class Forward(Protocol):
     def close(self) -> None:
         """Give memory back."""
         ...
+
+
+T = TypeVar("T")
+
+
+class Call(Generic[T]):
+    """A function to run on the engine thread, and what became of it.
+
+    Whoever takes `claim` first decides: the engine, which then runs the function, or the caller, who gives it up.
+    """
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self.claim = threading.Lock()
+        self.ended: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.value: T | None = None
+        self.error: BaseException | None = None
+        self._function, self._context = function, contextvars.copy_context()
+        self._inference = torch.is_inference_mode_enabled()
+
+    def run(self) -> None:
+        """Engine: run the function with the caller's context variables and inference mode, unless the caller has given it up."""
+        if not self.claim.acquire(blocking=False):
+            return
+        try:
+            with torch.inference_mode(self._inference):
+                self.value = self._context.run(self._function)
+        except BaseException as error:
+            self.error = error
+        self.ended.put(None)
+
+    def fail(self, error: BaseException) -> None:
+        """Engine: it will not run."""
+        if self.claim.acquire(blocking=False):
+            self.error = error
+            self.ended.put(None)
+
+    def wait(self, timeout_s: float | None) -> T:
+        """Caller: the function's value; raises its error, or TimeoutError if it has not started within `timeout_s`."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            try:
+                self.ended.get(timeout=TICK_S if deadline is None else max(0.0, min(TICK_S, deadline - time.monotonic())))
+                break
+            except queue.Empty:
+                if deadline is not None and time.monotonic() >= deadline:
+                    if self.claim.acquire(blocking=False):
+                        raise TimeoutError(f"the model was in use for {timeout_s} s") from None
+                    deadline = None
+        if self.error is not None:
+            raise self.error
+        return self.value  # pyright: ignore[reportReturnType]
+
+
+class SharedModel:
+    """A model whose forward passes run on its engine's thread, between steps; for code that reads texts beside running requests."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def forward(self, batch: Batch, cache: KVCache) -> Tensor:
+        """As `Model.forward`."""
+        return self._engine.call(partial(self._engine.model.forward, batch, cache))
+
+    def forward_by_ops(self, *arguments: Any) -> Tensor:
+        """As `Model.forward_by_ops`."""
+        return self._engine.call(partial(self._engine.model.forward_by_ops, *arguments))  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine.model, name)
 
 
 class Engine:
@@ -106,11 +179,10 @@ class Engine:
             page_size=size,
         )
         self.loop = StepLoop(Scheduler(self.pager, max_sequences=max_sequences, max_chunk=max_chunk, switch=switch), builder, self._stepper)
-        self._arrived: deque[tuple[Sequence, object]] = (
-            deque()
-        )  # one leaves it after it has entered the scheduler, so it is always somewhere
-        self._wake, self._turnstile = Flag(), Turnstile()
-        self._lock, self._run_lock = threading.Lock(), threading.Lock()
+        self._arrived: deque[tuple[Sequence, object]] = deque()  # one leaves it after it has entered the scheduler
+        self._calls: deque[Call[Any]] = deque()
+        self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # an item for each arrival, so that an idle thread can wait
+        self._lock, self._run_lock, self._close_lock = threading.Lock(), threading.Lock(), threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed, self._process = False, os.getpid()
 
@@ -188,16 +260,41 @@ class Engine:
             self.loop.scheduler.check(*some)
         handles = [Handle(s.channel) for s in sequences]  # before anything can run: an interrupt from here on drops them, which cancels
         with self._lock:
-            if self._closed:
-                raise EngineClosed("the model was closed; load it again")
+            self._check_open()
             self._arrived.extend([(sequence, group) for sequence in sequences])
-            self._wake.set()
-            if self._thread is None or not self._thread.is_alive():
-                run = contextvars.copy_context().run
-                _stop_at_exit(self)
-                self._thread = threading.Thread(target=run, args=(self._run,), name="exl2nb-engine", daemon=True)
-                self._thread.start()
+            self._wake_thread()
         return handles
+
+    def call(self, function: Callable[[], T], *, timeout_s: float | None = None) -> T:
+        """Run a function on the engine thread between two steps, with nothing in flight; requests wait until it returns.
+
+        Args:
+            function: takes no arguments. It must be short, or be one of many: requests of others wait. It must not call the engine.
+            timeout_s: to wait for its start; None = as long as it takes.
+
+        Returns:
+            What the function returns.
+
+        Raises:
+            What the function raises. EngineClosed: `close` was called. TimeoutError: not started in time; it will not run.
+            GenerationError: called by a hook. KeyboardInterrupt: at once; what has started ends on the engine thread.
+        """
+        self._check_caller()
+        call = Call(function)
+        try:
+            with self._lock:
+                self._check_open()
+                self._calls.append(call)
+                self._wake_thread()
+            return call.wait(timeout_s)
+        except BaseException:
+            call.claim.acquire(blocking=False)  # it will not start any more
+            raise
+
+    @property
+    def shared_model(self) -> Any:
+        """The model for code on other threads: its forward passes go through `call`."""
+        return SharedModel(self)
 
     @property
     def speculator(self) -> Speculator | None:
@@ -216,7 +313,7 @@ class Engine:
     @property
     def idle(self) -> bool:
         """True while no request waits or runs; all pages are free then."""
-        return not self._arrived and not self.loop.busy
+        return not self._arrived and not self._calls and not self.loop.busy
 
     def wait_idle(self, timeout_s: float = 60.0) -> bool:
         """Wait until every request is through; False if that takes longer."""
@@ -226,19 +323,6 @@ class Engine:
                 return False
             time.sleep(0.002)
         return True
-
-    @contextmanager
-    def exclusive(self, timeout_s: float | None = None) -> Iterator[None]:
-        """Have the model to oneself: requests wait at their next step until the `with` block ends; nothing is in flight.
-
-        Raises:
-            EngineClosed: `close` was called. TimeoutError: somebody else has had it for `timeout_s`. GenerationError: called by a hook.
-        """
-        self._check_caller()
-        with self._turnstile.visit(sys._getframe(), quiet=self._quiet, timeout_s=timeout_s):
-            if self._closed:
-                raise EngineClosed("the model was closed; load it again")
-            yield
 
     def close(self) -> None:
         """End every request with EngineClosed, join the thread, give memory back. A second call does nothing.
@@ -252,7 +336,7 @@ class Engine:
         if _exiting and threading.current_thread() is not threading.main_thread():
             return  # a thread that comes back from C++ after the interpreter has ended would abort the process
         self._stop(float("inf"))
-        with self._turnstile.visit(sys._getframe(), quiet=lambda: True):
+        with self._close_lock:
             self._fail_all(EngineClosed("the model was closed while the request ran"))
             self.loop.abandon()
             if self.drafter is not None:
@@ -260,9 +344,6 @@ class Engine:
             self._stepper.close()
             self.cache.close()
             self.model.close()
-
-    def _quiet(self) -> bool:
-        return self._closed or self._thread is None or not self.loop.flying
 
     def _check_caller(self) -> None:
         if os.getpid() != self._process:  # its threads and those of the kernels were not forked with it
@@ -275,12 +356,25 @@ class Engine:
                 "note what you need there and call the model outside"
             )
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosed("the model was closed; load it again")
+
+    def _wake_thread(self) -> None:
+        """Have the engine thread look at what arrived; starts it if there is none. The caller has the lock."""
+        self._wake.put(None)
+        if self._thread is None or not self._thread.is_alive():
+            run = contextvars.copy_context().run
+            _stop_at_exit(self)
+            self._thread = threading.Thread(target=run, args=(self._run,), name="exl2nb-engine", daemon=True)
+            self._thread.start()
+
     def _stop(self, seconds: float) -> None:
         """Ask the thread to end and wait for it, in ticks, so that an interrupt gets through."""
         with self._lock:
             self._closed = True
             thread = self._thread
-            self._wake.set()
+            self._wake.put(None)
         deadline = time.monotonic() + seconds
         while thread is not None and thread.is_alive() and thread is not threading.current_thread() and time.monotonic() < deadline:
             thread.join(TICK_S)
@@ -288,11 +382,16 @@ class Engine:
     # ---- the engine thread
 
     def _run(self) -> None:
+        loop, scheduler = self.loop, self.loop.scheduler
         try:
             # the lock: an interrupt inside Thread.start can leave a thread behind that nobody knows of, beside its successor
             with self._run_lock, torch.inference_mode():
-                while self._collect():
-                    self.step()
+                while True:
+                    idle = not (scheduler.running or scheduler.waiting or loop.in_flight)
+                    if (idle or self._arrived or self._calls or self._closed) and not self._collect(idle):
+                        return
+                    if scheduler.running or scheduler.waiting or loop.in_flight:
+                        loop.step()
         except BaseException as error:  # a bug outside a step: callers must not wait for ever
             logger.exception("engine thread failed")
             with self._lock:
@@ -300,14 +399,23 @@ class Engine:
                 self._fail_all(error)
             raise
 
-    def _collect(self) -> bool:
-        """Take new requests in; wait for one while there is nothing to do. False: the thread is to end."""
-        if not self.loop.busy:
-            self._wake.wait(IDLE_S)
-        self._wake.clear()
+    def _collect(self, idle: bool) -> bool:
+        """Take new requests in and run calls; wait for something while there is nothing to do. False: the thread is to end."""
+        try:
+            if idle:
+                self._wake.get(timeout=IDLE_S)
+            while True:
+                self._wake.get_nowait()
+        except queue.Empty:
+            pass
         while self._arrived:
             self.loop.add(*self._arrived[0])
             self._arrived.popleft()
+        if self._calls and not self._closed:
+            self.loop.drain()
+            for _ in range(len(self._calls)):  # those that come meanwhile wait for a step, so that a loop of calls does not stop requests
+                self._calls[0].run()
+                self._calls.popleft()
         if self._closed:
             self._fail_all(EngineClosed("the model was closed while the request ran"))
             self.loop.abandon()  # the end of the interpreter does not wait for threads of the kernels
@@ -315,24 +423,17 @@ class Engine:
         if self.loop.busy:
             return True
         with self._lock:
-            if self._arrived:
+            if self._arrived or self._calls or not idle:
                 return True
             self._thread = None
             return False
-
-    def step(self) -> None:
-        """One turn of the loop; callers who wait for the model already come first."""
-        with self._turnstile.step(lambda: self._closed) as mine:
-            if not mine:
-                return
-            self.loop.step()
-            if self._turnstile.wanted:
-                self.loop.drain()
 
     def _fail_all(self, error: BaseException) -> None:
         for sequence, _ in self._arrived:
             self.loop.fail(sequence, error)
         self._arrived.clear()
+        while self._calls:
+            self._calls.popleft().fail(error)
         self.loop.fail_all(error)
 
 

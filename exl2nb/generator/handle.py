@@ -1,16 +1,89 @@
-"""The caller's end of a request: iterate it, wait for it, cancel it. Dropping it cancels it."""
+"""The line between the engine thread and one caller: chunks go one way, a cancel flag the other. Knows neither models nor pages."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import queue
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import partial
+from typing import overload
 
+from exl2nb.core.log import logger
 from exl2nb.core.options import check_range
-from exl2nb.generator.channel import Channel
 from exl2nb.generator.request import Chunk, Completion, Token
+
+_numbers = itertools.count(1)
+
+
+class Channel:
+    """Shared by one sequence of the engine and one handle of a caller.
+
+    The engine puts lists of tokens and at last a completion or an error; nothing follows that. The caller sets `cancelled`, which the
+    engine reads at every step. Each side may be dropped without the other noticing more than that.
+    """
+
+    def __init__(self) -> None:
+        self.number = next(_numbers)  # of the request, in this process
+        self.items: queue.SimpleQueue[list[Token] | None] = queue.SimpleQueue()
+        self.cancelled = False
+        self.completion: Completion | None = None
+        self.error: BaseException | None = None
+        self.ended = False
+        self._end: queue.SimpleQueue[None] = queue.SimpleQueue()  # wakes those who wait for the end
+        self.waker: Callable[[], None] | None = None  # told about every item; for those who cannot wait on this queue
+        self.progress = (0, 0)  # prompt tokens in the cache, of how many; (0, 0) while the request waits
+        self.watched = False  # the waker wants to hear of progress too
+
+    def put(self, tokens: list[Token]) -> None:
+        """Engine: hand tokens over."""
+        self.items.put(tokens)
+        if self.waker is not None:
+            self._wake()
+
+    def note(self, done: int, total: int) -> None:
+        """Engine: so much of the prompt is in the cache."""
+        self.progress = (done, total)
+        if self.watched:
+            self._wake()
+
+    def end(self, outcome: Completion | BaseException) -> None:
+        """Engine: the request is over. Only the first call counts."""
+        if self.ended:
+            return
+        if isinstance(outcome, Completion):
+            self.completion = outcome
+        else:
+            self.error = outcome
+        self.ended = True
+        self._end.put(None)
+        self.items.put(None)
+        self._wake()
+
+    def wait_end(self, timeout_s: float) -> bool:
+        """Caller: whether the request is over, after waiting at most so long."""
+        if not self.ended:
+            try:
+                self._end.get(timeout=timeout_s)
+                self._end.put(None)  # for others who wait
+            except queue.Empty:
+                pass
+        return self.ended
+
+    def _wake(self) -> None:
+        if self.waker is not None:
+            try:
+                self.waker()
+            except RuntimeError:  # the caller's event loop is gone, so nobody reads this any more
+                self.waker, self.cancelled = None, True
+            except Exception:
+                self.waker = None
+                logger.exception("a function that wanted news of a request failed; it is not called any more")
+
+
+# ---- The caller's end of a request: iterate it, wait for it, cancel it. Dropping it cancels it.
 
 TICK_S = 0.05  # a wait is never longer than this without Python code running, so that KeyboardInterrupt arrives
 
@@ -96,7 +169,7 @@ class Handle:
     @property
     def done(self) -> bool:
         """True once the engine is through with the request."""
-        return self._channel.ended.is_set()
+        return self._channel.ended
 
     @property
     def completion(self) -> Completion | None:
@@ -131,7 +204,7 @@ class Handle:
             check_range("timeout_s", timeout_s, 0.0, 1e9, where="result")
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         try:
-            while not self._channel.ended.wait(TICK_S):
+            while not self._channel.wait_end(TICK_S):
                 if deadline is not None and time.monotonic() > deadline:
                     raise TimeoutError(f"no answer after {timeout_s} s; the request goes on, cancel() ends it")
         except TimeoutError:
@@ -236,3 +309,129 @@ class _Bell:
     def _set(self) -> None:
         if not self._rung.done():
             self._rung.set_result(None)
+
+
+# ---- Several requests as one thing: their chunks as they come, each with the number of its request. Knows no engine.
+
+
+class Handles(Sequence[Handle]):
+    """The handles of requests that were made together, in order; `handles[i]` is one of them.
+
+    Iterate `chunks()` for (number of the request, `Chunk`) in the order in which they come, or call `results()`. `cancel()`, an exception
+    inside the loop and garbage collection end all requests.
+
+    Example:
+        >>> import exl2nb as ex
+        >>> with ex.demo(progress=None) as llm:
+        ...     both = llm.stream(["It was", "The old man"], max_tokens=4, temperature=0)
+        ...     texts = ["", ""]
+        ...     for number, chunk in both.chunks():
+        ...         texts[number] += chunk.text
+        ...     texts == [completion.text for completion in both.results()]
+        True
+    """
+
+    def __init__(self, handles: Sequence[Handle]) -> None:
+        self._handles = list(handles)
+        self._events: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for handle in self._handles:
+            handle.on_news(partial(self._events.put, None))
+
+    @overload
+    def __getitem__(self, index: int) -> Handle: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Handle]: ...
+    def __getitem__(self, index: int | slice) -> Handle | list[Handle]:
+        return self._handles[index]
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def chunks(self) -> Iterator[tuple[int, Chunk]]:
+        """What comes, and from which request; ends when all have ended.
+
+        Raises:
+            GenerationError: the engine failed on one of them; all are cancelled.
+        """
+        open_ = dict(enumerate(self._handles))
+        try:
+            while open_:
+                yield from self._poll(open_)
+                if open_:
+                    self._wait(TICK_S)  # short, so that KeyboardInterrupt arrives
+        finally:
+            if open_:
+                self.cancel()
+
+    async def achunks(self) -> AsyncIterator[tuple[int, Chunk]]:
+        """`chunks` for event loops."""
+        open_ = dict(enumerate(self._handles))
+        try:
+            while open_:
+                for item in self._poll(open_):
+                    yield item
+                while open_ and not self._wait(0.0):
+                    await asyncio.sleep(TICK_S / 10)
+        finally:
+            if open_:
+                self.cancel()
+
+    def results(self, timeout_s: float | None = None) -> list[Completion]:
+        """Wait for all answers; errors as in `Handle.result`. If waiting is interrupted, all are cancelled."""
+        try:
+            return [handle.result(timeout_s) for handle in self._handles]
+        except TimeoutError:
+            raise
+        except BaseException:
+            self.cancel()
+            raise
+
+    async def aresults(self) -> list[Completion]:
+        """`results` for event loops."""
+        try:
+            return [await handle.aresult() for handle in self._handles]
+        except BaseException:
+            self.cancel()
+            raise
+
+    @property
+    def done(self) -> bool:
+        """True once the engine is through with all of them."""
+        return all(handle.done for handle in self._handles)
+
+    def cancel(self) -> None:
+        """End all requests."""
+        for handle in self._handles:
+            handle.cancel()
+
+    close = cancel
+
+    def __enter__(self) -> Handles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+    def __repr__(self) -> str:
+        return f"Handles({len(self)} requests, {sum(handle.done for handle in self._handles)} done)"
+
+    def _wait(self, timeout_s: float) -> bool:
+        """Whether something happened since the last call, after waiting at most so long."""
+        happened = False
+        try:
+            self._events.get(timeout=timeout_s)
+            happened = True
+            while True:
+                self._events.get_nowait()
+        except queue.Empty:
+            return happened
+
+    @staticmethod
+    def _poll(open_: dict[int, Handle]) -> Iterator[tuple[int, Chunk]]:
+        for number, handle in list(open_.items()):
+            chunk = handle.poll()
+            if chunk is not None:
+                yield number, chunk
+            if handle.over:
+                del open_[number]
+                handle.result()  # raises what the engine failed on

@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence as Several
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from exl2nb.core.errors import EngineClosed, GenerationError, OutOfMemory
-from exl2nb.generator import sequence as sequences
 from exl2nb.generator.batch import BatchBuilder
+from exl2nb.generator.executor import Stepper, Ticket
 from exl2nb.generator.request import Completion
 from exl2nb.generator.scheduler import MIN_CHUNK, Scheduler, Span
-from exl2nb.generator.stepper import Stepper, Ticket
+from exl2nb.generator.sequence import Sequence
 from exl2nb.sampling.draw import Sampled
 
 PAUSE_S = 0.0005
 SWEEP = 64  # waiting requests looked at in every step; longer queues are looked at in every eighth
 
-Request_ = sequences.Sequence  # one running request
-
 
 class Speculator(Protocol):
     """Guesses tokens."""
 
-    def propose(self, running: Sequence[Request_], /) -> None:
+    def propose(self, running: Several[Sequence], /) -> None:
         """Put guesses behind the ids of sequences that decode; their `rows` is then one more than there are guesses."""
         ...
 
@@ -59,19 +57,19 @@ class StepLoop:
         self.speculator: Speculator | None = None
         self.steps = 0
         self._builder, self._page_size = builder, scheduler.pager.page_size
-        self._flights: deque[Flight] = deque()
+        self.in_flight: deque[Flight] = deque()
 
     @property
     def busy(self) -> bool:
         """True while anything waits, runs or is in flight."""
-        return self.scheduler.busy or bool(self._flights)
+        return self.scheduler.busy or bool(self.in_flight)
 
     @property
     def flying(self) -> bool:
         """True while a step is in flight."""
-        return bool(self._flights)
+        return bool(self.in_flight)
 
-    def add(self, sequence: Request_, group: object = None) -> None:
+    def add(self, sequence: Sequence, group: object = None) -> None:
         """Queue a sequence."""
         sequence.on_device = not sequence.host_only and self.stepper.can_draw(sequence.sampler)
         self.scheduler.add(sequence, group)
@@ -79,32 +77,32 @@ class StepLoop:
     def step(self) -> None:
         """One turn."""
         self._sweep()
-        scheduler, flights = self.scheduler, self._flights
-        if flights and not all([s.on_device for s in scheduler.running]):
+        scheduler, in_flight = self.scheduler, self.in_flight
+        if in_flight and not all([s.on_device for s in scheduler.running]):
             self.drain()
-        if self.speculator is not None and not flights:
+        if self.speculator is not None and not in_flight:
             self.speculator.propose(scheduler.running)
         spans = scheduler.schedule()
         if spans:
             self._launch(spans)
-        if flights and not spans:
+        if in_flight and not spans:
             self._land()
         elif spans:
-            while len(flights) > self.stepper.lookahead:
+            while len(in_flight) > self.stepper.lookahead:
                 self._land()
         elif scheduler.busy:
             time.sleep(PAUSE_S)  # those that wait are not ready yet
 
     def drain(self) -> None:
         """Read every step in flight."""
-        while self._flights:
+        while self.in_flight:
             self._land()
 
     def abandon(self) -> None:
         """Wait for the steps in flight and forget them."""
-        while self._flights:
+        while self.in_flight:
             with suppress(Exception):
-                self._flights.popleft().ticket.result()
+                self.in_flight.popleft().ticket.result()
 
     # ---- launching
 
@@ -120,12 +118,12 @@ class StepLoop:
             sequence.computed += length
             if rows and sequence.on_device:
                 sequence.flying += 1
-        self._flights.append(Flight(spans, ticket, now))
+        self.in_flight.append(Flight(spans, ticket, now))
 
     def _launch_failed(self, spans: list[Span], error: Exception) -> None:
         """Find out whose fault it is: alone, most of them succeed; a long piece of a prompt gets a second chance as a short one."""
         self._builder.forget()
-        if self._flights:
+        if self.in_flight:
             self.drain()  # the next turn tries again, with nothing in flight
             return
         if len(spans) > 1:
@@ -143,7 +141,7 @@ class StepLoop:
     # ---- reading
 
     def _land(self) -> None:
-        spans, ticket, launched = self._flights.popleft()
+        spans, ticket, launched = self.in_flight.popleft()
         try:
             results = ticket.result()
         except Exception as error:
@@ -217,7 +215,7 @@ class StepLoop:
             elif now > sequence.deadline:
                 self.finish(sequence, "timeout")
 
-    def finish(self, sequence: Request_, reason: str) -> None:
+    def finish(self, sequence: Sequence, reason: str) -> None:
         """The answer is complete, and with it those of its group."""
         for member in self._members(sequence):
             try:
@@ -227,7 +225,7 @@ class StepLoop:
             else:
                 self._end(member, completion)
 
-    def fail(self, sequence: Request_, error: BaseException) -> None:
+    def fail(self, sequence: Sequence, error: BaseException) -> None:
         """The request cannot go on, nor can its group."""
         if not isinstance(error, (GenerationError, EngineClosed, OutOfMemory)):
             cause = error
@@ -241,11 +239,11 @@ class StepLoop:
         for sequence in (*self.scheduler.running, *self.scheduler.waiting):
             self.fail(sequence, error)
 
-    def _members(self, sequence: Request_) -> list[Request_]:
+    def _members(self, sequence: Sequence) -> list[Sequence]:
         members = [sequence] if sequence.group is None else list(sequence.group.members)
         return [member for member in members if not member.ended]
 
-    def _end(self, sequence: Request_, outcome: Completion | BaseException) -> None:
+    def _end(self, sequence: Sequence, outcome: Completion | BaseException) -> None:
         sequence.ended = True
         self.scheduler.remove(sequence, keep=isinstance(outcome, Completion))  # pages first: when the caller hears of the end they are free
         sequence.channel.end(outcome)

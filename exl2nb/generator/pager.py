@@ -170,6 +170,13 @@ class Pager:
             self.changes += 1
         sequence.computed = sequence.published = 0
 
+    def clear(self) -> int:
+        """Forget what is cached for reuse; returns the number of pages. Pages of running requests stay with them."""
+        pages = [page for page in range(self.table.num_pages) if self.table.state(page) == "cached"]
+        for page in pages:
+            self.index.forget(page)
+        return len(pages)
+
     def fork(self, source: Sequence, target: Sequence) -> None:
         """Give `target` the cache of `source`: every page is shared, and copied when one of them writes to it."""
         self.release(target)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -40,12 +39,14 @@ def make_drafter(target: Loaded, draft: Loaded | str | os.PathLike[str], *, cach
     if not isinstance(draft, (str, os.PathLike)):
         if not hasattr(draft, "engine"):
             raise OptionError(f"load: draft is {str(draft)[:80]!r}; expected a directory, a hub id or a loaded model")
-        return _drafter(target, draft.model, draft.tokenizer, cache, exclusive=lambda: draft.engine.exclusive(BUSY_S))  # keeps it loaded
+        return _drafter(
+            target, draft.model, draft.tokenizer, cache, run=lambda function: draft.engine.call(function, timeout_s=BUSY_S)
+        )  # keeps it loaded
     folder = hub.resolve(Path(draft) if isinstance(draft, os.PathLike) else draft, progress=progress)
     tokenizer = Tokenizer.load(folder)
     model = load_model(folder, device=target.model.device, context=None, progress=progress)
     try:
-        return _drafter(target, model, tokenizer, cache, exclusive=nullcontext, on_close=model.close)
+        return _drafter(target, model, tokenizer, cache, on_close=model.close)
     except BaseException:
         model.close()
         raise

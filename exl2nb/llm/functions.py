@@ -96,7 +96,7 @@ def compare(
     Returns:
         The numbers; the last line of a cell shows them, `.to_frame()` gives a DataFrame.
 
-    Cost: both models run over rows * length tokens. A loaded model's other requests wait meanwhile.
+    Cost: both models run over rows * length tokens. A loaded model's other requests run between its forward passes.
     """
     from contextlib import ExitStack
 
@@ -115,9 +115,9 @@ def compare(
             ids = token_rows(one.tokenizer, words, rows=rows, length=length, where="compare")
         else:
             ids = torch.tensor([ids_of(words, one.tokenizer, where="compare", name="text")])
-        for _, llm in sorted({id(one): one, id(two): two}.items()):  # one order for all: opposite calls must not block each other
-            stack.enter_context(llm.engine.exclusive())
-        return compare_models(one.model, two.model, ids, sink, reference_name=one.name, other_name=two.name, cache=cache)
+        return compare_models(
+            one.engine.shared_model, two.engine.shared_model, ids, sink, reference_name=one.name, other_name=two.name, cache=cache
+        )
 
 
 def inspect(path: str | os.PathLike[str], *, revision: str | None = None) -> Inspection:

@@ -14,8 +14,7 @@ from exl2nb.core.errors import GenerationError, OptionError
 from exl2nb.core.options import check_keywords, shown
 from exl2nb.core.show import facts
 from exl2nb.generator.engine import Engine
-from exl2nb.generator.handle import Handle
-from exl2nb.generator.handles import Handles
+from exl2nb.generator.handle import Handle, Handles
 from exl2nb.generator.prompt_cache import PromptCache
 from exl2nb.generator.request import Completion, Request
 from exl2nb.generator.scheduler import MAX_CHUNK
@@ -391,6 +390,6 @@ def _with_prompt(completion: Completion, prompt: Any) -> Completion:
 
 
 def _gpu_stepper(model: Any, cache: Any) -> Any:
-    from exl2nb.generator.gpu_stepper import GpuStepper
+    from exl2nb.generator.gpu_executor import GpuStepper
 
     return GpuStepper(model, cache)

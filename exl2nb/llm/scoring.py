@@ -43,8 +43,7 @@ class Reading:
             True
         """
         ids = ids_of(text, self.tokenizer, where="score", name="text")
-        with self.engine.exclusive():
-            return scores.score(self.model, self.tokenizer, ids)
+        return scores.score(self.engine.shared_model, self.tokenizer, ids)
 
     def choose(self, prompt: str | Sequence[int], options: Sequence[str], *, normalise: str = "sum") -> Choice:
         """Which of several continuations is the most likely.
@@ -75,8 +74,7 @@ class Reading:
         if len(set(map(tuple, rows))) < len(rows):
             raise OptionError("choose: two options are the same tokens to this model; leave one of them out")
         shown = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt)
-        with self.engine.exclusive():
-            found = scores.option_logprobs(self.model, rows)
+        found = scores.option_logprobs(self.engine.shared_model, rows)
         return scores.choice_of(shown, texts, found, normalise=normalise)
 
     def hidden(self, text: str | Sequence[int], points: str | Sequence[str] = "layers.*.output") -> Hidden:
@@ -98,8 +96,7 @@ class Reading:
             (13, True)
         """
         ids = ids_of(text, self.tokenizer, where="hidden", name="text")
-        with self.engine.exclusive():
-            return activations.hidden(self.model, ids, points, texts=scores.token_texts(self.tokenizer, ids))
+        return activations.hidden(self.engine.shared_model, ids, points, texts=scores.token_texts(self.tokenizer, ids))
 
     @property
     def points(self) -> list[str]:

@@ -48,16 +48,14 @@ def continuations(
     """
     tokenizer = llm.tokenizer
     ids = tokenizer.encode(prompt)
-    with llm.engine.exclusive():
-        base = Baseline(llm.model, ids, max_tokens=max_tokens, mode=BASELINE)
+    base = Baseline(llm.engine.shared_model, ids, max_tokens=max_tokens, mode=BASELINE)
     try:
         for cell, mode in enumerate(modes):
             tell(mode)
             steps, words = base.run(mode, tuple(tokenizer.eos_ids)), Detokenizer(tokenizer, ids)
             ended = False
             while not ended and not stop.is_set():
-                with llm.engine.exclusive():
-                    found, ended = _turn(steps)
+                found, ended = _turn(steps)
                 yield [_token(cell, one, words, tokenizer) for one in found]
             if stop.is_set():
                 return
@@ -90,8 +88,7 @@ def search(llm: Any, needle: Needle, modes: Sequence[str], stop: threading.Event
         for depth in (None, *needle.depths):
             if stop.is_set():
                 return
-            with llm.engine.exclusive():
-                result = find(llm.model, llm.tokenizer, needle, mode=mode, depth=depth)
+            result = find(llm.engine.shared_model, llm.tokenizer, needle, mode=mode, depth=depth)
             yield result
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -95,3 +96,17 @@ def expected(model: FakeModel, prompt, count: int) -> list[int]:
     for _ in range(count):
         ids.append(int(model.logits_after(ids).argmax()))
     return ids[len(prompt) :]
+
+
+@contextmanager
+def held(engine):
+    """The engine runs a call until the block ends."""
+    began, release = threading.Event(), threading.Event()
+    thread = threading.Thread(target=engine.call, args=(lambda: (began.set(), release.wait(30)),))
+    thread.start()
+    assert began.wait(10)
+    try:
+        yield
+    finally:
+        release.set()
+        thread.join()

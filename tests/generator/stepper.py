@@ -6,9 +6,9 @@ import random
 
 import numpy as np
 
-from exl2nb.generator.guesses import Guesses
 from exl2nb.generator.request import Request
 from exl2nb.generator.sequence import Sequence
+from exl2nb.generator.speculation import Guesses
 
 from . import fakes
 

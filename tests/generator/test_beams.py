@@ -6,8 +6,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from exl2nb.core.errors import OptionError
-from exl2nb.generator.beams import Beams
-from exl2nb.generator.cfg import Guided, guided
+from exl2nb.generator.beams import Beams, Guided, guided
 from exl2nb.generator.request import Request
 
 from . import fakes, stepper

@@ -1,7 +1,5 @@
 """A draft model: right where it agrees with the target, its cache right after every rejection; and the text never changes."""
 
-import contextlib
-
 import numpy as np
 import pytest
 
@@ -41,9 +39,7 @@ def running():
         model.logits_after = rule
         engine = fakes.engine(model, **kwargs)
         if draft is not None:
-            engine.drafter = DraftModel(
-                draft, fakes.spec(draft_pages), context=context, vocab_size=fakes.VOCAB, exclusive=contextlib.nullcontext
-            )
+            engine.drafter = DraftModel(draft, fakes.spec(draft_pages), context=context, vocab_size=fakes.VOCAB)
         made.append(engine)
         return engine
 

@@ -379,7 +379,7 @@ class TestThreads:
     def test_exclusive_holds_the_engine(self, running):
         model = fakes.FakeModel()
         engine = running(model)
-        with engine.exclusive():
+        with fakes.held(engine):
             handle = engine.submit(greedy([5]))
             with pytest.raises(TimeoutError):
                 handle.result(timeout_s=0.1)

@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 import torch
 
-from exl2nb.generator.gpu_counts import IN_PROMPT, biased, penalised, writable, write_bias, write_counts
-from exl2nb.generator.stepper import Draw
+from exl2nb.generator.executor import Draw
+from exl2nb.generator.gpu_executor import IN_PROMPT, biased, penalised, writable, write_bias, write_counts
 from exl2nb.sampling.filters import WHOLE
 from exl2nb.sampling.params import SamplingParams
 from exl2nb.sampling.state import SamplerState

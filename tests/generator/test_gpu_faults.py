@@ -5,7 +5,7 @@ import torch
 
 import exl2nb as ex
 from exl2nb.core.errors import OutOfMemory
-from exl2nb.generator import gpu_stepper
+from exl2nb.generator import gpu_executor
 
 pytestmark = pytest.mark.gpu
 PROMPT = "The rain fell on the old town, and the rain fell on the new town, and the rain"
@@ -65,13 +65,13 @@ def test_what_cannot_be_captured_runs_all_the_same(captured, monkeypatch, caplog
         raise RuntimeError("operation not permitted when stream is capturing")
 
     with load() as llm:
-        draw, calls = gpu_stepper.sample_rows, []
+        draw, calls = gpu_executor.sample_rows, []
 
         def breaks(*args):
             calls.append(torch.cuda.is_current_stream_capturing())
             return broken() if calls[-1] else draw(*args)
 
-        monkeypatch.setattr(gpu_stepper, "sample_rows", breaks)
+        monkeypatch.setattr(gpu_executor, "sample_rows", breaks)
         assert answers(llm) == captured
         assert any(calls)
         assert not any(graphs(llm).values())

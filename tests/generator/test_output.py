@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exl2nb.generator.alternatives import Alternatives
-from exl2nb.generator.output import Output
+from exl2nb.generator.output import Alternatives, Output
 from exl2nb.generator.request import Alternative
 from exl2nb.sampling.draw import Sampled
 from exl2nb.tokenizer.tokenizer import Tokenizer

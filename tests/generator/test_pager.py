@@ -105,7 +105,7 @@ def test_what_failed_is_not_reused(running):
     model.nan_after = 600
     engine, text = running(model), prompt(1, 601)
     handle = ask(engine, text)
-    assert handle._channel.ended.wait(10)
+    assert handle._channel.wait_end(10)
     model.nan_after = None
     assert right(engine, text) == 0
 
@@ -178,7 +178,7 @@ def test_priority(running):
 def test_a_crowd_of_one_caller_does_not_keep_another_waiting(running):
     engine = running(fakes.FakeModel(vocab=512, step_s=0.001), max_sequences=2)
     crowd = object()
-    with engine.exclusive():
+    with fakes.held(engine):
         many = [
             engine.submit(Request.of(prompt(i, 5), where="test", temperature=0, max_tokens=10, ignore_eos=True), group=crowd)
             for i in range(30)

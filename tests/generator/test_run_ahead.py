@@ -7,7 +7,7 @@ import torch
 
 import exl2nb as ex
 from exl2nb.core.errors import EngineClosed, GenerationError
-from exl2nb.generator.stepper import AHEAD_ROWS
+from exl2nb.generator.executor import AHEAD_ROWS
 
 pytestmark = pytest.mark.cpu
 PROMPTS = ["It was", "The cat sat. The", "Once upon a time there lived", "x", "He said that the", "Number 7 is", "In the evening", "A"]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exl2nb.core.errors import GenerationError
-from exl2nb.generator.healing import Pieces, heal
+from exl2nb.generator.sequence import Pieces, heal
 
 from . import fakes, stepper
 

@@ -8,10 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exl2nb.core.errors import OptionError
-from exl2nb.generator.guesses import Guesses
-from exl2nb.generator.ngram import NgramGuesser
 from exl2nb.generator.request import Request
-from exl2nb.generator.speculation import MAX_GUESSES, Pace, Speculation, StepTimes
+from exl2nb.generator.speculation import MAX_GUESSES, Guesses, NgramGuesser, Pace, Speculation, StepTimes
 
 from . import fakes, stepper
 

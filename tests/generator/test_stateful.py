@@ -24,7 +24,7 @@ from exl2nb.cache.pool import KVCache
 from exl2nb.cache.prefix import chain_key
 from exl2nb.cache.spec import CacheSpec
 from exl2nb.core.errors import OptionError
-from exl2nb.generator import cache_file
+from exl2nb.generator import prompt_cache as cache_file
 from exl2nb.generator.batch import BatchBuilder
 from exl2nb.generator.loop import StepLoop
 from exl2nb.generator.pager import Pager
@@ -269,7 +269,7 @@ class Life(RuleBasedStateMachine):
     def save(self, forget):
         self.loop.drain()
         with suppress(OptionError):  # no page whose whole text is there
-            cache_file.save(self.file, self.pager, self.cache, model="tiny")
+            cache_file.save_pages(self.file, self.pager, self.cache, model="tiny")
         if forget:
             for page in range(PAGES):
                 if self.pager.table.state(page) == "cached":
@@ -279,7 +279,7 @@ class Life(RuleBasedStateMachine):
     @rule()
     def load(self):
         self.loop.drain()
-        cache_file.load(self.file, self.pager, self.cache, model="tiny", vocab_size=VOCAB)
+        cache_file.load_pages(self.file, self.pager, self.cache, model="tiny", vocab_size=VOCAB)
         self.run(3)
 
     # ---- what must hold

@@ -126,7 +126,7 @@ def test_close_and_exclusive_with_a_step_in_flight(running):
     engine = running(delay_s=0.004)
     handle = engine.submit(request([5], 3000))
     next(handle)
-    with engine.exclusive():
+    with fakes.held(engine):
         assert engine._stepper.unread == 0
         launches = engine._stepper.launches
         time.sleep(0.02)
@@ -156,7 +156,7 @@ def test_the_demo_model_says_the_same():
         sampling = [SamplingParams(temperature=0), SamplingParams(seed=1), SamplingParams(seed=2, top_p=0.9), SamplingParams(temperature=0)]
         requests = [Request(prompt_ids=tuple(llm.tokenizer.encode(p)), sampling=s, max_tokens=24) for p, s in zip(prompts, sampling)]
         host = [llm.engine.submit(one).result() for one in requests]
-        with llm.engine.exclusive():
+        with fakes.held(llm.engine):
             ahead = Engine(llm.model, llm.tokenizer, llm.model.cache_spec(2048), stepper=DelayedStepper)
             device = [handle.result() for handle in [ahead.submit(one) for one in requests]]
             ahead._stepper.model = fakes.FakeModel()  # the model belongs to the other engine

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exl2nb.generator.stop import StopMatcher
+from exl2nb.generator.output import StopMatcher
 
 LETTERS = st.text("ab🎉", max_size=4)
 

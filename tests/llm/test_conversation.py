@@ -168,8 +168,7 @@ class Echo:
     """A model that answers at once."""
 
     def chat(self, messages, *, stream=False, **options):
-        from exl2nb.generator.channel import Channel
-        from exl2nb.generator.handle import Handle
+        from exl2nb.generator.handle import Channel, Handle
         from exl2nb.generator.request import Completion, Timings
 
         timings = Timings(prompt_tokens=1, new_tokens=1, queue_s=0, first_token_s=0, prefill_s=0, decode_s=0)
