@@ -11,7 +11,7 @@ else:
     tomllib = pytest.importorskip("tomli")
 
 ROOT = Path(__file__).parents[2]
-KNOWN = {"exl2nb.model.config", "exl2nb.model.facts"}  # circles that are still to be opened
+KNOWN = {"exl2nb.model.config", "exl2nb.model.facts"}  # a circle that is still to be opened
 CONTRACT = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"][0]
 
 
