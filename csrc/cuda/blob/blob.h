@@ -64,6 +64,10 @@ struct Item {
 };
 static_assert(sizeof(GpuHeader) == 64 && sizeof(GpuPart) == 128 && sizeof(Item) == 16, "blob layout");
 
+// Header and parts from a host copy of a blob's head.
+inline const GpuHeader& header_of(const uint8_t* head) { return *reinterpret_cast<const GpuHeader*>(head); }
+inline const GpuPart* parts_of(const uint8_t* head) { return reinterpret_cast<const GpuPart*>(head + sizeof(GpuHeader)); }
+
 EXL2NB_BOTH constexpr int image_steps(int items) { return items * 16; }  // offsets in the image
 EXL2NB_BOTH constexpr int image_ends(int items, int units) { return items * 16 + (units + 3) / 4 * 16; }
 EXL2NB_BOTH constexpr int image_bytes(int items, int units, int parts) { return image_ends(items, units) + parts * kEnds * 2; }

@@ -287,8 +287,8 @@ std::string layout_blob(int K, const std::vector<PartLayout>& parts, BlobLayout&
 }
 
 std::vector<PartLayout> read_parts(const std::vector<uint8_t>& meta) {
-  const auto& h = *reinterpret_cast<const GpuHeader*>(meta.data());
-  const auto* parts = reinterpret_cast<const GpuPart*>(meta.data() + sizeof(GpuHeader));
+  const auto& h = header_of(meta.data());
+  const auto* parts = parts_of(meta.data());
   std::vector<PartLayout> plans;
   for (int i = 0; i < h.num_parts; i++) {
     const GpuPart& s = parts[i];

@@ -139,8 +139,8 @@ __global__ void __launch_bounds__(kUnpackWarps * 32, 6)
 }  // namespace
 
 const char* unpack_launch(const uint8_t* head, const uint8_t* blob, void* out, void* stream) {
-  const auto& h = *reinterpret_cast<const GpuHeader*>(head);
-  const auto* parts = reinterpret_cast<const GpuPart*>(head + sizeof(GpuHeader));
+  const auto& h = header_of(head);
+  const auto* parts = parts_of(head);
   Sources sources{};
   dim3 grid(1, 1, h.num_parts);
   for (int p = 0; p < h.num_parts; p++) {

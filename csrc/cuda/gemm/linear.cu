@@ -9,7 +9,7 @@
 namespace exl2nb {
 
 int64_t linear_workspace(const uint8_t* head, int64_t tokens, bool many) {
-  const auto& h = *reinterpret_cast<const GpuHeader*>(head);
+  const auto& h = header_of(head);
   const auto T = static_cast<int>(tokens);
   return (static_cast<int64_t>(std::max(1, h.num_perms)) * input_stride(h) * stream_k_rows(T) * 2 + 255) / 256 * 256 +
          (many ? static_cast<int64_t>(stream_k_workspace(T)) : 0);
@@ -17,7 +17,7 @@ int64_t linear_workspace(const uint8_t* head, int64_t tokens, bool many) {
 
 const char* linear_launch(const uint8_t* head, const uint8_t* blob, const float* x, int64_t tokens, const float* bias, float* out,
                           void* workspace, void* stream, bool many) {
-  const auto& h = *reinterpret_cast<const GpuHeader*>(head);
+  const auto& h = header_of(head);
   const auto queue = static_cast<cudaStream_t>(stream);
   const int T = static_cast<int>(tokens);
   MatrixInput in;

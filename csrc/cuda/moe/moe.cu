@@ -63,9 +63,7 @@ const Limits& limits() {
 
 template <auto kernel, class Args>
 const char* launch(const Args& args, dim3 grid, int shared, cudaStream_t stream, bool pdl) {
-  static const cudaError_t ready = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, limits().block);
-  if (ready != cudaSuccess) return error_text(ready);
-  return launch_kernel(kernel, grid, kThreads, static_cast<size_t>(shared), stream, pdl, 1, args);
+  return launch_gemm<kernel>(args, grid, kThreads, shared, limits().block, stream, pdl);
 }
 
 // Slots of the largest item that fit in `budget` beside `fixed` bytes, at most `useful`.
@@ -148,7 +146,7 @@ const char* make_expert_table(const std::vector<const uint8_t*>& heads, const st
     const uint8_t* head = heads[i] + 8;
     int64_t blob;
     std::memcpy(&blob, heads[i], 8);
-    const auto& h = *reinterpret_cast<const GpuHeader*>(head);
+    const auto& h = header_of(head);
     if (h.num_parts != parts || parts > 2) return "an expert's matrices are not [gate; up] in two parts and down in one";
     GemmArgs a{};
     set_weights(a, head, reinterpret_cast<const uint8_t*>(blob));
@@ -191,8 +189,8 @@ GemmArgs routed_down(const int64_t* words) {
 }
 
 bool router_tap(const int64_t* words, const uint8_t* head, const uint8_t* blob, float* out, RouterTap& tap) {
-  const auto& h = *reinterpret_cast<const GpuHeader*>(head);
-  const auto* const parts = reinterpret_cast<const GpuPart*>(head + sizeof(GpuHeader));
+  const auto& h = header_of(head);
+  const auto* const parts = parts_of(head);
   if (words[1] == 0 || h.perms || h.num_parts > 2 || h.K % kStripColumns) return false;
   const Routed r{words};
   if (!r.layer_norm() && words[9]) return false;

@@ -38,7 +38,7 @@ int ring_slots(const PersistentGemm& p) {
 void share(PersistentGemm& p, const uint8_t* head, Epilogue e, int grid) {
   GemmArgs& a = p.a;
   a.epilogue = e, a.grid = grid;
-  const auto* const parts = reinterpret_cast<const GpuPart*>(head + sizeof(GpuHeader));
+  const auto* const parts = parts_of(head);
   int per = 1;
   for (int i = 0; i < a.num_parts; i++) {
     per = std::max(per, (a.part[i].strips + a.grid - 1) / a.grid);
@@ -63,7 +63,7 @@ PersistentSmem smem_layout(const PersistentArgs& c, const PersistentOp* links) {
   int blocks = 0, work_items = 0, outs = 0;
   for (int q = 0; q < c.count; q++) {
     const GemmArgs& a = c.product[q].a;
-    const auto* const parts = reinterpret_cast<const GpuPart*>(links[q].head + sizeof(GpuHeader));
+    const auto* const parts = parts_of(links[q].head);
     r.image[q] = take(padded_image(a));
     blocks = std::max(blocks, c.product[q].blocks);
     work_items = std::max(work_items, c.product[q].work_items);
@@ -110,18 +110,9 @@ PersistentArgs arguments(const PersistentOp* links, int count, uint8_t* room, si
     PersistentGemm& p = c.product[q];
     p.a = links[q].a;
     p.a.tokens = tokens;
-    if (p.a.rows) {
-      p.a.rows += first;
-    } else if (q == 0) {
-      p.a.x += static_cast<size_t>(first) * p.a.x_stride;
-      if (p.a.squares) p.a.squares += static_cast<size_t>(first) * p.a.squares_count;
-    }
-    if (p.a.out) p.a.out += first * p.a.out_stride;
-    if (p.a.residual) p.a.residual += static_cast<size_t>(first) * p.a.residual_stride;
-    if (p.a.next.x) p.a.next.x += static_cast<size_t>(first) * p.a.next.stride;
-    if (p.a.next_squares) p.a.next_squares += static_cast<size_t>(first) * c.grid;
+    skip_rows(p.a, first, c.grid);  // x and squares of later GEMMs are set by connect()
     share(p, links[q].head, links[q].epilogue, c.grid);
-    const auto& h = *reinterpret_cast<const GpuHeader*>(links[q].head);
+    const auto& h = header_of(links[q].head);
     p.width = h.K, p.blocks = (h.stored + 63) / 64;
     p.work_items = 0;
     for (int i = 0; i < p.a.num_parts; i++) p.work_items += p.piece[i].passes;
@@ -149,25 +140,23 @@ PersistentArgs arguments(const PersistentOp* links, int count, uint8_t* room, si
 }
 template <int CHUNKS, WeightKind WEIGHTS>
 const char* launch(const PersistentArgs& c, cudaStream_t stream, bool pdl) {
-  static const cudaError_t ready =
-      cudaFuncSetAttribute(persistent_gemm<CHUNKS, WEIGHTS>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_per_block());
-  if (ready != cudaSuccess) return error_text(ready);
   // All CTAs must be resident at once. Other kernels end by themselves, but another chain could hold part of the GPU and wait as this one
   // does: ops/gpu_turn.py keeps launches of different streams apart. A cooperative launch would also work but starts only when every SM is
   // free: 3 us more per chain.
-  return launch_kernel(persistent_gemm<CHUNKS, WEIGHTS>, dim3(c.grid), kPersistentThreads, c.smem.bytes, stream, pdl, 1, c);
+  static const int most = shared_per_block();
+  return launch_gemm<persistent_gemm<CHUNKS, WEIGHTS>>(c, c.grid, kPersistentThreads, c.smem.bytes, most, stream, pdl);
 }
 
 // Specialisation for one row. Separate sums (kNarrow) pay where the weights of the largest GEMM are narrow and an item has more than four
 // units (70B 87.9 to 86.0 us per chain), not elsewhere (8B 36.5 to 37.3, TinyLlama at 3 bits 17.6 to 18.2).
 WeightKind weight_kind(const PersistentOp* links, int count) {
   for (int q = 0; q < count; q++) {
-    const auto* const parts = reinterpret_cast<const GpuPart*>(links[q].head + sizeof(GpuHeader));
+    const auto* const parts = parts_of(links[q].head);
     for (int i = 0; i < links[q].a.num_parts; i++)
       if (parts[i].runs[0].scales) return kAnyWeights;
   }
   const PersistentOp& largest = links[count > 1];
-  const int width = reinterpret_cast<const GpuHeader*>(largest.head)->K;
+  const int width = header_of(largest.head).K;
   return narrow(largest.a.part[0], width) && width > kWarps * 4 * kUnitRows ? kNarrow : kExl2;
 }
 
@@ -181,7 +170,7 @@ int persistent_ctas(const PersistentOp* links, int count) {
       const GemmArgs& a = links[q].a;
       const int strips = links[q].epilogue == kActivation ? a.part[0].strips : a.strips;
       const int own = (strips + grid - 1) / grid;
-      n += own * reinterpret_cast<const GpuHeader*>(links[q].head)->K;
+      n += own * header_of(links[q].head).K;
       if (links[q].epilogue == kResidual && own > kMaxOwnedStrips) n += 1 << 28;  // no chain
     }
     return n;
@@ -197,8 +186,8 @@ int persistent_tokens(const PersistentOp* links, int count) {
   const int grid = persistent_ctas(links, count);
   for (int q = 0; q < count; q++) {
     const GemmArgs& a = links[q].a;
-    const auto& h = *reinterpret_cast<const GpuHeader*>(links[q].head);
-    const auto* const parts = reinterpret_cast<const GpuPart*>(links[q].head + sizeof(GpuHeader));
+    const auto& h = header_of(links[q].head);
+    const auto* const parts = parts_of(links[q].head);
     int pieces = 0;
     for (int p = 0; p < h.num_parts; p++) {
       if (parts[p].dense) return 0;

@@ -57,8 +57,8 @@ int skinny_split(GemmArgs& a, Epilogue e) {
 }
 
 void set_weights(GemmArgs& a, const uint8_t* head, const uint8_t* blob) {
-  const auto& h = *reinterpret_cast<const GpuHeader*>(head);
-  const auto* parts = reinterpret_cast<const GpuPart*>(head + sizeof(GpuHeader));
+  const auto& h = header_of(head);
+  const auto* parts = parts_of(head);
   a.head = head, a.num_parts = h.num_parts, a.strips = 0, a.items = h.num_items, a.units = h.num_units, a.image = blob + h.image;
   for (int p = 0; p < h.num_parts; p++) {
     const GpuPart& s = parts[p];
@@ -68,7 +68,7 @@ void set_weights(GemmArgs& a, const uint8_t* head, const uint8_t* blob) {
 }
 
 void set_input(MatrixInput& in, const uint8_t* head, const uint8_t* blob, half* x, int tokens) {
-  const auto& h = *reinterpret_cast<const GpuHeader*>(head);
+  const auto& h = header_of(head);
   in.x = x, in.group = 0, in.stride = input_stride(h), in.num_perms = std::max(1, h.num_perms), in.perm_stride = in.stride * tokens;
   for (int p = 0; p < kMaxPerms; p++)
     in.inverse[p] = h.perms && p < h.num_perms
@@ -104,6 +104,20 @@ bool skinny_fuses_norm(GemmArgs a, Epilogue e, int width) {
   return a.staged;
 }
 
+void skip_rows(GemmArgs& a, int first, int grid) {
+  if (a.rows) {
+    a.rows += first;
+  } else {
+    a.x += static_cast<size_t>(first) * a.x_stride;
+    if (a.squares) a.squares += static_cast<size_t>(first) * a.squares_count;
+  }
+  if (a.out) a.out += first * a.out_stride;
+  if (a.residual) a.residual += static_cast<size_t>(first) * a.residual_stride;
+  if (a.next_squares) a.next_squares += static_cast<size_t>(first) * grid;
+  if (a.router.out) a.router.out += static_cast<size_t>(first) * grid * a.router.size();
+  if (a.next.x) a.next.x += static_cast<size_t>(first) * a.next.stride;
+}
+
 const char* skinny_launch(GemmArgs a, Epilogue e, cudaStream_t stream, bool pdl) {
   const int tokens = a.tokens, grid = skinny_grid(a, e);
   if (grid == 0 || tokens == 0) return nullptr;
@@ -111,17 +125,7 @@ const char* skinny_launch(GemmArgs a, Epilogue e, cudaStream_t stream, bool pdl)
   for (int first = 0; first < tokens; first += most) {
     GemmArgs b = a;
     b.tokens = std::min(most, tokens - first);
-    if (b.rows) {
-      b.rows += first;
-    } else {
-      b.x += static_cast<size_t>(first) * a.x_stride;
-      if (b.squares) b.squares += static_cast<size_t>(first) * a.squares_count;
-    }
-    if (b.out) b.out += first * a.out_stride;
-    if (b.residual) b.residual += static_cast<size_t>(first) * a.residual_stride;
-    if (b.next_squares) b.next_squares += static_cast<size_t>(first) * grid;
-    if (b.router.out) b.router.out += static_cast<size_t>(first) * grid * a.router.size();
-    if (b.next.x) b.next.x += static_cast<size_t>(first) * a.next.stride;
+    skip_rows(b, first, grid);
     const int shared = skinny_prepare(b, e);
     if (shared > device().shared_per_block) return "the matrix needs more shared memory than the GPU has";
     const cudaError_t error = with_copy_path([&](auto path) {

@@ -67,10 +67,7 @@ int shared_limit() {
 
 template <int NB>
 const char* launch(const StreamKArgs& a, int grid, cudaStream_t stream, bool pdl) {
-  static const cudaError_t ready = cudaFuncSetAttribute(stream_k_gemm<NB>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_limit());
-  if (ready != cudaSuccess) return error_text(ready);
-  return launch_kernel(stream_k_gemm<NB>, dim3(static_cast<unsigned>(grid)), kStreamKThreads, static_cast<size_t>(stream_k_shared(a, NB)),
-                       stream, pdl, 1, a);
+  return launch_gemm<stream_k_gemm<NB>>(a, grid, kStreamKThreads, stream_k_shared(a, NB), shared_limit(), stream, pdl);
 }
 
 // CTAs: one per SM, at least a few units each, at most kStreamKMaxSharers per tile.
@@ -124,7 +121,7 @@ const char* stream_k_launch(const GemmArgs& a, int group, const StreamKNext& nex
   }
   m.partial = static_cast<float*>(workspace);
   const int grid = grid_of(m, work);
-  split_units(m, reinterpret_cast<const GpuPart*>(a.head + sizeof(GpuHeader)), grid, work, group);
+  split_units(m, parts_of(a.head), grid, work, group);
 #ifdef EXL2NB_CLOCKS
   m.clocks = stream_k_clocks;
 #endif

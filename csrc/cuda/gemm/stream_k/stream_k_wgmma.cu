@@ -84,20 +84,11 @@ bool wgmma_ready() {
 #endif
 }
 
-namespace {
-template <int NB>
-const char* launch(const StreamKArgs& a, int grid, int most_shared, void* stream, bool pdl) {
-  static const cudaError_t ready = cudaFuncSetAttribute(stream_k_wgmma<NB>, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared);
-  if (ready != cudaSuccess) return error_text(ready);
-  return launch_kernel(stream_k_wgmma<NB>, dim3(static_cast<unsigned>(grid)), kStreamKThreads, static_cast<size_t>(stream_k_shared(a, NB)),
-                       stream, pdl, 1, a);
-}
-}  // namespace
-
 const char* stream_k_wgmma_launch(const StreamKArgs& a, int grid, int group, int most_shared, void* stream, bool pdl) {
-  return group == 16   ? launch<2>(a, grid, most_shared, stream, pdl)
-         : group == 32 ? launch<4>(a, grid, most_shared, stream, pdl)
-                       : launch<8>(a, grid, most_shared, stream, pdl);
+  const auto run = group == 16   ? launch_gemm<stream_k_wgmma<2>, StreamKArgs>
+                   : group == 32 ? launch_gemm<stream_k_wgmma<4>, StreamKArgs>
+                                 : launch_gemm<stream_k_wgmma<8>, StreamKArgs>;
+  return run(a, grid, kStreamKThreads, stream_k_shared(a, group / 8), most_shared, static_cast<cudaStream_t>(stream), pdl);
 }
 
 }  // namespace exl2nb
