@@ -6,12 +6,14 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from exl2nb.core.errors import TokenizerError
-from exl2nb.model.config import ModelConfig
 from exl2nb.model.rope import RopeConfig
 from exl2nb.quant.gptq import GptqSpec
+
+if TYPE_CHECKING:
+    from exl2nb.model.config import ModelConfig
 
 
 @dataclass(frozen=True)
