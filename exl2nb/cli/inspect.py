@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Print the table and the map."""
-    from exl2nb.llm.looking import inspect
+    from exl2nb.llm.functions import inspect
 
     place = args.model if args.revision else locate_demo(args.model)
     found = inspect(place, revision=args.revision)

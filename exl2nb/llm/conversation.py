@@ -1,35 +1,147 @@
-"""A conversation that may be edited, branched and answered again; branches share what the KV cache holds of their beginning."""
+"""A conversation as a tree of turns: say, edit, branch, answer again, save; branches share cached pages of their common prefix."""
 
 from __future__ import annotations
 
+import html
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from exl2nb.core.errors import ConfigError, OptionError
 from exl2nb.core.options import check_path
 from exl2nb.generator.handle import Handle
 from exl2nb.generator.request import Chunk, Completion, Request
 from exl2nb.io.atomic import atomic_write
-from exl2nb.llm.rendered import Rendered
-from exl2nb.llm.turns import FORMAT, VERSION, Tree, Turn
+from exl2nb.llm.chat import Rendered
+
+if TYPE_CHECKING:
+    from exl2nb.llm.model import LLM
+
+ROLES = ("system", "user", "assistant", "tool")
+FORMAT, VERSION = "exl2nb-conversation", 1
+MAX_TURNS = 100_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Turn:
+    """What one side said.
+
+    id: number within the conversation, in order of making. parent: the turn it answers, None for the first. seed, finish_reason: of a
+    generated turn.
+    """
+
+    id: int
+    parent: int | None
+    role: str
+    content: str
+    finish_reason: str | None = None
+    seed: int | None = None
+
+    @property
+    def message(self) -> dict[str, str]:
+        """As chat templates read it."""
+        return {"role": self.role, "content": self.content}
+
+    def __str__(self) -> str:
+        return self.content
+
+
+class Tree:
+    """Turns by id. A turn never changes; an edit is another turn beside it.
+
+    Example:
+        >>> tree = Tree()
+        >>> hello = tree.add(None, "user", "Hello"); answer = tree.add(hello.id, "assistant", "Good day")
+        >>> other = tree.add(None, "user", "Good morning")
+        >>> [turn.content for turn in tree.path(answer.id)], len(tree.children(None))
+        (['Hello', 'Good day'], 2)
+    """
+
+    def __init__(self) -> None:
+        self._turns: dict[int, Turn] = {}
+        self._children: dict[int | None, list[int]] = {}
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def __iter__(self) -> Iterator[Turn]:
+        return iter(self._turns.values())
+
+    def __getitem__(self, number: int) -> Turn:
+        if number not in self._turns:
+            raise OptionError(f"conversation: no turn {number!r}; expected one of 0 to {len(self) - 1}")
+        return self._turns[number]
+
+    def add(self, parent: int | None, role: str, content: str, **details: Any) -> Turn:
+        """Put a turn behind another one."""
+        return self._put(Turn(id=len(self._turns), parent=parent, role=role, content=content, **details))
+
+    def children(self, parent: int | None) -> list[Turn]:
+        """What answers a turn; None: the first turns."""
+        return [self._turns[i] for i in self._children.get(parent, [])]
+
+    def path(self, last: int | None) -> list[Turn]:
+        """From the first turn to this one."""
+        found: list[Turn] = []
+        while last is not None:
+            found.append(self[last])
+            last = found[-1].parent
+        return found[::-1]
+
+    def _put(self, turn: Turn) -> Turn:
+        self._turns[turn.id] = turn
+        self._children.setdefault(turn.parent, []).append(turn.id)
+        return turn
+
+    # ---- JSON
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """The turns as plain data, in order of making."""
+        return [asdict(turn) for turn in self]
+
+    @classmethod
+    def from_json(cls, value: Any, *, where: str) -> Tree:
+        """Read turns back.
+
+        Raises:
+            ConfigError: names the turn, the field, what was found and what was expected.
+        """
+        if not isinstance(value, list) or len(value) > MAX_TURNS:
+            raise ConfigError(f"{where}: turns is {str(value)[:60]!r}; expected a list of at most {MAX_TURNS} turns")
+        tree = cls()
+        for number, raw in enumerate(value):
+            tree._put(_turn(raw, number, f"{where}: turn {number}"))
+        return tree
+
+
+def _turn(raw: Any, number: int, where: str) -> Turn:
+    names = [f.name for f in fields(Turn)]
+    if not isinstance(raw, dict) or not set(raw) <= set(names):
+        raise ConfigError(f"{where} is {str(raw)[:80]!r}; expected an object with {', '.join(names)}")
+    parent = raw.get("parent")
+    checks = (
+        ("id", raw.get("id") == number and not isinstance(raw.get("id"), bool), f"{number}: turns are numbered in order"),
+        ("parent", "parent" in raw and (parent is None or (_integer(parent) and 0 <= parent < number)), "null or an earlier turn"),
+        ("role", raw.get("role") in ROLES, f"one of {', '.join(ROLES)}"),
+        ("content", isinstance(raw.get("content"), str), "a text"),
+        ("finish_reason", isinstance(raw.get("finish_reason"), (str, type(None))), "a text or null"),
+        ("seed", raw.get("seed") is None or _integer(raw["seed"]), "a number or null"),
+    )
+    for name, fine, expected in checks:
+        if not fine:
+            raise ConfigError(f"{where}: {name} is {str(raw.get(name))[:60]!r}; expected {expected}")
+    return Turn(**raw)
+
+
+def _integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
 
 MAX_BYTES = 256 << 20
 FORMATS = ("template", "tools", "template_options")
-
-
-class Talker(Protocol):
-    """What a conversation needs of a loaded model."""
-
-    def chat(self, messages: Any, /, *, stream: Any = False, **options: Any) -> Any:
-        """Answer messages."""
-        ...
-
-    def render(self, messages: Any, /, **options: Any) -> Rendered:
-        """Look at the prompt."""
-        ...
 
 
 class Conversation:
@@ -54,7 +166,7 @@ class Conversation:
         (4, 2, 'It was a dark night.')
     """
 
-    def __init__(self, llm: Talker, *, system: str | None = None, **options: Any) -> None:
+    def __init__(self, llm: LLM, *, system: str | None = None, **options: Any) -> None:
         self._llm = llm
         self.options = _checked(options)
         self.tree = Tree()
@@ -178,7 +290,7 @@ class Conversation:
             file.write(text.encode())
 
     @classmethod
-    def load(cls, llm: Talker, path: str | os.PathLike[str]) -> Conversation:
+    def load(cls, llm: LLM, path: str | os.PathLike[str]) -> Conversation:
         """Read a conversation that was saved, to go on with this model.
 
         Raises:
@@ -208,8 +320,6 @@ class Conversation:
         return f"Conversation({len(self.turns)} turns, {len(self.tree)} in {branches} branches)"
 
     def _repr_html_(self) -> str:
-        from exl2nb.llm.conversation_view import conversation_html
-
         return conversation_html(self)
 
     def _mark(self, turn: Turn) -> str:
@@ -288,3 +398,25 @@ def _read(path: Path) -> dict[str, Any]:
     if value["version"] != VERSION:
         raise ConfigError(f"{path}: version {str(value['version'])[:20]} of the format; this library reads {VERSION}")
     return value
+
+
+def conversation_html(conversation: Conversation) -> str:
+    """One block per turn; no script."""
+    blocks = "".join(_turn_html(conversation, turn) for turn in conversation.turns)
+    return (
+        f'<div style="max-width:45em;line-height:1.5">{blocks or "<em>nothing was said</em>"}'
+        f'<div style="opacity:.6;font-size:85%">{html.escape(repr(conversation))}</div></div>'
+    )
+
+
+def _turn_html(conversation: Conversation, turn: Turn) -> str:
+    versions = conversation.siblings(turn)
+    which = f"version {versions.index(turn) + 1} of {len(versions)}" if len(versions) > 1 else ""
+    ended = f"ended by {turn.finish_reason}" if turn.finish_reason not in (None, "eos", "stop") else ""
+    notes = ", ".join(note for note in (which, ended) if note)
+    side = "margin-left:2em" if turn.role == "assistant" else "margin-right:2em"
+    return (
+        f'<div style="{side};border-left:3px solid rgba(128,128,128,.4);padding:.2em .8em;margin-block:.5em">'
+        f'<div style="opacity:.6;font-size:85%">{html.escape(turn.role)}{", " + notes if notes else ""}</div>'
+        f'<div style="white-space:pre-wrap">{html.escape(turn.content)}</div></div>'
+    )

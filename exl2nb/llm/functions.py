@@ -1,27 +1,25 @@
-"""The functions behind `import exl2nb as ex`, beside the loaded model that they give and take."""
+"""The functions of `exl2nb` around loaded models: demo, convert, compare, inspect."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from exl2nb.cache.modes import parse_mode
-from exl2nb.core.options import check_keywords
+from exl2nb.core.errors import Exl2Error
+from exl2nb.core.options import check_keywords, check_range
 from exl2nb.core.progress import Sink, showing
-from exl2nb.generator.handle import Handle
-from exl2nb.generator.request import Chunk, Completion, Token
-from exl2nb.llm.load import load
-from exl2nb.llm.model import LLM
-from exl2nb.llm.requests import ids_of
+from exl2nb.io.peek import peek
+from exl2nb.model.inspect import Inspection
+from exl2nb.model.inspect import inspect as inspect_directory
 
 if TYPE_CHECKING:
     from exl2nb.converter.result import Conversion
     from exl2nb.eval.comparison import Comparison
-    from exl2nb.model.inspect import Inspection
-
-__all__ = ["LLM", "Chunk", "Completion", "Handle", "Token", "compare", "convert", "demo", "inspect", "load"]
+    from exl2nb.llm.model import LLM
 
 
 def demo(bpw: float | None = None, **options: Any) -> LLM:
@@ -31,11 +29,11 @@ def demo(bpw: float | None = None, **options: Any) -> LLM:
         bpw: bits per weight; it is then converted first (a minute), once per machine, into ~/.cache/exl2nb. None = its own fp16 weights.
         options: those of `load`.
     """
+    from exl2nb.llm.load import load
+
     folder = Path(__file__).resolve().parents[1] / "demo_model"
     if bpw is None:
         return load(folder, **options)
-    from exl2nb.core.options import check_range
-
     check_range("bpw", bpw, 2, 8, where="demo")
     made = Path.home() / ".cache" / "exl2nb" / f"demo-exl2-{bpw:g}bpw"
     if not (made / "config.json").is_file():
@@ -104,6 +102,9 @@ def compare(
 
     from exl2nb.eval.comparison import compare_models
     from exl2nb.eval.text import read_text, token_rows
+    from exl2nb.llm.load import load
+    from exl2nb.llm.model import LLM
+    from exl2nb.llm.requests import ids_of
 
     source = Path(__file__).resolve().parents[1] / "demo_model" / "evaluation.txt" if text is None else text
     words = read_text(Path(source)) if isinstance(source, os.PathLike) else source
@@ -121,7 +122,22 @@ def compare(
 
 
 def inspect(path: str | os.PathLike[str], *, revision: str | None = None) -> Inspection:
-    """Bits per matrix of a model directory or hub id, from the headers of its files alone: no weights are downloaded for it."""
-    from exl2nb.llm.looking import inspect as look
+    """Bits per matrix of a model directory or hub id, from the headers of its files alone: no weights are downloaded for it.
 
-    return look(path, revision=revision)
+    Args:
+        path: a folder, or "owner/name".
+        revision: branch, tag or commit on the hub.
+
+    Returns:
+        As `model.inspect.inspect`; of a hub id with the id as path.
+
+    Raises:
+        ModelNotFound, OptionError: as `io.peek.peek`. ConfigError, FormatError: as `model.inspect.inspect`.
+    """
+    with peek(path, revision) as folder:
+        if Path(path).expanduser().exists():
+            return inspect_directory(folder)
+        try:
+            return replace(inspect_directory(folder), path=Path(path))
+        except Exl2Error as error:  # of a hub id, the message names the id, not our temporary folder
+            raise type(error)(str(error).replace(str(folder), os.fspath(path))) from None

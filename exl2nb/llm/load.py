@@ -1,4 +1,4 @@
-"""From a directory to a loaded model: device, weights, tokenizer, cache, draft model."""
+"""From a directory or hub id to a loaded model: device, weights, tokenizer, cache, draft model."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from exl2nb.core import env
 from exl2nb.core.errors import DeviceError, OptionError, TokenizerError
 from exl2nb.core.options import check_flag, check_keywords
 from exl2nb.core.progress import Sink, showing
+from exl2nb.generator.draft import DraftModel, check_same_tokenizer
 from exl2nb.io import hub
-from exl2nb.llm.drafting import make_drafter
 from exl2nb.llm.model import LLM
 from exl2nb.model.loader import load_model
 from exl2nb.model.model import Model
@@ -136,3 +136,45 @@ def _check_vocabulary(tokenizer: Tokenizer, model: Model, folder: Path) -> None:
             f"{folder}: tokenizer.json has token {highest}, the model's vocabulary ends at {model.config.vocab_size - 1}; "
             "the tokenizer belongs to another model: copy the right one"
         )
+
+
+BUSY_S = 0.05  # what a step waits for a draft model that is in use elsewhere, before it runs without draft tokens
+
+
+def make_drafter(target: LLM, draft: LLM | str | os.PathLike[str], *, cache: str, progress: Sink | None) -> DraftModel:
+    """Make the draft model of `target`.
+
+    Args:
+        target: the model that verifies. draft: a directory, a hub id, or a loaded model, which stays its owner's. cache: mode of the
+        draft's KV cache. progress: takes the events of loading.
+
+    Raises:
+        TokenizerError: its tokenizer is another one; names the first difference. Otherwise as `load`.
+    """
+    if not isinstance(draft, (str, os.PathLike)):
+        if not hasattr(draft, "engine"):
+            raise OptionError(f"load: draft is {str(draft)[:80]!r}; expected a directory, a hub id or a loaded model")
+        return _drafter(
+            target, draft.model, draft.tokenizer, cache, run=lambda function: draft.engine.call(function, timeout_s=BUSY_S)
+        )  # keeps it loaded
+    folder = hub.resolve(Path(draft) if isinstance(draft, os.PathLike) else draft, progress=progress)
+    tokenizer = Tokenizer.load(folder)
+    model = load_model(folder, device=target.model.device, context=None, progress=progress)
+    try:
+        return _drafter(target, model, tokenizer, cache, on_close=model.close)
+    except BaseException:
+        model.close()
+        raise
+
+
+def _drafter(target: LLM, model: Model, tokenizer: Tokenizer, cache: str, **options: Any) -> DraftModel:
+    size = target.model.config.vocab_size
+    check_same_tokenizer(target.tokenizer, tokenizer, target_size=size, draft_size=model.config.vocab_size)
+    return DraftModel(
+        model,
+        model.cache_spec(target.engine.spec.num_tokens, mode=cache),
+        context=model.context,
+        vocab_size=size,
+        device=model.device,
+        **options,
+    )

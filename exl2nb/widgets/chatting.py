@@ -17,7 +17,7 @@ from exl2nb.widgets.tokens import items_of
 
 if TYPE_CHECKING:
     from exl2nb.llm.conversation import Conversation
-    from exl2nb.llm.turns import Turn
+    from exl2nb.llm.conversation import Turn
     from exl2nb.widgets.background import Background
     from exl2nb.widgets.feed import Feed
 

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 import exl2nb as ex
 from exl2nb.core.errors import ConfigError, ContextOverflow, OptionError, TokenizerError
-from exl2nb.llm.conversation import Conversation
-from exl2nb.llm.rendered import rendered
-from exl2nb.llm.turns import Tree
+from exl2nb.llm.chat import rendered
+from exl2nb.llm.conversation import Conversation, Tree
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"

@@ -1,4 +1,4 @@
-"""The facade on the real demo model, measured against Transformers running the same weights."""
+"""A loaded model on the real demo weights, measured against Transformers running the same weights."""
 
 import asyncio
 import gc
@@ -22,7 +22,7 @@ from exl2nb.core.errors import (
     OptionError,
     TokenizerError,
 )
-from exl2nb.llm import functions as facade
+from exl2nb.llm import functions
 
 DEMO = Path(ex.__file__).parent / "demo_model"
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -300,8 +300,8 @@ def test_demo_with_bpw_converts_once(tmp_path, monkeypatch):
         calls.append(kwargs["bpw"])
         copy_of(EXL2, dst)
 
-    monkeypatch.setattr(facade.Path, "home", classmethod(lambda cls: tmp_path))
-    monkeypatch.setattr(facade, "convert", fake_convert)
+    monkeypatch.setattr(functions.Path, "home", classmethod(lambda cls: tmp_path))
+    monkeypatch.setattr(functions, "convert", fake_convert)
     for _ in range(2):
         with ex.demo(bpw=4) as llm:
             assert llm.generate("It was", max_tokens=2).text
