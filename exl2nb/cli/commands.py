@@ -29,6 +29,8 @@ COMMANDS = {
     "lab": "the course in JupyterLab: copies of the notebooks in a folder of yours",
     "doctor": "check this installation and say what to do",
 }
+HOMES = {"measure": "convert", "chat": "generate", "logits": "eval", "plan": "inspect", "revisions": "inspect"}
+"""Commands that stand in another one's module, as `run_NAME` and `add_NAME_arguments`."""
 FAILURES = (errors.GenerationError, errors.ConversionError, errors.EngineClosed, errors.OutOfPages, errors.Interrupted)
 INTERRUPTED = 130
 
@@ -59,9 +61,10 @@ def build_parser(command: str | None = None) -> Parser:
         sub.add_argument("--quiet", action="store_true", help="no progress on stderr")
         sub.add_argument("--traceback", action="store_true", help="show where an error came from")
         if command in (None, name):
-            module = import_module(f"exl2nb.cli.{name}")
-            module.add_arguments(sub)
-            sub.set_defaults(run=module.run)
+            home = HOMES.get(name)
+            module = import_module(f"exl2nb.cli.{home or name}")
+            getattr(module, f"add_{name}_arguments" if home else "add_arguments")(sub)
+            sub.set_defaults(run=getattr(module, f"run_{name}" if home else "run"))
     return parser
 
 

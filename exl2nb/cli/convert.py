@@ -1,4 +1,4 @@
-"""`exl2nb convert`: a dense model directory in, an EXL2 model directory out."""
+"""`exl2nb convert` and `measure`: a dense model to EXL2, or to one JSON file from which any bitrate is solved."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from exl2nb.cli.calibration import add_calibration, calibration_of
 from exl2nb.cli.console import Console, mega
 from exl2nb.cli.models import locate
 from exl2nb.core.errors import OptionError
@@ -95,3 +94,51 @@ def _override(text: str) -> tuple[str, float | tuple[float, float]]:
 
 def _size(text: str) -> int | str:
     return int(text) if re.fullmatch("[0-9]{1,18}", text) else text
+
+
+def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("source", metavar="IN", help="model directory, hub id, or `demo`")
+    parser.add_argument("out", metavar="OUT.json", type=Path, help="file to write; exllamav2 reads it too")
+    add_calibration(parser)
+    parser.add_argument("--bpw", type=float, action="append", metavar="B", help="also print the plan of this bitrate; may be given again")
+
+
+def run_measure(args: argparse.Namespace, console: Console) -> int:
+    """Measure, write the file, and print the plans that were asked for."""
+    from exl2nb.converter.api import measure
+
+    found = measure(locate(args.source, console.sink), args.out, progress=console.sink, **calibration_of(args))
+    plans = [found.solve(bpw) for bpw in args.bpw or ()]
+    low, high = found.range
+    data: dict[str, Any] = {
+        "path": str(args.out),
+        "matrices": len(found.linears),
+        "least_bpw": low,
+        "most_bpw": high,
+        "calibration": found.calibration,
+        "plans": [plan.to_dict() for plan in plans],
+    }
+    lines = [f"{args.out}: {len(found.linears)} matrices, {low:.2f} to {high:.2f} bits per weight", *(repr(plan) for plan in plans)]
+    console.result(data, "\n".join(lines))
+    return 0
+
+
+def add_calibration(parser: argparse.ArgumentParser) -> None:
+    """Add the options."""
+    parser.add_argument(
+        "--calibration", metavar="SOURCE", help="file (.txt, .jsonl, .parquet ...), dataset:owner/name, or self; default: the packaged text"
+    )
+    parser.add_argument("--rows", type=int, help="calibration rows (default: by --effort)")
+    parser.add_argument("--length", type=int, help="tokens a row (default: by --effort)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--effort", default="quick", help="quick (default), full or thorough")
+    parser.add_argument("--device", help="auto (default: the GPU where there is one), cpu or cuda: where the model runs meanwhile")
+    parser.add_argument(
+        "--work-dir", type=Path, help="keeps work in progress and the measurement, for later bitrates and after an interrupt"
+    )
+
+
+def calibration_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The same as keywords of `ConversionJob`."""
+    return {name: getattr(args, name) for name in ("calibration", "rows", "length", "seed", "effort", "device", "work_dir")}

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import exl2nb
 from exl2nb.cli import bitmap, report
 from exl2nb.cli.console import Console, mega
-from exl2nb.cli.demo_result import DemoResult, Entry
 from exl2nb.cli.models import demo_directory, file_bytes, loaded
+from exl2nb.cli.report import DemoResult, Entry
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import check_range
 

@@ -1,10 +1,11 @@
-"""`exl2nb generate`: continue a prompt, streaming to the terminal."""
+"""`exl2nb generate` and `chat`: stream a continuation, or hold a conversation, in the terminal."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from exl2nb.cli.console import Console
 from exl2nb.cli.models import add_cache_option, locate
@@ -49,3 +50,49 @@ def stream_text(handle: Handle, console: Console) -> Completion:
 def _show(console: Console, text: str) -> None:
     if not console.json_mode:
         console.write(text)
+
+
+def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    parser.add_argument("model", help="model directory, hub id, or `demo`")
+    parser.add_argument("--system", help="system message")
+    parser.add_argument("--message", action="append", metavar="TEXT", help="say this instead of reading lines; may be given again")
+    parser.add_argument("--template", metavar="FILE", help="Jinja chat template, for a model that has none")
+    parser.add_argument("--context", type=int, help="tokens of the whole conversation")
+    add_cache_option(parser, "fp16")
+    add_options(parser)
+
+
+def run_chat(args: argparse.Namespace, console: Console) -> int:
+    """Answer each message until the input ends; `--json` prints one object per answer."""
+    from exl2nb.eval.text import read_text
+    from exl2nb.llm.load import load
+
+    template = read_text(args.template) if args.template else None
+    messages: list[dict[str, Any]] = [{"role": "system", "content": args.system}] if args.system else []
+    lines = iter(args.message) if args.message else _lines(console)
+    with load(locate(args.model, console.sink), context=args.context, cache=args.cache, progress=console.sink) as llm:
+        llm.render_chat(
+            [*messages, {"role": "user", "content": ""}], template=template
+        )  # a model without a template says so before anybody types
+        for line in lines:
+            messages.append({"role": "user", "content": line})
+            completion = stream_text(llm.chat(messages, stream=True, template=template, **given_options(args)), console)
+            messages.append({"role": "assistant", "content": completion.text})
+            console.say()
+            if console.json_mode:
+                console.result({"message": line, **facts(completion)}, "")
+    return 0
+
+
+def _lines(console: Console) -> Iterator[str]:
+    """Lines of standard input; a prompt sign on a terminal. Ends at end of file."""
+    live = sys.stdin.isatty() and not console.json_mode
+    while True:
+        if live:
+            console.write(console.bold("> "))
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line.rstrip("\n")

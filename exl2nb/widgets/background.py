@@ -1,4 +1,4 @@
-"""One piece of work at a time on a daemon thread, for widgets: begin, stop, wait. Knows nothing of pages."""
+"""Background work of widgets: one run at a time on a daemon thread, and the base of widgets with a start button."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import contextvars
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from exl2nb.core.errors import Exl2Error, GenerationError
+from exl2nb.widgets.base import ExlWidget
 
 if TYPE_CHECKING:
     from exl2nb.widgets.protocol import Status
@@ -114,3 +115,33 @@ class Background:
             raise
         finally:
             self._over.set()
+
+
+_Self = TypeVar("_Self", bound="BackgroundWidget")
+
+
+class BackgroundWidget(ExlWidget):
+    """Base of widgets whose button starts a run. Subclasses set `_background` before anything else: `close` needs it."""
+
+    _background: Background
+
+    def stop(self) -> None:
+        """Ask what runs to end; what is written stays. Returns at once."""
+        self._background.stop()
+
+    def wait(self: _Self, timeout: float | None = None) -> _Self:
+        """Wait until it is over. An interrupt stops it.
+
+        Raises:
+            Exl2Error: it failed.
+        """
+        try:
+            self._background.wait(timeout)
+        finally:
+            self._refresh_static()
+        return self
+
+    def close(self) -> None:
+        """Stop and remove the widget from the page; models that were given loaded stay yours."""
+        self._background.close()
+        super().close()

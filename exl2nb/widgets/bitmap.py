@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import traitlets as t
 
 from exl2nb.core.errors import OptionError
-from exl2nb.widgets import bitpage, static
+from exl2nb.widgets import bitgrid, static
 from exl2nb.widgets.base import ExlWidget
 from exl2nb.widgets.bitgrid import grid_of
 from exl2nb.widgets.protocol import BitMapState
@@ -101,10 +101,10 @@ class BitMap(ExlWidget):
         return pd.DataFrame(self.grid.to_rows())
 
     def _summary(self) -> str:
-        return f"BitMap({bitpage.summary(self.grid)})"
+        return f"BitMap({bitgrid.summary(self.grid)})"
 
     def _static_body(self) -> str:
-        return bitpage.table(self.grid, self.title)
+        return bitgrid.table(self.grid, self.title)
 
     def _picture(self) -> bytes | None:
-        return bitpage.picture(self.grid)
+        return bitgrid.picture(self.grid)

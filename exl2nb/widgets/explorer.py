@@ -1,33 +1,141 @@
-"""BitrateExplorer: drag a bitrate, see which matrices lose bits, what it costs and saves; make it, and read it beside the original."""
+"""BitrateExplorer: choose a bitrate, see which matrices lose bits and what it costs; convert, and read it beside the original."""
 
 from __future__ import annotations
 
 import html
 import math
 import os
+import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import traitlets as t
 
 from exl2nb.cache.modes import parse_mode
-from exl2nb.core.errors import ConversionError, OptionError
+from exl2nb.core.errors import ConversionError, Interrupted, OptionError
+from exl2nb.core.progress import Progress
 from exl2nb.sampling.params import check_integer
-from exl2nb.widgets import bitpage, static
-from exl2nb.widgets.background import Background
+from exl2nb.widgets import bitgrid, static
+from exl2nb.widgets.background import Background, BackgroundWidget
 from exl2nb.widgets.base import as_text
 from exl2nb.widgets.bitgrid import BitGrid, grid_of
-from exl2nb.widgets.making import Maker
 from exl2nb.widgets.protocol import CurvePoint, ExplorerState, Mark, Status
-from exl2nb.widgets.worker import WorkingWidget
 
 if TYPE_CHECKING:
     import pandas as pd
 
     from exl2nb.converter.allocation import Plan
     from exl2nb.converter.measurement import Measurement
+
+QUICK = {"rows": 8, "length": 128, "report_rows": 4}
+"""Calibration of a first look: seconds on the demo model. A model to keep deserves the converter's own defaults."""
+UPDATE_S = 1 / 12
+
+
+@dataclass(frozen=True)
+class Made:
+    """A finished copy. measured_kl: on held-out rows, nats per token; None where none were kept."""
+
+    label: str
+    llm: Any
+    measured_kl: float | None
+
+
+class Maker:
+    """Makes copies of one model, each bitrate once, in a temporary folder that goes with it."""
+
+    def __init__(self, llm: Any, measurement: Measurement, *, demo: bool, options: Mapping[str, Any] | None) -> None:
+        self._original, self._measurement, self._demo = llm, measurement, demo
+        self._options = dict(QUICK if options is None else options)
+        self._ours: list[Any] = []
+        self._made: dict[float, Made] = {}
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    @property
+    def possible(self) -> bool:
+        """Whether there is an original to convert."""
+        return self._demo or self._original is not None
+
+    def make(self, bpw: float, stop: threading.Event, tell: Callable[[str, float], None]) -> Made:
+        """Convert and load.
+
+        Raises:
+            Interrupted: `stop` was set.
+        """
+        if bpw in self._made:
+            return self._made[bpw]
+        import exl2nb
+
+        sink = _Sink(stop, tell)
+        if self._original is None:
+            self._original = exl2nb.demo(progress=sink)
+            self._ours.append(self._original)
+        self._folder = self._folder or tempfile.TemporaryDirectory(prefix="exl2nb-explorer-")
+        target = Path(self._folder.name) / f"{bpw:g}bpw-{time.monotonic_ns()}"
+        done = exl2nb.convert(self._original.path, target, bpw=bpw, measurement=self._measurement, progress=sink, **self._options)
+        llm = exl2nb.load(target, context=min(self._original.context, 2048), progress=None)
+        self._ours.append(llm)
+        self._made[bpw] = Made(f"{bpw:g} bpw, made here", llm, None if done.quality is None else done.quality.kl)
+        return self._made[bpw]
+
+    def read(self, made: Made, prompt: str, max_tokens: int, stop: threading.Event, show: Callable[[str, str], None]) -> None:
+        """Stream the most likely continuation from both; `show(original, copy)` some times a second and at the end."""
+        texts, problems = ["", ""], []
+
+        def run(place: int, llm: Any) -> None:
+            try:
+                stream = llm.stream(prompt, max_tokens=max_tokens, temperature=0)
+                try:
+                    for chunk in stream:
+                        texts[place] += str(getattr(chunk, "text", chunk))
+                        if stop.is_set():
+                            break
+                finally:
+                    getattr(stream, "close", lambda: None)()
+            except BaseException as problem:
+                problems.append(problem)
+
+        threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in enumerate((self._original, made.llm))]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            threads[0].join(UPDATE_S / 2)
+            threads[1].join(UPDATE_S / 2)
+            show(*texts)
+        show(*texts)
+        if problems and not stop.is_set():
+            raise problems[0]
+
+    def close(self) -> None:
+        """Free what was loaded and made here."""
+        for llm in self._ours:
+            llm.close()
+        if any(llm is self._original for llm in self._ours):
+            self._original = None
+        self._ours, self._made = [], {}
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+class _Sink:
+    """Progress events as (stage, share), not more often than can be read; stops the work when asked to."""
+
+    def __init__(self, stop: threading.Event, tell: Callable[[str, float], None]) -> None:
+        self._stop, self._tell, self._last, self._stage = stop, tell, 0.0, ""
+
+    def __call__(self, event: Progress, /) -> None:
+        now = time.monotonic()
+        if event.stage != self._stage or now - self._last >= UPDATE_S:
+            self._tell(event.stage, min(1.0, event.done / event.total) if event.total else 0.0)
+            self._last, self._stage = now, event.stage
+        if self._stop.is_set() and event.state == "running":
+            raise Interrupted("BitrateExplorer: stopped")
+
 
 STEP = 0.05
 CURVE_POINTS = 25
@@ -36,7 +144,7 @@ LARGE = 200  # matrices
 HEAD_BITS = 6  # as `Measurement.solve(bpw=...)`, so that sizes and the slider mean the same models
 
 
-class BitrateExplorer(WorkingWidget):
+class BitrateExplorer(BackgroundWidget):
     """A slider of bits per weight over a measurement: every move allocates anew, in milliseconds and without running the model.
 
     The map shows where the bits are, the curve what they cost: predicted KL (nats per token; good for ranking) against the bitrate, with
@@ -275,7 +383,7 @@ class BitrateExplorer(WorkingWidget):
         return f"BitrateExplorer({self.solved:g} bpw: {self.nbytes / 1e6:.2f} MB, predicted KL {self.predicted_kl:.4g})"
 
     def _static_body(self) -> str:
-        parts = [bitpage.table(self._grid, f"{self.solved:g} bits per weight, {self.nbytes:,} bytes, predicted KL {self.predicted_kl:.4g}")]
+        parts = [bitgrid.table(self._grid, f"{self.solved:g} bits per weight, {self.nbytes:,} bytes, predicted KL {self.predicted_kl:.4g}")]
         for name, text in (("original", self.original), (f"{self.made_bpw:g} bits per weight", self.made)):
             if text:
                 words = html.escape(self.prompt + text)
@@ -283,7 +391,7 @@ class BitrateExplorer(WorkingWidget):
         return "".join(parts)
 
     def _picture(self) -> bytes | None:
-        return bitpage.picture(self._grid)
+        return bitgrid.picture(self._grid)
 
 
 def _measurement(source: Any) -> Measurement:

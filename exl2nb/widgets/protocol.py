@@ -1,6 +1,6 @@
 """What travels between a widget's Python half and its browser half, as types.
 
-`python -m exl2nb.widgets.protocol FILE` writes the same types as TypeScript.
+`python -m exl2nb.widgets.protocol FILE` writes the same types as TypeScript, in the order of this file.
 Must not import Jupyter: the generator and its test run on bare types.
 """
 
@@ -9,63 +9,226 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypedDict
 
-from exl2nb.widgets.protocol_chat import ChatAgain, ChatEdit, ChatGo, ChatSend, ChatTurn
-from exl2nb.widgets.protocol_columns import (
-    CacheKind,
-    CachesState,
-    CellMeasure,
-    CellSpeed,
-    CompareColumn,
-    CompareState,
-    HideNeedle,
-    KlToken,
-    NeedleHit,
-    NeedleText,
-    RunCaches,
-    RunPrompts,
-)
-from exl2nb.widgets.protocol_glasses import (
-    LinePart,
-    Look,
-    MicroscopeState,
-    PageCell,
-    PageFrame,
-    PageOwner,
-    PageTableState,
-    Run,
-    Sample,
-    SampleStep,
-    SampleToken,
-    ShowFrame,
-    SpecStats,
-    SpecToken,
-    SpeculationState,
-    WeightSlice,
-    WeightsState,
-)
-from exl2nb.widgets.protocol_samplers import SAMPLERS, Sampler, SamplerValues
-from exl2nb.widgets.protocol_stream import (
-    Alternative,
-    Delta,
-    Done,
-    Fates,
-    LookAt,
-    LookInto,
-    Ping,
-    Pong,
-    Ready,
-    Resync,
-    Snapshot,
-    Stats,
-    Stop,
-    TokenItem,
-    Tops,
-)
-from exl2nb.widgets.status import Status
+from exl2nb.sampling.params import INTEGERS, RANGES, SamplingParams
 from exl2nb.widgets.typescript import module
 
 PROTOCOL_VERSION = 1
 """Raised when a message changes its meaning; the browser half refuses another number with a readable line."""
+
+
+Status = Literal["idle", "loading", "running", "stopped", "done", "error"]
+
+
+# ---- streams: tokens as they come, numbered; what a page asks for
+
+
+class Alternative(NamedTuple):
+    """A token the model could have chosen at one place. prob: 0..1 under its own distribution, before temperature and filters."""
+
+    text: str
+    prob: float
+
+
+class TokenItem(NamedTuple):
+    """One generated token. prob is null when the source did not tell; rank 1 = the most likely token; top null = not sent yet."""
+
+    text: str
+    id: int
+    prob: float | None
+    rank: int | None
+    top: list[Alternative] | None
+
+
+class Stats(TypedDict):
+    """Speed so far. n: tokens; tps: tokens per second of decoding (0: not known yet); ttft_s: seconds to the first token (null: none)."""
+
+    n: int
+    tps: float
+    ttft_s: float | None
+
+
+class Delta(TypedDict):
+    """New items of run `run`, without alternatives: the page asks for those that somebody looks at.
+
+    seq counts deltas of the run from 0; a hole means lost messages, and the browser asks for a snapshot.
+    """
+
+    type: Literal["delta"]
+    run: int
+    seq: int
+    items: list[TokenItem]
+    stats: Stats
+
+
+class Snapshot(TypedDict):
+    """All items of the run up to delta `seq` (-1: none yet). Answers `ready` and `resync`, and opens every run."""
+
+    type: Literal["snapshot"]
+    run: int
+    seq: int
+    prompt: str
+    items: list[TokenItem]
+    stats: Stats
+
+
+class Done(TypedDict):
+    """The run is over and `seq` was its last delta, so a lost tail is noticed too."""
+
+    type: Literal["done"]
+    run: int
+    seq: int
+    reason: str
+    stats: Stats
+
+
+class Tops(TypedDict):
+    """Answers `look_at`: the alternatives at place `at` of run `run`."""
+
+    type: Literal["tops"]
+    run: int
+    at: int
+    top: list[Alternative]
+
+
+class LookAt(TypedDict):
+    """Somebody looks at a token whose alternatives were not sent."""
+
+    type: Literal["look_at"]
+    run: int
+    at: int
+
+
+class Fates(TypedDict):
+    """Answers `look_into`. names: of each alternative "" where it could be drawn, else the sampler that removed it. left: of `of`."""
+
+    type: Literal["fates"]
+    run: int
+    at: int
+    names: list[str]
+    left: int
+    of: int
+
+
+class LookInto(TypedDict):
+    """Somebody looks at a token of a run that is over, and wants to know what the samplers removed there."""
+
+    type: Literal["look_into"]
+    run: int
+    at: int
+
+
+class Ready(TypedDict):
+    """A browser half exists and wants a snapshot."""
+
+    type: Literal["ready"]
+
+
+class Resync(TypedDict):
+    """Deltas were lost. Sent at most once a second."""
+
+    type: Literal["resync"]
+
+
+class Ping(TypedDict):
+    """The page has heard nothing for a while and asks whether the kernel is there."""
+
+    type: Literal["ping"]
+
+
+class Pong(TypedDict):
+    """It is."""
+
+    type: Literal["pong"]
+
+
+class Stop(TypedDict):
+    """The reader pressed Stop (or Cancel)."""
+
+    type: Literal["stop"]
+
+
+# ---- the playground: sampling options, chat
+
+
+class Sampler(NamedTuple):
+    """A control. least, most, step: of its slider, step 0 = a switch. low, high: what may be typed. neutral: where it does nothing."""
+
+    name: str
+    label: str
+    hint: str
+    least: float
+    most: float
+    step: float
+    low: float
+    high: float
+    neutral: float | bool
+
+
+class SamplerValues(TypedDict):
+    """The folded samplers, fields of `SamplingParams`."""
+
+    typical_p: float
+    tfs: float
+    top_a: float
+    skew: float
+    min_tokens: int
+    presence_penalty: float
+    frequency_penalty: float
+    penalty_range: int
+    penalty_decay: int
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_range: int
+    dry_max_ngram: int
+    xtc_probability: float
+    xtc_threshold: float
+    smoothing_factor: float
+    smoothing_curve: float
+    min_temp: float
+    max_temp: float
+    temp_exponent: float
+    temperature_last: bool
+    mirostat: bool
+    mirostat_tau: float
+    mirostat_eta: float
+
+
+def _sampler(name: str, label: str, hint: str, least: float = 0, most: float = 1, step: float = 0) -> Sampler:
+    low, high = {**RANGES, **INTEGERS}.get(name, (0, 1))
+    return Sampler(name, label, hint, least, most, step, low, high, getattr(SamplingParams, name))
+
+
+SAMPLERS = (
+    _sampler("typical_p", "Typical-p", "1 is off", 0.05, 1, 0.05),
+    _sampler("tfs", "Tail-free", "1 is off", 0.05, 1, 0.05),
+    _sampler("top_a", "Top-a", "0 is off", 0, 1, 0.01),
+    _sampler("skew", "Skew", "0 is off; above it: less likely tokens", -3, 3, 0.1),
+    _sampler("min_tokens", "Min tokens", "the text cannot end before", 0, 512, 1),
+    _sampler("presence_penalty", "Presence penalty", "0 is off", -2, 2, 0.1),
+    _sampler("frequency_penalty", "Frequency penalty", "0 is off", -2, 2, 0.1),
+    _sampler("penalty_range", "Penalty range", "tokens looked back; 0 is all", 0, 4096, 1),
+    _sampler("penalty_decay", "Penalty decay", "tokens over which it fades; needs a range", 0, 4096, 1),
+    _sampler("dry_multiplier", "DRY multiplier", "against repeats; 0 is off", 0, 5, 0.1),
+    _sampler("dry_base", "DRY base", "growth with the length of a repeat", 1, 4, 0.05),
+    _sampler("dry_allowed_length", "DRY allowed length", "repeats that cost nothing", 1, 20, 1),
+    _sampler("dry_range", "DRY range", "tokens looked back; 0 is all", 0, 4096, 1),
+    _sampler("dry_max_ngram", "DRY longest repeat", "looked for, in tokens", 1, 100, 1),
+    _sampler("xtc_probability", "XTC probability", "leaves out the obvious; 0 is off", 0, 1, 0.05),
+    _sampler("xtc_threshold", "XTC threshold", "how likely is obvious", 0, 0.5, 0.01),
+    _sampler("smoothing_factor", "Smoothing factor", "0 is off", 0, 10, 0.1),
+    _sampler("smoothing_curve", "Smoothing curve", "1 is plain", 1, 3, 0.1),
+    _sampler("min_temp", "Lowest temperature", "where the model is sure", 0, 4, 0.05),
+    _sampler("max_temp", "Highest temperature", "by entropy, with temperature 1; 0 is off", 0, 4, 0.05),
+    _sampler("temp_exponent", "Temperature exponent", "of the entropy", 0.1, 5, 0.1),
+    _sampler("temperature_last", "Temperature last", "after the cuts"),
+    _sampler("mirostat", "Mirostat", "holds the surprise of the text"),
+    _sampler("mirostat_tau", "Mirostat tau", "surprise in bits", 0, 10, 0.1),
+    _sampler("mirostat_eta", "Mirostat eta", "how fast it steers", 0, 1, 0.01),
+)
+
+
+DEFAULTS = {one.name: one.neutral for one in SAMPLERS}
 
 
 class Settings(SamplerValues):
@@ -86,6 +249,49 @@ class Generate(TypedDict):
     type: Literal["generate"]
     prompt: str
     settings: Settings
+
+
+class ChatTurn(NamedTuple):
+    """What one side said. version: which of the `versions` of this turn, from 0."""
+
+    id: int
+    role: str
+    text: str
+    version: int
+    versions: int
+
+
+class ChatSend(TypedDict):
+    """The reader sent a message. settings: as in Generate, here and below."""
+
+    type: Literal["chat_send"]
+    text: str
+    settings: dict[str, float | bool | None]
+
+
+class ChatAgain(TypedDict):
+    """The reader wants another answer beside `turn`, or one to a message that got none."""
+
+    type: Literal["chat_again"]
+    turn: int
+    settings: dict[str, float | bool | None]
+
+
+class ChatEdit(TypedDict):
+    """The reader sent another version of message `turn`."""
+
+    type: Literal["chat_edit"]
+    turn: int
+    text: str
+    settings: dict[str, float | bool | None]
+
+
+class ChatGo(TypedDict):
+    """The reader wants to see version `index` of a turn."""
+
+    type: Literal["chat_go"]
+    turn: int
+    index: int
 
 
 class PlaygroundState(SamplerValues):
@@ -118,6 +324,9 @@ class PlaygroundState(SamplerValues):
     _static: bool
 
 
+# ---- progress
+
+
 class Finished(NamedTuple):
     """A stage that is over."""
 
@@ -145,6 +354,17 @@ class ProgressState(TypedDict):
     cancellable: bool
     _protocol: int
     _static: bool
+
+
+# ---- bits: BitMap, BitrateExplorer, WeightBrowser
+
+
+class Run(NamedTuple):
+    """`groups` groups in a row, each of `rows` rows at `bits` bits."""
+
+    bits: int
+    rows: int
+    groups: int
 
 
 class BitPart(NamedTuple):
@@ -268,6 +488,71 @@ class Make(TypedDict):
     prompt: str
 
 
+class WeightSlice(TypedDict):
+    """32 stored rows of one column, from the words to the weights; the last stage is empty where the original is not known.
+
+    words and scale_word: unsigned. zero: the code that stands for 0. weights, original: in stored order, as `rows` names them.
+    """
+
+    group: int
+    unit: int
+    column: int
+    bits: int
+    zero: int
+    first_row: int
+    first_word: int
+    words: list[int]
+    scale_word: int
+    scale_index: int
+    scale_max: float
+    unit_step: float
+    step: float
+    codes: list[int]
+    rows: list[int]
+    weights: list[float]
+    original: list[float]
+
+
+class WeightsState(TypedDict):
+    """Synced traits of WeightBrowser. value: which of the 32 is followed. _runs: groups of the matrix, from the top row to the last."""
+
+    status: Status
+    error: str
+    height: str
+    title: str
+    layer: int
+    matrix: str
+    group: int
+    unit: int
+    column: int
+    value: int
+    _layers: list[int]
+    _matrices: list[str]
+    _runs: list[Run]
+    _units: int
+    _rows: int
+    _columns: int
+    _bpw: float
+    _original: str
+    _slice: WeightSlice
+    _protocol: int
+    _static: bool
+
+
+class Look(TypedDict):
+    """The reader went elsewhere in the weights. Numbers out of range are moved inside it."""
+
+    type: Literal["look"]
+    layer: int
+    matrix: str
+    group: int
+    unit: int
+    column: int
+
+
+# ---- the memory plan
+
+
 class PlanStage(NamedTuple):
     """Bytes of one part of a step: always, per token of the step, per token of the longest text."""
 
@@ -309,7 +594,326 @@ class PlanState(TypedDict):
     _static: bool
 
 
+# ---- answers side by side: CacheExplorer, Compare
+
+
+class KlToken(NamedTuple):
+    """One token of answer `cell`. prob: under what wrote it. reference_prob: under the reference, reading the same text. kl: nats.
+
+    same: both find the same token most likely. favourite: the reference's where it is another one. null: not known.
+    """
+
+    cell: int
+    text: str
+    id: int
+    prob: float | None
+    reference_prob: float | None
+    kl: float | None
+    same: bool | None
+    favourite: str | None
+
+
+class CacheKind(NamedTuple):
+    """A cache mode. note: what K and V are stored as. bits: a number on average. fits: tokens that free memory holds; null: not known."""
+
+    mode: str
+    title: str
+    note: str
+    bits: float
+    token_bytes: int
+    fits: int | None
+
+
+class NeedleHit(NamedTuple):
+    """The answer's probability under a mode; depth 0 to 1, null: the fact was not in the text. rank: of its first token."""
+
+    mode: str
+    depth: float | None
+    prob: float
+    rank: int
+
+
+class NeedleText(TypedDict):
+    """What was hidden and how it is asked for. tokens: of the text around it; 0: not read yet."""
+
+    fact: str
+    question: str
+    answer: str
+    tokens: int
+
+
+class CachesState(TypedDict):
+    """Synced traits of CacheExplorer. modes: the columns, "fp16" first. _tokens: set when a run ends; cell = place in `_run_modes`."""
+
+    status: Status
+    error: str
+    height: str
+    prompt: str
+    modes: list[str]
+    max_tokens: int
+    stage: str
+    _kinds: list[CacheKind]
+    _run_modes: list[str]
+    _run_prompt: str
+    _tokens: list[KlToken]
+    _needle: list[NeedleHit]
+    _needle_modes: list[str]
+    _needle_depths: list[float | None]
+    _needle_text: NeedleText
+    _verdict: str
+    _free: int | None
+    _context: int
+    _model_label: str
+    _has_model: bool
+    _protocol: int
+    _static: bool
+
+
+class RunCaches(TypedDict):
+    """The reader pressed Compare in CacheExplorer."""
+
+    type: Literal["run"]
+    prompt: str
+    modes: list[str]
+    max_tokens: int
+
+
+class HideNeedle(TypedDict):
+    """The reader pressed "Hide a needle"."""
+
+    type: Literal["needle"]
+    modes: list[str]
+
+
+class CompareColumn(NamedTuple):
+    """One column. note: its settings in words. nbytes, bpw: of the weights; null: not known."""
+
+    label: str
+    note: str
+    nbytes: int | None
+    bpw: float | None
+
+
+class CellMeasure(NamedTuple):
+    """What was measured of answer `cell` = prompt * columns + column, token by token. tps: tokens a second of decoding; 0: not known."""
+
+    cell: int
+    kl: list[float]
+    reference_prob: list[float]
+    same: list[bool]
+
+
+class CellSpeed(NamedTuple):
+    """How an answer went. ttft_s: seconds to its first token. reason: why it ended."""
+
+    cell: int
+    tps: float
+    ttft_s: float | None
+    reason: str
+
+
+class CompareState(TypedDict):
+    """Synced traits of Compare. _tokens: set once, when a run ends. _measured: KL of the answers that were measured so far."""
+
+    status: Status
+    error: str
+    height: str
+    prompts: list[str]
+    view: Literal["kl", "difference"]
+    stage: str
+    _columns: list[CompareColumn]
+    _run_prompts: list[str]
+    _tokens: list[KlToken]
+    _measured: list[CellMeasure]
+    _speeds: list[CellSpeed]
+    _note: str
+    _has_model: bool
+    _protocol: int
+    _static: bool
+
+
+class RunPrompts(TypedDict):
+    """The reader pressed Run in Compare."""
+
+    type: Literal["run"]
+    prompts: list[str]
+
+
+# ---- inspectors: SamplerMicroscope, PageTable, Speculation
+
+
+class SampleStep(NamedTuple):
+    """One link of the sampling chain. mass: what it removed weighed. probs: of `_tokens` after it; null where removed."""
+
+    name: str
+    settings: str
+    survivors: int
+    removed: int
+    mass: float
+    temperature: float
+    entropy_bits: float
+    probs: list[float | None]
+
+
+class SampleToken(NamedTuple):
+    """A token worth looking at."""
+
+    id: int
+    text: str
+
+
+class LinePart(NamedTuple):
+    """A piece of the line of probabilities, in order of ids. id -1: several tokens together."""
+
+    id: int
+    text: str
+    prob: float
+
+
+class MicroscopeState(TypedDict):
+    """Synced traits of SamplerMicroscope. settings: of the sliders. token: drawn; uniform null: greedy. _answer: what the text has."""
+
+    status: Status
+    error: str
+    height: str
+    at: int
+    settings: dict[str, float]
+    token: int
+    token_text: str
+    prob: float
+    uniform: float | None
+    seed: str
+    _index: int
+    _others: str
+    _prompt: str
+    _answer: list[SampleToken]
+    _vocab: int
+    _steps: list[SampleStep]
+    _tokens: list[SampleToken]
+    _line: list[LinePart]
+    _protocol: int
+    _static: bool
+
+
+class Sample(TypedDict):
+    """The reader moved a slider or chose a place; settings are the changed ones."""
+
+    type: Literal["sample"]
+    at: int
+    settings: dict[str, float]
+
+
+class PageCell(NamedTuple):
+    """One page of the cache. parent: the page before it in its text, -1 none known. event: what happened since the frame before, or "".
+
+    "new": taken from the free ones; "found": a cached page is used again; "joined": one more request holds it; "evicted": a cached page was
+    given away; "freed": its last request let go; "cleared": what was cached is forgotten.
+    """
+
+    state: Literal["free", "cached", "used"]
+    tokens: int
+    owners: list[int]
+    key: str
+    parent: int
+    event: Literal["", "new", "found", "joined", "evicted", "freed", "cleared"]
+
+
+class PageOwner(NamedTuple):
+    """One request. waiting: it has no pages now. reused: tokens of its prompt that were found in the cache."""
+
+    number: int
+    waiting: bool
+    tokens: int
+    computed: int
+    reused: int
+    pages: list[int]
+
+
+class PageFrame(TypedDict):
+    """The page table at one moment."""
+
+    label: str
+    page_size: int
+    pages: list[PageCell]
+    requests: list[PageOwner]
+    evictions: int
+    preemptions: int
+
+
+class PageTableState(TypedDict):
+    """Synced traits of PageTable. frame: of `_count`, -1: the last. _shown: the one that _frames holds first (an export holds all)."""
+
+    status: Status
+    error: str
+    height: str
+    title: str
+    frame: int
+    live: bool
+    _count: int
+    _shown: int
+    _frames: list[PageFrame]
+    _can_live: bool
+    _protocol: int
+    _static: bool
+
+
+class ShowFrame(TypedDict):
+    """The scrubber moved, or Live was pressed."""
+
+    type: Literal["frame"]
+    frame: int
+    live: bool
+
+
+class SpecToken(NamedTuple):
+    """One token and where it comes from. step: pass of the model that decided it; -1: not known. wrong: guesses thrown away here."""
+
+    text: str
+    id: int
+    source: Literal["target", "draft", "ngram", "forced", "rewound"]
+    prob: float | None
+    step: int
+    wrong: list[str]
+
+
+class SpecStats(TypedDict):
+    """What speculation did. lengths: how often 0, 1, 2, ... guesses of a pass were right.
+
+    plain_tps: tokens a second without guesses; same: whether the text is the same then; null where it was not run.
+    """
+
+    kind: str
+    steps: int
+    plain_steps: int
+    proposed: int
+    accepted: int
+    lengths: list[int]
+    tokens: int
+    tps: float
+    plain_tps: float | None
+    same: bool | None
+
+
+class SpeculationState(TypedDict):
+    """Synced traits of Speculation."""
+
+    status: Status
+    error: str
+    height: str
+    title: str
+    _prompt: str
+    _tokens: list[SpecToken]
+    _stats: SpecStats
+    _protocol: int
+    _static: bool
+
+
+# ---- the two directions, and the TypeScript
+
+
 FromKernel = Delta | Snapshot | Done | Pong | Tops | Fates
+
+
 ToKernel = (
     Ready
     | Resync
@@ -333,79 +937,10 @@ ToKernel = (
     | ShowFrame
 )
 
-_EXPORTED: dict[str, Any] = {
-    "Status": Status,
-    "Alternative": Alternative,
-    "TokenItem": TokenItem,
-    "Stats": Stats,
-    "Delta": Delta,
-    "Snapshot": Snapshot,
-    "Done": Done,
-    "Tops": Tops,
-    "LookAt": LookAt,
-    "Fates": Fates,
-    "LookInto": LookInto,
-    "Ready": Ready,
-    "Resync": Resync,
-    "Ping": Ping,
-    "Pong": Pong,
-    "Stop": Stop,
-    "Sampler": Sampler,
-    "SamplerValues": SamplerValues,
-    "Settings": Settings,
-    "Generate": Generate,
-    "ChatTurn": ChatTurn,
-    "ChatSend": ChatSend,
-    "ChatAgain": ChatAgain,
-    "ChatEdit": ChatEdit,
-    "ChatGo": ChatGo,
-    "PlaygroundState": PlaygroundState,
-    "Finished": Finished,
-    "ProgressState": ProgressState,
-    "Run": Run,
-    "BitPart": BitPart,
-    "BitCell": BitCell,
-    "BitMapState": BitMapState,
-    "CurvePoint": CurvePoint,
-    "Mark": Mark,
-    "ExplorerState": ExplorerState,
-    "Solve": Solve,
-    "SolveSize": SolveSize,
-    "Make": Make,
-    "WeightSlice": WeightSlice,
-    "WeightsState": WeightsState,
-    "Look": Look,
-    "PlanStage": PlanStage,
-    "PlanFormula": PlanFormula,
-    "PlanState": PlanState,
-    "KlToken": KlToken,
-    "CacheKind": CacheKind,
-    "NeedleHit": NeedleHit,
-    "NeedleText": NeedleText,
-    "CachesState": CachesState,
-    "RunCaches": RunCaches,
-    "HideNeedle": HideNeedle,
-    "CompareColumn": CompareColumn,
-    "CellMeasure": CellMeasure,
-    "CellSpeed": CellSpeed,
-    "CompareState": CompareState,
-    "RunPrompts": RunPrompts,
-    "SampleStep": SampleStep,
-    "SampleToken": SampleToken,
-    "LinePart": LinePart,
-    "MicroscopeState": MicroscopeState,
-    "Sample": Sample,
-    "PageCell": PageCell,
-    "PageOwner": PageOwner,
-    "PageFrame": PageFrame,
-    "PageTableState": PageTableState,
-    "ShowFrame": ShowFrame,
-    "SpecToken": SpecToken,
-    "SpecStats": SpecStats,
-    "SpeculationState": SpeculationState,
-    "FromKernel": FromKernel,
-    "ToKernel": ToKernel,
-}
+
+_EXPORTED: dict[str, Any] = {"Status": Status}
+_EXPORTED |= {name: kind for name, kind in vars().items() if isinstance(kind, type) and kind.__module__ == __name__}
+_EXPORTED |= {"FromKernel": FromKernel, "ToKernel": ToKernel}
 
 
 def typescript() -> str:

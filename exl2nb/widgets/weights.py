@@ -1,10 +1,12 @@
-"""WeightBrowser: what stands in the file, and how it becomes a weight: words, codes, scale, weight, error against the original."""
+"""WeightBrowser: what is stored in the file, and how it becomes a weight: words, codes, scale, weight, error against the original."""
 
 from __future__ import annotations
 
+import html
 import math
 import os
-from collections.abc import Callable, Mapping
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -12,7 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import traitlets as t
 
 from exl2nb.core.errors import OptionError
-from exl2nb.widgets import bitpage, static, weightpage
+from exl2nb.core.show import diverging, ink
+from exl2nb.widgets import bitgrid, static
 from exl2nb.widgets.base import ExlWidget
 from exl2nb.widgets.bitgrid import OUTSIDE
 from exl2nb.widgets.protocol import Run, WeightSlice, WeightsState
@@ -23,6 +26,64 @@ if TYPE_CHECKING:
 
     from exl2nb.model.weights import Weights
     from exl2nb.quant.exl2_slice import Exl2Unit
+
+BIT_PX = 10
+
+
+def unit_table(title: str, key: str, shown: Mapping[str, Any]) -> str:
+    """The words, the scale, and one line per weight."""
+    bits, zero = shown["bits"], shown["zero"]
+    mono = "font-family:monospace"
+    words = " ".join(f"{word:08X}" for word in shown["words"])
+    largest = f"{shown['scale_max']:.6g} ({half(shown['scale_max'])})"
+    head = ["stored row", "row", "code", "level", "weight", *(["original", "error"] if shown["original"] else [])]
+    lines = [
+        f"{shown['bits']}-bit codes in words {shown['first_word']} to {shown['first_word'] + bits - 1} of column {shown['column']}: "
+        f'<span style="{mono}">{words}</span>',
+        f"scale: word {shown['scale_word']:08X}, index {shown['scale_index']}; largest step {largest}; "
+        f"step = ({shown['scale_index']} + 1)² × fp16(largest / 256) = {shown['step']:.6g} ({half(shown['step'])})",
+    ]
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in _rows(shown, zero))
+    return (
+        f"<div><b>{html.escape(title)}</b> {html.escape(key)}, group {shown['group']}, column {shown['column']}"
+        f"{''.join(f'<div>{line}</div>' for line in lines)}"
+        f'<table style="font-size:12px;font-variant-numeric:tabular-nums"><tr>{"".join(f"<th>{name}</th>" for name in head)}</tr>{body}'
+        "</table></div>"
+    )
+
+
+def _rows(shown: Mapping[str, Any], zero: int) -> list[list[str]]:
+    found = []
+    for i, (row, code, weight) in enumerate(zip(shown["rows"], shown["codes"], shown["weights"])):
+        level = code - zero
+        back = diverging(2 * level / zero)
+        chip = f'<span style="background:rgb{back};color:rgb{ink(back)};padding:0 .4em">{code}</span>'
+        cells = [str(shown["first_row"] + i), str(row), chip, f"{level:+d}" if level else "0", f"{weight:.5g}"]
+        if shown["original"]:
+            cells += [f"{shown['original'][i]:.5g}", f"{weight - shown['original'][i]:+.2g}"]
+        found.append(cells)
+    return found
+
+
+def unit_picture(shown: Mapping[str, Any]) -> bytes:
+    """PNG: the words, bit 31 on the left, each field in the colour of its code."""
+    colours = field_colours(shown["codes"], shown["bits"], shown["zero"])
+    rows = []
+    for word in range(shown["bits"]):
+        bits = [colours[32 * word + bit] for bit in range(31, -1, -1)]
+        line = [dot for colour in bits for dot in (colour,) * BIT_PX]
+        rows += [line] * (BIT_PX - 1) + [[(255, 255, 255)] * len(line)]
+    return static.png(rows)
+
+
+def field_colours(codes: Sequence[int], bits: int, zero: int) -> list[static.RGB]:
+    """Colour of each of the 32 * bits bits of a unit, in the order of the stream."""
+    return [diverging(2 * (code - zero) / zero) for code in codes for _ in range(bits)]
+
+
+def half(value: float) -> str:
+    """The sixteen bits of an fp16 value: "0x3800"."""
+    return f"0x{struct.unpack('<H', struct.pack('<e', value))[0]:04X}"
 
 
 class WeightBrowser(ExlWidget):
@@ -80,8 +141,8 @@ class WeightBrowser(ExlWidget):
         self._at: tuple[Any, ...] | None = None
         super().__init__(**kwargs)
         with self.hold_sync():
-            self.title = self.title or bitpage.plain(directory.name)
-            self._original = "" if where is None else bitpage.plain(where.name)
+            self.title = self.title or bitgrid.plain(directory.name)
+            self._original = "" if where is None else bitgrid.plain(where.name)
             self._layers = list(self._keys)
             first = self.layer if "layer" in kwargs else next(iter(self._keys))
             self.look(layer=first, matrix=self.matrix, group=self.group, unit=self.unit, column=self.column)
@@ -120,7 +181,7 @@ class WeightBrowser(ExlWidget):
         layer, matrix = OUTSIDE if about.layer is None else about.layer, about.name
         self._at = (layer, matrix, group, unit, found.column)
         with self.hold_sync():
-            self._slice = dict(_plain(found, original))
+            self._slice = dict(_slice_of(found, original))
             self._matrices = list(self._keys[layer])
             self._runs = [list(Run(bits, rows, len(list(same)))) for (bits, rows), same in groupby(slices.groups)]
             self._units, self._rows, self._columns = slices.units(group), slices.in_features, slices.out_features
@@ -198,16 +259,16 @@ class WeightBrowser(ExlWidget):
         return f"WeightBrowser({self.key}: {place}, {shown['bits']} bits)"
 
     def _static_body(self) -> str:
-        return weightpage.table(self.title, self.key, self._slice)
+        return unit_table(self.title, self.key, self._slice)
 
     def _picture(self) -> bytes | None:
-        return weightpage.picture(self._slice)
+        return unit_picture(self._slice)
 
 
 _PLACE = ("layer", "matrix", "group", "unit", "column")
 
 
-def _plain(found: Exl2Unit, original: Tensor | None) -> WeightSlice:
+def _slice_of(found: Exl2Unit, original: Tensor | None) -> WeightSlice:
     beside = [] if original is None else original[list(found.rows)].tolist()
     return WeightSlice(
         group=found.group,

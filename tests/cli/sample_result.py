@@ -3,7 +3,7 @@
 import math
 import random
 
-from exl2nb.cli.demo_result import DemoResult, Entry
+from exl2nb.cli.report import DemoResult, Entry
 from exl2nb.eval.comparison import EDGES
 
 MATRICES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")

@@ -9,8 +9,7 @@ import pytest
 
 import exl2nb
 from exl2nb.cli import main
-from exl2nb.cli.course import copy_course, course_folder
-from exl2nb.cli.lab import lab_command
+from exl2nb.cli.lab import copy_course, course_folder, lab_command
 from exl2nb.core.errors import ModelNotFound, OptionError
 
 

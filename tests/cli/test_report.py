@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from exl2nb.cli import report
-from exl2nb.cli.report_charts import size_against_kl
+from exl2nb.cli.report import size_against_kl
 
 _spec = importlib.util.spec_from_file_location("sample_result", Path(__file__).with_name("sample_result.py"))
 sample = importlib.util.module_from_spec(_spec)

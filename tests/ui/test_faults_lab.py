@@ -43,7 +43,7 @@ play.start();
 
 def test_a_kernel_that_dies_leaves_a_readable_widget(lab, page, screenshots):
     """The text stays and the page says what happened; after the restart the same cells work."""
-    slow = "import exl2nb.widgets.cachework as work; work.TURN_S = 0"
+    slow = "import exl2nb.widgets.caches as work; work.TURN_S = 0"
     start = f"caches = ex.widgets.CacheExplorer(llm, max_tokens=400)\ndisplay(caches)\n{slow}\ncaches.start();"
     book = Notebook(lab, page, [SETUP, start, "os.kill(os.getpid(), signal.SIGKILL)"])
     book.run(0)

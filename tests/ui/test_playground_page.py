@@ -4,7 +4,7 @@ import pytest
 from mock_host import MockHost, low_controls, state_of, violations
 
 from exl2nb.widgets import Playground
-from exl2nb.widgets.protocol_samplers import SAMPLERS
+from exl2nb.widgets.protocol import SAMPLERS
 
 TOP = [[" the", 0.5], [" dog", 0.25], [" a", 0.1]]
 ITEMS = [[" dog", 11, 0.25, 2, TOP], [" ran", 12, 0.97, 1, [[" ran", 0.97]]], [".\n", 13, 0.02, 40, TOP], ["\n", 14, 0.6, 1, []]]

@@ -4,7 +4,7 @@ import pytest
 
 import exl2nb as ex
 from exl2nb.core.errors import OptionError
-from exl2nb.widgets import BitMap, bitgrid, bitpage
+from exl2nb.widgets import BitMap, bitgrid
 
 
 def matrix(key: str, bpw: float, **more):
@@ -106,4 +106,4 @@ def test_a_large_model_stays_small(monkeypatch):
     ]
     shown = BitMap([matrix(name, 4.0, groups=[(6, 32)] * 20 + [(4, 32)] * 236) for name in names])
     assert len(shown.to_html() or "") < 200_000
-    assert bitpage.summary(shown.grid).startswith("560 cells")
+    assert bitgrid.summary(shown.grid).startswith("560 cells")

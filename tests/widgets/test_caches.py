@@ -8,7 +8,7 @@ import pytest
 import exl2nb as ex
 from exl2nb.core.errors import ContextOverflow, EngineClosed, Exl2Error, GenerationError, OptionError
 from exl2nb.eval.needle import NeedleResult
-from exl2nb.widgets import CacheExplorer, cachework
+from exl2nb.widgets import CacheExplorer, caches
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +51,10 @@ def test_the_verdict_does_not_claim_what_was_not_seen():
         return [NeedleResult("fp16", None, 90, without, 9), NeedleResult("fp16", 0.5, 99, there, 3), NeedleResult("q4", 0.5, 99, 0.4, 1)]
 
     needle = CacheExplorer().needle
-    assert "says nothing about the other caches" in cachework.verdict(hits(0.001, 0.004), needle)
-    assert "says nothing about the other caches" in cachework.verdict(hits(0.3, 0.4), needle)
-    assert "Q4 40%" in cachework.verdict(hits(0.001, 0.4), needle)
-    assert cachework.verdict([], needle) == ""
+    assert "says nothing about the other caches" in caches.needle_verdict(hits(0.001, 0.004), needle)
+    assert "says nothing about the other caches" in caches.needle_verdict(hits(0.3, 0.4), needle)
+    assert "Q4 40%" in caches.needle_verdict(hits(0.001, 0.4), needle)
+    assert caches.needle_verdict([], needle) == ""
 
 
 def test_messages_of_the_page(llm, sent):
@@ -75,14 +75,14 @@ def test_messages_of_the_page(llm, sent):
 
 def test_stop_ends_the_run_and_keeps_what_is_there(llm, monkeypatch):
     gate = threading.Event()
-    original = cachework._turn
+    original = caches._turn
 
     def slow(steps):
         gate.wait(5)
         return original(steps)
 
-    monkeypatch.setattr(cachework, "_turn", slow)
-    monkeypatch.setattr(cachework, "TURN_S", 0.0)
+    monkeypatch.setattr(caches, "_turn", slow)
+    monkeypatch.setattr(caches, "TURN_S", 0.0)
     explorer = CacheExplorer(llm, max_tokens=200)
     explorer.start()
     with pytest.raises(GenerationError, match="a run is going on"):

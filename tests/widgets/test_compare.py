@@ -9,7 +9,7 @@ from fakes import FakeModel
 
 import exl2nb as ex
 from exl2nb.core.errors import EngineClosed, GenerationError, ModelNotFound, OptionError
-from exl2nb.widgets import Compare, comparing
+from exl2nb.widgets import Compare, compare
 
 EXL2 = Path(__file__).parents[1] / "data" / "demo-exl2-4.0bpw"
 PROMPTS = ["It was a dark night, and", "She opened the letter and"]
@@ -40,7 +40,7 @@ def test_frame(finished, llm):
 
 
 def test_speed_is_the_engines(monkeypatch, llm):
-    monkeypatch.setattr(comparing._Watch, "per_second", property(lambda _: -1.0))  # of whoever takes the tokens, late perhaps
+    monkeypatch.setattr(compare._Watch, "per_second", property(lambda _: -1.0))  # of whoever takes the tokens, late perhaps
     run = Compare({"one": llm, "two": (llm, {"temperature": 0.9})}, prompts=["It was"], max_tokens=6).start().wait()
     assert (run.to_dataframe().tokens_per_second > 0).all()
 

@@ -9,7 +9,7 @@ import pytest
 import exl2nb
 from exl2nb.core.errors import OptionError
 from exl2nb.widgets import PageTable
-from exl2nb.widgets.pageframes import event_of, frame_of
+from exl2nb.widgets.pagetable import event_of, frame_of
 from exl2nb.widgets.protocol import PageCell
 
 STORY = "The rain fell on the old town, and nobody was in the streets. " * 30

@@ -12,8 +12,7 @@ from exl2nb.core.errors import EngineClosed, GenerationError, Interrupted, Optio
 from exl2nb.sampling.params import SamplingParams
 from exl2nb.widgets import Playground
 from exl2nb.widgets.playground import TOP_TOKENS
-from exl2nb.widgets.protocol import SamplerValues, Settings
-from exl2nb.widgets.protocol_samplers import SAMPLERS
+from exl2nb.widgets.protocol import SAMPLERS, SamplerValues, Settings
 from exl2nb.widgets.tokens import token_item
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from exl2nb.core.errors import Interrupted, OptionError
 from exl2nb.core.progress import Meter, Progress, SilentSink, TextSink, showing
-from exl2nb.widgets import ProgressView, display
+from exl2nb.widgets import ProgressView, progress
 
 
 def test_shows_the_latest_event():
@@ -81,11 +81,11 @@ def test_unknown_keyword():
 def test_notebook_sink_appears_only_for_long_work(monkeypatch):
     shown = []
     monkeypatch.setattr(ProgressView, "show", lambda self: shown.append(self))
-    with display.notebook_sink("load") as sink, Meter("load", total=1, sink=sink) as meter:
+    with progress.notebook_sink("load") as sink, Meter("load", total=1, sink=sink) as meter:
         meter.step()
     assert shown == []
-    monkeypatch.setattr(display, "APPEAR_AFTER_S", 0.0)
-    with display.notebook_sink("convert") as sink:
+    monkeypatch.setattr(progress, "APPEAR_AFTER_S", 0.0)
+    with progress.notebook_sink("convert") as sink:
         for stage in ("a", "b"):
             with Meter(stage, total=1, sink=sink) as meter:
                 meter.step()
@@ -109,7 +109,7 @@ def test_auto_means_where_the_caller_looks(monkeypatch):
     assert kind() is TextSink
     shell = types.SimpleNamespace(kernel=object())
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
-    assert kind() is display.NotebookSink
+    assert kind() is progress.NotebookSink
     events = []
     with showing(events.append) as sink:
         sink(Progress(stage="x"))

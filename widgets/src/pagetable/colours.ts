@@ -1,4 +1,4 @@
-// Colours and words of pages: the colours of exl2nb/widgets/pageframes.py, one per request, by its number.
+// Colours and words of pages: the colours of exl2nb/widgets/pagetable.py, one per request, by its number.
 import type { PageCell, PageFrame } from "../protocol.gen";
 import { count } from "../shared/format";
 import { css, type Rgb } from "../shared/palette";

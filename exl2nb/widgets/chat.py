@@ -10,14 +10,11 @@ from typing import TYPE_CHECKING, Any, cast
 import traitlets as t
 
 from exl2nb.core.errors import GenerationError, OptionError
-from exl2nb.widgets.protocol_chat import ChatTurn
-from exl2nb.widgets.protocol_stream import Stats, TokenItem
-from exl2nb.widgets.status import Status
+from exl2nb.widgets.protocol import ChatTurn, Stats, Status, TokenItem
 from exl2nb.widgets.tokens import items_of
 
 if TYPE_CHECKING:
-    from exl2nb.llm.conversation import Conversation
-    from exl2nb.llm.conversation import Turn
+    from exl2nb.llm.conversation import Conversation, Turn
     from exl2nb.widgets.background import Background
     from exl2nb.widgets.feed import Feed
 
