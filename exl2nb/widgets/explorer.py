@@ -148,14 +148,14 @@ class BitrateExplorer(BackgroundWidget):
     """A slider of bits per weight over a measurement: every move allocates anew, in milliseconds and without running the model.
 
     The map shows where the bits are, the curve what they cost: predicted KL (nats per token; good for ranking) against the bitrate, with
-    what was measured as marks. "Make it" converts to the chosen bitrate in the background and streams one prompt from the original and
+    what was measured as marks. "Convert" converts to the chosen bitrate in the background and streams one prompt from the original and
     from the copy.
 
     Args:
         measurement: of `ex.measure`, or its JSON file; None: the packaged demo model's.
         llm: the original, as loaded; needed to make a model of a measurement of your own. None: the demo model, loaded when it is needed.
         measured: bitrates whose KL is known, as conversions or (bpw, kl) pairs.
-        convert: options of `ex.convert` for "Make it". Default: a few short calibration rows, which is quick and rough.
+        convert: options of `ex.convert` for "Convert". Default: a few short calibration rows, which is quick and rough.
 
     Traits, also keywords (synced with the page both ways):
         bpw: asked for, 2 to 8. Default 4. prompt: what both models continue. metric: "bpw" or "share". selected: [layer, matrix] or [].

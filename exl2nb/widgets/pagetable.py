@@ -126,7 +126,7 @@ def frame_table(frame: PageFrame, title: str) -> str:
     if len(frame["pages"]) > MOST_SQUARES:
         squares += f"and {len(frame['pages']) - MOST_SQUARES} more"
     lines = "".join(
-        f"<div>request {number}{' (waiting)' if waiting else ''}: {tokens} tokens, {computed} in the cache, {reused} found there; "
+        f"<div>request {number}{' (queued)' if waiting else ''}: {tokens} tokens, {computed} in the cache, {reused} reused; "
         f"pages {', '.join(map(str, pages)) or 'none'}</div>"
         for number, waiting, tokens, computed, reused, pages in frame["requests"]
     )

@@ -200,29 +200,29 @@ def _sampler(name: str, label: str, hint: str, least: float = 0, most: float = 1
 
 
 SAMPLERS = (
-    _sampler("typical_p", "Typical-p", "1 is off", 0.05, 1, 0.05),
-    _sampler("tfs", "Tail-free", "1 is off", 0.05, 1, 0.05),
-    _sampler("top_a", "Top-a", "0 is off", 0, 1, 0.01),
-    _sampler("skew", "Skew", "0 is off; above it: less likely tokens", -3, 3, 0.1),
+    _sampler("typical_p", "Typical-p", "1 = off", 0.05, 1, 0.05),
+    _sampler("tfs", "Tail-free", "1 = off", 0.05, 1, 0.05),
+    _sampler("top_a", "Top-a", "0 = off", 0, 1, 0.01),
+    _sampler("skew", "Skew", "0 = off; above: less likely tokens", -3, 3, 0.1),
     _sampler("min_tokens", "Min tokens", "the text cannot end before", 0, 512, 1),
-    _sampler("presence_penalty", "Presence penalty", "0 is off", -2, 2, 0.1),
-    _sampler("frequency_penalty", "Frequency penalty", "0 is off", -2, 2, 0.1),
-    _sampler("penalty_range", "Penalty range", "tokens looked back; 0 is all", 0, 4096, 1),
+    _sampler("presence_penalty", "Presence penalty", "0 = off", -2, 2, 0.1),
+    _sampler("frequency_penalty", "Frequency penalty", "0 = off", -2, 2, 0.1),
+    _sampler("penalty_range", "Penalty range", "tokens looked back; 0 = all", 0, 4096, 1),
     _sampler("penalty_decay", "Penalty decay", "tokens over which it fades; needs a range", 0, 4096, 1),
-    _sampler("dry_multiplier", "DRY multiplier", "against repeats; 0 is off", 0, 5, 0.1),
+    _sampler("dry_multiplier", "DRY multiplier", "against repeats; 0 = off", 0, 5, 0.1),
     _sampler("dry_base", "DRY base", "growth with the length of a repeat", 1, 4, 0.05),
-    _sampler("dry_allowed_length", "DRY allowed length", "repeats that cost nothing", 1, 20, 1),
-    _sampler("dry_range", "DRY range", "tokens looked back; 0 is all", 0, 4096, 1),
-    _sampler("dry_max_ngram", "DRY longest repeat", "looked for, in tokens", 1, 100, 1),
-    _sampler("xtc_probability", "XTC probability", "leaves out the obvious; 0 is off", 0, 1, 0.05),
-    _sampler("xtc_threshold", "XTC threshold", "how likely is obvious", 0, 0.5, 0.01),
-    _sampler("smoothing_factor", "Smoothing factor", "0 is off", 0, 10, 0.1),
+    _sampler("dry_allowed_length", "DRY allowed length", "longest repeat without a penalty", 1, 20, 1),
+    _sampler("dry_range", "DRY range", "tokens looked back; 0 = all", 0, 4096, 1),
+    _sampler("dry_max_ngram", "DRY longest repeat", "in tokens", 1, 100, 1),
+    _sampler("xtc_probability", "XTC probability", "leaves out the obvious; 0 = off", 0, 1, 0.05),
+    _sampler("xtc_threshold", "XTC threshold", "probability that counts as obvious", 0, 0.5, 0.01),
+    _sampler("smoothing_factor", "Smoothing factor", "0 = off", 0, 10, 0.1),
     _sampler("smoothing_curve", "Smoothing curve", "1 is plain", 1, 3, 0.1),
     _sampler("min_temp", "Lowest temperature", "where the model is sure", 0, 4, 0.05),
-    _sampler("max_temp", "Highest temperature", "by entropy, with temperature 1; 0 is off", 0, 4, 0.05),
+    _sampler("max_temp", "Highest temperature", "by entropy, with temperature 1; 0 = off", 0, 4, 0.05),
     _sampler("temp_exponent", "Temperature exponent", "of the entropy", 0.1, 5, 0.1),
     _sampler("temperature_last", "Temperature last", "after the cuts"),
-    _sampler("mirostat", "Mirostat", "holds the surprise of the text"),
+    _sampler("mirostat", "Mirostat", "keeps surprise near a target"),
     _sampler("mirostat_tau", "Mirostat tau", "surprise in bits", 0, 10, 0.1),
     _sampler("mirostat_eta", "Mirostat eta", "how fast it steers", 0, 1, 0.01),
 )
@@ -481,7 +481,7 @@ class SolveSize(TypedDict):
 
 
 class Make(TypedDict):
-    """The reader pressed "Make it"."""
+    """The reader pressed "Convert"."""
 
     type: Literal["make"]
     bpw: float
@@ -866,7 +866,7 @@ class ShowFrame(TypedDict):
 
 
 class SpecToken(NamedTuple):
-    """One token and where it comes from. step: pass of the model that decided it; -1: not known. wrong: guesses thrown away here."""
+    """One token and where it comes from. step: pass of the model that decided it; -1: not known. wrong: draft tokens rejected here."""
 
     text: str
     id: int
@@ -877,9 +877,9 @@ class SpecToken(NamedTuple):
 
 
 class SpecStats(TypedDict):
-    """What speculation did. lengths: how often 0, 1, 2, ... guesses of a pass were right.
+    """What speculation did. lengths: how often 0, 1, 2, ... draft tokens of a pass were accepted.
 
-    plain_tps: tokens a second without guesses; same: whether the text is the same then; null where it was not run.
+    plain_tps: tokens a second without speculation; same: whether the text is the same then; null where it was not run.
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""Speculation: which tokens of an answer were guessed, which guesses were wrong, and what it was worth."""
+"""Speculation: accepted and rejected draft tokens of an answer, acceptance rate and speedup."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ _TINTS: dict[str, tuple[str, static.RGB]] = {
 
 
 class Speculation(ExlWidget):
-    """An answer with its guesses: tokens that were guessed and right, and, struck through, guesses that the model did not agree with.
+    """An answer with its draft tokens: the accepted ones marked, the rejected ones struck through.
 
     Each pass of the model decides a run of guesses at once, and then one token of its own; runs are what speculation gains. Guesses come
     from a draft model or from the text itself (`speculation="ngram"`); they change the speed, never the text.
 
     Args:
-        source: an `LLM`, which continues `prompt` twice, with guesses and without; or a completion made with speculation.
+        source: an `LLM`, which continues `prompt` twice, with and without speculation; or a completion made with speculation.
         prompt: text or ids, for an LLM.
-        plain: the same answer without guesses (a completion), for the comparison; made by an LLM unless False.
-        tokenizer: names the wrong guesses of a completion.
+        plain: the same answer without speculation (a completion), for the comparison; made by an LLM unless False.
+        tokenizer: decodes the rejected draft tokens of a completion.
         options: of `generate`, for an LLM. Default speculation="auto": the draft model if there is one, else "ngram".
 
     Traits, also keywords (synced with the page both ways):
-        title: default, what guesses and how.
+        title: default, the kind of drafting.
 
     Example:
         >>> import exl2nb as ex
@@ -75,14 +75,16 @@ class Speculation(ExlWidget):
         if not hasattr(done, "tokens") or not hasattr(done, "speculation"):
             raise OptionError(f"Speculation: got {type(done).__name__!r}; expected an LLM and a prompt, or a completion")
         if done.speculation is None:
-            raise OptionError("Speculation: nothing was guessed for this answer; generate it with speculation='ngram' or a draft model")
+            raise OptionError(
+                "Speculation: no draft tokens were proposed for this answer; generate it with speculation='ngram' or a draft model"
+            )
         super().__init__(**own)
         told = done.prompt or (prompt if isinstance(prompt, str) else "")
         with self.hold_sync():
             self._tokens = [list(token) for token in spec_tokens(done, tokenizer)]
             self._stats = dict(_stats(done, plain or None))
             self._prompt = told[-MOST_TEXT:]
-            self.title = self.title or ("guesses of the draft model" if self._stats["kind"] == "draft" else "guesses from the text itself")
+            self.title = self.title or ("draft model" if self._stats["kind"] == "draft" else "n-gram lookup")
 
     @property
     def stats(self) -> SpecStats:
@@ -90,7 +92,7 @@ class Speculation(ExlWidget):
         return SpecStats(**self._stats)  # type: ignore[typeddict-item]
 
     def to_frame(self) -> pd.DataFrame:
-        """One line per token: text, id, source, prob, step, wrong (guesses thrown away at its place)."""
+        """One line per token: text, id, source, prob, step, wrong (draft tokens rejected there)."""
         import pandas as pd
 
         return pd.DataFrame(self._tokens, columns=list(SpecToken._fields))
@@ -103,7 +105,7 @@ class Speculation(ExlWidget):
     def _static_body(self) -> str:
         parts = [f'<span style="opacity:.7">{html.escape(self._prompt[-400:])}</span>'] if self._prompt else []
         parts += [_token_html(token) for token in self._tokens]
-        key = "green: guessed and right; struck through: guessed and wrong"
+        key = "green: accepted draft tokens; struck through: rejected"
         body = f'<div style="white-space:pre-wrap;line-height:1.7">{"".join(parts)}</div>'
         return f'<b>{html.escape(self.title)}</b>{body}<div style="font-size:12px">{key}</div>'
 
@@ -124,9 +126,9 @@ class Speculation(ExlWidget):
 
 
 def spec_tokens(done: Any, tokenizer: Any = None) -> list[SpecToken]:
-    """The tokens of a completion with the pass of the model that decided each, and the guesses that were wrong there.
+    """The tokens of a completion with the pass of the model that decided each, and the draft tokens rejected there.
 
-    A pass is a run of guesses that were right and the token after them.
+    A pass is a run of accepted draft tokens and the token after them.
     """
     wrong: dict[int, tuple[int, ...]] = {}
     right: set[int] = set()
@@ -152,7 +154,7 @@ def words(stats: SpecStats) -> str:
     per_pass = (passes + stats["accepted"]) / passes if passes else 1.0
     plain = stats["plain_tps"]
     gain = f"; {stats['tps']:.0f} tokens a second, {plain:.0f} without" if plain else ""
-    return f"{stats['accepted']} of {stats['proposed']} guesses right ({rate:.0%}), {per_pass:.2f} tokens per pass{gain}"
+    return f"{stats['accepted']} of {stats['proposed']} draft tokens accepted ({rate:.0%}), {per_pass:.2f} tokens per pass{gain}"
 
 
 def _answers(llm: Any, prompt: Any, plain: Any, options: dict[str, Any]) -> tuple[Any, Any]:

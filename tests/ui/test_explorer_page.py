@@ -37,7 +37,7 @@ def test_drag_recolour_make_and_read(page, explorer, screenshots, theme):
     assert first.inner_text() == f"{explorer.grid.cells[0].bpw:.1f}"
     assert all(a != b for a, b in zip(before[1:], after[1:]))
     page.get_by_label("Prompt for both").fill("A dark")
-    page.get_by_role("button", name="Make it").click()
+    page.get_by_role("button", name="Convert").click()
     assert host.sent[-1] == {"type": "make", "bpw": 2.7, "prompt": "A dark"}
     host.put(status="running", stage="quantize", progress=0.4)
     assert page.get_by_role("progressbar").is_visible()
@@ -114,4 +114,4 @@ def test_export_moves_along_the_curve_without_a_kernel(page, explorer, tmp_path)
     shown = float(page.locator(".exl2nb-big").inner_text())
     bits = next(p[3] for p in explorer._curve if abs(p[0] - shown) < 0.01)
     assert page.get_by_role("gridcell", name="layer 0 q:").inner_text() == f"{bits[0]:.1f}"
-    assert page.get_by_role("button", name="Make it").count() == 0
+    assert page.get_by_role("button", name="Convert").count() == 0

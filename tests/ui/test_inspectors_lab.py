@@ -104,4 +104,4 @@ def test_speculation(book, screenshots):
     look(book, "speculation", screenshots)
     assert book.run(PLACE["speculation after"]).strip() == "True"
     outputs = book.save().cells[PLACE["speculation"]].outputs
-    assert any("guessed and right" in str(output.get("data", {}).get("text/html", "")) for output in outputs), "a twin is stored"
+    assert any("accepted draft tokens" in str(output.get("data", {}).get("text/html", "")) for output in outputs), "a twin is stored"

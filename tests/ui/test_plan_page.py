@@ -74,7 +74,7 @@ def test_controls_answer_without_a_kernel(page, screenshots, theme):
     host.frame()
     assert dict(page.evaluate(READ))["cache"] < cache / 3
     page.get_by_label("Cache", exact=True).select_option("fp32")
-    page.get_by_label("Texts at once").fill("4")
+    page.get_by_label("Sequences").fill("4")
     page.keyboard.press("Tab")
     slider = page.get_by_label("Context, slider")
     slider.fill("48")

@@ -45,7 +45,7 @@ def test_send_stream_again_and_switch(page):
     page.get_by_role("button", name="Edit turn 1").click(force=True)
     assert len(host.sent) == count, "not while an answer streams"
     host.put(status="done", _turns=[TURNS[0], [1, "assistant", "Good day", 0, 1]])
-    page.get_by_role("button", name="Again").click()
+    page.get_by_role("button", name="Regenerate").click()
     assert (last_message(host)["type"], last_message(host)["turn"]) == ("chat_again", 1)
     finished(host)
     assert page.locator(".exl2nb-turn-text").all_text_contents() == ["Hello", "Good day", HOSTILE]
@@ -70,7 +70,7 @@ def test_edit_fills_the_box_and_sends_a_version(page):
     page.get_by_role("button", name="Edit turn 1").click()
     assert box.input_value() == "Hello"
     assert box.evaluate("(e) => e === document.activeElement")
-    page.get_by_role("button", name="Keep as it was").click()
+    page.get_by_role("button", name="Cancel edit").click()
     assert box.input_value() == ""
     page.get_by_role("button", name="Edit turn 1").click()
     box.fill("Bye")

@@ -118,10 +118,10 @@ def test_alternatives_are_fetched_when_somebody_looks(host, page):
     host.deliver(snapshot(), delta(0, *([*item[:4], None] for item in ITEMS[:3])))
     tip = page.locator(".exl2nb-tip")
     page.locator(".exl2nb-token").first.hover()
-    assert "alternatives follow…" in tip.inner_text()
+    assert "loading alternatives…" in tip.inner_text()
     assert [m for m in host.sent if m["type"] == "look_at"] == [{"type": "look_at", "run": 1, "at": 0}]
     host.deliver({"type": "tops", "run": 0, "at": 0, "top": []}, {"type": "tops", "run": 1, "at": 9, "top": []})
-    assert "alternatives follow…" in tip.inner_text()
+    assert "loading alternatives…" in tip.inner_text()
     host.deliver({"type": "tops", "run": 1, "at": 0, "top": TOP})
     assert {"␣dog", "25 %", "␣the", "50 %"} <= set(tip.inner_text().split("\n"))
     page.locator(".exl2nb-token").nth(1).hover()

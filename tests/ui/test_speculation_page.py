@@ -29,10 +29,10 @@ def test_runs_wrong_guesses_and_charts(page, seen, screenshots, theme):
     host.frame()
     assert page.locator(".exl2nb-token.exl2nb-on").count() == len(run), "the whole pass is marked"
     said = page.locator(".exl2nb-readout").inner_text()
-    assert "guessed from the text, and right" in said and f"pass {step + 1};" in said
+    assert "proposed by n-gram lookup, accepted" in said and f"pass {step + 1};" in said
     page.screenshot(path=screenshots / f"speculation-{theme}.png")
     assert violations(page) == []
-    page.get_by_label("show wrong guesses").uncheck()
+    page.get_by_label("show rejected draft tokens").uncheck()
     host.frame()
     assert not page.locator(".exl2nb-tokens del").first.is_visible()
 

@@ -63,7 +63,7 @@ def test_bad_sources_are_named(llm, answer):
         Speculation(llm)
     with pytest.raises(OptionError, match="got 'int'"):
         Speculation(3)
-    with pytest.raises(OptionError, match="nothing was guessed"):
+    with pytest.raises(OptionError, match="no draft tokens were proposed"):
         Speculation(llm.generate("It was", max_tokens=1, speculation="off"))
     with pytest.raises(OptionError, match="got max_tokens for an answer that is there"):
         Speculation(answer, max_tokens=3)
@@ -76,7 +76,9 @@ def test_static_twin_and_export(answer, tmp_path):
     data, _ = seen._repr_mimebundle_()
     assert "<script" not in data["text/html"]
     assert "<del" in data["text/html"]
-    assert data["text/plain"].startswith(f"Speculation({answer.speculation.accepted} of {answer.speculation.proposed} guesses right")
+    assert data["text/plain"].startswith(
+        f"Speculation({answer.speculation.accepted} of {answer.speculation.proposed} draft tokens accepted"
+    )
     assert data["image/png"]
     seen.to_html(tmp_path / "seen.html")
     assert (tmp_path / "seen.html").stat().st_size < 200_000

@@ -373,7 +373,7 @@ export interface SolveSize {
   cache: string;
 }
 
-/** The reader pressed "Make it". */
+/** The reader pressed "Convert". */
 export interface Make {
   type: "make";
   bpw: number;
@@ -653,13 +653,13 @@ export interface ShowFrame {
   live: boolean;
 }
 
-/** One token and where it comes from. step: pass of the model that decided it; -1: not known. wrong: guesses thrown away here. */
+/** One token and where it comes from. step: pass of the model that decided it; -1: not known. wrong: draft tokens rejected here. */
 export type SpecToken = [text: string, id: number, source: "target" | "draft" | "ngram" | "forced" | "rewound", prob: number | null, step: number, wrong: string[]];
 
 /**
- * What speculation did. lengths: how often 0, 1, 2, ... guesses of a pass were right.
+ * What speculation did. lengths: how often 0, 1, 2, ... draft tokens of a pass were accepted.
  *
- * plain_tps: tokens a second without guesses; same: whether the text is the same then; null where it was not run.
+ * plain_tps: tokens a second without speculation; same: whether the text is the same then; null where it was not run.
  */
 export interface SpecStats {
   kind: string;
@@ -692,29 +692,29 @@ export type FromKernel = Delta | Snapshot | Done | Pong | Tops | Fates;
 export type ToKernel = Ready | Resync | Ping | Stop | Generate | ChatSend | ChatAgain | ChatEdit | ChatGo | LookAt | LookInto | Solve | SolveSize | Make | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame;
 
 export const SAMPLERS: readonly Sampler[] = [
-  ["typical_p", "Typical-p", "1 is off", 0.05, 1, 0.05, 0.0, 1.0, 1.0],
-  ["tfs", "Tail-free", "1 is off", 0.05, 1, 0.05, 0.0, 1.0, 1.0],
-  ["top_a", "Top-a", "0 is off", 0, 1, 0.01, 0.0, 1.0, 0.0],
-  ["skew", "Skew", "0 is off; above it: less likely tokens", -3, 3, 0.1, -10.0, 10.0, 0.0],
+  ["typical_p", "Typical-p", "1 = off", 0.05, 1, 0.05, 0.0, 1.0, 1.0],
+  ["tfs", "Tail-free", "1 = off", 0.05, 1, 0.05, 0.0, 1.0, 1.0],
+  ["top_a", "Top-a", "0 = off", 0, 1, 0.01, 0.0, 1.0, 0.0],
+  ["skew", "Skew", "0 = off; above: less likely tokens", -3, 3, 0.1, -10.0, 10.0, 0.0],
   ["min_tokens", "Min tokens", "the text cannot end before", 0, 512, 1, 0, 2147483647, 0],
-  ["presence_penalty", "Presence penalty", "0 is off", -2, 2, 0.1, -100.0, 100.0, 0.0],
-  ["frequency_penalty", "Frequency penalty", "0 is off", -2, 2, 0.1, -100.0, 100.0, 0.0],
-  ["penalty_range", "Penalty range", "tokens looked back; 0 is all", 0, 4096, 1, 0, 2147483647, 0],
+  ["presence_penalty", "Presence penalty", "0 = off", -2, 2, 0.1, -100.0, 100.0, 0.0],
+  ["frequency_penalty", "Frequency penalty", "0 = off", -2, 2, 0.1, -100.0, 100.0, 0.0],
+  ["penalty_range", "Penalty range", "tokens looked back; 0 = all", 0, 4096, 1, 0, 2147483647, 0],
   ["penalty_decay", "Penalty decay", "tokens over which it fades; needs a range", 0, 4096, 1, 0, 2147483647, 0],
-  ["dry_multiplier", "DRY multiplier", "against repeats; 0 is off", 0, 5, 0.1, 0.0, 100.0, 0.0],
+  ["dry_multiplier", "DRY multiplier", "against repeats; 0 = off", 0, 5, 0.1, 0.0, 100.0, 0.0],
   ["dry_base", "DRY base", "growth with the length of a repeat", 1, 4, 0.05, 1.0, 10.0, 1.75],
-  ["dry_allowed_length", "DRY allowed length", "repeats that cost nothing", 1, 20, 1, 1, 1000, 2],
-  ["dry_range", "DRY range", "tokens looked back; 0 is all", 0, 4096, 1, 0, 2147483647, 0],
-  ["dry_max_ngram", "DRY longest repeat", "looked for, in tokens", 1, 100, 1, 1, 1000, 50],
-  ["xtc_probability", "XTC probability", "leaves out the obvious; 0 is off", 0, 1, 0.05, 0.0, 1.0, 0.0],
-  ["xtc_threshold", "XTC threshold", "how likely is obvious", 0, 0.5, 0.01, 0.0, 1.0, 0.1],
-  ["smoothing_factor", "Smoothing factor", "0 is off", 0, 10, 0.1, 0.0, 100.0, 0.0],
+  ["dry_allowed_length", "DRY allowed length", "longest repeat without a penalty", 1, 20, 1, 1, 1000, 2],
+  ["dry_range", "DRY range", "tokens looked back; 0 = all", 0, 4096, 1, 0, 2147483647, 0],
+  ["dry_max_ngram", "DRY longest repeat", "in tokens", 1, 100, 1, 1, 1000, 50],
+  ["xtc_probability", "XTC probability", "leaves out the obvious; 0 = off", 0, 1, 0.05, 0.0, 1.0, 0.0],
+  ["xtc_threshold", "XTC threshold", "probability that counts as obvious", 0, 0.5, 0.01, 0.0, 1.0, 0.1],
+  ["smoothing_factor", "Smoothing factor", "0 = off", 0, 10, 0.1, 0.0, 100.0, 0.0],
   ["smoothing_curve", "Smoothing curve", "1 is plain", 1, 3, 0.1, 1.0, 3.0, 1.0],
   ["min_temp", "Lowest temperature", "where the model is sure", 0, 4, 0.05, 0.0, 100.0, 0.0],
-  ["max_temp", "Highest temperature", "by entropy, with temperature 1; 0 is off", 0, 4, 0.05, 0.0, 100.0, 0.0],
+  ["max_temp", "Highest temperature", "by entropy, with temperature 1; 0 = off", 0, 4, 0.05, 0.0, 100.0, 0.0],
   ["temp_exponent", "Temperature exponent", "of the entropy", 0.1, 5, 0.1, 0.01, 100.0, 1.0],
   ["temperature_last", "Temperature last", "after the cuts", 0, 1, 0, 0, 1, false],
-  ["mirostat", "Mirostat", "holds the surprise of the text", 0, 1, 0, 0, 1, false],
+  ["mirostat", "Mirostat", "keeps surprise near a target", 0, 1, 0, 0, 1, false],
   ["mirostat_tau", "Mirostat tau", "surprise in bits", 0, 10, 0.1, 0.0, 100.0, 5.0],
   ["mirostat_eta", "Mirostat eta", "how fast it steers", 0, 1, 0.01, 0.0, 10.0, 0.1],
 ];

@@ -25,7 +25,7 @@ const frame = {
 test("pages in words", () => {
   assert.deepEqual(counts(frame), { used: 1, shared: 1, cached: 1, free: 1 });
   assert.equal(summary(frame), "4 pages of 256 tokens: 2 used, 1 of them shared, 1 cached, 1 free, 3 evicted so far");
-  assert.equal(page(frame, 1), "page 1: used by request 1; 9 of 256 tokens; goes on from page 0; taken now");
+  assert.equal(page(frame, 1), "page 1: used by request 1; 9 of 256 tokens; continues page 0; allocated now");
   assert.deepEqual(chain(frame, 1), [0, 1]);
   assert.deepEqual(chain(frame, 2), [2], "a page that names itself ends the walk");
   assert.match(stripes([1, 2]), /^linear-gradient/);
@@ -39,7 +39,7 @@ test("passes of the model", () => {
     { first: 1, last: 3, right: 2, wrong: 2 },
     { first: 4, last: 4, right: 0, wrong: 0 },
   ]);
-  assert.match(describe(tokens[3] as SpecToken), /own token; pass 2; 50 % likely; guessed here and wrong: “b” “c”$/);
+  assert.match(describe(tokens[3] as SpecToken), /own token; pass 2; 50 % likely; rejected here: “b” “c”$/);
   const stats: SpecStats = {
     ...{ kind: "ngram", steps: 1, plain_steps: 2, proposed: 4, accepted: 2, lengths: [0, 0, 1], tokens: 5 },
     ...{ tps: 300, plain_tps: 150, same: true },

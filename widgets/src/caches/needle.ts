@@ -20,7 +20,7 @@ export class NeedleTable {
   }
 }
 
-/** Where the fact stands, in words. */
+/** Position of the fact, in words. */
 export function place(depth: number | null): string {
   if (depth === null) return "not in the text";
   if (depth === 0) return "at the start";
@@ -29,7 +29,12 @@ export function place(depth: number | null): string {
 }
 
 function table(hits: NeedleHit[], modes: string[], depths: (number | null)[]): HTMLElement {
-  const head = h("tr", {}, h("th", { scope: "col" }, "the fact stands"), ...modes.map((m) => h("th", { scope: "col" }, m.toUpperCase())));
+  const head = h(
+    "tr",
+    {},
+    h("th", { scope: "col" }, "position of the fact"),
+    ...modes.map((m) => h("th", { scope: "col" }, m.toUpperCase())),
+  );
   const rows = depths.map((depth) => {
     const cells = modes.map((mode) => {
       const hit = hits.find(([m, d]) => m === mode && d === depth);

@@ -11,8 +11,7 @@ import { NeedleTable } from "./needle";
 
 const PLAY = "M4 2.5v11l9-5.5z";
 const SQUARE = "M3.5 3.5h9v9h-9z";
-const HONEST =
-  "Every cache takes its most likely token, so nothing is left to chance. An FP16 cache reads along, so speed is not measured here.";
+const HONEST = "Decoding is greedy with every cache. The FP16 reference runs in step with them, so speed is not measured here.";
 const WATCHED: (keyof CachesState)[] = [
   ...(["status", "error", "modes", "stage", "height", "_kinds", "_run_modes", "_tokens", "_needle", "_needle_modes"] as const),
   ...(["_needle_depths", "_needle_text", "_verdict", "_has_model"] as const),
@@ -142,7 +141,7 @@ export class CachesView {
 
   private drawStatus(): void {
     const get = this.caches.get;
-    const over = { done: "Done", stopped: "Stopped; what was written stays", error: "Failed", idle: "" }[get("status") as string] ?? "";
+    const over = { done: "Done", stopped: "Stopped; the text so far is kept", error: "Failed", idle: "" }[get("status") as string] ?? "";
     const words = this.running ? `${get("stage").toUpperCase()}…` : get("_has_model") || get("_static") ? over : "No model attached";
     this.status.textContent = words;
     if (this.spoken.textContent !== words) this.spoken.textContent = words;
@@ -154,7 +153,7 @@ export class CachesView {
     if (get("height")) this.root.style.setProperty("--exl-answer-height", String(get("height")));
   }
 
-  /** Check boxes of all caches; FP16 is what the others are held against, so it stays. */
+  /** Check boxes of all caches; FP16 is the reference, so it cannot be unchecked. */
   private drawChips(): void {
     const kinds = this.caches.get("_kinds");
     this.chips.hidden = kinds.length === 0 || this.caches.get("_static");

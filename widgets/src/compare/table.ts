@@ -1,4 +1,4 @@
-// One line per column: size, mean KL, agreement and speed over all prompts, so that the trade is seen in one look.
+// One line per column: size, mean KL, agreement and speed over all prompts, so that the trade-off is visible at once.
 import type { CellSpeed, CompareColumn, KlToken } from "../protocol.gen";
 import { h } from "../shared/dom";
 import { percent, rate } from "../shared/format";

@@ -129,7 +129,7 @@ export class CompareView {
 
   private drawStatus(): void {
     const get = this.compare.get;
-    const over = { done: "Done", stopped: "Stopped; what was written stays", error: "Failed", idle: "" }[get("status") as string] ?? "";
+    const over = { done: "Done", stopped: "Stopped; the text so far is kept", error: "Failed", idle: "" }[get("status") as string] ?? "";
     const words = this.running ? `${get("stage")}…` : get("_has_model") || get("_static") ? over : "No model attached";
     this.status.textContent = words;
     if (this.spoken.textContent !== words) this.spoken.textContent = words;

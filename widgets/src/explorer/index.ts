@@ -30,9 +30,9 @@ class ExplorerView {
   private readonly line = h("div", { class: "exl2nb-readout exl2nb-muted" });
   private readonly detail = h("div");
   private readonly prompt: HTMLTextAreaElement;
-  private readonly make = h("button", { type: "button", class: "exl2nb-button exl2nb-primary" }, "Make it");
+  private readonly make = h("button", { type: "button", class: "exl2nb-button exl2nb-primary" }, "Convert");
   private readonly stop = h("button", { type: "button", class: "exl2nb-button" }, "Stop");
-  private readonly bar = h("progress", { max: 1, "aria-label": "Making the model" });
+  private readonly bar = h("progress", { max: 1, "aria-label": "Converting the model" });
   private readonly stage = h("span", { class: "exl2nb-muted" });
   private readonly texts = h("div", { class: "exl2nb-texts" });
   private readonly original = h("div", { class: "exl2nb-answer" });

@@ -12,31 +12,31 @@ interface Control {
 }
 
 const CONTROLS: readonly Control[] = [
-  { name: "temperature", label: "Temperature", hint: "0 takes the likeliest", off: 1, min: 0, max: 2, step: 0.05 },
-  { name: "top_k", label: "Top-k", hint: "0 is off", off: 0, min: 0, max: 100, step: 1 },
-  { name: "top_p", label: "Top-p", hint: "1 is off", off: 1, min: 0.05, max: 1, step: 0.01 },
-  { name: "min_p", label: "Min-p", hint: "0 is off", off: 0, min: 0, max: 0.5, step: 0.01 },
-  { name: "repetition_penalty", label: "Repetition penalty", hint: "1 is off", off: 1, min: 1, max: 2, step: 0.05 },
+  { name: "temperature", label: "Temperature", hint: "0 = greedy", off: 1, min: 0, max: 2, step: 0.05 },
+  { name: "top_k", label: "Top-k", hint: "0 = off", off: 0, min: 0, max: 100, step: 1 },
+  { name: "top_p", label: "Top-p", hint: "1 = off", off: 1, min: 0.05, max: 1, step: 0.01 },
+  { name: "min_p", label: "Min-p", hint: "0 = off", off: 0, min: 0, max: 0.5, step: 0.01 },
+  { name: "repetition_penalty", label: "Repetition penalty", hint: "1 = off", off: 1, min: 1, max: 2, step: 0.05 },
 ];
 const MORE: readonly Control[] = [
-  { name: "typical_p", label: "Typical-p", hint: "1 is off", off: 1, min: 0.05, max: 1, step: 0.01 },
-  { name: "tfs", label: "Tail-free", hint: "1 is off", off: 1, min: 0.05, max: 1, step: 0.01 },
-  { name: "top_a", label: "Top-a", hint: "0 is off", off: 0, min: 0, max: 1, step: 0.01 },
-  { name: "xtc_probability", label: "XTC probability", hint: "0 is off", off: 0, min: 0, max: 1, step: 0.05 },
-  { name: "xtc_threshold", label: "XTC threshold", hint: "0.5 and more: off", off: null, min: 0, max: 0.5, step: 0.01 },
-  { name: "presence_penalty", label: "Presence penalty", hint: "0 is off", off: 0, min: -2, max: 2, step: 0.1 },
-  { name: "frequency_penalty", label: "Frequency penalty", hint: "0 is off", off: 0, min: -2, max: 2, step: 0.1 },
-  { name: "smoothing_factor", label: "Smoothing", hint: "0 is off", off: 0, min: 0, max: 5, step: 0.1 },
-  { name: "skew", label: "Skew", hint: "0 is off", off: 0, min: -5, max: 5, step: 0.1 },
+  { name: "typical_p", label: "Typical-p", hint: "1 = off", off: 1, min: 0.05, max: 1, step: 0.01 },
+  { name: "tfs", label: "Tail-free", hint: "1 = off", off: 1, min: 0.05, max: 1, step: 0.01 },
+  { name: "top_a", label: "Top-a", hint: "0 = off", off: 0, min: 0, max: 1, step: 0.01 },
+  { name: "xtc_probability", label: "XTC probability", hint: "0 = off", off: 0, min: 0, max: 1, step: 0.05 },
+  { name: "xtc_threshold", label: "XTC threshold", hint: "0.5 or more = off", off: null, min: 0, max: 0.5, step: 0.01 },
+  { name: "presence_penalty", label: "Presence penalty", hint: "0 = off", off: 0, min: -2, max: 2, step: 0.1 },
+  { name: "frequency_penalty", label: "Frequency penalty", hint: "0 = off", off: 0, min: -2, max: 2, step: 0.1 },
+  { name: "smoothing_factor", label: "Smoothing", hint: "0 = off", off: 0, min: 0, max: 5, step: 0.1 },
+  { name: "skew", label: "Skew", hint: "0 = off", off: 0, min: -5, max: 5, step: 0.1 },
 ];
 
 /** One sentence per step of the chain. */
 export const EXPLAINED: Record<string, string> = {
-  logits: "what the model says, before anything is done to it",
-  constraint: "only tokens that the grammar allows here",
-  allowed_tokens: "only the tokens of a list",
-  banned_tokens: "without the tokens of a list",
-  min_tokens: "no end before the least length",
+  logits: "the model's raw output",
+  constraint: "keeps the tokens that the grammar allows here",
+  allowed_tokens: "keeps the tokens of a list",
+  banned_tokens: "removes the tokens of a list",
+  min_tokens: "bans the end tokens up to the minimum length",
   repetition_penalty: "logits of tokens that the text has already are divided by it",
   presence_penalty: "subtracted once from tokens that the new text has already",
   frequency_penalty: "subtracted once per occurrence in the new text",
@@ -50,11 +50,11 @@ export const EXPLAINED: Record<string, string> = {
   min_p: "keeps what is likelier than p times the best",
   tail_free: "cuts where the curve of probabilities goes flat",
   typical: "keeps tokens whose surprise is near the average",
-  mirostat: "holds the surprise of the text at a level",
+  mirostat: "keeps the surprise of the text near a target",
   dynamic_temperature: "temperature by entropy",
-  xtc: "with some probability leaves out all likely tokens but the least of them",
+  xtc: "with some probability, removes all tokens above the threshold but the least likely of them",
   skew: "draws towards the less (positive) or more probable",
-  greedy: "the best one; no random number",
+  greedy: "the most likely token; no random number",
 };
 
 export class Controls {
@@ -110,8 +110,8 @@ export class Controls {
       if (this.seed.value.trim() !== "" && Number.isSafeInteger(value) && value >= 0) this.change("seed", value);
     });
     const top = h("div", { class: "exl2nb-control-top" }, h("label", { for: this.seed.id }, "Seed"), this.seed);
-    const dice = h("button", { type: "button", class: "exl2nb-button", disabled: fixed }, "Throw again");
-    dice.addEventListener("click", () => this.change("seed", Math.floor(Math.random() * 1_000_000)));
-    return h("div", { class: "exl2nb-control" }, top, dice);
+    const resample = h("button", { type: "button", class: "exl2nb-button", disabled: fixed }, "Resample");
+    resample.addEventListener("click", () => this.change("seed", Math.floor(Math.random() * 1_000_000)));
+    return h("div", { class: "exl2nb-control" }, top, resample);
   }
 }

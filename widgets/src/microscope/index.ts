@@ -151,7 +151,9 @@ class MicroscopeView {
     const get = this.scope.get;
     const [uniform, has] = [get("uniform"), get("_answer")[get("at")]];
     const how =
-      uniform === null ? "greedy: the best one" : `random number ${uniform.toFixed(4)}, no. ${get("_index")} of seed ${get("seed")}`;
+      uniform === null
+        ? "greedy: the most likely token"
+        : `random number ${uniform.toFixed(4)}, no. ${get("_index")} of seed ${get("seed")}`;
     const words = [how, " draws ", h("code", {}, visible(get("token_text"))), ` at ${percent(get("prob"))}`];
     const beside = has ? (has[0] === get("token") ? "; so does the text" : `; the text has ${visible(has[1])}`) : "";
     this.drawn.replaceChildren(...words, beside);

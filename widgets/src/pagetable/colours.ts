@@ -18,7 +18,7 @@ export function ownerColour(number: number): Rgb {
   return OWNERS[number % OWNERS.length] as Rgb;
 }
 
-/** Stripes of the colours of those who hold a page. */
+/** Stripes in the colours of the requests that reference a page. */
 export function stripes(owners: number[]): string {
   const colours = owners.slice(0, 4).map((owner) => css(ownerColour(owner)));
   if (colours.length < 2) return colours[0] ?? css(ownerColour(0));
@@ -28,12 +28,12 @@ export function stripes(owners: number[]): string {
 
 export const EVENTS: Record<PageCell[5], string> = {
   "": "",
-  new: "taken now",
-  found: "found again now",
-  joined: "one more request holds it now",
-  evicted: "what it held was evicted now",
-  freed: "let go now",
-  cleared: "forgotten now",
+  new: "allocated now",
+  found: "reused from the cache now",
+  joined: "referenced by one more request now",
+  evicted: "evicted and allocated again now",
+  freed: "freed now",
+  cleared: "cleared now",
 };
 export const MARKS: Record<PageCell[5], string> = { "": "", new: "+", found: "↻", joined: "↻", evicted: "×", freed: "−", cleared: "−" };
 
@@ -45,8 +45,8 @@ export function describe(frame: PageFrame, page: number): string {
   const held = owners.length > 1 ? `shared by requests ${owners.join(", ")}` : owners.length ? `used by request ${owners[0]}` : state;
   const parts = [`page ${page}: ${held}`];
   if (tokens) parts.push(`${tokens} of ${frame.page_size} tokens`);
-  if (parent >= 0) parts.push(`goes on from page ${parent}`);
-  if (key) parts.push(`known as ${key.slice(0, 8)}`);
+  if (parent >= 0) parts.push(`continues page ${parent}`);
+  if (key) parts.push(`hash ${key.slice(0, 8)}`);
   if (event) parts.push(EVENTS[event]);
   return parts.join("; ");
 }

@@ -175,8 +175,8 @@ class PageTableView {
       name.style.cssText = `background:${css(ownerColour(number))};color:${ink(ownerColour(number))}`;
       const chips = pages.slice(0, MOST_CHIPS).map((page) => h("span", { class: "exl2nb-chip", "data-page": page }, String(page)));
       if (pages.length > MOST_CHIPS) chips.push(h("span", {}, `and ${pages.length - MOST_CHIPS} more`));
-      const found = reused ? `, ${reused} of them found there` : "";
-      const words = waiting ? `waits; ${tokens} tokens` : `${tokens} tokens, ${computed} in the cache${found}`;
+      const found = reused ? `, ${reused} of them reused` : "";
+      const words = waiting ? `queued; ${tokens} tokens` : `${tokens} tokens, ${computed} in the cache${found}`;
       return h("div", { class: "exl2nb-request" }, name, h("span", {}, words), h("span", { class: "exl2nb-chips" }, ...chips));
     });
     this.requests.replaceChildren(h("b", {}, "Requests and their pages, in the order of the text"), ...rows);
@@ -205,8 +205,8 @@ class PageTableView {
     this.cells.forEach((cell, i) => {
       cell.classList.toggle("exl2nb-on", before.includes(i));
     });
-    const far = before.length > 1 ? `; text: pages ${before.join(" → ")}` : "";
-    this.readout.textContent = page >= 0 ? describe(frame, page) + far : "Point at a page, or walk with the arrow keys.";
+    const far = before.length > 1 ? `; prefix: pages ${before.join(" → ")}` : "";
+    this.readout.textContent = page >= 0 ? describe(frame, page) + far : "Point at a page, or use the arrow keys.";
   }
 }
 
@@ -234,13 +234,13 @@ function legend(): HTMLElement {
   return h(
     "div",
     { class: "exl2nb-legend exl2nb-muted" },
-    key(page("used"), "used, by the request named"),
-    key(page("cached"), "kept for a text that begins alike"),
+    key(page("used"), "used by the numbered request"),
+    key(page("cached"), "cached for prefix reuse"),
     key(page("free"), "free"),
     key(sup("+"), "taken"),
     key(sup("↻"), "found"),
     key(sup("×"), "evicted"),
-    key(sup("−"), "let go"),
+    key(sup("−"), "freed"),
   );
 }
 

@@ -69,7 +69,7 @@ export function advice(f: PlanFormula, free: number, { context, batch, mode }: C
   const ways = [
     ...(smaller ? [`a ${smaller} cache`] : []),
     ...(fitting ? [`${fitting.toLocaleString("en-US")} tokens of context`] : []),
-    ...(!fitting && batch > 1 && fittingContext(f, free, 1, mode) ? ["fewer texts"] : []),
+    ...(!fitting && batch > 1 && fittingContext(f, free, 1, mode) ? ["fewer sequences"] : []),
   ];
   return ways.length ? `try ${ways.join(" or ")}` : "take fewer bits per weight";
 }

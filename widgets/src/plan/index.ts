@@ -49,7 +49,7 @@ class PlanView {
     const controls = h("div", { class: "exl2nb-controls" });
     controls.append(
       field("Context, tokens", this.context, this.slider),
-      field("Texts at once", this.batch),
+      field("Sequences", this.batch),
       field("Cache", this.mode),
       field("Free memory, GiB", this.free),
     );

@@ -11,7 +11,7 @@ export class Chat {
   readonly element = h("ol", { class: "exl2nb-turns", "aria-label": "Conversation" });
   /** Name and buttons of the answer in the log. */
   readonly answer = h("div", { class: "exl2nb-turn-answer" });
-  readonly cancel = h("button", { type: "button", class: "exl2nb-button", hidden: true }, "Keep as it was");
+  readonly cancel = h("button", { type: "button", class: "exl2nb-button", hidden: true }, "Cancel edit");
   private editing: number | null = null;
   private sent = false;
   private readonly undo: (() => void)[];
@@ -38,7 +38,7 @@ export class Chat {
     for (const undo of this.undo) undo();
   }
 
-  /** Send what the box holds: a message, or another version of the one that is edited. */
+  /** Send the text of the box: a new message, or another version of the edited one. */
   send(): void {
     const text = this.box.value;
     if (!text.trim()) {
@@ -80,7 +80,7 @@ export class Chat {
     if (held) this.find(held)?.focus();
   }
 
-  /** Which button has the keyboard, so that it has it again when the turns were drawn anew. */
+  /** The focused button; focus returns to it after the turns are redrawn. */
   private held(): string | undefined {
     for (const part of [this.element, this.answer]) {
       const button = part.querySelector<HTMLElement>("button:focus");
@@ -107,7 +107,9 @@ export class Chat {
     if (role === "user") parts.push(this.button("Edit", `Edit ${what}`, `${place}-edit`, () => this.edit(id, text)));
     if (role === "assistant" || (role === "user" && last)) {
       const again = () => this.playground.send({ type: "chat_again", turn: id, settings: readSettings(this.playground) });
-      parts.push(this.button("Again", `Again: another answer ${role === "user" ? "to" : "beside"} ${what}`, `${place}-again`, again));
+      parts.push(
+        this.button("Regenerate", `Regenerate: another answer ${role === "user" ? "to" : "beside"} ${what}`, `${place}-again`, again),
+      );
     }
     return parts;
   }

@@ -1,4 +1,4 @@
-// One number: a slider and a box, kept equal, with one line that says what "off" is.
+// One number: a slider and a box, kept in sync, with a hint that names the neutral value.
 import { h, uniqueId } from "../shared/dom";
 
 export interface Control {

@@ -1,4 +1,4 @@
-// The streamed text: one span per token, a cursor that the arrow keys move, and following the end only while the reader is there.
+// The streamed text: one span per token, a cursor that the arrow keys move, and auto-scroll while the reader is at the end.
 import type { TokenItem } from "../protocol.gen";
 import { h } from "../shared/dom";
 import { surprise } from "../shared/format";

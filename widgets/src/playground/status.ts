@@ -5,7 +5,7 @@ import { count, duration, rate } from "../shared/format";
 const REASONS: Record<string, string> = {
   length: "reached the token limit",
   eos: "the model ended the text",
-  stop: "a stop text came up",
+  stop: "a stop string was found",
   context: "the context is full",
 };
 

@@ -1,4 +1,4 @@
-// The card beside a token: what it is, how likely it was, and what the model would rather have said.
+// The card beside a token: its id, its probability, and the alternatives that the model preferred.
 import type { TokenItem } from "../protocol.gen";
 import { h, setAttributes } from "../shared/dom";
 import { percent, spoken, visible } from "../shared/format";
@@ -63,7 +63,7 @@ function card(item: TokenItem): Node[] {
   );
   const place = rank === null ? "" : rank === 1 ? "first choice" : `choice no. ${rank.toLocaleString("en-US")}`;
   const facts = h("div", { class: "exl2nb-tip-facts" }, [place, `token id ${id}`].filter(Boolean).join(" · "));
-  if (!top) return [head, facts, h("div", { class: "exl2nb-tip-facts" }, "alternatives follow…")];
+  if (!top) return [head, facts, h("div", { class: "exl2nb-tip-facts" }, "loading alternatives…")];
   if (!top.length) return [head, facts];
   const rows = top.map(([other, p], i) => bar(other, p, rank === null ? other === text : rank === i + 1, fates?.names[i]));
   if (rank !== null && rank > top.length && prob !== null)

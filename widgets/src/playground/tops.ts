@@ -1,9 +1,9 @@
-// Deltas leave the alternatives out: those of a token come when somebody looks at it, all of them when the run has ended.
+// Deltas carry no alternatives: those of a token are fetched when the reader points at it, all of them when the run has ended.
 import type { Fates, TokenItem, Tops } from "../protocol.gen";
 
 const known = new WeakMap<TokenItem, Fates>();
 
-/** What the samplers removed where this token stands; undefined: not asked or not answered yet. */
+/** What the samplers removed at this token; undefined: not requested or not answered yet. */
 export function fatesOf(item: TokenItem): Fates | undefined {
   return known.get(item);
 }

@@ -17,7 +17,7 @@ import { fatesOf } from "./tops";
 const REST_MS = 120; // of the pointer on a token, before its place is computed again
 const PLAY = "M4 2.5v11l9-5.5z";
 const SQUARE = "M3.5 3.5h9v9h-9z";
-const STALE = "The Python side speaks another version of the protocol: reload the page, and restart the kernel if that does not help.";
+const STALE = "The Python side uses another protocol version: reload the page, and restart the kernel if that does not help.";
 
 export class PlaygroundView {
   readonly root = root("playground", "Playground");

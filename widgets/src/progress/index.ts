@@ -1,4 +1,4 @@
-// ProgressView: one line that stays put. All state is in traits (the last value wins), so there is no feed to keep in step.
+// ProgressView: one line, updated in place. All state is in traits (the last value wins); there is no feed.
 import type { AnyModel } from "@anywidget/types";
 import type { ProgressState } from "../protocol.gen";
 import { type State, state } from "../shared/afm";

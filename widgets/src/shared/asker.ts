@@ -1,4 +1,4 @@
-// A slider's line to the kernel: one question on its way at a time, the last wish wins, a lost answer is asked for again.
+// Requests from a slider to the kernel: one in flight at a time, the latest value wins, a lost answer is requested again.
 export class Asker<Wish> {
   private wanted: Wish | null = null;
   private waiting = false;

@@ -1,10 +1,10 @@
-// The heat map of bits: an ARIA grid that the arrow keys walk. Knows nothing of models or of the kernel.
+// The heat map of bits: an ARIA grid navigated by the arrow keys. Knows nothing of models or of the kernel.
 import { h, setAttributes } from "./dom";
 import { css, ink, type Rgb } from "./palette";
 
 export const OUTSIDE = -1;
 
-/** Where a cell stands. */
+/** Row and column of a cell. */
 export interface Place {
   layer: number;
   matrix: string;

@@ -1,4 +1,4 @@
-// Says so when the kernel is gone: nothing that runs there can tell the page itself. What is shown stays.
+// Shows a notice when the kernel no longer answers; a dead kernel cannot tell the page itself. The output stays.
 import type { AnyModel } from "@anywidget/types";
 import { lastSent } from "./afm";
 import { h } from "./dom";

@@ -2,7 +2,7 @@
 import type { KlToken } from "../protocol.gen";
 import { percent, visible } from "./format";
 
-const LIMITS = [0.001, 0.01, 0.1, 1] as const; // nats; the same numbers stand in exl2nb/widgets/columns.py
+const LIMITS = [0.001, 0.01, 0.1, 1] as const; // nats; the same numbers are in exl2nb/widgets/columns.py
 export const KL_LABELS = ["< 0.001", "0.001–0.01", "0.01–0.1", "0.1–1", "≥ 1 nat"] as const;
 
 /** Step 0 (below 0.001 nats) to 4 (1 and more); -1 when the KL is not known. */

@@ -1,4 +1,4 @@
-// Cells in rows that the arrow keys walk: one of them has the tab stop, the pointer and the focus say which is looked at.
+// Cells in rows navigated by the arrow keys: one of them has the tab stop, the pointer and the focus say which is looked at.
 import { setAttributes } from "./dom";
 
 export interface Roving {

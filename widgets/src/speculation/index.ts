@@ -1,4 +1,4 @@
-// Speculation: an answer whose guessed runs are marked, the guesses that were wrong, and what speculation was worth.
+// Speculation: an answer with its accepted draft tokens marked, the rejected ones, and the speedup.
 import type { AnyModel } from "@anywidget/types";
 import type { SpeculationState } from "../protocol.gen";
 import { type State, state } from "../shared/afm";
@@ -51,8 +51,8 @@ class SpeculationView {
       h("div", {}, h("div", {}, h("b", {}, name), h("span", { class: "exl2nb-muted" }, ` ${note}`)), picture);
     const charts = h("div", { class: "exl2nb-charts" });
     charts.append(
-      chart("Passes, in order", "filled: right, hollow: wrong", this.strip),
-      chart("Right at once", "how many passes", this.hist),
+      chart("Passes, in order", "filled: accepted, hollow: rejected", this.strip),
+      chart("Accepted per pass", "how many passes", this.hist),
     );
     const body = h("div", { class: "exl2nb-text" }, this.prompt, this.text);
     const head = h("div", { class: "exl2nb-head" }, this.title, this.figures);
@@ -73,9 +73,9 @@ class SpeculationView {
   private legend(): HTMLElement[] {
     const mark = (source: string, words: string) =>
       h("span", {}, h("span", { class: "exl2nb-token", "data-source": source }, "abc"), ` ${words}`);
-    const lost = h("span", {}, h("del", {}, "abc"), " guessed, wrong");
-    const box = h("label", { for: this.wrong.id }, this.wrong, " show wrong guesses");
-    return [mark("ngram", "guessed, right"), mark("target", "the model's own, which ends a pass"), lost, box];
+    const lost = h("span", {}, h("del", {}, "abc"), " rejected");
+    const box = h("label", { for: this.wrong.id }, this.wrong, " show rejected draft tokens");
+    return [mark("ngram", "accepted draft token"), mark("target", "the model's own, which ends a pass"), lost, box];
   }
 
   private draw(): void {
@@ -123,7 +123,7 @@ class SpeculationView {
   private drawStrip(): void {
     const most = Math.max(1, ...this.found.map((pass) => pass.right + pass.wrong));
     this.bars = this.found.map((pass, i) => {
-      const bar = h("span", { "data-pass": i, title: `pass ${i + 1}: ${pass.right} right, ${pass.wrong} wrong` });
+      const bar = h("span", { "data-pass": i, title: `pass ${i + 1}: ${pass.right} accepted, ${pass.wrong} rejected` });
       const part = (name: string, n: number) => {
         const piece = h("i", { class: name });
         piece.style.blockSize = `${(100 * n) / most}%`;
@@ -134,7 +134,7 @@ class SpeculationView {
     });
     this.strip.replaceChildren(...this.bars);
     const right = this.found.reduce((sum, pass) => sum + pass.right, 0);
-    setAttributes(this.strip, { "aria-label": `${this.found.length} passes of the model, ${right} guesses right` });
+    setAttributes(this.strip, { "aria-label": `${this.found.length} passes of the model, ${right} draft tokens accepted` });
   }
 
   private drawHist(): void {
@@ -146,7 +146,7 @@ class SpeculationView {
       return h("div", {}, h("span", {}, String(right)), h("span", { class: "exl2nb-track" }, bar), h("span", {}, String(n)));
     });
     this.hist.replaceChildren(...rows);
-    setAttributes(this.hist, { "aria-label": lengths.map((n, right) => `${right} right: ${n} passes`).join(", ") });
+    setAttributes(this.hist, { "aria-label": lengths.map((n, right) => `${right} accepted: ${n} passes`).join(", ") });
   }
 
   private point(index: number): void {

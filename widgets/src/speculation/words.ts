@@ -1,8 +1,8 @@
-// What is said of guesses. Pure, so the tests read it without a browser.
+// The figures and labels of speculation. Pure, so the tests read it without a browser.
 import type { SpecStats, SpecToken } from "../protocol.gen";
 import { count, percent, rate, spoken } from "../shared/format";
 
-/** A pass of the model: its tokens from `first` to `last`, all but the last one guessed; `wrong`: guesses thrown away after them. */
+/** A pass of the model: its tokens from `first` to `last`, all but the last one accepted draft tokens; `wrong`: rejected after them. */
 export interface Pass {
   first: number;
   last: number;
@@ -22,17 +22,17 @@ export function passes(tokens: SpecToken[]): Pass[] {
 
 const SOURCES: Record<SpecToken[2], string> = {
   target: "the model's own token",
-  draft: "guessed by the draft model, and right",
-  ngram: "guessed from the text, and right",
-  forced: "the grammar left no other",
-  rewound: "taken in the place of one that began a banned text",
+  draft: "proposed by the draft model, accepted",
+  ngram: "proposed by n-gram lookup, accepted",
+  forced: "the only token that the grammar allows",
+  rewound: "replaces the first token of a banned text",
 };
 
 /** One token as a sentence. */
 export function describe([text, , source, prob, step, wrong]: SpecToken): string {
   const parts = [`${spoken(text)}: ${SOURCES[source]}`, `pass ${step + 1}`];
   if (prob !== null) parts.push(`${percent(prob)} likely`);
-  if (wrong.length) parts.push(`guessed here and wrong: ${wrong.map(spoken).join(" ")}`);
+  if (wrong.length) parts.push(`rejected here: ${wrong.map(spoken).join(" ")}`);
   return parts.join("; ");
 }
 
@@ -42,14 +42,15 @@ export function figures(stats: SpecStats): { name: string; value: string; note: 
   const share = stats.proposed ? stats.accepted / stats.proposed : 0;
   const found = [
     { name: "tokens per pass", value: perPass.toFixed(2), note: `${count(stats.tokens, "token")} in ${all} passes of the model` },
-    { name: "guesses right", value: percent(share), note: `${stats.accepted} of ${stats.proposed}, in ${stats.steps} passes` },
+    { name: "acceptance rate", value: percent(share), note: `${stats.accepted} of ${stats.proposed}, in ${stats.steps} passes` },
   ];
   if (stats.plain_tps)
     found.push({
       name: "speed",
       value: `× ${(stats.tps / stats.plain_tps).toFixed(2)}`,
-      note: `${rate(stats.tps)} tokens a second, ${rate(stats.plain_tps)} without guesses`,
+      note: `${rate(stats.tps)} tokens a second, ${rate(stats.plain_tps)} without speculation`,
     });
-  if (stats.same !== null) found.push({ name: "text", value: stats.same ? "the same" : "not the same", note: "with guesses and without" });
+  if (stats.same !== null)
+    found.push({ name: "text", value: stats.same ? "the same" : "not the same", note: "with speculation and without" });
   return found;
 }
