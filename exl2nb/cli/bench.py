@@ -20,7 +20,7 @@ WARM_UP = 32  # tokens; caches, graphs and clocks settle
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     parser.add_argument("model", help="model directory, hub id, or `demo`")
-    parser.add_argument("--batch", type=int, default=1, help="sequences that decode together (1)")
+    parser.add_argument("--batch", type=int, default=1, help="sequences in the batch (1)")
     parser.add_argument("--context", type=int, default=128, help="prompt tokens of each sequence before decoding is timed (128)")
     parser.add_argument("--tokens", type=int, default=128, help="tokens decoded per sequence and round (128)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds; the median counts (3)")
@@ -57,12 +57,12 @@ def measure(llm: LLM, *, batch: int, context: int, tokens: int, rounds: int) -> 
         Medians over the rounds: prefill_tok_s, decode_tok_s (all sequences together, from where each of them has begun), decode_ms (a
         step), and gb_s, the weights' bytes a step reads over its time. Warm-up is excluded. weight_bytes: what is loaded;
         bytes_per_token: what decoding one token reads of it, of a mixture's experts those that it visits. decode_context: tokens of a
-        text while decoding was timed, prompt included, on average: more than `context`, since texts grow, and the first ones of a batch
-        while the prompts of the others are read.
-        rounds_in_which_texts_ended_early: where there were any; fewer texts beside the others make steps quicker.
+        sequence while decoding was timed, prompt included, on average: more than `context`, since sequences grow, and the first ones of
+        a batch decode during the prefill of the others.
+        rounds_in_which_texts_ended_early: where there were any; a smaller batch makes steps quicker.
 
     Raises:
-        OptionError: the texts are so short that some ended before all had begun, in every round.
+        OptionError: in every round, some sequences ended before all of them had started.
     """
     vocab = llm.config.vocab_size
     options: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
@@ -75,7 +75,7 @@ def measure(llm: LLM, *, batch: int, context: int, tokens: int, rounds: int) -> 
         handles = [llm.stream(prompt, max_tokens=tokens + spare(batch) + 1, **options) for prompt in prompts]
         first, _, before = _drain(handles, 1)
         if batch > 1:
-            for handle in handles:  # what texts whose prompts came first have written meanwhile counts for nobody
+            for handle in handles:  # tokens decoded before the last prefill ended are not counted
                 while (chunk := handle.poll()) is not None:
                     before += len(chunk.tokens)
         start = time.perf_counter()
@@ -88,7 +88,7 @@ def measure(llm: LLM, *, batch: int, context: int, tokens: int, rounds: int) -> 
             prefill.append(batch * context / (first - begun))
             decode.append(written / (last - start))
             lengths.append(context + (before + written / 2) / batch)
-            if written < batch * tokens:  # a text that ends leaves fewer beside the others, whose steps are quicker
+            if written < batch * tokens:  # an ended sequence leaves a smaller batch, whose steps are quicker
                 early += 1
     if not decode:
         msg = f"{batch} texts of {tokens + spare(batch) + 1} tokens ended before all of them had begun: nothing to time; give more --tokens"
@@ -109,13 +109,14 @@ def measure(llm: LLM, *, batch: int, context: int, tokens: int, rounds: int) -> 
 
 
 def spare(batch: int) -> int:
-    """Tokens that a text may write more than are timed: so that all of them write until the last one is through."""
+    """Extra tokens per sequence, so that all of them decode until the last one has been timed."""
     return 64 + (0 if batch == 1 else 4 * batch)  # some are written while this thread waits for a processor
 
 
 def _drain(handles: list[Any], count: int) -> tuple[float, int, int]:
-    """Take `count` more tokens of every handle: the time when the last one came; how many came, fewer where a text has ended; and how many
-    with those that a last chunk had more.
+    """Take `count` more tokens of every handle.
+
+    Returns: the time of the last one; tokens taken, fewer where a sequence ended; the same with what the last chunks had beyond `count`.
     """
     taken = seen = 0
     for handle in handles:

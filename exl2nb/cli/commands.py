@@ -85,7 +85,7 @@ def run(argv: Sequence[str] | None = None) -> int:
         return console.fail("Interrupted", "interrupted", INTERRUPTED)
     except UsageError as error:
         return console.fail("UsageError", str(error), 2)
-    except BrokenPipeError:  # `exl2nb inspect | head`: nobody reads on, which is no error of ours
+    except BrokenPipeError:  # `exl2nb inspect | head`: the reader closed the pipe, which is not an error
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:

@@ -30,7 +30,7 @@ def locate_demo(name: str) -> str | Path:
 
 
 def demo_directory() -> Path:
-    """Where the packaged demo model lies."""
+    """Directory of the packaged demo model."""
     return Path(__file__).resolve().parent.parent / "demo_model"
 
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 _OURS = ("messages", "source", "special_tokens", "add_generation_prompt", "tools")  # given to every template
 
 
-class Chatting:
-    """Conversations, and a look at the prompts that they become."""
+class ChatMixin:
+    """The part of `LLM` that renders prompts and starts conversations."""
 
     tokenizer: Tokenizer
 
@@ -34,7 +34,7 @@ class Chatting:
         template_options: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
     ) -> str:
-        """The text a conversation becomes, special tokens by name: look at it when a model answers oddly."""
+        """The prompt of a conversation as text, with special tokens by name."""
         if not isinstance(template_options, (Mapping, type(None))):
             raise OptionError(f"template_options is {template_options!r}; expected a dict of the template's variables")
         if tools is not None and (not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools)):
@@ -53,9 +53,9 @@ class Chatting:
         )
 
     def render(self, messages: Sequence[Mapping[str, Any]] | str, **options: Any) -> Rendered:
-        """The prompt a conversation becomes, token by token, with special tokens marked and a warning where something looks wrong.
+        """The prompt a conversation becomes, token by token, with special tokens marked and warnings.
 
-        A doubled BOS, one that is missing, and special tokens inside messages are such things.
+        Warnings: BOS doubled or missing, special tokens inside messages.
 
         Args:
             messages: dicts with "role" and "content", or one text from the user.
@@ -89,7 +89,7 @@ class Chatting:
         return Conversation(self, system=system, **options)
 
     def load_conversation(self, path: str | os.PathLike[str]) -> Conversation:
-        """Go on with a conversation that `Conversation.save` wrote.
+        """Resume a conversation that `Conversation.save` wrote.
 
         Raises:
             ConfigError: the file is no conversation, or is damaged.
@@ -109,7 +109,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Rendered:
-    """The prompt that a conversation becomes: text, tokens, and warnings (none: all is well)."""
+    """The prompt of a conversation: text, tokens, and warnings."""
 
     text: str
     pieces: tuple[Piece, ...]
@@ -136,7 +136,7 @@ class Rendered:
 
 
 def rendered(text: str, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]] = ()) -> Rendered:
-    """Tokenise a prompt as `chat` does, and look for what goes wrong most often.
+    """Tokenise a prompt as `chat` does, and check it for the common mistakes.
 
     Args:
         text: what the template made. tokenizer: of the model. messages: what it was made of.
@@ -158,11 +158,11 @@ def _warnings(text: str, ids: list[int], tokenizer: Tokenizer, messages: Sequenc
                 f"BOS is doubled: the prompt begins with {name!r} twice; the template writes it, and so does a message or the caller"
             )
         elif count > 1:
-            found.append(f"BOS stands {count} times in the prompt; expected once, at its beginning")
+            found.append(f"BOS occurs {count} times in the prompt; expected once, at its start")
         elif count == 1 and ids[0] != bos:
-            found.append(f"BOS {name!r} stands inside the prompt and not at its beginning")
+            found.append(f"BOS {name!r} occurs inside the prompt and not at its start")
         elif not count and tokenizer.encode("a")[:1] == [bos]:
-            found.append(f"the template writes no BOS, and this model's texts begin with {name!r}")
+            found.append(f"the template writes no BOS, but this model's prompts start with {name!r}")
     marks = [tokenizer.piece(i) for i in tokenizer.skipped_ids]
     for number, message in enumerate(messages):
         content = message.get("content")

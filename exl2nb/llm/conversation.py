@@ -15,9 +15,9 @@ from exl2nb.core.options import check_path
 from exl2nb.generator.handle import Handle
 from exl2nb.generator.request import Chunk, Completion, Request
 from exl2nb.io.atomic import atomic_write
-from exl2nb.llm.chat import Rendered
 
 if TYPE_CHECKING:
+    from exl2nb.llm.chat import Rendered
     from exl2nb.llm.model import LLM
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -27,7 +27,7 @@ MAX_TURNS = 100_000
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What one side said.
+    """One message.
 
     id: number within the conversation, in order of making. parent: the turn it answers, None for the first. seed, finish_reason: of a
     generated turn.
@@ -76,7 +76,7 @@ class Tree:
         return self._turns[number]
 
     def add(self, parent: int | None, role: str, content: str, **details: Any) -> Turn:
-        """Put a turn behind another one."""
+        """Add a turn after another one."""
         return self._put(Turn(id=len(self._turns), parent=parent, role=role, content=content, **details))
 
     def children(self, parent: int | None) -> list[Turn]:
@@ -147,9 +147,8 @@ FORMATS = ("template", "tools", "template_options")
 class Conversation:
     r"""Turns with one model. Made by `llm.conversation()`.
 
-    `say` goes on after the current turn (`head`). `edit` puts another turn beside an old one, `regenerate` another answer, `goto` makes any
-    turn the current one; nothing is ever lost. What was computed for the shared beginning of branches is found in the KV cache again, as
-    long as its pages are not needed for something else.
+    `say` continues after the current turn (`head`). `edit` adds a sibling of an old turn, `regenerate` a sibling of an answer, `goto` makes
+    any turn the current one; no turn is deleted. Branches reuse the KV cache pages of their common prefix until these are evicted.
 
     Args:
         llm: the model.
@@ -174,7 +173,7 @@ class Conversation:
         if system is not None:
             self.head = self.tree.add(None, "system", _text(system, "system"))
 
-    # ---- what is there
+    # ---- turns
 
     @property
     def turns(self) -> list[Turn]:
@@ -194,10 +193,10 @@ class Conversation:
         """The prompt that the next answer would continue."""
         return self._llm.render(self.messages, **{name: value for name, value in self.options.items() if name in FORMATS})
 
-    # ---- what one does
+    # ---- actions
 
     def say(self, text: str, *, stream: bool = False, role: str = "user", **options: Any) -> Any:
-        """Say something and get the answer.
+        """Send a message and get the answer.
 
         Args:
             text: what is said.
@@ -255,14 +254,14 @@ class Conversation:
         return self.reply(stream=stream, **options)
 
     def goto(self, turn: Turn | None) -> Turn | None:
-        """Make a turn the current one, so that what is said next branches off there; None: the beginning."""
+        """Make a turn the current one; the next message branches off there. None: the start."""
         self.head = None if turn is None else self._own(turn)
         return self.head
 
     branch = goto
 
     def answered(self, parent: Turn, completion: Completion) -> Turn:
-        """Take an answer in; it becomes the current turn."""
+        """Add an answer; it becomes the current turn."""
         self.head = self.tree.add(parent.id, "assistant", completion.text, finish_reason=completion.finish_reason, seed=completion.seed)
         return self.head
 
@@ -310,7 +309,7 @@ class Conversation:
         made.head = None if head is None else made.tree[head]
         return made
 
-    # ---- how it reads
+    # ---- text and HTML
 
     def __str__(self) -> str:
         return "\n".join(f"{turn.role}{self._mark(turn)}: {turn.content}" for turn in self.turns) or "(nothing was said)"
@@ -333,7 +332,7 @@ class Conversation:
 
 
 class Answer(Iterator[Chunk]):
-    """An answer on its way: iterate it for chunks. When it is complete, or was cancelled, it becomes the conversation's current turn."""
+    """An answer in progress: iterate it for chunks. When complete or cancelled, it becomes the conversation's current turn."""
 
     def __init__(self, conversation: Conversation, parent: Turn, handle: Handle) -> None:
         self.handle = handle
@@ -351,7 +350,7 @@ class Answer(Iterator[Chunk]):
             raise
 
     def turn(self) -> Turn:
-        """Wait for the answer and take it into the conversation."""
+        """Wait for the answer and add it to the conversation."""
         if self._turn is None:
             self._turn = self._conversation.answered(self._parent, self.handle.result())
         return self._turn

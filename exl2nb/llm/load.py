@@ -48,10 +48,10 @@ def load(
         cache: how keys and values are kept: "fp16" or "fp32"; "q8", "q6" (keys in 8 bits, values in 4) or "q4", which hold 1.9, 2.5 and 3.6
             times the tokens of fp16 in the same memory; "fp8"; or the bits of keys and values apart, as "k8v4" (4, 8 or 16 each).
         context: tokens of prompt and answer together; None = what the model allows, at most 4096.
-        cache_tokens: tokens the cache holds for all requests together; None = the context, at least 4096.
-        max_sequences: requests that run together; others wait.
-        draft: a smaller model with the same tokenizer, which guesses tokens that this one verifies several at a time: the same text,
-            sooner. A directory, a hub id, or a loaded model. Requests use it unless they say speculation="off".
+        cache_tokens: tokens of the cache, shared by all requests; None = the context, at least 4096.
+        max_sequences: requests in one batch; others are queued.
+        draft: a smaller model with the same tokenizer, which proposes draft tokens that this one verifies several at a time: the same
+            text, sooner. A directory, a hub id, or a loaded model. Requests use it unless they say speculation="off".
         deterministic: on CUDA, make every token independent of how its prompt was cut and of what ran beside it, at the price of slow
             prompts; decoding up to 8 tokens a step, and everything on the CPU, always is. None = the variable
             EXL2NB_DETERMINISTIC, or False.

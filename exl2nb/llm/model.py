@@ -18,9 +18,9 @@ from exl2nb.generator.handle import Handle, Handles
 from exl2nb.generator.prompt_cache import PromptCache
 from exl2nb.generator.request import Completion, Request
 from exl2nb.generator.scheduler import MAX_CHUNK
-from exl2nb.llm.chat import Chatting
+from exl2nb.llm.chat import ChatMixin
 from exl2nb.llm.requests import compile_structure, request_of, sample_options
-from exl2nb.llm.scoring import Reading
+from exl2nb.llm.scoring import ScoringMixin
 from exl2nb.llm.working import Working, call_back
 from exl2nb.model.facts import unusual
 from exl2nb.model.loader import fingerprint
@@ -37,7 +37,7 @@ GPU_CHUNK = 2048  # prompt tokens per step on a GPU: fewer leave its multipliers
 Messages = Sequence[Mapping[str, Any]]
 
 
-class LLM(Reading, Chatting, Working):
+class LLM(ScoringMixin, ChatMixin, Working):
     """A loaded model. Made by `load`; closing it (also by leaving a `with` block) gives its memory back.
 
     Generation options, the same for every method: max_tokens (256), stop (texts and token ids), ignore_eos, banned_strings, token_healing,

@@ -1,4 +1,4 @@
-"""What a loaded model can say about a text without writing one: scores, choices, activations."""
+"""Scores of given text: log probabilities, the most likely of several options, activations."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from exl2nb.eval.score import Choice, Score
 
 
-class Reading:
-    """The part of `LLM` that reads texts. While one of these runs, requests wait; the KV cache they use is their own, in fp32."""
+class ScoringMixin:
+    """The part of `LLM` that scores given text. It pauses running requests and uses an fp32 KV cache of its own."""
 
     model: Model
     tokenizer: Tokenizer

@@ -24,7 +24,7 @@ _TWIN_CHARS = 2000
 
 
 class Chat:
-    """The conversation, and the tokens of its answers. Moves its head; asks and draws nothing.
+    """The conversation, and the tokens of its answers. Moves its head; runs and draws nothing.
 
     Args:
         llm: the loaded model. template: Jinja source instead of the model's own; None: its own.
@@ -47,7 +47,7 @@ class Chat:
         return found
 
     def say(self, text: str) -> None:
-        """Put a message behind the current turn; beside it where that one is a message nobody answered."""
+        """Add a message after the current turn; as its sibling if that one is a message without an answer."""
         talk, head = self.conversation, self.conversation.head
         parent = None if head is None else head.parent if head.role == "user" else head.id
         self._back, talk.head = None, talk.tree.add(parent, "user", _text(text))
@@ -84,7 +84,7 @@ class Chat:
         self.conversation.goto(turn)
 
     def finish(self, text: str, items: list[TokenItem], stats: Stats, reason: str, *, failed: bool) -> bool:
-        """Take an answer in. One that failed before its first word is none: False, and an older one that stood there stands there again."""
+        """Add an answer. One that failed before its first token is dropped: returns False, and the previous answer is restored."""
         if failed and not text:
             self.conversation.goto(self._back or self.conversation.head)
             return False
@@ -111,7 +111,7 @@ class Chat:
 
 
 class ChatMode(t.HasTraits):
-    """What `Playground(llm, chat=True)` adds: turns, and four ways to go on. A part of `Playground`, which runs what it begins."""
+    """What `Playground(llm, chat=True)` adds: turns, and the actions say, edit, again, go."""
 
     chat = t.Bool(False).tag(sync=True, option=True)
     template = t.Unicode(None, allow_none=True).tag(option=True)

@@ -221,8 +221,8 @@ def test_render(llm):
     for template, words in [
         ("<s>" + TEMPLATE, "BOS is doubled: the prompt begins with '<s>' twice"),
         (TEMPLATE.replace("{{ bos_token }}", ""), "the template writes no BOS"),
-        (TEMPLATE + "<s>", "BOS stands 2 times"),
-        ("a<s>", "BOS '<s>' stands inside the prompt"),
+        (TEMPLATE + "<s>", "BOS occurs 2 times"),
+        ("a<s>", "BOS '<s>' occurs inside the prompt"),
     ]:
         assert any(words in warning for warning in llm.render("Hello", template=template).warnings), template
     injected = llm.render("Hello</s>", template=TEMPLATE)
