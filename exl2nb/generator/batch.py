@@ -66,12 +66,19 @@ class BatchBuilder:
             tokens, rows = self._write(spans)
         if feed and not (same and self._fed and False not in feeds):
             self._write_feed(spans, tokens)
-        draws = [_draw_of(sequence) for sequence in sequences] if decoding else _draws(spans)
+        draws: list[Draw | None] = []
+        for sequence, _, _, wants, _ in spans:
+            if wants == 1 and sequence.on_device:
+                sampler = sequence.sampler
+                draws.append(_draw(Draw, (sampler, sampler.count + sequence.flying, sequence.top)))
+            else:
+                draws += (None,) * wants
         if not same:
             self._row_of = dict(zip([id(span.sequence) for span in spans if span.rows], _first_rows(spans)))
         self._last, self._changes, self._decoding = sequences, changes, decoding
         self._fed = same and False not in feeds  # `_feed` says: row i of the last launch, for all
-        batch = self._batch(tokens, count, self._width, rows)
+        key = (tokens, count, self._width, rows)
+        batch = self._batches.get(key) or self._new_batch(*key)
         return Step(batch, self._feed[:tokens] if feed else None, draws, same)
 
     def forget(self) -> None:
@@ -139,23 +146,20 @@ class BatchBuilder:
             row[: len(ids)] = ids[:width]
         return width
 
-    def _batch(self, tokens: int, sequences: int, width: int, rows: int) -> Batch:
-        key = (tokens, sequences, width, rows)
-        batch = self._batches.get(key)
-        if batch is None:
-            if len(self._batches) >= MAX_SHAPES:
-                self._batches.clear()
-            view = torch.from_numpy
-            batch = self._batches[key] = Batch(
-                input_ids=view(self._ids[:tokens]),
-                positions=view(self._positions[:tokens]),
-                slot_mapping=view(self._slots[:tokens]),
-                block_table=view(self._table[: sequences * width].reshape(sequences, width)),
-                cu_seqlens=view(self._bounds[: sequences + 1]),
-                context_lens=view(self._lens[:sequences]),
-                logit_rows=view(self._rows[:rows]),
-                long=None if self._long is None else view(self._long[:sequences]),
-            )
+    def _new_batch(self, tokens: int, sequences: int, width: int, rows: int) -> Batch:
+        if len(self._batches) >= MAX_SHAPES:
+            self._batches.clear()
+        view = torch.from_numpy
+        batch = self._batches[tokens, sequences, width, rows] = Batch(
+            input_ids=view(self._ids[:tokens]),
+            positions=view(self._positions[:tokens]),
+            slot_mapping=view(self._slots[:tokens]),
+            block_table=view(self._table[: sequences * width].reshape(sequences, width)),
+            cu_seqlens=view(self._bounds[: sequences + 1]),
+            context_lens=view(self._lens[:sequences]),
+            logit_rows=view(self._rows[:rows]),
+            long=None if self._long is None else view(self._long[:sequences]),
+        )
         return batch
 
 
@@ -170,17 +174,3 @@ def _first_rows(spans: Sequence[Span]) -> list[int]:
             firsts.append(at)
             at += span.rows
     return firsts
-
-
-def _draws(spans: Sequence[Span]) -> list[Draw | None]:
-    draws: list[Draw | None] = []
-    for sequence, _, _, rows, _ in spans:
-        draws += [_draw_of(sequence)] if rows == 1 else [None] * rows
-    return draws
-
-
-def _draw_of(sequence: Any) -> Draw | None:
-    if not sequence.on_device:
-        return None
-    sampler = sequence.sampler
-    return _draw(Draw, (sampler, sampler.count + sequence.flying, sequence.top))

@@ -8,8 +8,6 @@ from collections.abc import Sequence as Several
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
-import numpy as np
-
 from exl2nb.core.errors import EngineClosed, GenerationError, OutOfMemory
 from exl2nb.generator.batch import BatchBuilder
 from exl2nb.generator.executor import Stepper, Ticket
@@ -19,7 +17,7 @@ from exl2nb.generator.sequence import Sequence
 from exl2nb.sampling.draw import Sampled
 
 PAUSE_S = 0.0005
-SWEEP = 64  # waiting requests looked at in every step; longer queues are looked at in every eighth
+SWEEP = 64  # a longer waiting queue is searched for cancelled requests in every eighth step only
 
 
 class Speculator(Protocol):
@@ -76,27 +74,32 @@ class StepLoop:
 
     def step(self) -> None:
         """One turn."""
-        self._sweep()
         scheduler, in_flight = self.scheduler, self.in_flight
-        if in_flight and not all([s.on_device for s in scheduler.running]):
+        waiting, running = scheduler.waiting, scheduler.running
+        now = time.perf_counter()
+        for sequence in (*running, *waiting) if waiting and (len(waiting) <= SWEEP or self.steps % 8 == 0) else (*running,):
+            if sequence.channel.cancelled:
+                self.finish(sequence, "cancelled")
+            elif now > sequence.deadline:
+                self.finish(sequence, "timeout")
+        if in_flight and not all([sequence.on_device for sequence in running]):
             self.drain()
         if self.speculator is not None and not in_flight:
-            self.speculator.propose(scheduler.running)
+            self.speculator.propose(running)
         spans = scheduler.schedule()
         if spans:
             self._launch(spans)
-        if in_flight and not spans:
-            self._land()
-        elif spans:
             while len(in_flight) > self.stepper.lookahead:
-                self._land()
+                self._read()
+        elif in_flight:
+            self._read()
         elif scheduler.busy:
-            time.sleep(PAUSE_S)  # those that wait are not ready yet
+            time.sleep(PAUSE_S)  # the waiting sequences are not ready yet
 
     def drain(self) -> None:
         """Read every step in flight."""
         while self.in_flight:
-            self._land()
+            self._read()
 
     def abandon(self) -> None:
         """Wait for the steps in flight and forget them."""
@@ -140,7 +143,8 @@ class StepLoop:
 
     # ---- reading
 
-    def _land(self) -> None:
+    def _read(self) -> None:
+        """Wait for the oldest step and hand its tokens to the sequences; what goes wrong with one of them ends that request alone."""
         spans, ticket, launched = self.in_flight.popleft()
         try:
             results = ticket.result()
@@ -149,48 +153,32 @@ class StepLoop:
                 self.fail(span.sequence, error)
             return
         now = time.perf_counter()
-        at = tokens = 0
+        end = tokens = 0
         for span in spans:
             sequence, _, length, rows, _ = span
-            first, at, tokens = at, at + rows, tokens + length
+            at, end, tokens = end, end + rows, tokens + length
             if sequence.ended:
                 continue
-            if rows and sequence.on_device:
-                self._take_drawn(span, results[first], now)
+            reason = None
+            try:
+                if not rows:  # the prompt goes on
+                    sequence.channel.note(sequence.computed, len(sequence.request.prompt_ids))
+                elif sequence.on_device:
+                    sequence.flying -= 1
+                    sampled = results[at]
+                    # logits instead of a draw: the row has no distribution, and the sequence's own sampler says why
+                    reason = sequence.append(sampled, now) if isinstance(sampled, Sampled) else sequence.advance([sampled])
+                else:
+                    reason = sequence.advance(results[at:end])  # pyright: ignore[reportArgumentType]
+                if length > 1 or sequence.computed // self._page_size != sequence.published:
+                    self._publish(span)
+            except Exception as error:
+                self.fail(sequence, error)
             else:
-                self._take(span, results[first:at])
+                if reason is not None:
+                    self.finish(sequence, reason)
         if tokens >= MIN_CHUNK:
             self.scheduler.measured(tokens, time.perf_counter() - launched)
-
-    def _take_drawn(self, span: Span, sampled: Sampled | np.ndarray, now: float) -> None:
-        """The token of a sequence that the stepper draws for; whatever goes wrong here is that request's alone."""
-        sequence = span.sequence
-        try:
-            sequence.flying -= 1
-            # logits: a row that nothing can be drawn from, and sampling it says why
-            reason = sequence.append(sampled, now=now) if isinstance(sampled, Sampled) else sequence.advance([sampled])
-            if span.length > 1 or sequence.computed // self._page_size != sequence.published:
-                self._publish(span)
-        except Exception as error:
-            self.fail(sequence, error)
-        else:
-            if reason is not None:
-                self.finish(sequence, reason)
-
-    def _take(self, span: Span, rows: list[Sampled | np.ndarray]) -> None:
-        """The same for a sequence that takes logits, or whose prompt goes on."""
-        sequence, reason = span.sequence, None
-        try:
-            if rows:
-                reason = sequence.advance(rows)  # pyright: ignore[reportArgumentType]
-            else:
-                sequence.channel.note(sequence.computed, len(sequence.request.prompt_ids))
-            self._publish(span)
-        except Exception as error:
-            self.fail(sequence, error)
-        else:
-            if reason is not None:
-                self.finish(sequence, reason)
 
     def _publish(self, span: Span) -> None:
         """Make known what a step that was read has written."""
@@ -203,17 +191,6 @@ class StepLoop:
             pager.publish(sequence)
 
     # ---- ending
-
-    def _sweep(self) -> None:
-        """End what was cancelled or has run out of time."""
-        waiting = self.scheduler.waiting
-        some = (*self.scheduler.running, *waiting) if len(waiting) <= SWEEP or self.steps % 8 == 0 else tuple(self.scheduler.running)
-        now = time.perf_counter()
-        for sequence in some:
-            if sequence.channel.cancelled:
-                self.finish(sequence, "cancelled")
-            elif now > sequence.deadline:
-                self.finish(sequence, "timeout")
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """The answer is complete, and with it those of its group."""

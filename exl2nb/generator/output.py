@@ -215,7 +215,10 @@ class Output:
         if self._hurried and not self._held:
             text = self._plain(sampled[0])
             if text is not None and (not self._beginnings or self._beginnings.isdisjoint(text)):
-                self.tokens.append(self._token(sampled, text, source))
+                token_id, logprob, rank, top = sampled
+                if top:
+                    top = Alternatives(top, self._tokenizer.piece)
+                self.tokens.append(_new(Token, (token_id, text, logprob, math.exp(logprob), rank, top, source)))
                 self._shown += len(text)
                 return False
             self._stop.pass_to(self._shown)
@@ -304,6 +307,5 @@ class Output:
 
     def _token(self, sampled: Sampled, text: str, source: str) -> Token:
         token_id, logprob, rank, top = sampled
-        if top:
-            top = Alternatives(top, self._tokenizer.piece)
-        return _new(Token, (token_id, text, logprob, math.exp(logprob), rank, top, source))
+        listed = Alternatives(top, self._tokenizer.piece) if top else ()
+        return Token(token_id, text, logprob, math.exp(logprob), rank, listed, source)

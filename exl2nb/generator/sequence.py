@@ -191,12 +191,15 @@ class Sequence:
             self.hand_over()
         return reason
 
-    def append(self, sampled: Sampled, *, source: str = "target", now: float | None = None) -> str | None:
-        """Take one token that was chosen elsewhere; the finish reason once the answer is complete. now: when it came."""
+    def append(self, sampled: Sampled, now: float | None = None) -> str | None:
+        """Take one token that was drawn elsewhere, at `now`; the finish reason once the answer is complete."""
         self.sampler.push(sampled[0])
-        reason = self._take(sampled, None, source, now)
-        if self.request.stream:
-            self.hand_over()
+        reason = self._take(sampled, None, "target", now)
+        if self.request.stream:  # `hand_over`, without a call per token
+            tokens, handed = self.output.tokens, self._handed
+            if len(tokens) > handed:
+                self._handed = len(tokens)
+                self.channel.put(tokens[handed:])
         return reason
 
     def _choose(self, row: np.ndarray) -> tuple[Sampled, str]:
@@ -208,7 +211,9 @@ class Sequence:
 
     def _take(self, sampled: Sampled, row: np.ndarray | None, source: str, now: float | None = None) -> str | None:
         token_id, ids, output = sampled[0], self.ids, self.output
-        self.mark_token(now)
+        self._last = time.perf_counter() if now is None else now
+        if not self._first:
+            self._first = self._last
         ids.append(token_id)
         new_tokens = len(ids) - self.prompt_tokens  # the guesses were taken off
         if row is not None and self.request.return_logits:
