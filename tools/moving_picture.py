@@ -1,6 +1,6 @@
 """Make docs/pictures/widgets.webp, the moving picture of the README: real widgets in Chromium, driven by answers of the demo model.
 
-.venv/bin/python tools/moving_picture.py [--frames FOLDER]      needs Pillow, playwright and Chromium
+    python tools/moving_picture.py [--frames FOLDER]      # needs Pillow, playwright and Chromium
 
 Three scenes: the Playground streams an answer, the SamplerMicroscope follows two sliders, the BitrateExplorer follows its slider. The page
 has the bundles that JupyterLab gets; this script takes the kernel's part, frame by frame, so that a slow machine makes the same picture.
