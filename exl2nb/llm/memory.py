@@ -11,8 +11,7 @@ from typing import Any
 from exl2nb.cache.modes import parse_mode
 from exl2nb.core.errors import DeviceError, OptionError
 from exl2nb.io.peek import peek
-from exl2nb.llm.plan_formula import PARTS, Formula
-from exl2nb.llm.plan_model import formula_of
+from exl2nb.llm.plan_model import PARTS, Formula, formula_of
 from exl2nb.model.inspect import inspect
 from exl2nb.model.loader import read_model_config
 

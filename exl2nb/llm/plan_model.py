@@ -1,11 +1,17 @@
-"""The coefficients of a model's memory plan, from its config and the headers of its files. Loads nothing, asks no device."""
+"""The arithmetic of a memory plan: coefficients from a model's config and file headers, and bytes for context, batch and cache mode.
+
+Loads nothing, queries no device. widgets/src/plan/formula.ts is the same arithmetic in the browser; a test compares the two.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 from exl2nb.cache.modes import MODES
 from exl2nb.cache.spec import PAGE_SIZE, CacheSpec
 from exl2nb.core.errors import OptionError
-from exl2nb.llm.plan_formula import Formula, Stage
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu_memory import kept_bytes
 from exl2nb.model.inspect import Inspection
@@ -17,6 +23,118 @@ CODE_BYTES = 146 * 2**20  # kernels that CUDA loads when they are first used; H2
 GRAPH_BYTES = 8 * 2**20  # of the first captured step, whatever its model
 MANY_CTAS = 132  # leave sums of tiles to one another in steps of more than eight texts
 ROUTER_CTAS = 132  # each leaves sums of its own for a sparse layer's router; fewer on smaller GPUs
+MIB = 2**20
+PARTS = ("weights", "cache", "work", "graphs", "logits", "rounding")
+
+
+class Stage(NamedTuple):
+    """Bytes that one part of a step needs: whatever its size, per token of the step, per token of the longest text."""
+
+    fixed: int
+    token: int
+    context: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Formula:
+    """Bytes of a loaded model as a function of what one may choose.
+
+    weights: as they lie on the device. page_tokens: tokens of a cache page. page_bytes: cache mode ->
+    bytes of a page, all layers. chunk: tokens that a step takes at most. stages: parts of a step, which follow each other: the largest
+    counts. graph_fixed, graph_row: what decode steps keep: always, and per text, rounded as `rows` says. logits_row: one text's logits.
+    longest: tokens of context that the model allows. segments: 1 where the device gives memory in segments (`segment_bytes`), else 0.
+
+    Example:
+        >>> some = Formula(weights=100, page_tokens=256, page_bytes={"fp16": 10}, chunk=512, stages=(Stage(5, 2, 1),), logits_row=1)
+        >>> some.parts(context=300, batch=2, mode="fp16")
+        {'weights': 100, 'cache': 40, 'work': 1329, 'graphs': 0, 'logits': 2, 'rounding': 0}
+    """
+
+    weights: int
+    page_tokens: int
+    page_bytes: Mapping[str, int]
+    chunk: int
+    stages: tuple[Stage, ...] = ()
+    graph_fixed: int = 0
+    graph_row: int = 0
+    logits_row: int = 0
+    longest: int = 1 << 24
+    segments: int = 0
+
+    def parts(self, *, context: int, batch: int, mode: str) -> dict[str, int]:
+        """Name -> bytes; every text has whole pages."""
+        pages = batch * -(-context // self.page_tokens)
+        tokens = min(self.chunk, batch * context)
+        work = max((stage.fixed + stage.token * tokens + stage.context * context for stage in self.stages), default=0)
+        graphs = self.graph_fixed + self.graph_row * rows(batch)
+        cache = pages * self.page_bytes[mode]
+        rounding = sum(segment_bytes(size) - size for size in (self.weights, cache)) if self.segments else 0
+        return dict(zip(PARTS, (self.weights, cache, work, graphs, self.logits_row * batch, rounding)))
+
+    def total(self, *, context: int, batch: int, mode: str) -> int:
+        """All parts together."""
+        return sum(self.parts(context=context, batch=batch, mode=mode).values())
+
+    def fitting_context(self, free: int, *, batch: int, mode: str) -> int:
+        """The most tokens of context, whole pages, at which everything fits `free` bytes; 0 where not even one page does."""
+        low, high = 0, -(-self.longest // self.page_tokens)
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self.total(context=middle * self.page_tokens, batch=batch, mode=mode) <= free
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low * self.page_tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        flat = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {**flat, "page_bytes": dict(self.page_bytes), "stages": [list(stage) for stage in self.stages]}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Formula:
+        """Back from `to_dict`.
+
+        Raises:
+            OptionError: a coefficient is missing, unknown or not a whole number of bytes.
+        """
+        names = [f.name for f in fields(cls)]
+        if not isinstance(data, Mapping) or sorted(data) != sorted(names):
+            got = sorted(data) if isinstance(data, Mapping) else type(data).__name__
+            raise OptionError(f"plan: the formula is {str(got)[:200]}; expected {', '.join(names)}")
+        pages, stages = data["page_bytes"], data["stages"]
+        good = isinstance(pages, Mapping) and bool(pages) and all(isinstance(mode, str) for mode in pages) and _are_tuples(stages, 3)
+        numbers = [data[name] for name in names if name not in ("page_bytes", "stages")]
+        if good:
+            numbers += [*pages.values(), *(n for row in stages for n in row)]
+        if not good or not all(_is_size(n) for n in numbers):
+            raise OptionError("plan: the formula holds what is no number of bytes; expected whole numbers from 0, as to_dict gives them")
+        if not data["page_tokens"] or not data["chunk"] or not data["longest"]:
+            raise OptionError("plan: page_tokens, chunk and longest of the formula must be at least 1")
+        return cls(**{**data, "page_bytes": dict(pages), "stages": tuple(Stage(*row) for row in stages)})
+
+
+def _are_tuples(value: Any, length: int) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(row, (list, tuple)) and len(row) == length for row in value)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53  # exact in the browser too
+
+
+def segment_bytes(size: int) -> int:
+    """What torch takes from a GPU for one tensor: segments of 2 MiB up to 1 MiB, of 20 MiB up to 10 MiB, above that multiples of 2 MiB.
+
+    Example:
+        >>> segment_bytes(11 * 2**20) // 2**20
+        12
+    """
+    if size <= MIB:
+        return 2 * MIB
+    return 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
+
+
+def rows(batch: int) -> int:
+    """Texts that the graph of a decode step is made for: a power of two up to 8, then a multiple of 8, at most 64."""
+    return min(64, 1 << (batch - 1).bit_length() if batch <= 8 else -(-batch // 8) * 8)
 
 
 def formula_of(config: ModelConfig, found: Inspection, device: str, modes: tuple[str, ...] = ()) -> Formula:
