@@ -19,7 +19,7 @@ COMMANDS = {
     "convert": "quantise a model directory to EXL2",
     "measure": "measure what every width costs each matrix, for any bitrate to be solved from",
     "generate": "continue a prompt, streaming",
-    "chat": "talk to a model in the terminal",
+    "chat": "chat with a model in the terminal",
     "eval": "perplexity of a model, and how far it is from another",
     "logits": "logits of given token ids",
     "bench": "how fast a model runs here: load, prefill, decode",
@@ -30,7 +30,7 @@ COMMANDS = {
     "doctor": "check this installation and say what to do",
 }
 HOMES = {"measure": "convert", "chat": "generate", "logits": "eval", "plan": "inspect", "revisions": "inspect"}
-"""Commands that stand in another one's module, as `run_NAME` and `add_NAME_arguments`."""
+"""Commands defined in another command's module, as `run_NAME` and `add_NAME_arguments`."""
 FAILURES = (errors.GenerationError, errors.ConversionError, errors.EngineClosed, errors.OutOfPages, errors.Interrupted)
 INTERRUPTED = 130
 

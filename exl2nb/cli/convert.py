@@ -105,7 +105,7 @@ def add_measure_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_measure(args: argparse.Namespace, console: Console) -> int:
-    """Measure, write the file, and print the plans that were asked for."""
+    """Measure, write the file, and print the requested plans."""
     from exl2nb.converter.api import measure
 
     found = measure(locate(args.source, console.sink), args.out, progress=console.sink, **calibration_of(args))

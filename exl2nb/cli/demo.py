@@ -131,7 +131,7 @@ def prepare(out: Path) -> None:
     (out / MARK).write_text("Made by `exl2nb demo`, which may replace what is in this directory.\n", encoding="utf-8")
 
 
-Made = tuple[str, Path, "float | None", "float | None"]  # name, directory, bpw asked for, seconds of conversion
+Made = tuple[str, Path, "float | None", "float | None"]  # name, directory, requested bpw, seconds of conversion
 
 
 def convert_all(options: DemoOptions, console: Console) -> list[Made]:

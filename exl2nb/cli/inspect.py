@@ -30,8 +30,8 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
     parser.add_argument("--context", type=int, help="tokens of prompt and answer (default: what the model allows, at most 4096)")
     parser.add_argument("--batch", type=int, default=1, help="sequences of that length (default 1)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="whose free memory it is held against (default cpu)")
-    parser.add_argument("--free", help="memory to hold it against instead, such as 24GiB")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="whose free memory it is compared with (default cpu)")
+    parser.add_argument("--free", help="memory to compare with instead, such as 24GiB")
     add_cache_option(parser, "fp16")
 
 

@@ -1,4 +1,4 @@
-"""What a model will take before it is loaded: weights, cache, working memory, logits, against what is free. From headers alone."""
+"""The memory of a model before it is loaded: weights, cache, activations, logits, compared with free memory; from headers alone."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ LABELS = {"weights": "weights", "cache": "cache", "work": "activations", "graphs
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """Bytes that a loaded model will hold.
+    """Bytes that a loaded model will take.
 
-    name: of the model. device: "cpu" or "cuda". context: tokens of one text. batch: texts at once. cache_mode: how K and V are kept.
-    weights: in the layout of the kernels; a tied head is stored once more. cache: pages for batch texts of full length. work: activations
-    of the largest step. graphs: what captured decode steps and CUDA's own code keep, on a GPU. logits: one row per text. rounding: what the
-    allocator of a GPU takes beyond the tensors. free: memory free now, None where it is not known. token_bytes: of the cache, per token.
-    formula: gives these numbers for any other choice, see `at`.
+    name: of the model. device: "cpu" or "cuda". context: tokens of one sequence. batch: sequences. cache_mode: format of K and V. weights:
+    in the layout of the kernels; a tied head is stored once more. cache: pages for `batch` sequences of full length. work: activations of
+    the largest step. graphs: what captured decode steps and CUDA's own code keep, on a GPU. logits: one row per sequence. rounding: what
+    the allocator of a GPU takes beyond the tensors. free: memory free now, None where it is not known. token_bytes: of the cache, per
+    token. formula: gives these numbers for any other choice, see `at`.
     """
 
     name: str
@@ -53,7 +53,7 @@ class MemoryPlan:
         return {name: getattr(self, name) for name in PARTS}
 
     def at(self, *, context: int | None = None, batch: int | None = None, cache: str | None = None, free: int | None = None) -> MemoryPlan:
-        """The same model with other choices; None keeps one.
+        """The same model with other choices; None keeps a value.
 
         Raises:
             OptionError: a number out of range, or a cache mode that this model cannot have.
@@ -76,7 +76,7 @@ class MemoryPlan:
         )
 
     def unbounded(self) -> MemoryPlan:
-        """The same where free memory is not known."""
+        """A copy with free memory not known."""
         return replace(self, free=None)
 
     @classmethod
@@ -111,7 +111,7 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits what is free; None where that is not known."""
+        """Whether it fits the free memory; None if that is not known."""
         return None if self.free is None else self.total <= self.free
 
     @property
@@ -191,15 +191,15 @@ def plan(
     free: int | None = None,
     revision: str | None = None,
 ) -> MemoryPlan:
-    """Say what a model will take, without loading it.
+    """Compute what a model will take, without loading it.
 
     Args:
         path: model directory or hub id, of which headers are read and nothing is downloaded. revision: branch, tag or commit on the hub.
         context: tokens of prompt and answer; None = what the model allows, at most 4096.
         cache: mode of the KV cache, as in `load`.
-        batch: texts of full length that the cache holds at once (`load(cache_tokens=batch * context)`).
-        device: "cpu" or "cuda": whose free memory it is held against.
-        free: bytes to hold it against; None asks the device.
+        batch: sequences of full length in the cache (`load(cache_tokens=batch * context)`).
+        device: "cpu" or "cuda": whose free memory it is compared with.
+        free: bytes to compare with; None queries the device.
 
     Raises:
         OptionError: a number out of range, an unknown mode or device. ModelNotFound, ConfigError, FormatError: the model cannot be read.
@@ -255,7 +255,7 @@ def _available() -> int | None:
 
 
 def _container() -> int | None:
-    """What a control group leaves, as on Binder."""
+    """Free memory of the control group, as on Binder."""
     folder = Path("/sys/fs/cgroup")
     try:
         limit = (folder / "memory.max").read_text(encoding="ascii").strip()
@@ -265,7 +265,7 @@ def _container() -> int | None:
 
 
 def size_text(count: int) -> str:
-    """Bytes for people: 7.80 MiB."""
+    """Readable bytes: 7.80 MiB."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= scale:
             return f"{count / scale:.2f} {unit}"

@@ -28,7 +28,7 @@ PARTS = ("weights", "cache", "work", "graphs", "logits", "rounding")
 
 
 class Stage(NamedTuple):
-    """Bytes that one part of a step needs: whatever its size, per token of the step, per token of the longest text."""
+    """Bytes that one part of a step needs: fixed, per token of the step, per token of the longest sequence."""
 
     fixed: int
     token: int
@@ -37,12 +37,12 @@ class Stage(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Formula:
-    """Bytes of a loaded model as a function of what one may choose.
+    """Bytes of a loaded model as a function of context, batch and cache mode.
 
-    weights: as they lie on the device. page_tokens: tokens of a cache page. page_bytes: cache mode ->
-    bytes of a page, all layers. chunk: tokens that a step takes at most. stages: parts of a step, which follow each other: the largest
-    counts. graph_fixed, graph_row: what decode steps keep: always, and per text, rounded as `rows` says. logits_row: one text's logits.
-    longest: tokens of context that the model allows. segments: 1 where the device gives memory in segments (`segment_bytes`), else 0.
+    weights: in device layout. page_tokens: tokens of a cache page. page_bytes: cache mode -> bytes of a page, all layers. chunk: tokens
+    that a step takes at most. stages: parts of a step, which run one after another: the largest counts. graph_fixed, graph_row: what decode
+    steps keep: fixed, and per sequence, rounded as in `rows`. logits_row: logits of one sequence. longest: tokens of context that the model
+    allows. segments: 1 where the device gives memory in segments (`segment_bytes`), else 0.
 
     Example:
         >>> some = Formula(weights=100, page_tokens=256, page_bytes={"fp16": 10}, chunk=512, stages=(Stage(5, 2, 1),), logits_row=1)
@@ -62,7 +62,7 @@ class Formula:
     segments: int = 0
 
     def parts(self, *, context: int, batch: int, mode: str) -> dict[str, int]:
-        """Name -> bytes; every text has whole pages."""
+        """Name -> bytes; every sequence has whole pages."""
         pages = batch * -(-context // self.page_tokens)
         tokens = min(self.chunk, batch * context)
         work = max((stage.fixed + stage.token * tokens + stage.context * context for stage in self.stages), default=0)
@@ -133,7 +133,7 @@ def segment_bytes(size: int) -> int:
 
 
 def rows(batch: int) -> int:
-    """Texts that the graph of a decode step is made for: a power of two up to 8, then a multiple of 8, at most 64."""
+    """Sequences that the graph of a decode step is captured for: a power of two up to 8, then a multiple of 8, at most 64."""
     return min(64, 1 << (batch - 1).bit_length() if batch <= 8 else -(-batch // 8) * 8)
 
 

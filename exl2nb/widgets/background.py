@@ -20,8 +20,8 @@ class Background:
 
     Args:
         owner: name of the widget, for messages and the thread.
-        busy: what is said to whom begins while something runs.
-        error: what is raised then, and around errors that are none of ours.
+        busy: the error message when a run is started during another one.
+        error: the error type for that, and for errors other than Exl2Error.
     """
 
     def __init__(self, owner: str, *, busy: str = "a run is going on", error: type[Exl2Error] = GenerationError) -> None:
@@ -67,7 +67,7 @@ class Background:
                 raise
 
     def stop(self) -> None:
-        """Ask what runs to end; returns at once."""
+        """Stop the run; returns at once."""
         self.stopping.set()
 
     def wait(self, timeout: float | None = None) -> None:
@@ -107,7 +107,7 @@ class Background:
             try:
                 work(stop)
             except BaseException as problem:
-                if not (stop.is_set() and isinstance(problem, Exl2Error)):  # what was cancelled may say so by raising
+                if not (stop.is_set() and isinstance(problem, Exl2Error)):  # a cancelled run may raise
                     self.problem = problem
             done("error" if self.problem else "stopped" if stop.is_set() else "done", self.problem)
         except BaseException as problem:
@@ -126,7 +126,7 @@ class BackgroundWidget(ExlWidget):
     _background: Background
 
     def stop(self) -> None:
-        """Ask what runs to end; what is written stays. Returns at once."""
+        """Stop the run; the output so far is kept. Returns at once."""
         self._background.stop()
 
     def wait(self: _Self, timeout: float | None = None) -> _Self:

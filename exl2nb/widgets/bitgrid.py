@@ -28,7 +28,7 @@ _KEY = re.compile(r"(?:.*\.)?layers\.(\d{1,6})\.(.+)")
 
 @dataclass(frozen=True)
 class BitGrid:
-    """matrices: names of the rows, top to bottom. layers: numbers of the columns; -1 is what stands outside the layers."""
+    """matrices: names of the rows, top to bottom. layers: numbers of the columns; -1: matrices outside the layers."""
 
     title: str
     matrices: tuple[str, ...]

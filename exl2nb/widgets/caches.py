@@ -136,7 +136,7 @@ class CacheExplorer(BackgroundWidget):
     text at several depths and asks for it; what counts is the probability of the right answer, with each cache and without the fact.
 
     Args:
-        llm: a loaded model. None: only for looking.
+        llm: a loaded model. None: display only.
         result: what `to_dict` gave, to show again.
         needle: what is hidden, a `Needle` or a mapping of its fields (fact, question, answer, filler, sentences, depths).
         free: bytes of memory to fill with tokens. Default: what is free on the model's device now.
@@ -293,7 +293,7 @@ class CacheExplorer(BackgroundWidget):
         if not isinstance(prompt, str) or not isinstance(modes, list) or not prompt.strip():
             raise OptionError("CacheExplorer: the page sent no prompt or no modes; write a prompt, or reload the page")
         if self._background.alive:
-            return  # a second click that was on its way
+            return  # a second click in flight
         check_integer("CacheExplorer: max_tokens", message.get("max_tokens"), 1, MOST_TOKENS)
         with self.hold_sync():
             self.modes, self.max_tokens = modes, int(message["max_tokens"])
@@ -313,7 +313,7 @@ class CacheExplorer(BackgroundWidget):
 
     @property
     def tokens(self) -> dict[str, list[KlToken]]:
-        """Mode -> what it wrote so far."""
+        """Mode -> its text so far."""
         found: dict[str, list[KlToken]] = {mode: [] for mode in self._run_modes}
         for token in self._feed.items:
             found[self._run_modes[token.cell]].append(token)
@@ -321,7 +321,7 @@ class CacheExplorer(BackgroundWidget):
 
     @property
     def verdict(self) -> str:
-        """What the needle says, in words, and what it does not; "" before it was hidden."""
+        """The result of the needle test, in words; "" before it ran."""
         return self._verdict
 
     def to_frame(self) -> pd.DataFrame:
@@ -413,7 +413,7 @@ class CacheExplorer(BackgroundWidget):
         self._needle_text = {"fact": needle.fact, "question": needle.question, "answer": needle.answer, "tokens": tokens}
         self._needle_depths = [None, *needle.depths]
 
-    # ---- looking at it without the page ----
+    # ---- without the page ----
 
     def _export_state(self) -> dict[str, Any]:
         live = {"_tokens": [list(token) for token in self._feed.items], "_has_model": False}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from exl2nb.widgets.feed import Feed
 
 SAID = {"user": "You", "assistant": "Model", "system": "System", "tool": "Tool"}
-"""What roles are called in the twin without scripts; the page has the same words in chat.ts."""
+"""Names of the roles in the script-free twin; chat.ts has the same."""
 _TWIN_CHARS = 2000
 
 
@@ -53,7 +53,7 @@ class Chat:
         self._back, talk.head = None, talk.tree.add(parent, "user", _text(text))
 
     def edit(self, number: int, text: str) -> None:
-        """Put another version of a message beside it."""
+        """Add another version of a message as its sibling."""
         turn = self._turn(number, "user")
         self._back = None
         self.conversation.edit(turn, _text(text), answer=False)
@@ -74,7 +74,7 @@ class Chat:
             raise OptionError(f"again: turn {turn.id} is the {turn.role}'s; expected an answer, or a message without one")
 
     def go(self, number: int, index: int) -> None:
-        """Show another version of a turn, and what followed that one last."""
+        """Show another version of a turn, with the latest turns that followed it."""
         versions = self.conversation.siblings(self._turn(number))
         if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < len(versions):
             raise OptionError(f"go: index is {str(index)[:40]!r}; turn {number} has the versions 0 to {len(versions) - 1}")
@@ -134,7 +134,7 @@ class ChatMode(t.HasTraits):
 
     @property
     def conversation(self) -> Conversation:
-        """The tree behind the chat: `save`, `render`, `messages`."""
+        """The conversation of the chat: `save`, `render`, `messages`."""
         return self._talk().conversation
 
     @property
@@ -151,7 +151,7 @@ class ChatMode(t.HasTraits):
         return self._ask(lambda chat: chat.say(text))
 
     def again(self, turn: int | None = None) -> Any:
-        """Answer once more, beside the old answer.
+        """Generate another answer, as a sibling of the old one.
 
         Args:
             turn: id of an answer; None: the last one.
@@ -159,7 +159,7 @@ class ChatMode(t.HasTraits):
         return self._ask(lambda chat: chat.again(turn))
 
     def edit(self, turn: int, text: str) -> Any:
-        """Say something else instead of message `turn`, beside it, and get an answer to that."""
+        """Replace message `turn` by a sibling and get an answer to it."""
         return self._ask(lambda chat: chat.edit(turn, text))
 
     def go(self, turn: int, index: int) -> Any:

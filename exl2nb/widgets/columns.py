@@ -9,7 +9,7 @@ from exl2nb.widgets import static
 from exl2nb.widgets.protocol import KlToken
 
 KL_LIMITS = (0.001, 0.01, 0.1, 1.0)
-"""Steps of the colour, nats. The same numbers stand in widgets/src/shared/klscale.ts."""
+"""Steps of the colour, nats. The same numbers are in widgets/src/shared/kl.ts."""
 _TINTS = ("transparent", "rgba(255,200,40,.26)", "rgba(255,160,30,.42)", "rgba(250,110,40,.52)", "rgba(226,60,70,.58)")
 _SOLID: tuple[static.RGB, ...] = ((206, 206, 206), (250, 224, 150), (250, 196, 120), (247, 160, 120), (228, 116, 122))
 _WHITE: static.RGB = (255, 255, 255)
@@ -48,7 +48,7 @@ def same_choice(tokens: Sequence[KlToken]) -> float | None:
 
 
 def column_html(title: str, note: str, tokens: Sequence[KlToken], differs: int | None) -> str:
-    """One answer without scripts: tinted tokens whose titles say the numbers, and a mark where the text leaves the first column's."""
+    """One answer without scripts: tinted tokens whose titles say the numbers, and a mark at the first difference from the first column."""
     parts = []
     for index, token in enumerate(tokens):
         style = f"background:{_TINTS[kl_step(token.kl)]};border-radius:2px"
@@ -63,7 +63,7 @@ def column_html(title: str, note: str, tokens: Sequence[KlToken], differs: int |
 
 
 def side_by_side(columns: Sequence[str]) -> str:
-    """Columns of `column_html` beside each other."""
+    """Columns of `column_html` side by side."""
     return f'<div style="display:flex;flex-wrap:wrap;gap:10px 20px;margin-top:6px">{"".join(columns)}</div>'
 
 

@@ -253,7 +253,7 @@ class Compare(BackgroundWidget):
 
     Args:
         models: a mapping label -> column, or a list. A column is a loaded model, its directory or hub id (loaded when its turn comes, freed
-            after it), or a pair (model, settings) with settings of `generate` that only this column has. None: only for looking.
+            after it), or a pair (model, settings) with settings of `generate` that only this column has. None: display only.
         result: what `to_dict` gave, to show again.
         settings: of all columns, as for `generate`. Default: temperature 0 (the most likely text) and max_tokens 48.
 
@@ -466,7 +466,7 @@ class Compare(BackgroundWidget):
         self._feed.load("", tokens, {"n": len(tokens), "tps": 0.0, "ttft_s": None})
         self._tokens, self.status = [list(token) for token in tokens], "done"
 
-    # ---- looking at it without the page ----
+    # ---- without the page ----
 
     def _export_state(self) -> dict[str, Any]:
         live = {"_tokens": [list(token) for token in self._feed.items], "_has_model": False}

@@ -123,7 +123,7 @@ class Maker:
 
 
 class _Sink:
-    """Progress events as (stage, share), not more often than can be read; stops the work when asked to."""
+    """Progress events as (stage, share), rate-limited; raises Interrupted after `stop`."""
 
     def __init__(self, stop: threading.Event, tell: Callable[[str, float], None]) -> None:
         self._stop, self._tell, self._last, self._stage = stop, tell, 0.0, ""
@@ -141,11 +141,11 @@ STEP = 0.05
 CURVE_POINTS = 25
 CURVE_POINTS_LARGE = 9
 LARGE = 200  # matrices
-HEAD_BITS = 6  # as `Measurement.solve(bpw=...)`, so that sizes and the slider mean the same models
+HEAD_BITS = 6  # as in `Measurement.solve(bpw=...)`, so that sizes and the slider give the same models
 
 
 class BitrateExplorer(BackgroundWidget):
-    """A slider of bits per weight over a measurement: every move allocates anew, in milliseconds and without running the model.
+    """A slider of bits per weight over a measurement: every move solves the allocation again, in milliseconds.
 
     The map shows where the bits are, the curve what they cost: predicted KL (nats per token; good for ranking) against the bitrate, with
     what was measured as marks. "Convert" converts to the chosen bitrate in the background and streams one prompt from the original and
@@ -200,7 +200,7 @@ class BitrateExplorer(BackgroundWidget):
     def __init__(
         self, measurement: Any = None, llm: Any = None, *, measured: Any = (), convert: Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        self._background = Background("BitrateExplorer", busy="one is being made", error=ConversionError)  # first: `close` needs it
+        self._background = Background("BitrateExplorer", busy="a conversion is running", error=ConversionError)  # first: `close` needs it
         self._guard = threading.RLock()
         self.measurement: Measurement = _measurement(measurement)
         self._maker = Maker(llm, self.measurement, demo=measurement is None, options=convert)
@@ -242,7 +242,7 @@ class BitrateExplorer(BackgroundWidget):
             bpw, bytes, fits, context, cache: exactly one of the first three, as in `Measurement.solve`; the head keeps 6 bits.
 
         Raises:
-            OptionError: not a number, not a size, or not exactly one. ConversionError: nothing is so small; says what is.
+            OptionError: not a number, not a size, or not exactly one. ConversionError: no allocation is that small; names the smallest.
         """
         if bytes is not None or fits is not None:
             options = {"bytes": bytes, "fits": fits, "context": context, "cache": cache}
@@ -300,7 +300,7 @@ class BitrateExplorer(BackgroundWidget):
         check_integer("BitrateExplorer: context", context, 0, 1 << 24)
         self.solve(context=context, cache=parse_mode(cache, where="BitrateExplorer"), **{kind: size})
 
-    # ---- making ----
+    # ---- converting ----
 
     def make(self, bpw: float | None = None) -> BitrateExplorer:
         """Convert to `bpw` (None: the one shown) and stream the prompt from both models; returns at once, `wait` waits.
@@ -361,14 +361,14 @@ class BitrateExplorer(BackgroundWidget):
         if not isinstance(prompt, str) or len(prompt) > 20_000:
             raise OptionError("BitrateExplorer: the page sent no prompt, or one over 20,000 characters")
         if self._background.alive:
-            return  # a second click that was on its way
+            return  # a second click in flight
         self.prompt = prompt
         self.make(bpw)
 
     def _receive_stop(self, _message: Mapping[str, Any]) -> None:
         self.stop()
 
-    # ---- looking at it without the page ----
+    # ---- without the page ----
 
     def to_frame(self) -> pd.DataFrame:
         """The curve: bpw, nbytes, predicted_kl."""
@@ -410,7 +410,7 @@ def _measurement(source: Any) -> Measurement:
 
 
 def _free_of_card(llm: Any) -> int | None:
-    """Bytes free on the GPU that the model is on; None beside a GPU, where the machine's memory says little about a card."""
+    """Bytes free on the GPU that the model is on; None on a CPU: free machine memory says nothing about a GPU."""
     if getattr(getattr(llm, "model", None), "device", "cpu") != "cuda":
         return None
     from exl2nb.llm.memory import free_bytes

@@ -88,7 +88,7 @@ class Feed:
         return max(0.0, self._last_flush + FLUSH_S - self._clock())
 
     def finish(self, reason: str, *, speed: tuple[float, float] | None = None) -> Stats:
-        """Send what is left and `done`; returns the final numbers.
+        """Send the remaining items and `done`; returns the final numbers.
 
         Args:
             reason: why the run is over.
@@ -106,7 +106,7 @@ class Feed:
     def snapshot(self) -> None:
         """Send everything so far; answers `ready` and `resync`."""
         with self._lock:
-            self._flush(self._clock())  # so that a number stands for the same items everywhere, also where this snapshot gets lost
+            self._flush(self._clock())  # so that a sequence number means the same items everywhere, even if this snapshot is lost
             self._send(self._snapshot())
 
     def _snapshot(self) -> Snapshot:

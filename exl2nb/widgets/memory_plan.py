@@ -34,7 +34,7 @@ class MemoryPlan(ExlWidget):
         device: "cpu" or "cuda", for a directory or hub id. Default: the loaded model's, else "cpu".
 
     Traits, also keywords (synced with the page both ways):
-        context: tokens of one text. batch: texts at once. cache_mode: how K and V are kept. Default: those of `source`.
+        context: tokens of one sequence. batch: sequences. cache_mode: format of K and V. Default: those of `source`.
         free: bytes free, None where it is not known. Default: what the device says.
 
     Example:

@@ -246,7 +246,7 @@ def line_of(found: Explanation, name: Callable[[int], str]) -> list[LinePart]:
 
 
 def _replay(source: Any, prompt: Any, params: SamplingParams, max_tokens: int, ids: tuple[tuple[int, ...], ...], tokenizer: Any) -> Replay:
-    """What was given, as rows of logits and what stands beside them."""
+    """The source as rows of logits with their context."""
     if isinstance(source, Replay):
         return source
     prompt_ids, new_ids = ids

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 OWNER_COLOURS: tuple[static.RGB, ...] = (
     (46, 112, 190), (214, 120, 40), (62, 150, 92), (168, 84, 170), (196, 62, 78), (20, 140, 150), (140, 110, 40), (222, 110, 150),
 )  # fmt: skip
-"""Of requests, by number; the same stand in widgets/src/pagetable/colours.ts."""
+"""Of requests, by number; the same are in widgets/src/pagetable/colours.ts."""
 KEY_DIGITS = 12  # of a page's name: enough to tell pages apart
 MOST_SQUARES = 512  # pages of the script-free twin
 CACHED: static.RGB = (176, 186, 198)
@@ -70,7 +70,7 @@ def event_of(before: PageCell, now: PageCell) -> Literal["", "new", "found", "jo
         if before.state == "free":
             return "new"
         if before.state == "cached":
-            same = before.key == now.key if before.key else now.tokens >= before.tokens  # what is not full has no name
+            same = before.key == now.key if before.key else now.tokens >= before.tokens  # a page that is not full has no key
             return "found" if same else "evicted"
         return "joined" if len(now.owners) > len(before.owners) and set(now.owners) >= set(before.owners) else ""
     if before.state == "used":
@@ -169,7 +169,7 @@ SLOW_PAGES = 2000  # pages a second that are sent while it is live
 
 
 class PageTable(ExlWidget):
-    """The cache as squares: which request holds which page, which beginnings are shared, what is kept for later and what is evicted.
+    """The cache as squares: which request references which page, which prefixes are shared, which pages are cached and which were evicted.
 
     A number in a square is the request that holds it, two mean it is shared; the fill says how much of the page is used. A corner mark says
     what happened since the frame before. Pointing at a page shows the pages before it in its text.
@@ -344,7 +344,7 @@ class PageTable(ExlWidget):
         self.stop()
         super().close()
 
-    # ---- looking at it without the page ----
+    # ---- without the page ----
 
     def to_frame(self) -> pd.DataFrame:
         """One line per page and frame: frame, label, page, state, tokens, owners, parent, event."""

@@ -64,7 +64,7 @@ def fates(found: Explanation, count: int) -> tuple[list[str], int, int]:
 
 
 class Survival:
-    """Answers questions about places on a thread of its own, the latest question first; what goes wrong leaves it unanswered.
+    """Computes sampler fates on its own thread, the latest request first; a failure leaves the request unanswered.
 
     Args:
         send: takes a message.
@@ -103,19 +103,19 @@ class Survival:
 
 
 TOP_TOKENS = 6
-"""Alternatives asked for per token: what the card beside a token shows."""
+"""Alternatives requested per token, for the card of a token."""
 _SETTINGS = tuple(Settings.__annotations__)
 
 
 class Playground(ExlWidget, ChatMode, SamplerTraits):
-    """Prompt a model and watch the text come, token by token.
+    """Prompt a model and watch the text stream, token by token.
 
     The last line of a cell displays it. Generate and Stop work in the page, also while another cell runs; `start`, `stop` and `wait` do the
-    same from Python. Pointing at a token, or walking through the text with the arrow keys, shows its probability and its rivals.
+    same from Python. Pointing at a token, or walking through the text with the arrow keys, shows its probability and its alternatives.
 
     Args:
         llm: a loaded model; anything with `stream(prompt, *, top_logprobs, **settings)` that yields chunks
-            (or strings) will do. None: only for looking.
+            (or strings) will do. None: display only.
         result: a finished run to show: a Completion, or a mapping with `text`, `tokens` and perhaps `prompt`, `finish_reason`.
 
     Traits, also keywords (synced with the page both ways):
@@ -264,7 +264,7 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
         """The worker: everything that happens here reaches the page, errors included."""
         try:
             self._stream = stream = ask(top_logprobs=TOP_TOKENS, **settings)
-            waits = hasattr(stream, "poll")  # the engine's thread writes: until the next frame it need not wake this one for every token
+            waits = hasattr(stream, "poll")  # tokens queue on the engine thread; this thread sleeps until the next frame
             for chunk in stream:
                 fresh = raw_items(chunk)
                 self._feed.add(fresh)
@@ -337,7 +337,7 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
             self.start(prompt)
 
     def _take_settings(self, message: Mapping[str, Any]) -> bool:
-        """Take over the settings that came with a message; False while a run goes on: a second click that was on its way."""
+        """Apply the settings of a message; False during a run (a second click in flight)."""
         settings = message.get("settings")
         if not isinstance(settings, dict):
             raise OptionError("Playground: the page sent no settings; reload the page")
@@ -375,7 +375,7 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
         """Call `callback(playground)` when a run has ended, on the worker thread."""
         self._listen("done", callback, remove)
 
-    # ---- looking at it without the page ----
+    # ---- without the page ----
 
     def to_frame(self) -> pd.DataFrame:
         """One row per token: text, id, prob, rank, top."""

@@ -48,7 +48,7 @@ class Stats(TypedDict):
 
 
 class Delta(TypedDict):
-    """New items of run `run`, without alternatives: the page asks for those that somebody looks at.
+    """New items of run `run`, without alternatives: the page requests them when the reader points at a token.
 
     seq counts deltas of the run from 0; a hole means lost messages, and the browser asks for a snapshot.
     """
@@ -91,7 +91,7 @@ class Tops(TypedDict):
 
 
 class LookAt(TypedDict):
-    """Somebody looks at a token whose alternatives were not sent."""
+    """The reader points at a token whose alternatives were not sent."""
 
     type: Literal["look_at"]
     run: int
@@ -110,7 +110,7 @@ class Fates(TypedDict):
 
 
 class LookInto(TypedDict):
-    """Somebody looks at a token of a run that is over, and wants to know what the samplers removed there."""
+    """The reader points at a token of a finished run: what did the samplers remove there?"""
 
     type: Literal["look_into"]
     run: int
@@ -270,7 +270,7 @@ class ChatSend(TypedDict):
 
 
 class ChatAgain(TypedDict):
-    """The reader wants another answer beside `turn`, or one to a message that got none."""
+    """The reader wants another answer as a sibling of `turn`, or one to a message without an answer."""
 
     type: Literal["chat_again"]
     turn: int
@@ -432,7 +432,7 @@ class Mark(NamedTuple):
 
 
 class ExplorerState(TypedDict):
-    """Synced traits of BitrateExplorer. bpw: asked for; solved: the bitrate that cells and figures belong to. _free: bytes of a GPU."""
+    """Synced traits of BitrateExplorer. bpw: requested; solved: the bitrate that cells and figures belong to. _free: bytes on a GPU."""
 
     status: Status
     error: str
@@ -634,7 +634,7 @@ class NeedleHit(NamedTuple):
 
 
 class NeedleText(TypedDict):
-    """What was hidden and how it is asked for. tokens: of the text around it; 0: not read yet."""
+    """The hidden fact and its question. tokens: of the filler text; 0: not read yet."""
 
     fact: str
     question: str
@@ -743,7 +743,7 @@ class RunPrompts(TypedDict):
 
 
 class SampleStep(NamedTuple):
-    """One link of the sampling chain. mass: what it removed weighed. probs: of `_tokens` after it; null where removed."""
+    """One step of the sampling chain. mass: probability that it removed. probs: of `_tokens` after it; null where removed."""
 
     name: str
     settings: str

@@ -97,7 +97,7 @@ class Speculation(ExlWidget):
 
         return pd.DataFrame(self._tokens, columns=list(SpecToken._fields))
 
-    # ---- looking at it without the page ----
+    # ---- without the page ----
 
     def _summary(self) -> str:
         return f"Speculation({words(self.stats)})"

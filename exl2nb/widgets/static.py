@@ -15,7 +15,7 @@ STATIC = Path(__file__).parent.parent / "static"
 RGB = tuple[int, int, int]
 
 SURPRISE_LIMITS = (0.9, 0.5, 0.2, 0.05)
-"""Steps of the tint: at least 90 %, 50, 20, 5 and below. The same numbers stand in widgets/src/shared/format.ts."""
+"""Steps of the tint: at least 90 %, 50, 20, 5 and below. The same numbers are in widgets/src/shared/format.ts."""
 _TINTS = ("transparent", "rgba(255,200,40,.26)", "rgba(255,160,30,.42)", "rgba(250,110,40,.52)", "rgba(226,60,70,.58)")
 _SOLID: tuple[RGB, ...] = ((206, 206, 206), (250, 224, 150), (250, 196, 120), (247, 160, 120), (228, 116, 122))
 

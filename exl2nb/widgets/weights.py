@@ -164,7 +164,7 @@ class WeightBrowser(ExlWidget):
         column: int | None = None,
         row: int | None = None,
     ) -> WeightBrowser:
-        """Show another place; what is left out stays. `row`, an original row of the matrix, stands for group and unit, and is followed.
+        """Show another place; omitted arguments keep their value. `row`, an original row of the matrix, selects its group and unit.
 
         Raises:
             OptionError: there is no such place. FormatError: the file breaks a rule there.
@@ -239,7 +239,7 @@ class WeightBrowser(ExlWidget):
             self.weights.close()
         super().close()
 
-    # ---- looking at it without the page ----
+    # ---- without the page ----
 
     def to_frame(self) -> pd.DataFrame:
         """One line per value shown: stored row, original row, code, level, weight, original, error (NaN without an original)."""

@@ -135,7 +135,7 @@ def test_stop_while_converting(measurement, converter):
     converter.gate = threading.Event()
     explorer = BitrateExplorer(measurement, Original(), bpw=3.0)
     explorer.make()
-    with pytest.raises(ConversionError, match="being made"):
+    with pytest.raises(ConversionError, match="a conversion is running"):
         explorer.make()
     explorer._dispatch(None, {"type": "stop"}, [])
     converter.gate.set()

@@ -18,7 +18,7 @@ export interface Stats {
 }
 
 /**
- * New items of run `run`, without alternatives: the page asks for those that somebody looks at.
+ * New items of run `run`, without alternatives: the page requests them when the reader points at a token.
  *
  * seq counts deltas of the run from 0; a hole means lost messages, and the browser asks for a snapshot.
  */
@@ -57,7 +57,7 @@ export interface Tops {
   top: Alternative[];
 }
 
-/** Somebody looks at a token whose alternatives were not sent. */
+/** The reader points at a token whose alternatives were not sent. */
 export interface LookAt {
   type: "look_at";
   run: number;
@@ -74,7 +74,7 @@ export interface Fates {
   of: number;
 }
 
-/** Somebody looks at a token of a run that is over, and wants to know what the samplers removed there. */
+/** The reader points at a token of a finished run: what did the samplers remove there? */
 export interface LookInto {
   type: "look_into";
   run: number;
@@ -191,7 +191,7 @@ export interface ChatSend {
   settings: Record<string, number | boolean | null>;
 }
 
-/** The reader wants another answer beside `turn`, or one to a message that got none. */
+/** The reader wants another answer as a sibling of `turn`, or one to a message without an answer. */
 export interface ChatAgain {
   type: "chat_again";
   turn: number;
@@ -327,7 +327,7 @@ export type CurvePoint = [bpw: number, nbytes: number, kl: number, bits: number[
 /** A bitrate whose KL was measured, nats per token. */
 export type Mark = [bpw: number, kl: number, label: string];
 
-/** Synced traits of BitrateExplorer. bpw: asked for; solved: the bitrate that cells and figures belong to. _free: bytes of a GPU. */
+/** Synced traits of BitrateExplorer. bpw: requested; solved: the bitrate that cells and figures belong to. _free: bytes on a GPU. */
 export interface ExplorerState {
   status: Status;
   error: string;
@@ -487,7 +487,7 @@ export type CacheKind = [mode: string, title: string, note: string, bits: number
 /** The answer's probability under a mode; depth 0 to 1, null: the fact was not in the text. rank: of its first token. */
 export type NeedleHit = [mode: string, depth: number | null, prob: number, rank: number];
 
-/** What was hidden and how it is asked for. tokens: of the text around it; 0: not read yet. */
+/** The hidden fact and its question. tokens: of the filler text; 0: not read yet. */
 export interface NeedleText {
   fact: string;
   question: string;
@@ -569,7 +569,7 @@ export interface RunPrompts {
   prompts: string[];
 }
 
-/** One link of the sampling chain. mass: what it removed weighed. probs: of `_tokens` after it; null where removed. */
+/** One step of the sampling chain. mass: probability that it removed. probs: of `_tokens` after it; null where removed. */
 export type SampleStep = [name: string, settings: string, survivors: number, removed: number, mass: number, temperature: number, entropy_bits: number, probs: (number | null)[]];
 
 /** A token worth looking at. */
