@@ -1,4 +1,4 @@
-// How one pool of the KV cache stores its numbers: exl2nb/cache/storage/FORMAT.md. Pure functions of sizes.
+// How one pool of the KV cache stores its numbers: exl2nb/cache/FORMAT.md. Pure functions of sizes.
 #pragma once
 #include <cstdint>
 

@@ -59,7 +59,7 @@ int format_of(const char* op, const Tensor& pool, int64_t heads, int64_t head_di
     if (holds(ScalarType::Byte, kPoolQ4)) return kCacheQ4;
   }
   STD_TORCH_CHECK(false, op, ": a pool is ", text_of(pool), "; expected f16 or f32 (pages, ", heads, ", 256, ", head_dim,
-                  ") or coded rows (cache/storage/FORMAT.md), contiguous, on the GPU");
+                  ") or coded rows (cache/FORMAT.md), contiguous, on the GPU");
 }
 
 CacheArgs pools(const char* op, const Tensor& k_pool, const Tensor& v_pool, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim) {

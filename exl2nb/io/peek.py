@@ -13,8 +13,7 @@ from typing import Any
 
 from exl2nb.core.errors import FormatError, ModelNotFound
 from exl2nb.io.hub import SKIPPED, check_id, hub_errors, name_of, no_config, resolve, unreachable
-from exl2nb.io.safetensors import SafetensorsFile
-from exl2nb.io.safetensors_header import HEADER_LIMIT_BYTES
+from exl2nb.io.safetensors import HEADER_LIMIT_BYTES, SafetensorsFile
 
 SMALL = (
     "config.json", "generation_config.json", "quantize_config.json", "quant_config.json", "tokenizer_config.json", "chat_template.j*",

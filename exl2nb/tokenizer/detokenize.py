@@ -1,4 +1,9 @@
-"""Ids to text while they arrive: never half a character, and in the end exactly `Tokenizer.decode` of them all."""
+"""Ids to text while they arrive: never half a character, and in the end exactly `Tokenizer.decode` of them all.
+
+Ours and not `DecodeStream` of the tokenizers library (0.23): that takes 1.9 us a token, this 0.8. Of 1000 random sequences of 12 ids its
+text equals `decode` for 644 (byte-level) and 60 (SentencePiece), ours for all: it has no flush for an incomplete end, and with byte
+tokens it raises "Invalid prefix" (305) or gives other text (314). It takes no prompt as context (benchmarks/libraries.py, 2026-11).
+"""
 
 from __future__ import annotations
 

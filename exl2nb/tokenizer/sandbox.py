@@ -3,6 +3,10 @@
 A chat template is a program that came with a model file. It may read the messages it is given and build a string. Every loop turn, call
 and filter costs one step of a budget, and no value may grow past a limit, so that neither an endless loop nor a doubling string hangs the
 kernel.
+
+A deadline around jinja2's `ImmutableSandboxedEnvironment` is not enough: between two checks one operation can fill the memory. With a
+deadline alone '%1000000000d' took 5 s and 2 GiB, a doubling string 4 s and 1 GiB, where this stops both in 0.3 s without growing. A
+conversation of 1000 messages takes 18 ms here and 10 ms without the budget (benchmarks/libraries.py, 2026-11).
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ __device__ __forceinline__ void group_max(Numbers<N>& v) {
     for (int n = 0; n < N; n++) v[n] = fmaxf(v[n], __shfl_xor_sync(kAll, v[n], i));
 }
 
-// A group's scale and this lane's code, by cache/storage/FORMAT.md, "Encoding", step for step.
+// A group's scale and this lane's code, by cache/FORMAT.md, "Encoding", step for step.
 struct Coded {
   half scale;
   int code;

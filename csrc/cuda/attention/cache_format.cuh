@@ -1,4 +1,4 @@
-// How a KV cache page stores its numbers (cache/storage/FORMAT.md), and how a lane gets them out of a tile in shared memory in the order of
+// How a KV cache page stores its numbers (cache/FORMAT.md), and how a lane gets them out of a tile in shared memory in the order of
 // the tensor cores' A fragments.
 //
 // A page of one head is 256 rows of D codes, then fp16 scales (256, D / G) unless the numbers are plain. 8 and 4 bits hold Hadamard-rotated
