@@ -14,7 +14,7 @@ MODES: dict[str, tuple[str, str]] = {
     "q6": ("q8", "q4"),
     "q4": ("q4", "q4"),
 }
-"""Mode -> (storage of K, storage of V). q6 is no 6-bit code: keys suffer more from few bits than values, so they get the 8."""
+"""Mode -> (storage of K, storage of V). q6 is no 6-bit code: keys lose more accuracy at few bits than values, so K has 8 bits and V 4."""
 
 _WIDTHS = {"4": "q4", "8": "q8", "16": "fp16"}
 

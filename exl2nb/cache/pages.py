@@ -1,4 +1,4 @@
-"""Which pages of the cache are taken, by how many, and which free ones still hold something. Knows neither tensors nor sequences."""
+"""Reference counts of the cache's pages, and which free pages keep content for prefix reuse. Knows neither tensors nor sequences."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from exl2nb.core.errors import OutOfPages
 
 
 class PageTable:
-    """Page ids with reference counts, and the pages nobody holds in the order of their last use.
+    """Page ids with reference counts, and the unreferenced pages in the order of their last use.
 
-    A page is used (it has holders), cached (nobody holds it, its content was marked with `keep`) or free. Cached pages count as free: when
-    `allocate` has no other left it evicts them, the one used longest ago first.
+    A page is used (referenced), cached (unreferenced, its content marked with `keep`) or free. Cached pages count as free: when no other
+    page is left, `allocate` evicts the least recently used of them.
 
-    Invariant: a page without holders stands exactly once, on the free list or among the cached ones. Breaking it (freeing or sharing a page
-    that holds nothing) is a bug of the caller and an assertion.
+    Invariant: an unreferenced page is exactly once on the free list or among the cached pages. Freeing an unreferenced page or sharing a
+    free one is a bug of the caller and an assertion.
 
     Args:
         num_pages: ids run from 0 to num_pages - 1.
@@ -30,27 +30,27 @@ class PageTable:
     def __init__(self, num_pages: int) -> None:
         assert num_pages > 0, num_pages
         self.num_pages = num_pages
-        self.evictions = 0  # cached pages that were given away, since the table was made
-        self.clock = 0  # counts what happens to pages; the last use of a page is a value of it
-        self.on_evict: Callable[[int], None] | None = None  # told before a cached page is given away
+        self.evictions = 0  # cached pages evicted since the table was made
+        self.clock = 0  # logical time: +1 per allocate, share and free
+        self.on_evict: Callable[[int], None] | None = None  # called before a cached page is evicted
         self._counts = [0] * num_pages
         self._kept = bytearray(num_pages)
         self._last_use = [0] * num_pages
-        self._free = list(range(num_pages - 1, -1, -1))  # a stack: the lowest id comes first, a page freed last is taken next
-        self._cached: dict[int, None] = {}  # the one used longest ago stands first
+        self._free = list(range(num_pages - 1, -1, -1))  # a stack: lowest id first, the page freed last is taken next
+        self._cached: dict[int, None] = {}  # least recently used first
 
     @property
     def num_free(self) -> int:
-        """Pages nobody holds, cached ones included."""
+        """Unreferenced pages, cached ones included."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_cached(self) -> int:
-        """Pages nobody holds whose content is kept."""
+        """Unreferenced pages whose content is kept."""
         return len(self._cached)
 
     def count(self, page: int) -> int:
-        """Holders of `page`."""
+        """References to `page`."""
         assert 0 <= page < self.num_pages, page
         return self._counts[page]
 
@@ -59,11 +59,11 @@ class PageTable:
         return "used" if self.count(page) else "cached" if page in self._cached else "free"
 
     def last_use(self, page: int) -> int:
-        """The clock when somebody last took or gave up the page; 0 = never."""
+        """The clock when the page was last allocated, shared or freed; 0 = never."""
         return self._last_use[page]
 
     def allocate(self, n: int) -> list[int]:
-        """Take `n` pages nobody holds, each with one holder; all or none.
+        """Take `n` unreferenced pages, one reference each; all or none.
 
         Raises:
             OutOfPages: fewer are free; nothing was taken.
@@ -83,7 +83,7 @@ class PageTable:
         return taken
 
     def share(self, pages: Sequence[int]) -> None:
-        """Add a holder to each of `pages`; every one must be used or cached."""
+        """Add a reference to each of `pages`; every one must be used or cached."""
         assert all(self.count(page) > 0 or page in self._cached for page in pages), f"share of a free page: {list(pages)}"
         self.clock += 1
         for page in pages:
@@ -93,9 +93,9 @@ class PageTable:
             self._last_use[page] = self.clock
 
     def free(self, pages: Sequence[int]) -> None:
-        """Remove one holder from each of `pages`, the last first, so that the end of a text is evicted before its beginning.
+        """Remove one reference from each of `pages`, the last page first, so that the end of a text is evicted before its beginning.
 
-        A page without holders is free again, or cached where `keep` was said. Freeing a page without holders is an assertion.
+        An unreferenced page becomes free, or cached after `keep`. Freeing an unreferenced page is an assertion.
         """
         self.clock += 1
         for page in reversed(pages):
@@ -109,12 +109,12 @@ class PageTable:
                     self._free.append(page)
 
     def keep(self, page: int) -> None:
-        """The content of a page that is held is worth keeping when nobody holds it any more."""
-        assert self.count(page) > 0, f"keep of page {page}, which nobody holds"
+        """Keep the content of a referenced page for reuse once its last reference is gone."""
+        assert self.count(page) > 0, f"keep of page {page}, which has no references"
         self._kept[page] = 1
 
     def drop(self, page: int) -> None:
-        """The content of `page` is worth nothing any more; a cached page is free at once."""
+        """Forget the content of `page`; a cached page becomes free at once."""
         self._kept[page] = 0
         if page in self._cached:
             del self._cached[page]
@@ -127,6 +127,6 @@ class PageTable:
         self.evictions += 1
         self._cached.pop(page, None)
         self._kept[page] = 0
-        if self._free and self._free[-1] == page:  # on_evict said drop
+        if self._free and self._free[-1] == page:  # on_evict called drop
             self._free.pop()
         return page

@@ -1,4 +1,4 @@
-"""The tensors of the KV cache. Which page belongs to whom is `cache.pages`' business."""
+"""The tensors of the KV cache. `cache.pages` counts the references to its pages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from exl2nb.core.errors import OptionError
 from exl2nb.core.show import facts
 from exl2nb.ops.memory import large_pages
 
-LARGE_BYTES = 2 << 20  # from here on a cache lies in large pages
+LARGE_BYTES = 2 << 20  # caches of at least this size use large pages
 
 
 class KVCache:
@@ -24,7 +24,7 @@ class KVCache:
 
     Args:
         spec: the sizes and the mode.
-        device: where the pools live.
+        device: of the pools.
 
     Raises:
         OptionError: the cache is larger than the memory of this machine; names both and what to lower.
@@ -33,7 +33,7 @@ class KVCache:
     def __init__(self, spec: CacheSpec, device: str = "cpu") -> None:
         self.spec, self.device = spec, device
         _check_memory(spec, device)
-        # a step reads from hundreds of places in it: eight requests are a tenth slower in pages of 4 KiB (demo model, 2 cores, 2026-11)
+        # A step reads from hundreds of places: eight requests are a tenth slower with pages of 4 KiB (demo model, 2 cores, 2026-11).
         memory = large_pages(spec.total_bytes) if device == "cpu" and spec.total_bytes >= LARGE_BYTES else None
         if memory is None:
             memory = torch.zeros(spec.total_bytes, dtype=torch.uint8, device=device)  # one tensor: a GPU gives each its own segments
@@ -58,7 +58,7 @@ class KVCache:
                 pool[target].copy_(pool[source])
 
     def close(self) -> None:
-        """Drop the pools; the memory returns at once."""
+        """Drop the pools; the memory is freed at once."""
         self.k, self.v = [], []
 
     def __repr__(self) -> str:

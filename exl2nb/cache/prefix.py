@@ -1,4 +1,4 @@
-"""Finds pages by the tokens they hold: a page is known by a hash of its tokens and of all before them. Knows no tensors and no requests."""
+"""Prefix cache index: a page's key is a hash of its tokens and of all tokens before them. Knows no tensors and no requests."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import numpy as np
 from exl2nb.cache.pages import PageTable
 
 KEY_BYTES = 16
-CANDIDATES = 16  # partial pages looked at per match, the latest first
+CANDIDATES = 16  # partial pages compared per match, the latest first
 
 
 class Entry(NamedTuple):
-    """What a page holds. parent: key of the text before it. key: of the text with it, None while the page is not full. tokens: int32."""
+    """Content of a page. parent: key of the text before it. key: of the text with it, None while the page is not full. tokens: int32."""
 
     parent: bytes
     key: bytes | None
@@ -23,7 +23,7 @@ class Entry(NamedTuple):
 
 
 class Match(NamedTuple):
-    """What of a text is there: full pages in order, then `common` tokens of page `partial` (0 and None: nothing)."""
+    """The cached beginning of a text: full pages in order, then `common` tokens of page `partial` (0 and None: no partial page)."""
 
     pages: list[int]
     partial: int | None
@@ -31,7 +31,7 @@ class Match(NamedTuple):
 
 
 def root_key(salt: str) -> bytes:
-    """Key of the empty text. salt: everything besides tokens that changes what a page holds (cache mode, adapter)."""
+    """Key of the empty text. salt: everything besides tokens that changes a page's content (cache mode, adapter)."""
     return blake2b(salt.encode(), digest_size=KEY_BYTES, person=b"exl2nb pages").digest()
 
 
@@ -44,7 +44,7 @@ class PrefixIndex:
     """The published pages of a table.
 
     Args:
-        table: the pages; published ones are kept when nobody holds them, evicted ones are forgotten here.
+        table: the pages; published pages are kept when unreferenced, evicted pages leave the index.
         page_size: tokens per page.
     """
 
@@ -60,11 +60,11 @@ class PrefixIndex:
         return sum(entry is not None for entry in self._entries)
 
     def entry(self, page: int) -> Entry | None:
-        """What is published of `page`."""
+        """The published content of `page`."""
         return self._entries[page]
 
     def filled(self, page: int) -> int:
-        """Tokens published of `page`; 0 = none."""
+        """Number of published tokens of `page`; 0 = none."""
         return self._filled[page]
 
     def find(self, key: bytes) -> int | None:
@@ -72,7 +72,7 @@ class PrefixIndex:
         return self._full.get(key)
 
     def match(self, ids: Sequence[int], keys: Sequence[bytes], root: bytes, *, limit: int) -> Match:
-        """Find the longest known beginning of a text.
+        """Find the longest cached beginning of a text.
 
         Args:
             ids: the text. keys: of its full pages in order. root: key of the empty text. limit: tokens to match at most.
@@ -105,13 +105,13 @@ class PrefixIndex:
         return best, common
 
     def publish(self, page: int, parent: bytes, tokens: Sequence[int] | np.ndarray, key: bytes | None = None) -> int:
-        """Say what a page holds.
+        """Enter the content of a page.
 
         Args:
-            page: held by somebody. parent: key of the text before it. tokens: 1 to page_size of them. key: of a full page.
+            page: referenced. parent: key of the text before it. tokens: 1 to page_size of them. key: of a full page.
 
         Returns:
-            The page to use for this content: another one where a full page with this content was known already; then nothing is published.
+            The page to use for this content: another one where a full page with this content is known already; then nothing is published.
         """
         if key is not None and (known := self._full.get(key)) is not None:
             return known
@@ -134,7 +134,7 @@ class PrefixIndex:
             self.publish(page, entry.parent, entry.tokens[:length])
 
     def forget(self, page: int) -> None:
-        """The page's content is not to be used any more. Harmless when nothing was published."""
+        """Remove a page from the index. Harmless when nothing was published."""
         entry = self._entries[page]
         if entry is None:
             return

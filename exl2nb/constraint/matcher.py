@@ -1,4 +1,4 @@
-"""One answer's place in its grammar; the next mask is computed on another thread while the model runs, unless it is too cheap for that."""
+"""One answer's position in its grammar. The next mask is computed on another thread during the model's step, unless it is cheap."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class MatcherConstraint:
         self._bits = np.zeros((vocab_size + 31) // 32, np.int32)
         self._future: Future[Allowed] | None = None
         self._ready: Allowed | None = None
-        self._cost_s = 1.0  # what masks took lately; the first one is not known
+        self._cost_s = 1.0  # decaying maximum of the cost of a mask; 1.0 until the first one
         self._finished = bool(matcher.is_stopped())
         self._prepare()
 
@@ -60,10 +60,10 @@ class MatcherConstraint:
         return self._ready
 
     def accept(self, token_id: int, /) -> None:
-        """The text goes on with this token.
+        """Advance by this token.
 
         Raises:
-            StructureError: it is not allowed here; the place stays what it was.
+            StructureError: it is not allowed here; the position does not change.
         """
         self._settle()
         if self._matcher.validate_tokens([token_id]) != 1 or not self._matcher.consume_token(token_id):
@@ -71,26 +71,26 @@ class MatcherConstraint:
         self._moved()
 
     def rewind(self, count: int, /) -> None:
-        """Take the last `count` tokens back."""
+        """Remove the last `count` tokens."""
         self._settle()
         if count and not self._matcher.rollback(count):
             raise StructureError(f"{count} tokens cannot be taken back: {str(self._matcher.get_error())[:200]}")
         self._moved()
 
     def copy(self) -> MatcherConstraint:
-        """The same place in the grammar, independent from here on."""
+        """An independent copy at the same position."""
         self._settle()
         return MatcherConstraint(self._matcher.deep_copy(), self._vocab_size, self._what)
 
     def forced(self) -> list[int]:
-        """Tokens that must follow whatever the model thinks; often none."""
+        """Tokens that must follow whatever the logits say; often none."""
         self._settle()
         return list(self._matcher.compute_ff_tokens())
 
-    # ---- inside
+    # ---- private
 
     def _refused(self, token_id: int) -> StructureError:
-        """Why a token was not taken, asked of a copy."""
+        """Why a token was refused; a copy of the matcher tells the reason."""
         other = self._matcher.deep_copy()
         other.consume_token(token_id)
         limit = next((line for line in other.get_error().splitlines() if "max is" in line or "too many" in line), "")
@@ -105,7 +105,7 @@ class MatcherConstraint:
             self._prepare()
 
     def _prepare(self) -> None:
-        """Begin with the next mask, which `allowed` will ask for."""
+        """Start computing the mask that `allowed` will return."""
         if self._cost_s < CHEAP_S:
             return
         try:
@@ -114,13 +114,13 @@ class MatcherConstraint:
             self._future = None
 
     def _settle(self) -> None:
-        """Nobody else uses the matcher after this."""
+        """Wait until no other thread uses the matcher."""
         if self._future is not None and not self._future.cancel():
             self._ready = self._future.result()
         self._future = None
 
     def _compute(self) -> Allowed:
-        """The mask at this place."""
+        """The mask at the current position."""
         started = time.perf_counter()
         try:
             return self._mask()

@@ -39,7 +39,7 @@ def shown(value: object) -> str:
 
 
 def several(value: object) -> list[Any]:
-    """One or several: a list of what a collection holds; a text, or anything else that is none, is one."""
+    """A list of the elements of a collection; a text or any other single value becomes a list of one."""
     return list(value) if isinstance(value, Iterable) and not isinstance(value, (str, bytes)) else [value]
 
 

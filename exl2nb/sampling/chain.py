@@ -64,7 +64,7 @@ def batches(state: SamplerState) -> bool:
 
 
 def draw_batch(logits: Tensor, draws: Sequence[tuple[SamplerState, int, int]]) -> list[Sampled | None]:
-    """What `sample_row` draws, for many rows at once; pushes nothing.
+    """`sample_row` for many rows at once, without pushing the tokens.
 
     Args:
         logits: f32 `(R, V)` on the host, raw.
@@ -78,7 +78,7 @@ def draw_batch(logits: Tensor, draws: Sequence[tuple[SamplerState, int, int]]) -
 
 
 def draw_settings(draws: Sequence[tuple[SamplerState, int, int]]) -> tuple[Tensor, int]:
-    """What `draw_rows` wants to know for `draw_batch`: the settings of each row, f64 `(R, 5)`, and how many alternatives."""
+    """Arguments of `draw_rows` for a batch: the settings of each row, f64 `(R, 5)`, and how many alternatives to report."""
     cuts = [state.recipe.cuts for state, _, _ in draws]
     changing = any([one is None or one[0] for one in cuts])  # greedy rows ask for the same at every step
     rows = _settings(draws) if changing else _greedy_rows(tuple(cuts))  # pyright: ignore[reportArgumentType]
@@ -86,16 +86,16 @@ def draw_settings(draws: Sequence[tuple[SamplerState, int, int]]) -> tuple[Tenso
 
 
 def drawn_rows(found: Tensor, draws: Sequence[tuple[SamplerState, int, int]]) -> list[Sampled | None]:
-    """What `draw_batch` returns, of what `draw_rows` says."""
+    """Turn the result of `draw_rows` into choices; None for a row without a distribution."""
     return [_sampled(one, draw[2]) if one[0] >= 0 else None for one, draw in zip(found.tolist(), draws)]
 
 
 def _settings(draws: Sequence[tuple[SamplerState, int, int]]) -> Tensor:
-    """What `draw_rows` wants to know of each row: its cuts and its uniform number, f64 `(R, 5)`."""
+    """The cuts and the uniform number of each row, f64 `(R, 5)`."""
     settings: list[float] = []  # one list: NumPy takes a microsecond for every row that is written by itself
     for state, number, _ in draws:
         cuts = state.recipe.cuts
-        assert cuts is not None, "`batches` said so"
+        assert cuts is not None, "`batches` is False for this request"
         settings += cuts
         settings.append(uniform(state.seed, number) if cuts[0] else 0.0)
     return torch.from_numpy(np.array(settings, np.float64).reshape(-1, 5))
@@ -155,7 +155,7 @@ def _draw(row: np.ndarray, state: SamplerState) -> int:
 
 
 def _draw_plain(row: np.ndarray, state: SamplerState, top: int = 0) -> list[float]:
-    """What `draw_rows` says of a row, the grammar's mask read as it is."""
+    """The result of `draw_rows` for one row, with the grammar's mask as bits."""
     cuts, bits = state.recipe.cuts, None
     assert cuts is not None, "a chain with other cuts"
     if state.constraint is not None:
@@ -172,6 +172,6 @@ def _draw_plain(row: np.ndarray, state: SamplerState, top: int = 0) -> list[floa
 
 
 def _sampled(found: list[float], top: int) -> Sampled:
-    """What `draw_rows` says of a row, with the first `top` of the alternatives."""
+    """One row of the result of `draw_rows`, with the first `top` alternatives."""
     best = tuple([(int(found[i]), found[i + 1]) for i in range(4, min(4 + 2 * top, len(found)), 2)]) if top else ()
     return _new(Sampled, (int(found[0]), found[1], int(found[2]), best))

@@ -1,4 +1,4 @@
-"""What sampling asks of a grammar: which tokens may come next. Knows no grammar."""
+"""The interface between sampling and a grammar: which tokens may come next. Knows no grammar."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _popcount(words: np.ndarray) -> int:
 
 
 class Constraint(Protocol):
-    """The state of one request in its grammar. Belongs to the request's thread; `allowed` may be prepared on another one."""
+    """One request's position in its grammar. Used on the engine thread; `allowed` may be prepared on another one."""
 
     @property
     def finished(self) -> bool:
@@ -82,7 +82,7 @@ class Constraint(Protocol):
         ...
 
     def accept(self, token_id: int, /) -> None:
-        """The text goes on with this token.
+        """Advance by this token.
 
         Raises:
             StructureError: it is not allowed here.
@@ -90,13 +90,13 @@ class Constraint(Protocol):
         ...
 
     def rewind(self, count: int, /) -> None:
-        """Take the last `count` tokens back."""
+        """Remove the last `count` tokens."""
         ...
 
     def copy(self) -> Constraint:
-        """The same place in the grammar, independent from here on."""
+        """An independent copy at the same position."""
         ...
 
     def forced(self) -> list[int]:
-        """Tokens that must follow whatever the model thinks; often none. Good as a draft."""
+        """Tokens that must follow whatever the logits say; often none. Usable as draft tokens."""
         ...

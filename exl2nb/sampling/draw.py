@@ -39,12 +39,12 @@ def _mix(z: int) -> int:
 
 
 def fresh_seed() -> int:
-    """A seed nobody chose: 63 random bits, so that it also fits a signed 64-bit column."""
+    """A random seed of 63 bits, so that it also fits a signed 64-bit column."""
     return secrets.randbits(63)
 
 
 def weights_of(logits: np.ndarray, highest: np.floating | float, scale: float = 1.0) -> np.ndarray:
-    """`exp((logits - highest) * scale)`, f32 `(n,)`. The next call on this thread overwrites it: to be used up at once, never kept."""
+    """`exp((logits - highest) * scale)`, f32 `(n,)`. The next call on this thread overwrites it: use it at once."""
     size = logits.shape[0]
     buffer = getattr(_local, "buffer", None)
     if buffer is None or len(buffer) < size:

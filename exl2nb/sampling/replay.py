@@ -24,7 +24,7 @@ from exl2nb.sampling.state import SamplerState
 
 
 class Pieces(Protocol):
-    """What is needed of a tokenizer to name tokens and to find those that DRY, XTC and min_tokens treat apart."""
+    """The part of a tokenizer that names tokens and finds those that DRY, XTC and min_tokens exempt."""
 
     eos_ids: frozenset[int]
 
@@ -228,7 +228,7 @@ class Replay:
 
 
 def seeded(params: SamplingParams) -> SamplingParams:
-    """The same settings with a seed, so that looking twice shows the same."""
+    """The same settings with a seed, so that two explanations of it agree."""
     return params if params.seed is not None else replace(params, seed=fresh_seed() >> 32)
 
 
@@ -262,7 +262,7 @@ class Draw:
 
 
 def after_draw(token_id: int, logits: np.ndarray, state: SamplerState) -> int:
-    """Ask the request's functions, in order; each may return another id.
+    """Call the request's `post_sampling` functions in order; each may return another id.
 
     Raises:
         OptionError: one returned what is no id. GenerationError: the grammar does not allow what it returned, or it raised

@@ -123,12 +123,12 @@ class Words(Protocol):
 
 
 class SamplerState:
-    """The changing half of sampling, one per request.
+    """The changing half of sampling, one per request; `SamplingParams` is the fixed half.
 
     Args:
         params: the fixed half.
         prompt_ids: they count as seen for the repetition penalty and DRY.
-        tokenizer: of the model; only looked at when DRY or XTC is on. None = texts among their settings mean nothing.
+        tokenizer: of the model; used by DRY and XTC only. None = texts among their settings have no effect.
         end_ids: tokens that end the text, masked by min_tokens.
         constraint: the grammar of this request, at its beginning.
     """
@@ -146,7 +146,7 @@ class SamplerState:
         self.recipe: Recipe = recipe(params)
         self.seed = fresh_seed() if params.seed is None else params.seed
         self.count = 0
-        self.retry = 0  # draws at this place that were taken back because of what they led to
+        self.retry = 0  # draws at this position that were taken back; each retry uses another random number
         self.mu = self._next_mu = 2.0 * params.mirostat_tau
         self.end_ids = np.fromiter(end_ids, np.int64)
         self.constraint = constraint
@@ -161,7 +161,7 @@ class SamplerState:
         self._seen = Tally(self.history.ids.tolist() if self._tallies and params.repetition_penalty != 1.0 else ())
         self._new = Tally()
 
-    # ---- what the filters ask
+    # ---- read by the filters
 
     @property
     def seen(self) -> np.ndarray:
@@ -184,7 +184,7 @@ class SamplerState:
         return self.constraint is None and self.params.device_ready
 
     def uniform(self) -> float:
-        """The random number of the token that is drawn next; asking twice gives the same."""
+        """The random number of the token that is drawn next; asking twice gives the same number."""
         return uniform(self.seed ^ (self.retry * 0x9E6C63D0876A9A47), self.count)
 
     def allowed(self) -> Allowed:
@@ -238,14 +238,14 @@ class SamplerState:
         ends = frozenset(self.end_ids.tolist()) | (words.eos_ids if words is not None else frozenset())
         return np.array(sorted(ends | self._last_tokens(["\n", "a\n"])), np.int64)
 
-    # ---- what happens to it
+    # ---- changes
 
     def drawn(self, prob: float) -> None:
-        """The next token to be pushed had this probability among those it was drawn from; mirostat wants to know."""
+        """The next token to be pushed had this probability among those it was drawn from; mirostat needs it."""
         self._next_mu = next_mu(self.mu, prob, self.params.mirostat_tau, self.params.mirostat_eta)
 
     def push(self, token_id: int) -> None:
-        """The request has taken this token, drawn or not."""
+        """Append a token to the request, drawn or given."""
         if self.constraint is not None:
             self.constraint.accept(token_id)
         self.count += 1
@@ -262,7 +262,7 @@ class SamplerState:
                     self._seen.add(token_id)
 
     def rewind(self, count: int) -> None:
-        """Take the last `count` tokens back, as if they had never been pushed."""
+        """Remove the last `count` tokens, as if they had never been pushed."""
         assert 0 <= count <= self.count, (count, self.count)
         if not count:
             return
@@ -289,7 +289,7 @@ class SamplerState:
         twin.constraint = None if self.constraint is None else self.constraint.copy()
         return twin
 
-    # ---- inside
+    # ---- private
 
     @cached_property
     def _fixed(self) -> dict[str, np.ndarray]:

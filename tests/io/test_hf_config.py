@@ -3,7 +3,7 @@ import json
 import pytest
 
 from exl2nb.core.errors import ConfigError, ModelNotFound
-from exl2nb.io.hf_config import LIMIT_BYTES, read_config
+from exl2nb.io.hf_config import LIMIT_BYTES, READ, foreign_format, read_config, refuse, with_quantization
 
 
 def put(directory, value):
@@ -58,3 +58,72 @@ def test_size_limit(tmp_path):
     (tmp_path / "config.json").write_bytes(b" " * (LIMIT_BYTES + 1))
     with pytest.raises(ConfigError, match="found more than"):
         read_config(tmp_path)
+
+
+# ---- quantization_config
+
+
+def files(directory, **contents):
+    for name, content in contents.items():
+        (directory / f"{name}.json").write_text(json.dumps(content))
+    return directory
+
+
+def test_plain_and_exl2_models(tmp_path):
+    assert with_quantization(tmp_path, {"a": 1}) == {"a": 1}
+    exl2 = {"quantization_config": {"quant_method": "exl2", "bits": 4.0}}
+    assert with_quantization(tmp_path, exl2) == exl2
+
+
+def test_settings_of_older_tools(tmp_path):
+    files(tmp_path, quantize_config={"bits": 4, "group_size": 128, "desc_act": True})
+    found = with_quantization(tmp_path, {})["quantization_config"]
+    assert found == {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True}
+    both = {"quantization_config": {"quant_method": "gptq", "bits": 8, "checkpoint_format": "gptq_v2"}}
+    merged = with_quantization(tmp_path, both)["quantization_config"]
+    assert (merged["bits"], merged["checkpoint_format"]) == (4, "gptq_v2")
+
+
+@pytest.mark.parametrize(
+    ("name", "block", "words"),
+    [
+        (
+            "config",
+            {"quant_method": "awq"},
+            r"config.json: .* format AWQ \(awq\); expected exl2, gptq or plain .*take a GPTQ or EXL2 version",
+        ),
+        ("config", {"quant_method": "bitsandbytes", "load_in_4bit": True}, "format bitsandbytes .*take the original"),
+        ("config", {"load_in_8bit": True}, "format bitsandbytes"),
+        ("config", {"quant_method": "fp8", "activation_scheme": "dynamic"}, "format FP8 .*bf16 version"),
+        ("config", {"quant_method": "fbgemm_fp8"}, "format FP8"),
+        ("config", {"quant_method": "gguf"}, "format GGUF .*llama.cpp"),
+        ("config", {"quant_method": "compressed-tensors"}, "format compressed-tensors"),
+        ("config", {"quant_method": "aqlm"}, "format AQLM"),
+        ("config", {"quant_method": "hqq"}, "format HQQ"),
+        ("config", {"quant_method": "exl3"}, "format EXL3 .*ExLlamaV3"),
+        ("config", {"quant_method": "intel/auto-round"}, "format AutoRound .*GPTQ format"),
+        ("config", {"quant_method": "something-new"}, "'something-new'.*take the original"),
+        ("config", {"some": "thing"}, "an unnamed one"),
+        ("quantize_config", {"quant_method": "awq", "bits": 4}, "quantize_config.json: .*AWQ"),
+        ("quant_config", {"zero_point": True, "q_group_size": 128, "w_bit": 4, "version": "GEMM"}, "quant_config.json: .*AWQ"),
+    ],
+)
+def test_other_formats_are_refused_by_name(tmp_path, name, block, words):
+    config = {"quantization_config": block} if name == "config" else {}
+    if name != "config":
+        files(tmp_path, **{name: block})
+    with pytest.raises(ConfigError, match=words):
+        with_quantization(tmp_path, config)
+
+
+def test_files_that_name_different_methods(tmp_path):
+    files(tmp_path, quantize_config={"bits": 4})
+    with pytest.raises(ConfigError, match=r"config.json says awq, quantize_config.json says gptq; expected one method"):
+        with_quantization(tmp_path, {"quantization_config": {"quant_method": "awq"}})
+
+
+def test_tensors_give_formats_away():
+    assert foreign_format(["a.weight", "model.layers.0.mlp.up_proj.weight_packed"]) == "compressed-tensors"
+    assert foreign_format(["a.weight.absmax"]) == "bitsandbytes"
+    assert foreign_format(["a.weight", "a.qweight"]) is None
+    assert all(refuse("x", method) is None for method in READ)
