@@ -51,7 +51,7 @@ class Progress:
 
 
 class Sink(Protocol):
-    """Anything that takes events: a function of one argument is a sink."""
+    """Receives events: any function of one argument is a sink."""
 
     def __call__(self, event: Progress, /) -> None:
         """Take one event; must return soon."""

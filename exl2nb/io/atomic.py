@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all: write aside, fsync, rename. Knows nothing of what is written."""
+"""Files that appear complete or not at all: write to a temporary file, fsync, rename. Knows nothing of their content."""
 
 from __future__ import annotations
 

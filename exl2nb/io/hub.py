@@ -50,7 +50,7 @@ def resolve(path_or_id: str | os.PathLike[str], revision: str | None = None, pro
 
 
 def name_of(path_or_id: str | os.PathLike[str]) -> str:
-    """What a model was called, a folder or a hub id, as text.
+    """A folder or a hub id as text.
 
     Raises:
         OptionError: it is neither a text nor a path.
@@ -114,7 +114,7 @@ def unreachable(error: ModelNotFound) -> bool:
 
 
 def no_config(repo_id: str, revision: str | None) -> str:
-    """What is wrong with a repository that has no config.json."""
+    """The message for a repository that has no config.json."""
     where = f"{repo_id}{f' (revision {revision})' if revision else ''}"
     return (
         f"{where}: no config.json at its top level, so it is not a model of this kind; EXL2 models may keep it in other revisions: "

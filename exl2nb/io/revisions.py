@@ -150,7 +150,7 @@ def _bpw(revision: Revision) -> str:
 
 
 def _cached(repo_id: str) -> dict[str, str]:
-    """Revision -> commit of what lies in the hub's local cache with its weights."""
+    """Revision -> commit of the snapshots in the hub's local cache that have weights."""
     from huggingface_hub import constants
 
     root = Path(constants.HF_HUB_CACHE) / f"models--{repo_id.replace('/', '--')}"

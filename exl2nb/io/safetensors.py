@@ -53,7 +53,7 @@ _MAX_BYTES = 2**63 - 1
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies. `start` and `end` are byte offsets from the start of the file `path`; `shape` is the tensor's."""
+    """Position of one tensor. `start` and `end` are byte offsets from the start of the file `path`; `shape` is the tensor's."""
 
     name: str
     dtype: torch.dtype

@@ -1,4 +1,4 @@
-"""All tensors of a model directory under one roof, whatever files they lie in. Knows nothing of what they mean."""
+"""All tensors of a model directory by name, whatever files hold them. Knows nothing of their meaning."""
 
 from __future__ import annotations
 

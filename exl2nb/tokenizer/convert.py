@@ -1,7 +1,7 @@
 """Tokenizers of checkpoints without a tokenizer.json: SentencePiece models, and vocabularies with merges, converted by Transformers.
 
-Transformers knows how each family of models bends its SentencePiece model (prefix spaces, added tokens, where BOS goes), which is why it is
-asked and no converter of our own; it is an optional package, needed for such checkpoints alone. No code from the checkpoint is run.
+Transformers knows how each family of models bends its SentencePiece model (prefix spaces, added tokens, where BOS goes), so there is no
+converter of our own; it is an optional package, needed for such checkpoints alone. No code from the checkpoint is run.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def convert(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
         try:
             made: Any = loader.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
             backend = tokenizers.Tokenizer.from_str(made.backend_tokenizer.to_str())
-        except Exception as error:  # whatever a library raises on files it does not like
+        except Exception as error:  # the library raises many kinds for bad files
             problem = problem or error
             continue
         if model is not None and not _agrees(backend, model(str(path))):
-            problem = problem or ValueError("what it made cuts plain text otherwise than the SentencePiece model")
+            problem = problem or ValueError("the converted tokenizer splits plain text differently from the SentencePiece model")
             continue
         roles = {role: str(text) for role, text in made.special_tokens_map.items() if isinstance(text, str)}
         return backend, roles

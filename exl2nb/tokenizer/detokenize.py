@@ -10,7 +10,7 @@ from __future__ import annotations
 import codecs
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
@@ -18,11 +18,11 @@ CONTEXT = 6  # prompt tokens a decoder may look at: enough to know whether a spa
 
 
 class Detokenizer:
-    """Feeds on ids, gives text.
+    """Turns ids into text, one at a time.
 
-    Most tokens have a text of their own (`Tokenizer.plain_texts`), and while nothing is held that is all there is to do. The others go two
-    ways, chosen by the tokenizer's decoder: byte-level vocabularies map every token to bytes, which are decoded as UTF-8; all others
-    decode a short window of tokens again and give what was added. Text that may still change is held: an incomplete character, and for
+    Most tokens have a text of their own (`Tokenizer.plain_texts`), which is returned at once while no text is held. The others depend on
+    the tokenizer's decoder: byte-level vocabularies map every token to bytes, which are decoded as UTF-8; all others decode a short
+    window of tokens again and return what was added. Text that may still change is held: an incomplete character, and for
     vocabularies with byte tokens a run of them, since one wrong byte at its end changes how the whole run is read.
 
     Args:
@@ -43,7 +43,7 @@ class Detokenizer:
         self._skipped = tokenizer.skipped_ids if skip_special else frozenset()
         table = tokenizer.byte_table
         kept = [i for i in context[-4 * CONTEXT :] if i not in self._skipped][-CONTEXT:]
-        self._decoder: _Decoder = _Bytes(table) if table is not None else _Window(tokenizer, kept)
+        self._decoder: _Bytes | _Window = _Bytes(table) if table is not None else _Window(tokenizer, kept)
         self._plain = self._decoder.plain(tokenizer.plain_texts)
 
     @property
@@ -61,35 +61,20 @@ class Detokenizer:
 
     @property
     def plain(self) -> Callable[[int], str | None]:
-        """`feed` in a hurry, only while nothing is held: the text of a token that has its own; None for others, which are not taken."""
+        """Fast path of `feed`, only while nothing is held: the text of a token that has its own; None, without effect, for others."""
         return self._plain
 
     def flush(self) -> str:
-        """What is still held, incomplete characters as U+FFFD. The detokenizer is spent then."""
+        """The text still held, incomplete characters as U+FFFD. The last call."""
         return self._decoder.flush()
 
     def save(self) -> Any:
-        """What `load` needs to come back here; small."""
+        """The state that `load` restores; small."""
         return self._decoder.save()
 
     def load(self, saved: Any) -> None:
-        """Go back to a saved place, as if what was fed since had not been."""
+        """Restore a saved state, as if the tokens fed since had never been."""
         self._decoder.load(saved)
-
-
-class _Decoder(Protocol):
-    @property
-    def pending(self) -> bool: ...
-
-    def plain(self, texts: Mapping[int, str | None]) -> Callable[[int], str | None]: ...
-
-    def feed(self, token_id: int) -> str: ...
-
-    def flush(self) -> str: ...
-
-    def save(self) -> Any: ...
-
-    def load(self, saved: Any) -> None: ...
 
 
 class _Bytes:

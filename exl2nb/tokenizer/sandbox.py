@@ -1,4 +1,4 @@
-"""A Jinja environment for templates from strangers: no attributes beyond plain data, no files, bounded work and bounded size.
+"""A Jinja environment for untrusted templates: no attributes beyond plain data, no files, bounded work and bounded size.
 
 A chat template is a program that came with a model file. It may read the messages it is given and build a string. Every loop turn, call
 and filter costs one step of a budget, and no value may grow past a limit, so that neither an endless loop nor a doubling string hangs the

@@ -48,7 +48,7 @@ ANCHORS = ("▁a", "a", "▁the", "the", "e")
 
 
 class PlainTexts(dict[int, "str | None"]):
-    """Token id -> its text behind any other text; None where that depends on its neighbours (part of a character, a byte token).
+    """Token id -> its text after any other text; None where the text depends on the neighbours (part of a character, a byte token).
 
     Args:
         find: the text of a token that is not in the table yet.
