@@ -14,7 +14,7 @@ struct SampleRow {
   float presence_penalty, frequency_penalty;  // 0 = off
   int32_t top_k;                              // 0 = off
   int32_t top;                                // most probable tokens to report, at most 20
-  uint64_t seed, counter;                     // random number: sampling/rng.py, uniform(seed, counter)
+  uint64_t seed, counter;                     // random number: sampling/draw.py, uniform(seed, counter)
 };
 static_assert(sizeof(SampleRow) == 48, "the host packs these bytes");
 

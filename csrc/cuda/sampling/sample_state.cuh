@@ -11,7 +11,7 @@ constexpr int kSampleThreads = 512, kSampleWarps = kSampleThreads / 32, kMaxTeam
 constexpr float kBinsPerLogit = 64.f;
 constexpr float kWeightUnit = 1099511627776.f;  // 2^40
 
-// Random number `index` of the stream `seed`, 53 bits: sampling/rng.py.
+// Random number `index` of the stream `seed`, 53 bits: sampling/draw.py.
 __device__ __forceinline__ uint64_t mix(uint64_t z) {
   z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
   z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
