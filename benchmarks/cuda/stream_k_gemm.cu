@@ -3,10 +3,13 @@
 //   nvcc -arch=sm_90a -DEXL2NB_SM90A -std=c++17 -O3 --expt-relaxed-constexpr -Icsrc benchmarks/cuda/stream_k_gemm.cu \
 //     csrc/cuda/gemm/stream_k/stream_k_gemm.cu csrc/cuda/gemm/stream_k/stream_k_wgmma.cu csrc/cuda/gemm/skinny/skinny_gemm.cu
 //     csrc/cuda/blob/layout.cu
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <functional>
 #include <random>
+#include <vector>
+
 #include "check.cuh"
 #include "cuda/blob/dequant.cuh"
 #include "cuda/blob/layout.h"
@@ -14,7 +17,42 @@
 #include "cuda/gemm/stream_k/stream_k_gemm.cuh"
 #include "cuda/gemm/stream_k/stream_k_gemm.h"
 #include "fill.cuh"
-#include "stream_k_clocks.cuh"
+
+#ifdef EXL2NB_CLOCKS
+namespace exl2nb {
+extern long long* stream_k_clocks;
+}
+
+// Mean and largest cycles per phase, of the last of several launches.
+inline void clocks(cudaStream_t s, const std::function<void()>& body) {
+  const int n = 132;
+  long long* d;
+  CHECK(cudaMalloc(&d, n * 128));
+  CHECK(cudaMemset(d, 0, n * 128));
+  exl2nb::stream_k_clocks = d;
+  body();
+  CHECK(cudaStreamSynchronize(s));
+  exl2nb::stream_k_clocks = nullptr;
+  std::vector<long long> v(n * 16);
+  CHECK(cudaMemcpy(v.data(), d, n * 128, cudaMemcpyDeviceToHost));
+  const char* names[] = {"ready", "waited", "factors", "tile 1", "tiles", "met", "copies begin", "tokens asked"};
+  const int from[] = {0, 1, 2, 3, 3, 5, 0, 2}, to[] = {1, 2, 3, 4, 5, 6, 7, 8};
+  printf("   ");
+  for (int k = 0; k < 8; k++) {
+    double sum = 0, most = 0;
+    int count = 0;
+    for (int i = 0; i < n; i++)
+      if (v[i * 16 + to[k]]) {
+        const double x = double(v[i * 16 + to[k]] - v[i * 16 + from[k]]);
+        sum += x, most = std::max(most, x), count++;
+      }
+    printf(" %s %.0f/%.0f", names[k], sum / std::max(1, count), most);
+  }
+  printf("\n");
+  cudaFree(d);
+}
+#endif
+
 using namespace exl2nb;
 static void ct(const char* e, int line) {
   if (e) {

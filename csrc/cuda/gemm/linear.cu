@@ -8,15 +8,15 @@
 
 namespace exl2nb {
 
-int64_t linear_workspace(const uint8_t* head, int64_t tokens, bool many) {
+int64_t linear_workspace(const uint8_t* head, int64_t tokens, bool stream_k) {
   const auto& h = header_of(head);
   const auto T = static_cast<int>(tokens);
   return (static_cast<int64_t>(std::max(1, h.num_perms)) * input_stride(h) * stream_k_rows(T) * 2 + 255) / 256 * 256 +
-         (many ? static_cast<int64_t>(stream_k_workspace(T)) : 0);
+         (stream_k ? static_cast<int64_t>(stream_k_workspace(T)) : 0);
 }
 
 const char* linear_launch(const uint8_t* head, const uint8_t* blob, const float* x, int64_t tokens, const float* bias, float* out,
-                          void* workspace, void* stream, bool many) {
+                          void* workspace, void* stream, bool stream_k) {
   const auto& h = header_of(head);
   const auto queue = static_cast<cudaStream_t>(stream);
   const int T = static_cast<int>(tokens);
@@ -26,7 +26,7 @@ const char* linear_launch(const uint8_t* head, const uint8_t* blob, const float*
   GemmArgs a{};
   set_weights(a, head, blob);
   a.tokens = T;
-  in.group = many && stream_k_takes(a) ? stream_k_group(T) : 0;
+  in.group = stream_k && stream_k_takes(a) ? stream_k_group(T) : 0;
   RowsArgs rows{{}, nullptr, T, in};
   rows.from.x = x, rows.from.norm.width = h.K;
   if (const char* wrong = rows_launch(rows, T, queue, false)) return wrong;

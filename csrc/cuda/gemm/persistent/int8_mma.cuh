@@ -22,8 +22,8 @@ static_assert(sizeof(Int8Block) == 16, "one 16-byte load");
 __device__ __forceinline__ void to_bytes(uint2 v, float inverse, uint32_t& low, uint32_t& high, int& sum) {
   const float2 a = __half22float2(*reinterpret_cast<half2*>(&v.x)), b = __half22float2(*reinterpret_cast<half2*>(&v.y));
   constexpr float kBase = 12582912.f + 128.f;  // 1.5 * 2^23: the whole number, plus 128, in the lowest bits
-  const auto whole = [&](float x) { return __float_as_uint(fmaf(x, inverse, kBase)); };
-  const uint32_t first = __byte_perm(whole(a.x), whole(b.x), 0x5140), second = __byte_perm(whole(a.y), whole(b.y), 0x5140);
+  const auto to_int = [&](float x) { return __float_as_uint(fmaf(x, inverse, kBase)); };
+  const uint32_t first = __byte_perm(to_int(a.x), to_int(b.x), 0x5140), second = __byte_perm(to_int(a.y), to_int(b.y), 0x5140);
   low = __byte_perm(first, second, 0x5410) ^ each_byte(0x80);
   high = __byte_perm(first, second, 0x7632);
   sum = __dp4a(static_cast<int>(low), 0x01010101, sum) + 256 * __dp4a(static_cast<int>(high), 0x01010101, 0);

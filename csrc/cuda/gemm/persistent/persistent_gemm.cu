@@ -29,7 +29,7 @@ bool narrow(const GemmPart& part, int width) {
 int ring_slots(const PersistentGemm& p) {
   int n = 0;
   for (int i = 0; i < p.a.num_parts; i++) {
-    const int strips = p.a.part[i].whole + (p.a.part[i].rest ? 1 : 0);
+    const int strips = p.a.part[i].per_cta + (p.a.part[i].rest ? 1 : 0);
     n += p.piece[i].pairs ? (strips + 1) / 2 * 2 : 2 * strips * p.piece[i].passes;
   }
   return n;
@@ -46,7 +46,7 @@ void share(PersistentGemm& p, const uint8_t* head, Epilogue e, int grid) {
   }
   const int most = e == kResidual ? per : std::max(1, kPartialBytes / (a.num_parts * kConsumerWarps * 64 * a.tokens));
   p.rounds = (per + most - 1) / most, p.strips = (per + p.rounds - 1) / p.rounds;
-  p.outs = e == kResidual ? 0 : p.strips * (e == kStore ? a.num_parts : 1) * 16;
+  p.outputs = e == kResidual ? 0 : p.strips * (e == kStore ? a.num_parts : 1) * 16;
   assign_strips(a);
 }
 PersistentSmem smem_layout(const PersistentArgs& c, const PersistentOp* links) {
@@ -60,14 +60,14 @@ PersistentSmem smem_layout(const PersistentArgs& c, const PersistentOp* links) {
     return here;
   };
   take(kPartialsOffset + partial);
-  int blocks = 0, work_items = 0, outs = 0;
+  int blocks = 0, work_items = 0, outputs = 0;
   for (int q = 0; q < c.count; q++) {
     const GemmArgs& a = c.product[q].a;
     const auto* const parts = parts_of(links[q].head);
     r.image[q] = take(padded_image(a));
     blocks = std::max(blocks, c.product[q].blocks);
     work_items = std::max(work_items, c.product[q].work_items);
-    outs = std::max(outs, c.product[q].outs);
+    outputs = std::max(outputs, c.product[q].outputs);
     for (int i = 0; i < a.num_parts; i++) {
       const int bytes = c.product[q].piece[i].pairs ? static_cast<int>(parts[i].strip_bytes) : parts[i].piece_bytes;
       r.slot_bytes = std::max(r.slot_bytes, (bytes + 127) / 128 * 128);
@@ -75,7 +75,7 @@ PersistentSmem smem_layout(const PersistentArgs& c, const PersistentOp* links) {
   }
   const int tokens = c.product[0].a.tokens;
   r.work_items = take(kConsumerWarps * work_items * static_cast<int>(sizeof(WorkItem))), r.blocks = take(tokens * blocks * 16);
-  r.outs = take(outs * static_cast<int>(sizeof(PersistentOutput)));
+  r.outputs = take(outputs * static_cast<int>(sizeof(PersistentOutput)));
   r.xs = take(tokens * blocks * 128);
   r.slots = std::min(kMaxSlots, (shared_per_block() - kOverreadBytes - at) / r.slot_bytes / 2 * 2);
   r.ring = take(r.slots * r.slot_bytes + kOverreadBytes), r.bytes = r.slots >= 2 ? at : shared_per_block() + 1;
@@ -122,12 +122,12 @@ PersistentArgs arguments(const PersistentOp* links, int count, uint8_t* room, si
   c.ahead = narrow(largest.a.part[0], largest.width) ? 3 : 2;
   for (int q = 0; q < count; q++) {
     const int rest = c.product[q].a.part[0].rest;
-    if (links[q].epilogue != kStore && rest < c.grid / 2) c.busier = std::max(c.busier, rest);
+    if (links[q].epilogue != kStore && rest < c.grid / 2) c.heavy_ctas = std::max(c.heavy_ctas, rest);
   }
   connect(c, links, room, bytes);
   c.smem = smem_layout(c, links);
   c.ahead = std::min(c.ahead, c.smem.slots),
-  c.more = std::min(kExtraInFlight, c.smem.slots - c.ahead);  // the oldest slot must not be overwritten
+  c.extra = std::min(kExtraInFlight, c.smem.slots - c.ahead);  // the oldest slot must not be overwritten
   // Polling starts when half of the CTAs with the most strips have arrived; while weights are still loading and rows are wide (failed polls
   // are expensive), when nearly all have.
   const bool fetched = ring_slots(largest) <= c.smem.slots;

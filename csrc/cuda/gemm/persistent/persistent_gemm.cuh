@@ -33,7 +33,7 @@ struct PersistentGemm {
   GemmArgs a;
   int width, blocks;   // features; blocks of 64 stored rows
   int strips, rounds;  // strips of a part per round (their partial sums fit); rounds
-  int outs;            // outputs of a row per round
+  int outputs;         // outputs of a row per round
   int min_arrivals;    // polling for the outputs starts after so many CTAs have stored theirs
   int work_items;      // per warp: pieces of a strip, over all parts
   struct {
@@ -55,7 +55,7 @@ struct PersistentOutput {
 struct PersistentEpilogue {
   unsigned* counter;
   float* squares;  // row 0; null: none
-  int outs;
+  int outputs;
   uint16_t activation;
   bool residual, store, gated, lamport;
 };
@@ -71,15 +71,15 @@ constexpr int kPartialsOffset = (sizeof(PersistentState) + 127) / 128 * 128;
 
 struct PersistentSmem {   // offsets in shared memory
   int slots, slot_bytes;  // ring slots; bytes of one
-  int image[kMaxGemms], ring, work_items, blocks, outs, xs, bytes;
+  int image[kMaxGemms], ring, work_items, blocks, outputs, xs, bytes;
 };
 
 struct PersistentArgs {
   PersistentGemm product[kMaxGemms];
   int count, grid;
-  int ahead, busier, more;  // slots in flight; the first `busier` CTAs own more strips and get `more` slots on top
-  unsigned* counters;       // [kMaxGemms] arrivals per GEMM over all launches, the last entry per launch; then the launch count
-  uint8_t* set;             // buffers between GEMMs; the next launch's set follows
+  int ahead, heavy_ctas, extra;  // slots in flight; the first `heavy_ctas` CTAs own more strips and get `extra` slots on top
+  unsigned* counters;            // [kMaxGemms] arrivals per GEMM over all launches, the last entry per launch; then the launch count
+  uint8_t* set;                  // buffers between GEMMs; the next launch's set follows
   int set_bytes;
   uint4* clear;  // as in PersistentOp
   int clear_count;
@@ -102,7 +102,7 @@ struct PersistentImage {
 
 // Strips of part p that this CTA computes in `round`; strip0: its first strip.
 __device__ __forceinline__ int strips_in_round(const PersistentGemm& P, int p, int strip0, int round) {
-  return min(P.a.part[p].whole + (strip0 < P.a.part[p].rest ? 1 : 0) - round * P.strips, P.strips);
+  return min(P.a.part[p].per_cta + (strip0 < P.a.part[p].rest ? 1 : 0) - round * P.strips, P.strips);
 }
 
 // Strips of a part where the warp sets alternate (pairs). Slots come in twos, so a warp set may have one empty slot at the end. Odd parts
@@ -146,7 +146,7 @@ __device__ __forceinline__ uint64_t evict_first_policy() { return 0; }
 // Producer and poll warp.
 __device__ __forceinline__ void produce_weights(const PersistentArgs& C, uint8_t* shared, uint64_t* full, uint64_t* empty, int block) {
   const uint64_t policy = evict_first_policy();
-  const int ahead = C.ahead + (block < C.busier ? C.more : 0);
+  const int ahead = C.ahead + (block < C.heavy_ctas ? C.extra : 0);
   int slot = 0, old = 0, issued = 0;
   uint32_t phase = 1, old_phase = 0;
   const auto fetch = [&](const uint8_t* from, uint32_t bytes) {
@@ -290,7 +290,7 @@ __device__ __forceinline__ float sum_partials(const float* p, int M) {
 __device__ __forceinline__ PersistentState& state(const ConsumerWarp& w) { return *reinterpret_cast<PersistentState*>(w.shared); }
 __device__ __forceinline__ float* partials(const ConsumerWarp& w) { return reinterpret_cast<float*>(w.shared + kPartialsOffset); }
 __device__ __forceinline__ PersistentOutput* outputs_of(const PersistentArgs& C, const ConsumerWarp& w) {
-  return reinterpret_cast<PersistentOutput*>(w.shared + C.smem.outs);
+  return reinterpret_cast<PersistentOutput*>(w.shared + C.smem.outputs);
 }
 
 __device__ __forceinline__ half* place_of(const MatrixInput& to, int copy, int column) {
@@ -308,7 +308,7 @@ __device__ __forceinline__ void prepare_epilogue(const PersistentArgs& C, const 
     const GemmArgs& A = P.a;
     state(w).now[q] = {C.counters + q,
                        A.epilogue == kResidual && A.next_norm ? A.next_squares + w.block : nullptr,
-                       P.outs,
+                       P.outputs,
                        static_cast<uint16_t>(A.activation),
                        A.epilogue == kResidual,
                        A.epilogue == kStore,
@@ -387,7 +387,7 @@ __device__ __forceinline__ void make_outputs(const PersistentArgs& C, const Pers
                                              const ConsumerWarp& w) {
   const GemmArgs& A = P.a;
   const int n = P.strips * 16, e = (threadIdx.x + kConsumerThreads - first) % kConsumerThreads;
-  if (e >= P.outs) return;
+  if (e >= P.outputs) return;
   int r = e, part = 0;
 #pragma unroll 1
   while (r >= n) r -= n, part++;
@@ -412,7 +412,7 @@ template <int CHUNKS>
 __device__ __forceinline__ void write_outputs(const PersistentArgs& C, const PersistentGemm& P, const PersistentEpilogue& now,
                                               const ConsumerWarp& w) {
   const int M = tokens_of<CHUNKS>(P);
-  if (static_cast<int>(threadIdx.x) >= now.outs) return;
+  if (static_cast<int>(threadIdx.x) >= now.outputs) return;
   const PersistentOutput o = outputs_of(C, w)[threadIdx.x];
   if (o.sums == PersistentOutput::kNone) return;
 #pragma unroll 1

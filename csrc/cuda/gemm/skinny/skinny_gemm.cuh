@@ -29,7 +29,8 @@ static_assert(kThreads == kRowThreads, "norm.cuh assumes this CTA size");
 struct GemmPart {
   const uint8_t* data;
   int first_strip, strips, first_column, outputs, perm;
-  int shift, whole, rest;  // CTA b owns strip (b - shift) mod grid and every grid-th after it: `whole`, the first `rest` of them one more
+  int shift, per_cta,
+      rest;  // CTA b owns strip (b - shift) mod grid and every grid-th after it: `per_cta`, the first `rest` of them one more
   int64_t strip_bytes;
 };
 
@@ -92,7 +93,7 @@ EXL2NB_BOTH inline void assign_strips(GemmArgs& A) {
   A.perms = 1;
   for (int p = 0; p < A.num_parts; p++) {
     GemmPart& P = A.part[p];
-    P.shift = paired ? 0 : P.first_strip % A.grid, P.whole = P.strips / A.grid, P.rest = P.strips % A.grid;
+    P.shift = paired ? 0 : P.first_strip % A.grid, P.per_cta = P.strips / A.grid, P.rest = P.strips % A.grid;
     A.perms = P.perm < A.perms ? A.perms : P.perm + 1;
   }
   A.owned = A.epilogue == kStore ? 0 : (A.part[0].strips + A.grid - 1) / A.grid * 16;
@@ -142,7 +143,7 @@ __device__ __forceinline__ void enter_part(const GemmArgs& A, const uint16_t* en
 #pragma unroll 1
   for (; w.part < A.num_parts; w.part++) {
     const GemmPart& P = A.part[w.part];
-    w.left = P.whole + (first_strip(A, block, w.part) < P.rest ? 1 : 0);
+    w.left = P.per_cta + (first_strip(A, block, w.part) < P.rest ? 1 : 0);
     if (w.left == 0) continue;
     w.first = w.item = ends[w.part * kEnds + warp];
     w.end = ends[w.part * kEnds + warp + 1];
@@ -169,7 +170,7 @@ __device__ __forceinline__ void load_owned(const GemmArgs& A, const SkinnySmem& 
 }
 
 // Strips of part 0 of CTA `block`, where part 0 starts at CTA 0.
-__device__ __forceinline__ int owned_strips(const GemmArgs& A, int block) { return A.part[0].whole + (block < A.part[0].rest ? 1 : 0); }
+__device__ __forceinline__ int owned_strips(const GemmArgs& A, int block) { return A.part[0].per_cta + (block < A.part[0].rest ? 1 : 0); }
 
 __device__ __forceinline__ int row_of(const GemmArgs& A, int m) { return A.rows ? min(max(__ldcg(A.rows + m), 0), A.last_row) : m; }
 

@@ -73,10 +73,10 @@ const char* launch(const StreamKArgs& a, int grid, cudaStream_t stream, bool pdl
 // CTAs: one per SM, at least a few units each, at most kStreamKMaxSharers per tile.
 int grid_of(const StreamKArgs& m, int work) {
   constexpr int kLeast = 4;
-  int meet = 0;
-  for (int p = 0; p < m.num_parts; p++) meet = std::max(meet, m.part[p].units);
-  if (m.paired) meet = m.part[0].units + m.part[1].units;
-  const int share = std::max(kLeast, (meet + kStreamKMaxSharers - 3) / (kStreamKMaxSharers - 2));
+  int sharers = 0;
+  for (int p = 0; p < m.num_parts; p++) sharers = std::max(sharers, m.part[p].units);
+  if (m.paired) sharers = m.part[0].units + m.part[1].units;
+  const int share = std::max(kLeast, (sharers + kStreamKMaxSharers - 3) / (kStreamKMaxSharers - 2));
   return std::max(1, std::min(std::min(multiprocessors(), kStreamKMaxCtas), work / share));
 }
 

@@ -253,7 +253,7 @@ struct StreamKProducer {
   const uint16_t* ends;
   uint8_t *weights, *tokens;
   uint64_t *full, *empty;
-  int crew, lane;  // crew: producer index
+  int producer, lane;  // producer: index of the producer warp
 
   // Calls f(part, tile, item, begin, end, position) for every item of every tile.
   template <class F>
@@ -275,14 +275,14 @@ struct StreamKProducer {
   }
   __device__ __forceinline__ void fetch_weights(const StreamKPart& p, const StreamKTile& tile, const Item& it, int begin, int end,
                                                 const StreamKCursor<NB>& at) const {
-    const bool whole = end - begin == it.units;
-    const int unit = 128 * it.bits, rest = it.bytes - it.units * unit, strip = lane * kStreamKWeightProducers + crew - 1;
+    const bool complete = end - begin == it.units;
+    const int unit = 128 * it.bits, rest = it.bytes - it.units * unit, strip = lane * kStreamKWeightProducers + producer - 1;
     if (strip >= tile.live) return;
     uint64_t* const bar = full + at.stage;
     const uint8_t* const from = p.data + (tile.first_strip + strip) * p.strip_bytes + it.offset;
     uint8_t* const to = weights + at.stage * kStreamKWeights + strip * kSlot;
-    copy_once(to + begin * unit, from + begin * unit, whole ? it.bytes : (end - begin) * unit, bar);
-    if (!whole && rest) copy_once(to + it.units * unit, from + it.units * unit, rest, bar);
+    copy_once(to + begin * unit, from + begin * unit, complete ? it.bytes : (end - begin) * unit, bar);
+    if (!complete && rest) copy_once(to + it.units * unit, from + it.units * unit, rest, bar);
   }
   // Activations of an item; also expects all bytes of its stage.
   __device__ __forceinline__ void fetch_tokens(const StreamKPart& p, const StreamKTile& tile, const Item& it, int begin, int end,
@@ -299,16 +299,16 @@ struct StreamKProducer {
   }
 
   __device__ __forceinline__ void run() const {
-    const int ahead = crew ? kStreamKPrefetch : 0;  // items before griddepcontrol.wait
-    int count = 0, live = 0, used = 0;              // items issued; items and units in flight
-    uint32_t sizes = 0;                             // units of the items in flight, four bits each
+    const int ahead = producer ? kStreamKPrefetch : 0;  // items before griddepcontrol.wait
+    int count = 0, live = 0, used = 0;                  // items issued; items and units in flight
+    uint32_t sizes = 0;                                 // units of the items in flight, four bits each
     StreamKCursor<NB> back;
     const auto wait = [&] {
       pdl_wait();
-      if (NB > 2 && A.squares && crew == 0) wait_for_squares();
-      if (A.next_image && crew == 1 && lane == 0) prefetch(A.next_image, A.next_image_bytes);
+      if (NB > 2 && A.squares && producer == 0) wait_for_squares();
+      if (A.next_image && producer == 1 && lane == 0) prefetch(A.next_image, A.next_image_bytes);
     };
-    if (crew == 0 && lane == 0) EXL2NB_CLOCK(A, 7);
+    if (producer == 0 && lane == 0) EXL2NB_CLOCK(A, 7);
     each([&](const StreamKPart& p, const StreamKTile& tile, const Item& it, int begin, int end, const StreamKCursor<NB>& at) {
       const int units = end - begin;
       if (count++ == ahead) wait();
@@ -318,14 +318,14 @@ struct StreamKProducer {
         back.next(0);
       }
       sizes = sizes << 4 | units, used += units, live++;
-      if (crew)
+      if (producer)
         fetch_weights(p, tile, it, begin, end, at);
       else
         fetch_tokens(p, tile, it, begin, end, at);
-      if (crew == 0 && lane == 0 && count == 1) EXL2NB_CLOCK(A, 8);
+      if (producer == 0 && lane == 0 && count == 1) EXL2NB_CLOCK(A, 8);
     });
     if (count <= ahead) wait();
-    if (crew == kStreamKWeightProducers && A.keys.rows) prefetch_keys(A.keys, lane);
+    if (producer == kStreamKWeightProducers && A.keys.rows) prefetch_keys(A.keys, lane);
   }
 };
 
@@ -525,16 +525,16 @@ struct StreamKEpilogue {
   __device__ __forceinline__ float* place(int cta, bool began, int p) const {
     return A.partial + static_cast<size_t>((cta * 2 + began) * (A.paired ? 2 : 1) + p) * stream_k_sums(NB);
   }
-  __device__ __forceinline__ bool direct(bool whole) const { return whole && A.out && !A.paired; }
+  __device__ __forceinline__ bool direct(bool exclusive) const { return exclusive && A.out && !A.paired; }
 
   // Stores this CTA's sums of part p of a tile; `to`: end of its units in the line.
-  __device__ __forceinline__ void leave(const StreamKTile& tile, int p, int to, bool whole, const float (&y)[NB][4]) const {
-    if (direct(whole)) {
+  __device__ __forceinline__ void store_sums(const StreamKTile& tile, int p, int to, bool exclusive, const float (&y)[NB][4]) const {
+    if (direct(exclusive)) {
       barrier_wait(ready, 0);
       store_tile<NB>(A, tile, factors, warp, lane, y);
     } else {
       int writers = 0, rank = 0;
-      if (NB == 8 && !whole && to == stream_k_begin(A, blockIdx.x + 1)) {
+      if (NB == 8 && !exclusive && to == stream_k_begin(A, blockIdx.x + 1)) {
         barrier_wait(ready, 0);
         if (p == last->own) writers = last->writers, rank = last->rank;
       }
@@ -542,15 +542,15 @@ struct StreamKEpilogue {
     }
   }
   // Finishes a tile of this CTA alone that needs an epilogue from memory.
-  __device__ __forceinline__ void finish(const StreamKTile& tile, bool whole) const {
-    if (!whole || direct(whole)) return;
+  __device__ __forceinline__ void finish_tile(const StreamKTile& tile, bool exclusive) const {
+    if (!exclusive || direct(exclusive)) return;
     TileSharers own(A, tile);
     own.writers = 1, own.own = -1;
     write(own);
     consumer_barrier();  // before the sums are overwritten
   }
   // Writes this CTA's slice of its last tile.
-  __device__ __forceinline__ void meet() const {
+  __device__ __forceinline__ void finish_last() const {
     barrier_wait(ready, 0);
     const TileSharers s = *last;
     if (s.writers) write(s);
@@ -811,10 +811,10 @@ __device__ __forceinline__ void run_stream_k(const StreamKArgs& A, uint8_t* shar
   warp_arrive(s.ready, lane);
   if (threadIdx.x == 0) EXL2NB_CLOCK(A, 3);
   const Product product(s.tokens);
-  const StreamKEpilogue<NB> write{A, s.factors, s.last, s.ready, {s.weights + warp * kSlot}, warp, lane};
+  const StreamKEpilogue<NB> epilogue{A, s.factors, s.last, s.ready, {s.weights + warp * kSlot}, warp, lane};
   StreamKCursor<NB> at;
   each_tile(A, [&](const StreamKTile& tile, int from, int to) {
-    const bool whole = to - from == tile.units;
+    const bool exclusive = to - from == tile.units;
 #pragma unroll 1
     for (int p = 0; p <= (A.paired ? 1 : 0); p++) {
       float y[NB][4] = {};
@@ -822,14 +822,14 @@ __device__ __forceinline__ void run_stream_k(const StreamKArgs& A, uint8_t* shar
           s, product, StreamKItems(A, s.items, s.ends, tile, p, from, to), at, s.weights + warp * kSlot, lane, {}, 0, 0, false};
       if (run.share.more()) {
         run.run(y);
-        write.leave(tile, p, to, whole, y);
+        epilogue.store_sums(tile, p, to, exclusive, y);
       }
     }
     if (from == stream_k_begin(A, blockIdx.x) && threadIdx.x == 0) EXL2NB_CLOCK(A, 4);
-    write.finish(tile, whole);
+    epilogue.finish_tile(tile, exclusive);
   });
   if (threadIdx.x == 0) EXL2NB_CLOCK(A, 5);
-  write.meet();
+  epilogue.finish_last();
   if (threadIdx.x == 0) EXL2NB_CLOCK(A, 6);
 }
 
