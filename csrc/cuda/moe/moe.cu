@@ -86,7 +86,7 @@ int up_shared(ExpertUpArgs& e, const ExpertTable& table) {
   e.flush = std::min(e.strips, 6);
   e.image = (table.image + 15) / 16 * 16, e.num_perms = table.num_perms, e.x_stride = table.stride;
   e.alike = table.alike >= e.choice.experts;
-  e.room = 0, e.ring = {};
+  e.ring_bytes = 0, e.ring = {};
   const int left = limits().block - kWarps * stages_of(copy_path()) * (table.item + 8);
   while (e.flush > 1 && ExpertUpSmem::bytes(e) > left) e.flush--;
   const int fixed = ExpertUpSmem::bytes(e) + 8 * kWarps * 8;
@@ -96,7 +96,7 @@ int up_shared(ExpertUpArgs& e, const ExpertTable& table) {
   e.table_in_smem = e.table_bytes() <= most;
   const int before = e.table_in_smem ? e.table_bytes() : 0;
   e.sums_in_smem = before + e.choice.bytes() <= most;
-  e.room = (std::max(e.ring.bytes(), before + (e.sums_in_smem ? e.choice.bytes() : 0)) + 15) / 16 * 16;
+  e.ring_bytes = (std::max(e.ring.bytes(), before + (e.sums_in_smem ? e.choice.bytes() : 0)) + 15) / 16 * 16;
   return std::max(ExpertUpSmem::bytes(e), copy_path() == kBulk ? half + 256 : 0);
 }
 
@@ -112,7 +112,7 @@ const char* up_launch(ExpertUpArgs e, const ExpertTable& table, int tokens, int&
 
 // beside: shared memory of an expert_up CTA.
 const char* down_launch(ExpertDownArgs d, const ExpertTable& table, int tokens, int beside, cudaStream_t stream, bool pdl) {
-  d.room = 0, d.ring = {};
+  d.ring_bytes = 0, d.ring = {};
   const int x_bytes = d.pairs * d.out.x_stride * 2, most = limits().block;
   const int fixed = ExpertDownSmem::bytes(d) + 8 * kWarps * 8, least = kWarps * 2 * table.item;
   int useful = 0;
@@ -123,7 +123,7 @@ const char* down_launch(ExpertDownArgs d, const ExpertTable& table, int tokens, 
   if (fixed + (staged ? x_bytes : 0) + least > budget) budget = std::min(most, fixed + (staged ? x_bytes : 0) + 2 * least);
   d.ring = ring_shape(table.item, fixed + (staged ? x_bytes : 0), budget, useful);
   d.sums_in_smem = d.choice.bytes() <= std::max(d.ring.bytes(), budget - fixed - (staged ? x_bytes : 0));
-  d.room = (std::max(d.ring.bytes(), d.sums_in_smem ? d.choice.bytes() : 0) + 15) / 16 * 16;
+  d.ring_bytes = (std::max(d.ring.bytes(), d.sums_in_smem ? d.choice.bytes() : 0) + 15) / 16 * 16;
   const int shared = ExpertDownSmem::bytes(d) + (staged ? x_bytes : 0);
   if (shared > most) return "the experts of a token need more shared memory than the GPU has";
   const dim3 grid(static_cast<unsigned>(d.out.grid), static_cast<unsigned>(tokens));
@@ -207,13 +207,13 @@ bool router_tap(const int64_t* words, const uint8_t* head, const uint8_t* blob, 
 
 int64_t router_stride(const GpuHeader& router) { return Routed::stride(router) + 4; }
 
-const char* routed_launch(const int64_t* words, const GpuHeader& router, bool tapped, const RowSource& from, uint8_t* room,
+const char* routed_launch(const int64_t* words, const GpuHeader& router, bool tapped, const RowSource& from, uint8_t* workspace,
                           const GemmArgs& down, int tokens, int capacity, cudaStream_t stream, bool pdl) {
   const Routed r{words};
-  auto* const inner = reinterpret_cast<half*>(room + r.inner(router, capacity));
+  auto* const inner = reinterpret_cast<half*>(workspace + r.inner(router, capacity));
   const ExpertTable &first = r.host(0), &second = r.host(1);
   RoutingArgs choice{};
-  choice.sums = reinterpret_cast<const float*>(room), choice.parts = tapped ? Routed::parts(router) : 1;
+  choice.sums = reinterpret_cast<const float*>(workspace), choice.parts = tapped ? Routed::parts(router) : 1;
   choice.stride = Routed::stride(router), choice.rows = tapped ? r.rows() : 1;
   choice.experts = r.experts(), choice.top_k = r.top_k(), choice.gate = words[13] != 0, choice.renormalize = r.renormalize();
   choice.kind = tapped ? from.norm.kind : kNoNorm, choice.eps = from.norm.eps;

@@ -37,7 +37,7 @@ int64_t router_stride(const GpuHeader& router);
 GemmArgs routed_down(const int64_t* words);
 // Launches both kernels. tapped: the router was fused into the GEMM in front; otherwise it was its own GEMM with `late` (skinny_gemm.cuh).
 // from: the rows that the router read; down: from routed_down.
-const char* routed_launch(const int64_t* words, const GpuHeader& router, bool tapped, const RowSource& from, uint8_t* room,
+const char* routed_launch(const int64_t* words, const GpuHeader& router, bool tapped, const RowSource& from, uint8_t* workspace,
                           const GemmArgs& down, int tokens, int capacity, cudaStream_t stream, bool pdl);
 
 }  // namespace exl2nb

@@ -313,14 +313,13 @@ struct ExpertUpArgs {
   RoutingArgs choice;
   RowSource from;
   const ExpertMatrix *table, *next_table;
-  ExpertMatrix representative[2];  // one that may be chosen, and the one that every token visits: what is the same for all is known without
-                                   // the table
+  ExpertMatrix representative[2];  // a routed expert and the shared one: what is equal for all experts is known without the table
   // CTAs per token: `share` for each of top_k pairs, then `shared_share` for the shared expert.
   int share, shared_share, pairs, activation, x_stride, num_perms;
   int image, strips, flush;  // bytes of the largest image; strips that a CTA has at most, and that are summed at once
   RingShape ring;
-  int room;                                 // bytes of the ring, and of what is in its place before
-  bool alike, table_in_smem, sums_in_smem;  // layouts; whether the table, and the router's sums, have room where the ring will be
+  int ring_bytes;                           // bytes of the ring, and of what is in its place before
+  bool alike, table_in_smem, sums_in_smem;  // equal layouts; whether table and router sums fit in the ring's place
   half* next;                               // [pair][stride]
   int next_stride;
 
@@ -340,14 +339,14 @@ struct ExpertUpSmem {
   half* xs;
 
   static EXL2NB_BOTH int bytes(const ExpertUpArgs& E) {
-    return E.room + 8 * bars_of(E) + E.image + sums_bytes(E) + Routing::bytes(E.choice) + E.strips * 64 +
+    return E.ring_bytes + 8 * bars_of(E) + E.image + sums_bytes(E) + Routing::bytes(E.choice) + E.strips * 64 +
            2 * static_cast<int>(sizeof(ExpertSegment) + kWarps * sizeof(ushort2)) + E.num_perms * E.x_stride * 2;
   }
   static EXL2NB_BOTH int bars_of(const ExpertUpArgs& E) { return kWarps * E.ring.stages + 2; }
   static EXL2NB_BOTH int sums_bytes(const ExpertUpArgs& E) { return (E.strips > E.flush ? 2 : 1) * E.flush * 2 * kWarps * 16 * 4; }
   __device__ __forceinline__ ExpertUpSmem(const ExpertUpArgs& E, uint8_t* at) {
     ring = at;
-    bars = reinterpret_cast<uint64_t*>(at + E.room);
+    bars = reinterpret_cast<uint64_t*>(at + E.ring_bytes);
     image = reinterpret_cast<uint8_t*>(bars + bars_of(E));
     sums = reinterpret_cast<float*>(image + E.image);
     choice = image + E.image + sums_bytes(E);
@@ -427,7 +426,7 @@ __global__ void __launch_bounds__(kThreads, PATH == kBulk ? 2 : 1) expert_up(con
     }
     return m.num_perms;
   };
-  const int strips = (representative.part[0].strips - block + grid - 1) / grid;  // all experts have as many
+  const int strips = (representative.part[0].strips - block + grid - 1) / grid;  // equal for all experts
   const ExpertStream stream{S.segments, S.ranges, S.ring, S.bars, E.ring, 2, strips};
   int perms = 0;
   if (!chooses) {
@@ -439,7 +438,7 @@ __global__ void __launch_bounds__(kThreads, PATH == kBulk ? 2 : 1) expert_up(con
   ExpertProducer<PATH> fetch(stream, warp, lane, !chooses);
   if (!chooses) fetch.fill();
   pdl_wait();
-  pdl_launch_dependents();  // now, so that what the next kernel finds is as old as what this one has found
+  pdl_launch_dependents();  // here: everything complete for this kernel is then complete for the next one
   const bool sums_in_smem = chooses && E.sums_in_smem;
   if (sums_in_smem) {
     sums_arrival.begin(E.choice.bytes());
@@ -522,7 +521,7 @@ struct ExpertDownArgs {
   const ExpertMatrix* table;
   int pairs, image;  // image: bytes of the largest
   RingShape ring;
-  int room;           // as in ExpertUpArgs
+  int ring_bytes;     // as in ExpertUpArgs
   bool sums_in_smem;  // as there
 };
 
@@ -538,14 +537,14 @@ struct ExpertDownSmem {
 
   static EXL2NB_BOTH int bars_bytes(const ExpertDownArgs& D) { return (kWarps * D.ring.stages + 3) / 2 * 16; }
   static EXL2NB_BOTH int bytes(const ExpertDownArgs& D) {
-    return D.room + bars_bytes(D) +
+    return D.ring_bytes + bars_bytes(D) +
            D.pairs * static_cast<int>(sizeof(ExpertMatrix) + D.image + sizeof(ExpertSegment) + kWarps * sizeof(ushort2)) +
            SkinnySmem::bytes(D.out) + Routing::bytes(D.choice);
   }
   __device__ __forceinline__ ExpertDownSmem(const ExpertDownArgs& D, uint8_t* at) {
     ring = at;
-    bars = reinterpret_cast<uint64_t*>(at + D.room);
-    images = at + D.room + bars_bytes(D);
+    bars = reinterpret_cast<uint64_t*>(at + D.ring_bytes);
+    images = at + D.ring_bytes + bars_bytes(D);
     matrices = reinterpret_cast<ExpertMatrix*>(images + D.pairs * D.image);
     choice = reinterpret_cast<uint8_t*>(matrices + D.pairs);
     own = choice + Routing::bytes(D.choice);

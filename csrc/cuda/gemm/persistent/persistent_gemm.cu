@@ -49,11 +49,11 @@ void share(PersistentGemm& p, const uint8_t* head, Epilogue e, int grid) {
   p.outputs = e == kResidual ? 0 : p.strips * (e == kStore ? a.num_parts : 1) * 16;
   assign_strips(a);
 }
-PersistentSmem smem_layout(const PersistentArgs& c, const PersistentOp* links) {
+PersistentSmem smem_layout(const PersistentArgs& c, const PersistentOp* ops) {
   PersistentSmem r{};
   int partial = 0, at = 0;
   for (int q = 0; q < c.count; q++)
-    partial = std::max(partial, c.product[q].a.num_parts * c.product[q].strips * kConsumerWarps * 64 * c.product[q].a.tokens);
+    partial = std::max(partial, c.gemm[q].a.num_parts * c.gemm[q].strips * kConsumerWarps * 64 * c.gemm[q].a.tokens);
   const auto take = [&](int bytes) {
     const int here = at;
     at = (at + bytes + 127) / 128 * 128;
@@ -62,18 +62,18 @@ PersistentSmem smem_layout(const PersistentArgs& c, const PersistentOp* links) {
   take(kPartialsOffset + partial);
   int blocks = 0, work_items = 0, outputs = 0;
   for (int q = 0; q < c.count; q++) {
-    const GemmArgs& a = c.product[q].a;
-    const auto* const parts = parts_of(links[q].head);
+    const GemmArgs& a = c.gemm[q].a;
+    const auto* const parts = parts_of(ops[q].head);
     r.image[q] = take(padded_image(a));
-    blocks = std::max(blocks, c.product[q].blocks);
-    work_items = std::max(work_items, c.product[q].work_items);
-    outputs = std::max(outputs, c.product[q].outputs);
+    blocks = std::max(blocks, c.gemm[q].blocks);
+    work_items = std::max(work_items, c.gemm[q].work_items);
+    outputs = std::max(outputs, c.gemm[q].outputs);
     for (int i = 0; i < a.num_parts; i++) {
-      const int bytes = c.product[q].piece[i].pairs ? static_cast<int>(parts[i].strip_bytes) : parts[i].piece_bytes;
+      const int bytes = c.gemm[q].piece[i].pairs ? static_cast<int>(parts[i].strip_bytes) : parts[i].piece_bytes;
       r.slot_bytes = std::max(r.slot_bytes, (bytes + 127) / 128 * 128);
     }
   }
-  const int tokens = c.product[0].a.tokens;
+  const int tokens = c.gemm[0].a.tokens;
   r.work_items = take(kConsumerWarps * work_items * static_cast<int>(sizeof(WorkItem))), r.blocks = take(tokens * blocks * 16);
   r.outputs = take(outputs * static_cast<int>(sizeof(PersistentOutput)));
   r.xs = take(tokens * blocks * 128);
@@ -82,59 +82,61 @@ PersistentSmem smem_layout(const PersistentArgs& c, const PersistentOp* links) {
   return r;
 }
 // Halves of a row between GEMMs.
-size_t row_of(int width) { return (static_cast<size_t>(width) + 127) / 128 * 128; }
-size_t squares_of() { return (static_cast<size_t>(kPersistentTokens * multiprocessors()) * sizeof(float) + 255) / 256 * 256; }
+size_t padded_row(int width) { return (static_cast<size_t>(width) + 127) / 128 * 128; }
+size_t squares_bytes() { return (static_cast<size_t>(kPersistentTokens * multiprocessors()) * sizeof(float) + 255) / 256 * 256; }
 
 // Buffers between GEMMs belong to the chain: in shared buffers, rows of one GEMM could overlap rows that a later launch with another M
 // still reads. There are two sets; launches alternate.
-size_t set_bytes(int width, int inner) { return kPersistentTokens * (2 * row_of(width) + row_of(inner)) * sizeof(half) + 2 * squares_of(); }
-void connect(PersistentArgs& c, const PersistentOp* links, uint8_t* room, size_t bytes) {
-  c.counters = reinterpret_cast<unsigned*>(room), room += kCounterBytes;
-  c.set = room, c.set_bytes = static_cast<int>((bytes - kCounterBytes) / 2);
+size_t set_bytes(int width, int inner) {
+  return kPersistentTokens * (2 * padded_row(width) + padded_row(inner)) * sizeof(half) + 2 * squares_bytes();
+}
+void connect(PersistentArgs& c, const PersistentOp* ops, uint8_t* workspace, size_t bytes) {
+  c.counters = reinterpret_cast<unsigned*>(workspace), workspace += kCounterBytes;
+  c.set = workspace, c.set_bytes = static_cast<int>((bytes - kCounterBytes) / 2);
   for (int q = 0; q + 1 < c.count; q++) {
-    PersistentGemm &from = c.product[q], &to = c.product[q + 1];
-    const size_t row = row_of(to.width);
-    set_input(from.a.next, links[q + 1].head, links[q + 1].blob, reinterpret_cast<half*>(room), kPersistentTokens);
+    PersistentGemm &from = c.gemm[q], &to = c.gemm[q + 1];
+    const size_t row = padded_row(to.width);
+    set_input(from.a.next, ops[q + 1].head, ops[q + 1].blob, reinterpret_cast<half*>(workspace), kPersistentTokens);
     to.a.x = from.a.next.x, to.a.x_stride = from.a.next.stride = static_cast<int>(row);
-    room += kPersistentTokens * row * sizeof(half);
-    to.a.squares = from.a.next_squares = from.a.next_norm ? reinterpret_cast<float*>(room) : nullptr, to.a.squares_count = c.grid;
-    if (from.a.next_norm) room += squares_of();
+    workspace += kPersistentTokens * row * sizeof(half);
+    to.a.squares = from.a.next_squares = from.a.next_norm ? reinterpret_cast<float*>(workspace) : nullptr, to.a.squares_count = c.grid;
+    if (from.a.next_norm) workspace += squares_bytes();
   }
 }
 // Kernel arguments for rows [first, first + tokens).
-PersistentArgs arguments(const PersistentOp* links, int count, uint8_t* room, size_t bytes, int first, int tokens) {
+PersistentArgs arguments(const PersistentOp* ops, int count, uint8_t* workspace, size_t bytes, int first, int tokens) {
   PersistentArgs c{};
-  c.count = count, c.grid = persistent_ctas(links, count);
-  c.clear = static_cast<uint4*>(links->clear), c.clear_count = links->clear_count, c.lamport = links[count - 1].lamport;
+  c.count = count, c.grid = persistent_ctas(ops, count);
+  c.clear = static_cast<uint4*>(ops->clear), c.clear_count = ops->clear_count, c.lamport = ops[count - 1].lamport;
   for (int q = 0; q < count; q++) {
-    PersistentGemm& p = c.product[q];
-    p.a = links[q].a;
+    PersistentGemm& p = c.gemm[q];
+    p.a = ops[q].a;
     p.a.tokens = tokens;
     skip_rows(p.a, first, c.grid);  // x and squares of later GEMMs are set by connect()
-    share(p, links[q].head, links[q].epilogue, c.grid);
-    const auto& h = header_of(links[q].head);
+    share(p, ops[q].head, ops[q].epilogue, c.grid);
+    const auto& h = header_of(ops[q].head);
     p.width = h.K, p.blocks = (h.stored + 63) / 64;
     p.work_items = 0;
     for (int i = 0; i < p.a.num_parts; i++) p.work_items += p.piece[i].passes;
   }
   // More slots in flight than needed delay the inputs of other CTAs. Narrow weights take longer to multiply than to load.
-  const PersistentGemm& largest = c.product[count > 1];
+  const PersistentGemm& largest = c.gemm[count > 1];
   c.ahead = narrow(largest.a.part[0], largest.width) ? 3 : 2;
   for (int q = 0; q < count; q++) {
-    const int rest = c.product[q].a.part[0].rest;
-    if (links[q].epilogue != kStore && rest < c.grid / 2) c.heavy_ctas = std::max(c.heavy_ctas, rest);
+    const int rest = c.gemm[q].a.part[0].rest;
+    if (ops[q].epilogue != kStore && rest < c.grid / 2) c.heavy_ctas = std::max(c.heavy_ctas, rest);
   }
-  connect(c, links, room, bytes);
-  c.smem = smem_layout(c, links);
+  connect(c, ops, workspace, bytes);
+  c.smem = smem_layout(c, ops);
   c.ahead = std::min(c.ahead, c.smem.slots),
   c.extra = std::min(kExtraInFlight, c.smem.slots - c.ahead);  // the oldest slot must not be overwritten
   // Polling starts when half of the CTAs with the most strips have arrived; while weights are still loading and rows are wide (failed polls
   // are expensive), when nearly all have.
   const bool fetched = ring_slots(largest) <= c.smem.slots;
   for (int q = 0; q + 1 < count; q++) {
-    const GemmPart& part = c.product[q].a.part[0];
+    const GemmPart& part = c.gemm[q].a.part[0];
     const int half = (part.rest ? part.rest : c.grid) / 2;
-    c.product[q].min_arrivals = c.grid - (fetched || c.product[q + 1].blocks <= kCheapPollBlocks ? half : std::min(kMaxMissingCtas, half));
+    c.gemm[q].min_arrivals = c.grid - (fetched || c.gemm[q + 1].blocks <= kCheapPollBlocks ? half : std::min(kMaxMissingCtas, half));
   }
   return c;
 }
@@ -149,45 +151,45 @@ const char* launch(const PersistentArgs& c, cudaStream_t stream, bool pdl) {
 
 // Specialisation for one row. Separate sums (kNarrow) pay where the weights of the largest GEMM are narrow and an item has more than four
 // units (70B 87.9 to 86.0 us per chain), not elsewhere (8B 36.5 to 37.3, TinyLlama at 3 bits 17.6 to 18.2).
-WeightKind weight_kind(const PersistentOp* links, int count) {
+WeightKind weight_kind(const PersistentOp* ops, int count) {
   for (int q = 0; q < count; q++) {
-    const auto* const parts = parts_of(links[q].head);
-    for (int i = 0; i < links[q].a.num_parts; i++)
+    const auto* const parts = parts_of(ops[q].head);
+    for (int i = 0; i < ops[q].a.num_parts; i++)
       if (parts[i].runs[0].scales) return kAnyWeights;
   }
-  const PersistentOp& largest = links[count > 1];
+  const PersistentOp& largest = ops[count > 1];
   const int width = header_of(largest.head).K;
   return narrow(largest.a.part[0], width) && width > kWarps * 4 * kUnitRows ? kNarrow : kExl2;
 }
 
 }  // namespace
 
-int persistent_ctas(const PersistentOp* links, int count) {
+int persistent_ctas(const PersistentOp* ops, int count) {
   const int all = multiprocessors();
   const auto most = [&](int grid) {  // most rows of strips of one CTA
     int n = 0;
     for (int q = 0; q < count; q++) {
-      const GemmArgs& a = links[q].a;
-      const int strips = links[q].epilogue == kActivation ? a.part[0].strips : a.strips;
+      const GemmArgs& a = ops[q].a;
+      const int strips = ops[q].epilogue == kActivation ? a.part[0].strips : a.strips;
       const int own = (strips + grid - 1) / grid;
-      n += own * header_of(links[q].head).K;
-      if (links[q].epilogue == kResidual && own > kMaxOwnedStrips) n += 1 << 28;  // no chain
+      n += own * header_of(ops[q].head).K;
+      if (ops[q].epilogue == kResidual && own > kMaxOwnedStrips) n += 1 << 28;  // no chain
     }
     return n;
   };
-  const int fewer = all - links->beside;
+  const int fewer = all - ops->beside;
   return fewer > all / 2 && most(fewer) <= most(all) + kMaxExtraRows ? fewer : all;
 }
 
 size_t persistent_bytes(int width, int inner) { return kCounterBytes + 2 * set_bytes(width, inner); }
 
-int persistent_tokens(const PersistentOp* links, int count) {
-  if ((count < 3 && (count != 1 || links->epilogue != kStore)) || count > kMaxGemms || compute_major() != 9) return 0;
-  const int grid = persistent_ctas(links, count);
+int persistent_tokens(const PersistentOp* ops, int count) {
+  if ((count < 3 && (count != 1 || ops->epilogue != kStore)) || count > kMaxGemms || compute_major() != 9) return 0;
+  const int grid = persistent_ctas(ops, count);
   for (int q = 0; q < count; q++) {
-    const GemmArgs& a = links[q].a;
-    const auto& h = header_of(links[q].head);
-    const auto* const parts = parts_of(links[q].head);
+    const GemmArgs& a = ops[q].a;
+    const auto& h = header_of(ops[q].head);
+    const auto* const parts = parts_of(ops[q].head);
     int pieces = 0;
     for (int p = 0; p < h.num_parts; p++) {
       if (parts[p].dense) return 0;
@@ -195,21 +197,21 @@ int persistent_tokens(const PersistentOp* links, int count) {
     }
     if (pieces > kMaxWorkItems) return 0;
     if (h.num_perms != 1 || h.K % 32 || h.stored != h.K || a.from.x || a.router.out) return 0;
-    if (links[q].epilogue == kResidual && (a.strips + grid - 1) / grid > kMaxOwnedStrips) return 0;
+    if (ops[q].epilogue == kResidual && (a.strips + grid - 1) / grid > kMaxOwnedStrips) return 0;
   }
-  const auto fits = [&](int tokens) { return arguments(links, count, nullptr, 0, 0, tokens).smem.bytes <= shared_per_block(); };
+  const auto fits = [&](int tokens) { return arguments(ops, count, nullptr, 0, 0, tokens).smem.bytes <= shared_per_block(); };
   if (!fits(1)) return 0;
   for (int tokens = kPersistentTokens; tokens > 1; tokens--)
     if (fits(tokens)) return tokens;
   return 1;
 }
 
-const char* persistent_launch(const PersistentOp* links, int count, uint8_t* room, size_t bytes, cudaStream_t stream, bool pdl) {
-  const int all = links[0].a.tokens, most = persistent_tokens(links, count);
-  const WeightKind weights = weight_kind(links, count);
+const char* persistent_launch(const PersistentOp* ops, int count, uint8_t* workspace, size_t bytes, cudaStream_t stream, bool pdl) {
+  const int all = ops[0].a.tokens, most = persistent_tokens(ops, count);
+  const WeightKind weights = weight_kind(ops, count);
   for (int first = 0; first < all && most; first += most) {
-    const PersistentArgs c = arguments(links, count, room, bytes, first, std::min(most, all - first));
-    const int tokens = c.product[0].a.tokens;
+    const PersistentArgs c = arguments(ops, count, workspace, bytes, first, std::min(most, all - first));
+    const int tokens = c.gemm[0].a.tokens;
     const auto run = tokens == 2          ? launch<2, kAnyWeights>
                      : tokens > 2         ? launch<1, kAnyWeights>
                      : weights == kExl2   ? launch<4, kExl2>

@@ -75,7 +75,7 @@ struct PersistentSmem {   // offsets in shared memory
 };
 
 struct PersistentArgs {
-  PersistentGemm product[kMaxGemms];
+  PersistentGemm gemm[kMaxGemms];
   int count, grid;
   int ahead, heavy_ctas, extra;  // slots in flight; the first `heavy_ctas` CTAs own more strips and get `extra` slots on top
   unsigned* counters;            // [kMaxGemms] arrivals per GEMM over all launches, the last entry per launch; then the launch count
@@ -93,7 +93,7 @@ struct PersistentImage {
   const half2* steps;
   const uint16_t* ends;
   __device__ __forceinline__ PersistentImage(const PersistentArgs& C, const uint8_t* shared, int q) {
-    const GemmArgs& A = C.product[q].a;
+    const GemmArgs& A = C.gemm[q].a;
     const uint8_t* const image = shared + C.smem.image[q];
     items = reinterpret_cast<const Item*>(image), steps = reinterpret_cast<const half2*>(image + image_steps(A.items));
     ends = reinterpret_cast<const uint16_t*>(image + image_ends(A.items, A.units));
@@ -162,7 +162,7 @@ __device__ __forceinline__ void produce_weights(const PersistentArgs& C, uint8_t
   };
 #pragma unroll 1
   for (int q = 0; q < C.count; q++) {
-    const PersistentGemm& P = C.product[q];
+    const PersistentGemm& P = C.gemm[q];
     const GemmArgs& A = P.a;
     const PersistentImage image(C, shared, q);
 #pragma unroll 1
@@ -207,13 +207,12 @@ __device__ __forceinline__ void poll_inputs(const PersistentArgs& C, uint8_t* sh
   int set = 0;          // offset of this launch's buffer set
 #pragma unroll 1
   for (int q = 0; q < C.count; q++) {
-    const GemmArgs& A = C.product[q].a;
+    const GemmArgs& A = C.gemm[q].a;
     if (q == 0) {
       pdl_wait();
     } else if (lane == 0) {
       barrier_wait(bars + kStored, (q - 1) & 1);
-      while (static_cast<int>(load_now(C.counters + q - 1) - before - C.product[q - 1].min_arrivals) < 0) {
-      }  // the rest is polled in the data
+      while (static_cast<int>(load_now(C.counters + q - 1) - before - C.gemm[q - 1].min_arrivals) < 0) {}  // the rest is polled in the data
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(bars + kInputsReady);
@@ -304,7 +303,7 @@ __device__ __forceinline__ int owned_column(const PersistentGemm& P, const Consu
 // Once per launch: epilogue parameters and the output columns of both residual GEMMs.
 __device__ __forceinline__ void prepare_epilogue(const PersistentArgs& C, const ConsumerWarp& w) {
   if (const int q = threadIdx.x - kConsumerThreads / 2; q >= 0 && q < C.count) {
-    const PersistentGemm& P = C.product[q];
+    const PersistentGemm& P = C.gemm[q];
     const GemmArgs& A = P.a;
     state(w).now[q] = {C.counters + q,
                        A.epilogue == kResidual && A.next_norm ? A.next_squares + w.block : nullptr,
@@ -316,8 +315,8 @@ __device__ __forceinline__ void prepare_epilogue(const PersistentArgs& C, const 
                        C.lamport};
   }
   const int q = threadIdx.x / (kMaxOwnedStrips * 16) * 2, r = threadIdx.x % (kMaxOwnedStrips * 16);
-  if (q >= C.count || q > 2 || C.product[0].a.epilogue != kResidual) return;
-  const PersistentGemm& P = C.product[q];
+  if (q >= C.count || q > 2 || C.gemm[0].a.epilogue != kResidual) return;
+  const PersistentGemm& P = C.gemm[q];
   const GemmArgs& A = P.a;
   const int column = owned_column(P, w, r);
   PersistentOutput o{};
@@ -435,8 +434,8 @@ __device__ __forceinline__ void write_outputs(const PersistentArgs& C, const Per
 }
 
 __device__ __forceinline__ void load_residual(const PersistentArgs& C, ConsumerWarp& w) {
-  const GemmArgs& A = C.product[0].a;
-  const int strip0 = first_strip(A, w.block, 0), strips = strips_in_round(C.product[0], 0, strip0, 0);
+  const GemmArgs& A = C.gemm[0].a;
+  const int strip0 = first_strip(A, w.block, 0), strips = strips_in_round(C.gemm[0], 0, strip0, 0);
 #pragma unroll
   for (int k = 0; k < kMaxOwnedStrips / 2; k++) {
     const int r = w.lane + 32 * k, column = (strip0 + (r >> 4) * A.grid) * 16 + (r & 15);
@@ -463,10 +462,10 @@ __device__ __forceinline__ void quantize_rows(const PersistentArgs& C, const Per
   constexpr int kBlocks = 32 / LANES, kPlaces = 8 / LANES;  // blocks per warp and pass; 16-byte loads per lane and block
   Int8Block* const blocks = reinterpret_cast<Int8Block*>(w.shared + C.smem.blocks);
   uint8_t* const xs = w.shared + C.smem.xs;
-  const int t = w.lane % LANES, tokens = tokens_of<CHUNKS>(C.product[q]);
+  const int t = w.lane % LANES, tokens = tokens_of<CHUNKS>(C.gemm[q]);
 #pragma unroll 1
   for (int m = 0; m < tokens; m++) {
-    const half* const x = in.x + (q == 0 && C.product[0].a.rows ? row_of(C.product[0].a, m) : m) * in.stride + t * 8;
+    const half* const x = in.x + (q == 0 && C.gemm[0].a.rows ? row_of(C.gemm[0].a, m) : m) * in.stride + t * 8;
 #pragma unroll 1
     for (int first = w.warp * kBlocks; first < in.blocks; first += SIDE * kConsumerWarps * kBlocks) {
       uint4 v[SIDE][kPlaces];
@@ -513,7 +512,7 @@ struct WorkItem {
 };
 
 __device__ __forceinline__ WorkItem make_work_item(const PersistentArgs& C, int q, int round, int warp, int number, const ConsumerWarp& w) {
-  const PersistentGemm& P = C.product[q];
+  const PersistentGemm& P = C.gemm[q];
   const PersistentImage image(C, w.shared, q);
   int p = 0, pass = number;
 #pragma unroll 1
@@ -548,7 +547,7 @@ __device__ __forceinline__ WorkItem* work_items_of(const PersistentArgs& C, cons
 
 __device__ __forceinline__ void make_work_items(const PersistentArgs& C, int q, int round, int first, const ConsumerWarp& w) {
   const int i = static_cast<int>(threadIdx.x) - first;
-  if (i >= 0 && i < C.product[q].work_items * kConsumerWarps)
+  if (i >= 0 && i < C.gemm[q].work_items * kConsumerWarps)
     work_items_of(C, w)[i] = make_work_item(C, q, round, i % kConsumerWarps, i / kConsumerWarps, w);
 }
 
@@ -611,7 +610,7 @@ __device__ __forceinline__ void run_work_item(const PersistentArgs& C, const Per
 // GEMM q and its epilogue.
 template <int CHUNKS, WeightKind WEIGHTS>
 __device__ __forceinline__ void run_gemm(const PersistentArgs& C, int q, const Int8Input<CHUNKS>& in, ConsumerWarp& w) {
-  const PersistentGemm& P = C.product[q];
+  const PersistentGemm& P = C.gemm[q];
   const half2* const steps = PersistentImage(C, w.shared, q).steps;
   const int work_items = P.work_items;
 #pragma unroll 1
@@ -661,10 +660,10 @@ __global__ void __launch_bounds__(kPersistentThreads, 1) persistent_gemm(const _
   if (warp == kConsumerWarps) {
     if (lane == 0) {
       uint32_t bytes = 0;
-      for (int q = 0; q < C.count; q++) bytes += padded_image(C.product[q].a);
+      for (int q = 0; q < C.count; q++) bytes += padded_image(C.gemm[q].a);
       barrier_expect(bars + kImagesFull, bytes);
       for (int q = 0; q < C.count; q++)
-        bulk_copy(shared + C.smem.image[q], C.product[q].a.image, padded_image(C.product[q].a), bars + kImagesFull);
+        bulk_copy(shared + C.smem.image[q], C.gemm[q].a.image, padded_image(C.gemm[q].a), bars + kImagesFull);
       barrier_wait(bars + kImagesFull, 0);
       produce_weights(C, shared, bars, bars + kMaxSlots, block);
     }
@@ -679,7 +678,7 @@ __global__ void __launch_bounds__(kPersistentThreads, 1) persistent_gemm(const _
   barrier_wait(bars + kImagesFull, 0);
 #pragma unroll 1
   for (int q = 0; q < C.count; q++) {
-    const PersistentGemm& P = C.product[q];
+    const PersistentGemm& P = C.gemm[q];
     // Prepared by warps that mostly have nothing to store for the previous GEMM.
     static_assert(kMaxWorkItems * kConsumerWarps <= kConsumerThreads / 2, "a thread a work");
     make_work_items(C, q, 0, kConsumerThreads / 2, w);

@@ -21,13 +21,13 @@ struct PersistentOp {
   bool lamport = false;
 };
 // Most rows per launch; 0: these GEMMs cannot be chained. Three or four of a layer, or one that stores its sums.
-int persistent_tokens(const PersistentOp* links, int count);
+int persistent_tokens(const PersistentOp* ops, int count);
 // CTAs of a launch: one per SM, or fewer so that attention runs beside them (`beside`), if no CTA gets much more work.
-int persistent_ctas(const PersistentOp* links, int count);
+int persistent_ctas(const PersistentOp* ops, int count);
 // Workspace for chains that follow one another, with rows of `width` and `inner` numbers: zeroed before the first launch, then theirs
 // alone.
 size_t persistent_bytes(int width, int inner);
 // Any number of rows, in launches of persistent_tokens.
-const char* persistent_launch(const PersistentOp* links, int count, uint8_t* room, size_t bytes, cudaStream_t stream, bool pdl);
+const char* persistent_launch(const PersistentOp* ops, int count, uint8_t* workspace, size_t bytes, cudaStream_t stream, bool pdl);
 
 }  // namespace exl2nb
