@@ -35,7 +35,6 @@ class Channel:
         self._end: queue.SimpleQueue[None] = queue.SimpleQueue()  # wakes those who wait for the end
         self.waker: Callable[[], None] | None = None  # told about every item; for those who cannot wait on this queue
         self.progress = (0, 0)  # prompt tokens in the cache, of how many; (0, 0) while the request waits
-        self.watched = False  # the waker wants to hear of progress too
 
     def put(self, tokens: list[Token]) -> None:
         """Engine: hand tokens over."""
@@ -46,8 +45,7 @@ class Channel:
     def note(self, done: int, total: int) -> None:
         """Engine: so much of the prompt is in the cache."""
         self.progress = (done, total)
-        if self.watched:
-            self._wake()
+        self._wake()
 
     def end(self, outcome: Completion | BaseException) -> None:
         """Engine: the request is over. Only the first call counts."""
@@ -80,7 +78,7 @@ class Channel:
                 self.waker, self.cancelled = None, True
             except Exception:
                 self.waker = None
-                logger.exception("a function that wanted news of a request failed; it is not called any more")
+                logger.exception("on_event of a request failed; it is not called any more")
 
 
 # ---- The caller's end of a request: iterate it, wait for it, cancel it. Dropping it cancels it.
@@ -151,21 +149,6 @@ class Handle:
         assert outcome is not None, "the request is not done"
         return outcome
 
-    def watch(self, waker: Callable[[], None]) -> None:
-        """Call `waker`, on the engine's thread, whenever there is something new; once at once. It must not block or raise."""
-        self._channel.waker, self._channel.watched = waker, True
-        waker()
-
-    def take_now(self) -> tuple[list[Token], bool]:
-        """What is new, without waiting, and whether the request is over."""
-        tokens: list[Token] = []
-        try:
-            if not self._over:
-                self._take(tokens, self._channel.items.get_nowait())
-        except queue.Empty:
-            pass
-        return tokens, self._over
-
     @property
     def done(self) -> bool:
         """True once the engine is through with the request."""
@@ -189,8 +172,8 @@ class Handle:
                 self._take(tokens, self._channel.items.get_nowait())
         return Chunk("".join([token.text for token in tokens]), tuple(tokens)) if tokens else None
 
-    def on_news(self, call: Callable[[], None]) -> None:
-        """Have a function called, on the engine's thread, whenever there is something to read; it must be quick."""
+    def on_event(self, call: Callable[[], None]) -> None:
+        """Have `call` called on the engine's thread after every change: tokens, progress, the end. It must not block."""
         self._channel.waker = call
 
     def result(self, timeout_s: float | None = None) -> Completion:
@@ -335,7 +318,7 @@ class Handles(Sequence[Handle]):
         self._handles = list(handles)
         self._events: queue.SimpleQueue[None] = queue.SimpleQueue()
         for handle in self._handles:
-            handle.on_news(partial(self._events.put, None))
+            handle.on_event(partial(self._events.put, None))
 
     @overload
     def __getitem__(self, index: int) -> Handle: ...

@@ -126,7 +126,8 @@ class Job:
             raise OptionError(f"job: id {id!r} is taken by another request of this job; expected a new one")
         handle = self._submit(prompt, options, stream=stream, group=self._group)
         self._open[id], self._stages[id] = handle, "queued"
-        handle.watch(partial(self._ready.put, id))
+        handle.on_event(partial(self._ready.put, id))
+        self._ready.put(id)  # what came before
         return id
 
     def cancel(self, id: Hashable = None) -> None:
@@ -188,23 +189,24 @@ class Job:
         handle = self._open.get(name)
         if handle is None:
             return
-        tokens, over, (done, total) = *handle.take_now(), handle.progress
+        chunk, (done, total) = handle.poll(), handle.progress
+        tokens, over = chunk.tokens if chunk is not None else (), handle.over
         if total and not over and (done, total) != self._progress.get(name):
             self._progress[name] = (done, total)
             stage = "started" if self._stages[name] == "queued" else "prefill"
             yield self._event(name, stage, prefilled=done, prompt_tokens=total)
         if tokens and not over:
-            yield self._event(name, "streaming", text="".join([t.text for t in tokens]), tokens=tuple(tokens))
+            yield self._event(name, "streaming", text="".join([t.text for t in tokens]), tokens=tokens)
         if over:
             del self._open[name]
             outcome = handle.outcome
             text = "".join([token.text for token in tokens])
             if isinstance(outcome, Completion):
                 self.completions[name] = outcome
-                yield self._event(name, "finished", text=text, tokens=tuple(tokens), completion=outcome, prompt_tokens=total)
+                yield self._event(name, "finished", text=text, tokens=tokens, completion=outcome, prompt_tokens=total)
             else:
                 self.errors[name] = outcome
-                yield self._event(name, "failed", text=text, tokens=tuple(tokens), error=outcome, prompt_tokens=total)
+                yield self._event(name, "failed", text=text, tokens=tokens, error=outcome, prompt_tokens=total)
 
     def _event(self, name: Hashable, stage: str, **rest: Any) -> Event:
         self._serial, self._stages[name] = self._serial + 1, stage

@@ -31,7 +31,7 @@ def test_a_function_that_wants_news_and_fails_is_not_called_again(llm):
         calls.append(1)
         raise ZeroDivisionError
 
-    handle.on_news(tell)
+    handle.on_event(tell)
     assert len(handle.result().tokens) == 20
     assert len(calls) <= 1
     assert len(llm.generate("He", max_tokens=2).tokens) <= 2
