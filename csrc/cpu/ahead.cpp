@@ -7,7 +7,6 @@
 #include <new>
 #include <thread>
 
-#include "../format/program.h"
 #include "of_process.h"
 #include "parallel.h"
 #include "together.h"
@@ -35,7 +34,7 @@ void feed(AheadStep& s) {
 
 void carry_out(AheadStep& s) {
   feed(s);
-  Together together(s.code, s.words, s.batch, s.logits, {s.settings.data(), s.top, s.drawn}, s.lanes);
+  Together together(s.program, s.batch, s.logits, {s.settings.data(), s.top, s.drawn}, s.lanes);
   s.together.store(&together);
   change(s.state, 1);
   together.run_on_all(1);  // lane 0 is for who waits
@@ -45,7 +44,7 @@ void carry_out(AheadStep& s) {
 
 // A step that found no memory has drawn nothing.
 void forget(AheadStep& s) {
-  const int64_t width = 4 + 2 * s.top, vocab = header(step_matrix(s.code + s.words - kWords[kOpHead])).N;
+  const int64_t width = 4 + 2 * s.top, vocab = vocab_of(s.program);
   std::fill(s.drawn, s.drawn + s.batch.R * width, -1.0);
   std::fill(s.logits, s.logits + s.batch.R * vocab, NAN);
 }

@@ -17,8 +17,8 @@ class Together;
 constexpr int64_t kMostAhead = 32;  // tokens of a step, and rows of logits
 
 struct AheadStep {
-  const int64_t* code;
-  int64_t words, lanes;
+  Program program{nullptr, 0};
+  int64_t lanes;
   StepBatch batch;                // its arrays lie in `numbers`
   std::vector<int32_t> numbers;   // a copy of the caller's
   int32_t* ids;                   // in `numbers`

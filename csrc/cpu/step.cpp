@@ -8,7 +8,6 @@
 #include <cstring>
 #include <string>
 
-#include "../format/program.h"
 #include "engine.h"
 #include "moe.h"
 #include "parallel.h"
@@ -23,64 +22,75 @@ constexpr int64_t kUsualCache = int64_t(16) << 20, kMostCache = int64_t(64) << 2
 
 std::string number(int64_t n) { return std::to_string(n); }
 
-// K and N of the blob behind an address, or a message. The blob itself was checked when its op was added.
-std::string check_weight(int64_t word, int64_t K, int64_t N) {
-  if (!word) return "a weight is missing";
-  const BlobHeader& h = header(address<uint8_t>(word));
+// K and N of a matrix, or a message. The blob itself was checked when its op was added.
+std::string check_matrix(const uint8_t* blob, int64_t K, int64_t N) {
+  if (!blob) return "a weight is missing";
+  const BlobHeader& h = header(blob);
   if (h.magic != kBlobMagic || h.version != kBlobVersion) return "a weight is no blob";
   if (h.K != K || (N && h.N != N))
     return "a weight is (" + number(h.K) + ", " + number(h.N) + "); expected (" + number(K) + ", " + number(N) + ")";
   return "";
 }
 
-// act: width of what lies in the two buffers, 0 for nothing, -Hq while q waits for its attention.
-std::string check_op(const int64_t* w, const StepBatch& b, int64_t H, int64_t* act) {
-  const int64_t layers = int64_t(b.k_pools.size());
-  switch (w[0]) {
-    case kOpEmbed:
-      if (w[4] != H) return "the table's width is not the hidden size";
-      if (w[6]) {
-        const std::string wrong = check_range("a position", b.positions, b.T, w[8]);
-        if (!wrong.empty()) return wrong;
-      }
-      return check_range("a token id", b.ids, b.T, w[3]);
-    case kOpQkv: {
-      if (w[9] <= 0 || w[10] <= 0 || w[9] % w[10]) return "num_heads is no multiple of num_kv_heads";
-      if (w[10] != b.num_kv_heads || w[11] != b.head_dim)
-        return "the pools hold " + number(b.num_kv_heads) + " heads of " + number(b.head_dim) + "; expected " + number(w[10]) + " of " +
-               number(w[11]);
-      if (w[16] < 0 || w[16] >= layers) return "there are " + number(layers) + " pools; the program wants layer " + number(w[16]);
-      if (w[8] < 0 || 2 * w[8] > w[11]) return "rotary_dim is larger than head_dim";
-      const std::string wrong = check_weight(w[3], H, (w[9] + 2 * w[10]) * w[11]);
+// Checks op by op. width: of what attention (0) and the MLP (1) have left for a ResidualOp, 0 for nothing.
+class Checker {
+ public:
+  Checker(const StepBatch& b, int64_t H) : b_(b), H_(H) {}
+
+  std::string operator()(const EmbedOp& op) {
+    if (op.width != H_) return "the table's width is not the hidden size";
+    if (op.position_table) {
+      const std::string wrong = check_range("a position", b_.positions, b_.T, op.max_positions);
       if (!wrong.empty()) return wrong;
-      act[0] = -w[9];  // q is there; its width follows from ATTENTION
-      return check_range("a position", b.positions, b.T, w[7]);
     }
-    case kOpAttention:
-      if (act[0] >= 0) return "attention without q";
-      if (w[4] < 0 || w[4] >= layers) return "there are " + number(layers) + " pools; the program wants layer " + number(w[4]);
-      act[0] = -act[0] * b.head_dim;
-      return "";
-    case kOpResidual:
-      if (w[6] < 0 || w[6] > 1 || act[w[6]] <= 0) return "nothing to add to the residual";
-      return check_weight(w[1], act[w[6]], H);
-    case kOpGateUp: {
-      const std::string wrong = check_weight(w[3], H, 0);
-      if (!wrong.empty()) return wrong;
-      if (w[5] < 0 || w[5] > 2) return "unknown activation";
-      if (w[9] < 0 || w[9] > 1) return "unknown buffer";
-      act[w[9]] = header(address<uint8_t>(w[3])).N / (w[8] ? 2 : 1);
-      return "";
-    }
-    case kOpRouted: {  // every expert was checked when the op was added: reading 100 headers a layer would cost more than the sums
-      if (!w[4] || w[5] < 1 || w[6] < 1 || w[6] > w[5]) return "top_k is " + number(w[6]) + "; expected 1 to " + number(w[5]) + " experts";
-      if (w[8] < 0 || w[8] > 2) return "unknown activation";
-      return check_weight(w[3], H, w[5]);
-    }
-    default:
-      return check_weight(w[3], H, 0);
+    return check_range("a token id", b_.ids, b_.T, op.vocab);
   }
-}
+  std::string operator()(const QkvOp& op) {
+    if (op.num_heads <= 0 || op.num_kv_heads <= 0 || op.num_heads % op.num_kv_heads) return "num_heads is no multiple of num_kv_heads";
+    if (op.num_kv_heads != b_.num_kv_heads || op.head_dim != b_.head_dim)
+      return "the pools hold " + number(b_.num_kv_heads) + " heads of " + number(b_.head_dim) + "; expected " + number(op.num_kv_heads) +
+             " of " + number(op.head_dim);
+    if (op.layer < 0 || op.layer >= layers()) return no_pool(op.layer);
+    if (op.rope_half < 0 || 2 * op.rope_half > op.head_dim) return "rotary_dim is larger than head_dim";
+    const std::string wrong = check_matrix(op.blob, H_, (op.num_heads + 2 * op.num_kv_heads) * op.head_dim);
+    if (!wrong.empty()) return wrong;
+    q_width_ = op.num_heads * op.head_dim;
+    return check_range("a position", b_.positions, b_.T, op.max_positions);
+  }
+  std::string operator()(const AttentionOp& op) {
+    if (!q_width_) return "attention without q";
+    if (op.layer < 0 || op.layer >= layers()) return no_pool(op.layer);
+    width_[0] = q_width_, q_width_ = 0;
+    return "";
+  }
+  std::string operator()(const ResidualOp& op) {
+    if (op.side < 0 || op.side > 1 || width_[op.side] <= 0) return "nothing to add to the residual";
+    return check_matrix(op.blob, width_[op.side], H_);
+  }
+  std::string operator()(const GateUpOp& op) {
+    const std::string wrong = check_matrix(op.blob, H_, 0);
+    if (!wrong.empty()) return wrong;
+    if (op.activation < 0 || op.activation > 2) return "unknown activation";
+    if (op.side < 0 || op.side > 1) return "unknown buffer";
+    width_[op.side] = header(op.blob).N / (op.gated ? 2 : 1);
+    return "";
+  }
+  std::string operator()(const RoutedOp& op) {  // each expert was checked when the op was added: 100 headers a layer would cost too much
+    if (!op.table || op.experts < 1 || op.top_k < 1 || op.top_k > op.experts)
+      return "top_k is " + number(op.top_k) + "; expected 1 to " + number(op.experts) + " experts";
+    if (op.activation < 0 || op.activation > 2) return "unknown activation";
+    return check_matrix(op.blob, H_, op.experts);
+  }
+  std::string operator()(const HeadOp& op) { return check_matrix(op.blob, H_, 0); }
+
+ private:
+  int64_t layers() const { return int64_t(b_.k_pools.size()); }
+  std::string no_pool(int64_t layer) const { return "there are " + number(layers()) + " pools; the program wants layer " + number(layer); }
+
+  const StepBatch& b_;
+  const int64_t H_;
+  int64_t width_[2] = {0, 0}, q_width_ = 0;
+};
 
 }  // namespace
 
@@ -106,31 +116,12 @@ std::string check_sequences(const int32_t* block_table, const int32_t* cu_seqlen
   return "";
 }
 
-int64_t step_head_dim(const int64_t* code, int64_t words) {
-  if (words < kHeaderWords || code[0] != kProgramMagic) return 0;
-  for (int64_t at = kHeaderWords; at < words && code[at] >= kOpEmbed && code[at] <= kOpHead && at + kWords[code[at]] <= words;
-       at += kWords[code[at]])
-    if (code[at] == kOpQkv) return code[at + 11];
-  return 0;
-}
-
-std::string check_step(const int64_t* code, int64_t words, const StepBatch& batch, int64_t& vocab) {
-  if (words < kHeaderWords || code[0] != kProgramMagic || code[1] != kProgramVersion || code[2] != words)
-    return "the program is not the code of a Program";
-  const int64_t H = code[4];
-  int64_t act[2] = {0, 0}, last = 0;
-  vocab = 0;
-  for (int64_t at = kHeaderWords; at < words; at += kWords[last]) {
-    const int64_t* w = code + at;
-    if (w[0] < kOpEmbed || w[0] > kOpRouted || at + kWords[w[0]] > words) return "the program holds an unknown op";
-    if (vocab || (at == kHeaderWords) != (w[0] == kOpEmbed)) return "a program starts with embed and ends with norm_head";
-    const std::string wrong = check_op(w, batch, H, act);
-    if (!wrong.empty()) return wrong;
-    last = w[0];
-    if (last == kOpHead) vocab = header(address<uint8_t>(w[3])).N;
-  }
-  if (!vocab) return "a program starts with embed and ends with norm_head";
-  std::string wrong = check_range("a slot", batch.slots, batch.T, batch.num_pages * batch.page_size);
+std::string check_step(const Program& program, const StepBatch& batch) {
+  if (const char* wrong = program.wrong()) return wrong;
+  Checker check(batch, program.hidden());
+  std::string wrong;
+  for (const Op* op = program.first(); op && wrong.empty(); op = program.next(op)) wrong = visit(op, check);
+  if (wrong.empty()) wrong = check_range("a slot", batch.slots, batch.T, batch.num_pages * batch.page_size);
   if (wrong.empty()) wrong = check_range("a row of logit_rows", batch.logit_rows, batch.R, batch.T);
   if (wrong.empty())
     wrong = check_sequences(batch.block_table, batch.cu_seqlens, batch.context_lens, batch.sequences, batch.max_pages, batch.page_size,
@@ -138,123 +129,126 @@ std::string check_step(const int64_t* code, int64_t words, const StepBatch& batc
   return wrong;
 }
 
-const uint8_t* step_matrix(const int64_t* w) {
-  constexpr int word[] = {0, 0, 3, 0, 1, 3, 3, 3};
-  return word[w[0]] ? address<uint8_t>(w[word[w[0]]]) : nullptr;
-}
-
-Norm step_norm(const int64_t* w) {
-  constexpr int bias[] = {0, 0, 17, 0, 0, 6, 5, 9};
-  const bool layer = w[0] == kOpQkv ? w[18] & 1 : w[bias[w[0]] + 1] != 0;
-  return {address<float>(w[1]), real(w[2]), address<float>(w[bias[w[0]]]), layer};
-}
-
-Heads step_heads(const int64_t* w, const StepBatch& b) {
-  Heads heads{int(w[9]), int(w[10]), int(w[11]), int(w[8]), b.page_size, b.k_kind, b.v_kind, address<float>(w[12]), address<float>(w[14]),
-              w[13],     w[15],      real(w[2])};
-  const int64_t flags = w[18];
-  heads.layer_norm = flags & 1;
-  heads.interleaved = flags & 2;
-  heads.q_full = flags & 4;
-  heads.k_full = flags & 8;
+Heads heads_of(const QkvOp& op, const StepBatch& b) {
+  Heads heads{int(op.num_heads), int(op.num_kv_heads), int(op.head_dim), int(op.rope_half), b.page_size, b.k_kind, b.v_kind, op.q_norm,
+              op.k_norm,         op.q_norm_stride,     op.k_norm_stride, float(op.eps)};
+  heads.layer_norm = op.layer_norm;
+  heads.interleaved = op.interleaved;
+  heads.q_full = op.q_norm_whole;
+  heads.k_full = op.k_norm_whole;
   return heads;
 }
 
-Rope step_rope(const int64_t* w, const StepBatch& b) {
-  return {address<float>(w[5]), address<float>(w[6]), b.positions, b.slots, real(w[19])};
+Rope rope_of(const QkvOp& op, const StepBatch& b) { return {op.cos, op.sin, b.positions, b.slots, float(op.clip)}; }
+
+Attention attention_of(const AttentionOp& op, const StepBatch& b, int num_heads) {
+  const size_t layer = size_t(op.layer);
+  return {b.k_pools[layer], b.v_pools[layer],  b.block_table, b.cu_seqlens, b.context_lens,      b.sequences,
+          b.max_pages,      b.page_size,       op.window,     num_heads,    int(b.num_kv_heads), int(b.head_dim),
+          float(op.scale),  float(op.softcap), b.k_kind,      b.v_kind};
 }
 
-Attention step_attention(const int64_t* w, const StepBatch& b, int num_heads) {
-  const size_t layer = size_t(w[4]);
-  return {b.k_pools[layer], b.v_pools[layer],    b.block_table,   b.cu_seqlens, b.context_lens, b.sequences, b.max_pages, b.page_size, w[2],
-          num_heads,        int(b.num_kv_heads), int(b.head_dim), real(w[1]),   real(w[3]),     b.k_kind,    b.v_kind};
-}
-
-void step_embed(const int64_t* w, const StepBatch& b, int H, float* x) {
-  embed(address<void>(w[1]), int(w[2]), H, b.ids, int(b.T), real(w[5]), {address<void>(w[6]), int(w[7]), b.positions}, x);
+void run_embed(const EmbedOp& op, const StepBatch& b, int H, float* x) {
+  embed(op.table, int(op.dtype), H, b.ids, int(b.T), float(op.scale), {op.position_table, int(op.position_dtype), b.positions}, x);
 }
 
 namespace {
 
-// The matrix of the next op that has one, or null.
-const uint8_t* next_matrix(const int64_t* code, int64_t words, int64_t at) {
-  for (at += kWords[code[at]]; at < words; at += kWords[code[at]])
-    if (const uint8_t* blob = step_matrix(code + at)) return blob;
-  return nullptr;
-}
+// Runs every op for all rows of the batch.
+class Walker {
+ public:
+  Walker(const Program& program, const StepBatch& b, float* logits)
+      : program_(program),
+        b_(b),
+        logits_(logits),
+        H_(program.hidden()),
+        widths_(widths(program)),
+        x_(b.T * H_),
+        q_(b.T * widths_.widest),
+        act_(b.T * widths_.widest),
+        side_(b.T * widths_.side) {}
 
-// Every op for all rows of the batch.
-void run_ops(const int64_t* code, int64_t words, const StepBatch& b, float* logits) {
-  const int64_t H = code[4], T = b.T;
-  int64_t widest = 1, aside = 0;
-  int num_heads = 0;
-  for (int64_t at = kHeaderWords; at < words; at += kWords[code[at]]) {
-    const int64_t* w = code + at;
-    const int64_t width = w[0] == kOpQkv ? w[9] * w[11] : w[0] == kOpGateUp ? header(address<uint8_t>(w[3])).N / (w[8] ? 2 : 1) : 0;
-    if (width > widest) widest = width;
-    if (w[0] == kOpGateUp && w[9] && width > aside) aside = width;
-  }
-  Buffer<float> x(T * H), q(T * widest), act(T * widest), side(T * aside);
-  for (int64_t at = kHeaderWords; at < words; at += kWords[code[at]]) {
-    const int64_t* w = code + at;
-    const uint8_t* then = next_matrix(code, words, at);
-    switch (w[0]) {
-      case kOpEmbed:
-        step_embed(w, b, int(H), x);
-        break;
-      case kOpQkv: {
-        const size_t layer = size_t(w[16]);
-        num_heads = int(w[9]);
-        norm_qkv_rope(x, int(T), step_norm(w), address<uint8_t>(w[3]), address<float>(w[4]), step_rope(w, b), step_heads(w, b), q,
-                      b.k_pools[layer], b.v_pools[layer], then);
-        break;
-      }
-      case kOpAttention:
-        paged_attention(q, step_attention(w, b, num_heads), act);
-        break;
-      case kOpResidual:
-        linear_residual(w[6] ? side : act, int(T), address<uint8_t>(w[1]), address<float>(w[2]), {address<float>(w[3]), real(w[4])},
-                        real(w[5]), x, then);
-        break;
-      case kOpGateUp:
-        norm_gate_up(x, int(T), step_norm(w), address<uint8_t>(w[3]), address<float>(w[4]), int(w[5]), w[8] != 0, w[9] ? side : act, then);
-        break;
-      case kOpRouted: {
-        Buffer<int32_t> chosen(T * w[6]);
-        const Experts experts{address<uint8_t>(w[3]),
-                              address<int64_t>(w[4]),
-                              int(w[5]),
-                              int(w[6]),
-                              real(w[7]),
-                              int(w[8]),
-                              address<uint8_t>(w[11]),
-                              address<uint8_t>(w[12]),
-                              address<uint8_t>(w[13]),
-                              {address<float>(w[14]), real(w[15])},
-                              real(w[16])};
-        routed_mlp(x, int(T), step_norm(w), experts, chosen);
-        break;
-      }
-      default: {
-        Buffer<float> rows(b.R * H);
-        for (int64_t r = 0; r < b.R; r++) std::memcpy(rows + r * H, x + b.logit_rows[r] * H, size_t(H) * sizeof(float));
-        norm_linear(rows, int(b.R), step_norm(w), address<uint8_t>(w[3]), address<float>(w[4]), logits);
-      }
+  void run() {
+    for (const Op* op = program_.first(); op; op = program_.next(op)) {
+      next_ = nullptr;  // the next matrix, to be prefetched
+      for (const Op* o = program_.next(op); o && !next_; o = program_.next(o)) next_ = matrix_of(o);
+      visit(op, *this);
     }
   }
-}
+
+  void operator()(const EmbedOp& op) { run_embed(op, b_, int(H_), x_); }
+  void operator()(const QkvOp& op) {
+    const size_t layer = size_t(op.layer);
+    num_heads_ = int(op.num_heads);
+    norm_qkv_rope(x_, int(b_.T), norm_of(op), op.blob, op.bias, rope_of(op, b_), heads_of(op, b_), q_, b_.k_pools[layer], b_.v_pools[layer],
+                  next_);
+  }
+  void operator()(const AttentionOp& op) { paged_attention(q_, attention_of(op, b_, num_heads_), act_); }
+  void operator()(const ResidualOp& op) {
+    linear_residual(op.side ? side_ : act_, int(b_.T), op.blob, op.bias, {op.norm, float(op.eps)}, float(op.scale), x_, next_);
+  }
+  void operator()(const GateUpOp& op) {
+    norm_gate_up(x_, int(b_.T), norm_of(op), op.blob, op.bias, int(op.activation), op.gated != 0, op.side ? side_ : act_, next_);
+  }
+  void operator()(const RoutedOp& op) {
+    Buffer<int32_t> chosen(b_.T * op.top_k);
+    const Experts experts{op.blob,
+                          op.table,
+                          int(op.experts),
+                          int(op.top_k),
+                          float(op.renormalize),
+                          int(op.activation),
+                          op.shared_up,
+                          op.shared_down,
+                          op.shared_gate,
+                          {op.post_norm, float(op.post_eps)},
+                          float(op.scale)};
+    routed_mlp(x_, int(b_.T), norm_of(op), experts, chosen);
+  }
+  void operator()(const HeadOp& op) {
+    Buffer<float> rows(b_.R * H_);
+    for (int64_t r = 0; r < b_.R; r++) std::memcpy(rows + r * H_, x_ + b_.logit_rows[r] * H_, size_t(H_) * sizeof(float));
+    norm_linear(rows, int(b_.R), norm_of(op), op.blob, op.bias, logits_);
+  }
+
+ private:
+  struct Widths {
+    int64_t widest = 1, side = 0;
+  };
+  static Widths widths(const Program& program) {
+    Widths found;
+    for (const Op* op = program.first(); op; op = program.next(op)) {
+      if (const auto* qkv = as<QkvOp>(op)) found.widest = std::max(found.widest, qkv->num_heads * qkv->head_dim);
+      if (const auto* gate_up = as<GateUpOp>(op)) {
+        const int64_t width = header(gate_up->blob).N / (gate_up->gated ? 2 : 1);
+        found.widest = std::max(found.widest, width);
+        if (gate_up->side) found.side = std::max(found.side, width);
+      }
+    }
+    return found;
+  }
+
+  const Program& program_;
+  const StepBatch& b_;
+  float* logits_;
+  const int64_t H_;
+  const Widths widths_;
+  Buffer<float> x_, q_, act_, side_;
+  const uint8_t* next_ = nullptr;
+  int num_heads_ = 0;
+};
 
 // Bytes of all matrices, and multiply-adds of one row. Experts are not for the cache: a sparse model counts as too large.
 struct Weights {
   int64_t bytes = 0, work = 0;
 };
-Weights weights_of(const int64_t* code, int64_t words) {
+Weights weights_of(const Program& program) {
   Weights sum;
-  for (int64_t at = kHeaderWords; at < words; at += kWords[code[at]]) {
-    const uint8_t* blob = step_matrix(code + at);
+  for (const Op* op = program.first(); op; op = program.next(op)) {
+    const uint8_t* blob = matrix_of(op);
     if (!blob) continue;
     const BlobHeader& h = header(blob);
-    sum.bytes += code[at] == kOpRouted ? kMostCache + 1 : h.bytes;
+    sum.bytes += as<RoutedOp>(op) ? kMostCache + 1 : h.bytes;
     sum.work += int64_t(h.K) * h.N;
   }
   return sum;
@@ -274,17 +268,17 @@ int64_t cache_bytes() {
 
 // Whether the threads should work on every matrix together and meet between them only: then what a step waits for is no wake-up, and where
 // the cache holds all weights each core finds its own columns there.
-bool suits_together(const int64_t* code, int64_t words, const StepBatch& b) {
+bool suits_together(const Program& program, const StepBatch& b) {
   if (threads_to_share() < 2 || b.T < kLeastTogether || b.T > kMostTogether || b.R > kMostTogether) return false;
-  const Weights weights = weights_of(code, words);
+  const Weights weights = weights_of(program);
   return weights.bytes <= cache_bytes() && weights.work * b.T >= kWorkTogether;
 }
 
 }  // namespace
 
-void run_step(const int64_t* code, int64_t words, const StepBatch& b, float* logits) {
-  if (!suits_together(code, words, b)) return run_ops(code, words, b, logits);
-  Together together(code, words, b, logits, {}, threads_to_share());
+void run_step(const Program& program, const StepBatch& b, float* logits) {
+  if (!suits_together(program, b)) return Walker(program, b, logits).run();
+  Together together(program, b, logits, {}, threads_to_share());
   together.run_on_all(0);
 }
 

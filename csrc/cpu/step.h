@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "../format/program.h"
 #include "engine.h"
 
 namespace exl2nb {
@@ -16,20 +17,18 @@ struct StepBatch {
   PoolKind k_kind, v_kind;
 };
 
-// The head_dim that a program's first QKV wants, which says how to read coded pools; 0: the program is none.
-int64_t step_head_dim(const int64_t* code, int64_t words);
+// What is wrong with the program or the batch, or an empty string. Nothing has been written then.
+std::string check_step(const Program& program, const StepBatch& batch);
+void run_step(const Program& program, const StepBatch& batch, float* logits);
+// Logits per row.
+inline int64_t vocab_of(const Program& program) { return header(program.head().blob).N; }
 
-// What is wrong with the program or the batch, or an empty string; sets the number of logits per row. Nothing has been written then.
-std::string check_step(const int64_t* code, int64_t words, const StepBatch& batch, int64_t& vocab);
-void run_step(const int64_t* code, int64_t words, const StepBatch& batch, float* logits);
-
-// What the words of an op say. Its matrix: null where it has none.
-const uint8_t* step_matrix(const int64_t* w);
-Norm step_norm(const int64_t* w);  // of QKV, GATE_UP, ROUTED and HEAD
-Heads step_heads(const int64_t* w, const StepBatch& batch);
-Rope step_rope(const int64_t* w, const StepBatch& batch);
-Attention step_attention(const int64_t* w, const StepBatch& batch, int num_heads);
-void step_embed(const int64_t* w, const StepBatch& batch, int H, float* x);
+// An op's arguments for the kernels of engine.h.
+inline Norm norm_of(const NormedOp& op) { return {op.norm, float(op.eps), op.norm_bias, op.layer_norm != 0}; }
+Heads heads_of(const QkvOp& op, const StepBatch& batch);
+Rope rope_of(const QkvOp& op, const StepBatch& batch);
+Attention attention_of(const AttentionOp& op, const StepBatch& batch, int num_heads);
+void run_embed(const EmbedOp& op, const StepBatch& batch, int H, float* x);
 
 // The index checks that single ops share: empty, or what is wrong.
 std::string check_range(const char* what, const int32_t* values, int64_t n, int64_t limit);

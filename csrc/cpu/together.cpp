@@ -8,7 +8,6 @@
 #include <atomic>
 #include <cstring>
 
-#include "../format/program.h"
 #include "dispatch.h"
 #include "parallel.h"
 
@@ -60,37 +59,38 @@ int64_t tiles_of(const uint8_t* blob) {
 }
 
 // Whether gate and up are parts of the same shape, so that the same columns of both can be computed by the same thread.
-bool paired(const int64_t* w) {
-  const uint8_t* blob = step_matrix(w);
-  const BlobPart* p = parts(blob);
-  return w[0] == kOpGateUp && w[8] && header(blob).num_parts == 2 && p[0].outputs == p[1].outputs && p[0].first_output == 0;
+bool paired(const Op* op) {
+  const auto* gate_up = as<GateUpOp>(op);
+  if (!gate_up || !gate_up->gated) return false;
+  const BlobPart* p = parts(gate_up->blob);
+  return header(gate_up->blob).num_parts == 2 && p[0].outputs == p[1].outputs && p[0].first_output == 0;
 }
 
 // Where the weights begin that a share of an op's matrix reads first.
-const uint8_t* share_start(const int64_t* w, int64_t share, int64_t shares) {
-  const uint8_t* blob = step_matrix(w);
-  int64_t tile = (paired(w) ? parts(blob)[0].tiles : tiles_of(blob)) * share / shares;
+const uint8_t* share_start(const Op* op, int64_t share, int64_t shares) {
+  const uint8_t* blob = matrix_of(op);
+  int64_t tile = (paired(op) ? parts(blob)[0].tiles : tiles_of(blob)) * share / shares;
   for (int i = 0; i < header(blob).num_parts; tile -= parts(blob)[i].tiles, i++)
     if (tile < parts(blob)[i].tiles) return blob + parts(blob)[i].data + tile * parts(blob)[i].tile_bytes;
   return blob;
 }
 
-Sizes sizes_of(const int64_t* code, int64_t words, int64_t rows) {
+Sizes sizes_of(const Program& program, int64_t rows) {
   Sizes s;
-  for (int64_t at = kHeaderWords; at < words; at += kWords[code[at]]) {
-    const int64_t* w = code + at;
-    if (w[0] == kOpQkv) {
-      s.q = std::max(s.q, w[9] * w[11]), s.act = std::max(s.act, w[9] * w[11]);
-      s.per_kv = std::max(s.per_kv, int(w[9] / w[10]));
+  for (const Op* op = program.first(); op; op = program.next(op)) {
+    if (const auto* qkv = as<QkvOp>(op)) {
+      const int64_t width = qkv->num_heads * qkv->head_dim;
+      s.q = std::max(s.q, width), s.act = std::max(s.act, width);
+      s.per_kv = std::max(s.per_kv, int(qkv->num_heads / qkv->num_kv_heads));
     }
-    const uint8_t* blob = step_matrix(w);
+    const uint8_t* blob = matrix_of(op);
     if (!blob) continue;
     const BlobHeader& h = header(blob);
-    if (w[0] == kOpGateUp) {
-      int64_t& width = w[9] ? s.side : s.act;
-      width = std::max<int64_t>(width, h.N / (w[8] ? 2 : 1));
+    if (const auto* gate_up = as<GateUpOp>(op)) {
+      int64_t& width = gate_up->side ? s.side : s.act;
+      width = std::max<int64_t>(width, h.N / (gate_up->gated ? 2 : 1));
     }
-    if (w[0] != kOpHead) s.columns = std::max<int64_t>(s.columns, h.N);
+    if (!as<HeadOp>(op)) s.columns = std::max<int64_t>(s.columns, h.N);
     s.widest = std::max<int64_t>(s.widest, h.K);
     int64_t codes = 0;
     each_order(blob, rows, nullptr, [&](const BlobPart&, const Codes& c) { codes += c.bytes(rows); });
@@ -103,8 +103,7 @@ Sizes sizes_of(const int64_t* code, int64_t words, int64_t rows) {
 
 // What the threads of a step share.
 struct Together::Shared {
-  const int64_t* code;
-  const int64_t words;
+  const Program program;
   const StepBatch& b;
   float* logits;
   const Draws draws;
@@ -113,18 +112,17 @@ struct Together::Shared {
   Team team;
   Buffer<float> x, q, act, side, columns, own;
   Buffer<uint8_t> codes;
-  Shared(const int64_t* code, int64_t words, const StepBatch& b, float* logits, const Draws& draws, int64_t lanes)
-      : code(code),
-        words(words),
+  Shared(const Program& program, const StepBatch& b, float* logits, const Draws& draws, int64_t lanes)
+      : program(program),
         b(b),
         logits(logits),
         draws(draws),
-        sizes(sizes_of(code, words, std::max(b.T, b.R))),
+        sizes(sizes_of(program, std::max(b.T, b.R))),
         rows(std::max(b.T, b.R)),
         mine(align64(rows * sizes.widest + sizes.widest + 1) +
              align64(attention_scratch(std::max(64, sizes.per_kv), b.page_size, b.head_dim))),
         team(lanes),
-        x(b.T * code[4]),
+        x(b.T * program.hidden()),
         q(b.T * sizes.q),
         act(b.T * sizes.act),
         side(b.T * sizes.side),
@@ -145,32 +143,95 @@ class Together::Lane {
         scratch_(normed_ + align64(s.rows * s.sizes.widest + s.sizes.widest + 1)) {}
 
   void run() {
-    for (int64_t at = kHeaderWords; at < s_.words; at += kWords[s_.code[at]]) {
-      const int64_t* w = s_.code + at;
+    const Program& program = s_.program;
+    for (const Op* op = program.first(); op; op = program.next(op)) {
       then_ = nullptr;
-      for (int64_t next = at + kWords[w[0]]; next < s_.words && !then_; next += kWords[s_.code[next]])
-        if (step_matrix(s_.code + next)) then_ = s_.code + next;
-      switch (w[0]) {
-        case kOpEmbed:
-          break;  // done before
-        case kOpQkv:
-          qkv_ = w;
-          product(w, s_.x, int(b_.T), step_norm(w), address<float>(w[4]), s_.columns, false);
-          break;
-        case kOpAttention:
-          attention(w);
-          break;
-        case kOpResidual:
-          residual(w);
-          break;
-        case kOpGateUp:
-          gate_up(w);
-          break;
-        default:
-          head(w);
-      }
+      for (const Op* o = program.next(op); o && !then_; o = program.next(o))
+        if (matrix_of(o)) then_ = o;
+      visit(op, *this);
     }
     if (s_.draws.out) draw();
+  }
+
+  void operator()(const EmbedOp&) {}  // done before
+  void operator()(const QkvOp& op) {
+    qkv_ = &op;
+    product(op.blob, s_.x, int(b_.T), norm_of(op), op.bias, s_.columns, false);
+  }
+  // Sequences are enough for everybody, or the heads of a sequence are shared out too, when all keys are there.
+  void operator()(const AttentionOp& op) {
+    const Attention a = attention_of(op, b_, int(qkv_->num_heads));
+    const bool whole = b_.sequences >= member_.lanes;
+    const auto attend = [&](int64_t sequence, int kv_head) {
+      const int block = attention_block(a), n = a.cu_seqlens[sequence + 1] - a.cu_seqlens[sequence];
+      for (int first = 0; first < n; first += block) {
+        AttentionTask t = attention_task(s_.q, a, s_.act, {sequence, first, std::min(block, n - first)}, kv_head);
+        const int64_t then = kv_head + 1 < a.num_kv_heads ? sequence : sequence + 1;
+        if (then < a.sequences) {
+          t.next_pages = a.block_table + then * a.max_pages;
+          t.next_context = a.context_lens[then];
+          t.next_kv_head = (kv_head + 1) % a.num_kv_heads;
+        }
+        t.scratch = scratch_;
+        kernels().attention(t);
+      }
+    };
+    member_.each(b_.sequences, [&](int64_t sequence) {
+      rotate(sequence);
+      for (int head = 0; whole && head < a.num_kv_heads; head++) attend(sequence, head);
+    });
+    if (!whole) member_.each(b_.sequences * a.num_kv_heads, [&](int64_t i) { attend(i / a.num_kv_heads, int(i % a.num_kv_heads)); });
+  }
+  void operator()(const ResidualOp& op) {
+    const float* in = op.side ? s_.side : s_.act;
+    const Norm norm{op.norm, float(op.eps)};
+    const float scale = float(op.scale);
+    const bool direct = !norm.weight && scale == 1.0f;
+    product(op.blob, in, int(b_.T), {nullptr, 0.0f}, op.bias, direct ? s_.x : s_.columns, direct);
+    if (direct) return;
+    const int H = int(s_.program.hidden());
+    member_.each(b_.T, [&](int64_t t) {
+      float *x = s_.x + t * H, *out = s_.columns + t * H;
+      if (norm.weight) normalize(out, 1, H, norm, out);
+      for (int i = 0; i < H; i++) x[i] += scale * out[i];
+    });
+  }
+  void operator()(const GateUpOp& op) {
+    const uint8_t* blob = op.blob;
+    const int M = int(b_.T), N = header(blob).N;
+    float* to = op.side ? s_.side : s_.act;
+    if (!paired(&op)) {
+      product(blob, s_.x, M, norm_of(op), op.bias, s_.columns, false);
+      const int64_t I = op.gated ? N / 2 : N;
+      return member_.each(M, [&](int64_t m) { activate_pairs(s_.columns + m * N, 1, I, int(op.activation), op.gated != 0, to + m * I); });
+    }
+    const BlobPart &gate = parts(blob)[0], &up = parts(blob)[1];
+    const int I = N / 2;
+    const int64_t count = shares(gate.tiles);
+    const float* x = prepare(blob, s_.x, M, norm_of(op), count);
+    const Output out{s_.columns, N, op.bias, false};
+    member_.each(count, [&](int64_t i) {
+      const int first = int(gate.tiles * i / count), end = int(gate.tiles * (i + 1) / count);
+      const uint8_t* next = after(i, count);
+      tiles(blob, gate, x, M, first, end, blob + up.data + first * up.tile_bytes, out);
+      tiles(blob, up, x, M, first, end, next ? next : blob + gate.data + end * gate.tile_bytes, out);
+      const int column = first * kTile, columns = std::min(end * kTile, I) - column;
+      for (int64_t m = 0; m < M; m++) {
+        const float* row = s_.columns + m * N + column;
+        if (columns > 0) kernels().activate(row, row + I, columns, int(op.activation), to + m * I + column);
+      }
+    });
+  }
+  void operator()(const RoutedOp&) {}  // never in such a program
+  // Only the rows that want logits are normed, and by everybody, in whatever format the matrix is.
+  void operator()(const HeadOp& op) {
+    const int H = int(s_.program.hidden()), R = int(b_.R);
+    const uint8_t* blob = op.blob;
+    const int64_t tasks = (s_.sizes.codes && has_codes(blob) ? R : 0) + shares(tiles_of(blob));
+    for (int r = 0; r < R && !member_.over(tasks); r++)
+      normalize_or_copy(s_.x + int64_t(b_.logit_rows[r]) * H, H, norm_of(op), normed_ + int64_t(r) * H);
+    if (R) product(blob, normed_, R, {nullptr, 0.0f}, op.bias, s_.logits, false);
+    vocab_ = header(blob).N;
   }
 
  private:
@@ -221,8 +282,7 @@ class Together::Lane {
   }
 
   // out (M, N) = or += norm(x) @ matrix + bias, each share of the columns by whoever takes it.
-  void product(const int64_t* w, const float* x, int M, Norm norm, const float* bias, float* out, bool add) {
-    const uint8_t* blob = step_matrix(w);
+  void product(const uint8_t* blob, const float* x, int M, Norm norm, const float* bias, float* out, bool add) {
     const int64_t all = tiles_of(blob), count = shares(all);
     x = prepare(blob, x, M, norm, count);
     member_.each(count, [&](int64_t i) {
@@ -239,10 +299,10 @@ class Together::Lane {
 
   // q, k and v of the sequence's tokens from the columns to their places.
   void rotate(int64_t sequence) {
-    const Heads heads = step_heads(qkv_, b_);
-    const Rope rope = step_rope(qkv_, b_);
-    const int64_t N = header(step_matrix(qkv_)).N, width = int64_t(heads.num_heads) * heads.head_dim;
-    const size_t layer = size_t(qkv_[16]);
+    const Heads heads = heads_of(*qkv_, b_);
+    const Rope rope = rope_of(*qkv_, b_);
+    const int64_t N = header(qkv_->blob).N, width = int64_t(heads.num_heads) * heads.head_dim;
+    const size_t layer = size_t(qkv_->layer);
     for (int64_t t = b_.cu_seqlens[sequence]; t < b_.cu_seqlens[sequence + 1]; t++) {
       float* row = s_.columns + t * N;
       if (rope.clip > 0)
@@ -250,85 +310,6 @@ class Together::Lane {
       const int64_t at = int64_t(rope.positions[t]) * heads.half;
       kernels().rope_store(row, heads, rope.cos + at, rope.sin + at, rope.slots[t], s_.q + t * width, b_.k_pools[layer], b_.v_pools[layer]);
     }
-  }
-
-  // Sequences are enough for everybody, or the heads of a sequence are shared out too, when all keys are there.
-  void attention(const int64_t* w) {
-    const Attention a = step_attention(w, b_, int(qkv_[9]));
-    const bool whole = b_.sequences >= member_.lanes;
-    const auto attend = [&](int64_t sequence, int kv_head) {
-      const int block = attention_block(a), n = a.cu_seqlens[sequence + 1] - a.cu_seqlens[sequence];
-      for (int first = 0; first < n; first += block) {
-        AttentionTask t = attention_task(s_.q, a, s_.act, {sequence, first, std::min(block, n - first)}, kv_head);
-        const int64_t then = kv_head + 1 < a.num_kv_heads ? sequence : sequence + 1;
-        if (then < a.sequences) {
-          t.next_pages = a.block_table + then * a.max_pages;
-          t.next_context = a.context_lens[then];
-          t.next_kv_head = (kv_head + 1) % a.num_kv_heads;
-        }
-        t.scratch = scratch_;
-        kernels().attention(t);
-      }
-    };
-    member_.each(b_.sequences, [&](int64_t sequence) {
-      rotate(sequence);
-      for (int head = 0; whole && head < a.num_kv_heads; head++) attend(sequence, head);
-    });
-    if (!whole) member_.each(b_.sequences * a.num_kv_heads, [&](int64_t i) { attend(i / a.num_kv_heads, int(i % a.num_kv_heads)); });
-  }
-
-  void residual(const int64_t* w) {
-    const float* in = w[6] ? s_.side : s_.act;
-    const Norm norm{address<float>(w[3]), real(w[4])};
-    const float scale = real(w[5]);
-    const bool direct = !norm.weight && scale == 1.0f;
-    product(w, in, int(b_.T), {nullptr, 0.0f}, address<float>(w[2]), direct ? s_.x : s_.columns, direct);
-    if (direct) return;
-    const int H = int(s_.code[4]);
-    member_.each(b_.T, [&](int64_t t) {
-      float *x = s_.x + t * H, *out = s_.columns + t * H;
-      if (norm.weight) normalize(out, 1, H, norm, out);
-      for (int i = 0; i < H; i++) x[i] += scale * out[i];
-    });
-  }
-
-  void gate_up(const int64_t* w) {
-    const uint8_t* blob = step_matrix(w);
-    const int M = int(b_.T), N = header(blob).N;
-    const auto* bias = address<float>(w[4]);
-    float* to = w[9] ? s_.side : s_.act;
-    if (!paired(w)) {
-      product(w, s_.x, M, step_norm(w), bias, s_.columns, false);
-      const int64_t I = w[8] ? N / 2 : N;
-      return member_.each(M, [&](int64_t m) { activate_pairs(s_.columns + m * N, 1, I, int(w[5]), w[8] != 0, to + m * I); });
-    }
-    const BlobPart &gate = parts(blob)[0], &up = parts(blob)[1];
-    const int I = N / 2;
-    const int64_t count = shares(gate.tiles);
-    const float* x = prepare(blob, s_.x, M, step_norm(w), count);
-    const Output out{s_.columns, N, bias, false};
-    member_.each(count, [&](int64_t i) {
-      const int first = int(gate.tiles * i / count), end = int(gate.tiles * (i + 1) / count);
-      const uint8_t* next = after(i, count);
-      tiles(blob, gate, x, M, first, end, blob + up.data + first * up.tile_bytes, out);
-      tiles(blob, up, x, M, first, end, next ? next : blob + gate.data + end * gate.tile_bytes, out);
-      const int column = first * kTile, columns = std::min(end * kTile, I) - column;
-      for (int64_t m = 0; m < M; m++) {
-        const float* row = s_.columns + m * N + column;
-        if (columns > 0) kernels().activate(row, row + I, columns, int(w[5]), to + m * I + column);
-      }
-    });
-  }
-
-  // Only the rows that want logits are normed, and by everybody, in whatever format the matrix is.
-  void head(const int64_t* w) {
-    const int H = int(s_.code[4]), R = int(b_.R);
-    const uint8_t* blob = step_matrix(w);
-    const int64_t tasks = (s_.sizes.codes && has_codes(blob) ? R : 0) + shares(tiles_of(blob));
-    for (int r = 0; r < R && !member_.over(tasks); r++)
-      normalize_or_copy(s_.x + int64_t(b_.logit_rows[r]) * H, H, step_norm(w), normed_ + int64_t(r) * H);
-    if (R) product(w, normed_, R, {nullptr, 0.0f}, address<float>(w[4]), s_.logits, false);
-    vocab_ = header(blob).N;
   }
 
   void draw() {
@@ -343,14 +324,15 @@ class Together::Lane {
   Shared& s_;
   const StepBatch& b_;
   Team::Member member_;
-  float *normed_, *padded_, *scratch_;              // this thread's
-  const int64_t *qkv_ = nullptr, *then_ = nullptr;  // the last op of its kind; the next one that has a matrix
+  float *normed_, *padded_, *scratch_;  // this thread's
+  const QkvOp* qkv_ = nullptr;          // the last one
+  const Op* then_ = nullptr;            // the next op that has a matrix
   int64_t vocab_ = 0;
 };
 
-Together::Together(const int64_t* code, int64_t words, const StepBatch& b, float* logits, const Draws& draws, int64_t lanes)
-    : shared_(std::make_unique<Shared>(code, words, b, logits, draws, lanes)) {
-  step_embed(code + kHeaderWords, b, int(code[4]), shared_->x);
+Together::Together(const Program& program, const StepBatch& b, float* logits, const Draws& draws, int64_t lanes)
+    : shared_(std::make_unique<Shared>(program, b, logits, draws, lanes)) {
+  run_embed(program.embed(), b, int(program.hidden()), shared_->x);
 }
 
 Together::~Together() = default;

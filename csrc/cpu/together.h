@@ -18,11 +18,11 @@ struct Draws {
   double* out = nullptr;
 };
 
-// The bits that one op after the other gives. No op may be ROUTED.
+// The bits that one op after the other gives. No op may be a RoutedOp.
 class Together {
  public:
   // Up to `lanes` threads may take part. The batch must outlive it.
-  Together(const int64_t* code, int64_t words, const StepBatch& b, float* logits, const Draws& draws, int64_t lanes);
+  Together(const Program& program, const StepBatch& b, float* logits, const Draws& draws, int64_t lanes);
   ~Together();
   // Runs as one of the lanes [0, lanes), each of which is used once at most; when a call returns, the step is complete.
   void run(int64_t lane) noexcept;

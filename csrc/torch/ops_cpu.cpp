@@ -242,6 +242,16 @@ Tensor norm_head_cpu(const Tensor& x, const std::optional<Tensor>& norm, double 
   return out;
 }
 
+Program program_of(const Tensor& words) { return {static_cast<const int64_t*>(words.const_data_ptr()), words.numel()}; }
+
+// The head_dim of a program, which says how to read coded pools; 0: it has none.
+int64_t head_dim_of(const Program& program) {
+  int64_t head_dim = 0;
+  for (const Op* op = program.wrong() ? nullptr : program.first(); op && !head_dim; op = program.next(op))
+    if (const auto* qkv = as<QkvOp>(op)) head_dim = qkv->head_dim;
+  return head_dim;
+}
+
 // What is the same for all steps of a batch's kind; k_pools and v_pools are of every layer.
 StepBatch step_batch(const char* op, const Tensor& program, const Tensor& ids, const Tensor& positions, const Tensor& slots,
                      const Tensor& block_table, const Tensor& cu_seqlens, const Tensor& context_lens, const Tensor& logit_rows,
@@ -262,9 +272,8 @@ StepBatch step_batch(const char* op, const Tensor& program, const Tensor& ids, c
   b.R = logit_rows.numel();
   b.sequences = B;
   b.max_pages = block_table.size(1);
-  const auto* code = static_cast<const int64_t*>(program.const_data_ptr());
   const bool coded = k_pools[0].dim() == 3 || v_pools[0].dim() == 3;
-  const Pools first = check_pools(op, k_pools[0], v_pools[0], -1, coded ? step_head_dim(code, program.numel()) : -1);
+  const Pools first = check_pools(op, k_pools[0], v_pools[0], -1, coded ? head_dim_of(program_of(program)) : -1);
   b.num_pages = first.num_pages;
   b.num_kv_heads = first.num_kv_heads;
   b.page_size = first.page_size;
@@ -285,11 +294,10 @@ Tensor decode_step_cpu(const Tensor& program, const Tensor& ids, const Tensor& p
                        std::vector<Tensor> v_pools) {
   const StepBatch b =
       step_batch("decode_step", program, ids, positions, slots, block_table, cu_seqlens, context_lens, logit_rows, k_pools, v_pools);
-  const auto* code = static_cast<const int64_t*>(program.const_data_ptr());
-  int64_t vocab = 0;
-  check_text("decode_step", check_step(code, program.numel(), b, vocab));
-  Tensor logits = empty_f32({b.R, vocab});
-  run_step(code, program.numel(), b, out_f32(logits));
+  const Program ops = program_of(program);
+  check_text("decode_step", check_step(ops, b));
+  Tensor logits = empty_f32({b.R, vocab_of(ops)});
+  run_step(ops, b, out_f32(logits));
   return logits;
 }
 
@@ -323,17 +331,15 @@ std::tuple<Tensor, Tensor> draw_ahead_cpu(const Tensor& program, const Tensor& i
   auto step = std::make_shared<AheadStep>();
   step->batch = step_batch(op, program, ids, positions, slots, block_table, cu_seqlens, context_lens, logit_rows, k_pools, v_pools);
   const StepBatch& b = step->batch;
-  step->code = static_cast<const int64_t*>(program.const_data_ptr());
-  step->words = program.numel();
-  int64_t vocab = 0;
-  check_text(op, check_step(step->code, step->words, b, vocab));
-  const int64_t known = step->code[kHeaderWords + 3];
+  step->program = program_of(program);
+  check_text(op, check_step(step->program, b));
+  const int64_t vocab = vocab_of(step->program), known = step->program.embed().vocab;
   STD_TORCH_CHECK(b.T <= kMostAhead && b.R >= 1 && b.R <= kMostAhead, op, ": the step has ", b.T, " tokens and ", b.R,
                   " rows of logits; expected at least one and at most ", kMostAhead);
   STD_TORCH_CHECK(vocab <= known, op, ": the model draws from ", vocab, " ids; expected at most the ", known, " that it has embeddings of");
   STD_TORCH_CHECK(top >= 0 && top <= vocab, op, ": top is ", top, "; expected 0 to ", vocab, ", the columns of logits");
-  for (int64_t at = kHeaderWords; at < step->words; at += kWords[step->code[at]])
-    STD_TORCH_CHECK(step->code[at] != kOpRouted, op, ": the program has routed experts; expected one without");
+  for (const Op* at = step->program.first(); at; at = step->program.next(at))
+    STD_TORCH_CHECK(!as<RoutedOp>(at), op, ": the program has routed experts; expected one without");
   check_tensor(op, "settings", settings, ScalarType::Double, {b.R, 5});
   const auto* wanted = static_cast<const draw::Settings*>(settings.const_data_ptr());
   step->settings.assign(wanted, wanted + b.R);
@@ -376,6 +382,15 @@ int64_t read_memory_cpu(const Tensor& data) {
 
 int64_t isa_cpu(const Tensor&) { return int64_t(isa()); }
 
+// Text as uint8.
+Tensor program_schema_cpu(const Tensor&) {
+  const std::string text = program_schema();
+  const int64_t sizes[] = {int64_t(text.size())};
+  Tensor out = torch::stable::empty(sizes, ScalarType::Byte);
+  std::memcpy(out.mutable_data_ptr(), text.data(), text.size());
+  return out;
+}
+
 }  // namespace
 }  // namespace exl2nb
 
@@ -391,5 +406,6 @@ STABLE_TORCH_LIBRARY_IMPL(exl2nb, CPU, m) {
   m.impl("draw_ahead", TORCH_BOX(&exl2nb::draw_ahead_cpu));
   m.impl("join_ahead", TORCH_BOX(&exl2nb::join_ahead_cpu));
   m.impl("isa", TORCH_BOX(&exl2nb::isa_cpu));
+  m.impl("program_schema", TORCH_BOX(&exl2nb::program_schema_cpu));
   m.impl("read_memory", TORCH_BOX(&exl2nb::read_memory_cpu));
 }

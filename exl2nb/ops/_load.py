@@ -172,8 +172,13 @@ def load() -> Libraries:
     """Load `libexl2nb_cpu.so`, and `libexl2nb_cuda.so` where torch can use a GPU; idempotent.
 
     Without the CPU library the torch reference ops answer: slow, and right.
+
+    Raises:
+        FormatError: the library's program schema is not this package's.
     """
     import torch
+
+    from exl2nb.ops.program import check_schema
 
     cpu, cuda = _find("libexl2nb_cpu.so"), _find("libexl2nb_cuda.so")
     if env.get("EXL2NB_ENGINE", "compiled") == "reference":
@@ -183,6 +188,7 @@ def load() -> Libraries:
         return Libraries(None, cuda, (), "reference", note)
     torch.ops.load_library(cpu)
     isa = ("base", "avx2", "avx512")[torch.ops.exl2nb.isa(torch.empty(0))]
+    check_schema(bytes(torch.ops.exl2nb.program_schema(torch.empty(0)).tolist()).decode())
     loaded, note = ["cpu"], ""
     if cuda is not None and (torch.cuda.is_available() or env.get("EXL2NB_FORCE_CUDA_LIB", "0") == "1"):
         torch.ops.load_library(cuda)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exl2nb.core.errors import FormatError
 from exl2nb.ops import blob as layout
 from exl2nb.ops import gpu
 from exl2nb.ops._library import REFERENCES, check, define, dynamic_size
@@ -26,11 +27,60 @@ from exl2nb.ops.moe import Experts
 from exl2nb.ops.reference import ACTIVATIONS
 from exl2nb.ops.weights import pack_concat
 
-MAGIC, VERSION, HEADER_WORDS = 0x3147525032584558, 2, 5
-EMBED, QKV, ATTENTION, RESIDUAL, GATE_UP, HEAD, ROUTED = 1, 2, 3, 4, 5, 6, 7
+MAGIC, VERSION, HEADER_WORDS = 0x3147525032584558, 3, 5
+ADDRESS, INTEGER, REAL = "address", "integer", "real"
+_NORMED = "norm:address eps:real norm_bias:address layer_norm:integer blob:address "
+SCHEMA: dict[str, tuple[int, dict[str, str]]] = {  # op -> its code, its fields in order; the structs of csrc/format/program.h
+    name: (code, dict(field.split(":") for field in fields.split()))  # pyright: ignore[reportAssignmentType]
+    for name, code, fields in (
+        (
+            "embed",
+            1,
+            "table:address dtype:integer vocab:integer width:integer scale:real position_table:address position_dtype:integer "
+            "max_positions:integer",
+        ),
+        (
+            "norm_qkv_rope",
+            2,
+            _NORMED + "bias:address cos:address sin:address max_positions:integer rope_half:integer num_heads:integer "
+            "num_kv_heads:integer head_dim:integer q_norm:address q_norm_stride:integer q_norm_whole:integer k_norm:address "
+            "k_norm_stride:integer k_norm_whole:integer layer:integer interleaved:integer clip:real",
+        ),
+        ("paged_attention", 3, "scale:real window:integer softcap:real layer:integer"),
+        ("linear_residual", 4, "blob:address bias:address norm:address eps:real scale:real side:integer"),
+        ("norm_gate_up", 5, _NORMED + "bias:address activation:integer gated:integer side:integer"),
+        ("norm_head", 6, _NORMED + "bias:address"),
+        (
+            "routed_mlp",
+            7,
+            _NORMED + "table:address experts:integer top_k:integer renormalize:real activation:integer shared_up:address "
+            "shared_down:address shared_gate:address post_norm:address post_eps:real scale:real",
+        ),
+    )
+}
 
 _programs: weakref.WeakValueDictionary[int, Program] = weakref.WeakValueDictionary()
 _ids = itertools.count(1)
+
+
+def check_schema(text: str) -> None:
+    """Compare a library's schema with ours.
+
+    Args:
+        text: of the op `program_schema`: a line for each op, "name code field:kind ...".
+
+    Raises:
+        FormatError: they differ; names the op and the first field.
+    """
+    theirs = {name: (int(code), fields) for name, code, *fields in (line.split() for line in text.splitlines())}
+    for name, (code, kinds) in SCHEMA.items():
+        ours, found = [f"{field}:{kind}" for field, kind in kinds.items()], theirs.get(name, (0, []))
+        if found != (code, ours):
+            first = next((pair for pair in itertools.zip_longest(found[1], ours) if pair[0] != pair[1]), (found[0], code))
+            raise FormatError(
+                f"the compiled library's program has {first[0]} in op {name} where this package has {first[1]}; "
+                "library and package are of different versions: reinstall exl2nb"
+            )
 
 
 def _float_bits(value: float) -> int:
@@ -68,37 +118,39 @@ class Program:
         """Start the step: x = table[ids] * scale (+ position_table[positions])."""
         check(table.dtype in layout.DENSE, "Program.embed", "table dtype", table.dtype, "float32, float16 or bfloat16")
         self._hidden = table.shape[1]
-        words = [self._address(table), layout.DENSE.index(table.dtype), *table.shape, _float_bits(scale)]
-        if position_table is None:
-            words += [0, 0, 0]
-        else:
+        fields = {"table": self._address(table), "dtype": layout.DENSE.index(table.dtype), "vocab": table.shape[0], "width": table.shape[1]}
+        if position_table is not None:
             fits = position_table.dtype in layout.DENSE and position_table.shape[1:] == table.shape[1:]
             check(fits, "Program.embed", "position_table", (position_table.dtype, position_table.shape), f"float (*, {table.shape[1]})")
-            words += [self._address(position_table), layout.DENSE.index(position_table.dtype), position_table.shape[0]]
-        self._add(EMBED, "embed", words, table=table, scale=scale, position_table=position_table)
+            fields |= {"position_table": self._address(position_table), "position_dtype": layout.DENSE.index(position_table.dtype)}
+            fields["max_positions"] = position_table.shape[0]
+        self._write("embed", **fields, scale=scale)
+        self._record("embed", table=table, scale=scale, position_table=position_table)
 
     def norm_qkv_rope(self, projection: QKVProjection, *, layer: int) -> None:
         """Q of x; K and V go into the pools of `layer`."""
         op, a, D = "Program.norm_qkv_rope", projection, projection.head_dim
         _shapes(op, a.blob, a.norm, a.norm_bias, a.bias, (a.num_heads + 2 * a.num_kv_heads) * D)
         check(a.cos.shape == a.sin.shape and a.cos.dim() == 2, op, "cos, sin", (a.cos.shape, a.sin.shape), "(max_pos, rotary_dim / 2)")
-        words = [self._f32(a.norm), _float_bits(a.eps), self._blob(a.blob), self._f32(a.bias), self._f32(a.cos), self._f32(a.sin)]
-        words += [*a.cos.shape, a.num_heads, a.num_kv_heads, D]
-        flags = a.layer_norm + 2 * a.interleaved
-        for bit, norm, heads in ((4, a.q_norm, a.num_heads), (8, a.k_norm, a.num_kv_heads)):
+        fields: dict[str, Any] = {"q_norm": self._f32(a.q_norm), "k_norm": self._f32(a.k_norm)}
+        for side, norm, heads in (("q", a.q_norm, a.num_heads), ("k", a.k_norm, a.num_kv_heads)):
             fits = norm is None or tuple(norm.shape) in ((D,), (heads, D), (heads * D,))
-            flags += bit * (norm is not None and norm.dim() == 1 and norm.shape[0] != D)
             check(fits, op, "head norm", norm is not None and norm.shape, f"({D},), ({heads}, {D}) or ({heads * D},)")
-            words += [self._f32(norm), 0 if norm is None or tuple(norm.shape) == (D,) else D]
-        words += [layer, self._f32(a.norm_bias), flags, _float_bits(a.clip)]
-        self._add(QKV, "norm_qkv_rope", words, norm=a.norm, eps=a.eps, blob=a.blob, bias=a.bias, cos=a.cos, sin=a.sin, layer=layer,
-                  heads=(a.num_heads, a.num_kv_heads, D), q_norm=a.q_norm, k_norm=a.k_norm,
-                  rest=(a.norm_bias, a.layer_norm, a.interleaved, a.clip))  # fmt: skip
+            fields[f"{side}_norm_stride"] = 0 if norm is None or tuple(norm.shape) == (D,) else D
+            fields[f"{side}_norm_whole"] = norm is not None and norm.dim() == 1 and norm.shape[0] != D
+        self._write(
+            "norm_qkv_rope", **self._normed(a.norm, a.eps, a.norm_bias, a.layer_norm, a.blob), **fields, bias=self._f32(a.bias),
+            cos=self._f32(a.cos), sin=self._f32(a.sin), max_positions=a.cos.shape[0], rope_half=a.cos.shape[1], num_heads=a.num_heads,
+            num_kv_heads=a.num_kv_heads, head_dim=D, layer=layer, interleaved=a.interleaved, clip=a.clip,
+        )  # fmt: skip
+        self._record("norm_qkv_rope", norm=a.norm, eps=a.eps, blob=a.blob, bias=a.bias, cos=a.cos, sin=a.sin, layer=layer,
+                     heads=(a.num_heads, a.num_kv_heads, D), q_norm=a.q_norm, k_norm=a.k_norm,
+                     rest=(a.norm_bias, a.layer_norm, a.interleaved, a.clip))  # fmt: skip
 
     def paged_attention(self, *, layer: int, scale: float, window: int = 0, softcap: float = 0.0) -> None:
         """Attention of the last q over the pools of `layer`."""
-        words = [_float_bits(scale), window, _float_bits(softcap), layer]
-        self._add(ATTENTION, "paged_attention", words, scale=scale, window=window, softcap=softcap, layer=layer)
+        self._write("paged_attention", scale=scale, window=window, softcap=softcap, layer=layer)
+        self._record("paged_attention", scale=scale, window=window, softcap=softcap, layer=layer)
 
     def linear_residual(
         self,
@@ -114,8 +166,9 @@ class Program:
         _shapes("Program.linear_residual", blob, None, None, bias, self._hidden)
         fits = norm is None or tuple(norm.shape) == (self._hidden,)
         check(fits, "Program.linear_residual", "norm", norm is not None and tuple(norm.shape), f"({self._hidden},)")
-        words = [self._blob(blob), self._f32(bias), self._f32(norm), _float_bits(eps), _float_bits(scale), int(aside)]
-        self._add(RESIDUAL, "linear_residual", words, blob=blob, bias=bias, norm=norm, eps=eps, scale=scale, aside=aside)
+        addresses = {"blob": self._blob(blob), "bias": self._f32(bias), "norm": self._f32(norm)}
+        self._write("linear_residual", **addresses, eps=eps, scale=scale, side=aside)
+        self._record("linear_residual", blob=blob, bias=bias, norm=norm, eps=eps, scale=scale, aside=aside)
 
     def norm_gate_up(
         self,
@@ -134,10 +187,10 @@ class Program:
         check(activation in ACTIVATIONS, "Program.norm_gate_up", "activation", repr(activation), f"one of {', '.join(ACTIVATIONS)}")
         _shapes("Program.norm_gate_up", blob, norm, norm_bias, bias, layout.shape(blob)[1])
         index = ACTIVATIONS.index(activation)
-        words = [self._f32(norm), _float_bits(eps), self._blob(blob), self._f32(bias), index]
-        words += [self._f32(norm_bias), int(layer_norm), int(gated), int(aside)]
-        self._add(GATE_UP, "norm_gate_up", words, norm=norm, eps=eps, blob=blob, bias=bias, activation=index, aside=aside,
-                  rest=(norm_bias, layer_norm, gated))  # fmt: skip
+        normed = self._normed(norm, eps, norm_bias, layer_norm, blob)
+        self._write("norm_gate_up", **normed, bias=self._f32(bias), activation=index, gated=gated, side=aside)
+        self._record("norm_gate_up", norm=norm, eps=eps, blob=blob, bias=bias, activation=index, aside=aside,
+                     rest=(norm_bias, layer_norm, gated))  # fmt: skip
 
     def routed_mlp(self, experts: Experts) -> None:
         """X += the MLP of each row's experts."""
@@ -149,16 +202,18 @@ class Program:
         fits = e.post_norm is None or tuple(e.post_norm.shape) == (H,)
         check(fits, op, "post_norm", e.post_norm is not None and e.post_norm.shape, f"({H},)")
         behind = [[blob for blob in (e.shared_up,) if blob is not None], [blob for blob in (e.shared_down,) if blob is not None]]
-        where = self._experts([*e.up, *behind[0]], [*e.down, *behind[1]])
+        table = self._experts([*e.up, *behind[0]], [*e.down, *behind[1]])
         first = e.router
         if self.device.type != "cpu" and e.shared_gate is not None:  # one product for both
             self._blob(e.router)
             first = pack_concat([e.router, e.shared_gate])
-        words = [self._f32(e.norm), _float_bits(e.eps), self._blob(first), where, len(e.up), e.top_k, _float_bits(e.renormalize)]
-        words += [ACTIVATIONS.index(e.activation), self._f32(e.norm_bias), int(e.layer_norm)]
-        words += [0 if blob is None else self._blob(blob) for blob in (e.shared_up, e.shared_down, e.shared_gate)]
-        words += [self._f32(e.post_norm), _float_bits(e.post_eps), _float_bits(e.scale)]
-        self._add(ROUTED, "routed_mlp", words, experts=experts)
+        shared_blobs = {"shared_up": e.shared_up, "shared_down": e.shared_down, "shared_gate": e.shared_gate}
+        self._write(
+            "routed_mlp", **self._normed(e.norm, e.eps, e.norm_bias, e.layer_norm, first), table=table, experts=len(e.up), top_k=e.top_k,
+            renormalize=e.renormalize, activation=ACTIVATIONS.index(e.activation), post_norm=self._f32(e.post_norm), post_eps=e.post_eps,
+            scale=e.scale, **{name: 0 if blob is None else self._blob(blob) for name, blob in shared_blobs.items()},
+        )  # fmt: skip
+        self._record("routed_mlp", experts=experts)
 
     def norm_head(
         self,
@@ -172,8 +227,8 @@ class Program:
     ) -> None:
         """End the step: logits of the wanted rows of x."""
         _shapes("Program.norm_head", blob, norm, norm_bias, bias, layout.shape(blob)[1])
-        words = [self._f32(norm), _float_bits(eps), self._blob(blob), self._f32(bias), self._f32(norm_bias), int(layer_norm)]
-        self._add(HEAD, "norm_head", words, norm=norm, eps=eps, blob=blob, bias=bias, rest=(norm_bias, layer_norm))
+        self._write("norm_head", **self._normed(norm, eps, norm_bias, layer_norm, blob), bias=self._f32(bias))
+        self._record("norm_head", norm=norm, eps=eps, blob=blob, bias=bias, rest=(norm_bias, layer_norm))
 
     @property
     def code(self) -> Tensor:
@@ -204,10 +259,22 @@ class Program:
             self.code, ids, positions, slots, block_table, cu_seqlens, context_lens, logit_rows, list(k_pools), list(v_pools)
         )
 
-    def _add(self, op: int, name: str, words: list[int], **arguments: Any) -> None:
+    def _write(self, op: str, **fields: float) -> None:
+        """Add an op's struct to the code; a field that is not given is 0."""
+        code, kinds = SCHEMA[op]
+        assert fields.keys() <= kinds.keys(), f"{op} has no {fields.keys() - kinds.keys()}"
+        values = ((kind, fields.get(field, 0)) for field, kind in kinds.items())
         self._code = None
-        self._words += [op, *words]
-        self.steps.append((name, arguments))
+        self._words += [code, *(_float_bits(value) if kind == REAL else int(value) for kind, value in values)]
+
+    def _record(self, op: str, **arguments: Any) -> None:
+        """Keep an op's tensors, for the reference."""
+        self.steps.append((op, arguments))
+
+    def _normed(self, norm: Tensor | None, eps: float, norm_bias: Tensor | None, layer_norm: bool, blob: Tensor) -> dict[str, Any]:
+        """The fields that most ops begin with: the norm in front of a matrix, and the matrix."""
+        addresses = {"norm": self._f32(norm), "norm_bias": self._f32(norm_bias), "blob": self._blob(blob)}
+        return {**addresses, "eps": eps, "layer_norm": layer_norm}
 
     def _address(self, tensor: Tensor) -> int:
         check(
