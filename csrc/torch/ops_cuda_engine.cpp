@@ -194,7 +194,7 @@ Tensor step_bytes(const Tensor& program, int64_t capacity) {
   require("gpu_step_bytes", "program", program, ScalarType::Long, -1, false);
   size_t bytes = 0;
   int64_t vocab = 0;
-  const std::string wrong = step_workspace(program.const_data_ptr<int64_t>(), program.numel(), int(capacity), bytes, vocab);
+  const std::string wrong = step_workspace({program.const_data_ptr<int64_t>(), program.numel()}, int(capacity), bytes, vocab);
   STD_TORCH_CHECK(wrong.empty(), "gpu_step_bytes: ", wrong);
   const std::vector<int64_t> two{2};
   Tensor out = torch::stable::empty(two, ScalarType::Long);
@@ -225,8 +225,8 @@ void step_cuda(const Tensor& program, Tensor& workspace, int64_t capacity, const
   require(op, "logits", logits, ScalarType::Float, -1);
   size_t bytes = 0;
   int64_t vocab = 0;
-  const auto* code = program.const_data_ptr<int64_t>();
-  std::string wrong = step_workspace(code, program.numel(), int(capacity), bytes, vocab);
+  const Program ops(program.const_data_ptr<int64_t>(), program.numel());
+  std::string wrong = step_workspace(ops, int(capacity), bytes, vocab);
   STD_TORCH_CHECK(wrong.empty(), op, ": ", wrong);
   STD_TORCH_CHECK(logits.numel() == rows * vocab, op, ": logits has ", logits.numel(), " elements; expected ", rows, " x ", vocab);
   std::vector<void*> k, v;
@@ -252,7 +252,7 @@ void step_cuda(const Tensor& program, Tensor& workspace, int64_t capacity, const
                   int(v_format),
                   static_cast<float*>(logits.mutable_data_ptr()),
                   static_cast<int>(many)};
-  wrong = step_launch(code, program.numel(), s, bytes_of(workspace), size_t(workspace.numel()), stream_of(ids), pdl);
+  wrong = step_launch(ops, s, bytes_of(workspace), size_t(workspace.numel()), stream_of(ids), pdl);
   STD_TORCH_CHECK(wrong.empty(), op, " of ", T, " tokens in ", B, " sequences, K ", text_of(k_pools[0]), ", V ", text_of(v_pools[0]),
                   ", logits ", text_of(logits), ": ", wrong);
 }

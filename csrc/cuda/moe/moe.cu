@@ -10,24 +10,16 @@
 namespace exl2nb {
 namespace {
 
-// Words of the op (csrc/cpu/step.h).
+// What an op says of its experts and its router.
 struct Routed {
-  const int64_t* w;
-  const int64_t* tables() const { return reinterpret_cast<const int64_t*>(w[4]); }
-  const ExpertTable& host(int kind) const { return *reinterpret_cast<const ExpertTable*>(tables()[2 * kind]); }
-  const ExpertMatrix* device(int kind) const { return reinterpret_cast<const ExpertTable*>(tables()[2 * kind + 1])->matrices(); }
-  int experts() const { return static_cast<int>(w[5]); }
-  int top_k() const { return static_cast<int>(w[6]); }
-  int pairs() const { return top_k() + (w[11] != 0); }  // of a token
-  float renormalize() const {
-    double d;
-    std::memcpy(&d, w + 7, 8);
-    return static_cast<float>(d);
-  }
-  bool layer_norm() const { return w[10] != 0; }
+  const RoutedOp& op;
+  const ExpertTable& host(int kind) const { return *reinterpret_cast<const ExpertTable*>(op.table[2 * kind]); }
+  const ExpertMatrix* device(int kind) const { return reinterpret_cast<const ExpertTable*>(op.table[2 * kind + 1])->matrices(); }
+  int top_k() const { return static_cast<int>(op.top_k); }
+  int pairs() const { return top_k() + (op.shared_up != nullptr); }  // of a token
   // Floats per row of router.cuh; rows per part where the router is fused.
   static int stride(const GpuHeader& router) { return (router.N + 3) / 4 * 4; }
-  int rows() const { return w[1] == 0 || !layer_norm() ? 1 : w[9] != 0 ? 3 : 2; }
+  int rows() const { return !op.norm || !op.layer_norm ? 1 : op.norm_bias ? 3 : 2; }
   // CTAs of the fused GEMM.
   static int parts(const GpuHeader& router) { return std::min(multiprocessors(), (router.K + kStripColumns - 1) / kStripColumns); }
   // Offset of expert_up's outputs, after the router's partial sums.
@@ -175,25 +167,25 @@ const char* make_expert_table(const std::vector<const uint8_t*>& heads, const st
   return nullptr;
 }
 
-size_t routed_bytes(const int64_t* words, const GpuHeader& router, int tokens) {
-  const Routed r{words};
+size_t routed_bytes(const RoutedOp& op, const GpuHeader& router, int tokens) {
+  const Routed r{op};
   return r.inner(router, tokens) + static_cast<size_t>(tokens) * r.pairs() * r.host(1).stride * 2;
 }
 
-GemmArgs routed_down(const int64_t* words) {
-  const ExpertTable& down = Routed{words}.host(1);
+GemmArgs routed_down(const RoutedOp& op) {
+  const ExpertTable& down = Routed{op}.host(1);
   GemmArgs a{};
   a.part[0] = down.matrices()[0].part[0];  // strips and outputs are the same for all
   a.num_parts = 1, a.strips = a.part[0].strips, a.tokens = 1, a.scale = 1.f, a.x_stride = down.stride;
   return a;
 }
 
-bool router_tap(const int64_t* words, const uint8_t* head, const uint8_t* blob, float* out, RouterTap& tap) {
+bool router_tap(const RoutedOp& op, const uint8_t* head, const uint8_t* blob, float* out, RouterTap& tap) {
   const auto& h = header_of(head);
   const auto* const parts = parts_of(head);
-  if (words[1] == 0 || h.perms || h.num_parts > 2 || h.K % kStripColumns) return false;
-  const Routed r{words};
-  if (!r.layer_norm() && words[9]) return false;
+  if (!op.norm || h.perms || h.num_parts > 2 || h.K % kStripColumns) return false;
+  const Routed r{op};
+  if (!op.layer_norm && op.norm_bias) return false;
   tap = {};
   for (int p = 0; p < h.num_parts; p++) {
     const GpuPart& s = parts[p];
@@ -201,27 +193,28 @@ bool router_tap(const int64_t* words, const uint8_t* head, const uint8_t* blob, 
     tap.part[p] = {blob + s.data, s.strips, s.outputs, s.first_column, static_cast<int>(s.strip_bytes)};
     tap.strips += s.strips;
   }
-  tap.stride = Routed::stride(h), tap.rows = r.rows(), tap.bias = reinterpret_cast<const float*>(words[9]), tap.out = out;
+  tap.stride = Routed::stride(h), tap.rows = r.rows(), tap.bias = op.norm_bias, tap.out = out;
   return true;
 }
 
 int64_t router_stride(const GpuHeader& router) { return Routed::stride(router) + 4; }
 
-const char* routed_launch(const int64_t* words, const GpuHeader& router, bool tapped, const RowSource& from, uint8_t* workspace,
+const char* routed_launch(const RoutedOp& op, const GpuHeader& router, bool tapped, const RowSource& from, uint8_t* workspace,
                           const GemmArgs& down, int tokens, int capacity, cudaStream_t stream, bool pdl) {
-  const Routed r{words};
+  const Routed r{op};
   auto* const inner = reinterpret_cast<half*>(workspace + r.inner(router, capacity));
   const ExpertTable &first = r.host(0), &second = r.host(1);
   RoutingArgs choice{};
   choice.sums = reinterpret_cast<const float*>(workspace), choice.parts = tapped ? Routed::parts(router) : 1;
   choice.stride = Routed::stride(router), choice.rows = tapped ? r.rows() : 1;
-  choice.experts = r.experts(), choice.top_k = r.top_k(), choice.gate = words[13] != 0, choice.renormalize = r.renormalize();
+  choice.experts = static_cast<int>(op.experts), choice.top_k = r.top_k(), choice.gate = op.shared_gate != nullptr;
+  choice.renormalize = static_cast<float>(op.renormalize);
   choice.kind = tapped ? from.norm.kind : kNoNorm, choice.eps = from.norm.eps;
   choice.inverse_width = 1.f / static_cast<float>(from.norm.width);
 
   ExpertUpArgs e{};
   e.choice = choice, e.from = from, e.table = r.device(0), e.next_table = r.device(1), e.pairs = r.pairs();
-  e.activation = static_cast<int>(words[8]), e.next = inner, e.next_stride = second.stride;
+  e.activation = static_cast<int>(op.activation), e.next = inner, e.next_stride = second.stride;
   int beside = 0;
   if (const char* wrong = up_launch(e, first, tokens, beside, stream, pdl)) return wrong;
 

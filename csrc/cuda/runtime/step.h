@@ -14,6 +14,8 @@
 #include <cstdint>
 #include <string>
 
+#include "format/program.h"
+
 namespace exl2nb {
 
 struct GpuStep {
@@ -29,10 +31,10 @@ struct GpuStep {
 };
 
 // Bytes of workspace for up to `capacity` tokens, or what is wrong with the program; vocab: logits per row.
-std::string step_workspace(const int64_t* code, int64_t words, int capacity, size_t& bytes, int64_t& vocab);
+std::string step_workspace(const Program& program, int capacity, size_t& bytes, int64_t& vocab);
 // workspace: zeroed once by its owner, then used with one capacity only, by one step at a time. Steps in different streams of one device
 // must not overlap where they have chains (persistent_gemm.h) or products of many tokens. Captures into a graph: neither allocates nor
 // waits.
-std::string step_launch(const int64_t* code, int64_t words, const GpuStep& step, void* workspace, size_t bytes, void* stream, bool pdl);
+std::string step_launch(const Program& program, const GpuStep& step, void* workspace, size_t bytes, void* stream, bool pdl);
 
 }  // namespace exl2nb

@@ -12,10 +12,10 @@
 namespace exl2nb {
 
 // The first keys and values of the attention at w, as many as find room in the L2 cache beside the weights that pass through.
-inline StreamKKeys attention_keys(const GpuStep& s, const int64_t* w) {
+inline StreamKKeys attention_keys(const GpuStep& s, const AttentionOp& op) {
   constexpr int64_t kRoom = 24 << 20;
-  const int64_t layer = w[4], heads = s.num_kv_heads, dim = s.head_dim;
-  if (w[2] || layer < 0 || layer >= s.layers) return {};  // a window may have left them behind
+  const int64_t layer = op.layer, heads = s.num_kv_heads, dim = s.head_dim;
+  if (op.window || layer < 0 || layer >= s.layers) return {};  // a window may have left them behind
   const int64_t k_row = dim * bits_of(s.k_format) / 8, v_row = dim * bits_of(s.v_format) / 8;
   const int64_t rows = std::min<int64_t>(kPage, kRoom / std::max<int64_t>(1, s.sequences * heads * (k_row + v_row)));
   return {static_cast<const uint8_t*>(s.k_pools[layer]),
@@ -32,12 +32,12 @@ inline StreamKKeys attention_keys(const GpuStep& s, const int64_t* w) {
           static_cast<int>(v_row)};
 }
 // Multiprocessors for the attention behind the QKV op q, if there is one.
-inline int beside(const int64_t* q) {
-  return q ? attention_beside(static_cast<int>(q[9]), static_cast<int>(q[10]), static_cast<int>(q[11])) : 0;
+inline int beside(const QkvOp* q) {
+  return q ? attention_beside(static_cast<int>(q->num_heads), static_cast<int>(q->num_kv_heads), static_cast<int>(q->head_dim)) : 0;
 }
 // The attention at w with the QKV op q, whose output is `in`. Without qkv and workspace.
-inline AttentionArgs attention_args(const GpuStep& s, const int64_t* w, const int64_t* q, const MatrixInput& in) {
-  const auto layer = static_cast<size_t>(w[4]);
+inline AttentionArgs attention_args(const GpuStep& s, const AttentionOp& op, const QkvOp& q, const MatrixInput& in) {
+  const auto layer = static_cast<size_t>(op.layer);
   AttentionArgs a{};
   a.cache = {s.k_pools[layer],
              s.v_pools[layer],
@@ -48,18 +48,19 @@ inline AttentionArgs attention_args(const GpuStep& s, const int64_t* w, const in
              s.context_lens,
              s.sequences,
              s.max_pages,
-             static_cast<int>(q[9]),
-             static_cast<int>(q[10]),
-             static_cast<int>(q[11])};
-  a.rope.cos = address<float>(q[5]), a.rope.sin = address<float>(q[6]), a.rope.half = static_cast<int>(q[8]);
+             static_cast<int>(q.num_heads),
+             static_cast<int>(q.num_kv_heads),
+             static_cast<int>(q.head_dim)};
+  a.rope.cos = q.cos, a.rope.sin = q.sin, a.rope.half = static_cast<int>(q.rope_half);
   if (a.rope.half == 0) a.rope.cos = a.rope.sin = nullptr;
-  a.rope.interleaved = q[18] & 2, a.rope.positions = s.positions, a.rope.clip = real(q[19]);
-  a.rope.q_norm = address<float>(q[12]), a.rope.k_norm = address<float>(q[14]);
-  a.rope.norm_per_head = q[13] != 0 || q[15] != 0, a.rope.norm_whole = q[18] & 12, a.rope.layer_norm = q[18] & 1, a.rope.eps = real(q[2]);
+  a.rope.interleaved = q.interleaved, a.rope.positions = s.positions, a.rope.clip = static_cast<float>(q.clip);
+  a.rope.q_norm = q.q_norm, a.rope.k_norm = q.k_norm;
+  a.rope.norm_per_head = q.q_norm_stride || q.k_norm_stride, a.rope.norm_whole = q.q_norm_whole || q.k_norm_whole;
+  a.rope.layer_norm = q.layer_norm, a.rope.eps = static_cast<float>(q.eps);
   a.to.x = in.x, a.to.x_stride = in.stride, a.to.x_perm_stride = in.perm_stride, a.to.num_perms = in.num_perms, a.to.group = in.group;
   for (int p = 0; p < AttentionOut::kMaxPerms; p++) a.to.inverse[p] = in.inverse[p];
   a.tokens = s.tokens;
-  a.scale = real(w[1]), a.window = static_cast<int>(w[2]), a.softcap = real(w[3]);
+  a.scale = static_cast<float>(op.scale), a.window = static_cast<int>(op.window), a.softcap = static_cast<float>(op.softcap);
   a.many = s.many && s.tokens >= s.many;
   return a;
 }

@@ -14,12 +14,13 @@
 
 namespace exl2nb {
 
+// An op's matrix: the host copy of its head, and the blob on the device.
 struct Weight {
   const uint8_t *head, *blob;
-  explicit Weight(int64_t word) : head(address<uint8_t>(word) + 8), blob(nullptr) {
+  explicit Weight(const uint8_t* host) : head(host + 8), blob(nullptr) {
     int64_t device;
-    std::memcpy(&device, address<uint8_t>(word), 8);
-    blob = address<uint8_t>(device);
+    std::memcpy(&device, host, 8);
+    blob = reinterpret_cast<const uint8_t*>(device);
   }
   const GpuHeader& header() const { return *reinterpret_cast<const GpuHeader*>(head); }
   int perms() const { return std::max(1, header().num_perms); }
@@ -43,79 +44,91 @@ inline size_t input_bytes(const Weight& w, int tokens) {
   return static_cast<size_t>(w.perms()) * input_stride(w.header()) * stream_k_rows(tokens) * 2;
 }
 
-// The op after `w` that reads what lies in buffer `side`.
-inline const int64_t* reader(const int64_t* w, const int64_t* end, int64_t side) {
-  for (w += kWords[w[0]]; w < end; w += kWords[w[0]])
-    if (w[0] == kOpResidual && w[6] == side) return w;
+// The op after `op` that reads buffer `side`, or null.
+inline const ResidualOp* reader(const Program& program, const Op* op, int64_t side) {
+  while ((op = program.next(op))) {
+    const auto* residual = as<ResidualOp>(op);
+    if (residual && residual->side == side) return residual;
+  }
   return nullptr;
 }
 
-inline std::string plan(const int64_t* code, int64_t words, int tokens, Layout& layout, int64_t& vocab) {
-  if (words < kHeaderWords || code[0] != kProgramMagic || code[1] != kProgramVersion || code[2] != words)
-    return "the program is not the code of a Program";
-  const int64_t H = code[4];
+// What the ops of a program need, op by op; each call returns what is wrong, or null.
+struct LayoutSizes {
+  const Program& program;
+  const int tokens;
+  const bool stream_k = tokens > kSkinnyTokens;
   size_t normed = 0, qkv = 0, act[2] = {0, 0}, wide = 0, attention = 0, routed = 0, early = 0;
-  const bool many = tokens > kSkinnyTokens;
-  bool summed = many;
+  bool summed = stream_k;
   int inner = 0;
-  vocab = 0;
-  const int64_t* end = code + words;
-  for (const int64_t* w = code + kHeaderWords; w < end; w += kWords[w[0]]) {
-    if (w[0] < kOpEmbed || w[0] > kOpRouted || w + kWords[w[0]] > end) return "the program holds an unknown op";
-    if (vocab || (w == code + kHeaderWords) != (w[0] == kOpEmbed)) return "a program starts with embed and ends with norm_head";
-    switch (w[0]) {
-      case kOpQkv:
-        normed = std::max(normed, input_bytes(Weight(w[3]), tokens));
-        qkv = std::max(qkv, static_cast<size_t>(Weight(w[3]).header().N) * tokens * 4);
-        early = std::max(early, static_cast<size_t>(Weight(w[3]).header().N) * kPersistentTokens * 4);
-        attention = std::max(attention,
-                             attention_workspace_bytes(tokens, static_cast<int>(w[9]), static_cast<int>(w[10]), static_cast<int>(w[11])));
-        break;
-      case kOpGateUp:
-        normed = std::max(normed, input_bytes(Weight(w[3]), tokens));
-        if (many) wide = std::max(wide, static_cast<size_t>(Weight(w[3]).header().N) * std::min(tokens, kStreamKTokens) * 4);
-        if (!reader(w, end, w[9])) return "nothing reads the MLP's result";
-        break;
-      case kOpResidual:
-        act[w[6]] = std::max(act[w[6]], input_bytes(Weight(w[1]), tokens));
-        summed |= w[3] != 0;
-        inner = std::max(inner, Weight(w[1]).header().K);
-        break;
-      case kOpRouted:
-        normed = std::max(normed, input_bytes(Weight(w[3]), tokens));
-        routed = std::max(routed, routed_bytes(w, Weight(w[3]).header(), tokens));
-        summed |= w[14] != 0;
-        break;
-      case kOpHead:
-        normed = std::max(normed, input_bytes(Weight(w[3]), tokens));
-        vocab = Weight(w[3]).header().N;
-        break;
-      case kOpAttention:
-        if (!reader(w, end, 0)) return "nothing reads what attention read out";
-        break;
-      default:
-        break;
-    }
+
+  void matrix(const Weight& weight) { normed = std::max(normed, input_bytes(weight, tokens)); }
+  const char* operator()(const EmbedOp&) { return nullptr; }
+  const char* operator()(const QkvOp& op) {
+    const Weight weight(op.blob);
+    const auto outputs = static_cast<size_t>(weight.header().N);
+    matrix(weight);
+    qkv = std::max(qkv, outputs * tokens * 4);
+    early = std::max(early, outputs * kPersistentTokens * 4);
+    attention = std::max(attention, attention_workspace_bytes(tokens, static_cast<int>(op.num_heads), static_cast<int>(op.num_kv_heads),
+                                                              static_cast<int>(op.head_dim)));
+    return nullptr;
   }
-  if (!vocab) return "a program starts with embed and ends with norm_head";
+  const char* operator()(const AttentionOp& op) { return reader(program, &op, 0) ? nullptr : "nothing reads the output of attention"; }
+  const char* operator()(const ResidualOp& op) {
+    const Weight weight(op.blob);
+    act[op.side] = std::max(act[op.side], input_bytes(weight, tokens));
+    summed |= op.norm != nullptr;
+    inner = std::max(inner, weight.header().K);
+    return nullptr;
+  }
+  const char* operator()(const GateUpOp& op) {
+    const Weight weight(op.blob);
+    matrix(weight);
+    if (stream_k) wide = std::max(wide, static_cast<size_t>(weight.header().N) * std::min(tokens, kStreamKTokens) * 4);
+    return reader(program, &op, op.side) ? nullptr : "nothing reads the MLP's result";
+  }
+  const char* operator()(const RoutedOp& op) {
+    const Weight weight(op.blob);
+    matrix(weight);
+    routed = std::max(routed, routed_bytes(op, weight.header(), tokens));
+    summed |= op.post_norm != nullptr;
+    return nullptr;
+  }
+  const char* operator()(const HeadOp& op) {
+    matrix(Weight(op.blob));
+    return nullptr;
+  }
+};
+
+// Lays the workspace out; what is wrong with the program, or empty.
+inline std::string lay_out(const Program& program, int tokens, Layout& layout) {
+  if (const char* wrong = program.wrong()) return wrong;
+  LayoutSizes sizes{program, tokens};
+  for (const Op* op = program.first(); op; op = program.next(op))
+    if (const char* wrong = visit(op, sizes)) return wrong;
+  const int64_t H = program.hidden();
   Room room;
   for (size_t& at : layout.residual) at = room.take(static_cast<size_t>(tokens) * H * 4);
-  layout.normed = room.take(normed);
-  layout.qkv = room.take(qkv);
-  for (int i = 0; i < 2; i++) layout.act[i] = room.take(act[i]);
-  layout.sum = room.take(summed ? static_cast<size_t>(tokens) * H * 4 : 0);
-  layout.wide = room.take(wide);
+  layout.normed = room.take(sizes.normed);
+  layout.qkv = room.take(sizes.qkv);
+  for (int i = 0; i < 2; i++) layout.act[i] = room.take(sizes.act[i]);
+  layout.sum = room.take(sizes.summed ? static_cast<size_t>(tokens) * H * 4 : 0);
+  layout.wide = room.take(sizes.wide);
   layout.squares = room.take(static_cast<size_t>(tokens) * std::max(multiprocessors(), stream_k_squares(static_cast<int>(H))) * 4);
-  layout.attention = room.take(attention);
-  layout.attention_bytes = attention;
-  layout.routed = room.take(routed);
-  layout.persistent_bytes = persistent_bytes(static_cast<int>(H), inner);
+  layout.attention = room.take(sizes.attention);
+  layout.attention_bytes = sizes.attention;
+  layout.routed = room.take(sizes.routed);
+  layout.persistent_bytes = persistent_bytes(static_cast<int>(H), sizes.inner);
   layout.chain = room.take(layout.persistent_bytes);
   layout.many = room.take(stream_k_workspace(tokens));
-  for (size_t& at : layout.early) at = room.take(early);
-  layout.early_bytes = early;
+  for (size_t& at : layout.early) at = room.take(sizes.early);
+  layout.early_bytes = sizes.early;
   layout.bytes = room.at;
   return "";
 }
+
+// Logits per row.
+inline int64_t vocab_of(const Program& program) { return Weight(program.head().blob).header().N; }
 
 }  // namespace exl2nb
