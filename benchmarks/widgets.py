@@ -369,7 +369,7 @@ def _engine_work(rounds: int, tokens: int = 200) -> list[tuple[float, float]]:
                 begin = time.thread_time()
                 for number in range(tokens):
                     (chosen,) = draw_batch(rows[number : number + 1], [(state, number, top)])
-                    if chosen is not None:
+                    if isinstance(chosen, tuple):
                         output.push(chosen)
                 pair.append(1e6 * (time.thread_time() - begin) / tokens)
             found.append(tuple(pair))

@@ -21,6 +21,9 @@ namespace exl2nb {
 
 int64_t num_threads() { return torch::stable::get_num_threads(); }
 
+// In ops_cpu_draw.cpp.
+Tensor draw_rows_cpu(const Tensor& logits, const Tensor& settings, const std::optional<Tensor>& bits, int64_t top);
+
 namespace {
 
 Tensor empty_f32(std::initializer_list<int64_t> shape) {
@@ -301,6 +304,16 @@ Tensor decode_step_cpu(const Tensor& program, const Tensor& ids, const Tensor& p
   return logits;
 }
 
+std::tuple<Tensor, Tensor> step_draw_cpu(const Tensor& program, const Tensor& ids, const Tensor& positions, const Tensor& slots,
+                                         const Tensor& block_table, const Tensor& cu_seqlens, const Tensor& context_lens,
+                                         const Tensor& logit_rows, std::vector<Tensor> k_pools, std::vector<Tensor> v_pools,
+                                         const Tensor& settings, int64_t top) {
+  Tensor logits = decode_step_cpu(program, ids, positions, slots, block_table, cu_seqlens, context_lens, logit_rows, std::move(k_pools),
+                                  std::move(v_pools));
+  Tensor drawn = draw_rows_cpu(logits, settings, std::nullopt, std::min(top, logits.size(1)));
+  return {drawn, logits};
+}
+
 // The arrays of a batch, copied one behind the other; the batch then points to the copies.
 void keep_numbers(AheadStep& s, const int32_t* feed) {
   StepBatch& b = s.batch;
@@ -403,6 +416,7 @@ STABLE_TORCH_LIBRARY_IMPL(exl2nb, CPU, m) {
   m.impl("norm_gate_up", TORCH_BOX(&exl2nb::norm_gate_up_cpu));
   m.impl("norm_head", TORCH_BOX(&exl2nb::norm_head_cpu));
   m.impl("decode_step", TORCH_BOX(&exl2nb::decode_step_cpu));
+  m.impl("step_draw", TORCH_BOX(&exl2nb::step_draw_cpu));
   m.impl("draw_ahead", TORCH_BOX(&exl2nb::draw_ahead_cpu));
   m.impl("join_ahead", TORCH_BOX(&exl2nb::join_ahead_cpu));
   m.impl("isa", TORCH_BOX(&exl2nb::isa_cpu));

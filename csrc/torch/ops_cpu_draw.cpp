@@ -14,9 +14,8 @@
 #include "check.h"
 
 namespace exl2nb {
-namespace {
 
-constexpr int64_t kShared = 1 << 16;  // logits from which on waking another thread pays
+static constexpr int64_t kShared = 1 << 16;  // logits from which on waking another thread pays
 
 Tensor draw_rows_cpu(const Tensor& logits, const Tensor& settings, const std::optional<Tensor>& bits, int64_t top) {
   const char* op = "draw_rows";
@@ -49,7 +48,6 @@ Tensor draw_rows_cpu(const Tensor& logits, const Tensor& settings, const std::op
   return out;
 }
 
-}  // namespace
 }  // namespace exl2nb
 
 STABLE_TORCH_LIBRARY_IMPL(exl2nb, CPU, m) { m.impl("draw_rows", TORCH_BOX(&exl2nb::draw_rows_cpu)); }

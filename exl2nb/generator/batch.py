@@ -96,7 +96,10 @@ class BatchBuilder:
                     self._ids[:count] = 0
                 return
         if False in feeds:
-            self._ids[:count] = [0 if feed else sequence.ids[start] for sequence, start, feed in zip(sequences, starts, feeds)]
+            tokens: list[int] = []
+            for sequence, start, feed in zip(sequences, starts, feeds):
+                tokens.append(0 if feed else sequence.ids[start])
+            self._ids[:count] = tokens
         else:
             self._ids[:count] = 0
         positions, offsets = self._positions[:count], self._offsets[:count]

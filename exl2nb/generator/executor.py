@@ -56,13 +56,19 @@ class Step:
     same: bool
 
 
+Results = list[Sampled | np.ndarray]
+"""One entry per logit row: a `Sampled` where a Draw was given, else the raw logits f32 `(V,)` on the host.
+
+Logits may also stand in the place of a draw that is impossible; the request's own sampler then says why.
+"""
+
+
 class Ticket(Protocol):
-    """A launched step."""
+    """A launched step that may still run."""
 
-    def result(self) -> list[Sampled | np.ndarray]:
-        """Wait for the step: one entry per logit row, a `Sampled` where a Draw was given, else the raw logits f32 `(V,)` on the host.
+    def result(self) -> Results:
+        """Wait for the step.
 
-        Logits may also stand in the place of a draw that is impossible; the request's own sampler then says why.
         Called once per ticket, in the order of the launches, except after an error. What it raises ends the requests of the step.
         """
         ...
@@ -83,8 +89,8 @@ class Stepper(Protocol):
         """Whether the stepper draws for this request; asked once per request. False: its rows come back as logits."""
         ...
 
-    def launch(self, step: Step) -> Ticket:
-        """Begin a step. An exception means that nothing was begun."""
+    def launch(self, step: Step) -> Ticket | Results:
+        """Begin a step, or run it and return its results. An exception means that nothing was begun."""
         ...
 
     def copy(self, source: int, target: int) -> None:
@@ -96,30 +102,15 @@ class Stepper(Protocol):
         ...
 
 
-class _Over:
-    """The ticket of a step that is over."""
-
-    def __init__(self, results: list[Sampled | np.ndarray]) -> None:
-        self._results = results
-
-    def result(self) -> list[Sampled | np.ndarray]:
-        return self._results
-
-
 class _Running:
     """The ticket of a step that may still run."""
 
     def __init__(self, ahead: Ahead, draws: Sequence[Draw]) -> None:
         self.ahead, self._draws = ahead, draws
 
-    def result(self) -> list[Sampled | np.ndarray]:
+    def result(self) -> Results:
         self.ahead.join()
-        return _or_logits(drawn_rows(self.ahead.drawn, self._draws), self.ahead.logits)
-
-
-def _or_logits(drawn: list[Sampled | None], logits: torch.Tensor) -> list[Sampled | np.ndarray]:
-    """Logits in the place of draws that are impossible."""
-    return [logits[row].numpy() if one is None else one for row, one in enumerate(drawn)]
+        return drawn_rows(self.ahead.drawn, self._draws, self.ahead.logits)
 
 
 class HostStepper:
@@ -139,6 +130,9 @@ class HostStepper:
     def __init__(self, model: Forward, cache: KVCache) -> None:
         self._model, self._cache = model, cache
         self.lookahead = 0
+        self._step_draw: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = (
+            getattr(model, "step_draw", None) if getattr(model, "draws", False) else None
+        )
         self._begin: Callable[..., Ahead] | None = getattr(model, "draw_ahead", None) if getattr(model, "runs_ahead", False) else None
         self._last: Ahead | None = None  # launched last, and perhaps not complete
 
@@ -146,27 +140,22 @@ class HostStepper:
         """Where the cuts are the usual ones and nothing else looks at the logits."""
         return batches(state)
 
-    def launch(self, step: Step) -> Ticket:
+    def launch(self, step: Step) -> Ticket | Results:
         """Run the step to its end, or begin it."""
-        if self._begin is not None and self._may_run_ahead(step):
+        draws, batch = step.draws, step.batch
+        if self._begin is not None and len(draws) >= AHEAD_ROWS and self._may_run_ahead(step):
             return self._launch_ahead(self._begin, step)
         if self._last is not None:
             self._settle(self._last, step)
         self.lookahead = 0
-        logits = self._model.forward(step.batch, self._cache)
-        if logits.is_cuda or logits.dtype is not torch.float32:
-            logits = logits.to("cpu", torch.float32)
-        if step.draws and None not in step.draws:
-            return _Over(_or_logits(draw_batch(logits, step.draws), logits))  # pyright: ignore[reportArgumentType]
-        rows = [row for row, draw in enumerate(step.draws) if draw is not None]
-        if not rows:
-            return _Over(list(logits.numpy()))
-        drawn = draw_batch(logits[rows], [draw for draw in step.draws if draw is not None])
-        results: list[Sampled | np.ndarray] = list(logits.numpy())
-        for row, sampled in zip(rows, drawn):
-            if sampled is not None:
-                results[row] = sampled
-        return _Over(results)
+        if not draws or None in draws:
+            return self._launch_mixed(step)
+        wanted: Sequence[Draw] = draws  # pyright: ignore[reportAssignmentType]
+        if self._step_draw is None:
+            return draw_batch(_on_host(self._model.forward(batch, self._cache)), wanted)
+        settings, top = draw_settings(wanted)
+        drawn, logits = self._step_draw(batch, self._cache, settings, top)
+        return drawn_rows(drawn, wanted, logits)
 
     def copy(self, source: int, target: int) -> None:
         """Copy one page in every layer, behind the step that runs."""
@@ -178,12 +167,23 @@ class HostStepper:
         """Wait for the step that runs."""
         if self._last is not None:
             self._last.join()
-        self._begin = self._last = None
+        self._begin = self._step_draw = self._last = None
+
+    def _launch_mixed(self, step: Step) -> Results:
+        """A step with rows that the requests draw themselves."""
+        logits = _on_host(self._model.forward(step.batch, self._cache))
+        results: Results = list(logits.numpy())
+        rows = [row for row, draw in enumerate(step.draws) if draw is not None]
+        if rows:
+            drawn = draw_batch(logits[rows], [draw for draw in step.draws if draw is not None])
+            for row, sampled in zip(rows, drawn):
+                results[row] = sampled
+        return results
 
     def _may_run_ahead(self, step: Step) -> bool:
         draws, batch = step.draws, step.batch
         decoding = len(draws) == len(batch.input_ids) == len(batch.context_lens)
-        return decoding and AHEAD_ROWS <= len(draws) <= MOST_ROWS and None not in draws and torch.get_num_threads() > 1
+        return decoding and len(draws) <= MOST_ROWS and None not in draws and torch.get_num_threads() > 1
 
     def _launch_ahead(self, begin: Callable[..., Ahead], step: Step) -> Ticket:
         fed = None
@@ -207,3 +207,8 @@ class HostStepper:
         for token, row in enumerate(step.feed.tolist()):
             if row >= 0:
                 ids[token] = drawn[row]
+
+
+def _on_host(logits: torch.Tensor) -> torch.Tensor:
+    """The logits, f32."""
+    return logits.to("cpu", torch.float32)

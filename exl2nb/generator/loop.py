@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from exl2nb.core.errors import EngineClosed, GenerationError, OutOfMemory
 from exl2nb.generator.batch import BatchBuilder
-from exl2nb.generator.executor import Stepper, Ticket
+from exl2nb.generator.executor import Results, Stepper, Ticket
 from exl2nb.generator.request import Completion
 from exl2nb.generator.scheduler import MIN_CHUNK, Scheduler, Span
 from exl2nb.generator.sequence import Sequence
@@ -29,10 +29,10 @@ class Speculator(Protocol):
 
 
 class Flight(NamedTuple):
-    """A launched step that nobody has read."""
+    """A launched step that nobody has read. ticket: its results, where they are there already."""
 
     spans: list[Span]
-    ticket: Ticket
+    ticket: Ticket | Results
     launched: float
 
 
@@ -104,8 +104,10 @@ class StepLoop:
     def abandon(self) -> None:
         """Wait for the steps in flight and forget them."""
         while self.in_flight:
+            ticket = self.in_flight.popleft().ticket
             with suppress(Exception):
-                self.in_flight.popleft().ticket.result()
+                if not isinstance(ticket, list):
+                    ticket.result()
 
     # ---- launching
 
@@ -147,7 +149,7 @@ class StepLoop:
         """Wait for the oldest step and hand its tokens to the sequences; what goes wrong with one of them ends that request alone."""
         spans, ticket, launched = self.in_flight.popleft()
         try:
-            results = ticket.result()
+            results = ticket if isinstance(ticket, list) else ticket.result()
         except Exception as error:
             for span in spans:
                 self.fail(span.sequence, error)

@@ -20,7 +20,7 @@ from exl2nb.model.gpu import GpuForward
 from exl2nb.model.layers import Embedding, Head, Layer, RoutedMLP, Step, tensors_of
 from exl2nb.model.rope import both_tables, rope_switch, rope_tables
 from exl2nb.ops import gpu_prefill
-from exl2nb.ops.ahead import draw_ahead, join_ahead
+from exl2nb.ops.ahead import draw_ahead, join_ahead, step_draw
 
 SMALL_MODEL_BYTES = 64 << 20  # of weights: what may still stay in a processor's cache
 
@@ -70,6 +70,7 @@ class Model:
         self.weight_bytes = sum(tensor.nbytes for tensor in network.tensors())
         self._network: Network | None = network
         self._program: ops.Program | None = None
+        self._code = torch.empty(0, dtype=torch.int64)  # the program's
         self.rope_switch = rope_switch(config, context)
         self._ropes: dict[str, tuple[Tensor, Tensor]] = {}
         self._rows = 0  # positions in the RoPE tables
@@ -121,12 +122,27 @@ class Model:
         return self.capped(logits)
 
     @property
+    def draws(self) -> bool:
+        """Whether `step_draw` can run it: on the CPU, tokens drawn from raw logits."""
+        return self.device == "cpu" and not self.config.logit_softcap
+
+    def step_draw(self, batch: Batch, cache: KVCache, settings: Tensor, top: int) -> tuple[Tensor, Tensor]:
+        """`forward`, and the draw of each logit row, in one call: what `ops.draw_rows` returns for these settings, and the logits."""
+        self._prepare(batch, cache)
+        if self.rope_switch is not None:
+            batch = self._placed(batch)
+        return step_draw(
+            self._code, batch.input_ids, batch.positions, batch.slot_mapping, batch.block_table, batch.cu_seqlens, batch.context_lens,
+            batch.logit_rows, cache.k, cache.v, settings, top,
+        )  # fmt: skip
+
+    @property
     def runs_ahead(self) -> bool:
         """Whether `draw_ahead` can run it: on the CPU, so small that the host's share of a step counts, tokens drawn from raw logits."""
-        if self.device != "cpu" or self._network is None or self.weight_bytes > SMALL_MODEL_BYTES:
+        if not self.draws or self._network is None or self.weight_bytes > SMALL_MODEL_BYTES:
             return False
         routed = any(isinstance(layer.mlp, RoutedMLP) for layer in self._network.layers)
-        return not routed and self.rope_switch is None and not self.config.logit_softcap
+        return not routed and self.rope_switch is None
 
     def draw_ahead(self, batch: Batch, cache: KVCache, draw: tuple[Tensor, int], fed: tuple[Tensor, Tensor] | None = None) -> Ahead:
         """Begin a step that draws its tokens, and return before it has run; errors as in `forward`.
@@ -141,7 +157,7 @@ class Model:
         assert program is not None
         feed, previous = fed or (None, None)
         drawn, logits = draw_ahead(
-            program.code, batch.input_ids, batch.positions, batch.slot_mapping, batch.block_table, batch.cu_seqlens, batch.context_lens,
+            self._code, batch.input_ids, batch.positions, batch.slot_mapping, batch.block_table, batch.cu_seqlens, batch.context_lens,
             batch.logit_rows, cache.k, cache.v, *draw, feed, previous,
         )  # fmt: skip
         return Ahead(drawn, logits, program)
@@ -221,7 +237,7 @@ class Model:
         for layer in network.layers:
             layer.record(program, self._ropes)
         network.head.record(program)
-        self._program = program
+        self._program, self._code = program, program.code
 
     def _tables(self, rows: int, kind: str) -> tuple[Tensor, Tensor]:
         if self.rope_switch is not None:

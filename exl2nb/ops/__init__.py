@@ -4,7 +4,7 @@ Importing this room defines the ops and loads the compiled library (see `_load.l
 """
 
 from exl2nb.ops import _load
-from exl2nb.ops.ahead import draw_ahead, join_ahead
+from exl2nb.ops.ahead import draw_ahead, join_ahead, step_draw
 from exl2nb.ops.attention import QKVProjection, norm_qkv_rope, paged_attention
 from exl2nb.ops.draw import draw_rows
 from exl2nb.ops.gptq import gptq_losses, gptq_quantize
@@ -44,5 +44,6 @@ __all__ = [
     "reconstruct",
     "routed_mlp",
     "shape",
+    "step_draw",
     "unpack",
 ]

@@ -1,8 +1,8 @@
-"""Steps of the CPU engine that draw their own tokens and run while the host does something else. Knows nothing about models.
+"""Steps of the CPU engine that draw their own tokens. Knows nothing about models.
 
-`draw_ahead` begins a step and returns at once; what it returned is written when `join_ahead` has returned, which takes part in the step
-instead of waiting for it. Steps run in the order in which they were begun, so a step may ask for what the one before it draws. The torch
-reference, which has no threads, runs the step at once.
+`step_draw` runs a step to its end and draws. `draw_ahead` begins a step and returns at once; what it returned is written when `join_ahead`
+has returned, which takes part in the step instead of waiting for it. Steps run in the order in which they were begun, so a step may ask for
+what the one before it draws. The torch reference, which has no threads, runs the step at once.
 """
 
 from __future__ import annotations
@@ -14,8 +14,18 @@ from torch import Tensor
 
 from exl2nb.ops._library import REFERENCES, check, define, dynamic_size
 
+_BATCH = (
+    "Tensor program, Tensor ids, Tensor positions, Tensor slots, Tensor block_table, Tensor cu_seqlens, Tensor context_lens, "
+    "Tensor logit_rows, Tensor(a!)[] k_pools, Tensor(b!)[] v_pools, Tensor settings, int top"
+)
 MOST_ROWS = 32
 """Tokens of a step at most."""
+
+
+def _step_draw(*arguments: Any) -> tuple[Tensor, Tensor]:
+    *batch, settings, top = arguments
+    logits = REFERENCES["decode_step"](*batch)
+    return REFERENCES["draw_rows"](logits, settings, None, min(top, logits.shape[1])), logits
 
 
 def _draw_ahead(program: Tensor, ids: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -35,13 +45,10 @@ def _fake(*arguments: Any) -> tuple[Tensor, Tensor]:
     return settings.new_empty(rows, 4 + 2 * top), torch.empty(rows, dynamic_size())
 
 
-draw_ahead = define(
-    "draw_ahead(Tensor program, Tensor ids, Tensor positions, Tensor slots, Tensor block_table, Tensor cu_seqlens, Tensor context_lens, "
-    "Tensor logit_rows, Tensor(a!)[] k_pools, Tensor(b!)[] v_pools, Tensor settings, int top, Tensor? feed, Tensor? previous) "
-    "-> (Tensor, Tensor)",
-    fake=_fake,
-    reference=_draw_ahead,
-)
+step_draw = define(f"step_draw({_BATCH}) -> (Tensor, Tensor)", fake=_fake, reference=_step_draw)
+"""`decode_step`, then `draw_rows` of its logits with at most `top` alternatives: what that returns, and the logits."""
+
+draw_ahead = define(f"draw_ahead({_BATCH}, Tensor? feed, Tensor? previous) -> (Tensor, Tensor)", fake=_fake, reference=_draw_ahead)
 """Begin a `decode_step` whose tokens are drawn as `draw_rows` draws them: what that returns, and the logits.
 
 feed: int32 `(T,)` or None. feed[t] = r: the token is the one of row r of `previous`, what the step begun before this one returned; -1: it

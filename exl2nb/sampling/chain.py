@@ -63,7 +63,7 @@ def batches(state: SamplerState) -> bool:
     return todo.cuts is not None and not todo.first and state.constraint is None and not state.params.post_sampling
 
 
-def draw_batch(logits: Tensor, draws: Sequence[tuple[SamplerState, int, int]]) -> list[Sampled | None]:
+def draw_batch(logits: Tensor, draws: Sequence[tuple[SamplerState, int, int]]) -> list[Sampled | np.ndarray]:
     """`sample_row` for many rows at once, without pushing the tokens.
 
     Args:
@@ -71,46 +71,53 @@ def draw_batch(logits: Tensor, draws: Sequence[tuple[SamplerState, int, int]]) -
         draws: R times state, number of the draw (`SamplerState.count` when its turn comes), alternatives to report.
 
     Returns:
-        R choices; None for a row that has no distribution: `sample_row` says what is wrong with it.
+        As `drawn_rows`.
     """
-    rows, top = draw_settings(draws)
-    return drawn_rows(draw_rows(logits, rows, None, min(top, logits.shape[1])), draws)
+    settings, top = draw_settings(draws)
+    return drawn_rows(draw_rows(logits, settings, None, min(top, logits.shape[1])), draws, logits)
 
 
 def draw_settings(draws: Sequence[tuple[SamplerState, int, int]]) -> tuple[Tensor, int]:
     """Arguments of `draw_rows` for a batch: the settings of each row, f64 `(R, 5)`, and how many alternatives to report."""
-    cuts = [state.recipe.cuts for state, _, _ in draws]
-    changing = any([one is None or one[0] for one in cuts])  # greedy rows ask for the same at every step
-    rows = _settings(draws) if changing else _greedy_rows(tuple(cuts))  # pyright: ignore[reportArgumentType]
-    return rows, max([wanted for _, _, wanted in draws])
-
-
-def drawn_rows(found: Tensor, draws: Sequence[tuple[SamplerState, int, int]]) -> list[Sampled | None]:
-    """Turn the result of `draw_rows` into choices; None for a row without a distribution."""
-    return [_sampled(one, draw[2]) if one[0] >= 0 else None for one, draw in zip(found.tolist(), draws)]
-
-
-def _settings(draws: Sequence[tuple[SamplerState, int, int]]) -> Tensor:
-    """The cuts and the uniform number of each row, f64 `(R, 5)`."""
     settings: list[float] = []  # one list: NumPy takes a microsecond for every row that is written by itself
-    for state, number, _ in draws:
+    most, greedy = 0, True
+    for state, number, top in draws:
         cuts = state.recipe.cuts
         assert cuts is not None, "`batches` is False for this request"
         settings += cuts
-        settings.append(uniform(state.seed, number) if cuts[0] else 0.0)
-    return torch.from_numpy(np.array(settings, np.float64).reshape(-1, 5))
+        if cuts[0]:
+            settings.append(uniform(state.seed, number))
+            greedy = False
+        else:
+            settings.append(0.0)
+        if top > most:
+            most = top
+    return _greedy_settings(len(draws)) if greedy else torch.from_numpy(np.array(settings, np.float64).reshape(-1, 5)), most
+
+
+def drawn_rows(found: Tensor, draws: Sequence[tuple[SamplerState, int, int]], logits: Tensor) -> list[Sampled | np.ndarray]:
+    """Turn the result of `draw_rows` into choices; a row without a distribution is its logits: `sample_row` says what is wrong with it."""
+    rows: list[Sampled | np.ndarray] = []
+    for row, (one, (_, _, top)) in enumerate(zip(found.tolist(), draws)):
+        if one[0] < 0:
+            rows.append(logits[row].numpy())
+        else:
+            rows.append(_new(Sampled, (int(one[0]), one[1], int(one[2]), _best(one, top) if top else ())))
+    return rows
 
 
 @functools.lru_cache(maxsize=64)
-def _greedy_rows(cuts: tuple[tuple[float, ...], ...]) -> Tensor:
-    return torch.tensor([(*one, 0.0) for one in cuts], dtype=torch.float64)
+def _greedy_settings(rows: int) -> Tensor:
+    """Greedy rows ask for the same at every step."""
+    return torch.tensor([(0.0, 0.0, 1.0, 0.0, 0.0)] * rows, dtype=torch.float64)
 
 
 def sample_row(row: np.ndarray, state: SamplerState, *, top: int = 0) -> Sampled:
     """`sample` for one row, f32 `(V,)`."""
     todo = state.recipe
     if todo.cuts is not None and not todo.first and not state.params.post_sampling:
-        chosen = _sampled(_draw_plain(row, state, top), top)
+        found = _draw_plain(row, state, top)
+        chosen = Sampled(int(found[0]), found[1], int(found[2]), _best(found, top))
         state.push(chosen.id)
         return chosen
     highest = highest_logit(row)
@@ -171,7 +178,6 @@ def _draw_plain(row: np.ndarray, state: SamplerState, top: int = 0) -> list[floa
     return found
 
 
-def _sampled(found: list[float], top: int) -> Sampled:
-    """One row of the result of `draw_rows`, with the first `top` alternatives."""
-    best = tuple([(int(found[i]), found[i + 1]) for i in range(4, min(4 + 2 * top, len(found)), 2)]) if top else ()
-    return _new(Sampled, (int(found[0]), found[1], int(found[2]), best))
+def _best(found: list[float], top: int) -> tuple[tuple[int, float], ...]:
+    """The first `top` alternatives in a row of the result of `draw_rows`."""
+    return tuple([(int(found[i]), found[i + 1]) for i in range(4, min(4 + 2 * top, len(found)), 2)])

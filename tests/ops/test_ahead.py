@@ -73,6 +73,8 @@ def test_bits_of_a_step_and_a_draw(options, threads):
         drawn, logits = begin(net, batch, pools, wanted, 3)
         ops.join_ahead(drawn)
         assert equal([drawn, logits, *pools[0], *pools[1]], expected), n
+        pools = filled(net)
+        assert equal([*ops.step_draw(net.program.code, *batch, *pools, wanted, 3), *pools[0], *pools[1]], expected), n
 
 
 @pytest.mark.parametrize("dense", [False, True])
@@ -154,6 +156,7 @@ def test_the_reference_runs_at_once():
     slow, expected = reference(net.program.code, *batch, *filled(net), settings(6), 2, None, None)
     torch.testing.assert_close(logits, expected, rtol=5e-3, atol=5e-3 * float(expected.std()))
     assert slow.shape == drawn.shape
+    assert equal(REFERENCES["step_draw"](net.program.code, *batch, *filled(net), settings(6), 2), [slow, expected])
     feed = torch.tensor([5, -1, -1, -1, -1, 0], dtype=torch.int32)
     fed = reference(net.program.code, *decodes([7, 1, 4, 1, 5, 7], 1), *filled(net), settings(6), 0, feed, slow)[1]
     ids = [int(slow[5, 0]), 1, 4, 1, 5, int(slow[0, 0])]
