@@ -291,15 +291,3 @@ class Guided(Group):
 def _log_softmax_f64(row: np.ndarray) -> np.ndarray:
     shifted = row - row.max()
     return shifted - np.log(np.exp(shifted).sum(dtype=np.float64))
-
-
-# ---- From a request to the sequences that run it. Knows no threads.
-
-
-def sequences_for(request: Request, tokenizer: Tokenizer, *, context: int) -> list[Sequence]:
-    """The sequences of a request; the first one has the channel that the caller listens to."""
-    if request.beams > 1:
-        return Beams.of(request, tokenizer, context=context).members
-    if request.guided:
-        return Guided.of(request, tokenizer, context=context).members
-    return [Sequence(request, tokenizer, context=context)]

@@ -29,7 +29,7 @@ from exl2nb.cache.spec import CacheSpec
 from exl2nb.core.errors import ContextOverflow, EngineClosed, GenerationError, OptionError
 from exl2nb.core.log import logger
 from exl2nb.generator.batch import MAX_ROWS, BatchBuilder
-from exl2nb.generator.beams import sequences_for
+from exl2nb.generator.beams import Beams, Guided
 from exl2nb.generator.executor import HostStepper, Stepper
 from exl2nb.generator.handle import TICK_S, Handle
 from exl2nb.generator.loop import Speculator, StepLoop
@@ -222,6 +222,9 @@ class Engine:
         leader = members[0]
         if leader.group is not None:
             leader.group.fork = self.loop.scheduler.fork
+            return
+        kind = leader.request.speculation.kind
+        if kind == "off" or (kind == "auto" and self.drafter is None):
             return
         leader.guesses = guesses_for(leader.request, self.drafter, self._guessing.times)
         if leader.guesses is not None and self.loop.speculator is None:
@@ -435,6 +438,15 @@ class Engine:
         while self._calls:
             self._calls.popleft().fail(error)
         self.loop.fail_all(error)
+
+
+def sequences_for(request: Request, tokenizer: Tokenizer, *, context: int) -> list[Sequence]:
+    """The sequences of a request; the first one has the channel that the caller listens to."""
+    if request.beams > 1:
+        return Beams.of(request, tokenizer, context=context).members
+    if request.guided:
+        return Guided.of(request, tokenizer, context=context).members
+    return [Sequence(request, tokenizer, context=context)]
 
 
 def _stop_at_exit(engine: Engine) -> None:

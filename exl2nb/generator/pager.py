@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from exl2nb.cache.pages import PageTable
-from exl2nb.cache.prefix import Match, PrefixIndex, chain_key, root_key
+from exl2nb.cache.pages import Match, PageTable, PrefixIndex, chain_key, root_key
 from exl2nb.generator.sequence import Sequence
 
 MIN_COMMON = 8  # tokens of a partial page that are worth a copy

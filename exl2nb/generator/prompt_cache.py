@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from exl2nb.cache.pages import Entry, chain_key
 from exl2nb.cache.pool import KVCache
-from exl2nb.cache.prefix import Entry, chain_key
 from exl2nb.core.errors import FormatError, OptionError
 from exl2nb.core.options import check_flag, check_path
 from exl2nb.core.show import facts

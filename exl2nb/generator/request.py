@@ -48,6 +48,7 @@ def _token_html(token: Token, whole: bool) -> str:
 MAX_TOP = 100
 MAX_BEAMS = 64
 MAX_PRIORITY = 1000
+NEUTRAL, AUTO = SamplingParams(), Speculation()  # defaults, made and checked once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,7 @@ class Request:
     """
 
     prompt_ids: tuple[int, ...]
-    sampling: SamplingParams = field(default_factory=SamplingParams)
+    sampling: SamplingParams = NEUTRAL
     max_tokens: int = 256
     stop: tuple[str | int, ...] = ()
     ignore_eos: bool = False
@@ -96,7 +97,7 @@ class Request:
     n: int = 1
     length_penalty: float = 1.0
     early_stopping: bool | str = False
-    speculation: Speculation = field(default_factory=Speculation)
+    speculation: Speculation = AUTO
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -115,7 +116,8 @@ class Request:
             raise OptionError(f"n is {self.n} and beams {self.beams}; expected at most as many answers as beams{hint}")
         check_range("cfg_scale", self.cfg_scale, 0.0, 100.0)
         check_range("length_penalty", self.length_penalty, -10.0, 10.0)
-        object.__setattr__(self, "speculation", Speculation.of(self.speculation))
+        if not isinstance(self.speculation, Speculation):
+            object.__setattr__(self, "speculation", Speculation.of(self.speculation))
         if self.structure is not None and not callable(getattr(self.structure, "start", None)):
             raise OptionError(f"structure is {shown(self.structure)}; expected a Structure; schema=, regex=, choice= and grammar= make one")
         if not isinstance(self.negative_ids, (tuple, list)) or not all(_is_id(one) for one in self.negative_ids):

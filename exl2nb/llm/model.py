@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -15,13 +15,13 @@ from exl2nb.core.options import check_keywords, shown
 from exl2nb.core.show import facts
 from exl2nb.generator.engine import Engine
 from exl2nb.generator.handle import Handle, Handles
+from exl2nb.generator.job import Job
 from exl2nb.generator.prompt_cache import PromptCache
-from exl2nb.generator.request import Completion, Request
+from exl2nb.generator.request import Chunk, Completion, Request
 from exl2nb.generator.scheduler import MAX_CHUNK
 from exl2nb.llm.chat import ChatMixin
 from exl2nb.llm.requests import compile_structure, request_of, sample_options
 from exl2nb.llm.scoring import ScoringMixin
-from exl2nb.llm.working import Working, call_back
 from exl2nb.model.facts import unusual
 from exl2nb.model.loader import fingerprint
 from exl2nb.model.model import Model
@@ -37,7 +37,7 @@ GPU_CHUNK = 2048  # prompt tokens per step on a GPU: fewer leave its multipliers
 Messages = Sequence[Mapping[str, Any]]
 
 
-class LLM(ScoringMixin, ChatMixin, Working):
+class LLM(ScoringMixin, ChatMixin):
     """A loaded model. Made by `load`; closing it (also by leaving a `with` block) gives its memory back.
 
     Generation options, the same for every method: max_tokens (256), stop (texts and token ids), ignore_eos, banned_strings, token_healing,
@@ -47,6 +47,8 @@ class LLM(ScoringMixin, ChatMixin, Working):
     (Lark or EBNF); `completion.parsed` is then the value. An unknown option is an OptionError.
 
     Any number of threads may call it; what they ask for runs together.
+
+    cache: what the pages of the KV cache hold: `cache.snapshot()`, `cache.save(path)`, `cache.load(path)`, `cache.clear()`, `cache.reuse`.
 
     Example: an answer with a form of its own, one that is finished in the middle of a word, two prompts in step, guesses, alternatives.
         >>> import exl2nb as ex
@@ -166,7 +168,7 @@ class LLM(ScoringMixin, ChatMixin, Working):
                 )
             if not callable(on_chunk):
                 raise OptionError(f"generate: on_chunk is {on_chunk!r}; expected a function of a Chunk")
-            return _with_prompt(call_back(self._submit(prompt, "generate", options, stream=True), on_chunk), prompt)
+            return _with_prompt(_call_back(self._submit(prompt, "generate", options, stream=True), on_chunk), prompt)
         handles, prompts = self._submit_some(prompt, n, "generate", options)
         try:
             return _answers([_with_prompt(handle.result(), one) for handle, one in zip(handles, prompts)], prompt, n)
@@ -291,6 +293,59 @@ class LLM(ScoringMixin, ChatMixin, Working):
         prompt = self._chat_ids(messages, options)
         return await self._submit(prompt, "achat", options, stream=False).aresult()
 
+    # ---- many requests
+
+    def job(self) -> Job:
+        """An empty job: add requests with `job.add(prompt, id=..., ...)`, iterate it for their events."""
+        return Job(self)
+
+    def batch(self, prompts: Sequence[Any] | Mapping[Hashable, Any], **options: Any) -> Job:
+        """Queue many requests and return at once; iterate the result for `Event`s of all of them as they come, tagged by id.
+
+        Args:
+            prompts: texts, lists of token ids, or dicts with "prompt", options of their own and perhaps "id". Their ids are 0, 1, ..., or
+                the keys of a mapping.
+            options: for all of them, as for `generate`.
+
+        Raises:
+            OptionError, ContextOverflow: a request cannot run; none of them does.
+
+        Example:
+            >>> import exl2nb as ex
+            >>> with ex.demo(progress=None) as llm:
+            ...     job = llm.batch({"a": "It was", "b": {"prompt": "She", "max_tokens": 2}}, max_tokens=4, temperature=0)
+            ...     lengths = {event.id: len(event.completion.tokens) for event in job if event.over}
+            >>> sorted(lengths.items())
+            [('a', 4), ('b', 2)]
+        """
+        if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Iterable):
+            raise OptionError(
+                f"batch: prompts is {str(prompts)[:40]!r}; expected several: [text, text], or a mapping of them; for one: generate"
+            )
+        options = dict(options)
+        compile_structure(options, self.tokenizer, self.model.config.vocab_size, where="batch")
+        job = self.job()
+        try:
+            for id, prompt in prompts.items() if isinstance(prompts, Mapping) else enumerate(prompts):
+                own = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
+                if "prompt" not in own:
+                    raise OptionError(f"batch: request {id!r} is {str(own)[:80]}; expected a text, ids, or a dict with 'prompt'")
+                text, own = own.pop("prompt"), {"id": id, **options, **own}
+                if wrong := [name for name in own if not isinstance(name, str) or name == "prompt"]:
+                    raise OptionError(f"batch: unknown keyword {shown(wrong[0])}; prompts are the first argument")
+                job.add(text, **own)
+        except BaseException:
+            job.cancel()
+            raise
+        return job
+
+    def submit_for_job(self, prompt: Any, options: dict[str, Any], *, stream: bool, group: object) -> Handle:
+        """Queue one request of a job; errors as in `stream`."""
+        request = request_of(prompt, options, self.tokenizer, self.model.config.vocab_size, where="job.add", stream=stream)
+        handle = self.engine.submit(request, group=group)
+        handle.owner = self
+        return handle
+
     # ---- end
 
     def close(self) -> None:
@@ -393,3 +448,11 @@ def _gpu_stepper(model: Any, cache: Any) -> Any:
     from exl2nb.generator.gpu_executor import GpuStepper
 
     return GpuStepper(model, cache)
+
+
+def _call_back(handle: Handle, on_chunk: Callable[[Chunk], object]) -> Completion:
+    """Read a request to its end, calling `on_chunk` with every chunk in the caller's thread; what it raises cancels the request."""
+    with handle:
+        for chunk in handle:
+            on_chunk(chunk)
+    return handle.result()

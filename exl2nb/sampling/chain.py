@@ -7,6 +7,7 @@ its neighbours. Every other chain runs row by row in NumPy, on the few hundred c
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,11 +15,11 @@ import torch
 from torch import Tensor
 
 from exl2nb.ops.draw import NO_DISTRIBUTION, draw_rows
-from exl2nb.sampling.draw import Sampled, check_left, highest_logit, inverse_cdf, prob_of, report, uniform
+from exl2nb.sampling.draw import Sampled, check_left, highest_logit, inverse_cdf, prob_of, report, uniform, weights_of
 from exl2nb.sampling.filters import CONSTRAINT, WHOLE, View
-from exl2nb.sampling.recipe import narrow
+from exl2nb.sampling.params import SamplingParams
 from exl2nb.sampling.replay import after_draw
-from exl2nb.sampling.state import SamplerState
+from exl2nb.sampling.state import Bounds, SamplerState
 
 _new = tuple.__new__  # half the time of `Sampled(...)`
 
@@ -181,3 +182,46 @@ def _draw_plain(row: np.ndarray, state: SamplerState, top: int = 0) -> list[floa
 def _best(found: list[float], top: int) -> tuple[tuple[int, float], ...]:
     """The first `top` alternatives in a row of the result of `draw_rows`."""
     return tuple([(int(found[i]), found[i + 1]) for i in range(4, min(4 + 2 * top, len(found)), 2)])
+
+
+SLACK = 1e-4  # of a logit: larger than the rounding by which the cuts themselves may differ from the bounds below
+SMALL = 256  # candidates; narrowing costs more than it saves below this
+
+
+def narrow(row: np.ndarray, bounds: Bounds | SamplingParams) -> tuple[np.ndarray | None, float]:
+    """Find a superset of the tokens that temperature, top_k, top_p, top_a and min_p, following each other, keep.
+
+    top_k keeps logits from the k-th largest on. n tokens of at most (1 - top_p) / V each weigh at most 1 - top_p together, so top_p removes
+    them all. min_p keeps what lies within `-temperature * log(min_p)` of the largest. top_a keeps nothing below `top_a` times the square of
+    the largest probability, which cuts before it can only raise.
+
+    Args:
+        row: f32 `(V,)` logits before temperature.
+        bounds: the settings of these cuts; not greedy.
+
+    Returns:
+        Ids in ascending order, or None for all; and the probability at `temperature` of what was left out, as top_p counts it: top_k comes
+        before top_p and renormalises, so after top_k it is 0.
+    """
+    size = row.shape[0]
+    if size <= SMALL:
+        return None, 0.0
+    if bounds.top_k > 0:
+        if bounds.top_k >= size:
+            return None, 0.0
+        floor = float(np.partition(row, size - bounds.top_k)[size - bounds.top_k])
+        return np.flatnonzero(row >= np.float32(floor - SLACK * max(1.0, abs(floor)))), 0.0
+    if bounds.top_p >= 1.0 and bounds.min_p <= 0.0 and bounds.top_a <= 0.0:
+        return None, 0.0
+    highest, heat = float(row.max()), bounds.temperature
+    weights = weights_of(row, highest, min(1.0 / heat, 1e30))
+    total = float(weights.sum())
+    floor = max(bounds.min_p, bounds.top_a / total if total > 0 else 0.0) * (1.0 - SLACK)  # as a share of the highest weight, which is 1
+    if bounds.top_p < 1.0:
+        if bounds.top_a > 0.0:  # it counts what top_p leaves: tokens that top_p would have kept must not be missing
+            floor = 0.0
+        floor = max(floor, (1.0 - bounds.top_p) / size * total * (1.0 - SLACK))
+    ids = np.flatnonzero(weights >= np.float32(floor))
+    if not len(ids) or not math.isfinite(total):
+        return None, 0.0
+    return ids, max(0.0, 1.0 - float(weights[ids].sum()) / total)

@@ -7,7 +7,6 @@ in its batch.
 from __future__ import annotations
 
 import math
-import secrets
 import threading
 from typing import NamedTuple
 
@@ -36,11 +35,6 @@ def _mix(z: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
-
-
-def fresh_seed() -> int:
-    """A random seed of 63 bits, so that it also fits a signed 64-bit column."""
-    return secrets.randbits(63)
 
 
 def weights_of(logits: np.ndarray, highest: np.floating | float, scale: float = 1.0) -> np.ndarray:

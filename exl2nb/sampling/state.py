@@ -1,20 +1,21 @@
-"""What sampling remembers about one request: its seed, the number of tokens drawn, the ids it has seen, its place in a grammar."""
+"""What sampling knows of one request: its chain of filters, seed, number of tokens drawn, the ids it has seen, its place in a grammar."""
 
 from __future__ import annotations
 
+import secrets
 from collections import Counter
-from collections.abc import Iterable
-from functools import cached_property
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from exl2nb.sampling.constraint import Allowed, Constraint
-from exl2nb.sampling.draw import fresh_seed, uniform
-from exl2nb.sampling.filters import next_mu
+from exl2nb.sampling.draw import uniform
+from exl2nb.sampling.filters import CUTS, MASKS, PENALTIES, Filter, next_mu, ordered
 from exl2nb.sampling.params import SamplingParams
 from exl2nb.sampling.penalties import faded
-from exl2nb.sampling.recipe import Recipe, recipe
 
 _LOOKS_BACK = ("repetition_penalty", "presence_penalty", "frequency_penalty", "dry")
 
@@ -120,6 +121,84 @@ class Words(Protocol):
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Text to ids."""
         ...
+
+
+# ---- The chain of one request, prepared once: which filters in which order, and which tokens can be left out before they run.
+
+NARROWING = ("top_k", "top_p", "top_a", "min_p")  # in this order `chain.narrow` knows what they leave
+PLAIN = ("temperature", "top_k", "top_p", "min_p")  # what `ops.draw_rows` does, in its order
+
+
+class Bounds(NamedTuple):
+    """What `narrow` may count on: these cuts follow each other, on logits still to be divided by `temperature`."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    top_a: float = 0.0
+    min_p: float = 0.0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Links in order.
+
+    first: masks and penalties, on whole rows. lead: cuts on whole rows. rest: cuts on what `bounds` leaves, None = on everything.
+    consumer: the place in `rest` of the link that is told what was left out.
+    cuts: temperature, top_k, top_p and min_p where these, following each other, are all the cuts there are; then one op draws the row.
+    """
+
+    first: tuple[Filter, ...]
+    lead: tuple[Filter, ...]
+    rest: tuple[Filter, ...]
+    bounds: Bounds | None
+    consumer: int
+    cuts: tuple[float, float, float, float] | None = None
+
+    @property
+    def links(self) -> tuple[Filter, ...]:
+        """All of them, in order."""
+        return self.first + self.lead + self.rest
+
+
+def recipe(params: SamplingParams) -> Recipe:
+    """The chain that `params` ask for; the cuts do not apply to a greedy request."""
+    return _recipe(replace(params, post_sampling=(), seed=None))  # kept by neither: functions may hold whole models
+
+
+@lru_cache(maxsize=1024)
+def _recipe(params: SamplingParams) -> Recipe:
+    first = tuple(f for f in MASKS + ordered(PENALTIES, params) if f.active(params))
+    if params.greedy:
+        return Recipe(first, (), (), None, -1, (0.0, 0.0, 1.0, 0.0))
+    cuts = [f for f in ordered(CUTS, params) if f.active(params)]
+    start = next((i for i, f in enumerate(cuts) if f.name in NARROWING), None)
+    if start is None:
+        return Recipe(first, (), tuple(cuts), None, -1, _plain(cuts, params))
+    run = start
+    while run < len(cuts) and cuts[run].name in NARROWING[_place(cuts[run - 1], default=-1) + 1 if run > start else 0 :]:
+        run += 1
+    names = {f.name for f in cuts[start:run]}
+    folded = start > 0 and cuts[start - 1].name == "temperature"
+    bounds = Bounds(**{name: getattr(params, name) for name in names}, temperature=params.temperature if folded else 1.0)
+    lead = start - folded
+    return Recipe(first, tuple(cuts[:lead]), tuple(cuts[lead:]), bounds, int(folded), _plain(cuts, params))
+
+
+def _plain(cuts: Sequence[Filter], params: SamplingParams) -> tuple[float, float, float, float] | None:
+    names = [link.name for link in cuts]
+    if names != [name for name in PLAIN if name in names]:
+        return None
+    return params.temperature, float(params.top_k), params.top_p, params.min_p
+
+
+def _place(link: Filter, default: int) -> int:
+    return NARROWING.index(link.name) if link.name in NARROWING else default
+
+
+def fresh_seed() -> int:
+    """A random seed of 63 bits, so that it also fits a signed 64-bit column."""
+    return secrets.randbits(63)
 
 
 class SamplerState:

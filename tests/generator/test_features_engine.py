@@ -37,7 +37,7 @@ def prompt(seed, length):
 @pytest.mark.parametrize("length", [5, 255, 256, 257, 600])
 @pytest.mark.parametrize("options", [{"beams": 3, "n": 3}, {"cfg_scale": 1.5, "negative_ids": (9, 8, 7)}])
 def test_groups_are_what_they_are_without_an_engine(running, options, length):
-    from exl2nb.generator.beams import sequences_for
+    from exl2nb.generator.engine import sequences_for
 
     request = stepper.request(prompt(1, length), max_tokens=12, temperature=0, **options)
     wanted = stepper.run(sequences_for(request, stepper.TOKENIZER, context=4096)[0], RULE)

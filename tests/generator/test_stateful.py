@@ -20,8 +20,8 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
+from exl2nb.cache.pages import chain_key
 from exl2nb.cache.pool import KVCache
-from exl2nb.cache.prefix import chain_key
 from exl2nb.cache.spec import CacheSpec
 from exl2nb.core.errors import OptionError
 from exl2nb.generator import prompt_cache as cache_file

@@ -7,11 +7,10 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from exl2nb.core.errors import GenerationError
-from exl2nb.sampling.chain import filtered, sample, sample_row
+from exl2nb.sampling.chain import filtered, narrow, sample, sample_row
 from exl2nb.sampling.draw import inverse_cdf, uniform
 from exl2nb.sampling.filters import WHOLE, View, active_filters
 from exl2nb.sampling.params import SamplingParams
-from exl2nb.sampling.recipe import narrow
 from exl2nb.sampling.state import SamplerState
 
 from . import numpy_reference as reference

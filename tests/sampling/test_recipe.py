@@ -7,8 +7,7 @@ from exl2nb.core.errors import GenerationError, OptionError
 from exl2nb.sampling.chain import filtered, sample_row
 from exl2nb.sampling.filters import active_filters
 from exl2nb.sampling.params import SamplingParams
-from exl2nb.sampling.recipe import Bounds, recipe
-from exl2nb.sampling.state import SamplerState
+from exl2nb.sampling.state import Bounds, SamplerState, recipe
 
 from . import numpy_reference as reference
 from .test_chain import logits
