@@ -232,7 +232,7 @@ _CHARS_PER_TOKEN = 8  # more text per row than any tokenizer needs for prose; ro
 class Rows:
     """Token rows, int32 `(n, S)` each, from different places of one text, so that nothing is judged by what it was made from.
 
-    hessians: what rounding looks at. sensitivity: what the price of an error, and so the allocation, is taken from; empty where there is a
+    hessians: rows for the Hessians that rounding uses. sensitivity: rows for gradients, which set the allocation; empty where there is a
     single row, which then serves for both. report: kept out of everything but the report. name: of the text.
     """
 
@@ -355,7 +355,7 @@ def check_known(encoder: Tokenizer, ids: Tensor, name: str) -> None:
 
 
 def _parts(encoder: Tokenizer) -> list[int]:
-    """Tokens that stand for bytes, or for some bytes of a character."""
+    """Byte tokens: a single byte, or some bytes of a character."""
     table: dict[int, bytes] | None = getattr(encoder, "byte_table", None)
     if table is None:
         return sorted(getattr(encoder, "byte_ids", ()))

@@ -1,7 +1,7 @@
 """What experts need in a conversion: few tokens choose one and some choose none, so what they lack comes from a sample of all tokens.
 
 An expert that n tokens chose knows n directions of its K inputs. Below K tokens a sample of all tokens joins them, as if it were
-(1 - n / K)^2 of what the expert sees; all of it for an expert that nobody chose.
+(1 - n / K)^2 of what the expert sees; all of it for an expert that no token chose.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from exl2nb.converter.weights import DenseWeights
 from exl2nb.model import reference
 from exl2nb.model.layout import Linear, layer_linears
 
-ROWS = 4  # whose activations are looked at
+ROWS = 4  # calibration rows whose activations are measured
 ENERGY, SIZE = 0.25, -0.5  # powers of a channel's activation and of its row's size
 MOST = 256.0  # no channel is scaled by more than this, or less than its inverse
 

@@ -27,7 +27,7 @@ INNER = 1 << 25  # numbers of an MLP's widest activation at once on a GPU
 MOST_IN_F64 = 8192  # inputs; more than these make matrices of half a GB and more, and some tens of batches lose nothing in fp32
 AT_ONCE = 1 << 26  # numbers of a matrix whose target is shifted at a time
 SMALLEST_PRODUCT = 192  # columns of a piece of a symmetric product
-ENOUGH = 16  # tokens per direction that the sweep looks at
+ENOUGH = 16  # tokens per direction that the sweep uses
 WHOLE, BLOCK = 1024, 256  # outputs that are coupled: all of a matrix up to WHOLE, else blocks
 Written = TypeVar("Written", bound=Stream)
 
@@ -64,7 +64,7 @@ class Factor:
     upper: Tensor
 
     def stored(self, weight: Tensor, cross: Tensor | None = None, strength: float = 0) -> Tensor:
-        """A matrix as rounding wants it, f32 `(K, N)`; with `cross` shifted so that its outputs on the inputs at hand come nearer to those
+        """A matrix as rounding wants it, f32 `(K, N)`; with `cross` shifted so that its outputs on these inputs come nearer to those
         on the dense model's inputs.
 
         Args:

@@ -135,7 +135,7 @@ class ConversionJob:
             try:
                 self.run(events.put)
                 events.put(None)
-            except BaseException as error:  # goes to whoever iterates
+            except BaseException as error:  # raised again in the iterating thread
                 events.put(error)
 
         thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name="conversion", daemon=True)

@@ -53,7 +53,7 @@ class Measurement:
     key: hash of model, calibration tokens and converter version. fingerprint: of the model. others: tensors stored as they are.
     cache: shape of its KV cache. calibration: rows, length, seed, dataset. statistics: what rounding needs of the calibration text
     (`sensitivity.LayerStatistics.tensors`); empty in a measurement read from JSON, and in that of a large model: a conversion then reads it
-    from its work folder, or looks at the text once more.
+    from its work folder, or runs the sweep again.
     """
 
     key: str

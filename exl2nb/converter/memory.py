@@ -69,7 +69,7 @@ def planned(config: ModelConfig, *, rows: int, length: int, report_rows: int = 0
     sweep, quantize = (rows, length, config.hidden_size), (rows + report_rows, length, config.hidden_size)
     each, kept, disk = _kept(sweep, config.num_layers, STREAM_BYTES)
     forward, backward = (ROWS_PER_BATCH * length * FLOAT * count for count in _floats(config))
-    waiting = 2 * FLOAT * rows * length * (config.hidden_size + max(widest, config.q_size))
+    held_streams = 2 * FLOAT * rows * length * (config.hidden_size + max(widest, config.q_size))
     routed = 4 * FLOAT * rows * length * config.hidden_size if _sparse(config) else 0
     ends, rounded = 2 * FLOAT * head, (FLOAT + PER_HEAD_WEIGHT) * head + FACTOR * config.hidden_size**2
     return Planned(
@@ -92,7 +92,7 @@ def planned(config: ModelConfig, *, rows: int, length: int, report_rows: int = 0
             ends,
             FLOAT * head + max(rounded, PER_HEAD_WEIGHT * head, FLOAT * head + judged),
             (2 * FLOAT + 1) * weights
-            + (waiting if waiting <= HELD_BYTES else 0)
+            + (held_streams if held_streams <= HELD_BYTES else 0)
             + routed
             + max(2 * forward + 3 * moment, moment + factor, PER_WEIGHT * largest + FLOAT * widest * widest),
         ),
@@ -103,7 +103,7 @@ def planned(config: ModelConfig, *, rows: int, length: int, report_rows: int = 0
 def planned_on_gpu(config: ModelConfig, *, rows: int, length: int, report_rows: int = 0, polish: bool = False) -> Planned:
     """What a conversion on a GPU will take of it, beside the driver and the libraries (0.8 GiB on an H200) and what torch keeps for later.
 
-    Layers that wait half-run are left out: they do so only where a sixth of the GPU holds them (quantization._room).
+    Partly run layers are not counted: they are held only where a sixth of the GPU is enough for them (quantization._held_limit).
 
     Args:
         config: the model.

@@ -26,7 +26,7 @@ from exl2nb.model.layout import Linear, head_linear, layer_linears
 from exl2nb.quant.exl2 import Exl2Tensors
 
 Choices = Mapping[str, Groups]
-Made = dict[tuple[str, Groups], Exl2Tensors]  # packed, and on the host: of a large model there is no room for more
+Made = dict[tuple[str, Groups], Exl2Tensors]  # packed, in host memory: a GPU cannot hold more of a large model
 
 
 def true_kl(

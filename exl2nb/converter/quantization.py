@@ -32,7 +32,7 @@ from exl2nb.model.layout import Linear, head_linear, layer_linears
 from exl2nb.quant.exl2 import Exl2Tensors
 
 WORKING = 2  # streams
-HELD_BYTES = 2 << 30  # of half-run layers that wait for what they read to be quantised; above this they are run again from the start
+HELD_BYTES = 2 << 30  # limit for activations of partly run layers; above it a layer is run again from its start for every stage
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Streams:
             config: the model. ends: its embedding.
             ids: int `(rows, S)`.
             used: rows that calibrate.
-            directory: for streams that memory has no room for; None: it has.
+            directory: for streams too large for memory; None: all are in memory.
         """
         shape, device = (*ids.shape, config.hidden_size), ends[f"{config.names.embed}.weight"].device
         dense, made = (new_stream(shape, device, beside=WORKING, directory=directory) for _ in range(WORKING))
@@ -85,7 +85,7 @@ class Streams:
         return [*batches(config, self.dense, 0, self.used), *batches(config, self.dense, self.used, len(self.dense))]
 
     def move(self, part: slice, dense: Tensor, made: Tensor) -> None:
-        """Replace some rows, in place: there is no room for two of each."""
+        """Replace some rows, in place: memory does not hold two copies."""
         self.dense[part], self.made[part] = dense, made
 
     def advance(self, config: ModelConfig, layer: int, dense: Mapping[str, Tensor], made: Mapping[str, Tensor]) -> None:
@@ -95,18 +95,18 @@ class Streams:
             self.move(part, x, y)
 
 
-def _room(x: Stream) -> int:
-    """Bytes that half-run layers may wait in, where x is: HELD_BYTES, on a small GPU a sixth of what may be used of it."""
+def _held_limit(x: Stream) -> int:
+    """Limit in bytes for activations of partly run layers on the device of x: HELD_BYTES, at most a sixth of a GPU."""
     if not x.is_cuda:
         return HELD_BYTES
     whole = torch.cuda.get_device_properties(x.device).total_memory * torch.cuda.get_per_process_memory_fraction(x.device)
     return min(HELD_BYTES, int(whole / 6))
 
 
-class _Walk:
-    """Both streams' calibration rows on their way through one layer, stage by stage (reference.stages), each batch stopped in between.
+class _LayerRun:
+    """Runs both streams' calibration rows through one layer, stage by stage (reference.stages); every batch pauses between stages.
 
-    dense, made: weights of the two; the latter may change while everything waits.
+    dense, made: weights of the two; the latter may change between stages.
     """
 
     def __init__(self, config: ModelConfig, layer: int, dense: Mapping[str, Tensor], made: Mapping[str, Tensor], streams: Streams) -> None:
@@ -114,7 +114,7 @@ class _Walk:
         self._parts = batches(config, streams.dense, 0, streams.used)
         wide = max(config.hidden_size, config.q_size, *(linear.in_features for linear in layer_linears(config, layer).values()))
         held = 2 * 4 * streams.used * streams.dense.shape[1] * (config.hidden_size + wide)
-        self._waiting = [self._start(part) for part in self._parts] if held <= _room(streams.dense) else None
+        self._running = [self._start(part) for part in self._parts] if held <= _held_limit(streams.dense) else None
         self._stage = 0
 
     def _start(self, part: slice) -> tuple[reference.Steps, reference.Steps]:
@@ -127,8 +127,8 @@ class _Walk:
     def stage(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
         """Per batch: its rows, and what the linears of the next stage read, in the dense model and in the quantised one."""
         for place, part in enumerate(self._parts):
-            if self._waiting is not None:
-                pair = self._waiting[place]
+            if self._running is not None:
+                pair = self._running[place]
             else:
                 pair = self._start(part)
                 for running in pair:
@@ -140,8 +140,8 @@ class _Walk:
     def finish(self) -> None:
         """Move the streams, all rows, behind the layer."""
         for place, part in enumerate(self._streams.parts(self._config)):
-            waiting = self._waiting[place] if self._waiting is not None and place < len(self._parts) else self._start(part)
-            x, y = (reference.finish(running) for running in waiting)
+            steps = self._running[place] if self._running is not None and place < len(self._parts) else self._start(part)
+            x, y = (reference.finish(running) for running in steps)
             self._streams.move(part, x, y)
 
 
@@ -183,7 +183,7 @@ def quantize_layer(
             current[f"{linear.key}.weight"] = dense(packed[linear.key][0], linear.out_features, weight.device)
 
     seen = current if rounding.refresh else dict(weights)
-    walk, routed = _Walk(config, layer, weights, seen, streams), []
+    walk, routed = _LayerRun(config, layer, weights, seen, streams), []
     for roles in reference.stages(config, layer):
         if roles == ("router",):
             routed = [(x.detach(), y.detach()) for _, x, y in walk.stage()]

@@ -2,11 +2,11 @@
 
 For random changes v of the logits with E[v v^T] = diag(p) - p p^T, the gradient g of v^T logits at a linear's output has E[g g^T] = Fisher
 information, and a small change d of that output costs KL = (g^T d)^2 / 2 on average. So a changed matrix dW costs about
-tr(G dW^T H dW) / 2, where G = mean g g^T over the outputs and H = sum of x x^T weighted by the token's |g|^2: tokens that matter to nobody
-do not bend the rounding. G's diagonal says what a column's error costs; all of it says which columns' errors cancel each other, which the
-rounding uses (hessian.coupling).
+tr(G dW^T H dW) / 2, where G = mean g g^T over the outputs and H = sum of x x^T weighted by the token's |g|^2: tokens without effect on the
+prediction do not count. G's diagonal is the cost of a column's error; its other entries say which columns' errors cancel each other, which
+the rounding uses (hessian.couple).
 
-The weights are heavy-tailed, so a few tokens would do all the talking; half of each weight is therefore the same for all (held-out KL of
+The weights are heavy-tailed, so a few tokens would dominate; half of each weight is therefore the same for all (held-out KL of
 the demo model, 3 bits, 32 rows: 0.2755 unweighted, 0.2746 fully weighted, 0.2677 half and half).
 """
 
@@ -76,7 +76,7 @@ def sweep(
         used: the first so many rows are for Hessians, the rest for sensitivity; all of them for both where that leaves none.
         seed: of the random changes.
         step: called with one line for people after every layer and direction (2 * num_layers + 1 times).
-        directory: for streams that memory has no room for; None: it has.
+        directory: for streams too large for memory; None: all are in memory.
 
     Yields:
         LayerStatistics: the head's, then the layers', last first.
@@ -111,7 +111,7 @@ def sweep(
     del ends, x
     step("loss")
     yield statistics
-    del statistics  # while a layer runs there is room for its own Hessians, not for another's
+    del statistics  # memory holds the Hessians of one layer only
     for layer in reversed(range(layers)):
         first = layer - layer % kept.every
         for missing in range(first, layer):
@@ -136,7 +136,7 @@ def kept_streams(nbytes: int, layers: int, room: int = STREAM_BYTES) -> int:
 
 
 class _Kept:
-    """Streams by the layer that reads them: as many as there is room for in memory, the others in files.
+    """Streams by the layer that reads them: as many as memory holds, the others in files.
 
     Args:
         where: the device in whose memory they are kept. used: where they are wanted.
@@ -303,7 +303,7 @@ class _Probe:
 class _Levels:
     """Adds tokens to moments, counted half alike and half by their weight.
 
-    What is alike for all is the mean weight, which is known only at the end: that of an input's first batch stands for it.
+    What is alike for all is the mean weight, which is known only at the end: that of an input's first batch is used instead.
     """
 
     def __init__(self) -> None:

@@ -22,11 +22,11 @@ class DiskStream:
 
     Args:
         shape: `(rows, S, H)`.
-        directory: where the file lies.
+        directory: of the file.
         device: of what is read.
 
     Raises:
-        ConversionError: the disk has no room for it.
+        ConversionError: the disk has too little free space.
     """
 
     def __init__(self, shape: tuple[int, ...], directory: Path, device: torch.device) -> None:

@@ -58,7 +58,7 @@ class Prefetcher:
                 return
             try:
                 self._found[name] = self._store.read(name, into=place)
-            except (Exl2Error, OSError):  # whoever asks for it reads it again and says what is wrong
+            except (Exl2Error, OSError):  # reading it again raises the error in the caller's thread
                 return
 
     def take(self, name: str) -> Tensor | None:
@@ -156,7 +156,7 @@ class DenseWeights:
         return tensors
 
     def ends(self, *, embedding: bool = True) -> dict[str, Tensor]:
-        """Last norm, head, on request the embedding (and what else stands outside the layers), f32."""
+        """Last norm, head, on request the embedding (and other tensors outside the layers), f32."""
         self._last = None
         names = [name for name in end_vectors(self.config) if embedding or name != f"{self.config.names.embed}.weight"]
         tensors = {name: self.stored(name).to(self.device).float() for name in names}

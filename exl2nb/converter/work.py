@@ -25,7 +25,7 @@ from exl2nb.model.layout import Linear
 from exl2nb.quant.exl2 import Exl2Tensors
 
 REVISION = 7  # of the algorithm: part of every hash, so that work of an older one is never taken over
-HEAD = -1  # stands for the head where a layer index is wanted
+HEAD = -1  # layer index of the head
 OWN = re.compile(r"\.?(measure|measurement|statistics|scales|trial|layer)-[0-9a-f]{1,16}(-(head|\d{4,}))?\.(json|safetensors)(\..*\.tmp)?")
 Packed = dict[str, tuple[Exl2Tensors, float]]  # module key -> tensors, loss
 
@@ -158,7 +158,7 @@ class Work:
             self.quantized(key, layer).unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Remove what jobs have written here, and the folder if nothing else lies in it."""
+        """Remove what jobs have written here, and the folder if it is empty then."""
         with suppress(OSError):
             for path in list(self.directory.iterdir()):
                 if OWN.fullmatch(path.name):

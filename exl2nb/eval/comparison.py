@@ -223,7 +223,7 @@ def compare_many(
     """Compare several models with one reference, which is run once.
 
     Args:
-        reference: the model taken as the truth.
+        reference: the model to compare with.
         others: name -> model, each of the same vocabulary.
         ids: int `(rows, T)`, T at least 2; each row is read from an empty context.
         progress: sink of progress events.
@@ -255,10 +255,10 @@ def compare_many(
         for row in ids:
             streams = {name: runner.pieces(row) for name, runner in runners.items()}
             for start, logits in base.pieces(row):
-                truth = logits.double().log_softmax(dim=-1)
-                base_logprob.append(next_token_logprob(truth, row, start))
+                expected = logits.double().log_softmax(dim=-1)
+                base_logprob.append(next_token_logprob(expected, row, start))
                 for name, stream in streams.items():
-                    _measure(columns[name], stream, truth, row)
+                    _measure(columns[name], stream, expected, row)
             meter.step(len(row))
     shape = tuple(ids.shape)
     shared = torch.cat(base_logprob).view(shape[0], -1)
@@ -277,13 +277,13 @@ def compare_many(
     }
 
 
-def _measure(column: _Columns, stream: Iterator[tuple[int, Tensor]], truth: Tensor, row: Tensor) -> None:
+def _measure(column: _Columns, stream: Iterator[tuple[int, Tensor]], expected: Tensor, row: Tensor) -> None:
     """Run the next piece of one model and add its numbers to `column`."""
     begin = time.monotonic()
     start, logits = next(stream)
     column.seconds += time.monotonic() - begin
     logprobs = logits.double().log_softmax(dim=-1)
-    kl, same = token_divergence(truth.to(logprobs.device), logprobs)
+    kl, same = token_divergence(expected.to(logprobs.device), logprobs)
     column.kl.append(kl.float().cpu())
     column.same.append(same.cpu())
     column.logprob.append(next_token_logprob(logprobs, row, start))

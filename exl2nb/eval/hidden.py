@@ -1,4 +1,4 @@
-"""What passes through a model at named points, as arrays."""
+"""Activations of a model at named points, as arrays."""
 
 from __future__ import annotations
 
@@ -63,10 +63,10 @@ def point_names(model: Model) -> list[str]:
 def hidden(
     model: Model, ids: Sequence[int], points: str | Sequence[str], *, texts: Sequence[str] | None = None, cache: str = "fp32"
 ) -> Hidden:
-    """Run a text and keep what passes at some points.
+    """Run a text and keep the activations at some points.
 
     Args:
-        model: a loaded model that nobody else runs meanwhile.
+        model: a loaded model; nothing else may run it meanwhile.
         ids: at least one.
         points: names as `point_names` lists them, or patterns such as "layers.*.output".
         texts: of the ids, for display.

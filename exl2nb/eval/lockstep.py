@@ -32,7 +32,7 @@ class Reader:
     """A text being read with a cache of its own, from an empty context.
 
     Args:
-        model: a loaded model that nobody else runs meanwhile.
+        model: a loaded model; nothing else may run it meanwhile.
         mode: of the cache, as in `load`.
         room: tokens it can hold.
     """
@@ -52,11 +52,11 @@ class Reader:
         return logits[-1].double().cpu().log_softmax(dim=-1)
 
     def rewind(self, length: int) -> None:
-        """Forget all but the first `length` tokens; what stands behind them is written over."""
+        """Forget all but the first `length` tokens; later cache entries are overwritten."""
         self.length = length
 
     def close(self) -> None:
-        """Give the cache back."""
+        """Free the cache."""
         self._cache.close()
 
 
@@ -64,7 +64,7 @@ class Baseline:
     """A prompt read once with the baseline cache, beside which any number of modes can run, one after the other.
 
     Args:
-        model: a loaded model that nobody else runs while one of these methods does.
+        model: a loaded model; nothing else may run it while one of these methods does.
         prompt: token ids, at least one.
         max_tokens: most tokens of one continuation.
         mode: of the baseline's cache.
@@ -90,7 +90,7 @@ class Baseline:
     def run(self, mode: str, stop_ids: Sequence[int] = ()) -> Iterator[LockstepToken]:
         """Continue the prompt greedily under `mode`; each token is drawn by the mode and then read by both.
 
-        Nothing runs between two tokens, so the caller may let others have the model there. Only one such iterator may be alive at a time.
+        Nothing runs between two tokens, so the caller may run other requests there. Only one such iterator may be alive at a time.
 
         Cost: two steps of one token per token; the prompt once more for the mode.
         """
@@ -100,17 +100,17 @@ class Baseline:
             if self._first is None:
                 self._first = self._reader.feed(self.prompt)
             self._reader.rewind(len(self.prompt))
-            truth = self._first
+            baseline = self._first
             for n in range(self._max_tokens):
                 choice = int(mine.argmax())
-                kl, _ = token_divergence(truth[None], mine[None])
-                yield LockstepToken(choice, float(mine[choice].exp()), float(truth[choice].exp()), int(truth.argmax()), float(kl[0]))
+                kl, _ = token_divergence(baseline[None], mine[None])
+                yield LockstepToken(choice, float(mine[choice].exp()), float(baseline[choice].exp()), int(baseline.argmax()), float(kl[0]))
                 if choice in stop_ids or n + 1 == self._max_tokens:
                     return
-                mine, truth = reader.feed([choice]), self._reader.feed([choice])
+                mine, baseline = reader.feed([choice]), self._reader.feed([choice])
         finally:
             reader.close()
 
     def close(self) -> None:
-        """Give the baseline's cache back."""
+        """Free the baseline's cache."""
         self._reader.close()

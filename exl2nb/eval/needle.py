@@ -29,8 +29,9 @@ FILLER = (
 class Needle:
     """What is hidden, and how it is asked for. `question + answer` is the form in which the text is continued at its end.
 
-    fact: the sentence that is hidden. question: the beginning that asks for it. answer: what should follow, with the space at its front.
-    filler: sentences around it, repeated in turn. sentences: how many of them. depths: places of the fact, 0 = start of the text, 1 = end.
+    fact: the sentence that is hidden. question: the beginning of a sentence that the answer completes. answer: what should follow, with
+    the space at its front. filler: sentences around it, repeated in turn. sentences: how many of them. depths: places of the fact, 0 =
+    start of the text, 1 = end.
     """
 
     fact: str = "The name of the ship was Margaret."
@@ -75,14 +76,14 @@ def find(model: Model, tokenizer: Tokenizer, needle: Needle, *, mode: str, depth
     """Read the text with a cache of `mode` and look how likely the answer is.
 
     Args:
-        model: a loaded model that nobody else runs meanwhile.
+        model: a loaded model; nothing else may run it meanwhile.
         tokenizer: of the model.
         needle: what is hidden.
         mode: of the cache, as in `load`.
         depth: where, 0 to 1; None for the control: the same question about a text without the fact.
 
     Raises:
-        OptionError: the answer melts into the question's last token. ContextOverflow: the text is longer than the context.
+        OptionError: the tokenizer merges the answer with the question's last token. ContextOverflow: the text is longer than the context.
 
     Cost: one pass over the text.
     """

@@ -86,7 +86,7 @@ def score(model: Model, tokenizer: Tokenizer, ids: Sequence[int], *, cache: str 
     """Score a text.
 
     Args:
-        model: a loaded model that nobody else runs meanwhile.
+        model: a loaded model; nothing else may run it meanwhile.
         tokenizer: of the model; for the texts of the tokens.
         ids: at least two.
         cache: mode of the KV cache.
@@ -116,7 +116,7 @@ def score(model: Model, tokenizer: Tokenizer, ids: Sequence[int], *, cache: str 
 
 
 def token_texts(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
-    """The text of each token where it stands; side by side they are the decoded text. Special tokens have none."""
+    """The text of each token in its context; joined they are the decoded text. Special tokens have none."""
     from exl2nb.tokenizer.detokenize import Detokenizer
 
     stream = Detokenizer(tokenizer)
@@ -191,7 +191,7 @@ def option_logprobs(model: Model, rows: Sequence[Sequence[int]], *, cache: str =
     become one token.
 
     Args:
-        model: a loaded model that nobody else runs meanwhile.
+        model: a loaded model; nothing else may run it meanwhile.
         rows: prompt and option together, each; different from one another.
         cache: mode of the KV cache.
 

@@ -1,4 +1,4 @@
-"""Rows of tokens from a text: what a model is measured on. Knows nothing of models."""
+"""Rows of tokens from a text: input of an evaluation. Knows nothing of models."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read_text(path: str | Path) -> str:
 def token_rows(encoder: Tokenizer, text: str, *, rows: int, length: int, where: str = "text") -> Tensor:
     """Cut the encoding of the whole text into rows: consecutive, not overlapping, from the start.
 
-    The tokenizer's own BOS, where it adds one, stands once at the front of the first row and nowhere else.
+    The tokenizer's own BOS, where it adds one, is at the front of the first row only.
 
     Args:
         encoder: a tokenizer.

@@ -1,4 +1,4 @@
-"""What is worth knowing of a model before loading it: sizes, what is unusual, what is asked for and not done. Reads no weights."""
+"""What is worth knowing of a model before loading it: sizes, what is unusual, requests that are not honoured. Reads no weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Facts:
 
     sizes: name -> number (context, vocabulary, hidden size, heads ...); empty where the architecture is unknown. unusual: what sets it
     apart from a plain Llama, one short phrase each. chat_templates: names of its chat templates. quantization: how its weights were
-    quantised, as its settings say; empty for a plain model. notes: what the files ask for and what is done about it.
+    quantised, as its settings say; empty for a plain model. notes: requests of the files that are not honoured.
     """
 
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -66,7 +66,7 @@ def remote_code(directory: Path, raw: Mapping[str, Any]) -> tuple[str, ...]:
 
     try:
         tokenizer = read_object(directory / "tokenizer_config.json")
-    except TokenizerError:  # whoever loads it will say so
+    except TokenizerError:  # loading the tokenizer reports it
         tokenizer = {}
     found = []
     for file, content in (("config.json", raw), ("tokenizer_config.json", tokenizer)):

@@ -21,7 +21,7 @@ class Fields:
         where: the file (and path inside it) for messages.
 
     Raises:
-        ConfigError: the value has the wrong type, lies outside `low`..`high`, or is missing.
+        ConfigError: the value has the wrong type, is outside `low`..`high`, or is missing.
     """
 
     def __init__(self, raw: Mapping[str, Any], where: str = "config.json") -> None:

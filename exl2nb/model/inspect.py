@@ -87,7 +87,7 @@ class Inspection:
     and the embedding last. decoder_bpw: stored bits of the decoder's linears over their weights, the head and the embedding left out (0
     where there are none). total_bytes: data of all tensors. file_bytes: the files. files: their names. target_bpw: what config.json says
     was asked for. tied: the config says that head and embedding are one table. experts: how many a sparse layer has and how many of them a
-    token visits, or None. token_bytes: what decoding one token reads of the files' weights: of the experts those that it visits, of the
+    token uses, or None. token_bytes: what decoding one token reads of the files' weights: of the experts those that it uses, of the
     embedding one row. facts: sizes, what is unusual, chat templates, notes.
     """
 
@@ -160,7 +160,7 @@ class Inspection:
 
 
 def inspect(directory: str | os.PathLike[str]) -> Inspection:
-    """Look at a model directory, EXL2, GPTQ or fp16/bf16/fp32, without loading it.
+    """Inspect a model directory, EXL2, GPTQ or fp16/bf16/fp32, without loading it.
 
     Raises:
         ModelNotFound: no such directory, no config.json or no .safetensors file in it.
@@ -198,7 +198,7 @@ def inspect(directory: str | os.PathLike[str]) -> Inspection:
 
 
 def _idle_bytes(config: ModelConfig | None, matrices: list[Matrix]) -> int:
-    """Bytes that decoding one token leaves alone: the embedding but for a row, unless it is the head too; experts that are not visited."""
+    """Bytes that decoding one token leaves alone: the embedding but for a row, unless it is the head too; unused experts."""
     idle = 0
     for matrix in matrices:
         if matrix.key.endswith("embed_tokens") and any(m.layer is None and m.key.endswith("lm_head") for m in matrices):
@@ -260,7 +260,7 @@ def _exl2(store: Store, key: str) -> Matrix:
 
 
 def _gptq(store: Store, key: str, spec: GptqSpec) -> Matrix:
-    whole = store.whole(key) if isinstance(store, ModelStore) else None
+    whole = store.fused_gptq(key) if isinstance(store, ModelStore) else None
     home, prefix = (store, key) if whole is None else (whole.store, whole.prefix)
     infos = {suffix: home.info(f"{prefix}.{suffix}") for suffix in GPTQ_SUFFIXES if suffix != "g_idx" or f"{prefix}.g_idx" in home}
     if problems := header_problems(infos, prefix, spec):

@@ -45,7 +45,7 @@ class Norm:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Added:
+class ResidualAdd:
     """How a result is added to the residual stream: times `scale`, after an RMS norm of it where `norm` f32 `(H,)` is given."""
 
     norm: Tensor | None = None
@@ -66,7 +66,7 @@ class Embedding:
         return ops.embed(self.table, ids, scale=self.scale, position_table=self.position_table, positions=positions)
 
     def record(self, program: ops.Program) -> None:
-        """Write the same down in a program."""
+        """Record the same op in a program."""
         program.embed(self.table, scale=self.scale, position_table=self.position_table)
 
 
@@ -82,7 +82,7 @@ class Head:
         return ops.norm_head(torch.index_select(x, 0, rows), self.norm.weight, self.norm.eps, self.matrix, **self.norm.options)
 
     def record(self, program: ops.Program) -> None:
-        """Write the same down in a program."""
+        """Record the same op in a program."""
         program.norm_head(self.norm.weight, self.norm.eps, self.matrix, **self.norm.options)
 
 
@@ -102,7 +102,7 @@ class Attention:
     k_norm: Tensor | None
     o: Tensor
     o_bias: Tensor | None
-    added: Added
+    added: ResidualAdd
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -120,8 +120,8 @@ class Attention:
             q_norm=self.q_norm, k_norm=self.k_norm, interleaved=self.interleaved, clip=self.clip, **self.norm.options,
         )  # fmt: skip
 
-    def mixed(self, x: Tensor, step: Step) -> Tensor:
-        """What attention reads out for x f32 `(T, H)` -> `(T, Hq * D)`; K and V of the step go into the cache."""
+    def attend(self, x: Tensor, step: Step) -> Tensor:
+        """Attention of x f32 `(T, H)` -> `(T, Hq * D)`; K and V of the step go into the cache."""
         batch, k_pool, v_pool = step.batch, step.cache.k[self.layer], step.cache.v[self.layer]
         q = ops.norm_qkv_rope(x, self.projection(step.ropes), batch.positions, batch.slot_mapping, k_pool, v_pool)
         return ops.paged_attention(
@@ -130,16 +130,16 @@ class Attention:
         )  # fmt: skip
 
     def add(self, x: Tensor, mixed: Tensor) -> None:
-        """Project `mixed` and add it to x, in place."""
+        """Project the heads' output and add it to x, in place."""
         ops.linear_residual(x, mixed, self.o, self.o_bias, norm=self.added.norm, eps=self.added.eps, scale=self.added.scale)
 
-    def record_mixed(self, program: ops.Program, ropes: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Write `mixed` down in a program."""
+    def record_attend(self, program: ops.Program, ropes: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Record `attend` in a program."""
         program.norm_qkv_rope(self.projection(ropes), layer=self.layer)
         program.paged_attention(layer=self.layer, scale=self.scale, window=self.window, softcap=self.softcap)
 
     def record_add(self, program: ops.Program) -> None:
-        """Write `add` down in a program."""
+        """Record `add` in a program."""
         program.linear_residual(self.o, self.o_bias, norm=self.added.norm, eps=self.added.eps, scale=self.added.scale)
 
 
@@ -153,19 +153,19 @@ class MLP:
     up_bias: Tensor | None
     down: Tensor
     down_bias: Tensor | None
-    added: Added
+    added: ResidualAdd
     activation: str
 
     def __call__(self, x: Tensor) -> None:
         """Add the MLP's result to x f32 `(T, H)` in place."""
-        self.add(x, self.inner(x))
+        self.add(x, self.activate(x))
 
     def record(self, program: ops.Program) -> None:
-        """Write the same down in a program."""
-        self.record_inner(program, aside=False)
+        """Record the same op in a program."""
+        self.record_activate(program, aside=False)
         self.record_add(program, aside=False)
 
-    def inner(self, x: Tensor) -> Tensor:
+    def activate(self, x: Tensor) -> Tensor:
         """The activations for x f32 `(T, H)` -> `(T, I)`."""
         return ops.norm_gate_up(
             x, self.norm.weight, self.norm.eps, self.up, self.up_bias, activation=self.activation, gated=self.gated, **self.norm.options
@@ -175,15 +175,15 @@ class MLP:
         """Project `inner` and add it to x, in place."""
         ops.linear_residual(x, inner, self.down, self.down_bias, norm=self.added.norm, eps=self.added.eps, scale=self.added.scale)
 
-    def record_inner(self, program: ops.Program, *, aside: bool) -> None:
-        """Write `inner` down in a program; aside: beside what attention has read out, not in its place."""
+    def record_activate(self, program: ops.Program, *, aside: bool) -> None:
+        """Record `activate` in a program; aside: into a second buffer; the first holds the output of attention."""
         program.norm_gate_up(
             self.norm.weight, self.norm.eps, self.up, self.up_bias,
             activation=self.activation, gated=self.gated, aside=aside, **self.norm.options,
         )  # fmt: skip
 
     def record_add(self, program: ops.Program, *, aside: bool) -> None:
-        """Write `add` down in a program."""
+        """Record `add` in a program."""
         program.linear_residual(self.down, self.down_bias, norm=self.added.norm, eps=self.added.eps, scale=self.added.scale, aside=aside)
 
 
@@ -205,19 +205,19 @@ class RoutedMLP:
     top_k: int
     renormalize: float
     activation: str
-    added: Added
+    added: ResidualAdd
 
     def __call__(self, x: Tensor) -> Tensor:
         """Add the experts' results to x f32 `(T, H)` in place; the chosen experts int32 `(T, top_k)`."""
         return ops.routed_mlp(x, self._experts)
 
     def record(self, program: ops.Program) -> None:
-        """Write the same down in a program."""
+        """Record the same op in a program."""
         program.routed_mlp(self._experts)
 
     @property
-    def idle_bytes(self) -> int:
-        """Bytes of the experts that one token does not visit, on average."""
+    def unused_expert_bytes(self) -> int:
+        """Bytes of the experts that one token does not use, on average."""
         total = sum(blob.nbytes for blob in (*self.up, *self.down))
         return total - total * self.top_k // len(self.up)
 
@@ -232,7 +232,7 @@ class RoutedMLP:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """parallel: the MLP reads what attention reads, and not what attention leaves; a routed one never does."""
+    """parallel: attention and MLP read the same input; never with a routed MLP."""
 
     attention: Attention
     mlp: MLP | RoutedMLP
@@ -240,8 +240,8 @@ class Layer:
 
     def __call__(self, x: Tensor, step: Step, observe: Callable[[str, Tensor], None] | None = None) -> None:
         """Add this layer to x f32 `(T, H)` in place. observe: sees "attention" `(T, Hq * D)`, and x as "middle" and "output"."""
-        mixed = self.attention.mixed(x, step)
-        inner = self.mlp.inner(x) if self.parallel and isinstance(self.mlp, MLP) else None
+        mixed = self.attention.attend(x, step)
+        inner = self.mlp.activate(x) if self.parallel and isinstance(self.mlp, MLP) else None
         if observe is not None:
             observe("attention", mixed)
         self.attention.add(x, mixed)
@@ -255,10 +255,10 @@ class Layer:
             observe("output", x)
 
     def record(self, program: ops.Program, ropes: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Write the same down in a program."""
-        self.attention.record_mixed(program, ropes)
+        """Record the same op in a program."""
+        self.attention.record_attend(program, ropes)
         if self.parallel and isinstance(self.mlp, MLP):
-            self.mlp.record_inner(program, aside=True)
+            self.mlp.record_activate(program, aside=True)
             self.attention.record_add(program)
             self.mlp.record_add(program, aside=True)
         else:

@@ -110,12 +110,12 @@ def layer_vectors(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]
 
 
 def accepted(config: ModelConfig, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """Shapes in which a vector of `vectors` may stand in the files: head norms also as one row for all heads."""
+    """Shapes that a vector of `vectors` may have in the files: head norms also as one row for all heads."""
     return (shape, (config.head_dim,)) if len(shape) == 2 and config.qk_norm == "head" and shape[1] == config.head_dim else (shape,)
 
 
 def end_vectors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The same for what stands outside the layers: embedding, learned positions, last norm."""
+    """The same outside the layers: embedding, learned positions, last norm."""
     names = config.names
     found: dict[str, tuple[int, ...]] = {f"{names.embed}.weight": (config.vocab_size, config.hidden_size)}
     if config.learned_positions:

@@ -19,7 +19,7 @@ from exl2nb.model.config import ModelConfig
 from exl2nb.model.facts import remote_code
 from exl2nb.model.gpu_memory import Arena, kept_bytes
 from exl2nb.model.inspect import inspect
-from exl2nb.model.layers import MLP, Added, Attention, Embedding, Head, Layer, Norm, RoutedMLP
+from exl2nb.model.layers import MLP, Attention, Embedding, Head, Layer, Norm, ResidualAdd, RoutedMLP
 from exl2nb.model.model import SMALL_MODEL_BYTES, Model, Network
 from exl2nb.model.rope import MAX_CONTEXT, rope_tables
 from exl2nb.model.sources import Source, find_sources, read_gptq
@@ -97,10 +97,10 @@ def load_model(
 
 
 def _arena(config: ModelConfig, directory: str | os.PathLike[str], device: str, *, widen: bool) -> Arena | None:
-    """What takes in all weights: on a GPU always, on the CPU for a model small enough to lie in its cache."""
+    """One allocation for all weights: on a GPU always, on the CPU for a model small enough for its cache."""
     if device != "cpu":
         return Arena(kept_bytes(config, inspect(directory)), device)
-    memory = room_for(directory, widened=widen)
+    memory = small_model_memory(directory, widened=widen)
     return None if memory is None else Arena(memory.numel(), device, memory)
 
 
@@ -145,7 +145,7 @@ class _Builder:
             **head_norms,
             o=self.matrix(names.at(layer, "o")),
             o_bias=self.bias([names.at(layer, "o")]),
-            added=self.added(names.at(layer, "attention_post_norm")),
+            added=self.residual_add(names.at(layer, "attention_post_norm")),
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
@@ -169,7 +169,7 @@ class _Builder:
             up_bias=self.bias(up),
             down=self.matrix(down),
             down_bias=self.bias([down]),
-            added=self.added(names.at(layer, "mlp_post_norm")),
+            added=self.residual_add(names.at(layer, "mlp_post_norm")),
             activation=config.activation,
         )
 
@@ -190,35 +190,35 @@ class _Builder:
             top_k=moe.top_k,
             renormalize=moe.renormalize,
             activation=config.activation,
-            added=self.added(names.at(layer, "mlp_post_norm")),
+            added=self.residual_add(names.at(layer, "mlp_post_norm")),
         )
 
     def router(self, key: str) -> Tensor:
         """The blob of a matrix that is never quantised."""
-        return self.kept(ops.pack_dense(self.read_table(key)))
+        return self.place(ops.pack_dense(self.read_table(key)))
 
     def norm(self, key: str | None, *, scale: float = 1.0) -> Norm:
         """The norm of module `key`, its result times `scale`; without a key no norm."""
         config = self.config
-        bias = self.kept(self.vector(f"{key}.bias") * scale) if key and config.norm_bias else None
+        bias = self.place(self.vector(f"{key}.bias") * scale) if key and config.norm_bias else None
         return Norm(weight=self.weight(key, scale=scale) if key else None, bias=bias, eps=config.norm_eps, layer=config.norm == "layer")
 
-    def added(self, key: str) -> Added:
+    def residual_add(self, key: str) -> ResidualAdd:
         """How a half's result is added; `key` is that of its post norm, where there are any."""
         config = self.config
-        return Added(norm=self.weight(key) if config.post_norm else None, eps=config.norm_eps, scale=config.residual_scale)
+        return ResidualAdd(norm=self.weight(key) if config.post_norm else None, eps=config.norm_eps, scale=config.residual_scale)
 
     def weight(self, key: str, *, scale: float = 1.0) -> Tensor:
         """The weight of a norm, in f32, with what the architecture adds to it, times `scale`."""
-        return self.kept((self.vector(f"{key}.weight") + self.config.norm_offset) * scale)
+        return self.place((self.vector(f"{key}.weight") + self.config.norm_offset) * scale)
 
-    def kept(self, tensor: Tensor) -> Tensor:
-        """A tensor that stays: among the others, where they lie together."""
+    def place(self, tensor: Tensor) -> Tensor:
+        """The tensor moved into the arena, where there is one."""
         return tensor if self.arena is None else self.arena.keep(tensor)
 
     def table(self, key: str) -> Tensor:
         """The weight of an embedding."""
-        return self.kept(self.read_table(key))
+        return self.place(self.read_table(key))
 
     def read_table(self, key: str) -> Tensor:
         """The numbers of a table as they are stored."""
@@ -227,7 +227,7 @@ class _Builder:
 
     def matrix(self, key: str) -> Tensor:
         """The blob of one linear."""
-        return self.kept(self.packed(key))
+        return self.place(self.packed(key))
 
     def packed(self, key: str) -> Tensor:
         """A blob without padding columns, which may go into another one."""
@@ -253,7 +253,7 @@ class _Builder:
 
     def stacked(self, keys: list[str]) -> Tensor:
         """One blob of several linears with the same input."""
-        return self.kept(ops.pack_concat([self.packed(key) for key in keys]))
+        return self.place(ops.pack_concat([self.packed(key) for key in keys]))
 
     def vector(self, name: str) -> Tensor:
         """A norm or bias in f32."""
@@ -262,14 +262,14 @@ class _Builder:
     def bias(self, keys: list[str]) -> Tensor | None:
         """The biases of several linears side by side, None where they have none."""
         present = [self.vector(f"{key}.bias") for key in keys if self.sources[key].linear.bias]
-        return self.kept(torch.cat(present)) if present else None
+        return self.place(torch.cat(present)) if present else None
 
 
-def room_for(directory: str | os.PathLike[str], *, widened: bool) -> Tensor | None:
+def small_model_memory(directory: str | os.PathLike[str], *, widened: bool) -> Tensor | None:
     """Large-page memory for the packed weights of a small model; None for a larger one, whose matrices stay where they were packed.
 
     A model that fits in the processor's cache is read from there in every step, and each 4 KiB page then costs a page table walk (5,000 in
-    the demo model). Larger models wait for memory longer than for page table walks.
+    the demo model). Larger models are bound by memory bandwidth instead.
 
     Args:
         directory: of the model.

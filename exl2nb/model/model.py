@@ -77,7 +77,7 @@ class Model:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of weights that decoding one token reads: of the experts those that it visits, of the embedding one row.
+        """Bytes of weights that decoding one token reads: of the experts those that it uses, of the embedding one row.
 
         Raises:
             EngineClosed: the model was closed.
@@ -87,7 +87,7 @@ class Model:
         network = self._network
         tables = [table for table in (network.embedding.table, network.embedding.position_table) if table is not None]
         rows = sum(table.nbytes - table.nbytes // table.shape[0] for table in tables)
-        return self.weight_bytes - rows - sum(layer.mlp.idle_bytes for layer in network.layers if isinstance(layer.mlp, RoutedMLP))
+        return self.weight_bytes - rows - sum(layer.mlp.unused_expert_bytes for layer in network.layers if isinstance(layer.mlp, RoutedMLP))
 
     def cache_spec(self, num_tokens: int, *, mode: str = "fp16") -> CacheSpec:
         """The spec of a cache for this model that holds at least `num_tokens` tokens."""
@@ -113,7 +113,7 @@ class Model:
         if self.device != "cpu":
             return self.forward_gpu(batch, cache)
         self._prepare(batch, cache)
-        batch = self._placed(batch)
+        batch = self._with_rope_rows(batch)
         assert self._program is not None
         logits = self._program.run(
             batch.input_ids, batch.positions, batch.slot_mapping, batch.block_table, batch.cu_seqlens, batch.context_lens,
@@ -168,7 +168,7 @@ class Model:
         ids: int32 `(T,)` on the GPU, in place of the batch's.
         """
         self._prepare(batch, cache)
-        return self.capped(self.gpu.run(self._placed(batch), cache, ids=ids))
+        return self.capped(self.gpu.run(self._with_rope_rows(batch), cache, ids=ids))
 
     @property
     def gpu(self) -> GpuForward:
@@ -176,20 +176,20 @@ class Model:
         if self._network is None:
             raise EngineClosed("the model was closed; load it again")
         if self._gpu is None:
-            self._grow(self._network, self.context)
+            self._extend_ropes(self._network, self.context)
             assert self._program is not None
             self._gpu = GpuForward(self._program, torch.device(self.device), deterministic=self.deterministic)
         return self._gpu
 
     def forward_by_ops(self, batch: Batch, cache: KVCache, observe: Callable[[str, Tensor], None] | None = None) -> Tensor:
-        """The readable twin of `forward`: op by op, the same bits; on the GPU the way prompts go, the batch there too.
+        """`forward` op by op, with the same bits; on the GPU as prompts run, with the batch there too.
 
-        observe: sees what passes: "embedding", then for each layer "layers.i.attention", "layers.i.middle" and "layers.i.output". The
-        tensors are the model's own and change afterwards: copy what is to stay.
+        observe: called with "embedding", then for each layer "layers.i.attention", "layers.i.middle" and "layers.i.output". The
+        tensors are the model's buffers and change afterwards: copy them to keep them.
         """
-        network, batch = self._prepare(batch, cache), self._placed(batch)
+        network, batch = self._prepare(batch, cache), self._with_rope_rows(batch)
         if self.device != "cpu":
-            return self.capped(watched(self.gpu.program, batch, cache, observe))
+            return self.capped(forward_gpu_observed(self.gpu.program, batch, cache, observe))
         step = Step(batch, cache, self._ropes)
         x = network.embedding(batch.input_ids, batch.positions)
         if observe is not None:
@@ -221,10 +221,10 @@ class Model:
                 f"sequence of {longest} tokens; the model was loaded for {self.context}: shorten it, or load with context="
             )
         if longest > self._rows and self.device == "cpu":
-            self._grow(self._network, longest)
+            self._extend_ropes(self._network, longest)
         return self._network
 
-    def _grow(self, network: Network, longest: int) -> None:
+    def _extend_ropes(self, network: Network, longest: int) -> None:
         """Extend the RoPE tables to a power of two of pages, so a model loaded for a huge context pays only for what it uses."""
         rows = PAGE_SIZE << (max(longest, 4 * PAGE_SIZE) - 1).bit_length() - (PAGE_SIZE - 1).bit_length()
         kinds = {self.config.rope_kind(layer) for layer in range(self.config.num_layers)}
@@ -244,7 +244,7 @@ class Model:
             return both_tables(self.config, rows, self.rope_switch, kind=kind)
         return rope_tables(self.config, rows, context=self.context, kind=kind)
 
-    def _placed(self, batch: Batch) -> Batch:
+    def _with_rope_rows(self, batch: Batch) -> Batch:
         """The batch with rows of the RoPE tables for positions, where short and long sequences have rows of their own."""
         if self.rope_switch is None:
             return batch
@@ -263,17 +263,17 @@ def _prefixed(observe: Callable[[str, Tensor], None], prefix: str, name: str, va
     observe(prefix + name, value)
 
 
-def watched(program: ops.Program, batch: Batch, cache: KVCache, observe: Callable[[str, Tensor], None] | None) -> Tensor:
+def forward_gpu_observed(program: ops.Program, batch: Batch, cache: KVCache, observe: Callable[[str, Tensor], None] | None) -> Tensor:
     """Logits f32 `(R, V)` of a batch on the GPU, before the softcap. observe: see `Model.forward_by_ops`."""
     names = ("input_ids", "positions", "slot_mapping", "block_table", "cu_seqlens", "context_lens", "logit_rows")
     inputs = gpu_prefill.Inputs(*[getattr(batch, name) for name in names])
     sequences = gpu_prefill.Sequences(batch.cu_seqlens.tolist(), batch.context_lens.tolist())
-    watch = None if observe is None else _Points(observe)
+    watch = None if observe is None else _LayerObserver(observe)
     return gpu_prefill.prefill(program, inputs, sequences, cache.k, cache.v, watch=watch)
 
 
-class _Points:
-    """Knows where in a program the points are: a layer adds to the residual stream twice, after attention and after its MLP."""
+class _LayerObserver:
+    """Names the points of a program: a layer adds to the residual stream twice, after attention and after its MLP."""
 
     def __init__(self, observe: Callable[[str, Tensor], None]) -> None:
         self._observe = observe

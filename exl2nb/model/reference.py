@@ -1,4 +1,4 @@
-"""The network in plain differentiable torch, fp32, on dense weights: the readable truth, and what the converter runs.
+"""The network in plain differentiable torch, fp32, on dense weights: what tests compare with and the converter runs.
 
 Weights are a mapping from full tensor names ("model.layers.0.self_attn.q_proj.weight") to tensors of any float dtype, in the nn.Linear
 layout `(out_features, in_features)`; they are widened where they are used, so a mapping that reads from disk on demand works too.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from exl2nb.model.config import ModelConfig
 
-MAX_CONTEXT = 1 << 24  # longest context a config may ask for; the tables themselves grow with use
+MAX_CONTEXT = 1 << 24  # longest context of a config; the tables grow with use
 
 Frequencies = tuple[Tensor, float]
 ROPE_TYPES: Registry[Callable[[RopeConfig, int], Frequencies]] = Registry("RoPE type", ConfigError)
@@ -58,7 +58,7 @@ class RopeConfig:
     def read(cls, fields: Fields, *, head_dim: int, max_positions: int, partial: bool = False) -> RopeConfig:
         """Read the old style (`rope_scaling`, `rope_theta`) and the new one (`rope_parameters`).
 
-        Where both stand in one file `rope_scaling` wins, as in Transformers.
+        `rope_scaling` takes precedence, as in Transformers.
 
         Args:
             fields: of config.json.
@@ -229,7 +229,7 @@ def frequencies(rope: RopeConfig, *, context: int | None = None) -> Frequencies:
 
     Args:
         rope: the parameters.
-        context: tokens the model is loaded with (only "dynamic" asks); None = max_positions.
+        context: tokens the model is loaded with (used by "dynamic" only); None = max_positions.
     """
     return ROPE_TYPES[rope.type](rope, context if context is not None else rope.max_positions)
 

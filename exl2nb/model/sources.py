@@ -30,7 +30,7 @@ def read_gptq(config: ModelConfig, store: Store, linear: Linear) -> GptqTensors:
     Raises:
         FormatError: as `GptqTensors.read`.
     """
-    whole = store.whole(linear.key) if isinstance(store, ModelStore) else None
+    whole = store.fused_gptq(linear.key) if isinstance(store, ModelStore) else None
     if whole is None:
         return GptqTensors.read(store, linear.key, spec_of(config), in_features=linear.in_features, out_features=linear.out_features)
     sizes = {"in_features": linear.in_features, "out_features": whole.out_features}
@@ -39,7 +39,7 @@ def read_gptq(config: ModelConfig, store: Store, linear: Linear) -> GptqTensors:
 
 def gptq_problems(config: ModelConfig, store: Store, linear: Linear) -> list[str]:
     """Every rule that the headers of one linear's matrix break."""
-    whole = store.whole(linear.key) if isinstance(store, ModelStore) else None
+    whole = store.fused_gptq(linear.key) if isinstance(store, ModelStore) else None
     home, prefix, outputs = (store, linear.key, linear.out_features) if whole is None else (whole.store, whole.prefix, whole.out_features)
     if absent := [f"{prefix}.{suffix}" for suffix in GPTQ_SUFFIXES if f"{prefix}.{suffix}" not in home]:
         return [f"tensor {name!r}: found none, expected it beside qweight" for name in absent]

@@ -33,7 +33,7 @@ class _Piece:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Whole:
+class FusedGptq:
     """The fused GPTQ matrix that holds a linear: its tensors' prefix in the files, its outputs, and the linear's columns int64 `(N,)`."""
 
     store: TensorStore
@@ -55,7 +55,7 @@ class ModelStore:
         self.is_exl2 = store.is_exl2
         self._pieces: dict[str, _Piece] = {}
         self._untouched: dict[str, str] = {}
-        self._wholes: dict[str, tuple[str, list[Linear]]] = {}
+        self._fused_gptq: dict[str, tuple[str, list[Linear]]] = {}
         fused, stacked = _fused(config), _stacked(config)
         for source in store.names():
             name = source
@@ -74,7 +74,7 @@ class ModelStore:
             elif stem in fused and suffix in GPTQ_SUFFIXES:
                 for linear in fused[stem]:
                     self._add(f"{linear.key}.{suffix}", _Piece(source))
-                    self._wholes[linear.key] = (source.rpartition(".")[0], fused[stem])
+                    self._fused_gptq[linear.key] = (source.rpartition(".")[0], fused[stem])
             else:
                 self._add(name, self._plain(source, name))
 
@@ -116,14 +116,14 @@ class ModelStore:
         shared = {piece.source: self._store.info(piece.source).nbytes for piece in self._pieces.values() if piece.shape is None}
         return sum(shared.values()) + sum(self.info(name).nbytes for name, piece in self._pieces.items() if piece.shape is not None)
 
-    def whole(self, key: str) -> Whole | None:
-        """Where the GPTQ matrix of linear `key` lies, if that is a fused one: its pieces cannot be read one by one. None: it is not."""
-        if key not in self._wholes:
+    def fused_gptq(self, key: str) -> FusedGptq | None:
+        """The fused GPTQ matrix that holds linear `key`, whose pieces cannot be read one by one; None: it is not fused."""
+        if key not in self._fused_gptq:
             return None
-        prefix, linears = self._wholes[key]
+        prefix, linears = self._fused_gptq[key]
         total = sum(linear.out_features for linear in linears)
         at = next(i for i, linear in enumerate(linears) if linear.key == key)
-        return Whole(self._store, prefix, total, self._cut(linears, at, turned=False)(torch.arange(total)))
+        return FusedGptq(self._store, prefix, total, self._cut(linears, at, turned=False)(torch.arange(total)))
 
     def untouched(self) -> list[str]:
         """Names, after the renames, of tensors that are not the decoder's (a vision tower's): the converter passes them on."""

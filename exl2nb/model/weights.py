@@ -16,7 +16,7 @@ from exl2nb.quant.exl2_slice import Exl2Slices
 
 
 class Weights:
-    """What stands in the files of an EXL2 model.
+    """The weights of an EXL2 model, read from its files.
 
     Args:
         directory: of the model.

@@ -140,7 +140,7 @@ class Libraries:
 
     @property
     def cuda_obstacle(self) -> Obstacle | None:
-        """The same in parts; None where the CUDA engine can be used. Asks the GPU, where there is one."""
+        """The same in parts; None where the CUDA engine can be used. Makes a CUDA context where there is a GPU."""
         if "cpu" not in self.loaded:
             return Obstacle("the compiled library is not in use", self.note, gpu=False)
         return obstacle(self.cuda, loaded="cuda" in self.loaded)

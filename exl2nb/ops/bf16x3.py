@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 SMALLEST = 1 << 32  # multiplications
 PIECE = 1 << 25  # numbers of a factor that are split at a time: beside the result a product takes 0.9 GB at most
-RESULT = 1 << 24  # numbers of a product that wait to be subtracted
+RESULT = 1 << 24  # numbers of a product that are held before they are subtracted
 
 
 @cache
@@ -81,7 +81,7 @@ def _multiply(left: Tensor, y: Tensor) -> Tensor:
     return torch.mm(left, torch.cat((high, high, low), 0), out_dtype=torch.float32)
 
 
-WIDE = 1024  # hidden size from which a model's products are worth looking at
+WIDE = 1024  # hidden size from which a model's products are sent there
 
 
 class _Linear(torch.autograd.Function):

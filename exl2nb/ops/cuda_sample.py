@@ -128,5 +128,5 @@ params: `pack_rows`, counters move on. counts: int16 `(R, V)`, how often each to
 of the prompt; the drawn one is counted. bias: f32 `(R, V)`, added after penalties; -inf takes a token out. step, ids, positions,
 context_lens, slots: int32 `(R,)`, updated in place. Returns results int32 `(ring, R, 4)`: id (-1: the row has no distribution), rank, bits
 of the log probability, step; written at step % ring; then ids and log probabilities of the most probable tokens, `(R, 20)` each.
-into: pinned memory of the host for the results, which are then returned empty; whoever reads it waits for the stream first.
+into: pinned memory of the host for the results, which are then returned empty; synchronise with the stream before reading it.
 """

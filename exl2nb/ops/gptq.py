@@ -300,15 +300,15 @@ def _in_blocks(
     """Per block: its groups, and codes, scale_index, scale_max and loss of all options."""
     w = weight.repeat(1, len(tables))
     for span in _spans(tables):
-        begin, until, waiting = span[0][0], span[-1][1], []
+        begin, until, errors_of_span = span[0][0], span[-1][1], []
         for first, end, groups in span:
             *found, errors = _block_op(w, factor, column_weight, groups, first, coupling, spread)
             if end < until:
                 w[end:until].addmm_(factor[first:end, end:until].T, errors, alpha=-1)
-            waiting.append(errors)
+            errors_of_span.append(errors)
             yield groups, tuple(found)  # type: ignore[misc]
         if until < len(w):
-            bf16x3.subtract(w[until:], factor[begin:until, until:].T, torch.cat(waiting))
+            bf16x3.subtract(w[until:], factor[begin:until, until:].T, torch.cat(errors_of_span))
 
 
 def quantize_in_blocks(

@@ -23,7 +23,7 @@ def large_pages(size: int) -> Tensor | None:
     try:
         memory = mmap.mmap(-1, (size // _PAGE + 2) * _PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         memory.madvise(advice)
-    except OSError:  # a kernel without them, or no memory: whoever asks for some elsewhere is told
+    except OSError:  # a kernel without them, or no memory: the caller allocates elsewhere
         return None
     return torch.frombuffer(memory, dtype=torch.uint8)[:size]
 

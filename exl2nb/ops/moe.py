@@ -108,7 +108,7 @@ def routed_mlp(x: Tensor, experts: Experts) -> Tensor:
 
     With h = norm(x) and p = softmax(h @ router): the `top_k` largest p choose experts and weigh them, divided by their norm of order
     `renormalize`. Each row gets x += scale * post_norm(sum of p_e * down_e(act(gate_e(h)) * up_e(h)) + shared). A row's experts are added
-    in the order of their numbers, whatever rows stand beside it.
+    in the order of their numbers, whatever other rows there are.
 
     Args:
         x: the residual stream.

@@ -82,7 +82,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, so
 
 
 def _behind(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """Causal attention where the queries `(1, Hq, n, D)` stand at the end of the keys `(1, Hq, length, D)`.
+    """Causal attention where the queries `(1, Hq, n, D)` are at the end of the keys `(1, Hq, length, D)`.
 
     As torch.nn.attention.bias.causal_lower_right has it, whose import takes seconds: it brings torch's compiler along.
     """

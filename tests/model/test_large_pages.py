@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from exl2nb.model import loader
-from exl2nb.model.loader import load_model, room_for
+from exl2nb.model.loader import load_model, small_model_memory
 from exl2nb.ops.memory import large_pages
 
 from .tiny import save, twin
@@ -33,10 +33,10 @@ def test_a_system_without_them(monkeypatch):
 @LINUX
 def test_room_follows_the_files(tmp_path, monkeypatch):
     (tmp_path / "a.safetensors").write_bytes(b"0" * 1000)
-    assert room_for(tmp_path, widened=False).numel() >= 1000
-    assert room_for(tmp_path, widened=True).numel() >= 2000
+    assert small_model_memory(tmp_path, widened=False).numel() >= 1000
+    assert small_model_memory(tmp_path, widened=True).numel() >= 2000
     monkeypatch.setattr(loader, "SMALL_MODEL_BYTES", 999)
-    assert room_for(tmp_path, widened=False) is None
+    assert small_model_memory(tmp_path, widened=False) is None
 
 
 @LINUX

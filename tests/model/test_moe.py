@@ -39,7 +39,7 @@ def test_a_token_reads_its_experts_and_no_others(tmp_path):
     by_hand = sum(sizes.values()) - embedding * 130 // 131 - experts * (moe.num_experts - moe.top_k) // moe.num_experts
     assert abs(model.bytes_per_token - by_hand) < 0.2 * by_hand  # blobs pad to tiles of 16 outputs and carry headers
     assert inspect(directory).token_bytes == by_hand
-    idle = [layer.mlp.idle_bytes for layer in model._network.layers]
+    idle = [layer.mlp.unused_expert_bytes for layer in model._network.layers]
     assert model.bytes_per_token == model.weight_bytes - sum(idle) - embedding * 130 // 131
 
     token = torch.tensor([5])
