@@ -2,7 +2,6 @@
 
 import pytest
 
-import exl2nb as ex
 from exl2nb.core.errors import OptionError
 from exl2nb.widgets import BitMap, bitgrid
 
@@ -18,8 +17,8 @@ PLAIN = [
 ]
 
 
-def test_a_plan_is_a_map_of_bits_and_shares():
-    plan = ex.demo_measurement().solve(bpw=3.5)
+def test_a_plan_is_a_map_of_bits_and_shares(measurement):
+    plan = measurement.solve(bpw=3.5)
     shown = BitMap(plan)
     assert shown.grid.metrics == ("bpw", "share")
     frame = shown.to_frame()
@@ -33,11 +32,11 @@ def test_a_plan_is_a_map_of_bits_and_shares():
     assert BitMap(plan.to_dict()).grid.cells == shown.grid.cells, "the same from plain data"
 
 
-def test_headers_of_a_directory():
-    shown = BitMap(ex.demo().path)
+def test_headers_of_a_directory(llm):
+    shown = BitMap(llm.path)
     assert {cell.parts[0].format for cell in shown.grid.cells} == {"float16"}
     assert {"q", "down", "embedding"} <= set(shown.grid.matrices)
-    assert shown.grid.layers == tuple(range(ex.demo().config.num_layers))
+    assert shown.grid.layers == tuple(range(llm.config.num_layers))
 
 
 def test_experts_of_a_layer_are_one_cell():
@@ -98,7 +97,7 @@ def test_static_twin_and_export(tmp_path):
     assert "<script>alert" not in page
 
 
-def test_a_large_model_stays_small(monkeypatch):
+def test_a_large_model_stays_small():
     names = [
         f"model.layers.{i}.mlp.{m}"
         for i in range(80)

@@ -12,12 +12,6 @@ from exl2nb.widgets import CacheExplorer, caches
 
 
 @pytest.fixture(scope="module")
-def llm():
-    with ex.demo(progress=None) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
 def finished(llm):
     return CacheExplorer(llm, modes=["Q4", "k8v4"], max_tokens=12, free=10**9, needle={"sentences": 6, "depths": [0.5]}).start().wait()
 

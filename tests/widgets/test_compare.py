@@ -16,12 +16,6 @@ PROMPTS = ["It was a dark night, and", "She opened the letter and"]
 
 
 @pytest.fixture(scope="module")
-def llm():
-    with ex.demo(progress=None) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
 def finished(llm):
     return Compare({"16": llm, "4": EXL2, "dice": (llm, {"temperature": 0.9, "seed": 3})}, prompts=PROMPTS, max_tokens=10).start().wait()
 

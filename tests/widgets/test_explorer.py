@@ -14,8 +14,9 @@ from exl2nb.widgets import BitrateExplorer
 
 
 @pytest.fixture(scope="module")
-def measurement():
-    return ex.demo_measurement()
+def explorer(measurement):
+    """For tests that leave it as they found it, but for the bitrate."""
+    return BitrateExplorer(measurement)
 
 
 class Original(FakeModel):
@@ -76,8 +77,7 @@ def test_the_edges_are_met_and_nonsense_is_shown(measurement):
         assert "expected a number" in explorer.error
 
 
-def test_a_size_moves_the_slider_to_the_largest_that_fits(measurement):
-    explorer = BitrateExplorer(measurement)
+def test_a_size_moves_the_slider_to_the_largest_that_fits(measurement, explorer):
     explorer._dispatch(None, {"type": "solve_size", "kind": "bytes", "size": 7_000_000, "context": 0, "cache": "fp16"}, [])
     assert explorer.nbytes <= 7_000_000 < measurement.solve(bpw=explorer.solved + 0.05).nbytes
     assert explorer.bpw == explorer.solved
@@ -98,8 +98,7 @@ def test_a_size_moves_the_slider_to_the_largest_that_fits(measurement):
         ({"kind": "fits", "size": 9_000_000, "cache": "q5"}, "cache is 'q5'|q5"),
     ],
 )
-def test_a_size_that_cannot_be_is_shown_and_forgotten(measurement, message, match):
-    explorer = BitrateExplorer(measurement)
+def test_a_size_that_cannot_be_is_shown_and_forgotten(explorer, message, match):
     before = explorer.solved
     explorer._dispatch(None, {"type": "solve_size", **message}, [])
     assert explorer.status == "error"

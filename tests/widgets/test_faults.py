@@ -57,17 +57,6 @@ TINY = {"rows": 2, "length": 64, "report_rows": 2}
 HOSTILE = "<script>window.pwned=1</script><img src=x onerror=alert(1)>\x1b[31m\u202e</div>\"'`"
 
 
-@pytest.fixture(scope="module")
-def llm():
-    with ex.demo(progress=None) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
-def measurement():
-    return ex.demo_measurement()
-
-
 class Copy(FakeModel):
     def close(self):
         pass

@@ -5,7 +5,6 @@ import sys
 
 import pytest
 
-import exl2nb as ex
 from exl2nb.core.errors import OptionError
 
 
@@ -55,20 +54,19 @@ def test_load_and_ask(shell, capsys):
     assert "llm" not in shell.user_ns
 
 
-def test_a_model_of_the_notebook(shell):
-    with ex.demo(context=256) as llm:
-        shell.user_ns["mine"] = llm
-        run(shell, "%%ask max_tokens=2 temperature=0\nIt was")
-        assert len(shell.user_ns["answer"].tokens) == 2
-        shell.user_ns["other"] = Second(llm)
-        run(shell, "%%ask --model other max_tokens=2\nIt was")
-        assert shell.user_ns["other"].asked == ["It was"]
-        run(shell, "%exl2 use other")
-        run(shell, "%%ask max_tokens=2\nIt was again\n")
-        assert shell.user_ns["other"].asked == ["It was", "It was again"]
-        run(shell, "%exl2 close")
-        assert not llm.engine.closed, "what the magic did not load is not its to close"
-        del shell.user_ns["mine"], shell.user_ns["other"]
+def test_a_model_of_the_notebook(shell, llm):
+    shell.user_ns["mine"] = llm
+    run(shell, "%%ask max_tokens=2 temperature=0\nIt was")
+    assert len(shell.user_ns["answer"].tokens) == 2
+    shell.user_ns["other"] = Second(llm)
+    run(shell, "%%ask --model other max_tokens=2\nIt was")
+    assert shell.user_ns["other"].asked == ["It was"]
+    run(shell, "%exl2 use other")
+    run(shell, "%%ask max_tokens=2\nIt was again\n")
+    assert shell.user_ns["other"].asked == ["It was", "It was again"]
+    run(shell, "%exl2 close")
+    assert not llm.engine.closed, "what the magic did not load is not its to close"
+    del shell.user_ns["mine"], shell.user_ns["other"]
 
 
 class Second:
@@ -80,13 +78,12 @@ class Second:
         return self.llm.stream(prompt, **options)
 
 
-def test_play_shows_the_widget(shell, sent):
-    with ex.demo(context=256) as llm:
-        shell.user_ns["llm"] = llm
-        run(shell, "%%ask --play max_tokens=4 temperature=0.5\nIt was")
-        shell.user_ns["answer"].wait(30)
-        assert shell.user_ns["answer"].n_tokens == 4
-        del shell.user_ns["llm"]
+def test_play_shows_the_widget(shell, sent, llm):
+    shell.user_ns["llm"] = llm
+    run(shell, "%%ask --play max_tokens=4 temperature=0.5\nIt was")
+    shell.user_ns["answer"].wait(30)
+    assert shell.user_ns["answer"].n_tokens == 4
+    del shell.user_ns["llm"]
 
 
 def test_plan_and_inspect(shell, capsys):
@@ -118,14 +115,13 @@ def test_mistakes_are_one_line(shell, cell, message):
         run(shell, cell)
 
 
-def test_wrong_options_are_named(shell):
+def test_wrong_options_are_named(shell, llm):
     with pytest.raises(OptionError, match="temperatur"):
         run(shell, "%exl2 set temperatur=1")
-    with ex.demo(context=256) as llm:
-        shell.user_ns["llm"] = llm
-        with pytest.raises(OptionError, match="temperatur"):
-            run(shell, "%%ask temperatur=1\nIt was")
-        del shell.user_ns["llm"]
+    shell.user_ns["llm"] = llm
+    with pytest.raises(OptionError, match="temperatur"):
+        run(shell, "%%ask temperatur=1\nIt was")
+    del shell.user_ns["llm"]
 
 
 def test_reloading_changes_nothing(shell):

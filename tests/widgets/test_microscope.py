@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import exl2nb
 from exl2nb.core.errors import OptionError
 from exl2nb.sampling import explain
 from exl2nb.widgets import SamplerMicroscope
@@ -15,12 +14,6 @@ from exl2nb.widgets.microscope import LEAST, line_of
 
 ROW = np.log(np.float32([0.5, 0.3, 0.15, 0.05]))
 PROMPT = "It was a dark night, and the old man"
-
-
-@pytest.fixture(scope="module")
-def llm():
-    with exl2nb.demo(progress=None) as llm:
-        yield llm
 
 
 @pytest.fixture(scope="module")

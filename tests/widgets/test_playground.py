@@ -153,11 +153,10 @@ def test_every_sampler_is_a_keyword_and_only_those_that_do_something_are_sent():
         Playground(model, typicalp=0.5)
 
 
-def test_the_engine_takes_them():
-    with ex.demo(progress=None) as llm:
-        play = Playground(llm, prompt="It was", max_tokens=12, seed=4, dry_multiplier=0.8, xtc_probability=0.5, mirostat=True)
-        assert play.start().wait() == llm.generate("It was", **play.settings).text
-        plain = Playground(llm, prompt="It was", max_tokens=12, seed=4).start().wait()
+def test_the_engine_takes_them(llm):
+    play = Playground(llm, prompt="It was", max_tokens=12, seed=4, dry_multiplier=0.8, xtc_probability=0.5, mirostat=True)
+    assert play.start().wait() == llm.generate("It was", **play.settings).text
+    plain = Playground(llm, prompt="It was", max_tokens=12, seed=4).start().wait()
     assert play.text != plain
 
 
@@ -241,12 +240,11 @@ def test_alternatives_come_when_asked_for(sent):
     assert play.status == "done"
 
 
-def test_an_engine_is_read_once_a_frame(sent):
+def test_an_engine_is_read_once_a_frame(sent, llm):
     """What an engine's thread writes waits for the next frame; speed and time to first token are those that the engine measured."""
-    with ex.demo(progress=None) as llm:
-        play = Playground(llm, prompt="It was", max_tokens=60, temperature=0.0)
-        text = play.start().wait()
-        answer = llm.generate("It was", top_logprobs=TOP_TOKENS, **play.settings)
+    play = Playground(llm, prompt="It was", max_tokens=60, temperature=0.0)
+    text = play.start().wait()
+    answer = llm.generate("It was", top_logprobs=TOP_TOKENS, **play.settings)
     assert text == answer.text
     assert play.tokens == [token_item(token) for token in answer.tokens]
     deltas = [m for m in sent if m["type"] == "delta"]
@@ -281,30 +279,29 @@ def test_static_twin_follows_the_run(monkeypatch):
         {"seed": 6, "mirostat": True, "top_p": 1.0},
     ],
 )
-def test_the_card_says_what_the_samplers_removed(sent, settings):
+def test_the_card_says_what_the_samplers_removed(sent, settings, llm):
     """The same chain, history and seed as generation: what was drawn is a survivor, and the counts are those of `llm.explain`."""
-    with ex.demo(progress=None) as llm:
-        play = Playground(llm, prompt="It was", max_tokens=12, **settings)
-        play.start().wait()
-        run, ids = sent[-1]["run"], [item.id for item in play.tokens]
-        for at in (0, 1, 7, 11):
-            own = llm.explain("It was", at=at, **{name: value for name, value in play.settings.items() if name != "max_tokens"})
-            play._dispatch(play, {"type": "look_into", "run": run, "at": at}, [])
-            play._survival.wait()
-            answer = sent[-1]
-            assert (answer["type"], answer["run"], answer["at"]) == ("fates", run, at)
-            assert own.token == ids[at]
-            assert (answer["left"], answer["of"]) == (len(own.ids), own.steps[0].survivors)
-            best = own.steps[0].best(TOP_TOKENS).tolist()
-            assert [name == "" for name in answer["names"]] == [token in own.ids for token in best]
-            removed = {token: step.name for step in own.steps for token in step.removed.tolist()}
-            assert answer["names"] == [removed.get(token, "") for token in best]
-            if ids[at] in best:
-                assert answer["names"][best.index(ids[at])] == ""
-        play.temperature = 2.0  # the card is about the run, not about the sliders
-        play._dispatch(play, {"type": "look_into", "run": run, "at": 1}, [])
+    play = Playground(llm, prompt="It was", max_tokens=12, **settings)
+    play.start().wait()
+    run, ids = sent[-1]["run"], [item.id for item in play.tokens]
+    for at in (0, 1, 7, 11):
+        own = llm.explain("It was", at=at, **{name: value for name, value in play.settings.items() if name != "max_tokens"})
+        play._dispatch(play, {"type": "look_into", "run": run, "at": at}, [])
         play._survival.wait()
-        assert sent[-1] == next(m for m in sent if m["type"] == "fates" and m["at"] == 1)
+        answer = sent[-1]
+        assert (answer["type"], answer["run"], answer["at"]) == ("fates", run, at)
+        assert own.token == ids[at]
+        assert (answer["left"], answer["of"]) == (len(own.ids), own.steps[0].survivors)
+        best = own.steps[0].best(TOP_TOKENS).tolist()
+        assert [name == "" for name in answer["names"]] == [token in own.ids for token in best]
+        removed = {token: step.name for step in own.steps for token in step.removed.tolist()}
+        assert answer["names"] == [removed.get(token, "") for token in best]
+        if ids[at] in best:
+            assert answer["names"][best.index(ids[at])] == ""
+    play.temperature = 2.0  # the card is about the run, not about the sliders
+    play._dispatch(play, {"type": "look_into", "run": run, "at": 1}, [])
+    play._survival.wait()
+    assert sent[-1] == next(m for m in sent if m["type"] == "fates" and m["at"] == 1)
 
 
 def test_places_that_nothing_is_known_of_are_not_answered(sent):

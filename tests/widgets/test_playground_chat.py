@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 from fakes import chunk
 
-import exl2nb as ex
 from exl2nb.core.errors import GenerationError, OptionError, OutOfPages, TokenizerError
 from exl2nb.widgets import Playground
 
@@ -167,16 +166,10 @@ def test_hostile_text_stays_text_in_every_twin():
     assert len(repr(play)) < 2000
 
 
-@pytest.fixture(scope="module")
-def demo():
-    with ex.demo(progress=None) as llm:
-        yield llm
-
-
-def test_with_a_real_model(demo):
-    play = Playground(demo, chat=True, template=TEMPLATE, max_tokens=6, temperature=0)
+def test_with_a_real_model(llm):
+    play = Playground(llm, chat=True, template=TEMPLATE, max_tokens=6, temperature=0)
     first = play.say("It was a dark night.").wait()
-    assert first == demo.chat("It was a dark night.", template=TEMPLATE, max_tokens=6, temperature=0).text
+    assert first == llm.chat("It was a dark night.", template=TEMPLATE, max_tokens=6, temperature=0).text
     assert play.again().wait() == first
     assert [turn.versions for turn in play.turns] == [1, 2]
     assert play.finish_reason == "length"
@@ -184,8 +177,8 @@ def test_with_a_real_model(demo):
     assert play.conversation.messages[:2] == [{"role": "user", "content": "It was a dark night."}, {"role": "assistant", "content": first}]
 
 
-def test_a_model_without_a_chat_template_says_so(demo):
-    play = Playground(demo, chat=True, max_tokens=2)
+def test_a_model_without_a_chat_template_says_so(llm):
+    play = Playground(llm, chat=True, max_tokens=2)
     with pytest.raises(TokenizerError, match="no chat template"):
         play.say("Hello").wait()
     assert play.error.startswith("TokenizerError: ")

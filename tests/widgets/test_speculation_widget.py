@@ -4,18 +4,11 @@ import json
 
 import pytest
 
-import exl2nb
 from exl2nb.core.errors import OptionError
 from exl2nb.widgets import Speculation
 
 PASSAGE = "It was a dark and stormy night. The old man had a boat and a dog. The rain fell on the roof of the house. "
 ASKED = {"max_tokens": 80, "temperature": 0, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def llm():
-    with exl2nb.demo(progress=None) as llm:
-        yield llm
 
 
 @pytest.fixture(scope="module")
