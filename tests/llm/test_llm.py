@@ -240,7 +240,7 @@ def test_tokenizer_missing_or_of_another_model(tmp_path):
 
 
 def test_two_models_at_once_and_close():
-    threads = threading.active_count()
+    threads = set(threading.enumerate())
     with ex.demo() as one, ex.load(EXL2, context=512, cache_tokens=600) as two:
         handles = [m.stream(PROMPTS[0], max_tokens=40, temperature=0, ignore_eos=True) for m in (one, two)]
         texts = ["".join(chunk.text for chunk in handle) for handle in handles]
@@ -252,7 +252,7 @@ def test_two_models_at_once_and_close():
         one.generate("x")
     one.close()
     assert "closed" in repr(one)
-    assert threading.active_count() == threads
+    assert set(threading.enumerate()) <= threads  # the idle threads of other models may have ended
 
 
 def test_dropping_it_gives_everything_back():
