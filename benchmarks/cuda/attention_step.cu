@@ -2,8 +2,9 @@
 // pages), and beside two kernels that stand for the matrix products around it: their whole register file, their streams of weights (25 and
 // 8 MB, so that nothing small stays in the L2 cache by itself), with attention between them and without. With -DEXL2NB_TRACE also the
 // clocks of its stages, in cycles from the end of the wait for the product before.
-// nvcc -O3 -std=c++17 -arch=sm_90 --expt-relaxed-constexpr -I../../csrc/cuda -t0 attention_step.cu ../../csrc/cuda/attention*.cu \
-//   -o attention_step && ./attention_step fp16 32 32 128 1 100
+// Needs a build folder, where CMake has generated decode_*.cu (build/dev: `cmake -S . -B build/dev`).
+// nvcc -O3 -std=c++17 -arch=sm_90 --expt-relaxed-constexpr -I../../csrc -I../../csrc/cuda -t0 attention_step.cu \
+//   ../../csrc/cuda/attention/attention.cu ../../build/dev/attention/*.cu -o attention_step && ./attention_step fp16 32 32 128 1 100
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>

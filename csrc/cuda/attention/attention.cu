@@ -1,43 +1,22 @@
-// Attention's launch functions: which kernel serves which shape, and where the workspace's parts lie.
+// Host side of attention: checks, choice of the decode kernel, shared-memory and workspace layout, launches.
 #include <algorithm>
 
-#include "cuda/attention/attention_any.cuh"
+#include "cuda/attention/generic.cuh"
+#include "cuda/attention/split_kv.cuh"
 #include "cuda/runtime/device.cuh"
 
 namespace exl2nb {
-
-DecodeKernel decode_kernel_f16(int head_dim, int rows);
-DecodeKernel decode_kernel_f16q8(int head_dim, int rows);
-DecodeKernel decode_kernel_f16q4(int head_dim, int rows);
-DecodeKernel decode_kernel_q8f16(int head_dim, int rows);
-DecodeKernel decode_kernel_q8(int head_dim, int rows);
-DecodeKernel decode_kernel_q8q4(int head_dim, int rows);
-DecodeKernel decode_kernel_q4f16(int head_dim, int rows);
-DecodeKernel decode_kernel_q4q8(int head_dim, int rows);
-DecodeKernel decode_kernel_q4(int head_dim, int rows);
-DecodeKernel decode_kernel_fp8(int head_dim, int rows);
-
 namespace {
 
-struct Pair {
-  int k, v;
-  DecodeKernel (*kernel)(int head_dim, int rows);
-};
-constexpr Pair kPairs[] = {
-    {kCacheF16, kCacheF16, decode_kernel_f16},  {kCacheF16, kCacheQ8, decode_kernel_f16q8}, {kCacheF16, kCacheQ4, decode_kernel_f16q4},
-    {kCacheQ8, kCacheF16, decode_kernel_q8f16}, {kCacheQ8, kCacheQ8, decode_kernel_q8},     {kCacheQ8, kCacheQ4, decode_kernel_q8q4},
-    {kCacheQ4, kCacheF16, decode_kernel_q4f16}, {kCacheQ4, kCacheQ8, decode_kernel_q4q8},   {kCacheQ4, kCacheQ4, decode_kernel_q4},
-    {kCacheFp8, kCacheFp8, decode_kernel_fp8},
-};
-
-DecodeKernel fast_kernel(const CacheArgs& c, int rows) {
-  for (const Pair& pair : kPairs)
-    if (pair.k == c.k_format && pair.v == c.v_format) return pair.kernel(c.head_dim, rows);
+DecodeKernel find_kernel(const CacheArgs& c, int rows) {
+#define VARIANT(K, V) \
+  if (c.k_format == kCache##K && c.v_format == kCache##V) return decode_kernel<kCache##K, kCache##V>(c.head_dim, rows);
+#include "cuda/attention/variants.inc"
   return {};
 }
 
-// Warps of a CTA of the decode kernel and its shared memory: fewer warps than it would have where the device has little.
-size_t arrange(DecodeKernel& k, DecodeParams& p) {
+// Shared memory of a CTA. Halves the warps until it fits the device; 0 if it never does.
+size_t layout_shared(DecodeKernel& k, DecodeParams& p) {
   p.warp_bytes = (k.warp_bytes + 127) / 128 * 128, p.tiles_at = k.shared_bytes;
   for (; k.warps; k.warps /= 2) {
     const size_t bytes = static_cast<size_t>(k.shared_bytes) + k.warps * p.warp_bytes;
@@ -46,36 +25,37 @@ size_t arrange(DecodeKernel& k, DecodeParams& p) {
   return 0;
 }
 
-// The same with room for several chunks one after the other, where the device has it for as many CTAs: where rows have been made, and more.
-size_t arrange_runs(DecodeKernel& k, DecodeParams& p, size_t bytes, int64_t rows) {
+// Switches to the kernel with runs if as many CTAs per SM still fit with separate memory for results. They overlay members of Shared that
+// are free after the rows are prepared, and more behind them.
+size_t layout_runs(DecodeKernel& k, DecodeParams& p, size_t bytes, int64_t rows) {
   const int most = static_cast<int>(std::min<int64_t>(rows, k.rows)), each = (most * k.row_bytes + 127) / 128 * 128;
   const int more = std::max(0, (k.results_at + k.warps * each + 127) / 128 * 128 - k.shared_bytes);
   const size_t with = bytes + more;
-  if (!k.of_runs || with > static_cast<size_t>(shared_per_block()) ||
+  if (!k.kernel_runs || with > static_cast<size_t>(shared_per_block()) ||
       k.ctas_per_sm * (with + 1024) > static_cast<size_t>(shared_per_multiprocessor()))
     return bytes;
-  k.kernel = k.of_runs, p.tiles_at += more, p.result_rows = most, p.result_bytes = each, p.results_at = k.results_at;
+  k.kernel = k.kernel_runs, p.tiles_at += more, p.result_rows = most, p.result_bytes = each, p.results_at = k.results_at;
   return with;
 }
 
-// Where a KV head's queries and its new row of keys and of values are more than a CTA has warps: one CTA with all warps of a
-// multiprocessor, so that no warp makes two rows and half as many chunks are joined. By the model alone, as bits depend on it. TinyLlama's
-// shape on an H200, 2026-11-23: 3.5 us a layer instead of 4.8. Larger heads have kernels that hold twice the rows in one CTA already.
+// Whether one CTA gets all warps of an SM: a KV head's queries and its new key and value are more rows than a CTA has warps. Then no warp
+// prepares two rows, and half as many chunks are merged. Depends on the model alone, as bits depend on it. TinyLlama's shape (32 heads, 4
+// KV heads, D 64) on an H200, 2026-11-23: 3.5 us a layer instead of 4.8. Larger heads have kernels with twice the rows in a CTA.
 bool wide(int num_heads, int num_kv_heads, int head_dim) { return head_dim == 64 && num_heads / num_kv_heads + 2 > warps_of(head_dim); }
 void widen(DecodeKernel& k, DecodeParams& p) {
   k.warps *= k.ctas_per_sm, k.ctas_per_sm = 1;
   p.most = max_splits(2 * p.a.cache.num_kv_heads);
 }
 
-// Where there are many sequences: each CTA one of `alike` items, of all keys if these fill the device, with as many warps as then fit.
-void share_out(DecodeKernel& k, DecodeParams& p, int64_t alike) {
+// Many sequences: fewer and larger chunks. items: of one chunk each. As many CTAs per SM as needed, up to 4, so that each takes one item.
+void widen_chunks(DecodeKernel& k, DecodeParams& p, int64_t items) {
   const int all = k.warps * k.ctas_per_sm;
   int ctas = 1;
-  while (ctas < 4 && all / (2 * ctas) > 1 && alike > int64_t(multiprocessors()) * ctas) ctas *= 2;
+  while (ctas < 4 && all / (2 * ctas) > 1 && items > int64_t(multiprocessors()) * ctas) ctas *= 2;
   const size_t bytes = ctas * (k.shared_bytes + static_cast<size_t>(all / ctas) * ((k.warp_bytes + 127) / 128 * 128) + 1024);
   if (bytes <= static_cast<size_t>(shared_per_multiprocessor())) k.warps = all / ctas, k.ctas_per_sm = ctas;
-  const int64_t room = int64_t(multiprocessors()) * k.ctas_per_sm;
-  p.wanted = static_cast<int>(room < alike ? 1 : room / alike);
+  const int64_t slots = int64_t(multiprocessors()) * k.ctas_per_sm;
+  p.wanted = static_cast<int>(slots < items ? 1 : slots / items);
 }
 
 const char* check_cache(const CacheArgs& c) {
@@ -93,7 +73,6 @@ const char* check_rope(const RopeArgs& r, int head_dim) {
   return nullptr;
 }
 
-// Chunks of a context of so many pages, at most.
 int most_chunks(const CacheArgs& c, int key_bytes, int most) {
   const int units = c.max_pages * (kPage / kUnit), least = least_units(key_bytes, most);
   return std::min((units + least - 1) / least, most);
@@ -112,7 +91,13 @@ struct Workspace {
   size_t bytes() const { return part + part_ml + count; }
 };
 
-const char* normalise_whole(const RopeArgs& rope, float* qkv, const CacheArgs& c, int tokens, void* stream, bool pdl) {
+// A warp per row of q, k or v.
+template <class... Parameters, class... Arguments>
+const char* launch_rows(void (*kernel)(Parameters...), int64_t rows, void* stream, bool pdl, const Arguments&... arguments) {
+  return launch_kernel(kernel, dim3(unsigned((rows + kWarps - 1) / kWarps)), kWarps * 32, 0, stream, pdl, 1, arguments...);
+}
+
+const char* norm_all_heads(const RopeArgs& rope, float* qkv, const CacheArgs& c, int tokens, void* stream, bool pdl) {
   return launch_kernel(norm_whole_rows, dim3(tokens, 3), 256, 0, stream, pdl, 1, rope, qkv, c.num_heads, c.num_kv_heads, c.head_dim);
 }
 
@@ -125,9 +110,9 @@ size_t attention_workspace_bytes(int tokens, int num_heads, int num_kv_heads, in
 bool attention_looks(const AttentionArgs& a) {
   if (a.q || a.rope.norm_whole || !a.cache.sequences || check_cache(a.cache)) return false;
   const int per_sequence = (a.tokens + a.cache.sequences - 1) / a.cache.sequences;
-  DecodeKernel kernel = fast_kernel(a.cache, per_sequence * (a.cache.num_heads / a.cache.num_kv_heads));
+  DecodeKernel kernel = find_kernel(a.cache, per_sequence * (a.cache.num_heads / a.cache.num_kv_heads));
   DecodeParams params{};
-  return kernel.kernel && arrange(kernel, params);
+  return kernel.kernel && layout_shared(kernel, params);
 }
 
 int attention_beside(int num_heads, int num_kv_heads, int head_dim) {
@@ -142,17 +127,16 @@ const char* rope_append_launch(const RopeAppendArgs& args, void* stream, bool pd
   if (!args.slots && !args.cache.block_table) return "neither slots nor a block table";
   if (!args.tokens) return nullptr;
   if (args.rope.norm_whole)
-    if (auto* wrong = normalise_whole(args.rope, args.qkv, args.cache, args.tokens, stream, pdl)) return wrong;
+    if (auto* wrong = norm_all_heads(args.rope, args.qkv, args.cache, args.tokens, stream, pdl)) return wrong;
   const int64_t rows = int64_t(args.tokens) * (args.cache.num_heads + 2 * args.cache.num_kv_heads);
-  return launch_kernel(rope_append_rows, dim3(unsigned((rows + kWarps - 1) / kWarps)), kWarps * 32, 0, stream, pdl, 1, args);
+  return launch_rows(rope_append_rows, rows, stream, pdl, args);
 }
 
 const char* gather_launch(const CacheArgs& cache, const int* pages, int length, void* k, void* v, void* stream) {
   if (auto* wrong = check_cache(cache)) return wrong;
   if (length < 1) return length ? "a negative length" : nullptr;
   const int64_t rows = 2 * int64_t(length) * cache.num_kv_heads;
-  return launch_kernel(gather_rows, dim3(unsigned((rows + kWarps - 1) / kWarps)), kWarps * 32, 0, stream, false, 1, cache, pages, length,
-                       static_cast<half*>(k), static_cast<half*>(v));
+  return launch_rows(gather_rows, rows, stream, false, cache, pages, length, static_cast<half*>(k), static_cast<half*>(v));
 }
 
 const char* attention_decode_launch(const AttentionArgs& args, void* stream, bool pdl) {
@@ -169,9 +153,9 @@ const char* attention_decode_launch(const AttentionArgs& args, void* stream, boo
   if (args.workspace_bytes < sizes.bytes() || !args.workspace) return "the workspace is too small";
   AttentionArgs a = args;
   if (!a.q && a.rope.norm_whole)
-    if (auto* wrong = normalise_whole(a.rope, a.qkv, c, a.tokens, stream, pdl)) return wrong;
+    if (auto* wrong = norm_all_heads(a.rope, a.qkv, c, a.tokens, stream, pdl)) return wrong;
   const int per_sequence = (a.tokens + c.sequences - 1) / c.sequences;
-  // Counters stand at the end, where no launch with another number of tokens puts anything else; between launches all of them are 0.
+  // Counters are at the end, where launches with other numbers of tokens have counters too: they stay 0 between launches.
   char* const at = static_cast<char*>(a.workspace);
   char* const end = at + a.workspace_bytes / sizeof(unsigned) * sizeof(unsigned);
   DecodeParams params{a,
@@ -185,21 +169,23 @@ const char* attention_decode_launch(const AttentionArgs& args, void* stream, boo
                       (page_bytes(c.k_format, c.head_dim) + page_bytes(c.v_format, c.head_dim)) / kPage,
                       0,
                       max_splits(c.num_kv_heads)};
-  DecodeKernel fast = fast_kernel(c, per_sequence * q_per_kv);
-  if (fast.kernel && a.many && per_sequence <= kMaxNew)
-    share_out(fast, params, int64_t(c.sequences) * c.num_kv_heads * ((int64_t(per_sequence) * q_per_kv + fast.rows - 1) / fast.rows));
-  else if (fast.kernel && wide(c.num_heads, c.num_kv_heads, c.head_dim))
-    widen(fast, params);
-  if (size_t shared = fast.kernel ? arrange(fast, params) : 0) {
-    const int64_t blocks = (int64_t(per_sequence) * q_per_kv + fast.rows - 1) / fast.rows,
+  DecodeKernel kernel = find_kernel(c, per_sequence * q_per_kv);
+  if (kernel.kernel && a.many && per_sequence <= kMaxNew)
+    widen_chunks(kernel, params,
+                 int64_t(c.sequences) * c.num_kv_heads * ((int64_t(per_sequence) * q_per_kv + kernel.rows - 1) / kernel.rows));
+  else if (kernel.kernel && wide(c.num_heads, c.num_kv_heads, c.head_dim))
+    widen(kernel, params);
+  if (size_t shared = kernel.kernel ? layout_shared(kernel, params) : 0) {
+    const int64_t blocks = (int64_t(per_sequence) * q_per_kv + kernel.rows - 1) / kernel.rows,
                   items = blocks * c.sequences * c.num_kv_heads * most_chunks(c, params.key_bytes, params.most);
-    const int64_t room = int64_t(multiprocessors()) * fast.ctas_per_sm;
-    if (items > room && !params.wanted && c.sequences <= 32) shared = arrange_runs(fast, params, shared, int64_t(per_sequence) * q_per_kv);
-    const cudaError_t error = cudaFuncSetAttribute(fast.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+    const int64_t slots = int64_t(multiprocessors()) * kernel.ctas_per_sm;
+    if (items > slots && !params.wanted && c.sequences <= 32)
+      shared = layout_runs(kernel, params, shared, int64_t(per_sequence) * q_per_kv);
+    const cudaError_t error = cudaFuncSetAttribute(kernel.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
     if (error != cudaSuccess) return cudaGetErrorString(error);
-    return launch_kernel(fast.kernel, dim3(unsigned(items < room ? items : room)), fast.warps * 32, shared, stream, pdl, 1, params);
+    return launch_kernel(kernel.kernel, dim3(unsigned(items < slots ? items : slots)), kernel.warps * 32, shared, stream, pdl, 1, params);
   }
-  // Any other shape: the new keys and values first, then one warp per query, without haste.
+  // Fallback for other shapes and formats: first the new keys and values, then one warp per query.
   if (!a.q) {
     float* const q = params.part;
     RopeAppendArgs append{a.cache, a.rope, a.qkv, nullptr, a.tokens, q, nullptr, nullptr, nullptr};
@@ -208,8 +194,7 @@ const char* attention_decode_launch(const AttentionArgs& args, void* stream, boo
     if (auto* wrong = rope_append_launch(append, stream, pdl)) return wrong;
     params.a.q = q;
   }
-  const int64_t queries = int64_t(a.tokens) * c.num_heads;
-  return launch_kernel(attention_any, dim3(unsigned((queries + kWarps - 1) / kWarps)), kWarps * 32, 0, stream, pdl, 1, params.a);
+  return launch_rows(attention_any, int64_t(a.tokens) * c.num_heads, stream, pdl, params.a);
 }
 
 }  // namespace exl2nb

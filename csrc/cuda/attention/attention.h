@@ -67,7 +67,7 @@ struct AttentionArgs {
   float softcap;    // 0 = none
   void* workspace;  // attention_workspace_bytes(); zeroed once by its owner, then left alone; one for all layers
   size_t workspace_bytes;
-  bool early;  // qkv announces itself (announced.cuh) and is read before the predecessor has ended: attention_looks()
+  bool early;  // qkv announces itself (lamport.cuh) and is read before the predecessor has ended: attention_looks()
   bool many;   // large chunks where there are many sequences: quicker, but bits then depend on how many there are
 };
 

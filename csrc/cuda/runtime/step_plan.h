@@ -37,7 +37,7 @@ struct Room {
 };
 struct Layout {
   size_t residual[2], normed, qkv, act[2], sum, wide, squares, attention, routed, many, chain, persistent_bytes, bytes, attention_bytes;
-  size_t early[2], early_bytes;  // QKV that announces itself (announced.cuh), by turns of layers; zeros between steps
+  size_t early[2], early_bytes;  // QKV with Lamport flags (lamport.cuh), by turns of layers; zeros between steps
 };
 
 inline size_t input_bytes(const Weight& w, int tokens) {

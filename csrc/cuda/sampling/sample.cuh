@@ -19,7 +19,7 @@ __device__ __forceinline__ void Sampler::run() {
   Next next;
   if (speaks) next = look_ahead();
   row = a.params[r];
-  wait_for_predecessor();
+  pdl_wait();
   penalised = counts && (row.repetition_penalty != 1.f || row.presence_penalty != 0.f || row.frequency_penalty != 0.f);
   altered = penalised || bias;
   look();
@@ -59,7 +59,7 @@ __device__ __forceinline__ void Sampler::run() {
 
 __global__ void __launch_bounds__(kSampleThreads, 2) sample_rows(const __grid_constant__ SampleArgs args, bool keep) {
   extern __shared__ __align__(16) uint8_t room[];
-  let_successor_start();
+  pdl_launch_dependents();
   SampleShared& shared = *reinterpret_cast<SampleShared*>(room);
   Sampler sampler(args, shared, keep ? reinterpret_cast<float*>(room + (sizeof(SampleShared) + 15) / 16 * 16) : nullptr);
   sampler.run();

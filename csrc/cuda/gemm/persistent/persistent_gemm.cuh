@@ -18,7 +18,7 @@
 #include "cuda/gemm/persistent/int8_mma.cuh"
 #include "cuda/gemm/persistent/persistent_gemm.h"
 #include "cuda/gemm/skinny/skinny_gemm.cuh"
-#include "cuda/runtime/announced.cuh"
+#include "cuda/runtime/lamport.cuh"
 
 namespace exl2nb {
 
@@ -212,15 +212,16 @@ __device__ __forceinline__ void poll_inputs(const PersistentArgs& C, uint8_t* sh
       pdl_wait();
     } else if (lane == 0) {
       barrier_wait(bars + kStored, (q - 1) & 1);
-      while (static_cast<int>(load_now(C.counters + q - 1) - before - C.gemm[q - 1].min_arrivals) < 0) {}  // the rest is polled in the data
+      while (static_cast<int>(ld_relaxed(C.counters + q - 1) - before - C.gemm[q - 1].min_arrivals) < 0) {
+      }  // the rest is polled in the data
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(bars + kInputsReady);
     // A launch of one GEMM leaves counters and buffer sets alone: no CTA waits for another there, so the first CTA could count the launch
     // before the last has read the count.
     if (q == 0 && C.count > 1) {
-      if (lane == 0) before = load_now(C.counters + kMaxGemms - 1);  // no CTA can finish the launch before this CTA's first arrival
-      set = (load_now(C.counters + kMaxGemms) & 1) * C.set_bytes;
+      if (lane == 0) before = ld_relaxed(C.counters + kMaxGemms - 1);  // no CTA can finish the launch before this CTA's first arrival
+      set = (ld_relaxed(C.counters + kMaxGemms) & 1) * C.set_bytes;
       uint4* const other = reinterpret_cast<uint4*>(C.set + C.set_bytes - set);  // the next launch's set, unused now
       for (int i = block * 32 + lane; i < C.set_bytes / 16; i += C.grid * 32) other[i] = make_uint4(0, 0, 0, 0);
     }
@@ -240,13 +241,13 @@ __device__ __forceinline__ void poll_inputs(const PersistentArgs& C, uint8_t* sh
         float some[kSide] = {};
 #pragma unroll
         for (int k = 0; k < kSide; k++)
-          if (const int i = lane + 32 * k; i < A.squares_count) some[k] = load_now(squares + i);
+          if (const int i = lane + 32 * k; i < A.squares_count) some[k] = ld_relaxed(squares + i);
 #pragma unroll
         for (int k = 0; k < kSide; k++) {
-          if (const int i = lane + 32 * k; i < A.squares_count && !is_there(some[k])) some[k] = await(squares + i);
+          if (const int i = lane + 32 * k; i < A.squares_count && !is_written(some[k])) some[k] = poll(squares + i);
           sum += some[k];
         }
-        for (int i = lane + 32 * kSide; i < A.squares_count; i += 32) sum += await(squares + i);
+        for (int i = lane + 32 * kSide; i < A.squares_count; i += 32) sum += poll(squares + i);
       }
       sum = warp_sum(sum);
       if (lane == 0) state.factors[m] = A.squares ? rsqrtf(sum * A.inverse_width + A.eps) : 1.f;
@@ -360,13 +361,13 @@ __device__ __forceinline__ void add_residual(const PersistentArgs& C, const Pers
     if (o.to) {
       half* to = reinterpret_cast<half*>(static_cast<uint8_t*>(o.to) + (last ? 0 : w.set));
       if (M > 1) to += static_cast<size_t>(m) * P.a.next.stride;
-      store_for_all(to, announced(saturated(v * o.norm)));
+      st_relaxed(to, lamport_value(saturated(v * o.norm)));
     }
   }
   if (!last) arrive_stored(now, w);
   if (now.squares) {
     squares = warp_sum(squares);
-    if (w.lane == 0) store_for_all(now.squares + (last ? 0 : w.set / 4) + (M == 1 ? 0 : m * P.a.grid), announced(squares));
+    if (w.lane == 0) st_relaxed(now.squares + (last ? 0 : w.set / 4) + (M == 1 ? 0 : m * P.a.grid), lamport_value(squares));
   }
 #pragma unroll
   for (int k = 0; k < kMaxOwnedStrips / 2; k++)
@@ -421,14 +422,14 @@ __device__ __forceinline__ void write_outputs(const PersistentArgs& C, const Per
     if (now.store) {
       float* const to = static_cast<float*>(o.to) + (m ? m * P.a.out_stride : 0);
       if (now.lamport)
-        store_for_all(to, announced(v));
+        st_relaxed(to, lamport_value(v));
       else
         *to = v;
     } else {
       v = activation(v, now.activation);
       if (now.gated) v *= sum_partials(partials(w) + o.sums_up + m * 16, M) * factor + o.other;
-      store_for_all(reinterpret_cast<half*>(static_cast<uint8_t*>(o.to) + w.set) + (m ? static_cast<size_t>(m) * P.a.next.stride : 0),
-                    announced(saturated(v)));
+      st_relaxed(reinterpret_cast<half*>(static_cast<uint8_t*>(o.to) + w.set) + (m ? static_cast<size_t>(m) * P.a.next.stride : 0),
+                 lamport_value(saturated(v)));
     }
   }
 }
@@ -475,7 +476,7 @@ __device__ __forceinline__ void quantize_rows(const PersistentArgs& C, const Per
 #pragma unroll
         for (int k = 0; k < kPlaces; k++) {
           v[side][k] = make_uint4(0, 0, 0, 0);  // rows past K are zero
-          if (row(side, k) + t * 8 < in.width) v[side][k] = load_now(x + row(side, k));
+          if (row(side, k) + t * 8 < in.width) v[side][k] = ld_relaxed(x + row(side, k));
         }
 #pragma unroll 1
       for (int side = 0; side < SIDE && row(side, 0) - w.lane / LANES * 64 < in.width; side++) {
@@ -484,7 +485,7 @@ __device__ __forceinline__ void quantize_rows(const PersistentArgs& C, const Per
         for (int k = 0; k < kPlaces; k++) {
           own[k] = SIDE > 1 && side ? v[SIDE - 1][k] : v[0][k];
           // One block after the other: failed polls compete with other loads for L2.
-          if (q && row(side, k) + t * 8 < in.width && !is_there(own[k])) own[k] = await(x + row(side, k));
+          if (q && row(side, k) + t * 8 < in.width && !is_written(own[k])) own[k] = poll(x + row(side, k));
         }
         const int at = row(side, 0) / 64, to = m * in.blocks + at;
         quantize_block<LANES>(own, xs + to * 128, blocks + to, t, at < in.blocks);

@@ -15,7 +15,7 @@ struct PersistentOp {
   Epilogue epilogue;
   int beside = 0;  // first op: SMs to leave free for the attention kernel that starts early
   // First op: buffer of Lamport flags that attention has read, 16 bytes x clear_count, zeroed again by this launch. Last op (kStore): its
-  // sums carry Lamport flags (announced.cuh). Only where one launch takes all rows.
+  // sums carry Lamport flags (lamport.cuh). Only where one launch takes all rows.
   void* clear = nullptr;
   int clear_count = 0;
   bool lamport = false;

@@ -16,8 +16,8 @@
 #include "cuda/blob/dequant.cuh"
 #include "cuda/gemm/norm.cuh"
 #include "cuda/gemm/stream_k/stream_k_gemm.h"
-#include "cuda/runtime/announced.cuh"
 #include "cuda/runtime/device.cuh"
+#include "cuda/runtime/lamport.cuh"
 #include "cuda/runtime/pdl.cuh"
 
 namespace exl2nb {
@@ -398,7 +398,7 @@ __device__ __forceinline__ void store_partials(float* sums, int tokens, int warp
       if (NB == 8 && n == next)
         kept.put(k++, lane, y[n]), next += writers;
       else
-        store_for_all(sums + ((warp * NB + n) * 32 + lane) * 4, float4{not_zero(y[n][0]), y[n][1], y[n][2], y[n][3]});
+        st_relaxed(sums + ((warp * NB + n) * 32 + lane) * 4, float4{not_zero(y[n][0]), y[n][1], y[n][2], y[n][3]});
     }
 }
 // A lane's part of a strip and 8 rows: v[k] is column lane / 4 + 8 * (k / 2), row 2 * (lane % 4) + k % 2. The epilogue runs once and stalls
@@ -605,15 +605,14 @@ struct StreamKEpilogue {
         float4 part[kTogether];
 #pragma unroll
         for (int r = 0; r < kTogether; r++)
-          if (base + r < count)
-            part[r] = base + r == own ? *kept.place(k, lane) : load_together(next + r * stride + (base + r ? 0 : ahead));
+          if (base + r < count) part[r] = base + r == own ? *kept.place(k, lane) : ld_relaxed4(next + r * stride + (base + r ? 0 : ahead));
 #pragma unroll
         for (int r = 0; r < kTogether; r++)
           if (base + r < count) {
             float* const from = next + r * stride + (base + r ? 0 : ahead);
             if (base + r != own) {
-              while (!is_there(part[r])) part[r] = load_together(from);
-              store_for_all(from, float4{0.f, 0.f, 0.f, 0.f});  // a whole sector is faster than one float
+              while (!is_written(part[r])) part[r] = ld_relaxed4(from);
+              st_relaxed(from, float4{0.f, 0.f, 0.f, 0.f});  // a whole sector is faster than one float
             }
             q.add(part[r]);
           }

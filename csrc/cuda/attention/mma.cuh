@@ -1,4 +1,4 @@
-// The tensor cores' product and the fast functions of the decode kernel.
+// Tensor-core instructions and fast functions of the decode kernel.
 #pragma once
 #include <cstdint>
 
@@ -20,7 +20,7 @@ __device__ __forceinline__ void mma16816(float (&c)[4], uint32_t a0, uint32_t a1
       : "r"(a2), "r"(a3), "r"(b1));
 #endif
 }
-// Whole numbers: sum = c + A B, A of unsigned bytes, B of signed ones.
+// sum = c + A B; A unsigned bytes, B signed bytes.
 __device__ __forceinline__ void mma16832(int (&sum)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1,
                                          const int (&c)[4]) {
 #if __CUDA_ARCH__ >= 800
@@ -40,10 +40,10 @@ __device__ __forceinline__ void mma16832(int (&sum)[4], uint32_t a0, uint32_t a1
   }
 #endif
 }
-// Four 8 x 8 matrices of halves from shared memory, a row of 16 bytes per lane: as A fragments, or turned round.
-template <bool TURNED>
+// Four 8 x 8 fp16 matrices from shared memory, one row of 16 bytes per lane; TRANS: transposed.
+template <bool TRANS>
 __device__ __forceinline__ void load_matrices(uint32_t (&a)[4], uint32_t row) {
-  if constexpr (TURNED) {
+  if constexpr (TRANS) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
                  : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
                  : "r"(row)
@@ -55,30 +55,30 @@ __device__ __forceinline__ void load_matrices(uint32_t (&a)[4], uint32_t row) {
                  : "memory");
   }
 }
-// Two of them, at the rows of lanes 0 to 15.
-template <bool TURNED>
+// Two matrices; rows from lanes 0 to 15.
+template <bool TRANS>
 __device__ __forceinline__ void load_matrices(uint32_t (&a)[2], uint32_t row) {
-  if constexpr (TURNED) {
+  if constexpr (TRANS) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0,%1},[%2];" : "=r"(a[0]), "=r"(a[1]) : "r"(row) : "memory");
   } else {
     asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0,%1},[%2];" : "=r"(a[0]), "=r"(a[1]) : "r"(row) : "memory");
   }
 }
-// Where an offset in a tile of 4-bit rows of D dims is stored.
+// XOR swizzle of an offset in a tile of 4-bit rows of D dims.
 template <int D>
 __host__ __device__ __forceinline__ constexpr int swizzled(int offset) {
   constexpr int kPieces = D / 32, kMask = kPieces & (kPieces - 1) ? 0 : (kPieces < 8 ? kPieces : 8) - 1;
   return offset ^ ((offset >> 7 & kMask) << 4);
 }
-// An 8 x 8 matrix of halves across the warp, two neighbours of row lane / 4 in each lane, transposed.
+// Transposes an 8 x 8 fp16 matrix held by the warp, two neighbours of row lane / 4 in each lane.
 __device__ __forceinline__ uint32_t transposed(uint32_t v) {
   uint32_t d;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(d) : "r"(v));
   return d;
 }
-// The counter's value, then one more, or 0 after `last`. What the CTA wrote before its barrier is in memory before that; what others wrote
-// before theirs is seen behind it.
-__device__ __forceinline__ unsigned count_up(unsigned* counter, unsigned last) {
+// Returns the counter and increments it; after `last` it wraps to 0. Release: the CTA's writes before its barrier; acquire: other CTAs'
+// writes.
+__device__ __forceinline__ unsigned increment(unsigned* counter, unsigned last) {
   unsigned was;
   asm volatile("atom.acq_rel.gpu.global.inc.u32 %0,[%1],%2;" : "=r"(was) : "l"(counter), "r"(last) : "memory");
   return was;

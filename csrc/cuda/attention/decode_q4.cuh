@@ -1,21 +1,21 @@
-// Decode kernel where keys and values have 4 bits: keys are multiplied as whole numbers, and four query rows need no work for eight.
+// Members of Decode (decode.cuh) where K and V both have 4 bits in groups of 32: integer scores, and four query rows at the cost of four.
 //
-// Scores: a query row becomes integers of 14 bits under one unit, q = 64 h + l with h and l of 8 bits, and these two are columns 2t and
-// 2t + 1 of a product for rows t, or t + 4. A code is a byte as it is, so that a group of 32 dims is one product (m16n8k32) whose sum is
-// exact: it begins with a number that makes it a float's bits, from which the zero point is taken, and its group's scale multiplies it. A
-// lane then has row t of keys g and g + 8, and row t + 4 where there are more than four: columns 2t and 2t + 1 of the values' products. A
-// row's arithmetic is the same whatever stands beside it. Values: a scale multiplies a probability. Of a byte with two codes the whole byte
-// goes in as one row of the result and its upper code as another, numbers below fp16's smallest normal one; what belongs to the lower code
-// is their difference. Rows of a tile lie one after the other; 16-byte pieces change places with their neighbours so that ldmatrix finds
-// different banks.
+// Scores: a query row is quantised to integers of 14 bits with one unit, q = 64 h + l, h and l of 8 bits. h and l are columns 2t and 2t + 1
+// of an int8 MMA (m16n8k32), for row t or t + 4. The key's codes are the other operand, unchanged, so a group of 32 dims is one MMA with an
+// exact sum. The sum starts at a number that makes it the bits of a float; from this float the zero point is subtracted, and the group's
+// scale multiplies the difference. A lane then holds row t for keys g and g + 8, and row t + 4 if there are more than four rows: columns 2t
+// and 2t + 1 of the second product. A row's arithmetic does not depend on the other rows. Values: the scale multiplies the probability. A
+// byte with two codes enters as fp16 subnormals: the whole byte in one row of the result, its upper code in another; the lower code's share
+// is their difference. Tile: keys, values, scales of the keys, scales of the values; rows without padding. 16-byte pieces are XOR-swizzled
+// against bank conflicts of ldmatrix.
 #pragma once
-#include "cuda/attention/attention_decode_keys.cuh"
+#include "cuda/attention/decode.cuh"
 
 namespace exl2nb {
 
-// Both tiles at `token`, as one group of copies: keys, values, scales of the keys, scales of the values.
+// Copies both tiles at `token` as one cp.async group.
 template <int KF, int VF, int D, int NT, bool RUNS>
-__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::fetch_both(uint8_t* to, int token) {
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::fetch_q4(uint8_t* to, int token) {
   constexpr int kRow = D / 2, kCodes = kStep * kRow, kScaleRow = 2 * kGroups, kScales = kStep * kScaleRow;
   if (token < last_end()) {
     if ((token >> 8) - page_base > 31) fetch_pages(token);
@@ -60,9 +60,9 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::fetch_both(uint8_t*
   async_commit();
 }
 
-// Puts what is new into tiles that have arrived.
+// Adds this step's rows to tiles that have arrived.
 template <int KF, int VF, int D, int NT, bool RUNS>
-__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::complete_both(uint8_t* at, int token) const {
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::complete_q4(uint8_t* at, int token) const {
   constexpr int kRow = D / 2, kCodes = kStep * kRow, kScaleRow = 2 * kGroups, kScales = kStep * kScaleRow;
   const int from = max(first_new - token, 0), to = min(it.context - token, kStep), skip = token - first_new;
   if (from >= to) return;
@@ -79,27 +79,27 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::complete_both(uint8
   __syncwarp();
 }
 
-// Row r of the queries, dealt like a row, as whole numbers into shared memory, in the order of the products.
+// Quantises query row r, one dim per lane and slot, into shared memory in the order of the MMAs.
 template <int KF, int VF, int D, int NT, bool RUNS>
-__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::keep_whole(int r, const float (&x)[kSlots]) {
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::quantise_query(int r, const float (&x)[kSlots]) {
   float most = 0.f;
 #pragma unroll
   for (int s = 0; s < kSlots; s++) most = fmaxf(most, fabsf(x[s]));
 #pragma unroll
   for (int i = 16; i; i /= 2) most = fmaxf(most, __shfl_xor_sync(kAll, most, i));
   most = fminf(most, 1e38f);
-  const float to = most > 1e-30f ? __fdividef(kWholeMost, most) : 0.f;
+  const float to = most > 1e-30f ? __fdividef(kQueryMax, most) : 0.f;
   int8_t* const at = reinterpret_cast<int8_t*>(sh.q) + 2 * r * (D + 8) + lane / 8 * 8 + lane % 2 * 4 + lane % 8 / 2;
 #pragma unroll
   for (int s = 0; s < kSlots; s++) {
-    const int whole = __float2int_rn(fminf(fmaxf(x[s] * to, -kWholeMost), kWholeMost)), high = (whole + 32) >> 6;
+    const int whole = __float2int_rn(fminf(fmaxf(x[s] * to, -kQueryMax), kQueryMax)), high = (whole + 32) >> 6;
     at[s * 32] = static_cast<int8_t>(high), at[s * 32 + D + 8] = static_cast<int8_t>(whole - high * 64);
   }
-  if (lane == 0) sh.unit[r] = most * (1.f / kWholeMost);
+  if (lane == 0) sh.unit[r] = most * (1.f / kQueryMax);
 }
 
 template <int KF, int VF, int D, int NT, bool RUNS>
-__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::fetch_whole_queries() {
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::load_integer_queries() {
   const uint8_t* const from = reinterpret_cast<const uint8_t*>(sh.q) + g * (D + 8) + t * 8;
 #pragma unroll
   for (int n = 0; n < kN; n++)
@@ -111,15 +111,29 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::fetch_whole_queries
       constexpr int kNothing[4] = {0, 0, 0, 0};
       int sum[4];
       mma16832(sum, 0x07070707u, 0x07070707u, 0x07070707u, 0x07070707u, w.x, w.y, kNothing);
-      zero[n][i][0] = kWholeBase + static_cast<float>(sum[0] * 64 + sum[1]);
+      zero[n][i][0] = kMagic + static_cast<float>(sum[0] * 64 + sum[1]);
     }
   // Four registers in a row, from memory: the compiler would make constants anew for every product.
   const auto load = [](auto& to, const int4& four) { to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w; };
-  load(sevens[0], sh.fours[0]), load(sevens[1], sh.fours[1]), load(begin_of_sums, sh.fours[2]);
+  load(sevens[0], sh.constants[0]), load(sevens[1], sh.constants[1]), load(begin_of_sums, sh.constants[2]);
+}
+
+// Codes of group G: of rows g and g + 8 of a tile of 16, or (TRANS) of token pairs 2t and 2t + 8. row: shared address of the tile.
+template <int KF, int VF, int D, int NT, bool RUNS>
+template <int G, bool TRANS>
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::load_codes(uint32_t (&both)[4], uint32_t (&w)[2], uint32_t row,
+                                                                        int sub) const {
+  constexpr int kRow = D / 2;
+  if constexpr (kGroups % 2 == 0) {
+    if constexpr (G % 2 == 0) load_matrices<TRANS>(both, row + (place ^ G * 16) + sub * kTile * kRow);
+    w[0] = both[G % 2 * 2], w[1] = both[G % 2 * 2 + 1];
+  } else {
+    load_matrices<TRANS>(w, row + place + (G * 16 + sub * kTile * kRow));
+  }
 }
 
 template <int KF, int VF, int D, int NT, bool RUNS>
-__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::whole_scores(const uint8_t* at, float (&s)[kSubs][kN][4]) {
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::scores_q4(const uint8_t* at, float (&s)[kSubs][kN][4]) {
   constexpr int kRow = D / 2, kScaleRow = 2 * kGroups;
   const uint8_t* const scales = at + 2 * kStep * kRow + g * kScaleRow;
   const uint32_t row = shared_address(at);
@@ -160,21 +174,7 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::whole_scores(const 
       for (int i = 0; i < 4; i++) s[sub][n][i] = i % 2 < kColumns ? s[sub][n][i] * unit[n][i % 2] : 0.f;
 }
 
-// The words of group G of rows g and g + 8 of a tile of 16, or, TURNED, of the pairs of tokens 2t and 2t + 8. row: the tile.
-template <int KF, int VF, int D, int NT, bool RUNS>
-template <int G, bool TURNED>
-__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::load_codes(uint32_t (&both)[4], uint32_t (&w)[2], uint32_t row,
-                                                                        int sub) const {
-  constexpr int kRow = D / 2;
-  if constexpr (kGroups % 2 == 0) {
-    if constexpr (G % 2 == 0) load_matrices<TURNED>(both, row + (place ^ G * 16) + sub * kTile * kRow);
-    w[0] = both[G % 2 * 2], w[1] = both[G % 2 * 2 + 1];
-  } else {
-    load_matrices<TURNED>(w, row + place + (G * 16 + sub * kTile * kRow));
-  }
-}
-
-// Row row_of(n, j), times f.
+// Multiplies everything that row row_of(n, j) holds by f.
 template <int KF, int VF, int D, int NT, bool RUNS>
 __device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::scale_row(int n, int j, float f) {
   row_sum[n][j] *= f;
@@ -186,7 +186,7 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::scale_row(int n, in
 
 // As softmax.
 template <int KF, int VF, int D, int NT, bool RUNS>
-__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::whole_softmax(float (&s)[kSubs][kN][4]) {
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::softmax_q4(float (&s)[kSubs][kN][4]) {
 #pragma unroll
   for (int n = 0; n < kN; n++) {
     float high[kColumns];
@@ -219,9 +219,9 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::whole_softmax(float
   }
 }
 
-// As make_room. scales: of the values.
+// As avoid_overflow. scales: of the values.
 template <int KF, int VF, int D, int NT, bool RUNS>
-__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::make_room_by_row(const uint8_t* scales, float (&s)[kSubs][kN][4]) {
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::avoid_overflow_q4(const uint8_t* scales, float (&s)[kSubs][kN][4]) {
 #pragma unroll 1
   for (int column = 0; column < kN * kColumns; column++) {
     float most = 0.f, f = 1.f;
@@ -249,8 +249,7 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::make_room_by_row(co
 
 // at: the tile of values; scales: its scales.
 template <int KF, int VF, int D, int NT, bool RUNS>
-__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::whole_values(const uint8_t* at, const uint8_t* scales,
-                                                                          float (&s)[kSubs][kN][4]) {
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::values_q4(const uint8_t* at, const uint8_t* scales, float (&s)[kSubs][kN][4]) {
   uint32_t scale[kSubs][2][kGroups];  // halves: of tokens 2t and 2t + 1; 2t + 8 and 2t + 9
   uint32_t any = 0;
 #pragma unroll
@@ -264,7 +263,7 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::whole_values(const 
 #pragma unroll
       for (int k = 0; k < kGroups; k++) any |= scale[sub][i][k];
     }
-  if (__builtin_expect(__any_sync(kAll, any & 0x40004000u), 0)) make_room_by_row(scales, s);  // else all of them are below 2
+  if (__builtin_expect(__any_sync(kAll, any & 0x40004000u), 0)) avoid_overflow_q4(scales, s);  // else all of them are below 2
   const uint32_t row = shared_address(at);
   [[maybe_unused]] uint32_t both[kSubs][4];
   uint32_t probs[kSubs][kN][2];
@@ -296,35 +295,35 @@ __device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::whole_values(const 
   });
 }
 
-// A tile and its keys' values. PLAIN: neither mask, nor cap, nor new rows.
+// One tile. PLAIN: no mask, no softcap, no new rows.
 template <int KF, int VF, int D, int NT, bool RUNS>
 template <bool PLAIN>
-__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::take(uint8_t* at, int token) {
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::process_tile_q4(uint8_t* at, int token) {
   constexpr int kCodes = kStep * D / 2, kScales = kStep * 2 * kGroups;
   float s[kSubs][kN][4];  // of columns 2t and 2t + 1 of keys g, then of g + 8
   async_wait<kStages - 1>();
   __syncwarp();
-  if constexpr (!PLAIN) complete_both(at, token);
-  whole_scores(at, s);
+  if constexpr (!PLAIN) complete_q4(at, token);
+  scores_q4(at, s);
   if constexpr (!PLAIN) {
 #pragma unroll
-    for (int i = 0; i < kSubs; i++) shape(token + i * kTile, s[i]);
+    for (int i = 0; i < kSubs; i++) cap_and_mask(token + i * kTile, s[i]);
   }
-  whole_softmax(s);
-  whole_values(at + kCodes, at + 2 * kCodes + kScales, s);
+  softmax_q4(s);
+  values_q4(at + kCodes, at + 2 * kCodes + kScales, s);
   __syncwarp();
-  fetch_both(at, token + ahead);
+  fetch_q4(at, token + ahead);
 }
 
 template <int KF, int VF, int D, int NT, bool RUNS>
-__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::walk_packed(int& stage) {
+__device__ __forceinline__ void Decode<KF, VF, D, NT, RUNS>::process_chunk_q4(int& stage) {
   const int plain_last = min(plain_end, chunk_end) - kStep;
   int token = chunk_start + warp * kStep;
-  const auto next = [&] { token += hop, stage = stage + 1 == kStages ? 0 : stage + 1; };
+  const auto next = [&] { token += stride, stage = stage + 1 == kStages ? 0 : stage + 1; };
 #pragma unroll 1
-  for (; token <= plain_last; next()) take<true>(tiles + stage * kStageBytes, token);
+  for (; token <= plain_last; next()) process_tile_q4<true>(tiles + stage * kStageBytes, token);
 #pragma unroll 1
-  for (; token < chunk_end; next()) take<false>(tiles + stage * kStageBytes, token);
+  for (; token < chunk_end; next()) process_tile_q4<false>(tiles + stage * kStageBytes, token);
 }
 
 }  // namespace exl2nb

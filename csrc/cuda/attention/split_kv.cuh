@@ -1,44 +1,45 @@
-// How a batch is cut into work items of the decode kernel: (sequence, KV head, block of query rows, chunk of keys).
+// How a decode batch is cut into work items: (sequence, KV head, block of query rows, chunk of keys).
 #pragma once
-#include "cuda/attention/attention_rows.cuh"
+#include "cuda/attention/rope.cuh"
 
 namespace exl2nb {
 
-constexpr int kWarps = 4;  // of the kernels without haste
-constexpr int kTile = 16, kUnit = 8 * kTile, kMaxNew = 8;
+constexpr int kTile = 16, kUnit = 8 * kTile;  // keys of an MMA tile; a chunk is a multiple of kUnit keys
+constexpr int kMaxNew = 8;                    // new tokens of a sequence
+constexpr float kLowest = -1e30f;             // maximum of an empty set
 
-// Warps of a CTA of the decode kernel, and CTAs that a multiprocessor shall hold; `most` warps may be one CTA.
+// Warps of a CTA; CTAs per SM; the largest CTA (AttentionArgs may make one CTA of all warps of an SM).
 constexpr int warps_of(int D) { return D > 128 ? 4 : 8; }
 constexpr int ctas_per_sm(int D, int NT) { return NT > 1 && D > 64 ? 1 : 2; }
 constexpr int most_warps(int D, int NT) { return warps_of(D) * ctas_per_sm(D, NT); }
 
-// Where keys and values have 4 bits, in groups of 32, they are worked on as whole numbers: attention_decode_packed.cuh.
-constexpr bool is_packed(int k_format, int v_format, int D) { return k_format == kCacheQ4 && v_format == kCacheQ4 && scale_group(D) == 32; }
-// Query rows of an item. NT is 0 for four of them.
+// 4-bit K and V in groups of 32: decode_q4.cuh.
+constexpr bool is_q4(int k_format, int v_format, int D) { return k_format == kCacheQ4 && v_format == kCacheQ4 && scale_group(D) == 32; }
+// Query rows of an item.
 constexpr int rows_of(int NT) { return NT ? 8 * NT : 4; }
 
-// Chunks of a sequence at most: they fill an H200 once at batch 1 (2 CTAs of 132 SMs; a second, partial wave costs more than it brings).
+// Chunks of a sequence, at most: one wave on an H200 at batch 1 (2 CTAs on each of 132 SMs). A second, partial wave costs more than it
+// saves.
 __host__ __device__ constexpr int max_splits(int num_kv_heads) {
   return num_kv_heads * 64 <= 264 ? 64 : num_kv_heads * 6 >= 264 ? 6 : 264 / num_kv_heads;
 }
 
 struct Chunks {
-  int start, size, count;  // first key, keys per chunk
+  int start, size, count;  // first key, keys per chunk, chunks
 };
-// Units of a chunk, at least. Many heads are items enough: with 16 and more KV heads chunks of 512 keys instead of 256 make a whole step of
-// Llama-2-7B's shape 5 % quicker on an H200 at contexts of 128 to 384 (2026-11-22), since no chunks are joined.
+// Smallest chunk, in units: 256 or 512 keys. From 16 KV heads on the heads alone are enough items, and merging costs more than it brings:
+// 512 keys instead of 256 make a step of Llama-2-7B's shape 5 % faster on an H200 at contexts of 128 to 384 (2026-11-22).
 __host__ __device__ constexpr int least_units(int key_bytes, int most) { return key_bytes > 256 && most > 16 ? 2 : 4; }
 
-// Depends on the sequence and the model alone. Sizes are multiples of 128 keys that stay the same over wide ranges of context lengths, so a
-// row's bits do not depend on how many newer tokens the step has: a chunk of which it sees nothing adds nothing. Long runs of queries fill
-// the device by themselves.
-// most: max_splits. wanted: 0, or how many chunks are enough, of equal sizes; then the bits depend on what asks for that, too.
+// Chunks of one sequence, from its lengths and the model alone. Chunk sizes stay the same over wide ranges of context lengths, so a row's
+// bits do not depend on how many newer tokens the step has: a chunk that a row does not see adds nothing. More than kMaxNew queries are
+// items enough: one chunk. most: max_splits. wanted: 0, or a number of chunks of equal size; then the bits depend on `wanted`, too.
 __host__ __device__ inline Chunks chunks_of(int context, int queries, int window, int most, int key_bytes, int wanted) {
   const int oldest = window > 0 ? context - queries - window + 1 : 0, start = oldest > 0 ? oldest / kUnit * kUnit : 0;
   const int units = (context - start + kUnit - 1) / kUnit;
   if (queries > kMaxNew) return {start, units * kUnit, 1};
   int per = least_units(key_bytes, most);
-  if (wanted > 0) {  // of equal sizes, to 32 keys
+  if (wanted > 0) {  // sizes rounded up to 32 keys
     const int tiles = (context - start + 2 * kTile - 1) / (2 * kTile), fewest = (units + per - 1) / per,
               count = wanted < fewest ? wanted : fewest;
     const int each = (tiles + count - 1) / count;
@@ -50,33 +51,43 @@ __host__ __device__ inline Chunks chunks_of(int context, int queries, int window
 
 struct DecodeParams {
   AttentionArgs a;
-  float* part;      // (rows, Hq, max_splits, D) of at least min(tokens, 8 * sequences) rows
-  float2* part_ml;  // (rows, Hq, max_splits): maximum, sum
-  unsigned* count;  // (rows * blocks per token * Hkv)
+  float* part;      // partial O: (rows, Hq, max_splits, D), rows >= min(tokens, 8 * sequences)
+  float2* part_ml;  // partial (maximum, sum): (rows, Hq, max_splits)
+  unsigned* count;  // CTAs that have finished: (rows * blocks_per_token * Hkv); 0 between launches
   int blocks_per_token, q_per_kv, wanted;
   unsigned q_per_kv_inverse;  // ceil(2^32 / q_per_kv): exact quotients of numbers below 2^32 / q_per_kv
   int key_bytes;              // of a key and its value
-  int warp_bytes;             // of shared memory: a warp's tiles, then its results
+  int warp_bytes;             // shared memory of a warp: its tiles, then its results
   int most;                   // max_splits
-  int tiles_at;               // in shared memory: the first warp's
-  // A CTA has several chunks of a row one after the other where there are more chunks than CTAs, and if rows are no more than this: its
-  // warps' results then have a place of their own, so that the next chunk's tiles are on their way meanwhile. 0: no room for it.
-  int result_rows, result_bytes, results_at;  // bytes: of a warp's
+  int tiles_at;               // shared memory: offset of the first warp's tiles
+  // RUNS: with at most result_rows query rows (0: never) a CTA may process several chunks in sequence. The warps' results then have their
+  // own shared memory, results_at + warp * result_bytes, so that the next chunk's tiles arrive meanwhile.
+  int result_rows, result_bytes, results_at;
 };
 
 struct Item {
   int b, first_token, queries, context, kv_head, block, chunk;
   Chunks chunks;
-  int run, runs;  // chunks of this CTA, from `chunk` on; how many CTAs have chunks of these rows
-  bool final;     // the CTA's last one
+  int run, runs;  // chunks of this CTA, from `chunk` on; CTAs that share the item's rows
+  bool final;     // the CTA's last item
   __device__ __forceinline__ int part_token() const { return first_token < kMaxNew * b ? first_token : kMaxNew * b; }
 };
 
-// The same number in every lane, known to be so: then it takes neither registers nor divergence.
+// What the host needs to launch a decode kernel. No kernel: null.
+struct DecodeKernel {
+  void (*kernel)(DecodeParams), (*kernel_runs)(DecodeParams);                     // kernel_runs: compiled with RUNS; may be null
+  int warps, ctas_per_sm, shared_bytes, warp_bytes, rows, row_bytes, results_at;  // row_bytes: of a warp's result
+};
+// The kernel for `rows` query rows per sequence and KV head. Instantiated once per line of variants.inc.
+template <int KF, int VF>
+DecodeKernel decode_kernel(int head_dim, int rows);
+
+// Broadcast of lane 0: tells the compiler that the number is warp-uniform, so it takes a uniform register and no divergence.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(kAll, x, 0); }
 
-// Item number `index`, or false past the last one. All lanes of a warp take part. STEP: keys that a warp takes at a time; a warp's tiles of
-// several chunks are a line of equal steps where all of its CTA's steps are a divisor of a chunk. RUNS: whether there may be several.
+// Item number `index`; false past the last one. All lanes of a warp take part, each with one of 32 sequences. STEP: keys of a warp's tile.
+// Runs need a chunk to be a multiple of the keys that the CTA's warps process per step, so that a warp's tiles keep their distance across
+// chunks.
 template <int ROWS, int STEP, bool RUNS>
 __device__ __forceinline__ bool find_item(const DecodeParams& p, int index, Item& item) {
   const CacheArgs& c = p.a.cache;
@@ -95,7 +106,7 @@ __device__ __forceinline__ bool find_item(const DecodeParams& p, int index, Item
       }
     }
     int end = 0, total = 0;
-    const auto line_up = [&] {
+    const auto prefix_sum = [&] {
       end = items;
       if (several)
         for (int i = 1; i < 32; i *= 2) {
@@ -104,16 +115,16 @@ __device__ __forceinline__ bool find_item(const DecodeParams& p, int index, Item
         }
       total = __shfl_sync(kAll, end, 31);
     };
-    line_up();
+    prefix_sum();
     const int ctas = static_cast<int>(gridDim.x);
-    if (RUNS && p.result_rows && total > ctas) {  // then there are no more than 32 sequences
+    if (RUNS && p.result_rows && total > ctas) {  // at most 32 sequences: attention.cu
       const bool may =
           chunks.count > 1 && chunks.size % (static_cast<int>(blockDim.x) / 32 * STEP) == 0 && queries * q_per_kv <= p.result_rows;
       const auto cut = [&](int length) {
         each = may ? min(length, chunks.count) : 1, runs = (chunks.count + each - 1) / each, items = runs * c.num_kv_heads * blocks;
-        line_up();
+        prefix_sum();
       };
-      // As long as a CTA's chunks in turns would be, or a third longer, if then every CTA has one run.
+      // Chunks per run: as many as a CTA would process one by one, or up to a third more if each CTA then has one run.
       int length = (total + ctas - 1) / ctas;
       for (const int most = length + length / 3; length <= most && total > ctas; length++) cut(length);
       if (total > ctas) cut(1);

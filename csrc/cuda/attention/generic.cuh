@@ -1,9 +1,12 @@
-// The kernels without haste: rotation and storage of any number of rows, reading pages back, one norm over all heads, and attention for the
-// shapes and storages that attention_decode.cuh has no kernel for. One warp owns one row; lane l holds dims l, l + 32, ...
+// Kernels for any head dim and any format, chosen at run time: RoPE and cache append of prefill, gather of pages, a norm over all heads,
+// and attention for what decode.cuh has no variant of. One warp owns one row; lane l holds dims l, l + 32, ... Bytes: each row read once
+// and written once; attention_any reads K and V once per query and head.
 #pragma once
-#include "cuda/attention/attention_decode.cuh"
+#include "cuda/attention/split_kv.cuh"
 
 namespace exl2nb {
+
+constexpr int kWarps = 4;  // of a CTA
 
 constexpr int kAnySlots = kMaxHeadDim / 32;
 using AnyRow = Row<kAnySlots>;
@@ -24,7 +27,7 @@ __device__ __forceinline__ void rotate_groups(AnyRow& row, int D) {
   });
 }
 
-// Codes and scales of one token and head in a pool.
+// Codes and scales of one token and KV head in a pool.
 struct Place {
   uint8_t *codes, *scales;
 };
@@ -59,7 +62,7 @@ __device__ __forceinline__ void write_row(const float* row, int format, int D, c
   }
 }
 
-// In the rotated space where the format rotates. Plain loads: other threads of this kernel may have written them.
+// Hadamard-rotated formats stay rotated. Plain loads, not ld.global.nc: other threads of this kernel may have written the row.
 __device__ __forceinline__ void read_row(AnyRow& row, int format, int D, const Place& from) {
   const int lane = threadIdx.x % 32, G = scale_group(D);
 #pragma unroll
@@ -82,11 +85,11 @@ __device__ __forceinline__ void read_row(AnyRow& row, int format, int D, const P
   }
 }
 
-// grid (tokens, 3): q, k, v of a token; clip, and one norm over all heads of q and of k, in place.
+// Clip, and one norm over all heads of q and of k, in place. Grid (tokens, 3): q, k, v.
 __global__ void norm_whole_rows(RopeArgs rope, float* qkv, int num_heads, int num_kv_heads, int D) {
   __shared__ float sums[32];
-  let_successor_start();
-  wait_for_predecessor();
+  pdl_launch_dependents();
+  pdl_wait();
   const int part = blockIdx.y, n = (part ? num_kv_heads : num_heads) * D, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   float* const x = qkv + static_cast<int64_t>(blockIdx.x) * (num_heads + 2 * num_kv_heads) * D +
                    (part == 0   ? 0
@@ -119,18 +122,18 @@ __global__ void norm_whole_rows(RopeArgs rope, float* qkv, int num_heads, int nu
   for (int i = threadIdx.x; i < n; i += blockDim.x) x[i] = weight ? (clipped(i) - mean) * factor * weight[i] : clipped(i);
 }
 
-// The sequence of a token, for launches without slots or positions.
+// The sequence of a token.
 __device__ __forceinline__ int sequence_of(const CacheArgs& c, int token) {
   int b = 0;
   while (b + 1 < c.sequences && c.cu_seqlens[b + 1] <= token) b++;
   return b;
 }
 
-// A warp per (token, head of q, k or v).
+// Clip, norm, RoPE, cache append. A warp per (token, head of q, k or v).
 __global__ void __launch_bounds__(kWarps * 32) rope_append_rows(const __grid_constant__ RopeAppendArgs a) {
   __shared__ float scratch[kWarps][kMaxHeadDim];
-  let_successor_start();
-  wait_for_predecessor();
+  pdl_launch_dependents();
+  pdl_wait();
   const CacheArgs& c = a.cache;
   const int D = c.head_dim, heads = c.num_heads + 2 * c.num_kv_heads, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t number = static_cast<int64_t>(blockIdx.x) * kWarps + warp;
@@ -147,9 +150,9 @@ __global__ void __launch_bounds__(kWarps * 32) rope_append_rows(const __grid_con
   AnyRow row;
   row.load(a.qkv + number * D, D);
   if (is_query || is_key) {
-    Turn<kAnySlots> turn;
-    turn.load(a.rope, a.rope.positions ? a.rope.positions[token] : place);
-    prepare(row, a.rope, is_query ? a.rope.q_norm : a.rope.k_norm, head, turn, scratch[warp], D);
+    CosSin<kAnySlots> cos_sin;
+    cos_sin.load(a.rope, a.rope.positions ? a.rope.positions[token] : place);
+    prepare(row, a.rope, is_query ? a.rope.q_norm : a.rope.k_norm, head, cos_sin, scratch[warp], D);
   } else if (!a.rope.norm_whole) {
     row.clip(a.rope.clip);
   }
@@ -171,7 +174,7 @@ __global__ void __launch_bounds__(kWarps * 32) rope_append_rows(const __grid_con
   write_row(scratch[warp], format, D, place_of(is_key ? c.k_pool : c.v_pool, format, D, c.num_kv_heads, slot / kPage, slot % kPage, head));
 }
 
-// A warp per (token, head, K or V).
+// Cache pages to contiguous fp16. A warp per (token, head, K or V).
 __global__ void __launch_bounds__(kWarps * 32) gather_rows(CacheArgs c, const int* pages, int length, half* k, half* v) {
   const int64_t number = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32,
                 half_way = static_cast<int64_t>(length) * c.num_kv_heads;
@@ -189,10 +192,10 @@ __global__ void __launch_bounds__(kWarps * 32) gather_rows(CacheArgs c, const in
     if (lane + 32 * i < D) to[lane + 32 * i] = saturated(row.x[i]);
 }
 
-// A warp per (token, head): keys one by one, in order. Correct for every shape and storage.
+// Attention with an online softmax over keys one by one. A warp per (token, head).
 __global__ void __launch_bounds__(kWarps * 32) attention_any(const __grid_constant__ AttentionArgs a) {
-  let_successor_start();
-  wait_for_predecessor();
+  pdl_launch_dependents();
+  pdl_wait();
   const CacheArgs& c = a.cache;
   const int D = c.head_dim, lane = threadIdx.x % 32;
   const int64_t number = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;

@@ -1,8 +1,0 @@
-// The decode kernels of one pair of storages; see attention_decode.cuh.
-#include "cuda/attention/attention_decode.cuh"
-
-namespace exl2nb {
-
-DecodeKernel decode_kernel_f16q4(int head_dim, int rows) { return decode_kernel<kCacheF16, kCacheQ4>(head_dim, rows); }
-
-}  // namespace exl2nb

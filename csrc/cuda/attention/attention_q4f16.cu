@@ -1,8 +1,0 @@
-// The decode kernels of one pair of storages; see attention_decode.cuh.
-#include "cuda/attention/attention_decode.cuh"
-
-namespace exl2nb {
-
-DecodeKernel decode_kernel_q4f16(int head_dim, int rows) { return decode_kernel<kCacheQ4, kCacheF16>(head_dim, rows); }
-
-}  // namespace exl2nb
