@@ -3,7 +3,7 @@
 // `persistent_gemm 7b 4 32`: models whose name contains 7b, up to 4 rows, chains that leave 32 SMs to attention (PersistentOp::beside). The
 // number after the times is a checksum of row 0, for comparison between versions and numbers of rows.
 //   nvcc -arch=sm_90a -std=c++17 -O3 --expt-relaxed-constexpr -Icsrc benchmarks/cuda/persistent_gemm.cu \
-//     csrc/cuda/gemm/persistent/persistent_gemm.cu csrc/cuda/gemm/skinny/skinny_gemm.cu csrc/cuda/blob/layout.cu
+//     csrc/cuda/gemm/persistent/persistent_gemm.cu csrc/cuda/gemm/skinny/skinny_gemm.cu csrc/format/gpu_layout.cpp
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -12,10 +12,10 @@
 #include <vector>
 
 #include "check.cuh"
-#include "cuda/blob/layout.h"
 #include "cuda/gemm/persistent/persistent_gemm.h"
 #include "cuda/gemm/skinny/skinny_gemm.h"
 #include "cuda/runtime/device.cuh"
+#include "format/gpu_layout.h"
 
 using namespace exl2nb;
 

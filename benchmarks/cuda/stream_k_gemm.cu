@@ -2,7 +2,7 @@
 // `q`: no checks, `c`: only checks, `w`: cycles per unit of each width. -DEXL2NB_CLOCKS: cycles per phase.
 //   nvcc -arch=sm_90a -DEXL2NB_SM90A -std=c++17 -O3 --expt-relaxed-constexpr -Icsrc benchmarks/cuda/stream_k_gemm.cu \
 //     csrc/cuda/gemm/stream_k/stream_k_gemm.cu csrc/cuda/gemm/stream_k/stream_k_wgmma.cu csrc/cuda/gemm/skinny/skinny_gemm.cu
-//     csrc/cuda/blob/layout.cu
+//     csrc/format/gpu_layout.cpp
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -12,11 +12,11 @@
 
 #include "check.cuh"
 #include "cuda/blob/dequant.cuh"
-#include "cuda/blob/layout.h"
 #include "cuda/gemm/skinny/skinny_gemm.h"
 #include "cuda/gemm/stream_k/stream_k_gemm.cuh"
 #include "cuda/gemm/stream_k/stream_k_gemm.h"
 #include "fill.cuh"
+#include "format/gpu_layout.h"
 
 #ifdef EXL2NB_CLOCKS
 namespace exl2nb {

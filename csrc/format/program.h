@@ -4,7 +4,7 @@
 // Every field has 8 bytes, so a program is an int64 tensor. The field lists below are the schema: the structs are made of them, and
 // `program_schema()` spells them out for Python, which writes by field name and compares the schema when the library is loaded.
 // Pointers: null means that the op has none. On the GPU `blob` points to a host copy of the blob's head: its int64 device address, then the
-// header and the parts (cuda/blob/blob.h). side 1: the output (input) is in a buffer of its own, so that attention and MLP can both be
+// header and the parts (format/gpu_blob.h). side 1: the output (input) is in a buffer of its own, so that attention and MLP can both be
 // computed before either is added to the residual.
 #pragma once
 #include <cstdint>

@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
-#include "cuda/blob/layout.h"
 #include "cuda/runtime/launch.h"
+#include "format/gpu_layout.h"
 #include "stream.h"
 #include "text.h"
 

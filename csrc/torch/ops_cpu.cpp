@@ -14,6 +14,8 @@
 #include "../cpu/engine.h"
 #include "../cpu/parallel.h"
 #include "../cpu/step.h"
+#include "../format/gpu_layout.h"
+#include "../format/gpu_workspace.h"
 #include "../format/program.h"
 #include "check.h"
 
@@ -404,6 +406,28 @@ Tensor program_schema_cpu(const Tensor&) {
   return out;
 }
 
+// groups: int64 (G, 2), bits and rows, of each matrix.
+int64_t packed_bytes_cpu(int64_t in_features, std::vector<std::string> formats, std::vector<int64_t> out_features,
+                           std::vector<Tensor> groups) {
+  const char* op = "packed_bytes";
+  STD_TORCH_CHECK(formats.size() == groups.size() && out_features.size() == groups.size(), op, ": got ", formats.size(), " formats, ",
+                  out_features.size(), " out_features and ", groups.size(), " groups; expected one of each per matrix");
+  std::vector<MatrixShape> matrices;
+  for (size_t i = 0; i < groups.size(); i++) {
+    check_tensor(op, "groups", groups[i], ScalarType::Long, {-1, 2});
+    const auto* rows = static_cast<const int64_t*>(groups[i].const_data_ptr());
+    MatrixShape m{formats[i], int(out_features[i]), {}};
+    for (int64_t g = 0; g < groups[i].size(0); g++) m.groups.push_back({int(rows[2 * g]), int(rows[2 * g + 1])});
+    matrices.push_back(std::move(m));
+  }
+  return gpu_blob_bytes(int(in_features), matrices);
+}
+
+int64_t partial_sums_bytes_cpu(const Tensor&, int64_t tokens, int64_t sms, int64_t hidden_size, int64_t router_outputs) {
+  return router_outputs ? router_bytes(int(tokens), int(hidden_size), int(router_outputs), 1, int(sms))
+                        : stream_k_bytes(int(tokens), int(sms));
+}
+
 }  // namespace
 }  // namespace exl2nb
 
@@ -421,5 +445,7 @@ STABLE_TORCH_LIBRARY_IMPL(exl2nb, CPU, m) {
   m.impl("join_ahead", TORCH_BOX(&exl2nb::join_ahead_cpu));
   m.impl("isa", TORCH_BOX(&exl2nb::isa_cpu));
   m.impl("program_schema", TORCH_BOX(&exl2nb::program_schema_cpu));
+  m.impl("packed_bytes", TORCH_BOX(&exl2nb::packed_bytes_cpu));
+  m.impl("partial_sums_bytes", TORCH_BOX(&exl2nb::partial_sums_bytes_cpu));
   m.impl("read_memory", TORCH_BOX(&exl2nb::read_memory_cpu));
 }

@@ -8,9 +8,9 @@
 #include <optional>
 #include <vector>
 
-#include "cuda/blob/layout.h"
 #include "cuda/runtime/launch.h"
 #include "cuda/runtime/step.h"
+#include "format/gpu_layout.h"
 #include "gpu_blob.h"
 #include "stream.h"
 

@@ -11,7 +11,7 @@ from typing import Any
 from exl2nb.cache.modes import parse_mode
 from exl2nb.core.errors import DeviceError, OptionError
 from exl2nb.io.peek import peek
-from exl2nb.llm.plan_model import PARTS, Formula, formula_of
+from exl2nb.llm.plan_model import MULTIPROCESSORS, PARTS, Formula, formula_of
 from exl2nb.model.inspect import inspect
 from exl2nb.model.loader import read_model_config
 
@@ -198,7 +198,7 @@ def plan(
         context: tokens of prompt and answer; None = what the model allows, at most 4096.
         cache: mode of the KV cache, as in `load`.
         batch: sequences of full length in the cache (`load(cache_tokens=batch * context)`).
-        device: "cpu" or "cuda": whose free memory it is compared with.
+        device: "cpu" or "cuda": whose free memory it is compared with. "cuda" where there is no GPU assumes an H100 and needs `free`.
         free: bytes to compare with; None queries the device.
 
     Raises:
@@ -218,7 +218,7 @@ def plan(
         config, found = read_model_config(folder), inspect(folder)
         name = folder.name if Path(path).expanduser().exists() else Path(path).name
     return MemoryPlan.of(
-        formula_of(config, found, device, modes=(mode,)),
+        formula_of(config, found, device, modes=(mode,), multiprocessors=_multiprocessors()),
         name=name,
         device=device,
         context=context if context is not None else min(config.max_position_embeddings, CONTEXT),
@@ -226,6 +226,13 @@ def plan(
         cache=mode,
         free=free if free is not None else free_bytes(device),
     )
+
+
+def _multiprocessors() -> int:
+    """Of the GPU here, or of the one that is assumed."""
+    import torch
+
+    return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else MULTIPROCESSORS
 
 
 def free_bytes(device: str = "cpu") -> int | None:

@@ -9,20 +9,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+import torch
+
 from exl2nb.cache.modes import MODES
 from exl2nb.cache.spec import PAGE_SIZE, CacheSpec
 from exl2nb.core.errors import OptionError
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu_memory import kept_bytes
 from exl2nb.model.inspect import Inspection
+from exl2nb.ops.memory import partial_sums_bytes
 
 CHUNKS = {"cpu": 512, "cuda": 2048}
 """Prompt tokens that a step takes at most."""
 PRODUCTS_BYTES = 32 * 2**20  # what the library of matrix products keeps on the GPU
 CODE_BYTES = 146 * 2**20  # kernels that CUDA loads when they are first used; H200, torch 2.11, 2026-11-21
 GRAPH_BYTES = 8 * 2**20  # of the first captured step, whatever its model
-MANY_CTAS = 132  # leave sums of tiles to one another in steps of more than eight texts
-ROUTER_CTAS = 132  # each leaves sums of its own for a sparse layer's router; fewer on smaller GPUs
+MULTIPROCESSORS = 132  # of the GPU that is assumed where there is none: an H100 or H200
 MIB = 2**20
 PARTS = ("weights", "cache", "work", "graphs", "logits", "rounding")
 
@@ -137,11 +139,14 @@ def rows(batch: int) -> int:
     return min(64, 1 << (batch - 1).bit_length() if batch <= 8 else -(-batch // 8) * 8)
 
 
-def formula_of(config: ModelConfig, found: Inspection, device: str, modes: tuple[str, ...] = ()) -> Formula:
+def formula_of(
+    config: ModelConfig, found: Inspection, device: str, modes: tuple[str, ...] = (), *, multiprocessors: int = MULTIPROCESSORS
+) -> Formula:
     """The plan of a model on a device.
 
     Args:
         config: of the model. found: its headers. device: "cpu" or "cuda". modes: cache modes to know besides those with a name.
+        multiprocessors: of the GPU.
     """
     pages = {mode: size for mode in (*MODES, *modes) if (size := _page_bytes(config, mode)) is not None}
     common = {"page_tokens": PAGE_SIZE, "page_bytes": pages, "chunk": CHUNKS[device], "longest": config.max_position_embeddings}
@@ -153,7 +158,7 @@ def formula_of(config: ModelConfig, found: Inspection, device: str, modes: tuple
         segments=1,
         stages=_gpu_stages(config),
         graph_fixed=CODE_BYTES + GRAPH_BYTES,
-        graph_row=_graph_row(config),
+        graph_row=_graph_row(config, multiprocessors),
         logits_row=logits,
         **common,
     )
@@ -189,7 +194,7 @@ def _cpu_stage(config: ModelConfig) -> Stage:
     return Stage(0, 4 * per_token, 0)
 
 
-# ---- the GPU: model.gpu_memory says what the weights take; what ops.gpu_prefill holds at once, what generator.gpu_stepper captures
+# ---- the GPU: model.gpu_memory says what the weights take; what ops.gpu_prefill holds at once, what generator.gpu_executor captures
 
 
 def _gpu_stages(config: ModelConfig) -> tuple[Stage, ...]:
@@ -208,10 +213,10 @@ def _gpu_stages(config: ModelConfig) -> tuple[Stage, ...]:
     )
 
 
-def _graph_row(config: ModelConfig) -> int:
+def _graph_row(config: ModelConfig, multiprocessors: int) -> int:
     """Workspace and logits of one text in the captured decode steps: of its number of texts, and of half as many, and of half of those."""
     hidden, q, kv = config.hidden_size, config.q_size, config.kv_size
     up = _inner(config) * (2 if config.gated else 1)
-    sums = 0 if config.moe is None else 4 * min(hidden // 16, ROUTER_CTAS) * (config.moe.num_experts + 8)
-    products = 0 if config.moe is not None else 4 * 4 * 256 * MANY_CTAS  # partial sums of stream-K: stream_k_gemm.cu
-    return 2 * (products + 8 * hidden + 2 * 2 * hidden + 4 * (q + 2 * kv) + 2 * 2 * _inner(config) + 4 * up + 4 * config.vocab_size + sums)
+    experts = 0 if config.moe is None else config.moe.num_experts + (config.moe.shared_size > 0)
+    sums = partial_sums_bytes(torch.empty(0), 64, multiprocessors, hidden, experts) // 64
+    return 2 * (sums + 8 * hidden + 2 * 2 * hidden + 4 * (q + 2 * kv) + 2 * 2 * _inner(config) + 4 * up + 4 * config.vocab_size)

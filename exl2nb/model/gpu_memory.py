@@ -2,7 +2,7 @@
 
 A tensor for each matrix would leave holes: torch takes segments of 2 or 20 MiB from the device and what lay beside a matrix while it was
 packed is lost between others. With one tensor, `kept_bytes` is what a model takes, for the plan before it is loaded and for the loader.
-Layouts are those of csrc/cuda/blob/blob.h and layout.cu, followed step by step.
+The compiled library says what a blob takes (csrc/format/gpu_layout.h).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,10 +17,9 @@ from torch import Tensor
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.inspect import Inspection, Matrix
 from exl2nb.model.layout import Linear, layer_linears, modules, vectors
+from exl2nb.ops.memory import packed_bytes
 
-ALIGN = 256  # where sections of a blob begin
-TILE, UNIT, BLOCK, WARPS, SLOT, SET = 16, 64, 32, 16, 2688, 64  # kStripColumns, kUnitRows, rows of a half unit, kWarps, kSlot, kGptqSet
-ITEM_UNITS = 10  # kItemUnits
+ALIGN = 256  # bytes; where a tensor of the arena begins
 
 
 class Arena:
@@ -94,114 +92,16 @@ def _dense(key: str, in_features: int, out_features: int) -> Matrix:
 
 
 def blob_bytes(parts: Sequence[Matrix]) -> int:
-    """Bytes of the blob of matrices with one input, side by side; each with a permutation of its own."""
-    if not parts:
-        return 0
-    plans = [_strip(part.format if part.format in ("exl2", "gptq") else "", part.groups, part.in_features) for part in parts]
-    coded, width = any(part.groups for part in parts), parts[0].in_features
-    stored = max(width, *(sum(-(-rows // BLOCK) * BLOCK for _, rows in part.groups) for part in parts)) if coded else 0
-    items, units = sum(plan.items for plan in plans), sum(plan.units for plan in plans)
-    image = 16 * items + (units + 3) // 4 * 16 + 48 * len(parts)
-    perms = 4 * len(parts) * (stored + width) if coded else 0
-    strips = sum(aligned(-(-part.out_features // TILE) * plan.size) for part, plan in zip(parts, plans))
-    return aligned(64 + 128 * len(parts)) + aligned(perms) + aligned(image) + strips
+    """Bytes of the blob of matrices with one input, side by side; each with a permutation of its own.
+
+    Raises:
+        DeviceError: the compiled library is not in use.
+    """
+    return _blob_bytes(tuple((part.format, part.in_features, part.out_features, part.groups) for part in parts)) if parts else 0
 
 
-class _Strip(NamedTuple):
-    """Of one matrix: bytes of sixteen columns, and what they are cut into."""
-
-    size: int
-    items: int
-    units: int
-
-
-class _Piece(NamedTuple):
-    """What no warp shares with another: a unit, or the two units of a scale set."""
-
-    bits: int
-    units: int
-    one: bool
-    lone: bool
-    scales: int
-
-    def size(self, count: int) -> int:
-        """Bytes of so many of them in one item."""
-        codes = count * self.units * self.bits * 128
-        if self.bits == 16:
-            return codes
-        if self.scales:
-            return codes + count * (1 if self.one else 2) * SET
-        return codes + (count * (8 if self.one else 16) + 15) // 16 * 16
-
-
-@lru_cache(maxsize=4096)
-def _strip(kind: str, groups: tuple[tuple[int, int], ...], in_features: int) -> _Strip:
-    """kind: "exl2", "gptq" or "" for plain numbers."""
-    if not kind:
-        pieces = [_Piece(16, 1, True, False, 0)] * -(-in_features // UNIT)
-    else:
-        blocks = [(bits, number) for number, (bits, rows) in enumerate(groups) for _ in range(0, rows, BLOCK)]
-        pieces = _exl2_pieces(blocks) if kind == "exl2" else _gptq_pieces(blocks)
-    size, items = _items(pieces)
-    return _Strip(size, items, sum(piece.units for piece in pieces))
-
-
-def _exl2_pieces(blocks: list[tuple[int, int]]) -> list[_Piece]:
-    pieces, at = [], 0
-    while at < len(blocks):
-        lone = at + 1 == len(blocks) or blocks[at + 1][0] != blocks[at][0]
-        pieces.append(_Piece(blocks[at][0], 1, at % 2 == 0 and not lone and blocks[at + 1] == blocks[at], lone, 0))
-        at += 1 if lone else 2
-    return pieces
-
-
-def _gptq_pieces(blocks: list[tuple[int, int]]) -> list[_Piece]:
-    pieces, at = [], 0
-    while at < len(blocks):
-        two, four = (at + count <= len(blocks) and blocks[at + count - 1] == blocks[at] for count in (2, 4))
-        pieces.append(_Piece(blocks[at][0], 2 if four else 1, two, at + 1 == len(blocks), 2 if four else 1))
-        at += 4 if four else 2
-    return pieces
-
-
-def _items(pieces: list[_Piece]) -> tuple[int, int]:
-    """Bytes and number of the items: equal neighbours in as few as hold them, and then so many more that the warps have equally many."""
-    runs: list[_Run] = []
-    for piece in pieces:
-        if runs and piece == runs[-1].piece and not piece.lone:
-            runs[-1].pieces += 1
-        else:
-            runs.append(_Run(piece))
-    for run in runs:
-        run.items = -(-run.pieces // run.most)
-    for _ in range(-sum(run.items for run in runs) % WARPS):
-        largest = max(runs, key=lambda run: run.size if run.items < run.pieces else 0)
-        if largest.items == largest.pieces:
-            break
-        largest.items += 1
-    return sum(size for run in runs for size in run.sizes()), sum(run.items for run in runs)
-
-
-class _Run:
-    """Equal pieces that follow one another."""
-
-    def __init__(self, piece: _Piece) -> None:
-        self.piece, self.pieces, self.items = piece, 1, 1
-
-    @property
-    def most(self) -> int:
-        """Pieces of an item."""
-        count = 1
-        while (count + 1) * self.piece.units <= ITEM_UNITS and self.piece.size(count + 1) <= SLOT:
-            count += 1
-        return count
-
-    @property
-    def size(self) -> int:
-        """Bytes of its largest item."""
-        return self.piece.size(-(-self.pieces // self.items))
-
-    def sizes(self) -> Iterator[int]:
-        """Bytes of every item."""
-        for item in range(self.items):
-            yield self.piece.size((item + 1) * self.pieces // self.items - item * self.pieces // self.items)
+@lru_cache(maxsize=4096)  # the layers of a model are alike
+def _blob_bytes(parts: tuple[tuple[str, int, int, tuple[tuple[int, int], ...]], ...]) -> int:
+    formats, widths, columns, groups = zip(*parts)
+    tables = [torch.tensor(pairs, dtype=torch.int64).view(-1, 2) for pairs in groups]
+    return packed_bytes(widths[0], formats, columns, tables)

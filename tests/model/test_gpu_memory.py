@@ -72,7 +72,7 @@ def matrix(groups, columns, kind="exl2", rows=0):
 
 
 def test_sizes_of_blobs():
-    """What csrc/cuda/blob/layout.cu makes of the same matrices."""
+    """As pack_exl2, pack_gptq and pack_dense make them on a GPU."""
     assert blob_bytes([matrix([(6, 128), (5, 128), (4, 128), (4, 64)], 1000)]) == 285_440
     mixed = [[(5, 2048), (4, 2048)], [(4, 4096)], [(8, 32), (3, 4064)]]
     assert blob_bytes([matrix(groups, columns) for groups, columns in zip(mixed, (4096, 1024, 1024))]) == 13_503_744

@@ -1,4 +1,4 @@
-"""What packing writes in front of a blob's strips on the GPU (csrc/cuda/blob/blob.h): items, warps, pieces, permutations.
+"""What packing writes in front of a blob's strips on the GPU (csrc/format/gpu_blob.h): items, warps, pieces, permutations.
 
 Marked gpu: `make test-gpu` on a machine that has one.
 """
@@ -10,14 +10,15 @@ import pytest
 import torch
 
 from exl2nb import ops
-from exl2nb.model.gpu_memory import BLOCK, ITEM_UNITS, SLOT, WARPS, blob_bytes
+from exl2nb.model.gpu_memory import blob_bytes
 from exl2nb.model.inspect import Matrix
 
 from .gptq_case import gptq
 from .model_case import exl2
 
 pytestmark = pytest.mark.gpu
-ENDS = 24  # kEnds
+BLOCK = 32  # rows of half a unit
+ENDS, WARPS, SLOT, ITEM_UNITS = 24, 16, 2688, 10  # as in csrc/format/gpu_blob.h
 MIXES = {
     "one width": [(4, 128)] * 32,
     "most of a K": [(4, 128)] * 112,

@@ -16,7 +16,7 @@
 
 #include <cstdint>
 
-#include "cuda/blob/blob.h"
+#include "format/gpu_blob.h"
 
 namespace exl2nb {
 

@@ -1,4 +1,4 @@
-// Products of one item (blob.h) on the fp16 tensor cores: dequantise, m16n8k16, scale.
+// Products of one item (gpu_blob.h) on the fp16 tensor cores: dequantise, m16n8k16, scale.
 //
 // c[column][token]: the item's 16 columns are the rows of the A fragments, tokens are the columns of B. EXL2: one scale per column and half
 // unit, from a 4-bit code. GPTQ: the zero point is folded into the constant that removes a field's offset, at no cost, since (code - zero)

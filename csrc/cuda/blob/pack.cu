@@ -1,10 +1,10 @@
-// Packs EXL2, GPTQ and dense tensors into strips (blob.h): one thread per (unit, lane) gathers 32 codes and places their bits.
+// Packs EXL2, GPTQ and dense tensors into strips (gpu_blob.h): one thread per (unit, lane) gathers 32 codes and places their bits.
 #include <cuda_fp16.h>
 
-#include "cuda/blob/blob.h"
 #include "cuda/blob/dequant.cuh"
 #include "cuda/runtime/device.cuh"
 #include "cuda/runtime/launch.h"
+#include "format/gpu_blob.h"
 
 namespace exl2nb {
 namespace {

@@ -3,10 +3,10 @@
 // * K * N written.
 #include <algorithm>
 
-#include "cuda/blob/blob.h"
 #include "cuda/blob/dequant.cuh"
 #include "cuda/runtime/device.cuh"
 #include "cuda/runtime/launch.h"
+#include "format/gpu_blob.h"
 
 namespace exl2nb {
 namespace {

@@ -6,6 +6,7 @@
 #include "cuda/moe/moe_gemm.cuh"
 #include "cuda/runtime/device.cuh"
 #include "cuda/runtime/launch.h"
+#include "format/gpu_workspace.h"
 
 namespace exl2nb {
 namespace {
@@ -17,14 +18,12 @@ struct Routed {
   const ExpertMatrix* device(int kind) const { return reinterpret_cast<const ExpertTable*>(op.table[2 * kind + 1])->matrices(); }
   int top_k() const { return static_cast<int>(op.top_k); }
   int pairs() const { return top_k() + (op.shared_up != nullptr); }  // of a token
-  // Floats per row of router.cuh; rows per part where the router is fused.
-  static int stride(const GpuHeader& router) { return (router.N + 3) / 4 * 4; }
+  // Sums per output of router.cuh where the router is fused.
   int rows() const { return !op.norm || !op.layer_norm ? 1 : op.norm_bias ? 3 : 2; }
-  // CTAs of the fused GEMM.
-  static int parts(const GpuHeader& router) { return std::min(multiprocessors(), (router.K + kStripColumns - 1) / kStripColumns); }
+  static int parts(const GpuHeader& router) { return router_parts(router.K, multiprocessors()); }
   // Offset of expert_up's outputs, after the router's partial sums.
   size_t inner(const GpuHeader& router, int tokens) const {
-    return (static_cast<size_t>(tokens) * parts(router) * (rows() * stride(router) + 4) * 4 + 255) / 256 * 256;
+    return static_cast<size_t>(align256(router_bytes(tokens, router.K, router.N, rows(), multiprocessors())));
   }
 };
 
@@ -193,11 +192,11 @@ bool router_tap(const RoutedOp& op, const uint8_t* head, const uint8_t* blob, fl
     tap.part[p] = {blob + s.data, s.strips, s.outputs, s.first_column, static_cast<int>(s.strip_bytes)};
     tap.strips += s.strips;
   }
-  tap.stride = Routed::stride(h), tap.rows = r.rows(), tap.bias = op.norm_bias, tap.out = out;
+  tap.stride = router_row(h.N), tap.rows = r.rows(), tap.bias = op.norm_bias, tap.out = out;
   return true;
 }
 
-int64_t router_stride(const GpuHeader& router) { return Routed::stride(router) + 4; }
+int64_t router_stride(const GpuHeader& router) { return router_row(router.N) + 4; }
 
 const char* routed_launch(const RoutedOp& op, const GpuHeader& router, bool tapped, const RowSource& from, uint8_t* workspace,
                           const GemmArgs& down, int tokens, int capacity, cudaStream_t stream, bool pdl) {
@@ -206,7 +205,7 @@ const char* routed_launch(const RoutedOp& op, const GpuHeader& router, bool tapp
   const ExpertTable &first = r.host(0), &second = r.host(1);
   RoutingArgs choice{};
   choice.sums = reinterpret_cast<const float*>(workspace), choice.parts = tapped ? Routed::parts(router) : 1;
-  choice.stride = Routed::stride(router), choice.rows = tapped ? r.rows() : 1;
+  choice.stride = router_row(router.N), choice.rows = tapped ? r.rows() : 1;
   choice.experts = static_cast<int>(op.experts), choice.top_k = r.top_k(), choice.gate = op.shared_gate != nullptr;
   choice.renormalize = static_cast<float>(op.renormalize);
   choice.kind = tapped ? from.norm.kind : kNoNorm, choice.eps = from.norm.eps;

@@ -12,7 +12,7 @@ int device_error();
 const char* reconstruct_launch(const int32_t* q_weight, int64_t R, const int32_t* q_scale, const void* q_scale_max, const int16_t* q_groups,
                                int64_t G, const int32_t* q_invperm, int64_t K, int64_t N, void* out, void* stream);
 
-// EXL2 codes -> strips of a blob (blob.h). row_word, row_group: per 32 stored rows the first row of words and the group.
+// EXL2 codes -> strips of a blob (gpu_blob.h). row_word, row_group: per 32 stored rows the first row of words and the group.
 const char* pack_exl2_launch(const void* q_weight, const void* q_scale, const int* row_word, const int* row_group, int K, int N,
                              int outputs, const void* items, const int* item_of_unit, int units, int strips, void* data,
                              int64_t strip_bytes, void* stream);
@@ -34,7 +34,7 @@ const char* pack_dense_launch(const void* weight, int dtype, int N, int K, int u
 // and parts, as for everything below.
 const char* unpack_launch(const uint8_t* head, const uint8_t* blob, void* out, void* stream);
 
-// The table (moe.h) of the experts whose blobs' heads (step.h) and images (blob.h) are given, of `parts` parts each; or what is wrong.
+// The table (moe.h) of the experts whose blobs' heads (step.h) and images (gpu_blob.h) are given, of `parts` parts each; or what is wrong.
 const char* make_expert_table(const std::vector<const uint8_t*>& heads, const std::vector<std::vector<uint8_t>>& images, int parts,
                               std::vector<uint8_t>& table);
 

@@ -8,7 +8,7 @@
 // other kinds, are kernels of their own. One to eight tokens on Hopper: attention, and all products from its output to the next QKV in one
 // launch (persistent_gemm.h), the first QKV and the head in ones of their own, where nine or more need not have the same bits; up to four
 // tokens' attention takes QKV as the chain writes it. A blob's word is the address of a host copy of its head: int64 address on the device,
-// then header and parts (blob.h).
+// then header and parts (gpu_blob.h).
 #pragma once
 #include <cstddef>
 #include <cstdint>

@@ -87,7 +87,7 @@ struct PersistentArgs {
   PersistentSmem smem;
 };
 
-// A weight image (blob.h) in shared memory.
+// A weight image (gpu_blob.h) in shared memory.
 struct PersistentImage {
   const Item* items;
   const half2* steps;

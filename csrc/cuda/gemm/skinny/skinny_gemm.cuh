@@ -10,12 +10,12 @@
 #pragma once
 #include <cuda_fp16.h>
 
-#include "cuda/blob/blob.h"
 #include "cuda/blob/item_mma.cuh"
 #include "cuda/gemm/fragment.cuh"
 #include "cuda/gemm/norm.cuh"
 #include "cuda/moe/router.cuh"
 #include "cuda/runtime/pdl.cuh"
+#include "format/gpu_blob.h"
 
 namespace exl2nb {
 
@@ -38,7 +38,7 @@ enum Epilogue { kStore = 0, kResidual = 1, kActivation = 2 };
 
 struct GemmArgs {
   GemmPart part[kMaxParts];
-  const uint8_t* head;                  // host copy of header and parts (blob.h)
+  const uint8_t* head;                  // host copy of header and parts (gpu_blob.h)
   const uint8_t* image;                 // items, scale units and warp ends of all parts
   int num_parts, strips, items, units;  // sums over the parts
   int part_units[kMaxParts];

@@ -2,9 +2,9 @@
 #pragma once
 #include <cuda_runtime.h>
 
-#include "cuda/blob/blob.h"
 #include "cuda/gemm/skinny/skinny_gemm.cuh"
 #include "cuda/runtime/device.cuh"
+#include "format/gpu_blob.h"
 
 namespace exl2nb {
 

@@ -84,7 +84,7 @@ int grid_of(const StreamKArgs& m, int work) {
 
 size_t stream_k_workspace(int tokens) {
   if (tokens <= kSkinnyTokens || copy_path() != kBulk || stream_k_pool(kStreamKTokens / 8) > shared_limit()) return 0;
-  return static_cast<size_t>(multiprocessors()) * 4 * stream_k_sums(stream_k_group(tokens) / 8) * sizeof(float);
+  return static_cast<size_t>(stream_k_bytes(tokens, multiprocessors()));
 }
 
 bool stream_k_takes(const GemmArgs& a) {

@@ -12,17 +12,17 @@
 #pragma once
 #include <algorithm>
 
-#include "cuda/blob/blob.h"
 #include "cuda/blob/dequant.cuh"
 #include "cuda/gemm/norm.cuh"
 #include "cuda/gemm/stream_k/stream_k_gemm.h"
 #include "cuda/runtime/device.cuh"
 #include "cuda/runtime/lamport.cuh"
 #include "cuda/runtime/pdl.cuh"
+#include "format/gpu_blob.h"
 
 namespace exl2nb {
 
-constexpr int kStreamKStrips = 16, kStreamKWarps = kStreamKStrips;
+constexpr int kStreamKWarps = kStreamKStrips;
 constexpr int kStreamKConsumerThreads = kStreamKWarps * 32, kStreamKThreads = kStreamKConsumerThreads + 128,
               kStreamKColumns = kStreamKStrips * kStripColumns;
 constexpr int kStreamKWeights = kStreamKStrips * kSlot;         // bytes of a stage

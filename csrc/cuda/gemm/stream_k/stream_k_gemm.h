@@ -1,13 +1,11 @@
 // Stream-K GEMM for 9 to 64 rows (stream_k_gemm.cuh): host interface.
 #pragma once
 #include "cuda/gemm/skinny/skinny_gemm.h"
+#include "format/gpu_workspace.h"
 
 namespace exl2nb {
 
-constexpr int kStreamKTokens = 64;  // of a launch
-
-// Row group of the inputs (fragment.cuh), and rows to allocate.
-inline int stream_k_group(int tokens) { return tokens <= 16 ? 16 : tokens <= 32 ? 32 : kStreamKTokens; }
+// Rows to allocate for the inputs.
 inline int stream_k_rows(int tokens) {
   return tokens <= kSkinnyTokens ? tokens : (tokens + stream_k_group(tokens) - 1) / stream_k_group(tokens) * stream_k_group(tokens);
 }

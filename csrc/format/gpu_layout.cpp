@@ -1,25 +1,12 @@
-#include "cuda/blob/layout.h"
-
-#include <cuda_fp16.h>
+#include "format/gpu_layout.h"
 
 #include <algorithm>
 #include <cstring>
 
-#include "cuda/gemm/fragment.cuh"
+#include "format/half.h"
 
 namespace exl2nb {
 namespace {
-
-uint16_t bits_of(half h) {
-  uint16_t v;
-  std::memcpy(&v, &h, 2);
-  return v;
-}
-float value_of(uint16_t bits) {
-  half h;
-  std::memcpy(&h, &bits, 2);
-  return __half2float(h);
-}
 
 // Smallest piece of an item: a unit, or the two units of a scale set.
 struct Piece {
@@ -102,7 +89,7 @@ PartLayout layout_exl2(const std::vector<Group>& groups, const std::vector<uint1
   p.outputs = outputs, p.perm = std::move(perm);
   std::vector<uint16_t> step;
   for (size_t g = 0; g < groups.size(); g++)
-    step.push_back(bits_of(__float2half_rn(static_cast<float>(static_cast<double>(value_of(scale_max[g])) * prescale / 256.0))));
+    step.push_back(float_to_half(static_cast<float>(static_cast<double>(half_to_float(scale_max[g])) * prescale / 256.0)));
   const std::vector<Block> blocks = blocks_of(groups);
   std::vector<Piece> units;
   for (size_t b = 0; b < blocks.size();) {
@@ -228,6 +215,31 @@ void set_runs(const PartLayout& p, GpuPart& s) {
   }
 }
 
+int strips_of(const PartLayout& p) { return (p.outputs + kStripColumns - 1) / kStripColumns; }
+
+// Offsets of a blob's sections. perms: 0 = none is stored.
+struct Sections {
+  int64_t perms = 0, image, end;
+  std::vector<int64_t> strips;  // of each part
+};
+Sections sections_of(int K, int64_t stored, int perms, const std::vector<PartLayout>& parts) {
+  Sections s;
+  int64_t at = 0;
+  const auto take = [&](int64_t bytes) {
+    const int64_t from = at;
+    at = align256(at + bytes);
+    return from;
+  };
+  take(sizeof(GpuHeader) + parts.size() * sizeof(GpuPart));
+  if (perms) s.perms = take(perms * (stored + K) * 4);
+  size_t items = 0, units = 0;
+  for (const PartLayout& p : parts) items += p.items.size(), units += p.steps.size();
+  s.image = take(image_bytes(static_cast<int>(items), static_cast<int>(units), static_cast<int>(parts.size())));
+  for (const PartLayout& p : parts) s.strips.push_back(take(strips_of(p) * p.strip_bytes));
+  s.end = at;
+  return s;
+}
+
 }  // namespace
 
 std::string layout_blob(int K, const std::vector<PartLayout>& parts, BlobLayout& out) {
@@ -242,30 +254,20 @@ std::string layout_blob(int K, const std::vector<PartLayout>& parts, BlobLayout&
   if (perms.size() > kMaxPerms) return "the parts have more than " + std::to_string(kMaxPerms) + " different permutations";
   size_t rows = static_cast<size_t>(K);
   for (const auto& perm : perms) rows = std::max(rows, perm.size());
-  std::vector<uint8_t>& m = out.meta;
-  m.assign(static_cast<size_t>(align256(sizeof(GpuHeader) + parts.size() * sizeof(GpuPart))), 0);
-  auto put = [&](const void* data, size_t bytes) {
-    const int64_t at = static_cast<int64_t>(m.size());
-    m.resize(static_cast<size_t>(align256(at + static_cast<int64_t>(bytes))), 0);
-    std::memcpy(m.data() + at, data, bytes);
-    return at;
-  };
   GpuHeader& h = out.header;
   h = {};
   h.magic = kGpuMagic, h.version = kGpuVersion, h.K = K, h.num_parts = static_cast<int>(parts.size()),
   h.num_perms = static_cast<int>(perms.size()), h.stored = static_cast<int>(rows);
-  if (perms.size() > 1 || !perms[0].empty()) {
-    const std::vector<int> table = permutation_table(perms, K, rows);
-    h.perms = put(table.data(), table.size() * 4);
-  }
+  const bool identity = perms.size() == 1 && perms[0].empty();
+  const Sections at = sections_of(K, static_cast<int64_t>(rows), identity ? 0 : h.num_perms, parts);
   out.parts.assign(parts.size(), {});
   int columns = 0, strips = 0;
   Image image;
   for (size_t i = 0; i < parts.size(); i++) {
     const PartLayout& p = parts[i];
     GpuPart& s = out.parts[i];
-    s.outputs = p.outputs, s.strips = (p.outputs + 15) / 16, s.first_column = columns, s.first_strip = strips;
-    s.perm = which[i], s.dense = p.dense, s.strip_bytes = p.strip_bytes;
+    s.outputs = p.outputs, s.strips = strips_of(p), s.first_column = columns, s.first_strip = strips;
+    s.perm = which[i], s.dense = p.dense, s.strip_bytes = p.strip_bytes, s.data = at.strips[i];
     image.add(p, s);
     set_pieces(p, s);
     set_runs(p, s);
@@ -273,17 +275,29 @@ std::string layout_blob(int K, const std::vector<PartLayout>& parts, BlobLayout&
   }
   if (image.steps.size() > 65535) return "the blob has too many rows";
   h.num_items = static_cast<int>(image.items.size()), h.num_units = static_cast<int>(image.steps.size());
-  const std::vector<uint8_t> bytes = image.bytes(h.num_parts);
-  h.image = put(bytes.data(), bytes.size());
-  int64_t at = static_cast<int64_t>(m.size());
-  for (auto& s : out.parts) {
-    s.data = at;
-    at = align256(at + s.strips * s.strip_bytes);
-  }
-  h.N = columns, h.bytes = at;
-  std::memcpy(m.data(), &h, sizeof(h));
-  std::memcpy(m.data() + sizeof(h), out.parts.data(), out.parts.size() * sizeof(GpuPart));
+  h.N = columns, h.perms = at.perms, h.image = at.image, h.bytes = at.end;
+  out.meta.assign(static_cast<size_t>(at.strips[0]), 0);
+  const auto put = [&](int64_t to, const auto& v) { std::memcpy(out.meta.data() + to, v.data(), v.size() * sizeof(v[0])); };
+  std::memcpy(out.meta.data(), &h, sizeof(h));
+  put(sizeof(h), out.parts);
+  if (at.perms) put(at.perms, permutation_table(perms, K, rows));
+  put(at.image, image.bytes(h.num_parts));
   return "";
+}
+
+int64_t gpu_blob_bytes(int K, const std::vector<MatrixShape>& matrices) {
+  std::vector<PartLayout> parts;
+  int64_t stored = K;
+  bool coded = false;
+  for (const MatrixShape& m : matrices) {
+    int64_t rows = 0;
+    for (const Group& group : m.groups) rows += (group.rows + 31) / 32 * 32;
+    stored = std::max(stored, rows), coded |= rows > 0;
+    parts.push_back(m.format == "exl2"   ? layout_exl2(m.groups, std::vector<uint16_t>(m.groups.size()), 1., m.outputs, {})
+                    : m.format == "gptq" ? layout_gptq(m.groups, m.outputs, {})
+                                         : layout_dense(K, m.outputs));
+  }
+  return sections_of(K, stored, coded ? static_cast<int>(parts.size()) : 0, parts).end;
 }
 
 std::vector<PartLayout> read_parts(const std::vector<uint8_t>& meta) {

@@ -1,10 +1,10 @@
-// Lays out a blob (blob.h) on the host: rows to items, offsets of sections. No kernels.
+// Lays out a blob of the GPU (gpu_blob.h): rows to items, offsets of sections. Without CUDA: the CPU library tells sizes by it too.
 #pragma once
 #include <cstdint>
 #include <string>
 #include <vector>
 
-#include "cuda/blob/blob.h"
+#include "format/gpu_blob.h"
 
 namespace exl2nb {
 
@@ -34,6 +34,14 @@ struct BlobLayout {
 };
 // Lays the parts side by side; returns an error text or "".
 std::string layout_blob(int K, const std::vector<PartLayout>& parts, BlobLayout& out);
+// A matrix before it is packed. format: exl2, gptq, or anything else for a dense one.
+struct MatrixShape {
+  std::string format;
+  int outputs;
+  std::vector<Group> groups;
+};
+// Bytes of a blob of these, each with a permutation of its own unless all are dense.
+int64_t gpu_blob_bytes(int K, const std::vector<MatrixShape>& matrices);
 // Recovers the parts from a copy of the bytes before the strips.
 std::vector<PartLayout> read_parts(const std::vector<uint8_t>& meta);
 
