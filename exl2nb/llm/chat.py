@@ -86,7 +86,7 @@ class ChatMixin:
         """
         from exl2nb.llm.conversation import Conversation
 
-        return Conversation(self, system=system, **options)
+        return Conversation(self, system=system, **options)  # pyright: ignore[reportArgumentType]
 
     def load_conversation(self, path: str | os.PathLike[str]) -> Conversation:
         """Resume a conversation that `Conversation.save` wrote.
@@ -96,7 +96,7 @@ class ChatMixin:
         """
         from exl2nb.llm.conversation import Conversation
 
-        return Conversation.load(self, path)
+        return Conversation.load(self, path)  # pyright: ignore[reportArgumentType]
 
 
 class Piece(NamedTuple):

@@ -130,7 +130,7 @@ class Model:
         """`forward`, and the draw of each logit row, in one call: what `ops.draw_rows` returns for these settings, and the logits."""
         self._prepare(batch, cache)
         if self.rope_switch is not None:
-            batch = self._placed(batch)
+            batch = self._with_rope_rows(batch)
         return step_draw(
             self._code, batch.input_ids, batch.positions, batch.slot_mapping, batch.block_table, batch.cu_seqlens, batch.context_lens,
             batch.logit_rows, cache.k, cache.v, settings, top,
