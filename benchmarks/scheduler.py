@@ -5,7 +5,7 @@
     python benchmarks/scheduler.py --gpu DIR  # beside a model on the GPU: how long a step is, how long the GPU waits for the host
 
 Prints one JSON object. Host work in microseconds per step, the best of the rounds and their median, on one thread without a reader, for
-two kinds of stepper: one that hands out logits, which the host samples (greedy, 4096 tokens in the vocabulary), and one that brings drawn
+two kinds of executor: one that hands out logits, which the host samples (greedy, 4096 tokens in the vocabulary), and one that brings drawn
 tokens, as a GPU does, one step ahead.
 """
 
@@ -47,7 +47,7 @@ class Null:
         self._drawn = Sampled(300, -1.0, 1)
 
     def can_draw(self, state: Any) -> bool:
-        """As a device does; the host's stepper is asked itself."""
+        """As a device does; the host's executor is asked itself."""
         return self.lookahead > 0
 
     def launch(self, step: Any) -> Null:
@@ -89,7 +89,7 @@ def host_work(tokenizer: Tokenizer, batch: int, lookahead: int, rounds: int) -> 
 
 
 class Timed:
-    """The stepper of a model on the GPU, with an event before and after every step, and a clock around the wait for results."""
+    """The executor of a model on the GPU, with an event before and after every step, and a clock around the wait for results."""
 
     lookahead = 1
 
@@ -114,24 +114,24 @@ class Timed:
 
 
 class _TimedTicket:
-    def __init__(self, stepper: Timed, ticket: Any, over: torch.cuda.Event) -> None:
-        self._stepper, self._ticket, self._over = stepper, ticket, over
+    def __init__(self, executor: Timed, ticket: Any, over: torch.cuda.Event) -> None:
+        self._executor, self._ticket, self._over = executor, ticket, over
 
     def result(self) -> list[Any]:
         """The same, timed."""
         began = time.perf_counter()
         self._over.synchronize()
-        self._stepper.waited += time.perf_counter() - began
+        self._executor.waited += time.perf_counter() - began
         return self._ticket.result()
 
 
 def beside_gpu(llm: exl2nb.LLM, batch: int, **sampling: Any) -> dict[str, float]:
     """A step of so many requests: wall time, the GPU's part, how long it is idle between steps, and what the host does meanwhile."""
     engine = llm.engine
-    stepper = Timed(engine.loop.stepper)
-    pager = Pager(engine.spec.num_pages, page_size=PAGE_SIZE, copy=stepper.copy)
+    executor = Timed(engine.loop.executor)
+    pager = Pager(engine.spec.num_pages, page_size=PAGE_SIZE, copy=executor.copy)
     builder = BatchBuilder(max_tokens=batch * MAX_ROWS + 2048, max_sequences=batch, max_pages=16, page_size=PAGE_SIZE)
-    loop = StepLoop(Scheduler(pager, max_sequences=batch, max_chunk=2048), builder, stepper)
+    loop = StepLoop(Scheduler(pager, max_sequences=batch, max_chunk=2048), builder, executor)
 
     def run() -> tuple[float, float, float, list[Any]]:
         for i in range(batch):
@@ -140,13 +140,13 @@ def beside_gpu(llm: exl2nb.LLM, batch: int, **sampling: Any) -> dict[str, float]
             loop.add(Sequence(request, llm.tokenizer, context=llm.context))
         for _ in range(2 * WARM):
             loop.step()
-        stepper.events.clear()
-        stepper.waited = stepper.launching = 0.0
+        executor.events.clear()
+        executor.waited = executor.launching = 0.0
         start = time.perf_counter()
         for _ in range(STEPS):
             loop.step()
         wall = (time.perf_counter() - start) / STEPS * 1e6
-        waited, launching, events = stepper.waited / STEPS * 1e6, stepper.launching / STEPS * 1e6, stepper.events
+        waited, launching, events = executor.waited / STEPS * 1e6, executor.launching / STEPS * 1e6, executor.events
         assert len(loop.scheduler.running) == batch
         loop.drain()
         return wall, waited, launching, events

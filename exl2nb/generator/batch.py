@@ -70,7 +70,7 @@ class BatchBuilder:
         for sequence, _, _, wants, _ in spans:
             if wants == 1 and sequence.on_device:
                 sampler = sequence.sampler
-                draws.append(_draw(Draw, (sampler, sampler.count + sequence.flying, sequence.top)))
+                draws.append(_draw(Draw, (sampler, sampler.count + sequence.in_flight, sequence.top)))
             else:
                 draws += (None,) * wants
         if not same:

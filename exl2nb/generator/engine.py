@@ -30,7 +30,7 @@ from exl2nb.core.errors import ContextOverflow, EngineClosed, GenerationError, O
 from exl2nb.core.log import logger
 from exl2nb.generator.batch import MAX_ROWS, BatchBuilder
 from exl2nb.generator.beams import Beams, Guided
-from exl2nb.generator.executor import HostStepper, Stepper
+from exl2nb.generator.executor import Executor, HostExecutor
 from exl2nb.generator.handle import TICK_S, Handle
 from exl2nb.generator.loop import Speculator, StepLoop
 from exl2nb.generator.pager import Pager
@@ -144,7 +144,7 @@ class Engine:
         max_sequences: that run together.
         max_chunk: prompt tokens per step, at most.
         device: of model and cache.
-        stepper: makes what computes the steps; None = the host's.
+        executor: makes what computes the steps; None = `HostExecutor`.
     """
 
     def __init__(
@@ -158,14 +158,14 @@ class Engine:
         max_sequences: int = 16,
         max_chunk: int = MAX_CHUNK,
         device: str = "cpu",
-        stepper: Callable[[Forward, KVCache], Stepper] | None = None,
+        executor: Callable[[Forward, KVCache], Executor] | None = None,
     ) -> None:
         self.model, self.tokenizer, self.spec = model, tokenizer, cache_spec
         self.context = cache_spec.num_tokens if context is None else context
         self.cache = KVCache(cache_spec, device)
-        self._stepper = (stepper or HostStepper)(model, self.cache)
+        self._executor = (executor or HostExecutor)(model, self.cache)
         size = cache_spec.page_size
-        self.pager = Pager(cache_spec.num_pages, page_size=size, copy=self._stepper.copy, salt=cache_spec.mode)
+        self.pager = Pager(cache_spec.num_pages, page_size=size, copy=self._executor.copy, salt=cache_spec.mode)
         self.pages = self.pager.table
         self.vocab_size = vocab_size
         self.drafter: Drafter | None = None
@@ -178,7 +178,9 @@ class Engine:
             max_pages=min(cache_spec.num_pages, -(-(self.context + MAX_ROWS) // size)),
             page_size=size,
         )
-        self.loop = StepLoop(Scheduler(self.pager, max_sequences=max_sequences, max_chunk=max_chunk, switch=switch), builder, self._stepper)
+        self.loop = StepLoop(
+            Scheduler(self.pager, max_sequences=max_sequences, max_chunk=max_chunk, switch=switch), builder, self._executor
+        )
         self._arrived: deque[tuple[Sequence, object]] = deque()  # one leaves it after it has entered the scheduler
         self._calls: deque[Call[Any]] = deque()
         self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # an item for each arrival, so that an idle thread can wait
@@ -344,7 +346,7 @@ class Engine:
             self.loop.abandon()
             if self.drafter is not None:
                 self.drafter.close()
-            self._stepper.close()
+            self._executor.close()
             self.cache.close()
             self.model.close()
 

@@ -1,8 +1,8 @@
-"""The line between the step loop and whatever computes a step: what a device is told, and what comes back. Knows no text.
+"""Executors: what computes the steps of the step loop, what it is told and what it returns. Knows no text.
 
-A host stepper draws the rows of requests with the usual cuts together and leaves all others to the requests.
-A stepper with `lookahead` 1 draws tokens on its device and can take the next step before anybody has read the last one: where a row's token
-is not known yet, the step says "what you drew for row r of the launch before".
+The host executor draws the rows of requests whose only filters are the usual cuts; all other rows go back as logits.
+An executor with `lookahead` 1 draws tokens on its device and takes the next step before the results of the last one are read: where a row's
+token is not known yet, the step says "the token that the launch before drew for row r".
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Ticket(Protocol):
         ...
 
 
-class Stepper(Protocol):
+class Executor(Protocol):
     """Computes steps, one after the other, in the order of the launches.
 
     lookahead: how many launched steps may be unread when the next one is launched: 0 or 1; it may change with every launch.
@@ -86,7 +86,7 @@ class Stepper(Protocol):
     lookahead: int
 
     def can_draw(self, state: SamplerState) -> bool:
-        """Whether the stepper draws for this request; asked once per request. False: its rows come back as logits."""
+        """Whether the executor draws for this request; asked once per request. False: its rows come back as logits."""
         ...
 
     def launch(self, step: Step) -> Ticket | Results:
@@ -98,7 +98,7 @@ class Stepper(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait for what runs and give back what the stepper holds. Tickets that were not read are dropped."""
+        """Wait for what runs and give back what the executor holds. Tickets that were not read are dropped."""
         ...
 
 
@@ -113,7 +113,7 @@ class _Running:
         return drawn_rows(self.ahead.drawn, self._draws, self.ahead.logits)
 
 
-class HostStepper:
+class HostExecutor:
     """Runs the model and draws what can be drawn in one call; the other requests draw their tokens themselves.
 
     Where several requests decode and all can be drawn for, a small model runs one step ahead (`Model.draw_ahead`): its host then costs as

@@ -110,8 +110,8 @@ _capturing = threading.Lock()  # torch captures one graph at a time
 DRAWN = frozenset(("temperature", "top_k", "top_p", "min_p", "seed")) | PENALTIES | BIASES  # what the sampling kernel does
 
 
-class GpuStepper:
-    """The stepper of a model on the GPU; see `generator.stepper.Stepper`.
+class GpuExecutor:
+    """The executor of a model on the GPU; see `generator.executor.Executor`.
 
     Args:
         model: on a CUDA device. cache: there too.
@@ -305,10 +305,10 @@ class _Graph:
         done.record()
         slot = self._count % RING
         self._count += 1
-        return _Flying(done, self._results[slot], tops, alternatives)
+        return _GraphTicket(done, self._results[slot], tops, alternatives)
 
 
-class _Flying:
+class _GraphTicket:
     """The ticket of a replayed graph."""
 
     def __init__(self, done: torch.cuda.Event, results: Tensor, tops: list[int], alternatives: tuple[Tensor, ...] | None) -> None:

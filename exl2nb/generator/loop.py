@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 from exl2nb.core.errors import EngineClosed, GenerationError, OutOfMemory
 from exl2nb.generator.batch import BatchBuilder
-from exl2nb.generator.executor import Results, Stepper, Ticket
+from exl2nb.generator.executor import Executor, Results, Ticket
 from exl2nb.generator.request import Completion
 from exl2nb.generator.scheduler import MIN_CHUNK, Scheduler, Span
 from exl2nb.generator.sequence import Sequence
@@ -28,7 +28,7 @@ class Speculator(Protocol):
         ...
 
 
-class Flight(NamedTuple):
+class InFlight(NamedTuple):
     """A launched step that nobody has read. ticket: its results, where they are there already."""
 
     spans: list[Span]
@@ -39,7 +39,7 @@ class Flight(NamedTuple):
 class StepLoop:
     """Runs what the scheduler holds.
 
-    With a stepper of lookahead 1, step n + 1 is launched before the results of step n are read, as long as every sequence that runs is
+    With an executor of lookahead 1, step n + 1 is launched before the results of step n are read, as long as every sequence that runs is
     drawn on the device. The at most one token that was computed past the end of an answer is dropped. Pages of what has ended may be
     given away while such a step runs: launches are carried out in order.
 
@@ -47,29 +47,24 @@ class StepLoop:
         speculator: None, or who guesses tokens before each step. steps: launched so far.
 
     Args:
-        scheduler: who runs. builder: writes the tensors. stepper: computes.
+        scheduler: who runs. builder: writes the tensors. executor: computes.
     """
 
-    def __init__(self, scheduler: Scheduler, builder: BatchBuilder, stepper: Stepper) -> None:
-        self.scheduler, self.stepper = scheduler, stepper
+    def __init__(self, scheduler: Scheduler, builder: BatchBuilder, executor: Executor) -> None:
+        self.scheduler, self.executor = scheduler, executor
         self.speculator: Speculator | None = None
         self.steps = 0
         self._builder, self._page_size = builder, scheduler.pager.page_size
-        self.in_flight: deque[Flight] = deque()
+        self.in_flight: deque[InFlight] = deque()
 
     @property
     def busy(self) -> bool:
         """True while anything waits, runs or is in flight."""
         return self.scheduler.busy or bool(self.in_flight)
 
-    @property
-    def flying(self) -> bool:
-        """True while a step is in flight."""
-        return bool(self.in_flight)
-
     def add(self, sequence: Sequence, group: object = None) -> None:
         """Queue a sequence."""
-        sequence.on_device = not sequence.host_only and self.stepper.can_draw(sequence.sampler)
+        sequence.on_device = not sequence.host_only and self.executor.can_draw(sequence.sampler)
         self.scheduler.add(sequence, group)
 
     def step(self) -> None:
@@ -89,7 +84,7 @@ class StepLoop:
         spans = scheduler.schedule()
         if spans:
             self._launch(spans)
-            while len(in_flight) > self.stepper.lookahead:
+            while len(in_flight) > self.executor.lookahead:
                 self._read()
         elif in_flight:
             self._read()
@@ -114,7 +109,7 @@ class StepLoop:
     def _launch(self, spans: list[Span]) -> None:
         now = time.perf_counter()
         try:
-            ticket = self.stepper.launch(self._builder.build(spans, self.scheduler.pager.changes))
+            ticket = self.executor.launch(self._builder.build(spans, self.scheduler.pager.changes))
         except Exception as error:
             self._launch_failed(spans, error)
             return
@@ -122,8 +117,8 @@ class StepLoop:
         for sequence, _, length, rows, _ in spans:
             sequence.computed += length
             if rows and sequence.on_device:
-                sequence.flying += 1
-        self.in_flight.append(Flight(spans, ticket, now))
+                sequence.in_flight += 1
+        self.in_flight.append(InFlight(spans, ticket, now))
 
     def _launch_failed(self, spans: list[Span], error: Exception) -> None:
         """Find out whose fault it is: alone, most of them succeed; a long piece of a prompt gets a second chance as a short one."""
@@ -138,7 +133,7 @@ class StepLoop:
                     self.drain()
             return
         for span in spans:
-            if span.length > MIN_CHUNK and not span.sequence.flying and out_of_memory(error):
+            if span.length > MIN_CHUNK and not span.sequence.in_flight and out_of_memory(error):
                 self.scheduler.chunk = MIN_CHUNK
             else:
                 self.fail(span.sequence, error)
@@ -166,7 +161,7 @@ class StepLoop:
                 if not rows:  # the prompt goes on
                     sequence.channel.note(sequence.computed, len(sequence.request.prompt_ids))
                 elif sequence.on_device:
-                    sequence.flying -= 1
+                    sequence.in_flight -= 1
                     sampled = results[at]
                     # logits instead of a draw: the row has no distribution, and the sequence's own sampler says why
                     reason = sequence.append(sampled, now) if isinstance(sampled, Sampled) else sequence.advance([sampled])
@@ -185,7 +180,7 @@ class StepLoop:
     def _publish(self, span: Span) -> None:
         """Make known what a step that was read has written."""
         sequence, pager = span.sequence, self.scheduler.pager
-        if not sequence.pages:  # it gave way while the step was in flight
+        if not sequence.pages:  # preempted while the step was in flight
             return
         if span.rows and span.length > span.rows:  # the prompt is complete
             pager.publish_tail(sequence)

@@ -37,8 +37,8 @@ class Scheduler:
 
     A sequence is admitted when there is a place and its tokens so far fit the free pages; further pages are taken as it grows. When none
     is left, the sequence of the worst rank gives its pages back and waits for its old turn; it continues by computing its tokens again, or
-    by finding their pages still there. The best ranked sequence never gives way, so everything ends. A waiting sequence takes the place of
-    a running one of lower priority.
+    by finding their pages still there. The best ranked sequence is never preempted, so every request ends. A waiting sequence takes the
+    place of a running one of lower priority.
 
     Every step decodes for each sequence past its prompt and shares the rest of the token budget among the prompts. A prompt does not
     compute a page that another one is computing: it waits a few steps and takes that page over.
@@ -104,7 +104,7 @@ class Scheduler:
             self._admit()
         spans = self._spans()
         for _ in range(len(self.running) + 1):
-            if spans or not self.waiting or any(s.flying for s in (*self.running, *self.waiting)):
+            if spans or not self.waiting or any(s.in_flight for s in (*self.running, *self.waiting)):
                 break
             if not self._strip_waiting() and self.running:
                 self.preempt(self.running[-1])  # all that run wait for somebody who has no pages
@@ -153,7 +153,7 @@ class Scheduler:
     # ---- admission
 
     def _admit(self) -> None:
-        while sequence := next((s for s in self.waiting if not s.flying and s.ready()), None):
+        while sequence := next((s for s in self.waiting if not s.in_flight and s.ready()), None):
             while not self._fits(sequence):
                 victim = self.running[-1] if self.running else None
                 if victim is None or victim.rank[0] <= sequence.rank[0]:
@@ -191,24 +191,26 @@ class Scheduler:
         for sequence in self.running.copy():
             if not sequence.long and not self._lengthen(sequence):
                 continue
-            flying, start = sequence.flying, sequence.computed
-            end = len(sequence.ids) + flying
+            in_flight, start = sequence.in_flight, sequence.computed
+            end = len(sequence.ids) + in_flight
             length = end - start
             if length <= 0 or (self.preemptions != preempted and sequence not in self.running):
                 continue
-            if length == 1 and sequence.on_device and sequence.room_changes == pager.changes:  # one token more; it never goes back
+            if length == 1 and sequence.on_device and sequence.room_changes == pager.changes:  # one token more; it is never rewound
                 low, high = sequence.room
                 if low <= start and end <= high and end - sequence.prompt_tokens < sequence.limit:
-                    spans.append(_span(Span, (sequence, start, 1, 1, flying > 0)))
+                    spans.append(_span(Span, (sequence, start, 1, 1, in_flight > 0)))
                     continue
-            if flying or length <= sequence.rows:
-                if (not flying or sequence.new_tokens + flying < sequence.limit) and self._claim(sequence, sequence.computed + length):
-                    spans.append(Span(sequence, sequence.computed, length, length, flying > 0))
+            if in_flight or length <= sequence.rows:
+                if (not in_flight or sequence.new_tokens + in_flight < sequence.limit) and self._claim(
+                    sequence, sequence.computed + length
+                ):
+                    spans.append(Span(sequence, sequence.computed, length, length, in_flight > 0))
             else:
                 prompts.append(sequence)
         if prompts:
             spans += self._chunks(prompts, self._budget(bool(spans)))
-        if preempted != self.preemptions:  # somebody of worse rank gave way after his span was chosen
+        if preempted != self.preemptions:  # a sequence was preempted after its span was chosen
             running = set(map(id, self.running))
             spans = [span for span in spans if id(span.sequence) in running]
         return spans
@@ -218,9 +220,9 @@ class Scheduler:
         assert self.switch is not None, "only a model that switches has short sequences"
         if len(sequence.ids) - sequence.guessed <= self.switch < len(sequence.ids):
             sequence.withdraw()  # guesses are verified on their own side of the switch
-        if len(sequence.ids) + sequence.flying <= self.switch:
+        if len(sequence.ids) + sequence.in_flight <= self.switch:
             return True
-        if sequence.flying:
+        if sequence.in_flight:
             return False
         self.pager.release(sequence)
         sequence.long, sequence.salt, sequence.keys = True, "", []
@@ -257,7 +259,7 @@ class Scheduler:
         return True
 
     def _claim(self, sequence: Sequence, end: int) -> bool:
-        """Get pages up to `end`, from sequences of worse rank where none is free. False: it was its own turn to give way."""
+        """Get pages up to `end`, from sequences of worse rank where none is free. False: it was preempted itself."""
         while not self.pager.reserve(sequence, end):
             if self._strip_waiting():
                 continue

@@ -38,7 +38,7 @@ class Sequence:
         Kept by scheduler and pager: rank (the smaller runs first), keys (of the full pages of ids), published (full pages made known),
         room and room_changes (see `Pager.reserve`), reused_tokens, preemptions, salt (what besides tokens changes the pages), long (rotated
         as sequences beyond the scheduler's switch).
-        Kept by the engine: flying (tokens drawn by the stepper that nobody has read), on_device (the stepper draws), ended, deadline.
+        Kept by the engine: in_flight (launched tokens whose results are not read yet), on_device (the executor draws), ended, deadline.
         group: None, or what it runs in step with; its members end together.
 
     Args:
@@ -56,7 +56,7 @@ class Sequence:
         self.pages: list[int] = []
         self.rank: tuple[int, int, int] = (0, 0, 0)
         self.keys: list[bytes] = []
-        self.published = self.reused_tokens = self.preemptions = self.flying = 0
+        self.published = self.reused_tokens = self.preemptions = self.in_flight = 0
         self.room, self.room_changes = (0, 0), -1
         self.salt, self.long = "", True
         self.on_device = self.ended = False
@@ -149,7 +149,7 @@ class Sequence:
         self.guessed = len(guesses)
 
     def withdraw(self) -> None:
-        """Take back guesses that were not verified: it gives way, or ends."""
+        """Take back guesses that were not verified: it is preempted, or ends."""
         if self.guessed:
             del self.ids[len(self.ids) - self.guessed :]
             self.guessed = 0

@@ -79,7 +79,7 @@ class LLM(ScoringMixin, ChatMixin):
             max_sequences=max_sequences,
             max_chunk=GPU_CHUNK if model.device == "cuda" else MAX_CHUNK,
             device=model.device,
-            stepper=_gpu_stepper if model.device == "cuda" else None,
+            executor=_gpu_executor if model.device == "cuda" else None,
         )
         self.cache = PromptCache(self.engine, partial(fingerprint, path, model))
         self._finalizer = weakref.finalize(self, self.engine.close)
@@ -444,10 +444,10 @@ def _with_prompt(completion: Completion, prompt: Any) -> Completion:
     return replace(completion, prompt=prompt, beams=tuple(replace(one, prompt=prompt) for one in completion.beams))
 
 
-def _gpu_stepper(model: Any, cache: Any) -> Any:
-    from exl2nb.generator.gpu_executor import GpuStepper
+def _gpu_executor(model: Any, cache: Any) -> Any:
+    from exl2nb.generator.gpu_executor import GpuExecutor
 
-    return GpuStepper(model, cache)
+    return GpuExecutor(model, cache)
 
 
 def _call_back(handle: Handle, on_chunk: Callable[[Chunk], object]) -> Completion:

@@ -15,7 +15,7 @@ from exl2nb.sampling.chain import sample_row
 from exl2nb.sampling.state import SamplerState
 
 
-class DelayedStepper:
+class DelayedExecutor:
     """Lookahead 1.
 
     delay_s: how long a step takes at most, at random. fail_at: launch -> what `result` raises.
@@ -85,9 +85,9 @@ class DelayedStepper:
 
 
 class _Ticket:
-    def __init__(self, stepper, number, future):
-        self._stepper, self.number, self._future = stepper, number, future
+    def __init__(self, executor, number, future):
+        self._executor, self.number, self._future = executor, number, future
 
     def result(self):
-        self._stepper.unread -= 1
+        self._executor.unread -= 1
         return self._future.result()

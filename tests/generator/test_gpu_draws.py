@@ -47,7 +47,7 @@ def test_alone_and_together(llm):
 
 
 def test_they_are_drawn_on_the_gpu(llm):
-    stepper = llm.engine.loop.stepper
+    stepper = llm.engine.loop.executor
     from exl2nb.sampling.params import SamplingParams
     from exl2nb.sampling.state import SamplerState
 

@@ -24,7 +24,7 @@ def load():
 
 def graphs(llm):
     """The steps that were captured, or None in the place of one that could not be."""
-    return vars(llm.engine.loop.stepper)["_graphs"]
+    return vars(llm.engine.loop.executor)["_graphs"]
 
 
 def told(completion):

@@ -47,8 +47,8 @@ def llm(loaded):
 @pytest.fixture
 def ahead(llm, monkeypatch):
     """Rows of every step that ran ahead."""
-    steps, begin = [], llm.engine._stepper._begin
-    monkeypatch.setattr(llm.engine._stepper, "_begin", lambda batch, *rest: steps.append(len(batch.input_ids)) or begin(batch, *rest))
+    steps, begin = [], llm.engine._executor._begin
+    monkeypatch.setattr(llm.engine._executor, "_begin", lambda batch, *rest: steps.append(len(batch.input_ids)) or begin(batch, *rest))
     return steps
 
 
@@ -73,7 +73,7 @@ def test_as_alone(llm, ahead):
     assert [told(done[i]) for i in range(8)] == expected
     assert len(ahead) > 20
     assert set(ahead) <= set(range(AHEAD_ROWS, 9))
-    assert llm.engine._stepper.lookahead == 0  # the last requests ran without
+    assert llm.engine._executor.lookahead == 0  # the last requests ran without
 
 
 def test_with_requests_that_draw_for_themselves(llm, ahead):
@@ -115,8 +115,8 @@ def test_one_thread_runs_nothing_ahead(monkeypatch):
     try:
         with ex.demo(progress=None, device="cpu", context=512, cache_tokens=4096) as llm:
             expected = alone(llm, requests(4, 6))
-            steps, begin = [], llm.engine._stepper._begin
-            monkeypatch.setattr(llm.engine._stepper, "_begin", lambda *step: steps.append(step) or begin(*step))
+            steps, begin = [], llm.engine._executor._begin
+            monkeypatch.setattr(llm.engine._executor, "_begin", lambda *step: steps.append(step) or begin(*step))
             done = llm.batch(requests(4, 6)).run()
     finally:
         torch.set_num_threads(before)
@@ -131,18 +131,18 @@ def test_a_step_that_cannot_begin(llm, monkeypatch):
     def fail(*arguments):
         raise RuntimeError("no thread to be had")
 
-    begin = llm.engine._stepper._begin
-    monkeypatch.setattr(llm.engine._stepper, "_begin", fail)
+    begin = llm.engine._executor._begin
+    monkeypatch.setattr(llm.engine._executor, "_begin", fail)
     done = llm.batch(requests(4, 6)).run()
     assert [told(done[i]) for i in range(4)] == expected  # each by itself
-    monkeypatch.setattr(llm.engine._stepper, "_begin", begin)
+    monkeypatch.setattr(llm.engine._executor, "_begin", begin)
     done = llm.batch(requests(4, 6)).run()
     assert [told(done[i]) for i in range(4)] == expected
 
 
 def test_a_broken_row_ends_its_request_alone(llm, ahead, monkeypatch):
     """What has no distribution becomes that request's error; the others' texts stay as they are."""
-    expected, begin, broken = alone(llm, requests(6, 20)), llm.engine._stepper._begin, []
+    expected, begin, broken = alone(llm, requests(6, 20)), llm.engine._executor._begin, []
 
     def damaged(batch, cache, draw, fed):
         if int(batch.context_lens[2]) > 12 and not broken:
@@ -151,7 +151,7 @@ def test_a_broken_row_ends_its_request_alone(llm, ahead, monkeypatch):
                 layer[int(batch.block_table[2, 0])] = float("nan")
         return begin(batch, cache, draw, fed)
 
-    monkeypatch.setattr(llm.engine._stepper, "_begin", damaged)
+    monkeypatch.setattr(llm.engine._executor, "_begin", damaged)
     job = llm.batch(requests(6, 20))
     done = job.run()
     assert [told(done[i]) for i in (0, 1, 3, 4, 5)] == [expected[i] for i in (0, 1, 3, 4, 5)]

@@ -244,7 +244,7 @@ class Life(RuleBasedStateMachine):
     def fork(self, which, seed):
         """Another request that continues where this one stands."""
         self.run(1)
-        able = [s for s, _ in self.alive if type(s) is Sequence and s.pages and not s.flying]
+        able = [s for s, _ in self.alive if type(s) is Sequence and s.pages and not s.in_flight]
         if not able:
             return
         source = able[which % len(able)]

@@ -14,7 +14,7 @@ from exl2nb.generator.request import Request
 from exl2nb.sampling.params import SamplingParams
 
 from . import fakes
-from .delayed import DelayedStepper
+from .delayed import DelayedExecutor
 
 
 @pytest.fixture
@@ -22,15 +22,15 @@ def running():
     made = []
 
     def make(model=None, *, delay_s=0.0, draws=lambda state: True, **kwargs):
-        stepper = functools.partial(DelayedStepper, delay_s=delay_s, draws=draws)
-        made.append(fakes.engine(model or fakes.FakeModel(vocab=512), stepper=stepper, **kwargs))
+        executor = functools.partial(DelayedExecutor, delay_s=delay_s, draws=draws)
+        made.append(fakes.engine(model or fakes.FakeModel(vocab=512), executor=executor, **kwargs))
         return made[-1]
 
     yield make
     for engine in made:
         engine.close()
         assert engine.pages.num_free == engine.pages.num_pages
-        assert engine._stepper.closed
+        assert engine._executor.closed
 
 
 def request(prompt, count=8, **kwargs):
@@ -50,10 +50,10 @@ def test_one_request_runs_ahead(running):
     completion = engine.submit(request(prompt(1, 300), 40, top_logprobs=3)).result()
     assert ids(completion) == fakes.expected(engine.model, prompt(1, 300), 40)
     assert all(len(token.top) == 3 and token.rank == 1 for token in completion.tokens)
-    stepper = engine._stepper
-    assert stepper.fed == 39
-    assert stepper.same >= 37
-    assert stepper.ahead >= 39
+    executor = engine._executor
+    assert executor.fed == 39
+    assert executor.same >= 37
+    assert executor.ahead >= 39
     assert engine.loop.steps == len(engine.model.steps) == 39 + sum(tokens > 1 for _, tokens in engine.model.steps)
 
 
@@ -90,7 +90,7 @@ def test_rows_the_device_cannot_draw_take_part(running):
     alone = running().submit(request([6], 10, temperature=1.0, top_k=7, seed=3)).result()
     assert host.result().tokens == alone.tokens
     assert ids(device.result()) == fakes.expected(engine.model, [5], 90)
-    assert engine._stepper.fed > 20
+    assert engine._executor.fed > 20
 
 
 def test_crowd_in_a_small_cache(running):
@@ -109,13 +109,13 @@ def test_crowd_in_a_small_cache(running):
         assert ids(handle.result()) == fakes.expected(engine.model, text, count)
     assert engine.wait_idle()
     assert engine.loop.scheduler.preemptions > 0
-    assert engine._stepper.fed > 50
+    assert engine._executor.fed > 50
     assert engine.pages.num_free == 7
 
 
 def test_a_failed_result_ends_its_requests_alone(running):
     engine = running()
-    engine._stepper.fail_at[5] = RuntimeError("boom")
+    engine._executor.fail_at[5] = RuntimeError("boom")
     doomed = engine.submit(request([5], 50))
     with pytest.raises(GenerationError, match="boom"):
         doomed.result()
@@ -127,10 +127,10 @@ def test_close_and_exclusive_with_a_step_in_flight(running):
     handle = engine.submit(request([5], 3000))
     next(handle)
     with fakes.held(engine):
-        assert engine._stepper.unread == 0
-        launches = engine._stepper.launches
+        assert engine._executor.unread == 0
+        launches = engine._executor.launches
         time.sleep(0.02)
-        assert engine._stepper.launches == launches
+        assert engine._executor.launches == launches
     next(handle)
     engine.close()
     with pytest.raises(EngineClosed):
@@ -157,9 +157,9 @@ def test_the_demo_model_says_the_same():
         requests = [Request(prompt_ids=tuple(llm.tokenizer.encode(p)), sampling=s, max_tokens=24) for p, s in zip(prompts, sampling)]
         host = [llm.engine.submit(one).result() for one in requests]
         with fakes.held(llm.engine):
-            ahead = Engine(llm.model, llm.tokenizer, llm.model.cache_spec(2048), stepper=DelayedStepper)
+            ahead = Engine(llm.model, llm.tokenizer, llm.model.cache_spec(2048), executor=DelayedExecutor)
             device = [handle.result() for handle in [ahead.submit(one) for one in requests]]
-            ahead._stepper.model = fakes.FakeModel()  # the model belongs to the other engine
+            ahead._executor.model = fakes.FakeModel()  # the model belongs to the other engine
             ahead.model = fakes.FakeModel()
             ahead.close()
     assert [c.tokens for c in device] == [c.tokens for c in host]
