@@ -408,7 +408,7 @@ Tensor program_schema_cpu(const Tensor&) {
 
 // groups: int64 (G, 2), bits and rows, of each matrix.
 int64_t packed_bytes_cpu(int64_t in_features, std::vector<std::string> formats, std::vector<int64_t> out_features,
-                           std::vector<Tensor> groups) {
+                         std::vector<Tensor> groups) {
   const char* op = "packed_bytes";
   STD_TORCH_CHECK(formats.size() == groups.size() && out_features.size() == groups.size(), op, ": got ", formats.size(), " formats, ",
                   out_features.size(), " out_features and ", groups.size(), " groups; expected one of each per matrix");

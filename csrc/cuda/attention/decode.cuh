@@ -340,7 +340,7 @@ struct Decode {
     EXL2NB_MARK(a, 3);
     if constexpr (kCoded) {
       if (!num_new) return;
-        // 32 dims of a new key or value at a time: as the cache holds them into shared memory and, once, into the cache.
+      // 32 dims of a new key or value at a time: as the cache holds them into shared memory and, once, into the cache.
 #pragma unroll 1
       for (int j = warp; j < 2 * num_new * kSlots; j += warps) {
         const bool key = j < num_new * kSlots;
