@@ -16,8 +16,6 @@
 #include <immintrin.h>
 #endif
 
-#include "of_process.h"
-
 namespace exl2nb {
 namespace {
 
