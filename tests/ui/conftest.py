@@ -52,6 +52,19 @@ def page(browser):
         yield page
 
 
+@pytest.fixture
+def open_export(page, tmp_path):
+    """Writes a widget's export, of less than 200 kB, and opens it in `page` without network."""
+
+    def open_export(widget):
+        widget.to_html(tmp_path / "export.html")
+        assert (tmp_path / "export.html").stat().st_size < 200_000
+        page.context.set_offline(True)
+        page.goto((tmp_path / "export.html").as_uri())
+
+    return open_export
+
+
 @pytest.fixture(scope="module")
 def lab_page(browser):
     """One page for a module: JupyterLab and its kernel take seconds to start."""

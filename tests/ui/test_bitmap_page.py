@@ -66,10 +66,8 @@ def test_names_are_text(page):
     assert page.get_by_role("rowheader").inner_text().startswith("<img")
 
 
-def test_export_without_kernel(page, shown, tmp_path):
-    shown.to_html(tmp_path / "map.html")
-    page.context.set_offline(True)
-    page.goto((tmp_path / "map.html").as_uri())
+def test_export_without_kernel(page, shown, open_export):
+    open_export(shown)
     page.get_by_role("gridcell", name="layer 2 down:").click()
     page.locator(".exl2nb-strip > div").first.wait_for()
     assert "bits" in page.locator(".exl2nb-strip-box").inner_text()

@@ -76,11 +76,8 @@ def test_choose_run_stream_and_stop(page, explorer):
     assert host.sent[-1] == {"type": "needle", "modes": ["fp16", "q8", "q4"]}
 
 
-def test_export_without_network(page, explorer, tmp_path):
-    explorer.to_html(tmp_path / "caches.html")
-    assert (tmp_path / "caches.html").stat().st_size < 200_000
-    page.context.set_offline(True)
-    page.goto((tmp_path / "caches.html").as_uri())
+def test_export_without_network(page, explorer, open_export):
+    open_export(explorer)
     page.locator(".exl2nb-kl-token").first.wait_for()
     assert page.locator(".exl2nb-answer-text").first.evaluate("(e) => e.textContent") == "".join(t.text for t in explorer.tokens["fp16"])
     assert page.get_by_role("button", name="Compare").count() == 0

@@ -75,11 +75,8 @@ def test_a_run_from_click_to_measured(page, compare):
     assert page.get_by_label("Prompts, one per line").get_attribute("readonly") is not None
 
 
-def test_export_without_network(page, compare, tmp_path):
-    compare.to_html(tmp_path / "compare.html")
-    assert (tmp_path / "compare.html").stat().st_size < 200_000
-    page.context.set_offline(True)
-    page.goto((tmp_path / "compare.html").as_uri())
+def test_export_without_network(page, compare, open_export):
+    open_export(compare)
     page.locator(".exl2nb-kl-token").first.wait_for()
     assert page.locator(".exl2nb-answer-text").count() == 6
     assert page.get_by_role("button", name="Run").count() == 0

@@ -103,11 +103,9 @@ def test_a_size_asks_the_kernel_and_its_error_is_seen(page, explorer):
     assert violations(page, besides=ROUNDED) == []
 
 
-def test_export_moves_along_the_curve_without_a_kernel(page, explorer, tmp_path):
+def test_export_moves_along_the_curve_without_a_kernel(page, explorer, open_export):
     explorer.solve(4.0)
-    explorer.to_html(tmp_path / "explorer.html")
-    page.context.set_offline(True)
-    page.goto((tmp_path / "explorer.html").as_uri())
+    open_export(explorer)
     slider = page.get_by_role("slider", name="Bits per weight")
     slider.fill("6")
     page.wait_for_function("() => Number(document.querySelector('.exl2nb-big').textContent) > 5.8")

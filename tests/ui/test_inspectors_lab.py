@@ -31,16 +31,10 @@ PLACE = {name: i for i, name in enumerate(CELLS)}
 
 
 @pytest.fixture(scope="module")
-def book(browser, lab):
-    context = browser.new_context(viewport={"width": 1280, "height": 1000})
-    page, errors = context.new_page(), []
-    page.set_default_timeout(20_000)
-    page.on("pageerror", lambda error: errors.append(str(error)))
-    book = Notebook(lab, page, list(CELLS.values()))
+def book(lab, lab_page):
+    book = Notebook(lab, lab_page, list(CELLS.values()))
     book.run(PLACE["start"])
-    yield book
-    context.close()
-    assert not errors, f"errors in the page: {errors}"
+    return book
 
 
 def shown(book, kind: str):

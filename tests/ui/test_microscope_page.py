@@ -72,10 +72,7 @@ def test_names_are_text(page, scope):
     assert page.get_by_role("option").inner_text() == "<script>fail()</script>"
 
 
-def test_export_without_kernel(page, scope, tmp_path):
-    scope.to_html(tmp_path / "scope.html")
-    assert (tmp_path / "scope.html").stat().st_size < 200_000
-    page.context.set_offline(True)
-    page.goto((tmp_path / "scope.html").as_uri())
+def test_export_without_kernel(page, scope, open_export):
+    open_export(scope)
     assert page.locator("tbody tr").count() == len(scope._tokens)
     assert page.get_by_role("slider", name="Top-p, slider").is_disabled()

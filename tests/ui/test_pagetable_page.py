@@ -86,10 +86,8 @@ def test_keys(page, table):
     assert page.get_by_role("status").inner_text().startswith("page 18: ")
 
 
-def test_export_replays_without_kernel(page, table, tmp_path):
-    table.to_html(tmp_path / "pages.html")
-    page.context.set_offline(True)
-    page.goto((tmp_path / "pages.html").as_uri())
+def test_export_replays_without_kernel(page, table, open_export):
+    open_export(table)
     page.get_by_role("slider", name="Moment").fill("0")
     page.wait_for_function("() => document.querySelector('.exl2nb-head').textContent.includes('one text is kept')")
     assert page.locator(".exl2nb-request").count() == 0

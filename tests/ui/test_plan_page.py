@@ -118,9 +118,7 @@ def test_names_and_errors_are_text(page):
     assert page.get_by_role("alert").inner_text() == "<b>bad</b>"
 
 
-def test_export_without_kernel(page, tmp_path):
-    MemoryPlan(large()).to_html(tmp_path / "plan.html")
-    page.context.set_offline(True)
-    page.goto((tmp_path / "plan.html").as_uri())
+def test_export_without_kernel(page, open_export):
+    open_export(MemoryPlan(large()))
     page.get_by_label("Cache", exact=True).select_option("q4")
     page.locator(".exl2nb-verdict", has_text="fits").wait_for()

@@ -98,12 +98,10 @@ def test_accessible(page, theme, screenshots):
     assert violations(page, ".exl2nb") == []
 
 
-def test_an_export_shows_the_turns_and_no_buttons(page, tmp_path):
+def test_an_export_shows_the_turns_and_no_buttons(page, open_export):
     play = Playground(chat=True)
     play._turns = TURNS
-    play.to_html(tmp_path / "chat.html")
-    page.context.set_offline(True)
-    page.goto((tmp_path / "chat.html").as_uri())
+    open_export(play)
     page.locator(".exl2nb-turn-text").nth(2).wait_for()
     assert page.locator(".exl2nb-turn-number").all_text_contents() == ["2/2", "2/3"]
     assert page.locator(".exl2nb-turns button:visible, .exl2nb-turn-answer button:visible").count() == 0

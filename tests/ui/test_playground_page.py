@@ -298,11 +298,9 @@ def test_accessible(page, theme, view, screenshots):
     assert violations(page, ".exl2nb") == []
 
 
-def test_offline_export_shows_text_without_network(page, tmp_path, screenshots):
+def test_offline_export_shows_text_without_network(page, open_export, screenshots):
     play = Playground(result={"prompt": "Once upon a", "tokens": ITEMS, "finish_reason": "length"})
-    play.to_html(tmp_path / "play.html")
-    page.context.set_offline(True)
-    page.goto((tmp_path / "play.html").as_uri())
+    open_export(play)
     page.locator(".exl2nb-token").nth(3).wait_for()
     assert text(page).startswith("Once upon a dog ran.")
     assert not page.get_by_role("button", name="Generate").is_visible()

@@ -55,10 +55,7 @@ def test_words_are_text(page, seen):
     assert page.locator(".exl2nb-head b").inner_text() == "<b>no</b>"
 
 
-def test_export_without_kernel(page, seen, tmp_path):
-    seen.to_html(tmp_path / "seen.html")
-    assert (tmp_path / "seen.html").stat().st_size < 200_000
-    page.context.set_offline(True)
-    page.goto((tmp_path / "seen.html").as_uri())
+def test_export_without_kernel(page, seen, open_export):
+    open_export(seen)
     page.get_by_role("option").nth(5).hover()
     page.wait_for_function("() => document.querySelector('.exl2nb-readout').textContent.includes('pass ')")

@@ -83,11 +83,8 @@ def test_keys(page, glass):
     assert page.get_by_role("gridcell").nth(23).evaluate("(cell) => cell === document.activeElement")
 
 
-def test_export_without_kernel(page, glass, tmp_path):
-    glass.to_html(tmp_path / "weights.html")
-    assert (tmp_path / "weights.html").stat().st_size < 200_000
-    page.context.set_offline(True)
-    page.goto((tmp_path / "weights.html").as_uri())
+def test_export_without_kernel(page, glass, open_export):
+    open_export(glass)
     page.get_by_role("gridcell").nth(4).click()
     assert f"row {glass._slice['rows'][4]}," in trace(page)
     assert page.get_by_label("Column").is_disabled()
