@@ -97,7 +97,8 @@ class Notebook:
             AssertionError: the cell raised; the message is its traceback.
         """
         prompt = self.cell(index).locator(".jp-InputPrompt")
-        prompt.evaluate("node => { node.textContent = '[ ]:' }")  # a cell keeps its old number until it starts, and a new kernel counts from 1 again
+        # A cell keeps its old number until it starts, and a new kernel counts from 1 again.
+        prompt.evaluate("node => { node.textContent = '[ ]:' }")
         self.start(index)
         prompt.filter(has_text=re.compile(r"\[\d+\]")).wait_for(timeout=timeout_s * 1000)
         failed = self.cell(index).locator('[data-mime-type="application/vnd.jupyter.error"]')
