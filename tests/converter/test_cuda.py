@@ -14,11 +14,6 @@ pytestmark = pytest.mark.gpu
 MORE = {**OPTIONS, "rows": 24}
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
 def convert(source, out, device, **options):
     return ConversionJob(source, out, bpw=4.0, device=device, **MORE, **options).run()
 

@@ -33,11 +33,6 @@ ConversionJob(src, dst, bpw=4.0, calibration=[text], rows=6, length=32, polish=T
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
 def whole(source, tmp_path_factory):
     events = []
     done = ConversionJob(source, tmp_path_factory.mktemp("out") / "whole", bpw=4.0, **EVERYTHING).run(events.append)

@@ -49,8 +49,7 @@ def test_the_model_computes_the_same(tmp_path, changes):
     assert max(float(f.max()) for f in factors.values()) > 1.05
 
 
-def test_what_is_cut_or_not_gated_is_left_alone(tmp_path):
-    source = write_model(tmp_path / "tiny")
+def test_what_is_cut_or_not_gated_is_left_alone(source):
     config = read_model_config(source)
     with open_store(config, source) as store, torch.no_grad():
         weights = DenseWeights(config, store)

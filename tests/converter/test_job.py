@@ -69,11 +69,6 @@ def write_model(directory, **changes):
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
 def done(source, tmp_path_factory):
     return ConversionJob(source, tmp_path_factory.mktemp("out") / "5bpw", bpw=5.0, **OPTIONS).run()
 

@@ -92,8 +92,7 @@ def test_seven_b_fits_on_a_gpu_of_8_gb_however_deep(rows):
     assert deep == shallow
 
 
-def test_the_same_bytes_however_little_may_wait(tmp_path, monkeypatch):
-    source = write_model(tmp_path / "tiny")
+def test_the_same_bytes_however_little_may_wait(source, tmp_path, monkeypatch):
     roomy = ConversionJob(source, tmp_path / "roomy", bpw=4.0, **OPTIONS).run()
     monkeypatch.setattr(quantization, "HELD_BYTES", 0)  # every stage of a layer begins at its start again
     begun, steps = [], quantization.reference.steps
@@ -116,11 +115,10 @@ def test_a_gpu_stays_within_its_bound(tmp_path):
     assert 0.2 * bound < taken < bound
 
 
-def test_sparse_models_and_the_job(tmp_path):
+def test_sparse_models_and_the_job(source, tmp_path):
     mixtral = {**CONFIG, "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_experts_per_tok": 2}
     few, many = (planned(parse_config({**mixtral, "num_local_experts": count}), rows=4, length=32) for count in (2, 16))
     assert 0 < few.nbytes < many.nbytes
-    source = write_model(tmp_path / "tiny")
     job = ConversionJob(source, tmp_path / "out", bpw=4.0, **OPTIONS)
     assert job.memory() == planned(parse_config(CONFIG), rows=6, length=32, report_rows=8)
 

@@ -19,11 +19,6 @@ from .test_job import OPTIONS, output, write_model
 
 
 @pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(scope="module")
 def measurement(source, tmp_path_factory):
     return ConversionJob(source, tmp_path_factory.mktemp("measure") / "none", bpw=4.0, **OPTIONS).measure()
 

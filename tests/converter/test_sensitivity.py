@@ -8,12 +8,9 @@ from exl2nb.converter.weights import DenseWeights
 from exl2nb.model.loader import read_model_config
 from exl2nb.model.store import open_store
 
-from .test_job import write_model
-
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    source = write_model(tmp_path_factory.mktemp("models") / "tiny")
+def run(source):
     config = read_model_config(source)
     with open_store(config, source) as store, torch.no_grad():
         weights = DenseWeights(config, store)

@@ -11,14 +11,9 @@ from exl2nb.converter.quantization import Rounding
 from exl2nb.converter.streams import DiskStream, new_stream, on_disk
 from exl2nb.core.errors import ConversionError
 
-from .test_job import OPTIONS, output, write_model
+from .test_job import OPTIONS, output
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    return write_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @pytest.fixture(scope="module")

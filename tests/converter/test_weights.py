@@ -12,7 +12,7 @@ from exl2nb.io import safetensors
 from exl2nb.model.loader import read_model_config
 from exl2nb.model.store import open_store
 
-from .test_job import OPTIONS, output, write_model
+from .test_job import OPTIONS, output
 
 MOST = 1 << 20
 
@@ -80,8 +80,7 @@ def test_reading_stops(file):
     assert names == ["a"]
 
 
-def test_layers_are_the_same_in_any_order(tmp_path, monkeypatch):
-    source = write_model(tmp_path / "tiny")
+def test_layers_are_the_same_in_any_order(source, monkeypatch):
     config, taken, take = read_model_config(source), [], Prefetcher.take
     monkeypatch.setattr(Prefetcher, "take", lambda self, name: taken.append(found := take(self, name)) or found)
     with open_store(config, source) as store:
@@ -95,8 +94,8 @@ def test_layers_are_the_same_in_any_order(tmp_path, monkeypatch):
     assert sum(found is not None for found in taken) >= 3 * 7
 
 
-def test_a_conversion_that_reads_ahead_gives_the_same_bytes(tmp_path, monkeypatch):
-    source, taken, take = write_model(tmp_path / "tiny"), [], Prefetcher.take
+def test_a_conversion_that_reads_ahead_gives_the_same_bytes(source, tmp_path, monkeypatch):
+    taken, take = [], Prefetcher.take
     plain = ConversionJob(source, tmp_path / "plain", bpw=4.0, **OPTIONS).run()
     begin = Prefetcher.__init__
     monkeypatch.setattr(Prefetcher, "__init__", lambda self, store, most, *, pinned: begin(self, store, MOST, pinned=False))

@@ -1,0 +1,9 @@
+import pytest
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory):
+    """The tiny random model of test_job.py, written once. Do not change its files: write your own with `write_model`."""
+    from tests.converter.test_job import write_model
+
+    return write_model(tmp_path_factory.mktemp("models") / "tiny")
