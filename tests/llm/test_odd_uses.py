@@ -1,7 +1,6 @@
 """What people do that nobody asked for: options of the wrong kind, functions that exit, models that are not kept."""
 
 import gc
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,10 +16,14 @@ def llm():
         yield made
 
 
-def test_a_function_that_exits_ends_its_own_request(llm):
+@pytest.mark.parametrize(("error", "message"), [(SystemExit(3), "raised SystemExit: 3"), (RuntimeError("oops"), "oops")])
+def test_a_function_that_exits_or_raises_ends_its_own_request(llm, error, message):
+    def fail(draw):
+        raise error
+
     other = llm.stream("It was", max_tokens=40, ignore_eos=True)
-    with pytest.raises(GenerationError, match="raised SystemExit: 3"):
-        llm.generate("He", max_tokens=4, post_sampling=lambda draw: sys.exit(3))
+    with pytest.raises(GenerationError, match=message):
+        llm.generate("He", max_tokens=4, post_sampling=fail)
     assert len(other.result().tokens) == 40
 
 

@@ -42,15 +42,19 @@ def top_k(x, k):
     return keep(x, x >= kth)
 
 
-def top_p(x, p):
-    """Walk from the most probable token down until the total before the token has reached p."""
+def nucleus(x, cost, mass):
+    """Walk from the lowest cost up until the total probability before the token has reached `mass`."""
     probs, kept, total = softmax(x), np.zeros(len(x), bool), 0.0
-    for i in np.argsort(-x, kind="stable"):
-        if total >= p and kept.any():
+    for i in np.argsort(cost, kind="stable"):
+        if total >= mass and kept.any():
             break
         kept[i] = True
         total += probs[i]
     return keep(x, kept)
+
+
+def top_p(x, p):
+    return nucleus(x, -x, p)
 
 
 def top_a(x, a):
@@ -85,14 +89,7 @@ def tail_free(x, z):
 def typical(x, mass):
     probs = softmax(x)
     entropy = -sum(p * math.log(p) for p in probs if p > 0)
-    distance = np.array([abs(-math.log(p) - entropy) if p > 0 else math.inf for p in probs])
-    kept, total = np.zeros(len(x), bool), 0.0
-    for i in np.argsort(distance, kind="stable"):
-        if total >= mass and kept.any():
-            break
-        kept[i] = True
-        total += probs[i]
-    return keep(x, kept)
+    return nucleus(x, np.array([abs(-math.log(p) - entropy) if p > 0 else math.inf for p in probs]), mass)
 
 
 def mirostat(x, mu):

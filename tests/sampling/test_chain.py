@@ -1,3 +1,5 @@
+"""The chain of filters: its order, its reference, what it draws, and functions that watch the draw."""
+
 import math
 
 import numpy as np
@@ -6,14 +8,15 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from exl2nb.core.errors import GenerationError
+from exl2nb.core.errors import GenerationError, OptionError
 from exl2nb.sampling.chain import filtered, narrow, sample, sample_row
 from exl2nb.sampling.draw import inverse_cdf, uniform
 from exl2nb.sampling.filters import WHOLE, View, active_filters
 from exl2nb.sampling.params import SamplingParams
-from exl2nb.sampling.state import SamplerState
+from exl2nb.sampling.state import Bounds, SamplerState, recipe
 
 from . import numpy_reference as reference
+from .test_state import Countdown
 
 PROMPT, NEW = [1, 4, 4, 30, 2, 7, 4, 30], [2, 7, 4, 30, 2, 9, 9]
 COMMON = {
@@ -56,14 +59,6 @@ def logits(seed, size, spread=3.0):
     return np.random.default_rng(seed).normal(size=size).astype(np.float32) * np.float32(spread)
 
 
-def test_order_is_that_of_transformers():
-    every = SamplingParams(temperature=0.5, top_k=5, top_p=0.9, min_p=0.1, repetition_penalty=1.1)
-    assert [f.name for f in active_filters(every)] == ["repetition_penalty", "temperature", "top_k", "top_p", "min_p"]
-    assert active_filters(SamplingParams()) == ()
-    greedy = SamplingParams(temperature=0, top_k=5, repetition_penalty=1.1)
-    assert [f.name for f in active_filters(greedy)] == ["repetition_penalty"]
-
-
 def state_of(params, **kwargs):
     state = SamplerState(params, PROMPT, end_ids=[2], **kwargs)
     for token in NEW:
@@ -74,25 +69,62 @@ def state_of(params, **kwargs):
 @given(params=PARAMS, seed=st.integers(0, 1000), size=st.sampled_from([40, 257, 1500]), spread=st.sampled_from([0.01, 0.5, 3.0, 12.0]))
 @settings(max_examples=250, deadline=None)
 def test_chain_equals_its_reference(params, seed, size, spread):
-    # smoothing makes ties of float32 out of a row as flat as this, and mirostat may cut between them
-    assume(spread > 0.1 or not (params.mirostat and params.smoothing_factor))
+    assume(
+        spread > 0.1 or not params.smoothing_factor
+    )  # smoothing makes float32 ties out of so flat a row, and a cut may fall between them
     x = logits(seed, size, spread)
     got = filtered(x, state_of(params)).astype(np.float64)
-    wanted = reference.chain(
-        x,
-        params,
-        PROMPT,
-        NEW,
-        end_ids=[2],
-        breakers=params.dry_breakers,
-        protected=params.xtc_ignore if params.xtc_ignore is not None else [2],
-    )
+    protected = params.xtc_ignore if params.xtc_ignore is not None else [2]
+    wanted = reference.chain(x, params, PROMPT, NEW, end_ids=[2], breakers=params.dry_breakers, protected=protected)
     # a token may stand exactly on a border: then float32 and float64 may part, by tokens whose weight does not matter
     np.testing.assert_allclose(reference.softmax(got), reference.softmax(wanted), atol=2e-4)
     both = np.isfinite(got) & np.isfinite(wanted)
     assert both.any()
     if not (params.xtc_probability or params.skew):  # those give logits up to a constant
         np.testing.assert_allclose(got[both], wanted[both], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({}, []),
+        ({"temperature": 0, "top_k": 5, "repetition_penalty": 1.1}, ["repetition_penalty"]),
+        (  # the default order is that of Transformers
+            {"temperature": 0.5, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.1},
+            ["repetition_penalty", "temperature", "top_k", "top_p", "min_p"],
+        ),
+        ({"temperature": 0.5, "min_p": 0.1, "xtc_probability": 0.5, "top_k": 4}, ["temperature", "top_k", "min_p", "xtc"]),
+        (
+            {"temperature": 0.5, "min_p": 0.1, "xtc_probability": 0.5, "top_k": 4, "temperature_last": True},
+            ["top_k", "min_p", "temperature", "xtc"],
+        ),
+        ({"order": ["min_p", "temperature", "top_p"], "min_p": 0.05, "temperature": 2.0, "top_p": 0.9}, ["min_p", "temperature", "top_p"]),
+        ({"order": ["min_p", "temperature", "top_p", "skew"], "top_p": 0.5}, ["top_p"]),
+        (
+            {"order": ["dry", "logit_bias", "top_k"], "dry_multiplier": 1.0, "logit_bias": {1: 1}, "banned_tokens": [2]},
+            ["banned_tokens", "dry", "logit_bias"],
+        ),
+    ],
+)
+def test_order_of_the_filters(options, names):
+    assert [f.name for f in active_filters(SamplingParams(**options))] == names
+
+
+def test_orders_draw_what_the_reference_chain_says():
+    rng = np.random.default_rng(0)
+    cuts = {"temperature": 1.7, "top_k": 30, "top_p": 0.8, "min_p": 0.02, "top_a": 0.05, "typical": 0.9, "tail_free": 0.97, "xtc": 0.5}
+    fields = {"typical": "typical_p", "tail_free": "tfs", "xtc": "xtc_probability"}
+    for trial in range(60):
+        order = rng.permutation(sorted(cuts))[: rng.integers(2, 6)].tolist()
+        params = SamplingParams(order=order, seed=trial, **{fields.get(n, n): cuts[n] for n in order})
+        x = logits(trial, 3000)
+        state = SamplerState(params)
+        probs = reference.softmax(reference.chain(x, params))
+        np.testing.assert_allclose(reference.softmax(filtered(x, state)), probs, atol=1e-6)
+        line = probs.cumsum()
+        chosen, u = sample_row(x, state).id, state.copy()
+        u.rewind(1)
+        assert line[chosen] - probs[chosen] - 1e-5 <= u.uniform() <= line[chosen] + 1e-5, order
 
 
 @given(params=PARAMS, seed=st.integers(0, 1000), spread=st.sampled_from([0.5, 3.0, 12.0]), size=st.sampled_from([3000, 32_000]))
@@ -115,9 +147,28 @@ def test_narrowing_changes_nothing(params, seed, spread, size):
     np.testing.assert_allclose(again, whole, atol=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("kwargs", "bounds", "lead"),
+    [
+        ({"temperature": 0.5, "top_k": 4, "min_p": 0.1}, Bounds(temperature=0.5, top_k=4, min_p=0.1), 0),
+        ({"temperature": 0.5, "top_k": 4, "temperature_last": True}, Bounds(top_k=4), 0),
+        ({"smoothing_factor": 0.2, "temperature": 0.5, "top_p": 0.9}, Bounds(temperature=0.5, top_p=0.9), 1),
+        ({"order": ["min_p", "top_k"], "top_k": 4, "min_p": 0.1}, Bounds(min_p=0.1), 0),
+        ({"order": ["top_p", "typical", "top_k"], "top_k": 4, "top_p": 0.9, "typical_p": 0.9}, Bounds(top_p=0.9), 0),
+        ({"order": ["typical", "top_k"], "top_k": 4, "typical_p": 0.9}, Bounds(top_k=4), 1),
+        ({"typical_p": 0.9}, None, 0),
+        ({"temperature": 0, "top_k": 4}, None, 0),
+    ],
+)
+def test_what_narrowing_may_count_on(kwargs, bounds, lead):
+    found = recipe(SamplingParams(**kwargs))
+    assert found.bounds == bounds
+    assert len(found.lead) == lead
+
+
 @pytest.mark.parametrize("kwargs", [{}, {"top_k": 6}, {"top_p": 0.8}, {"min_p": 0.1}, {"temperature": 1.7, "top_p": 0.95, "top_k": 20}])
 def test_draws_follow_the_filtered_distribution(kwargs):
-    """Chi-square over 20 000 draws."""
+    """Chi-square over 6000 draws."""
     x = logits(11, 400, 2.0)
     state = SamplerState(SamplingParams(seed=5, **kwargs))
     wanted = reference.softmax(filtered(x, state).astype(np.float64))
@@ -150,9 +201,9 @@ def test_logprob_rank_and_top_are_unfiltered():
 
 
 def test_top_lists_ties_by_id():
-    chosen = sample_row(np.zeros(10, np.float32), SamplerState(SamplingParams(temperature=0)), top=3)
-    assert [i for i, _ in chosen.top] == [0, 1, 2]
-    assert len(sample_row(np.zeros(10, np.float32), SamplerState(SamplingParams(temperature=0)), top=100).top) == 10
+    state = SamplerState(SamplingParams(temperature=0))
+    for top in (3, 100):
+        assert [i for i, _ in sample_row(np.zeros(10, np.float32), state, top=top).top] == list(range(min(top, 10)))
 
 
 def test_same_seed_same_tokens_whatever_the_neighbours():
@@ -171,7 +222,7 @@ def test_same_seed_same_tokens_whatever_the_neighbours():
     assert run(0) == run(1) == run(4)
 
 
-def test_without_a_seed_runs_differ_and_the_seed_is_told():
+def test_without_a_seed_runs_differ_and_the_seed_is_reported():
     states = [SamplerState(SamplingParams()) for _ in range(3)]
     assert len({s.seed for s in states}) == 3
     x = np.zeros(1000, np.float32)
@@ -225,3 +276,40 @@ def test_uniform_is_uniform():
     assert abs(counts - 600).max() < 120
     assert abs(np.corrcoef(draws[:-1], draws[1:])[0, 1]) < 0.03
     assert abs(np.corrcoef(draws[:4000], draws[4000:8000])[0, 1]) < 0.06
+
+
+# ---- post_sampling
+
+
+def test_functions_see_the_draw_and_may_change_it():
+    seen = []
+
+    def look(draw):
+        seen.append((draw.id, draw.index, draw.prob, draw.candidates[0].tolist()))
+
+    def next_one(draw):
+        return (draw.id + 1) % 4
+
+    state = SamplerState(SamplingParams(temperature=1.0, top_k=2, seed=1, post_sampling=[look, next_one]))
+    x = np.log(np.float32([0.5, 0.3, 0.15, 0.05]))
+    tokens = [sample_row(x, state).id for _ in range(5)]
+    assert tokens == [(i + 1) % 4 for i, *_ in seen]
+    assert [index for _, index, *_ in seen] == list(range(5))
+    assert all(ids == [0, 1] for *_, ids in seen)
+    assert {round(p, 3) for *_, p, _ in seen} <= {0.625, 0.375}
+
+
+def test_a_single_function_needs_no_list():
+    assert sample_row(np.zeros(4, np.float32), SamplerState(SamplingParams(post_sampling=lambda draw: 3))).id == 3
+
+
+@pytest.mark.parametrize("answer", ["x", 4, -1, True, 1.0])
+def test_answers_that_are_no_token(answer):
+    with pytest.raises(OptionError, match="post_sampling function returned"):
+        sample_row(np.zeros(4, np.float32), SamplerState(SamplingParams(post_sampling=lambda draw: answer)))
+
+
+def test_a_function_cannot_leave_the_structure():
+    state = SamplerState(SamplingParams(post_sampling=lambda draw: 250, seed=1), constraint=Countdown([100]))
+    with pytest.raises(GenerationError, match="structure does not allow"):
+        sample_row(np.zeros(300, np.float32), state)

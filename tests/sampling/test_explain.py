@@ -1,4 +1,6 @@
-"""The explanation is what happened: every step, and the token that generation draws."""
+"""The explanation is what happened: every step, and the token that generation draws; and an answer drawn again from its logits."""
+
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -7,35 +9,38 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import exl2nb
+from exl2nb import sampling
 from exl2nb.core.errors import GenerationError, OptionError
 from exl2nb.sampling import explain
 from exl2nb.sampling.chain import sample_row
 from exl2nb.sampling.filters import active_filters
 from exl2nb.sampling.params import SamplingParams
-from exl2nb.sampling.replay import explain_state
+from exl2nb.sampling.replay import Replay, explain_state, seeded
 from exl2nb.sampling.state import SamplerState
 
 from . import numpy_reference as reference
 from .test_chain import PARAMS, logits, state_of
+from .test_state import Words
 
 ROW = np.log(np.float32([0.5, 0.3, 0.15, 0.05]))
 
 
+def assert_draws(found, token):
+    """The explanation drew this token, or its random number falls on a border: it uses whole rows, sampling narrowed ones."""
+    if found.token != token:
+        assert found.uniform is not None
+        line, at = found.probs.cumsum(), int(found.ids.searchsorted(token))
+        assert found.ids[at] == token
+        assert min(abs(line[at] - found.uniform), abs(line[at] - found.probs[at] - found.uniform)) < 1e-5
+
+
 @given(params=PARAMS, seed=st.integers(0, 1000), size=st.sampled_from([200, 3000, 32_000]), spread=st.sampled_from([0.5, 3.0, 8.0]))
 @settings(max_examples=120, deadline=None)
-def test_it_draws_what_sampling_draws(params, seed, size, spread):
-    """The slow chain on whole rows and the quick one on narrowed rows: the same token, unless the number falls on a border."""
+def test_explanation_draws_what_sampling_draws(params, seed, size, spread):
     x = logits(seed, size, spread)
     state = state_of(params)
     found = explain_state(x, state)
-    chosen = sample_row(x, state).id
-    if found.token != chosen:
-        assert found.uniform is not None
-        line = found.probs.cumsum()
-        at = int(found.ids.searchsorted(chosen))
-        assert found.ids[at] == chosen
-        assert min(abs(line[at] - found.uniform), abs(line[at] - found.probs[at] - found.uniform)) < 1e-5
+    assert_draws(found, sample_row(x, state).id)
     assert found.index + 1 == state.count
 
 
@@ -61,7 +66,7 @@ def test_the_steps_add_up(params, seed):
         assert found.steps[-1].temperature == pytest.approx(params.temperature)
 
 
-def test_dynamic_temperature_is_told():
+def test_dynamic_temperature_is_reported():
     found = explain(ROW, min_temp=0.5, max_temp=1.5, seed=1)
     entropy = -sum(p * np.log(p) for p in (0.5, 0.3, 0.15, 0.05)) / np.log(4)
     assert found.steps[-1].temperature == pytest.approx(0.5 + entropy, rel=1e-4)
@@ -90,15 +95,6 @@ def test_frames_text_and_html():
 
 
 def test_names_are_escaped():
-    class Words:
-        eos_ids = frozenset()
-
-        def piece(self, token_id, /):
-            return "<b>&"
-
-        def encode(self, text, add_special=True):
-            return [1]
-
     found = explain(ROW, tokenizer=Words(), temperature=0)
     assert "&lt;b&gt;&amp;" in found._repr_html_()
     assert "<b>" not in found._repr_html_()
@@ -127,31 +123,59 @@ def test_nothing_is_changed():
     assert (state.mu, state.count) == before[1:]
 
 
-def test_tensors_and_bad_rows():
-    assert explain(torch.from_numpy(ROW), temperature=0).token == 0
-    with pytest.raises(OptionError, match=r"shape \(2, 4\)"):
-        explain(np.stack([ROW, ROW]))
-    with pytest.raises(OptionError, match="logits are 'abc'; expected one row of numbers"):
-        explain("abc")
-    with pytest.raises(OptionError, match="also top_k"):
-        explain(ROW, SamplingParams(), top_k=3)
-    with pytest.raises(OptionError, match="unknown keyword 'topk'"):
-        explain(ROW, topk=3)
-    with pytest.raises(OptionError, match="token 4 is not"):
-        explain(ROW, banned_tokens=[4])
-    with pytest.raises(GenerationError, match="finite"):
-        explain(np.float32([np.nan, 1]))
-    with pytest.raises(GenerationError, match="no token is left"):
-        explain(ROW, banned_tokens=[0, 1, 2, 3])
+@given(params=PARAMS, seed=st.integers(0, 1000))
+@settings(max_examples=40, deadline=None)
+def test_a_replay_draws_what_was_drawn(params, seed):
+    """Sampling draws ten tokens, one after another; the replay finds each of them, with all that came before counted in."""
+    params = replace(params, seed=seed)
+    rows, before = np.stack([logits(seed + place, 300) for place in range(10)]), [5, 6, 7, 5, 6]
+    state = SamplerState(params, before)
+    ids = [sample_row(row, state).id for row in rows]
+    replay = Replay.of(rows, ids, before)
+    for at, token in enumerate(ids):
+        assert_draws(replay.explain(at, params), token)
+
+
+def test_a_replay_of_one_row_counts_the_history():
+    replay = Replay.of(torch.from_numpy(ROW), [0, 0, 1], [2])
+    assert len(replay) == 4
+    plain, fined = (replay.explain(3, temperature=0, frequency_penalty=penalty) for penalty in (0.0, 2.0))
+    assert (plain.token, fined.token, plain.index) == (0, 2, 3)
+
+
+def test_a_seed_is_kept():
+    assert seeded(SamplingParams(seed=5)).seed == 5
+    first, second = seeded(SamplingParams()), seeded(SamplingParams())
+    assert first.seed != second.seed
+    assert first.seed < 2**53, "a page can hold it exactly"
+
+
+REPLAY = Replay.of(np.zeros((3, 5), np.float32), [1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: explain(np.stack([ROW, ROW])), OptionError, r"shape \(2, 4\)"),
+        (lambda: explain("abc"), OptionError, "logits are 'abc'; expected one row of numbers"),
+        (lambda: explain(ROW, SamplingParams(), top_k=3), OptionError, "also top_k"),
+        (lambda: explain(ROW, topk=3), OptionError, "unknown keyword 'topk'"),
+        (lambda: explain(ROW, banned_tokens=[4]), OptionError, "token 4 is not"),
+        (lambda: explain(np.float32([np.nan, 1])), GenerationError, "finite"),
+        (lambda: explain(ROW, banned_tokens=[0, 1, 2, 3]), GenerationError, "no token is left"),
+        (lambda: Replay.of(np.zeros((3, 5), np.float32), [1, 2, 3, 4, 0]), OptionError, r"shape \(3, 5\) beside 5 tokens"),
+        (lambda: REPLAY.explain(3), OptionError, "at is 3; expected 0 to 2"),
+        (lambda: REPLAY.explain(0, banned_tokens=[9]), OptionError, "token 9 is not in the model's vocabulary"),
+        (lambda: REPLAY.explain(0, topp=0.5), OptionError, "did you mean 'top_p'"),
+        (lambda: sampling.sampler, AttributeError, "public names: CHAIN"),
+    ],
+)
+def test_refusals(call, error, message):
+    with pytest.raises(error, match=message):
+        call()
 
 
 # ---- through the real engine
-
-
-@pytest.fixture(scope="module")
-def llm():
-    with exl2nb.demo(progress=None) as model:
-        yield model
 
 
 OPTIONS = [
@@ -167,8 +191,9 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "+".join(o))
-def test_every_step_of_a_generation_is_explained(llm, options):
+def test_every_step_of_a_generation_is_explained_and_replayed(llm, options):
     """Each token of an answer, generated beside another request, from the logits the engine had."""
+    prompt = "It was a cold morning and"
     drawn, found = [], []
 
     def look(draw):
@@ -179,10 +204,14 @@ def test_every_step_of_a_generation_is_explained(llm, options):
         )
 
     other = llm.stream("Something else", max_tokens=30, seed=9, ignore_eos=True)
-    completion = llm.generate("It was a cold morning and", max_tokens=12, post_sampling=look, **options)
+    done = llm.generate(prompt, max_tokens=12, return_logits=True, post_sampling=look, **options)
     other.cancel()
-    assert [e.token for e in found] == drawn == [t.id for t in completion.tokens][: len(drawn)]
+    ids = [t.id for t in done.tokens]
+    assert [e.token for e in found] == drawn == ids[: len(drawn)]
     assert [e.index for e in found] == list(range(len(found)))
+    if "regex" not in options:  # a replay has no grammar
+        replay = Replay.of(done.logits, ids, llm.tokenizer.encode(prompt), tokenizer=llm.tokenizer)
+        assert [replay.explain(at, SamplingParams(**{"seed": done.seed, **options})).token for at in range(len(replay))] == ids
 
 
 def test_llm_explain_is_that_token(llm):
@@ -205,11 +234,9 @@ def test_llm_explain_refuses(llm):
         llm.explain("x", at=5, choice=["a"])
 
 
-def test_reachable_from_the_package():
-    assert exl2nb.sampling.explain(ROW, temperature=0).token == 0
-    assert exl2nb.sampling.SamplingParams is SamplingParams
-    with pytest.raises(AttributeError, match="public names: CHAIN"):
-        _ = exl2nb.sampling.sampler
+def test_tensors_and_names_of_the_package():
+    assert sampling.explain(torch.from_numpy(ROW), temperature=0).token == 0
+    assert sampling.SamplingParams is SamplingParams
 
 
 @pytest.mark.filterwarnings("error")

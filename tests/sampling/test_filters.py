@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from transformers.generation import logits_process as hf
 
 from exl2nb import sampling
+from exl2nb.sampling.chain import sample_row
 from exl2nb.sampling.filters import (
     dynamic_temperature,
     entropy_temperature,
@@ -28,45 +29,59 @@ from exl2nb.sampling.filters import (
     typical,
     xtc,
 )
+from exl2nb.sampling.params import SamplingParams
 from exl2nb.sampling.penalties import allow, ban, dry, faded, fading, logit_bias, mask_ends, repetition_penalty, repetitions, subtract
+from exl2nb.sampling.state import SamplerState
 
 from . import numpy_reference as reference
 
 SEEN = [3, 5, 5, 0]
 SIZES = [(0, 7, 1.0), (1, 50, 3.0), (2, 333, 8.0), (3, 4096, 2.5)]
+SEEN_IDS = np.array(SEEN)
+FILTERS = [  # ours, the reference, Transformers' processor, values of the last argument
+    (temperature, reference.temperature, hf.TemperatureLogitsWarper, [0.7, 3.5]),
+    (top_k, reference.top_k, hf.TopKLogitsWarper, [1, 2, 7, 10_000]),
+    (top_p, reference.top_p, hf.TopPLogitsWarper, [1e-6, 0.3, 0.6, 0.9, 0.999]),
+    (min_p, reference.min_p, hf.MinPLogitsWarper, [0.01, 0.1, 0.5, 1.0]),
+    (typical, reference.typical, hf.TypicalLogitsWarper, [0.05, 0.3, 0.6, 0.9, 0.99]),
+    (
+        lambda x, r: repetition_penalty(x, SEEN_IDS, r),
+        lambda x, r: reference.repetition_penalty(x, SEEN, r),
+        hf.RepetitionPenaltyLogitsProcessor,
+        [1.3, 0.8],
+    ),
+    (top_a, reference.top_a, None, [0.01, 0.2, 1.0]),
+    (tail_free, reference.tail_free, None, [0.1, 0.5, 0.95, 0.999]),
+    (mirostat, reference.mirostat, None, [-3.0, 0.5, 4.0, 9.0]),
+    (lambda x, c: smoothing(x, 0.3, c), lambda x, c: reference.smoothing(x, 0.3, c), None, [1.0, 1.7, 3.0]),
+    (
+        lambda x, a: dynamic_temperature(x, *a),
+        lambda x, a: reference.dynamic_temperature(x, *a),
+        None,
+        [(0.0, 2.0, 1.0), (0.5, 1.5, 0.5), (0.7, 0.7, 3.0)],
+    ),
+    (
+        lambda x, a: xtc(x, *a, np.array([2])),
+        lambda x, a: reference.xtc(x, *a, [2]),
+        None,
+        [(1.0, 0.1), (0.5, 0.02), (0.3, 0.0), (1.0, 0.5)],
+    ),
+    (skew, reference.skew, None, [-2.0, -0.3, 0.5, 2.0]),
+]
 CASES = [
-    (lambda x: temperature(x, 0.7), lambda x: reference.temperature(x, 0.7), hf.TemperatureLogitsWarper(0.7)),
-    (lambda x: temperature(x, 3.5), lambda x: reference.temperature(x, 3.5), hf.TemperatureLogitsWarper(3.5)),
-    *((lambda x, k=k: top_k(x, k), lambda x, k=k: reference.top_k(x, k), hf.TopKLogitsWarper(k)) for k in (1, 2, 7, 10_000)),
-    *((lambda x, p=p: top_p(x, p), lambda x, p=p: reference.top_p(x, p), hf.TopPLogitsWarper(p)) for p in (1e-6, 0.3, 0.6, 0.9, 0.999)),
-    *((lambda x, p=p: min_p(x, p), lambda x, p=p: reference.min_p(x, p), hf.MinPLogitsWarper(p)) for p in (0.01, 0.1, 0.5, 1.0)),
-    *(
-        (lambda x, m=m: typical(x, m), lambda x, m=m: reference.typical(x, m), hf.TypicalLogitsWarper(m))
-        for m in (0.05, 0.3, 0.6, 0.9, 0.99)
-    ),
-    *(
-        (
-            lambda x, r=r: repetition_penalty(x, np.array(SEEN), r),
-            lambda x, r=r: reference.repetition_penalty(x, SEEN, r),
-            hf.RepetitionPenaltyLogitsProcessor(r),
-        )
-        for r in (1.3, 0.8)
-    ),
-    *((lambda x, a=a: top_a(x, a), lambda x, a=a: reference.top_a(x, a), None) for a in (0.01, 0.2, 1.0)),
-    *((lambda x, z=z: tail_free(x, z), lambda x, z=z: reference.tail_free(x, z), None) for z in (0.1, 0.5, 0.95, 0.999)),
-    *((lambda x, m=m: mirostat(x, m), lambda x, m=m: reference.mirostat(x, m), None) for m in (-3.0, 0.5, 4.0, 9.0)),
-    *((lambda x, c=c: smoothing(x, 0.3, c), lambda x, c=c: reference.smoothing(x, 0.3, c), None) for c in (1.0, 1.7, 3.0)),
-    *(
-        (lambda x, a=a: dynamic_temperature(x, *a), lambda x, a=a: reference.dynamic_temperature(x, *a), None)
-        for a in ((0.0, 2.0, 1.0), (0.5, 1.5, 0.5), (0.7, 0.7, 3.0))
-    ),
-    *(
-        (lambda x, a=a: xtc(x, *a, np.array([2])), lambda x, a=a: reference.xtc(x, *a, [2]), None)
-        for a in ((1.0, 0.1), (0.5, 0.02), (0.3, 0.0), (1.0, 0.5))
-    ),
-    *((lambda x, v=v: skew(x, v), lambda x, v=v: reference.skew(x, v), None) for v in (-2.0, -0.3, 0.5, 2.0)),
+    (lambda x, f=ours, v=value: f(x, v), lambda x, f=slow, v=value: f(x, v), theirs and theirs(value))
+    for ours, slow, theirs, values in FILTERS
+    for value in values
 ]
 DISTRIBUTIONS = range(len(CASES) - 8, len(CASES))  # logits up to a constant: what counts are the probabilities
+CUTS = [
+    lambda x: top_p(x, 0.7),
+    lambda x: typical(x, 0.7),
+    lambda x: tail_free(x, 0.8),
+    lambda x: top_a(x, 0.3),
+    lambda x: xtc(x, 0.6, 0.03),
+    lambda x: mirostat(x, 3.0),
+]
 
 
 def same(got, wanted, *, shifted):
@@ -134,27 +149,15 @@ def test_the_order_of_the_vocabulary_does_not_matter(seed, spread):
     rng = np.random.default_rng(seed)
     x = (rng.normal(size=40) * spread).astype(np.float32)
     dealt = rng.permutation(40)
-    for cut in (
-        lambda x: top_p(x, 0.7),
-        lambda x: typical(x, 0.7),
-        lambda x: tail_free(x, 0.8),
-        lambda x: top_a(x, 0.3),
-        lambda x: xtc(x, 0.6, 0.03),
-        lambda x: mirostat(x, 3.0),
-    ):
+    for cut in CUTS:
         np.testing.assert_allclose(reference.softmax(cut(x))[dealt], reference.softmax(cut(x[dealt])), atol=1e-6)
 
 
-def test_top_p_counts_what_was_left_out_before():
+@pytest.mark.parametrize(("cut", "values"), [(top_p, [0.1, 0.6, 0.9, 0.97, 0.995]), (top_a, [0.1, 0.17, 0.5, 0.61, 1.0])])
+def test_probability_left_out_before_counts(cut, values):
     logits = np.log(np.float32([0.5, 0.3, 0.15, 0.04, 0.01]))
-    for p in (0.1, 0.6, 0.9, 0.97, 0.995):
-        assert np.isfinite(top_p(logits[:4], p, left_out=0.01)).tolist() == np.isfinite(top_p(logits, p)).tolist()[:4]
-
-
-def test_top_a_counts_what_was_left_out_before():
-    logits = np.log(np.float32([0.5, 0.3, 0.15, 0.04, 0.01]))
-    for a in (0.1, 0.17, 0.5, 0.61, 1.0):
-        assert np.isfinite(top_a(logits[:4], a, left_out=0.01)).tolist() == np.isfinite(top_a(logits, a)).tolist()[:4]
+    for value in values:
+        assert np.isfinite(cut(logits[:4], value, left_out=0.01)).tolist() == np.isfinite(cut(logits, value)).tolist()[:4]
 
 
 def test_entropy_temperature_lies_between_its_ends():
@@ -260,10 +263,6 @@ def test_masks_by_id():
 
 def test_mirostat_holds_the_surprise_of_a_stationary_source():
     """Drawing from one distribution again and again, the mean surprise of what was drawn comes to tau."""
-    from exl2nb.sampling.chain import sample_row
-    from exl2nb.sampling.params import SamplingParams
-    from exl2nb.sampling.state import SamplerState
-
     x = (np.random.default_rng(0).normal(size=2000) * 1.5).astype(np.float32)
     for tau in (3.0, 6.0):
         state = SamplerState(SamplingParams(mirostat=True, mirostat_tau=tau, mirostat_eta=0.1, seed=1))

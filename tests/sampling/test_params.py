@@ -5,49 +5,31 @@ import pytest
 from exl2nb.core.errors import OptionError
 from exl2nb.sampling.params import INTEGERS, PRESETS, RANGES, SamplingParams
 
+BAD_VALUES = {
+    "temperature": [-0.1, float("nan"), "hot"],
+    "top_k": [-1, 2.5, True],
+    "top_p": [0.0, 1.01],
+    "tfs": [0.0],
+    "typical_p": [0.0],
+    "min_p": [-0.1, 1.5],
+    "smoothing_curve": [0.5],
+    "repetition_penalty": [0.0],
+    "mirostat": [2],
+    "temperature_last": ["yes"],
+    "dry_allowed_length": [0],
+    "dry_breakers": [[""], [1.5], 5, [-1]],
+    "logit_bias": [{"a": 1.0}, {1: float("inf")}, {1: "much"}, [1, 2], [(1, 2.0), (1, 3.0)]],
+    "banned_tokens": ["abc", [1.0], 7],
+    "allowed_tokens": [[-1]],
+    "xtc_ignore": [[True]],
+    "post_sampling": [["print"]],
+    "min_tokens": [-1],
+    "seed": [-1, 2**64, 1.5],
+}
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("temperature", -0.1),
-        ("temperature", float("nan")),
-        ("temperature", "hot"),
-        ("top_k", -1),
-        ("top_k", 2.5),
-        ("top_k", True),
-        ("top_p", 0.0),
-        ("top_p", 1.01),
-        ("tfs", 0.0),
-        ("typical_p", 0.0),
-        ("min_p", -0.1),
-        ("min_p", 1.5),
-        ("smoothing_curve", 0.5),
-        ("repetition_penalty", 0.0),
-        ("mirostat", 2),
-        ("temperature_last", "yes"),
-        ("dry_allowed_length", 0),
-        ("dry_breakers", [""]),
-        ("dry_breakers", [1.5]),
-        ("dry_breakers", 5),
-        ("dry_breakers", [-1]),
-        ("logit_bias", {"a": 1.0}),
-        ("logit_bias", {1: float("inf")}),
-        ("logit_bias", {1: "much"}),
-        ("logit_bias", [1, 2]),
-        ("logit_bias", [(1, 2.0), (1, 3.0)]),
-        ("banned_tokens", "abc"),
-        ("banned_tokens", [1.0]),
-        ("banned_tokens", 7),
-        ("allowed_tokens", [-1]),
-        ("xtc_ignore", [True]),
-        ("post_sampling", ["print"]),
-        ("min_tokens", -1),
-        ("seed", -1),
-        ("seed", 2**64),
-        ("seed", 1.5),
-    ],
-)
-def test_out_of_range(name, value):
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in BAD_VALUES.items() for value in values])
+def test_bad_values_are_named(name, value):
     with pytest.raises(OptionError, match=name):
         SamplingParams(**{name: value})
 
@@ -67,9 +49,16 @@ def test_every_number_has_its_range(name):
         ({"max_temp": 1.5, "temperature": 0.8}, "takes the place of temperature"),
         ({"penalty_decay": 5}, "penalty_range 0"),
         ({"banned_tokens": [1, 2], "allowed_tokens": [2, 3]}, r"tokens \[2\] are both"),
+        ({"order": ["top_q"]}, "order holds 'top_q'; known: repetition_penalty"),
+        ({"order": ["banned_tokens"]}, "masks always come first"),
+        ({"order": ["top_p", "top_p"]}, "each filter once"),
+        ({"order": ["top_p", "dry"]}, "before the others"),
+        ({"order": ["top_p"], "top_p": 0.9, "min_p": 0.1}, "leaves out min_p"),
+        ({"order": "top_p"}, "expected a list"),
+        ({"order": ["temperature"], "temperature_last": True, "temperature": 2.0}, "put 'temperature' where"),
     ],
 )
-def test_settings_that_contradict_each_other(kwargs, message):
+def test_contradicting_settings_and_bad_orders(kwargs, message):
     with pytest.raises(OptionError, match=message):
         SamplingParams(**kwargs)
 
@@ -111,20 +100,16 @@ def test_presets():
         SamplingParams.preset(name)
     assert SamplingParams.preset("creative", seed=3, min_p=0.1).min_p == 0.1
     assert SamplingParams.preset("greedy").greedy
+    assert SamplingParams.preset("exllamav2").changed == {"temperature": 0.8, "top_k": 50, "top_p": 0.8, "repetition_penalty": 1.025}
     with pytest.raises(OptionError, match="unknown preset 'cool'; known: balanced"):
         SamplingParams.preset("cool")
     with pytest.raises(OptionError, match="preset 'open': unknown keyword"):
         SamplingParams.preset("open", topp=0.3)
 
 
-def test_ids_outside_the_vocabulary():
-    for kwargs in (
-        {"banned_tokens": [100]},
-        {"allowed_tokens": [100]},
-        {"logit_bias": {100: 1.0}},
-        {"xtc_ignore": [100]},
-        {"dry_breakers": [100]},
-    ):
-        with pytest.raises(OptionError, match="generate: token 100 is not in the model's vocabulary; expected ids from 0 to 99"):
-            SamplingParams(**kwargs).check_vocabulary(100, where="generate")
-        SamplingParams(**kwargs).check_vocabulary(101)
+@pytest.mark.parametrize("name", ["banned_tokens", "allowed_tokens", "logit_bias", "xtc_ignore", "dry_breakers"])
+def test_ids_outside_the_vocabulary(name):
+    params = SamplingParams(**{name: {100: 1.0} if name == "logit_bias" else [100]})
+    with pytest.raises(OptionError, match="generate: token 100 is not in the model's vocabulary; expected ids from 0 to 99"):
+        params.check_vocabulary(100, where="generate")
+    params.check_vocabulary(101)

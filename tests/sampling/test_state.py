@@ -12,22 +12,17 @@ from exl2nb.sampling.params import SamplingParams
 from exl2nb.sampling.state import History, SamplerState, Tally
 
 SIZE = 300
-EVERYTHING = {
-    "repetition_penalty": 1.2,
-    "presence_penalty": 0.3,
-    "frequency_penalty": 0.2,
-    "dry_multiplier": 0.8,
-    "mirostat": True,
-    "mirostat_tau": 3.0,
-    "min_tokens": 4,
-    "top_p": 0.95,
-}
+EVERYTHING = {"repetition_penalty": 1.2, "presence_penalty": 0.3, "frequency_penalty": 0.2, "dry_multiplier": 0.8, "mirostat": True}
+EVERYTHING |= {"mirostat_tau": 3.0, "min_tokens": 4, "top_p": 0.95}
 
 
 class Words:
-    """A tokenizer of single characters."""
+    """A tokenizer of single characters; the pieces it shows hold HTML."""
 
     eos_ids = frozenset({0})
+
+    def piece(self, token_id, /):
+        return "<b>&"
 
     def encode(self, text, add_special=True):
         return [ord(c) for c in text]
@@ -97,7 +92,7 @@ def test_rewind_leaves_no_trace(more, steps):
 
 
 @pytest.mark.parametrize("more", [{}, {"penalty_range": 3}])
-def test_copies_do_not_know_each_other(more):
+def test_copies_are_independent(more):
     state = make(**EVERYTHING, **more)
     run(state, 5)
     twin, other = state.copy(), state.copy(seed=77)
@@ -107,7 +102,7 @@ def test_copies_do_not_know_each_other(more):
     assert run(make(**EVERYTHING, **more), 5) + after == run(make(**EVERYTHING, **more), 13)
 
 
-def test_a_constraint_goes_along():
+def test_a_constraint_is_rewound_and_copied():
     state = make(constraint=Countdown(), temperature=2.0)
     tokens = run(state, 3)
     assert tokens == sorted(tokens, reverse=True)
@@ -180,15 +175,13 @@ def test_protected_tokens_are_found_on_a_narrowed_row():
         assert {sample_row(x, make(i, xtc_probability=1.0, **more)).id for i in range(30)} == {10, 3000}
 
 
-def test_min_tokens_masks_the_end_and_then_lets_go():
+def test_min_tokens_masks_the_end_until_then():
     x = np.zeros(SIZE, np.float32)
     x[0] = 50.0
     state = make(min_tokens=3)
-    assert [t == 0 for t in run_on(x, state, 5)] == [False, False, False, True, True]
-
-
-def run_on(x, state, count):
-    return [sample_row(x, state).id for _ in range(count)]
+    for _ in range(2):
+        assert [sample_row(x, state).id == 0 for _ in range(5)] == [False, False, False, True, True]
+        state.rewind(5)
 
 
 def test_presence_and_frequency_count_new_tokens_and_repetition_also_the_prompt():
