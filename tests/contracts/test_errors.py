@@ -37,6 +37,7 @@ def test_error_is_met_by_a_test(name):
 def test_errors_keep_their_builtin_kin():
     """Code that catches ValueError, OSError and the like keeps working."""
     assert issubclass(errors.FormatError, ValueError)
+    assert issubclass(errors.OptionError, TypeError) and issubclass(errors.OptionError, ValueError)
     assert issubclass(errors.ModelNotFound, FileNotFoundError)
     assert issubclass(errors.OutOfPages, MemoryError)
     assert all(getattr(errors, name).__doc__ for name in CLASSES)

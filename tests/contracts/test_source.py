@@ -1,13 +1,17 @@
 """What the tree must not hold and ruff cannot check. The bans of calls, prints, left-overs and missing docstrings are in pyproject.toml."""
 
 import ast
+import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+MOST_FILES, MOST_CALLS = 20, 20
+"""Files of the package that a stream touches; our calls on the engine thread per decoded token. Lower them when the path gets shorter."""
 
 
 def tracked() -> list[Path]:
@@ -39,3 +43,12 @@ def test_no_paths_of_a_machine():
 
 def test_no_huge_files():
     assert not [str(p.relative_to(ROOT)) for p in tracked() if p.stat().st_size > 30 * 2**20]
+
+
+@pytest.mark.cpu
+def test_a_stream_touches_few_files():
+    """`tools/trace_path.py` follows `llm.stream()` on the demo model."""
+    done = subprocess.run([sys.executable, "tools/trace_path.py", "--json"], cwd=ROOT, capture_output=True, text=True, check=True)
+    path = json.loads(done.stdout)
+    assert len(path["files"]) <= MOST_FILES, path["files"]
+    assert path["calls_per_token"] <= MOST_CALLS, path["functions"]

@@ -48,7 +48,7 @@ def test_histogram_counts_every_token_once():
     assert bins[-1][2] == pytest.approx(1 / 6), "4.0 is in the open bin"
 
 
-def test_text_twin_holds_the_numbers():
+def test_plain_text_has_the_numbers():
     result = make()
     text = str(result)
     for number in (f"{math.e**2:.4f}", f"{math.e:.4f}", f"{result.kl_mean:.5f}", f"{result.top1:.2%}"):
@@ -57,19 +57,14 @@ def test_text_twin_holds_the_numbers():
     assert result.summary()["rows"] == 2
 
 
-def test_html_is_well_formed_and_escaped():
-    html = make()._repr_html_()
+@pytest.mark.parametrize("result", [make(), make(torch.zeros(2, 3))], ids=["different", "identical"])
+def test_html_is_well_formed_and_escaped(result):
+    html = result._repr_html_()
     root = ET.fromstring(html)
     assert "c & d against a <b>: 2 rows of 3 tokens" in "".join(root.itertext())
     assert root.find(".//svg").get("role") == "img"
-    assert "nan" not in html
-
-
-def test_identical_models_render():
-    result = make(torch.zeros(2, 3))
-    assert result.kl_p99 == 0
-    ET.fromstring(result._repr_html_())
-    assert str(result)
+    assert "nan" not in html and "nan" not in str(result)
+    assert (result.kl_p99 == 0) == (result.kl_mean == 0)
 
 
 def test_by_position():
@@ -108,14 +103,12 @@ def test_against_the_definition():
     assert result.ppl == pytest.approx(perplexity(other, IDS).ppl, rel=1e-9)
 
 
-def test_a_model_does_not_diverge_from_itself():
+def test_kl_of_known_pairs():
+    """Zero of a model with itself; the direction is reference to other."""
     reference, _ = table_models()
     result = compare_models(reference, reference, IDS)
     assert result.kl.max() == 0
     assert result.top1 == 1
-
-
-def test_direction_is_reference_to_other():
     sure, unsure = TableModel(torch.eye(11) * 20), TableModel(torch.zeros(11, 11))
     assert compare_models(sure, unsure, IDS).kl_mean == pytest.approx(math.log(11), rel=1e-5)
     assert compare_models(unsure, sure, IDS).kl_mean == pytest.approx(20 * 10 / 11 - math.log(11), rel=1e-3)
@@ -134,14 +127,10 @@ def test_several_at_once_run_the_reference_once(monkeypatch):
         assert torch.equal(both[name].logprob, alone.logprob)
 
 
-def test_vocabularies_must_agree():
-    reference, _ = table_models()
+def test_models_and_rows_that_cannot_be_compared():
+    reference, other = table_models()
     with pytest.raises(OptionError, match="vocabulary of other is 7, of reference 11"):
         compare_models(reference, TableModel(random_table(0, 7)), IDS)
-
-
-def test_rows_of_one_token():
-    reference, other = table_models()
     with pytest.raises(OptionError, match="at least 2"):
         compare_models(reference, other, IDS[:, :1])
 

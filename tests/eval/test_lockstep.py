@@ -3,17 +3,10 @@
 import pytest
 import torch
 
-import exl2nb as ex
 from exl2nb.core.errors import ContextOverflow, OptionError
 from exl2nb.eval.lockstep import Baseline
 from exl2nb.eval.logits import logits
 from exl2nb.eval.needle import Needle, find
-
-
-@pytest.fixture(scope="module")
-def llm():
-    with ex.demo(progress=None) as llm:
-        yield llm
 
 
 @pytest.fixture(scope="module")
@@ -74,21 +67,12 @@ def test_the_fact_is_found_where_it_is_and_not_where_it_is_not(llm):
 
 
 @pytest.mark.parametrize(
-    "bad",
-    [
-        {"fact": ""},
-        {"filler": "one"},
-        {"filler": []},
-        {"sentences": 0},
-        {"sentences": True},
-        {"depths": [2]},
-        {"depths": "0"},
-        {"answer": 3},
-    ],
+    ("name", "values"), [("fact", [""]), ("filler", ["one", []]), ("sentences", [0, True]), ("depths", [[2], "0"]), ("answer", [3])]
 )
-def test_bad_needles(bad):
-    with pytest.raises(OptionError, match="needle"):
-        Needle(**bad)
+def test_bad_needles(name, values):
+    for value in values:
+        with pytest.raises(OptionError, match="needle"):
+            Needle(**{name: value})
 
 
 def test_an_answer_that_melts_into_the_question(llm):
