@@ -1,12 +1,46 @@
+"""Cache modes, sizes and pools."""
+
 import itertools
 import weakref
 
 import pytest
 import torch
 
+from exl2nb.cache.modes import MODES, parse_mode, storages_of
 from exl2nb.cache.pool import LARGE_BYTES, KVCache
 from exl2nb.cache.spec import CacheSpec
+from exl2nb.cache.storage import STORAGES
 from exl2nb.core.errors import OptionError
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "stored"),
+    [
+        ("Q4", "q4", ("q4", "q4")),
+        ("k8v4", "q6", ("q8", "q4")),
+        ("K4V4", "q4", ("q4", "q4")),
+        ("k16v16", "fp16", ("fp16", "fp16")),
+        ("k4v8", "k4v8", ("q4", "q8")),
+        ("k16v8", "k16v8", ("fp16", "q8")),
+        ("fp8", "fp8", ("fp8", "fp8")),
+    ],
+)
+def test_two_names_of_one_thing_are_one(given, name, stored):
+    assert parse_mode(given) == name
+    assert storages_of(given) == stored
+    assert CacheSpec(1, 1, 64, 1, given) == CacheSpec(1, 1, 64, 1, name)
+
+
+def test_every_mode_names_storages_that_exist():
+    assert all(kind in STORAGES for pair in MODES.values() for kind in pair)
+
+
+@pytest.mark.parametrize("wrong", ["q5", "k6v4", "k8", "v8k4", "", "k8v4 ", None, 4, "fp64"])
+def test_other_modes_are_refused(wrong):
+    with pytest.raises(OptionError, match=r"load: unknown cache mode .*; known: fp32, fp16, fp8, q8, q6, q4, or bits of K and V apart"):
+        parse_mode(wrong, where="load")
+    with pytest.raises(OptionError, match="unknown cache mode"):
+        CacheSpec(1, 1, 64, 1, wrong)
 
 
 @pytest.mark.parametrize(("mode", "dtype", "size"), [("fp16", torch.float16, 2), ("fp32", torch.float32, 4)])
@@ -96,11 +130,6 @@ def test_a_larger_cache_with_and_without_large_pages(large, monkeypatch):
 def test_wrong_number_is_named(change):
     with pytest.raises(OptionError, match=next(iter(change))):
         CacheSpec(**{"num_layers": 1, "num_kv_heads": 1, "head_dim": 64, "num_pages": 1, **change})
-
-
-def test_unknown_mode_lists_the_known_ones():
-    with pytest.raises(OptionError, match="unknown cache mode 'q3'; known: fp32, fp16, fp8, q8, q6, q4, or bits of K and V apart"):
-        CacheSpec(1, 1, 64, 1, "q3")
 
 
 @pytest.mark.parametrize("mode", ["q4", "q8", "fp8", "k16v4"])

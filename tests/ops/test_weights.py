@@ -12,51 +12,6 @@ from .damage import refused_bytes
 from .model_case import exl2
 
 
-@pytest.mark.parametrize(
-    ("bits", "words"),
-    [
-        (2, "1B1B1B1B 1B1B1B1B"),
-        (3, "53977053 70539770 97705397"),
-        (4, "4D6F81A3 C5E7092B 4D6F81A3 C5E7092B"),
-        (5, "4DFC4543 78245BA3 0753617D 4B276CF4 E55C7066"),
-        (6, "9F611283 90BBD2D9 B2579740 8F201EB3 9CAB91D5 71538703"),
-        (8, "18110A03 342D261F 5049423B 6C655E57 88817A73 A49D968F C0B9B2AB DCD5CEC7"),
-    ],
-)
-@pytest.mark.parametrize("run", [ops.reconstruct, REFERENCES["reconstruct"]], ids=["compiled", "reference"])
-def test_codes_of_the_format(bits, words, run):
-    """The worked words of the format: codes (7r + 3) mod 2^b down a column."""
-    column = np.array([int(w, 16) for w in words.split()], np.uint32).view(np.int32)
-    q_weight = torch.from_numpy(np.repeat(column[:, None], 32, 1))
-    scale_max = torch.tensor([1.0]).half()  # index 15: step 256 * fp16(1 / 256) = 1
-    perm = torch.arange(32, dtype=torch.int32)
-    out = run(q_weight, torch.full((1, 4), -1, dtype=torch.int32), scale_max, torch.tensor([bits, 0], dtype=torch.int16), perm)
-    expected = (7 * torch.arange(32) + 3) % 2**bits - 2 ** (bits - 1)
-    assert torch.equal(out, expected[:, None].expand(32, 32).half())
-
-
-@pytest.mark.parametrize(
-    ("scale_max", "index", "bits", "code", "expected"),
-    [(0x3800, 9, 4, 13, 0x3BD0), (0x22CF, 9, 4, 13, 0x26A6), (0x1019, 15, 8, 255, 0x2C18)],
-)
-@pytest.mark.parametrize("run", [ops.reconstruct, REFERENCES["reconstruct"]], ids=["compiled", "reference"])
-def test_rounding_of_the_format(scale_max, index, bits, code, expected, run):
-    """The worked numbers of the format, subnormal steps included."""
-    per_word = 32 // bits
-    word = sum(code << (bits * j) for j in range(per_word))
-    q_weight = torch.from_numpy(np.full((bits, 32), word, np.uint32).view(np.int32))
-    nibbles = torch.from_numpy(np.full((1, 4), sum(index << 4 * j for j in range(8)), np.uint32).view(np.int32))
-    maximum = torch.from_numpy(np.array([scale_max], np.uint16).view(np.float16))
-    out = run(q_weight, nibbles, maximum, torch.tensor([bits, 0], dtype=torch.int16), torch.arange(32, dtype=torch.int32))
-    assert (out.numpy().view(np.uint16) == expected).all()
-
-
-@pytest.mark.parametrize("groups", [[(b, 128)] for b in layout.WIDTHS] + [[(8, 32), (6, 64), (5, 32), (4, 128), (3, 32), (2, 32)]])
-def test_reconstruct_against_reference(groups):
-    parts = exl2(sum(rows for _, rows in groups), 64, groups, scale=2.0)
-    assert torch.equal(ops.reconstruct(*parts), REFERENCES["reconstruct"](*parts))
-
-
 @pytest.mark.parametrize("prescale", [1.0, 0.25, 1.7])
 def test_prescale(prescale):
     parts = exl2(128, 32, [(4, 128)])

@@ -1,40 +1,80 @@
+"""EXL2 matrices: encoded, checked, stored, read whole and in slices; every decoder against a scalar one written from the format's text."""
+
 import dataclasses
+import hashlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from exl2nb.core.errors import FormatError
+from exl2nb import ops
+from exl2nb.core.errors import FormatError, OptionError
+from exl2nb.io.safetensors import SafetensorsFile, save
+from exl2nb.io.shards import TensorStore
+from exl2nb.ops._library import REFERENCES
 from exl2nb.quant.exl2 import Exl2Tensors, encode
+from exl2nb.quant.exl2_slice import UNIT, Exl2Slices
+from exl2nb.quant.pack import unpack_codes
 
 from .oracle import decode, random_parts
 
+DATA = Path(__file__).parents[1] / "data"
+FIELDS = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
+WIDTHS = (2, 3, 4, 5, 6, 8)
+
+
+def stored(tensors):
+    return [getattr(tensors, name) for name in FIELDS]
+
+
+DECODERS = {
+    "package": Exl2Tensors.reconstruct,
+    "op": lambda tensors: ops.reconstruct(*stored(tensors)),
+    "reference of the op": lambda tensors: REFERENCES["reconstruct"](*stored(tensors)),
+}
+
+
+def encoded(parts, perm=None, **options):
+    """`encode` of the NumPy arrays that `random_parts` returns."""
+    codes, index, scale_max, groups, order = parts
+    return encode(*map(torch.from_numpy, (codes, index, scale_max)), groups, torch.from_numpy(order) if perm is None else perm, **options)
+
 
 def make(seed=0, rows=128, columns=32, groups=None, bias=None):
-    codes, index, scale_max, groups, perm = random_parts(np.random.default_rng(seed), rows, columns, groups)
-    return encode(*map(torch.from_numpy, (codes, index, scale_max)), groups, torch.from_numpy(perm), bias=bias)
+    return encoded(random_parts(np.random.default_rng(seed), rows, columns, groups), bias=bias)
 
 
 def truth(tensors, prescale=1.0):
-    arrays = [getattr(tensors, name).numpy() for name in ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")]
-    return decode(*arrays, prescale=prescale)
+    return decode(*(tensor.numpy() for tensor in stored(tensors)), prescale=prescale)
 
 
 def same_bits(ours, theirs):
     return np.array_equal(ours.numpy().view(np.uint16), theirs.view(np.uint16))
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_reconstruct_equals_the_scalar_decoder(seed):
-    tensors = make(seed, rows=32 * (1 + seed), columns=32)
-    assert same_bits(tensors.reconstruct(), truth(tensors))
+def same_tensors(one, other):
+    """Values, dtypes and shapes of all stored tensors."""
+    ours, theirs = one.tensors("w"), other.tensors("w")
+    return ours.keys() == theirs.keys() and all(torch.equal(t, theirs[n]) and t.dtype == theirs[n].dtype for n, t in ours.items())
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
-def test_every_width_alone(bits):
-    tensors = make(bits, rows=96, groups=[(bits, 64), (bits, 32)])
-    assert same_bits(tensors.reconstruct(), truth(tensors))
-    assert tensors.groups == [(bits, 64), (bits, 32)]
+def encoded_again(tensors):
+    return encode(tensors.codes(), tensors.scale_index(), tensors.q_scale_max, tensors.groups, tensors.perm, bias=tensors.bias)
+
+
+# ---- Decoding
+
+
+@pytest.mark.parametrize("decoder", DECODERS.values(), ids=DECODERS)
+@pytest.mark.parametrize("groups", [None, [(8, 32), (6, 64), (5, 32), (4, 128), (3, 32), (2, 32)], *([(b, 64), (b, 32)] for b in WIDTHS)])
+def test_decoders_equal_the_scalar_one(decoder, groups):
+    for seed in range(12 if groups is None else 1):
+        tensors = make(seed, 32 * (1 + seed) if groups is None else sum(rows for _, rows in groups), 32, groups)
+        assert same_bits(decoder(tensors), truth(tensors))
+        assert groups in (None, tensors.groups)
 
 
 def test_prescale():
@@ -45,8 +85,7 @@ def test_prescale():
 def test_subnormal_units_survive_flush_to_zero():
     """The unit of small weights is a subnormal half; a process that flushes fp32 subnormals must not lose it."""
     scale_max = torch.tensor([1e-5, 3e-5], dtype=torch.float16)
-    codes, index, _, groups, perm = random_parts(np.random.default_rng(1), 64, 32, [(8, 32), (4, 32)])
-    tensors = encode(torch.from_numpy(codes), torch.from_numpy(index), scale_max, groups, torch.from_numpy(perm))
+    tensors = dataclasses.replace(make(1, rows=64, groups=[(8, 32), (4, 32)]), q_scale_max=scale_max)
     expected = truth(tensors)
     torch.set_flush_denormal(True)
     try:
@@ -65,12 +104,13 @@ def test_subnormal_units_survive_flush_to_zero():
     ],
 )
 def test_worked_numbers(scale_max, index, bits, code, unit, step, weight):
+    """The numbers worked out in the format's text, subnormal steps included."""
     half = torch.from_numpy(np.array([scale_max], np.uint16).view(np.float16))
     tensors = encode(
         torch.full((32, 32), code, dtype=torch.uint8), torch.full((1, 32), index, dtype=torch.uint8), half, [(bits, 32)], torch.arange(32)
     )
     assert tensors.steps().numpy().view(np.uint16)[0, 0] == step
-    assert tensors.reconstruct().numpy().view(np.uint16)[5, 7] == weight
+    assert all((decoder(tensors).numpy().view(np.uint16) == weight).all() for decoder in DECODERS.values())
     assert np.float16(np.float32(half.item()) / 256).view(np.uint16) == unit
 
 
@@ -82,18 +122,18 @@ def test_worked_group_tables():
 
 def test_permutation_example():
     perm = torch.tensor([2, 0, 3, 1, *list(range(4, 32))])
-    codes, index, scale_max, groups, _ = random_parts(np.random.default_rng(2), 32, 32)
-    tensors = encode(*map(torch.from_numpy, (codes, index, scale_max)), groups, perm)
+    tensors = encoded(random_parts(np.random.default_rng(2), 32, 32), perm)
     assert tensors.q_invperm[:4].tolist() == [1, 3, 0, 2] and torch.equal(tensors.perm, perm)
     assert torch.equal(
-        tensors.reconstruct()[2, 0], (tensors.codes()[0, 0].float() - (1 << (groups[0][0] - 1))).half() * tensors.steps()[0, 0]
+        tensors.reconstruct()[2, 0], (tensors.codes()[0, 0].float() - (1 << (tensors.groups[0][0] - 1))).half() * tensors.steps()[0, 0]
     )
 
 
+# ---- Encoding and checking
+
+
 def test_encode_pads_columns_with_the_zero_code():
-    codes, index, scale_max, groups, perm = random_parts(np.random.default_rng(3), 96, 50, [(8, 32), (3, 64)])
-    bias = torch.ones(50, dtype=torch.float16)
-    tensors = encode(*map(torch.from_numpy, (codes, index, scale_max)), groups, torch.from_numpy(perm), bias=bias)
+    tensors = make(3, 96, 50, [(8, 32), (3, 64)], bias=torch.ones(50, dtype=torch.float16))
     assert tensors.out_features == 64 and tensors.bias is not None and tensors.bias[50:].count_nonzero() == 0
     assert torch.equal(tensors.codes()[:32, 50:], torch.full((32, 14), 128, dtype=torch.uint8))
     assert torch.equal(tensors.codes()[32:, 50:], torch.full((64, 14), 4, dtype=torch.uint8))
@@ -130,14 +170,6 @@ def test_encode_refuses(changes, text):
     encode(**good)
     with pytest.raises(FormatError, match=text):
         encode(**good | changes)
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_unpack_then_encode_is_the_identity(seed):
-    tensors = make(seed + 100, rows=32 * (1 + seed), columns=64, bias=torch.zeros(64, dtype=torch.float16))
-    again = encode(tensors.codes(), tensors.scale_index(), tensors.q_scale_max, tensors.groups, tensors.perm, bias=tensors.bias)
-    for name, tensor in tensors.tensors("w").items():
-        assert torch.equal(again.tensors("w")[name], tensor) and again.tensors("w")[name].dtype == tensor.dtype
 
 
 def test_bpw_counts_everything_but_the_bias():
@@ -228,22 +260,204 @@ def test_q_invperm_of_any_integer_width_becomes_int32():
         assert dataclasses.replace(good, q_invperm=good.q_invperm.to(dtype)).validate().q_invperm.dtype == torch.int32
 
 
-class Memory(dict):
-    """The smallest store."""
+@pytest.mark.parametrize("seed", range(60))
+def test_damaged_tensors_are_refused_or_still_a_matrix(seed):
+    """Random damage: either a named error, or values that every reader decodes alike. Never a crash, never a read outside."""
+    rng = np.random.default_rng(seed)
+    good = encoded(random_parts(rng, 32 * int(rng.integers(1, 8)), 32))
+    field = FIELDS[seed % len(FIELDS)]
+    tensor = getattr(good, field).clone()
+    flat = tensor.view(torch.uint8).reshape(-1)
+    for _ in range(int(rng.integers(1, 4))):
+        flat[int(rng.integers(len(flat)))] ^= 1 << int(rng.integers(8))
+    bad = dataclasses.replace(good, **{field: tensor})
+    try:
+        checked = bad.validate("x.q_proj", file="f")
+    except FormatError as error:
+        refused = str(error)
+    else:
+        refused = ""
+        assert ops.reconstruct(*stored(checked)).numpy().tobytes() == checked.reconstruct().numpy().tobytes()
+        assert torch.isfinite(checked.reconstruct()).all()
+    assert refused or field in ("q_weight", "q_scale", "q_scale_max", "q_groups")
+    assert not refused or f"'x.q_proj.{field}'" in refused or field == "q_groups"
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_other_shapes_and_dtypes_are_refused(field):
+    good = make(rows=64)
+    t = getattr(good, field)
+    for wrong in (t.unsqueeze(0), t.reshape(-1)[:-1], torch.cat([t, t]), t[:0], t.double(), t.to(torch.uint8), t.new_empty(0)):
+        with pytest.raises(FormatError, match="found .*, expected"):
+            dataclasses.replace(good, **{field: wrong}).validate()
+
+
+# ---- Files and blobs
+
+
+class Store(dict):
+    """Tensors in memory, and what was read of which."""
+
+    def __init__(self, tensors):
+        super().__init__(tensors)
+        self.asked = []
 
     def info(self, name):
         if name not in self:
             raise FormatError(f"tensor {name!r}: found none")
         return self[name]
 
-    read = info
+    def read(self, name, *, rows=None):
+        self.asked.append((name.rpartition(".")[2], rows))
+        return self[name] if rows is None else self[name][rows[0] : rows[1]]
 
 
 def test_read_from_any_store():
     good = make(bias=torch.zeros(32, dtype=torch.float16))
-    store = Memory(good.tensors("a.q_proj") | {"a.q_proj.q_perm": torch.ones(1)})  # a stored q_perm means nothing
+    store = Store(good.tensors("a.q_proj") | {"a.q_proj.q_perm": torch.ones(1)})  # a stored q_perm means nothing
     read = Exl2Tensors.read(store, "a.q_proj", in_features=128, out_features=32)
     assert torch.equal(read.reconstruct(), good.reconstruct()) and read.bias is not None
     del store["a.q_proj.q_invperm"]
     with pytest.raises(FormatError, match="q_invperm"):
         Exl2Tensors.read(store, "a.q_proj")
+
+
+@st.composite
+def matrices(draw):
+    widths = sorted(draw(st.lists(st.sampled_from([2, 3, 4, 5, 6, 8]), min_size=1, max_size=4)), reverse=True)
+    groups = [(bits, 32 * draw(st.integers(1, 6))) for bits in widths]
+    columns = draw(st.integers(1, 70))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    bias = torch.from_numpy(rng.standard_normal(columns).astype(np.float16)) if draw(st.booleans()) else None
+    return encoded(random_parts(rng, sum(rows for _, rows in groups), columns, groups), bias=bias)
+
+
+@settings(max_examples=40, deadline=None)
+@given(matrices(), st.integers(0, 31))
+def test_file_op_and_blob_hold_the_same_matrix(tmp_path_factory, matrix, dropped):
+    path = tmp_path_factory.mktemp("m") / "a.safetensors"
+    save(path, matrix.tensors("x.q_proj"))
+    with SafetensorsFile(path) as file:
+        read = Exl2Tensors.read(file, "x.q_proj", in_features=matrix.in_features)
+    assert same_tensors(read, matrix) and same_tensors(encoded_again(matrix), matrix)
+    assert read.groups == matrix.groups
+    expected = matrix.reconstruct().numpy()
+    assert all(decoder(read).numpy().tobytes() == expected.tobytes() for decoder in DECODERS.values())
+    wanted = max(1, matrix.out_features - dropped)
+    blob = ops.pack_exl2(*stored(matrix), out_features=wanted)
+    assert ops.shape(blob) == (matrix.in_features, wanted)
+    found = ops.unpack(blob).half().numpy()  # the blob leaves the format's last rounding to fp16 out
+    assert np.array_equal(found.view(np.uint16), expected[:, :wanted].view(np.uint16))
+
+
+# ---- Slices: one unit of a matrix in a file
+
+
+GROUPS = {
+    "all widths": [(8, 32), (6, 64), (5, 32), (4, 96), (3, 32), (2, 64)],
+    "one large group": [(3, 320)],
+    "smallest": [(2, 32)],
+}
+
+
+@pytest.fixture(params=GROUPS, ids=list(GROUPS))
+def made(request):
+    groups = GROUPS[request.param]
+    tensors = make(5, sum(count for _, count in groups), 64, groups)
+    tensors.q_scale_max[0] = 0.0005  # its unit step is a subnormal
+    return tensors
+
+
+def test_every_unit_equals_reconstruct(made):
+    store = Store(made.tensors("m"))
+    slices, whole, codes = Exl2Slices(store, "m"), made.reconstruct(), made.codes()
+    first = 0
+    for group, (bits, count) in enumerate(made.groups):
+        for unit in range(slices.units(group)):
+            for column in (0, 7, 8, 63):
+                one = slices.unit(group, unit, column)
+                at = first + UNIT * unit
+                assert (one.bits, one.first_row) == (bits, at)
+                assert one.codes == tuple(codes[at : at + UNIT, column].tolist())
+                expected = whole[list(one.rows), column].numpy()
+                assert one.weights.dtype == np.float16
+                assert one.weights.tobytes() == expected.tobytes()
+                assert one.scale_index == int(made.scale_index()[group, column])
+                assert one.step == float(made.steps()[group, column])
+                again = torch.tensor(one.words).to(torch.int32)[:, None]
+                assert unpack_codes(again, bits)[:, 0].tolist() == list(one.codes)
+                assert one.scale_word >> 4 * (column % 8) & 15 == one.scale_index
+        first += count
+
+
+def test_locate_finds_every_row(made):
+    slices = Exl2Slices(Store(made.tensors("m")), "m")
+    for row in range(0, slices.in_features, 7):
+        group, unit, place = slices.locate(row)
+        assert slices.unit(group, unit, 1).rows[place] == row
+
+
+def test_only_slices_are_read(made):
+    store = Store(made.tensors("m"))
+    slices = Exl2Slices(store, "m")
+    assert {name for name, _ in store.asked} == {"q_groups", "q_invperm", "q_scale_max"}
+    store.asked.clear()
+    slices.unit(0, 0, 5)
+    bits = made.groups[0][0]
+    assert store.asked == [("q_weight", (0, bits)), ("q_scale", (0, 1))]
+
+
+def test_places_that_are_none(made):
+    slices = Exl2Slices(Store(made.tensors("m")), "m")
+    for arguments, message in (
+        ((len(made.groups), 0, 0), "group is"),
+        ((0, slices.units(0), 0), "group 0 has units 0 to"),
+        ((0, 0, 64), "column is 64; expected 0 to 63"),
+        ((-1, 0, 0), "group is -1"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            slices.unit(*arguments)
+    with pytest.raises(OptionError, match=f"row is {slices.in_features}"):
+        slices.locate(slices.in_features)
+
+
+def test_a_broken_file_is_named(made):
+    tensors = made.tensors("m")
+    tensors["m.q_invperm"] = torch.zeros_like(tensors["m.q_invperm"])
+    with pytest.raises(FormatError, match=r"m\.q_invperm"):
+        Exl2Slices(Store(tensors), "m")
+
+
+# ---- The model that exllamav2 made: read, checked, decoded to committed checksums, and encoded again byte for byte
+
+
+@pytest.fixture(scope="module")
+def store():
+    with TensorStore(DATA / "demo-exl2-4.0bpw") as store:
+        yield store
+
+
+def prefixes(store):
+    return sorted(name.removesuffix(".q_weight") for name in store.names() if name.endswith(".q_weight"))
+
+
+def test_reconstruction_checksums(store):
+    lines = (DATA / "demo-exl2-4.0bpw.reconstruct.sha256").read_text().splitlines()
+    expected = dict(reversed(line.split()) for line in lines)
+    found = {p: hashlib.sha256(Exl2Tensors.read(store, p).reconstruct().numpy().tobytes()).hexdigest()[:16] for p in prefixes(store)}
+    assert len(found) == 85 and found == expected
+
+
+def test_encoding_again_gives_the_same_bytes(store):
+    for prefix in prefixes(store):
+        read = Exl2Tensors.read(store, prefix)
+        for name, tensor in encoded_again(read).tensors(prefix).items():
+            original = store.read(name)
+            assert tensor.dtype == original.dtype and tensor.shape == original.shape
+            assert tensor.numpy().tobytes() == original.numpy().tobytes(), name
+
+
+@pytest.mark.parametrize("prefix", ["model.layers.0.self_attn.k_proj", "model.layers.7.self_attn.k_proj"])
+def test_scalar_decoder_agrees(store, prefix):
+    read = Exl2Tensors.read(store, prefix)
+    assert truth(read).tobytes() == read.reconstruct().numpy().tobytes()
