@@ -48,6 +48,25 @@ def near(device):
 
 
 @pytest.fixture(autouse=True)
+def _cuda_library(request):
+    """A test marked gpu fails at once where the CUDA library is not loaded."""
+    if request.node.get_closest_marker("gpu"):
+        from exl2nb import ops
+
+        assert "cuda" in ops.libraries().loaded, f"the CUDA library is not loaded: {ops.libraries().cuda_problem}"
+
+
+@pytest.fixture
+def threads():
+    """Sets the number of torch's threads for one test."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
 def _package_logger():
     """A library that configures logging in one test must not silence the package's logger in the next."""
     logger = logging.getLogger("exl2nb")

@@ -10,7 +10,7 @@ from exl2nb.cache.spec import CacheSpec
 from exl2nb.model.batch import Batch, Span
 from exl2nb.model.gpu import GpuForward
 from exl2nb.ops._library import REFERENCES
-from tests.ops.model_case import Net, single
+from tests.ops.cases import Net, single
 
 pytestmark = pytest.mark.gpu
 CASES = {

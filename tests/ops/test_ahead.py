@@ -1,4 +1,4 @@
-"""Steps that draw their own tokens on a thread of their own: the bits of `decode_step` and `draw_rows`, one behind the other."""
+"""Steps that run and draw on a thread of their own: the bits of `decode_step` followed by `draw_rows`."""
 
 import pytest
 import torch
@@ -7,18 +7,19 @@ from exl2nb import ops
 from exl2nb.ops._library import REFERENCES
 from exl2nb.ops.ahead import MOST_ROWS
 
-from .model_case import Net, P, i32, single
+from .cases import NAMES, Net, P, batch, i32, prompts, same_bits, single
 
-CONTEXTS = [5, 1, 290, 17, 256, 40]  # tokens that are there; a sequence has the pages 2 i and 2 i + 1
+CONTEXTS = [5, 1, 290, 17, 256, 40]  # cached tokens of each sequence i, in the pages 2 i and 2 i + 1
+IDS = [3, 1, 4, 1, 5, 9]
 OPTIONS = [
     {},
     {"dense": True},
     {"bias": True, "head_norms": True},
     {"bias": True, "dense": True},
     {"kv_heads": 1, "window": 9, "softcap": 20.0},
-    {"pool": torch.float32, "heads": 3, "kv_heads": 3, "dense": True},
-    {"coded": ("q4", "q4")},
-    {"coded": ("fp16", "q8")},
+    {"storages": ("fp32", "fp32"), "heads": 3, "kv_heads": 3, "dense": True},
+    {"storages": ("q4", "q4")},
+    {"storages": ("fp16", "q8")},
 ]
 
 
@@ -32,10 +33,7 @@ def filled(net):
 
 def decodes(ids, more=0):
     """One token for each sequence, `more` places behind its context."""
-    at = [n + more for n in CONTEXTS]
-    slots = [(2 * i + n // P) * P + n % P for i, n in enumerate(at)]
-    table = [[2 * i, 2 * i + 1] for i in range(len(at))]
-    return i32(ids), i32(at), i32(slots), i32(table), i32(range(len(at) + 1)), i32([n + 1 for n in at]), i32(range(len(at)))
+    return batch([(n + more, [token], [2 * i, 2 * i + 1]) for i, (n, token) in enumerate(zip(CONTEXTS, ids, strict=True))])
 
 
 def settings(rows, seed=0):
@@ -48,21 +46,10 @@ def begin(net, batch, pools, wanted, top=0, feed=None, previous=None):
     return ops.draw_ahead(net.program.code, *batch, *pools, wanted, top, feed, previous)
 
 
-def equal(one, other):
-    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(one, other, strict=True))
-
-
-@pytest.fixture
-def threads():
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_bits_of_a_step_and_a_draw(options, threads):
     net = Net(pages=2 * len(CONTEXTS), **options)
-    batch, wanted = decodes([3, 1, 4, 1, 5, 9]), settings(len(CONTEXTS))
+    batch, wanted = decodes(IDS), settings(len(CONTEXTS))
     pools = filled(net)
     threads(1)
     logits = net.run(*batch, *pools)
@@ -72,65 +59,60 @@ def test_bits_of_a_step_and_a_draw(options, threads):
         pools = filled(net)
         drawn, logits = begin(net, batch, pools, wanted, 3)
         ops.join_ahead(drawn)
-        assert equal([drawn, logits, *pools[0], *pools[1]], expected), n
+        assert same_bits([drawn, logits, *pools[0], *pools[1]], expected), n
         pools = filled(net)
-        assert equal([*ops.step_draw(net.program.code, *batch, *pools, wanted, 3), *pools[0], *pools[1]], expected), n
+        assert same_bits([*ops.step_draw(net.program.code, *batch, *pools, wanted, 3), *pools[0], *pools[1]], expected), n
 
 
 @pytest.mark.parametrize("dense", [False, True])
-def test_some_rows_of_texts_of_several_tokens(dense, threads):
+def test_some_rows_of_prompts(dense, threads):
     """Sequences of unequal length, logits of a few tokens, in another order."""
     net = Net(dense=dense, pages=4)
-    counts, rows = [5, 1, 9, 4], [18, 4, 5]
-    at = [i for n in counts for i in range(n)]
-    slots = [page * P + i for page, n in enumerate(counts) for i in range(n)]
-    bounds = [sum(counts[:i]) for i in range(5)]
-    batch = (i32([(17 * i) % net.vocab for i in range(19)]), i32(at), i32(slots), i32([[i] for i in range(4)]), i32(bounds), i32(counts))
-    pools = net.pools()
-    expected = [net.run(*batch, i32(rows), *pools), *pools[0], *pools[1]]
+    step, pools = prompts(net, [5, 1, 9, 4], [18, 4, 5]), net.pools()
+    expected = [net.run(*step, *pools), *pools[0], *pools[1]]
     for n in (2, 8):
         threads(n)
         again = net.pools()
-        drawn, logits = begin(net, (*batch, i32(rows)), again, settings(3))
+        drawn, logits = begin(net, step, again, settings(3))
         ops.join_ahead(drawn)
-        assert equal([logits, *again[0], *again[1]], expected)
+        assert same_bits([logits, *again[0], *again[1]], expected)
 
 
 @pytest.mark.parametrize("dense", [False, True])
 def test_a_step_takes_what_the_one_before_it_draws(dense):
-    """Five steps, all begun before any is read; sequence 1 gets a token from the host each time, and 0 and 2 change places."""
+    """Five steps, all begun before any is read; sequence 1 gets its token from the host each time."""
     net, steps = Net(dense=dense, pages=2 * len(CONTEXTS)), 5
     pools, again = filled(net), filled(net)
     feed = torch.tensor([0, -1, 2, 3, 4, 5], dtype=torch.int32)
-    ids, expected = [3, 1, 4, 1, 5, 9], []
+    ids, expected = IDS, []
     for step in range(steps):
         drawn = ops.draw_rows(net.program.run(*decodes(ids, step), *again), settings(6, step), None, step)
         expected.append(drawn)
         ids = [int(row[0]) if i != 1 else 50 + step for i, row in enumerate(drawn)]
-    batch, flying = [part.clone() for part in decodes([3, 1, 4, 1, 5, 9])], []
+    batch, inflight = [part.clone() for part in decodes(IDS)], []
     for step in range(steps):
-        known = [0, 49 + step, 0, 0, 0, 0] if step else [3, 1, 4, 1, 5, 9]
+        known = [0, 49 + step, 0, 0, 0, 0] if step else IDS
         for buffer, part in zip(batch, decodes(known, step)):
             buffer.copy_(part)  # while the steps before still run
-        fed = (feed, flying[-1][0]) if step else (None, None)
-        flying.append(begin(net, batch, pools, settings(6, step), step, *fed))
-    for (drawn, _), wanted in zip(flying, expected):
+        fed = (feed, inflight[-1][0]) if step else (None, None)
+        inflight.append(begin(net, batch, pools, settings(6, step), step, *fed))
+    for (drawn, _), wanted in zip(inflight, expected):
         ops.join_ahead(drawn)
         ops.join_ahead(drawn)
         assert torch.equal(drawn, wanted)
-    assert equal(pools[0] + pools[1], again[0] + again[1])
+    assert same_bits(pools[0] + pools[1], again[0] + again[1])
 
 
-def test_what_nobody_waits_for_ends_by_itself():
+def test_steps_that_are_not_joined_end_by_themselves():
     net = Net(pages=2 * len(CONTEXTS))
-    batch, pools = decodes([3, 1, 4, 1, 5, 9]), filled(net)
+    batch, pools = decodes(IDS), filled(net)
     expected = begin(net, batch, filled(net), settings(6))
     ops.join_ahead(expected[0])
     for _ in range(20):
         begin(net, batch, filled(net), settings(6))  # its tensors are dropped while it runs
     drawn, logits = begin(net, batch, pools, settings(6))
     ops.join_ahead(drawn)
-    assert equal([drawn, logits], expected)
+    assert same_bits([drawn, logits], expected)
 
 
 def test_a_row_without_a_distribution():
@@ -138,7 +120,7 @@ def test_a_row_without_a_distribution():
     net = Net(pages=2 * len(CONTEXTS), dense=True)
     pools = filled(net)
     pools[1][0][4] = float("nan")  # a page of sequence 2
-    drawn, logits = begin(net, decodes([3, 1, 4, 1, 5, 9]), pools, settings(6))
+    drawn, logits = begin(net, decodes(IDS), pools, settings(6))
     after, _ = begin(net, decodes([0] * 6, 1), pools, settings(6), 0, torch.arange(6, dtype=torch.int32), drawn)
     ops.join_ahead(after)
     assert drawn[:, 0].tolist()[2] == -1
@@ -149,14 +131,14 @@ def test_a_row_without_a_distribution():
 
 def test_the_reference_runs_at_once():
     net = Net(pages=2 * len(CONTEXTS), bias=True)
-    batch, pools = decodes([3, 1, 4, 1, 5, 9]), filled(net)
+    batch, pools = decodes(IDS), filled(net)
     reference = REFERENCES["draw_ahead"]
     drawn, logits = begin(net, batch, pools, settings(6), 2)
     ops.join_ahead(drawn)
     slow, expected = reference(net.program.code, *batch, *filled(net), settings(6), 2, None, None)
     torch.testing.assert_close(logits, expected, rtol=5e-3, atol=5e-3 * float(expected.std()))
     assert slow.shape == drawn.shape
-    assert equal(REFERENCES["step_draw"](net.program.code, *batch, *filled(net), settings(6), 2), [slow, expected])
+    assert same_bits(REFERENCES["step_draw"](net.program.code, *batch, *filled(net), settings(6), 2), [slow, expected])
     feed = torch.tensor([5, -1, -1, -1, -1, 0], dtype=torch.int32)
     fed = reference(net.program.code, *decodes([7, 1, 4, 1, 5, 7], 1), *filled(net), settings(6), 0, feed, slow)[1]
     ids = [int(slow[5, 0]), 1, 4, 1, 5, int(slow[0, 0])]
@@ -178,18 +160,15 @@ def test_the_reference_runs_at_once():
         ({"feed": i32([0] * 6), "previous": torch.zeros(6, 4)}, "previous is float32"),
     ],
 )
-def test_what_is_refused(change, message):
+def test_wrong_arguments_are_named(change, message):
     """Before anything is begun: the pools stay as they were."""
     net = Net(pages=2 * len(CONTEXTS))
-    names = ("ids", "positions", "slots", "block_table", "cu_seqlens", "context_lens", "logit_rows")
-    batch = dict(zip(names, decodes([3, 1, 4, 1, 5, 9])))
-    rest = {"settings": settings(6), "top": 0, "feed": None, "previous": None}
-    batch.update({k: v for k, v in change.items() if k in names})
-    rest.update({k: v for k, v in change.items() if k in rest})
-    pools = net.pools()
+    given = {**dict(zip(NAMES, decodes(IDS))), "k_pools": None, "v_pools": None}
+    pools = given["k_pools"], given["v_pools"] = net.pools()
+    given |= {"settings": settings(6), "top": 0, "feed": None, "previous": None, **change}
     with pytest.raises(RuntimeError, match=message):
-        ops.draw_ahead(net.program.code, *batch.values(), *pools, *rest.values())
-    assert equal(pools[0] + pools[1], net.pools()[0] + net.pools()[1])
+        ops.draw_ahead(net.program.code, *given.values())
+    assert same_bits(pools[0] + pools[1], net.pools()[0] + net.pools()[1])
 
 
 def test_too_many_rows_or_none():

@@ -7,16 +7,10 @@ import torch
 
 from exl2nb import ops
 from exl2nb.io.shards import TensorStore
-from exl2nb.ops import _load
 from exl2nb.quant.exl2 import encode
 
 pytestmark = pytest.mark.gpu
 MIXES = [[(b, 128)] for b in (2, 3, 4, 5, 6, 8)] + [[(8, 32), (6, 64), (5, 32), (4, 128), (3, 96), (2, 32)], [(4, 128), (4, 32)]]
-
-
-@pytest.fixture(autouse=True)
-def _library():
-    assert "cuda" in _load.load().loaded, f"the CUDA library is not loaded: {_load.load().note or 'not built'}"
 
 
 def parts(matrix):

@@ -13,8 +13,7 @@ from exl2nb import ops
 from exl2nb.model.gpu_memory import blob_bytes
 from exl2nb.model.inspect import Matrix
 
-from .gptq_case import gptq
-from .model_case import exl2
+from .cases import exl2, gptq
 
 pytestmark = pytest.mark.gpu
 BLOCK = 32  # rows of half a unit

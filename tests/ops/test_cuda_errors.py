@@ -8,15 +8,10 @@ import torch
 from exl2nb import ops
 from exl2nb.ops import gpu
 
-from .model_case import exl2
+from .cases import exl2
 
 pytestmark = pytest.mark.gpu
 RELAXED = 2  # cudaStreamCaptureModeRelaxed: memory may be allocated
-
-
-@pytest.fixture(autouse=True)
-def _library():
-    assert "cuda" in ops.libraries().loaded, f"the CUDA library is not loaded: {ops.libraries().cuda_problem}"
 
 
 def refused(call):

@@ -7,8 +7,7 @@ from exl2nb import ops
 from exl2nb.ops import gpu
 from exl2nb.quant.gptq import GptqTensors
 
-from .gptq_case import gptq
-from .model_case import exl2
+from .cases import exl2, gptq
 
 KINDS = [
     pytest.param(256, 96, 128, {"zeros": False}, id="symmetric"),
@@ -21,11 +20,6 @@ KINDS = [
     pytest.param(320, 33, 320, {}, id="one group"),
     pytest.param(4096 + 32, 4096, 128, {}, id="large"),
 ]
-
-
-@pytest.fixture
-def _library():
-    assert "cuda" in ops.libraries().loaded, f"the CUDA library is not loaded: {ops.libraries().cuda_problem}"
 
 
 def case_of(K, N, bits, size, *, codes_only=False, **options):
@@ -51,7 +45,6 @@ def packed(case):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("_library")
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize(("K", "N", "size", "options"), KINDS)
 def test_against_the_definition(K, N, size, options, bits):
@@ -67,7 +60,6 @@ def test_against_the_definition(K, N, size, options, bits):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("_library")
 def test_beside_other_formats():
     K = 128
     cases = [case_of(K, 48, 4, 32), case_of(K, 16, 3, 16, codes_only=True)]
@@ -82,7 +74,6 @@ def test_beside_other_formats():
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("_library")
 def test_wrong_arguments_are_named():
     case = gptq(64, 32, 4, 32, act_order=True)
     arguments = [t.cuda() for t in case.arguments]

@@ -6,16 +6,11 @@ import torch
 from exl2nb import ops
 from exl2nb.ops import gpu_prefill, reference
 
-from .model_case import exl2
+from .cases import exl2
 
 pytestmark = pytest.mark.gpu
 H, INNER, D = 256, 160, 64
 POOL = (2, 1, 256, D)
-
-
-@pytest.fixture(autouse=True)
-def _library():
-    assert "cuda" in ops.libraries().loaded, f"the CUDA library is not loaded: {ops.libraries().cuda_problem}"
 
 
 def int32(values):

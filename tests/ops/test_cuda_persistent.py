@@ -9,13 +9,12 @@ import time
 import pytest
 import torch
 
-from exl2nb import ops
 from exl2nb.cache.pool import KVCache
 from exl2nb.cache.spec import CacheSpec
 from exl2nb.model.batch import Batch, Span
 from exl2nb.model.gpu import GpuForward, formats_of
 
-from .model_case import Net
+from .cases import Net
 
 pytestmark = pytest.mark.gpu
 CASES = {
@@ -54,11 +53,6 @@ CASES = {
     "wide rows": {"hidden": 8192, "inter": 10240, "heads": 32, "kv_heads": 4, "head_dim": 128, "bits": 2, "group": 64},
 }
 DENSE = {"dense": True, "hidden": 128, "inter": 128, "head_dim": 32}
-
-
-@pytest.fixture(autouse=True)
-def _library():
-    assert "cuda" in ops.libraries().loaded, f"the CUDA library is not loaded: {ops.libraries().cuda_problem}"
 
 
 def made(options):

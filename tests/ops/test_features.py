@@ -8,7 +8,7 @@ import torch
 from exl2nb import ops
 from exl2nb.ops._library import REFERENCES
 
-from .model_case import P, i32, single
+from .cases import P, i32, single
 
 
 def close(ours, expected):

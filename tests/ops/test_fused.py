@@ -6,7 +6,7 @@ import torch
 from exl2nb import ops
 from exl2nb.ops._library import REFERENCES
 
-from .model_case import P, exl2, i32
+from .cases import P, exl2, i32
 
 
 def close(ours, expected):

@@ -7,9 +7,7 @@ from exl2nb import ops
 from exl2nb.ops import blob as layout
 from exl2nb.ops._library import REFERENCES
 
-from .damage import refused_bytes
-from .gptq_case import gptq
-from .model_case import exl2
+from .cases import exl2, gptq, refused_bytes
 
 KINDS = [
     pytest.param(256, 96, 128, {"zeros": False}, id="symmetric"),
@@ -87,9 +85,3 @@ def test_a_damaged_blob_is_refused():
     blob, x = gptq(48, 32, 4, 16, act_order=True).pack(), torch.randn(2, 48)
     tables = 64 + 64 + layout.align(96 * 4) + 64
     assert refused_bytes(blob, x, tables) > 0.6 * tables, "most of these bytes matter"
-
-
-def test_opcheck():
-    for options in ({"act_order": True}, {"zeros": False, "wide": True}):
-        case = gptq(64, 32, 4, 32, **options)
-        torch.library.opcheck(torch.ops.exl2nb.pack_gptq.default, (*case.arguments, 4, 64))

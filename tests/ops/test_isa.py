@@ -19,8 +19,7 @@ def digest() -> str:
     """Bits of a run through every op and width."""
     from exl2nb import ops
 
-    from .gptq_case import gptq
-    from .model_case import Net, exl2, single
+    from .cases import Net, exl2, gptq, single
 
     h = hashlib.sha256()
 
@@ -64,10 +63,10 @@ def digest() -> str:
     for options in (
         {},
         {"dense": True, "head_dim": 40, "head_norms": True},
-        {"pool": torch.float32, "softcap": 9.0, "window": 50},
-        {"coded": ("q4", "q8")},
-        {"coded": ("q8", "q4"), "head_dim": 24},
-        {"coded": ("fp8", "fp8"), "head_dim": 16},
+        {"storages": ("fp32", "fp32"), "softcap": 9.0, "window": 50},
+        {"storages": ("q4", "q8")},
+        {"storages": ("q8", "q4"), "head_dim": 24},
+        {"storages": ("fp8", "fp8"), "head_dim": 16},
     ):
         net = Net(**options)
         pools = net.pools()
@@ -97,6 +96,6 @@ def test_same_bits(level):
 
 def test_reference_engine():
     """EXL2NB_ENGINE=reference never loads the library and still answers."""
-    code = "import torch; from exl2nb import ops; from exl2nb.ops import _load; from ops.model_case import *; n = Net(); "
+    code = "import torch; from exl2nb import ops; from exl2nb.ops import _load; from ops.cases import *; n = Net(); "
     code += "print(_load.load().loaded, tuple(n.program.run(*single(0, [1, 2], [0]), *n.pools()).shape))"
     assert run(code, EXL2NB_ENGINE="reference") == "() (2, 101)"

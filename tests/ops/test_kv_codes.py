@@ -1,4 +1,4 @@
-"""Quantised pools: the codes themselves, and the kernels against the torch that defines them, to the bit."""
+"""Quantised pools: the codes themselves, and the bytes that kernels write against the torch definition."""
 
 import pytest
 import torch
@@ -7,14 +7,11 @@ from hypothesis import strategies as st
 
 from exl2nb import ops
 from exl2nb.ops import kv_codes
-from exl2nb.ops._library import REFERENCES
 from exl2nb.ops.kv_codes import Coding
 
-from .model_case import P, coded_pool, i32
+from .cases import new_pool
 
 CODINGS = [Coding(4), Coding(8), Coding(8, float8=True)]
-PAIRS = [("q4", "q4"), ("q8", "q4"), ("q8", "q8"), ("fp8", "fp8"), ("fp16", "q4"), ("q4", "fp32")]
-PAIRS += [("fp16", "q8"), ("q8", "fp16"), ("q4", "fp16"), ("q4", "q8")]
 names = ["q4", "q8", "fp8"]
 
 
@@ -79,7 +76,7 @@ def test_special_numbers(coding):
 
 def test_an_empty_pool_reads_as_zeros():
     for kind in names:
-        pool = coded_pool(kind, 2, 3, 40)
+        pool = new_pool(kind, 2, 3, 40)
         bits(pool).zero_()
         assert (kv_codes.read(pool, torch.tensor([1]), 40) == 0).all()
 
@@ -89,7 +86,7 @@ def written(x, kinds):
     T, heads, D = x.shape
     eye = torch.eye(heads * D)
     blob = ops.pack_dense(torch.cat([eye, eye, eye]))
-    pools = [coded_pool(kind, 1, heads, D) for kind in kinds]
+    pools = [new_pool(kind, 1, heads, D) for kind in kinds]
     still = torch.ones(1, 0)
     where = (torch.zeros(T, dtype=torch.int32), torch.arange(3, 3 + T).int(), *pools)
     ops.norm_qkv_rope(x.reshape(T, -1), ops.QKVProjection(None, 0.0, blob, None, still, still, heads, heads, D), *where)
@@ -99,7 +96,7 @@ def written(x, kinds):
 def assert_same_bytes(x, kinds=(("q4", "q8"), ("fp8", "q4"))):
     for pair in kinds:
         for kind, ours in zip(pair, written(x, pair)):
-            expected = coded_pool(kind, 1, x.shape[1], x.shape[2])
+            expected = new_pool(kind, 1, x.shape[1], x.shape[2])
             kv_codes.write(expected, torch.arange(3, 3 + len(x)), x)
             assert torch.equal(bits(ours), bits(expected)), kind
 
@@ -130,83 +127,3 @@ def test_kernel_marks_what_is_not_finite():
     pool = written(x, ("q4", "q4"))[0]
     nan = kv_codes.read(pool, torch.tensor([0]), 64)[0, 0, 3:5].isnan()
     assert nan.tolist() == [[True] * 32 + [False] * 32, [False] * 32 + [True] * 32]
-
-
-def case(lengths, queries, Hq, Hkv, D, pair, seed=0):
-    """Random q and pools of `pair`; unused slots hold what would show."""
-    g = torch.Generator().manual_seed(seed)
-    total = sum(-(-n // P) for n in lengths) + 1
-    order, used = torch.randperm(total, generator=g), 0
-    pools = [coded_pool(kind, total, Hkv, D) for kind in pair]
-    table = torch.full((len(lengths), max(-(-n // P) for n in lengths)), -7, dtype=torch.int32)
-    for b, n in enumerate(lengths):
-        for i in range(-(-n // P)):
-            table[b, i] = order[used]
-            slots = order[used] * P + torch.arange(min(P, n - i * P))
-            for pool in pools:
-                kv_codes.write(pool, slots, torch.randn(len(slots), Hkv, D, generator=g))
-            used += 1
-    q = torch.randn(sum(queries), Hq, D, generator=g)
-    return q, *pools, table, i32([sum(queries[:i]) for i in range(len(queries) + 1)]), i32(lengths)
-
-
-def check(args, *, window=0, softcap=0.0):
-    scale = args[0].shape[2] ** -0.5
-    ours = ops.paged_attention(*args, scale=scale, window=window, softcap=softcap)
-    expected = REFERENCES["paged_attention"](*args, scale, window, softcap)
-    torch.testing.assert_close(ours, expected, rtol=1e-4, atol=2e-5)
-
-
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-@pytest.mark.parametrize(("Hq", "Hkv"), [(2, 2), (4, 1), (6, 2)])
-def test_attention_gqa(pair, Hq, Hkv):
-    check(case([1, 300, 40], [1, 3, 40], Hq, Hkv, 32, pair))
-
-
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-@pytest.mark.parametrize("D", [8, 24, 40, 64, 80, 96, 128, 256])
-def test_attention_head_dims(pair, D):
-    check(case([270], [9], 4, 2, D, pair))
-
-
-@pytest.mark.parametrize("pair", [*PAIRS[:2], *PAIRS[-4:]], ids="-".join)
-@pytest.mark.parametrize(("window", "softcap"), [(1, 0.0), (100, 0.0), (257, 0.0), (300, 20.0), (0, 5.0)])
-def test_attention_window_and_softcap(pair, window, softcap):
-    check(case([600, 20], [70, 1], 4, 2, 32, pair), window=window, softcap=softcap)
-
-
-@pytest.mark.parametrize("pair", [*PAIRS[:2], PAIRS[3]], ids="-".join)
-@pytest.mark.parametrize("window", [0, 100])
-def test_bits_do_not_depend_on_chunks(pair, window):
-    n = 300
-    q, k, v, table, _, _ = case([n], [n], 8, 2, 64, pair)
-    options = {"scale": 0.125, "window": window}
-    whole = ops.paged_attention(q, k, v, table, i32([0, n]), i32([n]), **options)
-    for a, e in ((0, 1), (100, 102), (255, 256), (256, 257), (200, 300), (299, 300)):
-        piece = ops.paged_attention(q[a:e].contiguous(), k, v, table, i32([0, e - a]), i32([e]), **options)
-        assert torch.equal(piece, whole[a:e]), (a, e)
-
-
-@pytest.mark.parametrize("use", ["kernel", "reference"])
-def test_a_pool_of_another_head_dim_is_refused(use):
-    q, k, v, *rest = case([5], [1], 2, 1, 32, ("q4", "q4"))
-    attention = torch.ops.exl2nb.paged_attention if use == "kernel" else REFERENCES["paged_attention"]
-    for wrong in (torch.randn(1, 2, 64), torch.randn(1, 2, 40)):
-        with pytest.raises((RuntimeError, ValueError), match=r"pool is .*uint8 \(2, 1, 4608\)"):
-            attention(wrong, k, v, *rest, 1.0, 0, 0.0)
-    with pytest.raises((RuntimeError, ValueError), match="v_pool is float16|pool is .*float16"):
-        attention(q, k, torch.zeros(2, 1, P, 16, dtype=torch.float16), *rest, 1.0, 0, 0.0)
-
-
-@pytest.mark.parametrize("kind", ["q4", "q8"])
-def test_opcheck(kind):
-    """Schema, mutation and fake kernel hold for coded pools too. (opcheck itself multiplies, which torch cannot do with float8.)"""
-    blob, rope = ops.pack_dense(randn(4 * 32, 64)), torch.ones(9, 16)
-    pools = [coded_pool(kind, 1, 1, 32) for _ in range(2)]
-    for pool in pools:
-        bits(pool).zero_()
-    three = i32([0, 1, 2])
-    written = (randn(3, 64), None, 1e-5, blob, None, rope, rope, three, three, *pools, 2, 1, 32, None, None)
-    torch.library.opcheck(torch.ops.exl2nb.norm_qkv_rope.default, written)
-    read = (randn(3, 2, 32), *pools, i32([[0]]), i32([0, 3]), i32([3]), 1.0, 0, 0.0)
-    torch.library.opcheck(torch.ops.exl2nb.paged_attention.default, read)

@@ -7,7 +7,7 @@ from exl2nb import ops
 from exl2nb.ops import reference
 from exl2nb.ops._library import REFERENCES
 
-from .model_case import exl2
+from .cases import exl2
 
 WIDTHS = (2, 3, 4, 5, 6, 8)
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 33, 130)

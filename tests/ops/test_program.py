@@ -1,12 +1,14 @@
-"""The whole step in one call: same bits as op by op, same bits at once or token by token, and no index reaches memory it may not."""
+"""A whole step in one call: the bits of its ops one by one, at once or token by token; out of range indices; the schema of its ops."""
 
 import pytest
 import torch
 
 from exl2nb import ops
+from exl2nb.core.errors import FormatError
 from exl2nb.ops._library import REFERENCES
+from exl2nb.ops.program import SCHEMA, check_schema
 
-from .model_case import Net, P, i32, single
+from .cases import NAMES, Net, P, batch, i32, prompts, same_bits, single
 
 
 @pytest.mark.parametrize(
@@ -16,11 +18,11 @@ from .model_case import Net, P, i32, single
         {"dense": True},
         {"bias": True, "head_norms": True},
         {"kv_heads": 1, "window": 9, "softcap": 20.0},
-        {"pool": torch.float32},
-        {"coded": ("q4", "q4")},
-        {"coded": ("q8", "q4"), "head_dim": 24},
-        {"coded": ("fp8", "fp8")},
-        {"coded": ("fp16", "q8")},
+        {"storages": ("fp32", "fp32")},
+        {"storages": ("q4", "q4")},
+        {"storages": ("q8", "q4"), "head_dim": 24},
+        {"storages": ("fp8", "fp8")},
+        {"storages": ("fp16", "q8")},
     ],
     ids=str,
 )
@@ -32,8 +34,7 @@ def test_same_bits_as_op_by_op(options):
         batch = single(start, [(7 * i + start) % net.vocab for i in range(n)], [2, 0])
         assert torch.equal(net.program.run(*batch, *one), net.run(*batch, *other))
         start += n
-    for a, b in zip(one[0] + one[1], other[0] + other[1]):
-        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    assert same_bits(one[0] + one[1], other[0] + other[1])
 
 
 def test_against_the_reference():
@@ -45,10 +46,10 @@ def test_against_the_reference():
     torch.testing.assert_close(ours, expected, rtol=5e-3, atol=5e-3 * float(expected.std()))
 
 
-@pytest.mark.parametrize("coded", [None, ("q4", "q4"), ("q8", "q4"), ("fp8", "fp8")])
-def test_at_once_in_chunks_or_token_by_token(coded):
+@pytest.mark.parametrize("storages", [("fp16", "fp16"), ("q4", "q4"), ("q8", "q4"), ("fp8", "fp8")], ids="-".join)
+def test_at_once_in_chunks_or_token_by_token(storages):
     """290 tokens, across a page edge: logits and cache are bitwise the same."""
-    net, n = Net(layers=2, coded=coded), 290
+    net, n = Net(layers=2, storages=storages), 290
     ids = [(31 * i) % net.vocab for i in range(n)]
     pools = net.pools()
     whole = net.program.run(*single(0, ids, [3, 1]), *pools)
@@ -56,7 +57,7 @@ def test_at_once_in_chunks_or_token_by_token(coded):
         again = net.pools()
         parts = [net.program.run(*single(a, ids[a : a + step], [3, 1]), *again) for a in range(0, n, step)]
         assert torch.equal(torch.cat(parts), whole), step
-        assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(pools[0] + pools[1], again[0] + again[1]))
+        assert same_bits(pools[0] + pools[1], again[0] + again[1])
 
 
 @pytest.mark.parametrize(
@@ -72,57 +73,35 @@ def test_at_once_in_chunks_or_token_by_token(coded):
     ids=["mixed", "rows out of order", "rows of one part", "equal", "one long", "one alone"],
 )
 @pytest.mark.parametrize("dense", [False, True])
-def test_threads_may_divide_the_sequences(counts, rows, dense):
+def test_threads_may_divide_the_sequences(counts, rows, dense, threads):
     """A batch whose sequences are shared out among threads: the bits of one thread, in logits and cache."""
-    net = Net(dense=dense, pages=len(counts))
-    at = [i for n in counts for i in range(n)]
-    slots = [page * P + i for page, n in enumerate(counts) for i in range(n)]
-    bounds = [sum(counts[:i]) for i in range(len(counts) + 1)]
-    ids = [(17 * i) % net.vocab for i in range(len(at))]
-    batch = (i32(ids), i32(at), i32(slots), i32([[i] for i in range(len(counts))]), i32(bounds), i32(counts), i32(rows))
-    threads, found = torch.get_num_threads(), []
-    try:
-        for n in (1, 2, 3, 8):
-            torch.set_num_threads(n)
-            pools = net.pools()
-            found.append([net.program.run(*batch, *pools), *pools[0], *pools[1]])
-    finally:
-        torch.set_num_threads(threads)
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other))
+    net, found = Net(dense=dense, pages=len(counts)), []
+    for n in (1, 2, 3, 8):
+        threads(n)
+        pools = net.pools()
+        found.append([net.program.run(*prompts(net, counts, rows), *pools), *pools[0], *pools[1]])
+        assert same_bits(found[-1], found[0])
 
 
-@pytest.mark.parametrize("coded", [None, ("q4", "q4"), ("q8", "q4")])
-def test_sequences_do_not_know_of_each_other(coded):
+@pytest.mark.parametrize("storages", [("fp16", "fp16"), ("q4", "q4"), ("q8", "q4")], ids="-".join)
+def test_sequences_are_independent(storages):
     """A mixed batch (a prefill and two decodes) gives each sequence the bits it gets alone."""
-    net = Net(coded=coded)
+    net = Net(storages=storages)
     pools, alone = net.pools(), net.pools()
-    texts = [[5, 6, 7, 8], [1, 2], [9, 10, 11]]
+    texts, new = [[5, 6, 7, 8], [1, 2], [9, 10, 11]], [[12], [13], [20, 21, 22]]
     for page, text in enumerate(texts):
         for where in (pools, alone):
             net.program.run(*single(0, text, [page]), *where)
-    new = [[12], [13], [20, 21, 22]]
-    expected = [net.program.run(*single(len(t), n, [page]), *alone) for page, (t, n) in enumerate(zip(texts, new))]
-    at = [len(t) + i for t, n in zip(texts, new) for i in range(len(n))]
-    page_of = [p for p, n in enumerate(new) for _ in n]
-    slots = [p * P + i for p, i in zip(page_of, at)]
-    lens = [len(t) + len(n) for t, n in zip(texts, new)]
-    ids = [i for n in new for i in n]
-    batch = (i32(ids), i32(at), i32(slots), i32([[0], [1], [2]]), i32([0, 1, 2, 5]), i32(lens), i32(range(5)))
-    assert torch.equal(net.program.run(*batch, *pools), torch.cat(expected))
+    steps = [(len(text), ids, [page]) for page, (text, ids) in enumerate(zip(texts, new))]
+    expected = [net.program.run(*single(*step), *alone) for step in steps]
+    assert torch.equal(net.program.run(*batch(steps), *pools), torch.cat(expected))
 
 
 def test_only_the_wanted_rows():
     net = Net()
-    batch = list(single(0, [1, 2, 3, 4], [0]))
-    every = net.program.run(*batch, *net.pools())
-    batch[6] = i32([3, 1])
-    assert torch.equal(net.program.run(*batch, *net.pools()), every[[3, 1]])
-    batch[6] = i32([])
-    assert net.program.run(*batch, *net.pools()).shape == (0, net.vocab)
-
-
-NAMES = ("ids", "positions", "slots", "block_table", "cu_seqlens", "context_lens", "logit_rows")
+    every, some, none = (net.program.run(*prompts(net, [4], rows), *net.pools()) for rows in (None, [3, 1], []))
+    assert torch.equal(some, every[[3, 1]])
+    assert none.shape == (0, net.vocab)
 
 
 @pytest.mark.parametrize(
@@ -144,44 +123,35 @@ NAMES = ("ids", "positions", "slots", "block_table", "cu_seqlens", "context_lens
 )
 def test_out_of_range_raises_and_writes_nothing(name, value, message):
     net = Net()
-    batch = dict(zip(NAMES, single(0, [1, 2, 3], [0])))
     k, v = net.pools()
     with pytest.raises(RuntimeError, match=f"decode_step: .*{message}"):
-        net.program.run(**{**batch, name: value}, k_pools=k, v_pools=v)
+        net.program.run(**{**dict(zip(NAMES, single(0, [1, 2, 3], [0]))), name: value}, k_pools=k, v_pools=v)
     assert all((pool == 1e3).all() for pool in k + v)
 
 
-def test_wrong_pools_are_named():
-    net = Net()
-    batch = single(0, [1, 2, 3], [0])
-    k, v = net.pools()
-    with pytest.raises(RuntimeError, match="there are 1 pools; the program wants layer 1"):
-        net.program.run(*batch, k[:1], v[:1])
-    with pytest.raises(RuntimeError, match="2 K and 1 V pools"):
-        net.program.run(*batch, k, v[:1])
-    with pytest.raises(RuntimeError, match="the pools hold 1 heads of 32; expected 2 of 32"):
-        net.program.run(*batch, [p[:, :1].contiguous() for p in k], [p[:, :1].contiguous() for p in v])
-    with pytest.raises(RuntimeError, match="a K pool is float32"):
-        net.program.run(*batch, [k[0], k[1].float()], v)
+PLAIN, CODED = ("fp16", "fp16"), ("q4", "q4")
+WRONG_POOLS = [
+    (PLAIN, lambda k, v: (k[:1], v[:1]), "there are 1 pools; the program wants layer 1"),
+    (PLAIN, lambda k, v: (k, v[:1]), "2 K and 1 V pools"),
+    (
+        PLAIN,
+        lambda k, v: tuple([p[:, :1].contiguous() for p in pools] for pools in (k, v)),
+        "the pools hold 1 heads of 32; expected 2 of 32",
+    ),
+    (PLAIN, lambda k, v: ([k[0], k[1].float()], v), "a K pool is float32"),
+    (CODED, lambda k, v: (k, [p[..., :-1].contiguous() for p in v]), r"v_pool is uint8 \(4, 2, 4607\); .* \(pages, heads, 8704 or 4608\)"),
+    (CODED, lambda k, v: (k, [v[0], v[1][:2].contiguous()]), r"a V pool is uint8 \(2, 2, 4608\)"),
+    (CODED, lambda k, v: (k, [v[0], torch.zeros(4, 2, 8704, dtype=torch.uint8)]), r"a V pool is uint8 \(4, 2, 8704\)"),
+    (CODED, lambda k, v: (k, [p.view(torch.float8_e4m3fn) for p in v]), r"v_pool is float8_e4m3fn \(4, 2, 4608\); expected .*8704\)"),
+    (CODED, lambda k, v: (k, [p.view(torch.int8) for p in v]), "v_pool is another dtype; expected float16"),
+    (CODED, lambda k, v: ([p.flatten(1) for p in k], v), r"k_pool is uint8 \(4, 9216\)"),
+    (CODED, lambda k, v: ([torch.zeros(4, 2, 16, 32)] * 2, v), "page size is 16; expected 256"),
+]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda k, v: (k, [p[..., :-1].contiguous() for p in v]),
-            r"v_pool is uint8 \(4, 2, 4607\); expected \(pages, heads, 8704 or 4608\)",
-        ),
-        (lambda k, v: (k, [v[0], v[1][:2].contiguous()]), r"a V pool is uint8 \(2, 2, 4608\)"),
-        (lambda k, v: (k, [v[0], torch.zeros(4, 2, 8704, dtype=torch.uint8)]), r"a V pool is uint8 \(4, 2, 8704\)"),
-        (lambda k, v: (k, [p.view(torch.float8_e4m3fn) for p in v]), r"v_pool is float8_e4m3fn \(4, 2, 4608\); expected .*8704\)"),
-        (lambda k, v: (k, [p.view(torch.int8) for p in v]), "v_pool is another dtype; expected float16"),
-        (lambda k, v: ([p.flatten(1) for p in k], v), r"k_pool is uint8 \(4, 9216\)"),
-        (lambda k, v: ([torch.zeros(4, 2, 16, 32)] * 2, v), "page size is 16; expected 256"),
-    ],
-)
-def test_wrong_coded_pools_are_named(change, message):
-    net = Net(coded=("q4", "q4"))
+@pytest.mark.parametrize(("storages", "change", "message"), WRONG_POOLS)
+def test_wrong_pools_are_named(storages, change, message):
+    net = Net(storages=storages)
     with pytest.raises(RuntimeError, match=message):
         net.program.run(*single(0, [1, 2, 3], [0]), *change(*net.pools()))
 
@@ -199,9 +169,8 @@ def test_wrong_coded_pools_are_named(change, message):
 def test_a_wrong_program_is_refused(change, message):
     net = Net()
     code = change(net.program.code.clone()).contiguous()
-    k, v = net.pools()
     with pytest.raises(RuntimeError, match=message):
-        torch.ops.exl2nb.decode_step(code, *single(0, [1, 2, 3], [0]), k, v)
+        torch.ops.exl2nb.decode_step(code, *single(0, [1, 2, 3], [0]), *net.pools())
 
 
 def test_program_checks_what_it_is_given():
@@ -219,3 +188,28 @@ def test_program_checks_what_it_is_given():
         p.norm_head(torch.ones(128)[::2], 1e-5, net.head)
     with pytest.raises(ValueError, match="activation"):
         p.norm_gate_up(torch.ones(64), 1e-5, net.weights[0]["gate_up"], activation="tanh")
+
+
+def library_schema() -> str:
+    return bytes(torch.ops.exl2nb.program_schema(torch.empty(0)).tolist()).decode()
+
+
+def test_the_library_has_the_same_schema():
+    text = library_schema()
+    check_schema(text)
+    assert {line.split()[0] for line in text.splitlines()} == set(SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "message"),
+    [
+        ("norm_head 6 norm:address eps:real", "norm_head 6 eps:real norm:address", "has eps:real in op norm_head .* has norm:address"),
+        ("linear_residual 4", "linear_residual 9", "has 9 in op linear_residual where this package has 4"),
+        ("clip:real", "", "has None in op norm_qkv_rope where this package has clip:real"),
+    ],
+)
+def test_a_schema_of_another_version_is_named(ours, theirs, message):
+    text = library_schema()
+    assert ours in text
+    with pytest.raises(FormatError, match=message):
+        check_schema(text.replace(ours, theirs))

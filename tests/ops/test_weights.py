@@ -8,8 +8,7 @@ from exl2nb import ops
 from exl2nb.ops import blob as layout
 from exl2nb.ops._library import REFERENCES
 
-from .damage import refused_bytes
-from .model_case import exl2
+from .cases import exl2, refused_bytes
 
 
 @pytest.mark.parametrize("prescale", [1.0, 0.25, 1.7])

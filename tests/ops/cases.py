@@ -1,7 +1,8 @@
-"""A small random network as op arguments: what several op tests share."""
+"""Random matrices, pools, batches and a small network as op arguments: what several op tests share."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import torch
@@ -9,10 +10,11 @@ from torch import Tensor
 
 from exl2nb import ops
 from exl2nb.cache.storage import STORAGES
-
-from .gptq_case import gptq
+from exl2nb.ops import kv_codes, reference
 
 P = 256
+NAMES = ("ids", "positions", "slots", "block_table", "cu_seqlens", "context_lens", "logit_rows")
+"""Of the tensors of a batch, in their order."""
 
 
 def exl2(
@@ -29,6 +31,43 @@ def exl2(
     firsts = [sum(packed_rows[:i]) for i in range(len(groups))]
     q_groups = torch.tensor([v for (bits, _), first in zip(groups, firsts) for v in (bits, first)], dtype=torch.int16)
     return q_weight, q_scale, q_scale_max, q_groups, torch.randperm(K, generator=g).to(torch.int32)
+
+
+@dataclass(frozen=True)
+class GptqCase:
+    """Arguments of `ops.pack_gptq` and the f32 matrix `(K, N)` they mean."""
+
+    arguments: tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor]
+    bits: int
+    weight: Tensor
+
+    def pack(self) -> Tensor:
+        """The blob."""
+        return ops.pack_gptq(*self.arguments, bits=self.bits, in_features=len(self.weight))
+
+
+def gptq(
+    K: int, N: int, bits: int, size: int, *, act_order: bool = False, zeros: bool = True, wide: bool = False, seed: int = 0
+) -> GptqCase:
+    """Groups of `size` rows, the last one shorter; act_order scatters them; groups that are no whole units are padded."""
+    g = torch.Generator().manual_seed(seed)
+    groups = -(-K // size)
+    group_of = torch.arange(K) // size
+    if act_order:
+        group_of = group_of[torch.randperm(K, generator=g)]
+    qweight = torch.randint(-(2**31), 2**31, (K * bits // 32, N), generator=g, dtype=torch.int64).to(torch.int32)
+    scales = (0.5 + torch.rand(groups, N, generator=g)) / 2**bits
+    scales = scales if wide else scales.half()
+    zero = torch.randint(0, 2**bits + 1, (groups, N), generator=g).short() if zeros else None
+    members = [(group_of == i).nonzero()[:, 0] for i in range(groups)]
+    padded = [torch.nn.functional.pad(rows, (0, -len(rows) % 32), value=K) for rows in members]
+    perm = torch.cat(padded).to(torch.int32)
+    sizes = torch.tensor([len(rows) for rows in padded], dtype=torch.int32)
+    codes = reference.codes(qweight, torch.tensor([bits, 0], dtype=torch.int16), K)[0].float()
+    middle = torch.full((groups, N), 2.0 ** (bits - 1)) if zero is None else zero.float()
+    weight = (codes - middle[group_of]) * scales.float()[group_of]
+    identity = torch.equal(perm.long(), torch.arange(K))
+    return GptqCase((qweight, scales, zero, None if identity else perm, sizes), bits, weight)
 
 
 @dataclass
@@ -50,8 +89,7 @@ class Net:
     head_norms: bool = False
     dense: bool = False
     pages: int = 4
-    pool: torch.dtype = torch.float16
-    coded: tuple[str, str] | None = None
+    storages: tuple[str, str] = ("fp16", "fp16")
     window: int = 0
     softcap: float = 0.0
     bits: int = 0
@@ -111,13 +149,8 @@ class Net:
         return ops.pack_exl2(*(part.to(self.device) for part in parts), out_features=N)
 
     def pools(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Fresh K and V pools, filled with values that would show if they were read; of storages `coded`, or plain ones of `pool`."""
-        if self.coded:
-            return tuple([coded_pool(kind, self.pages, self.kv_heads, self.head_dim) for _ in range(self.layers)] for kind in self.coded)
-        shape = (self.pages, self.kv_heads, P, self.head_dim)
-        return [torch.full(shape, 1e3, dtype=self.pool) for _ in range(self.layers)], [
-            torch.full(shape, 1e3, dtype=self.pool) for _ in range(self.layers)
-        ]
+        """Fresh K and V pools of `storages`, filled with values that would show if they were read."""
+        return tuple([new_pool(kind, self.pages, self.kv_heads, self.head_dim) for _ in range(self.layers)] for kind in self.storages)
 
     def projection(self, w: dict) -> ops.QKVProjection:
         """The first half of a layer's attention."""
@@ -150,24 +183,74 @@ class Net:
         return ops.norm_head(x[logit_rows.long()].contiguous(), self.norm, 1e-5, self.head)
 
 
-def coded_pool(storage: str, pages: int, heads: int, head_dim: int) -> Tensor:
-    """A pool of any storage; every byte of a coded one is 0x7e, every number of a plain one 1e3: large, and seen if it is read."""
-    size = pages * heads * STORAGES[storage].row_bytes(P, head_dim)
-    pool = STORAGES[storage].pool(torch.zeros(size, dtype=torch.uint8), pages, heads, P, head_dim)
+def new_pool(storage: str, pages: int, heads: int, head_dim: int, *, page: int = P, fill: float = 1e3) -> Tensor:
+    """A pool of any storage; every byte of a coded one is 0x7e, every number of a plain one `fill`: seen if it is read."""
+    size = pages * heads * STORAGES[storage].row_bytes(page, head_dim)
+    pool = STORAGES[storage].pool(torch.zeros(size, dtype=torch.uint8), pages, heads, page, head_dim)
     if pool.dim() == 4:
-        return pool.fill_(1e3)
+        return pool.fill_(fill)
     pool.view(torch.uint8).fill_(0x7E)
     return pool
 
 
-def i32(values: list) -> Tensor:
+def i32(values) -> Tensor:
     """int32 tensor."""
     return torch.tensor(values, dtype=torch.int32)
 
 
+def same_bits(ours, theirs) -> bool:
+    """Whether two rows of tensors are equal to the bit, NaN included."""
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(ours, theirs, strict=True))
+
+
+def batch(sequences: list[tuple[int, list[int], list[int]]], rows=None) -> tuple[Tensor, ...]:
+    """Batch tensors of sequences `(start, ids, pages)`: ids at positions start.., logits of all rows or of `rows`."""
+    ids = [i for _, part, _ in sequences for i in part]
+    positions = [range(start, start + len(part)) for start, part, _ in sequences]
+    slots = [pages[p // P] * P + p % P for at, (_, _, pages) in zip(positions, sequences) for p in at]
+    bounds = [0, *itertools.accumulate(len(at) for at in positions)]
+    tables = i32([pages for _, _, pages in sequences]), i32(bounds), i32([at.stop for at in positions])
+    return i32(ids), i32([p for at in positions for p in at]), i32(slots), *tables, i32(range(len(ids)) if rows is None else rows)
+
+
 def single(start: int, ids: list[int], pages: list[int]) -> tuple[Tensor, ...]:
-    """Batch tensors of one sequence: ids at positions start.., logits of all rows."""
-    n = len(ids)
-    at = range(start, start + n)
-    slots = [pages[p // P] * P + p % P for p in at]
-    return i32(ids), i32(list(at)), i32(slots), i32([pages]), i32([0, n]), i32([start + n]), i32(list(range(n)))
+    """Batch tensors of one sequence."""
+    return batch([(start, ids, pages)])
+
+
+def prompts(net: Net, counts: list[int], rows=None) -> tuple[Tensor, ...]:
+    """Batch tensors of new sequences of so many tokens, each in a page of its own."""
+    ends = itertools.accumulate(counts)
+    return batch(
+        [(0, [(17 * i) % net.vocab for i in range(end - n, end)], [page]) for page, (n, end) in enumerate(zip(counts, ends))], rows
+    )
+
+
+def attention_case(lengths, queries, Hq, Hkv, D, pair=("fp16", "fp16"), *, page=P, seed=0) -> tuple[Tensor, ...]:
+    """Random q and pools; unused pages and slots hold NaN or codes that would show, which must not be read into a result."""
+    g = torch.Generator().manual_seed(seed)
+    needs = [-(-n // page) for n in lengths]
+    order, used = torch.randperm(sum(needs) + 2, generator=g), 0
+    pools = [new_pool(kind, len(order), Hkv, D, page=page, fill=float("nan")) for kind in pair]
+    table = torch.full((len(lengths), max(needs)), -7, dtype=torch.int32)
+    for b, n in enumerate(lengths):
+        table[b, : needs[b]] = order[used : used + needs[b]]
+        used += needs[b]
+        at = torch.arange(n)
+        for pool in pools:
+            kv_codes.write(pool, table[b, at // page].long() * page + at % page, torch.randn(n, Hkv, D, generator=g))
+    q = torch.randn(sum(queries), Hq, D, generator=g)
+    return q, *pools, table, i32([0, *itertools.accumulate(queries)]), i32(lengths)
+
+
+def refused_bytes(blob, x, count):
+    """How many of the first `count` bytes of a blob make `linear` refuse it when they are inverted; none may crash it."""
+    refused = 0
+    for at in range(count):
+        damaged = blob.clone()
+        damaged[at] ^= 0xFF
+        try:
+            ops.linear(x, damaged)
+        except RuntimeError:
+            refused += 1
+    return refused
