@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import html
 import itertools
@@ -297,11 +298,6 @@ class Slot:
     bias: bool
     menu: Menu
 
-    @property
-    def menu_columns(self) -> int:
-        """Columns as stored."""
-        return padded(self.out_features)
-
 
 def solve(slots: Sequence[Slot], budget: int, *, where: str) -> list[tuple[Groups, int, float]]:
     """(groups, bits, predicted KL) per slot: least sum of KL within `budget` bits.
@@ -331,7 +327,7 @@ def narrowed(slot: Slot, rule: Override) -> Slot:
     """
     menu = slot.menu
     if isinstance(rule, (int, float)) and not isinstance(rule, bool):
-        keep = _nearest(slot, float(rule))
+        keep = np.flatnonzero(_mean_width(menu) <= rule + 1e-9)[-1:]
     elif _is_groups(rule):
         return _fixed(slot, tuple((int(b), int(r)) for b, r in rule))  # type: ignore[union-attr]
     elif isinstance(rule, (tuple, list)) and len(rule) == 2 and all(isinstance(v, (int, float)) for v in rule):
@@ -344,10 +340,7 @@ def narrowed(slot: Slot, rule: Override) -> Slot:
         )
     if not len(keep):
         raise OptionError(f"override of {slot.key} is {rule!r}: no option is left; codes of this matrix can have 2 to 8 bits on average")
-    return Slot(
-        slot.key, slot.role, slot.layer, slot.in_features, slot.out_features, slot.bias,
-        Menu(menu.in_features, menu.bits[keep], menu.error[keep], menu.mix[keep]),
-    )  # fmt: skip
+    return dataclasses.replace(slot, menu=Menu(menu.in_features, menu.bits[keep], menu.error[keep], menu.mix[keep]))
 
 
 def overridden(slots: Sequence[Slot], overrides: Mapping[str, Override], *, where: str = "overrides") -> list[Slot]:
@@ -361,14 +354,10 @@ def overridden(slots: Sequence[Slot], overrides: Mapping[str, Override], *, wher
     Raises:
         OptionError: a pattern matches nothing.
     """
-    used, made = set(), []
+    made = []
     for slot in slots:
-        for pattern, rule in overrides.items():
-            if _matches(pattern, slot):
-                used.add(pattern)
-                slot = narrowed(slot, rule)
-                break
-        made.append(slot)
+        rule = next((rule for pattern, rule in overrides.items() if _matches(pattern, slot)), None)
+        made.append(slot if rule is None else narrowed(slot, rule))
     for pattern in overrides:
         if not any(_matches(pattern, slot) for slot in slots):
             raise OptionError(
@@ -389,30 +378,19 @@ def _mean_width(menu: Menu) -> np.ndarray:
     return np.array([sum(b * r for b, r in menu.groups(i)) / menu.in_features for i in range(len(menu))])
 
 
-def _nearest(slot: Slot, bits: float) -> np.ndarray:
-    widths = _mean_width(slot.menu)
-    fitting = np.flatnonzero(widths <= bits + 1e-9)
-    return fitting[-1:]
-
-
 def _is_groups(rule: object) -> bool:
     return isinstance(rule, (tuple, list)) and len(rule) > 0 and all(isinstance(g, (tuple, list)) and len(g) == 2 for g in rule)
 
 
 def _fixed(slot: Slot, groups: Groups) -> Slot:
     rows = [r for _, r in groups]
-    ok = (
-        sum(rows) == slot.in_features
-        and all(r > 0 and r % 32 == 0 for r in rows)
-        and all(b in WIDTHS for b, _ in groups)
-        and all(a[0] >= b[0] for a, b in itertools.pairwise(groups))
-    )
-    if not ok:
+    fits = sum(rows) == slot.in_features and all(r > 0 and r % 32 == 0 for r in rows)
+    if not fits or any(b not in WIDTHS for b, _ in groups) or any(a[0] < b[0] for a, b in itertools.pairwise(groups)):
         raise OptionError(
             f"groups of {slot.key} are {list(groups)[:8]}...; expected (bits, rows) with bits of {WIDTHS} not rising, rows multiples of 32 "
             f"that add up to {slot.in_features}"
         )
-    return Slot(slot.key, slot.role, slot.layer, slot.in_features, slot.out_features, slot.bias, _FixedMenu.of(slot, groups))
+    return dataclasses.replace(slot, menu=_FixedMenu.of(slot, groups))
 
 
 class _FixedMenu(Menu):

@@ -26,7 +26,7 @@ from exl2nb.io.hf_config import read_json
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import Linear, end_vectors, layer_vectors
 from exl2nb.ops.bf16x3 import matmul
-from exl2nb.quant.bits import WIDTHS, head_mix, stored_bits
+from exl2nb.quant.bits import WIDTHS, head_mix, padded, stored_bits
 
 FORMAT = 2
 ANCHORS = tuple((bits, size) for bits in WIDTHS for size in (32, 128))
@@ -135,12 +135,9 @@ class Measurement:
             )
         else:
             target, room = self._room(bytes, fits, context, cache)
-            widest = [
-                part
-                for s in slots
-                for part in parts_of(s.key, [(8, r) for r in group_rows(s.in_features, 32)], s.out_features, bias=s.bias)
-            ]
-            budget, where = 8 * (room - overhead_bytes(widest, self.others)), target
+            widest = ((s, [(8, rows) for rows in group_rows(s.in_features, 32)]) for s in slots)
+            parts = [part for s, groups in widest for part in parts_of(s.key, groups, s.out_features, bias=s.bias)]
+            budget, where = 8 * (room - overhead_bytes(parts, self.others)), target
         found = solve(slots, budget, where=where)
         return self._plan(slots, found, target)
 
@@ -159,7 +156,7 @@ class Measurement:
         budget = int(bpw * self.weights) - self._vector_bits()
         for slot in slots:
             if slot.role == "head":
-                fixed = stored_bits(head_mix(HEAD_BITS).groups(slot.in_features), slot.menu_columns)
+                fixed = stored_bits(head_mix(HEAD_BITS).groups(slot.in_features), padded(slot.out_features))
                 budget += fixed if head_bits == "auto" else int(slot.menu.bits[0])
         return budget
 

@@ -47,6 +47,29 @@ class Planned:
         return int(SLACK * (self.held + max(self.sweep, self.measure, self.polish, self.quantize)))
 
 
+class _Sizes:
+    """What both bounds are made of.
+
+    weights, largest, head: numbers in a layer's matrices, in one of them, in the head. widest: inputs of a matrix. moment: bytes of its
+    sum of products. inputs, products: bytes of a layer's Hessians, and of its products of gradients. sweep, quantize: shapes of their
+    streams. tried: bytes of the streams of plans that are tried.
+    """
+
+    def __init__(self, config: ModelConfig, rows: int, length: int, report_rows: int) -> None:
+        self.length, hidden = min(length, config.max_position_embeddings), config.hidden_size
+        self.layers = [list(layer_linears(config, layer).values()) for layer in range(config.num_layers)]
+        self.head = _weights(head_linear(config))
+        self.weights = max(sum(map(_weights, layer)) for layer in self.layers)
+        self.largest = max(_weights(linear) for layer in self.layers for linear in layer)
+        self.widest = max(linear.in_features for layer in self.layers for linear in layer)
+        self.moment = _moment(self.widest)
+        self.inputs = max(sum(map(_moment, _inputs(layer).values())) for layer in self.layers)
+        self.products = max(sum(DOUBLE * linear.out_features * _block(linear) for linear in layer) for layer in self.layers)
+        self.sweep, self.quantize = (rows, self.length, hidden), (rows + report_rows, self.length, hidden)
+        self.tried = 2 * FLOAT * hidden * (TRIED * ROWS * LENGTH + ROUNDED_ON * self.length)
+        self.sparse = any(config.experts(layer) is not None for layer in range(config.num_layers))
+
+
 def planned(config: ModelConfig, *, rows: int, length: int, report_rows: int = 0, polish: bool = False) -> Planned:
     """What a conversion on the CPU will take.
 
@@ -56,104 +79,64 @@ def planned(config: ModelConfig, *, rows: int, length: int, report_rows: int = 0
         report_rows: rows for the report.
         polish: whether plans are tried.
     """
-    length = min(length, config.max_position_embeddings)
-    layers, head = [list(layer_linears(config, layer).values()) for layer in range(config.num_layers)], _weights(head_linear(config))
-    weights = max(sum(map(_weights, layer)) for layer in layers)
-    largest = max(_weights(linear) for layer in layers for linear in layer)
-    widest = max(linear.in_features for layer in layers for linear in layer)
-    factor, moment = FACTOR * widest * widest, _moment(widest)
-    logits, judged = (count * FLOAT * length * config.vocab_size for count in (8, 6))
-    statistics = [sum(_statistics(linear, rows * length) for linear in layer) for layer in layers]
-    inputs = max(sum(map(_moment, _inputs(layer).values())) for layer in layers)
-    products = max(sum(DOUBLE * linear.out_features * _block(linear) for linear in layer) for layer in layers)
-    sweep, quantize = (rows, length, config.hidden_size), (rows + report_rows, length, config.hidden_size)
-    each, kept, disk = _kept(sweep, config.num_layers, STREAM_BYTES)
-    forward, backward = (ROWS_PER_BATCH * length * FLOAT * count for count in _floats(config))
-    held_streams = 2 * FLOAT * rows * length * (config.hidden_size + max(widest, config.q_size))
-    routed = 4 * FLOAT * rows * length * config.hidden_size if _sparse(config) else 0
-    ends, rounded = 2 * FLOAT * head, (FLOAT + PER_HEAD_WEIGHT) * head + FACTOR * config.hidden_size**2
+    s = _Sizes(config, rows, length, report_rows)
+    factor, square = FACTOR * s.widest * s.widest, FLOAT * s.widest * s.widest
+    logits, judged = (count * FLOAT * s.length * config.vocab_size for count in (8, 6))
+    statistics = [sum(_statistics(linear, rows * s.length) for linear in layer) for layer in s.layers]
+    each, kept, disk = _kept(s.sweep, config.num_layers, STREAM_BYTES)
+    forward, backward = (ROWS_PER_BATCH * s.length * FLOAT * count for count in _floats(config))
+    stream = FLOAT * math.prod(s.sweep)
+    partly_run = 2 * stream + 2 * FLOAT * rows * s.length * max(s.widest, config.q_size)  # layers
+    layer = (2 * FLOAT + 1) * s.weights + (partly_run if partly_run <= HELD_BYTES else 0) + (4 * stream if s.sparse else 0)
+    head, rounding = FLOAT * s.head, factor + PER_WEIGHT * s.largest
+    rounded = head + PER_HEAD_WEIGHT * s.head + FACTOR * config.hidden_size**2
+    gradients = 2 * each + FLOAT * s.weights + s.inputs + s.products + square + backward
     return Planned(
         held=min(sum(statistics), HELD_STATISTICS) + max(statistics),
-        sweep=kept
+        sweep=kept + max(each + 2 * head, 2 * each + head + logits, 3 * each + FLOAT * s.weights + forward, gradients),
+        measure=kept + each + max(rounded, FLOAT * s.weights + s.inputs + s.products + rounding),
+        polish=max(rounded + logits, (PROBED + PACKED) * s.weights + s.inputs + rounding) + s.tried if polish and not s.sparse else 0,
+        quantize=BOTH * _in_memory(s.quantize, BOTH)
         + max(
-            each + ends,
-            2 * each + FLOAT * head + logits,
-            3 * each + FLOAT * weights + forward,
-            2 * each + FLOAT * weights + inputs + products + FLOAT * widest * widest + backward,
+            head + max(rounded, PER_HEAD_WEIGHT * s.head, head + judged),
+            layer + max(2 * forward + 3 * s.moment, s.moment + factor, PER_WEIGHT * s.largest + square),
         ),
-        measure=kept + each + max(rounded, FLOAT * weights + inputs + products + factor + PER_WEIGHT * largest),
-        polish=0
-        if not polish or _sparse(config)
-        else max(rounded + logits, (PROBED + PACKED) * weights + inputs + factor + PER_WEIGHT * largest)
-        + TRIED * 2 * FLOAT * ROWS * LENGTH * config.hidden_size
-        + 2 * FLOAT * ROUNDED_ON * length * config.hidden_size,
-        quantize=BOTH * _in_memory(quantize, BOTH)
-        + max(
-            ends,
-            FLOAT * head + max(rounded, PER_HEAD_WEIGHT * head, FLOAT * head + judged),
-            (2 * FLOAT + 1) * weights
-            + (held_streams if held_streams <= HELD_BYTES else 0)
-            + routed
-            + max(2 * forward + 3 * moment, moment + factor, PER_WEIGHT * largest + FLOAT * widest * widest),
-        ),
-        disk=max(disk, BOTH * (FLOAT * math.prod(quantize) - _in_memory(quantize, BOTH))),
+        disk=max(disk, BOTH * (FLOAT * math.prod(s.quantize) - _in_memory(s.quantize, BOTH))),
     )
 
 
 def planned_on_gpu(config: ModelConfig, *, rows: int, length: int, report_rows: int = 0, polish: bool = False) -> Planned:
     """What a conversion on a GPU will take of it, beside the driver and the libraries (0.8 GiB on an H200) and what torch keeps for later.
 
-    Partly run layers are not counted: they are held only where a sixth of the GPU is enough for them (quantization._held_limit).
-
-    Args:
-        config: the model.
-        rows, length: calibration rows and tokens per row.
-        report_rows: rows for the report.
-        polish: whether plans are tried.
+    Arguments as of `planned`. Partly run layers are not counted: they are held only where a sixth of the GPU is enough for them
+    (quantization._held_limit).
     """
-    length = min(length, config.max_position_embeddings)
-    layers = [list(layer_linears(config, layer).values()) for layer in range(config.num_layers)]
-    head = FLOAT * _weights(head_linear(config))
-    weights = FLOAT * max(sum(map(_weights, layer)) for layer in layers)
-    largest = FLOAT * max(_weights(linear) for layer in layers for linear in layer)
-    widest = max(linear.in_features for layer in layers for linear in layer)
-    square, moment = widest * widest, _moment(widest)
-    inputs = max(sum(map(_moment, _inputs(layer).values())) for layer in layers)
-    products = max(sum(2 * DOUBLE * linear.out_features * _block(linear) for linear in layer) for layer in layers)
-    sweep, quantize = (rows, length, config.hidden_size), (rows + report_rows, length, config.hidden_size)
-    each, held, disk = _kept(sweep, config.num_layers, HOST_BYTES)
-    if FLOAT * math.prod(sweep) * config.num_layers > STREAM_BYTES:
+    s = _Sizes(config, rows, length, report_rows)
+    head, weights, largest, square = FLOAT * s.head, FLOAT * s.weights, FLOAT * s.largest, FLOAT * s.widest * s.widest
+    each, held, disk = _kept(s.sweep, config.num_layers, HOST_BYTES)
+    if FLOAT * math.prod(s.sweep) * config.num_layers > STREAM_BYTES:
         held = 0  # those are on the host
-    batch = min(rows, gpu_rows(config, length))
-    forward, backward = (batch * length * FLOAT * count for count in _floats(config))
-    backward += 5 * FLOAT * batch * config.num_heads * length * length  # scores
-    logits = 8 * FLOAT * length * config.vocab_size
-    pieces = SPLIT * min(PIECE, max(square, _weights(head_linear(config))))
-    rounding = max(2 * DOUBLE * square, 2 * FLOAT * square + pieces + 6 * largest)
-    narrow = max(SPAN_ROWS, min(linear.in_features for layer in layers for linear in layer))
+    batch = min(rows, gpu_rows(config, s.length))
+    forward, backward = (batch * s.length * FLOAT * count for count in _floats(config))
+    backward += 5 * FLOAT * batch * config.num_heads * s.length * s.length  # scores
+    logits = 8 * FLOAT * s.length * config.vocab_size
+    pieces = SPLIT * min(PIECE, max(s.widest * s.widest, s.head))
+    rounding = max(4 * square, 2 * square + pieces + 6 * largest)
+    narrow = max(SPAN_ROWS, min(linear.in_features for layer in s.layers for linear in layer))
     copies = COPIES_BYTES + 2 * SPAN_ROWS * COPIES_BYTES // narrow + (FLOAT + SPLIT) * RESULT  # with errors of a span, and what they change
     # the head: itself, as rounding wants it and what is shifted at a time; that, the copy that is changed, codes, errors of a span
     shifted = 2 * head + 4 * min(FLOAT * AT_ONCE, head) + pieces
     errors = 2 * FLOAT * SPAN_ROWS * config.vocab_size + (FLOAT + SPLIT) * RESULT
     rounded = max(shifted, 2 * head + head // 2 + errors)
+    gradients = 2 * each + weights + s.inputs + 2 * s.products + backward
+    trial = max(3 * head + pieces + logits, s.weights * PROBED + s.inputs + max(rounding, forward)) + s.tried
+    layer = 2 * weights + s.moment + max(square + s.moment + forward + pieces, rounding)
     return Planned(
         held=0,
-        sweep=held
-        + max(
-            each + 2 * head,
-            2 * each + head + logits,
-            3 * each + weights + forward,
-            2 * each + weights + inputs + products + backward,
-        )
-        + pieces,
-        measure=held + each + max(2 * head + max(head, copies) + pieces, weights + inputs + max(rounding, moment + copies)),
-        polish=0
-        if not polish or _sparse(config)
-        else max(3 * head + pieces + logits, weights * PROBED // FLOAT + inputs + max(rounding, forward))
-        + TRIED * 2 * FLOAT * ROWS * LENGTH * config.hidden_size
-        + 2 * FLOAT * ROUNDED_ON * length * config.hidden_size,
-        quantize=BOTH * _in_memory(quantize, BOTH)
-        + max(rounded, 2 * head + max(head // 2, logits), 2 * weights + moment + max(FLOAT * square + moment + forward + pieces, rounding)),
+        sweep=held + max(each + 2 * head, 2 * each + head + logits, 3 * each + weights + forward, gradients) + pieces,
+        measure=held + each + max(2 * head + max(head, copies) + pieces, weights + s.inputs + max(rounding, s.moment + copies)),
+        polish=trial if polish and not s.sparse else 0,
+        quantize=BOTH * _in_memory(s.quantize, BOTH) + max(rounded, 2 * head + max(head // 2, logits), layer),
         disk=disk,
     )
 
@@ -174,11 +157,6 @@ def _kept(shape: tuple[int, int, int], layers: int, room: int) -> tuple[int, int
 def _moment(size: int) -> int:
     """Bytes of a sum of products of inputs."""
     return size * size * (DOUBLE if size <= MOST_IN_F64 else FLOAT)
-
-
-def _sparse(config: ModelConfig) -> bool:
-    """Whether it has experts; then no plans are tried."""
-    return any(config.experts(layer) is not None for layer in range(config.num_layers))
 
 
 def _weights(linear: Linear) -> int:

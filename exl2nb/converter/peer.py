@@ -118,11 +118,8 @@ class PeerMeasurement:
             raise ConversionError(f"{path}: found no `measurement` object, expected a measurement file; measure again")
         modules = {}
         for key, value in found.items():
-            named = (
-                {f"{key.removesuffix('.parallel_decoder')}.{part}": v for part, v in value.items()}
-                if isinstance(value, dict)
-                else {key: value}
-            )
+            split = isinstance(value, dict)
+            named = {f"{key.removesuffix('.parallel_decoder')}.{part}": v for part, v in value.items()} if split else {key: value}
             for module, options in named.items():
                 if options is not None:
                     modules[_module(module)] = _options(path, module, options)

@@ -65,12 +65,7 @@ def measured(context: Context, rows: Rows, seed: int, calibration: dict[str, Any
 def _measure(context: Context, rows: Rows, key: str, known: Measurement | None, calibration: dict[str, Any]) -> Measurement:
     weights, work, config, held, visits = context.weights, context.work, context.weights.config, _Held(), {}
     linears: dict[str, Measured] = dict(known.linears) if known is not None else {}
-    with context.meter("measure", total=2 * config.num_layers + 1, unit="layers") as meter:
-
-        def step(detail: str) -> None:
-            context.check()
-            meter.step(detail=detail)
-
+    with context.steps("measure", total=2 * config.num_layers + 1, unit="layers") as step:
         for statistics in sweep(weights, rows.calibrating, used=rows.used, seed=calibration["seed"], step=step, directory=work.directory):
             if statistics.layer != HEAD:
                 tensors = statistics.tensors()
@@ -143,12 +138,7 @@ def assemble(context: Context, dst: Path, src: Path, key: str, result: Conversio
         result: goes into the report.
         quantization: `quantization_config` of its config.json.
     """
-    with context.meter("write", total=len(result.matrices), unit="matrices") as meter:
-
-        def step(name: str) -> None:
-            context.check()
-            meter.step(detail=name)
-
+    with context.steps("write", total=len(result.matrices), unit="matrices") as step:
         write_model(
             dst,
             _tensors(context, key, step),
@@ -206,15 +196,10 @@ class Pipeline:
         if self.settings.polish:
             polished = self._timed("polish", lambda: self.polish(rows, measurement, plan))
             plan = polished.plan
-        made = self._timed(
-            "quantize",
-            lambda: quantize_model(self.context, rows, measurement, plan, key, self.settings.rounding),
-        )
+        quantize = functools.partial(quantize_model, self.context, rows, measurement, plan, key, self.settings.rounding)
+        made = self._timed("quantize", quantize)
         result = self._result(measurement, plan, made, rows, polished)
-        self._timed(
-            "write",
-            lambda: assemble(self.context, self.dst, self.src, made.key, result, self._written(result)),
-        )
+        self._timed("write", lambda: assemble(self.context, self.dst, self.src, made.key, result, self._written(result)))
         self.context.work.forget(made.key, self.config.num_layers)
         return dataclasses.replace(result, nbytes=sum(path.stat().st_size for path in sorted(self.dst.glob("*.safetensors"))))
 
@@ -266,12 +251,7 @@ class Pipeline:
         key = hash_of(REVISION, weights.fingerprint(), rows.hessians.numpy().tobytes())
         factors = work.load_folds(key)
         if factors is None:
-            with self.context.meter("calibrate", total=self.config.num_layers, unit="layers") as meter:
-
-                def step(detail: str) -> None:
-                    self.context.check()
-                    meter.step(detail=detail)
-
+            with self.context.steps("calibrate", total=self.config.num_layers, unit="layers") as step:
                 factors = folds(weights, rows.hessians, step)
             work.save_folds(key, factors)
         weights.scale(factors)

@@ -60,11 +60,8 @@ def push(
     if not folders:
         raise OptionError("push: found no models, expected at least one")
     reports = [_report(folder) for folder in folders]
-    names = (
-        list(revisions)
-        if revisions is not None
-        else [f"{report['target_bpw']:.2f}".rstrip("0").ljust(3, "0") + "bpw" for report in reports]
-    )
+    by_rate = (f"{report['target_bpw']:.2f}".rstrip("0").ljust(3, "0") + "bpw" for report in reports)
+    names = list(revisions if revisions is not None else by_rate)
     if len(names) != len(folders) or len(set(names)) != len(names):
         raise OptionError(f"push: revisions are {names} for {len(folders)} models; expected a name of its own for each")
     text = card(repo_id, reports, names, source=source).encode()

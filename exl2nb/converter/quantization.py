@@ -191,11 +191,8 @@ def quantize_layer(
         name = names[roles[0]]
         tokens = statistics.get(f"{layer}.{name}") if rounding.weighted else None
         moments = _moments(walk.stage(), tokens, streams.dense.shape[1], cross=bool(rounding.strength))
-        make(
-            name,
-            factorize(moments.pop("found"), damping=rounding.damping, name=f"layer {layer}, input of {name}"),
-            moments.pop("cross", None),
-        )
+        factor = factorize(moments.pop("found"), damping=rounding.damping, name=f"layer {layer}, input of {name}")
+        make(name, factor, moments.pop("cross", None))
     if routed:
         both = torch.cat([x for x, _ in routed]), torch.cat([y for _, y in routed])
         for name, factor, cross in expert_inputs(config, layer, (weights, seen), both, statistics, cross=bool(rounding.strength)):

@@ -122,6 +122,11 @@ class Matrix:
         return bits_per_weight(self.groups, padded(self.out_features))
 
     @property
+    def group_size(self) -> int:
+        """Rows per group."""
+        return self.groups[0][1]
+
+    @property
     def mix(self) -> str:
         """Widths and rows, such as "5x32 4x224 g32"."""
         return mix_of(self.groups)
@@ -176,6 +181,7 @@ class Conversion:
     def to_dict(self) -> dict[str, Any]:
         """The report as plain values, the same for the same conversion: no times, no paths."""
         total = self.predicted_kl or 1.0
+        names = ("key", "bpw", "mix", "group_size", "loss", "predicted_kl")
         return {
             "asked": self.asked,
             "target_bpw": self.target_bpw,
@@ -188,18 +194,7 @@ class Conversion:
             "polished": self.polished.to_dict() if self.polished else None,
             "quality": self.quality.to_dict() if self.quality else None,
             "unseen": list(self.unseen),
-            "matrices": [
-                {
-                    "key": m.key,
-                    "bpw": m.bpw,
-                    "mix": m.mix,
-                    "group_size": m.groups[0][1],
-                    "loss": m.loss,
-                    "predicted_kl": m.predicted_kl,
-                    "share": m.predicted_kl / total,
-                }
-                for m in self.matrices
-            ],
+            "matrices": [{**{name: getattr(m, name) for name in names}, "share": m.predicted_kl / total} for m in self.matrices],
         }
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -211,23 +206,8 @@ class Conversion:
         """One line per matrix: key, layer, role, in_features, out_features, bpw, mix, group_size, predicted_kl, loss."""
         import pandas as pd
 
-        return pd.DataFrame(
-            [
-                {
-                    "key": m.key,
-                    "layer": m.layer,
-                    "role": m.role,
-                    "in_features": m.in_features,
-                    "out_features": m.out_features,
-                    "bpw": m.bpw,
-                    "mix": m.mix,
-                    "group_size": m.groups[0][1],
-                    "predicted_kl": m.predicted_kl,
-                    "loss": m.loss,
-                }
-                for m in self.matrices
-            ]
-        )
+        names = ("key", "layer", "role", "in_features", "out_features", "bpw", "mix", "group_size", "predicted_kl", "loss")
+        return pd.DataFrame([{name: getattr(m, name) for name in names} for m in self.matrices])
 
     def map(self) -> str:
         """Terminal picture: one line per layer, bits per weight of each matrix with a shade."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -30,10 +31,7 @@ class Other:
     @property
     def nbytes(self) -> int:
         """Bytes on disk."""
-        count = 2
-        for size in self.shape:
-            count *= size
-        return count
+        return 2 * math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ def overhead_bytes(parts: Iterable[Part], others: Sequence[Other]) -> int:
     """Everything in the files but the tensors of the matrices: headers, embedding, norms."""
     listed = [*parts, *((o.name, torch.float16, o.shape) for o in others)]
     plain = sum(other.nbytes for other in others)
-    data = plain + sum(dtype.itemsize * _count(shape) for _, dtype, shape in listed[: len(listed) - len(others)])
+    data = plain + sum(dtype.itemsize * math.prod(shape) for _, dtype, shape in listed[: len(listed) - len(others)])
     return header_bytes(listed) + plain + (data // SHARD_BYTES) * _SHARD_SLACK
 
 
@@ -97,10 +95,3 @@ def parse_bytes(value: int | float | str, *, where: str) -> int:
     elif isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 2**60:
         return int(value)
     raise OptionError(f"{where} is {shown(value)}; expected bytes, or text such as '24GiB' or '900MB'")
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -44,35 +44,35 @@ class Work:
     def load_measurement(self, key: str) -> Measurement | None:
         """A finished measurement under `key`; None where there is none or it is damaged."""
         try:
-            found = Measurement.load(self._measurement(key))
+            found = Measurement.load(self._path("measurement", key))
         except (Exl2Error, OSError):
             return None
         return found if found.key == key else None
 
     def save_measurement(self, found: Measurement, layers: int) -> None:
         """Keep a finished measurement; the parts of its layers are no longer needed."""
-        found.save(self._measurement(found.key))
+        found.save(self._path("measurement", found.key))
         for layer in (HEAD, *range(layers)):
-            self._measured(found.key, layer).unlink(missing_ok=True)
+            self._path("measure", found.key, layer).unlink(missing_ok=True)
 
     def save_part(self, key: str, layer: int, linears: Mapping[str, Measured]) -> None:
         """Keep the measured linears of one layer, or of the head."""
-        write_json(self._measured(key, layer), {"linears": plain(linears)})
+        write_json(self._path("measure", key, layer), {"linears": plain(linears)})
 
     def load_part(self, key: str, layer: int) -> dict[str, Measured] | None:
         """Read what `save_part` wrote; None where it is missing or damaged, and must be measured again."""
         try:
-            return parse(read_json(self._measured(key, layer), error=ConversionError)["linears"])
+            return parse(read_json(self._path("measure", key, layer), error=ConversionError)["linears"])
         except (Exl2Error, OSError, KeyError, TypeError, ValueError):
             return None
 
     def save_statistics(self, key: str, layer: int, tensors: Mapping[str, Tensor]) -> None:
         """Keep what quantising one layer needs of the sweep."""
-        safetensors.save(self._statistics(key, layer), {name: tensor.contiguous() for name, tensor in tensors.items()})
+        safetensors.save(self._path("statistics", key, layer), {name: tensor.contiguous() for name, tensor in tensors.items()})
 
     def load_statistics(self, key: str, layer: int) -> dict[str, Tensor] | None:
         """Read what `save_statistics` wrote; None where it is missing or damaged."""
-        return self._read(self._statistics(key, layer))
+        return self._read(self._path("statistics", key, layer))
 
     @staticmethod
     def _read(path: Path) -> dict[str, Tensor] | None:
@@ -84,49 +84,37 @@ class Work:
 
     def save_folds(self, key: str, factors: Mapping[str, Tensor]) -> None:
         """Keep what the dense model's tensors are multiplied with."""
-        safetensors.save(self._folds(key), factors)
+        safetensors.save(self._path("scales", key), factors)
 
     def load_folds(self, key: str) -> dict[str, Tensor] | None:
         """Read what `save_folds` wrote; None where it is missing or damaged."""
-        return self._read(self._folds(key))
+        return self._read(self._path("scales", key))
 
     def save_trial(self, key: str, kl: Tensor) -> None:
         """Keep the true KL of some plans: f64 `(plans, rows)`."""
-        safetensors.save(self._trial(key), {"kl": kl})
+        safetensors.save(self._path("trial", key), {"kl": kl})
 
     def load_trial(self, key: str, shape: tuple[int, int]) -> Tensor | None:
         """Read what `save_trial` wrote; None where it is missing, damaged or of another shape, and must be tried again."""
-        try:
-            with safetensors.SafetensorsFile(self._trial(key)) as file:
-                found = file.read("kl")
-        except (Exl2Error, OSError):
-            return None
-        return found if found.shape == shape and found.dtype == torch.float64 else None
+        found = (self._read(self._path("trial", key)) or {}).get("kl")
+        return found if found is not None and found.shape == shape and found.dtype == torch.float64 else None
 
     def has_statistics(self, key: str, layers: int) -> bool:
         """Whether those of every layer are there and whole."""
         try:
             for layer in range(layers):
-                safetensors.SafetensorsFile(self._statistics(key, layer)).close()
+                safetensors.SafetensorsFile(self._path("statistics", key, layer)).close()
         except (Exl2Error, OSError):
             return False
         return True
 
-    def _measured(self, key: str, layer: int) -> Path:
-        return self.directory / f"measure-{key[:16]}-{_layer(layer)}.json"
-
-    def _statistics(self, key: str, layer: int) -> Path:
-        return self.directory / f"statistics-{key[:16]}-{_layer(layer)}.safetensors"
-
-    def _folds(self, key: str) -> Path:
-        return self.directory / f"scales-{key[:16]}.safetensors"
-
-    def _trial(self, key: str) -> Path:
-        return self.directory / f"trial-{key[:16]}.safetensors"
+    def _path(self, kind: str, key: str, layer: int | None = None) -> Path:
+        place = "" if layer is None else "-head" if layer == HEAD else f"-{layer:04d}"
+        return self.directory / f"{kind}-{key[:16]}{place}.{'json' if kind.startswith('measure') else 'safetensors'}"
 
     def quantized(self, key: str, layer: int) -> Path:
         """File of one quantised layer, or of the head."""
-        return self.directory / f"layer-{key[:16]}-{_layer(layer)}.safetensors"
+        return self._path("layer", key, layer)
 
     def save(self, key: str, layer: int, packed: Packed) -> None:
         """Write one quantised layer."""
@@ -170,13 +158,6 @@ class Work:
         with suppress(OSError):
             self.directory.rmdir()
 
-    def _measurement(self, key: str) -> Path:
-        return self.directory / f"measurement-{key[:16]}.json"
-
-
-def _layer(layer: int) -> str:
-    return "head" if layer == HEAD else f"{layer:04d}"
-
 
 def make_directory(directory: Path) -> None:
     """Make a directory and those above it; a ConversionError names the one that cannot be made."""
@@ -207,3 +188,14 @@ class Context:
     def meter(self, stage: str, *, total: int, unit: str) -> Meter:
         """The progress of one stage."""
         return Meter(stage, total=total, unit=unit, sink=self.sink)
+
+    @contextmanager
+    def steps(self, stage: str, *, total: int, unit: str) -> Iterator[Callable[[str], None]]:
+        """The same as a function that takes a line for people after every step, and stops a cancelled job."""
+        with self.meter(stage, total=total, unit=unit) as meter:
+
+            def step(detail: str) -> None:
+                self.check()
+                meter.step(detail=detail)
+
+            yield step

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -11,6 +12,10 @@ from torch import Tensor
 from exl2nb.cache.spec import PAGE_SIZE
 
 LOGIT_ROWS = ("all", "last", "none")
+TENSORS: Callable[[Batch], tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]] = attrgetter(
+    "input_ids", "positions", "slot_mapping", "block_table", "cu_seqlens", "context_lens", "logit_rows"
+)
+"""The tensors of a batch, in the order in which every op takes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +111,7 @@ class Batch:
         # one tensor, cut into views: seven small ones would cost a decode step more than its sampling does
         flat = torch.tensor([value for part in parts for value in part], dtype=torch.int32, device=device)
         cut = flat.split([len(part) for part in parts])
+        flags = [int(span.long) for span in spans]
         return cls(
             input_ids=cut[0],
             positions=cut[1],
@@ -114,9 +120,7 @@ class Batch:
             cu_seqlens=cut[4],
             context_lens=cut[5],
             logit_rows=cut[6],
-            long=None
-            if all(span.long for span in spans)
-            else torch.tensor([int(span.long) for span in spans], dtype=torch.int32, device=device),
+            long=None if all(flags) else torch.tensor(flags, dtype=torch.int32, device=device),
         )
 
     @classmethod

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exl2nb.core.errors import TokenizerError
-from exl2nb.model.rope import RopeConfig
 from exl2nb.quant.gptq import GptqSpec
 
 if TYPE_CHECKING:
@@ -119,7 +118,13 @@ def _attention(config: ModelConfig) -> list[str]:
 def _rope(config: ModelConfig) -> list[str]:
     if config.learned_positions:
         return ["learned positions instead of RoPE"]
-    found = [*_one_rope(config.rope, config.head_dim, "RoPE")]
+    found, rope = [], config.rope
+    if rope.type != "default":
+        factor = f", factor {rope.factor:g}" if rope.factor != 1 else ""
+        start = f" from {rope.original_positions}" if rope.original_positions != rope.max_positions else ""
+        found.append(f"RoPE type {rope.type}{factor}{start}")
+    if rope.rotary_dim != config.head_dim:
+        found.append(f"RoPE on {rope.rotary_dim} of {config.head_dim} dimensions")
     kinds = Counter(config.rope_kinds)
     if kinds["none"]:
         found.append(f"no RoPE on {kinds['none']} of {config.num_layers} layers")
@@ -127,17 +132,6 @@ def _rope(config: ModelConfig) -> list[str]:
         found.append(f"RoPE base {config.local_rope.theta:g} on {kinds['local']} local layers, {config.rope.theta:g} on the others")
     if config.interleaved:
         found.append("interleaved RoPE")
-    return found
-
-
-def _one_rope(rope: RopeConfig, head_dim: int, name: str) -> list[str]:
-    found = []
-    if rope.type != "default":
-        factor = f", factor {rope.factor:g}" if rope.factor != 1 else ""
-        start = f" from {rope.original_positions}" if rope.original_positions != rope.max_positions else ""
-        found.append(f"{name} type {rope.type}{factor}{start}")
-    if rope.rotary_dim != head_dim:
-        found.append(f"{name} on {rope.rotary_dim} of {head_dim} dimensions")
     return found
 
 

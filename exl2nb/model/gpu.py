@@ -9,7 +9,7 @@ from torch import Tensor
 
 from exl2nb import ops
 from exl2nb.cache.pool import KVCache
-from exl2nb.model.batch import Batch
+from exl2nb.model.batch import TENSORS, Batch
 from exl2nb.ops import gpu, gpu_prefill, kv_codes
 
 SHORT = 8  # tokens of one sequence that the step kernels take
@@ -110,9 +110,7 @@ class GpuForward:
 
     def _inputs(self, batch: Batch, ids: Tensor | None) -> gpu_prefill.Inputs:
         """The batch on the GPU, in one copy."""
-        parts = [
-            batch.input_ids, batch.positions, batch.slot_mapping, batch.block_table, batch.cu_seqlens, batch.context_lens, batch.logit_rows
-        ]  # fmt: skip
+        parts = TENSORS(batch)
         flat = torch.cat([part.reshape(-1) for part in parts])
         if flat.device.type == "cpu":
             flat = flat.pin_memory().to(self.device, non_blocking=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -332,9 +333,8 @@ def _html(found: Inspection) -> str:
         body.append(f'<tr><th style="text-align:left">{escape(_short(name))}</th>{cells}</tr>')
     for matrix in found.matrices:
         if matrix.layer is None:
-            span = (
-                f'<td colspan="{max(1, len(layers) - 1)}" style="text-align:left">{escape(_widths([matrix]))}, {_bytes(matrix.nbytes)}</td>'
-            )
+            text = f"{escape(_widths([matrix]))}, {_bytes(matrix.nbytes)}"
+            span = f'<td colspan="{max(1, len(layers) - 1)}" style="text-align:left">{text}</td>'
             body.append(f'<tr><th style="text-align:left">{escape(_short(matrix.key))}</th>{_cell([matrix], style)}{span}</tr>')
     table = f"<table><thead><tr><th>bits per weight</th>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
     return f'<div><div style="margin-bottom:4px">{facts}</div><div style="overflow-x:auto">{table}</div></div>'
@@ -358,9 +358,8 @@ def _words(found: Inspection) -> list[str]:
     facts, lines = found.facts, []
     if facts.sizes:
         s = facts.sizes
-        heads = f"{s['heads']} heads of {s['head_dim']}" + (
-            f" ({s['kv_heads']} for keys and values)" if s["kv_heads"] != s["heads"] else ""
-        )
+        heads = f"{s['heads']} heads of {s['head_dim']}"
+        heads += f" ({s['kv_heads']} for keys and values)" if s["kv_heads"] != s["heads"] else ""
         lines.append(f"context {s['context']} tokens, vocabulary {s['vocabulary']}, hidden size {s['hidden_size']}, {heads}")
     if facts.quantization:
         lines.append(f"quantised: {_plain(facts.quantization, 200)}")
@@ -379,19 +378,20 @@ def _experts(found: Inspection) -> list[str]:
     return [f"{count} experts in a sparse layer, {visited} for each token: decoding one reads {_bytes(found.token_bytes)} of weights"]
 
 
+def _grouped(matrices: Iterable[Matrix], key: Callable[[Matrix], Any]) -> dict[Any, list[Matrix]]:
+    found: dict[Any, list[Matrix]] = {}
+    for matrix in matrices:
+        found.setdefault(key(matrix), []).append(matrix)
+    return found
+
+
 def _kinds(found: Inspection) -> dict[str, list[Matrix]]:
-    kinds: dict[str, list[Matrix]] = {}
-    for matrix in found.decoder:
-        kinds.setdefault(_EXPERT.sub(".experts.*.", matrix.name), []).append(matrix)
-    return kinds
+    return _grouped(found.decoder, lambda matrix: _EXPERT.sub(".experts.*.", matrix.name))
 
 
 def _by_layer(group: list[Matrix]) -> dict[int | None, list[Matrix]]:
     """The matrices of one kind by layer: several where they are experts."""
-    found: dict[int | None, list[Matrix]] = {}
-    for matrix in group:
-        found.setdefault(matrix.layer, []).append(matrix)
-    return found
+    return _grouped(group, lambda matrix: matrix.layer)
 
 
 def _mean(group: list[Matrix]) -> float:
@@ -405,14 +405,8 @@ def _summary_row(name: str, group: list[Matrix]) -> tuple[str, ...]:
     bpw = f"{low:.2f}" if high - low < 0.005 else f"{low:.2f}-{high:.2f}"
     sizes = sorted({size for m in group for size in m.group_sizes}, reverse=True)
     groups = "/".join(map(str, sizes[:4])) + ("..." if len(sizes) > 4 else "")
-    return (
-        _short(name),
-        shapes.pop() if len(shapes) == 1 else "various",
-        bpw,
-        _widths(group),
-        groups or "-",
-        _bytes(sum(m.nbytes for m in group)),
-    )
+    shape = shapes.pop() if len(shapes) == 1 else "various"
+    return _short(name), shape, bpw, _widths(group), groups or "-", _bytes(sum(m.nbytes for m in group))
 
 
 def _widths(group: list[Matrix]) -> str:

@@ -14,7 +14,7 @@ from exl2nb import ops
 from exl2nb.cache.pool import KVCache
 from exl2nb.cache.spec import PAGE_SIZE, CacheSpec
 from exl2nb.core.errors import ContextOverflow, EngineClosed, OptionError
-from exl2nb.model.batch import Batch
+from exl2nb.model.batch import TENSORS, Batch
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu import GpuForward
 from exl2nb.model.layers import Embedding, Head, Layer, RoutedMLP, Step, tensors_of
@@ -115,10 +115,7 @@ class Model:
         self._prepare(batch, cache)
         batch = self._with_rope_rows(batch)
         assert self._program is not None
-        logits = self._program.run(
-            batch.input_ids, batch.positions, batch.slot_mapping, batch.block_table, batch.cu_seqlens, batch.context_lens,
-            batch.logit_rows, cache.k, cache.v,
-        )  # fmt: skip
+        logits = self._program.run(*TENSORS(batch), cache.k, cache.v)
         return self.capped(logits)
 
     @property
@@ -131,10 +128,7 @@ class Model:
         self._prepare(batch, cache)
         if self.rope_switch is not None:
             batch = self._with_rope_rows(batch)
-        return step_draw(
-            self._code, batch.input_ids, batch.positions, batch.slot_mapping, batch.block_table, batch.cu_seqlens, batch.context_lens,
-            batch.logit_rows, cache.k, cache.v, settings, top,
-        )  # fmt: skip
+        return step_draw(self._code, *TENSORS(batch), cache.k, cache.v, settings, top)
 
     @property
     def runs_ahead(self) -> bool:
@@ -156,10 +150,7 @@ class Model:
         program = self._program
         assert program is not None
         feed, previous = fed or (None, None)
-        drawn, logits = draw_ahead(
-            self._code, batch.input_ids, batch.positions, batch.slot_mapping, batch.block_table, batch.cu_seqlens, batch.context_lens,
-            batch.logit_rows, cache.k, cache.v, *draw, feed, previous,
-        )  # fmt: skip
+        drawn, logits = draw_ahead(self._code, *TENSORS(batch), cache.k, cache.v, *draw, feed, previous)
         return Ahead(drawn, logits, program)
 
     def forward_gpu(self, batch: Batch, cache: KVCache, *, ids: Tensor | None = None) -> Tensor:
@@ -265,8 +256,7 @@ def _prefixed(observe: Callable[[str, Tensor], None], prefix: str, name: str, va
 
 def forward_gpu_observed(program: ops.Program, batch: Batch, cache: KVCache, observe: Callable[[str, Tensor], None] | None) -> Tensor:
     """Logits f32 `(R, V)` of a batch on the GPU, before the softcap. observe: see `Model.forward_by_ops`."""
-    names = ("input_ids", "positions", "slot_mapping", "block_table", "cu_seqlens", "context_lens", "logit_rows")
-    inputs = gpu_prefill.Inputs(*[getattr(batch, name) for name in names])
+    inputs = gpu_prefill.Inputs(*TENSORS(batch))
     sequences = gpu_prefill.Sequences(batch.cu_seqlens.tolist(), batch.context_lens.tolist())
     watch = None if observe is None else _LayerObserver(observe)
     return gpu_prefill.prefill(program, inputs, sequences, cache.k, cache.v, watch=watch)

@@ -117,7 +117,7 @@ def write(K: int, parts: list[Part]) -> Tensor:
 
 
 def shape(blob: Tensor) -> tuple[int, int]:
-    """`(K, N)` from the header, of a blob on any device."""
+    """`(K, N)` of a blob on any device: in_features and all outputs, from its header."""
     head = _header(blob, MAGIC if blob.device.type == "cpu" else GPU_MAGIC)
     return int(head["K"]), int(head["N"])
 

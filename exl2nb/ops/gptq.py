@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from exl2nb.ops import _load, bf16x3
-from exl2nb.ops._library import LIBRARY, REFERENCES, check, define
+from exl2nb.ops._library import LIBRARY, REFERENCES, check, define, dynamic_size
 
 STEP_GRID, CANDIDATES, CODE_SPAN = 16, 24, 4  # as in csrc/cpu/gptq.h
 _LOW, _HIGH = 0.5, 1.3
@@ -35,13 +35,8 @@ def _gptq_quantize(
     weight: Tensor, factor: Tensor, column_weight: Tensor, groups: Tensor, coupling: Tensor | None = None, spread: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     table = groups.view(-1, 2).tolist()
-    check(
-        sum(rows for _, rows in table) == weight.shape[0],
-        "gptq_quantize",
-        "rows of all groups",
-        groups.tolist(),
-        f"{weight.shape[0]} in all",
-    )
+    total = sum(rows for _, rows in table)
+    check(total == weight.shape[0], "gptq_quantize", "rows of all groups", groups.tolist(), f"{weight.shape[0]} in all")
     check((coupling is None) == (spread is None), "gptq_quantize", "coupling and spread", "one of them", "both or neither")
     w, row_weight = weight.float().clone(), factor.diagonal().float().square().reciprocal()
     codes = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
@@ -138,9 +133,7 @@ def _scales(w: Tensor, row_weight: Tensor, bits: int, column_weight: Tensor) -> 
     return codes[winner], maxima[winner]
 
 
-def _fake_quantize(
-    weight: Tensor, factor: Tensor, column_weight: Tensor, groups: Tensor, coupling: Tensor | None = None, spread: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _fake_quantize(weight: Tensor, factor: Tensor, column_weight: Tensor, groups: Tensor, *_: object) -> tuple[Tensor, ...]:
     (k, n), g = weight.shape, groups.shape[0] // 2
     new = weight.new_empty
     return new(k, n, dtype=torch.uint8), new(g, n, dtype=torch.uint8), new(g, dtype=torch.float16), new(g, n, dtype=torch.float32)
@@ -221,33 +214,19 @@ def _gptq_block(
             part = slice(a, a + length)
             code, maxima[s, p] = _scales(own[part], row_weight[part], bits, column_weight)
             made, loss[s, p], error = _rows(own, factor, a, a + length, end, bits, _steps(code, _unit(maxima[s, p])), coupling, spread)
-            index[s, p], codes[a - first : a - first + length, p], errors[a - first : a - first + length, p] = (
-                code.to(torch.uint8),
-                made,
-                error,
-            )
+            place = slice(a - first, a - first + length)
+            index[s, p], codes[place, p], errors[place, p] = code.to(torch.uint8), made, error
             a += length
         copies[first:end, p] = own[first:end]
     return codes.flatten(1), index.flatten(1), maxima.half(), loss.flatten(1), errors.flatten(1)
 
 
-def _fake_block(
-    w: Tensor,
-    factor: Tensor,
-    column_weight: Tensor,
-    groups: Tensor,
-    first: int,
-    coupling: Tensor | None = None,
-    spread: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    rows, (options, count, _), columns = torch.library.get_ctx().new_dynamic_size(), groups.shape, w.shape[1]
-    return (
-        w.new_empty(rows, columns, dtype=torch.uint8),
-        w.new_empty(count, columns, dtype=torch.uint8),
-        w.new_empty(count, options, dtype=torch.float16),
-        w.new_empty(count, columns),
-        w.new_empty(rows, columns),
-    )
+def _fake_block(w: Tensor, factor: Tensor, column_weight: Tensor, groups: Tensor, *_: object) -> tuple[Tensor, ...]:
+    columns, new = w.shape[1], w.new_empty
+    options, count, _ = groups.shape
+    rows: int = dynamic_size()
+    codes, index = new(rows, columns, dtype=torch.uint8), new(count, columns, dtype=torch.uint8)
+    return codes, index, new(count, options, dtype=torch.float16), new(count, columns), new(rows, columns)
 
 
 _block_op = define(
@@ -357,13 +336,9 @@ def _gptq_losses(weight: Tensor, factor: Tensor, column_weight: Tensor, groups: 
     return torch.cat([gptq_quantize(weight, factor, column_weight, table).loss for table in tables])
 
 
-def _fake_losses(weight: Tensor, factor: Tensor, column_weight: Tensor, groups: Tensor, counts: Sequence[int]) -> Tensor:
-    return weight.new_empty(groups.shape[0] // 2, weight.shape[1])
-
-
 _losses_op = define(
     "gptq_losses(Tensor weight, Tensor factor, Tensor column_weight, Tensor groups, int[] counts) -> Tensor",
-    fake=_fake_losses,
+    fake=lambda weight, factor, column_weight, groups, counts: weight.new_empty(groups.shape[0] // 2, weight.shape[1]),
     reference=_gptq_losses,
 )
 

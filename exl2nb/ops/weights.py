@@ -16,9 +16,8 @@ def _pack_exl2(
     q_weight: Tensor, q_scale: Tensor, q_scale_max: Tensor, q_groups: Tensor, q_invperm: Tensor, prescale: float, out_features: int
 ) -> Tensor:
     K = len(q_invperm)
-    check(
-        0 < out_features <= q_weight.shape[1], "pack_exl2", "out_features", out_features, f"1 to {q_weight.shape[1]} (columns of q_weight)"
-    )
+    fits = 0 < out_features <= q_weight.shape[1]
+    check(fits, "pack_exl2", "out_features", out_features, f"1 to {q_weight.shape[1]} (columns of q_weight)")
     stored, groups = reference.codes(q_weight, q_groups, K)
     tiles = -(-out_features // layout.TILE)
     columns = stored[:, : tiles * layout.TILE].numpy()
@@ -40,13 +39,8 @@ def _pack_exl2(
 
 
 def _pack_dense(weight: Tensor) -> Tensor:
-    check(
-        weight.dim() == 2 and weight.dtype in layout.DENSE,
-        "pack_dense",
-        "weight",
-        f"{weight.dtype} {tuple(weight.shape)}",
-        "f32, f16 or bf16 (N, K)",
-    )
+    got = f"{weight.dtype} {tuple(weight.shape)}"
+    check(weight.dim() == 2 and weight.dtype in layout.DENSE, "pack_dense", "weight", got, "f32, f16 or bf16 (N, K)")
     N, K = weight.shape
     tiles = -(-N // layout.TILE)
     padded = torch.zeros(tiles * layout.TILE, K, dtype=weight.dtype)
@@ -76,17 +70,22 @@ def _dense(K: int, part: layout.Part) -> Tensor:
         return tiles.transpose(0, 1).reshape(K, -1)[:, : part.outputs].float()
     out = torch.empty(K, len(part.data) * layout.TILE)
     for g, group in enumerate(part.groups):
-        bits, first, rows, at = (int(group[name]) for name in ("bits", "first_row", "rows", "offset"))
-        words = (
-            np.ascontiguousarray(part.data[:, at : at + rows * bits * 2]).view("<u4").reshape(len(part.data), rows // 32, bits, layout.TILE)
-        )
-        codes = layout.unpack_units(words, bits).transpose(1, 0, 2).reshape(rows, -1)
+        first, rows = int(group["first_row"]), int(group["rows"])
+        codes = _codes(part, group)
         packed = part.data[:, g * 8 : g * 8 + 8]
         steps = part.tables[g][np.stack([packed & 15, packed >> 4], -1).reshape(-1)]
-        out[first : first + rows] = torch.from_numpy((codes.astype(np.float32) - 2 ** (bits - 1)) * steps)
+        out[first : first + rows] = torch.from_numpy((codes - 2 ** (int(group["bits"]) - 1)) * steps)
     if part.perm is not None:
         out = torch.empty_like(out).index_copy_(0, torch.from_numpy(part.perm.astype(np.int64)), out)
     return out[:, : part.outputs]
+
+
+def _codes(part: layout.Part, group: np.void) -> np.ndarray:
+    """The codes of one group: f32 `(rows, columns)`."""
+    bits, rows, at = (int(group[name]) for name in ("bits", "rows", "offset"))
+    data = np.ascontiguousarray(part.data[:, at : at + rows * bits * 2])
+    words = data.view("<u4").reshape(len(part.data), rows // 32, bits, layout.TILE)
+    return layout.unpack_units(words, bits).transpose(1, 0, 2).reshape(rows, -1).astype(np.float32)
 
 
 def _gptq_prefix(groups: int, flags: int) -> tuple[int, int, int]:
@@ -109,10 +108,8 @@ def _gptq_dense(K: int, part: layout.Part) -> Tensor:
     zeros = columns(scale_bytes, zero_bytes, "<u2") if zero_bytes else None
     blocks = []
     for g, group in enumerate(groups):
-        bits, rows, at = (int(group[name]) for name in ("bits", "rows", "offset"))
-        words = np.ascontiguousarray(part.data[:, at : at + rows * bits * 2]).view("<u4").reshape(tiles, rows // 32, bits, layout.TILE)
-        codes = layout.unpack_units(words, bits).transpose(1, 0, 2).reshape(rows, -1).astype(np.float32)
-        blocks.append((codes - (2 ** (bits - 1) if zeros is None else zeros[g])) * scales[g])
+        zero = 2 ** (int(group["bits"]) - 1) if zeros is None else zeros[g]
+        blocks.append((_codes(part, group) - zero) * scales[g])
     stored = torch.from_numpy(np.concatenate(blocks))[:, : part.outputs]
     if part.perm is None:
         return stored
@@ -174,9 +171,7 @@ _pack_concat_op = define("pack_concat(Tensor[] blobs) -> Tensor", fake=_blob_fak
 _unpack_op = define("unpack(Tensor blob) -> Tensor", fake=lambda blob: torch.empty(dynamic_size(), dynamic_size()), reference=_unpack)
 _reconstruct_op = define(
     "reconstruct(Tensor q_weight, Tensor q_scale, Tensor q_scale_max, Tensor q_groups, Tensor q_invperm) -> Tensor",
-    fake=lambda q_weight, q_scale, q_scale_max, q_groups, q_invperm: q_weight.new_empty(
-        len(q_invperm), q_weight.shape[1], dtype=torch.float16
-    ),
+    fake=lambda q_weight, *rest: q_weight.new_empty(len(rest[-1]), q_weight.shape[1], dtype=torch.float16),
     reference=reference.reconstruct,
 )
 
@@ -252,11 +247,6 @@ def unpack(blob: Tensor) -> Tensor:
 def reconstruct(q_weight: Tensor, q_scale: Tensor, q_scale_max: Tensor, q_groups: Tensor, q_invperm: Tensor) -> Tensor:
     """EXL2 tensors (as in `pack_exl2`) -> f16 `(K, N)`, rows in original order, bit for bit what the format says."""
     return _reconstruct_op(q_weight, q_scale, q_scale_max, q_groups, q_invperm)
-
-
-def shape(blob: Tensor) -> tuple[int, int]:
-    """`(K, N)` of a blob: in_features and all outputs."""
-    return layout.shape(blob)
 
 
 _cache: WeakIdKeyDictionary = WeakIdKeyDictionary()

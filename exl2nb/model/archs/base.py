@@ -10,7 +10,7 @@ from exl2nb.core.errors import ConfigError, UnknownArchitecture
 from exl2nb.core.registry import Registry
 from exl2nb.model.config import ACTIVATIONS, LIMITS, Files, ModelConfig, Names
 from exl2nb.model.fields import REQUIRED, Fields
-from exl2nb.model.rope import RopeConfig
+from exl2nb.model.rope import MAX_CONTEXT, RopeConfig
 from exl2nb.quant.gptq import GptqSpec
 
 Flag = bool | str
@@ -21,6 +21,18 @@ Features = Callable[[Fields, Mapping[str, int]], Mapping[str, Any]]
 def no_window(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """Every layer sees everything before it."""
     return (0,) * num_layers
+
+
+def sliding_windows(fields: Fields, slides: tuple[bool, ...]) -> tuple[int, ...]:
+    """`sliding_window` on the layers that slide, 0 (all positions) on the others."""
+    window = fields.integer("sliding_window", low=1, high=MAX_CONTEXT, default=0)
+    return tuple(window if slide else 0 for slide in slides)
+
+
+def pattern_slides(fields: Fields, num_layers: int, default: int) -> tuple[bool, ...]:
+    """Which layers slide: `layer_types`, or all but every `sliding_window_pattern`-th."""
+    every = fields.integer("sliding_window_pattern", low=1, high=1 << 20, default=default)
+    return layer_kinds(fields, num_layers, lambda i: (i + 1) % every != 0)
 
 
 def layer_kinds(fields: Fields, num_layers: int, slides: Callable[[int], bool]) -> tuple[bool, ...]:

@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from exl2nb.model.archs.base import ARCHS, Architecture, layer_kinds
+from exl2nb.model.archs.base import ARCHS, Architecture, pattern_slides, sliding_windows
 from exl2nb.model.config import Names
 from exl2nb.model.fields import Fields
-from exl2nb.model.rope import MAX_CONTEXT
 
 # Command R: attention and MLP side by side behind one LayerNorm without bias, interleaved RoPE, a factor on the logits, a tied head.
 FIXED = {"norm": "layer", "parallel": True, "interleaved": True}
@@ -36,23 +35,11 @@ ARCHS.register("CohereForCausalLM")(
 
 
 # Command R7B and A: Command R with sliding layers that have RoPE and global layers that have none.
-def sliding(fields: Fields, num_layers: int) -> tuple[bool, ...]:
-    """`layer_types`, or all but every `sliding_window_pattern`-th."""
-    every = fields.integer("sliding_window_pattern", low=1, high=1 << 20, default=4)
-    return layer_kinds(fields, num_layers, lambda i: (i + 1) % every != 0)
-
-
-def windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    """The sliding layers' window."""
-    window = fields.integer("sliding_window", low=1, high=MAX_CONTEXT, default=0)
-    return tuple(window if slides else 0 for slides in sliding(fields, num_layers))
-
-
 def cohere2_features(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str, Any]:
     """The factor on the logits, and which layers rotate."""
     return {
         "logit_scale": fields.number("logit_scale", low=1e-6, high=1e6, default=0.0625),
-        "rope_kinds": tuple("main" if slides else "none" for slides in sliding(fields, sizes["num_layers"])),
+        "rope_kinds": tuple("main" if slides else "none" for slides in pattern_slides(fields, sizes["num_layers"], 4)),
     }
 
 
@@ -61,7 +48,7 @@ ARCHS.register("Cohere2ForCausalLM")(
         model_type="cohere2",
         qkv_bias="attention_bias",
         o_bias="attention_bias",
-        windows=windows,
+        windows=lambda fields, num_layers: sliding_windows(fields, pattern_slides(fields, num_layers, 4)),
         defaults={"max_position_embeddings": 8192, "sliding_window": 4096, "tie_word_embeddings": True},
         names=Names(mlp_norm="input_layernorm"),
         eps_key="layer_norm_eps",

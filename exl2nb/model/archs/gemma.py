@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from exl2nb.model.archs.base import ARCHS, Architecture, inside, layer_kinds
+from exl2nb.model.archs.base import ARCHS, Architecture, inside, layer_kinds, pattern_slides, sliding_windows
 from exl2nb.model.archs.mistral import MIXTRAL_NAMES, mixtral_experts
 from exl2nb.model.config import Names
 from exl2nb.model.fields import Fields
-from exl2nb.model.rope import MAX_CONTEXT, RopeConfig
+from exl2nb.model.rope import RopeConfig
 
 
 # Gemma: norms that store their weight minus one, a GELU gate, embeddings times sqrt(hidden_size), a tied head.
@@ -44,12 +44,6 @@ POST_NORM_NAMES = Names(
 )
 
 
-def gemma2_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    """`layer_types`, or even layers slide."""
-    window = fields.integer("sliding_window", low=1, high=MAX_CONTEXT, default=0)
-    return tuple(window if slides else 0 for slides in layer_kinds(fields, num_layers, lambda i: i % 2 == 0))
-
-
 def gemma2_features(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str, Any]:
     """Scale of the scores, and the caps (null = none)."""
     return {
@@ -65,7 +59,7 @@ ARCHS.register("Gemma2ForCausalLM")(
         model_type="gemma2",
         qkv_bias="attention_bias",
         o_bias="attention_bias",
-        windows=gemma2_windows,
+        windows=lambda fields, num_layers: sliding_windows(fields, layer_kinds(fields, num_layers, lambda i: i % 2 == 0)),
         defaults={
             "num_key_value_heads": 4,
             "head_dim": 256,
@@ -87,18 +81,6 @@ ARCHS.register("Gemma2ForCausalLM")(
 # Gemma 3: Gemma 2 without caps, with head norms; five sliding layers with a RoPE of their own for each global one.
 #
 # The text model alone, and the same inside the multimodal class, whose vision tower and projector are left alone.
-def gemma3_sliding(fields: Fields, num_layers: int) -> tuple[bool, ...]:
-    """`layer_types`, or all but every `sliding_window_pattern`-th."""
-    every = fields.integer("sliding_window_pattern", low=1, high=1 << 20, default=6)
-    return layer_kinds(fields, num_layers, lambda i: (i + 1) % every != 0)
-
-
-def gemma3_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    """The sliding layers' window."""
-    window = fields.integer("sliding_window", low=1, high=MAX_CONTEXT, default=0)
-    return tuple(window if slides else 0 for slides in gemma3_sliding(fields, num_layers))
-
-
 def _rope(fields: Fields, sizes: Mapping[str, int], kind: str, key: str, theta: float) -> RopeConfig:
     """New files have one set per kind of layer; old ones `rope_theta` and `rope_scaling` (global), `rope_local_base_freq` (local)."""
     theta = fields.number(key, low=1.0 + 1e-6, high=1e15, default=theta)
@@ -119,7 +101,7 @@ def gemma3_features(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str, An
         **gemma2_features(fields, sizes),
         "rope": _rope(fields, sizes, "full_attention", "rope_theta", 1e6),
         "local_rope": _rope(fields, sizes, "sliding_attention", "rope_local_base_freq", 1e4),
-        "rope_kinds": tuple("local" if slides else "main" for slides in gemma3_sliding(fields, sizes["num_layers"])),
+        "rope_kinds": tuple("local" if slides else "main" for slides in pattern_slides(fields, sizes["num_layers"], 6)),
     }
 
 
@@ -127,7 +109,7 @@ GEMMA3 = Architecture(
     model_type="gemma3",
     qkv_bias="attention_bias",
     o_bias="attention_bias",
-    windows=gemma3_windows,
+    windows=lambda fields, num_layers: sliding_windows(fields, pattern_slides(fields, num_layers, 6)),
     defaults={
         "vocab_size": 262208,
         "num_attention_heads": 8,

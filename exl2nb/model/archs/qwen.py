@@ -46,22 +46,21 @@ ARCHS.register("QWenLMHeadModel")(
 
 
 # Qwen 1.5, 2 and 2.5: biases on q, k and v; a window on the upper layers where the config switches it on.
-KINDS = ("full_attention", "sliding_attention")
+
+
+def window(fields: Fields) -> int:
+    """`sliding_window` where `use_sliding_window` switches it on, else 0."""
+    used = fields.flag("use_sliding_window", default=False)
+    return fields.integer("sliding_window", low=1, high=MAX_CONTEXT, default=4096) if used else 0
 
 
 def qwen2_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """`layer_types` says which layers slide; without it, those from `max_window_layers` on."""
-    used = fields.flag("use_sliding_window", default=False)
-    window = fields.integer("sliding_window", low=1, high=MAX_CONTEXT, default=4096) if used else 0
-    first = fields.integer("max_window_layers", low=0, high=1 << 20, default=28)
-    kinds = fields.raw.get("layer_types")
-    if kinds is None:
-        return tuple(window if i >= first else 0 for i in range(num_layers))
-    if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in KINDS for kind in kinds):
-        raise fields.refuse("layer_types", kinds, f"a list of {num_layers} names out of {', '.join(KINDS)}")
-    if not window and KINDS[1] in kinds:
-        raise fields.refuse("layer_types", kinds, "no sliding_attention while use_sliding_window is false")
-    return tuple(window if kind == KINDS[1] else 0 for kind in kinds)
+    size, first = window(fields), fields.integer("max_window_layers", low=0, high=1 << 20, default=28)
+    slides = layer_kinds(fields, num_layers, lambda i: bool(size) and i >= first)
+    if not size and any(slides):
+        raise fields.refuse("layer_types", fields.raw["layer_types"], "no sliding_attention while use_sliding_window is false")
+    return tuple(size if slide else 0 for slide in slides)
 
 
 ARCHS.register("Qwen2ForCausalLM")(
@@ -80,11 +79,9 @@ MAX_SIZE = 1 << 18
 
 def qwen2_moe_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
     """`layer_types` says which layers slide; without it, every second one below `max_window_layers`."""
-    used = fields.flag("use_sliding_window", default=False)
-    window = fields.integer("sliding_window", low=1, high=MAX_CONTEXT, default=4096) if used else 0
-    first = fields.integer("max_window_layers", low=0, high=1 << 20, default=28)
-    kinds = layer_kinds(fields, num_layers, lambda i: bool(window) and i % 2 == 0 and i < first)
-    return tuple(window if slides else 0 for slides in kinds)
+    size, first = window(fields), fields.integer("max_window_layers", low=0, high=1 << 20, default=28)
+    slides = layer_kinds(fields, num_layers, lambda i: bool(size) and i % 2 == 0 and i < first)
+    return tuple(size if slide else 0 for slide in slides)
 
 
 def sparse_layers(fields: Fields, num_layers: int) -> tuple[bool, ...]:
@@ -146,11 +143,7 @@ ARCHS.register("Qwen3ForCausalLM")(
 )
 
 
-# Qwen3 MoE: Qwen3 with experts, none of them shared.
-def qwen3_moe_windows(fields: Fields, num_layers: int) -> tuple[int, ...]:
-    """The same window on every layer, where the config switches it on."""
-    used = fields.flag("use_sliding_window", default=False)
-    return (fields.integer("sliding_window", low=1, high=MAX_CONTEXT, default=4096) if used else 0,) * num_layers
+# Qwen3 MoE: Qwen3 with experts, none of them shared; the same window on every layer.
 
 
 def qwen3_moe_features(fields: Fields, sizes: Mapping[str, int]) -> Mapping[str, Any]:
@@ -165,7 +158,7 @@ ARCHS.register("Qwen3MoeForCausalLM")(
         model_type="qwen3_moe",
         qkv_bias="attention_bias",
         o_bias="attention_bias",
-        windows=qwen3_moe_windows,
+        windows=lambda fields, num_layers: (window(fields),) * num_layers,
         defaults={
             "num_key_value_heads": 4,
             "max_position_embeddings": 32768,
