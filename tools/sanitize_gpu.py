@@ -52,7 +52,7 @@ FAMILIES = {
         "step_kernels and (gpt2 or gemma2 or glm4 or mixtral)",
         "step_kernels and (gpt2 or gemma2)",
     ),
-    "graphs": Family(("model/test_gpu.py", "generator/test_gpu_faults.py"), "sparse_model or full_gpu", "sparse_model", captures=True),
+    "graphs": Family(("model/test_gpu.py", "generator/test_gpu_executor.py"), "sparse_model or full_gpu", "sparse_model", captures=True),
     "experts": Family(
         ("ops/test_cuda_moe.py",),
         "mathematics and (order or all or tied or post or dense or shared) and not 60",

@@ -1,22 +1,34 @@
-"""A model without weights: logits are a pure function of the ids in the cache, so that every schedule must give the same text."""
+"""A model without weights: logits are a pure function of the ids in the cache, so that every schedule must give the same text.
+
+`FakeModel` runs in an engine, `DelayedExecutor` runs it behind the host as a GPU does, `complete` runs its rule without an engine.
+"""
 
 from __future__ import annotations
 
+import random
 import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 import exl2nb
-from exl2nb.cache.spec import PAGE_SIZE, CacheSpec
+from exl2nb.cache.spec import CacheSpec
 from exl2nb.generator.engine import Engine
+from exl2nb.generator.request import Request
+from exl2nb.generator.sequence import Sequence
+from exl2nb.generator.speculation import Guesses
+from exl2nb.model.batch import Batch
+from exl2nb.sampling.chain import sample_row
+from exl2nb.sampling.state import SamplerState
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 DEMO = Path(exl2nb.__file__).parent / "demo_model"
-VOCAB = 4096
+VOCAB, CONTEXT = 4096, 4096
 
 
 class FakeModel:
@@ -53,7 +65,8 @@ class FakeModel:
         if self.most_tokens is not None and len(batch.input_ids) > self.most_tokens:
             raise MemoryError("not enough memory")
         ids, slots, positions = (t.numpy() for t in (batch.input_ids, batch.slot_mapping, batch.positions))
-        pool = cache.k[0].view(-1)  # one number per slot: the cache of this model has one head of one number
+        pool, page_size = cache.k[0].view(-1), cache.spec.page_size  # one number per slot: one head of one number
+        assert len(set(slots.tolist())) == len(slots), "two tokens in one slot"
         pool[torch.from_numpy(slots.astype(np.int64))] = torch.from_numpy(ids.astype(np.float32))
         rows = []
         bounds = batch.cu_seqlens.tolist()
@@ -63,7 +76,7 @@ class FakeModel:
             assert length <= int(batch.context_lens[b])
             at = np.arange(length)
             table = batch.block_table[b].numpy().astype(np.int64)
-            seen = pool[torch.from_numpy(table[at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE)].numpy().astype(np.int64)
+            seen = pool[torch.from_numpy(table[at // page_size] * page_size + at % page_size)].numpy().astype(np.int64)
             rows.append(self.logits_after(seen))
         return torch.from_numpy(np.stack(rows)) if rows else torch.zeros(0, self.vocab)
 
@@ -84,6 +97,32 @@ def spec(pages: int = 16) -> CacheSpec:
 
 def tokenizer() -> Tokenizer:
     return Tokenizer.load(DEMO)
+
+
+TOKENIZER = tokenizer()
+RULE = FakeModel().logits_after
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    """Random ids below 512."""
+    return random.Random(seed).choices(range(3, 512), k=length)
+
+
+def request(prompt, **options) -> Request:
+    return Request.of(prompt, where="test", **{"ignore_eos": True, **options})
+
+
+def greedy(prompt, count: int = 8, **options) -> Request:
+    return request(prompt, max_tokens=count, **{"temperature": 0, **options})
+
+
+def ids(completion) -> list[int]:
+    return [token.id for token in completion.tokens]
+
+
+def bare(completion) -> list:
+    """The tokens without what proposed them."""
+    return [token._replace(source="") for token in completion.tokens]
 
 
 def engine(model: FakeModel | None = None, *, pages: int = 16, **kwargs) -> Engine:
@@ -110,3 +149,139 @@ def held(engine):
     finally:
         release.set()
         thread.join()
+
+
+# ---- sequences without an engine: any number of tokens a step, as a scheduler might choose
+
+
+class Proposer:
+    """Proposes draft tokens of a given quality: each is the right one with probability `right`."""
+
+    def __init__(self, rule, right: float, seed: int = 0) -> None:
+        self.rule, self.right, self.rng = rule, right, random.Random(seed)
+
+    def guess(self, ids, count):
+        future = list(ids)
+        for _ in range(count):
+            best = int(np.argmax(self.rule(future)))
+            future.append(best if self.rng.random() < self.right else self.rng.randrange(3, VOCAB))
+        return future[len(ids) :]
+
+
+def run(sequence: Sequence, rule, *, guesser=None, rng: random.Random | None = None, steps: int = 5000):
+    """Until it ends; prompts and forks in pieces chosen by `rng`. The completion."""
+    guesses = sequence.guesses
+    for _ in range(steps):
+        for member in list(sequence.members):
+            if not member.pending or (member.group is not None and not member.group.ready(member)):
+                continue
+            if guesses is not None and member.pending == 1 and not member.guessed:
+                room = member.limit - member.new_tokens - 1
+                found = guesses.guess(member.ids, room) if guesser is None else guesser.guess(member.ids, guesses.pace.length(room))
+                member.propose(found)
+            if rng is not None and member.pending > member.rows and rng.random() < 0.5:
+                member.computed += rng.randrange(1, member.pending - member.rows + 1)
+                continue
+            count = member.rows
+            member.computed = len(member.ids)
+            ids = member.ids
+            reason = member.advance(np.stack([rule(ids[: len(ids) - count + 1 + i]) for i in range(count)]))
+            if reason is not None:
+                return sequence.complete(reason)
+    raise AssertionError("it does not end")
+
+
+def complete(prompt, rule, *, guesser=None, rng=None, **options):
+    made = Sequence(request(prompt, **options), TOKENIZER, context=CONTEXT)
+    if made.request.speculation.kind == "ngram" or guesser is not None:
+        made.guesses = Guesses.ngram(made.request.speculation)
+    return run(made, rule, guesser=guesser, rng=rng)
+
+
+# ---- an executor behind the host
+
+
+class DelayedExecutor:
+    """A device with lookahead 1: it draws by itself, behind the host on its own thread, and keeps every launch in order, as a stream does.
+
+    delay_s: how long a step takes at most, at random. fail_at: launch -> what `result` raises. stream: runs the launches; one thread, or
+    `AtOnce`, then a launch that fails raises at once.
+    """
+
+    def __init__(self, model, cache, *, delay_s=0.0, draws=lambda state: True, lookahead=1, stream=None) -> None:
+        self.model, self.cache, self.delay_s, self._draws = model, cache, delay_s, draws
+        self.fail_at: dict[int, BaseException] = {}
+        self.fed = self.ahead = self.unread = self.launches = self.same = 0
+        self.closed, self.lookahead = False, lookahead
+        self._chance = random.Random(0)
+        self._stream = stream or ThreadPoolExecutor(1)
+        self._drawn: list[int] = []  # the tokens of the last launch, in the device's memory
+        self._last: list[object] = []
+
+    def can_draw(self, state):
+        return self._draws(state)
+
+    def launch(self, step):
+        assert self.unread <= 1, "three steps in flight"
+        self.ahead += self.unread
+        batch = Batch(**{name: getattr(step.batch, name).clone() for name in step.batch.__dataclass_fields__ if name != "long"})
+        feed = None if step.feed is None else step.feed.copy()
+        self.fed += feed is not None
+        states = [draw and draw.state for draw in step.draws]
+        if step.same:
+            self.same += 1
+            assert all(a is b for a, b in zip(states, self._last)) and len(states) == len(self._last)
+        self._last = states
+        number, self.launches = self.launches, self.launches + 1
+        future = self._stream.submit(self._run, number, batch, feed, list(step.draws))
+        self.unread += 1
+        return _Ticket(self, number, future)
+
+    def _run(self, number, batch, feed, draws):
+        if self.delay_s:
+            time.sleep(self._chance.random() * self.delay_s)
+        if number in self.fail_at:
+            raise self.fail_at[number]
+        if feed is not None:
+            for t in np.flatnonzero(feed >= 0):
+                batch.input_ids.numpy()[t] = self._drawn[feed[t]]
+        with torch.inference_mode():
+            logits = self.model.forward(batch, self.cache).to(torch.float32).numpy()
+        results = [self._draw(row, draw) if draw else row for row, draw in zip(logits, draws)]
+        self._drawn = [-1 if isinstance(one, np.ndarray) else one.id for one in results]
+        return results
+
+    def _draw(self, row, draw):
+        state = SamplerState(replace(draw.state.params, seed=draw.state.seed))
+        state.count = draw.number
+        return sample_row(row, state, top=draw.top)
+
+    def copy(self, source, target):
+        def work():
+            with torch.inference_mode():
+                for pool in (*self.cache.k, *self.cache.v):
+                    pool[target].copy_(pool[source])
+
+        self._stream.submit(work)
+
+    def close(self):
+        self._stream.shutdown()
+        self.closed = True
+
+
+class _Ticket:
+    def __init__(self, executor, number, future):
+        self._executor, self.number, self._future = executor, number, future
+
+    def result(self):
+        self._executor.unread -= 1
+        return self._future.result()
+
+
+class AtOnce:
+    """A stream that runs each launch before `submit` returns."""
+
+    def submit(self, work, *arguments):
+        future = Future()
+        future.set_result(work(*arguments))
+        return future

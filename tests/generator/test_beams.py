@@ -9,10 +9,9 @@ from exl2nb.core.errors import OptionError
 from exl2nb.generator.beams import Beams, Guided, guided
 from exl2nb.generator.request import Request
 
-from . import fakes, stepper
+from . import fakes
 
 EOS = 2
-TOKENIZER = stepper.TOKENIZER
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +41,10 @@ def test_beams_are_those_of_transformers(tiny, early, penalty, beams, count):
         torch.tensor([prompt]), num_beams=beams, num_return_sequences=beams, max_new_tokens=count, do_sample=False,
         early_stopping=early, length_penalty=penalty, return_dict_in_generate=True, output_scores=True,
     )  # fmt: skip
-    request = stepper.request(
+    request = fakes.request(
         prompt, beams=beams, n=beams, max_tokens=count, length_penalty=penalty, early_stopping=early, ignore_eos=False, stream=False
     )
-    done = stepper.run(Beams.of(request, TOKENIZER, context=1000), rule_of(tiny))
+    done = fakes.run(Beams.of(request, fakes.TOKENIZER, context=1000), rule_of(tiny))
     assert len(done.beams) == beams
     for mine, ids, score in zip(done.beams, theirs.sequences.tolist(), theirs.sequences_scores.tolist()):
         new = [i for i in ids[len(prompt) :] if i not in (0, EOS)]
@@ -57,22 +56,22 @@ def test_beams_are_those_of_transformers(tiny, early, penalty, beams, count):
 
 
 def test_one_beam_is_greedy_and_many_find_more():
-    rule = fakes.FakeModel().logits_after
+    rule = fakes.RULE
     totals = []
     for beams in (2, 4, 8):
-        done = stepper.run(Beams.of(stepper.request([5, 6], beams=beams, max_tokens=6), TOKENIZER, context=1000), rule)
+        done = fakes.run(Beams.of(fakes.request([5, 6], beams=beams, max_tokens=6), fakes.TOKENIZER, context=1000), rule)
         totals.append(sum(done.logprobs))
         assert done.score == pytest.approx(totals[-1] / 6, abs=1e-4)
-    greedy = sum(stepper.complete([5, 6], rule, max_tokens=6, temperature=0).logprobs)
+    greedy = sum(fakes.complete([5, 6], rule, max_tokens=6, temperature=0).logprobs)
     assert totals[0] >= greedy - 1e-4
     assert totals == sorted(totals)
 
 
 def test_stop_texts_end_beams():
-    rule = fakes.FakeModel().logits_after
-    free = stepper.run(Beams.of(stepper.request([5, 6], beams=3, max_tokens=8), TOKENIZER, context=1000), rule)
+    rule = fakes.RULE
+    free = fakes.run(Beams.of(fakes.request([5, 6], beams=3, max_tokens=8), fakes.TOKENIZER, context=1000), rule)
     stop = free.text[4:7]
-    done = stepper.run(Beams.of(stepper.request([5, 6], beams=3, n=3, max_tokens=8, stop=[stop]), TOKENIZER, context=1000), rule)
+    done = fakes.run(Beams.of(fakes.request([5, 6], beams=3, n=3, max_tokens=8, stop=[stop]), fakes.TOKENIZER, context=1000), rule)
     assert all(stop not in one.text for one in done.beams)
 
 
@@ -90,11 +89,11 @@ def test_guidance_is_that_of_transformers():
 @pytest.mark.parametrize("banned", [(), ("e",)])
 def test_two_prompts_in_step(banned):
     """Both see the same new tokens, also after a rewind."""
-    rule = fakes.FakeModel().logits_after
+    rule = fakes.RULE
     prompt, negative = [5, 6, 7], [9, 8]
-    request = stepper.request(prompt, negative_ids=tuple(negative), cfg_scale=1.7, max_tokens=12, temperature=0, banned_strings=banned)
-    leader = Guided.of(request, TOKENIZER, context=1000)
-    done = stepper.run(leader, rule)
+    request = fakes.request(prompt, negative_ids=tuple(negative), cfg_scale=1.7, max_tokens=12, temperature=0, banned_strings=banned)
+    leader = Guided.of(request, fakes.TOKENIZER, context=1000)
+    done = fakes.run(leader, rule)
     assert len(done.tokens) == 12
     new = []
     for token in done.tokens:
@@ -108,8 +107,8 @@ def test_two_prompts_in_step(banned):
 
 
 def test_guidance_keeps_both_in_the_context():
-    request = stepper.request([5, 6], negative_ids=tuple(range(3, 23)), cfg_scale=2.0, max_tokens=50, temperature=0)
-    done = stepper.run(Guided.of(request, TOKENIZER, context=30), fakes.FakeModel().logits_after)
+    request = fakes.request([5, 6], negative_ids=tuple(range(3, 23)), cfg_scale=2.0, max_tokens=50, temperature=0)
+    done = fakes.run(Guided.of(request, fakes.TOKENIZER, context=30), fakes.RULE)
     assert (len(done.tokens), done.finish_reason) == (10, "context")
 
 

@@ -7,7 +7,7 @@ from exl2nb.core.errors import TokenizerError
 from exl2nb.generator.draft import DraftModel, check_same_tokenizer
 from exl2nb.generator.speculation import Speculation
 
-from . import fakes, stepper
+from . import fakes
 
 
 def rule(ids):
@@ -31,33 +31,22 @@ class Draft(fakes.FakeModel):
 
 
 @pytest.fixture
-def running():
-    made = []
-
-    def make(draft=None, *, context=4096, draft_pages=16, **kwargs):
+def running(running):
+    def make(draft=None, *, context=4096, draft_pages=16):
         model = fakes.FakeModel()
         model.logits_after = rule
-        engine = fakes.engine(model, **kwargs)
+        engine = running(model)
         if draft is not None:
             engine.drafter = DraftModel(draft, fakes.spec(draft_pages), context=context, vocab_size=fakes.VOCAB)
-        made.append(engine)
         return engine
 
-    yield make
-    for engine in made:
-        assert engine.wait_idle(5)
-        assert engine.pages.num_free == engine.pages.num_pages
-        engine.close()
+    return make
 
 
 def ask(engine, seed=None, count=60, prompt=(5, 6, 7), **options):
     options = {"temperature": 0, **options} if seed is None else {"seed": seed, **options}
     options.setdefault("speculation", Speculation(adaptive=False))
-    return engine.submit(stepper.request(prompt, max_tokens=count, **options))
-
-
-def bare(completion):
-    return [token._replace(source="") for token in completion.tokens]
+    return engine.submit(fakes.request(prompt, max_tokens=count, **options))
 
 
 @pytest.mark.parametrize("seed", [None, 3])
@@ -65,7 +54,7 @@ def bare(completion):
 def test_text_and_acceptance(running, wrong, seed):
     plain = ask(running(), seed).result(20)
     done = ask(running(Draft(wrong)), seed, speculation=Speculation(kind="draft", adaptive=False, max_tokens=4)).result(20)
-    assert bare(done) == bare(plain)
+    assert fakes.bare(done) == fakes.bare(plain)
     stats = done.speculation
     assert stats.kind == "draft"
     if not wrong:  # the same rule and the same random numbers: every guess is right, if the draft's cache holds what it should
@@ -90,7 +79,7 @@ def test_many_together_and_rewinds(running):
     wanted = [ask(plain, **{"count": 30, **one, "speculation": "off"}).result(20) for one in options]
     handles = [ask(engine, **{"count": 30, **one}) for one in options]
     got = [handle.result(20) for handle in handles]
-    assert [bare(one) for one in got] == [bare(one) for one in wanted]
+    assert [fakes.bare(one) for one in got] == [fakes.bare(one) for one in wanted]
     assert [one.rewinds for one in got] == [one.rewinds for one in wanted]
     assert [None if one.speculation is None else one.speculation.kind for one in got] == [
         "draft", "draft", "draft", None, "ngram", "draft", "draft"
@@ -100,7 +89,7 @@ def test_many_together_and_rewinds(running):
 @pytest.mark.parametrize("vocab", [fakes.VOCAB - 32, fakes.VOCAB + 32])
 def test_a_vocabulary_padded_otherwise(running, vocab):
     done = ask(running(Draft(vocab=vocab))).result(20)
-    assert bare(done) == bare(ask(running()).result(20))
+    assert fakes.bare(done) == fakes.bare(ask(running()).result(20))
     assert done.speculation.rate == 1.0
 
 
@@ -108,7 +97,7 @@ def test_a_short_context_and_a_full_cache(running):
     plain = ask(running(), count=300, prompt=tuple(range(3, 303))).result(30)
     for options in ({"context": 310}, {"draft_pages": 1}):
         done = ask(running(Draft(), **options), count=300, prompt=tuple(range(3, 303))).result(30)
-        assert bare(done) == bare(plain)
+        assert fakes.bare(done) == fakes.bare(plain)
 
 
 def test_pages_of_ended_requests_come_back(running):
@@ -122,7 +111,7 @@ def test_a_draft_that_fails_is_left_alone(running, caplog):
     draft = Draft()
     draft.fail_at = {2: ValueError("broken")}
     done = ask(running(draft)).result(20)
-    assert bare(done) == bare(ask(running()).result(20))
+    assert fakes.bare(done) == fakes.bare(ask(running()).result(20))
     assert "generation goes on without guesses" in caplog.text
 
 

@@ -3,44 +3,19 @@
 import asyncio
 import gc
 import random
+import sys
 import threading
 import time
 
 import pytest
+import torch
 
 from exl2nb.core.errors import ContextOverflow, DeviceError, EngineClosed, GenerationError, OptionError, OutOfMemory
 from exl2nb.generator import engine as engine_module
-from exl2nb.generator.request import Request
+from exl2nb.generator.handle import TICK_S
 
 from . import fakes
-
-
-@pytest.fixture
-def running():
-    made = []
-
-    def make(model=None, **kwargs):
-        made.append(fakes.engine(model, **kwargs))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        if made and engine.model.gate is not None:
-            engine.model.gate.set()
-        engine.close()
-        assert engine.pages.num_free == engine.pages.num_pages
-
-
-def greedy(prompt, count=8, **kwargs):
-    return Request.of(prompt, where="test", temperature=0, max_tokens=count, ignore_eos=kwargs.pop("ignore_eos", True), **kwargs)
-
-
-def ids(completion):
-    return [token.id for token in completion.tokens]
-
-
-def prompt(seed, length):
-    return random.Random(seed).choices(range(3, fakes.VOCAB), k=length)
+from .fakes import greedy, ids, prompt
 
 
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 64, 255, 256, 257, 700])
@@ -63,45 +38,14 @@ def test_many_at_once_are_each_alone(running):
     assert max(sequences for sequences, _ in model.steps) >= 4  # they did run together
 
 
-def test_seeded_draws_do_not_depend_on_the_neighbours(running):
-    engine = running(fakes.FakeModel(step_s=0.0005))
-
-    def request(seed):
-        return Request.of(
-            prompt(1, 20), where="test", seed=seed, top_p=0.95, temperature=1.3, repetition_penalty=1.1, max_tokens=20, ignore_eos=True
-        )
-
-    alone = engine.submit(request(5)).result()
-    crowd = [engine.submit(request(seed)) for seed in (4, 5, 6, 7)]
-    together = [handle.result() for handle in crowd]
-    assert together[1].tokens == alone.tokens
-    assert len({tuple(ids(c)) for c in together}) == 4
-    again = engine.submit(request(together[2].seed)).result()
-    assert again.tokens == together[2].tokens
-
-
 def test_fifo_by_pages(running):
     """Two pages each, five in the cache: two run, the third waits, and nobody overtakes."""
     model = fakes.FakeModel(step_s=0.002)
     engine = running(model, pages=5)
-    order = []
     handles = [engine.submit(greedy(prompt(i, 300), 6, stream=False)) for i in range(4)]
     for i, handle in enumerate(handles):
         assert ids(handle.result()) == fakes.expected(model, prompt(i, 300), 6)
-        order.append(i)
     assert max(sequences for sequences, _ in model.steps) == 2
-
-
-def test_prompts_are_run_in_chunks_beside_decodes(running):
-    model = fakes.FakeModel(step_s=0.002)
-    engine = running(model)
-    first = engine.submit(greedy(prompt(1, 5), 60))
-    model.entered.wait(5)
-    second = engine.submit(greedy(prompt(2, 900), 3))
-    assert ids(second.result()) == fakes.expected(model, prompt(2, 900), 3)
-    assert ids(first.result()) == fakes.expected(model, prompt(1, 5), 60)
-    assert max(tokens for _, tokens in model.steps) <= 513
-    assert sum(1 for sequences, tokens in model.steps if sequences == 2 and tokens > 32) >= 2
 
 
 def test_eos_ends_and_is_not_shown(running):
@@ -163,7 +107,7 @@ def test_context_end(running):
 
 def test_larger_than_the_cache(running):
     engine = running(pages=2, context=5000)
-    with pytest.raises(ContextOverflow, match="3 pages of 256; the cache has 2 pages, 512 tokens"):
+    with pytest.raises(ContextOverflow, match=r"400 of the prompt and up to 200 new\), 3 pages of 256; the cache has 2 pages, 512 tokens"):
         engine.submit(greedy(prompt(1, 400), 200))
     assert len(engine.submit(greedy(prompt(1, 400), 113)).result().tokens) == 113  # 512 in the cache: the last token is never run
 
@@ -216,22 +160,24 @@ def test_logits_that_are_not_numbers_hurt_one_request(running):
         long.result()
 
 
-def test_memory_error_in_a_step(running):
+@pytest.mark.parametrize(
+    ("error", "raised", "message"),
+    [
+        (MemoryError(), GenerationError, "MemoryError"),
+        (
+            OutOfMemory("a step of 1 tokens does not fit: 2 GiB more needed, 1 of 8 GiB are free"),
+            OutOfMemory,
+            "2 GiB more needed, 1 of 8 GiB",
+        ),
+    ],
+)
+def test_a_step_without_memory(running, error, raised, message):
     model = fakes.FakeModel()
-    model.fail_at[0] = MemoryError()
+    model.fail_at[0] = error
     engine = running(model)
-    with pytest.raises(GenerationError, match="MemoryError"):
+    with pytest.raises(raised, match=message) as info:
         engine.submit(greedy([5])).result()
-    assert ids(engine.submit(greedy([5])).result()) == fakes.expected(model, [5], 8)
-
-
-def test_a_device_that_is_full_keeps_its_name(running):
-    model = fakes.FakeModel()
-    model.fail_at[0] = OutOfMemory("a step of 1 tokens does not fit: 2 GiB more needed, 1 of 8 GiB are free")
-    engine = running(model)
-    with pytest.raises(OutOfMemory, match=r"2 GiB more needed, 1 of 8 GiB are free") as info:
-        engine.submit(greedy([5])).result()
-    assert isinstance(info.value, (DeviceError, MemoryError))
+    assert raised is GenerationError or isinstance(info.value, (DeviceError, MemoryError))
     assert ids(engine.submit(greedy([5])).result()) == fakes.expected(model, [5], 8)
 
 
@@ -435,3 +381,106 @@ class TestAsync:
         model.fail_at[3] = RuntimeError("boom")
         with pytest.raises(GenerationError, match="boom"):
             asyncio.run(running(model).submit(greedy([5], 30)).aresult())
+
+
+# ---- engine.call: functions run on the engine thread between steps
+
+
+def test_an_interrupt_of_a_call_leaves_the_model_usable(running):
+    """At every line of a call, with the traceback kept as notebooks keep it."""
+    model, kept = fakes.FakeModel(), []
+    engine = running(model)
+    engine.submit(greedy([5])).result()
+    names, lines = ("call", "wait", "_wake_thread", "_check_open"), set()
+
+    def call(stop_at):
+        where = None
+
+        def local(frame, event, _):
+            nonlocal where
+            if event == "line":
+                lines.add((frame.f_code.co_name, frame.f_lineno))
+                if where is None and (frame.f_code.co_name, frame.f_lineno) == stop_at:
+                    where = stop_at
+                    raise KeyboardInterrupt
+            return local
+
+        sys.settrace(lambda frame, *_: local if frame.f_code.co_name in names else None)
+        try:
+            engine.call(lambda: time.sleep(2 * TICK_S))
+        finally:
+            sys.settrace(None)
+
+    call(None)
+    assert {name for name, _ in lines} == set(names)
+    for line in sorted(lines):
+        try:
+            call(line)
+        except KeyboardInterrupt as error:
+            kept.append(error)
+        assert len(engine.submit(greedy([5])).result(timeout_s=5).tokens) == 8, line
+        assert engine.call(lambda: 7, timeout_s=5) == 7
+    assert len(kept) > 10
+
+
+def test_calls_run_between_steps_with_nothing_in_flight(running):
+    engine, order = running(fakes.FakeModel(step_s=0.001)), []
+    handle = engine.submit(greedy([5], 300))
+    next(handle)
+
+    def look(name):
+        order.append((name, threading.current_thread().name))
+        steps = len(engine.model.steps)
+        time.sleep(0.02)
+        assert len(engine.model.steps) == steps
+        assert not engine.loop.in_flight
+        order.append((name, threading.current_thread().name))
+        return name
+
+    found = []
+    threads = [threading.Thread(target=lambda name=name: found.append(engine.call(lambda: look(name)))) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(found) == ["a", "b"]
+    assert [name for name, _ in order] in (list("aabb"), list("bbaa"))
+    assert {thread for _, thread in order} == {"exl2nb-engine"}
+    assert len(handle.result().tokens) == 300
+
+
+def test_a_loop_of_calls_leaves_requests_their_steps(running):
+    engine = running(fakes.FakeModel())
+    over = threading.Event()
+
+    def again():
+        while not over.is_set():
+            engine.call(lambda: time.sleep(0.001))
+
+    threads = [threading.Thread(target=again) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert len(engine.submit(greedy([5], 50)).result(timeout_s=20).tokens) == 50
+    over.set()
+    for thread in threads:
+        thread.join()
+
+
+def test_a_call_that_cannot_start_in_time_never_runs(running):
+    engine, ran = running(fakes.FakeModel()), []
+    with fakes.held(engine), pytest.raises(TimeoutError, match=f"the model was in use for {2 * TICK_S} s"):
+        engine.call(lambda: ran.append(1), timeout_s=2 * TICK_S)
+    engine.call(lambda: None)
+    assert ran == []
+
+
+def test_what_a_call_raises_and_where_it_runs(running):
+    engine = running(fakes.FakeModel())
+    with pytest.raises(ZeroDivisionError):
+        engine.call(lambda: 1 // 0)
+    assert not engine.call(torch.is_inference_mode_enabled)
+    with torch.inference_mode():
+        assert engine.call(torch.is_inference_mode_enabled)
+    engine.close()
+    with pytest.raises(EngineClosed):
+        engine.call(lambda: None)

@@ -14,40 +14,23 @@ from exl2nb.generator.request import Request
 from exl2nb.sampling.params import SamplingParams
 
 from . import fakes
-from .delayed import DelayedExecutor
+from .fakes import greedy, ids, prompt
 
 
 @pytest.fixture
-def running():
-    made = []
+def running(running):
+    """Engines whose steps run on a `fakes.DelayedExecutor`."""
 
-    def make(model=None, *, delay_s=0.0, draws=lambda state: True, **kwargs):
-        executor = functools.partial(DelayedExecutor, delay_s=delay_s, draws=draws)
-        made.append(fakes.engine(model or fakes.FakeModel(vocab=512), executor=executor, **kwargs))
-        return made[-1]
+    def make(*, delay_s=0.0, draws=lambda state: True, **options):
+        executor = functools.partial(fakes.DelayedExecutor, delay_s=delay_s, draws=draws)
+        return running(fakes.FakeModel(vocab=512), executor=executor, **options)
 
-    yield make
-    for engine in made:
-        engine.close()
-        assert engine.pages.num_free == engine.pages.num_pages
-        assert engine._executor.closed
-
-
-def request(prompt, count=8, **kwargs):
-    return Request.of(prompt, where="test", max_tokens=count, **{"temperature": 0, "ignore_eos": True, **kwargs})
-
-
-def prompt(seed, length):
-    return random.Random(seed).choices(range(3, 512), k=length)
-
-
-def ids(completion):
-    return [token.id for token in completion.tokens]
+    return make
 
 
 def test_one_request_runs_ahead(running):
     engine = running()
-    completion = engine.submit(request(prompt(1, 300), 40, top_logprobs=3)).result()
+    completion = engine.submit(greedy(prompt(1, 300), 40, top_logprobs=3)).result()
     assert ids(completion) == fakes.expected(engine.model, prompt(1, 300), 40)
     assert all(len(token.top) == 3 and token.rank == 1 for token in completion.tokens)
     executor = engine._executor
@@ -61,7 +44,7 @@ def test_at_most_one_token_is_computed_past_an_end(running):
     engine = running()
     rule = fakes.expected(engine.model, prompt(1, 10), 9)
     engine.tokenizer.eos_ids = frozenset(rule[5:6])
-    completion = engine.submit(request(prompt(1, 10), 60, ignore_eos=False)).result()
+    completion = engine.submit(greedy(prompt(1, 10), 60, ignore_eos=False)).result()
     first = rule.index(rule[5])
     assert (ids(completion), completion.finish_reason) == (rule[:first], "eos")
     assert engine.wait_idle()
@@ -71,7 +54,7 @@ def test_at_most_one_token_is_computed_past_an_end(running):
 def test_seeded_draws_as_on_the_host(running):
     def several(engine):
         handles = [
-            engine.submit(request(prompt(i, 5 + 60 * i), 25, temperature=1.2, top_p=0.9, seed=i, stream=i % 2 == 0)) for i in range(6)
+            engine.submit(greedy(prompt(i, 5 + 60 * i), 25, temperature=1.2, top_p=0.9, seed=i, stream=i % 2 == 0)) for i in range(6)
         ]
         return [[(t.id, t.text, t.logprob, t.rank) for t in handle.result().tokens] for handle in handles]
 
@@ -85,9 +68,9 @@ def test_seeded_draws_as_on_the_host(running):
 def test_rows_the_device_cannot_draw_take_part(running):
     """Some requests are drawn by the host: while one of them runs nothing is launched ahead, and afterwards it is again."""
     engine = running(draws=lambda state: state.params.top_k != 7)
-    device = engine.submit(request([5], 90))
-    host = engine.submit(request([6], 10, temperature=1.0, top_k=7, seed=3))
-    alone = running().submit(request([6], 10, temperature=1.0, top_k=7, seed=3)).result()
+    device = engine.submit(greedy([5], 90))
+    host = engine.submit(greedy([6], 10, temperature=1.0, top_k=7, seed=3))
+    alone = running().submit(greedy([6], 10, temperature=1.0, top_k=7, seed=3)).result()
     assert host.result().tokens == alone.tokens
     assert ids(device.result()) == fakes.expected(engine.model, [5], 90)
     assert engine._executor.fed > 20
@@ -95,13 +78,13 @@ def test_rows_the_device_cannot_draw_take_part(running):
 
 def test_crowd_in_a_small_cache(running):
     """Arrivals, ends, cancellations and preemptions while steps are in flight; shared beginnings; the cache is far too small."""
-    engine, chance = running(fakes.FakeModel(vocab=512), delay_s=0.0004, pages=7, max_sequences=6), random.Random(1)
+    engine, chance = running(delay_s=0.0004, pages=7, max_sequences=6), random.Random(1)
     begin = prompt(0, 600)
     jobs = []
     for i in range(60):
         text = begin[: chance.choice([3, 255, 256, 257, 400, 511, 512, 600])] + prompt(i, chance.randrange(1, 60))
         count = chance.randrange(1, 70)
-        jobs.append((text, count, engine.submit(request(text, count, stream=chance.random() < 0.5, priority=chance.choice([0, 0, 1])))))
+        jobs.append((text, count, engine.submit(greedy(text, count, stream=chance.random() < 0.5, priority=chance.choice([0, 0, 1])))))
         if chance.random() < 0.3:
             jobs.pop(chance.randrange(len(jobs)))[2].cancel()
         time.sleep(chance.random() * 0.003)
@@ -116,15 +99,15 @@ def test_crowd_in_a_small_cache(running):
 def test_a_failed_result_ends_its_requests_alone(running):
     engine = running()
     engine._executor.fail_at[5] = RuntimeError("boom")
-    doomed = engine.submit(request([5], 50))
+    doomed = engine.submit(greedy([5], 50))
     with pytest.raises(GenerationError, match="boom"):
         doomed.result()
-    assert ids(engine.submit(request([6], 12)).result()) == fakes.expected(engine.model, [6], 12)
+    assert ids(engine.submit(greedy([6], 12)).result()) == fakes.expected(engine.model, [6], 12)
 
 
 def test_close_and_exclusive_with_a_step_in_flight(running):
     engine = running(delay_s=0.004)
-    handle = engine.submit(request([5], 3000))
+    handle = engine.submit(greedy([5], 3000))
     next(handle)
     with fakes.held(engine):
         assert engine._executor.unread == 0
@@ -140,7 +123,7 @@ def test_close_and_exclusive_with_a_step_in_flight(running):
 def test_dropped_handles(running):
     engine = running(delay_s=0.001)
     for i in range(20):
-        handle = engine.submit(request([5, i], 3000))
+        handle = engine.submit(greedy([5, i], 3000))
         if i % 3:
             next(handle)
         del handle
@@ -157,7 +140,7 @@ def test_the_demo_model_says_the_same():
         requests = [Request(prompt_ids=tuple(llm.tokenizer.encode(p)), sampling=s, max_tokens=24) for p, s in zip(prompts, sampling)]
         host = [llm.engine.submit(one).result() for one in requests]
         with fakes.held(llm.engine):
-            ahead = Engine(llm.model, llm.tokenizer, llm.model.cache_spec(2048), executor=DelayedExecutor)
+            ahead = Engine(llm.model, llm.tokenizer, llm.model.cache_spec(2048), executor=fakes.DelayedExecutor)
             device = [handle.result() for handle in [ahead.submit(one) for one in requests]]
             ahead._executor.model = fakes.FakeModel()  # the model belongs to the other engine
             ahead.model = fakes.FakeModel()

@@ -1,4 +1,4 @@
-"""Many requests as one stream of events; the callback; the facade of the cache."""
+"""Many requests as one stream of events; callbacks; the prompt cache of a loaded model."""
 
 import asyncio
 import copy
@@ -14,18 +14,11 @@ import exl2nb as ex
 from exl2nb.core.errors import ContextOverflow, EngineClosed, FormatError, GenerationError, ModelNotFound, OptionError
 from exl2nb.io import safetensors
 
-
-@pytest.fixture(scope="module")
-def llm():
-    with ex.demo(progress=None) as made:
-        yield made
-
-
 PROMPTS = ["It was", "The old man said", "She went " * 60, "He"]
 
 
-def test_events_tell_the_whole_story(llm):
-    llm.cache.clear()
+def test_events_tell_the_whole_story(fresh_llm):
+    llm = fresh_llm
     job = llm.batch(PROMPTS, max_tokens=8, temperature=0, top_logprobs=2)
     events = list(job)
     assert [event.serial for event in events] == list(range(1, len(events) + 1))
@@ -75,7 +68,6 @@ def test_wrong_requests_are_refused_and_leave_nothing(llm):
         llm.batch(["It was", {"text": "x"}])
     with pytest.raises(ContextOverflow):
         llm.batch(["It was", [5] * llm.context])
-    assert llm.engine.wait_idle(10)
 
 
 def test_cancel_break_and_drop(llm):
@@ -88,7 +80,6 @@ def test_cancel_break_and_drop(llm):
     next(iter(job))
     del job, _
     gc.collect()
-    assert llm.engine.wait_idle(10)
 
 
 def test_async(llm):
@@ -116,7 +107,6 @@ def test_a_callback_that_raises_ends_its_request_and_nothing_else(llm):
     with pytest.raises(RuntimeError, match="enough"):
         llm.generate("It was", max_tokens=4000, ignore_eos=True, on_chunk=refuse)
     assert len(other.result().tokens) == 40
-    assert llm.engine.wait_idle(10)
 
 
 def test_a_hook_that_asks_its_own_model_is_refused_and_may_close_it():
@@ -180,10 +170,10 @@ class TestCache:
     def ask(self, llm, text=TEXT):
         return llm.generate(text, max_tokens=12, temperature=0)
 
-    def test_the_same_bits_as_a_fresh_run(self, llm):
+    def test_the_same_bits_as_a_fresh_run(self, fresh_llm):
         """Tokens and log probabilities to the last bit, for all three ways a page is taken over."""
         tails = ["", " He", " It was late, and nobody had come back yet, said the boy who had been there since the morning."]
-        llm.cache.clear()
+        llm = fresh_llm
         llm.cache.reuse = False
         fresh = [self.ask(llm, self.TEXT + tail) for tail in tails]
         assert [c.timings.reused_tokens for c in fresh] == [0, 0, 0]
@@ -193,8 +183,8 @@ class TestCache:
             assert [c.tokens for c in again] == [c.tokens for c in fresh]
             assert all(c.timings.reused_tokens > 0.7 * c.timings.prompt_tokens for c in again[1 - round_ :])
 
-    def test_snapshot(self, llm):
-        llm.cache.clear()
+    def test_snapshot(self, fresh_llm):
+        llm = fresh_llm
         handle = llm.stream(self.TEXT, max_tokens=3000, ignore_eos=True, temperature=0)
         next(handle)
         running = llm.cache.snapshot()
@@ -211,10 +201,9 @@ class TestCache:
             assert "cached" in text
         assert str(running).count("request") == 1
 
-    def test_save_and_load(self, llm, tmp_path):
-        llm.cache.clear()
-        right = self.ask(llm)
-        saved = llm.cache.save(tmp_path / "talk.cache")
+    def test_save_and_load(self, fresh_llm, tmp_path):
+        right = self.ask(fresh_llm)
+        saved = fresh_llm.cache.save(tmp_path / "talk.cache")
         assert saved.tokens >= right.timings.prompt_tokens
         with ex.demo(progress=None) as other:
             loaded = other.cache.load(tmp_path / "talk.cache")
@@ -238,8 +227,8 @@ class TestCache:
             assert again.tokens == right.tokens
             assert again.timings.reused_tokens == right.timings.prompt_tokens - 1
 
-    def test_files_that_do_not_fit(self, llm, tmp_path):
-        llm.cache.clear()
+    def test_files_that_do_not_fit(self, fresh_llm, tmp_path):
+        llm = fresh_llm
         with pytest.raises(OptionError, match="generate something first"):
             llm.cache.save(tmp_path / "empty")
         self.ask(llm)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exl2nb.generator.output import Alternatives, Output
+from exl2nb.generator.output import Alternatives, Output, StopMatcher
 from exl2nb.generator.request import Alternative
 from exl2nb.sampling.draw import Sampled
 from exl2nb.tokenizer.tokenizer import Tokenizer
@@ -51,45 +51,38 @@ def test_text_is_what_decode_says_up_to_the_stop(kind, data):
 
 
 def encode(text):
-    return fakes.tokenizer().encode(text, add_special=False)
+    return fakes.TOKENIZER.encode(text, add_special=False)
 
 
 def test_tokens_of_a_stop_text_are_not_shown():
-    tokenizer = fakes.tokenizer()
-    output = Output(tokenizer, (), ("\n\nEND",))
-    ids = encode("First line.\n\nEND of it")
+    output, ids = Output(fakes.TOKENIZER, (), ("\n\nEND",)), encode("First line.\n\nEND of it")
     pushed, found = feed(output, ids)
     assert found
-    assert output.text == "First line."
+    assert output.text == "".join(t.text for t in output.tokens) == "First line."
     assert len(pushed) < len(ids)
-    assert "".join(t.text for t in output.tokens) == "First line."
 
 
-def test_stop_inside_a_token_cuts_its_text():
-    output = Output(fakes.tokenizer(), (), ("ater",))
-    assert feed(output, encode(" the water"))[1]
-    assert output.text == " the w"
-
-
-def test_a_held_beginning_comes_out_when_it_is_none():
-    output = Output(fakes.tokenizer(), (), ("dark knight",))
-    feed(output, encode("a dark night"))
-    assert output.text == "a dark night"
-
-
-def test_stop_of_many_bytes_per_character():
-    for stop in ("🎉", "é🎉", "🎉é"):
-        output = Output(fakes.tokenizer(), (), (stop,))
-        assert feed(output, encode("Caf" + "é🎉é" + " and more"))[1]
-        assert output.text == "Caf" + "é🎉é"[: "é🎉é".index(stop)]
+@pytest.mark.parametrize(
+    ("stop", "text", "shown"),
+    [
+        ("ater", " the water", " the w"),  # inside a token
+        ("🎉", "Café🎉é and more", "Café"),
+        ("é🎉", "Café🎉é and more", "Caf"),
+        ("🎉é", "Café🎉é and more", "Café"),
+        ("dark knight", "a dark night", None),  # its beginning is held back, and comes out
+    ],
+)
+def test_text_before_a_stop(stop, text, shown):
+    output = Output(fakes.TOKENIZER, (), (stop,))
+    assert feed(output, encode(text))[1] == (shown is not None)
+    assert output.text == (text if shown is None else shown)
 
 
 def test_incomplete_character_at_the_end():
-    tokenizer = fakes.tokenizer()
     ids = encode("ok 🎉")[:-1]
-    output = Output(tokenizer, (), ())
+    output = Output(fakes.TOKENIZER, (), ())
     feed(output, ids)
-    assert output.text == tokenizer.decode(ids)
+    assert output.text == fakes.TOKENIZER.decode(ids)
     assert output.text.endswith("�")
     assert "".join(t.text for t in output.tokens) == output.text
 
@@ -109,3 +102,47 @@ def test_alternatives_are_made_when_looked_at():
     assert (found[1], found[:1], repr(found), hash(found)) == (made[1], made[:1], repr(made), hash(made))
     assert copy.deepcopy(found) == pickle.loads(pickle.dumps(found)) == made
     assert asked.count(9) == 2, "once for each that was compared"
+
+
+# ---- stop texts
+
+
+LETTERS = st.text("ab🎉", max_size=4)
+
+
+@given(pieces=st.lists(LETTERS, max_size=12), stops=st.lists(st.text("ab🎉", min_size=1, max_size=4), max_size=3))
+@settings(max_examples=500, deadline=None)
+def test_any_cut_of_any_text(pieces, stops):
+    """Whatever the pieces: nothing of a stop text is shown, nothing else is lost, and only what may become one is held."""
+    matcher, text, visible = StopMatcher(stops), "", 0
+    for piece in pieces:
+        before, text = text, text + piece
+        now, found = matcher.feed(piece)
+        assert now >= visible
+        visible = now
+        hits = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
+        assert found == bool(hits)
+        if found:
+            assert visible == min(hits)[1]
+            return
+        assert not any(stop in before for stop in stops)
+        held = text[visible:]
+        assert not held or any(stop.startswith(held) for stop in stops)
+        for n in range(len(held) + 1, len(text) + 1):
+            assert not any(len(stop) > n and stop.startswith(text[-n:]) for stop in stops)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 100])
+def test_across_pieces(size):
+    text = "a long <|text|> with its <|end|> inside"
+    matcher, results = StopMatcher(["<|end|>", "<|never|>"]), []
+    for i in range(0, len(text), size):
+        results.append(matcher.feed(text[i : i + size]))
+        if results[-1][1]:
+            break
+    assert results[-1] == (text.index("<|end|>"), True)
+    assert max(v for v, _ in results) == text.index("<|end|>")
+
+
+def test_no_stops():
+    assert StopMatcher(()).feed("abc") == (3, False)

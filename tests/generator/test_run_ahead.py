@@ -1,4 +1,4 @@
-"""The host's own stepper one step ahead: texts are those of a request alone, whoever joins, leaves, fails or closes meanwhile."""
+"""The host executor one step ahead: texts are those of a request alone, whatever joins, leaves, fails or closes meanwhile."""
 
 import threading
 
@@ -62,15 +62,19 @@ def told(completion):
     return completion.text, completion.tokens, completion.finish_reason
 
 
+def together(llm, wanted):
+    done = llm.batch(wanted).run()
+    return [told(done[i]) for i in range(len(wanted))]
+
+
 def alone(llm, wanted):
-    return [told(llm.generate(one["prompt"], **{k: v for k, v in one.items() if k != "prompt"})) for one in wanted]
+    return [told(llm.generate(**one)) for one in wanted]
 
 
 def test_as_alone(llm, ahead):
     expected = alone(llm, requests())
     assert not ahead
-    done = llm.batch(requests()).run()
-    assert [told(done[i]) for i in range(8)] == expected
+    assert together(llm, requests()) == expected
     assert len(ahead) > 20
     assert set(ahead) <= set(range(AHEAD_ROWS, 9))
     assert llm.engine._executor.lookahead == 0  # the last requests ran without
@@ -80,12 +84,11 @@ def test_with_requests_that_draw_for_themselves(llm, ahead):
     """Penalties need the host: while such a request runs, and while prompts do, no step runs ahead; the others' texts do not change."""
     wanted = [*requests(7), {"prompt": "So", "temperature": 0, "repetition_penalty": 1.3, "max_tokens": 8}]
     expected = alone(llm, wanted)
-    done = llm.batch(wanted).run()
-    assert [told(done[i]) for i in range(8)] == expected
+    assert together(llm, wanted) == expected
     assert len(ahead) > 10
 
 
-def test_who_comes_and_goes_meanwhile(llm, ahead):
+def test_requests_that_come_and_go_meanwhile(llm, ahead):
     """Long texts; short ones, a cancelled and a branching one come while they run."""
     wanted = requests(5, 60, ignore_eos=True, stop=[])
     late = [*requests(3, 5), {"prompt": PROMPTS[0], "n": 2, "seed": 9, "max_tokens": 6}]
@@ -94,7 +97,7 @@ def test_who_comes_and_goes_meanwhile(llm, ahead):
     found = {}
 
     def come():
-        found["late"] = [told(llm.generate(one["prompt"], **{k: v for k, v in one.items() if k != "prompt"})) for one in late]
+        found["late"] = alone(llm, late)
         stream = llm.stream(PROMPTS[3], max_tokens=400, ignore_eos=True)
         next(iter(stream))
         stream.cancel()
@@ -109,7 +112,7 @@ def test_who_comes_and_goes_meanwhile(llm, ahead):
 
 
 def test_one_thread_runs_nothing_ahead(monkeypatch):
-    """Whoever allows the engine one thread gets no second one."""
+    """An engine that is given one thread starts no second one."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # the engine's thread takes over the number when it starts
     try:
@@ -117,11 +120,10 @@ def test_one_thread_runs_nothing_ahead(monkeypatch):
             expected = alone(llm, requests(4, 6))
             steps, begin = [], llm.engine._executor._begin
             monkeypatch.setattr(llm.engine._executor, "_begin", lambda *step: steps.append(step) or begin(*step))
-            done = llm.batch(requests(4, 6)).run()
+            assert together(llm, requests(4, 6)) == expected
+            assert not steps
     finally:
         torch.set_num_threads(before)
-    assert [told(done[i]) for i in range(4)] == expected
-    assert not steps
 
 
 def test_a_step_that_cannot_begin(llm, monkeypatch):
@@ -131,13 +133,10 @@ def test_a_step_that_cannot_begin(llm, monkeypatch):
     def fail(*arguments):
         raise RuntimeError("no thread to be had")
 
-    begin = llm.engine._executor._begin
-    monkeypatch.setattr(llm.engine._executor, "_begin", fail)
-    done = llm.batch(requests(4, 6)).run()
-    assert [told(done[i]) for i in range(4)] == expected  # each by itself
-    monkeypatch.setattr(llm.engine._executor, "_begin", begin)
-    done = llm.batch(requests(4, 6)).run()
-    assert [told(done[i]) for i in range(4)] == expected
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine._executor, "_begin", fail)
+        assert together(llm, requests(4, 6)) == expected, "each by itself"
+    assert together(llm, requests(4, 6)) == expected
 
 
 def test_a_broken_row_ends_its_request_alone(llm, ahead, monkeypatch):

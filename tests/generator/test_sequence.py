@@ -11,13 +11,11 @@ from hypothesis import strategies as st
 from exl2nb.core.errors import GenerationError
 from exl2nb.generator.sequence import Pieces, heal
 
-from . import fakes, stepper
-
-TOKENIZER = stepper.TOKENIZER
+from . import fakes
 
 
 def encode(text):
-    return TOKENIZER.encode(text, add_special=False)
+    return fakes.TOKENIZER.encode(text, add_special=False)
 
 
 WORDS = [i for i in encode(" the old man and a sea of dark red water, said she. No! END\n\nof it")]
@@ -50,17 +48,17 @@ def script(*texts):
 
 @pytest.mark.parametrize("size", [0, 3, 10])
 def test_a_stop_token_ends_it_and_is_not_shown(size):
-    free = stepper.complete([5], wordy, max_tokens=30, temperature=0)
-    ids = stepper.ids(free)
+    free = fakes.complete([5], wordy, max_tokens=30, temperature=0)
+    ids = fakes.ids(free)
     stop = ids[size]
-    done = stepper.complete([5], wordy, max_tokens=30, temperature=0, stop=["zzz", stop])
-    assert stepper.ids(done) == ids[: ids.index(stop)]
+    done = fakes.complete([5], wordy, max_tokens=30, temperature=0, stop=["zzz", stop])
+    assert fakes.ids(done) == ids[: ids.index(stop)]
     assert (done.finish_reason, done.stopped_by) == ("stop", stop)
     assert done.timings.new_tokens == ids.index(stop) + 1
 
 
 def test_which_text_stopped_and_what_it_took():
-    done = stepper.complete([5], script("one two\n\nEND three"), max_tokens=30, temperature=0, stop=["\n\nEND", "four"])
+    done = fakes.complete([5], script("one two\n\nEND three"), max_tokens=30, temperature=0, stop=["\n\nEND", "four"])
     assert (done.text, done.finish_reason, done.stopped_by) == ("one two", "stop", "\n\nEND")
     assert "".join(t.text for t in done.withheld) == "\n\nEND"
 
@@ -71,9 +69,9 @@ def test_min_tokens(least, seed):
     """No end before: end-of-text and stop tokens cannot be drawn, stop texts do not count."""
     ends = [WORDS[seed % len(WORDS)], WORDS[(seed + 7) % len(WORDS)]]
     options = {"max_tokens": 25, "seed": seed, "stop": [*ends, "a", " sea"]}
-    done = stepper.complete([5], wordy, min_tokens=least, **options)
+    done = fakes.complete([5], wordy, min_tokens=least, **options)
     assert done.timings.new_tokens >= least
-    ids = stepper.ids(done)
+    ids = fakes.ids(done)
     assert not set(ids[:least]) & set(ends)
     if done.finish_reason == "stop" and isinstance(done.stopped_by, str):
         assert done.timings.new_tokens >= least
@@ -87,7 +85,7 @@ def test_min_tokens_holds_for_end_of_text():
         row[2] = 40.0
         return row
 
-    done = stepper.complete([5], rule, max_tokens=20, min_tokens=6, seed=1, ignore_eos=False)
+    done = fakes.complete([5], rule, max_tokens=20, min_tokens=6, seed=1, ignore_eos=False)
     assert (done.finish_reason, done.stopped_by, len(done.tokens)) == ("eos", 2, 6)
 
 
@@ -96,12 +94,12 @@ def test_min_tokens_holds_for_end_of_text():
 
 def test_it_goes_back_to_the_token_that_began_it():
     rule = script("I met a dark red man", "I met a old sea")
-    done = stepper.complete([5], rule, max_tokens=len(encode("I met a old sea")), temperature=0, banned_strings=["DARK RED"])
+    done = fakes.complete([5], rule, max_tokens=len(encode("I met a old sea")), temperature=0, banned_strings=["DARK RED"])
     assert done.text == "I met a old sea"
     assert [(rewind.banned, rewind.text) for rewind in done.rewinds] == [("DARK RED", " dark red")]
     rule = script("I met a dark red man", "I met the dark red man", "I met sea and more of it all day")
     count = len(encode("I met a dark red man"))
-    done = stepper.complete([5], rule, max_tokens=count, temperature=0, banned_strings=["a dark red", "the dark"])
+    done = fakes.complete([5], rule, max_tokens=count, temperature=0, banned_strings=["a dark red", "the dark"])
     assert done.text.startswith("I met sea and")
     assert [rewind.banned for rewind in done.rewinds] == ["a dark red", "the dark"]
     assert any(t.source == "rewound" for t in done.tokens)
@@ -112,22 +110,22 @@ def test_it_goes_back_to_the_token_that_began_it():
 def test_banned_texts_never_appear(data):
     prompt = [data.draw(st.integers(3, 4000))]
     options = {"max_tokens": 30, "seed": data.draw(st.integers(0, 9)), "temperature": data.draw(st.sampled_from([0, 0.7, 1.0]))}
-    free = stepper.complete(prompt, wordy, **options)
+    free = fakes.complete(prompt, wordy, **options)
     cut = st.tuples(st.integers(0, max(0, len(free.text) - 1)), st.integers(2, 8)).map(lambda c: free.text[c[0] : c[0] + c[1]])
     banned = [text for text in data.draw(st.lists(cut, min_size=1, max_size=3)) if text.strip()]
-    done = stepper.complete(prompt, wordy, banned_strings=banned, return_logits=True, **options)
+    done = fakes.complete(prompt, wordy, banned_strings=banned, return_logits=True, **options)
     assert not any(text.lower() in done.text.lower() for text in banned)
     assert "".join(t.text for t in done.tokens) == done.text
     assert done.timings.new_tokens == 30
-    assert TOKENIZER.decode(stepper.ids(done)) == done.text
+    assert fakes.TOKENIZER.decode(fakes.ids(done)) == done.text
     assert len(done.logits) == len(done.tokens)
-    ids = prompt + stepper.ids(done)
+    ids = prompt + fakes.ids(done)
     for n, token in enumerate(done.tokens):  # every token was judged by the row of what really stands before it
         row = wordy(ids[: n + 1])
         assert np.array_equal(done.logits[n], row)
         total = float(row.max()) + math.log(float(np.exp(row - row.max()).sum()))
         assert math.isclose(token.logprob, float(row[token.id]) - total, abs_tol=1e-4)
-    again = stepper.complete(prompt, wordy, banned_strings=banned, return_logits=True, **options)
+    again = fakes.complete(prompt, wordy, banned_strings=banned, return_logits=True, **options)
     assert again.tokens == done.tokens
     if not any(text.lower() in free.text.lower() for text in banned):
         assert done.tokens == free.tokens
@@ -136,13 +134,13 @@ def test_banned_texts_never_appear(data):
 def test_nothing_of_a_banned_text_is_ever_streamed():
     rng = random.Random(0)
     for seed in range(20):
-        free = stepper.complete([5], wordy, max_tokens=30, seed=seed).text
+        free = fakes.complete([5], wordy, max_tokens=30, seed=seed).text
         at = rng.randrange(len(free) - 8)
         from exl2nb.generator.sequence import Sequence
 
-        request = stepper.request([5], max_tokens=30, seed=seed, banned_strings=[free[at : at + 5]])
-        sequence = Sequence(request, TOKENIZER, context=1000)
-        done = stepper.run(sequence, wordy)
+        request = fakes.request([5], max_tokens=30, seed=seed, banned_strings=[free[at : at + 5]])
+        sequence = Sequence(request, fakes.TOKENIZER, context=1000)
+        done = fakes.run(sequence, wordy)
         shown = []
         while not sequence.channel.items.empty():
             shown += sequence.channel.items.get() or []
@@ -158,17 +156,17 @@ def test_the_redraw_is_not_biased():
         row[[a, b, c]] = 0.0
         return row
 
-    banned = TOKENIZER.piece(b).strip()
+    banned = fakes.TOKENIZER.piece(b).strip()
     counts = {a: 0, c: 0}
     for seed in range(1000):
-        done = stepper.complete([5], rule, max_tokens=1, seed=seed, banned_strings=[banned])
+        done = fakes.complete([5], rule, max_tokens=1, seed=seed, banned_strings=[banned])
         counts[done.tokens[0].id] += 1
     assert abs(counts[a] - 500) < 80, counts
 
 
 def test_a_ban_on_everything_is_an_error():
     with pytest.raises(GenerationError, match="every token is ruled out at one place"):
-        stepper.complete([5], script_only(" old"), max_tokens=3, temperature=0, banned_strings=["old"])
+        fakes.complete([5], script_only(" old"), max_tokens=3, temperature=0, banned_strings=["old"])
 
 
 def script_only(text):
@@ -183,7 +181,7 @@ def script_only(text):
 
 
 def test_a_stop_text_before_the_banned_end_wins():
-    done = stepper.complete([5], script("one two three"), max_tokens=9, temperature=0, stop=["two"], banned_strings=["one two thr"])
+    done = fakes.complete([5], script("one two three"), max_tokens=9, temperature=0, stop=["two"], banned_strings=["one two thr"])
     assert (done.text, done.rewinds) == ("one ", ())
 
 
@@ -193,31 +191,31 @@ def test_a_stop_text_before_the_banned_end_wins():
 @given(text=st.text("abc :/.hte ", min_size=1, max_size=12), seed=st.integers(0, 5))
 @settings(max_examples=80, deadline=None)
 def test_a_healed_prompt_goes_on_where_it_ends(text, seed):
-    prompt = TOKENIZER.encode("It" + text)
-    shown = TOKENIZER.decode(prompt)
-    done = stepper.complete(prompt, fakes.FakeModel().logits_after, max_tokens=6, seed=seed, token_healing=True)
-    healed = heal(prompt, TOKENIZER)
+    prompt = fakes.TOKENIZER.encode("It" + text)
+    shown = fakes.TOKENIZER.decode(prompt)
+    done = fakes.complete(prompt, fakes.RULE, max_tokens=6, seed=seed, token_healing=True)
+    healed = heal(prompt, fakes.TOKENIZER)
     if healed is None:
         assert done.timings.prompt_tokens == len(prompt)
         return
     first = done.tokens[0].id if done.tokens else None
     assert done.timings.prompt_tokens == len(prompt) - 1
-    whole = TOKENIZER.decode([*healed.ids, *stepper.ids(done)])
+    whole = fakes.TOKENIZER.decode([*healed.ids, *fakes.ids(done)])
     assert whole == shown + done.text
     assert first in healed.allowed
-    assert Pieces.of(TOKENIZER).text(first).startswith(Pieces.of(TOKENIZER).text(prompt[-1]))
+    assert Pieces.of(fakes.TOKENIZER).text(first).startswith(Pieces.of(fakes.TOKENIZER).text(prompt[-1]))
 
 
 def test_healing_finds_the_longer_token():
     ids = encode(" wat")
-    assert len(ids) == 1 or TOKENIZER.decode(ids[-1:])
+    assert len(ids) == 1 or fakes.TOKENIZER.decode(ids[-1:])
     prompt = [*encode("The"), *ids]
     water = encode(" water")
     if len(water) == 1 and len(ids) == 1:
-        assert water[0] in heal(prompt, TOKENIZER).allowed
+        assert water[0] in heal(prompt, fakes.TOKENIZER).allowed
 
 
 def test_nothing_to_heal():
-    assert heal([5], TOKENIZER) is None
-    assert heal([5, 2], TOKENIZER) is None  # a special token
-    assert heal([5, encode("🎉")[0]], TOKENIZER) is None  # the first byte of a character
+    assert heal([5], fakes.TOKENIZER) is None
+    assert heal([5, 2], fakes.TOKENIZER) is None  # a special token
+    assert heal([5, encode("🎉")[0]], fakes.TOKENIZER) is None  # the first byte of a character

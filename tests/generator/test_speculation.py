@@ -11,9 +11,7 @@ from exl2nb.core.errors import OptionError
 from exl2nb.generator.request import Request
 from exl2nb.generator.speculation import MAX_GUESSES, Guesses, NgramGuesser, Pace, Speculation, StepTimes
 
-from . import fakes, stepper
-
-RULE = fakes.FakeModel().logits_after
+from . import fakes
 
 
 def small_rule(ids):
@@ -35,17 +33,17 @@ SAMPLERS = [
 @pytest.mark.parametrize("right", [0.0, 0.5, 0.9, 1.0])
 def test_any_quality_of_guesses_gives_the_same_text(options, right):
     prompt = [5, 6, 7, 8]
-    plain = stepper.complete(prompt, small_rule, max_tokens=60, **options)
-    guesser = stepper.Bad(small_rule, right, seed=int(right * 10))
+    plain = fakes.complete(prompt, small_rule, max_tokens=60, **options)
+    guesser = fakes.Proposer(small_rule, right, seed=int(right * 10))
     for adaptive in (True, False):
         settings_ = Speculation(kind="ngram", adaptive=adaptive)
-        guessed = stepper.complete(prompt, small_rule, max_tokens=60, guesser=guesser, speculation=settings_, **options)
-        assert [t._replace(source="") for t in guessed.tokens] == [t._replace(source="") for t in plain.tokens]
+        guessed = fakes.complete(prompt, small_rule, max_tokens=60, guesser=guesser, speculation=settings_, **options)
+        assert fakes.bare(guessed) == fakes.bare(plain)
         assert (guessed.text, guessed.finish_reason, guessed.stopped_by) == (plain.text, plain.finish_reason, plain.stopped_by)
         stats = guessed.speculation
         assert stats.accepted == sum(n * count for n, count in enumerate(stats.lengths)) <= stats.proposed
         assert sum(t.source == "ngram" for t in guessed.tokens) <= stats.accepted
-        told, ids = stats.trail, stepper.ids(guessed)
+        told, ids = stats.trail, fakes.ids(guessed)
         assert (len(told), sum(len(one.ids) for one in told)) == (stats.steps, stats.proposed)
         for one in told:  # what was accepted stands in the text, what was not does not
             stands = ids[one.at : one.at + one.accepted]  # a stop token is accepted and not shown
@@ -60,8 +58,8 @@ def test_any_quality_of_guesses_gives_the_same_text(options, right):
 @pytest.mark.parametrize("count", range(1, 20))
 def test_the_full_length_is_produced(count):
     """Not ended early by the room that guesses would need."""
-    done = stepper.complete([5, 6], RULE, max_tokens=count, temperature=0, guesser=stepper.Bad(RULE, 1.0), speculation="ngram")
-    assert stepper.ids(done) == fakes.expected(fakes.FakeModel(), [5, 6], count)
+    done = fakes.complete([5, 6], fakes.RULE, max_tokens=count, temperature=0, guesser=fakes.Proposer(fakes.RULE, 1.0), speculation="ngram")
+    assert fakes.ids(done) == fakes.expected(fakes.FakeModel(), [5, 6], count)
     assert done.finish_reason == "length"
 
 
@@ -70,16 +68,16 @@ def test_the_full_length_is_produced(count):
 def test_stop_banned_and_speculation_together(data):
     """Everything that looks at text, with random guesses: the same answer, the same rewinds."""
     prompt = data.draw(st.lists(st.integers(3, 10), min_size=2, max_size=6))
-    whole = stepper.complete(prompt, small_rule, max_tokens=40, seed=1).text
+    whole = fakes.complete(prompt, small_rule, max_tokens=40, seed=1).text
     cut = st.tuples(st.integers(0, max(0, len(whole) - 1)), st.integers(1, 4)).map(lambda c: whole[c[0] : c[0] + c[1]])
     texts = [t for t in data.draw(st.lists(cut, max_size=2)) if t]
     banned = [t for t in data.draw(st.lists(cut, max_size=2)) if len(t) > 1]
     options = {"max_tokens": 30, "seed": 1, "stop": texts, "banned_strings": banned, "min_tokens": data.draw(st.integers(0, 5))}
-    plain = stepper.complete(prompt, small_rule, **options)
-    guesser = stepper.Bad(small_rule, data.draw(st.sampled_from([0.3, 0.8])), seed=2)
-    guessed = stepper.complete(prompt, small_rule, guesser=guesser, speculation="ngram", rng=random.Random(1), **options)
+    plain = fakes.complete(prompt, small_rule, **options)
+    guesser = fakes.Proposer(small_rule, data.draw(st.sampled_from([0.3, 0.8])), seed=2)
+    guessed = fakes.complete(prompt, small_rule, guesser=guesser, speculation="ngram", rng=random.Random(1), **options)
     assert guessed.text == plain.text
-    assert stepper.ids(guessed) == stepper.ids(plain)
+    assert fakes.ids(guessed) == fakes.ids(plain)
     assert guessed.rewinds == plain.rewinds
     assert not any(text.lower() in plain.text.lower() for text in banned)
 
@@ -91,14 +89,12 @@ def test_the_distribution_is_the_models():
     def rule(ids):
         return small_rule([len(ids), 6])  # by place alone, so that the second token has one known distribution
 
-    guesser = stepper.Bad(rule, 0.5)
+    guesser = fakes.Proposer(rule, 0.5)
     row = rule([0, 0, 0]).astype(np.float64)[3:11]
     wanted = np.exp(row - row.max())
     wanted *= 1200 / wanted.sum()
     for seed in range(1200):
-        done = stepper.complete(
-            prompt, rule, max_tokens=3, seed=seed, guesser=guesser, speculation=Speculation(kind="ngram", adaptive=False)
-        )
+        done = fakes.complete(prompt, rule, max_tokens=3, seed=seed, guesser=guesser, speculation=Speculation(kind="ngram", adaptive=False))
         counts[done.tokens[1].id - 3] += 1
     chi = ((counts - wanted) ** 2 / wanted).sum()
     assert chi < 24.3  # 7 degrees of freedom, 0.1 %
