@@ -9,7 +9,6 @@ import sys
 import pytest
 import torch
 
-from exl2nb.converter.hessian import factorize
 from exl2nb.converter.job import ConversionJob
 from exl2nb.core.errors import ConversionError, FormatError, Interrupted, OptionError
 from exl2nb.io import safetensors
@@ -127,16 +126,7 @@ def test_activations_that_overflow_name_the_layer(source, tmp_path):
         ConversionJob(bad, tmp_path / "out2", bpw=4.0, **OPTIONS).run()
 
 
-def test_singular_hessians():
-    assert torch.isfinite(factorize(torch.zeros(32, 32, dtype=torch.float64)).upper).all()
-    one = torch.ones(64, 64, dtype=torch.float64)
-    assert torch.isfinite(factorize(one * 1e-30).upper).all()
-    assert torch.isfinite(factorize(-1e-3 * torch.eye(32, dtype=torch.float64) + one[:32, :32]).upper).all()
-    with pytest.raises(ConversionError, match="layer 3.*NaN"):
-        factorize(one * float("nan"), name="layer 3, input of q")
-
-
-def test_inputs_that_say_nothing(tmp_path):
+def test_inputs_of_low_rank(tmp_path):
     """Dead channels, inputs that are always zero and rows that are all alike: Hessians of low rank, down to none at all."""
     source = write_model(tmp_path / "dead")
     with safetensors.SafetensorsFile(source / "model.safetensors") as file:

@@ -9,15 +9,12 @@ import pytest
 import torch
 
 import exl2nb as ex
-from exl2nb import ops
 from exl2nb.cache.pool import KVCache
 from exl2nb.core.errors import ConfigError, DeviceError
 from exl2nb.io.safetensors import SafetensorsFile
 from exl2nb.model.batch import Batch, Span
 from exl2nb.model.gpu import formats_of
 from exl2nb.model.loader import load_model
-from exl2nb.ops import gpu
-from exl2nb.quant.exl2 import encode
 
 from .gptq_maker import put_on_grid, write_gptq
 from .test_gptq import RECIPES
@@ -27,125 +24,6 @@ from .zoo import ZOO, build_wide, write, write_exl2, write_tokenizer
 pytestmark = pytest.mark.gpu
 DATA = Path(__file__).parents[1] / "data"
 FIXTURE = DATA / "demo-exl2-4.0bpw"
-WIDTHS = [(b,) for b in (2, 3, 4, 5, 6, 8)]
-MIXES = {
-    **{f"{b} bits": [(b, 128)] * 4 for b in (2, 3, 4, 5, 6, 8)},
-    "one unit": [(4, 32)],
-    "half units": [(5, 32), (4, 96), (3, 32)],
-    "all": [(8, 32), (6, 64), (5, 32), (4, 128), (3, 96), (2, 32)],
-    "short last group": [(4, 128), (4, 128), (4, 32)],
-    "groups of 32": [(4, 32)] * 9,
-    "long": [(6, 128)] * 8 + [(4, 128)] * 78,
-}
-
-
-def matrix(groups, columns, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    rows = sum(n for _, n in groups)
-    high = torch.cat([torch.full((n,), 2**b) for b, n in groups])[:, None]
-    codes = (torch.rand(rows, columns, generator=generator) * high).to(torch.uint8)
-    scales = torch.randint(0, 16, (len(groups), columns), generator=generator, dtype=torch.uint8)
-    largest = (torch.rand(len(groups), generator=generator) * 0.02 + 0.001).half()
-    exl2 = encode(codes, scales, largest, groups, torch.randperm(rows, generator=generator))
-    return exl2.q_weight, exl2.q_scale, exl2.q_scale_max, exl2.q_groups, exl2.q_invperm
-
-
-def on_gpu(tensors):
-    return [t.cuda() for t in tensors]
-
-
-@pytest.mark.parametrize("columns", [32, 224, 4096])
-@pytest.mark.parametrize("name", MIXES)
-def test_packed_weights_are_the_formats_to_the_bit(name, columns):
-    tensors = matrix(MIXES[name], columns)
-    got = gpu.unpack_half(ops.pack_exl2(*on_gpu(tensors)))
-    assert torch.equal(got.cpu().view(torch.int16), ops.reconstruct(*tensors).view(torch.int16))
-
-
-@pytest.mark.parametrize("name", MIXES)
-def test_products_for_any_number_of_rows(name):
-    tensors = matrix(MIXES[name], 352)
-    blob, dense = ops.pack_exl2(*on_gpu(tensors)), ops.reconstruct(*tensors).double()
-    x = torch.randn(19, len(dense), generator=torch.Generator().manual_seed(1))
-    bias = torch.randn(352)
-    want = x.half().double() @ dense + bias.double()
-    all_rows = ops.linear(x.cuda(), blob, bias.cuda())
-    assert float((all_rows.cpu().double() - want).norm() / want.norm()) < 1e-3
-    for rows in (1, 2, 7, 8, 9):
-        assert torch.equal(ops.linear(x[:rows].cuda(), blob, bias.cuda()), all_rows[:rows])
-
-
-@pytest.mark.parametrize("name", MIXES)
-def test_products_that_decode_once_for_many_rows(name):
-    """Near the other ones, and the same bits twice."""
-    tensors = matrix(MIXES[name], 352)
-    blob, dense = ops.pack_exl2(*on_gpu(tensors)), ops.reconstruct(*tensors).double()
-    head, x, bias = gpu.blob_head(blob), torch.randn(70, len(dense), generator=torch.Generator().manual_seed(1)), torch.randn(352)
-    want = x.half().double() @ dense + bias.double()
-    for rows in (9, 16, 17, 32, 64, 70):
-        got = gpu.linear(head, x[:rows].cuda(), bias.cuda(), many=True)
-        assert float((got.cpu().double() - want[:rows]).norm() / want[:rows].norm()) < 1e-3
-        assert torch.equal(got, gpu.linear(head, x[:rows].cuda(), bias.cuda(), many=True))
-
-
-def test_products_of_many_rows_and_columns():
-    """Wide enough that every multiprocessor has columns of its own; and where an odd number of tiles is left."""
-    for columns in (32768, 32768 + 96, 40000):
-        tensors = matrix([(4, 128), (3, 96)], columns)
-        blob, dense = ops.pack_exl2(*on_gpu(tensors)), ops.reconstruct(*tensors).float()
-        x = torch.randn(33, len(dense), generator=torch.Generator().manual_seed(1))
-        want = x.half().float() @ dense
-        for rows in (12, 20, 33):
-            got = gpu.linear(gpu.blob_head(blob), x[:rows].cuda(), None, many=True)
-            assert float((got.cpu() - want[:rows]).norm() / want[:rows].norm()) < 1e-3
-
-
-def test_products_of_many_rows_whose_rows_are_shared():
-    """Few columns and many weights each: CTAs share them, and where one's share ends need not be where an item does."""
-    tensors = matrix([(8, 32), (5, 96), (4, 1888), (3, 288), (2, 704)], 96)
-    blob, dense = ops.pack_exl2(*on_gpu(tensors)), ops.reconstruct(*tensors).double()
-    x = torch.randn(64, len(dense), generator=torch.Generator().manual_seed(1))
-    want = x.half().double() @ dense
-    for rows in (9, 32, 64):
-        got = gpu.linear(gpu.blob_head(blob), x[:rows].cuda(), None, many=True)
-        assert float((got.cpu().double() - want[:rows]).norm() / want[:rows].norm()) < 1e-3
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_parts_side_by_side(shared):
-    parts = [matrix(MIXES[name], columns, seed) for name, columns, seed in (("4 bits", 96, 0), ("3 bits", 32, 1), ("8 bits", 64, 2))]
-    if shared:
-        parts = [(*part[:4], parts[0][4]) for part in parts]
-    blob = ops.pack_concat([ops.pack_exl2(*on_gpu(part)) for part in parts])
-    dense = torch.cat([ops.reconstruct(*part) for part in parts], 1)
-    x = torch.randn(3, len(dense))
-    want = x.half().double() @ dense.double()
-    assert float((ops.linear(x.cuda(), blob).cpu().double() - want).norm() / want.norm()) < 1e-3
-    assert torch.equal(gpu.unpack_half(blob).cpu(), dense)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_dense_weights(dtype):
-    weight = torch.randn(40, 200).to(dtype)
-    x = torch.randn(5, 200)
-    want = x.half().double() @ weight.half().T.double()
-    got = ops.linear(x.cuda(), ops.pack_dense(weight.cuda())).cpu().double()
-    assert float((got - want).norm() / want.norm()) < 1e-5
-
-
-@pytest.mark.parametrize("outputs", [1, 31, 131, 333])
-def test_an_odd_number_of_outputs(outputs):
-    """A head's padding is dropped; a dense one has as many columns as there are tokens. K is 8 over a multiple of the tile there."""
-    tensors, x = matrix(MIXES["all"], 352), torch.randn(9, 384)
-    dense = ops.reconstruct(*tensors).double()[:, :outputs]
-    weight, wide = torch.randn(outputs, 392), torch.randn(9, 392)
-    blobs = ops.pack_exl2(*on_gpu(tensors), out_features=outputs), ops.pack_dense(weight.cuda())
-    for blob, rows, want in zip(blobs, (x, wide), (x.half().double() @ dense, wide.half().double() @ weight.half().double().T)):
-        for count in (1, 9):
-            got = ops.linear(rows[:count].cuda(), blob).cpu()
-            assert got.shape == (count, outputs)
-            assert float((got.double() - want[:count]).abs().max()) < 2e-3 * float(want.abs().max())
-    assert torch.equal(gpu.unpack_half(blobs[0]).cpu().double(), dense)
 
 
 def logits(model, ids, *, mode="fp16", chunk=None):
@@ -353,7 +231,8 @@ def test_out_of_memory_is_named_and_leaves_the_gpu_usable():
 def test_the_paths_of_older_gpus(path):
     """cp.async (sm_80) and plain loads with the half-size product (sm_75), forced here."""
     tests = "test_products_for_any_number_of_rows or test_parts_side_by_side or test_demo_is_the_cpus or test_an_odd_number"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "gpu", str(Path(__file__)), "-k", tests]
+    files = [__file__, str(Path(__file__).parents[1] / "ops" / "test_cuda_weights.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "gpu", *files, "-k", tests]
     run = subprocess.run(command, env={**os.environ, "EXL2NB_CUDA_PATH": str(path)}, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-2000:]
 

@@ -1,4 +1,6 @@
-"""The fused ops against their references: norm + q/k/v + rotation, norm + gate/up, norm + head, embedding."""
+"""The fused ops against their references: norm + q/k/v + rotation, norm + gate/up, norm + head, residual, embedding; every option."""
+
+import itertools
 
 import pytest
 import torch
@@ -6,41 +8,58 @@ import torch
 from exl2nb import ops
 from exl2nb.ops._library import REFERENCES
 
-from .cases import P, exl2, i32
+from .cases import P, exl2, i32, new_pool, same_bits, single
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+NORMS = {"rms": (True, False, False), "layer": (True, False, True), "layer with bias": (True, True, True), "none": (False, False, False)}
+HEAD_NORMS = {
+    "none": lambda heads, D: None,
+    "one": lambda heads, D: (D,),
+    "rows": lambda heads, D: (heads, D),
+    "full": lambda heads, D: (heads * D,),
+}
+ROTATIONS = [(False, 0.0, 6), (True, 0.0, 12), (True, 0.7, 4), (False, 0.5, 0)]  # interleaved, clip, rotated pairs
+HEADS = [(4, 4, 32, 16), (4, 2, 40, 20), (8, 1, 64, 16), (2, 2, 128, 64)]  # query heads, KV heads, head_dim, rotated pairs
+PROJECTIONS = [
+    *itertools.product(NORMS, HEAD_NORMS, [(h, kv, 24, *rotation) for h, kv in ((4, 2), (2, 1)) for rotation in ROTATIONS], ["fp32"], [3]),
+    *itertools.product(["rms"], HEAD_NORMS, [(h, kv, D, False, 0.0, half) for h, kv, D, half in HEADS], ["fp16", "fp32"], [1, 3, 21]),
+]
 
 
-def close(ours, expected):
-    """Within the error that 16-bit activations make."""
-    torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
+def close(ours, expected, tolerance=2e-5):
+    """1e-3 is within the error of 16-bit activations, which products with coded weights have."""
+    torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("T", [1, 3, 21])
-@pytest.mark.parametrize("pool", [torch.float16, torch.float32])
-@pytest.mark.parametrize(
-    ("Hq", "Hkv", "D", "half"), [(4, 4, 32, 16), (4, 2, 40, 20), (8, 1, 64, 16), (2, 2, 128, 64)], ids=["mha", "gqa", "mqa partial", "128"]
-)
-@pytest.mark.parametrize("head_norms", [0, 1, 2])
-def test_norm_qkv_rope(T, pool, Hq, Hkv, D, half, head_norms):
+def norm_of(kind, size, g):
+    """The weight (or None) and the keywords of a norm."""
+    weight, bias, layer = NORMS[kind]
+    options = {"norm_bias": torch.randn(size, generator=g) if bias else None, "layer_norm": layer}
+    return torch.rand(size, generator=g) if weight else None, options
+
+
+@pytest.mark.parametrize(("norm_kind", "head_norms", "shape", "storage", "T"), PROJECTIONS)
+def test_norm_qkv_rope(norm_kind, head_norms, shape, storage, T):
     g = torch.Generator().manual_seed(T)
-    H, N = 96, (Hq + 2 * Hkv) * D
-    blob = ops.pack_dense(torch.randn(N, H, generator=g) * 0.2)
-    x, norm, bias = torch.randn(T, H, generator=g), torch.rand(H, generator=g), torch.randn(N, generator=g)
-    cos, sin = torch.randn(600, half, generator=g), torch.randn(600, half, generator=g)
+    (Hq, Hkv, D, interleaved, clip, half), H = shape, 40
+    N = (Hq + 2 * Hkv) * D
+    blob, bias = ops.pack_dense(torch.randn(N, H, generator=g) * 0.2), torch.randn(N, generator=g)
+    x = 1 + torch.randn(T, H, generator=g)
+    norm, options = norm_of(norm_kind, H, g)
+    shapes = [HEAD_NORMS[head_norms](count, D) for count in (Hq, Hkv)]
+    q_norm, k_norm = (None if shape is None else torch.rand(shape, generator=g) for shape in shapes)
+    angles = torch.rand(600, half, generator=g) * 6
     positions, slots = torch.randperm(600, generator=g)[:T].int(), torch.randperm(3 * P, generator=g)[:T].int()
-    shapes = {0: (None, None), 1: ((D,), (D,)), 2: ((Hq, D), (Hkv, D))}[head_norms]
-    q_norm, k_norm = (None if s is None else torch.rand(s, generator=g) for s in shapes)
-    pools = [torch.zeros(3, Hkv, P, D, dtype=pool) for _ in range(4)]
-    args, heads = (norm, 1e-5, blob, bias, cos, sin), (Hq, Hkv, D, q_norm, k_norm)
-    q = ops.norm_qkv_rope(x, ops.QKVProjection(*args, *heads), positions, slots, *pools[:2])
-    expected = REFERENCES["norm_qkv_rope"](x, *args, positions, slots, *pools[2:], *heads)
-    torch.testing.assert_close(q, expected, rtol=1e-4, atol=1e-4)
-    tolerance = {"rtol": 2e-3, "atol": 1e-3} if pool == torch.float16 else {"rtol": 1e-4, "atol": 1e-4}
-    torch.testing.assert_close(pools[0], pools[2], **tolerance)
-    torch.testing.assert_close(pools[1], pools[3], **tolerance)
-    written = torch.zeros(3 * P, dtype=torch.bool)
-    written[slots.long()] = True
-    untouched = pools[0].transpose(1, 2).reshape(3 * P, -1)[~written]
-    assert (untouched == 0).all()
+    pools = [new_pool(storage, 3, Hkv, D, fill=0.0) for _ in range(4)]
+    heads = {"num_heads": Hq, "num_kv_heads": Hkv, "head_dim": D, "q_norm": q_norm, "k_norm": k_norm}
+    layer = ops.QKVProjection(norm, 1e-5, blob, bias, angles.cos(), angles.sin(), **heads, interleaved=interleaved, clip=clip, **options)
+    q = ops.norm_qkv_rope(x, layer, positions, slots, *pools[:2])
+    where = (angles.cos(), angles.sin(), positions, slots, *pools[2:])
+    close(q, REFERENCES["norm_qkv_rope"](x, norm, 1e-5, blob, bias, *where, *heads.values(), *options.values(), interleaved, clip))
+    for ours, expected in zip(pools[:2], pools[2:]):
+        close(ours, expected, 2e-5 if storage == "fp32" else 2e-3)
+        untouched = torch.ones(3 * P, dtype=torch.bool).index_fill(0, slots.long(), False)
+        assert (ours.transpose(1, 2).reshape(3 * P, -1)[untouched] == 0).all()
 
 
 def test_half_pools_round_to_nearest_even():
@@ -54,8 +73,8 @@ def test_half_pools_round_to_nearest_even():
     for k, v in pools.values():
         layer = ops.QKVProjection(torch.ones(H), 1e-6, blob, None, angles.cos(), angles.sin(), 2 * Hkv, Hkv, D)
         ops.norm_qkv_rope(x, layer, i32([0, 1, 2, 3, 8]), i32([9, 4, 3, 0, 7]), k, v)
-    for half, single in zip(*pools.values()):
-        assert torch.equal(half, single.half())
+    for half, full in zip(*pools.values()):
+        assert torch.equal(half, full.half())
 
 
 @pytest.mark.parametrize(("name", "value"), [("positions", 600), ("positions", -1), ("slots", 3 * P), ("slots", -1)])
@@ -72,16 +91,19 @@ def test_out_of_range_indices_raise_and_write_nothing(name, value):
     assert (v == 0).all()
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("M", [1, 7])
 @pytest.mark.parametrize("I", [96, 37])
-def test_norm_gate_up(activation, M, I):  # noqa: E741
+def test_norm_gate_up(kind, gated, activation, M, I):  # noqa: E741
     g = torch.Generator().manual_seed(M)
-    gate_up = ops.pack_concat([ops.pack_dense(torch.randn(I, 64, generator=g)), ops.pack_dense(torch.randn(I, 64, generator=g))])
-    x, norm, bias = torch.randn(M, 64, generator=g), torch.rand(64, generator=g), torch.randn(2 * I, generator=g)
-    y = ops.norm_gate_up(x, norm, 1e-6, gate_up, bias, activation=activation)
-    expected = REFERENCES["norm_gate_up"](x, norm, 1e-6, gate_up, bias, ("silu", "gelu", "gelu_tanh").index(activation))
-    torch.testing.assert_close(y, expected, rtol=2e-5, atol=2e-5)
+    blob = ops.pack_concat([ops.pack_dense(torch.randn(I, 64, generator=g)) for _ in range(1 + gated)])
+    x, bias = 3 + torch.randn(M, 64, generator=g), torch.randn((1 + gated) * I, generator=g)
+    norm, options = norm_of(kind, 64, g)
+    y = ops.norm_gate_up(x, norm, 1e-6, blob, bias, activation=activation, gated=gated, **options)
+    assert y.shape == (M, I)
+    close(y, REFERENCES["norm_gate_up"](x, norm, 1e-6, blob, bias, ACTIVATIONS.index(activation), *options.values(), gated))
 
 
 def test_activations_far_out():
@@ -90,7 +112,7 @@ def test_activations_far_out():
     n = len(gates)
     blob = ops.pack_dense(torch.zeros(2 * n, 1))
     bias = torch.cat([gates, torch.ones(n)])
-    for index, name in enumerate(("silu", "gelu", "gelu_tanh")):
+    for index, name in enumerate(ACTIVATIONS):
         y = ops.norm_gate_up(torch.ones(1, 1), torch.ones(1), 1e-6, blob, bias, activation=name)
         expected = REFERENCES["norm_gate_up"](torch.ones(1, 1), torch.ones(1), 1e-6, blob, bias, index)
         torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
@@ -99,29 +121,134 @@ def test_activations_far_out():
 def test_norm_gate_up_through_exl2():
     blob = ops.pack_concat([ops.pack_exl2(*exl2(256, 96, [(4, 128), (3, 128)], seed=s, scale=0.2)) for s in (1, 2)])
     x, norm = torch.randn(9, 256, generator=torch.Generator().manual_seed(0)), torch.ones(256)
-    close(ops.norm_gate_up(x, norm, 1e-5, blob), REFERENCES["norm_gate_up"](x, norm, 1e-5, blob, None, 0))
+    close(ops.norm_gate_up(x, norm, 1e-5, blob), REFERENCES["norm_gate_up"](x, norm, 1e-5, blob, None, 0), 1e-3)
 
 
+@pytest.mark.parametrize("kind", NORMS)
+@pytest.mark.parametrize("coded", [False, True])
 @pytest.mark.parametrize("R", [0, 1, 6])
-def test_norm_head(R):
-    blob = ops.pack_exl2(*exl2(128, 128, [(8, 32), (6, 96)], scale=0.2), out_features=101)
-    x, norm = torch.randn(R, 128), torch.rand(128)
-    y = ops.norm_head(x, norm, 1e-5, blob)
+def test_norm_head(kind, coded, R):
+    g = torch.Generator().manual_seed(R)
+    dense = ops.pack_dense(torch.randn(101, 128, generator=g))
+    blob = ops.pack_exl2(*exl2(128, 128, [(8, 32), (6, 96)], scale=0.2), out_features=101) if coded else dense
+    x, bias = 3 + torch.randn(R, 128, generator=g), torch.randn(101, generator=g)
+    norm, options = norm_of(kind, 128, g)
+    y = ops.norm_head(x, norm, 1e-5, blob, bias, **options)
     assert y.shape == (R, 101)
     if R:
-        close(y, REFERENCES["norm_head"](x, norm, 1e-5, blob, None))
+        close(y, REFERENCES["norm_head"](x, norm, 1e-5, blob, bias, *options.values()), 1e-3 if coded else 2e-5)
+
+
+def test_layer_norm_is_torchs():
+    g = torch.Generator().manual_seed(0)
+    x, weight, bias = 100 + torch.randn(3, 50, generator=g), torch.rand(50, generator=g), torch.randn(50, generator=g)
+    y = ops.norm_head(x, weight, 1e-5, ops.pack_dense(torch.eye(50)), norm_bias=bias, layer_norm=True)
+    torch.testing.assert_close(y, torch.nn.functional.layer_norm(x, (50,), weight, bias, 1e-5), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+@pytest.mark.parametrize("M", [1, 6])
+def test_linear_residual(norm, scale, M):
+    g = torch.Generator().manual_seed(M)
+    blob, x = ops.pack_dense(torch.randn(50, 30, generator=g)), torch.randn(M, 30, generator=g)
+    bias, weight = torch.randn(50, generator=g), torch.rand(50, generator=g) if norm else None
+    ours = torch.randn(M, 50, generator=g)
+    expected = ours.clone()
+    ops.linear_residual(ours, x, blob, bias, norm=weight, eps=1e-5, scale=scale)
+    REFERENCES["linear_residual"](expected, x, blob, bias, weight, 1e-5, scale)
+    close(ours, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_embed(dtype):
-    table = torch.randn(11, 37).to(dtype)
-    ids = i32([0, 10, 3, 3])
+    table, places = torch.randn(11, 37).to(dtype), torch.randn(6, 37).to(dtype)
+    ids, positions = i32([0, 10, 3]), i32([5, 0, 2])
     assert torch.equal(ops.embed(table, ids), table[ids.long()].float())
+    got = ops.embed(table, ids, scale=6.5, position_table=places, positions=positions)
+    close(got, table[ids.long()].float() * 6.5 + places[positions.long()].float())
     for bad in (-1, 11):
         with pytest.raises(RuntimeError, match=f"embed: a token id is {bad}; expected 0 to 10"):
             ops.embed(table, i32([0, bad]))
+    for bad in (-1, 6):
+        with pytest.raises(RuntimeError, match=f"embed: a position is {bad}; expected 0 to 5"):
+            ops.embed(table, ids, position_table=places, positions=i32([0, 1, bad]))
 
 
-def test_unknown_activation():
+def everything(*, parallel):
+    """A program with every feature, and the same op by op."""
+    g = torch.Generator().manual_seed(3)
+    H, D, Hq, Hkv, I, V = 32, 16, 2, 1, 48, 19  # noqa: E741
+    table, places = torch.randn(V, H, generator=g), torch.randn(600, H, generator=g)
+    qkv, o, up, down, head = (
+        ops.pack_dense(torch.randn(n, k, generator=g) * k**-0.5) for k, n in ((H, 4 * D), (Hq * D, H), (H, I), (I, H), (H, V))
+    )
+    norm, bias, post = torch.rand(H, generator=g), torch.randn(H, generator=g), torch.rand(H, generator=g)
+    q_norm, k_norm = torch.rand(Hq * D, generator=g), torch.rand(Hkv, D, generator=g)
+    angles = torch.rand(600, 4, generator=g)
+    options = {"norm_bias": bias, "layer_norm": True}
+    heads = {"num_heads": Hq, "num_kv_heads": Hkv, "head_dim": D, "q_norm": q_norm, "k_norm": k_norm, "interleaved": True, "clip": 2.0}
+    mlp = {"activation": "gelu", "gated": False, **options}
+    added = {"norm": post, "eps": 1e-6, "scale": 0.4}
+    program = ops.Program()
+    program.embed(table, scale=3.0, position_table=places)
+    projection = ops.QKVProjection(norm, 1e-5, qkv, None, angles.cos(), angles.sin(), **heads, **options)
+    program.norm_qkv_rope(projection, layer=0)
+    program.paged_attention(layer=0, scale=0.25)
+    if parallel:
+        program.norm_gate_up(norm, 1e-5, up, aside=True, **mlp)
+        program.linear_residual(o, **added)
+    else:
+        program.linear_residual(o, **added)
+        program.norm_gate_up(norm, 1e-5, up, **mlp)
+    program.linear_residual(down, aside=parallel, **added)
+    program.norm_head(norm, 1e-5, head, **options)
+
+    def step(ids, positions, slots, block_table, cu_seqlens, context_lens, rows, k_pools, v_pools):
+        x = ops.embed(table, ids, scale=3.0, position_table=places, positions=positions)
+        q = ops.norm_qkv_rope(x, projection, positions, slots, k_pools[0], v_pools[0])
+        mixed = ops.paged_attention(q, k_pools[0], v_pools[0], block_table, cu_seqlens, context_lens, scale=0.25)
+        if parallel:
+            inner = ops.norm_gate_up(x, norm, 1e-5, up, **mlp)
+            ops.linear_residual(x, mixed, o, **added)
+        else:
+            ops.linear_residual(x, mixed, o, **added)
+            inner = ops.norm_gate_up(x, norm, 1e-5, up, **mlp)
+        ops.linear_residual(x, inner, down, **added)
+        return ops.norm_head(x[rows.long()].contiguous(), norm, 1e-5, head, **options)
+
+    return program, step, lambda: ([torch.zeros(3, Hkv, P, D)], [torch.zeros(3, Hkv, P, D)])
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_program_equals_op_by_op(parallel):
+    program, step, pools = everything(parallel=parallel)
+    mine, theirs, slow = pools(), pools(), pools()
+    for start, end in itertools.pairwise((0, 260, 261)):
+        batch = single(start, [i % 19 for i in range(start, end)], [2, 0])
+        logits = program.run(*batch, *mine)
+        assert torch.equal(logits, step(*batch, *theirs))
+        close(logits, REFERENCES["decode_step"](program.code, *batch, *slow))
+    assert same_bits(mine[0] + mine[1], theirs[0] + theirs[1])
+
+
+def test_wrong_arguments_are_named():
+    blob, x, norm = ops.pack_dense(torch.randn(32, 32)), torch.randn(2, 32), torch.ones(32)
     with pytest.raises(ValueError, match="silu, gelu, gelu_tanh"):
-        ops.norm_gate_up(torch.ones(1, 1), torch.ones(1), 1e-6, ops.pack_dense(torch.ones(2, 1)), activation="relu6")
+        ops.norm_gate_up(x, norm, 1e-6, blob, activation="relu6")
+    with pytest.raises(RuntimeError, match="norm_head: norm_bias without norm"):
+        ops.norm_head(x, None, 1e-5, blob, norm_bias=norm, layer_norm=True)
+    with pytest.raises(RuntimeError, match="linear_residual: norm is float32"):
+        ops.linear_residual(x.clone(), x, blob, norm=torch.ones(31))
+    program = ops.Program()
+    program.embed(torch.randn(5, 32))
+    tables = (torch.ones(9, 8), torch.ones(9, 8))
+    wide = ops.pack_dense(torch.randn(64, 32))
+    with pytest.raises(ValueError, match=r"head norm is .*expected \(16,\), \(2, 16\) or \(32,\)"):
+        program.norm_qkv_rope(ops.QKVProjection(norm, 1e-5, wide, None, *tables, 2, 1, 16, q_norm=torch.ones(8)), layer=0)
+    with pytest.raises(ValueError, match="linear_residual: norm is"):
+        program.linear_residual(blob, norm=torch.ones(31))
+    program.linear_residual(blob, aside=True)
+    program.norm_head(norm, 1e-5, blob)
+    with pytest.raises(RuntimeError, match="nothing to add to the residual"):
+        program.run(*single(0, [1], [0]), [torch.zeros(1, 1, P, 16)], [torch.zeros(1, 1, P, 16)])

@@ -1,4 +1,4 @@
-"""GPTQ block by block: cutting the rows, options side by side, and on a GPU the kernels of a block against the references."""
+"""The ops of GPTQ: the kernels against their reference, block by block, options side by side; the same on a GPU."""
 
 import pytest
 import torch
@@ -56,6 +56,19 @@ def test_blocks_end_where_every_option_has_an_end():
 
 
 @pytest.mark.parametrize("table", LAYOUTS.values(), ids=LAYOUTS.keys())
+@pytest.mark.parametrize("coupled", [0, 16, 48])
+def test_the_cpu_kernel_is_the_reference(table, coupled):
+    arguments, rest = problem(sum(rows for _, rows in table), 48, coupled=coupled)
+    made, wanted = (run(*arguments, flat(table), *rest) for run in (gptq_quantize, REFERENCES["gptq_quantize"]))
+    assert (made.codes != wanted[0]).float().mean() < 0.02
+    check_alike(made, wanted, columns=0.9 if not coupled else 0.5, tokens=0.01 if not coupled else 0.02)
+    if not coupled:
+        same = (made.codes == wanted[0]).all(0) & (made.scale_index == wanted[1]).all(0)
+        assert torch.equal(made.scale_max, wanted[2])
+        torch.testing.assert_close(made.loss[:, same], wanted[3][:, same], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("table", LAYOUTS.values(), ids=LAYOUTS.keys())
 @pytest.mark.parametrize("coupled", [0, 16])
 @pytest.mark.parametrize("span", [1, 200, 512])
 def test_block_by_block_is_row_by_row(monkeypatch, table, coupled, span):
@@ -76,8 +89,9 @@ def test_losses_are_those_of_quantising():
 
 def test_wrong_tables_are_named():
     arguments, _ = problem(64, 16)
-    with pytest.raises(ValueError, match="rows of all groups"):
-        quantize_in_blocks(*arguments, flat([(4, 32)]))
+    for run in (quantize_in_blocks, gptq_quantize):
+        with pytest.raises((RuntimeError, ValueError), match="rows of all groups"):
+            run(*arguments, flat([(4, 32)]))
     with pytest.raises(ValueError, match="counts"):
         torch.ops.exl2nb.gptq_losses(*arguments, flat([(4, 64)]), [2])
 
