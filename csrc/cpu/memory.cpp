@@ -1,6 +1,6 @@
 #include "memory.h"
 
-#include <cstdlib>
+#include <cstddef>
 #include <new>
 
 namespace exl2nb {
@@ -16,6 +16,8 @@ int class_of(int64_t bytes) {
   return c;
 }
 
+void free_block(void* memory) noexcept { ::operator delete(memory, std::align_val_t(64)); }
+
 // A list of free blocks per class; a block's first bytes point to the next one.
 struct Blocks {
   struct Free {
@@ -27,7 +29,7 @@ struct Blocks {
     for (Free* block : first)
       while (block) {
         Free* next = block->next;
-        std::free(block);
+        free_block(block);
         block = next;
       }
   }
@@ -45,15 +47,13 @@ void* take_memory(int64_t bytes) {
     return block;
   }
   const int64_t whole = c < kClasses ? int64_t(1) << (kSmallest + c) : (bytes + 63) / 64 * 64;
-  void* memory = std::aligned_alloc(64, size_t(whole));
-  if (!memory) throw std::bad_alloc();
-  return memory;
+  return ::operator new(std::size_t(whole), std::align_val_t(64));
 }
 
 void give_memory(void* memory, int64_t bytes) noexcept {
   const int c = class_of(bytes);
   const int64_t size = int64_t(1) << (kSmallest + c);
-  if (c >= kClasses || mine.count[c] >= kMost || (mine.count[c] + 1) * size > (size > kKept ? size : kKept)) return std::free(memory);
+  if (c >= kClasses || mine.count[c] >= kMost || (mine.count[c] + 1) * size > (size > kKept ? size : kKept)) return free_block(memory);
   mine.first[c] = new (memory) Blocks::Free{mine.first[c]};
   mine.count[c]++;
 }

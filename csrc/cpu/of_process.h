@@ -1,6 +1,8 @@
 // What a process has one of, threads included.
 #pragma once
+#if !defined(_WIN32)
 #include <pthread.h>
+#endif
 
 #include <atomic>
 
@@ -11,8 +13,10 @@ namespace exl2nb {
 template <class T>
 T& of_process() {
   static std::atomic<T*> one{nullptr};
+#if !defined(_WIN32)
   static const int forked = pthread_atfork(nullptr, nullptr, [] { one.store(new T); });
   (void)forked;
+#endif
   T* found = one.load();
   if (!found) {
     auto* made = new T;

@@ -6,8 +6,6 @@
 // late finds no ticket.
 #include "parallel.h"
 
-#include <sched.h>
-
 #include <mutex>
 #include <system_error>
 #include <thread>
@@ -27,6 +25,8 @@ constexpr int kSpins = 2000;
 void pause() {
 #if defined(__x86_64__)
   _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb");  // `yield` returns at once on most cores
 #endif
 }
 
@@ -88,7 +88,7 @@ class Pool {
 
 }  // namespace
 
-void wait_a_little(int spins) { spins < kSpins ? pause() : void(sched_yield()); }
+void wait_a_little(int spins) { spins < kSpins ? pause() : std::this_thread::yield(); }
 
 void run_on_threads(int64_t threads, void (*body)(void*), void* context) {
   if (threads < 2 || !of_process<Pool>().run(threads - 1, body, context)) body(context);

@@ -1,5 +1,7 @@
 // The weight ops of the CPU library: pack, concat, unpack, reconstruct.
+#if defined(__linux__)
 #include <sys/mman.h>
+#endif
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -16,9 +18,11 @@ namespace {
 Tensor empty_blob(int64_t bytes) {
   const std::vector<int64_t> sizes{bytes};
   Tensor t = torch::stable::empty(sizes, ScalarType::Byte);
+#if defined(__linux__)
   const auto begin = (reinterpret_cast<uintptr_t>(t.mutable_data_ptr()) + 4095) & ~uintptr_t(4095);
   const auto end = (reinterpret_cast<uintptr_t>(t.mutable_data_ptr()) + uintptr_t(bytes)) & ~uintptr_t(4095);
   if (bytes >= 4 << 20 && end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // advice only: failure is fine
+#endif
   return t;
 }
 uint8_t* bytes_of(const Tensor& t) { return static_cast<uint8_t*>(t.mutable_data_ptr()); }
