@@ -38,12 +38,12 @@ class Family:
 
 FAMILIES = {
     "products": Family(
-        ("model/test_gpu.py",),
-        "(any_number_of_rows and (all or short)) or many_rows or parts_side or dense_weights or odd or (packed_weights and all)",
-        "(any_number_of_rows and short) or many_rows or parts_side or dense_weights or (packed_weights and all and 224)",
+        ("ops/test_cuda_weights.py",),
+        "(any_number_of_rows and (all or short)) or stream_k or parts_side or dense_weights or odd_number or (decoded and all)",
+        "(any_number_of_rows and short) or stream_k or parts_side or dense_weights or (decoded and all and 224)",
     ),
     "chains": Family(
-        ("ops/test_cuda_persistent.py",),
+        ("model/test_gpu_step.py",),
         "one_launch and (mixed or biases or narrow or (4 and 32) or (gptq and 8))",
         "one_launch and (mixed or narrow)",
     ),
@@ -66,9 +66,8 @@ FAMILIES = {
     ),
     "sampling": Family(("ops/test_cuda_sample.py",), "next_step or (tokens and 4099) or ties", "next_step or (tokens and 4099 and min_p)"),
     "prompts and GPTQ": Family(
-        ("ops/test_prefill.py", "ops/test_cuda.py", "ops/test_cuda_gptq.py", "ops/test_gptq_blocks.py"),
-        "rows_on_the_gpu or rotation_on or reconstruct_is or definition or beside_other "
-        "or (kernels_are and (40-0 or 48-16 or 512-256 or 1024))",
+        ("ops/test_prefill.py", "ops/test_cuda_weights.py", "ops/test_gptq.py"),
+        "rows_on_the_gpu or rotation_on or decoded or definition or beside_other or (kernels_are and (40-0 or 48-16 or 512-256 or 1024))",
         "(rows_on_the_gpu and 77-30) or (rotation_on and 80) or beside_other or (kernels_are and (40-0 or 48-16 or 512-256))",
     ),
 }

@@ -2,16 +2,15 @@
 
 import functools
 import itertools
-import json
 
 import pytest
 import torch
 
 from exl2nb.cache.pool import KVCache
-from exl2nb.core.errors import ConfigError, FormatError, OptionError
+from exl2nb.core.errors import FormatError, OptionError
 from exl2nb.io.safetensors import save as save_tensors
 from exl2nb.model import reference
-from exl2nb.model.archs import ARCHS, parse_config
+from exl2nb.model.archs import ARCHS
 from exl2nb.model.batch import Batch, Span
 from exl2nb.model.inspect import inspect
 from exl2nb.model.layout import linears
@@ -20,7 +19,7 @@ from exl2nb.model.sources import DenseWeights
 from exl2nb.model.store import open_store
 
 from .test_model import error, run, same
-from .tiny import ids_of, truth
+from .tiny import configure, ids_of, truth
 from .zoo import LONGROPE, SIZES, ZOO, build, build_wide, config_of, write, write_exl2
 
 
@@ -58,13 +57,13 @@ def quantised(tmp_path_factory):
 @pytest.mark.parametrize("name", ZOO)
 def test_any_cut_gives_the_same_bits(name, quantised):
     model, ids, once = quantised(name)
-    same(run(model, torch.tensor(ids), mode="fp16", forward="forward_by_ops"), once)
+    assert same(run(model, torch.tensor(ids), mode="fp16", forward="forward_by_ops"), once)
     for bounds in ([0, 1, 3, 64, 255, 258, 270], list(range(41))):
         cache = KVCache(model.cache_spec(512))
         rows = [
             model.forward(Batch.single(ids[a:b], start=a, pages=[0, 1], logit_rows="all"), cache) for a, b in itertools.pairwise(bounds)
         ]
-        same(torch.cat(rows), once[: bounds[-1]])
+        assert same(torch.cat(rows), once[: bounds[-1]])
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -72,7 +71,7 @@ def test_any_company_gives_the_same_bits(name, quantised):
     model, ids, once = quantised(name)
     spans = [Span(ids=ids[:n], start=0, pages=[page], logit_rows="all") for page, n in enumerate((20, 1, 33))]
     for logits in model.forward(Batch.build(spans), KVCache(model.cache_spec(768))).split([20, 1, 33]):
-        same(logits, once[: len(logits)])
+        assert same(logits, once[: len(logits)])
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -84,11 +83,11 @@ def test_threads_that_work_together_give_the_same_bits(name, quantised):
     cache = KVCache(model.cache_spec(6 * 256))
     model.forward(Batch.build([Span(ids=text[:-1], start=0, pages=[page]) for page, text in enumerate(texts)]), cache)
     batch = Batch.build([Span(ids=text[-1:], start=len(text) - 1, pages=[page]) for page, text in enumerate(texts)])
-    same(model.forward(batch, cache), torch.cat(alone))
+    assert same(model.forward(batch, cache), torch.cat(alone))
     if model.runs_ahead:
         step = model.draw_ahead(batch, cache, (torch.tensor([[0.0, 0, 1, 0, 0]] * 6, dtype=torch.float64), 0))
         step.join()
-        same(step.logits, torch.cat(alone))
+        assert same(step.logits, torch.cat(alone))
         assert step.drawn[:, 0].tolist() == torch.cat(alone).argmax(1).tolist()
 
 
@@ -133,7 +132,7 @@ def test_longrope_takes_its_factors_from_the_length(context, tmp_path):
         model.forward(Batch.single(last[a : a + 50], start=a, pages=[0, 1], logit_rows="all", long=len(last) > 128), cache)
         for a in range(0, len(last), 50)
     ]
-    same(torch.cat(parts), logits[-len(last) :])
+    assert same(torch.cat(parts), logits[-len(last) :])
     with open_store(model.config, tmp_path) as store, torch.no_grad():
         for row, want in zip(rows, wants):
             assert error(reference.logits(model.config, DenseWeights(model.config, store), row[None])[0], want) < 1e-4
@@ -176,51 +175,8 @@ def test_cohere2_rotates_on_sliding_layers_only(tmp_path):
     assert error(truth(twin, ids)[0], want) > 1e-2
 
 
-def test_patterns_of_old_configs():
-    base = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 8, "num_attention_heads": 4}
-    gemma = parse_config({**base, "architectures": ["Gemma3ForCausalLM"], "sliding_window": 5, "rope_local_base_freq": 7.0,
-                          "rope_scaling": {"rope_type": "linear", "factor": 8.0}})  # fmt: skip
-    assert gemma.windows == (5, 5, 5, 5, 5, 0, 5, 5)
-    assert gemma.local_rope is not None
-    assert (gemma.rope.theta, gemma.rope.factor, gemma.local_rope.theta, gemma.local_rope.type) == (1e6, 8.0, 7.0, "default")
-    assert parse_config({**base, "architectures": ["Gemma2ForCausalLM"]}).windows == (4096, 0) * 4
-    assert parse_config({**base, "architectures": ["Cohere2ForCausalLM"], "sliding_window_pattern": 2}).windows == (4096, 0) * 4
-    smol = parse_config({**base, "architectures": ["SmolLM3ForCausalLM"]})
-    assert smol.rope_kinds == ("main", "main", "main", "none") * 2 and smol.rope.theta == 2e6
-    assert (
-        parse_config({**base, "architectures": ["GemmaForCausalLM"], "hidden_act": "gelu", "num_key_value_heads": 4}).activation
-        == "gelu_tanh"
-    )
-    glm = parse_config({**base, "architectures": ["Glm4ForCausalLM"]})
-    assert glm.rope.rotary_dim == glm.head_dim // 2 == 64
-
-
-@pytest.mark.parametrize(
-    ("arch", "change", "words"),
-    [
-        ("Phi3ForCausalLM", {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0] * 8}}, "short_factor is"),
-        ("Phi3ForCausalLM", {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [0] * 8}}, "long_factor is"),
-        ("Glm4ForCausalLM", {"partial_rotary_factor": 0.1, "head_dim": 8}, "partial_rotary_factor is 0.1"),
-        ("SmolLM3ForCausalLM", {"no_rope_layers": [2, 0]}, "no_rope_layers is"),
-        ("Gemma3ForCausalLM", {"layer_types": ["full_attention"]}, "layer_types is"),
-        ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "only causal attention"),
-        ("Mistral3ForConditionalGeneration", {}, "'text_config' is missing"),
-        ("GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
-        ("GPTBigCodeForCausalLM", {"multi_query": False}, "multi_query is False"),
-        ("IndexForCausalLM", {"norm_head": "yes"}, "norm_head is 'yes'"),
-        ("GraniteForCausalLM", {"logits_scaling": 0}, "logits_scaling is 0"),
-    ],
-)
-def test_wrong_value_is_named(arch, change, words):
-    base = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
-    with pytest.raises(ConfigError, match=words):
-        parse_config({**base, "architectures": [arch], **change})
-
-
 def test_a_fused_matrix_of_another_shape_is_named(tmp_path):
-    directory = write("phi3", build("phi3"), tmp_path)
-    raw = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps({**raw, "num_key_value_heads": 4}))
+    directory = configure(write("phi3", build("phi3"), tmp_path / "phi3"), num_key_value_heads=4)
     with pytest.raises(FormatError, match=r"qkv_proj.weight': found shape \(128, 64\), expected \(192, 64\)"):
         load_model(directory)
     other = write("yi", build("yi"), tmp_path / "yi")

@@ -1,3 +1,5 @@
+"""config.json: sizes, RoPE, windows and experts of every architecture; each wrong value is named."""
+
 import json
 from pathlib import Path
 
@@ -7,27 +9,18 @@ import exl2nb
 from exl2nb.core.errors import ConfigError, UnknownArchitecture
 from exl2nb.model.archs import ARCHS, parse_config
 
-from .tiny import CASES
+from .tiny import BASE, CASES
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 100,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-}
+LLAMA = {**BASE, "architectures": ["LlamaForCausalLM"], "max_position_embeddings": 128, "rms_norm_eps": 1e-5}
 
 
 def test_demo_model():
-    config = parse_config(json.loads((Path(exl2nb.__file__).parent / "demo_model/config.json").read_text()))
+    raw = json.loads((Path(exl2nb.__file__).parent / "demo_model/config.json").read_text())
+    config = parse_config(raw)
     assert (config.num_layers, config.hidden_size, config.head_dim, config.q_per_kv) == (12, 256, 64, 2)
     assert config.windows == (0,) * 12
     assert config.rope.type == "default"
-    assert hash(config) == hash(parse_config(json.loads((Path(exl2nb.__file__).parent / "demo_model/config.json").read_text())))
+    assert hash(config) == hash(parse_config(raw))
 
 
 def test_unknown_architecture_lists_the_known_ones():
@@ -40,6 +33,8 @@ def test_unknown_architecture_lists_the_known_ones():
 def test_exactly_one_architecture(names):
     with pytest.raises(ConfigError, match="architectures"):
         parse_config({**LLAMA, "architectures": names})
+    with pytest.raises(ConfigError, match="expected a JSON object"):
+        parse_config([names])
 
 
 @pytest.mark.parametrize(
@@ -87,20 +82,41 @@ def test_exactly_one_architecture(names):
     ],
 )
 def test_wrong_value_is_named(change, words):
-    raw = {key: value for key, value in {**LLAMA, **change}.items()}
     with pytest.raises(ConfigError, match=words):
-        parse_config(raw, where="dir/config.json")
+        parse_config({**LLAMA, **change}, where="dir/config.json")
 
 
-@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"])
-def test_missing_size_is_named(key):
-    with pytest.raises(ConfigError, match=f"dir/config.json: key '{key}' is missing"):
-        parse_config({k: v for k, v in LLAMA.items() if k != key}, where="dir/config.json")
+@pytest.mark.parametrize(
+    ("arch", "change", "words"),
+    [
+        ("Phi3ForCausalLM", {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [1.0] * 8}}, "short_factor is"),
+        ("Phi3ForCausalLM", {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [0] * 8}}, "long_factor is"),
+        ("Glm4ForCausalLM", {"partial_rotary_factor": 0.1, "head_dim": 8}, "partial_rotary_factor is 0.1"),
+        ("SmolLM3ForCausalLM", {"no_rope_layers": [2, 0]}, "no_rope_layers is"),
+        ("Gemma3ForCausalLM", {"layer_types": ["full_attention"]}, "layer_types is"),
+        ("Gemma3ForCausalLM", {"use_bidirectional_attention": True}, "only causal attention"),
+        ("Mistral3ForConditionalGeneration", {}, "'text_config' is missing"),
+        ("GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx is True"),
+        ("GPTBigCodeForCausalLM", {"multi_query": False}, "multi_query is False"),
+        ("IndexForCausalLM", {"norm_head": "yes"}, "norm_head is 'yes'"),
+        ("GraniteForCausalLM", {"logits_scaling": 0}, "logits_scaling is 0"),
+        ("MixtralForCausalLM", {"num_local_experts": 0}, "num_local_experts is 0"),
+        ("MixtralForCausalLM", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; expected an integer from 1 to 8"),
+        ("GemmoeForCausalLM", {"num_local_experts": "8"}, "num_local_experts is '8'"),
+        ("Qwen2MoeForCausalLM", {"shared_expert_intermediate_size": 1}, "shared_expert_intermediate_size is 1"),
+        ("Qwen3MoeForCausalLM", {"moe_intermediate_size": 1 << 30}, "moe_intermediate_size is"),
+        ("Qwen3MoeForCausalLM", {"norm_topk_prob": 1}, "norm_topk_prob is 1"),
+    ],
+)
+def test_wrong_value_of_an_architecture_is_named(arch, change, words):
+    with pytest.raises(ConfigError, match=words):
+        parse_config({**BASE, "architectures": [arch], **change})
 
 
-def test_not_an_object():
-    with pytest.raises(ConfigError, match="expected a JSON object"):
-        parse_config([1, 2])
+def test_missing_size_is_named():
+    for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"):
+        with pytest.raises(ConfigError, match=f"dir/config.json: key '{key}' is missing"):
+            parse_config({k: v for k, v in LLAMA.items() if k != key}, where="dir/config.json")
 
 
 def test_mistral_window_default_and_null():
@@ -128,3 +144,36 @@ def test_qwen2_windows():
 
 def test_every_architecture_is_registered():
     assert {kind for kind, _ in CASES.values()} <= {ARCHS[name].model_type for name in ARCHS}
+
+
+def test_patterns_of_old_configs():
+    base = {**BASE, "num_hidden_layers": 8, "num_key_value_heads": 4}
+    gemma = parse_config({**base, "architectures": ["Gemma3ForCausalLM"], "sliding_window": 5, "rope_local_base_freq": 7.0,
+                          "rope_scaling": {"rope_type": "linear", "factor": 8.0}})  # fmt: skip
+    assert gemma.windows == (5, 5, 5, 5, 5, 0, 5, 5)
+    assert gemma.local_rope is not None
+    assert (gemma.rope.theta, gemma.rope.factor, gemma.local_rope.theta, gemma.local_rope.type) == (1e6, 8.0, 7.0, "default")
+    assert parse_config({**base, "architectures": ["Gemma2ForCausalLM"]}).windows == (4096, 0) * 4
+    assert parse_config({**base, "architectures": ["Cohere2ForCausalLM"], "sliding_window_pattern": 2}).windows == (4096, 0) * 4
+    smol = parse_config({**base, "architectures": ["SmolLM3ForCausalLM"]})
+    assert smol.rope_kinds == ("main", "main", "main", "none") * 2 and smol.rope.theta == 2e6
+    assert parse_config({**base, "architectures": ["GemmaForCausalLM"], "hidden_act": "gelu"}).activation == "gelu_tanh"
+    glm = parse_config({**base, "architectures": ["Glm4ForCausalLM"]})
+    assert glm.rope.rotary_dim == glm.head_dim // 2 == 64
+
+
+def test_sparse_layers():
+    raw = {**BASE, "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 2}
+    for arch in ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"):
+
+        def sparse(arch=arch, **changes):
+            moe = parse_config({**raw, "architectures": [arch], **changes}).moe
+            return None if moe is None else moe.layers
+
+        assert sparse() == (True,) * 4
+        assert sparse(decoder_sparse_step=2) == (False, True, False, True)
+        assert sparse(mlp_only_layers=[1, 3], decoder_sparse_step=2) is None
+        assert sparse(mlp_only_layers=[0]) == (False, True, True, True)
+        assert sparse(num_experts=0) is None
+        with pytest.raises(ConfigError, match="mlp_only_layers is"):
+            sparse(mlp_only_layers=[4])

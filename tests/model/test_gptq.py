@@ -20,7 +20,7 @@ from exl2nb.model.store import open_store
 
 from .gptq_maker import Recipe, on_grid, put_on_grid, split_experts, write_gptq
 from .test_model import error, run
-from .tiny import ids_of, save, truth, twin
+from .tiny import configure, edit, ids_of, save, truth, twin
 from .zoo import ZOO, build_wide, config_of, write, write_tokenizer
 
 RECIPES = {
@@ -107,9 +107,7 @@ def test_some_matrices_may_stay_plain(tmp_path):
     save_tensors(one / name, mixed)
     ids = ids_of(131, 1, 30)
     assert error(run(load_model(one), ids[0]), truth(model, ids)[0]) < 1e-3
-    config = json.loads((one / "config.json").read_text())
-    del config["quantization_config"]["dynamic"]
-    (one / "config.json").write_text(json.dumps(config))
+    configure(one, quantization_config={"quant_method": "gptq", **Recipe(bits=4).settings()})
     with pytest.raises(
         FormatError, match=r"2 problems: .*layers.0.mlp.down_proj.qweight': found 24 rows of words, expected 12 for 96 rows at 4"
     ):
@@ -124,68 +122,37 @@ def checkpoint(tmp_path):
     return write_gptq(save(model, tmp_path / "dense"), tmp_path / "gptq", recipe)
 
 
-def edit(directory, change):
-    path = next(directory.glob("*.safetensors"))
-    found = load_tensors(path)
-    change(found)
-    save_tensors(path, found)
-
-
 Q, UP = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj"
 DAMAGE = {
-    "g_idx too high": (lambda t: t[f"{Q}.g_idx"].fill_(7), [f"tensor '{Q}': found g_idx with groups from 7 to 7, expected 0 to 1"]),
-    "g_idx negative": (lambda t: t[f"{Q}.g_idx"].fill_(-1), ["from -1 to -1, expected 0 to 1"]),
-    "g_idx short": (
-        lambda t: t.update({f"{Q}.g_idx": torch.zeros(63, dtype=torch.int32)}),
-        [f"'{Q}.g_idx': found 63 entries, expected 64"],
-    ),
-    "no groups": (
-        lambda t: t.update({f"{Q}.scales": torch.zeros(0, 64).half()}),
-        [f"'{Q}.scales': found zero groups, expected at least one"],
-    ),
-    "infinite scale": (lambda t: t[f"{Q}.scales"].fill_(torch.inf), ["128 values of scales that are NaN or infinite"]),
-    "wrong zeros": (lambda t: t.update({f"{Q}.qzeros": torch.zeros(2, 9, dtype=torch.int32)}), ["found shape (2, 9), expected (2, 8)"]),
-    "wrong dtype": (
-        lambda t: t.update({f"{Q}.qweight": torch.zeros(8, 64)}),
-        [f"'{Q}.qweight': found dtype torch.float32, expected int32"],
-    ),
-    "missing scales": (lambda t: t.pop(f"{Q}.scales"), [f"'{Q}.scales': found none, expected it beside qweight"]),
-    "5 bits": (lambda t: t.update({f"{Q}.qweight": torch.zeros(10, 64, dtype=torch.int32)}), ["found 10 rows of words, expected 8 for 64"]),
-    "awq": (lambda t: t.update({f"{Q}.qweight": torch.zeros(64, 8, dtype=torch.int32)}), ["which is AWQ's", "take a GPTQ or EXL2 version"]),
-    "real bias": (lambda t: t.update({f"{Q}.bias": torch.ones(64)}), ["found 1 tensors", f"{Q}.bias"]),
+    "g_idx too high": ({f"{Q}.g_idx": torch.full((64,), 7).int()}, [f"tensor '{Q}': found g_idx with groups from 7 to 7, expected 0 to 1"]),
+    "g_idx negative": ({f"{Q}.g_idx": torch.full((64,), -1).int()}, ["from -1 to -1, expected 0 to 1"]),
+    "g_idx short": ({f"{Q}.g_idx": torch.zeros(63, dtype=torch.int32)}, [f"'{Q}.g_idx': found 63 entries, expected 64"]),
+    "no groups": ({f"{Q}.scales": torch.zeros(0, 64).half()}, [f"'{Q}.scales': found zero groups, expected at least one"]),
+    "infinite scale": ({f"{Q}.scales": torch.full((2, 64), torch.inf).half()}, ["128 values of scales that are NaN or infinite"]),
+    "wrong zeros": ({f"{Q}.qzeros": torch.zeros(2, 9, dtype=torch.int32)}, ["found shape (2, 9), expected (2, 8)"]),
+    "wrong dtype": ({f"{Q}.qweight": torch.zeros(8, 64)}, [f"'{Q}.qweight': found dtype torch.float32, expected int32"]),
+    "missing scales": ({f"{Q}.scales": None}, [f"'{Q}.scales': found none, expected it beside qweight"]),
+    "5 bits": ({f"{Q}.qweight": torch.zeros(10, 64, dtype=torch.int32)}, ["found 10 rows of words, expected 8 for 64"]),
+    "awq": ({f"{Q}.qweight": torch.zeros(64, 8, dtype=torch.int32)}, ["which is AWQ's", "take a GPTQ or EXL2 version"]),
+    "real bias": ({f"{Q}.bias": torch.ones(64)}, ["found 1 tensors", f"{Q}.bias"]),
     "several": (
-        lambda t: (
-            [t.pop(f"{UP}.{end}") for end in ("qweight", "qzeros", "scales", "g_idx")]
-            + [
-                t.pop("model.norm.weight"),
-                t.update({f"{Q}.scales": torch.zeros(0, 64).half()}),
-                t.pop("model.layers.0.mlp.down_proj.qzeros"),
-            ]
-        ),
+        {
+            **dict.fromkeys(f"{UP}.{end}" for end in ("qweight", "qzeros", "scales", "g_idx")),
+            **dict.fromkeys(("model.norm.weight", "model.layers.0.mlp.down_proj.qzeros")),
+            f"{Q}.scales": torch.zeros(0, 64).half(),
+        },
         ["3 problems", "none of 2 tensors", f"{UP}.weight, model.norm.weight", "zero groups", "down_proj.qzeros': found none"],
     ),
-    "two formats": (
-        lambda t: t.update({f"{UP}.{end}": torch.zeros(1) for end in ("q_weight",)}),
-        [f"tensor '{UP}.q_"],
-    ),
+    "two formats": ({f"{UP}.q_weight": torch.zeros(1)}, [f"tensor '{UP}.q_"]),
 }
 
 
 @pytest.mark.parametrize("case", DAMAGE)
 def test_damage_is_named(case, checkpoint):
-    change, words = DAMAGE[case]
-    edit(checkpoint, change)
+    changes, words = DAMAGE[case]
     with pytest.raises(FormatError) as caught:
-        load_model(checkpoint)
-    assert all(word in str(caught.value) for word in words), caught.value
-    assert str(checkpoint) in str(caught.value)
-
-
-def settings(directory, **changes):
-    path = directory / "config.json"
-    config = json.loads(path.read_text())
-    config["quantization_config"].update(changes)
-    path.write_text(json.dumps(config))
+        load_model(edit(checkpoint, changes))
+    assert all(word in str(caught.value) for word in (*words, str(checkpoint))), caught.value
 
 
 @pytest.mark.parametrize(
@@ -202,7 +169,8 @@ def settings(directory, **changes):
     ],
 )
 def test_settings_that_do_not_fit(changes, error_type, words, checkpoint):
-    settings(checkpoint, **changes)
+    settings = json.loads((checkpoint / "config.json").read_text())["quantization_config"]
+    configure(checkpoint, quantization_config=settings | changes)
     with pytest.raises(error_type, match=words):
         load_model(checkpoint)
 
@@ -211,17 +179,13 @@ def test_zeros_of_the_head_of_index_models(tmp_path):
     model, recipe = build_wide("index"), Recipe()
     put_on_grid(model, recipe)
     directory = write_gptq(write("index", model, tmp_path / "dense"), tmp_path / "gptq", recipe)
-    path = next(directory.glob("*.safetensors"))
-    found = load_tensors(path)
-    edit(
-        directory,
-        lambda t: t.update({f"lm_head.{end}": found[f"model.layers.0.self_attn.q_proj.{end}"] for end in ("qweight", "qzeros", "scales")}),
-    )
+    head = load_tensors(next(directory.glob("*.safetensors")))
+    edit(directory, {f"lm_head.{end}": head[f"model.layers.0.self_attn.q_proj.{end}"] for end in ("qweight", "qzeros", "scales")})
     with pytest.raises(FormatError, match="lm_head"):
         load_model(directory)
 
 
-def test_through_the_facade(checkpoint):
+def test_load_and_generate(checkpoint):
     write_tokenizer(checkpoint)
     with ex.load(checkpoint, progress=None, device="cpu") as llm:
         done = llm.generate("w1 w2 w3", max_tokens=4, temperature=0, ignore_eos=True)

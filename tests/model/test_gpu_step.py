@@ -1,6 +1,12 @@
-"""Whole steps on the GPU against the fp32 reference of their program: every width, and shapes at the edges. Marked gpu: `make test-gpu`."""
+"""Whole steps on the GPU against the fp32 reference of their program, at every width and shapes at the edges.
+
+And the persistent GEMM chain (persistent_gemm.cuh), which steps of one to eight tokens take on Hopper, against one launch per product.
+
+Marked gpu: `make test-gpu` on a machine that has one.
+"""
 
 import itertools
+import time
 
 import pytest
 import torch
@@ -8,7 +14,7 @@ import torch
 from exl2nb.cache.pool import KVCache
 from exl2nb.cache.spec import CacheSpec
 from exl2nb.model.batch import Batch, Span
-from exl2nb.model.gpu import GpuForward
+from exl2nb.model.gpu import GpuForward, formats_of
 from exl2nb.ops._library import REFERENCES
 from tests.ops.cases import Net, single
 
@@ -31,35 +37,38 @@ CASES = {
 }
 
 
-class Both:
-    """A net on the GPU, and what its mathematics gives."""
+def made(options, device="cuda"):
+    return Net(**{"layers": 2, "scale": 0.1, **options}, device=device)  # larger weights would drive every score to one key
 
-    def __init__(self, name):
-        options = {"layers": 2, "scale": 0.1, **CASES[name]}  # larger weights would drive every score to one key
-        self.cpu, self.net = Net(**options), Net(**options, device="cuda")
-        self.spec = CacheSpec(self.net.layers, self.net.kv_heads, self.net.head_dim, self.net.pages)
-        self.ids = [(7 * i + 3) % self.net.vocab for i in range(300)]
 
-    def truth(self, n):
-        """Logits of the first n tokens in fp32."""
-        k, v = self.cpu.pools()
-        return REFERENCES["decode_step"](self.cpu.program.code, *single(0, self.ids[:n], [2, 0]), k, v)
+class Steps:
+    """A net on the GPU, and one of the two ways through it: persistent chains, or launches of one product each."""
 
-    def fed(self, lengths, *, deterministic=False):
-        """Logits through the GPU's own steps, in pieces of these lengths."""
-        forward = GpuForward(self.net.program, torch.device("cuda"), deterministic=deterministic)
+    def __init__(self, net, *, deterministic=False):
+        self.net, self.forward = net, GpuForward(net.program, torch.device("cuda"), deterministic=deterministic)
+        self.spec = CacheSpec(net.layers, net.kv_heads, net.head_dim, 9)
+        self.ids = [(7 * i + 3) % net.vocab for i in range(300)]
+
+    def fed(self, lengths):
+        """Logits of one sequence in pieces of these lengths."""
         cache, out = KVCache(self.spec, "cuda"), []
         for first, end in itertools.pairwise([0, *itertools.accumulate(lengths)]):
-            batch = Batch.build([Span(ids=self.ids[first:end], start=first, pages=[2, 0], logit_rows="all")])
-            out.append(forward.run(batch, cache).cpu())
+            span = Span(ids=self.ids[first:end], start=first, pages=[2, 0], logit_rows="all")
+            out.append(self.forward.run(Batch.build([span]), cache).cpu())
         return torch.cat(out)
+
+    def beside(self, lengths, rows="all"):
+        """Logits of new sequences of these lengths in one step, each in a page of its own."""
+        spans = [Span(ids=self.ids[:n], start=0, pages=[page], logit_rows=rows) for page, n in enumerate(lengths)]
+        return self.forward.run(Batch.build(spans), KVCache(self.spec, "cuda")).cpu()
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_steps_are_their_mathematics(name):
     """A prompt at once, in steps of eight, token by token; over the border of a page; the first token alone and the last of a full page."""
-    both = Both(name)
-    want = both.truth(270)
+    cpu, steps = made(CASES[name], "cpu"), Steps(made(CASES[name]))
+    k, v = cpu.pools()
+    want = REFERENCES["decode_step"](cpu.program.code, *single(0, steps.ids[:270], [2, 0]), k, v)
     ways = {
         "at once": [270],
         "by eights": [8] * 33 + [6],
@@ -67,10 +76,123 @@ def test_steps_are_their_mathematics(name):
         "a full page first": [256, 1, 8, 5],
         "by one": [255, 1, 1, 13],
     }
-    found = {way: both.fed(lengths) for way, lengths in ways.items()}
+    found = {way: steps.fed(lengths) for way, lengths in ways.items()}
     for way, got in found.items():
         assert got.isfinite().all()
         assert float((got - want).norm() / want.norm()) < 5e-3, way
         assert float((got - want).abs().max() / want.abs().mean()) < 0.05, way
     assert torch.equal(found["by eights"], found["one by one"])
-    assert torch.equal(both.fed([270], deterministic=True), both.fed([1] * 270, deterministic=True))
+    exact = Steps(steps.net, deterministic=True)
+    assert torch.equal(exact.fed([270]), exact.fed([1] * 270))
+
+
+# ---- The persistent GEMM chain
+
+
+TWOS = {"hidden": 2048, "heads": 32, "kv_heads": 4, "group": 128}
+MANY = {"hidden": 4096, "inter": 5664, "heads": 32, "head_dim": 128, "bits": 4, "group": 128}
+PERSISTENT = {
+    **{f"{bits} bits, groups of {group}": {"bits": bits, "group": group} for bits in (2, 3, 4, 5, 6, 8) for group in (32, 64, 128)},
+    **{f"gptq, {bits} bits": {"bits": bits, "group": group, "gptq": True} for bits, group in ((2, 64), (3, 32), (4, 128), (8, 96))},
+    **{f"items by twos, {bits} bits": {**TWOS, "inter": 5632, "bits": bits, "scale": 0.03} for bits in (2, 3, 4, 5, 6, 8)},
+    "items by twos, more strips than there is room for": {**TWOS, "inter": 224, "vocab": 50720, "bits": 3},
+    "mixed widths": {"hidden": 256, "inter": 416},
+    "a KV head for 8": {"heads": 8, "kv_heads": 1, "head_dim": 80, "hidden": 640, "bits": 4},
+    "biases": {"bias": True, "hidden": 96, "inter": 352},
+    "narrow": {"hidden": 64, "inter": 32, "heads": 2, "kv_heads": 1, "bits": 8},
+    "one layer": {"layers": 1, "bits": 4},
+    "three layers": {"layers": 3, "bits": 4},
+    "more strips than there is room for": {"inter": 8480, "vocab": 20011, "bits": 4},
+    "many strips": {**MANY, "kv_heads": 8},
+    "room for many KV heads": {**MANY, "kv_heads": 32},
+    "wide rows": {"hidden": 8192, "inter": 10240, "heads": 32, "kv_heads": 4, "head_dim": 128, "bits": 2, "group": 64},
+}
+
+
+def chained(options):
+    return made({"hidden": 160, "inter": 224, **options})
+
+
+@pytest.mark.parametrize("name", PERSISTENT)
+def test_one_launch_is_several(name):
+    """Near one launch per product, but not equal: the chain was taken. The same bits for one to eight tokens and sequences."""
+    net = chained(PERSISTENT[name])
+    chain, lengths = Steps(net), range(1, 9)
+    got, want = chain.fed(lengths), Steps(net, deterministic=True).fed(lengths)
+    assert got.isfinite().all()
+    assert float((got - want).norm() / want.norm()) < 1e-3
+    if torch.cuda.get_device_capability()[0] == 9:
+        assert not torch.equal(got, want)
+    assert torch.equal(chain.fed([1] * 36), got)
+    for count in (2, 5, 8):
+        assert torch.equal(chain.beside([1] * count), got[:1].expand(count, -1))
+
+
+def test_the_head_makes_the_rows_that_are_wanted():
+    """A step of several sequences, of which only the last rows are asked for: the same bits, whichever rows they are."""
+    steps = Steps(chained({"bits": 6, "group": 128, "vocab": 4099}))
+    assert torch.equal(steps.beside([3, 1, 2], "last"), steps.beside([3, 1, 2])[[2, 3, 5]])
+
+
+def test_dense_weights_have_launches_of_their_own():
+    net = chained({"dense": True, "hidden": 128, "inter": 128, "head_dim": 32})
+    assert torch.equal(Steps(net).fed(range(1, 9)), Steps(net, deterministic=True).fed(range(1, 9)))
+
+
+def test_memory_of_larger_steps():
+    """A workspace for more tokens, which a step of twelve has used before: the same bits."""
+    net = chained({"bits": 4})
+    want, chain = Steps(net).fed(range(1, 9)), Steps(net)
+    chain.forward._steppers = dict.fromkeys((1, 2, 4, 8, 16), chain.forward.stepper(16))
+    chain.beside([2] * 6, "last")
+    assert torch.equal(chain.fed(range(1, 9)), want)
+
+
+def arguments(steps, cache, count):
+    """Of a step of so many sequences at their first token, and its logits."""
+    spans = [Span(ids=steps.ids[page : page + 1], start=0, pages=[page], logit_rows="all") for page in range(count)]
+    i, out = steps.forward._inputs(Batch.build(spans), None), torch.zeros(count, steps.forward.vocab, device="cuda")
+    inputs = i.ids, i.positions, i.block_table, i.cu_seqlens, i.context_lens, i.logit_rows, cache.k, cache.v, formats_of(cache)
+    return (*inputs, (cache.spec.num_kv_heads, cache.spec.head_dim), out), out
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_in_graphs(count):
+    """Three steps in a graph, replayed, with a step between that was launched alone."""
+    steps = Steps(chained({"bits": 4, "group": 128}))
+    inputs, out = arguments(steps, KVCache(steps.spec, "cuda"), count)
+    kernels, graph = steps.forward.stepper(count), torch.cuda.CUDAGraph()
+    kernels.run(*inputs)
+    once = out.clone()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            kernels.run(*inputs)
+    for _ in range(4):
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, once)
+        out.zero_()
+        kernels.run(*inputs)
+        assert torch.equal(out, once)
+
+
+def test_two_models_at_the_same_time():
+    """Every launch needs all multiprocessors at once: in two streams, one more urgent, none may wait for the other for ever."""
+    both, streams = [Steps(chained({"bits": bits, "layers": 6})) for bits in (4, 6)], [torch.cuda.Stream(priority=p) for p in (0, -1)]
+    given = [arguments(steps, KVCache(steps.spec, "cuda"), count) for steps, count in zip(both, (1, 8))]
+    alone = []
+    for steps, (inputs, out) in zip(both, given):
+        steps.forward.stepper(len(out)).run(*inputs)
+        alone.append(out.clone())
+    torch.cuda.synchronize()
+    for _ in range(200):
+        for stream, steps, (inputs, out) in zip(streams, both, given):
+            with torch.cuda.stream(stream):
+                steps.forward.stepper(len(out)).run(*inputs)
+    ended = [stream.record_event() for stream in streams]
+    until = time.monotonic() + 30
+    while not all(event.query() for event in ended):
+        assert time.monotonic() < until, "two steps wait for one another"
+        time.sleep(0.01)
+    assert all(torch.equal(out, want) for (_, out), want in zip(given, alone))

@@ -1,5 +1,7 @@
+"""Loading: what is read, refused and freed."""
+
 import gc
-import json
+import mmap
 import weakref
 from pathlib import Path
 
@@ -10,11 +12,12 @@ import exl2nb
 from exl2nb.cache.pool import KVCache
 from exl2nb.core.errors import ConfigError, DeviceError, FormatError, ModelNotFound, OptionError, UnknownArchitecture
 from exl2nb.io.safetensors import SafetensorsFile
-from exl2nb.io.safetensors import save as save_tensors
+from exl2nb.model import loader
 from exl2nb.model.batch import Batch
-from exl2nb.model.loader import load_model
+from exl2nb.model.loader import load_model, small_model_memory
+from exl2nb.ops.memory import large_pages
 
-from .tiny import ids_of, save, save_exl2, truth, twin
+from .tiny import configure, edit, ids_of, save, save_exl2, truth, twin
 
 DATA = Path(__file__).parents[1] / "data"
 DEMO = Path(exl2nb.__file__).parent / "demo_model"
@@ -49,19 +52,6 @@ def test_own_head_wins_over_the_tied_embedding(tmp_path):
     assert not all_logits(load_model(tmp_path), torch.arange(5)).any()
 
 
-def edit(directory, changes, name="model.safetensors"):
-    """Replace, add or (None) remove tensors of a directory with one file."""
-    file = SafetensorsFile(directory / name)
-    tensors = {key: file.read(key) for key in file.names()}
-    tensors |= changes
-    save_tensors(directory / name, {key: value for key, value in tensors.items() if value is not None})
-
-
-def configure(directory, **changes):
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
 Q = "model.layers.1.self_attn.q_proj"
 DENSE_DAMAGE = {
     "missing": ({f"{Q}.weight": None}, [f"{Q}.weight", "found none", f"{Q}.q_weight"]),
@@ -79,24 +69,6 @@ DENSE_DAMAGE = {
     "wrong norm": ({"model.norm.weight": torch.zeros(63)}, ["found shape (63,), expected (64,)"]),
     "wrong dtype": ({f"{Q}.weight": torch.zeros(64, 64, dtype=torch.int32)}, ["found dtype torch.int32, expected float16"]),
 }
-
-
-@pytest.mark.parametrize("case", DENSE_DAMAGE)
-def test_damaged_dense_model(case, tmp_path):
-    changes, words = DENSE_DAMAGE[case]
-    edit(save(twin("llama"), tmp_path), changes)
-    with pytest.raises(FormatError) as caught:
-        load_model(tmp_path)
-    assert all(word in str(caught.value) for word in words), caught.value
-    assert str(tmp_path) in str(caught.value)
-
-
-def test_old_rotary_buffers_are_ignored(tmp_path):
-    before = load_model(save(twin("llama"), tmp_path)).weight_bytes
-    edit(tmp_path, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})
-    assert load_model(tmp_path).weight_bytes == before
-
-
 EXL2_DAMAGE = {
     "missing part": ({f"{Q}.q_scale": None}, [f"'{Q}.q_scale': found none"]),
     "missing permutation": ({f"{Q}.q_invperm": None}, [f"'{Q}.q_invperm': found none"]),
@@ -111,20 +83,25 @@ EXL2_DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("case", EXL2_DAMAGE)
-def test_damaged_exl2_model(case, tmp_path):
-    changes, words = EXL2_DAMAGE[case]
-    edit(save_exl2(twin("llama"), tmp_path), changes, "output.safetensors")
+@pytest.mark.parametrize("damage", [(save, name) for name in DENSE_DAMAGE] + [(save_exl2, name) for name in EXL2_DAMAGE])
+def test_damage_is_named(damage, tmp_path):
+    write, name = damage
+    changes, words = (DENSE_DAMAGE if write is save else EXL2_DAMAGE)[name]
+    edit(write(twin("llama"), tmp_path), changes)
     with pytest.raises(FormatError) as caught:
         load_model(tmp_path)
-    assert all(word in str(caught.value) for word in words), caught.value
+    assert all(word in str(caught.value) for word in (*words, str(tmp_path))), caught.value
+
+
+def test_old_rotary_buffers_are_ignored(tmp_path):
+    before = load_model(save(twin("llama"), tmp_path)).weight_bytes
+    edit(tmp_path, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8)})
+    assert load_model(tmp_path).weight_bytes == before
 
 
 def test_exl2_needs_outputs_in_32s(tmp_path):
-    directory = save_exl2(twin("llama", intermediate_size=96), tmp_path)
-    configure(directory, intermediate_size=80)
     with pytest.raises(FormatError, match=r"mlp\.(gate|up|down)_proj"):
-        load_model(directory)
+        load_model(configure(save_exl2(twin("llama", intermediate_size=96), tmp_path), intermediate_size=80))
 
 
 @pytest.mark.parametrize(
@@ -196,3 +173,47 @@ def test_close_gives_the_memory_back():
         all_logits(model, torch.arange(8))
         model.close()
     assert resident_bytes() - before < 40e6
+
+
+# ---- Weights of a small model on the CPU share memory of large pages; larger ones stay where they were packed
+
+
+LINUX = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="a system without large pages")
+
+
+@LINUX
+def test_large_pages_are_writable_zeros():
+    memory = large_pages(5 << 20)
+    assert memory.shape == (5 << 20,)
+    assert memory.dtype == torch.uint8
+    assert not memory.any()
+    memory[-1] = 7
+    assert int(memory.sum()) == 7
+    assert large_pages(0) is None
+
+
+def test_a_system_without_them(monkeypatch):
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE", raising=False)
+    assert large_pages(1 << 20) is None
+
+
+@LINUX
+def test_memory_follows_the_size_of_the_files(tmp_path, monkeypatch):
+    (tmp_path / "a.safetensors").write_bytes(b"0" * 1000)
+    assert small_model_memory(tmp_path, widened=False).numel() >= 1000
+    assert small_model_memory(tmp_path, widened=True).numel() >= 2000
+    monkeypatch.setattr(loader, "SMALL_MODEL_BYTES", 999)
+    assert small_model_memory(tmp_path, widened=False) is None
+
+
+@LINUX
+@pytest.mark.parametrize("weights", ["auto", "fp32"])
+def test_weights_of_a_small_model_share_memory(tmp_path, weights, monkeypatch):
+    save(twin(), tmp_path)
+    together = load_model(tmp_path, weights=weights)
+    monkeypatch.setattr(loader, "SMALL_MODEL_BYTES", 0)
+    apart = load_model(tmp_path, weights=weights)
+    ours, others = list(together._network.tensors()), list(apart._network.tensors())
+    assert len({tensor.untyped_storage().data_ptr() for tensor in ours}) == 1
+    assert len({tensor.untyped_storage().data_ptr() for tensor in others}) > 1
+    assert all(torch.equal(a, b) for a, b in zip(ours, others, strict=True))

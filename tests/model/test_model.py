@@ -1,3 +1,6 @@
+"""Models of the Llama family against Transformers; the same bits however steps are cut and batched; batches; the reference."""
+
+import dataclasses
 import itertools
 import random
 
@@ -9,22 +12,21 @@ from exl2nb.cache.pool import KVCache
 from exl2nb.core.errors import ContextOverflow, EngineClosed, OptionError
 from exl2nb.io.shards import TensorStore
 from exl2nb.model import reference
+from exl2nb.model.archs import parse_config
 from exl2nb.model.batch import Batch, Span
+from exl2nb.model.layout import linears
 from exl2nb.model.loader import load_model, read_model_config
 from exl2nb.model.sources import DenseWeights
 from exl2nb.ops import _load
 
-from .tiny import CASES, ids_of, save, save_exl2, truth, twin
+from .tiny import CASES, ids_of, raw_config, save, save_exl2, truth, twin
 
 COMPILED = "cpu" in _load.load().loaded
 
 
 def same(got, want):
-    """Bit for bit with the kernels; torch's own matrix product, which answers without them, depends on the number of rows."""
-    if COMPILED:
-        assert torch.equal(got, want), (got - want).abs().max()
-    else:
-        assert error(got, want) < 1e-2
+    """Whether bits are equal, with the kernels; torch's own matrix product, which answers without them, depends on the number of rows."""
+    return torch.equal(got, want) if COMPILED else error(got, want) < 1e-2
 
 
 def run(model, ids, *, mode="fp32", pages=None, forward="forward"):
@@ -41,10 +43,14 @@ def error(got, want):
 
 @pytest.mark.parametrize("case", CASES)
 def test_logits_equal_transformers(case, tmp_path):
+    """Of the engine, and of the reference that the converter runs, on two rows."""
     kind, changes = CASES[case]
     twin_model = twin(kind, seed=3, **changes)
     model = load_model(save(twin_model, tmp_path))
     ids = ids_of(model.config.vocab_size, 1, 300, seed=5)
+    rows = ids[0].view(4, 75)
+    with torch.no_grad():
+        assert error(reference.logits(model.config, twin_model.state_dict(), rows), truth(twin_model, rows)) < 1e-4
     want = truth(twin_model, ids)[0]
     assert error(run(model, ids[0]), want) < 1e-4
     assert error(run(model, ids[0], mode="fp16", pages=[3, 1]), want) < 5e-3
@@ -106,9 +112,9 @@ def test_chunks_equal_at_once_equal_token_by_token(kind, mode, tmp_path):
     once, cache = cut([0, 330])
     for bounds in ([0, 1, 3, 64, 191, 255, 258, 330], [0, 256, 330], list(range(331))):
         logits, other = cut(bounds)
-        same(logits, once)
+        assert same(logits, once)
         for mine, theirs in zip(cache.k + cache.v, other.k + other.v):
-            same(*(pool.float() if pool.dim() == 4 else pool.view(torch.uint8).float() for pool in (theirs, mine)))
+            assert same(*(pool.float() if pool.dim() == 4 else pool.view(torch.uint8).float() for pool in (theirs, mine)))
 
 
 @pytest.mark.parametrize("mode", ["fp16", "q4"])
@@ -120,9 +126,9 @@ def test_batch_equals_alone(mode, tmp_path):
     spans = [Span(ids=ids[:n], start=0, pages=table, logit_rows="all") for ids, n, table in zip(rows, lengths, tables)]
     together = model.forward(Batch.build(spans), cache).split(lengths)
     for ids, n, logits in zip(rows, lengths, together):
-        same(logits, run(model, torch.tensor(ids[:n]), mode=mode))
+        assert same(logits, run(model, torch.tensor(ids[:n]), mode=mode))
     spans = [Span(ids=[ids[n - 1]], start=n - 1, pages=table) for ids, n, table in zip(rows, lengths, tables)]
-    same(model.forward(Batch.build(spans), cache), torch.stack([logits[-1] for logits in together]))
+    assert same(model.forward(Batch.build(spans), cache), torch.stack([logits[-1] for logits in together]))
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "exl2"])
@@ -169,7 +175,7 @@ def test_logit_rows(tmp_path):
     model = load_model(save(twin("llama"), tmp_path))
     cache, ids = KVCache(model.cache_spec(256)), ids_of(131, 1, 9)[0].tolist()
     everything = model.forward(Batch.single(ids, start=0, pages=[0], logit_rows="all"), cache)
-    same(model.forward(Batch.single(ids, start=0, pages=[0]), cache), everything[-1:])
+    assert same(model.forward(Batch.single(ids, start=0, pages=[0]), cache), everything[-1:])
     none = model.forward(Batch.single(ids, start=0, pages=[0], logit_rows="none"), cache)
     assert none.shape == (0, 131)
 
@@ -230,7 +236,103 @@ def test_any_schedule_gives_the_same_logits(seed, tmp_path):
             for i, logits in zip(who, model.forward(Batch.build(spans), cache).split([len(span.ids) for span in spans])):
                 seen[i].append(logits)
     for text, logits in zip(texts, seen):
-        same(torch.cat(logits), run(model, torch.tensor(text), mode="fp16"))
+        assert same(torch.cat(logits), run(model, torch.tensor(text), mode="fp16"))
     for table in tables:
         pages.free(table)
     assert pages.num_free == 8
+
+
+# ---- Batches
+
+
+def test_batch_of_one_sequence():
+    batch = Batch.single([5, 6, 7], start=255, pages=[4, 2], logit_rows="all")
+    assert batch.input_ids.tolist() == [5, 6, 7]
+    assert batch.positions.tolist() == [255, 256, 257]
+    assert batch.slot_mapping.tolist() == [4 * 256 + 255, 2 * 256, 2 * 256 + 1]
+    assert batch.block_table.tolist() == [[4, 2]]
+    assert batch.cu_seqlens.tolist() == [0, 3]
+    assert batch.context_lens.tolist() == [258]
+    assert batch.logit_rows.tolist() == [0, 1, 2]
+    assert Batch.single([5, 6], start=0, pages=[0], logit_rows="last").logit_rows.tolist() == [1]
+    assert {getattr(batch, f.name).dtype for f in dataclasses.fields(batch) if f.name != "long"} == {torch.int32}
+    assert batch.long is None and Batch.single([5], start=0, pages=[0], long=False).long.tolist() == [0]
+
+
+def test_batch_pads_short_block_tables():
+    batch = Batch.build([Span(ids=[1], start=300, pages=[7, 8]), Span(ids=[2, 3], start=0, pages=[1], logit_rows="none")])
+    assert batch.block_table.tolist() == [[7, 8], [1, 0]]
+    assert batch.cu_seqlens.tolist() == [0, 1, 3]
+    assert batch.logit_rows.tolist() == [0]
+    assert batch.slot_mapping.tolist() == [8 * 256 + 44, 256, 257]
+
+
+def test_wrong_batches_are_assertions():
+    with pytest.raises(AssertionError, match="3 tokens do not fit 0 pages"):
+        Batch.single([1], start=2, pages=[])
+    with pytest.raises(AssertionError, match="a span has tokens"):
+        Batch.single([], start=0, pages=[1])
+    with pytest.raises(AssertionError, match="a batch is int32"):
+        dataclasses.replace(Batch.single([1], start=0, pages=[0]), positions=torch.zeros(1, dtype=torch.int64))
+
+
+def test_selected_spans_of_a_batch():
+    spans = [
+        Span(ids=[5, 6, 7], start=0, pages=[1], logit_rows="all"),
+        Span(ids=[8], start=300, pages=[2, 3]),
+        Span(ids=[9, 10], start=4, pages=[4], logit_rows="none", long=False),
+        Span(ids=[11], start=9, pages=[5]),
+    ]
+    whole, want = Batch.build(spans), Batch.build([spans[0], spans[3]])
+    got, tokens, rows = whole.select([0, 3])
+    assert tokens.tolist() == [0, 1, 2, 6]
+    assert rows.tolist() == [0, 1, 2, 4]
+    for name in ("input_ids", "positions", "slot_mapping", "cu_seqlens", "context_lens", "logit_rows"):
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
+    assert torch.equal(got.block_table[:, :1], want.block_table)
+    assert whole.select([1, 2])[0].logit_rows.tolist() == [0]
+
+
+# ---- The reference, which the converter runs
+
+
+def test_reference_captures_the_input_of_every_linear():
+    model = twin("qwen2")
+    config, weights, seen = parse_config(raw_config(model)), model.state_dict(), {}
+    hooks = {name: value for name, value in model.named_modules() if isinstance(value, torch.nn.Linear)}
+    want = {}
+    for name, module in hooks.items():
+        module.register_forward_pre_hook(lambda _, args, name=name: want.__setitem__(name, args[0].detach()))
+    ids = ids_of(config.vocab_size, 2, 20)
+    truth(model, ids)
+    with torch.no_grad():
+        x = reference.embed(config, weights, ids)
+        for layer in range(config.num_layers):
+            x = reference.block(config, layer, weights, x, capture=seen.__setitem__)
+        reference.head(config, weights, reference.final_norm(config, weights, x), capture=seen.__setitem__)
+    assert list(seen) == [linear.key for linear in linears(config)] == list(want)
+    for name, value in want.items():
+        torch.testing.assert_close(seen[name], value, atol=1e-4, rtol=1e-4)
+
+
+def test_reference_gradients_flow_to_weights_and_input():
+    model = twin("llama")
+    config = parse_config(raw_config(model))
+    weights = {name: value.detach().requires_grad_() for name, value in model.state_dict().items()}
+    x = torch.randn(1, 9, config.hidden_size, requires_grad=True)
+    reference.block(config, 0, weights, x).square().sum().backward()
+    assert x.grad is not None
+    assert all(value.grad is not None and value.grad.abs().sum() > 0 for name, value in weights.items() if "layers.0" in name)
+
+
+def test_reference_softcaps():
+    model = twin("llama")
+    config = dataclasses.replace(parse_config(raw_config(model)), logit_softcap=2.0, attention_softcap=1e4)
+    ids = ids_of(config.vocab_size, 1, 30)
+    want = 2.0 * torch.tanh(truth(model, ids) / 2.0)
+    with torch.no_grad():
+        torch.testing.assert_close(reference.logits(config, model.state_dict(), ids), want, atol=1e-3, rtol=0)
+    q = torch.randn(1, 2, 5, 8)
+    plain, capped = (reference.attend(q, q, q, scale=1.0, softcap=cap) for cap in (1e5, 0.5))
+    torch.testing.assert_close(plain, reference.attend(q, q, q, scale=1.0), atol=1e-4, rtol=0)
+    assert (plain - capped).abs().max() > 0.05

@@ -1,7 +1,6 @@
 """What a mixture of experts adds to a model: bytes read, views, refusals; its logits are in test_archs."""
 
 import json
-import re
 
 import pytest
 import torch
@@ -9,20 +8,17 @@ import torch
 from exl2nb.cache.pool import KVCache
 from exl2nb.cli import main
 from exl2nb.core.errors import ConfigError, EngineClosed, FormatError
-from exl2nb.io.safetensors import save as save_tensors
 from exl2nb.io.shards import TensorStore
 from exl2nb.model.archs import parse_config
 from exl2nb.model.batch import Batch
 from exl2nb.model.inspect import inspect
 from exl2nb.model.layers import RoutedMLP
-from exl2nb.model.layout import layer_linears, modules
+from exl2nb.model.layout import layer_linears, linears, modules
 from exl2nb.model.loader import load_model
 
 from .test_model import run
-from .tiny import ids_of
+from .tiny import BASE, configure, edit, ids_of
 from .zoo import build, build_wide, config_of, write, write_exl2, write_tokenizer
-
-BASE = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
 
 
 def test_a_token_reads_its_experts_and_no_others(tmp_path):
@@ -33,7 +29,6 @@ def test_a_token_reads_its_experts_and_no_others(tmp_path):
     assert moe is not None
     with TensorStore(directory) as store:
         sizes = {name: store.info(name).nbytes for name in store.names()}
-        tensors = {name: store.read(name) for name in store.names()}
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     embedding = sizes["model.embed_tokens.weight"]
     by_hand = sum(sizes.values()) - embedding * 130 // 131 - experts * (moe.num_experts - moe.top_k) // moe.num_experts
@@ -45,11 +40,10 @@ def test_a_token_reads_its_experts_and_no_others(tmp_path):
     token = torch.tensor([5])
     good = run(model, token)
     visited = _visited(model, token)
-    for name in list(tensors):
-        found = re.fullmatch(r"model.layers.(\d).block_sparse_moe.experts.(\d).w\d.weight", name)
-        if found is not None and int(found[2]) not in visited[int(found[1])]:
-            tensors[name] = torch.full_like(tensors[name], torch.nan)
-    save_tensors(directory / "model.safetensors", tensors)
+    experts = linears(config)
+    idle = [e for e in experts if "." in e.role and int(e.role.partition(".")[2]) not in visited[e.layer]]
+    edit(directory, {f"{expert.key}.weight": torch.full(expert.shape, torch.nan) for expert in idle})
+    assert len(idle) == 3 * sum(moe.num_experts - len(chosen) for chosen in visited)
     assert torch.equal(run(load_model(directory), token), good)
     model.close()
     with pytest.raises(EngineClosed, match="closed"):
@@ -107,47 +101,12 @@ def test_inspect_folds_experts(tmp_path):
 
 
 def test_modules_of_a_layer():
-    config = parse_config(
-        {**BASE, "architectures": ["Qwen2MoeForCausalLM"], "num_experts": 3, "num_experts_per_tok": 1, "num_key_value_heads": 2}
-    )
+    config = parse_config({**BASE, "architectures": ["Qwen2MoeForCausalLM"], "num_experts": 3, "num_experts_per_tok": 1})
     assert modules(layer_linears(config, 0)) == [
         ["q", "k", "v", "o"],
         *([f"gate.{i}", f"up.{i}", f"down.{i}"] for i in range(3)),
         ["shared_gate", "shared_up", "shared_down"],
     ]
-
-
-def test_sparse_layers():
-    raw = {**BASE, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
-    for arch in ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"):
-
-        def sparse(arch=arch, **changes):
-            moe = parse_config({**raw, "architectures": [arch], **changes}).moe
-            return None if moe is None else moe.layers
-
-        assert sparse() == (True,) * 4
-        assert sparse(decoder_sparse_step=2) == (False, True, False, True)
-        assert sparse(mlp_only_layers=[1, 3], decoder_sparse_step=2) is None
-        assert sparse(mlp_only_layers=[0]) == (False, True, True, True)
-        assert sparse(num_experts=0) is None
-        with pytest.raises(ConfigError, match="mlp_only_layers is"):
-            sparse(mlp_only_layers=[4])
-
-
-@pytest.mark.parametrize(
-    ("arch", "change", "words"),
-    [
-        ("MixtralForCausalLM", {"num_local_experts": 0}, "num_local_experts is 0"),
-        ("MixtralForCausalLM", {"num_experts_per_tok": 9}, "num_experts_per_tok is 9; expected an integer from 1 to 8"),
-        ("GemmoeForCausalLM", {"num_local_experts": "8"}, "num_local_experts is '8'"),
-        ("Qwen2MoeForCausalLM", {"shared_expert_intermediate_size": 1}, "shared_expert_intermediate_size is 1"),
-        ("Qwen3MoeForCausalLM", {"moe_intermediate_size": 1 << 30}, "moe_intermediate_size is"),
-        ("Qwen3MoeForCausalLM", {"norm_topk_prob": 1}, "norm_topk_prob is 1"),
-    ],
-)
-def test_wrong_value_is_named(arch, change, words):
-    with pytest.raises(ConfigError, match=words):
-        parse_config({**BASE, "architectures": [arch], "num_key_value_heads": 2, **change})
 
 
 def test_wrong_values_of_dbrx_are_named(tmp_path):
@@ -166,23 +125,17 @@ def test_wrong_values_of_dbrx_are_named(tmp_path):
 
 def test_stacked_experts_of_another_number_are_named(tmp_path):
     directory = write("dbrx", build("dbrx"), tmp_path)
-    raw = json.loads((directory / "config.json").read_text())
-    raw["ffn_config"]["moe_num_experts"] = 5
-    (directory / "config.json").write_text(json.dumps(raw))
+    settings = json.loads((directory / "config.json").read_text())["ffn_config"]
+    configure(directory, ffn_config={**settings, "moe_num_experts": 5})
     with pytest.raises(FormatError, match=r"mlp.v1': found shape \(576, 64\), expected \(480, 64\) for this config.json's 5 experts"):
         load_model(directory)
 
 
 def test_every_missing_expert_is_listed(tmp_path):
     directory = write("mixtral", build("mixtral"), tmp_path)
-    with TensorStore(directory) as store:
-        tensors = {name: store.read(name) for name in store.names()}
-    lost = [f"model.layers.{layer}.block_sparse_moe.experts.3.w2.weight" for layer in (0, 1)] + [
-        "model.layers.1.block_sparse_moe.gate.weight"
-    ]
-    save_tensors(directory / "model.safetensors", {name: tensor for name, tensor in tensors.items() if name not in lost})
+    lost = ["model.layers.1.block_sparse_moe.gate.weight", *(f"model.layers.{i}.block_sparse_moe.experts.3.w2.weight" for i in (0, 1))]
     with pytest.raises(FormatError) as error:
-        load_model(directory)
+        load_model(edit(directory, dict.fromkeys(lost)))
     assert all(name in str(error.value) for name in lost)
 
 

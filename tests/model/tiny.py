@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from exl2nb.io.safetensors import SafetensorsFile
 from exl2nb.io.safetensors import save as save_tensors
 from exl2nb.model.archs import parse_config
 from exl2nb.model.layout import linears
@@ -132,4 +133,20 @@ def save_exl2(model: Any, directory: Path, *, seed: int = 0, widths: Sequence[in
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(raw))
     save_tensors(directory / "output.safetensors", tensors)
+    return directory
+
+
+def edit(directory: Path, changes: dict[str, torch.Tensor | None]) -> Path:
+    """Replace, add or (None) remove tensors of a directory with one file."""
+    (path,) = directory.glob("*.safetensors")
+    with SafetensorsFile(path) as file:
+        tensors = {name: file.read(name).clone() for name in file.names()} | changes
+    save_tensors(path, {name: value for name, value in tensors.items() if value is not None})
+    return directory
+
+
+def configure(directory: Path, **changes: Any) -> Path:
+    """Change keys of config.json."""
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     return directory

@@ -117,11 +117,11 @@ def test_products_for_any_number_of_rows(name):
 @pytest.mark.parametrize(
     ("groups", "columns", "counts"),
     [
-        *((groups, 352, (9, 16, 17, 32, 64, 70)) for groups in MIXES.values()),
-        # wide enough that every multiprocessor has columns of its own; and where an odd number of tiles is left
-        *(([(4, 128), (3, 96)], columns, (12, 20, 33)) for columns in (32768, 32768 + 96, 40000)),
+        *(pytest.param(groups, 352, (9, 16, 17, 32, 64, 70), id=name) for name, groups in MIXES.items()),
+        # every multiprocessor has columns of its own; the last two leave an odd number of tiles
+        *(pytest.param([(4, 128), (3, 96)], 32768 + more, (12, 20, 33), id=f"wide, {more} more") for more in (0, 96, 7232)),
         # few columns and many weights each: CTAs share them, and the end of a share need not be the end of an item
-        ([(8, 32), (5, 96), (4, 1888), (3, 288), (2, 704)], 96, (9, 32, 64)),
+        pytest.param([(8, 32), (5, 96), (4, 1888), (3, 288), (2, 704)], 96, (9, 32, 64), id="shared columns"),
     ],
 )
 def test_stream_k_products(groups, columns, counts):
