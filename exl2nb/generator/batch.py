@@ -13,7 +13,7 @@ from exl2nb.generator.scheduler import Span
 from exl2nb.model.batch import Batch
 
 MAX_SHAPES = 256  # batches kept; decoding comes back to the same few shapes
-MAX_ROWS = 32  # tokens of one sequence in a step that is no prompt: its last one and what was guessed behind it
+MAX_ROWS = 32  # tokens of a sequence in a step that is no prompt: its last one and its draft tokens
 
 
 class BatchBuilder:
@@ -74,7 +74,11 @@ class BatchBuilder:
             else:
                 draws += (None,) * wants
         if not same:
-            self._row_of = dict(zip([id(span.sequence) for span in spans if span.rows], _first_rows(spans)))
+            self._row_of, row = {}, 0
+            for span in spans:
+                if span.rows:
+                    self._row_of[id(span.sequence)] = row
+                    row += span.rows
         self._last, self._changes, self._decoding = sequences, changes, decoding
         self._fed = same and False not in feeds  # `_feed` says: row i of the last launch, for all
         key = (tokens, count, self._width, rows)
@@ -167,13 +171,3 @@ class BatchBuilder:
 
 
 _draw = tuple.__new__  # half the time of `Draw(...)`
-
-
-def _first_rows(spans: Sequence[Span]) -> list[int]:
-    """The first logit row of each span that has any."""
-    firsts, at = [], 0
-    for span in spans:
-        if span.rows:
-            firsts.append(at)
-            at += span.rows
-    return firsts

@@ -1,11 +1,12 @@
-"""Sequences of one request that run in step. Nothing schedules them together: whoever's row is in first waits, with nothing pending."""
+"""Groups: sequences of one request that run in step (beams, guidance). A member that has given its row is parked until all have."""
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,14 +15,6 @@ from exl2nb.generator.request import Completion, Request
 from exl2nb.generator.sequence import Sequence
 from exl2nb.sampling.draw import Sampled, highest_logit, report
 from exl2nb.tokenizer.tokenizer import Tokenizer
-
-
-class Fork(Protocol):
-    """Makes the cache of `target` that of `source`: the same tokens computed, pages shared where they are full."""
-
-    def __call__(self, source: Sequence, target: Sequence, /) -> None:
-        """Both must belong to the same engine."""
-        ...
 
 
 class Group:
@@ -36,7 +29,8 @@ class Group:
         self.active = list(members)
         self.lockstep = True  # they must fit the cache together
         self.shares_prompt = False  # the full pages of the prompt are the same for all
-        self.fork: Fork | None = None  # set by the engine; without it a fork computes its ids again
+        # set by the engine: makes the cache of the second sequence that of the first by reference; without it a fork computes its ids again
+        self.fork: Callable[[Sequence, Sequence], None] | None = None
         self._rows: dict[int, np.ndarray] = {}
         for member in members:
             member.group = self
@@ -162,15 +156,11 @@ class Beams(Group):
                 if np.isfinite(totals[token]):
                     found.append((-float(totals[token]), parent, int(token)))
         found.sort()
-        return [
-            (
-                parent,
-                _Beam(
-                    -total, (*before[parent].tokens, report(rows[parent], highest_logit(rows[parent]), token, self.request.top_logprobs))
-                ),
-            )
-            for total, parent, token in found[:keep]
-        ]
+        best = []
+        for total, parent, token in found[:keep]:
+            sampled = report(rows[parent], highest_logit(rows[parent]), token, self.request.top_logprobs)
+            best.append((parent, _Beam(-total, (*before[parent].tokens, sampled))))
+        return best
 
     def _reason(self, beam: _Beam, size: int) -> str | None:
         token = beam.tokens[-1].id
@@ -188,7 +178,7 @@ class Beams(Group):
         self._ended = sorted([*self._ended, one], key=lambda other: -other.score)[: len(self.members)]
 
     def _finished(self, going: list[tuple[int, _Beam]], size: int) -> bool:
-        """Are enough answers complete, and can none that still runs become better than the worst of them?"""
+        """Whether enough answers are complete, and none that still runs can become better than the worst of them."""
         if len(self._ended) < len(self.members):
             return False
         if self.request.early_stopping is True:
@@ -241,7 +231,7 @@ def _log_softmax(row: np.ndarray) -> np.ndarray:
     return row - np.float32(highest + math.log(float(np.exp(row - np.float32(highest)).sum(dtype=np.float64))))
 
 
-# ---- Classifier-free guidance: a second, negative prompt runs in step, and what it says is taken away from what the first one says.
+# ---- Classifier-free guidance: a second, negative prompt runs in step, and its distribution is subtracted from that of the first.
 
 
 def guided(positive: np.ndarray, negative: np.ndarray, scale: float) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""A draft model: a smaller one with the same tokenizer, which runs ahead of the target and guesses its next tokens."""
+"""A draft model: a smaller one with the same tokenizer, which proposes draft tokens for the target to verify."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from exl2nb.model.batch import Batch, Span
 from exl2nb.sampling.state import SamplerState
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
-CHUNK = 256  # tokens a step that the draft may lag behind and still guess; more are computed first, a chunk per step of the target
+CHUNK = 256  # tokens that the draft may be behind and still propose; if it is further behind, it computes a chunk per step of the target
 
 
 class Forward(Protocol):
@@ -46,17 +46,17 @@ class _Ahead:
 
 
 class DraftModel:
-    """Guesses by running a smaller model.
+    """Proposes tokens by running a smaller model.
 
-    It has a cache of its own, and pages are only ever used to guess: where none is free it does not guess. Its guess is what the request's
-    own sampler, with the request's own random number for that token, would draw from the draft's logits: where both models agree on the
-    distribution, they agree on the token, also when it is drawn.
+    It has a cache of its own and proposes nothing for a sequence that finds no free page in it. The draft token is the one that the
+    request's own sampler, with the request's own random number for that place, would draw from the draft's logits: where both models agree
+    on the distribution, they agree on the token, also when it is drawn.
 
     Args:
         model: of the draft. spec: of its cache.
-        context: longest sequence it runs, in tokens; longer ones go on without guesses.
+        context: longest sequence it runs, in tokens; longer ones go on without draft tokens.
         vocab_size: of the target.
-        run: runs a function where nobody else runs the model; a TimeoutError means that it is in use, and nothing is guessed this time.
+        run: runs a function while nothing else runs the model; a TimeoutError means that it is in use, and nothing is proposed this time.
         device: of the draft.
         on_close: called at the end, to give the model back.
     """
@@ -73,7 +73,7 @@ class DraftModel:
         on_close: Callable[[], None] | None = None,
     ) -> None:
         self._model, self._run, self._on_close = model, run, on_close
-        self.guess_s = 0.0
+        self.draft_s = 0.0
         self._size, self._context, self._vocab_size = spec.page_size, context, vocab_size
         self._cache, self._table = KVCache(spec, device), PageTable(spec.num_pages)
         self._known: dict[int, _Ahead] = {}
@@ -81,23 +81,23 @@ class DraftModel:
 
     @property
     def pages(self) -> PageTable:
-        """Who holds which page of the draft's cache."""
+        """The page table of the draft's cache."""
         return self._table
 
-    def guess(self, wanted: Several[tuple[Sequence, int]], /) -> list[list[int]]:
-        """For each sequence at most so many tokens that may follow; all sequences together, one step of the draft per token."""
+    def propose(self, wanted: Several[tuple[Sequence, int]], /) -> list[list[int]]:
+        """At most so many draft tokens for each sequence; all sequences together, one step of the draft per token."""
         if self._gone:
             return [[] for _ in wanted]
         self._sweep()
         try:
-            return self._guess(wanted) if self._run is None else self._run(partial(self._guess, wanted))
+            return self._propose(wanted) if self._run is None else self._run(partial(self._propose, wanted))
         except TimeoutError:
             pass
         except EngineClosed:
-            logger.warning("the draft model was closed; generation goes on without guesses")
+            logger.warning("the draft model was closed; generation goes on without speculation")
             self._gone = True
-        except Exception:  # the target is fine: what it says does not depend on guesses
-            logger.exception("the draft model failed; generation goes on without guesses")
+        except Exception:  # the target's text does not depend on the draft
+            logger.exception("the draft model failed; generation goes on without speculation")
             self._gone = True
         return [[] for _ in wanted]
 
@@ -111,9 +111,9 @@ class DraftModel:
 
     # ---- inside
 
-    def _guess(self, wanted: Several[tuple[Sequence, int]]) -> list[list[int]]:
+    def _propose(self, wanted: Several[tuple[Sequence, int]]) -> list[list[int]]:
         found: list[list[int]] = [[] for _ in wanted]
-        turns: list[tuple[int, _Ahead, SamplerState, list[int], int]] = []  # place, state, sampler, tokens to run next, guesses to make
+        turns: list[tuple[int, _Ahead, SamplerState, list[int], int]] = []  # place, state, sampler, tokens to run next, tokens to propose
         for place, (sequence, count) in enumerate(wanted):
             ahead = self._state(sequence)
             lag, count = len(sequence.ids) - ahead.computed, min(count, self._context - len(sequence.ids))
@@ -136,9 +136,9 @@ class DraftModel:
                 found[place].append(token)
                 if count > 1 and not sampler.finished:
                     going.append((place, ahead, sampler, [token], count - 1))
-            if all(len(ids) == 1 for _, _, _, ids, _ in turns):  # what making a guess takes; the first one also catches up with the text
+            if all(len(ids) == 1 for _, _, _, ids, _ in turns):  # the time of one draft step; the first one also catches up with the text
                 took = time.perf_counter() - began
-                self.guess_s = self.guess_s + 0.2 * (min(took, 2.0 * self.guess_s) - self.guess_s) if self.guess_s else took
+                self.draft_s = self.draft_s + 0.2 * (min(took, 2.0 * self.draft_s) - self.draft_s) if self.draft_s else took
             turns = going
         return found
 
@@ -148,7 +148,7 @@ class DraftModel:
         row = row[:size] if len(row) >= size else np.concatenate([row, np.full(size - len(row), -np.inf, np.float32)])
         try:
             return choose(row, sampler)[0].id
-        except Exception:  # a guess that cannot be made is no guess; the target's own row will say what is wrong, if anything is
+        except Exception:  # the sequence then goes on without a draft token; an error of the target's own row is raised there
             return None
 
     def _forward(self, parts: Several[tuple[_Ahead, list[int], str]]) -> np.ndarray:
@@ -163,9 +163,9 @@ class DraftModel:
         ahead = self._known.get(id(sequence))
         if ahead is None:
             ahead = self._known[id(sequence)] = _Ahead(weakref.ref(sequence))
-        guesses = sequence.guesses
-        assert guesses is not None, "a sequence with guesses"
-        ahead.computed, guesses.kept = min(ahead.computed, guesses.kept, len(sequence.ids) - 1), 1 << 62
+        proposer = sequence.proposer
+        assert proposer is not None, "a sequence that speculates"
+        ahead.computed, proposer.kept = min(ahead.computed, proposer.kept, len(sequence.ids) - 1), 1 << 62
         return ahead
 
     def _reserve(self, ahead: _Ahead, tokens: int) -> bool:

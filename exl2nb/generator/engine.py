@@ -32,12 +32,12 @@ from exl2nb.generator.batch import MAX_ROWS, BatchBuilder
 from exl2nb.generator.beams import Beams, Guided
 from exl2nb.generator.executor import Executor, HostExecutor
 from exl2nb.generator.handle import TICK_S, Handle
-from exl2nb.generator.loop import Speculator, StepLoop
+from exl2nb.generator.loop import StepLoop
 from exl2nb.generator.pager import Pager
 from exl2nb.generator.request import Request
 from exl2nb.generator.scheduler import MAX_CHUNK, Scheduler
 from exl2nb.generator.sequence import Sequence
-from exl2nb.generator.speculation import Drafter, GuessingSpeculator, guesses_for
+from exl2nb.generator.speculation import Drafter, Speculator, proposer_for
 from exl2nb.model.batch import Batch
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
@@ -65,7 +65,7 @@ T = TypeVar("T")
 class Call(Generic[T]):
     """A function to run on the engine thread, and what became of it.
 
-    Whoever takes `claim` first decides: the engine, which then runs the function, or the caller, who gives it up.
+    The first to take `claim` decides: the engine, which then runs the function, or the caller, who gives it up.
     """
 
     def __init__(self, function: Callable[[], T]) -> None:
@@ -132,8 +132,7 @@ class Engine:
     """Runs requests on a model.
 
     Attributes:
-        cache: the pools. pages: who holds which page. pager: what the pages hold. loop: the steps. drafter: the draft model that guesses
-        tokens, or None.
+        cache: the pools. pages: their page table. pager: what the pages hold. loop: the steps. drafter: the draft model, or None.
 
     Args:
         model: anything with `forward` and `close`.
@@ -169,7 +168,7 @@ class Engine:
         self.pages = self.pager.table
         self.vocab_size = vocab_size
         self.drafter: Drafter | None = None
-        self._guessing = GuessingSpeculator()
+        self._speculator = Speculator()
         switch = getattr(model, "rope_switch", None)
         builder = BatchBuilder(
             switches=switch is not None,
@@ -195,7 +194,7 @@ class Engine:
 
         Args:
             request: what is asked for.
-            group: requests of one group take turns with everybody else's; None = this one is its own.
+            group: requests of one group share the turn of one caller; None = this one is its own.
 
         Raises:
             ContextOverflow: the prompt leaves no room in the context, or the request could never fit the cache.
@@ -228,9 +227,9 @@ class Engine:
         kind = leader.request.speculation.kind
         if kind == "off" or (kind == "auto" and self.drafter is None):
             return
-        leader.guesses = guesses_for(leader.request, self.drafter, self._guessing.times)
-        if leader.guesses is not None and self.loop.speculator is None:
-            self.loop.speculator = self._guessing
+        leader.proposer = proposer_for(leader.request, self.drafter, self._speculator.times)
+        if leader.proposer is not None and self.loop.speculator is None:
+            self.loop.speculator = self._speculator
 
     def check(self, request: Request) -> None:
         """Refuse a prompt that cannot run; errors as in `submit`."""
@@ -302,22 +301,13 @@ class Engine:
         return SharedModel(self)
 
     @property
-    def speculator(self) -> Speculator | None:
-        """Who guesses tokens before each step; None = nobody."""
-        return self.loop.speculator
-
-    @speculator.setter
-    def speculator(self, speculator: Speculator | None) -> None:
-        self.loop.speculator = speculator
-
-    @property
     def closed(self) -> bool:
         """True after `close`."""
         return self._closed
 
     @property
     def idle(self) -> bool:
-        """True while no request waits or runs; all pages are free then."""
+        """True while no request is queued or running; all pages are free then."""
         return not self._arrived and not self._calls and not self.loop.busy
 
     def wait_idle(self, timeout_s: float = 60.0) -> bool:
@@ -366,7 +356,7 @@ class Engine:
             raise EngineClosed("the model was closed; load it again")
 
     def _wake_thread(self) -> None:
-        """Have the engine thread look at what arrived; starts it if there is none. The caller has the lock."""
+        """Wake the engine thread; start it if there is none. The caller has the lock."""
         self._wake.put(None)
         if self._thread is None or not self._thread.is_alive():
             run = contextvars.copy_context().run
@@ -389,7 +379,7 @@ class Engine:
     def _run(self) -> None:
         loop, scheduler = self.loop, self.loop.scheduler
         try:
-            # the lock: an interrupt inside Thread.start can leave a thread behind that nobody knows of, beside its successor
+            # an interrupt inside Thread.start can leave a thread behind, unknown to the engine, beside its successor: only one may run
             with self._run_lock, torch.inference_mode():
                 while True:
                     idle = not (scheduler.running or scheduler.waiting or loop.in_flight)

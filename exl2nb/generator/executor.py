@@ -1,4 +1,4 @@
-"""Executors: what computes the steps of the step loop, what it is told and what it returns. Knows no text.
+"""Executors: compute the steps of the step loop. What a step is and what it returns; the executor of the CPU. Knows no text.
 
 The host executor draws the rows of requests whose only filters are the usual cuts; all other rows go back as logits.
 An executor with `lookahead` 1 draws tokens on its device and takes the next step before the results of the last one are read: where a row's
@@ -137,7 +137,7 @@ class HostExecutor:
         self._last: Ahead | None = None  # launched last, and perhaps not complete
 
     def can_draw(self, state: SamplerState) -> bool:
-        """Where the cuts are the usual ones and nothing else looks at the logits."""
+        """Whether the request's only filters are the usual cuts."""
         return batches(state)
 
     def launch(self, step: Step) -> Ticket | Results:

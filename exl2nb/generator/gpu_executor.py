@@ -1,4 +1,4 @@
-"""What the sampling kernel reads beside logits, on the GPU: how often each token stands in a text, and what is added to its logit."""
+"""The executor of a GPU: decode steps as captured graphs that draw their own tokens, launched one step ahead of the host."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def write_counts(counts: Tensor, draws: Sequence[Draw], fresh: tuple[Sequence[in
         counts[at, tokens] += 1
 
 
-# ---- Steps on the GPU that draw their own tokens: a captured graph per number of sequences, launched one step ahead of the host.
+# ---- The executor: a captured graph per number of sequences.
 
 RING = 4  # results of as many steps are kept: more than may be unread
 MOST = 64  # sequences of the largest graph
@@ -128,7 +128,7 @@ class GpuExecutor:
         self._last: _Graph | None = None
 
     def can_draw(self, state: SamplerState) -> bool:
-        """Where the kernel knows every filter of the request."""
+        """Whether the sampling kernel knows every filter of the request."""
         drawn = DRAWN.issuperset(state.params.changed) and self._model.rope_switch is None
         return drawn and writable(state.params, self._model.gpu.vocab)
 
@@ -155,7 +155,8 @@ class GpuExecutor:
             drawn = [draw for draw in draws if draw is not None]
             graph = self._graph(step, drawn)
             if graph is not None:
-                return self._replay(graph, drawn)
+                self._last, self._drawn = graph, graph.ids
+                return graph.replay([draw.top for draw in drawn])
         self._last = None
         ids = None
         if step.feed is not None and self._drawn is not None:
@@ -196,11 +197,6 @@ class GpuExecutor:
             reason = str(error).splitlines()[0]
             logger.warning("steps of %d requests cannot be captured (%s): they are launched kernel by kernel, more slowly", rows, reason)
             return None
-
-    def _replay(self, graph: _Graph, draws: list[Draw]) -> Ticket:
-        ticket = graph.replay([draw.top for draw in draws])
-        self._last, self._drawn = graph, graph.ids
-        return ticket
 
     def _draw(self, logits: Tensor, draws: Sequence[Draw | None], fresh: tuple[list[int], Tensor] | None) -> Ticket:
         """Draw the rows that have a Draw, fetch the others. fresh: see `_fresh`."""

@@ -1,4 +1,4 @@
-"""The line between the engine thread and one caller: chunks go one way, a cancel flag the other. Knows neither models nor pages."""
+"""What a caller holds of a running request: chunks come from the engine thread, cancellation goes to it. Knows neither models nor pages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Channel:
     """Shared by one sequence of the engine and one handle of a caller.
 
     The engine puts lists of tokens and at last a completion or an error; nothing follows that. The caller sets `cancelled`, which the
-    engine reads at every step. Each side may be dropped without the other noticing more than that.
+    engine reads at every step. Either side may be dropped: the other then ends its part.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Channel:
         self.error: BaseException | None = None
         self.ended = False
         self._end: queue.SimpleQueue[None] = queue.SimpleQueue()  # wakes those who wait for the end
-        self.waker: Callable[[], None] | None = None  # told about every item; for those who cannot wait on this queue
+        self.waker: Callable[[], None] | None = None  # called after every item; for callers that cannot wait on this queue
         self.progress = (0, 0)  # prompt tokens in the cache, of how many; (0, 0) while the request waits
 
     def put(self, tokens: list[Token]) -> None:
@@ -74,7 +74,7 @@ class Channel:
         if self.waker is not None:
             try:
                 self.waker()
-            except RuntimeError:  # the caller's event loop is gone, so nobody reads this any more
+            except RuntimeError:  # the caller's event loop is closed, so nothing reads this any more
                 self.waker, self.cancelled = None, True
             except Exception:
                 self.waker = None

@@ -16,11 +16,9 @@ from exl2nb.generator.request import Completion, Token
 
 
 class Submit(Protocol):
-    """Queues one request."""
+    """Queues one request; errors of the request itself are raised by the call."""
 
-    def __call__(self, prompt: Any, options: dict[str, Any], *, stream: bool, group: object) -> Handle:
-        """Errors of the request itself are raised here."""
-        ...
+    def __call__(self, prompt: Any, options: dict[str, Any], *, stream: bool, group: object) -> Handle: ...  # noqa: D102
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +70,7 @@ class Job:
     Requests may be added at any time, also inside the loop. The iteration ends when every request is over; a failed one is an event, not
     an exception. Leaving the loop early and dropping the job cancels what still runs, as does `cancel()`. `async for` works too.
 
-    The requests of a job take turns with those of other callers: a job of a thousand does not keep them waiting.
+    A job shares the model fairly with other callers: its requests have one turn at a time, however many they are.
 
     Args:
         submit: queues a request. Use `llm.job()` or `llm.batch(prompts)`, or give a loaded model: `Job(llm)`.

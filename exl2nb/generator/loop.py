@@ -1,12 +1,11 @@
-"""One step after the other: who runs, launch, read what came back, end what is over. Belongs to the engine thread."""
+"""The step loop: schedule, launch, read the results, end what is complete. Runs on the engine thread."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence as Several
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from exl2nb.core.errors import EngineClosed, GenerationError, OutOfMemory
 from exl2nb.generator.batch import BatchBuilder
@@ -16,20 +15,15 @@ from exl2nb.generator.scheduler import MIN_CHUNK, Scheduler, Span
 from exl2nb.generator.sequence import Sequence
 from exl2nb.sampling.draw import Sampled
 
+if TYPE_CHECKING:
+    from exl2nb.generator.speculation import Speculator
+
 PAUSE_S = 0.0005
 SWEEP = 64  # a longer waiting queue is searched for cancelled requests in every eighth step only
 
 
-class Speculator(Protocol):
-    """Guesses tokens."""
-
-    def propose(self, running: Several[Sequence], /) -> None:
-        """Put guesses behind the ids of sequences that decode; their `rows` is then one more than there are guesses."""
-        ...
-
-
 class InFlight(NamedTuple):
-    """A launched step that nobody has read. ticket: its results, where they are there already."""
+    """A launched step whose results are unread. ticket: its results, where they are there already."""
 
     spans: list[Span]
     ticket: Ticket | Results
@@ -37,17 +31,17 @@ class InFlight(NamedTuple):
 
 
 class StepLoop:
-    """Runs what the scheduler holds.
+    """Runs the sequences of the scheduler.
 
-    With an executor of lookahead 1, step n + 1 is launched before the results of step n are read, as long as every sequence that runs is
-    drawn on the device. The at most one token that was computed past the end of an answer is dropped. Pages of what has ended may be
+    With an executor of lookahead 1, step n + 1 is launched before the results of step n are read, as long as every running sequence is
+    drawn on the device. The at most one token that was computed past the end of an answer is dropped. Pages of an ended sequence may be
     given away while such a step runs: launches are carried out in order.
 
     Attributes:
-        speculator: None, or who guesses tokens before each step. steps: launched so far.
+        speculator: proposes draft tokens before each step; None: nothing does. steps: launched so far.
 
     Args:
-        scheduler: who runs. builder: writes the tensors. executor: computes.
+        scheduler: chooses the sequences. builder: writes the tensors. executor: computes.
     """
 
     def __init__(self, scheduler: Scheduler, builder: BatchBuilder, executor: Executor) -> None:
@@ -68,7 +62,7 @@ class StepLoop:
         self.scheduler.add(sequence, group)
 
     def step(self) -> None:
-        """One turn."""
+        """One step: end what is cancelled or late, schedule, launch, read."""
         scheduler, in_flight = self.scheduler, self.in_flight
         waiting, running = scheduler.waiting, scheduler.running
         now = time.perf_counter()
@@ -89,7 +83,7 @@ class StepLoop:
         elif in_flight:
             self._read()
         elif scheduler.busy:
-            time.sleep(PAUSE_S)  # the waiting sequences are not ready yet
+            time.sleep(PAUSE_S)  # the queued sequences are not ready yet
 
     def drain(self) -> None:
         """Read every step in flight."""
@@ -121,7 +115,7 @@ class StepLoop:
         self.in_flight.append(InFlight(spans, ticket, now))
 
     def _launch_failed(self, spans: list[Span], error: Exception) -> None:
-        """Find out whose fault it is: alone, most of them succeed; a long piece of a prompt gets a second chance as a short one."""
+        """Find the request that caused it: alone, most of them succeed; a long piece of a prompt is tried again as a short one."""
         self._builder.forget()
         if self.in_flight:
             self.drain()  # the next turn tries again, with nothing in flight

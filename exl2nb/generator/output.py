@@ -1,4 +1,4 @@
-"""Texts to find while text still comes, across token boundaries: what may still become one is held back. Knows no tokens."""
+"""From sampled ids to the text and tokens that may be shown: whole characters only, nothing of a stop text, nothing banned."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Match(NamedTuple):
 
 
 class StopMatcher:
-    """Reads text as it comes.
+    """Finds texts while text still comes, across token boundaries; what may still become one of them is held back. Knows no tokens.
 
     Args:
         stops: texts that end the answer; may be none.
@@ -98,7 +98,7 @@ def _lower(text: str) -> str:
     return text.lower() if text.isascii() else "".join([low if len(low := c.lower()) == 1 else c for c in text])
 
 
-# ---- The alternatives of a token, made when somebody looks: at 2,000 tokens a second most of them are looked at by nobody.
+# ---- The alternatives of a token, made when they are read: at 2,000 tokens a second most of them never are.
 
 
 class Alternatives(Sequence[Alternative]):
@@ -143,7 +143,7 @@ class Alternatives(Sequence[Alternative]):
         return tuple, (self._all(),)
 
 
-# ---- Sampled ids to the tokens and text that may be shown: whole characters only, nothing of a stop text, nothing banned.
+# ---- The answer.
 
 _new = tuple.__new__  # half the time of `Token(...)`, once per token and sequence
 

@@ -1,4 +1,4 @@
-"""The pages of sequences: taken on demand, shared by equal beginnings, copied before a shared one is written. Knows no ranks."""
+"""The pages of sequences: taken on demand, shared by equal beginnings, copied before a shared one is written. Knows no priorities."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ class Pager:
         self.changes += 1
 
     def _take_partial(self, sequence: Sequence, page: int | None, common: int) -> None:
-        """Continue a known page that is not full, or not wholly the same: in place where nobody wants the rest of it, else in a copy."""
+        """Continue a known page that is not full, or differs further on: in place if it has no references, else in a copy."""
         if page is None:
             return
         table = self.table

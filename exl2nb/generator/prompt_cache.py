@@ -35,9 +35,9 @@ _TINTS = {"free": "transparent", "cached": "rgba(120,140,160,.35)", "used": "rgb
 class PageView:
     """One page.
 
-    state: "used" (requests hold it), "cached" (nobody does, its content may be used again) or "free". owners: numbers of the requests that
-    hold it, in order. count: holders. tokens: of its slots that hold something. full: all do. key: hash of its tokens and all before them,
-    as hex; None while it is not full or not published. parent: the key before it. last_use: the table's clock when it was last taken or
+    state: "used" (requests refer to it), "cached" (none does; its content may be used again) or "free". owners: numbers of those requests,
+    in order. count: references. tokens: of its slots that hold something. full: all do. key: hash of its tokens and all before them, as
+    hex; None while it is not full or not published. parent: the key before it. last_use: the table's clock when it was last taken or
     given up.
     """
 
@@ -73,7 +73,7 @@ class RequestView:
 class CacheSnapshot:
     """The whole page table.
 
-    clock: what `last_use` counts. evictions: cached pages that were given away so far. preemptions: requests that had to give way so far.
+    clock: what `last_use` counts. evictions: cached pages that were given away so far. preemptions: of requests so far.
     """
 
     page_size: int
@@ -151,7 +151,7 @@ def _cell(page: PageView) -> str:
 
 
 def take_snapshot(pager: Pager, scheduler: Scheduler) -> CacheSnapshot:
-    """Look at every page and request. Nothing may change meanwhile."""
+    """A view of every page and request. Nothing may change meanwhile."""
     table, size = pager.table, pager.page_size
     owners: dict[int, list[int]] = {}
     filled: dict[int, int] = {}
@@ -201,7 +201,7 @@ def _request(sequence: Sequence, state: str) -> RequestView:
     )
 
 
-# ---- Cached pages in a file: what they hold and the texts they belong to, checked whole before the first byte is used. Knows no threads.
+# ---- Cached pages in a file: their content and their tokens, checked whole before the first byte is used. Knows no threads.
 
 FORMAT = "exl2nb cache 1"
 
@@ -408,14 +408,14 @@ def _spec(cache: KVCache) -> dict[str, Any]:
     return {name: value for name, value in asdict(cache.spec).items() if name != "num_pages"}
 
 
-# ---- `llm.cache`: what the pages hold, kept across requests and across sessions. The caller's side, any thread.
+# ---- `llm.cache`: for callers, on any thread.
 
 
 class PromptCache:
-    """The pages of one model.
+    """The pages of one model, whose content is kept across requests and, in files, across sessions.
 
     What a request has computed stays in the cache until the room is needed. A request whose prompt begins like an earlier one does not
-    compute that beginning again (`completion.timings.reused_tokens` says how much), with the same bits as if it had.
+    compute that beginning again (`completion.timings.reused_tokens` tells how much), and gets the same bits.
 
     Args:
         engine: whose pages.

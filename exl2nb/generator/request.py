@@ -1,4 +1,4 @@
-"""A completion as static HTML: each token tinted by its probability. No script, so that it also shows where notebooks are only read."""
+"""Requests and completions: what a caller asks for and what comes back, as plain data, and its static HTML. Knows no threads."""
 
 from __future__ import annotations
 
@@ -43,8 +43,6 @@ def _token_html(token: Token, whole: bool) -> str:
     return f'<span title="{html.escape(title)}" style="background:rgba(214,120,40,{tint})">{html.escape(token.text)}</span>'
 
 
-# ---- What a caller asks for and what comes back, as plain data. Knows no threads.
-
 MAX_TOP = 100
 MAX_BEAMS = 64
 MAX_PRIORITY = 1000
@@ -60,8 +58,8 @@ class Request:
     after an end-of-text token. banned_strings: texts that never occur in the answer (upper and lower case alike): where one appears, the
     answer goes back to the token that began it and takes another there. token_healing: the last prompt token is drawn again among the
     tokens that begin with its text, so that a prompt may end in the middle of a word. top_logprobs: alternatives reported per token.
-    return_logits: keep the raw logits of every token. priority: higher ones run first, and take the place of lower ones where there is
-    none. timeout_s: seconds after which the answer ends as it stands; None = never. structure: what the answer must look like; None =
+    return_logits: keep the raw logits of every token. priority: higher ones run first, and preempt lower ones where there is no
+    room. timeout_s: seconds after which the answer ends as it stands; None = never. structure: what the answer must look like; None =
     anything. stream: hand tokens over as they come; False only the completion at the end, which costs less.
 
     negative_ids, cfg_scale: classifier-free guidance: a second prompt runs in step with the first, and tokens are drawn from
@@ -71,7 +69,7 @@ class Request:
     The `n` best are returned. early_stopping: True ends it when `beams` answers are complete, False when no better one is likely, "never"
     when none is possible.
 
-    speculation: guesses of the next tokens that the model verifies several at a time. "auto" (the draft model if there is one), "draft",
+    speculation: draft tokens that the model verifies several at a time. "auto" (from the draft model if there is one), "draft",
     "ngram", "off", or a `Speculation`. It changes the speed, never the text.
 
     Raises:
@@ -144,9 +142,8 @@ class Request:
                 ("a sampler other than temperature=0", not plain),
             )
             if wrong := [name for name, on in checks if on]:
-                why = {"return_logits": "its tokens come from several beams", "token_healing": "beams begin behind the whole prompt"}.get(
-                    wrong[0], "beam search draws nothing"
-                )
+                why = {"return_logits": "its tokens come from several beams", "token_healing": "beams begin behind the whole prompt"}
+                why = why.get(wrong[0], "beam search draws nothing")
                 raise OptionError(f"beams={self.beams} and {wrong[0]} exclude each other: {why}; leave it out, or beams=1")
         if self.structure is not None and self.token_healing:
             raise OptionError("token_healing and a structure exclude each other: the healed token is part of the prompt; leave one out")
@@ -215,7 +212,7 @@ class Token(NamedTuple):
 
     text: its part of the answer ("" while a character is incomplete; the token that completes it has the text). logprob, prob, rank: under
     the model's own distribution, before any filter. top: the best alternatives, if asked for. source: where it comes from: "target"
-    (drawn), "draft" or "ngram" (guessed, and then drawn the same), "forced" (a constraint left no other), "rewound" (drawn in the place of
+    (drawn), "draft" or "ngram" (an accepted draft token), "forced" (a constraint left no other), "rewound" (drawn in the place of
     one that began a banned text).
     """
 
@@ -252,8 +249,7 @@ class Timings:
     """Where the time of one request went.
 
     queue_s: waiting for pages. first_token_s: from the call to the first token (TTFT). prefill_s: running the prompt. decode_s: from the
-    first to the last token. reused_tokens: of the prompt, found in the cache instead of computed. preemptions: how often it gave its pages
-    to a request of higher rank and went on later.
+    first to the last token. reused_tokens: of the prompt, found in the cache instead of computed. preemptions: how often it was preempted.
     """
 
     prompt_tokens: int
@@ -289,8 +285,8 @@ class Completion:
 
     finish_reason: "eos" (the model ended it), "stop" (a stop text or token, or the structure is complete), "length" (max_tokens), "context"
     (no room left), "cancelled", "timeout". stopped_by: the stop text, stop token or end-of-text token that ended it. withheld: tokens that
-    a stop text took away. seed: reproduces the answer. rewinds: where banned texts made it go back. speculation: what guesses did, None
-    where none were made. logits: raw, f32 `(tokens, V)`, if asked for. score: of a beam; beams: the best beams, this one first. structure:
+    a stop text took away. seed: reproduces the answer. rewinds: where banned texts made it go back. speculation: what it did, None
+    where it was off. logits: raw, f32 `(tokens, V)`, if asked for. score: of a beam; beams: the best beams, this one first. structure:
     what it had to look like, and whether it came to an end.
     """
 

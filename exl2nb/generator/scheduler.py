@@ -1,4 +1,4 @@
-"""Who runs in the next step, and who waits. Knows no model and no text."""
+"""Chooses the sequences and tokens of each step: admission, preemption, chunks of prompts. Knows no model and no text."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class Span(NamedTuple):
 
 
 class Scheduler:
-    """Holds the sequences: those that run, best rank first, and those that wait, in the order in which they will be admitted.
+    """Holds the sequences: those that run, best rank first, and those that are queued, in the order in which they will be admitted.
 
-    Rank: higher priority, then turn, then arrival. Turns are dealt per `group`, so that a caller who brings a thousand requests at once has
-    one turn at a time, like everybody else.
+    Rank: higher priority, then turn, then arrival. Turns are counted per `group`, so that a caller who brings a thousand requests at once
+    has one turn at a time, like every other caller.
 
     A sequence is admitted when there is a place and its tokens so far fit the free pages; further pages are taken as it grows. When none
-    is left, the sequence of the worst rank gives its pages back and waits for its old turn; it continues by computing its tokens again, or
-    by finding their pages still there. The best ranked sequence is never preempted, so every request ends. A waiting sequence takes the
-    place of a running one of lower priority.
+    is left, the sequence of the worst rank is preempted: it gives its pages back and keeps its turn in the queue; later its tokens are
+    computed again, or their pages found still there. The best ranked sequence is never preempted, so every request ends. A queued sequence
+    preempts a running one of lower priority.
 
     Every step decodes for each sequence past its prompt and shares the rest of the token budget among the prompts. A prompt does not
-    compute a page that another one is computing: it waits a few steps and takes that page over.
+    compute a page that another one is computing: a few steps later it takes that page over.
 
     Args:
         pager: the pages, which nobody else uses.
@@ -88,7 +88,7 @@ class Scheduler:
             )
 
     def add(self, sequence: Sequence, group: object = None) -> None:
-        """Queue a sequence. group: whose turn it takes; None = its own."""
+        """Queue a sequence. group: shares one turn with the others of it; None = a turn of its own."""
         turn = self._turn + 1
         if group is not None:
             turn = self._turns[group] = max(turn, self._turns.get(group, 0) + 1)
@@ -107,7 +107,7 @@ class Scheduler:
             if spans or not self.waiting or any(s.in_flight for s in (*self.running, *self.waiting)):
                 break
             if not self._strip_waiting() and self.running:
-                self.preempt(self.running[-1])  # all that run wait for somebody who has no pages
+                self.preempt(self.running[-1])  # all that run are blocked by a sequence that has no pages
             self._admit()
             spans = self._spans()
         return spans
@@ -131,7 +131,7 @@ class Scheduler:
         insort(self.waiting, sequence, key=_rank)
 
     def fork(self, source: Sequence, target: Sequence) -> None:
-        """Give `target` the cache of `source` by reference; whoever writes to a shared page first gets a copy of it."""
+        """Give `target` the cache of `source` by reference; a shared page is copied before it is written."""
         target.long, target.salt = source.long, source.salt
         self.pager.fork(source, target)
 
@@ -218,8 +218,8 @@ class Scheduler:
     def _lengthen(self, sequence: Sequence) -> bool:
         """Where a sequence has grown past the switch, begin it again as a long one. False: what is in flight must come back first."""
         assert self.switch is not None, "only a model that switches has short sequences"
-        if len(sequence.ids) - sequence.guessed <= self.switch < len(sequence.ids):
-            sequence.withdraw()  # guesses are verified on their own side of the switch
+        if len(sequence.ids) - sequence.drafted <= self.switch < len(sequence.ids):
+            sequence.withdraw()  # draft tokens are verified on their own side of the switch
         if len(sequence.ids) + sequence.in_flight <= self.switch:
             return True
         if sequence.in_flight:

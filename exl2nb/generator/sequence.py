@@ -22,7 +22,7 @@ from exl2nb.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from exl2nb.generator.beams import Group
-    from exl2nb.generator.speculation import Guesses
+    from exl2nb.generator.speculation import Proposer
 
 DEVICE_TOP = 20  # alternatives that a device reports
 
@@ -31,7 +31,7 @@ class Sequence:
     """Ids, pages and state.
 
     Attributes:
-        ids: prompt, new tokens and, between `propose` and `advance`, guessed ones. computed: how many of them have K and V in the cache
+        ids: prompt, new tokens and, between `propose` and `advance`, draft tokens. computed: how many of them have K and V in the cache
         (written, or about to be by a launched step). pages: of the cache. top: alternatives to report. limit: new tokens at most, the
         request's max_tokens or the room left in the context. prompt_tokens: how many of the ids are prompt (one less than were given, where
         the last is healed).
@@ -71,8 +71,8 @@ class Sequence:
         )
         self.output = Output(tokenizer, prompt, request.stop_texts, request.banned_strings, skip=healed.skip if healed else 0)
         self.group: Group | None = None
-        self.guesses: Guesses | None = None
-        self.guessed = 0  # ids at the end that are guesses
+        self.proposer: Proposer | None = None
+        self.drafted = 0  # ids at the end that are draft tokens
         self.rewinds: list[Rewind] = []
         self._healed = None if healed is None else healed.allowed
         self._barred: dict[int, set[int]] = {}  # place -> tokens that led to a banned text there
@@ -94,18 +94,18 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens the model has not seen: a prompt's rest, or the one new token and the guesses. 0: it waits for others of its group."""
+        """Tokens the model has not seen: a prompt's rest, or the new token and draft tokens. 0: parked until its group has stepped."""
         return len(self.ids) - self.computed
 
     @property
     def rows(self) -> int:
         """Of the pending tokens, how many of the last want logits."""
-        return 1 + self.guessed
+        return 1 + self.drafted
 
     @property
     def new_tokens(self) -> int:
         """Tokens generated so far, a final end-of-text token included."""
-        return len(self.ids) - self.guessed - self.prompt_tokens
+        return len(self.ids) - self.drafted - self.prompt_tokens
 
     @property
     def most_tokens(self) -> int:
@@ -128,7 +128,7 @@ class Sequence:
             or self._healed is not None
             or self.sampler.constraint is not None
         )
-        return bool(special) or self.group is not None or self.guesses is not None
+        return bool(special) or self.group is not None or self.proposer is not None
 
     def ready(self) -> bool:
         """Whether it may be admitted."""
@@ -141,24 +141,24 @@ class Sequence:
 
     # ---- a step
 
-    def propose(self, guesses: list[int]) -> None:
-        """Put guesses behind the ids; the next `advance` verifies them."""
-        assert not self.guessed, "guesses are verified before new ones are made"
-        guesses = guesses[: max(0, self.limit - self.new_tokens - 1)]
-        self.ids += guesses
-        self.guessed = len(guesses)
+    def propose(self, drafted: list[int]) -> None:
+        """Put draft tokens behind the ids; the next `advance` verifies them."""
+        assert not self.drafted, "draft tokens are verified before new ones are proposed"
+        drafted = drafted[: max(0, self.limit - self.new_tokens - 1)]
+        self.ids += drafted
+        self.drafted = len(drafted)
 
     def withdraw(self) -> None:
-        """Take back guesses that were not verified: it is preempted, or ends."""
-        if self.guessed:
-            del self.ids[len(self.ids) - self.guessed :]
-            self.guessed = 0
+        """Take back draft tokens that were not verified: it is preempted, or ends."""
+        if self.drafted:
+            del self.ids[len(self.ids) - self.drafted :]
+            self.drafted = 0
 
     def advance(self, rows: Several[np.ndarray]) -> str | None:
         """Take what the model says after the last tokens; the finish reason once the answer is complete.
 
-        `computed` counts all ids, guesses included, when this is called. Afterwards the ids end in one token that the model has not seen,
-        and `computed` is never past what stayed.
+        `computed` counts all ids, draft tokens included, when this is called. Afterwards the ids end in one token that the model has not
+        seen, and `computed` is never past what stayed.
 
         Args:
             rows: one for each of `rows`: its logits f32 `(V,)`, raw.
@@ -169,24 +169,24 @@ class Sequence:
 
     def take_rows(self, rows: Several[np.ndarray]) -> str | None:
         """`advance` for a sequence by itself."""
-        guessed, self.guessed = self.guessed, 0
-        start = len(self.ids) - guessed
-        guesses = self.ids[start:]
+        count, self.drafted = self.drafted, 0
+        start = len(self.ids) - count
+        drafted = self.ids[start:]
         del self.ids[start:]
         accepted, reason = 0, None
         for i, row in enumerate(rows):
             place = len(self.ids)
             sampled, source = self._choose(row)
-            right = i < guessed and sampled.id == guesses[i]
-            if right and source != "forced" and self.guesses is not None:
-                source = self.guesses.name
+            right = i < count and sampled.id == drafted[i]
+            if right and source != "forced" and self.proposer is not None:
+                source = self.proposer.name
             reason = self._take(sampled, row, source)
             accepted += right
             if reason is not None or not right or len(self.ids) <= place:
                 break
         self.computed = min(self.computed, len(self.ids) - 1)
-        if self.guesses is not None:
-            self.guesses.told(guesses, accepted, at=start - self.prompt_tokens, kept=min(start + accepted, len(self.ids) - 1))
+        if self.proposer is not None:
+            self.proposer.verified(drafted, accepted, at=start - self.prompt_tokens, kept=min(start + accepted, len(self.ids) - 1))
         if self.request.stream:
             self.hand_over()
         return reason
@@ -215,7 +215,7 @@ class Sequence:
         if not self._first:
             self._first = self._last
         ids.append(token_id)
-        new_tokens = len(ids) - self.prompt_tokens  # the guesses were taken off
+        new_tokens = len(ids) - self.prompt_tokens  # the draft tokens were taken off
         if row is not None and self.request.return_logits:
             self._rows.append(row.copy())
         reason = None
@@ -305,7 +305,7 @@ class Sequence:
             "stopped_by": self._stopped_by,
             "withheld": output.withheld,
             "rewinds": tuple(self.rewinds),
-            "speculation": None if self.guesses is None else self.guesses.acceptance,
+            "speculation": None if self.proposer is None else self.proposer.acceptance,
             "logits": logits,
             "structure": self.request.structure,
         }

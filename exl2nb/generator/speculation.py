@@ -1,9 +1,9 @@
-"""Speculative decoding: its settings, how many tokens to guess, and what came of it. Knows neither models nor caches.
+"""Speculative decoding: settings, draft tokens from the text itself, how many to propose, and the acceptance. Knows no model and no cache.
 
-A guess is verified by the request's own sampler: the model runs all guessed tokens in one step, then every row is sampled in order, with
-the request's own random number for that token, and as long as the token drawn is the one guessed the next row counts too. So the text is,
-token for token, the one without speculation, for every sampler, penalty and constraint. Rejection sampling (Leviathan et al., 2023) would
-accept a little more often, but draws other random numbers and would have to be proved right for every filter anew.
+A draft token is verified by the request's own sampler: the model runs all draft tokens in one step, then every row is sampled in order,
+with the request's own random number for that place; as long as the sampled token equals the draft token, the next row counts too. So the
+text is, token for token, the one without speculation, for every sampler, penalty and constraint. Rejection sampling (Leviathan et al.,
+2023) would accept a little more often, but draws other random numbers and would have to be proved right for every filter anew.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
     from exl2nb.generator.sequence import Sequence
 
 KINDS = ("auto", "draft", "ngram", "off")
-MAX_GUESSES = 7  # a step then has at most 8 rows per sequence, which every backend runs as a decode
-PROBE, RARELY = 12, 48  # steps without a guess after which one is tried again: after the first failure, and after several
-STALE = 512  # steps after which the time of a step with so many rows, not seen since, is no longer believed
-FORGET = 0.9  # weight of what was known, per verified step
-GAIN = 1.03  # guesses that promise less than this are not made: the promise is an estimate
-SURE = 0.995  # the most that is believed of a guess
+MAX_DRAFT_TOKENS = 7  # a step then has at most 8 rows per sequence, which every backend runs as a decode
+PROBE, RARELY = 12, 48  # steps without draft tokens after which one is proposed again: after the first failure, and after several
+STALE = 512  # steps after which the measured time of a number of rows, not seen since, is dropped
+FORGET = 0.9  # weight of earlier observations, per verified step
+GAIN = 1.03  # least estimated speed-up for which draft tokens are proposed
+SURE = 0.995  # highest acceptance probability that is assumed
 ROW_COST = 0.1  # of a step, what one more row costs, until it was measured
 
 
 @dataclass(frozen=True, kw_only=True)
 class Speculation:
-    """How the next tokens are guessed.
+    """How draft tokens are made.
 
-    kind: "draft" (a smaller model with the same tokenizer), "ngram" (what followed the last tokens when they stood in the text before; good
-    where an answer repeats its prompt, as in edits of code), "auto" (the draft model if the model was loaded with one), "off".
-    Where a structure leaves no choice, what must follow is verified instead of a guess.
-    max_tokens: guesses verified together, 1 to 7. adaptive: fewer where guesses fail. min_match, max_match: tokens that must agree with an
-    earlier place in the text before "ngram" guesses; longer matches are tried first.
+    kind: "draft" (a smaller model with the same tokenizer), "ngram" (prompt lookup: what followed the last tokens when they stood in the
+    text before; good where an answer repeats its prompt, as in edits of code), "auto" (the draft model if the model was loaded with one),
+    "off". Where a structure leaves no choice, the forced tokens are verified instead.
+    max_tokens: draft tokens verified together, 1 to 7. adaptive: fewer where they are rejected. min_match, max_match: tokens that must
+    agree with an earlier place in the text before "ngram" proposes; longer matches are tried first.
 
     Raises:
         OptionError: a value out of range.
@@ -49,7 +49,7 @@ class Speculation:
     """
 
     kind: str = "auto"
-    max_tokens: int = MAX_GUESSES
+    max_tokens: int = MAX_DRAFT_TOKENS
     adaptive: bool = True
     min_match: int = 2
     max_match: int = 4
@@ -58,7 +58,7 @@ class Speculation:
         if self.kind not in KINDS:
             raise OptionError(f"speculation is {self.kind!r}; expected one of {', '.join(KINDS)}, or a Speculation")
         check_flag("Speculation: adaptive", self.adaptive)
-        for name, low, high in (("max_tokens", 1, MAX_GUESSES), ("min_match", 1, 16), ("max_match", self.min_match, 16)):
+        for name, low, high in (("max_tokens", 1, MAX_DRAFT_TOKENS), ("min_match", 1, 16), ("max_match", self.min_match, 16)):
             value = getattr(self, name)
             check_range(name, value, low, high, where="Speculation")
             if not isinstance(value, int):
@@ -79,7 +79,7 @@ class Speculation:
 
 
 class Verified(NamedTuple):
-    """One step that verified guesses. at: place of the first guess in the new tokens. ids: guessed. accepted: the first so many of them."""
+    """One verifying step. at: place of the first draft token in the new tokens. ids: draft tokens. accepted: the first so many of them."""
 
     at: int
     ids: tuple[int, ...]
@@ -90,8 +90,8 @@ class Verified(NamedTuple):
 class Acceptance:
     """What speculation did for one request.
 
-    kind: "draft" or "ngram". steps: of the model in which guesses were verified. proposed, accepted: tokens guessed, and found right.
-    lengths: how often 0, 1, 2, ... guesses of a step were accepted. plain_steps: of the model without a guess. trail: each of `steps`.
+    kind: "draft" or "ngram". steps: of the model in which draft tokens were verified. proposed, accepted: draft tokens. lengths: how often
+    0, 1, 2, ... draft tokens of a step were accepted. plain_steps: of the model without draft tokens. trail: each of `steps`.
     """
 
     kind: str
@@ -104,7 +104,7 @@ class Acceptance:
 
     @property
     def rate(self) -> float:
-        """Accepted of proposed, 0 to 1."""
+        """Acceptance rate: accepted of proposed, 0 to 1."""
         return self.accepted / self.proposed if self.proposed else 0.0
 
     @property
@@ -114,7 +114,7 @@ class Acceptance:
         return (steps + self.accepted) / steps if steps else 1.0
 
     def __str__(self) -> str:
-        found = f"{self.accepted} of {self.proposed} guesses accepted ({self.rate:.0%})"
+        found = f"{self.accepted} of {self.proposed} draft tokens accepted ({self.rate:.0%})"
         return f"{self.kind}: {found}, {self.tokens_per_step:.2f} tokens per step"
 
     def _repr_html_(self) -> str:
@@ -128,10 +128,10 @@ class Acceptance:
 
 
 class StepTimes:
-    """How long a step takes by its number of rows, learnt from steps.
+    """How long a step takes by its number of rows, measured on steps; recent ones count most.
 
-    What was seen lately counts most. A number of rows that was not seen is taken to lie on the line between those that were, or on the line
-    from one row through the largest one that was. So one row more is tried before many are: see `reach`.
+    A number of rows that was not measured is taken to lie on the line between those that were, or on the line from one row through the
+    largest one that was. So one row more is tried before many are: see `reach`.
     """
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class StepTimes:
         self._count = 0
 
     def told(self, rows: int, seconds: float) -> None:
-        """A step with so many rows, and nothing else, took so long. What is far longer than usual was disturbed, and counts little."""
+        """A step with so many rows, and nothing else, took so long. A time far longer than usual was disturbed, and counts little."""
         self._count += 1
         if rows in self._seen:
             known, _ = self._seen[rows]
@@ -150,7 +150,7 @@ class StepTimes:
 
     @property
     def plain_due(self) -> bool:
-        """True where steps were seen, but lately none with one row, beside which all others are judged."""
+        """True where steps were measured, but lately none with one row, with which all others are compared."""
         return bool(self._seen) and 1 not in self._seen
 
     @property
@@ -177,15 +177,15 @@ class StepTimes:
 
 
 class Pace:
-    """How many tokens to guess next, and the record of what became of them.
+    """How many draft tokens to propose next, and the record of their acceptance.
 
-    With probability a that a guess is right, k guesses give (1 - a**(k+1)) / (1 - a) tokens on average; the k that gives most tokens per
-    second, for the a seen lately and the time that a step with so many rows takes, is the best, if it is better than none by `GAIN`.
+    With probability a that a draft token is accepted, k of them give (1 - a**(k+1)) / (1 - a) tokens on average; the k that gives most
+    tokens per second, for the a seen lately and the time of a step with so many rows, is taken, if it is better than none by `GAIN`.
 
     Args:
         settings: of the request.
-        times: of the steps that the guesses are verified in.
-        watched: `seen` tells of guesses that were not made; then none needs to be made to find out.
+        times: of the steps in which they are verified.
+        watched: `seen` tells of draft tokens that were not proposed; then none needs to be proposed to find out.
     """
 
     def __init__(self, settings: Speculation, *, times: StepTimes | None = None, watched: bool = False) -> None:
@@ -196,12 +196,12 @@ class Pace:
         self.lengths = [0] * (settings.max_tokens + 1)
         self.trail: list[Verified] = []
 
-    def length(self, room: int, beside: int = 0, *, guess_s: float = 0.0) -> int:
-        """Guesses to make now.
+    def length(self, room: int, beside: int = 0, *, draft_s: float = 0.0) -> int:
+        """Draft tokens to propose now.
 
         Args:
-            room: at most so many. beside: rows of other sequences in the step, whose tokens come later if it takes longer. guess_s: what
-            making a guess takes.
+            room: at most so many. beside: rows of other sequences in the step, whose tokens come later if it takes longer. draft_s: what
+            making a draft token takes.
         """
         most = min(self.settings.max_tokens, room)
         if most <= 0 or not self.settings.adaptive:
@@ -209,33 +209,33 @@ class Pace:
         if self._times.plain_due and not beside:
             return 0
         most = min(most, max(1, self._times.reach - beside - 1, 2 * self._longest + 1))
-        best = self._best(min(SURE, self._right / self._tried), most, beside, guess_s)
+        best = self._best(min(SURE, self._right / self._tried), most, beside, draft_s)
         if best or self._watched:
             return best
         self._idle += 1
-        if self._idle < self._patience or not self._best(SURE, most, beside, guess_s):
-            return 0  # also where not even certain guesses would pay
+        if self._idle < self._patience or not self._best(SURE, most, beside, draft_s):
+            return 0  # also where not even certain draft tokens would pay
         self._idle, self._patience = 0, min(2 * self._patience, RARELY)
         return 1
 
-    def _best(self, likely: float, most: int, beside: int, guess_s: float) -> int:
-        """The number of guesses that gives most tokens per second; 0 where none does clearly."""
+    def _best(self, likely: float, most: int, beside: int, draft_s: float) -> int:
+        """The number of draft tokens that gives most tokens per second; 0 where none does clearly."""
         times = self._times
 
         def speed(k: int) -> float:
             tokens = beside + (1.0 - likely ** (k + 1)) / (1.0 - likely)
-            return tokens / (times.seconds(beside + 1 + k) + k * guess_s)
+            return tokens / (times.seconds(beside + 1 + k) + k * draft_s)
 
         best = max(range(1, most + 1), key=speed)
         return best if speed(best) > GAIN * speed(0) else 0
 
     def seen(self, right: bool) -> None:
-        """A guess that was not made would have been right, or not."""
+        """A draft token that was not proposed would have been accepted, or not."""
         self._right = self._right * FORGET + right
         self._tried = self._tried * FORGET + 1
 
     def told(self, proposed: int, accepted: int) -> None:
-        """A step verified `proposed` guesses and accepted so many; (0, 0) is a step without."""
+        """A step verified `proposed` draft tokens and accepted so many; (0, 0) is a step without."""
         if not proposed:
             self.plain_steps += 1
             return
@@ -251,39 +251,30 @@ class Pace:
 
     def acceptance(self, kind: str) -> Acceptance:
         """The record."""
-        return Acceptance(
-            kind=kind,
-            steps=self.steps,
-            proposed=self.proposed,
-            accepted=self.accepted,
-            lengths=tuple(self.lengths),
-            plain_steps=self.plain_steps,
-            trail=tuple(self.trail),
-        )
+        counts = {name: getattr(self, name) for name in ("steps", "proposed", "accepted", "plain_steps")}
+        return Acceptance(kind=kind, lengths=tuple(self.lengths), trail=tuple(self.trail), **counts)
 
 
-# ---- Guesses from the text itself: what followed the last tokens when they stood there before (prompt lookup). Knows no model.
+# ---- Draft tokens from the text itself: what followed the last tokens when they stood there before (prompt lookup).
 
 
-class NgramGuesser:
+class NgramProposer:
     """An index of the places where each run of tokens was continued, latest first.
 
     Args:
         min_match, max_match: lengths of the runs; the longest that is found counts.
 
     Example:
-        >>> NgramGuesser(1, 3).guess([5, 6, 7, 8, 5, 6], 3)
+        >>> NgramProposer(1, 3).propose([5, 6, 7, 8, 5, 6], 3)
         [7, 8, 5]
     """
-
-    name = "ngram"
 
     def __init__(self, min_match: int, max_match: int) -> None:
         self._lengths = range(max_match, min_match - 1, -1)
         self._after: dict[tuple[int, ...], int] = {}  # run -> where its latest continuation stands
         self._known = 0  # positions up to here are in the index as continuations
 
-    def guess(self, ids: Ids[int], count: int) -> list[int]:
+    def propose(self, ids: Ids[int], count: int) -> list[int]:
         """At most `count` tokens that followed the same run before; a copy that reaches the end goes on with itself."""
         self._learn(ids)
         size = len(ids)
@@ -291,7 +282,7 @@ class NgramGuesser:
             if size <= length:
                 continue
             at = self._after.get(tuple(ids[size - length :]))
-            # an index of a text that was cut back in between may point past the end or to other tokens: then it is a poor guess, no error
+            # after a rewind the index may point past the end or to other tokens: the draft tokens are then poor, which is no error
             if at is not None and at < size:
                 found: list[int] = []
                 for i in range(count):
@@ -308,7 +299,7 @@ class NgramGuesser:
         self._known = len(ids)
 
 
-# ---- The guesses of the sequences that run: where they come from, how many, and what became of them.
+# ---- The draft tokens of running sequences: source, number, acceptance.
 
 STEP_ROWS = 64  # of logits in one step, which many sequences share
 
@@ -316,10 +307,10 @@ STEP_ROWS = 64  # of logits in one step, which many sequences share
 class Drafter(Protocol):
     """A draft model."""
 
-    guess_s: float  # what making one guess takes, as far as known
+    draft_s: float  # seconds for one draft token, as far as known
 
-    def guess(self, wanted: Ids[tuple[Sequence, int]], /) -> list[list[int]]:
-        """For each sequence at most so many tokens that may follow."""
+    def propose(self, wanted: Ids[tuple[Sequence, int]], /) -> list[list[int]]:
+        """At most so many draft tokens for each sequence."""
         ...
 
     def close(self) -> None:
@@ -327,30 +318,25 @@ class Drafter(Protocol):
         ...
 
 
-class Guesses:
-    """The guesses of one sequence.
+class Proposer:
+    """The source of one sequence's draft tokens, and their acceptance.
 
-    name: "ngram" or "draft", which the tokens that were guessed right are marked with. kept: ids from the beginning that have stood since a
-    draft model last looked; what it has cached is right up to there.
+    name: "ngram" or "draft", which accepted tokens are marked with. kept: ids from the beginning that have stood since the draft model ran
+    last; its cache is valid up to there.
     """
 
-    def __init__(self, name: str, pace: Pace, *, ngram: NgramGuesser | None = None, drafter: Drafter | None = None) -> None:
+    def __init__(self, name: str, pace: Pace, *, ngram: NgramProposer | None = None, drafter: Drafter | None = None) -> None:
         self.name, self.pace, self.drafter, self._ngram = name, pace, drafter, ngram
         self.kept = 1 << 62
-        self._unsaid: tuple[int, int] | None = None  # a place, and the token that would have been guessed there
+        self._unsaid: tuple[int, int] | None = None  # a place, and the token that would have been proposed there
 
     @classmethod
-    def ngram(cls, settings: Speculation, times: StepTimes | None = None) -> Guesses:
+    def ngram(cls, settings: Speculation, times: StepTimes | None = None) -> Proposer:
         """From the text itself."""
-        return cls("ngram", Pace(settings, times=times, watched=True), ngram=NgramGuesser(settings.min_match, settings.max_match))
+        return cls("ngram", Pace(settings, times=times, watched=True), ngram=NgramProposer(settings.min_match, settings.max_match))
 
-    @classmethod
-    def draft(cls, settings: Speculation, drafter: Drafter, times: StepTimes | None = None) -> Guesses:
-        """From a draft model."""
-        return cls("draft", Pace(settings, times=times), drafter=drafter)
-
-    def guess(self, ids: Ids[int], room: int, beside: int = 0) -> list[int]:
-        """Tokens that may follow, at most `room`; none where they come from a draft model, which guesses for many sequences together.
+    def propose(self, ids: Ids[int], room: int, beside: int = 0) -> list[int]:
+        """At most `room` draft tokens; none from a draft model, which proposes for many sequences together.
 
         beside: other sequences in the step.
         """
@@ -360,17 +346,17 @@ class Guesses:
             self.pace.seen(ids[self._unsaid[0]] == self._unsaid[1])
         self._unsaid = None
         count = self.pace.length(room, beside)
-        found = self._ngram.guess(ids, max(1, count)) if room > 0 else []
+        found = self._ngram.propose(ids, max(1, count)) if room > 0 else []
         if found and not count:
             self._unsaid = len(ids), found[0]
             return []
         return found
 
-    def told(self, guessed: Ids[int], accepted: int, *, at: int, kept: int) -> None:
-        """A step is over: these guesses, from place `at` of the new tokens on, were verified, and so many accepted; `kept` ids stand."""
-        self.pace.told(len(guessed), accepted)
-        if guessed:
-            self.pace.trail.append(Verified(at, tuple(guessed), accepted))
+    def verified(self, drafted: Ids[int], accepted: int, *, at: int, kept: int) -> None:
+        """These draft tokens, from place `at` of the new tokens on, were verified, and so many accepted; `kept` ids stand."""
+        self.pace.told(len(drafted), accepted)
+        if drafted:
+            self.pace.trail.append(Verified(at, tuple(drafted), accepted))
         self.kept = min(self.kept, kept)
 
     @property
@@ -379,7 +365,7 @@ class Guesses:
         return self.pace.acceptance(self.name)
 
 
-def guesses_for(request: Request, drafter: Drafter | None, times: StepTimes | None = None) -> Guesses | None:
+def proposer_for(request: Request, drafter: Drafter | None, times: StepTimes | None = None) -> Proposer | None:
     """What a request's settings mean on a model with this draft model.
 
     Raises:
@@ -387,16 +373,16 @@ def guesses_for(request: Request, drafter: Drafter | None, times: StepTimes | No
     """
     settings = request.speculation
     if settings.kind == "ngram":
-        return Guesses.ngram(settings, times)
+        return Proposer.ngram(settings, times)
     if settings.kind == "draft" and drafter is None:
         raise OptionError("speculation is 'draft' and the model has no draft model; load it with draft=, or use speculation='ngram'")
-    if settings.kind == "off" or drafter is None or request.sampling.post_sampling:  # hooks are for draws that count, not for guesses
+    if settings.kind == "off" or drafter is None or request.sampling.post_sampling:  # hooks must see draws of the target only
         return None
-    return Guesses.draft(settings, drafter, times)
+    return Proposer("draft", Pace(settings, times=times), drafter=drafter)
 
 
-class GuessingSpeculator:
-    """Puts guesses behind the ids of the sequences that decode, before each step, and learns how long steps take.
+class Speculator:
+    """Puts draft tokens behind the ids of the sequences that decode, before each step, and measures how long steps take.
 
     times: of the steps.
     """
@@ -406,31 +392,31 @@ class GuessingSpeculator:
         self._began, self._rows = 0.0, 0  # the step that runs: when, and with how many rows; 0: not one to learn from
 
     def propose(self, running: Ids[Sequence], /) -> None:
-        """Append guesses; `rows` of a sequence is one more than its guesses."""
+        """Append draft tokens; `rows` of a sequence is one more than there are."""
         now = time.perf_counter()
         decoding = [sequence for sequence in running if sequence.pending == 1]
         if self._rows and len(decoding) == len(running):
             self.times.told(self._rows, now - self._began)
-        self._guess([one for one in decoding if one.guesses is not None and not one.guessed], len(running))
+        self._propose([one for one in decoding if one.proposer is not None and not one.drafted], len(running))
         self._rows = sum(one.rows for one in running) if running and len(decoding) == len(running) else 0
         self._began = time.perf_counter()
 
-    def _guess(self, sequences: Ids[Sequence], running: int) -> None:
+    def _propose(self, sequences: Ids[Sequence], running: int) -> None:
         wanted: dict[int, list[tuple[Sequence, int]]] = {}
         drafters: dict[int, Drafter] = {}
         most = max(1, STEP_ROWS // max(1, running) - 1)
         for sequence in sequences:
-            guesses = sequence.guesses
-            assert guesses is not None, "those without were left out"
-            room, drafter = min(most, sequence.limit - sequence.new_tokens - 1), guesses.drafter
+            proposer = sequence.proposer
+            assert proposer is not None, "those without were left out"
+            room, drafter = min(most, sequence.limit - sequence.new_tokens - 1), proposer.drafter
             constraint = sequence.sampler.constraint
-            if constraint is not None and (forced := constraint.forced()):  # what must follow needs no guess
-                sequence.propose(forced[: max(0, min(room, guesses.pace.settings.max_tokens))])
+            if constraint is not None and (forced := constraint.forced()):
+                sequence.propose(forced[: max(0, min(room, proposer.pace.settings.max_tokens))])
             elif drafter is None:
-                sequence.propose(guesses.guess(sequence.ids, room, running - 1))
-            elif count := guesses.pace.length(room, running - 1, guess_s=drafter.guess_s):
+                sequence.propose(proposer.propose(sequence.ids, room, running - 1))
+            elif count := proposer.pace.length(room, running - 1, draft_s=drafter.draft_s):
                 drafters[id(drafter)] = drafter
                 wanted.setdefault(id(drafter), []).append((sequence, count))
         for key, drafter in drafters.items():
-            for (sequence, _), found in zip(wanted[key], drafter.guess(wanted[key])):
+            for (sequence, _), found in zip(wanted[key], drafter.propose(wanted[key])):
                 sequence.propose(found)

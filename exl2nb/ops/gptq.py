@@ -223,8 +223,7 @@ def _gptq_block(
 
 def _fake_block(w: Tensor, factor: Tensor, column_weight: Tensor, groups: Tensor, *_: object) -> tuple[Tensor, ...]:
     columns, new = w.shape[1], w.new_empty
-    options, count, _ = groups.shape
-    rows: int = dynamic_size()
+    rows, (options, count) = dynamic_size(), groups.shape[:2]
     codes, index = new(rows, columns, dtype=torch.uint8), new(count, columns, dtype=torch.uint8)
     return codes, index, new(count, options, dtype=torch.float16), new(count, columns), new(rows, columns)
 

@@ -21,7 +21,7 @@ from exl2nb.cache.spec import CacheSpec
 from exl2nb.generator.engine import Engine
 from exl2nb.generator.request import Request
 from exl2nb.generator.sequence import Sequence
-from exl2nb.generator.speculation import Guesses
+from exl2nb.generator.speculation import Proposer
 from exl2nb.model.batch import Batch
 from exl2nb.sampling.chain import sample_row
 from exl2nb.sampling.state import SamplerState
@@ -160,7 +160,7 @@ class Proposer:
     def __init__(self, rule, right: float, seed: int = 0) -> None:
         self.rule, self.right, self.rng = rule, right, random.Random(seed)
 
-    def guess(self, ids, count):
+    def propose(self, ids, count):
         future = list(ids)
         for _ in range(count):
             best = int(np.argmax(self.rule(future)))
@@ -170,14 +170,14 @@ class Proposer:
 
 def run(sequence: Sequence, rule, *, guesser=None, rng: random.Random | None = None, steps: int = 5000):
     """Until it ends; prompts and forks in pieces chosen by `rng`. The completion."""
-    guesses = sequence.guesses
+    guesses = sequence.proposer
     for _ in range(steps):
         for member in list(sequence.members):
             if not member.pending or (member.group is not None and not member.group.ready(member)):
                 continue
-            if guesses is not None and member.pending == 1 and not member.guessed:
+            if guesses is not None and member.pending == 1 and not member.drafted:
                 room = member.limit - member.new_tokens - 1
-                found = guesses.guess(member.ids, room) if guesser is None else guesser.guess(member.ids, guesses.pace.length(room))
+                found = guesses.propose(member.ids, room) if guesser is None else guesser.propose(member.ids, guesses.pace.length(room))
                 member.propose(found)
             if rng is not None and member.pending > member.rows and rng.random() < 0.5:
                 member.computed += rng.randrange(1, member.pending - member.rows + 1)
@@ -194,7 +194,7 @@ def run(sequence: Sequence, rule, *, guesser=None, rng: random.Random | None = N
 def complete(prompt, rule, *, guesser=None, rng=None, **options):
     made = Sequence(request(prompt, **options), TOKENIZER, context=CONTEXT)
     if made.request.speculation.kind == "ngram" or guesser is not None:
-        made.guesses = Guesses.ngram(made.request.speculation)
+        made.proposer = Proposer.ngram(made.request.speculation)
     return run(made, rule, guesser=guesser, rng=rng)
 
 

@@ -112,7 +112,7 @@ def test_a_draft_that_fails_is_left_alone(running, caplog):
     draft.fail_at = {2: ValueError("broken")}
     done = ask(running(draft)).result(20)
     assert fakes.bare(done) == fakes.bare(ask(running()).result(20))
-    assert "generation goes on without guesses" in caplog.text
+    assert "generation goes on without speculation" in caplog.text
 
 
 def test_hooks_see_draws_and_no_guesses(running):

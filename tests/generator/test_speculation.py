@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from exl2nb.core.errors import OptionError
 from exl2nb.generator.request import Request
-from exl2nb.generator.speculation import MAX_GUESSES, Guesses, NgramGuesser, Pace, Speculation, StepTimes
+from exl2nb.generator.speculation import MAX_DRAFT_TOKENS, NgramProposer, Pace, Proposer, Speculation, StepTimes
 
 from . import fakes
 
@@ -101,20 +101,20 @@ def test_the_distribution_is_the_models():
 
 
 def test_ngram_finds_the_latest_and_longest():
-    guesser = NgramGuesser(1, 3)
-    assert guesser.guess([1, 2, 3, 9, 1, 2, 4, 9, 1, 2], 2) == [4, 9]
-    assert NgramGuesser(2, 3).guess([1, 2, 3, 4, 5], 4) == []
-    assert NgramGuesser(2, 3).guess([7, 7, 7], 4) == [7, 7, 7, 7]
+    guesser = NgramProposer(1, 3)
+    assert guesser.propose([1, 2, 3, 9, 1, 2, 4, 9, 1, 2], 2) == [4, 9]
+    assert NgramProposer(2, 3).propose([1, 2, 3, 4, 5], 4) == []
+    assert NgramProposer(2, 3).propose([7, 7, 7], 4) == [7, 7, 7, 7]
 
 
 @given(data=st.data())
 @settings(max_examples=200, deadline=None)
 def test_ngram_on_a_text_that_is_cut_back(data):
     """A rewound text never makes it fail, and what it guesses after growing again stood there."""
-    guesser, ids = NgramGuesser(1, 3), []
+    guesser, ids = NgramProposer(1, 3), []
     for _ in range(data.draw(st.integers(1, 8))):
         ids = ids[: data.draw(st.integers(0, len(ids)))] + data.draw(st.lists(st.integers(0, 3), max_size=6))
-        guess = guesser.guess(ids, 5)
+        guess = guesser.propose(ids, 5)
         assert len(guess) in (0, 5)
 
 
@@ -129,7 +129,7 @@ def test_pace_follows_the_outcomes():
             good.told(n, n)
         n = bad.length(100)
         bad.told(n, 0)
-    assert good.length(100) == MAX_GUESSES
+    assert good.length(100) == MAX_DRAFT_TOKENS
     assert good.length(3) == 3
     assert good.length(0) == 0
     lengths = []
@@ -153,7 +153,7 @@ def test_pace_follows_the_time_that_rows_take():
             pace.told(2, 2)
         assert pace.length(100) == wanted
     likely = Pace(Speculation(), times=cheap)
-    assert likely.length(100) == likely.length(100, guess_s=0.0) > likely.length(100, guess_s=0.005)
+    assert likely.length(100) == likely.length(100, draft_s=0.0) > likely.length(100, draft_s=0.005)
 
 
 COSTS = {
@@ -200,14 +200,14 @@ def test_guesses_that_were_not_made_are_compared_with_what_came():
     times = StepTimes()
     for rows in (1, 2, 4, 8):
         times.told(rows, 0.01 * (1 + 0.6 * (rows - 1)))
-    guesses = Guesses.ngram(Speculation(kind="ngram", min_match=1), times)
+    guesses = Proposer.ngram(Speculation(kind="ngram", min_match=1), times)
     for _ in range(30):
         guesses.pace.seen(False)
     ids, made = [5, 6, 7, 8] * 3, 0
     for n in range(40):
-        found = guesses.guess(ids, 100)
+        found = guesses.propose(ids, 100)
         made += len(found)
-        guesses.told(found, len(found), at=n, kept=len(ids))
+        guesses.verified(found, len(found), at=n, kept=len(ids))
         ids = [*ids, *found, [5, 6, 7, 8][(len(ids) + len(found)) % 4]]
     assert made > 20
     assert guesses.acceptance.rate == 1.0
@@ -230,7 +230,7 @@ def test_acceptance_reads_well():
         pace.told(*outcome)
     stats = pace.acceptance("ngram")
     assert (stats.rate, stats.lengths, stats.tokens_per_step) == (0.5, (1, 0, 1), 5 / 3)
-    assert str(stats) == "ngram: 2 of 4 guesses accepted (50%), 1.67 tokens per step"
+    assert str(stats) == "ngram: 2 of 4 draft tokens accepted (50%), 1.67 tokens per step"
     assert "<table>" in stats._repr_html_()
 
 

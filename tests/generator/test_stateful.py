@@ -97,12 +97,12 @@ class Guessing(Sequence):
         chance, ids = random.Random(len(self.ids)), list(self.ids)
         for _ in range(chance.randrange(1, min(5, left))):
             ids.append(int(logits_after(ids).argmax()) if chance.random() < 0.7 else 3)
-        self.guessed = len(ids) - len(self.ids)
+        self.drafted = len(ids) - len(self.ids)
         self.ids = ids
 
     def advance(self, rows):
         assert len(rows) == self.rows
-        guesses = self.ids[len(self.ids) - self.guessed :]
+        guesses = self.ids[len(self.ids) - self.drafted :]
         self.withdraw()
         for row, guess in zip(rows, [*guesses, None]):
             token = sample_row(row, self.sampler).id
