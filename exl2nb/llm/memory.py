@@ -1,24 +1,238 @@
-"""The memory of a model before it is loaded: weights, cache, activations, logits, compared with free memory; from headers alone."""
+"""The memory of a model before it is loaded: weights, cache, activations, logits, compared with free memory; from headers alone.
+
+`Formula` holds a model's coefficients and the arithmetic; widgets/src/plan/formula.ts is the same arithmetic in the browser, and a test
+compares the two. `plan` reads a model's headers, asks for free memory and gives a `MemoryPlan`.
+"""
 
 from __future__ import annotations
 
 import html
 import os
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from exl2nb.cache.modes import parse_mode
+import torch
+
+from exl2nb.cache.modes import MODES, parse_mode
+from exl2nb.cache.spec import PAGE_SIZE, CacheSpec
 from exl2nb.core.errors import DeviceError, OptionError
 from exl2nb.io.peek import peek
-from exl2nb.llm.plan_model import MULTIPROCESSORS, PARTS, Formula, formula_of
-from exl2nb.model.inspect import inspect
+from exl2nb.model.config import ModelConfig
+from exl2nb.model.gpu_memory import kept_bytes
+from exl2nb.model.inspect import Inspection, inspect
 from exl2nb.model.loader import read_model_config
+from exl2nb.ops.memory import partial_sums_bytes
 
+CHUNKS = {"cpu": 512, "cuda": 2048}
+"""Prompt tokens that a step takes at most."""
+PRODUCTS_BYTES = 32 * 2**20  # what the library of matrix products keeps on the GPU
+CODE_BYTES = 146 * 2**20  # kernels that CUDA loads when they are first used; H200, torch 2.11, 2026-11-21
+GRAPH_BYTES = 8 * 2**20  # of the first captured step, whatever its model
+MULTIPROCESSORS = 132  # of the GPU that is assumed where there is none: an H100 or H200
+MIB = 2**20
+PARTS = ("weights", "cache", "work", "graphs", "logits", "rounding")
 CONTEXT = 4096  # as `load`, where the caller does not say and the model allows more
 LIMITS = {"context": 1 << 24, "batch": 1 << 16, "free": 1 << 60}
 COLOURS = {"weights": "#3b6ea8", "cache": "#52a37f", "work": "#d9a441", "graphs": "#8a6fb0", "logits": "#b5565e", "rounding": "#9a9a9a"}
 LABELS = {"weights": "weights", "cache": "cache", "work": "activations", "graphs": "graphs", "logits": "logits", "rounding": "rounding"}
+
+
+class Stage(NamedTuple):
+    """Bytes that one part of a step needs: fixed, per token of the step, per token of the longest sequence."""
+
+    fixed: int
+    token: int
+    context: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Formula:
+    """Bytes of a loaded model as a function of context, batch and cache mode.
+
+    weights: in device layout. page_tokens: tokens of a cache page. page_bytes: cache mode -> bytes of a page, all layers. chunk: tokens
+    that a step takes at most. stages: parts of a step, which run one after another: the largest counts. graph_fixed, graph_row: what decode
+    steps keep: fixed, and per sequence, rounded as in `rows`. logits_row: logits of one sequence. longest: tokens of context that the model
+    allows. segments: 1 where the device gives memory in segments (`segment_bytes`), else 0.
+
+    Example:
+        >>> some = Formula(weights=100, page_tokens=256, page_bytes={"fp16": 10}, chunk=512, stages=(Stage(5, 2, 1),), logits_row=1)
+        >>> some.parts(context=300, batch=2, mode="fp16")
+        {'weights': 100, 'cache': 40, 'work': 1329, 'graphs': 0, 'logits': 2, 'rounding': 0}
+    """
+
+    weights: int
+    page_tokens: int
+    page_bytes: Mapping[str, int]
+    chunk: int
+    stages: tuple[Stage, ...] = ()
+    graph_fixed: int = 0
+    graph_row: int = 0
+    logits_row: int = 0
+    longest: int = 1 << 24
+    segments: int = 0
+
+    def parts(self, *, context: int, batch: int, mode: str) -> dict[str, int]:
+        """Name -> bytes; every sequence has whole pages."""
+        pages = batch * -(-context // self.page_tokens)
+        tokens = min(self.chunk, batch * context)
+        work = max((stage.fixed + stage.token * tokens + stage.context * context for stage in self.stages), default=0)
+        graphs = self.graph_fixed + self.graph_row * rows(batch)
+        cache = pages * self.page_bytes[mode]
+        rounding = sum(segment_bytes(size) - size for size in (self.weights, cache)) if self.segments else 0
+        return dict(zip(PARTS, (self.weights, cache, work, graphs, self.logits_row * batch, rounding)))
+
+    def total(self, *, context: int, batch: int, mode: str) -> int:
+        """All parts together."""
+        return sum(self.parts(context=context, batch=batch, mode=mode).values())
+
+    def fitting_context(self, free: int, *, batch: int, mode: str) -> int:
+        """The most tokens of context, whole pages, at which everything fits `free` bytes; 0 where not even one page does."""
+        low, high = 0, -(-self.longest // self.page_tokens)
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self.total(context=middle * self.page_tokens, batch=batch, mode=mode) <= free
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low * self.page_tokens
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        flat = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {**flat, "page_bytes": dict(self.page_bytes), "stages": [list(stage) for stage in self.stages]}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Formula:
+        """Back from `to_dict`.
+
+        Raises:
+            OptionError: a coefficient is missing, unknown or not a whole number of bytes.
+        """
+        names = [f.name for f in fields(cls)]
+        if not isinstance(data, Mapping) or sorted(data) != sorted(names):
+            got = sorted(data) if isinstance(data, Mapping) else type(data).__name__
+            raise OptionError(f"plan: the formula is {str(got)[:200]}; expected {', '.join(names)}")
+        pages, stages = data["page_bytes"], data["stages"]
+        good = isinstance(pages, Mapping) and bool(pages) and all(isinstance(mode, str) for mode in pages) and _are_tuples(stages, 3)
+        numbers = [data[name] for name in names if name not in ("page_bytes", "stages")]
+        if good:
+            numbers += [*pages.values(), *(n for row in stages for n in row)]
+        if not good or not all(_is_size(n) for n in numbers):
+            raise OptionError("plan: the formula holds what is no number of bytes; expected whole numbers from 0, as to_dict gives them")
+        if not data["page_tokens"] or not data["chunk"] or not data["longest"]:
+            raise OptionError("plan: page_tokens, chunk and longest of the formula must be at least 1")
+        return cls(**{**data, "page_bytes": dict(pages), "stages": tuple(Stage(*row) for row in stages)})
+
+
+def _are_tuples(value: Any, length: int) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(row, (list, tuple)) and len(row) == length for row in value)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53  # exact in the browser too
+
+
+def segment_bytes(size: int) -> int:
+    """What torch takes from a GPU for one tensor: segments of 2 MiB up to 1 MiB, of 20 MiB up to 10 MiB, above that multiples of 2 MiB.
+
+    Example:
+        >>> segment_bytes(11 * 2**20) // 2**20
+        12
+    """
+    if size <= MIB:
+        return 2 * MIB
+    return 20 * MIB if size < 10 * MIB else -(-size // (2 * MIB)) * 2 * MIB
+
+
+def rows(batch: int) -> int:
+    """Sequences that the graph of a decode step is captured for: a power of two up to 8, then a multiple of 8, at most 64."""
+    return min(64, 1 << (batch - 1).bit_length() if batch <= 8 else -(-batch // 8) * 8)
+
+
+def formula_of(
+    config: ModelConfig, found: Inspection, device: str, modes: tuple[str, ...] = (), *, multiprocessors: int = MULTIPROCESSORS
+) -> Formula:
+    """The plan of a model on a device.
+
+    Args:
+        config: of the model. found: its headers. device: "cpu" or "cuda". modes: cache modes to know besides those with a name.
+        multiprocessors: of the GPU.
+    """
+    pages = {mode: size for mode in (*MODES, *modes) if (size := _page_bytes(config, mode)) is not None}
+    common = {"page_tokens": PAGE_SIZE, "page_bytes": pages, "chunk": CHUNKS[device], "longest": config.max_position_embeddings}
+    logits = 4 * config.vocab_size
+    if device == "cpu":
+        return Formula(weights=_cpu_weights(found), stages=(_cpu_stage(config),), logits_row=logits, **common)
+    return Formula(
+        weights=kept_bytes(config, found),
+        segments=1,
+        stages=_gpu_stages(config),
+        graph_fixed=CODE_BYTES + GRAPH_BYTES,
+        graph_row=_graph_row(config, multiprocessors),
+        logits_row=logits,
+        **common,
+    )
+
+
+def _page_bytes(config: ModelConfig, mode: str) -> int | None:
+    """None where heads of this size cannot be kept so."""
+    try:
+        return CacheSpec(config.num_layers, config.num_kv_heads, config.head_dim, 1, mode).page_bytes
+    except OptionError:
+        return None
+
+
+def _inner(config: ModelConfig) -> int:
+    """Outputs of the MLPs that a token visits at once."""
+    if config.moe is None:
+        return config.intermediate_size
+    return max(config.intermediate_size, config.moe.intermediate_size * config.moe.top_k)
+
+
+# ---- the CPU
+
+
+def _cpu_weights(found: Inspection) -> int:
+    """As in the files; a tied head is stored once more, in the layout of the kernels."""
+    tied = found.embedding is not None and found.head is None
+    return found.total_bytes + (found.embedding.nbytes if tied and found.embedding is not None else 0)
+
+
+def _cpu_stage(config: ModelConfig) -> Stage:
+    """A step in f32: residual and its norm, q, k, v and what attention gives, both halves of the MLP; and the rotation tables."""
+    per_token = 2 * config.hidden_size + 2 * config.q_size + 2 * config.kv_size + 3 * _inner(config)
+    return Stage(0, 4 * per_token, 0)
+
+
+# ---- the GPU: model.gpu_memory says what the weights take; what ops.gpu_prefill holds at once, what generator.gpu_executor captures
+
+
+def _gpu_stages(config: ModelConfig) -> tuple[Stage, ...]:
+    """Residual f32, inputs fp16, room for the largest unpacked matrix; attention reads back the cache of earlier chunks."""
+    hidden, inner, q, kv = config.hidden_size, _inner(config), config.q_size, config.kv_size
+    up, tables = inner * (2 if config.gated else 1), 4 * config.head_dim
+    spread = 4 * q if config.q_per_kv > 1 else 0
+    one = config.intermediate_size if config.moe is None else max(config.moe.intermediate_size, config.moe.shared_size or 0)
+    fixed = PRODUCTS_BYTES + 2 * hidden * max(q + 2 * kv, one * (2 if config.gated else 1))
+    holes = 2 * (q + 2 * kv) + 2 * q  # that torch's allocator leaves between them: about q, k, v and what attention read, gone by then
+    return (
+        Stage(fixed, 6 * hidden + 6 * (q + 2 * kv), tables),
+        Stage(fixed, 4 * hidden + 2 * (q + 2 * kv) + 4 * q, tables + 4 * kv + spread),
+        Stage(fixed, 8 * hidden + 2 * inner, tables),
+        Stage(fixed, 4 * hidden + 2 * up + max(2 * inner, 2 * hidden) + holes, tables),
+    )
+
+
+def _graph_row(config: ModelConfig, multiprocessors: int) -> int:
+    """Workspace and logits of one text in the captured decode steps: of its number of texts, and of half as many, and of half of those."""
+    hidden, q, kv = config.hidden_size, config.q_size, config.kv_size
+    up = _inner(config) * (2 if config.gated else 1)
+    experts = 0 if config.moe is None else config.moe.num_experts + (config.moe.shared_size > 0)
+    sums = partial_sums_bytes(torch.empty(0), 64, multiprocessors, hidden, experts) // 64
+    return 2 * (sums + 8 * hidden + 2 * 2 * hidden + 4 * (q + 2 * kv) + 2 * 2 * _inner(config) + 4 * up + 4 * config.vocab_size)
+
+
+# ---- The plan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,20 +337,8 @@ class MemoryPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        return {
-            "name": self.name,
-            "device": self.device,
-            "context": self.context,
-            "batch": self.batch,
-            "cache_mode": self.cache_mode,
-            "parts": self.parts,
-            "total": self.total,
-            "token_bytes": self.token_bytes,
-            "free": self.free,
-            "fits": self.fits,
-            "longest": self.longest,
-            "formula": self.formula.to_dict(),
-        }
+        names = ["name", "device", "context", "batch", "cache_mode", "parts", "total", "token_bytes", "free", "fits", "longest"]
+        return {**{name: getattr(self, name) for name in names}, "formula": self.formula.to_dict()}
 
     def verdict(self) -> str:
         """One line: does it fit, and what to do if not."""
@@ -230,8 +432,6 @@ def plan(
 
 def _multiprocessors() -> int:
     """Of the GPU here, or of the one that is assumed."""
-    import torch
-
     return torch.cuda.get_device_properties().multi_processor_count if torch.cuda.is_available() else MULTIPROCESSORS
 
 
@@ -242,8 +442,6 @@ def free_bytes(device: str = "cpu") -> int | None:
         DeviceError: "cuda" without a GPU.
     """
     if device == "cuda":
-        import torch
-
         if not torch.cuda.is_available():
             raise DeviceError(
                 "plan: device is 'cuda', but torch sees no GPU; use device='cpu', or free= with the bytes of the card in mind"

@@ -93,7 +93,7 @@ class Explanation:
 
     @property
     def probs(self) -> np.ndarray:
-        """f64: their probabilities; the draw walks along them in order of ids until their sum passes `uniform`."""
+        """f64: their probabilities; drawn is the first id, ascending, at which their sum passes `uniform`."""
         return self.steps[-1].after
 
     @property

@@ -1,7 +1,7 @@
 """The filters of a chain: one pure function per cut, and the table of all filters in the order in which they apply.
 
 To add one: a pure function here (a penalty: in `penalties.py`), one row in the table, and its field with a range in `SamplingParams`. Every
-function takes f32 `(V,)` logits, where -inf means removed, and returns a new row.
+function takes f32 `(V,)` logits, where -inf means removed, and returns a new row of them; every cut leaves at least one token.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from exl2nb.core.errors import OptionError
+from exl2nb.sampling.params import NEUTRAL
 from exl2nb.sampling.penalties import allow, ban, dry, logit_bias, mask_ends, repetition_penalty, subtract
 
 if TYPE_CHECKING:
@@ -28,7 +29,6 @@ def smoothing(logits: np.ndarray, factor: float, curve: float = 1.0) -> np.ndarr
     Ranks do not change, and the best token becomes 0.
 
     Args:
-        logits: f32 `(V,)`.
         factor: more than 0; larger is sharper.
         curve: 1 (a pure parabola) to 3 (a pure cubic).
 
@@ -46,12 +46,7 @@ def smoothing(logits: np.ndarray, factor: float, curve: float = 1.0) -> np.ndarr
 
 
 def temperature(logits: np.ndarray, value: float) -> np.ndarray:
-    """Divide by the temperature.
-
-    Args:
-        logits: f32 `(V,)`.
-        value: more than 0; below 1 sharpens, above 1 flattens.
-    """
+    """Divide by the temperature `value`, more than 0: below 1 sharpens, above 1 flattens."""
     assert value > 0, value
     if value >= COLD:
         return logits / np.float32(value)
@@ -65,11 +60,7 @@ def top_k(logits: np.ndarray, k: int) -> np.ndarray:
     """Remove every token whose logit is below the k-th largest; tokens equal to it stay, so ties may keep more than k.
 
     Args:
-        logits: f32 `(V,)`.
         k: at least 1; more than V keeps all.
-
-    Returns:
-        A copy with -inf where a token is removed.
 
     Example:
         >>> top_k(np.float32([1, 3, 3, 0]), 1).tolist()
@@ -86,12 +77,8 @@ def top_p(logits: np.ndarray, p: float, *, left_out: float = 0.0) -> np.ndarray:
     Tokens as probable as the last one kept stay too, so the order of the vocabulary does not matter.
 
     Args:
-        logits: f32 `(V,)`.
         p: more than 0, at most 1.
         left_out: probability of less probable tokens that `narrow` has taken away already; counts as removed.
-
-    Returns:
-        A copy with -inf where a token is removed; at least the most probable one stays.
 
     Example:
         >>> np.isfinite(top_p(np.log(np.float32([0.05, 0.5, 0.15, 0.3])), 0.6)).tolist()
@@ -109,12 +96,8 @@ def top_a(logits: np.ndarray, a: float, *, left_out: float = 0.0) -> np.ndarray:
     """Remove tokens less probable than `a` times the square of the highest probability.
 
     Args:
-        logits: f32 `(V,)`.
         a: 0 to 1.
-        left_out: probability of less probable tokens that `narrow` has taken away already; counts as removed.
-
-    Returns:
-        A copy with -inf where a token is removed; the most probable one always stays.
+        left_out: as of `top_p`.
 
     Source: KoboldAI's top-a sampling, after BlinkDL.
 
@@ -128,15 +111,7 @@ def top_a(logits: np.ndarray, a: float, *, left_out: float = 0.0) -> np.ndarray:
 
 
 def min_p(logits: np.ndarray, share: float) -> np.ndarray:
-    """Remove tokens less probable than `share` times the most probable one.
-
-    Args:
-        logits: f32 `(V,)`.
-        share: 0 to 1.
-
-    Returns:
-        A copy with -inf where a token is removed; the most probable one always stays.
-    """
+    """Remove tokens less probable than `share` (0 to 1) times the most probable one."""
     relative = np.exp(logits - logits.max())  # the sum of softmax cancels
     return np.where(relative < np.float32(share), np.float32(-np.inf), logits)
 
@@ -149,11 +124,7 @@ def tail_free(logits: np.ndarray, z: float) -> np.ndarray:
     are tokens as probable as the last one kept.
 
     Args:
-        logits: f32 `(V,)`.
         z: more than 0, at most 1.
-
-    Returns:
-        A copy with -inf where a token is removed.
 
     Source: Bricken, "Tail Free Sampling", 2019, with the cut centred as in its reference code.
     """
@@ -175,11 +146,7 @@ def typical(logits: np.ndarray, mass: float) -> np.ndarray:
     Tokens as far away as the last one kept stay too, so the order of the vocabulary does not matter. The most probable token may go.
 
     Args:
-        logits: f32 `(V,)`.
         mass: more than 0, at most 1.
-
-    Returns:
-        A copy with -inf where a token is removed; at least one stays.
 
     Source: Meister et al., "Locally Typical Sampling", 2022; TypicalLogitsWarper of Transformers.
 
@@ -207,14 +174,7 @@ def typical(logits: np.ndarray, mass: float) -> np.ndarray:
 
 
 def mirostat(logits: np.ndarray, mu: float) -> np.ndarray:
-    """Remove tokens whose surprise `-log2 p` is above `mu`.
-
-    Args:
-        logits: f32 `(V,)`.
-        mu: bits; of the request's state, see `next_mu`.
-
-    Returns:
-        A copy with -inf where a token is removed; the most probable one always stays.
+    """Remove tokens whose surprise `-log2 p` is above `mu` bits, which belongs to the request's state, see `next_mu`.
 
     Source: Basu et al., "Mirostat", 2021; version 2 of the authors' code.
     """
@@ -237,7 +197,6 @@ def dynamic_temperature(logits: np.ndarray, low: float, high: float, exponent: f
     """Divide by `entropy_temperature` of the tokens that are left.
 
     Args:
-        logits: f32 `(V,)`.
         low: temperature where one token has all the probability.
         high: temperature where all tokens left are equally probable.
         exponent: of the share of entropy between the two.
@@ -272,7 +231,6 @@ def xtc(logits: np.ndarray, probability: float, threshold: float, protected: np.
     one of the two is the same as drawing from their mixture, which needs no second random number and can be looked at.
 
     Args:
-        logits: f32 `(V,)`.
         probability: of leaving them out, 0 to 1.
         threshold: probability from which on a token is a top choice; above 0.5 there is never more than one, so nothing happens.
         protected: ids that are never left out (end of text, line breaks).
@@ -311,7 +269,6 @@ def skew(logits: np.ndarray, value: float) -> np.ndarray:
     count in order of id.
 
     Args:
-        logits: f32 `(V,)`.
         value: 0 changes nothing.
 
     Example:
@@ -354,98 +311,78 @@ WHOLE = View()
 class Filter(NamedTuple):
     """One link.
 
-    name: also in `SamplingParams.order`. active: whether a request's params ask for it. apply: (f32 `(n,)` logits, state, view) -> f32
-    `(n,)`, -inf where a token is removed; penalties always see the whole vocabulary. fields: of SamplingParams, that it reads.
+    name: also in `SamplingParams.order`. apply: (f32 `(n,)` logits, state, view) -> f32 `(n,)`, -inf where a token is removed; penalties
+    always see the whole vocabulary. fields: of SamplingParams, that it reads. switch: the field that asks for it where it differs from its
+    neutral default; "" = the first of `fields`.
     """
 
     name: str
-    active: Callable[[SamplingParams], bool]
     apply: Callable[[np.ndarray, SamplerState, View], np.ndarray]
     fields: tuple[str, ...]
+    switch: str = ""
+
+    def active(self, params: SamplingParams) -> bool:
+        """Whether a request's params ask for it."""
+        field = self.switch or self.fields[0]
+        return getattr(params, field) != NEUTRAL[field]
 
 
 def _dry(x: np.ndarray, s: SamplerState, _: View) -> np.ndarray:
     p = s.params
-    ids = s.history.ids[-p.dry_range :] if p.dry_range else s.history.ids
-    return dry(
-        x,
-        ids,
-        multiplier=p.dry_multiplier,
-        base=p.dry_base,
-        allowed_length=p.dry_allowed_length,
-        max_ngram=p.dry_max_ngram,
-        breakers=s.breakers,
-    )
+    p, history = s.params, s.history.ids
+    lengths = {"allowed_length": p.dry_allowed_length, "max_ngram": p.dry_max_ngram}
+    ids = history[-p.dry_range :] if p.dry_range else history
+    return dry(x, ids, multiplier=p.dry_multiplier, base=p.dry_base, breakers=s.breakers, **lengths)
 
 
-# The grammar's mask, in every chain of a request that has one.
-CONSTRAINT = Filter("constraint", lambda p: False, lambda x, s, _: s.allowed().masked(x), ())
+# The grammar's mask, before every chain of a request that has a grammar.
+CONSTRAINT = Filter("constraint", lambda x, s, _: s.allowed().masked(x), ())
 
 # What cannot be chosen at all. Always first, and always in force.
 MASKS: tuple[Filter, ...] = (
-    Filter("allowed_tokens", lambda p: bool(p.allowed_tokens), lambda x, s, _: allow(x, s.ids_of("allowed_tokens")), ("allowed_tokens",)),
-    Filter("banned_tokens", lambda p: bool(p.banned_tokens), lambda x, s, _: ban(x, s.ids_of("banned_tokens")), ("banned_tokens",)),
-    Filter("min_tokens", lambda p: p.min_tokens > 0, lambda x, s, _: mask_ends(x, s.end_ids) if s.too_short else x, ("min_tokens",)),
+    Filter("allowed_tokens", lambda x, s, _: allow(x, s.ids_of("allowed_tokens")), ("allowed_tokens",)),
+    Filter("banned_tokens", lambda x, s, _: ban(x, s.ids_of("banned_tokens")), ("banned_tokens",)),
+    Filter("min_tokens", lambda x, s, _: mask_ends(x, s.end_ids) if s.too_short else x, ("min_tokens",)),
 )
 
 # On raw logits; greedy takes the best token after them.
+_RANGE = ("penalty_range", "penalty_decay")
+_DRY = ("dry_multiplier", "dry_base", "dry_allowed_length", "dry_range", "dry_max_ngram")
 PENALTIES: tuple[Filter, ...] = (
-    Filter(
-        "repetition_penalty",
-        lambda p: p.repetition_penalty != 1.0,
-        lambda x, s, _: repetition_penalty(x, *s.repeated()),
-        ("repetition_penalty", "penalty_range", "penalty_decay"),
-    ),
-    Filter(
-        "presence_penalty",
-        lambda p: p.presence_penalty != 0.0,
-        lambda x, s, _: subtract(x, *s.present()),
-        ("presence_penalty", "penalty_range", "penalty_decay"),
-    ),
-    Filter(
-        "frequency_penalty",
-        lambda p: p.frequency_penalty != 0.0,
-        lambda x, s, _: subtract(x, *s.frequent()),
-        ("frequency_penalty", "penalty_range", "penalty_decay"),
-    ),
-    Filter(
-        "dry",
-        lambda p: p.dry_multiplier > 0.0,
-        _dry,
-        ("dry_multiplier", "dry_base", "dry_allowed_length", "dry_range", "dry_max_ngram"),
-    ),
-    Filter("logit_bias", lambda p: bool(p.logit_bias), lambda x, s, _: logit_bias(x, s.ids_of("logit_bias"), s.bias), ("logit_bias",)),
+    Filter("repetition_penalty", lambda x, s, _: repetition_penalty(x, *s.repeated()), ("repetition_penalty", *_RANGE)),
+    Filter("presence_penalty", lambda x, s, _: subtract(x, *s.present()), ("presence_penalty", *_RANGE)),
+    Filter("frequency_penalty", lambda x, s, _: subtract(x, *s.frequent()), ("frequency_penalty", *_RANGE)),
+    Filter("dry", _dry, _DRY),
+    Filter("logit_bias", lambda x, s, _: logit_bias(x, s.ids_of("logit_bias"), s.bias), ("logit_bias",)),
 )
 
 # The order of Transformers, with its neighbours in the places where their authors had them.
 CUTS: tuple[Filter, ...] = (
     Filter(
         "smoothing",
-        lambda p: p.smoothing_factor > 0.0,
         lambda x, s, _: smoothing(x, s.params.smoothing_factor, s.params.smoothing_curve),
         ("smoothing_factor", "smoothing_curve"),
     ),
-    Filter("temperature", lambda p: p.temperature != 1.0, lambda x, s, _: temperature(x, s.params.temperature), ("temperature",)),
-    Filter("top_k", lambda p: p.top_k > 0, lambda x, s, _: top_k(x, s.params.top_k), ("top_k",)),
-    Filter("top_p", lambda p: p.top_p < 1.0, lambda x, s, v: top_p(x, s.params.top_p, left_out=v.left_out), ("top_p",)),
-    Filter("top_a", lambda p: p.top_a > 0.0, lambda x, s, v: top_a(x, s.params.top_a, left_out=v.left_out), ("top_a",)),
-    Filter("min_p", lambda p: p.min_p > 0.0, lambda x, s, _: min_p(x, s.params.min_p), ("min_p",)),
-    Filter("tail_free", lambda p: p.tfs < 1.0, lambda x, s, _: tail_free(x, s.params.tfs), ("tfs",)),
-    Filter("typical", lambda p: p.typical_p < 1.0, lambda x, s, _: typical(x, s.params.typical_p), ("typical_p",)),
-    Filter("mirostat", lambda p: p.mirostat, lambda x, s, _: mirostat(x, s.mu), ("mirostat_tau", "mirostat_eta")),
+    Filter("temperature", lambda x, s, _: temperature(x, s.params.temperature), ("temperature",)),
+    Filter("top_k", lambda x, s, _: top_k(x, s.params.top_k), ("top_k",)),
+    Filter("top_p", lambda x, s, v: top_p(x, s.params.top_p, left_out=v.left_out), ("top_p",)),
+    Filter("top_a", lambda x, s, v: top_a(x, s.params.top_a, left_out=v.left_out), ("top_a",)),
+    Filter("min_p", lambda x, s, _: min_p(x, s.params.min_p), ("min_p",)),
+    Filter("tail_free", lambda x, s, _: tail_free(x, s.params.tfs), ("tfs",)),
+    Filter("typical", lambda x, s, _: typical(x, s.params.typical_p), ("typical_p",)),
+    Filter("mirostat", lambda x, s, _: mirostat(x, s.mu), ("mirostat_tau", "mirostat_eta"), "mirostat"),
     Filter(
         "dynamic_temperature",
-        lambda p: p.max_temp > 0.0,
         lambda x, s, _: dynamic_temperature(x, s.params.min_temp, s.params.max_temp, s.params.temp_exponent),
         ("min_temp", "max_temp", "temp_exponent"),
+        "max_temp",
     ),
     Filter(
         "xtc",
-        lambda p: p.xtc_probability > 0.0,
         lambda x, s, v: xtc(x, s.params.xtc_probability, s.params.xtc_threshold, v.places(s.protected)),
         ("xtc_probability", "xtc_threshold"),
     ),
-    Filter("skew", lambda p: p.skew != 0.0, lambda x, s, _: skew(x, s.params.skew), ("skew",)),
+    Filter("skew", lambda x, s, _: skew(x, s.params.skew), ("skew",)),
 )
 CHAIN = MASKS + PENALTIES + CUTS
 NAMES = tuple(f.name for f in PENALTIES + CUTS)

@@ -49,7 +49,7 @@ INTEGERS: dict[str, tuple[int, int]] = {
     "dry_max_ngram": (1, 1000),
     "min_tokens": (0, 2**31 - 1),
 }
-# What a device may do by itself; everything else is applied to rows on the host. logit_bias is a plain sum on the row before it.
+# What a device can draw by itself; all else is applied to rows on the host. logit_bias is a plain sum on the row before it.
 DEVICE_FIELDS = frozenset(
     {"temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed"}
 )
@@ -214,7 +214,7 @@ class SamplingParams:
 
         rows = {"seed": "a fresh one for each answer" if self.seed is None else str(self.seed)}
         for link in active_filters(self):
-            told = {name: str(getattr(self, name))[:60] for name in link.fields if getattr(self, name) != _DEFAULTS[name]}
+            told = {name: str(getattr(self, name))[:60] for name in link.fields if getattr(self, name) != NEUTRAL[name]}
             rows[link.name] = ", ".join(value if name == link.name else f"{name} {value}" for name, value in told.items()) or "on"
         rows["draw"] = "greedy: the most probable token" if self.greedy else "by a random number"
         return facts("sampling, in the order in which it applies", rows)
@@ -243,7 +243,8 @@ class SamplingParams:
             raise OptionError(f"{where}: token {wrong} is not in the model's vocabulary; expected ids from 0 to {vocab_size - 1}")
 
 
-_DEFAULTS = {f.name: f.default for f in fields(SamplingParams)}
+NEUTRAL = {f.name: f.default for f in fields(SamplingParams)}
+"""Field -> the default, with which it changes nothing."""
 
 
 def check_integer(name: str, value: object, low: int, high: int) -> None:

@@ -20,20 +20,14 @@ from exl2nb.sampling.draw import check_left, highest_logit, inverse_cdf
 from exl2nb.sampling.explanation import Explanation, Step
 from exl2nb.sampling.filters import CONSTRAINT, WHOLE, entropy_temperature
 from exl2nb.sampling.params import SamplingParams
-from exl2nb.sampling.state import SamplerState, fresh_seed
+from exl2nb.sampling.state import SamplerState, Words, fresh_seed
 
 
-class Pieces(Protocol):
-    """The part of a tokenizer that names tokens and finds those that DRY, XTC and min_tokens exempt."""
-
-    eos_ids: frozenset[int]
+class Pieces(Words, Protocol):
+    """The part of a tokenizer that also names tokens."""
 
     def piece(self, token_id: int, /) -> str:
-        """A token as people read it."""
-        ...
-
-    def encode(self, text: str, add_special: bool = True) -> list[int]:
-        """Text to ids."""
+        """The text of a token."""
         ...
 
 

@@ -10,10 +10,9 @@ from typing import Any, ClassVar
 import traitlets as t
 
 from exl2nb.core.errors import OptionError
-from exl2nb.llm.memory import COLOURS, LABELS, LIMITS, size_text
+from exl2nb.llm.memory import COLOURS, LABELS, LIMITS, Formula, size_text
 from exl2nb.llm.memory import MemoryPlan as Planned
 from exl2nb.llm.memory import plan as plan_of
-from exl2nb.llm.plan_model import Formula
 from exl2nb.widgets import static
 from exl2nb.widgets.base import ExlWidget
 from exl2nb.widgets.protocol import PlanState

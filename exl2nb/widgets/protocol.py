@@ -562,7 +562,7 @@ class PlanStage(NamedTuple):
 
 
 class PlanFormula(TypedDict):
-    """The coefficients of a memory plan, exl2nb/llm/plan_model.py."""
+    """The coefficients of a memory plan, exl2nb/llm/memory.py."""
 
     weights: int
     page_tokens: int

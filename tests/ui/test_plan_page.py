@@ -9,7 +9,7 @@ import pytest
 from mock_host import MockHost, violations
 
 import exl2nb as ex
-from exl2nb.llm.plan_model import Stage
+from exl2nb.llm.memory import Stage
 from exl2nb.widgets import MemoryPlan
 
 DEMO = Path(ex.__file__).parent / "demo_model"

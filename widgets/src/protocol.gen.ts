@@ -443,7 +443,7 @@ export interface Look {
 /** Bytes of one part of a step: always, per token of the step, per token of the longest text. */
 export type PlanStage = [fixed: number, token: number, context: number];
 
-/** The coefficients of a memory plan, exl2nb/llm/plan_model.py. */
+/** The coefficients of a memory plan, exl2nb/llm/memory.py. */
 export interface PlanFormula {
   weights: number;
   page_tokens: number;

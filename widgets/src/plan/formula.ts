@@ -1,4 +1,4 @@
-// The arithmetic of exl2nb/llm/plan_model.py, line for line: bytes from context, batch and cache mode. tests/ui/test_plan_page.py compares.
+// The arithmetic of exl2nb/llm/memory.py, line for line: bytes from context, batch and cache mode. tests/ui/test_plan_page.py compares.
 import type { PlanFormula } from "../protocol.gen";
 
 export const PARTS = ["weights", "cache", "work", "graphs", "logits", "rounding"] as const;
