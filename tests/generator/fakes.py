@@ -154,7 +154,7 @@ def held(engine):
 # ---- sequences without an engine: any number of tokens a step, as a scheduler might choose
 
 
-class Proposer:
+class FakeProposer:
     """Proposes draft tokens of a given quality: each is the right one with probability `right`."""
 
     def __init__(self, rule, right: float, seed: int = 0) -> None:

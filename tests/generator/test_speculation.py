@@ -34,7 +34,7 @@ SAMPLERS = [
 def test_any_quality_of_guesses_gives_the_same_text(options, right):
     prompt = [5, 6, 7, 8]
     plain = fakes.complete(prompt, small_rule, max_tokens=60, **options)
-    guesser = fakes.Proposer(small_rule, right, seed=int(right * 10))
+    guesser = fakes.FakeProposer(small_rule, right, seed=int(right * 10))
     for adaptive in (True, False):
         settings_ = Speculation(kind="ngram", adaptive=adaptive)
         guessed = fakes.complete(prompt, small_rule, max_tokens=60, guesser=guesser, speculation=settings_, **options)
@@ -58,7 +58,9 @@ def test_any_quality_of_guesses_gives_the_same_text(options, right):
 @pytest.mark.parametrize("count", range(1, 20))
 def test_the_full_length_is_produced(count):
     """Not ended early by the room that guesses would need."""
-    done = fakes.complete([5, 6], fakes.RULE, max_tokens=count, temperature=0, guesser=fakes.Proposer(fakes.RULE, 1.0), speculation="ngram")
+    done = fakes.complete(
+        [5, 6], fakes.RULE, max_tokens=count, temperature=0, guesser=fakes.FakeProposer(fakes.RULE, 1.0), speculation="ngram"
+    )
     assert fakes.ids(done) == fakes.expected(fakes.FakeModel(), [5, 6], count)
     assert done.finish_reason == "length"
 
@@ -74,7 +76,7 @@ def test_stop_banned_and_speculation_together(data):
     banned = [t for t in data.draw(st.lists(cut, max_size=2)) if len(t) > 1]
     options = {"max_tokens": 30, "seed": 1, "stop": texts, "banned_strings": banned, "min_tokens": data.draw(st.integers(0, 5))}
     plain = fakes.complete(prompt, small_rule, **options)
-    guesser = fakes.Proposer(small_rule, data.draw(st.sampled_from([0.3, 0.8])), seed=2)
+    guesser = fakes.FakeProposer(small_rule, data.draw(st.sampled_from([0.3, 0.8])), seed=2)
     guessed = fakes.complete(prompt, small_rule, guesser=guesser, speculation="ngram", rng=random.Random(1), **options)
     assert guessed.text == plain.text
     assert fakes.ids(guessed) == fakes.ids(plain)
@@ -89,7 +91,7 @@ def test_the_distribution_is_the_models():
     def rule(ids):
         return small_rule([len(ids), 6])  # by place alone, so that the second token has one known distribution
 
-    guesser = fakes.Proposer(rule, 0.5)
+    guesser = fakes.FakeProposer(rule, 0.5)
     row = rule([0, 0, 0]).astype(np.float64)[3:11]
     wanted = np.exp(row - row.max())
     wanted *= 1200 / wanted.sum()
