@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from exl2nb.core.errors import OptionError
-from exl2nb.sampling.params import NEUTRAL
 from exl2nb.sampling.penalties import allow, ban, dry, logit_bias, mask_ends, repetition_penalty, subtract
 
 if TYPE_CHECKING:
@@ -324,7 +323,7 @@ class Filter(NamedTuple):
     def active(self, params: SamplingParams) -> bool:
         """Whether a request's params ask for it."""
         field = self.switch or self.fields[0]
-        return getattr(params, field) != NEUTRAL[field]
+        return getattr(params, field) != params.__dataclass_fields__[field].default
 
 
 def _dry(x: np.ndarray, s: SamplerState, _: View) -> np.ndarray:

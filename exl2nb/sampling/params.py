@@ -214,7 +214,7 @@ class SamplingParams:
 
         rows = {"seed": "a fresh one for each answer" if self.seed is None else str(self.seed)}
         for link in active_filters(self):
-            told = {name: str(getattr(self, name))[:60] for name in link.fields if getattr(self, name) != NEUTRAL[name]}
+            told = {name: str(getattr(self, name))[:60] for name in link.fields if getattr(self, name) != _DEFAULTS[name]}
             rows[link.name] = ", ".join(value if name == link.name else f"{name} {value}" for name, value in told.items()) or "on"
         rows["draw"] = "greedy: the most probable token" if self.greedy else "by a random number"
         return facts("sampling, in the order in which it applies", rows)
@@ -243,8 +243,7 @@ class SamplingParams:
             raise OptionError(f"{where}: token {wrong} is not in the model's vocabulary; expected ids from 0 to {vocab_size - 1}")
 
 
-NEUTRAL = {f.name: f.default for f in fields(SamplingParams)}
-"""Field -> the default, with which it changes nothing."""
+_DEFAULTS = {f.name: f.default for f in fields(SamplingParams)}
 
 
 def check_integer(name: str, value: object, low: int, high: int) -> None:
