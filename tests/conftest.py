@@ -4,9 +4,12 @@
 A test that names a device uses that device either way.
 """
 
+import importlib.util
 import logging
 import os
 import signal
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -64,6 +67,20 @@ def threads():
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def script():
+    """Imports a script, given its path from the root of the repository."""
+
+    def load(path):
+        path = Path(__file__).parents[1] / path
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)  # dataclasses look their module up
+        spec.loader.exec_module(module)
+        return module
+
+    return load
 
 
 @pytest.fixture(autouse=True)

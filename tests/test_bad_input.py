@@ -1,14 +1,12 @@
 """Bad input of every kind, through Python and the command line: a named error that says what, found, expected and what to do; nothing
 half-written under the final name; and the engine that was running before answers as before."""
 
-import importlib.util
 import json
 import math
 import os
 import resource
 import shutil
 import struct
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,7 +19,6 @@ from exl2nb.core.errors import (
     ConfigError,
     ContextOverflow,
     ConversionError,
-    EngineClosed,
     Exl2Error,
     FormatError,
     ModelNotFound,
@@ -94,43 +91,37 @@ def rewrite(path, change):
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
 
 
-def overlap(header):
-    header[Q_WEIGHT]["data_offsets"] = [offset - 64 for offset in header[Q_WEIGHT]["data_offsets"]]
+DAMAGE = {  # what is changed of a tensor in the header
+    "overlap": lambda tensor: {"data_offsets": [offset - 64 for offset in tensor["data_offsets"]]},
+    "beyond the end": lambda tensor: {"data_offsets": [offset + (1 << 50) for offset in tensor["data_offsets"]]},
+    "wrong dtype": lambda tensor: {"dtype": "F32"},
+    "unknown dtype": lambda tensor: {"dtype": "I5"},
+    "oversized": lambda tensor: {"shape": [1 << 40, 1 << 40]},
+    "negative": lambda tensor: {"shape": [-tensor["shape"][0], tensor["shape"][1]]},
+    "transposed": lambda tensor: {"shape": tensor["shape"][::-1]},
+}
 
 
-def wrong_dtype(header):
-    header[Q_WEIGHT]["dtype"] = "F32"
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_headers(model, damage, capsys):
+    rewrite(model / WEIGHTS, lambda header: header[Q_WEIGHT].update(DAMAGE[damage](header[Q_WEIGHT])))
+    check(model, FormatError, ["mlp.up_proj", "found", "expected"], capsys)
 
 
-def unknown_dtype(header):
-    header[Q_WEIGHT]["dtype"] = "I5"
+@pytest.mark.parametrize(
+    ("names", "words"),
+    [
+        (["layers.3.mlp.up_proj"], ["up_proj"]),
+        ([f"layers.{layer}.self_attn.k_proj" for layer in (2, 5, 7)], ["found none of 3 tensors"]),
+    ],
+)
+def test_all_missing_tensors_are_listed(model, names, words, capsys):
+    def rename(header):
+        for name in names:
+            header[f"spare.{name}"] = header.pop(f"model.{name}.q_weight")
 
-
-def oversized(header):
-    header[Q_WEIGHT]["shape"] = [1 << 40, 1 << 40]
-
-
-def negative(header):
-    header[Q_WEIGHT]["shape"][0] *= -1
-
-
-def beyond_the_end(header):
-    start, end = header[Q_WEIGHT]["data_offsets"]
-    header[Q_WEIGHT]["data_offsets"] = [start + (1 << 50), end + (1 << 50)]
-
-
-def transposed(header):
-    header[Q_WEIGHT]["shape"].reverse()
-
-
-def missing(header):
-    header["model.layers.3.mlp.other_proj.q_weight"] = header.pop(Q_WEIGHT)
-
-
-@pytest.mark.parametrize("change", [overlap, wrong_dtype, unknown_dtype, oversized, negative, beyond_the_end, transposed, missing])
-def test_damaged_headers(model, change, capsys):
-    rewrite(model / WEIGHTS, change)
-    check(model, FormatError, ["mlp.up_proj", "found", "expected"] if change is not missing else ["up_proj"], capsys)
+    rewrite(model / WEIGHTS, rename)
+    check(model, FormatError, [*words, *(f"model.{name}.weight" for name in names)], capsys)
 
 
 @pytest.mark.parametrize("keep", [0, 7, 100, 5_000, 4_000_000])
@@ -158,75 +149,62 @@ def test_group_table_out_of_order(model, capsys):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("changes", "error", "words"),
     [
-        ("num_hidden_layers", -1),
-        ("num_hidden_layers", 1 << 40),
-        ("hidden_size", "many"),
-        ("num_attention_heads", 0),
-        ("num_key_value_heads", 3),
-        ("rms_norm_eps", -1),
-        ("vocab_size", None),
-        ("hidden_act", "softplus"),
-        ("max_position_embeddings", 2.5),
+        ({"num_hidden_layers": -1}, ConfigError, ["num_hidden_layers"]),
+        ({"num_hidden_layers": 1 << 40}, ConfigError, ["num_hidden_layers"]),
+        ({"hidden_size": "many"}, ConfigError, ["hidden_size"]),
+        ({"num_attention_heads": 0}, ConfigError, ["num_attention_heads"]),
+        ({"num_key_value_heads": 3}, ConfigError, ["num_key_value_heads"]),
+        ({"rms_norm_eps": -1}, ConfigError, ["rms_norm_eps"]),
+        ({"vocab_size": None}, ConfigError, ["vocab_size"]),
+        ({"hidden_act": "softplus"}, ConfigError, ["hidden_act"]),
+        ({"max_position_embeddings": 2.5}, ConfigError, ["max_position_embeddings"]),
+        ({"intermediate_size": 1024}, FormatError, ["1024", "expected"]),
+        (
+            {"architectures": ["NoSuchForCausalLM"], "model_type": "nosuch"},
+            UnknownArchitecture,
+            ["NoSuchForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"],
+        ),
+        ({"quantization_config": {"quant_method": "awq"}}, ConfigError, ["expected exl2, gptq or plain", "AWQ"]),
+        ({"quantization_config": {"quant_method": "gguf"}}, ConfigError, ["expected exl2, gptq or plain", "llama.cpp"]),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, ConfigError, ["expected exl2, gptq or plain", "take the original"]),
     ],
+    ids=str,
 )
-def test_wrong_config_values(model, key, value, capsys):
+def test_wrong_config_values(model, changes, error, words, capsys):
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, key: value}))
-    check(model, ConfigError, [key], capsys)
+    (model / "config.json").write_text(json.dumps({**config, **changes}))
+    check(model, error, words, capsys)
 
 
 @pytest.mark.parametrize(
-    "text", ["", "{", "[1, 2]", '{"hidden_size": NaN}', '{"architectures": []}', "\ud800".encode("utf-8", "surrogatepass")]
+    ("name", "content", "error", "words"),
+    [
+        *(
+            ("config.json", content, ConfigError, ["config.json"])
+            for content in (
+                b"",
+                b"{",
+                b"[1, 2]",
+                b'{"hidden_size": NaN}',
+                b'{"architectures": []}',
+                "\ud800".encode("utf-8", "surrogatepass"),
+            )
+        ),
+        (
+            "quantize_config.json",
+            b'{"bits": 4, "group_size": 128}',
+            ConfigError,
+            ["config.json says exl2, quantize_config.json says gptq", "expected one method"],
+        ),
+        ("tokenizer.json", None, TokenizerError, ["tokenizer.json", "copy it"]),
+        ("tokenizer.json", b'{"version": "1.0"}', TokenizerError, ["tokenizer.json"]),
+    ],
 )
-def test_config_that_is_no_config(model, text, capsys):
-    (model / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
-    check(model, ConfigError, ["config.json"], capsys)
-
-
-def test_config_that_does_not_fit_the_weights(model, capsys):
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "intermediate_size": 1024}))
-    check(model, FormatError, ["1024", "expected"], capsys)
-
-
-def test_unknown_architecture(model, capsys):
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "architectures": ["NoSuchForCausalLM"], "model_type": "nosuch"}))
-    check(model, UnknownArchitecture, ["NoSuchForCausalLM", "LlamaForCausalLM", "MistralForCausalLM"], capsys)
-
-
-@pytest.mark.parametrize(("method", "words"), [("awq", "AWQ"), ("gguf", "llama.cpp"), ("bitsandbytes", "take the original")])
-def test_other_quantised_formats(model, method, words, capsys):
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": method}}))
-    check(model, ConfigError, ["expected exl2, gptq or plain", words], capsys)
-
-
-def test_settings_of_another_format_beside_the_weights(model, capsys):
-    (model / "quantize_config.json").write_text('{"bits": 4, "group_size": 128}')
-    check(model, ConfigError, ["config.json says exl2, quantize_config.json says gptq", "expected one method"], capsys)
-
-
-def test_all_missing_tensors_are_listed(model, capsys):
-    def drop(header):
-        for layer in (2, 5, 7):
-            header[f"spare.{layer}"] = header.pop(f"model.layers.{layer}.self_attn.k_proj.q_weight")
-
-    rewrite(model / WEIGHTS, drop)
-    names = [f"model.layers.{layer}.self_attn.k_proj.weight" for layer in (2, 5, 7)]
-    check(model, FormatError, ["found none of 3 tensors", *names], capsys)
-
-
-def test_missing_tokenizer(model, capsys):
-    (model / "tokenizer.json").unlink()
-    check(model, TokenizerError, ["tokenizer.json", "copy it"], capsys)
-
-
-def test_broken_tokenizer(model, capsys):
-    (model / "tokenizer.json").write_text('{"version": "1.0"}')
-    check(model, TokenizerError, ["tokenizer.json"], capsys)
+def test_wrong_files(model, name, content, error, words, capsys):
+    (model / name).unlink() if content is None else (model / name).write_bytes(content)
+    check(model, error, words, capsys)
 
 
 def test_not_a_model_directory(tmp_path, capsys):
@@ -259,51 +237,13 @@ def test_bpw_out_of_range(tmp_path, bpw):
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("call", "hint"),
-    [
-        (lambda llm, path: ex.load(FIXTURE, conext=512), "did you mean 'context'"),
-        (lambda llm, path: ex.convert(FIXTURE, path / "out", bpw=4, calibratoin="x"), "did you mean 'calibration'"),
-        (lambda llm, path: llm.generate("x", max_token=5), "did you mean 'max_tokens'"),
-        (lambda llm, path: llm.stream("x", temprature=0.5), "did you mean 'temperature'"),
-    ],
-)
-def test_unknown_keywords(bystander, tmp_path, call, hint):
-    with pytest.raises(OptionError, match=hint):
-        call(bystander[0], tmp_path)
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize(
-    "options", [{"temperature": -1}, {"top_p": 1.5}, {"top_k": -1}, {"max_tokens": 0}, {"min_p": math.nan}, {"seed": -1}, {"stop": 3.5}]
-)
-def test_option_values_out_of_range(bystander, options):
-    with pytest.raises(OptionError, match=next(iter(options))):
-        bystander[0].generate("x", **options)
-
-
-def test_a_closed_model_says_so():
-    llm = ex.load(FIXTURE, progress=None)
-    llm.close()
-    with pytest.raises(EngineClosed, match="load"):
-        llm.generate("x")
-
-
-def test_every_named_error_is_an_exl2_error():
-    assert issubclass(OptionError, Exl2Error)
-    assert issubclass(ModelNotFound, FileNotFoundError)
-
-
 # ---- writing
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
+def tiny(script, tmp_path_factory):
     """A random dense model of two layers with a tokenizer of its own, and a text to calibrate on."""
-    spec = importlib.util.spec_from_file_location("train_demo_model", ROOT / "tools" / "train_demo_model.py")
-    tool = importlib.util.module_from_spec(spec)
-    sys.modules["train_demo_model"] = tool
-    spec.loader.exec_module(tool)
+    tool = script("tools/train_demo_model.py")
     folder = tmp_path_factory.mktemp("tiny")
     text = "\n\n".join(f"Chapter {n}. The sea was calm, and the {n} ships lay still in the harbour." for n in range(400))
     (folder / "text.txt").write_text(text)

@@ -1,5 +1,6 @@
-"""What happens around a command: help, errors, exit codes, interrupts."""
+"""What happens around a command: help, errors, exit codes, interrupts, and how it writes."""
 
+import io
 import json
 import os
 import signal
@@ -8,22 +9,17 @@ import sys
 
 import pytest
 
-from exl2nb.cli import commands, main
+from exl2nb.cli import commands
+from exl2nb.cli.console import Console, mega, table, to_json, width
 from exl2nb.core import errors
 
 
-def run(capsys, *words):
-    code = main(words)
-    captured = capsys.readouterr()
-    return code, captured.out, captured.err
-
-
-def test_help_of_every_command(capsys):
-    code, out, _ = run(capsys, "--help")
+def test_help_of_every_command(cli):
+    code, out, _ = cli("--help")
     assert code == 0
     for name in commands.COMMANDS:
         assert f"  {name}" in out
-        code, text, _ = run(capsys, name, "--help")
+        code, text, _ = cli(name, "--help")
         assert code == 0
         assert "--json" in text
 
@@ -34,8 +30,8 @@ def test_help_loads_nothing_heavy():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.splitlines()[-1] == "False"
 
 
-def test_version(capsys):
-    assert run(capsys, "--version")[:2] == (0, "exl2nb 0.1.0\n")
+def test_version(cli):
+    assert cli("--version")[:2] == (0, "exl2nb 0.1.0\n")
 
 
 @pytest.mark.parametrize(
@@ -48,8 +44,8 @@ def test_version(capsys):
         (["inspect", "demo", "--js"], "unrecognized arguments: --js"),
     ],
 )
-def test_usage_errors_are_one_line(capsys, words, message):
-    code, out, err = run(capsys, *words)
+def test_usage_errors_are_one_line(cli, words, message):
+    code, out, err = cli(*words)
     assert code == 2
     assert out == ""
     assert err.count("\n") == 1
@@ -57,19 +53,18 @@ def test_usage_errors_are_one_line(capsys, words, message):
     assert "--help" in err
 
 
-def test_no_command_shows_help(capsys):
-    code, out, err = run(capsys)
+def test_no_command_shows_help(cli):
+    code, out, err = cli()
     assert (code, out) == (2, "")
     assert "COMMAND" in err
 
 
-def test_error_object(capsys):
-    code, out, err = run(capsys, "inspect", "/no/such/model", "--json")
+def test_error_object(cli):
+    code, out, err = cli("inspect", "/no/such/model", "--json")
     assert code == 2
     error = json.loads(out)["error"]
-    assert error["type"] == "ModelNotFound"
+    assert (error["type"], error["exit_code"]) == ("ModelNotFound", 2)
     assert "/no/such/model" in error["message"]
-    assert error["exit_code"] == 2
     assert err.startswith("exl2nb: ")
 
 
@@ -86,12 +81,12 @@ def test_error_object(capsys):
         (KeyboardInterrupt(), 130),
     ],
 )
-def test_exit_codes(capsys, monkeypatch, error, code):
+def test_exit_codes(cli, monkeypatch, error, code):
     def fail(args, console):
         raise error
 
     monkeypatch.setattr("exl2nb.cli.inspect.run", fail)
-    got, out, err = run(capsys, "inspect", "demo")
+    got, out, err = cli("inspect", "demo")
     assert got == code
     assert out == ""
     assert err.count("\n") == 1
@@ -99,10 +94,10 @@ def test_exit_codes(capsys, monkeypatch, error, code):
         assert "/some/file: No space left on device" in err
 
 
-def test_traceback_only_when_asked(capsys, monkeypatch):
+def test_traceback_only_when_asked(cli, monkeypatch):
     monkeypatch.setattr("exl2nb.cli.inspect.run", lambda args, console: 1 / 0)
-    assert "Traceback" not in run(capsys, "inspect", "demo")[2]
-    assert "Traceback" in run(capsys, "inspect", "demo", "--traceback")[2]
+    assert "Traceback" not in cli("inspect", "demo")[2]
+    assert "Traceback" in cli("inspect", "demo", "--traceback")[2]
 
 
 def test_a_closed_pipe_is_no_error():
@@ -120,3 +115,44 @@ def test_ctrl_c_ends_cleanly():
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert err.decode() == "exl2nb: interrupted\n"
+
+
+# ---- writing
+
+
+def test_columns_line_up():
+    text = table(["model", "KL"], [["FP16", "-"], ["caf\u00e9 \u65e5\u672c", "0.1234"]])
+    lines = text.splitlines()
+    assert lines[:3] == ["model          KL", "---------  ------", "FP16            -"]
+    assert len({width(line) for line in lines[1:]}) == 1
+
+
+def test_bytes():
+    assert [mega(n) for n in (12, 1500, 7_798_472, 3.2e9)] == ["12 B", "1.50 kB", "7.80 MB", "3.20 GB"]
+
+
+def test_json_mode_keeps_stdout_clean():
+    out, err = io.StringIO(), io.StringIO()
+    console = Console(json_mode=True, out=out, err=err)
+    console.say("not shown")
+    console.result({"a": 1}, "text")
+    assert json.loads(out.getvalue()) == {"a": 1}
+
+
+def test_error_text_cannot_fake_lines():
+    err = io.StringIO()
+    assert Console(out=io.StringIO(), err=err).fail("X", "first\nsecond\r\x0b third", 2) == 2
+    assert err.getvalue() == "exl2nb: first second third\n"
+
+
+def test_ascii_and_no_colour_outside_a_terminal():
+    raw = io.BytesIO()
+    console = Console(out=io.TextIOWrapper(raw, encoding="ascii"), err=io.StringIO())
+    console.write("caf\u00e9\n")
+    assert raw.getvalue() == b"caf?\n"
+    assert not console.unicode and not console.colour
+    assert console.bold("x") == "x"
+
+
+def test_json_is_strict():
+    assert to_json({"a": [1.5, float("inf")], 3: {"b": float("nan")}}) == '{"a": [1.5, null], "3": {"b": null}}'

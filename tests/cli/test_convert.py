@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from exl2nb.cli import main
 from exl2nb.converter.allocation import read_choices
 from exl2nb.core.errors import OptionError
 from tests.converter.test_job import TEXT, write_model
@@ -17,54 +16,41 @@ def tiny(tmp_path_factory):
     return write_model(folder / "tiny"), folder
 
 
-def run(capsys, *words):
-    code = main([str(word) for word in words])
-    captured = capsys.readouterr()
-    return code, json.loads(captured.out) if code == 0 else captured.err
-
-
 def common(folder):
-    return "--calibration", folder / "text.txt", "--rows", 4, "--length", 32, "--report-rows", 0, "--device", "cpu", "--json"
+    return "--calibration", folder / "text.txt", "--rows", 4, "--length", 32, "--report-rows", 0, "--device", "cpu"
 
 
-def test_measure_then_convert_with_overrides_and_frozen_choices(tiny, capsys):
+def test_measure_then_convert_with_overrides_and_frozen_choices(tiny, cli_json):
     source, folder = tiny
     measuring = [word for word in common(folder) if word not in ("--report-rows", 0)]
-    code, found = run(capsys, "measure", source, folder / "m.json", *measuring, "--bpw", 4, "--bpw", 5)
-    assert code == 0
+    found = cli_json("measure", source, folder / "m.json", *measuring, "--bpw", 4, "--bpw", 5)
     assert found["matrices"] == 22
     assert [plan["target"] for plan in found["plans"]] == ["4 bpw", "5 bpw"]
     given = "--measurement", folder / "m.json"
-    code, first = run(capsys, "convert", source, folder / "a", "--bpw", 4.5, *common(folder), *given, "--override", "layer 0=6-8")
-    assert code == 0
+    first = cli_json("convert", source, folder / "a", "--bpw", 4.5, *common(folder), *given, "--override", "layer 0=6-8")
     assert min(bpw for key, bpw in first["matrices"].items() if ".layers.0." in key) > 6
     assert first["bpw"] <= 4.5
-    code, second = run(capsys, "convert", source, folder / "b", "--bytes", 120_000, *common(folder), *given, "--frozen", folder / "a")
-    assert code == 0
+    second = cli_json("convert", source, folder / "b", "--bytes", 120_000, *common(folder), *given, "--frozen", folder / "a")
     assert second["matrices"] == first["matrices"]  # every choice was kept, the head's too
-    code, third = run(
-        capsys, "convert", source, folder / "c", "--fits", "1MB", "--context", 512, "--cache", "q8", *common(folder), *given,
-        "--override", "head=8", "--override", "*.down_proj=3",
-    )  # fmt: skip
-    assert code == 0
+    overrides = "--override", "head=8", "--override", "*.down_proj=3"
+    fits = "--fits", "1MB", "--context", 512, "--cache", "q8"
+    third = cli_json("convert", source, folder / "c", *fits, *common(folder), *given, *overrides)
     assert third["bytes"] < 1_000_000 * 0.96
     assert all(bpw < 5 for key, bpw in third["matrices"].items() if key.endswith("down_proj"))
     assert third["matrices"]["lm_head"] > 8
 
 
 @pytest.mark.parametrize("wrong", ["layer 0", "v=many", "=4", "v=4-"])
-def test_overrides_that_say_nothing(tiny, capsys, wrong):
+def test_overrides_that_say_nothing(tiny, refused, wrong):
     source, folder = tiny
-    code, text = run(capsys, "convert", source, folder / "none", "--bpw", 4, *common(folder), "--override", wrong)
-    assert code == 2
+    text = refused("convert", source, folder / "none", "--bpw", 4, *common(folder), "--override", wrong)
     assert repr(wrong) in text
     assert "'layer 0=6'" in text
 
 
-def test_choices_of_a_model_a_plan_and_a_file(tiny, capsys):
+def test_choices_of_a_model_a_plan_and_a_file(tiny, cli_json):
     source, folder = tiny
-    code, _ = run(capsys, "convert", source, folder / "d", "--bpw", 5, *common(folder))
-    assert code == 0
+    cli_json("convert", source, folder / "d", "--bpw", 5, *common(folder))
     found = read_choices(folder / "d")
     assert len(found) == 22
     assert all(sum(rows for _, rows in groups) in (64, 96) for groups in found.values())

@@ -1,17 +1,70 @@
-import importlib.util
+"""The report of the demo, on a made-up result with the shape of a real one: 12 layers, 7 matrices, three bitrates."""
+
+import math
+import random
 import re
 from dataclasses import replace
 from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
 
 from exl2nb.cli import report
-from exl2nb.cli.report import size_against_kl
+from exl2nb.cli.bitmap import BitMap, colour, ink, render_text
+from exl2nb.cli.report import DemoResult, Entry, size_against_kl
+from exl2nb.eval.comparison import EDGES
 
-_spec = importlib.util.spec_from_file_location("sample_result", Path(__file__).with_name("sample_result.py"))
-sample = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(sample)
+MATRICES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+WORDS = "It was the <best> of times & it was the worst of times, and nobody knew which of the two it was."
+PASSAGE = tuple(f" {word}" for word in WORDS.split(" "))
+
+
+def entry(name, target, bpw, size, ppl, kl, p99, top1, speed, seconds):
+    rng = random.Random(name)
+    bits = {
+        f"model.layers.{layer}.{matrix}": 16.0 if target is None else min(8.1, max(2.1, rng.gauss(bpw, 0.8)))
+        for layer in range(12)
+        for matrix in MATRICES
+    }
+    centre = math.log10(kl or 1)
+    weights = [math.exp(-((math.log10(max(edge, 3e-5)) - centre) ** 2)) for edge in EDGES]
+    histogram = [(a, b, w / sum(weights)) for a, b, w in zip(EDGES, [*EDGES[1:], math.inf], weights)]
+    return Entry(
+        name=name,
+        path=f"exl2nb-demo/{name.replace(' ', '')}",
+        target_bpw=target,
+        bpw=bpw,
+        head_bits=16.0 if target is None else 6.04,
+        bytes=size,
+        ppl=ppl,
+        kl_mean=kl,
+        kl_p99=p99,
+        top1=top1,
+        decode_tok_s=speed,
+        convert_s=seconds,
+        sample=" the gate was open. <b>Nobody</b> had passed that way for years, she thought, and she went on to the door of the house.",
+        bits=bits,
+        histogram=histogram if target else [],
+        passage_kl=[rng.expovariate(1 / (kl + 1e-9)) for _ in PASSAGE] if target else [],
+    )
+
+
+RESULT = DemoResult(
+    entries=(
+        entry("FP16", None, 16.0, 23_093_392, 24.58, 0.0, 0.0, 1.0, 640, None),
+        entry("6 bpw", 6.0, 5.996, 10_150_000, 24.72, 0.0061, 0.06, 0.951, 980, 8.1),
+        entry("4 bpw", 4.0, 3.998, 7_790_000, 26.1, 0.094, 0.71, 0.816, 1190, 7.9),
+        entry("3 bpw", 3.0, 2.999, 6_610_000, 33.2, 0.412, 2.9, 0.64, 1370, 52.0),
+    ),
+    prompt="The old house stood at the end of the lane, and",
+    rows=32,
+    length=512,
+    passage=PASSAGE,
+    machine={"Engine": "compiled, avx512", "Processor": "Some <CPU>, 2 threads", "System": "Linux x86_64, Python 3.11, torch 2.13"},
+    total_s=112.0,
+    created="2026-11-21 05:00",
+    version="0.1.0",
+    report="exl2nb-demo/report.html",
+)
 VOID = {"meta", "br", "img", "link", "input"}
 
 
@@ -42,7 +95,7 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def html():
-    return report.render(sample.sample_result())
+    return report.render(RESULT)
 
 
 def test_nothing_outside_is_needed(html):
@@ -52,16 +105,9 @@ def test_nothing_outside_is_needed(html):
 
 def test_well_formed_with_all_numbers(html):
     text = "".join(Page(html).words)
-    for entry in sample.sample_result().quantised:
-        for number in (
-            entry.name,
-            f"{entry.bpw:.3f}",
-            f"{entry.kl_mean:.4f}",
-            f"{entry.kl_p99:.3f}",
-            f"{entry.top1:.1%}",
-            f"{entry.ppl:.2f}",
-        ):
-            assert number in text
+    for entry in RESULT.quantised:
+        numbers = f"{entry.bpw:.3f} {entry.kl_mean:.4f} {entry.kl_p99:.3f} {entry.top1:.1%} {entry.ppl:.2f}".split()
+        assert all(number in text for number in (entry.name, *numbers))
 
 
 def test_what_models_and_paths_say_is_escaped(html):
@@ -83,12 +129,11 @@ def test_pictures_have_words(html):
 
 
 def test_one_bitrate_and_no_passage():
-    result = sample.sample_result()
-    whole, short = report.render(result), report.render(replace(result, entries=result.entries[:2], passage=()))
+    whole, short = report.render(RESULT), report.render(replace(RESULT, entries=RESULT.entries[:2], passage=()))
     Page(short)
-    assert result.entries[1].name in short
-    assert result.entries[2].name in whole
-    assert result.entries[2].name not in short
+    assert RESULT.entries[1].name in short
+    assert RESULT.entries[2].name in whole
+    assert RESULT.entries[2].name not in short
 
 
 def test_a_lossless_copy_still_draws():
@@ -96,7 +141,52 @@ def test_a_lossless_copy_still_draws():
 
 
 def test_terminal_table():
-    lines = sample.sample_result().table().splitlines()
+    lines = RESULT.table().splitlines()
     assert len(lines) == 6
     assert lines[2].split()[:4] == ["FP16", "16.000", "23.09", "MB"]
     assert "0.0940" in lines[4]
+
+
+# ---- bits of every matrix as a table of colours
+
+BITS = {
+    "model.layers.0.self_attn.q_proj": 4.13,
+    "model.layers.0.mlp.down_proj": 3.0,
+    "model.layers.11.self_attn.q_proj": 2.04,
+    "lm_head": 6.0,
+}
+
+
+def test_layers_across_matrices_down():
+    grid = BitMap.of(BITS)
+    assert grid.matrices == ("q_proj", "down_proj")
+    assert grid.layers == (0, 11)
+    assert grid.bits == ((4.13, 2.04), (3.0, None))
+
+
+def test_plain_text():
+    assert render_text(BitMap.of(BITS)).splitlines() == ["layer        0  11", "q_proj     4.1 2.0", "down_proj  3.0"]
+
+
+def test_narrow_terminals_break_lines():
+    grid = BitMap.of({f"model.layers.{i}.mlp.up_proj": 4.0 for i in range(80)})
+    text = render_text(grid, columns=60)
+    assert max(map(len, text.splitlines())) <= 60
+    assert text.count("4") >= 80
+
+
+def test_colours_say_the_same_as_the_digits():
+    plain, coloured = (render_text(BitMap.of(BITS), colours=c) for c in (False, True))
+    assert re.sub(r"\033\[[0-9;]*m", "", coloured).split() == plain.split()
+    assert coloured.count("\033[0m") == 3
+
+
+def test_cells_are_readable():
+    def luminance(rgb):
+        linear = [c / 255 / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    for tenth in range(10, 170):
+        rgb = colour(tenth / 10)
+        high, low = sorted([luminance(rgb), luminance(ink(rgb))], reverse=True)
+        assert (high + 0.05) / (low + 0.05) >= 4.5, tenth / 10

@@ -1,33 +1,32 @@
-"""eval, logits, inspect, generate, chat, convert and doctor, through `main`, on the packaged model and the fixture."""
+"""eval, logits, inspect, generate, chat, convert, doctor and bench, on the packaged model and the fixture."""
 
+import argparse
 import io
 import json
 import sys
+import types
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 
-from exl2nb.cli import doctor, main
+from exl2nb.cli import doctor
+from exl2nb.cli.bench import measure
 from exl2nb.cli.models import demo_directory
+from exl2nb.cli.sampling import MORE, OPTIONS, add_options, given_options
+from exl2nb.core.errors import OptionError
 from exl2nb.io.safetensors import SafetensorsFile, save
 from exl2nb.ops import prefill_attention
+from exl2nb.sampling.params import SamplingParams
 
 DATA = Path(__file__).parents[1] / "data"
 EXL2 = str(DATA / "demo-exl2-4.0bpw")
 TEXT = str(demo_directory() / "evaluation.txt")
 
 
-def run(capsys, *words):
-    code = main([*words, "--json", "--quiet"])
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    assert code == 0
-    return json.loads(captured.out)
-
-
-def test_eval_against(capsys):
-    data = run(capsys, "eval", EXL2, "--against", "demo", "--text", TEXT, "--rows", "2", "--length", "128")
+def test_eval_against(cli_json):
+    data = cli_json("eval", EXL2, "--against", "demo", "--text", TEXT, "--rows", "2", "--length", "128")
     assert set(data) >= {"ppl", "kl_mean", "kl_p99", "top1", "bpw", "bytes"}
     assert 0.05 < data["kl_mean"] < 0.3
     assert data["ppl"] > data["reference_ppl"]
@@ -35,15 +34,15 @@ def test_eval_against(capsys):
     assert data["bytes"] == sum(path.stat().st_size for path in Path(EXL2).glob("*.safetensors"))
 
 
-def test_cache_option(capsys):
+def test_cache_option(refused, cli_json):
     """A model against itself shows what its cache costs; more bits cost less."""
     words = ("eval", EXL2, "--against", EXL2, "--text", TEXT, "--rows", "2", "--length", "128")
-    found = {mode: run(capsys, *words, "--cache", mode) for mode in ("fp32", "q8", "k8v4", "q4")}
+    found = {mode: cli_json(*words, "--cache", mode) for mode in ("fp32", "q8", "k8v4", "q4")}
     assert [data["cache"] for data in found.values()] == ["fp32", "q8", "q6", "q4"]
     losses = [data["kl_mean"] for data in found.values()]
     assert losses == sorted(losses)
     assert losses[0] == 0
-    plain, q4 = (run(capsys, "generate", "demo", "--prompt", "It was a", "--cache", mode)["text"] for mode in ("fp32", "q4"))
+    plain, q4 = (cli_json("generate", "demo", "--prompt", "It was a", "--cache", mode)["text"] for mode in ("fp32", "q4"))
     assert plain
     assert q4
     for command in (
@@ -52,32 +51,30 @@ def test_cache_option(capsys):
         ["eval", "demo", "--text", TEXT],
         ["logits", "demo", "--ids", "x", "--out", "y"],
     ):
-        assert main([*command, "--cache", "q5"]) == 2
-        assert "unknown cache mode 'q5'; known: fp32" in capsys.readouterr().err
+        assert "unknown cache mode 'q5'; known: fp32" in refused(*command, "--cache", "q5")
 
 
-def test_eval_alone_agrees_and_leaves_kl_open(capsys):
-    alone = run(capsys, "eval", EXL2, "--text", TEXT, "--rows", "2", "--length", "64")
-    both = run(capsys, "eval", EXL2, "--against", EXL2, "--text", TEXT, "--rows", "2", "--length", "64")
+def test_eval_alone_agrees_and_leaves_kl_open(cli_json):
+    alone = cli_json("eval", EXL2, "--text", TEXT, "--rows", "2", "--length", "64")
+    both = cli_json("eval", EXL2, "--against", EXL2, "--text", TEXT, "--rows", "2", "--length", "64")
     assert alone["kl_mean"] is None
     assert both["kl_mean"] == 0
     assert alone["ppl"] == pytest.approx(both["ppl"], rel=1e-9)
 
 
-def test_eval_text_form(capsys):
-    assert main(["eval", EXL2, "--text", TEXT, "--rows", "1", "--length", "32"]) == 0
-    captured = capsys.readouterr()
-    assert "perplexity" in captured.out
-    assert "bits per weight" in captured.out
-    assert "perplexity: 32/32 tokens" in captured.err
+def test_eval_text_form(cli):
+    code, out, err = cli("eval", EXL2, "--text", TEXT, "--rows", "1", "--length", "32")
+    assert code == 0
+    assert "perplexity" in out and "bits per weight" in out
+    assert "perplexity: 32/32 tokens" in err
 
 
-def test_logits_agree_with_the_recorded_ones(capsys, tmp_path):
+def test_logits_agree_with_the_recorded_ones(cli_json, tmp_path):
     with SafetensorsFile(DATA / "demo-logits.safetensors") as recorded:
         ids, fp16, quantised = (recorded.read(name) for name in ("input_ids", "logits_fp16", "logits_exl2_4.0bpw"))
     save(tmp_path / "ids.safetensors", {"input_ids": ids})
     for model, expected in (("demo", fp16), (EXL2, quantised)):
-        data = run(capsys, "logits", model, "--ids", str(tmp_path / "ids.safetensors"), "--out", str(tmp_path / "out.safetensors"))
+        data = cli_json("logits", model, "--ids", tmp_path / "ids.safetensors", "--out", tmp_path / "out.safetensors")
         with SafetensorsFile(tmp_path / "out.safetensors") as file:
             logits = file.read("logits")
         assert data["shape"] == list(logits.shape) == list(expected.shape)
@@ -85,57 +82,55 @@ def test_logits_agree_with_the_recorded_ones(capsys, tmp_path):
         assert (logits - expected.float()).abs().max() < 0.15
 
 
-def test_logits_wants_input_ids(capsys, tmp_path):
+def test_logits_wants_input_ids(refused, tmp_path):
     save(tmp_path / "ids.safetensors", {"tokens": torch.zeros(1, 2, dtype=torch.int32)})
-    assert main(["logits", "demo", "--ids", str(tmp_path / "ids.safetensors"), "--out", str(tmp_path / "o.safetensors")]) == 2
-    assert "found tokens; expected a tensor `input_ids`" in capsys.readouterr().err
+    err = refused("logits", "demo", "--ids", tmp_path / "ids.safetensors", "--out", tmp_path / "o.safetensors")
+    assert "found tokens; expected a tensor `input_ids`" in err
     assert not (tmp_path / "o.safetensors").exists()
 
 
-def test_inspect(capsys):
-    data = run(capsys, "inspect", EXL2)
+def test_inspect(cli, cli_json):
+    data = cli_json("inspect", EXL2)
     assert data["layers"] == 12
     assert 3.9 < data["decoder_bpw"] < 4.1
-    assert main(["inspect", EXL2]) == 0
-    assert "q_proj" in capsys.readouterr().out
+    code, out, _ = cli("inspect", EXL2)
+    assert code == 0 and "q_proj" in out
 
 
-def test_generate(capsys):
-    first, second = (run(capsys, "generate", "demo", "--prompt", "It was", "--max-tokens", "12", "--seed", "3") for _ in range(2))
+def test_generate(cli_json):
+    first, second = (cli_json("generate", "demo", "--prompt", "It was", "--max-tokens", "12", "--seed", "3") for _ in range(2))
     assert first["text"] == second["text"]
     assert first["new_tokens"] == len(first["ids"]) == 12
     assert first["finish_reason"] == "length"
 
 
-def test_generate_streams_text(capsys, monkeypatch):
+def test_generate_streams_text(cli, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("It was"))
-    assert main(["generate", "demo", "--max-tokens", "8", "--temperature", "0"]) == 0
-    captured = capsys.readouterr()
-    assert captured.out.startswith("It was")
-    assert len(captured.out) > 10
-    assert "tok/s" in captured.err
+    code, out, err = cli("generate", "demo", "--max-tokens", "8", "--temperature", "0")
+    assert code == 0
+    assert out.startswith("It was") and len(out) > 10
+    assert "tok/s" in err
 
 
-def test_chat_needs_a_template_and_takes_one(capsys, tmp_path):
-    assert main(["chat", "demo", "--message", "Hello"]) == 2
-    assert "template" in capsys.readouterr().err
+def test_chat_needs_a_template_and_takes_one(refused, cli, tmp_path):
+    assert "template" in refused("chat", "demo", "--message", "Hello")
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:")
-    words = ["chat", "demo", "--template", str(tmp_path / "t.jinja"), "--max-tokens", "6", "--message", "Hello", "--message", "And now?"]
-    assert main([*words, "--json", "--quiet"]) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    words = ["chat", "demo", "--template", tmp_path / "t.jinja", "--max-tokens", "6", "--message", "Hello", "--message", "And now?"]
+    code, out, _ = cli(*words, "--json", "--quiet")
+    assert code == 0
+    lines = [json.loads(line) for line in out.splitlines()]
     assert [line["message"] for line in lines] == ["Hello", "And now?"]
     assert lines[1]["prompt_tokens"] > lines[0]["prompt_tokens"] + lines[0]["new_tokens"], "the whole conversation is sent"
 
 
-def test_convert_refuses_before_it_works(capsys, tmp_path):
-    assert main(["convert", "demo", str(tmp_path / "out"), "--bpw", "9"]) == 2
-    assert "bpw is 9.0; expected a number from 2 to 8" in capsys.readouterr().err
+def test_convert_refuses_before_it_works(refused, tmp_path):
+    assert "bpw is 9.0; expected a number from 2 to 8" in refused("convert", "demo", tmp_path / "out", "--bpw", "9")
     assert not (tmp_path / "out").exists()
 
 
-def test_doctor(capsys):
-    code = main(["doctor", "--json"])
-    data = json.loads(capsys.readouterr().out)
+def test_doctor(cli):
+    code, out, _ = cli("doctor", "--json")
+    data = json.loads(out)
     assert code == (0 if data["ok"] else 1)
     names = [check["name"] for check in data["checks"]]
     parts = ["torch", "engine", "cuda", "flash-attn", "cpu", "memory", "environment", "jupyter"]
@@ -177,29 +172,17 @@ def test_doctor_versions():
     assert not doctor._at_least("0.9.2", "0.9.13")
 
 
-def test_bench_measures_what_reaches_python(capsys):
-    import json
-
-    from exl2nb.cli import main
-
-    code = main(
-        ["bench", "demo", "--device", "cpu", "--batch", "2", "--context", "16", "--tokens", "8", "--rounds", "3", "--json", "--quiet"]
-    )
-    found = json.loads(capsys.readouterr().out)
-    assert code == 0
+def test_bench_measures_what_reaches_python(refused, cli_json):
+    found = cli_json("bench", "demo", "--device", "cpu", "--batch", "2", "--context", "16", "--tokens", "8", "--rounds", "3")
     assert found["batch"] == 2 and found["device"] == "cpu"
     assert found["decode_tok_s"] > 0 and found["prefill_tok_s"] > 0
     assert abs(found["decode_ms"] - 2e3 / found["decode_tok_s"]) < 0.01
     assert 16 + 1 + 8 / 2 <= found["decode_context"] < 16 + 8 + 64 + 8  # a text's prompt, its first token, half of what is timed
-    assert main(["bench", "demo", "--batch", "0"]) != 0
+    assert refused("bench", "demo", "--batch", "0")
 
 
-def test_bench_has_nothing_to_time_where_texts_end_first():
-    """Every text is over before all have begun: no figure is made up."""
-    import types
-
-    from exl2nb.cli.bench import measure
-    from exl2nb.core.errors import OptionError
+def test_bench_refuses_answers_too_short_to_time():
+    """Every answer ends before all have begun: no figure is made up."""
 
     class Text:
         """A text of one token."""
@@ -223,3 +206,58 @@ def test_bench_has_nothing_to_time_where_texts_end_first():
     )  # fmt: skip
     with pytest.raises(OptionError, match="give more --tokens"):
         measure(llm, batch=2, context=4, tokens=3, rounds=2)
+
+
+# ---- sampling options and structured output
+
+
+def parse(*words):
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    return given_options(parser.parse_args(words))
+
+
+def test_nothing_given_is_nothing_asked():
+    assert parse() == {}
+
+
+def test_every_option_is_a_setting():
+    own = {f.name for f in fields(SamplingParams)} | {"max_tokens"}
+    assert own >= {*OPTIONS, *MORE}
+    assert own - {*OPTIONS, *MORE} == {
+        *("temperature_last", "mirostat", "xtc_ignore", "dry_range", "dry_max_ngram", "dry_breakers"),
+        *("logit_bias", "banned_tokens", "allowed_tokens", "order", "post_sampling"),
+    }
+
+
+def test_names_and_values():
+    given = parse("--typical-p", "0.9", "--dry-multiplier", "0.8", "--temperature-last", "--ban", "5", "--ban", "7", "--mirostat-tau", "4")
+    wanted = {"typical_p": 0.9, "dry_multiplier": 0.8, "temperature_last": True, "banned_tokens": [5, 7], "mirostat_tau": 4.0}
+    assert given == {**wanted, "mirostat": True}
+    SamplingParams(**given)
+
+
+def test_presets_and_what_comes_on_top():
+    assert parse("--preset", "balanced", "--top-p", "0.5") == {"temperature": 0.8, "top_p": 0.5}
+
+
+def test_files_are_read(tmp_path):
+    (tmp_path / "s.json").write_text('{"type": "integer"}')
+    assert parse("--schema", str(tmp_path / "s.json")) == {"schema": '{"type": "integer"}'}
+
+
+def test_generate_with_a_schema(cli_json, tmp_path):
+    (tmp_path / "s.json").write_text(json.dumps({"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 2}))
+    found = cli_json("generate", "demo", "--prompt", "x", "--schema", tmp_path / "s.json", "--seed", "1")
+    assert len(json.loads(found["text"])) == 2
+    assert found["finish_reason"] in ("stop", "eos")
+
+
+def test_generate_with_a_choice(cli_json):
+    found = cli_json("generate", "demo", "--prompt", "x", "--choice", "left", "--choice", "right")
+    assert found["text"] in ("left", "right")
+
+
+@pytest.mark.parametrize("words", [["--schema", "/no/such/file"], ["--regex", "("], ["--regex", "a", "--choice", "b"], ["--tfs", "0"]])
+def test_bad_sampling_options(refused, words):
+    assert refused("generate", "demo", "--prompt", "x", *words)

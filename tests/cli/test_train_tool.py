@@ -1,10 +1,7 @@
 """tools/train_demo_model.py: a few steps on the CPU give a directory that Transformers and exl2nb load, and agree on."""
 
-import importlib.util
 import json
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,16 +10,12 @@ from exl2nb.eval.logits import logits
 from exl2nb.model.loader import load_model
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
-TOOLS = Path(__file__).parents[2] / "tools"
+SMALL = {"vocab_size": 16, "hidden_size": 32, "intermediate_size": 48, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "context": 16}
 
 
 @pytest.fixture(scope="module")
-def tool():
-    spec = importlib.util.spec_from_file_location("train_demo_model", TOOLS / "train_demo_model.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["train_demo_model"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+def tool(script):
+    return script("tools/train_demo_model.py")
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +32,14 @@ def trained(tool, tmp_path_factory):
 
 def test_it_learns(tool):
     stream = torch.arange(4000, dtype=torch.int32) % 7 + 3
-    shape = tool.Shape(vocab_size=16, hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=1, context=16)
+    shape = tool.Shape(**SMALL)
     _, loss = tool.train(stream, shape, tool.Recipe(steps=40, batch=8, warmup=5, peak_lr=1e-2), device=torch.device("cpu"), compiled=False)
     assert loss < 0.2, "a cycle of seven tokens is predictable"
 
 
 def test_same_seed_same_weights(tool):
     stream = torch.randint(3, 16, (500,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
-    shape = tool.Shape(vocab_size=16, hidden_size=32, intermediate_size=48, num_layers=1, num_heads=2, num_kv_heads=1, context=16)
+    shape = tool.Shape(**SMALL)
     one, other = (tool.train(stream, shape, tool.Recipe(steps=3, batch=2), device=torch.device("cpu"), compiled=False)[0] for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters()))
 
@@ -83,19 +76,16 @@ def test_learning_rate_shape(tool):
     assert rates == pytest.approx([2e-5, 2e-3, 2e-3, 1.05e-3, 1e-4])
 
 
-@pytest.mark.parametrize("words", [["--hidden-size", "65"], ["--num-kv-heads", "3"]])
-def test_sizes_that_do_not_fit(tool, tmp_path, words):
-    with pytest.raises(SystemExit, match="num_heads"):
+@pytest.mark.parametrize(
+    ("words", "message"), [(["--hidden-size", "65"], "num_heads"), (["--num-kv-heads", "3"], "num_heads"), ([], r"no \.txt file")]
+)
+def test_refusals(tool, tmp_path, words, message):
+    with pytest.raises(SystemExit, match=message):
         tool.main([str(tmp_path), str(tmp_path / "out"), "--toy", *words])
 
 
-def test_no_text(tool, tmp_path):
-    with pytest.raises(SystemExit, match=r"no \.txt file"):
-        tool.main([str(tmp_path), str(tmp_path / "out"), "--toy"])
-
-
 def test_sampling_with_a_cache_is_the_model_itself(tool):
-    shape = tool.Shape(vocab_size=16, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, context=16)
+    shape = tool.Shape(**{**SMALL, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2})
     torch.manual_seed(0)
     model, ids = tool.Llama(shape), torch.randint(16, (3, 9))
     past = torch.zeros(2, 2, 3, 2, 16, 8)

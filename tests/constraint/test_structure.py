@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import enum
+import functools
 import pickle
 import sys
 import threading
@@ -18,9 +19,9 @@ from exl2nb.constraint.structure import Structure, structure_of
 from exl2nb.core.errors import MissingDependency, OptionError, StructureError
 from exl2nb.sampling.constraint import FEW, Allowed, Constraint
 from exl2nb.tokenizer.tokenizer import Tokenizer
+from tests.generator.fakes import TOKENIZER as WORDS
 from tests.generator.fakes import VOCAB, tokenizer
 
-WORDS = tokenizer()
 EOS = next(iter(WORDS.eos_ids))
 
 
@@ -34,17 +35,16 @@ def walk(constraint: Constraint, text: str) -> None:
         constraint.accept(token)
 
 
-@pytest.mark.parametrize(
-    "texts", [["yes", "no"], ["a", "ab", "abc"], ["line\nbreak", "ü€", 'say "x"', "back\\slash", "/path/", "a b", "[a-z]+", "{}", "\u2028"]]
-)
-def test_choice_takes_every_text_and_no_other(texts):
-    made = structure("choice", texts)
-    for text in texts:
-        constraint = made.start()
-        walk(constraint, text)
-        assert constraint.accepting
-        assert made.parse(text) == text
-    constraint = made.start()
+CHOICES = [
+    ["yes", "no"],
+    ["a", "ab", "abc"],
+    ["line\nbreak", "ü€", 'say "x"', "back\\slash", "/path/", "a b", "[a-z]+", "{}", "\u2028"],
+]
+
+
+@pytest.mark.parametrize("texts", CHOICES)
+def test_a_choice_takes_no_other_text(texts):
+    constraint = structure("choice", texts).start()
     with pytest.raises(StructureError, match="does not fit the choice"):
         constraint.accept(WORDS.encode("Z", add_special=False)[0])
     walk(constraint, texts[0])  # a refused token changes nothing
@@ -156,13 +156,6 @@ def test_forced_tokens():
         constraint.accept(token)
 
 
-@pytest.mark.parametrize("source", ['root ::= "a" digits\ndigits ::= [0-9]+', 'start: "a" DIGITS\nDIGITS: /[0-9]+/'])
-def test_both_grammar_notations(source):
-    constraint = structure("grammar", source).start()
-    walk(constraint, "a42")
-    assert constraint.accepting
-
-
 def test_masks_from_several_threads():
     made = structure("regex", "[a-z ]+[0-9]")
     wanted, seen = made.start().allowed().bits.copy(), []
@@ -176,8 +169,7 @@ def test_masks_from_several_threads():
     threads = [threading.Thread(target=run) for _ in range(4)]
     [t.start() for t in threads]
     [t.join() for t in threads]
-    assert len(seen) == 80
-    assert all(seen)
+    assert seen == [True] * 80
 
 
 class Colour(enum.Enum):
@@ -203,39 +195,44 @@ class Cat(pydantic.BaseModel):
         return value
 
 
+class A(pydantic.BaseModel):
+    tag: Literal["a"]
+
+
+class B(pydantic.BaseModel):
+    tag: Literal["b"]
+    number: int
+
+
+UNION = Annotated[A | B, pydantic.Field(discriminator="tag")]
+INTEGER_A = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
 @pytest.mark.parametrize(
-    ("source", "text", "value"),
+    ("kind", "source", "text", "value"),
     [
-        ({"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}, '{"a": 5}', {"a": 5}),
-        ('{"type": "array", "items": {"type": "boolean"}}', "[true, false]", [True, False]),
-        (Point, '{"x": -3, "colour": "blue"}', Point(-3, Colour.BLUE)),
-        (Cat, '{"kind": "cat", "lives": 9}', Cat(kind="cat", lives=9)),
-        (list[int], "[1, 2]", [1, 2]),
-        (Colour, '"red"', Colour.RED),
-        (set[int], "[1, 2, 1]", {1, 2}),
-        (int | None, "null", None),
+        ("schema", INTEGER_A, '{"a": 5}', {"a": 5}),
+        ("schema", {**INTEGER_A, "additionalProperties": False}, '{\n  "a": 1\n}', {"a": 1}),
+        ("schema", '{"type": "array", "items": {"type": "boolean"}}', "[true, false]", [True, False]),
+        ("schema", Point, '{"x": -3, "colour": "blue"}', Point(-3, Colour.BLUE)),
+        ("schema", Cat, '{"kind": "cat", "lives": 9}', Cat(kind="cat", lives=9)),
+        ("schema", list[int], "[1, 2]", [1, 2]),
+        ("schema", Colour, '"red"', Colour.RED),
+        ("schema", set[int], "[1, 2, 1]", {1, 2}),
+        ("schema", int | None, "null", None),
+        ("schema", UNION, '{"tag": "a"}', A(tag="a")),
+        ("schema", UNION, '{"tag": "b", "number": 4}', B(tag="b", number=4)),
+        ("grammar", 'root ::= "a" digits\ndigits ::= [0-9]+', "a42", "a42"),
+        ("grammar", 'start: "a" DIGITS\nDIGITS: /[0-9]+/', "a42", "a42"),
+        *(("choice", texts, text, text) for texts in CHOICES for text in texts),
     ],
 )
-def test_schema_in_object_out(source, text, value):
-    made = structure("schema", source)
+def test_accepted_texts_and_their_values(kind, source, text, value):
+    made = structure(kind, source)
     constraint = made.start()
     walk(constraint, text)
     assert constraint.accepting
     assert made.parse(text) == value
-
-
-def test_discriminated_unions():
-    class A(pydantic.BaseModel):
-        tag: Literal["a"]
-
-    class B(pydantic.BaseModel):
-        tag: Literal["b"]
-        number: int
-
-    made = structure("schema", Annotated[A | B, pydantic.Field(discriminator="tag")])
-    for text in ('{"tag": "a"}', '{"tag": "b", "number": 4}'):
-        walk(made.start(), text)
-    assert made.parse('{"tag": "b", "number": 4}') == B(tag="b", number=4)
 
 
 def test_classes_are_closed_and_schemas_are_as_they_say():
@@ -246,23 +243,16 @@ def test_classes_are_closed_and_schemas_are_as_they_say():
     walk(structure("schema", {"type": "object", "properties": {"x": {"type": "integer"}}}).start(), extra)
 
 
-def test_indented_json_is_allowed_and_endless_space_is_not():
-    made = structure(
-        "schema", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
-    )
-    walk(made.start(), '{\n  "a": 1\n}')
-    constraint = made.start()
+def test_json_is_indented_by_one_line_break_at_most():
+    constraint = structure("schema", {**INTEGER_A, "additionalProperties": False}).start()
     walk(constraint, "{\n")
     line_break = WORDS.encode("\n", add_special=False)[0]
     assert line_break not in constraint.allowed()
 
 
-def test_what_a_schema_cannot_say_is_checked_when_read():
+def test_answers_that_are_not_read():
     with pytest.raises(StructureError, match="seven brings bad luck"):
         structure("schema", Cat).parse('{"kind": "cat", "lives": 7}')
-
-
-def test_an_incomplete_answer_is_not_read():
     with pytest.raises(StructureError, match=r"ended before the schema was complete.*raise max_tokens"):
         structure("schema", list[int]).parse("[1, 2", complete=False)
 
@@ -285,6 +275,7 @@ def test_an_incomplete_answer_is_not_read():
         ("schema", {"const": float("nan")}, "holds the number nan"),
         ("schema", '{"maximum": Infinity}', "holds the number inf"),
         ("schema", {"const": "x" * (1 << 20)}, "expected at most 1048576"),
+        ("schema", functools.reduce(lambda inner, _: {"type": "array", "items": inner}, range(300), {}), "nested more than 100"),
         ("regex", "a(", "unclosed group"),
         ("regex", "a(?=b)", "look-around"),
         ("regex", "", "not empty"),
@@ -301,14 +292,6 @@ def test_an_incomplete_answer_is_not_read():
 def test_what_cannot_be_used_is_refused_at_once(kind, source, message):
     with pytest.raises(StructureError, match=rf"(?s)generate: {kind}.*{message}"):
         structure_of({kind: source}, WORDS, VOCAB, where="generate")
-
-
-def test_a_schema_that_goes_too_deep():
-    deep: dict = {}
-    for _ in range(300):
-        deep = {"type": "array", "items": deep}
-    with pytest.raises(StructureError, match="nested more than 100"):
-        structure("schema", deep)
 
 
 def test_one_structure_at_a_time():

@@ -157,7 +157,7 @@ def test_cancel_while_the_prompt_runs(running):
     [
         ({"stop": [5000]}, OptionError, "stop is 5000; expected a text or a token id from 0 to 4095"),
         ({"negative_ids": (5000,), "cfg_scale": 2.0}, OptionError, "the negative prompt holds ids outside 0 to 4095"),
-        ({"speculation": "draft"}, OptionError, "speculation is 'draft' and the model has no draft model"),
+        ({"speculation": "draft"}, OptionError, "speculation is 'draft' and the model has no draft model; load it with draft="),
         ({"negative_ids": (5,) * 5000, "cfg_scale": 2.0}, ContextOverflow, "the negative prompt has 5000 tokens"),
     ],
 )

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import exl2nb as ex
 from exl2nb.core.errors import ConfigError, ContextOverflow, OptionError, TokenizerError
+from exl2nb.generator.handle import Channel, Handle
+from exl2nb.generator.request import Completion, Timings
 from exl2nb.llm.chat import rendered
 from exl2nb.llm.conversation import Conversation, Tree
 
@@ -15,12 +16,6 @@ TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
 )
 OPTIONS = {"template": TEMPLATE, "max_tokens": 8, "temperature": 0}
-
-
-@pytest.fixture(scope="module")
-def llm():
-    with ex.demo(progress=None) as model:
-        yield model
 
 
 def test_say_edit_regenerate_branch(llm):
@@ -167,9 +162,6 @@ class Echo:
     """A model that answers at once."""
 
     def chat(self, messages, *, stream=False, **options):
-        from exl2nb.generator.handle import Channel, Handle
-        from exl2nb.generator.request import Completion, Timings
-
         timings = Timings(prompt_tokens=1, new_tokens=1, queue_s=0, first_token_s=0, prefill_s=0, decode_s=0)
         channel = Channel()
         channel.end(Completion(text=f"re {messages[-1]['content']}", tokens=(), finish_reason="eos", timings=timings, seed=1))

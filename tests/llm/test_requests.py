@@ -1,29 +1,20 @@
 """Generation features through the public API, on the demo model."""
 
 import asyncio
+import gc
 import json
-import random
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 import exl2nb as ex
-from exl2nb.core.errors import ContextOverflow, OptionError, TokenizerError
+from exl2nb.core.errors import ContextOverflow, TokenizerError
 from exl2nb.generator.speculation import Speculation
 
 DEMO = Path(ex.__file__).parent / "demo_model"
 EXL2 = Path(__file__).parents[1] / "data" / "demo-exl2-4.0bpw"
 PROMPT = "It was a dark and stormy night"
-
-
-@pytest.fixture(scope="module")
-def llm():
-    with ex.demo(progress=None, cache_tokens=8192) as model:
-        yield model
-        assert model.engine.wait_idle(5)
-        assert model.engine.pages.num_free == model.engine.pages.num_pages
 
 
 def test_samples(llm):
@@ -59,8 +50,7 @@ def test_leaving_a_loop_over_many_cancels_all(llm):
     assert {one.finish_reason for one in handles.results(5)} == {"cancelled"}
 
 
-def test_beams_and_guidance_are_those_of_transformers(llm):
-    reference = AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+def test_beams_and_guidance_are_those_of_transformers(llm, reference):
     ids = torch.tensor([llm.tokenizer.encode(PROMPT)])
     mine = llm.generate(PROMPT, beams=4, n=2, max_tokens=12)
     with torch.no_grad():
@@ -124,61 +114,6 @@ def test_raw_logits_and_where_tokens_come_from(llm):
     assert forced.text == "maybe" and "forced" in {token.source for token in forced.tokens}
 
 
-def mixed(number: int) -> tuple[str, dict]:
-    rng = random.Random(number)
-    prefix = ["The rain fell. " * 40, "The old man had a boat and a dog. " * 30, ""][number % 3]
-    kinds = [
-        {"temperature": 0},
-        {"temperature": 0.8, "top_p": 0.9},
-        {"speculation": "ngram", "top_k": 40, "repetition_penalty": 1.2},
-        {"speculation": "ngram", "temperature": 0},
-        {"stop": [".", "the"], "min_tokens": 5},
-        {"banned_strings": ["the", "and"], "temperature": 0.7},
-        {"negative_prompt": "He", "cfg_scale": 1.5},
-        {"beams": 3},
-        {"token_healing": True, "min_p": 0.05},
-        {"regex": "[a-z ]{5,20}\\."},
-        {"choice": [" cat", " dog", " horse"]},
-    ]
-    options = {"max_tokens": rng.randint(3, 20), **kinds[number % len(kinds)]}
-    if "beams" not in options:
-        options["seed"] = number
-    return prefix + f"Number {number} said", options
-
-
-def test_32_mixed_requests_together_are_each_alone(llm):
-    requests = [mixed(number) for number in range(32)]
-    alone = [llm.generate(prompt, **options) for prompt, options in requests]
-    handles = [llm.stream(prompt, **options) for prompt, options in requests]
-    for want, handle in zip(alone, handles):
-        got = handle.result(60)
-        assert (got.text, got.finish_reason) == (want.text, want.finish_reason)
-        assert [(t.id, t.logprob, t.rank) for t in got.tokens] == [(t.id, t.logprob, t.rank) for t in want.tokens]
-
-
-@pytest.mark.parametrize(
-    ("ask", "words"),
-    [
-        (lambda m: m.generate(["a", "b"], n=2), "generate: n is 2 and there are 2 prompts"),
-        (lambda m: m.generate("a", n=0), "generate: n is 0"),
-        (lambda m: m.stream("a", n=2, beams=2), "stream: n is 2; expected one prompt and no beams"),
-        (lambda m: m.generate("a", beams=2, n=3), "n is 3 and beams 2; expected at most as many"),
-        (lambda m: m.astream("a", n=2), "n is 2 and beams 1; .*; samples of one prompt: generate or stream with n="),
-        (lambda m: asyncio.run(m.agenerate(["a", "b"], n=2)), "agenerate: n is 2 and there are 2 prompts"),
-        (lambda m: setattr(m.cache, "reuse", "no"), "cache.reuse is 'no'; expected True or False"),
-        (lambda m: m.batch(5), "batch: prompts is '5'; expected several"),
-        (lambda m: ex.Job(5), "Job: '5' runs no requests; expected a loaded model"),
-        (lambda m: ex.demo(draft=5, progress=None), "draft is '5'; expected a directory, a hub id or a loaded model"),
-        (lambda m: m.generate("a", negative_prompt=3.5), "negative_prompt is '3.5'"),
-        (lambda m: m.generate("a", speculation="draft"), "the model has no draft model; load it with draft="),
-        (lambda m: m.generate("a", n=2, seed=-1), "seed is -1"),
-    ],
-)
-def test_refusals(llm, ask, words):
-    with pytest.raises(OptionError, match=words):
-        ask(llm)
-
-
 def test_what_is_larger_than_the_cache_is_refused_with_what_is_shared_counted_once():
     with ex.demo(context=512, cache_tokens=1024, progress=None) as small:
         ids = small.tokenizer.encode("The rain fell. ")[:1] + [5] * 259  # a page and four tokens
@@ -201,3 +136,15 @@ def test_structure_with_guesses_and_bans(llm, options):
                 assert (done.text, done.finish_reason, done.rewinds) == (plain.text, plain.finish_reason, plain.rewinds)
                 assert done.speculation.proposed > 0 or kind == "ngram"
             assert not more or not any(text in plain.text for text in ("the", "an"))
+
+
+def test_beams_cut_short_say_so(llm):
+    found = llm.generate("It was", beams=6, n=6, max_tokens=400, stop=["sky"], early_stopping="never", length_penalty=10.0, timeout_s=0.1)
+    assert [one.finish_reason for one in found] == ["timeout"] * 6
+
+
+def test_a_draft_that_nobody_else_keeps():
+    with ex.demo(progress=None, draft=ex.demo(progress=None)) as llm:
+        gc.collect()
+        found = llm.generate("It was", max_tokens=30, temperature=0, speculation={"kind": "draft", "adaptive": False}).speculation
+        assert found.accepted > 0

@@ -1,29 +1,13 @@
 """Scores, choices and activations of the demo model, against Transformers on the same weights."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
-import exl2nb as ex
-from exl2nb.core.errors import ContextOverflow, OptionError
 from exl2nb.eval.score import choice_of
 
-DEMO = Path(ex.__file__).parent / "demo_model"
 TEXT = "It was a dark and stormy night; “naïve café”, said the old man."
-
-
-@pytest.fixture(scope="module")
-def llm():
-    with ex.demo(progress=None) as model:
-        yield model
-
-
-@pytest.fixture(scope="module")
-def reference():
-    return AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
 
 
 def logprobs(reference, ids):
@@ -97,22 +81,3 @@ def test_hidden(llm, reference, near):
     assert len(found) == 16 and "16 points" in repr(found) and "layers.3.middle" in found._repr_html_()
     assert set(llm.hidden("a b", "logits")) == {"logits"}
     assert len(llm.points) == 1 + 3 * 12 + 1
-
-
-@pytest.mark.parametrize(
-    ("ask", "error", "words"),
-    [
-        (lambda m: m.score(""), OptionError, "the text has 1 tokens; expected at least two"),
-        (lambda m: m.score([1, 99999]), OptionError, "found id 99999"),
-        (lambda m: m.score(7), OptionError, "score: text is '7'"),
-        (lambda m: m.score([5] * 2000), ContextOverflow, "the model's context is 1024"),
-        (lambda m: m.choose("a", ["b"]), OptionError, "expected at least two different texts"),
-        (lambda m: m.choose("a", ["b", "b"]), OptionError, "expected at least two different texts"),
-        (lambda m: m.choose("a", ["b", "c"], normalise="x"), OptionError, "normalise is 'x'; expected one of sum, mean"),
-        (lambda m: m.choose([], ["b", "c"]), OptionError, "the prompt is empty"),
-        (lambda m: m.hidden("a b", ["layers.99.output"]), OptionError, "no point 'layers.99.output'"),
-    ],
-)
-def test_refusals(llm, ask, error, words):
-    with pytest.raises(error, match=words):
-        ask(llm)

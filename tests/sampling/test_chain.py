@@ -230,20 +230,6 @@ def test_without_a_seed_runs_differ_and_the_seed_is_reported():
     assert first == [sample_row(x, again).id for again in [SamplerState(SamplingParams(seed=states[0].seed))] for _ in range(5)]
 
 
-def test_repetition_penalty_sees_prompt_and_new_tokens():
-    state = SamplerState(SamplingParams(temperature=0, repetition_penalty=100.0), [0])
-    x = np.float32([4, 3, 2, 1])
-    assert [sample_row(x, state).id for _ in range(3)] == [1, 2, 3]
-    assert sorted(state.seen.tolist()) == [0, 1, 2, 3]
-
-
-def test_seen_grows():
-    state = SamplerState(SamplingParams(repetition_penalty=1.1), range(50))
-    for i in range(40, 300):
-        state.push(i)
-    assert state.seen.tolist() == list(range(300))
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("kwargs", [{"temperature": 0}, {}, {"top_k": 5}, {"top_p": 0.9}])
 def test_logits_that_are_no_distribution(bad, kwargs):
@@ -251,13 +237,6 @@ def test_logits_that_are_no_distribution(bad, kwargs):
     x[77] = bad
     with pytest.raises(GenerationError, match="finite"):
         sample_row(x, SamplerState(SamplingParams(**kwargs)))
-
-
-def test_masked_tokens_are_never_drawn():
-    x = np.full(1000, -np.inf, np.float32)
-    x[[5, 999]] = 0.0
-    state = SamplerState(SamplingParams(seed=1))
-    assert {sample_row(x, state).id for _ in range(50)} == {5, 999}
 
 
 def test_inverse_cdf_at_the_ends():
