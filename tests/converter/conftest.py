@@ -7,3 +7,11 @@ def source(tmp_path_factory):
     from tests.converter.test_job import write_model
 
     return write_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="session")
+def whole(source, tmp_path_factory):
+    """Its conversion at 4 bits per weight with `OPTIONS`, in one run and in memory: other ways must write the same bytes."""
+    from tests.converter.test_job import convert
+
+    return convert(source, tmp_path_factory.mktemp("out") / "whole")

@@ -7,6 +7,7 @@ from exl2nb.converter.api import measure
 from exl2nb.converter.job import ConversionJob
 from exl2nb.core.errors import FormatError, Interrupted
 from exl2nb.io import safetensors
+from tests.model.tiny import edit
 
 from .test_job import OPTIONS, output, write_model
 
@@ -51,11 +52,12 @@ def test_goes_on_with_the_same_bytes(source, tmp_path, stop):
     assert output(convert(source, tmp_path / "cut", "cuda").path) == output(whole.path)
 
 
-def test_weights_that_are_not_numbers_are_named(tmp_path):
+def test_weights_that_are_not_finite_are_named(tmp_path):
     broken = write_model(tmp_path / "broken")
+    name = "model.layers.1.mlp.gate_proj.weight"
     with safetensors.SafetensorsFile(broken / "model.safetensors") as file:
-        tensors = {name: file.read(name).clone() for name in file.names()}
-    tensors["model.layers.1.mlp.gate_proj.weight"][3, 5] = torch.inf
-    safetensors.save(broken / "model.safetensors", tensors)
+        weight = file.read(name).clone()
+    weight[3, 5] = torch.inf
+    edit(broken, {name: weight})
     with pytest.raises(FormatError, match=r"layers\.1\.mlp\.gate_proj.*NaN or infinity"):
         convert(broken, tmp_path / "out", "cuda")

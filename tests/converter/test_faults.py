@@ -1,7 +1,7 @@
-"""What goes wrong outside of us: kills at any moment, full disks, weights and activations that are not numbers, targets that change."""
+"""Faults from outside: kills at any moment, full disks, weights and activations that are not finite, targets that change."""
 
-import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,11 +12,10 @@ import torch
 from exl2nb.converter.job import ConversionJob
 from exl2nb.core.errors import ConversionError, FormatError, Interrupted, OptionError
 from exl2nb.io import safetensors
-from exl2nb.model.archs import parse_config
+from tests.model.tiny import edit
 
-from .test_job import CONFIG, OPTIONS, TEXT, output, write_model
+from .test_job import OPTIONS, TEXT, convert, output, write_model
 
-EVERYTHING = {**OPTIONS, "polish": True}  # every stage there is
 CHILD = """
 import os, signal, sys, threading, time
 from exl2nb.converter.job import ConversionJob
@@ -32,9 +31,10 @@ ConversionJob(src, dst, bpw=4.0, calibration=[text], rows=6, length=32, polish=T
 
 
 @pytest.fixture(scope="module")
-def whole(source, tmp_path_factory):
+def polished(source, tmp_path_factory):
+    """Bytes of the model and its report, and how many events there were."""
     events = []
-    done = ConversionJob(source, tmp_path_factory.mktemp("out") / "whole", bpw=4.0, **EVERYTHING).run(events.append)
+    done = convert(source, tmp_path_factory.mktemp("out") / "polished", events.append, polish=True)
     return output(done.path), (done.path / "conversion.json").read_bytes(), len(events)
 
 
@@ -53,22 +53,22 @@ def kill_again_and_again(source, dst, moments, device):
             assert output(dst)
             break
     if not (dst / "config.json").exists():
-        ConversionJob(source, dst, bpw=4.0, device=device, **EVERYTHING).run()
+        convert(source, dst, device=device, polish=True)
     return killed
 
 
-def test_killed_at_a_handful_of_moments(source, whole, tmp_path, device):
+def test_killed_at_a_handful_of_moments(source, polished, tmp_path, device):
     rng = random.Random(0)
-    moments = [(event, rng.random() * 0.02) for event in (4, whole[2] // 2, whole[2] - 12)]
+    moments = [(event, rng.random() * 0.02) for event in (4, polished[2] // 2, polished[2] - 12)]
     assert kill_again_and_again(source, tmp_path / "out", moments, device) >= 1
-    assert output(tmp_path / "out") == whole[0]
-    assert (tmp_path / "out" / "conversion.json").read_bytes() == whole[1]
+    assert output(tmp_path / "out") == polished[0]
+    assert (tmp_path / "out" / "conversion.json").read_bytes() == polished[1]
 
 
 @pytest.mark.gpu
 def test_killed_while_a_gpu_works(source, tmp_path):
     events = []
-    done = ConversionJob(source, tmp_path / "whole", bpw=4.0, device="cuda", **EVERYTHING).run(events.append)
+    done = convert(source, tmp_path / "whole", events.append, device="cuda", polish=True)
     moments = [(event, 0.01) for event in (1, 4, len(events) // 2, len(events) - 6)]  # measuring and quantising
     assert kill_again_and_again(source, tmp_path / "out", moments, "cuda") >= 1
     assert output(tmp_path / "out") == output(done.path)
@@ -77,14 +77,14 @@ def test_killed_while_a_gpu_works(source, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
-def test_killed_at_fifty_random_moments(source, whole, tmp_path, seed, device):
+def test_killed_at_fifty_random_moments(source, polished, tmp_path, seed, device):
     rng = random.Random(seed)
-    moments = [(rng.randrange(whole[2]), rng.random() * 0.05) for _ in range(5)]
+    moments = [(rng.randrange(polished[2]), rng.random() * 0.05) for _ in range(5)]
     kill_again_and_again(source, tmp_path / "out", moments, device)
-    assert output(tmp_path / "out") == whole[0]
+    assert output(tmp_path / "out") == polished[0]
 
 
-def test_another_bitrate_on_resume(source, whole, tmp_path):
+def test_another_bitrate_on_resume(source, polished, tmp_path):
     class Stop(Exception):
         pass
 
@@ -93,50 +93,52 @@ def test_another_bitrate_on_resume(source, whole, tmp_path):
             raise Stop
 
     with pytest.raises(Stop):
-        ConversionJob(source, tmp_path / "out", bpw=6.0, **EVERYTHING).run(bomb)
+        convert(source, tmp_path / "out", bomb, bpw=6.0, polish=True)
     stages = []
-    done = ConversionJob(source, tmp_path / "out", bpw=4.0, **EVERYTHING).run(lambda e: stages.append(e.stage))
+    done = convert(source, tmp_path / "out", lambda e: stages.append(e.stage), polish=True)
     assert "measure" not in stages  # taken over
     assert done.target_bpw == 4.0
-    assert output(done.path) == whole[0]  # as if nobody had asked for 6
+    assert output(done.path) == polished[0]  # as if nobody had asked for 6
 
 
-def test_a_full_disk_says_so(source, tmp_path, monkeypatch):
-    import shutil
-
+@pytest.mark.parametrize(("place", "words"), [("shutil.disk_usage", "free"), ("exl2nb.io.atomic.free_bytes", "disk is full")])
+def test_a_full_disk_is_named(source, tmp_path, monkeypatch, place, words):
+    """Before anything is written, and while files are."""
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    with pytest.raises(ConversionError, match="free"):
-        ConversionJob(source, tmp_path / "out", bpw=4.0, **OPTIONS).run()
+    monkeypatch.setattr(place, lambda path: usage._replace(free=1000) if "usage" in place else 10)
+    with pytest.raises(ConversionError, match=words):
+        convert(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_activations_that_overflow_name_the_layer(source, tmp_path):
-    bad = write_model(tmp_path / "bad")
-    tensors = {}
-    with safetensors.SafetensorsFile(bad / "model.safetensors") as file:
-        tensors = {name: file.read(name).float() for name in file.names()}
-    tensors["model.layers.1.mlp.down_proj.weight"] *= 1e38
-    safetensors.save(bad / "model.safetensors", tensors)
-    with pytest.raises(ConversionError, match=r"layer \d.*(NaN|infinity)"):
-        ConversionJob(bad, tmp_path / "out", bpw=4.0, **OPTIONS).run()
-    tensors["model.layers.2.self_attn.q_proj.weight"][0, 0] = float("nan")
-    safetensors.save(bad / "model.safetensors", tensors)
-    with pytest.raises((ConversionError, FormatError), match=r"layer.*(NaN|infinity)"):
-        ConversionJob(bad, tmp_path / "out2", bpw=4.0, **OPTIONS).run()
+def test_numbers_that_are_not_finite_are_named(tmp_path):
+    source = write_model(tmp_path / "bad")
+    up, down, q = (f"model.layers.{i}.{name}.weight" for i, name in ((1, "mlp.up_proj"), (1, "mlp.down_proj"), (2, "self_attn.q_proj")))
+    with safetensors.SafetensorsFile(source / "model.safetensors") as file:
+        good = {name: file.read(name).float() for name in (up, down, q)}
+
+    def spoilt(name, value):
+        return good[name].index_put((torch.tensor([3]), torch.tensor([4])), torch.tensor(value))
+
+    for changes, error, words in (
+        ({up: spoilt(up, torch.inf)}, FormatError, r"up_proj.weight.*infinity"),
+        ({up: good[up], down: good[down] * 1e38}, ConversionError, r"layer \d.*(NaN|infinity)"),
+        ({q: spoilt(q, torch.nan)}, (ConversionError, FormatError), r"layer.*(NaN|infinity)"),
+    ):
+        edit(source, changes)
+        with pytest.raises(error, match=words):
+            convert(source, tmp_path / "out")
 
 
 def test_inputs_of_low_rank(tmp_path):
     """Dead channels, inputs that are always zero and rows that are all alike: Hessians of low rank, down to none at all."""
     source = write_model(tmp_path / "dead")
     with safetensors.SafetensorsFile(source / "model.safetensors") as file:
-        tensors = {name: file.read(name) for name in file.names()}
+        tensors = {name: file.read(name).clone() for name in file.names()}
     tensors["model.layers.0.input_layernorm.weight"][:40] = 0
-    tensors["model.layers.1.mlp.gate_proj.weight"][:] = 0  # silu(0) * up: down reads nothing but zeros
-    tensors["model.layers.2.self_attn.v_proj.weight"][:] = 0
-    tensors["model.layers.2.self_attn.v_proj.bias"][:] = 0
-    safetensors.save(source / "model.safetensors", tensors)
-    done = ConversionJob(source, tmp_path / "out", bpw=4.0, calibration=["w1 " * 4000], rows=2, length=32).run()
+    for name in ("layers.1.mlp.gate_proj.weight", "layers.2.self_attn.v_proj.weight", "layers.2.self_attn.v_proj.bias"):
+        tensors[f"model.{name}"][:] = 0  # silu(0) * up: down reads nothing but zeros
+    done = convert(edit(source, tensors), tmp_path / "out", calibration=["w1 " * 4000], rows=2)
     assert all(torch.isfinite(torch.tensor([m.loss, m.predicted_kl])).all() for m in done.matrices)
     assert done.bpw <= 4.0
 
@@ -164,15 +166,13 @@ def test_iterate_pause_and_leave(source, tmp_path):
         ConversionJob(source, tmp_path / "four", bpw=4.0, device="abacus")
 
 
-def test_targets(source, whole, tmp_path):
-    done = ConversionJob(source, tmp_path / "out", target={"bytes": 90_000}, report_rows=0, **OPTIONS).run()
+def test_targets(source, tmp_path):
+    done = convert(source, tmp_path / "out", bpw=None, target={"bytes": 90_000}, report_rows=0)
     assert done.nbytes <= 90_000
     assert done.quality is None
     frozen = {m.key: m.groups for m in done.matrices if m.layer == 0}
-    other = ConversionJob(source, tmp_path / "b", bpw=5.0, frozen=frozen, measurement=done.measurement, **OPTIONS).run()
+    other = convert(source, tmp_path / "b", bpw=5.0, frozen=frozen, measurement=done.measurement)
     assert {m.key: m.groups for m in other.matrices if m.layer == 0} == frozen
     for wrong in ({}, {"bpw": 4.0, "target": {"bytes": 9}}):
         with pytest.raises(OptionError, match="not both|expected a number from 2 to 8"):
             ConversionJob(source, tmp_path / "c", **wrong)
-    assert parse_config(CONFIG).num_layers == 3
-    assert os.listdir(tmp_path / "out")

@@ -1,21 +1,18 @@
 """A tiny random model from dense to EXL2 and back: budget, bytes, resumption, cancellation, errors by name."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 
+from exl2nb.converter import settings
 from exl2nb.converter.gptq import dense
 from exl2nb.converter.job import ConversionJob
 from exl2nb.converter.measurement import Measurement
-from exl2nb.core.errors import ConversionError, FormatError, Interrupted, ModelNotFound, OptionError
+from exl2nb.converter.settings import describe_device, pick_device
+from exl2nb.core.errors import ConversionError, DeviceError, Interrupted, ModelNotFound, OptionError
 from exl2nb.io import safetensors
 from exl2nb.io.shards import TensorStore
 from exl2nb.model.archs import parse_config
@@ -23,6 +20,7 @@ from exl2nb.model.inspect import inspect
 from exl2nb.model.layout import linears, vectors
 from exl2nb.model.reference import logits
 from exl2nb.quant.exl2 import Exl2Tensors
+from tests.model.zoo import write_tokenizer
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -60,17 +58,18 @@ def write_model(directory, **changes):
     tensors["model.embed_tokens.weight"] = torch.randn(config.vocab_size, config.hidden_size, generator=generator)
     safetensors.save(directory / "model.safetensors", {name: tensor.half() for name, tensor in tensors.items()})
     (directory / "config.json").write_text(json.dumps(raw))
-    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": 3 + i for i in range(90)}}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.save(str(directory / "tokenizer.json"))
-    (directory / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
+    write_tokenizer(directory)
     return directory
+
+
+def convert(source, out, sink=None, **options):
+    """A conversion with OPTIONS, at 4 bits per weight where nothing else is asked for."""
+    return ConversionJob(source, out, **{"bpw": 4.0, **OPTIONS, **options}).run(sink)
 
 
 @pytest.fixture(scope="module")
 def done(source, tmp_path_factory):
-    return ConversionJob(source, tmp_path_factory.mktemp("out") / "5bpw", bpw=5.0, **OPTIONS).run()
+    return convert(source, tmp_path_factory.mktemp("out") / "5bpw", bpw=5.0)
 
 
 def output(directory):
@@ -125,7 +124,7 @@ def test_the_files_hold_what_the_stream_was_run_on(done, source):
         got = logits(config, weights, ids).log_softmax(-1)
         return float((wanted.exp() * (wanted - got)).sum(-1).mean())
 
-    small = ConversionJob(source, done.path.parent / "4bpw", bpw=4.0, head_bits=4, measurement=done.measurement, **OPTIONS).run()
+    small = convert(source, done.path.parent / "4bpw", bpw=4.0, head_bits=4, measurement=done.measurement)
     assert kl(done.path) < kl(small.path) < 0.5
     assert small.nbytes < done.nbytes
     assert small.seconds["measure"] < done.seconds["measure"]
@@ -139,17 +138,17 @@ def test_same_bytes_again_and_from_a_saved_measurement(done, source, tmp_path):
     assert set(table["measurement"]) >= {"model.layers.0.self_attn", "model.layers.2.mlp", "lm_head.linear"}
     assert all(0 < o["accuracy"] < 1 and o["total_bits"] > 0 for o in table["measurement"]["model.layers.1.mlp"])
     for name, options in (("again", {}), ("loaded", {"measurement": tmp_path / "m.json"})):
-        other = ConversionJob(source, tmp_path / name, bpw=5.0, **options, **OPTIONS).run()
+        other = convert(source, tmp_path / name, bpw=5.0, **options)
         assert output(other.path) == output(done.path)
 
 
 def test_measurement_of_something_else_is_refused(done, source, tmp_path):
     other = write_model(tmp_path / "other", rms_norm_eps=1e-6)
     with pytest.raises(ConversionError, match="belongs to another model"):
-        ConversionJob(other, tmp_path / "x", bpw=5.0, measurement=done.measurement, **OPTIONS).run()
+        convert(other, tmp_path / "x", bpw=5.0, measurement=done.measurement)
     (tmp_path / "m.json").write_text('{"measurement": {}}')
     with pytest.raises(ConversionError, match="measure again"):
-        ConversionJob(source, tmp_path / "x", bpw=5.0, measurement=tmp_path / "m.json", **OPTIONS).run()
+        convert(source, tmp_path / "x", bpw=5.0, measurement=tmp_path / "m.json")
     assert not (tmp_path / "x").exists()
 
 
@@ -164,36 +163,12 @@ def test_resumes_to_the_same_bytes(done, source, tmp_path, stage):
             raise Stop
 
     with pytest.raises(Stop):
-        ConversionJob(source, tmp_path / "out", bpw=5.0, **OPTIONS).run(bomb)
+        convert(source, tmp_path / "out", bomb, bpw=5.0)
     assert not (tmp_path / "out").exists()
-    result = ConversionJob(source, tmp_path / "out", bpw=5.0, **OPTIONS).run()
+    result = convert(source, tmp_path / "out", bpw=5.0)
     assert output(result.path) == output(done.path)
     assert (result.resumed_layers > 0) == (stage != "measure")
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
-
-
-KILLED = """
-import sys
-from exl2nb.converter.job import ConversionJob
-def tell(event):
-    print(event.stage, event.done, flush=True)
-ConversionJob(sys.argv[1], sys.argv[2], bpw=5.0, calibration=[sys.argv[3]], rows=6, length=32).run(tell)
-"""
-
-
-def test_resumes_after_kill_minus_nine(done, source, tmp_path):
-    command = [sys.executable, "-c", KILLED, str(source), str(tmp_path / "out"), TEXT[0]]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("quantize 2"):
-                os.kill(process.pid, signal.SIGKILL)
-                break
-    assert process.returncode == -signal.SIGKILL
-    assert not (tmp_path / "out").exists()
-    result = ConversionJob(source, tmp_path / "out", bpw=5.0, **OPTIONS).run()
-    assert result.resumed_layers >= 2
-    assert output(result.path) == output(done.path)
 
 
 def test_a_damaged_layer_file_is_made_again(done, source, tmp_path):
@@ -202,10 +177,10 @@ def test_a_damaged_layer_file_is_made_again(done, source, tmp_path):
             raise Stop
 
     with pytest.raises(Stop):
-        ConversionJob(source, tmp_path / "out", bpw=5.0, work_dir=tmp_path / "work", **OPTIONS).run(bomb)
+        convert(source, tmp_path / "out", bomb, bpw=5.0, work_dir=tmp_path / "work")
     victim = sorted((tmp_path / "work").glob("layer-*.safetensors"))[0]
     victim.write_bytes(victim.read_bytes()[:-100])
-    result = ConversionJob(source, tmp_path / "out", bpw=5.0, work_dir=tmp_path / "work", **OPTIONS).run()
+    result = convert(source, tmp_path / "out", bpw=5.0, work_dir=tmp_path / "work")
     assert output(result.path) == output(done.path)
     assert result.resumed_layers == 3
     stays = ["measurement", "scales", *["statistics"] * 3]
@@ -230,7 +205,7 @@ def test_cancel(source, tmp_path):
 
 def test_tied_head_and_odd_vocabulary(tmp_path):
     source = write_model(tmp_path / "tied", tie_word_embeddings=True, vocab_size=99)
-    result = ConversionJob(source, tmp_path / "out", bpw=4.0, **OPTIONS).run()
+    result = convert(source, tmp_path / "out", bpw=4.0)
     with TensorStore(result.path) as store:
         assert store.info("lm_head.q_weight").shape[1] == 128
         assert store.info("model.embed_tokens.weight").shape == (99, 64)
@@ -262,7 +237,7 @@ def test_options_out_of_range(source, tmp_path, options, error, text):
 
 def test_unreachable_target_names_the_range(source, tmp_path, done):
     with pytest.raises(ConversionError, match=r"reaches 2\.\d+ to 8\.\d+"):
-        ConversionJob(source, tmp_path / "out", bpw=2.0, measurement=done.measurement, **OPTIONS).run()
+        convert(source, tmp_path / "out", bpw=2.0, measurement=done.measurement)
 
 
 def test_bad_places(source, tmp_path, done):
@@ -274,36 +249,19 @@ def test_bad_places(source, tmp_path, done):
     with pytest.raises(ModelNotFound, match=r"config\.json"):
         ConversionJob(tmp_path / "nothing", tmp_path / "out", bpw=4.0).run()
     with pytest.raises(ConversionError, match="dense"):
-        ConversionJob(done.path, tmp_path / "out", bpw=4.0, **OPTIONS).run()
+        convert(done.path, tmp_path / "out", bpw=4.0)
     with pytest.raises(ConversionError, match="cannot be made"):
-        ConversionJob(source, tmp_path / "full" / "file" / "out", bpw=4.0, **OPTIONS).run()
-    deep = ConversionJob(source, tmp_path / "a" / "b" / "out", bpw=5.0, measurement=done.measurement, **OPTIONS).run()
+        convert(source, tmp_path / "full" / "file" / "out", bpw=4.0)
+    deep = convert(source, tmp_path / "a" / "b" / "out", bpw=5.0, measurement=done.measurement)
     assert output(deep.path) == output(done.path)
     (tmp_path / "empty").mkdir()
-    assert ConversionJob(source, tmp_path / "empty", bpw=5.0, measurement=done.measurement, **OPTIONS).run().path.is_dir()
-
-
-def test_weights_that_are_not_finite(tmp_path):
-    source = write_model(tmp_path / "nan")
-    with safetensors.SafetensorsFile(source / "model.safetensors") as file:
-        tensors = {name: file.read(name) for name in file.names()}
-    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = torch.inf
-    safetensors.save(source / "model.safetensors", tensors)
-    with pytest.raises(FormatError, match=r"up_proj.weight.*infinity"):
-        ConversionJob(source, tmp_path / "out", bpw=4.0, **OPTIONS).run()
+    assert convert(source, tmp_path / "empty", bpw=5.0, measurement=done.measurement).path.is_dir()
 
 
 def test_shapes_the_format_cannot_hold(tmp_path):
     source = write_model(tmp_path / "odd", intermediate_size=72)
     with pytest.raises(ConversionError, match="multiples of 32"):
-        ConversionJob(source, tmp_path / "out", bpw=4.0, **OPTIONS).run()
-
-
-def test_full_disk(source, tmp_path, done, monkeypatch):
-    monkeypatch.setattr("exl2nb.io.atomic.free_bytes", lambda path: 10)
-    with pytest.raises(ConversionError, match="disk is full"):
-        ConversionJob(source, tmp_path / "out", bpw=5.0, **OPTIONS).run()
-    assert not (tmp_path / "out").exists()
+        convert(source, tmp_path / "out", bpw=4.0)
 
 
 def test_files_of_others_and_links_stay(source, done, tmp_path):
@@ -313,8 +271,59 @@ def test_files_of_others_and_links_stay(source, done, tmp_path):
     (work / "precious.txt").write_text("mine")
     out = tmp_path / "out"
     out.symlink_to(there)
-    ConversionJob(source, out, bpw=5.0, **OPTIONS).run()
+    convert(source, out, bpw=5.0)
     assert out.is_symlink()
     assert output(there) == output(done.path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.work", "out", "there"]
     assert [path.name for path in work.iterdir()] == ["precious.txt"]
+
+
+# ---- The device
+
+
+@pytest.fixture
+def usable(monkeypatch):
+    """A machine with a GPU that can be used, or without one."""
+
+    def set_to(found: bool):
+        best = "cuda" if found else "cpu"
+        monkeypatch.setattr(settings, "libraries", lambda: type("Found", (), {"best_device": lambda self: best})())
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: found)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: int(found))
+
+    return set_to
+
+
+def test_auto_takes_the_gpu_where_there_is_one(usable, monkeypatch):
+    monkeypatch.delenv("EXL2NB_DEVICE", raising=False)
+    usable(True)
+    assert pick_device(None) == pick_device("auto") == pick_device("cuda") == torch.device("cuda")
+    assert pick_device("cpu") == torch.device("cpu")
+    usable(False)
+    assert pick_device(None) == pick_device("auto") == torch.device("cpu")
+
+
+def test_the_variable_stands_in_for_no_device(usable, monkeypatch):
+    usable(True)
+    monkeypatch.setenv("EXL2NB_DEVICE", "cpu")
+    assert pick_device(None) == torch.device("cpu")
+    assert pick_device("auto") == torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("name", "gpu", "error"), [("abacus", True, OptionError), ("meta", True, OptionError), ("cuda", False, DeviceError)]
+)
+def test_devices_that_are_not_usable(usable, name, gpu, error):
+    usable(gpu)
+    with pytest.raises(error, match=f"'{name}'.*expected"):
+        pick_device(name)
+
+
+def test_a_gpu_that_is_not_there(usable):
+    usable(True)
+    with pytest.raises(DeviceError, match="found 1 CUDA"):
+        pick_device("cuda:1")
+
+
+def test_the_cpu_has_a_name():
+    assert describe_device(torch.device("cpu")) == "the CPU"

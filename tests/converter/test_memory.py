@@ -17,7 +17,7 @@ from exl2nb.converter.settings import EFFORTS
 from exl2nb.model.archs import parse_config
 from exl2nb.model.loader import read_model_config
 
-from .test_job import CONFIG, OPTIONS, output, write_model
+from .test_job import CONFIG, OPTIONS, convert, output, write_model
 
 SEVEN_B = {
     **CONFIG,
@@ -92,13 +92,11 @@ def test_seven_b_fits_on_a_gpu_of_8_gb_however_deep(rows):
     assert deep == shallow
 
 
-def test_the_same_bytes_however_little_may_wait(source, tmp_path, monkeypatch):
-    roomy = ConversionJob(source, tmp_path / "roomy", bpw=4.0, **OPTIONS).run()
+def test_the_same_bytes_however_little_is_held(source, whole, tmp_path, monkeypatch):
     monkeypatch.setattr(quantization, "HELD_BYTES", 0)  # every stage of a layer begins at its start again
     begun, steps = [], quantization.reference.steps
     monkeypatch.setattr(quantization.reference, "steps", lambda *a, **k: begun.append(1) or steps(*a, **k))
-    tight = ConversionJob(source, tmp_path / "tight", bpw=4.0, **OPTIONS).run()
-    assert output(tight.path) == output(roomy.path)
+    assert output(convert(source, tmp_path / "tight").path) == output(whole.path)
     assert len(begun) > 3 * 4 * 2  # layers, stages, streams
 
 

@@ -15,7 +15,7 @@ from exl2nb.core.errors import Interrupted, OptionError
 from exl2nb.model.loader import read_model_config
 from exl2nb.model.store import open_store
 
-from .test_job import OPTIONS, output, write_model
+from .test_job import OPTIONS, convert, output, write_model
 
 
 @pytest.fixture(scope="module")
@@ -116,15 +116,15 @@ def test_cancelled_between_layers(weights, measurement, tmp_path):
 
 
 def test_in_a_conversion(source, tmp_path):
-    done = ConversionJob(source, tmp_path / "a", bpw=3.0, polish=True, **OPTIONS).run()
+    done = convert(source, tmp_path / "a", bpw=3.0, polish=True)
     assert done.polished is not None
     assert done.seconds["polish"] > 0
     assert done.to_dict()["polished"]["kl"] == list(done.polished.kl)
     assert done.bpw <= 3.0
-    plain = ConversionJob(source, tmp_path / "b", bpw=3.0, **OPTIONS).run()
+    plain = convert(source, tmp_path / "b", bpw=3.0)
     assert plain.polished is None
     assert plain.to_dict()["polished"] is None
-    frozen = ConversionJob(source, tmp_path / "c", bpw=3.0, polish=True, frozen={m.key: m.groups for m in done.matrices}, **OPTIONS).run()
+    frozen = convert(source, tmp_path / "c", bpw=3.0, polish=True, frozen={m.key: m.groups for m in done.matrices})
     assert output(frozen.path) == output(done.path)
     with pytest.raises(OptionError, match="polish is 'yes'"):
         ConversionJob(source, tmp_path / "d", bpw=3.0, polish="yes")
@@ -133,7 +133,7 @@ def test_in_a_conversion(source, tmp_path):
     mixtral = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1}
     sparse = write_model(tmp_path / "sparse", **mixtral, attention_bias=False)
     with pytest.raises(OptionError, match="polish is True and the model has experts"):
-        ConversionJob(sparse, tmp_path / "d", bpw=3.0, polish=True, **OPTIONS).run()
+        convert(sparse, tmp_path / "d", bpw=3.0, polish=True)
 
 
 def test_rows_are_divided_without_a_token_in_common():

@@ -132,26 +132,17 @@ SCRIPT = textwrap.dedent(
 )
 
 
-def storm(tmp_path, times, seed):
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("times", "seed"), [(30, 0), pytest.param(1000, 1, marks=pytest.mark.slow)])
+def test_interrupts_and_cancels_at_random_moments(tmp_path, times, seed):
     source = write_model(tmp_path / "tiny")
     command = [sys.executable, "-c", SCRIPT, str(source), str(tmp_path), TEXT[0], str(times), str(seed), str(Path(__file__).parents[1])]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60 + 3 * times)
     assert result.returncode == 0, result.stderr[-3000:]
     counts = ast.literal_eval(result.stdout.splitlines()[-1])
-    print(counts)
     hits = sum(n for what, n in counts.items() if what.startswith(("interrupt", "stop", "cancel", "abandon")) and not what.endswith("late"))
     late = sum(n for what, n in counts.items() if what.endswith("late"))
-    assert counts["converted"] >= 1, "a conversion after all that must come to its end"
+    assert counts["converted"] >= 1, "the conversion after all interrupts must come to its end"
     assert hits >= 0.6 * times, counts
     assert hits + late >= 0.85 * times, counts  # a conversion that ends before its cancel counts nowhere
     assert counts["pressed again"] <= 3 + times // 50, counts
-
-
-def test_thirty(tmp_path):
-    storm(tmp_path, 30, seed=0)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_a_thousand(tmp_path):
-    storm(tmp_path, 1000, seed=1)

@@ -1,24 +1,23 @@
-"""Streams in files: the same numbers as in memory, the same bytes in the end, an error where the disk is full, nothing left behind."""
+"""Streams in files and tensors read ahead: the same numbers and bytes as in memory, full disks named, nothing left behind."""
 
 import shutil
+import threading
 
 import pytest
 import torch
 
 from exl2nb.converter import sensitivity, streams
-from exl2nb.converter.job import ConversionJob
 from exl2nb.converter.quantization import Rounding
 from exl2nb.converter.streams import DiskStream, new_stream, on_disk
-from exl2nb.core.errors import ConversionError
+from exl2nb.converter.weights import DenseWeights, Prefetcher
+from exl2nb.core.errors import ConversionError, FormatError
+from exl2nb.io import safetensors
+from exl2nb.model.loader import read_model_config
+from exl2nb.model.store import open_store
 
-from .test_job import OPTIONS, output
+from .test_job import convert, output
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def whole(source, tmp_path_factory):
-    return output(ConversionJob(source, tmp_path_factory.mktemp("out") / "whole", bpw=4.0, **OPTIONS).run().path)
 
 
 def test_rows_come_back(tmp_path):
@@ -53,17 +52,108 @@ def test_the_same_bytes_wherever_streams_are(source, whole, tmp_path, monkeypatc
     monkeypatch.setattr(sensitivity, "DISK_BYTES", disk)
     made, begin = [], DiskStream.__init__
     monkeypatch.setattr(DiskStream, "__init__", lambda self, *a: made.append(self) or begin(self, *a))
-    done = ConversionJob(source, tmp_path / "out", bpw=4.0, **OPTIONS).run()
-    assert output(done.path) == whole
+    assert output(convert(source, tmp_path / "out").path) == output(whole.path)
     assert made
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_a_full_disk_says_so(source, tmp_path, monkeypatch):
+def test_a_full_disk_is_named(source, tmp_path, monkeypatch):
     for module in (streams, sensitivity):
         monkeypatch.setattr(module, "STREAM_BYTES", 0)
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
     with pytest.raises(ConversionError, match=r"stream: the disk is full \(49152 bytes needed, 1000 bytes free\)"):
-        ConversionJob(source, tmp_path / "out", bpw=4.0, rounding=Rounding(folded=False), **OPTIONS).run()
+        convert(source, tmp_path / "out", rounding=Rounding(folded=False))
     assert not (tmp_path / "out").exists()
+
+
+# ---- Tensors read ahead: the same numbers in any order; errors are left to the reader
+
+
+MOST = 1 << 20
+
+
+@pytest.fixture
+def tensors():
+    return {name: torch.randn(size, 7) for name, size in (("a", 3), ("b", 50), ("c", 11))}
+
+
+@pytest.fixture
+def file(tensors, tmp_path):
+    safetensors.save(tmp_path / "x.safetensors", tensors)
+    with safetensors.SafetensorsFile(tmp_path / "x.safetensors") as found:
+        yield found
+
+
+def test_tensors_read_ahead_are_taken(file, tensors):
+    ahead = Prefetcher(file, MOST, pinned=False)
+    for names in (["a", "b"], ["c", "a"], ["b", "c", "a"]):
+        ahead.begin(names)
+        ahead.begin(names)
+        assert all(torch.equal(ahead.take(name), tensors[name]) for name in reversed(names))
+        assert all(ahead.take(name) is None for name in tensors.keys() - set(names))
+    ahead.close()
+    ahead.close()
+    assert ahead.take("a") is None
+
+
+def test_more_than_fits_is_not_read(file, tensors):
+    ahead = Prefetcher(file, tensors["b"].nbytes, pinned=False)
+    ahead.begin(["a", "b"])
+    assert ahead.take("a") is None
+    ahead.begin(["a", "c"])
+    assert torch.equal(ahead.take("c"), tensors["c"])
+
+
+def test_errors_are_left_to_the_reader(file, tensors):
+    with open(file.path, "r+b") as raw:
+        raw.truncate(file.header_bytes + sum(tensors[name].nbytes for name in ("a", "b")) + 1)
+    ahead = Prefetcher(file, MOST, pinned=False)
+    ahead.begin(["a", "b", "c"])
+    assert torch.equal(ahead.take("a"), tensors["a"])
+    assert ahead.take("c") is None
+    with pytest.raises(FormatError, match="the file ends"):
+        file.read("c")
+
+
+def test_reading_stops(file):
+    began, go, names = threading.Event(), threading.Event(), []
+
+    class Slow:
+        info = staticmethod(file.info)
+
+        def read(self, name, into):
+            names.append(name)
+            began.set()
+            go.wait(10)
+            return file.read(name, into=into)
+
+    ahead = Prefetcher(Slow(), MOST, pinned=False)
+    ahead.begin(["a", "b", "c"])
+    assert began.wait(10)
+    threading.Timer(0.05, go.set).start()
+    ahead.close()
+    assert names == ["a"]
+
+
+def test_layers_are_the_same_in_any_order(source, monkeypatch):
+    config, taken, take = read_model_config(source), [], Prefetcher.take
+    monkeypatch.setattr(Prefetcher, "take", lambda self, name: taken.append(found := take(self, name)) or found)
+    with open_store(config, source) as store:
+        plain, ahead = DenseWeights(config, store), DenseWeights(config, store)
+        ahead._prefetcher = Prefetcher(store, MOST, pinned=False)
+        for index, then in ((0, 1), (1, 2), (1, 0), (0, 1), (0, None), (1, 1)):
+            found, wanted = ahead.layer(index, then=then), plain.layer(index)
+            assert found.keys() == wanted.keys()
+            assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        ahead.close()
+    assert sum(found is not None for found in taken) >= 3 * 7
+
+
+def test_a_conversion_that_reads_ahead_gives_the_same_bytes(source, whole, tmp_path, monkeypatch):
+    taken, take, begin = [], Prefetcher.take, Prefetcher.__init__
+    monkeypatch.setattr(Prefetcher, "__init__", lambda self, store, most, *, pinned: begin(self, store, MOST, pinned=False))
+    monkeypatch.setattr(Prefetcher, "take", lambda self, name: taken.append(found := take(self, name)) or found)
+    assert output(convert(source, tmp_path / "made").path) == output(whole.path)
+    assert sum(found is not None for found in taken) >= 3 * 7
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights ahead")]
