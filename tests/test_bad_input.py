@@ -310,7 +310,7 @@ def test_a_quantised_source_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("text", "words"), [("", "no text"), ("Too short.", "tokens")])
-def test_texts_that_cannot_serve(tmp_path, text, words, capsys):
+def test_texts_too_short_to_evaluate(tmp_path, text, words, capsys):
     (tmp_path / "t.txt").write_text(text)
     assert main(["eval", str(FIXTURE), "--text", str(tmp_path / "t.txt"), "--quiet"]) == 2
     assert words in capsys.readouterr().err

@@ -95,7 +95,7 @@ def test_config_and_cache_in_one_line(held):
     assert "4096 tokens in 16 pages, fp16" in page
 
 
-def test_a_long_answer_stays_a_page():
+def test_html_of_a_long_answer_is_bounded():
     long = answer(3 * MOST_TOKENS)
     page = long._repr_html_()
     assert page.count("<span title") == MOST_TOKENS
@@ -104,7 +104,7 @@ def test_a_long_answer_stays_a_page():
     assert "&lt;script&gt;" in page
 
 
-def test_facts_are_text():
+def test_facts_are_escaped():
     assert NASTY not in facts(NASTY, {NASTY: NASTY})
     assert facts("a", {"b": "c&d"}).count("c&amp;d") == 1
 

@@ -41,14 +41,14 @@ def test_measure_then_convert_with_overrides_and_frozen_choices(tiny, cli_json):
 
 
 @pytest.mark.parametrize("wrong", ["layer 0", "v=many", "=4", "v=4-"])
-def test_overrides_that_say_nothing(tiny, refused, wrong):
+def test_bad_overrides(tiny, refused, wrong):
     source, folder = tiny
     text = refused("convert", source, folder / "none", "--bpw", 4, *common(folder), "--override", wrong)
     assert repr(wrong) in text
     assert "'layer 0=6'" in text
 
 
-def test_choices_of_a_model_a_plan_and_a_file(tiny, cli_json):
+def test_choices_are_read_from_a_model_a_plan_or_a_file(tiny, cli_json):
     source, folder = tiny
     cli_json("convert", source, folder / "d", "--bpw", 5, *common(folder))
     found = read_choices(folder / "d")

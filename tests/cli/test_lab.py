@@ -47,7 +47,7 @@ def test_without_its_record_everything_counts_as_edited(course, tmp_path):
     assert copy_course(mine, course).kept == ("02_more.ipynb",)
 
 
-def test_places_that_cannot_be(course, tmp_path, monkeypatch):
+def test_destinations_that_are_refused(course, tmp_path, monkeypatch):
     with pytest.raises(OptionError, match="is a file"):
         copy_course(course / "01_quickstart.ipynb", course)
     assert copy_course(course, course).same == ("01_quickstart.ipynb", "02_more.ipynb")
@@ -65,7 +65,7 @@ def test_the_course_of_this_installation(tmp_path, capsys):
     assert "the course is in" in capsys.readouterr().out
 
 
-def test_what_is_started(course, tmp_path, monkeypatch, capsys):
+def test_the_command_that_is_started(course, tmp_path, monkeypatch, capsys):
     command = lab_command(course, port=9999, browser=False)
     assert command[:4] == [sys.executable, "-m", "jupyter", "lab"]
     assert {f"--ServerApp.root_dir={course}", "--LabApp.default_url=/lab/tree/01_quickstart.ipynb", "--port=9999", "--no-browser"} <= set(

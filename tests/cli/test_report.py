@@ -110,7 +110,7 @@ def test_well_formed_with_all_numbers(html):
         assert all(number in text for number in (entry.name, *numbers))
 
 
-def test_what_models_and_paths_say_is_escaped(html):
+def test_texts_of_models_and_paths_are_escaped(html):
     assert "<b>Nobody" not in html
     assert "<best>" not in html
     assert "Some <CPU>" not in html
@@ -119,7 +119,7 @@ def test_what_models_and_paths_say_is_escaped(html):
     assert "<best>" in text
 
 
-def test_pictures_have_words(html):
+def test_pictures_have_labels(html):
     attributes = Page(html).attributes
     pictures = [a for a in attributes if a[:2] == ("svg", "role")]
     labels = [value for tag, name, value in attributes if tag == "svg" and name == "aria-label"]

@@ -217,7 +217,7 @@ def parse(*words):
     return given_options(parser.parse_args(words))
 
 
-def test_nothing_given_is_nothing_asked():
+def test_no_options_give_no_settings():
     assert parse() == {}
 
 
@@ -237,7 +237,7 @@ def test_names_and_values():
     SamplingParams(**given)
 
 
-def test_presets_and_what_comes_on_top():
+def test_presets_and_overrides():
     assert parse("--preset", "balanced", "--top-p", "0.5") == {"temperature": 0.8, "top_p": 0.5}
 
 

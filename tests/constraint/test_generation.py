@@ -109,12 +109,12 @@ def test_an_incomplete_answer_is_not_read(llm, options, reason, message):
         _ = completion.parsed
 
 
-def test_min_tokens_gives_way_to_a_complete_grammar(llm):
+def test_a_complete_grammar_ends_before_min_tokens(llm):
     completion = llm.generate("x", choice=["yes"], min_tokens=50, seed=1)
     assert completion.parsed == "yes"
 
 
-def test_ban_and_structure_that_exclude_everything(llm):
+def test_bans_and_a_structure_that_leave_no_token(llm):
     banned = [i for i in range(llm.config.vocab_size) if llm.tokenizer.piece(i).startswith("y")]
     with pytest.raises(GenerationError, match="no token is left"):
         llm.generate("x", choice=["yes"], banned_tokens=banned)
@@ -138,7 +138,7 @@ def test_tokens_without_a_choice_are_marked(llm):
 
 
 def test_with_the_other_features(llm):
-    """Guidance, guesses, banned texts and a stop id beside a structure: the answer still fits it."""
+    """Guidance, speculation and banned texts beside a structure: the answer still fits it."""
     jsonschema = pytest.importorskip("jsonschema")
     schema = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 3, "maxItems": 5}
     plain = llm.generate("Colours:", schema=schema, seed=3)

@@ -1,4 +1,4 @@
-"""What may be asked for, what is refused, and how an answer is read back."""
+"""Structures that are accepted or refused, their masks, and the values of answers."""
 
 import copy
 import dataclasses
@@ -134,8 +134,8 @@ def test_copy_and_rewind():
     assert not twin.finished
 
 
-def test_many_accepts_without_asking():
-    """As speculation does it: a mask that nobody wanted is dropped or waited for, never left behind."""
+def test_accepting_many_tokens_without_reading_masks():
+    """As speculation does it: a mask in progress that is not read is dropped or waited for."""
     made = structure("regex", "[a-z ]+")
     tokens = WORDS.encode("once upon a time there was a little house", add_special=False)
     for _ in range(20):
@@ -235,7 +235,7 @@ def test_accepted_texts_and_their_values(kind, source, text, value):
     assert made.parse(text) == value
 
 
-def test_classes_are_closed_and_schemas_are_as_they_say():
+def test_classes_forbid_extra_properties_and_schemas_allow_them():
     extra = '{"x": 1, "colour": "red", "more": 2}'
     constraint = structure("schema", Point).start()
     walk(constraint, '{"x": 1, "colour": "red"')
@@ -289,7 +289,7 @@ def test_answers_that_are_not_read():
         ("grammar", "root ::= root", "no text is complete under it"),
     ],
 )
-def test_what_cannot_be_used_is_refused_at_once(kind, source, message):
+def test_bad_structures_are_refused_at_once(kind, source, message):
     with pytest.raises(StructureError, match=rf"(?s)generate: {kind}.*{message}"):
         structure_of({kind: source}, WORDS, VOCAB, where="generate")
 
@@ -303,7 +303,7 @@ def test_one_structure_at_a_time():
     assert options == {"top_k": 3}
 
 
-def test_copied_and_pickled_it_still_reads():
+def test_copies_and_pickles_still_parse():
     made = structure("schema", Point)
     assert copy.deepcopy(made) is made
     again = pickle.loads(pickle.dumps(made))

@@ -40,7 +40,7 @@ def test_many_at_once_are_each_alone(running):
 
 
 def test_fifo_by_pages(running):
-    """Two pages each, five in the cache: two run, the third waits, and nobody overtakes."""
+    """Two pages each, five in the cache: two run, the others wait, in order."""
     model = fakes.FakeModel(step_s=0.002)
     engine = running(model, pages=5)
     handles = [engine.submit(greedy(prompt(i, 300), 6, stream=False)) for i in range(4)]
@@ -151,7 +151,7 @@ def test_a_prompt_too_large_for_the_memory_runs_in_small_pieces(running):
     assert max(tokens for _, tokens in model.steps) > 40
 
 
-def test_logits_that_are_not_numbers_hurt_one_request(running):
+def test_logits_that_are_not_finite_end_one_request(running):
     model = fakes.FakeModel()
     model.nan_after = 30
     engine = running(model)
@@ -355,7 +355,7 @@ class TestAsync:
         asyncio.run(work())
         assert engine.wait_idle(5)
 
-    def test_the_loop_goes_away(self, running):
+    def test_a_closed_event_loop_cancels_the_request(self, running):
         engine = running(fakes.FakeModel(step_s=0.002))
         handle = engine.submit(greedy([5], 3000))
         asyncio.run(handle.__anext__())
@@ -434,7 +434,7 @@ def test_calls_run_between_steps_with_nothing_in_flight(running):
     assert len(handle.result().tokens) == 300
 
 
-def test_a_loop_of_calls_leaves_requests_their_steps(running):
+def test_a_loop_of_calls_does_not_starve_requests(running):
     engine = running(fakes.FakeModel())
     over = threading.Event()
 
@@ -459,7 +459,7 @@ def test_a_call_that_cannot_start_in_time_never_runs(running):
     assert ran == []
 
 
-def test_what_a_call_raises_and_where_it_runs(running):
+def test_errors_and_inference_mode_of_a_call(running):
     engine = running(fakes.FakeModel())
     with pytest.raises(ZeroDivisionError):
         engine.call(lambda: 1 // 0)

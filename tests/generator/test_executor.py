@@ -120,7 +120,7 @@ def test_close_and_exclusive_with_a_step_in_flight(running):
 
 
 @pytest.mark.cpu  # the device of the mind draws as the host does
-def test_the_demo_model_says_the_same():
+def test_the_demo_model_gives_the_same_tokens():
     with ex.demo(progress=None) as llm:
         prompts = ["It was", "The old man said", "She", "He went to the sea and"]
         sampling = [SamplingParams(temperature=0), SamplingParams(seed=1), SamplingParams(seed=2, top_p=0.9), SamplingParams(temperature=0)]

@@ -124,7 +124,7 @@ def captured(gpu_llm):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", KINDS)
-def test_as_on_the_host(gpu_llm, options):
+def test_gpu_draws_equal_host_draws(gpu_llm, options):
     more = {**options, "max_tokens": 80, "ignore_eos": True, "top_logprobs": 2}
     device, host = (gpu_llm.generate(PROMPT, **more, **extra) for extra in ({}, ON_THE_HOST))
     assert [t.id for t in device.tokens] == [t.id for t in host.tokens]
@@ -142,7 +142,7 @@ def test_draws_are_on_the_gpu(gpu_llm):
 
 
 @pytest.mark.gpu
-def test_what_no_kernel_should_see_is_refused(gpu_llm):
+def test_ids_outside_the_vocabulary_are_refused(gpu_llm):
     """Ids beyond the vocabulary, and bans of everything, never reach the GPU; it works on."""
     size = gpu_llm.engine.vocab_size
     with pytest.raises(ex.errors.Exl2Error, match="vocabulary"):

@@ -65,7 +65,7 @@ SCRIPT = textwrap.dedent(
 )
 
 
-def test_two_hundred():
+def test_two_hundred_interrupts():
     result = subprocess.run([sys.executable, "-c", SCRIPT, str(HERE.parent)], capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stderr
@@ -74,7 +74,7 @@ def test_two_hundred():
     assert (counts["abandon"], counts["cancel"]) == (40, 40)
 
 
-def test_the_prompt_is_back_at_once():
+def test_an_interrupt_returns_at_once():
     """Even while a long step runs: the caller does not wait for it."""
     script = textwrap.dedent(
         """
@@ -99,7 +99,7 @@ def test_the_prompt_is_back_at_once():
     assert result.stdout.split() == ["True", "True"], result.stderr
 
 
-def test_an_exit_is_not_held_up():
+def test_an_exit_is_not_delayed():
     """A kernel that restarts while the engine works: the thread is a daemon and atexit runs."""
     script = textwrap.dedent(
         """

@@ -17,7 +17,7 @@ from exl2nb.io import safetensors
 PROMPTS = ["It was", "The old man said", "She went " * 60, "He"]
 
 
-def test_events_tell_the_whole_story(fresh_llm):
+def test_events_hold_the_whole_answer(fresh_llm):
     llm = fresh_llm
     job = llm.batch(PROMPTS, max_tokens=8, temperature=0, top_logprobs=2)
     events = list(job)
@@ -39,7 +39,7 @@ def test_events_tell_the_whole_story(fresh_llm):
     assert sorted(job.completions) == [0, 1, 2, 3]
 
 
-def test_requests_of_their_own_and_more_inside_the_loop(llm):
+def test_request_options_and_adding_inside_the_loop(llm):
     job = llm.batch({"a": "It was", "b": {"prompt": "She", "max_tokens": 2, "stream": False}}, max_tokens=4, temperature=0)
     lengths = {}
     for event in job:
@@ -109,7 +109,7 @@ def test_a_callback_that_raises_ends_its_request_and_nothing_else(llm):
     assert len(other.result().tokens) == 40
 
 
-def test_a_hook_that_asks_its_own_model_is_refused_and_may_close_it():
+def test_a_hook_may_not_call_its_model_but_may_close_it():
     """It runs inside the engine's step: waiting for another step there would be for ever."""
     with ex.demo(progress=None) as own:
         for call in (lambda: own.generate("He", max_tokens=2), lambda: own.score("He said"), lambda: own.cache.snapshot()):
@@ -133,7 +133,7 @@ def test_two_threads_on_one_stream_share_it(llm):
     assert sorted(got[0] + got[1]) == sorted(handle.result().tokens)
 
 
-def test_a_forked_process_is_told_to_load_its_own(llm):
+def test_a_forked_process_cannot_use_the_model(llm):
     for wrong in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(OptionError, match="neither be copied nor sent to another process"):
             wrong(llm)

@@ -87,7 +87,7 @@ def test_incomplete_character_at_the_end():
     assert "".join(t.text for t in output.tokens) == output.text
 
 
-def test_alternatives_are_made_when_looked_at():
+def test_alternatives_are_made_when_read():
     asked = []
 
     def piece(number):

@@ -1,4 +1,4 @@
-"""Reuse of pages on a model whose next token is a rule over what it reads in them: a wrong page gives a wrong text."""
+"""Reuse of pages on a model whose next token depends on what it reads in them: a wrong page gives a wrong text."""
 
 import time
 
@@ -91,7 +91,7 @@ def test_the_oldest_is_evicted_first(running):
     assert right(engine, texts[1], 1) < PAGE_SIZE
 
 
-def test_what_failed_is_not_reused(running):
+def test_pages_of_a_failed_request_are_not_reused(running):
     engine, text = running(), prompt(1, 601)
     engine.model.nan_after = 600
     handle = ask(engine, text)
@@ -100,7 +100,7 @@ def test_what_failed_is_not_reused(running):
     assert right(engine, text) == 0
 
 
-def test_another_salt_is_another_text(running):
+def test_another_salt_shares_no_pages(running):
     engine, text = running(), prompt(1, 300)
     right(engine, text)
     sequence = Sequence(greedy(text, 3), engine.tokenizer, context=engine.context)
@@ -109,8 +109,8 @@ def test_another_salt_is_another_text(running):
     assert handle.result().timings.reused_tokens == 0
 
 
-def test_more_requests_than_pages_give_way_and_go_on(running):
-    """Each fits alone, together they do not: the later ones give way, and every text is that of the rule."""
+def test_more_requests_than_pages_are_preempted_and_resumed(running):
+    """Each fits alone, together they do not: the later ones are preempted, and every text is that of the rule."""
     engine = running(step_s=0.0005, pages=5)
     handles = [ask(engine, prompt(i, 200), 400) for i in range(5)]
     done = [handle.result() for handle in handles]
@@ -121,7 +121,7 @@ def test_more_requests_than_pages_give_way_and_go_on(running):
     assert done[0].timings.preemptions == 0
 
 
-def test_seeded_draws_survive_giving_way(running):
+def test_seeded_draws_survive_preemption(running):
     def run(engine):
         requests = [greedy(prompt(i, 100), 450, seed=i, temperature=1.5, repetition_penalty=1.2) for i in range(4)]
         return [handle.result() for handle in [engine.submit(one) for one in requests]]

@@ -80,7 +80,7 @@ def test_as_alone(llm, ahead):
     assert llm.engine._executor.lookahead == 0  # the last requests ran without
 
 
-def test_with_requests_that_draw_for_themselves(llm, ahead):
+def test_with_requests_that_the_host_draws(llm, ahead):
     """Penalties need the host: while such a request runs, and while prompts do, no step runs ahead; the others' texts do not change."""
     wanted = [*requests(7), {"prompt": "So", "temperature": 0, "repetition_penalty": 1.3, "max_tokens": 8}]
     expected = alone(llm, wanted)

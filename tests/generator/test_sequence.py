@@ -1,4 +1,4 @@
-"""What one request may ask of its text: stop tokens, a least length, banned texts, healed prompts; by a rule instead of a model."""
+"""Stop tokens, min_tokens, banned texts and token healing of one request, on a rule instead of a model."""
 
 import math
 import random
@@ -22,7 +22,7 @@ WORDS = [i for i in encode(" the old man and a sea of dark red water, said she. 
 
 
 def wordy(ids):
-    """Rows in which some thirty tokens of English are likely: texts that stops and bans meet."""
+    """Rows in which some thirty tokens of English are likely, so that stops and bans occur."""
     row = np.full(fakes.VOCAB, -30.0, np.float32)
     row[WORDS] = np.random.default_rng((ids[-1] * 7 + len(ids)) % 65537).normal(size=len(WORDS)) * 3
     return row
@@ -57,7 +57,7 @@ def test_a_stop_token_ends_it_and_is_not_shown(size):
     assert done.timings.new_tokens == ids.index(stop) + 1
 
 
-def test_which_text_stopped_and_what_it_took():
+def test_the_stop_text_is_reported_and_withheld():
     done = fakes.complete([5], script("one two\n\nEND three"), max_tokens=30, temperature=0, stop=["\n\nEND", "four"])
     assert (done.text, done.finish_reason, done.stopped_by) == ("one two", "stop", "\n\nEND")
     assert "".join(t.text for t in done.withheld) == "\n\nEND"
@@ -92,7 +92,7 @@ def test_min_tokens_holds_for_end_of_text():
 # ---- banned texts
 
 
-def test_it_goes_back_to_the_token_that_began_it():
+def test_a_banned_text_rewinds_to_its_first_token():
     rule = script("I met a dark red man", "I met a old sea")
     done = fakes.complete([5], rule, max_tokens=len(encode("I met a old sea")), temperature=0, banned_strings=["DARK RED"])
     assert done.text == "I met a old sea"
@@ -131,7 +131,7 @@ def test_banned_texts_never_appear(data):
         assert done.tokens == free.tokens
 
 
-def test_nothing_of_a_banned_text_is_ever_streamed():
+def test_a_banned_text_is_never_streamed():
     rng = random.Random(0)
     for seed in range(20):
         free = fakes.complete([5], wordy, max_tokens=30, seed=seed).text

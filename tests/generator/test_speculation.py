@@ -1,4 +1,4 @@
-"""Speculation changes the speed and nothing else: the text is, token for token, the one without, however good or bad the guesses are."""
+"""Speculation changes nothing but the speed: the tokens are those without it, however many draft tokens are right."""
 
 import random
 
@@ -15,7 +15,7 @@ from . import fakes
 
 
 def small_rule(ids):
-    """Few likely tokens, so that drawn tokens repeat and guesses are sometimes right."""
+    """Few likely tokens, so that drawn tokens repeat and draft tokens are sometimes right."""
     row = np.full(fakes.VOCAB, -20.0, np.float32)
     row[3:11] = np.random.default_rng((ids[-1] * 31 + ids[-2]) % 1009).normal(size=8) * 2
     return row
@@ -57,7 +57,7 @@ def test_any_quality_of_guesses_gives_the_same_text(options, right):
 
 @pytest.mark.parametrize("count", range(1, 20))
 def test_the_full_length_is_produced(count):
-    """Not ended early by the room that guesses would need."""
+    """The answer does not end early to leave space for draft tokens."""
     done = fakes.complete(
         [5, 6], fakes.RULE, max_tokens=count, temperature=0, guesser=fakes.FakeProposer(fakes.RULE, 1.0), speculation="ngram"
     )
@@ -68,7 +68,7 @@ def test_the_full_length_is_produced(count):
 @given(data=st.data())
 @settings(max_examples=30, deadline=None)
 def test_stop_banned_and_speculation_together(data):
-    """Everything that looks at text, with random guesses: the same answer, the same rewinds."""
+    """Stops, bans and min_tokens with random draft tokens: the same answer, the same rewinds."""
     prompt = data.draw(st.lists(st.integers(3, 10), min_size=2, max_size=6))
     whole = fakes.complete(prompt, small_rule, max_tokens=40, seed=1).text
     cut = st.tuples(st.integers(0, max(0, len(whole) - 1)), st.integers(1, 4)).map(lambda c: whole[c[0] : c[0] + c[1]])
@@ -84,8 +84,8 @@ def test_stop_banned_and_speculation_together(data):
     assert not any(text.lower() in plain.text.lower() for text in banned)
 
 
-def test_the_distribution_is_the_models():
-    """Chi-square over a vocabulary of eight: 1200 seeds, second token, guesses right half of the time."""
+def test_drawn_tokens_follow_the_distribution_of_the_model():
+    """Chi-square over a vocabulary of eight: 1200 seeds, second token, half of the draft tokens right."""
     counts, prompt = np.zeros(8), [5, 6]
 
     def rule(ids):
@@ -112,7 +112,7 @@ def test_ngram_finds_the_latest_and_longest():
 @given(data=st.data())
 @settings(max_examples=200, deadline=None)
 def test_ngram_on_a_text_that_is_cut_back(data):
-    """A rewound text never makes it fail, and what it guesses after growing again stood there."""
+    """After any rewind it proposes nothing, or as many tokens as asked for."""
     guesser, ids = NgramProposer(1, 3), []
     for _ in range(data.draw(st.integers(1, 8))):
         ids = ids[: data.draw(st.integers(0, len(ids)))] + data.draw(st.lists(st.integers(0, 3), max_size=6))
@@ -168,7 +168,7 @@ COSTS = {
 
 
 def life(cost, right, watched, seed, tokens=400):
-    """How many times as fast as without guesses, of which so many are right."""
+    """Speedup over decoding without draft tokens. right: acceptance rate of a token."""
     chance, times = random.Random(seed), StepTimes()
     pace = Pace(Speculation(kind="ngram"), times=times, watched=watched)
     done, took = 0, 0.0
@@ -189,7 +189,7 @@ def life(cost, right, watched, seed, tokens=400):
 @pytest.mark.parametrize("watched", [True, False])
 @pytest.mark.parametrize("name", COSTS)
 def test_guessing_never_costs_more_than_it_brings(name, watched):
-    """Whatever rows cost and however many guesses are right: as fast as without, or faster where that is to be had."""
+    """Whatever rows cost and however many draft tokens are right: as fast as without, or faster where that is possible."""
     cost = COSTS[name]
     for right in (0.0, 0.3, 0.6, 0.9, 0.97):
         found = sum(life(cost, right, watched, seed) for seed in range(8)) / 8
@@ -198,7 +198,7 @@ def test_guessing_never_costs_more_than_it_brings(name, watched):
 
 
 def test_guesses_that_were_not_made_are_compared_with_what_came():
-    """A text that begins to repeat itself is noticed without a guess being risked."""
+    """A text that begins to repeat itself is noticed although nothing is proposed."""
     times = StepTimes()
     for rows in (1, 2, 4, 8):
         times.told(rows, 0.01 * (1 + 0.6 * (rows - 1)))
@@ -251,11 +251,6 @@ def test_bad_settings(value, words):
         Request.of([1], where="test", speculation=value)
 
 
-def test_what_callers_write():
-    assert [Speculation.of(v).kind for v in (None, False, True, "ngram", Speculation(kind="draft"))] == [
-        "off",
-        "off",
-        "auto",
-        "ngram",
-        "draft",
-    ]
+def test_forms_of_the_speculation_option():
+    forms = {None: "off", False: "off", True: "auto", "ngram": "ngram", Speculation(kind="draft"): "draft"}
+    assert [Speculation.of(form).kind for form in forms] == list(forms.values())

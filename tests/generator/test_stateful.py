@@ -1,8 +1,7 @@
-"""Random lives of scheduler and pages: arrivals, ends, cancels, failures, rewinds, guesses, forks, files, a cache far too small.
+"""Random sequences of actions on scheduler and pages: arrivals, cancels, failures, rewinds, drafts, forks, files, in a cache far too small.
 
-The model's next token is a hash of what it finds in the pages, so a wrong page, a page given away too early or one that was overwritten
-under a reader gives a wrong text. After every action the reference counts are those of the holders, and every published page holds what it
-says.
+The model's next token is a hash of what it finds in the pages, so a wrong page, a page freed too early or one overwritten while it
+is read gives a wrong text. After every action the reference counts equal the references, and every published page holds its tokens.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class Rewinding(Sequence):
 
 
 class Guessing(Sequence):
-    """Runs guesses behind its last token, some right, some wrong."""
+    """Proposes draft tokens behind its last token, some right, some wrong."""
 
     host_only = True
 
@@ -234,7 +233,7 @@ class Life(RuleBasedStateMachine):
     # ---- what must hold
 
     @invariant()
-    def pages_belong_to_their_holders(self):
+    def reference_counts_equal_the_references(self):
         table = self.pager.table
         held = [page for s in (*self.loop.scheduler.running, *self.loop.scheduler.waiting) for page in s.pages]
         assert [table.count(page) for page in range(PAGES)] == [held.count(page) for page in range(PAGES)]

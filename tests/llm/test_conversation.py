@@ -120,7 +120,7 @@ def test_damaged_files(damage, words, llm, tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "[" * 100_000, "1" * 5000, "\udcff", "{}", "null"])
-def test_no_conversation_at_all(text, llm, tmp_path):
+def test_files_that_hold_no_conversation(text, llm, tmp_path):
     path = tmp_path / "bad.json"
     path.write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(ConfigError, match="conversation"):

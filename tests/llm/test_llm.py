@@ -82,7 +82,7 @@ def test_stream_is_generate(llm):
     assert text == llm.generate(PROMPTS[1], **options).text == handle.completion.text
 
 
-def test_seed_is_told(llm):
+def test_seed_is_reported(llm):
     first = llm.generate(PROMPTS[0], max_tokens=20)
     assert llm.generate(PROMPTS[0], max_tokens=20, seed=first.seed).tokens == first.tokens
 
@@ -130,7 +130,7 @@ def test_chat(llm):
     assert asyncio.run(llm.achat(talk, template=TEMPLATE, max_tokens=8, temperature=0)).text == answer.text
 
 
-def test_it_says_what_it_is(llm):
+def test_repr_and_properties(llm):
     assert repr(llm).startswith("LLM(demo_model: LlamaForCausalLM, 12 layers, ")
     assert "<table>" in llm._repr_html_()
     assert (llm.bpw, llm.context, llm.name) == (16.0, 1024, "demo_model")
@@ -174,7 +174,7 @@ def test_two_models_at_once_and_close():
     assert set(threading.enumerate()) <= threads  # the idle threads of other models may have ended
 
 
-def test_dropping_it_gives_everything_back():
+def test_dropping_the_model_frees_everything():
     threads = set(threading.enumerate())
     stream = ex.demo().stream("It was", max_tokens=5, temperature=0)  # the stream keeps its model
     assert "".join(chunk.text for chunk in stream)
@@ -251,7 +251,7 @@ def test_explanations_are_not_kept(llm):
     assert alive() <= before + 1
 
 
-def test_what_is_explained_is_what_was_answered(llm):
+def test_explain_shows_the_tokens_of_the_answer(llm):
     """A banned text is taken back; the tokens behind it are those of the answer."""
     options = {"temperature": 0, "banned_strings": [" a very"]}
     tokens = [token.text for token in llm.generate("It was", max_tokens=3, **options).tokens]

@@ -26,7 +26,7 @@ def test_plan_is_what_load_uses(cache, context):
         assert abs(planned.cache - llm.cache_bytes) <= 5 * page, "each sequence rounds up to whole pages"
 
 
-def test_fits_and_says_what_to_do():
+def test_verdict_and_advice():
     roomy = ex.plan(DEMO, free=10**10)
     assert roomy.fits
     assert "fits" in str(roomy)

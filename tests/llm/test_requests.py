@@ -79,7 +79,7 @@ def test_ngram_speculation_repeats_a_text(llm):
 
 
 def test_a_draft_model(llm):
-    """The fp16 model verifies what its own 4-bit version guesses."""
+    """The fp16 model verifies draft tokens of its own 4-bit version."""
     for draft in (EXL2, ex.load(EXL2, progress=None)):
         with ex.load(DEMO, draft=draft, progress=None) as fast:
             for options in ({"temperature": 0}, {"seed": 3, "top_p": 0.9, "stop": ["\n"]}):
@@ -114,7 +114,7 @@ def test_raw_logits_and_where_tokens_come_from(llm):
     assert forced.text == "maybe" and "forced" in {token.source for token in forced.tokens}
 
 
-def test_what_is_larger_than_the_cache_is_refused_with_what_is_shared_counted_once():
+def test_a_request_larger_than_the_cache_counts_shared_pages_once():
     with ex.demo(context=512, cache_tokens=1024, progress=None) as small:
         ids = small.tokenizer.encode("The rain fell. ")[:1] + [5] * 259  # a page and four tokens
         assert len(small.generate(ids, beams=3, max_tokens=20).tokens) == 20  # 1 page of all, 3 of their own
@@ -143,7 +143,7 @@ def test_beams_cut_short_say_so(llm):
     assert [one.finish_reason for one in found] == ["timeout"] * 6
 
 
-def test_a_draft_that_nobody_else_keeps():
+def test_a_draft_model_is_kept_alive():
     with ex.demo(progress=None, draft=ex.demo(progress=None)) as llm:
         gc.collect()
         found = llm.generate("It was", max_tokens=30, temperature=0, speculation={"kind": "draft", "adaptive": False}).speculation

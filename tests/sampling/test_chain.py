@@ -160,7 +160,7 @@ def test_narrowing_changes_nothing(params, seed, spread, size):
         ({"temperature": 0, "top_k": 4}, None, 0),
     ],
 )
-def test_what_narrowing_may_count_on(kwargs, bounds, lead):
+def test_bounds_of_narrowing(kwargs, bounds, lead):
     found = recipe(SamplingParams(**kwargs))
     assert found.bounds == bounds
     assert len(found.lead) == lead

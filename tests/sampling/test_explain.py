@@ -214,7 +214,7 @@ def test_every_step_of_a_generation_is_explained_and_replayed(llm, options):
         assert [replay.explain(at, SamplingParams(**{"seed": done.seed, **options})).token for at in range(len(replay))] == ids
 
 
-def test_llm_explain_is_that_token(llm):
+def test_llm_explain_gives_the_generated_token(llm):
     options = {"seed": 8, "top_p": 0.9, "temperature": 1.2, "dry_multiplier": 0.8}
     completion = llm.generate("Once upon a time", max_tokens=6, **options)
     for at in (0, 3, 5):
@@ -245,7 +245,7 @@ def test_tensors_and_names_of_the_package():
     [{"top_p": 0.9, "top_a": 0.2}, {"min_p": 0.1, "skew": 0.1}, {"xtc_probability": 1.0}, {"smoothing_factor": 0.3}, {"mirostat": True}],
     ids=str,
 )
-def test_an_empty_row_is_named_before_cuts_compute_with_it(cut):
+def test_a_row_without_tokens_is_refused_before_the_cuts(cut):
     """Numpy would warn of differences of infinities, which says nothing to anybody."""
     params = SamplingParams(allowed_tokens=(0, 1), logit_bias={0: 1.0}, **cut)
     row = np.float32([-np.inf, -np.inf, 1.0, 0.5])
