@@ -41,7 +41,7 @@ class CapturedStep:
         logits = torch.zeros(batch, model.gpu.vocab, device=device)
         params = pack_rows([Row(temperature=0.0)] * batch).to(device)
         results = torch.zeros(4, batch, 4, dtype=torch.int32).pin_memory()
-        kernels, heads = model.gpu.stepper(batch), (cache.spec.num_kv_heads, cache.spec.head_dim)
+        kernels, heads = model.gpu.step_kernels(batch), (cache.spec.num_kv_heads, cache.spec.head_dim)
         self._kept = kernels, table, bounds, logits, params, results  # the graph knows their addresses only
 
         def step() -> None:

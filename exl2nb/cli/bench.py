@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from exl2nb.cli.console import Console
-from exl2nb.cli.models import add_cache_option, locate
+from exl2nb.cli.models import add_model, locate
 from exl2nb.core.errors import OptionError
 
 if TYPE_CHECKING:
@@ -19,13 +19,12 @@ WARM_UP = 32  # tokens; caches, graphs and clocks settle
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    parser.add_argument("model", help="model directory, hub id, or `demo`")
+    add_model(parser, cache="fp16")
     parser.add_argument("--batch", type=int, default=1, help="sequences in the batch (1)")
     parser.add_argument("--context", type=int, default=128, help="prompt tokens of each sequence before decoding is timed (128)")
     parser.add_argument("--tokens", type=int, default=128, help="tokens decoded per sequence and round (128)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds; the median counts (3)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where it runs")
-    add_cache_option(parser, "fp16")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:

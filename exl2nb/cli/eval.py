@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from exl2nb.cli.console import Console, mega
-from exl2nb.cli.models import add_cache_option, file_bytes, loaded, locate
+from exl2nb.cli.models import add_model, file_bytes, loaded, locate
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    parser.add_argument("model", help="model directory, hub id, or `demo`")
+    add_model(parser, cache="fp32")
     parser.add_argument("--against", metavar="REF", help="reference model: adds KL divergence and top-1 agreement")
     parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="UTF-8 text; its encoding is cut into rows from the start")
     parser.add_argument("--rows", type=int, default=32, help="rows to read (default 32)")
     parser.add_argument("--length", type=int, default=512, help="tokens a row (default 512)")
-    add_cache_option(parser, "fp32")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -58,12 +57,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 def add_logits_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    parser.add_argument("model", help="model directory, hub id, or `demo`")
+    add_model(parser, cache="fp32")
     parser.add_argument(
         "--ids", type=Path, required=True, metavar="FILE", help="safetensors file with `input_ids` (rows, T), int32 or int64"
     )
     parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="safetensors file to write: `logits` (rows, T, vocab) fp32")
-    add_cache_option(parser, "fp32")
 
 
 def run_logits(args: argparse.Namespace, console: Console) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from exl2nb.cli.console import Console
-from exl2nb.cli.models import add_cache_option, locate
+from exl2nb.cli.models import add_model, locate
 from exl2nb.cli.sampling import add_options, facts, given_options
 
 if TYPE_CHECKING:
@@ -18,10 +18,9 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    parser.add_argument("model", help="model directory, hub id, or `demo`")
+    add_model(parser, cache="fp16")
     parser.add_argument("--prompt", help="text to continue; `-` or nothing reads standard input")
     parser.add_argument("--context", type=int, help="tokens of prompt and answer together")
-    add_cache_option(parser, "fp16")
     add_options(parser)
 
 
@@ -54,12 +53,11 @@ def _show(console: Console, text: str) -> None:
 
 def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    parser.add_argument("model", help="model directory, hub id, or `demo`")
+    add_model(parser, cache="fp16")
     parser.add_argument("--system", help="system message")
     parser.add_argument("--message", action="append", metavar="TEXT", help="say this instead of reading lines; may be given again")
     parser.add_argument("--template", metavar="FILE", help="Jinja chat template, for a model that has none")
     parser.add_argument("--context", type=int, help="tokens of the whole conversation")
-    add_cache_option(parser, "fp16")
     add_options(parser)
 
 

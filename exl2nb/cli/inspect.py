@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 
 from exl2nb.cli.console import Console
-from exl2nb.cli.models import add_cache_option, locate, locate_demo
+from exl2nb.cli.models import add_model, locate, locate_demo
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    parser.add_argument("model", help="model directory, hub id, or `demo`")
-    parser.add_argument("--revision", help="branch, tag or commit on the hub")
+    add_model(parser, revision=True)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -26,13 +25,11 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    parser.add_argument("model", help="model directory, hub id, or `demo`")
-    parser.add_argument("--revision", help="branch, tag or commit on the hub")
+    add_model(parser, cache="fp16", revision=True)
     parser.add_argument("--context", type=int, help="tokens of prompt and answer (default: what the model allows, at most 4096)")
     parser.add_argument("--batch", type=int, default=1, help="sequences of that length (default 1)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="whose free memory it is compared with (default cpu)")
     parser.add_argument("--free", help="memory to compare with instead, such as 24GiB")
-    add_cache_option(parser, "fp16")
 
 
 def run_plan(args: argparse.Namespace, console: Console) -> int:

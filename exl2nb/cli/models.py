@@ -34,6 +34,15 @@ def demo_directory() -> Path:
     return Path(__file__).resolve().parent.parent / "demo_model"
 
 
+def add_model(parser: argparse.ArgumentParser, *, cache: str = "", revision: bool = False) -> None:
+    """The argument `model`; `--revision` on request; `--cache` with this default, where there is one."""
+    parser.add_argument("model", help="model directory, hub id, or `demo`")
+    if revision:
+        parser.add_argument("--revision", help="branch, tag or commit on the hub")
+    if cache:
+        add_cache_option(parser, cache)
+
+
 def add_cache_option(parser: argparse.ArgumentParser, default: str) -> None:
     """--cache, checked before anything is loaded."""
     text = f"how K and V are stored: fp32, fp16, fp8, q8, q6 (K 8 bits, V 4), q4, or bits apart as k8v4 (default {default})"

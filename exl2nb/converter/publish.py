@@ -182,6 +182,6 @@ def _errors(repo_id: str) -> Any:
         if isinstance(error, ModelNotFound):
             raise
         raise ConversionError(
-            f"push to {repo_id}: {str(error).strip().splitlines()[0][:200]}; log in with `hf auth login` as somebody who may write there, "
-            "and push again: what has arrived is not sent twice"
+            f"push to {repo_id}: {str(error).strip().splitlines()[0][:200]}; log in with `hf auth login` and an account that may write "
+            "there, then push again: what has arrived is not sent twice"
         ) from error

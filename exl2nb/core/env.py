@@ -18,7 +18,7 @@ VARIABLES: dict[str, tuple[tuple[str, ...], str]] = {
     ),
     "EXL2NB_CUDA_PATIENCE": (
         ("0", "1"),
-        "0: in steps of many texts no CTA waits for the others' sums, the last one does their part: the same bits (tests; read there)",
+        "0: in stream-K GEMMs no CTA waits for the sums of others, the last one adds them up: the same bits (tests; read there)",
     ),
     "EXL2NB_CUDA_GRAPHS": (("0", "1"), "0: decode steps are launched kernel by kernel, not as captured graphs; slower, the same tokens"),
     "EXL2NB_FORCE_CUDA_LIB": (("0", "1"), "1: load the CUDA library even where torch sees no GPU (tests)"),

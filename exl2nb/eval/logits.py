@@ -1,4 +1,4 @@
-"""Logits of whole rows, in order, a bounded piece at a time; on an FP32 cache unless told otherwise, for others are compared with them."""
+"""Logits of whole rows, in order, a bounded piece at a time; on an FP32 cache by default, since other logits are compared with them."""
 
 from __future__ import annotations
 

@@ -273,7 +273,7 @@ class Engine:
         """Run a function on the engine thread between two steps, with nothing in flight; requests wait until it returns.
 
         Args:
-            function: takes no arguments. It must be short, or be one of many: requests of others wait. It must not call the engine.
+            function: takes no arguments. It must be short, since running requests are paused, and must not call the engine.
             timeout_s: to wait for its start; None = as long as it takes.
 
         Returns:

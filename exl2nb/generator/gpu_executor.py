@@ -18,7 +18,7 @@ from exl2nb.generator.executor import Draw, Step, Ticket
 from exl2nb.model.gpu import formats_of
 from exl2nb.ops import out_of_memory
 from exl2nb.ops.cuda_sample import TOP, Row, pack_rows, sample_rows
-from exl2nb.ops.gpu_turn import turn
+from exl2nb.ops.gpu import launch_lock
 from exl2nb.sampling.draw import Sampled
 from exl2nb.sampling.state import SamplerState
 
@@ -248,7 +248,7 @@ class _Graph:
         logits = torch.zeros(rows, forward.vocab, device=device)
         self._counts = torch.zeros(rows, forward.vocab, dtype=torch.int16, device=device) if counted else None
         self._bias = torch.zeros(rows, forward.vocab, device=device) if moved else None
-        kernels, formats, heads = forward.stepper(rows), formats_of(cache), (cache.spec.num_kv_heads, cache.spec.head_dim)
+        kernels, formats, heads = forward.step_kernels(rows), formats_of(cache), (cache.spec.num_kv_heads, cache.spec.head_dim)
 
         def step() -> tuple[Tensor, Tensor]:
             kernels.run(
@@ -292,7 +292,7 @@ class _Graph:
 
     def replay(self, tops: list[int]) -> Ticket:
         """Enqueue the step for the first rows; tops: how many alternatives each wants."""
-        with turn(self._state.device):
+        with launch_lock(self._state.device):
             self._graph.replay()
         alternatives = None
         if max(tops):

@@ -118,7 +118,7 @@ class StepLoop:
         """Find the request that caused it: alone, most of them succeed; a long piece of a prompt is tried again as a short one."""
         self._builder.forget()
         if self.in_flight:
-            self.drain()  # the next turn tries again, with nothing in flight
+            self.drain()  # the next step tries again, with nothing in flight
             return
         if len(spans) > 1:
             for span in spans:

@@ -207,7 +207,7 @@ class Output:
         """Take one id. True: a stop text is complete, and `tokens` ends before it.
 
         Args:
-            sampled: the id and what is told about it.
+            sampled: the id, its log probability, rank and alternatives.
             source: who proposed it.
             armed: False: stop texts do not count yet.
         """

@@ -44,7 +44,7 @@ class Scheduler:
     compute a page that another one is computing: a few steps later it takes that page over.
 
     Args:
-        pager: the pages, which nobody else uses.
+        pager: the pages; nothing else may use it.
         max_sequences: that run at a time.
         max_chunk: prompt tokens per step, at most.
         switch: sequences beyond so many tokens rotate otherwise (`Model.rope_switch`); one that grows past it is computed anew. None: none.

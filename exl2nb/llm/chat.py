@@ -78,7 +78,7 @@ class ChatMixin:
         """A conversation with this model: a tree of turns with `say`, `edit`, `regenerate`, `goto`, `save`.
 
         Args:
-            system: what the model is told first.
+            system: the system message.
             options: of every answer: those of `chat`.
 
         Raises:

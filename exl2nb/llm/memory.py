@@ -224,7 +224,7 @@ def _gpu_stages(config: ModelConfig) -> tuple[Stage, ...]:
 
 
 def _graph_row(config: ModelConfig, multiprocessors: int) -> int:
-    """Workspace and logits of one text in the captured decode steps: of its number of texts, and of half as many, and of half of those."""
+    """Workspace and logits of one sequence in the captured decode steps: of its batch size, of half of it, of half of that, and so on."""
     hidden, q, kv = config.hidden_size, config.q_size, config.kv_size
     up = _inner(config) * (2 if config.gated else 1)
     experts = 0 if config.moe is None else config.moe.num_experts + (config.moe.shared_size > 0)

@@ -16,7 +16,7 @@ SHORT = 8  # tokens of one sequence that the step kernels take
 MOST = 512  # tokens of a step that go through the step kernels
 MOST_ROUTED = 64  # of a model with experts: the step kernels read them once for every token that chose them
 APART = 4  # sequences that decode beside prompts, from which on they are a launch of their own
-MANY = 9  # tokens from which on a step's products decode every weight once for all of them
+STREAM_K_FROM = 9  # tokens of a step from which on its products are stream-K GEMMs
 F16, F32, Q8, Q4, FP8 = range(5)  # formats of pools, as csrc/cuda/attention/attention.h numbers them
 
 
@@ -29,23 +29,23 @@ class GpuForward:
         deterministic: take every prompt through the step kernels, eight tokens at a time, and steps of any size through the products of
             small ones, so that a token's bits depend neither on how a prompt was cut nor on what ran beside it. Slow for long prompts.
 
-    `many`, to be set before the first step: steps of so many tokens or more decode every weight once for 64 of them; 0: no step does, so
-    that a token's bits are the same in steps of any size.
+    `stream_k_from`, to be set before the first step: steps of so many tokens or more use the stream-K GEMM; 0: no step does, so that a
+    token's bits are the same in steps of any size.
     """
 
     def __init__(self, program: ops.Program, device: torch.device, *, deterministic: bool = False) -> None:
         self.program, self.device, self.deterministic = program, device, deterministic
-        self.many = 0 if deterministic else MANY
+        self.stream_k_from = 0 if deterministic else STREAM_K_FROM
         self.vocab = ops.shape(program.steps[-1][1]["blob"])[1]
         self.most = MOST_ROUTED if any(name == "routed_mlp" for name, _ in program.steps) else MOST
-        self._steppers: dict[int, gpu.Stepper] = {}
+        self._kernels: dict[int, gpu.StepKernels] = {}
 
-    def stepper(self, tokens: int) -> gpu.Stepper:
+    def step_kernels(self, tokens: int) -> gpu.StepKernels:
         """The step kernels with memory for at least `tokens` tokens."""
         capacity = 1 << (tokens - 1).bit_length()
-        if capacity not in self._steppers:
-            self._steppers[capacity] = gpu.Stepper(self.program.code, capacity, self.device, many=self.many)
-        return self._steppers[capacity]
+        if capacity not in self._kernels:
+            self._kernels[capacity] = gpu.StepKernels(self.program.code, capacity, self.device, stream_k_from=self.stream_k_from)
+        return self._kernels[capacity]
 
     def run(self, batch: Batch, cache: KVCache, *, ids: Tensor | None = None) -> Tensor:
         """Logits f32 `(R, V)` on the GPU.
@@ -71,7 +71,7 @@ class GpuForward:
         every = torch.equal(batch.logit_rows.cpu(), torch.arange(len(batch.input_ids), dtype=torch.int32))
         rows = None if every else i.logit_rows  # as captured steps have it, for the same bits
         logits = torch.empty(len(batch.logit_rows), self.vocab, device=self.device)
-        self.stepper(len(batch.input_ids)).run(
+        self.step_kernels(len(batch.input_ids)).run(
             i.ids, i.positions, i.block_table, i.cu_seqlens, i.context_lens, rows, cache.k, cache.v, formats_of(cache),
             (cache.spec.num_kv_heads, cache.spec.head_dim), logits,
         )  # fmt: skip

@@ -1,31 +1,71 @@
-"""The ops that only the GPU has: what lies behind `Program.run` there. Knows nothing about models."""
+"""Ops of the GPU alone: blobs, products, the kernels of a step, and the order of launches. Knows nothing about models."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from exl2nb.ops._library import LIBRARY
-from exl2nb.ops.gpu_turn import turn
 
 for _schema in (
     "gpu_error(Tensor there) -> int",
     "gpu_blob_head(Tensor blob) -> Tensor",
     "gpu_unpack(Tensor blob) -> Tensor",
     "gpu_unpack_into(Tensor head, Tensor(a!) out) -> ()",
-    "gpu_linear(Tensor head, Tensor x, Tensor? bias, bool many) -> Tensor",
+    "gpu_linear(Tensor head, Tensor x, Tensor? bias, bool stream_k) -> Tensor",
     "gpu_expert_table(Tensor[] heads, int parts) -> Tensor",
     "gpu_step_bytes(Tensor program, int capacity) -> Tensor",
     "gpu_step(Tensor program, Tensor(a!) workspace, int capacity, Tensor ids, Tensor positions, Tensor block_table, Tensor cu_seqlens, "
     "Tensor context_lens, Tensor? logit_rows, Tensor(b!)[] k_pools, Tensor(c!)[] v_pools, int k_format, int v_format, int num_kv_heads, "
-    "int head_dim, Tensor(d!) logits, bool pdl, int many) -> ()",
+    "int head_dim, Tensor(d!) logits, bool pdl, int stream_k_from) -> ()",
 ):
     LIBRARY.define(_schema)
 
 _ops: Any = torch.ops.exl2nb
+
+
+class LaunchLock:
+    """Held while a step or a stream-K product is launched: in another stream than the last launch, it first waits for that launch.
+
+    The persistent and stream-K GEMMs have CTAs that wait for one another, so all CTAs of a launch must be resident. Two such launches at
+    the same time could each hold a part of the GPU and never end. Every other kernel ends by itself. While all models work in one stream,
+    which is the default, there is nothing to wait for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._lock = device, threading.Lock()
+        self._last: torch.cuda.Stream | None = None
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        try:
+            if torch.cuda.is_current_stream_capturing():
+                return  # nothing runs yet
+            stream = torch.cuda.current_stream(self._device)
+            if self._last is not None and self._last != stream:
+                stream.wait_stream(self._last)
+            self._last = stream
+        except BaseException:
+            self._lock.release()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+@cache
+def _launch_lock(index: int) -> LaunchLock:
+    return LaunchLock(torch.device("cuda", index))
+
+
+def launch_lock(device: torch.device) -> LaunchLock:
+    """The one lock of a device."""
+    return _launch_lock(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def device_error() -> int:
@@ -48,12 +88,12 @@ def unpack_into(head: Tensor, out: Tensor) -> None:
     _ops.gpu_unpack_into(head, out)
 
 
-def linear(head: Tensor, x: Tensor, bias: Tensor | None, *, many: bool = False) -> Tensor:
-    """`ops.linear` for the blob of `head` (from `blob_head`), without waiting for the GPU. many: more than eight rows decode
-    every weight once for 64 of them, by CTAs that wait for one another.
+def linear(head: Tensor, x: Tensor, bias: Tensor | None, *, stream_k: bool = False) -> Tensor:
+    """`ops.linear` for the blob of `head` (from `blob_head`), without waiting for the GPU. stream_k: more than eight rows go through the
+    stream-K GEMM, which decodes every weight once for 64 of them.
     """
-    with turn(x.device):
-        return _ops.gpu_linear(head, x, bias, many)
+    with launch_lock(x.device):
+        return _ops.gpu_linear(head, x, bias, stream_k)
 
 
 def expert_table(heads: Sequence[Tensor], parts: int) -> Tensor:
@@ -70,16 +110,16 @@ def shape_of(head: Tensor) -> tuple[int, int]:
     return K, N
 
 
-class Stepper:
+class StepKernels:
     """Runs a program on the GPU for steps of up to `capacity` tokens; keeps the memory that its kernels share.
 
     Args:
-        code: of a `Program`. capacity: tokens. many: steps of so many tokens or more (nine at least) decode every weight once for
-            64 of them, which gives other bits than fewer tokens do; 0: no step, and none has several products in one launch.
+        code: of a `Program`. capacity: tokens. stream_k_from: steps of at least so many tokens (nine or more) use the stream-K GEMM,
+            which gives other bits than fewer tokens get; 0: no step does, and none has several products in one launch.
     """
 
-    def __init__(self, code: Tensor, capacity: int, device: torch.device, *, many: int = 0) -> None:
-        self.code, self.capacity, self.many = code, capacity, many
+    def __init__(self, code: Tensor, capacity: int, device: torch.device, *, stream_k_from: int = 0) -> None:
+        self.code, self.capacity, self.stream_k_from = code, capacity, stream_k_from
         size, self.vocab = _ops.gpu_step_bytes(code, capacity).tolist()
         self.workspace = torch.zeros(size, dtype=torch.uint8, device=device)
 
@@ -101,12 +141,12 @@ class Stepper:
     ) -> None:
         """One step: K and V go to their pages, `logits` f32 `(R, V)` is filled. All tensors on the GPU; at most 8 tokens a sequence.
 
-        logit_rows: int32 `(R,)`; None: every token's, which a step of many tokens makes a little quicker, with other bits.
-        formats: of the K and V pools (cuda/attention/attention.h). heads: of the pools. Nothing is checked against the
-        memory of the GPU here, for that would wait for it: whoever makes the batch must have checked it.
+        logit_rows: int32 `(R,)`; None: every token's, which makes a stream-K step a little quicker, with other bits.
+        formats: of the K and V pools (cuda/attention/attention.h). heads: of the pools. Ids, pages and positions are not checked, which
+        would wait for the GPU: the caller must have checked them.
         """
-        with turn(self.workspace.device):
+        with launch_lock(self.workspace.device):
             _ops.gpu_step(
                 self.code, self.workspace, self.capacity, ids, positions, block_table, cu_seqlens, context_lens, logit_rows, list(k_pools),
-                list(v_pools), *formats, *heads, logits, pdl, self.many,
+                list(v_pools), *formats, *heads, logits, pdl, self.stream_k_from,
             )  # fmt: skip

@@ -56,7 +56,7 @@ def prefill(
 ) -> Tensor:
     """Logits f32 `(R, V)` of a step of any number of tokens; K and V are written to their slots.
 
-    watch: told after every op: its name and arguments, the residual stream f32 `(T, H)`, and what attention or MLP left to be added to it.
+    watch: called after every op with its name and arguments, the residual stream f32 `(T, H)`, and what attention or MLP left to be added.
     """
     run = _Run(program, inputs, sequences, k_pools, v_pools)
     for name, arguments in program.steps:
@@ -77,7 +77,7 @@ class _Run:
         self.done: dict[bool, Tensor] = {}
         self.qkv: dict[str, Any] = {}
         self.parts: tuple[Tensor, ...] = ()  # q, k, v until attention has read them
-        self._room: Tensor | None = None
+        self._unpacked_half: Tensor | None = None
 
     def embed(self, a: dict[str, Any]) -> None:
         i = self.inputs
@@ -166,17 +166,17 @@ class _Run:
     def _product(self, x: Tensor, blob: Tensor, bias: Tensor | None, *, half: bool = False) -> Tensor:
         head = self.program.heads[blob.data_ptr()]
         if len(x) <= FEW:
-            y = gpu.linear(head, x.float(), bias, many=True)
+            y = gpu.linear(head, x.float(), bias, stream_k=True)
             return y.half() if half else y
         weight = self._unpacked(head, x.device)
         y = torch.mm(x, weight) if half else torch.mm(x, weight, out_dtype=torch.float32)
         return y if bias is None else y.add_(bias)
 
     def _unpacked(self, head: Tensor, device: torch.device) -> Tensor:
-        """A matrix in f16. All take turns in one piece of memory: pieces of their own would leave holes among the activations."""
+        """A matrix in f16, in the one buffer for all of them: a buffer each would leave holes among the activations."""
         K, N = gpu.shape_of(head)
-        if self._room is None or self._room.numel() < K * N:
-            self._room = torch.empty(max(K * N, self.program.widest), dtype=torch.float16, device=device)
-        weight = self._room[: K * N].view(K, N)
+        if self._unpacked_half is None or self._unpacked_half.numel() < K * N:
+            self._unpacked_half = torch.empty(max(K * N, self.program.widest), dtype=torch.float16, device=device)
+        weight = self._unpacked_half[: K * N].view(K, N)
         gpu.unpack_into(head, weight)
         return weight

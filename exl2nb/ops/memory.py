@@ -15,7 +15,7 @@ _PAGE = 2 << 20
 
 
 def large_pages(size: int) -> Tensor | None:
-    """Zeros, uint8 `(size,)`, in memory that the system is asked to give in large pages; None where it knows none.
+    """Zeros, uint8 `(size,)`, in large pages where the system has them; None where it does not.
 
     What is never written takes no memory.
     """

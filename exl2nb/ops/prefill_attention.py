@@ -31,7 +31,7 @@ class FlashAttention(NamedTuple):
 
 @lru_cache(maxsize=1)
 def flash_attention() -> FlashAttention:
-    """flash-attn, looked for once a process."""
+    """What is known of flash-attn, found out once a process."""
     if find_spec("flash_attn") is None:
         return FlashAttention(None, why="not installed")
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0):

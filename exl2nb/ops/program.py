@@ -91,10 +91,10 @@ class Program:
     """Builder and runner.
 
     Add the ops of one step in order: embed; per layer norm_qkv_rope, paged_attention, linear_residual, norm_gate_up, linear_residual (with
-    `aside` the MLP's result waits in a buffer of its own, so that it can be computed before attention's is added), or routed_mlp in place
+    `aside` the MLP's result goes to a buffer of its own, so that it can be computed before attention's is added), or routed_mlp in place
     of the last two; norm_head. Then call `run` as often as you like. Arguments as in the ops of the same name, without the batch. All
     tensors must be contiguous, on `device` and stay unchanged; norms, biases, cos and sin are f32. A program for the GPU is run by
-    `gpu.Stepper`.
+    `gpu.StepKernels`.
     """
 
     def __init__(self, device: str = "cpu") -> None:
@@ -296,7 +296,7 @@ class Program:
         return self._address(tensor)
 
     def _experts(self, up: Sequence[Tensor], down: Sequence[Tensor]) -> int:
-        """The word for the table of experts; on the GPU one that all tokens visit stands behind the others."""
+        """The word for the table of experts; on the GPU the shared expert comes last."""
         addresses = [[self._blob(a), self._blob(b)] for a, b in zip(up, down)]
         if self.device.type == "cpu":
             return self._address(torch.tensor(addresses, dtype=torch.int64))

@@ -69,7 +69,7 @@ def draw_batch(logits: Tensor, draws: Sequence[tuple[SamplerState, int, int]]) -
 
     Args:
         logits: f32 `(R, V)` on the host, raw.
-        draws: R times state, number of the draw (`SamplerState.count` when its turn comes), alternatives to report.
+        draws: R times state, number of the draw (`SamplerState.count` before it), alternatives to report.
 
     Returns:
         As `drawn_rows`.

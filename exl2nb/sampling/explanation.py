@@ -24,7 +24,7 @@ _HEAD = ("step", "settings", "left", "removed", "mass", "temp", "bits", "best", 
 class Step:
     """One link of the chain at work.
 
-    name: of the filter; the first step is "logits", the last of a greedy request "greedy". settings: what it was told, by name.
+    name: of the filter; the first step is "logits", the last of a greedy request "greedy". settings: by name.
     ids: int64, tokens left after it, ascending. logits: f32, theirs after it. before, after: f64, their probability before and after it;
     `after` sums to 1. removed: int64, tokens it took away. removed_mass: what they weighed before. temperature: all divisions so far
     together; 1 where no step divides.

@@ -144,7 +144,7 @@ class Recipe:
     """Links in order.
 
     first: masks and penalties, on whole rows. lead: cuts on whole rows. rest: cuts on what `bounds` leaves, None = on everything.
-    consumer: the place in `rest` of the link that is told what was left out.
+    consumer: the place in `rest` of the link that takes `left_out` into account.
     cuts: temperature, top_k, top_p and min_p where these, following each other, are all the cuts there are; then one op draws the row.
     """
 

@@ -143,7 +143,7 @@ def test_memory_of_larger_steps():
     """A workspace for more tokens, which a step of twelve has used before: the same bits."""
     net = chained({"bits": 4})
     want, chain = Steps(net).fed(range(1, 9)), Steps(net)
-    chain.forward._steppers = dict.fromkeys((1, 2, 4, 8, 16), chain.forward.stepper(16))
+    chain.forward._kernels = dict.fromkeys((1, 2, 4, 8, 16), chain.forward.step_kernels(16))
     chain.beside([2] * 6, "last")
     assert torch.equal(chain.fed(range(1, 9)), want)
 
@@ -161,7 +161,7 @@ def test_in_graphs(count):
     """Three steps in a graph, replayed, with a step between that was launched alone."""
     steps = Steps(chained({"bits": 4, "group": 128}))
     inputs, out = arguments(steps, KVCache(steps.spec, "cuda"), count)
-    kernels, graph = steps.forward.stepper(count), torch.cuda.CUDAGraph()
+    kernels, graph = steps.forward.step_kernels(count), torch.cuda.CUDAGraph()
     kernels.run(*inputs)
     once = out.clone()
     torch.cuda.synchronize()
@@ -183,13 +183,13 @@ def test_two_models_at_the_same_time():
     given = [arguments(steps, KVCache(steps.spec, "cuda"), count) for steps, count in zip(both, (1, 8))]
     alone = []
     for steps, (inputs, out) in zip(both, given):
-        steps.forward.stepper(len(out)).run(*inputs)
+        steps.forward.step_kernels(len(out)).run(*inputs)
         alone.append(out.clone())
     torch.cuda.synchronize()
     for _ in range(200):
         for stream, steps, (inputs, out) in zip(streams, both, given):
             with torch.cuda.stream(stream):
-                steps.forward.stepper(len(out)).run(*inputs)
+                steps.forward.step_kernels(len(out)).run(*inputs)
     ended = [stream.record_event() for stream in streams]
     until = time.monotonic() + 30
     while not all(event.query() for event in ended):

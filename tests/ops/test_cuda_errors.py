@@ -60,7 +60,7 @@ def test_a_step_names_the_op_that_failed():
         program.paged_attention(layer=layer, scale=0.1)
         program.linear_residual(nothing)
     program.norm_head(None, 0.0, ops.pack_dense(torch.eye(H).cuda()))
-    stepper = gpu.Stepper(program.code, 2, torch.device("cuda"))
+    stepper = gpu.StepKernels(program.code, 2, torch.device("cuda"))
     pools = [torch.zeros(1, 1, 256, D, dtype=torch.float16, device="cuda") for _ in range(2)]
     one = torch.zeros(1, dtype=torch.int32, device="cuda")
     arguments = one, one, one.view(1, 1), torch.tensor([0, 1], dtype=torch.int32, device="cuda"), one + 1, one

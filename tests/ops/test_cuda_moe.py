@@ -103,7 +103,7 @@ class Sparse:
     def step(self, ids, *, capacity=None):
         """Through the step kernels, every id a sequence of its own."""
         n = len(ids)
-        stepper = ops.gpu.Stepper(self.program.code, capacity or n, torch.device("cuda"))
+        stepper = ops.gpu.StepKernels(self.program.code, capacity or n, torch.device("cuda"))
         out = torch.empty(n, H, device="cuda")
         self.run(stepper, int32(ids), out)
         return out.cpu()
@@ -168,7 +168,7 @@ def test_a_layer_is_its_mathematics(name):
 def test_a_step_can_be_captured():
     """Nothing waits and nothing is allocated: the graph replays, and gives what the kernels alone give."""
     layer = Sparse(12, 4, renormalize=1.0, shared=96, gate=True)
-    stepper = ops.gpu.Stepper(layer.program.code, 4, torch.device("cuda"))
+    stepper = ops.gpu.StepKernels(layer.program.code, 4, torch.device("cuda"))
     ids, out = int32(range(4)), torch.empty(4, H, device="cuda")
     positions, _, *rest = batch(4)  # allocated before
     arguments = (ids, positions, *rest, layer.pools[:1], layer.pools[1:], (0, 0), (1, D), out)

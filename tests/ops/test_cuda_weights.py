@@ -129,10 +129,10 @@ def test_stream_k_products(groups, columns, counts):
     blob, x, bias, want = product(matrix(groups, columns), max(counts), columns=columns)
     head = gpu.blob_head(blob)
     for rows in counts:
-        got = gpu.linear(head, x[:rows].cuda(), bias.cuda(), many=True)
+        got = gpu.linear(head, x[:rows].cuda(), bias.cuda(), stream_k=True)
         assert near(got, want[:rows])
-        assert torch.equal(got, gpu.linear(head, x[:rows].cuda(), bias.cuda(), many=True))
-        assert near(gpu.linear(head, x[:rows].cuda(), None, many=True), want[:rows] - bias.double())
+        assert torch.equal(got, gpu.linear(head, x[:rows].cuda(), bias.cuda(), stream_k=True))
+        assert near(gpu.linear(head, x[:rows].cuda(), None, stream_k=True), want[:rows] - bias.double())
 
 
 @on_the_gpu

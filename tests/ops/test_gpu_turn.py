@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from exl2nb.ops.gpu_turn import Turn, turn
+from exl2nb.ops.gpu import LaunchLock, launch_lock
 
 
 class Stream:
@@ -26,7 +26,7 @@ def now(monkeypatch):
 
 
 def test_one_stream_waits_for_nothing(now):
-    held = Turn(torch.device("cuda", 0))
+    held = LaunchLock(torch.device("cuda", 0))
     for _ in range(3):
         with held:
             pass
@@ -34,7 +34,7 @@ def test_one_stream_waits_for_nothing(now):
 
 
 def test_another_stream_waits_for_the_last_one(now):
-    held, a, b = Turn(torch.device("cuda", 0)), now["stream"], Stream("b")
+    held, a, b = LaunchLock(torch.device("cuda", 0)), now["stream"], Stream("b")
     for stream in (a, b, b, a):
         now["stream"] = stream
         with held:
@@ -43,7 +43,7 @@ def test_another_stream_waits_for_the_last_one(now):
 
 
 def test_a_captured_step_does_not_count(now):
-    held, a = Turn(torch.device("cuda", 0)), now["stream"]
+    held, a = LaunchLock(torch.device("cuda", 0)), now["stream"]
     with held:
         pass
     now.update(stream=Stream("graph"), capturing=True)
@@ -58,7 +58,7 @@ def test_a_captured_step_does_not_count(now):
 
 def test_one_launch_at_a_time(now):
     """Also after a launch that failed."""
-    held, order = Turn(torch.device("cuda", 0)), []
+    held, order = LaunchLock(torch.device("cuda", 0)), []
 
     def other():
         with held:
@@ -79,5 +79,5 @@ def test_one_launch_at_a_time(now):
 
 
 def test_a_device_has_one():
-    assert turn(torch.device("cuda", 1)) is turn(torch.device("cuda", 1))
-    assert turn(torch.device("cuda", 1)) is not turn(torch.device("cuda", 0))
+    assert launch_lock(torch.device("cuda", 1)) is launch_lock(torch.device("cuda", 1))
+    assert launch_lock(torch.device("cuda", 1)) is not launch_lock(torch.device("cuda", 0))

@@ -143,7 +143,7 @@ PersistentArgs arguments(const PersistentOp* ops, int count, uint8_t* workspace,
 template <int CHUNKS, WeightKind WEIGHTS>
 const char* launch(const PersistentArgs& c, cudaStream_t stream, bool pdl) {
   // All CTAs must be resident at once. Other kernels end by themselves, but another chain could hold part of the GPU and wait as this one
-  // does: ops/gpu_turn.py keeps launches of different streams apart. A cooperative launch would also work but starts only when every SM is
+  // does: ops/gpu.py keeps launches of different streams apart. A cooperative launch would also work but starts only when every SM is
   // free: 3 us more per chain.
   static const int most = shared_per_block();
   return launch_gemm<persistent_gemm<CHUNKS, WEIGHTS>>(c, c.grid, kPersistentThreads, c.smem.bytes, most, stream, pdl);
