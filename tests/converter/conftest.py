@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +16,15 @@ def whole(source, tmp_path_factory):
     from tests.converter.test_job import convert
 
     return convert(source, tmp_path_factory.mktemp("out") / "whole")
+
+
+@pytest.fixture
+def weights(source):
+    """Its dense weights, read as the converter reads them."""
+    from exl2nb.converter.weights import DenseWeights
+    from exl2nb.model.loader import read_model_config
+    from exl2nb.model.store import open_store
+
+    config = read_model_config(source)
+    with open_store(config, source) as store, torch.no_grad():
+        yield DenseWeights(config, store)

@@ -49,12 +49,9 @@ def test_the_model_computes_the_same(tmp_path, changes):
     assert max(float(f.max()) for f in factors.values()) > 1.05
 
 
-def test_what_is_cut_or_not_gated_is_left_alone(source):
-    config = read_model_config(source)
-    with open_store(config, source) as store, torch.no_grad():
-        weights = DenseWeights(config, store)
-        weights.config = dataclasses.replace(config, clip_qkv=3.0)
-        assert {name.split(".")[4] for name in folds(weights, IDS)} == {"up_proj", "down_proj"}
+def test_what_is_clipped_is_not_scaled(weights):
+    weights.config = dataclasses.replace(weights.config, clip_qkv=3.0)
+    assert {name.split(".")[4] for name in folds(weights, IDS)} == {"up_proj", "down_proj"}
 
 
 def test_unequal_channels_cost_less(tmp_path):

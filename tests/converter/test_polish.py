@@ -9,11 +9,8 @@ from exl2nb.converter import polish as stage
 from exl2nb.converter.calibration import Rows
 from exl2nb.converter.job import ConversionJob
 from exl2nb.converter.polish import _corrections, polish, true_kl
-from exl2nb.converter.weights import DenseWeights
 from exl2nb.converter.work import Context, Work
 from exl2nb.core.errors import Interrupted, OptionError
-from exl2nb.model.loader import read_model_config
-from exl2nb.model.store import open_store
 
 from .test_job import OPTIONS, convert, output, write_model
 
@@ -21,13 +18,6 @@ from .test_job import OPTIONS, convert, output, write_model
 @pytest.fixture(scope="module")
 def measurement(source, tmp_path_factory):
     return ConversionJob(source, tmp_path_factory.mktemp("measure") / "none", bpw=4.0, **OPTIONS).measure()
-
-
-@pytest.fixture(scope="module")
-def weights(source):
-    config = read_model_config(source)
-    with open_store(config, source) as store, torch.no_grad():
-        yield DenseWeights(config, store)
 
 
 def rows(judged=4):

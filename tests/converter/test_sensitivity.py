@@ -4,17 +4,11 @@ import pytest
 import torch
 
 from exl2nb.converter.sensitivity import _Kept, _Probe, _spacing, sweep
-from exl2nb.converter.weights import DenseWeights
-from exl2nb.model.loader import read_model_config
-from exl2nb.model.store import open_store
 
 
-@pytest.fixture(scope="module")
-def run(source):
-    config = read_model_config(source)
-    with open_store(config, source) as store, torch.no_grad():
-        weights = DenseWeights(config, store)
-        yield lambda ids, used: list(sweep(weights, ids, used=used, seed=0, step=lambda detail: None))
+@pytest.fixture
+def run(weights):
+    return lambda ids, used: list(sweep(weights, ids, used=used, seed=0, step=lambda detail: None))
 
 
 def rows(seed, count):

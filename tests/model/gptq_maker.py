@@ -85,31 +85,11 @@ def _largest_step(block: np.ndarray) -> np.ndarray:
 
 
 def pack_rows(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Codes `(K, N)` -> int32 words, filled down the columns; 3 bits by the documented pattern of 10, 1, 10, 1 and 10 codes in 3 words."""
+    """Codes `(K, N)` -> int32 words: the bits of all codes of a column in a row, lowest first; at 3 bits a code may lie in two words."""
     K, N = codes.shape
-    codes = codes.astype(np.uint64)
-    words = np.zeros((-(-K * bits // 32), N), np.uint64)
-    if bits != 3:
-        per = 32 // bits
-        for k in range(K):
-            words[k // per] |= codes[k] << np.uint64(bits * (k % per))
-    else:
-        for k in range(K):
-            unit, i = divmod(k, 32)
-            row, u = 3 * unit, np.uint64
-            if i < 10:
-                words[row] |= codes[k] << u(3 * i)
-            elif i == 10:
-                words[row] |= (codes[k] & u(3)) << u(30)
-                words[row + 1] |= codes[k] >> u(2)
-            elif i < 21:
-                words[row + 1] |= codes[k] << u(3 * (i - 11) + 1)
-            elif i == 21:
-                words[row + 1] |= (codes[k] & u(1)) << u(31)
-                words[row + 2] |= codes[k] >> u(1)
-            else:
-                words[row + 2] |= codes[k] << u(3 * (i - 22) + 2)
-    return words.astype(np.uint32).view(np.int32)
+    stream = (codes[:, None] >> np.arange(bits)[None, :, None]) & 1
+    stream = np.pad(stream.reshape(K * bits, N), ((0, -K * bits % 32), (0, 0))).reshape(-1, 32, N)
+    return (stream << np.arange(32)[None, :, None]).sum(1).astype(np.uint32).view(np.int32)
 
 
 def pack_zeros(zeros: np.ndarray, recipe: Recipe) -> np.ndarray:

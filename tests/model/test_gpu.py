@@ -1,5 +1,6 @@
 """Models on the GPU against the same models on the CPU. Marked gpu: `make test-gpu` on a machine that has one."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -24,23 +25,32 @@ from .zoo import ZOO, build_wide, write, write_exl2, write_tokenizer
 pytestmark = pytest.mark.gpu
 DATA = Path(__file__).parents[1] / "data"
 FIXTURE = DATA / "demo-exl2-4.0bpw"
+IDS = torch.randint(3, 4000, (300,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def fed(model, texts, lengths=(1,), *, mode="fp16"):
+    """Logits `(T, V)` of every text, fed beside the others in pieces of these lengths, the last one repeated."""
+    cache, out = KVCache(model.cache_spec(512 * len(texts), mode=mode), model.device), [[] for _ in texts]
+    bounds = [0, *itertools.accumulate(lengths)]
+    while bounds[-1] < max(map(len, texts)):
+        bounds.append(bounds[-1] + lengths[-1])
+    for first, end in itertools.pairwise(bounds):
+        running = [i for i, ids in enumerate(texts) if len(ids) > first]
+        spans = [Span(ids=texts[i][first:end], start=first, pages=[2 * i + 1, 2 * i], logit_rows="all") for i in running]
+        logits = model.forward(Batch.build(spans), cache).cpu()
+        for i, rows in zip(running, logits.split([len(span.ids) for span in spans])):
+            out[i].append(rows)
+    return [torch.cat(rows) for rows in out]
 
 
 def logits(model, ids, *, mode="fp16", chunk=None):
-    cache, out = KVCache(model.cache_spec(1024, mode=mode), model.device), []
-    step = chunk or len(ids)
-    for at in range(0, len(ids), step):
-        batch = Batch.single(ids[at : at + step], start=at, pages=[2, 0, 3, 1], logit_rows="all")
-        out.append(model.forward(batch, cache).cpu())
-    return torch.cat(out)
+    """Of one text, at once or in chunks."""
+    return fed(model, [ids], [chunk or len(ids)], mode=mode)[0]
 
 
 @pytest.fixture(scope="module")
 def both():
     return load_model(FIXTURE), load_model(FIXTURE, device="cuda")
-
-
-IDS = torch.randint(3, 4000, (300,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
 @pytest.mark.parametrize("chunk", [None, 1, 8, 100])
@@ -58,7 +68,7 @@ def test_single_steps_in_a_row_are_the_same_each_time(both):
         assert torch.equal(logits(cuda, IDS, chunk=1), first)
 
 
-def test_demo_is_what_the_files_maker_computed(both):
+def test_demo_is_near_exllamav2s_logits(both):
     file = SafetensorsFile(DATA / "demo-logits.safetensors")
     names = {name: file.read(name) for name in file.names()}
     ids = next(t for t in names.values() if not t.is_floating_point()).long()
@@ -97,18 +107,15 @@ def test_bits_of_k_and_v_apart_through_the_engine(mode, tmp_path):
 def test_bits_do_not_depend_on_the_step(both):
     one, eight = (logits(both[1], IDS, chunk=chunk) for chunk in (1, 8))
     assert torch.equal(one, eight)
-    assert torch.equal(one, logits(both[1], IDS, chunk=1))
-    exact = load_model(FIXTURE, device="cuda", deterministic=True)
-    assert torch.equal(logits(exact, IDS), logits(exact, IDS, chunk=1))
 
 
 def test_bits_do_not_depend_on_the_company(both):
-    """Of up to eight tokens in all; of any number where every batch size has to give the same bits."""
-    for cuda, lengths in ((both[1], (3, 1, 4)), (load_model(FIXTURE, device="cuda", deterministic=True), (8, 1, 5, 8, 2))):
-        spans = [Span(ids=IDS[:n], start=0, pages=[page], logit_rows="all") for page, n in enumerate(lengths)]
-        together = cuda.forward(Batch.build(spans), KVCache(cuda.cache_spec(2048), "cuda")).cpu()
-        for got in together.split(lengths):
-            assert torch.equal(got, logits(cuda, IDS[: len(got)]))
+    """Of up to eight tokens in all. Below: of any number where every batch size has to give the same bits."""
+    cuda, lengths = both[1], (3, 1, 4)
+    spans = [Span(ids=IDS[:n], start=0, pages=[page], logit_rows="all") for page, n in enumerate(lengths)]
+    together = cuda.forward(Batch.build(spans), KVCache(cuda.cache_spec(2048), "cuda")).cpu()
+    for got in together.split(lengths):
+        assert torch.equal(got, logits(cuda, IDS[: len(got)]))
 
 
 @pytest.mark.parametrize("count", [9, 20, 40, 64])
@@ -125,7 +132,7 @@ def test_more_than_eight_sequences(both, count):
 
 
 @pytest.mark.parametrize("decoding", [1, 4, 12])
-def test_prompts_beside_texts_that_go_on(both, decoding):
+def test_prompts_beside_decoding_sequences(both, decoding):
     """From four sequences on they are two launches; the logits come in the batch's order."""
     cuda = both[1]
     cache, texts = KVCache(cuda.cache_spec(4096), "cuda"), [IDS[i : i + 30] for i in range(decoding)]
@@ -164,7 +171,7 @@ def test_steps_of_many_sequences_in_graphs(both, count):
 
 
 @pytest.mark.parametrize("count", [9, 24, 64])
-def test_texts_of_many_sequences(count):
+def test_many_sequences_write_what_one_writes(count):
     """The engine's own graphs: where the two best tokens are far enough apart, what a sequence alone writes."""
     prompts = [f"Once upon a time there were {i} kings, and" for i in range(count)]
     asked = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "top_logprobs": 2}
@@ -204,7 +211,7 @@ def test_a_request_is_the_same_alone_and_among_others(options):
         assert llm.engine.pages.num_free == llm.engine.pages.num_pages
 
 
-def test_drawn_on_the_gpu_as_on_the_host():
+def test_draws_on_the_gpu_equal_draws_on_the_host():
     """A bias that does nothing moves the draw to the host: the same tokens."""
     with ex.load(FIXTURE, device="cuda", deterministic=True, progress=None) as llm:
         for options in ({"temperature": 0}, {"temperature": 0.8, "top_p": 0.95, "seed": 11, "top_logprobs": 3}):
@@ -287,3 +294,84 @@ def test_a_sparse_model_decodes_in_graphs(tmp_path):
         assert llm.engine._executor._graphs
         text = [5, 6, 7, *(token.id for token in ids)]
         assert logits(model, text).argmax(-1)[2:-1].tolist() == text[3:]
+
+
+# ---- Texts of some length: near the CPU's, the same twice, and with deterministic=True the same however they are cut
+
+
+MODELS = {
+    "4 bits": FIXTURE,
+    "dense": Path(ex.__file__).parent / "demo_model",
+}
+PROMPTS = [
+    "It was a dark night", "The king said", "Once upon a time", "She opened the door and", "In the middle of the wood", "He had never seen",
+    "\"Come here,\" said the old man", "The next morning", "There were three brothers", "I do not know why", "At last they came to the sea",
+    "The wind", "Nobody answered", "When the war was over", "My father used to say that", "A long time ago, in a small house",
+    "The captain looked at", "It is true that", "They walked for two days", "What shall we do",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def written(request):
+    """A model's folder and the texts that the CPU engine writes greedily, prompts included."""
+    folder = MODELS[request.param]
+    with ex.load(folder, device="cpu", progress=None) as llm:
+        asked = {"max_tokens": 256, "temperature": 0, "ignore_eos": True}
+        texts = [llm.tokenizer.encode(prompt) + [t.id for t in llm.generate(prompt, **asked).tokens] for prompt in PROMPTS]
+    assert min(map(len, texts)) > 256
+    return folder, texts
+
+
+def test_teacher_forced_on_the_cpus_text(written):
+    """Token by token, eight texts a step: what a chat's answers go through."""
+    folder, texts = written
+    cpu, cuda = load_model(folder), load_model(folder, device="cuda")
+    clear_places, worst = 0, 0.0
+    for some in (texts[:8], texts[8:16], texts[16:]):
+        for ids, got in zip(some, fed(cuda, some), strict=True):
+            (want,) = fed(cpu, [ids], [len(ids)])
+            worst = max(worst, float((want - got).abs().max()))
+            top = want.topk(2, dim=-1).values
+            clear = top[:, 0] - top[:, 1] > 0.05
+            clear_places += int(clear.sum())
+            assert torch.equal(want.argmax(-1)[clear], got.argmax(-1)[clear])
+    assert worst < 0.05
+    assert clear_places > 0.9 * sum(map(len, texts)), "the comparison looked at most places"
+
+
+def test_twice_the_same_bits(written):
+    folder, texts = written
+    cuda = load_model(folder, device="cuda")
+    first = fed(cuda, texts[:8])
+    again = fed(load_model(folder, device="cuda"), texts[:8])
+    alone = [fed(cuda, [ids])[0] for ids in texts[:2]]
+    assert all(map(torch.equal, first, again))
+    assert all(map(torch.equal, first, alone)), "nor do they depend on the texts beside them"
+    prompt = logits(cuda, IDS)
+    assert torch.equal(prompt, logits(cuda, IDS))
+
+
+@pytest.fixture(scope="module")
+def exact():
+    """A deterministic model, and what it gives token by token."""
+    model = load_model(MODELS["4 bits"], device="cuda", deterministic=True)
+    return model, fed(model, [IDS])[0]
+
+
+@pytest.mark.parametrize("lengths", [[300], [7], [8], [9], [64], [256, 3, 40], [1, 2, 3, 5, 8, 13, 21, 34, 55], [299, 1]], ids=str)
+def test_deterministic_however_a_prompt_is_cut(exact, lengths):
+    assert torch.equal(fed(exact[0], [IDS], lengths)[0], exact[1])
+
+
+@pytest.mark.parametrize("count", [2, 7, 9, 16, 17, 33, 64, 70, 100])
+def test_deterministic_whatever_runs_beside(exact, count):
+    """Prompts and single tokens in one step, then one token of each."""
+    model, want = exact
+    sizes = [(1, 40, 8, 9, 2, 1, 1)[i % 7] for i in range(count)]
+    cache = KVCache(model.cache_spec(256 * count), model.device)
+    for starts in ([0] * count, sizes):
+        parts = [IDS[start : size if start == 0 else start + 1] for start, size in zip(starts, sizes)]
+        spans = [Span(ids=ids, start=start, pages=[i], logit_rows="all") for i, (ids, start) in enumerate(zip(parts, starts))]
+        rows = model.forward(Batch.build(spans), cache).cpu().split(list(map(len, parts)))
+        for start, got in zip(starts, rows):
+            assert torch.equal(got, want[start : start + len(got)])
