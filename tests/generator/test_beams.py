@@ -32,6 +32,10 @@ def rule_of(model):
     return rule
 
 
+def search(prompt, rule=fakes.RULE, **options):
+    return fakes.run(Beams.of(fakes.request(prompt, **options), fakes.TOKENIZER, context=1000), rule)
+
+
 @pytest.mark.parametrize("early", [True, False, "never"])
 @pytest.mark.parametrize("penalty", [0.0, 1.0, -0.7, 2.0])
 @pytest.mark.parametrize(("beams", "count"), [(2, 9), (4, 12)])
@@ -41,10 +45,8 @@ def test_beams_are_those_of_transformers(tiny, early, penalty, beams, count):
         torch.tensor([prompt]), num_beams=beams, num_return_sequences=beams, max_new_tokens=count, do_sample=False,
         early_stopping=early, length_penalty=penalty, return_dict_in_generate=True, output_scores=True,
     )  # fmt: skip
-    request = fakes.request(
-        prompt, beams=beams, n=beams, max_tokens=count, length_penalty=penalty, early_stopping=early, ignore_eos=False, stream=False
-    )
-    done = fakes.run(Beams.of(request, fakes.TOKENIZER, context=1000), rule_of(tiny))
+    options = {"n": beams, "max_tokens": count, "length_penalty": penalty, "early_stopping": early, "ignore_eos": False, "stream": False}
+    done = search(prompt, rule_of(tiny), beams=beams, **options)
     assert len(done.beams) == beams
     for mine, ids, score in zip(done.beams, theirs.sequences.tolist(), theirs.sequences_scores.tolist()):
         new = [i for i in ids[len(prompt) :] if i not in (0, EOS)]
@@ -56,22 +58,20 @@ def test_beams_are_those_of_transformers(tiny, early, penalty, beams, count):
 
 
 def test_one_beam_is_greedy_and_many_find_more():
-    rule = fakes.RULE
     totals = []
     for beams in (2, 4, 8):
-        done = fakes.run(Beams.of(fakes.request([5, 6], beams=beams, max_tokens=6), fakes.TOKENIZER, context=1000), rule)
+        done = search([5, 6], beams=beams, max_tokens=6)
         totals.append(sum(done.logprobs))
         assert done.score == pytest.approx(totals[-1] / 6, abs=1e-4)
-    greedy = sum(fakes.complete([5, 6], rule, max_tokens=6, temperature=0).logprobs)
+    greedy = sum(fakes.complete([5, 6], fakes.RULE, max_tokens=6, temperature=0).logprobs)
     assert totals[0] >= greedy - 1e-4
     assert totals == sorted(totals)
 
 
 def test_stop_texts_end_beams():
-    rule = fakes.RULE
-    free = fakes.run(Beams.of(fakes.request([5, 6], beams=3, max_tokens=8), fakes.TOKENIZER, context=1000), rule)
+    free = search([5, 6], beams=3, max_tokens=8)
     stop = free.text[4:7]
-    done = fakes.run(Beams.of(fakes.request([5, 6], beams=3, n=3, max_tokens=8, stop=[stop]), fakes.TOKENIZER, context=1000), rule)
+    done = search([5, 6], beams=3, n=3, max_tokens=8, stop=[stop])
     assert all(stop not in one.text for one in done.beams)
 
 
@@ -89,15 +89,14 @@ def test_guidance_is_that_of_transformers():
 @pytest.mark.parametrize("banned", [(), ("e",)])
 def test_two_prompts_in_step(banned):
     """Both see the same new tokens, also after a rewind."""
-    rule = fakes.RULE
     prompt, negative = [5, 6, 7], [9, 8]
     request = fakes.request(prompt, negative_ids=tuple(negative), cfg_scale=1.7, max_tokens=12, temperature=0, banned_strings=banned)
     leader = Guided.of(request, fakes.TOKENIZER, context=1000)
-    done = fakes.run(leader, rule)
+    done = fakes.run(leader, fakes.RULE)
     assert len(done.tokens) == 12
     new = []
     for token in done.tokens:
-        row = guided(rule(prompt + new), rule(negative + new), 1.7)
+        row = guided(fakes.RULE(prompt + new), fakes.RULE(negative + new), 1.7)
         if not banned:
             assert token.id == int(row.argmax())
         new.append(token.id)

@@ -6,7 +6,6 @@ import time
 
 import pytest
 
-import exl2nb as ex
 from exl2nb.core.errors import EngineClosed, GenerationError
 from exl2nb.generator.engine import Engine
 from exl2nb.generator.request import Request
@@ -119,17 +118,15 @@ def test_close_and_exclusive_with_a_step_in_flight(running):
         list(handle)
 
 
-@pytest.mark.cpu  # the device of the mind draws as the host does
-def test_the_demo_model_gives_the_same_tokens():
-    with ex.demo(progress=None) as llm:
-        prompts = ["It was", "The old man said", "She", "He went to the sea and"]
-        sampling = [SamplingParams(temperature=0), SamplingParams(seed=1), SamplingParams(seed=2, top_p=0.9), SamplingParams(temperature=0)]
-        requests = [Request(prompt_ids=tuple(llm.tokenizer.encode(p)), sampling=s, max_tokens=24) for p, s in zip(prompts, sampling)]
-        host = [llm.engine.submit(one).result() for one in requests]
-        with fakes.held(llm.engine):
-            ahead = Engine(llm.model, llm.tokenizer, llm.model.cache_spec(2048), executor=fakes.DelayedExecutor)
-            device = [handle.result() for handle in [ahead.submit(one) for one in requests]]
-            ahead._executor.model = fakes.FakeModel()  # the model belongs to the other engine
-            ahead.model = fakes.FakeModel()
-            ahead.close()
+@pytest.mark.cpu  # the delayed executor draws as the host does
+def test_the_demo_model_gives_the_same_tokens(llm):
+    prompts = ["It was", "The old man said", "She", "He went to the sea and"]
+    sampling = [SamplingParams(temperature=0), SamplingParams(seed=1), SamplingParams(seed=2, top_p=0.9), SamplingParams(temperature=0)]
+    requests = [Request(prompt_ids=tuple(llm.tokenizer.encode(p)), sampling=s, max_tokens=24) for p, s in zip(prompts, sampling)]
+    host = [llm.engine.submit(one).result() for one in requests]
+    with fakes.held(llm.engine):
+        ahead = Engine(llm.model, llm.tokenizer, llm.model.cache_spec(2048), executor=fakes.DelayedExecutor)
+        device = [handle.result() for handle in [ahead.submit(one) for one in requests]]
+        ahead._executor.model = ahead.model = fakes.FakeModel()  # the model belongs to the other engine
+        ahead.close()
     assert [c.tokens for c in device] == [c.tokens for c in host]

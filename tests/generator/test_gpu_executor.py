@@ -107,6 +107,21 @@ def answers(llm):
     return alone, [together[i].tokens for i in range(len(requests))]
 
 
+@pytest.mark.gpu
+def test_a_gpu_too_small_for_the_cache_says_what_it_needs():
+    """The first GPU test: later ones keep models and graphs in memory."""
+    with load() as llm:
+        text = llm.generate("It was", max_tokens=2, temperature=0).text
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(2e-3)
+        try:
+            with pytest.raises(OutOfMemory, match=r"does not fit the GPU: [0-9.]+ GiB for the cache of 1048576 tokens needed"):
+                ex.demo(progress=None, device="cuda", cache_tokens=1 << 20)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        assert llm.generate("It was", max_tokens=2, temperature=0).text == text
+
+
 @pytest.fixture(scope="module")
 def gpu_llm():
     with load() as made:
@@ -206,16 +221,3 @@ def test_a_full_gpu_is_named_and_ends_one_request(captured, monkeypatch):
         assert tokens[:10] == captured[0][0]
         assert answers(llm) == captured
         assert llm.engine.pages.num_free == llm.engine.pages.num_pages
-
-
-@pytest.mark.gpu
-def test_a_gpu_too_small_for_the_cache_says_what_it_needs(gpu_llm):
-    text = gpu_llm.generate("It was", max_tokens=2, temperature=0).text
-    torch.cuda.empty_cache()
-    torch.cuda.set_per_process_memory_fraction(2e-3)
-    try:
-        with pytest.raises(OutOfMemory, match=r"does not fit the GPU: [0-9.]+ GiB for the cache of 1048576 tokens needed"):
-            ex.demo(progress=None, device="cuda", cache_tokens=1 << 20)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-    assert gpu_llm.generate("It was", max_tokens=2, temperature=0).text == text

@@ -74,18 +74,25 @@ def test_two_hundred_interrupts():
     assert (counts["abandon"], counts["cancel"]) == (40, 40)
 
 
+PREAMBLE = """
+import atexit, sys, threading, time, _thread
+sys.path.insert(0, sys.argv[1])
+import fakes
+"""
+
+
+def run(script):
+    script = PREAMBLE + textwrap.dedent(script)
+    return subprocess.run([sys.executable, "-c", script, str(HERE)], capture_output=True, text=True, timeout=120)
+
+
 def test_an_interrupt_returns_at_once():
-    """Even while a long step runs: the caller does not wait for it."""
-    script = textwrap.dedent(
+    """The caller does not wait for a long step."""
+    result = run(
         """
-        import sys, threading, time, _thread
-        sys.path.insert(0, sys.argv[1])
-        import fakes
-        from exl2nb.generator.request import Request
-        model = fakes.FakeModel(step_s=1.5)
-        engine = fakes.engine(model)
+        engine = fakes.engine(fakes.FakeModel(step_s=1.5))
         for stream in (True, False):
-            handle = engine.submit(Request.of([5], where="test", max_tokens=50, stream=stream))
+            handle = engine.submit(fakes.greedy([5], 50, stream=stream))
             threading.Timer(0.3, _thread.interrupt_main).start()
             start = time.monotonic()
             try:
@@ -95,23 +102,17 @@ def test_an_interrupt_returns_at_once():
         assert engine.wait_idle(10) and engine.pages.num_free == engine.pages.num_pages
         """
     )
-    result = subprocess.run([sys.executable, "-c", script, str(HERE)], capture_output=True, text=True, timeout=120)
     assert result.stdout.split() == ["True", "True"], result.stderr
 
 
 def test_an_exit_is_not_delayed():
     """A kernel that restarts while the engine works: the thread is a daemon and atexit runs."""
-    script = textwrap.dedent(
+    result = run(
         """
-        import atexit, sys
-        sys.path.insert(0, sys.argv[1])
-        import fakes
-        from exl2nb.generator.request import Request
         engine = fakes.engine(fakes.FakeModel(step_s=0.01))
-        handle = engine.submit(Request.of([5], where="test", max_tokens=4000, ignore_eos=True))
+        handle = engine.submit(fakes.greedy([5], 4000))
         next(handle)
         atexit.register(print, "atexit ran")
         """
     )
-    result = subprocess.run([sys.executable, "-c", script, str(HERE)], capture_output=True, text=True, timeout=60)
     assert (result.returncode, result.stdout.strip()) == (0, "atexit ran"), result.stderr
