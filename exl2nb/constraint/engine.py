@@ -62,8 +62,6 @@ def compile_grammar(kind: str, source: Any, tokenizer: Tokenizer, vocab_size: in
     Args:
         kind: "schema" (a dict), "regex", "choice" (a list of texts) or "grammar" (Lark, or EBNF with `::=`).
         source: of that kind.
-        tokenizer: of the model.
-        vocab_size: of the model's logits.
 
     Raises:
         StructureError: it cannot be read, uses what the engine does not support, or nothing satisfies it. MissingDependency.

@@ -21,7 +21,6 @@ class Structure:
     Args:
         kind: one of `KINDS`.
         source: see `structure_of`.
-        tokenizer: of the model.
         vocab_size: columns of its logits.
 
     Raises:
@@ -75,9 +74,6 @@ def structure_of(options: dict[str, Any], tokenizer: Tokenizer, vocab_size: int,
 
     Args:
         options: of one request; what is found is removed.
-        tokenizer: of the model.
-        vocab_size: of its logits.
-        where: the public call, for messages.
 
     Returns:
         None where nothing was asked for.

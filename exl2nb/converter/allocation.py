@@ -318,7 +318,6 @@ def narrowed(slot: Slot, rule: Override) -> Slot:
     """The slot with only the options that an override leaves.
 
     Args:
-        slot: any.
         rule: bits per weight (the largest option of at most that many, scales and permutation not counted against it), a range (low, high)
             of bits per weight, or the groups themselves as (bits, rows) pairs.
 
@@ -347,7 +346,6 @@ def overridden(slots: Sequence[Slot], overrides: Mapping[str, Override], *, wher
     """Apply overrides; the first pattern that matches a key counts.
 
     Args:
-        slots: all matrices.
         overrides: pattern -> rule (see `narrowed`). A pattern is a module key, a glob (`*.down_proj`), a role ("v", "head") or
             "layer N" / "layers N-M".
 

@@ -294,13 +294,6 @@ def calibration_rows(encoder: Tokenizer, text: str, *, rows: int, length: int, s
     The text is cut into `rows` equal spans and each gives one row from a random place in it; every fourth row begins with what the
     tokenizer puts in front of a text (BOS), as prompts do. A text too short for that is encoded once and cut into rows.
 
-    Args:
-        encoder: a tokenizer.
-        text: any text.
-        rows: number of rows.
-        length: tokens per row.
-        seed: chooses the places.
-
     Returns:
         int32 `(rows, length)`; the same for the same arguments.
 
@@ -407,9 +400,7 @@ def write_text(
 
     Args:
         directory: the model; it is loaded as it is.
-        encoder: its tokenizer.
         rows, length: how many samples, of how many tokens.
-        seed: of the samples.
         sink: takes the events of stage "write text".
 
     Returns:

@@ -30,7 +30,6 @@ class Sample:
     """Tokens from everywhere in the rows, as the router sees them.
 
     Args:
-        config: the model.
         layer: its index; nothing is kept in a layer without experts.
         tokens: how many will pass.
     """
@@ -108,12 +107,9 @@ def expert_inputs(
     """Inputs of a layer's experts in turn: name, factor of its Hessian, cross moments (hessian.Factor.stored) where wanted.
 
     Args:
-        config: the model.
-        layer: its index.
         weights: dense, and quantised so far; the latter may change between one input and the next.
         streams: what the router reads, f32 `(tokens, H)`: in the dense model, and in what is quantised so far, which routes.
         statistics: token weights of the layer, by "layer.gate" and "layer.down".
-        cross: whether cross moments are wanted.
     """
     moe, (wanted, found) = config.experts(layer), streams
     assert moe is not None, layer

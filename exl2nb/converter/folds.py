@@ -27,7 +27,6 @@ def folds(weights: DenseWeights, ids: Tensor, step: Callable[[str], None] = lamb
     """What to multiply tensors with; the model computes the same afterwards.
 
     Args:
-        weights: the dense model as it is.
         ids: calibration rows int `(R, S)`, of which ROWS are run through it.
         step: called with one line for people after every layer.
 

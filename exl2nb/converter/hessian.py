@@ -202,7 +202,6 @@ def factorize(hessian: Tensor, *, damping: float = DAMPING, name: str = "input")
     Args:
         hessian: f32 or f64 `(K, K)`, symmetric.
         damping: added to the diagonal, as a share of its mean.
-        name: for the message.
 
     Raises:
         ConversionError: the matrix holds NaN or infinity, or cannot be factored at any damping.

@@ -272,9 +272,7 @@ def measure_linear(linear: Linear, weight: Tensor, factor: Any, hessian: Tensor,
     """Run every anchor on one linear.
 
     Args:
-        linear: which.
         weight: f32 `(N, K)`.
-        factor: of `hessian` (hessian.factorize).
         hessian: f64 or f32 `(K, K)`.
         gradient: f64 `(N,)`, mean squared gradient of each output.
     """

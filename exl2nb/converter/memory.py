@@ -71,14 +71,7 @@ class _Sizes:
 
 
 def planned(config: ModelConfig, *, rows: int, length: int, report_rows: int = 0, polish: bool = False) -> Planned:
-    """What a conversion on the CPU will take.
-
-    Args:
-        config: the model.
-        rows, length: calibration rows and tokens per row.
-        report_rows: rows for the report.
-        polish: whether plans are tried.
-    """
+    """What a conversion on the CPU will take."""
     s = _Sizes(config, rows, length, report_rows)
     factor, square = FACTOR * s.widest * s.widest, FLOAT * s.widest * s.widest
     logits, judged = (count * FLOAT * s.length * config.vocab_size for count in (8, 6))

@@ -83,7 +83,6 @@ def menus(in_features: int, linears: Sequence[tuple[int, Anchors, bool]]) -> lis
     such widths where a matrix has few groups, so that small models too can spend their last bits.
 
     Args:
-        in_features: K.
         linears: per linear: out_features, anchors, whether it has a bias.
     """
     found: list[list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = [[] for _ in linears]

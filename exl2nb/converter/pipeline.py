@@ -46,10 +46,7 @@ def measured(context: Context, rows: Rows, seed: int, calibration: dict[str, Any
 
     Args:
         context: the model, and where measured layers and statistics are filed.
-        rows: calibration rows.
-        seed: of the random changes of logits.
         calibration: what the measurement says of its rows.
-        given: a measurement of this model.
     """
     weights, work = context.weights, context.work
     fingerprint, layers = weights.fingerprint(), weights.config.num_layers
@@ -132,10 +129,7 @@ def assemble(context: Context, dst: Path, src: Path, key: str, result: Conversio
 
     Args:
         context: the dense model's tensors that are stored as they are, and the folder of the quantised layers.
-        dst: the directory.
         src: the dense model's, for everything but weights.
-        key: of the quantised layers.
-        result: goes into the report.
         quantization: `quantization_config` of its config.json.
     """
     with context.steps("write", total=len(result.matrices), unit="matrices") as step:
@@ -173,9 +167,6 @@ class Pipeline:
     """One run of a conversion.
 
     Args:
-        settings: what was asked for.
-        src: the dense model's directory.
-        dst: the directory to make.
         context: the dense model's tensors, the folder of work in progress, where events go, what stops it.
     """
 

@@ -38,7 +38,6 @@ def true_kl(
     together up to the first layer in which they differ. So many plans that differ in little cost little more than one.
 
     Args:
-        weights: the dense model, without experts.
         ids: calibration rows int32 `(R, S)`.
         judged: rows int32 `(J, S')` that share nothing with them.
         plans: module key -> groups.
@@ -156,8 +155,6 @@ def polish(context: Context, rows: Rows, measurement: Measurement, plan: Plan, w
     Args:
         context: the dense model, without experts, and where the true KLs are filed, so that a killed job does not try again.
         rows: calibration rows; those for sensitivity judge.
-        measurement: the plan's.
-        plan: to begin with.
         wanted: keywords of `Measurement.solve` that gave it.
     """
     weights, work = context.weights, context.work

@@ -97,14 +97,7 @@ def pull(repo_id: str, revision: str | None = None, *, progress: Sink | None = N
 
 
 def card(repo_id: str, reports: Sequence[dict[str, Any]], revisions: Sequence[str], *, source: str | None = None) -> str:
-    """The model card of a repository: front matter, table of revisions, how to load one, how they were made.
-
-    Args:
-        repo_id: of the repository.
-        reports: `Conversion.to_dict()` of each revision.
-        revisions: their names.
-        source: hub id of the source model.
-    """
+    """The model card of a repository: front matter, table of revisions, how to load one, how they were made."""
     base = [f"base_model: {source}", "base_model_relation: quantized"] if source else []
     front = ["---", *base, "library_name: exl2nb", "tags:", "- exl2", "- quantized", "---"]
     lines = [

@@ -157,13 +157,9 @@ def quantize_layer(
     """Quantise all linears of one layer.
 
     Args:
-        config: the model.
-        layer: its index.
-        weights: the layer's dense tensors.
         streams: before the layer; afterwards behind it.
         statistics: token weights ("layer.input") and couplings ("key.coupling") of the layer.
         groups: key -> (bits, rows) of each linear.
-        rounding: how.
 
     Returns:
         Key -> tensors and loss.
@@ -248,12 +244,8 @@ def quantize_model(context: Context, rows: Rows, measurement: Measurement, plan:
     """Quantise every layer and the head into the work folder; those that are there already are taken over.
 
     Args:
-        context: the model and the folder.
         rows: calibration rows, of which those for sensitivity are not used, and those for the report.
-        measurement: the plan's.
-        plan: widths of every matrix.
         statistics: key of the statistics on these rows.
-        rounding: how codes are chosen.
     """
     held_out, weights, work, config = rows.report, context.weights, context.work, context.weights.config
     made = Made(hash_of(statistics, rounding, list(plan.groups().items())))

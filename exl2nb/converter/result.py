@@ -76,7 +76,6 @@ def judge(
     """Compare two models on the streams before their heads.
 
     Args:
-        config: of both.
         ids: int `(rows, S)`.
         dense, made: embedding, norm and head of the model, and its stream f32 `(rows, S, H)`.
     """

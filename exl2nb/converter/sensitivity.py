@@ -71,7 +71,6 @@ def sweep(
     """Run the dense model forwards, then backwards layer by layer.
 
     Args:
-        weights: the model.
         ids: int `(rows, S)`.
         used: the first so many rows are for Hessians, the rest for sensitivity; all of them for both where that leaves none.
         seed: of the random changes.

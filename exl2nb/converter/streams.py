@@ -22,8 +22,6 @@ class DiskStream:
 
     Args:
         shape: `(rows, S, H)`.
-        directory: of the file.
-        device: of what is read.
 
     Raises:
         ConversionError: the disk has too little free space.

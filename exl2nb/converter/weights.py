@@ -83,11 +83,6 @@ _PINNED_BYTES = 1 << 30  # at most, through which files go to a GPU
 class DenseWeights:
     """Reads and checks a dense model.
 
-    Args:
-        config: the model.
-        store: its files.
-        device: where the f32 tensors go.
-
     Raises:
         ConversionError: the model is quantised already, or a matrix has a shape that EXL2 cannot hold.
         FormatError: a tensor is missing or has the wrong shape or dtype.
@@ -133,7 +128,6 @@ class DenseWeights:
         """All tensors of one layer, f32; those of the layer asked for last are kept.
 
         Args:
-            index: of the layer.
             then: the layer that will be asked for next: for a GPU its matrices are read while this one is worked on.
         """
         tensors = self._layer(index)

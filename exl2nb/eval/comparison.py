@@ -223,10 +223,8 @@ def compare_many(
     """Compare several models with one reference, which is run once.
 
     Args:
-        reference: the model to compare with.
         others: name -> model, each of the same vocabulary.
         ids: int `(rows, T)`, T at least 2; each row is read from an empty context.
-        progress: sink of progress events.
         reference_name: what the reference is called in the result.
         cache: mode of the others' KV caches; the reference has an FP32 one. A model against itself shows what its cache costs.
 

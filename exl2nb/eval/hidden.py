@@ -70,7 +70,6 @@ def hidden(
         ids: at least one.
         points: names as `point_names` lists them, or patterns such as "layers.*.output".
         texts: of the ids, for display.
-        cache: mode of the KV cache.
 
     Raises:
         OptionError: a name or pattern that is no point. ContextOverflow: more ids than the context.

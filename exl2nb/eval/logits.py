@@ -68,9 +68,7 @@ def logits(model: Model, ids: Tensor, progress: Sink | None = None, *, cache: st
     """Logits of every position.
 
     Args:
-        model: a loaded model.
         ids: int32 or int64 `(rows, T)`.
-        progress: sink of progress events.
         cache: mode of the KV cache. What it costs shows in these logits as in generation, for every token reads what was stored.
 
     Returns:

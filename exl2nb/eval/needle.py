@@ -77,9 +77,6 @@ def find(model: Model, tokenizer: Tokenizer, needle: Needle, *, mode: str, depth
 
     Args:
         model: a loaded model; nothing else may run it meanwhile.
-        tokenizer: of the model.
-        needle: what is hidden.
-        mode: of the cache, as in `load`.
         depth: where, 0 to 1; None for the control: the same question about a text without the fact.
 
     Raises:

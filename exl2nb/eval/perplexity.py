@@ -52,10 +52,7 @@ def perplexity(model: Model, ids: Tensor, progress: Sink | None = None, *, cache
     """Perplexity over rows, each read from an empty context.
 
     Args:
-        model: a loaded model.
         ids: int `(rows, T)`, T at least 2.
-        progress: sink of progress events.
-        cache: mode of the KV cache.
 
     Raises:
         OptionError, ContextOverflow: ids do not fit the model.

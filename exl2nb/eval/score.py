@@ -89,7 +89,6 @@ def score(model: Model, tokenizer: Tokenizer, ids: Sequence[int], *, cache: str 
         model: a loaded model; nothing else may run it meanwhile.
         tokenizer: of the model; for the texts of the tokens.
         ids: at least two.
-        cache: mode of the KV cache.
 
     Raises:
         OptionError: fewer than two ids, or one outside the vocabulary. ContextOverflow: more than the context.
@@ -193,7 +192,6 @@ def option_logprobs(model: Model, rows: Sequence[Sequence[int]], *, cache: str =
     Args:
         model: a loaded model; nothing else may run it meanwhile.
         rows: prompt and option together, each; different from one another.
-        cache: mode of the KV cache.
 
     Returns:
         For each row its log probability after the shared beginning, and how many tokens that are.

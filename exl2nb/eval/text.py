@@ -40,10 +40,6 @@ def token_rows(encoder: Tokenizer, text: str, *, rows: int, length: int, where: 
     The tokenizer's own BOS, where it adds one, is at the front of the first row only.
 
     Args:
-        encoder: a tokenizer.
-        text: any text.
-        rows: how many rows.
-        length: tokens per row.
         where: what the text is called in messages.
 
     Returns:

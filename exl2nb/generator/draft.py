@@ -55,9 +55,7 @@ class DraftModel:
     Args:
         model: of the draft. spec: of its cache.
         context: longest sequence it runs, in tokens; longer ones go on without draft tokens.
-        vocab_size: of the target.
         run: runs a function while nothing else runs the model; a TimeoutError means that it is in use, and nothing is proposed this time.
-        device: of the draft.
         on_close: called at the end, to give the model back.
     """
 

@@ -136,13 +136,11 @@ class Engine:
 
     Args:
         model: anything with `forward` and `close`.
-        tokenizer: of the model.
         cache_spec: size of the KV cache; allocated here.
         context: tokens of prompt and answer together, at most; None = what the cache holds.
         vocab_size: ids the model knows; None = do not check prompts.
         max_sequences: that run together.
         max_chunk: prompt tokens per step, at most.
-        device: of model and cache.
         executor: makes what computes the steps; None = `HostExecutor`.
     """
 
@@ -193,7 +191,6 @@ class Engine:
         """Queue a request; returns at once.
 
         Args:
-            request: what is asked for.
             group: requests of one group share the turn of one caller; None = this one is its own.
 
         Raises:

@@ -121,10 +121,6 @@ class HostExecutor:
 
     Attributes:
         lookahead: 1 while the last step launched is one that runs ahead.
-
-    Args:
-        model: anything with `forward`.
-        cache: the pages.
     """
 
     def __init__(self, model: Forward, cache: KVCache) -> None:

@@ -164,7 +164,6 @@ class Output:
     still change, or may turn out to be part of a stop text or of a banned one.
 
     Args:
-        tokenizer: of the model.
         prompt_ids: what the text continues.
         stop: texts that end it.
         banned: texts that must not appear in it; see `rewind`.

@@ -226,7 +226,6 @@ def save_pages(path: str | os.PathLike[str], pager: Pager, cache: KVCache, *, mo
     Args:
         path: the file; it appears under its name when it is complete.
         pager: what the pages hold. cache: their numbers.
-        model: fingerprint of the model.
 
     Raises:
         OptionError: nothing is cached; `path` is no path. ConversionError: the disk is full or the directory cannot be written.
@@ -255,8 +254,6 @@ def load_pages(path: str | os.PathLike[str], pager: Pager, cache: KVCache, *, mo
 
     Args:
         path: made by `save`.
-        pager, cache: of this model.
-        model: fingerprint of the model.
         vocab_size: of the model; None = not checked.
 
     Raises:

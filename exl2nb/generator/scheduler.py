@@ -139,7 +139,6 @@ class Scheduler:
         """Take a sequence out, wherever it is, and free its pages. Harmless when it is out already.
 
         Args:
-            sequence: the one that ends.
             keep: what it computed may serve others.
         """
         if sequence in self.running:

@@ -42,8 +42,6 @@ class Sequence:
         group: None, or what it runs in step with; its members end together.
 
     Args:
-        request: what was asked for.
-        tokenizer: of the model.
         context: tokens of prompt and answer together, at most.
     """
 
@@ -318,7 +316,6 @@ def choose(
 
     Args:
         row: f32 `(V,)`, raw logits; not changed.
-        state: of the request.
         top: alternatives to report.
         banned: ids that must not be drawn here.
         allowed: int64 ids; the only ones that may be drawn. None = all.
@@ -400,10 +397,6 @@ class Pieces:
 
 def heal(ids: Several[int], tokenizer: Tokenizer) -> Healed | None:
     """Take the last token back.
-
-    Args:
-        ids: a prompt.
-        tokenizer: that made it.
 
     Returns:
         None where there is nothing to heal: one token only, a special token or half a character at the end, or no longer token begins so.

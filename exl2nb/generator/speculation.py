@@ -183,7 +183,6 @@ class Pace:
     tokens per second, for the a seen lately and the time of a step with so many rows, is taken, if it is better than none by `GAIN`.
 
     Args:
-        settings: of the request.
         times: of the steps in which they are verified.
         watched: `seen` tells of draft tokens that were not proposed; then none needs to be proposed to find out.
     """

@@ -83,8 +83,6 @@ class Batch:
 
         Args:
             spans: at least one; each with at least one token and pages for all its tokens.
-            page_size: of the cache.
-            device: of the model.
         """
         assert spans, "a batch holds at least one sequence"
         ids: list[int] = []

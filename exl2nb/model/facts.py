@@ -45,7 +45,6 @@ def facts_of(directory: Path, raw: Mapping[str, Any], config: ModelConfig | None
     """Collect them.
 
     Args:
-        directory: the model directory.
         raw: the content of config.json, `quantization_config` completed.
         config: the same as the architecture reads it, None where that is unknown.
     """

@@ -272,7 +272,6 @@ def small_model_memory(directory: str | os.PathLike[str], *, widened: bool) -> T
     the demo model). Larger models are bound by memory bandwidth instead.
 
     Args:
-        directory: of the model.
         widened: 16-bit numbers become 32-bit ones.
     """
     size = sum(file.stat().st_size for file in Path(directory).glob("*.safetensors"))

@@ -111,9 +111,7 @@ def block(config: ModelConfig, layer: int, weights: Weights, x: Tensor, capture:
     """One decoder layer.
 
     Args:
-        config: the model.
         layer: its index; selects names and window.
-        weights: at least this layer's tensors.
         x: f32 `(B, S, H)`, the residual stream.
         capture: called with (module key, input) before every linear; q, k and v see the same tensor, gate and up too. An expert's
             linears get the tokens `(n, K)` that chose it, and as a third argument their numbers int64 `(n,)` in x's `B * S`; the router's

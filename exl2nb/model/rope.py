@@ -61,8 +61,6 @@ class RopeConfig:
         `rope_scaling` takes precedence, as in Transformers.
 
         Args:
-            fields: of config.json.
-            head_dim: of the model.
             max_positions: longest context of the model.
             partial: the architecture may rotate a part of each head only (`partial_rotary_factor`).
 
@@ -228,7 +226,6 @@ def frequencies(rope: RopeConfig, *, context: int | None = None) -> Frequencies:
     """Inverse frequencies f32 `(rotary_dim/2,)` and the factor on cos and sin.
 
     Args:
-        rope: the parameters.
         context: tokens the model is loaded with (used by "dynamic" only); None = max_positions.
     """
     return ROPE_TYPES[rope.type](rope, context if context is not None else rope.max_positions)
@@ -254,7 +251,6 @@ def rope_tables(config: ModelConfig, max_pos: int, *, context: int | None = None
     """The cos and sin tables for positions 0..max_pos-1.
 
     Args:
-        config: the model.
         kind: "main" (`config.rope`), "local" (`config.local_rope`) or "none" (tables without columns).
         max_pos: rows of the tables.
         context: tokens the model is loaded with; decides the base of dynamic NTK. None = max_position_embeddings.

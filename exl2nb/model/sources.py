@@ -109,7 +109,6 @@ def find_sources(config: ModelConfig, store: Store) -> dict[str, Source]:
 
     Args:
         config: what the model must have.
-        store: what the files hold.
 
     Returns:
         Module key -> Source, in running order.

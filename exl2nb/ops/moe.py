@@ -110,10 +110,6 @@ def routed_mlp(x: Tensor, experts: Experts) -> Tensor:
     `renormalize`. Each row gets x += scale * post_norm(sum of p_e * down_e(act(gate_e(h)) * up_e(h)) + shared). A row's experts are added
     in the order of their numbers, whatever other rows there are.
 
-    Args:
-        x: the residual stream.
-        experts: the layer.
-
     Returns:
         int32 `(T, top_k)`: the chosen experts by falling weight; of equal weights the first.
     """

@@ -49,12 +49,6 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def check_dense(info: Header, name: str, shape: tuple[int, ...], *, file: object = "") -> None:
     """Check a norm, a bias, an embedding or an unquantised matrix before it is read.
 
-    Args:
-        info: anything with dtype and shape.
-        name: full tensor name, for the message.
-        shape: what the architecture wants.
-        file: for the message.
-
     Raises:
         FormatError: another shape or dtype. Names file, tensor, found and expected.
     """

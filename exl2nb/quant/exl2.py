@@ -39,8 +39,6 @@ def check_headers(
 
     Args:
         infos: suffix -> anything with dtype and shape, for the five SUFFIXES and perhaps "bias".
-        prefix: module key, for messages.
-        file: for messages.
         in_features: K that the architecture wants, or None.
         out_features: N that it wants, before padding, or None.
     """
@@ -80,8 +78,6 @@ def parse_groups(table: Sequence[int], word_rows: int, prefix: str, *, file: obj
     Args:
         table: `[bits, first word row]` pairs, flat.
         word_rows: R, the rows of q_weight.
-        prefix: module key, for messages.
-        file: for messages.
     """
 
     def rule(good: bool, found: str, expected: str) -> None:
@@ -153,8 +149,6 @@ class Exl2Tensors:
         """Read and validate the matrix under a module key such as "model.layers.0.self_attn.q_proj".
 
         Args:
-            store: where the tensors are.
-            prefix: module key, without a trailing dot.
             in_features: K that the architecture wants; not checked where None.
             out_features: N that it wants, before padding; not checked where None.
 

@@ -83,8 +83,6 @@ def header_problems(
 
     Args:
         infos: dtype and shape by suffix; g_idx may be missing.
-        prefix: module key.
-        spec: the checkpoint's settings.
         in_features: K that the architecture wants; None = what the tensors say.
         out_features: N that it wants; not checked where None.
     """
@@ -189,9 +187,6 @@ class GptqTensors:
         """Read and validate the matrix under a module key.
 
         Args:
-            store: where the tensors are.
-            prefix: module key, without a trailing dot.
-            spec: the checkpoint's settings.
             in_features: K that the architecture wants; None = what the tensors say.
             out_features: N that it wants, of the matrix as stored; not checked where None.
             columns: integers, the columns to keep (a part of a fused matrix); None = all.

@@ -27,10 +27,6 @@ _new = tuple.__new__  # half the time of `Sampled(...)`
 def filtered(logits: np.ndarray, state: SamplerState) -> np.ndarray:
     """The logits a token is drawn from: every active filter in order, nothing skipped.
 
-    Args:
-        logits: f32 `(V,)`, raw.
-        state: of the request.
-
     Returns:
         f32 `(V,)`, -inf where a token is removed.
     """

@@ -1,4 +1,4 @@
-"""Masks and penalties: pure functions on a row of raw logits. A greedy request uses them too. Knows no request."""
+"""Masks and penalties: pure functions on a row of raw logits, f32 `(V,)`. A greedy request uses them too. Knows no request."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ def repetition_penalty(logits: np.ndarray, seen: np.ndarray, penalty: float, str
     """Divide positive and multiply negative logits of seen tokens by `penalty`, once per token however often it was seen.
 
     Args:
-        logits: f32 `(V,)`.
         seen: int64 `(n,)` ids of prompt and text so far; without `strength`, repeats do not matter.
         penalty: above 1 discourages, below 1 encourages.
         strength: f64 `(n,)` from 0 (no penalty) to 1, for ids that are all different.
@@ -59,7 +58,6 @@ def subtract(logits: np.ndarray, ids: np.ndarray, amounts: np.ndarray | float) -
     Presence penalty: amount = beta (times its strength, where penalties fade). Frequency penalty: amount = alpha * count.
 
     Args:
-        logits: f32 `(V,)`.
         ids: int64 `(n,)`.
         amounts: one number, or f64 `(n,)`.
 
@@ -98,7 +96,6 @@ def dry(
     """Subtract `multiplier * base ** (n - allowed_length)` from a token whose choice would repeat n + 1 tokens, for n >= allowed_length.
 
     Args:
-        logits: f32 `(V,)`.
         ids: int64 `(S,)`, prompt and text so far.
         multiplier: more than 0. base: at least 1. allowed_length: repetitions up to this long are free.
         max_ngram: n is counted up to here.

@@ -48,9 +48,7 @@ def explain(
         params: the settings; or give them as keywords, as for `generate`.
         prompt_ids: what penalties and DRY look back on.
         new_ids: tokens generated since; they also decide which random number of the seed is used.
-        tokenizer: names the tokens.
         constraint: a grammar, at its beginning; it takes in `new_ids`.
-        options: fields of SamplingParams.
 
     Returns:
         Every step with its survivors and probabilities, and the token: for the same row, settings, history and seed, what generation draws.
