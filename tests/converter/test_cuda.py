@@ -9,18 +9,14 @@ from exl2nb.core.errors import FormatError, Interrupted
 from exl2nb.io import safetensors
 from tests.model.tiny import edit
 
-from .test_job import OPTIONS, output, write_model
+from .test_job import OPTIONS, convert, output, write_model
 
 pytestmark = pytest.mark.gpu
 MORE = {**OPTIONS, "rows": 24}
 
 
-def convert(source, out, device, **options):
-    return ConversionJob(source, out, bpw=4.0, device=device, **MORE, **options).run()
-
-
 def test_the_same_bytes_twice_and_as_good_as_the_cpus(source, tmp_path):
-    first, second, cpu = (convert(source, tmp_path / str(i), device) for i, device in enumerate(("cuda", "cuda", "cpu")))
+    first, second, cpu = (convert(source, tmp_path / str(i), device=device, rows=24) for i, device in enumerate(("cuda", "cuda", "cpu")))
     assert output(first.path) == output(second.path)
     assert (first.path / "conversion.json").read_bytes() == (second.path / "conversion.json").read_bytes()
     assert (first.device, cpu.device) == ("cuda", "cpu")
@@ -39,7 +35,7 @@ def test_measured_alike(source):
 
 @pytest.mark.parametrize("stop", [2, 5, 9])
 def test_goes_on_with_the_same_bytes(source, tmp_path, stop):
-    whole = convert(source, tmp_path / "whole", "cuda")
+    whole = convert(source, tmp_path / "whole", device="cuda", rows=24)
     job, count = ConversionJob(source, tmp_path / "cut", bpw=4.0, device="cuda", **MORE), []
 
     def sink(event):
@@ -49,7 +45,7 @@ def test_goes_on_with_the_same_bytes(source, tmp_path, stop):
 
     with pytest.raises(Interrupted):
         job.run(sink)
-    assert output(convert(source, tmp_path / "cut", "cuda").path) == output(whole.path)
+    assert output(convert(source, tmp_path / "cut", device="cuda", rows=24).path) == output(whole.path)
 
 
 def test_weights_that_are_not_finite_are_named(tmp_path):
@@ -60,4 +56,4 @@ def test_weights_that_are_not_finite_are_named(tmp_path):
     weight[3, 5] = torch.inf
     edit(broken, {name: weight})
     with pytest.raises(FormatError, match=r"layers\.1\.mlp\.gate_proj.*NaN or infinity"):
-        convert(broken, tmp_path / "out", "cuda")
+        convert(broken, tmp_path / "out", device="cuda", rows=24)

@@ -5,19 +5,17 @@ import json
 import pytest
 import torch
 
-from exl2nb.cache.pool import KVCache
 from exl2nb.cli import main
 from exl2nb.core.errors import ConfigError, EngineClosed, FormatError
 from exl2nb.io.shards import TensorStore
 from exl2nb.model.archs import parse_config
-from exl2nb.model.batch import Batch
 from exl2nb.model.inspect import inspect
 from exl2nb.model.layers import RoutedMLP
 from exl2nb.model.layout import layer_linears, linears, modules
 from exl2nb.model.loader import load_model
 
 from .test_model import run
-from .tiny import BASE, configure, edit, ids_of
+from .tiny import BASE, configure, edit
 from .zoo import build, build_wide, config_of, write, write_exl2, write_tokenizer
 
 
@@ -137,13 +135,3 @@ def test_every_missing_expert_is_listed(tmp_path):
     with pytest.raises(FormatError) as error:
         load_model(edit(directory, dict.fromkeys(lost)))
     assert all(name in str(error.value) for name in lost)
-
-
-def test_a_long_prompt_in_one_step_and_in_many(tmp_path):
-    """More (token, expert) pairs than the kernel keeps in flight at once."""
-    model = load_model(write("qwen3_moe", build("qwen3_moe"), tmp_path))
-    ids = ids_of(131, 1, 500)[0].tolist()
-    whole = run(model, torch.tensor(ids))
-    cache = KVCache(model.cache_spec(512, mode="fp32"))
-    parts = [model.forward(Batch.single(ids[a : a + 125], start=a, pages=[0, 1], logit_rows="all"), cache) for a in range(0, 500, 125)]
-    assert torch.equal(torch.cat(parts), whole)

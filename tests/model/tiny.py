@@ -62,16 +62,21 @@ def twin(kind: str = "llama", *, seed: int = 0, **changes: Any) -> Any:
     config.architectures = [f"{stem}ForCausalLM"]
     torch.manual_seed(seed)
     model = getattr(transformers, f"{stem}ForCausalLM")(config).eval()
+    return randomize(model, seed)
+
+
+@torch.no_grad()
+def randomize(model: Any, seed: int, *, norm: float = 1.0, inputs: int = -1) -> Any:
+    """Random parameters: norms around `norm`, biases, embeddings, and matrices scaled by the size of their dim `inputs`."""
     generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name:
-                parameter.copy_(1 + 0.2 * noise)
-            elif name.endswith("bias"):
-                parameter.copy_(0.3 * noise)
-            else:
-                parameter.copy_(noise * (1.0 if "embed" in name else parameter.shape[-1] ** -0.5))
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if name.endswith("bias"):
+            parameter.copy_(0.3 * noise)
+        elif "norm" in name.replace("norm_attn_norm", "") or ".ln_" in name:
+            parameter.copy_(norm + 0.2 * noise)
+        else:
+            parameter.copy_(noise * (1.0 if any(part in name for part in ("embed", ".wte", ".wpe")) else parameter.shape[inputs] ** -0.5))
     return model
 
 

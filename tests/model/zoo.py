@@ -21,7 +21,7 @@ from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import layer_linears, linears
 from exl2nb.model.store import open_store
 
-from .tiny import BASE, random_exl2, raw_config
+from .tiny import BASE, random_exl2, randomize, raw_config
 
 Tensors = dict[str, Tensor]
 Export = Callable[[Tensors, dict[str, Any]], tuple[Tensors, dict[str, Any]]]
@@ -262,20 +262,9 @@ def build(name: str, *, seed: int = 0, **changes: Any) -> Any:
     model = getattr(transformers, entry.model)(config).eval()
     if name == "gemmoe":
         _with_experts(model)
-    offset = 0.0 if "Gemma" in entry.model else 1.0
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            inputs = parameter.shape[0 if entry.config == "GPT2Config" else -1]
-            if key.endswith("bias"):
-                parameter.copy_(0.3 * noise)
-            elif "norm" in key.replace("norm_attn_norm", "") or ".ln_" in key:
-                parameter.copy_(offset + 0.2 * noise)
-            else:
-                parameter.copy_(noise * (1.0 if "embed" in key or ".wte" in key or ".wpe" in key else inputs**-0.5))
-        if name == "index":
-            model.lm_head.weight.copy_(torch.nn.functional.normalize(model.lm_head.weight, dim=-1))
+    randomize(model, seed, norm=0.0 if "Gemma" in entry.model else 1.0, inputs=0 if entry.config == "GPT2Config" else -1)
+    if name == "index":
+        model.lm_head.weight.data.copy_(torch.nn.functional.normalize(model.lm_head.weight, dim=-1))
     return model
 
 

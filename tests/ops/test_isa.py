@@ -15,6 +15,10 @@ LEVELS = ("base", "avx2", "avx512")
 ROWS = (1, 2, 3, 4, 5, 6, 8, 9, 13, 30)  # every way in which rows are cut into blocks
 
 
+def randn(*shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
 def digest() -> str:
     """Bits of a run through every op and width."""
     from exl2nb import ops
@@ -26,29 +30,23 @@ def digest() -> str:
     def take(t):
         h.update(t.contiguous().view(torch.uint8).numpy().tobytes())
 
-    for bits in (2, 3, 4, 5, 6, 8):
-        blob = ops.pack_exl2(*exl2(192, 64, [(bits, 128), (bits, 64)], seed=bits), out_features=55)
+    blobs = [ops.pack_exl2(*exl2(192, 64, [(bits, 128), (bits, 64)], seed=bits), out_features=55) for bits in (2, 3, 4, 5, 6, 8)]
+    for options in ({}, {"zeros": False, "wide": True}, {"act_order": True}):
+        blobs += [gptq(160, 55, bits, 48, seed=bits, **options).pack() for bits in (2, 3, 4, 8)]
+    blobs += [ops.pack_dense(randn(70, 50, seed=1).to(dtype)) for dtype in (torch.float32, torch.float16, torch.bfloat16)]
+    for blob in blobs:
         for M in ROWS:
-            take(ops.linear(torch.randn(M, 192, generator=torch.Generator().manual_seed(M)), blob))
-    for bits in (2, 3, 4, 8):
-        for options in ({}, {"zeros": False, "wide": True}, {"act_order": True}):
-            blob = gptq(160, 55, bits, 48, seed=bits, **options).pack()
-            for M in ROWS:
-                take(ops.linear(torch.randn(M, 160, generator=torch.Generator().manual_seed(M)), blob))
-    for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        blob = ops.pack_dense(torch.randn(70, 50, generator=torch.Generator().manual_seed(1)).to(dtype))
-        for M in ROWS:
-            take(ops.linear(torch.randn(M, 50, generator=torch.Generator().manual_seed(M)), blob))
-    x = torch.randn(3, 96, generator=torch.Generator().manual_seed(2))
+            take(ops.linear(randn(M, ops.shape(blob)[0], seed=M), blob))
+    x = randn(3, 96, seed=2)
     for activation in ("silu", "gelu", "gelu_tanh"):
-        gate_up = ops.pack_dense(torch.randn(140, 96, generator=torch.Generator().manual_seed(3)))
+        gate_up = ops.pack_dense(randn(140, 96, seed=3))
         take(ops.norm_gate_up(x, torch.ones(96), 1e-5, gate_up, activation=activation))
     for norm in (torch.ones(96), None):
-        up = ops.pack_dense(torch.randn(70, 96, generator=torch.Generator().manual_seed(4)))
+        up = ops.pack_dense(randn(70, 96, seed=4))
         take(ops.norm_gate_up(x, norm, 1e-5, up, activation="gelu", gated=False, layer_norm=norm is not None))
-    qkv = ops.pack_dense(torch.randn(4 * 24, 96, generator=torch.Generator().manual_seed(5)))
-    experts = [ops.pack_dense(torch.randn(n, k, generator=torch.Generator().manual_seed(n))) for k, n in [(96, 48), (24, 96)] * 4]
-    router = ops.pack_dense(torch.randn(4, 96, generator=torch.Generator().manual_seed(6)))
+    qkv = ops.pack_dense(randn(4 * 24, 96, seed=5))
+    experts = [ops.pack_dense(randn(n, k, seed=n)) for k, n in [(96, 48), (24, 96)] * 4]
+    router = ops.pack_dense(randn(4, 96, seed=6))
     shared = {"shared_up": experts[0], "shared_down": experts[1], "shared_gate": ops.pack_dense(torch.ones(1, 96))}
     layer = {"norm": torch.ones(96), "eps": 1e-5, "router": router, "up": experts[::2], "down": experts[1::2]}
     take(ops.routed_mlp(y := x.clone(), ops.Experts(**layer, top_k=2, renormalize=2.0, **shared)))
