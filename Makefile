@@ -43,7 +43,6 @@ $(VENV)/.torch:
 $(VENV)/.built: $(VENV)/.torch $(SRC)
 	@echo "[2/3] compiling the kernels"
 	@$(PIP) install --no-deps --no-build-isolation -e .
-	@sed 's/^/      /' build/*/built.txt
 	@touch $@
 
 $(VENV)/.lab: pyproject.toml | $(VENV)/.built
@@ -70,15 +69,10 @@ test-gpu: build $(VENV)/.dev
 	$(BIN)/python -m pytest tests -m gpu
 	$(BIN)/python -m pytest --device cuda $(ON_EITHER)
 
-# racecheck needs a build of its own, which it can follow (csrc/cuda/runtime/pdl.cuh); behind it the ordinary one is installed again, at the latest
-# by the next `make`.
+# racecheck follows other kernels (csrc/cuda/runtime/pdl.cuh)
 sanitize: build $(VENV)/.dev
 	$(BIN)/python tools/sanitize_gpu.py --tools memcheck
-	@echo "compiling the kernels so that racecheck can follow them"
-	@rm $(VENV)/.built
-	@$(PIP) install --no-deps --no-build-isolation --config-settings=build-dir=build/sanitize/kernels \
-	  --config-settings=cmake.define.EXL2NB_EVERY_LANE_ARRIVES=ON -e .
-	$(BIN)/python tools/sanitize_gpu.py --tools racecheck; code=$$?; $(MAKE) build; exit $$code
+	EXL2NB_KERNEL_OPTIONS=-DEXL2NB_EVERY_LANE_ARRIVES $(BIN)/python tools/sanitize_gpu.py --tools racecheck
 
 lab: build $(VENV)/.lab
 	$(BIN)/exl2nb lab

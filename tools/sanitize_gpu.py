@@ -2,8 +2,8 @@
 
     python tools/sanitize_gpu.py [--tools memcheck racecheck] [--jobs 4] [--limit 600] [--only attention ...] [--logs DIR]
 
-racecheck follows chains and products of many tokens only in a build with EXL2NB_EVERY_LANE_ARRIVES, which `make sanitize` makes; in the
-ordinary one it reports handovers there that are ordered (benchmarks/cuda/racecheck_patterns.cu).
+racecheck follows persistent chains and stream-K only where EXL2NB_KERNEL_OPTIONS has -DEXL2NB_EVERY_LANE_ARRIVES, as in `make sanitize`;
+else it reports handovers there that are ordered (benchmarks/cuda/racecheck_patterns.cu).
 
 Prints one line a family: the sanitizer's own summary, how many tests ran, seconds. Ends with 1 where it found anything, where a test failed
 or where a family did not come to its end. In memcheck torch's memory cache is off wherever nothing is captured, so that every tensor has

@@ -2,9 +2,7 @@
 // pages), and beside two kernels that stand for the matrix products around it: their whole register file, their streams of weights (25 and
 // 8 MB, so that nothing small stays in the L2 cache by itself), with attention between them and without. With -DEXL2NB_TRACE also the
 // clocks of its stages, in cycles from the end of the wait for the product before.
-// Needs a build folder, where CMake has generated decode_*.cu (build/dev: `cmake -S . -B build/dev`).
-// nvcc -O3 -std=c++17 -arch=sm_90 --expt-relaxed-constexpr -I../../csrc -I../../csrc/cuda -t0 attention_step.cu \
-//   ../../csrc/cuda/attention/attention.cu ../../build/dev/attention/*.cu -o attention_step && ./attention_step fp16 32 32 128 1 100
+// Built as kernels.cuh says; -DEXL2NB_TRACE then goes into EXL2NB_KERNEL_OPTIONS, too. `attention_step fp16 32 32 128 1 100`.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -15,6 +13,7 @@
 #include "check.cuh"
 #include "cuda/attention/cache_format.cuh"
 #include "cuda/runtime/pdl.cuh"
+#include "kernels.cuh"
 
 using namespace exl2nb;
 

@@ -2,8 +2,7 @@
 // ("head").
 // `persistent_gemm 7b 4 32`: models whose name contains 7b, up to 4 rows, chains that leave 32 SMs to attention (PersistentOp::beside). The
 // number after the times is a checksum of row 0, for comparison between versions and numbers of rows.
-//   nvcc -arch=sm_90a -std=c++17 -O3 --expt-relaxed-constexpr -Icsrc benchmarks/cuda/persistent_gemm.cu \
-//     csrc/cuda/gemm/persistent/persistent_gemm.cu csrc/cuda/gemm/skinny/skinny_gemm.cu csrc/format/gpu_layout.cpp
+// Built as kernels.cuh says.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -14,8 +13,9 @@
 #include "check.cuh"
 #include "cuda/gemm/persistent/persistent_gemm.h"
 #include "cuda/gemm/skinny/skinny_gemm.h"
-#include "cuda/runtime/device.cuh"
+#include "cuda/runtime/device.h"
 #include "format/gpu_layout.h"
+#include "kernels.cuh"
 
 using namespace exl2nb;
 

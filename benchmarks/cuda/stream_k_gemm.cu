@@ -1,8 +1,6 @@
 // Stream-K GEMMs of 9 to 64 rows against a plain reference, then timed at Llama-3-8B's shapes, each alone and a layer in turn.
-// `q`: no checks, `c`: only checks, `w`: cycles per unit of each width. -DEXL2NB_CLOCKS: cycles per phase.
-//   nvcc -arch=sm_90a -DEXL2NB_SM90A -std=c++17 -O3 --expt-relaxed-constexpr -Icsrc benchmarks/cuda/stream_k_gemm.cu \
-//     csrc/cuda/gemm/stream_k/stream_k_gemm.cu csrc/cuda/gemm/stream_k/stream_k_wgmma.cu csrc/cuda/gemm/skinny/skinny_gemm.cu
-//     csrc/format/gpu_layout.cpp
+// `q`: no checks, `c`: only checks, `w`: cycles per unit of each width. -DEXL2NB_CLOCKS, for nvcc and in
+// EXL2NB_KERNEL_OPTIONS: cycles per phase. Built as kernels.cuh says.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -17,6 +15,7 @@
 #include "cuda/gemm/stream_k/stream_k_gemm.h"
 #include "fill.cuh"
 #include "format/gpu_layout.h"
+#include "kernels.cuh"
 
 #ifdef EXL2NB_CLOCKS
 namespace exl2nb {

@@ -1,6 +1,5 @@
 // Sizes of what the steps of a GPU keep between kernels. sms: its multiprocessors. No CUDA headers: the CPU library tells them too.
 #pragma once
-#include <algorithm>
 #include <cstdint>
 
 #include "format/gpu_blob.h"
@@ -18,7 +17,10 @@ inline int64_t stream_k_bytes(int tokens, int sms) {
 }
 
 // A router fused into the GEMM in front of it: CTAs of that GEMM, which has K outputs; each leaves sums for every row.
-inline int router_parts(int K, int sms) { return std::min(sms, (K + kStripColumns - 1) / kStripColumns); }
+inline int router_parts(int K, int sms) { 
+  const int strips = (K + kStripColumns - 1) / kStripColumns;
+  return sms < strips ? sms : strips;
+}
 // Floats of the router's N outputs in one row.
 inline int router_row(int N) { return (N + 3) / 4 * 4; }
 // Bytes of these sums. terms: sums per output, more than one where the norm is a LayerNorm.

@@ -43,15 +43,9 @@ Tensor reconstruct_cuda(const Tensor& q_weight, const Tensor& q_scale, const Ten
   return out;
 }
 
-int64_t gpu_error(const Tensor& there) {
-  const torch::stable::accelerator::DeviceGuard guard(there.get_device_index());
-  return device_error();
-}
-
 }  // namespace
 }  // namespace exl2nb
 
 STABLE_TORCH_LIBRARY_IMPL(exl2nb, CUDA, m) {
   m.impl("reconstruct", TORCH_BOX(&exl2nb::reconstruct_cuda));
-  m.impl("gpu_error", TORCH_BOX(&exl2nb::gpu_error));
 }

@@ -7,7 +7,6 @@ import hashlib
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -70,6 +69,7 @@ def diagnose() -> list[Check]:
         _torch,
         _library,
         _cuda,
+        _kernels,
         _flash_attention,
         _cpu,
         _memory,
@@ -135,13 +135,11 @@ def _cuda() -> list[Check]:
 
     from exl2nb.ops import _load
 
-    libraries, driver, nvcc = _load.load(), _load.driver(), _nvcc()
+    libraries, driver = _load.load(), _load.driver()
     supports = "none" if driver is None else f"for CUDA {driver[0]}.{driver[1]}" if driver > (0, 0) else "installed, but it does not answer"
     parts = [
-        f"library {'built' if libraries.cuda else 'not built'}",
         f"driver {supports}",
         f"torch {'with CUDA ' + torch.version.cuda if torch.version.cuda else 'without CUDA'}",
-        f"nvcc {nvcc or 'none'}",
     ]
     found, problem = ", ".join(parts), libraries.cuda_obstacle
     if problem is None:
@@ -150,6 +148,36 @@ def _cuda() -> list[Check]:
     if problem.gpu:
         return [Check(name="cuda", state="warning", found=f"{found}; {problem.found}; the CPU engine is used", todo=problem.todo)]
     return [Check(name="cuda", state="note", found=f"{found}; no NVIDIA GPU is here, the CPU engine is used")]
+
+
+def _kernels() -> list[Check]:
+    """The compiler of the CUDA kernels and its cache; a note where there is no GPU to compile for."""
+    from exl2nb.ops import _load, kernel_code
+
+    gpu = _load.load().cuda_obstacle is None or _load.hardware()
+    folder = kernel_code.cache_folder()
+    if folder is None:
+        kept = "compiled kernels are not kept (EXL2NB_KERNEL_CACHE=off)"
+    else:
+        files = list(folder.glob("*.cubin"))
+        kept = f"{len(files)} compiled kernels in {folder} ({sum(file.stat().st_size for file in files) / 2**20:.1f} MiB)"
+    try:
+        compiler = kernel_code.nvrtc()
+    except kernel_code.NoCompiler as reason:
+        todo = "pip install nvidia-cuda-nvrtc nvidia-cuda-runtime" if gpu else ""
+        return [Check(name="kernels", state="problem" if gpu else "note", found=f"{reason}; {kept}", todo=todo)]
+    found = f"NVRTC {'.'.join(map(str, compiler.version))}, headers in {compiler.include}"
+    if folder is not None and not _writable(folder):
+        todo = "set EXL2NB_KERNEL_CACHE to a folder of yours"
+        return [Check(name="kernels", state="warning", found=f"{found}; {folder} cannot be written", todo=todo)]
+    return [Check(name="kernels", state="ok" if gpu else "note", found=f"{found}; {kept}")]
+
+
+def _writable(folder: Path) -> bool:
+    """Whether files can be made in a folder that exists, or that can be made."""
+    while not folder.exists():
+        folder = folder.parent
+    return os.access(folder, os.W_OK)
 
 
 def _flash_attention() -> list[Check]:
@@ -237,18 +265,6 @@ def cpu_name() -> str:
             return next(line.split(":", 1)[1].strip() for line in file if line.lower().startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
-
-
-def _nvcc() -> str | None:
-    """Release of the CUDA compiler, None without one."""
-    path = shutil.which("nvcc")
-    if path is None:
-        return None
-    try:
-        text = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=20, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return f"{path} does not run"
-    return next((line.split("release", 1)[1].split(",")[0].strip() for line in text.splitlines() if "release" in line), path)
 
 
 def _version(name: str) -> str | None:

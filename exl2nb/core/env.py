@@ -7,7 +7,7 @@ import os
 from exl2nb.core.errors import OptionError
 
 VARIABLES: dict[str, tuple[tuple[str, ...], str]] = {
-    # name: (allowed values, meaning); the empty string means "not set"
+    # name: (allowed values, none: any; meaning); the empty string means "not set"
     "EXL2NB_DEVICE": (("auto", "cpu", "cuda"), "where ex.load puts a model, and where a conversion runs, when device= is not given"),
     "EXL2NB_DETERMINISTIC": (("0", "1"), "1: ex.load takes deterministic=True when it is not given"),
     "EXL2NB_ISA": (("base", "avx2", "avx512"), "upper limit of the CPU instruction set (read by the compiled library)"),
@@ -21,6 +21,8 @@ VARIABLES: dict[str, tuple[tuple[str, ...], str]] = {
         "0: in stream-K GEMMs no CTA waits for the sums of others, the last one adds them up: the same bits (tests; read there)",
     ),
     "EXL2NB_CUDA_GRAPHS": (("0", "1"), "0: decode steps are launched kernel by kernel, not as captured graphs; slower, the same tokens"),
+    "EXL2NB_KERNEL_CACHE": ((), "folder of compiled CUDA kernels, off: none is kept; else exl2nb/kernels in the user's cache folder"),
+    "EXL2NB_KERNEL_OPTIONS": ((), "more options for NVRTC, such as -DEXL2NB_EVERY_LANE_ARRIVES or -lineinfo (tools)"),
     "EXL2NB_FORCE_CUDA_LIB": (("0", "1"), "1: load the CUDA library even where torch sees no GPU (tests)"),
 }
 
@@ -33,6 +35,6 @@ def get(name: str, default: str) -> str:
     """
     allowed, _ = VARIABLES[name]
     value = os.environ.get(name, "") or default
-    if value not in allowed:
+    if allowed and value not in allowed:
         raise OptionError(f"environment variable {name} is {value!r}; expected one of {', '.join(allowed)}")
     return value

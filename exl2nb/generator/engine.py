@@ -28,6 +28,7 @@ from exl2nb.cache.pool import KVCache
 from exl2nb.cache.spec import CacheSpec
 from exl2nb.core.errors import ContextOverflow, EngineClosed, GenerationError, OptionError
 from exl2nb.core.log import logger
+from exl2nb.core.progress import Sink
 from exl2nb.generator.batch import MAX_ROWS, BatchBuilder
 from exl2nb.generator.beams import Beams, Guided
 from exl2nb.generator.executor import Executor, HostExecutor
@@ -315,6 +316,10 @@ class Engine:
                 return False
             time.sleep(0.002)
         return True
+
+    def prepare(self, progress: Sink | None) -> None:
+        """Do beforehand what the first request would wait for, such as compiling kernels."""
+        self._executor.prepare(progress)
 
     def close(self) -> None:
         """End every request with EngineClosed, join the thread, give memory back. A second call does nothing.

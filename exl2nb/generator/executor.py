@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from exl2nb.cache.pool import KVCache
+from exl2nb.core.progress import Sink
 from exl2nb.model.batch import Batch
 from exl2nb.ops.ahead import MOST_ROWS
 from exl2nb.sampling.chain import batches, draw_batch, draw_settings, drawn_rows
@@ -97,6 +98,10 @@ class Executor(Protocol):
         """Copy one page of the cache, in the order of the launches."""
         ...
 
+    def prepare(self, progress: Sink | None) -> None:
+        """Do beforehand what the first steps would wait for, such as compiling kernels."""
+        ...
+
     def close(self) -> None:
         """Wait for what runs and give back what the executor holds. Tickets that were not read are dropped."""
         ...
@@ -158,6 +163,9 @@ class HostExecutor:
         if self._last is not None:
             self._last.join()
         self._cache.copy_page(source, target)
+
+    def prepare(self, progress: Sink | None) -> None:
+        """Nothing: the CPU's kernels are compiled."""
 
     def close(self) -> None:
         """Wait for the step that runs."""

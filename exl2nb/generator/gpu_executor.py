@@ -14,9 +14,10 @@ from exl2nb.cache.pool import KVCache
 from exl2nb.core import env
 from exl2nb.core.errors import GenerationError
 from exl2nb.core.log import logger
+from exl2nb.core.progress import Meter, Sink
 from exl2nb.generator.executor import Draw, Step, Ticket
 from exl2nb.model.gpu import formats_of
-from exl2nb.ops import out_of_memory
+from exl2nb.ops import kernel_code, out_of_memory
 from exl2nb.ops.cuda_sample import TOP, Row, pack_rows, sample_rows
 from exl2nb.ops.gpu import launch_lock
 from exl2nb.sampling.draw import Sampled
@@ -107,6 +108,16 @@ def write_counts(counts: Tensor, draws: Sequence[Draw], fresh: tuple[Sequence[in
 RING = 4  # results of as many steps are kept: more than may be unread
 MOST = 64  # sequences of the largest graph
 _capturing = threading.Lock()  # torch captures one graph at a time
+PROMPT_KERNELS = [
+    kernel_code.KernelId(source, name)
+    for source, name in (
+        ("attention/generic.cu", "rope_append_rows"),
+        ("blob/unpack.cu", "unpack_kernel"),
+        ("gemm/prefill.cu", "rotate_rows"),
+        ("gemm/prefill.cu", "norm_rows<4>"),
+        ("gemm/prefill.cu", "gate_rows<8>"),
+    )
+]
 DRAWN = frozenset(("temperature", "top_k", "top_p", "min_p", "seed")) | PENALTIES | BIASES  # what the sampling kernel does
 
 
@@ -126,6 +137,22 @@ class GpuExecutor:
         self._graphs: dict[tuple[int, int, bool, bool], _Graph | None] = {}  # None: could not be captured
         self._drawn: Tensor | None = None  # ids drawn by the last launch, by logit row
         self._last: _Graph | None = None
+
+    def prepare(self, progress: Sink | None) -> None:
+        """Compile the kernels of prompts and of decode steps of one request, as many at a time as there are cores; others are compiled when
+        they are first needed.
+
+        Raises:
+            NoCompiler: one of them cannot be compiled.
+        """
+        with torch.cuda.device(self._device):
+            step = _Graph(self._model, self._cache, 1, 1, False, False).step
+            kernels = [*kernel_code.noted(step), *self._model.gpu.kernels(self._cache), *PROMPT_KERNELS]
+            units = kernel_code.missing(kernels, *torch.cuda.get_device_capability(self._device))
+            if not units:
+                return
+            with Meter("compile kernels", total=len(units), unit="kernels", sink=progress) as meter:
+                kernel_code.prepare(units, *torch.cuda.get_device_capability(self._device), told=meter.step)
 
     def can_draw(self, state: SamplerState) -> bool:
         """Whether the sampling kernel knows every filter of the request."""
@@ -191,7 +218,7 @@ class GpuExecutor:
     def _capture(self, rows: int, width: int, counted: bool, moved: bool) -> _Graph | None:
         before = torch.cuda.current_stream(self._device)
         try:
-            return _Graph(self._model, self._cache, rows, width, counted, moved)
+            return _Graph(self._model, self._cache, rows, width, counted, moved).capture()
         except RuntimeError as error:
             torch.cuda.set_stream(before)  # a capture that fails leaves its own behind
             reason = str(error).splitlines()[0]
@@ -259,13 +286,19 @@ class _Graph:
             return top_ids, top_logprobs
 
         self._kept = kernels, logits, bounds  # the graph knows their addresses only
-        step()  # with no sequence at all: nothing is written to the cache
+        self.step = step
+
+    def capture(self) -> _Graph:
+        """Record the step."""
+        device = self._state.device
+        self.step()  # with no sequence at all: nothing is written to the cache; loads the kernels, which a capture forbids
         with _capturing:
             torch.cuda.synchronize(device)
             self._graph = torch.cuda.CUDAGraph()
             # beside another model's thread, which may allocate and wait as it likes: a stream of its own, and errors of this thread only
             with torch.cuda.graph(self._graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"):
-                self._top = step()
+                self._top = self.step()
+        return self
 
     def set(self, step: Step, draws: list[Draw], drawn: Tensor | None) -> None:
         """Write everything that the step reads."""

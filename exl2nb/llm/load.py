@@ -91,6 +91,12 @@ def load(
     except BaseException:
         model.close()
         raise
+    try:
+        with showing(progress, "prepare the first step") as sink:
+            llm.engine.prepare(sink)
+    except BaseException:
+        llm.close()
+        raise
     if draft is not None:
         try:
             with showing(progress, "load the draft model") as sink:

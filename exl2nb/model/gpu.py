@@ -10,7 +10,7 @@ from torch import Tensor
 from exl2nb import ops
 from exl2nb.cache.pool import KVCache
 from exl2nb.model.batch import TENSORS, Batch
-from exl2nb.ops import gpu, gpu_prefill, kv_codes
+from exl2nb.ops import gpu, gpu_prefill, kernel_code, kv_codes
 
 SHORT = 8  # tokens of one sequence that the step kernels take
 MOST = 512  # tokens of a step that go through the step kernels
@@ -46,6 +46,21 @@ class GpuForward:
         if capacity not in self._kernels:
             self._kernels[capacity] = gpu.StepKernels(self.program.code, capacity, self.device, stream_k_from=self.stream_k_from)
         return self._kernels[capacity]
+
+    def kernels(self, cache: KVCache, most: int = SHORT) -> list[kernel_code.KernelId]:
+        """The kernels of steps of 1 to `most` tokens of one sequence; none is launched."""
+        heads = cache.spec.num_kv_heads, cache.spec.head_dim
+        scratch = gpu.Stepper(self.program.code, most, self.device, many=self.many)
+        zeros = torch.zeros(most + 1, dtype=torch.int32, device=self.device)
+
+        def steps() -> None:
+            for tokens in range(1, most + 1):
+                logits, row = torch.empty(1, self.vocab, device=self.device), zeros[:1]
+                scratch.run(
+                    zeros[:tokens], zeros[:tokens], row.view(1, 1), zeros[:2], row, row, cache.k, cache.v, formats_of(cache), heads, logits
+                )  # fmt: skip
+
+        return kernel_code.noted(steps)
 
     def run(self, batch: Batch, cache: KVCache, *, ids: Tensor | None = None) -> Tensor:
         """Logits f32 `(R, V)` on the GPU.

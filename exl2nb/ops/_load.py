@@ -14,7 +14,7 @@ from pathlib import Path
 from exl2nb.core import env
 
 OLDEST = (7, 5)  # compute capability that the kernels need: T4
-NOT_BUILT = "libexl2nb_cuda.so was not built"
+MISSING = "libexl2nb_cuda.so is missing"
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def obstacle(library: Path | None, *, loaded: bool) -> Obstacle | None:
     here, gpu = driver(), hardware()
     gpu = gpu or here is not None
     if library is None:
-        return Obstacle(NOT_BUILT, _how_to_build(), gpu)
+        return Obstacle(MISSING, "install exl2nb again, or run `make build`", gpu)
     return _torch(here) or Obstacle("torch sees no GPU", _hidden() if gpu else "this machine has no NVIDIA GPU", gpu)
 
 
@@ -85,7 +85,7 @@ def _torch(here: tuple[int, int] | None) -> Obstacle | None:
     if here[0] < int(wanted.split(".")[0]):
         return Obstacle(
             f"the NVIDIA driver is too old: it supports CUDA {here[0]}.{here[1]}, torch {torch.__version__} needs {wanted}",
-            f"install a newer driver, or a torch for CUDA {here[0]} and build exl2nb again",
+            f"install a newer driver, or a torch for CUDA {here[0]}",
         )
     return None
 
@@ -95,31 +95,24 @@ def _hidden() -> str:
     return "see what `nvidia-smi` says" if shown is None else f"CUDA_VISIBLE_DEVICES is {shown!r}: unset it, or name a GPU that is there"
 
 
-def _how_to_build() -> str:
-    if shutil.which("nvcc"):
-        return "build it with `EXL2NB_CUDA=on make build`"
-    return "install nvcc (the CUDA toolkit, or pip install nvidia-cuda-nvcc), then `EXL2NB_CUDA=on make build`"
-
-
 def _code() -> Obstacle | None:
-    """Whether the library holds code for the GPU."""
+    """Whether kernels can be compiled for the GPU, or are in the cache."""
     import torch
 
     if not torch.cuda.is_available():
         return Obstacle("torch sees no GPU", f"{_hidden()}; the library was loaded because of EXL2NB_FORCE_CUDA_LIB", hardware())
     from exl2nb.ops import gpu
 
-    error = gpu.device_error()
-    if error == 0:
-        return None
     major, minor = torch.cuda.get_device_capability()
     name = f"{torch.cuda.get_device_name()} (compute capability {major}.{minor})"
     if (major, minor) < OLDEST:
         return Obstacle(
             f"the GPU is too old: {name}", f"the CUDA engine needs {OLDEST[0]}.{OLDEST[1]} or newer; the CPU engine runs everywhere"
         )
-    build = f"build it for this GPU: `EXL2NB_CUDA=on TORCH_CUDA_ARCH_LIST={major}.{minor} make build`"
-    return Obstacle(f"libexl2nb_cuda.so holds no code for the {name}, CUDA error {error}", build)
+    problem = gpu.device_error()
+    if not problem:
+        return None
+    return Obstacle(f"kernels cannot be compiled for the {name}: {problem}", "see `exl2nb doctor`, or use device='cpu'")
 
 
 @dataclass(frozen=True)
@@ -155,7 +148,8 @@ class Libraries:
         return "cpu"
 
 
-def _find(name: str) -> Path | None:
+def find(name: str) -> Path | None:
+    """Path of a compiled library, None where it was not built."""
     import exl2nb  # editable installs split the package: sources in one folder of __path__, the library in another
 
     return next((p for root in exl2nb.__path__ if (p := Path(root) / name).exists()), None)
@@ -178,9 +172,10 @@ def load() -> Libraries:
     """
     import torch
 
+    from exl2nb.ops import kernel_code
     from exl2nb.ops.program import check_schema
 
-    cpu, cuda = _find("libexl2nb_cpu.so"), _find("libexl2nb_cuda.so")
+    cpu, cuda = find("libexl2nb_cpu.so"), find("libexl2nb_cuda.so")
     if env.get("EXL2NB_ENGINE", "compiled") == "reference":
         return Libraries(cpu, cuda, (), "reference", "EXL2NB_ENGINE=reference")
     if cpu is None:
@@ -192,7 +187,8 @@ def load() -> Libraries:
     loaded, note = ["cpu"], ""
     if cuda is not None and (torch.cuda.is_available() or env.get("EXL2NB_FORCE_CUDA_LIB", "0") == "1"):
         torch.ops.load_library(cuda)
+        kernel_code.connect(cuda)
         loaded.append("cuda")
     elif cuda is not None:
-        note = "the CUDA library is built but torch sees no GPU"
+        note = "torch sees no GPU"
     return Libraries(cpu, cuda, tuple(loaded), isa, note)

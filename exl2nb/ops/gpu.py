@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from exl2nb.ops import kernel_code
 from exl2nb.ops._library import LIBRARY
 
 for _schema in (
-    "gpu_error(Tensor there) -> int",
     "gpu_blob_head(Tensor blob) -> Tensor",
     "gpu_unpack(Tensor blob) -> Tensor",
     "gpu_unpack_into(Tensor head, Tensor(a!) out) -> ()",
@@ -68,9 +68,10 @@ def launch_lock(device: torch.device) -> LaunchLock:
     return _launch_lock(torch.cuda.current_device() if device.index is None else device.index)
 
 
-def device_error() -> int:
-    """0 where the kernels were compiled for the current device, or the CUDA error that says why none of them can run."""
-    return int(_ops.gpu_error(torch.empty(0, device="cuda")))
+def device_error() -> str:
+    """Why kernels cannot run on the current GPU; empty where they can. Compiles the smallest one where it is in no cache."""
+    torch.empty(0, device="cuda")  # makes its context current
+    return kernel_code.problem()
 
 
 def blob_head(blob: Tensor) -> Tensor:

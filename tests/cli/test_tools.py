@@ -133,7 +133,7 @@ def test_doctor(cli):
     data = json.loads(out)
     assert code == (0 if data["ok"] else 1)
     names = [check["name"] for check in data["checks"]]
-    parts = ["torch", "engine", "cuda", "flash-attn", "cpu", "memory", "environment", "jupyter"]
+    parts = ["torch", "engine", "cuda", "kernels", "flash-attn", "cpu", "memory", "environment", "jupyter"]
     assert names == ["exl2nb", "python", "packages", *parts, "demo model"]
     assert next(check for check in data["checks"] if check["name"] == "demo model")["state"] == "ok"
 

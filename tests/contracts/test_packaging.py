@@ -69,21 +69,3 @@ def test_colab_keeps_its_versions(requirement):
     else:
         there = COLAB[requirement.name]
         assert requirement.specifier.contains(there), f"Colab has {requirement.name} {there}; asking for {requirement} replaces it"
-
-
-def test_a_source_install_builds_for_one_gpu():
-    """auto asks the driver for this machine's GPU and takes no list of architectures then."""
-    cmake = (ROOT / "CMakeLists.txt").read_text()
-    assert "nvidia-smi --query-gpu=compute_cap" in cmake
-    asked = cmake.index("elseif(gpu_archs)")
-    assert asked < cmake.index("75-real 80-real 90 120-real"), "the long list is for machines without a GPU alone"
-
-
-def test_the_wheel_script_refuses_another_toolkit(tmp_path):
-    fake = tmp_path / "nvcc"
-    fake.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.48'\n")
-    fake.chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "CUDACXX": str(fake)}
-    done = subprocess.run(["bash", ".ci/wheel_cuda12"], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert re.search(r"release 13\.0.*expected 12\.8 or a later 12", done.stderr + done.stdout)

@@ -14,8 +14,9 @@
 //      smallest normal one (code * 2^-24, or 2^-20), their zero point in one product more.
 // fp16 tiles need no order of their own: ldmatrix deals them.
 #pragma once
-#include <cuda_fp16.h>
+#ifdef __CUDACC__
 #include <cuda_fp8.h>
+#endif
 
 #include <type_traits>
 
@@ -43,6 +44,16 @@ __host__ __device__ constexpr int page_bytes(int format, int D) {
          (format >= kCacheQ8 ? 2 * kPage * D / scale_group(D) : 0);
 }
 
+// A tile of ROWS tokens in shared memory: rows, `kPad` apart so that the lanes that read together find different banks, then scales.
+template <int FORMAT, int D, bool KEYS, int ROWS>
+struct Tile {
+  static constexpr int kRow = D * bits_of(FORMAT) / 8, kPad = kRow % 16 ? 0 : KEYS && bits_of(FORMAT) == 8 ? 32 : 16;
+  static constexpr int kStride = kRow + kPad, kScaleRow = has_scales(FORMAT) ? 2 * D / scale_group(D) : 0;
+  static constexpr int kScalesAt = ROWS * kStride, kBytes = kScalesAt + ROWS * kScaleRow;
+  static_assert(kBytes % 16 == 0, "copied 16 bytes at a time");
+};
+
+#ifdef __CUDACC__
 template <int N, int I = 0, class F>
 __host__ __device__ __forceinline__ void static_for(F&& f) {
   if constexpr (I < N) {
@@ -77,15 +88,6 @@ __device__ __forceinline__ uint32_t from_e4m3(uint32_t v) { return (v & 0x800080
 __device__ __forceinline__ uint32_t from_e4m3(uint32_t v, half2 scale) {
   return bits_of_half2(__hmul2(as_half2(from_e4m3(v)), __hmul2(scale, as_half2(0x5c005c00u))));
 }
-
-// A tile of ROWS tokens in shared memory: rows, `kPad` apart so that the lanes that read together find different banks, then scales.
-template <int FORMAT, int D, bool KEYS, int ROWS>
-struct Tile {
-  static constexpr int kRow = D * bits_of(FORMAT) / 8, kPad = kRow % 16 ? 0 : KEYS && bits_of(FORMAT) == 8 ? 32 : 16;
-  static constexpr int kStride = kRow + kPad, kScaleRow = has_scales(FORMAT) ? 2 * D / scale_group(D) : 0;
-  static constexpr int kScalesAt = ROWS * kStride, kBytes = kScalesAt + ROWS * kScaleRow;
-  static_assert(kBytes % 16 == 0, "copied 16 bytes at a time");
-};
 
 // A row of D numbers dealt to LANES lanes.
 template <int FORMAT, int D, int LANES>
@@ -453,5 +455,7 @@ __device__ __forceinline__ void put(const Coded& made, int d, uint8_t* codes, ui
     if (FORMAT == kCacheQ4 && d % 2 == 0) codes[d / 2] = static_cast<uint8_t>(made.code);
   }
 }
+
+#endif  // __CUDACC__
 
 }  // namespace exl2nb

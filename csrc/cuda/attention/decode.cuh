@@ -19,8 +19,7 @@
 // and V of the context once per block of query rows; partial results 4 * (D + 2) per (row, chunk), written and read once. Limits: D a
 // multiple of 16, at most 256; at most 8 new tokens per sequence (any number if q is given ready).
 #pragma once
-#include <algorithm>
-#include <cstddef>
+#include <cmath>
 
 #include "cuda/attention/mma.cuh"
 #include "cuda/attention/split_kv.cuh"
@@ -75,36 +74,13 @@ __device__ __forceinline__ void to_fragments(const float (&s)[NT][4], uint32_t (
 
 // KF, VF: CacheFormat of K and V. NT: query rows of an item are 8 NT, or 4 for NT 0. RUNS: an item may have several chunks.
 template <int KF, int VF, int D, int NT, bool RUNS>
-struct Decode {
-  static constexpr bool kQ4 = is_q4(KF, VF, D);
-  static constexpr int kMost = most_warps(D, NT), kSlots = (D + 31) / 32, kRows = rows_of(NT), kN = NT ? NT : 1, kColumns = NT ? 2 : 1,
-                       kGroups = D / scale_group(D);
-  static constexpr int kQStride = kSlots * 32 + 8;  // halves; lanes of a quarter warp read 16 bytes each
-  static constexpr int kOStride = D + 4;            // floats; no bank conflict between lanes that store together
-  static constexpr bool kCoded = has_scales(KF) || has_scales(VF);
-  static constexpr int kSubs = bits_of(KF) + bits_of(VF) <= 8 ? 2 : 1, kStep = kSubs * kTile;  // keys of a tile
-  using KeyTile = Tile<KF, D, true, kStep>;
-  using ValueTile = Tile<VF, D, false, kStep>;
+struct Decode : DecodeShape<KF, VF, D, NT> {
+  using Shape = DecodeShape<KF, VF, D, NT>;
+  using Shape::kQ4, Shape::kMost, Shape::kSlots, Shape::kRows, Shape::kN, Shape::kColumns, Shape::kGroups, Shape::kQStride, Shape::kOStride,
+      Shape::kCoded, Shape::kStep, Shape::kStageBytes, Shape::kResultBytes, Shape::kStages, Shape::kSharedBytes, Shape::kSubs;
+  using typename Shape::KeyTile, typename Shape::ValueTile, typename Shape::Shared;
   using Key = KeyFragment<KF, D>;
   using Value = ValueFragment<VF, D>;
-  static constexpr int kStageBytes = kQ4 ? kStep * (D + 4 * kGroups) : KeyTile::kBytes + ValueTile::kBytes,
-                       kResultBytes = kRows * kOStride * 4;
-  static constexpr int kStages = kStageBytes > 6 << 10 ? 1 : 2;  // ring slots of a warp
-
-  struct Shared {                          // behind it: the warps' tiles, later in the same place the warps' results
-    alignas(16) half q[kRows * kQStride];  // in the order of KeyFragment::place
-    alignas(16) uint8_t k[kMaxNew * KeyTile::kRow], v[kMaxNew * ValueTile::kRow];  // this step's rows in the cache's format
-    alignas(16) uint8_t k_scale[kMaxNew * kGroups * 2], v_scale[kMaxNew * kGroups * 2];
-    float max[kMost][kRows], sum[kMost][kRows];
-    int token[kRows], head[kRows];
-    float unit[kRows];  // of integer queries
-    alignas(16) int4 constants[3];
-    bool last;
-    int last_chunk, runs, several;        // RUNS: the CTA's last chunk; CTAs that share these rows; whether this CTA has several chunks
-    alignas(16) float scratch[kMost][D];  // this and the next member: only in stage 2
-    float new_rows[kCoded ? 2 * kMaxNew : 1][D];  // new keys, then new values, before they are quantised
-  };
-  static constexpr int kSharedBytes = (sizeof(Shared) + 127) / 128 * 128;
 
   const DecodeParams& p;
   Shared& sh;
@@ -999,41 +975,6 @@ __global__ void __launch_bounds__(most_warps(D, NT) * 32, 1) attention_decode(co
     __syncthreads();
   }
   if ((wait || params.a.early) && blockIdx.x == 0) pdl_wait();  // this kernel must not end before its predecessor
-}
-
-// ---------------------------------------------------------------- kernels of a pair of formats
-// The pairs of the cache modes that have a name. Other pairs have no wide kernels and no runs, which take time to compile.
-template <int KF, int VF>
-constexpr bool kOften = KF == VF || (KF == kCacheQ8 && VF == kCacheQ4);
-
-template <int KF, int VF, int D, int NT>
-DecodeKernel describe() {
-  using Kernel = Decode<KF, VF, D, NT, false>;
-  void (*runs)(DecodeParams) = nullptr;  // a kernel of its own: RUNS costs registers, so a single chunk takes longer
-  if constexpr (kOften<KF, VF> && (D == 64 || D == 128) && NT <= 1) runs = attention_decode<KF, VF, D, NT, true>;
-  return {attention_decode<KF, VF, D, NT, false>,
-          runs,
-          warps_of(D),
-          ctas_per_sm(D, NT),
-          Kernel::kSharedBytes,
-          std::max(Kernel::kStages * Kernel::kStageBytes, Kernel::kResultBytes),
-          Kernel::kRows,
-          Kernel::kOStride * 4,
-          static_cast<int>(offsetof(typename Kernel::Shared, scratch))};
-}
-template <int KF, int VF, int D>
-DecodeKernel decode_kernel_of(int rows) {
-  constexpr int kWide = kOften<KF, VF> && (D == 64 || D == 128) ? 2 : 1;
-  if constexpr (is_q4(KF, VF, D))
-    if (rows <= rows_of(0)) return describe<KF, VF, D, 0>();
-  return rows > rows_of(1) ? describe<KF, VF, D, kWide>() : describe<KF, VF, D, 1>();
-}
-template <int KF, int VF>
-DecodeKernel decode_kernel(int head_dim, int rows) {
-#define HEAD_DIM(d) \
-  if (head_dim == d) return decode_kernel_of<KF, VF, d>(rows);
-#include "cuda/attention/variants.inc"
-  return {};
 }
 
 }  // namespace exl2nb

@@ -8,6 +8,7 @@ namespace exl2nb {
 
 constexpr int kMaxHeadDim = 256;
 
+#ifdef __CUDACC__
 // Cosines and sines of one position, in the slots of a row.
 template <int SLOTS>
 struct CosSin {
@@ -117,5 +118,7 @@ __device__ __forceinline__ void prepare(Row<SLOTS>& row, const RopeArgs& rope, c
   if (norm && !rope.norm_whole) row.norm(norm + (rope.norm_per_head ? head * D : 0), rope.eps, rope.layer_norm, D);
   row.rotate(cos_sin, rope, scratch, D);
 }
+
+#endif  // __CUDACC__
 
 }  // namespace exl2nb

@@ -1,11 +1,14 @@
 // How a decode batch is cut into work items: (sequence, KV head, block of query rows, chunk of keys).
 #pragma once
+#include <cstddef>
+
 #include "cuda/attention/rope.cuh"
 
 namespace exl2nb {
 
 constexpr int kTile = 16, kUnit = 8 * kTile;  // keys of an MMA tile; a chunk is a multiple of kUnit keys
 constexpr int kMaxNew = 8;                    // new tokens of a sequence
+constexpr int kGenericWarps = 4;               // of a CTA of generic.cu
 constexpr float kLowest = -1e30f;             // maximum of an empty set
 
 // Warps of a CTA; CTAs per SM; the largest CTA (AttentionArgs may make one CTA of all warps of an SM).
@@ -65,6 +68,39 @@ struct DecodeParams {
   int result_rows, result_bytes, results_at;
 };
 
+// Sizes and shared memory of a decode kernel. KF, VF: CacheFormat of K and V. NT: query rows of an item are 8 NT, or 4 for NT 0.
+template <int KF, int VF, int D, int NT>
+struct DecodeShape {
+  static constexpr bool kQ4 = is_q4(KF, VF, D);
+  static constexpr int kMost = most_warps(D, NT), kSlots = (D + 31) / 32, kRows = rows_of(NT), kN = NT ? NT : 1, kColumns = NT ? 2 : 1,
+                       kGroups = D / scale_group(D);
+  static constexpr int kQStride = kSlots * 32 + 8;  // halves; lanes of a quarter warp read 16 bytes each
+  static constexpr int kOStride = D + 4;            // floats; no bank conflict between lanes that store together
+  static constexpr bool kCoded = has_scales(KF) || has_scales(VF);
+  static constexpr int kSubs = bits_of(KF) + bits_of(VF) <= 8 ? 2 : 1, kStep = kSubs * kTile;  // keys of a tile
+  using KeyTile = Tile<KF, D, true, kStep>;
+  using ValueTile = Tile<VF, D, false, kStep>;
+  static constexpr int kStageBytes = kQ4 ? kStep * (D + 4 * kGroups) : KeyTile::kBytes + ValueTile::kBytes,
+                       kResultBytes = kRows * kOStride * 4;
+  static constexpr int kStages = kStageBytes > 6 << 10 ? 1 : 2;  // ring slots of a warp
+
+  struct Shared {                          // behind it: the warps' tiles, later in the same place the warps' results
+    alignas(16) half q[kRows * kQStride];  // in the order of KeyFragment::place
+    alignas(16) uint8_t k[kMaxNew * KeyTile::kRow], v[kMaxNew * ValueTile::kRow];  // this step's rows in the cache's format
+    alignas(16) uint8_t k_scale[kMaxNew * kGroups * 2], v_scale[kMaxNew * kGroups * 2];
+    float max[kMost][kRows], sum[kMost][kRows];
+    int token[kRows], head[kRows];
+    float unit[kRows];  // of integer queries
+    alignas(16) int4 constants[3];
+    bool last;
+    int last_chunk, runs, several;        // RUNS: the CTA's last chunk; CTAs that share these rows; whether this CTA has several chunks
+    alignas(16) float scratch[kMost][D];  // this and the next member: only in stage 2
+    float new_rows[kCoded ? 2 * kMaxNew : 1][D];  // new keys, then new values, before they are quantised
+  };
+  static constexpr int kSharedBytes = (sizeof(Shared) + 127) / 128 * 128;
+};
+
+#ifdef __CUDACC__
 struct Item {
   int b, first_token, queries, context, kv_head, block, chunk;
   Chunks chunks;
@@ -72,15 +108,6 @@ struct Item {
   bool final;     // the CTA's last item
   __device__ __forceinline__ int part_token() const { return first_token < kMaxNew * b ? first_token : kMaxNew * b; }
 };
-
-// What the host needs to launch a decode kernel. No kernel: null.
-struct DecodeKernel {
-  void (*kernel)(DecodeParams), (*kernel_runs)(DecodeParams);                     // kernel_runs: compiled with RUNS; may be null
-  int warps, ctas_per_sm, shared_bytes, warp_bytes, rows, row_bytes, results_at;  // row_bytes: of a warp's result
-};
-// The kernel for `rows` query rows per sequence and KV head. Instantiated once per line of variants.inc.
-template <int KF, int VF>
-DecodeKernel decode_kernel(int head_dim, int rows);
 
 // Broadcast of lane 0: tells the compiler that the number is warp-uniform, so it takes a uniform register and no divergence.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(kAll, x, 0); }
@@ -151,5 +178,7 @@ __device__ __forceinline__ bool find_item(const DecodeParams& p, int index, Item
   }
   return false;
 }
+
+#endif  // __CUDACC__
 
 }  // namespace exl2nb

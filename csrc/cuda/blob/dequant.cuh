@@ -12,12 +12,10 @@
 //   3       words 0-2: g in bits 0-2, g + 8 in 3-5; step 3: six bits, two each in bits 6-7 of words 0-2
 //   5, 6    words 0-3: g in the low bits, above it the high bits of g + 8, whose low bits (2 or 4) are in the following word(s)
 #pragma once
-#include <cuda_fp16.h>
-
-#include <cstdint>
-
+#include "cuda/runtime/types.h"
 #include "format/gpu_blob.h"
 
+#ifdef __CUDACC__
 namespace exl2nb {
 
 __device__ __forceinline__ uint32_t lop_and_or(uint32_t a, uint32_t m, uint32_t e) {
@@ -255,3 +253,4 @@ struct EncodedUnit<16, false> {  // dense: fp16 fragments
 };
 
 }  // namespace exl2nb
+#endif  // __CUDACC__

@@ -13,6 +13,7 @@ namespace exl2nb {
 
 enum CopyPath { kBulk = 0, kAsync = 1, kPlain = 2 };
 
+#ifdef __CUDACC__
 // c += A B for a k-step of 16; START: c = A B.
 template <int PATH, bool START>
 __device__ __forceinline__ void mma(float (&c)[4], const uint32_t* a, uint32_t b0, uint32_t b1) {
@@ -193,5 +194,7 @@ __device__ __forceinline__ void compute_item(const ItemDesc& it, const uint8_t* 
     gptq(std::false_type{});
   }
 }
+
+#endif  // __CUDACC__
 
 }  // namespace exl2nb

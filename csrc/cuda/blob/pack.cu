@@ -1,13 +1,9 @@
 // Packs EXL2, GPTQ and dense tensors into strips (gpu_blob.h): one thread per (unit, lane) gathers 32 codes and places their bits.
-#include <cuda_fp16.h>
-
 #include "cuda/blob/dequant.cuh"
-#include "cuda/runtime/device.cuh"
-#include "cuda/runtime/launch.h"
+#include "cuda/blob/pack.h"
 #include "format/gpu_blob.h"
 
 namespace exl2nb {
-namespace {
 
 // Inverse of dequant.cuh. bit_of: word and bit of bit t of field i at width b (i as in dequantize<b>: step i / 4, register i % 4), for the
 // even row; the odd row is 16 bits higher.
@@ -45,14 +41,7 @@ __device__ int plane(int b, int w, int lane) {
   return base + (rest == 3 ? 256 : 0) + lane * 4;
 }
 
-struct Source {
-  const uint32_t *q_weight, *q_scale;
-  const int* row_word;  // per 32 stored rows: first word row
-  const int* row_group;
-  int K, N, outputs;
-};
-
-__global__ void pack_units(Source s, const Item* items, const int* item_of_unit, int units, uint8_t* strips, int64_t strip_bytes) {
+__global__ void pack_units(PackSource s, const Item* items, const int* item_of_unit, int units, uint8_t* strips, int64_t strip_bytes) {
   const int strip = blockIdx.x, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   for (int u = threadIdx.x >> 5; u < units; u += blockDim.x >> 5) {
     const Item it = items[item_of_unit[u]];
@@ -99,6 +88,11 @@ __global__ void pack_units(Source s, const Item* items, const int* item_of_unit,
   }
 }
 
+struct Bf16 {
+  uint16_t bits;
+  __device__ explicit operator float() const { return __uint_as_float(static_cast<uint32_t>(bits) << 16); }
+};
+
 // Weights fp16, bf16 or fp32 (N, K) to fp16 units: lane's four registers of k-step s at s * 512 + lane * 16.
 template <class T>
 __global__ void pack_dense_units(const T* weight, int N, int K, int units, uint8_t* strips, int64_t strip_bytes) {
@@ -115,11 +109,6 @@ __global__ void pack_dense_units(const T* weight, int N, int K, int units, uint8
       for (int e = 0; e < 8; e++) reinterpret_cast<half*>(out)[e] = h[e];
     }
 }
-struct Bf16 {
-  uint16_t bits;
-  __device__ explicit operator float() const { return __uint_as_float(static_cast<uint32_t>(bits) << 16); }
-};
-
 // GPTQ.
 // Zero point of a column in a group.
 __device__ int zero_of(const GptqPacking& s, int group, int column) {
@@ -168,47 +157,6 @@ __global__ void pack_gptq_units(GptqPacking s, const Item* items, uint8_t* strip
       to[2 + high] = there ? __int2half_rn(zero_of(s, group, column)) : __float2half_rn(0.f);
     }
   }
-}
-
-}  // namespace
-
-const char* pack_exl2_launch(const void* q_weight, const void* q_scale, const int* row_word, const int* row_group, int K, int N,
-                             int outputs, const void* items, const int* item_of_unit, int units, int strips, void* data,
-                             int64_t strip_bytes, void* stream) {
-  const Source s{static_cast<const uint32_t*>(q_weight), static_cast<const uint32_t*>(q_scale), row_word, row_group, K, N, outputs};
-  pack_units<<<strips, 256, 0, static_cast<cudaStream_t>(stream)>>>(s, static_cast<const Item*>(items), item_of_unit, units,
-                                                                    static_cast<uint8_t*>(data), strip_bytes);
-  return error_text(cudaGetLastError());
-}
-
-const char* pack_dense_launch(const void* weight, int dtype, int N, int K, int units, int strips, void* data, int64_t strip_bytes,
-                              void* stream) {
-  const auto queue = static_cast<cudaStream_t>(stream);
-  auto* out = static_cast<uint8_t*>(data);
-  if (dtype == 0) pack_dense_units<<<strips, 256, 0, queue>>>(static_cast<const float*>(weight), N, K, units, out, strip_bytes);
-  if (dtype == 1) pack_dense_units<<<strips, 256, 0, queue>>>(static_cast<const half*>(weight), N, K, units, out, strip_bytes);
-  if (dtype == 2) pack_dense_units<<<strips, 256, 0, queue>>>(static_cast<const Bf16*>(weight), N, K, units, out, strip_bytes);
-  return error_text(cudaGetLastError());
-}
-
-const char* pack_gptq_launch(const GptqPacking& s, const void* items, int strips, void* data, int64_t strip_bytes, void* stream) {
-  pack_gptq_units<<<strips, 256, 0, static_cast<cudaStream_t>(stream)>>>(s, static_cast<const Item*>(items), static_cast<uint8_t*>(data),
-                                                                         strip_bytes);
-  return error_text(cudaGetLastError());
-}
-
-const char* copy_out(void* host, const void* device, int64_t bytes, void* stream) {
-  const auto queue = static_cast<cudaStream_t>(stream);
-  if (auto* wrong = error_text(cudaMemcpyAsync(host, device, static_cast<size_t>(bytes), cudaMemcpyDeviceToHost, queue))) return wrong;
-  return error_text(cudaStreamSynchronize(queue));
-}
-const char* copy_in(void* device, const void* host, int64_t bytes, void* stream) {
-  const auto queue = static_cast<cudaStream_t>(stream);
-  if (auto* wrong = error_text(cudaMemcpyAsync(device, host, static_cast<size_t>(bytes), cudaMemcpyHostToDevice, queue))) return wrong;
-  return error_text(cudaStreamSynchronize(queue));
-}
-const char* copy_within(void* to, const void* from, int64_t bytes, void* stream) {
-  return error_text(cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream)));
 }
 
 }  // namespace exl2nb

@@ -1,15 +1,9 @@
 // EXL2 tensors to fp16 weights, exactly as quant/FORMAT.md, "Reconstruction". A CTA owns one original row: it finds the stored row and
 // group once, then each thread decodes whole columns. Reads each packed word up to 32 / bits times, mostly from L2; writes 2 * K * N bytes.
 // A stored row outside the matrix gives a row of NaN, no access outside.
-#include <cuda_fp16.h>
-
-#include <vector>
-
-#include "cuda/runtime/device.cuh"
-#include "cuda/runtime/launch.h"
+#include "cuda/runtime/types.h"
 
 namespace exl2nb {
-namespace {
 
 __global__ void reconstruct_rows(const uint32_t* __restrict__ q_weight, int R, const uint32_t* __restrict__ q_scale,
                                  const half* __restrict__ q_scale_max, const int16_t* __restrict__ q_groups, int G,
@@ -44,42 +38,6 @@ __global__ void reconstruct_rows(const uint32_t* __restrict__ q_weight, int R, c
     const half s = __hmul(__int2half_rn((index + 1) * (index + 1)), m);
     to[n] = __hmul(__int2half_rn(code - (1 << (bits - 1))), s);
   }
-}
-
-const char* check_groups(const std::vector<int16_t>& table, int64_t R, int64_t K) {
-  int64_t rows = 0, expected = 0;
-  const int64_t G = int64_t(table.size()) / 2;
-  for (int64_t g = 0; g < G; g++) {
-    const int64_t b = table[2 * g], first = uint16_t(table[2 * g + 1]), end = g + 1 < G ? uint16_t(table[2 * g + 3]) : R;
-    if (b != 2 && b != 3 && b != 4 && b != 5 && b != 6 && b != 8) return "a group has a width other than 2, 3, 4, 5, 6 or 8 bits";
-    if (first != expected || end <= first || end > R || (end - first) % b)
-      return "the groups do not follow one another through the packed rows";
-    rows += (end - first) * 32 / b;
-    expected = end;
-  }
-  return rows == K ? nullptr : "the rows of all groups are not the rows of q_invperm";
-}
-
-}  // namespace
-
-const char* reconstruct_launch(const int32_t* q_weight, int64_t R, const int32_t* q_scale, const void* q_scale_max, const int16_t* q_groups,
-                               int64_t G, const int32_t* q_invperm, int64_t K, int64_t N, void* out, void* stream) {
-  const auto queue = static_cast<cudaStream_t>(stream);
-  std::vector<int16_t> table(2 * G);
-  if (auto* wrong = error_text(cudaMemcpyAsync(table.data(), q_groups, table.size() * 2, cudaMemcpyDeviceToHost, queue))) return wrong;
-  if (auto* wrong = error_text(cudaStreamSynchronize(queue))) return wrong;
-  if (auto* wrong = check_groups(table, R, K)) return wrong;
-  reconstruct_rows<<<unsigned(K), 256, 0, queue>>>(reinterpret_cast<const uint32_t*>(q_weight), int(R),
-                                                   reinterpret_cast<const uint32_t*>(q_scale), static_cast<const half*>(q_scale_max),
-                                                   q_groups, int(G), q_invperm, int(K), int(N), static_cast<half*>(out));
-  return error_text(cudaGetLastError());
-}
-
-int device_error() {
-  cudaFuncAttributes attributes;
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, reconstruct_rows);
-  cudaGetLastError();  // clear the error: it must not appear at the next launch
-  return static_cast<int>(error);
 }
 
 }  // namespace exl2nb

@@ -1,34 +1,15 @@
 // Unpacks a blob to a dense fp16 matrix (K, N) in original row order, for prefill GEMMs. A warp decodes a unit of four neighbouring strips
 // into shared memory, transposed by movmatrix, and writes full 128-byte lines; a CTA writes 512 bytes side by side. Bytes: the blob once, 2
 // * K * N written.
-#include <algorithm>
-
 #include "cuda/blob/dequant.cuh"
-#include "cuda/runtime/device.cuh"
-#include "cuda/runtime/launch.h"
-#include "format/gpu_blob.h"
+#include "cuda/blob/unpack.h"
 
 namespace exl2nb {
-namespace {
 
-constexpr int kStrips = 4, kUnpackWarps = 4, kUnitsPerWarp = 2;
 constexpr int kPitch = kStrips * 16 + 8;  // halves per row in shared memory: eight rows in different banks
 
-struct Source {
-  const uint8_t* data;
-  const half2* steps;  // of all parts
-  const Item* items;   // of this part
-  const int* perm;     // of the stored rows, or null
-  int num_items, first_unit, num_units, strips, first_column, outputs, stored;
-  bool whole;  // its rows in the result begin at multiples of 16 bytes
-  int64_t strip_bytes;
-};
-struct Sources {
-  Source part[kMaxParts];
-};
-
 // Item of unit u: the last one that begins at or before it. One item per lane: one round trip to memory.
-__device__ __forceinline__ int item_of(const Source& P, int u, int lane) {
+__device__ __forceinline__ int item_of(const UnpackPart& P, int u, int lane) {
   int before = 0;
   for (int first = 0; first < P.num_items; first += 32) {
     const bool begun = first + lane < P.num_items && P.items[first + lane].unit0 <= u;
@@ -46,7 +27,7 @@ __device__ __forceinline__ uint32_t transpose8x8(uint32_t v) {
 
 // Decodes unit i of `live` strips. from: the first strip's item.
 template <int B, bool GPTQ>
-__device__ __forceinline__ void decode_strips(const Source& P, const Item& it, const uint8_t* from, int live, int i, half2 unit, int lane,
+__device__ __forceinline__ void decode_strips(const UnpackPart& P, const Item& it, const uint8_t* from, int live, int i, half2 unit, int lane,
                                               half (*tile)[kPitch]) {
   const int g = lane >> 2, t = lane & 3;
   if (lane / 8 < live && lane % 8 < B)  // one round trip for all strips
@@ -64,7 +45,7 @@ __device__ __forceinline__ void decode_strips(const Source& P, const Item& it, c
 }
 static_assert(kStrips * 8 <= 32, "one lane per 128-byte line");
 
-__device__ __forceinline__ void decode_unit(const Source& P, const Item& it, const uint8_t* from, int live, int u, int lane,
+__device__ __forceinline__ void decode_unit(const UnpackPart& P, const Item& it, const uint8_t* from, int live, int u, int lane,
                                             half (*tile)[kPitch]) {
   const half2 unit = P.steps[u];
   const int i = u - it.unit0;
@@ -93,9 +74,9 @@ __device__ __forceinline__ void decode_unit(const Source& P, const Item& it, con
 
 // Grid: strips, units, parts. Padding rows are not written.
 __global__ void __launch_bounds__(kUnpackWarps * 32, 6)
-    unpack_kernel(const __grid_constant__ Sources sources, int K, int64_t N, half* out) {
+    unpack_kernel(const __grid_constant__ UnpackParts sources, int K, int64_t N, half* out) {
   __shared__ __align__(16) half tiles[kUnpackWarps][64][kPitch];
-  const Source& P = sources.part[blockIdx.z];
+  const UnpackPart& P = sources.part[blockIdx.z];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, strip = (blockIdx.x * kUnpackWarps + warp) * kStrips;
   if (strip >= P.strips || static_cast<int>(blockIdx.y) * kUnitsPerWarp >= P.num_units) return;
   half(*const tile)[kPitch] = tiles[warp];
@@ -134,31 +115,6 @@ __global__ void __launch_bounds__(kUnpackWarps * 32, 6)
       }
     }
   }
-}
-
-}  // namespace
-
-const char* unpack_launch(const uint8_t* head, const uint8_t* blob, void* out, void* stream) {
-  const auto& h = header_of(head);
-  const auto* parts = parts_of(head);
-  Sources sources{};
-  dim3 grid(1, 1, h.num_parts);
-  for (int p = 0; p < h.num_parts; p++) {
-    const GpuPart& s = parts[p];
-    Source& to = sources.part[p];
-    to.data = blob + s.data, to.steps = reinterpret_cast<const half2*>(blob + h.image + image_steps(h.num_items));
-    to.items = reinterpret_cast<const Item*>(blob + h.image) + s.first_item;
-    to.perm =
-        h.perms && !s.dense ? reinterpret_cast<const int*>(blob + h.perms) + s.perm * (static_cast<int64_t>(h.stored) + h.K) : nullptr;
-    to.num_items = s.num_items, to.first_unit = s.first_unit, to.num_units = s.num_units, to.strips = s.strips;
-    to.first_column = s.first_column, to.outputs = s.outputs, to.stored = to.perm ? h.stored : h.K, to.strip_bytes = s.strip_bytes;
-    to.whole = h.N % 8 == 0 && s.first_column % 8 == 0 && (reinterpret_cast<uintptr_t>(out) & 15) == 0;
-    constexpr int kPerCta = kStrips * kUnpackWarps;
-    grid.x = std::max<unsigned>(grid.x, (s.strips + kPerCta - 1) / kPerCta);
-    grid.y = std::max<unsigned>(grid.y, (s.num_units + kUnitsPerWarp - 1) / kUnitsPerWarp);
-  }
-  unpack_kernel<<<grid, kUnpackWarps * 32, 0, static_cast<cudaStream_t>(stream)>>>(sources, h.K, h.N, static_cast<half*>(out));
-  return error_text(cudaGetLastError());
 }
 
 }  // namespace exl2nb

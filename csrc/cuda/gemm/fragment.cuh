@@ -6,7 +6,7 @@
 // Grouped (stream-K): blocks of `group` tokens. In a block, 8 stored rows x group tokens are contiguous as 8 x 8 tiles, row by row. So
 // everything an item multiplies is contiguous, and a writer of one feature of eight tokens writes eight neighbours.
 #pragma once
-#include <cuda_fp16.h>
+#include "cuda/runtime/types.h"
 
 namespace exl2nb {
 
@@ -24,8 +24,10 @@ __host__ __device__ __forceinline__ int row_place(int group, int r) {
   return group ? (r >> 3) * (8 * group) + (r & 7) * 8 : fragment_place(r);
 }
 
+#ifdef __CUDACC__
 // fp16, clamped to finite values: infinity times a zero weight would be NaN.
 __device__ __forceinline__ half saturated(float v) { return __float2half_rn(fminf(fmaxf(v, -65504.f), 65504.f)); }
+#endif
 
 // Input buffer: one copy per distinct permutation. inverse[p]: feature -> stored row; null: identity.
 struct MatrixInput {

@@ -24,6 +24,7 @@ struct RowSource {
 
 constexpr int kRowThreads = 512, kHeld = 4, kHeldWidth = 4 * kHeld * kRowThreads;
 
+#ifdef __CUDACC__
 // Elements i .. i + 3 of a row, 0 past its end. LDG: constants; otherwise data of an earlier kernel (L2). ANY: any width and alignment;
 // otherwise width % 4 == 0 and 16-byte alignment.
 template <bool ANY, bool LDG, class T, class T4>
@@ -205,5 +206,7 @@ template <bool ANY>
 __device__ __forceinline__ void put_input(const MatrixInput& to, int token, int i, int width, float4 r) {
   put_input<ANY>(to.x + token_place(to.group, to.stride, token), to.perm_stride, to.num_perms, to.inverse, i, width, r, to.group);
 }
+
+#endif  // __CUDACC__
 
 }  // namespace exl2nb

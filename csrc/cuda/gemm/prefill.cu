@@ -1,16 +1,11 @@
 // Element-wise kernels of prefill, one pass over the rows each: norm (f32 to f16), gate, rotary embedding with cache write.
 #include "cuda/gemm/prefill.h"
 
-#include <algorithm>
 #include <type_traits>
 
 #include "cuda/gemm/norm.cuh"
-#include "cuda/runtime/device.cuh"
 
 namespace exl2nb {
-namespace {
-
-constexpr int kNormThreads = 256;
 
 // The same sum in every thread, in a fixed order.
 __device__ __forceinline__ float cta_sum(float s) {
@@ -66,7 +61,7 @@ __global__ void __launch_bounds__(kNormThreads, HELD > 4 ? 3 : 4) norm_rows(cons
   });
 }
 
-constexpr int kGateThreads = 256, kPage = 256;
+constexpr int kPage = 256;
 
 // EIGHT: elements per thread, 8 or 1. Grid: columns along x, tokens along y.
 template <int EIGHT>
@@ -87,14 +82,6 @@ __global__ void __launch_bounds__(kGateThreads)
     }
     *reinterpret_cast<Words*>(out + token * width + column) = *reinterpret_cast<const Words*>(made);
   }
-}
-
-template <int EIGHT>
-const char* launch_gate(const half* y, int64_t tokens, int width, bool gated, int kind, half* out, cudaStream_t stream) {
-  const int per = kGateThreads * EIGHT;
-  const dim3 grid((width + per - 1) / per, static_cast<unsigned>(std::min<int64_t>(tokens, 65535)));
-  gate_rows<EIGHT><<<grid, kGateThreads, 0, stream>>>(y, tokens, width, gated, kind, out);
-  return error_text(cudaGetLastError());
 }
 
 // One thread: eight pairs of one head of a token.
@@ -126,36 +113,6 @@ __global__ void __launch_bounds__(kGateThreads) rotate_rows(const __grid_constan
   half* const to = pool + ((static_cast<int64_t>(slot / kPage) * a.num_kv_heads + kv_head) * kPage + slot % kPage) * a.head_dim + first;
   *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(x);
   *reinterpret_cast<uint4*>(to + half_way) = *reinterpret_cast<const uint4*>(y);
-}
-
-}  // namespace
-
-const char* norm_rows_launch(const NormRowsArgs& a, void* stream) {
-  if (a.tokens == 0) return nullptr;
-  const auto blocks = static_cast<unsigned>(a.tokens);
-  const auto queue = static_cast<cudaStream_t>(stream);
-  if (a.width <= 4 * 4 * kNormThreads)
-    norm_rows<4><<<blocks, kNormThreads, 0, queue>>>(a);
-  else
-    norm_rows<8><<<blocks, kNormThreads, 0, queue>>>(a);
-  return error_text(cudaGetLastError());
-}
-
-const char* gate_rows_launch(const void* y, int64_t tokens, int width, bool gated, int kind, void* out, void* stream) {
-  if (tokens == 0) return nullptr;
-  const auto* from = static_cast<const half*>(y);
-  auto* to = static_cast<half*>(out);
-  const auto queue = static_cast<cudaStream_t>(stream);
-  const bool eights = ((reinterpret_cast<uintptr_t>(y) | reinterpret_cast<uintptr_t>(out)) & 15) == 0 && width % 8 == 0;
-  return eights ? launch_gate<8>(from, tokens, width, gated, kind, to, queue) : launch_gate<1>(from, tokens, width, gated, kind, to, queue);
-}
-
-const char* rotate_rows_launch(const RotateRowsArgs& a, void* stream) {
-  if (a.tokens == 0) return nullptr;
-  const int64_t threads = a.tokens * (a.num_heads + 2 * a.num_kv_heads) * (a.head_dim / 16);
-  const auto blocks = static_cast<unsigned>((threads + kGateThreads - 1) / kGateThreads);
-  rotate_rows<<<blocks, kGateThreads, 0, static_cast<cudaStream_t>(stream)>>>(a);
-  return error_text(cudaGetLastError());
 }
 
 }  // namespace exl2nb

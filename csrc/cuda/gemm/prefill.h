@@ -4,6 +4,8 @@
 
 namespace exl2nb {
 
+constexpr int kNormThreads = 256, kGateThreads = 256;  // of a CTA
+
 // out f16 (tokens, width) = norm of x f32, clamped to finite values. weight, bias f32 (width,); weight null: no norm; bias may be null.
 struct NormRowsArgs {
   const float *x, *weight, *bias;

@@ -1,41 +1,15 @@
 // GPTQ (Frantar et al., 2022) with EXL2 scales: for each group of rows, scale search, rounding, and compensation of the remaining rows; all
 // options (ways to group the rows) at once.
-#include "cuda/gptq/gptq.h"
-
-#include <cuda_fp16.h>
-
-#include <algorithm>
-#include <cmath>
-#include <cstdint>
-
-#include "cuda/runtime/device.cuh"
+#include "cuda/gptq/gptq_kernels.h"
 
 namespace exl2nb {
-namespace {
 
 // Scale search of a group: the shared maximum, and each column's 4-bit scale code under it.
 //
 // Local loss sum_r (w - q)^2 / U_rr^2: each column's best free step (16 tried), then 24 shared maxima around the largest of them; per
 // maximum a column takes the best of 4 codes; the maximum with the least weighted sum over columns wins. Lane: a column; warp: a share of
 // the candidates; CTA: 32 columns, rows staged in shared memory. Sums over columns run in fixed order. Bytes: a group's weights twice.
-constexpr int kOptions = 16, kLanes = 32, kWarps = 8, kStage = 64;
-constexpr int kGrid = 16, kCandidates = 24, kSpan = 4, kEach = kCandidates / kWarps;
-
-// The current group of every option; rows 0: none.
-struct Step {
-  int bits[kOptions], first[kOptions], rows[kOptions];
-};
-struct Sizes {
-  int K, N, P;
-  __device__ int64_t columns() const { return static_cast<int64_t>(P) * N; }
-};
-// Candidate maxima, relative to the largest best step.
-struct Spread {
-  float factor[kCandidates];
-};
-
 __device__ __forceinline__ float round_even(float x) { return (x + 12582912.0f) - 12582912.0f; }  // |x| < 2^22
-__device__ __forceinline__ float round_half(float x) { return __half2float(__float2half_rn(x)); }
 __device__ __forceinline__ float reciprocal(float x) { return x > 0.0f ? 1.0f / x : 0.0f; }
 __device__ __forceinline__ float nearest(float x, float lo, float hi) { return round_even(fminf(fmaxf(x, lo), hi)); }
 
@@ -43,7 +17,6 @@ __device__ __forceinline__ half maximum(unsigned top, float factor, int bits) {
   const float largest = 65504.0f / static_cast<float>(1 << (bits - 1)) * 0.999f;
   return __float2half_rn(fminf(fmaxf(__uint_as_float(top) * factor, 1.52587890625e-05f), largest));
 }
-__device__ __forceinline__ float unit_of(half scale_max) { return round_half(__half2float(scale_max) / 256.0f); }
 
 // One CTA's 32 columns of up to kStage rows.
 struct Stage {
@@ -51,7 +24,7 @@ struct Stage {
 
   __device__ int load(const float* from, const float* factor, Sizes size, int64_t column, bool inside, int row, int end) {
     const int count = min(kStage, end - row);
-    for (int r = threadIdx.y; r < count; r += kWarps) w[r][threadIdx.x] = inside ? from[(row + r) * size.columns() + column] : 0.0f;
+    for (int r = threadIdx.y; r < count; r += kGptqWarps) w[r][threadIdx.x] = inside ? from[(row + r) * size.columns() + column] : 0.0f;
     const int thread = threadIdx.y * kLanes + threadIdx.x;
     if (thread < count) {
       const float d = factor[static_cast<int64_t>(row + thread) * size.K + row + thread];
@@ -63,7 +36,7 @@ struct Stage {
 };
 
 // best: [P * N], each column's best step; top: [P], the largest of them as bits, 0 before.
-__global__ void __launch_bounds__(kLanes* kWarps)
+__global__ void __launch_bounds__(kLanes* kGptqWarps)
     best_steps(const float* w, const float* factor, Step step, Sizes size, float* best, unsigned* top) {
   __shared__ Stage stage;
   __shared__ float part[kGrid][kLanes];
@@ -74,15 +47,15 @@ __global__ void __launch_bounds__(kLanes* kWarps)
   const int64_t column = static_cast<int64_t>(p) * size.N + n;
   const float lo = -static_cast<float>(1 << (bits - 1)), hi = -lo - 1.0f;
   float m = 0.0f;
-  for (int r = a + warp; r < e; r += kWarps) m = inside ? fmaxf(m, fabsf(w[r * size.columns() + column])) : 0.0f;
+  for (int r = a + warp; r < e; r += kGptqWarps) m = inside ? fmaxf(m, fabsf(w[r * size.columns() + column])) : 0.0f;
   part[warp][lane] = m;
   __syncthreads();
-  for (int i = 0; i < kWarps; i++) m = fmaxf(m, part[i][lane]);
+  for (int i = 0; i < kGptqWarps; i++) m = fmaxf(m, part[i][lane]);
   __syncthreads();
   const float largest = m / (hi + 0.5f), low = bits <= 3 ? 0.35f : bits == 4 ? 0.45f : 0.6f;
   float s[2], inv[2], sum[2] = {};
   for (int i = 0; i < 2; i++) {
-    s[i] = largest * (low + (1.1f - low) * static_cast<float>(warp + i * kWarps) / static_cast<float>(kGrid - 1));
+    s[i] = largest * (low + (1.1f - low) * static_cast<float>(warp + i * kGptqWarps) / static_cast<float>(kGrid - 1));
     inv[i] = reciprocal(s[i]);
   }
   for (int row = a; row < e; row += kStage) {
@@ -97,7 +70,7 @@ __global__ void __launch_bounds__(kLanes* kWarps)
     }
     __syncthreads();
   }
-  for (int i = 0; i < 2; i++) part[warp + i * kWarps][lane] = sum[i];
+  for (int i = 0; i < 2; i++) part[warp + i * kGptqWarps][lane] = sum[i];
   __syncthreads();
   if (warp) return;
   float least = 3.0e38f, found = largest;
@@ -112,7 +85,7 @@ __global__ void __launch_bounds__(kLanes* kWarps)
 }
 
 // code: [kCandidates][P * N], the best code under each shared maximum; partial: [P][gridDim.x][kCandidates], weighted losses of a CTA.
-__global__ void __launch_bounds__(kLanes* kWarps)
+__global__ void __launch_bounds__(kLanes* kGptqWarps)
     candidates(const float* w, const float* factor, const float* column_weight, Step step, Spread spread, Sizes size, const float* best,
                const unsigned* top, uint8_t* code, double* partial) {
   __shared__ Stage stage;
@@ -191,24 +164,6 @@ __global__ void __launch_bounds__(kLanes* kCandidates)
 // row r depends on column m of row r - 1 and on the columns before m in row r; so warps (32 columns) form a wavefront over kTurn rows at a
 // time, and in a warp row i runs i columns behind row 0. Bytes: a group's weights once, its errors once per kPanel rows, V once per kTurn
 // rows (L2).
-constexpr int kRowThreads = 64, kPanel = 16, kDeep = 64, kTurn = 4;
-
-// Scale codes of a group and where results go; first: first row of the block.
-struct Chosen {
-  const int* picked;    // [P]
-  const uint8_t* code;  // [kCandidates][P * N]
-  const half* scale_max;
-  uint8_t *codes, *scale_index;  // [rows of the block][P * N], [P * N]
-  float *loss, *errors;          // [P * N], [rows of the block][P * N]
-  int first;
-
-  __device__ float step(Sizes size, int p, int64_t column, bool inside) const {
-    if (!inside) return 0.0f;
-    const uint8_t k = code[picked[p] * size.columns() + column];
-    scale_index[column] = k;
-    return round_half(static_cast<float>((k + 1) * (k + 1)) * unit_of(scale_max[p]));
-  }
-};
 
 // Rows [row, row + kDeep) x columns [from, from + kPanel) of U, zero outside [.., row_end) x [.., end).
 struct Panel {
@@ -216,7 +171,7 @@ struct Panel {
 
   __device__ void load(const float* factor, int K, int row, int row_end, int from, int end) {
     __syncthreads();
-    for (int i = threadIdx.x; i < kDeep * kPanel; i += kRowThreads) {
+    for (int i = threadIdx.x; i < kDeep * kPanel; i += kGptqThreads) {
       const int r = row + i / kPanel, t = from + i % kPanel;
       u[i / kPanel][i % kPanel] = r < row_end && t < end ? factor[static_cast<int64_t>(r) * K + t] : 0.0f;
     }
@@ -233,9 +188,9 @@ struct Panel {
   }
 };
 
-__global__ void __launch_bounds__(kRowThreads) round_rows(const float* w, const float* factor, Step step, Sizes size, Chosen to) {
+__global__ void __launch_bounds__(kGptqThreads) round_rows(const float* w, const float* factor, Step step, Sizes size, Chosen to) {
   __shared__ Panel panel;
-  const int p = blockIdx.y, n = blockIdx.x * kRowThreads + threadIdx.x;
+  const int p = blockIdx.y, n = blockIdx.x * kGptqThreads + threadIdx.x;
   const int a = step.first[p], e = a + step.rows[p], bits = step.bits[p];
   if (a == e) return;
   const bool inside = n < size.N;
@@ -270,10 +225,10 @@ __global__ void __launch_bounds__(kRowThreads) round_rows(const float* w, const 
 }
 
 // Later rows of the block: w[t] -= sum over the group's rows of U[r][t] * error.
-__global__ void __launch_bounds__(kRowThreads)
+__global__ void __launch_bounds__(kGptqThreads)
     compensate(float* w, const float* factor, Step step, Sizes size, const float* errors, int first, int end) {
   __shared__ Panel panel;
-  const int p = blockIdx.y, n = blockIdx.x * kRowThreads + threadIdx.x;
+  const int p = blockIdx.y, n = blockIdx.x * kGptqThreads + threadIdx.x;
   const int a = step.first[p], e = a + step.rows[p];
   if (a == e) return;
   const bool inside = n < size.N;
@@ -400,96 +355,6 @@ __global__ void __launch_bounds__(kThreads) round_coupled(const float* w, const 
     }
   }
   if (inside) to.loss[column] = sum;
-}
-
-static_assert(kOptions == kGptqOptions);
-
-constexpr float kLow = 0.5f, kHigh = 1.3f;  // the maxima tried, relative to the largest column's best step
-
-int tiles_of(const GptqBlock& b) { return (b.N + kLanes - 1) / kLanes; }
-
-// Scratch memory between the kernels.
-struct Scratch {
-  int64_t bytes = 0;
-  uint8_t* base;
-  float* best;
-  unsigned* top;
-  int* picked;
-  uint8_t* code;
-  double* partial;
-  float4* pushes;
-
-  explicit Scratch(const GptqBlock& b) : base(b.scratch) {
-    const int64_t columns = static_cast<int64_t>(b.P) * b.N;
-    top = take<unsigned>(static_cast<int64_t>(b.S) * b.P);
-    best = take<float>(columns);
-    picked = take<int>(b.P);
-    code = take<uint8_t>(kCandidates * columns);
-    partial = take<double>(static_cast<int64_t>(b.P) * tiles_of(b) * kCandidates);
-    pushes = take<float4>(b.coupling ? (b.rows + kTurn - 1) / kTurn * columns : 0);
-  }
-
- private:
-  template <class T>
-  T* take(int64_t count) {
-    T* const found = reinterpret_cast<T*>(base + bytes);
-    bytes += (count * static_cast<int64_t>(sizeof(T)) + 255) / 256 * 256;
-    return found;
-  }
-};
-
-// Raises the kernel's dynamic shared memory limit; false if it does not fit.
-template <class Kernel>
-bool shared_fits(Kernel* kernel, int bytes) {
-  cudaFuncAttributes found;
-  return cudaFuncGetAttributes(&found, kernel) == cudaSuccess && static_cast<int>(found.sharedSizeBytes) + bytes <= shared_per_block() &&
-         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes) == cudaSuccess;
-}
-
-}  // namespace
-
-int64_t gptq_scratch_bytes(const GptqBlock& block) { return Scratch(block).bytes; }
-
-const char* gptq_block_launch(const GptqBlock& b, void* stream) {
-  const auto queue = static_cast<cudaStream_t>(stream);
-  const Scratch scratch(b);
-  const Sizes size{b.K, b.N, b.P};
-  const int64_t columns = static_cast<int64_t>(b.P) * b.N;
-  Spread spread;
-  for (int c = 0; c < kCandidates; c++)
-    spread.factor[c] = kLow * std::pow(kHigh / kLow, static_cast<float>(c) / static_cast<float>(kCandidates - 1));
-  const cudaError_t cleared = cudaMemsetAsync(scratch.top, 0, sizeof(unsigned) * b.S * b.P, queue);
-  if (cleared != cudaSuccess) return error_text(cleared);
-  Step step = {};
-  std::fill(step.first, step.first + kOptions, b.first);
-  const dim3 tiles(tiles_of(b), b.P), lanes(kLanes, kWarps), bands((b.N + kRowThreads - 1) / kRowThreads, b.P);
-  for (int s = 0; s < b.S; s++) {
-    bool behind = false;
-    for (int p = 0; p < b.P; p++) {
-      step.first[p] += step.rows[p];
-      step.bits[p] = b.groups[(p * b.S + s) * 2];
-      step.rows[p] = b.groups[(p * b.S + s) * 2 + 1];
-      behind = behind || (step.rows[p] && step.first[p] + step.rows[p] < b.first + b.rows);
-    }
-    unsigned* const top = scratch.top + s * b.P;
-    half* const scale_max = static_cast<half*>(b.scale_max) + s * b.P;
-    const Chosen to{scratch.picked, scratch.code, scale_max, b.codes, b.scale_index + s * columns, b.loss + s * columns, b.errors, b.first};
-    best_steps<<<tiles, lanes, 0, queue>>>(b.w, b.factor, step, size, scratch.best, top);
-    candidates<<<tiles, lanes, 0, queue>>>(b.w, b.factor, b.column_weight, step, spread, size, scratch.best, top, scratch.code,
-                                           scratch.partial);
-    pick<<<b.P, dim3(kLanes, kCandidates), 0, queue>>>(scratch.partial, tiles_of(b), step, spread, top, scratch.picked, scale_max);
-    if (b.coupling) {
-      const int threads = (b.B + 31) / 32 * 32, own = threads * 32 * static_cast<int>(sizeof(float));
-      auto* const kernel = threads <= 512 ? round_coupled<512> : round_coupled<1024>;
-      const bool staged = shared_fits(kernel, own);
-      kernel<<<dim3(b.N / b.B, b.P), threads, staged ? own : 0, queue>>>(b.w, b.factor, step, size, b.coupling, b.spread, b.B, to,
-                                                                         scratch.pushes, staged);
-    } else {
-      round_rows<<<bands, kRowThreads, 0, queue>>>(b.w, b.factor, step, size, to);
-    }
-    if (behind) compensate<<<bands, kRowThreads, 0, queue>>>(b.w, b.factor, step, size, b.errors, b.first, b.first + b.rows);
-  }
-  return error_text(cudaGetLastError());
 }
 
 }  // namespace exl2nb

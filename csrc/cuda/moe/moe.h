@@ -8,9 +8,10 @@
 #include <cstdint>
 
 #include "cuda/gemm/skinny/skinny_gemm.h"
-#include "format/program.h"
 
 namespace exl2nb {
+
+struct RoutedOp;  // format/program.h
 
 struct ExpertMatrix {
   GemmPart part[2];
@@ -39,6 +40,6 @@ GemmArgs routed_down(const RoutedOp& op);
 // Launches both kernels. tapped: the router was fused into the GEMM in front; otherwise it was its own GEMM with `late` (skinny_gemm.cuh).
 // from: the rows that the router read; down: from routed_down.
 const char* routed_launch(const RoutedOp& op, const GpuHeader& router, bool tapped, const RowSource& from, uint8_t* workspace,
-                          const GemmArgs& down, int tokens, int capacity, cudaStream_t stream, bool pdl);
+                          const GemmArgs& down, int tokens, int capacity, void* stream, bool pdl);
 
 }  // namespace exl2nb

@@ -6,6 +6,8 @@
 // large ones. SUMMED: results of the segments are added, times their weights, in segment order.
 // Bytes: strips of the chosen matrices once per token; per CTA the token's row and the router's partial sums.
 #pragma once
+#include <cmath>
+
 #include "cuda/gemm/skinny/skinny_gemm.cuh"
 #include "cuda/moe/moe.h"
 
@@ -40,6 +42,119 @@ struct Routing {
   }
 };
 
+struct alignas(16) ExpertSegment {
+  const uint8_t* data;  // the CTA's first strip
+  const Item* items;
+  const half2* steps;
+  const half* x;
+  int hop;  // bytes between strips of the CTA
+  float weight;
+};
+
+// Ring of a CTA: `stages` slots of `slot` bytes per warp.
+struct RingShape {
+  int slot, stages;
+  EXL2NB_BOTH int bytes() const { return kWarps * stages * slot; }
+};
+
+// expert_up: a CTA's strips of gate and up of one expert of a token, and the activation.
+//
+// Every CTA computes the routing itself. What does not depend on it is loaded meanwhile: the table of matrices and, if all experts share a
+// layout (`alike`), the items. So one round trip to memory lies between routing and first product. The shared expert does not wait for the
+// routing at all.
+struct ExpertUpArgs {
+  RoutingArgs choice;
+  RowSource from;
+  const ExpertMatrix *table, *next_table;
+  ExpertMatrix representative[2];  // a routed expert and the shared one: what is equal for all experts is known without the table
+  // CTAs per token: `share` for each of top_k pairs, then `shared_share` for the shared expert.
+  int share, shared_share, pairs, activation, x_stride, num_perms;
+  int image, strips, flush;  // bytes of the largest image; strips that a CTA has at most, and that are summed at once
+  RingShape ring;
+  int ring_bytes;                           // bytes of the ring, and of what is in its place before
+  bool alike, table_in_smem, sums_in_smem;  // equal layouts; whether table and router sums fit in the ring's place
+  half* next;                               // [pair][stride]
+  int next_stride;
+
+  // Bytes of the table in shared memory: first matrices, and the permutations of the second matrices' inputs.
+  EXL2NB_BOTH int table_bytes() const { return choice.experts * static_cast<int>(sizeof(ExpertMatrix)) + (choice.experts + 1) / 2 * 16; }
+};
+
+// Dynamic shared memory.
+struct ExpertUpSmem {
+  uint8_t *ring, *image;
+  uint64_t* bars;  // of the ring, then of what arrives before, then of the router's sums
+  float* sums;
+  uint8_t* choice;  // Chosen
+  int* places;
+  ExpertSegment* segments;
+  ushort2* ranges;
+  half* xs;
+
+  static EXL2NB_BOTH int bytes(const ExpertUpArgs& E) {
+    return E.ring_bytes + 8 * bars_of(E) + E.image + sums_bytes(E) + Routing::bytes(E.choice) + E.strips * 64 +
+           2 * static_cast<int>(sizeof(ExpertSegment) + kWarps * sizeof(ushort2)) + E.num_perms * E.x_stride * 2;
+  }
+  static EXL2NB_BOTH int bars_of(const ExpertUpArgs& E) { return kWarps * E.ring.stages + 2; }
+  static EXL2NB_BOTH int sums_bytes(const ExpertUpArgs& E) { return (E.strips > E.flush ? 2 : 1) * E.flush * 2 * kWarps * 16 * 4; }
+  __device__ __forceinline__ ExpertUpSmem(const ExpertUpArgs& E, uint8_t* at) {
+    ring = at;
+    bars = reinterpret_cast<uint64_t*>(at + E.ring_bytes);
+    image = reinterpret_cast<uint8_t*>(bars + bars_of(E));
+    sums = reinterpret_cast<float*>(image + E.image);
+    choice = image + E.image + sums_bytes(E);
+    segments = reinterpret_cast<ExpertSegment*>(choice + Routing::bytes(E.choice));
+    ranges = reinterpret_cast<ushort2*>(segments + 2);
+    xs = reinterpret_cast<half*>(ranges + 2 * kWarps);
+    places = reinterpret_cast<int*>(xs + E.num_perms * E.x_stride);
+  }
+};
+
+// expert_down: one CTA's columns of the residual, one token, all its experts.
+//
+// As in skinny_gemm.cuh a CTA owns whole strips; its warps split the items of all chosen matrices, one expert after the other, in order of
+// their numbers. The routing is known before expert_up starts, and both kernels fit on an SM together: the ring is filled while expert_up
+// runs.
+struct ExpertDownArgs {
+  GemmArgs out;  // one token: strips and outputs (equal for all experts), x, epilogue
+  RoutingArgs choice;
+  const ExpertMatrix* table;
+  int pairs, image;  // image: bytes of the largest
+  RingShape ring;
+  int ring_bytes;     // as in ExpertUpArgs
+  bool sums_in_smem;  // as there
+};
+
+// Dynamic shared memory.
+struct ExpertDownSmem {
+  uint8_t *ring, *images;
+  uint64_t* bars;  // of the ring, then of what arrives before and of the activations
+  ExpertMatrix* matrices;
+  ExpertSegment* segments;
+  ushort2* ranges;
+  uint8_t *own, *choice;  // SkinnySmem; Chosen
+  half* xs;
+
+  static EXL2NB_BOTH int bars_bytes(const ExpertDownArgs& D) { return (kWarps * D.ring.stages + 3) / 2 * 16; }
+  static EXL2NB_BOTH int bytes(const ExpertDownArgs& D) {
+    return D.ring_bytes + bars_bytes(D) +
+           D.pairs * static_cast<int>(sizeof(ExpertMatrix) + D.image + sizeof(ExpertSegment) + kWarps * sizeof(ushort2)) +
+           SkinnySmem::bytes(D.out) + Routing::bytes(D.choice);
+  }
+  __device__ __forceinline__ ExpertDownSmem(const ExpertDownArgs& D, uint8_t* at) {
+    ring = at;
+    bars = reinterpret_cast<uint64_t*>(at + D.ring_bytes);
+    images = at + D.ring_bytes + bars_bytes(D);
+    matrices = reinterpret_cast<ExpertMatrix*>(images + D.pairs * D.image);
+    choice = reinterpret_cast<uint8_t*>(matrices + D.pairs);
+    own = choice + Routing::bytes(D.choice);
+    segments = reinterpret_cast<ExpertSegment*>(own + SkinnySmem::bytes(D.out));
+    ranges = reinterpret_cast<ushort2*>(segments + D.pairs);
+    xs = reinterpret_cast<half*>(ranges + D.pairs * kWarps);
+  }
+};
+
+#ifdef __CUDACC__
 // Sums the router's partial sums from index `first` on. near: the token's partial sums in shared memory, or null. A barrier must follow.
 __device__ __forceinline__ void sum_router_partials(const RoutingArgs& c, const Routing& to, const float* near, int token, int first) {
   const int lane = threadIdx.x & 31, size = c.size();
@@ -126,21 +241,6 @@ __device__ __forceinline__ void weigh_experts(const RoutingArgs& c, const Routin
     to.weights[c.top_k] = c.gate ? 1.f / (1.f + expf(-to.sums[c.experts])) : 1.f;
   }
 }
-
-struct alignas(16) ExpertSegment {
-  const uint8_t* data;  // the CTA's first strip
-  const Item* items;
-  const half2* steps;
-  const half* x;
-  int hop;  // bytes between strips of the CTA
-  float weight;
-};
-
-// Ring of a CTA: `stages` slots of `slot` bytes per warp.
-struct RingShape {
-  int slot, stages;
-  EXL2NB_BOTH int bytes() const { return kWarps * stages * slot; }
-};
 
 struct ExpertStream {
   const ExpertSegment* segments;
@@ -304,59 +404,6 @@ __device__ __forceinline__ void init_barriers(uint64_t* bars, int count) {
   }
 }
 
-// expert_up: a CTA's strips of gate and up of one expert of a token, and the activation.
-//
-// Every CTA computes the routing itself. What does not depend on it is loaded meanwhile: the table of matrices and, if all experts share a
-// layout (`alike`), the items. So one round trip to memory lies between routing and first product. The shared expert does not wait for the
-// routing at all.
-struct ExpertUpArgs {
-  RoutingArgs choice;
-  RowSource from;
-  const ExpertMatrix *table, *next_table;
-  ExpertMatrix representative[2];  // a routed expert and the shared one: what is equal for all experts is known without the table
-  // CTAs per token: `share` for each of top_k pairs, then `shared_share` for the shared expert.
-  int share, shared_share, pairs, activation, x_stride, num_perms;
-  int image, strips, flush;  // bytes of the largest image; strips that a CTA has at most, and that are summed at once
-  RingShape ring;
-  int ring_bytes;                           // bytes of the ring, and of what is in its place before
-  bool alike, table_in_smem, sums_in_smem;  // equal layouts; whether table and router sums fit in the ring's place
-  half* next;                               // [pair][stride]
-  int next_stride;
-
-  // Bytes of the table in shared memory: first matrices, and the permutations of the second matrices' inputs.
-  EXL2NB_BOTH int table_bytes() const { return choice.experts * static_cast<int>(sizeof(ExpertMatrix)) + (choice.experts + 1) / 2 * 16; }
-};
-
-// Dynamic shared memory.
-struct ExpertUpSmem {
-  uint8_t *ring, *image;
-  uint64_t* bars;  // of the ring, then of what arrives before, then of the router's sums
-  float* sums;
-  uint8_t* choice;  // Chosen
-  int* places;
-  ExpertSegment* segments;
-  ushort2* ranges;
-  half* xs;
-
-  static EXL2NB_BOTH int bytes(const ExpertUpArgs& E) {
-    return E.ring_bytes + 8 * bars_of(E) + E.image + sums_bytes(E) + Routing::bytes(E.choice) + E.strips * 64 +
-           2 * static_cast<int>(sizeof(ExpertSegment) + kWarps * sizeof(ushort2)) + E.num_perms * E.x_stride * 2;
-  }
-  static EXL2NB_BOTH int bars_of(const ExpertUpArgs& E) { return kWarps * E.ring.stages + 2; }
-  static EXL2NB_BOTH int sums_bytes(const ExpertUpArgs& E) { return (E.strips > E.flush ? 2 : 1) * E.flush * 2 * kWarps * 16 * 4; }
-  __device__ __forceinline__ ExpertUpSmem(const ExpertUpArgs& E, uint8_t* at) {
-    ring = at;
-    bars = reinterpret_cast<uint64_t*>(at + E.ring_bytes);
-    image = reinterpret_cast<uint8_t*>(bars + bars_of(E));
-    sums = reinterpret_cast<float*>(image + E.image);
-    choice = image + E.image + sums_bytes(E);
-    segments = reinterpret_cast<ExpertSegment*>(choice + Routing::bytes(E.choice));
-    ranges = reinterpret_cast<ushort2*>(segments + 2);
-    xs = reinterpret_cast<half*>(ranges + 2 * kWarps);
-    places = reinterpret_cast<int*>(xs + E.num_perms * E.x_stride);
-  }
-};
-
 // Items of each warp, both parts.
 __device__ __forceinline__ void split_items(const ExpertUpSmem& S, int items, int units) {
   if (const int i = threadIdx.x; i < 2 * kWarps) {
@@ -510,50 +557,6 @@ __global__ void __launch_bounds__(kThreads, PATH == kBulk ? 2 : 1) expert_up(con
   });
 }
 
-// expert_down: one CTA's columns of the residual, one token, all its experts.
-//
-// As in skinny_gemm.cuh a CTA owns whole strips; its warps split the items of all chosen matrices, one expert after the other, in order of
-// their numbers. The routing is known before expert_up starts, and both kernels fit on an SM together: the ring is filled while expert_up
-// runs.
-struct ExpertDownArgs {
-  GemmArgs out;  // one token: strips and outputs (equal for all experts), x, epilogue
-  RoutingArgs choice;
-  const ExpertMatrix* table;
-  int pairs, image;  // image: bytes of the largest
-  RingShape ring;
-  int ring_bytes;     // as in ExpertUpArgs
-  bool sums_in_smem;  // as there
-};
-
-// Dynamic shared memory.
-struct ExpertDownSmem {
-  uint8_t *ring, *images;
-  uint64_t* bars;  // of the ring, then of what arrives before and of the activations
-  ExpertMatrix* matrices;
-  ExpertSegment* segments;
-  ushort2* ranges;
-  uint8_t *own, *choice;  // SkinnySmem; Chosen
-  half* xs;
-
-  static EXL2NB_BOTH int bars_bytes(const ExpertDownArgs& D) { return (kWarps * D.ring.stages + 3) / 2 * 16; }
-  static EXL2NB_BOTH int bytes(const ExpertDownArgs& D) {
-    return D.ring_bytes + bars_bytes(D) +
-           D.pairs * static_cast<int>(sizeof(ExpertMatrix) + D.image + sizeof(ExpertSegment) + kWarps * sizeof(ushort2)) +
-           SkinnySmem::bytes(D.out) + Routing::bytes(D.choice);
-  }
-  __device__ __forceinline__ ExpertDownSmem(const ExpertDownArgs& D, uint8_t* at) {
-    ring = at;
-    bars = reinterpret_cast<uint64_t*>(at + D.ring_bytes);
-    images = at + D.ring_bytes + bars_bytes(D);
-    matrices = reinterpret_cast<ExpertMatrix*>(images + D.pairs * D.image);
-    choice = reinterpret_cast<uint8_t*>(matrices + D.pairs);
-    own = choice + Routing::bytes(D.choice);
-    segments = reinterpret_cast<ExpertSegment*>(own + SkinnySmem::bytes(D.out));
-    ranges = reinterpret_cast<ushort2*>(segments + D.pairs);
-    xs = reinterpret_cast<half*>(ranges + D.pairs * kWarps);
-  }
-};
-
 template <int PATH, bool STAGED>
 __global__ void __launch_bounds__(kThreads, PATH == kBulk ? 2 : 1) expert_down(const __grid_constant__ ExpertDownArgs D) {
   extern __shared__ __align__(128) uint8_t shared[];
@@ -680,5 +683,7 @@ __global__ void __launch_bounds__(kThreads, PATH == kBulk ? 2 : 1) expert_down(c
     if (lane == 0) A.next_squares[static_cast<size_t>(token) * A.grid + block] = squares;
   }
 }
+
+#endif  // __CUDACC__
 
 }  // namespace exl2nb

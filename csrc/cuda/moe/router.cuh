@@ -23,6 +23,7 @@ struct RouterTap {
   EXL2NB_BOTH int bytes(int columns) const { return out ? columns / 16 * strips * 512 : 0; }
 };
 
+#ifdef __CUDACC__
 // Loads the router's rows of this CTA's columns; tap_router waits for them.
 template <int PATH>
 __device__ __forceinline__ void fetch_router(const RouterTap& R, uint8_t* to, int owned_strips, int block, int grid) {
@@ -92,5 +93,7 @@ __device__ __forceinline__ void tap_router(const RouterTap& R, const float* kept
     }
   }
 }
+
+#endif  // __CUDACC__
 
 }  // namespace exl2nb

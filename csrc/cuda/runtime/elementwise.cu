@@ -1,10 +1,7 @@
 // The small kernels around the matrix products: embedding, and rows with what is added to them and their norms. One CTA per token.
 #include "cuda/runtime/elementwise.h"
 
-#include "cuda/runtime/device.cuh"
-
 namespace exl2nb {
-namespace {
 
 __device__ float element(const void* table, int dtype, size_t i) {
   if (dtype == 0) return static_cast<const float*>(table)[i];
@@ -85,22 +82,5 @@ __global__ void __launch_bounds__(kRowThreads) gates_kernel(const __grid_constan
   }
   put_input<true>(a.next, token, i, a.width, v);
 }
-
-template <auto kernel, class Args>
-const char* launched(const Args& args, int blocks, cudaStream_t stream, bool pdl) {
-  return blocks == 0 ? nullptr : launch_kernel(kernel, dim3(blocks), kRowThreads, 0, stream, pdl, 1, args);
-}
-
-}  // namespace
-
-const char* embed_launch(const EmbedArgs& a, int tokens, cudaStream_t stream, bool pdl) {
-  return launched<embed_kernel>(a, tokens, stream, pdl);
-}
-const char* gates_launch(const GatesArgs& a, int tokens, cudaStream_t stream, bool pdl) {
-  if (tokens == 0) return nullptr;
-  const dim3 grid((a.width + 4 * kRowThreads - 1) / (4 * kRowThreads), tokens);
-  return launch_kernel(gates_kernel, grid, kRowThreads, 0, stream, pdl, 1, a);
-}
-const char* rows_launch(const RowsArgs& a, int rows, cudaStream_t stream, bool pdl) { return launched<rows_kernel>(a, rows, stream, pdl); }
 
 }  // namespace exl2nb

@@ -1,7 +1,5 @@
 // Arguments of the small kernels around the matrix products.
 #pragma once
-#include <cuda_runtime.h>
-
 #include <cstdint>
 
 #include "cuda/gemm/norm.cuh"
@@ -34,8 +32,8 @@ struct GatesArgs {
   int activation;
   MatrixInput next;
 };
-const char* gates_launch(const GatesArgs&, int tokens, cudaStream_t, bool pdl);
-const char* embed_launch(const EmbedArgs&, int tokens, cudaStream_t, bool pdl);
-const char* rows_launch(const RowsArgs&, int rows, cudaStream_t, bool pdl);
+const char* gates_launch(const GatesArgs&, int tokens, void*, bool pdl);
+const char* embed_launch(const EmbedArgs&, int tokens, void*, bool pdl);
+const char* rows_launch(const RowsArgs&, int rows, void*, bool pdl);
 
 }  // namespace exl2nb

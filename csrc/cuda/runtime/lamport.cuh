@@ -2,10 +2,9 @@
 // and no counter orders anything. The buffer must hold zeros before the write and again after the read. Of four floats stored at once, the
 // first carries the flag. Source: the one-shot all-reduce of TensorRT-LLM.
 #pragma once
-#include <cuda_fp16.h>
+#include "cuda/runtime/types.h"
 
-#include <cstdint>
-
+#ifdef __CUDACC__
 namespace exl2nb {
 
 __device__ __forceinline__ unsigned ld_relaxed(const unsigned* p) {
@@ -68,3 +67,4 @@ __device__ __forceinline__ auto poll(const T* p) {
 }
 
 }  // namespace exl2nb
+#endif  // __CUDACC__

@@ -3,10 +3,9 @@
 #include <cstdint>
 #include <vector>
 
-namespace exl2nb {
+#include "cuda/blob/pack.h"
 
-// Whether the kernels were compiled for the current device: 0, or the CUDA error that says why none can run.
-int device_error();
+namespace exl2nb {
 
 // EXL2 tensors on the device -> f16 (K, N), rows in original order. q_groups is read back and checked before the kernel is launched.
 const char* reconstruct_launch(const int32_t* q_weight, int64_t R, const int32_t* q_scale, const void* q_scale_max, const int16_t* q_groups,
@@ -16,15 +15,7 @@ const char* reconstruct_launch(const int32_t* q_weight, int64_t R, const int32_t
 const char* pack_exl2_launch(const void* q_weight, const void* q_scale, const int* row_word, const int* row_group, int K, int N,
                              int outputs, const void* items, const int* item_of_unit, int units, int strips, void* data,
                              int64_t strip_bytes, void* stream);
-// GPTQ codes -> strips. perm: of `stored` rows, K for padding, or null; block_group: group of every 32 stored rows; zeros int16 (G, N) or
-// null. A padding row's zero point must be a code.
-struct GptqPacking {
-  const uint32_t* qweight;
-  const void* scales;  // f16 (G, N)
-  const int16_t* zeros;
-  const int *perm, *block_group, *item_of_unit;
-  int K, N, stored, bits, units;
-};
+// GPTQ codes -> strips.
 const char* pack_gptq_launch(const GptqPacking& s, const void* items, int strips, void* data, int64_t strip_bytes, void* stream);
 // Weights (N, K), dtype 0 f32, 1 f16, 2 bf16 -> fp16 strips.
 const char* pack_dense_launch(const void* weight, int dtype, int N, int K, int units, int strips, void* data, int64_t strip_bytes,

@@ -1,9 +1,8 @@
 // The few instructions that differ between architectures: dependent launch, barriers of bulk copies, asynchronous copies; and warp sums.
 #pragma once
-#include <cuda_runtime.h>
+#include "cuda/runtime/types.h"
 
-#include <cstdint>
-
+#ifdef __CUDACC__
 namespace exl2nb {
 
 // Programmatic dependent launch: let the next kernel start; wait until the previous one is complete and its writes are visible.
@@ -124,3 +123,4 @@ __device__ __forceinline__ float activation(float v, int kind) {
 }
 
 }  // namespace exl2nb
+#endif  // __CUDACC__

@@ -9,7 +9,7 @@
 #include "cuda/gemm/skinny/skinny_gemm.h"
 #include "cuda/gemm/stream_k/stream_k_gemm.h"
 #include "cuda/moe/moe.h"
-#include "cuda/runtime/device.cuh"
+#include "cuda/runtime/device.h"
 #include "format/program.h"
 
 namespace exl2nb {

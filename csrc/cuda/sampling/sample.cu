@@ -11,17 +11,14 @@
 // Weights are integers, exp(y - max) * 2^40, so sums do not depend on their order and a draw is exact. Float sums (log probabilities) have
 // a fixed order. A row's result does not depend on other rows. Bytes: the logits once, once more for each stage if they do not fit; counts
 // and bias once. Limit: 2^17 logits per CTA.
-#include <cooperative_groups.h>
+#include <cmath>
 
 #include "cuda/attention/cache_format.cuh"
-#include "cuda/runtime/device.cuh"
 #include "cuda/runtime/pdl.cuh"
 #include "cuda/sampling/sample.h"
 
 namespace exl2nb {
-namespace {
 
-constexpr int kSampleThreads = 512, kSampleWarps = kSampleThreads / 32, kMaxTeam = 8, kBins = 2048, kMaxTop = 20, kPartBits = 14;
 constexpr float kBinsPerLogit = 64.f;
 constexpr float kWeightUnit = 1099511627776.f;  // 2^40
 
@@ -38,12 +35,15 @@ __device__ __forceinline__ uint64_t random_bits(uint64_t seed, uint64_t index) {
 // The CTAs of a row.
 struct Team {
 #if __CUDA_ARCH__ >= 900
-  __device__ __forceinline__ int rank() const { return static_cast<int>(cooperative_groups::this_cluster().block_rank()); }
-  __device__ __forceinline__ int size() const { return static_cast<int>(cooperative_groups::this_cluster().num_blocks()); }
-  __device__ __forceinline__ void sync() const { cooperative_groups::this_cluster().sync(); }
+  __device__ __forceinline__ int rank() const { return static_cast<int>(__clusterRelativeBlockRank()); }
+  __device__ __forceinline__ int size() const { return static_cast<int>(__clusterSizeInBlocks()); }
+  __device__ __forceinline__ void sync() const {
+    __cluster_barrier_arrive();
+    __cluster_barrier_wait();
+  }
   template <class T>
   __device__ __forceinline__ T* of(T* mine, int rank) const {
-    return cooperative_groups::this_cluster().map_shared_rank(mine, rank);
+    return static_cast<T*>(__cluster_map_shared_rank(mine, rank));
   }
 #else
   __device__ __forceinline__ int rank() const { return 0; }
@@ -66,11 +66,6 @@ __device__ __forceinline__ float unordered(uint32_t key) { return __uint_as_floa
 __device__ __forceinline__ uint64_t rating(float v, int id) { return static_cast<uint64_t>(ordered(v)) << 32 | (0xffffffffu - id); }
 __device__ __forceinline__ int id_of(uint64_t rating) { return static_cast<int>(0xffffffffu - static_cast<uint32_t>(rating)); }
 
-struct Summary {           // of a slice
-  float raw_max, raw_sum;  // sum of exp(raw - raw_max)
-  uint64_t best;           // rating of the best penalised logit
-  int bad;                 // a NaN
-};
 __device__ __forceinline__ Summary both(const Summary& p, const Summary& q) {
   const float high = fmaxf(p.raw_max, q.raw_max);
   const float a = p.raw_sum > 0.f ? p.raw_sum * expf(p.raw_max - high) : 0.f,
@@ -81,20 +76,6 @@ __device__ __forceinline__ Summary from_lane(const Summary& s, int mask) {
   return {__shfl_xor_sync(kAll, s.raw_max, mask), __shfl_xor_sync(kAll, s.raw_sum, mask), __shfl_xor_sync(kAll, s.best, mask),
           __shfl_xor_sync(kAll, s.bad, mask)};
 }
-
-struct SampleShared {
-  uint32_t bins[2][3][kBins];
-  uint64_t scan[kSampleWarps];
-  uint64_t reduce[kSampleWarps];
-  Summary warps[kSampleWarps], summary;
-  float listed[kSampleThreads], all[kSampleThreads];  // logits of the bin that was hit: of the slice, of all slices
-  uint64_t all_weight[kSampleThreads];
-  int num_listed;
-  uint64_t weight, top[kMaxTop];
-  int token, above, bin;
-  float value;
-  uint64_t before;
-};
 
 struct Sampler {
   const SampleArgs& a;
@@ -546,32 +527,6 @@ __global__ void __launch_bounds__(kSampleThreads, 2) sample_rows(const __grid_co
   SampleShared& shared = *reinterpret_cast<SampleShared*>(room);
   Sampler sampler(args, shared, keep ? reinterpret_cast<float*>(room + (sizeof(SampleShared) + 15) / 16 * 16) : nullptr);
   sampler.run();
-}
-
-}  // namespace
-
-void* pinned(void* host) {
-  void* here = nullptr;
-  if (cudaHostGetDevicePointer(&here, host, 0) == cudaSuccess) return here;
-  cudaGetLastError();  // else the next launch would report it
-  return nullptr;
-}
-
-const char* sample_launch(const SampleArgs& args, void* stream, bool pdl) {
-  if (!args.logits || !args.params || args.rows < 0 || args.vocab < 1 || args.row_stride < args.vocab) return "the logits are incomplete";
-  if (args.results && args.ring < 1) return "a ring of no steps";
-  if (!args.rows) return nullptr;
-  const int room = shared_per_block();
-  const unsigned team =
-      compute_major() >= 9 && args.vocab > 4096 ? kMaxTeam : 1;  // of the vocabulary alone, so that bits depend on nothing else
-  const int64_t per = (int64_t(args.vocab) + team - 1) / team + 4;
-  if (per > int64_t(1) << 17) return "the vocabulary is too large";
-  const size_t fixed = (sizeof(SampleShared) + 15) / 16 * 16, all = fixed + size_t(per) * sizeof(float);
-  // Where there are more CTAs than multiprocessors, two at a time read their logits again for a draw rather than one keeps them.
-  const bool keep = all <= size_t(room) && (fixed * 2 > size_t(shared_per_multiprocessor()) || args.rows * int(team) <= multiprocessors());
-  const size_t shared = keep ? all : fixed;
-  if (auto* wrong = error_text(cudaFuncSetAttribute(sample_rows, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared)))) return wrong;
-  return launch_kernel(sample_rows, dim3(team, unsigned(args.rows)), kSampleThreads, shared, stream, pdl, team, args, keep);
 }
 
 }  // namespace exl2nb

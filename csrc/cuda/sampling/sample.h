@@ -53,6 +53,27 @@ struct SampleArgs {
   AdvanceArgs advance;
 };
 
+constexpr int kSampleThreads = 512, kSampleWarps = kSampleThreads / 32, kMaxTeam = 8, kBins = 2048, kMaxTop = 20, kPartBits = 14;
+
+struct Summary {           // of a slice
+  float raw_max, raw_sum;  // sum of exp(raw - raw_max)
+  uint64_t best;           // rating of the best penalised logit
+  int bad;                 // a NaN
+};
+struct SampleShared {
+  uint32_t bins[2][3][kBins];
+  uint64_t scan[kSampleWarps];
+  uint64_t reduce[kSampleWarps];
+  Summary warps[kSampleWarps], summary;
+  float listed[kSampleThreads], all[kSampleThreads];  // logits of the bin that was hit: of the slice, of all slices
+  uint64_t all_weight[kSampleThreads];
+  int num_listed;
+  uint64_t weight, top[kMaxTop];
+  int token, above, bin;
+  float value;
+  uint64_t before;
+};
+
 // Where kernels find pinned memory of the host; null: it is not pinned.
 void* pinned(void* host);
 

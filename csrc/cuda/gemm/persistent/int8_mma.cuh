@@ -9,6 +9,11 @@
 
 namespace exl2nb {
 
+// Specialisation for the weights of a launch: absent code paths cost nothing. kNarrow: EXL2 with few bits.
+enum WeightKind { kAnyWeights, kExl2, kNarrow };
+
+#ifdef __CUDACC__
+
 constexpr int kMaxQuantized = 32512;  // 127 * 256: both bytes stay in range
 
 // A block of 64 quantised rows of a token: step, sum of all, of the first 32, of the last 32 integers (for zero points).
@@ -336,9 +341,6 @@ struct Int8Gptq {
   }
 };
 
-// Specialisation for the weights of a launch: absent code paths cost nothing. kNarrow: EXL2 with few bits.
-enum WeightKind { kAnyWeights, kExl2, kNarrow };
-
 // Calls `with` with a null pointer of the type for the item (not dense). pairs: two items.
 template <int CHUNKS, WeightKind WEIGHTS, class F>
 __device__ __forceinline__ void dispatch_item(const ItemDesc& it, bool pairs, const F& with) {
@@ -380,5 +382,7 @@ __device__ __forceinline__ void dispatch_item(const ItemDesc& it, bool pairs, co
   }
   it.one() ? exl2(std::integral_constant<Int8Form, kWholeUnits>{}) : exl2(std::integral_constant<Int8Form, kSplitUnits>{});
 }
+
+#endif  // __CUDACC__
 
 }  // namespace exl2nb

@@ -87,6 +87,18 @@ struct PersistentArgs {
   PersistentSmem smem;
 };
 
+// Work item of a warp: one item of a piece, for all strips of a part. All work items of a GEMM are prepared before its inputs arrive.
+struct WorkItem {
+  uint32_t kind, rest;  // second and fourth word of the item (ItemDesc)
+  int offset;           // of the item in its ring slot
+  int steps;            // index of the first scale unit
+  int strips;           // 0: none; negative: this warp has no item and only releases slots
+  int sums;             // offset of the partial sums (a multiple of 16) | flags
+  static constexpr int kAccumulates = 1, kPairs = 2,
+                       kEmptySlot = 4;  // add to earlier pieces; paired items; an empty slot follows
+};
+
+#ifdef __CUDACC__
 // A weight image (gpu_blob.h) in shared memory.
 struct PersistentImage {
   const Item* items;
@@ -501,17 +513,6 @@ __device__ __forceinline__ void quantize_inputs(const PersistentArgs& C, const P
     quantize_rows<CHUNKS, 4, 2>(C, in, q, w);
 }
 
-// Work item of a warp: one item of a piece, for all strips of a part. All work items of a GEMM are prepared before its inputs arrive.
-struct WorkItem {
-  uint32_t kind, rest;  // second and fourth word of the item (ItemDesc)
-  int offset;           // of the item in its ring slot
-  int steps;            // index of the first scale unit
-  int strips;           // 0: none; negative: this warp has no item and only releases slots
-  int sums;             // offset of the partial sums (a multiple of 16) | flags
-  static constexpr int kAccumulates = 1, kPairs = 2,
-                       kEmptySlot = 4;  // add to earlier pieces; paired items; an empty slot follows
-};
-
 __device__ __forceinline__ WorkItem make_work_item(const PersistentArgs& C, int q, int round, int warp, int number, const ConsumerWarp& w) {
   const PersistentGemm& P = C.gemm[q];
   const PersistentImage image(C, w.shared, q);
@@ -697,5 +698,7 @@ __global__ void __launch_bounds__(kPersistentThreads, 1) persistent_gemm(const _
   if (threadIdx.x >= C.count - 1 && threadIdx.x < kMaxGemms) grid_arrive(C.counters + threadIdx.x);
   if (block == 0 && threadIdx.x == kMaxGemms) grid_arrive(C.counters + kMaxGemms);
 }
+
+#endif  // __CUDACC__
 
 }  // namespace exl2nb

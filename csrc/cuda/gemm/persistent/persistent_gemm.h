@@ -1,7 +1,5 @@
 // Persistent chain of GEMMs (persistent_gemm.cuh): host interface.
 #pragma once
-#include <cuda_runtime.h>
-
 #include "cuda/gemm/skinny/skinny_gemm.h"
 
 namespace exl2nb {
@@ -28,6 +26,6 @@ int persistent_ctas(const PersistentOp* ops, int count);
 // alone.
 size_t persistent_bytes(int width, int inner);
 // Any number of rows, in launches of persistent_tokens.
-const char* persistent_launch(const PersistentOp* ops, int count, uint8_t* workspace, size_t bytes, cudaStream_t stream, bool pdl);
+const char* persistent_launch(const PersistentOp* ops, int count, uint8_t* workspace, size_t bytes, void* stream, bool pdl);
 
 }  // namespace exl2nb

@@ -8,8 +8,6 @@
 // Bytes: the strips once; 2 * K per row and CTA from L2, 4 * K where the CTA computes the norm. Paths: bulk copies (sm_90 and later),
 // cp.async (sm_80), plain loads (sm_75).
 #pragma once
-#include <cuda_fp16.h>
-
 #include "cuda/blob/item_mma.cuh"
 #include "cuda/gemm/fragment.cuh"
 #include "cuda/gemm/norm.cuh"
@@ -133,6 +131,7 @@ struct SkinnySmem {
   }
 };
 
+#ifdef __CUDACC__
 // First strip of part p of CTA `block`.
 __device__ __forceinline__ int first_strip(const GemmArgs& A, int block, int p) {
   const int s = block - A.part[p].shift;
@@ -440,5 +439,7 @@ __global__ void __launch_bounds__(kThreads, 1) skinny_gemm(const __grid_constant
     __syncthreads();
   multiply<PATH, STAGED>(A, S, ring, block, warp, lane, fetch);
 }
+
+#endif  // __CUDACC__
 
 }  // namespace exl2nb

@@ -10,12 +10,9 @@
 // Trap: the compiler must see that loop bounds are warp-uniform. One thread's branch with arithmetic, or a per-lane loop before them, and
 // it inserts R2UR before every MMA (4 to 20 % slower).
 #pragma once
-#include <algorithm>
-
 #include "cuda/blob/dequant.cuh"
 #include "cuda/gemm/norm.cuh"
 #include "cuda/gemm/stream_k/stream_k_gemm.h"
-#include "cuda/runtime/device.cuh"
 #include "cuda/runtime/lamport.cuh"
 #include "cuda/runtime/pdl.cuh"
 #include "format/gpu_blob.h"
@@ -90,10 +87,7 @@ EXL2NB_BOTH inline int stream_k_shared(const StreamKArgs& a, int NB) {
   return stream_k_pool(NB) + 2 * kStreamKBarriers * 8 + kTileSharersBytes + kStreamKTokens * 4 + stream_k_image(a);
 }
 
-// stream_k_wgmma.cu: whether this build and GPU have it; launch for a group of rows.
-bool wgmma_ready();
-const char* stream_k_wgmma_launch(const StreamKArgs& a, int grid, int group, int most_shared, void* stream, bool pdl);
-
+#ifdef __CUDACC__
 #if __CUDA_ARCH__ >= 900
 // Weights are evict-first in L2; images, which every CTA reads first, are evict-last.
 __device__ __forceinline__ void copy_once(void* to, const void* from, uint32_t bytes, uint64_t* b) {
@@ -839,5 +833,7 @@ __global__ void __launch_bounds__(kStreamKThreads, 1) stream_k_gemm(const __grid
   run_stream_k<NB, MmaProduct<NB>>(A, shared);
 #endif
 }
+
+#endif  // __CUDACC__
 
 }  // namespace exl2nb

@@ -35,6 +35,6 @@ struct StreamKNext {
 size_t stream_k_workspace(int tokens);
 // out = x W + bias; without out: residual += that, as in GemmArgs. x is in groups of `group`. CTAs wait for one another: launches in
 // different streams of a device must not overlap.
-const char* stream_k_launch(const GemmArgs& a, int group, const StreamKNext& next, void* workspace, cudaStream_t stream, bool pdl);
+const char* stream_k_launch(const GemmArgs& a, int group, const StreamKNext& next, void* workspace, void* stream, bool pdl);
 
 }  // namespace exl2nb

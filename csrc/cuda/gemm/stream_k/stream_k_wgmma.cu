@@ -1,11 +1,8 @@
 // Stream-K GEMM with wgmma (Hopper): the kernel of stream_k_gemm.cuh; B operands come from shared memory, and a warpgroup decodes while
-// another multiplies. Compiled for sm_90a only (CMakeLists.txt).
+// another multiplies. Compiled for sm_90a alone.
 #include "cuda/gemm/stream_k/stream_k_gemm.cuh"
-#include "cuda/runtime/device.cuh"
 
 namespace exl2nb {
-namespace {
-
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 // d += a x B; b: shared-memory descriptor of 16 rows.
 __device__ __forceinline__ void wgmma(float (&d)[2][4], const uint32_t* a, uint64_t b) {
@@ -65,30 +62,6 @@ __global__ void __launch_bounds__(kStreamKThreads, 1) stream_k_wgmma(const __gri
   extern __shared__ __align__(128) uint8_t shared[];
   run_stream_k<NB, WgmmaProduct<NB>>(A, shared);
 #endif
-}
-
-}  // namespace
-
-bool wgmma_ready() {
-#ifdef EXL2NB_SM90A
-  static const bool ready = [] {
-    int device = 0, major = 0, minor = 0;
-    cudaGetDevice(&device);
-    cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-    return major == 9 && minor == 0;
-  }();
-  return ready;
-#else
-  return false;
-#endif
-}
-
-const char* stream_k_wgmma_launch(const StreamKArgs& a, int grid, int group, int most_shared, void* stream, bool pdl) {
-  const auto run = group == 16   ? launch_gemm<stream_k_wgmma<2>, StreamKArgs>
-                   : group == 32 ? launch_gemm<stream_k_wgmma<4>, StreamKArgs>
-                                 : launch_gemm<stream_k_wgmma<8>, StreamKArgs>;
-  return run(a, grid, kStreamKThreads, stream_k_shared(a, group / 8), most_shared, static_cast<cudaStream_t>(stream), pdl);
 }
 
 }  // namespace exl2nb

@@ -4,7 +4,8 @@
 #include <algorithm>
 
 #include "cuda/gemm/stream_k/stream_k_gemm.h"
-#include "cuda/runtime/device.cuh"
+#include "cuda/runtime/device.h"
+#include "cuda/runtime/kernel.h"
 
 namespace exl2nb {
 #ifdef EXL2NB_CLOCKS
@@ -65,10 +66,11 @@ int shared_limit() {
   return limit;
 }
 
-template <int NB>
-const char* launch(const StreamKArgs& a, int grid, cudaStream_t stream, bool pdl) {
-  return launch_gemm<stream_k_gemm<NB>>(a, grid, kStreamKThreads, stream_k_shared(a, NB), shared_limit(), stream, pdl);
-}
+// By rows of a group: 16, 32, 64. wgmma: Hopper alone.
+constexpr const char *kSource = "gemm/stream_k/stream_k_gemm.cuh", *kWgmmaSource = "gemm/stream_k/stream_k_wgmma.cu";
+const Kernel<StreamKArgs> mma_kernels[] = {{kSource, "stream_k_gemm<2>"}, {kSource, "stream_k_gemm<4>"}, {kSource, "stream_k_gemm<8>"}},
+                          wgmma_kernels[] = {
+                              {kWgmmaSource, "stream_k_wgmma<2>"}, {kWgmmaSource, "stream_k_wgmma<4>"}, {kWgmmaSource, "stream_k_wgmma<8>"}};
 
 // CTAs: one per SM, at least a few units each, at most kStreamKMaxSharers per tile.
 int grid_of(const StreamKArgs& m, int work) {
@@ -102,7 +104,7 @@ bool stream_k_fuses_gate(const GemmArgs& a) {
 
 bool stream_k_fuses_residual(const GemmArgs& a) { return a.num_parts == 1; }
 
-const char* stream_k_launch(const GemmArgs& a, int group, const StreamKNext& next, void* workspace, cudaStream_t stream, bool pdl) {
+const char* stream_k_launch(const GemmArgs& a, int group, const StreamKNext& next, void* workspace, void* stream, bool pdl) {
   if (a.squares && a.squares_count % 4) return "squares_count must be a multiple of 4 for stream-K";
   StreamKArgs m{};
   m.image = a.image, m.num_parts = a.num_parts, m.items = a.items, m.units = a.units;
@@ -125,7 +127,7 @@ const char* stream_k_launch(const GemmArgs& a, int group, const StreamKNext& nex
 #ifdef EXL2NB_CLOCKS
   m.clocks = stream_k_clocks;
 #endif
-  const bool wide = group > kStreamKMmaTokens && wgmma_ready();
+  const bool wide = group > kStreamKMmaTokens && has_wgmma();
   for (int first = 0; first < a.tokens; first += kStreamKTokens) {
     m.tokens = std::min(kStreamKTokens, a.tokens - first);
     const auto from = static_cast<size_t>(first);
@@ -133,11 +135,9 @@ const char* stream_k_launch(const GemmArgs& a, int group, const StreamKNext& nex
     m.squares = a.squares ? a.squares + from * a.squares_count : nullptr;
     m.residual = a.residual + from * a.residual_stride, m.next.x = a.next.x + from * a.next.stride;
     m.next_squares = a.next_squares + from * kStreamKStrips * m.tiles;
-    const char* wrong = wide          ? stream_k_wgmma_launch(m, grid, group, shared_limit(), stream, pdl)
-                        : group == 16 ? launch<2>(m, grid, stream, pdl)
-                        : group == 32 ? launch<4>(m, grid, stream, pdl)
-                                      : launch<8>(m, grid, stream, pdl);
-    if (wrong) return wrong;
+    const int size = group == 16 ? 0 : group == 32 ? 1 : 2;
+    const Launch how{unsigned(grid), kStreamKThreads, static_cast<size_t>(stream_k_shared(m, group / 8)), stream, pdl};
+    if (const char* wrong = (wide ? wgmma_kernels : mma_kernels)[size](how, m)) return wrong;
   }
   return nullptr;
 }

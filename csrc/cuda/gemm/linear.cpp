@@ -18,7 +18,7 @@ int64_t linear_workspace(const uint8_t* head, int64_t tokens, bool stream_k) {
 const char* linear_launch(const uint8_t* head, const uint8_t* blob, const float* x, int64_t tokens, const float* bias, float* out,
                           void* workspace, void* stream, bool stream_k) {
   const auto& h = header_of(head);
-  const auto queue = static_cast<cudaStream_t>(stream);
+  const auto queue = static_cast<void*>(stream);
   const int T = static_cast<int>(tokens);
   MatrixInput in;
   set_input(in, head, blob, static_cast<half*>(workspace), stream_k_rows(T));

@@ -6,6 +6,7 @@
 #include "cuda/gemm/skinny/skinny_gemm.h"
 #include "cuda/gemm/stream_k/stream_k_gemm.h"
 #include "cuda/moe/moe.h"
+#include "cuda/runtime/driver.h"
 #include "cuda/runtime/elementwise.h"
 #include "cuda/runtime/step_attention.h"
 #include "cuda/runtime/step_plan.h"
@@ -17,7 +18,7 @@ namespace {
 // One walk over a program.
 class Walker {
  public:
-  Walker(const Program& program, const GpuStep& step, uint8_t* workspace, const Layout& layout, cudaStream_t stream, bool pdl)
+  Walker(const Program& program, const GpuStep& step, uint8_t* workspace, const Layout& layout, void* stream, bool pdl)
       : program_(program), H_(static_cast<int>(program.hidden())), s_(step), base_(workspace), at_(layout), stream_(stream), pdl_(pdl) {
     stream_k_ = all_stream_k();
   }
@@ -400,7 +401,7 @@ class Walker {
   const GpuStep& s_;
   uint8_t* base_;
   const Layout& at_;
-  cudaStream_t stream_;
+  void* stream_;
   bool pdl_;
   Ready ready_ = kNothing;
   RowSource added_{};  // y and what belongs to it: not yet added to the residual
@@ -431,12 +432,12 @@ std::string step_launch(const Program& program, const GpuStep& step, void* works
   if (layout.bytes > bytes)
     return "the workspace has " + std::to_string(bytes) + " bytes; expected at least " + std::to_string(layout.bytes) + " for " +
            std::to_string(step.capacity) + " tokens";
-  Walker walker(program, step, static_cast<uint8_t*>(workspace), layout, static_cast<cudaStream_t>(stream), pdl);
+  Walker walker(program, step, static_cast<uint8_t*>(workspace), layout, static_cast<void*>(stream), pdl);
   const Op* at = nullptr;
   const char* failed = walker.run(at);
   if (!failed) return "";
   for (const size_t early : layout.early)
-    cudaMemsetAsync(static_cast<uint8_t*>(workspace) + early, 0, layout.early_bytes, static_cast<cudaStream_t>(stream));
+    driver()->fill(reinterpret_cast<uintptr_t>(workspace) + early, 0, layout.early_bytes, static_cast<CudaStream>(stream));
   int number = 0;
   for (const Op* op = program.first(); op != at; op = program.next(op)) number++;
   return std::string(op_name(at)) + ", op " + std::to_string(number) + " of the program: " + failed;

@@ -1,12 +1,11 @@
 // Kernels for any head dim and any format, chosen at run time: RoPE and cache append of prefill, gather of pages, a norm over all heads,
 // and attention for what decode.cuh has no variant of. One warp owns one row; lane l holds dims l, l + 32, ... Bytes: each row read once
 // and written once; attention_any reads K and V once per query and head.
-#pragma once
+#include <cmath>
+
 #include "cuda/attention/split_kv.cuh"
 
 namespace exl2nb {
-
-constexpr int kWarps = 4;  // of a CTA
 
 constexpr int kAnySlots = kMaxHeadDim / 32;
 using AnyRow = Row<kAnySlots>;
@@ -130,13 +129,13 @@ __device__ __forceinline__ int sequence_of(const CacheArgs& c, int token) {
 }
 
 // Clip, norm, RoPE, cache append. A warp per (token, head of q, k or v).
-__global__ void __launch_bounds__(kWarps * 32) rope_append_rows(const __grid_constant__ RopeAppendArgs a) {
-  __shared__ float scratch[kWarps][kMaxHeadDim];
+__global__ void __launch_bounds__(kGenericWarps * 32) rope_append_rows(const __grid_constant__ RopeAppendArgs a) {
+  __shared__ float scratch[kGenericWarps][kMaxHeadDim];
   pdl_launch_dependents();
   pdl_wait();
   const CacheArgs& c = a.cache;
   const int D = c.head_dim, heads = c.num_heads + 2 * c.num_kv_heads, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int64_t number = static_cast<int64_t>(blockIdx.x) * kWarps + warp;
+  const int64_t number = static_cast<int64_t>(blockIdx.x) * kGenericWarps + warp;
   if (number >= static_cast<int64_t>(a.tokens) * heads) return;
   const int token = static_cast<int>(number / heads), h = static_cast<int>(number % heads);
   const bool is_query = h < c.num_heads, is_key = !is_query && h < c.num_heads + c.num_kv_heads;
@@ -175,8 +174,8 @@ __global__ void __launch_bounds__(kWarps * 32) rope_append_rows(const __grid_con
 }
 
 // Cache pages to contiguous fp16. A warp per (token, head, K or V).
-__global__ void __launch_bounds__(kWarps * 32) gather_rows(CacheArgs c, const int* pages, int length, half* k, half* v) {
-  const int64_t number = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32,
+__global__ void __launch_bounds__(kGenericWarps * 32) gather_rows(CacheArgs c, const int* pages, int length, half* k, half* v) {
+  const int64_t number = static_cast<int64_t>(blockIdx.x) * kGenericWarps + threadIdx.x / 32,
                 half_way = static_cast<int64_t>(length) * c.num_kv_heads;
   if (number >= 2 * half_way) return;
   const bool is_key = number < half_way;
@@ -193,12 +192,12 @@ __global__ void __launch_bounds__(kWarps * 32) gather_rows(CacheArgs c, const in
 }
 
 // Attention with an online softmax over keys one by one. A warp per (token, head).
-__global__ void __launch_bounds__(kWarps * 32) attention_any(const __grid_constant__ AttentionArgs a) {
+__global__ void __launch_bounds__(kGenericWarps * 32) attention_any(const __grid_constant__ AttentionArgs a) {
   pdl_launch_dependents();
   pdl_wait();
   const CacheArgs& c = a.cache;
   const int D = c.head_dim, lane = threadIdx.x % 32;
-  const int64_t number = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  const int64_t number = static_cast<int64_t>(blockIdx.x) * kGenericWarps + threadIdx.x / 32;
   if (number >= static_cast<int64_t>(a.tokens) * c.num_heads) return;
   const int token = static_cast<int>(number / c.num_heads), head = static_cast<int>(number % c.num_heads);
   const int kv_head = head / (c.num_heads / c.num_kv_heads), b = sequence_of(c, token),

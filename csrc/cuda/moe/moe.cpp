@@ -4,9 +4,11 @@
 #include <cstring>
 
 #include "cuda/moe/moe_gemm.cuh"
-#include "cuda/runtime/device.cuh"
+#include "cuda/runtime/device.h"
+#include "cuda/runtime/kernel.h"
 #include "cuda/runtime/launch.h"
 #include "format/gpu_workspace.h"
+#include "format/program.h"
 
 namespace exl2nb {
 namespace {
@@ -52,10 +54,12 @@ const Limits& limits() {
   return l;
 }
 
-template <auto kernel, class Args>
-const char* launch(const Args& args, dim3 grid, int shared, cudaStream_t stream, bool pdl) {
-  return launch_gemm<kernel>(args, grid, kThreads, shared, limits().block, stream, pdl);
-}
+constexpr const char* kSource = "moe/moe_gemm.cuh";
+// By copy path; expert_down also by whether activations are staged in shared memory.
+const Kernel<ExpertUpArgs> up_kernels[] = {{kSource, "expert_up<0>"}, {kSource, "expert_up<1>"}, {kSource, "expert_up<2>"}};
+const Kernel<ExpertDownArgs> down_kernels[3][2] = {{{kSource, "expert_down<0, false>"}, {kSource, "expert_down<0, true>"}},
+                                                   {{kSource, "expert_down<1, false>"}, {kSource, "expert_down<1, true>"}},
+                                                   {{kSource, "expert_down<2, false>"}, {kSource, "expert_down<2, true>"}}};
 
 // Slots of the largest item that fit in `budget` beside `fixed` bytes, at most `useful`.
 RingShape ring_shape(int item, int fixed, int budget, int useful) {
@@ -91,18 +95,18 @@ int up_shared(ExpertUpArgs& e, const ExpertTable& table) {
   return std::max(ExpertUpSmem::bytes(e), copy_path() == kBulk ? half + 256 : 0);
 }
 
-const char* up_launch(ExpertUpArgs e, const ExpertTable& table, int tokens, int& shared, cudaStream_t stream, bool pdl) {
+const char* up_launch(ExpertUpArgs e, const ExpertTable& table, int tokens, int& shared, void* stream, bool pdl) {
   if (e.from.norm.width > kHeldWidth || e.from.norm.width % 4) return "experts have more inputs than a CTA holds";
   assign_strips(e, table, tokens);
   e.representative[0] = table.matrices()[0], e.representative[1] = table.matrices()[table.count - 1];
   shared = up_shared(e, table);
   if (shared > limits().block) return "an expert's matrix needs more shared memory than the GPU has";
-  const dim3 grid(static_cast<unsigned>(e.choice.top_k * e.share + e.shared_share), static_cast<unsigned>(tokens));
-  return with_copy_path([&](auto path) { return launch<expert_up<decltype(path)::value>>(e, grid, shared, stream, pdl); });
+  const Dim grid(static_cast<unsigned>(e.choice.top_k * e.share + e.shared_share), static_cast<unsigned>(tokens));
+  return up_kernels[copy_path()]({grid, kThreads, static_cast<size_t>(shared), stream, pdl}, e);
 }
 
 // beside: shared memory of an expert_up CTA.
-const char* down_launch(ExpertDownArgs d, const ExpertTable& table, int tokens, int beside, cudaStream_t stream, bool pdl) {
+const char* down_launch(ExpertDownArgs d, const ExpertTable& table, int tokens, int beside, void* stream, bool pdl) {
   d.ring_bytes = 0, d.ring = {};
   const int x_bytes = d.pairs * d.out.x_stride * 2, most = limits().block;
   const int fixed = ExpertDownSmem::bytes(d) + 8 * kWarps * 8, least = kWarps * 2 * table.item;
@@ -117,12 +121,8 @@ const char* down_launch(ExpertDownArgs d, const ExpertTable& table, int tokens, 
   d.ring_bytes = (std::max(d.ring.bytes(), d.sums_in_smem ? d.choice.bytes() : 0) + 15) / 16 * 16;
   const int shared = ExpertDownSmem::bytes(d) + (staged ? x_bytes : 0);
   if (shared > most) return "the experts of a token need more shared memory than the GPU has";
-  const dim3 grid(static_cast<unsigned>(d.out.grid), static_cast<unsigned>(tokens));
-  return with_copy_path([&](auto path) {
-    constexpr int kPath = decltype(path)::value;
-    return staged ? launch<expert_down<kPath, true>>(d, grid, shared, stream, pdl)
-                  : launch<expert_down<kPath, false>>(d, grid, shared, stream, pdl);
-  });
+  const Dim grid(static_cast<unsigned>(d.out.grid), static_cast<unsigned>(tokens));
+  return down_kernels[copy_path()][staged]({grid, kThreads, static_cast<size_t>(shared), stream, pdl}, d);
 }
 
 }  // namespace
@@ -199,7 +199,7 @@ bool router_tap(const RoutedOp& op, const uint8_t* head, const uint8_t* blob, fl
 int64_t router_stride(const GpuHeader& router) { return router_row(router.N) + 4; }
 
 const char* routed_launch(const RoutedOp& op, const GpuHeader& router, bool tapped, const RowSource& from, uint8_t* workspace,
-                          const GemmArgs& down, int tokens, int capacity, cudaStream_t stream, bool pdl) {
+                          const GemmArgs& down, int tokens, int capacity, void* stream, bool pdl) {
   const Routed r{op};
   auto* const inner = reinterpret_cast<half*>(workspace + r.inner(router, capacity));
   const ExpertTable &first = r.host(0), &second = r.host(1);

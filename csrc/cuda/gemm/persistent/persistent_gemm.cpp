@@ -4,7 +4,8 @@
 #include <algorithm>
 
 #include "cuda/gemm/persistent/persistent_gemm.cuh"
-#include "cuda/runtime/device.cuh"
+#include "cuda/runtime/device.h"
+#include "cuda/runtime/kernel.h"
 
 namespace exl2nb {
 namespace {
@@ -140,14 +141,15 @@ PersistentArgs arguments(const PersistentOp* ops, int count, uint8_t* workspace,
   }
   return c;
 }
-template <int CHUNKS, WeightKind WEIGHTS>
-const char* launch(const PersistentArgs& c, cudaStream_t stream, bool pdl) {
-  // All CTAs must be resident at once. Other kernels end by themselves, but another chain could hold part of the GPU and wait as this one
-  // does: ops/gpu.py keeps launches of different streams apart. A cooperative launch would also work but starts only when every SM is
-  // free: 3 us more per chain.
-  static const int most = shared_per_block();
-  return launch_gemm<persistent_gemm<CHUNKS, WEIGHTS>>(c, c.grid, kPersistentThreads, c.smem.bytes, most, stream, pdl);
-}
+// All CTAs must be resident at once. Other kernels end by themselves, but another chain could hold part of the GPU and wait as this one
+// does: ops/gpu.py keeps launches of different streams apart. A cooperative launch would also work but starts only when every SM is
+// free: 3 us more per chain.
+constexpr const char* kSource = "gemm/persistent/persistent_gemm.cuh";
+const Kernel<PersistentArgs> two_rows{kSource, "persistent_gemm<2, exl2nb::kAnyWeights>"},
+    four_rows{kSource, "persistent_gemm<1, exl2nb::kAnyWeights>"},
+    one_row[] = {{kSource, "persistent_gemm<4, exl2nb::kAnyWeights>"},
+                 {kSource, "persistent_gemm<4, exl2nb::kExl2>"},
+                 {kSource, "persistent_gemm<4, exl2nb::kNarrow>"}};
 
 // Specialisation for one row. Separate sums (kNarrow) pay where the weights of the largest GEMM are narrow and an item has more than four
 // units (70B 87.9 to 86.0 us per chain), not elsewhere (8B 36.5 to 37.3, TinyLlama at 3 bits 17.6 to 18.2).
@@ -206,18 +208,14 @@ int persistent_tokens(const PersistentOp* ops, int count) {
   return 1;
 }
 
-const char* persistent_launch(const PersistentOp* ops, int count, uint8_t* workspace, size_t bytes, cudaStream_t stream, bool pdl) {
+const char* persistent_launch(const PersistentOp* ops, int count, uint8_t* workspace, size_t bytes, void* stream, bool pdl) {
   const int all = ops[0].a.tokens, most = persistent_tokens(ops, count);
-  const WeightKind weights = weight_kind(ops, count);
   for (int first = 0; first < all && most; first += most) {
     const PersistentArgs c = arguments(ops, count, workspace, bytes, first, std::min(most, all - first));
     const int tokens = c.gemm[0].a.tokens;
-    const auto run = tokens == 2          ? launch<2, kAnyWeights>
-                     : tokens > 2         ? launch<1, kAnyWeights>
-                     : weights == kExl2   ? launch<4, kExl2>
-                     : weights == kNarrow ? launch<4, kNarrow>
-                                          : launch<4, kAnyWeights>;
-    if (const char* wrong = run(c, stream, pdl)) return wrong;
+    const auto& kernel = tokens == 2 ? two_rows : tokens > 2 ? four_rows : one_row[weight_kind(ops, count)];
+    const Launch how{unsigned(c.grid), kPersistentThreads, static_cast<size_t>(c.smem.bytes), stream, pdl};
+    if (const char* wrong = kernel(how, c)) return wrong;
   }
   return most ? nullptr : "these GEMMs cannot run as a persistent chain";
 }

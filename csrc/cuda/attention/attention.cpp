@@ -1,13 +1,73 @@
 // Host side of attention: checks, choice of the decode kernel, shared-memory and workspace layout, launches.
 #include <algorithm>
+#include <type_traits>
 
-#include "cuda/attention/generic.cuh"
 #include "cuda/attention/split_kv.cuh"
-#include "cuda/runtime/device.cuh"
+#include "cuda/runtime/device.h"
+#include "cuda/runtime/kernel.h"
 
 namespace exl2nb {
 namespace {
 
+constexpr const char *kDecode = "attention/decode.cuh", *kGeneric = "attention/generic.cu";
+const Kernel<RopeAppendArgs> rope_append_rows{kGeneric, "rope_append_rows"};
+const Kernel<CacheArgs, const int*, int, half*, half*> gather_rows{kGeneric, "gather_rows"};
+const Kernel<AttentionArgs> attention_any{kGeneric, "attention_any"};
+const Kernel<RopeArgs, float*, int, int, int> norm_whole_rows{kGeneric, "norm_whole_rows"};
+
+// What is known of a decode kernel. No kernel: null.
+struct DecodeKernel {
+  const Kernel<DecodeParams>*kernel, *kernel_runs;                                // kernel_runs: compiled with RUNS; may be null
+  int warps, ctas_per_sm, shared_bytes, warp_bytes, rows, row_bytes, results_at;  // row_bytes: of a warp's result
+};
+
+// The pairs of the cache modes that have a name. Other pairs have no wide kernels and no runs, which are two more kernels each.
+constexpr bool often(int k_format, int v_format) { return k_format == v_format || (k_format == kCacheQ8 && v_format == kCacheQ4); }
+
+std::string name_of(int k_format, int v_format, int head_dim, int nt, bool runs) {
+  const auto number = [](int n) { return std::to_string(n) + ", "; };
+  return "attention_decode<" + number(k_format) + number(v_format) + number(head_dim) + number(nt) + (runs ? "true>" : "false>");
+}
+
+template <int KF, int VF, int D, int NT>
+struct Decoder {
+  using Shape = DecodeShape<KF, VF, D, NT>;
+  static constexpr bool kHasRuns = often(KF, VF) && (D == 64 || D == 128) && NT <= 1;
+  static inline const Kernel<DecodeParams> kernel{kDecode, name_of(KF, VF, D, NT, false)};
+  // A kernel of its own: RUNS costs registers, so a single chunk takes longer.
+  static const Kernel<DecodeParams>* with_runs() {
+    if constexpr (kHasRuns) {
+      static const Kernel<DecodeParams> runs{kDecode, name_of(KF, VF, D, NT, true)};
+      return &runs;
+    }
+    return nullptr;
+  }
+  static DecodeKernel describe() {
+    return {&kernel,
+            with_runs(),
+            warps_of(D),
+            ctas_per_sm(D, NT),
+            Shape::kSharedBytes,
+            std::max(Shape::kStages * Shape::kStageBytes, Shape::kResultBytes),
+            Shape::kRows,
+            Shape::kOStride * 4,
+            static_cast<int>(offsetof(typename Shape::Shared, scratch))};
+  }
+};
+template <int KF, int VF>
+DecodeKernel decode_kernel(int head_dim, int rows) {
+  const auto of = [&](auto D) -> DecodeKernel {
+    constexpr int d = decltype(D)::value, wide = often(KF, VF) && (d == 64 || d == 128) ? 2 : 1;
+    if constexpr (is_q4(KF, VF, d))
+      if (rows <= rows_of(0)) return Decoder<KF, VF, d, 0>::describe();
+    return rows > rows_of(1) ? Decoder<KF, VF, d, wide>::describe() : Decoder<KF, VF, d, 1>::describe();
+  };
+#define HEAD_DIM(d) \
+  if (head_dim == d) return of(std::integral_constant<int, d>{});
+#include "cuda/attention/variants.inc"
+  return {};
+}
+// For `rows` query rows per sequence and KV head.
 DecodeKernel find_kernel(const CacheArgs& c, int rows) {
 #define VARIANT(K, V) \
   if (c.k_format == kCache##K && c.v_format == kCache##V) return decode_kernel<kCache##K, kCache##V>(c.head_dim, rows);
@@ -92,13 +152,12 @@ struct Workspace {
 };
 
 // A warp per row of q, k or v.
-template <class... Parameters, class... Arguments>
-const char* launch_rows(void (*kernel)(Parameters...), int64_t rows, void* stream, bool pdl, const Arguments&... arguments) {
-  return launch_kernel(kernel, dim3(unsigned((rows + kWarps - 1) / kWarps)), kWarps * 32, 0, stream, pdl, 1, arguments...);
+Launch rows_of_heads(int64_t rows, void* stream, bool pdl) {
+  return {unsigned((rows + kGenericWarps - 1) / kGenericWarps), kGenericWarps * 32, 0, stream, pdl};
 }
 
 const char* norm_all_heads(const RopeArgs& rope, float* qkv, const CacheArgs& c, int tokens, void* stream, bool pdl) {
-  return launch_kernel(norm_whole_rows, dim3(tokens, 3), 256, 0, stream, pdl, 1, rope, qkv, c.num_heads, c.num_kv_heads, c.head_dim);
+  return norm_whole_rows({Dim(tokens, 3), 256, 0, stream, pdl}, rope, qkv, c.num_heads, c.num_kv_heads, c.head_dim);
 }
 
 }  // namespace
@@ -106,6 +165,22 @@ const char* norm_all_heads(const RopeArgs& rope, float* qkv, const CacheArgs& c,
 size_t attention_workspace_bytes(int tokens, int num_heads, int num_kv_heads, int head_dim) {
   return Workspace(tokens, num_heads, num_kv_heads, head_dim).bytes();
 }
+
+// Names every variant when the library is loaded.
+[[maybe_unused]] const bool named = [] {
+  constexpr int head_dims[] = {
+#define HEAD_DIM(d) d,
+#include "cuda/attention/variants.inc"
+  };
+  for (const int head_dim : head_dims)
+    for (const int rows : {1, rows_of(1), rows_of(2)}) {
+      CacheArgs cache{};
+      cache.head_dim = head_dim;
+#define VARIANT(K, V) cache.k_format = kCache##K, cache.v_format = kCache##V, find_kernel(cache, rows);
+#include "cuda/attention/variants.inc"
+    }
+  return true;
+}();
 
 bool attention_looks(const AttentionArgs& a) {
   if (a.q || a.rope.norm_whole || !a.cache.sequences || check_cache(a.cache)) return false;
@@ -129,14 +204,14 @@ const char* rope_append_launch(const RopeAppendArgs& args, void* stream, bool pd
   if (args.rope.norm_whole)
     if (auto* wrong = norm_all_heads(args.rope, args.qkv, args.cache, args.tokens, stream, pdl)) return wrong;
   const int64_t rows = int64_t(args.tokens) * (args.cache.num_heads + 2 * args.cache.num_kv_heads);
-  return launch_rows(rope_append_rows, rows, stream, pdl, args);
+  return rope_append_rows(rows_of_heads(rows, stream, pdl), args);
 }
 
 const char* gather_launch(const CacheArgs& cache, const int* pages, int length, void* k, void* v, void* stream) {
   if (auto* wrong = check_cache(cache)) return wrong;
   if (length < 1) return length ? "a negative length" : nullptr;
   const int64_t rows = 2 * int64_t(length) * cache.num_kv_heads;
-  return launch_rows(gather_rows, rows, stream, false, cache, pages, length, static_cast<half*>(k), static_cast<half*>(v));
+  return gather_rows(rows_of_heads(rows, stream, false), cache, pages, length, static_cast<half*>(k), static_cast<half*>(v));
 }
 
 const char* attention_decode_launch(const AttentionArgs& args, void* stream, bool pdl) {
@@ -181,9 +256,7 @@ const char* attention_decode_launch(const AttentionArgs& args, void* stream, boo
     const int64_t slots = int64_t(multiprocessors()) * kernel.ctas_per_sm;
     if (items > slots && !params.wanted && c.sequences <= 32)
       shared = layout_runs(kernel, params, shared, int64_t(per_sequence) * q_per_kv);
-    const cudaError_t error = cudaFuncSetAttribute(kernel.kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
-    if (error != cudaSuccess) return cudaGetErrorString(error);
-    return launch_kernel(kernel.kernel, dim3(unsigned(items < slots ? items : slots)), kernel.warps * 32, shared, stream, pdl, 1, params);
+    return (*kernel.kernel)({unsigned(items < slots ? items : slots), unsigned(kernel.warps * 32), shared, stream, pdl}, params);
   }
   // Fallback for other shapes and formats: first the new keys and values, then one warp per query.
   if (!a.q) {
@@ -194,7 +267,7 @@ const char* attention_decode_launch(const AttentionArgs& args, void* stream, boo
     if (auto* wrong = rope_append_launch(append, stream, pdl)) return wrong;
     params.a.q = q;
   }
-  return launch_rows(attention_any, int64_t(a.tokens) * c.num_heads, stream, pdl, params.a);
+  return attention_any(rows_of_heads(int64_t(a.tokens) * c.num_heads, stream, pdl), params.a);
 }
 
 }  // namespace exl2nb

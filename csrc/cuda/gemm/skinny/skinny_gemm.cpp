@@ -3,12 +3,13 @@
 
 #include <algorithm>
 
-#include "cuda/gemm/skinny/skinny_gemm.cuh"
-#include "cuda/runtime/device.cuh"
+#include "cuda/runtime/device.h"
+#include "cuda/runtime/kernel.h"
 
 namespace exl2nb {
 namespace {
 
+constexpr const char* kSource = "gemm/skinny/skinny_gemm.cuh";
 constexpr int kFusedNormTokens = 4;  // with more rows a separate kernel computes the norm
 
 struct Device {
@@ -25,22 +26,10 @@ const Device& device() {
   return d;
 }
 
-template <int PATH, bool STAGED>
-cudaError_t launch(const GemmArgs& a, int grid, int shared, cudaStream_t stream, bool pdl) {
-  static const cudaError_t ready = [] {
-    // The same carveout as every kernel of a step: changing it between kernels drains the SM.
-    cudaFuncSetAttribute(skinny_gemm<PATH, STAGED>, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
-    return cudaFuncSetAttribute(skinny_gemm<PATH, STAGED>, cudaFuncAttributeMaxDynamicSharedMemorySize, device().shared_per_block);
-  }();
-  if (ready != cudaSuccess) return ready;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = grid, config.blockDim = kThreads, config.dynamicSmemBytes = shared, config.stream = stream;
-  cudaLaunchAttribute attribute[1];
-  attribute[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute[0].val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = attribute, config.numAttrs = pdl && PATH == kBulk ? 1 : 0;
-  return cudaLaunchKernelEx(&config, skinny_gemm<PATH, STAGED>, a);
-}
+// By copy path, and whether activations are staged in shared memory.
+const Kernel<GemmArgs> kernels[3][2] = {{{kSource, "skinny_gemm<0, false>"}, {kSource, "skinny_gemm<0, true>"}},
+                                        {{kSource, "skinny_gemm<1, false>"}, {kSource, "skinny_gemm<1, true>"}},
+                                        {{kSource, "skinny_gemm<2, false>"}, {kSource, "skinny_gemm<2, true>"}}};
 }  // namespace
 
 int copy_path() { return device().path; }
@@ -118,7 +107,7 @@ void skip_rows(GemmArgs& a, int first, int grid) {
   if (a.next.x) a.next.x += static_cast<size_t>(first) * a.next.stride;
 }
 
-const char* skinny_launch(GemmArgs a, Epilogue e, cudaStream_t stream, bool pdl) {
+const char* skinny_launch(GemmArgs a, Epilogue e, void* stream, bool pdl) {
   const int tokens = a.tokens, grid = skinny_grid(a, e);
   if (grid == 0 || tokens == 0) return nullptr;
   const int most = skinny_tokens(a, e);
@@ -128,11 +117,8 @@ const char* skinny_launch(GemmArgs a, Epilogue e, cudaStream_t stream, bool pdl)
     skip_rows(b, first, grid);
     const int shared = skinny_prepare(b, e);
     if (shared > device().shared_per_block) return "the matrix needs more shared memory than the GPU has";
-    const cudaError_t error = with_copy_path([&](auto path) {
-      constexpr int kPath = decltype(path)::value;
-      return b.staged ? launch<kPath, true>(b, grid, shared, stream, pdl) : launch<kPath, false>(b, grid, shared, stream, pdl);
-    });
-    if (error != cudaSuccess) return cudaGetErrorString(error);
+    const Launch how{grid, kThreads, static_cast<size_t>(shared), stream, pdl};
+    if (const char* wrong = kernels[device().path][b.staged](how, b)) return wrong;
   }
   return nullptr;
 }

@@ -1,0 +1,184 @@
+"""Compiled kernels: what is compiled at once, the cache on disk, and what is said where nothing can be compiled. A compiler is imitated."""
+
+import os
+import re
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from exl2nb.core.errors import DeviceError
+from exl2nb.ops import _load, kernel_code
+from exl2nb.ops.kernel_code import KernelId, NoCompiler
+
+ROPE = KernelId("attention/generic.cu", "rope_append_rows")
+GATHER = KernelId("attention/generic.cu", "gather_rows")
+SKINNY = KernelId("gemm/skinny/skinny_gemm.cuh", "skinny_gemm<0, true>")
+
+
+class Compiler:
+    """Counts what it compiles; the code names the kernel, as PTX does."""
+
+    def __init__(self, version=(13, 0)):
+        self.version, self.compiled, self.include = version, [], "headers"
+
+    def compile(self, kernel, arch):
+        self.compiled.append((kernel, arch))
+        return f".visible .entry _ZN6exl2nb16rope_append_rowsE(\n// {kernel} {arch}".encode()
+
+
+@pytest.fixture
+def compiler(monkeypatch, tmp_path):
+    """A process that has compiled nothing yet, with a cache of its own."""
+    found = Compiler()
+    monkeypatch.setenv("EXL2NB_KERNEL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(kernel_code, "nvrtc", lambda: found)
+    monkeypatch.setattr(kernel_code, "_codes", {})
+    return found
+
+
+@pytest.fixture
+def again(monkeypatch):
+    """Forget what is in memory, as a new process would."""
+    return lambda: monkeypatch.setattr(kernel_code, "_codes", {})
+
+
+def test_a_file_of_plain_kernels_is_one_program(compiler):
+    assert kernel_code.code_of(ROPE, 9, 0) == kernel_code.code_of(GATHER, 9, 0)
+    assert kernel_code.code_of(SKINNY, 9, 0) != kernel_code.code_of(SKINNY, 8, 6)
+    assert compiler.compiled == [(KernelId(ROPE.source, ""), "90"), (SKINNY, "90"), (SKINNY, "86")]
+
+
+def test_wgmma_is_compiled_for_hopper_alone():
+    assert KernelId("gemm/stream_k/stream_k_wgmma.cu", "stream_k_wgmma<2>").arch(9, 0) == "90a"
+    assert SKINNY.arch(9, 0) == "90"
+
+
+def test_the_cache_serves_the_next_process(compiler, again):
+    first = kernel_code.code_of(SKINNY, 9, 0)
+    again()
+    assert kernel_code.missing([SKINNY], 9, 0) == []
+    assert kernel_code.code_of(SKINNY, 9, 0) == first
+    assert len(compiler.compiled) == 1
+
+
+def test_another_compiler_and_other_options_have_files_of_their_own(compiler, again, monkeypatch):
+    kernel_code.code_of(SKINNY, 9, 0)
+    for change in (lambda: setattr(compiler, "version", (12, 8)), lambda: monkeypatch.setenv("EXL2NB_KERNEL_OPTIONS", "-lineinfo")):
+        change()
+        again()
+        assert kernel_code.missing([SKINNY], 9, 0) == [SKINNY]
+        kernel_code.code_of(SKINNY, 9, 0)
+    assert len(list(kernel_code.cache_folder().glob("*.cubin"))) == 3
+
+
+@pytest.mark.parametrize("damage", ["half", "flipped", "empty"])
+def test_a_damaged_file_is_compiled_again(compiler, again, damage):
+    good = kernel_code.code_of(SKINNY, 9, 0)
+    (path,) = kernel_code.cache_folder().glob("*.cubin")
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes({"half": path.read_bytes()[: len(data) // 2], "flipped": bytes(data), "empty": b""}[damage])
+    again()
+    assert kernel_code.code_of(SKINNY, 9, 0) == good
+    assert len(compiler.compiled) == 2
+    again()
+    assert kernel_code.code_of(SKINNY, 9, 0) == good
+    assert len(compiler.compiled) == 2
+
+
+@pytest.mark.parametrize("place", ["a file in its place", "off"])
+def test_without_a_cache_kernels_are_compiled_every_time(compiler, again, monkeypatch, tmp_path, caplog, place):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("EXL2NB_KERNEL_CACHE", "off" if place == "off" else str(tmp_path / "file" / "cache"))
+    for _ in range(2):
+        kernel_code.code_of(SKINNY, 9, 0)
+        again()
+    assert len(compiler.compiled) == 2
+    assert ("are not kept" in caplog.text) == (place != "off")
+
+
+def test_a_write_that_fails_leaves_no_file(compiler, monkeypatch):
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    assert kernel_code.code_of(SKINNY, 9, 0)
+    assert list(kernel_code.cache_folder().iterdir()) == []
+
+
+def test_threads_that_want_one_kernel_compile_it_once(compiler):
+    threads = [threading.Thread(target=kernel_code.code_of, args=(SKINNY, 9, 0)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(compiler.compiled) == 1
+
+
+def test_prepare_tells_each_kernel_and_raises_what_fails(compiler, monkeypatch):
+    told = []
+    kernel_code.prepare([SKINNY, ROPE.unit], 9, 0, told=lambda: told.append(1))
+    assert len(told) == 2
+
+    def refuse(kernel, arch):
+        raise NoCompiler("no")
+
+    monkeypatch.setattr(compiler, "compile", refuse)
+    with pytest.raises(DeviceError, match="no"):
+        kernel_code.prepare([SKINNY], 8, 0)
+
+
+def test_the_library_gets_code_and_symbol_or_the_reason(compiler, monkeypatch):
+    import ctypes
+
+    code, text = ctypes.c_void_p(), ctypes.c_void_p()
+    ask = lambda one: kernel_code._answer(one.source.encode(), one.name.encode(), 9, 0, ctypes.byref(code), ctypes.byref(text))  # noqa: E731
+    assert ask(ROPE) == 0
+    assert ctypes.string_at(text.value) == b"_ZN6exl2nb16rope_append_rowsE"
+    assert ctypes.string_at(code.value).startswith(b".visible .entry")
+    assert ask(GATHER) == 1
+    assert b"holds 0 kernels gather_rows" in ctypes.string_at(text.value)
+
+
+def test_without_nvrtc_or_headers_it_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setattr(kernel_code, "_libraries", lambda: [str(tmp_path / "libnvrtc.so.13")])
+    with pytest.raises(NoCompiler, match=r"NVRTC was not found .* pip install nvidia-cuda-nvrtc"):
+        kernel_code.Nvrtc()
+
+
+def test_every_kernel_that_host_code_names_is_in_its_file():
+    library = _load.find("libexl2nb_cuda.so")
+    assert library is not None
+    run = "from pathlib import Path; from exl2nb.ops import kernel_code as k; import sys; k.connect(Path(sys.argv[1])); print(*[f'{i.source}|{i.name}' for i in k.every_kernel()], sep='\\n')"  # noqa: E501
+    lines = subprocess.run([sys.executable, "-c", run, str(library)], capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(lines) > 100
+    assert len(set(lines)) == len(lines)
+    for line in lines:
+        source, name = line.split("|")
+        text = (kernel_code.source_root() / "cuda" / source).read_text()
+        assert re.search(rf"__global__[^;{{]*?\b{name.split('<')[0]}\(", text), f"{source} has no kernel {name}"
+
+
+@pytest.mark.gpu
+def test_noted_launches_compute_nothing():
+    from exl2nb.ops import gpu_prefill  # noqa: F401
+
+    _load.load()
+    x = torch.ones(3, 64, device="cuda")
+    out = torch.ops.exl2nb.norm_rows
+    ones = torch.ones(64, device="cuda")
+    kernels = kernel_code.noted(lambda: out(x, ones, None, 1e-6, False))
+    assert kernels == [KernelId("gemm/prefill.cu", "norm_rows<4>")]
+
+
+@pytest.mark.gpu
+def test_a_fresh_cache_compiles_for_this_gpu(monkeypatch, tmp_path):
+    _load.load()
+    monkeypatch.setenv("EXL2NB_KERNEL_CACHE", str(tmp_path))
+    major, minor = torch.cuda.get_device_capability()
+    compiler = kernel_code.nvrtc()
+    code = compiler.compile(ROPE.unit, ROPE.arch(major, minor))
+    assert kernel_code.symbol(code, "gather_rows") != kernel_code.symbol(code, ROPE.name)
+    assert code == compiler.compile(ROPE.unit, ROPE.arch(major, minor))
+    with pytest.raises(NoCompiler, match="does not compile"):
+        compiler.compile(KernelId("attention/generic.cu", "none<1>"), f"{major}{minor}")
