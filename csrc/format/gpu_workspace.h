@@ -17,7 +17,7 @@ inline int64_t stream_k_bytes(int tokens, int sms) {
 }
 
 // A router fused into the GEMM in front of it: CTAs of that GEMM, which has K outputs; each leaves sums for every row.
-inline int router_parts(int K, int sms) { 
+inline int router_parts(int K, int sms) {
   const int strips = (K + kStripColumns - 1) / kStripColumns;
   return sms < strips ? sms : strips;
 }

@@ -46,6 +46,4 @@ Tensor reconstruct_cuda(const Tensor& q_weight, const Tensor& q_scale, const Ten
 }  // namespace
 }  // namespace exl2nb
 
-STABLE_TORCH_LIBRARY_IMPL(exl2nb, CUDA, m) {
-  m.impl("reconstruct", TORCH_BOX(&exl2nb::reconstruct_cuda));
-}
+STABLE_TORCH_LIBRARY_IMPL(exl2nb, CUDA, m) { m.impl("reconstruct", TORCH_BOX(&exl2nb::reconstruct_cuda)); }

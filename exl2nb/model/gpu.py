@@ -50,7 +50,7 @@ class GpuForward:
     def kernels(self, cache: KVCache, most: int = SHORT) -> list[kernel_code.KernelId]:
         """The kernels of steps of 1 to `most` tokens of one sequence; none is launched."""
         heads = cache.spec.num_kv_heads, cache.spec.head_dim
-        scratch = gpu.Stepper(self.program.code, most, self.device, many=self.many)
+        scratch = gpu.StepKernels(self.program.code, most, self.device, stream_k_from=self.stream_k_from)
         zeros = torch.zeros(most + 1, dtype=torch.int32, device=self.device)
 
         def steps() -> None:

@@ -12,18 +12,15 @@ const Kernel<const uint32_t*, int, const uint32_t*, const half*, const int16_t*,
     "blob/reconstruct.cu", "reconstruct_rows", false};
 constexpr const char* kPack = "blob/pack.cu";
 const Kernel<PackSource, const Item*, const int*, int, uint8_t*, int64_t> pack_units{kPack, "pack_units", false};
-const Kernel<const void*, int, int, int, uint8_t*, int64_t> pack_dense_units[] = {{kPack, "pack_dense_units<float>", false},
-                                                                                  {kPack, "pack_dense_units<half>", false},
-                                                                                  {kPack, "pack_dense_units<exl2nb::Bf16>", false}};
+const Kernel<const void*, int, int, int, uint8_t*, int64_t> pack_dense_units[] = {
+    {kPack, "pack_dense_units<float>", false}, {kPack, "pack_dense_units<half>", false}, {kPack, "pack_dense_units<exl2nb::Bf16>", false}};
 const Kernel<GptqPacking, const Item*, uint8_t*, int64_t> pack_gptq_units{kPack, "pack_gptq_units", false};
 const Kernel<UnpackParts, int, int64_t, half*> unpack_kernel{"blob/unpack.cu", "unpack_kernel", false};
 
 constexpr unsigned kThreads = 256;
 
 constexpr const char* kNoDriver = "no CUDA driver was found that supports CUDA 12";
-const char* wait_for(int error, void* stream) {
-  return error_text(error ? error : driver()->synchronize(static_cast<CudaStream>(stream)));
-}
+const char* wait_for(int error, void* stream) { return error_text(error ? error : driver()->synchronize(static_cast<CudaStream>(stream))); }
 
 const char* check_groups(const std::vector<int16_t>& table, int64_t R, int64_t K) {
   int64_t rows = 0, expected = 0;
@@ -93,11 +90,13 @@ const char* unpack_launch(const uint8_t* head, const uint8_t* blob, void* out, v
 
 const char* copy_out(void* host, const void* device, int64_t bytes, void* stream) {
   if (!driver()) return kNoDriver;
-  return wait_for(driver()->copy_to_host(host, reinterpret_cast<uintptr_t>(device), size_t(bytes), static_cast<CudaStream>(stream)), stream);
+  return wait_for(driver()->copy_to_host(host, reinterpret_cast<uintptr_t>(device), size_t(bytes), static_cast<CudaStream>(stream)),
+                  stream);
 }
 const char* copy_in(void* device, const void* host, int64_t bytes, void* stream) {
   if (!driver()) return kNoDriver;
-  return wait_for(driver()->copy_to_device(reinterpret_cast<uintptr_t>(device), host, size_t(bytes), static_cast<CudaStream>(stream)), stream);
+  return wait_for(driver()->copy_to_device(reinterpret_cast<uintptr_t>(device), host, size_t(bytes), static_cast<CudaStream>(stream)),
+                  stream);
 }
 const char* copy_within(void* to, const void* from, int64_t bytes, void* stream) {
   if (!driver()) return kNoDriver;

@@ -27,8 +27,8 @@ __device__ __forceinline__ uint32_t transpose8x8(uint32_t v) {
 
 // Decodes unit i of `live` strips. from: the first strip's item.
 template <int B, bool GPTQ>
-__device__ __forceinline__ void decode_strips(const UnpackPart& P, const Item& it, const uint8_t* from, int live, int i, half2 unit, int lane,
-                                              half (*tile)[kPitch]) {
+__device__ __forceinline__ void decode_strips(const UnpackPart& P, const Item& it, const uint8_t* from, int live, int i, half2 unit,
+                                              int lane, half (*tile)[kPitch]) {
   const int g = lane >> 2, t = lane & 3;
   if (lane / 8 < live && lane % 8 < B)  // one round trip for all strips
     asm volatile("prefetch.global.L2 [%0];" ::"l"(from + lane / 8 * P.strip_bytes + i * (128 * B) + lane % 8 * 128));

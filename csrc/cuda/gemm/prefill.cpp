@@ -10,7 +10,8 @@ namespace {
 
 constexpr const char* kSource = "gemm/prefill.cu";
 const Kernel<NormRowsArgs> norm_rows{kSource, "norm_rows<4>", false}, norm_long_rows{kSource, "norm_rows<8>", false};
-const Kernel<const half*, int64_t, int, bool, int, half*> gate_rows{kSource, "gate_rows<1>", false}, gate_eights{kSource, "gate_rows<8>", false};
+const Kernel<const half*, int64_t, int, bool, int, half*> gate_rows{kSource, "gate_rows<1>", false},
+    gate_eights{kSource, "gate_rows<8>", false};
 const Kernel<RotateRowsArgs> rotate_rows{kSource, "rotate_rows", false};
 
 }  // namespace

@@ -65,7 +65,8 @@ const char* gptq_block_launch(const GptqBlock& b, void* stream) {
   Spread spread;
   for (int c = 0; c < kCandidates; c++)
     spread.factor[c] = kLow * std::pow(kHigh / kLow, static_cast<float>(c) / static_cast<float>(kCandidates - 1));
-  const auto cleared = driver()->fill(reinterpret_cast<uintptr_t>(scratch.top), 0, sizeof(unsigned) * b.S * b.P, static_cast<CudaStream>(stream));
+  const auto cleared =
+      driver()->fill(reinterpret_cast<uintptr_t>(scratch.top), 0, sizeof(unsigned) * b.S * b.P, static_cast<CudaStream>(stream));
   if (const char* wrong = error_text(cleared)) return wrong;
   Step step = {};
   std::fill(step.first, step.first + kOptions, b.first);

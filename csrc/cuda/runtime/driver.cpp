@@ -29,15 +29,14 @@ bool find(F& function, const char* name) {
 
 const Driver* driver() {
   static Driver d{};
-  static const bool found = find(d.init, "cuInit") && find(d.get_device, "cuCtxGetDevice") &&
-                            find(d.device_attribute, "cuDeviceGetAttribute") && find(d.retain_context, "cuDevicePrimaryCtxRetain") &&
-                            find(d.set_context, "cuCtxSetCurrent") && find(d.load_module, "cuModuleLoadData") &&
-                            find(d.get_function, "cuModuleGetFunction") && find(d.function_attribute, "cuFuncGetAttribute") &&
-                            find(d.set_function_attribute, "cuFuncSetAttribute") && find(d.launch, "cuLaunchKernelEx") &&
-                            find(d.copy, "cuMemcpyDtoDAsync_v2") && find(d.copy_to_host, "cuMemcpyDtoHAsync_v2") &&
-                            find(d.copy_to_device, "cuMemcpyHtoDAsync_v2") && find(d.fill, "cuMemsetD8Async") &&
-                            find(d.synchronize, "cuStreamSynchronize") && find(d.host_address, "cuMemHostGetDevicePointer_v2") &&
-                            find(d.error_string, "cuGetErrorString") && d.init(0) == 0;
+  static const bool found =
+      find(d.init, "cuInit") && find(d.get_device, "cuCtxGetDevice") && find(d.device_attribute, "cuDeviceGetAttribute") &&
+      find(d.retain_context, "cuDevicePrimaryCtxRetain") && find(d.set_context, "cuCtxSetCurrent") &&
+      find(d.load_module, "cuModuleLoadData") && find(d.get_function, "cuModuleGetFunction") &&
+      find(d.function_attribute, "cuFuncGetAttribute") && find(d.set_function_attribute, "cuFuncSetAttribute") &&
+      find(d.launch, "cuLaunchKernelEx") && find(d.copy, "cuMemcpyDtoDAsync_v2") && find(d.copy_to_host, "cuMemcpyDtoHAsync_v2") &&
+      find(d.copy_to_device, "cuMemcpyHtoDAsync_v2") && find(d.fill, "cuMemsetD8Async") && find(d.synchronize, "cuStreamSynchronize") &&
+      find(d.host_address, "cuMemHostGetDevicePointer_v2") && find(d.error_string, "cuGetErrorString") && d.init(0) == 0;
   return found ? &d : nullptr;
 }
 

@@ -94,8 +94,12 @@ const char* KernelBase::run(const Launch& how, void** arguments) const {
   CudaFunction function = nullptr;
   if (const char* wrong = find(function)) return wrong;
   LaunchAttribute attributes[2];
-  LaunchConfig config{{how.grid.x, how.grid.y, how.grid.z}, {how.threads.x, how.threads.y, how.threads.z}, static_cast<unsigned>(how.shared_bytes),
-                      static_cast<CudaStream>(how.stream), attributes, 0};
+  LaunchConfig config{{how.grid.x, how.grid.y, how.grid.z},
+                      {how.threads.x, how.threads.y, how.threads.z},
+                      static_cast<unsigned>(how.shared_bytes),
+                      static_cast<CudaStream>(how.stream),
+                      attributes,
+                      0};
   if (how.pdl && compute_major() >= 9) {
     attributes[config.num_attributes].id = kProgrammaticStreamSerialization;
     attributes[config.num_attributes++].value.allowed = 1;

@@ -69,8 +69,9 @@ int shared_limit() {
 // By rows of a group: 16, 32, 64. wgmma: Hopper alone.
 constexpr const char *kSource = "gemm/stream_k/stream_k_gemm.cuh", *kWgmmaSource = "gemm/stream_k/stream_k_wgmma.cu";
 const Kernel<StreamKArgs> mma_kernels[] = {{kSource, "stream_k_gemm<2>"}, {kSource, "stream_k_gemm<4>"}, {kSource, "stream_k_gemm<8>"}},
-                          wgmma_kernels[] = {
-                              {kWgmmaSource, "stream_k_wgmma<2>"}, {kWgmmaSource, "stream_k_wgmma<4>"}, {kWgmmaSource, "stream_k_wgmma<8>"}};
+                          wgmma_kernels[] = {{kWgmmaSource, "stream_k_wgmma<2>"},
+                                             {kWgmmaSource, "stream_k_wgmma<4>"},
+                                             {kWgmmaSource, "stream_k_wgmma<8>"}};
 
 // CTAs: one per SM, at least a few units each, at most kStreamKMaxSharers per tile.
 int grid_of(const StreamKArgs& m, int work) {
