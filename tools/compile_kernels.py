@@ -1,17 +1,21 @@
 """Compile every CUDA kernel with NVRTC, without a GPU: all variants that the library may launch.
 
-    python tools/compile_kernels.py --arch 75 90 [--out FOLDER] [--nvrtc SITE]
+    python tools/compile_kernels.py --arch 75 90 [--out FOLDER] [--nvrtc SITE | --nvcc NVCC]
 
-`--out` keeps the code for programs without Python (benchmarks/cuda): a file per kernel, and `index.txt` with a line
-`source<TAB>name<TAB>symbol<TAB>file` each. `--nvrtc` is a folder with NVIDIA's wheels `nvidia-cuda-nvrtc` and `nvidia-cuda-runtime`
-(`pip install --target SITE ...`); without it, those beside torch.
+`--out` keeps the code in FOLDER/sm_ARCH: a file per program, and `index.txt` with the sources' digest, then a line
+`source<TAB>name<TAB>symbol<TAB>file` per kernel. Programs without Python (benchmarks/cuda) read it, and so does exl2nb where FOLDER is
+`ready` beside the kernels' sources. `--nvcc` compiles with CUDA's offline compiler, which addresses shared memory with 32 bits. `--nvrtc`
+is a folder with NVIDIA's wheels `nvidia-cuda-nvrtc` and `nvidia-cuda-runtime` (`pip install --target SITE ...`); without it, those
+beside torch.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,17 +24,35 @@ from exl2nb.ops import _load, kernel_code
 from exl2nb.ops.kernel_code import KernelId
 
 
-def compile_all(arch: str, out: Path | None) -> int:
+def with_nvcc(nvcc: str, unit: KernelId, arch: str) -> bytes:
+    """Machine code of one program from nvcc.
+
+    Raises:
+        NoCompiler: with what nvcc said.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        source, code = Path(folder) / "kernel.cu", Path(folder) / "kernel.cubin"
+        use = f"static auto* const use = &exl2nb::{unit.name};\nvoid* instantiate() {{ return (void*)use; }}\n" if unit.name else ""
+        source.write_text(f'#include "cuda/{unit.source}"\n{use}')
+        options = ["-cubin", "-std=c++17", "-O3", "-DNDEBUG", f"-arch=sm_{arch}", "-I", str(kernel_code.source_root())]
+        done = subprocess.run([nvcc, *options, str(source), "-o", str(code)], capture_output=True, text=True)
+        if done.returncode:
+            raise kernel_code.NoCompiler(f"kernel {unit.name} of {unit.source}: {done.stderr[:2000]}")
+        return code.read_bytes()
+
+
+def compile_all(arch: str, out: Path | None, nvcc: str | None = None) -> int:
     """Compile for one architecture, such as "90"; returns how many kernels do not compile."""
     major, minor = int(arch[:-1]), int(arch[-1])
     kernels = [one for one in kernel_code.every_kernel() if arch == "90" or not one.arch(major, minor).endswith("a")]
     units = list(dict.fromkeys(one.unit for one in kernels))
-    compiler = kernel_code.nvrtc()
+    name = "nvcc" if nvcc else f"NVRTC {'.'.join(map(str, kernel_code.nvrtc().version))}"
 
     def attempt(unit: KernelId) -> tuple[bytes, float] | str:
         begun = time.monotonic()
         try:
-            code = compiler.compile(unit, unit.arch(major, minor))
+            target = unit.arch(major, minor)
+            code = with_nvcc(nvcc, unit, target) if nvcc else kernel_code.nvrtc().compile(unit, target)
             for one in kernels:
                 if one.unit == unit:
                     kernel_code.symbol(code, one.name)
@@ -48,11 +70,11 @@ def compile_all(arch: str, out: Path | None) -> int:
     spent, total = time.monotonic() - begun, sum(len(code) for code, _ in done.values())
     slowest, (_, longest) = max(done.items(), key=lambda item: item[1][1])
     print(
-        f"sm_{arch}, NVRTC {'.'.join(map(str, compiler.version))}: {len(kernels)} kernels in {len(done)} programs, "
+        f"sm_{arch}, {name}: {len(kernels)} kernels in {len(done)} programs, "
         f"{total / 2**20:.1f} MiB, {spent:.0f} s; the longest {slowest.name or slowest.source}, {longest:.1f} s"
     )
     if out is not None:
-        _write(out, kernels, {unit: code for unit, (code, _) in done.items()})
+        _write(out / f"sm_{arch}", kernels, {unit: code for unit, (code, _) in done.items()})
     return len(failed)
 
 
@@ -62,15 +84,16 @@ def _write(out: Path, kernels: list[KernelId], codes: dict[KernelId, bytes]) -> 
     for unit, name in files.items():
         (out / name).write_bytes(codes[unit])
     rows = [(one.source, one.name, kernel_code.symbol(codes[one.unit], one.name), files[one.unit]) for one in kernels if one.unit in codes]
-    (out / "index.txt").write_text("".join("\t".join(row) + "\n" for row in rows))
+    (out / "index.txt").write_text(kernel_code.source_digest() + "\n" + "".join("\t".join(row) + "\n" for row in rows))
 
 
 def main() -> int:
     """Parse the command line, compile, return the exit code."""
     parser = argparse.ArgumentParser(description="Compile every CUDA kernel with NVRTC, without a GPU.")
     parser.add_argument("--arch", nargs="+", default=["90"], help="compute capabilities without the dot")
-    parser.add_argument("--out", type=Path, help="keep the code of the last architecture there")
+    parser.add_argument("--out", type=Path, help="keep the code there")
     parser.add_argument("--nvrtc", type=Path, help="folder with NVIDIA's wheels")
+    parser.add_argument("--nvcc", help="compile with this nvcc instead")
     options = parser.parse_args()
     if options.nvrtc:
         sys.path.insert(0, str(options.nvrtc))
@@ -79,7 +102,7 @@ def main() -> int:
         print("libexl2nb_cuda.so is missing: run `make build`")
         return 1
     kernel_code.connect(library)
-    return min(1, sum(compile_all(arch, options.out) for arch in options.arch))
+    return min(1, sum(compile_all(arch, options.out, options.nvcc) for arch in options.arch))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 // The engine's kernels for a program without Python: their code is read from the folder that `tools/compile_kernels.py --out` has written,
-// $EXL2NB_KERNELS or ./build/kernels. Such a program is compiled with nvcc and linked with the engine's host code:
+// $EXL2NB_KERNELS or ./build/kernels/sm_90. Such a program is compiled with nvcc and linked with the engine's host code:
 //   python tools/compile_kernels.py --arch 90 --out build/kernels
 //   nvcc -O3 -std=c++20 -arch=sm_90 --expt-relaxed-constexpr -Icsrc benchmarks/cuda/NAME.cu $(find csrc/cuda -name '*.cpp')
 //     csrc/format/gpu_layout.cpp -ldl -o NAME
@@ -17,11 +17,13 @@
 namespace {
 
 inline int kernel_code(const char* source, const char* name, int, int, const void** code, const char** text) {
-  static const std::string folder = std::getenv("EXL2NB_KERNELS") ? std::getenv("EXL2NB_KERNELS") : "build/kernels";
+  static const std::string folder = std::getenv("EXL2NB_KERNELS") ? std::getenv("EXL2NB_KERNELS") : "build/kernels/sm_90";
   static std::map<std::string, std::pair<std::string, std::string>> found;  // "source\tname" -> symbol, code
   if (found.empty()) {
     std::ifstream index(folder + "/index.txt");
-    for (std::string line; std::getline(index, line);) {
+    std::string line;
+    std::getline(index, line);  // digest
+    while (std::getline(index, line)) {
       std::istringstream fields(line);
       std::string of[4];
       for (auto& field : of) std::getline(fields, field, '\t');

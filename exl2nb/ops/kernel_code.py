@@ -293,7 +293,22 @@ def code_of(kernel: KernelId, major: int, minor: int) -> bytes:
         return _codes[key]
 
 
+@cache
+def _ready(arch: str) -> dict[KernelId, Path]:
+    """Code that ships in the package, made by `tools/compile_kernels.py`; none where it was made from other sources."""
+    folder = source_root() / "ready" / f"sm_{arch}"
+    try:
+        digest, *rows = (folder / "index.txt").read_text().splitlines()
+    except OSError:
+        return {}
+    if digest != source_digest() or more_options():
+        return {}
+    return {KernelId(source, name).unit: folder / file for source, name, _, file in (row.split("\t") for row in rows)}
+
+
 def _cached(kernel: KernelId, arch: str) -> bytes:
+    if kernel in _ready(arch):
+        return _ready(arch)[kernel].read_bytes()
     folder, compiler = cache_folder(), nvrtc()
     path = folder / f"{_key(kernel, arch, compiler.version)}.cubin" if folder else None
     code = _load(path) if path else None
@@ -307,7 +322,8 @@ def _cached(kernel: KernelId, arch: str) -> bytes:
 def missing(kernels: Iterable[KernelId], major: int, minor: int) -> list[KernelId]:
     """What must be compiled for these kernels: in no memory and in no cache on disk."""
     units, folder = dict.fromkeys(kernel.unit for kernel in kernels), cache_folder()
-    version = nvrtc().version
+    units = [unit for unit in units if unit not in _ready(unit.arch(major, minor))]
+    version = nvrtc().version if units else (0, 0)
     paths = {unit: folder and folder / f"{_key(unit, unit.arch(major, minor), version)}.cubin" for unit in units}
     return [unit for unit, path in paths.items() if (unit, unit.arch(major, minor)) not in _codes and not (path and path.exists())]
 

@@ -182,3 +182,17 @@ def test_a_fresh_cache_compiles_for_this_gpu(monkeypatch, tmp_path):
     assert code == compiler.compile(ROPE.unit, ROPE.arch(major, minor))
     with pytest.raises(NoCompiler, match="does not compile"):
         compiler.compile(KernelId("attention/generic.cu", "none<1>"), f"{major}{minor}")
+
+
+def test_ready_code_is_taken_while_the_sources_are_the_same(compiler, again, monkeypatch, tmp_path):
+    monkeypatch.setattr(kernel_code, "source_root", lambda: tmp_path)
+    folder = tmp_path / "ready" / "sm_90"
+    folder.mkdir(parents=True)
+    (folder / "0.cubin").write_bytes(b"ready")
+    for digest, expected in ((kernel_code.source_digest(), b"ready"), ("other sources", b".visible")):
+        (folder / "index.txt").write_text(f"{digest}\n{SKINNY.source}\t{SKINNY.name}\tsymbol\t0.cubin\n")
+        kernel_code._ready.cache_clear()
+        again()
+        assert (kernel_code.missing([SKINNY], 9, 0) == []) == (expected == b"ready")
+        assert kernel_code.code_of(SKINNY, 9, 0).startswith(expected)
+    kernel_code._ready.cache_clear()
