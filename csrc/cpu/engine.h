@@ -71,7 +71,7 @@ struct Attention {
   int64_t sequences, max_pages, page_size, window;
   int num_heads, num_kv_heads, head_dim;
   float scale, softcap;
-  PoolKind k_kind, v_kind;
+  CacheFormat k_kind, v_kind;
 };
 void paged_attention(const float* q, const Attention& a, float* out);
 // Its tasks: some queries of a sequence with one KV head; whoever runs one gives it scratch memory.

@@ -34,7 +34,7 @@ struct Output {
 struct Heads {
   int num_heads, num_kv_heads, head_dim, half;  // half: rotary_dim / 2
   int64_t page_size;
-  PoolKind k_kind, v_kind;
+  CacheFormat k_kind, v_kind;
   const float *q_norm, *k_norm;          // or null
   int64_t q_norm_stride, k_norm_stride;  // 0: one row for all heads
   float eps;
@@ -56,7 +56,7 @@ struct AttentionTask {
   int64_t page_size, context;
   int count, num_heads, num_kv_heads, kv_head, head_dim;
   float scale, softcap;
-  PoolKind k_kind, v_kind;
+  CacheFormat k_kind, v_kind;
   float* scratch;  // attention_scratch() floats
 };
 

@@ -14,7 +14,7 @@ struct StepBatch {
   int64_t T, R, sequences, max_pages;
   std::vector<void*> k_pools, v_pools;  // every layer (num_pages, Hkv, page_size, D), or (num_pages, Hkv, row) where they are coded
   int64_t num_pages, num_kv_heads, page_size, head_dim;
-  PoolKind k_kind, v_kind;
+  CacheFormat k_kind, v_kind;
 };
 
 // What is wrong with the program or the batch, or an empty string. Nothing has been written then.

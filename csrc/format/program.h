@@ -11,6 +11,8 @@
 #include <string>
 #include <type_traits>
 
+#include "format/pool.h"
+
 namespace exl2nb {
 
 constexpr int64_t kProgramMagic = 0x3147525032584558, kProgramVersion = 3;
@@ -157,7 +159,8 @@ class Program {
   int64_t words_;
 };
 
-// The schema: a line for each op, "name code field:kind ...", kind address, integer or real.
+// The schema: a line for each op, "name code field:kind ...", kind address, integer or real; then the cache formats, "cache_formats
+// name:number ...".
 inline std::string program_schema() {
   struct Kind {
     static const char* of(double) { return "real"; }
@@ -172,7 +175,9 @@ inline std::string program_schema() {
   EXL2NB_OPS(EXL2NB_LINE)
 #undef EXL2NB_LINE
 #undef EXL2NB_FIELD
-  return text;
+#define EXL2NB_FORMAT(constant, number, name) " " #name ":" #number
+  return text += "cache_formats" EXL2NB_CACHE_FORMATS(EXL2NB_FORMAT) "\n";
+#undef EXL2NB_FORMAT
 }
 
 }  // namespace exl2nb

@@ -85,49 +85,49 @@ void linear_residual_cpu(Tensor residual, const Tensor& x, const Tensor& blob, c
 
 struct Pools {
   int64_t num_pages, num_kv_heads, page_size, head_dim;
-  PoolKind k_kind, v_kind;
+  CacheFormat k_kind, v_kind;
 };
 
 // Kind of one pool; head_dim is needed for the coded ones only, whose rows say how many bits a code has.
-PoolKind pool_kind(const char* op, const char* name, const Tensor& pool, int64_t head_dim) {
+CacheFormat pool_kind(const char* op, const char* name, const Tensor& pool, int64_t head_dim) {
   const ScalarType dtype = pool.scalar_type();
-  if (dtype == ScalarType::Half) return kPoolF16;
-  if (dtype == ScalarType::Float) return kPoolF32;
+  if (dtype == ScalarType::Half) return kCacheF16;
+  if (dtype == ScalarType::Float) return kCacheF32;
   STD_TORCH_CHECK(dtype == ScalarType::Byte || dtype == ScalarType::Float8_e4m3fn, op, ": ", name, " is ", dtype_name(dtype),
                   "; expected float16, float32, or codes (uint8 or float8_e4m3fn)");
   STD_TORCH_CHECK(head_dim > 0 && head_dim % 8 == 0 && head_dim <= kMaxHeadDim, op, ": head_dim is ", head_dim,
                   "; expected a multiple of 8 up to ", kMaxHeadDim);
-  const int64_t row8 = pool_row_bytes(kPoolQ8, kPoolPage, int(head_dim)), row4 = pool_row_bytes(kPoolQ4, kPoolPage, int(head_dim));
+  const int64_t row8 = pool_row_bytes(kCacheQ8, kPage, int(head_dim)), row4 = pool_row_bytes(kCacheQ4, kPage, int(head_dim));
   const bool fits = pool.dim() == 3 && (pool.size(2) == row8 || (pool.size(2) == row4 && dtype == ScalarType::Byte));
   STD_TORCH_CHECK(fits, op, ": ", name, " is ", dtype_name(dtype), " ", shape_text(pool), "; expected (pages, heads, ", row8,
                   dtype == ScalarType::Byte ? " or " + std::to_string(row4) : std::string(), ") for head_dim ", head_dim);
-  return dtype != ScalarType::Byte ? kPoolFp8 : pool.size(2) == row8 ? kPoolQ8 : kPoolQ4;
+  return dtype != ScalarType::Byte ? kCacheFp8 : pool.size(2) == row8 ? kCacheQ8 : kCacheQ4;
 }
 
 // A pool like the first ones.
-void check_pool(const char* op, const char* name, const Tensor& pool, const Pools& p, PoolKind kind) {
+void check_pool(const char* op, const char* name, const Tensor& pool, const Pools& p, CacheFormat kind) {
   if (pool_is_coded(kind))
-    check_tensor(op, name, pool, kind == kPoolFp8 ? ScalarType::Float8_e4m3fn : ScalarType::Byte,
+    check_tensor(op, name, pool, kind == kCacheFp8 ? ScalarType::Float8_e4m3fn : ScalarType::Byte,
                  {p.num_pages, p.num_kv_heads, pool_row_bytes(kind, p.page_size, int(p.head_dim))});
   else
-    check_tensor(op, name, pool, kind == kPoolF16 ? ScalarType::Half : ScalarType::Float,
+    check_tensor(op, name, pool, kind == kCacheF16 ? ScalarType::Half : ScalarType::Float,
                  {p.num_pages, p.num_kv_heads, p.page_size, p.head_dim});
 }
 
 // num_kv_heads, head_dim: -1 where any will do; then coded pools are refused.
 Pools check_pools(const char* op, const Tensor& k, const Tensor& v, int64_t num_kv_heads, int64_t head_dim) {
-  Pools p{k.size(0), num_kv_heads, kPoolPage, head_dim, pool_kind(op, "k_pool", k, head_dim), pool_kind(op, "v_pool", v, head_dim)};
+  Pools p{k.size(0), num_kv_heads, kPage, head_dim, pool_kind(op, "k_pool", k, head_dim), pool_kind(op, "v_pool", v, head_dim)};
   const Tensor* plain = !pool_is_coded(p.k_kind) ? &k : !pool_is_coded(p.v_kind) ? &v : nullptr;
   if (plain) {
-    const PoolKind kind = plain == &k ? p.k_kind : p.v_kind;
-    check_tensor(op, plain == &k ? "k_pool" : "v_pool", *plain, kind == kPoolF16 ? ScalarType::Half : ScalarType::Float,
+    const CacheFormat kind = plain == &k ? p.k_kind : p.v_kind;
+    check_tensor(op, plain == &k ? "k_pool" : "v_pool", *plain, kind == kCacheF16 ? ScalarType::Half : ScalarType::Float,
                  {p.num_pages, num_kv_heads, -1, head_dim});
     p.page_size = plain->size(2);
     p.head_dim = plain->size(3);
   }
   if (p.num_kv_heads < 0) p.num_kv_heads = k.size(1);
   const bool coded = pool_is_coded(p.k_kind) || pool_is_coded(p.v_kind);
-  STD_TORCH_CHECK(p.page_size > 0 && p.page_size % 8 == 0 && (!coded || p.page_size == kPoolPage), op, ": page size is ", p.page_size,
+  STD_TORCH_CHECK(p.page_size > 0 && p.page_size % 8 == 0 && (!coded || p.page_size == kPage), op, ": page size is ", p.page_size,
                   "; expected ", coded ? "256" : "a multiple of 8");
   STD_TORCH_CHECK(p.head_dim > 0 && p.head_dim % 8 == 0 && p.head_dim <= kMaxHeadDim, op, ": head_dim is ", p.head_dim,
                   "; expected a multiple of 8 up to ", kMaxHeadDim);

@@ -8,7 +8,6 @@
 #include <tuple>
 #include <vector>
 
-#include "../format/pool.h"
 #include "cuda/attention/attention.h"
 #include "cuda/sampling/sample.h"
 #include "stream.h"
@@ -51,12 +50,12 @@ int format_of(const char* op, const Tensor& pool, int64_t heads, int64_t head_di
     if (dtype == ScalarType::Float) return kCacheF32;
   }
   if (shaped && pool.dim() == 3) {
-    const auto holds = [&](ScalarType wanted, PoolKind kind) {
-      return dtype == wanted && pool.size(2) == pool_row_bytes(kind, kPoolPage, int(head_dim));
+    const auto holds = [&](ScalarType wanted, CacheFormat kind) {
+      return dtype == wanted && pool.size(2) == pool_row_bytes(kind, kPage, int(head_dim));
     };
-    if (holds(ScalarType::Float8_e4m3fn, kPoolFp8)) return kCacheFp8;
-    if (holds(ScalarType::Byte, kPoolQ8)) return kCacheQ8;
-    if (holds(ScalarType::Byte, kPoolQ4)) return kCacheQ4;
+    if (holds(ScalarType::Float8_e4m3fn, kCacheFp8)) return kCacheFp8;
+    if (holds(ScalarType::Byte, kCacheQ8)) return kCacheQ8;
+    if (holds(ScalarType::Byte, kCacheQ4)) return kCacheQ4;
   }
   STD_TORCH_CHECK(false, op, ": a pool is ", text_of(pool), "; expected f16 or f32 (pages, ", heads, ", 256, ", head_dim,
                   ") or coded rows (cache/FORMAT.md), contiguous, on the GPU");

@@ -17,7 +17,6 @@ MOST = 512  # tokens of a step that go through the step kernels
 MOST_ROUTED = 64  # of a model with experts: the step kernels read them once for every token that chose them
 APART = 4  # sequences that decode beside prompts, from which on they are a launch of their own
 STREAM_K_FROM = 9  # tokens of a step from which on its products are stream-K GEMMs
-F16, F32, Q8, Q4, FP8 = range(5)  # formats of pools, as csrc/cuda/attention/attention.h numbers them
 
 
 class GpuForward:
@@ -136,15 +135,5 @@ class GpuForward:
 
 
 def formats_of(cache: KVCache) -> tuple[int, int]:
-    """Formats of the K and V pools of a cache, any pair."""
-    return _format(cache.k[0], cache.spec.head_dim), _format(cache.v[0], cache.spec.head_dim)
-
-
-def _format(pool: Tensor, head_dim: int) -> int:
-    if pool.dtype == torch.float16:
-        return F16
-    if pool.dtype == torch.float32:
-        return F32
-    if pool.dtype == torch.float8_e4m3fn:
-        return FP8
-    return Q8 if pool.shape[2] == kv_codes.row_bytes(head_dim, 8) else Q4
+    """Numbers of the formats of K and V."""
+    return kv_codes.FORMATS[cache.spec.k_mode], kv_codes.FORMATS[cache.spec.v_mode]

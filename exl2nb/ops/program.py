@@ -22,7 +22,7 @@ from exl2nb.ops import blob as layout
 from exl2nb.ops import gpu
 from exl2nb.ops._library import REFERENCES, check, define, dynamic_size
 from exl2nb.ops.attention import QKVProjection
-from exl2nb.ops.kv_codes import page_size
+from exl2nb.ops.kv_codes import FORMATS, page_size
 from exl2nb.ops.moe import Experts
 from exl2nb.ops.reference import ACTIVATIONS
 from exl2nb.ops.weights import pack_concat
@@ -67,18 +67,20 @@ def check_schema(text: str) -> None:
     """Compare a library's schema with ours.
 
     Args:
-        text: of the op `program_schema`: a line for each op, "name code field:kind ...".
+        text: of the op `program_schema`: a line for each op, "name code field:kind ...", and "cache_formats name:number ...".
 
     Raises:
-        FormatError: they differ; names the op and the first field.
+        FormatError: they differ; names the op, or cache_formats, and the first field.
     """
-    theirs = {name: (int(code), fields) for name, code, *fields in (line.split() for line in text.splitlines())}
-    for name, (code, kinds) in SCHEMA.items():
-        ours, found = [f"{field}:{kind}" for field, kind in kinds.items()], theirs.get(name, (0, []))
-        if found != (code, ours):
-            first = next((pair for pair in itertools.zip_longest(found[1], ours) if pair[0] != pair[1]), (found[0], code))
+    theirs = {name: fields for name, *fields in (line.split() for line in text.splitlines())}
+    ours = {f"op {name}": [str(code), *(f"{field}:{kind}" for field, kind in kinds.items())] for name, (code, kinds) in SCHEMA.items()}
+    ours["cache_formats"] = [f"{name}:{number}" for name, number in FORMATS.items()]
+    for name, expected in ours.items():
+        found = theirs.get(name.removeprefix("op "), [])
+        if found != expected:
+            first = next(pair for pair in itertools.zip_longest(found, expected) if pair[0] != pair[1])
             raise FormatError(
-                f"the compiled library's program has {first[0]} in op {name} where this package has {first[1]}; "
+                f"the compiled library's program has {first[0]} in {name} where this package has {first[1]}; "
                 "library and package are of different versions: reinstall exl2nb"
             )
 

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from exl2nb import ops
+from exl2nb.cache.storage import STORAGES
 from exl2nb.core.errors import FormatError
+from exl2nb.ops.kv_codes import FORMATS
 from exl2nb.ops.program import SCHEMA, check_schema
 
 from .cases import NAMES, Net, P, batch, i32, prompts, same_bits, single
@@ -187,7 +189,8 @@ def library_schema() -> str:
 def test_the_library_has_the_same_schema():
     text = library_schema()
     check_schema(text)
-    assert {line.split()[0] for line in text.splitlines()} == set(SCHEMA)
+    assert set(FORMATS) == set(STORAGES)
+    assert {line.split()[0] for line in text.splitlines()} == {*SCHEMA, "cache_formats"}
 
 
 @pytest.mark.parametrize(
@@ -195,6 +198,7 @@ def test_the_library_has_the_same_schema():
     [
         ("norm_head 6 norm:address eps:real", "norm_head 6 eps:real norm:address", "has eps:real in op norm_head .* has norm:address"),
         ("linear_residual 4", "linear_residual 9", "has 9 in op linear_residual where this package has 4"),
+        ("fp16:0 fp32:1", "fp32:0 fp16:1", "has fp32:0 in cache_formats where this package has fp16:0"),
         ("clip:real", "", "has None in op norm_qkv_rope where this package has clip:real"),
     ],
 )

@@ -9,10 +9,9 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace exl2nb {
+#include "format/pool.h"
 
-// How one pool stores its numbers; see cache_format.cuh.
-enum CacheFormat : int { kCacheF16 = 0, kCacheF32 = 1, kCacheQ8 = 2, kCacheQ4 = 3, kCacheFp8 = 4 };
+namespace exl2nb {
 
 // A layer's pools and the sequences of this step. Pages hold 256 tokens.
 struct CacheArgs {

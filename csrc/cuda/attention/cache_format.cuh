@@ -25,30 +25,15 @@
 
 namespace exl2nb {
 
-constexpr int kPage = 256;
 constexpr unsigned kAll = 0xffffffffu;  // all lanes of a warp
-__host__ __device__ constexpr int bits_of(int format) {
-  return format == kCacheF32 ? 32 : format == kCacheF16 ? 16 : format == kCacheQ4 ? 4 : 8;
-}
-__host__ __device__ constexpr bool has_scales(int format) { return format >= kCacheQ8; }
-__host__ __device__ constexpr bool is_rotated(int format) { return format == kCacheQ8 || format == kCacheQ4; }
-__host__ __device__ constexpr int scale_group(int D) { return D % 32 == 0 ? 32 : D % 16 == 0 ? 16 : 8; }
 // Bytes of one page of one head.
-__host__ __device__ constexpr int page_bytes(int format, int D) {
-  return kPage * D *
-             (format == kCacheF32   ? 32
-              : format == kCacheF16 ? 16
-              : format == kCacheQ4  ? 4
-                                    : 8) /
-             8 +
-         (format >= kCacheQ8 ? 2 * kPage * D / scale_group(D) : 0);
-}
+__host__ __device__ constexpr int page_bytes(int format, int D) { return pool_row_bytes(format, kPage, D); }
 
 // A tile of ROWS tokens in shared memory: rows, `kPad` apart so that the lanes that read together find different banks, then scales.
 template <int FORMAT, int D, bool KEYS, int ROWS>
 struct Tile {
-  static constexpr int kRow = D * bits_of(FORMAT) / 8, kPad = kRow % 16 ? 0 : KEYS && bits_of(FORMAT) == 8 ? 32 : 16;
-  static constexpr int kStride = kRow + kPad, kScaleRow = has_scales(FORMAT) ? 2 * D / scale_group(D) : 0;
+  static constexpr int kRow = D * pool_bits(FORMAT) / 8, kPad = kRow % 16 ? 0 : KEYS && pool_bits(FORMAT) == 8 ? 32 : 16;
+  static constexpr int kStride = kRow + kPad, kScaleRow = pool_is_coded(FORMAT) ? 2 * D / pool_group(D) : 0;
   static constexpr int kScalesAt = ROWS * kStride, kBytes = kScalesAt + ROWS * kScaleRow;
   static_assert(kBytes % 16 == 0, "copied 16 bytes at a time");
 };
@@ -92,7 +77,7 @@ __device__ __forceinline__ uint32_t from_e4m3(uint32_t v, half2 scale) {
 // A row of D numbers dealt to LANES lanes.
 template <int FORMAT, int D, int LANES>
 struct Lanes {
-  static constexpr int kBits = bits_of(FORMAT), kBytes = D * kBits / 8 / LANES, kRowBytes = D * kBits / 8, kGroup = scale_group(D);
+  static constexpr int kBits = pool_bits(FORMAT), kBytes = D * kBits / 8 / LANES, kRowBytes = D * kBits / 8, kGroup = pool_group(D);
   static __host__ __device__ constexpr int size(int piece) {
     int left = kBytes, s = 0;
     for (int i = 0; i <= piece; i++) {
@@ -116,7 +101,7 @@ struct Lanes {
     while (size(n) > 0) n++;
     return n;
   }
-  static constexpr int kPieces = pieces(), kWords = word(kPieces), kScales = has_scales(FORMAT) ? kPieces : 1;
+  static constexpr int kPieces = pieces(), kWords = word(kPieces), kScales = pool_is_coded(FORMAT) ? kPieces : 1;
   static __host__ __device__ constexpr int piece_of(int word_index) {
     int p = 0;
     while (p + 1 < kPieces && word(p + 1) <= word_index) p++;
@@ -161,7 +146,7 @@ struct Share {
     static_for<L::kPieces>([&](auto i) {
       constexpr int p = decltype(i)::value, size = L::size(p), start = L::start(p) * LANES, word = L::word(p);
       load_bytes<size>(row + start + lane * size, w + word);
-      if constexpr (has_scales(FORMAT)) {
+      if constexpr (pool_is_coded(FORMAT)) {
         constexpr int first = start * 8 / L::kBits, dims = size * 8 / L::kBits;
         static_assert(L::kGroup % dims == 0 && first % dims == 0, "a lane's piece has one scale");
         load_bytes<2>(scales + 2 * ((first + lane * dims) / L::kGroup), s + p);
@@ -178,8 +163,8 @@ struct Share {
 // K as A fragments: a lane's G / 4 dims of a group, in words, are G / 16 steps of the tensor cores.
 template <int FORMAT, int D>
 struct KeyFragment {
-  static constexpr int kGroup = scale_group(D), kGroups = D / kGroup, kSteps = kGroup / 16;
-  static constexpr int kGroupBytes = kGroup * bits_of(FORMAT) / 8, kWords = kGroupBytes < 16 ? 1 : kGroupBytes / 16;
+  static constexpr int kGroup = pool_group(D), kGroups = D / kGroup, kSteps = kGroup / 16;
+  static constexpr int kGroupBytes = kGroup * pool_bits(FORMAT) / 8, kWords = kGroupBytes < 16 ? 1 : kGroupBytes / 16;
 
   static constexpr bool kMatrices = kGroupBytes % 16 == 0;  // else two bytes at a time
 
@@ -214,7 +199,7 @@ struct KeyFragment {
 };
 
 // 4-bit values in groups of 32 go their own way.
-__host__ __device__ constexpr bool scales_in_probs(int format, int D) { return format == kCacheQ4 && scale_group(D) == 32; }
+__host__ __device__ constexpr bool scales_in_probs(int format, int D) { return format == kCacheQ4 && pool_group(D) == 32; }
 
 // V as A fragments: rows are dims. From the shares of two neighbouring tokens, dims 2i and 2i + 1 of the lane.
 template <int FORMAT, int D>
@@ -404,7 +389,7 @@ __device__ __forceinline__ void encode(const Numbers<N>& x, Coded (&out)[N]) {
     Numbers<N> g, hi, lo, broken, scale;
 #pragma unroll
     for (int n = 0; n < N; n++) g[n] = as_half(x[n]);
-    if constexpr (is_rotated(FORMAT)) hadamard<G, N>(g);
+    if constexpr (pool_is_rotated(FORMAT)) hadamard<G, N>(g);
 #pragma unroll
     for (int n = 0; n < N; n++) hi[n] = g[n], lo[n] = -g[n], broken[n] = isfinite(g[n]) ? 0.f : 1.f;
     group_max<G, N>(hi);

@@ -102,10 +102,10 @@ struct Decode : DecodeShape<KF, VF, D, NT> {
   uint32_t q[kN][kQ4 ? kColumns * kGroups : kSlots * 2][2];
   float unit[kN][2];
   int begin_of_sums[4];
-  uint32_t sevens[2][4];                                                       // -7 in the rows of an even, of an odd group
-  int place, piece;                                                            // of the lane's 16 bytes in a tile: read, written
-  float zero[kN][has_scales(KF) ? kQ4 ? kColumns * kGroups : kGroups : 1][2];  // initial value of a group's sum: -zero point * sum(q)
-  float level[kN][(kGroups + 1) / 2][4];                                       // sum of the values' zero points, two groups each
+  uint32_t sevens[2][4];                                                          // -7 in the rows of an even, of an odd group
+  int place, piece;                                                               // of the lane's 16 bytes in a tile: read, written
+  float zero[kN][pool_is_coded(KF) ? kQ4 ? kColumns * kGroups : kGroups : 1][2];  // initial value of a group's sum: -zero point * sum(q)
+  float level[kN][(kGroups + 1) / 2][4];                                          // sum of the values' zero points, two groups each
   float o[kN][D / 16][4], row_max[kN][2], row_sum[kN][2];
 
   __device__ __forceinline__ Decode(const DecodeParams& params, uint8_t* shared) : p(params), sh(*reinterpret_cast<Shared*>(shared)) {
@@ -299,7 +299,7 @@ struct Decode : DecodeShape<KF, VF, D, NT> {
 #pragma unroll
         for (int s = 0; s < kSlots; s++) {
           row.x[s] *= factor;
-          if constexpr (is_rotated(KF)) row.x[s] = hadamard<scale_group(D)>(row.x[s]);
+          if constexpr (pool_is_rotated(KF)) row.x[s] = hadamard<pool_group(D)>(row.x[s]);
           if constexpr (!kQ4)
             if (lane + 32 * s < D) sh.q[r * kQStride + Key::place(lane + 32 * s)] = saturated(row.x[s]);
         }
@@ -333,13 +333,13 @@ struct Decode : DecodeShape<KF, VF, D, NT> {
   template <int F>
   __device__ __forceinline__ void encode_row(int i, int slot, bool key) {
     const int d = slot * 32 + lane;
-    const Coded made = encode<F, scale_group(D)>(d < D ? sh.new_rows[key ? i : kMaxNew + i][d] : 0.f);
+    const Coded made = encode<F, pool_group(D)>(d < D ? sh.new_rows[key ? i : kMaxNew + i][d] : 0.f);
     if (d < D) put_new<F>(made, i, d, key);
   }
   // Dim d of new token i into shared memory and, by one block of query rows, into the cache.
   template <int F>
   __device__ __forceinline__ void put_new(const Coded& made, int i, int d, bool key) {
-    constexpr int row_bytes = D * bits_of(F) / 8, head_bytes = page_bytes(F, D), G = scale_group(D);
+    constexpr int row_bytes = D * pool_bits(F) / 8, head_bytes = page_bytes(F, D), G = pool_group(D);
     put<F, G>(made, d, (key ? sh.k : sh.v) + i * row_bytes, (key ? sh.k_scale : sh.v_scale) + i * kGroups * 2);
     if (it.block) return;
     const int at = it.context - it.queries + i;
@@ -357,7 +357,7 @@ struct Decode : DecodeShape<KF, VF, D, NT> {
         const uint4 x = *reinterpret_cast<const uint4*>(sh.q + (n * 8 + g) * kQStride + pair * 32 + t * 8);
         q[n][2 * pair][0] = x.x, q[n][2 * pair][1] = x.y, q[n][2 * pair + 1][0] = x.z, q[n][2 * pair + 1][1] = x.w;
       }
-    if constexpr (has_scales(KF)) {
+    if constexpr (pool_is_coded(KF)) {
 #pragma unroll
       for (int n = 0; n < kN; n++)
 #pragma unroll
@@ -415,7 +415,7 @@ struct Decode : DecodeShape<KF, VF, D, NT> {
     const int from = max(first_new - token, 0), to = min(it.context - token, kStep), skip = token - first_new;
     if (from >= to) return;
     put_rows<T::kRow, T::kStride>(at, (KEYS ? sh.k : sh.v) + skip * T::kRow, from, to, lane);
-    if constexpr (has_scales(F))
+    if constexpr (pool_is_coded(F))
       put_rows<T::kScaleRow, T::kScaleRow>(at + T::kScalesAt, (KEYS ? sh.k_scale : sh.v_scale) + skip * T::kScaleRow, from, to, lane);
     __syncwarp();
   }
@@ -437,7 +437,7 @@ struct Decode : DecodeShape<KF, VF, D, NT> {
     }
   }
   __device__ __forceinline__ void scores(const uint8_t* at, float (&s)[kSubs][kN][4]) {
-    if constexpr (has_scales(KF)) {
+    if constexpr (pool_is_coded(KF)) {
       constexpr bool kPairs = Key::kGroupBytes == 16 && kGroups % 2 == 0;  // of groups
       float scale[kSubs][2][kGroups];
       [[maybe_unused]] uint32_t both[kSubs][4];
@@ -898,8 +898,8 @@ struct Decode : DecodeShape<KF, VF, D, NT> {
   __device__ __forceinline__ void write(int r, int d, float4 v, int4 place, bool inside) const {
     const AttentionOut& to = p.a.to;
     float x[4] = {v.x, v.y, v.z, v.w};
-    if constexpr (is_rotated(VF)) {
-      constexpr int G = scale_group(D);
+    if constexpr (pool_is_rotated(VF)) {
+      constexpr int G = pool_group(D);
       const float a = x[0] + x[1], b = x[0] - x[1], c = x[2] + x[3], e = x[2] - x[3];
       x[0] = a + c, x[1] = b + e, x[2] = a - c, x[3] = b - e;
 #pragma unroll

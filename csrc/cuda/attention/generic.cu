@@ -12,7 +12,7 @@ using AnyRow = Row<kAnySlots>;
 
 template <class F>
 __device__ __forceinline__ void with_group(int D, F&& f) {
-  const int G = scale_group(D);
+  const int G = pool_group(D);
   if (G == 32) return f(std::integral_constant<int, 32>{});
   if (G == 16) return f(std::integral_constant<int, 16>{});
   return f(std::integral_constant<int, 8>{});
@@ -32,8 +32,8 @@ struct Place {
 };
 __device__ __forceinline__ Place place_of(void* pool, int format, int D, int num_kv_heads, int page, int offset, int head) {
   uint8_t* const base = static_cast<uint8_t*>(pool) + (static_cast<int64_t>(page) * num_kv_heads + head) * page_bytes(format, D);
-  const int row_bytes = D * bits_of(format) / 8;
-  return {base + offset * row_bytes, base + kPage * row_bytes + offset * (D / scale_group(D)) * 2};
+  const int row_bytes = D * pool_bits(format) / 8;
+  return {base + offset * row_bytes, base + kPage * row_bytes + offset * (D / pool_group(D)) * 2};
 }
 
 // row: D floats in shared memory.
@@ -63,7 +63,7 @@ __device__ __forceinline__ void write_row(const float* row, int format, int D, c
 
 // Hadamard-rotated formats stay rotated. Plain loads, not ld.global.nc: other threads of this kernel may have written the row.
 __device__ __forceinline__ void read_row(AnyRow& row, int format, int D, const Place& from) {
-  const int lane = threadIdx.x % 32, G = scale_group(D);
+  const int lane = threadIdx.x % 32, G = pool_group(D);
 #pragma unroll
   for (int i = 0; i < kAnySlots; i++) {
     const int d = lane + 32 * i;
@@ -184,7 +184,7 @@ __global__ void __launch_bounds__(kGenericWarps * 32) gather_rows(CacheArgs c, c
   const int format = is_key ? c.k_format : c.v_format, D = c.head_dim, lane = threadIdx.x % 32;
   AnyRow row;
   read_row(row, format, D, place_of(is_key ? c.k_pool : c.v_pool, format, D, c.num_kv_heads, pages[token / kPage], token % kPage, head));
-  if (is_rotated(format)) rotate_groups(row, D);
+  if (pool_is_rotated(format)) rotate_groups(row, D);
   half* const to = (is_key ? k : v) + row_number * D;
 #pragma unroll
   for (int i = 0; i < kAnySlots; i++)
@@ -207,7 +207,7 @@ __global__ void __launch_bounds__(kGenericWarps * 32) attention_any(const __grid
   q.load(a.q + number * D, D);
 #pragma unroll
   for (int i = 0; i < kAnySlots; i++) q.x[i] *= a.scale, sum.x[i] = 0.f;
-  if (is_rotated(c.k_format)) rotate_groups(q, D);
+  if (pool_is_rotated(c.k_format)) rotate_groups(q, D);
   float highest = kLowest, total = 0.f;
   for (int j = a.window > 0 && position - a.window + 1 > 0 ? position - a.window + 1 : 0; j <= position; j++) {
     const int page = c.block_table[static_cast<int64_t>(b) * c.max_pages + j / kPage];
@@ -226,7 +226,7 @@ __global__ void __launch_bounds__(kGenericWarps * 32) attention_any(const __grid
   }
 #pragma unroll
   for (int i = 0; i < kAnySlots; i++) sum.x[i] /= total;
-  if (is_rotated(c.v_format)) rotate_groups(sum, D);
+  if (pool_is_rotated(c.v_format)) rotate_groups(sum, D);
 #pragma unroll
   for (int i = 0; i < kAnySlots; i++) {
     const int d = lane + 32 * i;

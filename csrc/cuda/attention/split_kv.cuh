@@ -17,7 +17,7 @@ constexpr int ctas_per_sm(int D, int NT) { return NT > 1 && D > 64 ? 1 : 2; }
 constexpr int most_warps(int D, int NT) { return warps_of(D) * ctas_per_sm(D, NT); }
 
 // 4-bit K and V in groups of 32: decode_q4.cuh.
-constexpr bool is_q4(int k_format, int v_format, int D) { return k_format == kCacheQ4 && v_format == kCacheQ4 && scale_group(D) == 32; }
+constexpr bool is_q4(int k_format, int v_format, int D) { return k_format == kCacheQ4 && v_format == kCacheQ4 && pool_group(D) == 32; }
 // Query rows of an item.
 constexpr int rows_of(int NT) { return NT ? 8 * NT : 4; }
 
@@ -73,11 +73,11 @@ template <int KF, int VF, int D, int NT>
 struct DecodeShape {
   static constexpr bool kQ4 = is_q4(KF, VF, D);
   static constexpr int kMost = most_warps(D, NT), kSlots = (D + 31) / 32, kRows = rows_of(NT), kN = NT ? NT : 1, kColumns = NT ? 2 : 1,
-                       kGroups = D / scale_group(D);
+                       kGroups = D / pool_group(D);
   static constexpr int kQStride = kSlots * 32 + 8;  // halves; lanes of a quarter warp read 16 bytes each
   static constexpr int kOStride = D + 4;            // floats; no bank conflict between lanes that store together
-  static constexpr bool kCoded = has_scales(KF) || has_scales(VF);
-  static constexpr int kSubs = bits_of(KF) + bits_of(VF) <= 8 ? 2 : 1, kStep = kSubs * kTile;  // keys of a tile
+  static constexpr bool kCoded = pool_is_coded(KF) || pool_is_coded(VF);
+  static constexpr int kSubs = pool_bits(KF) + pool_bits(VF) <= 8 ? 2 : 1, kStep = kSubs * kTile;  // keys of a tile
   using KeyTile = Tile<KF, D, true, kStep>;
   using ValueTile = Tile<VF, D, false, kStep>;
   static constexpr int kStageBytes = kQ4 ? kStep * (D + 4 * kGroups) : KeyTile::kBytes + ValueTile::kBytes,

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "cuda/gemm/norm.cuh"
+#include "format/pool.h"
 
 namespace exl2nb {
 
@@ -60,8 +61,6 @@ __global__ void __launch_bounds__(kNormThreads, HELD > 4 ? 3 : 4) norm_rows(cons
     }
   });
 }
-
-constexpr int kPage = 256;
 
 // EIGHT: elements per thread, 8 or 1. Grid: columns along x, tokens along y.
 template <int EIGHT>

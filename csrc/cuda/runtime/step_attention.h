@@ -16,7 +16,7 @@ inline StreamKKeys attention_keys(const GpuStep& s, const AttentionOp& op) {
   constexpr int64_t kRoom = 24 << 20;
   const int64_t layer = op.layer, heads = s.num_kv_heads, dim = s.head_dim;
   if (op.window || layer < 0 || layer >= s.layers) return {};  // a window may have left them behind
-  const int64_t k_row = dim * bits_of(s.k_format) / 8, v_row = dim * bits_of(s.v_format) / 8;
+  const int64_t k_row = dim * pool_bits(s.k_format) / 8, v_row = dim * pool_bits(s.v_format) / 8;
   const int64_t rows = std::min<int64_t>(kPage, kRoom / std::max<int64_t>(1, s.sequences * heads * (k_row + v_row)));
   return {static_cast<const uint8_t*>(s.k_pools[layer]),
           static_cast<const uint8_t*>(s.v_pools[layer]),
