@@ -21,7 +21,7 @@ COLUMNS = {
     "EXL2": "test_exl2_equals_the_reconstructed_weights",
     "EXL2 round trip": "test_there_and_back",
     "chunked": "test_any_cut_gives_the_same_bits",
-    "batched": "test_any_company_gives_the_same_bits",
+    "batched": "test_any_batch_gives_the_same_bits",
     "GPTQ": "test_gptq_equals_transformers",
     "inspect": "test_inspect_sees_every_matrix_of_a_checkpoint",
 }

@@ -1,4 +1,4 @@
-"""The op against its reference, against rounding to nearest, and what it says about its own loss."""
+"""Quantisation of one matrix: against rounding to nearest, its reported loss, coupled outputs."""
 
 import pytest
 import torch

@@ -25,7 +25,7 @@ def rows(judged=4):
     return Rows(ids[:4], ids[4 : 4 + judged], ids[:0], "x")
 
 
-def test_true_kl_knows_better_plans_and_no_neighbours(weights, measurement):
+def test_true_kl_ranks_plans_and_is_independent_of_others(weights, measurement):
     few, many = measurement.solve(3.0), measurement.solve(6.0)
     mixed = few.groups() | {key: many.groups()[key] for key in few.groups() if ".layers.2." in key}
     plans = [few.groups(), mixed, many.groups(), few.groups()]

@@ -47,7 +47,7 @@ def test_ends_at_a_stop_token(base):
     assert list(base.run("fp16", stop_ids=[tokens[3].id]))[-1] == next(t for t in tokens if t.id == tokens[3].id)
 
 
-def test_what_cannot_run_says_why(llm):
+def test_prompts_that_cannot_run(llm):
     with pytest.raises(ContextOverflow, match="shorten the prompt"):
         Baseline(llm.model, [1] * 1020, max_tokens=10)
     with pytest.raises(OptionError, match="no tokens"):
@@ -75,6 +75,6 @@ def test_bad_needles(name, values):
             Needle(**{name: value})
 
 
-def test_an_answer_that_melts_into_the_question(llm):
+def test_an_answer_must_start_a_token(llm):
     with pytest.raises(OptionError, match="begin it with a space"):
         find(llm.model, llm.tokenizer, Needle(question="They went to", answer="gether"), mode="q8", depth=None)

@@ -67,7 +67,7 @@ def test_any_cut_gives_the_same_bits(name, quantised):
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_any_company_gives_the_same_bits(name, quantised):
+def test_any_batch_gives_the_same_bits(name, quantised):
     model, ids, once = quantised(name)
     spans = [Span(ids=ids[:n], start=0, pages=[page], logit_rows="all") for page, n in enumerate((20, 1, 33))]
     for logits in model.forward(Batch.build(spans), KVCache(model.cache_spec(768))).split([20, 1, 33]):
@@ -75,7 +75,7 @@ def test_any_company_gives_the_same_bits(name, quantised):
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_threads_that_work_together_give_the_same_bits(name, quantised):
+def test_fused_steps_on_threads_give_the_same_bits(name, quantised):
     """Six texts, one token each: `draw_ahead` where the model allows it, and a step of the usual kind."""
     model, ids, _ = quantised(name)
     texts = [ids[: 3 + i] for i in range(6)]

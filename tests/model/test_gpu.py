@@ -109,7 +109,7 @@ def test_bits_do_not_depend_on_the_step(both):
     assert torch.equal(one, eight)
 
 
-def test_bits_do_not_depend_on_the_company(both):
+def test_bits_do_not_depend_on_small_batches(both):
     """Of up to eight tokens in all. Below: of any number where every batch size has to give the same bits."""
     cuda, lengths = both[1], (3, 1, 4)
     spans = [Span(ids=IDS[:n], start=0, pages=[page], logit_rows="all") for page, n in enumerate(lengths)]
@@ -264,7 +264,7 @@ EXPERTS = ["mixtral", "qwen2_moe", "qwen3_moe-bias", "dbrx-norm2", "gemmoe"]
 
 @pytest.mark.parametrize("name", [*NORMS, *EXPERTS])
 def test_step_kernels_of_unlike_layers(name, tmp_path):
-    """Token by token, eight at a time, alone and beside others: the same bits, whoever makes the norms; and what the CPU computes."""
+    """Token by token, eight at a time, alone and in a batch: the same bits, whichever kernel computes the norms; and near the CPU's."""
     folder = write_exl2(write(name, build_wide(name), tmp_path / "dense"), tmp_path / "exl2")
     cpu, cuda = load_model(folder), load_model(folder, device="cuda")
     ids = torch.randint(0, cpu.config.vocab_size, (24,), generator=torch.Generator().manual_seed(3)).tolist()

@@ -1,4 +1,4 @@
-"""One tensor for all weights on the GPU: its size from headers, and that nothing lies beside it."""
+"""One tensor for all weights on the GPU: its size from headers, and that it holds every weight."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def test_every_tensor_that_stays_goes_into_the_arena(folder):
 
 
 def test_the_headers_tell_every_tensor(folder, monkeypatch):
-    """All that are no blobs, byte for byte, and as many blobs; what a blob takes on the GPU is told below."""
+    """All that are no blobs, byte for byte, and as many blobs; sizes of blobs on the GPU are tested below."""
     model, blobs = load_model(folder), []
     monkeypatch.setattr(gpu_memory, "blob_bytes", lambda parts: blobs.extend([parts] if parts else []) or 0)
     said = kept_bytes(config_of(folder), inspect(folder))

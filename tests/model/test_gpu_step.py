@@ -178,7 +178,7 @@ def test_in_graphs(count):
 
 
 def test_two_models_at_the_same_time():
-    """Every launch needs all multiprocessors at once: in two streams, one more urgent, none may wait for the other for ever."""
+    """Every launch needs all multiprocessors at once: in two streams, one of higher priority, neither may deadlock the other."""
     both, streams = [Steps(chained({"bits": bits, "layers": 6})) for bits in (4, 6)], [torch.cuda.Stream(priority=p) for p in (0, -1)]
     given = [arguments(steps, KVCache(steps.spec, "cuda"), count) for steps, count in zip(both, (1, 8))]
     alone = []

@@ -120,7 +120,7 @@ def test_exl2_needs_outputs_in_32s(tmp_path):
         ({"num_key_value_heads": 3}, ConfigError, "num_key_value_heads"),
     ],
 )
-def test_absurd_or_unknown_config_fails_by_name(changes, error, words, tmp_path):
+def test_config_that_does_not_fit_is_named(changes, error, words, tmp_path):
     configure(save(twin("llama"), tmp_path), **changes)
     with pytest.raises(error, match=words) as caught:
         load_model(tmp_path)
@@ -157,7 +157,7 @@ def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def test_close_gives_the_memory_back():
+def test_close_frees_the_memory():
     model = load_model(DEMO)
     assert model.weight_bytes == pytest.approx(2 * 11.5e6, rel=0.02)
     all_logits(model, torch.arange(8))

@@ -20,7 +20,7 @@ from .zoo import build, build_wide, config_of, write, write_exl2, write_tokenize
 
 
 def test_a_token_reads_its_experts_and_no_others(tmp_path):
-    """Bytes per token, against a count by hand; and all experts that a token does not visit may be NaN."""
+    """Bytes per token, against a count by hand; and all experts that are not chosen may be NaN."""
     directory = write("mixtral", build("mixtral"), tmp_path)
     model, config = load_model(directory), config_of(directory)
     moe = config.moe

@@ -28,7 +28,7 @@ def new_pool(kind, pages, heads, D):
 
 
 class Case:
-    """Random sequences in the middle of their lives: the cache holds everything but this step's tokens."""
+    """Random sequences in mid-decode: the cache holds everything but this step's tokens."""
 
     def __init__(self, contexts, queries, Hq, Hkv, D, *, storage="fp16", seed=0, half=None, **options):
         g = torch.Generator().manual_seed(seed)
@@ -131,7 +131,7 @@ def test_pairs_apart(D, storage):
 )
 @pytest.mark.parametrize("Hq", [8, 16])  # of 16, 64 dims each, a CTA has all warps of a multiprocessor
 def test_newer_tokens_do_not_change_a_row(Hq, storage, D, tokens, context):
-    """However a text is cut into steps: bits beside newer tokens, and chunks that only those see, are those of a step of its own."""
+    """However a sequence is cut into steps: the bits of a token are the same with newer tokens in its step and alone."""
     whole = Case([context], [tokens], Hq, 2, D, storage=storage)
     alone = shallow(whole)
     alone.queries, alone.bounds, alone.lens = [1], i32([0, 1]), i32([context - tokens + 1])
@@ -254,7 +254,7 @@ def _same_alone(case, together):
     ],
 )
 def test_several_chunks_a_cta(storage, Hq, D, queries, options):
-    """More chunks than CTAs: a CTA has neighbours one after the other, with the bits that they have in CTAs of their own.
+    """More chunks than CTAs: a CTA takes several chunks in turn, with the bits of chunks in CTAs of their own.
 
     Of 513 and 1025 tokens the newest ones lie on both sides of a chunk's border.
     """

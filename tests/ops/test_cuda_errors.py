@@ -1,4 +1,4 @@
-"""What CUDA refuses is told with the op, the shapes and the dtypes, and the next call works. Marked gpu: `make test-gpu`."""
+"""CUDA errors name the op, the shapes and the dtypes, and the next call works. Marked gpu: `make test-gpu`."""
 
 import ctypes
 
@@ -15,7 +15,7 @@ RELAXED = 2  # cudaStreamCaptureModeRelaxed: memory may be allocated
 
 
 def refused(call):
-    """What `call` says where CUDA lets nobody wait: on a stream that is being captured."""
+    """The error of `call` on a stream that is being captured, where CUDA refuses to synchronise."""
     assert torch.version.cuda
     cuda, stream, graph = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}"), torch.cuda.Stream(), ctypes.c_void_p()
     handle = ctypes.c_void_p(stream.cuda_stream)

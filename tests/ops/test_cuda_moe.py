@@ -1,4 +1,4 @@
-"""Experts chosen on the GPU: a step of a sparse layer against its mathematics, and against the path that asks the host. Marked gpu."""
+"""Experts chosen on the GPU: a step of a sparse layer against its mathematics and against prefill, which reads the choice on the host."""
 
 import pytest
 import torch
@@ -113,7 +113,7 @@ class Sparse:
         stepper.run(ids, positions, *rest, self.pools[:1], self.pools[1:], (0, 0), (1, D), out)
 
     def prefill(self, ids):
-        """Through the path that asks the host which experts were chosen."""
+        """Through prefill, which reads the chosen experts on the host."""
         n = len(ids)
         sequences = gpu_prefill.Sequences(list(range(n + 1)), [1] * n)
         inputs = gpu_prefill.Inputs(int32(ids), *batch(n))
@@ -166,7 +166,7 @@ def test_a_layer_is_its_mathematics(name):
 
 
 def test_a_step_can_be_captured():
-    """Nothing waits and nothing is allocated: the graph replays, and gives what the kernels alone give."""
+    """No synchronisation and no allocation: the graph replays with the bits of separate launches."""
     layer = Sparse(12, 4, renormalize=1.0, shared=96, gate=True)
     stepper = ops.gpu.StepKernels(layer.program.code, 4, torch.device("cuda"))
     ids, out = int32(range(4)), torch.empty(4, H, device="cuda")

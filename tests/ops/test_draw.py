@@ -51,7 +51,7 @@ def test_against_the_reference(vocab, share):
 
 @pytest.mark.parametrize("vocab", [1, 15, 17, 64, 4096, 5001])
 def test_alternatives(vocab):
-    """Those of the reference, many of them equal; the drawn token is told as without them."""
+    """Those of the reference, many of them equal; the drawn token is the same as without them."""
     settings = torch.tensor([[*cuts, 0.37] for cuts in CUTS], dtype=torch.float64)
     for x in (
         rows(len(CUTS), vocab),
@@ -68,7 +68,7 @@ def test_alternatives(vocab):
 
 @pytest.mark.parametrize("cuts", [NEUTRAL, (0.8, 50.0, 1.0, 0.0), (1.0, 0.0, 0.9, 0.0), (1.0, 0.0, 0.999, 0.001)])
 def test_a_large_vocabulary(cuts):
-    """More candidates than are sorted, so that they are told apart by their leading bits first."""
+    """More candidates than are sorted, so that their leading bits are compared first."""
     x = rows(2, 128_256, seed=3, spread=2.0)
     settings = torch.tensor([[*cuts, 0.31], [*cuts, 0.77]], dtype=torch.float64)
     assert torch.equal(draw_rows(x, settings, None)[:, 0], draw._draw_rows(x, settings, None)[:, 0])
@@ -112,7 +112,7 @@ def test_rows_without_a_distribution_or_a_choice():
             assert op(x, settings, bits, 2)[:, 4:].eq(-1).all()
 
 
-def test_a_row_does_not_see_its_neighbours():
+def test_rows_are_drawn_independently():
     x, bits = rows(9, 4096), masks(9, 4096, 0.3)
     settings = torch.tensor([[*CUTS[i], 0.1 * i] for i in range(9)], dtype=torch.float64)
     together = draw_rows(x, settings, bits)

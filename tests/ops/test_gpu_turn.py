@@ -1,4 +1,4 @@
-"""Steps in different streams wait for one another, without a GPU: streams that only note what is asked of them."""
+"""Steps in different streams wait for one another; without a GPU: fake streams record the calls."""
 
 import threading
 

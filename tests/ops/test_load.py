@@ -1,4 +1,4 @@
-"""What is said where a GPU cannot be used, and that the CPU takes over with one warning. Machines are imitated; one test asks a GPU."""
+"""Messages where a GPU cannot be used, and one warning that the CPU is used. Machines are imitated; one test needs a GPU."""
 
 import warnings
 from pathlib import Path
@@ -34,7 +34,7 @@ MACHINES = {
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Makes this machine one of MACHINES, as far as `ops.libraries()` can tell; returns what it tells."""
+    """Makes this machine one of MACHINES, as far as `ops.libraries()` can see; returns its answer."""
 
     def become(name):
         how = {

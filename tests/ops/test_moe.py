@@ -1,4 +1,4 @@
-"""The routed MLP: against the reference, row by row, and without a look at experts that nobody chose."""
+"""The routed MLP: against the reference, row by row, and without reading experts that were not chosen."""
 
 import pytest
 import torch
@@ -78,7 +78,7 @@ def test_against_the_reference(options, norm):
 
 
 @pytest.mark.parametrize("options", CASES, ids=lambda c: f"top{c['top_k']}")
-def test_a_row_does_not_know_the_others(options):
+def test_rows_are_independent(options):
     """More rows than the kernel keeps in flight, and any part of them: the same bits."""
     a, together = case(options), rows(700)
     chosen = routed(together, a)
@@ -89,7 +89,7 @@ def test_a_row_does_not_know_the_others(options):
 
 
 def test_only_chosen_experts_are_read():
-    """Weights of the others are NaN, and nobody notices."""
+    """Weights of the others are NaN, and the result is the same."""
     a = experts(dense=True) | {"top_k": 2, "renormalize": 1.0}
     good = rows(1)
     chosen = routed(good, a)[0].tolist()
@@ -107,7 +107,7 @@ def test_equal_weights_choose_the_first():
     assert routed(rows(2), a).tolist() == [[0, 1, 2]] * 2
 
 
-def test_rows_without_a_number_do_no_harm():
+def test_nan_rows_stay_alone():
     a, x = experts() | {"top_k": 2}, rows(5)
     x[2] = torch.nan
     alone = rows(5)[3:4].clone()
