@@ -40,15 +40,12 @@ def render_text(map_: BitMap, *, colours: bool = False, columns: int = 100) -> s
     blocks = []
     for first in range(0, len(map_.layers), per_line):
         span = range(first, min(first + per_line, len(map_.layers)))
-        lines = ["layer".ljust(label) + " " + "".join(_header(map_.layers[c], cell) for c in span)]
+        numbers = (str(map_.layers[c] if cell > 2 else map_.layers[c] % 10).rjust(cell) for c in span)
+        lines = ["layer".ljust(label) + " " + "".join(numbers)]
         for name, row in zip(map_.matrices, map_.bits):
             lines.append(name.ljust(label) + " " + "".join(_cell(row[c], cell, fine, colours) for c in span))
         blocks.append("\n".join(line.rstrip() for line in lines))
     return "\n\n".join(blocks)
-
-
-def _header(layer: int, cell: int) -> str:
-    return str(layer if cell > 2 else layer % 10).rjust(cell)
 
 
 def _cell(bits: float | None, cell: int, fine: bool, colours: bool) -> str:

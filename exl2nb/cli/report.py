@@ -304,7 +304,8 @@ def _passage(result: DemoResult) -> str:
         return ""
     blocks = "".join(
         f'<figure><figcaption><h3>{escape(entry.name)}</h3><span class="note">KL on this passage: '
-        f"{_mean(entry.passage_kl):.4f} nats a token.</span></figcaption>{_tinted(result.passage, entry.passage_kl)}</figure>"
+        f"{sum(entry.passage_kl) / len(entry.passage_kl):.4f} nats a token.</span></figcaption>"
+        f"{_tinted(result.passage, entry.passage_kl)}</figure>"
         for entry in result.quantised
     )
     return (
@@ -348,10 +349,6 @@ def _method(result: DemoResult) -> str:
         f"<footer>Made by <code>exl2nb demo</code> {escape(result.version)} on {escape(result.created)} in {result.total_s:.0f} s. Use a "
         f"converted model: <code>exl2nb generate {escape(result.entries[-1].path)} --prompt 'It was'</code></footer>"
     )
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
 
 
 def _listed(names: list[str]) -> str:

@@ -74,7 +74,8 @@ def allocate_arrays(
     if _bits(bits, best) <= budget:
         return best
     price = _price(bits, errors, budget)
-    start = _improve(bits, errors, _cheapest(bits, errors, price), budget)
+    cheapest = [int(np.lexsort((b, e + price * b))[0]) for b, e in zip(bits, errors)]
+    start = _improve(bits, errors, cheapest, budget)
     relaxed = sum(float((e + price * b).min()) for b, e in zip(bits, errors)) - price * budget
     gap = max(0.0, _error(errors, start) - relaxed)
     items = [_prune(b, e, price, gap * (1 + 1e-9) + 1e-300) for b, e in zip(bits, errors)]
@@ -88,10 +89,6 @@ def _bits(bits: Sequence[np.ndarray], picks: Sequence[int]) -> int:
 
 def _error(errors: Sequence[np.ndarray], picks: Sequence[int]) -> float:
     return float(sum(e[i] for e, i in zip(errors, picks)))
-
-
-def _cheapest(bits: Sequence[np.ndarray], errors: Sequence[np.ndarray], price: float) -> list[int]:
-    return [int(np.lexsort((b, e + price * b))[0]) for b, e in zip(bits, errors)]
 
 
 def _price(bits: Sequence[np.ndarray], errors: Sequence[np.ndarray], budget: int) -> float:

@@ -88,7 +88,8 @@ def menus(in_features: int, linears: Sequence[tuple[int, Anchors, bool]]) -> lis
     found: list[list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = [[] for _ in linears]
     for size in GROUP_SIZES:
         rows = np.array(group_rows(in_features, size))
-        errors = np.stack([_errors(anchors, size, len(rows)) for _, anchors, _ in linears])  # (L, 6, G)
+        widths = [[group_errors(anchors, bits, size, len(rows)) for bits in DESCENDING] for _, anchors, _ in linears]
+        errors = np.array(widths)  # (L, 6, G): predicted KL per linear, width and group
         for place, widths in enumerate(_mixes(errors, rows)):
             out_features, _, bias = linears[place]
             counts = np.stack([(widths == i).sum(1) for i in range(len(DESCENDING))], 1)
@@ -107,11 +108,6 @@ def _pareto(in_features: int, parts: list[tuple[np.ndarray, np.ndarray, np.ndarr
     lowest = np.minimum.accumulate(error)
     keep = np.concatenate(([True], error[1:] < lowest[:-1]))
     return Menu(in_features, bits[keep], error[keep], mix[keep])
-
-
-def _errors(anchors: Anchors, size: int, count: int) -> np.ndarray:
-    """Predicted KL per width (DESCENDING) and group: f64 `(6, G)`."""
-    return np.stack([group_errors(anchors, bits, size, count) for bits in DESCENDING])
 
 
 def group_errors(anchors: Anchors, bits: int, size: int, count: int) -> np.ndarray:

@@ -14,6 +14,16 @@ from exl2nb.quant.gptq import GptqSpec
 if TYPE_CHECKING:
     from exl2nb.model.config import ModelConfig
 
+SIZES = {
+    "context": "max_position_embeddings",
+    "vocabulary": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "heads": "num_heads",
+    "kv_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+}  # name -> field of ModelConfig
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -50,7 +60,7 @@ def facts_of(directory: Path, raw: Mapping[str, Any], config: ModelConfig | None
     """
     templates, notes = _templates(directory)
     return Facts(
-        sizes=_sizes(config) if config else {},
+        sizes={name: getattr(config, field) for name, field in SIZES.items()} if config else {},
         unusual=tuple(unusual(config)) if config else (),
         chat_templates=templates,
         quantization=_quantization(raw.get("quantization_config") or {}, config),
@@ -84,18 +94,6 @@ def unusual(config: ModelConfig) -> list[str]:
         layers = "" if sparse == config.num_layers else f" in {sparse} of {config.num_layers} layers"
         found.insert(0, f"mixture of experts: {moe.top_k} of {moe.num_experts} per token{shared}{layers}")
     return found
-
-
-def _sizes(config: ModelConfig) -> dict[str, int]:
-    return {
-        "context": config.max_position_embeddings,
-        "vocabulary": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "heads": config.num_heads,
-        "kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-    }
 
 
 def _attention(config: ModelConfig) -> list[str]:

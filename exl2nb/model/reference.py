@@ -161,7 +161,10 @@ def steps(config: ModelConfig, layer: int, weights: Weights, x: Tensor, capture:
 
     h = before(x, "attention_norm")
     yield h
-    q, k, v = (_heads(_clip(apply(role, h), config.clip_qkv), config.head_dim) for role in ("q", "k", "v"))
+    bound = config.clip_qkv or None
+    q, k, v = (
+        _heads(apply(role, h) if bound is None else apply(role, h).clamp(-bound, bound), config.head_dim) for role in ("q", "k", "v")
+    )
     if config.qk_norm:
         q, k = (_head_norm(config, weights, value, names.at(layer, part)) for value, part in ((q, "q_norm"), (k, "k_norm")))
     cos, sin = (table.to(x.device) for table in rope_tables(config, x.shape[1], context=x.shape[1], kind=config.rope_kind(layer)))
@@ -265,10 +268,6 @@ def _linear(linear: Linear, weights: Weights, x: Tensor, capture: Capture | None
         capture(linear.key, x) if rows is None else capture(linear.key, x, rows)
     bias = weights[f"{linear.key}.bias"].float() if linear.bias else None
     return F.linear(x, weights[f"{linear.key}.weight"].float(), bias)
-
-
-def _clip(x: Tensor, bound: float) -> Tensor:
-    return x.clamp(-bound, bound) if bound else x
 
 
 def _heads(x: Tensor, head_dim: int) -> Tensor:

@@ -138,14 +138,10 @@ gather_cache = define(
 HALF = 65504.0  # the largest fp16
 
 
-def _norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, layer_norm: bool) -> Tensor:
-    return reference.norm(x, weight, eps, bias, layer_norm).clamp(-HALF, HALF).half()
-
-
 norm_rows = define(
     "norm_rows(Tensor x, Tensor? weight, Tensor? bias, float eps, bool layer_norm) -> Tensor",
     fake=lambda x, *_: x.half(),
-    reference=_norm,
+    reference=lambda x, weight, bias, eps, layer_norm: reference.norm(x, weight, eps, bias, layer_norm).clamp(-HALF, HALF).half(),
 )
 """The norm before a product: f32 `(T, H)` -> f16, cut to finite numbers; without a weight only that."""
 

@@ -42,23 +42,20 @@ def embed(
     return _embed_op(table, ids, scale, position_table, positions)
 
 
-def _linear(x: Tensor, blob: Tensor, bias: Tensor | None) -> Tensor:
-    return reference.linear(x, dense(blob), bias)
-
-
-def _linear_residual(residual: Tensor, x: Tensor, blob: Tensor, *rest: Any) -> None:
-    reference.linear_residual(residual, x, dense(blob), *rest)
+def _out(x: Tensor, bias: Tensor | None, parts: int = 1) -> Tensor:
+    """An output without data: a row for each of x, as many columns as the bias has, over `parts`; without one only the blob knows."""
+    return x.new_empty(x.shape[0], dynamic_size() if bias is None else bias.shape[0] // parts, dtype=torch.float32)
 
 
 _linear_op = define(
     "linear(Tensor x, Tensor blob, Tensor? bias) -> Tensor",
-    fake=lambda x, blob, bias: x.new_empty(x.shape[0], dynamic_size() if bias is None else bias.shape[0], dtype=torch.float32),
-    reference=_linear,
+    fake=lambda x, blob, bias: _out(x, bias),
+    reference=lambda x, blob, bias: reference.linear(x, dense(blob), bias),
 )
 _linear_residual_op = define(
     "linear_residual(Tensor(a!) residual, Tensor x, Tensor blob, Tensor? bias, Tensor? norm=None, float eps=0.0, float scale=1.0) -> ()",
     fake=lambda *_, **__: None,
-    reference=_linear_residual,
+    reference=lambda residual, x, blob, *rest: reference.linear_residual(residual, x, dense(blob), *rest),
 )
 
 
@@ -88,9 +85,7 @@ def _norm_gate_up(x: Tensor, norm: Tensor | None, eps: float, blob: Tensor, bias
 _norm_gate_up_op = define(
     "norm_gate_up(Tensor x, Tensor? norm, float eps, Tensor blob, Tensor? bias, int activation, Tensor? norm_bias=None, "
     "bool layer_norm=False, bool gated=True) -> Tensor",
-    fake=lambda x, norm, eps, blob, bias, activation, norm_bias=None, layer_norm=False, gated=True: x.new_empty(
-        x.shape[0], dynamic_size() if bias is None else bias.shape[0] // (2 if gated else 1), dtype=torch.float32
-    ),
+    fake=lambda x, norm, eps, blob, bias, activation, norm_bias=None, layer_norm=False, gated=True: _out(x, bias, 2 if gated else 1),
     reference=_norm_gate_up,
 )
 
@@ -116,16 +111,10 @@ def norm_gate_up(
     return _norm_gate_up_op(x, norm, eps, blob, bias, ACTIVATIONS.index(activation), norm_bias, layer_norm, gated)
 
 
-def _norm_head(x: Tensor, norm: Tensor | None, eps: float, blob: Tensor, *rest: Any) -> Tensor:
-    return reference.norm_head(x, norm, eps, dense(blob), *rest)
-
-
 _norm_head_op = define(
     "norm_head(Tensor x, Tensor? norm, float eps, Tensor blob, Tensor? bias, Tensor? norm_bias=None, bool layer_norm=False) -> Tensor",
-    fake=lambda x, norm, eps, blob, bias, norm_bias=None, layer_norm=False: x.new_empty(
-        x.shape[0], dynamic_size() if bias is None else bias.shape[0], dtype=torch.float32
-    ),
-    reference=_norm_head,
+    fake=lambda x, norm, eps, blob, bias, norm_bias=None, layer_norm=False: _out(x, bias),
+    reference=lambda x, norm, eps, blob, *rest: reference.norm_head(x, norm, eps, dense(blob), *rest),
 )
 
 
