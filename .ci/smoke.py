@@ -17,6 +17,9 @@ from exl2nb.ops._load import load
 
 found = load()
 assert found.loaded and found.loaded[0] == "cpu", found
+from exl2nb.ops import kernel_code
+
+assert "site-packages" in str(kernel_code.source_root()) and kernel_code.source_digest()
 with exl2nb.demo() as llm:
     text = "".join(chunk.text for chunk in llm.stream("The old house", max_tokens=24, temperature=0))
 assert len(text) > 20, text
