@@ -182,7 +182,7 @@ size_t attention_workspace_bytes(int tokens, int num_heads, int num_kv_heads, in
   return true;
 }();
 
-bool attention_looks(const AttentionArgs& a) {
+bool attention_polls(const AttentionArgs& a) {
   if (a.q || a.rope.norm_whole || !a.cache.sequences || check_cache(a.cache)) return false;
   const int per_sequence = (a.tokens + a.cache.sequences - 1) / a.cache.sequences;
   DecodeKernel kernel = find_kernel(a.cache, per_sequence * (a.cache.num_heads / a.cache.num_kv_heads));
@@ -190,7 +190,7 @@ bool attention_looks(const AttentionArgs& a) {
   return kernel.kernel && layout_shared(kernel, params);
 }
 
-int attention_beside(int num_heads, int num_kv_heads, int head_dim) {
+int attention_sms(int num_heads, int num_kv_heads, int head_dim) {
   return wide(num_heads, num_kv_heads, head_dim) ? num_kv_heads : (num_kv_heads + 1) / 2;
 }
 
@@ -245,7 +245,7 @@ const char* attention_decode_launch(const AttentionArgs& args, void* stream, boo
                       0,
                       max_splits(c.num_kv_heads)};
   DecodeKernel kernel = find_kernel(c, per_sequence * q_per_kv);
-  if (kernel.kernel && a.many && per_sequence <= kMaxNew)
+  if (kernel.kernel && a.large_chunks && per_sequence <= kMaxNew)
     widen_chunks(kernel, params,
                  int64_t(c.sequences) * c.num_kv_heads * ((int64_t(per_sequence) * q_per_kv + kernel.rows - 1) / kernel.rows));
   else if (kernel.kernel && wide(c.num_heads, c.num_kv_heads, c.head_dim))

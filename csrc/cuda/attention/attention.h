@@ -66,19 +66,19 @@ struct AttentionArgs {
   float softcap;    // 0 = none
   void* workspace;  // attention_workspace_bytes(); zeroed once by its owner, then left alone; one for all layers
   size_t workspace_bytes;
-  bool early;  // qkv announces itself (lamport.cuh) and is read before the predecessor has ended: attention_looks()
-  bool many;   // large chunks where there are many sequences: quicker, but bits then depend on how many there are
+  bool lamport_qkv;   // qkv has Lamport flags and is polled before the predecessor has ended: attention_polls()
+  bool large_chunks;  // large chunks where there are many sequences: quicker, but bits then depend on how many there are
 };
 
 // Bytes for up to `tokens` tokens in a step.
 size_t attention_workspace_bytes(int tokens, int num_heads, int num_kv_heads, int head_dim);
 
-// Whether the kernel for these can look for what announces itself.
-bool attention_looks(const AttentionArgs& args);
+// Whether the kernel for these can poll data with Lamport flags.
+bool attention_polls(const AttentionArgs& args);
 // Multiprocessors that a decode step of one sequence takes where the keys of every KV head are one chunk.
-int attention_beside(int num_heads, int num_kv_heads, int head_dim);
+int attention_sms(int num_heads, int num_kv_heads, int head_dim);
 // One decode step of one layer. With qkv, at most 8 tokens per sequence (the query count may differ between sequences); with q any number.
-// The bits of a sequence's result depend on its own tokens and context_len only, unless `many`.
+// The bits of a sequence's result depend on its own tokens and context_len only, unless `large_chunks`.
 const char* attention_decode_launch(const AttentionArgs& args, void* stream, bool pdl);
 
 // Prefill: clip, norm, rotation of any number of tokens; K and V go to `slots` (int32 (tokens,), page * 256 + offset) of the cache.

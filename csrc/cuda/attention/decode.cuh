@@ -14,7 +14,7 @@
 // No float atomics, and chunk boundaries depend on the sequence's own context length (and on the batch only where AttentionArgs asks for
 // it), so a result's bits depend on nothing else. K and V both of 4 bits have their own stages 2 and 3: decode_q4.cuh.
 //
-// With AttentionArgs::early the qkv rows carry Lamport flags (lamport.cuh): the kernel polls them and does not wait for the preceding
+// With AttentionArgs::lamport_qkv the qkv rows carry Lamport flags (lamport.cuh): the kernel polls them and does not wait for the preceding
 // kernel. Warp: its tiles and its share of O (registers). Lane 4 g + t: rows g, g + 8 and columns 2t, 2t + 1 of the MMA fragments. Bytes: K
 // and V of the context once per block of query rows; partial results 4 * (D + 2) per (row, chunk), written and read once. Limits: D a
 // multiple of 16, at most 256; at most 8 new tokens per sequence (any number if q is given ready).
@@ -276,18 +276,18 @@ struct Decode : DecodeShape<KF, VF, D, NT> {
     }
     Row<kSlots> next, second;
     const float *const first = row_at(min(warp, all - 1)), *const then = warp + warps < all ? row_at(warp + warps) : nullptr;
-    if (wait && !a.early) pdl_wait();
+    if (wait && !a.lamport_qkv) pdl_wait();
     EXL2NB_MARK(a, 2);
-    if (warp < all || a.early) next.load(first, D);
+    if (warp < all || a.lamport_qkv) next.load(first, D);
     if (then) second.load(then, D);
-    if (a.early) next.poll_rest(first, D, &second, then);  // a warp without a row, too: nothing else is asked for meanwhile
+    if (a.lamport_qkv) next.poll_rest(first, D, &second, then);  // a warp without a row, too: nothing else is asked for meanwhile
     prefetch_tiles(true);
 #pragma unroll 1
     for (int r = warp; r < all; r += warps) {
       const NewRow x = new_row(r);
       Row<kSlots> row = next;
       next = second;
-      if (a.early && r >= warp + 2 * warps) row.poll_rest(row_at(r), D);
+      if (a.lamport_qkv && r >= warp + 2 * warps) row.poll_rest(row_at(r), D);
       if (r + 2 * warps < all) second.load(row_at(r + 2 * warps), D);
       if (r > warp) load_cos_sin(r);
       if (x.is_query || x.is_key) {
@@ -974,7 +974,7 @@ __global__ void __launch_bounds__(most_warps(D, NT) * 32, 1) attention_decode(co
     if (kernel.it.final) break;
     __syncthreads();
   }
-  if ((wait || params.a.early) && blockIdx.x == 0) pdl_wait();  // this kernel must not end before its predecessor
+  if ((wait || params.a.lamport_qkv) && blockIdx.x == 0) pdl_wait();  // this kernel must not end before its predecessor
 }
 
 }  // namespace exl2nb

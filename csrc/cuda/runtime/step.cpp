@@ -177,14 +177,14 @@ class Walker {
     const auto* o = then ? as<ResidualOp>(next(then)) : nullptr;
     PersistentOp alone{a, weight.head, weight.blob, kStore};
     if (stream_k(a) || !o || !chain_tokens(*o) || !persistent_tokens(&alone, 1)) return store(a);
-    announce(alone, then, op);
+    flag_outputs(alone, then, op);
     return persistent_launch(&alone, 1, base_ + at_.chain, at_.persistent_bytes, stream_, pdl_);
   }
 
   const char* attention(const AttentionOp& op) {
     if (static_cast<size_t>(op.layer) >= static_cast<size_t>(s_.layers)) return "its layer has no pools";
     AttentionArgs a = attention_of(op, *last_qkv_);
-    a.early = early_ != nullptr;
+    a.lamport_qkv = early_ != nullptr;
     if (early_) a.qkv = early_;
     return attention_decode_launch(a, stream_, pdl_);
   }
@@ -201,10 +201,10 @@ class Walker {
     if (!attention || attention->layer < 0 || attention->layer >= s_.layers) return false;
     const auto* o = as<ResidualOp>(next(op));
     if (!o || o != reader(program_, op, 0) || s_.tokens > kPersistentTokens) return false;
-    return chain_tokens(*o) >= s_.tokens && attention_looks(attention_of(*attention, q));
+    return chain_tokens(*o) >= s_.tokens && attention_polls(attention_of(*attention, q));
   }
   // Lets the last product of a chain, the QKV op q, raise Lamport flags, if the attention at `op` can poll them.
-  void announce(PersistentOp& last, const Op* op, const QkvOp& q) {
+  void flag_outputs(PersistentOp& last, const Op* op, const QkvOp& q) {
     if (!polls(op, q)) return;
     early_ = reinterpret_cast<float*>(base_ + at_.early[early_turn_ ^= 1]);
     last.a.out = early_, last.lamport = true;
@@ -284,7 +284,7 @@ class Walker {
     const int count = links(o, link, op);
     if (early_) link[0].clear = early_, link[0].clear_count = s_.tokens * Weight(last_qkv_->blob).header().N / 4;
     early_ = nullptr;
-    if (count == 4) last_qkv_ = as<QkvOp>(op[3]), announce(link[3], next(op[3]), *last_qkv_);
+    if (count == 4) last_qkv_ = as<QkvOp>(op[3]), flag_outputs(link[3], next(op[3]), *last_qkv_);
     wrong = persistent_launch(link, count, base_ + at_.chain, at_.persistent_bytes, stream_, pdl_);
     chained_ = true;
     op_ = op[count - 1];
@@ -407,7 +407,7 @@ class Walker {
   RowSource added_{};  // y and what belongs to it: not yet added to the residual
   int squares_ = 0, side_ = 0;
   bool stream_k_ = false, chained_ = false;
-  float* early_ = nullptr;  // what the last QKV wrote, where it announces itself
+  float* early_ = nullptr;  // what the last QKV wrote, where it has Lamport flags
   int early_turn_ = 0;
   StreamKNext ahead_{};
   const QkvOp* last_qkv_ = nullptr;

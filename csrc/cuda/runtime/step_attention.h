@@ -33,7 +33,7 @@ inline StreamKKeys attention_keys(const GpuStep& s, const AttentionOp& op) {
 }
 // Multiprocessors for the attention behind the QKV op q, if there is one.
 inline int beside(const QkvOp* q) {
-  return q ? attention_beside(static_cast<int>(q->num_heads), static_cast<int>(q->num_kv_heads), static_cast<int>(q->head_dim)) : 0;
+  return q ? attention_sms(static_cast<int>(q->num_heads), static_cast<int>(q->num_kv_heads), static_cast<int>(q->head_dim)) : 0;
 }
 // The attention at w with the QKV op q, whose output is `in`. Without qkv and workspace.
 inline AttentionArgs attention_args(const GpuStep& s, const AttentionOp& op, const QkvOp& q, const MatrixInput& in) {
@@ -61,7 +61,7 @@ inline AttentionArgs attention_args(const GpuStep& s, const AttentionOp& op, con
   for (int p = 0; p < AttentionOut::kMaxPerms; p++) a.to.inverse[p] = in.inverse[p];
   a.tokens = s.tokens;
   a.scale = static_cast<float>(op.scale), a.window = static_cast<int>(op.window), a.softcap = static_cast<float>(op.softcap);
-  a.many = s.many && s.tokens >= s.many;
+  a.large_chunks = s.many && s.tokens >= s.many;
   return a;
 }
 

@@ -3,9 +3,8 @@
 // A row belongs to a cluster of 8 CTAs (one CTA before sm_90 and for small vocabularies); a CTA owns a slice of the vocabulary and keeps
 // its penalised logits in shared memory if they fit. y = penalised logit / temperature.
 //   1. Scan: largest raw logit and sum of exponentials, best penalised logit, NaN check. One pass.
-//   2. Thresholds of top_k and top_p: histogram of y over the cluster (counts or weights), then the exact value among the logits of the bin
-//   that
-//      is hit; radix selection on the bits of the floats (11, 11 and 10) if these are too many.
+//   2. Thresholds of top_k and top_p: histogram of y over the cluster (counts or weights), then the exact value among the logits of the
+//      bin that is hit; radix selection on the bits of the floats (11, 11 and 10) if these are too many.
 //   3. Draw: the first id, in order, at which the cumulative weight exceeds floor(u * total), u from uniform(seed, counter).
 //   4. Report: rank, log probability, alternatives; the next step's inputs.
 // Weights are integers, exp(y - max) * 2^40, so sums do not depend on their order and a draw is exact. Float sums (log probabilities) have
@@ -33,7 +32,7 @@ __device__ __forceinline__ uint64_t random_bits(uint64_t seed, uint64_t index) {
 }
 
 // The CTAs of a row.
-struct Team {
+struct Cluster {
 #if __CUDA_ARCH__ >= 900
   __device__ __forceinline__ int rank() const { return static_cast<int>(__clusterRelativeBlockRank()); }
   __device__ __forceinline__ int size() const { return static_cast<int>(__clusterSizeInBlocks()); }
@@ -81,7 +80,7 @@ struct Sampler {
   const SampleArgs& a;
   SampleShared& sh;
   float* kept;  // penalised logits of the slice, or null where they do not fit
-  Team team;
+  Cluster cluster;
   SampleRow row;
   const float* logits;
   const uint16_t* counts;
@@ -92,8 +91,8 @@ struct Sampler {
 
   __device__ __forceinline__ Sampler(const SampleArgs& args, SampleShared& shared, float* room) : a(args), sh(shared), kept(room) {
     r = blockIdx.y, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int per = ((a.vocab + team.size() - 1) / team.size() + 3) / 4 * 4;
-    begin = min(team.rank() * per, a.vocab), end = min(begin + per, a.vocab);
+    const int per = ((a.vocab + cluster.size() - 1) / cluster.size() + 3) / 4 * 4;
+    begin = min(cluster.rank() * per, a.vocab), end = min(begin + per, a.vocab);
     logits = a.logits + r * a.row_stride;
     counts = a.counts ? a.counts + static_cast<int64_t>(r) * a.vocab : nullptr;
     bias = a.bias ? a.bias + static_cast<int64_t>(r) * a.vocab : nullptr;
@@ -121,7 +120,7 @@ struct Sampler {
   // Whether the cuts leave a token: top_k and top_p as one threshold, min_p as its share of the best.
   __device__ __forceinline__ bool stays(float v) const { return v >= floor_value && (row.min_p <= 0.f || expf(v - highest) >= row.min_p); }
 
-  // --- over the CTA, then over the team; known to all threads ---
+  // --- over the CTA, then over the cluster; known to all threads ---
   template <class T, class Op>
   __device__ __forceinline__ T all_threads(T v, T* room, Op op) const {
 #pragma unroll
@@ -137,11 +136,11 @@ struct Sampler {
   __device__ __forceinline__ uint64_t sum(uint64_t v) const {
     return all_threads(v, sh.reduce, [](uint64_t p, uint64_t q) { return p + q; });
   }
-  // After team.sync(): the sum of a number of every slice, and of those before this one.
+  // After cluster.sync(): the sum of a number of every slice, and of those before this one.
   template <class T>
-  __device__ __forceinline__ uint64_t of_team(T* mine, uint64_t* before = nullptr) const {
-    const uint64_t n = lane < team.size() ? static_cast<uint64_t>(*team.of(mine, lane)) : 0;
-    uint64_t total = n, first = lane < team.rank() ? n : 0;
+  __device__ __forceinline__ uint64_t cluster_sum(T* mine, uint64_t* before = nullptr) const {
+    const uint64_t n = lane < cluster.size() ? static_cast<uint64_t>(*cluster.of(mine, lane)) : 0;
+    uint64_t total = n, first = lane < cluster.rank() ? n : 0;
 #pragma unroll
     for (int i = 16; i; i /= 2) total += __shfl_xor_sync(kAll, total, i), first += __shfl_xor_sync(kAll, first, i);
     if (before) *before = first;
@@ -150,7 +149,7 @@ struct Sampler {
 
   // ---------------------------------------------------------------- 1. scan
   // Over the slice. A thread holds kHeld vectors of four logits in registers: loads in flight, and the second loop needs no reload.
-  __device__ __forceinline__ void look() {
+  __device__ __forceinline__ void read_logits() {
     Summary s = {-INFINITY, 0.f, 0, 0};
     float best = -INFINITY;
     int best_id = -1;
@@ -161,7 +160,7 @@ struct Sampler {
       if (kept) kept[id - begin] = z;
       if (z > best || best_id < 0) best = z, best_id = id;  // ids come in order
     };
-    // A thread's numbers come in fours; so many fours are asked for before the first is looked at, and stay in registers for the sum.
+    // A thread's numbers come in fours; so many fours are loaded before the first is used, and stay in registers for the sum.
     constexpr int kHeld = 8, kHop = 4 * kSampleThreads;
     const bool aligned = reinterpret_cast<uintptr_t>(logits) % 16 == 0;
     const int first = begin + 4 * static_cast<int>(threadIdx.x);
@@ -207,9 +206,9 @@ struct Sampler {
   }
   __device__ __forceinline__ Summary together() const {
     Summary s = {-INFINITY, 0.f, 0, 0};
-    if (lane < team.size()) s = *team.of(&sh.summary, lane);
+    if (lane < cluster.size()) s = *cluster.of(&sh.summary, lane);
 #pragma unroll
-    for (int i = kMaxTeam / 2; i; i /= 2) s = both(s, from_lane(s, i));
+    for (int i = kMaxCluster / 2; i; i /= 2) s = both(s, from_lane(s, i));
     return {__shfl_sync(kAll, s.raw_max, 0), __shfl_sync(kAll, s.raw_sum, 0), __shfl_sync(kAll, s.best, 0), __shfl_sync(kAll, s.bad, 0)};
   }
 
@@ -233,7 +232,7 @@ struct Sampler {
         add(bins, bin, weight_of(v));
       }
     }
-    team.sync();
+    cluster.sync();
     if (threadIdx.x == 0) sh.num_listed = 0, sh.bin = -1;  // nobody reads the former ones any more
     uint64_t here[4], before, total;
     gather<COUNT>(bins, here);
@@ -254,11 +253,11 @@ struct Sampler {
         const int at = atomicAdd(&sh.num_listed, 1);
         if (at < kSampleThreads) sh.listed[at] = v;
       }
-    team.sync();
-    const int lane_listed = lane < team.size() ? *team.of(&sh.num_listed, lane) : 0;
+    cluster.sync();
+    const int lane_listed = lane < cluster.size() ? *cluster.of(&sh.num_listed, lane) : 0;
     int many = 0, mine = threadIdx.x, rank = -1;
 #pragma unroll
-    for (int i = 0; i < kMaxTeam; i++) {
+    for (int i = 0; i < kMaxCluster; i++) {
       const int n = __shfl_sync(kAll, lane_listed, i);
       if (rank < 0 && mine < n) rank = i;
       if (rank < 0) mine -= n;
@@ -267,7 +266,7 @@ struct Sampler {
     if (hit < 0 || many > kSampleThreads) return select<COUNT>([&](uint64_t all) { return all - min(COUNT ? need : need_of(all), all); });
     float v = -INFINITY;
     if (static_cast<int>(threadIdx.x) < many) {
-      v = team.of(sh.listed, rank)[mine];
+      v = cluster.of(sh.listed, rank)[mine];
       sh.all[threadIdx.x] = v, sh.all_weight[threadIdx.x] = COUNT ? 1 : weight_of(v);
     }
     __syncthreads();
@@ -290,9 +289,9 @@ struct Sampler {
   __device__ __forceinline__ void gather(uint32_t (&bins)[3][kBins], uint64_t (&here)[4]) const {
     here[0] = here[1] = here[2] = here[3] = 0;
 #pragma unroll
-    for (int i = 0; i < kMaxTeam; i++) {
-      if (i >= team.size()) break;
-      const uint32_t* other = team.of(&bins[0][0], i);
+    for (int i = 0; i < kMaxCluster; i++) {
+      if (i >= cluster.size()) break;
+      const uint32_t* other = cluster.of(&bins[0][0], i);
 #pragma unroll
       for (int p = 0; p < (COUNT ? 1 : 3); p++) {
         const uint4 n = reinterpret_cast<const uint4*>(other + p * kBins)[threadIdx.x];
@@ -347,7 +346,7 @@ struct Sampler {
           add(bins, bin, weight_of(v));
         }
       }
-      team.sync();
+      cluster.sync();
       uint64_t here[4], below, total;
       gather<COUNT>(bins, here);
       scan(here, below, total);
@@ -361,7 +360,7 @@ struct Sampler {
       __syncthreads();
       prefix |= static_cast<uint32_t>(sh.bin) << shift, mask |= low << shift, before = sh.before;
     }
-    team.sync();  // nobody reads this slice's bins any more
+    cluster.sync();  // no CTA reads this slice's bins any more
     return unordered(prefix);
   }
 
@@ -379,9 +378,9 @@ struct Sampler {
     const uint64_t slice = sum(lane == 0 ? mine : 0);
     if (lane == 0) sh.scan[warp] = mine;
     if (threadIdx.x == 0) sh.weight = slice;
-    team.sync();
+    cluster.sync();
     uint64_t before;
-    const uint64_t total = of_team(&sh.weight, &before);
+    const uint64_t total = cluster_sum(&sh.weight, &before);
     const uint64_t target = __umul64hi(random_bits(row.seed, row.counter) << 11, total);
     for (int w = 0; w < warp; w++) before += sh.scan[w];
     if (before > target || before + mine <= target) return;  // another warp's
@@ -396,14 +395,14 @@ struct Sampler {
       }
       const unsigned passed = __ballot_sync(kAll, before + through > target);
       if (passed) {
-        if (lane == __ffs(passed) - 1) announce(id, logits[id]);
+        if (lane == __ffs(passed) - 1) publish(id, logits[id]);
         return;
       }
       before += __shfl_sync(kAll, through, 31);
     }
   }
-  __device__ __forceinline__ void announce(int token, float value) const {
-    for (int i = 0; i < team.size(); i++) *team.of(&sh.token, i) = token, *team.of(&sh.value, i) = value;
+  __device__ __forceinline__ void publish(int token, float value) const {
+    for (int i = 0; i < cluster.size(); i++) *cluster.of(&sh.token, i) = token, *cluster.of(&sh.value, i) = value;
   }
 
   // ---------------------------------------------------------------- 4. report
@@ -423,13 +422,13 @@ struct Sampler {
       last = all_threads(best, sh.reduce, [](uint64_t p, uint64_t q) { return max(p, q); });
       if (threadIdx.x == 0) sh.top[i] = last;
     }
-    team.sync();
-    if (team.rank() == 0 && warp == 0) {
+    cluster.sync();
+    if (cluster.rank() == 0 && warp == 0) {
       last = ~0ull;
       for (int i = 0; i < n; i++) {
         uint64_t best = 0;
-        for (int j = lane; j < n * team.size(); j += 32) {
-          const uint64_t k = team.of(sh.top, j / n)[j % n];
+        for (int j = lane; j < n * cluster.size(); j += 32) {
+          const uint64_t k = cluster.of(sh.top, j / n)[j % n];
           if (k < last) best = max(best, k);
         }
 #pragma unroll
@@ -447,7 +446,7 @@ struct Sampler {
   struct Next {
     int step = 0, context = 1, position = 0, slot = -1;
   };
-  __device__ __forceinline__ Next look_ahead() const {
+  __device__ __forceinline__ Next next_inputs() const {
     Next n;
     const AdvanceArgs& next = a.advance;
     if (a.step) n.step = a.step[r];
@@ -477,16 +476,16 @@ struct Sampler {
   }
 
   __device__ __forceinline__ void run() {
-    const bool speaks = team.rank() == 0 && threadIdx.x == 0;
+    const bool leader = cluster.rank() == 0 && threadIdx.x == 0;
     // What the step before has written: its last kernel ended before this step's first one let others start.
     Next next;
-    if (speaks) next = look_ahead();
+    if (leader) next = next_inputs();
     row = a.params[r];
     pdl_wait();
     penalised = counts && (row.repetition_penalty != 1.f || row.presence_penalty != 0.f || row.frequency_penalty != 0.f);
     altered = penalised || bias;
-    look();
-    team.sync();
+    read_logits();
+    cluster.sync();
     const Summary all = together();
     const bool bad = all.bad || !isfinite(all.raw_max);
     const float log_total = all.raw_max + logf(all.raw_sum);
@@ -505,19 +504,19 @@ struct Sampler {
       }
       draw();
       __syncwarp();
-      team.sync();
+      cluster.sync();
       token = sh.token, value = sh.value;
     }
     if (!bad && (drawn || altered)) {
       const int above = count_above(value);
       if (threadIdx.x == 0) sh.above = above;
-      team.sync();
-      rank = 1 + static_cast<int>(of_team(&sh.above));
+      cluster.sync();
+      rank = 1 + static_cast<int>(cluster_sum(&sh.above));
     }
     const int top = bad ? 0 : min(row.top, min(kMaxTop, a.vocab));
     if (top > 0 && (a.top_ids || a.top_logprobs)) list_top(top, log_total);
-    if (speaks) hand_over(next, bad ? -1 : token, rank, bad ? NAN : value - log_total);  // nobody has read counts since the last sync()
-    team.sync();                                                                         // nobody leaves while others read its memory
+    if (leader) hand_over(next, bad ? -1 : token, rank, bad ? NAN : value - log_total);  // nobody has read counts since the last sync()
+    cluster.sync();  // a CTA must not exit while others read its shared memory
   }
 };
 

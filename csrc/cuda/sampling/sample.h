@@ -53,7 +53,7 @@ struct SampleArgs {
   AdvanceArgs advance;
 };
 
-constexpr int kSampleThreads = 512, kSampleWarps = kSampleThreads / 32, kMaxTeam = 8, kBins = 2048, kMaxTop = 20, kPartBits = 14;
+constexpr int kSampleThreads = 512, kSampleWarps = kSampleThreads / 32, kMaxCluster = 8, kBins = 2048, kMaxTop = 20, kPartBits = 14;
 
 struct Summary {           // of a slice
   float raw_max, raw_sum;  // sum of exp(raw - raw_max)
