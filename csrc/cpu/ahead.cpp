@@ -7,7 +7,6 @@
 #include <new>
 #include <thread>
 
-#include "of_process.h"
 #include "parallel.h"
 #include "together.h"
 

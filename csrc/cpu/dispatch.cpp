@@ -1,9 +1,34 @@
-#include "dispatch.h"
+// Chooses the instruction set once. CMakeLists.txt compiles kernels.inc, draw.inc and gptq.inc for each one.
 
 #include <cstdlib>
 #include <cstring>
 
+#include "draw.h"
+#include "gptq.h"
+#include "kernels.h"
+
 namespace exl2nb {
+
+#define EXL2NB_TABLES(isa)    \
+  namespace isa {             \
+  extern const Kernels table; \
+  }                           \
+  namespace draw::isa {       \
+  extern const Kernels table; \
+  }                           \
+  namespace gptq::isa {       \
+  extern const Kernels table; \
+  }
+EXL2NB_TABLES(base)
+EXL2NB_TABLES(avx2)
+EXL2NB_TABLES(avx512)
+
+#if defined(EXL2NB_X86)
+#define EXL2NB_TABLE (isa() == Isa::avx512 ? avx512::table : isa() == Isa::avx2 ? avx2::table : base::table)
+#else
+#define EXL2NB_TABLE base::table
+#endif
+
 namespace {
 
 Isa detect() {
@@ -32,12 +57,16 @@ Isa isa() {
 }
 
 const Kernels& kernels() {
-#if defined(EXL2NB_X86)
-  static const Kernels* table = isa() == Isa::avx512 ? kernels_avx512() : isa() == Isa::avx2 ? kernels_avx2() : kernels_base();
-#else
-  static const Kernels* table = kernels_base();
-#endif
-  return *table;
+  static const Kernels& table = EXL2NB_TABLE;
+  return table;
+}
+const draw::Kernels& draw::kernels() {
+  static const Kernels& table = EXL2NB_TABLE;
+  return table;
+}
+const gptq::Kernels& gptq::kernels() {
+  static const Kernels& table = EXL2NB_TABLE;
+  return table;
 }
 
 }  // namespace exl2nb

@@ -29,10 +29,7 @@ struct Kernels {
   void (*best)(const float* x, int64_t n, int64_t top, float* values,
                int32_t* ids);  // the `top` largest, falling; equals in order of place
 };
-Kernels kernels_base();
-Kernels kernels_avx2();
-Kernels kernels_avx512();
-Kernels kernels(int isa);  // 0 base, 1 AVX2, 2 AVX-512
+const Kernels& kernels();  // of this processor
 
 struct Settings {
   double temperature;  // 0: greedy
@@ -49,14 +46,13 @@ struct Drawn {
   double choices;  // tokens that the mask allows
 };
 
-Drawn draw_row(const Kernels& k, const float* x, const uint32_t* bits, int64_t n, const Settings& s);
-
-// The `top` <= n most probable tokens of a row that `drawn` came from: id, log probability, id, log probability, ...
-void best_of(const Kernels& k, const float* x, int64_t n, const Drawn& drawn, int64_t top, double* out);
-
-// Both: 4 + 2 * top numbers; -1 in place of alternatives where nothing could be drawn.
-void draw_into(const Kernels& k, const float* x, const uint32_t* bits, int64_t n, const Settings& s, int64_t top, double* out);
+// One row: `Drawn`, then id and log probability of the `top` <= n most probable tokens; -1 in place of these if nothing could be drawn.
+// out: 4 + 2 * top numbers.
+void draw_into(const float* x, const uint32_t* bits, int64_t n, const Settings& s, int64_t top, double* out);
 // Whether the settings are within their ranges.
 bool valid(const Settings& s);
+
+// out[i] = bit i of `bits` (word i / 32, low bit first) ? logits[i] : -infinity, for one row of V logits.
+void mask_row(const float* logits, const uint32_t* bits, int64_t V, float* out);
 
 }  // namespace exl2nb::draw

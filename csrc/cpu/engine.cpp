@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <vector>
 
-#include "dispatch.h"
 #include "parallel.h"
 
 namespace exl2nb {

@@ -8,25 +8,6 @@
 
 namespace exl2nb {
 
-// Uninitialised memory, 64-byte aligned.
-template <class T>
-class Buffer {
- public:
-  explicit Buffer(int64_t n) : bytes_(n * int64_t(sizeof(T)) + 64), p_(static_cast<T*>(take_memory(bytes_))) {}
-  Buffer(Buffer&& other) noexcept : bytes_(other.bytes_), p_(other.p_) { other.p_ = nullptr; }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  ~Buffer() {
-    if (p_) give_memory(p_, bytes_);
-  }
-  T* get() const { return p_; }
-  operator T*() const { return p_; }
-
- private:
-  int64_t bytes_;
-  T* p_;
-};
-
 // Null weight: no norm at all.
 struct Norm {
   const float* weight;

@@ -6,6 +6,8 @@
 #include <cstring>
 #include <vector>
 
+#include "parallel.h"
+
 namespace exl2nb::gptq {
 namespace {
 
@@ -39,23 +41,10 @@ void spread(float top, int bits, uint16_t* maxima, float* applied) {
   }
 }
 
-}  // namespace
-
-Kernels kernels(int isa) {
-#ifdef EXL2NB_X86
-  if (isa >= 2) return kernels_avx512();
-  if (isa == 1) return kernels_avx2();
-#endif
-  return kernels_base();
-}
-
-namespace {
-
-// One matrix on its way through the groups. Weights and codes lie chunk by chunk, LANES columns side by side, so that a kernel reads rows.
-class Run {
+// Rounds one matrix, group by group. Weights and codes are stored by chunk, LANES columns side by side, so that a kernel reads rows.
+class Rounding {
  public:
-  Run(const Problem& problem, const Kernels& kernels, const Parallel& parallel)
-      : p_(problem), k_(kernels), parallel_(parallel), chunks_((p_.N + LANES - 1) / LANES) {
+  explicit Rounding(const Problem& problem) : p_(problem), k_(kernels()), chunks_((p_.N + LANES - 1) / LANES) {
     const int wide = chunks_ * LANES;
     for (int g = 0; g < p_.G; g++) longest_ = std::max(longest_, p_.groups[2 * g + 1]);
     w_.resize(int64_t(wide) * p_.K), codes_.resize(int64_t(wide) * p_.K), best_.resize(wide), row_weight_.resize(p_.K);
@@ -68,41 +57,41 @@ class Run {
     each_number([&](int64_t inside, int64_t outside) { w_[inside] = p_.weight[outside]; });
   }
 
-  void everything() {
+  void run() {
     for (int g = 0, first = 0; g < p_.G; g++) {
       group_ = g, first_ = first, end_ = first + p_.groups[2 * g + 1], bits_ = p_.groups[2 * g];
-      choose();
-      p_.coupling ? round_coupled() : round_alone();
+      choose_scales();
+      p_.coupling ? round_coupled() : round_columns();
       first = end_;
     }
     each_number([&](int64_t inside, int64_t outside) { p_.codes[outside] = codes_[inside]; });
   }
 
  private:
-  // Every number's place in a buffer here and in the matrix.
+  template <class F>
+  void each_chunk(const F& f) const {
+    for_each_task(chunks_, true, f);
+  }
+  // Visits every number: its index in a buffer of this class and in the matrix.
   template <class Visit>
   void each_number(Visit visit) const {
-    parallel_(chunks_, [&](int64_t from, int64_t to) {
-      for (int64_t c = from; c < to; c++)
-        for (int r = 0; r < p_.K; r++)
-          for (int l = 0; l < LANES && c * LANES + l < p_.N; l++) visit((c * p_.K + r) * LANES + l, int64_t(r) * p_.N + c * LANES + l);
+    each_chunk([&](int64_t c) {
+      for (int r = 0; r < p_.K; r++)
+        for (int l = 0; l < LANES && c * LANES + l < p_.N; l++) visit((c * p_.K + r) * LANES + l, int64_t(r) * p_.N + c * LANES + l);
     });
   }
 
-  // The group's largest step, of the candidates the one that costs least over all columns; the columns' scales under it stay in picks_.
-  void choose() {
+  // The group's largest step: the candidate with the least loss over all columns. The columns' scales under it stay in picks_.
+  void choose_scales() {
     const float* const row_weight = &row_weight_[first_];
     const int rows = end_ - first_;
-    parallel_(chunks_, [&](int64_t from, int64_t to) {
-      for (int64_t c = from; c < to; c++) k_.best_step(&w_[(c * p_.K + first_) * LANES], row_weight, rows, bits_, &best_[c * LANES]);
-    });
+    each_chunk([&](int64_t c) { k_.best_step(&w_[(c * p_.K + first_) * LANES], row_weight, rows, bits_, &best_[c * LANES]); });
     uint16_t maxima[MAX_CANDIDATES];
     float applied[MAX_CANDIDATES];
     spread(*std::max_element(best_.begin(), best_.end()), bits_, maxima, applied);
-    parallel_(chunks_, [&](int64_t from, int64_t to) {
-      for (int64_t c = from; c < to; c++)
-        k_.candidates(&w_[(c * p_.K + first_) * LANES], row_weight, rows, bits_, &best_[c * LANES], applied,
-                      &losses_[c * LANES * MAX_CANDIDATES], &picks_[c * LANES * MAX_CANDIDATES]);
+    each_chunk([&](int64_t c) {
+      k_.candidates(&w_[(c * p_.K + first_) * LANES], row_weight, rows, bits_, &best_[c * LANES], applied,
+                    &losses_[c * LANES * MAX_CANDIDATES], &picks_[c * LANES * MAX_CANDIDATES]);
     });
     double lowest = INFINITY;
     pick_ = 0;
@@ -115,48 +104,42 @@ class Run {
     p_.scale_max[group_] = maxima[pick_], applied_ = applied[pick_];
   }
 
-  void round_alone() {
-    parallel_(chunks_, [&](int64_t from, int64_t to) {
+  void round_columns() {
+    each_chunk([&](int64_t c) {
       std::vector<float> err(int64_t(longest_) * LANES);
       float loss[LANES];
-      for (int64_t c = from; c < to; c++) {
-        const uint8_t* code = &picks_[(c * MAX_CANDIDATES + pick_) * LANES];
-        k_.rows(&w_[c * p_.K * LANES], p_.factor, p_.K, first_, end_, bits_, applied_, code, &codes_[c * p_.K * LANES], loss, err.data());
-        for (int l = 0; l < LANES && c * LANES + l < p_.N; l++) tell(c * LANES + l, code[l], loss[l]);
-      }
+      const uint8_t* code = &picks_[(c * MAX_CANDIDATES + pick_) * LANES];
+      k_.rows(&w_[c * p_.K * LANES], p_.factor, p_.K, first_, end_, bits_, applied_, code, &codes_[c * p_.K * LANES], loss, err.data());
+      for (int l = 0; l < LANES && c * LANES + l < p_.N; l++) report(c * LANES + l, code[l], loss[l]);
     });
   }
 
-  // Blocks of B columns together; what their errors do to the rows behind follows, chunk by chunk.
+  // Blocks of B columns together; then their errors are compensated in the following rows, chunk by chunk.
   void round_coupled() {
     const int per = p_.B / LANES;
     const int64_t stride = int64_t(4 + longest_) * p_.B;
-    parallel_(p_.N / p_.B, [&](int64_t from, int64_t to) {
+    for_each_task(p_.N / p_.B, true, [&](int64_t b) {
       std::vector<float> loss(p_.B);
-      for (int64_t b = from; b < to; b++) {
-        const int64_t first = b * per;
-        const uint8_t* code = &picks_[(first * MAX_CANDIDATES + pick_) * LANES];
-        k_.coupled(&w_[first * p_.K * LANES], p_.factor, p_.K, first_, end_, bits_, applied_, per, code, MAX_CANDIDATES * LANES,
-                   p_.coupling + b * p_.B * p_.B, p_.spread + b * p_.B, &codes_[first * p_.K * LANES], loss.data(), &scratch_[b * stride]);
-        for (int n = 0; n < p_.B; n++) tell(b * p_.B + n, code[(n / LANES) * MAX_CANDIDATES * LANES + n % LANES], loss[n]);
-      }
+      const int64_t first = b * per;
+      const uint8_t* code = &picks_[(first * MAX_CANDIDATES + pick_) * LANES];
+      k_.coupled(&w_[first * p_.K * LANES], p_.factor, p_.K, first_, end_, bits_, applied_, per, code, MAX_CANDIDATES * LANES,
+                 p_.coupling + b * p_.B * p_.B, p_.spread + b * p_.B, &codes_[first * p_.K * LANES], loss.data(), &scratch_[b * stride]);
+      for (int n = 0; n < p_.B; n++) report(b * p_.B + n, code[(n / LANES) * MAX_CANDIDATES * LANES + n % LANES], loss[n]);
     });
-    parallel_(chunks_, [&](int64_t from, int64_t to) {
-      for (int64_t c = from; c < to; c++)
-        k_.trail(&w_[c * p_.K * LANES], p_.factor, p_.K, first_, end_, &scratch_[(c / per) * stride + 4 * p_.B + (c % per) * LANES], p_.B);
+    each_chunk([&](int64_t c) {
+      k_.trail(&w_[c * p_.K * LANES], p_.factor, p_.K, first_, end_, &scratch_[(c / per) * stride + 4 * p_.B + (c % per) * LANES], p_.B);
     });
   }
 
-  void tell(int64_t column, uint8_t scale_index, float loss) const {
+  void report(int64_t column, uint8_t scale_index, float loss) const {
     p_.scale_index[int64_t(group_) * p_.N + column] = scale_index;
     p_.loss[int64_t(group_) * p_.N + column] = loss;
   }
 
   const Problem& p_;
-  const Kernels k_;
-  const Parallel& parallel_;
+  const Kernels& k_;
   const int chunks_;
-  int longest_ = 0;
+  int longest_ = 0;  // rows of the longest group
   std::vector<float> w_, best_, losses_, row_weight_, scratch_;
   std::vector<uint8_t> codes_, picks_;
   int group_ = 0, first_ = 0, end_ = 0, bits_ = 0, pick_ = 0;
@@ -165,6 +148,6 @@ class Run {
 
 }  // namespace
 
-void quantize(const Problem& p, int isa, const Parallel& parallel) { Run(p, kernels(isa), parallel).everything(); }
+void quantize(const Problem& p) { Rounding(p).run(); }
 
 }  // namespace exl2nb::gptq

@@ -6,7 +6,6 @@
 // which makes every instruction set give the same bits.
 #pragma once
 #include <cstdint>
-#include <functional>
 
 namespace exl2nb::gptq {
 
@@ -34,12 +33,7 @@ struct Kernels {
   void (*trail)(float* w, const float* u, int K, int a, int e, const float* err, int stride);
 };
 
-Kernels kernels_base();
-Kernels kernels_avx2();
-Kernels kernels_avx512();
-Kernels kernels(int isa);  // 0 base, 1 AVX2, 2 AVX-512
-
-using Parallel = std::function<void(int64_t count, const std::function<void(int64_t, int64_t)>&)>;
+const Kernels& kernels();  // of this processor
 
 struct Problem {
   const float* weight;         // [K][N], stored order
@@ -55,6 +49,6 @@ struct Problem {
   float* loss;           // [G][N]: sum over the group's rows of (compensated error / U_rr)^2
 };
 
-void quantize(const Problem& p, int isa, const Parallel& parallel);
+void quantize(const Problem& p);
 
 }  // namespace exl2nb::gptq

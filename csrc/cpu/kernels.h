@@ -78,8 +78,8 @@ inline int64_t attention_scratch(int64_t rows, int64_t page_size, int64_t head_d
   return rows * (page_size + 2 * head_dim + 2) + page_size * head_dim + 64;
 }
 
-const Kernels* kernels_base();
-const Kernels* kernels_avx2();
-const Kernels* kernels_avx512();
+enum class Isa { base, avx2, avx512 };
+Isa isa();  // the best one of this processor, at most EXL2NB_ISA=base|avx2|avx512
+const Kernels& kernels();
 
 }  // namespace exl2nb

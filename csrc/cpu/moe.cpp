@@ -5,7 +5,6 @@
 #include <cstring>
 #include <vector>
 
-#include "dispatch.h"
 #include "parallel.h"
 
 namespace exl2nb {

@@ -5,10 +5,78 @@
 
 #include "../format/half.h"
 #include "parallel.h"
-#include "units.h"
 
 namespace exl2nb {
 namespace {
+
+// ---------------------------------------------------------------- units of a quantised tile (the drawing in format/blob.h)
+constexpr int64_t kFirstSection = sizeof(BlobHeader) + sizeof(BlobPart);
+
+void write_header(uint8_t* blob, int64_t K, int64_t N, int64_t num_parts, int64_t bytes) {
+  const BlobHeader h{kBlobMagic, kBlobVersion, int32_t(K), int32_t(N), int32_t(num_parts), bytes, {}};
+  std::memcpy(blob, &h, sizeof h);
+}
+
+// Calls f(pair, low bit of the piece, width of the piece, word, bit in the half) for every piece of format/blob.h's drawing.
+template <int B, class F>
+void each_piece(const F& f) {
+  constexpr int per = 16 / B;
+  for (int p = 0; p < per * B; p++) f(p, 0, B, p / per, p % per * B);
+  if (B == 3 || B == 5)
+    for (int t = 0; t < B; t++) f(15, t, 1, t, 15);
+  if (B == 6)
+    for (int i = 0; i < 4; i++) {
+      f(12 + i, 0, 4, i, 12);
+      f(12 + i, 4, 2, 4 + i / 2, 12 + i % 2 * 2);
+    }
+}
+
+// Codes of one unit, one row of 16 columns after the other -> its words.
+template <int B>
+void pack_unit(const uint32_t (*codes)[kTile], uint32_t* out) {
+  std::memset(out, 0, sizeof(uint32_t) * B * kTile);
+  each_piece<B>([&](int pair, int low, int width, int word, int bit) {
+    const uint32_t mask = (1u << width) - 1;
+    const uint32_t *even = codes[2 * pair], *odd = codes[2 * pair + 1];
+    uint32_t* o = out + word * kTile;
+    for (int c = 0; c < kTile; c++) o[c] |= (even[c] >> low & mask) << bit | (odd[c] >> low & mask) << (bit + 16);
+  });
+}
+
+// The codes of one unit of a tile.
+template <int B>
+void unpack_unit(const uint32_t* w, uint32_t (*codes)[kTile]) {
+  std::memset(codes, 0, sizeof(uint32_t) * kUnit * kTile);
+  each_piece<B>([&](int pair, int low, int width, int word, int bit) {
+    const uint32_t mask = (1u << width) - 1;
+    for (int c = 0; c < kTile; c++) {
+      codes[2 * pair][c] |= (w[word * kTile + c] >> bit & mask) << low;
+      codes[2 * pair + 1][c] |= (w[word * kTile + c] >> (bit + 16) & mask) << low;
+    }
+  });
+}
+
+template <template <int> class F, class... Args>
+void by_width(int bits, Args... args) {
+  switch (bits) {
+    case 2:
+      return F<2>::run(args...);
+    case 3:
+      return F<3>::run(args...);
+    case 4:
+      return F<4>::run(args...);
+    case 5:
+      return F<5>::run(args...);
+    case 6:
+      return F<6>::run(args...);
+    default:
+      return F<8>::run(args...);
+  }
+}
+template <int B>
+struct Unpack {
+  static void run(const uint32_t* w, uint32_t (*codes)[kTile]) { unpack_unit<B>(w, codes); }
+};
 
 // One unit of 16 columns: the format's bit stream down each column -> codes, one row of 16 columns after the other.
 template <int B>
@@ -296,6 +364,120 @@ void unpack(const uint8_t* blob, float* out) {
       }
     });
   }
+}
+
+// ---------------------------------------------------------------- GPTQ
+namespace {
+
+BlobPart part_of(const GptqSource& s) {
+  BlobPart part{};
+  part.kind = kGptq;
+  part.flags = (s.zeros ? kZeros : 0) | (s.wide ? kWideScales : 0);
+  part.outputs = int32_t(s.N);
+  part.tiles = int32_t((s.N + kTile - 1) / kTile);
+  part.num_groups = int32_t(s.G);
+  part.perm = s.perm ? kFirstSection : 0;
+  part.groups = kFirstSection + (s.perm ? align64(s.S * 4) : 0);
+  part.data = part.groups + align64(s.G * int64_t(sizeof(BlobGroup)));
+  return part;
+}
+
+// One stored row of 16 columns; columns past N and padding rows are zero.
+template <int B>
+struct Row {
+  static void run(const GptqSource* source, int64_t row, int64_t column, int count, uint32_t* codes) {
+    const GptqSource& s = *source;
+    std::memset(codes, 0, sizeof(uint32_t) * kTile);
+    if (row >= s.K) return;
+    const int64_t at = row * B / 32, shift = row * B % 32;
+    const uint32_t* low = s.qweight + at * s.N + column;
+    const uint32_t* high = shift + B > 32 ? low + s.N : nullptr;
+    for (int c = 0; c < count; c++) {
+      const uint32_t bits = low[c] >> shift | (high ? high[c] << (32 - shift) : 0);
+      codes[c] = bits & ((1u << B) - 1);
+    }
+  }
+};
+
+template <int B>
+struct PackUnit {
+  static void run(const uint32_t (*codes)[kTile], uint32_t* out) { pack_unit<B>(codes, out); }
+};
+
+// The columns of one group of a (G, N) array, zero past N.
+template <class T>
+void copy_columns(const T* from, int count, T* to) {
+  std::memset(to, 0, sizeof(T) * kTile);
+  std::memcpy(to, from, sizeof(T) * size_t(count));
+}
+
+void pack_tile(const GptqSource& s, const BlobPart& part, const std::vector<BlobGroup>& groups, int64_t t, uint8_t* tile) {
+  const int64_t column = t * kTile;
+  const int count = int(std::min<int64_t>(kTile, s.N - column));
+  std::memset(tile, 0, size_t(prefix_bytes(part)));
+  auto* zeros = reinterpret_cast<int16_t*>(tile + s.G * kTile * (s.wide ? 4 : 2));
+  uint32_t codes[kUnit][kTile];
+  for (int64_t g = 0; g < s.G; g++) {
+    const int64_t from = g * s.N + column, to = g * kTile;
+    if (s.wide)
+      copy_columns(static_cast<const float*>(s.scales) + from, count, reinterpret_cast<float*>(tile) + to);
+    else
+      copy_columns(static_cast<const uint16_t*>(s.scales) + from, count, reinterpret_cast<uint16_t*>(tile) + to);
+    if (s.zeros) copy_columns(s.zeros + from, count, zeros + to);
+    const BlobGroup& group = groups[size_t(g)];
+    auto* out = reinterpret_cast<uint32_t*>(tile + group.offset);
+    for (int64_t row = group.first_row; row < group.first_row + group.rows; row += kUnit, out += s.bits * kTile) {
+      for (int r = 0; r < kUnit; r++) by_width<Row>(s.bits, &s, s.perm ? int64_t(s.perm[row + r]) : row + r, column, count, codes[r]);
+      by_width<PackUnit>(s.bits, codes, out);
+    }
+  }
+}
+
+}  // namespace
+
+const char* read_groups(const GptqSource& s, std::vector<BlobGroup>& groups) {
+  groups.clear();
+  int64_t row = 0, offset = prefix_bytes(part_of(s));
+  for (int64_t g = 0; g < s.G; g++) {
+    if (s.rows[g] <= 0 || s.rows[g] % kUnit) return "rows of a group are no positive multiple of 32";
+    if (row + s.rows[g] > s.S) return "the groups hold more rows than are stored";
+    groups.push_back({s.bits, int32_t(row), s.rows[g], int32_t(offset)});
+    row += s.rows[g];
+    offset += int64_t(s.rows[g]) * s.bits * 2;
+    if (offset > 0x7fffffff) return "the matrix is too large";
+  }
+  if (row != s.S || row < s.K) return "the groups hold fewer rows than are stored";
+  if (!s.perm) return s.S == s.K ? nullptr : "padding rows need a permutation";
+  std::vector<bool> seen(size_t(s.K), false);
+  int64_t found = 0;
+  for (int64_t r = 0; r < s.S; r++) {
+    const int32_t k = s.perm[r];
+    if (k == s.K) continue;
+    if (k < 0 || k > s.K || seen[size_t(k)]) return "perm does not name every row once";
+    seen[size_t(k)] = true;
+    found++;
+  }
+  return found == s.K ? nullptr : "perm does not name every row once";
+}
+
+int64_t gptq_blob_bytes(const GptqSource& s, const std::vector<BlobGroup>& groups) {
+  const BlobGroup& last = groups.back();
+  const BlobPart part = part_of(s);
+  return part.data + align64(part.tiles * (last.offset + int64_t(last.rows) * last.bits * 2));
+}
+
+void pack_gptq(const GptqSource& s, const std::vector<BlobGroup>& groups, uint8_t* blob) {
+  BlobPart part = part_of(s);
+  const BlobGroup& last = groups.back();
+  part.tile_bytes = last.offset + int64_t(last.rows) * last.bits * 2;
+  const int64_t bytes = gptq_blob_bytes(s, groups), used = part.data + part.tiles * part.tile_bytes;
+  write_header(blob, s.K, s.N, 1, bytes);
+  std::memcpy(blob + sizeof(BlobHeader), &part, sizeof part);
+  std::memset(blob + kFirstSection, 0, size_t(part.data - kFirstSection));
+  std::memset(blob + used, 0, size_t(bytes - used));
+  if (s.perm) std::memcpy(blob + part.perm, s.perm, size_t(s.S) * 4);
+  std::memcpy(blob + part.groups, groups.data(), groups.size() * sizeof(BlobGroup));
+  for_each_task(part.tiles, s.K * s.N > 100'000, [&](int64_t t) { pack_tile(s, part, groups, t, blob + part.data + t * part.tile_bytes); });
 }
 
 }  // namespace exl2nb

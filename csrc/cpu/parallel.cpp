@@ -14,8 +14,6 @@
 #include <immintrin.h>
 #endif
 
-#include "of_process.h"
-
 namespace exl2nb {
 namespace {
 

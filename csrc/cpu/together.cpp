@@ -8,7 +8,6 @@
 #include <atomic>
 #include <cstring>
 
-#include "dispatch.h"
 #include "parallel.h"
 
 namespace exl2nb {
@@ -314,11 +313,9 @@ class Together::Lane {
 
   void draw() {
     const Draws& d = s_.draws;
-    const draw::Kernels kernels = draw::kernels(int(isa()));
     const int64_t width = 4 + 2 * d.top;
-    member_.each(b_.R, [&](int64_t r) {
-      draw::draw_into(kernels, s_.logits + r * vocab_, nullptr, vocab_, d.settings[r], d.top, d.out + r * width);
-    });
+    member_.each(b_.R,
+                 [&](int64_t r) { draw::draw_into(s_.logits + r * vocab_, nullptr, vocab_, d.settings[r], d.top, d.out + r * width); });
   }
 
   Shared& s_;

@@ -4,8 +4,8 @@
 #include <memory>
 
 #include "draw.h"
+#include "parallel.h"
 #include "step.h"
-#include "team.h"
 
 namespace exl2nb {
 

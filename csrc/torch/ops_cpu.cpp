@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "../cpu/ahead.h"
-#include "../cpu/dispatch.h"
+#include "../cpu/kernels.h"
 #include "../cpu/engine.h"
 #include "../cpu/parallel.h"
 #include "../cpu/step.h"

@@ -1,4 +1,4 @@
-// draw_rows on the CPU: checks, output tensor, rows shared out to the threads.
+// draw_rows and mask_logits on the CPU: checks, output tensors, rows shared out to the threads.
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -8,7 +8,6 @@
 #include <optional>
 #include <vector>
 
-#include "../cpu/dispatch.h"
 #include "../cpu/draw.h"
 #include "../cpu/parallel.h"
 #include "check.h"
@@ -41,13 +40,24 @@ Tensor draw_rows_cpu(const Tensor& logits, const Tensor& settings, const std::op
     EXL2NB_CHECK(op, draw::valid(wanted[r]), "settings of row ", r,
                  " are out of range; expected temperature, top_k >= 0, 0 < top_p <= 1, 0 <= min_p <= 1, ", "0 <= uniform < 1");
   }
-  const draw::Kernels kernels = draw::kernels(static_cast<int>(isa()));
-  for_each_task(R, R > 1 && R * V >= kShared, [&](int64_t r) {
-    draw::draw_into(kernels, x + r * V, mask ? mask + r * words : nullptr, V, wanted[r], top, drawn + r * width);
-  });
+  for_each_task(R, R > 1 && R * V >= kShared,
+                [&](int64_t r) { draw::draw_into(x + r * V, mask ? mask + r * words : nullptr, V, wanted[r], top, drawn + r * width); });
+  return out;
+}
+
+Tensor mask_logits_cpu(const Tensor& logits, const Tensor& bits) {
+  const float* x = data_f32("mask_logits", "logits", logits, {-1});
+  const int64_t V = logits.size(0);
+  const int32_t* mask = data_i32("mask_logits", "bits", bits, {(V + 31) / 32});
+  const std::vector<int64_t> sizes{V};
+  Tensor out = torch::stable::empty(sizes, ScalarType::Float);
+  draw::mask_row(x, reinterpret_cast<const uint32_t*>(mask), V, static_cast<float*>(out.mutable_data_ptr()));
   return out;
 }
 
 }  // namespace exl2nb
 
-STABLE_TORCH_LIBRARY_IMPL(exl2nb, CPU, m) { m.impl("draw_rows", TORCH_BOX(&exl2nb::draw_rows_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(exl2nb, CPU, m) {
+  m.impl("draw_rows", TORCH_BOX(&exl2nb::draw_rows_cpu));
+  m.impl("mask_logits", TORCH_BOX(&exl2nb::mask_logits_cpu));
+}

@@ -1,9 +1,0 @@
-#include "draw.h"
-
-namespace exl2nb::draw {
-namespace {
-constexpr int VF = 16;
-#include "draw.inc"
-}  // namespace
-Kernels kernels_avx512() { return {look, weigh, above, collect, best}; }
-}  // namespace exl2nb::draw
