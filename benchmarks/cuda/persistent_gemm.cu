@@ -1,6 +1,6 @@
 // Persistent GEMM chains at the shapes of five models, with a small kernel in place of attention between them; and large single GEMMs
 // ("head").
-// `persistent_gemm 7b 4 32`: models whose name contains 7b, up to 4 rows, chains that leave 32 SMs to attention (PersistentOp::beside). The
+// `persistent_gemm 7b 4 32`: models whose name contains 7b, up to 4 rows, chains that leave 32 SMs to attention (PersistentOp::attention_sms). The
 // number after the times is a checksum of row 0, for comparison between versions and numbers of rows.
 // Built as kernels.cuh says.
 #include <algorithm>
@@ -169,7 +169,7 @@ struct Engine {
       const Matrix* const of[4] = {&l.o, &l.up, &l.down, &next.qkv};
       const Epilogue what[4] = {kResidual, kActivation, kResidual, kStore};
       for (int j = 0; j < 4; j++) k[j] = {of[j]->product(tokens), of[j]->head.data(), of[j]->blob, what[j]};
-      k[0].beside = beside, k[0].a.x = x, k[0].a.x_stride = in.stride, k[1].a.gated = true, k[3].a.out = qkv, k[3].a.out_stride = N;
+      k[0].attention_sms = beside, k[0].a.x = x, k[0].a.x_stride = in.stride, k[1].a.gated = true, k[3].a.out = qkv, k[3].a.out_stride = N;
       for (int j : {0, 2}) k[j].a.residual = residual, k[j].a.residual_stride = s.H, k[j].a.next_norm = norm;
       for (int j : {1, 3}) k[j].a.inverse_width = 1.f / static_cast<float>(s.H), k[j].a.eps = 1e-5f;
       if (!persistent_tokens(k, 4)) check("these GEMMs cannot run as a persistent chain");

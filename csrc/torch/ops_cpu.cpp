@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "../cpu/ahead.h"
-#include "../cpu/kernels.h"
 #include "../cpu/engine.h"
+#include "../cpu/kernels.h"
 #include "../cpu/parallel.h"
 #include "../cpu/step.h"
 #include "../format/gpu_layout.h"

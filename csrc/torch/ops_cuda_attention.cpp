@@ -142,7 +142,7 @@ std::tuple<Tensor, Tensor> attention_step_cuda(const Tensor& qkv, const Tensor& 
                                                const Optional& q_norm, const Optional& k_norm, std::vector<Tensor> inverse,
                                                int64_t num_heads, int64_t num_kv_heads, int64_t head_dim, double eps, bool layer_norm,
                                                bool interleaved, double clip, double scale, int64_t window, double softcap, bool pdl,
-                                               bool many) {
+                                               bool large_chunks) {
   const char* op = "attention_step";
   AttentionArgs a{};
   a.cache = pools(op, k_pool, v_pool, num_heads, num_kv_heads, head_dim);
@@ -161,7 +161,7 @@ std::tuple<Tensor, Tensor> attention_step_cuda(const Tensor& qkv, const Tensor& 
   a.to.out = static_cast<float*>(out.mutable_data_ptr());
   a.to.x = x.mutable_data_ptr(), a.to.x_stride = int(stride), a.to.x_perm_stride = int(T * stride), a.to.num_perms = int(copies);
   for (int64_t i = 0; i < copies; i++) a.to.inverse[i] = data<int>(op, "inverse", inverse[i], ScalarType::Int, {K});
-  a.large_chunks = many;
+  a.large_chunks = large_chunks;
   const char* wrong = attention_decode_launch(a, stream_of(qkv), pdl);
   STD_TORCH_CHECK(!wrong, op, " of qkv ", text_of(qkv), ", pools ", text_of(k_pool), " and ", text_of(v_pool), ": ", wrong);
   return {out, x};

@@ -181,8 +181,8 @@ Tensor linear_cuda(const Tensor& x, const Tensor& blob, const std::optional<Tens
   if (bias) require(op, "bias", *bias, ScalarType::Float, h.N);
   const int64_t T = x.size(0);
   Tensor out = empty_on(x, {T, h.N}, ScalarType::Float);
-  const std::vector<int64_t> room{linear_workspace(head.data(), T, false)};
-  Tensor workspace = torch::stable::new_zeros(x, room, ScalarType::Byte);
+  const std::vector<int64_t> size{linear_workspace(head.data(), T, false)};
+  Tensor workspace = torch::stable::new_zeros(x, size, ScalarType::Byte);
   require_ok(op,
              linear_launch(head.data(), bytes_of(blob), x.const_data_ptr<float>(), T, bias ? bias->const_data_ptr<float>() : nullptr,
                            static_cast<float*>(out.mutable_data_ptr()), bytes_of(workspace), stream_of(x), false),
@@ -208,7 +208,7 @@ Tensor step_bytes(const Tensor& program, int64_t capacity) {
 void step_cuda(const Tensor& program, Tensor& workspace, int64_t capacity, const Tensor& ids, const Tensor& positions,
                const Tensor& block_table, const Tensor& cu_seqlens, const Tensor& context_lens, const std::optional<Tensor>& logit_rows,
                std::vector<Tensor> k_pools, std::vector<Tensor> v_pools, int64_t k_format, int64_t v_format, int64_t num_kv_heads,
-               int64_t head_dim, Tensor& logits, bool pdl, int64_t many) {
+               int64_t head_dim, Tensor& logits, bool pdl, int64_t stream_k_from) {
   const char* op = "gpu_step";
   require(op, "program", program, ScalarType::Long, -1, false);
   require(op, "workspace", workspace, ScalarType::Byte, -1);
@@ -251,7 +251,7 @@ void step_cuda(const Tensor& program, Tensor& workspace, int64_t capacity, const
                   int(k_format),
                   int(v_format),
                   static_cast<float*>(logits.mutable_data_ptr()),
-                  static_cast<int>(many)};
+                  static_cast<int>(stream_k_from)};
   wrong = step_launch(ops, s, bytes_of(workspace), size_t(workspace.numel()), stream_of(ids), pdl);
   STD_TORCH_CHECK(wrong.empty(), op, " of ", T, " tokens in ", B, " sequences, K ", text_of(k_pools[0]), ", V ", text_of(v_pools[0]),
                   ", logits ", text_of(logits), ": ", wrong);

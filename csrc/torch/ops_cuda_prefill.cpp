@@ -80,7 +80,7 @@ void rotate_rows_cuda(Tensor& qkv, const Tensor& cos, const Tensor& sin, const T
 }
 
 // As `linear`, without reading the head back and waiting for it: `head` is what gpu_blob_head returned.
-Tensor linear_of(const Tensor& head, const Tensor& x, const std::optional<Tensor>& bias, bool many) {
+Tensor linear_of(const Tensor& head, const Tensor& x, const std::optional<Tensor>& bias, bool stream_k) {
   const char* op = "gpu_linear";
   require(op, "head", head, ScalarType::Byte, -1, false);
   const auto* p = static_cast<const uint8_t*>(head.const_data_ptr());
@@ -93,12 +93,12 @@ Tensor linear_of(const Tensor& head, const Tensor& x, const std::optional<Tensor
   const DeviceGuard guard(x.get_device_index());
   const int64_t T = x.size(0);
   Tensor out = empty_on(x, {T, h.N}, ScalarType::Float);
-  const std::vector<int64_t> room{linear_workspace(p + 8, T, many)};
-  Tensor workspace = torch::stable::new_zeros(x, room, ScalarType::Byte);
+  const std::vector<int64_t> size{linear_workspace(p + 8, T, stream_k)};
+  Tensor workspace = torch::stable::new_zeros(x, size, ScalarType::Byte);
   require_ok(op,
              linear_launch(p + 8, reinterpret_cast<const uint8_t*>(blob), x.const_data_ptr<float>(), T,
                            bias ? bias->const_data_ptr<float>() : nullptr, static_cast<float*>(out.mutable_data_ptr()), bytes_of(workspace),
-                           stream_of(x), many),
+                           stream_of(x), stream_k),
              x, out);
   return out;
 }

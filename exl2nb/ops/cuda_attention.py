@@ -52,7 +52,7 @@ def _step(
     qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, k_pool: Tensor, v_pool: Tensor, block_table: Tensor,
     cu_seqlens: Tensor, context_lens: Tensor, workspace: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, inverse: list[Tensor],
     num_heads: int, num_kv_heads: int, head_dim: int, eps: float, layer_norm: bool, interleaved: bool, clip: float, scale: float,
-    window: int, softcap: float, pdl: bool, many: bool = False,
+    window: int, softcap: float, pdl: bool, large_chunks: bool = False,
 ) -> Outputs:  # fmt: skip
     bounds = cu_seqlens.tolist()
     places = [torch.arange(n - (b - a), n) for a, b, n in zip(bounds, bounds[1:], context_lens.tolist())]
@@ -81,7 +81,7 @@ attention_step = define(
     "attention_step(Tensor(d!) qkv, Tensor cos, Tensor sin, Tensor? positions, Tensor(a!) k_pool, Tensor(b!) v_pool, Tensor block_table, "
     "Tensor cu_seqlens, Tensor context_lens, Tensor(c!) workspace, Tensor? q_norm, Tensor? k_norm, Tensor[] inverse, int num_heads, "
     "int num_kv_heads, int head_dim, float eps, bool layer_norm, bool interleaved, float clip, float scale, int window, float softcap, "
-    "bool pdl, bool many=False) -> (Tensor, Tensor)",
+    "bool pdl, bool large_chunks=False) -> (Tensor, Tensor)",
     fake=_step_fake,
     reference=_step,
 )
@@ -89,7 +89,7 @@ attention_step = define(
 
 qkv f32 `(T, (Hq + 2 Hkv) * D)`, at most 8 tokens per sequence; workspace uint8 of `attention_workspace` bytes, zeroed once. inverse: int32
 `(Hq * D,)` each, feature -> stored row. Returns f32 `(T, Hq * D)` and f16 `(len(inverse), T, stride)`, the next matrix's inputs;
-rows of unused sequences hold anything. many: the launch is shared out by how many sequences there are, and bits depend on that.
+rows of unused sequences hold anything. large_chunks: the launch is shared out by how large_chunks sequences there are, and bits depend on that.
 """
 
 attention_workspace = define(

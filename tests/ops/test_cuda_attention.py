@@ -53,7 +53,7 @@ class Case:
         self.bounds, self.lens = i32([sum(queries[:i]) for i in range(len(queries) + 1)]), i32(contexts)
         self.inverse = [torch.randperm(Hq * D, generator=g).int() for _ in range(2)]
         self.options = {"q_norm": None, "k_norm": None, "eps": 1e-5, "layer_norm": False, "interleaved": False, "clip": 0.0}
-        self.options |= {"scale": D**-0.5, "window": 0, "softcap": 0.0, "many": False}
+        self.options |= {"scale": D**-0.5, "window": 0, "softcap": 0.0, "large_chunks": False}
         self.options.update(options)
         self.workspace = torch.zeros(1, dtype=torch.uint8)
 
@@ -72,7 +72,7 @@ class Case:
         return (
             self.qkv, self.cos, self.sin, None, self.k_pool, self.v_pool, self.table, self.bounds, self.lens, self.workspace, o["q_norm"],
             o["k_norm"], self.inverse, self.Hq, self.Hkv, self.D, o["eps"], o["layer_norm"], o["interleaved"], o["clip"], o["scale"],
-            o["window"], o["softcap"], pdl, o["many"],
+            o["window"], o["softcap"], pdl, o["large_chunks"],
         )  # fmt: skip
 
     def run(self, pdl=False):
@@ -198,7 +198,7 @@ def test_many_sequences(storage, sequences, Hkv):
     """Shared out by their number: few to a multiprocessor or several, keys in equal parts or whole."""
     contexts = [(37 * b * b) % 200 + 1 for b in range(sequences)]
     contexts[1] = 1500
-    case = Case(contexts, [1] * sequences, 4 * Hkv, Hkv, 128, storage=storage, many=True)
+    case = Case(contexts, [1] * sequences, 4 * Hkv, Hkv, 128, storage=storage, large_chunks=True)
     gpu = case.check()
     assert torch.equal(gpu.run()[0], gpu.run()[0])
 

@@ -105,15 +105,15 @@ const char* up_launch(ExpertUpArgs e, const ExpertTable& table, int tokens, int&
   return up_kernels[copy_path()]({grid, kThreads, static_cast<size_t>(shared), stream, pdl}, e);
 }
 
-// beside: shared memory of an expert_up CTA.
-const char* down_launch(ExpertDownArgs d, const ExpertTable& table, int tokens, int beside, void* stream, bool pdl) {
+// up_bytes: shared memory of an expert_up CTA.
+const char* down_launch(ExpertDownArgs d, const ExpertTable& table, int tokens, int up_bytes, void* stream, bool pdl) {
   d.ring_bytes = 0, d.ring = {};
   const int x_bytes = d.pairs * d.out.x_stride * 2, most = limits().block;
   const int fixed = ExpertDownSmem::bytes(d) + 8 * kWarps * 8, least = kWarps * 2 * table.item;
   int useful = 0;
   for (int p = 0; p < d.pairs; p++) useful += table.matrices()[p < d.choice.top_k ? 0 : table.count - 1].items;
   useful = (useful + kWarps - 1) / kWarps * ((d.out.strips + d.out.grid - 1) / d.out.grid);
-  int budget = limits().sm - 2 * (kTaken + kStatic) - beside;
+  int budget = limits().sm - 2 * (kTaken + kStatic) - up_bytes;
   const bool staged = fixed + x_bytes + least <= most;
   if (fixed + (staged ? x_bytes : 0) + least > budget) budget = std::min(most, fixed + (staged ? x_bytes : 0) + 2 * least);
   d.ring = ring_shape(table.item, fixed + (staged ? x_bytes : 0), budget, useful);
@@ -214,14 +214,14 @@ const char* routed_launch(const RoutedOp& op, const GpuHeader& router, bool tapp
   ExpertUpArgs e{};
   e.choice = choice, e.from = from, e.table = r.device(0), e.next_table = r.device(1), e.pairs = r.pairs();
   e.activation = static_cast<int>(op.activation), e.next = inner, e.next_stride = second.stride;
-  int beside = 0;
-  if (const char* wrong = up_launch(e, first, tokens, beside, stream, pdl)) return wrong;
+  int up_bytes = 0;
+  if (const char* wrong = up_launch(e, first, tokens, up_bytes, stream, pdl)) return wrong;
 
   ExpertDownArgs d{};
   d.out = down, d.choice = choice, d.table = r.device(1), d.pairs = r.pairs(), d.image = (second.image + 15) / 16 * 16;
   skinny_split(d.out, static_cast<Epilogue>(down.epilogue));
   d.out.x = inner;
-  return down_launch(d, second, tokens, beside, stream, pdl);
+  return down_launch(d, second, tokens, up_bytes, stream, pdl);
 }
 
 }  // namespace exl2nb

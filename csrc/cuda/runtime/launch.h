@@ -34,10 +34,10 @@ const char* copy_out(void* host, const void* device, int64_t bytes, void* stream
 const char* copy_in(void* device, const void* host, int64_t bytes, void* stream);
 const char* copy_within(void* to, const void* from, int64_t bytes, void* stream);  // on the device; may still run when it returns
 
-// out f32 (tokens, N) = x f32 (tokens, K) times the blob's matrix, plus bias. workspace: zeroed, linear_workspace bytes. many: more than
-// kSkinnyTokens may go through stream_k_gemm.cuh.
-int64_t linear_workspace(const uint8_t* head, int64_t tokens, bool many);
+// out f32 (tokens, N) = x f32 (tokens, K) times the blob's matrix, plus bias. workspace: zeroed, linear_workspace bytes. stream_k: more
+// than kSkinnyTokens may go through stream_k_gemm.cuh.
+int64_t linear_workspace(const uint8_t* head, int64_t tokens, bool stream_k);
 const char* linear_launch(const uint8_t* head, const uint8_t* blob, const float* x, int64_t tokens, const float* bias, float* out,
-                          void* workspace, void* stream, bool many);
+                          void* workspace, void* stream, bool stream_k);
 
 }  // namespace exl2nb

@@ -73,10 +73,10 @@ class Walker {
   MatrixInput input(const Weight& w, size_t at) const { return input(w, at, s_.tokens); }
   // How products of so many tokens want their inputs (fragment.cuh): those of stream_k_gemm.h in groups. A step has all its products there,
   // or none.
-  int group(int tokens) const { return stream_k_ && tokens >= s_.many && tokens > kSkinnyTokens ? stream_k_group(tokens) : 0; }
+  int group(int tokens) const { return stream_k_ && tokens >= s_.stream_k_from && tokens > kSkinnyTokens ? stream_k_group(tokens) : 0; }
   bool stream_k(const GemmArgs& a) const { return group(a.tokens) != 0 && !a.rows; }
   bool all_stream_k() const {
-    if (!s_.many || s_.tokens < s_.many) return false;
+    if (!s_.stream_k_from || s_.tokens < s_.stream_k_from) return false;
     for (const Op* op = program_.first(); op; op = next(op)) {
       if (as<RoutedOp>(op)) return false;
       const uint8_t* blob = matrix_of(op);
@@ -161,7 +161,7 @@ class Walker {
 
   // A product that only writes its sums.
   const char* store(const GemmArgs& a) {
-    return stream_k(a) ? stream_k_launch(a, group(a.tokens), ahead_, base_ + at_.many, stream_, pdl_)
+    return stream_k(a) ? stream_k_launch(a, group(a.tokens), ahead_, base_ + at_.stream_k, stream_, pdl_)
                        : skinny_launch(a, kStore, stream_, pdl_);
   }
 
@@ -170,7 +170,7 @@ class Walker {
     if (const char* wrong = normed_product(op, a)) return wrong;
     const Weight weight(op.blob);
     a.out = reinterpret_cast<float*>(base_ + at_.qkv), a.out_stride = weight.header().N, a.bias = op.bias;
-    last_qkv_ = &op, early_ = nullptr;
+    last_qkv_ = &op, lamport_qkv_ = nullptr;
     ready_ = kNothing;
     // In front of persistent chains a chain of its own, which is faster and whose sums attention can poll.
     const Op* const then = next(&op);
@@ -184,8 +184,8 @@ class Walker {
   const char* attention(const AttentionOp& op) {
     if (static_cast<size_t>(op.layer) >= static_cast<size_t>(s_.layers)) return "its layer has no pools";
     AttentionArgs a = attention_of(op, *last_qkv_);
-    a.lamport_qkv = early_ != nullptr;
-    if (early_) a.qkv = early_;
+    a.lamport_qkv = lamport_qkv_ != nullptr;
+    if (lamport_qkv_) a.qkv = lamport_qkv_;
     return attention_decode_launch(a, stream_, pdl_);
   }
   AttentionArgs attention_of(const AttentionOp& op, const QkvOp& q) const {
@@ -206,12 +206,12 @@ class Walker {
   // Lets the last product of a chain, the QKV op q, raise Lamport flags, if the attention at `op` can poll them.
   void flag_outputs(PersistentOp& last, const Op* op, const QkvOp& q) {
     if (!polls(op, q)) return;
-    early_ = reinterpret_cast<float*>(base_ + at_.early[early_turn_ ^= 1]);
-    last.a.out = early_, last.lamport = true;
+    lamport_qkv_ = reinterpret_cast<float*>(base_ + at_.lamport_qkv[lamport_set_ ^= 1]);
+    last.a.out = lamport_qkv_, last.lamport = true;
   }
   // Tokens of a launch of the persistent chain that begins with attention's output at o; 0: there is none.
   int chain_tokens(const ResidualOp& o) {
-    if (s_.tokens > kSkinnyTokens || !s_.many) return 0;
+    if (s_.tokens > kSkinnyTokens || !s_.stream_k_from) return 0;
     PersistentOp link[4] = {};
     const Op* op[4];
     const Ready ready = ready_;
@@ -226,7 +226,7 @@ class Walker {
     a.bias = op.bias;
     ready_ = kNothing;
     const bool leads = !op.norm && stream_k(a) && stream_k_lead_on(a, op);
-    if (leads) return stream_k_launch(a, group(a.tokens), ahead_, base_ + at_.many, stream_, pdl_);
+    if (leads) return stream_k_launch(a, group(a.tokens), ahead_, base_ + at_.stream_k, stream_, pdl_);
     if (op.norm || stream_k(a)) {  // a norm of what is added; or the next rows' kernel adds it
       a.out = sum(), a.out_stride = H_;
       if (const char* wrong = store(a)) return wrong;
@@ -262,7 +262,7 @@ class Walker {
       return a;
     };
     const Weight O(o.blob), U(up->blob), D(down->blob);
-    link[0] = {adds(o, up), O.head, O.blob, kResidual, beside(last_qkv_)};
+    link[0] = {adds(o, up), O.head, O.blob, kResidual, sms_of_attention(last_qkv_)};
     link[1] = {product(*up), U.head, U.blob, kActivation};
     link[2] = {adds(*down, then), D.head, D.blob, kResidual};
     scaled(link[1].a, *up, up->bias), link[1].a.activation = static_cast<int>(up->activation);
@@ -282,8 +282,8 @@ class Walker {
     PersistentOp link[4] = {};
     const Op* op[4];
     const int count = links(o, link, op);
-    if (early_) link[0].clear = early_, link[0].clear_count = s_.tokens * Weight(last_qkv_->blob).header().N / 4;
-    early_ = nullptr;
+    if (lamport_qkv_) link[0].clear = lamport_qkv_, link[0].clear_count = s_.tokens * Weight(last_qkv_->blob).header().N / 4;
+    lamport_qkv_ = nullptr;
     if (count == 4) last_qkv_ = as<QkvOp>(op[3]), flag_outputs(link[3], next(op[3]), *last_qkv_);
     wrong = persistent_launch(link, count, base_ + at_.chain, at_.persistent_bytes, stream_, pdl_);
     chained_ = true;
@@ -342,7 +342,7 @@ class Walker {
     if (const char* wrong = normed_product(op, a)) return wrong;
     ready_ = kNothing;
     a.bias = op.bias, a.activation = static_cast<int>(op.activation);
-    if (stream_k(a) && stream_k_fuses_gate(a)) return stream_k_launch(a, group(a.tokens), ahead_, base_ + at_.many, stream_, pdl_);
+    if (stream_k(a) && stream_k_fuses_gate(a)) return stream_k_launch(a, group(a.tokens), ahead_, base_ + at_.stream_k, stream_, pdl_);
     return stream_k(a) ? wide_gate_up(a, Weight(op.blob).header().N) : skinny_launch(a, kActivation, stream_, pdl_);
   }
   // Both halves to memory, then the gate; so many tokens at a time as a launch takes.
@@ -353,7 +353,7 @@ class Walker {
       if (a.squares) a.squares += static_cast<size_t>(first) * a.squares_count;
       a.next.x += static_cast<size_t>(first) * a.next.stride;
       a.out = reinterpret_cast<float*>(base_ + at_.wide), a.out_stride = N;
-      if (const char* wrong = stream_k_launch(a, group(all.tokens), ahead_, base_ + at_.many, stream_, pdl_)) return wrong;
+      if (const char* wrong = stream_k_launch(a, group(all.tokens), ahead_, base_ + at_.stream_k, stream_, pdl_)) return wrong;
       const GatesArgs gates{a.out, a.out_stride, a.part[0].outputs, a.gated, a.activation, a.next};
       if (const char* wrong = gates_launch(gates, a.tokens, stream_, pdl_)) return wrong;
     }
@@ -363,11 +363,11 @@ class Walker {
   const char* routed(const RoutedOp& op) {
     const GpuHeader& router = Weight(op.blob).header();
     const bool tapped = ready_ == kRouted;
-    uint8_t* const room = base_ + at_.routed;
+    uint8_t* const routed = base_ + at_.routed;
     if (!tapped) {
       GemmArgs a;
       if (const char* wrong = normed_product(op, a)) return wrong;
-      a.out = reinterpret_cast<float*>(room), a.out_stride = router_stride(router);
+      a.out = reinterpret_cast<float*>(routed), a.out_stride = router_stride(router);
       a.late = true;  // so that the experts' kernels may read the residual, and the second one the choice, while this one works
       if (const char* wrong = skinny_launch(a, kStore, stream_, pdl_)) return wrong;
     }
@@ -380,7 +380,7 @@ class Walker {
       d.epilogue = kResidual, d.residual = residual(), d.residual_stride = H_, d.scale = static_cast<float>(op.scale);
       lead_on(d, next(&op));
     }
-    if (const char* wrong = routed_launch(op, router, tapped, from, room, d, s_.tokens, s_.capacity, stream_, pdl_)) return wrong;
+    if (const char* wrong = routed_launch(op, router, tapped, from, routed, d, s_.tokens, s_.capacity, stream_, pdl_)) return wrong;
     return op.post_norm ? add_sum(next(&op), op.post_norm, op.post_eps, op.scale) : nullptr;
   }
 
@@ -407,8 +407,8 @@ class Walker {
   RowSource added_{};  // y and what belongs to it: not yet added to the residual
   int squares_ = 0, side_ = 0;
   bool stream_k_ = false, chained_ = false;
-  float* early_ = nullptr;  // what the last QKV wrote, where it has Lamport flags
-  int early_turn_ = 0;
+  float* lamport_qkv_ = nullptr;  // what the last QKV wrote, where it has Lamport flags
+  int lamport_set_ = 0;
   StreamKNext ahead_{};
   const QkvOp* last_qkv_ = nullptr;
   const Op* op_ = nullptr;  // the last op that is done
@@ -436,8 +436,8 @@ std::string step_launch(const Program& program, const GpuStep& step, void* works
   const Op* at = nullptr;
   const char* failed = walker.run(at);
   if (!failed) return "";
-  for (const size_t early : layout.early)
-    driver()->fill(reinterpret_cast<uintptr_t>(workspace) + early, 0, layout.early_bytes, static_cast<CudaStream>(stream));
+  for (const size_t offset : layout.lamport_qkv)
+    driver()->fill(reinterpret_cast<uintptr_t>(workspace) + offset, 0, layout.lamport_bytes, static_cast<CudaStream>(stream));
   int number = 0;
   for (const Op* op = program.first(); op != at; op = program.next(op)) number++;
   return std::string(op_name(at)) + ", op " + std::to_string(number) + " of the program: " + failed;

@@ -26,14 +26,14 @@ struct GpuStep {
   void* const* v_pools;
   int layers, num_kv_heads, head_dim, k_format, v_format;
   float* logits;
-  int many;  // so many tokens, at least nine, or more go through stream_k_gemm.cuh: faster, but other bits than those of fewer tokens; 0:
-             // never, and no chains (persistent_gemm.h)
+  int stream_k_from;  // so many tokens, at least nine, or more go through stream_k_gemm.cuh: faster, but other bits than those of fewer
+                      // tokens; 0: never, and no chains (persistent_gemm.h)
 };
 
 // Bytes of workspace for up to `capacity` tokens, or what is wrong with the program; vocab: logits per row.
 std::string step_workspace(const Program& program, int capacity, size_t& bytes, int64_t& vocab);
 // workspace: zeroed once by its owner, then used with one capacity only, by one step at a time. Steps in different streams of one device
-// must not overlap where they have chains (persistent_gemm.h) or products of many tokens. Captures into a graph: neither allocates nor
+// must not overlap where they have chains (persistent_gemm.h) or stream-K GEMMs. Captures into a graph: neither allocates nor
 // waits.
 std::string step_launch(const Program& program, const GpuStep& step, void* workspace, size_t bytes, void* stream, bool pdl);
 

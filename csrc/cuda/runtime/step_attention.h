@@ -13,11 +13,11 @@ namespace exl2nb {
 
 // The first keys and values of the attention at w, as many as find room in the L2 cache beside the weights that pass through.
 inline StreamKKeys attention_keys(const GpuStep& s, const AttentionOp& op) {
-  constexpr int64_t kRoom = 24 << 20;
+  constexpr int64_t kPrefetchBytes = 24 << 20;
   const int64_t layer = op.layer, heads = s.num_kv_heads, dim = s.head_dim;
   if (op.window || layer < 0 || layer >= s.layers) return {};  // a window may have left them behind
   const int64_t k_row = dim * pool_bits(s.k_format) / 8, v_row = dim * pool_bits(s.v_format) / 8;
-  const int64_t rows = std::min<int64_t>(kPage, kRoom / std::max<int64_t>(1, s.sequences * heads * (k_row + v_row)));
+  const int64_t rows = std::min<int64_t>(kPage, kPrefetchBytes / std::max<int64_t>(1, s.sequences * heads * (k_row + v_row)));
   return {static_cast<const uint8_t*>(s.k_pools[layer]),
           static_cast<const uint8_t*>(s.v_pools[layer]),
           s.block_table,
@@ -32,7 +32,7 @@ inline StreamKKeys attention_keys(const GpuStep& s, const AttentionOp& op) {
           static_cast<int>(v_row)};
 }
 // Multiprocessors for the attention behind the QKV op q, if there is one.
-inline int beside(const QkvOp* q) {
+inline int sms_of_attention(const QkvOp* q) {
   return q ? attention_sms(static_cast<int>(q->num_heads), static_cast<int>(q->num_kv_heads), static_cast<int>(q->head_dim)) : 0;
 }
 // The attention at w with the QKV op q, whose output is `in`. Without qkv and workspace.
@@ -61,7 +61,7 @@ inline AttentionArgs attention_args(const GpuStep& s, const AttentionOp& op, con
   for (int p = 0; p < AttentionOut::kMaxPerms; p++) a.to.inverse[p] = in.inverse[p];
   a.tokens = s.tokens;
   a.scale = static_cast<float>(op.scale), a.window = static_cast<int>(op.window), a.softcap = static_cast<float>(op.softcap);
-  a.large_chunks = s.many && s.tokens >= s.many;
+  a.large_chunks = s.stream_k_from && s.tokens >= s.stream_k_from;
   return a;
 }
 

@@ -27,7 +27,7 @@ struct Weight {
 };
 
 // Pieces of the workspace.
-struct Room {
+struct Arena {
   size_t at = 0;
   size_t take(size_t bytes) {
     const size_t here = at;
@@ -36,8 +36,8 @@ struct Room {
   }
 };
 struct Layout {
-  size_t residual[2], normed, qkv, act[2], sum, wide, squares, attention, routed, many, chain, persistent_bytes, bytes, attention_bytes;
-  size_t early[2], early_bytes;  // QKV with Lamport flags (lamport.cuh), by turns of layers; zeros between steps
+  size_t residual[2], normed, qkv, act[2], sum, wide, squares, attention, routed, stream_k, chain, persistent_bytes, bytes, attention_bytes;
+  size_t lamport_qkv[2], lamport_bytes;  // QKV with Lamport flags (lamport.cuh), by turns of layers; zeros between steps
 };
 
 inline size_t input_bytes(const Weight& w, int tokens) {
@@ -58,7 +58,7 @@ struct LayoutSizes {
   const Program& program;
   const int tokens;
   const bool stream_k = tokens > kSkinnyTokens;
-  size_t normed = 0, qkv = 0, act[2] = {0, 0}, wide = 0, attention = 0, routed = 0, early = 0;
+  size_t normed = 0, qkv = 0, act[2] = {0, 0}, wide = 0, attention = 0, routed = 0, lamport_qkv = 0;
   bool summed = stream_k;
   int inner = 0;
 
@@ -69,7 +69,7 @@ struct LayoutSizes {
     const auto outputs = static_cast<size_t>(weight.header().N);
     matrix(weight);
     qkv = std::max(qkv, outputs * tokens * 4);
-    early = std::max(early, outputs * kPersistentTokens * 4);
+    lamport_qkv = std::max(lamport_qkv, outputs * kPersistentTokens * 4);
     attention = std::max(attention, attention_workspace_bytes(tokens, static_cast<int>(op.num_heads), static_cast<int>(op.num_kv_heads),
                                                               static_cast<int>(op.head_dim)));
     return nullptr;
@@ -108,23 +108,23 @@ inline std::string lay_out(const Program& program, int tokens, Layout& layout) {
   for (const Op* op = program.first(); op; op = program.next(op))
     if (const char* wrong = visit(op, sizes)) return wrong;
   const int64_t H = program.hidden();
-  Room room;
-  for (size_t& at : layout.residual) at = room.take(static_cast<size_t>(tokens) * H * 4);
-  layout.normed = room.take(sizes.normed);
-  layout.qkv = room.take(sizes.qkv);
-  for (int i = 0; i < 2; i++) layout.act[i] = room.take(sizes.act[i]);
-  layout.sum = room.take(sizes.summed ? static_cast<size_t>(tokens) * H * 4 : 0);
-  layout.wide = room.take(sizes.wide);
-  layout.squares = room.take(static_cast<size_t>(tokens) * std::max(multiprocessors(), stream_k_squares(static_cast<int>(H))) * 4);
-  layout.attention = room.take(sizes.attention);
+  Arena arena;
+  for (size_t& at : layout.residual) at = arena.take(static_cast<size_t>(tokens) * H * 4);
+  layout.normed = arena.take(sizes.normed);
+  layout.qkv = arena.take(sizes.qkv);
+  for (int i = 0; i < 2; i++) layout.act[i] = arena.take(sizes.act[i]);
+  layout.sum = arena.take(sizes.summed ? static_cast<size_t>(tokens) * H * 4 : 0);
+  layout.wide = arena.take(sizes.wide);
+  layout.squares = arena.take(static_cast<size_t>(tokens) * std::max(multiprocessors(), stream_k_squares(static_cast<int>(H))) * 4);
+  layout.attention = arena.take(sizes.attention);
   layout.attention_bytes = sizes.attention;
-  layout.routed = room.take(sizes.routed);
+  layout.routed = arena.take(sizes.routed);
   layout.persistent_bytes = persistent_bytes(static_cast<int>(H), sizes.inner);
-  layout.chain = room.take(layout.persistent_bytes);
-  layout.many = room.take(stream_k_workspace(tokens));
-  for (size_t& at : layout.early) at = room.take(sizes.early);
-  layout.early_bytes = sizes.early;
-  layout.bytes = room.at;
+  layout.chain = arena.take(layout.persistent_bytes);
+  layout.stream_k = arena.take(stream_k_workspace(tokens));
+  for (size_t& at : layout.lamport_qkv) at = arena.take(sizes.lamport_qkv);
+  layout.lamport_bytes = sizes.lamport_qkv;
+  layout.bytes = arena.at;
   return "";
 }
 

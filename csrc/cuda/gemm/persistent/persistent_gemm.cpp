@@ -179,7 +179,7 @@ int persistent_ctas(const PersistentOp* ops, int count) {
     }
     return n;
   };
-  const int fewer = all - ops->beside;
+  const int fewer = all - ops->attention_sms;
   return fewer > all / 2 && most(fewer) <= most(all) + kMaxExtraRows ? fewer : all;
 }
 

@@ -11,7 +11,7 @@ struct PersistentOp {
       a;  // as for skinny_launch; x, next and squares between ops are set by the chain. next_squares of the last: [row][persistent_ctas]
   const uint8_t *head, *blob;
   Epilogue epilogue;
-  int beside = 0;  // first op: SMs to leave free for the attention kernel that starts early
+  int attention_sms = 0;  // first op: SMs to leave free for the attention kernel that starts early
   // First op: buffer of Lamport flags that attention has read, 16 bytes x clear_count, zeroed again by this launch. Last op (kStore): its
   // sums carry Lamport flags (lamport.cuh). Only where one launch takes all rows.
   void* clear = nullptr;
@@ -20,7 +20,7 @@ struct PersistentOp {
 };
 // Most rows per launch; 0: these GEMMs cannot be chained. Three or four of a layer, or one that stores its sums.
 int persistent_tokens(const PersistentOp* ops, int count);
-// CTAs of a launch: one per SM, or fewer so that attention runs beside them (`beside`), if no CTA gets much more work.
+// CTAs of a launch: one per SM, or fewer so that attention runs beside them (`attention_sms`), if no CTA gets much more work.
 int persistent_ctas(const PersistentOp* ops, int count);
 // Workspace for chains that follow one another, with rows of `width` and `inner` numbers: zeroed before the first launch, then theirs
 // alone.

@@ -70,8 +70,8 @@ static int skinny_prepare(GemmArgs& a, Epilogue e) {
   const int x_bytes = skinny_split(a, e), most = device().shared_per_block, flush = a.flush;
   const int fixed = stages_of(device().path) * kWarps * kSlot + num_bars(device().path) * 8 + padded_image(a);
   int own = fixed + SkinnySmem::bytes(a);
-  const auto shrink = [&](int beside) {
-    for (; a.flush > 1 && own + beside > most; own = fixed + SkinnySmem::bytes(a)) a.flush--;
+  const auto shrink = [&](int staged_bytes) {
+    for (; a.flush > 1 && own + staged_bytes > most; own = fixed + SkinnySmem::bytes(a)) a.flush--;
   };
   if (own > most) {  // fewer strips per flush, so that the activations fit, or at least the rest
     shrink(x_bytes);
