@@ -89,7 +89,7 @@ attention_step = define(
 
 qkv f32 `(T, (Hq + 2 Hkv) * D)`, at most 8 tokens per sequence; workspace uint8 of `attention_workspace` bytes, zeroed once. inverse: int32
 `(Hq * D,)` each, feature -> stored row. Returns f32 `(T, Hq * D)` and f16 `(len(inverse), T, stride)`, the next matrix's inputs;
-rows of unused sequences hold anything. large_chunks: the launch is shared out by how large_chunks sequences there are, and bits depend on that.
+rows of unused sequences hold anything. large_chunks: the launch is shared out by the number of sequences, and bits depend on that.
 """
 
 attention_workspace = define(
