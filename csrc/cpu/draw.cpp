@@ -22,7 +22,7 @@ struct Scratch {
   std::vector<int32_t> ids;
 };
 
-// Bits that are set, without the instruction that the oldest processors lack; masks are mostly runs of zeros or ones.
+// Set bits of a word, without POPCNT, which baseline x86-64 lacks; masks are mostly runs of zeros or ones.
 int64_t ones(uint64_t v) {
   if (v == 0) return 0;
   if (v == ~uint64_t(0)) return 64;
@@ -47,7 +47,7 @@ int64_t choices(const uint32_t* bits, int64_t n) {
 int64_t first_of(const float* x, const uint32_t* bits, int64_t n, float best, const std::vector<float>& most) {
   int64_t block = 0;
   while (most[block] != best) block++;
-  int64_t i = block * kMost;
+  int64_t i = block * kMaxBlock;
   while (x[i] != best || (bits && !(bits[i / 32] >> (i % 32) & 1))) i++;
   return i;
 }
@@ -120,7 +120,7 @@ int64_t after_cuts(int64_t n, float highest, double all, const Settings& s, Scra
   double floor = some_k && s.top_p < 1 ? 0 : s.min_p * (1 - kSlack);  // what top_p counts, min_p must not have taken away
   if (some_k) floor = std::max(floor, floor_of_top_k(t, int64_t(s.top_k), highest, s.temperature));
   if (s.top_p < 1 && !some_k) floor = std::max(floor, (1 - s.top_p) / double(n) * all * (1 - kSlack));
-  t.ids.resize(n + kMost);
+  t.ids.resize(n + kMaxBlock);
   int64_t count = kernels().collect(t.w.data(), n, float(std::max(floor, 1e-38)), t.ids.data());
   const auto weights = [&] {
     t.some.resize(count);
@@ -145,18 +145,18 @@ int64_t after_cuts(int64_t n, float highest, double all, const Settings& s, Scra
 int64_t choose(int64_t n, float highest, double all, const Settings& s, Scratch& t) {
   if ((s.top_k > 0 && s.top_k < double(n)) || s.top_p < 1 || s.min_p > 0) return after_cuts(n, highest, all, s, t);
   const double target = s.uniform * all;
-  const int64_t blocks = (n + kSum - 1) / kSum;
+  const int64_t blocks = (n + kSumBlock - 1) / kSumBlock;
   const int64_t block = pass(blocks, target, [&](int64_t b) { return t.sums[b]; });
   double before = 0;
   for (int64_t b = 0; b < block; b++) before += t.sums[b];
-  const int64_t first = block * kSum;
-  return first + pass(std::min<int64_t>(kSum, n - first), target - before, [&](int64_t i) { return double(t.w[first + i]); });
+  const int64_t first = block * kSumBlock;
+  return first + pass(std::min<int64_t>(kSumBlock, n - first), target - before, [&](int64_t i) { return double(t.w[first + i]); });
 }
 
 Drawn draw_row(const float* x, const uint32_t* bits, int64_t n, const Settings& s) {
   static thread_local Scratch t;
-  t.most.resize((n + kMost - 1) / kMost);
-  const Look seen = kernels().look(x, bits, n, t.most.data());
+  t.most.resize((n + kMaxBlock - 1) / kMaxBlock);
+  const RowScan seen = kernels().scan(x, bits, n, t.most.data());
   if (seen.bad || !(seen.highest > -INFINITY)) return {-1, NAN, 0, 0};
   const double free = bits ? double(choices(bits, n)) : double(n);
   if (!(seen.allowed > -INFINITY)) return {-2, NAN, 0, free};
@@ -165,8 +165,8 @@ Drawn draw_row(const float* x, const uint32_t* bits, int64_t n, const Settings& 
   if (s.temperature < kCold) {
     token = first_of(x, bits, n, seen.allowed, t.most);
   } else {
-    t.w.resize((n + kMost - 1) / kMost * kMost);
-    t.sums.resize((n + kSum - 1) / kSum);
+    t.w.resize((n + kMaxBlock - 1) / kMaxBlock * kMaxBlock);
+    t.sums.resize((n + kSumBlock - 1) / kSumBlock);
     all = kernels().weigh(x, bits, n, seen.allowed, float(s.temperature), t.w.data(), t.sums.data());
     token = choose(n, seen.allowed, all, s, t);
   }

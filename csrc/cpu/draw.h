@@ -2,7 +2,7 @@
 // cumulative distribution in order of ids. A bit mask says which tokens may be chosen; it is read as it is, no row is made of it.
 //
 // Algorithm: weights exp((x - max) / T) once, with the largest logit of every 64 and the sum of every 512 on the way. Cuts first collect
-// the few tokens above a floor that cannot lie too high (min_p's own; the k-th largest of the blocks' maxima; weights that together stay
+// the few tokens above a floor that is certainly low enough (min_p's own; the k-th largest of the blocks' maxima; weights whose sum stays
 // below 1 - top_p), then work on those alone. Bytes: the logits two or three times, the weights once or twice, the mask twice.
 //
 // Sums have a fixed order of 16 lanes and nothing depends on another row, so every instruction set gives the same bits and a request the
@@ -12,17 +12,18 @@
 
 namespace exl2nb::draw {
 
-constexpr int kMost = 64, kSum = 512;  // logits whose largest, and whose weights' sum, is kept
+constexpr int kMaxBlock = 64, kSumBlock = 512;  // logits whose largest, and whose weights' sum, is kept
 
-struct Look {
+struct RowScan {
   float highest, allowed;  // the largest logit, and the largest that the mask allows
   bool bad;                // a NaN or +inf
 };
 
 struct Kernels {
-  // most: (n / kMost, rounded up), the largest allowed logit of every block. bits: or null.
-  Look (*look)(const float* x, const uint32_t* bits, int64_t n, float* most);
-  // w: weights exp((x - highest) / heat), 0 where not allowed, room for whole blocks; sums: of every kSum; both or neither. Returns all.
+  // most: (n / kMaxBlock, rounded up), the largest allowed logit of every block. bits: or null.
+  RowScan (*scan)(const float* x, const uint32_t* bits, int64_t n, float* most);
+  // w: weights exp((x - highest) / heat), 0 where not allowed, room for whole blocks; sums: of every kSumBlock; both or neither. Returns
+  // all.
   double (*weigh)(const float* x, const uint32_t* bits, int64_t n, float highest, float heat, float* w, double* sums);
   int64_t (*above)(const float* x, int64_t n, float value);                  // how many are larger
   int64_t (*collect)(const float* w, int64_t n, float floor, int32_t* ids);  // places of those of at least `floor`, in order

@@ -12,10 +12,11 @@ namespace {
 constexpr int64_t kParallelWork = 60'000;
 // And below this many numbers to be normed, rounded or passed through an activation.
 constexpr int64_t kParallelNumbers = 4'000;
-constexpr int64_t kFetched = 4096;  // bytes of a matrix fetched while the one before it is used; the kernels read further ahead themselves
+// Bytes of a matrix prefetched during the one before it; the kernels prefetch further on by themselves.
+constexpr int64_t kFetched = 4096;
 
-// Rows that are to be put into a stored order and quantised; the parts of a matrix that have the same order share them.
-struct Order {
+// Rows permuted to a stored order and quantised; parts of a matrix with the same order share them.
+struct QuantizedRows {
   const float* x;
   int64_t perm, ldq;  // perm: offset in the blob
   const uint8_t* blob;
@@ -28,9 +29,9 @@ struct Order {
 struct Task {
   int product, part, tile, end, row;
 };
-// What a call works out before the threads begin. Kept from call to call: a sparse layer has a hundred small products.
-struct Plan {
-  std::vector<Order> orders;
+// The tasks of a call, computed before the threads start. Kept from call to call: a sparse layer has a hundred small products.
+struct Schedule {
+  std::vector<QuantizedRows> orders;
   std::vector<Rows> rows;   // of every part of every product
   std::vector<int> order;   // of each of them, -1 for none
   std::vector<int> begins;  // each product's first in rows
@@ -38,46 +39,44 @@ struct Plan {
 };
 
 // The parts of a product, as rows and orders.
-void add_rows(Plan& plan, const Product& p) {
-  const int K = header(p.blob).K, begin = int(plan.orders.size());
-  plan.begins.push_back(int(plan.rows.size()));
+void add_rows(Schedule& schedule, const Product& p) {
+  const int K = header(p.blob).K, begin = int(schedule.orders.size());
+  schedule.begins.push_back(int(schedule.rows.size()));
   for (int i = 0; i < header(p.blob).num_parts; i++) {
     const BlobPart& part = parts(p.blob)[i];
     const int stored = stored_rows(p.blob, part);
     const int64_t ldq = stored + kQuantPad;
     int found = -1;
     if (quantised(part)) {
-      for (found = begin; found < int(plan.orders.size()) && plan.orders[size_t(found)].perm != part.perm;) found++;
-      if (found == int(plan.orders.size())) {
-        const int first = found ? plan.orders.back().first + plan.orders.back().M : 0;
-        plan.orders.push_back({p.x, part.perm, ldq, p.blob, p.M, K, stored, first, nullptr, nullptr, nullptr});
+      for (found = begin; found < int(schedule.orders.size()) && schedule.orders[size_t(found)].perm != part.perm;) found++;
+      if (found == int(schedule.orders.size())) {
+        const int first = found ? schedule.orders.back().first + schedule.orders.back().M : 0;
+        schedule.orders.push_back({p.x, part.perm, ldq, p.blob, p.M, K, stored, first, nullptr, nullptr, nullptr});
       }
     }
-    plan.rows.push_back({p.x, nullptr, nullptr, nullptr, K, ldq, p.M, stored});
-    plan.order.push_back(found);
+    schedule.rows.push_back({p.x, nullptr, nullptr, nullptr, K, ldq, p.M, stored});
+    schedule.order.push_back(found);
   }
 }
 
 // Tasks of at most `wide` tiles and kRowBlock rows; a row block visits all tiles before the next one starts, so its activations stay in
 // cache.
-void add_tasks(Plan& plan, const Product* products, int index) {
+void add_tasks(Schedule& schedule, const Product* products, int index) {
   const Product& p = products[index];
   const BlobHeader& h = header(p.blob);
-  int64_t tiles = 0;
-  for (int i = 0; i < h.num_parts; i++) tiles += parts(p.blob)[i].tiles;
-  const int64_t blocks = (p.M + kRowBlock - 1) / kRowBlock;
-  const int wide = int(std::clamp<int64_t>(tiles * blocks / (threads_to_share() * 4), 1, kTileBlock));
+  const int64_t tiles = tiles_of(p.blob), blocks = (p.M + kRowBlock - 1) / kRowBlock;
+  const int wide = int(std::clamp<int64_t>(tiles * blocks / (available_threads() * 4), 1, kTileBlock));
   for (int row = 0; row < p.M; row += kRowBlock)
     for (int i = 0; i < h.num_parts; i++)
       for (int t = 0; t < parts(p.blob)[i].tiles; t += wide)
-        plan.tasks.push_back({index, i, t, std::min(t + wide, parts(p.blob)[i].tiles), row});
+        schedule.tasks.push_back({index, i, t, std::min(t + wide, parts(p.blob)[i].tiles), row});
 }
 
-void quantize_row(const Order& o, int64_t m) {
+void quantize_row(const QuantizedRows& o, int64_t m) {
   const float* row = o.x + m * o.K;
   const int64_t units = o.stored / kUnit;
   std::vector<float> longer;
-  if (o.stored != o.K) {  // padding rows read the zero behind the row
+  if (o.stored != o.K) {  // padding rows read the zero after the row
     longer.assign(row, row + o.K);
     longer.push_back(0.0f);
     row = longer.data();
@@ -87,32 +86,33 @@ void quantize_row(const Order& o, int64_t m) {
 }
 
 // Codes, scales and sums of all orders, in one piece of memory.
-Buffer<uint8_t> quantize_all(Plan& plan) {
+Buffer<uint8_t> quantize_all(Schedule& schedule) {
   int64_t bytes = 0, numbers = 0;
-  for (const Order& o : plan.orders) {
+  for (const QuantizedRows& o : schedule.orders) {
     bytes += o.bytes();
     numbers += int64_t(o.M) * o.stored;
   }
   Buffer<uint8_t> memory(bytes);
   uint8_t* at = memory;
-  for (Order& o : plan.orders) {
+  for (QuantizedRows& o : schedule.orders) {
     const int64_t side = align64(int64_t(o.M) * (o.stored / kUnit) * 4);
     o.scale = reinterpret_cast<float*>(at);
     o.sum = reinterpret_cast<int32_t*>(at + side);
     o.codes = reinterpret_cast<int16_t*>(at + 2 * side);
     at += o.bytes();
   }
-  for (size_t i = 0; i < plan.rows.size(); i++) {
-    if (plan.order[i] < 0) continue;
-    const Order& o = plan.orders[size_t(plan.order[i])];
-    plan.rows[i].codes = o.codes;
-    plan.rows[i].scale = o.scale;
-    plan.rows[i].sum = o.sum;
+  for (size_t i = 0; i < schedule.rows.size(); i++) {
+    if (schedule.order[i] < 0) continue;
+    const QuantizedRows& o = schedule.orders[size_t(schedule.order[i])];
+    schedule.rows[i].codes = o.codes;
+    schedule.rows[i].scale = o.scale;
+    schedule.rows[i].sum = o.sum;
   }
-  const int64_t rows = plan.orders.empty() ? 0 : plan.orders.back().first + plan.orders.back().M;
+  const int64_t rows = schedule.orders.empty() ? 0 : schedule.orders.back().first + schedule.orders.back().M;
   for_each_task(rows, numbers > kParallelNumbers, [&](int64_t i) {
-    const auto behind = std::upper_bound(plan.orders.begin(), plan.orders.end(), i, [](int64_t n, const Order& o) { return n < o.first; });
-    quantize_row(behind[-1], i - behind[-1].first);
+    const auto after =
+        std::upper_bound(schedule.orders.begin(), schedule.orders.end(), i, [](int64_t n, const QuantizedRows& o) { return n < o.first; });
+    quantize_row(after[-1], i - after[-1].first);
   });
   return memory;
 }
@@ -129,65 +129,66 @@ Rows slice(Rows r, int begin, int end) {
   return r;
 }
 
-// Where a product's weights begin, of which its first task will not have read ahead.
+// Prefetches the first weights of a product: no task before it has.
 void fetch_start(const Product& p, const Task& t) {
   const BlobPart& part = parts(p.blob)[t.part];
   const uint8_t* data = p.blob + part.data + t.tile * part.tile_bytes;
   for (int64_t i = 0; i < std::min<int64_t>(kFetched, part.tile_bytes); i += 64) __builtin_prefetch(data + i);
 }
 
-// Where a share of a matrix begins: number `share` of `shares`.
-const uint8_t* share_start(const uint8_t* blob, int64_t share, int64_t shares) {
-  const BlobHeader& h = header(blob);
-  int64_t tiles = 0;
-  for (int i = 0; i < h.num_parts; i++) tiles += parts(blob)[i].tiles;
-  int64_t tile = tiles * share / shares;
-  for (int i = 0; i < h.num_parts; tile -= parts(blob)[i].tiles, i++)
-    if (tile < parts(blob)[i].tiles) return blob + parts(blob)[i].data + tile * parts(blob)[i].tile_bytes;
-  return blob;
-}
-
 // What the thread that does task i probably reads after it: the next task's tiles, or, where its share of the tasks ends, the tiles of its
-// share of the next matrix. Null: nobody knows.
-const uint8_t* next_weights(const Product* products, const Plan& plan, int64_t i, const uint8_t* then) {
-  const int64_t count = int64_t(plan.tasks.size()), threads = std::min(count, threads_to_share());
+// share of the next matrix. Null: unknown.
+const uint8_t* next_weights(const Product* products, const Schedule& schedule, int64_t i, const uint8_t* next_blob) {
+  const int64_t count = int64_t(schedule.tasks.size()), threads = std::min(count, available_threads());
   const int64_t share = ((i + 1) * threads - 1) / count;  // the last one that begins at or before i
   if (i + 1 < count * (share + 1) / threads) {
-    const Task& t = plan.tasks[size_t(i + 1)];
+    const Task& t = schedule.tasks[size_t(i + 1)];
     const uint8_t* blob = products[t.product].blob;
     return blob + parts(blob)[t.part].data + t.tile * parts(blob)[t.part].tile_bytes;
   }
-  return then ? share_start(then, share, threads) : nullptr;
+  return next_blob ? tile_weights(next_blob, tiles_of(next_blob) * share / threads) : nullptr;
 }
 
 }  // namespace
 
-void linear_each(const Product* products, int count, const uint8_t* then) {
-  static thread_local Plan kept;
-  Plan& plan = kept;  // named outside the tasks: another thread has another one
-  plan.orders.clear(), plan.rows.clear(), plan.order.clear(), plan.begins.clear(), plan.tasks.clear();
+int64_t tiles_of(const uint8_t* blob) {
+  int64_t tiles = 0;
+  for (int i = 0; i < header(blob).num_parts; i++) tiles += parts(blob)[i].tiles;
+  return tiles;
+}
+
+const uint8_t* tile_weights(const uint8_t* blob, int64_t tile) {
+  for (int i = 0; i < header(blob).num_parts; tile -= parts(blob)[i].tiles, i++)
+    if (tile < parts(blob)[i].tiles) return blob + parts(blob)[i].data + tile * parts(blob)[i].tile_bytes;
+  return blob;
+}
+
+void linear_each(const Product* products, int count, const uint8_t* next_blob) {
+  static thread_local Schedule kept;
+  Schedule& schedule = kept;  // named outside the tasks: another thread has another one
+  schedule.orders.clear(), schedule.rows.clear(), schedule.order.clear(), schedule.begins.clear(), schedule.tasks.clear();
   int64_t work = 0;
   for (int p = 0; p < count; p++) {
-    add_rows(plan, products[p]);
-    add_tasks(plan, products, p);
+    add_rows(schedule, products[p]);
+    add_tasks(schedule, products, p);
     work += int64_t(products[p].M) * header(products[p].blob).K * header(products[p].blob).N;
   }
-  const Buffer<uint8_t> quantized = quantize_all(plan);
-  for_each_task(int64_t(plan.tasks.size()), work > kParallelWork, [&](int64_t i) {
-    const Task& t = plan.tasks[size_t(i)];
-    if (size_t(i) + 1 < plan.tasks.size() && plan.tasks[size_t(i) + 1].product != t.product)
-      fetch_start(products[plan.tasks[size_t(i) + 1].product], plan.tasks[size_t(i) + 1]);
+  const Buffer<uint8_t> quantized = quantize_all(schedule);
+  for_each_task(int64_t(schedule.tasks.size()), work > kParallelWork, [&](int64_t i) {
+    const Task& t = schedule.tasks[size_t(i)];
+    if (size_t(i) + 1 < schedule.tasks.size() && schedule.tasks[size_t(i) + 1].product != t.product)
+      fetch_start(products[schedule.tasks[size_t(i) + 1].product], schedule.tasks[size_t(i) + 1]);
     const Product& p = products[t.product];
     const int N = header(p.blob).N;
-    Rows rows = slice(plan.rows[size_t(plan.begins[size_t(t.product)] + t.part)], t.row, std::min(t.row + kRowBlock, p.M));
-    rows.next = next_weights(products, plan, i, then);
+    Rows rows = slice(schedule.rows[size_t(schedule.begins[size_t(t.product)] + t.part)], t.row, std::min(t.row + kRowBlock, p.M));
+    rows.next = next_weights(products, schedule, i, next_blob);
     kernels().gemm(p.blob, parts(p.blob)[t.part], rows, t.tile, t.end, {p.out + int64_t(t.row) * N, N, p.bias, p.add});
   });
 }
 
-void linear(const float* x, int M, const uint8_t* blob, const float* bias, float* out, bool add, const uint8_t* then) {
+void linear(const float* x, int M, const uint8_t* blob, const float* bias, float* out, bool add, const uint8_t* next_blob) {
   const Product product{x, M, blob, out, bias, add};
-  if (M > 0) linear_each(&product, 1, then);
+  if (M > 0) linear_each(&product, 1, next_blob);
 }
 
 void normalize(const float* x, int M, int H, Norm norm, float* y) {
@@ -200,21 +201,21 @@ void normalize(const float* x, int M, int H, Norm norm, float* y) {
 }
 
 void linear_residual(const float* x, int M, const uint8_t* blob, const float* bias, Norm norm, float scale, float* residual,
-                     const uint8_t* then) {
-  if (!norm.weight && scale == 1.0f) return linear(x, M, blob, bias, residual, true, then);
+                     const uint8_t* next_blob) {
+  if (!norm.weight && scale == 1.0f) return linear(x, M, blob, bias, residual, true, next_blob);
   const int N = header(blob).N;
   Buffer<float> out(int64_t(M) * N);
-  linear(x, M, blob, bias, out, false, then);
+  linear(x, M, blob, bias, out, false, next_blob);
   if (norm.weight) normalize(out, M, N, norm, out);
   for (int64_t i = 0; i < int64_t(M) * N; i++) residual[i] += scale * out[i];
 }
 
-void norm_linear(const float* x, int M, Norm norm, const uint8_t* blob, const float* bias, float* out, const uint8_t* then) {
-  if (!norm.weight) return linear(x, M, blob, bias, out, false, then);
+void norm_linear(const float* x, int M, Norm norm, const uint8_t* blob, const float* bias, float* out, const uint8_t* next_blob) {
+  if (!norm.weight) return linear(x, M, blob, bias, out, false, next_blob);
   const int H = header(blob).K;
   Buffer<float> normed(int64_t(M) * H);
   normalize(x, M, H, norm, normed);
-  linear(normed, M, blob, bias, out, false, then);
+  linear(normed, M, blob, bias, out, false, next_blob);
 }
 
 void activate_pairs(const float* both, int M, int64_t I, int activation, bool gated, float* out) {
@@ -229,18 +230,18 @@ void activate_pairs(const float* both, int M, int64_t I, int activation, bool ga
 }
 
 void norm_gate_up(const float* x, int M, Norm norm, const uint8_t* blob, const float* bias, int activation, bool gated, float* out,
-                  const uint8_t* then) {
+                  const uint8_t* next_blob) {
   const int64_t N = header(blob).N;
   Buffer<float> both(M * N);
-  norm_linear(x, M, norm, blob, bias, both, then);
+  norm_linear(x, M, norm, blob, bias, both, next_blob);
   activate_pairs(both, M, gated ? N / 2 : N, activation, gated, out);
 }
 
 void norm_qkv_rope(const float* x, int T, Norm norm, const uint8_t* blob, const float* bias, const Rope& rope, const Heads& heads, float* q,
-                   void* k_pool, void* v_pool, const uint8_t* then) {
+                   void* k_pool, void* v_pool, const uint8_t* next_blob) {
   const int64_t N = header(blob).N, width = int64_t(heads.num_heads) * heads.head_dim;
   Buffer<float> qkv(T * N);
-  norm_linear(x, T, norm, blob, bias, qkv, then);
+  norm_linear(x, T, norm, blob, bias, qkv, next_blob);
   if (rope.clip > 0)
     for (int64_t i = 0; i < T * N; i++) qkv[i] = std::clamp(qkv[i], -rope.clip, rope.clip);
   for_each_task(T, T * N > kParallelNumbers, [&](int64_t t) {

@@ -8,6 +8,10 @@
 
 namespace exl2nb {
 
+// Tiles of all parts of a blob, and the weights of tile number `tile` of them.
+int64_t tiles_of(const uint8_t* blob);
+const uint8_t* tile_weights(const uint8_t* blob, int64_t tile);
+
 // Null weight: no norm at all.
 struct Norm {
   const float* weight;
@@ -16,9 +20,9 @@ struct Norm {
   bool layer = false;  // subtract the mean
 };
 
-// out = x @ blob + bias, or out += for add. x (M, K), out (M, N). then, here and below: the matrix that is wanted next, or null.
-void linear(const float* x, int M, const uint8_t* blob, const float* bias, float* out, bool add, const uint8_t* then = nullptr);
-// Several products at once, sharing the threads: each as in linear.
+// out = x @ blob + bias, or out += for add. x (M, K), out (M, N). next_blob, here and below: the matrix that is read next, or null.
+void linear(const float* x, int M, const uint8_t* blob, const float* bias, float* out, bool add, const uint8_t* next_blob = nullptr);
+// Several products in one parallel region: each as in linear.
 struct Product {
   const float* x;
   int M;
@@ -27,16 +31,16 @@ struct Product {
   const float* bias = nullptr;
   bool add = false;
 };
-void linear_each(const Product* products, int count, const uint8_t* then = nullptr);
+void linear_each(const Product* products, int count, const uint8_t* next_blob = nullptr);
 // residual += scale * norm(x @ blob + bias)
 void linear_residual(const float* x, int M, const uint8_t* blob, const float* bias, Norm norm, float scale, float* residual,
-                     const uint8_t* then = nullptr);
+                     const uint8_t* next_blob = nullptr);
 void normalize(const float* x, int M, int H, Norm norm, float* y);
-void norm_linear(const float* x, int M, Norm norm, const uint8_t* blob, const float* bias, float* out, const uint8_t* then = nullptr);
+void norm_linear(const float* x, int M, Norm norm, const uint8_t* blob, const float* bias, float* out, const uint8_t* next_blob = nullptr);
 // gated: act(gate) * up of [gate; up]; otherwise act(up). activate_pairs: its second half, both (M, 2 I) or (M, I) -> out (M, I)
 void activate_pairs(const float* both, int M, int64_t I, int activation, bool gated, float* out);
 void norm_gate_up(const float* x, int M, Norm norm, const uint8_t* blob, const float* bias, int activation, bool gated, float* out,
-                  const uint8_t* then = nullptr);
+                  const uint8_t* next_blob = nullptr);
 
 struct Rope {
   const float *cos, *sin;  // (max_pos, half)
@@ -44,7 +48,7 @@ struct Rope {
   float clip = 0.0f;  // q, k and v are cut to [-clip, clip] first; 0: not
 };
 void norm_qkv_rope(const float* x, int T, Norm norm, const uint8_t* blob, const float* bias, const Rope& rope, const Heads& heads, float* q,
-                   void* k_pool, void* v_pool, const uint8_t* then = nullptr);
+                   void* k_pool, void* v_pool, const uint8_t* next_blob = nullptr);
 
 struct Attention {
   const void *k_pool, *v_pool;
@@ -55,7 +59,7 @@ struct Attention {
   CacheFormat k_kind, v_kind;
 };
 void paged_attention(const float* q, const Attention& a, float* out);
-// Its tasks: some queries of a sequence with one KV head; whoever runs one gives it scratch memory.
+// One of its tasks: some queries of a sequence with one KV head; the caller sets `scratch`.
 struct Queries {
   int64_t sequence;
   int first, count;

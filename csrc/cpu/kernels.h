@@ -1,4 +1,4 @@
-// What one instruction set offers: a table of functions on raw pointers. No torch here, no allocation, no threads.
+// The kernels of one instruction set: a table of functions on raw pointers. No torch here, no allocation, no threads.
 #pragma once
 #include <cstdint>
 
@@ -12,7 +12,7 @@ constexpr int kRowBlock = 128;  // rows of one gemm call at most
 constexpr int kTileBlock = 4;   // tiles of one gemm call at most
 constexpr int kMaxHeadDim = 256;
 
-// Activations as a part wants them: fp32 rows, and for EXL2 and GPTQ the rows in stored order as int16 with a scale and a sum per 32.
+// Input rows of a part: fp32, and for EXL2 and GPTQ also the rows in stored order as int16 with a scale and a sum per 32.
 struct Rows {
   const float* x;        // (M, ldx)
   const int16_t* codes;  // (M, ldq), stored order; x = codes * scale
@@ -20,7 +20,7 @@ struct Rows {
   const int32_t* sum;    // (M, K / 32)
   int64_t ldx, ldq;
   int M, K;                       // K: stored rows of the part
-  const uint8_t* next = nullptr;  // weights that are read after these tiles, to be fetched meanwhile; null: what lies behind them
+  const uint8_t* next = nullptr;  // weights that are read after these tiles, to be fetched meanwhile; null: the following bytes
 };
 
 // Where a gemm's result goes: out (M, ld); add: out += result + bias, otherwise out = result + bias.

@@ -9,15 +9,15 @@
 #include <string>
 
 #include "engine.h"
+#include "fused_step.h"
 #include "moe.h"
 #include "parallel.h"
-#include "together.h"
 
 namespace exl2nb {
 namespace {
 
-constexpr int64_t kLeastTogether = 2;         // rows
-constexpr int64_t kWorkTogether = 1'000'000;  // multiply-adds of a step that are worth waking a thread
+constexpr int64_t kMinFusedRows = 2;          // rows
+constexpr int64_t kMinFusedWork = 1'000'000;  // multiply-adds of a step that pay for waking a thread
 constexpr int64_t kUsualCache = int64_t(16) << 20, kMostCache = int64_t(64) << 20;
 
 std::string number(int64_t n) { return std::to_string(n); }
@@ -155,9 +155,9 @@ void run_embed(const EmbedOp& op, const StepBatch& b, int H, float* x) {
 namespace {
 
 // Runs every op for all rows of the batch.
-class Walker {
+class StepRunner {
  public:
-  Walker(const Program& program, const StepBatch& b, float* logits)
+  StepRunner(const Program& program, const StepBatch& b, float* logits)
       : program_(program),
         b_(b),
         logits_(logits),
@@ -238,7 +238,7 @@ class Walker {
   int num_heads_ = 0;
 };
 
-// Bytes of all matrices, and multiply-adds of one row. Experts are not for the cache: a sparse model counts as too large.
+// Bytes of all matrices, and multiply-adds of one row. A sparse model counts as too large for the cache.
 struct Weights {
   int64_t bytes = 0, work = 0;
 };
@@ -266,20 +266,20 @@ int64_t cache_bytes() {
   return bytes;
 }
 
-// Whether the threads should work on every matrix together and meet between them only: then what a step waits for is no wake-up, and where
-// the cache holds all weights each core finds its own columns there.
-bool suits_together(const Program& program, const StepBatch& b) {
-  if (threads_to_share() < 2 || b.T < kLeastTogether || b.T > kMostTogether || b.R > kMostTogether) return false;
+// Whether to run as a fused step: its barriers need no wake-up, and where the cache holds all weights, each core finds its own columns
+// there.
+bool suits_fused_step(const Program& program, const StepBatch& b) {
+  if (available_threads() < 2 || b.T < kMinFusedRows || b.T > kMaxFusedRows || b.R > kMaxFusedRows) return false;
   const Weights weights = weights_of(program);
-  return weights.bytes <= cache_bytes() && weights.work * b.T >= kWorkTogether;
+  return weights.bytes <= cache_bytes() && weights.work * b.T >= kMinFusedWork;
 }
 
 }  // namespace
 
 void run_step(const Program& program, const StepBatch& b, float* logits) {
-  if (!suits_together(program, b)) return Walker(program, b, logits).run();
-  Together together(program, b, logits, {}, threads_to_share());
-  together.run_on_all(0);
+  if (!suits_fused_step(program, b)) return StepRunner(program, b, logits).run();
+  FusedStep step(program, b, logits, {}, available_threads());
+  step.run_on_all(0);
 }
 
 }  // namespace exl2nb

@@ -143,10 +143,10 @@ class Program {
   const Op* first() const { return reinterpret_cast<const Op*>(code_ + sizeof(Header) / 8); }
   const EmbedOp& embed() const { return static_cast<const EmbedOp&>(*first()); }
   const HeadOp& head() const { return *reinterpret_cast<const HeadOp*>(code_ + words_ - static_cast<int64_t>(sizeof(HeadOp) / 8)); }
-  // The op behind `op`, or null.
+  // The op after `op`, or null.
   const Op* next(const Op* op) const {
-    const auto* behind = reinterpret_cast<const Op*>(reinterpret_cast<const uint8_t*>(op) + op_bytes(op));
-    return reinterpret_cast<const int64_t*>(behind) < code_ + words_ ? behind : nullptr;
+    const auto* after = reinterpret_cast<const Op*>(reinterpret_cast<const uint8_t*>(op) + op_bytes(op));
+    return reinterpret_cast<const int64_t*>(after) < code_ + words_ ? after : nullptr;
   }
   // Calls visitor(op) for every op, in order.
   template <class Visitor>

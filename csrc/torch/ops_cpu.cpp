@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "../cpu/ahead.h"
+#include "../cpu/async_step.h"
 #include "../cpu/engine.h"
 #include "../cpu/kernels.h"
 #include "../cpu/parallel.h"
@@ -317,7 +317,7 @@ std::tuple<Tensor, Tensor> step_draw_cpu(const Tensor& program, const Tensor& id
 }
 
 // The arrays of a batch, copied one behind the other; the batch then points to the copies.
-void keep_numbers(AheadStep& s, const int32_t* feed) {
+void copy_inputs(AsyncStep& s, const int32_t* feed) {
   StepBatch& b = s.batch;
   const std::pair<const int32_t**, int64_t> arrays[] = {{&b.ids, b.T},
                                                         {&b.positions, b.T},
@@ -327,9 +327,9 @@ void keep_numbers(AheadStep& s, const int32_t* feed) {
                                                         {&b.context_lens, b.sequences},
                                                         {&b.logit_rows, b.R},
                                                         {&feed, feed ? b.T : 0}};
-  for (const auto& [from, count] : arrays) s.numbers.insert(s.numbers.end(), *from, *from + count);
-  s.ids = s.numbers.data();
-  const int32_t* at = s.numbers.data();
+  for (const auto& [from, count] : arrays) s.inputs.insert(s.inputs.end(), *from, *from + count);
+  s.ids = s.inputs.data();
+  const int32_t* at = s.inputs.data();
   for (const auto& [from, count] : arrays) {
     if (*from) *from = at;
     at += count;
@@ -343,14 +343,14 @@ std::tuple<Tensor, Tensor> draw_ahead_cpu(const Tensor& program, const Tensor& i
                                           const Tensor& settings, int64_t top, const std::optional<Tensor>& feed,
                                           const std::optional<Tensor>& previous) {
   const char* op = "draw_ahead";
-  auto step = std::make_shared<AheadStep>();
+  auto step = std::make_shared<AsyncStep>();
   step->batch = step_batch(op, program, ids, positions, slots, block_table, cu_seqlens, context_lens, logit_rows, k_pools, v_pools);
   const StepBatch& b = step->batch;
   step->program = program_of(program);
   check_text(op, check_step(step->program, b));
   const int64_t vocab = vocab_of(step->program), known = step->program.embed().vocab;
-  STD_TORCH_CHECK(b.T <= kMostAhead && b.R >= 1 && b.R <= kMostAhead, op, ": the step has ", b.T, " tokens and ", b.R,
-                  " rows of logits; expected at least one and at most ", kMostAhead);
+  STD_TORCH_CHECK(b.T <= kMaxAsyncRows && b.R >= 1 && b.R <= kMaxAsyncRows, op, ": the step has ", b.T, " tokens and ", b.R,
+                  " rows of logits; expected at least one and at most ", kMaxAsyncRows);
   STD_TORCH_CHECK(vocab <= known, op, ": the model draws from ", vocab, " ids; expected at most the ", known, " that it has embeddings of");
   STD_TORCH_CHECK(top >= 0 && top <= vocab, op, ": top is ", top, "; expected 0 to ", vocab, ", the columns of logits");
   for (const Op* at = step->program.first(); at; at = step->program.next(at))
@@ -368,23 +368,23 @@ std::tuple<Tensor, Tensor> draw_ahead_cpu(const Tensor& program, const Tensor& i
     step->previous = static_cast<const double*>(previous->const_data_ptr());
     step->previous_width = previous->size(1);
   }
-  keep_numbers(*step, rows);
+  copy_inputs(*step, rows);
   const std::vector<int64_t> sizes{b.R, 4 + 2 * top};
   Tensor drawn = torch::stable::empty(sizes, ScalarType::Double), logits = empty_f32({b.R, vocab});
   step->drawn = static_cast<double*>(drawn.mutable_data_ptr());
   step->logits = out_f32(logits);
   step->top = top;
-  step->lanes = std::max<int64_t>(2, num_threads());  // whoever waits for it, and the thread that runs it
+  step->threads = std::max<int64_t>(2, num_threads());  // whoever waits for it, and the thread that runs it
   std::vector<Tensor> alive{program, drawn, logits};
   if (previous) alive.push_back(*previous);
   alive.insert(alive.end(), k_pools.begin(), k_pools.end());
   alive.insert(alive.end(), v_pools.begin(), v_pools.end());
-  step->alive = std::make_shared<std::vector<Tensor>>(std::move(alive));
-  launch_ahead(std::move(step));
+  step->keep_alive = std::make_shared<std::vector<Tensor>>(std::move(alive));
+  launch_async_step(std::move(step));
   return {drawn, logits};
 }
 
-void join_ahead_cpu(Tensor drawn) { join_ahead(static_cast<const double*>(drawn.const_data_ptr())); }
+void join_ahead_cpu(Tensor drawn) { join_async_step(static_cast<const double*>(drawn.const_data_ptr())); }
 
 int64_t read_memory_cpu(const Tensor& data) {
   check_tensor("read_memory", "data", data, ScalarType::Byte, {-1});

@@ -1,8 +1,8 @@
-// Every thread (a member of a team.h) runs through the whole step. The columns of a matrix are shared out, so a step reads each weight once
-// and a core the same ones in every step; rotation and attention are shared out by sequences. What is cheap and wanted whole by all, a
-// norm, each thread computes for itself. So a layer of Llama is five phases: q k v, attention, its output, gate and up with the activation
-// of their columns, down.
-#include "together.h"
+// Every thread is a member of a Team (parallel.h) and runs through the whole step. The columns of a matrix are divided among the threads,
+// so a step reads each weight once and a core reads the same weights in every step; RoPE and attention are divided by sequences. Cheap work
+// whose whole result every thread needs, such as a norm, is repeated on each thread. A Llama layer is five phases: qkv, attention, output,
+// gate and up with the activation of their columns, down.
+#include "fused_step.h"
 
 #include <algorithm>
 #include <atomic>
@@ -15,13 +15,13 @@ namespace {
 
 constexpr int kDenseTiles = 6;  // of one call: four times three registers of AVX2
 
-// Sizes of what the threads share and of what each has for itself, for one row.
+// Sizes of the shared and the per-thread buffers, for one row.
 struct Sizes {
   int64_t q = 1, act = 1, side = 0, columns = 1, codes = 0, widest = 1;
   int per_kv = 1;
 };
 
-// The codes of a product's rows, as one of its parts wants them.
+// The codes of a product's rows in the stored order of one of its parts.
 struct Codes {
   int64_t ldq, units;
   uint8_t* at;
@@ -32,7 +32,7 @@ struct Codes {
   int16_t* codes(int64_t rows) const { return reinterpret_cast<int16_t*>(at + 2 * side(rows)); }
 };
 
-// Calls f(part, codes) once for every order that quantised parts of a blob have, the codes of one behind those of another.
+// Calls f(part, codes) once per stored order among the quantised parts of a blob; their codes are stored one after another.
 template <class F>
 void each_order(const uint8_t* blob, int64_t rows, uint8_t* memory, const F& f) {
   for (int i = 0; i < header(blob).num_parts; i++) {
@@ -51,12 +51,6 @@ bool has_dense_part(const uint8_t* blob) {
   return std::any_of(parts(blob), parts(blob) + header(blob).num_parts, [](const BlobPart& p) { return !quantised(p); });
 }
 
-int64_t tiles_of(const uint8_t* blob) {
-  int64_t tiles = 0;
-  for (int i = 0; i < header(blob).num_parts; i++) tiles += parts(blob)[i].tiles;
-  return tiles;
-}
-
 // Whether gate and up are parts of the same shape, so that the same columns of both can be computed by the same thread.
 bool paired(const Op* op) {
   const auto* gate_up = as<GateUpOp>(op);
@@ -65,13 +59,10 @@ bool paired(const Op* op) {
   return header(gate_up->blob).num_parts == 2 && p[0].outputs == p[1].outputs && p[0].first_output == 0;
 }
 
-// Where the weights begin that a share of an op's matrix reads first.
+// First weights of a share of an op's matrix.
 const uint8_t* share_start(const Op* op, int64_t share, int64_t shares) {
   const uint8_t* blob = matrix_of(op);
-  int64_t tile = (paired(op) ? parts(blob)[0].tiles : tiles_of(blob)) * share / shares;
-  for (int i = 0; i < header(blob).num_parts; tile -= parts(blob)[i].tiles, i++)
-    if (tile < parts(blob)[i].tiles) return blob + parts(blob)[i].data + tile * parts(blob)[i].tile_bytes;
-  return blob;
+  return tile_weights(blob, (paired(op) ? parts(blob)[0].tiles : tiles_of(blob)) * share / shares);
 }
 
 Sizes sizes_of(const Program& program, int64_t rows) {
@@ -100,53 +91,53 @@ Sizes sizes_of(const Program& program, int64_t rows) {
 
 }  // namespace
 
-// What the threads of a step share.
-struct Together::Shared {
+// Shared by the threads of a step.
+struct FusedStep::Shared {
   const Program program;
   const StepBatch& b;
   float* logits;
   const Draws draws;
   const Sizes sizes;
-  const int64_t rows, mine;  // rows: of the largest product; mine: floats of what each thread has for itself
+  const int64_t rows, per_thread;  // rows: of the largest product; per_thread: floats of what each thread has for itself
   Team team;
-  Buffer<float> x, q, act, side, columns, own;
+  Buffer<float> x, q, act, side, columns, thread_buffers;
   Buffer<uint8_t> codes;
-  Shared(const Program& program, const StepBatch& b, float* logits, const Draws& draws, int64_t lanes)
+  Shared(const Program& program, const StepBatch& b, float* logits, const Draws& draws, int64_t threads)
       : program(program),
         b(b),
         logits(logits),
         draws(draws),
         sizes(sizes_of(program, std::max(b.T, b.R))),
         rows(std::max(b.T, b.R)),
-        mine(align64(rows * sizes.widest + sizes.widest + 1) +
-             align64(attention_scratch(std::max(64, sizes.per_kv), b.page_size, b.head_dim))),
-        team(lanes),
+        per_thread(align64(rows * sizes.widest + sizes.widest + 1) +
+                   align64(attention_scratch(std::max(64, sizes.per_kv), b.page_size, b.head_dim))),
+        team(threads),
         x(b.T * program.hidden()),
         q(b.T * sizes.q),
         act(b.T * sizes.act),
         side(b.T * sizes.side),
         columns(b.T * sizes.columns),
-        own(team.lanes() * mine),
+        thread_buffers(team.size() * per_thread),
         codes(sizes.codes) {}
 };
 
-// One thread's way through a step. Where nothing else is said, every thread does the same.
-class Together::Lane {
+// One thread of a step. Unless a comment says otherwise, every thread does the same work.
+class FusedStep::Worker {
  public:
-  Lane(Shared& s, int64_t lane)
+  Worker(Shared& s, int64_t index)
       : s_(s),
         b_(s.b),
-        member_(s.team, lane),
-        normed_(s.own + lane * s.mine),
+        member_(s.team, index),
+        normed_(s.thread_buffers + index * s.per_thread),
         padded_(normed_ + s.rows * s.sizes.widest),
         scratch_(normed_ + align64(s.rows * s.sizes.widest + s.sizes.widest + 1)) {}
 
   void run() {
     const Program& program = s_.program;
     for (const Op* op = program.first(); op; op = program.next(op)) {
-      then_ = nullptr;
-      for (const Op* o = program.next(op); o && !then_; o = program.next(o))
-        if (matrix_of(o)) then_ = o;
+      next_op_ = nullptr;
+      for (const Op* o = program.next(op); o && !next_op_; o = program.next(o))
+        if (matrix_of(o)) next_op_ = o;
       visit(op, *this);
     }
     if (s_.draws.out) draw();
@@ -157,18 +148,18 @@ class Together::Lane {
     qkv_ = &op;
     product(op.blob, s_.x, int(b_.T), norm_of(op), op.bias, s_.columns, false);
   }
-  // Sequences are enough for everybody, or the heads of a sequence are shared out too, when all keys are there.
+  // Divided by sequences; with fewer sequences than threads, by their heads, after a barrier when all keys are stored.
   void operator()(const AttentionOp& op) {
     const Attention a = attention_of(op, b_, int(qkv_->num_heads));
-    const bool whole = b_.sequences >= member_.lanes;
+    const bool whole = b_.sequences >= member_.size;
     const auto attend = [&](int64_t sequence, int kv_head) {
       const int block = attention_block(a), n = a.cu_seqlens[sequence + 1] - a.cu_seqlens[sequence];
       for (int first = 0; first < n; first += block) {
         AttentionTask t = attention_task(s_.q, a, s_.act, {sequence, first, std::min(block, n - first)}, kv_head);
-        const int64_t then = kv_head + 1 < a.num_kv_heads ? sequence : sequence + 1;
-        if (then < a.sequences) {
-          t.next_pages = a.block_table + then * a.max_pages;
-          t.next_context = a.context_lens[then];
+        const int64_t next = kv_head + 1 < a.num_kv_heads ? sequence : sequence + 1;
+        if (next < a.sequences) {
+          t.next_pages = a.block_table + next * a.max_pages;
+          t.next_context = a.context_lens[next];
           t.next_kv_head = (kv_head + 1) % a.num_kv_heads;
         }
         t.scratch = scratch_;
@@ -222,7 +213,7 @@ class Together::Lane {
     });
   }
   void operator()(const RoutedOp&) {}  // never in such a program
-  // Only the rows that want logits are normed, and by everybody, in whatever format the matrix is.
+  // Each thread normalises the rows that need logits for itself, whatever the format of the matrix.
   void operator()(const HeadOp& op) {
     const int H = int(s_.program.hidden()), R = int(b_.R);
     const uint8_t* blob = op.blob;
@@ -234,7 +225,7 @@ class Together::Lane {
   }
 
  private:
-  // Rows as a product of M of them wants them: normed by everybody where they are read as they are, in codes by whoever gets to a row.
+  // Inputs of a product of M rows: normalised on every thread where a part is dense, as codes divided among the threads otherwise.
   const float* prepare(const uint8_t* blob, const float* x, int M, Norm norm, int64_t tasks) {
     const int K = header(blob).K;
     if (s_.sizes.codes)
@@ -258,7 +249,7 @@ class Together::Lane {
     norm.weight ? normalize(x, 1, K, norm, y) : void(std::memcpy(y, x, sizeof(float) * size_t(K)));
   }
 
-  // The tiles [first, end) of a part; next: what is read after them, or null for what lies behind them.
+  // The tiles [first, end) of a part; next: what is read after them, or null for the following bytes.
   void tiles(const uint8_t* blob, const BlobPart& part, const float* x, int M, int first, int end, const uint8_t* next, const Output& out) {
     Rows rows{x, nullptr, nullptr, nullptr, header(blob).K, 0, M, stored_rows(blob, part)};
     each_order(blob, M, s_.codes, [&](const BlobPart& of, const Codes& c) {
@@ -271,16 +262,16 @@ class Together::Lane {
     }
   }
   int64_t shares(int64_t tiles) const {
-    const int64_t whole = member_.lanes * kDenseTiles;
-    return member_.lanes * std::max<int64_t>(1, (tiles + whole - 1) / whole);
+    const int64_t whole = member_.size * kDenseTiles;
+    return member_.size * std::max<int64_t>(1, (tiles + whole - 1) / whole);
   }
-  // What is read after share i of `count` of the matrix at hand; null: what lies behind it.
+  // What is read after share i of `count` of the current matrix; null: the following bytes.
   const uint8_t* after(int64_t i, int64_t count) const {
-    const int64_t each = count / member_.lanes;
-    return (i + 1) % each == 0 && then_ ? share_start(then_, i / each, member_.lanes) : nullptr;
+    const int64_t each = count / member_.size;
+    return (i + 1) % each == 0 && next_op_ ? share_start(next_op_, i / each, member_.size) : nullptr;
   }
 
-  // out (M, N) = or += norm(x) @ matrix + bias, each share of the columns by whoever takes it.
+  // out (M, N) = or += norm(x) @ matrix + bias, columns divided among the threads.
   void product(const uint8_t* blob, const float* x, int M, Norm norm, const float* bias, float* out, bool add) {
     const int64_t all = tiles_of(blob), count = shares(all);
     x = prepare(blob, x, M, norm, count);
@@ -296,7 +287,7 @@ class Together::Lane {
     });
   }
 
-  // q, k and v of the sequence's tokens from the columns to their places.
+  // RoPE of q and k of a sequence; k and v go to their slots.
   void rotate(int64_t sequence) {
     const Heads heads = heads_of(*qkv_, b_);
     const Rope rope = rope_of(*qkv_, b_);
@@ -323,32 +314,32 @@ class Together::Lane {
   Team::Member member_;
   float *normed_, *padded_, *scratch_;  // this thread's
   const QkvOp* qkv_ = nullptr;          // the last one
-  const Op* then_ = nullptr;            // the next op that has a matrix
+  const Op* next_op_ = nullptr;         // the next op that has a matrix
   int64_t vocab_ = 0;
 };
 
-Together::Together(const Program& program, const StepBatch& b, float* logits, const Draws& draws, int64_t lanes)
-    : shared_(std::make_unique<Shared>(program, b, logits, draws, lanes)) {
+FusedStep::FusedStep(const Program& program, const StepBatch& b, float* logits, const Draws& draws, int64_t threads)
+    : shared_(std::make_unique<Shared>(program, b, logits, draws, threads)) {
   run_embed(program.embed(), b, int(program.hidden()), shared_->x);
 }
 
-Together::~Together() = default;
+FusedStep::~FusedStep() = default;
 
-void Together::run(int64_t lane) noexcept {
-  const Alone alone;
-  Lane(*shared_, lane).run();
+void FusedStep::run(int64_t index) noexcept {
+  const SerialScope alone;
+  Worker(*shared_, index).run();
 }
 
-void Together::run_on_all(int64_t first) noexcept {
+void FusedStep::run_on_all(int64_t first) noexcept {
   struct Context {
-    Together& together;
-    std::atomic<int64_t> lane;
+    FusedStep& step;
+    std::atomic<int64_t> index;
   } context{*this, {first}};
   run_on_threads(
-      shared_->team.lanes() - first,
+      shared_->team.size() - first,
       [](void* p) {
         auto& c = *static_cast<Context*>(p);
-        c.together.run(c.lane.fetch_add(1));
+        c.step.run(c.index.fetch_add(1));
       },
       &context);
 }
