@@ -82,10 +82,14 @@ def read_json(path: Path, *, limit_bytes: int = LIMIT_BYTES, error: Callable[[st
         raise error(f"{path}: found {found}, expected {expected}")
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        keys = [key for key, _ in pairs]
-        if len(set(keys)) != len(keys):
-            fail(f"the key {next(k for k in keys if keys.count(k) > 1)!r} twice", "each key once")
-        return dict(pairs)
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            seen: set[str] = set()
+            for key, _ in pairs:
+                if key in seen:
+                    fail(f"the key {key[:200]!r} twice", "each key once")
+                seen.add(key)
+        return found
 
     def constant(text: str) -> Any:
         fail(f"the constant {text}", "strict JSON numbers")

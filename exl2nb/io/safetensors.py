@@ -48,6 +48,10 @@ DTYPES: dict[str, torch.dtype] = {
     "U64": torch.uint64,
 }
 HEADER_LIMIT_BYTES = 100_000_000
+MAX_TENSORS = 200_000  # of one file; the largest published models have some 100,000 in all their files
+# Bytes of a header that open an object or an array, and that separate values. Counting them bounds the memory that parsing takes: a
+# Python object takes 50 times the byte that stands for it. A tensor has three of the first kind and at most six of the second at rank 4.
+_MAX_OPENED, _MAX_COMMAS = 4 * MAX_TENSORS, 32 * MAX_TENSORS
 _MAX_BYTES = 2**63 - 1
 
 
@@ -124,7 +128,12 @@ def read_header(path: Path, descriptor: int) -> tuple[dict[str, TensorInfo], dic
         fail(path, None, f"{len(raw)} bytes before the end of the file", f"{length}")
     if not raw.startswith(b"{"):
         fail(path, None, f"first bytes {raw[:8]!r}", "a JSON object: this is not a safetensors file")
+    opened = raw.count(b"{") + raw.count(b"[")
+    if opened > _MAX_OPENED or raw.count(b",") > _MAX_COMMAS:
+        fail(path, None, f"{opened} objects and arrays and {raw.count(b',')} commas", f"at most {_MAX_OPENED} and {_MAX_COMMAS}")
     entries = _parse(path, raw)
+    if len(entries) > MAX_TENSORS + 1:
+        fail(path, None, f"{len(entries)} tensors", f"at most {MAX_TENSORS}")
     metadata = _metadata(path, entries.pop("__metadata__", {}))
     infos = [_entry(path, name, value, 8 + length) for name, value in entries.items()]
     infos.sort(key=lambda info: (info.start, info.end))

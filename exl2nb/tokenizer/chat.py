@@ -39,7 +39,7 @@ class ChatTemplates:
         single = directory / "chat_template.jinja"
         entry = tokenizer_config.get("chat_template") or read_object(directory / "chat_template.json").get("chat_template")
         if single.is_file():
-            found["default"] = read_text(single)
+            found["default"] = read_text(single, 4 * MAX_TEMPLATE)
         elif isinstance(entry, str):
             found["default"] = entry
         elif isinstance(entry, list) and all(isinstance(e, dict) and isinstance(e.get("name"), str) for e in entry):
@@ -47,7 +47,7 @@ class ChatTemplates:
         elif entry is not None:
             raise TokenizerError(f"{directory}: chat_template is a {type(entry).__name__}; expected a text or a list of named texts")
         for path in sorted((directory / "additional_chat_templates").glob("*.jinja")):
-            found.setdefault(path.stem, read_text(path))
+            found.setdefault(path.stem, read_text(path, 4 * MAX_TEMPLATE))
         for name, text in found.items():
             if not isinstance(text, str) or len(text) > MAX_TEMPLATE:
                 raise TokenizerError(f"{directory}: chat template {name!r} is not a text of at most {MAX_TEMPLATE} characters")

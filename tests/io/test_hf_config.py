@@ -54,6 +54,14 @@ def test_refusals(tmp_path, value, text):
     assert str(tmp_path / "config.json") in str(caught.value)
 
 
+def test_many_keys_are_checked_in_one_pass(tmp_path):
+    """One pass over the keys: 40,000 took 35 s when each was searched for in the list of all, and 200,000 would take 15 minutes."""
+    keys = [f'"k{i}": 0' for i in range(200_000)]
+    put(tmp_path, "{" + ", ".join([*keys, '"k199999": 1']) + "}")
+    with pytest.raises(ConfigError, match="the key 'k199999' twice"):
+        read_config(tmp_path)
+
+
 def test_size_limit(tmp_path):
     (tmp_path / "config.json").write_bytes(b" " * (LIMIT_BYTES + 1))
     with pytest.raises(ConfigError, match="found more than"):

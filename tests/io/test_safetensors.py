@@ -9,6 +9,7 @@ import torch
 
 from exl2nb.core.errors import ConversionError, FormatError, ModelNotFound
 from exl2nb.io import atomic
+from exl2nb.io import safetensors as reader
 from exl2nb.io.safetensors import DTYPES, SafetensorsFile, save, stream
 
 
@@ -118,6 +119,27 @@ BROKEN = {
     "metadata a list": ({"__metadata__": [], "a": entry()}, bytes(8), "__metadata__"),
     "metadata numbers": ({"__metadata__": {"a": 1}, "a": entry()}, bytes(8), "not all strings"),
 }
+
+
+@pytest.mark.parametrize(
+    "header",
+    [b'{"a":' + b"[" * 900_000 + b"]" * 900_000 + b"}", b'{"a":[' + b"[]," * 900_000 + b"0]}", b'{"a":[' + b"0," * 7_000_000 + b"0]}"],
+    ids=["nested", "arrays", "numbers"],
+)
+def test_a_header_of_too_many_values_is_refused_before_it_is_parsed(tmp_path, header, monkeypatch):
+    path = write(tmp_path / "x.safetensors", header, b"")
+    monkeypatch.setattr(reader, "_parse", lambda *_: pytest.fail("parsed"))
+    with pytest.raises(FormatError, match=r"objects and arrays and \d+ commas, expected at most"):
+        SafetensorsFile(path)
+
+
+def test_too_many_tensors_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(reader, "MAX_TENSORS", 3)
+    save(tmp_path / "good.safetensors", {str(i): torch.zeros(1) for i in range(3)})
+    assert "3 tensors" in repr(SafetensorsFile(tmp_path / "good.safetensors"))
+    save(tmp_path / "bad.safetensors", {str(i): torch.zeros(1) for i in range(5)})
+    with pytest.raises(FormatError, match="5 tensors, expected at most 3"):
+        SafetensorsFile(tmp_path / "bad.safetensors")
 
 
 @pytest.mark.parametrize("name", BROKEN)

@@ -1,6 +1,7 @@
 """Rendering against Transformers, on templates of our own in the styles that models use."""
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -148,3 +149,23 @@ class TestFiles:
     def test_too_large(self, tmp_path):
         with pytest.raises(TokenizerError, match="characters"):
             self.load(tmp_path, tokenizer_config={"chat_template": "x" * (1 << 21)})
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "additional_chat_templates/rag.jinja"])
+def test_a_template_file_must_be_small(tmp_path, name):
+    write(tmp_path, byte_level())
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("x" * (5 << 20))
+    with pytest.raises(TokenizerError, match=r"more than \d+ bytes; expected at most"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "directory", "device"])
+def test_a_template_must_be_a_regular_file(tmp_path, kind):
+    """A pipe would block without a writer, /dev/zero would fill the memory."""
+    write(tmp_path, byte_level())
+    path = tmp_path / "additional_chat_templates" / "rag.jinja"
+    path.parent.mkdir()
+    {"pipe": os.mkfifo, "directory": os.mkdir, "device": lambda to: os.symlink("/dev/zero", to)}[kind](path)
+    with pytest.raises(TokenizerError, match=r"expected a regular file|Is a directory"):
+        Tokenizer.load(tmp_path)
