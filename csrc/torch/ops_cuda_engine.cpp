@@ -203,7 +203,7 @@ Tensor step_bytes(const Tensor& program, int64_t capacity) {
   return out;
 }
 
-// The formats of the pools: 0 f16, 1 f32, 2 Q8, 3 Q4, 4 fp8 (csrc/cuda/attention/attention.h). The caller has checked what lies in the
+// The formats of the pools: 0 f16, 1 f32, 2 Q8, 3 Q4, 4 fp8 (csrc/format/pool.h). The caller has checked what lies in the
 // tensors.
 void step_cuda(const Tensor& program, Tensor& workspace, int64_t capacity, const Tensor& ids, const Tensor& positions,
                const Tensor& block_table, const Tensor& cu_seqlens, const Tensor& context_lens, const std::optional<Tensor>& logit_rows,

@@ -264,6 +264,8 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
         """The worker: everything that happens here reaches the page, errors included."""
         try:
             self._stream = stream = ask(top_logprobs=TOP_TOKENS, **settings)
+            if stop.is_set():  # Stop came before there was a request to cancel
+                self.stop()
             waits = hasattr(stream, "poll")  # tokens queue on the engine thread; this thread sleeps until the next frame
             for chunk in stream:
                 fresh = raw_items(chunk)

@@ -81,6 +81,33 @@ def test_stop_reaches_a_stream_that_is_silent():
     assert play.status == "stopped"
 
 
+def test_stop_before_there_is_a_stream_cancels_it():
+    """`stream` may take a while: Stop then finds nothing to cancel, and the run must not wait for the first token."""
+    asked, go = threading.Event(), threading.Event()
+    cancelled = threading.Event()
+
+    class Handle:
+        def __iter__(self):
+            assert cancelled.wait(5)
+            return iter(())
+
+        def cancel(self):
+            cancelled.set()
+
+    class Model:
+        def stream(self, prompt, **settings):
+            asked.set()
+            assert go.wait(5)
+            return Handle()
+
+    play = Playground(Model()).start()
+    assert asked.wait(5)
+    play.stop()
+    go.set()
+    assert play.wait(5) == ""
+    assert play.status == "stopped"
+
+
 def test_wait_with_a_timeout_returns_what_is_there():
     gate = threading.Event()
     play = Playground(FakeModel(gate=gate), max_tokens=3).start()

@@ -276,7 +276,7 @@ class Walker {
     return 4;
   }
   // The products from attention's output at o to the next QKV in one launch (persistent_gemm.h), where possible: the walk then goes on
-  // behind the last of them. One to eight tokens, always or never; and not where nine or more must give the same bits.
+  // behind the last of them. Used for 1 to 8 tokens, unless deterministic.
   bool chain(const ResidualOp& o, const char*& wrong) {
     if (!chain_tokens(o)) return false;
     PersistentOp link[4] = {};

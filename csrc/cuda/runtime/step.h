@@ -1,14 +1,15 @@
 // A whole step on the GPU: walks the program of exl2nb/ops/program.py (csrc/format/program.h) and launches its kernels.
 //
-// Where the program is the common one (RMS norms before, none after), a layer is five kernels: QKV, attention, O, gate/up, down. The
-// kernel that adds to the residual also writes the next matrix's input, times the norm's weights but not yet divided by the root mean
-// square; the next one multiplies its outputs by that. A LayerNorm, and a norm behind attention or MLP, need the whole row first: for few
-// tokens every CTA of the next product makes it (norm.cuh), for more a small kernel in between. Experts: moe.h. More than eight tokens,
-// where every product takes them: stream_k_gemm.h, the same five kernels; but the last norm, where not all rows want logits, and norms of
-// other kinds, are kernels of their own. One to eight tokens on Hopper: attention, and all products from its output to the next QKV in one
-// launch (persistent_gemm.h), the first QKV and the head in ones of their own, where nine or more need not have the same bits; up to four
-// tokens' attention takes QKV as the chain writes it. A blob's word is the address of a host copy of its head: int64 address on the device,
-// then header and parts (gpu_blob.h).
+// Kernels of a layer where the norms are RMS norms in front of attention and MLP:
+//   1 to 8 rows on Hopper, not deterministic: attention, and one persistent chain from its output to the next QKV (persistent_gemm.h). Up
+//     to 4 rows attention polls the sums of QKV while the chain still runs.
+//   1 to 8 rows else: QKV, attention, O, gate/up, down, each GEMM a skinny one (skinny_gemm.h).
+//   9 rows or more, where stream_k_from > 0 and the GPU takes every matrix: the same five with stream-K GEMMs (stream_k_gemm.h); the last
+//     norm is a kernel of its own where not every row wants logits.
+// The GEMM that adds to the residual also writes the next GEMM's input, times the norm's weights; the next one divides its sums by the root
+// mean square. A LayerNorm, and a norm behind attention or MLP, need the whole row first: up to 4 rows every CTA of the next GEMM computes
+// it (norm.cuh), else a small kernel. Experts: moe.h. A blob's word in the program is the address of a host copy of its head: int64 address
+// on the device, then header and parts (gpu_blob.h).
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -26,8 +27,8 @@ struct GpuStep {
   void* const* v_pools;
   int layers, num_kv_heads, head_dim, k_format, v_format;
   float* logits;
-  int stream_k_from;  // so many tokens, at least nine, or more go through stream_k_gemm.cuh: faster, but other bits than those of fewer
-                      // tokens; 0: never, and no chains (persistent_gemm.h)
+  // Steps of at least so many tokens (9 or more) use stream-K, with other bits than fewer tokens get. 0: neither it nor chains.
+  int stream_k_from;
 };
 
 // Bytes of workspace for up to `capacity` tokens, or what is wrong with the program; vocab: logits per row.
