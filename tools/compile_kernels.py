@@ -66,6 +66,8 @@ def compile_all(arch: str, out: Path | None, nvcc: str | None = None) -> int:
     failed = {unit: found for unit, found in results.items() if isinstance(found, str)}
     for said in failed.values():
         print(said)
+    if len(failed) == len(units):
+        return len(failed)
     done = {unit: found for unit, found in results.items() if not isinstance(found, str)}
     spent, total = time.monotonic() - begun, sum(len(code) for code, _ in done.values())
     slowest, (_, longest) = max(done.items(), key=lambda item: item[1][1])
