@@ -105,7 +105,7 @@ struct Bench {
     layers = int(std::max(2.0, std::min(double(kLayers), 12e9 / s.bytes())));
     for (int l = 0; l < layers; l++)
       for (int which = 0; which < 2; which++) {
-        const int f = which ? s.v_format : s.k_format, page = page_bytes(f, s.D), codes = 256 * s.D * bits_of(f) / 8;
+        const int f = which ? s.v_format : s.k_format, page = page_bytes(f, s.D), codes = 256 * s.D * pool_bits(f) / 8;
         const size_t bytes = size_t(s.batch) * s.pages() * s.Hkv * page;
         auto* p = room<uint8_t>(bytes);
         fill_pages<<<1024, 256>>>(reinterpret_cast<uint16_t*>(p), bytes / 2, page / 2, codes / 2, f == kCacheF16);
@@ -142,7 +142,7 @@ struct Bench {
     a.cache = {k[layer % layers], v[layer % layers], s.k_format, s.v_format, table, bounds, lens, s.batch, s.pages(), s.Hq, s.Hkv, s.D};
     a.rope.cos = cos, a.rope.sin = sin, a.rope.half = s.D / 2, a.rope.positions = positions;
     a.to.x = x, a.to.x_stride = s.Hq * s.D, a.to.num_perms = 1, a.to.inverse[0] = inverse;
-    a.many = s.batch > 8;
+    a.large_chunks = s.batch > 8;
     a.qkv = qkv, a.tokens = s.batch, a.scale = 0.088f, a.workspace = workspace, a.workspace_bytes = workspace_bytes;
     if (const char* wrong = attention_decode_launch(a, stream, pdl)) std::printf("%s\n", wrong), std::exit(1);
   }
