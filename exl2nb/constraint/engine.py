@@ -107,7 +107,7 @@ def _literal(text: str) -> str:
 def _first_lines(message: str) -> str:
     """The part of the engine's message that is about the grammar and not about its own state."""
     text = message.split("<state>")[0].strip()
-    if "coerce_one_of" in text:  # an option that nobody can reach from here
+    if "coerce_one_of" in text:  # an option that callers of this package cannot set
         text = text.split("Enable")[0].strip().rstrip(".") + "; write anyOf, which also takes what fits two of its branches"
     if "Unimplemented keys" in text:
         text += "; leave them out, and check the value when it is there (completion.parsed)"

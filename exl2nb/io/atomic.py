@@ -72,7 +72,7 @@ def _create(path: Path, temporary: Path) -> int:
 
 
 def sibling(path: Path) -> Path:
-    """A hidden name beside `path` that nobody else uses; ends in `.tmp`, so no reader mistakes it for a model file."""
+    """A hidden, unused name beside `path`; ends in `.tmp`, so no reader mistakes it for a model file."""
     return path.with_name(f".{path.name[:200]}.{secrets.token_hex(6)}.tmp")
 
 
@@ -87,7 +87,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def free_bytes(path: Path) -> int:
-    """Bytes free on the file system that will hold `path`; -1 where nobody can say."""
+    """Bytes free on the file system that will hold `path`; -1 where the system does not say."""
     try:
         return shutil.disk_usage(path.parent).free
     except OSError:

@@ -94,8 +94,8 @@ def source_digest() -> str:
 def _nvidia_folders(kind: str) -> list[Path]:
     """Folders `kind` ("lib" or "include") of NVIDIA's wheels beside torch, newest CUDA first, then of a toolkit."""
     found: list[Path] = []
-    for root in sys.path:
-        found += sorted(Path(root or ".").resolve().glob(f"nvidia/*/{kind}"), reverse=True)
+    for root in filter(None, sys.path):  # "" is the current folder, which may be a stranger's
+        found += sorted(Path(root).resolve().glob(f"nvidia/*/{kind}"), reverse=True)
     homes = [os.environ.get("CUDA_HOME", ""), os.environ.get("CUDA_PATH", ""), os.environ.get("CONDA_PREFIX", ""), "/usr/local/cuda"]
     for home in filter(None, homes):
         found += [Path(home) / kind, Path(home) / f"{kind}64", Path(home) / "targets" / "x86_64-linux" / kind]

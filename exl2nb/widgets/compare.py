@@ -264,10 +264,10 @@ class Compare(BackgroundWidget):
     Example:
         >>> import exl2nb as ex
         >>> with ex.demo(progress=None) as llm:
-        ...     both = {"greedy": llm, "dice": (llm, {"temperature": 1.0, "seed": 1})}
+        ...     both = {"greedy": llm, "sampled": (llm, {"temperature": 1.0, "seed": 1})}
         ...     frame = ex.widgets.Compare(both, prompts=["It was"], max_tokens=8).start().wait().to_dataframe()
         >>> list(frame.column), list(frame.tokens)
-        (['greedy', 'dice'], [8, 8])
+        (['greedy', 'sampled'], [8, 8])
     """
 
     _esm = static.STATIC / "compare.js"

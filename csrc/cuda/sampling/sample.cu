@@ -233,7 +233,7 @@ struct Sampler {
       }
     }
     cluster.sync();
-    if (threadIdx.x == 0) sh.num_listed = 0, sh.bin = -1;  // nobody reads the former ones any more
+    if (threadIdx.x == 0) sh.num_listed = 0, sh.bin = -1;  // all CTAs have read the previous values
     uint64_t here[4], before, total;
     gather<COUNT>(bins, here);
     scan(here, before, total);
@@ -515,7 +515,7 @@ struct Sampler {
     }
     const int top = bad ? 0 : min(row.top, min(kMaxTop, a.vocab));
     if (top > 0 && (a.top_ids || a.top_logprobs)) list_top(top, log_total);
-    if (leader) hand_over(next, bad ? -1 : token, rank, bad ? NAN : value - log_total);  // nobody has read counts since the last sync()
+    if (leader) hand_over(next, bad ? -1 : token, rank, bad ? NAN : value - log_total);  // counts are not read after the last sync()
     cluster.sync();  // a CTA must not exit while others read its shared memory
   }
 };
