@@ -186,15 +186,24 @@ def test_a_fresh_cache_compiles_for_this_gpu(monkeypatch, tmp_path):
         compiler.compile(KernelId("attention/generic.cu", "none<1>"), f"{major}{minor}")
 
 
-def test_ready_code_is_taken_while_the_sources_are_the_same(compiler, again, monkeypatch, tmp_path):
+def test_ready_code_is_taken_from_these_sources_where_the_driver_knows_its_cuda(compiler, again, monkeypatch, tmp_path):
     monkeypatch.setattr(kernel_code, "source_root", lambda: tmp_path)
-    folder = tmp_path / "ready" / "sm_90"
+    monkeypatch.setattr(kernel_code, "driver_version", lambda: (12, 8))
+    monkeypatch.setenv("EXL2NB_KERNEL_CACHE", "off")
+    folder = tmp_path / "ready" / "sm_80"
     folder.mkdir(parents=True)
     (folder / "0.cubin").write_bytes(b"ready")
-    for digest, expected in ((kernel_code.source_digest(), b"ready"), ("other sources", b".visible")):
-        (folder / "index.txt").write_text(f"{digest}\n{SKINNY.source}\t{SKINNY.name}\tsymbol\t0.cubin\n")
+    cases = [
+        (kernel_code.source_digest(), "12.8", (8, 0), True),
+        (kernel_code.source_digest(), "12.8", (8, 9), True),  # machine code runs on later GPUs of the same major number
+        (kernel_code.source_digest(), "12.8", (9, 0), False),
+        (kernel_code.source_digest(), "13.0", (8, 0), False),  # the driver is older
+        ("other sources", "12.8", (8, 0), False),
+    ]
+    for digest, version, capability, taken in cases:
+        (folder / "index.txt").write_text(f"{digest}\n{version}\n{SKINNY.source}\t{SKINNY.name}\tsymbol\t0.cubin\n")
         kernel_code._ready.cache_clear()
         again()
-        assert (kernel_code.missing([SKINNY], 9, 0) == []) == (expected == b"ready")
-        assert kernel_code.code_of(SKINNY, 9, 0).startswith(expected)
+        assert (kernel_code.missing([SKINNY], *capability) == []) == taken
+        assert kernel_code.code_of(SKINNY, *capability).startswith(b"ready" if taken else b".visible")
     kernel_code._ready.cache_clear()

@@ -42,6 +42,7 @@ static_assert(offsetof(LaunchConfig, stream) == 32 && sizeof(LaunchConfig) == 56
 
 struct Driver {
   int (*init)(unsigned);
+  int (*version)(int*);     // 1000 * major + 10 * minor
   int (*get_device)(int*);  // of the current context
   int (*device_attribute)(int*, int attribute, int device);
   int (*retain_context)(CudaContext*, int device);

@@ -117,6 +117,10 @@ const char* KernelBase::run(const Launch& how, void** arguments) const {
 #define EXL2NB_EXPORT extern "C" __attribute__((visibility("default")))
 EXL2NB_EXPORT void exl2nb_set_kernel_code(exl2nb::KernelCode source) { exl2nb::set_kernel_code(source); }
 EXL2NB_EXPORT const char* exl2nb_all_kernels() { return exl2nb::all_kernels().c_str(); }
+EXL2NB_EXPORT int exl2nb_driver_version() {
+  int version = 0;
+  return exl2nb::driver() && exl2nb::driver()->version(&version) == 0 ? version : 0;
+}
 EXL2NB_EXPORT void exl2nb_note_launches() { new exl2nb::NotedLaunches; }
 // Ends noting. The text is valid until the thread's next call.
 EXL2NB_EXPORT const char* exl2nb_noted_launches() {
