@@ -2,11 +2,11 @@
 
     python tools/compile_kernels.py --arch 75 90 [--out FOLDER] [--nvrtc SITE | --nvcc NVCC]
 
-`--out` keeps the code in FOLDER/sm_ARCH: a file per program, and `index.txt` with the sources' digest, the compiler's CUDA version, then a line
-`source<TAB>name<TAB>symbol<TAB>file` per kernel. Programs without Python (benchmarks/cuda) read it, and so does exl2nb where FOLDER is
-`ready` beside the kernels' sources. `--nvcc` compiles with CUDA's offline compiler, which addresses shared memory with 32 bits. `--nvrtc`
-is a folder with NVIDIA's wheels `nvidia-cuda-nvrtc` and `nvidia-cuda-runtime` (`pip install --target SITE ...`); without it, those
-beside torch.
+`--out` keeps the code in FOLDER/sm_ARCH: a file per program, and `index.txt` with the sources' digest, the compiler's CUDA version, then a
+line `source<TAB>name<TAB>symbol<TAB>file` per kernel. Programs without Python (benchmarks/cuda) read it, and so does exl2nb where FOLDER
+is `csrc/ready`: release wheels ship that. `--nvcc` compiles with CUDA's offline compiler, whose code addresses shared memory with 32 bits
+and is up to 4 % faster (benchmarks/RESULTS.md). `--nvrtc` is a folder with NVIDIA's wheels `nvidia-cuda-nvrtc` and `nvidia-cuda-runtime`
+(`pip install --target SITE ...`); without it, those beside torch.
 """
 
 from __future__ import annotations

@@ -161,6 +161,8 @@ def _kernels() -> list[Check]:
     else:
         files = list(folder.glob("*.cubin"))
         kept = f"{len(files)} compiled kernels in {folder} ({sum(file.stat().st_size for file in files) / 2**20:.1f} MiB)"
+    if ready := kernel_code.ready_architectures():
+        kept = f"ready-made code for compute capability {', '.join(ready)}; {kept}"
     try:
         compiler = kernel_code.nvrtc()
     except kernel_code.NoCompiler as reason:

@@ -309,6 +309,11 @@ def _ready() -> dict[tuple[KernelId, int, int], Path]:
     return found
 
 
+def ready_architectures() -> list[str]:
+    """Compute capabilities with code in the package that this process takes, such as ["8.0", "9.0"]."""
+    return sorted({f"{major}.{minor}" for _, major, minor in _ready()})
+
+
 def _ready_path(unit: KernelId, arch: str) -> Path | None:
     """Machine code runs on its own architecture and on those of the same major number after it; sm_90a only on itself."""
     major, minor = int(arch.rstrip("a")[:-1]), int(arch.rstrip("a")[-1])
