@@ -252,44 +252,29 @@ struct ValueFragment {
 };
 
 // ---------------------------------------------------------------- encoding
-// N numbers per lane, of N groups of G neighbouring lanes each, go through the same steps side by side: their latencies overlap.
-template <int N>
-using Numbers = float[N];
-
 // Walsh-Hadamard transform over sqrt(G) of G neighbouring lanes; its own inverse. Rounded like the format's: no fused multiply-add.
-template <int G, int N>
-__device__ __forceinline__ void hadamard(Numbers<N>& v) {
-  static_assert(G == 8 || G == 16 || G == 32, "a group of the cache");
-#pragma unroll
-  for (int i = 1; i < G; i *= 2)
-#pragma unroll
-    for (int n = 0; n < N; n++) {
-      const float other = __shfl_xor_sync(kAll, v[n], i);
-      v[n] = threadIdx.x & i ? __fsub_rn(other, v[n]) : __fadd_rn(v[n], other);
-    }
-#pragma unroll
-  for (int n = 0; n < N; n++) v[n] = __fmul_rn(v[n], G == 32 ? 0.17677669529663687f : G == 16 ? 0.25f : 0.35355339059327373f);
-}
 template <int G>
 __device__ __forceinline__ float hadamard(float v) {
-  Numbers<1> one = {v};
-  hadamard<G, 1>(one);
-  return one[0];
+  static_assert(G == 8 || G == 16 || G == 32, "a group of the cache");
+#pragma unroll
+  for (int i = 1; i < G; i *= 2) {
+    const float other = __shfl_xor_sync(kAll, v, i);
+    v = threadIdx.x & i ? __fsub_rn(other, v) : __fadd_rn(v, other);
+  }
+  return __fmul_rn(v, G == 32 ? 0.17677669529663687f : G == 16 ? 0.25f : 0.35355339059327373f);
 }
 // Sum over G neighbouring lanes in the format's order; the largest.
-template <int G, int N>
-__device__ __forceinline__ void tree(Numbers<N>& v) {
+template <int G>
+__device__ __forceinline__ float group_sum(float v) {
 #pragma unroll
-  for (int i = 1; i < G; i *= 2)
-#pragma unroll
-    for (int n = 0; n < N; n++) v[n] = __fadd_rn(v[n], __shfl_xor_sync(kAll, v[n], i));
+  for (int i = 1; i < G; i *= 2) v = __fadd_rn(v, __shfl_xor_sync(kAll, v, i));
+  return v;
 }
-template <int G, int N>
-__device__ __forceinline__ void group_max(Numbers<N>& v) {
+template <int G>
+__device__ __forceinline__ float group_max(float v) {
 #pragma unroll
-  for (int i = 1; i < G; i *= 2)
-#pragma unroll
-    for (int n = 0; n < N; n++) v[n] = fmaxf(v[n], __shfl_xor_sync(kAll, v[n], i));
+  for (int i = 1; i < G; i *= 2) v = fmaxf(v, __shfl_xor_sync(kAll, v, i));
+  return v;
 }
 
 // A group's scale and this lane's code, by cache/FORMAT.md, "Encoding", step for step.
@@ -320,112 +305,61 @@ __device__ __forceinline__ float candidate(float largest, int k) {
   const float high = k & 1 ? (k & 2 ? parts[7] : parts[5]) : (k & 2 ? parts[6] : parts[4]);
   return as_half(__fmul_rn(largest, k & 4 ? high : low));
 }
-// Eight sums over G lanes in the order of `tree`, together: at 1, 2 and 4 a lane keeps half of its sums and gives the other half away. Then
-// the lanes whose lowest bits are b hold the sum of candidate 4 * (b & 1) + (b & 2) + (b >> 2).
-template <int G, int N>
-__device__ __forceinline__ void search_scales(const Numbers<N>& g, const Numbers<N>& largest, Numbers<N>& scale) {
+// Eight sums over G lanes in the order of `group_sum`, together: at 1, 2 and 4 a lane keeps half of its sums and gives the other half away.
+// Then the lanes whose lowest bits are b hold the sum of candidate 4 * (b & 1) + (b & 2) + (b >> 2).
+template <int G>
+__device__ __forceinline__ float search_scale(float g, float largest) {
   const int lane = threadIdx.x % 32;
-  float e[N][8];
+  float e[8];
 #pragma unroll
-  for (int n = 0; n < N; n++)
-#pragma unroll
-    for (int k = 0; k < 8; k++) e[n][k] = squared_error(g[n], candidate(largest[n], k));
+  for (int k = 0; k < 8; k++) e[k] = squared_error(g, candidate(largest, k));
 #pragma unroll
   for (int h = 1, half_of = 4; h < 8; h *= 2, half_of /= 2) {
     const bool upper = lane & h;
 #pragma unroll
-    for (int n = 0; n < N; n++)
-#pragma unroll
-      for (int k = 0; k < half_of; k++) {
-        const float given = __shfl_xor_sync(kAll, upper ? e[n][k] : e[n][k + half_of], h);
-        e[n][k] = __fadd_rn(upper ? e[n][k + half_of] : e[n][k], given);
-      }
-  }
-  Numbers<N> least, over, under, error;
-  int first[N];
-#pragma unroll
-  for (int n = 0; n < N; n++) least[n] = e[n][0], first[n] = 4 * (lane & 1) + (lane & 2) + (lane >> 2 & 1);
-#pragma unroll
-  for (int h = 8; h < G; h *= 2)
-#pragma unroll
-    for (int n = 0; n < N; n++) least[n] = __fadd_rn(least[n], __shfl_xor_sync(kAll, least[n], h));
-#pragma unroll
-  for (int h = 1; h < 8; h *= 2)
-#pragma unroll
-    for (int n = 0; n < N; n++) {
-      const float other = __shfl_xor_sync(kAll, least[n], h);
-      const int k = __shfl_xor_sync(kAll, first[n], h);
-      if (other < least[n] || (other == least[n] && k < first[n])) least[n] = other, first[n] = k;
+    for (int k = 0; k < half_of; k++) {
+      const float given = __shfl_xor_sync(kAll, upper ? e[k] : e[k + half_of], h);
+      e[k] = __fadd_rn(upper ? e[k + half_of] : e[k], given);
     }
-#pragma unroll
-  for (int n = 0; n < N; n++) {
-    scale[n] = candidate(largest[n], first[n]);
-    const float c = level<4>(g[n], scale[n]);
-    over[n] = __fmul_rn(g[n], c), under[n] = __fmul_rn(c, c);
   }
-  tree<G, N>(over);
-  tree<G, N>(under);
+  float least = e[0];
+  int first = 4 * (lane & 1) + (lane & 2) + (lane >> 2 & 1);
 #pragma unroll
-  for (int n = 0; n < N; n++) {
-    over[n] = under[n] == 0.f ? 0.f : as_half(__fdiv_rn(over[n], under[n]));
-    error[n] = squared_error(g[n], over[n]);
+  for (int h = 8; h < G; h *= 2) least = __fadd_rn(least, __shfl_xor_sync(kAll, least, h));
+#pragma unroll
+  for (int h = 1; h < 8; h *= 2) {
+    const float other = __shfl_xor_sync(kAll, least, h);
+    const int k = __shfl_xor_sync(kAll, first, h);
+    if (other < least || (other == least && k < first)) least = other, first = k;
   }
-  tree<G, N>(error);
-#pragma unroll
-  for (int n = 0; n < N; n++)
-    if (error[n] < least[n]) scale[n] = over[n];
+  const float scale = candidate(largest, first), c = level<4>(g, scale);
+  const float over = group_sum<G>(__fmul_rn(g, c)), under = group_sum<G>(__fmul_rn(c, c));
+  const float fitted = under == 0.f ? 0.f : as_half(__fdiv_rn(over, under));
+  return group_sum<G>(squared_error(g, fitted)) < least ? fitted : scale;
 }
 // x rounded to fp16 first, unless the cache is f32. Plain formats: the number's own bits as code. 4 bits: an even lane has its neighbour's
 // code too, as it is stored.
-template <int FORMAT, int G, int N>
-__device__ __forceinline__ void encode(const Numbers<N>& x, Coded (&out)[N]) {
-  if constexpr (FORMAT == kCacheF32 || FORMAT == kCacheF16) {
-#pragma unroll
-    for (int n = 0; n < N; n++) {
-      out[n].scale = __ushort_as_half(0);
-      out[n].code = FORMAT == kCacheF32 ? __float_as_int(x[n]) : __half_as_ushort(__float2half_rn(x[n]));
-    }
-  } else {
-    Numbers<N> g, hi, lo, broken, scale;
-#pragma unroll
-    for (int n = 0; n < N; n++) g[n] = as_half(x[n]);
-    if constexpr (pool_is_rotated(FORMAT)) hadamard<G, N>(g);
-#pragma unroll
-    for (int n = 0; n < N; n++) hi[n] = g[n], lo[n] = -g[n], broken[n] = isfinite(g[n]) ? 0.f : 1.f;
-    group_max<G, N>(hi);
-    group_max<G, N>(lo);
-    group_max<G, N>(broken);
-    if constexpr (FORMAT == kCacheQ4) {
-      Numbers<N> largest;
-#pragma unroll
-      for (int n = 0; n < N; n++) largest[n] = hi[n] >= lo[n] ? hi[n] : -lo[n];
-      search_scales<G, N>(g, largest, scale);
-    } else {
-#pragma unroll
-      for (int n = 0; n < N; n++)
-        scale[n] = as_half(__fmul_rn(fmaxf(hi[n], lo[n]), FORMAT == kCacheFp8 ? float(1 / 448.0) : float(1 / 127.5)));
-    }
-#pragma unroll
-    for (int n = 0; n < N; n++) {
-      out[n].scale = __float2half_rn(scale[n] == 0.f ? 0.f : scale[n]);  // never -0: bytes are compared
-      if constexpr (FORMAT == kCacheFp8) {
-        const float v = fminf(fmaxf(__fmul_rn(g[n], inverse_of(scale[n])), -448.f), 448.f);
-        out[n].code = __nv_cvt_float_to_fp8(v, __NV_SATFINITE, __NV_E4M3);
-      } else if constexpr (FORMAT == kCacheQ8) {
-        out[n].code = static_cast<int>(level<8>(g[n], scale[n]) + 127.5f);
-      } else {
-        out[n].code = static_cast<int>(level<4>(g[n], scale[n]) + 7.f);
-      }
-      if (broken[n] != 0.f) out[n].scale = __ushort_as_half(0x7e00), out[n].code = 0;
-      if constexpr (FORMAT == kCacheQ4) out[n].code |= __shfl_down_sync(kAll, out[n].code, 1) << 4;
-    }
-  }
-}
 template <int FORMAT, int G>
 __device__ __forceinline__ Coded encode(float x) {
-  Coded out[1];
-  encode<FORMAT, G, 1>({x}, out);
-  return out[0];
+  if constexpr (FORMAT == kCacheF32) return {__ushort_as_half(0), __float_as_int(x)};
+  if constexpr (FORMAT == kCacheF16) return {__ushort_as_half(0), __half_as_ushort(__float2half_rn(x))};
+  float g = as_half(x), scale;
+  if constexpr (pool_is_rotated(FORMAT)) g = hadamard<G>(g);
+  const float high = group_max<G>(g), low = group_max<G>(-g), broken = group_max<G>(isfinite(g) ? 0.f : 1.f);
+  if constexpr (FORMAT == kCacheQ4)
+    scale = search_scale<G>(g, high >= low ? high : -low);
+  else
+    scale = as_half(__fmul_rn(fmaxf(high, low), FORMAT == kCacheFp8 ? float(1 / 448.0) : float(1 / 127.5)));
+  Coded out{__float2half_rn(scale == 0.f ? 0.f : scale), 0};  // never -0: bytes are compared
+  if constexpr (FORMAT == kCacheFp8)
+    out.code = __nv_cvt_float_to_fp8(fminf(fmaxf(__fmul_rn(g, inverse_of(scale)), -448.f), 448.f), __NV_SATFINITE, __NV_E4M3);
+  else if constexpr (FORMAT == kCacheQ8)
+    out.code = static_cast<int>(level<8>(g, scale) + 127.5f);
+  else
+    out.code = static_cast<int>(level<4>(g, scale) + 7.f);
+  if (broken != 0.f) out = {__ushort_as_half(0x7e00), 0};
+  if constexpr (FORMAT == kCacheQ4) out.code |= __shfl_down_sync(kAll, out.code, 1) << 4;
+  return out;
 }
 // Dim d of a row into the row's codes and scales.
 template <int FORMAT, int G>

@@ -16,7 +16,7 @@ constexpr int warps_of(int D) { return D > 128 ? 4 : 8; }
 constexpr int ctas_per_sm(int D, int NT) { return NT > 1 && D > 64 ? 1 : 2; }
 constexpr int most_warps(int D, int NT) { return warps_of(D) * ctas_per_sm(D, NT); }
 
-// 4-bit K and V in groups of 32: decode_q4.cuh.
+// 4-bit K and V in groups of 32: integer scores.
 constexpr bool is_q4(int k_format, int v_format, int D) { return k_format == kCacheQ4 && v_format == kCacheQ4 && pool_group(D) == 32; }
 // Query rows of an item.
 constexpr int rows_of(int NT) { return NT ? 8 * NT : 4; }

@@ -8,9 +8,6 @@
 #include "cuda/runtime/kernel.h"
 
 namespace exl2nb {
-#ifdef EXL2NB_CLOCKS
-long long* stream_k_clocks = nullptr;
-#endif
 namespace {
 
 // Cycles per unit of a CTA's 16 strips, about (benchmarks/cuda/stream_k_gemm.cu w); tokens: of a group. H200, 2026-11.
@@ -125,9 +122,6 @@ const char* stream_k_launch(const GemmArgs& a, int group, const StreamKNext& nex
   m.partial = static_cast<float*>(workspace);
   const int grid = grid_of(m, work);
   split_units(m, parts_of(a.head), grid, work, group);
-#ifdef EXL2NB_CLOCKS
-  m.clocks = stream_k_clocks;
-#endif
   const bool wide = group > kStreamKMmaTokens && has_wgmma();
   for (int first = 0; first < a.tokens; first += kStreamKTokens) {
     m.tokens = std::min(kStreamKTokens, a.tokens - first);

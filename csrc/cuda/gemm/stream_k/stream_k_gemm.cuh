@@ -70,16 +70,7 @@ struct StreamKArgs {
   const uint8_t* next_image;  // the next GEMM's image to prefetch, null: none
   int next_image_bytes;
   StreamKKeys keys;  // keys and values to prefetch for attention
-#ifdef EXL2NB_CLOCKS
-  long long* clocks;  // 16 per CTA
-#endif
 };
-// clock64() per phase of a CTA, for benchmarks/cuda/stream_k_gemm.cu.
-#ifdef EXL2NB_CLOCKS
-#define EXL2NB_CLOCK(A, i) ((A).clocks ? void((A).clocks[blockIdx.x * 16 + (i)] = clock64()) : void())
-#else
-#define EXL2NB_CLOCK(A, i) static_cast<void>(0)
-#endif
 EXL2NB_BOTH inline int stream_k_image(const StreamKArgs& a) { return (image_bytes(a.items, a.units, a.num_parts) + 15) / 16 * 16; }
 // Bytes of weight stages and activation ring.
 EXL2NB_BOTH constexpr int stream_k_pool(int NB) { return stream_k_stages(NB) * kStreamKWeights + stream_k_ring(NB) * stream_k_unit(NB); }
@@ -302,7 +293,6 @@ struct StreamKProducer {
       if (NB > 2 && A.squares && producer == 0) wait_for_squares();
       if (A.next_image && producer == 1 && lane == 0) prefetch(A.next_image, A.next_image_bytes);
     };
-    if (producer == 0 && lane == 0) EXL2NB_CLOCK(A, 7);
     each([&](const StreamKPart& p, const StreamKTile& tile, const Item& it, int begin, int end, const StreamKCursor<NB>& at) {
       const int units = end - begin;
       if (count++ == ahead) wait();
@@ -316,7 +306,6 @@ struct StreamKProducer {
         fetch_weights(p, tile, it, begin, end, at);
       else
         fetch_tokens(p, tile, it, begin, end, at);
-      if (producer == 0 && lane == 0 && count == 1) EXL2NB_CLOCK(A, 8);
     });
     if (count <= ahead) wait();
     if (producer == kStreamKWeightProducers && A.keys.rows) prefetch_keys(A.keys, lane);
@@ -781,7 +770,6 @@ struct StreamKConsumer {
 template <int NB, class Product>
 __device__ __forceinline__ void run_stream_k(const StreamKArgs& A, uint8_t* shared) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  if (threadIdx.x == 0) EXL2NB_CLOCK(A, 0);
   pdl_launch_dependents();
   const StreamKSmem<NB> s(A, shared);
   if (warp >= kStreamKWarps) {
@@ -795,14 +783,11 @@ __device__ __forceinline__ void run_stream_k(const StreamKArgs& A, uint8_t* shar
     return;
   }
   acquire_registers();
-  if (threadIdx.x == 0) EXL2NB_CLOCK(A, 1);
   const RowFactors<NB> factors(A, warp, lane);
   pdl_wait();
-  if (threadIdx.x == 0) EXL2NB_CLOCK(A, 2);
   factors.load(s.factors, warp, lane);
   __syncwarp();
   warp_arrive(s.ready, lane);
-  if (threadIdx.x == 0) EXL2NB_CLOCK(A, 3);
   const Product product(s.tokens);
   const StreamKEpilogue<NB> epilogue{A, s.factors, s.last, s.ready, {s.weights + warp * kSlot}, warp, lane};
   StreamKCursor<NB> at;
@@ -818,12 +803,9 @@ __device__ __forceinline__ void run_stream_k(const StreamKArgs& A, uint8_t* shar
         epilogue.store_sums(tile, p, to, exclusive, y);
       }
     }
-    if (from == stream_k_begin(A, blockIdx.x) && threadIdx.x == 0) EXL2NB_CLOCK(A, 4);
     epilogue.finish_tile(tile, exclusive);
   });
-  if (threadIdx.x == 0) EXL2NB_CLOCK(A, 5);
   epilogue.finish_last();
-  if (threadIdx.x == 0) EXL2NB_CLOCK(A, 6);
 }
 
 template <int NB>
