@@ -9,7 +9,7 @@
 
 #include "check.cuh"
 #include "cuda/blob/dequant.cuh"
-#include "cuda/gemm/skinny/skinny_gemm.h"
+#include "cuda/gemm/skinny/skinny_gemm.cuh"
 #include "cuda/gemm/stream_k/stream_k_gemm.cuh"
 #include "cuda/gemm/stream_k/stream_k_gemm.h"
 #include "fill.cuh"

@@ -57,7 +57,6 @@ Tensor pack_exl2_cuda(const Tensor& q_weight, const Tensor& q_scale, const Tenso
   BlobLayout plan;
   const std::vector<PartLayout> parts{layout_exl2(groups, host_copy<uint16_t>(op, q_scale_max), prescale, int(out_features), perm)};
   Tensor blob = new_blob(op, q_weight, K, parts, plan);
-  const GpuPart& part = plan.parts[0];
   std::vector<int> lists = row_word;  // words, groups, item of each unit
   lists.insert(lists.end(), row_group.begin(), row_group.end());
   for (size_t i = 0; i < parts[0].items.size(); i++) lists.insert(lists.end(), parts[0].items[i].units, int(i));
@@ -65,11 +64,13 @@ Tensor pack_exl2_cuda(const Tensor& q_weight, const Tensor& q_scale, const Tenso
   void* stream = stream_of(q_weight);
   require_ok(op, copy_in(scratch.mutable_data_ptr(), lists.data(), int64_t(lists.size() * 4), stream), q_weight);
   const int* device_lists = scratch.const_data_ptr<int32_t>();
-  require_ok(op,
-             pack_exl2_launch(q_weight.const_data_ptr(), q_scale.const_data_ptr(), device_lists, device_lists + K / 32, int(K), int(N),
-                              int(out_features), bytes_of(blob) + plan.header.image, device_lists + K / 32 * 2, part.num_units, part.strips,
-                              bytes_of(blob) + part.data, part.strip_bytes, stream),
-             q_weight, q_scale);
+  const PackSource source{static_cast<const uint32_t*>(q_weight.const_data_ptr()),
+                          static_cast<const uint32_t*>(q_scale.const_data_ptr()),
+                          device_lists,
+                          device_lists + K / 32,
+                          int(K),
+                          int(N)};
+  require_ok(op, pack_exl2_launch(source, pack_target(blob, plan, device_lists + K / 32 * 2), stream), q_weight, q_scale);
   return blob;
 }
 
@@ -84,10 +85,7 @@ Tensor pack_dense_cuda(const Tensor& weight) {
   const DeviceGuard guard(weight.get_device_index());
   BlobLayout plan;
   Tensor blob = new_blob(op, weight, K, {layout_dense(int(K), int(N))}, plan);
-  const GpuPart& part = plan.parts[0];
-  require_ok(op,
-             pack_dense_launch(weight.const_data_ptr(), dtype, int(N), int(K), part.num_units, part.strips, bytes_of(blob) + part.data,
-                               part.strip_bytes, stream_of(weight)),
+  require_ok(op, pack_dense_launch(weight.const_data_ptr(), dtype, int(N), int(K), pack_target(blob, plan, nullptr), stream_of(weight)),
              weight);
   return blob;
 }

@@ -21,8 +21,8 @@
 #pragma once
 #include <cmath>
 
-#include "cuda/attention/mma.cuh"
 #include "cuda/attention/split_kv.cuh"
+#include "cuda/runtime/mma.cuh"
 
 namespace exl2nb {
 

@@ -11,10 +11,10 @@ namespace {
 const Kernel<const uint32_t*, int, const uint32_t*, const half*, const int16_t*, int, const int32_t*, int, int, half*> reconstruct_rows{
     "blob/reconstruct.cu", "reconstruct_rows", false};
 constexpr const char* kPack = "blob/pack.cu";
-const Kernel<PackSource, const Item*, const int*, int, uint8_t*, int64_t> pack_units{kPack, "pack_units", false};
-const Kernel<const void*, int, int, int, uint8_t*, int64_t> pack_dense_units[] = {
+const Kernel<PackSource, PackTarget> pack_units{kPack, "pack_units", false};
+const Kernel<const void*, int, int, PackTarget> pack_dense_units[] = {
     {kPack, "pack_dense_units<float>", false}, {kPack, "pack_dense_units<half>", false}, {kPack, "pack_dense_units<exl2nb::Bf16>", false}};
-const Kernel<GptqPacking, const Item*, uint8_t*, int64_t> pack_gptq_units{kPack, "pack_gptq_units", false};
+const Kernel<GptqPacking, PackTarget> pack_gptq_units{kPack, "pack_gptq_units", false};
 const Kernel<UnpackParts, int, int64_t, half*> unpack_kernel{"blob/unpack.cu", "unpack_kernel", false};
 
 constexpr unsigned kThreads = 256;
@@ -48,22 +48,14 @@ const char* reconstruct_launch(const int32_t* q_weight, int64_t R, const int32_t
                           int(K), int(N), static_cast<half*>(out));
 }
 
-const char* pack_exl2_launch(const void* q_weight, const void* q_scale, const int* row_word, const int* row_group, int K, int N,
-                             int outputs, const void* items, const int* item_of_unit, int units, int strips, void* data,
-                             int64_t strip_bytes, void* stream) {
-  const PackSource s{static_cast<const uint32_t*>(q_weight), static_cast<const uint32_t*>(q_scale), row_word, row_group, K, N, outputs};
-  return pack_units({unsigned(strips), kThreads, 0, stream}, s, static_cast<const Item*>(items), item_of_unit, units,
-                    static_cast<uint8_t*>(data), strip_bytes);
+const char* pack_exl2_launch(const PackSource& source, const PackTarget& to, void* stream) {
+  return pack_units({unsigned(to.strips), kThreads, 0, stream}, source, to);
 }
-
-const char* pack_dense_launch(const void* weight, int dtype, int N, int K, int units, int strips, void* data, int64_t strip_bytes,
-                              void* stream) {
-  return pack_dense_units[dtype]({unsigned(strips), kThreads, 0, stream}, weight, N, K, units, static_cast<uint8_t*>(data), strip_bytes);
+const char* pack_gptq_launch(const GptqPacking& source, const PackTarget& to, void* stream) {
+  return pack_gptq_units({unsigned(to.strips), kThreads, 0, stream}, source, to);
 }
-
-const char* pack_gptq_launch(const GptqPacking& s, const void* items, int strips, void* data, int64_t strip_bytes, void* stream) {
-  return pack_gptq_units({unsigned(strips), kThreads, 0, stream}, s, static_cast<const Item*>(items), static_cast<uint8_t*>(data),
-                         strip_bytes);
+const char* pack_dense_launch(const void* weight, int dtype, int N, int K, const PackTarget& to, void* stream) {
+  return pack_dense_units[dtype]({unsigned(to.strips), kThreads, 0, stream}, weight, N, K, to);
 }
 
 const char* unpack_launch(const uint8_t* head, const uint8_t* blob, void* out, void* stream) {

@@ -12,11 +12,25 @@
 //   3       words 0-2: g in bits 0-2, g + 8 in 3-5; step 3: six bits, two each in bits 6-7 of words 0-2
 //   5, 6    words 0-3: g in the low bits, above it the high bits of g + 8, whose low bits (2 or 4) are in the following word(s)
 #pragma once
+#include <type_traits>
+
 #include "cuda/runtime/types.h"
 #include "format/gpu_blob.h"
 
 #ifdef __CUDACC__
 namespace exl2nb {
+
+// Calls f(std::integral_constant<int, B>{}) for the width `bits`, one of those listed.
+template <int B, int... REST, class F>
+__device__ __forceinline__ void dispatch_bits(int bits, const F& f) {
+  if constexpr (sizeof...(REST) == 0) {
+    f(std::integral_constant<int, B>{});
+  } else if (bits == B) {
+    f(std::integral_constant<int, B>{});
+  } else {
+    dispatch_bits<REST...>(bits, f);
+  }
+}
 
 __device__ __forceinline__ uint32_t lop_and_or(uint32_t a, uint32_t m, uint32_t e) {
   uint32_t r;

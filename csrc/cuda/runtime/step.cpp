@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "cuda/gemm/persistent/persistent_gemm.h"
-#include "cuda/gemm/skinny/skinny_gemm.h"
+#include "cuda/gemm/skinny/skinny_gemm.cuh"
 #include "cuda/gemm/stream_k/stream_k_gemm.h"
 #include "cuda/moe/moe.h"
 #include "cuda/runtime/driver.h"

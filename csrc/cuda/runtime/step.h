@@ -3,7 +3,7 @@
 // Kernels of a layer where the norms are RMS norms in front of attention and MLP:
 //   1 to 8 rows on Hopper, not deterministic: attention, and one persistent chain from its output to the next QKV (persistent_gemm.h). Up
 //     to 4 rows attention polls the sums of QKV while the chain still runs.
-//   1 to 8 rows else: QKV, attention, O, gate/up, down, each GEMM a skinny one (skinny_gemm.h).
+//   1 to 8 rows else: QKV, attention, O, gate/up, down, each GEMM a skinny one (skinny_gemm.cuh).
 //   9 rows or more, where stream_k_from > 0 and the GPU takes every matrix: the same five with stream-K GEMMs (stream_k_gemm.h); the last
 //     norm is a kernel of its own where not every row wants logits.
 // The GEMM that adds to the residual also writes the next GEMM's input, times the norm's weights; the next one divides its sums by the root

@@ -6,7 +6,7 @@
 
 #include "cuda/attention/attention.h"
 #include "cuda/gemm/persistent/persistent_gemm.h"
-#include "cuda/gemm/skinny/skinny_gemm.h"
+#include "cuda/gemm/skinny/skinny_gemm.cuh"
 #include "cuda/gemm/stream_k/stream_k_gemm.h"
 #include "cuda/moe/moe.h"
 #include "cuda/runtime/device.h"

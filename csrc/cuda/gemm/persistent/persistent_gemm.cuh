@@ -98,7 +98,7 @@ struct WorkItem {
                        kEmptySlot = 4;  // add to earlier pieces; paired items; an empty slot follows
 };
 
-#ifdef __CUDACC__
+#if __CUDA_ARCH__ >= 900
 // A weight image (gpu_blob.h) in shared memory.
 struct PersistentImage {
   const Item* items;
@@ -134,7 +134,6 @@ struct Piece {
 };
 
 // Barriers and copies.
-#if __CUDA_ARCH__ >= 900
 __device__ __forceinline__ void consumer_sync() { asm volatile("bar.sync 1,%0;" ::"n"(kConsumerThreads) : "memory"); }
 __device__ __forceinline__ void grid_arrive(unsigned* c) { asm volatile("red.relaxed.gpu.global.add.u32 [%0],1;" ::"l"(c) : "memory"); }
 __device__ __forceinline__ void copy_weights(void* to, const void* from, uint32_t bytes, uint64_t* b, uint64_t policy) {
@@ -148,12 +147,6 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0,1.0;" : "=l"(policy));
   return policy;
 }
-#else
-__device__ __forceinline__ void consumer_sync() {}
-__device__ __forceinline__ void grid_arrive(unsigned*) {}
-__device__ __forceinline__ void copy_weights(void*, const void*, uint32_t, uint64_t*, uint64_t) {}
-__device__ __forceinline__ uint64_t evict_first_policy() { return 0; }
-#endif
 
 // Producer and poll warp.
 __device__ __forceinline__ void produce_weights(const PersistentArgs& C, uint8_t* shared, uint64_t* full, uint64_t* empty, int block) {
@@ -642,8 +635,12 @@ __device__ __forceinline__ void run_gemm(const PersistentArgs& C, int q, const I
   }
 }
 
+#endif  // __CUDA_ARCH__ >= 900
+
+#ifdef __CUDACC__
 template <int CHUNKS, WeightKind WEIGHTS>
 __global__ void __launch_bounds__(kPersistentThreads, 1) persistent_gemm(const __grid_constant__ PersistentArgs C) {
+#if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint8_t dynamic[];
   unsigned here = shared_address(dynamic);
   asm volatile("" : "+r"(here));  // keep the address in one register
@@ -697,6 +694,7 @@ __global__ void __launch_bounds__(kPersistentThreads, 1) persistent_gemm(const _
   // Counters of GEMMs that this launch does not have, and the number of launches. No CTA of this launch reads them any more.
   if (threadIdx.x >= C.count - 1 && threadIdx.x < kMaxGemms) grid_arrive(C.counters + threadIdx.x);
   if (block == 0 && threadIdx.x == kMaxGemms) grid_arrive(C.counters + kMaxGemms);
+#endif
 }
 
 #endif  // __CUDACC__

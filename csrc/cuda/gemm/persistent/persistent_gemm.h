@@ -1,6 +1,6 @@
 // Persistent chain of GEMMs (persistent_gemm.cuh): host interface.
 #pragma once
-#include "cuda/gemm/skinny/skinny_gemm.h"
+#include "cuda/gemm/skinny/skinny_gemm.cuh"
 
 namespace exl2nb {
 

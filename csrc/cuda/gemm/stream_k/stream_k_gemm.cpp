@@ -58,11 +58,6 @@ void split_units(StreamKArgs& m, const GpuPart* parts, int grid, int work, int t
   }
 }
 
-int shared_limit() {
-  static const int limit = shared_per_block();
-  return limit;
-}
-
 // By rows of a group: 16, 32, 64. wgmma: Hopper alone.
 constexpr const char *kSource = "gemm/stream_k/stream_k_gemm.cuh", *kWgmmaSource = "gemm/stream_k/stream_k_wgmma.cu";
 const Kernel<StreamKArgs> mma_kernels[] = {{kSource, "stream_k_gemm<2>"}, {kSource, "stream_k_gemm<4>"}, {kSource, "stream_k_gemm<8>"}},
@@ -83,7 +78,7 @@ int grid_of(const StreamKArgs& m, int work) {
 }  // namespace
 
 size_t stream_k_workspace(int tokens) {
-  if (tokens <= kSkinnyTokens || copy_path() != kBulk || stream_k_pool(kStreamKTokens / 8) > shared_limit()) return 0;
+  if (tokens <= kSkinnyTokens || copy_path() != kBulk || stream_k_pool(kStreamKTokens / 8) > shared_per_block()) return 0;
   return static_cast<size_t>(stream_k_bytes(tokens, multiprocessors()));
 }
 
@@ -92,7 +87,7 @@ bool stream_k_takes(const GemmArgs& a) {
   StreamKArgs m{};
   m.items = a.items, m.units = a.units, m.num_parts = a.num_parts;
   return a.tokens > kSkinnyTokens && copy_path() == kBulk && !a.rows && !a.from.x &&
-         stream_k_shared(m, kStreamKTokens / 8) <= shared_limit() &&
+         stream_k_shared(m, kStreamKTokens / 8) <= shared_per_block() &&
          static_cast<int64_t>(a.strips / kStreamKStrips + a.num_parts) * a.units < kLine;
 }
 

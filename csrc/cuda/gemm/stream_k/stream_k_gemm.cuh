@@ -14,6 +14,7 @@
 #include "cuda/gemm/norm.cuh"
 #include "cuda/gemm/stream_k/stream_k_gemm.h"
 #include "cuda/runtime/lamport.cuh"
+#include "cuda/runtime/mma.cuh"
 #include "cuda/runtime/pdl.cuh"
 #include "format/gpu_blob.h"
 
@@ -78,7 +79,6 @@ EXL2NB_BOTH inline int stream_k_shared(const StreamKArgs& a, int NB) {
   return stream_k_pool(NB) + 2 * kStreamKBarriers * 8 + kTileSharersBytes + kStreamKTokens * 4 + stream_k_image(a);
 }
 
-#ifdef __CUDACC__
 #if __CUDA_ARCH__ >= 900
 // Weights are evict-first in L2; images, which every CTA reads first, are evict-last.
 __device__ __forceinline__ void copy_once(void* to, const void* from, uint32_t bytes, uint64_t* b) {
@@ -111,15 +111,6 @@ __device__ __forceinline__ float4 load_four(const float* p) {
   asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3},[%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
   return v;
 }
-#else
-__device__ __forceinline__ void copy_once(void*, const void*, uint32_t, uint64_t*) {}
-__device__ __forceinline__ uint4 load_kept(const void*) { return {}; }
-__device__ __forceinline__ void prefetch(const void*, uint32_t) {}
-__device__ __forceinline__ void consumer_barrier() {}
-__device__ __forceinline__ void squares_requested() {}
-__device__ __forceinline__ void wait_for_squares() {}
-__device__ __forceinline__ float4 load_four(const float*) { return {}; }
-#endif
 
 // setmaxnreg: 96 registers per thread on average; producers release, consumers acquire. sm_90a only.
 __device__ __forceinline__ void release_registers() {
@@ -628,10 +619,7 @@ struct MmaProduct {
 #pragma unroll
       for (int n = 0; n < NB; n += 2) {
         uint32_t b[4];
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
-                     : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
-                     : "r"(x + ((slot * 4 + half * 2 + k) * 2 * NB * 8 + n * 8) * 16)
-                     : "memory");
+        load_matrices<true>(b, x + ((slot * 4 + half * 2 + k) * 2 * NB * 8 + n * 8) * 16);
         mma<kBulk, false>(y[n], h + 4 * k, b[0], b[1]);
         mma<kBulk, false>(y[n + 1], h + 4 * k, b[2], b[3]);
       }
@@ -724,38 +712,13 @@ struct StreamKConsumer {
   }
   template <Halves HALVES>
   __device__ __forceinline__ void multiply_exl2(float (&y)[NB][4]) {
-    switch (it.bits) {
-      case 2:
-        return multiply<2, false, HALVES>(y);
-      case 3:
-        return multiply<3, false, HALVES>(y);
-      case 4:
-        return multiply<4, false, HALVES>(y);
-      case 5:
-        return multiply<5, false, HALVES>(y);
-      case 6:
-        return multiply<6, false, HALVES>(y);
-      default:
-        return multiply<8, false, HALVES>(y);
-    }
-  }
-  __device__ __forceinline__ void multiply_gptq(float (&y)[NB][4]) {
-    switch (it.bits) {
-      case 2:
-        return multiply<2, true, kAnyHalves>(y);
-      case 3:
-        return multiply<3, true, kAnyHalves>(y);
-      case 4:
-        return multiply<4, true, kAnyHalves>(y);
-      default:
-        return multiply<8, true, kAnyHalves>(y);
-    }
+    dispatch_bits<2, 3, 4, 5, 6, 8>(it.bits, [&](auto b) { multiply<decltype(b)::value, false, HALVES>(y); });
   }
   __device__ __forceinline__ void run(float (&y)[NB][4]) {
     next();
     while (live) {
       if (it.scales)
-        multiply_gptq(y);
+        dispatch_bits<2, 3, 4, 8>(it.bits, [&](auto b) { multiply<decltype(b)::value, true, kAnyHalves>(y); });
       else if (it.bits == 16)
         multiply<16, false, kAnyHalves>(y);
       else if (it.one)
@@ -808,6 +771,9 @@ __device__ __forceinline__ void run_stream_k(const StreamKArgs& A, uint8_t* shar
   epilogue.finish_last();
 }
 
+#endif  // __CUDA_ARCH__ >= 900
+
+#ifdef __CUDACC__
 template <int NB>
 __global__ void __launch_bounds__(kStreamKThreads, 1) stream_k_gemm(const __grid_constant__ StreamKArgs A) {
 #if __CUDA_ARCH__ >= 900

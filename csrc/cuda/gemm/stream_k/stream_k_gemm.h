@@ -1,6 +1,6 @@
 // Stream-K GEMM for 9 to 64 rows (stream_k_gemm.cuh): host interface.
 #pragma once
-#include "cuda/gemm/skinny/skinny_gemm.h"
+#include "cuda/gemm/skinny/skinny_gemm.cuh"
 #include "format/gpu_workspace.h"
 
 namespace exl2nb {

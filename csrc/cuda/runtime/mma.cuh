@@ -1,9 +1,8 @@
-// Tensor-core instructions and fast functions of the decode kernel.
+// Tensor-core instructions, ldmatrix and fast functions.
 #pragma once
 #include <cstdint>
 
-#include "cuda/gemm/fragment.cuh"
-
+#ifdef __CUDACC__
 namespace exl2nb {
 
 __device__ __forceinline__ void mma16816(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
@@ -91,3 +90,4 @@ __device__ __forceinline__ float exp2_fast(float v) {
 __device__ __forceinline__ float tanh_exact(float v) { return 1.f - __fdividef(2.f, __expf(2.f * v) + 1.f); }
 
 }  // namespace exl2nb
+#endif  // __CUDACC__
