@@ -83,6 +83,23 @@ std::vector<Block> blocks_of(const std::vector<Group>& groups) {
 
 }  // namespace
 
+std::string read_groups(const std::vector<uint16_t>& table, int64_t R, int64_t K, std::vector<Group>& groups) {
+  int64_t rows = 0, expected = 0;
+  groups.clear();
+  for (size_t g = 0; 2 * g < table.size(); g++) {
+    const std::string name = "group " + std::to_string(g);
+    const int64_t b = table[2 * g], first = table[2 * g + 1], end = 2 * g + 3 < table.size() ? table[2 * g + 3] : R;
+    if (b < 2 || b > 8 || b == 7) return name + " has " + std::to_string(b) + " bits; expected 2, 3, 4, 5, 6 or 8";
+    if (first != expected || end <= first || end > R || (end - first) % b)
+      return name + " covers packed rows " + std::to_string(first) + " to " + std::to_string(end) +
+             "; expected whole units that follow one another up to " + std::to_string(R);
+    groups.push_back({int(b), int((end - first) * 32 / b)});
+    rows += groups.back().rows, expected = end;
+  }
+  if (rows != K) return "the groups have " + std::to_string(rows) + " rows; expected " + std::to_string(K) + ", those of q_invperm";
+  return "";
+}
+
 PartLayout layout_exl2(const std::vector<Group>& groups, const std::vector<uint16_t>& scale_max, double prescale, int outputs,
                        std::vector<int> perm) {
   PartLayout p;

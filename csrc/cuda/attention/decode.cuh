@@ -225,9 +225,9 @@ struct Decode : DecodeShape<KF, VF, D, NT> {
     load_cos_sin(warp);
     const int* const inverse = p.a.to.num_perms ? p.a.to.inverse[0] : nullptr;
     if (inverse && thread < rows * D / 32) {  // into the cache
-      [[maybe_unused]] int none;
-      asm volatile("ld.global.nc.u32 %0,[%1];" : "=r"(none) : "l"(inverse + it.kv_head * q_per_kv * D + thread % (q_per_kv * D / 32) * 32));
-      keep_line(inverse + it.kv_head * q_per_kv * D + thread % (q_per_kv * D / 32) * 32);
+      const int* const line = inverse + it.kv_head * q_per_kv * D + thread % (q_per_kv * D / 32) * 32;
+      prefetch_word(line);
+      keep_line(line);
     }
   }
 
@@ -520,12 +520,14 @@ struct Decode : DecodeShape<KF, VF, D, NT> {
         if (distance < 0 || (p.a.window > 0 && distance >= p.a.window)) s[n][i] = -INFINITY;
       }
   }
-  __device__ __forceinline__ void scale_levels(int n, const float (&f)[2]) {
+  // Multiplies everything that row row_of(n, j) holds by f.
+  __device__ __forceinline__ void scale_row(int n, int j, float f) {
+    row_sum[n][j] *= f;
+#pragma unroll
+    for (int i = 0; i < D / 16; i++) o[n][i][j] *= f, o[n][i][2 + j] *= f;
     if constexpr (scales_in_probs(VF, D)) {
 #pragma unroll
-      for (int i = 0; i < (kGroups + 1) / 2; i++)
-#pragma unroll
-        for (int j = 0; j < 4; j++) level[n][i][j] *= f[j % 2];
+      for (int i = 0; i < (kGroups + 1) / 2; i++) level[n][i][j] *= f, level[n][i][2 + j] *= f;
     }
   }
   // Scores to probabilities times 2^kShift. A row's maximum is raised, and its sums are rescaled, only where a score exceeds it by more
@@ -533,34 +535,33 @@ struct Decode : DecodeShape<KF, VF, D, NT> {
   __device__ __forceinline__ void softmax(float (&s)[kSubs][kN][4]) {
 #pragma unroll
     for (int n = 0; n < kN; n++) {
-      float high[2] = {fmaxf(s[0][n][0], s[0][n][2]), fmaxf(s[0][n][1], s[0][n][3])};
+      float high[kColumns];
+      bool more = false;
 #pragma unroll
-      for (int sub = 1; sub < kSubs; sub++)
+      for (int j = 0; j < kColumns; j++) {
+        high[j] = fmaxf(s[0][n][j], s[0][n][2 + j]);
 #pragma unroll
-        for (int j = 0; j < 2; j++) high[j] = fmaxf(high[j], fmaxf(s[sub][n][j], s[sub][n][j + 2]));
-      if (__any_sync(kAll, high[0] > row_max[n][0] + kSlack || high[1] > row_max[n][1] + kSlack)) {
+        for (int sub = 1; sub < kSubs; sub++) high[j] = fmaxf(high[j], fmaxf(s[sub][n][j], s[sub][n][2 + j]));
+        more |= high[j] > row_max[n][j] + kSlack;
+      }
+      if (const bool raise = __any_sync(kAll, more); kQ4 ? __builtin_expect(raise, 0) : raise) {
 #pragma unroll
-        for (int i = 4; i < 32; i *= 2)
+        for (int j = 0; j < kColumns; j++) {
 #pragma unroll
-          for (int j = 0; j < 2; j++) high[j] = fmaxf(high[j], __shfl_xor_sync(kAll, high[j], i));
-#pragma unroll
-        for (int j = 0; j < 2; j++) high[j] = high[j] > row_max[n][j] + kSlack ? high[j] : row_max[n][j];
-        const float f[2] = {exp2_fast(row_max[n][0] - high[0]), exp2_fast(row_max[n][1] - high[1])};
-#pragma unroll
-        for (int j = 0; j < 2; j++) row_max[n][j] = high[j], row_sum[n][j] *= f[j];
-#pragma unroll
-        for (int i = 0; i < D / 16; i++)
-#pragma unroll
-          for (int j = 0; j < 4; j++) o[n][i][j] *= f[j % 2];
-        scale_levels(n, f);
+          for (int i = 4; i < 32; i *= 2) high[j] = fmaxf(high[j], __shfl_xor_sync(kAll, high[j], i));
+          high[j] = high[j] > row_max[n][j] + kSlack ? high[j] : row_max[n][j];
+          scale_row(n, j, exp2_fast(row_max[n][j] - high[j]));
+          row_max[n][j] = high[j];
+        }
       }
 #pragma unroll
       for (int sub = 0; sub < kSubs; sub++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-          s[sub][n][i] = exp2_fast(s[sub][n][i] - (row_max[n][i % 2] - kShift));
-          row_sum[n][i % 2] += s[sub][n][i];
-        }
+        for (int i = 0; i < 4; i++)
+          if (i % 2 < kColumns) {
+            s[sub][n][i] = exp2_fast(s[sub][n][i] - (row_max[n][i % 2] - kShift));
+            row_sum[n][i % 2] += s[sub][n][i];
+          }
     }
   }
   // Where a probability times a value's scale would overflow fp16, everything the row holds is divided by 2^14. Rare.
@@ -585,23 +586,15 @@ struct Decode : DecodeShape<KF, VF, D, NT> {
             most = fmaxf(most, fmaxf(p.x * fabsf(__half2float(of[group])), p.y * fabsf(__half2float(of[kGroups + group]))));
         }
       most = fmaxf(most, __shfl_xor_sync(kAll, most, 1)), most = fmaxf(most, __shfl_xor_sync(kAll, most, 2));
-      float f[2];
+      const bool full[2] = {__shfl_sync(kAll, most, 8 * t) > 65000.f, __shfl_sync(kAll, most, 8 * t + 4) > 65000.f};
 #pragma unroll
       for (int j = 0; j < 2; j++) {
-        const bool full = __shfl_sync(kAll, most, (2 * t + j) * 4) > 65000.f;
-        f[j] = full ? 1.f / (1 << int(kShift + kSlack)) : 1.f;
-        row_max[n][j] += full ? kShift + kSlack : 0.f, row_sum[n][j] *= f[j];
+        const float f = full[j] ? 1.f / (1 << int(kShift + kSlack)) : 1.f;
+        row_max[n][j] += full[j] ? kShift + kSlack : 0.f;
+        scale_row(n, j, f);
+#pragma unroll
+        for (int sub = 0; sub < kSubs; sub++) s[sub][n][j] *= f, s[sub][n][2 + j] *= f;
       }
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-#pragma unroll
-        for (int sub = 0; sub < kSubs; sub++) s[sub][n][i] *= f[i % 2];
-      }
-#pragma unroll
-      for (int i = 0; i < D / 16; i++)
-#pragma unroll
-        for (int j = 0; j < 4; j++) o[n][i][j] *= f[j % 2];
-      scale_levels(n, f);
     }
   }
   __device__ __forceinline__ void values(const uint8_t* at, [[maybe_unused]] const uint8_t* scales, const float (&s)[kN][4]) {
@@ -865,47 +858,6 @@ struct Decode : DecodeShape<KF, VF, D, NT> {
 #pragma unroll
         for (int i = 0; i < 4; i++) s[sub][n][i] = i % 2 < kColumns ? s[sub][n][i] * unit[n][i % 2] : 0.f;
   }
-  // Multiplies everything that row row_of(n, j) holds by f.
-  __device__ __forceinline__ void scale_row(int n, int j, float f) {
-    row_sum[n][j] *= f;
-#pragma unroll
-    for (int i = 0; i < D / 16; i++) o[n][i][j] *= f, o[n][i][2 + j] *= f;
-#pragma unroll
-    for (int i = 0; i < (kGroups + 1) / 2; i++) level[n][i][j] *= f, level[n][i][2 + j] *= f;
-  }
-  // As softmax.
-  __device__ __forceinline__ void softmax_q4(float (&s)[kSubs][kN][4]) {
-#pragma unroll
-    for (int n = 0; n < kN; n++) {
-      float high[kColumns];
-      bool more = false;
-#pragma unroll
-      for (int j = 0; j < kColumns; j++) {
-        high[j] = fmaxf(s[0][n][j], s[0][n][2 + j]);
-#pragma unroll
-        for (int sub = 1; sub < kSubs; sub++) high[j] = fmaxf(high[j], fmaxf(s[sub][n][j], s[sub][n][2 + j]));
-        more |= high[j] > row_max[n][j] + kSlack;
-      }
-      if (__builtin_expect(__any_sync(kAll, more), 0)) {
-#pragma unroll
-        for (int j = 0; j < kColumns; j++) {
-#pragma unroll
-          for (int i = 4; i < 32; i *= 2) high[j] = fmaxf(high[j], __shfl_xor_sync(kAll, high[j], i));
-          high[j] = high[j] > row_max[n][j] + kSlack ? high[j] : row_max[n][j];
-          scale_row(n, j, exp2_fast(row_max[n][j] - high[j]));
-          row_max[n][j] = high[j];
-        }
-      }
-#pragma unroll
-      for (int sub = 0; sub < kSubs; sub++)
-#pragma unroll
-        for (int i = 0; i < 4; i++)
-          if (i % 2 < kColumns) {
-            s[sub][n][i] = exp2_fast(s[sub][n][i] - (row_max[n][i % 2] - kShift));
-            row_sum[n][i % 2] += s[sub][n][i];
-          }
-    }
-  }
   // As avoid_overflow. scales: of the values.
   __device__ __forceinline__ void avoid_overflow_q4(const uint8_t* scales, float (&s)[kSubs][kN][4]) {
 #pragma unroll 1
@@ -992,7 +944,7 @@ struct Decode : DecodeShape<KF, VF, D, NT> {
 #pragma unroll
       for (int i = 0; i < kSubs; i++) cap_and_mask(token + i * kTile, s[i]);
     }
-    softmax_q4(s);
+    softmax(s);
     values_q4(at + kCodes, at + 2 * kCodes + kScales, s);
     __syncwarp();
     fetch_q4(at, token + ahead);

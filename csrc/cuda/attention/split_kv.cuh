@@ -134,12 +134,7 @@ __device__ __forceinline__ bool find_item(const DecodeParams& p, int index, Item
     }
     int end = 0, total = 0;
     const auto prefix_sum = [&] {
-      end = items;
-      if (several)
-        for (int i = 1; i < 32; i *= 2) {
-          const int other = __shfl_up_sync(kAll, end, i);
-          if (lane >= i) end += other;
-        }
+      end = several ? warp_prefix_sum(items) : items;
       total = __shfl_sync(kAll, end, 31);
     };
     prefix_sum();

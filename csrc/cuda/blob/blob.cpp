@@ -22,27 +22,10 @@ constexpr unsigned kThreads = 256;
 constexpr const char* kNoDriver = "no CUDA driver was found that supports CUDA 12";
 const char* wait_for(int error, void* stream) { return error_text(error ? error : driver()->synchronize(static_cast<CudaStream>(stream))); }
 
-const char* check_groups(const std::vector<int16_t>& table, int64_t R, int64_t K) {
-  int64_t rows = 0, expected = 0;
-  const int64_t G = int64_t(table.size()) / 2;
-  for (int64_t g = 0; g < G; g++) {
-    const int64_t b = table[2 * g], first = uint16_t(table[2 * g + 1]), end = g + 1 < G ? uint16_t(table[2 * g + 3]) : R;
-    if (b != 2 && b != 3 && b != 4 && b != 5 && b != 6 && b != 8) return "a group has a width other than 2, 3, 4, 5, 6 or 8 bits";
-    if (first != expected || end <= first || end > R || (end - first) % b)
-      return "the groups do not follow one another through the packed rows";
-    rows += (end - first) * 32 / b;
-    expected = end;
-  }
-  return rows == K ? nullptr : "the rows of all groups are not the rows of q_invperm";
-}
-
 }  // namespace
 
 const char* reconstruct_launch(const int32_t* q_weight, int64_t R, const int32_t* q_scale, const void* q_scale_max, const int16_t* q_groups,
                                int64_t G, const int32_t* q_invperm, int64_t K, int64_t N, void* out, void* stream) {
-  std::vector<int16_t> table(2 * G);
-  if (auto* wrong = copy_out(table.data(), q_groups, static_cast<int64_t>(table.size()) * 2, stream)) return wrong;
-  if (auto* wrong = check_groups(table, R, K)) return wrong;
   return reconstruct_rows({unsigned(K), kThreads, 0, stream}, reinterpret_cast<const uint32_t*>(q_weight), int(R),
                           reinterpret_cast<const uint32_t*>(q_scale), static_cast<const half*>(q_scale_max), q_groups, int(G), q_invperm,
                           int(K), int(N), static_cast<half*>(out));

@@ -75,6 +75,12 @@ __device__ __forceinline__ void keep_line(const void* p) {
 #endif
 }
 
+// Into the L1 cache, too.
+__device__ __forceinline__ void prefetch_word(const void* p) {
+  [[maybe_unused]] uint32_t none;
+  asm volatile("ld.global.nc.u32 %0,[%1];" : "=r"(none) : "l"(p));
+}
+
 // 16 bytes from global to shared memory; ASYNC: in the background, until async_wait.
 template <bool ASYNC>
 __device__ __forceinline__ void copy16(void* to, const void* from) {
@@ -108,9 +114,20 @@ __device__ __forceinline__ void async_wait() {
 #endif
 }
 
-__device__ __forceinline__ float warp_sum(float v) {  // the same in every lane, in a fixed order
+template <class T>
+__device__ __forceinline__ T warp_sum(T v) {  // the same in every lane, in a fixed order
 #pragma unroll
   for (int d = 16; d; d >>= 1) v += __shfl_xor_sync(0xffffffffu, v, d);
+  return v;
+}
+// Sum of the lanes up to this one.
+template <class T>
+__device__ __forceinline__ T warp_prefix_sum(T v) {
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const T other = __shfl_up_sync(0xffffffffu, v, d);
+    if ((threadIdx.x & 31) >= d) v += other;
+  }
   return v;
 }
 

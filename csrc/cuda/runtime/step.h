@@ -15,17 +15,19 @@
 #include <cstdint>
 #include <string>
 
+#include "cuda/attention/attention.h"
 #include "format/program.h"
 
 namespace exl2nb {
 
 struct GpuStep {
-  const int32_t *ids, *positions, *block_table, *cu_seqlens, *context_lens, *logit_rows;
-  int tokens, sequences, max_pages, logit_count;  // logit_rows null: every token's, so logit_count is tokens
-  int capacity;                                   // tokens the workspace was made for
+  const int32_t *ids, *positions, *logit_rows;
+  int tokens, logit_count;  // logit_rows null: every token's, so logit_count is tokens
+  int capacity;             // tokens the workspace was made for
+  CacheArgs cache;          // without pools and num_heads, which each layer has of its own
   void* const* k_pools;
   void* const* v_pools;
-  int layers, num_kv_heads, head_dim, k_format, v_format;
+  int layers;
   float* logits;
   // Steps of at least so many tokens (9 or more) use stream-K, with other bits than fewer tokens get. 0: neither it nor chains.
   int stream_k_from;

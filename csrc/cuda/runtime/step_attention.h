@@ -14,20 +14,21 @@ namespace exl2nb {
 // The first keys and values of the attention at w, as many as find room in the L2 cache beside the weights that pass through.
 inline StreamKKeys attention_keys(const GpuStep& s, const AttentionOp& op) {
   constexpr int64_t kPrefetchBytes = 24 << 20;
-  const int64_t layer = op.layer, heads = s.num_kv_heads, dim = s.head_dim;
+  const CacheArgs& c = s.cache;
+  const int64_t layer = op.layer, heads = c.num_kv_heads, dim = c.head_dim;
   if (op.window || layer < 0 || layer >= s.layers) return {};  // a window may have left them behind
-  const int64_t k_row = dim * pool_bits(s.k_format) / 8, v_row = dim * pool_bits(s.v_format) / 8;
-  const int64_t rows = std::min<int64_t>(kPage, kPrefetchBytes / std::max<int64_t>(1, s.sequences * heads * (k_row + v_row)));
+  const int64_t k_row = dim * pool_bits(c.k_format) / 8, v_row = dim * pool_bits(c.v_format) / 8;
+  const int64_t rows = std::min<int64_t>(kPage, kPrefetchBytes / std::max<int64_t>(1, c.sequences * heads * (k_row + v_row)));
   return {static_cast<const uint8_t*>(s.k_pools[layer]),
           static_cast<const uint8_t*>(s.v_pools[layer]),
-          s.block_table,
-          s.context_lens,
-          s.sequences,
-          s.max_pages,
+          c.block_table,
+          c.context_lens,
+          c.sequences,
+          c.max_pages,
           static_cast<int>(heads),
           static_cast<int>(rows),
-          page_bytes(s.k_format, static_cast<int>(dim)),
-          page_bytes(s.v_format, static_cast<int>(dim)),
+          page_bytes(c.k_format, static_cast<int>(dim)),
+          page_bytes(c.v_format, static_cast<int>(dim)),
           static_cast<int>(k_row),
           static_cast<int>(v_row)};
 }
@@ -39,18 +40,9 @@ inline int sms_of_attention(const QkvOp* q) {
 inline AttentionArgs attention_args(const GpuStep& s, const AttentionOp& op, const QkvOp& q, const MatrixInput& in) {
   const auto layer = static_cast<size_t>(op.layer);
   AttentionArgs a{};
-  a.cache = {s.k_pools[layer],
-             s.v_pools[layer],
-             s.k_format,
-             s.v_format,
-             s.block_table,
-             s.cu_seqlens,
-             s.context_lens,
-             s.sequences,
-             s.max_pages,
-             static_cast<int>(q.num_heads),
-             static_cast<int>(q.num_kv_heads),
-             static_cast<int>(q.head_dim)};
+  a.cache = s.cache, a.cache.k_pool = s.k_pools[layer], a.cache.v_pool = s.v_pools[layer];
+  a.cache.num_heads = static_cast<int>(q.num_heads), a.cache.num_kv_heads = static_cast<int>(q.num_kv_heads);
+  a.cache.head_dim = static_cast<int>(q.head_dim);
   a.rope.cos = q.cos, a.rope.sin = q.sin, a.rope.half = static_cast<int>(q.rope_half);
   if (a.rope.half == 0) a.rope.cos = a.rope.sin = nullptr;
   a.rope.interleaved = q.interleaved, a.rope.positions = s.positions, a.rope.clip = static_cast<float>(q.clip);

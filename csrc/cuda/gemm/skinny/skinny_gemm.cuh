@@ -203,10 +203,8 @@ struct StagedInput {
     if (!A.from.x) return;
     clear(A, S);
     const auto touch = [&](const void* p) {  // prefetch
-      [[maybe_unused]] uint32_t none;
       if (p)
-        for (int i = Row::place(0); i < A.from.norm.width; i += 4 * kThreads)
-          asm volatile("ld.global.nc.u32 %0,[%1];" : "=r"(none) : "l"(static_cast<const uint32_t*>(p) + i));
+        for (int i = Row::place(0); i < A.from.norm.width; i += 4 * kThreads) prefetch_word(static_cast<const uint32_t*>(p) + i);
     };
     touch(A.from.norm.weight), touch(A.from.norm.bias), touch(A.from.post_norm);
     for (int p = 0; p < MatrixInput::kMaxPerms; p++) touch(A.inverse[p]);
