@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "check.cuh"
-#include "cuda/gemm/persistent/persistent_gemm.h"
+#include "cuda/gemm/persistent/persistent_gemm.cuh"
 #include "cuda/gemm/skinny/skinny_gemm.cuh"
 #include "cuda/runtime/device.h"
 #include "format/gpu_layout.h"

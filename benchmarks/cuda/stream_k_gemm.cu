@@ -11,7 +11,6 @@
 #include "cuda/blob/dequant.cuh"
 #include "cuda/gemm/skinny/skinny_gemm.cuh"
 #include "cuda/gemm/stream_k/stream_k_gemm.cuh"
-#include "cuda/gemm/stream_k/stream_k_gemm.h"
 #include "fill.cuh"
 #include "format/gpu_layout.h"
 #include "kernels.cuh"

@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "cuda/gemm/skinny/skinny_gemm.cuh"
-#include "cuda/gemm/stream_k/stream_k_gemm.h"
+#include "cuda/gemm/stream_k/stream_k_gemm.cuh"
 #include "cuda/runtime/elementwise.h"
 #include "cuda/runtime/launch.h"
 

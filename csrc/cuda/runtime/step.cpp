@@ -2,9 +2,9 @@
 
 #include <algorithm>
 
-#include "cuda/gemm/persistent/persistent_gemm.h"
+#include "cuda/gemm/persistent/persistent_gemm.cuh"
 #include "cuda/gemm/skinny/skinny_gemm.cuh"
-#include "cuda/gemm/stream_k/stream_k_gemm.h"
+#include "cuda/gemm/stream_k/stream_k_gemm.cuh"
 #include "cuda/moe/moe.h"
 #include "cuda/runtime/driver.h"
 #include "cuda/runtime/elementwise.h"
@@ -59,8 +59,8 @@ class Walker {
     return in;
   }
   MatrixInput input(const Weight& w, size_t at) const { return input(w, at, s_.tokens); }
-  // How products of so many tokens want their inputs (fragment.cuh): those of stream_k_gemm.h in groups. A step has all its products there,
-  // or none.
+  // How products of so many tokens want their inputs (fragment.cuh): those of stream_k_gemm.cuh in groups. A step has all its products
+  // there, or none.
   int group(int tokens) const { return stream_k_ && tokens >= s_.stream_k_from && tokens > kSkinnyTokens ? stream_k_group(tokens) : 0; }
   bool stream_k(const GemmArgs& a) const { return group(a.tokens) != 0 && !a.rows; }
   bool all_stream_k() const {
@@ -266,7 +266,7 @@ class Walker {
     scaled(link[3].a, *qkv, qkv->bias), link[3].a.out = reinterpret_cast<float*>(base_ + at_.qkv), link[3].a.out_stride = Q.header().N;
     return 4;
   }
-  // The products from attention's output at o to the next QKV in one launch (persistent_gemm.h), where possible: the walk then goes on
+  // The products from attention's output at o to the next QKV in one launch (persistent_gemm.cuh), where possible: the walk then goes on
   // behind the last of them. Used for 1 to 8 tokens, unless deterministic.
   bool chain(const ResidualOp& o, const char*& wrong) {
     if (!chain_tokens(o)) return false;

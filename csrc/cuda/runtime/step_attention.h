@@ -4,7 +4,7 @@
 
 #include "cuda/attention/attention.h"
 #include "cuda/attention/cache_format.cuh"
-#include "cuda/gemm/stream_k/stream_k_gemm.h"
+#include "cuda/gemm/stream_k/stream_k_gemm.cuh"
 #include "cuda/runtime/step.h"
 #include "cuda/runtime/step_plan.h"
 #include "format/program.h"

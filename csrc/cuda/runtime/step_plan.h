@@ -5,9 +5,9 @@
 #include <string>
 
 #include "cuda/attention/attention.h"
-#include "cuda/gemm/persistent/persistent_gemm.h"
+#include "cuda/gemm/persistent/persistent_gemm.cuh"
 #include "cuda/gemm/skinny/skinny_gemm.cuh"
-#include "cuda/gemm/stream_k/stream_k_gemm.h"
+#include "cuda/gemm/stream_k/stream_k_gemm.cuh"
 #include "cuda/moe/moe.h"
 #include "cuda/runtime/device.h"
 #include "format/program.h"

@@ -1,9 +1,8 @@
 // Host side of persistent_gemm.cuh: shared-memory layout, strip assignment, buffers between GEMMs, launch.
-#include "cuda/gemm/persistent/persistent_gemm.h"
+#include "cuda/gemm/persistent/persistent_gemm.cuh"
 
 #include <algorithm>
 
-#include "cuda/gemm/persistent/persistent_gemm.cuh"
 #include "cuda/runtime/device.h"
 #include "cuda/runtime/kernel.h"
 

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 
-#include "cuda/gemm/stream_k/stream_k_gemm.h"
 #include "cuda/runtime/device.h"
 #include "cuda/runtime/kernel.h"
 

@@ -1,7 +1,7 @@
 // Stream-K GEMM (Osama et al., 2023) for 9 to 64 rows: every weight is decoded once for all rows.
 //
 // Tile: 16 strips (256 columns) x all K, one strip per consumer warp. The units of all tiles form a line; every CTA gets a contiguous share
-// of equal cost (split_units in stream_k_gemm.cu). CTAs that share a tile exchange partial sums through global memory with Lamport flags;
+// of equal cost (split_units in stream_k_gemm.cpp). CTAs that share a tile exchange partial sums through global memory with Lamport flags;
 // each CTA whose share ends in the tile adds up a slice of it in CTA order: no atomics, deterministic.
 // CTA: 16 consumer warps (mma.sync or wgmma, fp16 weights scaled and rounded as in unpacking, f32 accumulators), 3 producer warps for
 // weights, 1 for activations. Bytes: the strips once; 2 * K per row, tile and CTA from L2. Limits: sm_90 and later, all CTAs resident at
@@ -12,13 +12,46 @@
 #pragma once
 #include "cuda/blob/dequant.cuh"
 #include "cuda/gemm/norm.cuh"
-#include "cuda/gemm/stream_k/stream_k_gemm.h"
+#include "cuda/gemm/skinny/skinny_gemm.cuh"
 #include "cuda/runtime/lamport.cuh"
 #include "cuda/runtime/mma.cuh"
 #include "cuda/runtime/pdl.cuh"
 #include "format/gpu_blob.h"
+#include "format/gpu_workspace.h"
 
 namespace exl2nb {
+
+// Rows to allocate for the inputs.
+inline int stream_k_rows(int tokens) {
+  return tokens <= kSkinnyTokens ? tokens : (tokens + stream_k_group(tokens) - 1) / stream_k_group(tokens) * stream_k_group(tokens);
+}
+// Whether stream_k_launch supports the GEMM on this GPU.
+bool stream_k_takes(const GemmArgs& a);
+// Partial sums of squares per row that a residual GEMM with `width` outputs leaves.
+inline int stream_k_squares(int width) { return (width + 255) / 256 * 16; }
+// Whether it can add to the residual.
+bool stream_k_fuses_residual(const GemmArgs& a);
+// Whether gate and up run in one launch that writes the next input (no out, no residual).
+bool stream_k_fuses_gate(const GemmArgs& a);
+// Keys and values to prefetch into L2 for the attention that follows: the first `rows` tokens of each sequence, contiguous in a page of a
+// head. rows 0: none.
+struct StreamKKeys {
+  const uint8_t *k_pool, *v_pool;
+  const int *block_table, *context_lens;
+  int sequences, max_pages, heads, rows;
+  int k_page, v_page, k_row, v_row;  // bytes of a page of a head, of a token of it
+};
+// What to prefetch into L2 during the GEMM: the next GEMM's image, attention's keys.
+struct StreamKNext {
+  const uint8_t* image;
+  int bytes;
+  StreamKKeys keys;
+};
+// Workspace bytes for up to so many rows: zeroed once; one for all GEMMs of a stream.
+size_t stream_k_workspace(int tokens);
+// out = x W + bias; without out: residual += that, as in GemmArgs. x is in groups of `group`. CTAs wait for one another: launches in
+// different streams of a device must not overlap.
+const char* stream_k_launch(const GemmArgs& a, int group, const StreamKNext& next, void* workspace, void* stream, bool pdl);
 
 constexpr int kStreamKWarps = kStreamKStrips;
 constexpr int kStreamKConsumerThreads = kStreamKWarps * 32, kStreamKThreads = kStreamKConsumerThreads + 128,
