@@ -74,47 +74,39 @@ __device__ __forceinline__ uint32_t from_e4m3(uint32_t v, half2 scale) {
   return bits_of_half2(__hmul2(as_half2(from_e4m3(v)), __hmul2(scale, as_half2(0x5c005c00u))));
 }
 
-// A row of D numbers dealt to LANES lanes.
+// A row of D numbers dealt to LANES lanes: a lane's share is loaded in vectors of 16, 8, 4, 2 and 1 bytes, into words of 32 bits.
 template <int FORMAT, int D, int LANES>
 struct Lanes {
-  static constexpr int kBits = pool_bits(FORMAT), kBytes = D * kBits / 8 / LANES, kRowBytes = D * kBits / 8, kGroup = pool_group(D);
-  static __host__ __device__ constexpr int size(int piece) {
-    int left = kBytes, s = 0;
-    for (int i = 0; i <= piece; i++) {
-      s = left >= 16 ? 16 : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : left;
-      left -= s;
+  static constexpr int kBits = pool_bits(FORMAT), kBytes = D * kBits / 8 / LANES, kGroup = pool_group(D);
+  struct Vector {
+    int bytes, start, word;  // its bytes; bytes and words of the lane before it
+  };
+  static __host__ __device__ constexpr Vector vector(int index) {
+    Vector v{0, 0, 0};
+    for (int left = kBytes;; index--) {
+      v.bytes = left >= 16 ? 16 : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : left;
+      if (index == 0) return v;
+      v.start += v.bytes, v.word += (v.bytes + 3) / 4, left -= v.bytes;
     }
-    return s;
   }
-  static __host__ __device__ constexpr int start(int piece) {  // bytes of a lane before the piece
+  static __host__ __device__ constexpr int count_vectors() {
     int n = 0;
-    for (int i = 0; i < piece; i++) n += size(i);
+    while (vector(n).bytes > 0) n++;
     return n;
   }
-  static __host__ __device__ constexpr int word(int piece) {
+  static constexpr int kVectors = count_vectors(), kWords = vector(kVectors).word, kScales = pool_is_coded(FORMAT) ? kVectors : 1;
+  static __host__ __device__ constexpr int vector_of(int word) {
     int n = 0;
-    for (int i = 0; i < piece; i++) n += (size(i) + 3) / 4;
+    while (n + 1 < kVectors && vector(n + 1).word <= word) n++;
     return n;
-  }
-  static __host__ __device__ constexpr int pieces() {
-    int n = 0;
-    while (size(n) > 0) n++;
-    return n;
-  }
-  static constexpr int kPieces = pieces(), kWords = word(kPieces), kScales = pool_is_coded(FORMAT) ? kPieces : 1;
-  static __host__ __device__ constexpr int piece_of(int word_index) {
-    int p = 0;
-    while (p + 1 < kPieces && word(p + 1) <= word_index) p++;
-    return p;
   }
   // First dim of a word, without the lane's share; the lane adds lane * lane_dims(word).
   static __host__ __device__ constexpr int word_dim(int w) {
-    return start(piece_of(w)) * LANES * 8 / kBits + (w - word(piece_of(w))) * 32 / kBits;
+    const Vector v = vector(vector_of(w));
+    return v.start * LANES * 8 / kBits + (w - v.word) * 32 / kBits;
   }
-  static __host__ __device__ constexpr int lane_dims(int w) { return size(piece_of(w)) * 8 / kBits; }
-  static __host__ __device__ constexpr int word_dims(int w) {
-    return (size(piece_of(w)) < 4 ? size(piece_of(w)) : 4) * 8 / kBits;
-  }  // 2 to 8 dims in it
+  static __host__ __device__ constexpr int lane_dims(int w) { return vector(vector_of(w)).bytes * 8 / kBits; }
+  static __host__ __device__ constexpr int word_dims(int w) { return lane_dims(w) < 32 / kBits ? lane_dims(w) : 32 / kBits; }
 };
 
 template <int BYTES>
@@ -134,29 +126,29 @@ __device__ __forceinline__ void load_bytes(const uint8_t* p, uint32_t* v) {
   }
 }
 
-// One lane's share of one token's row as it lies in memory.
+// One lane's share of one token's row, as stored.
 template <int FORMAT, int D, int LANES>
 struct Share {
   using L = Lanes<FORMAT, D, LANES>;
   uint32_t w[L::kWords];
-  uint32_t s[L::kScales];  // fp16 scale of each piece, in the low half
+  uint32_t s[L::kScales];  // fp16 scale of each vector, in the low half
 
   // row: the token's codes; scales: its D / G scales.
   __device__ __forceinline__ void load(const uint8_t* row, const uint8_t* scales, int lane) {
-    static_for<L::kPieces>([&](auto i) {
-      constexpr int p = decltype(i)::value, size = L::size(p), start = L::start(p) * LANES, word = L::word(p);
-      load_bytes<size>(row + start + lane * size, w + word);
+    static_for<L::kVectors>([&](auto i) {
+      constexpr int p = decltype(i)::value, size = L::vector(p).bytes, start = L::vector(p).start * LANES;
+      load_bytes<size>(row + start + lane * size, w + L::vector(p).word);
       if constexpr (pool_is_coded(FORMAT)) {
         constexpr int first = start * 8 / L::kBits, dims = size * 8 / L::kBits;
-        static_assert(L::kGroup % dims == 0 && first % dims == 0, "a lane's piece has one scale");
+        static_assert(L::kGroup % dims == 0 && first % dims == 0, "a lane's vector has one scale");
         load_bytes<2>(scales + 2 * ((first + lane * dims) / L::kGroup), s + p);
       }
     });
   }
   template <int WORD>
   __device__ __forceinline__ half scale() const {
-    constexpr int piece = L::piece_of(WORD);
-    return __ushort_as_half(static_cast<unsigned short>(s[piece]));
+    constexpr int kVector = L::vector_of(WORD);
+    return __ushort_as_half(static_cast<unsigned short>(s[kVector]));
   }
 };
 
@@ -207,15 +199,13 @@ struct ValueFragment {
   using L = Lanes<FORMAT, D, 8>;
   using S = Share<FORMAT, D, 8>;
   static constexpr int kTiles = D / 16;
-  static __host__ __device__ constexpr int word(int i) {  // that holds the lane's dims 2i, 2i + 1
+  struct Place {
+    int word, inside;
+  };
+  static __host__ __device__ constexpr Place place(int i) {  // word that holds the lane's dims 2i and 2i + 1, and where in it
     int left = 2 * i, w = 0;
     while (left >= L::word_dims(w)) left -= L::word_dims(w++);
-    return w;
-  }
-  static __host__ __device__ constexpr int inside(int i) {  // their place in the word
-    int left = 2 * i, w = 0;
-    while (left >= L::word_dims(w)) left -= L::word_dims(w++);
-    return left;
+    return {w, left};
   }
   // Dim of row g + 8 * half of tile I: also of the output. What is I's is computed here: left to the optimiser, it takes ten times as long
   // to compile all of them.
@@ -226,25 +216,22 @@ struct ValueFragment {
     } else if constexpr (scales_in_probs(FORMAT, D)) {
       return I / 2 * 32 + g * 4 + I % 2 * 2 + half;
     } else {
-      constexpr int first = L::word_dim(word(I)) + inside(I), each = L::lane_dims(word(I));
+      constexpr Place at = place(I);
+      constexpr int first = L::word_dim(at.word) + at.inside, each = L::lane_dims(at.word);
       return first + g * each + half;
     }
   }
 
   template <int I>
   static __device__ __forceinline__ void get(const S& a, const S& b, uint32_t& first, uint32_t& second) {
-    constexpr int W = word(I), at = inside(I);
+    constexpr int W = place(I).word, at = place(I).inside;
+    const half2 scale = __halves2half2(a.template scale<W>(), b.template scale<W>());
+    uint32_t v = permute(a.w[W], b.w[W], FORMAT == kCacheQ4 ? at >= 4 ? 0x7632 : 0x5410 : at ? 0x7362 : 0x5140);
     if constexpr (FORMAT == kCacheQ8) {
-      const half2 scale = __halves2half2(a.template scale<W>(), b.template scale<W>());
-      const uint32_t v = permute(a.w[W], b.w[W], at ? 0x7362 : 0x5140);
       first = from_q8(permute(v, 0x64646464u, 0x4140), scale), second = from_q8(permute(v, 0x64646464u, 0x4342), scale);
     } else if constexpr (FORMAT == kCacheFp8) {
-      const half2 scale = __halves2half2(a.template scale<W>(), b.template scale<W>());
-      const uint32_t v = permute(a.w[W], b.w[W], at ? 0x7362 : 0x5140);
       first = from_e4m3(permute(v, 0, 0x1404), scale), second = from_e4m3(permute(v, 0, 0x3424), scale);
     } else {
-      const half2 scale = __halves2half2(a.template scale<W>(), b.template scale<W>());
-      uint32_t v = permute(a.w[W], b.w[W], at >= 4 ? 0x7632 : 0x5410);
       if constexpr (at % 4 == 2) v >>= 8;
       first = from_q4_low(v, scale), second = from_q4_high(v, scale);
     }

@@ -19,8 +19,16 @@ const Kernel<UnpackParts, int, int64_t, half*> unpack_kernel{"blob/unpack.cu", "
 
 constexpr unsigned kThreads = 256;
 
-constexpr const char* kNoDriver = "no CUDA driver was found that supports CUDA 12";
-const char* wait_for(int error, void* stream) { return error_text(error ? error : driver()->synchronize(static_cast<CudaStream>(stream))); }
+uintptr_t address(const void* p) { return reinterpret_cast<uintptr_t>(p); }
+// Starts a copy; wait: until it is done.
+template <class Copy>
+const char* run_copy(const Copy& copy, void* stream, bool wait) {
+  const Driver* const d = driver();
+  if (!d) return "no CUDA driver was found that supports CUDA 12";
+  const auto queue = static_cast<CudaStream>(stream);
+  const int error = copy(*d, queue);
+  return error_text(error || !wait ? error : d->synchronize(queue));
+}
 
 }  // namespace
 
@@ -64,19 +72,13 @@ const char* unpack_launch(const uint8_t* head, const uint8_t* blob, void* out, v
 }
 
 const char* copy_out(void* host, const void* device, int64_t bytes, void* stream) {
-  if (!driver()) return kNoDriver;
-  return wait_for(driver()->copy_to_host(host, reinterpret_cast<uintptr_t>(device), size_t(bytes), static_cast<CudaStream>(stream)),
-                  stream);
+  return run_copy([&](const Driver& d, CudaStream s) { return d.copy_to_host(host, address(device), size_t(bytes), s); }, stream, true);
 }
 const char* copy_in(void* device, const void* host, int64_t bytes, void* stream) {
-  if (!driver()) return kNoDriver;
-  return wait_for(driver()->copy_to_device(reinterpret_cast<uintptr_t>(device), host, size_t(bytes), static_cast<CudaStream>(stream)),
-                  stream);
+  return run_copy([&](const Driver& d, CudaStream s) { return d.copy_to_device(address(device), host, size_t(bytes), s); }, stream, true);
 }
 const char* copy_within(void* to, const void* from, int64_t bytes, void* stream) {
-  if (!driver()) return kNoDriver;
-  const auto queue = static_cast<CudaStream>(stream);
-  return error_text(driver()->copy(reinterpret_cast<uintptr_t>(to), reinterpret_cast<uintptr_t>(from), size_t(bytes), queue));
+  return run_copy([&](const Driver& d, CudaStream s) { return d.copy(address(to), address(from), size_t(bytes), s); }, stream, false);
 }
 
 }  // namespace exl2nb

@@ -150,6 +150,11 @@ __device__ __forceinline__ half2 steps_of(uint32_t code, half unit) {
 
 template <int B>
 __device__ __forceinline__ void load_unit(const uint8_t* p, int lane, uint32_t* w) {
+  if constexpr (B == 16) {  // dense: fp16 fragments
+#pragma unroll
+    for (int s = 0; s < 4; s++) *reinterpret_cast<uint4*>(w + 4 * s) = *reinterpret_cast<const uint4*>(p + s * 512 + lane * 16);
+    return;
+  }
   if constexpr (B >= 4) {
     const uint4 v = *reinterpret_cast<const uint4*>(p + lane * 16);
     w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
@@ -184,7 +189,7 @@ __device__ __forceinline__ GptqSet load_set(const uint8_t* sets, int set, int la
 // EncodedUnit: a unit as fp16 A fragments, scaled and rounded as the format says; for stream-K and unpacking.
 enum Halves { kAnyHalves, kOneGroup, kTwoGroups };
 
-// A unit in registers: this lane's words and scales.
+// A unit in registers: this lane's words and scales; of dense weights (16 bits) the fragments themselves.
 template <int B, bool GPTQ>
 struct EncodedUnit {
   uint32_t w[B], codes;
@@ -198,6 +203,7 @@ struct EncodedUnit {
   template <Halves HALVES = kAnyHalves>
   __device__ __forceinline__ void load(const uint8_t* words, const uint8_t* behind, const Item& it, int i, int lane) {
     load_unit<B>(words, lane, w);
+    if constexpr (B == 16) return;
     const bool one = HALVES == kAnyHalves ? it.one : HALVES == kOneGroup;
     const int g = lane >> 2;
     if constexpr (GPTQ) {
@@ -227,6 +233,11 @@ struct EncodedUnit {
  private:
   template <Halves HALVES>
   __device__ __forceinline__ void decode(half2 unit, uint32_t (&h)[16], int from, int to) const {
+    if constexpr (B == 16) {
+#pragma unroll
+      for (int f = from; f < to; f++) h[f] = w[f];
+      return;
+    }
     dequantize<B>(w, h);
     half2 step[2];
     if constexpr (GPTQ) {
@@ -243,26 +254,6 @@ struct EncodedUnit {
       const half2 v = __hmul2(*reinterpret_cast<half2*>(h + f), __half2half2(s));
       h[f] = *reinterpret_cast<const uint32_t*>(&v);
     }
-  }
-};
-template <>
-struct EncodedUnit<16, false> {  // dense: fp16 fragments
-  uint32_t w[16];
-  template <Halves = kAnyHalves>
-  __device__ __forceinline__ void load(const uint8_t* words, const uint8_t*, const Item&, int, int lane) {
-#pragma unroll
-    for (int s = 0; s < 4; s++) *reinterpret_cast<uint4*>(w + 4 * s) = *reinterpret_cast<const uint4*>(words + s * 512 + lane * 16);
-  }
-  __device__ __forceinline__ void load(const uint8_t* st, const Item& it, int i, int lane) { load(st + i * 2048, st, it, i, lane); }
-  template <Halves = kAnyHalves>
-  __device__ __forceinline__ void decode(half2, uint32_t (&h)[16]) const {
-#pragma unroll
-    for (int f = 0; f < 16; f++) h[f] = w[f];
-  }
-  template <Halves, int HALF>
-  __device__ __forceinline__ void decode_half(half2, uint32_t (&h)[8]) const {
-#pragma unroll
-    for (int f = 0; f < 8; f++) h[f] = w[HALF * 8 + f];
   }
 };
 

@@ -61,8 +61,7 @@ __device__ __forceinline__ void compute(const uint8_t* st, int units, [[maybe_un
     for (int i = 0; i < units; i++, st += 2048, x += 64) {
       const uint4 xa = load_x<STAGED>(x, live), xb = load_x<STAGED>(x + 32, live);
       uint32_t h[16];
-#pragma unroll
-      for (int s = 0; s < 4; s++) *reinterpret_cast<uint4*>(h + 4 * s) = *reinterpret_cast<const uint4*>(st + s * 512 + lane * 16);
+      load_unit<16>(st, lane, h);
       mma<PATH, false>(y, h, xa.x, xa.y);
       mma<PATH, false>(y, h + 4, xa.z, xa.w);
       mma<PATH, false>(y, h + 8, xb.x, xb.y);
