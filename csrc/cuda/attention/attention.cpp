@@ -172,7 +172,7 @@ Launch rows_of_heads(int64_t rows, void* stream, bool pdl) {
 }
 
 const char* norm_all_heads(const RopeArgs& rope, float* qkv, const CacheArgs& c, int tokens, void* stream, bool pdl) {
-  return norm_whole_rows({Dim(tokens, 3), 256, 0, stream, pdl}, rope, qkv, c.num_heads, c.num_kv_heads, c.head_dim);
+  return norm_whole_rows({Dim(tokens, 3), kWholeNormThreads, 0, stream, pdl}, rope, qkv, c.num_heads, c.num_kv_heads, c.head_dim);
 }
 
 }  // namespace

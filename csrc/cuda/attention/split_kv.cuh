@@ -9,6 +9,7 @@ namespace exl2nb {
 constexpr int kTile = 16, kUnit = 8 * kTile;  // keys of an MMA tile; a chunk is a multiple of kUnit keys
 constexpr int kMaxNew = 8;                    // new tokens of a sequence
 constexpr int kGenericWarps = 4;              // of a CTA of generic.cu
+constexpr int kWholeNormThreads = 256;        // of a CTA of norm_whole_rows
 constexpr float kLowest = -1e30f;             // maximum of an empty set
 
 // Warps of a CTA; CTAs per SM; the largest CTA (AttentionArgs may make one CTA of all warps of an SM).

@@ -1,9 +1,9 @@
 // One GEMM by itself: f32 rows are rounded and permuted into the input order, then multiplied.
 #include <algorithm>
 
+#include "cuda/gemm/elementwise.h"
 #include "cuda/gemm/skinny/skinny_gemm.cuh"
 #include "cuda/gemm/stream_k/stream_k_gemm.cuh"
-#include "cuda/runtime/elementwise.h"
 #include "cuda/runtime/launch.h"
 
 namespace exl2nb {

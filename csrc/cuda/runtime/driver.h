@@ -60,6 +60,8 @@ struct Driver {
   int (*host_address)(uintptr_t*, void* host, unsigned flags);
   int (*error_string)(int, const char**);
 };
+constexpr int kMaxDevices = 64;
+
 // The driver, or null where there is none that is new enough.
 const Driver* driver();
 // nullptr, or what the driver says of an error.

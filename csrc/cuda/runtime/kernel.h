@@ -42,8 +42,6 @@ class NotedLaunches {
   std::string lines_;
 };
 
-constexpr int kMaxDevices = 64;
-
 class KernelBase {
  public:
   // Static shared memory, bytes; negative: the kernel cannot be loaded, and problem() says why.

@@ -120,6 +120,19 @@ __device__ __forceinline__ T warp_sum(T v) {  // the same in every lane, in a fi
   for (int d = 16; d; d >>= 1) v += __shfl_xor_sync(0xffffffffu, v, d);
   return v;
 }
+// The sum over a CTA of so many threads, the same in every thread, in a fixed order.
+template <int THREADS>
+__device__ __forceinline__ float cta_sum(float v) {
+  __shared__ float partial[THREADS / 32];
+  v = warp_sum(v);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = v;
+  __syncthreads();
+  float all = 0.f;
+#pragma unroll
+  for (int i = 0; i < THREADS / 32; i++) all += partial[i];
+  return all;
+}
 // Sum of the lanes up to this one.
 template <class T>
 __device__ __forceinline__ T warp_prefix_sum(T v) {

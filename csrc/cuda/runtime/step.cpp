@@ -2,12 +2,12 @@
 
 #include <algorithm>
 
+#include "cuda/gemm/elementwise.h"
 #include "cuda/gemm/persistent/persistent_gemm.cuh"
 #include "cuda/gemm/skinny/skinny_gemm.cuh"
 #include "cuda/gemm/stream_k/stream_k_gemm.cuh"
 #include "cuda/moe/moe.h"
 #include "cuda/runtime/driver.h"
-#include "cuda/runtime/elementwise.h"
 #include "cuda/runtime/step_attention.h"
 #include "cuda/runtime/step_plan.h"
 #include "format/program.h"

@@ -19,18 +19,13 @@ inline StreamKKeys attention_keys(const GpuStep& s, const AttentionOp& op) {
   if (op.window || layer < 0 || layer >= s.layers) return {};  // a window may have left them behind
   const int64_t k_row = dim * pool_bits(c.k_format) / 8, v_row = dim * pool_bits(c.v_format) / 8;
   const int64_t rows = std::min<int64_t>(kPage, kPrefetchBytes / std::max<int64_t>(1, c.sequences * heads * (k_row + v_row)));
-  return {static_cast<const uint8_t*>(s.k_pools[layer]),
-          static_cast<const uint8_t*>(s.v_pools[layer]),
-          c.block_table,
-          c.context_lens,
-          c.sequences,
-          c.max_pages,
-          static_cast<int>(heads),
-          static_cast<int>(rows),
-          page_bytes(c.k_format, static_cast<int>(dim)),
-          page_bytes(c.v_format, static_cast<int>(dim)),
-          static_cast<int>(k_row),
-          static_cast<int>(v_row)};
+  StreamKKeys keys{};
+  keys.k_pool = static_cast<const uint8_t*>(s.k_pools[layer]), keys.v_pool = static_cast<const uint8_t*>(s.v_pools[layer]);
+  keys.block_table = c.block_table, keys.context_lens = c.context_lens, keys.max_pages = c.max_pages;
+  keys.sequences = c.sequences, keys.heads = c.num_kv_heads, keys.rows = static_cast<int>(rows);
+  keys.k_page = page_bytes(c.k_format, c.head_dim), keys.v_page = page_bytes(c.v_format, c.head_dim);
+  keys.k_row = static_cast<int>(k_row), keys.v_row = static_cast<int>(v_row);
+  return keys;
 }
 // Multiprocessors for the attention behind the QKV op q, if there is one.
 inline int sms_of_attention(const QkvOp* q) {

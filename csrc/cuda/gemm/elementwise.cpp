@@ -1,20 +1,34 @@
-#include "cuda/gemm/prefill.h"
+#include "cuda/gemm/elementwise.h"
 
 #include <algorithm>
 
 #include "cuda/runtime/kernel.h"
-#include "cuda/runtime/types.h"
 
 namespace exl2nb {
 namespace {
 
-constexpr const char* kSource = "gemm/prefill.cu";
-const Kernel<NormRowsArgs> norm_rows{kSource, "norm_rows<4>", false}, norm_long_rows{kSource, "norm_rows<8>", false};
-const Kernel<const half*, int64_t, int, bool, int, half*> gate_rows{kSource, "gate_rows<1>", false},
-    gate_eights{kSource, "gate_rows<8>", false};
-const Kernel<RotateRowsArgs> rotate_rows{kSource, "rotate_rows", false};
+constexpr const char *kSource = "gemm/elementwise.cu", *kPrefill = "gemm/prefill.cu";
+const Kernel<EmbedArgs> embed_kernel{kSource, "embed_kernel"};
+const Kernel<RowsArgs> rows_kernel{kSource, "rows_kernel"};
+const Kernel<GatesArgs> gates_kernel{kSource, "gates_kernel"};
+
+const Kernel<NormRowsArgs> norm_rows{kPrefill, "norm_rows<4>", false}, norm_long_rows{kPrefill, "norm_rows<8>", false};
+const Kernel<const half*, int64_t, int, bool, int, half*> gate_rows{kPrefill, "gate_rows<1>", false},
+    gate_eights{kPrefill, "gate_rows<8>", false};
+const Kernel<RotateRowsArgs> rotate_rows{kPrefill, "rotate_rows", false};
 
 }  // namespace
+
+const char* embed_launch(const EmbedArgs& a, int tokens, void* stream, bool pdl) {
+  return tokens == 0 ? nullptr : embed_kernel({unsigned(tokens), kRowThreads, 0, stream, pdl}, a);
+}
+const char* gates_launch(const GatesArgs& a, int tokens, void* stream, bool pdl) {
+  const Dim grid((a.width + 4 * kRowThreads - 1) / (4 * kRowThreads), tokens);
+  return tokens == 0 ? nullptr : gates_kernel({grid, kRowThreads, 0, stream, pdl}, a);
+}
+const char* rows_launch(const RowsArgs& a, int rows, void* stream, bool pdl) {
+  return rows == 0 ? nullptr : rows_kernel({unsigned(rows), kRowThreads, 0, stream, pdl}, a);
+}
 
 const char* norm_rows_launch(const NormRowsArgs& a, void* stream) {
   if (a.tokens == 0) return nullptr;

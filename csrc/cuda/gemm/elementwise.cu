@@ -1,5 +1,5 @@
 // The small kernels around the matrix products: embedding, and rows with what is added to them and their norms. One CTA per token.
-#include "cuda/runtime/elementwise.h"
+#include "cuda/gemm/elementwise.h"
 
 namespace exl2nb {
 
