@@ -140,7 +140,7 @@ struct Bench {
     AttentionArgs a{};
     a.cache = {k[layer % layers], v[layer % layers], s.k_format, s.v_format, table, bounds, lens, s.batch, s.pages(), s.Hq, s.Hkv, s.D};
     a.rope.cos = cos, a.rope.sin = sin, a.rope.half = s.D / 2, a.rope.positions = positions;
-    a.to.x = x, a.to.x_stride = s.Hq * s.D, a.to.num_perms = 1, a.to.inverse[0] = inverse;
+    a.to.x = x, a.to.stride = s.Hq * s.D, a.to.num_perms = 1, a.to.inverse[0] = inverse;
     a.large_chunks = s.batch > 8;
     a.qkv = qkv, a.tokens = s.batch, a.scale = 0.088f, a.workspace = workspace, a.workspace_bytes = workspace_bytes;
     if (const char* wrong = attention_decode_launch(a, stream, pdl)) std::printf("%s\n", wrong), std::exit(1);

@@ -1145,7 +1145,7 @@ struct Decode : DecodeShape<KF, VF, D, NT> {
     if (!inside) return;
     const int64_t token = sh.token[r];
     const int stored[4] = {place.x, place.y, place.z, place.w}, feature = sh.head[r] * D + d;
-    half* const row = static_cast<half*>(to.x) + token_place(to.group, to.x_stride, static_cast<int>(token));
+    half* const row = to.x + token_place(to.group, to.stride, static_cast<int>(token));
     if (to.num_perms) {
 #pragma unroll
       for (int k = 0; k < 4; k++) row[row_place(to.group, stored[k])] = saturated(x[k]);
@@ -1156,7 +1156,7 @@ struct Decode : DecodeShape<KF, VF, D, NT> {
 #pragma unroll
       for (int k = 0; k < 4; k++) {
         const int at = to.inverse[copy] ? to.inverse[copy][feature + k] : feature + k;
-        row[static_cast<int64_t>(copy) * to.x_perm_stride + row_place(to.group, at)] = saturated(x[k]);
+        row[static_cast<int64_t>(copy) * to.perm_stride + row_place(to.group, at)] = saturated(x[k]);
       }
   }
 };

@@ -225,8 +225,8 @@ __global__ void __launch_bounds__(kGenericWarps * 32) attention_any(const __grid
     if (a.to.out) a.to.out[static_cast<int64_t>(token) * c.num_heads * D + feature] = sum.x[i];
     for (int n = 0; n < a.to.num_perms; n++) {
       const int stored = a.to.inverse[n] ? a.to.inverse[n][feature] : feature;
-      static_cast<half*>(a.to.x)[static_cast<int64_t>(n) * a.to.x_perm_stride + token_place(a.to.group, a.to.x_stride, token) +
-                                 row_place(a.to.group, stored)] = saturated(sum.x[i]);
+      a.to.x[static_cast<int64_t>(n) * a.to.perm_stride + token_place(a.to.group, a.to.stride, token) + row_place(a.to.group, stored)] =
+          saturated(sum.x[i]);
     }
   }
 }

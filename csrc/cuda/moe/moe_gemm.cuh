@@ -281,14 +281,8 @@ struct ExpertProducer {
   __device__ __forceinline__ void operator()() {
     if (left > 0) {
       const Item it = s.segments[segment].items[item];
-      uint8_t* const to = s.ring + (warp * s.shape.stages + slot) * s.shape.slot;
-      if constexpr (PATH == kBulk) {
-        uint64_t* const bar = s.bars + warp * s.shape.stages + slot;
-        barrier_expect(bar, it.bytes);
-        bulk_copy(to, data + it.offset, it.bytes, bar);
-      } else {
-        for (int b = lane * 16; b < it.bytes; b += 512) copy16<PATH == kAsync>(to + b, data + it.offset + b);
-      }
+      const int at = warp * s.shape.stages + slot;
+      fetch_item<PATH>(s.ring + at * s.shape.slot, data + it.offset, it.bytes, lane, s.bars + at);
       slot = slot + 1 == s.shape.stages ? 0 : slot + 1;
       if (++item == end) next();
     }

@@ -44,8 +44,7 @@ inline AttentionArgs attention_args(const GpuStep& s, const AttentionOp& op, con
   a.rope.q_norm = q.q_norm, a.rope.k_norm = q.k_norm;
   a.rope.norm_per_head = q.q_norm_stride || q.k_norm_stride, a.rope.norm_whole = q.q_norm_whole || q.k_norm_whole;
   a.rope.layer_norm = q.layer_norm, a.rope.eps = static_cast<float>(q.eps);
-  a.to.x = in.x, a.to.x_stride = in.stride, a.to.x_perm_stride = in.perm_stride, a.to.num_perms = in.num_perms, a.to.group = in.group;
-  for (int p = 0; p < AttentionOut::kMaxPerms; p++) a.to.inverse[p] = in.inverse[p];
+  static_cast<MatrixInput&>(a.to) = in;
   a.tokens = s.tokens;
   a.scale = static_cast<float>(op.scale), a.window = static_cast<int>(op.window), a.softcap = static_cast<float>(op.softcap);
   a.large_chunks = s.stream_k_from && s.tokens >= s.stream_k_from;

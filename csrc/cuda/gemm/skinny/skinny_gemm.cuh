@@ -423,13 +423,7 @@ __global__ void __launch_bounds__(kThreads, 1) skinny_gemm(const __grid_constant
   auto fetch = [&]() {
     if (f.part < A.num_parts) {
       const Item it = S.items[f.item];
-      uint8_t* const to = ring.slots + f_slot * kSlot;
-      if constexpr (PATH == kBulk) {
-        barrier_expect(ring.bars + f_slot, it.bytes);
-        bulk_copy(to, f_strip + it.offset, it.bytes, ring.bars + f_slot);
-      } else {
-        for (int b = lane * 16; b < it.bytes; b += 512) copy16<PATH == kAsync>(to + b, f_strip + it.offset + b);
-      }
+      fetch_item<PATH>(ring.slots + f_slot * kSlot, f_strip + it.offset, it.bytes, lane, ring.bars + f_slot);
       f_slot = f_slot + 1 == kStages ? 0 : f_slot + 1;
       if (++f.item == f.end) {
         f.item = f.first;
