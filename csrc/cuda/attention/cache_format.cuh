@@ -22,6 +22,7 @@
 
 #include "cuda/attention/attention.h"
 #include "cuda/gemm/fragment.cuh"
+#include "cuda/runtime/pdl.cuh"
 
 namespace exl2nb {
 
@@ -48,13 +49,6 @@ __host__ __device__ __forceinline__ void static_for(F&& f) {
 }
 
 __device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
-template <int TABLE>
-__device__ __forceinline__ uint32_t lop3(uint32_t a, uint32_t b, uint32_t c) {
-  uint32_t d;
-  asm("lop3.b32 %0,%1,%2,%3,%4;" : "=r"(d) : "r"(a), "r"(b), "r"(c), "n"(TABLE));
-  return d;
-}
-__device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) { return lop3<0xea>(a, b, c); }  // (a & b) | c
 __device__ __forceinline__ uint32_t bits_of_half2(half2 v) { return *reinterpret_cast<uint32_t*>(&v); }
 __device__ __forceinline__ half2 as_half2(uint32_t v) { return *reinterpret_cast<half2*>(&v); }
 // (1024 + code - 128) * scale + scale / 2: zero lies between two codes. Both exact but for the last rounding.
@@ -63,10 +57,10 @@ __device__ __forceinline__ uint32_t from_q8(uint32_t v, half2 scale) {
 }
 // Nibbles 0 and 4, or 1 and 5, of v: 1024 + code or 64 + code, minus that and 7, times scale.
 __device__ __forceinline__ uint32_t from_q4_low(uint32_t v, half2 scale) {
-  return bits_of_half2(__hmul2(__hsub2(as_half2(and_or(v, 0x000f000fu, 0x64006400u)), as_half2(0x64076407u)), scale));
+  return bits_of_half2(__hmul2(__hsub2(as_half2(lop_and_or(v, 0x000f000fu, 0x64006400u)), as_half2(0x64076407u)), scale));
 }
 __device__ __forceinline__ uint32_t from_q4_high(uint32_t v, half2 scale) {
-  return bits_of_half2(__hmul2(__hsub2(as_half2(and_or(v, 0x00f000f0u, 0x54005400u)), as_half2(0x54705470u)), scale));
+  return bits_of_half2(__hmul2(__hsub2(as_half2(lop_and_or(v, 0x00f000f0u, 0x54005400u)), as_half2(0x54705470u)), scale));
 }
 // Two e4m3 bytes, each in the high byte of a half, times 2^-8: the distance of the exponents' zero points. Scaled by that and `scale`.
 __device__ __forceinline__ uint32_t from_e4m3(uint32_t v) { return (v & 0x80008000u) | ((v & 0x7f007f00u) >> 1); }
@@ -108,23 +102,6 @@ struct Lanes {
   static __host__ __device__ constexpr int lane_dims(int w) { return vector(vector_of(w)).bytes * 8 / kBits; }
   static __host__ __device__ constexpr int word_dims(int w) { return lane_dims(w) < 32 / kBits ? lane_dims(w) : 32 / kBits; }
 };
-
-template <int BYTES>
-__device__ __forceinline__ void load_bytes(const uint8_t* p, uint32_t* v) {
-  if constexpr (BYTES == 16) {
-    const uint4 u = *reinterpret_cast<const uint4*>(p);
-    v[0] = u.x, v[1] = u.y, v[2] = u.z, v[3] = u.w;
-  } else if constexpr (BYTES == 8) {
-    const uint2 u = *reinterpret_cast<const uint2*>(p);
-    v[0] = u.x, v[1] = u.y;
-  } else if constexpr (BYTES == 4) {
-    v[0] = *reinterpret_cast<const uint32_t*>(p);
-  } else if constexpr (BYTES == 2) {
-    v[0] = *reinterpret_cast<const uint16_t*>(p);
-  } else {
-    v[0] = *p;
-  }
-}
 
 // One lane's share of one token's row, as stored.
 template <int FORMAT, int D, int LANES>
@@ -181,7 +158,7 @@ struct KeyFragment {
       low = from_e4m3(permute(w, 0, 0x1404)), high = from_e4m3(permute(w, 0, 0x3424));
     } else {
       const uint32_t v = kGroup == 16 ? permute(w, 0, 0x4140) : STEP ? w >> 8 : w;
-      low = and_or(v, 0x000f000fu, 0x64006400u), high = and_or(v, 0x00f000f0u, 0x54005400u);
+      low = lop_and_or(v, 0x000f000fu, 0x64006400u), high = lop_and_or(v, 0x00f000f0u, 0x54005400u);
     }
   }
   // What the codes are above, negative, in halves: -1031 and -71; -1152 and 0.5, to be added one after the other.

@@ -1,7 +1,7 @@
 // Host side of the blob's kernels: EXL2 tensors to fp16 (reconstruct.cu), tensors to blobs (pack.cu), blobs to fp16 (unpack.cu), copies.
 #include <algorithm>
 
-#include "cuda/blob/unpack.h"
+#include "cuda/blob/blob.h"
 #include "cuda/runtime/kernel.h"
 #include "cuda/runtime/launch.h"
 

@@ -14,7 +14,7 @@
 #pragma once
 #include <type_traits>
 
-#include "cuda/runtime/types.h"
+#include "cuda/runtime/pdl.cuh"
 #include "format/gpu_blob.h"
 
 #ifdef __CUDACC__
@@ -32,11 +32,6 @@ __device__ __forceinline__ void dispatch_bits(int bits, const F& f) {
   }
 }
 
-__device__ __forceinline__ uint32_t lop_and_or(uint32_t a, uint32_t m, uint32_t e) {
-  uint32_t r;
-  asm("lop3.b32 %0,%1,%2,%3,0xea;" : "=r"(r) : "r"(a), "r"(m), "r"(e));
-  return r;
-}
 __host__ __device__ constexpr uint32_t each_byte(uint32_t v) { return v * 0x01010101u; }
 __host__ __device__ constexpr uint32_t each_half(uint32_t v) { return v * 0x00010001u; }
 
@@ -148,31 +143,14 @@ __device__ __forceinline__ half2 steps_of(uint32_t code, half unit) {
   return __hmul2(__hmul2(s, s), __half2half2(unit));
 }
 
+// This lane's words of a unit: planes of 16, then of 8 and 4 bytes per lane. 16 bits: dense, fp16 fragments.
 template <int B>
 __device__ __forceinline__ void load_unit(const uint8_t* p, int lane, uint32_t* w) {
-  if constexpr (B == 16) {  // dense: fp16 fragments
+  constexpr int kFull = B / 4 * 4, kRest = B - kFull;
 #pragma unroll
-    for (int s = 0; s < 4; s++) *reinterpret_cast<uint4*>(w + 4 * s) = *reinterpret_cast<const uint4*>(p + s * 512 + lane * 16);
-    return;
-  }
-  if constexpr (B >= 4) {
-    const uint4 v = *reinterpret_cast<const uint4*>(p + lane * 16);
-    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
-  }
-  if constexpr (B == 8) {
-    const uint4 v = *reinterpret_cast<const uint4*>(p + 512 + lane * 16);
-    w[4] = v.x, w[5] = v.y, w[6] = v.z, w[7] = v.w;
-  }
-  if constexpr (B == 6) {
-    const uint2 v = *reinterpret_cast<const uint2*>(p + 512 + lane * 8);
-    w[4] = v.x, w[5] = v.y;
-  }
-  if constexpr (B == 5) w[4] = *reinterpret_cast<const uint32_t*>(p + 512 + lane * 4);
-  if constexpr (B == 2 || B == 3) {
-    const uint2 v = *reinterpret_cast<const uint2*>(p + lane * 8);
-    w[0] = v.x, w[1] = v.y;
-  }
-  if constexpr (B == 3) w[2] = *reinterpret_cast<const uint32_t*>(p + 256 + lane * 4);
+  for (int i = 0; i < kFull; i += 4) load_bytes<16>(p + i * 128 + lane * 16, w + i);
+  if constexpr (kRest >= 2) load_bytes<8>(p + kFull * 128 + lane * 8, w + kFull);
+  if constexpr (kRest % 2) load_bytes<4>(p + (B - 1) * 128 + lane * 4, w + B - 1);
 }
 
 // GPTQ: scales and zero points of this lane's columns g and g + 8.

@@ -1,6 +1,6 @@
 // Packs EXL2, GPTQ and dense tensors into strips (gpu_blob.h): one thread per (unit, lane) gathers 32 codes and places their bits.
+#include "cuda/blob/blob.h"
 #include "cuda/blob/dequant.cuh"
-#include "cuda/blob/pack.h"
 #include "format/gpu_blob.h"
 
 namespace exl2nb {

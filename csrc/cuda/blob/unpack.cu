@@ -1,8 +1,8 @@
 // Unpacks a blob to a dense fp16 matrix (K, N) in original row order, for prefill GEMMs. A warp decodes a unit of four neighbouring strips
 // into shared memory, transposed by movmatrix, and writes full 128-byte lines; a CTA writes 512 bytes side by side. Bytes: the blob once, 2
 // * K * N written.
+#include "cuda/blob/blob.h"
 #include "cuda/blob/dequant.cuh"
-#include "cuda/blob/unpack.h"
 #include "cuda/runtime/mma.cuh"
 
 namespace exl2nb {

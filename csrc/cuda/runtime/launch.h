@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "cuda/blob/pack.h"
+#include "cuda/blob/blob.h"
 
 namespace exl2nb {
 

@@ -5,6 +5,29 @@
 #ifdef __CUDACC__
 namespace exl2nb {
 
+// (a & b) | c.
+__device__ __forceinline__ uint32_t lop_and_or(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t r;
+  asm("lop3.b32 %0,%1,%2,%3,0xea;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+}
+template <int BYTES>
+__device__ __forceinline__ void load_bytes(const uint8_t* p, uint32_t* v) {
+  if constexpr (BYTES == 16) {
+    const uint4 u = *reinterpret_cast<const uint4*>(p);
+    v[0] = u.x, v[1] = u.y, v[2] = u.z, v[3] = u.w;
+  } else if constexpr (BYTES == 8) {
+    const uint2 u = *reinterpret_cast<const uint2*>(p);
+    v[0] = u.x, v[1] = u.y;
+  } else if constexpr (BYTES == 4) {
+    v[0] = *reinterpret_cast<const uint32_t*>(p);
+  } else if constexpr (BYTES == 2) {
+    v[0] = *reinterpret_cast<const uint16_t*>(p);
+  } else {
+    v[0] = *p;
+  }
+}
+
 // Programmatic dependent launch: let the next kernel start; wait until the previous one is complete and its writes are visible.
 __device__ __forceinline__ void pdl_launch_dependents() {
 #if __CUDA_ARCH__ >= 900

@@ -122,18 +122,10 @@ struct WorkItem {
 };
 
 #if __CUDA_ARCH__ >= 900
-// A weight image (gpu_blob.h) in shared memory.
-struct PersistentImage {
-  const Item* items;
-  const half2* steps;
-  const uint16_t* ends;
-  __device__ __forceinline__ PersistentImage(const PersistentArgs& C, const uint8_t* shared, int q) {
-    const GemmArgs& A = C.gemm[q].a;
-    const uint8_t* const image = shared + C.smem.image[q];
-    items = reinterpret_cast<const Item*>(image), steps = reinterpret_cast<const half2*>(image + image_steps(A.items));
-    ends = reinterpret_cast<const uint16_t*>(image + image_ends(A.items, A.units));
-  }
-};
+// GEMM q's image in shared memory.
+__device__ __forceinline__ BlobImage image_of(const PersistentArgs& C, const uint8_t* shared, int q) {
+  return BlobImage(shared + C.smem.image[q], C.gemm[q].a.items, C.gemm[q].a.units);
+}
 
 // Strips of part p that this CTA computes in `round`; strip0: its first strip.
 __device__ __forceinline__ int strips_in_round(const PersistentGemm& P, int p, int strip0, int round) {
@@ -150,7 +142,7 @@ struct AlternatingStrips {
 
 struct Piece {
   int first, last;  // items
-  __device__ __forceinline__ Piece(const PersistentGemm& P, const PersistentImage& image, int p, int pass) {
+  __device__ __forceinline__ Piece(const PersistentGemm& P, const BlobImage& image, int p, int pass) {
     first = image.ends[p * kEnds] + pass * P.piece[p].items;
     last = min(first + P.piece[p].items, static_cast<int>(image.ends[p * kEnds + kWarps]));
   }
@@ -192,7 +184,7 @@ __device__ __forceinline__ void produce_weights(const PersistentArgs& C, uint8_t
   for (int q = 0; q < C.count; q++) {
     const PersistentGemm& P = C.gemm[q];
     const GemmArgs& A = P.a;
-    const PersistentImage image(C, shared, q);
+    const BlobImage image = image_of(C, shared, q);
 #pragma unroll 1
     for (int round = 0; round < P.rounds; round++)
 #pragma unroll 1
@@ -531,7 +523,7 @@ __device__ __forceinline__ void quantize_inputs(const PersistentArgs& C, const P
 
 __device__ __forceinline__ WorkItem make_work_item(const PersistentArgs& C, int q, int round, int warp, int number, const ConsumerWarp& w) {
   const PersistentGemm& P = C.gemm[q];
-  const PersistentImage image(C, w.shared, q);
+  const BlobImage image = image_of(C, w.shared, q);
   int p = 0, pass = number;
 #pragma unroll 1
   while (pass >= P.piece[p].passes) pass -= P.piece[p++].passes;
@@ -629,7 +621,7 @@ __device__ __forceinline__ void run_work_item(const PersistentArgs& C, const Per
 template <int CHUNKS, WeightKind WEIGHTS>
 __device__ __forceinline__ void run_gemm(const PersistentArgs& C, int q, const Int8Input<CHUNKS>& in, ConsumerWarp& w) {
   const PersistentGemm& P = C.gemm[q];
-  const half2* const steps = PersistentImage(C, w.shared, q).steps;
+  const half2* const steps = image_of(C, w.shared, q).steps;
   const int work_items = P.work_items;
 #pragma unroll 1
   for (int round = 0;;) {

@@ -79,6 +79,17 @@ struct GemmArgs {
 
 EXL2NB_BOTH inline int padded_image(const GemmArgs& A) { return (image_bytes(A.items, A.units, A.num_parts) + 15) / 16 * 16; }
 
+// A blob's image (gpu_blob.h) in shared memory.
+struct BlobImage {
+  const Item* items;
+  const half2* steps;    // scale units
+  const uint16_t* ends;  // first item of each warp, per part
+  __device__ __forceinline__ BlobImage(const uint8_t* image, int num_items, int num_units)
+      : items(reinterpret_cast<const Item*>(image)),
+        steps(reinterpret_cast<const half2*>(image + image_steps(num_items))),
+        ends(reinterpret_cast<const uint16_t*>(image + image_ends(num_items, num_units))) {}
+};
+
 // Position of a warp: part, strip, item.
 struct ItemCursor {
   int part, item, first, end, left;  // left: strips of this part, including this one
@@ -117,10 +128,7 @@ void skip_rows(GemmArgs& a, int first, int grid);
 const char* skinny_launch(GemmArgs a, Epilogue e, void* stream, bool pdl);
 
 // Shared memory beside the ring: the image, and work space at `at`.
-struct SkinnySmem {
-  const Item* items;
-  const half2* steps;
-  const uint16_t* ends;
+struct SkinnySmem : BlobImage {
   float* factors;
   float* partial;  // double buffer: one barrier per flush
   // Per owned output of part 0: gate activations or old residuals; norm weights; places in the next input.
@@ -135,10 +143,7 @@ struct SkinnySmem {
     const int n = (kSkinnyTokens + 2 * A.flush * kWarps * 16 * A.tokens + A.owned * (A.tokens + 1 + A.next.num_perms)) * 4;
     return (n + 15) / 16 * 16 + A.router.bytes(A.owned);
   }
-  __device__ __forceinline__ SkinnySmem(const GemmArgs& A, const uint8_t* image, uint8_t* at) {
-    items = reinterpret_cast<const Item*>(image);
-    steps = reinterpret_cast<const half2*>(image + image_steps(A.items));
-    ends = reinterpret_cast<const uint16_t*>(image + image_ends(A.items, A.units));
+  __device__ __forceinline__ SkinnySmem(const GemmArgs& A, const uint8_t* image, uint8_t* at) : BlobImage(image, A.items, A.units) {
     partial_size = A.flush * kWarps * 16 * A.tokens, owned = A.owned;
     factors = reinterpret_cast<float*>(at);
     partial = factors + kSkinnyTokens;

@@ -108,9 +108,11 @@ struct StreamKArgs {
 EXL2NB_BOTH inline int stream_k_image(const StreamKArgs& a) { return (image_bytes(a.items, a.units, a.num_parts) + 15) / 16 * 16; }
 // Bytes of weight stages and activation ring.
 EXL2NB_BOTH constexpr int stream_k_pool(int NB) { return stream_k_stages(NB) * kStreamKWeights + stream_k_ring(NB) * stream_k_unit(NB); }
-EXL2NB_BOTH inline int stream_k_shared(const StreamKArgs& a, int NB) {
-  return stream_k_pool(NB) + 2 * kStreamKBarriers * 8 + kTileSharersBytes + kStreamKTokens * 4 + stream_k_image(a);
+// Offset of the image: behind barriers, TileSharers and factors.
+EXL2NB_BOTH constexpr int stream_k_image_at(int NB) {
+  return stream_k_pool(NB) + 2 * kStreamKBarriers * 8 + kTileSharersBytes + kStreamKTokens * 4;
 }
+EXL2NB_BOTH inline int stream_k_shared(const StreamKArgs& a, int NB) { return stream_k_image_at(NB) + stream_k_image(a); }
 
 #if __CUDA_ARCH__ >= 900
 // Weights are evict-first in L2; images, which every CTA reads first, are evict-last.
@@ -663,32 +665,27 @@ struct MmaProduct {
 
 // Shared memory of a CTA: weight stages, activation ring, barriers, epilogue data, factors, image.
 template <int NB>
-struct StreamKSmem {
+struct StreamKSmem : BlobImage {
   uint8_t *weights, *tokens;
   uint64_t *full, *empty;
   TileSharers* last;
   float* factors;
   uint64_t* ready;  // factors and last are ready
-  const Item* items;
-  const half2* steps;
-  const uint16_t* ends;
 
   // Called by all threads: initialises the barriers and loads the image.
-  __device__ __forceinline__ StreamKSmem(const StreamKArgs& A, uint8_t* shared) {
+  __device__ __forceinline__ StreamKSmem(const StreamKArgs& A, uint8_t* shared)
+      : BlobImage(shared + stream_k_image_at(NB), A.items, A.units) {
     weights = shared, tokens = shared + stream_k_stages(NB) * kStreamKWeights;
     full = reinterpret_cast<uint64_t*>(shared + stream_k_pool(NB)), empty = full + kStreamKBarriers;
     ready = full + kStreamKBarriers - 1, last = reinterpret_cast<TileSharers*>(empty + kStreamKBarriers);
     factors = reinterpret_cast<float*>(last + 1);
-    uint8_t* const image = reinterpret_cast<uint8_t*>(factors + kStreamKTokens);
-    items = reinterpret_cast<const Item*>(image), steps = reinterpret_cast<const half2*>(image + image_steps(A.items));
-    ends = reinterpret_cast<const uint16_t*>(image + image_ends(A.items, A.units));
     if (threadIdx.x < stream_k_stages(NB)) {
       barrier_init(full + threadIdx.x, 1), barrier_init(empty + threadIdx.x, kStreamKWarps * kWarpArrivals);
       barrier_fence();
     }
     if (threadIdx.x == stream_k_stages(NB)) barrier_init(ready, (kStreamKWarps + 1) * kWarpArrivals), barrier_fence();
     for (int i = threadIdx.x; i < stream_k_image(A) / 16; i += kStreamKThreads)
-      reinterpret_cast<uint4*>(image)[i] = load_kept(A.image + i * 16);
+      reinterpret_cast<uint4*>(shared + stream_k_image_at(NB))[i] = load_kept(A.image + i * 16);
     __syncthreads();
   }
 };

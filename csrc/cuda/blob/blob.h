@@ -1,7 +1,6 @@
-// Arguments of the packing kernels (pack.cu).
+// Arguments of the kernels that pack (pack.cu) and unpack (unpack.cu).
 #pragma once
-#include <cstdint>
-
+#include "cuda/runtime/types.h"
 #include "format/gpu_blob.h"
 
 namespace exl2nb {
@@ -34,6 +33,22 @@ struct GptqPacking {
   const int16_t* zeros;
   const int *perm, *block_group;
   int K, N, stored, bits;
+};
+
+// Unpacking.
+constexpr int kStrips = 4, kUnpackWarps = 4, kUnitsPerWarp = 2;
+
+struct UnpackPart {
+  const uint8_t* data;
+  const half2* steps;  // of all parts
+  const Item* items;   // of this part
+  const int* perm;     // of the stored rows, or null
+  int num_items, first_unit, num_units, strips, first_column, outputs, stored;
+  bool whole;  // its rows in the result begin at multiples of 16 bytes
+  int64_t strip_bytes;
+};
+struct UnpackParts {
+  UnpackPart part[kMaxParts];
 };
 
 }  // namespace exl2nb
