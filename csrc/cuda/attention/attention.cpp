@@ -119,7 +119,7 @@ size_t layout_runs(DecodeKernel& k, DecodeParams& p, size_t bytes, int64_t rows)
 bool wide(int num_heads, int num_kv_heads, int head_dim) { return head_dim == 64 && num_heads / num_kv_heads + 2 > warps_of(head_dim); }
 void widen(DecodeKernel& k, DecodeParams& p) {
   k.warps *= k.ctas_per_sm, k.ctas_per_sm = 1;
-  p.most = max_splits(2 * p.a.cache.num_kv_heads);
+  p.max_splits = max_splits(2 * p.a.cache.num_kv_heads);
 }
 
 // Many sequences: fewer and larger chunks. items: of one chunk each. As many CTAs per SM as needed, up to 4, so that each takes one item.
@@ -148,8 +148,8 @@ const char* check_rope(const RopeArgs& r, int head_dim) {
   return nullptr;
 }
 
-int most_chunks(const CacheArgs& c, int key_bytes, int most) {
-  const int units = c.max_pages * (kPage / kUnit), least = least_units(key_bytes, most);
+int max_chunks(const CacheArgs& c, int key_bytes, int most) {
+  const int units = c.max_pages * (kPage / kChunkStep), least = min_chunk_steps(key_bytes, most);
   return std::min((units + least - 1) / least, most);
 }
 
@@ -233,7 +233,7 @@ const char* attention_decode_launch(const AttentionArgs& args, void* stream, boo
   char* const at = static_cast<char*>(a.workspace);
   char* const end = at + a.workspace_bytes / sizeof(unsigned) * sizeof(unsigned);
   DecodeParams params{};
-  params.a = a, params.q_per_kv = q_per_kv, params.blocks_per_token = (q_per_kv + 3) / 4, params.most = max_splits(c.num_kv_heads);
+  params.a = a, params.q_per_kv = q_per_kv, params.blocks_per_token = (q_per_kv + 3) / 4, params.max_splits = max_splits(c.num_kv_heads);
   params.part_ml = reinterpret_cast<float2*>(at), params.part = reinterpret_cast<float*>(at + sizes.part_ml);
   params.count = reinterpret_cast<unsigned*>(end - sizes.count);
   params.q_per_kv_inverse = unsigned((0x100000000ull + q_per_kv - 1) / q_per_kv);
@@ -246,7 +246,7 @@ const char* attention_decode_launch(const AttentionArgs& args, void* stream, boo
     widen(kernel, params);
   if (size_t shared = kernel.kernel ? layout_shared(kernel, params) : 0) {
     const int64_t blocks = (int64_t(per_sequence) * q_per_kv + kernel.rows - 1) / kernel.rows,
-                  items = blocks * c.sequences * c.num_kv_heads * most_chunks(c, params.key_bytes, params.most);
+                  items = blocks * c.sequences * c.num_kv_heads * max_chunks(c, params.key_bytes, params.max_splits);
     const int64_t slots = int64_t(multiprocessors()) * kernel.ctas_per_sm;
     if (items > slots && !params.wanted && c.sequences <= 32)
       shared = layout_runs(kernel, params, shared, int64_t(per_sequence) * q_per_kv);

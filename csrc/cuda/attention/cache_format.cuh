@@ -51,7 +51,7 @@ __host__ __device__ __forceinline__ void static_for(F&& f) {
 __device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
 __device__ __forceinline__ uint32_t bits_of_half2(half2 v) { return *reinterpret_cast<uint32_t*>(&v); }
 __device__ __forceinline__ half2 as_half2(uint32_t v) { return *reinterpret_cast<half2*>(&v); }
-// (1024 + code - 128) * scale + scale / 2: zero lies between two codes. Both exact but for the last rounding.
+// (1024 + code - 128) * scale + scale / 2: zero is between two codes. Both exact but for the last rounding.
 __device__ __forceinline__ uint32_t from_q8(uint32_t v, half2 scale) {
   return bits_of_half2(__hfma2(__hsub2(as_half2(v), as_half2(0x64806480u)), scale, __hmul2(scale, as_half2(0x38003800u))));
 }
@@ -137,7 +137,7 @@ struct KeyFragment {
 
   static constexpr bool kMatrices = kGroupBytes % 16 == 0;  // else two bytes at a time
 
-  // Where dim d of q lies so that lane t finds its 8 numbers of steps 2 p and 2 p + 1 together, at (4 p + t) * 8, in register order.
+  // Place of dim d of q, so that lane t reads its 8 numbers of steps 2 p and 2 p + 1 together, at (4 p + t) * 8, in register order.
   static __host__ __device__ __forceinline__ int place(int d) {
     if constexpr (FORMAT == kCacheF16) {
       return fragment_place(d);
@@ -175,7 +175,6 @@ template <int FORMAT, int D>
 struct ValueFragment {
   using L = Lanes<FORMAT, D, 8>;
   using S = Share<FORMAT, D, 8>;
-  static constexpr int kTiles = D / 16;
   struct Place {
     int word, inside;
   };

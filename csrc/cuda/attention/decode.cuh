@@ -75,8 +75,9 @@ __device__ __forceinline__ void to_fragments(const float (&s)[NT][4], uint32_t (
 template <int KF, int VF, int D, int NT, bool RUNS>
 struct Decode : DecodeShape<KF, VF, D, NT> {
   using Shape = DecodeShape<KF, VF, D, NT>;
-  using Shape::kQ4, Shape::kMost, Shape::kSlots, Shape::kRows, Shape::kN, Shape::kColumns, Shape::kGroups, Shape::kQStride, Shape::kOStride,
-      Shape::kCoded, Shape::kStep, Shape::kStageBytes, Shape::kResultBytes, Shape::kStages, Shape::kSharedBytes, Shape::kSubs;
+  using Shape::kQ4, Shape::kMaxWarps, Shape::kSlots, Shape::kRows, Shape::kN, Shape::kColumns, Shape::kGroups, Shape::kQStride,
+      Shape::kOStride, Shape::kCoded, Shape::kStep, Shape::kStageBytes, Shape::kResultBytes, Shape::kStages, Shape::kSharedBytes,
+      Shape::kSubs;
   using typename Shape::KeyTile, typename Shape::ValueTile, typename Shape::Shared;
   using Key = KeyFragment<KF, D>;
   using Value = ValueFragment<VF, D>;
@@ -102,7 +103,7 @@ struct Decode : DecodeShape<KF, VF, D, NT> {
   float unit[kN][2];
   int begin_of_sums[4];
   uint32_t sevens[2][4];                                                          // -7 in the rows of an even, of an odd group
-  int place, piece;                                                               // of the lane's 16 bytes in a tile: read, written
+  int read_at, write_at;                                                          // of the lane's 16 bytes in a tile
   float zero[kN][pool_is_coded(KF) ? kQ4 ? kColumns * kGroups : kGroups : 1][2];  // initial value of a group's sum: -zero point * sum(q)
   float level[kN][(kGroups + 1) / 2][4];                                          // sum of the values' zero points, two groups each
   float o[kN][D / 16][4], row_max[kN][2], row_sum[kN][2];
@@ -115,7 +116,7 @@ struct Decode : DecodeShape<KF, VF, D, NT> {
     if constexpr (kQ4) lane = __shfl_sync(kAll, lane, lane);  // opaque to the compiler, which would recompute it
     warp = uniform(thread / 32), warps = blockDim.x / 32, g = lane / 4, t = lane % 4;
     q_per_kv = p.q_per_kv, tiles = shared + tiles_at() + warp * p.warp_bytes;
-    if constexpr (kQ4) place = swizzled<D>(lane % 16 * (D / 2) + (kGroups % 2 ? 0 : lane / 16 * 16)), piece = swizzled<D>(lane * 16);
+    if constexpr (kQ4) read_at = swizzled<D>(lane % 16 * (D / 2) + (kGroups % 2 ? 0 : lane / 16 * 16)), write_at = swizzled<D>(lane * 16);
   }
 
   // ---------------------------------------------------------------- indices and addresses
@@ -142,7 +143,7 @@ struct Decode : DecodeShape<KF, VF, D, NT> {
   }
   __device__ __forceinline__ int64_t part_row(int r) const {  // of a query row's partial results in the workspace
     const int row = it.part_token() + sh.token[r] - it.first_token;
-    return (static_cast<int64_t>(row) * p.a.cache.num_heads + sh.head[r]) * p.most;
+    return (static_cast<int64_t>(row) * p.a.cache.num_heads + sh.head[r]) * p.max_splits;
   }
 
   // ---------------------------------------------------------------- items
@@ -709,7 +710,7 @@ struct Decode : DecodeShape<KF, VF, D, NT> {
   // columns 2t and 2t + 1 of the second product. A row's arithmetic does not depend on the other rows. Values: the scale multiplies the
   // probability. A byte with two codes enters as fp16 subnormals: the whole byte in one row of the result, its upper code in another; the
   // lower code's share is their difference. Tile: keys, values, scales of the keys, scales of the values; rows without padding. 16-byte
-  // pieces are XOR-swizzled against bank conflicts of ldmatrix. Copies both tiles at `token` as one cp.async group.
+  // vectors are XOR-swizzled against bank conflicts of ldmatrix. Copies both tiles at `token` as one cp.async group.
   __device__ __forceinline__ void fetch_q4(uint8_t* to, int token) {
     constexpr int kRow = D / 2, kCodes = kStep * kRow, kScaleRow = 2 * kGroups, kScales = kStep * kScaleRow;
     if (token < last_end()) {
@@ -722,12 +723,12 @@ struct Decode : DecodeShape<KF, VF, D, NT> {
       const int codes = inside * kRow, at = kPage * kRow + inside * kScaleRow;
       if (old >= kStep) {
         const unsigned here = lane * 16;
-        uint8_t *const there = to + piece, *const of_scales = to + 2 * kCodes + here;
+        uint8_t *const there = to + write_at, *const of_scales = to + 2 * kCodes + here;
 #pragma unroll
         for (int i = 0; i < kCodes; i += 512) {
           if (kCodes % 512 && i + lane * 16 >= kCodes) break;
-          copy16<true>(there + (swizzled<D>(i) ^ i ? (piece ^ swizzled<D>(i)) - piece : i), k + codes + i + here);
-          copy16<true>(there + kCodes + (swizzled<D>(i) ^ i ? (piece ^ swizzled<D>(i)) - piece : i), v + codes + i + here);
+          copy16<true>(there + (swizzled<D>(i) ^ i ? (write_at ^ swizzled<D>(i)) - write_at : i), k + codes + i + here);
+          copy16<true>(there + kCodes + (swizzled<D>(i) ^ i ? (write_at ^ swizzled<D>(i)) - write_at : i), v + codes + i + here);
         }
         if constexpr (kScales == 256) {
           copy16<true>(of_scales, (lane < 16 ? k : v - 256) + at + here);
@@ -765,11 +766,8 @@ struct Decode : DecodeShape<KF, VF, D, NT> {
       *reinterpret_cast<uint4*>(at + swizzled<D>(i)) = *reinterpret_cast<const uint4*>(sh.k + skip * kRow + i);
       *reinterpret_cast<uint4*>(at + kCodes + swizzled<D>(i)) = *reinterpret_cast<const uint4*>(sh.v + skip * kRow + i);
     }
-#pragma unroll 1
-    for (int i = from * kScaleRow + lane * 2; i < to * kScaleRow; i += 64) {
-      *reinterpret_cast<uint16_t*>(at + 2 * kCodes + i) = *reinterpret_cast<const uint16_t*>(sh.k_scale + skip * kScaleRow + i);
-      *reinterpret_cast<uint16_t*>(at + 2 * kCodes + kScales + i) = *reinterpret_cast<const uint16_t*>(sh.v_scale + skip * kScaleRow + i);
-    }
+    put_rows<kScaleRow, kScaleRow>(at + 2 * kCodes, sh.k_scale + skip * kScaleRow, from, to, lane);
+    put_rows<kScaleRow, kScaleRow>(at + 2 * kCodes + kScales, sh.v_scale + skip * kScaleRow, from, to, lane);
     __syncwarp();
   }
   // Quantises query row r, one dim per lane and slot, into shared memory in the order of the MMAs.
@@ -812,10 +810,10 @@ struct Decode : DecodeShape<KF, VF, D, NT> {
   __device__ __forceinline__ void load_codes(uint32_t (&both)[4], uint32_t (&w)[2], uint32_t row, int sub) const {
     constexpr int kRow = D / 2;
     if constexpr (kGroups % 2 == 0) {
-      if constexpr (G % 2 == 0) load_matrices<TRANS>(both, row + (place ^ G * 16) + sub * kTile * kRow);
+      if constexpr (G % 2 == 0) load_matrices<TRANS>(both, row + (read_at ^ G * 16) + sub * kTile * kRow);
       w[0] = both[G % 2 * 2], w[1] = both[G % 2 * 2 + 1];
     } else {
-      load_matrices<TRANS>(w, row + place + (G * 16 + sub * kTile * kRow));
+      load_matrices<TRANS>(w, row + read_at + (G * 16 + sub * kTile * kRow));
     }
   }
   __device__ __forceinline__ void scores_q4(const uint8_t* at, float (&s)[kSubs][kN][4]) {
@@ -894,9 +892,9 @@ struct Decode : DecodeShape<KF, VF, D, NT> {
 #pragma unroll
       for (int i = 0; i < 2; i++) {
         const uint8_t* const from = scales + (sub * kTile + i * 8 + 2 * t) * 2 * kGroups;
-        constexpr int kPiece = kGroups % 4 == 0 ? 4 : 1;
+        constexpr int kVector = kGroups % 4 == 0 ? 4 : 1;
 #pragma unroll
-        for (int k = 0; k < kGroups; k += kPiece) load_bytes<4 * kPiece>(from + 4 * k, scale[sub][i] + k);
+        for (int k = 0; k < kGroups; k += kVector) load_bytes<4 * kVector>(from + 4 * k, scale[sub][i] + k);
 #pragma unroll
         for (int k = 0; k < kGroups; k++) any |= scale[sub][i][k];
       }
@@ -1162,7 +1160,7 @@ struct Decode : DecodeShape<KF, VF, D, NT> {
 };
 
 template <int KF, int VF, int D, int NT, bool RUNS>
-__global__ void __launch_bounds__(most_warps(D, NT) * 32, 1) attention_decode(const __grid_constant__ DecodeParams params) {
+__global__ void __launch_bounds__(max_warps(D, NT) * 32, 1) attention_decode(const __grid_constant__ DecodeParams params) {
   extern __shared__ __align__(128) uint8_t dynamic[];
   unsigned at = shared_address(dynamic);
   asm volatile("" : "+r"(at));  // one register instead of the same computation at every use

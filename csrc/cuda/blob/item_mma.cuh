@@ -12,14 +12,14 @@ namespace exl2nb {
 enum CopyPath { kBulk = 0, kAsync = 1, kPlain = 2 };
 
 #ifdef __CUDACC__
-// Starts to copy an item into a ring slot: lane 0 (kBulk, counted by `bar`) or the whole warp.
+// Starts to copy an item into a ring stage: lane 0 (kBulk, counted by `bar`) or the whole warp.
 template <int PATH>
-__device__ __forceinline__ void fetch_item(uint8_t* slot, const uint8_t* from, int bytes, int lane, uint64_t* bar) {
+__device__ __forceinline__ void fetch_item(uint8_t* stage, const uint8_t* from, int bytes, int lane, uint64_t* bar) {
   if constexpr (PATH == kBulk) {
     barrier_expect(bar, bytes);
-    bulk_copy(slot, from, bytes, bar);
+    bulk_copy(stage, from, bytes, bar);
   } else {
-    for (int b = lane * 16; b < bytes; b += 512) copy16<PATH == kAsync>(slot + b, from + b);
+    for (int b = lane * 16; b < bytes; b += 512) copy16<PATH == kAsync>(stage + b, from + b);
   }
 }
 // c += A B for a k-step of 16; START: c = A B.

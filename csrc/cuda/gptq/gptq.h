@@ -4,8 +4,8 @@
 
 namespace exl2nb {
 
-constexpr int kGptqOptions = 16;        // most options (ways to group the rows) per launch
-constexpr int kGptqMostCoupled = 1024;  // most columns per coupling block (threads of a CTA)
+constexpr int kGptqOptions = 16;       // most options (ways to group the rows) per launch
+constexpr int kGptqMaxCoupled = 1024;  // most columns per coupling block (threads of a CTA)
 
 // Rows [first, first + rows) of P copies of one matrix, each with its own groups.
 struct GptqBlock {

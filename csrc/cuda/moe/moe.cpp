@@ -51,11 +51,11 @@ const Kernel<ExpertDownArgs> down_kernels[3][2] = {{{kSource, "expert_down<0, fa
                                                    {{kSource, "expert_down<1, false>"}, {kSource, "expert_down<1, true>"}},
                                                    {{kSource, "expert_down<2, false>"}, {kSource, "expert_down<2, true>"}}};
 
-// Slots of the largest item that fit in `budget` beside `fixed` bytes, at most `useful`.
+// Stages of the largest item that fit in `budget` beside `fixed` bytes, at most `useful`.
 RingShape ring_shape(int item, int fixed, int budget, int useful) {
   RingShape r{(item + 15) / 16 * 16, stages_of(copy_path())};
-  constexpr int kMost = 8;
-  if (copy_path() == kBulk) r.stages = std::clamp((budget - fixed) / (kWarps * r.slot), 2, std::clamp(useful, 2, kMost));
+  constexpr int kMaxStages = 8;
+  if (copy_path() == kBulk) r.stages = std::clamp((budget - fixed) / (kWarps * r.stage_bytes), 2, std::clamp(useful, 2, kMaxStages));
   return r;
 }
 

@@ -9,8 +9,8 @@
 namespace exl2nb {
 namespace {
 
-// What EXL2NB_CUDA_PATH asks for, 1 or 2; else 0.
-int pretended() {
+// EXL2NB_CUDA_PATH, 1 or 2; else 0.
+int emulated() {
   static const int path = [] {
     const char* const text = std::getenv("EXL2NB_CUDA_PATH");
     return text ? std::clamp(std::atoi(text), 0, 2) : 0;
@@ -44,7 +44,7 @@ ComputeCapability compute_capability(int device) { return {facts_of(device).majo
 int multiprocessors() { return facts_of(current_device()).multiprocessors; }
 int compute_major() {
   const int major = compute_capability(current_device()).major;
-  return pretended() ? std::min(major, 9 - pretended()) : major;
+  return emulated() ? std::min(major, 9 - emulated()) : major;
 }
 bool has_wgmma() {
   const ComputeCapability c = compute_capability(current_device());
@@ -52,11 +52,11 @@ bool has_wgmma() {
 }
 int shared_per_block() {
   const int all = facts_of(current_device()).shared_per_block;
-  return pretended() ? std::min(all, pretended() == 1 ? 99 << 10 : 64 << 10) : all;
+  return emulated() ? std::min(all, emulated() == 1 ? 99 << 10 : 64 << 10) : all;
 }
 int shared_per_multiprocessor() {
   const int all = facts_of(current_device()).shared_per_multiprocessor;
-  return pretended() ? std::min(all, pretended() == 1 ? 100 << 10 : 64 << 10) : all;
+  return emulated() ? std::min(all, emulated() == 1 ? 100 << 10 : 64 << 10) : all;
 }
 
 }  // namespace exl2nb

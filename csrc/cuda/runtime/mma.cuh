@@ -66,7 +66,7 @@ __device__ __forceinline__ void load_matrices(uint32_t (&a)[2], uint32_t row) {
 // XOR swizzle of an offset in a tile of 4-bit rows of D dims.
 template <int D>
 __host__ __device__ __forceinline__ constexpr int swizzled(int offset) {
-  constexpr int kPieces = D / 32, kMask = kPieces & (kPieces - 1) ? 0 : (kPieces < 8 ? kPieces : 8) - 1;
+  constexpr int kVectors = D / 32, kMask = kVectors & (kVectors - 1) ? 0 : (kVectors < 8 ? kVectors : 8) - 1;
   return offset ^ ((offset >> 7 & kMask) << 4);
 }
 // Transposes an 8 x 8 fp16 matrix held by the warp, two neighbours of row lane / 4 in each lane.

@@ -75,7 +75,7 @@ class Walker {
     return nullptr;
   }
 
-  enum Ready { kNothing, kNormed, kUnscaled, kRouted };  // what lies in the buffer of normed inputs; kRouted: the router is through, too
+  enum Ready { kNothing, kNormed, kUnscaled, kRouted };  // contents of the buffer of normed inputs; kRouted: and the router has run
 
   const Op* next(const Op* op) const { return program_.next(op); }
   float* residual() const { return reinterpret_cast<float*>(base_ + at_.residual[side_]); }

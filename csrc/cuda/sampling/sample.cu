@@ -224,7 +224,7 @@ struct Sampler {
       if (!(v >= floor_value)) continue;
       const int bin = bin_of(v);
       if constexpr (COUNT) {
-        if (bin < kBins - 1) atomicAdd(&bins[0][bin], 1);  // most of a sharp distribution lies in the last bin
+        if (bin < kBins - 1) atomicAdd(&bins[0][bin], 1);  // most of a sharp distribution falls into the last bin
       } else {
         add(bins, bin, weight_of(v));
       }

@@ -155,7 +155,9 @@ __device__ __forceinline__ void mma_half_unit(int (&c)[4], const uint32_t* w, ui
 }
 
 // Most units of an item.
-__host__ __device__ constexpr int max_units(int bits) { return kSlot / (128 * bits) < kItemUnits ? kSlot / (128 * bits) : kItemUnits; }
+__host__ __device__ constexpr int max_units(int bits) {
+  return kMaxItemBytes / (128 * bits) < kItemUnits ? kMaxItemBytes / (128 * bits) : kItemUnits;
+}
 
 // EXL2 item. A chunk is a unit of one group, or half a unit whose halves have groups of their own. Missing units meet zero activations
 // (what is read in their place is in shared memory). With one row, everything that does not change from strip to strip stays in registers,

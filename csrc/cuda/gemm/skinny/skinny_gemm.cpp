@@ -56,7 +56,7 @@ void set_input(MatrixInput& in, const uint8_t* head, const uint8_t* blob, half* 
 // Sets grid, flush and staging for at most eight rows. Returns the bytes of shared memory.
 static int skinny_prepare(GemmArgs& a, Epilogue e) {
   const int x_bytes = skinny_split(a, e), most = shared_per_block(), flush = a.flush;
-  const int fixed = stages_of(copy_path()) * kWarps * kSlot + num_bars(copy_path()) * 8 + padded_image(a);
+  const int fixed = stages_of(copy_path()) * kWarps * kMaxItemBytes + num_bars(copy_path()) * 8 + padded_image(a);
   int own = fixed + SkinnySmem::bytes(a);
   const auto shrink = [&](int staged_bytes) {
     for (; a.flush > 1 && own + staged_bytes > most; own = fixed + SkinnySmem::bytes(a)) a.flush--;

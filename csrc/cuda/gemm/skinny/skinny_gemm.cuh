@@ -19,7 +19,7 @@ namespace exl2nb {
 
 // Stages of a warp's ring; without asynchronous copies (sm_75, 64 KB of shared memory) prefetching gains nothing.
 EXL2NB_BOTH constexpr int stages_of(int path) { return path == kPlain ? 1 : 2; }
-EXL2NB_BOTH constexpr int num_bars(int path) { return stages_of(path) * kWarps + 2; }  // ring slots, activations, image
+EXL2NB_BOTH constexpr int num_bars(int path) { return stages_of(path) * kWarps + 2; }  // ring stages, activations, image
 constexpr int kThreads = kWarps * 32, kSkinnyTokens = 8;
 static_assert(kSkinnyTokens <= kWarps, "one warp per row of the residual");
 static_assert(kThreads == kRowThreads, "norm.cuh assumes this CTA size");
@@ -274,13 +274,13 @@ __device__ __forceinline__ void load_inputs(const GemmArgs& A, const SkinnySmem&
 
 // A warp's ring of items.
 struct Ring {
-  uint8_t* slots;
+  uint8_t* base;
   uint64_t* bars;
-  int stages, slot;
+  int stages, stage;
   uint32_t phase;
 };
 
-// Consumer and epilogue. fetch refills a slot: called by lane 0 (kBulk) or by the whole warp.
+// Consumer and epilogue. fetch refills a stage: called by lane 0 (kBulk) or by the whole warp.
 template <int PATH, bool STAGED, class Fetch>
 __device__ __forceinline__ void multiply(const GemmArgs& A, const SkinnySmem& S, Ring& ring, int block, int warp, int lane, Fetch fetch) {
   const int M = A.tokens, grid = A.grid, owned = S.owned;
@@ -301,18 +301,18 @@ __device__ __forceinline__ void multiply(const GemmArgs& A, const SkinnySmem& S,
     for (int s = 0; s < count; s++) {
       float y[4] = {0, 0, 0, 0};
       for (int n = c.first; n < c.end; n++) {
-        const uint8_t* st = ring.slots + ring.slot * kSlot;
+        const uint8_t* st = ring.base + ring.stage * kMaxItemBytes;
         const half* x = x_part + it.block() * 32;
         const half2* u = S.steps + it.unit0();
         const ItemDesc next(S.items[n + 1 < c.end ? n + 1 : c.first]);
-        if constexpr (PATH == kBulk) barrier_wait(ring.bars + ring.slot, ring.phase);
+        if constexpr (PATH == kBulk) barrier_wait(ring.bars + ring.stage, ring.phase);
         if constexpr (PATH == kAsync) async_wait<stages_of(PATH) - 1>();
         if constexpr (PATH != kBulk) __syncwarp();
         compute_item<PATH, STAGED>(it, st, u, x, live, lane, y);
         __syncwarp();
         if (PATH != kBulk || lane == 0) fetch();
-        if (++ring.slot == ring.stages) {
-          ring.slot = 0;
+        if (++ring.stage == ring.stages) {
+          ring.stage = 0;
           ring.phase ^= 1;
         }
         it = next;
@@ -385,12 +385,12 @@ __global__ void __launch_bounds__(kThreads, 1) skinny_gemm(const __grid_constant
   const int block = blockIdx.x;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   constexpr int kStages = stages_of(PATH);
-  uint8_t* const image = shared + kStages * kWarps * kSlot;
+  uint8_t* const image = shared + kStages * kWarps * kMaxItemBytes;
   const int image_size = padded_image(A);
   uint64_t* const bars = reinterpret_cast<uint64_t*>(image + image_size);
   uint64_t *const x_bar = bars + kWarps * kStages, *const image_bar = x_bar + 1;
   const SkinnySmem S(A, image, reinterpret_cast<uint8_t*>(bars + num_bars(PATH)));
-  Ring ring{shared + warp * kStages * kSlot, bars + warp * kStages, kStages, 0, 0};
+  Ring ring{shared + warp * kStages * kMaxItemBytes, bars + warp * kStages, kStages, 0, 0};
 
   if constexpr (PATH == kBulk) {
     if (threadIdx.x == 0) {
@@ -424,12 +424,12 @@ __global__ void __launch_bounds__(kThreads, 1) skinny_gemm(const __grid_constant
     }
   };
   f_enter();
-  int f_slot = 0;
+  int f_stage = 0;
   auto fetch = [&]() {
     if (f.part < A.num_parts) {
       const Item it = S.items[f.item];
-      fetch_item<PATH>(ring.slots + f_slot * kSlot, f_strip + it.offset, it.bytes, lane, ring.bars + f_slot);
-      f_slot = f_slot + 1 == kStages ? 0 : f_slot + 1;
+      fetch_item<PATH>(ring.base + f_stage * kMaxItemBytes, f_strip + it.offset, it.bytes, lane, ring.bars + f_stage);
+      f_stage = f_stage + 1 == kStages ? 0 : f_stage + 1;
       if (++f.item == f.end) {
         f.item = f.first;
         f_strip += f_hop;

@@ -56,13 +56,13 @@ const char* stream_k_launch(const GemmArgs& a, int group, const StreamKNext& nex
 constexpr int kStreamKWarps = kStreamKStrips;
 constexpr int kStreamKConsumerThreads = kStreamKWarps * 32, kStreamKThreads = kStreamKConsumerThreads + 128,
               kStreamKColumns = kStreamKStrips * kStripColumns;
-constexpr int kStreamKWeights = kStreamKStrips * kSlot;         // bytes of a stage
-constexpr int kStreamKProducers = 4;                            // producer warps
-constexpr int kStreamKWeightProducers = kStreamKProducers - 1;  // of these, for weights
-constexpr int kStreamKBarriers = 8;                             // at least the number of stages + 1
-constexpr int kStreamKMmaTokens = 16;                           // rows up to which mma.sync beats wgmma
-constexpr int kStreamKMaxSharers = 40;                          // about the most CTAs that share a tile
-constexpr int kStreamKMaxCtas = 192;                            // CTAs
+constexpr int kStreamKWeights = kStreamKStrips * kMaxItemBytes;  // bytes of a stage
+constexpr int kStreamKProducers = 4;                             // producer warps
+constexpr int kStreamKWeightProducers = kStreamKProducers - 1;   // of these, for weights
+constexpr int kStreamKBarriers = 8;                              // at least the number of stages + 1
+constexpr int kStreamKMmaTokens = 16;                            // rows up to which mma.sync beats wgmma
+constexpr int kStreamKMaxSharers = 40;                           // about the most CTAs that share a tile
+constexpr int kStreamKMaxCtas = 192;                             // CTAs
 EXL2NB_BOTH constexpr int stream_k_stages(int NB) { return NB == 2 ? 4 : 3; }
 EXL2NB_BOTH constexpr int stream_k_unit(int NB) { return kUnitRows * NB * 8 * 2; }  // bytes of a unit's activations, 8 * NB rows
 EXL2NB_BOTH constexpr int stream_k_ring(int NB) { return NB == 8 ? 12 : 24; }       // units in the activation ring
@@ -81,7 +81,7 @@ struct StreamKArgs {
   const uint8_t* image;
   int num_parts, items, units, tiles, tokens;  // tiles of the whole GEMM
   float density;                               // CTAs per unit of the line, about
-  int begin[kStreamKMaxCtas + 1];              // first unit of each CTA's share, and the end
+  int begin[kStreamKMaxCtas + 1];              // CTA i has units begin[i] to begin[i + 1] - 1 of the line
   float* partial;                              // [CTA][began in its share][part]: partial sums
   const half* x;                               // groups of 8 * NB rows (fragment.cuh)
   int x_stride, x_perm_stride;
@@ -163,8 +163,6 @@ __device__ __forceinline__ void acquire_registers() {
 __device__ __forceinline__ int divide_small(int n, int d) {
   return __float2int_rz(__fdividef(static_cast<float>(n) + 0.5f, static_cast<float>(d)));
 }
-// Share of a CTA: units stream_k_begin(cta) .. stream_k_begin(cta + 1) - 1 of the line.
-__device__ __forceinline__ int stream_k_begin(const StreamKArgs& A, int cta) { return A.begin[cta]; }
 __device__ __forceinline__ int cta_of_unit(const StreamKArgs& A, int unit) {
   int cta = __float2int_rz(static_cast<float>(unit) * A.density);  // first guess
   while (A.begin[cta] > unit) cta--;
@@ -190,9 +188,9 @@ struct StreamKTile {
 // Calls f(tile, from, to) for every tile of this CTA's share; it has units [from, to) of it.
 template <class F>
 __device__ __forceinline__ void each_tile(const StreamKArgs& A, F f) {
-  const int end = stream_k_begin(A, blockIdx.x + 1);
+  const int end = A.begin[blockIdx.x + 1];
 #pragma unroll 1
-  for (int at = stream_k_begin(A, blockIdx.x); at < end;) {
+  for (int at = A.begin[blockIdx.x]; at < end;) {
     const StreamKTile tile(A, at);
     const int stop = min(end, tile.end());
     f(tile, at, stop);
@@ -291,7 +289,7 @@ struct StreamKProducer {
     if (strip >= tile.live) return;
     uint64_t* const bar = full + at.stage;
     const uint8_t* const from = p.data + (tile.first_strip + strip) * p.strip_bytes + it.offset;
-    uint8_t* const to = weights + at.stage * kStreamKWeights + strip * kSlot;
+    uint8_t* const to = weights + at.stage * kStreamKWeights + strip * kMaxItemBytes;
     copy_once(to + begin * unit, from + begin * unit, complete ? it.bytes : (end - begin) * unit, bar);
     if (!complete && rest) copy_once(to + it.units * unit, from + it.units * unit, rest, bar);
   }
@@ -379,7 +377,7 @@ struct RowFactors {
 struct KeptSums {
   uint8_t* slot;  // of the first stage
   __device__ __forceinline__ float4* place(int k, int lane) const {
-    constexpr int kEach = kSlot / 512;
+    constexpr int kEach = kMaxItemBytes / 512;
     return reinterpret_cast<float4*>(slot + k / kEach * kStreamKWeights + k % kEach * 512) + lane;
   }
   __device__ __forceinline__ void put(int k, int lane, const float (&y)[4]) const {
@@ -505,13 +503,13 @@ struct alignas(16) TileSharers {
   __device__ __forceinline__ TileSharers(const StreamKArgs& A, const StreamKTile& tile) {
     part = tile.part, first_strip = tile.first_strip;
     first = from1 = cta_of_unit(A, tile.begin), count0 = cta_of_unit(A, tile.end() - 1) - first + 1, count1 = 0;
-    writers = count0 - (stream_k_begin(A, first + count0) > tile.end()), rank = static_cast<int>(blockIdx.x) - first;
+    writers = count0 - (A.begin[first + count0] > tile.end()), rank = static_cast<int>(blockIdx.x) - first;
     if (rank >= writers || count0 == 1) writers = 0;
     own = 0;
     if (A.paired) {
       const int middle = tile.part_end(A, 0), last = first + count0;
       count0 = cta_of_unit(A, middle - 1) - first + 1, from1 = cta_of_unit(A, middle), count1 = last - from1;
-      own = stream_k_begin(A, blockIdx.x + 1) > middle;
+      own = A.begin[blockIdx.x + 1] > middle;
     }
   }
 };
@@ -543,11 +541,11 @@ struct StreamKEpilogue {
       store_tile<NB>(A, tile, factors, warp, lane, y);
     } else {
       int writers = 0, rank = 0;
-      if (NB == 8 && !exclusive && to == stream_k_begin(A, blockIdx.x + 1)) {
+      if (NB == 8 && !exclusive && to == A.begin[blockIdx.x + 1]) {
         barrier_wait(ready, 0);
         if (p == last->own) writers = last->writers, rank = last->rank;
       }
-      store_partials<NB>(place(blockIdx.x, tile.begin >= stream_k_begin(A, blockIdx.x), p), A.tokens, warp, lane, y, kept, writers, rank);
+      store_partials<NB>(place(blockIdx.x, tile.begin >= A.begin[blockIdx.x], p), A.tokens, warp, lane, y, kept, writers, rank);
     }
   }
   // Finishes a tile of this CTA alone that needs an epilogue from memory.
@@ -768,7 +766,7 @@ __device__ __forceinline__ void run_stream_k(const StreamKArgs& A, uint8_t* shar
   if (warp >= kStreamKWarps) {
     release_registers();
     if (warp == kStreamKWarps + kStreamKWeightProducers) {
-      const TileSharers last(A, StreamKTile(A, stream_k_begin(A, blockIdx.x + 1) - 1));
+      const TileSharers last(A, StreamKTile(A, A.begin[blockIdx.x + 1] - 1));
       if (lane == 0) *s.last = last;
       warp_arrive(s.ready, lane);
     }
@@ -782,7 +780,7 @@ __device__ __forceinline__ void run_stream_k(const StreamKArgs& A, uint8_t* shar
   __syncwarp();
   warp_arrive(s.ready, lane);
   const Product product(s.tokens);
-  const StreamKEpilogue<NB> epilogue{A, s.factors, s.last, s.ready, {s.weights + warp * kSlot}, warp, lane};
+  const StreamKEpilogue<NB> epilogue{A, s.factors, s.last, s.ready, {s.weights + warp * kMaxItemBytes}, warp, lane};
   StreamKCursor<NB> at;
   each_tile(A, [&](const StreamKTile& tile, int from, int to) {
     const bool exclusive = to - from == tile.units;
@@ -790,7 +788,7 @@ __device__ __forceinline__ void run_stream_k(const StreamKArgs& A, uint8_t* shar
     for (int p = 0; p <= (A.paired ? 1 : 0); p++) {
       float y[NB][4] = {};
       StreamKConsumer<NB, Product> run{
-          s, product, StreamKItems(A, s.items, s.ends, tile, p, from, to), at, s.weights + warp * kSlot, lane, {}, 0, 0, false};
+          s, product, StreamKItems(A, s.items, s.ends, tile, p, from, to), at, s.weights + warp * kMaxItemBytes, lane, {}, 0, 0, false};
       if (run.share.more()) {
         run.run(y);
         epilogue.store_sums(tile, p, to, exclusive, y);
