@@ -143,10 +143,8 @@ __device__ __forceinline__ void compute_item(const ItemDesc& it, const uint8_t* 
   const auto any_width = [&](auto one) {  // the most common width first
     if (it.scales())
       dispatch_bits<4, 3, 2, 8>(bits, [&](auto b) { with(std::true_type{}, one, b); });
-    else if (bits == 4)
-      with(std::false_type{}, one, std::integral_constant<int, 4>{});
     else
-      dispatch_bits<3, 5, 2, 6, 8, 16>(bits, [&](auto b) { with(std::false_type{}, one, b); });
+      dispatch_bits<4, 3, 5, 2, 6, 8, 16>(bits, [&](auto b) { with(std::false_type{}, one, b); });
   };
   it.one() ? any_width(std::true_type{}) : any_width(std::false_type{});
 }

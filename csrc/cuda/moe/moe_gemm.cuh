@@ -520,7 +520,17 @@ __global__ void __launch_bounds__(kThreads, PATH == kBulk ? 2 : 1) expert_up(con
   const int own = threadIdx.x < strips * 16 ? row_of_column(threadIdx.x) : 0;
 #pragma unroll 1
   for (int i = Row::place(0); i < n.width; i += 4 * kThreads) {
-    const float4 v = Row::scaled<false>(norm, n, written<false>(x, i, n.width), i);
+    float4 v = written<false>(x, i, n.width);
+    v.x = (v.x - norm.mean) * norm.factor, v.y = (v.y - norm.mean) * norm.factor;
+    v.z = (v.z - norm.mean) * norm.factor, v.w = (v.w - norm.mean) * norm.factor;
+    if (n.weight) {
+      const float4 w = constant<false>(n.weight, i, n.width);
+      v.x *= w.x, v.y *= w.y, v.z *= w.z, v.w *= w.w;
+    }
+    if (n.bias) {
+      const float4 b = constant<false>(n.bias, i, n.width);
+      v.x += b.x, v.y += b.y, v.z += b.z, v.w += b.w;
+    }
     put_input<false>(S.xs, E.x_stride, perms, inverses, i, n.width, v);
   }
 #pragma unroll 1

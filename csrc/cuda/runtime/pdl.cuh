@@ -78,6 +78,18 @@ __device__ __forceinline__ void bulk_copy(void* to, const void* from, uint32_t b
                "r"(bytes), "r"(shared_address(b))
                : "memory");
 }
+// With an L2 cache policy.
+__device__ __forceinline__ void bulk_copy(void* to, const void* from, uint32_t bytes, uint64_t* b, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;" ::"r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(policy)
+      : "memory");
+}
+__device__ __forceinline__ uint64_t evict_first_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0,1.0;" : "=l"(policy));
+  return policy;
+}
 #else
 __device__ __forceinline__ void barrier_init(uint64_t*, int) {}
 __device__ __forceinline__ void barrier_fence() {}

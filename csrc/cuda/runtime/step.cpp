@@ -453,7 +453,7 @@ std::string step_workspace(const Program& program, int capacity, size_t& bytes, 
   Layout layout{};
   const std::string wrong = lay_out(program, capacity, layout);
   if (!wrong.empty()) return wrong;
-  bytes = layout.bytes, vocab = vocab_of(program);
+  bytes = layout.bytes, vocab = Weight(program.head().blob).header().N;
   return "";
 }
 

@@ -128,7 +128,4 @@ inline std::string lay_out(const Program& program, int tokens, Layout& layout) {
   return "";
 }
 
-// Logits per row.
-inline int64_t vocab_of(const Program& program) { return Weight(program.head().blob).header().N; }
-
 }  // namespace exl2nb

@@ -148,20 +148,9 @@ struct Pass {
   }
 };
 
-// Barriers and copies.
+// Barriers.
 __device__ __forceinline__ void consumer_sync() { asm volatile("bar.sync 1,%0;" ::"n"(kConsumerThreads) : "memory"); }
 __device__ __forceinline__ void grid_arrive(unsigned* c) { asm volatile("red.relaxed.gpu.global.add.u32 [%0],1;" ::"l"(c) : "memory"); }
-__device__ __forceinline__ void copy_weights(void* to, const void* from, uint32_t bytes, uint64_t* b, uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;" ::"r"(shared_address(to)),
-      "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(policy)
-      : "memory");
-}
-__device__ __forceinline__ uint64_t evict_first_policy() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0,1.0;" : "=l"(policy));
-  return policy;
-}
 
 // Producer and poll warp.
 __device__ __forceinline__ void produce_weights(const PersistentArgs& C, uint8_t* shared, uint64_t* full, uint64_t* empty, int block) {
@@ -177,7 +166,7 @@ __device__ __forceinline__ void produce_weights(const PersistentArgs& C, uint8_t
     }
     issued++;
     barrier_expect(full + stage, bytes);
-    if (bytes) copy_weights(shared + C.smem.ring + stage * C.smem.stage_bytes, from, bytes, full + stage, policy);
+    if (bytes) bulk_copy(shared + C.smem.ring + stage * C.smem.stage_bytes, from, bytes, full + stage, policy);
     if (++stage == C.smem.stages) stage = 0, phase ^= 1;
   };
 #pragma unroll 1

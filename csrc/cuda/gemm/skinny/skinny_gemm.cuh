@@ -200,13 +200,10 @@ __device__ __forceinline__ int row_of(const GemmArgs& A, int m) { return A.rows 
 // Activations in shared memory: copied, or computed from residual rows. before(): what depends on no earlier kernel. put(): true if bulk
 // copies are in flight, counted by `bar`.
 struct StagedInput {
-  static __device__ __forceinline__ void clear(const GemmArgs& A, const SkinnySmem& S) {
-    const int vectors = A.perms * A.tokens * A.x_stride / 8;
-    for (int v = threadIdx.x; v < vectors; v += kThreads) reinterpret_cast<uint4*>(S.xs)[v] = make_uint4(0, 0, 0, 0);
-  }
   static __device__ __forceinline__ void before(const GemmArgs& A, const SkinnySmem& S) {
     if (!A.from.x) return;
-    clear(A, S);
+    const int vectors = A.perms * A.tokens * A.x_stride / 8;
+    for (int v = threadIdx.x; v < vectors; v += kThreads) reinterpret_cast<uint4*>(S.xs)[v] = make_uint4(0, 0, 0, 0);
     const auto touch = [&](const void* p) {  // prefetch
       if (p)
         for (int i = Row::place(0); i < A.from.norm.width; i += 4 * kThreads) prefetch_word(static_cast<const uint32_t*>(p) + i);

@@ -94,8 +94,6 @@ bool stream_k_fuses_gate(const GemmArgs& a) {
   return a.gated && a.num_parts == 2 && a.part[0].outputs == a.part[1].outputs && a.part[0].outputs % 4 == 0;
 }
 
-bool stream_k_fuses_residual(const GemmArgs& a) { return a.num_parts == 1; }
-
 const char* stream_k_launch(const GemmArgs& a, int group, const StreamKNext& next, void* workspace, void* stream, bool pdl) {
   if (a.squares && a.squares_count % 4) return "squares_count must be a multiple of 4 for stream-K";
   StreamKArgs m{};

@@ -30,7 +30,7 @@ bool stream_k_takes(const GemmArgs& a);
 // Partial sums of squares per row that a residual GEMM with `width` outputs leaves.
 inline int stream_k_squares(int width) { return (width + 255) / 256 * 16; }
 // Whether it can add to the residual.
-bool stream_k_fuses_residual(const GemmArgs& a);
+inline bool stream_k_fuses_residual(const GemmArgs& a) { return a.num_parts == 1; }
 // Whether gate and up run in one launch that writes the next input (no out, no residual).
 bool stream_k_fuses_gate(const GemmArgs& a);
 // Keys and values to prefetch into L2 for the attention that follows: the first `rows` tokens of each sequence, contiguous in a page of a
@@ -115,15 +115,7 @@ EXL2NB_BOTH constexpr int stream_k_image_at(int NB) {
 EXL2NB_BOTH inline int stream_k_shared(const StreamKArgs& a, int NB) { return stream_k_image_at(NB) + stream_k_image(a); }
 
 #if __CUDA_ARCH__ >= 900
-// Weights are evict-first in L2; images, which every CTA reads first, are evict-last.
-__device__ __forceinline__ void copy_once(void* to, const void* from, uint32_t bytes, uint64_t* b) {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0,1.0;" : "=l"(policy));
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;" ::"r"(shared_address(to)),
-      "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(policy)
-      : "memory");
-}
+// Images, which every CTA reads first, are evict-last in L2; weights are evict-first.
 __device__ __forceinline__ uint4 load_kept(const void* from) {
   uint64_t policy;
   uint4 v;
@@ -290,8 +282,8 @@ struct StreamKProducer {
     uint64_t* const bar = full + at.stage;
     const uint8_t* const from = p.data + (tile.first_strip + strip) * p.strip_bytes + it.offset;
     uint8_t* const to = weights + at.stage * kStreamKWeights + strip * kMaxItemBytes;
-    copy_once(to + begin * unit, from + begin * unit, complete ? it.bytes : (end - begin) * unit, bar);
-    if (!complete && rest) copy_once(to + it.units * unit, from + it.units * unit, rest, bar);
+    bulk_copy(to + begin * unit, from + begin * unit, complete ? it.bytes : (end - begin) * unit, bar, evict_first_policy());
+    if (!complete && rest) bulk_copy(to + it.units * unit, from + it.units * unit, rest, bar, evict_first_policy());
   }
   // Activations of an item; also expects all bytes of its stage.
   __device__ __forceinline__ void fetch_tokens(const StreamKPart& p, const StreamKTile& tile, const Item& it, int begin, int end,
