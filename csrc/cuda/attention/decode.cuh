@@ -766,8 +766,11 @@ struct Decode : DecodeShape<KF, VF, D, NT> {
       *reinterpret_cast<uint4*>(at + swizzled<D>(i)) = *reinterpret_cast<const uint4*>(sh.k + skip * kRow + i);
       *reinterpret_cast<uint4*>(at + kCodes + swizzled<D>(i)) = *reinterpret_cast<const uint4*>(sh.v + skip * kRow + i);
     }
-    put_rows<kScaleRow, kScaleRow>(at + 2 * kCodes, sh.k_scale + skip * kScaleRow, from, to, lane);
-    put_rows<kScaleRow, kScaleRow>(at + 2 * kCodes + kScales, sh.v_scale + skip * kScaleRow, from, to, lane);
+#pragma unroll 1
+    for (int i = from * kScaleRow + lane * 2; i < to * kScaleRow; i += 64) {
+      *reinterpret_cast<uint16_t*>(at + 2 * kCodes + i) = *reinterpret_cast<const uint16_t*>(sh.k_scale + skip * kScaleRow + i);
+      *reinterpret_cast<uint16_t*>(at + 2 * kCodes + kScales + i) = *reinterpret_cast<const uint16_t*>(sh.v_scale + skip * kScaleRow + i);
+    }
     __syncwarp();
   }
   // Quantises query row r, one dim per lane and slot, into shared memory in the order of the MMAs.
