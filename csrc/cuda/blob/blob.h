@@ -35,7 +35,6 @@ struct GptqPacking {
   int K, N, stored, bits;
 };
 
-// Unpacking.
 constexpr int kStrips = 4, kUnpackWarps = 4, kUnitsPerWarp = 2;
 
 struct UnpackPart {

@@ -37,8 +37,6 @@ const char* gates_launch(const GatesArgs&, int tokens, void*, bool pdl);
 const char* embed_launch(const EmbedArgs&, int tokens, void*, bool pdl);
 const char* rows_launch(const RowsArgs&, int rows, void*, bool pdl);
 
-// ---- prefill (prefill.cu)
-
 constexpr int kNormThreads = 256, kGateThreads = 256;  // of a CTA
 
 // out f16 (tokens, width) = norm of x f32, clamped to finite values. weight, bias f32 (width,); weight null: no norm; bias may be null.

@@ -27,8 +27,6 @@ struct GptqBlock {
 int64_t gptq_scratch_bytes(const GptqBlock& block);
 const char* gptq_block_launch(const GptqBlock& block, void* stream);  // nullptr, or what went wrong
 
-// ---- kernels
-
 constexpr int kLanes = 32, kGptqWarps = 8, kStage = 64;
 constexpr int kGrid = 16, kCandidates = 24, kSpan = 4, kEach = kCandidates / kGptqWarps;
 
