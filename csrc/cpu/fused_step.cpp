@@ -41,7 +41,7 @@ void each_order(const uint8_t* blob, int64_t rows, uint8_t* memory, const F& f) 
     for (int j = 0; j < i && !known; j++) known = quantised(parts(blob)[j]) && parts(blob)[j].perm == part.perm;
     if (known) continue;
     const int64_t stored = stored_rows(blob, part);
-    const Codes codes{stored + kQuantPad, stored / kBlockRows, memory};
+    const Codes codes{stored + kQuantPad, stored / kKBlockRows, memory};
     memory += codes.bytes(rows);
     f(part, codes);
   }

@@ -9,22 +9,22 @@ bool inside(int64_t offset, int64_t size, int64_t bytes) {
 
 const char* check_quantised(const uint8_t* blob, int64_t bytes, int K, const BlobPart& p) {
   const bool exl2 = p.kind == kExl2;
-  if (exl2 && K % kBlockRows) return "K of an EXL2 part is no multiple of 32";
+  if (exl2 && K % kKBlockRows) return "K of an EXL2 part is no multiple of 32";
   if (p.flags & ~(exl2 ? 0 : kZeros | kWideScales)) return "a part has unknown flags";
-  if (p.num_groups <= 0 || p.num_groups > (exl2 ? K / kBlockRows : K)) return "number of groups is wrong";
+  if (p.num_groups <= 0 || p.num_groups > (exl2 ? K / kKBlockRows : K)) return "number of groups is wrong";
   if (!inside(p.groups, int64_t(p.num_groups) * sizeof(BlobGroup), bytes)) return "group table is outside";
   if (exl2 && !inside(p.tables, int64_t(p.num_groups) * 64, bytes)) return "step tables are outside";
   const auto* groups = reinterpret_cast<const BlobGroup*>(blob + p.groups);
-  const int64_t most = exl2 ? K : int64_t(K) * kBlockRows;  // padding: at most a k-block per row
+  const int64_t most = exl2 ? K : int64_t(K) * kKBlockRows;  // padding: at most a k-block per row
   int64_t row = 0, offset = prefix_bytes(p);
   for (int g = 0; g < p.num_groups; g++) {
     const BlobGroup& group = groups[g];
     const int b = group.bits;
     if (b < 2 || b > 8 || b == 7) return "a group's width is not 2, 3, 4, 5, 6 or 8";
-    if (group.first_row != row || group.rows <= 0 || group.rows % kBlockRows || group.offset != offset) return "group table is wrong";
+    if (group.first_row != row || group.rows <= 0 || group.rows % kKBlockRows || group.offset != offset) return "group table is wrong";
     row += group.rows;
     offset += int64_t(group.rows) * b * 2;
-    if (row > most || row > 0x7fffffff - kBlockRows) return "groups hold more rows than K";
+    if (row > most || row > 0x7fffffff - kKBlockRows) return "groups hold more rows than K";
   }
   if (row < K) return "groups hold fewer rows than K";
   if (p.tile_bytes != offset) return "tile size is wrong";

@@ -32,7 +32,7 @@ namespace exl2nb {
 
 constexpr int64_t kBlobMagic = 0x3157424e324c5845;  // "EXL2NBW1"
 constexpr int32_t kBlobVersion = 1;
-constexpr int kTile = 16, kBlockRows = 32, kAlign = 64, kScaleBytes = 8;
+constexpr int kTile = 16, kKBlockRows = 32, kAlign = 64, kScaleBytes = 8;
 
 enum Kind : int32_t { kDenseF32 = 0, kDenseF16 = 1, kDenseBF16 = 2, kExl2 = 3, kGptq = 4 };
 enum Flags : int32_t { kZeros = 1, kWideScales = 2 };  // of a GPTQ part; others have none
