@@ -21,8 +21,8 @@ FLOAT, DOUBLE = 4, 8
 PER_WEIGHT = 20  # bytes that rounding takes for each weight of one matrix: shifted targets, stored orders, working copy, codes
 PER_HEAD_WEIGHT = 10  # the same for the head, whose columns keep their order, without targets
 FACTOR = 20  # bytes per number of a Hessian while it is factored, itself not counted
-PROBED, PACKED = 8, 3  # bytes of a weight while plans are tried: dense and as one plan has it; on the host, in three ways
-TRIED = 16  # plans at once
+PROBED, PACKED = 8, 3  # bytes of a weight while allocations are tried: dense and as one allocation has it; on the host, in three ways
+TRIED = 16  # allocations at once
 SLACK = 1.1  # what an allocator does not give back at once
 SPLIT = 20  # bytes per number of a factor while it is split (ops.bf16x3)
 
@@ -52,7 +52,7 @@ class _Sizes:
 
     weights, largest, head: numbers in a layer's matrices, in one of them, in the head. widest: inputs of a matrix. moment: bytes of its
     sum of products. inputs, products: bytes of a layer's Hessians, and of its products of gradients. sweep, quantize: shapes of their
-    streams. tried: bytes of the streams of plans that are tried.
+    streams. tried: bytes of the streams of allocations that are tried.
     """
 
     def __init__(self, config: ModelConfig, rows: int, length: int, report_rows: int) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from exl2nb.converter.allocation import Choice, Plan
+from exl2nb.converter.allocation import Allocation, Choice
 from exl2nb.converter.calibration import Rows
 from exl2nb.converter.experts import expert_inputs
 from exl2nb.converter.gptq import dense, quantize_stored
@@ -41,7 +41,7 @@ class Rounding:
 
     strength: of asymmetric calibration, 0 to 1. coupled: columns of a matrix are rounded together. refresh: inputs inside a layer come from
     what is already quantised of it. weighted: tokens count half by how much the prediction depends on them. damping: added to the diagonal
-    of a Hessian, as a share of its mean. folded: channels between v and o, up and down are scaled first (converter.folds).
+    of a Hessian, as a share of its mean. folded: channels between v and o, up and down are scaled first (converter.equalization).
     """
 
     strength: float = 0.5
@@ -240,7 +240,9 @@ class Made:
     quality: Quality | None = None
 
 
-def quantize_model(context: Context, rows: Rows, measurement: Measurement, plan: Plan, statistics: str, rounding: Rounding) -> Made:
+def quantize_model(
+    context: Context, rows: Rows, measurement: Measurement, allocation: Allocation, statistics: str, rounding: Rounding
+) -> Made:
     """Quantise every layer and the head into the work folder; those that are there already are taken over.
 
     Args:
@@ -248,8 +250,8 @@ def quantize_model(context: Context, rows: Rows, measurement: Measurement, plan:
         statistics: key of the statistics on these rows.
     """
     held_out, weights, work, config = rows.report, context.weights, context.work, context.weights.config
-    made = Made(hash_of(statistics, rounding, list(plan.groups().items())))
-    layers, filed = config.num_layers, _Filed(weights, work, made, {c.key: c for c in plan.choices})
+    made = Made(hash_of(statistics, rounding, list(allocation.groups().items())))
+    layers, filed = config.num_layers, _Filed(weights, work, made, {c.key: c for c in allocation.choices})
     streams = Streams.of(config, weights.ends(), torch.cat([rows.hessians, held_out]), rows.used, work.directory)
     with context.meter("quantize", total=layers + 1, unit="layers") as meter:
         for layer in range(layers):

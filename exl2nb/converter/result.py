@@ -139,7 +139,7 @@ class Conversion:
     matrices; head and embedding not counted. nbytes: of the
     weight files. matrices: in running order, the head last. seconds: per stage. measurement: pass it to the next conversion of this model.
     resumed_layers: layers taken over from an interrupted run. quality: on held-out rows of the calibration text, None without any.
-    device: "cpu" or "cuda", where it was computed. polished: what trying plans found, None where none was tried.
+    device: "cpu" or "cuda", where it was computed. polished: what the polish stage found, None where it did not run.
     asked: the target, the head's bits, overrides and whether choices were frozen, as they were given.
     """
 

@@ -42,7 +42,7 @@ class Channel:
         if self.waker is not None:
             self._wake()
 
-    def note(self, done: int, total: int) -> None:
+    def report_progress(self, done: int, total: int) -> None:
         """Engine: so much of the prompt is in the cache."""
         self.progress = (done, total)
         self._wake()
@@ -96,7 +96,7 @@ class Handle:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._over = False
-        self._bell: _Bell | None = None
+        self._loop_waker: _LoopWaker | None = None
         self.owner: object = None  # kept alive as long as this handle: the loaded model
         self.companions: list[Handle] = []  # of the other sequences that this request runs on; dropping them would cancel it
 
@@ -244,15 +244,15 @@ class Handle:
 
     async def _wait_async(self) -> list[Token] | None:
         channel = self._channel
-        if self._bell is None or self._bell.loop is not asyncio.get_running_loop():
-            self._bell = _Bell(asyncio.get_running_loop())
-            channel.waker = self._bell.ring
+        if self._loop_waker is None or self._loop_waker.loop is not asyncio.get_running_loop():
+            self._loop_waker = _LoopWaker(asyncio.get_running_loop())
+            channel.waker = self._loop_waker.wake
         while True:
-            rung = self._bell.listen()
+            woken = self._loop_waker.listen()
             try:
                 return channel.items.get_nowait()
             except queue.Empty:
-                await asyncio.wait([rung], timeout=TICK_S)  # not wait_for: before Python 3.12 that can swallow a cancellation
+                await asyncio.wait([woken], timeout=TICK_S)  # not wait_for: before Python 3.12 that can swallow a cancellation
 
     def _raise_error(self) -> None:
         if self._over and self._channel.error is not None:
@@ -272,26 +272,26 @@ class Handle:
                 return
 
 
-class _Bell:
+class _LoopWaker:
     """Wakes a coroutine from another thread. Knows nothing of the handle, which must be free to be dropped."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._rung: asyncio.Future[None] = loop.create_future()
+        self._woken: asyncio.Future[None] = loop.create_future()
 
     def listen(self) -> asyncio.Future[None]:
-        """A future that is done at the next ring."""
-        if self._rung.done():
-            self._rung = self.loop.create_future()
-        return self._rung
+        """A future that is done at the next `wake`."""
+        if self._woken.done():
+            self._woken = self.loop.create_future()
+        return self._woken
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """From any thread; RuntimeError when the loop is closed."""
         self.loop.call_soon_threadsafe(self._set)
 
     def _set(self) -> None:
-        if not self._rung.done():
-            self._rung.set_result(None)
+        if not self._woken.done():
+            self._woken.set_result(None)
 
 
 # ---- Several requests as one thing: their chunks as they come, each with the number of its request. Knows no engine.

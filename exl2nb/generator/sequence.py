@@ -73,7 +73,7 @@ class Sequence:
         self.drafted = 0  # ids at the end that are draft tokens
         self.rewinds: list[Rewind] = []
         self._healed = None if healed is None else healed.allowed
-        self._barred: dict[int, set[int]] = {}  # place -> tokens that led to a banned text there
+        self._banned_at: dict[int, set[int]] = {}  # position -> tokens that led to a banned text there
         self._rows: list[np.ndarray] = []  # raw logits of each new token, if asked for
         self._stopped_by: str | int | None = None
         self._handed = 0
@@ -135,7 +135,7 @@ class Sequence:
     def start(self) -> None:
         """It takes part from the next step on."""
         self._started = self._started or time.perf_counter()
-        self.channel.note(self.computed, len(self.request.prompt_ids))
+        self.channel.report_progress(self.computed, len(self.request.prompt_ids))
 
     # ---- a step
 
@@ -201,11 +201,11 @@ class Sequence:
         return reason
 
     def _choose(self, row: np.ndarray) -> tuple[Sampled, str]:
-        barred = self._barred.get(len(self.ids), ()) if self._barred else ()
-        self.sampler.retry = len(barred)  # another random number: the same one would favour the neighbours of what was banned
+        banned = self._banned_at.get(len(self.ids), ()) if self._banned_at else ()
+        self.sampler.retry = len(banned)  # another random number: the same one would favour the neighbours of what was banned
         allowed = self._healed if self.new_tokens == 0 else None
-        sampled, forced = choose(row, self.sampler, top=self.request.top_logprobs, banned=barred, allowed=allowed)
-        return sampled, "forced" if forced else "rewound" if barred else "target"
+        sampled, forced = choose(row, self.sampler, top=self.request.top_logprobs, banned=banned, allowed=allowed)
+        return sampled, "forced" if forced else "rewound" if banned else "target"
 
     def _take(self, sampled: Sampled, row: np.ndarray | None, source: str, now: float | None = None) -> str | None:
         token_id, ids, output = sampled[0], self.ids, self.output
@@ -245,8 +245,8 @@ class Sequence:
         del self._rows[max(0, len(self._rows) - count) :]
         self.sampler.rewind(count)
         place = len(self.ids)
-        self._barred = {at: ids for at, ids in self._barred.items() if at <= place}
-        self._barred.setdefault(place, set()).add(rewind.ids[0])
+        self._banned_at = {at: ids for at, ids in self._banned_at.items() if at <= place}
+        self._banned_at.setdefault(place, set()).add(rewind.ids[0])
 
     # ---- what goes out
 

@@ -213,9 +213,9 @@ class SamplingParams:
         from exl2nb.sampling.filters import active_filters
 
         rows = {"seed": "a fresh one for each answer" if self.seed is None else str(self.seed)}
-        for link in active_filters(self):
-            told = {name: str(getattr(self, name))[:60] for name in link.fields if getattr(self, name) != _DEFAULTS[name]}
-            rows[link.name] = ", ".join(value if name == link.name else f"{name} {value}" for name, value in told.items()) or "on"
+        for used in active_filters(self):
+            told = {name: str(getattr(self, name))[:60] for name in used.fields if getattr(self, name) != _DEFAULTS[name]}
+            rows[used.name] = ", ".join(value if name == used.name else f"{name} {value}" for name, value in told.items()) or "on"
         rows["draw"] = "greedy: the most probable token" if self.greedy else "by a random number"
         return facts("sampling, in the order in which it applies", rows)
 

@@ -18,7 +18,7 @@ from exl2nb.core.options import make
 from exl2nb.sampling.constraint import Constraint
 from exl2nb.sampling.draw import check_left, highest_logit, inverse_cdf
 from exl2nb.sampling.explanation import Explanation, Step
-from exl2nb.sampling.filters import CONSTRAINT, WHOLE, entropy_temperature
+from exl2nb.sampling.filters import ALL_TOKENS, CONSTRAINT, entropy_temperature
 from exl2nb.sampling.params import SamplingParams
 from exl2nb.sampling.state import SamplerState, Words, fresh_seed
 
@@ -82,13 +82,13 @@ def explain_state(row: np.ndarray, state: SamplerState, *, tokenizer: Pieces | N
     """`explain` for a request as it stands: f32 `(V,)`, and the state before the token is pushed. Neither is changed."""
     highest_logit(row)
     recorder = _Recorder(row)
-    links = (CONSTRAINT, *state.recipe.links) if state.constraint is not None else state.recipe.links
+    filters = (CONSTRAINT, *state.chain.filters) if state.constraint is not None else state.chain.filters
     logits = row
-    for link in links:
+    for step in filters:
         check_left(logits.max())
-        heat = _division(link.name, logits, state)
-        logits = link.apply(logits, state, WHOLE)
-        recorder.add(link.name, {name: getattr(state.params, name) for name in link.fields}, logits, heat)
+        heat = _division(step.name, logits, state)
+        logits = step.apply(logits, state, ALL_TOKENS)
+        recorder.add(step.name, {name: getattr(state.params, name) for name in step.fields}, logits, heat)
     greedy = state.params.greedy
     uniform = None if greedy else state.uniform()
     token = int(logits.argmax()) if uniform is None else inverse_cdf(logits, uniform)
@@ -117,7 +117,7 @@ class _Recorder:
         self._add("logits", {}, row, self._probs)
 
     def add(self, name: str, settings: dict[str, Any], logits: np.ndarray, heat: float) -> None:
-        """The row after one more link, which divided by `heat`."""
+        """The row after one more filter, which divided by `heat`."""
         before, self._probs = self._probs, _softmax(logits)
         self._heat *= heat
         self._add(name, settings, logits, before)

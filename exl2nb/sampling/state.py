@@ -125,12 +125,12 @@ class Words(Protocol):
 
 # ---- The chain of one request, prepared once: which filters in which order, and which tokens can be left out before they run.
 
-NARROWING = ("top_k", "top_p", "top_a", "min_p")  # in this order `chain.narrow` knows what they leave
-PLAIN = ("temperature", "top_k", "top_p", "min_p")  # what `ops.draw_rows` does, in its order
+PRESELECTED = ("top_k", "top_p", "top_a", "min_p")  # in this order `chain.preselect` knows what they leave
+FUSED = ("temperature", "top_k", "top_p", "min_p")  # what `ops.draw_rows` does, in its order
 
 
 class Bounds(NamedTuple):
-    """What `narrow` may count on: these cuts follow each other, on logits still to be divided by `temperature`."""
+    """Settings of the cuts that `preselect` may rely on: these cuts follow each other, on logits still to be divided by `temperature`."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -140,60 +140,60 @@ class Bounds(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Links in order.
+class PreparedChain:
+    """The active filters of one request, in order, and which tokens may be left out before the late cuts run.
 
-    first: masks and penalties, on whole rows. lead: cuts on whole rows. rest: cuts on what `bounds` leaves, None = on everything.
-    consumer: the place in `rest` of the link that takes `left_out` into account.
-    cuts: temperature, top_k, top_p and min_p where these, following each other, are all the cuts there are; then one op draws the row.
+    penalties: masks and penalties, on whole rows. early_cuts: on whole rows. late_cuts: on the candidates that `bounds` leaves, None = on
+    whole rows. left_out_at: index in `late_cuts` of the filter that takes `Candidates.left_out` into account.
+    fused: temperature, top_k, top_p and min_p where these, following each other, are all the cuts there are; then one op draws the row.
     """
 
-    first: tuple[Filter, ...]
-    lead: tuple[Filter, ...]
-    rest: tuple[Filter, ...]
+    penalties: tuple[Filter, ...]
+    early_cuts: tuple[Filter, ...]
+    late_cuts: tuple[Filter, ...]
     bounds: Bounds | None
-    consumer: int
-    cuts: tuple[float, float, float, float] | None = None
+    left_out_at: int
+    fused: tuple[float, float, float, float] | None = None
 
     @property
-    def links(self) -> tuple[Filter, ...]:
+    def filters(self) -> tuple[Filter, ...]:
         """All of them, in order."""
-        return self.first + self.lead + self.rest
+        return self.penalties + self.early_cuts + self.late_cuts
 
 
-def recipe(params: SamplingParams) -> Recipe:
+def prepare(params: SamplingParams) -> PreparedChain:
     """The chain that `params` ask for; the cuts do not apply to a greedy request."""
-    return _recipe(replace(params, post_sampling=(), seed=None))  # kept by neither: functions may hold whole models
+    return _prepare(replace(params, post_sampling=(), seed=None))  # the cache keeps neither: functions may hold whole models
 
 
 @lru_cache(maxsize=1024)
-def _recipe(params: SamplingParams) -> Recipe:
-    first = tuple(f for f in MASKS + ordered(PENALTIES, params) if f.active(params))
+def _prepare(params: SamplingParams) -> PreparedChain:
+    penalties = tuple(f for f in MASKS + ordered(PENALTIES, params) if f.active(params))
     if params.greedy:
-        return Recipe(first, (), (), None, -1, (0.0, 0.0, 1.0, 0.0))
+        return PreparedChain(penalties, (), (), None, -1, (0.0, 0.0, 1.0, 0.0))
     cuts = [f for f in ordered(CUTS, params) if f.active(params)]
-    start = next((i for i, f in enumerate(cuts) if f.name in NARROWING), None)
+    start = next((i for i, f in enumerate(cuts) if f.name in PRESELECTED), None)
     if start is None:
-        return Recipe(first, (), tuple(cuts), None, -1, _plain(cuts, params))
+        return PreparedChain(penalties, (), tuple(cuts), None, -1, _fused(cuts, params))
     run = start
-    while run < len(cuts) and cuts[run].name in NARROWING[_place(cuts[run - 1], default=-1) + 1 if run > start else 0 :]:
+    while run < len(cuts) and cuts[run].name in PRESELECTED[_place(cuts[run - 1], default=-1) + 1 if run > start else 0 :]:
         run += 1
     names = {f.name for f in cuts[start:run]}
-    folded = start > 0 and cuts[start - 1].name == "temperature"
-    bounds = Bounds(**{name: getattr(params, name) for name in names}, temperature=params.temperature if folded else 1.0)
-    lead = start - folded
-    return Recipe(first, tuple(cuts[:lead]), tuple(cuts[lead:]), bounds, int(folded), _plain(cuts, params))
+    after_temperature = start > 0 and cuts[start - 1].name == "temperature"
+    bounds = Bounds(**{name: getattr(params, name) for name in names}, temperature=params.temperature if after_temperature else 1.0)
+    early = start - after_temperature
+    return PreparedChain(penalties, tuple(cuts[:early]), tuple(cuts[early:]), bounds, int(after_temperature), _fused(cuts, params))
 
 
-def _plain(cuts: Sequence[Filter], params: SamplingParams) -> tuple[float, float, float, float] | None:
-    names = [link.name for link in cuts]
-    if names != [name for name in PLAIN if name in names]:
+def _fused(cuts: Sequence[Filter], params: SamplingParams) -> tuple[float, float, float, float] | None:
+    names = [f.name for f in cuts]
+    if names != [name for name in FUSED if name in names]:
         return None
     return params.temperature, float(params.top_k), params.top_p, params.min_p
 
 
-def _place(link: Filter, default: int) -> int:
-    return NARROWING.index(link.name) if link.name in NARROWING else default
+def _place(f: Filter, default: int) -> int:
+    return PRESELECTED.index(f.name) if f.name in PRESELECTED else default
 
 
 def fresh_seed() -> int:
@@ -222,7 +222,7 @@ class SamplerState:
         constraint: Constraint | None = None,
     ) -> None:
         self.params = params
-        self.recipe: Recipe = recipe(params)
+        self.chain: PreparedChain = prepare(params)
         self.seed = fresh_seed() if params.seed is None else params.seed
         self.count = 0
         self.retry = 0  # draws at this position that were taken back; each retry uses another random number
@@ -232,7 +232,7 @@ class SamplerState:
         self.forced = False  # whether the grammar left the last draw no choice
         self._tokenizer = tokenizer
         self._past_mu: list[float] = []
-        self._tracks = any(f.name in _LOOKS_BACK for f in self.recipe.first)
+        self._tracks = any(f.name in _LOOKS_BACK for f in self.chain.penalties)
         self._remembers = self._tracks or params.mirostat
         self._fades = params.penalty_range > 0
         self._tallies = self._tracks and not self._fades
