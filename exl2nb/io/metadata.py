@@ -33,7 +33,7 @@ def metadata_folder(path_or_id: str | os.PathLike[str], revision: str | None = N
         path_or_id, revision: as `hub.resolve`; a local folder is itself.
 
     Yields:
-        The folder; for a model of the hub a temporary one with sparse weight files: right size, header, and the group tables of EXL2 matrices.
+        The folder. For a model of the hub a temporary one with sparse weight files: their size, header and group tables are right.
         Nothing goes into the hub's cache. Without a network, a complete earlier download is used.
 
     Raises:
