@@ -20,7 +20,8 @@ from exl2nb.converter.options import Groups, ParetoFront
 from exl2nb.core.errors import ConversionError, OptionError
 from exl2nb.io.hf_config import read_json
 from exl2nb.io.shards import TensorStore
-from exl2nb.quant.bits import WIDTHS, padded, stored_bits
+from exl2nb.model.layout import Linear
+from exl2nb.quant.bits import WIDTHS, bits_per_weight, padded, stored_bits
 from exl2nb.quant.exl2 import parse_groups
 
 if TYPE_CHECKING:
@@ -181,11 +182,10 @@ Override = float | tuple[float, float] | Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One matrix of an allocation.
+class MixedMatrix:
+    """A matrix and its mix of widths.
 
-    key: module key. role: "q", "down", ..., "head". layer: -1 for the head. groups: (bits, rows) from top to bottom. nbytes: on disk, bias
-    included. predicted_kl: nats per token. share: of the allocation's predicted KL, 0..1.
+    key: module key. role: "q", "down", ..., "head". layer: -1 for the head. groups: (bits, rows) from top to bottom.
     """
 
     key: str
@@ -194,14 +194,11 @@ class Choice:
     in_features: int
     out_features: int
     groups: Groups
-    nbytes: int
-    predicted_kl: float
-    share: float
 
     @property
     def bpw(self) -> float:
         """Bits per weight, everything stored but a bias."""
-        return stored_bits(self.groups, padded(self.out_features)) / (self.in_features * padded(self.out_features))
+        return bits_per_weight(self.groups, padded(self.out_features))
 
     @property
     def group_size(self) -> int:
@@ -211,15 +208,22 @@ class Choice:
     @property
     def mix(self) -> str:
         """Widths and rows, such as "5x32 4x224 g32"."""
-        return mix_of(self.groups)
+        rows: Counter[int] = Counter()
+        for bits, count in self.groups:
+            rows[bits] += count
+        return " ".join(f"{bits}x{count}" for bits, count in sorted(rows.items(), reverse=True)) + f" g{self.group_size}"
 
 
-def mix_of(groups: Sequence[tuple[int, int]]) -> str:
-    """Widths and rows of a matrix for people, such as "5x32 4x224 g32"."""
-    rows: Counter[int] = Counter()
-    for bits, count in groups:
-        rows[bits] += count
-    return " ".join(f"{bits}x{count}" for bits, count in sorted(rows.items(), reverse=True)) + f" g{groups[0][1]}"
+@dataclass(frozen=True)
+class Choice(MixedMatrix):
+    """One matrix of an allocation.
+
+    nbytes: on disk, bias included. predicted_kl: nats per token. share: of the allocation's predicted KL, 0..1.
+    """
+
+    nbytes: int
+    predicted_kl: float
+    share: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,15 +288,9 @@ class Allocation:
 
 
 @dataclass(frozen=True)
-class MatrixOptions:
-    """A matrix and the options that the solver may choose from. bias: whether one is stored with it."""
+class MatrixOptions(Linear):
+    """A matrix and the options that the solver may choose from."""
 
-    key: str
-    role: str
-    layer: int
-    in_features: int
-    out_features: int
-    bias: bool
     front: ParetoFront
 
 
