@@ -230,7 +230,7 @@ class Choice(MixedMatrix):
 class Allocation:
     """An allocation.
 
-    choices: in running order, the head last. target: what was asked for, for people. bpw: all that the layers store over the weights of
+    choices: in running order, the head last. target: the request as text. bpw: all that the layers store over the weights of
     their matrices; head and embedding not counted. nbytes: of the finished weight files. predicted_kl: nats per token, in all.
     """
 
@@ -303,7 +303,7 @@ def solve(matrices: Sequence[MatrixOptions], budget: int, *, where: str) -> list
     least = sum(int(matrix.front.bits[0]) for matrix in matrices)
     if least > budget:
         raise ConversionError(
-            f"{where}: these matrices take at least {least / 8:,.0f} bytes, found room for {max(0, budget) // 8:,}: ask for more"
+            f"{where}: these matrices take at least {least / 8:,.0f} bytes, the budget leaves {max(0, budget) // 8:,}; raise it"
         )
     picks = allocate_arrays([s.front.bits for s in matrices], [s.front.error for s in matrices], budget, limit_states=SOLVE_STATES)
     return [(s.front.groups(i), int(s.front.bits[i]), float(s.front.error[i])) for s, i in zip(matrices, picks)]

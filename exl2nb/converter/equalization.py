@@ -29,7 +29,7 @@ def equalize(weights: DenseWeights, ids: Tensor, step: Callable[[str], None] = l
 
     Args:
         ids: calibration rows int `(R, S)`, of which ROWS are run through it.
-        step: called with one line for people after every layer.
+        step: called with a line of text after every layer.
 
     Returns:
         Tensor name -> factors f32 on the CPU that broadcast to it.

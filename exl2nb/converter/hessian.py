@@ -64,7 +64,7 @@ class Factor:
     upper: Tensor
 
     def stored(self, weight: Tensor, cross: Tensor | None = None, strength: float = 0) -> Tensor:
-        """A matrix as rounding wants it, f32 `(K, N)`; with `cross` shifted so that its outputs on these inputs come nearer to those
+        """A matrix as rounding takes it, f32 `(K, N)`; with `cross` shifted so that its outputs on these inputs approach those
         on the dense model's inputs.
 
         Args:

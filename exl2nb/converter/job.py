@@ -52,7 +52,7 @@ class ConversionJob:
         report_rows: further rows of the same text, never calibrated on, for the quality in the report; fewer where the text is short.
         seed: of the rows and of the random changes that the sweep sends back.
         effort: "quick", "full" or "thorough".
-        work_dir: keeps work in progress and the measurement for later runs; None = a hidden folder beside `dst`, removed at the end.
+        work_dir: keeps work in progress and the measurement for later runs; None = a hidden folder next to `dst`, removed at the end.
         measurement: a Measurement, or a file written by its `save`, of the same model; None = measure.
         rounding: how codes are chosen (converter.quantization.Rounding).
         polish: try several allocations, each by its true KL on a few rows, and keep the best (converter.polish); not for models with
@@ -110,7 +110,7 @@ class ConversionJob:
         self._work_dir = Path(work_dir) if work_dir is not None else None
         work = self._work_dir.resolve() if self._work_dir is not None else None
         if work is not None and self.dst.resolve() in (work, *work.parents):
-            raise ConversionError(f"work_dir {work} lies in {self.dst}, which will be the converted model; choose another directory")
+            raise ConversionError(f"work_dir {work} is inside {self.dst}, which will be the converted model; choose another directory")
         self.device = pick_device(device)
         self._cancelled, self._go = False, threading.Event()
         self._go.set()

@@ -262,7 +262,7 @@ class Measurement:
 
 
 def others_of(config: ModelConfig) -> tuple[Other, ...]:
-    """What a model's files hold beside its matrices."""
+    """The tensors of a model's files other than its matrices."""
     layers = [layer_vectors(config, layer) for layer in range(config.num_layers)]
     return (
         *(Other(name, tuple(shape), True) for layer in layers for name, shape in layer.items()),

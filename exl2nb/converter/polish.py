@@ -41,7 +41,7 @@ def true_kl(
         ids: calibration rows int32 `(R, S)`.
         judged: rows int32 `(J, S')` that share nothing with them.
         allocations: module key -> groups.
-        step: called with one line for people after every layer and the head.
+        step: called with a line of text after every layer and the head.
 
     Returns:
         f64 `(len(allocations), J)`: nats per token, a mean per row.
@@ -72,7 +72,7 @@ def true_kl(
 
 
 def _inputs(weights: DenseWeights, layer: int, tensors: Mapping[str, Tensor], x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Hessians of a layer's inputs, and the stream behind it."""
+    """Hessians of a layer's inputs, and the stream after it."""
     config, moments, out = weights.config, Moments(), torch.empty_like(x)
     roles = {linear.key: role for role, linear in layer_linears(config, layer).items()}
     first = set(input_of(roles.values()).values())

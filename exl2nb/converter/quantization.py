@@ -138,7 +138,7 @@ class _LayerRun:
         self._stage += 1
 
     def finish(self) -> None:
-        """Move the streams, all rows, behind the layer."""
+        """Advance the streams, all rows, past the layer."""
         for place, part in enumerate(self._streams.parts(self._config)):
             steps = self._running[place] if self._running is not None and place < len(self._parts) else self._start(part)
             x, y = (reference.finish(running) for running in steps)
@@ -157,7 +157,7 @@ def quantize_layer(
     """Quantise all linears of one layer.
 
     Args:
-        streams: before the layer; afterwards behind it.
+        streams: before the layer; afterwards after it.
         statistics: token weights ("layer.input") and couplings ("key.coupling") of the layer.
         groups: key -> (bits, rows) of each linear.
 
@@ -262,7 +262,7 @@ def quantize_model(
         context.check()
         quantised = filed.head(streams, rounding)
         if len(held_out):
-            ends = weights.ends(embedding=False)  # not kept meanwhile: of a model with a large vocabulary it is GBs
+            ends = weights.ends(embedding=False)  # loaded again: for a large vocabulary it takes GBs
             found = {**ends, **filed.dense(quantised, {"head": head_linear(config)})}
             made.quality = judge(config, held_out, (ends, streams.dense[rows.used :]), (found, streams.made[rows.used :]))
         meter.step(detail="head" if made.quality is None else str(made.quality))
@@ -276,7 +276,7 @@ class _Filed:
         self._weights, self._work, self._made, self._choices = weights, work, made, choices
 
     def layer(self, layer: int, streams: Streams, statistics: Mapping[str, Tensor] | None, rounding: Rounding) -> list[Matrix]:
-        """Quantise one layer, or take over its file, and move the streams behind it."""
+        """Quantise one layer, or take over its file, and advance the streams past it."""
         config, weights = self._weights.config, self._weights.layer(layer, then=layer + 1)
         linears = layer_linears(config, layer)
         packed = self._work.load(self._made.key, layer, linears)

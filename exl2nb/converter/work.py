@@ -191,7 +191,7 @@ class Context:
 
     @contextmanager
     def steps(self, stage: str, *, total: int, unit: str) -> Iterator[Callable[[str], None]]:
-        """The same as a function that takes a line for people after every step, and stops a cancelled job."""
+        """Yields a function to call with one line of text after every step; it stops a cancelled job."""
         with self.meter(stage, total=total, unit=unit) as meter:
 
             def step(detail: str) -> None:

@@ -25,7 +25,7 @@ from exl2nb.model.batch import Batch, Span
 from exl2nb.sampling.state import SamplerState
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
-CHUNK = 256  # tokens that the draft may be behind and still propose; if it is further behind, it computes a chunk per step of the target
+CHUNK = 256  # a draft that lags by more tokens proposes nothing and computes a chunk per step of the target
 
 
 class Forward(Protocol):
@@ -83,7 +83,7 @@ class DraftModel:
         return self._table
 
     def propose(self, wanted: Several[tuple[Sequence, int]], /) -> list[list[int]]:
-        """At most so many draft tokens for each sequence; all sequences together, one step of the draft per token."""
+        """At most the wanted number of draft tokens for each sequence; all sequences together, one step of the draft per token."""
         if self._gone:
             return [[] for _ in wanted]
         self._sweep()

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from exl2nb.generator.engine import Forward
     from exl2nb.model.model import Ahead
 
-AHEAD_ROWS = 4  # requests from which on the host's share of a step is worth a thread beside it
+AHEAD_ROWS = 4  # this many requests or more: the host's share of a step is worth running ahead
 
 
 class Draw(NamedTuple):
     """How to draw the token of one logit row.
 
-    state: of the request; `state.params` and `state.seed` never change, the rest belongs to the host and may lag behind by the tokens in
+    state: of the request; `state.params` and `state.seed` never change, the rest belongs to the host and may lag by the tokens in
     flight. number: of this draw, to be used as `uniform(state.seed, number)`. top: alternatives to report.
     """
 
@@ -47,7 +47,7 @@ class Step:
 
     batch: int32 host tensors. They are views of buffers that the next step overwrites: copy them before `launch` returns. feed: `(T,)`
     int32 or None. feed[t] = -1: `batch.input_ids[t]` is the token. feed[t] = r: the token is what the launch before this one drew for its
-    logit row r; `input_ids[t]` is 0. None: all tokens are known. draws: R entries; None asks for the raw logits of that row. same: the
+    logit row r; `input_ids[t]` is 0. None: all tokens are known. draws: R entries; None: return the raw logits of that row. same: the
     sequences, logit rows and block table are those of the launch before, each one token on; parameters need not be sent again.
     """
 
@@ -99,11 +99,11 @@ class Executor(Protocol):
         ...
 
     def prepare(self, progress: Sink | None) -> None:
-        """Do beforehand what the first steps would wait for, such as compiling kernels."""
+        """Warm up: do in advance what the first steps would wait for, such as compiling kernels."""
         ...
 
     def close(self) -> None:
-        """Wait for what runs and give back what the executor holds. Results that were not read are dropped."""
+        """Wait for running steps and free what the executor holds. Results that were not read are dropped."""
         ...
 
 
@@ -159,7 +159,7 @@ class HostExecutor:
         return drawn_rows(drawn, wanted, logits)
 
     def copy(self, source: int, target: int) -> None:
-        """Copy one page in every layer, behind the step that runs."""
+        """Copy one page in every layer, after the running step."""
         if self._last is not None:
             self._last.join()
         self._cache.copy_page(source, target)

@@ -76,7 +76,7 @@ def write_bias(bias: Tensor, draws: Sequence[Draw]) -> None:
 
 
 def write_counts(counts: Tensor, draws: Sequence[Draw], fresh: tuple[Sequence[int], Tensor] | None) -> None:
-    """Count the texts of requests anew.
+    """Count the tokens of requests again.
 
     Args:
         counts: int16 `(R, V)` on the GPU; rows without penalties become 0.
@@ -152,7 +152,7 @@ class GpuExecutor:
             if not units:
                 return
             with Meter("compile kernels", total=len(units), unit="kernels", sink=progress) as meter:
-                kernel_code.prepare(units, *torch.cuda.get_device_capability(self._device), told=meter.step)
+                kernel_code.prepare(units, *torch.cuda.get_device_capability(self._device), progress=meter.step)
 
     def can_draw(self, state: SamplerState) -> bool:
         """Whether the sampling kernel knows every filter of the request."""
@@ -220,7 +220,7 @@ class GpuExecutor:
         try:
             return _Graph(self._model, self._cache, rows, width, counted, moved).capture()
         except RuntimeError as error:
-            torch.cuda.set_stream(before)  # a capture that fails leaves its own behind
+            torch.cuda.set_stream(before)  # a failed capture leaves its own stream current
             reason = str(error).splitlines()[0]
             logger.warning("steps of %d requests cannot be captured (%s): they are launched kernel by kernel, more slowly", rows, reason)
             return None
@@ -295,7 +295,7 @@ class _Graph:
         with _capturing:
             torch.cuda.synchronize(device)
             self._graph = torch.cuda.CUDAGraph()
-            # beside another model's thread, which may allocate and wait as it likes: a stream of its own, and errors of this thread only
+            # another model's thread may allocate and wait meanwhile: so a stream of its own, and errors of this thread only
             with torch.cuda.graph(self._graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"):
                 self._top = self.step()
         return self
@@ -324,7 +324,7 @@ class _Graph:
         self._params[:n].copy_(_params(draws).pin_memory(), non_blocking=True)
 
     def replay(self, tops: list[int]) -> PendingStep:
-        """Enqueue the step for the first rows; tops: how many alternatives each wants."""
+        """Enqueue the step for the first rows; tops: number of alternatives of each."""
         with launch_lock(self._state.device):
             self._graph.replay()
         alternatives = None

@@ -83,7 +83,7 @@ class Sequence:
         self.deadline = self._submitted + request.timeout_s if request.timeout_s is not None else float("inf")
         self._started = self._first = self._last = 0.0
 
-    # ---- what the scheduler asks
+    # ---- for the scheduler
 
     @property
     def number(self) -> int:
@@ -97,7 +97,7 @@ class Sequence:
 
     @property
     def rows(self) -> int:
-        """Of the pending tokens, how many of the last want logits."""
+        """How many of the last pending tokens need logits."""
         return 1 + self.drafted
 
     @property
@@ -140,7 +140,7 @@ class Sequence:
     # ---- a step
 
     def propose(self, drafted: list[int]) -> None:
-        """Put draft tokens behind the ids; the next `advance` verifies them."""
+        """Append draft tokens to the ids; the next `advance` verifies them."""
         assert not self.drafted, "draft tokens are verified before new ones are proposed"
         drafted = drafted[: max(0, self.limit - self.new_tokens - 1)]
         self.ids += drafted
@@ -335,7 +335,9 @@ def choose(
         masked[list(banned)] = -np.inf
     left = int(np.isfinite(masked).sum())
     if not left:
-        raise GenerationError(f"every token is ruled out at one place ({len(banned)} by banned_strings or min_tokens); ban fewer texts")
+        raise GenerationError(
+            f"no token is allowed at one position ({len(banned)} banned by banned_strings or min_tokens); ban fewer texts"
+        )
     chosen = sample_row(masked, state)
     return report(row, highest_logit(row), chosen.id, top), left == 1
 
@@ -359,7 +361,7 @@ class Healed(NamedTuple):
 class Pieces:
     """The texts of a vocabulary in order, to find all that begin alike. Special tokens and parts of characters are not in it.
 
-    Cost: one look at every token; 0.2 s for 128 000 of them, once per tokenizer.
+    Cost: one pass over the vocabulary; 0.2 s for 128 000 of them, once per tokenizer.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

@@ -1,9 +1,9 @@
 """Speculative decoding: settings, draft tokens from the text itself, how many to propose, and the acceptance. Knows no model and no cache.
 
 A draft token is verified by the request's own sampler: the model runs all draft tokens in one step, then every row is sampled in order,
-with the request's own random number for that place; as long as the sampled token equals the draft token, the next row counts too. So the
+with the request's own random number for that position; while the sampled token equals the draft token, the next row counts too. So the
 text is, token for token, the one without speculation, for every sampler, penalty and constraint. Rejection sampling (Leviathan et al.,
-2023) would accept a little more often, but draws other random numbers and would have to be proved right for every filter anew.
+2023) would accept a little more often, but draws other random numbers and would need a proof for every filter.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ ROW_COST = 0.1  # of a step, what one more row costs, until it was measured
 class Speculation:
     """How draft tokens are made.
 
-    kind: "draft" (a smaller model with the same tokenizer), "ngram" (prompt lookup: what followed the last tokens when they stood in the
-    text before; good where an answer repeats its prompt, as in edits of code), "auto" (the draft model if the model was loaded with one),
-    "off". Where a structure leaves no choice, the forced tokens are verified instead.
+    kind: "draft" (a smaller model with the same tokenizer), "ngram" (prompt lookup: what followed an earlier occurrence of the last tokens;
+    good where an answer repeats its prompt, as in edits of code), "auto" (the draft model if the model was loaded with one), "off".
+    Where a structure leaves no choice, the forced tokens are verified instead.
     max_tokens: draft tokens verified together, 1 to 7. adaptive: fewer where they are rejected. min_match, max_match: tokens that must
     agree with an earlier place in the text before "ngram" proposes; longer matches are tried first.
 
@@ -159,7 +159,7 @@ class StepTimes:
         return 2 * max(self._seen, default=1)
 
     def seconds(self, rows: int) -> float:
-        """Of a step with so many rows; 1 for one row while nothing is known."""
+        """Time of a step with `rows` rows; 1 for one row while nothing is known."""
         seen = self._seen
         if rows in seen:
             return seen[rows][0]
@@ -180,11 +180,11 @@ class AdaptiveLength:
     """How many draft tokens to propose next, and the record of their acceptance.
 
     With probability a that a draft token is accepted, k of them give (1 - a**(k+1)) / (1 - a) tokens on average; the k that gives most
-    tokens per second, for the a seen lately and the time of a step with so many rows, is taken, if it is better than none by `GAIN`.
+    tokens per second, for the recent a and the measured step times, is chosen if it beats no speculation by `GAIN`.
 
     Args:
         times: of the steps in which they are verified.
-        watched: `observe` tells of draft tokens that were not proposed; then none is proposed only to measure.
+        watched: `observe` is called for draft tokens that were not proposed; then none is proposed only to measure.
     """
 
     def __init__(self, settings: Speculation, *, times: StepTimes | None = None, watched: bool = False) -> None:
@@ -199,7 +199,7 @@ class AdaptiveLength:
         """Draft tokens to propose now.
 
         Args:
-            room: at most so many. beside: rows of other sequences in the step, whose tokens come later if it takes longer. draft_s: what
+            room: at most this many. beside: rows of other sequences in the step, whose tokens come later if it takes longer. draft_s: what
             making a draft token takes.
         """
         most = min(self.settings.max_tokens, room)
@@ -234,7 +234,7 @@ class AdaptiveLength:
         self._verified_weight = self._verified_weight * FORGET + 1
 
     def record(self, proposed: int, accepted: int) -> None:
-        """A step verified `proposed` draft tokens and accepted so many; (0, 0) is a step without."""
+        """A step verified `proposed` draft tokens and accepted `accepted`; (0, 0) is a step without."""
         if not proposed:
             self.plain_steps += 1
             return
@@ -309,7 +309,7 @@ class Drafter(Protocol):
     draft_s: float  # seconds for one draft token, as far as known
 
     def propose(self, wanted: Ids[tuple[Sequence, int]], /) -> list[list[int]]:
-        """At most so many draft tokens for each sequence."""
+        """At most the wanted number of draft tokens for each sequence."""
         ...
 
     def close(self) -> None:
@@ -353,7 +353,7 @@ class Proposer:
         return found
 
     def verified(self, drafted: Ids[int], accepted: int, *, at: int, kept: int) -> None:
-        """These draft tokens, from place `at` of the new tokens on, were verified, and so many accepted; `kept` ids stand."""
+        """These draft tokens, from place `at` of the new tokens on, were verified, `accepted` of them accepted; `kept` ids stay."""
         self.pace.record(len(drafted), accepted)
         if drafted:
             self.pace.trail.append(Verified(at, tuple(drafted), accepted))
@@ -382,7 +382,7 @@ def proposer_for(request: Request, drafter: Drafter | None, times: StepTimes | N
 
 
 class Speculator:
-    """Puts draft tokens behind the ids of the sequences that decode, before each step, and measures how long steps take.
+    """Appends draft tokens to the ids of decoding sequences before each step, and measures step times.
 
     times: of the steps.
     """

@@ -1,7 +1,7 @@
 """The memory of a model before it is loaded: weights, cache, activations, logits, compared with free memory; from headers alone.
 
 `Formula` holds a model's coefficients and the arithmetic; widgets/src/plan/formula.ts is the same arithmetic in the browser, and a test
-compares the two. `plan` reads a model's headers, asks for free memory and gives a `MemoryPlan`.
+compares the two. `plan` reads a model's headers, reads the free memory and returns a `MemoryPlan`.
 """
 
 from __future__ import annotations

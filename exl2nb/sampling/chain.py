@@ -105,7 +105,7 @@ def drawn_rows(found: Tensor, draws: Sequence[tuple[SamplerState, int, int]], lo
 
 @functools.lru_cache(maxsize=64)
 def _greedy_settings(rows: int) -> Tensor:
-    """Greedy rows ask for the same at every step."""
+    """Greedy rows have the same settings at every step."""
     return torch.tensor([(0.0, 0.0, 1.0, 0.0, 0.0)] * rows, dtype=torch.float64)
 
 

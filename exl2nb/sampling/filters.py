@@ -321,7 +321,7 @@ class Filter(NamedTuple):
     switch: str = ""
 
     def active(self, params: SamplingParams) -> bool:
-        """Whether a request's params ask for it."""
+        """Whether a request's params switch it on."""
         field = self.switch or self.fields[0]
         return getattr(params, field) != params.__dataclass_fields__[field].default
 
@@ -354,7 +354,7 @@ PENALTIES: tuple[Filter, ...] = (
     Filter("logit_bias", lambda x, s, _: logit_bias(x, s.ids_of("logit_bias"), s.bias), ("logit_bias",)),
 )
 
-# The order of Transformers, with its neighbours in the places where their authors had them.
+# The order of Transformers; other filters stand where their authors put them.
 CUTS: tuple[Filter, ...] = (
     Filter(
         "smoothing",
@@ -388,7 +388,7 @@ LAST_TEMPERATURE = "dynamic_temperature"  # `temperature_last` puts temperature 
 
 
 def ordered(filters: tuple[Filter, ...], params: SamplingParams) -> tuple[Filter, ...]:
-    """Penalties or cuts in the order that `params` ask for."""
+    """Penalties or cuts in the order of `params`."""
     if params.order is not None:
         known = {f.name: f for f in filters}
         return tuple(known[name] for name in params.order if name in known)

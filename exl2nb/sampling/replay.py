@@ -46,7 +46,7 @@ def explain(
     Args:
         logits: f32 `(V,)`, raw.
         params: the settings; or give them as keywords, as for `generate`.
-        prompt_ids: what penalties and DRY look back on.
+        prompt_ids: counted by the penalties and DRY.
         new_ids: tokens generated since; they also decide which random number of the seed is used.
         constraint: a grammar, at its beginning; it takes in `new_ids`.
 
@@ -165,7 +165,7 @@ class Replay:
     """The rows of logits that an answer was drawn from, and all else that its choices depend on.
 
     logits: f32 `(n, V)`, raw, one row per place. new_ids: the tokens that stand there; one fewer than rows where the last is still to be
-    drawn. prompt_ids: what stood before them. tokenizer: names tokens, and tells which of them DRY, XTC and min_tokens treat apart.
+    drawn. prompt_ids: the tokens before them. tokenizer: names tokens, and gives the special ones of DRY, XTC and min_tokens.
 
     Raises:
         OptionError: logits of another shape, or new_ids of another number.
@@ -179,7 +179,7 @@ class Replay:
     def __post_init__(self) -> None:
         rows, count = self.logits, len(self.new_ids)
         if rows.ndim != 2 or not rows.size or count not in (len(rows), len(rows) - 1):
-            raise OptionError(f"logits have the shape {rows.shape} beside {count} tokens; expected one row (V,) for each, or one row more")
+            raise OptionError(f"logits have the shape {rows.shape} for {count} tokens; expected one row (V,) for each, or one row more")
 
     @classmethod
     def of(

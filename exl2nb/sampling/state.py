@@ -24,7 +24,7 @@ class History:
     """Prompt and new tokens in one array.
 
     Args:
-        prompt_ids: what stands before the new text.
+        prompt_ids: the tokens before the new text.
     """
 
     def __init__(self, prompt_ids: Iterable[int] = ()) -> None:
@@ -58,9 +58,9 @@ class History:
 
     def copy(self) -> History:
         """The same ids, independent from here on."""
-        twin = History(self.ids)
-        twin.prompt_length = self.prompt_length
-        return twin
+        copied = History(self.ids)
+        copied.prompt_length = self.prompt_length
+        return copied
 
 
 class Tally:
@@ -96,9 +96,9 @@ class Tally:
 
     def copy(self) -> Tally:
         """The same counts, independent from here on."""
-        twin = Tally()
-        twin._slot, twin._ids, twin._counts = dict(self._slot), self._ids.copy(), self._counts.copy()
-        return twin
+        copied = Tally()
+        copied._slot, copied._ids, copied._counts = dict(self._slot), self._ids.copy(), self._counts.copy()
+        return copied
 
     def remove(self, token_id: int) -> None:
         """One less of an id; the last of its kind leaves."""
@@ -162,7 +162,7 @@ class PreparedChain:
 
 
 def prepare(params: SamplingParams) -> PreparedChain:
-    """The chain that `params` ask for; the cuts do not apply to a greedy request."""
+    """The chain of `params`; the cuts do not apply to a greedy request."""
     return _prepare(replace(params, post_sampling=(), seed=None))  # the cache keeps neither: functions may hold whole models
 
 
@@ -244,7 +244,7 @@ class SamplerState:
 
     @property
     def seen(self) -> np.ndarray:
-        """int64 `(n,)`: each token of prompt and text once. Empty while no filter asks for it."""
+        """int64 `(n,)`: each token of prompt and text once. Empty while no filter reads it."""
         return self._seen.ids
 
     @property
@@ -298,7 +298,7 @@ class SamplerState:
 
     @cached_property
     def bias(self) -> np.ndarray:
-        """f32: the numbers of logit_bias, beside `ids_of("logit_bias")`."""
+        """f32: the values of logit_bias, in the order of `ids_of("logit_bias")`."""
         return np.array([b for _, b in self.params.logit_bias], np.float32)
 
     @cached_property
@@ -310,7 +310,7 @@ class SamplerState:
 
     @cached_property
     def protected(self) -> np.ndarray:
-        """int64: tokens that XTC leaves alone."""
+        """int64: tokens that XTC never removes."""
         if self.params.xtc_ignore is not None:
             return np.array(self.params.xtc_ignore, np.int64)
         words = self._tokenizer
@@ -360,13 +360,13 @@ class SamplerState:
 
     def copy(self, *, seed: int | None = None) -> SamplerState:
         """The same state, independent from here on; with `seed`, other random numbers follow."""
-        twin = SamplerState.__new__(SamplerState)
-        twin.__dict__.update(self.__dict__)
-        twin.seed = self.seed if seed is None else seed
-        twin.history, twin._past_mu = self.history.copy(), list(self._past_mu)
-        twin._seen, twin._new = self._seen.copy(), self._new.copy()
-        twin.constraint = None if self.constraint is None else self.constraint.copy()
-        return twin
+        copied = SamplerState.__new__(SamplerState)
+        copied.__dict__.update(self.__dict__)
+        copied.seed = self.seed if seed is None else seed
+        copied.history, copied._past_mu = self.history.copy(), list(self._past_mu)
+        copied._seen, copied._new = self._seen.copy(), self._new.copy()
+        copied.constraint = None if self.constraint is None else self.constraint.copy()
+        return copied
 
     # ---- private
 
