@@ -79,8 +79,8 @@ def allocate_arrays(
     start = _improve(bits, errors, cheapest, budget)
     relaxed = sum(float((e + price * b).min()) for b, e in zip(bits, errors)) - price * budget
     gap = max(0.0, _error(errors, start) - relaxed)
-    items = [_prune(b, e, price, gap * (1 + 1e-9) + 1e-300) for b, e in zip(bits, errors)]
-    found = _dynamic_program(items, budget, gap * (1 + 1e-9) + 1e-300, limit_states)
+    pruned = [_prune(b, e, price, gap * (1 + 1e-9) + 1e-300) for b, e in zip(bits, errors)]
+    found = _dynamic_program(pruned, budget, gap * (1 + 1e-9) + 1e-300, limit_states)
     return found if found is not None and _error(errors, found) <= _error(errors, start) else start
 
 
@@ -142,16 +142,16 @@ def _prune(bits: np.ndarray, error: np.ndarray, price: float, gap: float) -> _Pr
     return _Pruned(keep, bits[keep], error[keep], reduced[keep])
 
 
-def _dynamic_program(items: Sequence[_Pruned], budget: int, gap: float, limit: int) -> list[int] | None:
+def _dynamic_program(pruned: Sequence[_Pruned], budget: int, gap: float, limit: int) -> list[int] | None:
     """Exact search: states are (bits, error) that no other state beats, one linear at a time."""
-    floor = [*np.cumsum([int(item.bits.min()) for item in reversed(items)])[::-1].tolist(), 0]
+    floor = [*np.cumsum([int(one.bits.min()) for one in reversed(pruned)])[::-1].tolist(), 0]
     states = (np.zeros(1, np.int64), np.zeros(1), np.zeros(1))  # bits, error, reduced cost
-    trail: list[tuple[np.ndarray, np.ndarray]] = []
-    for position, item in enumerate(items):
-        count = len(item.index)
-        bits = (states[0][:, None] + item.bits).ravel()
-        error = (states[1][:, None] + item.error).ravel()
-        reduced = (states[2][:, None] + item.reduced).ravel()
+    back: list[tuple[np.ndarray, np.ndarray]] = []
+    for position, one in enumerate(pruned):
+        count = len(one.index)
+        bits = (states[0][:, None] + one.bits).ravel()
+        error = (states[1][:, None] + one.error).ravel()
+        reduced = (states[2][:, None] + one.reduced).ravel()
         alive = np.flatnonzero((reduced <= gap) & (bits <= budget - floor[position + 1]))
         alive = alive[np.lexsort((alive, error[alive], bits[alive]))]
         lowest = np.minimum.accumulate(error[alive])
@@ -160,9 +160,9 @@ def _dynamic_program(items: Sequence[_Pruned], budget: int, gap: float, limit: i
         if not len(alive):
             return None
         states = (bits[alive], error[alive], reduced[alive])
-        trail.append((alive // count, item.index[alive % count]))
+        back.append((alive // count, one.index[alive % count]))
     at, picks = int(states[1].argmin()), []
-    for parent, index in reversed(trail):
+    for parent, index in reversed(back):
         picks.append(int(index[at]))
         at = int(parent[at])
     return picks[::-1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from collections.abc import Sequence as Several
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -82,7 +82,7 @@ class DraftModel:
         """The page table of the draft's cache."""
         return self._table
 
-    def propose(self, wanted: Several[tuple[Sequence, int]], /) -> list[list[int]]:
+    def propose(self, wanted: Seq[tuple[Sequence, int]], /) -> list[list[int]]:
         """At most the wanted number of draft tokens for each sequence; all sequences together, one step of the draft per token."""
         if self._gone:
             return [[] for _ in wanted]
@@ -109,7 +109,7 @@ class DraftModel:
 
     # ---- inside
 
-    def _propose(self, wanted: Several[tuple[Sequence, int]]) -> list[list[int]]:
+    def _propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[list[int]]:
         found: list[list[int]] = [[] for _ in wanted]
         # index in `wanted`, its cache, sampler, tokens to run next, tokens to propose
         active: list[tuple[int, _DraftCache, SamplerState, list[int], int]] = []
@@ -150,7 +150,7 @@ class DraftModel:
         except Exception:  # the sequence then goes on without a draft token; an error of the target's own row is raised there
             return None
 
-    def _forward(self, parts: Several[tuple[_DraftCache, list[int], str]]) -> np.ndarray:
+    def _forward(self, parts: Seq[tuple[_DraftCache, list[int], str]]) -> np.ndarray:
         spans = [Span(ids=ids, start=known.computed, pages=known.pages, logit_rows=rows) for known, ids, rows in parts]
         batch = Batch.build(spans, page_size=self._size)
         logits = self._model.forward(batch, self._cache).to("cpu", torch.float32).numpy()

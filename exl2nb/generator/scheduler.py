@@ -37,8 +37,8 @@ class Scheduler:
 
     A sequence is admitted when fewer than `max_sequences` run and its tokens fit the free pages; it takes more as it grows. When none is
     free, the sequence of the worst rank is preempted: it gives its pages back and keeps its turn in the queue; its tokens are computed
-    again later, or found in the prefix cache. The best ranked sequence is never preempted, so every request ends. A queued sequence preempts a
-    running one of lower priority.
+    again later, or found in the prefix cache. The best ranked sequence is never preempted, so every request ends. A queued sequence
+    preempts a running one of lower priority.
 
     Every step decodes for each sequence past its prompt and shares the rest of the token budget among the prompts. A prompt does not
     compute a page that another one is computing: a few steps later it takes that page over.

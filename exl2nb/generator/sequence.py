@@ -6,7 +6,7 @@ import time
 import weakref
 from bisect import bisect_left
 from collections.abc import Collection
-from collections.abc import Sequence as Several
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -152,7 +152,7 @@ class Sequence:
             del self.ids[len(self.ids) - self.drafted :]
             self.drafted = 0
 
-    def advance(self, rows: Several[np.ndarray]) -> str | None:
+    def advance(self, rows: Seq[np.ndarray]) -> str | None:
         """Take what the model says after the last tokens; the finish reason once the answer is complete.
 
         `computed` counts all ids, draft tokens included, when this is called. Afterwards the ids end in one token that the model has not
@@ -165,7 +165,7 @@ class Sequence:
             return self.group.receive(self, rows[-1])
         return self.take_rows(rows)
 
-    def take_rows(self, rows: Several[np.ndarray]) -> str | None:
+    def take_rows(self, rows: Seq[np.ndarray]) -> str | None:
         """`advance` for a sequence by itself."""
         count, self.drafted = self.drafted, 0
         start = len(self.ids) - count
@@ -397,7 +397,7 @@ class Pieces:
         return found
 
 
-def heal(ids: Several[int], tokenizer: Tokenizer) -> Healed | None:
+def heal(ids: Seq[int], tokenizer: Tokenizer) -> Healed | None:
     """Take the last token back.
 
     Returns:

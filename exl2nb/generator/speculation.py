@@ -9,7 +9,7 @@ text is, token for token, the one without speculation, for every sampler, penalt
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Ids
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -273,7 +273,7 @@ class NgramProposer:
         self._after: dict[tuple[int, ...], int] = {}  # run -> where its latest continuation stands
         self._known = 0  # positions up to here are in the index as continuations
 
-    def propose(self, ids: Ids[int], count: int) -> list[int]:
+    def propose(self, ids: Seq[int], count: int) -> list[int]:
         """At most `count` tokens that followed the same run before; a copy that reaches the end goes on with itself."""
         self._learn(ids)
         size = len(ids)
@@ -289,7 +289,7 @@ class NgramProposer:
                 return found
         return []
 
-    def _learn(self, ids: Ids[int]) -> None:
+    def _learn(self, ids: Seq[int]) -> None:
         shortest = self._lengths[-1]
         for at in range(max(min(self._known, len(ids)), shortest), len(ids)):
             for length in self._lengths:
@@ -308,7 +308,7 @@ class Drafter(Protocol):
 
     draft_s: float  # seconds for one draft token, as far as known
 
-    def propose(self, wanted: Ids[tuple[Sequence, int]], /) -> list[list[int]]:
+    def propose(self, wanted: Seq[tuple[Sequence, int]], /) -> list[list[int]]:
         """At most the wanted number of draft tokens for each sequence."""
         ...
 
@@ -335,7 +335,7 @@ class Proposer:
         pace = AdaptiveLength(settings, times=times, watched=True)
         return cls("ngram", pace, ngram=NgramProposer(settings.min_match, settings.max_match))
 
-    def propose(self, ids: Ids[int], room: int, beside: int = 0) -> list[int]:
+    def propose(self, ids: Seq[int], room: int, beside: int = 0) -> list[int]:
         """At most `room` draft tokens; none from a draft model, which proposes for many sequences together.
 
         beside: other sequences in the step.
@@ -352,7 +352,7 @@ class Proposer:
             return []
         return found
 
-    def verified(self, drafted: Ids[int], accepted: int, *, at: int, kept: int) -> None:
+    def verified(self, drafted: Seq[int], accepted: int, *, at: int, kept: int) -> None:
         """These draft tokens, from place `at` of the new tokens on, were verified, `accepted` of them accepted; `kept` ids stay."""
         self.pace.record(len(drafted), accepted)
         if drafted:
@@ -391,7 +391,7 @@ class Speculator:
         self.times = StepTimes()
         self._began, self._rows = 0.0, 0  # the step that runs: when, and with how many rows; 0: not one to learn from
 
-    def propose(self, running: Ids[Sequence], /) -> None:
+    def propose(self, running: Seq[Sequence], /) -> None:
         """Append draft tokens; `rows` of a sequence is one more than there are."""
         now = time.perf_counter()
         decoding = [sequence for sequence in running if sequence.pending == 1]
@@ -401,7 +401,7 @@ class Speculator:
         self._rows = sum(one.rows for one in running) if running and len(decoding) == len(running) else 0
         self._began = time.perf_counter()
 
-    def _propose(self, sequences: Ids[Sequence], running: int) -> None:
+    def _propose(self, sequences: Seq[Sequence], running: int) -> None:
         wanted: dict[int, list[tuple[Sequence, int]]] = {}
         drafters: dict[int, Drafter] = {}
         most = max(1, STEP_ROWS // max(1, running) - 1)
