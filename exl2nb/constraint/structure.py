@@ -158,7 +158,7 @@ def json_schema(source: Any) -> tuple[dict[str, Any], Callable[[str], Any]]:
 
 
 def _rewritten(value: Any, depth: int, *, close: bool) -> Any:
-    """The schema in a form that mask engines can do and models come to an end with.
+    """The schema in a form that mask engines support and with which answers end.
 
     `oneOf` whose branches a discriminator keeps apart becomes `anyOf`, then the same. With `close`, objects that do not say whether
     they may have more properties may not: a class has the fields that it has, and a small model would go on inventing some.

@@ -1,4 +1,4 @@
-"""The converter's public functions beside `convert`: measure once, solve often."""
+"""The converter's public functions beside `convert`: measure once, solve for any bitrate."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def measure(
 
     Args:
         src: model directory or hub id.
-        out: JSON file to write; exllamav2 0.3.2 reads it too. Work in progress is kept in a hidden folder beside it until it is written, so
-            that the next call continues.
+        out: JSON file to write; exllamav2 0.3.2 reads it too. Until then, work in progress is kept in a hidden folder next to
+            it, from which the next call continues.
         progress: takes the events; "auto" and None as in `load`.
         options: calibration, rows, length, seed, effort, work_dir, device, as in `ConversionJob`.
 

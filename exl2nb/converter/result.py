@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from exl2nb.converter.allocation import mix_of
+from exl2nb.converter.allocation import MixedMatrix
 from exl2nb.converter.measurement import Measurement
 from exl2nb.io.atomic import atomic_write
 from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
-from exl2nb.quant.bits import bits_per_weight, padded
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -99,36 +98,15 @@ _TINTS = ("#f7fbff", "#deebf7", "#c6dbef", "#9ecae1", "#6baed6", "#4292c6")
 
 
 @dataclass(frozen=True)
-class Matrix:
+class Matrix(MixedMatrix):
     """One quantised matrix.
 
-    key: module key. layer: -1 for the head. groups: (bits, rows) from top to bottom. predicted_kl: what the measurement expects it to
-    cost, nats per token (0 where it was not measured). loss: sum over columns of dW^T H dW on the stream it was quantised on.
+    predicted_kl: what the measurement expects it to cost, nats per token (0 where it was not measured). loss: sum over columns of
+    dW^T H dW on the stream it was quantised on.
     """
 
-    key: str
-    role: str
-    layer: int
-    in_features: int
-    out_features: int
-    groups: tuple[tuple[int, int], ...]
     predicted_kl: float
     loss: float
-
-    @property
-    def bpw(self) -> float:
-        """Bits per weight, everything stored but a bias."""
-        return bits_per_weight(self.groups, padded(self.out_features))
-
-    @property
-    def group_size(self) -> int:
-        """Rows per group."""
-        return self.groups[0][1]
-
-    @property
-    def mix(self) -> str:
-        """Widths and rows, such as "5x32 4x224 g32"."""
-        return mix_of(self.groups)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -139,7 +117,7 @@ class Conversion:
     matrices; head and embedding not counted. nbytes: of the
     weight files. matrices: in running order, the head last. seconds: per stage. measurement: pass it to the next conversion of this model.
     resumed_layers: layers taken over from an interrupted run. quality: on held-out rows of the calibration text, None without any.
-    device: "cpu" or "cuda", where it was computed. polished: what trying plans found, None where none was tried.
+    device: "cpu" or "cuda", where it was computed. polished: what the polish stage found, None where it did not run.
     asked: the target, the head's bits, overrides and whether choices were frozen, as they were given.
     """
 

@@ -82,16 +82,16 @@ class Work:
         except (Exl2Error, OSError):
             return None
 
-    def save_folds(self, key: str, factors: Mapping[str, Tensor]) -> None:
-        """Keep what the dense model's tensors are multiplied with."""
+    def save_scales(self, key: str, factors: Mapping[str, Tensor]) -> None:
+        """Keep the channel scales of the dense model's tensors (`equalization.equalize`)."""
         safetensors.save(self._path("scales", key), factors)
 
-    def load_folds(self, key: str) -> dict[str, Tensor] | None:
-        """Read what `save_folds` wrote; None where it is missing or damaged."""
+    def load_scales(self, key: str) -> dict[str, Tensor] | None:
+        """Read what `save_scales` wrote; None where it is missing or damaged."""
         return self._read(self._path("scales", key))
 
     def save_trial(self, key: str, kl: Tensor) -> None:
-        """Keep the true KL of some plans: f64 `(plans, rows)`."""
+        """Keep the true KL of some allocations: f64 `(allocations, rows)`."""
         safetensors.save(self._path("trial", key), {"kl": kl})
 
     def load_trial(self, key: str, shape: tuple[int, int]) -> Tensor | None:
@@ -191,7 +191,7 @@ class Context:
 
     @contextmanager
     def steps(self, stage: str, *, total: int, unit: str) -> Iterator[Callable[[str], None]]:
-        """The same as a function that takes a line for people after every step, and stops a cancelled job."""
+        """Yields a function to call with one line of text after every step; it stops a cancelled job."""
         with self.meter(stage, total=total, unit=unit) as meter:
 
             def step(detail: str) -> None:

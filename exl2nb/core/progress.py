@@ -22,7 +22,7 @@ NOTEBOOK_SINK = "exl2nb.widgets.progress:notebook_sink"
 class Progress:
     """One event.
 
-    stage: short name of the work ("load", "measure", "quantize"). done, total: in `unit`s; total 0: unknown. detail: a line for people.
+    stage: short name of the work ("load", "measure", "quantize"). done, total: in `unit`s; total 0: unknown. detail: a line of text.
     elapsed_s: since the stage began. eta_s: seconds left in the stage, None while unknown. state: "running", "done", "error", "cancelled".
     data: stage-specific plain values (numbers, strings, lists) for programs.
     """
@@ -43,7 +43,7 @@ class Progress:
         return min(1.0, self.done / self.total) if self.total else 0.0
 
     def line(self) -> str:
-        """Plain-text twin: one line, no control characters."""
+        """As plain text: one line, no control characters."""
         count = f"{self.done:g}/{self.total:g}" if self.total else f"{self.done:g}"
         eta = f", {self.eta_s:.0f} s left" if self.eta_s is not None and self.state == "running" else ""
         text = f"{self.stage}: {count} {self.unit}".rstrip()
@@ -142,7 +142,7 @@ def showing(progress: Sink | Literal["auto"] | None, title: str = "") -> Iterato
     """The sink that a `progress=` argument means, for the time of one piece of work.
 
     Args:
-        progress: a sink is used as it is. None: silent. "auto": where the caller would look, that is a widget in a notebook, a line on a
+        progress: a sink is used as it is. None: silent. "auto": where the caller sees it, a widget in a notebook, a line on a
             terminal, nothing elsewhere (a script whose output is read by programs).
         title: of the whole work, for sinks that show one.
 

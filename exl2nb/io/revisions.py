@@ -1,4 +1,4 @@
-"""The branches and tags of a model on the hub, with the bitrates that their names tell."""
+"""The branches and tags of a model on the hub, with the bitrates in their names."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BARE = re.compile(r"(\d)[._](\d{1,3})")
 
 @dataclass(frozen=True)
 class Revision:
-    """One branch or tag. bpw: bits per weight its name tells, None where it tells none. commit: hash. cached: it was downloaded before."""
+    """One branch or tag. bpw: bits per weight in its name, or None. commit: hash. cached: it was downloaded before."""
 
     name: str
     kind: str
@@ -127,7 +127,7 @@ def revisions(repo_id: str) -> Revisions:
 
 
 def bitrate(name: str) -> float | None:
-    """Bits per weight that the name of a branch tells, None where it tells none."""
+    """Bits per weight in the name of a branch, or None."""
     match = _NAMED.search(name)
     text = match[1].replace("_", ".") if match else ".".join(bare.groups()) if (bare := _BARE.fullmatch(name)) else None
     return float(text) if text is not None and 1 <= float(text) <= 16 else None

@@ -12,7 +12,7 @@ from exl2nb.cache.modes import parse_mode
 from exl2nb.core.errors import Exl2Error
 from exl2nb.core.options import check_keywords, check_range
 from exl2nb.core.progress import Sink, showing
-from exl2nb.io.peek import peek
+from exl2nb.io.metadata import metadata_folder
 from exl2nb.model.inspect import Inspection
 from exl2nb.model.inspect import inspect as inspect_directory
 
@@ -132,9 +132,9 @@ def inspect(path: str | os.PathLike[str], *, revision: str | None = None) -> Ins
         As `model.inspect.inspect`; of a hub id with the id as path.
 
     Raises:
-        ModelNotFound, OptionError: as `io.peek.peek`. ConfigError, FormatError: as `model.inspect.inspect`.
+        ModelNotFound, OptionError: as `io.metadata.metadata_folder`. ConfigError, FormatError: as `model.inspect.inspect`.
     """
-    with peek(path, revision) as folder:
+    with metadata_folder(path, revision) as folder:
         if Path(path).expanduser().exists():
             return inspect_directory(folder)
         try:

@@ -52,7 +52,7 @@ def load(
         max_sequences: requests in one batch; others are queued.
         draft: a smaller model with the same tokenizer, which proposes draft tokens that this one verifies several at a time: the same
             text, sooner. A directory, a hub id, or a loaded model. Requests use it unless they say speculation="off".
-        deterministic: on CUDA, make every token independent of how its prompt was cut and of what ran beside it, at the price of slow
+        deterministic: on CUDA, make every token independent of how its prompt was cut and of the rest of the batch, at the price of slow
             prompts; decoding up to 8 tokens a step, and everything on the CPU, always is. None = the variable
             EXL2NB_DETERMINISTIC, or False.
         progress: takes the events of stages "download" and "load". "auto": shown where you look (a widget in a notebook, a line on a

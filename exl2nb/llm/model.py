@@ -46,7 +46,7 @@ class LLM(ScoringMixin, ChatMixin):
     more. What the answer must look like: schema (a JSON schema, pydantic model, dataclass or other type), regex, choice (texts) or grammar
     (Lark or EBNF); `completion.parsed` is then the value. An unknown option is an OptionError.
 
-    Any number of threads may call it; what they ask for runs together.
+    Any number of threads may call it; their requests are batched.
 
     cache: what the pages of the KV cache hold: `cache.snapshot()`, `cache.save(path)`, `cache.load(path)`, `cache.clear()`, `cache.reuse`.
 
@@ -143,7 +143,7 @@ class LLM(ScoringMixin, ChatMixin):
 
         Args:
             prompt: text, token ids, or a list of texts, which run together.
-            n: give a list of so many answers to one prompt, which is computed once for all of them: samples, where `seed` is that of the
+            n: return a list of n answers to one prompt, which is computed once for all of them: samples, where `seed` is that of the
                 first and the others count on from it; with beams=, the n best beams.
             options: see the class. And on_chunk: called with every `Chunk` of one prompt's answer, in this thread; what it raises cancels
                 the request and comes out here.

@@ -15,7 +15,7 @@ from exl2nb.ops import gpu, gpu_prefill, kernel_code, kv_codes
 SHORT = 8  # tokens of one sequence that the step kernels take
 MOST = 512  # tokens of a step that go through the step kernels
 MOST_ROUTED = 64  # of a model with experts: the step kernels read them once for every token that chose them
-APART = 4  # sequences that decode beside prompts, from which on they are a launch of their own
+APART = 4  # this many decoding sequences or more get a launch of their own beside prompts
 STREAM_K_FROM = 9  # tokens of a step from which on its products are stream-K GEMMs
 
 
@@ -26,9 +26,9 @@ class GpuForward:
         program: of the model, on the GPU.
         device: where it is.
         deterministic: take every prompt through the step kernels, eight tokens at a time, and steps of any size through the products of
-            small ones, so that a token's bits depend neither on how a prompt was cut nor on what ran beside it. Slow for long prompts.
+            small ones, so that a token's bits depend neither on how a prompt was cut nor on the rest of the batch. Slow for long prompts.
 
-    `stream_k_from`, to be set before the first step: steps of so many tokens or more use the stream-K GEMM; 0: no step does, so that a
+    `stream_k_from`, to be set before the first step: steps of at least this many tokens use the stream-K GEMM; 0: no step does, so that a
     token's bits are the same in steps of any size.
     """
 

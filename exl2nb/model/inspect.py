@@ -199,7 +199,7 @@ def inspect(directory: str | os.PathLike[str]) -> Inspection:
 
 
 def _idle_bytes(config: ModelConfig | None, matrices: list[Matrix]) -> int:
-    """Bytes that decoding one token leaves alone: the embedding but for a row, unless it is the head too; unused experts."""
+    """Bytes that decoding one token does not read: the embedding except a row, unless it is the head too; unused experts."""
     idle = 0
     for matrix in matrices:
         if matrix.key.endswith("embed_tokens") and any(m.layer is None and m.key.endswith("lm_head") for m in matrices):

@@ -92,7 +92,7 @@ def source_digest() -> str:
 
 
 def _nvidia_folders(kind: str) -> list[Path]:
-    """Folders `kind` ("lib" or "include") of NVIDIA's wheels beside torch, newest CUDA first, then of a toolkit."""
+    """Folders `kind` ("lib" or "include") of NVIDIA's wheels installed with torch, newest CUDA first, then of a toolkit."""
     found: list[Path] = []
     for root in filter(None, sys.path):  # "" is the current folder, which may be a stranger's
         found += sorted(Path(root).resolve().glob(f"nvidia/*/{kind}"), reverse=True)
@@ -342,8 +342,8 @@ def missing(kernels: Iterable[KernelId], major: int, minor: int) -> list[KernelI
     return [unit for unit, path in paths.items() if (unit, unit.arch(major, minor)) not in _codes and not (path and path.exists())]
 
 
-def prepare(units: Sequence[KernelId], major: int, minor: int, *, told: Callable[[], None] = lambda: None) -> None:
-    """Compile beforehand, as many at a time as this process has cores. told: called after each.
+def prepare(units: Sequence[KernelId], major: int, minor: int, *, progress: Callable[[], None] = lambda: None) -> None:
+    """Compile beforehand, as many at a time as this process has cores. progress: called after each.
 
     Raises:
         NoCompiler: one of them cannot be compiled.
@@ -351,10 +351,10 @@ def prepare(units: Sequence[KernelId], major: int, minor: int, *, told: Callable
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(max_workers=min(cores, len(units)), thread_name_prefix="exl2nb-nvrtc") as pool:
         for _ in pool.map(lambda unit: code_of(unit, major, minor), units):
-            told()
+            progress()
 
 
-# ---- What the compiled library asks
+# ---- Callbacks of the compiled library
 
 _texts: dict[str, ctypes.Array[ctypes.c_char]] = {}  # symbols and messages that C++ holds pointers to
 
@@ -385,7 +385,7 @@ _library: ctypes.CDLL | None = None
 
 
 def connect(path: Path) -> None:
-    """Let the compiled library at `path` ask this module for code."""
+    """Register this module as the source of kernel code for the compiled library at `path`."""
     global _library
     _library = ctypes.CDLL(str(path))
     for function in (_library.exl2nb_kernel_problem, _library.exl2nb_all_kernels, _library.exl2nb_noted_launches):

@@ -46,7 +46,7 @@ def convert(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
         packages = [importlib.import_module(name) for name in ("transformers", *(("sentencepiece", "google.protobuf") if spm else ()))]
     except ImportError as error:
         raise TokenizerError(
-            f"{path}: there is no tokenizer.json beside it, and converting it needs {error.name}: {_EXTRA}, {_MAKE}"
+            f"{path}: there is no tokenizer.json next to it, and converting it needs {error.name}: {_EXTRA}, {_MAKE}"
         ) from error
     transformers, *others = packages
     model = others[0].SentencePieceProcessor if spm else None

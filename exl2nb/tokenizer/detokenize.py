@@ -14,7 +14,7 @@ from typing import Any
 
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
-CONTEXT = 6  # prompt tokens a decoder may look at: enough to know whether a space at the start of a token shows
+CONTEXT = 6  # prompt tokens that a decoder sees: enough to know whether a space at the start of a token shows
 
 
 class Detokenizer:

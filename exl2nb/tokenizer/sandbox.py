@@ -32,7 +32,7 @@ MAX_STEPS = 500_000  # loop turns, calls and filters of one rendering; a convers
 MAX_SECONDS = 2.0
 MAX_WEIGHT = 4_000_000  # characters in one value; an element of a list or dict counts as ELEMENT of them
 ELEMENT = 16
-MAX_INTEGER = 10_000  # an integer argument of a call or filter, the way to ask for a huge result with few characters
+MAX_INTEGER = 10_000  # an integer argument of a call or filter, which could produce a huge result from few characters
 _WIDTH = re.compile(r"[0-9]{5,}|%[-+ #0-9.]*\*")
 _PADDING = frozenset(("ljust", "rjust", "center", "zfill", "expandtabs", "translate", "maketrans", "to_bytes", "from_bytes", "format_map"))
 

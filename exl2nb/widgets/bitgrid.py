@@ -67,7 +67,7 @@ def mean(cells: Sequence[BitCell]) -> float:
 
 
 def grid_of(source: Any, *, where: str = "BitMap") -> BitGrid:
-    """Cells of a model directory or hub id, an `Inspection`, a `Conversion`, a `Plan`, or plain data as their `to_dict` gives.
+    """Cells of a model directory or hub id, an `Inspection`, a `Conversion`, an `Allocation`, or plain data as their `to_dict` gives.
 
     Raises:
         OptionError: none of these, or an entry without what a cell needs.

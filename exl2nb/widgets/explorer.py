@@ -28,7 +28,7 @@ from exl2nb.widgets.protocol import CurvePoint, ExplorerState, Mark, Status
 if TYPE_CHECKING:
     import pandas as pd
 
-    from exl2nb.converter.allocation import Plan
+    from exl2nb.converter.allocation import Allocation
     from exl2nb.converter.measurement import Measurement
 
 QUICK = {"rows": 8, "length": 128, "report_rows": 4}
@@ -218,7 +218,7 @@ class BitrateExplorer(BackgroundWidget):
     # ---- allocating ----
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> Allocation:
         """The allocation shown; `convert(..., frozen=explorer.plan.groups())` carries it out to the bit."""
         return self._plan
 
@@ -235,7 +235,7 @@ class BitrateExplorer(BackgroundWidget):
         fits: int | str | None = None,
         context: int = 0,
         cache: str = "fp16",
-    ) -> Plan:
+    ) -> Allocation:
         """Allocate and show it: at `bpw`, moved into what the model can reach, or at the largest bitrate for a size.
 
         Args:
@@ -266,7 +266,7 @@ class BitrateExplorer(BackgroundWidget):
                     self.status, self.error = "idle", ""
         return plan
 
-    def _solved(self, bpw: float) -> Plan:
+    def _solved(self, bpw: float) -> Allocation:
         """The plan at `bpw`; at the very edges the nearest that can be met."""
         try:
             return self.measurement.solve(bpw=bpw)

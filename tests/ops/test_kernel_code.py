@@ -119,7 +119,7 @@ def test_threads_that_want_one_kernel_compile_it_once(compiler):
 
 def test_prepare_tells_each_kernel_and_raises_what_fails(compiler, monkeypatch):
     told = []
-    kernel_code.prepare([SKINNY, ROPE.unit], 9, 0, told=lambda: told.append(1))
+    kernel_code.prepare([SKINNY, ROPE.unit], 9, 0, progress=lambda: told.append(1))
     assert len(told) == 2
 
     def refuse(kernel, arch):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from exl2nb.generator.speculation import Pace
+from exl2nb.generator.speculation import AdaptiveLength
 from exl2nb.generator.speculation import Speculation as Settings
 from exl2nb.widgets import protocol, typescript
 from exl2nb.widgets.bitmap import BitMap
@@ -23,7 +23,7 @@ from exl2nb.widgets.weights import WeightBrowser
 
 WIDGETS = Path(__file__).parents[2] / "widgets"
 DATA = Path(__file__).parents[1] / "data"
-ANSWER = SimpleNamespace(tokens=(), prompt="", tokens_per_second=0.0, text="", speculation=Pace(Settings()).acceptance("ngram"))
+ANSWER = SimpleNamespace(tokens=(), prompt="", tokens_per_second=0.0, text="", speculation=AdaptiveLength(Settings()).acceptance("ngram"))
 
 
 def test_committed_typescript_is_what_python_generates():

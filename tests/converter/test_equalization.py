@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from exl2nb.converter.folds import MOST, folds
+from exl2nb.converter.equalization import MOST, equalize
 from exl2nb.converter.quantization import Rounding
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.io import safetensors
@@ -37,7 +37,7 @@ def test_the_model_computes_the_same(tmp_path, changes):
     with open_store(config, source) as store, torch.no_grad():
         weights = DenseWeights(config, store)
         wanted, steps = logits(weights), []
-        factors = folds(weights, IDS, steps.append)
+        factors = equalize(weights, IDS, steps.append)
         weights.scale(factors)
         assert weights.scaled
         found = logits(weights)
@@ -51,7 +51,7 @@ def test_the_model_computes_the_same(tmp_path, changes):
 
 def test_what_is_clipped_is_not_scaled(weights):
     weights.config = dataclasses.replace(weights.config, clip_qkv=3.0)
-    assert {name.split(".")[4] for name in folds(weights, IDS)} == {"up_proj", "down_proj"}
+    assert {name.split(".")[4] for name in equalize(weights, IDS)} == {"up_proj", "down_proj"}
 
 
 def test_unequal_channels_cost_less(tmp_path):

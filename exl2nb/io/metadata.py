@@ -1,4 +1,4 @@
-"""A model on the hub as a folder without its weights: its small files, and the headers of the others."""
+"""The metadata of a model on the hub as a folder: its small files, and weight files with their headers only."""
 
 from __future__ import annotations
 
@@ -26,16 +26,15 @@ CONNECTIONS = 8
 
 
 @contextmanager
-def peek(path_or_id: str | os.PathLike[str], revision: str | None = None) -> Iterator[Path]:
-    """A folder in which everything but the data of the weights is a model's; exists for the length of the `with`.
+def metadata_folder(path_or_id: str | os.PathLike[str], revision: str | None = None) -> Iterator[Path]:
+    """A folder with a model's metadata: all but the data of its weights. It exists for the length of the `with`.
 
     Args:
         path_or_id, revision: as `hub.resolve`; a local folder is itself.
 
     Yields:
-        The folder. A model of the hub lies in a temporary one: its weight files have their size, header and the group tables of EXL2
-        matrices, the rest are holes that take no room on the disk. Nothing goes into the hub's cache. Without a network a complete earlier
-        download serves.
+        The folder. For a model of the hub a temporary one with sparse weight files: their size, header and group tables are right.
+        Nothing goes into the hub's cache. Without a network, a complete earlier download is used.
 
     Raises:
         ModelNotFound, OptionError: as `hub.resolve`. FormatError: a header that breaks a rule.
@@ -77,7 +76,7 @@ class _Repository:
         if "config.json" not in small:
             raise ModelNotFound(no_config(self.repo_id, self.revision))
         weights = [name for name in self.names if name.endswith(".safetensors") and "/" not in name and not _skipped(name)]
-        with ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="exl2nb-peek") as pool:
+        with ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="exl2nb-metadata") as pool:
             for job in [pool.submit(self._small, name, folder) for name in small] + [
                 pool.submit(self._weights, n, folder) for n in weights
             ]:

@@ -1,9 +1,10 @@
-"""Scalings of a dense model that change nothing but how well it can be rounded. Knows nothing of bits.
+"""Cross-layer equalization: channel scalings that leave the dense model's outputs unchanged and make it easier to quantise.
 
 A channel that goes from one matrix to another in proportion may be divided by any number in the first and multiplied by it in the second:
-from v to o, from up to down of a gated MLP. The rows of the second matrix that share a step should be alike in size, and a channel that
-carries much wants finer steps; the first matrix has scales of its own for every output, but they span a factor of 256 only, so outputs of
-very different sizes do not go together.
+from v to o, from up to down of a gated MLP. Rows of the second matrix that share a scale should be alike in size, and a channel with
+large activations needs finer steps. The first matrix has a scale for every output, but those of one group span a factor of 256 only.
+
+Source: data-free quantisation (Nagel et al., 2019); the exponents are ours.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ ENERGY, SIZE = 0.25, -0.5  # powers of a channel's activation and of its row's s
 MOST = 256.0  # no channel is scaled by more than this, or less than its inverse
 
 
-def folds(weights: DenseWeights, ids: Tensor, step: Callable[[str], None] = lambda detail: None) -> dict[str, Tensor]:
+def equalize(weights: DenseWeights, ids: Tensor, step: Callable[[str], None] = lambda detail: None) -> dict[str, Tensor]:
     """What to multiply tensors with; the model computes the same afterwards.
 
     Args:
         ids: calibration rows int `(R, S)`, of which ROWS are run through it.
-        step: called with one line for people after every layer.
+        step: called with a line of text after every layer.
 
     Returns:
         Tensor name -> factors f32 on the CPU that broadcast to it.
