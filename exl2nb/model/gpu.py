@@ -47,7 +47,7 @@ class GpuForward:
         return self._kernels[capacity]
 
     def kernels(self, cache: KVCache, most: int = SHORT) -> list[kernel_code.KernelId]:
-        """The kernels of steps of 1 to `most` tokens of one sequence; none is launched."""
+        """The kernels of steps of 1 to `most` tokens of one sequence, and of the products of prompts; none is launched."""
         heads = cache.spec.num_kv_heads, cache.spec.head_dim
         scratch = gpu.StepKernels(self.program.code, most, self.device, stream_k_from=self.stream_k_from)
         zeros = torch.zeros(most + 1, dtype=torch.int32, device=self.device)
@@ -58,6 +58,10 @@ class GpuForward:
                 scratch.run(
                     zeros[:tokens], zeros[:tokens], row.view(1, 1), zeros[:2], row, row, cache.k, cache.v, formats_of(cache), heads, logits
                 )  # fmt: skip
+            for tokens in () if self.deterministic else gpu_prefill.ROWS_OF_KERNELS:
+                for head in self.program.heads.values():
+                    x = torch.empty(tokens, gpu.shape_of(head)[0], device=self.device)
+                    gpu.linear(head, x, None, stream_k=True)
 
         return kernel_code.noted(steps)
 
