@@ -2,9 +2,8 @@
 
     python tools/check_portable.py [--target aarch64-macos]
 
-Nothing is linked or run. macOS: every source of the CPU library. Windows: with the GNU headers that zig has, and the flags of clang-cl that zig
-takes (-fms-compatibility); Microsoft's own headers and compiler are not to be had outside of Windows. docs/internals/release.md says what is
-missing for wheels.
+Nothing is linked or run. Windows is tried with zig's GNU headers and clang's -fms-compatibility: Microsoft's compiler and headers exist on
+Windows alone. docs/internals/release.md says what is missing for wheels.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -43,8 +43,9 @@ def sources(target: str, folder: Path) -> list[tuple[Path, list[str]]]:
     return found
 
 
-def compile_one(target: str, path: Path, flags: list[str], include: Path) -> str:
+def compile_one(target: str, include: Path, source: tuple[Path, list[str]]) -> str:
     """What the compiler has to say; empty where it is content."""
+    path, flags = source
     command = [sys.executable, "-m", "ziglang", "c++", "-target", target, "-std=c++20", "-fsyntax-only", "-Wall", "-ffp-contract=off"]
     command += [*TARGETS[target], *flags, "-DTORCH_TARGET_VERSION=0x020a000000000000ULL", f"-I{ROOT / 'csrc'}", "-isystem", str(include)]
     done = subprocess.run([*command, str(path)], capture_output=True, text=True)
@@ -66,7 +67,7 @@ def main() -> int:
         began = time.perf_counter()
         with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(os.cpu_count()) as pool:
             files = sources(target, Path(temporary))
-            said = [text for text in pool.map(lambda file: compile_one(target, *file, Path(folder) / "include"), files) if text]
+            said = [text for text in pool.map(partial(compile_one, target, Path(folder) / "include"), files) if text]
         print(f"{target}: {len(files) - len(said)} of {len(files)} sources compile without a warning, {time.perf_counter() - began:.0f} s")
         print("\n".join(text[:3000] for text in said))
         bad += len(said)

@@ -11,9 +11,9 @@ Steps, in this order:
     smoke   install wheel and sdist into fresh environments; run .ci/smoke.py there
     notes   SHA256SUMS, and NOTES.md from CHANGELOG.md
 
-g++ and aarch64-linux-gnu-g++ (Debian: g++-aarch64-linux-gnu), 11 or later, compile and link. They link against stubs: those of glibc 2.28 that
-zig makes, and a libtorch_cpu.so with nothing but the symbols of torch 2.10. What is newer than either fails to link. libstdc++ is linked in:
-its symbol versions follow the compiler. (A libc++ linked in would end the process at the first error: torch cannot catch its exceptions.)
+g++ and aarch64-linux-gnu-g++ (Debian: g++-aarch64-linux-gnu), 11 or later, compile and link. They link against stubs: those of glibc
+2.28 that zig makes, and a libtorch_cpu.so with nothing but the symbols of torch 2.10. What is newer than either fails to link. libstdc++ is
+linked in: its symbol versions follow the compiler. (clang's libc++ cannot be used: torch cannot catch its exceptions, the process ends.)
 Python packages: RELEASE in the Makefile. torch's headers come from the installed torch, or $EXL2NB_TORCH_DIR.
 """
 

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import threading
+import types
 
 import pytest
 import torch
@@ -211,32 +212,36 @@ def test_without_nvrtc_or_headers_it_says_what_to_install(monkeypatch, tmp_path)
         kernel_code.Nvrtc()
 
 
-class Library:
-    """NVRTC as ctypes shows it: version 12.8, for Turing to Hopper."""
+def version(major, minor):
+    major._obj.value, minor._obj.value = 12, 8
+    return 0
 
-    nvrtcGetErrorString = staticmethod(lambda error: b"NVRTC_ERROR_INTERNAL_ERROR")
 
-    def nvrtcVersion(self, major, minor):
-        major._obj.value, minor._obj.value = 12, 8
-        return 0
+def number_of_architectures(count):
+    count._obj.value = 3
+    return 0
 
-    def nvrtcGetNumSupportedArchs(self, count):
-        count._obj.value = 3
-        return 0
 
-    def nvrtcGetSupportedArchs(self, found):
-        found[:] = [75, 80, 90]
-        return 0
+def architectures(found):
+    found[:] = [75, 80, 90]
+    return 0
 
 
 @pytest.fixture
 def library(monkeypatch, tmp_path):
-    """A machine that has NVRTC, and headers in tmp_path/include."""
+    """A machine that has NVRTC 12.8, for Turing to Hopper, and headers in tmp_path/include."""
+    found = types.SimpleNamespace(
+        nvrtcVersion=version,
+        nvrtcGetNumSupportedArchs=number_of_architectures,
+        nvrtcGetSupportedArchs=architectures,
+        nvrtcGetErrorString=lambda error: b"NVRTC_ERROR_INTERNAL_ERROR",
+    )
     (tmp_path / "include").mkdir()
     (tmp_path / "include" / "cuda_fp16.h").touch()
     monkeypatch.setattr(kernel_code, "_libraries", lambda: ["libnvrtc.so.12"])
     monkeypatch.setattr(kernel_code, "_nvidia_folders", lambda kind: [tmp_path / kind])
-    monkeypatch.setattr(kernel_code.ctypes, "CDLL", lambda name: Library())
+    monkeypatch.setattr(kernel_code.ctypes, "CDLL", lambda name: found)
+    return found
 
 
 def test_without_headers_it_says_what_to_install(library, tmp_path):
@@ -255,8 +260,8 @@ def test_a_gpu_newer_than_the_compiler_gets_ptx_and_an_unknown_one_an_error(libr
         compiler.target("61")
 
 
-def test_a_call_that_fails_is_named(library, monkeypatch):
-    monkeypatch.setattr(Library, "nvrtcVersion", lambda *_: 11)
+def test_a_call_that_fails_is_named(library):
+    library.nvrtcVersion = lambda *_: 11
     with pytest.raises(NoCompiler, match="nvrtcVersion of libnvrtc.so.12: NVRTC_ERROR_INTERNAL_ERROR"):
         kernel_code.Nvrtc()
 
