@@ -32,6 +32,7 @@ import sys
 import tarfile
 import time
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -181,23 +182,20 @@ def cpu_seconds() -> float:
 
 def smoke(pythons: list[str], torches: list[str], kinds: list[str]) -> None:
     """Each wanted environment: torch alone, then the package with all it needs, then .ci/smoke.py."""
-    for python in pythons:
-        for torch in torches:
-            for kind in kinds:
-                venv = WORK / "venv"
-                shutil.rmtree(venv, ignore_errors=True)
-                run("make", f"PY={python}", f"VENV={venv}", f"TORCH=torch=={torch}", "ENGINE=", "BUILD=", venv / ".torch")
-                began, used = time.perf_counter(), cpu_seconds()
-                package = SDIST if kind == "sdist" else wheel_of(platform.machine())
-                run(venv / "bin/python", "-m", "pip", "install", "-q", "--disable-pip-version-check", package)
-                installed, took = time.perf_counter(), cpu_seconds() - used
-                said = run(venv / "bin/python", "-I", ROOT / ".ci/smoke.py", cwd=WORK)
-                versions = run(
-                    venv / "bin/python", "-c", "import platform, torch; print(platform.python_version(), torch.__version__)"
-                ).split()
-                first = float(re.findall(r"first token after ([\d.]+) s", said)[0])
-                times = f"install {installed - began:.0f} s ({took:.0f} s of CPU), first token {installed - began + first:.0f} s"
-                print(f"  {kind}, Python {versions[0]}, torch {versions[1]}: ok, {times}", flush=True)
+    venv, pip = WORK / "venv", ("-m", "pip", "install", "-q", "--disable-pip-version-check")
+    python = venv / "bin" / "python"
+    for interpreter, torch, kind in product(pythons, torches, kinds):
+        shutil.rmtree(venv, ignore_errors=True)
+        run("make", f"PY={interpreter}", f"VENV={venv}", f"TORCH=torch=={torch}", "ENGINE=", "BUILD=", venv / ".torch")
+        began, used = time.perf_counter(), cpu_seconds()
+        run(python, *pip, SDIST if kind == "sdist" else wheel_of(platform.machine()))
+        install, cpu = time.perf_counter() - began, cpu_seconds() - used
+        said = run(python, "-I", ROOT / ".ci/smoke.py", cwd=WORK)
+        first = install + float(re.findall(r"first token after ([\d.]+) s", said)[0])
+        versions = run(
+            python, "-c", "import platform, torch; print(f'Python {platform.python_version()}, torch {torch.__version__}')"
+        ).strip()
+        print(f"  {kind}, {versions}: ok, install {install:.0f} s ({cpu:.0f} s of CPU), first token {first:.0f} s", flush=True)
 
 
 def notes() -> None:
