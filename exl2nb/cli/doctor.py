@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -169,17 +170,24 @@ def _kernels() -> list[Check]:
         todo = "pip install nvidia-cuda-nvrtc nvidia-cuda-runtime" if gpu else ""
         return [Check(name="kernels", state="problem" if gpu else "note", found=f"{reason}; {kept}", todo=todo)]
     found = f"NVRTC {'.'.join(map(str, compiler.version))}, headers in {compiler.include}"
-    if folder is not None and not _writable(folder):
-        todo = "set EXL2NB_KERNEL_CACHE to a folder of yours"
-        return [Check(name="kernels", state="warning", found=f"{found}; {folder} cannot be written", todo=todo)]
+    reason = folder and _cannot_write(folder)
+    if reason:
+        todo = "make room, or set EXL2NB_KERNEL_CACHE to a folder of yours; until then every process compiles again"
+        return [Check(name="kernels", state="warning", found=f"{found}; {folder} cannot be written: {reason}", todo=todo)]
     return [Check(name="kernels", state="ok" if gpu else "note", found=f"{found}; {kept}")]
 
 
-def _writable(folder: Path) -> bool:
-    """Whether files can be made in a folder that exists, or that can be made."""
-    while not folder.exists():
+def _cannot_write(folder: Path) -> str:
+    """Why a file of a kernel's size cannot be made in a folder that exists or could be made; empty where it can."""
+    while not folder.exists() and folder != folder.parent:
         folder = folder.parent
-    return os.access(folder, os.W_OK)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(256 << 10))
+            file.flush()
+    except OSError as reason:
+        return reason.strerror or str(reason)
+    return ""
 
 
 def _flash_attention() -> list[Check]:

@@ -17,7 +17,8 @@ from exl2nb.cli.models import demo_directory
 from exl2nb.cli.sampling import MORE, OPTIONS, add_options, given_options
 from exl2nb.core.errors import OptionError
 from exl2nb.io.safetensors import SafetensorsFile, save
-from exl2nb.ops import prefill_attention
+from exl2nb.ops import _load, kernel_code, prefill_attention
+from exl2nb.ops.kernel_code import NoCompiler
 from exl2nb.sampling.params import SamplingParams
 
 DATA = Path(__file__).parents[1] / "data"
@@ -157,6 +158,44 @@ def test_doctor_says_which_attention_prompts_use(monkeypatch):
         (check,) = doctor._flash_attention()
         assert check.state == state
         assert words in check.found
+
+
+def test_doctor_says_what_the_kernels_lack(monkeypatch, tmp_path):
+    """No compiler is a problem where there is a GPU; a cache that cannot be written is a warning with the reason."""
+    monkeypatch.setattr(_load, "hardware", lambda: True)
+
+    def no_compiler():
+        raise NoCompiler("NVRTC was not found (tried)")
+
+    monkeypatch.setattr(kernel_code, "nvrtc", no_compiler)
+    (check,) = doctor._kernels()
+    assert (check.state, check.todo) == ("problem", "pip install nvidia-cuda-nvrtc nvidia-cuda-runtime")
+    assert "NVRTC was not found" in check.found
+
+    monkeypatch.setattr(kernel_code, "nvrtc", lambda: types.SimpleNamespace(version=(13, 0), include="headers"))
+    monkeypatch.setenv("EXL2NB_KERNEL_CACHE", str(tmp_path / "cache"))
+    (check,) = doctor._kernels()
+    assert (check.state, check.todo) == ("ok", "")
+    assert not (tmp_path / "cache").exists()
+
+    (tmp_path / "cache").write_text("a file in its place")
+    (check,) = doctor._kernels()
+    assert check.state == "warning"
+    assert "Not a directory" in check.found
+    assert "EXL2NB_KERNEL_CACHE" in check.todo
+
+
+def test_doctor_says_that_the_disk_is_full(monkeypatch, tmp_path):
+    resource = pytest.importorskip("resource")
+    monkeypatch.setenv("EXL2NB_KERNEL_CACHE", str(tmp_path))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        assert doctor._cannot_write(tmp_path) == "File too large"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert doctor._cannot_write(tmp_path) == ""
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_doctor_survives_a_broken_check(monkeypatch):
