@@ -25,17 +25,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=128, help="tokens decoded per sequence and round (128)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds; the median counts (3)")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where it runs")
+    parser.add_argument("--report", action="store_true", help="measure 1 and 8 sequences, memory and KL; print Markdown to paste")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Load, warm up, time."""
-    from exl2nb.core.errors import OptionError
     from exl2nb.llm.load import load
 
     for name in ("batch", "context", "tokens", "rounds"):
         if getattr(args, name) < 1:
             raise OptionError(f"bench: --{name} is {getattr(args, name)}; expected at least 1")
     folder = locate(args.model, console.sink)
+    if args.report:
+        if args.batch != 1:
+            raise OptionError(f"bench: --batch {args.batch} was given with --report, which measures 1 and 8 sequences; leave --batch out")
+        from exl2nb.cli import card
+
+        options = {name: getattr(args, name) for name in ("device", "cache", "context", "tokens", "rounds")}
+        report = card.measured(folder, **options, progress=console.sink)
+        console.result(report, card.markdown(report))
+        return 0
     start = time.perf_counter()
     longest = args.context + args.tokens + spare(args.batch) + 1
     with load(

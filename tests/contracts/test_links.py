@@ -1,4 +1,4 @@
-"""Badges, the first cell of the notebooks and links to the repository follow from one address in pyproject.toml; without one, none exist."""
+"""Badges, the first cell of the notebooks and links to the repository follow from one address in pyproject.toml: none without it."""
 
 import json
 import re
