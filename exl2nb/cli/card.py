@@ -36,16 +36,13 @@ def measured(
 
     longest = max(context + tokens + spare(max(BATCHES)) + 1, LENGTH)
     start = time.perf_counter()
-    llm = load(
-        folder, device=device, cache=cache, context=longest, cache_tokens=max(BATCHES) * (longest + 256), progress=progress
-    )  # fmt: skip
-    with llm:
-        load_s, place = time.perf_counter() - start, llm.model.device
-        gpu = place.startswith("cuda")
-        planned = plan(folder, context=longest, cache=cache, batch=max(BATCHES), device="cuda" if gpu else "cpu")
+    tokens_kept = max(BATCHES) * (longest + 256)
+    with load(folder, device=device, cache=cache, context=longest, cache_tokens=tokens_kept, progress=progress) as llm:
+        load_s, gpu = time.perf_counter() - start, llm.model.device.startswith("cuda")
+        planned = plan(folder, context=longest + 256, cache=cache, batch=max(BATCHES), device="cuda" if gpu else "cpu")
         speed = [{"batch": batch, **measure(llm, batch=batch, context=context, tokens=tokens, rounds=rounds)} for batch in BATCHES]
-        kl = {mode: compare(llm, llm, rows=ROWS, length=LENGTH, cache=mode, progress=progress).kl_mean for mode in CACHES}
         most_used = torch.cuda.max_memory_reserved() if gpu else None
+        kl = {mode: compare(llm, llm, rows=ROWS, length=LENGTH, cache=mode, progress=progress).kl_mean for mode in CACHES}
         name, weight_bytes = llm.name, llm.model.weight_bytes
     free = plan(folder, device="cuda" if gpu else "cpu")  # the model is closed: all of its memory is free again
     return {
