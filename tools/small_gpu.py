@@ -10,6 +10,7 @@ captured graphs, and what the driver reports as free. (`torch.cuda.set_per_proce
 Needs nbclient, ipykernel, ipywidgets and anywidget. For a machine without them and without a package index, make a folder to take along:
 
     python -m pip install --target build/lab --python-version 3.12 --only-binary=:all: nbclient ipykernel ipywidgets anywidget
+    rm -r build/lab/jedi* build/lab/debugpy*    # half of its 123 MB, and not needed for this
 """
 
 from __future__ import annotations
