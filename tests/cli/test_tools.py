@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from exl2nb.cli import card, doctor
-from exl2nb.cli.bench import measure
+from exl2nb.cli import doctor
+from exl2nb.cli.bench import markdown, measure
 from exl2nb.cli.models import demo_directory
 from exl2nb.cli.sampling import MORE, OPTIONS, add_options, given_options
 from exl2nb.core.errors import OptionError
@@ -191,7 +191,7 @@ def test_the_report_is_markdown_to_paste(cli_json, refused):
     assert [row["batch"] for row in found["speed"]] == [1, 8] and all(row["decode_tok_s"] > 0 for row in found["speed"])
     assert 0 < found["kl"]["q8"] < found["kl"]["q6"] < found["kl"]["q4"] < 0.1
     assert found["memory"]["longest"]["q4"] == 1024
-    text = card.markdown(found)
+    text = markdown(found)
     facts = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", text, re.M))
     assert text.startswith("### exl2nb ") and {"processor", "system", "load", "longest context", "KL of a cache"} <= facts.keys()
     assert "card" not in facts and "memory" not in facts and "KL against the CPU" not in facts, "there is no GPU to speak of"
@@ -204,9 +204,7 @@ def test_the_report_of_a_card(cli_json):
     found = cli_json("bench", "demo", "--device", "cuda", *SHORT)
     assert found["machine"]["card"] and "NVRTC" in found["machine"]["CUDA"]
     assert found["kl"]["cpu"] < 1e-3
-    assert {"card", "CUDA", "memory", "KL against the CPU"} <= dict(
-        re.findall(r"^\| ([^|]+) \| (.+) \|$", card.markdown(found), re.M)
-    ).keys()
+    assert {"card", "CUDA", "memory", "KL against the CPU"} <= dict(re.findall(r"^\| ([^|]+) \| (.+) \|$", markdown(found), re.M)).keys()
     assert found["memory"]["most_used"] > 0 and found["memory"]["planned"] > 0
 
 
