@@ -34,7 +34,9 @@ if importlib.util.find_spec("exl2nb") is None:
     package = min(glob.glob("exl2nb-[0-9]*") + attached, default="exl2nb")
     %pip install --verbose --no-deps {{package}}"""
 FROM_SOURCE = """
-if importlib.util.find_spec("exl2nb") is None:  # not on the index: compiled here, in a minute or two
+
+if importlib.util.find_spec("exl2nb") is None:
+    # it is not on the index: compiled here, in a minute or two
     %pip install --verbose --no-deps git+{repository}"""
 
 
