@@ -49,7 +49,7 @@ $(VENV)/.built: $(VENV)/.torch $(SRC)
 
 $(VENV)/.lab: pyproject.toml | $(VENV)/.built
 	@echo "[3/3] installing JupyterLab and the widgets' packages"
-	@$(PIP) install --no-build-isolation -e .
+	@$(PIP) install --no-build-isolation -e ".[lab]"
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/.built

@@ -25,7 +25,7 @@ DEMO_SHA256 = {
     "tokenizer.json": "72c58040c0eaccff29876007e396407762599af4ee9257888cbad754fb8d7793",
 }
 NEEDED = ("numpy", "safetensors", "tokenizers", "jinja2", "pandas", "huggingface_hub")
-JUPYTER = {"jupyterlab": "4", "ipykernel": "6", "ipywidgets": "7.6", "anywidget": "0.9.13", "traitlets": "5.7"}
+JUPYTER = {"jupyterlab": "3.6", "ipykernel": "6", "ipywidgets": "7.6", "anywidget": "0.9.13", "traitlets": "5.7"}
 STATES = {"ok": "ok", "note": "--", "warning": "!!", "problem": "XX"}
 
 

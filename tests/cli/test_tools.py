@@ -3,6 +3,7 @@
 import argparse
 import io
 import json
+import re
 import sys
 import types
 from dataclasses import fields
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from exl2nb.cli import doctor
-from exl2nb.cli.bench import measure
+from exl2nb.cli.bench import markdown, measure
 from exl2nb.cli.models import demo_directory
 from exl2nb.cli.sampling import MORE, OPTIONS, add_options, given_options
 from exl2nb.core.errors import OptionError
@@ -218,6 +219,32 @@ def test_bench_measures_what_reaches_python(refused, cli_json):
     assert abs(found["decode_ms"] - 2e3 / found["decode_tok_s"]) < 0.01
     assert 16 + 1 + 8 / 2 <= found["decode_context"] < 16 + 8 + 64 + 8  # a text's prompt, its first token, half of what is timed
     assert refused("bench", "demo", "--batch", "0")
+
+
+SHORT = ("--report", "--context", "16", "--tokens", "4", "--rounds", "1")
+
+
+@pytest.mark.cpu
+def test_the_report_is_markdown_to_paste(cli_json, refused):
+    found = cli_json("bench", "demo", "--device", "cpu", *SHORT)
+    assert [row["batch"] for row in found["speed"]] == [1, 8] and all(row["decode_tok_s"] > 0 for row in found["speed"])
+    assert 0 < found["kl"]["q8"] < found["kl"]["q6"] < found["kl"]["q4"] < 0.1
+    assert found["memory"]["longest"]["q4"] == 1024
+    text = markdown(found)
+    facts = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", text, re.M))
+    assert text.startswith("### exl2nb ") and {"processor", "system", "load", "longest context", "KL of a cache"} <= facts.keys()
+    assert "card" not in facts and "memory" not in facts and "KL against the CPU" not in facts, "there is no GPU to speak of"
+    assert "16.00 bits per weight" in facts["model"]
+    assert "leave --batch out" in refused("bench", "demo", *SHORT, "--batch", "4")
+
+
+@pytest.mark.gpu
+def test_the_report_of_a_card(cli_json):
+    found = cli_json("bench", "demo", "--device", "cuda", *SHORT)
+    assert found["machine"]["card"] and "NVRTC" in found["machine"]["CUDA"]
+    assert found["kl"]["cpu"] < 1e-3
+    assert {"card", "CUDA", "memory", "KL against the CPU"} <= dict(re.findall(r"^\| ([^|]+) \| (.+) \|$", markdown(found), re.M)).keys()
+    assert found["memory"]["most_used"] > 0 and found["memory"]["planned"] > 0
 
 
 def test_bench_refuses_answers_too_short_to_time():
