@@ -5,6 +5,7 @@
 A wheel with a manylinux tag must keep its promise: no newer glibc, no C++ library of its own version, nothing of torch that is not in 2.10.
 """
 
+import hashlib
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ REQUIRED = [
     "exl2nb/libexl2nb_cpu.so",
     "exl2nb/libexl2nb_cuda.so",
     "exl2nb/csrc/cuda/gemm/skinny/skinny_gemm.cuh",
-    "exl2nb/csrc/cuda/attention/variants.inc",
+    "exl2nb/csrc/cuda/attention/decode.cuh",
     "exl2nb/csrc/cuda/nvrtc/cstdint",
     "exl2nb/csrc/format/gpu_blob.h",
     "exl2nb/static/playground.js",
@@ -40,6 +41,9 @@ def check_contents(path: Path) -> str:
     """Names, size and tag. Returns one line."""
     with zipfile.ZipFile(path) as wheel:
         names = wheel.namelist()
+        ready = {name.split("/")[-2]: wheel.read(name).split(b"\n")[0].decode() for name in names if name.endswith("/index.txt")}
+        sources = digest({name: wheel.read(name) for name in names if name.startswith(("exl2nb/csrc/cuda/", "exl2nb/csrc/format/"))})
+    stale = [name for name, made_from in ready.items() if made_from != sources]
     missing = [name for name in REQUIRED if name not in names]
     foreign = [name for name in names if not name.startswith("exl2nb") or "__pycache__" in name or name.startswith("exl2nb.libs")]
     weights = [name for name in names if name.startswith("exl2nb/demo_model/") and name.endswith(".safetensors")]
@@ -47,9 +51,19 @@ def check_contents(path: Path) -> str:
     assert path.name.split("-")[2] == "py3", f"{path}: expected a py3-none wheel, one for every Python"
     assert not missing, f"{path} lacks {missing}"
     assert not foreign, f"{path} holds {foreign}"
+    assert not stale, f"{path}: the machine code of {stale} was made from other sources; run the step kernels again"
     assert weights, f"{path} lacks the demo model's weights"
     assert size <= MOST_BYTES, f"{path} has {size / 1e6:.1f} MB, at most {MOST_BYTES / 1e6:.0f} are allowed"
-    return f"{path.name}: {len(names)} files, {size / 2**20:.1f} MiB"
+    return f"{path.name}: {len(names)} files, {size / 2**20:.1f} MiB, machine code for {', '.join(sorted(ready)) or 'no GPU'}"
+
+
+def digest(sources: dict[str, bytes]) -> str:
+    """`kernel_code.source_digest` of the sources in a wheel, by their names there."""
+    total = hashlib.sha256()
+    for folder in ("exl2nb/csrc/cuda/", "exl2nb/csrc/format/"):
+        for name in sorted((name for name in sources if name.startswith(folder)), key=lambda name: Path(name).parts):
+            total.update(name.removeprefix("exl2nb/csrc/").encode() + b"\0" + sources[name] + b"\0")
+    return total.hexdigest()
 
 
 def check_library(path: Path, arch: str, newest: tuple[int, int]) -> str:

@@ -1,10 +1,12 @@
 """Build and check everything that a release uploads, into dist/.
 
-    make release                                          # all steps, with this Python and the default torch
+    make release                                          # all steps but kernels, with this Python and the default torch
+    make release STEPS="kernels sdist wheels check notes" # what is uploaded
     python tools/release.py sdist wheels --arch aarch64   # some of them
     python tools/release.py smoke --python python3.13 --torch 2.14.1
 
 Steps, in this order:
+    kernels machine code of the CUDA kernels by nvcc, into csrc/ready: half an hour of one core. Wheels without it compile on first use
     sdist   exl2nb-VERSION.tar.gz
     wheels  manylinux_2_28 for x86_64 and aarch64, built from that sdist
     check   contents, size, metadata, and the symbols that the libraries need
@@ -43,6 +45,8 @@ SYMBOLS = ROOT / "tests/contracts/torch_2_10_symbols.txt"
 ARCHS = ("x86_64", "aarch64")
 GLIBC = "2.28"
 TORCHES = ("2.13.0",)
+CAPABILITIES = ("75", "80", "90", "120")  # code for 8.0 runs on 8.6 and 8.9
+READY = ROOT / "csrc" / "ready"
 
 
 class Failed(Exception):
@@ -69,7 +73,14 @@ def wheel_of(arch: str) -> Path:
     return DIST / f"exl2nb-{VERSION}-py3-none-manylinux_{GLIBC.replace('.', '_')}_{arch}.whl"
 
 
-# ---- sdist, wheels
+# ---- kernels, sdist, wheels
+
+
+def kernels() -> None:
+    """What `ops/kernel_code.py` takes in place of compiling. The installed exl2nb lists the kernels; an editable install, `make build`."""
+    shutil.rmtree(READY, ignore_errors=True)
+    nvcc = run(ROOT / ".ci" / "nvcc").strip()
+    print(run(sys.executable, ROOT / "tools" / "compile_kernels.py", "--arch", *CAPABILITIES, "--nvcc", nvcc, "--out", READY), end="")
 
 
 def sdist() -> None:
@@ -134,6 +145,8 @@ def wheel(arch: str) -> None:
     (WORK / arch).mkdir(parents=True)
     with tarfile.open(SDIST) as archive:
         archive.extractall(WORK / arch)
+    if READY.exists():
+        shutil.copytree(READY, WORK / arch / f"exl2nb-{VERSION}" / "csrc" / "ready")
     cxx = compiler(arch)
     # --gc-sections: parts of libstdc++ that nothing uses may need a newer glibc.
     link = f"-L{glibc_stubs(arch, cxx)} -static-libstdc++ -Wl,--gc-sections,--as-needed,--no-undefined,--allow-shlib-undefined,-s"
@@ -211,9 +224,9 @@ def notes() -> None:
 
 def main() -> int:
     """See the module."""
-    steps = ("sdist", "wheels", "check", "smoke", "notes")
+    steps = ("kernels", "sdist", "wheels", "check", "smoke", "notes")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("steps", nargs="*", metavar="STEP", help=f"of {', '.join(steps)}; none means all")
+    parser.add_argument("steps", nargs="*", metavar="STEP", help=f"of {', '.join(steps)}; none means all but kernels")
     parser.add_argument("--arch", action="append", choices=ARCHS, help="wheels to build and check (both)")
     parser.add_argument("--python", action="append", help="interpreters for `smoke` (this one)")
     parser.add_argument("--torch", action="append", help=f"versions for `smoke` ({', '.join(TORCHES)})")
@@ -226,6 +239,7 @@ def main() -> int:
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # cmake, ninja
     os.environ["SOURCE_DATE_EPOCH"] = run("git", "log", "-1", "--format=%ct").strip()
     actions = {
+        "kernels": kernels,
         "sdist": sdist,
         "wheels": lambda: [wheel(arch) for arch in archs],
         "check": lambda: check(archs),
@@ -234,7 +248,7 @@ def main() -> int:
     }
     try:
         for step in steps:
-            if args.steps and step not in args.steps:
+            if step not in (args.steps or steps[1:]):
                 continue
             began = time.perf_counter()
             print(f"release: {step}", flush=True)
