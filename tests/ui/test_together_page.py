@@ -1,0 +1,62 @@
+"""All widgets on one page, as in a notebook: none changes another's layout, nothing overflows, nothing is hidden."""
+
+import pytest
+from everything import everything
+from mock_host import STATIC, blank, mount, violations
+
+WIDTHS = (1400, 700)
+LOOKS = """(id) => {
+  const names = ['display', 'gridTemplateColumns', 'fontFamily', 'fontSize', 'fontWeight', 'color', 'backgroundColor', 'paddingLeft',
+    'paddingTop', 'marginTop', 'insetInlineStart', 'insetBlockStart', 'borderTopWidth', 'width', 'height', 'minWidth', 'overflowX',
+    'textAlign', 'position', 'visibility'];
+  return [...document.querySelectorAll(`#${id}, #${id} *`)].map((element) => {
+    const style = getComputedStyle(element);
+    return [element.className, ...names.map((name) => style[name])].join(' | ');
+  });
+}"""
+
+
+@pytest.fixture(scope="module")
+def states(llm):
+    return everything(llm)
+
+
+def shown(page, states, *, theme: str, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 1000})
+    blank(page, "", "".join(f"<div id={name} style='margin-bottom:24px'></div>" for name in states), title="all widgets", theme=theme)
+    for bundle in dict.fromkeys(bundle for bundle, _ in states.values()):
+        page.evaluate(
+            "([id, css]) => { const e = document.createElement('style'); e.id = `css-${id}`; e.textContent = css; document.head.append(e) }",
+            [bundle, (STATIC / f"{bundle}.css").read_text()],
+        )
+    for name, (bundle, state) in states.items():
+        mount(page, bundle, state, name)
+    for group in page.locator("details").all():
+        group.evaluate("(e) => { e.open = true }")
+    page.wait_for_timeout(300)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_no_style_sheet_reaches_into_another_widget(page, states, width):
+    """Sizes, fonts, colours and columns of every element, with its own style sheet alone and with those of all others."""
+    shown(page, states, theme="light", width=width)
+    switch = "([own, on]) => { for (const e of document.querySelectorAll('style[id]')) e.disabled = !on && e.id !== `css-${own}` }"
+    for name, (bundle, _) in states.items():
+        page.evaluate(switch, [bundle, True])
+        together = page.evaluate(LOOKS, name)
+        page.evaluate(switch, [bundle, False])
+        alone = page.evaluate(LOOKS, name)
+        changed = [(a, b) for a, b in zip(alone, together) if a != b]
+        assert not changed, f"{name}: {len(changed)} elements change, first {changed[0]}"
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_all_of_them_fit(page, states, screenshots, theme, width):
+    """Nothing is wider than the page, no text is cut by its own box, and axe finds nothing."""
+    shown(page, states, theme=theme, width=width)
+    assert page.evaluate("() => document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
+    for name in states:
+        page.locator(f"#{name}").screenshot(path=screenshots / f"together-{name}-{width}-{theme}.png")
+    page.screenshot(path=screenshots / f"together-{width}-{theme}.png", full_page=True)
+    assert violations(page, besides="label-content-name-mismatch") == []
