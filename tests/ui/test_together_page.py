@@ -25,10 +25,8 @@ def shown(page, states, *, theme: str, width: int) -> None:
     page.set_viewport_size({"width": width, "height": 1000})
     blank(page, "", "".join(f"<div id={name} style='margin-bottom:24px'></div>" for name in states), title="all widgets", theme=theme)
     for bundle in dict.fromkeys(bundle for bundle, _ in states.values()):
-        page.evaluate(
-            "([id, css]) => { const e = document.createElement('style'); e.id = `css-${id}`; e.textContent = css; document.head.append(e) }",
-            [bundle, (STATIC / f"{bundle}.css").read_text()],
-        )
+        sheet = page.add_style_tag(content=(STATIC / f"{bundle}.css").read_text())
+        sheet.evaluate("(style, id) => { style.id = id }", f"css-{bundle}")
     for name, (bundle, state) in states.items():
         mount(page, bundle, state, name)
     for group in page.locator("details").all():
