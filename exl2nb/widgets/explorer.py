@@ -131,7 +131,7 @@ class _Sink:
     def __call__(self, event: Progress, /) -> None:
         now = time.monotonic()
         if event.stage != self._stage or now - self._last >= UPDATE_S:
-            self._tell(event.stage, min(1.0, event.done / event.total) if event.total else 0.0)
+            self._tell(event.stage, event.fraction)
             self._last, self._stage = now, event.stage
         if self._stop.is_set() and event.state == "running":
             raise Interrupted("BitrateExplorer: stopped")

@@ -32,8 +32,8 @@ class ProgressView(ExlWidget):
         title: of the whole work, shown before the stage.
         cancellable: show the Cancel button. Default True.
 
-    Traits to read: stage, done, total, unit, detail, rate (units per second), elapsed_s, eta_s, finished (stage, elapsed_s, state of each
-    that is over), status.
+    Traits to read: stage, done, total, unit, detail, rate (units per second), share (0..1) and eta_s (of the whole work where it is known,
+    else of the stage), elapsed_s, finished (stage, elapsed_s, state of each that is over), status.
 
     Example:
         >>> view = ProgressView("convert")
@@ -54,6 +54,7 @@ class ProgressView(ExlWidget):
     unit = t.Unicode("").tag(sync=True)
     detail = t.Unicode("").tag(sync=True)
     rate = t.Float(0.0).tag(sync=True)
+    share = t.Float(None, allow_none=True).tag(sync=True)
     elapsed_s = t.Float(0.0).tag(sync=True)
     eta_s = t.Float(None, allow_none=True).tag(sync=True)
     finished = t.List().tag(sync=True)
@@ -111,8 +112,10 @@ class ProgressView(ExlWidget):
                     self.finished = []
             self.stage, self.unit, self.detail = event.stage, event.unit, event.detail
             self.done, self.total = float(event.done), float(event.total)
-            self.elapsed_s, self.eta_s = event.elapsed_s, event.eta_s
-            self.rate = event.done / event.elapsed_s if event.elapsed_s >= 0.2 and event.done else 0.0
+            known = bool(event.total) or event.work_share is not None
+            self.elapsed_s, self.eta_s, self.share = event.elapsed_s, event.left_s, event.fraction if known else None
+            even = event.work_share is None  # steps that differ in cost have no rate
+            self.rate = event.done / event.elapsed_s if even and event.elapsed_s >= 0.2 and event.done else 0.0
             if over:
                 self.finished = [*self.finished, list(Finished(event.stage, round(event.elapsed_s, 3), event.state))]
             self.status = status
@@ -147,8 +150,7 @@ class ProgressView(ExlWidget):
         return f"<div>{html.escape(mark + self._summary())}</div>"
 
     def _picture(self) -> bytes | None:
-        share = 1.0 if self.status == "done" else self.done / self.total if self.total else 0.0
-        return static.bar_picture(share)
+        return static.bar_picture(1.0 if self.status == "done" else self.share or 0.0)
 
 
 APPEAR_AFTER_S = 0.4

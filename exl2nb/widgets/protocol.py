@@ -336,7 +336,7 @@ class Finished(NamedTuple):
 
 
 class ProgressState(TypedDict):
-    """Synced traits of ProgressView. total 0 = unknown; rate in units per second (0 = not known); eta_s null = not known."""
+    """Synced traits of ProgressView. total 0 = unknown; rate in units per second (0 = not known); share 0..1, eta_s: null = not known."""
 
     status: Status
     error: str
@@ -348,6 +348,7 @@ class ProgressState(TypedDict):
     unit: str
     detail: str
     rate: float
+    share: float | None
     elapsed_s: float
     eta_s: float | None
     finished: list[Finished]

@@ -45,8 +45,8 @@ def everything(llm) -> dict[str, tuple[str, dict]]:
         "progress": progress,
     }
     states = {name: ("playground" if name == "chat" else name, state_of(widget)) for name, widget in made.items()}
-    running = {"status": "running", "stage": "measure", "done": 3.0, "total": 12.0, "unit": "layers", "rate": 1.5, "eta_s": 6.0}
-    states["progress"] = ("progress", {**states["progress"][1], **running, "elapsed_s": 2.0})
+    running = {"status": "running", "stage": "measure", "done": 3.0, "total": 12.0, "unit": "layers", "rate": 1.5, "elapsed_s": 2.0}
+    states["progress"] = ("progress", {**states["progress"][1], **running, "share": 0.2, "eta_s": 6.0})
     for widget in made.values():
         widget.close()
     return states

@@ -270,7 +270,7 @@ export interface PlaygroundState {
 /** A stage that is over. */
 export type Finished = [stage: string, elapsed_s: number, state: string];
 
-/** Synced traits of ProgressView. total 0 = unknown; rate in units per second (0 = not known); eta_s null = not known. */
+/** Synced traits of ProgressView. total 0 = unknown; rate in units per second (0 = not known); share 0..1, eta_s: null = not known. */
 export interface ProgressState {
   status: Status;
   error: string;
@@ -282,6 +282,7 @@ export interface ProgressState {
   unit: string;
   detail: string;
   rate: number;
+  share: number | null;
   elapsed_s: number;
   eta_s: number | null;
   finished: Finished[];

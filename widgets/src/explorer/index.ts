@@ -8,6 +8,7 @@ import { guardKeys, h, root, setAttributes, uniqueId } from "../shared/dom";
 import { perFrame } from "../shared/frame";
 import { watchKernel } from "../shared/kernel";
 import { EXPLAINED, NAMES, painter } from "../shared/metrics";
+import { stageName } from "../shared/stages";
 import { size, strip } from "../shared/strip";
 import { CurveView } from "./curve";
 import { SizesView } from "./sizes";
@@ -220,7 +221,7 @@ class ExplorerView {
     const mark = get("_marks").find(([bpw, , label]) => bpw === get("made_bpw") && label.endsWith("made here"));
     const done = mark ? `done · measured KL ${mark[1].toPrecision(2)}` : "done";
     const over = { done, stopped: "stopped", error: "" }[get("status") as string] ?? "";
-    this.stage.textContent = this.busy ? `${get("stage")}…` : over;
+    this.stage.textContent = this.busy ? `${stageName(get("stage"))}…` : over;
     this.error.textContent = get("error");
     this.error.hidden = get("error") === "";
     this.texts.hidden = get("original") === "" && get("made") === "";

@@ -6,13 +6,14 @@ import { guardKeys, h, icon, root, setAttributes } from "../shared/dom";
 import { duration } from "../shared/format";
 import { perFrame } from "../shared/frame";
 import { watchKernel } from "../shared/kernel";
-import { figures, fraction, history } from "./words";
+import { stageName } from "../shared/stages";
+import { figures, history } from "./words";
 import "./progress.css";
 
 const CROSS = "M3.3 4.7 4.7 3.3 8 6.6l3.3-3.3 1.4 1.4L9.4 8l3.3 3.3-1.4 1.4L8 9.4l-3.3 3.3-1.4-1.4L6.6 8z";
 const WATCHED: (keyof ProgressState)[] = [
   ...(["status", "error", "title", "stage", "done", "total", "unit", "detail"] as const),
-  ...(["rate", "elapsed_s", "eta_s", "finished", "cancellable"] as const),
+  ...(["rate", "share", "elapsed_s", "eta_s", "finished", "cancellable"] as const),
 ];
 
 class ProgressLine {
@@ -54,8 +55,9 @@ class ProgressLine {
     const status = get("status");
     const running = status === "running";
     if (!running) this.cancelling = false;
-    const share = fraction({ done: get("done"), total: get("total") });
-    const name = [get("title"), running || status === "error" ? get("stage") : ""].filter(Boolean).join(": ") || get("stage");
+    const share = get("share") ?? null;
+    const stage = stageName(get("stage"));
+    const name = [get("title"), running || status === "error" ? stage : ""].filter(Boolean).join(": ") || stage;
     this.root.dataset.status = status;
     this.name.textContent = `${{ done: "✓ ", error: "✕ ", stopped: "■ " }[status as string] ?? ""}${name}`;
     this.track.hidden = !(running || status === "idle");
