@@ -142,7 +142,7 @@ class LLM(ScoringMixin, ChatMixin):
     @overload
     def generate(self, prompt: str | Sequence[int], *, n: int, **options: Unpack[GenerateOptions]) -> list[Completion]: ...
     @spelled_out(GenerateOptions, DEFAULTS)
-    def generate(self, prompt: Any, *, n: int | None = None, **options: Unpack[GenerateOptions]) -> Completion | list[Completion]:
+    def generate(self, prompt: Any, *, n: int | None = None, **options: Any) -> Completion | list[Completion]:
         """Continue a prompt and return when it is complete.
 
         Args:
@@ -187,7 +187,7 @@ class LLM(ScoringMixin, ChatMixin):
     @overload
     def stream(self, prompt: str | Sequence[int], *, n: int, **options: Unpack[RequestOptions]) -> Handles: ...
     @spelled_out(RequestOptions, DEFAULTS)
-    def stream(self, prompt: Any, *, n: int | None = None, **options: Unpack[RequestOptions]) -> Handle | Handles:
+    def stream(self, prompt: Any, *, n: int | None = None, **options: Any) -> Handle | Handles:
         """Continue a prompt and yield `Chunk`s as they come.
 
         Leaving the loop early (break, an exception, an interrupt, dropping the handle) cancels the request. Several prompts, or `n` samples
@@ -217,7 +217,7 @@ class LLM(ScoringMixin, ChatMixin):
     @overload
     async def agenerate(self, prompt: str | Sequence[int], *, n: int, **options: Unpack[RequestOptions]) -> list[Completion]: ...
     @spelled_out(RequestOptions, DEFAULTS)
-    async def agenerate(self, prompt: Any, *, n: int | None = None, **options: Unpack[RequestOptions]) -> Completion | list[Completion]:
+    async def agenerate(self, prompt: Any, *, n: int | None = None, **options: Any) -> Completion | list[Completion]:
         """`generate` for event loops; cancelling the task cancels its requests.
 
         Example:
@@ -238,7 +238,7 @@ class LLM(ScoringMixin, ChatMixin):
     @spelled_out(RequestOptions, DEFAULTS)
     def astream(self, prompt: str | Sequence[int], **options: Unpack[RequestOptions]) -> Handle:
         """`stream` of one prompt for `async for`; the event loop stays free. Several prompts: `async for event in llm.batch(prompts)`."""
-        return self._submit(prompt, "astream", options, stream=True)
+        return self._submit(prompt, "astream", dict(options), stream=True)
 
     @spelled_out(RequestOptions, DEFAULTS)
     def explain(self, prompt: str | Sequence[int], *, at: int = 0, **options: Unpack[RequestOptions]) -> Explanation:
@@ -253,8 +253,9 @@ class LLM(ScoringMixin, ChatMixin):
             OptionError: `at` out of range. GenerationError: the answer ends before that token. Otherwise as `generate`.
         """
         check_integer("at", at, 0, self.context)
+        asked: dict[str, Any] = {**options}
         check_keywords(
-            dict.fromkeys(options), [*_request_options(), "negative_prompt", "schema", "regex", "choice", "grammar"], where="explain"
+            dict.fromkeys(asked), [*_request_options(), "negative_prompt", "schema", "regex", "choice", "grammar"], where="explain"
         )
         found: list[Explanation] = []
 
@@ -262,15 +263,15 @@ class LLM(ScoringMixin, ChatMixin):
             if draw.index == at:
                 found.append(draw.explain())
 
-        hooks = options.pop("post_sampling", ())
+        hooks = asked.pop("post_sampling", ())
         if not callable(hooks) and not isinstance(hooks, (tuple, list)):
             raise OptionError(f"explain: post_sampling is {shown(hooks)}; expected a function or several")
-        options["post_sampling"] = (look, *((hooks,) if callable(hooks) else hooks))
-        banned = options.get("banned_strings", ())
+        asked["post_sampling"] = (look, *((hooks,) if callable(hooks) else hooks))
+        banned = asked.get("banned_strings", ())
         later = max((len(text.encode()) for text in ((banned,) if isinstance(banned, str) else banned) if isinstance(text, str)), default=0)
         # a banned text is known by its last token; the answer then goes back to its first one, and draws that again
         wanted = min(at + 1 + later, max(at + 1, self.context - 1))
-        completion = self._submit(prompt, "explain", {**options, "max_tokens": wanted}, stream=False).result()
+        completion = self._submit(prompt, "explain", {**asked, "max_tokens": wanted}, stream=False).result()
         if not found:
             raise GenerationError(f"explain: the answer ended after {len(completion.tokens)} tokens; token {at} was asked for, lower `at`")
         return replace(found[-1], names=self.tokenizer.piece)
@@ -282,7 +283,7 @@ class LLM(ScoringMixin, ChatMixin):
     @overload
     def chat(self, messages: Messages | str, *, stream: Literal[True], **options: Unpack[ChatOptions]) -> Handle: ...
     @spelled_out(ChatOptions, DEFAULTS)
-    def chat(self, messages: Messages | str, *, stream: bool = False, **options: Unpack[ChatOptions]) -> Completion | Handle:
+    def chat(self, messages: Messages | str, *, stream: bool = False, **options: Any) -> Completion | Handle:
         """Answer a conversation, in the format the model was trained on.
 
         Args:
@@ -300,8 +301,9 @@ class LLM(ScoringMixin, ChatMixin):
     @spelled_out(ChatOptions, DEFAULTS)
     async def achat(self, messages: Messages | str, **options: Unpack[ChatOptions]) -> Completion:
         """`chat` for event loops."""
-        prompt = self._chat_ids(messages, options)
-        return await self._submit(prompt, "achat", options, stream=False).aresult()
+        asked: dict[str, Any] = {**options}
+        prompt = self._chat_ids(messages, asked)
+        return await self._submit(prompt, "achat", asked, stream=False).aresult()
 
     # ---- many requests
 
@@ -333,15 +335,15 @@ class LLM(ScoringMixin, ChatMixin):
             raise OptionError(
                 f"batch: prompts is {str(prompts)[:40]!r}; expected several: [text, text], or a mapping of them; for one: generate"
             )
-        options = dict(options)
-        compile_structure(options, self.tokenizer, self.model.config.vocab_size, where="batch")
+        shared: dict[str, Any] = {**options}
+        compile_structure(shared, self.tokenizer, self.model.config.vocab_size, where="batch")
         job = self.job()
         try:
             for id, prompt in prompts.items() if isinstance(prompts, Mapping) else enumerate(prompts):
                 own = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
                 if "prompt" not in own:
                     raise OptionError(f"batch: request {id!r} is {str(own)[:80]}; expected a text, ids, or a dict with 'prompt'")
-                text, own = own.pop("prompt"), {"id": id, **options, **own}
+                text, own = own.pop("prompt"), {"id": id, **shared, **own}
                 if wrong := [name for name in own if not isinstance(name, str) or name == "prompt"]:
                     raise OptionError(f"batch: unknown keyword {shown(wrong[0])}; prompts are the first argument")
                 job.add(text, **own)
