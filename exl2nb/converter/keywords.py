@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 if TYPE_CHECKING:
@@ -16,6 +17,17 @@ if TYPE_CHECKING:
     from exl2nb.converter.calibration import Source
     from exl2nb.converter.measurement import Measurement
     from exl2nb.converter.quantization import Rounding
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much calibration: rows and tokens per row."""
+
+    rows: int
+    length: int
+
+
+EFFORTS = {"quick": Effort(32, 512), "full": Effort(80, 512), "thorough": Effort(128, 1024)}
 
 
 class MeasureOptions(TypedDict, total=False):

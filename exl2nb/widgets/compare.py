@@ -14,6 +14,7 @@ import traitlets as t
 
 from exl2nb.core.errors import Exl2Error, OptionError
 from exl2nb.core.options import check_keywords
+from exl2nb.core.show import size_text
 from exl2nb.llm.model import LLM
 from exl2nb.llm.options import DEFAULTS, RequestOptions
 from exl2nb.sampling.params import check_integer
@@ -502,7 +503,7 @@ class Compare(BackgroundWidget):
 
 def _note(head: CompareColumn, tokens: Sequence[KlToken]) -> str:
     mean = columns.mean_kl(tokens)
-    parts = [head.note, f"{head.nbytes / 1e6:.1f} MB" if head.nbytes else "", f"mean KL {mean:.3g}" if mean is not None else ""]
+    parts = [head.note, size_text(head.nbytes) if head.nbytes else "", f"mean KL {mean:.3g}" if mean is not None else ""]
     return ", ".join(part for part in parts if part)
 
 

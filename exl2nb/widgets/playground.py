@@ -118,6 +118,9 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
             (or strings) will do. None: display only.
         result: a finished run to show: a Completion, or a mapping with `text`, `tokens` and perhaps `prompt`, `finish_reason`.
 
+    Raises:
+        OptionError: llm is no model, or an option is out of range. TokenizerError: chat is True and there is no chat template.
+
     Traits, also keywords (synced with the page both ways):
         prompt: text to continue. Default "".
         max_tokens: most tokens of one run. Default 128.
@@ -168,6 +171,7 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
         self._run_settings: dict[str, Any] = {}
         super().__init__(**kwargs)
         self._checked_settings()
+        self._check_chat()
         with self.hold_sync():
             self._has_model, self._model_label = llm is not None, _label(llm)
         if result is not None:

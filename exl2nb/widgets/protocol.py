@@ -433,7 +433,10 @@ class Mark(NamedTuple):
 
 
 class ExplorerState(TypedDict):
-    """Synced traits of BitrateExplorer. bpw: requested; solved: the bitrate that cells and figures belong to. _free: bytes on a GPU."""
+    """Synced traits of BitrateExplorer. bpw: requested; solved: the bitrate that cells and figures belong to. _free: bytes on a GPU.
+
+    _factor: KL of a copy over the predicted one, with `_tokens` tokens of calibration.
+    """
 
     status: Status
     error: str
@@ -460,6 +463,8 @@ class ExplorerState(TypedDict):
     _marks: list[Mark]
     _can_make: bool
     _free: int | None
+    _factor: float
+    _tokens: int
     _protocol: int
     _static: bool
 

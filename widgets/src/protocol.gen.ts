@@ -328,7 +328,11 @@ export type CurvePoint = [bpw: number, nbytes: number, kl: number, bits: number[
 /** A bitrate whose KL was measured, nats per token. */
 export type Mark = [bpw: number, kl: number, label: string];
 
-/** Synced traits of BitrateExplorer. bpw: requested; solved: the bitrate that cells and figures belong to. _free: bytes on a GPU. */
+/**
+ * Synced traits of BitrateExplorer. bpw: requested; solved: the bitrate that cells and figures belong to. _free: bytes on a GPU.
+ *
+ * _factor: KL of a copy over the predicted one, with `_tokens` tokens of calibration.
+ */
 export interface ExplorerState {
   status: Status;
   error: string;
@@ -355,6 +359,8 @@ export interface ExplorerState {
   _marks: Mark[];
   _can_make: boolean;
   _free: number | null;
+  _factor: number;
+  _tokens: number;
   _protocol: number;
   _static: boolean;
 }

@@ -5,9 +5,9 @@ import { h, uniqueId } from "../shared/dom";
 const CACHES = ["fp16", "q8", "q6", "q4"];
 const CONTEXT = 4096;
 
-/** What one unit of the number field is: gigabytes where the largest model takes a gigabyte. */
+/** What one unit of the number field is: GiB where the largest model takes one. */
 export function unitOf(largest: number): [name: string, bytes: number] {
-  return largest >= 1e9 ? ["GB", 1e9] : ["MB", 1e6];
+  return largest >= 2 ** 30 ? ["GiB", 2 ** 30] : ["MiB", 2 ** 20];
 }
 
 export class SizesView {
@@ -18,7 +18,7 @@ export class SizesView {
   private readonly context = h("input", { type: "number", min: 0, step: 256, value: CONTEXT, "aria-label": "Tokens of the cache" });
   private readonly cache: HTMLSelectElement;
   private readonly beside: HTMLElement;
-  private scale = 1e6;
+  private scale = 2 ** 20;
 
   constructor(
     private readonly ask: (wish: SolveSize) => void,
