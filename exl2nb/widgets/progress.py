@@ -1,4 +1,4 @@
-"""ProgressView: a progress sink that is one line in the page: stage, bar, rate, time left, Cancel; and the sink of progress='auto'."""
+"""ProgressView: a progress sink that is one line in the page: stage, bar, rate, time left, Stop; and the sink of progress='auto'."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _STATUS = {"done": "done", "cancelled": "stopped", "error": "error"}
 class ProgressView(ExlWidget):
     """Shows `Progress` events; give it as `progress=` to anything long.
 
-    It stays on one line, whatever number of stages passes through it, and leaves one finished line behind. Cancel makes the next event
+    It stays on one line, whatever number of stages passes through it, and leaves one finished line behind. Stop makes the next event
     raise `Interrupted` in the work itself, which ends there in an orderly way. As a context manager it covers several stages as one work.
 
     Args:
         title: of the whole work, shown before the stage.
-        cancellable: show the Cancel button. Default True.
+        cancellable: show the Stop button. Default True.
 
     Traits to read: stage, done, total, unit, detail, rate (units per second), share (0..1) and eta_s (of the whole work where it is known,
     else of the stage), elapsed_s, finished (stage, elapsed_s, state of each that is over), status.
@@ -70,7 +70,7 @@ class ProgressView(ExlWidget):
         """Take one event.
 
         Raises:
-            Interrupted: the reader pressed Cancel, and the work is still running.
+            Interrupted: the reader pressed Stop, and the work is still running.
         """
         with self._lock:
             over = event.state != "running"

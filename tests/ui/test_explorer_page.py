@@ -38,7 +38,7 @@ def test_drag_recolour_make_and_read(page, explorer, screenshots, theme):
     after = (first.inner_text(), page.locator(".exl2nb-figures").inner_text(), page.locator(".exl2nb-dot").get_attribute("cx"))
     assert first.inner_text() == f"{explorer.grid.cells[0].bpw:.1f}"
     assert all(a != b for a, b in zip(before[1:], after[1:]))
-    page.get_by_label("Prompt for both").fill("A dark")
+    page.get_by_label("Prompt").fill("A dark")
     page.get_by_role("button", name="Convert").click()
     assert host.sent[-1] == {"type": "make", "bpw": 2.7, "prompt": "A dark"}
     host.put(status="running", stage="quantize", progress=0.4)
@@ -131,7 +131,7 @@ def test_a_size_asks_the_kernel_and_its_error_is_seen(page, explorer):
     assert page.locator(".exl2nb-big").inner_text() == f"{explorer.solved:.2f}"
     assert not page.get_by_label("Tokens of the cache").is_visible()
     asked = len(host.sent)
-    page.get_by_label("or what fits in").select_option("fits")
+    page.get_by_label("Set by").select_option("fits")
     assert (size.input_value(), len(host.sent)) == ("", asked), "a memory of which nobody said how large"
     size.fill("9")
     page.get_by_label("Cache", exact=True).select_option("q8")

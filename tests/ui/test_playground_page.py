@@ -147,12 +147,12 @@ def test_the_card_says_what_the_samplers_removed(host, page):
     host.deliver({"type": "fates", "run": 1, "at": 0, "names": ["", "", "top_p"], "left": 2, "of": 4096})
     tip = page.locator(".exl2nb-tip")
     assert page.locator(".exl2nb-tip-fate").all_inner_texts() == ["stays", "stays", "out: top-p"]
-    assert tip.inner_text().endswith("2 of 4,096 candidates left by the samplers")
+    assert tip.inner_text().endswith("2 of 4,096 candidates left after the samplers")
     assert violations(page, ".exl2nb") == []
     page.mouse.move(0, 0)
     page.get_by_role("log").focus()
     page.keyboard.press("Home")
-    assert page.locator("[aria-live=polite].exl2nb-sr").inner_text().endswith("2 of 4096 candidates left by the samplers")
+    assert page.locator("[aria-live=polite].exl2nb-sr").inner_text().endswith("2 of 4096 candidates left after the samplers")
     page.wait_for_timeout(200)
     assert len([m for m in host.sent if m["type"] == "look_into"]) == 1, "asked once"
 

@@ -40,10 +40,10 @@ def test_one_line_from_start_to_end(host, page, screenshots):
     assert "20 %" in line
     assert "3 of 12 layers · 1.5 layers/s · 6.0 s left" in line
     page.screenshot(path=screenshots / "progress.png")
-    page.get_by_role("button", name="Cancel").click()
-    page.get_by_role("button", name="Cancel").click(force=True)
+    page.get_by_role("button", name="Stop").click()
+    page.get_by_role("button", name="Stop").click(force=True)
     assert host.sent == [{"type": "stop"}]
-    assert "Cancelling…" in page.locator(".exl2nb-line").inner_text()
+    assert "Stopping…" in page.locator(".exl2nb-line").inner_text()
     host.put(finished=[["measure", 41.0, "done"], ["write", 1.2, "done"]], status="done")
     assert not bar.is_visible()
     assert page.locator(".exl2nb-line").inner_text().split("\n") == ["✓ convert", "42 s"]

@@ -58,3 +58,35 @@ def test_all_of_them_fit(page, states, screenshots, theme, width):
         page.locator(f"#{name}").screenshot(path=screenshots / f"together-{name}-{width}-{theme}.png")
     page.screenshot(path=screenshots / f"together-{width}-{theme}.png", full_page=True)
     assert violations(page, besides="label-content-name-mismatch") == []
+
+
+def test_the_keyboard_goes_on_from_the_clicked_token(page, states):
+    shown(page, states, theme="light", width=1400)
+    page.locator("#playground .exl2nb-token").nth(5).click()
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#playground .exl2nb-token.exl2nb-current").get_attribute("data-i") == "6"
+    answer = page.locator("#caches .exl2nb-answer-text").first
+    answer.locator("[data-i]").nth(4).click()
+    page.mouse.move(2, 2)
+    assert answer.locator(".exl2nb-current").get_attribute("data-i") == "4", "stays where it was clicked"
+    page.keyboard.press("ArrowLeft")
+    assert answer.locator(".exl2nb-current").get_attribute("data-i") == "3"
+    page.locator("#weights .exl2nb-word [data-v='9']").first.click()
+    page.keyboard.press("ArrowRight")
+    page.wait_for_timeout(100)
+    assert page.locator("#weights [role=gridcell][aria-selected=true]").get_attribute("data-i") == "10"
+
+
+def test_what_is_shown_can_be_copied(page, states):
+    shown(page, states, theme="light", width=1400)
+    page.evaluate("() => { navigator.clipboard ??= {}; window.copied = []; navigator.clipboard.writeText = async (t) => copied.push(t) }")
+    page.evaluate("() => document.execCommand = () => { copied.push(document.activeElement.value); return true }")
+    for name in ("playground", "chat", "explorer", "bitmap", "weights", "caches", "compare"):
+        page.locator(f"#{name}").get_by_role("button", name="Copy").click()
+        page.locator(f"#{name}").get_by_role("button", name="Copied").wait_for()
+    text, chat, *tables = page.evaluate("() => copied")
+    assert text == states["playground"][1]["_run_prompt"] + states["playground"][1]["text"]
+    assert chat.startswith("You: Who is the old man?\n\nModel: ")
+    for table in tables:
+        rows = [line.split("\t") for line in table.split("\n")]
+        assert len(rows) > 3 and {len(row) for row in rows} == {len(rows[0])}

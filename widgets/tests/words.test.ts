@@ -76,7 +76,7 @@ test("a token is described in one sentence", () => {
     [" dog", 0.25],
     [" a", 0.1],
   ];
-  assert.equal(describe([" dog", 9, 0.25, 2, top]), "Token “dog”; 25 % likely; choice number 2; alternatives: “the” 50 %, “a” 10 %");
+  assert.equal(describe([" dog", 9, 0.25, 2, top]), "Token “dog”; 25 % likely; rank 2; alternatives: “the” 50 %, “a” 10 %");
   assert.equal(describe(["x", 9, null, null, []]), "Token “x”; id 9");
 });
 

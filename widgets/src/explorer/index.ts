@@ -93,7 +93,7 @@ class ExplorerView {
     );
     const map = h("div", { class: "exl2nb-grid-scroll" }, this.grid.element);
     const actions = h("div", { class: "exl2nb-actions" }, this.make, this.stop, this.bar, this.stage);
-    const making = h("div", { class: "exl2nb-making" }, h("label", { for: promptId }, "Prompt for both"), this.prompt, actions, this.texts);
+    const making = h("div", { class: "exl2nb-making" }, h("label", { for: promptId }, "Prompt"), this.prompt, actions, this.texts);
     making.hidden = !get("_can_make") && !get("made");
     this.texts.append(h("div", {}, h("b", {}, "original"), this.original), h("div", {}, this.madeName, this.made));
     const chart = h("div", { class: "exl2nb-chart" }, this.curve.element, this.curve.legend);
@@ -251,7 +251,7 @@ class ExplorerView {
     while (same < made.length && made[same] === original[same]) same++;
     if (same === original.length && this.busy) same = made.length; // the original is only behind
     const rest = made.slice(same);
-    this.made.replaceChildren(made.slice(0, same), ...(rest ? [h("mark", { title: "differs from here" }, rest)] : []));
+    this.made.replaceChildren(made.slice(0, same), ...(rest ? [h("mark", { title: "first difference" }, rest)] : []));
   }
 
   private readout(index: number): void {

@@ -26,18 +26,10 @@ export class SizesView {
   ) {
     const id = uniqueId("size");
     const option = (value: string, words = value) => h("option", { value }, words);
-    this.kind = h("select", { id }, option("bytes", "files of"), option("fits", "a memory of"));
+    this.kind = h("select", { id }, option("bytes", "file size"), option("fits", "memory"));
     this.cache = h("select", { "aria-label": "Cache" }, ...CACHES.map((mode) => option(mode)));
     this.beside = h("span", { class: "exl2nb-beside", hidden: true }, "with", this.context, "tokens of", this.cache, "cache");
-    this.element = h(
-      "div",
-      { class: "exl2nb-sizes" },
-      h("label", { for: id }, "or what fits in"),
-      this.kind,
-      this.number,
-      this.unit,
-      this.beside,
-    );
+    this.element = h("div", { class: "exl2nb-sizes" }, h("label", { for: id }, "Set by"), this.kind, this.number, this.unit, this.beside);
     this.kind.addEventListener("change", () => this.choose());
     for (const field of [this.number, this.context, this.cache]) field.addEventListener("change", () => this.send());
   }

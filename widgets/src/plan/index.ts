@@ -138,7 +138,7 @@ class PlanView {
     const sum = h(
       "tr",
       { "data-part": "total", "data-bytes": total },
-      h("th", { scope: "row" }, "in all"),
+      h("th", { scope: "row" }, "total"),
       h("td", {}, bytes(total)),
       h("td"),
     );

@@ -1,7 +1,7 @@
 // One matrix as its file has it: a bar per run of groups, its width true to rows, from the top row to the last.
 import type { BitCell, BitPart, Run } from "../protocol.gen";
 import { h } from "./dom";
-import { bytes, count } from "./format";
+import { bytes } from "./format";
 import { colour, css, ink } from "./palette";
 
 /** "12 groups of 6 bits, 52 of 4": groups by width, in the order of the file. */
@@ -23,16 +23,16 @@ export function strip(cell: BitCell): HTMLElement {
   box.append(h("div", {}, h("b", {}, where), `: ${facts.filter(Boolean).join(" · ")}`));
   for (const part of parts) box.append(...lane(part, parts.length > 1));
   const hidden = experts - parts.length;
-  if (hidden > 0) box.append(h("div", { class: "exl2nb-muted" }, `and ${count(hidden, "expert")} not drawn`));
+  if (hidden > 0) box.append(h("div", { class: "exl2nb-muted" }, `${hidden} more experts not shown`));
   return box;
 }
 
 function lane([name, bpw, format, runs]: BitPart, named: boolean): HTMLElement[] {
   const words = runs.length
-    ? `${legend(runs)}, ${bpw.toFixed(2)} in all`
+    ? `${legend(runs)}, ${bpw.toFixed(2)} on average`
     : format && format !== "exl2"
       ? `stored as ${format}`
-      : "groups not known";
+      : "groups unknown";
   const bars = h("div", { class: "exl2nb-strip", role: "img", "aria-label": words });
   for (const [bits, rows, n] of runs) {
     const total = rows * n;
