@@ -8,7 +8,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -425,6 +425,37 @@ class BitrateExplorer(BackgroundWidget):
 
     def _picture(self) -> bytes | None:
         return bitgrid.picture(self._grid)
+
+
+def curve_svg(curve: Sequence[Sequence[Any]], marks: Sequence[Sequence[Any]], now: tuple[float, float]) -> str:
+    """The rate-distortion curve without scripts: KL on a logarithmic scale over bits per weight, rings for what was measured."""
+    points = [(float(p[0]), float(p[2])) for p in curve if p[2] > 0]
+    rings = [(float(m[0]), float(m[1])) for m in marks if m[1] > 0]
+    if len(points) < 2:
+        return ""
+    left, right = points[0][0], points[-1][0]
+    heights = [math.log10(kl) for _, kl in (*points, *rings)]
+    low, high = min(heights) - 0.1, max(heights) + 0.1
+
+    def at(bpw: float, kl: float) -> tuple[float, float]:
+        height = math.log10(max(kl, 10**low))
+        return round(46 + 284 * (bpw - left) / (right - left), 1), round(10 + 110 * (high - height) / (high - low), 1)
+
+    path = " ".join(f"{x},{y}" for x, y in (at(*point) for point in points))
+    ticks = [(at(left, 10.0**power)[1], f"{10.0**power:g}") for power in range(math.ceil(low), math.floor(high) + 1)]
+    parts = [f'<text x="40" y="{y + 4}" text-anchor="end">{name}</text>' for y, name in ticks]
+    parts += [f'<line x1="46" x2="330" y1="{y}" y2="{y}" stroke="#8884"/>' for y, _ in ticks]
+    parts += [
+        f'<text x="{at(bits, 1)[0]}" y="134" text-anchor="middle">{bits}</text>' for bits in range(math.ceil(left), math.floor(right) + 1)
+    ]
+    parts.append(f'<polyline points="{path}" fill="none" stroke="#1769b8" stroke-width="2"/>')
+    for places, style in ((rings, 'r="4" fill="none" stroke="#d32f2f" stroke-width="2"'), ([now], 'r="4" fill="currentColor"')):
+        parts += [f'<circle cx="{x}" cy="{y}" {style}/>' for x, y in (at(*place) for place in places)]
+    words = "KL, nats per token, over bits per weight; line: predicted, rings: measured"
+    return (
+        f'<div style="font-size:12px;margin-top:6px">{words}</div><svg viewBox="0 0 340 140" width="340" height="140" font-size="11" '
+        f'fill="currentColor" role="img" aria-label="{words}">{"".join(parts)}</svg>'
+    )
 
 
 def _measurement(source: Any) -> Measurement:

@@ -1,8 +1,8 @@
-"""Every widget with something to show, as traits of its bundle: for tests of all of them on one page."""
+"""Every widget with something to show, on one page: for tests of all of them together, and for the pictures of the documentation."""
 
 from pathlib import Path
 
-from mock_host import state_of
+from mock_host import STATIC, blank, mount, state_of
 
 import exl2nb
 from exl2nb import widgets as w
@@ -16,7 +16,7 @@ CHATTY = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assi
 def everything(llm) -> dict[str, tuple[str, dict]]:
     """Name -> (bundle, traits)."""
     measured = exl2nb.demo_measurement()
-    play = w.Playground(llm, prompt=ASK, max_tokens=40, seed=7)
+    play = w.Playground(llm, prompt=ASK, max_tokens=60, seed=7)
     play.start().wait()
     chat = w.Playground(llm, chat=True, template=CHATTY, max_tokens=16, seed=1)
     chat.say("Who is the old man?").wait()
@@ -50,3 +50,17 @@ def everything(llm) -> dict[str, tuple[str, dict]]:
     for widget in made.values():
         widget.close()
     return states
+
+
+def show_all(page, states: dict[str, tuple[str, dict]], *, theme: str, width: int, unfold: bool = True) -> None:
+    """Each widget in an element with its name as id, with the style sheets of all; `unfold`: everything that can be opened is open."""
+    page.set_viewport_size({"width": width, "height": 1000})
+    blank(page, "", "".join(f"<div id={name} style='margin-bottom:24px'></div>" for name in states), title="all widgets", theme=theme)
+    for bundle in dict.fromkeys(bundle for bundle, _ in states.values()):
+        sheet = page.add_style_tag(content=(STATIC / f"{bundle}.css").read_text())
+        sheet.evaluate("(style, id) => { style.id = id }", f"css-{bundle}")
+    for name, (bundle, state) in states.items():
+        mount(page, bundle, state, name)
+    for group in page.locator("details").all() if unfold else []:
+        group.evaluate("(e) => { e.open = true }")
+    page.wait_for_timeout(300)

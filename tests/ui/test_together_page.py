@@ -1,8 +1,8 @@
 """All widgets on one page, as in a notebook: none changes another's layout, nothing overflows, nothing is hidden."""
 
 import pytest
-from everything import everything
-from mock_host import STATIC, blank, mount, violations
+from everything import everything, show_all
+from mock_host import violations
 
 WIDTHS = (1400, 700)
 LOOKS = """(id) => {
@@ -21,23 +21,10 @@ def states(llm):
     return everything(llm)
 
 
-def shown(page, states, *, theme: str, width: int) -> None:
-    page.set_viewport_size({"width": width, "height": 1000})
-    blank(page, "", "".join(f"<div id={name} style='margin-bottom:24px'></div>" for name in states), title="all widgets", theme=theme)
-    for bundle in dict.fromkeys(bundle for bundle, _ in states.values()):
-        sheet = page.add_style_tag(content=(STATIC / f"{bundle}.css").read_text())
-        sheet.evaluate("(style, id) => { style.id = id }", f"css-{bundle}")
-    for name, (bundle, state) in states.items():
-        mount(page, bundle, state, name)
-    for group in page.locator("details").all():
-        group.evaluate("(e) => { e.open = true }")
-    page.wait_for_timeout(300)
-
-
 @pytest.mark.parametrize("width", WIDTHS)
 def test_no_style_sheet_reaches_into_another_widget(page, states, width):
     """Sizes, fonts, colours and columns of every element, with its own style sheet alone and with those of all others."""
-    shown(page, states, theme="light", width=width)
+    show_all(page, states, theme="light", width=width)
     switch = "([own, on]) => { for (const e of document.querySelectorAll('style[id]')) e.disabled = !on && e.id !== `css-${own}` }"
     for name, (bundle, _) in states.items():
         page.evaluate(switch, [bundle, True])
@@ -51,8 +38,8 @@ def test_no_style_sheet_reaches_into_another_widget(page, states, width):
 @pytest.mark.parametrize("theme", ["light", "dark"])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_all_of_them_fit(page, states, screenshots, theme, width):
-    """Nothing is wider than the page, no text is cut by its own box, and axe finds nothing."""
-    shown(page, states, theme=theme, width=width)
+    """Nothing is wider than the page, and axe finds nothing."""
+    show_all(page, states, theme=theme, width=width)
     assert page.evaluate("() => document.documentElement.scrollWidth - document.documentElement.clientWidth") == 0
     for name in states:
         page.locator(f"#{name}").screenshot(path=screenshots / f"together-{name}-{width}-{theme}.png")
@@ -61,7 +48,7 @@ def test_all_of_them_fit(page, states, screenshots, theme, width):
 
 
 def test_the_keyboard_goes_on_from_the_clicked_token(page, states):
-    shown(page, states, theme="light", width=1400)
+    show_all(page, states, theme="light", width=1400)
     page.locator("#playground .exl2nb-token").nth(5).click()
     page.keyboard.press("ArrowRight")
     assert page.locator("#playground .exl2nb-token.exl2nb-current").get_attribute("data-i") == "6"
@@ -78,7 +65,7 @@ def test_the_keyboard_goes_on_from_the_clicked_token(page, states):
 
 
 def test_what_is_shown_can_be_copied(page, states):
-    shown(page, states, theme="light", width=1400)
+    show_all(page, states, theme="light", width=1400)
     page.evaluate("() => { navigator.clipboard ??= {}; window.copied = []; navigator.clipboard.writeText = async (t) => copied.push(t) }")
     page.evaluate("() => document.execCommand = () => { copied.push(document.activeElement.value); return true }")
     for name in ("playground", "chat", "explorer", "bitmap", "weights", "caches", "compare"):
