@@ -414,9 +414,8 @@ class BitrateExplorer(BackgroundWidget):
         return f"BitrateExplorer({self.solved:g} bpw: {size_text(self.nbytes)}, predicted KL {self.predicted_kl:.4g})"
 
     def _static_body(self) -> str:
-        parts = [
-            bitgrid.table(self._grid, f"{self.solved:g} bits per weight, {size_text(self.nbytes)}, predicted KL {self.predicted_kl:.4g}")
-        ]
+        head = f"{self.solved:g} bits per weight, {size_text(self.nbytes)}, predicted KL {self.predicted_kl:.4g}"
+        parts = [bitgrid.table(self._grid, head), curve_svg(self._curve, self._marks, (self.solved, self.predicted_kl))]
         for name, text in (("original", self.original), (f"{self.made_bpw:g} bits per weight", self.made)):
             if text:
                 words = html.escape(self.prompt + text)

@@ -4,6 +4,7 @@ import pytest
 from fakes import FakeModel
 from IPython.core.completer import provisionalcompleter
 from IPython.core.interactiveshell import InteractiveShell
+from traitlets.config import Config
 
 import exl2nb
 from exl2nb import widgets as w
@@ -23,11 +24,14 @@ from exl2nb import widgets as w
     ],
 )
 def test_options_complete(jedi, code, expected):
-    shell = InteractiveShell()
+    config = Config()
+    config.HistoryManager.enabled = False
+    shell = InteractiveShell(config=config)
     shell.Completer.use_jedi = jedi
     shell.user_ns.update(ex=exl2nb, w=w, LLM=exl2nb.LLM)
     with provisionalcompleter():
         found = {one.text for one in shell.Completer.completions(code, len(code))}
+    shell.history_manager.end_session()
     assert {one for one in found if one.endswith("=")} == expected
 
 

@@ -86,8 +86,7 @@ export function standalone(element: SVGElement, paper: string): string {
 }
 
 async function raster(svg: string): Promise<Blob> {
-  const image = new Image();
-  image.src = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(svg)}`;
+  const image = h("img", { src: `data:image/svg+xml;charset=utf-8,${encodeURIComponent(svg)}` });
   await image.decode();
   const canvas = h("canvas", { width: image.width * DENSITY, height: image.height * DENSITY });
   canvas.getContext("2d")?.drawImage(image, 0, 0, canvas.width, canvas.height);
