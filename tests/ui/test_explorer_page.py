@@ -62,7 +62,7 @@ def test_the_curve_and_the_colours_say_what_they_mean(page, explorer):
     explorer.solve(3.0)
     host = MockHost(page, "explorer", state_of(explorer, _can_make=True))
     words = page.locator(".exl2nb-curve-legend").inner_text()
-    assert words.split("\n") == ["predicted", f"expected from {explorer._tokens:,} calibration tokens", "measured"]
+    assert words.split("\n") == ["predicted", f"expected ({explorer._tokens:,} tokens)", "measured"]
     assert page.locator("path.exl2nb-line").count() == 2
     told = page.locator(".exl2nb-making .exl2nb-actions").inner_text()
     assert f"expected KL {explorer.expected_kl:.2g}, calibrated on 4,096 tokens" in told

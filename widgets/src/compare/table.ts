@@ -5,7 +5,7 @@ import { bytes, percent, rate } from "../shared/format";
 import { klText, summary } from "../shared/kl";
 
 export function summaryTable(columns: CompareColumn[], cells: readonly (readonly KlToken[])[], speeds: CellSpeed[]): HTMLElement {
-  const names = ["", "bits per weight", "weights", "mean KL", "top-1 agreement", "tokens / s"];
+  const names = ["", "bits per weight", "weights", "mean KL", "top-1 agreement", "tok/s"];
   const head = h("tr", {}, ...names.map((name) => (name ? h("th", { scope: "col" }, name) : h("td", {}))));
   const rows = columns.map(([label, note, nbytes, bpw], column) => {
     const tokens = cells.filter((_, cell) => cell % columns.length === column).flat();

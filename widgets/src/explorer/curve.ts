@@ -5,7 +5,7 @@ import { h, setAttributes } from "../shared/dom";
 
 const WIDTH = 340;
 const HEIGHT = 150;
-const [LEFT, RIGHT, TOP, BOTTOM] = [46, 10, 10, 30];
+const [LEFT, RIGHT, TOP, BOTTOM] = [54, 10, 10, 30];
 const NOTABLE = 1.05; // times the predicted KL: below it the two lines are one
 
 export interface Scale {
@@ -75,8 +75,7 @@ export class CurveView {
     };
     const line = (name: string) => svg("line", { x1: 0, x2: 18, y1: 5, y2: 5, class: name });
     const parts = [key(line("exl2nb-line"), "predicted")];
-    if (expected > NOTABLE)
-      parts.push(key(line("exl2nb-line exl2nb-expected"), `expected from ${tokens.toLocaleString("en-US")} calibration tokens`));
+    if (expected > NOTABLE) parts.push(key(line("exl2nb-line exl2nb-expected"), `expected (${tokens.toLocaleString("en-US")} tokens)`));
     if (marks.length) parts.push(key(svg("circle", { cx: 9, cy: 5, r: 4, class: "exl2nb-mark" }), "measured"));
     this.legend.replaceChildren(...parts);
   }
@@ -93,7 +92,7 @@ export class CurveView {
     for (let bits = Math.ceil(first[0]); bits <= last[0]; bits++)
       parts.push(text(scale.x(bits), HEIGHT - BOTTOM + 13, "middle", String(bits)));
     parts.push(text((LEFT + WIDTH) / 2, HEIGHT - 3, "middle", "bits per weight"));
-    const title = text(0, 0, "middle", "KL, nats per token");
+    const title = text(0, 0, "middle", "KL, nats");
     title.setAttribute("transform", `translate(10 ${(HEIGHT - BOTTOM) / 2 + 5}) rotate(-90)`);
     const path = (times: number) =>
       curve.map(([bpw, , kl], i) => `${i ? "L" : "M"}${scale.x(bpw).toFixed(1)} ${scale.y(kl * times).toFixed(1)}`).join("");
