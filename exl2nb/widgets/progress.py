@@ -39,7 +39,7 @@ class ProgressView(ExlWidget):
         >>> view = ProgressView("convert")
         >>> view(Progress(stage="measure", done=2, total=2, unit="layers", elapsed_s=1.5, state="done"))
         >>> view
-        convert: done in 1.5 s (measure 1.5 s)
+        convert: done in 1.5 s
     """
 
     _esm = static.STATIC / "progress.js"
@@ -131,14 +131,15 @@ class ProgressView(ExlWidget):
     def _summary(self) -> str:
         name = self.title or self.stage or "progress"
         spent = sum(elapsed for _, elapsed, _ in self.finished)
-        stages = ", ".join(f"{stage} {elapsed:.1f} s" for stage, elapsed, _ in self.finished)
+        several = len(self.finished) > 1  # one stage takes what the whole takes
+        stages = ", ".join(f"{stage} {elapsed:.1f} s" for stage, elapsed, _ in self.finished) if several else ""
         if self.status == "idle":
             return f"{name}: waiting"
         if self.status == "running":
             current = Progress(
                 stage=self.stage, done=self.done, total=self.total, unit=self.unit, elapsed_s=self.elapsed_s, eta_s=self.eta_s
             )
-            return f"{name}: {current.line()}" if self.title else current.line()
+            return f"{name}: {current.line()}" if self.title not in ("", self.stage) else current.line()
         words = {"done": "done in", "stopped": "cancelled after"}.get(self.status, "failed after")
         return f"{name}: {words} {spent:.1f} s" + (f" ({stages})" if stages else "")
 

@@ -33,6 +33,14 @@ def test_share_and_time_left_are_those_of_the_whole_work():
     assert view.share is None
 
 
+def test_nothing_is_named_twice():
+    view = ProgressView("compare")
+    view(Progress(stage="compare", done=3, total=12, unit="tokens", elapsed_s=2.0, eta_s=6.0))
+    assert repr(view) == "compare: 3/12 tokens (2.0 s, 6 s left)"
+    view(Progress(stage="compare", done=12, total=12, unit="tokens", elapsed_s=8.0, state="done"))
+    assert repr(view) == "compare: done in 8.0 s"
+
+
 def test_updates_are_throttled_but_the_end_arrives(monkeypatch):
     view, updates = ProgressView(), []
     view.observe(lambda change: updates.append(change["new"]), names="done")

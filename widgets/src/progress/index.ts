@@ -57,7 +57,8 @@ class ProgressLine {
     if (!running) this.cancelling = false;
     const share = get("share") ?? null;
     const stage = stageName(get("stage"));
-    const name = [get("title"), running || status === "error" ? stage : ""].filter(Boolean).join(": ") || stage;
+    const named = get("title") !== get("stage") && (running || status === "error");
+    const name = [get("title"), named ? stage : ""].filter(Boolean).join(": ") || stage;
     this.root.dataset.status = status;
     this.name.textContent = `${{ done: "✓ ", error: "✕ ", stopped: "■ " }[status as string] ?? ""}${name}`;
     this.track.hidden = !(running || status === "idle");
