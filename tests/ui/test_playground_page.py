@@ -107,7 +107,7 @@ def test_pointer_and_keyboard_show_the_same_card(host, page):
     page.keyboard.press("Home")
     assert tip.inner_text() == pointed
     spoken = page.locator("[aria-live=polite].exl2nb-sr")
-    assert spoken.inner_text() == "Token “dog”; 25 % likely; choice number 2; alternatives: “the” 50 %, “a” 10 %"
+    assert spoken.inner_text() == "Token “dog”; 25 % likely; rank 2; alternatives: “the” 50 %, “a” 10 %"
     page.keyboard.press("ArrowRight")
     assert "␣ran" in tip.inner_text()
     page.keyboard.press("Escape")
