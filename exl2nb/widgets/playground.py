@@ -57,7 +57,7 @@ def explain_place(llm: Any, prompt_ids: Sequence[int], new_ids: Sequence[int], a
 
 
 def fates(found: Explanation, count: int) -> tuple[list[str], int, int]:
-    """For each of the `count` likeliest tokens "" where it stayed, else the sampler that removed it; survivors; candidates at first."""
+    """For each of the `count` most likely tokens "" where it stayed, else the sampler that removed it; survivors; candidates at first."""
     taken = {int(token): step.name for step in found.steps for token in step.removed}
     first = found.steps[0]
     return [taken.get(token, "") for token in first.best(count).tolist()], len(found.ids), first.survivors

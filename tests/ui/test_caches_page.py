@@ -64,7 +64,7 @@ def test_choose_run_stream_and_stop(page, explorer):
     assert page.locator(".exl2nb-answer-text").all_text_contents() == [" night fell", " night rose", ""]
     assert page.locator(".exl2nb-answer-text .exl2nb-differs").all_text_contents() == [" rose"]
     foot = page.locator(".exl2nb-answer-foot").nth(1).inner_text().replace("\u00a0", " ")
-    assert "mean KL 0.76" in foot and "top-1 agreement 50 %" in foot and "other text from token 2" in foot
+    assert "mean KL 0.76" in foot and "top-1 agreement 50 %" in foot and "first difference at token 2" in foot
     page.get_by_role("group", name="Q8: text").focus()
     page.keyboard.press("End")
     host.frame()
