@@ -5,23 +5,29 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from exl2nb.converter.job import ConversionJob
+from exl2nb.converter.keywords import DEFAULTS, MeasureOptions
 from exl2nb.converter.measurement import Measurement
 from exl2nb.converter.work import Work
+from exl2nb.core.options import spelled_out
 from exl2nb.core.progress import Sink, showing
 from exl2nb.io.atomic import check_writable
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 DEMO = Path(__file__).parent.parent / "demo_model" / "measurement.json"
 
 
+@spelled_out(MeasureOptions, DEFAULTS)
 def measure(
     src: str | os.PathLike[str],
     out: str | os.PathLike[str] | None = None,
     *,
     progress: Sink | Literal["auto"] | None = "auto",
-    **options: Any,
+    **options: Unpack[MeasureOptions],
 ) -> Measurement:
     """Measure what every width would cost each matrix of a dense model: good for any bitrate.
 

@@ -161,7 +161,7 @@ class ConversionJob:
         """Do it.
 
         Args:
-            sink: takes the events of stages "calibrate", "measure", "allocate", "polish", "quantize" and "write".
+            sink: takes the events of stages "calibrate", "equalize", "measure", "allocate", "polish", "quantize" and "write".
 
         Raises:
             ConversionError: the target cannot be reached, the disk is full, a saved measurement belongs to another model.
@@ -188,7 +188,7 @@ class ConversionJob:
         """Only measure: what `run` would do first. Writes nothing under `dst`.
 
         Args:
-            sink: takes the events of stages "calibrate" and "measure".
+            sink: takes the events of stages "calibrate", "equalize" and "measure".
         """
         with self._opened(sink) as run:
             return run.measure()

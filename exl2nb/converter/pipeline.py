@@ -27,8 +27,10 @@ from exl2nb.converter.sizes import CacheShape
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.converter.work import HEAD, REVISION, Context, Work, hash_of
 from exl2nb.core.errors import ConversionError, OptionError
+from exl2nb.core.progress import Forecast, Phase
 from exl2nb.io import safetensors
 from exl2nb.io.hf_config import read_config
+from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import end_vectors, head_linear, layer_linears, layer_vectors
 from exl2nb.model.store import ModelStore
 from exl2nb.model.writer import write_model
@@ -62,7 +64,7 @@ def measured(context: Context, rows: Rows, seed: int, calibration: dict[str, Any
 def _measure(context: Context, rows: Rows, key: str, known: Measurement | None, calibration: dict[str, Any]) -> Measurement:
     weights, work, config, held, visits = context.weights, context.work, context.weights.config, _Held(), {}
     linears: dict[str, Measured] = dict(known.linears) if known is not None else {}
-    with context.steps("measure", total=2 * config.num_layers + 1, unit="layers") as step:
+    with context.steps("measure", total=2 * config.num_layers + 1, unit="passes", phased=True) as step:
         for statistics in sweep(weights, rows.calibrating, used=rows.used, seed=calibration["seed"], step=step, directory=work.directory):
             if statistics.layer != HEAD:
                 tensors = statistics.tensors()
@@ -160,6 +162,24 @@ def _tensors(context: Context, key: str, step: Callable[[str], None]) -> Iterato
             yield name, weights.store.read_untouched(name)
 
 
+def forecast(asked: Settings, config: ModelConfig, *, last: str = "write") -> Forecast:
+    """What the stages cost one beside the other, up to stage `last`: seconds on the demo model, 8 rows of 128 tokens, 2 cores."""
+    layers, known = config.num_layers, asked.measurement is not None
+    matrices = sum(len(layer_linears(config, layer)) for layer in range(layers)) + 1
+    phases = [
+        Phase("calibrate", 1, 0.1),
+        Phase("equalize", layers if asked.rounding.folded else 0, 0.35),
+        Phase("measure", layers, 0.5, name="forward"),
+        Phase("measure", 1, 1.5, name="loss"),
+        Phase("measure", layers, 1.7 if known else 6.0, name="backward"),
+        Phase("allocate", 1, 0.1),
+        Phase("polish", 2 * (layers + 1) if asked.polish else 0, 3.5),
+        Phase("quantize", layers + 1, 3.5),
+        Phase("write", matrices, 0.01),
+    ]
+    return Forecast(phases[: max(at for at, phase in enumerate(phases) if phase.stage == last) + 1])
+
+
 T = TypeVar("T")
 
 
@@ -171,8 +191,9 @@ class Pipeline:
     """
 
     def __init__(self, settings: Settings, src: Path, dst: Path, context: Context) -> None:
-        self.settings, self.src, self.dst, self.context = settings, src, dst, context
+        self.settings, self.src, self.dst = settings, src, dst
         self.weights, self.config = context.weights, context.weights.config
+        self.context = dataclasses.replace(context, forecast=forecast(settings, self.config))
         self.length = min(settings.length, self.config.max_position_embeddings)
         self.seconds: dict[str, float] = {}
 
@@ -196,6 +217,7 @@ class Pipeline:
 
     def measure(self) -> Measurement:
         """Only the measurement."""
+        self.context = dataclasses.replace(self.context, forecast=forecast(self.settings, self.config, last="measure"))
         return self.measurement(self.calibrate())[0]
 
     def calibrate(self) -> Rows:
@@ -242,7 +264,7 @@ class Pipeline:
         key = hash_of(REVISION, weights.fingerprint(), rows.hessians.numpy().tobytes())
         factors = work.load_scales(key)
         if factors is None:
-            with self.context.steps("calibrate", total=self.config.num_layers, unit="layers") as step:
+            with self.context.steps("equalize", total=self.config.num_layers, unit="layers") as step:
                 factors = equalize(weights, rows.hessians, step)
             work.save_scales(key, factors)
         weights.scale(factors)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from exl2nb.converter.allocation import MixedMatrix
 from exl2nb.converter.measurement import Measurement
+from exl2nb.core.show import bits_cell, size_text
 from exl2nb.io.atomic import atomic_write
 from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
@@ -94,7 +95,7 @@ def judge(
 
 
 _SHADES = " ░▒▓█"
-_TINTS = ("#f7fbff", "#deebf7", "#c6dbef", "#9ecae1", "#6baed6", "#4292c6")
+_ACROSS = 20  # layers of one block of the terminal picture
 
 
 @dataclass(frozen=True)
@@ -187,18 +188,19 @@ class Conversion:
         return pd.DataFrame([{name: getattr(m, name) for name in names} for m in self.matrices])
 
     def map(self) -> str:
-        """Terminal picture: one line per layer, bits per weight of each matrix with a shade."""
+        """Terminal picture: layers across, roles down, bits per weight of each matrix with a shade."""
         roles, layers = self._grid()
-        lines = ["layer " + "".join(f"{role:>8}" for role in roles)]
-        for layer, row in layers.items():
-            lines.append(f"{layer:>5} " + "".join(f" {_shade(row[r].bpw) * 3}{row[r].bpw:4.1f}" if r in row else " " * 8 for r in roles))
-        head = self.matrices[-1]
-        return "\n".join([*lines, f" head  {_shade(head.bpw) * 3}{head.bpw:4.1f}"])
+        wide, lines = max(5, *map(len, roles)), list[str]()
+        for first in range(0, len(layers), _ACROSS):
+            shown = list(layers)[first : first + _ACROSS]
+            lines.append(f"{'layer':<{wide}}" + "".join(f"{layer:>6}" for layer in shown))
+            lines += [f"{role:<{wide}}" + "".join(_shaded(layers[layer].get(role)) for layer in shown) for role in roles]
+        return "\n".join([*lines, f"{'head':<{wide}}{_shaded(self.matrices[-1])}"])
 
     def __str__(self) -> str:
         stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
         return (
-            f"{self.path}: {self.bpw:.4f} bits per weight (target {self.target_bpw:g}, head {self.head_bits}), {self.nbytes:,} bytes\n"
+            f"{self.path}: {self.bpw:.4f} bits per weight (target {self.target_bpw:g}, head {self.head_bits}), {size_text(self.nbytes)}\n"
             f"{stages} on {self.device}{self._quality_line()}\n{self.map()}"
         )
 
@@ -211,17 +213,15 @@ class Conversion:
 
     def _repr_html_(self) -> str:
         roles, layers = self._grid()
-        header = "".join(f"<th>{role}</th>" for role in roles)
-        body = "".join(
-            f"<tr><th>{layer}</th>" + "".join(_cell(row[role]) if role in row else "<td></td>" for role in roles) + "</tr>"
-            for layer, row in layers.items()
-        )
-        facts = f"{self.bpw:.4f} bits per weight (target {self.target_bpw:g}), head {self.matrices[-1].bpw:.2f}, {self.nbytes:,} bytes"
+        header = "".join(f"<th>{layer}</th>" for layer in layers)
+        body = "".join(f"<tr><th>{role}</th>{''.join(_cell(row.get(role)) for row in layers.values())}</tr>" for role in roles)
+        body += f"<tr><th>head</th>{_cell(self.matrices[-1])}</tr>"
+        facts = f"{self.bpw:.4f} bits per weight (target {self.target_bpw:g}), head {self.matrices[-1].bpw:.2f}, {size_text(self.nbytes)}"
         return (
             '<div style="font:13px/1.4 system-ui,sans-serif">'
             f"<b>{html.escape(str(self.path))}</b><br>{facts}, {sum(self.seconds.values()):.1f} s on {self.device}"
             f"{html.escape(self._quality_line()).replace(chr(10), '<br>')}"
-            f'<table style="border-collapse:collapse;font-variant-numeric:tabular-nums"><tr><th>layer</th>{header}</tr>{body}</table></div>'
+            f'<table style="font-size:12px;font-variant-numeric:tabular-nums"><tr><th>layer</th>{header}</tr>{body}</table></div>'
         )
 
     def _grid(self) -> tuple[list[str], dict[int, dict[str, Matrix]]]:
@@ -231,14 +231,12 @@ class Conversion:
         return list(dict.fromkeys(m.role for m in self.matrices[:-1])), layers
 
 
-def _level(bpw: float, steps: int) -> int:
-    return min(steps - 1, max(0, int((bpw - 2) / 6.2 * steps)))
+def _shaded(matrix: Matrix | None) -> str:
+    if matrix is None:
+        return " " * 6
+    level = min(len(_SHADES) - 1, max(0, int((matrix.bpw - 2) / 6.2 * len(_SHADES))))
+    return f" {_SHADES[level] * 2}{matrix.bpw:3.1f}"
 
 
-def _shade(bpw: float) -> str:
-    return _SHADES[_level(bpw, len(_SHADES))]
-
-
-def _cell(matrix: Matrix) -> str:
-    tint = _TINTS[_level(matrix.bpw, len(_TINTS))]
-    return f'<td style="background:{tint};color:#000;padding:0 .5em" title="{matrix.mix}">{matrix.bpw:.2f}</td>'
+def _cell(matrix: Matrix | None) -> str:
+    return "<td></td>" if matrix is None else bits_cell(matrix.bpw, matrix.mix, "padding:1px 4px;text-align:center")

@@ -18,7 +18,7 @@ from torch import Tensor
 from exl2nb.converter.measurement import Measured, Measurement, parse, plain, write_json
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.core.errors import ConversionError, Exl2Error
-from exl2nb.core.progress import Meter, Sink
+from exl2nb.core.progress import Forecast, Meter, Sink
 from exl2nb.io import safetensors
 from exl2nb.io.hf_config import read_json
 from exl2nb.model.layout import Linear
@@ -178,24 +178,31 @@ def hash_of(*parts: object) -> str:
 
 @dataclass(frozen=True)
 class Context:
-    """weights: the dense model's tensors. work: where work in progress is filed. sink: takes the events. check: raises to stop."""
+    """weights: the dense model's tensors. work: where work in progress is filed. sink: takes the events. check: raises to stop.
+
+    forecast: of all stages together.
+    """
 
     weights: DenseWeights
     work: Work
     sink: Sink | None
     check: Callable[[], None]
+    forecast: Forecast | None = None
 
     def meter(self, stage: str, *, total: int, unit: str) -> Meter:
         """The progress of one stage."""
-        return Meter(stage, total=total, unit=unit, sink=self.sink)
+        return Meter(stage, total=total, unit=unit, sink=self.sink, forecast=self.forecast)
 
     @contextmanager
-    def steps(self, stage: str, *, total: int, unit: str) -> Iterator[Callable[[str], None]]:
-        """Yields a function to call with one line of text after every step; it stops a cancelled job."""
+    def steps(self, stage: str, *, total: int, unit: str, phased: bool = False) -> Iterator[Callable[[str], None]]:
+        """Yields a function to call with one line of text after every step; it stops a cancelled job.
+
+        phased: the line begins with a phase of the forecast and a comma.
+        """
         with self.meter(stage, total=total, unit=unit) as meter:
 
             def step(detail: str) -> None:
                 self.check()
-                meter.step(detail=detail)
+                meter.step(detail=detail, phase=detail.partition(",")[0] if phased else "")
 
             yield step

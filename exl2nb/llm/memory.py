@@ -18,6 +18,7 @@ import torch
 from exl2nb.cache.modes import MODES, parse_mode
 from exl2nb.cache.spec import PAGE_SIZE, CacheSpec
 from exl2nb.core.errors import DeviceError, OptionError
+from exl2nb.core.show import size_text
 from exl2nb.io.metadata import metadata_folder
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu_memory import kept_bytes
@@ -467,14 +468,6 @@ def _container() -> int | None:
         return None if limit == "max" else max(0, int(limit) - int((folder / "memory.current").read_text(encoding="ascii")))
     except (OSError, ValueError):
         return None
-
-
-def size_text(count: int) -> str:
-    """Readable bytes: 7.80 MiB."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= scale:
-            return f"{count / scale:.2f} {unit}"
-    return f"{count} bytes"
 
 
 def _plain(name: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from exl2nb.core.errors import GenerationError, OptionError
-from exl2nb.core.options import check_keywords, shown
+from exl2nb.core.options import check_keywords, shown, spelled_out
 from exl2nb.core.show import facts
 from exl2nb.generator.engine import Engine
 from exl2nb.generator.handle import Handle, Handles
@@ -20,6 +20,7 @@ from exl2nb.generator.prompt_cache import PromptCache
 from exl2nb.generator.request import Chunk, Completion, Request
 from exl2nb.generator.scheduler import MAX_CHUNK
 from exl2nb.llm.chat import ChatMixin
+from exl2nb.llm.options import DEFAULTS, ChatOptions, GenerateOptions, RequestOptions
 from exl2nb.llm.requests import compile_structure, request_of, sample_options
 from exl2nb.llm.scoring import ScoringMixin
 from exl2nb.model.facts import unusual
@@ -29,6 +30,8 @@ from exl2nb.sampling.params import SamplingParams, check_integer
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from exl2nb.model.config import ModelConfig
     from exl2nb.sampling.explanation import Explanation
     from exl2nb.sampling.replay import Draw
@@ -131,13 +134,14 @@ class LLM(ScoringMixin, ChatMixin):
     # ---- text
 
     @overload
-    def generate(self, prompt: str, *, n: None = None, **options: Any) -> Completion: ...
+    def generate(self, prompt: str, *, n: None = None, **options: Unpack[GenerateOptions]) -> Completion: ...
     @overload
-    def generate(self, prompt: Sequence[int], *, n: None = None, **options: Any) -> Completion: ...
+    def generate(self, prompt: Sequence[int], *, n: None = None, **options: Unpack[GenerateOptions]) -> Completion: ...
     @overload
-    def generate(self, prompt: list[str], *, n: None = None, **options: Any) -> list[Completion]: ...
+    def generate(self, prompt: list[str], *, n: None = None, **options: Unpack[GenerateOptions]) -> list[Completion]: ...
     @overload
-    def generate(self, prompt: str | Sequence[int], *, n: int, **options: Any) -> list[Completion]: ...
+    def generate(self, prompt: str | Sequence[int], *, n: int, **options: Unpack[GenerateOptions]) -> list[Completion]: ...
+    @spelled_out(GenerateOptions, DEFAULTS)
     def generate(self, prompt: Any, *, n: int | None = None, **options: Any) -> Completion | list[Completion]:
         """Continue a prompt and return when it is complete.
 
@@ -177,11 +181,12 @@ class LLM(ScoringMixin, ChatMixin):
                 handle.cancel()
 
     @overload
-    def stream(self, prompt: str | Sequence[int], *, n: None = None, **options: Any) -> Handle: ...
+    def stream(self, prompt: str | Sequence[int], *, n: None = None, **options: Unpack[RequestOptions]) -> Handle: ...
     @overload
-    def stream(self, prompt: list[str], *, n: None = None, **options: Any) -> Handles: ...
+    def stream(self, prompt: list[str], *, n: None = None, **options: Unpack[RequestOptions]) -> Handles: ...
     @overload
-    def stream(self, prompt: str | Sequence[int], *, n: int, **options: Any) -> Handles: ...
+    def stream(self, prompt: str | Sequence[int], *, n: int, **options: Unpack[RequestOptions]) -> Handles: ...
+    @spelled_out(RequestOptions, DEFAULTS)
     def stream(self, prompt: Any, *, n: int | None = None, **options: Any) -> Handle | Handles:
         """Continue a prompt and yield `Chunk`s as they come.
 
@@ -204,13 +209,14 @@ class LLM(ScoringMixin, ChatMixin):
         return Handles(self._submit_all(prompt if n is None else [prompt] * n, "stream", each, stream=True))
 
     @overload
-    async def agenerate(self, prompt: str, *, n: None = None, **options: Any) -> Completion: ...
+    async def agenerate(self, prompt: str, *, n: None = None, **options: Unpack[RequestOptions]) -> Completion: ...
     @overload
-    async def agenerate(self, prompt: Sequence[int], *, n: None = None, **options: Any) -> Completion: ...
+    async def agenerate(self, prompt: Sequence[int], *, n: None = None, **options: Unpack[RequestOptions]) -> Completion: ...
     @overload
-    async def agenerate(self, prompt: list[str], *, n: None = None, **options: Any) -> list[Completion]: ...
+    async def agenerate(self, prompt: list[str], *, n: None = None, **options: Unpack[RequestOptions]) -> list[Completion]: ...
     @overload
-    async def agenerate(self, prompt: str | Sequence[int], *, n: int, **options: Any) -> list[Completion]: ...
+    async def agenerate(self, prompt: str | Sequence[int], *, n: int, **options: Unpack[RequestOptions]) -> list[Completion]: ...
+    @spelled_out(RequestOptions, DEFAULTS)
     async def agenerate(self, prompt: Any, *, n: int | None = None, **options: Any) -> Completion | list[Completion]:
         """`generate` for event loops; cancelling the task cancels its requests.
 
@@ -229,11 +235,13 @@ class LLM(ScoringMixin, ChatMixin):
             for handle in handles:
                 handle.cancel()
 
-    def astream(self, prompt: str | Sequence[int], **options: Any) -> Handle:
+    @spelled_out(RequestOptions, DEFAULTS)
+    def astream(self, prompt: str | Sequence[int], **options: Unpack[RequestOptions]) -> Handle:
         """`stream` of one prompt for `async for`; the event loop stays free. Several prompts: `async for event in llm.batch(prompts)`."""
-        return self._submit(prompt, "astream", options, stream=True)
+        return self._submit(prompt, "astream", dict(options), stream=True)
 
-    def explain(self, prompt: str | Sequence[int], *, at: int = 0, **options: Any) -> Explanation:
+    @spelled_out(RequestOptions, DEFAULTS)
+    def explain(self, prompt: str | Sequence[int], *, at: int = 0, **options: Unpack[RequestOptions]) -> Explanation:
         """Show how a token is chosen: what every filter does to the model's probabilities, and the draw.
 
         Args:
@@ -245,8 +253,9 @@ class LLM(ScoringMixin, ChatMixin):
             OptionError: `at` out of range. GenerationError: the answer ends before that token. Otherwise as `generate`.
         """
         check_integer("at", at, 0, self.context)
+        asked: dict[str, Any] = {**options}
         check_keywords(
-            dict.fromkeys(options), [*_request_options(), "negative_prompt", "schema", "regex", "choice", "grammar"], where="explain"
+            dict.fromkeys(asked), [*_request_options(), "negative_prompt", "schema", "regex", "choice", "grammar"], where="explain"
         )
         found: list[Explanation] = []
 
@@ -254,15 +263,15 @@ class LLM(ScoringMixin, ChatMixin):
             if draw.index == at:
                 found.append(draw.explain())
 
-        hooks = options.pop("post_sampling", ())
+        hooks = asked.pop("post_sampling", ())
         if not callable(hooks) and not isinstance(hooks, (tuple, list)):
             raise OptionError(f"explain: post_sampling is {shown(hooks)}; expected a function or several")
-        options["post_sampling"] = (look, *((hooks,) if callable(hooks) else hooks))
-        banned = options.get("banned_strings", ())
+        asked["post_sampling"] = (look, *((hooks,) if callable(hooks) else hooks))
+        banned = asked.get("banned_strings", ())
         later = max((len(text.encode()) for text in ((banned,) if isinstance(banned, str) else banned) if isinstance(text, str)), default=0)
         # a banned text is known by its last token; the answer then goes back to its first one, and draws that again
         wanted = min(at + 1 + later, max(at + 1, self.context - 1))
-        completion = self._submit(prompt, "explain", {**options, "max_tokens": wanted}, stream=False).result()
+        completion = self._submit(prompt, "explain", {**asked, "max_tokens": wanted}, stream=False).result()
         if not found:
             raise GenerationError(f"explain: the answer ended after {len(completion.tokens)} tokens; token {at} was asked for, lower `at`")
         return replace(found[-1], names=self.tokenizer.piece)
@@ -270,9 +279,10 @@ class LLM(ScoringMixin, ChatMixin):
     # ---- chat
 
     @overload
-    def chat(self, messages: Messages | str, *, stream: Literal[False] = False, **options: Any) -> Completion: ...
+    def chat(self, messages: Messages | str, *, stream: Literal[False] = False, **options: Unpack[ChatOptions]) -> Completion: ...
     @overload
-    def chat(self, messages: Messages | str, *, stream: Literal[True], **options: Any) -> Handle: ...
+    def chat(self, messages: Messages | str, *, stream: Literal[True], **options: Unpack[ChatOptions]) -> Handle: ...
+    @spelled_out(ChatOptions, DEFAULTS)
     def chat(self, messages: Messages | str, *, stream: bool = False, **options: Any) -> Completion | Handle:
         """Answer a conversation, in the format the model was trained on.
 
@@ -288,10 +298,12 @@ class LLM(ScoringMixin, ChatMixin):
         handle = self._submit(prompt, "chat", options, stream=stream)
         return handle if stream else handle.result()
 
-    async def achat(self, messages: Messages | str, **options: Any) -> Completion:
+    @spelled_out(ChatOptions, DEFAULTS)
+    async def achat(self, messages: Messages | str, **options: Unpack[ChatOptions]) -> Completion:
         """`chat` for event loops."""
-        prompt = self._chat_ids(messages, options)
-        return await self._submit(prompt, "achat", options, stream=False).aresult()
+        asked: dict[str, Any] = {**options}
+        prompt = self._chat_ids(messages, asked)
+        return await self._submit(prompt, "achat", asked, stream=False).aresult()
 
     # ---- many requests
 
@@ -299,7 +311,8 @@ class LLM(ScoringMixin, ChatMixin):
         """An empty job: add requests with `job.add(prompt, id=..., ...)`, iterate it for their events."""
         return Job(self)
 
-    def batch(self, prompts: Sequence[Any] | Mapping[Hashable, Any], **options: Any) -> Job:
+    @spelled_out(RequestOptions, DEFAULTS)
+    def batch(self, prompts: Sequence[Any] | Mapping[Hashable, Any], **options: Unpack[RequestOptions]) -> Job:
         """Queue many requests and return at once; iterate the result for `Event`s of all of them as they come, tagged by id.
 
         Args:
@@ -322,15 +335,15 @@ class LLM(ScoringMixin, ChatMixin):
             raise OptionError(
                 f"batch: prompts is {str(prompts)[:40]!r}; expected several: [text, text], or a mapping of them; for one: generate"
             )
-        options = dict(options)
-        compile_structure(options, self.tokenizer, self.model.config.vocab_size, where="batch")
+        shared: dict[str, Any] = {**options}
+        compile_structure(shared, self.tokenizer, self.model.config.vocab_size, where="batch")
         job = self.job()
         try:
             for id, prompt in prompts.items() if isinstance(prompts, Mapping) else enumerate(prompts):
                 own = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
                 if "prompt" not in own:
                     raise OptionError(f"batch: request {id!r} is {str(own)[:80]}; expected a text, ids, or a dict with 'prompt'")
-                text, own = own.pop("prompt"), {"id": id, **options, **own}
+                text, own = own.pop("prompt"), {"id": id, **shared, **own}
                 if wrong := [name for name in own if not isinstance(name, str) or name == "prompt"]:
                     raise OptionError(f"batch: unknown keyword {shown(wrong[0])}; prompts are the first argument")
                 job.add(text, **own)

@@ -115,7 +115,7 @@ def test_generate_streams_text(cli, monkeypatch):
 
 
 def test_chat_needs_a_template_and_takes_one(refused, cli, tmp_path):
-    assert "template" in refused("chat", "demo", "--message", "Hello")
+    assert "template" in refused("chat", EXL2, "--message", "Hello")
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:")
     words = ["chat", "demo", "--template", tmp_path / "t.jinja", "--max-tokens", "6", "--message", "Hello", "--message", "And now?"]
     code, out, _ = cli(*words, "--json", "--quiet")

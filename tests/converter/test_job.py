@@ -13,6 +13,7 @@ from exl2nb.converter.job import ConversionJob
 from exl2nb.converter.measurement import Measurement
 from exl2nb.converter.settings import describe_device, pick_device
 from exl2nb.core.errors import ConversionError, DeviceError, Interrupted, ModelNotFound, OptionError
+from exl2nb.core.show import bits_cell
 from exl2nb.io import safetensors
 from exl2nb.io.shards import TensorStore
 from exl2nb.model.archs import parse_config
@@ -87,7 +88,14 @@ def test_result_is_what_is_on_disk(done, source):
     assert (written["quant_method"], written["bits"], written["head_bits"]) == ("exl2", 5.0, 6)
     assert written["calibration"] == {"rows": 6, "length": 32, "dataset": "1 strings"}
     assert len(done.to_frame()) == 3 * 7 + 1
-    assert str(done).count("\n") == 7
+    assert str(done).count("\n") == 11
+    lines = done.map().splitlines()
+    assert [line.split()[0] for line in lines] == ["layer", "q", "k", "v", "o", "gate", "up", "down", "head"], (
+        "matrices down, layers across"
+    )
+    assert lines[0].split()[1:] == ["0", "1", "2"]
+    first = done.matrices[0].bpw
+    assert bits_cell(first, done.matrices[0].mix, "padding:1px 4px;text-align:center") in done._repr_html_(), "the colours of BitMap"
     report = json.loads((done.path / "conversion.json").read_text())
     assert report == json.loads(json.dumps(done.to_dict()))
     assert report["bytes"] == done.nbytes

@@ -91,7 +91,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
         (lambda m: m.generate("x", beams=4, token_healing=True), OptionError, "beams=4 and token_healing exclude each other"),
         (lambda m: m.batch(["a"], prompt="b"), OptionError, "unknown keyword 'prompt'"),
         (lambda m: m.chat("a", template="x", template_options={"messages": 5}), OptionError, "template_options holds 'messages'"),
-        (lambda m: m.chat("Hello"), TokenizerError, "no chat template"),
+        (lambda m: m.chat("Hello", template="{{ raise_exception('no') }}"), TokenizerError, "no"),
         (lambda m: m.stream("a", max_tokens=2).result(float("nan")), OptionError, "timeout_s is nan"),
         (lambda m: m.explain("It was", post_sampling=5), OptionError, "post_sampling is 5"),
         (lambda m: ex.compare(m, m, 7), OptionError, "expected a text or a list of token ids"),

@@ -15,7 +15,7 @@ NOTEBOOKS = sorted((Path(__file__).parents[2] / "notebooks").glob("*.ipynb"))
 
 
 # The others are run by .ci/run, with everything else that is slow in a browser or a kernel.
-FIRST = ("01_quickstart", "03_where_bits_go", "07_speculation_and_batching")
+FIRST = ("01_quickstart", "07_speculation_and_batching")
 
 
 def ids(path: Path) -> str:
