@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from exl2nb.model.config import ModelConfig
     from exl2nb.sampling.explanation import Explanation
     from exl2nb.sampling.replay import Draw
+    from exl2nb.server.serve import Server
 
 GPU_CHUNK = 2048  # prompt tokens per step on a GPU: fewer leave its multipliers idle
 Messages = Sequence[Mapping[str, Any]]
@@ -357,12 +358,39 @@ class LLM(ScoringMixin, ChatMixin):
             raise
         return job
 
-    def submit_for_job(self, prompt: Any, options: dict[str, Any], *, stream: bool, group: object) -> Handle:
-        """Queue one request of a job; errors as in `stream`."""
-        request = request_of(prompt, options, self.tokenizer, self.model.config.vocab_size, where="job.add", stream=stream)
+    def submit_for_job(self, prompt: Any, options: dict[str, Any], *, stream: bool, group: object = None, where: str = "job.add") -> Handle:
+        """Queue one request of a job or of a client; errors as in `stream`.
+
+        Args:
+            group: requests of one group share a turn. where: the caller, for messages.
+        """
+        request = request_of(prompt, options, self.tokenizer, self.model.config.vocab_size, where=where, stream=stream)
         handle = self.engine.submit(request, group=group)
         handle.owner = self
         return handle
+
+    def serve(self, *, port: int = 0, **options: Any) -> Server:
+        """Serve this model over HTTP, beside everything else that uses it: OpenAI's, Anthropic's and TabbyAPI's routes.
+
+        Needs `pip install 'exl2nb[server]'`. Returns when the server answers; `stop()`, or the end of a `with` block, ends it.
+
+        Args:
+            port: 0 = a free one.
+            options: fields of `server.options.ServerOptions`: host, api_keys, max_queue, request_timeout_s, cors_origins ...
+
+        Raises:
+            OptionError: an option unknown or out of range; a host beyond this machine without a key. MissingDependency: no such extra.
+
+        Example:
+            >>> import json, urllib.request
+            >>> import exl2nb as ex
+            >>> with ex.demo(progress=None) as llm, llm.serve() as server:
+            ...     json.load(urllib.request.urlopen(f"{server.url}/v1/models"))["data"][0]["id"]
+            'demo_model'
+        """
+        from exl2nb.server.serve import serve
+
+        return serve(self, port=port, **options)
 
     # ---- end
 
@@ -412,8 +440,8 @@ class LLM(ScoringMixin, ChatMixin):
         vocab = self.config.vocab_size
         requests = [request_of(prompt, one, self.tokenizer, vocab, where=where, stream=stream) for prompt, one in zip(prompts, options)]
         handles = self.engine.submit_many(requests, group=object() if len(requests) > 1 else None)
-        for handle, request in zip(handles, requests):
-            handle.owner, handle.reply_format = self, request.reply
+        for handle in handles:
+            handle.owner = self
         return handles
 
     def _compiled(self, options: dict[str, Any], where: str) -> dict[str, Any]:
