@@ -79,7 +79,8 @@ def test_what_a_page_of_another_origin_can_do(serve):
 def test_the_queue_is_limited(serve, llm):
     client, server = serve(max_queue=1)
     with client.stream("POST", "/v1/completions", json={**LONG, "stream": True, "n": 8}) as stream:
-        next(stream.iter_lines())
+        lines = stream.iter_lines()  # dropping it would close the connection
+        next(lines)
         refused = client.post("/v1/completions", json={"prompt": "It was", "max_tokens": 1})
         assert refused.status_code == 429
         assert int(refused.headers["retry-after"]) >= 1

@@ -65,7 +65,8 @@ def test_requests_that_do_not_finish_in_time_are_cancelled(llm):
 def test_figures_of_a_running_request(llm):
     with llm.serve(drain_s=0) as server, httpx.Client(base_url=server.url, timeout=60) as client:
         with client.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as stream:
-            next(stream.iter_lines())
+            lines = stream.iter_lines()  # dropping it would close the connection
+            next(lines)
             figures = server.figures()
             assert (figures["active"], figures["requests"][0]["state"]) == (1, "running")
             assert figures["pages_free"] < figures["pages"]
