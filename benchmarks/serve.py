@@ -7,8 +7,8 @@
     python benchmarks/serve.py --idle 10              # CPU time of a server without requests, and seconds from start to the first token
 
 Server, clients and `llm.batch` each run in a process of their own, one after the other; the clients share the machine with the server.
-Needs aiohttp, or httpx, for the clients and nothing else. Every request streams, has a prompt of its own and never ends early, so both sides
-generate the same number of tokens. The batch of the same requests runs before and after the server; its mean counts.
+Needs aiohttp, or httpx, for the clients and nothing else. Every request streams, has a prompt of its own and never ends early, so both
+sides generate the same number of tokens. The batch of the same requests runs before and after the server; its mean counts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Floor 7: notebook widgets; the only room that imports Jupyter packages. Public classes load when they are first named."""
+"""Floor 8: notebook widgets; the only room that imports Jupyter packages. Public classes load when they are first named."""
 
 from __future__ import annotations
 
