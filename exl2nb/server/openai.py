@@ -341,11 +341,12 @@ def tool_choice(value: Any) -> str:
 async def submit_chat(state: State, ticket: Ticket, messages: Sequence[Any], options: dict[str, Any], *, n: int, stream: bool) -> None:
     """Render a conversation and queue its `n` answers; options as of `llm.chat`."""
     options = dict(options)
+    heavy = len(options.keys() & {"tools", "schema", "regex", "grammar", "template"}) > 0
     if "template" not in options and state.template is not None:
         options["template"] = state.template
     elif "template" in options and options["template"] not in INSTRUCT:
         options["template"] = named_template(state, options["template"])
-    heavy = len(options.keys() & {"tools", "schema", "regex", "grammar"}) > 0 or sum(len(str(one)) for one in messages) > INLINE_CHARACTERS
+    heavy = heavy or sum(len(str(one)) for one in messages) > INLINE_CHARACTERS
 
     def queue() -> None:
         llm = state.llm

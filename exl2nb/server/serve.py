@@ -9,7 +9,7 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -72,7 +72,7 @@ class Server:
 
         def run() -> None:
             try:
-                asyncio.run(self._serve(lambda: ready.put(None)))
+                _run(self._serve(lambda: ready.put(None)))
             except BaseException as error:
                 ready.put(error)
 
@@ -95,7 +95,7 @@ class Server:
 
     def run(self, started: Callable[[], None]) -> None:
         """Serve in this thread until a signal ends it; for the command line. uvicorn handles SIGINT and SIGTERM."""
-        asyncio.run(self._serve(started))
+        _run(self._serve(started))
 
     def stop(self, drain_s: float | None = None) -> None:
         """End the server; running requests may finish within `drain_s` (None = as in its options), then they are cancelled.
@@ -178,7 +178,7 @@ class Server:
             "max_queue": self.options.max_queue,
             "pages": 0 if llm is None else llm.engine.pages.num_pages,
             "pages_free": 0 if llm is None else llm.engine.pages.num_free,
-            "tokens": int(state.metrics.new_tokens._value.get()) + sum(one.new_tokens for one in active),
+            "tokens": state.metrics.tokens + sum(one.new_tokens for one in active),
             "ttft_p50_s": ttfts[len(ttfts) // 2] if ttfts else None,
             "ttft_p99_s": ttfts[min(len(ttfts) - 1, len(ttfts) * 99 // 100)] if ttfts else None,
             "requests": rows,
@@ -224,6 +224,16 @@ class _Uvicorn(uvicorn.Server):
         """As uvicorn; a second SIGINT cuts what still runs."""
         self._state.draining = True
         super().handle_exit(sig, frame)
+
+
+def _run(serving: Coroutine[Any, Any, None]) -> None:
+    """Run to the end on an event loop of its own: uvloop's where it is installed."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(serving)
+    else:
+        uvloop.run(serving)
 
 
 def serve(llm: LLM, **options: Any) -> Server:

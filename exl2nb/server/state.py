@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from anyio import to_thread
 from fastapi import Request
 
-from exl2nb.core.errors import EngineClosed
+from exl2nb.core.errors import EngineClosed, OptionError
 from exl2nb.core.progress import Sink
 from exl2nb.generator.handle import Handle
 from exl2nb.generator.request import Chunk, Completion
 from exl2nb.server.errors import ApiError, api_error
+from exl2nb.server.fields import check_preset
 from exl2nb.server.metrics import Metrics
 from exl2nb.server.options import ServerOptions
 
@@ -70,6 +71,11 @@ class State:
 
     def __init__(self, options: ServerOptions, llm: LLM | None, *, owned: bool) -> None:
         self.options, self.owned = options, owned
+        for name, preset in options.presets.items():
+            try:
+                check_preset(preset)
+            except ApiError as error:
+                raise OptionError(f"presets: {name}: {error.message}") from None
         self.metrics = Metrics()
         self.started = time.time()
         self.active: dict[int, Ticket] = {}

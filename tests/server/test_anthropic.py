@@ -40,7 +40,7 @@ def test_a_stream(client, events):
 
 
 def test_tools(client, events):
-    body = {"tools": [TOOL], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}, "max_tokens": 80}
+    body = {"tools": [TOOL], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}, "max_tokens": 80, "temperature": 0}
     got = fine(post(client, **body))
     (block,) = got["content"]
     assert (block["type"], block["name"], got["stop_reason"]) == ("tool_use", "weather", "tool_use")

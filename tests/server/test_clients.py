@@ -23,7 +23,7 @@ def test_openai(server, llm):
     assert len(done.choices[0].logprobs.content) == 6
     stream = client.chat.completions.create(model="demo_model", messages=HELLO, max_tokens=6, temperature=0, stream=True)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == done.choices[0].message.content
-    called = client.chat.completions.create(model="demo_model", messages=HELLO, tools=[TOOL], tool_choice="required", max_tokens=80)
+    called = client.chat.completions.create(model="demo_model", messages=HELLO, tools=[TOOL], tool_choice="required", max_tokens=80, seed=1)
     assert json.loads(called.choices[0].message.tool_calls[0].function.arguments)["city"] in ("Oslo", "Rome")
     assert client.completions.create(model="demo_model", prompt="It was", max_tokens=3).usage.completion_tokens == 3
     assert len(client.embeddings.create(model="demo_model", input="It was").data[0].embedding) == llm.config.hidden_size
@@ -65,7 +65,7 @@ def test_anthropic(server, llm):
         assert stream.get_final_message().usage.output_tokens == 6
     tool = {"name": "weather", "input_schema": TOOL["function"]["parameters"]}
     called = client.messages.create(
-        model="demo_model", messages=HELLO, max_tokens=80, tools=[tool], tool_choice={"type": "tool", "name": "weather"}
+        model="demo_model", messages=HELLO, max_tokens=80, tools=[tool], tool_choice={"type": "tool", "name": "weather"}, extra_body=greedy
     )
     assert called.content[0].input["city"] in ("Oslo", "Rome")
     assert client.messages.count_tokens(model="demo_model", messages=HELLO).input_tokens > 0

@@ -41,7 +41,7 @@ def test_a_stream(client, events):
 
 
 def test_tools(client, events):
-    body = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 80}
+    body = {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False, "max_output_tokens": 80, "temperature": 0}
     (item,) = fine(post(client, **body))["output"]
     assert (item["type"], item["name"]) == ("function_call", "weather")
     assert json.loads(item["arguments"])["city"] in ("Oslo", "Rome")

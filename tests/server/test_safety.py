@@ -177,6 +177,11 @@ def test_a_port_that_is_taken(llm):
         llm.serve(port=server.port)
 
 
+def test_presets_are_checked_when_the_server_starts(llm):
+    with pytest.raises(OptionError, match="presets: hot: preset: unknown field 'temprature'"):
+        llm.serve(presets={"hot": {"temprature": 2}})
+
+
 def test_files(tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("# mine\none\n\nadmin: two\n")
