@@ -8,7 +8,8 @@
 
 Server, clients and `llm.batch` each run in a process of their own, one after the other; the clients share the machine with the server.
 Needs aiohttp, or httpx, for the clients and nothing else. Every request streams, has a prompt of its own and never ends early, so both
-sides generate the same number of tokens. The batch of the same requests runs before and after the server; its mean counts.
+sides generate the same number of tokens. `llm.batch` runs the same requests before and after the server, with as many in flight as there
+are clients; the mean of the two counts.
 """
 
 from __future__ import annotations
@@ -53,11 +54,16 @@ def batch_main(args) -> None:
     with ex.load(locate(args.model), progress=None, **loading(args)) as llm:
         llm.batch([one["prompt"] for one in bodies(args, 8)], max_tokens=8).run()  # warm
         rates = {}
-        for count in counts:
-            requests = [{**one, "ignore_eos": True} for one in bodies(args, count)]
-            begun = time.perf_counter()
-            done = llm.batch(requests).run()
-            rates[count] = sum(len(one.tokens) for one in done.values()) / (time.perf_counter() - begun)
+        for clients, count in counts.items():
+            waiting = [{**one, "ignore_eos": True} for one in reversed(bodies(args, count))]
+            begun, tokens = time.perf_counter(), 0
+            job = llm.batch([waiting.pop() for _ in range(int(clients))])
+            for event in job:
+                if event.over:
+                    tokens += len(event.completion.tokens)
+                    if waiting:  # as many in flight as there are clients
+                        job.add(**waiting.pop())
+            rates[clients] = tokens / (time.perf_counter() - begun)
     print(json.dumps(rates))
 
 
@@ -66,11 +72,11 @@ def loading(args) -> dict:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def batch(args, counts: list[int]) -> dict[int, float]:
+def batch(args, counts: dict[int, int]) -> dict[int, float]:
     command = [sys.executable, __file__, args.model, "--batch-child", "--counts", json.dumps(counts), *same(args)]
     out = subprocess.run(command, capture_output=True, text=True, check=False)
     assert out.returncode == 0, out.stderr
-    return {int(count): rate for count, rate in json.loads(out.stdout.splitlines()[-1]).items()}
+    return {int(clients): rate for clients, rate in json.loads(out.stdout.splitlines()[-1]).items()}
 
 
 def same(args) -> list[str]:
@@ -272,7 +278,7 @@ def gauges(url: str) -> dict[str, float]:
 def measure_load(args) -> dict:
     clients = [int(part) for part in args.clients.split(",")]
     counts = {one: max(args.requests, one * args.each) for one in clients}
-    before = batch(args, sorted(set(counts.values())))
+    before = batch(args, counts)
     rows = {}
     with ours(args) as server:
         asyncio.run(load(server.url, 4, bodies(args, 8), True))  # warm
@@ -280,9 +286,9 @@ def measure_load(args) -> dict:
             rows[one] = asyncio.run(load(server.url, one, bodies(args, counts[one]), True))
         state = gauges(server.url)
         assert state["exl2nb_cache_pages_free"] == state["exl2nb_cache_pages"], state
-    after = batch(args, sorted(set(counts.values())))
+    after = batch(args, counts)
     for one in clients:
-        rows[one]["batch_tok_s"] = (before[counts[one]] + after[counts[one]]) / 2
+        rows[one]["batch_tok_s"] = (before[one] + after[one]) / 2
         rows[one]["share"] = rows[one]["tok_s"] / rows[one]["batch_tok_s"]
         rows[one]["requests"] = counts[one]
     if args.llamacpp:

@@ -85,6 +85,7 @@ class Channel:
 # ---- The caller's end of a request: iterate it, wait for it, cancel it. Dropping it cancels it.
 
 TICK_S = 0.05  # a wait is never longer than this without Python code running, so that KeyboardInterrupt arrives
+LOOP_TICK_S = 1.0  # in an event loop the waker ends the wait; hundreds of requests in a queue must not wake the loop
 
 
 class Handle:
@@ -270,7 +271,7 @@ class Handle:
             try:
                 return channel.items.get_nowait()
             except queue.Empty:
-                await asyncio.wait([woken], timeout=TICK_S)  # not wait_for: before Python 3.12 that can swallow a cancellation
+                await asyncio.wait([woken], timeout=LOOP_TICK_S)  # not wait_for: before Python 3.12 that can swallow a cancellation
 
     def _raise_error(self) -> None:
         if self._over and self._channel.error is not None:
