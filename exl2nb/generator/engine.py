@@ -210,8 +210,9 @@ class Engine:
             self._attach(members)
         handles = self.submit_all([member for members in made for member in members], group=group)
         leaders, at = [], 0
-        for members in made:
+        for request, members in zip(requests, made):
             leaders.append(handles[at])
+            handles[at].reply_format = request.reply
             handles[at].companions = handles[at + 1 : at + len(members)]
             at += len(members)
         return leaders

@@ -13,7 +13,8 @@ from typing import overload
 
 from exl2nb.core.log import logger
 from exl2nb.core.options import check_range
-from exl2nb.generator.request import Chunk, Completion, Token
+from exl2nb.generator.request import PLAIN, Chunk, Completion, Token
+from exl2nb.tokenizer.reply import Delta, ReplyFormat, ReplyParser
 
 _numbers = itertools.count(1)
 
@@ -84,6 +85,7 @@ class Channel:
 # ---- The caller's end of a request: iterate it, wait for it, cancel it. Dropping it cancels it.
 
 TICK_S = 0.05  # a wait is never longer than this without Python code running, so that KeyboardInterrupt arrives
+LOOP_TICK_S = 1.0  # in an event loop the waker ends the wait; hundreds of requests in a queue must not wake the loop
 
 
 class Handle:
@@ -97,6 +99,7 @@ class Handle:
         self._channel = channel
         self._over = False
         self._loop_waker: _LoopWaker | None = None
+        self.reply_format: ReplyFormat = PLAIN  # of the request; for `deltas`
         self.owner: object = None  # kept alive as long as this handle: the loaded model
         self.companions: list[Handle] = []  # of the other sequences that this request runs on; dropping them would cancel it
 
@@ -131,6 +134,22 @@ class Handle:
             self._raise_error()
             raise StopAsyncIteration
         return Chunk("".join([token.text for token in tokens]), tuple(tokens))
+
+    def deltas(self) -> Iterator[Delta]:
+        """The answer of a chat as it comes, taken apart: reasoning, content, tool calls and their arguments."""
+        parser = ReplyParser(self.reply_format)
+        for chunk in self:
+            yield from parser.feed(self.reply_format.text(chunk.tokens))
+        yield from parser.finish()
+
+    async def adeltas(self) -> AsyncIterator[Delta]:
+        """`deltas` for event loops."""
+        parser = ReplyParser(self.reply_format)
+        async for chunk in self:
+            for delta in parser.feed(self.reply_format.text(chunk.tokens)):
+                yield delta
+        for delta in parser.finish():
+            yield delta
 
     @property
     def number(self) -> int:
@@ -252,7 +271,7 @@ class Handle:
             try:
                 return channel.items.get_nowait()
             except queue.Empty:
-                await asyncio.wait([woken], timeout=TICK_S)  # not wait_for: before Python 3.12 that can swallow a cancellation
+                await asyncio.wait([woken], timeout=LOOP_TICK_S)  # not wait_for: before Python 3.12 that can swallow a cancellation
 
     def _raise_error(self) -> None:
         if self._over and self._channel.error is not None:

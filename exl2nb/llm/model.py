@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from exl2nb.model.config import ModelConfig
     from exl2nb.sampling.explanation import Explanation
     from exl2nb.sampling.replay import Draw
+    from exl2nb.server.serve import Server
 
 GPU_CHUNK = 2048  # prompt tokens per step on a GPU: fewer leave its multipliers idle
 Messages = Sequence[Mapping[str, Any]]
@@ -289,20 +290,37 @@ class LLM(ScoringMixin, ChatMixin):
         Args:
             messages: dicts with "role" and "content", or one text from the user.
             stream: give a handle to iterate instead of the answer.
-            options: those of the class; and template (Jinja source instead of the model's own), tools, template_options (more variables).
+            options: those of the class, and
+                template: Jinja source instead of the model's own, or the name of an instruct format: "chatml", "llama2", "alpaca",
+                "vicuna", "mistral". template_options: more variables for it (enable_thinking=False).
+                tools: functions that may be called, as JSON schemas. tool_choice: "auto", "none", "required" (call at least one), or a
+                function's name. parallel_tool_calls: several in one answer. Arguments of every call fit their schema.
+                continue_final_message: the last message is the assistant's, and the answer continues it.
+                reasoning_budget: tokens after which the reasoning is ended.
+
+        Returns:
+            `completion.reply` has the answer taken apart: content, reasoning, tool_calls; `handle.deltas()` the same while it comes.
 
         Raises:
-            TokenizerError: the model has no chat template, or the template refuses the messages. Otherwise as `generate`.
+            TokenizerError: the model has no chat template, or the template refuses the messages. OptionError: also a message with a part
+            that is no text, such as an image. Otherwise as `generate`.
+
+        Example: a call, forced here because the model that comes with the package knows no tools.
+            >>> import exl2nb as ex
+            >>> add = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}}
+            >>> with ex.demo(progress=None) as llm:
+            ...     answer = llm.chat("1 and 2?", template="chatml", tools=[add], tool_choice="add", parallel_tool_calls=False)
+            >>> [(call.name, call.parsed["a"] in (1, 2)) for call in answer.reply.tool_calls]
+            [('add', True)]
         """
-        prompt = self._chat_ids(messages, options)
-        handle = self._submit(prompt, "chat", options, stream=stream)
+        prompt, asked = self.chat_request(messages, options, where="chat")
+        handle = self._submit(prompt, "chat", asked, stream=stream)
         return handle if stream else handle.result()
 
     @spelled_out(ChatOptions, DEFAULTS)
     async def achat(self, messages: Messages | str, **options: Unpack[ChatOptions]) -> Completion:
         """`chat` for event loops."""
-        asked: dict[str, Any] = {**options}
-        prompt = self._chat_ids(messages, asked)
+        prompt, asked = self.chat_request(messages, options, where="achat")
         return await self._submit(prompt, "achat", asked, stream=False).aresult()
 
     # ---- many requests
@@ -352,12 +370,39 @@ class LLM(ScoringMixin, ChatMixin):
             raise
         return job
 
-    def submit_for_job(self, prompt: Any, options: dict[str, Any], *, stream: bool, group: object) -> Handle:
-        """Queue one request of a job; errors as in `stream`."""
-        request = request_of(prompt, options, self.tokenizer, self.model.config.vocab_size, where="job.add", stream=stream)
+    def submit_for_job(self, prompt: Any, options: dict[str, Any], *, stream: bool, group: object = None, where: str = "job.add") -> Handle:
+        """Queue one request of a job or of a client; errors as in `stream`.
+
+        Args:
+            group: requests of one group share a turn. where: the caller, for messages.
+        """
+        request = request_of(prompt, options, self.tokenizer, self.model.config.vocab_size, where=where, stream=stream)
         handle = self.engine.submit(request, group=group)
         handle.owner = self
         return handle
+
+    def serve(self, *, port: int = 0, **options: Any) -> Server:
+        """Serve this model over HTTP, beside everything else that uses it: OpenAI's, Anthropic's and TabbyAPI's routes.
+
+        Needs `pip install 'exl2nb[server]'`. Returns when the server answers; `stop()`, or the end of a `with` block, ends it.
+
+        Args:
+            port: 0 = a free one.
+            options: fields of `server.options.ServerOptions`: host, api_keys, max_queue, request_timeout_s, cors_origins ...
+
+        Raises:
+            OptionError: an option unknown or out of range; a host beyond this machine without a key. MissingDependency: no such extra.
+
+        Example:
+            >>> import json, urllib.request
+            >>> import exl2nb as ex
+            >>> with ex.demo(progress=None) as llm, llm.serve() as server:
+            ...     json.load(urllib.request.urlopen(f"{server.url}/v1/models"))["data"][0]["id"]
+            'demo_model'
+        """
+        from exl2nb.server.serve import serve
+
+        return serve(self, port=port, **options)
 
     # ---- end
 
@@ -429,10 +474,6 @@ class LLM(ScoringMixin, ChatMixin):
             each = sample_options(self._compiled(options, where), n, where=where)
             prompts = [prompt] * n
         return self._submit_all(prompts, where, each, stream=False), prompts
-
-    def _chat_ids(self, messages: Messages | str, options: dict[str, Any]) -> list[int]:
-        format_options = {name: options.pop(name) for name in ("template", "tools", "template_options") if name in options}
-        return self.tokenizer.encode(self.render_chat(messages, **format_options), add_special=False)
 
 
 def _is_batch(prompt: Any) -> bool:

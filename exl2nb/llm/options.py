@@ -99,6 +99,10 @@ class ChatOptions(RequestOptions, total=False):
     template: str
     tools: Sequence[Mapping[str, Any]]
     template_options: Mapping[str, Any]
+    tool_choice: str
+    parallel_tool_calls: bool
+    continue_final_message: bool
+    reasoning_budget: int
 
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for cls in (SamplingParams, Request) for field in fields(cls)}

@@ -914,6 +914,54 @@ class SpeculationState(TypedDict):
     _static: bool
 
 
+# ---- ServerMonitor
+
+
+class ServedRequest(NamedTuple):
+    """One request of a server's client. state: "running", "done", "cancelled" or "error". ttft_s null = no token yet."""
+
+    number: int
+    route: str
+    client: str
+    state: str
+    seconds: float
+    ttft_s: float | None
+    prompt_tokens: int
+    new_tokens: int
+
+
+class ServedClient(NamedTuple):
+    """One client of a server, over its last requests. ttft_ms, token_ms: medians; null = none known."""
+
+    client: str
+    running: int
+    ended: int
+    ttft_ms: float | None
+    token_ms: float | None
+
+
+class ServerMonitorState(TypedDict):
+    """Synced traits of ServerMonitor. tok_s: samples, the last one newest; times of the last ten seconds, null = none."""
+
+    status: Status
+    error: str
+    height: str
+    url: str
+    model: str
+    active: int
+    queued: int
+    max_queue: int
+    pages: int
+    pages_free: int
+    tok_s: list[float]
+    ttft_p50_s: float | None
+    ttft_p99_s: float | None
+    requests: list[ServedRequest]
+    clients: list[ServedClient]
+    _protocol: int
+    _static: bool
+
+
 # ---- the two directions, and the TypeScript
 
 

@@ -5,6 +5,7 @@ from dataclasses import fields
 
 from exl2nb import LLM
 from exl2nb.generator.request import Request
+from exl2nb.llm.chat import CHAT_OPTIONS
 from exl2nb.llm.options import ChatOptions, GenerateOptions, RequestOptions, SamplingOptions
 from exl2nb.llm.requests import STRUCTURES
 from exl2nb.sampling.params import SamplingParams
@@ -16,7 +17,7 @@ def test_names_are_those_of_the_dataclasses():
     own = [name for name in request if name not in ("prompt_ids", "sampling", "stream", "n")]
     assert list(RequestOptions.__annotations__) == [*sampling, *own, "negative_prompt", *STRUCTURES]
     assert GenerateOptions.__annotations__.keys() - RequestOptions.__annotations__.keys() == {"on_chunk"}
-    assert ChatOptions.__annotations__.keys() - RequestOptions.__annotations__.keys() == {"template", "tools", "template_options"}
+    assert ChatOptions.__annotations__.keys() - RequestOptions.__annotations__.keys() == set(CHAT_OPTIONS)
 
 
 def test_every_option_is_taken(llm):

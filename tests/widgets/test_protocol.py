@@ -18,6 +18,7 @@ from exl2nb.widgets.microscope import SamplerMicroscope
 from exl2nb.widgets.pagetable import PageTable
 from exl2nb.widgets.playground import Playground
 from exl2nb.widgets.progress import ProgressView
+from exl2nb.widgets.servermonitor import ServerMonitor
 from exl2nb.widgets.speculation import Speculation
 from exl2nb.widgets.weights import WeightBrowser
 
@@ -41,6 +42,7 @@ def test_committed_typescript_is_what_python_generates():
         (Compare, protocol.CompareState),
         (partial(PageTable, {"pages": [], "requests": [], "page_size": 256, "evictions": 0, "preemptions": 0}), protocol.PageTableState),
         (partial(SamplerMicroscope, np.zeros(4, np.float32)), protocol.MicroscopeState),
+        (partial(ServerMonitor, {}), protocol.ServerMonitorState),
         (partial(Speculation, ANSWER), protocol.SpeculationState),
         (partial(WeightBrowser, DATA / "demo-exl2-4.0bpw"), protocol.WeightsState),
     ],

@@ -694,6 +694,33 @@ export interface SpeculationState {
   _static: boolean;
 }
 
+/** One request of a server's client. state: "running", "done", "cancelled" or "error". ttft_s null = no token yet. */
+export type ServedRequest = [number: number, route: string, client: string, state: string, seconds: number, ttft_s: number | null, prompt_tokens: number, new_tokens: number];
+
+/** One client of a server, over its last requests. ttft_ms, token_ms: medians; null = none known. */
+export type ServedClient = [client: string, running: number, ended: number, ttft_ms: number | null, token_ms: number | null];
+
+/** Synced traits of ServerMonitor. tok_s: samples, the last one newest; times of the last ten seconds, null = none. */
+export interface ServerMonitorState {
+  status: Status;
+  error: string;
+  height: string;
+  url: string;
+  model: string;
+  active: number;
+  queued: number;
+  max_queue: number;
+  pages: number;
+  pages_free: number;
+  tok_s: number[];
+  ttft_p50_s: number | null;
+  ttft_p99_s: number | null;
+  requests: ServedRequest[];
+  clients: ServedClient[];
+  _protocol: number;
+  _static: boolean;
+}
+
 export type FromKernel = Delta | Snapshot | Done | Pong | Tops | Fates;
 
 export type ToKernel = Ready | Resync | Ping | Stop | Generate | ChatSend | ChatAgain | ChatEdit | ChatGo | LookAt | LookInto | Solve | SolveSize | Make | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame;
