@@ -83,6 +83,7 @@ def load(
             model = load_model(folder, device=place, context=context, progress=sink, deterministic=exact)
     try:
         tokenizer = Tokenizer.load(folder)
+        tokenizer.templates.prepare()
         _check_vocabulary(tokenizer, model, folder)
         tokens = min(model.context, CONTEXT) if context is None else context
         held = max(tokens, CACHE_TOKENS) if cache_tokens is None else max(tokens, cache_tokens)
