@@ -100,7 +100,8 @@ def read_hub(name: str, render: Render | None) -> str:
     repo, _, revision = rest.partition("@")
     try:
         hub.check_id(repo)
-        files = huggingface_hub.HfApi().list_repo_files(repo, repo_type="dataset", revision=revision or None)
+        with hub.time_limits():
+            files = huggingface_hub.HfApi().list_repo_files(repo, repo_type="dataset", revision=revision or None)
         wanted = [file for file in sorted(files) if _readable(file) and (not pattern or fnmatch.fnmatchcase(file, pattern))]
         wanted.sort(key=lambda file: "train" not in file)
         if not wanted:
