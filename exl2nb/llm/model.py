@@ -20,7 +20,7 @@ from exl2nb.generator.prompt_cache import PromptCache
 from exl2nb.generator.request import Chunk, Completion, Request
 from exl2nb.generator.scheduler import MAX_CHUNK
 from exl2nb.llm.chat import ChatMixin
-from exl2nb.llm.requests import compile_structure, request_of, sample_options
+from exl2nb.llm.requests import check_length, compile_structure, request_of, sample_options
 from exl2nb.llm.scoring import ScoringMixin
 from exl2nb.model.facts import unusual
 from exl2nb.model.loader import fingerprint
@@ -341,7 +341,8 @@ class LLM(ScoringMixin, ChatMixin):
 
     def submit_for_job(self, prompt: Any, options: dict[str, Any], *, stream: bool, group: object) -> Handle:
         """Queue one request of a job; errors as in `stream`."""
-        request = request_of(prompt, options, self.tokenizer, self.model.config.vocab_size, where="job.add", stream=stream)
+        vocab, context = self.config.vocab_size, self.engine.context
+        request = request_of(prompt, options, self.tokenizer, vocab, context=context, where="job.add", stream=stream)
         handle = self.engine.submit(request, group=group)
         handle.owner = self
         return handle
@@ -391,8 +392,11 @@ class LLM(ScoringMixin, ChatMixin):
         return self._submit_all([prompt], where, [options], stream=stream)[0]
 
     def _submit_all(self, prompts: Sequence[Any], where: str, options: Sequence[dict[str, Any]], *, stream: bool) -> list[Handle]:
-        vocab = self.config.vocab_size
-        requests = [request_of(prompt, one, self.tokenizer, vocab, where=where, stream=stream) for prompt, one in zip(prompts, options)]
+        vocab, context = self.config.vocab_size, self.engine.context
+        requests = [
+            request_of(prompt, one, self.tokenizer, vocab, context=context, where=where, stream=stream)
+            for prompt, one in zip(prompts, options)
+        ]
         handles = self.engine.submit_many(requests, group=object() if len(requests) > 1 else None)
         for handle in handles:
             handle.owner = self
@@ -419,7 +423,9 @@ class LLM(ScoringMixin, ChatMixin):
 
     def _chat_ids(self, messages: Messages | str, options: dict[str, Any]) -> list[int]:
         format_options = {name: options.pop(name) for name in ("template", "tools", "template_options") if name in options}
-        return self.tokenizer.encode(self.render_chat(messages, **format_options), add_special=False)
+        text = self.render_chat(messages, **format_options)
+        check_length(text, self.tokenizer, self.engine.context, where="chat")
+        return self.tokenizer.encode(text, add_special=False)
 
 
 def _is_batch(prompt: Any) -> bool:

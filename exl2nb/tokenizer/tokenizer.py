@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -18,6 +19,7 @@ from exl2nb.tokenizer.files import read_object, read_text
 from exl2nb.tokenizer.token_texts import PlainTexts, byte_table, byte_tokens, plain_texts
 
 _FILE = "tokenizer.json"
+_WHOLE = frozenset(("ByteLevel", "Digits", "Metaspace", "Prepend"))  # normalizers and pre-tokenizers that leave no character out
 
 
 class Tokenizer:
@@ -100,6 +102,22 @@ class Tokenizer:
             ids.append(self._own_eos)
         return ids
 
+    def at_least(self, text: str) -> int:
+        """A number of tokens that `text` has at least, by its length alone; 0 where this kind of tokenizer may leave characters out."""
+        longest = self._longest
+        return -(-len(text) // longest) if longest else 0
+
+    @cached_property
+    def _longest(self) -> int:
+        """Most characters of a text that one token stands for; 0: any number."""
+        parts = json.loads(self.backend.to_str())
+        steps = [step for part in ("normalizer", "pre_tokenizer") for step in _steps(parts[part])]
+        whole = all(step["type"] in _WHOLE or (step["type"] == "Split" and step["behavior"] != "Removed") or _keeps(step) for step in steps)
+        every = self.byte_table is not None or parts["model"].get("byte_fallback")
+        if not (whole and every) or any(token.lstrip or token.rstrip for token in self.backend.get_added_tokens_decoder().values()):
+            return 0
+        return max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=0)
+
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """Turn ids into text; special tokens are left out unless `skip_special` is False.
 
@@ -181,6 +199,19 @@ def _ids(value: Any, key: str, folder: Path) -> list[int]:
     if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
         raise TokenizerError(f"{folder}: {key} is {str(value)[:80]}; expected a token id or a list of them")
     return ids
+
+
+def _steps(part: Any) -> list[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer."""
+    if part is None:
+        return []
+    inner = part.get("normalizers") or part.get("pretokenizers")
+    return [part] if inner is None else [step for one in inner for step in _steps(one)]
+
+
+def _keeps(step: dict[str, Any]) -> bool:
+    """Whether a replacement makes no text shorter."""
+    return step["type"] == "Replace" and len(step["pattern"].get("String", " " * len(step["content"]) + " ")) <= len(step["content"])
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
