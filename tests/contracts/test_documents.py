@@ -26,6 +26,7 @@ DOCUMENTS = [
     *(ROOT / "docs" / "internals").glob("*.md"),
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
     *(ROOT / "benchmarks").rglob("*.md"),
 ]
 GENERATOR = (ROOT / "docs" / "internals" / "generator.md").read_text(encoding="utf-8")
@@ -47,6 +48,18 @@ def test_links_lead_somewhere(page):
     links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")) if "://" not in link]
     assert not [link for link in links if link and not (page.parent / link).exists()]
     assert links or page.name != "README.md"
+
+
+def test_every_limit_has_its_test():
+    """SECURITY.md names a test for each; `::name` is in the file named before it."""
+    rows = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    found, path = [], None
+    for file, name in re.findall(r"`((?:tests/[\w/]+\.py)?)(?:::(\w+))?`", rows):
+        path = ROOT / file if file else path
+        if file or name:
+            found.append((path, name))
+    assert len(found) > 25
+    assert not [f"{path}::{name}" for path, name in found if not path.is_file() or (name and f"def {name}(" not in path.read_text())]
 
 
 # ---- README
