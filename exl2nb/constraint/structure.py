@@ -101,6 +101,8 @@ def _readers(kind: str, source: Any) -> tuple[Any, Callable[[str], Any]]:
         return _texts(source), str
     if not isinstance(source, str) or not source:
         raise StructureError(f"{kind} is {str(source)[:80]!r}; expected a text that is not empty")
+    if kind == "regex" and (len(source) - len(source.rstrip("\\"))) % 2:  # the mask engine leaves it out
+        raise StructureError(f"regex ends with a backslash that escapes nothing: ...{source[-40:]!r}; write two for the character itself")
     return source, str
 
 

@@ -207,13 +207,14 @@ class ConversionJob:
         ):
             make_directory(self.dst.absolute().parent)
             work = Work(self._work_dir or self.dst.absolute().parent / f".{self.dst.name}.work")
-            try:
-                yield Pipeline(self.settings, src, self.dst, Context(weights, work, sink, self.check_cancelled))
-            except BaseException:
-                work.leave()
-                raise
-        if self._work_dir is None:
-            work.clear()
+            with closing(work):
+                try:
+                    yield Pipeline(self.settings, src, self.dst, Context(weights, work, sink, self.check_cancelled))
+                except BaseException:
+                    work.leave()
+                    raise
+                if self._work_dir is None:
+                    work.clear()
 
     def check_cancelled(self) -> None:
         """Wait while paused; raise Interrupted after `cancel`."""

@@ -49,9 +49,11 @@ class Quality:
         return {name: None if value != value else value for name, value in asdict(self).items()}
 
     def __str__(self) -> str:
+        spread = "" if math.isnan(self.kl_low) else f" ({self.kl_low:.5f} to {self.kl_high:.5f})"
+        count = f"{self.rows} row{'' if self.rows == 1 else 's'} of {self.length} tokens"
         return (
-            f"held-out KL {self.kl:.5f} ({self.kl_low:.5f} to {self.kl_high:.5f}), top-1 {100 * self.top1:.2f} %, "
-            f"perplexity {self.ppl:.3f} (source {self.source_ppl:.3f}), {self.rows} rows of {self.length} tokens"
+            f"held-out KL {self.kl:.5f}{spread}, top-1 {100 * self.top1:.2f} %, "
+            f"perplexity {self.ppl:.3f} (source {self.source_ppl:.3f}), {count}"
         )
 
 

@@ -5,7 +5,9 @@ A killed job therefore continues where it stopped, and a job with other options 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -31,15 +33,29 @@ Packed = dict[str, tuple[Exl2Tensors, float]]  # module key -> tensors, loss
 
 
 class Work:
-    """The folder of one job.
+    """The folder of one job, which has it alone until `close`.
 
     Raises:
-        ConversionError: it cannot be made.
+        ConversionError: it cannot be made, or another job is at work in it.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         make_directory(directory)
+        self._lock = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)  # the system gives it back however the process ends
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._lock)
+            raise ConversionError(
+                f"{directory}: another conversion is at work in it; wait for its end or cancel it, or give another dst or work_dir"
+            ) from error
+        except OSError:  # a file system without locks
+            return
+
+    def close(self) -> None:
+        """Let other jobs have the folder."""
+        os.close(self._lock)
 
     def load_measurement(self, key: str) -> Measurement | None:
         """A finished measurement under `key`; None where there is none or it is damaged."""

@@ -170,7 +170,7 @@ class GpuExecutor:
         except RuntimeError as error:
             if not out_of_memory.is_full(error):
                 raise
-            what = f"a step of {len(step.batch.input_ids)} tokens in {len(step.batch.context_lens)} requests does not fit the GPU"
+            what = f"a step of {len(step.batch.input_ids)} tokens in {len(step.batch.context_lens)} requests does not fit"
             advice = "the request ended, the engine goes on; ask for fewer requests at once, or load with a smaller context= or cache='q4'"
             raise out_of_memory.named(error, what, advice) from error
 

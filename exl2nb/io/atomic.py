@@ -107,6 +107,11 @@ def write_errors(path: Path, *, needed_bytes: int = 0) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise ConversionError(
+                f"{path}: the file is larger than this process (ulimit -f) or file system may write; nothing was left under this name; "
+                "raise the limit or write elsewhere"
+            ) from error
         if error.errno in _FULL:
             raise ConversionError(_full(path, needed_bytes, free_bytes(path))) from error
         raise

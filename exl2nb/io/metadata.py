@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from exl2nb.core.errors import FormatError, ModelNotFound
-from exl2nb.io.hub import SKIPPED, check_id, hub_errors, name_of, no_config, resolve, unreachable
+from exl2nb.io.hub import SKIPPED, check_id, hub_errors, name_of, no_config, resolve, time_limits, unreachable
 from exl2nb.io.safetensors import HEADER_LIMIT_BYTES, SafetensorsFile
 
 SMALL = (
@@ -46,7 +46,7 @@ def metadata_folder(path_or_id: str | os.PathLike[str], revision: str | None = N
     repo_id = check_id(text)
     with tempfile.TemporaryDirectory(prefix="exl2nb-") as folder:
         try:
-            with hub_errors(repo_id, revision):
+            with hub_errors(repo_id, revision), time_limits():
                 _Repository(repo_id, revision).copy_into(Path(folder))
         except ModelNotFound as error:
             if not unreachable(error):
@@ -76,11 +76,13 @@ class _Repository:
         if "config.json" not in small:
             raise ModelNotFound(no_config(self.repo_id, self.revision))
         weights = [name for name in self.names if name.endswith(".safetensors") and "/" not in name and not _skipped(name)]
-        with ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="exl2nb-metadata") as pool:
-            for job in [pool.submit(self._small, name, folder) for name in small] + [
-                pool.submit(self._weights, n, folder) for n in weights
-            ]:
+        pool = ThreadPoolExecutor(CONNECTIONS, thread_name_prefix="exl2nb-metadata")
+        try:
+            jobs = [pool.submit(self._small, name, folder) for name in small] + [pool.submit(self._weights, n, folder) for n in weights]
+            for job in jobs:
                 job.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # an interrupt does not wait for requests under way
 
     def _small(self, name: str, folder: Path) -> None:
         path = folder / name
@@ -116,10 +118,12 @@ class _Repository:
 
     def _get(self, name: str, **headers: str) -> Any:
         import huggingface_hub
+        from huggingface_hub import constants
         from huggingface_hub.utils import get_session, hf_raise_for_status
 
         url = huggingface_hub.hf_hub_url(self.repo_id, name, revision=self.commit)
-        answer = get_session().get(url, headers={**self.headers, "Accept-Encoding": "identity", **headers})
+        limit_s = constants.HF_HUB_DOWNLOAD_TIMEOUT
+        answer = get_session().get(url, headers={**self.headers, "Accept-Encoding": "identity", **headers}, timeout=limit_s)
         hf_raise_for_status(answer)
         return answer
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from exl2nb.core.errors import ModelNotFound
-from exl2nb.io.hub import check_id, hub_errors
+from exl2nb.io.hub import check_id, hub_errors, time_limits
 
 # "4.0bpw", "4.25bpw_h6", "gptq-4bit-32g", and "6_5" as some publishers write it
 _NAMED = re.compile(r"(?<![\d._])(\d{1,2}(?:[._]\d{1,3})?)[ _-]?(?:bpw|bits?)(?![a-z])", re.IGNORECASE)
@@ -115,7 +115,7 @@ def revisions(repo_id: str) -> Revisions:
     check_id(repo_id)
     cached = _cached(repo_id)
     try:
-        with hub_errors(repo_id):
+        with hub_errors(repo_id), time_limits():
             refs = huggingface_hub.HfApi().list_repo_refs(repo_id)
     except ModelNotFound as error:
         asked = isinstance(error.__cause__, (errors.RepositoryNotFoundError, errors.GatedRepoError))

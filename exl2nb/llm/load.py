@@ -72,7 +72,7 @@ def load(
     check_keywords(unknown, known, where="load")
     cache = parse_mode(cache, where="load")
     for name, value in (("context", context), ("cache_tokens", cache_tokens), ("max_sequences", max_sequences)):
-        if value is not None:
+        if value is not None or name == "max_sequences":
             check_integer(f"load: {name}", value, 1, 1 << 24)
     place = _device(device)
     exact = env.get("EXL2NB_DETERMINISTIC", "0") == "1" if deterministic is None else deterministic
@@ -83,6 +83,7 @@ def load(
             model = load_model(folder, device=place, context=context, progress=sink, deterministic=exact)
     try:
         tokenizer = Tokenizer.load(folder)
+        tokenizer.templates.prepare()
         _check_vocabulary(tokenizer, model, folder)
         tokens = min(model.context, CONTEXT) if context is None else context
         held = max(tokens, CACHE_TOKENS) if cache_tokens is None else max(tokens, cache_tokens)
@@ -124,11 +125,11 @@ def _device(device: str | None) -> str:
 
 
 def _fitting(folder: Path, needed: str) -> AbstractContextManager[None]:
-    """Too little memory on the GPU by name."""
+    """Too little memory by name."""
     from exl2nb.ops import out_of_memory
 
-    todo = "close other models, take fewer bits per weight, a smaller context= or cache='q4', or device='cpu'"
-    return out_of_memory.naming(f"{folder.name} does not fit the GPU", todo, needed=needed)
+    todo = "close other models, take fewer bits per weight, a smaller context= or cache='q4'"
+    return out_of_memory.naming(f"{folder.name} does not fit", todo, needed=needed)
 
 
 def _gib(nbytes: int) -> str:

@@ -376,7 +376,8 @@ class LLM(ScoringMixin, ChatMixin):
         Args:
             group: requests of one group share a turn. where: the caller, for messages.
         """
-        request = request_of(prompt, options, self.tokenizer, self.model.config.vocab_size, where=where, stream=stream)
+        vocab, context = self.config.vocab_size, self.engine.context
+        request = request_of(prompt, options, self.tokenizer, vocab, context=context, where=where, stream=stream)
         handle = self.engine.submit(request, group=group)
         handle.owner = self
         return handle
@@ -449,8 +450,11 @@ class LLM(ScoringMixin, ChatMixin):
         return self._submit_all([prompt], where, [options], stream=stream)[0]
 
     def _submit_all(self, prompts: Sequence[Any], where: str, options: Sequence[dict[str, Any]], *, stream: bool) -> list[Handle]:
-        vocab = self.config.vocab_size
-        requests = [request_of(prompt, one, self.tokenizer, vocab, where=where, stream=stream) for prompt, one in zip(prompts, options)]
+        vocab, context = self.config.vocab_size, self.engine.context
+        requests = [
+            request_of(prompt, one, self.tokenizer, vocab, context=context, where=where, stream=stream)
+            for prompt, one in zip(prompts, options)
+        ]
         handles = self.engine.submit_many(requests, group=object() if len(requests) > 1 else None)
         for handle in handles:
             handle.owner = self

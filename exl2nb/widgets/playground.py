@@ -138,6 +138,8 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
         >>> play.start().wait()  # doctest: +SKIP
     """
 
+    # never begun: what `close` finds where the arguments did not fit the constructor
+    _background, _stream = Background("Playground"), None
     _esm = static.STATIC / "playground.js"
     _css = static.STATIC / "playground.css"
     _state_keys: ClassVar[tuple[str, ...]] = tuple(PlaygroundState.__annotations__)

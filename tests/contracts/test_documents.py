@@ -50,6 +50,18 @@ def test_links_lead_somewhere(page):
     assert links or page.name != "README.md"
 
 
+def test_every_limit_has_its_test():
+    """SECURITY.md names a test for each; `::name` is in the file named before it."""
+    rows = (ROOT / ".github" / "SECURITY.md").read_text(encoding="utf-8")
+    found, path = [], None
+    for file, name in re.findall(r"`((?:tests/[\w/]+\.py)?)(?:::(\w+))?`", rows):
+        path = ROOT / file if file else path
+        if file or name:
+            found.append((path, name))
+    assert len(found) > 25
+    assert not [f"{path}::{name}" for path, name in found if not path.is_file() or (name and f"def {name}(" not in path.read_text())]
+
+
 # ---- README
 
 
