@@ -14,7 +14,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 import tokenizers
 
@@ -73,17 +73,22 @@ def _try(text: str, size: int, source: Path) -> None:
         helper.close()
 
 
+def reraise(error: BaseException) -> NoReturn:
+    """What the library raises, panics included (which are no `Exception`), as TokenizerError; interrupts as they are."""
+    if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+        raise TokenizerError(f"the tokenizers library failed ({str(error)[:200]}); its tokenizer.json does not fit this text") from error
+    raise error
+
+
 class _LibraryErrors:
-    """What the library raises, panics included (which are no `Exception`), as TokenizerError."""
+    """`reraise` around a block."""
 
     def __enter__(self) -> None:
         return None
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is not None and (issubclass(kind, Exception) or kind.__name__ == "PanicException"):
-            raise TokenizerError(
-                f"the tokenizers library failed ({str(error)[:200]}); its tokenizer.json does not fit this text"
-            ) from error
+        if error is not None:
+            reraise(error)
 
 
 library_errors = _LibraryErrors()

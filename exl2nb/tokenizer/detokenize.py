@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from exl2nb.tokenizer.backend import library_errors
+from exl2nb.tokenizer.backend import reraise
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 CONTEXT = 6  # prompt tokens that a decoder sees: enough to know whether a space at the start of a token shows
@@ -165,5 +165,7 @@ class _Window:
     def _text(self, ids: list[int]) -> str:
         if not ids:
             return ""
-        with library_errors:
+        try:
             return self._decode(ids, skip_special_tokens=False)
+        except BaseException as error:
+            reraise(error)

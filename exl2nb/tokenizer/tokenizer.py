@@ -12,7 +12,7 @@ from typing import Any
 import tokenizers
 
 from exl2nb.core.errors import TokenizerError
-from exl2nb.tokenizer.backend import library_errors, parse
+from exl2nb.tokenizer.backend import library_errors, parse, reraise
 from exl2nb.tokenizer.chat import ChatTemplates
 from exl2nb.tokenizer.convert import convert, convertible
 from exl2nb.tokenizer.files import read_object, read_text
@@ -92,8 +92,10 @@ class Tokenizer:
         """
         text = text.encode("utf-8", "replace").decode("utf-8") if not text.isascii() else text
         backend = self.backend if parse_special else self._literal_backend()
-        with library_errors:
+        try:
             ids = backend.encode(text, add_special_tokens=add_special).ids
+        except BaseException as error:
+            reraise(error)
         if not add_special:
             return ids
         if self._add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
