@@ -43,25 +43,12 @@ def sources(target: str, folder: Path) -> list[tuple[Path, list[str]]]:
     return found
 
 
-def compile_one(target: str, include: Path, source: tuple[Path, list[str]]) -> str:
-    """What the compiler has to say; empty where it is content."""
+def compile_one(target: str, include: Path, folder: Path, source: tuple[Path, list[str]]) -> str:
+    """What the compiler has to say; empty where it is content. zig leaves the object in `folder`."""
     path, flags = source
-    command = [
-        sys.executable,
-        "-m",
-        "ziglang",
-        "c++",
-        "-target",
-        target,
-        "-std=c++20",
-        "-c",
-        "-o",
-        os.devnull,
-        "-Wall",
-        "-ffp-contract=off",
-    ]
+    command = [sys.executable, "-m", "ziglang", "c++", "-target", target, *"-std=c++20 -c -Wall -ffp-contract=off".split()]
     command += [*TARGETS[target], *flags, "-DTORCH_TARGET_VERSION=0x020a000000000000ULL", f"-I{ROOT / 'csrc'}", "-isystem", str(include)]
-    done = subprocess.run([*command, str(path)], capture_output=True, text=True)
+    done = subprocess.run([*command, str(path)], cwd=folder, capture_output=True, text=True)
     return f"{path.name}: {done.stderr}" if done.returncode or "warning:" in done.stderr else ""
 
 
@@ -71,8 +58,8 @@ def main() -> int:
     parser.add_argument("--target", action="append", choices=TARGETS, help="all of them, if none is named")
     args = parser.parse_args()
     torch = find_spec("torch")
-    folder = os.environ.get("EXL2NB_TORCH_DIR") or (torch and torch.origin and os.path.dirname(torch.origin))
-    if not folder or find_spec("ziglang") is None:
+    torch_folder = os.environ.get("EXL2NB_TORCH_DIR") or (torch and torch.origin and os.path.dirname(torch.origin))
+    if not torch_folder or find_spec("ziglang") is None:
         print("needs the packages torch and ziglang", file=sys.stderr)
         return 1
     bad = 0
@@ -80,9 +67,10 @@ def main() -> int:
         began = time.perf_counter()
         with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(os.cpu_count()) as pool:
             files = sources(target, Path(temporary))
-            said = [text for text in pool.map(partial(compile_one, target, Path(folder) / "include"), files) if text]
+            said = [text for text in pool.map(partial(compile_one, target, Path(torch_folder) / "include", Path(temporary)), files) if text]
         print(f"{target}: {len(files) - len(said)} of {len(files)} sources compile without a warning, {time.perf_counter() - began:.0f} s")
-        print("\n".join(text[:3000] for text in said))
+        for text in said:
+            print(text[:3000])
         bad += len(said)
     return int(bad > 0)
 
