@@ -46,7 +46,7 @@ def sources(target: str, folder: Path) -> list[tuple[Path, list[str]]]:
 def compile_one(target: str, include: Path, folder: Path, source: tuple[Path, list[str]]) -> str:
     """What the compiler has to say; empty where it is content. zig leaves the object in `folder`."""
     path, flags = source
-    command = [sys.executable, "-m", "ziglang", "c++", "-target", target, *"-std=c++20 -c -Wall -ffp-contract=off".split()]
+    command = [sys.executable, "-m", "ziglang", "c++", "-target", target, *["-std=c++20", "-c", "-Wall", "-ffp-contract=off"]]
     command += [*TARGETS[target], *flags, "-DTORCH_TARGET_VERSION=0x020a000000000000ULL", f"-I{ROOT / 'csrc'}", "-isystem", str(include)]
     done = subprocess.run([*command, str(path)], cwd=folder, capture_output=True, text=True)
     return f"{path.name}: {done.stderr}" if done.returncode or "warning:" in done.stderr else ""
