@@ -2,7 +2,7 @@
 
     python tools/check_portable.py [--target aarch64-macos]
 
-Nothing is linked or run. Windows is tried with zig's GNU headers and clang's -fms-compatibility: Microsoft's compiler and headers exist on
+Nothing is linked or run. Windows is tried with zig's GNU headers and clang's -fms-extensions: Microsoft's compiler and headers exist on
 Windows alone. docs/internals/release.md says what is missing for wheels.
 """
 
@@ -26,7 +26,7 @@ X86 = {
     "avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mfma", "-mf16c"],
 }
 """As in CMakeLists.txt."""
-TARGETS = {"aarch64-macos": ["-pthread"], "x86_64-windows-gnu": ["-fms-compatibility", "-DEXL2NB_X86"]}
+TARGETS = {"aarch64-macos": [], "x86_64-windows-gnu": ["-fms-extensions", "-DEXL2NB_X86"]}
 
 
 def sources(target: str, folder: Path) -> list[tuple[Path, list[str]]]:
@@ -43,12 +43,12 @@ def sources(target: str, folder: Path) -> list[tuple[Path, list[str]]]:
     return found
 
 
-def compile_one(target: str, include: Path, source: tuple[Path, list[str]]) -> str:
-    """What the compiler has to say; empty where it is content."""
+def compile_one(target: str, include: Path, folder: Path, source: tuple[Path, list[str]]) -> str:
+    """What the compiler has to say; empty where it is content. zig leaves the object in `folder`."""
     path, flags = source
-    command = [sys.executable, "-m", "ziglang", "c++", "-target", target, "-std=c++20", "-fsyntax-only", "-Wall", "-ffp-contract=off"]
+    command = [sys.executable, "-m", "ziglang", "c++", "-target", target, *["-std=c++20", "-c", "-Wall", "-ffp-contract=off"]]
     command += [*TARGETS[target], *flags, "-DTORCH_TARGET_VERSION=0x020a000000000000ULL", f"-I{ROOT / 'csrc'}", "-isystem", str(include)]
-    done = subprocess.run([*command, str(path)], capture_output=True, text=True)
+    done = subprocess.run([*command, str(path)], cwd=folder, capture_output=True, text=True)
     return f"{path.name}: {done.stderr}" if done.returncode or "warning:" in done.stderr else ""
 
 
@@ -58,8 +58,8 @@ def main() -> int:
     parser.add_argument("--target", action="append", choices=TARGETS, help="all of them, if none is named")
     args = parser.parse_args()
     torch = find_spec("torch")
-    folder = os.environ.get("EXL2NB_TORCH_DIR") or (torch and torch.origin and os.path.dirname(torch.origin))
-    if not folder or find_spec("ziglang") is None:
+    torch_folder = os.environ.get("EXL2NB_TORCH_DIR") or (torch and torch.origin and os.path.dirname(torch.origin))
+    if not torch_folder or find_spec("ziglang") is None:
         print("needs the packages torch and ziglang", file=sys.stderr)
         return 1
     bad = 0
@@ -67,9 +67,10 @@ def main() -> int:
         began = time.perf_counter()
         with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(os.cpu_count()) as pool:
             files = sources(target, Path(temporary))
-            said = [text for text in pool.map(partial(compile_one, target, Path(folder) / "include"), files) if text]
+            said = [text for text in pool.map(partial(compile_one, target, Path(torch_folder) / "include", Path(temporary)), files) if text]
         print(f"{target}: {len(files) - len(said)} of {len(files)} sources compile without a warning, {time.perf_counter() - began:.0f} s")
-        print("\n".join(text[:3000] for text in said))
+        for text in said:
+            print(text[:3000])
         bad += len(said)
     return int(bad > 0)
 
