@@ -25,9 +25,13 @@ def everything(llm) -> dict[str, tuple[str, dict]]:
     caches.start().wait().hide_needle().wait()
     columns = {"16 bits": llm, "4 bits": DATA, "sampled": (llm, {"temperature": 0.9, "seed": 3})}
     compare = w.Compare(columns, prompts=[ASK, "She opened the letter and"], max_tokens=16).start().wait()
-    pages = w.PageTable(llm)
-    llm.generate("The rain fell on the town. " * 70, max_tokens=1)
-    pages.take("one text is cached")
+    pages, rain = w.PageTable(llm), "The rain fell on the town. " * 70
+    llm.generate(rain, max_tokens=1)
+    asked = llm.stream([rain + "Who came?", rain + "Who left?", "It was"], max_tokens=200, ignore_eos=True)
+    for _, _chunk in zip(range(12), asked.chunks()):
+        pass
+    pages.take("three requests, two with a common prefix")
+    asked.cancel()
     explorer = w.BitrateExplorer(measured, llm, bpw=3.0, measured=[(3.0, 0.26), (4.0, 0.07)], selected=[1, "down"])
     progress = w.ProgressView("convert")
     made = {
