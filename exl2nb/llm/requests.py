@@ -8,7 +8,7 @@ from typing import Any
 from exl2nb.core.errors import ContextOverflow, OptionError
 from exl2nb.core.options import shown
 from exl2nb.generator.request import Request
-from exl2nb.sampling.params import MAX_SEED, check_integer
+from exl2nb.sampling.params import MAX_ID, MAX_SEED, check_integer
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 MAX_SAMPLES = 1024
@@ -42,6 +42,8 @@ def ids_of(prompt: Any, tokenizer: Tokenizer, *, where: str, name: str = "prompt
         return tokenizer.encode(prompt)
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if isinstance(ids, Sequence) and not isinstance(ids, (bytes, bytearray)) and all(type(i) is int for i in ids):
+        if ids and max(max(ids), -min(ids)) > MAX_ID:
+            raise OptionError(f"{where}: {name} holds a number that is no token id; expected 0 to {MAX_ID} at most")
         return list(ids)
     hint = "; several prompts of ids run together in llm.batch" if name == "prompt" and isinstance(ids, (list, tuple)) else ""
     raise OptionError(f"{where}: {name} is {str(prompt)[:80]!r}; expected a text or a list of token ids{hint}")

@@ -9,12 +9,13 @@ from typing import Annotated, Any
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
+from exl2nb.sampling.params import MAX_ID
 from exl2nb.server.errors import ApiError, invalid_request
 
 MAX_TEXT = 1 << 20
 Text = Annotated[str, Field(max_length=MAX_TEXT)]
 Texts = Annotated[list[Text], Field(max_length=256)]
-Ids = Annotated[list[int], Field(max_length=1 << 16)]
+Ids = Annotated[list[Annotated[int, Field(ge=0, le=MAX_ID)]], Field(max_length=1 << 16)]
 
 
 def named(*names: str, default: Any = None, description: str = "") -> Any:

@@ -270,14 +270,14 @@ class ReplyParser:
     def _after(self, found: list[Delta]) -> bool:
         """Between a call and what follows: brackets, commas and tags are left out."""
         assert self._calls is not None
-        closing = [mark for mark in self._calls.marks if mark != "<｜tool▁call▁begin｜>"]
+        closing = self._calls.marks
         while True:
             text = self._text.lstrip(_LOOSE)
             mark = next((mark for mark in closing if text.startswith(mark)), None)
             self._text = text if mark is None else text[len(mark) :]
             if mark is None:
                 break
-        begins = [tag for tag in (self._calls.trigger, "<｜tool▁call▁begin｜>") if tag]
+        begins = [tag for tag in (self._calls.trigger, self._calls.next_call) if tag]
         if not text:
             return False
         if any(text.startswith(tag) for tag in begins) or ((self._json_calls or self._calls.closes == "]") and text[0] == "{"):

@@ -29,7 +29,8 @@ class ToolFormat:
     seen: texts that all occur in the chat templates of the family. trigger: the tag a call begins with; "" where a call is JSON that is the
     whole answer. head: matches what stands before the arguments; group 1 is the name. argument: for families that write each argument
     between tags instead of one JSON object: the texts before its name, between name and value, and after the value; texts are written
-    bare, all else as JSON. marks: tags that may follow the arguments. id_length: characters of a call's id.
+    bare, all else as JSON. marks: tags that may follow the arguments. next_call: the tag of a further call, where it is not the trigger.
+    id_length: characters of a call's id.
     """
 
     name: str
@@ -43,6 +44,7 @@ class ToolFormat:
     trigger: str = ""
     head: str = _JSON_HEAD
     marks: tuple[str, ...] = ()
+    next_call: str = ""
     argument: tuple[str, str, str] | None = None
     id_length: int = 24
     text_arguments: bool = False  # its templates put the arguments of earlier calls together as text
@@ -55,7 +57,7 @@ class ToolFormat:
     @cached_property
     def tags(self) -> tuple[str, ...]:
         """Every tag that the parser looks for; some are special tokens, which have no text of their own in an answer."""
-        return tuple(dict.fromkeys(tag for tag in (self.trigger, *self.marks) if tag))
+        return tuple(dict.fromkeys(tag for tag in (self.trigger, self.next_call, *self.marks) if tag))
 
     def new_id(self) -> str:
         """A fresh id of a call."""
@@ -64,7 +66,7 @@ class ToolFormat:
 
 
 _HERMES_AFTER = ("</tool_call>",)
-_DEEPSEEK = ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "[ARGS]")
+_DEEPSEEK = ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<｜tool▁sep｜>")
 FORMATS: dict[str, ToolFormat] = {
     one.name: one
     for one in (
@@ -136,6 +138,7 @@ FORMATS: dict[str, ToolFormat] = {
             closes="<｜tool▁calls▁end｜>",
             head=r"\s*(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>\s*(?:function\s*<｜tool▁sep｜>)?([^\s<]+)\s*```json\s*(?=\{)",
             marks=_DEEPSEEK,
+            next_call="<｜tool▁call▁begin｜>",
             text_arguments=True,
         ),
         ToolFormat(
@@ -150,6 +153,7 @@ FORMATS: dict[str, ToolFormat] = {
             closes="<｜tool▁calls▁end｜>",
             head=r"\s*(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>\s*([^\s<]+)\s*<｜tool▁sep｜>\s*(?=\{)",
             marks=_DEEPSEEK,
+            next_call="<｜tool▁call▁begin｜>",
             text_arguments=True,
         ),
         ToolFormat(

@@ -59,6 +59,7 @@ NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
         (lambda m: m.generate("a", n=2, seed=-1), OptionError, "seed is -1"),
         (lambda m: m.score(""), OptionError, "the text has 1 tokens; expected at least two"),
         (lambda m: m.score([1, 99999]), OptionError, "found id 99999"),
+        (lambda m: m.hidden([1, 1 << 80]), OptionError, "hidden: text holds a number that is no token id"),
         (lambda m: m.score(7), OptionError, "score: text is '7'"),
         (lambda m: m.score([5] * 2000), ContextOverflow, "the model's context is 1024"),
         (lambda m: m.choose("a", ["b"]), OptionError, "expected at least two different texts"),

@@ -136,6 +136,7 @@ def test_samplers_under_everybodys_names(client, llm):
         ({"top_p": "x"}, "top_p"),
         ({"prompt": []}, "prompt"),
         ({"prompt": [99999]}, "ids outside"),
+        ({"prompt": [1 << 200]}, "prompt"),
         ({"prompt": "word " * 3000}, "the context 1024"),
         ({"n": 0}, "n: "),
         ({"stream_options": {"x": 1}, "stream": True}, "stream_options.x is not known"),
@@ -273,3 +274,4 @@ def test_embeddings(client, llm):
     coded = fine(client.post("/v1/embeddings", json={"input": "It was late.", "encoding_format": "base64"}))["data"][0]["embedding"]
     assert np.allclose(np.frombuffer(base64.b64decode(coded), "<f4"), first)
     assert "dimensions" in error(client.post("/v1/embeddings", json={"input": "x", "dimensions": 3}))["message"]
+    assert "input" in error(client.post("/v1/embeddings", json={"input": [5, 1 << 80]}))["message"]
