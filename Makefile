@@ -2,6 +2,7 @@
 # make lint   all linters     make wheel   dist/*.whl, for here     make bench  benchmarks           make docs   API reference in build/api
 # make release   sdist, manylinux wheels, checks, notes (tools/release.py)
 # make test-gpu   the tests that need a GPU                         make sanitize   compute-sanitizer (memcheck, racecheck) over some of them
+# make fuzz SECONDS=60   hostile inputs (tests/fuzz)
 #
 # Needs python3 >= 3.10 with venv, and a C++20 compiler; everything else is installed into .venv, each step only what it needs.
 PY ?= python3
@@ -26,7 +27,7 @@ ifeq ($(origin CC),default)
 export CC := $(firstword $(foreach c,gcc clang cc,$(shell command -v $(c))))
 endif
 
-.PHONY: demo test test-gpu sanitize lab lint docs wheel release bench build clean
+.PHONY: demo test test-gpu sanitize fuzz lab lint docs wheel release bench build clean
 .DELETE_ON_ERROR:
 
 build: $(VENV)/.built
@@ -75,6 +76,12 @@ test-gpu: build $(VENV)/.dev
 sanitize: build $(VENV)/.dev
 	$(BIN)/python tools/sanitize_gpu.py --tools memcheck
 	EXL2NB_KERNEL_OPTIONS=-DEXL2NB_EVERY_LANE_ARRIVES $(BIN)/python tools/sanitize_gpu.py --tools racecheck
+
+# SECONDS: of all targets together
+SECONDS ?= 60
+fuzz: build $(VENV)/.dev
+	@$(BIN)/python -c 'import atheris' 2>/dev/null || $(PIP) install "atheris>=3"
+	$(BIN)/python tests/fuzz/fuzz.py --seconds $(SECONDS) $(TARGETS)
 
 lab: build $(VENV)/.lab
 	$(BIN)/exl2nb lab

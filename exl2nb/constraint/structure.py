@@ -10,6 +10,7 @@ from typing import Any
 from exl2nb.constraint.engine import compile_grammar
 from exl2nb.constraint.matcher import MatcherConstraint
 from exl2nb.core.errors import MissingDependency, OptionError, StructureError
+from exl2nb.core.options import shown
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 KINDS = ("schema", "regex", "choice", "grammar")
@@ -121,6 +122,7 @@ def _texts(source: Any) -> list[str]:
 
 
 MAX_DEPTH = 100
+MAX_DIGITS = 5  # of multipleOf, zeros at its ends apart: the mask engine has a state for each remainder, and takes minutes for nine
 
 
 def json_schema(source: Any) -> tuple[dict[str, Any], Callable[[str], Any]]:
@@ -176,6 +178,11 @@ def _rewritten(value: Any, depth: int, *, close: bool) -> Any:
             value = {key: one for key, one in value.items() if key != "uniqueItems"}
         if close and value.get("type") == "object" and isinstance(value.get("properties"), Mapping):
             value = {"additionalProperties": False, **value}
+        step = value.get("multipleOf")
+        if isinstance(step, (int, float)) and (abs(step) > 1e15 or len(f"{step:f}".replace(".", "").strip("-0")) > MAX_DIGITS):
+            raise StructureError(
+                f"schema holds multipleOf {shown(step)}; expected at most {MAX_DIGITS} digits: leave it out, and check the value"
+            )
         if not all(isinstance(key, str) for key in value):
             raise StructureError("schema holds a key that is no text; expected a JSON schema")
         return {key: _rewritten(one, depth + 1, close=close) for key, one in value.items()}

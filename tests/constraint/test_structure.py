@@ -276,6 +276,8 @@ def test_answers_that_are_not_read():
         ("schema", '{"maximum": Infinity}', "holds the number inf"),
         ("schema", {"const": "x" * (1 << 20)}, "expected at most 1048576"),
         ("schema", functools.reduce(lambda inner, _: {"type": "array", "items": inner}, range(300), {}), "nested more than 100"),
+        ("schema", {"multipleOf": 10**400}, "expected at most 5 digits"),
+        ("schema", {"multipleOf": 975332900}, "multipleOf 975332900; expected at most 5 digits"),
         ("regex", "a(", "unclosed group"),
         ("regex", "\\", "ends with a backslash that escapes nothing"),
         ("regex", "a\\\\\\", "ends with a backslash that escapes nothing"),
