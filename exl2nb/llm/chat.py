@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import check_flag, shown
 from exl2nb.eval.score import token_texts
+from exl2nb.generator.engine import Engine
 from exl2nb.llm.requests import STRUCTURES, check_length
 from exl2nb.model.model import Model
 from exl2nb.sampling.params import check_integer
@@ -35,6 +36,7 @@ class ChatMixin:
 
     tokenizer: Tokenizer
     model: Model
+    engine: Engine
 
     def render_chat(
         self,

@@ -96,7 +96,7 @@ class GenerateOptions(RequestOptions, total=False):
 class ChatOptions(RequestOptions, total=False):
     """Options of `chat`."""
 
-    template: str
+    template: str | None
     tools: Sequence[Mapping[str, Any]]
     template_options: Mapping[str, Any]
     tool_choice: str
