@@ -19,6 +19,7 @@ from exl2nb.generator.job import Job
 from exl2nb.generator.prompt_cache import PromptCache
 from exl2nb.generator.request import Chunk, Completion, Request
 from exl2nb.generator.scheduler import MAX_CHUNK
+from exl2nb.io.hub import display_name
 from exl2nb.llm.chat import ChatMixin
 from exl2nb.llm.requests import compile_structure, request_of, sample_options
 from exl2nb.llm.scoring import ScoringMixin
@@ -67,9 +68,19 @@ class LLM(ScoringMixin, ChatMixin):
     """
 
     def __init__(
-        self, model: Model, tokenizer: Tokenizer, *, path: Path, cache: str, context: int, cache_tokens: int, max_sequences: int
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        *,
+        path: Path,
+        cache: str,
+        context: int,
+        cache_tokens: int,
+        max_sequences: int,
+        name: str = "",
     ) -> None:
         self.path, self.model, self.tokenizer = path, model, tokenizer
+        self._name = name or display_name(path)
         self.engine = Engine(
             model,
             tokenizer,
@@ -77,9 +88,9 @@ class LLM(ScoringMixin, ChatMixin):
             context=context,
             vocab_size=model.config.vocab_size,
             max_sequences=max_sequences,
-            max_chunk=GPU_CHUNK if model.device == "cuda" else MAX_CHUNK,
+            max_chunk=GPU_CHUNK if model.device != "cpu" else MAX_CHUNK,
             device=model.device,
-            executor=_gpu_executor if model.device == "cuda" else None,
+            executor=_gpu_executor if model.device != "cpu" else None,
         )
         self.cache = PromptCache(self.engine, partial(fingerprint, path, model))
         self._finalizer = weakref.finalize(self, self.engine.close)
@@ -101,8 +112,8 @@ class LLM(ScoringMixin, ChatMixin):
 
     @property
     def name(self) -> str:
-        """The last part of its path."""
-        return self.path.name
+        """For people: "owner/name@revision" for a model of the hub ("owner/name" for its main branch), else the last part of its path."""
+        return self._name
 
     @property
     def context(self) -> int:

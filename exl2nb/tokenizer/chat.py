@@ -105,6 +105,8 @@ def render(
         return sandbox.render(_compile(template), plain)
     except jinja2.TemplateSyntaxError as error:
         raise TokenizerError(f"chat template, line {error.lineno}: {error.message}; it is not valid Jinja") from error
+    except SyntaxError as error:  # valid Jinja that Python cannot run: more than 20 blocks inside one another
+        raise TokenizerError(f"chat template: {error.msg}; nest fewer blocks") from error
     except (
         jinja2.TemplateError,
         ArithmeticError,

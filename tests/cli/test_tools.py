@@ -15,6 +15,7 @@ from exl2nb.cli import doctor
 from exl2nb.cli.bench import measure
 from exl2nb.cli.models import demo_directory
 from exl2nb.cli.sampling import MORE, OPTIONS, add_options, given_options
+from exl2nb.core import env
 from exl2nb.core.errors import OptionError
 from exl2nb.io.safetensors import SafetensorsFile, save
 from exl2nb.ops import prefill_attention
@@ -138,6 +139,11 @@ def test_doctor(cli):
     assert next(check for check in data["checks"] if check["name"] == "demo model")["state"] == "ok"
 
 
+def test_the_device_variable_takes_a_number(monkeypatch):
+    monkeypatch.setenv("EXL2NB_DEVICE", "cuda:12")
+    assert env.get("EXL2NB_DEVICE", "auto") == "cuda:12"
+
+
 def test_doctor_says_what_to_do(monkeypatch):
     monkeypatch.setenv("EXL2NB_DEVICE", "toaster")
     monkeypatch.setitem(doctor.DEMO_SHA256, "tokenizer.json", "0" * 64)
@@ -225,7 +231,7 @@ def test_every_option_is_a_setting():
     own = {f.name for f in fields(SamplingParams)} | {"max_tokens"}
     assert own >= {*OPTIONS, *MORE}
     assert own - {*OPTIONS, *MORE} == {
-        *("temperature_last", "mirostat", "xtc_ignore", "dry_range", "dry_max_ngram", "dry_breakers"),
+        *("temperature_last", "penalty_prompt", "mirostat", "xtc_ignore", "dry_range", "dry_max_ngram", "dry_breakers"),
         *("logit_bias", "banned_tokens", "allowed_tokens", "order", "post_sampling"),
     }
 
