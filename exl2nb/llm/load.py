@@ -87,7 +87,7 @@ def load(
     for name, value in (("context", context), ("cache_tokens", cache_tokens), ("max_sequences", max_sequences)):
         if value is not None:
             check_integer(f"load: {name}", value, 1, 1 << 24)
-    place = _device(device)
+    place = pick_device(device)
     exact = env.get("EXL2NB_DETERMINISTIC", "0") == "1" if deterministic is None else deterministic
     check_flag("load: deterministic", exact)
     with showing(progress, f"load {Path(hub.name_of(path)).name}") as sink:
@@ -121,7 +121,12 @@ def load(
     return llm
 
 
-def _device(device: str | None) -> str:
+def pick_device(device: str | None) -> str:
+    """The device that was asked for, as a loader takes it: "cpu", "cuda" or "cuda:1"; None and "auto" as in `load`.
+
+    Raises:
+        OptionError: none of these. DeviceError: it is not there, or cannot be used; says why.
+    """
     wanted = env.get("EXL2NB_DEVICE", "auto") if device is None else device
     if not isinstance(wanted, str) or not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", wanted):
         raise OptionError(f"load: device is {shown(device)}; expected one of auto, cpu, cuda, cuda:<number>")
