@@ -13,7 +13,8 @@ from typing import overload
 
 from exl2nb.core.log import logger
 from exl2nb.core.options import check_range
-from exl2nb.generator.request import Chunk, Completion, Token
+from exl2nb.generator.request import PLAIN, Chunk, Completion, Token
+from exl2nb.tokenizer.reply import Delta, ReplyFormat, ReplyParser
 
 _numbers = itertools.count(1)
 
@@ -97,6 +98,7 @@ class Handle:
         self._channel = channel
         self._over = False
         self._bell: _Bell | None = None
+        self.reply_format: ReplyFormat = PLAIN  # of the request; for `deltas`
         self.owner: object = None  # kept alive as long as this handle: the loaded model
         self.companions: list[Handle] = []  # of the other sequences that this request runs on; dropping them would cancel it
 
@@ -131,6 +133,22 @@ class Handle:
             self._raise_error()
             raise StopAsyncIteration
         return Chunk("".join([token.text for token in tokens]), tuple(tokens))
+
+    def deltas(self) -> Iterator[Delta]:
+        """The answer of a chat as it comes, taken apart: reasoning, content, tool calls and their arguments."""
+        parser = ReplyParser(self.reply_format)
+        for chunk in self:
+            yield from parser.feed(self.reply_format.text(chunk.tokens))
+        yield from parser.finish()
+
+    async def adeltas(self) -> AsyncIterator[Delta]:
+        """`deltas` for event loops."""
+        parser = ReplyParser(self.reply_format)
+        async for chunk in self:
+            for delta in parser.feed(self.reply_format.text(chunk.tokens)):
+                yield delta
+        for delta in parser.finish():
+            yield delta
 
     @property
     def number(self) -> int:

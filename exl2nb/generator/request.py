@@ -12,6 +12,7 @@ from exl2nb.core.errors import OptionError, StructureError
 from exl2nb.core.options import check_flag, check_keywords, check_range, shown
 from exl2nb.generator.speculation import Acceptance, Speculation
 from exl2nb.sampling.params import SamplingParams, check_integer
+from exl2nb.tokenizer.reply import Reply, ReplyFormat
 
 if TYPE_CHECKING:
     import numpy as np
@@ -46,7 +47,7 @@ def _token_html(token: Token, whole: bool) -> str:
 MAX_TOP = 100
 MAX_BEAMS = 64
 MAX_PRIORITY = 1000
-NEUTRAL, AUTO = SamplingParams(), Speculation()  # defaults, made and checked once
+NEUTRAL, AUTO, PLAIN = SamplingParams(), Speculation(), ReplyFormat()  # defaults, made and checked once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,8 @@ class Request:
     speculation: draft tokens that the model verifies several at a time. "auto" (from the draft model if there is one), "draft",
     "ngram", "off", or a `Speculation`. It changes the speed, never the text.
 
+    reply: how the answer of a chat is read: reasoning, content, tool calls.
+
     Raises:
         OptionError: a value out of range, or two that exclude each other.
     """
@@ -96,6 +99,7 @@ class Request:
     length_penalty: float = 1.0
     early_stopping: bool | str = False
     speculation: Speculation = AUTO
+    reply: ReplyFormat = PLAIN
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -116,6 +120,8 @@ class Request:
         check_range("length_penalty", self.length_penalty, -10.0, 10.0)
         if not isinstance(self.speculation, Speculation):
             object.__setattr__(self, "speculation", Speculation.of(self.speculation))
+        if not isinstance(self.reply, ReplyFormat):
+            raise OptionError(f"reply is {shown(self.reply)}; expected a ReplyFormat; llm.chat makes one")
         if self.structure is not None and not callable(getattr(self.structure, "start", None)):
             raise OptionError(f"structure is {shown(self.structure)}; expected a Structure; schema=, regex=, choice= and grammar= make one")
         if not isinstance(self.negative_ids, (tuple, list)) or not all(_is_id(one) for one in self.negative_ids):
@@ -287,7 +293,7 @@ class Completion:
     (no room left), "cancelled", "timeout". stopped_by: the stop text, stop token or end-of-text token that ended it. withheld: tokens that
     a stop text took away. seed: reproduces the answer. rewinds: where banned texts made it go back. speculation: what it did, None
     where it was off. logits: raw, f32 `(tokens, V)`, if asked for. score: of a beam; beams: the best beams, this one first. structure:
-    what it had to look like, and whether it came to an end.
+    what it had to look like, and whether it came to an end. reply: of a chat: content, reasoning and tool calls.
     """
 
     text: str
@@ -305,6 +311,12 @@ class Completion:
     beams: tuple[Completion, ...] = field(default=(), compare=False)
     structure: Structure | None = field(default=None, repr=False, compare=False)
     complete: bool = field(default=True, repr=False, compare=False)
+    reply_format: ReplyFormat = field(default=PLAIN, repr=False, compare=False)
+
+    @cached_property
+    def reply(self) -> Reply:
+        """The answer of a chat taken apart: content, reasoning, tool calls; `reply.message` goes back into the conversation."""
+        return Reply(self.text) if self.reply_format.plain else self.reply_format.read(self.tokens)
 
     @cached_property
     def parsed(self) -> Any:

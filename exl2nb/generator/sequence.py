@@ -306,6 +306,7 @@ class Sequence:
             "speculation": None if self.proposer is None else self.proposer.acceptance,
             "logits": logits,
             "structure": self.request.structure,
+            "reply_format": self.request.reply,
         }
 
 

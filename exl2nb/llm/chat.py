@@ -9,21 +9,32 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from exl2nb.core.errors import OptionError
-from exl2nb.core.options import shown
+from exl2nb.core.options import check_flag, shown
 from exl2nb.eval.score import token_texts
+from exl2nb.llm.requests import STRUCTURES
+from exl2nb.model.model import Model
+from exl2nb.sampling.params import check_integer
 from exl2nb.tokenizer import chat as chat_format
+from exl2nb.tokenizer.instruct import INSTRUCT
+from exl2nb.tokenizer.reply import ReplyFormat, think_tags
 from exl2nb.tokenizer.tokenizer import Tokenizer
+from exl2nb.tokenizer.tools import Tool, tool_format, tools_of
 
 if TYPE_CHECKING:
     from exl2nb.llm.conversation import Conversation
+    from exl2nb.sampling.replay import Draw
 
 _OURS = ("messages", "source", "special_tokens", "add_generation_prompt", "tools")  # given to every template
+FORMAT_OPTIONS = ("template", "tools", "template_options", "continue_final_message")
+CHAT_OPTIONS = (*FORMAT_OPTIONS, "tool_choice", "parallel_tool_calls", "reasoning_budget")
+_END = "\ue000end of the message\ue000"  # put behind a message that is continued, to find its end in the rendered prompt
 
 
 class ChatMixin:
     """The part of `LLM` that renders prompts and starts conversations."""
 
     tokenizer: Tokenizer
+    model: Model
 
     def render_chat(
         self,
@@ -33,24 +44,99 @@ class ChatMixin:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_options: Mapping[str, Any] | None = None,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> str:
-        """The prompt of a conversation as text, with special tokens by name."""
+        """The prompt of a conversation as text, with special tokens by name; arguments as for `chat`."""
         if not isinstance(template_options, (Mapping, type(None))):
             raise OptionError(f"template_options is {template_options!r}; expected a dict of the template's variables")
-        if tools is not None and (not isinstance(tools, (list, tuple)) or not all(isinstance(tool, Mapping) for tool in tools)):
-            raise OptionError(f"tools is {str(tools)[:80]!r}; expected a list of JSON schemas of functions, as dicts")
         if wrong := [name for name in template_options or {} if not isinstance(name, str) or name in _OURS]:
             raise OptionError(f"template_options holds {shown(wrong[0])}; expected names of the template's own variables")
+        check_flag("continue_final_message", continue_final_message)
+        checked = tools_of(tools) if tools is not None else ()
+        source = self._source(template, checked)
+        form = tool_format(source)
         talk = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        source = template if template is not None else self.tokenizer.templates.pick(tools=bool(tools))
-        return chat_format.render(
+        talk = chat_format.text_messages(talk, parse_arguments=not form.text_arguments)
+        if "tool" not in source:
+            talk = chat_format.without_tool_turns(talk, form, checked, system="system" in source or "message.role" in source)
+        if continue_final_message:
+            if talk[-1]["role"] != "assistant":
+                raise OptionError(f"continue_final_message: the last message is the {talk[-1]['role']}'s; expected one of the assistant")
+            talk[-1]["content"] += _END
+        text = chat_format.render(
             talk,
             source,
             special_tokens=self.tokenizer.special_tokens,
-            add_generation_prompt=add_generation_prompt,
-            tools=tools,
+            add_generation_prompt=add_generation_prompt and not continue_final_message,
+            tools=[tool.json for tool in checked] or None,
             **(template_options or {}),
         )
+        if continue_final_message and _END not in text:
+            raise OptionError(
+                "continue_final_message: the chat template leaves the assistant's last message out, so it cannot be continued"
+            )
+        return text.rpartition(_END)[0] if continue_final_message else text
+
+    def chat_request(
+        self, messages: Sequence[Mapping[str, Any]] | str, options: Mapping[str, Any], *, where: str
+    ) -> tuple[list[int], dict[str, Any]]:
+        """The prompt of a chat as token ids, and the options of the request that answers it.
+
+        Args:
+            messages: as for `chat`. options: its options. where: the public call, for messages.
+
+        Raises:
+            As `chat`.
+        """
+        options = dict(options)
+        chat = {name: options.pop(name) for name in CHAT_OPTIONS if name in options}
+        choice, parallel = chat.get("tool_choice", "auto"), chat.get("parallel_tool_calls", True)
+        if not isinstance(choice, str):
+            raise OptionError(f"{where}: tool_choice is {shown(choice)}; expected 'auto', 'none', 'required' or the name of a function")
+        check_flag(f"{where}: parallel_tool_calls", parallel)
+        if choice == "none" or not chat.get("tools"):
+            if choice not in ("none", "auto"):
+                raise OptionError(f"{where}: tool_choice is {choice!r} and there are no tools; give tools=, or leave it out")
+            chat.pop("tools", None)
+        tools = tools_of(chat.get("tools") or ())
+        text = self.render_chat(messages, **{name: chat[name] for name in FORMAT_OPTIONS if name in chat})
+        source = self._source(chat.get("template"), tools)
+        reply = reply_format(source, text, tools, self.tokenizer)
+        if (named := chat.get("template")) in INSTRUCT:
+            given = options.get("stop", ())
+            options["stop"] = [*([given] if isinstance(given, (str, int)) else given), *INSTRUCT[named].stop]
+        self._add_structure(options, reply, choice, parallel, where)
+        if (budget := chat.get("reasoning_budget")) is not None:
+            hooks = options.get("post_sampling", ())
+            hook = ReasoningBudget(budget, reply, self.tokenizer)
+            options["post_sampling"] = (*((hooks,) if callable(hooks) else hooks), hook)
+        if not reply.plain:
+            options["reply"] = reply
+        return self.tokenizer.encode(text, add_special=False), options
+
+    def _source(self, template: str | None, tools: Sequence[Tool]) -> str:
+        """The Jinja source of a template: given, the name of an instruct format, or the model's own."""
+        if template is None:
+            return self.tokenizer.templates.pick(tools=bool(tools))
+        if not isinstance(template, str):
+            raise OptionError(
+                f"template is {str(template)[:80]!r}; expected a text, the template's Jinja source, or one of {', '.join(INSTRUCT)}"
+            )
+        return INSTRUCT[template].source if template in INSTRUCT else template
+
+    def _add_structure(self, options: dict[str, Any], reply: ReplyFormat, choice: str, parallel: bool, where: str) -> None:
+        """Put what the answer must look like into the options: calls that fit their schemas, or a structure behind the reasoning."""
+        vocab_size, kinds = self.model.config.vocab_size, [kind for kind in STRUCTURES if options.get(kind) is not None]
+        if reply.calls is not None:
+            if kinds:
+                raise OptionError(f"{where}: tools and {kinds[0]} exclude each other; leave one out, or give tool_choice='none'")
+            from exl2nb.constraint.reply import call_structure
+
+            options["structure"] = call_structure(reply, choice, self.tokenizer, vocab_size, parallel=parallel)
+        elif reply.thinking and len(kinds) == 1:
+            from exl2nb.constraint.reply import behind_reasoning
+
+            options["structure"] = behind_reasoning(kinds[0], options.pop(kinds[0]), reply, self.tokenizer, vocab_size)
 
     def render(self, messages: Sequence[Mapping[str, Any]] | str, **options: Any) -> Rendered:
         """The prompt a conversation becomes, token by token, with special tokens marked and warnings.
@@ -59,7 +145,7 @@ class ChatMixin:
 
         Args:
             messages: dicts with "role" and "content", or one text from the user.
-            options: template, tools, template_options, add_generation_prompt: as for `render_chat`.
+            options: template, tools, template_options, add_generation_prompt, continue_final_message: as for `render_chat`.
 
         Raises:
             TokenizerError: the model has no chat template, or the template refuses the messages.
@@ -97,6 +183,76 @@ class ChatMixin:
         from exl2nb.llm.conversation import Conversation
 
         return Conversation.load(self, path)  # pyright: ignore[reportArgumentType]
+
+
+def reply_format(source: str, prompt: str, tools: Sequence[Tool], tokenizer: Tokenizer) -> ReplyFormat:
+    """How the answer to a prompt is read, by the family that its chat template is for.
+
+    Args:
+        source: the template. prompt: what it made. tools: that the model may call.
+    """
+    think, calls = think_tags(source), tool_format(source) if tools else None
+    special = {}
+    for tag in (*(calls.tags if calls is not None else ()), *(think or ())):
+        if (token := tokenizer.token_id(tag)) is not None and token in tokenizer.skipped_ids:
+            special[token] = tag
+    thinking = think is not None and prompt.rfind(think[0]) > prompt.rfind(think[1])
+    return ReplyFormat(calls=calls, tools=tuple(tools), think=think, thinking=thinking, special=special)
+
+
+class ReasoningBudget:
+    """A `post_sampling` function that ends the reasoning of one answer after so many tokens.
+
+    Args:
+        budget: tokens; 0 ends it at once.
+        reply: how the answer is read.
+
+    Raises:
+        OptionError: the chat template knows no reasoning.
+    """
+
+    def __init__(self, budget: int, reply: ReplyFormat, tokenizer: Tokenizer) -> None:
+        check_integer("reasoning_budget", budget, 0, 2**31 - 1)
+        if reply.think is None:
+            raise OptionError("reasoning_budget: this model's chat template knows no reasoning; leave it out")
+        self._budget, self._reply, self._tokenizer = budget, reply, tokenizer
+        self._closing = tokenizer.encode(f"\n{reply.think[1]}\n\n", add_special=False)
+        self._ids: list[int] = []  # as drawn; an answer may go back, and is then drawn again from an earlier place
+        self._begun = 0 if reply.thinking else -1  # where the reasoning begins
+        self._over_at: int | None = None
+
+    def __call__(self, draw: Draw) -> int | None:
+        """Another token where the reasoning has to end."""
+        del self._ids[draw.index :]
+        if self._over_at is not None and draw.index > self._over_at:
+            return None
+        self._over_at = None
+        chosen = self._forced(draw.index)
+        self._ids.append(draw.id if chosen is None else chosen)
+        self._look(draw.index)
+        return chosen
+
+    def _forced(self, index: int) -> int | None:
+        at = index - self._begun - self._budget
+        return self._closing[at] if self._begun >= 0 and 0 <= at < len(self._closing) else None
+
+    def _look(self, index: int) -> None:
+        """Whether the reasoning begins or ends with this token."""
+        assert self._reply.think is not None
+        opens, closes = self._reply.think
+        if self._begun > index:
+            self._begun = -1
+        if self._begun < 0:
+            text = self._tokenizer.decode(self._ids, skip_special=False).lstrip()
+            if text.startswith(opens):
+                self._begun = index + 1
+            elif not opens.startswith(text):
+                self._over_at = index  # the model answers at once
+        elif index < self._begun + self._budget:
+            if closes in self._tokenizer.decode(self._ids[-16:], skip_special=False):
+                self._over_at = index
+        elif index >= self._begun + self._budget + len(self._closing) - 1:
+            self._over_at = index
 
 
 class Piece(NamedTuple):

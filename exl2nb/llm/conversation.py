@@ -142,6 +142,7 @@ def _integer(value: Any) -> bool:
 
 MAX_BYTES = 256 << 20
 FORMATS = ("template", "tools", "template_options")
+_CHAT = (*FORMATS, "tool_choice", "parallel_tool_calls", "reasoning_budget")
 
 
 class Conversation:
@@ -376,7 +377,7 @@ def _checked(options: Any) -> dict[str, Any]:
         raise OptionError(f"conversation: options is {str(options)[:60]!r}; expected options of llm.chat")
     from exl2nb.llm.requests import STRUCTURES
 
-    asked = {name: value for name, value in options.items() if name not in (*FORMATS, *STRUCTURES, "negative_prompt", "cfg_scale")}
+    asked = {name: value for name, value in options.items() if name not in (*_CHAT, *STRUCTURES, "negative_prompt", "cfg_scale")}
     Request.of((0,), where="conversation", **asked)
     if not isinstance(options.get("template"), (str, type(None))):
         raise OptionError(f"conversation: template is {str(options['template'])[:60]!r}; expected Jinja source")

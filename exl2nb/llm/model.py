@@ -290,18 +290,36 @@ class LLM(ScoringMixin, ChatMixin):
         Args:
             messages: dicts with "role" and "content", or one text from the user.
             stream: give a handle to iterate instead of the answer.
-            options: those of the class; and template (Jinja source instead of the model's own), tools, template_options (more variables).
+            options: those of the class, and
+                template: Jinja source instead of the model's own, or the name of an instruct format: "chatml", "llama2", "alpaca",
+                "vicuna", "mistral". template_options: more variables for it (enable_thinking=False).
+                tools: functions that may be called, as JSON schemas. tool_choice: "auto", "none", "required" (call at least one), or a
+                function's name. parallel_tool_calls: several in one answer. Arguments of every call fit their schema.
+                continue_final_message: the last message is the assistant's, and the answer continues it.
+                reasoning_budget: tokens after which the reasoning is ended.
+
+        Returns:
+            `completion.reply` has the answer taken apart: content, reasoning, tool_calls; `handle.deltas()` the same while it comes.
 
         Raises:
-            TokenizerError: the model has no chat template, or the template refuses the messages. Otherwise as `generate`.
+            TokenizerError: the model has no chat template, or the template refuses the messages. OptionError: also a message with a part
+            that is no text, such as an image. Otherwise as `generate`.
+
+        Example: a call, forced here because the model that comes with the package knows no tools.
+            >>> import exl2nb as ex
+            >>> add = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}}
+            >>> with ex.demo(progress=None) as llm:
+            ...     answer = llm.chat("1 and 2?", template="chatml", tools=[add], tool_choice="add", parallel_tool_calls=False)
+            >>> [(call.name, call.parsed["a"] in (1, 2)) for call in answer.reply.tool_calls]
+            [('add', True)]
         """
-        prompt = self._chat_ids(messages, options)
+        prompt, options = self.chat_request(messages, options, where="chat")
         handle = self._submit(prompt, "chat", options, stream=stream)
         return handle if stream else handle.result()
 
     async def achat(self, messages: Messages | str, **options: Any) -> Completion:
         """`chat` for event loops."""
-        prompt = self._chat_ids(messages, options)
+        prompt, options = self.chat_request(messages, options, where="achat")
         return await self._submit(prompt, "achat", options, stream=False).aresult()
 
     # ---- many requests
@@ -405,8 +423,8 @@ class LLM(ScoringMixin, ChatMixin):
         vocab = self.config.vocab_size
         requests = [request_of(prompt, one, self.tokenizer, vocab, where=where, stream=stream) for prompt, one in zip(prompts, options)]
         handles = self.engine.submit_many(requests, group=object() if len(requests) > 1 else None)
-        for handle in handles:
-            handle.owner = self
+        for handle, request in zip(handles, requests):
+            handle.owner, handle.reply_format = self, request.reply
         return handles
 
     def _compiled(self, options: dict[str, Any], where: str) -> dict[str, Any]:
@@ -427,10 +445,6 @@ class LLM(ScoringMixin, ChatMixin):
             each = sample_options(self._compiled(options, where), n, where=where)
             prompts = [prompt] * n
         return self._submit_all(prompts, where, each, stream=False), prompts
-
-    def _chat_ids(self, messages: Messages | str, options: dict[str, Any]) -> list[int]:
-        format_options = {name: options.pop(name) for name in ("template", "tools", "template_options") if name in options}
-        return self.tokenizer.encode(self.render_chat(messages, **format_options), add_special=False)
 
 
 def _is_batch(prompt: Any) -> bool:

@@ -1,0 +1,356 @@
+"""From the text of an answer to reasoning, content and tool calls, while the text still comes. Knows neither models nor threads."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+
+from exl2nb.tokenizer.tools import Tool, ToolFormat
+
+THINK_TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|START_THINKING|>", "<|END_THINKING|>"))
+_MAX_HEAD = 512  # characters of JSON in which the name of a call must have come
+_LOOSE = "}],;` \t\r\n"  # what may stand between calls
+
+
+class Delta(NamedTuple):
+    """What became certain: text of the reasoning, of the content, or of a call's arguments; or a "call" that begins (text: its name)."""
+
+    kind: Literal["reasoning", "content", "call", "arguments"]
+    text: str
+    index: int = 0  # of the call
+    id: str = ""  # of the call, where it begins
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A function the model wants to be called. arguments: JSON text; `parsed` its value (incomplete JSON raises ValueError)."""
+
+    id: str
+    name: str
+    arguments: str
+
+    @property
+    def parsed(self) -> Any:
+        """The arguments as plain data."""
+        return json.loads(self.arguments)
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """As it stands in a message."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer taken apart: what the model thought, what it says, what it wants to be called."""
+
+    content: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The assistant's message, to be appended to the conversation."""
+        message: dict[str, Any] = {"role": "assistant", "content": self.content}
+        if self.reasoning:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = [call.json for call in self.tool_calls]
+        return message
+
+
+class Piece(Protocol):
+    """The part of a generated token that is read here."""
+
+    @property
+    def id(self) -> int: ...  # noqa: D102
+    @property
+    def text(self) -> str: ...  # noqa: D102
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplyFormat:
+    """How the answers of one request are to be read.
+
+    calls: the format of tool calls; None = none are looked for. tools: the functions. think: the tags around reasoning, None = none.
+    thinking: the prompt has opened the reasoning. special: texts of special tokens that are tags; the text of the answer lacks them.
+    """
+
+    calls: ToolFormat | None = None
+    tools: tuple[Tool, ...] = ()
+    think: tuple[str, str] | None = None
+    thinking: bool = False
+    special: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def plain(self) -> bool:
+        """True where the answer is content and nothing else."""
+        return self.calls is None and self.think is None
+
+    def text(self, tokens: Iterable[Piece]) -> str:
+        """The text of tokens, with the tags that are special tokens."""
+        special = self.special
+        return "".join([token.text or special.get(token.id, "") for token in tokens])
+
+    def read(self, tokens: Iterable[Piece]) -> Reply:
+        """A whole answer."""
+        parser = ReplyParser(self)
+        return collect([*parser.feed(self.text(tokens)), *parser.finish()])
+
+
+def think_tags(template: str) -> tuple[str, str] | None:
+    """The tags around reasoning that a chat template knows; None where it knows none."""
+    return next((tags for tags in THINK_TAGS if tags[0] in template or tags[1] in template), None)
+
+
+def collect(deltas: Iterable[Delta]) -> Reply:
+    """The reply that deltas add up to."""
+    texts, calls = {"reasoning": [], "content": []}, []
+    for delta in deltas:
+        if delta.kind == "call":
+            calls.append([delta.id, delta.text, ""])
+        elif delta.kind == "arguments":
+            calls[delta.index][2] += delta.text
+        else:
+            texts[delta.kind].append(delta.text)
+    return Reply("".join(texts["content"]), "".join(texts["reasoning"]).rstrip(), tuple(ToolCall(*call) for call in calls))
+
+
+class ReplyParser:
+    r"""Takes the text of one answer in pieces and gives `Delta`s; text that may still become a tag is held back.
+
+    Example:
+        >>> from exl2nb.tokenizer.tools import FORMATS
+        >>> parser = ReplyParser(ReplyFormat(calls=FORMATS["hermes"]))
+        >>> found = parser.feed('Let me see.\n<tool_call>\n{"name": "add", "argum')
+        >>> found += parser.feed('ents": {"a": 1}}\n</tool_call>') + parser.finish()
+        >>> [(delta.kind, delta.text) for delta in found]
+        [('content', 'Let me see.'), ('call', 'add'), ('arguments', '{"a": 1}')]
+    """
+
+    def __init__(self, form: ReplyFormat) -> None:
+        self._form, self._calls = form, form.calls
+        self._schemas = {tool.name: tool.parameters for tool in form.tools}
+        self._text = ""  # not decided yet
+        self._state = "reasoning" if form.thinking and form.think else "start"
+        self._count = 0  # calls that have begun
+        self._said, self._thought = False, False  # content came, and reasoning
+        self._depth, self._quoted, self._escaped = 0, False, False  # of the JSON value that is read
+        self._json_calls = self._calls is not None and not self._calls.trigger
+
+    def feed(self, text: str) -> list[Delta]:
+        """Take more text."""
+        if self._form.plain:
+            return [Delta("content", text)] if text else []
+        self._text += text
+        found: list[Delta] = []
+        while getattr(self, f"_{self._state}")(found):
+            pass
+        return found
+
+    def finish(self) -> list[Delta]:
+        """The answer is over: what is still held."""
+        text, state, self._text = self._text, self._state, ""
+        if not text or state in ("after", "start"):
+            return [Delta("content", text)] if text.strip() and state == "start" else []
+        if state == "head" and (whole := self._whole_call(text, done=True)):
+            return whole
+        kind = {"reasoning": "reasoning", "arguments": "arguments"}.get(state, "content")
+        return [Delta(kind, text, max(0, self._count - 1) if kind == "arguments" else 0)]
+
+    # ---- states; each takes what it can off `_text` and says whether another should go on
+
+    def _start(self, found: list[Delta]) -> bool:
+        """Nothing but white space so far: reasoning may begin here, or a call that is JSON."""
+        text = self._text.lstrip()
+        if not text:
+            return False
+        think = self._form.think
+        if think and not self._said and self._count == 0:
+            if text.startswith(think[0]):
+                self._text, self._state = text[len(think[0]) :].lstrip(), "reasoning"
+                return True
+            if think[0].startswith(text):
+                return False
+        if self._json_calls:
+            for mark in self._calls.marks if self._calls else ():
+                text = text.removeprefix(mark).lstrip()
+            if not text or any(mark.startswith(text) for mark in (self._calls.marks if self._calls else ())):
+                return False
+            if re.match(r"[\[\s]*\{|```\w*\s*[\[{]", text):
+                self._text, self._state = text, "head"
+                return True
+            if re.fullmatch(r"`{1,2}|```\w*\s*|\[\s*", text):
+                return False
+        if think:
+            self._text = text
+        self._state = "content"
+        return True
+
+    def _reasoning(self, found: list[Delta]) -> bool:
+        assert self._form.think is not None
+        if not self._thought:
+            self._text = self._text.lstrip()
+        return self._until(self._form.think[1], "reasoning", found, then="start")
+
+    def _content(self, found: list[Delta]) -> bool:
+        trigger = self._calls.trigger if self._calls is not None else ""
+        if not trigger:
+            if self._text:
+                found.append(Delta("content", self._text))
+                self._text, self._said = "", True
+            return False
+        return self._until(trigger, "content", found, then="head", keep=True)
+
+    def _until(self, tag: str, kind: Literal["reasoning", "content"], found: list[Delta], *, then: str, keep: bool = False) -> bool:
+        """Give text up to a tag, without the white space before it."""
+        at = self._text.find(tag)
+        text = self._text[:at] if at >= 0 else self._text[: len(self._text) - _held(self._text, tag)]
+        shown = text.rstrip() if at >= 0 or kind == "content" else text
+        if shown:
+            found.append(Delta(kind, shown))
+            self._said, self._thought = self._said or kind == "content", True
+        if at < 0:
+            self._text = self._text[len(shown) :]
+            return False
+        self._text, self._state = self._text[at + (0 if keep else len(tag)) :], then
+        return True
+
+    def _head(self, found: list[Delta]) -> bool:
+        """A call has begun; wait until its name is complete."""
+        assert self._calls is not None
+        if self._calls.argument is not None:
+            whole = self._whole_call(self._text, done=False)
+            found += whole
+            return bool(whole)
+        match = self._calls.head_pattern.match(self._text)
+        if match is None:
+            if whole := self._whole_call(self._text, done=False):  # the arguments stand before the name, say
+                found += whole
+                return True
+            if len(self._text) > _MAX_HEAD and self._json_calls:
+                self._state, self._json_calls = "content", False
+                return True
+            return False
+        self._begin(match[1], found)
+        self._text, self._state = self._text[match.end() :], "arguments"
+        self._depth, self._quoted, self._escaped = 0, False, False
+        return True
+
+    def _arguments(self, found: list[Delta]) -> bool:
+        """JSON, up to the bracket that closes it."""
+        for at, char in enumerate(self._text):
+            if self._quoted:
+                if self._escaped:
+                    self._escaped = False
+                elif char == "\\":
+                    self._escaped = True
+                elif char == '"':
+                    self._quoted = False
+            elif char == '"':
+                self._quoted = True
+            elif char in "{[":
+                self._depth += 1
+            elif char in "}]":
+                self._depth -= 1
+                if self._depth == 0:
+                    found.append(Delta("arguments", self._text[: at + 1], self._count - 1))
+                    self._text, self._state = self._text[at + 1 :], "after"
+                    return True
+        if self._text:
+            found.append(Delta("arguments", self._text, self._count - 1))
+            self._text = ""
+        return False
+
+    def _after(self, found: list[Delta]) -> bool:
+        """Between a call and what follows: brackets, commas and tags are left out."""
+        assert self._calls is not None
+        closing = [mark for mark in self._calls.marks if mark != "<｜tool▁call▁begin｜>"]
+        while True:
+            text = self._text.lstrip(_LOOSE)
+            mark = next((mark for mark in closing if text.startswith(mark)), None)
+            self._text = text if mark is None else text[len(mark) :]
+            if mark is None:
+                break
+        begins = [tag for tag in (self._calls.trigger, "<｜tool▁call▁begin｜>") if tag]
+        if not text:
+            return False
+        if any(text.startswith(tag) for tag in begins) or ((self._json_calls or self._calls.closes == "]") and text[0] == "{"):
+            self._state = "head"
+            return True
+        if any(tag.startswith(text) for tag in (*begins, *closing)):
+            return False
+        self._state = "content"
+        return True
+
+    # ---- calls
+
+    def _begin(self, name: str, found: list[Delta]) -> None:
+        assert self._calls is not None
+        found.append(Delta("call", name, self._count, self._calls.new_id()))
+        self._count += 1
+
+    def _whole_call(self, text: str, *, done: bool) -> list[Delta]:
+        """A call that is read in one piece: arguments between tags, or JSON whose keys come in another order."""
+        assert self._calls is not None
+        form, found = self._calls, []
+        if form.argument is not None:
+            end = text.find(form.marks[-1])
+            match = form.head_pattern.match(text)
+            if match is None or (end < 0 and not done):
+                return []
+            body = text[match.end() : end if end >= 0 else len(text)]
+            self._begin(match[1], found)
+            found.append(Delta("arguments", _tagged(body, form.argument, self._schemas.get(match[1], {})), self._count - 1))
+            self._text, self._state = text[end:] if end >= 0 else "", "after"
+            return found
+        start = text.find("{")
+        try:
+            value, end = json.JSONDecoder().raw_decode(text, start) if start >= 0 else (None, 0)
+        except ValueError:
+            return []
+        inner = value.get("function", value) if isinstance(value, dict) else None
+        arguments = inner.get("arguments", inner.get("parameters")) if isinstance(inner, dict) else None
+        if not isinstance(inner, dict) or not isinstance(inner.get("name"), str) or not isinstance(arguments, (dict, str)):
+            if self._json_calls:  # JSON that is an answer, not a call
+                self._state, self._json_calls = "content", False
+            return []
+        self._begin(inner["name"], found)
+        written = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        found.append(Delta("arguments", written, self._count - 1))
+        self._text, self._state = text[end:], "after"
+        return found
+
+
+def _held(text: str, tag: str) -> int:
+    """Characters at the end of `text` that may be the beginning of `tag`."""
+    return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if tag.startswith(text[-n:])), 0)
+
+
+def _tagged(body: str, argument: Sequence[str], schema: Mapping[str, Any]) -> str:
+    """JSON text of arguments that stand between tags; a property of type string is taken as it is."""
+    before, between, after = (re.escape(part.strip()) for part in argument)
+    between = r"\s*".join(re.escape(part) for part in argument[1].split())
+    pattern = rf"{before}\s*(.*?)\s*{between}\n?(.*?)\n?{after}"
+    properties = schema.get("properties", {})
+    values: dict[str, Any] = {}
+    for name, raw in re.findall(pattern, body, re.S):
+        values[name] = raw if is_text(properties.get(name, {})) else _value(raw)
+    return json.dumps(values, ensure_ascii=False)
+
+
+def is_text(schema: Any) -> bool:
+    """Whether values of a property are texts, and so written bare between tags."""
+    kind = schema.get("type") if isinstance(schema, Mapping) else None
+    choices = [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else [])] if isinstance(schema, Mapping) else []
+    return kind == "string" or (kind is None and bool(choices) and all(isinstance(one, str) for one in choices))
+
+
+def _value(raw: str) -> Any:
+    try:
+        return json.loads(raw)
+    except ValueError:
+        return raw

@@ -1,0 +1,115 @@
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("llguidance")
+
+import exl2nb
+from exl2nb.constraint.reply import behind_reasoning, call_structure
+from exl2nb.core.errors import OptionError, StructureError
+from exl2nb.tokenizer.reply import ReplyFormat
+from exl2nb.tokenizer.tokenizer import Tokenizer
+from exl2nb.tokenizer.tools import FORMATS, tools_of
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tokenizer"))
+from test_reply import THINK, written
+
+DEMO = Path(exl2nb.__file__).parent / "demo_model"
+PARAMETERS = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "minLength": 2}, "days": {"type": "integer"}, "unit": {"enum": ["C", "F"]}},
+    "required": ["city"],
+}
+TOOLS = tools_of([{"name": "weather", "parameters": PARAMETERS}, {"name": "now"}])
+FINE = [("weather", {"city": "Oslo < 3", "days": 3, "unit": "C"}), ("now", {})]
+VOCAB = 4096
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.load(DEMO)
+
+
+def accepts(structure, tokenizer, text):
+    ids = tokenizer.encode(text, add_special=False)
+    constraint = structure.start()
+    for one in ids:
+        try:
+            constraint.accept(one)
+        except StructureError:
+            return False
+    return constraint.accepting or constraint.finished
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("thinking", [False, True])
+def test_calls_fit_their_schemas(name, thinking, tokenizer):
+    form = FORMATS[name]
+    reply = ReplyFormat(calls=form, tools=TOOLS, think=THINK if thinking else None, thinking=thinking)
+    start = "well, {1} <tool_call>x\n</think>\n\n" if thinking else ""
+    auto, required, named = (call_structure(reply, choice, tokenizer, VOCAB, parallel=True) for choice in ("auto", "required", "now"))
+    one = call_structure(reply, "required", tokenizer, VOCAB, parallel=False)
+    both = start + written(form, FINE)
+    assert accepts(auto, tokenizer, both)
+    assert accepts(required, tokenizer, both)
+    assert not accepts(one, tokenizer, both)
+    assert accepts(one, tokenizer, start + written(form, FINE[:1]))
+    assert accepts(named, tokenizer, start + written(form, FINE[1:]))
+    assert not accepts(named, tokenizer, both)
+    assert accepts(auto, tokenizer, start + "Just an answer.")
+    assert not accepts(required, tokenizer, start + "Just an answer.")
+    if form.trigger:
+        assert accepts(auto, tokenizer, start + "Let me see.\n" + written(form, FINE))
+    for wrong in [
+        ("other", {}),
+        ("weather", {"days": 3}),
+        ("weather", {"city": "Rome", "days": "x"}),
+        ("weather", {"city": "Rome", "unit": "K"}),
+    ]:
+        assert not accepts(auto, tokenizer, start + written(form, [wrong])), wrong
+    if form.argument is None:
+        assert not accepts(auto, tokenizer, start + written(form, [("weather", {"city": "R"})]))
+
+
+def test_a_tag_that_is_a_special_token_is_that_token(tokenizer):
+    plain = json.loads((DEMO / "tokenizer.json").read_text())
+    plain["added_tokens"].append({**plain["added_tokens"][-1], "id": 3, "content": "[TOOL_CALLS]", "special": True})
+    own = Tokenizer(type(tokenizer.backend).from_str(json.dumps(plain)), special_tokens={})
+    own.eos_ids = tokenizer.eos_ids
+    reply = ReplyFormat(calls=FORMATS["mistral"], tools=TOOLS)
+    structure = call_structure(reply, "auto", own, own.vocab_size, parallel=True)
+    calls = own.encode("Well " + written(FORMATS["mistral"], FINE), add_special=False)
+    assert own.token_id("[TOOL_CALLS]") in calls
+    constraint = structure.start()
+    for one in calls:
+        constraint.accept(one)
+    assert constraint.accepting or constraint.finished
+
+
+def test_a_structure_behind_the_reasoning(tokenizer):
+    reply = ReplyFormat(think=THINK, thinking=True)
+    for kind, source, text, value in [
+        ("schema", {"enum": [1, 2]}, "2", 2),
+        ("regex", "[ab]/x", "a/x", "a/x"),
+        ("choice", ["yes", "no"], "no", "no"),
+    ]:
+        structure = behind_reasoning(kind, source, reply, tokenizer, VOCAB)
+        assert accepts(structure, tokenizer, f"so, so\n</think>\n\n{text}")
+        assert not accepts(structure, tokenizer, text)
+        assert structure.parse(f"so, so\n</think>\n\n{text}") == value
+    with pytest.raises(OptionError, match="grammar and a prompt that opens the reasoning"):
+        behind_reasoning("grammar", 'start: "a"', reply, tokenizer, VOCAB)
+
+
+def test_what_cannot_be_called(tokenizer):
+    reply = ReplyFormat(calls=FORMATS["hermes"], tools=TOOLS)
+    with pytest.raises(OptionError, match="tool_choice is 'late'"):
+        call_structure(reply, "late", tokenizer, VOCAB, parallel=True)
+    bad = tools_of([{"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string", "pattern": "("}}}}])
+    with pytest.raises(StructureError, match="tools: grammar cannot be used"):
+        call_structure(ReplyFormat(calls=FORMATS["hermes"], tools=bad), "auto", tokenizer, VOCAB, parallel=True)
+    top = tools_of([{"name": "f", "parameters": {"type": "object", "anyOf": [{}]}}])
+    with pytest.raises(StructureError, match="anyOf at its top"):
+        call_structure(ReplyFormat(calls=FORMATS["glm"], tools=top), "auto", tokenizer, VOCAB, parallel=True)

@@ -1,0 +1,184 @@
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exl2nb.core.errors import OptionError
+from exl2nb.tokenizer.chat import render, text_messages, without_tool_turns
+from exl2nb.tokenizer.instruct import INSTRUCT
+from exl2nb.tokenizer.reply import ReplyFormat, ReplyParser, collect
+from exl2nb.tokenizer.tools import FORMATS, described, tool_format, tools_of
+
+TOOLS = tools_of(
+    [
+        {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}},
+        {"name": "now"},
+    ]
+)
+CALLS = [("weather", {"city": 'a "b" } <c>\n é', "days": 3, "at": {"x": [1, {}]}}), ("now", {})]
+THINK = ("<think>", "</think>")
+
+
+def written(form, calls):
+    """Calls as the family writes them."""
+
+    def arguments(values):
+        if form.argument is None:
+            return json.dumps(values, ensure_ascii=False)
+        before, between, after = form.argument
+        return "".join(before + key + between + (v if isinstance(v, str) else json.dumps(v)) + after for key, v in values.items())
+
+    return form.opens + form.between.join(form.before + name + form.middle + arguments(v) + form.after for name, v in calls) + form.closes
+
+
+def parsed(text, cuts=(), **form):
+    parser, found, at = ReplyParser(ReplyFormat(tools=TOOLS, **form)), [], 0
+    for cut in [*sorted(c for c in cuts if c < len(text)), len(text)]:
+        found += parser.feed(text[at:cut])
+        at = cut
+    return collect([*found, *parser.finish()])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("thinking", [False, True])
+@settings(max_examples=20)
+@given(cuts=st.lists(st.integers(0, 400), max_size=30))
+def test_calls_of_every_family_however_the_text_is_cut(name, thinking, cuts):
+    form = FORMATS[name]
+    lead = "Let me look." if form.trigger else ""
+    text = ("hm {<tool_call>\n</think>\n\n" if thinking else "") + lead + ("\n" if lead else "") + written(form, CALLS)
+    reply = parsed(text, cuts, calls=form, think=THINK if thinking else None, thinking=thinking)
+    assert [(call.name, call.parsed) for call in reply.tool_calls] == CALLS
+    assert reply.content == lead
+    assert reply.reasoning == ("hm {<tool_call>" if thinking else "")
+    assert len({call.id for call in reply.tool_calls}) == 2
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("text", ["plain words", "a < b, [x], {y}", "<tool", "", " \n two lines\n", '{"answer": 1}', "```\ncode\n```"])
+def test_an_answer_without_calls_stays_as_it_is(name, text):
+    assert parsed(text, range(len(text)), calls=FORMATS[name]).content.strip() == text.strip()
+
+
+@given(text=st.text(alphabet='<>/think{}"[]`ab \n', max_size=60), cuts=st.lists(st.integers(0, 60)))
+def test_cuts_never_change_what_is_read(text, cuts):
+    for name in ("hermes", "json", "glm"):
+        once, cut = (parsed(text, at, calls=FORMATS[name], think=THINK) for at in ((), cuts))
+        assert (once.content, once.reasoning, len(once.tool_calls)) == (cut.content, cut.reasoning, len(cut.tool_calls))
+
+
+def test_what_small_models_write_instead():
+    swapped = parsed('<tool_call>{"arguments": {"a": 1}, "name": "now"}</tool_call> done', calls=FORMATS["hermes"])
+    assert (swapped.tool_calls[0].name, swapped.tool_calls[0].parsed, swapped.content) == ("now", {"a": 1}, "done")
+    fenced = parsed('```json\n{"name": "now", "parameters": {}}\n```', calls=FORMATS["gemma"])
+    assert (fenced.tool_calls[0].name, fenced.content) == ("now", "")
+    cut = parsed('<tool_call>\n{"name": "now", "arguments": {"a": ', calls=FORMATS["hermes"])
+    assert cut.tool_calls[0].arguments == '{"a": '
+
+
+def test_reasoning_that_the_model_opens_itself_and_one_that_never_ends():
+    assert parsed("<think>\nso\n</think>\n\nYes.", range(30), think=THINK).message == {
+        "role": "assistant",
+        "content": "Yes.",
+        "reasoning_content": "so",
+    }
+    assert parsed("still going", think=THINK, thinking=True).reasoning == "still going"
+    assert parsed("no thought <think>x</think>", think=THINK).content == "no thought <think>x</think>"
+
+
+def test_tags_that_are_special_tokens_are_read_by_their_id():
+    class Token:
+        def __init__(self, id, text):
+            self.id, self.text = id, text
+
+    form = ReplyFormat(calls=FORMATS["mistral"], tools=TOOLS, special={7: "[TOOL_CALLS]"})
+    reply = form.read([Token(1, "Well"), Token(7, ""), Token(2, '[{"name": "now", "arguments": {}}]')])
+    assert (reply.content, reply.tool_calls[0].name, len(reply.tool_calls[0].id)) == ("Well", "now", 9)
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{% if tools %}<tool_call>{% endif %}", "hermes"),
+        ("<tool_call><arg_key>", "glm"),
+        ("<tool_call><function=", "qwen-coder"),
+        ("[TOOL_CALLS]", "mistral"),
+        ("[TOOL_CALLS] [ARGS]", "mistral-args"),
+        ("<｜tool▁calls▁begin｜> ```json", "deepseek"),
+        ("<｜tool▁calls▁begin｜>", "deepseek-plain"),
+        ("<|start_header_id|>", "llama3"),
+        ("<start_of_turn>", "gemma"),
+        ("anything", "json"),
+    ],
+)
+def test_the_family_follows_from_the_template(template, name):
+    assert tool_format(template).name == name
+
+
+@pytest.mark.parametrize(
+    ("tools", "message"),
+    [
+        ("look", "expected a list of JSON schemas"),
+        ([{"type": "retrieval"}], "of type 'retrieval'"),
+        ([{"name": "a b"}], "the name 'a b'"),
+        ([{"name": "a", "parameters": []}], r"parameters of 'a' is \[\]"),
+        ([{"name": "a"}, {"name": "a"}], "'a' is there twice"),
+    ],
+)
+def test_tools_that_are_none(tools, message):
+    with pytest.raises(OptionError, match=message):
+        tools_of(tools)
+
+
+def test_messages_become_texts():
+    call = {"id": "1", "function": {"name": "now", "arguments": '{"a": 1}'}}
+    talk = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "tool_calls": [call]},
+    ]
+    made = text_messages(talk)
+    assert made[0]["content"] == "a\nb"
+    assert made[1]["content"] == ""
+    assert made[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert text_messages(talk, parse_arguments=False)[1]["tool_calls"][0]["function"]["arguments"] == '{"a": 1}'
+    for part, kind in [({"type": "image_url"}, "image_url"), (5, "None")]:
+        with pytest.raises(OptionError, match=rf"message 0 \(user\) holds a part of type '{kind}'"):
+            text_messages([{"role": "user", "content": [part]}])
+    with pytest.raises(OptionError, match="arguments of 'now' are no JSON"):
+        text_messages([{"role": "assistant", "tool_calls": [{"function": {"name": "now", "arguments": "{"}}]}])
+    with pytest.raises(OptionError, match="tool_calls holds"):
+        text_messages([{"role": "assistant", "tool_calls": [5]}])
+
+
+def test_tools_for_a_template_that_knows_none():
+    talk = [
+        {"role": "user", "content": "time?"},
+        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "now", "arguments": {}}}]},
+        {"role": "tool", "content": "12:00"},
+    ]
+    made = without_tool_turns(talk, FORMATS["json"], TOOLS, system=True)
+    assert [one["role"] for one in made] == ["system", "user", "assistant", "user"]
+    assert described(TOOLS, FORMATS["json"]) == made[0]["content"]
+    assert made[2]["content"] == '{"name": "now", "arguments": {}}'
+    assert "12:00" in made[3]["content"]
+    assert "weather" in without_tool_turns(talk, FORMATS["json"], TOOLS, system=False)[0]["content"]
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt"),
+    [
+        ("chatml", "<s><|im_start|>system\nBe.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"),
+        ("llama2", "<s>[INST] <<SYS>>\nBe.\n<</SYS>>\n\nHi [/INST]"),
+        ("mistral", "<s>[INST] Be.\n\nHi [/INST]"),
+        ("alpaca", "<s>Be.\n\n### Instruction:\nHi\n\n### Response:\n"),
+        ("vicuna", "<s>Be.\n\nUSER: Hi\nASSISTANT:"),
+    ],
+)
+def test_instruct_formats(name, prompt):
+    talk = [{"role": "system", "content": "Be."}, {"role": "user", "content": "Hi"}]
+    source, special = INSTRUCT[name].source, {"bos_token": "<s>", "eos_token": "</s>"}
+    assert render(talk, source, special_tokens=special) == prompt
+    longer = render([*talk, {"role": "assistant", "content": "Yes"}, talk[1]], source, special_tokens=special)
+    assert longer.startswith(prompt)
+    assert "Yes" in longer[len(prompt) :]
