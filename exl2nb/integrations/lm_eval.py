@@ -248,14 +248,13 @@ def evaluate(
         OptionError: no such task, or an option that is not known. Otherwise as `exl2nb.load`.
     """
     wanted = [tasks] if isinstance(tasks, (str, dict)) else list(tasks)
-    from exl2nb.llm.model import LLM as Loaded
 
     manager = _tasks(wanted, None if include is None else str(Path(include)))
     if missing := [task for task in wanted if not _known(task, manager)]:
         raise OptionError(
             f"evaluate: no task {missing[0]!r}; the harness has {len(manager.all_tasks)}, see `lm_eval ls tasks`, or give include="
         )
-    lm = Exl2LM(llm=model, **options) if isinstance(model, Loaded) else Exl2LM(model, **options)
+    lm = Exl2LM(model, **options) if isinstance(model, (str, os.PathLike)) else Exl2LM(llm=model, **options)
     state = random.getstate()
     try:
         # the harness would seed the generators of random, numpy and torch, which belong to the caller, and uses the first all the same

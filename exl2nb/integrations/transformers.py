@@ -284,7 +284,7 @@ class Exl2ForCausalLM(PreTrainedModel, GenerationMixin):
         given = model_kwargs.get(CACHE)
         if generation_config.cache_implementation is not None:
             raise OptionError(
-                f"generate: cache_implementation is {generation_config.cache_implementation!r}; the cache is paged: leave it out, and choose "
+                f"generate: cache_implementation is {generation_config.cache_implementation!r}; the cache is paged: leave it out, choose "
                 "its bits with cache= when loading"
             )
         if given is None and generation_config.use_cache is not False:
