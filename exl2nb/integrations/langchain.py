@@ -14,7 +14,6 @@ try:
     from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
     from langchain_core.language_models import BaseChatModel, BaseLLM
     from langchain_core.messages import AIMessage, AIMessageChunk, BaseMessage, ToolMessage
-    from langchain_core.messages.ai import UsageMetadata
     from langchain_core.messages.tool import invalid_tool_call, tool_call, tool_call_chunk
     from langchain_core.output_parsers import JsonOutputParser, PydanticOutputParser
     from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult, Generation, GenerationChunk, LLMResult
@@ -394,14 +393,14 @@ def _chunk_of(delta: Delta) -> ChatGenerationChunk:
     return ChatGenerationChunk(message=AIMessageChunk(content="", tool_call_chunks=[part]))
 
 
-def _usage(completion: Completion) -> UsageMetadata:
+def _usage(completion: Completion) -> Any:
     timings = completion.timings
-    return UsageMetadata(
-        input_tokens=timings.prompt_tokens,
-        output_tokens=timings.new_tokens,
-        total_tokens=timings.prompt_tokens + timings.new_tokens,
-        input_token_details={"cache_read": timings.reused_tokens},
-    )
+    return {
+        "input_tokens": timings.prompt_tokens,
+        "output_tokens": timings.new_tokens,
+        "total_tokens": timings.prompt_tokens + timings.new_tokens,
+        "input_token_details": {"cache_read": timings.reused_tokens},
+    }
 
 
 def _info(completion: Completion) -> dict[str, Any]:

@@ -159,7 +159,7 @@ def _dicts(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """Messages as chat templates read them; a block that is no text is refused by `llm.chat`."""
     made = []
     for message in messages:
-        blocks = [
+        blocks: list[dict[str, Any]] = [
             block.model_dump(mode="json") if not isinstance(block, TextBlock) else {"type": "text", "text": block.text}
             for block in message.blocks
         ]

@@ -1,4 +1,4 @@
-"""lm-eval: EleutherAI's evaluation harness over a loaded model, as the model "exl2nb", and `evaluate` as a shortcut.
+"""lm-eval: EleutherAI's evaluation harness over a loaded model, as the model "exl2nb"; `exl2nb.evaluate` is the shortcut.
 
 `python -m exl2nb.integrations.lm_eval run --model exl2nb --model_args pretrained=DIR --tasks NAME` is the harness's own command line with
 this model in it.
@@ -7,11 +7,7 @@ this model in it.
 from __future__ import annotations
 
 import os
-import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exl2nb.core.errors import MissingDependency, OptionError
@@ -21,9 +17,7 @@ try:
     from lm_eval import utils
     from lm_eval.api.model import TemplateLM
     from lm_eval.api.registry import register_model
-    from lm_eval.evaluator import simple_evaluate
     from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
-    from lm_eval.tasks import TaskManager
 except ImportError as error:
     raise MissingDependency(f"exl2nb.integrations.lm_eval needs the evaluation harness ({error}); pip install lm-eval") from error
 
@@ -158,7 +152,12 @@ class Exl2LM(TemplateLM):
             OptionError: a generation option that is not known here.
         """
         batch = [{"id": i, **self._request(*request.args)} for i, request in enumerate(requests)]
-        texts = {event.id: event.completion.text for event in self.llm.batch(batch) if event.over}
+        texts: dict[Any, str] = {}
+        for event in self.llm.batch(batch):
+            if event.error is not None:
+                raise event.error
+            if event.completion is not None:
+                texts[event.id] = event.completion.text
         for i, request in enumerate(requests):
             self.cache_hook.add_partial("generate_until", request.args, texts[i])
         return [texts[i] for i in range(len(requests))]
@@ -186,115 +185,6 @@ def _fitted(context: list[int], rest: list[int], longest: int) -> tuple[list[int
     whole = [*context, *rest][-(longest + 1) :]
     rest = rest[-len(whole) + 1 :]
     return whole[: len(whole) - len(rest)], rest
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What the harness found.
-
-    scores: for each task its metrics: "acc", "acc_norm", "exact_match", "word_perplexity" and so on. errors: the standard error of each,
-    where it has one. raw: everything the harness returned.
-    """
-
-    model: str
-    scores: dict[str, dict[str, float]]
-    errors: dict[str, dict[str, float]]
-    raw: dict[str, Any] = field(repr=False)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
-        return {"model": self.model, "scores": self.scores, "errors": self.errors}
-
-    def to_frame(self) -> Any:
-        """A pandas DataFrame, one row per task and metric."""
-        import pandas as pd
-
-        return pd.DataFrame(self._rows(), columns=["task", "metric", "value", "stderr"])
-
-    def __repr__(self) -> str:
-        lines = [f"{self.model}"]
-        for task, metric, value, error in self._rows():
-            lines.append(f"  {task:24} {metric:20} {value:10.4f}" + ("" if error is None else f" ± {error:.4f}"))
-        return "\n".join(lines)
-
-    def _rows(self) -> list[tuple[str, str, float, float | None]]:
-        return [
-            (task, name, value, self.errors[task].get(name)) for task, metrics in self.scores.items() for name, value in metrics.items()
-        ]
-
-
-def evaluate(
-    model: LLM | str | os.PathLike[str],
-    tasks: str | Sequence[Any],
-    *,
-    num_fewshot: int | None = None,
-    limit: int | float | None = None,
-    include: str | os.PathLike[str] | None = None,
-    apply_chat_template: bool = False,
-    **options: Any,
-) -> Evaluation:
-    """Run tasks of the evaluation harness on a model.
-
-    Args:
-        model: a loaded model, a directory, a hub id, or "demo".
-        tasks: names such as "hellaswag", or the harness's task dicts. Public tasks fetch their data from the hub.
-        num_fewshot: examples before each question; None = what the task says.
-        limit: questions of each task, or their share below 1.
-        include: folder with tasks of your own (YAML).
-        apply_chat_template: questions as the user's messages.
-        options: of `exl2nb.load`, for a model that is loaded here; it is closed afterwards.
-
-    Raises:
-        OptionError: no such task, or an option that is not known. Otherwise as `exl2nb.load`.
-    """
-    wanted = [tasks] if isinstance(tasks, (str, dict)) else list(tasks)
-
-    manager = _tasks(wanted, None if include is None else str(Path(include)))
-    if missing := [task for task in wanted if not _known(task, manager)]:
-        raise OptionError(
-            f"evaluate: no task {missing[0]!r}; the harness has {len(manager.all_tasks)}, see `lm_eval ls tasks`, or give include="
-        )
-    lm = Exl2LM(model, **options) if isinstance(model, (str, os.PathLike)) else Exl2LM(llm=model, **options)
-    state = random.getstate()
-    try:
-        # the harness would seed the generators of random, numpy and torch, which belong to the caller, and uses the first all the same
-        seeds: Any = {"random_seed": None, "numpy_random_seed": None, "torch_random_seed": None}
-        raw = simple_evaluate(
-            lm, tasks=wanted, num_fewshot=num_fewshot, limit=limit, task_manager=manager, log_samples=False, bootstrap_iters=1000,
-            apply_chat_template=apply_chat_template, **seeds,
-        )  # fmt: skip
-        name = lm.llm.name
-    finally:
-        random.setstate(state)
-        lm.close()
-    assert raw is not None, "one process"
-    results: dict[str, dict[str, Any]] = dict(raw["results"])
-    scores: dict[str, dict[str, float]] = {}
-    errors: dict[str, dict[str, float]] = {}
-    for task, metrics in results.items():
-        scores[task], errors[task] = {}, {}
-        for key, value in metrics.items():
-            metric = key.partition(",")[0]
-            if "," not in key or isinstance(value, bool) or not isinstance(value, (int, float)):
-                continue
-            if metric.endswith("_stderr"):
-                errors[task][metric.removesuffix("_stderr")] = float(value)
-            else:
-                scores[task][metric] = float(value)
-    return Evaluation(model=name, scores=scores, errors=errors, raw=dict(raw))
-
-
-def _known(task: Any, manager: TaskManager) -> bool:
-    return not isinstance(task, str) or bool(manager.match_tasks([task]))
-
-
-def _tasks(wanted: Sequence[Any], include: str | None) -> TaskManager:
-    """The tasks of a folder, and the harness's own where they are needed: looking through those takes seconds."""
-    if include is not None:
-        manager = TaskManager(include_path=include, include_defaults=False)
-        if all(_known(task, manager) for task in wanted):
-            return manager
-    return TaskManager(include_path=include)
 
 
 def main() -> None:

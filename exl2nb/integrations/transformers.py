@@ -1,5 +1,8 @@
 """Transformers: a loaded model as a `PreTrainedModel` with `generate()`, its cache on our pages. Transformers chooses the tokens."""
 
+# pyright: reportIncompatibleMethodOverride=false, reportAssignmentType=false
+# Transformers' signatures differ from one version to the next.
+
 from __future__ import annotations
 
 import os
@@ -16,7 +19,7 @@ from exl2nb.core.options import shown
 try:
     from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
     from transformers.cache_utils import Cache
-    from transformers.generation import GenerationMixin
+    from transformers.generation.utils import GenerationMixin
     from transformers.modeling_outputs import CausalLMOutputWithPast
 except ImportError as error:
     raise MissingDependency(f"exl2nb.integrations.transformers needs Transformers ({error}); pip install 'transformers>=5'") from error
@@ -268,7 +271,8 @@ class Exl2ForCausalLM(PreTrainedModel, GenerationMixin):
                 raise OptionError(f"to: the model is on {self.device} and cannot be moved to {wanted}; load it there with device=")
         return self
 
-    def can_generate(self) -> bool:
+    @classmethod
+    def can_generate(cls) -> bool:
         """Yes."""
         return True
 
@@ -462,6 +466,6 @@ def _config_of(llm: LLM) -> Any:
     except (ValueError, OSError, ImportError):
         config = PreTrainedConfig(**{name: value for name, value in read_config(llm.path).items() if name != "quantization_config"})
     if hasattr(config, "quantization_config"):
-        del config.quantization_config
+        delattr(config, "quantization_config")
     config._attn_implementation = "eager"
     return config

@@ -65,6 +65,7 @@ def test_config_and_cache(parts):
     assert model.llm.context == 1024 and model.llm.engine.spec.num_tokens == cache.max_seq_len == 8192
     config.max_input_len, config.max_attention_size = 512, 512**2
     assert ExLlamaV2Cache_Q4(model, max_seq_len=1000).max_seq_len == 1024
+    assert ExLlamaV2Cache_Q4(model, batch_size=3).mode == "q4"
     assert model.forward(torch.tensor([[1, 5, 6]]), last_id_only=True).shape == (1, 1, 4096)
 
 
@@ -287,8 +288,8 @@ def test_settings_become_options():
 
 
 def test_what_is_refused_has_a_name(parts, generator):
-    from exllamav2 import ExLlamaV2Cache, ExLlamaV2Cache_TP, ExLlamaV2Config, ExLlamaV2Lora
-    from exllamav2.generator import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler
+    from exllamav2 import ExLlamaV2Cache_TP, ExLlamaV2Config, ExLlamaV2Lora
+    from exllamav2.generator import ExLlamaV2DynamicGenerator, ExLlamaV2DynamicJob, ExLlamaV2Sampler, ExLlamaV2StreamingGenerator
 
     model, cache, tokenizer = parts
     calls = [
@@ -297,7 +298,8 @@ def test_what_is_refused_has_a_name(parts, generator):
         (lambda: model.load_tp(), "tensor parallelism"),
         (lambda: ExLlamaV2Cache_TP(model), "tensor parallelism"),
         (lambda: model.load(gpu_split=[10, 10]), "gpu_split"),
-        (lambda: ExLlamaV2Cache(model, batch_size=4), "batch_size is 4"),
+        (lambda: ExLlamaV2StreamingGenerator(*parts).get_sd_stats(), "read accepted_draft_tokens"),
+        (lambda: ExLlamaV2StreamingGenerator(*parts).stream_ex(ban_tokens=[5]), "ban_tokens is not taken while a stream runs"),
         (lambda: setattr(model.config, "max_sequence", 5), "no attribute 'max_sequence'"),
         (lambda: setattr(model.config, "load_in_q4", True), "load_in_q4"),
         (lambda: ExLlamaV2Config().prepare(), "model_dir is not set"),

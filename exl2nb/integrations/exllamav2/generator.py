@@ -426,7 +426,8 @@ class ExLlamaV2BaseGenerator:
     ) -> str | list[str]:
         """Continue one text or several. stop_token: -1 = the end of the text, None = none."""
         self._jobs.set_loras(loras)
-        ends = [self.tokenizer.eos_token_id if stop_token == -1 else stop_token]
+        end = self.tokenizer.eos_token_id if stop_token == -1 else stop_token
+        ends: list[int | str] = [] if end is None else [end]
         return self._jobs.generate(
             prompt, num_tokens, seed=seed, gen_settings=gen_settings, token_healing=token_healing, add_bos=add_bos, filters=filters,
             encode_special_tokens=encode_special_tokens, stop_conditions=ends, abort_event=abort_event, completion_only=completion_only,
@@ -532,6 +533,17 @@ class ExLlamaV2StreamingGenerator(ExLlamaV2BaseGenerator):
         more = {new: result[old] for old, new in renamed.items() if old in result}
         same = {name: result[name] for name in ("suppressed_text", "suppressed_tokens", "logits") if name in result}
         return {"chunk": result.get("text", ""), "eos": result["eos"], "chunk_token_ids": ids, **more, **same}
+
+    def reset_sd_stats(self) -> None:
+        """Nothing: every request has counts of its own."""
+
+    def get_sd_stats(self) -> Any:
+        """Refuse.
+
+        Raises:
+            OptionError: always: the counts are in the last result of a dynamic job.
+        """
+        raise OptionError("get_sd_stats: read accepted_draft_tokens and rejected_draft_tokens of a dynamic job's last result")
 
     def stream(self, **options: Any) -> tuple[str, bool, Tensor]:
         """The next piece as chunk, eos, token ids."""

@@ -38,6 +38,15 @@ class ExLlamaV2Config:
         OptionError: on setting an attribute that is none of these.
     """
 
+    model_dir: Any
+    max_seq_len: Any
+    scale_pos_emb: float
+    scale_alpha_value: float
+    rotary_embedding_base: Any
+    vocab_size: Any
+    bos_token_id: int | None
+    eos_token_id: int | None
+
     def __init__(self, model_dir: str | None = None) -> None:
         self.__dict__.update(
             model_dir=model_dir, max_seq_len=None, scale_pos_emb=1.0, scale_alpha_value=1.0, rotary_embedding_base=None, max_input_len=2048,
@@ -150,12 +159,13 @@ class ExLlamaV2:
 
     def open(self, cache: ExLlamaV2CacheBase, sink: Sink | None = None, *, progress: bool = False) -> Any:
         """The `LLM` with this cache; a cache of another size or mode loads the model anew."""
-        key = (cache.mode, cache.max_seq_len, tuple(self.config.load_options().items()))
+        tokens = cache.max_seq_len * cache.batch_size
+        key = (cache.mode, tokens, tuple(self.config.load_options().items()))
         if self.llm is None or self._key != key or self.llm.engine.closed:
             self.unload()
             import exl2nb
 
-            options = {"cache": cache.mode, "cache_tokens": cache.max_seq_len, **self.config.load_options()}
+            options = {"cache": cache.mode, "cache_tokens": tokens, **self.config.load_options()}
             options["context"] = min(options["context"], cache.max_seq_len)
             shown_as: Any = "auto" if progress and sink is None else sink or SilentSink()
             self.llm = exl2nb.load(self.config.model_dir, progress=shown_as, max_sequences=64, **options)
@@ -197,7 +207,7 @@ class ExLlamaV2CacheBase:
     """How keys and values are to be kept; the memory is taken with the model.
 
     Args:
-        model: its model. batch_size: 1. max_seq_len: tokens of all sequences together, rounded up to pages; -1 = the config's.
+        model: its model. max_seq_len: tokens, rounded up to pages; -1 = the config's. batch_size: times so many; sequences share them all.
         copy_from, lazy, num_key_value_heads, fixed_device: ignored.
     """
 
@@ -206,10 +216,8 @@ class ExLlamaV2CacheBase:
     def __init__(
         self, model: ExLlamaV2, batch_size: int = 1, max_seq_len: int = -1, copy_from: Any = None, lazy: bool = False, **_: Any
     ) -> None:
-        if batch_size != 1:
-            raise OptionError(f"{type(self).__name__}: batch_size is {shown(batch_size)}; expected 1: sequences share the cache's tokens")
         wanted = model.config.max_seq_len if max_seq_len in (-1, None) else max_seq_len
-        self.model, self.batch_size = model, 1
+        self.model, self.batch_size = model, int(batch_size)
         self.max_seq_len = -(-int(wanted) // MULTIPLE) * MULTIPLE
 
     def footprint(self) -> list[int]:
