@@ -35,8 +35,8 @@ class ExLlamaV2Filter:
         """Take in a token: an int64 tensor `(1, 1)`."""
 
     def next(self) -> tuple[Iterable[int] | None, Iterable[int]]:
-        """Ids that may follow, None = all; and those of them that end the text."""
-        raise NotImplementedError
+        """Ids that may follow, None = all; and those of them that end the text. Here: everything, and nothing ends it."""
+        return None, ()
 
 
 class ExLlamaV2PrefixFilter(ExLlamaV2Filter):
