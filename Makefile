@@ -1,5 +1,6 @@
 # make demo   from a fresh clone to a streamed, measured model      make test   the tests            make lab    JupyterLab on the course
-# make lint   all linters     make wheel   dist/*.whl               make bench  benchmarks           make docs   API reference in build/api
+# make lint   all linters     make wheel   dist/*.whl, for here     make bench  benchmarks           make docs   API reference in build/api
+# make release   sdist, manylinux wheels, checks, notes (tools/release.py)
 # make test-gpu   the tests that need a GPU                         make sanitize   compute-sanitizer (memcheck, racecheck) over some of them
 #
 # Needs python3 >= 3.10 with venv, and a C++20 compiler; everything else is installed into .venv, each step only what it needs.
@@ -13,6 +14,7 @@ TESTS_AT_ONCE ?= 2
 CPU_INDEX := https://download.pytorch.org/whl/cpu
 ENGINE := numpy safetensors tokenizers jinja2 pandas
 BUILD := "scikit-build-core>=0.11" ninja "cmake>=3.25"
+RELEASE := build twine wheel "auditwheel>=6.2" "ziglang==0.17.*"
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 SRC := $(shell find csrc -type f) CMakeLists.txt pyproject.toml
@@ -24,7 +26,7 @@ ifeq ($(origin CC),default)
 export CC := $(firstword $(foreach c,gcc clang cc,$(shell command -v $(c))))
 endif
 
-.PHONY: demo test test-gpu sanitize lab lint docs wheel bench build clean
+.PHONY: demo test test-gpu sanitize lab lint docs wheel release bench build clean
 .DELETE_ON_ERROR:
 
 build: $(VENV)/.built
@@ -47,7 +49,7 @@ $(VENV)/.built: $(VENV)/.torch $(SRC)
 
 $(VENV)/.lab: pyproject.toml | $(VENV)/.built
 	@echo "[3/3] installing JupyterLab and the widgets' packages"
-	@$(PIP) install --no-build-isolation -e .
+	@$(PIP) install --no-build-isolation -e ".[lab]"
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml | $(VENV)/.built
@@ -91,6 +93,14 @@ docs: build $(VENV)/.dev
 
 wheel: $(VENV)/.torch
 	$(PIP) wheel --no-deps --no-build-isolation -w dist .
+
+$(VENV)/.release: | $(VENV)/.torch
+	@$(PIP) install $(BUILD) $(RELEASE)
+	@touch $@
+
+# STEPS="sdist wheels check notes": some of them only
+release: $(VENV)/.release
+	$(BIN)/python tools/release.py $(STEPS)
 
 bench: build
 	$(BIN)/python benchmarks/gemv.py

@@ -21,7 +21,10 @@ from exl2nb.ops import kernel_code
 
 assert "site-packages" in str(kernel_code.source_root()) and kernel_code.source_digest()
 with exl2nb.demo() as llm:
-    text = "".join(chunk.text for chunk in llm.stream("The old house", max_tokens=24, temperature=0))
+    stream = llm.stream("The old house", max_tokens=24, temperature=0)
+    text = next(iter(stream)).text
+    print(f"first token after {time.perf_counter() - start:.1f} s")
+    text += "".join(chunk.text for chunk in stream)
 assert len(text) > 20, text
 print(f"demo model on {found.isa}: The old house{text}")
 folder = next(p for p in exl2nb.__path__) + "/demo_model"

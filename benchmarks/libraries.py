@@ -2,7 +2,7 @@
 
     python benchmarks/libraries.py
 
-Hard cases run in child processes: some of them end the process or fill the memory. The docstrings of the three modules cite the figures.
+Hard cases run in child processes: some of them end the process or fill the memory. The docstrings of the modules cite the figures.
 """
 
 from __future__ import annotations

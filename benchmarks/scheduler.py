@@ -106,23 +106,23 @@ class Timed:
         pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         began = time.perf_counter()
         pair[0].record()
-        ticket = self._inner.launch(step)
+        pending = self._inner.launch(step)
         pair[1].record()
         self.launching += time.perf_counter() - began
         self.events.append(pair)
-        return _TimedTicket(self, ticket, pair[1])
+        return _TimedStep(self, pending, pair[1])
 
 
-class _TimedTicket:
-    def __init__(self, executor: Timed, ticket: Any, over: torch.cuda.Event) -> None:
-        self._executor, self._ticket, self._over = executor, ticket, over
+class _TimedStep:
+    def __init__(self, executor: Timed, pending: Any, over: torch.cuda.Event) -> None:
+        self._executor, self._pending, self._over = executor, pending, over
 
     def result(self) -> list[Any]:
         """The same, timed."""
         began = time.perf_counter()
         self._over.synchronize()
         self._executor.waited += time.perf_counter() - began
-        return self._ticket.result()
+        return self._pending.result()
 
 
 def beside_gpu(llm: exl2nb.LLM, batch: int, **sampling: Any) -> dict[str, float]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` be
     from exl2nb.llm.memory import plan as plan
     from exl2nb.llm.model import LLM as LLM
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _PUBLIC = {
     "ConversionJob": "exl2nb.converter.job",

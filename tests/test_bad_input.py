@@ -26,7 +26,7 @@ from exl2nb.core.errors import (
     TokenizerError,
     UnknownArchitecture,
 )
-from exl2nb.io.safetensors import save
+from exl2nb.io.safetensors import SafetensorsFile, save
 
 ROOT = Path(__file__).parents[1]
 FIXTURE = Path(__file__).parent / "data" / "demo-exl2-4.0bpw"
@@ -267,6 +267,22 @@ def files_up_to(size_bytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+def test_a_model_larger_than_the_memory(tmp_path, monkeypatch):
+    """A sparse file can claim any size."""
+    real = SafetensorsFile.read
+
+    def read(self, name, **options):
+        if "embed" in name:
+            torch.empty(1 << 50, dtype=torch.uint8)
+        return real(self, name, **options)
+
+    monkeypatch.setattr(SafetensorsFile, "read", read)
+    with pytest.raises(
+        ex.errors.OutOfMemory, match=r"does not fit the machine's memory: .* needed, [0-9.]+ of [0-9.]+ GiB are free; close"
+    ):
+        ex.load(Path(ex.__file__).parent / "demo_model", device="cpu", progress=None)
+
+
 def full_disk(capsys, size_bytes, *words):
     """Run the command line under the limit; it fails with exit code 1. Returns the message."""
     with files_up_to(size_bytes):
@@ -281,7 +297,7 @@ def test_disk_full_while_writing_logits(tmp_path, capsys):
     save(ids, {"input_ids": torch.ones(1, 16, dtype=torch.int32)})
     message = full_disk(capsys, 100_000, "logits", str(FIXTURE), "--ids", ids, "--out", out)
     assert "out.safetensors" in message
-    assert "free" in message
+    assert "larger than this process (ulimit -f) or file system may write" in message
     assert os.listdir(tmp_path) == ["ids.safetensors"]
 
 

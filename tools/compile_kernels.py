@@ -2,11 +2,11 @@
 
     python tools/compile_kernels.py --arch 75 90 [--out FOLDER] [--nvrtc SITE | --nvcc NVCC]
 
-`--out` keeps the code in FOLDER/sm_ARCH: a file per program, and `index.txt` with the sources' digest, then a line
-`source<TAB>name<TAB>symbol<TAB>file` per kernel. Programs without Python (benchmarks/cuda) read it, and so does exl2nb where FOLDER is
-`ready` beside the kernels' sources. `--nvcc` compiles with CUDA's offline compiler, which addresses shared memory with 32 bits. `--nvrtc`
-is a folder with NVIDIA's wheels `nvidia-cuda-nvrtc` and `nvidia-cuda-runtime` (`pip install --target SITE ...`); without it, those
-beside torch.
+`--out` keeps the code in FOLDER/sm_ARCH: a file per program, and `index.txt` with the sources' digest, the compiler's CUDA version, then a
+line `source<TAB>name<TAB>symbol<TAB>file` per kernel. Programs without Python (benchmarks/cuda) read it, and so does exl2nb where FOLDER
+is `csrc/ready`: release wheels ship that. `--nvcc` compiles with CUDA's offline compiler, whose code addresses shared memory with 32 bits
+and is up to 4 % faster (benchmarks/RESULTS.md). `--nvrtc` is a folder with NVIDIA's wheels `nvidia-cuda-nvrtc` and `nvidia-cuda-runtime`
+(`pip install --target SITE ...`); without it, those beside torch.
 """
 
 from __future__ import annotations
@@ -41,12 +41,19 @@ def with_nvcc(nvcc: str, unit: KernelId, arch: str) -> bytes:
         return code.read_bytes()
 
 
+def nvcc_version(nvcc: str) -> str:
+    """The CUDA version of an nvcc, such as "13.0"."""
+    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    return said.split("release ", 1)[1].split(",")[0]
+
+
 def compile_all(arch: str, out: Path | None, nvcc: str | None = None) -> int:
     """Compile for one architecture, such as "90"; returns how many kernels do not compile."""
     major, minor = int(arch[:-1]), int(arch[-1])
     kernels = [one for one in kernel_code.every_kernel() if arch == "90" or not one.arch(major, minor).endswith("a")]
     units = list(dict.fromkeys(one.unit for one in kernels))
-    name = "nvcc" if nvcc else f"NVRTC {'.'.join(map(str, kernel_code.nvrtc().version))}"
+    version = nvcc_version(nvcc) if nvcc else ".".join(map(str, kernel_code.nvrtc().version))
+    name = f"{'nvcc' if nvcc else 'NVRTC'} {version}"
 
     def attempt(unit: KernelId) -> tuple[bytes, float] | str:
         begun = time.monotonic()
@@ -76,17 +83,17 @@ def compile_all(arch: str, out: Path | None, nvcc: str | None = None) -> int:
         f"{total / 2**20:.1f} MiB, {spent:.0f} s; the longest {slowest.name or slowest.source}, {longest:.1f} s"
     )
     if out is not None:
-        _write(out / f"sm_{arch}", kernels, {unit: code for unit, (code, _) in done.items()})
+        _write(out / f"sm_{arch}", version, kernels, {unit: code for unit, (code, _) in done.items()})
     return len(failed)
 
 
-def _write(out: Path, kernels: list[KernelId], codes: dict[KernelId, bytes]) -> None:
+def _write(out: Path, version: str, kernels: list[KernelId], codes: dict[KernelId, bytes]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     files = {unit: f"{number}.cubin" for number, unit in enumerate(codes)}
     for unit, name in files.items():
         (out / name).write_bytes(codes[unit])
     rows = [(one.source, one.name, kernel_code.symbol(codes[one.unit], one.name), files[one.unit]) for one in kernels if one.unit in codes]
-    (out / "index.txt").write_text(kernel_code.source_digest() + "\n" + "".join("\t".join(row) + "\n" for row in rows))
+    (out / "index.txt").write_text(f"{kernel_code.source_digest()}\n{version}\n" + "".join("\t".join(row) + "\n" for row in rows))
 
 
 def main() -> int:

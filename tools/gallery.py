@@ -1,6 +1,5 @@
-"""The course for readers without a kernel: badges in the notebooks, and executed copies in docs/gallery/ with an index.
+"""The course for readers without a kernel: executed copies of the notebooks in docs/gallery/, with an index.
 
-    python tools/gallery.py badges             # write the badges under every title
     python tools/gallery.py build              # run every notebook anew into docs/gallery/ (minutes)
     python tools/gallery.py build 03           # only those whose name begins so
 
@@ -18,51 +17,16 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-NOTEBOOKS, GALLERY = ROOT / "notebooks", ROOT / "docs" / "gallery"
-REPOSITORY = "exl2nb/exl2nb"
-BINDER = f"https://mybinder.org/v2/gh/{REPOSITORY}/main?urlpath=lab/tree/notebooks"
-COLAB = f"https://colab.research.google.com/github/{REPOSITORY}/blob/main/notebooks"
+from links import GALLERY, badges, notebooks
+
 LIVE = "application/vnd.jupyter.widget-view+json"
 MOST_BYTES = 600_000
 TEMPORARY = re.compile(r"/[\w./-]*/exl2nb-[a-z0-9_]{8}")
 """Folders that tempfile named; another run has other names."""
 PICTURES = {
     "01": "playground", "02": "weights", "03": "explorer", "04": "bitmap", "05": "caches", "06": "microscope", "07": "speculation",
-    "08": "plan", "09": "compare",
+    "08": "plan", "09": "compare", "10": "pagetable",
 }  # fmt: skip
-
-
-def notebooks() -> list[Path]:
-    """The course in its order."""
-    return sorted(NOTEBOOKS.glob("[0-9][0-9]_*.ipynb"))
-
-
-def badges(name: str) -> str:
-    """One line of Markdown: where the notebook `name` opens."""
-    colab = f"[![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)]({COLAB}/{name})"
-    binder = f"[![Open in Binder](https://mybinder.org/badge_logo.svg)]({BINDER}/{name})"
-    return f"{colab} {binder}"
-
-
-def with_badges(source: str, name: str) -> str:
-    """The first cell's text with the badges under its title, replaced where they stand already."""
-    title, _, rest = source.partition("\n")
-    rest = re.sub(r"^\s*\[!\[Open in Colab\][^\n]*\n?", "", rest).lstrip("\n")
-    return f"{title}\n\n{badges(name)}\n\n{rest}"
-
-
-def write_badges() -> None:
-    """Into every notebook whose badges are missing or old."""
-    for path in notebooks():
-        text = path.read_text(encoding="utf-8")
-        book = json.loads(text)
-        first = book["cells"][0]
-        source = "".join(first["source"])
-        wanted = with_badges(source, path.name)
-        if wanted != source:
-            first["source"] = wanted.splitlines(keepends=True)
-            path.write_text(json.dumps(book, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def build(prefixes: list[str]) -> None:
@@ -113,12 +77,13 @@ def joined(outputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def index() -> str:
-    """docs/gallery/README.md: a line, a picture and two badges for each notebook."""
+    """docs/gallery/README.md: a line, a picture and the badges of each notebook."""
     parts = ["# The course, executed", "", "Each notebook as it ran, for readers without a kernel; `exl2nb lab` opens your own copies.", ""]
     for path in notebooks():
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         title, first = heading("".join(cells[0]["source"]))
-        parts += [f"## [{title}]({path.name})", "", first, "", badges(path.name), ""]
+        parts += [f"## [{title}]({path.name})", "", first, ""]
+        parts += [line, ""] if (line := badges(path.name)) else []
         parts += [f"![{title}](../pictures/{PICTURES[path.name[:2]]}-light.png)", ""]
     return "\n".join(parts).rstrip() + "\n"
 
@@ -133,12 +98,10 @@ def heading(source: str) -> tuple[str, str]:
 def main() -> int:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", choices=("badges", "build", "index"))
+    parser.add_argument("command", choices=("build", "index"))
     parser.add_argument("names", nargs="*", help="beginnings of names; none means all")
     args = parser.parse_args()
-    if args.command == "badges":
-        write_badges()
-    elif args.command == "index":
+    if args.command == "index":
         (GALLERY / "README.md").write_text(index(), encoding="utf-8")
     else:
         build(args.names)

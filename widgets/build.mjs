@@ -1,7 +1,9 @@
 // Bundles every src/<widget>/index.ts into ../exl2nb/static/<widget>.{js,css}. The output is committed, so installing never needs node.
+// A notebook page holds the style sheets of all widgets shown on it. In each of them `.exl2nb`, the root in src/shared, becomes the root of
+// its own widget, so that no rule of one widget can match inside another; tests/css.test.ts holds that.
 // --watch rebuilds with source maps; --tests compiles tests/*.test.ts for `node --test`; --check fails when the committed bundles are stale.
-import { readdirSync, readFileSync, rmSync, statSync } from "node:fs";
-import { dirname, join, resolve } from "node:path";
+import { readdirSync, readFileSync, rmSync, statSync, writeFileSync } from "node:fs";
+import { basename, dirname, join, resolve } from "node:path";
 import { fileURLToPath } from "node:url";
 import * as esbuild from "esbuild";
 
@@ -9,16 +11,34 @@ const here = dirname(fileURLToPath(import.meta.url));
 const out = resolve(here, "../exl2nb/static");
 const limitBytes = 50_000; // the whole text travels with every instance and is saved with the notebook
 const watch = process.argv.includes("--watch");
+const checking = process.argv.includes("--check");
 
 const widgets = readdirSync(join(here, "src"), { withFileTypes: true })
   .filter((entry) => entry.isDirectory() && entry.name !== "shared")
   .map((entry) => ({ in: join(here, "src", entry.name, "index.ts"), out: entry.name }));
+
+/** @type {esbuild.Plugin} */
+const rooted = {
+  name: "rooted",
+  setup(build) {
+    build.onEnd((result) => {
+      for (const file of result.outputFiles ?? []) {
+        const root = `.exl2nb-${basename(file.path, ".css")}`;
+        const text = file.path.endsWith(".css") ? file.text.replace(/\.exl2nb(?![\w-])/g, root) : file.text;
+        file.contents = new TextEncoder().encode(text);
+        if (!checking) writeFileSync(file.path, file.contents);
+      }
+    });
+  },
+};
 
 /** @type {esbuild.BuildOptions} */
 const options = {
   absWorkingDir: here,
   entryPoints: [...widgets, { in: join(here, "src/shared/host.ts"), out: "host" }],
   outdir: out,
+  write: false,
+  plugins: [rooted],
   bundle: true,
   splitting: false, // the text is imported from a blob: URL, where a relative chunk cannot resolve
   format: "esm",
@@ -49,10 +69,10 @@ async function buildTests() {
 }
 
 async function check() {
-  const result = await esbuild.build({ ...options, write: false });
+  const result = await esbuild.build(options);
   const stale = result.outputFiles.filter((file) => {
     try {
-      return readFileSync(file.path, "utf8") !== file.text;
+      return !readFileSync(file.path).equals(file.contents);
     } catch {
       return true;
     }
@@ -64,7 +84,7 @@ async function check() {
 }
 
 if (process.argv.includes("--tests")) await buildTests();
-else if (process.argv.includes("--check")) await check();
+else if (checking) await check();
 else if (watch) await (await esbuild.context(options)).watch();
 else {
   await esbuild.build(options);

@@ -1,8 +1,7 @@
 // What attention costs a decode step: microseconds a layer by itself (graph of 32 launches with dependent launch, every layer its own
 // pages), and beside two kernels that stand for the matrix products around it: their whole register file, their streams of weights (25 and
-// 8 MB, so that nothing small stays in the L2 cache by itself), with attention between them and without. With -DEXL2NB_TRACE also the
-// clocks of its stages, in cycles from the end of the wait for the product before.
-// Built as kernels.cuh says; -DEXL2NB_TRACE then goes into EXL2NB_KERNEL_OPTIONS, too. `attention_step fp16 32 32 128 1 100`.
+// 8 MB, so that nothing small stays in the L2 cache by itself), with attention between them and without.
+// Built as kernels.cuh says. `attention_step fp16 32 32 128 1 100`.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
@@ -17,7 +16,7 @@
 
 using namespace exl2nb;
 
-constexpr int kLayers = 32, kThreads = 512, kTraced = 1024, kTraceBytes = kTraced * 16 * 8;
+constexpr int kLayers = 32, kThreads = 512;
 
 __device__ uint32_t mixed(uint32_t x) {
   x ^= x >> 16, x *= 0x7feb352du, x ^= x >> 15, x *= 0x846ca68bu;
@@ -129,7 +128,7 @@ struct Bench {
     fill_floats<<<256, 256>>>(qkv, size_t(s.batch) * rows * s.D, 2.f);
     x = room<half>(size_t(s.batch) * s.Hq * s.D);
     workspace_bytes = attention_workspace_bytes(s.batch, s.Hq, s.Hkv, s.D);
-    workspace = room<uint8_t>(workspace_bytes + kTraceBytes);
+    workspace = room<uint8_t>(workspace_bytes);
     weights = room<uint4>(size_t(kBefore + kBehind) * kLayers);
     fill_floats<<<1024, 256>>>(reinterpret_cast<float*>(weights), size_t(kBefore + kBehind) * kLayers * 4, 2.f);
     CHECK(cudaFuncSetAttribute(product, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared));
@@ -141,7 +140,7 @@ struct Bench {
     AttentionArgs a{};
     a.cache = {k[layer % layers], v[layer % layers], s.k_format, s.v_format, table, bounds, lens, s.batch, s.pages(), s.Hq, s.Hkv, s.D};
     a.rope.cos = cos, a.rope.sin = sin, a.rope.half = s.D / 2, a.rope.positions = positions;
-    a.to.x = x, a.to.x_stride = s.Hq * s.D, a.to.num_perms = 1, a.to.inverse[0] = inverse;
+    a.to.x = x, a.to.stride = s.Hq * s.D, a.to.num_perms = 1, a.to.inverse[0] = inverse;
     a.large_chunks = s.batch > 8;
     a.qkv = qkv, a.tokens = s.batch, a.scale = 0.088f, a.workspace = workspace, a.workspace_bytes = workspace_bytes;
     if (const char* wrong = attention_decode_launch(a, stream, pdl)) std::printf("%s\n", wrong), std::exit(1);
@@ -198,35 +197,6 @@ struct Bench {
   }
 };
 
-#ifdef EXL2NB_TRACE
-// The last layer's clocks: per CTA 16 stamps, stamp 2 is the end of the wait.
-void show_trace(const uint8_t* from) {
-  std::vector<long long> t(kTraced * 16);
-  CHECK(cudaMemcpy(t.data(), from, kTraceBytes, cudaMemcpyDeviceToHost));
-  // Stamps of the last launch only: those whose wait ended within a millisecond of the last one's.
-  long long last = 0, first = 0;
-  for (int b = 0; b < kTraced; b++) last = std::max(last, t[b * 16 + 12]);
-  int count = 0;
-  for (int b = 0; b < kTraced; b++)
-    if (t[b * 16 + 12] > last - 3000) first = count++ ? std::min(first, t[b * 16 + 12]) : t[b * 16 + 12];
-  std::printf("    %d CTAs, cycles from the end of the wait (mean, most):", count);
-  for (int i = 0; i < 12; i++) {
-    double sum = 0;
-    long long most = -1000000;
-    int n = 0;
-    for (int b = 0; b < kTraced; b++) {
-      const long long d = t[b * 16 + i] - t[b * 16 + 2];
-      if (t[b * 16 + 12] > last - 3000 && t[b * 16 + i] && std::llabs(d) < 400000) sum += double(d), most = std::max(most, d), n++;
-    }
-    if (n) std::printf(" %d: %.0f %lld (%d)", i, sum / n, most, n);
-  }
-  long long walked = 0, end = 0;
-  for (int b = 0; b < kTraced; b++)
-    if (t[b * 16 + 12] > last - 3000) walked = std::max(walked, t[b * 16 + 13]), end = std::max(end, t[b * 16 + 14]);
-  std::printf("; ns: waits end over %lld, last walk %lld, last end %lld\n", last - first, walked - first, end - first);
-}
-#endif
-
 int format_of(const std::string& name) {
   return name == "fp16" ? kCacheF16 : name == "q8" ? kCacheQ8 : name == "q4" ? kCacheQ4 : kCacheFp8;
 }
@@ -243,13 +213,6 @@ int main(int count, char** words) {
         "%-5s %d/%d x %d batch %d context %d: alone %.2f us (without dependent launch %.2f), floor %.2f = %.0f %%; between products +%.2f "
         "(%.2f, %.2f)\n",
         mode.c_str(), s.Hq, s.Hkv, s.D, s.batch, s.context, alone, plain, floor_us, 100 * floor_us / alone, with - without, with, without);
-#ifdef EXL2NB_TRACE
-    for (const bool products : {false, true}) {
-      b.time(products, true, true);
-      std::printf("  %s\n", products ? "between products" : "alone");
-      show_trace(static_cast<uint8_t*>(b.workspace) + b.workspace_bytes);
-    }
-#endif
     std::fflush(stdout);
     b.release();
   }

@@ -23,6 +23,7 @@ inline int kernel_code(const char* source, const char* name, int, int, const voi
     std::ifstream index(folder + "/index.txt");
     std::string line;
     std::getline(index, line);  // digest
+    std::getline(index, line);  // CUDA version
     while (std::getline(index, line)) {
       std::istringstream fields(line);
       std::string of[4];

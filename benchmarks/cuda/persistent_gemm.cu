@@ -1,7 +1,7 @@
 // Persistent GEMM chains at the shapes of five models, with a small kernel in place of attention between them; and large single GEMMs
 // ("head").
-// `persistent_gemm 7b 4 32`: models whose name contains 7b, up to 4 rows, chains that leave 32 SMs to attention (PersistentOp::attention_sms). The
-// number after the times is a checksum of row 0, for comparison between versions and numbers of rows.
+// `persistent_gemm 7b 4 32`: models whose name contains 7b, up to 4 rows, chains that leave 32 SMs to attention
+// (PersistentOp::attention_sms). The number after the times is a checksum of row 0, for comparison between versions and numbers of rows.
 // Built as kernels.cuh says.
 #include <algorithm>
 #include <cmath>
@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "check.cuh"
-#include "cuda/gemm/persistent/persistent_gemm.h"
-#include "cuda/gemm/skinny/skinny_gemm.h"
+#include "cuda/gemm/persistent/persistent_gemm.cuh"
+#include "cuda/gemm/skinny/skinny_gemm.cuh"
 #include "cuda/runtime/device.h"
 #include "format/gpu_layout.h"
 #include "kernels.cuh"

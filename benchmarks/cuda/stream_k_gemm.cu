@@ -1,6 +1,5 @@
 // Stream-K GEMMs of 9 to 64 rows against a plain reference, then timed at Llama-3-8B's shapes, each alone and a layer in turn.
-// `q`: no checks, `c`: only checks, `w`: cycles per unit of each width. -DEXL2NB_CLOCKS, for nvcc and in
-// EXL2NB_KERNEL_OPTIONS: cycles per phase. Built as kernels.cuh says.
+// `q`: no checks, `c`: only checks, `w`: cycles per unit of each width. Built as kernels.cuh says.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -10,47 +9,11 @@
 
 #include "check.cuh"
 #include "cuda/blob/dequant.cuh"
-#include "cuda/gemm/skinny/skinny_gemm.h"
+#include "cuda/gemm/skinny/skinny_gemm.cuh"
 #include "cuda/gemm/stream_k/stream_k_gemm.cuh"
-#include "cuda/gemm/stream_k/stream_k_gemm.h"
 #include "fill.cuh"
 #include "format/gpu_layout.h"
 #include "kernels.cuh"
-
-#ifdef EXL2NB_CLOCKS
-namespace exl2nb {
-extern long long* stream_k_clocks;
-}
-
-// Mean and largest cycles per phase, of the last of several launches.
-inline void clocks(cudaStream_t s, const std::function<void()>& body) {
-  const int n = 132;
-  long long* d;
-  CHECK(cudaMalloc(&d, n * 128));
-  CHECK(cudaMemset(d, 0, n * 128));
-  exl2nb::stream_k_clocks = d;
-  body();
-  CHECK(cudaStreamSynchronize(s));
-  exl2nb::stream_k_clocks = nullptr;
-  std::vector<long long> v(n * 16);
-  CHECK(cudaMemcpy(v.data(), d, n * 128, cudaMemcpyDeviceToHost));
-  const char* names[] = {"ready", "waited", "factors", "tile 1", "tiles", "met", "copies begin", "tokens asked"};
-  const int from[] = {0, 1, 2, 3, 3, 5, 0, 2}, to[] = {1, 2, 3, 4, 5, 6, 7, 8};
-  printf("   ");
-  for (int k = 0; k < 8; k++) {
-    double sum = 0, most = 0;
-    int count = 0;
-    for (int i = 0; i < n; i++)
-      if (v[i * 16 + to[k]]) {
-        const double x = double(v[i * 16 + to[k]] - v[i * 16 + from[k]]);
-        sum += x, most = std::max(most, x), count++;
-      }
-    printf(" %s %.0f/%.0f", names[k], sum / std::max(1, count), most);
-  }
-  printf("\n");
-  cudaFree(d);
-}
-#endif
 
 using namespace exl2nb;
 static void ct(const char* e, int line) {
@@ -465,11 +428,6 @@ int main(int argc, char** argv) {
       printf("T %d %-8s %7.2f us, %5.0f GB/s, memory %.1f us, %.0f cycles a unit at 1.755 GHz\n", T, op.name, us, bytes / us / 1e3, mem,
              cyc);
       if (op.name[0] != 'h') layer += us;
-#ifdef EXL2NB_CLOCKS
-      clocks(s, [&] {
-        for (int i = 0; i < 6; i++) b[i % b.size()].launch(s, true, b[(i + 1) % b.size()].image());
-      });
-#endif
     }
     // two layers as a step has them
     std::vector<Bench> b;

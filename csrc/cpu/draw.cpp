@@ -104,7 +104,7 @@ double sum_of(const Scratch& t, int64_t count) {
   return sum;
 }
 
-// A weight that top_k keeps for certain, or one that lies lower.
+// A weight that top_k keeps for certain, or a lower one.
 double floor_of_top_k(Scratch& t, int64_t top_k, float highest, double temperature) {
   const int64_t blocks = int64_t(t.most.size());
   if (top_k > blocks) return 0;

@@ -24,7 +24,7 @@ struct QuantizedRows {
   int16_t* codes;
   float* scale;
   int32_t* sum;
-  int64_t bytes() const { return align64(M * ldq * 2) + 2 * align64(int64_t(M) * (stored / kUnit) * 4); }
+  int64_t bytes() const { return align64(M * ldq * 2) + 2 * align64(int64_t(M) * (stored / kKBlockRows) * 4); }
 };
 struct Task {
   int product, part, tile, end, row;
@@ -74,7 +74,7 @@ void add_tasks(Schedule& schedule, const Product* products, int index) {
 
 void quantize_row(const QuantizedRows& o, int64_t m) {
   const float* row = o.x + m * o.K;
-  const int64_t units = o.stored / kUnit;
+  const int64_t k_blocks = o.stored / kKBlockRows;
   std::vector<float> longer;
   if (o.stored != o.K) {  // padding rows read the zero after the row
     longer.assign(row, row + o.K);
@@ -82,7 +82,7 @@ void quantize_row(const QuantizedRows& o, int64_t m) {
     row = longer.data();
   }
   const auto* perm = o.perm ? reinterpret_cast<const int32_t*>(o.blob + o.perm) : nullptr;
-  kernels().quantize(row, perm, o.stored, o.codes + m * o.ldq, o.scale + m * units, o.sum + m * units);
+  kernels().quantize(row, perm, o.stored, o.codes + m * o.ldq, o.scale + m * k_blocks, o.sum + m * k_blocks);
 }
 
 // Codes, scales and sums of all orders, in one piece of memory.
@@ -95,7 +95,7 @@ Buffer<uint8_t> quantize_all(Schedule& schedule) {
   Buffer<uint8_t> memory(bytes);
   uint8_t* at = memory;
   for (QuantizedRows& o : schedule.orders) {
-    const int64_t side = align64(int64_t(o.M) * (o.stored / kUnit) * 4);
+    const int64_t side = align64(int64_t(o.M) * (o.stored / kKBlockRows) * 4);
     o.scale = reinterpret_cast<float*>(at);
     o.sum = reinterpret_cast<int32_t*>(at + side);
     o.codes = reinterpret_cast<int16_t*>(at + 2 * side);
@@ -118,12 +118,12 @@ Buffer<uint8_t> quantize_all(Schedule& schedule) {
 }
 
 Rows slice(Rows r, int begin, int end) {
-  const int64_t units = r.K / kUnit;
+  const int64_t k_blocks = r.K / kKBlockRows;
   r.x += begin * r.ldx;
   if (r.codes) {
     r.codes += begin * r.ldq;
-    r.scale += begin * units;
-    r.sum += begin * units;
+    r.scale += begin * k_blocks;
+    r.sum += begin * k_blocks;
   }
   r.M = end - begin;
   return r;

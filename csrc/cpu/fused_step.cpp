@@ -23,9 +23,9 @@ struct Sizes {
 
 // The codes of a product's rows in the stored order of one of its parts.
 struct Codes {
-  int64_t ldq, units;
+  int64_t ldq, k_blocks;
   uint8_t* at;
-  int64_t side(int64_t rows) const { return align64(rows * units * 4); }
+  int64_t side(int64_t rows) const { return align64(rows * k_blocks * 4); }
   int64_t bytes(int64_t rows) const { return 2 * side(rows) + align64(rows * ldq * 2); }
   float* scale() const { return reinterpret_cast<float*>(at); }
   int32_t* sum(int64_t rows) const { return reinterpret_cast<int32_t*>(at + side(rows)); }
@@ -41,7 +41,7 @@ void each_order(const uint8_t* blob, int64_t rows, uint8_t* memory, const F& f) 
     for (int j = 0; j < i && !known; j++) known = quantised(parts(blob)[j]) && parts(blob)[j].perm == part.perm;
     if (known) continue;
     const int64_t stored = stored_rows(blob, part);
-    const Codes codes{stored + kQuantPad, stored / kUnit, memory};
+    const Codes codes{stored + kQuantPad, stored / kKBlockRows, memory};
     memory += codes.bytes(rows);
     f(part, codes);
   }
@@ -234,8 +234,8 @@ class FusedStep::Worker {
         padded_[K] = 0;  // what padding rows read
         each_order(blob, M, s_.codes, [&](const BlobPart& part, const Codes& c) {
           const auto* perm = part.perm ? reinterpret_cast<const int32_t*>(blob + part.perm) : nullptr;
-          kernels().quantize(padded_, perm, stored_rows(blob, part), c.codes(M) + m * c.ldq, c.scale() + m * c.units,
-                             c.sum(M) + m * c.units);
+          kernels().quantize(padded_, perm, stored_rows(blob, part), c.codes(M) + m * c.ldq, c.scale() + m * c.k_blocks,
+                             c.sum(M) + m * c.k_blocks);
         });
       });
     if (!norm.weight || !has_dense_part(blob) || member_.over(tasks)) return x;

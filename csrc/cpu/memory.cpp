@@ -6,9 +6,9 @@
 namespace exl2nb {
 namespace {
 
-constexpr int kClasses = 13;                 // blocks of 1 KiB, 2 KiB ... 4 MiB
-constexpr int kSmallest = 10, kMost = 32;    // log2 of the smallest; blocks kept of one class at most
-constexpr int64_t kKept = int64_t(1) << 20;  // bytes kept of one class at most, or one block
+constexpr int kClasses = 13;                  // blocks of 1 KiB, 2 KiB ... 4 MiB
+constexpr int kSmallest = 10, kMaxKept = 32;  // log2 of the smallest; blocks kept of one class at most
+constexpr int64_t kKept = int64_t(1) << 20;   // bytes kept of one class at most, or one block
 
 int class_of(int64_t bytes) {
   int c = 0;
@@ -53,7 +53,7 @@ void* take_memory(int64_t bytes) {
 void give_memory(void* memory, int64_t bytes) noexcept {
   const int c = class_of(bytes);
   const int64_t size = int64_t(1) << (kSmallest + c);
-  if (c >= kClasses || mine.count[c] >= kMost || (mine.count[c] + 1) * size > (size > kKept ? size : kKept)) return free_block(memory);
+  if (c >= kClasses || mine.count[c] >= kMaxKept || (mine.count[c] + 1) * size > (size > kKept ? size : kKept)) return free_block(memory);
   mine.first[c] = new (memory) Blocks::Free{mine.first[c]};
   mine.count[c]++;
 }

@@ -9,7 +9,7 @@
 namespace exl2nb {
 namespace {
 
-// ---------------------------------------------------------------- units of a quantised tile (the drawing in format/blob.h)
+// ---------------------------------------------------------------- k-blocks of a quantised tile (the drawing in format/blob.h)
 constexpr int64_t kFirstSection = sizeof(BlobHeader) + sizeof(BlobPart);
 
 void write_header(uint8_t* blob, int64_t K, int64_t N, int64_t num_parts, int64_t bytes) {
@@ -31,9 +31,9 @@ void each_piece(const F& f) {
     }
 }
 
-// Codes of one unit, one row of 16 columns after the other -> its words.
+// Codes of one k-block, one row of 16 columns after the other -> its words.
 template <int B>
-void pack_unit(const uint32_t (*codes)[kTile], uint32_t* out) {
+void pack_k_block(const uint32_t (*codes)[kTile], uint32_t* out) {
   std::memset(out, 0, sizeof(uint32_t) * B * kTile);
   each_piece<B>([&](int pair, int low, int width, int word, int bit) {
     const uint32_t mask = (1u << width) - 1;
@@ -43,10 +43,10 @@ void pack_unit(const uint32_t (*codes)[kTile], uint32_t* out) {
   });
 }
 
-// The codes of one unit of a tile.
+// The codes of one k-block of a tile.
 template <int B>
-void unpack_unit(const uint32_t* w, uint32_t (*codes)[kTile]) {
-  std::memset(codes, 0, sizeof(uint32_t) * kUnit * kTile);
+void unpack_k_block(const uint32_t* w, uint32_t (*codes)[kTile]) {
+  std::memset(codes, 0, sizeof(uint32_t) * kKBlockRows * kTile);
   each_piece<B>([&](int pair, int low, int width, int word, int bit) {
     const uint32_t mask = (1u << width) - 1;
     for (int c = 0; c < kTile; c++) {
@@ -75,13 +75,13 @@ void by_width(int bits, Args... args) {
 }
 template <int B>
 struct Unpack {
-  static void run(const uint32_t* w, uint32_t (*codes)[kTile]) { unpack_unit<B>(w, codes); }
+  static void run(const uint32_t* w, uint32_t (*codes)[kTile]) { unpack_k_block<B>(w, codes); }
 };
 
-// One unit of 16 columns: the format's bit stream down each column -> codes, one row of 16 columns after the other.
+// One k-block of 16 columns: the format's bit stream down each column -> codes, one row of 16 columns after the other.
 template <int B>
 void stream_to_codes(const uint32_t* w, int64_t stride, uint32_t (*codes)[kTile]) {
-  for (int r = 0; r < kUnit; r++) {
+  for (int r = 0; r < kKBlockRows; r++) {
     const int at = r * B / 32, shift = r * B % 32;
     const uint32_t* low = w + at * stride;
     const uint32_t* high = w + (shift + B > 32 ? at + 1 : at) * stride;
@@ -94,17 +94,17 @@ void stream_to_codes(const uint32_t* w, int64_t stride, uint32_t (*codes)[kTile]
 }
 
 template <int B>
-void pack_units(const uint32_t* w, int64_t stride, int units, uint32_t* out) {
-  uint32_t codes[kUnit][kTile];
-  for (int u = 0; u < units; u++, w += B * stride, out += B * kTile) {
+void pack_k_blocks(const uint32_t* w, int64_t stride, int k_blocks, uint32_t* out) {
+  uint32_t codes[kKBlockRows][kTile];
+  for (int u = 0; u < k_blocks; u++, w += B * stride, out += B * kTile) {
     stream_to_codes<B>(w, stride, codes);
-    pack_unit<B>(codes, out);
+    pack_k_block<B>(codes, out);
   }
 }
 
 template <int B>
 struct Pack {
-  static void run(const uint32_t* w, int64_t stride, int units, uint32_t* out) { pack_units<B>(w, stride, units, out); }
+  static void run(const uint32_t* w, int64_t stride, int k_blocks, uint32_t* out) { pack_k_blocks<B>(w, stride, k_blocks, out); }
 };
 template <int B>
 struct Stream {
@@ -126,7 +126,7 @@ int64_t element(int kind) { return kind == kDenseF32 ? 4 : 2; }
 
 const char* read_groups(const Exl2Source& s, std::vector<BlobGroup>& groups) {
   groups.clear();
-  if (s.G <= 0 || s.K <= 0 || s.K % kUnit) return "K is not a positive multiple of 32 or there are no groups";
+  if (s.G <= 0 || s.K <= 0 || s.K % kKBlockRows) return "K is not a positive multiple of 32 or there are no groups";
   int64_t row = 0, offset = align64(s.G * kScaleBytes);
   for (int64_t g = 0; g < s.G; g++) {
     const int bits = s.q_groups[2 * g];
@@ -134,7 +134,7 @@ const char* read_groups(const Exl2Source& s, std::vector<BlobGroup>& groups) {
     if (bits < 2 || bits > 8 || bits == 7) return "a group's width is not 2, 3, 4, 5, 6 or 8";
     if (end <= first || end > s.R || (g == 0 && first != 0)) return "a group's first packed row is out of order";
     if ((end - first) % bits) return "a group's packed rows are no multiple of its width";
-    const int64_t rows = (end - first) / bits * kUnit;
+    const int64_t rows = (end - first) / bits * kKBlockRows;
     if (row + rows > s.K) return "the groups hold more rows than q_invperm";
     groups.push_back({bits, int32_t(row), int32_t(rows), int32_t(offset)});
     row += rows;
@@ -184,7 +184,7 @@ void pack_exl2(const Exl2Source& s, const std::vector<BlobGroup>& groups, float 
     for (int64_t g = 0; g < s.G; g++) {
       std::memcpy(tile + kScaleBytes * g, s.q_scale + g * (s.N / 8) + 2 * t, kScaleBytes);  // 16 nibbles, low first, in both layouts
       const uint32_t* w = s.q_weight + int64_t(uint16_t(s.q_groups[2 * g + 1])) * s.N + t * kTile;
-      by_width<Pack>(groups[size_t(g)].bits, w, s.N, groups[size_t(g)].rows / kUnit,
+      by_width<Pack>(groups[size_t(g)].bits, w, s.N, groups[size_t(g)].rows / kKBlockRows,
                      reinterpret_cast<uint32_t*>(tile + groups[size_t(g)].offset));
     }
   });
@@ -194,16 +194,16 @@ void reconstruct(const Exl2Source& s, const std::vector<BlobGroup>& groups, uint
   std::vector<int32_t> perm(size_t(s.K), 0);
   for (int64_t k = 0; k < s.K; k++) perm[size_t(s.q_invperm[k])] = int32_t(k);
   for_each_task(s.N / kTile, s.K * s.N > 50'000, [&](int64_t t) {
-    uint32_t codes[kUnit][kTile];
+    uint32_t codes[kKBlockRows][kTile];
     for (int64_t g = 0; g < s.G; g++) {
       const BlobGroup& group = groups[size_t(g)];
       float step[kTile];
       for (int c = 0; c < kTile; c++) step[c] = half_to_float(step_bits(s.q_scale_max[g], 1.0f / 256, scale_index(s, g, t * kTile + c)));
       const uint32_t* w = s.q_weight + int64_t(uint16_t(s.q_groups[2 * g + 1])) * s.N + t * kTile;
       const float zero = float(1 << (group.bits - 1));
-      for (int row = group.first_row; row < group.first_row + group.rows; row += kUnit, w += group.bits * s.N) {
+      for (int row = group.first_row; row < group.first_row + group.rows; row += kKBlockRows, w += group.bits * s.N) {
         by_width<Stream>(group.bits, w, s.N, codes);
-        for (int r = 0; r < kUnit; r++) {
+        for (int r = 0; r < kKBlockRows; r++) {
           uint16_t* o = out + int64_t(perm[size_t(row + r)]) * s.N + t * kTile;
           for (int c = 0; c < kTile; c++) o[c] = float_to_half((float(codes[r][c]) - zero) * step[c]);
         }
@@ -348,14 +348,14 @@ void unpack(const uint8_t* blob, float* out) {
       }
       const auto* groups = reinterpret_cast<const BlobGroup*>(blob + p.groups);
       const auto* perm = p.perm ? reinterpret_cast<const int32_t*>(blob + p.perm) : nullptr;
-      uint32_t codes[kUnit][kTile];
+      uint32_t codes[kKBlockRows][kTile];
       for (int g = 0; g < p.num_groups; g++) {
         const auto* w = reinterpret_cast<const uint32_t*>(tile + groups[g].offset);
         float zero[kTile], step[kTile];
         column_values(blob, p, tile, g, zero, step);
-        for (int row = groups[g].first_row; row < groups[g].first_row + groups[g].rows; row += kUnit, w += groups[g].bits * kTile) {
+        for (int row = groups[g].first_row; row < groups[g].first_row + groups[g].rows; row += kKBlockRows, w += groups[g].bits * kTile) {
           by_width<Unpack>(groups[g].bits, w, codes);
-          for (int r = 0; r < kUnit; r++) {
+          for (int r = 0; r < kKBlockRows; r++) {
             const int64_t k = perm ? perm[row + r] : row + r;
             if (k == h.K) continue;  // padding
             for (int c = 0; c < columns; c++) to[k * N + c] = (float(codes[r][c]) - zero[c]) * step[c];
@@ -400,8 +400,8 @@ struct Row {
 };
 
 template <int B>
-struct PackUnit {
-  static void run(const uint32_t (*codes)[kTile], uint32_t* out) { pack_unit<B>(codes, out); }
+struct PackKBlock {
+  static void run(const uint32_t (*codes)[kTile], uint32_t* out) { pack_k_block<B>(codes, out); }
 };
 
 // The columns of one group of a (G, N) array, zero past N.
@@ -416,7 +416,7 @@ void pack_tile(const GptqSource& s, const BlobPart& part, const std::vector<Blob
   const int count = int(std::min<int64_t>(kTile, s.N - column));
   std::memset(tile, 0, size_t(prefix_bytes(part)));
   auto* zeros = reinterpret_cast<int16_t*>(tile + s.G * kTile * (s.wide ? 4 : 2));
-  uint32_t codes[kUnit][kTile];
+  uint32_t codes[kKBlockRows][kTile];
   for (int64_t g = 0; g < s.G; g++) {
     const int64_t from = g * s.N + column, to = g * kTile;
     if (s.wide)
@@ -426,9 +426,9 @@ void pack_tile(const GptqSource& s, const BlobPart& part, const std::vector<Blob
     if (s.zeros) copy_columns(s.zeros + from, count, zeros + to);
     const BlobGroup& group = groups[size_t(g)];
     auto* out = reinterpret_cast<uint32_t*>(tile + group.offset);
-    for (int64_t row = group.first_row; row < group.first_row + group.rows; row += kUnit, out += s.bits * kTile) {
-      for (int r = 0; r < kUnit; r++) by_width<Row>(s.bits, &s, s.perm ? int64_t(s.perm[row + r]) : row + r, column, count, codes[r]);
-      by_width<PackUnit>(s.bits, codes, out);
+    for (int64_t row = group.first_row; row < group.first_row + group.rows; row += kKBlockRows, out += s.bits * kTile) {
+      for (int r = 0; r < kKBlockRows; r++) by_width<Row>(s.bits, &s, s.perm ? int64_t(s.perm[row + r]) : row + r, column, count, codes[r]);
+      by_width<PackKBlock>(s.bits, codes, out);
     }
   }
 }
@@ -439,7 +439,7 @@ const char* read_groups(const GptqSource& s, std::vector<BlobGroup>& groups) {
   groups.clear();
   int64_t row = 0, offset = prefix_bytes(part_of(s));
   for (int64_t g = 0; g < s.G; g++) {
-    if (s.rows[g] <= 0 || s.rows[g] % kUnit) return "rows of a group are no positive multiple of 32";
+    if (s.rows[g] <= 0 || s.rows[g] % kKBlockRows) return "rows of a group are no positive multiple of 32";
     if (row + s.rows[g] > s.S) return "the groups hold more rows than are stored";
     groups.push_back({s.bits, int32_t(row), s.rows[g], int32_t(offset)});
     row += s.rows[g];

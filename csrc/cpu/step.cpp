@@ -18,7 +18,7 @@ namespace {
 
 constexpr int64_t kMinFusedRows = 2;          // rows
 constexpr int64_t kMinFusedWork = 1'000'000;  // multiply-adds of a step that pay for waking a thread
-constexpr int64_t kUsualCache = int64_t(16) << 20, kMostCache = int64_t(64) << 20;
+constexpr int64_t kUsualCache = int64_t(16) << 20, kMaxCache = int64_t(64) << 20;
 
 std::string number(int64_t n) { return std::to_string(n); }
 
@@ -248,7 +248,7 @@ Weights weights_of(const Program& program) {
     const uint8_t* blob = matrix_of(op);
     if (!blob) continue;
     const BlobHeader& h = header(blob);
-    sum.bytes += as<RoutedOp>(op) ? kMostCache + 1 : h.bytes;
+    sum.bytes += as<RoutedOp>(op) ? kMaxCache + 1 : h.bytes;
     sum.work += int64_t(h.K) * h.N;
   }
   return sum;
@@ -261,7 +261,7 @@ int64_t cache_bytes() {
 #if defined(_SC_LEVEL3_CACHE_SIZE)
     found = sysconf(_SC_LEVEL3_CACHE_SIZE);
 #endif
-    return found > 0 ? std::min(found, kMostCache) : kUsualCache;
+    return found > 0 ? std::min(found, kMaxCache) : kUsualCache;
   }();
   return bytes;
 }

@@ -4,16 +4,16 @@
 //   Part[num_parts] (64 each)  kind, outputs, tiles, groups, first output, offsets of the sections below (from the start of the blob)
 //   per part:
 //     perm     int32 (S,)      stored row -> original input feature; offset 0 = identity. Parts with equal permutations share one.
-//                              S = K; GPTQ: every group is padded to whole units, S is their sum, and a padding row's entry is K
-//     groups   Group[G]        EXL2, GPTQ: bits, first stored row, rows, byte offset of the group's first unit inside a tile
+//                              S = K; GPTQ: every group is padded to whole k-blocks, S is their sum, and a padding row's entry is K
+//     groups   Group[G]        EXL2, GPTQ: bits, first stored row, rows, byte offset of the group's first k-block inside a tile
 //     tables   float (G, 16)   EXL2 only: step size of scale index 0..15, already rounded as the format says: fp16(fp16((i+1)^2) * m)
 //     tiles    (tiles, tile_bytes)
 //
 // A tile is 16 output columns over all stored rows.
 //   dense: (K, 16) elements of the part's dtype, columns past the last output zero.
-//   EXL2:  scale indices, 8 bytes per group (column c: nibble c, low first), padded to 64 bytes; then the units, groups in order.
-//   GPTQ:  scales (G, 16) f16 or, with kWideScales, f32; with kZeros zeros (G, 16) u16; padded to 64 bytes; then the units.
-// A unit is 32 stored rows x 16 columns x b bits: b words per column, word w of column c at ((w * 16) + c) * 4.
+//   EXL2:  scale indices, 8 bytes per group (column c: nibble c, low first), padded to 64 bytes; then the k-blocks, groups in order.
+//   GPTQ:  scales (G, 16) f16 or, with kWideScales, f32; with kZeros zeros (G, 16) u16; padded to 64 bytes; then the k-blocks.
+// A k-block is 32 stored rows x 16 columns x b bits: b words per column, word w of column c at ((w * 16) + c) * 4.
 // A word has two 16-bit halves: the low one belongs to even rows, the high one to odd rows. Pair p = rows (2p, 2p + 1), p = 0..15, so
 // `(word >> shift) & mask` is the pair of codes as two int16, ready for pmaddwd. Inside a half (the same bits in both halves):
 //
@@ -32,7 +32,7 @@ namespace exl2nb {
 
 constexpr int64_t kBlobMagic = 0x3157424e324c5845;  // "EXL2NBW1"
 constexpr int32_t kBlobVersion = 1;
-constexpr int kTile = 16, kUnit = 32, kAlign = 64, kScaleBytes = 8;
+constexpr int kTile = 16, kKBlockRows = 32, kAlign = 64, kScaleBytes = 8;
 
 enum Kind : int32_t { kDenseF32 = 0, kDenseF16 = 1, kDenseBF16 = 2, kExl2 = 3, kGptq = 4 };
 enum Flags : int32_t { kZeros = 1, kWideScales = 2 };  // of a GPTQ part; others have none
@@ -59,7 +59,7 @@ const char* check_blob(const uint8_t* blob, int64_t bytes);
 inline const BlobHeader& header(const uint8_t* blob) { return *reinterpret_cast<const BlobHeader*>(blob); }
 inline const BlobPart* parts(const uint8_t* blob) { return reinterpret_cast<const BlobPart*>(blob + sizeof(BlobHeader)); }
 inline bool quantised(const BlobPart& p) { return p.kind == kExl2 || p.kind == kGptq; }
-// Bytes at the start of a quantised tile, before its units.
+// Bytes at the start of a quantised tile, before its k-blocks.
 inline int64_t prefix_bytes(const BlobPart& p) {
   const int64_t column = p.flags & kWideScales ? 4 : 2,
                 group = p.kind == kExl2 ? kScaleBytes : kTile * (column + (p.flags & kZeros ? 2 : 0));

@@ -10,13 +10,13 @@
 //                 ends   uint16 (kEnds,) per part: warp w has items ends[w] .. ends[w + 1] - 1, about equally many
 //     strips    (strips, strip_bytes) per part
 //
-// Strip: 16 columns x all stored rows, its items in order. Item: at most kItemUnits units, then their scale codes; at most kSlot bytes; one
-// bulk copy. Unit: 16 columns x 64 stored rows x b bits = b words per lane, the A fragments of four m16n8k16 steps (dequant.cuh lists the
-// bits). Where the width changes after 32 rows, the second half of a unit is empty. Scale codes (EXL2): one byte per unit and lane group g
-// (column g low nibble, g + 8 high); two bytes (first, second 32 rows) if the halves belong to different groups (not `one`). Dense fp16
-// units (16 bits) have none. GPTQ items have scale sets of 64 bytes: per g fp16 scales of columns g and g + 8, then their zero points. A
-// set serves two units of a group (`scales` 2) or one (1); if not `one`, two sets per unit. Groups are padded to 32 rows: a padding row's
-// code is the zero point, its feature in the permutation is K.
+// Strip: 16 columns x all stored rows, its items in order. Item: at most kItemUnits units, then their scale codes; at most kMaxItemBytes
+// bytes; one bulk copy. Unit: 16 columns x 64 stored rows x b bits = b words per lane, the A fragments of four m16n8k16 steps (dequant.cuh
+// lists the bits). Where the width changes after 32 rows, the second half of a unit is empty. Scale codes (EXL2): one byte per unit and
+// lane group g (column g low nibble, g + 8 high); two bytes (first, second 32 rows) if the halves belong to different groups (not `one`).
+// Dense fp16 units (16 bits) have none. GPTQ items have scale sets of 64 bytes: per g fp16 scales of columns g and g + 8, then their zero
+// points. A set serves two units of a group (`scales` 2) or one (1); if not `one`, two sets per unit. Groups are padded to 32 rows: a
+// padding row's code is the zero point, its feature in the permutation is K.
 #pragma once
 #include <cstdint>
 
@@ -29,8 +29,8 @@
 namespace exl2nb {
 
 constexpr int64_t kGpuMagic = 0x3147424e324c5845;  // "EXL2NBG1"
-constexpr int kGpuVersion = 1, kWarps = 16, kSlot = 2688, kEnds = 24, kMaxParts = 4, kMaxPerms = 3, kStripColumns = 16, kUnitRows = 64,
-              kGptqSet = 64, kItemUnits = 10, kPairUnits = 2;
+constexpr int kGpuVersion = 1, kWarps = 16, kMaxItemBytes = 2688, kEnds = 24, kMaxParts = 4, kMaxPerms = 3, kStripColumns = 16,
+              kUnitRows = 64, kGptqSet = 64, kItemUnits = 10, kPairUnits = 2;
 
 struct GpuHeader {
   int64_t magic;
@@ -50,9 +50,9 @@ constexpr int kRuns = 7;
 struct GpuPart {
   int32_t outputs, strips, first_column, first_strip, first_item, num_items, first_unit, num_units, perm, dense;
   int64_t strip_bytes, data;
-  int32_t pieces, piece_items, piece_bytes;  // pieces of a strip for persistent_gemm.cuh; items per piece; most bytes of half a piece
-  int32_t pairs;                             // kWarps equal items of kPairUnits `one` units, in consecutive pairs
-  GpuRun runs[kRuns];                        // in row order; the last one holds the rest; units 0: none
+  int32_t passes, pass_items, pass_bytes;  // passes of a strip in persistent_gemm.cuh; items of a pass; largest half of a pass in bytes
+  int32_t pairs;                           // kWarps equal items of kPairUnits `one` units, in consecutive pairs
+  GpuRun runs[kRuns];                      // in row order; the last one holds the rest; units 0: none
 };
 struct Item {
   uint32_t offset;  // in the strip

@@ -8,47 +8,47 @@
 namespace exl2nb {
 namespace {
 
-// Smallest piece of an item: a unit, or the two units of a scale set.
-struct Piece {
+// Smallest chunk of an item: a unit, or the two units of a scale set.
+struct Chunk {
   int block, bits, units;
   bool one, lone;
   int scales = 0;
-  // Bytes of scale codes or scale sets of n pieces.
+  // Bytes of scale codes or scale sets of n chunks.
   int extra(int n) const {
     if (bits == 16) return 0;
     return scales ? n * (one ? 1 : 2) * kGptqSet : (n * (one ? 8 : 16) + 15) / 16 * 16;
   }
   int bytes(int n) const { return n * units * bits * 128 + extra(n); }
-  bool like(const Piece& p) const { return bits == p.bits && units == p.units && one == p.one && scales == p.scales && !lone && !p.lone; }
+  bool like(const Chunk& p) const { return bits == p.bits && units == p.units && one == p.one && scales == p.scales && !lone && !p.lone; }
 };
 
-// Consecutive equal pieces.
+// Consecutive equal chunks.
 struct Run {
-  const Piece* first;
-  int pieces, most, items;                                                  // most: pieces per item
-  int bytes() const { return first->bytes((pieces + items - 1) / items); }  // of its largest item
+  const Chunk* first;
+  int chunks, max_chunks, items;                                            // max_chunks: of an item
+  int bytes() const { return first->bytes((chunks + items - 1) / items); }  // of its largest item
 };
-std::vector<Run> runs_of(const std::vector<Piece>& pieces) {
+std::vector<Run> runs_of(const std::vector<Chunk>& chunks) {
   std::vector<Run> runs;
-  for (const Piece& p : pieces) {
+  for (const Chunk& p : chunks) {
     if (!runs.empty() && p.like(*runs.back().first)) {
-      runs.back().pieces++;
+      runs.back().chunks++;
       continue;
     }
     int most = 1;
-    while ((most + 1) * p.units <= kItemUnits && p.bytes(most + 1) <= kSlot) most++;
+    while ((most + 1) * p.units <= kItemUnits && p.bytes(most + 1) <= kMaxItemBytes) most++;
     runs.push_back({&p, 1, most, 1});
   }
   return runs;
 }
 
-// Smallest multiple of kWarps items that holds all pieces, of similar size where possible; equal counts per warp.
-void make_items(PartLayout& p, const std::vector<Piece>& pieces) {
-  std::vector<Run> runs = runs_of(pieces);
+// Smallest multiple of kWarps items that holds all chunks, of similar size where possible; equal counts per warp.
+void make_items(PartLayout& p, const std::vector<Chunk>& chunks) {
+  std::vector<Run> runs = runs_of(chunks);
   int items = 0, unit = 0;
-  for (Run& r : runs) items += r.items = (r.pieces + r.most - 1) / r.most;
+  for (Run& r : runs) items += r.items = (r.chunks + r.max_chunks - 1) / r.max_chunks;
   for (const int wanted = (items + kWarps - 1) / kWarps * kWarps; items < wanted; items++) {
-    const auto can = [](const Run& r) { return r.items < r.pieces; };
+    const auto can = [](const Run& r) { return r.items < r.chunks; };
     const auto largest =
         std::max_element(runs.begin(), runs.end(), [&](const Run& a, const Run& b) { return can(a) * a.bytes() < can(b) * b.bytes(); });
     if (!can(*largest)) break;
@@ -56,8 +56,8 @@ void make_items(PartLayout& p, const std::vector<Piece>& pieces) {
   }
   for (const Run& r : runs)
     for (int i = 0, from = 0; i < r.items; i++) {
-      const int end = (i + 1) * r.pieces / r.items, n = end - from;
-      const Piece& first = r.first[from];
+      const int end = (i + 1) * r.chunks / r.items, n = end - from;
+      const Chunk& first = r.first[from];
       Item it{};
       it.offset = static_cast<uint32_t>(p.strip_bytes), it.block = static_cast<uint16_t>(first.block);
       it.bits = static_cast<uint8_t>(first.bits), it.units = static_cast<uint8_t>(n * first.units), it.one = first.one,
@@ -83,6 +83,23 @@ std::vector<Block> blocks_of(const std::vector<Group>& groups) {
 
 }  // namespace
 
+std::string read_groups(const std::vector<uint16_t>& table, int64_t R, int64_t K, std::vector<Group>& groups) {
+  int64_t rows = 0, expected = 0;
+  groups.clear();
+  for (size_t g = 0; 2 * g < table.size(); g++) {
+    const std::string name = "group " + std::to_string(g);
+    const int64_t b = table[2 * g], first = table[2 * g + 1], end = 2 * g + 3 < table.size() ? table[2 * g + 3] : R;
+    if (b < 2 || b > 8 || b == 7) return name + " has " + std::to_string(b) + " bits; expected 2, 3, 4, 5, 6 or 8";
+    if (first != expected || end <= first || end > R || (end - first) % b)
+      return name + " covers packed rows " + std::to_string(first) + " to " + std::to_string(end) +
+             "; expected whole units that follow one another up to " + std::to_string(R);
+    groups.push_back({int(b), int((end - first) * 32 / b)});
+    rows += groups.back().rows, expected = end;
+  }
+  if (rows != K) return "the groups have " + std::to_string(rows) + " rows; expected " + std::to_string(K) + ", those of q_invperm";
+  return "";
+}
+
 PartLayout layout_exl2(const std::vector<Group>& groups, const std::vector<uint16_t>& scale_max, double prescale, int outputs,
                        std::vector<int> perm) {
   PartLayout p;
@@ -91,7 +108,7 @@ PartLayout layout_exl2(const std::vector<Group>& groups, const std::vector<uint1
   for (size_t g = 0; g < groups.size(); g++)
     step.push_back(float_to_half(static_cast<float>(static_cast<double>(half_to_float(scale_max[g])) * prescale / 256.0)));
   const std::vector<Block> blocks = blocks_of(groups);
-  std::vector<Piece> units;
+  std::vector<Chunk> units;
   for (size_t b = 0; b < blocks.size();) {
     const bool lone = b + 1 == blocks.size() || blocks[b + 1].bits != blocks[b].bits;
     const bool one = !lone && b % 2 == 0 && blocks[b + 1].group == blocks[b].group;
@@ -110,16 +127,16 @@ PartLayout layout_gptq(const std::vector<Group>& groups, int outputs, std::vecto
   const auto same = [&](size_t first, size_t count) {
     return first + count <= blocks.size() && blocks[first + count - 1].group == blocks[first].group;
   };
-  std::vector<Piece> pieces;
+  std::vector<Chunk> chunks;
   size_t units = 0;
   for (size_t b = 0; b < blocks.size();) {
-    Piece piece{static_cast<int>(b), blocks[b].bits, 1, same(b, 2), b + 1 == blocks.size(), 1};
-    if (same(b, 4)) piece.units = piece.scales = 2;
-    pieces.push_back(piece);
-    units += static_cast<size_t>(piece.units), b += static_cast<size_t>(2 * piece.units);
+    Chunk chunk{static_cast<int>(b), blocks[b].bits, 1, same(b, 2), b + 1 == blocks.size(), 1};
+    if (same(b, 4)) chunk.units = chunk.scales = 2;
+    chunks.push_back(chunk);
+    units += static_cast<size_t>(chunk.units), b += static_cast<size_t>(2 * chunk.units);
   }
   p.steps.assign(units, 0);
-  make_items(p, pieces);
+  make_items(p, chunks);
   return p;
 }
 
@@ -128,7 +145,7 @@ PartLayout layout_dense(int K, int outputs) {
   p.outputs = outputs, p.dense = 1;
   const int units = (K + 63) / 64;
   p.steps.assign(static_cast<size_t>(units), 0x3c003c00u);
-  std::vector<Piece> list;
+  std::vector<Chunk> list;
   for (int u = 0; u < units; u++) list.push_back({2 * u, 16, 1, true, false});
   make_items(p, list);
   return p;
@@ -189,15 +206,15 @@ bool in_pairs(const PartLayout& p) {
   return true;
 }
 
-// Fewest pieces of at most kWarps items, of about equal size.
-void set_pieces(const PartLayout& p, GpuPart& s) {
+// Fewest passes of at most kWarps items, of about equal size.
+void set_passes(const PartLayout& p, GpuPart& s) {
   const int items = static_cast<int>(p.items.size());
   s.pairs = in_pairs(p);
-  s.pieces = (items + kWarps - 1) / kWarps, s.piece_items = (items + s.pieces - 1) / s.pieces;
-  for (int i = 0; i < items; i += s.piece_items)
-    for (int half = i; half < std::min(i + s.piece_items, items); half += kWarps / 2) {
-      const Item& last = p.items[static_cast<size_t>(std::min({half + kWarps / 2, i + s.piece_items, items}) - 1)];
-      s.piece_bytes = std::max(s.piece_bytes, static_cast<int32_t>(last.offset + last.bytes - p.items[static_cast<size_t>(half)].offset));
+  s.passes = (items + kWarps - 1) / kWarps, s.pass_items = (items + s.passes - 1) / s.passes;
+  for (int i = 0; i < items; i += s.pass_items)
+    for (int half = i; half < std::min(i + s.pass_items, items); half += kWarps / 2) {
+      const Item& last = p.items[static_cast<size_t>(std::min({half + kWarps / 2, i + s.pass_items, items}) - 1)];
+      s.pass_bytes = std::max(s.pass_bytes, static_cast<int32_t>(last.offset + last.bytes - p.items[static_cast<size_t>(half)].offset));
     }
 }
 
@@ -269,7 +286,7 @@ std::string layout_blob(int K, const std::vector<PartLayout>& parts, BlobLayout&
     s.outputs = p.outputs, s.strips = strips_of(p), s.first_column = columns, s.first_strip = strips;
     s.perm = which[i], s.dense = p.dense, s.strip_bytes = p.strip_bytes, s.data = at.strips[i];
     image.add(p, s);
-    set_pieces(p, s);
+    set_passes(p, s);
     set_runs(p, s);
     columns += s.outputs, strips += s.strips;
   }

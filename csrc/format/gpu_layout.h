@@ -11,6 +11,8 @@ namespace exl2nb {
 struct Group {
   int bits, rows;
 };
+// Groups of an EXL2 table of pairs (bits, first packed row) over R packed and K stored rows; returns an error text or "".
+std::string read_groups(const std::vector<uint16_t>& table, int64_t R, int64_t K, std::vector<Group>& groups);
 // One matrix of a blob before it is laid out.
 struct PartLayout {
   std::vector<Item> items;

@@ -64,6 +64,17 @@ inline Tensor new_blob(const char* op, const Tensor& like, int64_t K, const std:
   return blob;
 }
 
+// Where the packing kernels write part 0 of a new blob. item_of_unit: on the device; null for dense weights.
+inline PackTarget pack_target(const Tensor& blob, const BlobLayout& plan, const int* item_of_unit) {
+  const GpuPart& part = plan.parts[0];
+  return {reinterpret_cast<const Item*>(bytes_of(blob) + plan.header.image),
+          item_of_unit,
+          part.num_units,
+          part.strips,
+          bytes_of(blob) + part.data,
+          part.strip_bytes};
+}
+
 template <class T>
 std::vector<T> host_copy(const char* op, const Tensor& t) {
   std::vector<T> v(size_t(t.numel()));

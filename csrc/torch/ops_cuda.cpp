@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "cuda/runtime/launch.h"
+#include "format/gpu_layout.h"
 #include "stream.h"
 #include "text.h"
 
@@ -34,6 +35,12 @@ Tensor reconstruct_cuda(const Tensor& q_weight, const Tensor& q_scale, const Ten
   check("q_groups", q_groups, q_weight, ScalarType::Short, 1, 2 * G);
   check("q_invperm", q_invperm, q_weight, ScalarType::Int, 1, K);
   const torch::stable::accelerator::DeviceGuard guard(q_weight.get_device_index());
+  std::vector<uint16_t> table(size_t(2 * G));
+  const char* failed = copy_out(table.data(), q_groups.const_data_ptr(), 4 * G, stream_of(q_weight));
+  STD_TORCH_CHECK(!failed, "reconstruct: ", failed);
+  std::vector<Group> groups;
+  const std::string damage = read_groups(table, R, K, groups);
+  STD_TORCH_CHECK(damage.empty(), "reconstruct: ", damage);
   const std::vector<int64_t> shape{K, N};
   Tensor out = torch::stable::new_empty(q_weight, shape, ScalarType::Half);
   const char* wrong = reconstruct_launch(q_weight.const_data_ptr<int32_t>(), R, q_scale.const_data_ptr<int32_t>(),

@@ -159,7 +159,8 @@ std::tuple<Tensor, Tensor> attention_step_cuda(const Tensor& qkv, const Tensor& 
   const std::vector<int64_t> shape{T, K}, x_shape{copies, T, stride};
   Tensor out = torch::stable::new_empty(qkv, shape, ScalarType::Float), x = torch::stable::new_empty(qkv, x_shape, ScalarType::Half);
   a.to.out = static_cast<float*>(out.mutable_data_ptr());
-  a.to.x = x.mutable_data_ptr(), a.to.x_stride = int(stride), a.to.x_perm_stride = int(T * stride), a.to.num_perms = int(copies);
+  a.to.x = static_cast<half*>(x.mutable_data_ptr()), a.to.stride = int(stride), a.to.perm_stride = int(T * stride),
+  a.to.num_perms = int(copies);
   for (int64_t i = 0; i < copies; i++) a.to.inverse[i] = data<int>(op, "inverse", inverse[i], ScalarType::Int, {K});
   a.large_chunks = large_chunks;
   const char* wrong = attention_decode_launch(a, stream_of(qkv), pdl);

@@ -31,20 +31,13 @@ Tensor pack_exl2_cuda(const Tensor& q_weight, const Tensor& q_scale, const Tenso
   require(op, "q_groups", q_groups, ScalarType::Short, 2 * G);
   require(op, "q_invperm", q_invperm, ScalarType::Int, K);
   const DeviceGuard guard(q_weight.get_device_index());
-  const auto table = host_copy<uint16_t>(op, q_groups);
   std::vector<Group> groups;
-  std::vector<int> row_word, row_group;
-  int64_t expected = 0, rows = 0;
-  for (int64_t g = 0; g < G; g++) {
-    const int64_t b = table[size_t(2 * g)], first = table[size_t(2 * g + 1)], end = g + 1 < G ? table[size_t(2 * g + 3)] : R;
-    STD_TORCH_CHECK((b >= 2 && b <= 6) || b == 8, op, ": group ", g, " has ", b, " bits; expected 2, 3, 4, 5, 6 or 8");
-    STD_TORCH_CHECK(first == expected && end > first && end <= R && (end - first) % b == 0, op, ": group ", g, " covers packed rows ",
-                    first, " to ", end, "; expected whole units that follow one another up to ", R);
-    groups.push_back({int(b), int((end - first) * 32 / b)});
-    for (int64_t word = first; word < end; word += b) row_word.push_back(int(word)), row_group.push_back(int(g));
-    rows += groups.back().rows, expected = end;
-  }
-  STD_TORCH_CHECK(rows == K, op, ": the groups have ", rows, " rows; expected ", K, ", those of q_invperm");
+  const std::string wrong = read_groups(host_copy<uint16_t>(op, q_groups), R, K, groups);
+  STD_TORCH_CHECK(wrong.empty(), op, ": ", wrong);
+  std::vector<int> row_word, row_group;  // of every 32 rows
+  for (size_t g = 0, word = 0; g < groups.size(); g++)
+    for (int row = 0; row < groups[g].rows; row += 32, word += size_t(groups[g].bits))
+      row_word.push_back(int(word)), row_group.push_back(int(g));
   const auto inverse = host_copy<int32_t>(op, q_invperm);
   std::vector<int> perm(size_t(K), -1);
   bool identity = true;
@@ -57,7 +50,6 @@ Tensor pack_exl2_cuda(const Tensor& q_weight, const Tensor& q_scale, const Tenso
   BlobLayout plan;
   const std::vector<PartLayout> parts{layout_exl2(groups, host_copy<uint16_t>(op, q_scale_max), prescale, int(out_features), perm)};
   Tensor blob = new_blob(op, q_weight, K, parts, plan);
-  const GpuPart& part = plan.parts[0];
   std::vector<int> lists = row_word;  // words, groups, item of each unit
   lists.insert(lists.end(), row_group.begin(), row_group.end());
   for (size_t i = 0; i < parts[0].items.size(); i++) lists.insert(lists.end(), parts[0].items[i].units, int(i));
@@ -65,11 +57,13 @@ Tensor pack_exl2_cuda(const Tensor& q_weight, const Tensor& q_scale, const Tenso
   void* stream = stream_of(q_weight);
   require_ok(op, copy_in(scratch.mutable_data_ptr(), lists.data(), int64_t(lists.size() * 4), stream), q_weight);
   const int* device_lists = scratch.const_data_ptr<int32_t>();
-  require_ok(op,
-             pack_exl2_launch(q_weight.const_data_ptr(), q_scale.const_data_ptr(), device_lists, device_lists + K / 32, int(K), int(N),
-                              int(out_features), bytes_of(blob) + plan.header.image, device_lists + K / 32 * 2, part.num_units, part.strips,
-                              bytes_of(blob) + part.data, part.strip_bytes, stream),
-             q_weight, q_scale);
+  const PackSource source{static_cast<const uint32_t*>(q_weight.const_data_ptr()),
+                          static_cast<const uint32_t*>(q_scale.const_data_ptr()),
+                          device_lists,
+                          device_lists + K / 32,
+                          int(K),
+                          int(N)};
+  require_ok(op, pack_exl2_launch(source, pack_target(blob, plan, device_lists + K / 32 * 2), stream), q_weight, q_scale);
   return blob;
 }
 
@@ -84,10 +78,7 @@ Tensor pack_dense_cuda(const Tensor& weight) {
   const DeviceGuard guard(weight.get_device_index());
   BlobLayout plan;
   Tensor blob = new_blob(op, weight, K, {layout_dense(int(K), int(N))}, plan);
-  const GpuPart& part = plan.parts[0];
-  require_ok(op,
-             pack_dense_launch(weight.const_data_ptr(), dtype, int(N), int(K), part.num_units, part.strips, bytes_of(blob) + part.data,
-                               part.strip_bytes, stream_of(weight)),
+  require_ok(op, pack_dense_launch(weight.const_data_ptr(), dtype, int(N), int(K), pack_target(blob, plan, nullptr), stream_of(weight)),
              weight);
   return blob;
 }
@@ -203,8 +194,8 @@ Tensor step_bytes(const Tensor& program, int64_t capacity) {
   return out;
 }
 
-// The formats of the pools: 0 f16, 1 f32, 2 Q8, 3 Q4, 4 fp8 (csrc/format/pool.h). The caller has checked what lies in the
-// tensors.
+// The formats of the pools: 0 f16, 1 f32, 2 Q8, 3 Q4, 4 fp8 (csrc/format/pool.h). The caller has checked the numbers
+// in the tensors.
 void step_cuda(const Tensor& program, Tensor& workspace, int64_t capacity, const Tensor& ids, const Tensor& positions,
                const Tensor& block_table, const Tensor& cu_seqlens, const Tensor& context_lens, const std::optional<Tensor>& logit_rows,
                std::vector<Tensor> k_pools, std::vector<Tensor> v_pools, int64_t k_format, int64_t v_format, int64_t num_kv_heads,
@@ -232,26 +223,16 @@ void step_cuda(const Tensor& program, Tensor& workspace, int64_t capacity, const
   std::vector<void*> k, v;
   for (size_t i = 0; i < k_pools.size(); i++) k.push_back(k_pools[i].mutable_data_ptr()), v.push_back(v_pools[i].mutable_data_ptr());
   const DeviceGuard guard(ids.get_device_index());
-  const GpuStep s{ids.const_data_ptr<int32_t>(),
-                  positions.const_data_ptr<int32_t>(),
-                  block_table.const_data_ptr<int32_t>(),
-                  cu_seqlens.const_data_ptr<int32_t>(),
-                  context_lens.const_data_ptr<int32_t>(),
-                  logit_rows ? logit_rows->const_data_ptr<int32_t>() : nullptr,
-                  int(T),
-                  int(B),
-                  int(block_table.size(1)),
-                  int(rows),
-                  int(capacity),
-                  k.data(),
-                  v.data(),
-                  int(k.size()),
-                  int(num_kv_heads),
-                  int(head_dim),
-                  int(k_format),
-                  int(v_format),
-                  static_cast<float*>(logits.mutable_data_ptr()),
-                  static_cast<int>(stream_k_from)};
+  GpuStep s{};
+  s.ids = ids.const_data_ptr<int32_t>(), s.positions = positions.const_data_ptr<int32_t>();
+  s.logit_rows = logit_rows ? logit_rows->const_data_ptr<int32_t>() : nullptr, s.logit_count = int(rows);
+  s.tokens = int(T), s.capacity = int(capacity), s.stream_k_from = int(stream_k_from);
+  s.k_pools = k.data(), s.v_pools = v.data(), s.layers = int(k.size());
+  s.cache.k_format = int(k_format), s.cache.v_format = int(v_format);
+  s.cache.block_table = block_table.const_data_ptr<int32_t>(), s.cache.max_pages = int(block_table.size(1));
+  s.cache.cu_seqlens = cu_seqlens.const_data_ptr<int32_t>(), s.cache.context_lens = context_lens.const_data_ptr<int32_t>();
+  s.cache.sequences = int(B), s.cache.num_kv_heads = int(num_kv_heads), s.cache.head_dim = int(head_dim);
+  s.logits = static_cast<float*>(logits.mutable_data_ptr());
   wrong = step_launch(ops, s, bytes_of(workspace), size_t(workspace.numel()), stream_of(ids), pdl);
   STD_TORCH_CHECK(wrong.empty(), op, " of ", T, " tokens in ", B, " sequences, K ", text_of(k_pools[0]), ", V ", text_of(v_pools[0]),
                   ", logits ", text_of(logits), ": ", wrong);

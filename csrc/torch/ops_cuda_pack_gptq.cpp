@@ -54,7 +54,6 @@ Tensor pack_gptq_cuda(const Tensor& qweight, const Tensor& scales, std::optional
   const std::vector<PartLayout> parts{layout_gptq(groups, int(N), order)};
   BlobLayout plan;
   Tensor blob = new_blob(op, qweight, in_features, parts, plan);
-  const GpuPart& part = plan.parts[0];
   std::vector<int> lists;  // group of every 32 rows, item of every unit
   for (size_t g = 0; g < rows.size(); g++) lists.insert(lists.end(), size_t(rows[g] / 32), int(g));
   const int64_t blocks = int64_t(lists.size());
@@ -68,15 +67,11 @@ Tensor pack_gptq_cuda(const Tensor& qweight, const Tensor& scales, std::optional
                            zeros ? static_cast<const int16_t*>(zeros->const_data_ptr()) : nullptr,
                            perm ? perm->const_data_ptr<int32_t>() : nullptr,
                            device_lists,
-                           device_lists + blocks,
                            int(in_features),
                            int(N),
                            int(blocks * 32),
-                           int(bits),
-                           part.num_units};
-  require_ok(
-      op, pack_gptq_launch(source, bytes_of(blob) + plan.header.image, part.strips, bytes_of(blob) + part.data, part.strip_bytes, stream),
-      qweight, scales);
+                           int(bits)};
+  require_ok(op, pack_gptq_launch(source, pack_target(blob, plan, device_lists + blocks), stream), qweight, scales);
   return blob;
 }
 

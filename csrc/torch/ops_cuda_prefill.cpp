@@ -4,7 +4,7 @@
 #include <cstring>
 #include <optional>
 
-#include "cuda/gemm/prefill.h"
+#include "cuda/gemm/elementwise.h"
 #include "cuda/runtime/launch.h"
 #include "gpu_blob.h"
 

@@ -65,8 +65,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gptq_block(const Tensor& w, c
   int64_t B = 0;
   if (coupling) {
     B = coupling->dim() == 3 ? coupling->size(2) : 0;
-    STD_TORCH_CHECK(B > 0 && B % 16 == 0 && B <= kGptqMostCoupled && N % B == 0, "gptq_block: coupling has blocks of ", B,
-                    "; expected a multiple of 16, at most ", kGptqMostCoupled, ", that divides N = ", N);
+    STD_TORCH_CHECK(B > 0 && B % 16 == 0 && B <= kGptqMaxCoupled && N % B == 0, "gptq_block: coupling has blocks of ", B,
+                    "; expected a multiple of 16, at most ", kGptqMaxCoupled, ", that divides N = ", N);
     require("coupling", *coupling, w, {N / B, B, B});
     require("spread", *spread, w, {N});
   }

@@ -1,4 +1,4 @@
-"""Floor 7: the command line. `main` finds the command, runs it, and turns errors into one clear line and an exit code."""
+"""Floor 8: the command line. `main` finds the command, runs it, and turns errors into one clear line and an exit code."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ COMMANDS = {
     "measure": "measure what every width costs each matrix, for any bitrate to be solved from",
     "generate": "continue a prompt, streaming",
     "chat": "chat with a model in the terminal",
+    "serve": "serve a model over HTTP: OpenAI's, Anthropic's and TabbyAPI's routes",
     "eval": "perplexity of a model, and how far it is from another",
     "logits": "logits of given token ids",
     "bench": "how fast a model runs here: load, prefill, decode",

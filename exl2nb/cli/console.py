@@ -103,7 +103,7 @@ def width(text: str) -> int:
 
 
 def mega(size_bytes: float) -> str:
-    """Bytes for people: 7.80 MB."""
+    """Bytes as text: 7.80 MB."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size_bytes >= scale:
             return f"{size_bytes / scale:.2f} {unit}"

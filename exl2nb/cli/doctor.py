@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -24,7 +25,7 @@ DEMO_SHA256 = {
     "tokenizer.json": "72c58040c0eaccff29876007e396407762599af4ee9257888cbad754fb8d7793",
 }
 NEEDED = ("numpy", "safetensors", "tokenizers", "jinja2", "pandas", "huggingface_hub")
-JUPYTER = {"jupyterlab": "4", "ipykernel": "6", "ipywidgets": "7.6", "anywidget": "0.9.13", "traitlets": "5.7"}
+JUPYTER = {"jupyterlab": "3.6", "ipykernel": "6", "ipywidgets": "7.6", "anywidget": "0.9.13", "traitlets": "5.7"}
 STATES = {"ok": "ok", "note": "--", "warning": "!!", "problem": "XX"}
 
 
@@ -161,23 +162,32 @@ def _kernels() -> list[Check]:
     else:
         files = list(folder.glob("*.cubin"))
         kept = f"{len(files)} compiled kernels in {folder} ({sum(file.stat().st_size for file in files) / 2**20:.1f} MiB)"
+    if ready := kernel_code.ready_architectures():
+        kept = f"ready-made code for compute capability {', '.join(ready)}; {kept}"
     try:
         compiler = kernel_code.nvrtc()
     except kernel_code.NoCompiler as reason:
         todo = "pip install nvidia-cuda-nvrtc nvidia-cuda-runtime" if gpu else ""
         return [Check(name="kernels", state="problem" if gpu else "note", found=f"{reason}; {kept}", todo=todo)]
     found = f"NVRTC {'.'.join(map(str, compiler.version))}, headers in {compiler.include}"
-    if folder is not None and not _writable(folder):
-        todo = "set EXL2NB_KERNEL_CACHE to a folder of yours"
-        return [Check(name="kernels", state="warning", found=f"{found}; {folder} cannot be written", todo=todo)]
+    reason = folder and _cannot_write(folder)
+    if reason:
+        todo = "make room, or set EXL2NB_KERNEL_CACHE to a folder of yours; until then every process compiles again"
+        return [Check(name="kernels", state="warning", found=f"{found}; {folder} cannot be written: {reason}", todo=todo)]
     return [Check(name="kernels", state="ok" if gpu else "note", found=f"{found}; {kept}")]
 
 
-def _writable(folder: Path) -> bool:
-    """Whether files can be made in a folder that exists, or that can be made."""
-    while not folder.exists():
+def _cannot_write(folder: Path) -> str:
+    """Why a file of a kernel's size cannot be made in a folder that exists or could be made; empty where it can."""
+    while not folder.exists() and folder != folder.parent:
         folder = folder.parent
-    return os.access(folder, os.W_OK)
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(256 << 10))
+            file.flush()
+    except OSError as reason:
+        return reason.strerror or str(reason)
+    return ""
 
 
 def _flash_attention() -> list[Check]:

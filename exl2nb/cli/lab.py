@@ -19,7 +19,7 @@ from exl2nb.core.errors import MissingDependency, ModelNotFound, OptionError
 from exl2nb.io.atomic import atomic_write
 
 RECORD = ".exl2nb-course.json"
-"""In the folder: name -> SHA-256 of the notebook as it was copied, which tells edited ones from old ones."""
+"""In the folder: name -> SHA-256 of the notebook as it was copied, to tell edited ones from old ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +33,7 @@ class Copied:
 
 
 def course_folder() -> Path:
-    """Where the notebooks are: beside the package in a checkout, inside it in a wheel.
+    """Where the notebooks are: next to the package in a checkout, inside it in a wheel.
 
     Raises:
         ModelNotFound: in neither place.
@@ -43,7 +43,7 @@ def course_folder() -> Path:
     for folder in candidates:
         if (folder / "01_quickstart.ipynb").is_file():
             return folder
-    raise ModelNotFound(f"the course's notebooks are in none of {', '.join(map(str, candidates))}; install exl2nb anew")
+    raise ModelNotFound(f"the course's notebooks are in none of {', '.join(map(str, candidates))}; reinstall exl2nb")
 
 
 def copy_course(target: Path, source: Path | None = None) -> Copied:
@@ -144,7 +144,7 @@ def lab_command(folder: Path, *, first: str = FIRST, port: int | None = None, br
 
 
 def _until_it_ends(command: list[str], folder: Path) -> int:
-    """Ctrl-C reaches JupyterLab as well, which asks whether it is meant; so this only waits."""
+    """Ctrl-C reaches JupyterLab as well, which asks for confirmation; so this only waits."""
     process = subprocess.Popen(command, cwd=folder)
     while process.poll() is None:
         with suppress(KeyboardInterrupt):

@@ -32,26 +32,26 @@ MORE: dict[str, tuple[type, str]] = {
     "smoothing_curve": (float, "1 = parabola to 3 = cubic"),
     "xtc_probability": (float, "leave out the most obvious tokens this often; 0 = never"),
     "xtc_threshold": (float, "probability from which on a token is obvious (default 0.1)"),
-    "mirostat_tau": (float, "hold the surprise of the text at so many bits per token; switches mirostat on"),
+    "mirostat_tau": (float, "target surprise of the text in bits per token; switches mirostat on"),
     "mirostat_eta": (float, "how fast mirostat learns (default 0.1)"),
     "skew": (float, "over 0: towards the less probable tokens"),
     "presence_penalty": (float, "subtracted once from tokens of the new text"),
     "frequency_penalty": (float, "subtracted from them for every occurrence"),
-    "penalty_range": (int, "tokens that the penalties look back; 0 = all"),
+    "penalty_range": (int, "last tokens that the penalties count; 0 = all"),
     "penalty_decay": (int, "further tokens over which they fade"),
     "dry_multiplier": (float, "penalty for repeating a sequence; 0 = off"),
     "dry_base": (float, "its growth per token (default 1.75)"),
     "dry_allowed_length": (int, "repetitions up to this length are free (default 2)"),
-    "min_tokens": (int, "the text cannot end before so many"),
+    "min_tokens": (int, "least number of new tokens before the text may end"),
 }
 FILES = ("schema", "grammar")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add `--max-tokens`, `--temperature` and so on, `--stop`, and what the answer must look like."""
+    """Add `--max-tokens`, `--temperature` and so on, `--stop`, and the options for structured answers."""
     _add(parser, OPTIONS)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end at this text; may be given again")
-    parser.add_argument("--preset", choices=sorted(PRESETS), help="a set of sampling options; those given beside it come on top")
+    parser.add_argument("--preset", choices=sorted(PRESETS), help="a set of sampling options; options given with it override it")
     more = parser.add_argument_group("more sampling", "the definitions stand in exl2nb.sampling")
     _add(more, MORE)
     text = "presence and frequency penalties count the prompt, too"

@@ -90,7 +90,7 @@ class MatcherConstraint:
     # ---- private
 
     def _refused(self, token_id: int) -> StructureError:
-        """Why a token was refused; a copy of the matcher tells the reason."""
+        """Why a token was refused, from a copy of the matcher."""
         other = self._matcher.deep_copy()
         other.consume_token(token_id)
         limit = next((line for line in other.get_error().splitlines() if "max is" in line or "too many" in line), "")

@@ -101,6 +101,8 @@ def _readers(kind: str, source: Any) -> tuple[Any, Callable[[str], Any]]:
         return _texts(source), str
     if not isinstance(source, str) or not source:
         raise StructureError(f"{kind} is {str(source)[:80]!r}; expected a text that is not empty")
+    if kind == "regex" and (len(source) - len(source.rstrip("\\"))) % 2:  # the mask engine leaves it out
+        raise StructureError(f"regex ends with a backslash that escapes nothing: ...{source[-40:]!r}; write two for the character itself")
     return source, str
 
 
@@ -158,7 +160,7 @@ def json_schema(source: Any) -> tuple[dict[str, Any], Callable[[str], Any]]:
 
 
 def _rewritten(value: Any, depth: int, *, close: bool) -> Any:
-    """The schema in a form that mask engines can do and models come to an end with.
+    """The schema in a form that mask engines support and with which answers end.
 
     `oneOf` whose branches a discriminator keeps apart becomes `anyOf`, then the same. With `close`, objects that do not say whether
     they may have more properties may not: a class has the fields that it has, and a small model would go on inventing some.

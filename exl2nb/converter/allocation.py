@@ -1,4 +1,4 @@
-"""A bit allocation: one option per matrix under a budget. The knapsack solver, the result (`Plan`), overrides and frozen choices."""
+"""A bit allocation: one option per matrix under a budget. The knapsack solver, the result (`Allocation`), overrides and frozen choices."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from exl2nb.converter.options import Groups, Menu
+from exl2nb.converter.options import Groups, ParetoFront
 from exl2nb.core.errors import ConversionError, OptionError
 from exl2nb.io.hf_config import read_json
 from exl2nb.io.shards import TensorStore
-from exl2nb.quant.bits import WIDTHS, padded, stored_bits
+from exl2nb.model.layout import Linear
+from exl2nb.quant.bits import WIDTHS, bits_per_weight, padded, stored_bits
 from exl2nb.quant.exl2 import parse_groups
 
 if TYPE_CHECKING:
@@ -31,8 +32,8 @@ LIMIT_STATES = 200_000  # above this the programme keeps the best state per cell
 
 
 @dataclass(frozen=True)
-class _Item:
-    """Options of one linear after pruning: position in the menu, bits, error, cost at the price over the cheapest."""
+class _Pruned:
+    """Options of one linear after pruning: index in its front, bits, error, cost at the price over the cheapest."""
 
     index: np.ndarray
     bits: np.ndarray
@@ -40,22 +41,22 @@ class _Item:
     reduced: np.ndarray
 
 
-def allocate(menus: Sequence[Sequence[tuple[int, float]]], budget: int) -> list[int]:
-    """Pick one option per menu: least sum of errors with at most `budget` bits in all.
+def allocate(options: Sequence[Sequence[tuple[int, float]]], budget: int) -> list[int]:
+    """Pick one option per linear: least sum of errors with at most `budget` bits in all.
 
     Args:
-        menus: per linear, options as (bits, error), any order.
+        options: per linear, (bits, error) of each option, any order.
         budget: bits.
 
     Returns:
-        The index of the chosen option in each menu; the same for the same input.
+        The index of the chosen option of each linear; the same for the same input.
 
     Raises:
         ConversionError: even the smallest options exceed the budget; names the reachable range.
     """
     return allocate_arrays(
-        [np.array([option[0] for option in menu], dtype=np.int64) for menu in menus],
-        [np.array([option[1] for option in menu], dtype=np.float64) for menu in menus],
+        [np.array([bits for bits, _ in listed], dtype=np.int64) for listed in options],
+        [np.array([error for _, error in listed], dtype=np.float64) for listed in options],
         budget,
     )
 
@@ -78,8 +79,8 @@ def allocate_arrays(
     start = _improve(bits, errors, cheapest, budget)
     relaxed = sum(float((e + price * b).min()) for b, e in zip(bits, errors)) - price * budget
     gap = max(0.0, _error(errors, start) - relaxed)
-    items = [_prune(b, e, price, gap * (1 + 1e-9) + 1e-300) for b, e in zip(bits, errors)]
-    found = _programme(items, budget, gap * (1 + 1e-9) + 1e-300, limit_states)
+    pruned = [_prune(b, e, price, gap * (1 + 1e-9) + 1e-300) for b, e in zip(bits, errors)]
+    found = _dynamic_program(pruned, budget, gap * (1 + 1e-9) + 1e-300, limit_states)
     return found if found is not None and _error(errors, found) <= _error(errors, start) else start
 
 
@@ -133,24 +134,24 @@ def _improve(bits: Sequence[np.ndarray], errors: Sequence[np.ndarray], picks: li
         picks[i] = j
 
 
-def _prune(bits: np.ndarray, error: np.ndarray, price: float, gap: float) -> _Item:
+def _prune(bits: np.ndarray, error: np.ndarray, price: float, gap: float) -> _Pruned:
     cost = error + price * bits
     reduced = cost - cost.min()
     keep = np.flatnonzero(reduced <= gap)
     keep = keep[np.lexsort((keep, error[keep], bits[keep]))]
-    return _Item(keep, bits[keep], error[keep], reduced[keep])
+    return _Pruned(keep, bits[keep], error[keep], reduced[keep])
 
 
-def _programme(items: Sequence[_Item], budget: int, gap: float, limit: int) -> list[int] | None:
+def _dynamic_program(pruned: Sequence[_Pruned], budget: int, gap: float, limit: int) -> list[int] | None:
     """Exact search: states are (bits, error) that no other state beats, one linear at a time."""
-    floor = [*np.cumsum([int(item.bits.min()) for item in reversed(items)])[::-1].tolist(), 0]
+    floor = [*np.cumsum([int(one.bits.min()) for one in reversed(pruned)])[::-1].tolist(), 0]
     states = (np.zeros(1, np.int64), np.zeros(1), np.zeros(1))  # bits, error, reduced cost
-    trail: list[tuple[np.ndarray, np.ndarray]] = []
-    for position, item in enumerate(items):
-        count = len(item.index)
-        bits = (states[0][:, None] + item.bits).ravel()
-        error = (states[1][:, None] + item.error).ravel()
-        reduced = (states[2][:, None] + item.reduced).ravel()
+    back: list[tuple[np.ndarray, np.ndarray]] = []
+    for position, one in enumerate(pruned):
+        count = len(one.index)
+        bits = (states[0][:, None] + one.bits).ravel()
+        error = (states[1][:, None] + one.error).ravel()
+        reduced = (states[2][:, None] + one.reduced).ravel()
         alive = np.flatnonzero((reduced <= gap) & (bits <= budget - floor[position + 1]))
         alive = alive[np.lexsort((alive, error[alive], bits[alive]))]
         lowest = np.minimum.accumulate(error[alive])
@@ -159,9 +160,9 @@ def _programme(items: Sequence[_Item], budget: int, gap: float, limit: int) -> l
         if not len(alive):
             return None
         states = (bits[alive], error[alive], reduced[alive])
-        trail.append((alive // count, item.index[alive % count]))
+        back.append((alive // count, one.index[alive % count]))
     at, picks = int(states[1].argmin()), []
-    for parent, index in reversed(trail):
+    for parent, index in reversed(back):
         picks.append(int(index[at]))
         at = int(parent[at])
     return picks[::-1]
@@ -181,11 +182,10 @@ Override = float | tuple[float, float] | Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One matrix of a plan.
+class MixedMatrix:
+    """A matrix and its mix of widths.
 
-    key: module key. role: "q", "down", ..., "head". layer: -1 for the head. groups: (bits, rows) from top to bottom. nbytes: on disk, bias
-    included. predicted_kl: nats per token. share: of the plan's predicted KL, 0..1.
+    key: module key. role: "q", "down", ..., "head". layer: -1 for the head. groups: (bits, rows) from top to bottom.
     """
 
     key: str
@@ -194,14 +194,11 @@ class Choice:
     in_features: int
     out_features: int
     groups: Groups
-    nbytes: int
-    predicted_kl: float
-    share: float
 
     @property
     def bpw(self) -> float:
         """Bits per weight, everything stored but a bias."""
-        return stored_bits(self.groups, padded(self.out_features)) / (self.in_features * padded(self.out_features))
+        return bits_per_weight(self.groups, padded(self.out_features))
 
     @property
     def group_size(self) -> int:
@@ -211,22 +208,29 @@ class Choice:
     @property
     def mix(self) -> str:
         """Widths and rows, such as "5x32 4x224 g32"."""
-        return mix_of(self.groups)
+        rows: Counter[int] = Counter()
+        for bits, count in self.groups:
+            rows[bits] += count
+        return " ".join(f"{bits}x{count}" for bits, count in sorted(rows.items(), reverse=True)) + f" g{self.group_size}"
 
 
-def mix_of(groups: Sequence[tuple[int, int]]) -> str:
-    """Widths and rows of a matrix for people, such as "5x32 4x224 g32"."""
-    rows: Counter[int] = Counter()
-    for bits, count in groups:
-        rows[bits] += count
-    return " ".join(f"{bits}x{count}" for bits, count in sorted(rows.items(), reverse=True)) + f" g{groups[0][1]}"
+@dataclass(frozen=True)
+class Choice(MixedMatrix):
+    """One matrix of an allocation.
+
+    nbytes: on disk, bias included. predicted_kl: nats per token. share: of the allocation's predicted KL, 0..1.
+    """
+
+    nbytes: int
+    predicted_kl: float
+    share: float
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class Allocation:
     """An allocation.
 
-    choices: in running order, the head last. target: what was asked for, for people. bpw: all that the layers store over the weights of
+    choices: in running order, the head last. target: the request as text. bpw: all that the layers store over the weights of
     their matrices; head and embedding not counted. nbytes: of the finished weight files. predicted_kl: nats per token, in all.
     """
 
@@ -266,7 +270,7 @@ class Plan:
 
     def __repr__(self) -> str:
         return (
-            f"Plan({self.target}: {self.bpw:.4f} bits per weight, head {self.head_bpw:.2f}, {self.nbytes:,} bytes, "
+            f"Allocation({self.target}: {self.bpw:.4f} bits per weight, head {self.head_bpw:.2f}, {self.nbytes:,} bytes, "
             f"predicted KL {self.predicted_kl:.5f})"
         )
 
@@ -284,35 +288,29 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Slot:
-    """One matrix to be planned: who it is, its menu, and the bits of its bias."""
+class MatrixOptions(Linear):
+    """A matrix and the options that the solver may choose from."""
 
-    key: str
-    role: str
-    layer: int
-    in_features: int
-    out_features: int
-    bias: bool
-    menu: Menu
+    front: ParetoFront
 
 
-def solve(slots: Sequence[Slot], budget: int, *, where: str) -> list[tuple[Groups, int, float]]:
-    """(groups, bits, predicted KL) per slot: least sum of KL within `budget` bits.
+def solve(matrices: Sequence[MatrixOptions], budget: int, *, where: str) -> list[tuple[Groups, int, float]]:
+    """(groups, bits, predicted KL) per matrix: least sum of KL within `budget` bits.
 
     Raises:
         ConversionError: the budget is below the least or not a number of bits. `where` says what was asked for, with the reachable range.
     """
-    least = sum(int(slot.menu.bits[0]) for slot in slots)
+    least = sum(int(matrix.front.bits[0]) for matrix in matrices)
     if least > budget:
         raise ConversionError(
-            f"{where}: these matrices take at least {least / 8:,.0f} bytes, found room for {max(0, budget) // 8:,}: ask for more"
+            f"{where}: these matrices take at least {least / 8:,.0f} bytes, the budget leaves {max(0, budget) // 8:,}; raise it"
         )
-    picks = allocate_arrays([s.menu.bits for s in slots], [s.menu.error for s in slots], budget, limit_states=SOLVE_STATES)
-    return [(s.menu.groups(i), int(s.menu.bits[i]), float(s.menu.error[i])) for s, i in zip(slots, picks)]
+    picks = allocate_arrays([s.front.bits for s in matrices], [s.front.error for s in matrices], budget, limit_states=SOLVE_STATES)
+    return [(s.front.groups(i), int(s.front.bits[i]), float(s.front.error[i])) for s, i in zip(matrices, picks)]
 
 
-def narrowed(slot: Slot, rule: Override) -> Slot:
-    """The slot with only the options that an override leaves.
+def restricted(matrix: MatrixOptions, rule: Override) -> MatrixOptions:
+    """The matrix with only the options that an override leaves.
 
     Args:
         rule: bits per weight (the largest option of at most that many, scales and permutation not counted against it), a range (low, high)
@@ -321,89 +319,80 @@ def narrowed(slot: Slot, rule: Override) -> Slot:
     Raises:
         OptionError: a rule of another kind, groups that do not fit the matrix, or nothing left.
     """
-    menu = slot.menu
+    front = matrix.front
     if isinstance(rule, (int, float)) and not isinstance(rule, bool):
-        keep = np.flatnonzero(_mean_width(menu) <= rule + 1e-9)[-1:]
+        keep = np.flatnonzero(_mean_width(front) <= rule + 1e-9)[-1:]
     elif _is_groups(rule):
-        return _fixed(slot, tuple((int(b), int(r)) for b, r in rule))  # type: ignore[union-attr]
+        return _fixed(matrix, tuple((int(b), int(r)) for b, r in rule))  # type: ignore[union-attr]
     elif isinstance(rule, (tuple, list)) and len(rule) == 2 and all(isinstance(v, (int, float)) for v in rule):
         low, high = rule  # type: ignore[misc]
-        widths = _mean_width(menu)
+        widths = _mean_width(front)
         keep = np.flatnonzero((widths >= low - 1e-9) & (widths <= high + 1e-9))  # type: ignore[operator]
     else:
         raise OptionError(
-            f"override of {slot.key} is {rule!r}; expected bits, a range (low, high) of bits, or groups as (bits, rows) pairs"
+            f"override of {matrix.key} is {rule!r}; expected bits, a range (low, high) of bits, or groups as (bits, rows) pairs"
         )
     if not len(keep):
-        raise OptionError(f"override of {slot.key} is {rule!r}: no option is left; codes of this matrix can have 2 to 8 bits on average")
-    return dataclasses.replace(slot, menu=Menu(menu.in_features, menu.bits[keep], menu.error[keep], menu.mix[keep]))
+        raise OptionError(f"override of {matrix.key} is {rule!r}: no option is left; codes of this matrix can have 2 to 8 bits on average")
+    return dataclasses.replace(matrix, front=ParetoFront(front.in_features, front.bits[keep], front.error[keep], front.mix[keep]))
 
 
-def overridden(slots: Sequence[Slot], overrides: Mapping[str, Override], *, where: str = "overrides") -> list[Slot]:
+def apply_overrides(
+    matrices: Sequence[MatrixOptions], overrides: Mapping[str, Override], *, where: str = "overrides"
+) -> list[MatrixOptions]:
     """Apply overrides; the first pattern that matches a key counts.
 
     Args:
-        overrides: pattern -> rule (see `narrowed`). A pattern is a module key, a glob (`*.down_proj`), a role ("v", "head") or
+        overrides: pattern -> rule (see `restricted`). A pattern is a module key, a glob (`*.down_proj`), a role ("v", "head") or
             "layer N" / "layers N-M".
 
     Raises:
         OptionError: a pattern matches nothing.
     """
     made = []
-    for slot in slots:
-        rule = next((rule for pattern, rule in overrides.items() if _matches(pattern, slot)), None)
-        made.append(slot if rule is None else narrowed(slot, rule))
+    for matrix in matrices:
+        rule = next((rule for pattern, rule in overrides.items() if _matches(pattern, matrix)), None)
+        made.append(matrix if rule is None else restricted(matrix, rule))
     for pattern in overrides:
-        if not any(_matches(pattern, slot) for slot in slots):
+        if not any(_matches(pattern, matrix) for matrix in matrices):
             raise OptionError(
                 f"{where}: {pattern!r} matches no matrix; expected a module key, a glob, a role "
-                f"({', '.join(sorted({s.role for s in slots}))}) or 'layer N'"
+                f"({', '.join(sorted({s.role for s in matrices}))}) or 'layer N'"
             )
     return made
 
 
-def _matches(pattern: str, slot: Slot) -> bool:
+def _matches(pattern: str, matrix: MatrixOptions) -> bool:
     if found := re.fullmatch(r"layers? (\d+)(?:-(\d+))?", pattern):
-        return int(found[1]) <= slot.layer <= int(found[2] or found[1])
-    return pattern in (slot.key, slot.role) or fnmatch.fnmatchcase(slot.key, pattern)
+        return int(found[1]) <= matrix.layer <= int(found[2] or found[1])
+    return pattern in (matrix.key, matrix.role) or fnmatch.fnmatchcase(matrix.key, pattern)
 
 
-def _mean_width(menu: Menu) -> np.ndarray:
+def _mean_width(front: ParetoFront) -> np.ndarray:
     """Mean bits of a code per option."""
-    return np.array([sum(b * r for b, r in menu.groups(i)) / menu.in_features for i in range(len(menu))])
+    return np.array([sum(b * r for b, r in front.groups(i)) / front.in_features for i in range(len(front))])
 
 
 def _is_groups(rule: object) -> bool:
     return isinstance(rule, (tuple, list)) and len(rule) > 0 and all(isinstance(g, (tuple, list)) and len(g) == 2 for g in rule)
 
 
-def _fixed(slot: Slot, groups: Groups) -> Slot:
+def _fixed(matrix: MatrixOptions, groups: Groups) -> MatrixOptions:
     rows = [r for _, r in groups]
-    fits = sum(rows) == slot.in_features and all(r > 0 and r % 32 == 0 for r in rows)
+    fits = sum(rows) == matrix.in_features and all(r > 0 and r % 32 == 0 for r in rows)
     if not fits or any(b not in WIDTHS for b, _ in groups) or any(a[0] < b[0] for a, b in itertools.pairwise(groups)):
         raise OptionError(
-            f"groups of {slot.key} are {list(groups)[:8]}...; expected (bits, rows) with bits of {WIDTHS} not rising, rows multiples of 32 "
-            f"that add up to {slot.in_features}"
+            f"groups of {matrix.key} are {list(groups)[:8]}...; expected (bits, rows): bits of {WIDTHS} not rising, rows multiples of 32 "
+            f"that add up to {matrix.in_features}"
         )
-    return dataclasses.replace(slot, menu=_FixedMenu.of(slot, groups))
+    bits = stored_bits(groups, padded(matrix.out_features), bias=matrix.bias)
+    near = int(np.abs(matrix.front.bits - bits).argmin())  # the error is read off the nearest option in size
+    one = slice(near, near + 1)
+    front = ParetoFront(matrix.in_features, np.array([bits]), matrix.front.error[one], matrix.front.mix[one], fixed=groups)
+    return dataclasses.replace(matrix, front=front)
 
 
-class _FixedMenu(Menu):
-    """A menu of one option with any groups."""
-
-    @classmethod
-    def of(cls, slot: Slot, groups: Groups) -> _FixedMenu:
-        bits = stored_bits(groups, padded(slot.out_features), bias=slot.bias)
-        near = int(np.abs(slot.menu.bits - bits).argmin())  # its error is read off the nearest option in size
-        made = cls(slot.in_features, np.array([bits]), slot.menu.error[near : near + 1], slot.menu.mix[near : near + 1])
-        object.__setattr__(made, "_groups", groups)
-        return made
-
-    def groups(self, index: int) -> Groups:
-        return self._groups  # type: ignore[attr-defined]
-
-
-Frozen = Mapping[str, Any] | Plan | str | os.PathLike[str]
+Frozen = Mapping[str, Any] | Allocation | str | os.PathLike[str]
 _SUFFIX = ".q_groups"
 
 
@@ -411,12 +400,12 @@ def read_choices(source: Frozen) -> dict[str, Groups]:
     """Module key -> (bits, rows) from top to bottom.
 
     Args:
-        source: such a mapping; a plan; a JSON file of `Plan.to_dict()` or of such a mapping; the directory of an EXL2 model.
+        source: such a mapping; an allocation; a JSON file of `Allocation.to_dict()` or of such a mapping; the directory of an EXL2 model.
 
     Raises:
         OptionError: none of these. FormatError: the model's files are damaged.
     """
-    if isinstance(source, Plan):
+    if isinstance(source, Allocation):
         return source.groups()
     if isinstance(source, Mapping):
         return dict(source)
@@ -428,7 +417,9 @@ def read_choices(source: Frozen) -> dict[str, Groups]:
     try:
         return {str(key): tuple((int(bits), int(rows)) for bits, rows in groups) for key, groups in found.items()}
     except (TypeError, ValueError) as error:
-        raise OptionError(f"{path}: found no choices; expected module key -> [[bits, rows], ...], or a plan's `to_dict()`") from error
+        raise OptionError(
+            f"{path}: found no choices; expected module key -> [[bits, rows], ...], or an allocation's `to_dict()`"
+        ) from error
 
 
 def _of_model(path: Path) -> dict[str, Groups]:

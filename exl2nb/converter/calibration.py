@@ -68,9 +68,7 @@ def read_path(path: Path, render: Render | None) -> str:
             whole = text[: text.rindex("\n")] if len(text) == MAX_CHARS else text
             return _joined(_json_lines(whole.splitlines(), path, render), path)
         return _joined(_records(_parsed(text, str(path)), str(path), render), path)
-    if not text.strip():
-        raise OptionError(f"calibration {path}: found no text; expected a UTF-8 text file; give another one")
-    return text
+    return _checked(text, f"calibration {path}", "a UTF-8 text file")
 
 
 def read_list(items: Sequence[Any], render: Render | None) -> str:
@@ -81,9 +79,7 @@ def read_list(items: Sequence[Any], render: Render | None) -> str:
     """
     texts = list(_records(list(items), "calibration", render))
     text = "\n".join(texts)
-    if not text.strip():
-        raise OptionError("calibration: found no text; expected a path, or a list of strings or conversations with text in them")
-    return text
+    return _checked(text, "calibration", "a path, or a list of strings or conversations with text in them")
 
 
 def read_hub(name: str, render: Render | None) -> str:
@@ -103,7 +99,8 @@ def read_hub(name: str, render: Render | None) -> str:
     repo, _, revision = rest.partition("@")
     try:
         hub.check_id(repo)
-        files = huggingface_hub.HfApi().list_repo_files(repo, repo_type="dataset", revision=revision or None)
+        with hub.time_limits():
+            files = huggingface_hub.HfApi().list_repo_files(repo, repo_type="dataset", revision=revision or None)
         wanted = [file for file in sorted(files) if (fnmatch.fnmatchcase(file, pattern) if pattern else _readable(file))]
         wanted.sort(key=lambda file: "train" not in file)
         if not wanted:
@@ -216,10 +213,15 @@ def _joined(texts: Iterable[str], path: Path) -> str:
         size += len(text) + 1
         if size >= MAX_CHARS:
             break
-    joined = "\n".join(kept)
-    if not joined.strip():
-        raise OptionError(f"calibration {path}: found no text; expected records with text in them; give another file")
-    return joined
+    return _checked("\n".join(kept), f"calibration {path}", "records with text in them")
+
+
+def _checked(text: str, where: str, expected: str) -> str:
+    if not text.strip("\0 \t\r\n"):
+        raise OptionError(f"{where}: found no text; expected {expected}; give another one")
+    if (count := text.count("\0")) > len(text) // 1000:  # a stray one occurs in text from the web
+        raise OptionError(f"{where}: found {count} NUL characters among {len(text)}; expected {expected}: this looks like binary or UTF-16")
+    return text
 
 
 Source = str | os.PathLike[str] | Sequence[Any] | None

@@ -64,7 +64,7 @@ class Factor:
     upper: Tensor
 
     def stored(self, weight: Tensor, cross: Tensor | None = None, strength: float = 0) -> Tensor:
-        """A matrix as rounding wants it, f32 `(K, N)`; with `cross` shifted so that its outputs on these inputs come nearer to those
+        """A matrix as rounding takes it, f32 `(K, N)`; with `cross` shifted so that its outputs on these inputs approach those
         on the dense model's inputs.
 
         Args:
@@ -116,9 +116,9 @@ def couple(products: Tensor, *, damping: float = COUPLING_DAMPING) -> Coupling |
         return None
     perm = torch.argsort(diagonal, dim=1, descending=True, stable=True)
     index, back = torch.arange(blocks, device=products.device)[:, None, None], perm.flip(1)
-    turned = products[index, back[:, :, None], back[:, None, :]]
-    turned.diagonal(dim1=1, dim2=2).add_(damping * mean)
-    lower, failed = torch.linalg.cholesky_ex(turned)
+    flipped = products[index, back[:, :, None], back[:, None, :]]
+    flipped.diagonal(dim1=1, dim2=2).add_(damping * mean)
+    lower, failed = torch.linalg.cholesky_ex(flipped)
     if failed.any():
         return None
     upper = _inverse(lower).flip(1, 2)
@@ -213,17 +213,17 @@ def factorize(hessian: Tensor, *, damping: float = DAMPING, name: str = "input")
     diagonal = hessian.diagonal()
     perm = torch.argsort(diagonal, descending=True, stable=True)
     mean, back = float(diagonal.mean(dtype=torch.float64)) or 1.0, perm.flip(0)
-    turned = torch.empty_like(hessian, dtype=torch.float64)  # at 11008 inputs each of these is 1 GB
+    flipped = torch.empty_like(hessian, dtype=torch.float64)  # at 11008 inputs each of these is 1 GB
     for first in range(0, len(back), 1024):
-        turned[first : first + 1024] = hessian[back[first : first + 1024]][:, back]
+        flipped[first : first + 1024] = hessian[back[first : first + 1024]][:, back]
     del hessian, diagonal
     added = 0.0
     for share in (damping, 10 * damping, 1.0):
-        turned.diagonal().add_((share - added) * mean)
+        flipped.diagonal().add_((share - added) * mean)
         added = share
-        lower, failed = torch.linalg.cholesky_ex(turned)
+        lower, failed = torch.linalg.cholesky_ex(flipped)
         if not failed:
-            del turned
+            del flipped
             inverse = _inverse(lower)
             del lower
             upper = inverse.float()

@@ -43,7 +43,8 @@ class ConversionJob:
             head would make them.
         target: instead of bpw, what `Measurement.solve` takes: {"bytes": ...} or {"fits": "24GiB", "context": 8192, "cache": "q8"}.
         overrides: limits per layer, role or matrix, as in `Measurement.solve`: {"layer 0": (6, 8.5), "v": 5, "*.down_proj": (3, 4)}.
-        frozen: choices that stay: module key -> groups, a plan, its JSON, or the directory of an EXL2 model (allocation.read_choices).
+        frozen: choices that stay: module key -> groups, an allocation, its JSON, or the directory of an EXL2 model
+            (allocation.read_choices).
         calibration: a file (.txt, .jsonl, .json, also as .xz or .gz; .parquet), "dataset:owner/name" on the hub, a list of strings or of
             conversations, "self" for text that the model writes, or None for the text that comes with the package (samples of the demo
             model; give a model of yours text of its own kind).
@@ -51,10 +52,11 @@ class ConversionJob:
         report_rows: further rows of the same text, never calibrated on, for the quality in the report; fewer where the text is short.
         seed: of the rows and of the random changes that the sweep sends back.
         effort: "quick", "full" or "thorough".
-        work_dir: keeps work in progress and the measurement for later runs; None = a hidden folder beside `dst`, removed at the end.
+        work_dir: keeps work in progress and the measurement for later runs; None = a hidden folder next to `dst`, removed at the end.
         measurement: a Measurement, or a file written by its `save`, of the same model; None = measure.
         rounding: how codes are chosen (converter.quantization.Rounding).
-        polish: try plans, each with its true KL on a few rows, before one is carried out (converter.polish); not for models with experts.
+        polish: try several allocations, each by its true KL on a few rows, and keep the best (converter.polish); not for models with
+            experts.
         device: "cpu", "cuda" or "auto": the GPU where there is one that can be used; None = the variable EXL2NB_DEVICE, or "auto". Files
             made on a GPU differ in bits from those made on the CPU, not in quality.
 
@@ -108,7 +110,7 @@ class ConversionJob:
         self._work_dir = Path(work_dir) if work_dir is not None else None
         work = self._work_dir.resolve() if self._work_dir is not None else None
         if work is not None and self.dst.resolve() in (work, *work.parents):
-            raise ConversionError(f"work_dir {work} lies in {self.dst}, which will be the converted model; choose another directory")
+            raise ConversionError(f"work_dir {work} is inside {self.dst}, which will be the converted model; choose another directory")
         self.device = pick_device(device)
         self._cancelled, self._go = False, threading.Event()
         self._go.set()
@@ -159,7 +161,7 @@ class ConversionJob:
         """Do it.
 
         Args:
-            sink: takes the events of stages "calibrate", "measure", "allocate", "polish", "quantize" and "write".
+            sink: takes the events of stages "calibrate", "equalize", "measure", "allocate", "polish", "quantize" and "write".
 
         Raises:
             ConversionError: the target cannot be reached, the disk is full, a saved measurement belongs to another model.
@@ -186,7 +188,7 @@ class ConversionJob:
         """Only measure: what `run` would do first. Writes nothing under `dst`.
 
         Args:
-            sink: takes the events of stages "calibrate" and "measure".
+            sink: takes the events of stages "calibrate", "equalize" and "measure".
         """
         with self._opened(sink) as run:
             return run.measure()
@@ -205,13 +207,14 @@ class ConversionJob:
         ):
             make_directory(self.dst.absolute().parent)
             work = Work(self._work_dir or self.dst.absolute().parent / f".{self.dst.name}.work")
-            try:
-                yield Pipeline(self.settings, src, self.dst, Context(weights, work, sink, self.check_cancelled))
-            except BaseException:
-                work.leave()
-                raise
-        if self._work_dir is None:
-            work.clear()
+            with closing(work):
+                try:
+                    yield Pipeline(self.settings, src, self.dst, Context(weights, work, sink, self.check_cancelled))
+                except BaseException:
+                    work.leave()
+                    raise
+                if self._work_dir is None:
+                    work.clear()
 
     def check_cancelled(self) -> None:
         """Wait while paused; raise Interrupted after `cancel`."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from exl2nb.converter import gptq, peer
-from exl2nb.converter.allocation import Choice, Override, Plan, Slot, overridden, solve
-from exl2nb.converter.options import Groups, group_rows, menus
+from exl2nb.converter.allocation import Allocation, Choice, MatrixOptions, Override, apply_overrides, solve
+from exl2nb.converter.options import Groups, group_rows, pareto_fronts
 from exl2nb.converter.sizes import RESERVE, CacheShape, Other, overhead_bytes, parse_bytes, parts_of
 from exl2nb.core.errors import ConversionError, OptionError
 from exl2nb.core.options import check_range
@@ -67,16 +67,18 @@ class Measurement:
     # solving
 
     @cached_property
-    def slots(self) -> tuple[Slot, ...]:
-        """Every matrix with its menu, made once."""
+    def matrices(self) -> tuple[MatrixOptions, ...]:
+        """Every matrix with its options, computed once."""
         by_inputs: dict[int, list[str]] = {}
         for key, m in self.linears.items():
             by_inputs.setdefault(m.in_features, []).append(key)
         made = {}
         for in_features, keys in by_inputs.items():
             wanted = [(self.linears[k].out_features, self.linears[k].anchors, self.linears[k].bias) for k in keys]
-            made.update(zip(keys, menus(in_features, wanted)))
-        return tuple(Slot(key, m.role, m.layer, m.in_features, m.out_features, m.bias, made[key]) for key, m in self.linears.items())
+            made.update(zip(keys, pareto_fronts(in_features, wanted)))
+        return tuple(
+            MatrixOptions(key, m.role, m.layer, m.in_features, m.out_features, m.bias, made[key]) for key, m in self.linears.items()
+        )
 
     @property
     def weights(self) -> int:
@@ -86,9 +88,9 @@ class Measurement:
     @property
     def range(self) -> tuple[float, float]:
         """Least and most bits per weight of the layers that `solve` can reach."""
-        stack = [slot for slot in self.slots if slot.role != "head"]
+        stack = [matrix for matrix in self.matrices if matrix.role != "head"]
         vectors = self._vector_bits()
-        least, most = (sum(int(slot.menu.bits[i]) for slot in stack) + vectors for i in (0, -1))
+        least, most = (sum(int(matrix.front.bits[i]) for matrix in stack) + vectors for i in (0, -1))
         return least / self.weights, most / self.weights
 
     def solve(
@@ -102,7 +104,7 @@ class Measurement:
         head_bits: int | str | None = None,
         overrides: Mapping[str, Override] | None = None,
         frozen: Mapping[str, Groups] | None = None,
-    ) -> Plan:
+    ) -> Allocation:
         """Allocate: the option per matrix with the least predicted KL within one budget.
 
         Args:
@@ -112,11 +114,11 @@ class Measurement:
             context, cache: tokens and mode of that KV cache.
             head_bits: the head's row of the format's table (2, 3, 4, 5, 6 or 8), or "auto": the head shares the budget. With `bpw`, "auto"
                 makes files as large as a 6-bit head would. None: 6 with `bpw`, "auto" otherwise.
-            overrides: pattern -> rule: per-layer, per-role or per-matrix limits (see `allocation.overridden`, `allocation.narrowed`).
-            frozen: module key -> groups that must stay as they are, such as `plan.groups()` of another plan.
+            overrides: pattern -> rule: limits per layer, role or matrix (see `allocation.apply_overrides`, `allocation.restricted`).
+            frozen: module key -> groups that must stay as they are, such as `allocation.groups()` of another allocation.
 
         Returns:
-            A Plan; the same for the same input. Takes milliseconds, so that a slider may call it.
+            An Allocation; the same for the same input. Takes milliseconds, so that a slider may call it.
 
         Raises:
             OptionError: not exactly one of bpw, bytes, fits; a value out of range; an override that matches nothing.
@@ -125,39 +127,39 @@ class Measurement:
         if sum(value is not None for value in (bpw, bytes, fits)) != 1:
             raise OptionError("solve: expected exactly one of bpw, bytes and fits")
         head_bits = head_bits if head_bits is not None else HEAD_BITS if bpw is not None else "auto"
-        slots = self._slots(head_bits, overrides or {}, frozen or {})
+        matrices = self._restricted(head_bits, overrides or {}, frozen or {})
         if bpw is not None:
             check_range("bpw", bpw, 2, 8, where="solve")
-            target, budget = f"{bpw:g} bpw", self._stack_budget(bpw, slots, head_bits)
+            target, budget = f"{bpw:g} bpw", self._layer_budget(bpw, matrices, head_bits)
             low, high = self.range
             where = (
                 f"bpw is {bpw:g}; this model reaches {low:.3f} to {high:.3f} bits per weight (scales, permutations, norms, biases counted)"
             )
         else:
             target, room = self._room(bytes, fits, context, cache)
-            widest = ((s, [(8, rows) for rows in group_rows(s.in_features, 32)]) for s in slots)
+            widest = ((s, [(8, rows) for rows in group_rows(s.in_features, 32)]) for s in matrices)
             parts = [part for s, groups in widest for part in parts_of(s.key, groups, s.out_features, bias=s.bias)]
             budget, where = 8 * (room - overhead_bytes(parts, self.others)), target
-        found = solve(slots, budget, where=where)
-        return self._plan(slots, found, target)
+        found = solve(matrices, budget, where=where)
+        return self._allocation(matrices, found, target)
 
-    def _slots(self, head_bits: int | str, overrides: Mapping[str, Override], frozen: Mapping[str, Groups]) -> list[Slot]:
-        slots = list(self.slots)
+    def _restricted(self, head_bits: int | str, overrides: Mapping[str, Override], frozen: Mapping[str, Groups]) -> list[MatrixOptions]:
+        matrices = list(self.matrices)
         rules: dict[str, Override] = {key: groups for key, groups in frozen.items()}
-        if head_bits != "auto" and not any(s.role == "head" and s.key in rules for s in slots):
+        if head_bits != "auto" and not any(s.role == "head" and s.key in rules for s in matrices):
             if not isinstance(head_bits, int):
                 raise OptionError(f"head_bits is {head_bits!r}; expected 2, 3, 4, 5, 6, 8 or 'auto'")
-            rules |= {s.key: head_mix(head_bits).groups(s.in_features) for s in slots if s.role == "head"}
+            rules |= {s.key: head_mix(head_bits).groups(s.in_features) for s in matrices if s.role == "head"}
         if overrides:
-            slots = overridden(slots, overrides)
-        return overridden(slots, rules, where="frozen") if rules else slots
+            matrices = apply_overrides(matrices, overrides)
+        return apply_overrides(matrices, rules, where="frozen") if rules else matrices
 
-    def _stack_budget(self, bpw: float, slots: Sequence[Slot], head_bits: int | str) -> int:
+    def _layer_budget(self, bpw: float, matrices: Sequence[MatrixOptions], head_bits: int | str) -> int:
         budget = int(bpw * self.weights) - self._vector_bits()
-        for slot in slots:
-            if slot.role == "head":
-                fixed = stored_bits(head_mix(HEAD_BITS).groups(slot.in_features), padded(slot.out_features))
-                budget += fixed if head_bits == "auto" else int(slot.menu.bits[0])
+        for matrix in matrices:
+            if matrix.role == "head":
+                fixed = stored_bits(head_mix(HEAD_BITS).groups(matrix.in_features), padded(matrix.out_features))
+                budget += fixed if head_bits == "auto" else int(matrix.front.bits[0])
         return budget
 
     def _room(self, size: int | str | None, fits: int | str | None, context: int, cache: str) -> tuple[str, int]:
@@ -174,15 +176,15 @@ class Measurement:
         """Bits of the layers' norms: they count in the budget, so `bpw` times the weights is all that the layers store."""
         return 8 * sum(other.nbytes for other in self.others if other.in_layer)
 
-    def _plan(self, slots: Sequence[Slot], found: Sequence[tuple[Groups, int, float]], target: str) -> Plan:
+    def _allocation(self, matrices: Sequence[MatrixOptions], found: Sequence[tuple[Groups, int, float]], target: str) -> Allocation:
         total = sum(error for _, _, error in found) or 1e-300
         choices = tuple(
             Choice(s.key, s.role, s.layer, s.in_features, s.out_features, groups, bits // 8, error, error / total)
-            for s, (groups, bits, error) in zip(slots, found)
+            for s, (groups, bits, error) in zip(matrices, found)
         )
-        parts = [part for c, s in zip(choices, slots) for part in parts_of(c.key, c.groups, c.out_features, bias=s.bias)]
+        parts = [part for c, s in zip(choices, matrices) for part in parts_of(c.key, c.groups, c.out_features, bias=s.bias)]
         stack = sum(c.nbytes for c in choices if c.role != "head")
-        return Plan(
+        return Allocation(
             choices=choices,
             target=target,
             bpw=(8 * stack + self._vector_bits()) / max(1, self.weights),
@@ -211,7 +213,7 @@ class Measurement:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Measurement:
-        """Read what `save` wrote; its menus are made at once, so that the first `solve` is as quick as the others.
+        """Read what `save` wrote; its options are computed at once, so that the first `solve` is as quick as the others.
 
         Raises:
             ConversionError: not such a file, or damaged. A file of exllamav2's own goes to `peer.PeerMeasurement.load`.
@@ -230,7 +232,7 @@ class Measurement:
                 cache=CacheShape(*(int(v) for v in cache)) if cache else None,
                 calibration=dict(content["calibration"]),
             )
-            assert made.slots
+            assert made.matrices
         except (AssertionError, KeyError, IndexError, TypeError, ValueError) as error:
             raise ConversionError(
                 f"{path}: found no usable `exl2nb` section ({type(error).__name__}), expected one of format {FORMAT}; measure again"
@@ -252,7 +254,7 @@ class Measurement:
             "bits per weight": f"{low:.2f} to {high:.2f} can be reached",
             "calibration": ", ".join(f"{name} {str(value)[:60]}" for name, value in self.calibration.items() if name != "expert_tokens"),
         }
-        return facts("measurement: solve(bpw=...) makes a plan of it", rows)
+        return facts("measurement: solve(bpw=...) makes an allocation of it", rows)
 
     def __repr__(self) -> str:
         low, high = self.range
@@ -260,7 +262,7 @@ class Measurement:
 
 
 def others_of(config: ModelConfig) -> tuple[Other, ...]:
-    """What a model's files hold beside its matrices."""
+    """The tensors of a model's files other than its matrices."""
     layers = [layer_vectors(config, layer) for layer in range(config.num_layers)]
     return (
         *(Other(name, tuple(shape), True) for layer in layers for name, shape in layer.items()),

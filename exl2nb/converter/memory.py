@@ -21,9 +21,9 @@ FLOAT, DOUBLE = 4, 8
 PER_WEIGHT = 20  # bytes that rounding takes for each weight of one matrix: shifted targets, stored orders, working copy, codes
 PER_HEAD_WEIGHT = 10  # the same for the head, whose columns keep their order, without targets
 FACTOR = 20  # bytes per number of a Hessian while it is factored, itself not counted
-PROBED, PACKED = 8, 3  # bytes of a weight while plans are tried: dense and as one plan has it; on the host, in three ways
-TRIED = 16  # plans at once
-SLACK = 1.1  # what an allocator does not give back at once
+PROBED, PACKED = 8, 3  # bytes of a weight while allocations are tried: dense and as one allocation has it; on the host, in three ways
+TRIED = 16  # allocations at once
+SLACK = 1.1  # memory that the allocator has not returned yet
 SPLIT = 20  # bytes per number of a factor while it is split (ops.bf16x3)
 
 
@@ -31,7 +31,7 @@ SPLIT = 20  # bytes per number of a factor while it is split (ops.bf16x3)
 class Planned:
     """Bytes at the worst moment of each stage, the interpreter and its libraries (some 0.4 GB) not counted.
 
-    held: throughout: statistics. sweep, measure, polish, quantize: beside that. disk: of streams in files of the work folder.
+    held: throughout: statistics. sweep, measure, polish, quantize: on top of that. disk: of streams in files of the work folder.
     """
 
     held: int
@@ -52,7 +52,7 @@ class _Sizes:
 
     weights, largest, head: numbers in a layer's matrices, in one of them, in the head. widest: inputs of a matrix. moment: bytes of its
     sum of products. inputs, products: bytes of a layer's Hessians, and of its products of gradients. sweep, quantize: shapes of their
-    streams. tried: bytes of the streams of plans that are tried.
+    streams. tried: bytes of the streams of allocations that are tried.
     """
 
     def __init__(self, config: ModelConfig, rows: int, length: int, report_rows: int) -> None:
@@ -99,7 +99,7 @@ def planned(config: ModelConfig, *, rows: int, length: int, report_rows: int = 0
 
 
 def planned_on_gpu(config: ModelConfig, *, rows: int, length: int, report_rows: int = 0, polish: bool = False) -> Planned:
-    """What a conversion on a GPU will take of it, beside the driver and the libraries (0.8 GiB on an H200) and what torch keeps for later.
+    """GPU memory of a conversion, not counting the driver and the libraries (0.8 GiB on an H200) and what torch keeps for later.
 
     Arguments as of `planned`. Partly run layers are not counted: they are held only where a sixth of the GPU is enough for them
     (quantization._held_limit).
@@ -117,7 +117,7 @@ def planned_on_gpu(config: ModelConfig, *, rows: int, length: int, report_rows: 
     rounding = max(4 * square, 2 * square + pieces + 6 * largest)
     narrow = max(SPAN_ROWS, min(linear.in_features for layer in s.layers for linear in layer))
     copies = COPIES_BYTES + 2 * SPAN_ROWS * COPIES_BYTES // narrow + (FLOAT + SPLIT) * RESULT  # with errors of a span, and what they change
-    # the head: itself, as rounding wants it and what is shifted at a time; that, the copy that is changed, codes, errors of a span
+    # the head, its copy for rounding and the part that is shifted at a time; then that copy, the working copy, codes, errors of a span
     shifted = 2 * head + 4 * min(FLOAT * AT_ONCE, head) + pieces
     errors = 2 * FLOAT * SPAN_ROWS * config.vocab_size + (FLOAT + SPLIT) * RESULT
     rounded = max(shifted, 2 * head + head // 2 + errors)

@@ -1,4 +1,4 @@
-"""The menu of one linear: every mix of widths worth considering, with its bits and its predicted cost. Knows nothing of tensors on disk.
+"""The Pareto front of one linear: every mix of widths worth considering, with its bits and its predicted KL. Knows nothing of files.
 
 GPTQ's loss is a sum over groups of rows, and a group's share hardly depends on the widths of the others. So a few runs at one width
 throughout ("anchors") predict every mix: the top rows from a wide run, the rest from a narrow one.
@@ -23,39 +23,30 @@ Anchors = Mapping[tuple[int, int], Sequence[float]]
 Groups = tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True)
-class Option:
-    """One way to store a linear: (bits, rows) per group, bits on disk, predicted KL in nats."""
-
-    groups: Groups
-    bits: int
-    error: float
-
-
 @dataclass(frozen=True, eq=False)
-class Menu:
-    """Options of one linear as arrays, smallest first.
+class ParetoFront:
+    """Options of one linear that no other option beats in both bits and error, as arrays, smallest first.
 
-    bits: int64 `(M,)`. error: f64 `(M,)`, nats. mix: int64 `(M, 7)`: group size, then how many groups each width of DESCENDING has.
+    bits: int64 `(M,)`, on disk. error: f64 `(M,)`, predicted KL in nats. mix: int64 `(M, 7)`: group size, then how many groups each width
+    of DESCENDING has. fixed: the groups of a front with one option that no mix describes.
     """
 
     in_features: int
     bits: np.ndarray
     error: np.ndarray
     mix: np.ndarray
+    fixed: Groups | None = None
 
     def __len__(self) -> int:
         return len(self.bits)
 
     def groups(self, index: int) -> Groups:
         """(bits, rows) per group of one option."""
+        if self.fixed is not None:
+            return self.fixed
         size, *counts = self.mix[index].tolist()
         widths = [bits for bits, count in zip(DESCENDING, counts) for _ in range(count)]
         return tuple(zip(widths, group_rows(self.in_features, size)))
-
-    def option(self, index: int) -> Option:
-        """One option."""
-        return Option(self.groups(index), int(self.bits[index]), float(self.error[index]))
 
 
 def group_rows(in_features: int, group_size: int) -> list[int]:
@@ -63,24 +54,11 @@ def group_rows(in_features: int, group_size: int) -> list[int]:
     return [min(group_size, in_features - first) for first in range(0, in_features, group_size)]
 
 
-def menu(in_features: int, out_features: int, anchors: Anchors, *, bias: bool = False) -> list[Option]:
-    """Options of one linear that no other option beats in both bits and error, smallest first: `menus` for one.
+def pareto_fronts(in_features: int, linears: Sequence[tuple[int, Anchors, bool]]) -> list[ParetoFront]:
+    """Pareto fronts of linears with the same number of inputs.
 
-    Args:
-        in_features: K.
-        out_features: N.
-        anchors: (bits, group size) -> predicted KL of each group; measured at group sizes 32 and 128 (64 is interpolated where absent).
-        bias: whether the matrix has one.
-    """
-    made = menus(in_features, [(out_features, anchors, bias)])[0]
-    return [made.option(i) for i in range(len(made))]
-
-
-def menus(in_features: int, linears: Sequence[tuple[int, Anchors, bool]]) -> list[Menu]:
-    """Menus of linears with the same number of inputs.
-
-    For each group size and each of PRICES prices of a bit, the widths (never rising from top to bottom) that minimise error plus price; all
-    such widths where a matrix has few groups, so that small models too can spend their last bits.
+    Candidates: for each group size and each of PRICES Lagrange multipliers, the widths (never rising from top to bottom) that minimise
+    error + multiplier * bits. A matrix with few groups: all such widths, so that small models can spend their last bits, too.
 
     Args:
         linears: per linear: out_features, anchors, whether it has a bias.
@@ -100,14 +78,14 @@ def menus(in_features: int, linears: Sequence[tuple[int, Anchors, bool]]) -> lis
     return [_pareto(in_features, parts) for parts in found]
 
 
-def _pareto(in_features: int, parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Menu:
+def _pareto(in_features: int, parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> ParetoFront:
     """The options that are not beaten, by rising bits and falling error."""
     bits, error, mix = (np.concatenate(arrays) for arrays in zip(*parts))
     order = np.lexsort((*mix.T, error, bits))
     bits, error, mix = bits[order], error[order], mix[order]
     lowest = np.minimum.accumulate(error)
     keep = np.concatenate(([True], error[1:] < lowest[:-1]))
-    return Menu(in_features, bits[keep], error[keep], mix[keep])
+    return ParetoFront(in_features, bits[keep], error[keep], mix[keep])
 
 
 def group_errors(anchors: Anchors, bits: int, size: int, count: int) -> np.ndarray:

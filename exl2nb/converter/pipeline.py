@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from exl2nb.converter.allocation import Plan
+from exl2nb.converter.allocation import Allocation
 from exl2nb.converter.calibration import SELF, Rows, check_known, part, read_calibration, split_rows, write_text
-from exl2nb.converter.folds import folds
+from exl2nb.converter.equalization import equalize
 from exl2nb.converter.hessian import factorize, input_of
 from exl2nb.converter.measurement import ANCHORS, FORMAT, Measured, Measurement, measure_linear, others_of
 from exl2nb.converter.polish import Polished, polish
@@ -27,8 +27,10 @@ from exl2nb.converter.sizes import CacheShape
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.converter.work import HEAD, REVISION, Context, Work, hash_of
 from exl2nb.core.errors import ConversionError, OptionError
+from exl2nb.core.progress import Forecast, Phase
 from exl2nb.io import safetensors
 from exl2nb.io.hf_config import read_config
+from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import end_vectors, head_linear, layer_linears, layer_vectors
 from exl2nb.model.store import ModelStore
 from exl2nb.model.writer import write_model
@@ -62,7 +64,7 @@ def measured(context: Context, rows: Rows, seed: int, calibration: dict[str, Any
 def _measure(context: Context, rows: Rows, key: str, known: Measurement | None, calibration: dict[str, Any]) -> Measurement:
     weights, work, config, held, visits = context.weights, context.work, context.weights.config, _Held(), {}
     linears: dict[str, Measured] = dict(known.linears) if known is not None else {}
-    with context.steps("measure", total=2 * config.num_layers + 1, unit="layers") as step:
+    with context.steps("measure", total=2 * config.num_layers + 1, unit="passes", phased=True) as step:
         for statistics in sweep(weights, rows.calibrating, used=rows.used, seed=calibration["seed"], step=step, directory=work.directory):
             if statistics.layer != HEAD:
                 tensors = statistics.tensors()
@@ -160,6 +162,24 @@ def _tensors(context: Context, key: str, step: Callable[[str], None]) -> Iterato
             yield name, weights.store.read_untouched(name)
 
 
+def forecast(asked: Settings, config: ModelConfig, *, last: str = "write") -> Forecast:
+    """What the stages cost one beside the other, up to stage `last`: seconds on the demo model, 8 rows of 128 tokens, 2 cores."""
+    layers, known = config.num_layers, asked.measurement is not None
+    matrices = sum(len(layer_linears(config, layer)) for layer in range(layers)) + 1
+    phases = [
+        Phase("calibrate", 1, 0.1),
+        Phase("equalize", layers if asked.rounding.folded else 0, 0.35),
+        Phase("measure", layers, 0.5, name="forward"),
+        Phase("measure", 1, 1.5, name="loss"),
+        Phase("measure", layers, 1.7 if known else 6.0, name="backward"),
+        Phase("allocate", 1, 0.1),
+        Phase("polish", 2 * (layers + 1) if asked.polish else 0, 3.5),
+        Phase("quantize", layers + 1, 3.5),
+        Phase("write", matrices, 0.01),
+    ]
+    return Forecast(phases[: max(at for at, phase in enumerate(phases) if phase.stage == last) + 1])
+
+
 T = TypeVar("T")
 
 
@@ -171,8 +191,9 @@ class Pipeline:
     """
 
     def __init__(self, settings: Settings, src: Path, dst: Path, context: Context) -> None:
-        self.settings, self.src, self.dst, self.context = settings, src, dst, context
+        self.settings, self.src, self.dst = settings, src, dst
         self.weights, self.config = context.weights, context.weights.config
+        self.context = dataclasses.replace(context, forecast=forecast(settings, self.config))
         self.length = min(settings.length, self.config.max_position_embeddings)
         self.seconds: dict[str, float] = {}
 
@@ -182,20 +203,21 @@ class Pipeline:
             raise OptionError("convert: polish is True and the model has experts, expected a dense one; leave polish out")
         rows = self._timed("calibrate", self.calibrate)
         measurement, key = self._timed("measure", lambda: self.measurement(rows))
-        plan = self._timed("allocate", lambda: self.allocate(measurement))
+        allocation = self._timed("allocate", lambda: self.allocate(measurement))
         polished = None
         if self.settings.polish:
-            polished = self._timed("polish", lambda: self.polish(rows, measurement, plan))
-            plan = polished.plan
-        quantize = functools.partial(quantize_model, self.context, rows, measurement, plan, key, self.settings.rounding)
+            polished = self._timed("polish", lambda: self.polish(rows, measurement, allocation))
+            allocation = polished.allocation
+        quantize = functools.partial(quantize_model, self.context, rows, measurement, allocation, key, self.settings.rounding)
         made = self._timed("quantize", quantize)
-        result = self._result(measurement, plan, made, rows, polished)
+        result = self._result(measurement, allocation, made, rows, polished)
         self._timed("write", lambda: assemble(self.context, self.dst, self.src, made.key, result, self._written(result)))
         self.context.work.forget(made.key, self.config.num_layers)
         return dataclasses.replace(result, nbytes=sum(path.stat().st_size for path in sorted(self.dst.glob("*.safetensors"))))
 
     def measure(self) -> Measurement:
         """Only the measurement."""
+        self.context = dataclasses.replace(self.context, forecast=forecast(self.settings, self.config, last="measure"))
         return self.measurement(self.calibrate())[0]
 
     def calibrate(self) -> Rows:
@@ -232,31 +254,31 @@ class Pipeline:
         if found is not None:
             found.check_model(self.weights.fingerprint(), self.src)
         if self.settings.rounding.folded:
-            self._fold(rows)
+            self._equalize(rows)
         facts = {**rows.facts(), "split": rows.split()}
         return measured(self.context, rows, self.settings.seed, facts, found)
 
-    def _fold(self, rows: Rows) -> None:
+    def _equalize(self, rows: Rows) -> None:
         """Scale the dense model, unless a run before this one found out how."""
         weights, work = self.weights, self.context.work
         key = hash_of(REVISION, weights.fingerprint(), rows.hessians.numpy().tobytes())
-        factors = work.load_folds(key)
+        factors = work.load_scales(key)
         if factors is None:
-            with self.context.steps("calibrate", total=self.config.num_layers, unit="layers") as step:
-                factors = folds(weights, rows.hessians, step)
-            work.save_folds(key, factors)
+            with self.context.steps("equalize", total=self.config.num_layers, unit="layers") as step:
+                factors = equalize(weights, rows.hessians, step)
+            work.save_scales(key, factors)
         weights.scale(factors)
 
-    def allocate(self, measurement: Measurement) -> Plan:
-        """The plan within the budget."""
-        with self.context.meter("allocate", total=1, unit="plans") as meter:
-            plan = measurement.solve(**self.settings.wanted)
-            meter.step(detail=repr(plan), bpw=plan.bpw, nbytes=plan.nbytes)
-        return plan
+    def allocate(self, measurement: Measurement) -> Allocation:
+        """The allocation within the budget."""
+        with self.context.meter("allocate", total=1, unit="allocations") as meter:
+            allocation = measurement.solve(**self.settings.wanted)
+            meter.step(detail=repr(allocation), bpw=allocation.bpw, nbytes=allocation.nbytes)
+        return allocation
 
-    def polish(self, rows: Rows, measurement: Measurement, plan: Plan) -> Polished:
-        """The plan, or a better one within the same budget."""
-        return polish(self.context, rows, measurement, plan, self.settings.wanted)
+    def polish(self, rows: Rows, measurement: Measurement, allocation: Allocation) -> Polished:
+        """The allocation, or a better one within the same budget."""
+        return polish(self.context, rows, measurement, allocation, self.settings.wanted)
 
     def _written(self, result: Conversion) -> dict[str, Any]:
         """The `quantization_config` of the finished model."""
@@ -269,15 +291,15 @@ class Pipeline:
             "calibration": {name: result.calibration[name] for name in ("rows", "length", "dataset")},
         }
 
-    def _result(self, measurement: Measurement, plan: Plan, made: Made, rows: Rows, polished: Polished | None) -> Conversion:
+    def _result(self, measurement: Measurement, allocation: Allocation, made: Made, rows: Rows, polished: Polished | None) -> Conversion:
         head_bits = self.settings.wanted["head_bits"]
         return Conversion(
             path=self.dst,
             source=self.src,
-            target_bpw=self.settings.wanted.get("bpw", plan.bpw),
-            bpw=plan.bpw,
-            head_bits=head_bits if isinstance(head_bits, int) else round(plan.head_bpw, 2),
-            nbytes=plan.nbytes,
+            target_bpw=self.settings.wanted.get("bpw", allocation.bpw),
+            bpw=allocation.bpw,
+            head_bits=head_bits if isinstance(head_bits, int) else round(allocation.head_bpw, 2),
+            nbytes=allocation.nbytes,
             matrices=tuple(made.matrices),
             seconds=self.seconds,
             calibration={**rows.facts(), "split": rows.split()},

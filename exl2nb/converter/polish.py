@@ -1,4 +1,4 @@
-"""True cost of bit allocations: KL of quickly rounded models on a few rows, and the search that uses it."""
+"""Refinement of an allocation by true KL: that of quickly rounded models on a few rows, and the search that uses it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exl2nb.converter.allocation import Plan, Slot
+from exl2nb.converter.allocation import Allocation, MatrixOptions
 from exl2nb.converter.calibration import Rows
 from exl2nb.converter.gptq import dense, quantize
 from exl2nb.converter.hessian import Factor, Moments, advance, batches, factorize, input_of
@@ -30,34 +30,34 @@ Made = dict[tuple[str, Groups], Exl2Tensors]  # packed, in host memory: a GPU ca
 
 
 def true_kl(
-    weights: DenseWeights, ids: Tensor, judged: Tensor, plans: Sequence[Choices], step: Callable[[str], None] = lambda detail: None
+    weights: DenseWeights, ids: Tensor, judged: Tensor, allocations: Sequence[Choices], step: Callable[[str], None] = lambda detail: None
 ) -> Tensor:
-    """KL of the model rounded by each of several plans.
+    """KL of the model rounded by each of several allocations.
 
-    Every matrix is rounded once for each way in which a plan wants it, for the inputs that the dense model gives it on `ids`; plans run
-    together up to the first layer in which they differ. So many plans that differ in little cost little more than one.
+    A matrix is rounded once for each different choice, for the inputs that the dense model gives it on `ids`. Allocations share all layers
+    before the first one in which they differ. So similar allocations cost little more than one.
 
     Args:
         ids: calibration rows int32 `(R, S)`.
         judged: rows int32 `(J, S')` that share nothing with them.
-        plans: module key -> groups.
-        step: called with one line for people after every layer and the head.
+        allocations: module key -> groups.
+        step: called with a line of text after every layer and the head.
 
     Returns:
-        f64 `(len(plans), J)`: nats per token, a mean per row.
+        f64 `(len(allocations), J)`: nats per token, a mean per row.
     """
     config, device, ends = weights.config, weights.device, weights.ends()
     x, wanted = (reference.embed(config, ends, rows.to(device)) for rows in (ids, judged))
     del ends
-    streams, place = [wanted], [0] * len(plans)
+    streams, place = [wanted], [0] * len(allocations)
     for layer in range(config.num_layers):
         linears, tensors = list(layer_linears(config, layer).values()), weights.layer(layer)
         hessians, x = _inputs(weights, layer, tensors, x)
         names, made = input_of({linear.role: linear for linear in linears}), Made()
         for name in dict.fromkeys(names.values()):
             factor = factorize(hessians.pop(name), name=f"layer {layer}, input of {name}")
-            made |= _rounded([linear for linear in linears if names[linear.role] == name], tensors, factor, plans)
-        ways = [(at, tuple(plan[linear.key] for linear in linears)) for at, plan in zip(place, plans)]
+            made |= _rounded([linear for linear in linears if names[linear.role] == name], tensors, factor, allocations)
+        ways = [(at, tuple(allocation[linear.key] for linear in linears)) for at, allocation in zip(place, allocations)]
         apart = list(dict.fromkeys(ways))
         place = [apart.index(way) for way in ways]
         streams = [
@@ -66,13 +66,13 @@ def true_kl(
         ]
         wanted = advance(config, layer, tensors, wanted, torch.empty_like(wanted))
         step(f"layer {layer}")
-    found = _judged(weights, x, wanted, [streams[at] for at in place], plans)
+    found = _judged(weights, x, wanted, [streams[at] for at in place], allocations)
     step("head")
     return found
 
 
 def _inputs(weights: DenseWeights, layer: int, tensors: Mapping[str, Tensor], x: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    """Hessians of a layer's inputs, and the stream behind it."""
+    """Hessians of a layer's inputs, and the stream after it."""
     config, moments, out = weights.config, Moments(), torch.empty_like(x)
     roles = {linear.key: role for role, linear in layer_linears(config, layer).items()}
     first = set(input_of(roles.values()).values())
@@ -86,12 +86,12 @@ def _inputs(weights: DenseWeights, layer: int, tensors: Mapping[str, Tensor], x:
     return moments.hessians(), out
 
 
-def _rounded(linears: Sequence[Linear], tensors: Mapping[str, Tensor], factor: Factor, plans: Sequence[Choices]) -> Made:
-    """Each linear in every way that a plan wants."""
+def _rounded(linears: Sequence[Linear], tensors: Mapping[str, Tensor], factor: Factor, allocations: Sequence[Choices]) -> Made:
+    """Each linear, rounded once for each different choice."""
     made = Made()
     for linear in linears:
         weight = tensors[f"{linear.key}.weight"]
-        for groups in dict.fromkeys(plan[linear.key] for plan in plans):
+        for groups in dict.fromkeys(allocation[linear.key] for allocation in allocations):
             made[linear.key, groups] = quantize(weight, factor, groups)[0]
     return made
 
@@ -101,17 +101,18 @@ def _used(made: Made, linears: Sequence[Linear], how: Sequence[Groups], device: 
     return {f"{linear.key}.weight": dense(made[linear.key, groups], linear.out_features, device) for linear, groups in zip(linears, how)}
 
 
-def _judged(weights: DenseWeights, x: Tensor, wanted: Tensor, streams: Sequence[Tensor], plans: Sequence[Choices]) -> Tensor:
+def _judged(weights: DenseWeights, x: Tensor, wanted: Tensor, streams: Sequence[Tensor], allocations: Sequence[Choices]) -> Tensor:
     config, ends, moments = weights.config, weights.ends(embedding=False), Moments()
     linear = head_linear(config)
     for part in batches(config, x, 0, len(x)):
         moments.add("head", reference.final_norm(config, ends, x[part]))
     factor = factorize(moments.hessians()["head"], name="input of the head")
-    made = _rounded([linear], ends, factor, plans)
-    found = torch.zeros(len(plans), len(wanted), dtype=torch.float64)
-    for groups in dict.fromkeys(plan[linear.key] for plan in plans):
+    made = _rounded([linear], ends, factor, allocations)
+    found = torch.zeros(len(allocations), len(wanted), dtype=torch.float64)
+    for groups in dict.fromkeys(allocation[linear.key] for allocation in allocations):
         quantised = {**ends, **_used(made, [linear], [groups], weights.device)}
-        for i, row in itertools.product([i for i, plan in enumerate(plans) if plan[linear.key] == groups], range(len(wanted))):
+        same = [i for i, allocation in enumerate(allocations) if allocation[linear.key] == groups]
+        for i, row in itertools.product(same, range(len(wanted))):
             target, got = (
                 reference.head(config, tensors, reference.final_norm(config, ends, stream)).log_softmax(-1)
                 for tensors, stream in ((ends, wanted[row]), (quantised, streams[i][row]))
@@ -130,18 +131,19 @@ TRUST = 0.15  # how far, as a logarithm, predictions of a kind are expected to b
 
 @dataclass(frozen=True)
 class Polished:
-    """What the stage found. plan: to carry out. kl: true KL of the first plan and of those tried, nats per token on the rows judged.
+    """What the stage found. allocation: the one with the least true KL.
 
+    kl: true KL of the first allocation and of those tried, nats per token on the rows that judge.
     corrections: kind -> what its predicted cost was multiplied with, at full strength.
     """
 
-    plan: Plan
+    allocation: Allocation
     kl: tuple[float, ...]
     corrections: dict[str, float]
 
     @property
     def swapped(self) -> bool:
-        """Whether another plan than the first one won."""
+        """Whether another allocation than the first one won."""
         return min(self.kl) < self.kl[0]
 
     def to_dict(self) -> dict[str, Any]:
@@ -149,8 +151,8 @@ class Polished:
         return {"swapped": self.swapped, "kl": list(self.kl), "corrections": self.corrections}
 
 
-def polish(context: Context, rows: Rows, measurement: Measurement, plan: Plan, wanted: Mapping[str, Any]) -> Polished:
-    """Try swaps.
+def polish(context: Context, rows: Rows, measurement: Measurement, allocation: Allocation, wanted: Mapping[str, Any]) -> Polished:
+    """Correct predictions by the true KL of probes, solve again, and keep the allocation with the least true KL.
 
     Args:
         context: the dense model, without experts, and where the true KLs are filed, so that a killed job does not try again.
@@ -162,11 +164,11 @@ def polish(context: Context, rows: Rows, measurement: Measurement, plan: Plan, w
     texts = hash_of(measurement.key, weights.fingerprint(), ids.numpy().tobytes(), judged.numpy().tobytes())
     with context.meter("polish", total=2 * (weights.config.num_layers + 1), unit="layers") as meter:
 
-        def tried(plans: Sequence[Mapping[str, Groups]]) -> Tensor:
-            key = hash_of(texts, *(sorted(one.items()) for one in plans))
-            found = work.load_trial(key, (len(plans), len(judged)))
+        def tried(allocations: Sequence[Mapping[str, Groups]]) -> Tensor:
+            key = hash_of(texts, *(sorted(one.items()) for one in allocations))
+            found = work.load_trial(key, (len(allocations), len(judged)))
             if found is None:
-                found = true_kl(weights, ids, judged, plans, step)
+                found = true_kl(weights, ids, judged, allocations, step)
                 work.save_trial(key, found)
             else:
                 meter.step(weights.config.num_layers + 1)
@@ -177,16 +179,17 @@ def polish(context: Context, rows: Rows, measurement: Measurement, plan: Plan, w
             meter.step(detail=detail)
 
         kinds = _kinds(measurement.linears, weights.config.num_layers)
-        probes = _probes(measurement.slots, plan, kinds)
-        corrections = _corrections(tried([plan.groups(), *(groups for groups, _ in probes.values())]), [p for _, p in probes.values()])
+        probes = _probes(measurement.matrices, allocation, kinds)
+        found = tried([allocation.groups(), *(groups for groups, _ in probes.values())])
+        corrections = _corrections(found, [predicted for _, predicted in probes.values()])
         factors = dict(zip(probes, corrections))
-        plans = [plan]
+        allocations = [allocation]
         for strength in STRENGTHS:
             other = _corrected(measurement, kinds, factors, strength).solve(**wanted)
-            if all(other.groups() != one.groups() for one in plans):
-                plans.append(other)
-        kl = tuple(float(value) for value in tried([one.groups() for one in plans]).mean(1))
-        found = Polished(plans[kl.index(min(kl))], kl, factors)
+            if all(other.groups() != one.groups() for one in allocations):
+                allocations.append(other)
+        kl = tuple(float(value) for value in tried([one.groups() for one in allocations]).mean(1))
+        found = Polished(allocations[kl.index(min(kl))], kl, factors)
         meter.step(0, detail=f"true KL {kl[0]:.5f} to {min(kl):.5f}", kl=list(kl))
     return found
 
@@ -201,18 +204,20 @@ def _kinds(linears: Mapping[str, Measured], layers: int) -> dict[str, list[str]]
     return kinds
 
 
-def _probes(slots: Sequence[Slot], plan: Plan, kinds: Mapping[str, Sequence[str]]) -> dict[str, tuple[dict[str, Groups], float]]:
-    """Kind -> the plan with its matrices narrower, and what that is predicted to cost; none for a kind that cannot be narrower."""
-    table, chosen, found = {slot.key: slot for slot in slots}, {choice.key: choice for choice in plan.choices}, {}
+def _probes(
+    matrices: Sequence[MatrixOptions], allocation: Allocation, kinds: Mapping[str, Sequence[str]]
+) -> dict[str, tuple[dict[str, Groups], float]]:
+    """Kind -> the allocation with its matrices narrower, and what that is predicted to cost; none for a kind that cannot be narrower."""
+    table, chosen, found = {matrix.key: matrix for matrix in matrices}, {choice.key: choice for choice in allocation.choices}, {}
     for kind, keys in kinds.items():
-        groups, predicted = plan.groups(), 0.0
+        groups, predicted = allocation.groups(), 0.0
         for key in keys:
-            slot, choice = table[key], chosen[key]
+            matrix, choice = table[key], chosen[key]
             most = 8 * choice.nbytes - NARROWER * choice.in_features * choice.out_features
-            index = max(0, int(np.searchsorted(slot.menu.bits, most, side="right")) - 1)
-            if slot.menu.bits[index] < 8 * choice.nbytes:
-                groups[key] = slot.menu.groups(index)
-                predicted += float(slot.menu.error[index]) - choice.predicted_kl
+            index = max(0, int(np.searchsorted(matrix.front.bits, most, side="right")) - 1)
+            if matrix.front.bits[index] < 8 * choice.nbytes:
+                groups[key] = matrix.front.groups(index)
+                predicted += float(matrix.front.error[index]) - choice.predicted_kl
         if predicted > 0:
             found[kind] = groups, predicted
     return found
@@ -221,7 +226,7 @@ def _probes(slots: Sequence[Slot], plan: Plan, kinds: Mapping[str, Sequence[str]
 def _corrections(kl: Tensor, predicted: Sequence[float]) -> list[float]:
     """True over predicted cost of each probe, the less believed the more it differs from row to row, over their mean.
 
-    kl: f64 `(1 + probes, rows)`, the plan's own first.
+    kl: f64 `(1 + probes, rows)`, the allocation's own first.
     """
     rise = kl[1:] - kl[0]
     logs = []

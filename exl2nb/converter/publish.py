@@ -140,7 +140,7 @@ def card(repo_id: str, reports: Sequence[dict[str, Any]], revisions: Sequence[st
 
 
 def _command(report: dict[str, Any], source: str | None) -> str:
-    """The command line that asks for what a report says was asked for."""
+    """The command line that repeats the conversion of a report."""
     asked, calibration = dict(report.get("asked") or {"bpw": report["target_bpw"]}), report["calibration"]
     words = ["exl2nb convert", source or "SOURCE", "OUT"]
     for name, rule in dict(asked.pop("overrides", {})).items():

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from exl2nb.converter.allocation import Choice, Plan
+from exl2nb.converter.allocation import Allocation, Choice
 from exl2nb.converter.calibration import Rows
 from exl2nb.converter.experts import expert_inputs
 from exl2nb.converter.gptq import dense, quantize_stored
@@ -41,7 +41,7 @@ class Rounding:
 
     strength: of asymmetric calibration, 0 to 1. coupled: columns of a matrix are rounded together. refresh: inputs inside a layer come from
     what is already quantised of it. weighted: tokens count half by how much the prediction depends on them. damping: added to the diagonal
-    of a Hessian, as a share of its mean. folded: channels between v and o, up and down are scaled first (converter.folds).
+    of a Hessian, as a share of its mean. folded: channels between v and o, up and down are scaled first (converter.equalization).
     """
 
     strength: float = 0.5
@@ -138,7 +138,7 @@ class _LayerRun:
         self._stage += 1
 
     def finish(self) -> None:
-        """Move the streams, all rows, behind the layer."""
+        """Advance the streams, all rows, past the layer."""
         for place, part in enumerate(self._streams.parts(self._config)):
             steps = self._running[place] if self._running is not None and place < len(self._parts) else self._start(part)
             x, y = (reference.finish(running) for running in steps)
@@ -157,7 +157,7 @@ def quantize_layer(
     """Quantise all linears of one layer.
 
     Args:
-        streams: before the layer; afterwards behind it.
+        streams: before the layer; afterwards after it.
         statistics: token weights ("layer.input") and couplings ("key.coupling") of the layer.
         groups: key -> (bits, rows) of each linear.
 
@@ -240,7 +240,9 @@ class Made:
     quality: Quality | None = None
 
 
-def quantize_model(context: Context, rows: Rows, measurement: Measurement, plan: Plan, statistics: str, rounding: Rounding) -> Made:
+def quantize_model(
+    context: Context, rows: Rows, measurement: Measurement, allocation: Allocation, statistics: str, rounding: Rounding
+) -> Made:
     """Quantise every layer and the head into the work folder; those that are there already are taken over.
 
     Args:
@@ -248,8 +250,8 @@ def quantize_model(context: Context, rows: Rows, measurement: Measurement, plan:
         statistics: key of the statistics on these rows.
     """
     held_out, weights, work, config = rows.report, context.weights, context.work, context.weights.config
-    made = Made(hash_of(statistics, rounding, list(plan.groups().items())))
-    layers, filed = config.num_layers, _Filed(weights, work, made, {c.key: c for c in plan.choices})
+    made = Made(hash_of(statistics, rounding, list(allocation.groups().items())))
+    layers, filed = config.num_layers, _Filed(weights, work, made, {c.key: c for c in allocation.choices})
     streams = Streams.of(config, weights.ends(), torch.cat([rows.hessians, held_out]), rows.used, work.directory)
     with context.meter("quantize", total=layers + 1, unit="layers") as meter:
         for layer in range(layers):
@@ -260,7 +262,7 @@ def quantize_model(context: Context, rows: Rows, measurement: Measurement, plan:
         context.check()
         quantised = filed.head(streams, rounding)
         if len(held_out):
-            ends = weights.ends(embedding=False)  # not kept meanwhile: of a model with a large vocabulary it is GBs
+            ends = weights.ends(embedding=False)  # loaded again: for a large vocabulary it takes GBs
             found = {**ends, **filed.dense(quantised, {"head": head_linear(config)})}
             made.quality = judge(config, held_out, (ends, streams.dense[rows.used :]), (found, streams.made[rows.used :]))
         meter.step(detail="head" if made.quality is None else str(made.quality))
@@ -274,7 +276,7 @@ class _Filed:
         self._weights, self._work, self._made, self._choices = weights, work, made, choices
 
     def layer(self, layer: int, streams: Streams, statistics: Mapping[str, Tensor] | None, rounding: Rounding) -> list[Matrix]:
-        """Quantise one layer, or take over its file, and move the streams behind it."""
+        """Quantise one layer, or take over its file, and advance the streams past it."""
         config, weights = self._weights.config, self._weights.layer(layer, then=layer + 1)
         linears = layer_linears(config, layer)
         packed = self._work.load(self._made.key, layer, linears)

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from exl2nb.converter.allocation import mix_of
+from exl2nb.converter.allocation import MixedMatrix
 from exl2nb.converter.measurement import Measurement
+from exl2nb.core.show import bits_cell, size_text
 from exl2nb.io.atomic import atomic_write
 from exl2nb.model import reference
 from exl2nb.model.config import ModelConfig
-from exl2nb.quant.bits import bits_per_weight, padded
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -49,9 +49,11 @@ class Quality:
         return {name: None if value != value else value for name, value in asdict(self).items()}
 
     def __str__(self) -> str:
+        spread = "" if math.isnan(self.kl_low) else f" ({self.kl_low:.5f} to {self.kl_high:.5f})"
+        count = f"{self.rows} row{'' if self.rows == 1 else 's'} of {self.length} tokens"
         return (
-            f"held-out KL {self.kl:.5f} ({self.kl_low:.5f} to {self.kl_high:.5f}), top-1 {100 * self.top1:.2f} %, "
-            f"perplexity {self.ppl:.3f} (source {self.source_ppl:.3f}), {self.rows} rows of {self.length} tokens"
+            f"held-out KL {self.kl:.5f}{spread}, top-1 {100 * self.top1:.2f} %, "
+            f"perplexity {self.ppl:.3f} (source {self.source_ppl:.3f}), {count}"
         )
 
 
@@ -95,40 +97,19 @@ def judge(
 
 
 _SHADES = " ░▒▓█"
-_TINTS = ("#f7fbff", "#deebf7", "#c6dbef", "#9ecae1", "#6baed6", "#4292c6")
+_ACROSS = 20  # layers of one block of the terminal picture
 
 
 @dataclass(frozen=True)
-class Matrix:
+class Matrix(MixedMatrix):
     """One quantised matrix.
 
-    key: module key. layer: -1 for the head. groups: (bits, rows) from top to bottom. predicted_kl: what the measurement expects it to
-    cost, nats per token (0 where it was not measured). loss: sum over columns of dW^T H dW on the stream it was quantised on.
+    predicted_kl: what the measurement expects it to cost, nats per token (0 where it was not measured). loss: sum over columns of
+    dW^T H dW on the stream it was quantised on.
     """
 
-    key: str
-    role: str
-    layer: int
-    in_features: int
-    out_features: int
-    groups: tuple[tuple[int, int], ...]
     predicted_kl: float
     loss: float
-
-    @property
-    def bpw(self) -> float:
-        """Bits per weight, everything stored but a bias."""
-        return bits_per_weight(self.groups, padded(self.out_features))
-
-    @property
-    def group_size(self) -> int:
-        """Rows per group."""
-        return self.groups[0][1]
-
-    @property
-    def mix(self) -> str:
-        """Widths and rows, such as "5x32 4x224 g32"."""
-        return mix_of(self.groups)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -139,7 +120,7 @@ class Conversion:
     matrices; head and embedding not counted. nbytes: of the
     weight files. matrices: in running order, the head last. seconds: per stage. measurement: pass it to the next conversion of this model.
     resumed_layers: layers taken over from an interrupted run. quality: on held-out rows of the calibration text, None without any.
-    device: "cpu" or "cuda", where it was computed. polished: what trying plans found, None where none was tried.
+    device: "cpu" or "cuda", where it was computed. polished: what the polish stage found, None where it did not run.
     asked: the target, the head's bits, overrides and whether choices were frozen, as they were given.
     """
 
@@ -209,18 +190,19 @@ class Conversion:
         return pd.DataFrame([{name: getattr(m, name) for name in names} for m in self.matrices])
 
     def map(self) -> str:
-        """Terminal picture: one line per layer, bits per weight of each matrix with a shade."""
+        """Terminal picture: layers across, roles down, bits per weight of each matrix with a shade."""
         roles, layers = self._grid()
-        lines = ["layer " + "".join(f"{role:>8}" for role in roles)]
-        for layer, row in layers.items():
-            lines.append(f"{layer:>5} " + "".join(f" {_shade(row[r].bpw) * 3}{row[r].bpw:4.1f}" if r in row else " " * 8 for r in roles))
-        head = self.matrices[-1]
-        return "\n".join([*lines, f" head  {_shade(head.bpw) * 3}{head.bpw:4.1f}"])
+        wide, lines = max(5, *map(len, roles)), list[str]()
+        for first in range(0, len(layers), _ACROSS):
+            shown = list(layers)[first : first + _ACROSS]
+            lines.append(f"{'layer':<{wide}}" + "".join(f"{layer:>6}" for layer in shown))
+            lines += [f"{role:<{wide}}" + "".join(_shaded(layers[layer].get(role)) for layer in shown) for role in roles]
+        return "\n".join([*lines, f"{'head':<{wide}}{_shaded(self.matrices[-1])}"])
 
     def __str__(self) -> str:
         stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items())
         return (
-            f"{self.path}: {self.bpw:.4f} bits per weight (target {self.target_bpw:g}, head {self.head_bits}), {self.nbytes:,} bytes\n"
+            f"{self.path}: {self.bpw:.4f} bits per weight (target {self.target_bpw:g}, head {self.head_bits}), {size_text(self.nbytes)}\n"
             f"{stages} on {self.device}{self._quality_line()}\n{self.map()}"
         )
 
@@ -233,17 +215,15 @@ class Conversion:
 
     def _repr_html_(self) -> str:
         roles, layers = self._grid()
-        header = "".join(f"<th>{role}</th>" for role in roles)
-        body = "".join(
-            f"<tr><th>{layer}</th>" + "".join(_cell(row[role]) if role in row else "<td></td>" for role in roles) + "</tr>"
-            for layer, row in layers.items()
-        )
-        facts = f"{self.bpw:.4f} bits per weight (target {self.target_bpw:g}), head {self.matrices[-1].bpw:.2f}, {self.nbytes:,} bytes"
+        header = "".join(f"<th>{layer}</th>" for layer in layers)
+        body = "".join(f"<tr><th>{role}</th>{''.join(_cell(row.get(role)) for row in layers.values())}</tr>" for role in roles)
+        body += f"<tr><th>head</th>{_cell(self.matrices[-1])}</tr>"
+        facts = f"{self.bpw:.4f} bits per weight (target {self.target_bpw:g}), head {self.matrices[-1].bpw:.2f}, {size_text(self.nbytes)}"
         return (
             '<div style="font:13px/1.4 system-ui,sans-serif">'
             f"<b>{html.escape(str(self.path))}</b><br>{facts}, {sum(self.seconds.values()):.1f} s on {self.device}"
             f"{html.escape(self._quality_line()).replace(chr(10), '<br>')}"
-            f'<table style="border-collapse:collapse;font-variant-numeric:tabular-nums"><tr><th>layer</th>{header}</tr>{body}</table></div>'
+            f'<table style="font-size:12px;font-variant-numeric:tabular-nums"><tr><th>layer</th>{header}</tr>{body}</table></div>'
         )
 
     def _grid(self) -> tuple[list[str], dict[int, dict[str, Matrix]]]:
@@ -253,14 +233,12 @@ class Conversion:
         return list(dict.fromkeys(m.role for m in self.matrices[:-1])), layers
 
 
-def _level(bpw: float, steps: int) -> int:
-    return min(steps - 1, max(0, int((bpw - 2) / 6.2 * steps)))
+def _shaded(matrix: Matrix | None) -> str:
+    if matrix is None:
+        return " " * 6
+    level = min(len(_SHADES) - 1, max(0, int((matrix.bpw - 2) / 6.2 * len(_SHADES))))
+    return f" {_SHADES[level] * 2}{matrix.bpw:3.1f}"
 
 
-def _shade(bpw: float) -> str:
-    return _SHADES[_level(bpw, len(_SHADES))]
-
-
-def _cell(matrix: Matrix) -> str:
-    tint = _TINTS[_level(matrix.bpw, len(_TINTS))]
-    return f'<td style="background:{tint};color:#000;padding:0 .5em" title="{matrix.mix}">{matrix.bpw:.2f}</td>'
+def _cell(matrix: Matrix | None) -> str:
+    return "<td></td>" if matrix is None else bits_cell(matrix.bpw, matrix.mix, "padding:1px 4px;text-align:center")

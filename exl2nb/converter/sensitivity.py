@@ -39,7 +39,7 @@ HEAD_INPUT = "head"
 PLACES = 4099  # at which a token's signs may begin in the table of them
 HOST_BYTES = 6 << 30  # of a GPU's streams that are kept on the host, where they are more than STREAM_BYTES
 DISK_BYTES = 16 << 30  # of those for which memory has no room, at most half of what the disk has; what does not fit is computed twice
-WORKING = 3  # streams beside those that are kept: what a layer reads, what it gives, the gradient
+WORKING = 3  # streams besides the stored ones: a layer's input, its output, the gradient
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ def sweep(
 
     Args:
         ids: int `(rows, S)`.
-        used: the first so many rows are for Hessians, the rest for sensitivity; all of them for both where that leaves none.
+        used: how many of the first rows are for Hessians; the rest is for sensitivity. If none is left, all rows serve for both.
         seed: of the random changes.
-        step: called with one line for people after every layer and direction (2 * num_layers + 1 times).
+        step: called with a line of text after every layer and direction (2 * num_layers + 1 times).
         directory: for streams too large for memory; None: all are in memory.
 
     Yields:
@@ -151,7 +151,7 @@ class _Kept:
 
     @classmethod
     def of(cls, shape: tuple[int, ...], layers: int, used: torch.device, directory: Path | None) -> _Kept:
-        """For the streams of a model with so many layers."""
+        """For the streams of a model with `layers` layers."""
         nbytes = 4 * math.prod(shape)
         away = used.type == "cuda" and nbytes * layers > STREAM_BYTES
         room = HOST_BYTES if away else STREAM_BYTES

@@ -12,6 +12,7 @@ import torch
 from exl2nb.cache.modes import parse_mode
 from exl2nb.converter.allocation import Frozen, read_choices
 from exl2nb.converter.calibration import Source
+from exl2nb.converter.keywords import EFFORTS
 from exl2nb.converter.measurement import HEAD_BITS, Measurement
 from exl2nb.converter.quantization import Rounding
 from exl2nb.converter.sizes import parse_bytes
@@ -56,17 +57,6 @@ def describe_device(device: torch.device) -> str:
 
 
 REPORT_ROWS = 8
-
-
-@dataclass(frozen=True)
-class Effort:
-    """How much calibration: rows and tokens per row."""
-
-    rows: int
-    length: int
-
-
-EFFORTS = {"quick": Effort(32, 512), "full": Effort(80, 512), "thorough": Effort(128, 1024)}
 
 
 @dataclass(frozen=True, kw_only=True)

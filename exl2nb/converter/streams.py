@@ -74,7 +74,7 @@ def new_stream(shape: tuple[int, ...], device: torch.device, *, beside: int, dir
     Args:
         shape: `(rows, S, H)`.
         device: where its rows are used.
-        beside: how many of its size are there at the same time, itself among them.
+        beside: how many streams of its size exist at the same time, this one included.
         directory: for files; None: memory has room.
     """
     if directory is None or in_memory(shape, beside):
@@ -83,7 +83,7 @@ def new_stream(shape: tuple[int, ...], device: torch.device, *, beside: int, dir
 
 
 def in_memory(shape: tuple[int, ...], count: int) -> bool:
-    """Whether so many streams f32 of a shape that a stage works on are kept in memory."""
+    """Whether `count` f32 streams of a shape, which a stage works on, are kept in memory."""
     return 4 * torch.Size(shape).numel() * count <= STREAM_BYTES
 
 

@@ -116,7 +116,7 @@ class DenseWeights:
         self._prefetcher.close()
 
     def scale(self, factors: Mapping[str, Tensor]) -> None:
-        """From now on multiply tensors, by name, with what broadcasts to them (converter.folds)."""
+        """From now on multiply tensors, by name, with what broadcasts to them (converter.equalization)."""
         self._factors, self._last = {name: factor.to(self.device) for name, factor in factors.items()}, None
 
     @property

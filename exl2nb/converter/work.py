@@ -5,7 +5,9 @@ A killed job therefore continues where it stopped, and a job with other options 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -18,7 +20,7 @@ from torch import Tensor
 from exl2nb.converter.measurement import Measured, Measurement, parse, plain, write_json
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.core.errors import ConversionError, Exl2Error
-from exl2nb.core.progress import Meter, Sink
+from exl2nb.core.progress import Forecast, Meter, Sink
 from exl2nb.io import safetensors
 from exl2nb.io.hf_config import read_json
 from exl2nb.model.layout import Linear
@@ -31,15 +33,29 @@ Packed = dict[str, tuple[Exl2Tensors, float]]  # module key -> tensors, loss
 
 
 class Work:
-    """The folder of one job.
+    """The folder of one job, which has it alone until `close`.
 
     Raises:
-        ConversionError: it cannot be made.
+        ConversionError: it cannot be made, or another job is at work in it.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         make_directory(directory)
+        self._lock = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)  # the system gives it back however the process ends
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(self._lock)
+            raise ConversionError(
+                f"{directory}: another conversion is at work in it; wait for its end or cancel it, or give another dst or work_dir"
+            ) from error
+        except OSError:  # a file system without locks
+            return
+
+    def close(self) -> None:
+        """Let other jobs have the folder."""
+        os.close(self._lock)
 
     def load_measurement(self, key: str) -> Measurement | None:
         """A finished measurement under `key`; None where there is none or it is damaged."""
@@ -82,16 +98,16 @@ class Work:
         except (Exl2Error, OSError):
             return None
 
-    def save_folds(self, key: str, factors: Mapping[str, Tensor]) -> None:
-        """Keep what the dense model's tensors are multiplied with."""
+    def save_scales(self, key: str, factors: Mapping[str, Tensor]) -> None:
+        """Keep the channel scales of the dense model's tensors (`equalization.equalize`)."""
         safetensors.save(self._path("scales", key), factors)
 
-    def load_folds(self, key: str) -> dict[str, Tensor] | None:
-        """Read what `save_folds` wrote; None where it is missing or damaged."""
+    def load_scales(self, key: str) -> dict[str, Tensor] | None:
+        """Read what `save_scales` wrote; None where it is missing or damaged."""
         return self._read(self._path("scales", key))
 
     def save_trial(self, key: str, kl: Tensor) -> None:
-        """Keep the true KL of some plans: f64 `(plans, rows)`."""
+        """Keep the true KL of some allocations: f64 `(allocations, rows)`."""
         safetensors.save(self._path("trial", key), {"kl": kl})
 
     def load_trial(self, key: str, shape: tuple[int, int]) -> Tensor | None:
@@ -178,24 +194,31 @@ def hash_of(*parts: object) -> str:
 
 @dataclass(frozen=True)
 class Context:
-    """weights: the dense model's tensors. work: where work in progress is filed. sink: takes the events. check: raises to stop."""
+    """weights: the dense model's tensors. work: where work in progress is filed. sink: takes the events. check: raises to stop.
+
+    forecast: of all stages together.
+    """
 
     weights: DenseWeights
     work: Work
     sink: Sink | None
     check: Callable[[], None]
+    forecast: Forecast | None = None
 
     def meter(self, stage: str, *, total: int, unit: str) -> Meter:
         """The progress of one stage."""
-        return Meter(stage, total=total, unit=unit, sink=self.sink)
+        return Meter(stage, total=total, unit=unit, sink=self.sink, forecast=self.forecast)
 
     @contextmanager
-    def steps(self, stage: str, *, total: int, unit: str) -> Iterator[Callable[[str], None]]:
-        """The same as a function that takes a line for people after every step, and stops a cancelled job."""
+    def steps(self, stage: str, *, total: int, unit: str, phased: bool = False) -> Iterator[Callable[[str], None]]:
+        """Yields a function to call with one line of text after every step; it stops a cancelled job.
+
+        phased: the line begins with a phase of the forecast and a comma.
+        """
         with self.meter(stage, total=total, unit=unit) as meter:
 
             def step(detail: str) -> None:
                 self.check()
-                meter.step(detail=detail)
+                meter.step(detail=detail, phase=detail.partition(",")[0] if phased else "")
 
             yield step

@@ -66,7 +66,7 @@ class StructureError(Exl2Error, ValueError):
 
 
 class CalibrationWarning(UserWarning):
-    """A conversion goes on with calibration text that looks wrong for the model."""
+    """The calibration text seems wrong for the model; the conversion continues."""
 
 
 class MissingDependency(Exl2Error, ImportError):

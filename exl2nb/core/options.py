@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from exl2nb.core.errors import OptionError
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def make(cls: type[T], kwargs: Mapping[str, Any], *, where: str = "") -> T:
@@ -69,3 +71,32 @@ def check_range(name: str, value: float, low: float, high: float, *, where: str 
     ok = isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
     if not ok:
         raise OptionError(f"{where + ': ' if where else ''}{name} is {shown(value)}; expected a number from {low:g} to {high:g}")
+
+
+def spelled_out(options: type, defaults: Mapping[str, Any] = {}) -> Callable[[F], F]:
+    """Spell out the `**options` of a function in its signature, so that notebooks complete them and `help` lists them.
+
+    Args:
+        options: a TypedDict of them.
+        defaults: of those that have one; None is shown for the others.
+    """
+
+    def decorate(function: F) -> F:
+        function.__signature__ = signature_with(inspect.signature(function), options.__annotations__, defaults)  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+def signature_with(signature: inspect.Signature, annotations: Mapping[str, Any], defaults: Mapping[str, Any]) -> inspect.Signature:
+    """A signature whose `**options` are keywords of these names; a keyword that it has already stays as it is."""
+    kept = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+    names = {one.name for one in kept}
+    more = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=defaults.get(name), annotation=getattr(kind, "__forward_arg__", kind)
+        )
+        for name, kind in annotations.items()
+        if name not in names
+    ]
+    return signature.replace(parameters=[*kept, *more])

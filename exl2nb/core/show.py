@@ -1,4 +1,4 @@
-"""How results look: small HTML tables without scripts, and the colours of bit widths (the same in widgets/src/shared/palette.ts)."""
+"""How results look: small HTML tables without scripts, sizes, and the colours of bit widths (the same in widgets/src/shared/palette.ts)."""
 
 from __future__ import annotations
 
@@ -19,6 +19,14 @@ def facts(caption: str, rows: Mapping[str, str]) -> str:
         for name, text in rows.items()
     )
     return f"<table><caption>{html.escape(caption)}</caption>{lines}</table>"
+
+
+def size_text(count: int) -> str:
+    """Readable bytes: 7.80 MiB. The same in widgets/src/shared/format.ts."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= scale:
+            return f"{count / scale:.2f} {unit}"
+    return f"{count} bytes"
 
 
 # Light to dark, readable with black text at the light end and white at the dark end; anchors at 2, 3, 4, 5, 6 and 8 bits.
@@ -56,3 +64,10 @@ def ink(rgb: Sequence[int]) -> tuple[int, int, int]:
     linear = [c / 255 / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb]
     luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
     return (0, 0, 0) if (luminance + 0.05) / 0.05 > 1.05 / (luminance + 0.05) else (255, 255, 255)
+
+
+def bits_cell(bpw: float, title: str = "", style: str = "") -> str:
+    """One cell of an HTML table: bits per weight in their colour. title: shown when pointed at."""
+    back = colour(bpw)
+    colours = f"background:rgb{back};color:rgb{ink(back)}".replace(" ", "")
+    return f'<td title="{html.escape(title, quote=True)}" style="{style}{";" if style else ""}{colours}">{bpw:.1f}</td>'

@@ -66,7 +66,7 @@ def hidden(
     """Run a text and keep the activations at some points.
 
     Args:
-        model: a loaded model; nothing else may run it meanwhile.
+        model: a loaded model; nothing else may run it during the call.
         ids: at least one.
         points: names as `point_names` lists them, or patterns such as "layers.*.output".
         texts: of the ids, for display.

@@ -32,7 +32,7 @@ class Reader:
     """A text being read with a cache of its own, from an empty context.
 
     Args:
-        model: a loaded model; nothing else may run it meanwhile.
+        model: a loaded model; nothing else may run it during the call.
         mode: of the cache, as in `load`.
         room: tokens it can hold.
     """
@@ -61,7 +61,7 @@ class Reader:
 
 
 class Baseline:
-    """A prompt read once with the baseline cache, beside which any number of modes can run, one after the other.
+    """A prompt read once with the baseline cache, to compare any number of modes with, one after the other.
 
     Args:
         model: a loaded model; nothing else may run it while one of these methods does.

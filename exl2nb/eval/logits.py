@@ -55,7 +55,7 @@ class RowRunner:
 
 
 def logit_rows(model: Model, ids: Tensor, progress: Sink | None = None, *, cache: str = "fp32") -> Iterator[Tensor]:
-    """Iterator twin of `logits`: one f32 `(T, V)` per row."""
+    """`logits` as an iterator: one f32 `(T, V)` per row."""
     ids = check_ids(model, ids)
     runner = RowRunner(model, ids.shape[1], cache)
     with Meter("logits", total=len(ids), unit="rows", sink=progress) as meter:

@@ -73,10 +73,10 @@ class NeedleResult(NamedTuple):
 
 
 def find(model: Model, tokenizer: Tokenizer, needle: Needle, *, mode: str, depth: float | None) -> NeedleResult:
-    """Read the text with a cache of `mode` and look how likely the answer is.
+    """Read the text with a cache of `mode` and compute the probability of the answer.
 
     Args:
-        model: a loaded model; nothing else may run it meanwhile.
+        model: a loaded model; nothing else may run it during the call.
         depth: where, 0 to 1; None for the control: the same question about a text without the fact.
 
     Raises:

@@ -49,7 +49,7 @@ class Score:
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the mean surprise: as uncertain as a fair choice among so many tokens."""
+        """The exponential of the mean surprise: as uncertain as a uniform choice among that many tokens."""
         return math.exp(min(-self.total / self.count, 700.0))
 
     @property
@@ -86,7 +86,7 @@ def score(model: Model, tokenizer: Tokenizer, ids: Sequence[int], *, cache: str 
     """Score a text.
 
     Args:
-        model: a loaded model; nothing else may run it meanwhile.
+        model: a loaded model; nothing else may run it during the call.
         tokenizer: of the model; for the texts of the tokens.
         ids: at least two.
 
@@ -190,7 +190,7 @@ def option_logprobs(model: Model, rows: Sequence[Sequence[int]], *, cache: str =
     become one token.
 
     Args:
-        model: a loaded model; nothing else may run it meanwhile.
+        model: a loaded model; nothing else may run it during the call.
         rows: prompt and option together, each; different from one another.
 
     Returns:

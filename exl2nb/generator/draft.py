@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from collections.abc import Sequence as Several
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -25,7 +25,7 @@ from exl2nb.model.batch import Batch, Span
 from exl2nb.sampling.state import SamplerState
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
-CHUNK = 256  # tokens that the draft may be behind and still propose; if it is further behind, it computes a chunk per step of the target
+CHUNK = 256  # a draft that lags by more tokens proposes nothing and computes a chunk per step of the target
 
 
 class Forward(Protocol):
@@ -37,7 +37,7 @@ class Forward(Protocol):
 
 
 @dataclass
-class _Ahead:
+class _DraftCache:
     """What the draft's cache holds of one sequence: `computed` tokens in `pages`."""
 
     sequence: weakref.ref[Sequence]
@@ -74,7 +74,7 @@ class DraftModel:
         self.draft_s = 0.0
         self._size, self._context, self._vocab_size = spec.page_size, context, vocab_size
         self._cache, self._table = KVCache(spec, device), PageTable(spec.num_pages)
-        self._known: dict[int, _Ahead] = {}
+        self._known: dict[int, _DraftCache] = {}
         self._gone = False
 
     @property
@@ -82,8 +82,8 @@ class DraftModel:
         """The page table of the draft's cache."""
         return self._table
 
-    def propose(self, wanted: Several[tuple[Sequence, int]], /) -> list[list[int]]:
-        """At most so many draft tokens for each sequence; all sequences together, one step of the draft per token."""
+    def propose(self, wanted: Seq[tuple[Sequence, int]], /) -> list[list[int]]:
+        """At most the wanted number of draft tokens for each sequence; all sequences together, one step of the draft per token."""
         if self._gone:
             return [[] for _ in wanted]
         self._sweep()
@@ -109,35 +109,36 @@ class DraftModel:
 
     # ---- inside
 
-    def _propose(self, wanted: Several[tuple[Sequence, int]]) -> list[list[int]]:
+    def _propose(self, wanted: Seq[tuple[Sequence, int]]) -> list[list[int]]:
         found: list[list[int]] = [[] for _ in wanted]
-        turns: list[tuple[int, _Ahead, SamplerState, list[int], int]] = []  # place, state, sampler, tokens to run next, tokens to propose
+        # index in `wanted`, its cache, sampler, tokens to run next, tokens to propose
+        active: list[tuple[int, _DraftCache, SamplerState, list[int], int]] = []
         for place, (sequence, count) in enumerate(wanted):
-            ahead = self._state(sequence)
-            lag, count = len(sequence.ids) - ahead.computed, min(count, self._context - len(sequence.ids))
-            if count <= 0 or not self._reserve(ahead, len(sequence.ids) + count):
+            known = self._state(sequence)
+            lag, count = len(sequence.ids) - known.computed, min(count, self._context - len(sequence.ids))
+            if count <= 0 or not self._reserve(known, len(sequence.ids) + count):
                 continue
             if lag > CHUNK:
-                self._forward([(ahead, list(islice(sequence.ids, ahead.computed, ahead.computed + CHUNK)), "none")])
+                self._forward([(known, list(islice(sequence.ids, known.computed, known.computed + CHUNK)), "none")])
                 continue
             sampler = sequence.sampler.copy()
             sampler.retry = 0
-            turns.append((place, ahead, sampler, sequence.ids[ahead.computed :], count))
-        while turns:
+            active.append((place, known, sampler, sequence.ids[known.computed :], count))
+        while active:
             began = time.perf_counter()
-            rows = self._forward([(ahead, ids, "last") for _, ahead, _, ids, _ in turns])
+            rows = self._forward([(known, ids, "last") for _, known, _, ids, _ in active])
             going = []
-            for (place, ahead, sampler, _, count), row in zip(turns, rows):
+            for (place, known, sampler, _, count), row in zip(active, rows):
                 token = self._draw(row, sampler)
                 if token is None:
                     continue
                 found[place].append(token)
                 if count > 1 and not sampler.finished:
-                    going.append((place, ahead, sampler, [token], count - 1))
-            if all(len(ids) == 1 for _, _, _, ids, _ in turns):  # the time of one draft step; the first one also catches up with the text
+                    going.append((place, known, sampler, [token], count - 1))
+            if all(len(ids) == 1 for _, _, _, ids, _ in active):  # the time of one draft step; the first one also catches up with the text
                 took = time.perf_counter() - began
                 self.draft_s = self.draft_s + 0.2 * (min(took, 2.0 * self.draft_s) - self.draft_s) if self.draft_s else took
-            turns = going
+            active = going
         return found
 
     def _draw(self, row: np.ndarray, sampler: SamplerState) -> int | None:
@@ -149,37 +150,37 @@ class DraftModel:
         except Exception:  # the sequence then goes on without a draft token; an error of the target's own row is raised there
             return None
 
-    def _forward(self, parts: Several[tuple[_Ahead, list[int], str]]) -> np.ndarray:
-        spans = [Span(ids=ids, start=ahead.computed, pages=ahead.pages, logit_rows=rows) for ahead, ids, rows in parts]
+    def _forward(self, parts: Seq[tuple[_DraftCache, list[int], str]]) -> np.ndarray:
+        spans = [Span(ids=ids, start=known.computed, pages=known.pages, logit_rows=rows) for known, ids, rows in parts]
         batch = Batch.build(spans, page_size=self._size)
         logits = self._model.forward(batch, self._cache).to("cpu", torch.float32).numpy()
-        for ahead, ids, _ in parts:
-            ahead.computed += len(ids)
+        for known, ids, _ in parts:
+            known.computed += len(ids)
         return logits
 
-    def _state(self, sequence: Sequence) -> _Ahead:
-        ahead = self._known.get(id(sequence))
-        if ahead is None:
-            ahead = self._known[id(sequence)] = _Ahead(weakref.ref(sequence))
+    def _state(self, sequence: Sequence) -> _DraftCache:
+        known = self._known.get(id(sequence))
+        if known is None:
+            known = self._known[id(sequence)] = _DraftCache(weakref.ref(sequence))
         proposer = sequence.proposer
         assert proposer is not None, "a sequence that speculates"
-        ahead.computed, proposer.kept = min(ahead.computed, proposer.kept, len(sequence.ids) - 1), 1 << 62
-        return ahead
+        known.computed, proposer.kept = min(known.computed, proposer.kept, len(sequence.ids) - 1), 1 << 62
+        return known
 
-    def _reserve(self, ahead: _Ahead, tokens: int) -> bool:
-        more = -(-tokens // self._size) - len(ahead.pages)
+    def _reserve(self, known: _DraftCache, tokens: int) -> bool:
+        more = -(-tokens // self._size) - len(known.pages)
         if more > self._table.num_free:
             return False
         if more > 0:
-            ahead.pages += self._table.allocate(more)
+            known.pages += self._table.allocate(more)
         return True
 
     def _sweep(self) -> None:
         """Take the pages of sequences that have ended."""
-        for key, ahead in list(self._known.items()):
-            sequence = ahead.sequence()
+        for key, known in list(self._known.items()):
+            sequence = known.sequence()
             if sequence is None or sequence.ended:
-                self._table.free(ahead.pages)
+                self._table.free(known.pages)
                 del self._known[key]
 
 

@@ -17,7 +17,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from collections.abc import Sequence as Several
+from collections.abc import Sequence as Seq
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -202,7 +202,7 @@ class Engine:
         """
         return self.submit_many([request], group=group)[0]
 
-    def submit_many(self, requests: Several[Request], *, group: object = None) -> list[Handle]:
+    def submit_many(self, requests: Seq[Request], *, group: object = None) -> list[Handle]:
         """Queue several requests, all or none; errors as in `submit`. Equal prompts among them are computed once."""
         for request in requests:
             self.check(request)
@@ -211,13 +211,14 @@ class Engine:
             self._attach(members)
         handles = self.submit_all([member for members in made for member in members], group=group)
         leaders, at = [], 0
-        for members in made:
+        for request, members in zip(requests, made):
             leaders.append(handles[at])
+            handles[at].reply_format = request.reply
             handles[at].companions = handles[at + 1 : at + len(members)]
             at += len(members)
         return leaders
 
-    def _attach(self, members: Several[Sequence]) -> None:
+    def _attach(self, members: Seq[Sequence]) -> None:
         """Give sequences what they need of this engine."""
         leader = members[0]
         if leader.group is not None:
@@ -249,7 +250,7 @@ class Engine:
         if request.stop_ids and max(request.stop_ids) >= size:
             raise OptionError(f"stop is {max(request.stop_ids)}; expected a text or a token id from 0 to {size - 1}")
 
-    def submit_all(self, sequences: Several[Sequence], *, group: object = None) -> list[Handle]:
+    def submit_all(self, sequences: Seq[Sequence], *, group: object = None) -> list[Handle]:
         """Queue several sequences, all or none; errors as in `submit`.
 
         Those whose `group` is the same object and says `lockstep` must fit the cache together.

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from exl2nb.generator.engine import Forward
     from exl2nb.model.model import Ahead
 
-AHEAD_ROWS = 4  # requests from which on the host's share of a step is worth a thread beside it
+AHEAD_ROWS = 4  # this many requests or more: the host's share of a step is worth running ahead
 
 
 class Draw(NamedTuple):
     """How to draw the token of one logit row.
 
-    state: of the request; `state.params` and `state.seed` never change, the rest belongs to the host and may lag behind by the tokens in
+    state: of the request; `state.params` and `state.seed` never change, the rest belongs to the host and may lag by the tokens in
     flight. number: of this draw, to be used as `uniform(state.seed, number)`. top: alternatives to report.
     """
 
@@ -47,7 +47,7 @@ class Step:
 
     batch: int32 host tensors. They are views of buffers that the next step overwrites: copy them before `launch` returns. feed: `(T,)`
     int32 or None. feed[t] = -1: `batch.input_ids[t]` is the token. feed[t] = r: the token is what the launch before this one drew for its
-    logit row r; `input_ids[t]` is 0. None: all tokens are known. draws: R entries; None asks for the raw logits of that row. same: the
+    logit row r; `input_ids[t]` is 0. None: all tokens are known. draws: R entries; None: return the raw logits of that row. same: the
     sequences, logit rows and block table are those of the launch before, each one token on; parameters need not be sent again.
     """
 
@@ -64,13 +64,13 @@ Logits may also stand in the place of a draw that is impossible; the request's o
 """
 
 
-class Ticket(Protocol):
+class PendingStep(Protocol):
     """A launched step that may still run."""
 
     def result(self) -> Results:
         """Wait for the step.
 
-        Called once per ticket, in the order of the launches, except after an error. What it raises ends the requests of the step.
+        Called once, in the order of the launches, except after an error. What it raises ends the requests of the step.
         """
         ...
 
@@ -90,7 +90,7 @@ class Executor(Protocol):
         """Whether the executor draws for this request; asked once per request. False: its rows come back as logits."""
         ...
 
-    def launch(self, step: Step) -> Ticket | Results:
+    def launch(self, step: Step) -> PendingStep | Results:
         """Begin a step, or run it and return its results. An exception means that nothing was begun."""
         ...
 
@@ -99,16 +99,16 @@ class Executor(Protocol):
         ...
 
     def prepare(self, progress: Sink | None) -> None:
-        """Do beforehand what the first steps would wait for, such as compiling kernels."""
+        """Warm up: do in advance what the first steps would wait for, such as compiling kernels."""
         ...
 
     def close(self) -> None:
-        """Wait for what runs and give back what the executor holds. Tickets that were not read are dropped."""
+        """Wait for running steps and free what the executor holds. Results that were not read are dropped."""
         ...
 
 
-class _Running:
-    """The ticket of a step that may still run."""
+class _StepAhead:
+    """A step on a thread of its own (`Model.draw_ahead`)."""
 
     def __init__(self, ahead: Ahead, draws: Sequence[Draw]) -> None:
         self.ahead, self._draws = ahead, draws
@@ -141,7 +141,7 @@ class HostExecutor:
         """Whether the request's only filters are the usual cuts."""
         return batches(state)
 
-    def launch(self, step: Step) -> Ticket | Results:
+    def launch(self, step: Step) -> PendingStep | Results:
         """Run the step to its end, or begin it."""
         draws, batch = step.draws, step.batch
         if self._begin is not None and len(draws) >= AHEAD_ROWS and self._may_run_ahead(step):
@@ -159,7 +159,7 @@ class HostExecutor:
         return drawn_rows(drawn, wanted, logits)
 
     def copy(self, source: int, target: int) -> None:
-        """Copy one page in every layer, behind the step that runs."""
+        """Copy one page in every layer, after the running step."""
         if self._last is not None:
             self._last.join()
         self._cache.copy_page(source, target)
@@ -189,7 +189,7 @@ class HostExecutor:
         decoding = len(draws) == len(batch.input_ids) == len(batch.context_lens)
         return decoding and len(draws) <= MOST_ROWS and None not in draws and torch.get_num_threads() > 1
 
-    def _launch_ahead(self, begin: Callable[..., Ahead], step: Step) -> Ticket:
+    def _launch_ahead(self, begin: Callable[..., Ahead], step: Step) -> PendingStep:
         fed = None
         if step.feed is not None:
             assert self._last is not None, "what is fed was drawn by the launch before"
@@ -198,7 +198,7 @@ class HostExecutor:
         rows, top = draw_settings(draws)
         self._last = begin(step.batch, self._cache, (rows, top), fed)
         self.lookahead = 1
-        return _Running(self._last, draws)
+        return _StepAhead(self._last, draws)
 
     def _settle(self, last: Ahead, step: Step) -> None:
         """Wait for the launch before, and fill in what it drew."""

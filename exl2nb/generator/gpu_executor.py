@@ -15,7 +15,7 @@ from exl2nb.core import env
 from exl2nb.core.errors import GenerationError
 from exl2nb.core.log import logger
 from exl2nb.core.progress import Meter, Sink
-from exl2nb.generator.executor import Draw, Step, Ticket
+from exl2nb.generator.executor import Draw, PendingStep, Step
 from exl2nb.model.gpu import formats_of
 from exl2nb.ops import kernel_code, out_of_memory
 from exl2nb.ops.cuda_sample import TOP, Row, pack_rows, sample_rows
@@ -76,7 +76,7 @@ def write_bias(bias: Tensor, draws: Sequence[Draw]) -> None:
 
 
 def write_counts(counts: Tensor, draws: Sequence[Draw], fresh: tuple[Sequence[int], Tensor] | None) -> None:
-    """Count the texts of requests anew.
+    """Count the tokens of requests again.
 
     Args:
         counts: int16 `(R, V)` on the GPU; rows without penalties become 0.
@@ -152,14 +152,14 @@ class GpuExecutor:
             if not units:
                 return
             with Meter("compile kernels", total=len(units), unit="kernels", sink=progress) as meter:
-                kernel_code.prepare(units, *torch.cuda.get_device_capability(self._device), told=meter.step)
+                kernel_code.prepare(units, *torch.cuda.get_device_capability(self._device), progress=meter.step)
 
     def can_draw(self, state: SamplerState) -> bool:
         """Whether the sampling kernel knows every filter of the request."""
         drawn = DRAWN.issuperset(state.params.changed) and self._model.rope_switch is None
         return drawn and writable(state.params, self._model.gpu.vocab)
 
-    def launch(self, step: Step) -> Ticket:
+    def launch(self, step: Step) -> PendingStep:
         """Enqueue a step; returns before it has run.
 
         Raises:
@@ -170,11 +170,11 @@ class GpuExecutor:
         except RuntimeError as error:
             if not out_of_memory.is_full(error):
                 raise
-            what = f"a step of {len(step.batch.input_ids)} tokens in {len(step.batch.context_lens)} requests does not fit the GPU"
-            todo = "the request ended, the engine goes on; ask for fewer requests at once, or load with a smaller context= or cache='q4'"
-            raise out_of_memory.named(error, what, todo) from error
+            what = f"a step of {len(step.batch.input_ids)} tokens in {len(step.batch.context_lens)} requests does not fit"
+            advice = "the request ended, the engine goes on; ask for fewer requests at once, or load with a smaller context= or cache='q4'"
+            raise out_of_memory.named(error, what, advice) from error
 
-    def _launch(self, step: Step) -> Ticket:
+    def _launch(self, step: Step) -> PendingStep:
         draws = step.draws
         count = len(step.batch.context_lens)
         decoding = len(step.batch.input_ids) == count == len(draws) and count <= MOST and all(draw is not None for draw in draws)
@@ -220,12 +220,12 @@ class GpuExecutor:
         try:
             return _Graph(self._model, self._cache, rows, width, counted, moved).capture()
         except RuntimeError as error:
-            torch.cuda.set_stream(before)  # a capture that fails leaves its own behind
+            torch.cuda.set_stream(before)  # a failed capture leaves its own stream current
             reason = str(error).splitlines()[0]
             logger.warning("steps of %d requests cannot be captured (%s): they are launched kernel by kernel, more slowly", rows, reason)
             return None
 
-    def _draw(self, logits: Tensor, draws: Sequence[Draw | None], fresh: tuple[list[int], Tensor] | None) -> Ticket:
+    def _draw(self, logits: Tensor, draws: Sequence[Draw | None], fresh: tuple[list[int], Tensor] | None) -> PendingStep:
         """Draw the rows that have a Draw, fetch the others. fresh: see `_fresh`."""
         rows = [i for i, draw in enumerate(draws) if draw is not None]
         wanted = [draws[i] for i in rows]
@@ -254,7 +254,7 @@ class GpuExecutor:
         else:
             self._drawn = None
             torch.cuda.current_stream(self._device).synchronize()
-        return _Read(rows, wanted, sampled, raw)
+        return _CompletedStep(rows, wanted, sampled, raw)
 
 
 class _Graph:
@@ -295,7 +295,7 @@ class _Graph:
         with _capturing:
             torch.cuda.synchronize(device)
             self._graph = torch.cuda.CUDAGraph()
-            # beside another model's thread, which may allocate and wait as it likes: a stream of its own, and errors of this thread only
+            # another model's thread may allocate and wait meanwhile: so a stream of its own, and errors of this thread only
             with torch.cuda.graph(self._graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"):
                 self._top = self.step()
         return self
@@ -323,8 +323,8 @@ class _Graph:
             write_bias(self._bias, draws)
         self._params[:n].copy_(_params(draws).pin_memory(), non_blocking=True)
 
-    def replay(self, tops: list[int]) -> Ticket:
-        """Enqueue the step for the first rows; tops: how many alternatives each wants."""
+    def replay(self, tops: list[int]) -> PendingStep:
+        """Enqueue the step for the first rows; tops: number of alternatives of each."""
         with launch_lock(self._state.device):
             self._graph.replay()
         alternatives = None
@@ -334,11 +334,11 @@ class _Graph:
         done.record()
         slot = self._count % RING
         self._count += 1
-        return _GraphTicket(done, self._results[slot], tops, alternatives)
+        return _PendingGraph(done, self._results[slot], tops, alternatives)
 
 
-class _GraphTicket:
-    """The ticket of a replayed graph."""
+class _PendingGraph:
+    """A replayed graph that may still run."""
 
     def __init__(self, done: torch.cuda.Event, results: Tensor, tops: list[int], alternatives: tuple[Tensor, ...] | None) -> None:
         self._done, self._results, self._tops, self._alternatives = done, results, tops, alternatives
@@ -350,8 +350,8 @@ class _GraphTicket:
         return [*_sampled(self._results[: len(self._tops)].clone(), ids, logprobs, self._tops)]
 
 
-class _Read:
-    """The ticket of a step whose results are on the host already."""
+class _CompletedStep:
+    """A step whose results are on the host already."""
 
     def __init__(
         self, rows: list[int], draws: Sequence[Draw | None], sampled: tuple[Tensor, Tensor, Tensor] | None, raw: Tensor | None

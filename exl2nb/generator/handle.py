@@ -1,4 +1,4 @@
-"""What a caller holds of a running request: chunks come from the engine thread, cancellation goes to it. Knows neither models nor pages."""
+"""A caller's handle of a running request: chunks come from the engine thread, cancellation goes to it. Knows neither models nor pages."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Channel:
         self.completion: Completion | None = None
         self.error: BaseException | None = None
         self.ended = False
-        self._end: queue.SimpleQueue[None] = queue.SimpleQueue()  # wakes those who wait for the end
-        self.waker: Callable[[], None] | None = None  # called after every item; for callers that cannot wait on this queue
+        self._end: queue.SimpleQueue[None] = queue.SimpleQueue()  # wakes `wait_end`
+        self.waker: Callable[[], None] | None = None  # called after every item, for callers that cannot block on the queue
         self.progress = (0, 0)  # prompt tokens in the cache, of how many; (0, 0) while the request waits
 
     def put(self, tokens: list[Token]) -> None:
@@ -43,8 +43,8 @@ class Channel:
         if self.waker is not None:
             self._wake()
 
-    def note(self, done: int, total: int) -> None:
-        """Engine: so much of the prompt is in the cache."""
+    def report_progress(self, done: int, total: int) -> None:
+        """Engine: `done` of `total` prompt tokens are in the cache."""
         self.progress = (done, total)
         self._wake()
 
@@ -62,11 +62,11 @@ class Channel:
         self._wake()
 
     def wait_end(self, timeout_s: float) -> bool:
-        """Caller: whether the request is over, after waiting at most so long."""
+        """Caller: whether the request is over, after waiting at most `timeout_s`."""
         if not self.ended:
             try:
                 self._end.get(timeout=timeout_s)
-                self._end.put(None)  # for others who wait
+                self._end.put(None)  # for other waiters
             except queue.Empty:
                 pass
         return self.ended
@@ -85,6 +85,7 @@ class Channel:
 # ---- The caller's end of a request: iterate it, wait for it, cancel it. Dropping it cancels it.
 
 TICK_S = 0.05  # a wait is never longer than this without Python code running, so that KeyboardInterrupt arrives
+LOOP_TICK_S = 1.0  # in an event loop the waker ends the wait; hundreds of requests in a queue must not wake the loop
 
 
 class Handle:
@@ -97,7 +98,7 @@ class Handle:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._over = False
-        self._bell: _Bell | None = None
+        self._loop_waker: _LoopWaker | None = None
         self.reply_format: ReplyFormat = PLAIN  # of the request; for `deltas`
         self.owner: object = None  # kept alive as long as this handle: the loaded model
         self.companions: list[Handle] = []  # of the other sequences that this request runs on; dropping them would cancel it
@@ -169,7 +170,7 @@ class Handle:
 
     @property
     def done(self) -> bool:
-        """True once the engine is through with the request."""
+        """True once the request has ended."""
         return self._channel.ended
 
     @property
@@ -183,7 +184,7 @@ class Handle:
         return self._over
 
     def poll(self) -> Chunk | None:
-        """What is there now, without waiting; None where there is nothing new, which may be because it is over."""
+        """The tokens that are ready, without waiting; None where there are none, also when the request is over."""
         tokens: list[Token] = []
         if not self._over:
             with contextlib.suppress(queue.Empty):
@@ -191,7 +192,7 @@ class Handle:
         return Chunk("".join([token.text for token in tokens]), tuple(tokens)) if tokens else None
 
     def on_event(self, call: Callable[[], None]) -> None:
-        """Have `call` called on the engine's thread after every change: tokens, progress, the end. It must not block."""
+        """Call `call` on the engine thread after every change: tokens, progress, the end. It must not block."""
         self._channel.waker = call
 
     def result(self, timeout_s: float | None = None) -> Completion:
@@ -262,22 +263,22 @@ class Handle:
 
     async def _wait_async(self) -> list[Token] | None:
         channel = self._channel
-        if self._bell is None or self._bell.loop is not asyncio.get_running_loop():
-            self._bell = _Bell(asyncio.get_running_loop())
-            channel.waker = self._bell.ring
+        if self._loop_waker is None or self._loop_waker.loop is not asyncio.get_running_loop():
+            self._loop_waker = _LoopWaker(asyncio.get_running_loop())
+            channel.waker = self._loop_waker.wake
         while True:
-            rung = self._bell.listen()
+            woken = self._loop_waker.listen()
             try:
                 return channel.items.get_nowait()
             except queue.Empty:
-                await asyncio.wait([rung], timeout=TICK_S)  # not wait_for: before Python 3.12 that can swallow a cancellation
+                await asyncio.wait([woken], timeout=LOOP_TICK_S)  # not wait_for: before Python 3.12 that can swallow a cancellation
 
     def _raise_error(self) -> None:
         if self._over and self._channel.error is not None:
             raise self._channel.error
 
     def _take(self, tokens: list[Token], item: list[Token] | None) -> None:
-        """Add an item and whatever waits behind it; at the end mark the handle as over."""
+        """Add an item and those queued after it; at the end mark the handle as over."""
         while True:
             if item is None:
                 self._over = True
@@ -290,29 +291,29 @@ class Handle:
                 return
 
 
-class _Bell:
+class _LoopWaker:
     """Wakes a coroutine from another thread. Knows nothing of the handle, which must be free to be dropped."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
-        self._rung: asyncio.Future[None] = loop.create_future()
+        self._woken: asyncio.Future[None] = loop.create_future()
 
     def listen(self) -> asyncio.Future[None]:
-        """A future that is done at the next ring."""
-        if self._rung.done():
-            self._rung = self.loop.create_future()
-        return self._rung
+        """A future that is done at the next `wake`."""
+        if self._woken.done():
+            self._woken = self.loop.create_future()
+        return self._woken
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         """From any thread; RuntimeError when the loop is closed."""
         self.loop.call_soon_threadsafe(self._set)
 
     def _set(self) -> None:
-        if not self._rung.done():
-            self._rung.set_result(None)
+        if not self._woken.done():
+            self._woken.set_result(None)
 
 
-# ---- Several requests as one thing: their chunks as they come, each with the number of its request. Knows no engine.
+# ---- Several requests together: their chunks as they arrive, each with the number of its request. Knows no engine.
 
 
 class Handles(Sequence[Handle]):
@@ -359,7 +360,7 @@ class Handles(Sequence[Handle]):
             while open_:
                 yield from self._poll(open_)
                 if open_:
-                    self._wait(TICK_S)  # short, so that KeyboardInterrupt arrives
+                    self._wait(TICK_S)  # short, so that a KeyboardInterrupt is handled
         finally:
             if open_:
                 self.cancel()
@@ -397,7 +398,7 @@ class Handles(Sequence[Handle]):
 
     @property
     def done(self) -> bool:
-        """True once the engine is through with all of them."""
+        """True once all of them have ended."""
         return all(handle.done for handle in self._handles)
 
     def cancel(self) -> None:
@@ -417,7 +418,7 @@ class Handles(Sequence[Handle]):
         return f"Handles({len(self)} requests, {sum(handle.done for handle in self._handles)} done)"
 
     def _wait(self, timeout_s: float) -> bool:
-        """Whether something happened since the last call, after waiting at most so long."""
+        """Whether an event came since the last call, after waiting at most `timeout_s`."""
         happened = False
         try:
             self._events.get(timeout=timeout_s)

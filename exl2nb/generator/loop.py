@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from exl2nb.core.errors import EngineClosed, GenerationError, OutOfMemory
 from exl2nb.generator.batch import BatchBuilder
-from exl2nb.generator.executor import Executor, Results, Ticket
+from exl2nb.generator.executor import Executor, PendingStep, Results
 from exl2nb.generator.request import Completion
 from exl2nb.generator.scheduler import MIN_CHUNK, Scheduler, Span
 from exl2nb.generator.sequence import Sequence
@@ -23,10 +23,10 @@ SWEEP = 64  # a longer waiting queue is searched for cancelled requests in every
 
 
 class InFlight(NamedTuple):
-    """A launched step whose results are unread. ticket: its results, where they are there already."""
+    """A launched step whose results are unread. pending: its results where it ran at once, else how to wait for them."""
 
     spans: list[Span]
-    ticket: Ticket | Results
+    pending: PendingStep | Results
     launched: float
 
 
@@ -93,17 +93,17 @@ class StepLoop:
     def abandon(self) -> None:
         """Wait for the steps in flight and forget them."""
         while self.in_flight:
-            ticket = self.in_flight.popleft().ticket
+            pending = self.in_flight.popleft().pending
             with suppress(Exception):
-                if not isinstance(ticket, list):
-                    ticket.result()
+                if not isinstance(pending, list):
+                    pending.result()
 
     # ---- launching
 
     def _launch(self, spans: list[Span]) -> None:
         now = time.perf_counter()
         try:
-            ticket = self.executor.launch(self._builder.build(spans, self.scheduler.pager.changes))
+            pending = self.executor.launch(self._builder.build(spans, self.scheduler.pager.changes))
         except Exception as error:
             self._launch_failed(spans, error)
             return
@@ -112,7 +112,7 @@ class StepLoop:
             sequence.computed += length
             if rows and sequence.on_device:
                 sequence.in_flight += 1
-        self.in_flight.append(InFlight(spans, ticket, now))
+        self.in_flight.append(InFlight(spans, pending, now))
 
     def _launch_failed(self, spans: list[Span], error: Exception) -> None:
         """Find the request that caused it: alone, most of them succeed; a long piece of a prompt is tried again as a short one."""
@@ -136,9 +136,9 @@ class StepLoop:
 
     def _read(self) -> None:
         """Wait for the oldest step and hand its tokens to the sequences; what goes wrong with one of them ends that request alone."""
-        spans, ticket, launched = self.in_flight.popleft()
+        spans, pending, launched = self.in_flight.popleft()
         try:
-            results = ticket if isinstance(ticket, list) else ticket.result()
+            results = pending if isinstance(pending, list) else pending.result()
         except Exception as error:
             for span in spans:
                 self.fail(span.sequence, error)
@@ -153,7 +153,7 @@ class StepLoop:
             reason = None
             try:
                 if not rows:  # the prompt goes on
-                    sequence.channel.note(sequence.computed, len(sequence.request.prompt_ids))
+                    sequence.channel.report_progress(sequence.computed, len(sequence.request.prompt_ids))
                 elif sequence.on_device:
                     sequence.in_flight -= 1
                     sampled = results[at]

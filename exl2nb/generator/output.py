@@ -43,9 +43,9 @@ class StopMatcher:
         self._text, self._start = "", 0  # the last characters, which may be part of a stop text, and where they begin
         self._passed = 0  # matches that end here or earlier do not count
         self.match: Match | None = None
-        self.beginnings = frozenset(stop[0] for stop in self._stops)  # folded; a piece with none of these may be passed over, see `pass_to`
+        self.beginnings = frozenset(stop[0] for stop in self._stops)  # folded; a piece with none of these may be passed over, see `skip_to`
 
-    def pass_to(self, place: int) -> None:
+    def skip_to(self, place: int) -> None:
         """So many characters have come, the last ones without being fed: nothing was held, and none of them was in `beginnings`."""
         self._text, self._start = "", place
 
@@ -148,7 +148,7 @@ class Alternatives(Sequence[Alternative]):
 _new = tuple.__new__  # half the time of `Token(...)`, once per token and sequence
 
 
-class _Place(NamedTuple):
+class _Checkpoint(NamedTuple):
     """Everything about the output before a token was pushed."""
 
     detokenizer: Any
@@ -179,11 +179,11 @@ class Output:
         self._stop = StopMatcher(stop)
         self._banned = StopMatcher(banned, ignore_case=True) if banned else None
         self._held: list[Token] = []
-        self._places: list[_Place] = []  # one per held token, where texts are banned
+        self._checkpoints: list[_Checkpoint] = []  # one per held token, where texts are banned
         self._shown = 0  # characters in `tokens`
         self._skip = skip
         self._plain, self._beginnings = self._detokenizer.plain, self._stop.beginnings
-        self._hurried = self._banned is None and not skip
+        self._fast_path = self._banned is None and not skip
         self.bans = self._banned is not None  # whether `must_rewind` can ever be True
         self.withheld: tuple[Token, ...] = ()  # tokens that a stop text took away
 
@@ -211,7 +211,7 @@ class Output:
             armed: False: stop texts do not count yet.
         """
         text = None
-        if self._hurried and not self._held:
+        if self._fast_path and not self._held:
             text = self._plain(sampled[0])
             if text is not None and (not self._beginnings or self._beginnings.isdisjoint(text)):
                 token_id, logprob, rank, top = sampled
@@ -220,9 +220,9 @@ class Output:
                 self.tokens.append(_new(Token, (token_id, text, logprob, math.exp(logprob), rank, top, source)))
                 self._shown += len(text)
                 return False
-            self._stop.pass_to(self._shown)
+            self._stop.skip_to(self._shown)
         if self._banned is not None:
-            self._places.append(_Place(self._detokenizer.save(), self._stop.save(), self._banned.save(), self._skip))
+            self._checkpoints.append(_Checkpoint(self._detokenizer.save(), self._stop.save(), self._banned.save(), self._skip))
         if text is None:
             text = self._cut(self._detokenizer.feed(sampled.id))
         self._held.append(self._token(sampled, text, source))
@@ -244,7 +244,7 @@ class Output:
         if rest and self._held:
             self._held[-1] = self._held[-1]._replace(text=self._held[-1].text + rest)
         if not self._held:
-            self._stop.pass_to(self._shown)
+            self._stop.skip_to(self._shown)
         visible, found = self._stop.feed(rest)
         self._release(visible if found else 1 << 62, cut=found)
         return found
@@ -268,8 +268,8 @@ class Output:
             end += len(self._held[at].text)
         while at > 0 and not self._held[at - 1].text and self._held[at - 1].id not in self._tokenizer.skipped_ids:
             at -= 1  # a token without text holds the first bytes of the character
-        gone, place = self._held[at:], self._places[at]
-        del self._held[at:], self._places[at:]
+        gone, place = self._held[at:], self._checkpoints[at]
+        del self._held[at:], self._checkpoints[at:]
         self._detokenizer.load(place.detokenizer)
         self._stop.load(place.stop)
         self._banned.load(place.banned)
@@ -298,11 +298,11 @@ class Output:
                         self.tokens.append(token._replace(text=token.text[: visible - self._shown]))
                         self._shown = visible
                 self._held = [] if cut else self._held[i:]
-                self._places = [] if cut else self._places[i:]
+                self._checkpoints = [] if cut else self._checkpoints[i:]
                 return
             self.tokens.append(token)
             self._shown = end
-        self._held, self._places = [], []
+        self._held, self._checkpoints = [], []
 
     def _token(self, sampled: Sampled, text: str, source: str) -> Token:
         token_id, logprob, rank, top = sampled

@@ -18,7 +18,7 @@ class Pager:
     sequence serves every other with the same beginning, with the same bits.
 
     Attributes:
-        reuse: look for known beginnings, and keep the pages of what has ended. changes: counts changes of any sequence's list of pages.
+        reuse: find cached prefixes, and keep the pages of ended sequences. changes: counts changes of any sequence's list of pages.
 
     Args:
         num_pages: of the cache.
@@ -41,7 +41,7 @@ class Pager:
         return self.roots[salt]
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that hold so many tokens."""
+        """Pages that `tokens` tokens need."""
         return -(-tokens // self.page_size)
 
     def find(self, sequence: Sequence) -> Match:

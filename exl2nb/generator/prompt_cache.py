@@ -412,7 +412,7 @@ class PromptCache:
     """The pages of one model, whose content is kept across requests and, in files, across sessions.
 
     What a request has computed stays in the cache until the room is needed. A request whose prompt begins like an earlier one does not
-    compute that beginning again (`completion.timings.reused_tokens` tells how much), and gets the same bits.
+    compute that beginning again (`completion.timings.reused_tokens` says how much), and gets the same bits.
 
     Args:
         engine: whose pages.

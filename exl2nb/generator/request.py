@@ -1,4 +1,4 @@
-"""Requests and completions: what a caller asks for and what comes back, as plain data, and its static HTML. Knows no threads."""
+"""Requests and completions: the arguments and results of generation as plain data, and its static HTML. Knows no threads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from exl2nb.constraint.structure import Structure
 
 MOST_TOKENS = 2000  # that are tinted; the text of the others follows as it is
-MOST_TITLES = 200  # tokens that tell their alternatives: a page is made in milliseconds, whatever the answer
+MOST_TITLES = 200  # tokens with a tooltip of alternatives: bounds the time to make a page
 
 
 def completion_html(completion: Completion) -> str:
@@ -60,7 +60,7 @@ class Request:
     answer goes back to the token that began it and takes another there. token_healing: the last prompt token is drawn again among the
     tokens that begin with its text, so that a prompt may end in the middle of a word. top_logprobs: alternatives reported per token.
     return_logits: keep the raw logits of every token. priority: higher ones run first, and preempt lower ones where there is no
-    room. timeout_s: seconds after which the answer ends as it stands; None = never. structure: what the answer must look like; None =
+    room. timeout_s: seconds after which generation stops; None = never. structure: what the answer must look like; None =
     anything. stream: hand tokens over as they come; False only the completion at the end, which costs less.
 
     negative_ids, cfg_scale: classifier-free guidance: a second prompt runs in step with the first, and tokens are drawn from
@@ -148,7 +148,7 @@ class Request:
                 ("a sampler other than temperature=0", not plain),
             )
             if wrong := [name for name, on in checks if on]:
-                why = {"return_logits": "its tokens come from several beams", "token_healing": "beams begin behind the whole prompt"}
+                why = {"return_logits": "its tokens come from several beams", "token_healing": "beams begin after the whole prompt"}
                 why = why.get(wrong[0], "beam search draws nothing")
                 raise OptionError(f"beams={self.beams} and {wrong[0]} exclude each other: {why}; leave it out, or beams=1")
         if self.structure is not None and self.token_healing:
@@ -293,7 +293,7 @@ class Completion:
     (no room left), "cancelled", "timeout". stopped_by: the stop text, stop token or end-of-text token that ended it. withheld: tokens that
     a stop text took away. seed: reproduces the answer. rewinds: where banned texts made it go back. speculation: what it did, None
     where it was off. logits: raw, f32 `(tokens, V)`, if asked for. score: of a beam; beams: the best beams, this one first. structure:
-    what it had to look like, and whether it came to an end. reply: of a chat: content, reasoning and tool calls.
+    the required structure, and whether it is complete. reply: of a chat: content, reasoning and tool calls.
     """
 
     text: str

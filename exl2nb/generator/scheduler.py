@@ -10,7 +10,7 @@ from exl2nb.generator.pager import Pager
 from exl2nb.generator.sequence import Sequence
 
 STEP_S = 0.15  # a step of prompt tokens alone is sized to take about this long, so that cancelling is quick on a slow machine
-BESIDE_S = 0.05  # and one beside decodes, so that their text keeps coming
+BESIDE_S = 0.05  # and one with decodes, so that their text keeps flowing
 MIN_CHUNK, MAX_CHUNK = 32, 512  # prompt tokens per step
 GPU_SHARE = 1024  # of one prompt, and of a step, on a GPU: what a step costs whatever is in it would else leave little for prompts
 SHORT = "short"  # salt of the pages of sequences up to the switch
@@ -19,7 +19,7 @@ SHORT = "short"  # salt of the pages of sequences up to the switch
 class Span(NamedTuple):
     """`length` tokens of a sequence that run in this step, from `start` on.
 
-    rows: the last `rows` of them want logits; 0 while a prompt goes on. feed: the token is the one in flight, which only the device knows.
+    rows: the last `rows` of them need logits; 0 in the middle of a prompt. feed: the token is in flight, known to the device only.
     """
 
     sequence: Sequence
@@ -32,12 +32,12 @@ class Span(NamedTuple):
 class Scheduler:
     """Holds the sequences: those that run, best rank first, and those that are queued, in the order in which they will be admitted.
 
-    Rank: higher priority, then turn, then arrival. Turns are counted per `group`, so that a caller who brings a thousand requests at once
-    has one turn at a time, like every other caller.
+    Rank: higher priority, then round-robin turn, then arrival. Turns are counted per `group`, so a caller with a thousand requests has one
+    turn at a time, like every other caller.
 
-    A sequence is admitted when there is a place and its tokens so far fit the free pages; further pages are taken as it grows. When none
-    is left, the sequence of the worst rank is preempted: it gives its pages back and keeps its turn in the queue; later its tokens are
-    computed again, or their pages found still there. The best ranked sequence is never preempted, so every request ends. A queued sequence
+    A sequence is admitted when fewer than `max_sequences` run and its tokens fit the free pages; it takes more as it grows. When none is
+    free, the sequence of the worst rank is preempted: it gives its pages back and keeps its turn in the queue; its tokens are computed
+    again later, or found in the prefix cache. The best ranked sequence is never preempted, so every request ends. A queued sequence
     preempts a running one of lower priority.
 
     Every step decodes for each sequence past its prompt and shares the rest of the token budget among the prompts. A prompt does not
@@ -47,7 +47,7 @@ class Scheduler:
         pager: the pages; nothing else may use it.
         max_sequences: that run at a time.
         max_chunk: prompt tokens per step, at most.
-        switch: sequences beyond so many tokens rotate otherwise (`Model.rope_switch`); one that grows past it is computed anew. None: none.
+        switch: longer sequences use other RoPE factors (`Model.rope_switch`); one that grows past it is computed again. None: no switch.
     """
 
     def __init__(self, pager: Pager, *, max_sequences: int, max_chunk: int = MAX_CHUNK, switch: int | None = None) -> None:
@@ -113,7 +113,7 @@ class Scheduler:
         return spans
 
     def measured(self, tokens: int, seconds: float) -> None:
-        """A step of `tokens` took so long: size the next chunk of prompt tokens by it."""
+        """Size the next chunk of prompt tokens by the time of a step of `tokens`."""
         if tokens >= MIN_CHUNK and seconds > 0:
             self._speed = tokens / seconds
             fitting = max(self._fitting(STEP_S), self.chunk // 2)  # a first step also loads kernels: once is no reason to halve it twice
@@ -167,7 +167,7 @@ class Scheduler:
             insort(self.running, sequence, key=_rank)
 
     def _fits(self, sequence: Sequence) -> bool:
-        """There is a place, and pages for its tokens so far beside those that the others' tokens so far will take."""
+        """Whether it may run: `max_sequences` is not reached, and its tokens fit the pages that the running ones do not need."""
         if len(self.running) >= self.max_sequences:
             return False
         table, need = self.pager.table, self._need(sequence)

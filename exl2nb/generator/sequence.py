@@ -6,7 +6,7 @@ import time
 import weakref
 from bisect import bisect_left
 from collections.abc import Collection
-from collections.abc import Sequence as Several
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -73,7 +73,7 @@ class Sequence:
         self.drafted = 0  # ids at the end that are draft tokens
         self.rewinds: list[Rewind] = []
         self._healed = None if healed is None else healed.allowed
-        self._barred: dict[int, set[int]] = {}  # place -> tokens that led to a banned text there
+        self._banned_at: dict[int, set[int]] = {}  # position -> tokens that led to a banned text there
         self._rows: list[np.ndarray] = []  # raw logits of each new token, if asked for
         self._stopped_by: str | int | None = None
         self._handed = 0
@@ -83,7 +83,7 @@ class Sequence:
         self.deadline = self._submitted + request.timeout_s if request.timeout_s is not None else float("inf")
         self._started = self._first = self._last = 0.0
 
-    # ---- what the scheduler asks
+    # ---- for the scheduler
 
     @property
     def number(self) -> int:
@@ -97,7 +97,7 @@ class Sequence:
 
     @property
     def rows(self) -> int:
-        """Of the pending tokens, how many of the last want logits."""
+        """How many of the last pending tokens need logits."""
         return 1 + self.drafted
 
     @property
@@ -135,12 +135,12 @@ class Sequence:
     def start(self) -> None:
         """It takes part from the next step on."""
         self._started = self._started or time.perf_counter()
-        self.channel.note(self.computed, len(self.request.prompt_ids))
+        self.channel.report_progress(self.computed, len(self.request.prompt_ids))
 
     # ---- a step
 
     def propose(self, drafted: list[int]) -> None:
-        """Put draft tokens behind the ids; the next `advance` verifies them."""
+        """Append draft tokens to the ids; the next `advance` verifies them."""
         assert not self.drafted, "draft tokens are verified before new ones are proposed"
         drafted = drafted[: max(0, self.limit - self.new_tokens - 1)]
         self.ids += drafted
@@ -152,7 +152,7 @@ class Sequence:
             del self.ids[len(self.ids) - self.drafted :]
             self.drafted = 0
 
-    def advance(self, rows: Several[np.ndarray]) -> str | None:
+    def advance(self, rows: Seq[np.ndarray]) -> str | None:
         """Take what the model says after the last tokens; the finish reason once the answer is complete.
 
         `computed` counts all ids, draft tokens included, when this is called. Afterwards the ids end in one token that the model has not
@@ -165,7 +165,7 @@ class Sequence:
             return self.group.receive(self, rows[-1])
         return self.take_rows(rows)
 
-    def take_rows(self, rows: Several[np.ndarray]) -> str | None:
+    def take_rows(self, rows: Seq[np.ndarray]) -> str | None:
         """`advance` for a sequence by itself."""
         count, self.drafted = self.drafted, 0
         start = len(self.ids) - count
@@ -201,11 +201,11 @@ class Sequence:
         return reason
 
     def _choose(self, row: np.ndarray) -> tuple[Sampled, str]:
-        barred = self._barred.get(len(self.ids), ()) if self._barred else ()
-        self.sampler.retry = len(barred)  # another random number: the same one would favour the neighbours of what was banned
+        banned = self._banned_at.get(len(self.ids), ()) if self._banned_at else ()
+        self.sampler.retry = len(banned)  # another random number: the same one would favour the neighbours of what was banned
         allowed = self._healed if self.new_tokens == 0 else None
-        sampled, forced = choose(row, self.sampler, top=self.request.top_logprobs, banned=barred, allowed=allowed)
-        return sampled, "forced" if forced else "rewound" if barred else "target"
+        sampled, forced = choose(row, self.sampler, top=self.request.top_logprobs, banned=banned, allowed=allowed)
+        return sampled, "forced" if forced else "rewound" if banned else "target"
 
     def _take(self, sampled: Sampled, row: np.ndarray | None, source: str, now: float | None = None) -> str | None:
         token_id, ids, output = sampled[0], self.ids, self.output
@@ -245,8 +245,8 @@ class Sequence:
         del self._rows[max(0, len(self._rows) - count) :]
         self.sampler.rewind(count)
         place = len(self.ids)
-        self._barred = {at: ids for at, ids in self._barred.items() if at <= place}
-        self._barred.setdefault(place, set()).add(rewind.ids[0])
+        self._banned_at = {at: ids for at, ids in self._banned_at.items() if at <= place}
+        self._banned_at.setdefault(place, set()).add(rewind.ids[0])
 
     # ---- what goes out
 
@@ -336,7 +336,9 @@ def choose(
         masked[list(banned)] = -np.inf
     left = int(np.isfinite(masked).sum())
     if not left:
-        raise GenerationError(f"every token is ruled out at one place ({len(banned)} by banned_strings or min_tokens); ban fewer texts")
+        raise GenerationError(
+            f"no token is allowed at one position ({len(banned)} banned by banned_strings or min_tokens); ban fewer texts"
+        )
     chosen = sample_row(masked, state)
     return report(row, highest_logit(row), chosen.id, top), left == 1
 
@@ -360,7 +362,7 @@ class Healed(NamedTuple):
 class Pieces:
     """The texts of a vocabulary in order, to find all that begin alike. Special tokens and parts of characters are not in it.
 
-    Cost: one look at every token; 0.2 s for 128 000 of them, once per tokenizer.
+    Cost: one pass over the vocabulary; 0.2 s for 128 000 of them, once per tokenizer.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -396,7 +398,7 @@ class Pieces:
         return found
 
 
-def heal(ids: Several[int], tokenizer: Tokenizer) -> Healed | None:
+def heal(ids: Seq[int], tokenizer: Tokenizer) -> Healed | None:
     """Take the last token back.
 
     Returns:

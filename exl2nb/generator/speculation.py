@@ -1,15 +1,15 @@
 """Speculative decoding: settings, draft tokens from the text itself, how many to propose, and the acceptance. Knows no model and no cache.
 
 A draft token is verified by the request's own sampler: the model runs all draft tokens in one step, then every row is sampled in order,
-with the request's own random number for that place; as long as the sampled token equals the draft token, the next row counts too. So the
+with the request's own random number for that position; while the sampled token equals the draft token, the next row counts too. So the
 text is, token for token, the one without speculation, for every sampler, penalty and constraint. Rejection sampling (Leviathan et al.,
-2023) would accept a little more often, but draws other random numbers and would have to be proved right for every filter anew.
+2023) would accept a little more often, but draws other random numbers and would need a proof for every filter.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Ids
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -34,9 +34,9 @@ ROW_COST = 0.1  # of a step, what one more row costs, until it was measured
 class Speculation:
     """How draft tokens are made.
 
-    kind: "draft" (a smaller model with the same tokenizer), "ngram" (prompt lookup: what followed the last tokens when they stood in the
-    text before; good where an answer repeats its prompt, as in edits of code), "auto" (the draft model if the model was loaded with one),
-    "off". Where a structure leaves no choice, the forced tokens are verified instead.
+    kind: "draft" (a smaller model with the same tokenizer), "ngram" (prompt lookup: what followed an earlier occurrence of the last tokens;
+    good where an answer repeats its prompt, as in edits of code), "auto" (the draft model if the model was loaded with one), "off".
+    Where a structure leaves no choice, the forced tokens are verified instead.
     max_tokens: draft tokens verified together, 1 to 7. adaptive: fewer where they are rejected. min_match, max_match: tokens that must
     agree with an earlier place in the text before "ngram" proposes; longer matches are tried first.
 
@@ -79,7 +79,7 @@ class Speculation:
 
 
 class Verified(NamedTuple):
-    """One verifying step. at: place of the first draft token in the new tokens. ids: draft tokens. accepted: the first so many of them."""
+    """One verifying step. at: index of the first draft token among the new tokens. ids: draft tokens. accepted: the first so many."""
 
     at: int
     ids: tuple[int, ...]
@@ -130,23 +130,23 @@ class Acceptance:
 class StepTimes:
     """How long a step takes by its number of rows, measured on steps; recent ones count most.
 
-    A number of rows that was not measured is taken to lie on the line between those that were, or on the line from one row through the
-    largest one that was. So one row more is tried before many are: see `reach`.
+    A number of rows that was not measured is interpolated linearly, or extrapolated from one row through the
+    largest measured. So the number of rows grows step by step: see `reach`.
     """
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[float, int]] = {}  # rows -> seconds, and when that was seen last
         self._count = 0
 
-    def told(self, rows: int, seconds: float) -> None:
-        """A step with so many rows, and nothing else, took so long. A time far longer than usual was disturbed, and counts little."""
+    def record(self, rows: int, seconds: float) -> None:
+        """Add the time of a step with `rows` rows and no prompt. A time far longer than usual counts little: something disturbed it."""
         self._count += 1
         if rows in self._seen:
             known, _ = self._seen[rows]
             seconds = known + (0.2 if seconds > known else 0.5) * (min(seconds, 2.0 * known) - known)
         self._seen[rows] = seconds, self._count
         for other in [n for n, (_, last) in self._seen.items() if self._count - last > STALE]:
-            del self._seen[other]  # what was slow once is tried again some day
+            del self._seen[other]  # so that it is tried again
 
     @property
     def plain_due(self) -> bool:
@@ -159,7 +159,7 @@ class StepTimes:
         return 2 * max(self._seen, default=1)
 
     def seconds(self, rows: int) -> float:
-        """Of a step with so many rows; 1 for one row while nothing is known."""
+        """Time of a step with `rows` rows; 1 for one row while nothing is known."""
         seen = self._seen
         if rows in seen:
             return seen[rows][0]
@@ -176,20 +176,20 @@ class StepTimes:
         return seen[below][0] * (1.0 + (rows - 1) * ROW_COST) / (1.0 + (below - 1) * ROW_COST)
 
 
-class Pace:
+class AdaptiveLength:
     """How many draft tokens to propose next, and the record of their acceptance.
 
     With probability a that a draft token is accepted, k of them give (1 - a**(k+1)) / (1 - a) tokens on average; the k that gives most
-    tokens per second, for the a seen lately and the time of a step with so many rows, is taken, if it is better than none by `GAIN`.
+    tokens per second, for the recent a and the measured step times, is chosen if it beats no speculation by `GAIN`.
 
     Args:
         times: of the steps in which they are verified.
-        watched: `seen` tells of draft tokens that were not proposed; then none needs to be proposed to find out.
+        watched: `observe` is called for draft tokens that were not proposed; then none is proposed only to measure.
     """
 
     def __init__(self, settings: Speculation, *, times: StepTimes | None = None, watched: bool = False) -> None:
         self.settings, self._times, self._watched = settings, times or StepTimes(), watched
-        self._right, self._tried = 1.6, 2.0  # as if 1.6 of 2 had been right: begin hopefully
+        self._accepted_weight, self._verified_weight = 1.6, 2.0  # the prior: as if 1.6 of 2 had been accepted
         self._idle, self._patience, self._longest = 0, PROBE, 0
         self.steps = self.proposed = self.accepted = self.plain_steps = 0
         self.lengths = [0] * (settings.max_tokens + 1)
@@ -199,7 +199,7 @@ class Pace:
         """Draft tokens to propose now.
 
         Args:
-            room: at most so many. beside: rows of other sequences in the step, whose tokens come later if it takes longer. draft_s: what
+            room: at most this many. beside: rows of other sequences in the step, whose tokens come later if it takes longer. draft_s: what
             making a draft token takes.
         """
         most = min(self.settings.max_tokens, room)
@@ -208,7 +208,7 @@ class Pace:
         if self._times.plain_due and not beside:
             return 0
         most = min(most, max(1, self._times.reach - beside - 1, 2 * self._longest + 1))
-        best = self._best(min(SURE, self._right / self._tried), most, beside, draft_s)
+        best = self._best(min(SURE, self._accepted_weight / self._verified_weight), most, beside, draft_s)
         if best or self._watched:
             return best
         self._idle += 1
@@ -228,13 +228,13 @@ class Pace:
         best = max(range(1, most + 1), key=speed)
         return best if speed(best) > GAIN * speed(0) else 0
 
-    def seen(self, right: bool) -> None:
+    def observe(self, right: bool) -> None:
         """A draft token that was not proposed would have been accepted, or not."""
-        self._right = self._right * FORGET + right
-        self._tried = self._tried * FORGET + 1
+        self._accepted_weight = self._accepted_weight * FORGET + right
+        self._verified_weight = self._verified_weight * FORGET + 1
 
-    def told(self, proposed: int, accepted: int) -> None:
-        """A step verified `proposed` draft tokens and accepted so many; (0, 0) is a step without."""
+    def record(self, proposed: int, accepted: int) -> None:
+        """A step verified `proposed` draft tokens and accepted `accepted`; (0, 0) is a step without."""
         if not proposed:
             self.plain_steps += 1
             return
@@ -243,8 +243,8 @@ class Pace:
         self.accepted += accepted
         self.lengths[accepted] += 1
         self._longest = max(self._longest, proposed)
-        self._right = self._right * FORGET + accepted
-        self._tried = self._tried * FORGET + min(accepted + 1, proposed)
+        self._accepted_weight = self._accepted_weight * FORGET + accepted
+        self._verified_weight = self._verified_weight * FORGET + min(accepted + 1, proposed)
         if accepted:
             self._patience = PROBE
 
@@ -273,7 +273,7 @@ class NgramProposer:
         self._after: dict[tuple[int, ...], int] = {}  # run -> where its latest continuation stands
         self._known = 0  # positions up to here are in the index as continuations
 
-    def propose(self, ids: Ids[int], count: int) -> list[int]:
+    def propose(self, ids: Seq[int], count: int) -> list[int]:
         """At most `count` tokens that followed the same run before; a copy that reaches the end goes on with itself."""
         self._learn(ids)
         size = len(ids)
@@ -289,7 +289,7 @@ class NgramProposer:
                 return found
         return []
 
-    def _learn(self, ids: Ids[int]) -> None:
+    def _learn(self, ids: Seq[int]) -> None:
         shortest = self._lengths[-1]
         for at in range(max(min(self._known, len(ids)), shortest), len(ids)):
             for length in self._lengths:
@@ -308,8 +308,8 @@ class Drafter(Protocol):
 
     draft_s: float  # seconds for one draft token, as far as known
 
-    def propose(self, wanted: Ids[tuple[Sequence, int]], /) -> list[list[int]]:
-        """At most so many draft tokens for each sequence."""
+    def propose(self, wanted: Seq[tuple[Sequence, int]], /) -> list[list[int]]:
+        """At most the wanted number of draft tokens for each sequence."""
         ...
 
     def close(self) -> None:
@@ -324,36 +324,37 @@ class Proposer:
     last; its cache is valid up to there.
     """
 
-    def __init__(self, name: str, pace: Pace, *, ngram: NgramProposer | None = None, drafter: Drafter | None = None) -> None:
+    def __init__(self, name: str, pace: AdaptiveLength, *, ngram: NgramProposer | None = None, drafter: Drafter | None = None) -> None:
         self.name, self.pace, self.drafter, self._ngram = name, pace, drafter, ngram
         self.kept = 1 << 62
-        self._unsaid: tuple[int, int] | None = None  # a place, and the token that would have been proposed there
+        self._unproposed: tuple[int, int] | None = None  # position and token of a draft that was found but not proposed
 
     @classmethod
     def ngram(cls, settings: Speculation, times: StepTimes | None = None) -> Proposer:
         """From the text itself."""
-        return cls("ngram", Pace(settings, times=times, watched=True), ngram=NgramProposer(settings.min_match, settings.max_match))
+        pace = AdaptiveLength(settings, times=times, watched=True)
+        return cls("ngram", pace, ngram=NgramProposer(settings.min_match, settings.max_match))
 
-    def propose(self, ids: Ids[int], room: int, beside: int = 0) -> list[int]:
+    def propose(self, ids: Seq[int], room: int, beside: int = 0) -> list[int]:
         """At most `room` draft tokens; none from a draft model, which proposes for many sequences together.
 
         beside: other sequences in the step.
         """
         if self._ngram is None:
             return []
-        if self._unsaid is not None and self._unsaid[0] < len(ids):
-            self.pace.seen(ids[self._unsaid[0]] == self._unsaid[1])
-        self._unsaid = None
+        if self._unproposed is not None and self._unproposed[0] < len(ids):
+            self.pace.observe(ids[self._unproposed[0]] == self._unproposed[1])
+        self._unproposed = None
         count = self.pace.length(room, beside)
         found = self._ngram.propose(ids, max(1, count)) if room > 0 else []
         if found and not count:
-            self._unsaid = len(ids), found[0]
+            self._unproposed = len(ids), found[0]
             return []
         return found
 
-    def verified(self, drafted: Ids[int], accepted: int, *, at: int, kept: int) -> None:
-        """These draft tokens, from place `at` of the new tokens on, were verified, and so many accepted; `kept` ids stand."""
-        self.pace.told(len(drafted), accepted)
+    def verified(self, drafted: Seq[int], accepted: int, *, at: int, kept: int) -> None:
+        """These draft tokens, from place `at` of the new tokens on, were verified, `accepted` of them accepted; `kept` ids stay."""
+        self.pace.record(len(drafted), accepted)
         if drafted:
             self.pace.trail.append(Verified(at, tuple(drafted), accepted))
         self.kept = min(self.kept, kept)
@@ -377,11 +378,11 @@ def proposer_for(request: Request, drafter: Drafter | None, times: StepTimes | N
         raise OptionError("speculation is 'draft' and the model has no draft model; load it with draft=, or use speculation='ngram'")
     if settings.kind == "off" or drafter is None or request.sampling.post_sampling:  # hooks must see draws of the target only
         return None
-    return Proposer("draft", Pace(settings, times=times), drafter=drafter)
+    return Proposer("draft", AdaptiveLength(settings, times=times), drafter=drafter)
 
 
 class Speculator:
-    """Puts draft tokens behind the ids of the sequences that decode, before each step, and measures how long steps take.
+    """Appends draft tokens to the ids of decoding sequences before each step, and measures step times.
 
     times: of the steps.
     """
@@ -390,17 +391,17 @@ class Speculator:
         self.times = StepTimes()
         self._began, self._rows = 0.0, 0  # the step that runs: when, and with how many rows; 0: not one to learn from
 
-    def propose(self, running: Ids[Sequence], /) -> None:
+    def propose(self, running: Seq[Sequence], /) -> None:
         """Append draft tokens; `rows` of a sequence is one more than there are."""
         now = time.perf_counter()
         decoding = [sequence for sequence in running if sequence.pending == 1]
         if self._rows and len(decoding) == len(running):
-            self.times.told(self._rows, now - self._began)
+            self.times.record(self._rows, now - self._began)
         self._propose([one for one in decoding if one.proposer is not None and not one.drafted], len(running))
         self._rows = sum(one.rows for one in running) if running and len(decoding) == len(running) else 0
         self._began = time.perf_counter()
 
-    def _propose(self, sequences: Ids[Sequence], running: int) -> None:
+    def _propose(self, sequences: Seq[Sequence], running: int) -> None:
         wanted: dict[int, list[tuple[Sequence, int]]] = {}
         drafters: dict[int, Drafter] = {}
         most = max(1, STEP_ROWS // max(1, running) - 1)

@@ -72,7 +72,7 @@ def _create(path: Path, temporary: Path) -> int:
 
 
 def sibling(path: Path) -> Path:
-    """A hidden, unused name beside `path`; ends in `.tmp`, so no reader mistakes it for a model file."""
+    """A hidden, unused name next to `path`; ends in `.tmp`, so no reader mistakes it for a model file."""
     return path.with_name(f".{path.name[:200]}.{secrets.token_hex(6)}.tmp")
 
 
@@ -95,7 +95,7 @@ def free_bytes(path: Path) -> int:
 
 
 def check_free(path: Path, needed_bytes: int) -> None:
-    """Raise ConversionError when `needed_bytes` do not fit beside `path`."""
+    """Raise ConversionError when `needed_bytes` do not fit on the disk of `path`."""
     free = free_bytes(path) if needed_bytes else -1
     if 0 <= free < needed_bytes:
         raise ConversionError(_full(path, needed_bytes, free))
@@ -107,6 +107,11 @@ def write_errors(path: Path, *, needed_bytes: int = 0) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise ConversionError(
+                f"{path}: the file is larger than this process (ulimit -f) or file system may write; nothing was left under this name; "
+                "raise the limit or write elsewhere"
+            ) from error
         if error.errno in _FULL:
             raise ConversionError(_full(path, needed_bytes, free_bytes(path))) from error
         raise

@@ -7,18 +7,20 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, TimeoutError
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from exl2nb.core.errors import Exl2Error, ModelNotFound, OptionError
+from exl2nb.core.errors import Exl2Error, Interrupted, ModelNotFound, OptionError
 from exl2nb.core.options import check_path
 from exl2nb.core.progress import Progress, SilentSink, Sink
 
 NEEDED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "README.md"]
 # no subfolder but additional_chat_templates
 SKIPPED = ["[!a]*/*", "a/*", "a[!d]*/*", "ad/*", "ad[!d]*/*", "consolidated*", "*.bin.index.json", "adapter_*"]
+TICK_S = 1.0  # without a byte, until the progress says so
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -28,7 +30,7 @@ def resolve(path_or_id: str | os.PathLike[str], revision: str | None = None, pro
     Args:
         path_or_id: a folder, or a hub id such as "owner/name".
         revision: branch, tag or commit on the hub (EXL2 models often keep one branch per bitrate, "4.0bpw"); None means "main".
-        progress: takes the events of stage "download", in bytes.
+        progress: takes the events of stage "download", in bytes. While nothing arrives they say that they wait.
 
     Returns:
         The folder. From the hub it is a snapshot in the hub's cache: nothing is fetched twice, and without a network a complete earlier
@@ -150,12 +152,52 @@ def network_errors() -> tuple[type[Exception], ...]:
     return (kind,) if isinstance(kind, type) and issubclass(kind, Exception) else ()
 
 
+@contextmanager
+def time_limits(stop: threading.Event | None = None) -> Iterator[None]:
+    """Connect and read timeouts for requests to the hub whose client sets none: those that ask for names, branches and lists of files.
+
+    The limit is the client's own for files, $HF_HUB_DOWNLOAD_TIMEOUT seconds without a byte.
+
+    Args:
+        stop: while it is set, requests raise Interrupted before they are sent.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.utils import get_session
+
+    session: Any = get_session()
+    limit_s = constants.HF_HUB_DOWNLOAD_TIMEOUT
+
+    def limit(request: Any) -> None:
+        if stop is not None and stop.is_set():
+            raise Interrupted("the download was cancelled; complete files are kept")
+        given = request.extensions.get("timeout") or {}
+        request.extensions["timeout"] = {kind: given.get(kind) or limit_s for kind in ("connect", "read", "write", "pool")}
+
+    if hasattr(session, "event_hooks"):
+        hooks = session.event_hooks["request"]
+        hooks.append(limit)
+        try:
+            yield
+        finally:
+            with suppress(ValueError):  # the client was closed and made anew
+                hooks.remove(limit)
+    else:  # clients before 1.0 use requests, one session for each thread
+        adapter: Any = session.get_adapter(constants.ENDPOINT)
+        send = adapter.send
+        adapter.send = lambda request, **options: send(request, **{**options, "timeout": options.get("timeout") or limit_s})
+        try:
+            yield
+        finally:
+            adapter.send = send
+
+
 def _existing(repo_id: str) -> str:
     """The revisions there are, for a message."""
     import huggingface_hub
 
     try:
-        refs = huggingface_hub.HfApi().list_repo_refs(repo_id)
+        with time_limits():
+            refs = huggingface_hub.HfApi().list_repo_refs(repo_id)
     except Exception:  # the message is about something else
         return "see the branch list on its page"
     names = [ref.name for ref in (*refs.branches, *refs.tags)]
@@ -166,28 +208,66 @@ def _download(repo_id: str, revision: str | None, progress: Sink | None) -> Path
     import huggingface_hub
 
     report = _Report(repo_id, progress)
-    with report, hub_errors(repo_id, revision):
-        folder = Path(
-            huggingface_hub.snapshot_download(
-                repo_id, revision=revision, allow_patterns=NEEDED, ignore_patterns=SKIPPED, tqdm_class=_bars(report)
+
+    def work() -> Path:
+        with time_limits(report.stop):
+            return Path(
+                huggingface_hub.snapshot_download(
+                    repo_id, revision=revision, allow_patterns=NEEDED, ignore_patterns=SKIPPED, tqdm_class=_bars(report)
+                )
             )
-        )
+
+    with report, hub_errors(repo_id, revision):
+        folder = report.wait_for(work)
     if not (folder / "config.json").is_file():
         raise ModelNotFound(no_config(repo_id, revision))
     return folder
 
 
 class _Report:
-    """Sums up what several download threads report into events of one stage."""
+    """Sums up what several download threads report into events of one stage.
+
+    stop: set where the caller is interrupted; the threads then end at their next piece of data or request.
+    """
 
     def __init__(self, name: str, sink: Sink | None) -> None:
         self._name, self._sink = name, sink or SilentSink()
         self._bars: dict[int, tuple[float, float]] = {}
         self._lock, self._start = threading.Lock(), time.monotonic()
+        self._heard = self._start
+        self.stop = threading.Event()
+
+    def wait_for(self, work: Callable[[], Path]) -> Path:
+        """Run `work` in a thread, so that an interrupt takes effect at once and not when a server answers."""
+        future: Future[Path] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="exl2nb-download", daemon=True).start()
+        try:
+            while True:
+                try:
+                    return future.result(TICK_S)
+                except TimeoutError:
+                    if future.done():  # the work's own
+                        raise
+                with self._lock:
+                    silent_s = time.monotonic() - self._heard
+                    if silent_s >= TICK_S:
+                        self._emit("running", f": waiting for the server, nothing received for {silent_s:.0f} s")
+        except BaseException:
+            self.stop.set()
+            raise
 
     def update(self, bar: int, done: float, total: float) -> None:
         with self._lock:
-            self._bars[bar] = (done, total)
+            if self.stop.is_set():
+                raise Interrupted("the download was cancelled; complete files are kept")
+            self._bars[bar], self._heard = (done, total), time.monotonic()
             self._emit("running")
 
     def __enter__(self) -> _Report:
@@ -195,15 +275,16 @@ class _Report:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._emit("done" if kind is None else "cancelled" if kind is KeyboardInterrupt else "error")
+        self._emit("done" if kind is None else "cancelled" if kind in (KeyboardInterrupt, Interrupted) else "error")
 
-    def _emit(self, state: str) -> None:
+    def _emit(self, state: str, note: str = "") -> None:
         # the hub shows one bar for bytes received and one for bytes written: the fuller one is the truth
         done, total = max(self._bars.values(), key=lambda pair: (pair[1], pair[0]), default=(0.0, 0.0))
         elapsed = time.monotonic() - self._start
         eta = elapsed / done * (total - done) if 0 < done <= total and state == "running" else None
+        detail = self._name + note
         self._sink(
-            Progress(stage="download", done=done, total=total, unit="bytes", detail=self._name, elapsed_s=elapsed, eta_s=eta, state=state)
+            Progress(stage="download", done=done, total=total, unit="bytes", detail=detail, elapsed_s=elapsed, eta_s=eta, state=state)
         )
 
 

@@ -1,4 +1,4 @@
-"""The branches and tags of a model on the hub, with the bitrates that their names tell."""
+"""The branches and tags of a model on the hub, with the bitrates in their names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from exl2nb.core.errors import ModelNotFound
-from exl2nb.io.hub import check_id, hub_errors
+from exl2nb.io.hub import check_id, hub_errors, time_limits
 
 # "4.0bpw", "4.25bpw_h6", "gptq-4bit-32g", and "6_5" as some publishers write it
 _NAMED = re.compile(r"(?<![\d._])(\d{1,2}(?:[._]\d{1,3})?)[ _-]?(?:bpw|bits?)(?![a-z])", re.IGNORECASE)
@@ -19,7 +19,7 @@ _BARE = re.compile(r"(\d)[._](\d{1,3})")
 
 @dataclass(frozen=True)
 class Revision:
-    """One branch or tag. bpw: bits per weight its name tells, None where it tells none. commit: hash. cached: it was downloaded before."""
+    """One branch or tag. bpw: bits per weight in its name, or None. commit: hash. cached: it was downloaded before."""
 
     name: str
     kind: str
@@ -115,7 +115,7 @@ def revisions(repo_id: str) -> Revisions:
     check_id(repo_id)
     cached = _cached(repo_id)
     try:
-        with hub_errors(repo_id):
+        with hub_errors(repo_id), time_limits():
             refs = huggingface_hub.HfApi().list_repo_refs(repo_id)
     except ModelNotFound as error:
         asked = isinstance(error.__cause__, (errors.RepositoryNotFoundError, errors.GatedRepoError))
@@ -127,7 +127,7 @@ def revisions(repo_id: str) -> Revisions:
 
 
 def bitrate(name: str) -> float | None:
-    """Bits per weight that the name of a branch tells, None where it tells none."""
+    """Bits per weight in the name of a branch, or None."""
     match = _NAMED.search(name)
     text = match[1].replace("_", ".") if match else ".".join(bare.groups()) if (bare := _BARE.fullmatch(name)) else None
     return float(text) if text is not None and 1 <= float(text) <= 16 else None

@@ -343,7 +343,7 @@ def header_bytes(parts: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> i
 class Writer:
     """Takes tensors one by one, so that memory holds one of them, and writes the same bytes as `save`.
 
-    Data goes to a temporary file as it comes; `finish` puts the header in front and copies the data behind it inside the operating system.
+    Data goes to a temporary file as it comes; `finish` writes the header and lets the operating system append the data.
     Use `stream`, which makes the two files and cleans them up.
     """
 

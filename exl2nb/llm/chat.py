@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from exl2nb.core.errors import OptionError
 from exl2nb.core.options import check_flag, shown
 from exl2nb.eval.score import token_texts
-from exl2nb.llm.requests import STRUCTURES
+from exl2nb.llm.requests import STRUCTURES, check_length
 from exl2nb.model.model import Model
 from exl2nb.sampling.params import check_integer
 from exl2nb.tokenizer import chat as chat_format
@@ -100,6 +100,7 @@ class ChatMixin:
             chat.pop("tools", None)
         tools = tools_of(chat.get("tools") or ())
         text = self.render_chat(messages, **{name: chat[name] for name in FORMAT_OPTIONS if name in chat})
+        check_length(text, self.tokenizer, self.engine.context, where=where)
         source = self._source(chat.get("template"), tools)
         reply = reply_format(source, text, tools, self.tokenizer)
         if (named := chat.get("template")) in INSTRUCT:

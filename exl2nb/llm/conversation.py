@@ -50,7 +50,7 @@ class Turn:
 
 
 class Tree:
-    """Turns by id. A turn never changes; an edit is another turn beside it.
+    """Turns by id. A turn never changes; an edit adds a sibling.
 
     Example:
         >>> tree = Tree()
@@ -153,7 +153,7 @@ class Conversation:
 
     Args:
         llm: the model.
-        system: what the model is told first.
+        system: the system message.
         options: of every answer: those of `llm.chat`.
 
     Example:
@@ -203,13 +203,13 @@ class Conversation:
             text: what is said.
             stream: give an `Answer` to iterate instead of the finished turn.
             role: "user", or "tool" for what a function returned.
-            options: of this answer, beside those of the conversation.
+            options: of this answer, added to those of the conversation.
 
         Returns:
             The assistant's `Turn`, or an `Answer`.
 
         Raises:
-            As `llm.chat`. What was said stays: `reply` asks for the answer again, `say` puts something else in its place (beside it).
+            As `llm.chat`. What was said stays: `reply` generates the answer again, `say` adds another turn in its place.
         """
         head, parent = self.head, None if self.head is None else self.head.id
         if head is not None and head.role == role == "user" and not self.tree.children(head.id):  # refused: too long, say
@@ -228,7 +228,7 @@ class Conversation:
         return answer if stream else answer.turn()
 
     def regenerate(self, turn: Turn | None = None, *, stream: bool = False, **options: Any) -> Any:
-        """Another answer beside an old one: the current turn, or the one given."""
+        """Another answer, a sibling of the current turn or of the one given."""
         turn = self.head if turn is None else self._own(turn)
         if turn is None or turn.role != "assistant" or turn.parent is None:
             raise OptionError("regenerate: expected an assistant's turn; reply() answers what was said last")
@@ -236,7 +236,7 @@ class Conversation:
         return self.reply(stream=stream, **options)
 
     def edit(self, turn: Turn, text: str, *, stream: bool = False, answer: bool = True, **options: Any) -> Any:
-        """Another version of a turn, beside the old one.
+        """Another version of a turn, as its sibling.
 
         Args:
             turn: any turn of this conversation.

@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from exl2nb.cache.modes import parse_mode
+from exl2nb.converter.keywords import DEFAULTS, ConvertOptions
 from exl2nb.core.errors import Exl2Error
-from exl2nb.core.options import check_keywords, check_range
+from exl2nb.core.options import check_keywords, check_range, spelled_out
 from exl2nb.core.progress import Sink, showing
-from exl2nb.io.peek import peek
+from exl2nb.io.metadata import metadata_folder
 from exl2nb.model.inspect import Inspection
 from exl2nb.model.inspect import inspect as inspect_directory
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from exl2nb.converter.result import Conversion
     from exl2nb.eval.comparison import Comparison
     from exl2nb.llm.model import LLM
@@ -42,13 +45,14 @@ def demo(bpw: float | None = None, **options: Any) -> LLM:
     return load(made, **options)
 
 
+@spelled_out(ConvertOptions, DEFAULTS)
 def convert(
     src: str | os.PathLike[str],
     dst: str | os.PathLike[str],
     *,
     bpw: float | None = None,
     progress: Sink | Literal["auto"] | None = "auto",
-    **options: Any,
+    **options: Unpack[ConvertOptions],
 ) -> Conversion:
     """Quantise a model to EXL2. Options and errors: `exl2nb.converter.job.ConversionJob`.
 
@@ -132,9 +136,9 @@ def inspect(path: str | os.PathLike[str], *, revision: str | None = None) -> Ins
         As `model.inspect.inspect`; of a hub id with the id as path.
 
     Raises:
-        ModelNotFound, OptionError: as `io.peek.peek`. ConfigError, FormatError: as `model.inspect.inspect`.
+        ModelNotFound, OptionError: as `io.metadata.metadata_folder`. ConfigError, FormatError: as `model.inspect.inspect`.
     """
-    with peek(path, revision) as folder:
+    with metadata_folder(path, revision) as folder:
         if Path(path).expanduser().exists():
             return inspect_directory(folder)
         try:

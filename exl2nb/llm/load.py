@@ -65,7 +65,7 @@ def load(
         rope_alpha: NTK-aware scaling: the RoPE base grows by alpha ** (d / (d - 2)); loses less than rope_scale without training.
         rope_theta: the RoPE base itself, in place of the config's.
         rope_scaling: an object as `rope_scaling` of config.json in place of the model's own: {"rope_type": "yarn", "factor": 4.0}.
-        deterministic: on CUDA, make every token independent of how its prompt was cut and of what ran beside it, at the price of slow
+        deterministic: on CUDA, make every token independent of how its prompt was cut and of the rest of the batch, at the price of slow
             prompts; decoding up to 8 tokens a step, and everything on the CPU, always is. None = the variable
             EXL2NB_DETERMINISTIC, or False.
         progress: takes the events of stages "download" and "load". "auto": shown where you look (a widget in a notebook, a line on a
@@ -85,7 +85,7 @@ def load(
     rope = RopeOverride(scale=rope_scale, theta=rope_theta, alpha=rope_alpha, scaling=rope_scaling)
     cache = parse_mode(cache, where="load")
     for name, value in (("context", context), ("cache_tokens", cache_tokens), ("max_sequences", max_sequences)):
-        if value is not None:
+        if value is not None or name == "max_sequences":
             check_integer(f"load: {name}", value, 1, 1 << 24)
     place = pick_device(device)
     exact = env.get("EXL2NB_DETERMINISTIC", "0") == "1" if deterministic is None else deterministic
@@ -96,6 +96,7 @@ def load(
             model = load_model(folder, device=place, context=context, rope=rope, progress=sink, deterministic=exact)
     try:
         tokenizer = Tokenizer.load(folder)
+        tokenizer.templates.prepare()
         _check_vocabulary(tokenizer, model, folder)
         tokens = min(model.context, CONTEXT) if context is None else context
         held = max(tokens, CACHE_TOKENS) if cache_tokens is None else max(tokens, cache_tokens)
@@ -154,11 +155,11 @@ def pick_device(device: str | None) -> str:
 
 
 def _fitting(folder: Path, needed: str) -> AbstractContextManager[None]:
-    """Too little memory on the GPU by name."""
+    """Too little memory by name."""
     from exl2nb.ops import out_of_memory
 
-    todo = "close other models, take fewer bits per weight, a smaller context= or cache='q4', or device='cpu'"
-    return out_of_memory.naming(f"{folder.name} does not fit the GPU", todo, needed=needed)
+    todo = "close other models, take fewer bits per weight, a smaller context= or cache='q4'"
+    return out_of_memory.naming(f"{folder.name} does not fit", todo, needed=needed)
 
 
 def _gib(nbytes: int) -> str:

@@ -1,7 +1,7 @@
 """The memory of a model before it is loaded: weights, cache, activations, logits, compared with free memory; from headers alone.
 
 `Formula` holds a model's coefficients and the arithmetic; widgets/src/plan/formula.ts is the same arithmetic in the browser, and a test
-compares the two. `plan` reads a model's headers, asks for free memory and gives a `MemoryPlan`.
+compares the two. `plan` reads a model's headers, reads the free memory and returns a `MemoryPlan`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import torch
 from exl2nb.cache.modes import MODES, parse_mode
 from exl2nb.cache.spec import PAGE_SIZE, CacheSpec
 from exl2nb.core.errors import DeviceError, OptionError
+from exl2nb.core.show import size_text
 from exl2nb.io.hub import display_name
-from exl2nb.io.peek import peek
+from exl2nb.io.metadata import metadata_folder
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu_memory import kept_bytes
 from exl2nb.model.inspect import Inspection, inspect
@@ -417,7 +418,7 @@ def plan(
     if device not in ("cpu", "cuda"):
         raise OptionError(f"plan: device is {device!r}; expected 'cpu' or 'cuda'")
     mode = parse_mode(cache, where="plan")
-    with peek(path, revision) as folder:  # of a hub id the headers alone
+    with metadata_folder(path, revision) as folder:  # of a hub id the headers alone
         config, found = read_model_config(folder), inspect(folder)
         name = display_name(folder) if Path(path).expanduser().exists() else f"{path}@{revision}" if revision else str(path)
     return MemoryPlan.of(
@@ -468,14 +469,6 @@ def _container() -> int | None:
         return None if limit == "max" else max(0, int(limit) - int((folder / "memory.current").read_text(encoding="ascii")))
     except (OSError, ValueError):
         return None
-
-
-def size_text(count: int) -> str:
-    """Readable bytes: 7.80 MiB."""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= scale:
-            return f"{count / scale:.2f} {unit}"
-    return f"{count} bytes"
 
 
 def _plain(name: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from exl2nb.core.errors import GenerationError, OptionError
-from exl2nb.core.options import check_keywords, shown
+from exl2nb.core.options import check_keywords, shown, spelled_out
 from exl2nb.core.show import facts
 from exl2nb.generator.engine import Engine
 from exl2nb.generator.handle import Handle, Handles
@@ -21,6 +21,7 @@ from exl2nb.generator.request import Chunk, Completion, Request
 from exl2nb.generator.scheduler import MAX_CHUNK
 from exl2nb.io.hub import display_name
 from exl2nb.llm.chat import ChatMixin
+from exl2nb.llm.options import DEFAULTS, ChatOptions, GenerateOptions, RequestOptions
 from exl2nb.llm.requests import compile_structure, request_of, sample_options
 from exl2nb.llm.scoring import ScoringMixin
 from exl2nb.model.facts import unusual
@@ -30,9 +31,12 @@ from exl2nb.sampling.params import SamplingParams, check_integer
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from exl2nb.model.config import ModelConfig
     from exl2nb.sampling.explanation import Explanation
     from exl2nb.sampling.replay import Draw
+    from exl2nb.server.serve import Server
 
 GPU_CHUNK = 2048  # prompt tokens per step on a GPU: fewer leave its multipliers idle
 Messages = Sequence[Mapping[str, Any]]
@@ -47,7 +51,7 @@ class LLM(ScoringMixin, ChatMixin):
     more. What the answer must look like: schema (a JSON schema, pydantic model, dataclass or other type), regex, choice (texts) or grammar
     (Lark or EBNF); `completion.parsed` is then the value. An unknown option is an OptionError.
 
-    Any number of threads may call it; what they ask for runs together.
+    Any number of threads may call it; their requests are batched.
 
     cache: what the pages of the KV cache hold: `cache.snapshot()`, `cache.save(path)`, `cache.load(path)`, `cache.clear()`, `cache.reuse`.
 
@@ -142,19 +146,20 @@ class LLM(ScoringMixin, ChatMixin):
     # ---- text
 
     @overload
-    def generate(self, prompt: str, *, n: None = None, **options: Any) -> Completion: ...
+    def generate(self, prompt: str, *, n: None = None, **options: Unpack[GenerateOptions]) -> Completion: ...
     @overload
-    def generate(self, prompt: Sequence[int], *, n: None = None, **options: Any) -> Completion: ...
+    def generate(self, prompt: Sequence[int], *, n: None = None, **options: Unpack[GenerateOptions]) -> Completion: ...
     @overload
-    def generate(self, prompt: list[str], *, n: None = None, **options: Any) -> list[Completion]: ...
+    def generate(self, prompt: list[str], *, n: None = None, **options: Unpack[GenerateOptions]) -> list[Completion]: ...
     @overload
-    def generate(self, prompt: str | Sequence[int], *, n: int, **options: Any) -> list[Completion]: ...
+    def generate(self, prompt: str | Sequence[int], *, n: int, **options: Unpack[GenerateOptions]) -> list[Completion]: ...
+    @spelled_out(GenerateOptions, DEFAULTS)
     def generate(self, prompt: Any, *, n: int | None = None, **options: Any) -> Completion | list[Completion]:
         """Continue a prompt and return when it is complete.
 
         Args:
             prompt: text, token ids, or a list of texts, which run together.
-            n: give a list of so many answers to one prompt, which is computed once for all of them: samples, where `seed` is that of the
+            n: return a list of n answers to one prompt, which is computed once for all of them: samples, where `seed` is that of the
                 first and the others count on from it; with beams=, the n best beams.
             options: see the class. And on_chunk: called with every `Chunk` of one prompt's answer, in this thread; what it raises cancels
                 the request and comes out here.
@@ -188,11 +193,12 @@ class LLM(ScoringMixin, ChatMixin):
                 handle.cancel()
 
     @overload
-    def stream(self, prompt: str | Sequence[int], *, n: None = None, **options: Any) -> Handle: ...
+    def stream(self, prompt: str | Sequence[int], *, n: None = None, **options: Unpack[RequestOptions]) -> Handle: ...
     @overload
-    def stream(self, prompt: list[str], *, n: None = None, **options: Any) -> Handles: ...
+    def stream(self, prompt: list[str], *, n: None = None, **options: Unpack[RequestOptions]) -> Handles: ...
     @overload
-    def stream(self, prompt: str | Sequence[int], *, n: int, **options: Any) -> Handles: ...
+    def stream(self, prompt: str | Sequence[int], *, n: int, **options: Unpack[RequestOptions]) -> Handles: ...
+    @spelled_out(RequestOptions, DEFAULTS)
     def stream(self, prompt: Any, *, n: int | None = None, **options: Any) -> Handle | Handles:
         """Continue a prompt and yield `Chunk`s as they come.
 
@@ -215,13 +221,14 @@ class LLM(ScoringMixin, ChatMixin):
         return Handles(self._submit_all(prompt if n is None else [prompt] * n, "stream", each, stream=True))
 
     @overload
-    async def agenerate(self, prompt: str, *, n: None = None, **options: Any) -> Completion: ...
+    async def agenerate(self, prompt: str, *, n: None = None, **options: Unpack[RequestOptions]) -> Completion: ...
     @overload
-    async def agenerate(self, prompt: Sequence[int], *, n: None = None, **options: Any) -> Completion: ...
+    async def agenerate(self, prompt: Sequence[int], *, n: None = None, **options: Unpack[RequestOptions]) -> Completion: ...
     @overload
-    async def agenerate(self, prompt: list[str], *, n: None = None, **options: Any) -> list[Completion]: ...
+    async def agenerate(self, prompt: list[str], *, n: None = None, **options: Unpack[RequestOptions]) -> list[Completion]: ...
     @overload
-    async def agenerate(self, prompt: str | Sequence[int], *, n: int, **options: Any) -> list[Completion]: ...
+    async def agenerate(self, prompt: str | Sequence[int], *, n: int, **options: Unpack[RequestOptions]) -> list[Completion]: ...
+    @spelled_out(RequestOptions, DEFAULTS)
     async def agenerate(self, prompt: Any, *, n: int | None = None, **options: Any) -> Completion | list[Completion]:
         """`generate` for event loops; cancelling the task cancels its requests.
 
@@ -240,11 +247,13 @@ class LLM(ScoringMixin, ChatMixin):
             for handle in handles:
                 handle.cancel()
 
-    def astream(self, prompt: str | Sequence[int], **options: Any) -> Handle:
+    @spelled_out(RequestOptions, DEFAULTS)
+    def astream(self, prompt: str | Sequence[int], **options: Unpack[RequestOptions]) -> Handle:
         """`stream` of one prompt for `async for`; the event loop stays free. Several prompts: `async for event in llm.batch(prompts)`."""
-        return self._submit(prompt, "astream", options, stream=True)
+        return self._submit(prompt, "astream", dict(options), stream=True)
 
-    def explain(self, prompt: str | Sequence[int], *, at: int = 0, **options: Any) -> Explanation:
+    @spelled_out(RequestOptions, DEFAULTS)
+    def explain(self, prompt: str | Sequence[int], *, at: int = 0, **options: Unpack[RequestOptions]) -> Explanation:
         """Show how a token is chosen: what every filter does to the model's probabilities, and the draw.
 
         Args:
@@ -256,8 +265,9 @@ class LLM(ScoringMixin, ChatMixin):
             OptionError: `at` out of range. GenerationError: the answer ends before that token. Otherwise as `generate`.
         """
         check_integer("at", at, 0, self.context)
+        asked: dict[str, Any] = {**options}
         check_keywords(
-            dict.fromkeys(options), [*_request_options(), "negative_prompt", "schema", "regex", "choice", "grammar"], where="explain"
+            dict.fromkeys(asked), [*_request_options(), "negative_prompt", "schema", "regex", "choice", "grammar"], where="explain"
         )
         found: list[Explanation] = []
 
@@ -265,15 +275,15 @@ class LLM(ScoringMixin, ChatMixin):
             if draw.index == at:
                 found.append(draw.explain())
 
-        hooks = options.pop("post_sampling", ())
+        hooks = asked.pop("post_sampling", ())
         if not callable(hooks) and not isinstance(hooks, (tuple, list)):
             raise OptionError(f"explain: post_sampling is {shown(hooks)}; expected a function or several")
-        options["post_sampling"] = (look, *((hooks,) if callable(hooks) else hooks))
-        banned = options.get("banned_strings", ())
+        asked["post_sampling"] = (look, *((hooks,) if callable(hooks) else hooks))
+        banned = asked.get("banned_strings", ())
         later = max((len(text.encode()) for text in ((banned,) if isinstance(banned, str) else banned) if isinstance(text, str)), default=0)
         # a banned text is known by its last token; the answer then goes back to its first one, and draws that again
         wanted = min(at + 1 + later, max(at + 1, self.context - 1))
-        completion = self._submit(prompt, "explain", {**options, "max_tokens": wanted}, stream=False).result()
+        completion = self._submit(prompt, "explain", {**asked, "max_tokens": wanted}, stream=False).result()
         if not found:
             raise GenerationError(f"explain: the answer ended after {len(completion.tokens)} tokens; token {at} was asked for, lower `at`")
         return replace(found[-1], names=self.tokenizer.piece)
@@ -281,9 +291,10 @@ class LLM(ScoringMixin, ChatMixin):
     # ---- chat
 
     @overload
-    def chat(self, messages: Messages | str, *, stream: Literal[False] = False, **options: Any) -> Completion: ...
+    def chat(self, messages: Messages | str, *, stream: Literal[False] = False, **options: Unpack[ChatOptions]) -> Completion: ...
     @overload
-    def chat(self, messages: Messages | str, *, stream: Literal[True], **options: Any) -> Handle: ...
+    def chat(self, messages: Messages | str, *, stream: Literal[True], **options: Unpack[ChatOptions]) -> Handle: ...
+    @spelled_out(ChatOptions, DEFAULTS)
     def chat(self, messages: Messages | str, *, stream: bool = False, **options: Any) -> Completion | Handle:
         """Answer a conversation, in the format the model was trained on.
 
@@ -313,14 +324,15 @@ class LLM(ScoringMixin, ChatMixin):
             >>> [(call.name, call.parsed["a"] in (1, 2)) for call in answer.reply.tool_calls]
             [('add', True)]
         """
-        prompt, options = self.chat_request(messages, options, where="chat")
-        handle = self._submit(prompt, "chat", options, stream=stream)
+        prompt, asked = self.chat_request(messages, options, where="chat")
+        handle = self._submit(prompt, "chat", asked, stream=stream)
         return handle if stream else handle.result()
 
-    async def achat(self, messages: Messages | str, **options: Any) -> Completion:
+    @spelled_out(ChatOptions, DEFAULTS)
+    async def achat(self, messages: Messages | str, **options: Unpack[ChatOptions]) -> Completion:
         """`chat` for event loops."""
-        prompt, options = self.chat_request(messages, options, where="achat")
-        return await self._submit(prompt, "achat", options, stream=False).aresult()
+        prompt, asked = self.chat_request(messages, options, where="achat")
+        return await self._submit(prompt, "achat", asked, stream=False).aresult()
 
     # ---- many requests
 
@@ -328,7 +340,8 @@ class LLM(ScoringMixin, ChatMixin):
         """An empty job: add requests with `job.add(prompt, id=..., ...)`, iterate it for their events."""
         return Job(self)
 
-    def batch(self, prompts: Sequence[Any] | Mapping[Hashable, Any], **options: Any) -> Job:
+    @spelled_out(RequestOptions, DEFAULTS)
+    def batch(self, prompts: Sequence[Any] | Mapping[Hashable, Any], **options: Unpack[RequestOptions]) -> Job:
         """Queue many requests and return at once; iterate the result for `Event`s of all of them as they come, tagged by id.
 
         Args:
@@ -351,15 +364,15 @@ class LLM(ScoringMixin, ChatMixin):
             raise OptionError(
                 f"batch: prompts is {str(prompts)[:40]!r}; expected several: [text, text], or a mapping of them; for one: generate"
             )
-        options = dict(options)
-        compile_structure(options, self.tokenizer, self.model.config.vocab_size, where="batch")
+        shared: dict[str, Any] = {**options}
+        compile_structure(shared, self.tokenizer, self.model.config.vocab_size, where="batch")
         job = self.job()
         try:
             for id, prompt in prompts.items() if isinstance(prompts, Mapping) else enumerate(prompts):
                 own = dict(prompt) if isinstance(prompt, Mapping) else {"prompt": prompt}
                 if "prompt" not in own:
                     raise OptionError(f"batch: request {id!r} is {str(own)[:80]}; expected a text, ids, or a dict with 'prompt'")
-                text, own = own.pop("prompt"), {"id": id, **options, **own}
+                text, own = own.pop("prompt"), {"id": id, **shared, **own}
                 if wrong := [name for name in own if not isinstance(name, str) or name == "prompt"]:
                     raise OptionError(f"batch: unknown keyword {shown(wrong[0])}; prompts are the first argument")
                 job.add(text, **own)
@@ -368,12 +381,40 @@ class LLM(ScoringMixin, ChatMixin):
             raise
         return job
 
-    def submit_for_job(self, prompt: Any, options: dict[str, Any], *, stream: bool, group: object) -> Handle:
-        """Queue one request of a job; errors as in `stream`."""
-        request = request_of(prompt, options, self.tokenizer, self.model.config.vocab_size, where="job.add", stream=stream)
+    def submit_for_job(self, prompt: Any, options: dict[str, Any], *, stream: bool, group: object = None, where: str = "job.add") -> Handle:
+        """Queue one request of a job or of a client; errors as in `stream`.
+
+        Args:
+            group: requests of one group share a turn. where: the caller, for messages.
+        """
+        vocab, context = self.config.vocab_size, self.engine.context
+        request = request_of(prompt, options, self.tokenizer, vocab, context=context, where=where, stream=stream)
         handle = self.engine.submit(request, group=group)
         handle.owner = self
         return handle
+
+    def serve(self, *, port: int = 0, **options: Any) -> Server:
+        """Serve this model over HTTP, beside everything else that uses it: OpenAI's, Anthropic's and TabbyAPI's routes.
+
+        Needs `pip install 'exl2nb[server]'`. Returns when the server answers; `stop()`, or the end of a `with` block, ends it.
+
+        Args:
+            port: 0 = a free one.
+            options: fields of `server.options.ServerOptions`: host, api_keys, max_queue, request_timeout_s, cors_origins ...
+
+        Raises:
+            OptionError: an option unknown or out of range; a host beyond this machine without a key. MissingDependency: no such extra.
+
+        Example:
+            >>> import json, urllib.request
+            >>> import exl2nb as ex
+            >>> with ex.demo(progress=None) as llm, llm.serve() as server:
+            ...     json.load(urllib.request.urlopen(f"{server.url}/v1/models"))["data"][0]["id"]
+            'demo_model'
+        """
+        from exl2nb.server.serve import serve
+
+        return serve(self, port=port, **options)
 
     # ---- end
 
@@ -420,8 +461,11 @@ class LLM(ScoringMixin, ChatMixin):
         return self._submit_all([prompt], where, [options], stream=stream)[0]
 
     def _submit_all(self, prompts: Sequence[Any], where: str, options: Sequence[dict[str, Any]], *, stream: bool) -> list[Handle]:
-        vocab = self.config.vocab_size
-        requests = [request_of(prompt, one, self.tokenizer, vocab, where=where, stream=stream) for prompt, one in zip(prompts, options)]
+        vocab, context = self.config.vocab_size, self.engine.context
+        requests = [
+            request_of(prompt, one, self.tokenizer, vocab, context=context, where=where, stream=stream)
+            for prompt, one in zip(prompts, options)
+        ]
         handles = self.engine.submit_many(requests, group=object() if len(requests) > 1 else None)
         for handle, request in zip(handles, requests):
             handle.owner, handle.reply_format = self, request.reply

@@ -42,7 +42,7 @@ class ScoringMixin:
             ...     found.total > llm.score("night stormy and dark a was It.").total
             True
         """
-        ids = ids_of(text, self.tokenizer, where="score", name="text")
+        ids = ids_of(text, self.tokenizer, where="score", name="text", context=self.model.context)
         return scores.score(self.engine.shared_model, self.tokenizer, ids)
 
     def choose(self, prompt: str | Sequence[int], options: Sequence[str], *, normalise: str = "sum") -> Choice:

@@ -69,7 +69,7 @@ def facts_of(directory: Path, raw: Mapping[str, Any], config: ModelConfig | None
 
 
 def remote_code(directory: Path, raw: Mapping[str, Any]) -> tuple[str, ...]:
-    """A note for every file that asks for code from the repository (`auto_map`): such code is never run."""
+    """A note for every file that names code of the repository (`auto_map`): such code is never run."""
     from exl2nb.tokenizer.files import read_object
 
     try:
@@ -81,7 +81,7 @@ def remote_code(directory: Path, raw: Mapping[str, Any]) -> tuple[str, ...]:
         asked = content.get("auto_map")
         if asked:
             classes = ", ".join(sorted(map(str, asked))) if isinstance(asked, Mapping) else str(asked)
-            found.append(f"{file} asks for code of the repository (auto_map: {classes[:80]}): it is never run; exl2nb has its own")
+            found.append(f"{file} names code of the repository (auto_map: {classes[:80]}): it is never run; exl2nb has its own")
     return tuple(found)
 
 

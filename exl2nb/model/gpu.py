@@ -15,7 +15,7 @@ from exl2nb.ops import gpu, gpu_prefill, kernel_code, kv_codes
 SHORT = 8  # tokens of one sequence that the step kernels take
 MOST = 512  # tokens of a step that go through the step kernels
 MOST_ROUTED = 64  # of a model with experts: the step kernels read them once for every token that chose them
-APART = 4  # sequences that decode beside prompts, from which on they are a launch of their own
+APART = 4  # this many decoding sequences or more get a launch of their own beside prompts
 STREAM_K_FROM = 9  # tokens of a step from which on its products are stream-K GEMMs
 
 
@@ -26,9 +26,9 @@ class GpuForward:
         program: of the model, on the GPU.
         device: where it is.
         deterministic: take every prompt through the step kernels, eight tokens at a time, and steps of any size through the products of
-            small ones, so that a token's bits depend neither on how a prompt was cut nor on what ran beside it. Slow for long prompts.
+            small ones, so that a token's bits depend neither on how a prompt was cut nor on the rest of the batch. Slow for long prompts.
 
-    `stream_k_from`, to be set before the first step: steps of so many tokens or more use the stream-K GEMM; 0: no step does, so that a
+    `stream_k_from`, to be set before the first step: steps of at least this many tokens use the stream-K GEMM; 0: no step does, so that a
     token's bits are the same in steps of any size.
     """
 
@@ -47,7 +47,7 @@ class GpuForward:
         return self._kernels[capacity]
 
     def kernels(self, cache: KVCache, most: int = SHORT) -> list[kernel_code.KernelId]:
-        """The kernels of steps of 1 to `most` tokens of one sequence; none is launched."""
+        """The kernels of steps of 1 to `most` tokens of one sequence, and of the products of prompts; none is launched."""
         heads = cache.spec.num_kv_heads, cache.spec.head_dim
         scratch = gpu.StepKernels(self.program.code, most, self.device, stream_k_from=self.stream_k_from)
         zeros = torch.zeros(most + 1, dtype=torch.int32, device=self.device)
@@ -58,6 +58,10 @@ class GpuForward:
                 scratch.run(
                     zeros[:tokens], zeros[:tokens], row.view(1, 1), zeros[:2], row, row, cache.k, cache.v, formats_of(cache), heads, logits
                 )  # fmt: skip
+            for tokens in () if self.deterministic else gpu_prefill.ROWS_OF_KERNELS:
+                for head in self.program.heads.values():
+                    x = torch.empty(tokens, gpu.shape_of(head)[0], device=self.device)
+                    gpu.linear(head, x, None, stream_k=True)
 
         return kernel_code.noted(steps)
 

@@ -1,6 +1,6 @@
-"""Where a model's weights lie on the GPU: in one tensor, whose size follows from the headers of the files. Knows no kernels.
+"""A model's weights on the GPU: one tensor, whose size follows from the headers of the files. Knows no kernels.
 
-A tensor for each matrix would leave holes: torch takes segments of 2 or 20 MiB from the device and what lay beside a matrix while it was
+A tensor for each matrix would leave holes: torch takes segments of 2 or 20 MiB from the device and what was next to a matrix while it was
 packed is lost between others. With one tensor, `kept_bytes` is what a model takes, for the plan before it is loaded and for the loader.
 The compiled library says what a blob takes (csrc/format/gpu_layout.h).
 """
@@ -23,7 +23,7 @@ ALIGN = 256  # bytes; where a tensor of the arena begins
 
 
 class Arena:
-    """One tensor on a device that takes in others, one behind the other.
+    """One tensor on a device that other tensors are copied into, one after the other.
 
     Args:
         size: bytes. device: where. memory: uint8, in place of new memory of that size.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from exl2nb.core.errors import ConfigError, FormatError, UnknownArchitecture
+from exl2nb.core.show import bits_cell, size_text
 from exl2nb.io.hf_config import read_config, with_quantization
 from exl2nb.io.shards import TensorStore
 from exl2nb.model.archs import parse_config
@@ -199,7 +200,7 @@ def inspect(directory: str | os.PathLike[str]) -> Inspection:
 
 
 def _idle_bytes(config: ModelConfig | None, matrices: list[Matrix]) -> int:
-    """Bytes that decoding one token leaves alone: the embedding but for a row, unless it is the head too; unused experts."""
+    """Bytes that decoding one token does not read: the embedding except a row, unless it is the head too; unused experts."""
     idle = 0
     for matrix in matrices:
         if matrix.key.endswith("embed_tokens") and any(m.layer is None and m.key.endswith("lm_head") for m in matrices):
@@ -333,7 +334,7 @@ def _html(found: Inspection) -> str:
         body.append(f'<tr><th style="text-align:left">{escape(_short(name))}</th>{cells}</tr>')
     for matrix in found.matrices:
         if matrix.layer is None:
-            text = f"{escape(_widths([matrix]))}, {_bytes(matrix.nbytes)}"
+            text = f"{escape(_widths([matrix]))}, {size_text(matrix.nbytes)}"
             span = f'<td colspan="{max(1, len(layers) - 1)}" style="text-align:left">{text}</td>'
             body.append(f'<tr><th style="text-align:left">{escape(_short(matrix.key))}</th>{_cell([matrix], style)}{span}</tr>')
     table = f"<table><thead><tr><th>bits per weight</th>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
@@ -346,7 +347,7 @@ def _facts(found: Inspection) -> list[str]:
     return [
         f"{found.path}",
         f"{_plain(found.architecture)}, {found.layers} layers; decoder: {decoder}",
-        f"{_bytes(found.total_bytes)} of tensors in {len(found.files)} file{'s' if len(found.files) != 1 else ''}"
+        f"{size_text(found.total_bytes)} of tensors in {len(found.files)} file{'s' if len(found.files) != 1 else ''}"
         + ("; embeddings tied" if found.tied else ""),
         *_experts(found),
         *_words(found),
@@ -375,7 +376,7 @@ def _experts(found: Inspection) -> list[str]:
     if found.experts is None:
         return []
     count, visited = found.experts
-    return [f"{count} experts in a sparse layer, {visited} for each token: decoding one reads {_bytes(found.token_bytes)} of weights"]
+    return [f"{count} experts in a sparse layer, {visited} for each token: decoding one reads {size_text(found.token_bytes)} of weights"]
 
 
 def _grouped(matrices: Iterable[Matrix], key: Callable[[Matrix], Any]) -> dict[Any, list[Matrix]]:
@@ -406,7 +407,7 @@ def _summary_row(name: str, group: list[Matrix]) -> tuple[str, ...]:
     sizes = sorted({size for m in group for size in m.group_sizes}, reverse=True)
     groups = "/".join(map(str, sizes[:4])) + ("..." if len(sizes) > 4 else "")
     shape = shapes.pop() if len(shapes) == 1 else "various"
-    return _short(name), shape, bpw, _widths(group), groups or "-", _bytes(sum(m.nbytes for m in group))
+    return _short(name), shape, bpw, _widths(group), groups or "-", size_text(sum(m.nbytes for m in group))
 
 
 def _widths(group: list[Matrix]) -> str:
@@ -443,15 +444,5 @@ def _block(bpw: float) -> str:
 
 
 def _cell(group: list[Matrix], style: str) -> str:
-    bpw = _mean(group)
-    share = (min(max(bpw, _LOW), _HIGH) - _LOW) / (_HIGH - _LOW)
     what = group[0].key if len(group) == 1 else f"{len(group)} experts like {group[0].key}"
-    title = escape(f"{what}: {_widths(group)}, {_bytes(sum(m.nbytes for m in group))}", quote=True)
-    return f'<td title="{title}" style="{style};background:rgba(230,120,20,{0.08 + 0.62 * share:.2f})">{bpw:.1f}</td>'
-
-
-def _bytes(count: int) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.2f} {unit}"
-    return f"{count} bytes"
+    return bits_cell(_mean(group), f"{what}: {_widths(group)}, {size_text(sum(m.nbytes for m in group))}", style)

@@ -30,7 +30,7 @@ from exl2nb.ops.memory import large_pages
 from exl2nb.quant.exl2 import Exl2Tensors
 
 WEIGHTS = ("auto", "fp32")
-SAMPLES, SAMPLE_BYTES = 64, 4096  # of a fingerprint, per file, evenly spread: a quantisation changes every tensor, so a few places tell
+SAMPLES, SAMPLE_BYTES = 64, 4096  # of a fingerprint, per file, evenly spread: a quantisation changes every tensor, so samples suffice
 ROPE_ROWS = 64  # of a fingerprint
 
 

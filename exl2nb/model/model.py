@@ -60,7 +60,7 @@ class Model:
     """A network ready to run. Made by `loader.load_model`.
 
     config: what it is. context: longest sequence it runs, in tokens. device: where it runs. weight_bytes: memory of all weights.
-    rope_switch: sequences beyond so many tokens rotate with other factors (longrope), which `Span.long` tells; None where all rotate alike.
+    rope_switch: sequences longer than this rotate with other factors (longrope), see `Span.long`; None: all rotate alike.
     Not thread-safe: one thread runs it (the engine's).
     """
 
@@ -143,8 +143,8 @@ class Model:
 
         Args:
             batch: at most `ops.ahead.MOST_ROWS` tokens; it may be overwritten afterwards. cache: as in `forward`.
-            draw: settings and number of alternatives, as `ops.draw_rows` wants them.
-            fed: feed and previous, as `ops.draw_ahead` wants them; None = all tokens are in the batch.
+            draw: settings and number of alternatives, as `ops.draw_rows` takes them.
+            fed: feed and previous, as `ops.draw_ahead` takes them; None = all tokens are in the batch.
         """
         self._prepare(batch, cache)
         program = self._program

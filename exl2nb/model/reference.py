@@ -101,7 +101,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, so
 
 
 def _attend_up_to(q: Tensor, k: Tensor, v: Tensor, first: int, scale: float) -> Tensor:
-    """Some of the queries, which see no key behind them: on the CPU is_causal alone computes what it then hides."""
+    """Causal attention of a block of queries over the keys up to its last one: on the CPU, is_causal alone also computes masked scores."""
     last = min(first + QUERIES, q.shape[2])
     seen = torch.ones(last - first, last, dtype=torch.bool).tril(first)
     return F.scaled_dot_product_attention(q[:, :, first:last], k[:, :, :last], v[:, :, :last], attn_mask=seen, scale=scale)
@@ -142,7 +142,7 @@ def stages(config: ModelConfig, layer: int) -> tuple[tuple[str, ...], ...]:
 
 
 def steps(config: ModelConfig, layer: int, weights: Weights, x: Tensor, capture: Capture | None = None) -> Steps:
-    """`block` in steps: stops before the linears of each of `stages` and yields what they read; they look up their weights afterwards.
+    """`block` in steps: stops before the linears of each of `stages` and yields their input; they read their weights afterwards.
 
     Experts run after the last stop. What a stop keeps alive is the residual stream and what was yielded.
     """

@@ -203,7 +203,7 @@ def _check_granularity(store: Store, sources: list[Source]) -> None:
     if {source.kind for source in sources} == {"exl2", "dense"}:
         plain = next(source for source in sources if source.kind == "dense")
         names = ", ".join(source.linear.key.rsplit(".", 1)[-1] for source in sources)
-        raise wrong(store, f"{plain.prefix}.weight", "a plain matrix beside quantised ones", f"all of {names} quantised or none")
+        raise wrong(store, f"{plain.prefix}.weight", "a dense matrix among quantised ones", f"all of {names} quantised or none")
 
 
 def _check_method(config: ModelConfig, store: Store, sources: Iterable[Source]) -> None:

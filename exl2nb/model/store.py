@@ -1,4 +1,4 @@
-"""A checkpoint under our names: renamed, fused matrices cut apart, transposed ones turned. Knows nothing of what they are used for."""
+"""A checkpoint under our names: renamed, fused matrices sliced, transposed ones transposed back. Knows nothing of their use."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import Linear, layer_linears
 from exl2nb.quant.gptq import SUFFIXES
 
-Cut = Callable[[Tensor], Tensor]
+Slice = Callable[[Tensor], Tensor]
 GPTQ_SUFFIXES = (*SUFFIXES, "g_idx")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Piece:
+class _Part:
     """source: name in the files; shape after `cut`, None for its own. rows: first and last + 1 of those that are read, None for all."""
 
     source: str
-    cut: Cut | None = None
+    slice: Slice | None = None
     shape: tuple[int, ...] | None = None
     rows: tuple[int, int] | None = None
 
@@ -53,7 +53,7 @@ class ModelStore:
         self._config, self._store = config, store
         self.directory: Path = store.directory
         self.is_exl2 = store.is_exl2
-        self._pieces: dict[str, _Piece] = {}
+        self._parts: dict[str, _Part] = {}
         self._untouched: dict[str, str] = {}
         self._fused_gptq: dict[str, tuple[str, list[Linear]]] = {}
         fused, stacked = _fused(config), _stacked(config)
@@ -73,7 +73,7 @@ class ModelStore:
                 self._add_fused(source, suffix, fused[stem])
             elif stem in fused and suffix in GPTQ_SUFFIXES:
                 for linear in fused[stem]:
-                    self._add(f"{linear.key}.{suffix}", _Piece(source))
+                    self._add(f"{linear.key}.{suffix}", _Part(source))
                     self._fused_gptq[linear.key] = (source.rpartition(".")[0], fused[stem])
             else:
                 self._add(name, self._plain(source, name))
@@ -85,45 +85,45 @@ class ModelStore:
 
     def names(self) -> list[str]:
         """All names, in the order of the files."""
-        return list(self._pieces)
+        return list(self._parts)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._pieces
+        return name in self._parts
 
     def __len__(self) -> int:
-        return len(self._pieces)
+        return len(self._parts)
 
     def info(self, name: str) -> TensorInfo:
-        """Header entry of one tensor; of a piece of a fused one, with the piece's shape."""
-        piece = self._pieces.get(name)
-        if piece is None:
+        """Header entry of one tensor; of a part of a fused one, with the part's shape."""
+        part = self._parts.get(name)
+        if part is None:
             return self._store.info(name)
-        info = self._store.info(piece.source)
-        return info if piece.shape is None else dataclasses.replace(info, name=name, shape=piece.shape)
+        info = self._store.info(part.source)
+        return info if part.shape is None else dataclasses.replace(info, name=name, shape=part.shape)
 
     def read(self, name: str, *, rows: tuple[int, int] | None = None, into: Tensor | None = None) -> Tensor:
         """Copy one tensor into memory, or its rows from the first to the last + 1 of `rows`; `into` as of SafetensorsFile.read."""
-        piece = self._pieces.get(name)
-        if piece is None or (piece.cut is None and piece.rows is None):
-            return self._store.read(name if piece is None else piece.source, rows=rows, into=into)
-        tensor = self._store.read(piece.source, rows=piece.rows, into=into)
-        tensor = tensor if piece.cut is None else piece.cut(tensor).contiguous()
+        part = self._parts.get(name)
+        if part is None or (part.slice is None and part.rows is None):
+            return self._store.read(name if part is None else part.source, rows=rows, into=into)
+        tensor = self._store.read(part.source, rows=part.rows, into=into)
+        tensor = tensor if part.slice is None else part.slice(tensor).contiguous()
         return tensor if rows is None else tensor[rows[0] : rows[1]]
 
     @property
     def nbytes(self) -> int:
         """Data bytes of all tensors that are ours, a fused GPTQ matrix counted once."""
-        shared = {piece.source: self._store.info(piece.source).nbytes for piece in self._pieces.values() if piece.shape is None}
-        return sum(shared.values()) + sum(self.info(name).nbytes for name, piece in self._pieces.items() if piece.shape is not None)
+        shared = {part.source: self._store.info(part.source).nbytes for part in self._parts.values() if part.shape is None}
+        return sum(shared.values()) + sum(self.info(name).nbytes for name, part in self._parts.items() if part.shape is not None)
 
     def fused_gptq(self, key: str) -> FusedGptq | None:
-        """The fused GPTQ matrix that holds linear `key`, whose pieces cannot be read one by one; None: it is not fused."""
+        """The fused GPTQ matrix that holds linear `key`, whose parts cannot be read one by one; None: it is not fused."""
         if key not in self._fused_gptq:
             return None
         prefix, linears = self._fused_gptq[key]
         total = sum(linear.out_features for linear in linears)
         at = next(i for i, linear in enumerate(linears) if linear.key == key)
-        return FusedGptq(self._store, prefix, total, self._cut(linears, at, turned=False)(torch.arange(total)))
+        return FusedGptq(self._store, prefix, total, self._slice(linears, at, transposed=False)(torch.arange(total)))
 
     def untouched(self) -> list[str]:
         """Names, after the renames, of tensors that are not the decoder's (a vision tower's): the converter passes them on."""
@@ -146,43 +146,43 @@ class ModelStore:
     def __repr__(self) -> str:
         return f"ModelStore({str(self.directory)!r}, {len(self.files)} files, {len(self)} tensors)"
 
-    def _add(self, name: str, piece: _Piece) -> None:
-        if name in self._pieces:
-            first, info = self._pieces[name].source, self._store.info(piece.source)
-            raise FormatError(f"{info.path}: tensor {piece.source!r}: found {first!r} too, which is the same one; expected one of them")
-        self._pieces[name] = piece
+    def _add(self, name: str, part: _Part) -> None:
+        if name in self._parts:
+            first, info = self._parts[name].source, self._store.info(part.source)
+            raise FormatError(f"{info.path}: tensor {part.source!r}: found {first!r} too, which is the same one; expected one of them")
+        self._parts[name] = part
 
-    def _plain(self, source: str, name: str) -> _Piece:
+    def _plain(self, source: str, name: str) -> _Part:
         files, info = self._config.files, self._store.info(source)
         if files.unit_head and name == f"{self._config.names.head}.weight":
-            return _Piece(source, lambda w: torch.nn.functional.normalize(w.float(), dim=-1).to(w.dtype))
+            return _Part(source, lambda w: torch.nn.functional.normalize(w.float(), dim=-1).to(w.dtype))
         layer = self._config.names.layer.partition("{}")[0]
         if files.transposed and name.startswith(layer) and name.endswith(".weight") and len(info.shape) == 2 and not self.is_exl2:
-            return _Piece(source, lambda w: w.T, info.shape[::-1])
-        return _Piece(source)
+            return _Part(source, lambda w: w.T, info.shape[::-1])
+        return _Part(source)
 
     def _add_fused(self, source: str, suffix: str, linears: list[Linear]) -> None:
-        info, turned = self._store.info(source), self._config.files.transposed and suffix == "weight"
+        info, transposed = self._store.info(source), self._config.files.transposed and suffix == "weight"
         rows = sum(linear.out_features for linear in linears)
         inner = (linears[0].in_features,) if suffix == "weight" else ()
-        want = (*inner, rows) if turned else (rows, *inner)
+        want = (*inner, rows) if transposed else (rows, *inner)
         if info.shape != want:
             raise FormatError(f"{info.path}: tensor {source!r}: found shape {info.shape}, expected {want} for this config.json")
         for at, linear in enumerate(linears):
-            piece = _Piece(source, self._cut(linears, at, turned=turned), (linear.out_features, *inner))
-            self._add(f"{linear.key}.{suffix}", piece)
+            part = _Part(source, self._slice(linears, at, transposed=transposed), (linear.out_features, *inner))
+            self._add(f"{linear.key}.{suffix}", part)
 
-    def _cut(self, linears: list[Linear], at: int, *, turned: bool) -> Cut:
+    def _slice(self, linears: list[Linear], at: int, *, transposed: bool) -> Slice:
         """What takes the rows of one linear out of the fused ones."""
         if self._config.files.grouped and len(linears) == 3:
-            return _group_cut(self._config, linears[at].role)
+            return _group_slice(self._config, linears[at].role)
         start = sum(linear.out_features for linear in linears[:at])
-        return _row_cut(start, start + linears[at].out_features, turned)
+        return _row_slice(start, start + linears[at].out_features, transposed)
 
-    def _add_stacked(self, source: str, linears: list[Linear], turned: bool) -> None:
+    def _add_stacked(self, source: str, linears: list[Linear], transposed: bool) -> None:
         info, config = self._store.info(source), self._config
         outputs, inputs = linears[0].shape
-        block = (inputs, outputs) if turned else (outputs, inputs)
+        block = (inputs, outputs) if transposed else (outputs, inputs)
         if info.shape not in ((len(linears) * block[0], block[1]), (len(linears), *block)):
             raise FormatError(
                 f"{info.path}: tensor {source!r}: found shape {info.shape}, expected {(len(linears) * block[0], block[1])} for this "
@@ -190,7 +190,7 @@ class ModelStore:
             )
         for i, linear in enumerate(linears):
             rows = info.shape[0] // len(linears)
-            self._add(f"{linear.key}.weight", _Piece(source, _block_cut(block, turned), linear.shape, (i * rows, (i + 1) * rows)))
+            self._add(f"{linear.key}.weight", _Part(source, _block_slice(block, transposed), linear.shape, (i * rows, (i + 1) * rows)))
 
 
 Store = TensorStore | ModelStore
@@ -211,25 +211,25 @@ def _fused(config: ModelConfig) -> dict[str, list[Linear]]:
 
 
 def _stacked(config: ModelConfig) -> dict[str, tuple[list[Linear], bool]]:
-    """Full name of each tensor that holds one role of all experts -> what it holds, and whether the blocks are turned."""
+    """Full name of each tensor that holds one role of all experts -> what it holds, and whether the blocks are transposed."""
     found = {}
     for layer in range(config.num_layers if config.files.stacked else 0):
         linears, moe = layer_linears(config, layer), config.experts(layer)
-        for key, role, turned in config.files.stacked if moe is not None else ():
+        for key, role, transposed in config.files.stacked if moe is not None else ():
             mine = [linear for name, linear in linears.items() if name.partition(".")[0] == role]
-            found[f"{config.names.layer.format(layer)}.{key}"] = (mine, turned)
+            found[f"{config.names.layer.format(layer)}.{key}"] = (mine, transposed)
     return found
 
 
-def _block_cut(block: tuple[int, int], turned: bool) -> Cut:
-    return lambda tensor: tensor.view(block).T if turned else tensor.view(block)
+def _block_slice(block: tuple[int, int], transposed: bool) -> Slice:
+    return lambda tensor: tensor.view(block).T if transposed else tensor.view(block)
 
 
-def _row_cut(start: int, end: int, turned: bool) -> Cut:
-    return lambda tensor: (tensor.T if turned else tensor)[start:end]
+def _row_slice(start: int, end: int, transposed: bool) -> Slice:
+    return lambda tensor: (tensor.T if transposed else tensor)[start:end]
 
 
-def _group_cut(config: ModelConfig, role: str) -> Cut:
+def _group_slice(config: ModelConfig, role: str) -> Slice:
     """The rows of one role out of `(kv_heads, q_per_kv + 2, head_dim)`."""
     per_kv = config.q_per_kv
     part = {"q": slice(0, per_kv), "k": slice(per_kv, per_kv + 1), "v": slice(per_kv + 1, per_kv + 2)}[role]

@@ -1,4 +1,4 @@
-"""The weights of an EXL2 directory, read slice by slice, beside those of its original. Loads no model and needs no compiled library."""
+"""The weights of an EXL2 directory, read slice by slice, with those of its original. Loads no model and needs no compiled library."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def write_model(
 ) -> Path:
     """Write `output.safetensors` (or `output-00001-of-0000n.safetensors` ...), config.json and the source's other files.
 
-    Everything is written into a hidden folder beside `dst`, checked, and renamed at the end; on any error, an interrupt included, that
+    Everything is written into a hidden folder next to `dst`, checked, and renamed at the end; on any error, an interrupt included, that
     folder is removed and `dst` is what it was before.
 
     Args:

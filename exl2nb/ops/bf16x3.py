@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 SMALLEST = 1 << 32  # multiplications
-PIECE = 1 << 25  # numbers of a factor that are split at a time: beside the result a product takes 0.9 GB at most
+PIECE = 1 << 25  # numbers of a factor that are split at a time: besides the result a product takes 0.9 GB at most
 RESULT = 1 << 24  # numbers of a product that are held before they are subtracted
 
 
@@ -57,7 +57,7 @@ def matmul(x: Tensor, y: Tensor) -> Tensor:
 
 
 def subtract(w: Tensor, x: Tensor, y: Tensor) -> None:
-    """`w -= x @ y` in place, for f32 `(M, N)`, `(M, K)` and `(K, N)`; some columns at a time, so that little is needed beside w."""
+    """`w -= x @ y` in place, for f32 `(M, N)`, `(M, K)` and `(K, N)`; some columns at a time, to keep temporary memory small."""
     if not pays(x, x.numel() * y.shape[1]):
         w.addmm_(x, y, alpha=-1)
         return

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 MAGIC = 0x3157424E324C5845
-GPU_MAGIC = 0x3147424E324C5845  # csrc/format/gpu_blob.h: the same header, another layout behind it
+GPU_MAGIC = 0x3147424E324C5845  # csrc/format/gpu_blob.h: the same header, then another layout
 VERSION = 1
 TILE, UNIT, ALIGN, SCALE_BYTES = 16, 32, 64, 8
 WIDTHS = (2, 3, 4, 5, 6, 8)

@@ -1,6 +1,6 @@
 """GPTQ with EXL2's scales: one matrix, quantised with error compensation. Knows nothing of models, files or where Hessians come from.
 
-On a GPU in blocks of rows: kernels inside a block, one matrix product for all rows behind it. Columns do not know of one another but for a
+On a GPU in blocks of rows: kernels inside a block, one matrix product for all later rows. Columns are independent except for a
 group's shared maximum, so several ways to cut one matrix into groups ("options") are more columns of the same problem: measuring every
 width is one run.
 """
@@ -182,7 +182,7 @@ def gptq_quantize(
 
 
 BLOCK_ROWS = 128
-SPAN_ROWS = 512  # whose errors reach the rows behind them in one product: more rows are passed over less often
+SPAN_ROWS = 512  # whose errors update the later rows in one product: more rows mean fewer passes over the matrix
 OPTIONS = 16  # as in csrc/cuda/gptq/gptq.h
 COPIES_BYTES = 1 << 30  # of all options' weights at a time
 Table = Sequence[tuple[int, int]]
@@ -236,7 +236,7 @@ _block_op = define(
 )
 """Rows [first, first + R) of `gptq_quantize` for P options: w f32 `(K, P * N)`, in these rows changed; groups int32 `(P, S, 2)` on the CPU,
 (bits, rows), rows 0 where an option has fewer. Returns codes `(R, P * N)`, scale_index `(S, P * N)`, scale_max f16 `(S, P)`, loss
-`(S, P * N)` and the compensated errors f32 `(R, P * N)`, which change the rows behind: `w[r] -= factor[block, r] @ errors`."""
+`(S, P * N)` and the compensated errors f32 `(R, P * N)`, which change the later rows: `w[r] -= factor[block, r] @ errors`."""
 
 
 def blocks(tables: Sequence[Table]) -> Iterator[tuple[int, int, Tensor]]:

@@ -22,6 +22,7 @@ from exl2nb.ops.prefill_attention import attend, can_attend
 from exl2nb.ops.program import Program
 
 FEW = 64  # rows that go through the kernels of decode steps rather than through an unpacked matrix
+ROWS_OF_KERNELS = (16, 32, 64)  # each may be computed by another kernel, of which there is one per doubling
 
 
 @dataclass(frozen=True)

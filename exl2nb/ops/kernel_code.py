@@ -92,7 +92,7 @@ def source_digest() -> str:
 
 
 def _nvidia_folders(kind: str) -> list[Path]:
-    """Folders `kind` ("lib" or "include") of NVIDIA's wheels beside torch, newest CUDA first, then of a toolkit."""
+    """Folders `kind` ("lib" or "include") of NVIDIA's wheels installed with torch, newest CUDA first, then of a toolkit."""
     found: list[Path] = []
     for root in filter(None, sys.path):  # "" is the current folder, which may be a stranger's
         found += sorted(Path(root).resolve().glob(f"nvidia/*/{kind}"), reverse=True)
@@ -294,21 +294,35 @@ def code_of(kernel: KernelId, major: int, minor: int) -> bytes:
 
 
 @cache
-def _ready(arch: str) -> dict[KernelId, Path]:
-    """Code that ships in the package, made by `tools/compile_kernels.py`; none where it was made from other sources."""
-    folder = source_root() / "ready" / f"sm_{arch}"
-    try:
-        digest, *rows = (folder / "index.txt").read_text().splitlines()
-    except OSError:
-        return {}
-    if digest != source_digest() or more_options():
-        return {}
-    return {KernelId(source, name).unit: folder / file for source, name, _, file in (row.split("\t") for row in rows)}
+def _ready() -> dict[tuple[KernelId, int, int], Path]:
+    """Code that ships in the package, by program and compute capability, made by `tools/compile_kernels.py`. Only what was made from these
+    sources and by a CUDA that the driver knows.
+    """
+    found: dict[tuple[KernelId, int, int], Path] = {}
+    for index in sorted(source_root().glob("ready/sm_*/index.txt")):
+        digest, version, *rows = index.read_text().splitlines()
+        if digest != source_digest() or more_options() or driver_version() < tuple(map(int, version.split("."))):
+            continue
+        capability = index.parent.name.removeprefix("sm_")
+        for source, name, _, file in (row.split("\t") for row in rows):
+            found[KernelId(source, name).unit, int(capability[:-1]), int(capability[-1])] = index.parent / file
+    return found
+
+
+def ready_architectures() -> list[str]:
+    """Compute capabilities with code in the package that this process takes, such as ["8.0", "9.0"]."""
+    return sorted({f"{major}.{minor}" for _, major, minor in _ready()})
+
+
+def _ready_path(unit: KernelId, arch: str) -> Path | None:
+    """Machine code runs on its own architecture and on those of the same major number after it; sm_90a only on itself."""
+    major, minor = int(arch.rstrip("a")[:-1]), int(arch.rstrip("a")[-1])
+    return next((path for m in range(minor, -1, -1) if (path := _ready().get((unit, major, m)))), None)
 
 
 def _cached(kernel: KernelId, arch: str) -> bytes:
-    if kernel in _ready(arch):
-        return _ready(arch)[kernel].read_bytes()
+    if ready := _ready_path(kernel, arch):
+        return ready.read_bytes()
     folder, compiler = cache_folder(), nvrtc()
     path = folder / f"{_key(kernel, arch, compiler.version)}.cubin" if folder else None
     code = _load(path) if path else None
@@ -322,14 +336,14 @@ def _cached(kernel: KernelId, arch: str) -> bytes:
 def missing(kernels: Iterable[KernelId], major: int, minor: int) -> list[KernelId]:
     """What must be compiled for these kernels: in no memory and in no cache on disk."""
     units, folder = dict.fromkeys(kernel.unit for kernel in kernels), cache_folder()
-    units = [unit for unit in units if unit not in _ready(unit.arch(major, minor))]
+    units = [unit for unit in units if not _ready_path(unit, unit.arch(major, minor))]
     version = nvrtc().version if units else (0, 0)
     paths = {unit: folder and folder / f"{_key(unit, unit.arch(major, minor), version)}.cubin" for unit in units}
     return [unit for unit, path in paths.items() if (unit, unit.arch(major, minor)) not in _codes and not (path and path.exists())]
 
 
-def prepare(units: Sequence[KernelId], major: int, minor: int, *, told: Callable[[], None] = lambda: None) -> None:
-    """Compile beforehand, as many at a time as this process has cores. told: called after each.
+def prepare(units: Sequence[KernelId], major: int, minor: int, *, progress: Callable[[], None] = lambda: None) -> None:
+    """Compile beforehand, as many at a time as this process has cores. progress: called after each.
 
     Raises:
         NoCompiler: one of them cannot be compiled.
@@ -337,10 +351,10 @@ def prepare(units: Sequence[KernelId], major: int, minor: int, *, told: Callable
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ThreadPoolExecutor(max_workers=min(cores, len(units)), thread_name_prefix="exl2nb-nvrtc") as pool:
         for _ in pool.map(lambda unit: code_of(unit, major, minor), units):
-            told()
+            progress()
 
 
-# ---- What the compiled library asks
+# ---- Callbacks of the compiled library
 
 _texts: dict[str, ctypes.Array[ctypes.c_char]] = {}  # symbols and messages that C++ holds pointers to
 
@@ -371,7 +385,7 @@ _library: ctypes.CDLL | None = None
 
 
 def connect(path: Path) -> None:
-    """Let the compiled library at `path` ask this module for code."""
+    """Register this module as the source of kernel code for the compiled library at `path`."""
     global _library
     _library = ctypes.CDLL(str(path))
     for function in (_library.exl2nb_kernel_problem, _library.exl2nb_all_kernels, _library.exl2nb_noted_launches):
@@ -381,6 +395,12 @@ def connect(path: Path) -> None:
 
 def _ids(lines: bytes) -> list[KernelId]:
     return [KernelId(*line.split("\t")) for line in lines.decode().splitlines()]
+
+
+def driver_version() -> tuple[int, int]:
+    """The newest CUDA that the driver knows, such as (13, 0); (0, 0) without a driver."""
+    number = _library.exl2nb_driver_version() if _library is not None else 0
+    return number // 1000, number % 1000 // 10
 
 
 def problem() -> str:

@@ -61,7 +61,7 @@ class Experts:
         check(not half, OP, "shared expert", "half there", "shared_up and shared_down")
 
     def arguments(self) -> tuple[Any, ...]:
-        """What the op takes behind x, in its order."""
+        """The op's arguments after x, in its order."""
         return (
             self.norm, self.eps, self.router, list(self.up), list(self.down), self.top_k, self.renormalize,
             ACTIVATIONS.index(self.activation), self.norm_bias, self.layer_norm, self.shared_up, self.shared_down, self.shared_gate,

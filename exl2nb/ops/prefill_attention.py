@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 WIDEST = 256  # head_dim
-USUAL = 512  # prompts of a multiple of so many tokens have lengths that come again
+USUAL = 512  # prompts of a multiple of this many tokens have lengths that recur
 
 
 class FlashAttention(NamedTuple):
@@ -75,7 +75,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, scale: float, window: int = 0, so
     if share > 1:
         k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
-    # torch's quickest kernel is compiled anew for every length, which takes longer than all of a short prompt
+    # torch's quickest kernel is compiled for every new length, which takes longer than all of a short prompt
     usual = n == length and n % USUAL == 0
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale) if usual else _behind(q, k, v, scale)
     return y[0].transpose(0, 1).reshape(n, -1)

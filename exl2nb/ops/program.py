@@ -1,6 +1,6 @@
 """A whole step as one op: the model writes its layers down once as a program, each step runs it in one call.
 
-The program is an int64 tensor of op codes, sizes and addresses; `Program` keeps the tensors behind the addresses alive. The kernels are
+The program is an int64 tensor of op codes, sizes and addresses; `Program` keeps the tensors at those addresses alive. The kernels are
 those of the single ops, so the bits are the same too. Knows nothing about models: it only records ops.
 """
 
@@ -203,8 +203,8 @@ class Program:
             check(layout.shape(blob) == (K, N), op, "shape of a matrix", layout.shape(blob), str((K, N)))
         fits = e.post_norm is None or tuple(e.post_norm.shape) == (H,)
         check(fits, op, "post_norm", e.post_norm is not None and e.post_norm.shape, f"({H},)")
-        behind = [[blob for blob in (e.shared_up,) if blob is not None], [blob for blob in (e.shared_down,) if blob is not None]]
-        table = self._experts([*e.up, *behind[0]], [*e.down, *behind[1]])
+        shared = [[blob for blob in (e.shared_up,) if blob is not None], [blob for blob in (e.shared_down,) if blob is not None]]
+        table = self._experts([*e.up, *shared[0]], [*e.down, *shared[1]])
         first = e.router
         if self.device.type != "cpu" and e.shared_gate is not None:  # one product for both
             self._blob(e.router)

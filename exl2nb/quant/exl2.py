@@ -35,12 +35,12 @@ def check_headers(
     in_features: int | None = None,
     out_features: int | None = None,
 ) -> None:
-    """Check what dtypes and shapes alone can tell, before any data is read.
+    """Check dtypes and shapes, before any data is read.
 
     Args:
         infos: suffix -> anything with dtype and shape, for the five SUFFIXES and perhaps "bias".
-        in_features: K that the architecture wants, or None.
-        out_features: N that it wants, before padding, or None.
+        in_features: K that the architecture expects, or None.
+        out_features: N that it expects, before padding, or None.
     """
     for suffix, info in infos.items():
         dtypes = _INDEX_DTYPES if suffix == "q_invperm" else (_DTYPES[suffix],)
@@ -149,8 +149,8 @@ class Exl2Tensors:
         """Read and validate the matrix under a module key such as "model.layers.0.self_attn.q_proj".
 
         Args:
-            in_features: K that the architecture wants; not checked where None.
-            out_features: N that it wants, before padding; not checked where None.
+            in_features: K that the architecture expects; not checked where None.
+            out_features: N that it expects, before padding; not checked where None.
 
         Raises:
             FormatError: a rule of FORMAT.md is broken. Names file, tensor, found and expected.

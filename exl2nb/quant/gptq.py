@@ -29,7 +29,7 @@ class GptqSpec:
     bits: of every matrix, None where nothing says. group_size: rows, -1 for one group, None where nothing says. zero_offset: added to a
     stored zero point (1: format v1, 0: v2). whole_words: v1 zeros were made by subtracting from whole 32-bit words, so that a zero of 0
     borrowed from its neighbour; otherwise field by field. overrides: matrices may differ (`dynamic`). sym, act_order: what the settings
-    claim, for people: the tensors decide. checkpoint_format, quantizer: likewise.
+    claim, for information: the tensors decide. checkpoint_format, quantizer: likewise.
     """
 
     bits: int | None = None
@@ -83,8 +83,8 @@ def header_problems(
 
     Args:
         infos: dtype and shape by suffix; g_idx may be missing.
-        in_features: K that the architecture wants; None = what the tensors say.
-        out_features: N that it wants; not checked where None.
+        in_features: K that the architecture expects; None = taken from the tensors.
+        out_features: N that it expects; not checked where None.
     """
     problems: list[str] = []
 
@@ -187,8 +187,8 @@ class GptqTensors:
         """Read and validate the matrix under a module key.
 
         Args:
-            in_features: K that the architecture wants; None = what the tensors say.
-            out_features: N that it wants, of the matrix as stored; not checked where None.
+            in_features: K that the architecture expects; None = taken from the tensors.
+            out_features: N that it expects, of the matrix as stored; not checked where None.
             columns: integers, the columns to keep (a part of a fused matrix); None = all.
 
         Raises:

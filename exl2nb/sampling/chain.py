@@ -1,7 +1,7 @@
 """From logits to tokens: the chain of filters and one draw per row. Knows no pages and no threads.
 
 A chain of the usual cuts is one op (`ops.draw_rows`) for all rows at once: each row has its own settings, and its token does not depend on
-its neighbours. Every other chain runs row by row in NumPy, on the few hundred candidates that `narrow` leaves.
+its neighbours. Every other chain runs row by row in NumPy, on the few hundred candidates that `preselect` leaves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from exl2nb.ops.draw import NO_DISTRIBUTION, draw_rows
 from exl2nb.sampling.draw import Sampled, check_left, highest_logit, inverse_cdf, prob_of, report, uniform, weights_of
-from exl2nb.sampling.filters import CONSTRAINT, WHOLE, View
+from exl2nb.sampling.filters import ALL_TOKENS, CONSTRAINT, Candidates
 from exl2nb.sampling.params import SamplingParams
 from exl2nb.sampling.replay import after_draw
 from exl2nb.sampling.state import Bounds, SamplerState
@@ -30,8 +30,8 @@ def filtered(logits: np.ndarray, state: SamplerState) -> np.ndarray:
     Returns:
         f32 `(V,)`, -inf where a token is removed.
     """
-    for step in (CONSTRAINT, *state.recipe.links) if state.constraint is not None else state.recipe.links:
-        logits = step.apply(logits, state, WHOLE)
+    for step in (CONSTRAINT, *state.chain.filters) if state.constraint is not None else state.chain.filters:
+        logits = step.apply(logits, state, ALL_TOKENS)
     return logits
 
 
@@ -56,8 +56,8 @@ def sample(logits: Tensor, states: Sequence[SamplerState], *, top: Sequence[int]
 
 def batches(state: SamplerState) -> bool:
     """Whether `draw_batch` can draw for a request: the usual cuts on raw logits, and nothing else."""
-    todo = state.recipe
-    return todo.cuts is not None and not todo.first and state.constraint is None and not state.params.post_sampling
+    chain = state.chain
+    return chain.fused is not None and not chain.penalties and state.constraint is None and not state.params.post_sampling
 
 
 def draw_batch(logits: Tensor, draws: Sequence[tuple[SamplerState, int, int]]) -> list[Sampled | np.ndarray]:
@@ -79,7 +79,7 @@ def draw_settings(draws: Sequence[tuple[SamplerState, int, int]]) -> tuple[Tenso
     settings: list[float] = []  # one list: NumPy takes a microsecond for every row that is written by itself
     most, greedy = 0, True
     for state, number, top in draws:
-        cuts = state.recipe.cuts
+        cuts = state.chain.fused
         assert cuts is not None, "`batches` is False for this request"
         settings += cuts
         if cuts[0]:
@@ -105,15 +105,15 @@ def drawn_rows(found: Tensor, draws: Sequence[tuple[SamplerState, int, int]], lo
 
 @functools.lru_cache(maxsize=64)
 def _greedy_settings(rows: int) -> Tensor:
-    """Greedy rows ask for the same at every step."""
+    """Greedy rows have the same settings at every step."""
     return torch.tensor([(0.0, 0.0, 1.0, 0.0, 0.0)] * rows, dtype=torch.float64)
 
 
 def sample_row(row: np.ndarray, state: SamplerState, *, top: int = 0) -> Sampled:
     """`sample` for one row, f32 `(V,)`."""
-    todo = state.recipe
-    if todo.cuts is not None and not todo.first and not state.params.post_sampling:
-        found = _draw_plain(row, state, top)
+    chain = state.chain
+    if chain.fused is not None and not chain.penalties and not state.params.post_sampling:
+        found = _draw_fused(row, state, top)
         chosen = Sampled(int(found[0]), found[1], int(found[2]), _best(found, top))
         state.push(chosen.id)
         return chosen
@@ -128,46 +128,46 @@ def sample_row(row: np.ndarray, state: SamplerState, *, top: int = 0) -> Sampled
 
 def _draw(row: np.ndarray, state: SamplerState) -> int:
     """`filtered`, then one draw; the cuts run on the few tokens that they can leave."""
-    todo = state.recipe
-    for step in todo.first:
-        row = step.apply(row, state, WHOLE)
-    if todo.cuts is not None:
-        return int(_draw_plain(row, state)[0])
+    chain = state.chain
+    for step in chain.penalties:
+        row = step.apply(row, state, ALL_TOKENS)
+    if chain.fused is not None:
+        return int(_draw_fused(row, state)[0])
     ids: np.ndarray | None = None
-    if state.constraint is not None:  # adding -inf may as well come last: then a narrow grammar leaves the cuts a short row
+    if state.constraint is not None:  # adding -inf may as well come last: then a grammar that allows few tokens leaves the cuts a short row
         allowed = state.allowed()
         ids = allowed.few()
         state.forced = ids is not None and len(ids) == 1
         row = allowed.masked(row) if ids is None else row[ids]
-    if todo.first:
+    if chain.penalties:
         check_left(row.max())  # what cuts do counts from the best
-    view = WHOLE if ids is None else View(ids)
-    for step in todo.lead:
-        row = step.apply(row, state, view)
-    told = view
-    if todo.bounds is not None:
-        few, left_out = narrow(row, todo.bounds)
+    candidates = ALL_TOKENS if ids is None else Candidates(ids)
+    for step in chain.early_cuts:
+        row = step.apply(row, state, candidates)
+    first = candidates
+    if chain.bounds is not None:
+        few, left_out = preselect(row, chain.bounds)
         if few is not None:
-            row, view = row[few], View(few if ids is None else ids[few])
-            told = view._replace(left_out=left_out)
-    for place, step in enumerate(todo.rest):
-        row = step.apply(row, state, told if place == todo.consumer else view)
+            row, candidates = row[few], Candidates(few if ids is None else ids[few])
+            first = candidates._replace(left_out=left_out)
+    for place, step in enumerate(chain.late_cuts):
+        row = step.apply(row, state, first if place == chain.left_out_at else candidates)
     index = inverse_cdf(row, state.uniform())
     if state.params.mirostat:
         state.drawn(prob_of(row, index))
-    return index if view.ids is None else int(view.ids[index])
+    return index if candidates.ids is None else int(candidates.ids[index])
 
 
-def _draw_plain(row: np.ndarray, state: SamplerState, top: int = 0) -> list[float]:
+def _draw_fused(row: np.ndarray, state: SamplerState, top: int = 0) -> list[float]:
     """The result of `draw_rows` for one row, with the grammar's mask as bits."""
-    cuts, bits = state.recipe.cuts, None
+    cuts, bits = state.chain.fused, None
     assert cuts is not None, "a chain with other cuts"
     if state.constraint is not None:
         bits = torch.from_numpy(state.allowed().bits).unsqueeze(0)
     settings = torch.tensor([(*cuts, 0.0 if state.params.greedy else state.uniform())], dtype=torch.float64)
     row = np.require(row, np.float32, ("C", "W"))
     found = draw_rows(torch.from_numpy(row).unsqueeze(0), settings, bits, min(top, len(row)))[0].tolist()
-    if found[0] == NO_DISTRIBUTION and not state.recipe.first:
+    if found[0] == NO_DISTRIBUTION and not state.chain.penalties:
         highest_logit(row)  # raises
     if found[0] < 0:
         check_left(np.float32(-np.inf))
@@ -181,10 +181,10 @@ def _best(found: list[float], top: int) -> tuple[tuple[int, float], ...]:
 
 
 SLACK = 1e-4  # of a logit: larger than the rounding by which the cuts themselves may differ from the bounds below
-SMALL = 256  # candidates; narrowing costs more than it saves below this
+SMALL = 256  # candidates; preselection costs more than it saves below this
 
 
-def narrow(row: np.ndarray, bounds: Bounds | SamplingParams) -> tuple[np.ndarray | None, float]:
+def preselect(row: np.ndarray, bounds: Bounds | SamplingParams) -> tuple[np.ndarray | None, float]:
     """Find a superset of the tokens that temperature, top_k, top_p, top_a and min_p, following each other, keep.
 
     top_k keeps logits from the k-th largest on. n tokens of at most (1 - top_p) / V each weigh at most 1 - top_p together, so top_p removes

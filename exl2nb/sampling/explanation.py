@@ -22,7 +22,7 @@ _HEAD = ("step", "settings", "left", "removed", "mass", "temp", "bits", "best", 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Step:
-    """One link of the chain at work.
+    """What one filter of the chain did.
 
     name: of the filter; the first step is "logits", the last of a greedy request "greedy". settings: by name.
     ids: int64, tokens left after it, ascending. logits: f32, theirs after it. before, after: f64, their probability before and after it;

@@ -77,7 +77,7 @@ def top_p(logits: np.ndarray, p: float, *, left_out: float = 0.0) -> np.ndarray:
 
     Args:
         p: more than 0, at most 1.
-        left_out: probability of less probable tokens that `narrow` has taken away already; counts as removed.
+        left_out: probability of less probable tokens that `preselect` has taken away already; counts as removed.
 
     Example:
         >>> np.isfinite(top_p(np.log(np.float32([0.05, 0.5, 0.15, 0.3])), 0.6)).tolist()
@@ -290,44 +290,43 @@ def skew(logits: np.ndarray, value: float) -> np.ndarray:
     return out
 
 
-class View(NamedTuple):
-    """Which part of the vocabulary a filter looks at. ids: int64 ascending, None = all of it. left_out: probability of the rest."""
+class Candidates(NamedTuple):
+    """The tokens whose logits a filter gets. ids: int64 ascending, None = the whole vocabulary. left_out: probability of the others."""
 
     ids: np.ndarray | None = None
     left_out: float = 0.0
 
-    def places(self, ids: np.ndarray) -> np.ndarray:
-        """Where those of `ids` stand that are in view."""
+    def indices_of(self, ids: np.ndarray) -> np.ndarray:
+        """Indices into the row of those of `ids` that are among the candidates."""
         if self.ids is None:
             return ids
         at = self.ids.searchsorted(ids).clip(max=len(self.ids) - 1)
         return at[self.ids[at] == ids]
 
 
-WHOLE = View()
+ALL_TOKENS = Candidates()
 
 
 class Filter(NamedTuple):
-    """One link.
+    """One filter of the chain.
 
-    name: also in `SamplingParams.order`. apply: (f32 `(n,)` logits, state, view) -> f32 `(n,)`, -inf where a token is removed; penalties
-    always see the whole vocabulary. fields: of SamplingParams, that it reads. switch: the field that asks for it where it differs from its
-    neutral default; "" = the first of `fields`.
+    name: also in `SamplingParams.order`. apply: (f32 `(n,)` logits, state, candidates) -> f32 `(n,)`, -inf where a token is removed;
+    penalties always get the whole vocabulary. fields: of SamplingParams, that it reads. switch: the field that turns it on where it differs
+    from its neutral default; "" = the first of `fields`.
     """
 
     name: str
-    apply: Callable[[np.ndarray, SamplerState, View], np.ndarray]
+    apply: Callable[[np.ndarray, SamplerState, Candidates], np.ndarray]
     fields: tuple[str, ...]
     switch: str = ""
 
     def active(self, params: SamplingParams) -> bool:
-        """Whether a request's params ask for it."""
+        """Whether a request's params switch it on."""
         field = self.switch or self.fields[0]
         return getattr(params, field) != params.__dataclass_fields__[field].default
 
 
-def _dry(x: np.ndarray, s: SamplerState, _: View) -> np.ndarray:
-    p = s.params
+def _dry(x: np.ndarray, s: SamplerState, _: Candidates) -> np.ndarray:
     p, history = s.params, s.history.ids
     lengths = {"allowed_length": p.dry_allowed_length, "max_ngram": p.dry_max_ngram}
     ids = history[-p.dry_range :] if p.dry_range else history
@@ -355,7 +354,7 @@ PENALTIES: tuple[Filter, ...] = (
     Filter("logit_bias", lambda x, s, _: logit_bias(x, s.ids_of("logit_bias"), s.bias), ("logit_bias",)),
 )
 
-# The order of Transformers, with its neighbours in the places where their authors had them.
+# The order of Transformers; other filters stand where their authors put them.
 CUTS: tuple[Filter, ...] = (
     Filter(
         "smoothing",
@@ -378,7 +377,7 @@ CUTS: tuple[Filter, ...] = (
     ),
     Filter(
         "xtc",
-        lambda x, s, v: xtc(x, s.params.xtc_probability, s.params.xtc_threshold, v.places(s.protected)),
+        lambda x, s, v: xtc(x, s.params.xtc_probability, s.params.xtc_threshold, v.indices_of(s.protected)),
         ("xtc_probability", "xtc_threshold"),
     ),
     Filter("skew", lambda x, s, _: skew(x, s.params.skew), ("skew",)),
@@ -388,24 +387,24 @@ NAMES = tuple(f.name for f in PENALTIES + CUTS)
 LAST_TEMPERATURE = "dynamic_temperature"  # `temperature_last` puts temperature here
 
 
-def ordered(links: tuple[Filter, ...], params: SamplingParams) -> tuple[Filter, ...]:
-    """Penalties or cuts in the order that `params` ask for."""
+def ordered(filters: tuple[Filter, ...], params: SamplingParams) -> tuple[Filter, ...]:
+    """Penalties or cuts in the order of `params`."""
     if params.order is not None:
-        known = {f.name: f for f in links}
+        known = {f.name: f for f in filters}
         return tuple(known[name] for name in params.order if name in known)
     if params.temperature_last:
-        moved = [f for f in links if f.name != "temperature"]
+        moved = [f for f in filters if f.name != "temperature"]
         at = next((i for i, f in enumerate(moved) if f.name == LAST_TEMPERATURE), None)
         if at is not None:
-            moved.insert(at, next(f for f in links if f.name == "temperature"))
+            moved.insert(at, next(f for f in filters if f.name == "temperature"))
         return tuple(moved)
-    return links
+    return filters
 
 
 def active_filters(params: SamplingParams) -> tuple[Filter, ...]:
     """The filters a request goes through, in order; the cuts do not apply to a greedy one. A grammar's mask comes before all of them."""
-    links = MASKS + ordered(PENALTIES, params) + (() if params.greedy else ordered(CUTS, params))
-    return tuple(link for link in links if link.active(params))
+    filters = MASKS + ordered(PENALTIES, params) + (() if params.greedy else ordered(CUTS, params))
+    return tuple(f for f in filters if f.active(params))
 
 
 def checked_order(params: SamplingParams) -> tuple[str, ...]:

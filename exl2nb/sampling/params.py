@@ -1,4 +1,4 @@
-"""What a caller may ask of sampling, as frozen, checked data. Holds no state: random numbers and history belong to the request."""
+"""The options of sampling, as frozen, checked data. Holds no state: random numbers and history belong to the request."""
 
 from __future__ import annotations
 
@@ -72,12 +72,12 @@ class SamplingParams:
     Definitions: `filters.py` and `penalties.py`.
 
     Masks and penalties, which a greedy request has too:
-        allowed_tokens, banned_tokens: ids; only these, and not these. min_tokens: the text cannot end before so many new tokens.
+        allowed_tokens, banned_tokens: ids; only these, and not these. min_tokens: the text cannot end before this many new tokens.
         repetition_penalty: logits of tokens of prompt and text are divided (positive) or multiplied (negative) by it; 1 = none.
         presence_penalty, frequency_penalty: subtracted once, and once per occurrence, from logits of tokens of the new text; 0 = none.
         penalty_prompt: presence and frequency penalties count the tokens of the prompt, too, as exllamav2 and text-generation-webui do;
         OpenAI's, and the default here, are about the new text alone.
-        penalty_range: the three look back so many tokens (0 = all); penalty_decay: over so many further ones they fade to nothing.
+        penalty_range: the three count the last tokens only (0 = all); penalty_decay: over this many earlier ones they fade to nothing.
         dry_multiplier (0 = off), dry_base, dry_allowed_length, dry_range (0 = all), dry_max_ngram, dry_breakers (texts or ids):
         tokens that would repeat a sequence lose multiplier * base ** (its length - allowed length). logit_bias: id -> number added.
 
@@ -89,7 +89,7 @@ class SamplingParams:
         (0 = off), xtc_threshold, xtc_ignore (ids; None = end of text and line breaks): leave out the most obvious choices.
         skew: draw towards the less (positive) or more probable.
 
-    seed: fixes the random numbers of the request, whatever else runs beside it; None = a fresh one, reported in the completion.
+    seed: fixes the random numbers of the request, whatever else runs; None = a fresh one, reported in the completion.
     order: names of filters, to apply them in another order; must hold every one that is switched on. Masks stay first.
     post_sampling: functions that see each `Draw` and may return another id.
 
@@ -183,7 +183,7 @@ class SamplingParams:
                 "set one of them"
             )
         if self.temperature_last and self.order is not None:
-            raise OptionError("temperature_last and order are both given; put 'temperature' where you want it in order")
+            raise OptionError("temperature_last and order are both given; put 'temperature' into order, where it should apply")
         if self.penalty_decay and not self.penalty_range:
             raise OptionError(f"penalty_decay is {self.penalty_decay} and penalty_range 0 (all tokens); set the range after which it fades")
         if both := set(self.banned_tokens) & set(self.allowed_tokens):
@@ -216,9 +216,9 @@ class SamplingParams:
         from exl2nb.sampling.filters import active_filters
 
         rows = {"seed": "a fresh one for each answer" if self.seed is None else str(self.seed)}
-        for link in active_filters(self):
-            told = {name: str(getattr(self, name))[:60] for name in link.fields if getattr(self, name) != _DEFAULTS[name]}
-            rows[link.name] = ", ".join(value if name == link.name else f"{name} {value}" for name, value in told.items()) or "on"
+        for used in active_filters(self):
+            set_fields = {name: str(getattr(self, name))[:60] for name in used.fields if getattr(self, name) != _DEFAULTS[name]}
+            rows[used.name] = ", ".join(value if name == used.name else f"{name} {value}" for name, value in set_fields.items()) or "on"
         rows["draw"] = "greedy: the most probable token" if self.greedy else "by a random number"
         return facts("sampling, in the order in which it applies", rows)
 

@@ -79,7 +79,7 @@ def fading(distance: np.ndarray, reach: int, decay: int) -> np.ndarray:
 
 
 def faded(ids: np.ndarray, reach: int, decay: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """What penalties that look back `reach` tokens, fading over `decay` more, see of a text.
+    """The tokens that penalties count in a text: the last `reach`, and fading over `decay` earlier ones.
 
     Returns:
         Distinct ids; the strength of the latest occurrence of each; the sum of strengths over all its occurrences.

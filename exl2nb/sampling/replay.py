@@ -18,7 +18,7 @@ from exl2nb.core.options import make
 from exl2nb.sampling.constraint import Constraint
 from exl2nb.sampling.draw import check_left, highest_logit, inverse_cdf
 from exl2nb.sampling.explanation import Explanation, Step
-from exl2nb.sampling.filters import CONSTRAINT, WHOLE, entropy_temperature
+from exl2nb.sampling.filters import ALL_TOKENS, CONSTRAINT, entropy_temperature
 from exl2nb.sampling.params import SamplingParams
 from exl2nb.sampling.state import SamplerState, Words, fresh_seed
 
@@ -46,7 +46,7 @@ def explain(
     Args:
         logits: f32 `(V,)`, raw.
         params: the settings; or give them as keywords, as for `generate`.
-        prompt_ids: what penalties and DRY look back on.
+        prompt_ids: counted by the penalties and DRY.
         new_ids: tokens generated since; they also decide which random number of the seed is used.
         constraint: a grammar, at its beginning; it takes in `new_ids`.
 
@@ -82,13 +82,13 @@ def explain_state(row: np.ndarray, state: SamplerState, *, tokenizer: Pieces | N
     """`explain` for a request as it stands: f32 `(V,)`, and the state before the token is pushed. Neither is changed."""
     highest_logit(row)
     recorder = _Recorder(row)
-    links = (CONSTRAINT, *state.recipe.links) if state.constraint is not None else state.recipe.links
+    filters = (CONSTRAINT, *state.chain.filters) if state.constraint is not None else state.chain.filters
     logits = row
-    for link in links:
+    for step in filters:
         check_left(logits.max())
-        heat = _division(link.name, logits, state)
-        logits = link.apply(logits, state, WHOLE)
-        recorder.add(link.name, {name: getattr(state.params, name) for name in link.fields}, logits, heat)
+        heat = _division(step.name, logits, state)
+        logits = step.apply(logits, state, ALL_TOKENS)
+        recorder.add(step.name, {name: getattr(state.params, name) for name in step.fields}, logits, heat)
     greedy = state.params.greedy
     uniform = None if greedy else state.uniform()
     token = int(logits.argmax()) if uniform is None else inverse_cdf(logits, uniform)
@@ -117,7 +117,7 @@ class _Recorder:
         self._add("logits", {}, row, self._probs)
 
     def add(self, name: str, settings: dict[str, Any], logits: np.ndarray, heat: float) -> None:
-        """The row after one more link, which divided by `heat`."""
+        """The row after one more filter, which divided by `heat`."""
         before, self._probs = self._probs, _softmax(logits)
         self._heat *= heat
         self._add(name, settings, logits, before)
@@ -165,7 +165,7 @@ class Replay:
     """The rows of logits that an answer was drawn from, and all else that its choices depend on.
 
     logits: f32 `(n, V)`, raw, one row per place. new_ids: the tokens that stand there; one fewer than rows where the last is still to be
-    drawn. prompt_ids: what stood before them. tokenizer: names tokens, and tells which of them DRY, XTC and min_tokens treat apart.
+    drawn. prompt_ids: the tokens before them. tokenizer: names tokens, and gives the special ones of DRY, XTC and min_tokens.
 
     Raises:
         OptionError: logits of another shape, or new_ids of another number.
@@ -179,7 +179,7 @@ class Replay:
     def __post_init__(self) -> None:
         rows, count = self.logits, len(self.new_ids)
         if rows.ndim != 2 or not rows.size or count not in (len(rows), len(rows) - 1):
-            raise OptionError(f"logits have the shape {rows.shape} beside {count} tokens; expected one row (V,) for each, or one row more")
+            raise OptionError(f"logits have the shape {rows.shape} for {count} tokens; expected one row (V,) for each, or one row more")
 
     @classmethod
     def of(

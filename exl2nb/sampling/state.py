@@ -24,7 +24,7 @@ class History:
     """Prompt and new tokens in one array.
 
     Args:
-        prompt_ids: what stands before the new text.
+        prompt_ids: the tokens before the new text.
     """
 
     def __init__(self, prompt_ids: Iterable[int] = ()) -> None:
@@ -58,9 +58,9 @@ class History:
 
     def copy(self) -> History:
         """The same ids, independent from here on."""
-        twin = History(self.ids)
-        twin.prompt_length = self.prompt_length
-        return twin
+        copied = History(self.ids)
+        copied.prompt_length = self.prompt_length
+        return copied
 
 
 class Tally:
@@ -96,9 +96,9 @@ class Tally:
 
     def copy(self) -> Tally:
         """The same counts, independent from here on."""
-        twin = Tally()
-        twin._slot, twin._ids, twin._counts = dict(self._slot), self._ids.copy(), self._counts.copy()
-        return twin
+        copied = Tally()
+        copied._slot, copied._ids, copied._counts = dict(self._slot), self._ids.copy(), self._counts.copy()
+        return copied
 
     def remove(self, token_id: int) -> None:
         """One less of an id; the last of its kind leaves."""
@@ -125,12 +125,12 @@ class Words(Protocol):
 
 # ---- The chain of one request, prepared once: which filters in which order, and which tokens can be left out before they run.
 
-NARROWING = ("top_k", "top_p", "top_a", "min_p")  # in this order `chain.narrow` knows what they leave
-PLAIN = ("temperature", "top_k", "top_p", "min_p")  # what `ops.draw_rows` does, in its order
+PRESELECTED = ("top_k", "top_p", "top_a", "min_p")  # in this order `chain.preselect` knows what they leave
+FUSED = ("temperature", "top_k", "top_p", "min_p")  # what `ops.draw_rows` does, in its order
 
 
 class Bounds(NamedTuple):
-    """What `narrow` may count on: these cuts follow each other, on logits still to be divided by `temperature`."""
+    """Settings of the cuts that `preselect` may rely on: these cuts follow each other, on logits still to be divided by `temperature`."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -140,60 +140,60 @@ class Bounds(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """Links in order.
+class PreparedChain:
+    """The active filters of one request, in order, and which tokens may be left out before the late cuts run.
 
-    first: masks and penalties, on whole rows. lead: cuts on whole rows. rest: cuts on what `bounds` leaves, None = on everything.
-    consumer: the place in `rest` of the link that takes `left_out` into account.
-    cuts: temperature, top_k, top_p and min_p where these, following each other, are all the cuts there are; then one op draws the row.
+    penalties: masks and penalties, on whole rows. early_cuts: on whole rows. late_cuts: on the candidates that `bounds` leaves, None = on
+    whole rows. left_out_at: index in `late_cuts` of the filter that takes `Candidates.left_out` into account.
+    fused: temperature, top_k, top_p and min_p where these, following each other, are all the cuts there are; then one op draws the row.
     """
 
-    first: tuple[Filter, ...]
-    lead: tuple[Filter, ...]
-    rest: tuple[Filter, ...]
+    penalties: tuple[Filter, ...]
+    early_cuts: tuple[Filter, ...]
+    late_cuts: tuple[Filter, ...]
     bounds: Bounds | None
-    consumer: int
-    cuts: tuple[float, float, float, float] | None = None
+    left_out_at: int
+    fused: tuple[float, float, float, float] | None = None
 
     @property
-    def links(self) -> tuple[Filter, ...]:
+    def filters(self) -> tuple[Filter, ...]:
         """All of them, in order."""
-        return self.first + self.lead + self.rest
+        return self.penalties + self.early_cuts + self.late_cuts
 
 
-def recipe(params: SamplingParams) -> Recipe:
-    """The chain that `params` ask for; the cuts do not apply to a greedy request."""
-    return _recipe(replace(params, post_sampling=(), seed=None))  # kept by neither: functions may hold whole models
+def prepare(params: SamplingParams) -> PreparedChain:
+    """The chain of `params`; the cuts do not apply to a greedy request."""
+    return _prepare(replace(params, post_sampling=(), seed=None))  # the cache keeps neither: functions may hold whole models
 
 
 @lru_cache(maxsize=1024)
-def _recipe(params: SamplingParams) -> Recipe:
-    first = tuple(f for f in MASKS + ordered(PENALTIES, params) if f.active(params))
+def _prepare(params: SamplingParams) -> PreparedChain:
+    penalties = tuple(f for f in MASKS + ordered(PENALTIES, params) if f.active(params))
     if params.greedy:
-        return Recipe(first, (), (), None, -1, (0.0, 0.0, 1.0, 0.0))
+        return PreparedChain(penalties, (), (), None, -1, (0.0, 0.0, 1.0, 0.0))
     cuts = [f for f in ordered(CUTS, params) if f.active(params)]
-    start = next((i for i, f in enumerate(cuts) if f.name in NARROWING), None)
+    start = next((i for i, f in enumerate(cuts) if f.name in PRESELECTED), None)
     if start is None:
-        return Recipe(first, (), tuple(cuts), None, -1, _plain(cuts, params))
+        return PreparedChain(penalties, (), tuple(cuts), None, -1, _fused(cuts, params))
     run = start
-    while run < len(cuts) and cuts[run].name in NARROWING[_place(cuts[run - 1], default=-1) + 1 if run > start else 0 :]:
+    while run < len(cuts) and cuts[run].name in PRESELECTED[_place(cuts[run - 1], default=-1) + 1 if run > start else 0 :]:
         run += 1
     names = {f.name for f in cuts[start:run]}
-    folded = start > 0 and cuts[start - 1].name == "temperature"
-    bounds = Bounds(**{name: getattr(params, name) for name in names}, temperature=params.temperature if folded else 1.0)
-    lead = start - folded
-    return Recipe(first, tuple(cuts[:lead]), tuple(cuts[lead:]), bounds, int(folded), _plain(cuts, params))
+    after_temperature = start > 0 and cuts[start - 1].name == "temperature"
+    bounds = Bounds(**{name: getattr(params, name) for name in names}, temperature=params.temperature if after_temperature else 1.0)
+    early = start - after_temperature
+    return PreparedChain(penalties, tuple(cuts[:early]), tuple(cuts[early:]), bounds, int(after_temperature), _fused(cuts, params))
 
 
-def _plain(cuts: Sequence[Filter], params: SamplingParams) -> tuple[float, float, float, float] | None:
-    names = [link.name for link in cuts]
-    if names != [name for name in PLAIN if name in names]:
+def _fused(cuts: Sequence[Filter], params: SamplingParams) -> tuple[float, float, float, float] | None:
+    names = [f.name for f in cuts]
+    if names != [name for name in FUSED if name in names]:
         return None
     return params.temperature, float(params.top_k), params.top_p, params.min_p
 
 
-def _place(link: Filter, default: int) -> int:
-    return NARROWING.index(link.name) if link.name in NARROWING else default
+def _place(f: Filter, default: int) -> int:
+    return PRESELECTED.index(f.name) if f.name in PRESELECTED else default
 
 
 def fresh_seed() -> int:
@@ -222,7 +222,7 @@ class SamplerState:
         constraint: Constraint | None = None,
     ) -> None:
         self.params = params
-        self.recipe: Recipe = recipe(params)
+        self.chain: PreparedChain = prepare(params)
         self.seed = fresh_seed() if params.seed is None else params.seed
         self.count = 0
         self.retry = 0  # draws at this position that were taken back; each retry uses another random number
@@ -232,7 +232,7 @@ class SamplerState:
         self.forced = False  # whether the grammar left the last draw no choice
         self._tokenizer = tokenizer
         self._past_mu: list[float] = []
-        self._tracks = any(f.name in _LOOKS_BACK for f in self.recipe.first)
+        self._tracks = any(f.name in _LOOKS_BACK for f in self.chain.penalties)
         self._remembers = self._tracks or params.mirostat
         self._fades = params.penalty_range > 0
         self._tallies = self._tracks and not self._fades
@@ -244,7 +244,7 @@ class SamplerState:
 
     @property
     def seen(self) -> np.ndarray:
-        """int64 `(n,)`: each token of prompt and text once. Empty while no filter asks for it."""
+        """int64 `(n,)`: each token of prompt and text once. Empty while no filter reads it."""
         return self._seen.ids
 
     @property
@@ -303,7 +303,7 @@ class SamplerState:
 
     @cached_property
     def bias(self) -> np.ndarray:
-        """f32: the numbers of logit_bias, beside `ids_of("logit_bias")`."""
+        """f32: the values of logit_bias, in the order of `ids_of("logit_bias")`."""
         return np.array([b for _, b in self.params.logit_bias], np.float32)
 
     @cached_property
@@ -315,7 +315,7 @@ class SamplerState:
 
     @cached_property
     def protected(self) -> np.ndarray:
-        """int64: tokens that XTC leaves alone."""
+        """int64: tokens that XTC never removes."""
         if self.params.xtc_ignore is not None:
             return np.array(self.params.xtc_ignore, np.int64)
         words = self._tokenizer
@@ -365,13 +365,13 @@ class SamplerState:
 
     def copy(self, *, seed: int | None = None) -> SamplerState:
         """The same state, independent from here on; with `seed`, other random numbers follow."""
-        twin = SamplerState.__new__(SamplerState)
-        twin.__dict__.update(self.__dict__)
-        twin.seed = self.seed if seed is None else seed
-        twin.history, twin._past_mu = self.history.copy(), list(self._past_mu)
-        twin._seen, twin._new = self._seen.copy(), self._new.copy()
-        twin.constraint = None if self.constraint is None else self.constraint.copy()
-        return twin
+        copied = SamplerState.__new__(SamplerState)
+        copied.__dict__.update(self.__dict__)
+        copied.seed = self.seed if seed is None else seed
+        copied.history, copied._past_mu = self.history.copy(), list(self._past_mu)
+        copied._seen, copied._new = self._seen.copy(), self._new.copy()
+        copied.constraint = None if self.constraint is None else self.constraint.copy()
+        return copied
 
     # ---- private
 

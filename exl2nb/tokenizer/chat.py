@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from exl2nb.core.errors import OptionError, TokenizerError
-from exl2nb.tokenizer import sandbox
+from exl2nb.core.helper import Helper, HelperError, Limits
 from exl2nb.tokenizer.files import read_object, read_text
 from exl2nb.tokenizer.tools import Tool, ToolFormat, described
 
 MAX_TEMPLATE = 1 << 20  # characters
+# a conversation of 1000 messages takes 0.02 s; a large template takes 0.05 s to compile
+LIMITS = Limits(cpu_s=2.0, wall_s=30.0, memory_bytes=384 << 20)
+_HELPER = Helper("exl2nb.tokenizer.sandbox", LIMITS)
 
 
 class ChatTemplates:
@@ -53,6 +53,11 @@ class ChatTemplates:
             if not isinstance(text, str) or len(text) > MAX_TEMPLATE:
                 raise TokenizerError(f"{directory}: chat template {name!r} is not a text of at most {MAX_TEMPLATE} characters")
         return cls(found, directory)
+
+    def prepare(self) -> None:
+        """Start the process that renders templates, where there is one to render: the first prompt comes sooner."""
+        if self.templates:
+            _HELPER.start()
 
     def pick(self, *, name: str | None = None, tools: bool = False) -> str:
         """The source of a template: by name, or "tool_use" where tools are given and it exists, or "default".
@@ -101,24 +106,24 @@ def render(
     if not isinstance(template, str):
         raise OptionError(f"template is {str(template)[:80]!r}; expected a text, the template's Jinja source")
     given = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt, **variables}
-    plain = _plain({**(special_tokens or {}), **given})
     try:
-        return sandbox.render(_compile(template), plain)
-    except jinja2.TemplateSyntaxError as error:
-        raise TokenizerError(f"chat template, line {error.lineno}: {error.message}; it is not valid Jinja") from error
-    except SyntaxError as error:  # valid Jinja that Python cannot run: more than 20 blocks inside one another
-        raise TokenizerError(f"chat template: {error.msg}; nest fewer blocks") from error
-    except (
-        jinja2.TemplateError,
-        ArithmeticError,
-        AttributeError,
-        LookupError,
-        TypeError,
-        ValueError,
-        RecursionError,
-        MemoryError,
-    ) as error:
-        raise TokenizerError(f"chat template: {type(error).__name__}: {str(error)[:300]}; check roles and order of the messages") from error
+        return _HELPER.ask({"template": template, "variables": {**(special_tokens or {}), **given}})["text"]
+    except HelperError as error:
+        if error.kind == "TemplateSyntaxError":
+            raise TokenizerError(f"chat template, line {error.line}: {error}; it is not valid Jinja") from error
+        if error.kind in ("SyntaxError", "IndentationError"):  # of the Python that Jinja makes of it
+            raise TokenizerError(f"chat template: {error}; its blocks are nested too deeply, or it is not valid Jinja") from error
+        if error.kind == "Killed":
+            raise TokenizerError(f"chat template: {error}; it is broken or means harm: give another with template=") from error
+        if error.kind == "MemoryError":
+            raise TokenizerError(
+                f"chat template: {str(error) or f'it needs more than {LIMITS.memory_bytes >> 20} MiB'}; give another with template="
+            ) from error
+        raise TokenizerError(f"chat template: {error.kind}: {str(error)[:300]}; check roles and order of the messages") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise OptionError(
+            f"messages and template variables hold something that is not plain data ({error}); expected JSON types"
+        ) from error
 
 
 def text_messages(messages: Sequence[Mapping[str, Any]], *, parse_arguments: bool = True) -> list[dict[str, Any]]:
@@ -214,18 +219,3 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
     fine = isinstance(messages, (list, tuple)) and bool(messages)
     if not fine or not all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in messages):
         raise OptionError(f"messages is {str(messages)[:80]!r}; expected a list of dicts such as {{'role': 'user', 'content': 'Hello'}}")
-
-
-def _plain(value: Any) -> Any:
-    """Rebuilt from JSON types, so that a template never holds one of the caller's objects."""
-    try:
-        return json.loads(json.dumps(value))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise OptionError(
-            f"messages and template variables hold something that is not plain data ({error}); expected JSON types"
-        ) from error
-
-
-@lru_cache(maxsize=32)
-def _compile(source: str) -> jinja2.Template:
-    return sandbox.Sandbox().from_string(source)

@@ -13,6 +13,7 @@ from typing import Any
 import tokenizers
 
 from exl2nb.core.errors import TokenizerError
+from exl2nb.tokenizer.backend import parse
 
 SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 _EXTRA = "pip install 'exl2nb[sentencepiece]'"
@@ -46,7 +47,7 @@ def convert(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
         packages = [importlib.import_module(name) for name in ("transformers", *(("sentencepiece", "google.protobuf") if spm else ()))]
     except ImportError as error:
         raise TokenizerError(
-            f"{path}: there is no tokenizer.json beside it, and converting it needs {error.name}: {_EXTRA}, {_MAKE}"
+            f"{path}: there is no tokenizer.json next to it, and converting it needs {error.name}: {_EXTRA}, {_MAKE}"
         ) from error
     transformers, *others = packages
     model = others[0].SentencePieceProcessor if spm else None
@@ -54,7 +55,7 @@ def convert(directory: Path) -> tuple[tokenizers.Tokenizer, dict[str, str]]:
     for loader in (transformers.AutoTokenizer, transformers.LlamaTokenizer):
         try:
             made: Any = loader.from_pretrained(str(directory), trust_remote_code=False, local_files_only=True)
-            backend = tokenizers.Tokenizer.from_str(made.backend_tokenizer.to_str())
+            backend = parse(made.backend_tokenizer.to_str(), path)
         except Exception as error:  # the library raises many kinds for bad files
             problem = problem or error
             continue

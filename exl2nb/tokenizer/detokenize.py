@@ -12,9 +12,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from exl2nb.tokenizer.backend import library_errors
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
-CONTEXT = 6  # prompt tokens a decoder may look at: enough to know whether a space at the start of a token shows
+CONTEXT = 6  # prompt tokens that a decoder sees: enough to know whether a space at the start of a token shows
 
 
 class Detokenizer:
@@ -162,4 +163,7 @@ class _Window:
         return added
 
     def _text(self, ids: list[int]) -> str:
-        return self._decode(ids, skip_special_tokens=False) if ids else ""
+        if not ids:
+            return ""
+        with library_errors:
+            return self._decode(ids, skip_special_tokens=False)

@@ -1,4 +1,4 @@
-"""The JSON files beside a tokenizer, read with care. Knows nothing of what their fields mean."""
+"""The JSON files of a tokenizer, with their limits checked. Knows nothing of what their fields mean."""
 
 from __future__ import annotations
 

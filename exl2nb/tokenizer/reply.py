@@ -20,7 +20,7 @@ class Delta(NamedTuple):
 
     kind: Literal["reasoning", "content", "call", "arguments"]
     text: str
-    index: int = 0  # of the call
+    call: int = 0  # its number in the answer
     id: str = ""  # of the call, where it begins
 
 
@@ -108,12 +108,13 @@ def think_tags(template: str) -> tuple[str, str] | None:
 
 def collect(deltas: Iterable[Delta]) -> Reply:
     """The reply that deltas add up to."""
-    texts, calls = {"reasoning": [], "content": []}, []
+    calls: list[list[str]] = []
+    texts: dict[str, list[str]] = {"reasoning": [], "content": []}
     for delta in deltas:
         if delta.kind == "call":
             calls.append([delta.id, delta.text, ""])
         elif delta.kind == "arguments":
-            calls[delta.index][2] += delta.text
+            calls[delta.call][2] += delta.text
         else:
             texts[delta.kind].append(delta.text)
     return Reply("".join(texts["content"]), "".join(texts["reasoning"]).rstrip(), tuple(ToolCall(*call) for call in calls))
@@ -158,8 +159,9 @@ class ReplyParser:
             return [Delta("content", text)] if text.strip() and state == "start" else []
         if state == "head" and (whole := self._whole_call(text, done=True)):
             return whole
-        kind = {"reasoning": "reasoning", "arguments": "arguments"}.get(state, "content")
-        return [Delta(kind, text, max(0, self._count - 1) if kind == "arguments" else 0)]
+        if state == "arguments":
+            return [Delta("arguments", text, self._count - 1)]
+        return [Delta("reasoning" if state == "reasoning" else "content", text)]
 
     # ---- states; each takes what it can off `_text` and says whether another should go on
 

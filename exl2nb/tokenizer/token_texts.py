@@ -7,6 +7,8 @@ from collections.abc import Callable
 
 import tokenizers
 
+from exl2nb.tokenizer.backend import library_errors
+
 
 def byte_table(backend: tokenizers.Tokenizer) -> dict[int, bytes] | None:
     """Bytes of every token, where the decoder is byte-level; None otherwise.
@@ -92,12 +94,14 @@ def plain_texts(
     anchor = next((i for text in ANCHORS if (i := backend.token_to_id(text)) is not None), None)
     if anchor is None or not _local(backend):
         return PlainTexts(lambda token_id: None)
-    before = backend.decode([anchor], skip_special_tokens=False)
+    with library_errors:
+        before = backend.decode([anchor], skip_special_tokens=False)
 
     def from_decoder(token_id: int) -> str | None:
         if token_id in skipped or token_id in byte_ids:
             return None
-        text = backend.decode([anchor, token_id], skip_special_tokens=False)
+        with library_errors:
+            text = backend.decode([anchor, token_id], skip_special_tokens=False)
         return text[len(before) :] if text.startswith(before) and "�" not in text else None
 
     return PlainTexts(from_decoder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -11,12 +12,14 @@ from typing import Any
 import tokenizers
 
 from exl2nb.core.errors import TokenizerError
+from exl2nb.tokenizer.backend import library_errors, parse
 from exl2nb.tokenizer.chat import ChatTemplates
 from exl2nb.tokenizer.convert import convert, convertible
 from exl2nb.tokenizer.files import read_object, read_text
 from exl2nb.tokenizer.token_texts import PlainTexts, byte_table, byte_tokens, plain_texts
 
 _FILE = "tokenizer.json"
+_WHOLE = frozenset(("ByteLevel", "Digits", "Metaspace", "Prepend"))  # normalizers and pre-tokenizers that leave no character out
 
 
 class Tokenizer:
@@ -37,7 +40,7 @@ class Tokenizer:
         config = read_object(folder / "tokenizer_config.json") if directory else {}
         model, generation = (read_object(folder / name) if directory else {} for name in ("config.json", "generation_config.json"))
         own = _special_tokens(read_object(folder / "special_tokens_map.json")) if directory else {}
-        known = {role: text for role, text in {**(special_tokens or {}), **own}.items() if backend.token_to_id(text) is not None}
+        known = {role: text for role, text in {**(special_tokens or {}), **own}.items() if _id_of(backend, text) is not None}
         self.special_tokens = {**known, **_special_tokens(config)}
         self.bos_id = self._special_id("bos_token", (generation, model), "bos_token_id", folder)
         self._own_eos = self._special_id("eos_token", (), "", folder)
@@ -66,13 +69,7 @@ class Tokenizer:
                 f"{directory}: has no {_FILE}; copy it from the original model, or make it with "
                 f"transformers.AutoTokenizer.from_pretrained(...).save_pretrained({str(directory)!r})"
             )
-        try:
-            backend = tokenizers.Tokenizer.from_str(read_text(path))
-        except TokenizerError:
-            raise
-        except Exception as error:  # the library raises bare Exception for anything it does not like
-            raise TokenizerError(f"{path}: the tokenizers library cannot read it ({str(error)[:200]}); download the file again") from error
-        return cls(_plain(backend), directory=directory)
+        return cls(_plain(parse(read_text(path), path)), directory=directory)
 
     @property
     def vocab_size(self) -> int:
@@ -90,10 +87,14 @@ class Tokenizer:
             text: any string; lone surrogates are replaced, since they have no UTF-8 form.
             add_special: add what the model's files ask for, usually BOS.
             parse_special: texts of special tokens become those tokens; False reads them as plain text (for text from strangers).
+
+        Raises:
+            TokenizerError: the tokenizer has no token for a part of the text, or fails at it.
         """
         text = text.encode("utf-8", "replace").decode("utf-8") if not text.isascii() else text
         backend = self.backend if parse_special else self._literal_backend()
-        ids = backend.encode(text, add_special_tokens=add_special).ids
+        with library_errors:
+            ids = backend.encode(text, add_special_tokens=add_special).ids
         if not add_special:
             return ids
         bos = self.special_tokens.get("bos_token")
@@ -105,15 +106,37 @@ class Tokenizer:
             ids.append(self._own_eos)
         return ids
 
+    def at_least(self, text: str) -> int:
+        """A number of tokens that `text` has at least, by its length alone; 0 where this kind of tokenizer may leave characters out."""
+        longest = self._longest
+        return -(-len(text) // longest) if longest else 0
+
+    @cached_property
+    def _longest(self) -> int:
+        """Most characters of a text that one token stands for; 0: any number."""
+        parts = json.loads(self.backend.to_str())
+        steps = [step for part in ("normalizer", "pre_tokenizer") for step in _steps(parts[part])]
+        whole = all(step["type"] in _WHOLE or (step["type"] == "Split" and step["behavior"] != "Removed") or _keeps(step) for step in steps)
+        every = self.byte_table is not None or parts["model"].get("byte_fallback")
+        if not (whole and every) or any(token.lstrip or token.rstrip for token in self.backend.get_added_tokens_decoder().values()):
+            return 0
+        return max(map(len, self.backend.get_vocab(with_added_tokens=True)), default=0)
+
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """Turn ids into text; special tokens are left out unless `skip_special` is False."""
-        return self.backend.decode(list(ids), skip_special_tokens=skip_special)
+        """Turn ids into text; special tokens are left out unless `skip_special` is False.
+
+        Raises:
+            TokenizerError: something that is no id, or the tokenizer fails at them.
+        """
+        with library_errors:
+            return self.backend.decode(list(ids), skip_special_tokens=skip_special)
 
     def piece(self, token_id: int) -> str:
         """One token as people read it: its own text, special tokens by name, and U+FFFD for a part of a character."""
         if token_id not in self._pieces:
-            text = self.backend.decode([token_id], skip_special_tokens=False)
-            raw = self.backend.id_to_token(token_id)
+            with library_errors:
+                text = self.backend.decode([token_id], skip_special_tokens=False)
+                raw = self.backend.id_to_token(token_id)
             if raw is not None and raw.startswith("▁") and not text.startswith(" "):
                 text = f" {text}"  # the decoder strips it where a text begins
             self._pieces[token_id] = text
@@ -136,7 +159,7 @@ class Tokenizer:
 
     def token_id(self, text: str) -> int | None:
         """The id whose vocabulary entry is exactly `text`, or None."""
-        return self.backend.token_to_id(text)
+        return _id_of(self.backend, text)
 
     def __repr__(self) -> str:
         return f"Tokenizer({self.vocab_size} tokens, bos {self.bos_id}, eos {sorted(self.eos_ids)})"
@@ -150,7 +173,7 @@ class Tokenizer:
     def _special_id(self, role: str, configs: Sequence[dict[str, Any]], key: str, folder: Path) -> int | None:
         text = self.special_tokens.get(role)
         if text is not None:
-            found = self.backend.token_to_id(text)
+            found = _id_of(self.backend, text)
             if found is None:
                 raise TokenizerError(f"{folder / 'tokenizer_config.json'}: {role} is {text!r}, which {_FILE} does not contain")
             return found
@@ -168,11 +191,31 @@ def _plain(backend: tokenizers.Tokenizer) -> tokenizers.Tokenizer:
     return backend
 
 
+def _id_of(backend: tokenizers.Tokenizer, text: str) -> int | None:
+    try:
+        return backend.token_to_id(text)
+    except UnicodeEncodeError:  # a lone surrogate, which no token holds
+        return None
+
+
 def _ids(value: Any, key: str, folder: Path) -> list[int]:
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
         raise TokenizerError(f"{folder}: {key} is {str(value)[:80]}; expected a token id or a list of them")
     return ids
+
+
+def _steps(part: Any) -> list[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer."""
+    if part is None:
+        return []
+    inner = part.get("normalizers") or part.get("pretokenizers")
+    return [part] if inner is None else [step for one in inner for step in _steps(one)]
+
+
+def _keeps(step: dict[str, Any]) -> bool:
+    """Whether a replacement makes no text shorter."""
+    return step["type"] == "Replace" and len(step["pattern"].get("String", " " * len(step["content"]) + " ")) <= len(step["content"])
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:

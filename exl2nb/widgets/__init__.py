@@ -1,4 +1,4 @@
-"""Floor 7: notebook widgets; the only room that imports Jupyter packages. Public classes load when they are first named."""
+"""Floor 8: notebook widgets; the only room that imports Jupyter packages. Public classes load when they are first named."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from exl2nb.widgets.pagetable import PageTable
     from exl2nb.widgets.playground import Playground
     from exl2nb.widgets.progress import ProgressView
+    from exl2nb.widgets.servermonitor import ServerMonitor
     from exl2nb.widgets.speculation import Speculation
     from exl2nb.widgets.weights import WeightBrowser
 
@@ -30,6 +31,7 @@ _PUBLIC = {
     "Playground": "exl2nb.widgets.playground",
     "ProgressView": "exl2nb.widgets.progress",
     "SamplerMicroscope": "exl2nb.widgets.microscope",
+    "ServerMonitor": "exl2nb.widgets.servermonitor",
     "Speculation": "exl2nb.widgets.speculation",
     "WeightBrowser": "exl2nb.widgets.weights",
 }
@@ -44,6 +46,7 @@ __all__ = [
     "Playground",
     "ProgressView",
     "SamplerMicroscope",
+    "ServerMonitor",
     "Speculation",
     "WeightBrowser",
 ]

@@ -121,9 +121,9 @@ _Self = TypeVar("_Self", bound="BackgroundWidget")
 
 
 class BackgroundWidget(ExlWidget):
-    """Base of widgets whose button starts a run. Subclasses set `_background` before anything else: `close` needs it."""
+    """Base of widgets whose button starts a run. A constructor sets `_background` before anything else: `close` needs it."""
 
-    _background: Background
+    _background: Background = Background("widget")  # never begun: what `close` finds where the arguments did not fit the constructor
 
     def stop(self) -> None:
         """Stop the run; the output so far is kept. Returns at once."""

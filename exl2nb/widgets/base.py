@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import inspect
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +14,7 @@ import traitlets as t
 
 from exl2nb.core.errors import Exl2Error, OptionError
 from exl2nb.core.log import logger
-from exl2nb.core.options import check_keywords
+from exl2nb.core.options import check_keywords, signature_with
 from exl2nb.io.atomic import atomic_write
 from exl2nb.widgets import static
 from exl2nb.widgets.protocol import PROTOCOL_VERSION
@@ -41,6 +42,28 @@ class ExlWidget(anywidget.AnyWidget):
 
     _state_keys: ClassVar[tuple[str, ...]] = ()
     """Synced traits that an export carries."""
+
+    _more_keywords: ClassVar[tuple[Mapping[str, Any], Mapping[str, Any]]] = ({}, {})
+    """Keywords of the constructor that are no traits: their types, and the defaults of those that have one."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Spell out the traits that are keywords in the signature, for completion and `help`."""
+        super().__init_subclass__(**kwargs)
+        found: dict[str, t.TraitType[Any, Any]] = {}
+        for base in reversed(cls.__mro__):
+            found |= {name: trait for name, trait in vars(base).items() if isinstance(trait, t.TraitType) and trait.metadata.get("option")}
+        types, defaults = cls._more_keywords
+        types = {**{name: _TYPES.get(type(trait), Any) for name, trait in found.items()}, **types}
+        defaults = {**{name: _default(trait) for name, trait in found.items()}, **defaults}
+        signature = inspect.signature(cls.__init__)
+        own = signature.replace(parameters=list(signature.parameters.values())[1:], return_annotation=inspect.Signature.empty)
+        cls.__signature__ = signature_with(own, types, defaults)
+
+    def __dir__(self) -> list[str]:
+        """What this package and `observe` offer; the names that ipywidgets and traitlets add still work."""
+        ours = {name for base in type(self).__mro__ if base.__module__.startswith("exl2nb.") for name in vars(base)}
+        public = {name for name in (*ours, *vars(self), "close", "layout", "observe", "unobserve") if not name.startswith("_")}
+        return sorted(public | {name for name in object.__dir__(self) if name.startswith("__")})
 
     def __init__(self, **kwargs: Any) -> None:
         name = type(self).__name__
@@ -216,6 +239,14 @@ class ExlWidget(anywidget.AnyWidget):
 
         source = html.escape(self.to_html() or "", quote=True)
         return HTML(f'<div><iframe srcdoc="{source}" style="width:100%;height:480px;border:0"></iframe></div>')
+
+
+_TYPES: dict[type, Any] = {t.Int: int, t.Float: float, t.Unicode: str, t.Bool: bool, t.List: list}
+
+
+def _default(trait: t.TraitType[Any, Any]) -> Any:
+    value = trait.default() if isinstance(trait, t.List) else trait.default_value
+    return None if value is t.Undefined else value
 
 
 def as_text(problem: BaseException) -> str:

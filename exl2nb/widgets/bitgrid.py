@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Any
 
 from exl2nb.core.errors import OptionError
-from exl2nb.core.show import colour, ink
+from exl2nb.core.show import bits_cell, colour
 from exl2nb.widgets import static
 from exl2nb.widgets.protocol import BitCell, BitPart, Run
 
@@ -67,7 +67,7 @@ def mean(cells: Sequence[BitCell]) -> float:
 
 
 def grid_of(source: Any, *, where: str = "BitMap") -> BitGrid:
-    """Cells of a model directory or hub id, an `Inspection`, a `Conversion`, a `Plan`, or plain data as their `to_dict` gives.
+    """Cells of a model directory or hub id, an `Inspection`, a `Conversion`, an `Allocation`, or plain data as their `to_dict` gives.
 
     Raises:
         OptionError: none of these, or an entry without what a cell needs.
@@ -253,8 +253,5 @@ def plain(text: str) -> str:
 def _td(cell: BitCell | None, style: str) -> str:
     if cell is None:
         return f'<td style="{style}"></td>'
-    back = colour(cell.bpw)
     what = legend(cell.parts[0].runs) if cell.experts == 1 and cell.parts else f"{cell.experts} experts"
-    title = html.escape(f"{plain(cell.matrix)}: {cell.bpw:.2f} bits per weight; {what}", quote=True)
-    colours = f"background:rgb{back};color:rgb{ink(back)}".replace(" ", "")
-    return f'<td title="{title}" style="{style};{colours}">{cell.bpw:.1f}</td>'
+    return bits_cell(cell.bpw, f"{plain(cell.matrix)}: {cell.bpw:.2f} bits per weight; {what}", style)

@@ -90,6 +90,28 @@ class BitMap(ExlWidget):
             raise OptionError(f"BitMap: no matrix {matrix!r} in layer {layer}; matrices are {', '.join(self.grid.matrices)}")
         self.selected = [] if layer is None else [layer, matrix]
 
+    def link(self, *widgets: Any) -> BitMap:
+        """Open every cell that is chosen here in other widgets too.
+
+        Args:
+            widgets: a `WeightBrowser` goes to the matrix (the first expert where a cell has several); another `BitMap` or a
+                `BitrateExplorer` chooses the same cell, and one chosen there is chosen here.
+
+        Raises:
+            OptionError: a widget that shows no matrices.
+
+        Example:
+            >>> BitMap(path).link(WeightBrowser(path))  # doctest: +SKIP
+        """
+        for widget in widgets:
+            if callable(getattr(widget, "open_cell", None)):
+                self.observe(lambda change, widget=widget: widget.open_cell(*change["new"]) if change["new"] else None, "selected")
+            elif "selected" in widget.trait_names() and hasattr(widget, "grid"):
+                t.link((self, "selected"), (widget, "selected"))
+            else:
+                raise OptionError(f"BitMap.link: got {type(widget).__name__!r}; expected a WeightBrowser, BitMap or BitrateExplorer")
+        return self
+
     def on_select(self, callback: Callable[[list[Any]], Any], remove: bool = False) -> None:
         """Call `callback([layer, matrix])` when a cell is chosen, `callback([])` when none is."""
         self._listen("select", callback, remove)

@@ -132,7 +132,7 @@ class CacheExplorer(BackgroundWidget):
     """Read and continue one prompt under several cache modes, and see token by token what the fewer bits change.
 
     Every mode writes its own most likely continuation. Beside it runs an FP16 cache that reads the same tokens, so each token has a KL:
-    how far the mode's probabilities are from what FP16 would have said at that place, in nats. "Hide a needle" puts a fact into filler
+    how far the mode's probabilities are from what FP16 would have said at that place, in nats. "Run needle test" puts a fact into filler
     text at several depths and asks for it; what counts is the probability of the right answer, with each cache and without the fact.
 
     Args:
@@ -462,7 +462,7 @@ class CacheExplorer(BackgroundWidget):
 
 
 def _depth(depth: float | None) -> str:
-    return "not in the text" if depth is None else f"at {depth:.0%}"
+    return "absent (control)" if depth is None else f"at {depth:.0%}"
 
 
 def _share(prob: float | None) -> str:

@@ -178,6 +178,11 @@ class ChatMode(t.HasTraits):
         self._refresh_static()
         return self
 
+    def _check_chat(self) -> None:
+        """Raise where a conversation could never begin."""
+        if self.chat and self.llm is not None and self.template is None and hasattr(self.llm, "tokenizer"):
+            self.llm.tokenizer.templates.pick()
+
     def _talk(self) -> Chat:
         if not self.chat:
             raise OptionError("Playground: not in chat mode; make it with Playground(llm, chat=True)")

@@ -54,7 +54,7 @@ def column_html(title: str, note: str, tokens: Sequence[KlToken], differs: int |
         style = f"background:{_TINTS[kl_step(token.kl)]};border-radius:2px"
         if index == differs:
             style += ";border-left:3px solid"
-        title_text = words(token) + ("; differs from here" if index == differs else "")
+        title_text = words(token) + ("; first difference" if index == differs else "")
         shown = html.escape(title_text, quote=True)
         parts.append(f'<span style="{style}" title="{shown}">{html.escape(token.text)}</span>')
     head = f'<div><b>{html.escape(title)}</b> <span style="opacity:.75;font-size:12px">{html.escape(note)}</span></div>'

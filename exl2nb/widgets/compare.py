@@ -14,7 +14,9 @@ import traitlets as t
 
 from exl2nb.core.errors import Exl2Error, OptionError
 from exl2nb.core.options import check_keywords
+from exl2nb.core.show import size_text
 from exl2nb.llm.model import LLM
+from exl2nb.llm.options import DEFAULTS, RequestOptions
 from exl2nb.sampling.params import check_integer
 from exl2nb.widgets import columns, static
 from exl2nb.widgets.background import Background, BackgroundWidget
@@ -240,6 +242,7 @@ def measured(tokens: Sequence[KlToken], measures: Mapping[int, CellMeasure]) -> 
 
 MOST_PROMPTS = 20
 MOST_TOKENS = 1024
+SETTINGS = {"temperature": 0, "max_tokens": 48}
 _PLAIN = ("columns", "prompts", "tokens", "measured", "speeds", "note")
 _PROMPTS = ("It was a dark night, and the old man", "She opened the letter and", "The captain looked at the sea;")
 
@@ -270,6 +273,7 @@ class Compare(BackgroundWidget):
         (['greedy', 'sampled'], [8, 8])
     """
 
+    _more_keywords = (RequestOptions.__annotations__, {**DEFAULTS, **SETTINGS})
     _esm = static.STATIC / "compare.js"
     _css = static.STATIC / "compare.css"
     _state_keys: ClassVar[tuple[str, ...]] = tuple(CompareState.__annotations__)
@@ -289,7 +293,7 @@ class Compare(BackgroundWidget):
         self._background = Background("Compare")  # first: `close` needs it, also where this constructor raises
         self.entrants: list[Entrant] = [] if models is None else entrants_of(models)
         own = self._keywords()
-        self.settings = {"temperature": 0, "max_tokens": 48, **{name: kwargs.pop(name) for name in list(kwargs) if name not in own}}
+        self.settings = {**SETTINGS, **{name: kwargs.pop(name) for name in list(kwargs) if name not in own}}
         _check_settings(self.settings, [one.settings for one in self.entrants], own)
         self._feed = Feed(self.send)
         self._known, self._went, self._heads = dict[int, CellMeasure](), dict[int, CellSpeed](), list[CompareColumn]()
@@ -499,7 +503,7 @@ class Compare(BackgroundWidget):
 
 def _note(head: CompareColumn, tokens: Sequence[KlToken]) -> str:
     mean = columns.mean_kl(tokens)
-    parts = [head.note, f"{head.nbytes / 1e6:.1f} MB" if head.nbytes else "", f"mean KL {mean:.3g}" if mean is not None else ""]
+    parts = [head.note, size_text(head.nbytes) if head.nbytes else "", f"mean KL {mean:.3g}" if mean is not None else ""]
     return ", ".join(part for part in parts if part)
 
 

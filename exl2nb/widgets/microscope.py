@@ -12,6 +12,7 @@ import traitlets as t
 
 from exl2nb.core.errors import Exl2Error, OptionError
 from exl2nb.core.options import check_keywords, make
+from exl2nb.llm.options import DEFAULTS, SamplingOptions
 from exl2nb.sampling.explanation import Explanation, as_html
 from exl2nb.sampling.params import INTEGERS, SamplingParams
 from exl2nb.sampling.replay import Replay, seeded
@@ -61,6 +62,7 @@ class SamplerMicroscope(ExlWidget):
         0
     """
 
+    _more_keywords = (SamplingOptions.__annotations__, DEFAULTS)
     _esm = static.STATIC / "microscope.js"
     _css = static.STATIC / "microscope.css"
     _state_keys: ClassVar[tuple[str, ...]] = tuple(MicroscopeState.__annotations__)

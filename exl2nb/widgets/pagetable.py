@@ -199,6 +199,7 @@ class PageTable(ExlWidget):
     _css = static.STATIC / "pagetable.css"
     _state_keys: ClassVar[tuple[str, ...]] = tuple(PageTableState.__annotations__)
 
+    _background = Background("PageTable")  # never begun: what `close` finds where the arguments did not fit the constructor
     title = t.Unicode("").tag(sync=True, option=True)
     frame = t.Int(-1).tag(sync=True, option=True)
     live = t.Bool(False).tag(sync=True)

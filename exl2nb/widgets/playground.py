@@ -57,7 +57,7 @@ def explain_place(llm: Any, prompt_ids: Sequence[int], new_ids: Sequence[int], a
 
 
 def fates(found: Explanation, count: int) -> tuple[list[str], int, int]:
-    """For each of the `count` likeliest tokens "" where it stayed, else the sampler that removed it; survivors; candidates at first."""
+    """For each of the `count` most likely tokens "" where it stayed, else the sampler that removed it; survivors; candidates at first."""
     taken = {int(token): step.name for step in found.steps for token in step.removed}
     first = found.steps[0]
     return [taken.get(token, "") for token in first.best(count).tolist()], len(found.ids), first.survivors
@@ -118,6 +118,9 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
             (or strings) will do. None: display only.
         result: a finished run to show: a Completion, or a mapping with `text`, `tokens` and perhaps `prompt`, `finish_reason`.
 
+    Raises:
+        OptionError: llm is no model, or an option is out of range. TokenizerError: chat is True and there is no chat template.
+
     Traits, also keywords (synced with the page both ways):
         prompt: text to continue. Default "".
         max_tokens: most tokens of one run. Default 128.
@@ -135,6 +138,8 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
         >>> play.start().wait()  # doctest: +SKIP
     """
 
+    # never begun: what `close` finds where the arguments did not fit the constructor
+    _background, _stream = Background("Playground"), None
     _esm = static.STATIC / "playground.js"
     _css = static.STATIC / "playground.css"
     _state_keys: ClassVar[tuple[str, ...]] = tuple(PlaygroundState.__annotations__)
@@ -168,6 +173,7 @@ class Playground(ExlWidget, ChatMode, SamplerTraits):
         self._run_settings: dict[str, Any] = {}
         super().__init__(**kwargs)
         self._checked_settings()
+        self._check_chat()
         with self.hold_sync():
             self._has_model, self._model_label = llm is not None, _label(llm)
         if result is not None:

@@ -1,4 +1,4 @@
-"""ProgressView: a progress sink that is one line in the page: stage, bar, rate, time left, Cancel; and the sink of progress='auto'."""
+"""ProgressView: a progress sink that is one line in the page: stage, bar, rate, time left, Stop; and the sink of progress='auto'."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _STATUS = {"done": "done", "cancelled": "stopped", "error": "error"}
 class ProgressView(ExlWidget):
     """Shows `Progress` events; give it as `progress=` to anything long.
 
-    It stays on one line, whatever number of stages passes through it, and leaves one finished line behind. Cancel makes the next event
+    It stays on one line, whatever number of stages passes through it, and leaves one finished line behind. Stop makes the next event
     raise `Interrupted` in the work itself, which ends there in an orderly way. As a context manager it covers several stages as one work.
 
     Args:
         title: of the whole work, shown before the stage.
-        cancellable: show the Cancel button. Default True.
+        cancellable: show the Stop button. Default True.
 
-    Traits to read: stage, done, total, unit, detail, rate (units per second), elapsed_s, eta_s, finished (stage, elapsed_s, state of each
-    that is over), status.
+    Traits to read: stage, done, total, unit, detail, rate (units per second), share (0..1) and eta_s (of the whole work where it is known,
+    else of the stage), elapsed_s, finished (stage, elapsed_s, state of each that is over), status.
 
     Example:
         >>> view = ProgressView("convert")
         >>> view(Progress(stage="measure", done=2, total=2, unit="layers", elapsed_s=1.5, state="done"))
         >>> view
-        convert: done in 1.5 s (measure 1.5 s)
+        convert: done in 1.5 s
     """
 
     _esm = static.STATIC / "progress.js"
@@ -54,6 +54,7 @@ class ProgressView(ExlWidget):
     unit = t.Unicode("").tag(sync=True)
     detail = t.Unicode("").tag(sync=True)
     rate = t.Float(0.0).tag(sync=True)
+    share = t.Float(None, allow_none=True).tag(sync=True)
     elapsed_s = t.Float(0.0).tag(sync=True)
     eta_s = t.Float(None, allow_none=True).tag(sync=True)
     finished = t.List().tag(sync=True)
@@ -69,7 +70,7 @@ class ProgressView(ExlWidget):
         """Take one event.
 
         Raises:
-            Interrupted: the reader pressed Cancel, and the work is still running.
+            Interrupted: the reader pressed Stop, and the work is still running.
         """
         with self._lock:
             over = event.state != "running"
@@ -111,8 +112,10 @@ class ProgressView(ExlWidget):
                     self.finished = []
             self.stage, self.unit, self.detail = event.stage, event.unit, event.detail
             self.done, self.total = float(event.done), float(event.total)
-            self.elapsed_s, self.eta_s = event.elapsed_s, event.eta_s
-            self.rate = event.done / event.elapsed_s if event.elapsed_s >= 0.2 and event.done else 0.0
+            known = bool(event.total) or event.work_share is not None
+            self.elapsed_s, self.eta_s, self.share = event.elapsed_s, event.left_s, event.fraction if known else None
+            even = event.work_share is None  # steps that differ in cost have no rate
+            self.rate = event.done / event.elapsed_s if even and event.elapsed_s >= 0.2 and event.done else 0.0
             if over:
                 self.finished = [*self.finished, list(Finished(event.stage, round(event.elapsed_s, 3), event.state))]
             self.status = status
@@ -128,14 +131,15 @@ class ProgressView(ExlWidget):
     def _summary(self) -> str:
         name = self.title or self.stage or "progress"
         spent = sum(elapsed for _, elapsed, _ in self.finished)
-        stages = ", ".join(f"{stage} {elapsed:.1f} s" for stage, elapsed, _ in self.finished)
+        several = len(self.finished) > 1  # one stage takes what the whole takes
+        stages = ", ".join(f"{stage} {elapsed:.1f} s" for stage, elapsed, _ in self.finished) if several else ""
         if self.status == "idle":
             return f"{name}: waiting"
         if self.status == "running":
             current = Progress(
                 stage=self.stage, done=self.done, total=self.total, unit=self.unit, elapsed_s=self.elapsed_s, eta_s=self.eta_s
             )
-            return f"{name}: {current.line()}" if self.title else current.line()
+            return f"{name}: {current.line()}" if self.title not in ("", self.stage) else current.line()
         words = {"done": "done in", "stopped": "cancelled after"}.get(self.status, "failed after")
         return f"{name}: {words} {spent:.1f} s" + (f" ({stages})" if stages else "")
 
@@ -147,8 +151,7 @@ class ProgressView(ExlWidget):
         return f"<div>{html.escape(mark + self._summary())}</div>"
 
     def _picture(self) -> bytes | None:
-        share = 1.0 if self.status == "done" else self.done / self.total if self.total else 0.0
-        return static.bar_picture(share)
+        return static.bar_picture(1.0 if self.status == "done" else self.share or 0.0)
 
 
 APPEAR_AFTER_S = 0.4

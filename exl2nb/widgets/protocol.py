@@ -142,7 +142,7 @@ class Pong(TypedDict):
 
 
 class Stop(TypedDict):
-    """The reader pressed Stop (or Cancel)."""
+    """The reader pressed Stop."""
 
     type: Literal["stop"]
 
@@ -203,28 +203,28 @@ SAMPLERS = (
     _sampler("typical_p", "Typical-p", "1 = off", 0.05, 1, 0.05),
     _sampler("tfs", "Tail-free", "1 = off", 0.05, 1, 0.05),
     _sampler("top_a", "Top-a", "0 = off", 0, 1, 0.01),
-    _sampler("skew", "Skew", "0 = off; above: less likely tokens", -3, 3, 0.1),
-    _sampler("min_tokens", "Min tokens", "the text cannot end before", 0, 512, 1),
+    _sampler("skew", "Skew", "0 = off; > 0 favours unlikely tokens", -3, 3, 0.1),
+    _sampler("min_tokens", "Min tokens", "no end token before this many", 0, 512, 1),
     _sampler("presence_penalty", "Presence penalty", "0 = off", -2, 2, 0.1),
     _sampler("frequency_penalty", "Frequency penalty", "0 = off", -2, 2, 0.1),
-    _sampler("penalty_range", "Penalty range", "tokens looked back; 0 = all", 0, 4096, 1),
-    _sampler("penalty_decay", "Penalty decay", "tokens over which it fades; needs a range", 0, 4096, 1),
-    _sampler("dry_multiplier", "DRY multiplier", "against repeats; 0 = off", 0, 5, 0.1),
-    _sampler("dry_base", "DRY base", "growth with the length of a repeat", 1, 4, 0.05),
-    _sampler("dry_allowed_length", "DRY allowed length", "longest repeat without a penalty", 1, 20, 1),
-    _sampler("dry_range", "DRY range", "tokens looked back; 0 = all", 0, 4096, 1),
-    _sampler("dry_max_ngram", "DRY longest repeat", "in tokens", 1, 100, 1),
-    _sampler("xtc_probability", "XTC probability", "leaves out the obvious; 0 = off", 0, 1, 0.05),
-    _sampler("xtc_threshold", "XTC threshold", "probability that counts as obvious", 0, 0.5, 0.01),
+    _sampler("penalty_range", "Penalty range", "window in tokens; 0 = all", 0, 4096, 1),
+    _sampler("penalty_decay", "Penalty decay", "fade-out in tokens after the range", 0, 4096, 1),
+    _sampler("dry_multiplier", "DRY multiplier", "penalises repeated sequences; 0 = off", 0, 5, 0.1),
+    _sampler("dry_base", "DRY base", "growth per repeated token", 1, 4, 0.05),
+    _sampler("dry_allowed_length", "DRY allowed length", "longest repeat not penalised", 1, 20, 1),
+    _sampler("dry_range", "DRY range", "window in tokens; 0 = all", 0, 4096, 1),
+    _sampler("dry_max_ngram", "DRY max n-gram", "longest repeat tracked, in tokens", 1, 100, 1),
+    _sampler("xtc_probability", "XTC probability", "chance to exclude top choices; 0 = off", 0, 1, 0.05),
+    _sampler("xtc_threshold", "XTC threshold", "minimum probability of a top choice", 0, 0.5, 0.01),
     _sampler("smoothing_factor", "Smoothing factor", "0 = off", 0, 10, 0.1),
-    _sampler("smoothing_curve", "Smoothing curve", "1 is plain", 1, 3, 0.1),
-    _sampler("min_temp", "Lowest temperature", "where the model is sure", 0, 4, 0.05),
-    _sampler("max_temp", "Highest temperature", "by entropy, with temperature 1; 0 = off", 0, 4, 0.05),
-    _sampler("temp_exponent", "Temperature exponent", "of the entropy", 0.1, 5, 0.1),
-    _sampler("temperature_last", "Temperature last", "after the cuts"),
-    _sampler("mirostat", "Mirostat", "keeps surprise near a target"),
-    _sampler("mirostat_tau", "Mirostat tau", "surprise in bits", 0, 10, 0.1),
-    _sampler("mirostat_eta", "Mirostat eta", "how fast it steers", 0, 1, 0.01),
+    _sampler("smoothing_curve", "Smoothing curve", "1 = quadratic", 1, 3, 0.1),
+    _sampler("min_temp", "Min temperature", "dynamic, at low entropy", 0, 4, 0.05),
+    _sampler("max_temp", "Max temperature", "dynamic, at high entropy; 0 = off", 0, 4, 0.05),
+    _sampler("temp_exponent", "Temperature exponent", "dynamic, of the entropy", 0.1, 5, 0.1),
+    _sampler("temperature_last", "Temperature last", "applied after the filters"),
+    _sampler("mirostat", "Mirostat", "holds surprise at a target"),
+    _sampler("mirostat_tau", "Mirostat tau", "target surprise, bits", 0, 10, 0.1),
+    _sampler("mirostat_eta", "Mirostat eta", "learning rate", 0, 1, 0.01),
 )
 
 
@@ -336,7 +336,7 @@ class Finished(NamedTuple):
 
 
 class ProgressState(TypedDict):
-    """Synced traits of ProgressView. total 0 = unknown; rate in units per second (0 = not known); eta_s null = not known."""
+    """Synced traits of ProgressView. total 0 = unknown; rate in units per second (0 = not known); share 0..1, eta_s: null = not known."""
 
     status: Status
     error: str
@@ -348,6 +348,7 @@ class ProgressState(TypedDict):
     unit: str
     detail: str
     rate: float
+    share: float | None
     elapsed_s: float
     eta_s: float | None
     finished: list[Finished]
@@ -432,7 +433,10 @@ class Mark(NamedTuple):
 
 
 class ExplorerState(TypedDict):
-    """Synced traits of BitrateExplorer. bpw: requested; solved: the bitrate that cells and figures belong to. _free: bytes on a GPU."""
+    """Synced traits of BitrateExplorer. bpw: requested; solved: the bitrate that cells and figures belong to. _free: bytes on a GPU.
+
+    _factor: KL of a copy over the predicted one, with `_tokens` tokens of calibration.
+    """
 
     status: Status
     error: str
@@ -459,6 +463,8 @@ class ExplorerState(TypedDict):
     _marks: list[Mark]
     _can_make: bool
     _free: int | None
+    _factor: float
+    _tokens: int
     _protocol: int
     _static: bool
 
@@ -670,7 +676,7 @@ class CachesState(TypedDict):
 
 
 class RunCaches(TypedDict):
-    """The reader pressed Compare in CacheExplorer."""
+    """The reader pressed Generate in CacheExplorer."""
 
     type: Literal["run"]
     prompt: str
@@ -679,7 +685,7 @@ class RunCaches(TypedDict):
 
 
 class HideNeedle(TypedDict):
-    """The reader pressed "Hide a needle"."""
+    """The reader pressed "Run needle test"."""
 
     type: Literal["needle"]
     modes: list[str]
@@ -733,7 +739,7 @@ class CompareState(TypedDict):
 
 
 class RunPrompts(TypedDict):
-    """The reader pressed Run in Compare."""
+    """The reader pressed Generate in Compare."""
 
     type: Literal["run"]
     prompts: list[str]
@@ -904,6 +910,54 @@ class SpeculationState(TypedDict):
     _prompt: str
     _tokens: list[SpecToken]
     _stats: SpecStats
+    _protocol: int
+    _static: bool
+
+
+# ---- ServerMonitor
+
+
+class ServedRequest(NamedTuple):
+    """One request of a server's client. state: "running", "done", "cancelled" or "error". ttft_s null = no token yet."""
+
+    number: int
+    route: str
+    client: str
+    state: str
+    seconds: float
+    ttft_s: float | None
+    prompt_tokens: int
+    new_tokens: int
+
+
+class ServedClient(NamedTuple):
+    """One client of a server, over its last requests. ttft_ms, token_ms: medians; null = none known."""
+
+    client: str
+    running: int
+    ended: int
+    ttft_ms: float | None
+    token_ms: float | None
+
+
+class ServerMonitorState(TypedDict):
+    """Synced traits of ServerMonitor. tok_s: samples, the last one newest; times of the last ten seconds, null = none."""
+
+    status: Status
+    error: str
+    height: str
+    url: str
+    model: str
+    active: int
+    queued: int
+    max_queue: int
+    pages: int
+    pages_free: int
+    tok_s: list[float]
+    ttft_p50_s: float | None
+    ttft_p99_s: float | None
+    requests: list[ServedRequest]
+    clients: list[ServedClient]
     _protocol: int
     _static: bool
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import traitlets as t
 
 from exl2nb.core.errors import OptionError
+from exl2nb.llm.options import DEFAULTS, RequestOptions
 from exl2nb.widgets import static
 from exl2nb.widgets.base import ExlWidget
 from exl2nb.widgets.protocol import SpecStats, SpecToken, SpeculationState
@@ -52,6 +53,7 @@ class Speculation(ExlWidget):
         True
     """
 
+    _more_keywords = (RequestOptions.__annotations__, {**DEFAULTS, "speculation": "auto"})
     _esm = static.STATIC / "speculation.js"
     _css = static.STATIC / "speculation.css"
     _state_keys: ClassVar[tuple[str, ...]] = tuple(SpeculationState.__annotations__)

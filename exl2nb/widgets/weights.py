@@ -191,6 +191,13 @@ class WeightBrowser(ExlWidget):
         self._fire("look", self)
         return self
 
+    def open_cell(self, layer: int, role: str) -> None:
+        """Go to the matrix that `BitMap` calls `role` in this layer; stay where there is none of EXL2."""
+        for name, key in self._keys.get(layer, {}).items():
+            if bitgrid.place(key)[1] == role:
+                self.look(layer=layer, matrix=name, group=0, unit=0, column=_inside(self.column, self.weights.slices(key).out_features))
+                return
+
     def _key_of(self, layer: int, matrix: str) -> str:
         if layer not in self._keys:
             raise OptionError(f"WeightBrowser: layer is {layer}; expected one of {', '.join(map(str, self._keys))}")

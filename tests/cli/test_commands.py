@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+import exl2nb
 from exl2nb.cli import commands
 from exl2nb.cli.console import Console, mega, table, to_json, width
 from exl2nb.core import errors
@@ -31,7 +32,7 @@ def test_help_loads_nothing_heavy():
 
 
 def test_version(cli):
-    assert cli("--version")[:2] == (0, "exl2nb 0.1.0\n")
+    assert cli("--version")[:2] == (0, f"exl2nb {exl2nb.__version__}\n")
 
 
 @pytest.mark.parametrize(

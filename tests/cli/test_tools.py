@@ -3,6 +3,7 @@
 import argparse
 import io
 import json
+import re
 import subprocess
 import sys
 import types
@@ -14,7 +15,7 @@ import torch
 
 import exl2nb
 from exl2nb.cli import doctor
-from exl2nb.cli.bench import measure
+from exl2nb.cli.bench import markdown, measure
 from exl2nb.cli.eval import read_source
 from exl2nb.cli.models import demo_directory
 from exl2nb.cli.sampling import MORE, OPTIONS, add_options, given_options
@@ -22,7 +23,8 @@ from exl2nb.converter import calibration
 from exl2nb.core import env
 from exl2nb.core.errors import OptionError
 from exl2nb.io.safetensors import SafetensorsFile, save
-from exl2nb.ops import prefill_attention
+from exl2nb.ops import _load, kernel_code, prefill_attention
+from exl2nb.ops.kernel_code import NoCompiler
 from exl2nb.sampling.params import SamplingParams
 
 DATA = Path(__file__).parents[1] / "data"
@@ -169,7 +171,7 @@ def test_generate_streams_text(cli, monkeypatch):
 
 
 def test_chat_needs_a_template_and_takes_one(refused, cli, tmp_path):
-    assert "template" in refused("chat", "demo", "--message", "Hello")
+    assert "template" in refused("chat", EXL2, "--message", "Hello")
     (tmp_path / "t.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:")
     words = ["chat", "demo", "--template", tmp_path / "t.jinja", "--max-tokens", "6", "--message", "Hello", "--message", "And now?"]
     code, out, _ = cli(*words, "--json", "--quiet")
@@ -220,6 +222,44 @@ def test_doctor_says_which_attention_prompts_use(monkeypatch):
         assert words in check.found
 
 
+def test_doctor_says_what_the_kernels_lack(monkeypatch, tmp_path):
+    """No compiler is a problem where there is a GPU; a cache that cannot be written is a warning with the reason."""
+    monkeypatch.setattr(_load, "hardware", lambda: True)
+
+    def no_compiler():
+        raise NoCompiler("NVRTC was not found (tried)")
+
+    monkeypatch.setattr(kernel_code, "nvrtc", no_compiler)
+    (check,) = doctor._kernels()
+    assert (check.state, check.todo) == ("problem", "pip install nvidia-cuda-nvrtc nvidia-cuda-runtime")
+    assert "NVRTC was not found" in check.found
+
+    monkeypatch.setattr(kernel_code, "nvrtc", lambda: types.SimpleNamespace(version=(13, 0), include="headers"))
+    monkeypatch.setenv("EXL2NB_KERNEL_CACHE", str(tmp_path / "cache"))
+    (check,) = doctor._kernels()
+    assert (check.state, check.todo) == ("ok", "")
+    assert not (tmp_path / "cache").exists()
+
+    (tmp_path / "cache").write_text("a file in its place")
+    (check,) = doctor._kernels()
+    assert check.state == "warning"
+    assert "Not a directory" in check.found
+    assert "EXL2NB_KERNEL_CACHE" in check.todo
+
+
+def test_doctor_says_that_the_disk_is_full(monkeypatch, tmp_path):
+    resource = pytest.importorskip("resource")
+    monkeypatch.setenv("EXL2NB_KERNEL_CACHE", str(tmp_path))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        assert doctor._cannot_write(tmp_path) == "File too large"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert doctor._cannot_write(tmp_path) == ""
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_doctor_survives_a_broken_check(monkeypatch):
     monkeypatch.setattr(doctor, "_version", lambda name: 1 / 0)
     found = [check for check in doctor.diagnose() if check.state == "problem"]
@@ -240,6 +280,32 @@ def test_bench_measures_what_reaches_python(refused, cli_json):
     assert abs(found["decode_ms"] - 2e3 / found["decode_tok_s"]) < 0.01
     assert 16 + 1 + 8 / 2 <= found["decode_context"] < 16 + 8 + 64 + 8  # a text's prompt, its first token, half of what is timed
     assert refused("bench", "demo", "--batch", "0")
+
+
+SHORT = ("--report", "--context", "16", "--tokens", "4", "--rounds", "1")
+
+
+@pytest.mark.cpu
+def test_the_report_is_markdown_to_paste(cli_json, refused):
+    found = cli_json("bench", "demo", "--device", "cpu", *SHORT)
+    assert [row["batch"] for row in found["speed"]] == [1, 8] and all(row["decode_tok_s"] > 0 for row in found["speed"])
+    assert 0 < found["kl"]["q8"] < found["kl"]["q6"] < found["kl"]["q4"] < 0.1
+    assert found["memory"]["longest"]["q4"] == 1024
+    text = markdown(found)
+    facts = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", text, re.M))
+    assert text.startswith("### exl2nb ") and {"processor", "system", "load", "longest context", "KL of a cache"} <= facts.keys()
+    assert "card" not in facts and "memory" not in facts and "KL against the CPU" not in facts, "there is no GPU to speak of"
+    assert "16.00 bits per weight" in facts["model"]
+    assert "leave --batch out" in refused("bench", "demo", *SHORT, "--batch", "4")
+
+
+@pytest.mark.gpu
+def test_the_report_of_a_card(cli_json):
+    found = cli_json("bench", "demo", "--device", "cuda", *SHORT)
+    assert found["machine"]["card"] and "NVRTC" in found["machine"]["CUDA"]
+    assert found["kl"]["cpu"] < 1e-3
+    assert {"card", "CUDA", "memory", "KL against the CPU"} <= dict(re.findall(r"^\| ([^|]+) \| (.+) \|$", markdown(found), re.M)).keys()
+    assert found["memory"]["most_used"] > 0 and found["memory"]["planned"] > 0
 
 
 def test_bench_refuses_answers_too_short_to_time():

@@ -277,6 +277,8 @@ def test_answers_that_are_not_read():
         ("schema", {"const": "x" * (1 << 20)}, "expected at most 1048576"),
         ("schema", functools.reduce(lambda inner, _: {"type": "array", "items": inner}, range(300), {}), "nested more than 100"),
         ("regex", "a(", "unclosed group"),
+        ("regex", "\\", "ends with a backslash that escapes nothing"),
+        ("regex", "a\\\\\\", "ends with a backslash that escapes nothing"),
         ("regex", "a(?=b)", "look-around"),
         ("regex", "", "not empty"),
         ("regex", 7, "expected a text"),

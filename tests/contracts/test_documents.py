@@ -26,6 +26,7 @@ DOCUMENTS = [
     *(ROOT / "docs" / "internals").glob("*.md"),
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
+    *(ROOT / ".github").glob("*.md"),
     *(ROOT / "benchmarks").rglob("*.md"),
 ]
 GENERATOR = (ROOT / "docs" / "internals" / "generator.md").read_text(encoding="utf-8")
@@ -47,6 +48,18 @@ def test_links_lead_somewhere(page):
     links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")) if "://" not in link]
     assert not [link for link in links if link and not (page.parent / link).exists()]
     assert links or page.name != "README.md"
+
+
+def test_every_limit_has_its_test():
+    """SECURITY.md names a test for each; `::name` is in the file named before it."""
+    rows = (ROOT / ".github" / "SECURITY.md").read_text(encoding="utf-8")
+    found, path = [], None
+    for file, name in re.findall(r"`((?:tests/[\w/]+\.py)?)(?:::(\w+))?`", rows):
+        path = ROOT / file if file else path
+        if file or name:
+            found.append((path, name))
+    assert len(found) > 25
+    assert not [f"{path}::{name}" for path, name in found if not path.is_file() or (name and f"def {name}(" not in path.read_text())]
 
 
 # ---- README
@@ -73,6 +86,28 @@ def test_every_benchmark_is_described():
     scripts = [p.relative_to(ROOT / "benchmarks").as_posix() for p in (ROOT / "benchmarks").rglob("*") if p.suffix in (".py", ".cu")]
     assert len(scripts) > 10
     assert not [script for script in scripts if f"`{script}" not in described]
+
+
+def test_forms_of_issues_are_whole():
+    """GitHub drops a form that breaks its rules, and says so only in its web page."""
+    yaml = pytest.importorskip("yaml")
+    forms = [yaml.safe_load(path.read_text(encoding="utf-8")) for path in sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))]
+    forms = [form for form in forms if "body" in form]
+    assert len(forms) == 3
+    for form in forms:
+        assert form.keys() == {"name", "description", "labels", "body"}
+        ids = [part["id"] for part in form["body"]]
+        assert len(set(ids)) == len(ids) and any(part.get("validations", {}).get("required") for part in form["body"])
+        assert {part["type"] for part in form["body"]} <= {"textarea", "input"}
+        assert all(part["attributes"]["label"] for part in form["body"])
+
+
+def test_pages_name_files_that_exist():
+    """Paths in backticks in the security policy and in NOTICE."""
+    texts = [(ROOT / ".github" / "SECURITY.md").read_text(encoding="utf-8"), (ROOT / "NOTICE").read_text(encoding="utf-8")]
+    named = [path.rstrip(".,:") for text in texts for path in re.findall(r"\b(?:exl2nb|csrc|widgets)/[\w./-]+", text)]
+    assert len(named) > 8
+    assert not [path for path in named if not (ROOT / path).exists()]
 
 
 # ---- docs/guide

@@ -1,6 +1,4 @@
-"""What a wheel must carry besides code (`.ci/run` looks into the built wheel for the same list), and that installing it on Colab
-replaces no preinstalled package, so that no restart is asked for.
-"""
+"""What a wheel must carry besides code (`.ci/run` looks into the built wheel for the same list), and that every place names one version."""
 
 import json
 import re
@@ -19,12 +17,6 @@ packaging = pytest.importorskip("packaging.requirements")
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 REQUIREMENTS = [packaging.Requirement(text) for text in PROJECT["dependencies"]]
-COLAB = {"torch": "2.11.0", "numpy": "2.1.3", "ipywidgets": "7.7.1", "anywidget": "0.9.21", "traitlets": "5.7.1"}
-"""Runtime of August 2026, googlecolab/backend-info a724079."""
-LOOSE = {"safetensors", "tokenizers", "huggingface_hub", "jinja2", "pandas", "jupyterlab"}
-"""Versions there were not looked up (jupyterlab is not there at all): a lower bound of long ago, and no upper one."""
-NEVER = {"ipython", "ipykernel", "tornado", "pyzmq", "jupyter-server", "jupyter_server", "notebook", "ipyparallel"}
-"""Replacing one of these asks for a restart, or breaks Colab's own front end."""
 
 
 @pytest.mark.parametrize(
@@ -53,19 +45,10 @@ def test_make_demo_installs_a_subset_of_the_dependencies():
 def test_versions_agree():
     import exl2nb
 
-    assert PROJECT["version"] == exl2nb.__version__
-    assert f"## {exl2nb.__version__}" in (ROOT / "CHANGELOG.md").read_text()
-
-
-def test_every_dependency_is_known_here():
-    assert {r.name for r in REQUIREMENTS} == {*COLAB, *LOOSE}, "say what Colab has of it"
-    assert not {r.name.lower() for r in REQUIREMENTS} & NEVER
-
-
-@pytest.mark.parametrize("requirement", REQUIREMENTS, ids=lambda r: r.name)
-def test_colab_keeps_its_versions(requirement):
-    if requirement.name in LOOSE:
-        assert all(part.operator == ">=" for part in requirement.specifier), f"{requirement} could force another version on Colab"
-    else:
-        there = COLAB[requirement.name]
-        assert requirement.specifier.contains(there), f"Colab has {requirement.name} {there}; asking for {requirement} replaces it"
+    version = PROJECT["version"]
+    assert exl2nb.__version__ == version
+    assert f"\n## {version}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert json.loads((ROOT / "widgets" / "package.json").read_text())["version"] == version
+    assert json.loads((ROOT / "widgets" / "package-lock.json").read_text())["packages"][""]["version"] == version
+    assert re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.M)[1] == version
+    assert re.fullmatch(r"\d+\.\d+\.\d+", version), "semver.org: MAJOR.MINOR.PATCH"

@@ -14,6 +14,13 @@ MOST_FILES, MOST_CALLS = 20, 20
 """Files of the package that a stream touches; our calls on the engine thread per decoded token. Lower them when the path gets shorter."""
 
 
+TOP = {
+    "exl2nb", "csrc", "notebooks", "widgets", "tests", "binder", "docs", "tools", "benchmarks", ".ci", ".github", ".devcontainer",
+    "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", "LICENSE", "NOTICE", "pyproject.toml", "CMakeLists.txt", "Makefile",
+    ".clang-format", ".gitignore", ".pre-commit-config.yaml",
+}  # fmt: skip
+
+
 def tracked() -> list[Path]:
     done = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
@@ -39,6 +46,11 @@ def test_no_paths_of_a_machine():
     suffixes = {".py", ".md", ".ipynb", ".cpp", ".h", ".inc", ".cu", ".cuh", ".ts", ".toml", ".txt", ".json", ""}
     texts = [p for p in tracked() if p.suffix in suffixes and p.stat().st_size < 1 << 20 and p != Path(__file__)]
     assert not [f"{p.relative_to(ROOT)}: {m.group()}" for p in texts if (m := pattern.search(p.read_text(errors="replace")))]
+
+
+def test_the_top_level_stays_short():
+    """The tree is the diagram: what GitHub also reads from .github goes there."""
+    assert {path.relative_to(ROOT).parts[0] for path in tracked()} == TOP
 
 
 def test_no_huge_files():

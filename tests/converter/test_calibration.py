@@ -111,12 +111,24 @@ def test_lines_of_json(tmp_path):
         ("[" + "1" * 5000 + "]", "line 1: .*expected JSON"),
         ('{"messages": [{"role": "user"}]}', "role and content"),
         ('{"text": "  "}', "found no text"),
+        ('{"text": "\\u0000\\u0000"}', "found no text"),
+        ('{"text": "a\\u0000b\\u0000"}', "found 2 NUL characters among 4"),
     ],
 )
 def test_bad_lines_are_named(tmp_path, line, text):
     (tmp_path / "x.jsonl").write_text(line)
     with pytest.raises(OptionError, match=text):
         read_calibration(tmp_path / "x.jsonl", render)
+
+
+def test_binary_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes("It was a dark night".encode("utf-16-le"))
+    with pytest.raises(OptionError, match="found 19 NUL characters among 38; .*this looks like binary or UTF-16"):
+        read_calibration(tmp_path / "a.txt")
+    with pytest.raises(OptionError, match="NUL characters"):
+        read_calibration(["\0a" * 50])
+    text = "It was a dark night. " * 100 + "\0"  # one in 2101
+    assert read_calibration([text])[0] == text
 
 
 def test_parquet(tmp_path):

@@ -1,5 +1,6 @@
 """Faults from outside: kills at any moment, full disks, weights and activations that are not finite, targets that change."""
 
+import itertools
 import random
 import shutil
 import signal
@@ -145,9 +146,14 @@ def test_inputs_of_low_rank(tmp_path):
 
 def test_iterate_pause_and_leave(source, tmp_path):
     job = ConversionJob(source, tmp_path / "out", bpw=4.0, **OPTIONS)
-    stages = [event.stage for event in job]
+    events = list(job)
     assert job.result is not None
-    assert list(dict.fromkeys(stages)) == ["calibrate", "measure", "allocate", "quantize", "write"]
+    stages = {stage: list(some)[-1] for stage, some in itertools.groupby(events, lambda event: event.stage)}
+    assert [(stage, last.share) for stage, last in stages.items()] == [(stage, 1.0) for stage in stages], (
+        "announced are the steps that come"
+    )
+    assert events[-1].work_share == 1.0
+    assert list(stages) == ["calibrate", "equalize", "measure", "allocate", "quantize", "write"]
     job = ConversionJob(source, tmp_path / "two", bpw=4.0, **OPTIONS)
     for event in job:
         if event.stage == "measure":

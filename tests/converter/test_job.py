@@ -12,7 +12,9 @@ from exl2nb.converter.gptq import dense
 from exl2nb.converter.job import ConversionJob
 from exl2nb.converter.measurement import Measurement
 from exl2nb.converter.settings import describe_device, pick_device
+from exl2nb.converter.work import Work
 from exl2nb.core.errors import ConversionError, DeviceError, Interrupted, ModelNotFound, OptionError
+from exl2nb.core.show import bits_cell
 from exl2nb.io import safetensors
 from exl2nb.io.shards import TensorStore
 from exl2nb.model.archs import parse_config
@@ -87,7 +89,14 @@ def test_result_is_what_is_on_disk(done, source):
     assert (written["quant_method"], written["bits"], written["head_bits"]) == ("exl2", 5.0, 6)
     assert written["calibration"] == {"rows": 6, "length": 32, "dataset": "1 strings"}
     assert len(done.to_frame()) == 3 * 7 + 1
-    assert str(done).count("\n") == 7
+    assert str(done).count("\n") == 11
+    lines = done.map().splitlines()
+    assert [line.split()[0] for line in lines] == ["layer", "q", "k", "v", "o", "gate", "up", "down", "head"], (
+        "matrices down, layers across"
+    )
+    assert lines[0].split()[1:] == ["0", "1", "2"]
+    first = done.matrices[0].bpw
+    assert bits_cell(first, done.matrices[0].mix, "padding:1px 4px;text-align:center") in done._repr_html_(), "the colours of BitMap"
     report = json.loads((done.path / "conversion.json").read_text())
     assert report == json.loads(json.dumps(done.to_dict()))
     assert report["bytes"] == done.nbytes
@@ -100,6 +109,30 @@ def test_result_is_what_is_on_disk(done, source):
         for key, bpw in bits.items():
             assert Exl2Tensors.read(store, key).bpw == pytest.approx(bpw)
     inspect(done.path)
+
+
+def test_one_report_row_has_no_interval(source, tmp_path):
+    quality = convert(source, tmp_path / "m", report_rows=1).quality
+    assert quality.to_dict()["kl_low"] is None
+    assert "nan" not in str(quality)
+    assert str(quality).endswith(", 1 row of 32 tokens")
+
+
+def test_two_conversions_to_one_place(source, tmp_path):
+    """The second is refused while the first is at work, and harms nothing."""
+    refused = []
+
+    def second(event):
+        if event.stage == "measure" and not refused:
+            with pytest.raises(ConversionError, match="another conversion is at work in it; wait for its end or cancel it") as caught:
+                convert(source, tmp_path / "m")
+            refused.append(str(caught.value))
+
+    convert(source, tmp_path / "m", second)
+    assert len(refused) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+    Work(tmp_path / "w").close()
+    Work(tmp_path / "w").close()
 
 
 def test_the_files_hold_what_the_stream_was_run_on(done, source):

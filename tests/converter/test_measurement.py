@@ -1,14 +1,15 @@
-"""Solving from a measurement: menus, the knapsack against brute force, budgets, overrides, files read back; bad ones named."""
+"""Solving from a measurement: Pareto fronts, the knapsack against brute force, budgets, overrides, files read back; bad ones named."""
 
 import itertools
 import json
 import random
 
+import numpy as np
 import pytest
 
 from exl2nb.converter.allocation import allocate
 from exl2nb.converter.measurement import ANCHORS, Measured, Measurement
-from exl2nb.converter.options import group_rows, menu
+from exl2nb.converter.options import group_rows, pareto_fronts
 from exl2nb.converter.peer import RECIPES, PeerMeasurement
 from exl2nb.converter.sizes import CacheShape, Other, parse_bytes
 from exl2nb.core.errors import ConversionError, OptionError
@@ -50,16 +51,16 @@ def found():
 
 @pytest.mark.parametrize("bpw", [2.6, 3.0, 4.37, 6.0, 8.0])
 def test_budget_of_bits(found, bpw):
-    plan = found.solve(bpw)
-    assert bpw - 0.06 < plan.bpw <= bpw
-    assert plan.head_bpw == pytest.approx(found.solve(bpw, head_bits=6).head_bpw)
-    assert sum(c.share for c in plan.choices) == pytest.approx(1)
-    assert plan.predicted_kl == pytest.approx(sum(c.predicted_kl for c in plan.choices))
-    assert all(stored_bits(c.groups, c.out_features + -c.out_features % 32) == 8 * c.nbytes for c in plan.choices)
+    allocation = found.solve(bpw)
+    assert bpw - 0.06 < allocation.bpw <= bpw
+    assert allocation.head_bpw == pytest.approx(found.solve(bpw, head_bits=6).head_bpw)
+    assert sum(c.share for c in allocation.choices) == pytest.approx(1)
+    assert allocation.predicted_kl == pytest.approx(sum(c.predicted_kl for c in allocation.choices))
+    assert all(stored_bits(c.groups, c.out_features + -c.out_features % 32) == 8 * c.nbytes for c in allocation.choices)
     shared = found.solve(bpw, head_bits="auto")
-    assert shared.nbytes <= plan.nbytes + 1000  # what a fixed head leaves unspent, and digits of the header
-    assert plan.groups() == found.solve(bpw).groups()
-    assert len(plan.to_frame()) == len(json.loads(json.dumps(plan.to_dict()))["choices"]) == 15
+    assert shared.nbytes <= allocation.nbytes + 1000  # what a fixed head leaves unspent, and digits of the header
+    assert allocation.groups() == found.solve(bpw).groups()
+    assert len(allocation.to_frame()) == len(json.loads(json.dumps(allocation.to_dict()))["choices"]) == 15
 
 
 def test_more_bits_cost_less_kl(found):
@@ -84,8 +85,8 @@ def test_budget_of_bytes_and_of_a_memory(found):
 
 
 def test_overrides_and_frozen(found):
-    plan = found.solve(5, overrides={"layer 1": 3, "v": (6, 8), "*.down_proj": [(8, 32), (4, 320)]})
-    for choice in plan.choices[:-1]:
+    allocation = found.solve(5, overrides={"layer 1": 3, "v": (6, 8), "*.down_proj": [(8, 32), (4, 320)]})
+    for choice in allocation.choices[:-1]:
         mean = sum(b * r for b, r in choice.groups) / choice.in_features
         if choice.layer == 1:
             assert mean <= 3
@@ -93,7 +94,7 @@ def test_overrides_and_frozen(found):
             assert 6 <= mean <= 8
         elif choice.role == "down":
             assert choice.groups == ((8, 32), (4, 320))
-    kept = {key: groups for key, groups in plan.groups().items() if ".0." in key}
+    kept = {key: groups for key, groups in allocation.groups().items() if ".0." in key}
     again = found.solve(5, frozen=kept)
     assert {key: groups for key, groups in again.groups().items() if key in kept} == kept
     for wrong in ({"nothing.*": 4}, {"q": 1}, {"q": (7.9, 7.95)}, {"q": "4"}, {"q": [(3, 32), (4, 96)]}, {"q": [(4, 64)]}):
@@ -159,41 +160,43 @@ def test_the_packaged_measurement_is_of_the_packaged_model():
     with open_store(config, DEMO.parent) as store:
         assert found.fingerprint == DenseWeights(config, store).fingerprint()
     assert DEMO.stat().st_size < 320_000
-    plans = [found.solve(bpw, head_bits="auto") for bpw in (2.5, 3, 4, 6)]
-    assert [plan.predicted_kl for plan in plans] == sorted((plan.predicted_kl for plan in plans), reverse=True)
-    assert plans[1].head_bpw < 5 < plans[1].bpw + 2
+    allocations = [found.solve(bpw, head_bits="auto") for bpw in (2.5, 3, 4, 6)]
+    predicted = [allocation.predicted_kl for allocation in allocations]
+    assert predicted == sorted(predicted, reverse=True)
+    assert allocations[1].head_bpw < 5 < allocations[1].bpw + 2
 
 
-def brute(menus, budget):
-    totals = [(sum(o[1] for o in pick), sum(o[0] for o in pick)) for pick in itertools.product(*menus)]
+def brute(options, budget):
+    totals = [(sum(o[1] for o in pick), sum(o[0] for o in pick)) for pick in itertools.product(*options)]
     return min(error for error, bits in totals if bits <= budget)
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_equals_brute_force(seed):
     rng = random.Random(seed)
-    menus = [
+    options = [
         [(rng.randint(1, 60), rng.random() * 10 ** rng.randint(-3, 0)) for _ in range(rng.randint(1, 6))] for _ in range(rng.randint(1, 5))
     ]
-    least, most = sum(min(o[0] for o in m) for m in menus), sum(max(o[0] for o in m) for m in menus)
+    least, most = sum(min(o[0] for o in m) for m in options), sum(max(o[0] for o in m) for m in options)
     budget = rng.randint(least, most)
-    picks = allocate(menus, budget)
-    assert sum(m[i][0] for m, i in zip(menus, picks)) <= budget
-    assert sum(m[i][1] for m, i in zip(menus, picks)) == pytest.approx(brute(menus, budget), rel=1e-12)
-    assert picks == allocate(menus, budget)
+    picks = allocate(options, budget)
+    assert sum(m[i][0] for m, i in zip(options, picks)) <= budget
+    assert sum(m[i][1] for m, i in zip(options, picks)) == pytest.approx(brute(options, budget), rel=1e-12)
+    assert picks == allocate(options, budget)
 
 
 def test_equal_errors_and_zero_errors_are_fine():
-    menus = [[(10, 0.0), (20, 0.0)], [(5, 1.0), (6, 1.0)]]
-    assert allocate(menus, 15) == [0, 0]
+    options = [[(10, 0.0), (20, 0.0)], [(5, 1.0), (6, 1.0)]]
+    assert allocate(options, 15) == [0, 0]
 
 
 def test_large_instances_stay_exact_enough_and_fast():
     rng = random.Random(1)
-    menus = [[(b * 1000 + rng.randint(0, 300), rng.uniform(0.5, 2) * 4.0**-b) for b in range(2, 9) for _ in range(12)] for _ in range(200)]
+    sizes = range(2, 9)
+    options = [[(b * 1000 + rng.randint(0, 300), rng.uniform(0.5, 2) * 4.0**-b) for b in sizes for _ in range(12)] for _ in range(200)]
     budget = 4_100_000 // 4
-    picks = allocate(menus, budget)
-    bits = sum(m[i][0] for m, i in zip(menus, picks))
+    picks = allocate(options, budget)
+    bits = sum(m[i][0] for m, i in zip(options, picks))
     assert budget - 300 <= bits <= budget
 
 
@@ -215,23 +218,23 @@ def anchors(k, seed=0):
 
 
 @pytest.mark.parametrize("k", [32, 96, 256, 352])
-def test_menu_is_legal_dense_and_honest(k):
-    options = menu(k, 64, anchors(k))
-    for option in options:
-        widths = [bits for bits, _ in option.groups]
+def test_front_is_legal_dense_and_undominated(k):
+    front = pareto_fronts(k, [(64, anchors(k), False)])[0]
+    options = [front.groups(i) for i in range(len(front))]
+    for groups, bits in zip(options, front.bits):
+        widths = [width for width, _ in groups]
         assert widths == sorted(widths, reverse=True)
-        assert sum(rows for _, rows in option.groups) == k
-        assert all(rows % 32 == 0 for _, rows in option.groups)
-        assert option.bits == stored_bits(option.groups, 64)
-    pairs = list(itertools.pairwise(options))
-    assert all(low.bits < high.bits and low.error > high.error for low, high in pairs), "what is beaten is left out"
-    assert {bits for bits, _ in options[0].groups} == {2}
-    assert {bits for bits, _ in options[-1].groups} == {8}
+        assert sum(rows for _, rows in groups) == k
+        assert all(rows % 32 == 0 for _, rows in groups)
+        assert bits == stored_bits(groups, 64)
+    assert (np.diff(front.bits) > 0).all() and (np.diff(front.error) < 0).all(), "what is beaten is left out"
+    assert {bits for bits, _ in options[0]} == {2}
+    assert {bits for bits, _ in options[-1]} == {8}
     assert len(options) >= 6
 
 
 def test_uniform_options_cost_what_was_measured():
     table = anchors(256)
-    by_groups = {o.groups: o for o in menu(256, 64, table)}
-    option = by_groups[tuple((8, 32) for _ in range(8))]
-    assert option.error == pytest.approx(sum(table[8, 32]))
+    front = pareto_fronts(256, [(64, table, False)])[0]
+    index = [front.groups(i) for i in range(len(front))].index(((8, 32),) * 8)
+    assert front.error[index] == pytest.approx(sum(table[8, 32]))

@@ -28,8 +28,8 @@ def rows(judged=4):
 def test_true_kl_ranks_plans_and_is_independent_of_others(weights, measurement):
     few, many = measurement.solve(3.0), measurement.solve(6.0)
     mixed = few.groups() | {key: many.groups()[key] for key in few.groups() if ".layers.2." in key}
-    plans = [few.groups(), mixed, many.groups(), few.groups()]
-    found = true_kl(weights, rows().hessians, rows().sensitivity, plans)
+    allocations = [few.groups(), mixed, many.groups(), few.groups()]
+    found = true_kl(weights, rows().hessians, rows().sensitivity, allocations)
     assert found.shape == (4, 4)
     low, middle, high, again = found.mean(1).tolist()
     assert low > middle > 4 * high > 0
@@ -51,25 +51,25 @@ def test_corrections_follow_the_truth_as_far_as_it_is_sure():
 
 
 def tried(weights, work, measurement, sink=None, check=lambda: None, judged=4):
-    plan = measurement.solve(4.5)
-    return plan, polish(Context(weights, work, sink, check), rows(judged), measurement, plan, {"bpw": 4.5})
+    allocation = measurement.solve(4.5)
+    return allocation, polish(Context(weights, work, sink, check), rows(judged), measurement, allocation, {"bpw": 4.5})
 
 
 def test_the_best_plan_within_the_budget_wins_and_is_found_again(weights, measurement, tmp_path, monkeypatch):
     events = []
-    plan, found = tried(weights, Work(tmp_path), measurement, events.append)
-    assert found.plan.bpw <= 4.5
+    allocation, found = tried(weights, Work(tmp_path), measurement, events.append)
+    assert found.allocation.bpw <= 4.5
     assert 1 <= len(found.kl) <= 1 + len(stage.STRENGTHS)
-    assert found.swapped == (found.plan.groups() != plan.groups())
+    assert found.swapped == (found.allocation.groups() != allocation.groups())
     assert set(found.corrections) >= {"v", "o", "gate", "up", "down", "head"}
     assert all(0.2 < value < 5 for value in found.corrections.values())
     assert (events[-1].stage, events[-1].done, events[-1].state) == ("polish", events[-1].total, "done")
     fresh = tried(weights, Work(tmp_path / "other"), measurement)[1]
-    assert (fresh.plan.groups(), fresh.kl, fresh.corrections) == (found.plan.groups(), found.kl, found.corrections)
+    assert (fresh.allocation.groups(), fresh.kl, fresh.corrections) == (found.allocation.groups(), found.kl, found.corrections)
     with monkeypatch.context() as patched:
         patched.setattr(stage, "true_kl", None)  # everything is read from the work folder
         again = tried(weights, Work(tmp_path), measurement, events.append)[1]
-    assert (again.plan.groups(), again.kl) == (found.plan.groups(), found.kl)
+    assert (again.allocation.groups(), again.kl) == (found.allocation.groups(), found.kl)
     assert events[-1].done == events[-1].total
     for path in tmp_path.glob("trial-*"):
         path.write_bytes(b"damaged")
@@ -80,9 +80,9 @@ def test_the_best_plan_within_the_budget_wins_and_is_found_again(weights, measur
 def test_only_a_lower_true_kl_changes_the_plan(weights, measurement, tmp_path, monkeypatch, winner):
     passes = []
 
-    def preset(weights, ids, judged, plans, step):
-        passes.append(plans)
-        kl = torch.full((len(plans), len(judged)), 0.5, dtype=torch.float64)
+    def preset(weights, ids, judged, allocations, step):
+        passes.append(allocations)
+        kl = torch.full((len(allocations), len(judged)), 0.5, dtype=torch.float64)
         if len(passes) == 1:
             kl[1::2] += 10  # far more than was predicted, and the others far less
         else:
@@ -90,10 +90,10 @@ def test_only_a_lower_true_kl_changes_the_plan(weights, measurement, tmp_path, m
         return kl
 
     monkeypatch.setattr(stage, "true_kl", preset)
-    plan, found = tried(weights, Work(tmp_path), measurement)
-    assert found.plan.groups() == passes[1][winner]
+    allocation, found = tried(weights, Work(tmp_path), measurement)
+    assert found.allocation.groups() == passes[1][winner]
     assert found.swapped == (winner > 0)
-    assert passes[1][0] == plan.groups()
+    assert passes[1][0] == allocation.groups()
 
 
 def test_cancelled_between_layers(weights, measurement, tmp_path):

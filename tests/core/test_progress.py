@@ -3,7 +3,7 @@ import io
 import pytest
 
 from exl2nb.core.errors import Interrupted
-from exl2nb.core.progress import Meter, Progress, SilentSink, TextSink
+from exl2nb.core.progress import Forecast, Meter, Phase, Progress, SilentSink, TextSink
 
 
 class Terminal(io.StringIO):
@@ -30,6 +30,33 @@ def test_meter_counts_and_estimates():
     assert seen[2].eta_s == 0
     assert seen[-1].eta_s is None
     assert seen[-1].elapsed_s >= seen[1].elapsed_s
+
+
+def test_a_forecast_weighs_steps_by_their_cost(monkeypatch):
+    """Twelve cheap steps of 0.1 s before twelve of 4 s and another stage: 52 % of the steps are 2 % of the work."""
+    clock, seen = [0.0], []
+    monkeypatch.setattr("exl2nb.core.progress.time.monotonic", lambda: clock[0])
+    phases = [Phase("measure", 12, 0.1, "forward"), Phase("measure", 12, 3.0, "backward"), Phase("write", 2, 1.0)]
+    with Meter("measure", total=24, sink=seen.append, forecast=Forecast(phases)) as meter:
+        for phase, seconds in (("forward", 0.1), ("backward", 4.0)):
+            for _ in range(12):
+                clock[0] += seconds
+                meter.step(phase=phase)
+    half, later, last = seen[12], seen[13], seen[-2]
+    assert (half.eta_s, half.work_eta_s) == (pytest.approx(36), pytest.approx(38))
+    assert half.fraction == half.work_share == pytest.approx(1.2 / 39.2)
+    assert later.eta_s == pytest.approx(44), "what a step took replaces what was expected"
+    assert (last.eta_s, last.share) == (0, 1)
+    assert last.work_eta_s == pytest.approx(2 * 49.2 / 37.2)
+    assert seen[-1].left_s is None
+
+
+def test_a_forecast_takes_skipped_stages_as_finished():
+    forecast = Forecast([Phase("measure", 9, 5.0), Phase("quantize", 4, 1.0)])
+    assert (forecast.left_s(), forecast.share()) == (None, 0)
+    forecast.took("quantize", 2.0)
+    forecast.took("download", 9.0)
+    assert (forecast.left_s(), forecast.share()) == (6.0, 0.25)
 
 
 @pytest.mark.parametrize(("error", "state"), [(KeyboardInterrupt, "cancelled"), (Interrupted, "cancelled"), (ValueError, "error")])

@@ -11,7 +11,7 @@ from exl2nb.core.errors import OutOfMemory
 from exl2nb.generator import gpu_executor
 from exl2nb.generator.executor import Draw
 from exl2nb.generator.gpu_executor import IN_PROMPT, biased, penalised, writable, write_bias, write_counts
-from exl2nb.sampling.filters import WHOLE
+from exl2nb.sampling.filters import ALL_TOKENS
 from exl2nb.sampling.params import SamplingParams
 from exl2nb.sampling.state import SamplerState
 
@@ -75,8 +75,8 @@ def test_bias_is_what_masks_and_logit_bias_do():
     for r, (state, kwargs) in enumerate(zip(states, kinds)):
         assert biased(state.params) == bool(kwargs)
         wanted = row.numpy()
-        for link in state.recipe.first:
-            wanted = link.apply(wanted, state, WHOLE)
+        for link in state.chain.penalties:
+            wanted = link.apply(wanted, state, ALL_TOKENS)
         assert torch.equal(row + bias[r], torch.from_numpy(wanted))
     assert not bias[5].any()
 

@@ -165,7 +165,7 @@ def test_the_redraw_is_not_biased():
 
 
 def test_a_ban_on_everything_is_an_error():
-    with pytest.raises(GenerationError, match="every token is ruled out at one place"):
+    with pytest.raises(GenerationError, match="no token is allowed at one position"):
         fakes.complete([5], script_only(" old"), max_tokens=3, temperature=0, banned_strings=["old"])
 
 

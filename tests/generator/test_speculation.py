@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from exl2nb.core.errors import OptionError
 from exl2nb.generator.request import Request
-from exl2nb.generator.speculation import MAX_DRAFT_TOKENS, NgramProposer, Pace, Proposer, Speculation, StepTimes
+from exl2nb.generator.speculation import MAX_DRAFT_TOKENS, AdaptiveLength, NgramProposer, Proposer, Speculation, StepTimes
 
 from . import fakes
 
@@ -122,22 +122,22 @@ def test_ngram_on_a_text_that_is_cut_back(data):
 
 def test_pace_follows_the_outcomes():
     times = StepTimes()
-    good, bad = Pace(Speculation(), times=times), Pace(Speculation())
+    good, bad = AdaptiveLength(Speculation(), times=times), AdaptiveLength(Speculation())
     assert good.length(100) == 1, "one row more is tried before many are"
     for rows in (1, 2, 4, 8):
-        times.told(rows, 1.0 + 0.1 * rows)
+        times.record(rows, 1.0 + 0.1 * rows)
     for _ in range(30):
         if n := good.length(100):
-            good.told(n, n)
+            good.record(n, n)
         n = bad.length(100)
-        bad.told(n, 0)
+        bad.record(n, 0)
     assert good.length(100) == MAX_DRAFT_TOKENS
     assert good.length(3) == 3
     assert good.length(0) == 0
     lengths = []
     for _ in range(40):
         lengths.append(bad.length(100))
-        bad.told(lengths[-1], 0)
+        bad.record(lengths[-1], 0)
     assert set(lengths) == {0, 1}, "hopeless guesses are only tried now and then"
     assert bad.acceptance("draft").plain_steps > 30
 
@@ -146,15 +146,15 @@ def test_pace_follows_the_time_that_rows_take():
     """Rows that cost nothing: as many as there are; rows as dear as steps: none, however often they are right."""
     cheap, dear, steps = StepTimes(), StepTimes(), StepTimes()
     for rows in range(1, 9):
-        cheap.told(rows, 0.01)
-        dear.told(rows, 0.01 if rows == 1 else 0.015 * rows)
-        steps.told(rows, 0.01 if rows <= 4 else 0.03)
+        cheap.record(rows, 0.01)
+        dear.record(rows, 0.01 if rows == 1 else 0.015 * rows)
+        steps.record(rows, 0.01 if rows <= 4 else 0.03)
     for times, wanted in ((cheap, 7), (dear, 0), (steps, 3)):
-        pace = Pace(Speculation(), times=times)
+        pace = AdaptiveLength(Speculation(), times=times)
         for _ in range(20):
-            pace.told(2, 2)
+            pace.record(2, 2)
         assert pace.length(100) == wanted
-    likely = Pace(Speculation(), times=cheap)
+    likely = AdaptiveLength(Speculation(), times=cheap)
     assert likely.length(100) == likely.length(100, draft_s=0.0) > likely.length(100, draft_s=0.005)
 
 
@@ -170,7 +170,7 @@ COSTS = {
 def life(cost, right, watched, seed, tokens=400):
     """Speedup over decoding without draft tokens. right: acceptance rate of a token."""
     chance, times = random.Random(seed), StepTimes()
-    pace = Pace(Speculation(kind="ngram"), times=times, watched=watched)
+    pace = AdaptiveLength(Speculation(kind="ngram"), times=times, watched=watched)
     done, took = 0, 0.0
     while done < tokens:
         k = pace.length(tokens - done - 1)
@@ -179,9 +179,9 @@ def life(cost, right, watched, seed, tokens=400):
         while accepted < k and chance.random() < right:
             accepted += 1
         if watched and not k:
-            pace.seen(chance.random() < right)
-        pace.told(k, accepted)
-        times.told(1 + k, seconds)
+            pace.observe(chance.random() < right)
+        pace.record(k, accepted)
+        times.record(1 + k, seconds)
         took, done = took + seconds, done + accepted + 1
     return done * cost[0] * 1.04 / took
 
@@ -201,10 +201,10 @@ def test_guesses_that_were_not_made_are_compared_with_what_came():
     """A text that begins to repeat itself is noticed although nothing is proposed."""
     times = StepTimes()
     for rows in (1, 2, 4, 8):
-        times.told(rows, 0.01 * (1 + 0.6 * (rows - 1)))
+        times.record(rows, 0.01 * (1 + 0.6 * (rows - 1)))
     guesses = Proposer.ngram(Speculation(kind="ngram", min_match=1), times)
     for _ in range(30):
-        guesses.pace.seen(False)
+        guesses.pace.observe(False)
     ids, made = [5, 6, 7, 8] * 3, 0
     for n in range(40):
         found = guesses.propose(ids, 100)
@@ -218,18 +218,18 @@ def test_guesses_that_were_not_made_are_compared_with_what_came():
 def test_step_times():
     times = StepTimes()
     assert times.seconds(1) == 1.0 < times.seconds(2)
-    times.told(1, 0.010)
-    times.told(5, 0.018)
+    times.record(1, 0.010)
+    times.record(5, 0.018)
     assert times.seconds(3) == pytest.approx(0.014)
     assert 0.018 < times.seconds(8) < 0.03
-    times.told(1, 10.0)
+    times.record(1, 10.0)
     assert times.seconds(1) == pytest.approx(0.012), "one disturbed step does not count for much"
 
 
 def test_acceptance_reads_well():
-    pace = Pace(Speculation(adaptive=False, max_tokens=2))
+    pace = AdaptiveLength(Speculation(adaptive=False, max_tokens=2))
     for outcome in ((2, 2), (2, 0), (0, 0)):
-        pace.told(*outcome)
+        pace.record(*outcome)
     stats = pace.acceptance("ngram")
     assert (stats.rate, stats.lengths, stats.tokens_per_step) == (0.5, (1, 0, 1), 5 / 3)
     assert str(stats) == "ngram: 2 of 4 draft tokens accepted (50%), 1.67 tokens per step"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import exl2nb as ex
-from exl2nb.io.peek import FIRST_BYTES
+from exl2nb.io.metadata import FIRST_BYTES
 from exl2nb.io.safetensors import SafetensorsFile
 
 COMMIT = "a" * 40

@@ -1,16 +1,20 @@
 """Conversations: the tree, its JSON, what the cache keeps of branches, and the prompt to look at."""
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import exl2nb as ex
 from exl2nb.core.errors import ConfigError, ContextOverflow, OptionError, TokenizerError
 from exl2nb.generator.handle import Channel, Handle
 from exl2nb.generator.request import Completion, Timings
 from exl2nb.llm.chat import rendered
 from exl2nb.llm.conversation import Conversation, Tree
+
+EXL2 = Path(__file__).parents[1] / "data" / "demo-exl2-4.0bpw"
 
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
@@ -154,8 +158,8 @@ def test_refusals(llm):
     other.say("Else")
     with pytest.raises(OptionError, match="is no turn of it"):
         talk.goto(other.head)
-    with pytest.raises(TokenizerError, match="no chat template"):
-        llm.conversation().say("Hello")
+    with ex.load(EXL2, progress=None) as bare, pytest.raises(TokenizerError, match="no chat template"):
+        bare.conversation().say("Hello")
 
 
 class Echo:

@@ -161,10 +161,10 @@ def test_code_of_the_repository_is_never_run(tmp_path, caplog):
     for file in ("modeling_x.py", "t.py"):
         (directory / file).write_text("raise SystemExit('run')")
     assert [note.split(":")[0] for note in inspect(directory).facts.notes] == [
-        "config.json asks for code of the repository (auto_map",
-        "tokenizer_config.json asks for code of the repository (auto_map",
+        "config.json names code of the repository (auto_map",
+        "tokenizer_config.json names code of the repository (auto_map",
     ]
-    assert "note: config.json asks for code of the repository (auto_map: AutoModelForCausalLM): it is never run" in str(inspect(directory))
+    assert "note: config.json names code of the repository (auto_map: AutoModelForCausalLM): it is never run" in str(inspect(directory))
     with caplog.at_level("WARNING", logger="exl2nb"):
         llm = ex.load(directory, progress=None)
     assert llm.generate("w1 w2", max_tokens=2, temperature=0, ignore_eos=True).finish_reason == "length"
@@ -172,5 +172,5 @@ def test_code_of_the_repository_is_never_run(tmp_path, caplog):
     assert sum("it is never run" in record.message for record in caplog.records) == 2
     path = directory / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "architectures": ["OwnForCausalLM"]}))
-    with pytest.raises(UnknownArchitecture, match="the code that its auto_map asks for is never run"):
+    with pytest.raises(UnknownArchitecture, match="the code named in its auto_map is never run"):
         ex.load(directory, progress=None)

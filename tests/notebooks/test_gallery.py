@@ -18,13 +18,6 @@ def cells(path: Path) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("path", COURSE, ids=lambda path: path.stem)
-def test_badges_under_the_title(path):
-    _, first = cells(path)[0]
-    assert first == gallery.with_badges(first, path.name), "run python tools/gallery.py badges"
-    assert first.count("colab-badge.svg") == 1
-
-
-@pytest.mark.parametrize("path", COURSE, ids=lambda path: path.stem)
 def test_the_copy_is_this_notebook_executed(path):
     copy = gallery.GALLERY / path.name
     assert copy.is_file(), f"run python tools/gallery.py build {path.name[:2]}"
@@ -44,11 +37,3 @@ def test_the_copy_is_this_notebook_executed(path):
 
 def test_the_index_names_all():
     assert (gallery.GALLERY / "README.md").read_text(encoding="utf-8") == gallery.index(), "run python tools/gallery.py index"
-
-
-def test_badges_replace_their_like():
-    once = gallery.with_badges("# Title\n\nWords.", "01_x.ipynb")
-    assert once.startswith("# Title\n\n[![Open in Colab]")
-    assert once.endswith("\n\nWords.")
-    assert gallery.with_badges(once, "01_x.ipynb") == once
-    assert "02_y" in gallery.with_badges(once, "02_y.ipynb") and "01_x" not in gallery.with_badges(once, "02_y.ipynb")

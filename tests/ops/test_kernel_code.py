@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import threading
+import types
 
 import pytest
 import torch
@@ -64,14 +65,18 @@ def test_the_cache_serves_the_next_process(compiler, again):
     assert len(compiler.compiled) == 1
 
 
-def test_another_compiler_and_other_options_have_files_of_their_own(compiler, again, monkeypatch):
+def test_another_compiler_other_options_and_other_sources_have_files_of_their_own(compiler, again, monkeypatch):
     kernel_code.code_of(SKINNY, 9, 0)
-    for change in (lambda: setattr(compiler, "version", (12, 8)), lambda: monkeypatch.setenv("EXL2NB_KERNEL_OPTIONS", "-lineinfo")):
+    for change in (
+        lambda: setattr(compiler, "version", (12, 8)),
+        lambda: monkeypatch.setenv("EXL2NB_KERNEL_OPTIONS", "-lineinfo"),
+        lambda: monkeypatch.setattr(kernel_code, "source_digest", lambda: "another version of exl2nb"),
+    ):
         change()
         again()
         assert kernel_code.missing([SKINNY], 9, 0) == [SKINNY]
         kernel_code.code_of(SKINNY, 9, 0)
-    assert len(list(kernel_code.cache_folder().glob("*.cubin"))) == 3
+    assert len(list(kernel_code.cache_folder().glob("*.cubin"))) == 4
 
 
 @pytest.mark.parametrize("damage", ["half", "flipped", "empty"])
@@ -117,9 +122,68 @@ def test_threads_that_want_one_kernel_compile_it_once(compiler):
     assert len(compiler.compiled) == 1
 
 
+PROCESS = """
+import resource, sys, time
+from pathlib import Path
+from exl2nb.ops import kernel_code
+from exl2nb.ops.kernel_code import KernelId
+
+class Compiler:
+    version, include = (13, 0), "headers"
+    def compile(self, kernel, arch):
+        Path(sys.argv[1], sys.argv[2]).touch()  # says that this process compiles, then waits until the other one does, too
+        until = time.monotonic() + 60
+        while not Path(sys.argv[1], sys.argv[3]).exists() and time.monotonic() < until:
+            time.sleep(0.01)
+        return b"code" * 50_000
+
+kernel_code.nvrtc = Compiler
+if len(sys.argv) > 4:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[4]), int(sys.argv[4])))
+code = kernel_code.code_of(KernelId("gemm/skinny/skinny_gemm.cuh", "skinny_gemm<0, true>"), 9, 0)
+print(len(code))
+"""
+"""A process with an imitated compiler. Arguments: folder, its name, the name it waits for, the most bytes that a file may have."""
+
+
+def start(tmp_path, *arguments):
+    environment = {**os.environ, "EXL2NB_KERNEL_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", PROCESS, str(tmp_path), *arguments]
+    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def test_two_processes_that_compile_at_once_leave_one_whole_file(compiler, tmp_path):
+    both = [start(tmp_path, "a", "b"), start(tmp_path, "b", "a")]
+    said = [process.communicate(timeout=100) for process in both]
+    assert said == [("200000\n", "")] * 2
+    assert (tmp_path / "a").exists() and (tmp_path / "b").exists()
+    (path,) = (tmp_path / "cache").iterdir()
+    assert kernel_code._load(path) == b"code" * 50_000
+    assert kernel_code.code_of(SKINNY, 9, 0) == b"code" * 50_000
+    assert compiler.compiled == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no RLIMIT_FSIZE")
+def test_a_full_disk_costs_the_cache_alone(tmp_path):
+    """The kernel is there, a warning is logged, and no part of a file stays."""
+    out, err = start(tmp_path, "a", "a", "4096").communicate(timeout=100)
+    assert out == "200000\n"
+    assert "compiled kernels are not kept" in err
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_process_killed_while_it_writes_leaves_no_kernel(tmp_path, compiler):
+    """What it wrote aside is not taken for a kernel."""
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "tmpabcdef").write_bytes(b"half")
+    assert kernel_code.missing([SKINNY], 9, 0) == [SKINNY]
+    assert kernel_code.code_of(SKINNY, 9, 0)
+    assert len(compiler.compiled) == 1
+
+
 def test_prepare_tells_each_kernel_and_raises_what_fails(compiler, monkeypatch):
     told = []
-    kernel_code.prepare([SKINNY, ROPE.unit], 9, 0, told=lambda: told.append(1))
+    kernel_code.prepare([SKINNY, ROPE.unit], 9, 0, progress=lambda: told.append(1))
     assert len(told) == 2
 
     def refuse(kernel, arch):
@@ -145,6 +209,60 @@ def test_the_library_gets_code_and_symbol_or_the_reason(compiler, monkeypatch):
 def test_without_nvrtc_or_headers_it_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setattr(kernel_code, "_libraries", lambda: [str(tmp_path / "libnvrtc.so.13")])
     with pytest.raises(NoCompiler, match=r"NVRTC was not found .* pip install nvidia-cuda-nvrtc"):
+        kernel_code.Nvrtc()
+
+
+def version(major, minor):
+    major._obj.value, minor._obj.value = 12, 8
+    return 0
+
+
+def number_of_architectures(count):
+    count._obj.value = 3
+    return 0
+
+
+def architectures(found):
+    found[:] = [75, 80, 90]
+    return 0
+
+
+@pytest.fixture
+def library(monkeypatch, tmp_path):
+    """A machine that has NVRTC 12.8, for Turing to Hopper, and headers in tmp_path/include."""
+    found = types.SimpleNamespace(
+        nvrtcVersion=version,
+        nvrtcGetNumSupportedArchs=number_of_architectures,
+        nvrtcGetSupportedArchs=architectures,
+        nvrtcGetErrorString=lambda error: b"NVRTC_ERROR_INTERNAL_ERROR",
+    )
+    (tmp_path / "include").mkdir()
+    (tmp_path / "include" / "cuda_fp16.h").touch()
+    monkeypatch.setattr(kernel_code, "_libraries", lambda: ["libnvrtc.so.12"])
+    monkeypatch.setattr(kernel_code, "_nvidia_folders", lambda kind: [tmp_path / kind])
+    monkeypatch.setattr(kernel_code.ctypes, "CDLL", lambda name: found)
+    return found
+
+
+def test_without_headers_it_says_what_to_install(library, tmp_path):
+    assert kernel_code.Nvrtc().version == (12, 8)
+    (tmp_path / "include" / "cuda_fp16.h").unlink()
+    with pytest.raises(NoCompiler, match=r"cuda_fp16.h was not found; .* pip install nvidia-cuda-runtime"):
+        kernel_code.Nvrtc()
+
+
+def test_a_gpu_newer_than_the_compiler_gets_ptx_and_an_unknown_one_an_error(library):
+    compiler = kernel_code.Nvrtc()
+    assert compiler.target("90a") == "sm_90a"
+    assert compiler.target("86") == "compute_80"
+    assert compiler.target("120") == "compute_90"
+    with pytest.raises(NoCompiler, match=r"NVRTC 12.8 knows no GPU of compute capability 6.1"):
+        compiler.target("61")
+
+
+def test_a_call_that_fails_is_named(library):
+    library.nvrtcVersion = lambda *_: 11
+    with pytest.raises(NoCompiler, match="nvrtcVersion of libnvrtc.so.12: NVRTC_ERROR_INTERNAL_ERROR"):
         kernel_code.Nvrtc()
 
 
@@ -186,15 +304,24 @@ def test_a_fresh_cache_compiles_for_this_gpu(monkeypatch, tmp_path):
         compiler.compile(KernelId("attention/generic.cu", "none<1>"), f"{major}{minor}")
 
 
-def test_ready_code_is_taken_while_the_sources_are_the_same(compiler, again, monkeypatch, tmp_path):
+def test_ready_code_is_taken_from_these_sources_where_the_driver_knows_its_cuda(compiler, again, monkeypatch, tmp_path):
     monkeypatch.setattr(kernel_code, "source_root", lambda: tmp_path)
-    folder = tmp_path / "ready" / "sm_90"
+    monkeypatch.setattr(kernel_code, "driver_version", lambda: (12, 8))
+    monkeypatch.setenv("EXL2NB_KERNEL_CACHE", "off")
+    folder = tmp_path / "ready" / "sm_80"
     folder.mkdir(parents=True)
     (folder / "0.cubin").write_bytes(b"ready")
-    for digest, expected in ((kernel_code.source_digest(), b"ready"), ("other sources", b".visible")):
-        (folder / "index.txt").write_text(f"{digest}\n{SKINNY.source}\t{SKINNY.name}\tsymbol\t0.cubin\n")
+    cases = [
+        (kernel_code.source_digest(), "12.8", (8, 0), True),
+        (kernel_code.source_digest(), "12.8", (8, 9), True),  # machine code runs on later GPUs of the same major number
+        (kernel_code.source_digest(), "12.8", (9, 0), False),
+        (kernel_code.source_digest(), "13.0", (8, 0), False),  # the driver is older
+        ("other sources", "12.8", (8, 0), False),
+    ]
+    for digest, version, capability, taken in cases:
+        (folder / "index.txt").write_text(f"{digest}\n{version}\n{SKINNY.source}\t{SKINNY.name}\tsymbol\t0.cubin\n")
         kernel_code._ready.cache_clear()
         again()
-        assert (kernel_code.missing([SKINNY], 9, 0) == []) == (expected == b"ready")
-        assert kernel_code.code_of(SKINNY, 9, 0).startswith(expected)
+        assert (kernel_code.missing([SKINNY], *capability) == []) == taken
+        assert kernel_code.code_of(SKINNY, *capability).startswith(b"ready" if taken else b".visible")
     kernel_code._ready.cache_clear()

@@ -9,11 +9,11 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from exl2nb.core.errors import GenerationError, OptionError
-from exl2nb.sampling.chain import filtered, narrow, sample, sample_row
+from exl2nb.sampling.chain import filtered, preselect, sample, sample_row
 from exl2nb.sampling.draw import inverse_cdf, uniform
-from exl2nb.sampling.filters import WHOLE, View, active_filters
+from exl2nb.sampling.filters import ALL_TOKENS, Candidates, active_filters
 from exl2nb.sampling.params import SamplingParams
-from exl2nb.sampling.state import Bounds, SamplerState, recipe
+from exl2nb.sampling.state import Bounds, SamplerState, prepare
 
 from . import numpy_reference as reference
 from .test_state import Countdown
@@ -136,19 +136,19 @@ def test_narrowing_changes_nothing(params, seed, spread, size):
     x = logits(seed, size, spread)
     whole = reference.softmax(filtered(x, state_of(params)))
     state, row = state_of(params), x
-    for step in state.recipe.first + state.recipe.lead:
-        row = step.apply(row, state, WHOLE)
-    ids, left_out = narrow(row, state.recipe.bounds) if state.recipe.bounds is not None else (None, 0.0)
+    for step in state.chain.penalties + state.chain.early_cuts:
+        row = step.apply(row, state, ALL_TOKENS)
+    ids, left_out = preselect(row, state.chain.bounds) if state.chain.bounds is not None else (None, 0.0)
     few = row if ids is None else row[ids]
-    for place, step in enumerate(state.recipe.rest):
-        few = step.apply(few, state, View(ids, left_out if place == state.recipe.consumer else 0.0))
+    for place, step in enumerate(state.chain.late_cuts):
+        few = step.apply(few, state, Candidates(ids, left_out if place == state.chain.left_out_at else 0.0))
     again = np.zeros(size)
     again[slice(None) if ids is None else ids] = reference.softmax(few)
     np.testing.assert_allclose(again, whole, atol=2e-5)
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "bounds", "lead"),
+    ("kwargs", "bounds", "early"),
     [
         ({"temperature": 0.5, "top_k": 4, "min_p": 0.1}, Bounds(temperature=0.5, top_k=4, min_p=0.1), 0),
         ({"temperature": 0.5, "top_k": 4, "temperature_last": True}, Bounds(top_k=4), 0),
@@ -160,10 +160,10 @@ def test_narrowing_changes_nothing(params, seed, spread, size):
         ({"temperature": 0, "top_k": 4}, None, 0),
     ],
 )
-def test_bounds_of_narrowing(kwargs, bounds, lead):
-    found = recipe(SamplingParams(**kwargs))
+def test_bounds_of_preselection(kwargs, bounds, early):
+    found = prepare(SamplingParams(**kwargs))
     assert found.bounds == bounds
-    assert len(found.lead) == lead
+    assert len(found.early_cuts) == early
 
 
 @pytest.mark.parametrize("kwargs", [{}, {"top_k": 6}, {"top_p": 0.8}, {"min_p": 0.1}, {"temperature": 1.7, "top_p": 0.95, "top_k": 20}])

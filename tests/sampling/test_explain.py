@@ -163,7 +163,7 @@ REPLAY = Replay.of(np.zeros((3, 5), np.float32), [1, 2, 3])
         (lambda: explain(ROW, banned_tokens=[4]), OptionError, "token 4 is not"),
         (lambda: explain(np.float32([np.nan, 1])), GenerationError, "finite"),
         (lambda: explain(ROW, banned_tokens=[0, 1, 2, 3]), GenerationError, "no token is left"),
-        (lambda: Replay.of(np.zeros((3, 5), np.float32), [1, 2, 3, 4, 0]), OptionError, r"shape \(3, 5\) beside 5 tokens"),
+        (lambda: Replay.of(np.zeros((3, 5), np.float32), [1, 2, 3, 4, 0]), OptionError, r"shape \(3, 5\) for 5 tokens"),
         (lambda: REPLAY.explain(3), OptionError, "at is 3; expected 0 to 2"),
         (lambda: REPLAY.explain(0, banned_tokens=[9]), OptionError, "token 9 is not in the model's vocabulary"),
         (lambda: REPLAY.explain(0, topp=0.5), OptionError, "did you mean 'top_p'"),

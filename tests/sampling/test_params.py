@@ -55,7 +55,7 @@ def test_every_number_has_its_range(name):
         ({"order": ["top_p", "dry"]}, "before the others"),
         ({"order": ["top_p"], "top_p": 0.9, "min_p": 0.1}, "leaves out min_p"),
         ({"order": "top_p"}, "expected a list"),
-        ({"order": ["temperature"], "temperature_last": True, "temperature": 2.0}, "put 'temperature' where"),
+        ({"order": ["temperature"], "temperature_last": True, "temperature": 2.0}, "put 'temperature' into order"),
     ],
 )
 def test_contradicting_settings_and_bad_orders(kwargs, message):

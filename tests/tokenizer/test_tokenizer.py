@@ -2,6 +2,9 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Regex, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
 import exl2nb
@@ -154,3 +157,28 @@ def test_neighbour_that_is_not_json(tmp_path):
 def test_repr(tmp_path):
     assert repr(Tokenizer.load(DEMO)) == "Tokenizer(4096 tokens, bos 1, eos [2])"
     assert json.loads(Tokenizer.load(DEMO).backend.to_str())["model"]["type"] == "BPE"
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+@given(text=st.text(max_size=60) | st.text(alphabet=" ab\n<s>é東", max_size=200))
+def test_a_bound_by_length_alone(kind, text):
+    tokenizer = Tokenizer(MAKERS[kind]())
+    assert 0 <= tokenizer.at_least(text) <= len(tokenizer.encode(text, add_special=False))
+    assert tokenizer.at_least("a" * 10_000) > 100
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda backend: setattr(backend, "normalizer", normalizers.Replace(Regex(" +"), " ")),
+        lambda backend: setattr(backend, "normalizer", normalizers.Replace("aaaa", "a")),
+        lambda backend: setattr(backend, "normalizer", normalizers.Strip()),
+        lambda backend: setattr(backend, "pre_tokenizer", pre_tokenizers.Split("a", "removed")),
+        lambda backend: backend.add_tokens([AddedToken("<mask>", lstrip=True)]),
+    ],
+)
+def test_no_bound_where_characters_may_be_left_out(change):
+    backend = sentencepiece()
+    change(backend)
+    assert Tokenizer(backend).at_least("a" * 10_000) == 0
+    assert Tokenizer(MAKERS["wordpiece"]()).at_least("a" * 10_000) == 0

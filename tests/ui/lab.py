@@ -20,6 +20,10 @@ SETTINGS = {  # no news, no update prompts; every cell stays in the page
     "@jupyterlab/notebook-extension/tracker": {"windowingMode": "none"},
 }
 
+ERRORS = ", ".join(f'[data-mime-type="application/vnd.jupyter.{kind}"]' for kind in ("error", "stderr"))
+"""Up to JupyterLab 4.5 an error has a type of its own, from 4.6 on that of a stream to stderr: its words tell it from one."""
+RAISED = re.compile(r"Traceback \(most recent call last\)|^\w*(Error|Exception|Interrupt|Exit): ", re.MULTILINE)
+
 
 class Lab:
     """The server. `root` is its notebook folder, `home` everything else it writes; `python` has the JupyterLab to run."""
@@ -101,8 +105,8 @@ class Notebook:
         prompt.evaluate("node => { node.textContent = '[ ]:' }")
         self.start(index)
         prompt.filter(has_text=re.compile(r"\[\d+\]")).wait_for(timeout=timeout_s * 1000)
-        failed = self.cell(index).locator('[data-mime-type="application/vnd.jupyter.error"]')
-        assert failed.count() == 0, failed.first.inner_text()
+        raised = [text for text in self.cell(index).locator(ERRORS).all_inner_texts() if RAISED.search(text)]
+        assert not raised, raised[0]
         return self.output(index)
 
     def output(self, index: int) -> str:

@@ -14,7 +14,7 @@ THEMES = {
 }
 
 HOST = """
-window.mount = async (source, values) => {
+window.mount = async (source, values, id = 'first') => {
   const listeners = {}, sent = [], model = {
     get: (name) => values[name],
     set: (name, value) => { values[name] = value; (listeners['change:' + name] ?? []).forEach((f) => f()); },
@@ -32,9 +32,25 @@ window.mount = async (source, values) => {
   const widget = typeof exported === 'function' ? await exported() : exported;
   window.forget = await widget.initialize?.({ model });
   window.view = async (id) => widget.render({ model, el: document.getElementById(id) });
-  window.closeView = await window.view('first');
+  window.closeView = await window.view(id);
 };
 """
+
+
+def blank(page, css: str, body: str, *, title: str, theme: str = "light") -> None:
+    """An empty notebook page in the colours of `theme`, with `window.mount` ready."""
+    background = {"light": "#fff", "dark": "#111"}.get(theme, "Canvas")
+    light = {"light": "true", "dark": "false"}.get(theme, "unknown")
+    page.set_content(
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>html{{{THEMES[theme]};background:{background}}}"
+        f"body{{margin:16px}}{css}</style><main data-jp-theme-light={light}>{body}</main>"
+    )
+    page.evaluate(f"() => {{ {HOST} }}")
+
+
+def mount(page, name: str, state: dict, where: str = "first") -> None:
+    """Show the bundle `name` with these traits in the element with id `where`."""
+    page.evaluate("(args) => window.mount(...args)", [(STATIC / f"{name}.js").read_text(), state, where])
 
 
 class MockHost:
@@ -42,15 +58,8 @@ class MockHost:
 
     def __init__(self, page, name: str, state: dict, *, theme: str = "light") -> None:
         self.page = page
-        css = (STATIC / f"{name}.css").read_text()
-        background = {"light": "#fff", "dark": "#111"}.get(theme, "Canvas")
-        light = {"light": "true", "dark": "false"}.get(theme, "unknown")
-        page.set_content(
-            f"<!doctype html><html lang=en><meta charset=utf-8><title>{name}</title><style>html{{{THEMES[theme]};background:{background}}}"
-            f"body{{margin:16px}}{css}</style><main data-jp-theme-light={light}><div id=first></div><div id=second></div></main>"
-        )
-        page.evaluate(f"() => {{ {HOST} }}")
-        page.evaluate("([source, state]) => window.mount(source, state)", [(STATIC / f"{name}.js").read_text(), state])
+        blank(page, (STATIC / f"{name}.css").read_text(), "<div id=first></div><div id=second></div>", title=name, theme=theme)
+        mount(page, name, state)
 
     def deliver(self, *messages: dict) -> None:
         self.page.evaluate("(messages) => window.deliver(...messages)", list(messages))

@@ -21,13 +21,13 @@ def test_from_click_to_frame(lab, page, screenshots, widget):
     book = Notebook(lab, page, [SETUP, widget, f"frame = {widget}.to_dataframe(); print(len(frame), frame.kl_mean.iloc[0])"])
     book.run(0)
     book.run(1)
-    button = {"caches": "Compare", "compare": "Run"}[widget]
+    button = "Generate"
     page.get_by_role("button", name=button, exact=True).click()
     page.locator(f".exl2nb-{widget} .exl2nb-headline", has_text="Done").wait_for()
     assert page.locator(".exl2nb-answer-column").count() == 4
     assert page.locator(".exl2nb-kl-token[data-step='-1']").count() == 0, "everything is measured"
     if widget == "caches":
-        page.get_by_role("button", name="Hide a needle").click()
+        page.get_by_role("button", name="Run needle test").click()
         page.locator(".exl2nb-verdict", has_text="FP16 gives").wait_for()
     page.screenshot(path=screenshots / f"lab-{widget}.png")
     rows, kl = book.run(2).split()

@@ -51,7 +51,7 @@ def test_choose_run_stream_and_stop(page, explorer):
     assert host.sent[-1]["values"]["modes"] == ["fp16", "q8", "q4"]
     page.get_by_label("Prompt").fill("A <b>dark")
     page.get_by_label("Tokens").fill("12")
-    page.get_by_role("button", name="Compare").click()
+    page.get_by_role("button", name="Generate").click()
     assert host.sent[-1] == {"type": "run", "prompt": "A <b>dark", "modes": ["fp16", "q8", "q4"], "max_tokens": 12}
     host.put(status="running", stage="q8", _run_modes=["fp16", "q8", "q4"], _run_prompt="A <b>dark")
     first = [[0, " night", 5, 0.5, 0.5, 0.0, True, None], [0, " fell", 6, 0.2, 0.2, 0.0, True, None]]
@@ -64,7 +64,7 @@ def test_choose_run_stream_and_stop(page, explorer):
     assert page.locator(".exl2nb-answer-text").all_text_contents() == [" night fell", " night rose", ""]
     assert page.locator(".exl2nb-answer-text .exl2nb-differs").all_text_contents() == [" rose"]
     foot = page.locator(".exl2nb-answer-foot").nth(1).inner_text().replace("\u00a0", " ")
-    assert "mean KL 0.76" in foot and "same choice 50 %" in foot and "other text from token 2" in foot
+    assert "mean KL 0.76" in foot and "top-1 agreement 50 %" in foot and "first difference at token 2" in foot
     page.get_by_role("group", name="Q8: text").focus()
     page.keyboard.press("End")
     host.frame()
@@ -72,7 +72,7 @@ def test_choose_run_stream_and_stop(page, explorer):
     page.get_by_role("button", name="Stop").click()
     assert host.sent[-1] == {"type": "stop"}
     host.put(status="stopped")
-    page.get_by_role("button", name="Hide a needle").click()
+    page.get_by_role("button", name="Run needle test").click()
     assert host.sent[-1] == {"type": "needle", "modes": ["fp16", "q8", "q4"]}
 
 
@@ -83,5 +83,5 @@ def test_export_without_network(page, explorer, tmp_path):
     page.goto((tmp_path / "caches.html").as_uri())
     page.locator(".exl2nb-kl-token").first.wait_for()
     assert page.locator(".exl2nb-answer-text").first.evaluate("(e) => e.textContent") == "".join(t.text for t in explorer.tokens["fp16"])
-    assert page.get_by_role("button", name="Compare").count() == 0
+    assert page.get_by_role("button", name="Generate").count() == 0
     assert page.locator(".exl2nb-needle-table").is_visible()

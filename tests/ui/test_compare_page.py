@@ -52,7 +52,7 @@ def test_a_run_from_click_to_measured(page, compare):
     empty = {"_tokens": [], "_run_prompts": [], "_measured": [], "_speeds": [], "prompts": ["One", "Two"]}
     host = MockHost(page, "compare", state_of(compare, status="idle", **empty))
     page.get_by_label("Prompts, one per line").fill("A <b>\n\nTwo")
-    page.get_by_role("button", name="Run").click()
+    page.get_by_role("button", name="Generate").click()
     assert host.sent[-1] == {"type": "run", "prompts": ["A <b>", "Two"]}
     host.put(status="running", stage="4 bits: writing", _run_prompts=["A <b>", "Two"])
     words = {0: [" night", " fell"], 1: [" night", " rose"], 3: [" was", " it"]}
@@ -82,7 +82,7 @@ def test_export_without_network(page, compare, tmp_path):
     page.goto((tmp_path / "compare.html").as_uri())
     page.locator(".exl2nb-kl-token").first.wait_for()
     assert page.locator(".exl2nb-answer-text").count() == 6
-    assert page.get_by_role("button", name="Run").count() == 0
+    assert page.get_by_role("button", name="Generate").count() == 0
     page.get_by_role("button", name="Differences").click()
     page.locator("[data-view=difference]").wait_for(state="attached")
     assert page.locator("[data-view=difference]").count() == 1

@@ -90,7 +90,7 @@ def test_pages_live_and_replayed(book, screenshots):
     widget.locator(".exl2nb-request").first.wait_for()
     assert widget.locator(".exl2nb-page[data-state='used']").count() > 0
     book.wait_idle(timeout_s=60)
-    widget.get_by_role("slider", name="Moment").fill("1")
+    widget.get_by_role("slider", name="Frame").fill("1")
     widget.locator(".exl2nb-place", has_text="2 of").wait_for()
     widget.locator("button[aria-pressed='false']", has_text="Live").wait_for()
     look(book, "pagetable", screenshots)

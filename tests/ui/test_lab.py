@@ -42,6 +42,16 @@ def page(shared):
     return shared.page
 
 
+def test_a_cell_that_raises_fails_its_test(lab, lab_page):
+    """However the front end renders an error; a warning on stderr is none."""
+    fine = "import sys; print('a warning', file=sys.stderr); print('fine')"
+    book = Notebook(lab, lab_page, ["1 / 0", "raise SystemExit(3)", "%no_such_magic", fine])
+    for cell, name in enumerate(("ZeroDivisionError", "SystemExit", "UsageError")):
+        with pytest.raises(AssertionError, match=name):
+            book.run(cell)
+    assert "fine" in book.run(3)
+
+
 def words(page) -> int:
     return page.locator(".exl2nb-token").count()
 

@@ -54,7 +54,7 @@ def test_places_by_pointer_and_keys(page, scope):
     scope.look(3)
     host.put(**state_of(scope))
     assert options.nth(3).get_attribute("aria-selected") == "true"
-    assert "so does the text" in page.locator(".exl2nb-drawn").inner_text()
+    assert ", as in the text" in page.locator(".exl2nb-drawn").inner_text()
     page.keyboard.press("ArrowRight")
     assert host.sent[-1] == {"type": "sample", "at": 4, "settings": {}}
     page.get_by_label("Seed").fill("123")

@@ -61,7 +61,7 @@ def test_scrubber_and_live_ask_the_kernel(page, table):
     table.frame = -1
     host = MockHost(page, "pagetable", state_of(table, _can_live=True))
     assert page.locator(".exl2nb-place").inner_text() == f"{table._count} of {table._count}"
-    page.get_by_role("slider", name="Moment").fill("1")
+    page.get_by_role("slider", name="Frame").fill("1")
     assert host.sent[-1] == {"type": "frame", "frame": 1, "live": False}
     table.frame = 1
     host.put(**state_of(table, _can_live=True))
@@ -90,7 +90,7 @@ def test_export_replays_without_kernel(page, table, tmp_path):
     table.to_html(tmp_path / "pages.html")
     page.context.set_offline(True)
     page.goto((tmp_path / "pages.html").as_uri())
-    page.get_by_role("slider", name="Moment").fill("0")
+    page.get_by_role("slider", name="Frame").fill("0")
     page.wait_for_function("() => document.querySelector('.exl2nb-head').textContent.includes('one text is kept')")
     assert page.locator(".exl2nb-request").count() == 0
     assert page.locator("[data-state='cached'].exl2nb-page").count() > 0

@@ -100,14 +100,14 @@ def test_pointer_and_keyboard_show_the_same_card(host, page):
     tip = page.locator(".exl2nb-tip")
     page.locator(".exl2nb-token").first.hover()
     pointed = tip.inner_text()
-    assert {"␣dog", "25 %", "choice no. 2 · token id 11", "␣the", "50 %"} <= set(pointed.split("\n"))
+    assert {"␣dog", "25 %", "rank 2 · token id 11", "␣the", "50 %"} <= set(pointed.split("\n"))
     page.mouse.move(0, 0)
     assert not tip.is_visible()
     page.get_by_role("log").focus()
     page.keyboard.press("Home")
     assert tip.inner_text() == pointed
     spoken = page.locator("[aria-live=polite].exl2nb-sr")
-    assert spoken.inner_text() == "Token “dog”; 25 % likely; choice number 2; alternatives: “the” 50 %, “a” 10 %"
+    assert spoken.inner_text() == "Token “dog”; 25 % likely; rank 2; alternatives: “the” 50 %, “a” 10 %"
     page.keyboard.press("ArrowRight")
     assert "␣ran" in tip.inner_text()
     page.keyboard.press("Escape")
@@ -146,13 +146,13 @@ def test_the_card_says_what_the_samplers_removed(host, page):
     assert [m for m in host.sent if m["type"] == "look_into"] == [{"type": "look_into", "run": 1, "at": 0}]
     host.deliver({"type": "fates", "run": 1, "at": 0, "names": ["", "", "top_p"], "left": 2, "of": 4096})
     tip = page.locator(".exl2nb-tip")
-    assert page.locator(".exl2nb-tip-fate").all_inner_texts() == ["stays", "stays", "out: top-p"]
-    assert tip.inner_text().endswith("2 of 4,096 candidates left by the samplers")
+    assert page.locator(".exl2nb-tip-fate").all_inner_texts() == ["kept", "kept", "removed by top-p"]
+    assert tip.inner_text().endswith("2 of 4,096 candidates left after the samplers")
     assert violations(page, ".exl2nb") == []
     page.mouse.move(0, 0)
     page.get_by_role("log").focus()
     page.keyboard.press("Home")
-    assert page.locator("[aria-live=polite].exl2nb-sr").inner_text().endswith("2 of 4096 candidates left by the samplers")
+    assert page.locator("[aria-live=polite].exl2nb-sr").inner_text().endswith("2 of 4096 candidates left after the samplers")
     page.wait_for_timeout(200)
     assert len([m for m in host.sent if m["type"] == "look_into"]) == 1, "asked once"
 
@@ -241,7 +241,7 @@ def test_scrolls_only_while_the_reader_is_at_the_end(host, page):
     host.frame()
     host.deliver(delta(1, *words[1000:]))
     assert log.evaluate("(e) => e.scrollTop") == 0
-    page.get_by_role("button", name="Follow the end").click()
+    page.get_by_role("button", name="Scroll to end").click()
     assert log.evaluate(at_end)
 
 

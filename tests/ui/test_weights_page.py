@@ -60,7 +60,7 @@ def test_places_are_asked_of_the_kernel(page, glass):
     assert host.sent[-1] == {"type": "look", **here, "column": glass._columns - 1}
     page.get_by_label("Matrix").select_option("mlp.down_proj")
     assert host.sent[-1] == {"type": "look", **here, "matrix": "mlp.down_proj"}
-    page.get_by_label("Layer").select_option("outside")
+    page.get_by_label("Layer").select_option("none")
     assert host.sent[-1] == {"type": "look", **here, "layer": -1}
     glass._receive_look(host.sent[-1])
     host.put(**state_of(glass))

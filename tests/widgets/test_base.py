@@ -1,14 +1,18 @@
 """What all widgets share: keywords, messages, errors, twins without a kernel."""
 
 import base64
+import gc
 import json
 import re
 import struct
+import sys
 import zlib
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
 
+from exl2nb import widgets
 from exl2nb.core.errors import OptionError
 from exl2nb.widgets import ExlWidget, Playground, ProgressView, static
 
@@ -20,6 +24,20 @@ def test_unknown_keyword_names_the_nearest():
         Playground(text="read-only traits are no keywords")
     with pytest.raises(OptionError, match="'view' trait"):
         Playground(view="rainbow")
+
+
+def test_a_constructor_that_was_not_reached_is_closed_in_silence(monkeypatch):
+    """The garbage collector closes what Python refused to make."""
+    seen = []
+    monkeypatch.setattr(sys, "unraisablehook", seen.append)
+    for kind in (getattr(widgets, name) for name in dir(widgets) if name[0].isupper()):
+        for arguments in ((), (None, None), (1, 2, 3)):
+            with suppress(Exception):
+                kind(*arguments)
+        with suppress(Exception):
+            kind(nonsense=1)
+    gc.collect()
+    assert not seen
 
 
 def test_height_takes_pixels_and_css():

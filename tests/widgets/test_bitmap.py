@@ -1,9 +1,13 @@
 """BitMap's Python half: cells from every kind of source, experts folded, the static twin."""
 
+from pathlib import Path
+
 import pytest
 
 from exl2nb.core.errors import OptionError
-from exl2nb.widgets import BitMap, bitgrid
+from exl2nb.widgets import BitMap, BitrateExplorer, ProgressView, WeightBrowser, bitgrid
+
+EXL2 = Path(__file__).parents[1] / "data" / "demo-exl2-4.0bpw"
 
 
 def matrix(key: str, bpw: float, **more):
@@ -106,3 +110,21 @@ def test_a_large_model_stays_small():
     shown = BitMap([matrix(name, 4.0, groups=[(6, 32)] * 20 + [(4, 32)] * 236) for name in names])
     assert len(shown.to_html() or "") < 200_000
     assert bitgrid.summary(shown.grid).startswith("560 cells")
+
+
+def test_a_chosen_cell_opens_in_linked_widgets(measurement):
+    """In the weight browser the matrix, in the explorer the same cell, and back."""
+    browser, explorer = WeightBrowser(EXL2), BitrateExplorer(measurement)
+    shown = BitMap(EXL2).link(browser, explorer)
+    shown.select(3, "down")
+    assert (browser.layer, browser.matrix, browser.key) == (3, "mlp.down_proj", "model.layers.3.mlp.down_proj")
+    assert explorer.selected == [3, "down"]
+    explorer.selected = [1, "k"]
+    assert shown.selected == [1, "k"] and browser.matrix == "self_attn.k_proj"
+    shown.select(-1, "embedding")  # is not quantised: the browser stays
+    assert browser.matrix == "self_attn.k_proj"
+    shown.select(None)
+    assert explorer.selected == []
+    with pytest.raises(OptionError, match="BitMap.link: got 'ProgressView'"):
+        shown.link(ProgressView())
+    browser.close()

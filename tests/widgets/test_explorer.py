@@ -172,5 +172,26 @@ def test_static_twin_and_export(measurement):
     data, _ = explorer._repr_mimebundle_()
     assert "<script" not in data["text/html"]
     assert "<img" not in data["text/html"]
-    assert data["text/plain"] == f"BitrateExplorer(4 bpw: {explorer.nbytes / 1e6:.2f} MB, predicted KL {explorer.predicted_kl:.4g})"
+    assert data["text/plain"] == f"BitrateExplorer(4 bpw: {explorer.nbytes / 2**20:.2f} MiB, predicted KL {explorer.predicted_kl:.4g})"
     assert len(explorer.to_html()) < 200_000
+
+
+def test_a_conversion_with_fewer_tokens_is_expected_to_lose_more(measurement):
+    """As measured on the demo model: 1,024 tokens make twice the predicted KL, the tokens of the measurement about what is predicted."""
+
+    def expected(**options):
+        explorer = BitrateExplorer(measurement, bpw=3.0, convert=options)
+        return explorer.expected_kl / explorer.predicted_kl
+
+    assert expected(rows=8, length=128) == pytest.approx(2.0, abs=0.1)
+    assert expected(rows=32, length=512) == expected() == pytest.approx(1.0)
+    assert expected(effort="thorough") < 1 < expected(rows=16, length=256) < 1.4
+
+
+def test_the_twin_without_scripts_shows_the_curve(measurement):
+    explorer = BitrateExplorer(measurement, bpw=3.0, measured=[(3.0, 0.26), (4.0, 0.07)])
+    page = explorer._static_body()
+    assert page.count("<circle") == 3 and "rings: measured" in page
+    points = re.search(r'<polyline points="([^"]+)"', page)[1].split()
+    heights = [float(point.split(",")[1]) for point in points]
+    assert len(points) == len(explorer._curve) and heights == sorted(heights), "more bits, less KL: further down"

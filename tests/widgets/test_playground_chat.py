@@ -2,14 +2,17 @@
 
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from fakes import chunk
 
+import exl2nb as ex
 from exl2nb.core.errors import GenerationError, OptionError, OutOfPages, TokenizerError
 from exl2nb.widgets import Playground
 
+EXL2 = Path(__file__).parents[1] / "data" / "demo-exl2-4.0bpw"
 TEMPLATE = "{% for m in messages %}{{ m.content }}\n{% endfor %}"
 HOSTILE = '<script>alert(1)</script><img src=x onerror=alert(2)>\u202eevil\x1b[31m & "quotes"'
 
@@ -177,10 +180,19 @@ def test_with_a_real_model(llm):
     assert play.conversation.messages[:2] == [{"role": "user", "content": "It was a dark night."}, {"role": "assistant", "content": first}]
 
 
-def test_a_model_without_a_chat_template_says_so(llm):
-    play = Playground(llm, chat=True, max_tokens=2)
-    with pytest.raises(TokenizerError, match="no chat template"):
-        play.say("Hello").wait()
-    assert play.error.startswith("TokenizerError: ")
-    assert "give template=" in play.error
-    assert shown(play) == [("user", "Hello", 0, 1)]
+def test_a_model_without_a_chat_template_says_so_at_once(llm, tmp_path):
+    with ex.load(EXL2, progress=None) as bare:
+        with pytest.raises(TokenizerError, match="no chat template .* give template="):
+            Playground(bare, chat=True)
+        assert Playground(bare, chat=True, template=TEMPLATE, max_tokens=2).say("Hello").wait()
+        assert Playground(bare).chat is False
+
+
+def test_the_demo_model_has_a_template(llm):
+    play = Playground(llm, chat=True, max_tokens=6, temperature=0)
+    answer = play.say("Who goes there?").wait()
+    assert llm.render_chat([{"role": "user", "content": "Who goes there?"}]) == '<s>"Who goes there?" said the visitor.\n\n"'
+    again = llm.render_chat([*play.conversation.messages, {"role": "user", "content": "Alone?"}])
+    assert again == f'<s>"Who goes there?" said the visitor.\n\n"{answer}\n\n"Alone?" said the visitor.\n\n"', (
+        "the answer as it was written"
+    )

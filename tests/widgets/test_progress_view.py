@@ -21,6 +21,26 @@ def test_shows_the_latest_event():
     assert "3/12 layers" in html
 
 
+def test_share_and_time_left_are_those_of_the_whole_work():
+    """At 13 of 25 passes nearly all of the work is still to come."""
+    view = ProgressView("convert")
+    view(
+        Progress(stage="measure", done=13, total=25, unit="passes", elapsed_s=1.2, eta_s=1.1, share=0.52, work_share=0.03, work_eta_s=44.0)
+    )
+    assert (view.share, view.eta_s, view.rate) == (0.03, 44.0, 0.0)
+    assert repr(view) == "convert: measure: 13/25 passes (1.2 s, 44 s left)"
+    view(Progress(stage="download", done=5, unit="files", state="done"))
+    assert view.share is None
+
+
+def test_nothing_is_named_twice():
+    view = ProgressView("compare")
+    view(Progress(stage="compare", done=3, total=12, unit="tokens", elapsed_s=2.0, eta_s=6.0))
+    assert repr(view) == "compare: 3/12 tokens (2.0 s, 6 s left)"
+    view(Progress(stage="compare", done=12, total=12, unit="tokens", elapsed_s=8.0, state="done"))
+    assert repr(view) == "compare: done in 8.0 s"
+
+
 def test_updates_are_throttled_but_the_end_arrives(monkeypatch):
     view, updates = ProgressView(), []
     view.observe(lambda change: updates.append(change["new"]), names="done")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from exl2nb.generator.speculation import Pace
+from exl2nb.generator.speculation import AdaptiveLength
 from exl2nb.generator.speculation import Speculation as Settings
 from exl2nb.widgets import protocol, typescript
 from exl2nb.widgets.bitmap import BitMap
@@ -18,12 +18,13 @@ from exl2nb.widgets.microscope import SamplerMicroscope
 from exl2nb.widgets.pagetable import PageTable
 from exl2nb.widgets.playground import Playground
 from exl2nb.widgets.progress import ProgressView
+from exl2nb.widgets.servermonitor import ServerMonitor
 from exl2nb.widgets.speculation import Speculation
 from exl2nb.widgets.weights import WeightBrowser
 
 WIDGETS = Path(__file__).parents[2] / "widgets"
 DATA = Path(__file__).parents[1] / "data"
-ANSWER = SimpleNamespace(tokens=(), prompt="", tokens_per_second=0.0, text="", speculation=Pace(Settings()).acceptance("ngram"))
+ANSWER = SimpleNamespace(tokens=(), prompt="", tokens_per_second=0.0, text="", speculation=AdaptiveLength(Settings()).acceptance("ngram"))
 
 
 def test_committed_typescript_is_what_python_generates():
@@ -41,6 +42,7 @@ def test_committed_typescript_is_what_python_generates():
         (Compare, protocol.CompareState),
         (partial(PageTable, {"pages": [], "requests": [], "page_size": 256, "evictions": 0, "preemptions": 0}), protocol.PageTableState),
         (partial(SamplerMicroscope, np.zeros(4, np.float32)), protocol.MicroscopeState),
+        (partial(ServerMonitor, {}), protocol.ServerMonitorState),
         (partial(Speculation, ANSWER), protocol.SpeculationState),
         (partial(WeightBrowser, DATA / "demo-exl2-4.0bpw"), protocol.WeightsState),
     ],

@@ -101,7 +101,7 @@ export interface Pong {
   type: "pong";
 }
 
-/** The reader pressed Stop (or Cancel). */
+/** The reader pressed Stop. */
 export interface Stop {
   type: "stop";
 }
@@ -270,7 +270,7 @@ export interface PlaygroundState {
 /** A stage that is over. */
 export type Finished = [stage: string, elapsed_s: number, state: string];
 
-/** Synced traits of ProgressView. total 0 = unknown; rate in units per second (0 = not known); eta_s null = not known. */
+/** Synced traits of ProgressView. total 0 = unknown; rate in units per second (0 = not known); share 0..1, eta_s: null = not known. */
 export interface ProgressState {
   status: Status;
   error: string;
@@ -282,6 +282,7 @@ export interface ProgressState {
   unit: string;
   detail: string;
   rate: number;
+  share: number | null;
   elapsed_s: number;
   eta_s: number | null;
   finished: Finished[];
@@ -327,7 +328,11 @@ export type CurvePoint = [bpw: number, nbytes: number, kl: number, bits: number[
 /** A bitrate whose KL was measured, nats per token. */
 export type Mark = [bpw: number, kl: number, label: string];
 
-/** Synced traits of BitrateExplorer. bpw: requested; solved: the bitrate that cells and figures belong to. _free: bytes on a GPU. */
+/**
+ * Synced traits of BitrateExplorer. bpw: requested; solved: the bitrate that cells and figures belong to. _free: bytes on a GPU.
+ *
+ * _factor: KL of a copy over the predicted one, with `_tokens` tokens of calibration.
+ */
 export interface ExplorerState {
   status: Status;
   error: string;
@@ -354,6 +359,8 @@ export interface ExplorerState {
   _marks: Mark[];
   _can_make: boolean;
   _free: number | null;
+  _factor: number;
+  _tokens: number;
   _protocol: number;
   _static: boolean;
 }
@@ -521,7 +528,7 @@ export interface CachesState {
   _static: boolean;
 }
 
-/** The reader pressed Compare in CacheExplorer. */
+/** The reader pressed Generate in CacheExplorer. */
 export interface RunCaches {
   type: "run";
   prompt: string;
@@ -529,7 +536,7 @@ export interface RunCaches {
   max_tokens: number;
 }
 
-/** The reader pressed "Hide a needle". */
+/** The reader pressed "Run needle test". */
 export interface HideNeedle {
   type: "needle";
   modes: string[];
@@ -563,7 +570,7 @@ export interface CompareState {
   _static: boolean;
 }
 
-/** The reader pressed Run in Compare. */
+/** The reader pressed Generate in Compare. */
 export interface RunPrompts {
   type: "run";
   prompts: string[];
@@ -687,6 +694,33 @@ export interface SpeculationState {
   _static: boolean;
 }
 
+/** One request of a server's client. state: "running", "done", "cancelled" or "error". ttft_s null = no token yet. */
+export type ServedRequest = [number: number, route: string, client: string, state: string, seconds: number, ttft_s: number | null, prompt_tokens: number, new_tokens: number];
+
+/** One client of a server, over its last requests. ttft_ms, token_ms: medians; null = none known. */
+export type ServedClient = [client: string, running: number, ended: number, ttft_ms: number | null, token_ms: number | null];
+
+/** Synced traits of ServerMonitor. tok_s: samples, the last one newest; times of the last ten seconds, null = none. */
+export interface ServerMonitorState {
+  status: Status;
+  error: string;
+  height: string;
+  url: string;
+  model: string;
+  active: number;
+  queued: number;
+  max_queue: number;
+  pages: number;
+  pages_free: number;
+  tok_s: number[];
+  ttft_p50_s: number | null;
+  ttft_p99_s: number | null;
+  requests: ServedRequest[];
+  clients: ServedClient[];
+  _protocol: number;
+  _static: boolean;
+}
+
 export type FromKernel = Delta | Snapshot | Done | Pong | Tops | Fates;
 
 export type ToKernel = Ready | Resync | Ping | Stop | Generate | ChatSend | ChatAgain | ChatEdit | ChatGo | LookAt | LookInto | Solve | SolveSize | Make | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame;
@@ -695,26 +729,26 @@ export const SAMPLERS: readonly Sampler[] = [
   ["typical_p", "Typical-p", "1 = off", 0.05, 1, 0.05, 0.0, 1.0, 1.0],
   ["tfs", "Tail-free", "1 = off", 0.05, 1, 0.05, 0.0, 1.0, 1.0],
   ["top_a", "Top-a", "0 = off", 0, 1, 0.01, 0.0, 1.0, 0.0],
-  ["skew", "Skew", "0 = off; above: less likely tokens", -3, 3, 0.1, -10.0, 10.0, 0.0],
-  ["min_tokens", "Min tokens", "the text cannot end before", 0, 512, 1, 0, 2147483647, 0],
+  ["skew", "Skew", "0 = off; > 0 favours unlikely tokens", -3, 3, 0.1, -10.0, 10.0, 0.0],
+  ["min_tokens", "Min tokens", "no end token before this many", 0, 512, 1, 0, 2147483647, 0],
   ["presence_penalty", "Presence penalty", "0 = off", -2, 2, 0.1, -100.0, 100.0, 0.0],
   ["frequency_penalty", "Frequency penalty", "0 = off", -2, 2, 0.1, -100.0, 100.0, 0.0],
-  ["penalty_range", "Penalty range", "tokens looked back; 0 = all", 0, 4096, 1, 0, 2147483647, 0],
-  ["penalty_decay", "Penalty decay", "tokens over which it fades; needs a range", 0, 4096, 1, 0, 2147483647, 0],
-  ["dry_multiplier", "DRY multiplier", "against repeats; 0 = off", 0, 5, 0.1, 0.0, 100.0, 0.0],
-  ["dry_base", "DRY base", "growth with the length of a repeat", 1, 4, 0.05, 1.0, 10.0, 1.75],
-  ["dry_allowed_length", "DRY allowed length", "longest repeat without a penalty", 1, 20, 1, 1, 1000, 2],
-  ["dry_range", "DRY range", "tokens looked back; 0 = all", 0, 4096, 1, 0, 2147483647, 0],
-  ["dry_max_ngram", "DRY longest repeat", "in tokens", 1, 100, 1, 1, 1000, 50],
-  ["xtc_probability", "XTC probability", "leaves out the obvious; 0 = off", 0, 1, 0.05, 0.0, 1.0, 0.0],
-  ["xtc_threshold", "XTC threshold", "probability that counts as obvious", 0, 0.5, 0.01, 0.0, 1.0, 0.1],
+  ["penalty_range", "Penalty range", "window in tokens; 0 = all", 0, 4096, 1, 0, 2147483647, 0],
+  ["penalty_decay", "Penalty decay", "fade-out in tokens after the range", 0, 4096, 1, 0, 2147483647, 0],
+  ["dry_multiplier", "DRY multiplier", "penalises repeated sequences; 0 = off", 0, 5, 0.1, 0.0, 100.0, 0.0],
+  ["dry_base", "DRY base", "growth per repeated token", 1, 4, 0.05, 1.0, 10.0, 1.75],
+  ["dry_allowed_length", "DRY allowed length", "longest repeat not penalised", 1, 20, 1, 1, 1000, 2],
+  ["dry_range", "DRY range", "window in tokens; 0 = all", 0, 4096, 1, 0, 2147483647, 0],
+  ["dry_max_ngram", "DRY max n-gram", "longest repeat tracked, in tokens", 1, 100, 1, 1, 1000, 50],
+  ["xtc_probability", "XTC probability", "chance to exclude top choices; 0 = off", 0, 1, 0.05, 0.0, 1.0, 0.0],
+  ["xtc_threshold", "XTC threshold", "minimum probability of a top choice", 0, 0.5, 0.01, 0.0, 1.0, 0.1],
   ["smoothing_factor", "Smoothing factor", "0 = off", 0, 10, 0.1, 0.0, 100.0, 0.0],
-  ["smoothing_curve", "Smoothing curve", "1 is plain", 1, 3, 0.1, 1.0, 3.0, 1.0],
-  ["min_temp", "Lowest temperature", "where the model is sure", 0, 4, 0.05, 0.0, 100.0, 0.0],
-  ["max_temp", "Highest temperature", "by entropy, with temperature 1; 0 = off", 0, 4, 0.05, 0.0, 100.0, 0.0],
-  ["temp_exponent", "Temperature exponent", "of the entropy", 0.1, 5, 0.1, 0.01, 100.0, 1.0],
-  ["temperature_last", "Temperature last", "after the cuts", 0, 1, 0, 0, 1, false],
-  ["mirostat", "Mirostat", "keeps surprise near a target", 0, 1, 0, 0, 1, false],
-  ["mirostat_tau", "Mirostat tau", "surprise in bits", 0, 10, 0.1, 0.0, 100.0, 5.0],
-  ["mirostat_eta", "Mirostat eta", "how fast it steers", 0, 1, 0.01, 0.0, 10.0, 0.1],
+  ["smoothing_curve", "Smoothing curve", "1 = quadratic", 1, 3, 0.1, 1.0, 3.0, 1.0],
+  ["min_temp", "Min temperature", "dynamic, at low entropy", 0, 4, 0.05, 0.0, 100.0, 0.0],
+  ["max_temp", "Max temperature", "dynamic, at high entropy; 0 = off", 0, 4, 0.05, 0.0, 100.0, 0.0],
+  ["temp_exponent", "Temperature exponent", "dynamic, of the entropy", 0.1, 5, 0.1, 0.01, 100.0, 1.0],
+  ["temperature_last", "Temperature last", "applied after the filters", 0, 1, 0, 0, 1, false],
+  ["mirostat", "Mirostat", "holds surprise at a target", 0, 1, 0, 0, 1, false],
+  ["mirostat_tau", "Mirostat tau", "target surprise, bits", 0, 10, 0.1, 0.0, 100.0, 5.0],
+  ["mirostat_eta", "Mirostat eta", "learning rate", 0, 1, 0.01, 0.0, 10.0, 0.1],
 ];

@@ -25,7 +25,7 @@ const frame = {
 test("pages in words", () => {
   assert.deepEqual(counts(frame), { used: 1, shared: 1, cached: 1, free: 1 });
   assert.equal(summary(frame), "4 pages of 256 tokens: 2 used, 1 of them shared, 1 cached, 1 free, 3 evicted so far");
-  assert.equal(page(frame, 1), "page 1: used by request 1; 9 of 256 tokens; continues page 0; allocated now");
+  assert.equal(page(frame, 1), "page 1: used by request 1; 9 of 256 tokens; continues page 0; just allocated");
   assert.deepEqual(chain(frame, 1), [0, 1]);
   assert.deepEqual(chain(frame, 2), [2], "a page that names itself ends the walk");
   assert.match(stripes([1, 2]), /^linear-gradient/);
@@ -46,7 +46,7 @@ test("passes of the model", () => {
   };
   assert.deepEqual(
     figures(stats).map(({ value }) => value),
-    ["1.67", "50 %", "× 2.00", "the same"],
+    ["1.67", "50 %", "× 2.00", "identical"],
   );
   assert.equal(figures({ ...stats, plain_tps: null, same: null }).length, 2);
 });

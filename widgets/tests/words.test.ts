@@ -4,7 +4,7 @@ import { clamp } from "../src/playground/control";
 import { summary } from "../src/playground/settings";
 import { figures, headline } from "../src/playground/status";
 import { describe } from "../src/playground/tip";
-import { fraction, history, figures as progressFigures } from "../src/progress/words";
+import { history, figures as progressFigures } from "../src/progress/words";
 import { duration, percent, rate, SURPRISE_LABELS, spoken, surprise, visible } from "../src/shared/format";
 
 const settings = { max_tokens: 128, temperature: 0.8, top_k: 0, top_p: 0.95, min_p: 0, repetition_penalty: 1, seed: null };
@@ -76,7 +76,7 @@ test("a token is described in one sentence", () => {
     [" dog", 0.25],
     [" a", 0.1],
   ];
-  assert.equal(describe([" dog", 9, 0.25, 2, top]), "Token “dog”; 25 % likely; choice number 2; alternatives: “the” 50 %, “a” 10 %");
+  assert.equal(describe([" dog", 9, 0.25, 2, top]), "Token “dog”; 25 % likely; rank 2; alternatives: “the” 50 %, “a” 10 %");
   assert.equal(describe(["x", 9, null, null, []]), "Token “x”; id 9");
 });
 
@@ -85,12 +85,12 @@ test("progress in words", () => {
   assert.equal(progressFigures(numbers), "3 of 12 layers · 1.5 layers/s · 6.0 s left");
   assert.equal(progressFigures({ ...numbers, total: 0, eta_s: null, rate: 0 }), "3 layers · 2.0 s");
   assert.equal(progressFigures({ ...numbers, done: 0, total: 0, eta_s: null, rate: 0, elapsed_s: 0.1 }), "");
-  assert.deepEqual([fraction({ done: 3, total: 12 }), fraction({ done: 13, total: 12 }), fraction({ done: 3, total: 0 })], [0.25, 1, null]);
   assert.equal(
     history([
       ["load", 0.3, "done"],
       ["measure", 41, "done"],
+      ["anything else", 2, "done"],
     ]),
-    "load 300 ms · measure 41 s",
+    "loading 300 ms · measuring sensitivity 41 s · anything else 2.0 s",
   );
 });

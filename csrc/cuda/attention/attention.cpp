@@ -21,8 +21,8 @@ struct DecodeKernel {
   int warps, ctas_per_sm, shared_bytes, warp_bytes, rows, row_bytes, results_at;  // row_bytes: of a warp's result
 };
 
-// The pairs of the cache modes that have a name. Other pairs have no wide kernels and no runs, which are two more kernels each.
-constexpr bool often(int k_format, int v_format) { return k_format == v_format || (k_format == kCacheQ8 && v_format == kCacheQ4); }
+// Whether a cache mode has this pair. Other pairs have no kernels for 16 query rows and none with runs.
+constexpr bool is_mode(int k_format, int v_format) { return k_format == v_format || (k_format == kCacheQ8 && v_format == kCacheQ4); }
 
 std::string name_of(int k_format, int v_format, int head_dim, int nt, bool runs) {
   const auto number = [](int n) { return std::to_string(n) + ", "; };
@@ -32,7 +32,7 @@ std::string name_of(int k_format, int v_format, int head_dim, int nt, bool runs)
 template <int KF, int VF, int D, int NT>
 struct Decoder {
   using Shape = DecodeShape<KF, VF, D, NT>;
-  static constexpr bool kHasRuns = often(KF, VF) && (D == 64 || D == 128) && NT <= 1;
+  static constexpr bool kHasRuns = is_mode(KF, VF) && (D == 64 || D == 128) && NT <= 1;
   static inline const Kernel<DecodeParams> kernel{kDecode, name_of(KF, VF, D, NT, false)};
   // A kernel of its own: RUNS costs registers, so a single chunk takes longer.
   static const Kernel<DecodeParams>* with_runs() {
@@ -54,26 +54,41 @@ struct Decoder {
             static_cast<int>(offsetof(typename Shape::Shared, scratch))};
   }
 };
-template <int KF, int VF>
-DecodeKernel decode_kernel(int head_dim, int rows) {
-  const auto of = [&](auto D) -> DecodeKernel {
-    constexpr int d = decltype(D)::value, wide = often(KF, VF) && (d == 64 || d == 128) ? 2 : 1;
-    if constexpr (is_q4(KF, VF, d))
-      if (rows <= rows_of(0)) return Decoder<KF, VF, d, 0>::describe();
-    return rows > rows_of(1) ? Decoder<KF, VF, d, wide>::describe() : Decoder<KF, VF, d, 1>::describe();
-  };
-#define HEAD_DIM(d) \
-  if (head_dim == d) return of(std::integral_constant<int, d>{});
-#include "cuda/attention/variants.inc"
-  return {};
-}
 // For `rows` query rows per sequence and KV head.
-DecodeKernel find_kernel(const CacheArgs& c, int rows) {
-#define VARIANT(K, V) \
-  if (c.k_format == kCache##K && c.v_format == kCache##V) return decode_kernel<kCache##K, kCache##V>(c.head_dim, rows);
-#include "cuda/attention/variants.inc"
-  return {};
+template <int KF, int VF, int D>
+DecodeKernel decode_kernel(int rows) {
+  constexpr int kLargest = is_mode(KF, VF) && (D == 64 || D == 128) ? 2 : 1;
+  if constexpr (is_q4(KF, VF, D))
+    if (rows <= rows_of(0)) return Decoder<KF, VF, D, 0>::describe();
+  return rows > rows_of(1) ? Decoder<KF, VF, D, kLargest>::describe() : Decoder<KF, VF, D, 1>::describe();
 }
+
+// Calls f(K format, V format, head dim) for all that attention_decode is compiled for; others run in generic.cu.
+template <int N>
+using Int = std::integral_constant<int, N>;
+template <class F>
+void each_variant(const F& f) {
+  const auto pair = [&](auto k, auto v) {
+    f(k, v, Int<64>{}), f(k, v, Int<80>{}), f(k, v, Int<96>{}), f(k, v, Int<128>{}), f(k, v, Int<256>{});
+  };
+  const auto with_keys = [&](auto k) { pair(k, Int<kCacheF16>{}), pair(k, Int<kCacheQ8>{}), pair(k, Int<kCacheQ4>{}); };
+  with_keys(Int<kCacheF16>{}), with_keys(Int<kCacheQ8>{}), with_keys(Int<kCacheQ4>{});
+  pair(Int<kCacheFp8>{}, Int<kCacheFp8>{});
+}
+DecodeKernel find_kernel(const CacheArgs& c, int rows) {
+  DecodeKernel found{};
+  each_variant([&](auto k, auto v, auto d) {
+    if (c.k_format == k && c.v_format == v && c.head_dim == d) found = decode_kernel<k, v, d>(rows);
+  });
+  return found;
+}
+// Names every variant when the library is loaded.
+[[maybe_unused]] const bool named = [] {
+  each_variant([](auto k, auto v, auto d) {
+    for (const int rows : {1, rows_of(1), rows_of(2)}) decode_kernel<k, v, d>(rows);
+  });
+  return true;
+}();
 
 // Shared memory of a CTA. Halves the warps until it fits the device; 0 if it never does.
 size_t layout_shared(DecodeKernel& k, DecodeParams& p) {
@@ -104,7 +119,7 @@ size_t layout_runs(DecodeKernel& k, DecodeParams& p, size_t bytes, int64_t rows)
 bool wide(int num_heads, int num_kv_heads, int head_dim) { return head_dim == 64 && num_heads / num_kv_heads + 2 > warps_of(head_dim); }
 void widen(DecodeKernel& k, DecodeParams& p) {
   k.warps *= k.ctas_per_sm, k.ctas_per_sm = 1;
-  p.most = max_splits(2 * p.a.cache.num_kv_heads);
+  p.max_splits = max_splits(2 * p.a.cache.num_kv_heads);
 }
 
 // Many sequences: fewer and larger chunks. items: of one chunk each. As many CTAs per SM as needed, up to 4, so that each takes one item.
@@ -133,8 +148,8 @@ const char* check_rope(const RopeArgs& r, int head_dim) {
   return nullptr;
 }
 
-int most_chunks(const CacheArgs& c, int key_bytes, int most) {
-  const int units = c.max_pages * (kPage / kUnit), least = least_units(key_bytes, most);
+int max_chunks(const CacheArgs& c, int key_bytes, int most) {
+  const int units = c.max_pages * (kPage / kChunkStep), least = min_chunk_steps(key_bytes, most);
   return std::min((units + least - 1) / least, most);
 }
 
@@ -157,7 +172,7 @@ Launch rows_of_heads(int64_t rows, void* stream, bool pdl) {
 }
 
 const char* norm_all_heads(const RopeArgs& rope, float* qkv, const CacheArgs& c, int tokens, void* stream, bool pdl) {
-  return norm_whole_rows({Dim(tokens, 3), 256, 0, stream, pdl}, rope, qkv, c.num_heads, c.num_kv_heads, c.head_dim);
+  return norm_whole_rows({Dim(tokens, 3), kWholeNormThreads, 0, stream, pdl}, rope, qkv, c.num_heads, c.num_kv_heads, c.head_dim);
 }
 
 }  // namespace
@@ -165,22 +180,6 @@ const char* norm_all_heads(const RopeArgs& rope, float* qkv, const CacheArgs& c,
 size_t attention_workspace_bytes(int tokens, int num_heads, int num_kv_heads, int head_dim) {
   return Workspace(tokens, num_heads, num_kv_heads, head_dim).bytes();
 }
-
-// Names every variant when the library is loaded.
-[[maybe_unused]] const bool named = [] {
-  constexpr int head_dims[] = {
-#define HEAD_DIM(d) d,
-#include "cuda/attention/variants.inc"
-  };
-  for (const int head_dim : head_dims)
-    for (const int rows : {1, rows_of(1), rows_of(2)}) {
-      CacheArgs cache{};
-      cache.head_dim = head_dim;
-#define VARIANT(K, V) cache.k_format = kCache##K, cache.v_format = kCache##V, find_kernel(cache, rows);
-#include "cuda/attention/variants.inc"
-    }
-  return true;
-}();
 
 bool attention_polls(const AttentionArgs& a) {
   if (a.q || a.rope.norm_whole || !a.cache.sequences || check_cache(a.cache)) return false;
@@ -233,17 +232,12 @@ const char* attention_decode_launch(const AttentionArgs& args, void* stream, boo
   // Counters are at the end, where launches with other numbers of tokens have counters too: they stay 0 between launches.
   char* const at = static_cast<char*>(a.workspace);
   char* const end = at + a.workspace_bytes / sizeof(unsigned) * sizeof(unsigned);
-  DecodeParams params{a,
-                      reinterpret_cast<float*>(at + sizes.part_ml),
-                      reinterpret_cast<float2*>(at),
-                      reinterpret_cast<unsigned*>(end - sizes.count),
-                      (q_per_kv + 3) / 4,
-                      q_per_kv,
-                      0,
-                      unsigned((0x100000000ull + q_per_kv - 1) / q_per_kv),
-                      (page_bytes(c.k_format, c.head_dim) + page_bytes(c.v_format, c.head_dim)) / kPage,
-                      0,
-                      max_splits(c.num_kv_heads)};
+  DecodeParams params{};
+  params.a = a, params.q_per_kv = q_per_kv, params.blocks_per_token = (q_per_kv + 3) / 4, params.max_splits = max_splits(c.num_kv_heads);
+  params.part_ml = reinterpret_cast<float2*>(at), params.part = reinterpret_cast<float*>(at + sizes.part_ml);
+  params.count = reinterpret_cast<unsigned*>(end - sizes.count);
+  params.q_per_kv_inverse = unsigned((0x100000000ull + q_per_kv - 1) / q_per_kv);
+  params.key_bytes = (page_bytes(c.k_format, c.head_dim) + page_bytes(c.v_format, c.head_dim)) / kPage;
   DecodeKernel kernel = find_kernel(c, per_sequence * q_per_kv);
   if (kernel.kernel && a.large_chunks && per_sequence <= kMaxNew)
     widen_chunks(kernel, params,
@@ -252,7 +246,7 @@ const char* attention_decode_launch(const AttentionArgs& args, void* stream, boo
     widen(kernel, params);
   if (size_t shared = kernel.kernel ? layout_shared(kernel, params) : 0) {
     const int64_t blocks = (int64_t(per_sequence) * q_per_kv + kernel.rows - 1) / kernel.rows,
-                  items = blocks * c.sequences * c.num_kv_heads * most_chunks(c, params.key_bytes, params.most);
+                  items = blocks * c.sequences * c.num_kv_heads * max_chunks(c, params.key_bytes, params.max_splits);
     const int64_t slots = int64_t(multiprocessors()) * kernel.ctas_per_sm;
     if (items > slots && !params.wanted && c.sequences <= 32)
       shared = layout_runs(kernel, params, shared, int64_t(per_sequence) * q_per_kv);

@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cuda/gemm/fragment.cuh"
 #include "format/pool.h"
 
 namespace exl2nb {
@@ -41,16 +42,9 @@ struct RopeArgs {
   float eps;
 };
 
-// Where attention writes. Both may be given.
-struct AttentionOut {
-  static constexpr int kMaxPerms = 3;
-  void* x;                        // f16: the next matrix's input, in the order of fragment.cuh; null = none
-  int x_stride;                   // halves from token to token
-  int x_perm_stride;              // halves from copy to copy
-  int num_perms;                  // copies
-  int group;                      // fragment.cuh
-  const int* inverse[kMaxPerms];  // feature -> stored row; null = the same
-  float* out;                     // f32 (tokens, Hq * D); null = none
+// Where attention writes: the next matrix's input (x null: none), and f32 (tokens, Hq * D) (null: none).
+struct AttentionOut : MatrixInput {
+  float* out;
 };
 
 struct AttentionArgs {

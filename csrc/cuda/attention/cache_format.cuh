@@ -22,6 +22,7 @@
 
 #include "cuda/attention/attention.h"
 #include "cuda/gemm/fragment.cuh"
+#include "cuda/runtime/pdl.cuh"
 
 namespace exl2nb {
 
@@ -48,25 +49,18 @@ __host__ __device__ __forceinline__ void static_for(F&& f) {
 }
 
 __device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
-template <int TABLE>
-__device__ __forceinline__ uint32_t lop3(uint32_t a, uint32_t b, uint32_t c) {
-  uint32_t d;
-  asm("lop3.b32 %0,%1,%2,%3,%4;" : "=r"(d) : "r"(a), "r"(b), "r"(c), "n"(TABLE));
-  return d;
-}
-__device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t b, uint32_t c) { return lop3<0xea>(a, b, c); }  // (a & b) | c
 __device__ __forceinline__ uint32_t bits_of_half2(half2 v) { return *reinterpret_cast<uint32_t*>(&v); }
 __device__ __forceinline__ half2 as_half2(uint32_t v) { return *reinterpret_cast<half2*>(&v); }
-// (1024 + code - 128) * scale + scale / 2: zero lies between two codes. Both exact but for the last rounding.
+// (1024 + code - 128) * scale + scale / 2: zero is between two codes. Both exact but for the last rounding.
 __device__ __forceinline__ uint32_t from_q8(uint32_t v, half2 scale) {
   return bits_of_half2(__hfma2(__hsub2(as_half2(v), as_half2(0x64806480u)), scale, __hmul2(scale, as_half2(0x38003800u))));
 }
 // Nibbles 0 and 4, or 1 and 5, of v: 1024 + code or 64 + code, minus that and 7, times scale.
 __device__ __forceinline__ uint32_t from_q4_low(uint32_t v, half2 scale) {
-  return bits_of_half2(__hmul2(__hsub2(as_half2(and_or(v, 0x000f000fu, 0x64006400u)), as_half2(0x64076407u)), scale));
+  return bits_of_half2(__hmul2(__hsub2(as_half2(lop_and_or(v, 0x000f000fu, 0x64006400u)), as_half2(0x64076407u)), scale));
 }
 __device__ __forceinline__ uint32_t from_q4_high(uint32_t v, half2 scale) {
-  return bits_of_half2(__hmul2(__hsub2(as_half2(and_or(v, 0x00f000f0u, 0x54005400u)), as_half2(0x54705470u)), scale));
+  return bits_of_half2(__hmul2(__hsub2(as_half2(lop_and_or(v, 0x00f000f0u, 0x54005400u)), as_half2(0x54705470u)), scale));
 }
 // Two e4m3 bytes, each in the high byte of a half, times 2^-8: the distance of the exponents' zero points. Scaled by that and `scale`.
 __device__ __forceinline__ uint32_t from_e4m3(uint32_t v) { return (v & 0x80008000u) | ((v & 0x7f007f00u) >> 1); }
@@ -74,89 +68,64 @@ __device__ __forceinline__ uint32_t from_e4m3(uint32_t v, half2 scale) {
   return bits_of_half2(__hmul2(as_half2(from_e4m3(v)), __hmul2(scale, as_half2(0x5c005c00u))));
 }
 
-// A row of D numbers dealt to LANES lanes.
+// A row of D numbers dealt to LANES lanes: a lane's share is loaded in vectors of 16, 8, 4, 2 and 1 bytes, into words of 32 bits.
 template <int FORMAT, int D, int LANES>
 struct Lanes {
-  static constexpr int kBits = pool_bits(FORMAT), kBytes = D * kBits / 8 / LANES, kRowBytes = D * kBits / 8, kGroup = pool_group(D);
-  static __host__ __device__ constexpr int size(int piece) {
-    int left = kBytes, s = 0;
-    for (int i = 0; i <= piece; i++) {
-      s = left >= 16 ? 16 : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : left;
-      left -= s;
+  static constexpr int kBits = pool_bits(FORMAT), kBytes = D * kBits / 8 / LANES, kGroup = pool_group(D);
+  struct Vector {
+    int bytes, start, word;  // its bytes; bytes and words of the lane before it
+  };
+  static __host__ __device__ constexpr Vector vector(int index) {
+    Vector v{0, 0, 0};
+    for (int left = kBytes;; index--) {
+      v.bytes = left >= 16 ? 16 : left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : left;
+      if (index == 0) return v;
+      v.start += v.bytes, v.word += (v.bytes + 3) / 4, left -= v.bytes;
     }
-    return s;
   }
-  static __host__ __device__ constexpr int start(int piece) {  // bytes of a lane before the piece
+  static __host__ __device__ constexpr int count_vectors() {
     int n = 0;
-    for (int i = 0; i < piece; i++) n += size(i);
+    while (vector(n).bytes > 0) n++;
     return n;
   }
-  static __host__ __device__ constexpr int word(int piece) {
+  static constexpr int kVectors = count_vectors(), kWords = vector(kVectors).word, kScales = pool_is_coded(FORMAT) ? kVectors : 1;
+  static __host__ __device__ constexpr int vector_of(int word) {
     int n = 0;
-    for (int i = 0; i < piece; i++) n += (size(i) + 3) / 4;
+    while (n + 1 < kVectors && vector(n + 1).word <= word) n++;
     return n;
-  }
-  static __host__ __device__ constexpr int pieces() {
-    int n = 0;
-    while (size(n) > 0) n++;
-    return n;
-  }
-  static constexpr int kPieces = pieces(), kWords = word(kPieces), kScales = pool_is_coded(FORMAT) ? kPieces : 1;
-  static __host__ __device__ constexpr int piece_of(int word_index) {
-    int p = 0;
-    while (p + 1 < kPieces && word(p + 1) <= word_index) p++;
-    return p;
   }
   // First dim of a word, without the lane's share; the lane adds lane * lane_dims(word).
   static __host__ __device__ constexpr int word_dim(int w) {
-    return start(piece_of(w)) * LANES * 8 / kBits + (w - word(piece_of(w))) * 32 / kBits;
+    const Vector v = vector(vector_of(w));
+    return v.start * LANES * 8 / kBits + (w - v.word) * 32 / kBits;
   }
-  static __host__ __device__ constexpr int lane_dims(int w) { return size(piece_of(w)) * 8 / kBits; }
-  static __host__ __device__ constexpr int word_dims(int w) {
-    return (size(piece_of(w)) < 4 ? size(piece_of(w)) : 4) * 8 / kBits;
-  }  // 2 to 8 dims in it
+  static __host__ __device__ constexpr int lane_dims(int w) { return vector(vector_of(w)).bytes * 8 / kBits; }
+  static __host__ __device__ constexpr int word_dims(int w) { return lane_dims(w) < 32 / kBits ? lane_dims(w) : 32 / kBits; }
 };
 
-template <int BYTES>
-__device__ __forceinline__ void load_bytes(const uint8_t* p, uint32_t* v) {
-  if constexpr (BYTES == 16) {
-    const uint4 u = *reinterpret_cast<const uint4*>(p);
-    v[0] = u.x, v[1] = u.y, v[2] = u.z, v[3] = u.w;
-  } else if constexpr (BYTES == 8) {
-    const uint2 u = *reinterpret_cast<const uint2*>(p);
-    v[0] = u.x, v[1] = u.y;
-  } else if constexpr (BYTES == 4) {
-    v[0] = *reinterpret_cast<const uint32_t*>(p);
-  } else if constexpr (BYTES == 2) {
-    v[0] = *reinterpret_cast<const uint16_t*>(p);
-  } else {
-    v[0] = *p;
-  }
-}
-
-// One lane's share of one token's row as it lies in memory.
+// One lane's share of one token's row, as stored.
 template <int FORMAT, int D, int LANES>
 struct Share {
   using L = Lanes<FORMAT, D, LANES>;
   uint32_t w[L::kWords];
-  uint32_t s[L::kScales];  // fp16 scale of each piece, in the low half
+  uint32_t s[L::kScales];  // fp16 scale of each vector, in the low half
 
   // row: the token's codes; scales: its D / G scales.
   __device__ __forceinline__ void load(const uint8_t* row, const uint8_t* scales, int lane) {
-    static_for<L::kPieces>([&](auto i) {
-      constexpr int p = decltype(i)::value, size = L::size(p), start = L::start(p) * LANES, word = L::word(p);
-      load_bytes<size>(row + start + lane * size, w + word);
+    static_for<L::kVectors>([&](auto i) {
+      constexpr int p = decltype(i)::value, size = L::vector(p).bytes, start = L::vector(p).start * LANES;
+      load_bytes<size>(row + start + lane * size, w + L::vector(p).word);
       if constexpr (pool_is_coded(FORMAT)) {
         constexpr int first = start * 8 / L::kBits, dims = size * 8 / L::kBits;
-        static_assert(L::kGroup % dims == 0 && first % dims == 0, "a lane's piece has one scale");
+        static_assert(L::kGroup % dims == 0 && first % dims == 0, "a lane's vector has one scale");
         load_bytes<2>(scales + 2 * ((first + lane * dims) / L::kGroup), s + p);
       }
     });
   }
   template <int WORD>
   __device__ __forceinline__ half scale() const {
-    constexpr int piece = L::piece_of(WORD);
-    return __ushort_as_half(static_cast<unsigned short>(s[piece]));
+    constexpr int kVector = L::vector_of(WORD);
+    return __ushort_as_half(static_cast<unsigned short>(s[kVector]));
   }
 };
 
@@ -168,7 +137,7 @@ struct KeyFragment {
 
   static constexpr bool kMatrices = kGroupBytes % 16 == 0;  // else two bytes at a time
 
-  // Where dim d of q lies so that lane t finds its 8 numbers of steps 2 p and 2 p + 1 together, at (4 p + t) * 8, in register order.
+  // Place of dim d of q, so that lane t reads its 8 numbers of steps 2 p and 2 p + 1 together, at (4 p + t) * 8, in register order.
   static __host__ __device__ __forceinline__ int place(int d) {
     if constexpr (FORMAT == kCacheF16) {
       return fragment_place(d);
@@ -189,7 +158,7 @@ struct KeyFragment {
       low = from_e4m3(permute(w, 0, 0x1404)), high = from_e4m3(permute(w, 0, 0x3424));
     } else {
       const uint32_t v = kGroup == 16 ? permute(w, 0, 0x4140) : STEP ? w >> 8 : w;
-      low = and_or(v, 0x000f000fu, 0x64006400u), high = and_or(v, 0x00f000f0u, 0x54005400u);
+      low = lop_and_or(v, 0x000f000fu, 0x64006400u), high = lop_and_or(v, 0x00f000f0u, 0x54005400u);
     }
   }
   // What the codes are above, negative, in halves: -1031 and -71; -1152 and 0.5, to be added one after the other.
@@ -206,16 +175,13 @@ template <int FORMAT, int D>
 struct ValueFragment {
   using L = Lanes<FORMAT, D, 8>;
   using S = Share<FORMAT, D, 8>;
-  static constexpr int kTiles = D / 16;
-  static __host__ __device__ constexpr int word(int i) {  // that holds the lane's dims 2i, 2i + 1
+  struct Place {
+    int word, inside;
+  };
+  static __host__ __device__ constexpr Place place(int i) {  // word that holds the lane's dims 2i and 2i + 1, and where in it
     int left = 2 * i, w = 0;
     while (left >= L::word_dims(w)) left -= L::word_dims(w++);
-    return w;
-  }
-  static __host__ __device__ constexpr int inside(int i) {  // their place in the word
-    int left = 2 * i, w = 0;
-    while (left >= L::word_dims(w)) left -= L::word_dims(w++);
-    return left;
+    return {w, left};
   }
   // Dim of row g + 8 * half of tile I: also of the output. What is I's is computed here: left to the optimiser, it takes ten times as long
   // to compile all of them.
@@ -226,25 +192,22 @@ struct ValueFragment {
     } else if constexpr (scales_in_probs(FORMAT, D)) {
       return I / 2 * 32 + g * 4 + I % 2 * 2 + half;
     } else {
-      constexpr int first = L::word_dim(word(I)) + inside(I), each = L::lane_dims(word(I));
+      constexpr Place at = place(I);
+      constexpr int first = L::word_dim(at.word) + at.inside, each = L::lane_dims(at.word);
       return first + g * each + half;
     }
   }
 
   template <int I>
   static __device__ __forceinline__ void get(const S& a, const S& b, uint32_t& first, uint32_t& second) {
-    constexpr int W = word(I), at = inside(I);
+    constexpr int W = place(I).word, at = place(I).inside;
+    const half2 scale = __halves2half2(a.template scale<W>(), b.template scale<W>());
+    uint32_t v = permute(a.w[W], b.w[W], FORMAT == kCacheQ4 ? at >= 4 ? 0x7632 : 0x5410 : at ? 0x7362 : 0x5140);
     if constexpr (FORMAT == kCacheQ8) {
-      const half2 scale = __halves2half2(a.template scale<W>(), b.template scale<W>());
-      const uint32_t v = permute(a.w[W], b.w[W], at ? 0x7362 : 0x5140);
       first = from_q8(permute(v, 0x64646464u, 0x4140), scale), second = from_q8(permute(v, 0x64646464u, 0x4342), scale);
     } else if constexpr (FORMAT == kCacheFp8) {
-      const half2 scale = __halves2half2(a.template scale<W>(), b.template scale<W>());
-      const uint32_t v = permute(a.w[W], b.w[W], at ? 0x7362 : 0x5140);
       first = from_e4m3(permute(v, 0, 0x1404), scale), second = from_e4m3(permute(v, 0, 0x3424), scale);
     } else {
-      const half2 scale = __halves2half2(a.template scale<W>(), b.template scale<W>());
-      uint32_t v = permute(a.w[W], b.w[W], at >= 4 ? 0x7632 : 0x5410);
       if constexpr (at % 4 == 2) v >>= 8;
       first = from_q4_low(v, scale), second = from_q4_high(v, scale);
     }
@@ -252,44 +215,29 @@ struct ValueFragment {
 };
 
 // ---------------------------------------------------------------- encoding
-// N numbers per lane, of N groups of G neighbouring lanes each, go through the same steps side by side: their latencies overlap.
-template <int N>
-using Numbers = float[N];
-
 // Walsh-Hadamard transform over sqrt(G) of G neighbouring lanes; its own inverse. Rounded like the format's: no fused multiply-add.
-template <int G, int N>
-__device__ __forceinline__ void hadamard(Numbers<N>& v) {
-  static_assert(G == 8 || G == 16 || G == 32, "a group of the cache");
-#pragma unroll
-  for (int i = 1; i < G; i *= 2)
-#pragma unroll
-    for (int n = 0; n < N; n++) {
-      const float other = __shfl_xor_sync(kAll, v[n], i);
-      v[n] = threadIdx.x & i ? __fsub_rn(other, v[n]) : __fadd_rn(v[n], other);
-    }
-#pragma unroll
-  for (int n = 0; n < N; n++) v[n] = __fmul_rn(v[n], G == 32 ? 0.17677669529663687f : G == 16 ? 0.25f : 0.35355339059327373f);
-}
 template <int G>
 __device__ __forceinline__ float hadamard(float v) {
-  Numbers<1> one = {v};
-  hadamard<G, 1>(one);
-  return one[0];
+  static_assert(G == 8 || G == 16 || G == 32, "a group of the cache");
+#pragma unroll
+  for (int i = 1; i < G; i *= 2) {
+    const float other = __shfl_xor_sync(kAll, v, i);
+    v = threadIdx.x & i ? __fsub_rn(other, v) : __fadd_rn(v, other);
+  }
+  return __fmul_rn(v, G == 32 ? 0.17677669529663687f : G == 16 ? 0.25f : 0.35355339059327373f);
 }
 // Sum over G neighbouring lanes in the format's order; the largest.
-template <int G, int N>
-__device__ __forceinline__ void tree(Numbers<N>& v) {
+template <int G>
+__device__ __forceinline__ float group_sum(float v) {
 #pragma unroll
-  for (int i = 1; i < G; i *= 2)
-#pragma unroll
-    for (int n = 0; n < N; n++) v[n] = __fadd_rn(v[n], __shfl_xor_sync(kAll, v[n], i));
+  for (int i = 1; i < G; i *= 2) v = __fadd_rn(v, __shfl_xor_sync(kAll, v, i));
+  return v;
 }
-template <int G, int N>
-__device__ __forceinline__ void group_max(Numbers<N>& v) {
+template <int G>
+__device__ __forceinline__ float group_max(float v) {
 #pragma unroll
-  for (int i = 1; i < G; i *= 2)
-#pragma unroll
-    for (int n = 0; n < N; n++) v[n] = fmaxf(v[n], __shfl_xor_sync(kAll, v[n], i));
+  for (int i = 1; i < G; i *= 2) v = fmaxf(v, __shfl_xor_sync(kAll, v, i));
+  return v;
 }
 
 // A group's scale and this lane's code, by cache/FORMAT.md, "Encoding", step for step.
@@ -320,112 +268,61 @@ __device__ __forceinline__ float candidate(float largest, int k) {
   const float high = k & 1 ? (k & 2 ? parts[7] : parts[5]) : (k & 2 ? parts[6] : parts[4]);
   return as_half(__fmul_rn(largest, k & 4 ? high : low));
 }
-// Eight sums over G lanes in the order of `tree`, together: at 1, 2 and 4 a lane keeps half of its sums and gives the other half away. Then
-// the lanes whose lowest bits are b hold the sum of candidate 4 * (b & 1) + (b & 2) + (b >> 2).
-template <int G, int N>
-__device__ __forceinline__ void search_scales(const Numbers<N>& g, const Numbers<N>& largest, Numbers<N>& scale) {
+// Eight sums over G lanes in the order of `group_sum`, together: at 1, 2 and 4 a lane keeps half of its sums and gives the other half away.
+// Then the lanes whose lowest bits are b hold the sum of candidate 4 * (b & 1) + (b & 2) + (b >> 2).
+template <int G>
+__device__ __forceinline__ float search_scale(float g, float largest) {
   const int lane = threadIdx.x % 32;
-  float e[N][8];
+  float e[8];
 #pragma unroll
-  for (int n = 0; n < N; n++)
-#pragma unroll
-    for (int k = 0; k < 8; k++) e[n][k] = squared_error(g[n], candidate(largest[n], k));
+  for (int k = 0; k < 8; k++) e[k] = squared_error(g, candidate(largest, k));
 #pragma unroll
   for (int h = 1, half_of = 4; h < 8; h *= 2, half_of /= 2) {
     const bool upper = lane & h;
 #pragma unroll
-    for (int n = 0; n < N; n++)
-#pragma unroll
-      for (int k = 0; k < half_of; k++) {
-        const float given = __shfl_xor_sync(kAll, upper ? e[n][k] : e[n][k + half_of], h);
-        e[n][k] = __fadd_rn(upper ? e[n][k + half_of] : e[n][k], given);
-      }
-  }
-  Numbers<N> least, over, under, error;
-  int first[N];
-#pragma unroll
-  for (int n = 0; n < N; n++) least[n] = e[n][0], first[n] = 4 * (lane & 1) + (lane & 2) + (lane >> 2 & 1);
-#pragma unroll
-  for (int h = 8; h < G; h *= 2)
-#pragma unroll
-    for (int n = 0; n < N; n++) least[n] = __fadd_rn(least[n], __shfl_xor_sync(kAll, least[n], h));
-#pragma unroll
-  for (int h = 1; h < 8; h *= 2)
-#pragma unroll
-    for (int n = 0; n < N; n++) {
-      const float other = __shfl_xor_sync(kAll, least[n], h);
-      const int k = __shfl_xor_sync(kAll, first[n], h);
-      if (other < least[n] || (other == least[n] && k < first[n])) least[n] = other, first[n] = k;
+    for (int k = 0; k < half_of; k++) {
+      const float given = __shfl_xor_sync(kAll, upper ? e[k] : e[k + half_of], h);
+      e[k] = __fadd_rn(upper ? e[k + half_of] : e[k], given);
     }
-#pragma unroll
-  for (int n = 0; n < N; n++) {
-    scale[n] = candidate(largest[n], first[n]);
-    const float c = level<4>(g[n], scale[n]);
-    over[n] = __fmul_rn(g[n], c), under[n] = __fmul_rn(c, c);
   }
-  tree<G, N>(over);
-  tree<G, N>(under);
+  float least = e[0];
+  int first = 4 * (lane & 1) + (lane & 2) + (lane >> 2 & 1);
 #pragma unroll
-  for (int n = 0; n < N; n++) {
-    over[n] = under[n] == 0.f ? 0.f : as_half(__fdiv_rn(over[n], under[n]));
-    error[n] = squared_error(g[n], over[n]);
+  for (int h = 8; h < G; h *= 2) least = __fadd_rn(least, __shfl_xor_sync(kAll, least, h));
+#pragma unroll
+  for (int h = 1; h < 8; h *= 2) {
+    const float other = __shfl_xor_sync(kAll, least, h);
+    const int k = __shfl_xor_sync(kAll, first, h);
+    if (other < least || (other == least && k < first)) least = other, first = k;
   }
-  tree<G, N>(error);
-#pragma unroll
-  for (int n = 0; n < N; n++)
-    if (error[n] < least[n]) scale[n] = over[n];
+  const float scale = candidate(largest, first), c = level<4>(g, scale);
+  const float over = group_sum<G>(__fmul_rn(g, c)), under = group_sum<G>(__fmul_rn(c, c));
+  const float fitted = under == 0.f ? 0.f : as_half(__fdiv_rn(over, under));
+  return group_sum<G>(squared_error(g, fitted)) < least ? fitted : scale;
 }
 // x rounded to fp16 first, unless the cache is f32. Plain formats: the number's own bits as code. 4 bits: an even lane has its neighbour's
 // code too, as it is stored.
-template <int FORMAT, int G, int N>
-__device__ __forceinline__ void encode(const Numbers<N>& x, Coded (&out)[N]) {
-  if constexpr (FORMAT == kCacheF32 || FORMAT == kCacheF16) {
-#pragma unroll
-    for (int n = 0; n < N; n++) {
-      out[n].scale = __ushort_as_half(0);
-      out[n].code = FORMAT == kCacheF32 ? __float_as_int(x[n]) : __half_as_ushort(__float2half_rn(x[n]));
-    }
-  } else {
-    Numbers<N> g, hi, lo, broken, scale;
-#pragma unroll
-    for (int n = 0; n < N; n++) g[n] = as_half(x[n]);
-    if constexpr (pool_is_rotated(FORMAT)) hadamard<G, N>(g);
-#pragma unroll
-    for (int n = 0; n < N; n++) hi[n] = g[n], lo[n] = -g[n], broken[n] = isfinite(g[n]) ? 0.f : 1.f;
-    group_max<G, N>(hi);
-    group_max<G, N>(lo);
-    group_max<G, N>(broken);
-    if constexpr (FORMAT == kCacheQ4) {
-      Numbers<N> largest;
-#pragma unroll
-      for (int n = 0; n < N; n++) largest[n] = hi[n] >= lo[n] ? hi[n] : -lo[n];
-      search_scales<G, N>(g, largest, scale);
-    } else {
-#pragma unroll
-      for (int n = 0; n < N; n++)
-        scale[n] = as_half(__fmul_rn(fmaxf(hi[n], lo[n]), FORMAT == kCacheFp8 ? float(1 / 448.0) : float(1 / 127.5)));
-    }
-#pragma unroll
-    for (int n = 0; n < N; n++) {
-      out[n].scale = __float2half_rn(scale[n] == 0.f ? 0.f : scale[n]);  // never -0: bytes are compared
-      if constexpr (FORMAT == kCacheFp8) {
-        const float v = fminf(fmaxf(__fmul_rn(g[n], inverse_of(scale[n])), -448.f), 448.f);
-        out[n].code = __nv_cvt_float_to_fp8(v, __NV_SATFINITE, __NV_E4M3);
-      } else if constexpr (FORMAT == kCacheQ8) {
-        out[n].code = static_cast<int>(level<8>(g[n], scale[n]) + 127.5f);
-      } else {
-        out[n].code = static_cast<int>(level<4>(g[n], scale[n]) + 7.f);
-      }
-      if (broken[n] != 0.f) out[n].scale = __ushort_as_half(0x7e00), out[n].code = 0;
-      if constexpr (FORMAT == kCacheQ4) out[n].code |= __shfl_down_sync(kAll, out[n].code, 1) << 4;
-    }
-  }
-}
 template <int FORMAT, int G>
 __device__ __forceinline__ Coded encode(float x) {
-  Coded out[1];
-  encode<FORMAT, G, 1>({x}, out);
-  return out[0];
+  if constexpr (FORMAT == kCacheF32) return {__ushort_as_half(0), __float_as_int(x)};
+  if constexpr (FORMAT == kCacheF16) return {__ushort_as_half(0), __half_as_ushort(__float2half_rn(x))};
+  float g = as_half(x), scale;
+  if constexpr (pool_is_rotated(FORMAT)) g = hadamard<G>(g);
+  const float high = group_max<G>(g), low = group_max<G>(-g), broken = group_max<G>(isfinite(g) ? 0.f : 1.f);
+  if constexpr (FORMAT == kCacheQ4)
+    scale = search_scale<G>(g, high >= low ? high : -low);
+  else
+    scale = as_half(__fmul_rn(fmaxf(high, low), FORMAT == kCacheFp8 ? float(1 / 448.0) : float(1 / 127.5)));
+  Coded out{__float2half_rn(scale == 0.f ? 0.f : scale), 0};  // never -0: bytes are compared
+  if constexpr (FORMAT == kCacheFp8)
+    out.code = __nv_cvt_float_to_fp8(fminf(fmaxf(__fmul_rn(g, inverse_of(scale)), -448.f), 448.f), __NV_SATFINITE, __NV_E4M3);
+  else if constexpr (FORMAT == kCacheQ8)
+    out.code = static_cast<int>(level<8>(g, scale) + 127.5f);
+  else
+    out.code = static_cast<int>(level<4>(g, scale) + 7.f);
+  if (broken != 0.f) out = {__ushort_as_half(0x7e00), 0};
+  if constexpr (FORMAT == kCacheQ4) out.code |= __shfl_down_sync(kAll, out.code, 1) << 4;
+  return out;
 }
 // Dim d of a row into the row's codes and scales.
 template <int FORMAT, int G>

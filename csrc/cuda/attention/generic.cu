@@ -86,10 +86,9 @@ __device__ __forceinline__ void read_row(AnyRow& row, int format, int D, const P
 
 // Clip, and one norm over all heads of q and of k, in place. Grid (tokens, 3): q, k, v.
 __global__ void norm_whole_rows(RopeArgs rope, float* qkv, int num_heads, int num_kv_heads, int D) {
-  __shared__ float sums[32];
   pdl_launch_dependents();
   pdl_wait();
-  const int part = blockIdx.y, n = (part ? num_kv_heads : num_heads) * D, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int part = blockIdx.y, n = (part ? num_kv_heads : num_heads) * D;
   float* const x = qkv + static_cast<int64_t>(blockIdx.x) * (num_heads + 2 * num_kv_heads) * D +
                    (part == 0   ? 0
                     : part == 1 ? num_heads
@@ -98,25 +97,16 @@ __global__ void norm_whole_rows(RopeArgs rope, float* qkv, int num_heads, int nu
   const float* const weight = part == 0 ? rope.q_norm : part == 1 ? rope.k_norm : nullptr;
   const float limit = rope.clip > 0.f ? rope.clip : INFINITY;
   const auto clipped = [&](int i) { return fminf(fmaxf(x[i], -limit), limit); };
-  const auto sum_all = [&](float v) {
-    v = warp_sum(v);
-    __syncthreads();
-    if (lane == 0) sums[warp] = v;
-    __syncthreads();
-    float total = 0;
-    for (int w = 0; w < static_cast<int>(blockDim.x) / 32; w++) total += sums[w];
-    return total;
-  };
   float mean = 0.f, factor = 1.f;
   if (weight) {
     float sum = 0;
     if (rope.layer_norm) {
       for (int i = threadIdx.x; i < n; i += blockDim.x) sum += clipped(i);
-      mean = sum_all(sum) / n;
+      mean = cta_sum<kWholeNormThreads>(sum) / n;
     }
     float squares = 0;
     for (int i = threadIdx.x; i < n; i += blockDim.x) squares = fmaf(clipped(i) - mean, clipped(i) - mean, squares);
-    factor = rsqrtf(sum_all(squares) / n + rope.eps);
+    factor = rsqrtf(cta_sum<kWholeNormThreads>(squares) / n + rope.eps);
   }
   for (int i = threadIdx.x; i < n; i += blockDim.x) x[i] = weight ? (clipped(i) - mean) * factor * weight[i] : clipped(i);
 }
@@ -235,8 +225,8 @@ __global__ void __launch_bounds__(kGenericWarps * 32) attention_any(const __grid
     if (a.to.out) a.to.out[static_cast<int64_t>(token) * c.num_heads * D + feature] = sum.x[i];
     for (int n = 0; n < a.to.num_perms; n++) {
       const int stored = a.to.inverse[n] ? a.to.inverse[n][feature] : feature;
-      static_cast<half*>(a.to.x)[static_cast<int64_t>(n) * a.to.x_perm_stride + token_place(a.to.group, a.to.x_stride, token) +
-                                 row_place(a.to.group, stored)] = saturated(sum.x[i]);
+      a.to.x[static_cast<int64_t>(n) * a.to.perm_stride + token_place(a.to.group, a.to.stride, token) + row_place(a.to.group, stored)] =
+          saturated(sum.x[i]);
     }
   }
 }

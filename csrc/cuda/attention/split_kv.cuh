@@ -6,17 +6,18 @@
 
 namespace exl2nb {
 
-constexpr int kTile = 16, kUnit = 8 * kTile;  // keys of an MMA tile; a chunk is a multiple of kUnit keys
-constexpr int kMaxNew = 8;                    // new tokens of a sequence
-constexpr int kGenericWarps = 4;              // of a CTA of generic.cu
-constexpr float kLowest = -1e30f;             // maximum of an empty set
+constexpr int kTile = 16, kChunkStep = 8 * kTile;  // keys of an MMA tile; a chunk is a multiple of kChunkStep keys
+constexpr int kMaxNew = 8;                         // new tokens of a sequence
+constexpr int kGenericWarps = 4;                   // of a CTA of generic.cu
+constexpr int kWholeNormThreads = 256;             // of a CTA of norm_whole_rows
+constexpr float kLowest = -1e30f;                  // maximum of an empty set
 
 // Warps of a CTA; CTAs per SM; the largest CTA (AttentionArgs may make one CTA of all warps of an SM).
 constexpr int warps_of(int D) { return D > 128 ? 4 : 8; }
 constexpr int ctas_per_sm(int D, int NT) { return NT > 1 && D > 64 ? 1 : 2; }
-constexpr int most_warps(int D, int NT) { return warps_of(D) * ctas_per_sm(D, NT); }
+constexpr int max_warps(int D, int NT) { return warps_of(D) * ctas_per_sm(D, NT); }
 
-// 4-bit K and V in groups of 32: decode_q4.cuh.
+// 4-bit K and V in groups of 32: integer scores.
 constexpr bool is_q4(int k_format, int v_format, int D) { return k_format == kCacheQ4 && v_format == kCacheQ4 && pool_group(D) == 32; }
 // Query rows of an item.
 constexpr int rows_of(int NT) { return NT ? 8 * NT : 4; }
@@ -30,18 +31,19 @@ __host__ __device__ constexpr int max_splits(int num_kv_heads) {
 struct Chunks {
   int start, size, count;  // first key, keys per chunk, chunks
 };
-// Smallest chunk, in units: 256 or 512 keys. From 16 KV heads on the heads alone are enough items, and merging costs more than it brings:
-// 512 keys instead of 256 make a step of Llama-2-7B's shape 5 % faster on an H200 at contexts of 128 to 384 (2026-11-22).
-__host__ __device__ constexpr int least_units(int key_bytes, int most) { return key_bytes > 256 && most > 16 ? 2 : 4; }
+// Smallest chunk, in steps of kChunkStep keys: 256 or 512 keys. From 16 KV heads on the heads alone are enough items, and merging costs
+// more than it brings: 512 keys instead of 256 make a step of Llama-2-7B's shape 5 % faster on an H200 at contexts of 128 to 384
+// (2026-11-22).
+__host__ __device__ constexpr int min_chunk_steps(int key_bytes, int most) { return key_bytes > 256 && most > 16 ? 2 : 4; }
 
 // Chunks of one sequence, from its lengths and the model alone. Chunk sizes stay the same over wide ranges of context lengths, so a row's
 // bits do not depend on how many newer tokens the step has: a chunk that a row does not see adds nothing. More than kMaxNew queries are
 // items enough: one chunk. most: max_splits. wanted: 0, or a number of chunks of equal size; then the bits depend on `wanted`, too.
 __host__ __device__ inline Chunks chunks_of(int context, int queries, int window, int most, int key_bytes, int wanted) {
-  const int oldest = window > 0 ? context - queries - window + 1 : 0, start = oldest > 0 ? oldest / kUnit * kUnit : 0;
-  const int units = (context - start + kUnit - 1) / kUnit;
-  if (queries > kMaxNew) return {start, units * kUnit, 1};
-  int per = least_units(key_bytes, most);
+  const int oldest = window > 0 ? context - queries - window + 1 : 0, start = oldest > 0 ? oldest / kChunkStep * kChunkStep : 0;
+  const int units = (context - start + kChunkStep - 1) / kChunkStep;
+  if (queries > kMaxNew) return {start, units * kChunkStep, 1};
+  int per = min_chunk_steps(key_bytes, most);
   if (wanted > 0) {  // sizes rounded up to 32 keys
     const int tiles = (context - start + 2 * kTile - 1) / (2 * kTile), fewest = (units + per - 1) / per,
               count = wanted < fewest ? wanted : fewest;
@@ -49,7 +51,7 @@ __host__ __device__ inline Chunks chunks_of(int context, int queries, int window
     if (count <= most) return {start, each * 2 * kTile, (tiles + each - 1) / each};
   }
   while (per * most < units) per = per % 3 == 0 ? per / 3 * 4 : per / 2 * 3;  // 2 3 4 6 8 12 ...
-  return {start, per * kUnit, units <= per ? 1 : (units + per - 1) / per};
+  return {start, per * kChunkStep, units <= per ? 1 : (units + per - 1) / per};
 }
 
 struct DecodeParams {
@@ -61,7 +63,7 @@ struct DecodeParams {
   unsigned q_per_kv_inverse;  // ceil(2^32 / q_per_kv): exact quotients of numbers below 2^32 / q_per_kv
   int key_bytes;              // of a key and its value
   int warp_bytes;             // shared memory of a warp: its tiles, then its results
-  int most;                   // max_splits
+  int max_splits;             // most chunks of a sequence
   int tiles_at;               // shared memory: offset of the first warp's tiles
   // RUNS: with at most result_rows query rows (0: never) a CTA may process several chunks in sequence. The warps' results then have their
   // own shared memory, results_at + warp * result_bytes, so that the next chunk's tiles arrive meanwhile.
@@ -72,7 +74,7 @@ struct DecodeParams {
 template <int KF, int VF, int D, int NT>
 struct DecodeShape {
   static constexpr bool kQ4 = is_q4(KF, VF, D);
-  static constexpr int kMost = most_warps(D, NT), kSlots = (D + 31) / 32, kRows = rows_of(NT), kN = NT ? NT : 1, kColumns = NT ? 2 : 1,
+  static constexpr int kMaxWarps = max_warps(D, NT), kSlots = (D + 31) / 32, kRows = rows_of(NT), kN = NT ? NT : 1, kColumns = NT ? 2 : 1,
                        kGroups = D / pool_group(D);
   static constexpr int kQStride = kSlots * 32 + 8;  // halves; lanes of a quarter warp read 16 bytes each
   static constexpr int kOStride = D + 4;            // floats; no bank conflict between lanes that store together
@@ -88,13 +90,13 @@ struct DecodeShape {
     alignas(16) half q[kRows * kQStride];  // in the order of KeyFragment::place
     alignas(16) uint8_t k[kMaxNew * KeyTile::kRow], v[kMaxNew * ValueTile::kRow];  // this step's rows in the cache's format
     alignas(16) uint8_t k_scale[kMaxNew * kGroups * 2], v_scale[kMaxNew * kGroups * 2];
-    float max[kMost][kRows], sum[kMost][kRows];
+    float max[kMaxWarps][kRows], sum[kMaxWarps][kRows];
     int token[kRows], head[kRows];
     float unit[kRows];  // of integer queries
     alignas(16) int4 constants[3];
     bool last;
-    int last_chunk, runs, several;        // RUNS: the CTA's last chunk; CTAs that share these rows; whether this CTA has several chunks
-    alignas(16) float scratch[kMost][D];  // this and the next member: only in stage 2
+    int last_chunk, runs, several;            // RUNS: the CTA's last chunk; CTAs that share these rows; whether this CTA has several chunks
+    alignas(16) float scratch[kMaxWarps][D];  // this and the next member: only in stage 2
     float new_rows[kCoded ? 2 * kMaxNew : 1][D];  // new keys, then new values, before they are quantised
   };
   static constexpr int kSharedBytes = (sizeof(Shared) + 127) / 128 * 128;
@@ -123,23 +125,18 @@ __device__ __forceinline__ bool find_item(const DecodeParams& p, int index, Item
   for (int base = 0; base < c.sequences; base += 32) {
     const int b = several ? base + lane : 0;
     int first = 0, queries = 0, context = 0, items = 0, blocks = 0, each = 1, runs = 0;
-    Chunks chunks{0, kUnit, 0};
+    Chunks chunks{0, kChunkStep, 0};
     if (b < c.sequences) {
       first = c.cu_seqlens[b], queries = c.cu_seqlens[b + 1] - first, context = c.context_lens[b];
       if (context > 0 && queries > 0) {
-        chunks = chunks_of(context, queries, p.a.window, p.most, p.key_bytes, p.wanted);
+        chunks = chunks_of(context, queries, p.a.window, p.max_splits, p.key_bytes, p.wanted);
         blocks = (queries * q_per_kv + ROWS - 1) / ROWS;
         runs = chunks.count, items = runs * c.num_kv_heads * blocks;
       }
     }
     int end = 0, total = 0;
     const auto prefix_sum = [&] {
-      end = items;
-      if (several)
-        for (int i = 1; i < 32; i *= 2) {
-          const int other = __shfl_up_sync(kAll, end, i);
-          if (lane >= i) end += other;
-        }
+      end = several ? warp_prefix_sum(items) : items;
       total = __shfl_sync(kAll, end, 31);
     };
     prefix_sum();

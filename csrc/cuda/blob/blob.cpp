@@ -1,7 +1,7 @@
 // Host side of the blob's kernels: EXL2 tensors to fp16 (reconstruct.cu), tensors to blobs (pack.cu), blobs to fp16 (unpack.cu), copies.
 #include <algorithm>
 
-#include "cuda/blob/unpack.h"
+#include "cuda/blob/blob.h"
 #include "cuda/runtime/kernel.h"
 #include "cuda/runtime/launch.h"
 
@@ -11,59 +11,42 @@ namespace {
 const Kernel<const uint32_t*, int, const uint32_t*, const half*, const int16_t*, int, const int32_t*, int, int, half*> reconstruct_rows{
     "blob/reconstruct.cu", "reconstruct_rows", false};
 constexpr const char* kPack = "blob/pack.cu";
-const Kernel<PackSource, const Item*, const int*, int, uint8_t*, int64_t> pack_units{kPack, "pack_units", false};
-const Kernel<const void*, int, int, int, uint8_t*, int64_t> pack_dense_units[] = {
+const Kernel<PackSource, PackTarget> pack_units{kPack, "pack_units", false};
+const Kernel<const void*, int, int, PackTarget> pack_dense_units[] = {
     {kPack, "pack_dense_units<float>", false}, {kPack, "pack_dense_units<half>", false}, {kPack, "pack_dense_units<exl2nb::Bf16>", false}};
-const Kernel<GptqPacking, const Item*, uint8_t*, int64_t> pack_gptq_units{kPack, "pack_gptq_units", false};
+const Kernel<GptqPacking, PackTarget> pack_gptq_units{kPack, "pack_gptq_units", false};
 const Kernel<UnpackParts, int, int64_t, half*> unpack_kernel{"blob/unpack.cu", "unpack_kernel", false};
 
 constexpr unsigned kThreads = 256;
 
-constexpr const char* kNoDriver = "no CUDA driver was found that supports CUDA 12";
-const char* wait_for(int error, void* stream) { return error_text(error ? error : driver()->synchronize(static_cast<CudaStream>(stream))); }
-
-const char* check_groups(const std::vector<int16_t>& table, int64_t R, int64_t K) {
-  int64_t rows = 0, expected = 0;
-  const int64_t G = int64_t(table.size()) / 2;
-  for (int64_t g = 0; g < G; g++) {
-    const int64_t b = table[2 * g], first = uint16_t(table[2 * g + 1]), end = g + 1 < G ? uint16_t(table[2 * g + 3]) : R;
-    if (b != 2 && b != 3 && b != 4 && b != 5 && b != 6 && b != 8) return "a group has a width other than 2, 3, 4, 5, 6 or 8 bits";
-    if (first != expected || end <= first || end > R || (end - first) % b)
-      return "the groups do not follow one another through the packed rows";
-    rows += (end - first) * 32 / b;
-    expected = end;
-  }
-  return rows == K ? nullptr : "the rows of all groups are not the rows of q_invperm";
+uintptr_t address(const void* p) { return reinterpret_cast<uintptr_t>(p); }
+// Starts a copy; wait: until it is done.
+template <class Copy>
+const char* run_copy(const Copy& copy, void* stream, bool wait) {
+  const Driver* const d = driver();
+  if (!d) return "no CUDA driver was found that supports CUDA 12";
+  const auto queue = static_cast<CudaStream>(stream);
+  const int error = copy(*d, queue);
+  return error_text(error || !wait ? error : d->synchronize(queue));
 }
 
 }  // namespace
 
 const char* reconstruct_launch(const int32_t* q_weight, int64_t R, const int32_t* q_scale, const void* q_scale_max, const int16_t* q_groups,
                                int64_t G, const int32_t* q_invperm, int64_t K, int64_t N, void* out, void* stream) {
-  std::vector<int16_t> table(2 * G);
-  if (auto* wrong = copy_out(table.data(), q_groups, static_cast<int64_t>(table.size()) * 2, stream)) return wrong;
-  if (auto* wrong = check_groups(table, R, K)) return wrong;
   return reconstruct_rows({unsigned(K), kThreads, 0, stream}, reinterpret_cast<const uint32_t*>(q_weight), int(R),
                           reinterpret_cast<const uint32_t*>(q_scale), static_cast<const half*>(q_scale_max), q_groups, int(G), q_invperm,
                           int(K), int(N), static_cast<half*>(out));
 }
 
-const char* pack_exl2_launch(const void* q_weight, const void* q_scale, const int* row_word, const int* row_group, int K, int N,
-                             int outputs, const void* items, const int* item_of_unit, int units, int strips, void* data,
-                             int64_t strip_bytes, void* stream) {
-  const PackSource s{static_cast<const uint32_t*>(q_weight), static_cast<const uint32_t*>(q_scale), row_word, row_group, K, N, outputs};
-  return pack_units({unsigned(strips), kThreads, 0, stream}, s, static_cast<const Item*>(items), item_of_unit, units,
-                    static_cast<uint8_t*>(data), strip_bytes);
+const char* pack_exl2_launch(const PackSource& source, const PackTarget& to, void* stream) {
+  return pack_units({unsigned(to.strips), kThreads, 0, stream}, source, to);
 }
-
-const char* pack_dense_launch(const void* weight, int dtype, int N, int K, int units, int strips, void* data, int64_t strip_bytes,
-                              void* stream) {
-  return pack_dense_units[dtype]({unsigned(strips), kThreads, 0, stream}, weight, N, K, units, static_cast<uint8_t*>(data), strip_bytes);
+const char* pack_gptq_launch(const GptqPacking& source, const PackTarget& to, void* stream) {
+  return pack_gptq_units({unsigned(to.strips), kThreads, 0, stream}, source, to);
 }
-
-const char* pack_gptq_launch(const GptqPacking& s, const void* items, int strips, void* data, int64_t strip_bytes, void* stream) {
-  return pack_gptq_units({unsigned(strips), kThreads, 0, stream}, s, static_cast<const Item*>(items), static_cast<uint8_t*>(data),
-                         strip_bytes);
+const char* pack_dense_launch(const void* weight, int dtype, int N, int K, const PackTarget& to, void* stream) {
+  return pack_dense_units[dtype]({unsigned(to.strips), kThreads, 0, stream}, weight, N, K, to);
 }
 
 const char* unpack_launch(const uint8_t* head, const uint8_t* blob, void* out, void* stream) {
@@ -89,19 +72,13 @@ const char* unpack_launch(const uint8_t* head, const uint8_t* blob, void* out, v
 }
 
 const char* copy_out(void* host, const void* device, int64_t bytes, void* stream) {
-  if (!driver()) return kNoDriver;
-  return wait_for(driver()->copy_to_host(host, reinterpret_cast<uintptr_t>(device), size_t(bytes), static_cast<CudaStream>(stream)),
-                  stream);
+  return run_copy([&](const Driver& d, CudaStream s) { return d.copy_to_host(host, address(device), size_t(bytes), s); }, stream, true);
 }
 const char* copy_in(void* device, const void* host, int64_t bytes, void* stream) {
-  if (!driver()) return kNoDriver;
-  return wait_for(driver()->copy_to_device(reinterpret_cast<uintptr_t>(device), host, size_t(bytes), static_cast<CudaStream>(stream)),
-                  stream);
+  return run_copy([&](const Driver& d, CudaStream s) { return d.copy_to_device(address(device), host, size_t(bytes), s); }, stream, true);
 }
 const char* copy_within(void* to, const void* from, int64_t bytes, void* stream) {
-  if (!driver()) return kNoDriver;
-  const auto queue = static_cast<CudaStream>(stream);
-  return error_text(driver()->copy(reinterpret_cast<uintptr_t>(to), reinterpret_cast<uintptr_t>(from), size_t(bytes), queue));
+  return run_copy([&](const Driver& d, CudaStream s) { return d.copy(address(to), address(from), size_t(bytes), s); }, stream, false);
 }
 
 }  // namespace exl2nb

@@ -12,17 +12,26 @@
 //   3       words 0-2: g in bits 0-2, g + 8 in 3-5; step 3: six bits, two each in bits 6-7 of words 0-2
 //   5, 6    words 0-3: g in the low bits, above it the high bits of g + 8, whose low bits (2 or 4) are in the following word(s)
 #pragma once
-#include "cuda/runtime/types.h"
+#include <type_traits>
+
+#include "cuda/runtime/pdl.cuh"
 #include "format/gpu_blob.h"
 
 #ifdef __CUDACC__
 namespace exl2nb {
 
-__device__ __forceinline__ uint32_t lop_and_or(uint32_t a, uint32_t m, uint32_t e) {
-  uint32_t r;
-  asm("lop3.b32 %0,%1,%2,%3,0xea;" : "=r"(r) : "r"(a), "r"(m), "r"(e));
-  return r;
+// Calls f(std::integral_constant<int, B>{}) for the width `bits`, one of those listed.
+template <int B, int... REST, class F>
+__device__ __forceinline__ void dispatch_bits(int bits, const F& f) {
+  if constexpr (sizeof...(REST) == 0) {
+    f(std::integral_constant<int, B>{});
+  } else if (bits == B) {
+    f(std::integral_constant<int, B>{});
+  } else {
+    dispatch_bits<REST...>(bits, f);
+  }
 }
+
 __host__ __device__ constexpr uint32_t each_byte(uint32_t v) { return v * 0x01010101u; }
 __host__ __device__ constexpr uint32_t each_half(uint32_t v) { return v * 0x00010001u; }
 
@@ -134,26 +143,14 @@ __device__ __forceinline__ half2 steps_of(uint32_t code, half unit) {
   return __hmul2(__hmul2(s, s), __half2half2(unit));
 }
 
+// This lane's words of a unit: planes of 16, then of 8 and 4 bytes per lane. 16 bits: dense, fp16 fragments.
 template <int B>
 __device__ __forceinline__ void load_unit(const uint8_t* p, int lane, uint32_t* w) {
-  if constexpr (B >= 4) {
-    const uint4 v = *reinterpret_cast<const uint4*>(p + lane * 16);
-    w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
-  }
-  if constexpr (B == 8) {
-    const uint4 v = *reinterpret_cast<const uint4*>(p + 512 + lane * 16);
-    w[4] = v.x, w[5] = v.y, w[6] = v.z, w[7] = v.w;
-  }
-  if constexpr (B == 6) {
-    const uint2 v = *reinterpret_cast<const uint2*>(p + 512 + lane * 8);
-    w[4] = v.x, w[5] = v.y;
-  }
-  if constexpr (B == 5) w[4] = *reinterpret_cast<const uint32_t*>(p + 512 + lane * 4);
-  if constexpr (B == 2 || B == 3) {
-    const uint2 v = *reinterpret_cast<const uint2*>(p + lane * 8);
-    w[0] = v.x, w[1] = v.y;
-  }
-  if constexpr (B == 3) w[2] = *reinterpret_cast<const uint32_t*>(p + 256 + lane * 4);
+  constexpr int kFull = B / 4 * 4, kRest = B - kFull;
+#pragma unroll
+  for (int i = 0; i < kFull; i += 4) load_bytes<16>(p + i * 128 + lane * 16, w + i);
+  if constexpr (kRest >= 2) load_bytes<8>(p + kFull * 128 + lane * 8, w + kFull);
+  if constexpr (kRest % 2) load_bytes<4>(p + (B - 1) * 128 + lane * 4, w + B - 1);
 }
 
 // GPTQ: scales and zero points of this lane's columns g and g + 8.
@@ -170,7 +167,7 @@ __device__ __forceinline__ GptqSet load_set(const uint8_t* sets, int set, int la
 // EncodedUnit: a unit as fp16 A fragments, scaled and rounded as the format says; for stream-K and unpacking.
 enum Halves { kAnyHalves, kOneGroup, kTwoGroups };
 
-// A unit in registers: this lane's words and scales.
+// A unit in registers: this lane's words and scales; of dense weights (16 bits) the fragments themselves.
 template <int B, bool GPTQ>
 struct EncodedUnit {
   uint32_t w[B], codes;
@@ -184,6 +181,7 @@ struct EncodedUnit {
   template <Halves HALVES = kAnyHalves>
   __device__ __forceinline__ void load(const uint8_t* words, const uint8_t* behind, const Item& it, int i, int lane) {
     load_unit<B>(words, lane, w);
+    if constexpr (B == 16) return;
     const bool one = HALVES == kAnyHalves ? it.one : HALVES == kOneGroup;
     const int g = lane >> 2;
     if constexpr (GPTQ) {
@@ -213,6 +211,11 @@ struct EncodedUnit {
  private:
   template <Halves HALVES>
   __device__ __forceinline__ void decode(half2 unit, uint32_t (&h)[16], int from, int to) const {
+    if constexpr (B == 16) {
+#pragma unroll
+      for (int f = from; f < to; f++) h[f] = w[f];
+      return;
+    }
     dequantize<B>(w, h);
     half2 step[2];
     if constexpr (GPTQ) {
@@ -229,26 +232,6 @@ struct EncodedUnit {
       const half2 v = __hmul2(*reinterpret_cast<half2*>(h + f), __half2half2(s));
       h[f] = *reinterpret_cast<const uint32_t*>(&v);
     }
-  }
-};
-template <>
-struct EncodedUnit<16, false> {  // dense: fp16 fragments
-  uint32_t w[16];
-  template <Halves = kAnyHalves>
-  __device__ __forceinline__ void load(const uint8_t* words, const uint8_t*, const Item&, int, int lane) {
-#pragma unroll
-    for (int s = 0; s < 4; s++) *reinterpret_cast<uint4*>(w + 4 * s) = *reinterpret_cast<const uint4*>(words + s * 512 + lane * 16);
-  }
-  __device__ __forceinline__ void load(const uint8_t* st, const Item& it, int i, int lane) { load(st + i * 2048, st, it, i, lane); }
-  template <Halves = kAnyHalves>
-  __device__ __forceinline__ void decode(half2, uint32_t (&h)[16]) const {
-#pragma unroll
-    for (int f = 0; f < 16; f++) h[f] = w[f];
-  }
-  template <Halves, int HALF>
-  __device__ __forceinline__ void decode_half(half2, uint32_t (&h)[8]) const {
-#pragma unroll
-    for (int f = 0; f < 8; f++) h[f] = w[HALF * 8 + f];
   }
 };
 

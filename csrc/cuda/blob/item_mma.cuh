@@ -4,8 +4,6 @@
 // unit, from a 4-bit code. GPTQ: the zero point is folded into the constant that removes a field's offset, at no cost, since (code - zero)
 // is exact in fp16; the scale is applied to the sum of a unit.
 #pragma once
-#include <type_traits>
-
 #include "cuda/blob/dequant.cuh"
 #include "cuda/runtime/pdl.cuh"
 
@@ -14,6 +12,16 @@ namespace exl2nb {
 enum CopyPath { kBulk = 0, kAsync = 1, kPlain = 2 };
 
 #ifdef __CUDACC__
+// Starts to copy an item into a ring stage: lane 0 (kBulk, counted by `bar`) or the whole warp.
+template <int PATH>
+__device__ __forceinline__ void fetch_item(uint8_t* stage, const uint8_t* from, int bytes, int lane, uint64_t* bar) {
+  if constexpr (PATH == kBulk) {
+    barrier_expect(bar, bytes);
+    bulk_copy(stage, from, bytes, bar);
+  } else {
+    for (int b = lane * 16; b < bytes; b += 512) copy16<PATH == kAsync>(stage + b, from + b);
+  }
+}
 // c += A B for a k-step of 16; START: c = A B.
 template <int PATH, bool START>
 __device__ __forceinline__ void mma(float (&c)[4], const uint32_t* a, uint32_t b0, uint32_t b1) {
@@ -55,74 +63,56 @@ __device__ __forceinline__ void add_scaled(float (&y)[4], const float (&acc)[4],
   y[3] = fmaf(acc[3], f.y, y[3]);
 }
 
-// EXL2 or dense item: y[0..1] column g, tokens 2t, 2t + 1; y[2..3] column g + 8.
-template <int PATH, int B, bool STAGED, bool ONE>
-__device__ __forceinline__ void compute(const uint8_t* st, int units, const half2* steps, const half* x, bool live, int lane,
-                                        float (&y)[4]) {
+// An item: y[0..1] column g, tokens 2t, 2t + 1; y[2..3] column g + 8. steps: scale units (EXL2); shift: units per scale set (GPTQ).
+template <int PATH, int B, bool GPTQ, bool STAGED, bool ONE>
+__device__ __forceinline__ void compute(const uint8_t* st, int units, [[maybe_unused]] const half2* steps, [[maybe_unused]] int shift,
+                                        const half* x, bool live, int lane, float (&y)[4]) {
   if constexpr (B == 16) {
     for (int i = 0; i < units; i++, st += 2048, x += 64) {
       const uint4 xa = load_x<STAGED>(x, live), xb = load_x<STAGED>(x + 32, live);
       uint32_t h[16];
-#pragma unroll
-      for (int s = 0; s < 4; s++) *reinterpret_cast<uint4*>(h + 4 * s) = *reinterpret_cast<const uint4*>(st + s * 512 + lane * 16);
+      load_unit<16>(st, lane, h);
       mma<PATH, false>(y, h, xa.x, xa.y);
       mma<PATH, false>(y, h + 4, xa.z, xa.w);
       mma<PATH, false>(y, h + 8, xb.x, xb.y);
       mma<PATH, false>(y, h + 12, xb.z, xb.w);
     }
   } else {
-    const uint8_t* codes = st + units * (128 * B) + (lane >> 2) * (ONE ? 1 : 2);
+    const uint8_t* const scales = st + units * (128 * B) + (GPTQ ? 0 : (lane >> 2) * (ONE ? 1 : 2));
 #pragma unroll 1
     for (int i = 0; i < units; i++) {
       uint32_t w[B], h[16];
       const uint4 xa = load_x<STAGED>(x + i * 64, live), xb = load_x<STAGED>(x + i * 64 + 32, live);
       load_unit<B>(st + i * (128 * B), lane, w);
-      const half2 unit = steps[i];
+      half2 unit;
+      GptqSet first, second;
+      if constexpr (GPTQ) {
+        first = load_set(scales, ONE ? i >> shift : 2 * i, lane);
+        second = ONE ? first : load_set(scales, 2 * i + 1, lane);
+      } else {
+        unit = steps[i];
+      }
       dequantize<B>(w, h);
-      subtract_offsets<B>(h);
+      if constexpr (GPTQ)
+        subtract_zeros<B>(h, first.zero, second.zero);
+      else
+        subtract_offsets<B>(h);
       float a[4], b[4];
       mma<PATH, true>(a, h, xa.x, xa.y);
       mma<PATH, true>(b, h + 8, xb.x, xb.y);
       mma<PATH, false>(a, h + 4, xa.z, xa.w);
       mma<PATH, false>(b, h + 12, xb.z, xb.w);
+      if constexpr (!GPTQ) {
+        const uint32_t codes = ONE ? scales[i * 8] : *reinterpret_cast<const uint16_t*>(scales + i * 16);
+        first.scale = steps_of(ONE ? codes : codes & 0xff, __low2half(unit));
+        if constexpr (!ONE) second.scale = steps_of(codes >> 8, __high2half(unit));
+      }
       if constexpr (ONE) {
-        const half2 step = steps_of(codes[i * 8], __low2half(unit));
 #pragma unroll
         for (int j = 0; j < 4; j++) a[j] += b[j];
-        add_scaled(y, a, step);
-      } else {
-        const uint32_t c = *reinterpret_cast<const uint16_t*>(codes + i * 16);
-        add_scaled(y, a, steps_of(c & 0xff, __low2half(unit)));
-        add_scaled(y, b, steps_of(c >> 8, __high2half(unit)));
       }
-    }
-  }
-}
-
-template <int PATH, int B, bool STAGED, bool ONE>
-__device__ __forceinline__ void compute_gptq(const uint8_t* st, int units, int shift, const half* x, bool live, int lane, float (&y)[4]) {
-  const uint8_t* sets = st + units * (128 * B);
-#pragma unroll 1
-  for (int i = 0; i < units; i++) {
-    uint32_t w[B], h[16];
-    const uint4 xa = load_x<STAGED>(x + i * 64, live), xb = load_x<STAGED>(x + i * 64 + 32, live);
-    load_unit<B>(st + i * (128 * B), lane, w);
-    const GptqSet first = load_set(sets, ONE ? i >> shift : 2 * i, lane);
-    const GptqSet second = ONE ? first : load_set(sets, 2 * i + 1, lane);
-    dequantize<B>(w, h);
-    subtract_zeros<B>(h, first.zero, second.zero);
-    float a[4], b[4];
-    mma<PATH, true>(a, h, xa.x, xa.y);
-    mma<PATH, true>(b, h + 8, xb.x, xb.y);
-    mma<PATH, false>(a, h + 4, xa.z, xa.w);
-    mma<PATH, false>(b, h + 12, xb.z, xb.w);
-    if constexpr (ONE) {
-#pragma unroll
-      for (int j = 0; j < 4; j++) a[j] += b[j];
       add_scaled(y, a, first.scale);
-    } else {
-      add_scaled(y, a, first.scale);
-      add_scaled(y, b, second.scale);
+      if constexpr (!ONE) add_scaled(y, b, second.scale);
     }
   }
 }
@@ -146,53 +136,17 @@ template <int PATH, bool STAGED>
 __device__ __forceinline__ void compute_item(const ItemDesc& it, const uint8_t* st, const half2* steps, const half* x, bool live, int lane,
                                              float (&y)[4]) {
   const int bits = it.bits(), units = it.units();
-  auto exl2 = [&](auto one) {
-    constexpr bool kOne = decltype(one)::value;
-    switch (bits) {
-      case 3:
-        return compute<PATH, 3, STAGED, kOne>(st, units, steps, x, live, lane, y);
-      case 5:
-        return compute<PATH, 5, STAGED, kOne>(st, units, steps, x, live, lane, y);
-      case 2:
-        return compute<PATH, 2, STAGED, kOne>(st, units, steps, x, live, lane, y);
-      case 6:
-        return compute<PATH, 6, STAGED, kOne>(st, units, steps, x, live, lane, y);
-      case 8:
-        return compute<PATH, 8, STAGED, kOne>(st, units, steps, x, live, lane, y);
-      default:
-        return compute<PATH, 16, STAGED, true>(st, units, steps, x, live, lane, y);
-    }
+  const auto with = [&](auto gptq, auto one, auto b) {
+    constexpr bool kGptq = decltype(gptq)::value, kOne = decltype(one)::value;
+    compute<PATH, decltype(b)::value, kGptq, STAGED, kOne>(st, units, steps, it.scales() - 1, x, live, lane, y);
   };
-  auto gptq = [&](auto one) {
-    constexpr bool kOne = decltype(one)::value;
-    const int shift = it.scales() - 1;
-    switch (bits) {
-      case 4:
-        return compute_gptq<PATH, 4, STAGED, kOne>(st, units, shift, x, live, lane, y);
-      case 3:
-        return compute_gptq<PATH, 3, STAGED, kOne>(st, units, shift, x, live, lane, y);
-      case 2:
-        return compute_gptq<PATH, 2, STAGED, kOne>(st, units, shift, x, live, lane, y);
-      default:
-        return compute_gptq<PATH, 8, STAGED, kOne>(st, units, shift, x, live, lane, y);
-    }
+  const auto any_width = [&](auto one) {  // the most common width first
+    if (it.scales())
+      dispatch_bits<4, 3, 2, 8>(bits, [&](auto b) { with(std::true_type{}, one, b); });
+    else
+      dispatch_bits<4, 3, 5, 2, 6, 8, 16>(bits, [&](auto b) { with(std::false_type{}, one, b); });
   };
-  if (it.scales() == 0) {
-    if (it.one()) {
-      if (bits == 4)  // most common case first
-        compute<PATH, 4, STAGED, true>(st, units, steps, x, live, lane, y);
-      else
-        exl2(std::true_type{});
-    } else if (bits == 4) {
-      compute<PATH, 4, STAGED, false>(st, units, steps, x, live, lane, y);
-    } else {
-      exl2(std::false_type{});
-    }
-  } else if (it.one()) {
-    gptq(std::true_type{});
-  } else {
-    gptq(std::false_type{});
-  }
+  it.one() ? any_width(std::true_type{}) : any_width(std::false_type{});
 }
 
 #endif  // __CUDACC__

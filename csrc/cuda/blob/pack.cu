@@ -1,6 +1,6 @@
 // Packs EXL2, GPTQ and dense tensors into strips (gpu_blob.h): one thread per (unit, lane) gathers 32 codes and places their bits.
+#include "cuda/blob/blob.h"
 #include "cuda/blob/dequant.cuh"
-#include "cuda/blob/pack.h"
 #include "format/gpu_blob.h"
 
 namespace exl2nb {
@@ -41,50 +41,51 @@ __device__ int plane(int b, int w, int lane) {
   return base + (rest == 3 ? 256 : 0) + lane * 4;
 }
 
-__global__ void pack_units(PackSource s, const Item* items, const int* item_of_unit, int units, uint8_t* strips, int64_t strip_bytes) {
-  const int strip = blockIdx.x, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  for (int u = threadIdx.x >> 5; u < units; u += blockDim.x >> 5) {
-    const Item it = items[item_of_unit[u]];
-    const int i = u - it.unit0, b = it.bits;
-    const int block = it.block + 2 * i, blocks = s.K / 32;
-    const bool second = !it.lone && block + 1 < blocks;
-    uint32_t words[8] = {};
-    for (int f = 0; f < 16; f++) {
-      const int ks = f / 4, r = f % 4;
-      const int row = ks * 16 + 2 * t + (r >> 1) * 8, column = strip * 16 + g + (r & 1) * 8;
-      for (int half_word = 0; half_word < 2; half_word++) {
-        const int k = row + half_word, at = block + k / 32;
-        uint32_t code = 1u << (b - 1);
-        if (column < s.N && (k < 32 || second)) {
-          const int bit = k % 32 * b, word = s.row_word[at] + bit / 32;
-          const uint32_t low = s.q_weight[static_cast<int64_t>(word) * s.N + column];
-          const uint32_t high = bit % 32 + b > 32 ? s.q_weight[static_cast<int64_t>(word + 1) * s.N + column] : 0;
-          code = __funnelshift_r(low, high, bit % 32) & ((1u << b) - 1);
-        }
-        for (int q = 0; q < b; q++) {
-          const Bit to = bit_of(b, f, q);
-          words[to.word] |= (code >> q & 1u) << ((to.bit + 16 * half_word) % 32);
-        }
+// The b-bit code of a column at bit `shift` of row `word` of words.
+__device__ uint32_t code_at(const uint32_t* words, int N, int64_t word, int column, int shift, int b) {
+  const uint32_t* const at = words + word * N + column;
+  return __funnelshift_r(at[0], shift + b > 32 ? at[N] : 0, shift) & ((1u << b) - 1);
+}
+// Gathers a lane's 32 codes of a unit and stores its words. code(row, column): row of the unit, column of the matrix.
+template <class F>
+__device__ void pack_unit(int b, int strip, int lane, uint8_t* unit, F code) {
+  const int g = lane >> 2, t = lane & 3;
+  uint32_t words[8] = {};
+  for (int f = 0; f < 16; f++) {
+    const int row = f / 4 * 16 + 2 * t + (f >> 1 & 1) * 8, column = strip * 16 + g + (f & 1) * 8;
+    for (int odd = 0; odd < 2; odd++) {
+      const uint32_t c = code(row + odd, column);
+      for (int q = 0; q < b; q++) {
+        const Bit to = bit_of(b, f, q);
+        words[to.word] |= (c >> q & 1u) << ((to.bit + 16 * odd) % 32);
       }
     }
-    uint8_t* out = strips + strip * strip_bytes + it.offset;
-    for (int w = 0; w < b; w++) *reinterpret_cast<uint32_t*>(out + i * b * 128 + plane(b, w, lane)) = words[w];
-    if (lane < 16) {
-      const int column_low = strip * 16 + (lane & 7), part = lane >> 3;
-      if (!(it.one && part)) {
-        uint32_t code = 0;
-        const int at = block + part;
-        if (part == 0 || second) {
-          const int group = s.row_group[at];
-          for (int side = 0; side < 2; side++) {
-            const int column = column_low + 8 * side;
-            if (column < s.N)
-              code |= (s.q_scale[static_cast<int64_t>(group) * (s.N / 8) + column / 8] >> (4 * (column % 8)) & 15u) << (4 * side);
-          }
-        }
-        out[it.units * b * 128 + (it.one ? i * 8 + (lane & 7) : i * 16 + (lane & 7) * 2 + part)] = static_cast<uint8_t>(code);
-      }
+  }
+  for (int w = 0; w < b; w++) *reinterpret_cast<uint32_t*>(unit + plane(b, w, lane)) = words[w];
+}
+
+__global__ void pack_units(PackSource s, PackTarget to) {
+  const int strip = blockIdx.x, lane = threadIdx.x & 31;
+  for (int u = threadIdx.x >> 5; u < to.units; u += blockDim.x >> 5) {
+    const Item it = to.items[to.item_of_unit[u]];
+    const int i = u - it.unit0, b = it.bits, block = it.block + 2 * i;
+    const bool second = !it.lone && block + 1 < s.K / 32;
+    uint8_t* const out = to.strip(strip) + it.offset;
+    pack_unit(b, strip, lane, out + i * b * 128, [&](int k, int column) {
+      if (column >= s.N || (k >= 32 && !second)) return 1u << (b - 1);
+      const int bit = k % 32 * b;
+      return code_at(s.q_weight, s.N, s.row_word[block + k / 32] + bit / 32, column, bit % 32, b);
+    });
+    const int column_low = strip * 16 + (lane & 7), part = lane >> 3;
+    if (part > 1 || (it.one && part)) continue;
+    uint32_t code = 0;
+    for (int side = 0; side < 2; side++) {
+      const int column = column_low + 8 * side;
+      if (column >= s.N || (part && !second)) continue;
+      const int64_t group = s.row_group[block + part];
+      code |= (s.q_scale[group * (s.N / 8) + column / 8] >> (4 * (column % 8)) & 15u) << (4 * side);
     }
+    out[it.units * b * 128 + (it.one ? i * 8 + (lane & 7) : i * 16 + (lane & 7) * 2 + part)] = static_cast<uint8_t>(code);
   }
 }
 
@@ -95,9 +96,9 @@ struct Bf16 {
 
 // Weights fp16, bf16 or fp32 (N, K) to fp16 units: lane's four registers of k-step s at s * 512 + lane * 16.
 template <class T>
-__global__ void pack_dense_units(const T* weight, int N, int K, int units, uint8_t* strips, int64_t strip_bytes) {
+__global__ void pack_dense_units(const T* weight, int N, int K, PackTarget to) {
   const int strip = blockIdx.x, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
-  for (int u = threadIdx.x >> 5; u < units; u += blockDim.x >> 5)
+  for (int u = threadIdx.x >> 5; u < to.units; u += blockDim.x >> 5)
     for (int ks = 0; ks < 4; ks++) {
       half h[8];
       for (int e = 0; e < 8; e++) {
@@ -105,7 +106,7 @@ __global__ void pack_dense_units(const T* weight, int N, int K, int units, uint8
         const float v = k < K && n < N ? static_cast<float>(weight[static_cast<int64_t>(n) * K + k]) : 0.f;
         h[e] = __float2half_rn(v);
       }
-      uint8_t* out = strips + strip * strip_bytes + u * 2048 + ks * 512 + lane * 16;
+      uint8_t* out = to.strip(strip) + u * 2048 + ks * 512 + lane * 16;
       for (int e = 0; e < 8; e++) reinterpret_cast<half*>(out)[e] = h[e];
     }
 }
@@ -115,35 +116,21 @@ __device__ int zero_of(const GptqPacking& s, int group, int column) {
   return s.zeros ? s.zeros[static_cast<int64_t>(group) * s.N + column] : 1 << (s.bits - 1);
 }
 
-__device__ uint32_t code_of(const GptqPacking& s, int stored, int column) {
+__device__ uint32_t gptq_code(const GptqPacking& s, int stored, int column) {
   if (column >= s.N || stored >= s.stored) return 0;
   const int row = s.perm ? s.perm[stored] : stored;
   if (row >= s.K) return static_cast<uint32_t>(zero_of(s, s.block_group[stored / 32], column));
   const int64_t bit = static_cast<int64_t>(row) * s.bits;
-  const int shift = static_cast<int>(bit % 32);
-  const int64_t at = bit / 32 * s.N + column;
-  const uint32_t low = s.qweight[at], high = shift + s.bits > 32 ? s.qweight[at + s.N] : 0;
-  return __funnelshift_r(low, high, shift) & ((1u << s.bits) - 1);
+  return code_at(s.qweight, s.N, bit / 32, column, static_cast<int>(bit % 32), s.bits);
 }
 
-__global__ void pack_gptq_units(GptqPacking s, const Item* items, uint8_t* strips, int64_t strip_bytes) {
-  const int strip = blockIdx.x, lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, b = s.bits;
-  for (int u = threadIdx.x >> 5; u < s.units; u += blockDim.x >> 5) {
-    const Item it = items[s.item_of_unit[u]];
+__global__ void pack_gptq_units(GptqPacking s, PackTarget target) {
+  const int strip = blockIdx.x, lane = threadIdx.x & 31, b = s.bits;
+  for (int u = threadIdx.x >> 5; u < target.units; u += blockDim.x >> 5) {
+    const Item it = target.items[target.item_of_unit[u]];
     const int i = u - it.unit0, first = (it.block + 2 * i) * 32;
-    uint32_t words[8] = {};
-    for (int f = 0; f < 16; f++) {
-      const int row = first + f / 4 * 16 + 2 * t + (f >> 1 & 1) * 8, column = strip * 16 + g + (f & 1) * 8;
-      for (int half_word = 0; half_word < 2; half_word++) {
-        const uint32_t code = code_of(s, row + half_word, column);
-        for (int q = 0; q < b; q++) {
-          const Bit to = bit_of(b, f, q);
-          words[to.word] |= (code >> q & 1u) << ((to.bit + 16 * half_word) % 32);
-        }
-      }
-    }
-    uint8_t* out = strips + strip * strip_bytes + it.offset;
-    for (int w = 0; w < b; w++) *reinterpret_cast<uint32_t*>(out + i * b * 128 + plane(b, w, lane)) = words[w];
+    uint8_t* const out = target.strip(strip) + it.offset;
+    pack_unit(b, strip, lane, out + i * b * 128, [&](int row, int column) { return gptq_code(s, first + row, column); });
     // Scale sets: four numbers per g; lanes 0-7 write the set of the unit (or its first half), 8-15 of its second half.
     const int side = lane >> 3;
     if (side > 1 || (it.one && (side || i % it.scales))) continue;

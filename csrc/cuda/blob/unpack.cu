@@ -1,8 +1,9 @@
 // Unpacks a blob to a dense fp16 matrix (K, N) in original row order, for prefill GEMMs. A warp decodes a unit of four neighbouring strips
 // into shared memory, transposed by movmatrix, and writes full 128-byte lines; a CTA writes 512 bytes side by side. Bytes: the blob once, 2
 // * K * N written.
+#include "cuda/blob/blob.h"
 #include "cuda/blob/dequant.cuh"
-#include "cuda/blob/unpack.h"
+#include "cuda/runtime/mma.cuh"
 
 namespace exl2nb {
 
@@ -16,13 +17,6 @@ __device__ __forceinline__ int item_of(const UnpackPart& P, int u, int lane) {
     before += __popc(__ballot_sync(0xffffffffu, begun));
   }
   return before - 1;
-}
-
-// 8x8 transpose: a lane gets two neighbouring columns of one row.
-__device__ __forceinline__ uint32_t transpose8x8(uint32_t v) {
-  uint32_t r;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0,%1;" : "=r"(r) : "r"(v));
-  return r;
 }
 
 // Decodes unit i of `live` strips. from: the first strip's item.
@@ -40,7 +34,7 @@ __device__ __forceinline__ void decode_strips(const UnpackPart& P, const Item& i
     coded.decode(unit, h);
 #pragma unroll
     for (int f = 0; f < 16; f++)
-      *reinterpret_cast<uint32_t*>(&tile[(f >> 2) * 16 + (f >> 1 & 1) * 8 + g][j * 16 + (f & 1) * 8 + 2 * t]) = transpose8x8(h[f]);
+      *reinterpret_cast<uint32_t*>(&tile[(f >> 2) * 16 + (f >> 1 & 1) * 8 + g][j * 16 + (f & 1) * 8 + 2 * t]) = transposed(h[f]);
   }
 }
 static_assert(kStrips * 8 <= 32, "one lane per 128-byte line");
@@ -49,27 +43,13 @@ __device__ __forceinline__ void decode_unit(const UnpackPart& P, const Item& it,
                                             half (*tile)[kPitch]) {
   const half2 unit = P.steps[u];
   const int i = u - it.unit0;
-#define EXL2NB_CASE(BITS, GPTQ) \
-  case BITS:                    \
-    return decode_strips<BITS, GPTQ>(P, it, from, live, i, unit, lane, tile);
-  if (it.scales) {
-    switch (it.bits) {
-      EXL2NB_CASE(2, true)
-      EXL2NB_CASE(3, true)
-      EXL2NB_CASE(4, true)
-      EXL2NB_CASE(8, true)
-    }
-  }
-  switch (it.bits) {
-    EXL2NB_CASE(2, false)
-    EXL2NB_CASE(3, false)
-    EXL2NB_CASE(4, false)
-    EXL2NB_CASE(5, false)
-    EXL2NB_CASE(6, false)
-    EXL2NB_CASE(8, false)
-    EXL2NB_CASE(16, false)
-  }
-#undef EXL2NB_CASE
+  const auto decode = [&](auto b, auto gptq) {
+    decode_strips<decltype(b)::value, decltype(gptq)::value>(P, it, from, live, i, unit, lane, tile);
+  };
+  if (it.scales)
+    dispatch_bits<2, 3, 4, 8>(it.bits, [&](auto b) { decode(b, std::true_type{}); });
+  else
+    dispatch_bits<2, 3, 4, 5, 6, 8, 16>(it.bits, [&](auto b) { decode(b, std::false_type{}); });
 }
 
 // Grid: strips, units, parts. Padding rows are not written.

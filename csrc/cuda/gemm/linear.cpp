@@ -1,9 +1,9 @@
 // One GEMM by itself: f32 rows are rounded and permuted into the input order, then multiplied.
 #include <algorithm>
 
-#include "cuda/gemm/skinny/skinny_gemm.h"
-#include "cuda/gemm/stream_k/stream_k_gemm.h"
-#include "cuda/runtime/elementwise.h"
+#include "cuda/gemm/elementwise.h"
+#include "cuda/gemm/skinny/skinny_gemm.cuh"
+#include "cuda/gemm/stream_k/stream_k_gemm.cuh"
 #include "cuda/runtime/launch.h"
 
 namespace exl2nb {
@@ -18,7 +18,6 @@ int64_t linear_workspace(const uint8_t* head, int64_t tokens, bool stream_k) {
 const char* linear_launch(const uint8_t* head, const uint8_t* blob, const float* x, int64_t tokens, const float* bias, float* out,
                           void* workspace, void* stream, bool stream_k) {
   const auto& h = header_of(head);
-  const auto queue = static_cast<void*>(stream);
   const int T = static_cast<int>(tokens);
   MatrixInput in;
   set_input(in, head, blob, static_cast<half*>(workspace), stream_k_rows(T));
@@ -29,10 +28,10 @@ const char* linear_launch(const uint8_t* head, const uint8_t* blob, const float*
   in.group = stream_k && stream_k_takes(a) ? stream_k_group(T) : 0;
   RowsArgs rows{{}, nullptr, T, in};
   rows.from.x = x, rows.from.norm.width = h.K;
-  if (const char* wrong = rows_launch(rows, T, queue, false)) return wrong;
+  if (const char* wrong = rows_launch(rows, T, stream, false)) return wrong;
   a.x = in.x, a.x_stride = in.stride, a.x_perm_stride = in.perm_stride;
   a.out = out, a.out_stride = h.N, a.bias = bias;
-  return in.group ? stream_k_launch(a, in.group, {}, sums, queue, false) : skinny_launch(a, kStore, queue, false);
+  return in.group ? stream_k_launch(a, in.group, {}, sums, stream, false) : skinny_launch(a, kStore, stream, false);
 }
 
 }  // namespace exl2nb

@@ -1,5 +1,5 @@
 // Element-wise kernels of prefill, one pass over the rows each: norm (f32 to f16), gate, rotary embedding with cache write.
-#include "cuda/gemm/prefill.h"
+#include "cuda/gemm/elementwise.h"
 
 #include <type_traits>
 
@@ -7,19 +7,6 @@
 #include "format/pool.h"
 
 namespace exl2nb {
-
-// The same sum in every thread, in a fixed order.
-__device__ __forceinline__ float cta_sum(float s) {
-  __shared__ float partial[kNormThreads / 32];
-  s = warp_sum(s);
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = s;
-  __syncthreads();
-  float all = 0.f;
-#pragma unroll
-  for (int i = 0; i < kNormThreads / 32; i++) all += partial[i];
-  return all;
-}
 
 // One CTA per token; rows up to 1024 * HELD numbers stay in registers, longer ones are read again.
 template <int HELD>
@@ -40,13 +27,13 @@ __global__ void __launch_bounds__(kNormThreads, HELD > 4 ? 3 : 4) norm_rows(cons
     float sum = 0.f;
     if (a.layer_norm) {
       each([&](float4 r, int) { sum += (r.x + r.y) + (r.z + r.w); });
-      mean = cta_sum(sum) / a.width, sum = 0.f;
+      mean = cta_sum<kNormThreads>(sum) / a.width, sum = 0.f;
     }
     each([&](float4 r, int i) {  // ignore elements past the end
       const int left = a.width - i;
       sum += square_sum({r.x, left > 1 ? r.y : mean, left > 2 ? r.z : mean, left > 3 ? r.w : mean}, mean);
     });
-    factor = rsqrtf(cta_sum(sum) / a.width + a.eps);
+    factor = rsqrtf(cta_sum<kNormThreads>(sum) / a.width + a.eps);
   }
   half* const out = static_cast<half*>(a.out) + static_cast<int64_t>(blockIdx.x) * a.width;
   each([&](float4 r, int i) {

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "cuda/gptq/gptq_kernels.h"
 #include "cuda/runtime/device.h"
 #include "cuda/runtime/kernel.h"
 
@@ -69,7 +68,7 @@ const char* gptq_block_launch(const GptqBlock& b, void* stream) {
       driver()->fill(reinterpret_cast<uintptr_t>(scratch.top), 0, sizeof(unsigned) * b.S * b.P, static_cast<CudaStream>(stream));
   if (const char* wrong = error_text(cleared)) return wrong;
   Step step = {};
-  std::fill(step.first, step.first + kOptions, b.first);
+  std::fill(step.first, step.first + kGptqOptions, b.first);
   const Launch tiles{Dim(tiles_of(b), b.P), Dim(kLanes, kGptqWarps), 0, stream},
       bands{Dim((b.N + kGptqThreads - 1) / kGptqThreads, b.P), kGptqThreads, 0, stream};
   const int threads = (b.B + 31) / 32 * 32, own = threads * 32 * static_cast<int>(sizeof(float));

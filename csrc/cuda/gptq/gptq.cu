@@ -1,6 +1,6 @@
 // GPTQ (Frantar et al., 2022) with EXL2 scales: for each group of rows, scale search, rounding, and compensation of the remaining rows; all
 // options (ways to group the rows) at once.
-#include "cuda/gptq/gptq_kernels.h"
+#include "cuda/gptq/gptq.h"
 
 namespace exl2nb {
 

@@ -1,11 +1,11 @@
 // GPTQ with EXL2's scales on the GPU, one block of rows at a time. No torch header here.
 #pragma once
-#include <cstdint>
+#include "cuda/runtime/types.h"
 
 namespace exl2nb {
 
-constexpr int kGptqOptions = 16;        // most options (ways to group the rows) per launch
-constexpr int kGptqMostCoupled = 1024;  // most columns per coupling block (threads of a CTA)
+constexpr int kGptqOptions = 16;       // most options (ways to group the rows) per launch
+constexpr int kGptqMaxCoupled = 1024;  // most columns per coupling block (threads of a CTA)
 
 // Rows [first, first + rows) of P copies of one matrix, each with its own groups.
 struct GptqBlock {
@@ -26,5 +26,45 @@ struct GptqBlock {
 
 int64_t gptq_scratch_bytes(const GptqBlock& block);
 const char* gptq_block_launch(const GptqBlock& block, void* stream);  // nullptr, or what went wrong
+
+constexpr int kLanes = 32, kGptqWarps = 8, kStage = 64;
+constexpr int kGrid = 16, kCandidates = 24, kSpan = 4, kEach = kCandidates / kGptqWarps;
+
+// The current group of every option; rows 0: none.
+struct Step {
+  int bits[kGptqOptions], first[kGptqOptions], rows[kGptqOptions];
+};
+struct Sizes {
+  int K, N, P;
+  __device__ int64_t columns() const { return static_cast<int64_t>(P) * N; }
+};
+// Candidate maxima, relative to the largest best step.
+struct Spread {
+  float factor[kCandidates];
+};
+constexpr int kGptqThreads = 64, kPanel = 16, kDeep = 64, kTurn = 4;
+
+#ifdef __CUDACC__
+__device__ __forceinline__ float round_half(float x) { return __half2float(__float2half_rn(x)); }
+__device__ __forceinline__ float unit_of(half scale_max) { return round_half(__half2float(scale_max) / 256.0f); }
+#endif
+// Scale codes of a group and where results go; first: first row of the block.
+struct Chosen {
+  const int* picked;    // [P]
+  const uint8_t* code;  // [kCandidates][P * N]
+  const half* scale_max;
+  uint8_t *codes, *scale_index;  // [rows of the block][P * N], [P * N]
+  float *loss, *errors;          // [P * N], [rows of the block][P * N]
+  int first;
+
+#ifdef __CUDACC__
+  __device__ float step(Sizes size, int p, int64_t column, bool inside) const {
+    if (!inside) return 0.0f;
+    const uint8_t k = code[picked[p] * size.columns() + column];
+    scale_index[column] = k;
+    return round_half(static_cast<float>((k + 1) * (k + 1)) * unit_of(scale_max[p]));
+  }
+#endif
+};
 
 }  // namespace exl2nb

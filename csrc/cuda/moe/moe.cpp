@@ -40,19 +40,9 @@ void assign_strips(ExpertUpArgs& e, const ExpertTable& table, int tokens) {
   e.share = parts(chosen, per), e.shared_share = shared ? parts(last, per) : 0;
 }
 
-// Shared memory per CTA and per SM; the driver reserves kTaken of each CTA.
+// Shared memory: the driver reserves kTaken of each CTA, static variables take at most kStatic.
 constexpr int kTaken = 1024, kStatic = 512;
-struct Limits {
-  int block, sm;
-};
-const Limits& limits() {
-  static const Limits l = [] {
-    Limits v{};
-    v.block = shared_per_block() - kStatic, v.sm = shared_per_multiprocessor();
-    return v;
-  }();
-  return l;
-}
+int block_limit() { return shared_per_block() - kStatic; }
 
 constexpr const char* kSource = "moe/moe_gemm.cuh";
 // By copy path; expert_down also by whether activations are staged in shared memory.
@@ -61,11 +51,11 @@ const Kernel<ExpertDownArgs> down_kernels[3][2] = {{{kSource, "expert_down<0, fa
                                                    {{kSource, "expert_down<1, false>"}, {kSource, "expert_down<1, true>"}},
                                                    {{kSource, "expert_down<2, false>"}, {kSource, "expert_down<2, true>"}}};
 
-// Slots of the largest item that fit in `budget` beside `fixed` bytes, at most `useful`.
+// Stages of the largest item that fit in `budget` beside `fixed` bytes, at most `useful`.
 RingShape ring_shape(int item, int fixed, int budget, int useful) {
   RingShape r{(item + 15) / 16 * 16, stages_of(copy_path())};
-  constexpr int kMost = 8;
-  if (copy_path() == kBulk) r.stages = std::clamp((budget - fixed) / (kWarps * r.slot), 2, std::clamp(useful, 2, kMost));
+  constexpr int kMaxStages = 8;
+  if (copy_path() == kBulk) r.stages = std::clamp((budget - fixed) / (kWarps * r.stage_bytes), 2, std::clamp(useful, 2, kMaxStages));
   return r;
 }
 
@@ -75,14 +65,14 @@ int items_of_warp(const ExpertMatrix& m) { return (m.items / m.num_parts + kWarp
 // Shared memory of expert_up. Two of its CTAs must not share an SM (double work), but an expert_down CTA beside one hides its start: so a
 // little more than half.
 int up_shared(ExpertUpArgs& e, const ExpertTable& table) {
-  const int half = (limits().sm - 2 * kTaken) / 2, budget = std::min(limits().block, half + 4096);
+  const int half = (shared_per_multiprocessor() - 2 * kTaken) / 2, budget = std::min(block_limit(), half + 4096);
   const int shared_strips = e.shared_share ? (e.representative[1].part[0].strips + e.shared_share - 1) / e.shared_share : 0;
   e.strips = std::max((e.representative[0].part[0].strips + e.share - 1) / e.share, shared_strips);
   e.flush = std::min(e.strips, 6);
   e.image = (table.image + 15) / 16 * 16, e.num_perms = table.num_perms, e.x_stride = table.stride;
   e.alike = table.alike >= e.choice.experts;
   e.ring_bytes = 0, e.ring = {};
-  const int left = limits().block - kWarps * stages_of(copy_path()) * (table.item + 8);
+  const int left = block_limit() - kWarps * stages_of(copy_path()) * (table.item + 8);
   while (e.flush > 1 && ExpertUpSmem::bytes(e) > left) e.flush--;
   const int fixed = ExpertUpSmem::bytes(e) + 8 * kWarps * 8;
   e.ring = ring_shape(table.item, fixed, budget,
@@ -100,7 +90,7 @@ const char* up_launch(ExpertUpArgs e, const ExpertTable& table, int tokens, int&
   assign_strips(e, table, tokens);
   e.representative[0] = table.matrices()[0], e.representative[1] = table.matrices()[table.count - 1];
   shared = up_shared(e, table);
-  if (shared > limits().block) return "an expert's matrix needs more shared memory than the GPU has";
+  if (shared > block_limit()) return "an expert's matrix needs more shared memory than the GPU has";
   const Dim grid(static_cast<unsigned>(e.choice.top_k * e.share + e.shared_share), static_cast<unsigned>(tokens));
   return up_kernels[copy_path()]({grid, kThreads, static_cast<size_t>(shared), stream, pdl}, e);
 }
@@ -108,12 +98,12 @@ const char* up_launch(ExpertUpArgs e, const ExpertTable& table, int tokens, int&
 // up_bytes: shared memory of an expert_up CTA.
 const char* down_launch(ExpertDownArgs d, const ExpertTable& table, int tokens, int up_bytes, void* stream, bool pdl) {
   d.ring_bytes = 0, d.ring = {};
-  const int x_bytes = d.pairs * d.out.x_stride * 2, most = limits().block;
+  const int x_bytes = d.pairs * d.out.x_stride * 2, most = block_limit();
   const int fixed = ExpertDownSmem::bytes(d) + 8 * kWarps * 8, least = kWarps * 2 * table.item;
   int useful = 0;
   for (int p = 0; p < d.pairs; p++) useful += table.matrices()[p < d.choice.top_k ? 0 : table.count - 1].items;
   useful = (useful + kWarps - 1) / kWarps * ((d.out.strips + d.out.grid - 1) / d.out.grid);
-  int budget = limits().sm - 2 * (kTaken + kStatic) - up_bytes;
+  int budget = shared_per_multiprocessor() - 2 * (kTaken + kStatic) - up_bytes;
   const bool staged = fixed + x_bytes + least <= most;
   if (fixed + (staged ? x_bytes : 0) + least > budget) budget = std::min(most, fixed + (staged ? x_bytes : 0) + 2 * least);
   d.ring = ring_shape(table.item, fixed + (staged ? x_bytes : 0), budget, useful);

@@ -7,7 +7,7 @@
 #pragma once
 #include <cstdint>
 
-#include "cuda/gemm/skinny/skinny_gemm.h"
+#include "cuda/gemm/skinny/skinny_gemm.cuh"
 
 namespace exl2nb {
 

@@ -2,7 +2,7 @@
 // token's row by several matrices.
 //
 // Segment: one matrix (or part) of which the CTA owns strips of 16 columns. The warps split the items of every segment and stream them
-// strip by strip through shared-memory rings; slots have the size of the largest item, so small experts keep as many bytes in flight as
+// strip by strip through shared-memory rings; stages have the size of the largest item, so small experts keep as many bytes in flight as
 // large ones. SUMMED: results of the segments are added, times their weights, in segment order.
 // Bytes: strips of the chosen matrices once per token; per CTA the token's row and the router's partial sums.
 #pragma once
@@ -51,17 +51,17 @@ struct alignas(16) ExpertSegment {
   float weight;
 };
 
-// Ring of a CTA: `stages` slots of `slot` bytes per warp.
+// Ring of a CTA: `stages` stages of `stage_bytes` bytes per warp.
 struct RingShape {
-  int slot, stages;
-  EXL2NB_BOTH int bytes() const { return kWarps * stages * slot; }
+  int stage_bytes, stages;
+  EXL2NB_BOTH int bytes() const { return kWarps * stages * stage_bytes; }
 };
 
 // expert_up: a CTA's strips of gate and up of one expert of a token, and the activation.
 //
 // Every CTA computes the routing itself. What does not depend on it is loaded meanwhile: the table of matrices and, if all experts share a
-// layout (`alike`), the items. So one round trip to memory lies between routing and first product. The shared expert does not wait for the
-// routing at all.
+// layout (`alike`), the items. So there is one round trip to memory between routing and first product. The shared expert does not wait for
+// the routing at all.
 struct ExpertUpArgs {
   RoutingArgs choice;
   RowSource from;
@@ -170,9 +170,7 @@ __device__ __forceinline__ void sum_router_partials(const RoutingArgs& c, const 
 }
 
 // Mean and factor of the norm in front of the router; after sum_router_partials.
-struct Scale {
-  float mean, factor;
-};
+using Scale = Row::Scale;
 __device__ __forceinline__ Scale norm_scale(const RoutingArgs& c, const Routing& to) {
   if (c.kind == kNoNorm) return {0.f, 1.f};
   const float* const stats = to.sums + c.rows * c.stride;
@@ -256,7 +254,7 @@ template <int PATH>
 struct ExpertProducer {
   const ExpertStream& s;
   const int warp, lane;
-  int left, segment = -1, item = 0, end = 0, slot = 0, strip = 0;
+  int left, segment = -1, item = 0, end = 0, stage = 0, strip = 0;
   const uint8_t* data = nullptr;
 
   // known: segments are valid; otherwise call `next` when they are.
@@ -283,15 +281,9 @@ struct ExpertProducer {
   __device__ __forceinline__ void operator()() {
     if (left > 0) {
       const Item it = s.segments[segment].items[item];
-      uint8_t* const to = s.ring + (warp * s.shape.stages + slot) * s.shape.slot;
-      if constexpr (PATH == kBulk) {
-        uint64_t* const bar = s.bars + warp * s.shape.stages + slot;
-        barrier_expect(bar, it.bytes);
-        bulk_copy(to, data + it.offset, it.bytes, bar);
-      } else {
-        for (int b = lane * 16; b < it.bytes; b += 512) copy16<PATH == kAsync>(to + b, data + it.offset + b);
-      }
-      slot = slot + 1 == s.shape.stages ? 0 : slot + 1;
+      const int at = warp * s.shape.stages + stage;
+      fetch_item<PATH>(s.ring + at * s.shape.stage_bytes, data + it.offset, it.bytes, lane, s.bars + at);
+      stage = stage + 1 == s.shape.stages ? 0 : stage + 1;
       if (++item == end) next();
     }
     if constexpr (PATH == kAsync) async_commit();
@@ -309,7 +301,7 @@ __device__ __forceinline__ void run_experts(const ExpertStream& s, ExpertProduce
                                             Done done) {
   const int g = lane >> 2, t = lane & 3, outs = SUMMED ? 1 : s.count, size = flush * outs * kWarps * 16;
   const bool live = g == 0;
-  int slot = 0, first = 0, last = s.count;
+  int stage = 0, first = 0, last = s.count;
   uint32_t phase = 0;
   if constexpr (SUMMED) {
     const auto none = [&](int i) { return s.ranges[i * kWarps + warp].x == s.ranges[i * kWarps + warp].y; };
@@ -331,14 +323,14 @@ __device__ __forceinline__ void run_experts(const ExpertStream& s, ExpertProduce
 #pragma unroll 1
       for (int n = s.ranges[i * kWarps + warp].x; n < end; n++) {
         const ItemDesc it(m.items[n]);
-        const int at = warp * s.shape.stages + slot;
+        const int at = warp * s.shape.stages + stage;
         if constexpr (PATH == kBulk) barrier_wait(s.bars + at, phase);
         if constexpr (PATH == kAsync) async_wait<stages_of(PATH) - 1>();
         if constexpr (PATH != kBulk) __syncwarp();
-        compute_item<PATH, STAGED>(it, s.ring + at * s.shape.slot, m.steps + it.unit0(), x + it.block() * 32, live, lane, part);
+        compute_item<PATH, STAGED>(it, s.ring + at * s.shape.stage_bytes, m.steps + it.unit0(), x + it.block() * 32, live, lane, part);
         __syncwarp();
         if (PATH != kBulk || lane == 0) fetch();
-        if (++slot == s.shape.stages) slot = 0, phase ^= 1;
+        if (++stage == s.shape.stages) stage = 0, phase ^= 1;
       }
       if constexpr (SUMMED) {
         const float weight = m.weight;

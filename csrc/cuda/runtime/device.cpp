@@ -1,17 +1,16 @@
 #include "cuda/runtime/device.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cstdlib>
+#include <mutex>
 
 #include "cuda/runtime/driver.h"
 
 namespace exl2nb {
 namespace {
 
-constexpr int kMost = 64;
-
-int pretended() {
+// EXL2NB_CUDA_PATH, 1 or 2; else 0.
+int emulated() {
   static const int path = [] {
     const char* const text = std::getenv("EXL2NB_CUDA_PATH");
     return text ? std::clamp(std::atoi(text), 0, 2) : 0;
@@ -19,44 +18,45 @@ int pretended() {
   return path;
 }
 
-// An attribute of a device, asked for once; `otherwise` where there is no answer.
-int attribute(std::atomic<int> (&known)[kMost], DeviceAttribute which, int device, int otherwise) {
+struct Facts {
+  int major = 0, minor = 0, multiprocessors = 1, shared_per_block = 0, shared_per_multiprocessor = 0;
+};
+// Asked for once per device; the defaults where there is no answer.
+const Facts& facts_of(int device) {
+  static Facts known[kMaxDevices];
+  static std::once_flag asked[kMaxDevices];
+  static const Facts none;
   const Driver* const d = driver();
-  if (!d || device < 0 || device >= kMost) return otherwise;
-  int value = known[device].load(std::memory_order_relaxed);
-  if (!value && d->device_attribute(&value, which, device) == 0) known[device].store(value, std::memory_order_relaxed);
-  return value ? value : otherwise;
+  if (!d || device < 0 || device >= kMaxDevices) return none;
+  Facts& f = known[device];
+  std::call_once(asked[device], [&] {
+    d->device_attribute(&f.major, kComputeMajor, device), d->device_attribute(&f.minor, kComputeMinor, device);
+    d->device_attribute(&f.multiprocessors, kMultiprocessorCount, device);
+    d->device_attribute(&f.shared_per_block, kSharedPerBlockOptin, device);
+    d->device_attribute(&f.shared_per_multiprocessor, kSharedPerMultiprocessor, device);
+  });
+  return f;
 }
 
 }  // namespace
 
-ComputeCapability compute_capability(int device) {
-  static std::atomic<int> major[kMost];
-  int minor = 0;
-  if (driver()) driver()->device_attribute(&minor, kComputeMinor, device);
-  return {attribute(major, kComputeMajor, device, 0), minor};
-}
-int multiprocessors() {
-  static std::atomic<int> count[kMost];
-  return attribute(count, kMultiprocessorCount, current_device(), 1);
-}
+ComputeCapability compute_capability(int device) { return {facts_of(device).major, facts_of(device).minor}; }
+int multiprocessors() { return facts_of(current_device()).multiprocessors; }
 int compute_major() {
   const int major = compute_capability(current_device()).major;
-  return pretended() ? std::min(major, 9 - pretended()) : major;
+  return emulated() ? std::min(major, 9 - emulated()) : major;
 }
 bool has_wgmma() {
   const ComputeCapability c = compute_capability(current_device());
   return c.major == 9 && c.minor == 0;
 }
 int shared_per_block() {
-  static std::atomic<int> bytes[kMost];
-  const int all = attribute(bytes, kSharedPerBlockOptin, current_device(), 0);
-  return pretended() ? std::min(all, pretended() == 1 ? 99 << 10 : 64 << 10) : all;
+  const int all = facts_of(current_device()).shared_per_block;
+  return emulated() ? std::min(all, emulated() == 1 ? 99 << 10 : 64 << 10) : all;
 }
 int shared_per_multiprocessor() {
-  static std::atomic<int> bytes[kMost];
-  const int all = attribute(bytes, kSharedPerMultiprocessor, current_device(), 0);
-  return pretended() ? std::min(all, pretended() == 1 ? 100 << 10 : 64 << 10) : all;
+  const int all = facts_of(current_device()).shared_per_multiprocessor;
+  return emulated() ? std::min(all, emulated() == 1 ? 100 << 10 : 64 << 10) : all;
 }
 
 }  // namespace exl2nb

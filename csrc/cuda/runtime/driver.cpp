@@ -30,9 +30,9 @@ bool find(F& function, const char* name) {
 const Driver* driver() {
   static Driver d{};
   static const bool found =
-      find(d.init, "cuInit") && find(d.get_device, "cuCtxGetDevice") && find(d.device_attribute, "cuDeviceGetAttribute") &&
-      find(d.retain_context, "cuDevicePrimaryCtxRetain") && find(d.set_context, "cuCtxSetCurrent") &&
-      find(d.load_module, "cuModuleLoadData") && find(d.get_function, "cuModuleGetFunction") &&
+      find(d.init, "cuInit") && find(d.version, "cuDriverGetVersion") && find(d.get_device, "cuCtxGetDevice") &&
+      find(d.device_attribute, "cuDeviceGetAttribute") && find(d.retain_context, "cuDevicePrimaryCtxRetain") &&
+      find(d.set_context, "cuCtxSetCurrent") && find(d.load_module, "cuModuleLoadData") && find(d.get_function, "cuModuleGetFunction") &&
       find(d.function_attribute, "cuFuncGetAttribute") && find(d.set_function_attribute, "cuFuncSetAttribute") &&
       find(d.launch, "cuLaunchKernelEx") && find(d.copy, "cuMemcpyDtoDAsync_v2") && find(d.copy_to_host, "cuMemcpyDtoHAsync_v2") &&
       find(d.copy_to_device, "cuMemcpyHtoDAsync_v2") && find(d.fill, "cuMemsetD8Async") && find(d.synchronize, "cuStreamSynchronize") &&

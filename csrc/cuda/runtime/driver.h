@@ -42,6 +42,7 @@ static_assert(offsetof(LaunchConfig, stream) == 32 && sizeof(LaunchConfig) == 56
 
 struct Driver {
   int (*init)(unsigned);
+  int (*version)(int*);     // 1000 * major + 10 * minor
   int (*get_device)(int*);  // of the current context
   int (*device_attribute)(int*, int attribute, int device);
   int (*retain_context)(CudaContext*, int device);
@@ -59,6 +60,8 @@ struct Driver {
   int (*host_address)(uintptr_t*, void* host, unsigned flags);
   int (*error_string)(int, const char**);
 };
+constexpr int kMaxDevices = 64;
+
 // The driver, or null where there is none that is new enough.
 const Driver* driver();
 // nullptr, or what the driver says of an error.

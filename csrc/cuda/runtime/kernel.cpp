@@ -1,14 +1,16 @@
 #include "cuda/runtime/kernel.h"
 
+#include <memory>
 #include <set>
 
 #include "cuda/runtime/device.h"
 
 namespace exl2nb {
 
-thread_local NotedLaunches* noted = nullptr;
-
 namespace {
+
+// Kernels that this thread has asked for since exl2nb_note_launches, "source\tname\n" each; null: kernels are launched, not noted.
+thread_local std::unique_ptr<std::string> noted;
 
 std::atomic<KernelCode> code_source{nullptr};
 
@@ -33,9 +35,6 @@ KernelBase::KernelBase(const char* source, std::string name, bool carveout) : so
 }
 
 void set_kernel_code(KernelCode source) { code_source = source; }
-
-NotedLaunches::NotedLaunches() { noted = this; }
-NotedLaunches::~NotedLaunches() { noted = nullptr; }
 
 const char* KernelBase::load(int device, CudaFunction& function) const {
   function = functions_[device].load(std::memory_order_acquire);
@@ -88,7 +87,7 @@ const char* KernelBase::find(CudaFunction& function) const {
 const char* KernelBase::run(const Launch& how, void** arguments) const {
   if (noted) {
     const std::string line = std::string(source_) + "\t" + name_ + "\n";
-    if (noted->lines_.find(line) == std::string::npos) noted->lines_ += line;
+    if (noted->find(line) == std::string::npos) *noted += line;
     return nullptr;
   }
   CudaFunction function = nullptr;
@@ -117,11 +116,15 @@ const char* KernelBase::run(const Launch& how, void** arguments) const {
 #define EXL2NB_EXPORT extern "C" __attribute__((visibility("default")))
 EXL2NB_EXPORT void exl2nb_set_kernel_code(exl2nb::KernelCode source) { exl2nb::set_kernel_code(source); }
 EXL2NB_EXPORT const char* exl2nb_all_kernels() { return exl2nb::all_kernels().c_str(); }
-EXL2NB_EXPORT void exl2nb_note_launches() { new exl2nb::NotedLaunches; }
+EXL2NB_EXPORT int exl2nb_driver_version() {
+  int version = 0;
+  return exl2nb::driver() && exl2nb::driver()->version(&version) == 0 ? version : 0;
+}
+EXL2NB_EXPORT void exl2nb_note_launches() { exl2nb::noted = std::make_unique<std::string>(); }
 // Ends noting. The text is valid until the thread's next call.
 EXL2NB_EXPORT const char* exl2nb_noted_launches() {
   thread_local std::string lines;
-  lines = exl2nb::noted ? exl2nb::noted->lines() : "";
-  delete exl2nb::noted;
+  lines = exl2nb::noted ? *exl2nb::noted : "";
+  exl2nb::noted.reset();
   return lines.c_str();
 }

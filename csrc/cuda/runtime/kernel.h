@@ -30,20 +30,6 @@ struct Launch {
 using KernelCode = int (*)(const char* source, const char* name, int major, int minor, const void** code, const char** text);
 void set_kernel_code(KernelCode source);
 
-// While it lives, kernels launched by this thread are noted, not launched.
-class NotedLaunches {
- public:
-  NotedLaunches();
-  ~NotedLaunches();
-  const std::string& lines() const { return lines_; }  // "source\tname\n" of each
-
- private:
-  friend class KernelBase;
-  std::string lines_;
-};
-
-constexpr int kMaxDevices = 64;
-
 class KernelBase {
  public:
   // Static shared memory, bytes; negative: the kernel cannot be loaded, and problem() says why.

@@ -3,23 +3,18 @@
 #include <cstdint>
 #include <vector>
 
-#include "cuda/blob/pack.h"
+#include "cuda/blob/blob.h"
 
 namespace exl2nb {
 
-// EXL2 tensors on the device -> f16 (K, N), rows in original order. q_groups is read back and checked before the kernel is launched.
+// EXL2 tensors on the device -> f16 (K, N), rows in original order. The caller has checked q_groups (read_groups, gpu_layout.h).
 const char* reconstruct_launch(const int32_t* q_weight, int64_t R, const int32_t* q_scale, const void* q_scale_max, const int16_t* q_groups,
                                int64_t G, const int32_t* q_invperm, int64_t K, int64_t N, void* out, void* stream);
 
-// EXL2 codes -> strips of a blob (gpu_blob.h). row_word, row_group: per 32 stored rows the first row of words and the group.
-const char* pack_exl2_launch(const void* q_weight, const void* q_scale, const int* row_word, const int* row_group, int K, int N,
-                             int outputs, const void* items, const int* item_of_unit, int units, int strips, void* data,
-                             int64_t strip_bytes, void* stream);
-// GPTQ codes -> strips.
-const char* pack_gptq_launch(const GptqPacking& s, const void* items, int strips, void* data, int64_t strip_bytes, void* stream);
-// Weights (N, K), dtype 0 f32, 1 f16, 2 bf16 -> fp16 strips.
-const char* pack_dense_launch(const void* weight, int dtype, int N, int K, int units, int strips, void* data, int64_t strip_bytes,
-                              void* stream);
+// Into the strips of a part of a blob (gpu_blob.h): EXL2 codes, GPTQ codes, or weights (N, K), dtype 0 f32, 1 f16, 2 bf16, as fp16.
+const char* pack_exl2_launch(const PackSource& source, const PackTarget& to, void* stream);
+const char* pack_gptq_launch(const GptqPacking& source, const PackTarget& to, void* stream);
+const char* pack_dense_launch(const void* weight, int dtype, int N, int K, const PackTarget& to, void* stream);
 
 // A blob's matrix, on the device -> f16 (K, N), rows in original order, values as the format rounds them. head: a host copy of its header
 // and parts, as for everything below.

@@ -5,6 +5,29 @@
 #ifdef __CUDACC__
 namespace exl2nb {
 
+// (a & b) | c.
+__device__ __forceinline__ uint32_t lop_and_or(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t r;
+  asm("lop3.b32 %0,%1,%2,%3,0xea;" : "=r"(r) : "r"(a), "r"(b), "r"(c));
+  return r;
+}
+template <int BYTES>
+__device__ __forceinline__ void load_bytes(const uint8_t* p, uint32_t* v) {
+  if constexpr (BYTES == 16) {
+    const uint4 u = *reinterpret_cast<const uint4*>(p);
+    v[0] = u.x, v[1] = u.y, v[2] = u.z, v[3] = u.w;
+  } else if constexpr (BYTES == 8) {
+    const uint2 u = *reinterpret_cast<const uint2*>(p);
+    v[0] = u.x, v[1] = u.y;
+  } else if constexpr (BYTES == 4) {
+    v[0] = *reinterpret_cast<const uint32_t*>(p);
+  } else if constexpr (BYTES == 2) {
+    v[0] = *reinterpret_cast<const uint16_t*>(p);
+  } else {
+    v[0] = *p;
+  }
+}
+
 // Programmatic dependent launch: let the next kernel start; wait until the previous one is complete and its writes are visible.
 __device__ __forceinline__ void pdl_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
@@ -55,6 +78,18 @@ __device__ __forceinline__ void bulk_copy(void* to, const void* from, uint32_t b
                "r"(bytes), "r"(shared_address(b))
                : "memory");
 }
+// With an L2 cache policy.
+__device__ __forceinline__ void bulk_copy(void* to, const void* from, uint32_t bytes, uint64_t* b, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;" ::"r"(shared_address(to)),
+      "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(policy)
+      : "memory");
+}
+__device__ __forceinline__ uint64_t evict_first_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0,1.0;" : "=l"(policy));
+  return policy;
+}
 #else
 __device__ __forceinline__ void barrier_init(uint64_t*, int) {}
 __device__ __forceinline__ void barrier_fence() {}
@@ -73,6 +108,12 @@ __device__ __forceinline__ void keep_line(const void* p) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("prefetch.global.L2::evict_last [%0];" ::"l"(p));
 #endif
+}
+
+// Into the L1 cache, too.
+__device__ __forceinline__ void prefetch_word(const void* p) {
+  [[maybe_unused]] uint32_t none;
+  asm volatile("ld.global.nc.u32 %0,[%1];" : "=r"(none) : "l"(p));
 }
 
 // 16 bytes from global to shared memory; ASYNC: in the background, until async_wait.
@@ -108,9 +149,33 @@ __device__ __forceinline__ void async_wait() {
 #endif
 }
 
-__device__ __forceinline__ float warp_sum(float v) {  // the same in every lane, in a fixed order
+template <class T>
+__device__ __forceinline__ T warp_sum(T v) {  // the same in every lane, in a fixed order
 #pragma unroll
   for (int d = 16; d; d >>= 1) v += __shfl_xor_sync(0xffffffffu, v, d);
+  return v;
+}
+// The sum over a CTA of so many threads, the same in every thread, in a fixed order.
+template <int THREADS>
+__device__ __forceinline__ float cta_sum(float v) {
+  __shared__ float partial[THREADS / 32];
+  v = warp_sum(v);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = v;
+  __syncthreads();
+  float all = 0.f;
+#pragma unroll
+  for (int i = 0; i < THREADS / 32; i++) all += partial[i];
+  return all;
+}
+// Sum of the lanes up to this one.
+template <class T>
+__device__ __forceinline__ T warp_prefix_sum(T v) {
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const T other = __shfl_up_sync(0xffffffffu, v, d);
+    if ((threadIdx.x & 31) >= d) v += other;
+  }
   return v;
 }
 

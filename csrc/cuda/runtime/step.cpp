@@ -2,18 +2,58 @@
 
 #include <algorithm>
 
-#include "cuda/gemm/persistent/persistent_gemm.h"
-#include "cuda/gemm/skinny/skinny_gemm.h"
-#include "cuda/gemm/stream_k/stream_k_gemm.h"
+#include "cuda/attention/cache_format.cuh"
+#include "cuda/gemm/elementwise.h"
+#include "cuda/gemm/persistent/persistent_gemm.cuh"
+#include "cuda/gemm/skinny/skinny_gemm.cuh"
+#include "cuda/gemm/stream_k/stream_k_gemm.cuh"
 #include "cuda/moe/moe.h"
 #include "cuda/runtime/driver.h"
-#include "cuda/runtime/elementwise.h"
-#include "cuda/runtime/step_attention.h"
-#include "cuda/runtime/step_plan.h"
+#include "cuda/runtime/step_workspace.h"
 #include "format/program.h"
 
 namespace exl2nb {
 namespace {
+
+// The first keys and values of the attention at w, as many as find room in the L2 cache beside the weights that pass through.
+StreamKKeys attention_keys(const GpuStep& s, const AttentionOp& op) {
+  constexpr int64_t kPrefetchBytes = 24 << 20;
+  const CacheArgs& c = s.cache;
+  const int64_t layer = op.layer, heads = c.num_kv_heads, dim = c.head_dim;
+  if (op.window || layer < 0 || layer >= s.layers) return {};  // a window may have left them behind
+  const int64_t k_row = dim * pool_bits(c.k_format) / 8, v_row = dim * pool_bits(c.v_format) / 8;
+  const int64_t rows = std::min<int64_t>(kPage, kPrefetchBytes / std::max<int64_t>(1, c.sequences * heads * (k_row + v_row)));
+  StreamKKeys keys{};
+  keys.k_pool = static_cast<const uint8_t*>(s.k_pools[layer]), keys.v_pool = static_cast<const uint8_t*>(s.v_pools[layer]);
+  keys.block_table = c.block_table, keys.context_lens = c.context_lens, keys.max_pages = c.max_pages;
+  keys.sequences = c.sequences, keys.heads = c.num_kv_heads, keys.rows = static_cast<int>(rows);
+  keys.k_page = page_bytes(c.k_format, c.head_dim), keys.v_page = page_bytes(c.v_format, c.head_dim);
+  keys.k_row = static_cast<int>(k_row), keys.v_row = static_cast<int>(v_row);
+  return keys;
+}
+// Multiprocessors for the attention behind the QKV op q, if there is one.
+int sms_of_attention(const QkvOp* q) {
+  return q ? attention_sms(static_cast<int>(q->num_heads), static_cast<int>(q->num_kv_heads), static_cast<int>(q->head_dim)) : 0;
+}
+// The attention at w with the QKV op q, whose output is `in`. Without qkv and workspace.
+AttentionArgs attention_args(const GpuStep& s, const AttentionOp& op, const QkvOp& q, const MatrixInput& in) {
+  const auto layer = static_cast<size_t>(op.layer);
+  AttentionArgs a{};
+  a.cache = s.cache, a.cache.k_pool = s.k_pools[layer], a.cache.v_pool = s.v_pools[layer];
+  a.cache.num_heads = static_cast<int>(q.num_heads), a.cache.num_kv_heads = static_cast<int>(q.num_kv_heads);
+  a.cache.head_dim = static_cast<int>(q.head_dim);
+  a.rope.cos = q.cos, a.rope.sin = q.sin, a.rope.half = static_cast<int>(q.rope_half);
+  if (a.rope.half == 0) a.rope.cos = a.rope.sin = nullptr;
+  a.rope.interleaved = q.interleaved, a.rope.positions = s.positions, a.rope.clip = static_cast<float>(q.clip);
+  a.rope.q_norm = q.q_norm, a.rope.k_norm = q.k_norm;
+  a.rope.norm_per_head = q.q_norm_stride || q.k_norm_stride, a.rope.norm_whole = q.q_norm_whole || q.k_norm_whole;
+  a.rope.layer_norm = q.layer_norm, a.rope.eps = static_cast<float>(q.eps);
+  static_cast<MatrixInput&>(a.to) = in;
+  a.tokens = s.tokens;
+  a.scale = static_cast<float>(op.scale), a.window = static_cast<int>(op.window), a.softcap = static_cast<float>(op.softcap);
+  a.large_chunks = s.stream_k_from && s.tokens >= s.stream_k_from;
+  return a;
+}
 
 // One walk over a program.
 class Walker {
@@ -35,19 +75,7 @@ class Walker {
     return nullptr;
   }
 
-  const char* operator()(const EmbedOp& op) { return embed(op); }
-  const char* operator()(const QkvOp& op) { return qkv(op); }
-  const char* operator()(const AttentionOp& op) { return attention(op); }
-  const char* operator()(const ResidualOp& op) {
-    const char* wrong = nullptr;
-    return chain(op, wrong) ? wrong : add(op);
-  }
-  const char* operator()(const GateUpOp& op) { return gate_up(op); }
-  const char* operator()(const RoutedOp& op) { return routed(op); }
-  const char* operator()(const HeadOp& op) { return head(op); }
-
- private:
-  enum Ready { kNothing, kNormed, kUnscaled, kRouted };  // what lies in the buffer of normed inputs; kRouted: the router is through, too
+  enum Ready { kNothing, kNormed, kUnscaled, kRouted };  // contents of the buffer of normed inputs; kRouted: and the router has run
 
   const Op* next(const Op* op) const { return program_.next(op); }
   float* residual() const { return reinterpret_cast<float*>(base_ + at_.residual[side_]); }
@@ -71,8 +99,8 @@ class Walker {
     return in;
   }
   MatrixInput input(const Weight& w, size_t at) const { return input(w, at, s_.tokens); }
-  // How products of so many tokens want their inputs (fragment.cuh): those of stream_k_gemm.h in groups. A step has all its products there,
-  // or none.
+  // How products of so many tokens want their inputs (fragment.cuh): those of stream_k_gemm.cuh in groups. A step has all its products
+  // there, or none.
   int group(int tokens) const { return stream_k_ && tokens >= s_.stream_k_from && tokens > kSkinnyTokens ? stream_k_group(tokens) : 0; }
   bool stream_k(const GemmArgs& a) const { return group(a.tokens) != 0 && !a.rows; }
   bool all_stream_k() const {
@@ -147,7 +175,7 @@ class Walker {
     return nullptr;
   }
 
-  const char* embed(const EmbedOp& op) {
+  const char* operator()(const EmbedOp& op) {
     EmbedArgs a{};
     a.ids = s_.ids, a.positions = s_.positions, a.table = op.table, a.dtype = static_cast<int>(op.dtype);
     a.vocab = static_cast<int>(op.vocab), a.width = H_, a.scale = static_cast<float>(op.scale), a.position_table = op.position_table;
@@ -160,12 +188,13 @@ class Walker {
   }
 
   // A product that only writes its sums.
-  const char* store(const GemmArgs& a) {
-    return stream_k(a) ? stream_k_launch(a, group(a.tokens), ahead_, base_ + at_.stream_k, stream_, pdl_)
-                       : skinny_launch(a, kStore, stream_, pdl_);
+  const char* store(const GemmArgs& a) { return stream_k(a) ? run_stream_k(a, a.tokens) : skinny_launch(a, kStore, stream_, pdl_); }
+  // tokens: of the whole product, on which the order of its input depends.
+  const char* run_stream_k(const GemmArgs& a, int tokens) {
+    return stream_k_launch(a, group(tokens), ahead_, base_ + at_.stream_k, stream_, pdl_);
   }
 
-  const char* qkv(const QkvOp& op) {
+  const char* operator()(const QkvOp& op) {
     GemmArgs a;
     if (const char* wrong = normed_product(op, a)) return wrong;
     const Weight weight(op.blob);
@@ -181,7 +210,7 @@ class Walker {
     return persistent_launch(&alone, 1, base_ + at_.chain, at_.persistent_bytes, stream_, pdl_);
   }
 
-  const char* attention(const AttentionOp& op) {
+  const char* operator()(const AttentionOp& op) {
     if (static_cast<size_t>(op.layer) >= static_cast<size_t>(s_.layers)) return "its layer has no pools";
     AttentionArgs a = attention_of(op, *last_qkv_);
     a.lamport_qkv = lamport_qkv_ != nullptr;
@@ -220,19 +249,20 @@ class Walker {
     return count ? persistent_tokens(link, count) : 0;
   }
 
-  const char* add(const ResidualOp& op) {
+  const char* operator()(const ResidualOp& op) {
+    const char* wrong = nullptr;
+    if (chain(op, wrong)) return wrong;
     const Weight weight(op.blob);
     GemmArgs a = matrix(weight, input(weight, at_.act[op.side]));
     a.bias = op.bias;
     ready_ = kNothing;
-    const bool leads = !op.norm && stream_k(a) && stream_k_lead_on(a, op);
-    if (leads) return stream_k_launch(a, group(a.tokens), ahead_, base_ + at_.stream_k, stream_, pdl_);
+    if (!op.norm && stream_k(a) && stream_k_lead_on(a, op)) return run_stream_k(a, a.tokens);
     if (op.norm || stream_k(a)) {  // a norm of what is added; or the next rows' kernel adds it
       a.out = sum(), a.out_stride = H_;
       if (const char* wrong = store(a)) return wrong;
       return add_sum(next(&op), op.norm, op.eps, op.scale);
     }
-    a.residual = residual(), a.residual_stride = H_, a.scale = static_cast<float>(op.scale);
+    add_to_residual(a, op.scale);
     if (!tap(a, next(&op))) lead_on(a, next(&op));
     return skinny_launch(a, kResidual, stream_, pdl_);
   }
@@ -256,7 +286,8 @@ class Walker {
     const auto adds = [&](const ResidualOp& v, const Op* to) {  // v's product, which leads on to the op at `to`
       const Weight m(v.blob);
       GemmArgs a = matrix(m, input(m, at_.act[v.side]));
-      a.bias = v.bias, a.residual = residual(), a.residual_stride = H_, a.scale = static_cast<float>(v.scale);
+      a.bias = v.bias;
+      add_to_residual(a, v.scale);
       ready_ = kNothing;
       lead_on(a, to);
       return a;
@@ -275,7 +306,7 @@ class Walker {
     scaled(link[3].a, *qkv, qkv->bias), link[3].a.out = reinterpret_cast<float*>(base_ + at_.qkv), link[3].a.out_stride = Q.header().N;
     return 4;
   }
-  // The products from attention's output at o to the next QKV in one launch (persistent_gemm.h), where possible: the walk then goes on
+  // The products from attention's output at o to the next QKV in one launch (persistent_gemm.cuh), where possible: the walk then goes on
   // behind the last of them. Used for 1 to 8 tokens, unless deterministic.
   bool chain(const ResidualOp& o, const char*& wrong) {
     if (!chain_tokens(o)) return false;
@@ -302,28 +333,28 @@ class Walker {
     ready_ = kRouted;
     return true;
   }
-  // Where a product that adds to the residual can also write the input of the op at `next`: its norm's weights and squares.
-  void lead_on(GemmArgs& a, const Op* next) {
+  void add_to_residual(GemmArgs& a, double scale) const {
+    a.residual = residual(), a.residual_stride = H_, a.scale = static_cast<float>(scale);
+  }
+  // Where a product that adds to the residual can also write the input of the op at `next`: its norm's weights and squares. count: partial
+  // squares of a row.
+  bool lead_on(GemmArgs& a, const Op* next, int count) {
     const NormedOp* normed = as_normed(next);
-    if (!normed) return;
+    if (!normed) return false;
     const NormArgs n = norm_of(*normed);
-    if (n.kind != kRmsNorm || n.bias) return;
+    if (n.kind != kRmsNorm || n.bias) return false;
     a.next = input(Weight(normed->blob), at_.normed), a.next_norm = n.weight;
     a.next_squares = reinterpret_cast<float*>(base_ + at_.squares);
-    squares_ = skinny_grid(a, kResidual);
-    ready_ = kUnscaled;
+    squares_ = count, ready_ = kUnscaled;
+    return true;
   }
+  void lead_on(GemmArgs& a, const Op* next) { lead_on(a, next, skinny_grid(a, kResidual)); }
   // The same for a stream-K GEMM, which otherwise only stores. The head may be asked for fewer rows.
   bool stream_k_lead_on(GemmArgs& a, const ResidualOp& op) {
     const Op* const then = next(&op);
-    const NormedOp* normed = as_normed(then);
-    if (!normed || as<RoutedOp>(then) || (as<HeadOp>(then) && s_.logit_rows)) return false;
-    const NormArgs n = norm_of(*normed);
-    a.residual = residual(), a.residual_stride = H_, a.scale = static_cast<float>(op.scale);
-    if (n.kind != kRmsNorm || n.bias || !stream_k_fuses_residual(a)) return false;
-    a.next = input(Weight(normed->blob), at_.normed), a.next_norm = n.weight;
-    a.next_squares = reinterpret_cast<float*>(base_ + at_.squares);
-    squares_ = stream_k_squares(H_), ready_ = kUnscaled;
+    if (!then || as<RoutedOp>(then) || (as<HeadOp>(then) && s_.logit_rows) || !stream_k_fuses_residual(a)) return false;
+    if (!lead_on(a, then, stream_k_squares(H_))) return false;
+    add_to_residual(a, op.scale);
     return true;
   }
   // residual += scale * norm(sum): the op at `next` does it where it can.
@@ -337,12 +368,12 @@ class Walker {
     return make_rows(norm_of(*normed), input(Weight(normed->blob), at_.normed));
   }
 
-  const char* gate_up(const GateUpOp& op) {
+  const char* operator()(const GateUpOp& op) {
     GemmArgs a;
     if (const char* wrong = normed_product(op, a)) return wrong;
     ready_ = kNothing;
     a.bias = op.bias, a.activation = static_cast<int>(op.activation);
-    if (stream_k(a) && stream_k_fuses_gate(a)) return stream_k_launch(a, group(a.tokens), ahead_, base_ + at_.stream_k, stream_, pdl_);
+    if (stream_k(a) && stream_k_fuses_gate(a)) return run_stream_k(a, a.tokens);
     return stream_k(a) ? wide_gate_up(a, Weight(op.blob).header().N) : skinny_launch(a, kActivation, stream_, pdl_);
   }
   // Both halves to memory, then the gate; so many tokens at a time as a launch takes.
@@ -353,14 +384,14 @@ class Walker {
       if (a.squares) a.squares += static_cast<size_t>(first) * a.squares_count;
       a.next.x += static_cast<size_t>(first) * a.next.stride;
       a.out = reinterpret_cast<float*>(base_ + at_.wide), a.out_stride = N;
-      if (const char* wrong = stream_k_launch(a, group(all.tokens), ahead_, base_ + at_.stream_k, stream_, pdl_)) return wrong;
+      if (const char* wrong = run_stream_k(a, all.tokens)) return wrong;
       const GatesArgs gates{a.out, a.out_stride, a.part[0].outputs, a.gated, a.activation, a.next};
       if (const char* wrong = gates_launch(gates, a.tokens, stream_, pdl_)) return wrong;
     }
     return nullptr;
   }
 
-  const char* routed(const RoutedOp& op) {
+  const char* operator()(const RoutedOp& op) {
     const GpuHeader& router = Weight(op.blob).header();
     const bool tapped = ready_ == kRouted;
     uint8_t* const routed = base_ + at_.routed;
@@ -377,14 +408,15 @@ class Walker {
     if (op.post_norm) {
       d.epilogue = kStore, d.out = sum(), d.out_stride = H_;
     } else {
-      d.epilogue = kResidual, d.residual = residual(), d.residual_stride = H_, d.scale = static_cast<float>(op.scale);
+      d.epilogue = kResidual;
+      add_to_residual(d, op.scale);
       lead_on(d, next(&op));
     }
     if (const char* wrong = routed_launch(op, router, tapped, from, routed, d, s_.tokens, s_.capacity, stream_, pdl_)) return wrong;
     return op.post_norm ? add_sum(next(&op), op.post_norm, op.post_eps, op.scale) : nullptr;
   }
 
-  const char* head(const HeadOp& op) {
+  const char* operator()(const HeadOp& op) {
     if (s_.logit_count == 0) return nullptr;
     GemmArgs a;
     if (const char* wrong = normed_product(op, a)) return wrong;
@@ -396,6 +428,7 @@ class Walker {
     return store(a);
   }
 
+ private:
   const Program& program_;
   int H_;
   const GpuStep& s_;
@@ -420,7 +453,7 @@ std::string step_workspace(const Program& program, int capacity, size_t& bytes, 
   Layout layout{};
   const std::string wrong = lay_out(program, capacity, layout);
   if (!wrong.empty()) return wrong;
-  bytes = layout.bytes, vocab = vocab_of(program);
+  bytes = layout.bytes, vocab = Weight(program.head().blob).header().N;
   return "";
 }
 

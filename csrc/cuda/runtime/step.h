@@ -1,10 +1,10 @@
 // A whole step on the GPU: walks the program of exl2nb/ops/program.py (csrc/format/program.h) and launches its kernels.
 //
 // Kernels of a layer where the norms are RMS norms in front of attention and MLP:
-//   1 to 8 rows on Hopper, not deterministic: attention, and one persistent chain from its output to the next QKV (persistent_gemm.h). Up
+//   1 to 8 rows on Hopper, not deterministic: attention, and one persistent chain from its output to the next QKV (persistent_gemm.cuh). Up
 //     to 4 rows attention polls the sums of QKV while the chain still runs.
-//   1 to 8 rows else: QKV, attention, O, gate/up, down, each GEMM a skinny one (skinny_gemm.h).
-//   9 rows or more, where stream_k_from > 0 and the GPU takes every matrix: the same five with stream-K GEMMs (stream_k_gemm.h); the last
+//   1 to 8 rows else: QKV, attention, O, gate/up, down, each GEMM a skinny one (skinny_gemm.cuh).
+//   9 rows or more, where stream_k_from > 0 and the GPU takes every matrix: the same five with stream-K GEMMs (stream_k_gemm.cuh); the last
 //     norm is a kernel of its own where not every row wants logits.
 // The GEMM that adds to the residual also writes the next GEMM's input, times the norm's weights; the next one divides its sums by the root
 // mean square. A LayerNorm, and a norm behind attention or MLP, need the whole row first: up to 4 rows every CTA of the next GEMM computes
@@ -15,17 +15,19 @@
 #include <cstdint>
 #include <string>
 
+#include "cuda/attention/attention.h"
 #include "format/program.h"
 
 namespace exl2nb {
 
 struct GpuStep {
-  const int32_t *ids, *positions, *block_table, *cu_seqlens, *context_lens, *logit_rows;
-  int tokens, sequences, max_pages, logit_count;  // logit_rows null: every token's, so logit_count is tokens
-  int capacity;                                   // tokens the workspace was made for
+  const int32_t *ids, *positions, *logit_rows;
+  int tokens, logit_count;  // logit_rows null: every token's, so logit_count is tokens
+  int capacity;             // tokens the workspace was made for
+  CacheArgs cache;          // without pools and num_heads, which each layer has of its own
   void* const* k_pools;
   void* const* v_pools;
-  int layers, num_kv_heads, head_dim, k_format, v_format;
+  int layers;
   float* logits;
   // Steps of at least so many tokens (9 or more) use stream-K, with other bits than fewer tokens get. 0: neither it nor chains.
   int stream_k_from;
@@ -34,7 +36,7 @@ struct GpuStep {
 // Bytes of workspace for up to `capacity` tokens, or what is wrong with the program; vocab: logits per row.
 std::string step_workspace(const Program& program, int capacity, size_t& bytes, int64_t& vocab);
 // workspace: zeroed once by its owner, then used with one capacity only, by one step at a time. Steps in different streams of one device
-// must not overlap where they have chains (persistent_gemm.h) or stream-K GEMMs. Captures into a graph: neither allocates nor
+// must not overlap where they have chains (persistent_gemm.cuh) or stream-K GEMMs. Captures into a graph: neither allocates nor
 // waits.
 std::string step_launch(const Program& program, const GpuStep& step, void* workspace, size_t bytes, void* stream, bool pdl);
 

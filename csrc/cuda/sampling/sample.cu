@@ -140,11 +140,8 @@ struct Sampler {
   template <class T>
   __device__ __forceinline__ uint64_t cluster_sum(T* mine, uint64_t* before = nullptr) const {
     const uint64_t n = lane < cluster.size() ? static_cast<uint64_t>(*cluster.of(mine, lane)) : 0;
-    uint64_t total = n, first = lane < cluster.rank() ? n : 0;
-#pragma unroll
-    for (int i = 16; i; i /= 2) total += __shfl_xor_sync(kAll, total, i), first += __shfl_xor_sync(kAll, first, i);
-    if (before) *before = first;
-    return total;
+    if (before) *before = warp_sum(lane < cluster.rank() ? n : 0);
+    return warp_sum(n);
   }
 
   // ---------------------------------------------------------------- 1. scan
@@ -227,7 +224,7 @@ struct Sampler {
       if (!(v >= floor_value)) continue;
       const int bin = bin_of(v);
       if constexpr (COUNT) {
-        if (bin < kBins - 1) atomicAdd(&bins[0][bin], 1);  // most of a sharp distribution lies in the last bin
+        if (bin < kBins - 1) atomicAdd(&bins[0][bin], 1);  // most of a sharp distribution falls into the last bin
       } else {
         add(bins, bin, weight_of(v));
       }
@@ -303,21 +300,11 @@ struct Sampler {
   // The sum of all bins before the thread's, and of all.
   __device__ __forceinline__ void scan(const uint64_t (&here)[4], uint64_t& before, uint64_t& total) const {
     const uint64_t mine = here[0] + here[1] + here[2] + here[3];
-    uint64_t through = mine;
-#pragma unroll
-    for (int i = 1; i < 32; i *= 2) {
-      const uint64_t other = __shfl_up_sync(kAll, through, i);
-      if (lane >= i) through += other;
-    }
+    const uint64_t through = warp_prefix_sum(mine);
     __syncthreads();
     if (lane == 31) sh.scan[warp] = through;
     __syncthreads();
-    uint64_t warps = lane < kSampleWarps ? sh.scan[lane] : 0;
-#pragma unroll
-    for (int i = 1; i < 32; i *= 2) {
-      const uint64_t other = __shfl_up_sync(kAll, warps, i);
-      if (lane >= i) warps += other;
-    }
+    const uint64_t warps = warp_prefix_sum(lane < kSampleWarps ? sh.scan[lane] : 0);
     const uint64_t earlier = __shfl_sync(kAll, warps, warp > 0 ? warp - 1 : 0);
     total = __shfl_sync(kAll, warps, 31);
     before = through - mine + (warp > 0 ? earlier : 0);
@@ -373,8 +360,7 @@ struct Sampler {
       const float v = y(id);
       if (stays(v)) mine += weight_of(v);
     }
-#pragma unroll
-    for (int i = 16; i; i /= 2) mine += __shfl_xor_sync(kAll, mine, i);
+    mine = warp_sum(mine);
     const uint64_t slice = sum(lane == 0 ? mine : 0);
     if (lane == 0) sh.scan[warp] = mine;
     if (threadIdx.x == 0) sh.weight = slice;
@@ -387,12 +373,7 @@ struct Sampler {
     for (int base = first; base < last; base += 32) {
       const int id = base + lane;
       const float v = id < last ? y(id) : -INFINITY;
-      uint64_t through = id < last && stays(v) ? weight_of(v) : 0;
-#pragma unroll
-      for (int i = 1; i < 32; i *= 2) {
-        const uint64_t other = __shfl_up_sync(kAll, through, i);
-        if (lane >= i) through += other;
-      }
+      const uint64_t through = warp_prefix_sum(id < last && stays(v) ? weight_of(v) : 0);
       const unsigned passed = __ballot_sync(kAll, before + through > target);
       if (passed) {
         if (lane == __ffs(passed) - 1) publish(id, logits[id]);

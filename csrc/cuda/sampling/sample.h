@@ -6,7 +6,7 @@
 
 namespace exl2nb {
 
-// One row's settings and stream of random numbers; an array of them lies on the device. The kernel adds 1 to `counter`.
+// One row's settings and stream of random numbers; an array of them is on the device. The kernel adds 1 to `counter`.
 struct SampleRow {
   float temperature;                          // 0 = greedy
   float top_p, min_p;                         // 1 and 0 = off
@@ -42,7 +42,7 @@ struct SampleArgs {
   int64_t row_stride;
   int rows, vocab;
   SampleRow* params;      // (rows,)
-  uint16_t* counts;       // (rows, vocab) or null: low 15 bits how often the token was generated, top bit: it stands in the prompt.
+  uint16_t* counts;       // (rows, vocab) or null: low 15 bits how often the token was generated, top bit: it is in the prompt.
                           // The drawn token is counted. Penalties need it
   const float* bias;      // f32 (rows, vocab) or null: added to logits after penalties; -inf takes a token out
   SampleResult* results;  // (ring, rows); step s is written to results[s % ring]. May be pinned host memory

@@ -153,7 +153,7 @@ def _size(fields: Fields, attribute: str, default: Any = REQUIRED) -> int:
 def inside(text: Architecture, *more: tuple[str, str], **changes: Any) -> Architecture:
     """`text` as the decoder of a multimodal class, whose vision tower and projector are left alone.
 
-    Names are those of ExLlamaV2's files; checkpoints put `language_model` behind `model`, and the head at the top.
+    Names are those of ExLlamaV2's files; checkpoints put `language_model` after `model`, and the head at the top.
 
     Args:
         text: the decoder's architecture. more: further renames. changes: fields of the result that differ from the text model's.
@@ -213,6 +213,6 @@ def parse_config(raw: Mapping[str, Any], *, where: str = "config.json") -> Model
     try:
         architecture = ARCHS[names[0]]
     except UnknownArchitecture as error:
-        own = "; the code that its auto_map asks for is never run" if raw.get("auto_map") else ""
+        own = "; the code named in its auto_map is never run" if raw.get("auto_map") else ""
         raise UnknownArchitecture(f"{where}: {error}{own}") from None
     return architecture.config(names[0], raw, where)

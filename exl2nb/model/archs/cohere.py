@@ -7,7 +7,7 @@ from exl2nb.model.archs.base import ARCHS, Architecture, pattern_slides, sliding
 from exl2nb.model.config import Names
 from exl2nb.model.fields import Fields
 
-# Command R: attention and MLP side by side behind one LayerNorm without bias, interleaved RoPE, a factor on the logits, a tied head.
+# Command R: attention and MLP in parallel after one LayerNorm without bias, interleaved RoPE, a factor on the logits, a tied head.
 FIXED = {"norm": "layer", "parallel": True, "interleaved": True}
 
 

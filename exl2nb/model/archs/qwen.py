@@ -73,7 +73,7 @@ ARCHS.register("Qwen2ForCausalLM")(
 )
 
 
-# Qwen 1.5 and 2 MoE: Qwen2 with small experts beside one that every token visits, weighted by a sigmoid.
+# Qwen 1.5 and 2 MoE: Qwen2 with small experts and a shared expert that every token visits, weighted by a sigmoid.
 MAX_SIZE = 1 << 18
 
 

@@ -5,8 +5,11 @@ import { type State, state } from "../shared/afm";
 import { BitGridView, type Place } from "../shared/bitgrid";
 import { guardKeys, h, root, setAttributes } from "../shared/dom";
 import { perFrame } from "../shared/frame";
-import { EXPLAINED, type Metric, NAMES, painter } from "../shared/metrics";
+import { ColourBar } from "../shared/legend";
+import { mapSvg } from "../shared/mapsvg";
+import { type Metric, NAMES, painter } from "../shared/metrics";
 import { strip } from "../shared/strip";
+import { tools, tsv } from "../shared/tools";
 import "./bitmap.css";
 
 class BitMapView {
@@ -16,6 +19,7 @@ class BitMapView {
   private readonly grid: BitGridView;
   private readonly scroll: HTMLElement;
   private readonly line = h("div", { class: "exl2nb-readout exl2nb-muted" });
+  private readonly bar = new ColourBar();
   private readonly spoken = h("div", { class: "exl2nb-sr", role: "status" });
   private readonly detail = h("div");
   private readonly error = h("div", { class: "exl2nb-error", role: "alert", hidden: true });
@@ -30,8 +34,10 @@ class BitMapView {
       (index) => this.readout(index),
     );
     this.scroll = h("div", { class: "exl2nb-grid-scroll" }, this.grid.element);
-    const head = h("div", { class: "exl2nb-head" }, this.title, this.choice);
-    this.root.append(h("div", { class: "exl2nb-card" }, head, this.error, this.scroll, this.line, this.detail), this.spoken);
+    const taken = tools("bitmap", { text: () => this.text(), picture: () => this.picture() });
+    const head = h("div", { class: "exl2nb-head" }, this.title, h("div", { class: "exl2nb-right" }, this.choice, taken));
+    const under = h("div", { class: "exl2nb-under" }, this.bar.element, this.line);
+    this.root.append(h("div", { class: "exl2nb-card" }, head, this.error, this.scroll, under, this.detail), this.spoken);
     this.undo = [
       guardKeys(this.root),
       map.observe(["_cells", "_other", "title", "metric", "selected", "error", "height"], () => this.frame.request()),
@@ -61,6 +67,7 @@ class BitMapView {
     this.scroll.style.maxHeight = String(get("height"));
     this.drawChoice();
     this.grid.paint(painter(cells, get("metric"), get("_other")));
+    this.bar.draw(cells, get("metric"));
     const [layer, matrix] = get("selected") as [number?, string?];
     const chosen = cells.find((cell) => cell[0] === layer && cell[1] === matrix);
     this.grid.mark(chosen ? { layer: chosen[0], matrix: chosen[1] } : null);
@@ -100,8 +107,22 @@ class BitMapView {
   private readout(index: number): void {
     this.pointed = index;
     const get = this.map.get;
-    const metric = get("metric");
-    this.line.textContent = get("_cells")[index] ? painter(get("_cells"), metric, get("_other"))(index).label : EXPLAINED[metric];
+    this.line.textContent = get("_cells")[index] ? painter(get("_cells"), get("metric"), get("_other"))(index).label : "";
+  }
+
+  private text(): string {
+    const rows = this.map
+      .get("_cells")
+      .map(([layer, matrix, bpw, nbytes, , , , , error, share]) => [layer, matrix, bpw, nbytes, error, share]);
+    return tsv([["layer", "matrix", "bits per weight", "bytes", "error", "share of KL"], ...rows]);
+  }
+
+  private picture(): string {
+    const get = this.map.get;
+    const cells = get("_cells");
+    const places = cells.map(([layer, matrix]) => ({ layer, matrix }));
+    const title = [this.title.textContent, NAMES[get("metric")]].filter(Boolean).join(": ");
+    return mapSvg(title, get("_matrices"), get("_layers"), places, painter(cells, get("metric"), get("_other")));
   }
 }
 

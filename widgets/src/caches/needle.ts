@@ -22,7 +22,7 @@ export class NeedleTable {
 
 /** Position of the fact, in words. */
 export function place(depth: number | null): string {
-  if (depth === null) return "not in the text";
+  if (depth === null) return "absent (control)";
   if (depth === 0) return "at the start";
   if (depth === 1) return "at the end";
   return `${Math.round(100 * depth)} % of the way`;

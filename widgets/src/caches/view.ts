@@ -7,11 +7,12 @@ import { percent } from "../shared/format";
 import { perFrame } from "../shared/frame";
 import { firstDifference, klText, summary } from "../shared/kl";
 import type { Feed } from "../shared/stream";
+import { tools, tsv } from "../shared/tools";
 import { NeedleTable } from "./needle";
 
 const PLAY = "M4 2.5v11l9-5.5z";
 const SQUARE = "M3.5 3.5h9v9h-9z";
-const HONEST = "Decoding is greedy with every cache. The FP16 reference runs in step with them, so speed is not measured here.";
+const HONEST = "Decoding is greedy. The FP16 reference reads every token alongside, so speed is not measured here.";
 const WATCHED: (keyof CachesState)[] = [
   ...(["status", "error", "modes", "stage", "height", "_kinds", "_run_modes", "_tokens", "_needle", "_needle_modes"] as const),
   ...(["_needle_depths", "_needle_text", "_verdict", "_has_model"] as const),
@@ -21,9 +22,9 @@ export class CachesView {
   readonly root = root("caches", "Cache explorer");
   private readonly prompt = h("textarea", { id: uniqueId("prompt"), rows: 2, spellcheck: "false" });
   private readonly count = h("input", { type: "number", id: uniqueId("tokens"), min: 1, max: 512, step: 1 });
-  private readonly run = h("button", { type: "button", class: "exl2nb-button exl2nb-primary" }, icon(PLAY), "Compare");
+  private readonly run = h("button", { type: "button", class: "exl2nb-button exl2nb-primary" }, icon(PLAY), "Generate");
   private readonly stop = h("button", { type: "button", class: "exl2nb-button" }, icon(SQUARE), "Stop");
-  private readonly hide = h("button", { type: "button", class: "exl2nb-button" }, "Hide a needle");
+  private readonly hide = h("button", { type: "button", class: "exl2nb-button" }, "Run needle test");
   private readonly chips = h("fieldset", { class: "exl2nb-chips" });
   private readonly status = h("span", { class: "exl2nb-headline" });
   private readonly spoken = h("div", { class: "exl2nb-sr", role: "status" });
@@ -82,7 +83,13 @@ export class CachesView {
       this.needle.element,
       this.verdict,
     );
-    const legend = h("div", { class: "exl2nb-legend-row" }, klLegend(), h("div", { class: "exl2nb-muted" }, HONEST));
+    const note = h(
+      "div",
+      { class: "exl2nb-count" },
+      h("span", { class: "exl2nb-muted" }, HONEST),
+      tools("caches", { text: () => this.text() }),
+    );
+    const legend = h("div", { class: "exl2nb-legend-row" }, klLegend(), note);
     return h("div", { class: "exl2nb-card" }, ask, this.error, this.stageBox, legend, needle);
   }
 
@@ -131,12 +138,21 @@ export class CachesView {
     this.needle.draw();
     const { fact, question, answer, tokens } = get("_needle_text");
     const around = tokens ? ` of ${tokens} tokens` : "";
-    this.needleText.textContent = `“${fact}” is hidden in a filler text${around}, which ends: “${question}”. How likely is “${answer.trim()}”?`;
+    this.needleText.textContent = `“${fact}” is hidden in filler text${around} that ends with “${question}”. Shown: the probability of “${answer.trim()}”.`;
     this.verdict.textContent = get("_verdict");
     this.verdict.hidden = get("_verdict") === "";
     this.error.textContent = get("error");
     this.error.hidden = get("error") === "";
     this.drawStatus();
+  }
+
+  private text(): string {
+    const modes = this.caches.get("_run_modes");
+    const rows = modes.map((mode, cell) => {
+      const tokens = this.feed.items.filter((token) => token[0] === cell);
+      return [mode, tokens.map((token) => token[1]).join(""), summary(tokens).mean];
+    });
+    return tsv([["cache", "text", "mean KL"], ...rows]);
   }
 
   private drawStatus(): void {
@@ -216,8 +232,8 @@ function sizes(name: string, kind: CacheKind | undefined, most: number, context:
   const bar = h("i", { "aria-hidden": "true" });
   bar.style.inlineSize = `${((100 * bytes) / most).toFixed(1)}%`;
   const facts = h("div", { class: "exl2nb-facts" }, `${bytes.toLocaleString("en-US")} bytes a token`);
-  const room = fits === null ? "" : `room for ${compact(fits)} tokens`;
-  const limit = context ? `In the memory that is free now. The model reads at most ${context.toLocaleString("en-US")}.` : "";
+  const room = fits === null ? "" : `fits ${compact(fits)} tokens`;
+  const limit = context ? `Tokens that fit in free memory now; the context limit is ${context.toLocaleString("en-US")}.` : "";
   const reach = h("div", { class: "exl2nb-facts exl2nb-muted", title: limit }, room);
   return [title, h("span", { class: "exl2nb-muted" }, note), h("div", { class: "exl2nb-size" }, bar), facts, reach];
 }
@@ -226,8 +242,8 @@ function foot(tokens: readonly KlToken[], differs: number, isReference: boolean)
   const { n, mean, same } = summary(tokens);
   if (!n) return "";
   if (isReference) return `${n} tokens · the reference`;
-  const parts = [mean === null ? "" : `mean KL ${klText(mean)}`, same === null ? "" : `same choice ${percent(same)}`];
-  parts.push(differs < 0 ? "same text" : `other text from token ${differs + 1}`);
+  const parts = [mean === null ? "" : `mean KL ${klText(mean)}`, same === null ? "" : `top-1 agreement ${percent(same)}`];
+  parts.push(differs < 0 ? "identical text" : `first difference at token ${differs + 1}`);
   return parts.filter(Boolean).join(" · ").replace(/ %/g, "\u00a0%");
 }
 

@@ -6,6 +6,7 @@ import { guardKeys, h, icon, root, setAttributes, uniqueId } from "../shared/dom
 import { perFrame } from "../shared/frame";
 import { firstDifference, klText, summary } from "../shared/kl";
 import type { Feed } from "../shared/stream";
+import { tools, tsv } from "../shared/tools";
 import { Cells } from "./cells";
 import { summaryTable } from "./table";
 
@@ -20,7 +21,7 @@ const WATCHED: (keyof CompareState)[] = [
 export class CompareView {
   readonly root = root("compare", "Compare");
   private readonly prompts = h("textarea", { id: uniqueId("prompts"), rows: 3, spellcheck: "false" });
-  private readonly run = h("button", { type: "button", class: "exl2nb-button exl2nb-primary" }, icon(PLAY), "Run");
+  private readonly run = h("button", { type: "button", class: "exl2nb-button exl2nb-primary" }, icon(PLAY), "Generate");
   private readonly stop = h("button", { type: "button", class: "exl2nb-button" }, icon(SQUARE), "Stop");
   private readonly choice = h("div", { class: "exl2nb-choice", role: "group", "aria-label": "Colour by" });
   private readonly status = h("span", { class: "exl2nb-headline" });
@@ -44,7 +45,8 @@ export class CompareView {
     const actions = h("div", { class: "exl2nb-actions", hidden: fixed }, this.run, this.stop, this.status);
     const label = h("label", { for: this.prompts.id }, "Prompts, one per line");
     const ask = h("div", { class: "exl2nb-ask", hidden: fixed }, label, this.prompts, actions);
-    const under = h("div", { class: "exl2nb-under" }, klLegend(), this.choice);
+    const right = h("div", { class: "exl2nb-actions" }, this.choice, tools("answers", { text: () => this.text() }));
+    const under = h("div", { class: "exl2nb-under" }, klLegend(), right);
     this.root.append(h("div", { class: "exl2nb-card" }, ask, this.error, this.table, this.note, this.blocks, under));
     this.root.append(this.spoken, this.inspected);
     this.listen();
@@ -127,6 +129,18 @@ export class CompareView {
     this.drawStatus();
   }
 
+  private text(): string {
+    const get = this.compare.get;
+    const [columns, prompts] = [get("_columns"), get("_run_prompts")];
+    const cells = this.cells.of(this.feed.items, get("_measured"), columns.length * prompts.length);
+    const rows = cells.map((tokens, cell) => {
+      const text = tokens.map((token) => token[1]).join("");
+      const prompt = prompts[Math.floor(cell / columns.length)] ?? "";
+      return [prompt, columns[cell % columns.length]?.[0] ?? "", text, summary(tokens).mean];
+    });
+    return tsv([["prompt", "column", "text", "mean KL"], ...rows]);
+  }
+
   private drawStatus(): void {
     const get = this.compare.get;
     const over = { done: "Done", stopped: "Stopped; the text so far is kept", error: "Failed", idle: "" }[get("status") as string] ?? "";
@@ -174,6 +188,6 @@ function foot(tokens: readonly KlToken[], differs: number, isReference: boolean)
   const { n, mean } = summary(tokens);
   if (!n) return "";
   if (isReference) return `${n} tokens · the reference`;
-  const where = differs < 0 ? "same text" : `other text from token ${differs + 1}`;
+  const where = differs < 0 ? "identical text" : `first difference at token ${differs + 1}`;
   return [mean === null ? "" : `mean KL ${klText(mean)}`, where].filter(Boolean).join(" · ");
 }

@@ -5,17 +5,22 @@ import { type State, state } from "../shared/afm";
 import { Asker } from "../shared/asker";
 import { BitGridView, type Place } from "../shared/bitgrid";
 import { guardKeys, h, root, setAttributes, uniqueId } from "../shared/dom";
+import { bytes } from "../shared/format";
 import { perFrame } from "../shared/frame";
 import { watchKernel } from "../shared/kernel";
-import { EXPLAINED, NAMES, painter } from "../shared/metrics";
-import { size, strip } from "../shared/strip";
+import { ColourBar } from "../shared/legend";
+import { mapSvg } from "../shared/mapsvg";
+import { NAMES, painter } from "../shared/metrics";
+import { stageName } from "../shared/stages";
+import { strip } from "../shared/strip";
+import { standalone, tools, tsv } from "../shared/tools";
 import { CurveView } from "./curve";
 import { SizesView } from "./sizes";
 import "./explorer.css";
 
 const WATCHED: (keyof ExplorerState)[] = [
   ...(["status", "error", "bpw", "solved", "nbytes", "predicted_kl", "prompt", "metric", "selected", "original", "made"] as const),
-  ...(["made_bpw", "stage", "progress", "_cells", "_curve", "_marks", "_can_make"] as const),
+  ...(["made_bpw", "stage", "progress", "_cells", "_curve", "_marks", "_can_make", "_factor", "_tokens"] as const),
 ];
 const METRICS = ["bpw", "share"] as const;
 
@@ -28,6 +33,7 @@ class ExplorerView {
   private readonly choice = h("div", { class: "exl2nb-choice", role: "group", "aria-label": "Colour by" });
   private readonly grid: BitGridView;
   private readonly line = h("div", { class: "exl2nb-readout exl2nb-muted" });
+  private readonly colours = new ColourBar();
   private readonly detail = h("div");
   private readonly prompt: HTMLTextAreaElement;
   private readonly make = h("button", { type: "button", class: "exl2nb-button exl2nb-primary" }, "Convert");
@@ -47,6 +53,7 @@ class ExplorerView {
   private built = "";
   private pointed = -1;
   private wish: number | null = null;
+  private said = "";
 
   constructor(private readonly explorer: State<ExplorerState>) {
     const get = explorer.get;
@@ -86,11 +93,14 @@ class ExplorerView {
     );
     const map = h("div", { class: "exl2nb-grid-scroll" }, this.grid.element);
     const actions = h("div", { class: "exl2nb-actions" }, this.make, this.stop, this.bar, this.stage);
-    const making = h("div", { class: "exl2nb-making" }, h("label", { for: promptId }, "Prompt for both"), this.prompt, actions, this.texts);
+    const making = h("div", { class: "exl2nb-making" }, h("label", { for: promptId }, "Prompt"), this.prompt, actions, this.texts);
     making.hidden = !get("_can_make") && !get("made");
     this.texts.append(h("div", {}, h("b", {}, "original"), this.original), h("div", {}, this.madeName, this.made));
-    const top = h("div", { class: "exl2nb-top" }, control, this.curve.element);
-    const middle = h("div", { class: "exl2nb-under" }, this.line, this.choice);
+    const chart = h("div", { class: "exl2nb-chart" }, this.curve.element, this.curve.legend);
+    const top = h("div", { class: "exl2nb-top" }, control, chart);
+    const taken = tools("bitrates", { text: () => this.text(), picture: () => this.picture() });
+    const right = h("div", { class: "exl2nb-actions" }, this.choice, taken);
+    const middle = h("div", { class: "exl2nb-under" }, this.colours.element, this.line, right);
     this.root.append(h("div", { class: "exl2nb-card" }, top, this.error, map, middle, this.detail, making), this.spoken);
     this.listen();
     this.undo = [
@@ -182,9 +192,10 @@ class ExplorerView {
     this.number.textContent = (get("_static") ? now.bpw : shown).toFixed(2);
     setAttributes(this.slider, { "aria-valuetext": `${shown.toFixed(2)} bits per weight` });
     const about = now.bits && !get("_static") ? "about " : "";
-    this.figures.textContent = `${about}${size(now.nbytes)} · predicted KL ${now.kl.toPrecision(2)}`;
+    this.figures.textContent = `${about}${bytes(now.nbytes)} · predicted KL ${now.kl.toPrecision(2)}`;
     this.sizes.draw(now.nbytes, Math.max(...get("_curve").map((point) => point[1])));
-    this.curve.draw(get("_curve"), get("_marks"), now.bpw, now.kl, this.describe(now));
+    const expected = get("_can_make") ? get("_factor") : 1;
+    this.curve.draw({ curve: get("_curve"), marks: get("_marks"), expected, tokens: get("_tokens"), ...now, label: this.describe(now) });
     this.drawMap(cells, now.bits);
     this.drawMaking();
   }
@@ -201,6 +212,7 @@ class ExplorerView {
     const [layer, matrix] = get("selected") as [number?, string?];
     const chosen = cells.find((cell) => cell[0] === layer && cell[1] === matrix);
     this.grid.mark(chosen ? { layer: chosen[0], matrix: chosen[1] } : null);
+    this.colours.draw(cells, metric);
     this.detail.replaceChildren(...(chosen && !(bits && get("_static")) ? [strip(chosen)] : []));
     for (const button of this.choice.children)
       setAttributes(button, { "aria-pressed": String((button as HTMLElement).dataset.metric === metric) });
@@ -219,8 +231,12 @@ class ExplorerView {
     this.bar.value = get("progress");
     const mark = get("_marks").find(([bpw, , label]) => bpw === get("made_bpw") && label.endsWith("made here"));
     const done = mark ? `done · measured KL ${mark[1].toPrecision(2)}` : "done";
-    const over = { done, stopped: "stopped", error: "" }[get("status") as string] ?? "";
-    this.stage.textContent = this.busy ? `${get("stage")}…` : over;
+    const count = get("_tokens").toLocaleString("en-US");
+    const before = `expected KL ${(this.now().kl * get("_factor")).toPrecision(2)}, calibrated on ${count} tokens`;
+    const over = { done, stopped: "stopped", error: "", idle: fixed ? "" : before }[get("status") as string] ?? "";
+    this.stage.textContent = this.busy ? `${stageName(get("stage"))}…` : over;
+    const words = this.busy ? this.stage.textContent : get("status") === "idle" ? "" : `Conversion ${get("status")}. ${over}`;
+    if (this.said !== words) this.spoken.textContent = this.said = words;
     this.error.textContent = get("error");
     this.error.hidden = get("error") === "";
     this.texts.hidden = get("original") === "" && get("made") === "";
@@ -235,15 +251,41 @@ class ExplorerView {
     while (same < made.length && made[same] === original[same]) same++;
     if (same === original.length && this.busy) same = made.length; // the original is only behind
     const rest = made.slice(same);
-    this.made.replaceChildren(made.slice(0, same), ...(rest ? [h("mark", { title: "differs from here" }, rest)] : []));
+    this.made.replaceChildren(made.slice(0, same), ...(rest ? [h("mark", { title: "first difference" }, rest)] : []));
   }
 
   private readout(index: number): void {
     this.pointed = index;
     const metric = this.explorer.get("metric");
     const cells = this.explorer.get("_cells");
-    this.line.textContent = cells[index] ? painter(cells, metric, [], this.now().bits)(index).label : EXPLAINED[metric];
+    this.line.textContent = cells[index] ? painter(cells, metric, [], this.now().bits)(index).label : "";
   }
+
+  private text(): string {
+    const rows = this.explorer.get("_curve").map(([bpw, nbytes, kl]) => [bpw, nbytes, kl]);
+    return tsv([["bits per weight", "bytes", "predicted KL"], ...rows]);
+  }
+
+  /** The map, and the curve above it. */
+  private picture(): string {
+    const get = this.explorer.get;
+    const cells = get("_cells");
+    const now = this.now();
+    const places = cells.map(([layer, matrix]) => ({ layer, matrix }));
+    const title = `${now.bpw.toFixed(2)} bits per weight, ${bytes(now.nbytes)}, predicted KL ${now.kl.toPrecision(2)}`;
+    const map = mapSvg(title, get("_matrices"), get("_layers"), places, painter(cells, "bpw", [], now.bits));
+    return stacked(standalone(this.curve.element, getComputedStyle(this.root).getPropertyValue("--exl-bg")), map);
+  }
+}
+
+/** Two pictures, one below the other. */
+function stacked(upper: string, lower: string): string {
+  const size = (svg: string) =>
+    ["width", "height"].map((name) => Number(new RegExp(`${name}="(\\d+)`).exec(svg)?.[1] ?? 0)) as [number, number];
+  const [a, b] = [size(upper), size(lower)];
+  const [width, height] = [Math.max(a[0], b[0]), a[1] + b[1]];
+  const below = lower.replace("<svg ", `<svg y="${a[1]}" `);
+  return `<svg xmlns="http://www.w3.org/2000/svg" width="${width}" height="${height}" style="background:#fff">${upper}${below}</svg>`;
 }
 
 export default {

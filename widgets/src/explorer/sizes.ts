@@ -5,9 +5,9 @@ import { h, uniqueId } from "../shared/dom";
 const CACHES = ["fp16", "q8", "q6", "q4"];
 const CONTEXT = 4096;
 
-/** What one unit of the number field is: gigabytes where the largest model takes a gigabyte. */
+/** What one unit of the number field is: GiB where the largest model takes one. */
 export function unitOf(largest: number): [name: string, bytes: number] {
-  return largest >= 1e9 ? ["GB", 1e9] : ["MB", 1e6];
+  return largest >= 2 ** 30 ? ["GiB", 2 ** 30] : ["MiB", 2 ** 20];
 }
 
 export class SizesView {
@@ -18,7 +18,7 @@ export class SizesView {
   private readonly context = h("input", { type: "number", min: 0, step: 256, value: CONTEXT, "aria-label": "Tokens of the cache" });
   private readonly cache: HTMLSelectElement;
   private readonly beside: HTMLElement;
-  private scale = 1e6;
+  private scale = 2 ** 20;
 
   constructor(
     private readonly ask: (wish: SolveSize) => void,
@@ -26,18 +26,10 @@ export class SizesView {
   ) {
     const id = uniqueId("size");
     const option = (value: string, words = value) => h("option", { value }, words);
-    this.kind = h("select", { id }, option("bytes", "files of"), option("fits", "a memory of"));
+    this.kind = h("select", { id }, option("bytes", "file size"), option("fits", "memory"));
     this.cache = h("select", { "aria-label": "Cache" }, ...CACHES.map((mode) => option(mode)));
     this.beside = h("span", { class: "exl2nb-beside", hidden: true }, "with", this.context, "tokens of", this.cache, "cache");
-    this.element = h(
-      "div",
-      { class: "exl2nb-sizes" },
-      h("label", { for: id }, "or what fits in"),
-      this.kind,
-      this.number,
-      this.unit,
-      this.beside,
-    );
+    this.element = h("div", { class: "exl2nb-sizes" }, h("label", { for: id }, "Set by"), this.kind, this.number, this.unit, this.beside);
     this.kind.addEventListener("change", () => this.choose());
     for (const field of [this.number, this.context, this.cache]) field.addEventListener("change", () => this.send());
   }

@@ -153,9 +153,9 @@ class MicroscopeView {
     const how =
       uniform === null
         ? "greedy: the most likely token"
-        : `random number ${uniform.toFixed(4)}, no. ${get("_index")} of seed ${get("seed")}`;
-    const words = [how, " draws ", h("code", {}, visible(get("token_text"))), ` at ${percent(get("prob"))}`];
-    const beside = has ? (has[0] === get("token") ? "; so does the text" : `; the text has ${visible(has[1])}`) : "";
+        : `random number ${uniform.toFixed(4)} (draw ${get("_index")} of seed ${get("seed")})`;
+    const words = [how, " selects ", h("code", {}, visible(get("token_text"))), ` (${percent(get("prob"))})`];
+    const beside = has ? (has[0] === get("token") ? ", as in the text" : `; the text has ${visible(has[1])}`) : "";
     this.drawn.replaceChildren(...words, beside);
     if (this.spoken.textContent !== this.drawn.textContent) this.spoken.textContent = this.drawn.textContent;
   }

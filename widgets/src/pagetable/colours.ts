@@ -28,12 +28,12 @@ export function stripes(owners: number[]): string {
 
 export const EVENTS: Record<PageCell[5], string> = {
   "": "",
-  new: "allocated now",
-  found: "reused from the cache now",
-  joined: "referenced by one more request now",
-  evicted: "evicted and allocated again now",
-  freed: "freed now",
-  cleared: "cleared now",
+  new: "just allocated",
+  found: "just reused from the cache",
+  joined: "just shared with one more request",
+  evicted: "just evicted and allocated again",
+  freed: "just freed",
+  cleared: "just cleared",
 };
 export const MARKS: Record<PageCell[5], string> = { "": "", new: "+", found: "↻", joined: "↻", evicted: "×", freed: "−", cleared: "−" };
 

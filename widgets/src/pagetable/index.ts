@@ -52,7 +52,7 @@ class PageTableView {
       },
     );
     this.asker = new Asker((wish) => table.send({ type: "frame", ...wish }));
-    const label = h("label", { for: this.slider.id }, "Moment");
+    const label = h("label", { for: this.slider.id }, "Frame");
     this.replay = h("div", { class: "exl2nb-replay" }, this.live, this.play, label, this.slider, this.place);
     const head = h("div", { class: "exl2nb-head" }, h("div", {}, this.title, " ", this.label), this.figures);
     this.root.append(
@@ -179,7 +179,7 @@ class PageTableView {
       const words = waiting ? `queued; ${tokens} tokens` : `${tokens} tokens, ${computed} in the cache${found}`;
       return h("div", { class: "exl2nb-request" }, name, h("span", {}, words), h("span", { class: "exl2nb-chips" }, ...chips));
     });
-    this.requests.replaceChildren(h("b", {}, "Requests and their pages, in the order of the text"), ...rows);
+    this.requests.replaceChildren(h("b", {}, "Requests and their block tables"), ...rows);
   }
 
   private drawReplay(): void {
@@ -195,7 +195,7 @@ class PageTableView {
     this.slider.value = String(this.at());
     this.slider.style.setProperty("--exl-fill", `${((100 * this.at()) / Math.max(1, count - 1)).toFixed(1)}%`);
     this.place.textContent = `${this.at() + 1} of ${count}`;
-    setAttributes(this.slider, { "aria-valuetext": `moment ${this.at() + 1} of ${count} ${this.shown().label}`.trim() });
+    setAttributes(this.slider, { "aria-valuetext": `frame ${this.at() + 1} of ${count} ${this.shown().label}`.trim() });
   }
 
   private point(page: number): void {
@@ -206,7 +206,7 @@ class PageTableView {
       cell.classList.toggle("exl2nb-on", before.includes(i));
     });
     const far = before.length > 1 ? `; prefix: pages ${before.join(" → ")}` : "";
-    this.readout.textContent = page >= 0 ? describe(frame, page) + far : "Point at a page, or use the arrow keys.";
+    this.readout.textContent = page >= 0 ? describe(frame, page) + far : "Hover a page, or use the arrow keys.";
   }
 }
 
@@ -237,8 +237,8 @@ function legend(): HTMLElement {
     key(page("used"), "used by the numbered request"),
     key(page("cached"), "cached for prefix reuse"),
     key(page("free"), "free"),
-    key(sup("+"), "taken"),
-    key(sup("↻"), "found"),
+    key(sup("+"), "allocated"),
+    key(sup("↻"), "reused"),
     key(sup("×"), "evicted"),
     key(sup("−"), "freed"),
   );

@@ -3,6 +3,7 @@ import type { AnyModel } from "@anywidget/types";
 import type { PlanState } from "../protocol.gen";
 import { type State, state } from "../shared/afm";
 import { guardKeys, h, root, setAttributes, uniqueId } from "../shared/dom";
+import { bytes } from "../shared/format";
 import { perFrame } from "../shared/frame";
 import { advice, type Choice, fittingContext, PARTS, type Part, parts } from "./formula";
 import "./plan.css";
@@ -137,7 +138,7 @@ class PlanView {
     const sum = h(
       "tr",
       { "data-part": "total", "data-bytes": total },
-      h("th", { scope: "row" }, "in all"),
+      h("th", { scope: "row" }, "total"),
       h("td", {}, bytes(total)),
       h("td"),
     );
@@ -215,16 +216,6 @@ function field(label: string, input: HTMLElement, ...more: HTMLElement[]): HTMLE
 function whole(input: HTMLInputElement): number {
   const value = Math.round(Number(input.value));
   return Math.min(Number(input.max), Math.max(1, Number.isFinite(value) ? value : 1));
-}
-
-export function bytes(count: number): string {
-  for (const [unit, scale] of [
-    ["GiB", 2 ** 30],
-    ["MiB", 2 ** 20],
-    ["KiB", 2 ** 10],
-  ] as const)
-    if (count >= scale) return `${(count / scale).toFixed(2)} ${unit}`;
-  return `${count} bytes`;
 }
 
 export default {

@@ -38,6 +38,14 @@ export class Chat {
     for (const undo of this.undo) undo();
   }
 
+  /** The turns in view, each under its name. */
+  text(): string {
+    return this.playground
+      .get("_turns")
+      .map(([, role, words]) => `${SAID[role] ?? "Other"}: ${words}`)
+      .join("\n\n");
+  }
+
   /** Send the text of the box: a new message, or another version of the edited one. */
   send(): void {
     const text = this.box.value;

@@ -30,7 +30,7 @@ export class TokenLog {
       this.following = this.atEnd();
     });
     this.element.addEventListener("pointerover", (event) => this.point(event.target));
-    this.element.addEventListener("click", (event) => this.point(event.target));
+    this.element.addEventListener("click", (event) => this.point(event.target, true));
     this.element.addEventListener("pointerleave", () => this.inspect(-1, null, "pointer"));
     this.element.addEventListener("blur", () => this.moveTo(-1));
     this.element.addEventListener("keydown", (event) => this.key(event));
@@ -94,8 +94,10 @@ export class TokenLog {
     return scrollHeight - scrollTop - clientHeight < AT_END_PX;
   }
 
-  private point(target: EventTarget | null): void {
+  /** `keep`: the arrow keys go on from there. */
+  private point(target: EventTarget | null, keep = false): void {
     const span = target instanceof HTMLElement ? target.closest<HTMLElement>("[data-i]") : null;
+    if (span && keep) this.mark(Number(span.dataset.i));
     if (span) this.inspect(Number(span.dataset.i), span, "pointer");
     else this.inspect(-1, null, "pointer");
   }
@@ -137,11 +139,16 @@ export class TokenLog {
     return best;
   }
 
-  private moveTo(index: number): void {
+  private mark(index: number): HTMLElement | null {
     this.spans[this.cursor]?.classList.remove("exl2nb-current");
     this.cursor = index;
     const span = this.spans[index] ?? null;
     span?.classList.add("exl2nb-current");
+    return span;
+  }
+
+  private moveTo(index: number): void {
+    const span = this.mark(index);
     span?.scrollIntoView({ block: "nearest" });
     this.inspect(span ? index : -1, span, "keyboard");
   }

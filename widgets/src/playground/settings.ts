@@ -8,12 +8,12 @@ import { changes, moreSamplers, NAMES, readSamplers } from "./samplers";
 type Usual = "temperature" | "top_p" | "top_k" | "min_p" | "repetition_penalty" | "max_tokens";
 
 const CONTROLS: readonly (Control & { name: Usual })[] = [
-  { name: "temperature", label: "Temperature", hint: "0 = greedy token", min: 0, max: 2, step: 0.05 },
+  { name: "temperature", label: "Temperature", hint: "0 = greedy", min: 0, max: 2, step: 0.05 },
   { name: "top_p", label: "Top-p", hint: "1 = off", min: 0.05, max: 1, step: 0.05 },
   { name: "top_k", label: "Top-k", hint: "0 = off", min: 0, max: 200, step: 1 },
   { name: "min_p", label: "Min-p", hint: "0 = off", min: 0, max: 0.5, step: 0.01 },
   { name: "repetition_penalty", label: "Repetition penalty", hint: "1 = off", min: 1, max: 2, step: 0.05 },
-  { name: "max_tokens", label: "Max tokens", hint: "where to end", min: 1, max: 2048, step: 1 },
+  { name: "max_tokens", label: "Max tokens", hint: "length limit", min: 1, max: 2048, step: 1 },
 ];
 const SEED_MAX = 2 ** 31 - 1;
 
@@ -109,7 +109,7 @@ export class SettingsPanel {
       "div",
       { class: "exl2nb-control" },
       top,
-      h("div", { class: "exl2nb-hint", id: `${id}-hint` }, "a number repeats the same text; empty is random"),
+      h("div", { class: "exl2nb-hint", id: `${id}-hint` }, "same seed, same text; empty = random"),
     );
   }
 }

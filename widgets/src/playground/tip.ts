@@ -10,10 +10,10 @@ export function describe(item: TokenItem): string {
   const fates = fatesOf(item);
   const parts = [`Token ${spoken(text)}`];
   parts.push(prob === null ? `id ${id}` : `${percent(prob)} likely`);
-  if (rank !== null) parts.push(rank === 1 ? "the model's first choice" : `choice number ${rank}`);
+  if (rank !== null) parts.push(rank === 1 ? "the top choice" : `rank ${rank}`);
   const others = (top ?? []).filter(([other]) => other !== text).slice(0, 3);
   if (others.length) parts.push(`alternatives: ${others.map(([other, p]) => `${spoken(other)} ${percent(p)}`).join(", ")}`);
-  if (fates) parts.push(`${fates.left} of ${fates.of} candidates left by the samplers`);
+  if (fates) parts.push(`${fates.left} of ${fates.of} candidates left after the samplers`);
   return parts.join("; ");
 }
 
@@ -61,14 +61,16 @@ function card(item: TokenItem): Node[] {
     h("span", { class: "exl2nb-piece" }, visible(text)),
     h("span", { class: "exl2nb-tip-prob" }, prob === null ? "probability not recorded" : percent(prob)),
   );
-  const place = rank === null ? "" : rank === 1 ? "first choice" : `choice no. ${rank.toLocaleString("en-US")}`;
+  const place = rank === null ? "" : rank === 1 ? "rank 1" : `rank ${rank.toLocaleString("en-US")}`;
   const facts = h("div", { class: "exl2nb-tip-facts" }, [place, `token id ${id}`].filter(Boolean).join(" · "));
   if (!top) return [head, facts, h("div", { class: "exl2nb-tip-facts" }, "loading alternatives…")];
   if (!top.length) return [head, facts];
   const rows = top.map(([other, p], i) => bar(other, p, rank === null ? other === text : rank === i + 1, fates?.names[i]));
   if (rank !== null && rank > top.length && prob !== null)
     rows.push(h("div", { class: "exl2nb-tip-gap" }, "⋯"), bar(text, prob, true, fates && ""));
-  const left = fates ? `${fates.left.toLocaleString("en-US")} of ${fates.of.toLocaleString("en-US")} candidates left by the samplers` : "";
+  const left = fates
+    ? `${fates.left.toLocaleString("en-US")} of ${fates.of.toLocaleString("en-US")} candidates left after the samplers`
+    : "";
   return [head, facts, h("div", { class: "exl2nb-tip-rows" }, ...rows), ...(left ? [h("div", { class: "exl2nb-tip-facts" }, left)] : [])];
 }
 
@@ -81,7 +83,7 @@ function bar(text: string, p: number, chosen: boolean, fate?: string): HTMLEleme
     h("span", { class: "exl2nb-piece" }, visible(text)),
     h("span", { class: "exl2nb-tip-bar" }, h("i", { style: `inline-size:${Math.max(1, p * 100).toFixed(1)}%` })),
     h("span", { class: "exl2nb-tip-value" }, percent(p)),
-    h("span", { class: "exl2nb-tip-fate" }, fate === undefined ? "" : fate ? `out: ${fate.replaceAll("_", "-")}` : "stays"),
+    h("span", { class: "exl2nb-tip-fate" }, fate === undefined ? "" : fate ? `removed by ${fate.replaceAll("_", "-")}` : "kept"),
   );
   if (chosen) row.dataset.chosen = "";
   return row;

@@ -6,6 +6,7 @@ import { guardKeys, h, icon, root, setAttributes, uniqueId } from "../shared/dom
 import { SURPRISE_LABELS } from "../shared/format";
 import { perFrame } from "../shared/frame";
 import type { Feed } from "../shared/stream";
+import { tools } from "../shared/tools";
 import { Chat } from "./chat";
 import { TokenLog } from "./log";
 import { RANK_LABELS } from "./rank";
@@ -29,8 +30,8 @@ export class PlaygroundView {
   private readonly spoken = h("div", { class: "exl2nb-sr", role: "status" });
   private readonly inspected = h("div", { class: "exl2nb-sr", "aria-live": "polite" });
   private readonly error = h("div", { class: "exl2nb-error", role: "alert", hidden: true });
-  private readonly empty = h("p", { class: "exl2nb-empty" }, "The text appears here, token by token.");
-  private readonly jump = h("button", { type: "button", class: "exl2nb-button exl2nb-jump", hidden: true }, "Follow the end ↓");
+  private readonly empty = h("p", { class: "exl2nb-empty" }, "Generated text appears here.");
+  private readonly jump = h("button", { type: "button", class: "exl2nb-button exl2nb-jump", hidden: true }, "Scroll to end ↓");
   private readonly legend = h("div", { class: "exl2nb-legend" });
   private readonly chat: Chat | undefined;
   private readonly modes: Record<PlaygroundState["view"], HTMLInputElement>;
@@ -97,10 +98,10 @@ export class PlaygroundView {
     );
     const output = h("div", { class: "exl2nb-output" }, this.log.element, this.empty, this.jump);
     const bar = h("div", { class: "exl2nb-bar" }, h("div", { class: "exl2nb-status" }, this.headline, this.figures));
-    const foot = h("div", { class: "exl2nb-foot" }, toggle, this.legend);
+    const foot = h("div", { class: "exl2nb-foot" }, toggle, this.legend, tools("text", { text: () => this.text() }));
     if (this.chat) {
       this.generate.replaceChildren(icon(PLAY), "Send");
-      this.empty.textContent = "Say something: the answer appears here, token by token.";
+      this.empty.textContent = "The answer appears here.";
       this.log.element.setAttribute("aria-label", "Answer");
       return h(
         "div",
@@ -116,6 +117,12 @@ export class PlaygroundView {
       );
     }
     return h("div", { class: "exl2nb-card" }, ask, this.panel.element, this.error, bar, output, foot);
+  }
+
+  /** The prompt and the answer, or the conversation with names. */
+  private text(): string {
+    const answer = this.feed.items.map((item) => item[0]).join("");
+    return this.chat ? this.chat.text() : this.feed.prompt + answer;
   }
 
   private toggle(): [HTMLElement, Record<PlaygroundState["view"], HTMLInputElement>] {
@@ -261,11 +268,11 @@ export class PlaygroundView {
 
 const LEGENDS = {
   probability: () => legend("Probability of a token:", "data-step", SURPRISE_LABELS),
-  rank: () => legend("Place of a token among the model's choices:", "data-rank", RANK_LABELS),
+  rank: () => legend("Rank of a token:", "data-rank", RANK_LABELS),
 };
 
 function legend(title: string, attribute: string, labels: readonly string[]): HTMLElement[] {
   const steps = labels.map((text, step) => h("span", { class: "exl2nb-key" }, h("i", { [attribute]: step }), text));
-  const second = h("span", { class: "exl2nb-key exl2nb-key-second" }, h("u", {}, "abc"), "not the first choice");
+  const second = h("span", { class: "exl2nb-key exl2nb-key-second" }, h("u", {}, "abc"), "not the top choice");
   return [h("span", { class: "exl2nb-sr" }, title), ...steps, second];
 }

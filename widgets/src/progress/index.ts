@@ -6,13 +6,14 @@ import { guardKeys, h, icon, root, setAttributes } from "../shared/dom";
 import { duration } from "../shared/format";
 import { perFrame } from "../shared/frame";
 import { watchKernel } from "../shared/kernel";
-import { figures, fraction, history } from "./words";
+import { stageName } from "../shared/stages";
+import { figures, history } from "./words";
 import "./progress.css";
 
-const CROSS = "M3.3 4.7 4.7 3.3 8 6.6l3.3-3.3 1.4 1.4L9.4 8l3.3 3.3-1.4 1.4L8 9.4l-3.3 3.3-1.4-1.4L6.6 8z";
+const SQUARE = "M3.5 3.5h9v9h-9z";
 const WATCHED: (keyof ProgressState)[] = [
   ...(["status", "error", "title", "stage", "done", "total", "unit", "detail"] as const),
-  ...(["rate", "elapsed_s", "eta_s", "finished", "cancellable"] as const),
+  ...(["rate", "share", "elapsed_s", "eta_s", "finished", "cancellable"] as const),
 ];
 
 class ProgressLine {
@@ -25,7 +26,7 @@ class ProgressLine {
   private readonly detail = h("div", { class: "exl2nb-detail" });
   private readonly error = h("div", { class: "exl2nb-error", role: "alert", hidden: true });
   private readonly spoken = h("div", { class: "exl2nb-sr", role: "status" });
-  private readonly cancel = h("button", { type: "button", class: "exl2nb-button exl2nb-cancel" }, icon(CROSS), "Cancel");
+  private readonly cancel = h("button", { type: "button", class: "exl2nb-button exl2nb-cancel" }, icon(SQUARE), "Stop");
   private readonly frame = perFrame(() => this.draw());
   private readonly undo: (() => void)[];
   private cancelling = false;
@@ -54,13 +55,15 @@ class ProgressLine {
     const status = get("status");
     const running = status === "running";
     if (!running) this.cancelling = false;
-    const share = fraction({ done: get("done"), total: get("total") });
-    const name = [get("title"), running || status === "error" ? get("stage") : ""].filter(Boolean).join(": ") || get("stage");
+    const share = get("share") ?? null;
+    const stage = stageName(get("stage"));
+    const named = get("title") !== get("stage") && (running || status === "error");
+    const name = [get("title"), named ? stage : ""].filter(Boolean).join(": ") || stage;
     this.root.dataset.status = status;
     this.name.textContent = `${{ done: "✓ ", error: "✕ ", stopped: "■ " }[status as string] ?? ""}${name}`;
     this.track.hidden = !(running || status === "idle");
     this.percent.textContent = running && share !== null ? `${Math.floor(share * 100)} %` : "";
-    this.figures.textContent = this.cancelling ? "Cancelling…" : this.words(status);
+    this.figures.textContent = this.cancelling ? "Stopping…" : this.words(status);
     this.fill.style.inlineSize = share === null ? "" : `${(share * 100).toFixed(1)}%`;
     this.root.toggleAttribute("data-unknown", running && share === null);
     setAttributes(this.track, { "aria-label": name || "Progress", "aria-valuenow": share === null ? undefined : Math.round(share * 100) });
@@ -79,7 +82,7 @@ class ProgressLine {
     if (status === "idle") return "waiting";
     const total = get("finished").reduce((sum, [, elapsed]) => sum + elapsed, 0);
     if (status === "done") return duration(total);
-    if (status === "stopped") return `cancelled after ${duration(total)}`;
+    if (status === "stopped") return `stopped after ${duration(total)}`;
     if (status === "error") return "failed";
     return figures({
       done: get("done"),

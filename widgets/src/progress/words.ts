@@ -1,13 +1,9 @@
 // What the progress line says. Pure, so the tests read it without a browser.
 import type { Finished, ProgressState } from "../protocol.gen";
 import { duration, rate } from "../shared/format";
+import { stageName } from "../shared/stages";
 
 export type Numbers = Pick<ProgressState, "done" | "total" | "unit" | "rate" | "eta_s" | "elapsed_s">;
-
-/** Share done as 0..1, or null while the total is unknown. */
-export function fraction({ done, total }: Pick<Numbers, "done" | "total">): number | null {
-  return total > 0 ? Math.min(1, Math.max(0, done / total)) : null;
-}
 
 /** "12 of 48 layers · 3.1 layers/s · 12 s left". */
 export function figures(numbers: Numbers): string {
@@ -22,7 +18,7 @@ function amount(value: number): string {
   return value.toLocaleString("en-US", { maximumFractionDigits: 1 });
 }
 
-/** "load 0.3 s · measure 41 s": the stages that are over. */
+/** "loading 0.3 s · measuring sensitivity 41 s": the stages that are over. */
 export function history(finished: Finished[]): string {
-  return finished.map(([stage, elapsed]) => `${stage} ${duration(elapsed)}`).join(" · ");
+  return finished.map(([stage, elapsed]) => `${stageName(stage)} ${duration(elapsed)}`).join(" · ");
 }

@@ -5,7 +5,7 @@ import { visible } from "./format";
 import { KL_LABELS, klHeight, klStep, tokenWords } from "./kl";
 
 const AT_END_PX = 24;
-const HINT = "Point at a token, or click into a text and use the arrow keys: the same place is marked in all of them.";
+const HINT = "Hover a token, or click a text and use the arrow keys. The same position is marked in every answer.";
 
 /** One answer. Tokens that are on the page are not drawn again unless their numbers have come. */
 export class AnswerView {
@@ -19,6 +19,7 @@ export class AnswerView {
   private drawn: (KlToken | undefined)[] = [];
   private marked = -1;
   private current = -1;
+  private anchor = -1; // where the keyboard is, or the last click was
 
   constructor(
     readonly name: string,
@@ -28,11 +29,17 @@ export class AnswerView {
     this.element.append(this.head, this.text, this.bars, this.foot);
     for (const box of [this.text, this.bars]) {
       box.addEventListener("pointerover", (event) => this.over(event.target));
-      box.addEventListener("click", (event) => this.over(event.target));
-      box.addEventListener("pointerleave", () => this.point(-1, "pointer"));
+      box.addEventListener("click", (event) => {
+        this.anchor = this.over(event.target);
+        this.text.focus();
+      });
+      box.addEventListener("pointerleave", () => this.point(this.anchor, "pointer"));
     }
     this.text.addEventListener("keydown", (event) => this.key(event));
-    this.text.addEventListener("blur", () => this.point(-1, "keyboard"));
+    this.text.addEventListener("blur", () => {
+      this.anchor = -1;
+      this.point(-1, "keyboard");
+    });
   }
 
   /** `differs`: the token at which the text leaves the reference's; -1: it does not. */
@@ -51,7 +58,7 @@ export class AnswerView {
     this.spans[this.marked]?.removeAttribute("title");
     this.marked = differs;
     const span = this.spans[differs];
-    if (span) setAttributes(span, { title: "differs from here" });
+    if (span) setAttributes(span, { title: "first difference" });
     span?.classList.add("exl2nb-differs");
     this.spans.forEach((one, i) => {
       one.toggleAttribute("data-agrees", differs < 0 || i < differs);
@@ -76,7 +83,7 @@ export class AnswerView {
   private clear(): void {
     this.text.replaceChildren();
     this.bars.replaceChildren();
-    [this.spans, this.ticks, this.drawn, this.marked, this.current] = [[], [], [], -1, -1];
+    [this.spans, this.ticks, this.drawn, this.marked, this.current, this.anchor] = [[], [], [], -1, -1, -1];
   }
 
   private drawToken(token: KlToken, i: number): void {
@@ -98,17 +105,19 @@ export class AnswerView {
     this.drawn[i] = token;
   }
 
-  private over(target: EventTarget | null): void {
+  private over(target: EventTarget | null): number {
     const element = target instanceof HTMLElement ? target.closest<HTMLElement>("[data-i]") : null;
-    this.point(element ? Number(element.dataset.i) : -1, "pointer");
+    const index = element ? Number(element.dataset.i) : -1;
+    this.point(index, "pointer");
+    return index;
   }
 
   private key(event: KeyboardEvent): void {
     if (event.ctrlKey || event.metaKey || event.altKey || event.shiftKey) return; // selecting and copying stay the browser's
     const last = this.spans.length - 1;
     const steps: Record<string, number> = {
-      ArrowRight: Math.min(last, this.current + 1),
-      ArrowLeft: this.current < 0 ? last : Math.max(0, this.current - 1),
+      ArrowRight: Math.min(last, this.anchor + 1),
+      ArrowLeft: this.anchor < 0 ? last : Math.max(0, this.anchor - 1),
       Home: Math.min(last, 0),
       End: last,
       Escape: -1,
@@ -116,6 +125,7 @@ export class AnswerView {
     const next = steps[event.key];
     if (next === undefined) return;
     event.preventDefault();
+    this.anchor = next;
     this.point(next, "keyboard");
   }
 }
@@ -186,6 +196,6 @@ export function klLegend(): HTMLElement {
     { class: "exl2nb-kl-legend exl2nb-muted" },
     h("span", {}, "KL per token, nats"),
     ...steps,
-    h("span", { class: "exl2nb-key" }, h("span", { class: "exl2nb-differs exl2nb-differs-key" }, "text"), "differs from here"),
+    h("span", { class: "exl2nb-key" }, h("span", { class: "exl2nb-differs exl2nb-differs-key" }, "text"), "first difference"),
   );
 }

@@ -49,3 +49,14 @@ export function surprise(p: number | null): number {
   return p >= 0.05 ? 3 : 4;
 }
 export const SURPRISE_LABELS = ["≥ 90 %", "50–90", "20–50", "5–20", "< 5 %"] as const;
+
+/** Readable bytes: 7.80 MiB. The same as exl2nb/core/show.py. */
+export function bytes(count: number): string {
+  for (const [unit, scale] of [
+    ["GiB", 2 ** 30],
+    ["MiB", 2 ** 20],
+    ["KiB", 2 ** 10],
+  ] as const)
+    if (count >= scale) return `${(count / scale).toFixed(2)} ${unit}`;
+  return `${count} bytes`;
+}

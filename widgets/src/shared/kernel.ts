@@ -5,7 +5,7 @@ import { h } from "./dom";
 
 const SILENCE_MS = 5000;
 const TICK_MS = 1000;
-const WORDS = "No answer from the kernel: it is busy, or it was restarted. What is shown stays; after a restart, run the cell again.";
+const WORDS = "The kernel does not respond: it is busy or was restarted. The output is kept; after a restart, run the cell again.";
 
 /**
  * Watch the line to the kernel while the widget runs or waits for an answer: after 5 s without a word ask for one, and show a notice in

@@ -8,10 +8,10 @@ export type Metric = "bpw" | "error" | "share" | "difference";
 export const NAMES: Record<Metric, string> = { bpw: "bits", error: "error", share: "share of KL", difference: "difference" };
 
 export const EXPLAINED: Record<Metric, string> = {
-  bpw: "bits per weight, light = 2, dark = 8",
-  error: "error of the rounding, on a logarithmic scale",
-  share: "share of the predicted KL, in percent",
-  difference: "bits more (blue) or fewer (red) than the other",
+  bpw: "bits per weight",
+  error: "rounding error, log scale",
+  share: "share of the predicted KL",
+  difference: "bits per weight, difference",
 };
 
 /** A painter for all cells at once: scales depend on the extremes. `bits` replaces what the cells say, where given. */

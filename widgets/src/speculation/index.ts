@@ -51,8 +51,8 @@ class SpeculationView {
       h("div", {}, h("div", {}, h("b", {}, name), h("span", { class: "exl2nb-muted" }, ` ${note}`)), picture);
     const charts = h("div", { class: "exl2nb-charts" });
     charts.append(
-      chart("Passes, in order", "filled: accepted, hollow: rejected", this.strip),
-      chart("Accepted per pass", "how many passes", this.hist),
+      chart("Forward passes, in order", "filled: accepted, hollow: rejected", this.strip),
+      chart("Accepted per pass", "number of passes", this.hist),
     );
     const body = h("div", { class: "exl2nb-text" }, this.prompt, this.text);
     const head = h("div", { class: "exl2nb-head" }, this.title, this.figures);
@@ -75,7 +75,7 @@ class SpeculationView {
       h("span", {}, h("span", { class: "exl2nb-token", "data-source": source }, "abc"), ` ${words}`);
     const lost = h("span", {}, h("del", {}, "abc"), " rejected");
     const box = h("label", { for: this.wrong.id }, this.wrong, " show rejected draft tokens");
-    return [mark("ngram", "accepted draft token"), mark("target", "the model's own, which ends a pass"), lost, box];
+    return [mark("ngram", "accepted draft token"), mark("target", "the model's own token, ends a pass"), lost, box];
   }
 
   private draw(): void {
@@ -160,7 +160,7 @@ class SpeculationView {
     this.bars.forEach((bar, i) => {
       bar.classList.toggle("exl2nb-on", i === at);
     });
-    this.readout.textContent = token ? describe(token) : "Point at a token to see its pass; the arrow keys walk along the text.";
+    this.readout.textContent = token ? describe(token) : "Hover a token to see its forward pass; the arrow keys move along the text.";
   }
 }
 

@@ -46,11 +46,11 @@ export function figures(stats: SpecStats): { name: string; value: string; note: 
   ];
   if (stats.plain_tps)
     found.push({
-      name: "speed",
+      name: "speedup",
       value: `× ${(stats.tps / stats.plain_tps).toFixed(2)}`,
       note: `${rate(stats.tps)} tokens a second, ${rate(stats.plain_tps)} without speculation`,
     });
   if (stats.same !== null)
-    found.push({ name: "text", value: stats.same ? "the same" : "not the same", note: "with speculation and without" });
+    found.push({ name: "output", value: stats.same ? "identical" : "different", note: "with and without speculation" });
   return found;
 }

@@ -8,6 +8,7 @@ import { perFrame } from "../shared/frame";
 import { watchKernel } from "../shared/kernel";
 import { colour, css, ink } from "../shared/palette";
 import { type Roving, roving } from "../shared/roving";
+import { standalone, tools, tsv } from "../shared/tools";
 import { LevelsView } from "./chart";
 import { binary, describe, errorWords, hex, pieces, relativeError, short, signed } from "./stages";
 import { fieldColour, WordsView } from "./words";
@@ -89,15 +90,31 @@ class WeightsView {
     return h(
       "div",
       { class: "exl2nb-card" },
-      h("div", { class: "exl2nb-head" }, this.title, this.facts),
+      h(
+        "div",
+        { class: "exl2nb-head" },
+        this.title,
+        this.facts,
+        tools("weights", { text: () => this.text(), picture: () => this.picture() }),
+      ),
       places,
       this.strip,
       this.error,
-      stage("1. Words", "bit 31 on the left; codes fill each word from the right. Red: below zero, blue: above", this.words.element),
-      stage("2. Scale", "one 4-bit index per group and column, one largest step per group", this.scale),
+      stage("1. Words", "bit 31 first; codes fill each word from the low end. Red: negative, blue: positive", this.words.element),
+      stage("2. Scale", "one 4-bit index per group and column, one maximum per group", this.scale),
       stage("3. Weights", "level × step", this.legend, this.levels.element as SVGSVGElement, this.grid),
       this.trace,
     );
+  }
+
+  private text(): string {
+    const { rows, codes, zero, weights, original } = this.browser.get("_slice");
+    const lines = rows.map((row, i) => [row, codes[i] as number, (codes[i] as number) - zero, weights[i] as number, original[i] ?? null]);
+    return tsv([["row", "code", "level", "weight", "original"], ...lines]);
+  }
+
+  private picture(): string {
+    return standalone(this.levels.element, getComputedStyle(this.root).getPropertyValue("--exl-bg"));
   }
 
   private number(name: "group" | "unit" | "column"): HTMLInputElement {
@@ -131,7 +148,7 @@ class WeightsView {
     this.pointed = -1;
     this.browser.set("value", value);
     this.browser.save();
-    this.walk.move(value);
+    this.walk.move(value, true); // the arrow keys go on from there
     this.mark();
     this.spoken.textContent = describe(this.browser.get("_slice"), value);
   }
@@ -143,7 +160,7 @@ class WeightsView {
     this.error.hidden = get("error") === "";
     this.title.textContent = get("title");
     this.facts.textContent = `${get("_rows")} × ${get("_columns")}, ${get("_bpw").toFixed(3)} bits per weight${get("_original") ? `; original: ${get("_original")}` : ""}`;
-    options(this.layer, get("_layers").map(String), String(get("layer")), (value) => (value === "-1" ? "outside" : value));
+    options(this.layer, get("_layers").map(String), String(get("layer")), (value) => (value === "-1" ? "none" : value));
     options(this.matrix, get("_matrices"), get("matrix"), (value) => value);
     this.drawPlace(slice);
     if (this.drawn !== slice) {
@@ -189,21 +206,17 @@ class WeightsView {
       {},
       "index ",
       h("b", {}, String(slice.scale_index)),
-      ": column ",
-      `${slice.column} has digit ${nibble} from the right of `,
+      `: hex digit ${nibble} from the right of `,
       word,
+      `, for column ${slice.column}`,
     );
-    const largest = h("div", {}, "largest step ", h("b", {}, short(slice.scale_max)));
+    const largest = h("div", {}, "scale max ", h("b", {}, short(slice.scale_max)));
     const step = h("div", {}, `step = (${slice.scale_index} + 1)² × ${short(slice.scale_max)} / 256 = `, h("b", {}, short(slice.step)));
     this.scale.replaceChildren(index, largest, step);
     const error = relativeError(slice);
     const dots = h("span", { class: "exl2nb-dot", "aria-hidden": "true" });
     const ring = h("span", { class: "exl2nb-dot exl2nb-hollow", "aria-hidden": "true" });
-    this.legend.replaceChildren(
-      dots,
-      " in the file",
-      ...(error === null ? [] : [ring, ` original; they differ by ${percent(error)} here`]),
-    );
+    this.legend.replaceChildren(dots, " quantised", ...(error === null ? [] : [ring, ` original; relative error ${percent(error)}`]));
   }
 
   private drawValues(slice: WeightSlice): void {

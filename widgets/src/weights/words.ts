@@ -9,7 +9,7 @@ export function fieldColour(slice: WeightSlice, i: number) {
 }
 
 export class WordsView {
-  readonly element = h("div", { class: "exl2nb-words" });
+  readonly element = h("div", { class: "exl2nb-words", role: "group", tabindex: 0, "aria-label": "The words, bit by bit" });
   private bits: HTMLElement[][] = [];
 
   constructor(point: (value: number) => void, choose: (value: number) => void) {

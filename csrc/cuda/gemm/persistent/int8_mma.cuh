@@ -155,7 +155,9 @@ __device__ __forceinline__ void mma_half_unit(int (&c)[4], const uint32_t* w, ui
 }
 
 // Most units of an item.
-__host__ __device__ constexpr int max_units(int bits) { return kSlot / (128 * bits) < kItemUnits ? kSlot / (128 * bits) : kItemUnits; }
+__host__ __device__ constexpr int max_units(int bits) {
+  return kMaxItemBytes / (128 * bits) < kItemUnits ? kMaxItemBytes / (128 * bits) : kItemUnits;
+}
 
 // EXL2 item. A chunk is a unit of one group, or half a unit whose halves have groups of their own. Missing units meet zero activations
 // (what is read in their place is in shared memory). With one row, everything that does not change from strip to strip stays in registers,
@@ -345,38 +347,16 @@ struct Int8Gptq {
 template <int CHUNKS, WeightKind WEIGHTS, class F>
 __device__ __forceinline__ void dispatch_item(const ItemDesc& it, bool pairs, const F& with) {
   constexpr bool kApart = WEIGHTS == kNarrow;
-  const auto exl2 = [&](auto as) {
-    constexpr Int8Form kForm = decltype(as)::value;
-    switch (it.bits()) {
-      case 4:
-        return with(static_cast<Int8Item<4, kForm, CHUNKS, kApart>*>(nullptr));
-      case 3:
-        return with(static_cast<Int8Item<3, kForm, CHUNKS, kApart>*>(nullptr));
-      case 5:
-        return with(static_cast<Int8Item<5, kForm, CHUNKS, kApart>*>(nullptr));
-      case 2:
-        return with(static_cast<Int8Item<2, kForm, CHUNKS, kApart>*>(nullptr));
-      case 6:
-        return with(static_cast<Int8Item<6, kForm, CHUNKS, kApart>*>(nullptr));
-      default:
-        return with(static_cast<Int8Item<8, kForm, CHUNKS, kApart>*>(nullptr));
-    }
+  const auto exl2 = [&](auto form) {
+    dispatch_bits<4, 3, 5, 2, 6, 8>(
+        it.bits(), [&](auto b) { with(static_cast<Int8Item<decltype(b)::value, decltype(form)::value, CHUNKS, kApart>*>(nullptr)); });
   };
   if constexpr (CHUNKS == 4)
     if (pairs) return exl2(std::integral_constant<Int8Form, kPairedItems>{});
   if constexpr (WEIGHTS == kAnyWeights) {
-    const auto gptq = [&](auto form) {
-      constexpr bool kOne = decltype(form)::value;
-      switch (it.bits()) {
-        case 4:
-          return with(static_cast<Int8Gptq<4, kOne, CHUNKS>*>(nullptr));
-        case 3:
-          return with(static_cast<Int8Gptq<3, kOne, CHUNKS>*>(nullptr));
-        case 2:
-          return with(static_cast<Int8Gptq<2, kOne, CHUNKS>*>(nullptr));
-        default:
-          return with(static_cast<Int8Gptq<8, kOne, CHUNKS>*>(nullptr));
-      }
+    const auto gptq = [&](auto one) {
+      dispatch_bits<4, 3, 2, 8>(it.bits(),
+                                [&](auto b) { with(static_cast<Int8Gptq<decltype(b)::value, decltype(one)::value, CHUNKS>*>(nullptr)); });
     };
     if (it.scales()) return it.one() ? gptq(std::true_type{}) : gptq(std::false_type{});
   }

@@ -1,9 +1,8 @@
 // Host side of persistent_gemm.cuh: shared-memory layout, strip assignment, buffers between GEMMs, launch.
-#include "cuda/gemm/persistent/persistent_gemm.h"
+#include "cuda/gemm/persistent/persistent_gemm.cuh"
 
 #include <algorithm>
 
-#include "cuda/gemm/persistent/persistent_gemm.cuh"
 #include "cuda/runtime/device.h"
 #include "cuda/runtime/kernel.h"
 
@@ -18,20 +17,20 @@ static_assert(kPartialBytes / 64 <= kConsumerThreads && kPartialBytes / 4 < Pers
 constexpr int kMaxExtraRows = 20000;  // extra rows of strips per CTA that an earlier start of attention is worth: 7B 674 to 692 tok/s
 constexpr int kCheapPollBlocks = 32;  // blocks of 64 rows; up to this width failed polls are cheap
 constexpr int kMaxMissingCtas = 8;    // CTAs that may be missing when polling wider rows starts: 8B 38.7 to 36.7 us per chain
-constexpr int kExtraInFlight = 2;     // more slots in flight for CTAs with more strips: 7B 35.9 to 33.9 us per chain of 116 CTAs
+constexpr int kExtraInFlight = 2;     // more stages in flight for CTAs with more strips: 7B 35.9 to 33.9 us per chain of 116 CTAs
 constexpr int kNarrowBitsTimesTwo =
-    7;  // below 3.5 bits three slots in flight instead of two: 70B 97.8 to 94.9 us; at 4 bits 7B 33.4 to 34.1
+    7;  // below 3.5 bits three stages in flight instead of two: 70B 97.8 to 94.9 us; at 4 bits 7B 33.4 to 34.1
 constexpr int kOverreadBytes = 3 * 5 * 128;  // items with fewer units are over-read: at most three units of five bits
 
 bool narrow(const GemmPart& part, int width) {
   return 2 * 8 * part.strip_bytes < static_cast<int64_t>(kNarrowBitsTimesTwo) * kStripColumns * width;
 }
-// Ring slots that a GEMM's weights take.
-int ring_slots(const PersistentGemm& p) {
+// Ring stages that a GEMM's weights take.
+int ring_stages(const PersistentGemm& p) {
   int n = 0;
   for (int i = 0; i < p.a.num_parts; i++) {
     const int strips = p.a.part[i].per_cta + (p.a.part[i].rest ? 1 : 0);
-    n += p.piece[i].pairs ? (strips + 1) / 2 * 2 : 2 * strips * p.piece[i].passes;
+    n += p.passes[i].pairs ? (strips + 1) / 2 * 2 : 2 * strips * p.passes[i].count;
   }
   return n;
 }
@@ -43,7 +42,7 @@ void share(PersistentGemm& p, const uint8_t* head, Epilogue e, int grid) {
   int per = 1;
   for (int i = 0; i < a.num_parts; i++) {
     per = std::max(per, (a.part[i].strips + a.grid - 1) / a.grid);
-    p.piece[i] = {parts[i].pieces, parts[i].piece_items, a.tokens == 1 && parts[i].pairs};
+    p.passes[i] = {parts[i].passes, parts[i].pass_items, a.tokens == 1 && parts[i].pairs};
   }
   const int most = e == kResidual ? per : std::max(1, kPartialBytes / (a.num_parts * kConsumerWarps * 64 * a.tokens));
   p.rounds = (per + most - 1) / most, p.strips = (per + p.rounds - 1) / p.rounds;
@@ -70,16 +69,16 @@ PersistentSmem smem_layout(const PersistentArgs& c, const PersistentOp* ops) {
     work_items = std::max(work_items, c.gemm[q].work_items);
     outputs = std::max(outputs, c.gemm[q].outputs);
     for (int i = 0; i < a.num_parts; i++) {
-      const int bytes = c.gemm[q].piece[i].pairs ? static_cast<int>(parts[i].strip_bytes) : parts[i].piece_bytes;
-      r.slot_bytes = std::max(r.slot_bytes, (bytes + 127) / 128 * 128);
+      const int bytes = c.gemm[q].passes[i].pairs ? static_cast<int>(parts[i].strip_bytes) : parts[i].pass_bytes;
+      r.stage_bytes = std::max(r.stage_bytes, (bytes + 127) / 128 * 128);
     }
   }
   const int tokens = c.gemm[0].a.tokens;
   r.work_items = take(kConsumerWarps * work_items * static_cast<int>(sizeof(WorkItem))), r.blocks = take(tokens * blocks * 16);
   r.outputs = take(outputs * static_cast<int>(sizeof(PersistentOutput)));
   r.xs = take(tokens * blocks * 128);
-  r.slots = std::min(kMaxSlots, (shared_per_block() - kOverreadBytes - at) / r.slot_bytes / 2 * 2);
-  r.ring = take(r.slots * r.slot_bytes + kOverreadBytes), r.bytes = r.slots >= 2 ? at : shared_per_block() + 1;
+  r.stages = std::min(kMaxStages, (shared_per_block() - kOverreadBytes - at) / r.stage_bytes / 2 * 2);
+  r.ring = take(r.stages * r.stage_bytes + kOverreadBytes), r.bytes = r.stages >= 2 ? at : shared_per_block() + 1;
   return r;
 }
 // Halves of a row between GEMMs.
@@ -118,9 +117,9 @@ PersistentArgs arguments(const PersistentOp* ops, int count, uint8_t* workspace,
     const auto& h = header_of(ops[q].head);
     p.width = h.K, p.blocks = (h.stored + 63) / 64;
     p.work_items = 0;
-    for (int i = 0; i < p.a.num_parts; i++) p.work_items += p.piece[i].passes;
+    for (int i = 0; i < p.a.num_parts; i++) p.work_items += p.passes[i].count;
   }
-  // More slots in flight than needed delay the inputs of other CTAs. Narrow weights take longer to multiply than to load.
+  // More stages in flight than needed delay the inputs of other CTAs. Narrow weights take longer to multiply than to load.
   const PersistentGemm& largest = c.gemm[count > 1];
   c.ahead = narrow(largest.a.part[0], largest.width) ? 3 : 2;
   for (int q = 0; q < count; q++) {
@@ -129,11 +128,11 @@ PersistentArgs arguments(const PersistentOp* ops, int count, uint8_t* workspace,
   }
   connect(c, ops, workspace, bytes);
   c.smem = smem_layout(c, ops);
-  c.ahead = std::min(c.ahead, c.smem.slots),
-  c.extra = std::min(kExtraInFlight, c.smem.slots - c.ahead);  // the oldest slot must not be overwritten
+  c.ahead = std::min(c.ahead, c.smem.stages),
+  c.extra = std::min(kExtraInFlight, c.smem.stages - c.ahead);  // the oldest stage must not be overwritten
   // Polling starts when half of the CTAs with the most strips have arrived; while weights are still loading and rows are wide (failed polls
   // are expensive), when nearly all have.
-  const bool fetched = ring_slots(largest) <= c.smem.slots;
+  const bool fetched = ring_stages(largest) <= c.smem.stages;
   for (int q = 0; q + 1 < count; q++) {
     const GemmPart& part = c.gemm[q].a.part[0];
     const int half = (part.rest ? part.rest : c.grid) / 2;
@@ -192,12 +191,12 @@ int persistent_tokens(const PersistentOp* ops, int count) {
     const GemmArgs& a = ops[q].a;
     const auto& h = header_of(ops[q].head);
     const auto* const parts = parts_of(ops[q].head);
-    int pieces = 0;
+    int passes = 0;
     for (int p = 0; p < h.num_parts; p++) {
       if (parts[p].dense) return 0;
-      pieces += parts[p].pieces;
+      passes += parts[p].passes;
     }
-    if (pieces > kMaxWorkItems) return 0;
+    if (passes > kMaxWorkItems) return 0;
     if (h.num_perms != 1 || h.K % 32 || h.stored != h.K || a.from.x || a.router.out) return 0;
     if (ops[q].epilogue == kResidual && (a.strips + grid - 1) / grid > kMaxOwnedStrips) return 0;
   }

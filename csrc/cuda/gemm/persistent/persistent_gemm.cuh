@@ -3,8 +3,8 @@
 //
 // CTA (one per SM, 18 warps): 16 consumer warps in two warp sets (int8 MMA, int8_mma.cuh), 1 weight producer, 1 warp that polls for the
 // inputs of the next GEMM. Every CTA owns whole strips of 16 columns and keeps the residual of its columns in registers.
-// Piece: at most 16 consecutive items of a strip, item n for warp n. A piece takes two ring slots, one per warp set. A warp loads its item
-// descriptor and activations once, then runs through that item of all its strips (a work item), then goes on to the next piece. With one
+// Pass: at most 16 consecutive items of a strip, one per consumer warp, in two ring stages, one per warp set. A warp loads its item
+// descriptor and activations once, then runs through that item of all its strips (a work item), then goes on to the next pass. With one
 // row and strips of 16 small items, a warp takes two items at once and the warp sets alternate strips (AlternatingStrips): an item's
 // overhead is then paid per four units.
 // Between GEMMs: consumers store fp16 results that double as Lamport flags (+0 = not written), one thread increments the GEMM's counter,
@@ -16,18 +16,41 @@
 #include <type_traits>
 
 #include "cuda/gemm/persistent/int8_mma.cuh"
-#include "cuda/gemm/persistent/persistent_gemm.h"
 #include "cuda/gemm/skinny/skinny_gemm.cuh"
 #include "cuda/runtime/lamport.cuh"
 
 namespace exl2nb {
 
+constexpr int kPersistentTokens = 4;  // most rows per launch
+
+struct PersistentOp {
+  GemmArgs
+      a;  // as for skinny_launch; x, next and squares between ops are set by the chain. next_squares of the last: [row][persistent_ctas]
+  const uint8_t *head, *blob;
+  Epilogue epilogue;
+  int attention_sms = 0;  // first op: SMs to leave free for the attention kernel that starts early
+  // First op: buffer of Lamport flags that attention has read, 16 bytes x clear_count, zeroed again by this launch. Last op (kStore): its
+  // sums carry Lamport flags (lamport.cuh). Only where one launch takes all rows.
+  void* clear = nullptr;
+  int clear_count = 0;
+  bool lamport = false;
+};
+// Most rows per launch; 0: these GEMMs cannot be chained. Three or four of a layer, or one that stores its sums.
+int persistent_tokens(const PersistentOp* ops, int count);
+// CTAs of a launch: one per SM, or fewer so that attention runs beside them (`attention_sms`), if no CTA gets much more work.
+int persistent_ctas(const PersistentOp* ops, int count);
+// Workspace for chains that follow one another, with rows of `width` and `inner` numbers: zeroed before the first launch, then theirs
+// alone.
+size_t persistent_bytes(int width, int inner);
+// Any number of rows, in launches of persistent_tokens.
+const char* persistent_launch(const PersistentOp* ops, int count, uint8_t* workspace, size_t bytes, void* stream, bool pdl);
+
 constexpr int kMaxGemms = 4, kWarpsPerSet = 8, kConsumerWarps = 2 * kWarpsPerSet, kConsumerThreads = kConsumerWarps * 32,
               kPersistentThreads = kConsumerThreads + 64;
-constexpr int kMaxSlots = 12;
-constexpr int kMaxWorkItems = 16;   // most pieces of a strip, over all parts
+constexpr int kMaxStages = 12;
+constexpr int kMaxWorkItems = 16;   // most passes of a strip, over all parts
 constexpr int kMaxOwnedStrips = 4;  // most strips of a residual GEMM per CTA
-enum PersistentBarrier { kImagesFull = 2 * kMaxSlots, kInputsReady, kFactorsReady, kStored, kNumBarriers };
+enum PersistentBarrier { kImagesFull = 2 * kMaxStages, kInputsReady, kFactorsReady, kStored, kNumBarriers };
 
 struct PersistentGemm {
   GemmArgs a;
@@ -35,11 +58,11 @@ struct PersistentGemm {
   int strips, rounds;  // strips of a part per round (their partial sums fit); rounds
   int outputs;         // outputs of a row per round
   int min_arrivals;    // polling for the outputs starts after so many CTAs have stored theirs
-  int work_items;      // per warp: pieces of a strip, over all parts
+  int work_items;      // per warp: passes of a strip, over all parts
   struct {
-    int passes, items;  // pieces of a strip; items per piece
-    bool pairs;         // one row: warp sets alternate strips, a warp takes two items of two units (GpuPart::pairs)
-  } piece[kMaxParts];
+    int count, items;  // passes of a strip; items of a pass
+    bool pairs;        // one row: warp sets alternate strips, a warp takes two items of two units (GpuPart::pairs)
+  } passes[kMaxParts];
 };
 
 // An output column of this CTA, prepared before its sums exist.
@@ -69,15 +92,15 @@ struct PersistentState {
 };
 constexpr int kPartialsOffset = (sizeof(PersistentState) + 127) / 128 * 128;
 
-struct PersistentSmem {   // offsets in shared memory
-  int slots, slot_bytes;  // ring slots; bytes of one
+struct PersistentSmem {     // offsets in shared memory
+  int stages, stage_bytes;  // ring stages; bytes of one
   int image[kMaxGemms], ring, work_items, blocks, outputs, xs, bytes;
 };
 
 struct PersistentArgs {
   PersistentGemm gemm[kMaxGemms];
   int count, grid;
-  int ahead, heavy_ctas, extra;  // slots in flight; the first `heavy_ctas` CTAs own more strips and get `extra` slots on top
+  int ahead, heavy_ctas, extra;  // stages in flight; the first `heavy_ctas` CTAs own more strips and get `extra` stages on top
   unsigned* counters;            // [kMaxGemms] arrivals per GEMM over all launches, the last entry per launch; then the launch count
   uint8_t* set;                  // buffers between GEMMs; the next launch's set follows
   int set_bytes;
@@ -87,96 +110,70 @@ struct PersistentArgs {
   PersistentSmem smem;
 };
 
-// Work item of a warp: one item of a piece, for all strips of a part. All work items of a GEMM are prepared before its inputs arrive.
+// Work item of a warp: one item of a pass, for all strips of a part. All work items of a GEMM are prepared before its inputs arrive.
 struct WorkItem {
   uint32_t kind, rest;  // second and fourth word of the item (ItemDesc)
-  int offset;           // of the item in its ring slot
+  int offset;           // of the item in its ring stage
   int steps;            // index of the first scale unit
-  int strips;           // 0: none; negative: this warp has no item and only releases slots
+  int strips;           // 0: none; negative: this warp has no item and only releases stages
   int sums;             // offset of the partial sums (a multiple of 16) | flags
   static constexpr int kAccumulates = 1, kPairs = 2,
-                       kEmptySlot = 4;  // add to earlier pieces; paired items; an empty slot follows
+                       kEmptyStage = 4;  // add to earlier passes; paired items; an empty stage follows
 };
 
-#ifdef __CUDACC__
-// A weight image (gpu_blob.h) in shared memory.
-struct PersistentImage {
-  const Item* items;
-  const half2* steps;
-  const uint16_t* ends;
-  __device__ __forceinline__ PersistentImage(const PersistentArgs& C, const uint8_t* shared, int q) {
-    const GemmArgs& A = C.gemm[q].a;
-    const uint8_t* const image = shared + C.smem.image[q];
-    items = reinterpret_cast<const Item*>(image), steps = reinterpret_cast<const half2*>(image + image_steps(A.items));
-    ends = reinterpret_cast<const uint16_t*>(image + image_ends(A.items, A.units));
-  }
-};
+#if __CUDA_ARCH__ >= 900
+// GEMM q's image in shared memory.
+__device__ __forceinline__ BlobImage image_of(const PersistentArgs& C, const uint8_t* shared, int q) {
+  return BlobImage(shared + C.smem.image[q], C.gemm[q].a.items, C.gemm[q].a.units);
+}
 
 // Strips of part p that this CTA computes in `round`; strip0: its first strip.
 __device__ __forceinline__ int strips_in_round(const PersistentGemm& P, int p, int strip0, int round) {
   return min(P.a.part[p].per_cta + (strip0 < P.a.part[p].rest ? 1 : 0) - round * P.strips, P.strips);
 }
 
-// Strips of a part where the warp sets alternate (pairs). Slots come in twos, so a warp set may have one empty slot at the end. Odd parts
+// Strips of a part where the warp sets alternate (pairs). Stages come in twos, so a warp set may have one empty stage at the end. Odd parts
 // start with the second warp set.
 struct AlternatingStrips {
-  int first, own, empty;  // first strip of the warp set, number of strips, empty slots
+  int first, own, empty;  // first strip of the warp set, number of strips, empty stages
   __device__ __forceinline__ AlternatingStrips(int count, int part, int warp_set)
       : first(warp_set ^ (part & 1)), own((count - first + 1) / 2), empty((count + 1) / 2 - own) {}
 };
 
-struct Piece {
+struct Pass {
   int first, last;  // items
-  __device__ __forceinline__ Piece(const PersistentGemm& P, const PersistentImage& image, int p, int pass) {
-    first = image.ends[p * kEnds] + pass * P.piece[p].items;
-    last = min(first + P.piece[p].items, static_cast<int>(image.ends[p * kEnds + kWarps]));
+  __device__ __forceinline__ Pass(const PersistentGemm& P, const BlobImage& image, int p, int pass) {
+    first = image.ends[p * kEnds] + pass * P.passes[p].items;
+    last = min(first + P.passes[p].items, static_cast<int>(image.ends[p * kEnds + kWarps]));
   }
 };
 
-// Barriers and copies.
-#if __CUDA_ARCH__ >= 900
+// Barriers.
 __device__ __forceinline__ void consumer_sync() { asm volatile("bar.sync 1,%0;" ::"n"(kConsumerThreads) : "memory"); }
 __device__ __forceinline__ void grid_arrive(unsigned* c) { asm volatile("red.relaxed.gpu.global.add.u32 [%0],1;" ::"l"(c) : "memory"); }
-__device__ __forceinline__ void copy_weights(void* to, const void* from, uint32_t bytes, uint64_t* b, uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;" ::"r"(shared_address(to)),
-      "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(policy)
-      : "memory");
-}
-__device__ __forceinline__ uint64_t evict_first_policy() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0,1.0;" : "=l"(policy));
-  return policy;
-}
-#else
-__device__ __forceinline__ void consumer_sync() {}
-__device__ __forceinline__ void grid_arrive(unsigned*) {}
-__device__ __forceinline__ void copy_weights(void*, const void*, uint32_t, uint64_t*, uint64_t) {}
-__device__ __forceinline__ uint64_t evict_first_policy() { return 0; }
-#endif
 
 // Producer and poll warp.
 __device__ __forceinline__ void produce_weights(const PersistentArgs& C, uint8_t* shared, uint64_t* full, uint64_t* empty, int block) {
   const uint64_t policy = evict_first_policy();
   const int ahead = C.ahead + (block < C.heavy_ctas ? C.extra : 0);
-  int slot = 0, old = 0, issued = 0;
+  int stage = 0, old = 0, issued = 0;
   uint32_t phase = 1, old_phase = 0;
   const auto fetch = [&](const uint8_t* from, uint32_t bytes) {
-    barrier_wait(empty + slot, phase);
-    if (issued >= ahead) {  // limit slots in flight
+    barrier_wait(empty + stage, phase);
+    if (issued >= ahead) {  // limit stages in flight
       barrier_wait(full + old, old_phase);
-      if (++old == C.smem.slots) old = 0, old_phase ^= 1;
+      if (++old == C.smem.stages) old = 0, old_phase ^= 1;
     }
     issued++;
-    barrier_expect(full + slot, bytes);
-    if (bytes) copy_weights(shared + C.smem.ring + slot * C.smem.slot_bytes, from, bytes, full + slot, policy);
-    if (++slot == C.smem.slots) slot = 0, phase ^= 1;
+    barrier_expect(full + stage, bytes);
+    if (bytes) bulk_copy(shared + C.smem.ring + stage * C.smem.stage_bytes, from, bytes, full + stage, policy);
+    if (++stage == C.smem.stages) stage = 0, phase ^= 1;
   };
 #pragma unroll 1
   for (int q = 0; q < C.count; q++) {
     const PersistentGemm& P = C.gemm[q];
     const GemmArgs& A = P.a;
-    const PersistentImage image(C, shared, q);
+    const BlobImage image = image_of(C, shared, q);
 #pragma unroll 1
     for (int round = 0; round < P.rounds; round++)
 #pragma unroll 1
@@ -185,19 +182,19 @@ __device__ __forceinline__ void produce_weights(const PersistentArgs& C, uint8_t
         const int64_t hop = A.grid * A.part[p].strip_bytes;
         const uint8_t* const begin = A.part[p].data + strip0 * A.part[p].strip_bytes + round * P.strips * hop;
 #pragma unroll 1
-        for (int pass = 0; pass < P.piece[p].passes; pass++) {
-          const Piece piece(P, image, p, pass);
-          const bool pairs = P.piece[p].pairs;
+        for (int pass = 0; pass < P.passes[p].count; pass++) {
+          const Pass range(P, image, p, pass);
+          const bool pairs = P.passes[p].pairs;
           const uint8_t* from[2];  // per warp set
           uint32_t bytes[2];
           int first[2];
 #pragma unroll
           for (int warp_set = 0; warp_set < 2; warp_set++) {
-            const int n = piece.first + (pairs ? 0 : warp_set * kWarpsPerSet);
-            const Item& end = image.items[min(n + (pairs ? kConsumerWarps : kWarpsPerSet), piece.last) - 1];
-            const uint32_t offset = n < piece.last ? image.items[n].offset : 0;
+            const int n = range.first + (pairs ? 0 : warp_set * kWarpsPerSet);
+            const Item& end = image.items[min(n + (pairs ? kConsumerWarps : kWarpsPerSet), range.last) - 1];
+            const uint32_t offset = n < range.last ? image.items[n].offset : 0;
             first[warp_set] = pairs ? AlternatingStrips(count, p, warp_set).first : 0;
-            from[warp_set] = begin + offset + first[warp_set] * hop, bytes[warp_set] = n < piece.last ? end.offset + end.bytes - offset : 0;
+            from[warp_set] = begin + offset + first[warp_set] * hop, bytes[warp_set] = n < range.last ? end.offset + end.bytes - offset : 0;
           }
 #pragma unroll 1
           for (int s = 0; s < count; s += 1 + pairs)
@@ -273,15 +270,15 @@ __device__ __forceinline__ void poll_inputs(const PersistentArgs& C, uint8_t* sh
 struct ConsumerWarp {
   uint8_t* shared;
   uint64_t* bars;
-  int block, warp, lane, slot, set;  // set: offset of this launch's buffer set
+  int block, warp, lane, stage, set;  // set: offset of this launch's buffer set
   uint32_t phase;
   float residual[kMaxOwnedStrips / 2];  // warp m holds row m
 
-  __device__ __forceinline__ void wait() const { barrier_wait(bars + slot, phase); }
-  __device__ __forceinline__ void release(int slots) {
+  __device__ __forceinline__ void wait() const { barrier_wait(bars + stage, phase); }
+  __device__ __forceinline__ void release(int stages) {
     __syncwarp();
-    warp_arrive(bars + kMaxSlots + slot, lane);
-    if ((slot += 2) >= slots) slot -= slots, phase ^= 1;  // the number of slots is even
+    warp_arrive(bars + kMaxStages + stage, lane);
+    if ((stage += 2) >= stages) stage -= stages, phase ^= 1;  // the number of stages is even
   }
 };
 
@@ -515,24 +512,24 @@ __device__ __forceinline__ void quantize_inputs(const PersistentArgs& C, const P
 
 __device__ __forceinline__ WorkItem make_work_item(const PersistentArgs& C, int q, int round, int warp, int number, const ConsumerWarp& w) {
   const PersistentGemm& P = C.gemm[q];
-  const PersistentImage image(C, w.shared, q);
+  const BlobImage image = image_of(C, w.shared, q);
   int p = 0, pass = number;
 #pragma unroll 1
-  while (pass >= P.piece[p].passes) pass -= P.piece[p++].passes;
+  while (pass >= P.passes[p].count) pass -= P.passes[p++].count;
   const int count = max(strips_in_round(P, p, first_strip(P.a, w.block, p), round), 0);
-  const Piece piece(P, image, p, pass);
-  if (P.piece[p].pairs) {
-    const int warp_set = warp / kWarpsPerSet, n = piece.first + warp % kWarpsPerSet * 2;
+  const Pass range(P, image, p, pass);
+  if (P.passes[p].pairs) {
+    const int warp_set = warp / kWarpsPerSet, n = range.first + warp % kWarpsPerSet * 2;
     const AlternatingStrips turns(count, p, warp_set);
     const ItemDesc it(image.items[n]);
     const int sums = ((p * P.strips + turns.first) * kConsumerWarps + warp % kWarpsPerSet * 2) * 16;
     return {it.words.y, it.words.w, static_cast<int>(it.words.x),
-            it.unit0(), turns.own,  sums | WorkItem::kPairs | (turns.empty ? WorkItem::kEmptySlot : 0)};
+            it.unit0(), turns.own,  sums | WorkItem::kPairs | (turns.empty ? WorkItem::kEmptyStage : 0)};
   }
-  const int n = piece.first + warp;
-  const bool mine = n < piece.last;
-  const ItemDesc it(image.items[mine ? n : piece.first]);
-  const int begin = image.items[mine ? piece.first + warp / kWarpsPerSet * kWarpsPerSet : piece.first].offset;
+  const int n = range.first + warp;
+  const bool mine = n < range.last;
+  const ItemDesc it(image.items[mine ? n : range.first]);
+  const int begin = image.items[mine ? range.first + warp / kWarpsPerSet * kWarpsPerSet : range.first].offset;
   const int sums = (p * P.strips * kConsumerWarps + warp) * 16 * P.a.tokens;
   return {it.words.y,
           it.words.w,
@@ -565,7 +562,7 @@ __device__ __forceinline__ void run_work_item(const PersistentArgs& C, const Per
     for (int s = 0; s < count; s++, to += step) {
       Int8Sums<CHUNKS> y;
       w.wait();
-      w.release(C.smem.slots);
+      w.release(C.smem.stages);
       y.put(to, in, lane, add);
     }
     return;
@@ -574,7 +571,7 @@ __device__ __forceinline__ void run_work_item(const PersistentArgs& C, const Per
   dispatch_item<CHUNKS, WEIGHTS>(desc, work.sums & WorkItem::kPairs, [&](auto* kind) {
     using Kind = std::remove_pointer_t<decltype(kind)>;
     const Kind item(desc, steps + work.steps, in);
-    const auto here = [&] { return ring + w.slot * C.smem.slot_bytes + work.offset; };
+    const auto here = [&] { return ring + w.stage * C.smem.stage_bytes + work.offset; };
     if constexpr (Kind::kAhead) {
       typename Kind::Words words;
       w.wait();
@@ -586,7 +583,7 @@ __device__ __forceinline__ void run_work_item(const PersistentArgs& C, const Per
         item.products(words, c);
         const uint32_t code = words.code;
         if constexpr (Kind::kRounds > 1) item.multiply(here(), lane, y, 1);
-        w.release(C.smem.slots);
+        w.release(C.smem.stages);
         const bool more = --left;
         if (more) {
           w.wait();
@@ -602,7 +599,7 @@ __device__ __forceinline__ void run_work_item(const PersistentArgs& C, const Per
         Int8Sums<CHUNKS> y;
         w.wait();
         item.multiply(here(), lane, y);
-        w.release(C.smem.slots);
+        w.release(C.smem.stages);
         y.put(to, in, lane, add);
       }
     }
@@ -613,7 +610,7 @@ __device__ __forceinline__ void run_work_item(const PersistentArgs& C, const Per
 template <int CHUNKS, WeightKind WEIGHTS>
 __device__ __forceinline__ void run_gemm(const PersistentArgs& C, int q, const Int8Input<CHUNKS>& in, ConsumerWarp& w) {
   const PersistentGemm& P = C.gemm[q];
-  const half2* const steps = PersistentImage(C, w.shared, q).steps;
+  const half2* const steps = image_of(C, w.shared, q).steps;
   const int work_items = P.work_items;
 #pragma unroll 1
   for (int round = 0;;) {
@@ -622,7 +619,7 @@ __device__ __forceinline__ void run_gemm(const PersistentArgs& C, int q, const I
       WorkItem now = work_items_of(C, w)[i * kConsumerWarps + w.warp];
       now.kind = __shfl_sync(0xffffffffu, now.kind, 0), now.rest = __shfl_sync(0xffffffffu, now.rest, 0);  // warp-uniform for the compiler
       if (now.strips) run_work_item<CHUNKS, WEIGHTS>(C, P, now, steps, in, w);
-      if (CHUNKS == 4 && now.sums & WorkItem::kEmptySlot) w.wait(), w.release(C.smem.slots);
+      if (CHUNKS == 4 && now.sums & WorkItem::kEmptyStage) w.wait(), w.release(C.smem.stages);
     }
     barrier_wait(w.bars + kFactorsReady, q & 1);
     if (q == 0) w.set = state(w).set;
@@ -642,8 +639,12 @@ __device__ __forceinline__ void run_gemm(const PersistentArgs& C, int q, const I
   }
 }
 
+#endif  // __CUDA_ARCH__ >= 900
+
+#ifdef __CUDACC__
 template <int CHUNKS, WeightKind WEIGHTS>
 __global__ void __launch_bounds__(kPersistentThreads, 1) persistent_gemm(const __grid_constant__ PersistentArgs C) {
+#if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint8_t dynamic[];
   unsigned here = shared_address(dynamic);
   asm volatile("" : "+r"(here));  // keep the address in one register
@@ -653,9 +654,9 @@ __global__ void __launch_bounds__(kPersistentThreads, 1) persistent_gemm(const _
   pdl_launch_dependents();
   if (threadIdx.x < kNumBarriers) {
     const int i = threadIdx.x;
-    barrier_init(bars + i, i == kStored                          ? kConsumerWarps * kWarpArrivals
-                           : i >= kMaxSlots && i < 2 * kMaxSlots ? kWarpsPerSet * kWarpArrivals
-                                                                 : 1);
+    barrier_init(bars + i, i == kStored                            ? kConsumerWarps * kWarpArrivals
+                           : i >= kMaxStages && i < 2 * kMaxStages ? kWarpsPerSet * kWarpArrivals
+                                                                   : 1);
     barrier_fence();
   }
   __syncthreads();
@@ -667,7 +668,7 @@ __global__ void __launch_bounds__(kPersistentThreads, 1) persistent_gemm(const _
       for (int q = 0; q < C.count; q++)
         bulk_copy(shared + C.smem.image[q], C.gemm[q].a.image, padded_image(C.gemm[q].a), bars + kImagesFull);
       barrier_wait(bars + kImagesFull, 0);
-      produce_weights(C, shared, bars, bars + kMaxSlots, block);
+      produce_weights(C, shared, bars, bars + kMaxStages, block);
     }
     return;
   }
@@ -697,6 +698,7 @@ __global__ void __launch_bounds__(kPersistentThreads, 1) persistent_gemm(const _
   // Counters of GEMMs that this launch does not have, and the number of launches. No CTA of this launch reads them any more.
   if (threadIdx.x >= C.count - 1 && threadIdx.x < kMaxGemms) grid_arrive(C.counters + threadIdx.x);
   if (block == 0 && threadIdx.x == kMaxGemms) grid_arrive(C.counters + kMaxGemms);
+#endif
 }
 
 #endif  // __CUDACC__

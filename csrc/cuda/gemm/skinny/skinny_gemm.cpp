@@ -1,5 +1,5 @@
 // Host side of skinny_gemm.cuh: path, shared memory, launches of at most eight rows.
-#include "cuda/gemm/skinny/skinny_gemm.h"
+#include "cuda/gemm/skinny/skinny_gemm.cuh"
 
 #include <algorithm>
 
@@ -12,29 +12,17 @@ namespace {
 constexpr const char* kSource = "gemm/skinny/skinny_gemm.cuh";
 constexpr int kFusedNormTokens = 4;  // with more rows a separate kernel computes the norm
 
-struct Device {
-  int sms, shared_per_block, shared_per_sm;
-  CopyPath path;
-};
-const Device& device() {
-  static const Device d = [] {
-    Device v{};
-    v.sms = multiprocessors(), v.shared_per_block = exl2nb::shared_per_block(), v.shared_per_sm = shared_per_multiprocessor();
-    v.path = compute_major() >= 9 ? kBulk : compute_major() >= 8 ? kAsync : kPlain;
-    return v;
-  }();
-  return d;
-}
-
 // By copy path, and whether activations are staged in shared memory.
 const Kernel<GemmArgs> kernels[3][2] = {{{kSource, "skinny_gemm<0, false>"}, {kSource, "skinny_gemm<0, true>"}},
                                         {{kSource, "skinny_gemm<1, false>"}, {kSource, "skinny_gemm<1, true>"}},
                                         {{kSource, "skinny_gemm<2, false>"}, {kSource, "skinny_gemm<2, true>"}}};
 }  // namespace
 
-int copy_path() { return device().path; }
+int copy_path() { return compute_major() >= 9 ? kBulk : compute_major() >= 8 ? kAsync : kPlain; }
 
-int skinny_grid(const GemmArgs& a, Epilogue e) { return std::min(device().sms, e == kActivation && a.gated ? a.strips / 2 : a.strips); }
+int skinny_grid(const GemmArgs& a, Epilogue e) {
+  return std::min(multiprocessors(), e == kActivation && a.gated ? a.strips / 2 : a.strips);
+}
 
 int skinny_split(GemmArgs& a, Epilogue e) {
   a.epilogue = e, a.grid = skinny_grid(a, e);
@@ -67,8 +55,8 @@ void set_input(MatrixInput& in, const uint8_t* head, const uint8_t* blob, half* 
 
 // Sets grid, flush and staging for at most eight rows. Returns the bytes of shared memory.
 static int skinny_prepare(GemmArgs& a, Epilogue e) {
-  const int x_bytes = skinny_split(a, e), most = device().shared_per_block, flush = a.flush;
-  const int fixed = stages_of(device().path) * kWarps * kSlot + num_bars(device().path) * 8 + padded_image(a);
+  const int x_bytes = skinny_split(a, e), most = shared_per_block(), flush = a.flush;
+  const int fixed = stages_of(copy_path()) * kWarps * kMaxItemBytes + num_bars(copy_path()) * 8 + padded_image(a);
   int own = fixed + SkinnySmem::bytes(a);
   const auto shrink = [&](int staged_bytes) {
     for (; a.flush > 1 && own + staged_bytes > most; own = fixed + SkinnySmem::bytes(a)) a.flush--;
@@ -77,13 +65,13 @@ static int skinny_prepare(GemmArgs& a, Epilogue e) {
     shrink(x_bytes);
     if (own + x_bytes > most) a.flush = flush, own = fixed + SkinnySmem::bytes(a), shrink(0);
   }
-  a.staged = own + x_bytes <= device().shared_per_sm - 1024 && own + x_bytes <= most;
+  a.staged = own + x_bytes <= shared_per_multiprocessor() - 1024 && own + x_bytes <= most;
   return own + (a.staged ? x_bytes : 0);
 }
 // Rows per launch: eight, or as many as shared memory allows.
 static int skinny_tokens(GemmArgs a, Epilogue e) {
   int tokens = std::min(kSkinnyTokens, a.tokens);
-  for (a.tokens = tokens; tokens > 1 && skinny_prepare(a, e) > device().shared_per_block; a.tokens = tokens) tokens--;
+  for (a.tokens = tokens; tokens > 1 && skinny_prepare(a, e) > shared_per_block(); a.tokens = tokens) tokens--;
   return tokens;
 }
 
@@ -116,9 +104,9 @@ const char* skinny_launch(GemmArgs a, Epilogue e, void* stream, bool pdl) {
     b.tokens = std::min(most, tokens - first);
     skip_rows(b, first, grid);
     const int shared = skinny_prepare(b, e);
-    if (shared > device().shared_per_block) return "the matrix needs more shared memory than the GPU has";
+    if (shared > shared_per_block()) return "the matrix needs more shared memory than the GPU has";
     const Launch how{grid, kThreads, static_cast<size_t>(shared), stream, pdl};
-    if (const char* wrong = kernels[device().path][b.staged](how, b)) return wrong;
+    if (const char* wrong = kernels[copy_path()][b.staged](how, b)) return wrong;
   }
   return nullptr;
 }

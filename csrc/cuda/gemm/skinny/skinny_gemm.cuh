@@ -19,7 +19,7 @@ namespace exl2nb {
 
 // Stages of a warp's ring; without asynchronous copies (sm_75, 64 KB of shared memory) prefetching gains nothing.
 EXL2NB_BOTH constexpr int stages_of(int path) { return path == kPlain ? 1 : 2; }
-EXL2NB_BOTH constexpr int num_bars(int path) { return stages_of(path) * kWarps + 2; }  // ring slots, activations, image
+EXL2NB_BOTH constexpr int num_bars(int path) { return stages_of(path) * kWarps + 2; }  // ring stages, activations, image
 constexpr int kThreads = kWarps * 32, kSkinnyTokens = 8;
 static_assert(kSkinnyTokens <= kWarps, "one warp per row of the residual");
 static_assert(kThreads == kRowThreads, "norm.cuh assumes this CTA size");
@@ -79,6 +79,17 @@ struct GemmArgs {
 
 EXL2NB_BOTH inline int padded_image(const GemmArgs& A) { return (image_bytes(A.items, A.units, A.num_parts) + 15) / 16 * 16; }
 
+// A blob's image (gpu_blob.h) in shared memory.
+struct BlobImage {
+  const Item* items;
+  const half2* steps;    // scale units
+  const uint16_t* ends;  // first item of each warp, per part
+  __device__ __forceinline__ BlobImage(const uint8_t* image, int num_items, int num_units)
+      : items(reinterpret_cast<const Item*>(image)),
+        steps(reinterpret_cast<const half2*>(image + image_steps(num_items))),
+        ends(reinterpret_cast<const uint16_t*>(image + image_ends(num_items, num_units))) {}
+};
+
 // Position of a warp: part, strip, item.
 struct ItemCursor {
   int part, item, first, end, left;  // left: strips of this part, including this one
@@ -97,11 +108,27 @@ EXL2NB_BOTH inline void assign_strips(GemmArgs& A) {
   A.owned = A.epilogue == kStore ? 0 : (A.part[0].strips + A.grid - 1) / A.grid * 16;
 }
 
+// Host side (skinny_gemm.cpp).
+//
+// Halves per row of a matrix's input: whole units plus 32, which the missing half of a last unit reads (finite numbers times zero weights)
+// and which put rows into different shared-memory banks.
+inline int input_stride(const GpuHeader& h) { return (h.stored + 63) / 64 * 64 + 32; }
+void set_weights(GemmArgs& a, const uint8_t* head, const uint8_t* blob);
+// Input buffer of a blob: x is half[num_perms][rows][input_stride], not grouped.
+void set_input(MatrixInput& in, const uint8_t* head, const uint8_t* blob, half* x, int tokens);
+int skinny_grid(const GemmArgs& a, Epilogue e);
+// Sets epilogue, grid and flush for at most eight rows. Returns the bytes of staged activations.
+int skinny_split(GemmArgs& a, Epilogue e);
+// Whether the GEMM may compute its inputs from rows of `width` numbers itself (GemmArgs::from).
+bool skinny_fuses_norm(GemmArgs a, Epilogue e, int width);
+int copy_path();
+// Moves all row pointers of `a` by `first` rows. grid: CTAs of the launch.
+void skip_rows(GemmArgs& a, int first, int grid);
+// Any number of rows, in launches of at most eight.
+const char* skinny_launch(GemmArgs a, Epilogue e, void* stream, bool pdl);
+
 // Shared memory beside the ring: the image, and work space at `at`.
-struct SkinnySmem {
-  const Item* items;
-  const half2* steps;
-  const uint16_t* ends;
+struct SkinnySmem : BlobImage {
   float* factors;
   float* partial;  // double buffer: one barrier per flush
   // Per owned output of part 0: gate activations or old residuals; norm weights; places in the next input.
@@ -116,10 +143,7 @@ struct SkinnySmem {
     const int n = (kSkinnyTokens + 2 * A.flush * kWarps * 16 * A.tokens + A.owned * (A.tokens + 1 + A.next.num_perms)) * 4;
     return (n + 15) / 16 * 16 + A.router.bytes(A.owned);
   }
-  __device__ __forceinline__ SkinnySmem(const GemmArgs& A, const uint8_t* image, uint8_t* at) {
-    items = reinterpret_cast<const Item*>(image);
-    steps = reinterpret_cast<const half2*>(image + image_steps(A.items));
-    ends = reinterpret_cast<const uint16_t*>(image + image_ends(A.items, A.units));
+  __device__ __forceinline__ SkinnySmem(const GemmArgs& A, const uint8_t* image, uint8_t* at) : BlobImage(image, A.items, A.units) {
     partial_size = A.flush * kWarps * 16 * A.tokens, owned = A.owned;
     factors = reinterpret_cast<float*>(at);
     partial = factors + kSkinnyTokens;
@@ -176,18 +200,13 @@ __device__ __forceinline__ int row_of(const GemmArgs& A, int m) { return A.rows 
 // Activations in shared memory: copied, or computed from residual rows. before(): what depends on no earlier kernel. put(): true if bulk
 // copies are in flight, counted by `bar`.
 struct StagedInput {
-  static __device__ __forceinline__ void clear(const GemmArgs& A, const SkinnySmem& S) {
-    const int vectors = A.perms * A.tokens * A.x_stride / 8;
-    for (int v = threadIdx.x; v < vectors; v += kThreads) reinterpret_cast<uint4*>(S.xs)[v] = make_uint4(0, 0, 0, 0);
-  }
   static __device__ __forceinline__ void before(const GemmArgs& A, const SkinnySmem& S) {
     if (!A.from.x) return;
-    clear(A, S);
+    const int vectors = A.perms * A.tokens * A.x_stride / 8;
+    for (int v = threadIdx.x; v < vectors; v += kThreads) reinterpret_cast<uint4*>(S.xs)[v] = make_uint4(0, 0, 0, 0);
     const auto touch = [&](const void* p) {  // prefetch
-      [[maybe_unused]] uint32_t none;
       if (p)
-        for (int i = Row::place(0); i < A.from.norm.width; i += 4 * kThreads)
-          asm volatile("ld.global.nc.u32 %0,[%1];" : "=r"(none) : "l"(static_cast<const uint32_t*>(p) + i));
+        for (int i = Row::place(0); i < A.from.norm.width; i += 4 * kThreads) prefetch_word(static_cast<const uint32_t*>(p) + i);
     };
     touch(A.from.norm.weight), touch(A.from.norm.bias), touch(A.from.post_norm);
     for (int p = 0; p < MatrixInput::kMaxPerms; p++) touch(A.inverse[p]);
@@ -252,13 +271,13 @@ __device__ __forceinline__ void load_inputs(const GemmArgs& A, const SkinnySmem&
 
 // A warp's ring of items.
 struct Ring {
-  uint8_t* slots;
+  uint8_t* base;
   uint64_t* bars;
-  int stages, slot;
+  int stages, stage;
   uint32_t phase;
 };
 
-// Consumer and epilogue. fetch refills a slot: called by lane 0 (kBulk) or by the whole warp.
+// Consumer and epilogue. fetch refills a stage: called by lane 0 (kBulk) or by the whole warp.
 template <int PATH, bool STAGED, class Fetch>
 __device__ __forceinline__ void multiply(const GemmArgs& A, const SkinnySmem& S, Ring& ring, int block, int warp, int lane, Fetch fetch) {
   const int M = A.tokens, grid = A.grid, owned = S.owned;
@@ -279,18 +298,18 @@ __device__ __forceinline__ void multiply(const GemmArgs& A, const SkinnySmem& S,
     for (int s = 0; s < count; s++) {
       float y[4] = {0, 0, 0, 0};
       for (int n = c.first; n < c.end; n++) {
-        const uint8_t* st = ring.slots + ring.slot * kSlot;
+        const uint8_t* st = ring.base + ring.stage * kMaxItemBytes;
         const half* x = x_part + it.block() * 32;
         const half2* u = S.steps + it.unit0();
         const ItemDesc next(S.items[n + 1 < c.end ? n + 1 : c.first]);
-        if constexpr (PATH == kBulk) barrier_wait(ring.bars + ring.slot, ring.phase);
+        if constexpr (PATH == kBulk) barrier_wait(ring.bars + ring.stage, ring.phase);
         if constexpr (PATH == kAsync) async_wait<stages_of(PATH) - 1>();
         if constexpr (PATH != kBulk) __syncwarp();
         compute_item<PATH, STAGED>(it, st, u, x, live, lane, y);
         __syncwarp();
         if (PATH != kBulk || lane == 0) fetch();
-        if (++ring.slot == ring.stages) {
-          ring.slot = 0;
+        if (++ring.stage == ring.stages) {
+          ring.stage = 0;
           ring.phase ^= 1;
         }
         it = next;
@@ -363,12 +382,12 @@ __global__ void __launch_bounds__(kThreads, 1) skinny_gemm(const __grid_constant
   const int block = blockIdx.x;
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   constexpr int kStages = stages_of(PATH);
-  uint8_t* const image = shared + kStages * kWarps * kSlot;
+  uint8_t* const image = shared + kStages * kWarps * kMaxItemBytes;
   const int image_size = padded_image(A);
   uint64_t* const bars = reinterpret_cast<uint64_t*>(image + image_size);
   uint64_t *const x_bar = bars + kWarps * kStages, *const image_bar = x_bar + 1;
   const SkinnySmem S(A, image, reinterpret_cast<uint8_t*>(bars + num_bars(PATH)));
-  Ring ring{shared + warp * kStages * kSlot, bars + warp * kStages, kStages, 0, 0};
+  Ring ring{shared + warp * kStages * kMaxItemBytes, bars + warp * kStages, kStages, 0, 0};
 
   if constexpr (PATH == kBulk) {
     if (threadIdx.x == 0) {
@@ -402,18 +421,12 @@ __global__ void __launch_bounds__(kThreads, 1) skinny_gemm(const __grid_constant
     }
   };
   f_enter();
-  int f_slot = 0;
+  int f_stage = 0;
   auto fetch = [&]() {
     if (f.part < A.num_parts) {
       const Item it = S.items[f.item];
-      uint8_t* const to = ring.slots + f_slot * kSlot;
-      if constexpr (PATH == kBulk) {
-        barrier_expect(ring.bars + f_slot, it.bytes);
-        bulk_copy(to, f_strip + it.offset, it.bytes, ring.bars + f_slot);
-      } else {
-        for (int b = lane * 16; b < it.bytes; b += 512) copy16<PATH == kAsync>(to + b, f_strip + it.offset + b);
-      }
-      f_slot = f_slot + 1 == kStages ? 0 : f_slot + 1;
+      fetch_item<PATH>(ring.base + f_stage * kMaxItemBytes, f_strip + it.offset, it.bytes, lane, ring.bars + f_stage);
+      f_stage = f_stage + 1 == kStages ? 0 : f_stage + 1;
       if (++f.item == f.end) {
         f.item = f.first;
         f_strip += f_hop;

@@ -3,14 +3,10 @@
 
 #include <algorithm>
 
-#include "cuda/gemm/stream_k/stream_k_gemm.h"
 #include "cuda/runtime/device.h"
 #include "cuda/runtime/kernel.h"
 
 namespace exl2nb {
-#ifdef EXL2NB_CLOCKS
-long long* stream_k_clocks = nullptr;
-#endif
 namespace {
 
 // Cycles per unit of a CTA's 16 strips, about (benchmarks/cuda/stream_k_gemm.cu w); tokens: of a group. H200, 2026-11.
@@ -61,11 +57,6 @@ void split_units(StreamKArgs& m, const GpuPart* parts, int grid, int work, int t
   }
 }
 
-int shared_limit() {
-  static const int limit = shared_per_block();
-  return limit;
-}
-
 // By rows of a group: 16, 32, 64. wgmma: Hopper alone.
 constexpr const char *kSource = "gemm/stream_k/stream_k_gemm.cuh", *kWgmmaSource = "gemm/stream_k/stream_k_wgmma.cu";
 const Kernel<StreamKArgs> mma_kernels[] = {{kSource, "stream_k_gemm<2>"}, {kSource, "stream_k_gemm<4>"}, {kSource, "stream_k_gemm<8>"}},
@@ -86,7 +77,7 @@ int grid_of(const StreamKArgs& m, int work) {
 }  // namespace
 
 size_t stream_k_workspace(int tokens) {
-  if (tokens <= kSkinnyTokens || copy_path() != kBulk || stream_k_pool(kStreamKTokens / 8) > shared_limit()) return 0;
+  if (tokens <= kSkinnyTokens || copy_path() != kBulk || stream_k_pool(kStreamKTokens / 8) > shared_per_block()) return 0;
   return static_cast<size_t>(stream_k_bytes(tokens, multiprocessors()));
 }
 
@@ -95,15 +86,13 @@ bool stream_k_takes(const GemmArgs& a) {
   StreamKArgs m{};
   m.items = a.items, m.units = a.units, m.num_parts = a.num_parts;
   return a.tokens > kSkinnyTokens && copy_path() == kBulk && !a.rows && !a.from.x &&
-         stream_k_shared(m, kStreamKTokens / 8) <= shared_limit() &&
+         stream_k_shared(m, kStreamKTokens / 8) <= shared_per_block() &&
          static_cast<int64_t>(a.strips / kStreamKStrips + a.num_parts) * a.units < kLine;
 }
 
 bool stream_k_fuses_gate(const GemmArgs& a) {
   return a.gated && a.num_parts == 2 && a.part[0].outputs == a.part[1].outputs && a.part[0].outputs % 4 == 0;
 }
-
-bool stream_k_fuses_residual(const GemmArgs& a) { return a.num_parts == 1; }
 
 const char* stream_k_launch(const GemmArgs& a, int group, const StreamKNext& next, void* workspace, void* stream, bool pdl) {
   if (a.squares && a.squares_count % 4) return "squares_count must be a multiple of 4 for stream-K";
@@ -125,9 +114,6 @@ const char* stream_k_launch(const GemmArgs& a, int group, const StreamKNext& nex
   m.partial = static_cast<float*>(workspace);
   const int grid = grid_of(m, work);
   split_units(m, parts_of(a.head), grid, work, group);
-#ifdef EXL2NB_CLOCKS
-  m.clocks = stream_k_clocks;
-#endif
   const bool wide = group > kStreamKMmaTokens && has_wgmma();
   for (int first = 0; first < a.tokens; first += kStreamKTokens) {
     m.tokens = std::min(kStreamKTokens, a.tokens - first);

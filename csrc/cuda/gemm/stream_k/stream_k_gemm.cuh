@@ -1,7 +1,7 @@
 // Stream-K GEMM (Osama et al., 2023) for 9 to 64 rows: every weight is decoded once for all rows.
 //
 // Tile: 16 strips (256 columns) x all K, one strip per consumer warp. The units of all tiles form a line; every CTA gets a contiguous share
-// of equal cost (split_units in stream_k_gemm.cu). CTAs that share a tile exchange partial sums through global memory with Lamport flags;
+// of equal cost (split_units in stream_k_gemm.cpp). CTAs that share a tile exchange partial sums through global memory with Lamport flags;
 // each CTA whose share ends in the tile adds up a slice of it in CTA order: no atomics, deterministic.
 // CTA: 16 consumer warps (mma.sync or wgmma, fp16 weights scaled and rounded as in unpacking, f32 accumulators), 3 producer warps for
 // weights, 1 for activations. Bytes: the strips once; 2 * K per row, tile and CTA from L2. Limits: sm_90 and later, all CTAs resident at
@@ -12,23 +12,57 @@
 #pragma once
 #include "cuda/blob/dequant.cuh"
 #include "cuda/gemm/norm.cuh"
-#include "cuda/gemm/stream_k/stream_k_gemm.h"
+#include "cuda/gemm/skinny/skinny_gemm.cuh"
 #include "cuda/runtime/lamport.cuh"
+#include "cuda/runtime/mma.cuh"
 #include "cuda/runtime/pdl.cuh"
 #include "format/gpu_blob.h"
+#include "format/gpu_workspace.h"
 
 namespace exl2nb {
+
+// Rows to allocate for the inputs.
+inline int stream_k_rows(int tokens) {
+  return tokens <= kSkinnyTokens ? tokens : (tokens + stream_k_group(tokens) - 1) / stream_k_group(tokens) * stream_k_group(tokens);
+}
+// Whether stream_k_launch supports the GEMM on this GPU.
+bool stream_k_takes(const GemmArgs& a);
+// Partial sums of squares per row that a residual GEMM with `width` outputs leaves.
+inline int stream_k_squares(int width) { return (width + 255) / 256 * 16; }
+// Whether it can add to the residual.
+inline bool stream_k_fuses_residual(const GemmArgs& a) { return a.num_parts == 1; }
+// Whether gate and up run in one launch that writes the next input (no out, no residual).
+bool stream_k_fuses_gate(const GemmArgs& a);
+// Keys and values to prefetch into L2 for the attention that follows: the first `rows` tokens of each sequence, contiguous in a page of a
+// head. rows 0: none.
+struct StreamKKeys {
+  const uint8_t *k_pool, *v_pool;
+  const int *block_table, *context_lens;
+  int sequences, max_pages, heads, rows;
+  int k_page, v_page, k_row, v_row;  // bytes of a page of a head, of a token of it
+};
+// What to prefetch into L2 during the GEMM: the next GEMM's image, attention's keys.
+struct StreamKNext {
+  const uint8_t* image;
+  int bytes;
+  StreamKKeys keys;
+};
+// Workspace bytes for up to so many rows: zeroed once; one for all GEMMs of a stream.
+size_t stream_k_workspace(int tokens);
+// out = x W + bias; without out: residual += that, as in GemmArgs. x is in groups of `group`. CTAs wait for one another: launches in
+// different streams of a device must not overlap.
+const char* stream_k_launch(const GemmArgs& a, int group, const StreamKNext& next, void* workspace, void* stream, bool pdl);
 
 constexpr int kStreamKWarps = kStreamKStrips;
 constexpr int kStreamKConsumerThreads = kStreamKWarps * 32, kStreamKThreads = kStreamKConsumerThreads + 128,
               kStreamKColumns = kStreamKStrips * kStripColumns;
-constexpr int kStreamKWeights = kStreamKStrips * kSlot;         // bytes of a stage
-constexpr int kStreamKProducers = 4;                            // producer warps
-constexpr int kStreamKWeightProducers = kStreamKProducers - 1;  // of these, for weights
-constexpr int kStreamKBarriers = 8;                             // at least the number of stages + 1
-constexpr int kStreamKMmaTokens = 16;                           // rows up to which mma.sync beats wgmma
-constexpr int kStreamKMaxSharers = 40;                          // about the most CTAs that share a tile
-constexpr int kStreamKMaxCtas = 192;                            // CTAs
+constexpr int kStreamKWeights = kStreamKStrips * kMaxItemBytes;  // bytes of a stage
+constexpr int kStreamKProducers = 4;                             // producer warps
+constexpr int kStreamKWeightProducers = kStreamKProducers - 1;   // of these, for weights
+constexpr int kStreamKBarriers = 8;                              // at least the number of stages + 1
+constexpr int kStreamKMmaTokens = 16;                            // rows up to which mma.sync beats wgmma
+constexpr int kStreamKMaxSharers = 40;                           // about the most CTAs that share a tile
+constexpr int kStreamKMaxCtas = 192;                             // CTAs
 EXL2NB_BOTH constexpr int stream_k_stages(int NB) { return NB == 2 ? 4 : 3; }
 EXL2NB_BOTH constexpr int stream_k_unit(int NB) { return kUnitRows * NB * 8 * 2; }  // bytes of a unit's activations, 8 * NB rows
 EXL2NB_BOTH constexpr int stream_k_ring(int NB) { return NB == 8 ? 12 : 24; }       // units in the activation ring
@@ -47,7 +81,7 @@ struct StreamKArgs {
   const uint8_t* image;
   int num_parts, items, units, tiles, tokens;  // tiles of the whole GEMM
   float density;                               // CTAs per unit of the line, about
-  int begin[kStreamKMaxCtas + 1];              // first unit of each CTA's share, and the end
+  int begin[kStreamKMaxCtas + 1];              // CTA i has units begin[i] to begin[i + 1] - 1 of the line
   float* partial;                              // [CTA][began in its share][part]: partial sums
   const half* x;                               // groups of 8 * NB rows (fragment.cuh)
   int x_stride, x_perm_stride;
@@ -70,34 +104,18 @@ struct StreamKArgs {
   const uint8_t* next_image;  // the next GEMM's image to prefetch, null: none
   int next_image_bytes;
   StreamKKeys keys;  // keys and values to prefetch for attention
-#ifdef EXL2NB_CLOCKS
-  long long* clocks;  // 16 per CTA
-#endif
 };
-// clock64() per phase of a CTA, for benchmarks/cuda/stream_k_gemm.cu.
-#ifdef EXL2NB_CLOCKS
-#define EXL2NB_CLOCK(A, i) ((A).clocks ? void((A).clocks[blockIdx.x * 16 + (i)] = clock64()) : void())
-#else
-#define EXL2NB_CLOCK(A, i) static_cast<void>(0)
-#endif
 EXL2NB_BOTH inline int stream_k_image(const StreamKArgs& a) { return (image_bytes(a.items, a.units, a.num_parts) + 15) / 16 * 16; }
 // Bytes of weight stages and activation ring.
 EXL2NB_BOTH constexpr int stream_k_pool(int NB) { return stream_k_stages(NB) * kStreamKWeights + stream_k_ring(NB) * stream_k_unit(NB); }
-EXL2NB_BOTH inline int stream_k_shared(const StreamKArgs& a, int NB) {
-  return stream_k_pool(NB) + 2 * kStreamKBarriers * 8 + kTileSharersBytes + kStreamKTokens * 4 + stream_k_image(a);
+// Offset of the image: behind barriers, TileSharers and factors.
+EXL2NB_BOTH constexpr int stream_k_image_at(int NB) {
+  return stream_k_pool(NB) + 2 * kStreamKBarriers * 8 + kTileSharersBytes + kStreamKTokens * 4;
 }
+EXL2NB_BOTH inline int stream_k_shared(const StreamKArgs& a, int NB) { return stream_k_image_at(NB) + stream_k_image(a); }
 
-#ifdef __CUDACC__
 #if __CUDA_ARCH__ >= 900
-// Weights are evict-first in L2; images, which every CTA reads first, are evict-last.
-__device__ __forceinline__ void copy_once(void* to, const void* from, uint32_t bytes, uint64_t* b) {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0,1.0;" : "=l"(policy));
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0],[%1],%2,[%3],%4;" ::"r"(shared_address(to)),
-      "l"(from), "r"(bytes), "r"(shared_address(b)), "l"(policy)
-      : "memory");
-}
+// Images, which every CTA reads first, are evict-last in L2; weights are evict-first.
 __device__ __forceinline__ uint4 load_kept(const void* from) {
   uint64_t policy;
   uint4 v;
@@ -120,15 +138,6 @@ __device__ __forceinline__ float4 load_four(const float* p) {
   asm volatile("ld.global.cg.v4.f32 {%0,%1,%2,%3},[%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
   return v;
 }
-#else
-__device__ __forceinline__ void copy_once(void*, const void*, uint32_t, uint64_t*) {}
-__device__ __forceinline__ uint4 load_kept(const void*) { return {}; }
-__device__ __forceinline__ void prefetch(const void*, uint32_t) {}
-__device__ __forceinline__ void consumer_barrier() {}
-__device__ __forceinline__ void squares_requested() {}
-__device__ __forceinline__ void wait_for_squares() {}
-__device__ __forceinline__ float4 load_four(const float*) { return {}; }
-#endif
 
 // setmaxnreg: 96 registers per thread on average; producers release, consumers acquire. sm_90a only.
 __device__ __forceinline__ void release_registers() {
@@ -146,8 +155,6 @@ __device__ __forceinline__ void acquire_registers() {
 __device__ __forceinline__ int divide_small(int n, int d) {
   return __float2int_rz(__fdividef(static_cast<float>(n) + 0.5f, static_cast<float>(d)));
 }
-// Share of a CTA: units stream_k_begin(cta) .. stream_k_begin(cta + 1) - 1 of the line.
-__device__ __forceinline__ int stream_k_begin(const StreamKArgs& A, int cta) { return A.begin[cta]; }
 __device__ __forceinline__ int cta_of_unit(const StreamKArgs& A, int unit) {
   int cta = __float2int_rz(static_cast<float>(unit) * A.density);  // first guess
   while (A.begin[cta] > unit) cta--;
@@ -173,9 +180,9 @@ struct StreamKTile {
 // Calls f(tile, from, to) for every tile of this CTA's share; it has units [from, to) of it.
 template <class F>
 __device__ __forceinline__ void each_tile(const StreamKArgs& A, F f) {
-  const int end = stream_k_begin(A, blockIdx.x + 1);
+  const int end = A.begin[blockIdx.x + 1];
 #pragma unroll 1
-  for (int at = stream_k_begin(A, blockIdx.x); at < end;) {
+  for (int at = A.begin[blockIdx.x]; at < end;) {
     const StreamKTile tile(A, at);
     const int stop = min(end, tile.end());
     f(tile, at, stop);
@@ -274,9 +281,9 @@ struct StreamKProducer {
     if (strip >= tile.live) return;
     uint64_t* const bar = full + at.stage;
     const uint8_t* const from = p.data + (tile.first_strip + strip) * p.strip_bytes + it.offset;
-    uint8_t* const to = weights + at.stage * kStreamKWeights + strip * kSlot;
-    copy_once(to + begin * unit, from + begin * unit, complete ? it.bytes : (end - begin) * unit, bar);
-    if (!complete && rest) copy_once(to + it.units * unit, from + it.units * unit, rest, bar);
+    uint8_t* const to = weights + at.stage * kStreamKWeights + strip * kMaxItemBytes;
+    bulk_copy(to + begin * unit, from + begin * unit, complete ? it.bytes : (end - begin) * unit, bar, evict_first_policy());
+    if (!complete && rest) bulk_copy(to + it.units * unit, from + it.units * unit, rest, bar, evict_first_policy());
   }
   // Activations of an item; also expects all bytes of its stage.
   __device__ __forceinline__ void fetch_tokens(const StreamKPart& p, const StreamKTile& tile, const Item& it, int begin, int end,
@@ -302,7 +309,6 @@ struct StreamKProducer {
       if (NB > 2 && A.squares && producer == 0) wait_for_squares();
       if (A.next_image && producer == 1 && lane == 0) prefetch(A.next_image, A.next_image_bytes);
     };
-    if (producer == 0 && lane == 0) EXL2NB_CLOCK(A, 7);
     each([&](const StreamKPart& p, const StreamKTile& tile, const Item& it, int begin, int end, const StreamKCursor<NB>& at) {
       const int units = end - begin;
       if (count++ == ahead) wait();
@@ -316,7 +322,6 @@ struct StreamKProducer {
         fetch_weights(p, tile, it, begin, end, at);
       else
         fetch_tokens(p, tile, it, begin, end, at);
-      if (producer == 0 && lane == 0 && count == 1) EXL2NB_CLOCK(A, 8);
     });
     if (count <= ahead) wait();
     if (producer == kStreamKWeightProducers && A.keys.rows) prefetch_keys(A.keys, lane);
@@ -364,7 +369,7 @@ struct RowFactors {
 struct KeptSums {
   uint8_t* slot;  // of the first stage
   __device__ __forceinline__ float4* place(int k, int lane) const {
-    constexpr int kEach = kSlot / 512;
+    constexpr int kEach = kMaxItemBytes / 512;
     return reinterpret_cast<float4*>(slot + k / kEach * kStreamKWeights + k % kEach * 512) + lane;
   }
   __device__ __forceinline__ void put(int k, int lane, const float (&y)[4]) const {
@@ -490,13 +495,13 @@ struct alignas(16) TileSharers {
   __device__ __forceinline__ TileSharers(const StreamKArgs& A, const StreamKTile& tile) {
     part = tile.part, first_strip = tile.first_strip;
     first = from1 = cta_of_unit(A, tile.begin), count0 = cta_of_unit(A, tile.end() - 1) - first + 1, count1 = 0;
-    writers = count0 - (stream_k_begin(A, first + count0) > tile.end()), rank = static_cast<int>(blockIdx.x) - first;
+    writers = count0 - (A.begin[first + count0] > tile.end()), rank = static_cast<int>(blockIdx.x) - first;
     if (rank >= writers || count0 == 1) writers = 0;
     own = 0;
     if (A.paired) {
       const int middle = tile.part_end(A, 0), last = first + count0;
       count0 = cta_of_unit(A, middle - 1) - first + 1, from1 = cta_of_unit(A, middle), count1 = last - from1;
-      own = stream_k_begin(A, blockIdx.x + 1) > middle;
+      own = A.begin[blockIdx.x + 1] > middle;
     }
   }
 };
@@ -528,11 +533,11 @@ struct StreamKEpilogue {
       store_tile<NB>(A, tile, factors, warp, lane, y);
     } else {
       int writers = 0, rank = 0;
-      if (NB == 8 && !exclusive && to == stream_k_begin(A, blockIdx.x + 1)) {
+      if (NB == 8 && !exclusive && to == A.begin[blockIdx.x + 1]) {
         barrier_wait(ready, 0);
         if (p == last->own) writers = last->writers, rank = last->rank;
       }
-      store_partials<NB>(place(blockIdx.x, tile.begin >= stream_k_begin(A, blockIdx.x), p), A.tokens, warp, lane, y, kept, writers, rank);
+      store_partials<NB>(place(blockIdx.x, tile.begin >= A.begin[blockIdx.x], p), A.tokens, warp, lane, y, kept, writers, rank);
     }
   }
   // Finishes a tile of this CTA alone that needs an epilogue from memory.
@@ -639,10 +644,7 @@ struct MmaProduct {
 #pragma unroll
       for (int n = 0; n < NB; n += 2) {
         uint32_t b[4];
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3},[%4];"
-                     : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
-                     : "r"(x + ((slot * 4 + half * 2 + k) * 2 * NB * 8 + n * 8) * 16)
-                     : "memory");
+        load_matrices<true>(b, x + ((slot * 4 + half * 2 + k) * 2 * NB * 8 + n * 8) * 16);
         mma<kBulk, false>(y[n], h + 4 * k, b[0], b[1]);
         mma<kBulk, false>(y[n + 1], h + 4 * k, b[2], b[3]);
       }
@@ -653,32 +655,27 @@ struct MmaProduct {
 
 // Shared memory of a CTA: weight stages, activation ring, barriers, epilogue data, factors, image.
 template <int NB>
-struct StreamKSmem {
+struct StreamKSmem : BlobImage {
   uint8_t *weights, *tokens;
   uint64_t *full, *empty;
   TileSharers* last;
   float* factors;
   uint64_t* ready;  // factors and last are ready
-  const Item* items;
-  const half2* steps;
-  const uint16_t* ends;
 
   // Called by all threads: initialises the barriers and loads the image.
-  __device__ __forceinline__ StreamKSmem(const StreamKArgs& A, uint8_t* shared) {
+  __device__ __forceinline__ StreamKSmem(const StreamKArgs& A, uint8_t* shared)
+      : BlobImage(shared + stream_k_image_at(NB), A.items, A.units) {
     weights = shared, tokens = shared + stream_k_stages(NB) * kStreamKWeights;
     full = reinterpret_cast<uint64_t*>(shared + stream_k_pool(NB)), empty = full + kStreamKBarriers;
     ready = full + kStreamKBarriers - 1, last = reinterpret_cast<TileSharers*>(empty + kStreamKBarriers);
     factors = reinterpret_cast<float*>(last + 1);
-    uint8_t* const image = reinterpret_cast<uint8_t*>(factors + kStreamKTokens);
-    items = reinterpret_cast<const Item*>(image), steps = reinterpret_cast<const half2*>(image + image_steps(A.items));
-    ends = reinterpret_cast<const uint16_t*>(image + image_ends(A.items, A.units));
     if (threadIdx.x < stream_k_stages(NB)) {
       barrier_init(full + threadIdx.x, 1), barrier_init(empty + threadIdx.x, kStreamKWarps * kWarpArrivals);
       barrier_fence();
     }
     if (threadIdx.x == stream_k_stages(NB)) barrier_init(ready, (kStreamKWarps + 1) * kWarpArrivals), barrier_fence();
     for (int i = threadIdx.x; i < stream_k_image(A) / 16; i += kStreamKThreads)
-      reinterpret_cast<uint4*>(image)[i] = load_kept(A.image + i * 16);
+      reinterpret_cast<uint4*>(shared + stream_k_image_at(NB))[i] = load_kept(A.image + i * 16);
     __syncthreads();
   }
 };
@@ -735,38 +732,13 @@ struct StreamKConsumer {
   }
   template <Halves HALVES>
   __device__ __forceinline__ void multiply_exl2(float (&y)[NB][4]) {
-    switch (it.bits) {
-      case 2:
-        return multiply<2, false, HALVES>(y);
-      case 3:
-        return multiply<3, false, HALVES>(y);
-      case 4:
-        return multiply<4, false, HALVES>(y);
-      case 5:
-        return multiply<5, false, HALVES>(y);
-      case 6:
-        return multiply<6, false, HALVES>(y);
-      default:
-        return multiply<8, false, HALVES>(y);
-    }
-  }
-  __device__ __forceinline__ void multiply_gptq(float (&y)[NB][4]) {
-    switch (it.bits) {
-      case 2:
-        return multiply<2, true, kAnyHalves>(y);
-      case 3:
-        return multiply<3, true, kAnyHalves>(y);
-      case 4:
-        return multiply<4, true, kAnyHalves>(y);
-      default:
-        return multiply<8, true, kAnyHalves>(y);
-    }
+    dispatch_bits<2, 3, 4, 5, 6, 8>(it.bits, [&](auto b) { multiply<decltype(b)::value, false, HALVES>(y); });
   }
   __device__ __forceinline__ void run(float (&y)[NB][4]) {
     next();
     while (live) {
       if (it.scales)
-        multiply_gptq(y);
+        dispatch_bits<2, 3, 4, 8>(it.bits, [&](auto b) { multiply<decltype(b)::value, true, kAnyHalves>(y); });
       else if (it.bits == 16)
         multiply<16, false, kAnyHalves>(y);
       else if (it.one)
@@ -781,13 +753,12 @@ struct StreamKConsumer {
 template <int NB, class Product>
 __device__ __forceinline__ void run_stream_k(const StreamKArgs& A, uint8_t* shared) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  if (threadIdx.x == 0) EXL2NB_CLOCK(A, 0);
   pdl_launch_dependents();
   const StreamKSmem<NB> s(A, shared);
   if (warp >= kStreamKWarps) {
     release_registers();
     if (warp == kStreamKWarps + kStreamKWeightProducers) {
-      const TileSharers last(A, StreamKTile(A, stream_k_begin(A, blockIdx.x + 1) - 1));
+      const TileSharers last(A, StreamKTile(A, A.begin[blockIdx.x + 1] - 1));
       if (lane == 0) *s.last = last;
       warp_arrive(s.ready, lane);
     }
@@ -795,16 +766,13 @@ __device__ __forceinline__ void run_stream_k(const StreamKArgs& A, uint8_t* shar
     return;
   }
   acquire_registers();
-  if (threadIdx.x == 0) EXL2NB_CLOCK(A, 1);
   const RowFactors<NB> factors(A, warp, lane);
   pdl_wait();
-  if (threadIdx.x == 0) EXL2NB_CLOCK(A, 2);
   factors.load(s.factors, warp, lane);
   __syncwarp();
   warp_arrive(s.ready, lane);
-  if (threadIdx.x == 0) EXL2NB_CLOCK(A, 3);
   const Product product(s.tokens);
-  const StreamKEpilogue<NB> epilogue{A, s.factors, s.last, s.ready, {s.weights + warp * kSlot}, warp, lane};
+  const StreamKEpilogue<NB> epilogue{A, s.factors, s.last, s.ready, {s.weights + warp * kMaxItemBytes}, warp, lane};
   StreamKCursor<NB> at;
   each_tile(A, [&](const StreamKTile& tile, int from, int to) {
     const bool exclusive = to - from == tile.units;
@@ -812,20 +780,20 @@ __device__ __forceinline__ void run_stream_k(const StreamKArgs& A, uint8_t* shar
     for (int p = 0; p <= (A.paired ? 1 : 0); p++) {
       float y[NB][4] = {};
       StreamKConsumer<NB, Product> run{
-          s, product, StreamKItems(A, s.items, s.ends, tile, p, from, to), at, s.weights + warp * kSlot, lane, {}, 0, 0, false};
+          s, product, StreamKItems(A, s.items, s.ends, tile, p, from, to), at, s.weights + warp * kMaxItemBytes, lane, {}, 0, 0, false};
       if (run.share.more()) {
         run.run(y);
         epilogue.store_sums(tile, p, to, exclusive, y);
       }
     }
-    if (from == stream_k_begin(A, blockIdx.x) && threadIdx.x == 0) EXL2NB_CLOCK(A, 4);
     epilogue.finish_tile(tile, exclusive);
   });
-  if (threadIdx.x == 0) EXL2NB_CLOCK(A, 5);
   epilogue.finish_last();
-  if (threadIdx.x == 0) EXL2NB_CLOCK(A, 6);
 }
 
+#endif  // __CUDA_ARCH__ >= 900
+
+#ifdef __CUDACC__
 template <int NB>
 __global__ void __launch_bounds__(kStreamKThreads, 1) stream_k_gemm(const __grid_constant__ StreamKArgs A) {
 #if __CUDA_ARCH__ >= 900

@@ -1,0 +1,54 @@
+#include "cuda/gemm/elementwise.h"
+
+#include <algorithm>
+
+#include "cuda/runtime/kernel.h"
+
+namespace exl2nb {
+namespace {
+
+constexpr const char *kSource = "gemm/elementwise.cu", *kPrefill = "gemm/prefill.cu";
+const Kernel<EmbedArgs> embed_kernel{kSource, "embed_kernel"};
+const Kernel<RowsArgs> rows_kernel{kSource, "rows_kernel"};
+const Kernel<GatesArgs> gates_kernel{kSource, "gates_kernel"};
+
+const Kernel<NormRowsArgs> norm_rows{kPrefill, "norm_rows<4>", false}, norm_long_rows{kPrefill, "norm_rows<8>", false};
+const Kernel<const half*, int64_t, int, bool, int, half*> gate_rows{kPrefill, "gate_rows<1>", false},
+    gate_eights{kPrefill, "gate_rows<8>", false};
+const Kernel<RotateRowsArgs> rotate_rows{kPrefill, "rotate_rows", false};
+
+}  // namespace
+
+const char* embed_launch(const EmbedArgs& a, int tokens, void* stream, bool pdl) {
+  return tokens == 0 ? nullptr : embed_kernel({unsigned(tokens), kRowThreads, 0, stream, pdl}, a);
+}
+const char* gates_launch(const GatesArgs& a, int tokens, void* stream, bool pdl) {
+  const Dim grid((a.width + 4 * kRowThreads - 1) / (4 * kRowThreads), tokens);
+  return tokens == 0 ? nullptr : gates_kernel({grid, kRowThreads, 0, stream, pdl}, a);
+}
+const char* rows_launch(const RowsArgs& a, int rows, void* stream, bool pdl) {
+  return rows == 0 ? nullptr : rows_kernel({unsigned(rows), kRowThreads, 0, stream, pdl}, a);
+}
+
+const char* norm_rows_launch(const NormRowsArgs& a, void* stream) {
+  if (a.tokens == 0) return nullptr;
+  const auto& kernel = a.width <= 4 * 4 * kNormThreads ? norm_rows : norm_long_rows;
+  return kernel({unsigned(a.tokens), kNormThreads, 0, stream}, a);
+}
+
+const char* gate_rows_launch(const void* y, int64_t tokens, int width, bool gated, int kind, void* out, void* stream) {
+  if (tokens == 0) return nullptr;
+  const bool eights = ((reinterpret_cast<uintptr_t>(y) | reinterpret_cast<uintptr_t>(out)) & 15) == 0 && width % 8 == 0;
+  const int per = kGateThreads * (eights ? 8 : 1);
+  const Dim grid((width + per - 1) / per, unsigned(std::min<int64_t>(tokens, 65535)));
+  return (eights ? gate_eights : gate_rows)({grid, kGateThreads, 0, stream}, static_cast<const half*>(y), tokens, width, gated, kind,
+                                            static_cast<half*>(out));
+}
+
+const char* rotate_rows_launch(const RotateRowsArgs& a, void* stream) {
+  if (a.tokens == 0) return nullptr;
+  const int64_t threads = a.tokens * (a.num_heads + 2 * a.num_kv_heads) * (a.head_dim / 16);
+  return rotate_rows({unsigned((threads + kGateThreads - 1) / kGateThreads), kGateThreads, 0, stream}, a);
+}
+
+}  // namespace exl2nb

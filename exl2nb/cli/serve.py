@@ -1,0 +1,90 @@
+"""`exl2nb serve`: a model over HTTP until a signal ends it."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from exl2nb.cli.console import Console
+from exl2nb.cli.models import add_cache_option, locate
+from exl2nb.core.errors import OptionError
+
+LOADING = ("cache", "context", "cache_tokens", "max_sequences", "draft", "device", "revision")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command; a TOML file may hold any of them, and what is given here counts more."""
+    parser.add_argument("model", nargs="?", help="model directory, hub id, or `demo`; none: begin without a model (needs --model-dir)")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="TOML file with options by their names here, `_` for `-`, and presets")
+    parser.add_argument("--host", help="address to listen on (default 127.0.0.1)")
+    parser.add_argument("--port", type=int, help="port; 0 takes a free one (default 5000)")
+    parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="keys, one a line; administrators' begin with `admin:`")
+    parser.add_argument("--allow-no-key", action="store_true", default=None, help="listen beyond this machine without a key")
+    parser.add_argument(
+        "--cors-origin", dest="cors_origins", action="append", metavar="ORIGIN", help="pages that may call it; again for more"
+    )
+    parser.add_argument("--allowed-host", dest="allowed_hosts", action="append", metavar="NAME", help="another name of this machine")
+    parser.add_argument("--model-name", help="what clients call the model (default: its folder's name)")
+    parser.add_argument("--model-dir", type=Path, metavar="FOLDER", help="models that clients with an admin key may load")
+    parser.add_argument("--template", metavar="NAME|FILE", help="chat template: chatml, llama2, alpaca, vicuna, mistral, or a Jinja file")
+    parser.add_argument("--max-queue", type=int, help="requests that run or wait, at most (default 256)")
+    parser.add_argument("--request-timeout-s", type=float, metavar="S", help="seconds after which an answer ends (default 600)")
+    parser.add_argument("--drain-s", type=float, metavar="S", help="seconds that running requests get at the end (default 30)")
+    add_cache_option(parser, "fp16")
+    parser.set_defaults(cache=None)
+    parser.add_argument("--context", type=int, help="tokens of prompt and answer together")
+    parser.add_argument("--cache-tokens", type=int, help="tokens of the cache, shared by all requests")
+    parser.add_argument("--max-sequences", type=int, help="requests in one batch (default 16)")
+    parser.add_argument("--draft", help="draft model: directory or hub id")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"))
+    parser.add_argument("--revision", help="branch, tag or commit on the hub")
+
+
+def run(args: argparse.Namespace, console: Console) -> int:
+    """Load and serve; SIGINT and SIGTERM let running requests finish."""
+    from exl2nb.llm.load import load
+    from exl2nb.server.options import ServerOptions
+    from exl2nb.server.serve import Server
+
+    given = _given(args)
+    name = given.pop("model", None)
+    loading = {key: given.pop(key) for key in LOADING if key in given}
+    options = ServerOptions.of(**given)
+    if name is None and options.model_dir is None:
+        raise OptionError("serve: no model was given; name one, or give --model-dir so that clients can load one")
+    llm = None
+    if name is not None:
+        revision = loading.pop("revision", None)
+        llm = load(locate(name, console.sink, revision=revision), progress=console.sink, **loading)
+    server = Server(llm, options, owned=True)
+
+    def started() -> None:
+        console.result(
+            {"url": server.url, "model": server.figures()["model"]}, f"serving {server.figures()['model'] or 'no model'} at {server.url}"
+        )
+
+    try:
+        server.run(started)
+    finally:
+        server.close()
+    return 0
+
+
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """Options of the file and of the command line together."""
+    from exl2nb.eval.text import read_text
+    from exl2nb.server.options import ServerOptions, read_config, read_keys
+    from exl2nb.tokenizer.instruct import INSTRUCT
+
+    known = [*(field.name for field in fields(ServerOptions)), *LOADING, "model", "api_key_file"]
+    given = read_config(args.config, known) if args.config is not None else {}
+    given |= {key: value for key in known if (value := getattr(args, key, None)) is not None}
+    if (path := given.pop("api_key_file", None)) is not None:
+        users, admins = read_keys(Path(path))
+        given["api_keys"] = (*given.get("api_keys", ()), *users)
+        given["admin_keys"] = (*given.get("admin_keys", ()), *admins)
+    if isinstance(template := given.get("template"), str) and template not in INSTRUCT and "{" not in template:
+        given["template"] = read_text(Path(template))
+    return given

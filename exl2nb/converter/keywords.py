@@ -1,0 +1,59 @@
+"""Options of `measure` and `convert` as types: what an editor completes, and what the signatures in a notebook spell out.
+
+Imports nothing of the converter: its modules load when a conversion begins. `tests/converter/test_keywords.py` holds it to `ConversionJob`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+if TYPE_CHECKING:
+    import torch
+
+    from exl2nb.converter.allocation import Frozen, Override
+    from exl2nb.converter.calibration import Source
+    from exl2nb.converter.measurement import Measurement
+    from exl2nb.converter.quantization import Rounding
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much calibration: rows and tokens per row."""
+
+    rows: int
+    length: int
+
+
+EFFORTS = {"quick": Effort(32, 512), "full": Effort(80, 512), "thorough": Effort(128, 1024)}
+
+
+class MeasureOptions(TypedDict, total=False):
+    """Options of `measure`."""
+
+    calibration: Source
+    rows: int | None
+    length: int | None
+    seed: int
+    effort: Literal["quick", "full", "thorough"]
+    work_dir: str | os.PathLike[str] | None
+    device: str | torch.device | None
+
+
+class ConvertOptions(MeasureOptions, total=False):
+    """Options of `convert`, all of them `ConversionJob`'s."""
+
+    head_bits: int | str | None
+    target: Mapping[str, Any] | None
+    overrides: Mapping[str, Override] | None
+    frozen: Frozen | None
+    report_rows: int
+    measurement: Measurement | str | os.PathLike[str] | None
+    rounding: Rounding | None
+    polish: bool
+
+
+DEFAULTS: dict[str, Any] = {"report_rows": 8, "seed": 0, "effort": "quick", "polish": False}
+"""Of the options that are not None."""

@@ -1,0 +1,109 @@
+"""Options of requests and conversations as types: what an editor completes, and what the signatures in a notebook spell out.
+
+`tests/llm/test_options.py` holds them to the dataclasses and functions that check them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+from exl2nb.generator.request import Chunk, Request
+from exl2nb.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from exl2nb.constraint.structure import Structure
+    from exl2nb.generator.speculation import Speculation
+    from exl2nb.sampling.replay import Draw
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Fields of `SamplingParams`."""
+
+    temperature: float
+    temperature_last: bool
+    min_temp: float
+    max_temp: float
+    temp_exponent: float
+    smoothing_factor: float
+    smoothing_curve: float
+    top_k: int
+    top_p: float
+    top_a: float
+    min_p: float
+    tfs: float
+    typical_p: float
+    mirostat: bool
+    mirostat_tau: float
+    mirostat_eta: float
+    xtc_probability: float
+    xtc_threshold: float
+    xtc_ignore: Sequence[int] | None
+    skew: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    penalty_range: int
+    penalty_decay: int
+    dry_multiplier: float
+    dry_base: float
+    dry_allowed_length: int
+    dry_range: int
+    dry_max_ngram: int
+    dry_breakers: str | Sequence[str | int]
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]]
+    banned_tokens: Sequence[int]
+    allowed_tokens: Sequence[int]
+    min_tokens: int
+    seed: int | None
+    order: Sequence[str] | None
+    post_sampling: Callable[[Draw], int | None] | Sequence[Callable[[Draw], int | None]]
+
+
+class RequestOptions(SamplingOptions, total=False):
+    """Those, the fields of `Request`, and what makes its structure and its negative prompt."""
+
+    max_tokens: int
+    stop: str | int | Sequence[str | int]
+    ignore_eos: bool
+    banned_strings: str | Sequence[str]
+    token_healing: bool
+    top_logprobs: int
+    return_logits: bool
+    priority: int
+    timeout_s: float | None
+    structure: Structure | None
+    negative_ids: Sequence[int]
+    cfg_scale: float
+    beams: int
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
+    speculation: Speculation | str | Mapping[str, Any]
+    negative_prompt: str | Sequence[int]
+    schema: Any
+    regex: str
+    choice: Sequence[str]
+    grammar: str
+
+
+class GenerateOptions(RequestOptions, total=False):
+    """Options of `generate`."""
+
+    on_chunk: Callable[[Chunk], object]
+
+
+class ChatOptions(RequestOptions, total=False):
+    """Options of `chat`."""
+
+    template: str
+    tools: Sequence[Mapping[str, Any]]
+    template_options: Mapping[str, Any]
+    tool_choice: str
+    parallel_tool_calls: bool
+    continue_final_message: bool
+    reasoning_budget: int
+
+
+DEFAULTS: dict[str, Any] = {field.name: field.default for cls in (SamplingParams, Request) for field in fields(cls)}
+"""Of the options that have one."""

@@ -1,0 +1,252 @@
+"""Anthropic's /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from pydantic import Field
+
+from exl2nb.generator.request import Completion
+from exl2nb.server.errors import ApiError, api_error, body_of
+from exl2nb.server.fields import Body, Text, refuse
+from exl2nb.server.openai import check_model, merged, new_id, reason, submit_chat
+from exl2nb.server.state import State, Ticket, aside, read, results
+from exl2nb.server.stream import EventStream, event
+from exl2nb.tokenizer.reply import Delta, ReplyParser
+
+router = APIRouter()
+PARTS = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+
+
+class CountBody(Body):
+    """POST /v1/messages/count_tokens."""
+
+    model: str
+    messages: list[dict[str, Any]] = Field(min_length=1, max_length=4096)
+    system: Text | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+
+
+class MessagesBody(CountBody):
+    """POST /v1/messages."""
+
+    max_tokens: int = Field(ge=1)
+    stream: bool = False
+    stop_sequences: Annotated[list[Text], Field(max_length=256)] | None = None
+    temperature: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    metadata: Any = Field(None, description="no effect")
+    service_tier: Any = Field(None, description="no effect")
+    container: Any = Field(None, description="refused")
+    mcp_servers: Any = Field(None, description="refused")
+
+
+@router.post("/v1/messages")
+async def messages(request: Request, body: MessagesBody) -> Any:
+    """Answer a conversation. A last message of the assistant is continued."""
+    state: State = request.app.state.server
+    for name in ("container", "mcp_servers"):
+        refuse(getattr(body, name) or None, name, "is not supported by this server")
+    check_model(state, body.model)
+    ticket = state.admit(request, "messages")
+    try:
+        options = _options(body)
+        for name in ("max_tokens", "temperature", "top_k", "top_p"):
+            if (value := getattr(body, name)) is not None:
+                options[name] = value
+        if body.stop_sequences:
+            options["stop"] = [text for text in body.stop_sequences if text]
+        if state.options.request_timeout_s is not None:
+            options["timeout_s"] = state.options.request_timeout_s
+        budget = (body.thinking or {}).get("budget_tokens") if (body.thinking or {}).get("type") == "enabled" else None
+        if budget is not None:
+            options["reasoning_budget"] = budget
+        await submit_chat(state, ticket, messages_of(body), options, n=1, stream=body.stream)
+        head = {"id": new_id("msg"), "type": "message", "role": "assistant", "model": state.model_name}
+        if body.stream:
+            return EventStream(_stream(state, ticket, head), lambda: state.end(ticket))
+        (answer,) = await results(request, ticket)
+        why, stop = stop_reason(answer)
+        result = {**head, "content": blocks_of(answer), "stop_reason": why, "stop_sequence": stop, "usage": _usage(answer)}
+        state.end(ticket)
+        return JSONResponse(result)
+    except BaseException as error:
+        state.end(ticket, error)
+        raise
+
+
+@router.post("/v1/messages/count_tokens")
+async def count_tokens(request: Request, body: CountBody) -> Any:
+    """Tokens of the prompt that a conversation becomes."""
+    state: State = request.app.state.server
+    check_model(state, body.model)
+    options = _options(body)
+    if state.template is not None:
+        options["template"] = state.template
+    options.pop("tool_choice", None)
+    given = {name: value for name, value in options.items() if name != "parallel_tool_calls"}
+    text = await aside(lambda: state.llm.render_chat(messages_of(body), **given), heavy=True)
+    return {"input_tokens": len(state.llm.tokenizer.encode(text, add_special=False))}
+
+
+def messages_of(body: CountBody) -> list[dict[str, Any]]:
+    """A conversation of Anthropic's blocks as messages of a chat.
+
+    Raises:
+        ApiError: 400, a block that is no text, such as an image.
+    """
+    made: list[dict[str, Any]] = []
+    if body.system:
+        made.append({"role": "system", "content": body.system if isinstance(body.system, str) else _text(body.system, "system")})
+    names: dict[str, str] = {}
+    for number, message in enumerate(body.messages):
+        role, content = message.get("role"), message.get("content")
+        if role not in ("user", "assistant", "system"):
+            raise ApiError(400, f"messages.{number}: role is {str(role)[:40]!r}; expected user or assistant")
+        if isinstance(content, str):
+            made.append({"role": role, "content": content})
+            continue
+        if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+            raise ApiError(400, f"messages.{number}: content is {str(content)[:40]!r}; expected a text or a list of blocks")
+        texts, calls = [], []
+        for block in content:
+            kind = block.get("type")
+            if kind not in PARTS:
+                raise ApiError(400, f"messages.{number}: a block of type {str(kind)[:40]!r}; this model reads text alone")
+            if kind == "text":
+                texts.append(str(block.get("text", "")))
+            elif kind == "tool_use":
+                names[str(block.get("id"))] = str(block.get("name"))
+                function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
+                calls.append({"id": block.get("id"), "type": "function", "function": function})
+            elif kind == "tool_result":
+                result, id = block.get("content", ""), str(block.get("tool_use_id"))
+                text = result if isinstance(result, str) else _text(result or [], f"messages.{number}")
+                made.append({"role": "tool", "tool_call_id": id, "name": names.get(id, ""), "content": text})
+        if texts or calls:
+            made.append({"role": role, "content": "\n".join(texts), **({"tool_calls": calls} if calls else {})})
+    return made
+
+
+def blocks_of(answer: Completion) -> list[dict[str, Any]]:
+    """An answer as blocks.
+
+    A call that was cut off has the input {}: Anthropic's shape has no room for half an object.
+    """
+    reply, blocks = answer.reply, []
+    if reply.reasoning:
+        blocks.append({"type": "thinking", "thinking": reply.reasoning, "signature": ""})
+    if reply.content or not reply.tool_calls:
+        blocks.append({"type": "text", "text": reply.content})
+    for call in reply.tool_calls:
+        try:
+            given = call.parsed
+        except ValueError:
+            given = {}
+        blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
+    return blocks
+
+
+def stop_reason(answer: Completion, called: bool | None = None) -> tuple[str, str | None]:
+    """Why an answer ended, in Anthropic's words, and the stop text."""
+    if called or (called is None and answer.reply.tool_calls):
+        return ("max_tokens", None) if reason(answer) == "length" else ("tool_use", None)
+    if reason(answer) == "length":
+        return "max_tokens", None
+    if answer.finish_reason == "stop" and isinstance(answer.stopped_by, str):
+        return "stop_sequence", answer.stopped_by
+    return "end_turn", None
+
+
+def _options(body: CountBody) -> dict[str, Any]:
+    options: dict[str, Any] = {}
+    if body.messages[-1].get("role") == "assistant":
+        options["continue_final_message"] = True
+    if body.tools:
+        options["tools"] = [_tool(one) for one in body.tools]
+        choice = body.tool_choice or {"type": "auto"}
+        kinds = {"auto": "auto", "any": "required", "none": "none", "tool": choice.get("name")}
+        if not isinstance(kinds.get(str(choice.get("type"))), str):
+            raise ApiError(400, f"tool_choice is {str(choice)[:80]}; expected type auto, any, none, or tool with a name")
+        options["tool_choice"] = kinds[choice["type"]]
+        options["parallel_tool_calls"] = choice.get("disable_parallel_tool_use") is not True
+    if (body.thinking or {}).get("type") == "disabled":
+        options["template_options"] = {"enable_thinking": False}
+    return options
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    if tool.get("type", "custom") != "custom":
+        raise ApiError(400, f"tools: type {str(tool.get('type'))[:40]!r} is not supported; expected 'custom'")
+    return {"name": tool.get("name"), "description": tool.get("description"), "parameters": tool.get("input_schema")}
+
+
+def _text(blocks: Sequence[Any], where: str) -> str:
+    for block in blocks:
+        if not isinstance(block, dict) or block.get("type") != "text":
+            raise ApiError(400, f"{where}: holds {str(block)[:40]!r}; this model reads text alone")
+    return "\n".join(str(block.get("text", "")) for block in blocks)
+
+
+def _usage(answer: Completion) -> dict[str, int]:
+    timings = answer.timings
+    return {
+        "input_tokens": timings.prompt_tokens - timings.reused_tokens,
+        "cache_read_input_tokens": timings.reused_tokens,
+        "cache_creation_input_tokens": 0,
+        "output_tokens": timings.new_tokens,
+    }
+
+
+async def _stream(state: State, ticket: Ticket, head: dict[str, Any]) -> AsyncIterator[str]:
+    (handle,), at, kind, called = ticket.handles, -1, "", False
+    parser = ReplyParser(handle.reply_format)
+
+    def block(delta: Delta) -> list[str]:
+        """Events of one delta."""
+        nonlocal at, kind, called
+        wanted, events = "arguments" if delta.kind == "call" else delta.kind, []
+        if wanted != kind or delta.kind == "call":
+            if at >= 0:
+                events.append(event({"type": "content_block_stop", "index": at}, "content_block_stop"))
+            at, kind, called = at + 1, wanted, called or delta.kind == "call"
+            begun: dict[str, Any] = {"type": "tool_use", "id": delta.id, "name": delta.text, "input": {}}
+            if kind != "arguments":
+                begun = {"type": "text", "text": ""} if kind == "content" else {"type": "thinking", "thinking": "", "signature": ""}
+            events.append(event({"type": "content_block_start", "index": at, "content_block": begun}, "content_block_start"))
+        if delta.kind != "call" and delta.text:
+            name, field = {
+                "content": ("text_delta", "text"),
+                "reasoning": ("thinking_delta", "thinking"),
+                "arguments": ("input_json_delta", "partial_json"),
+            }[kind]
+            change = {"type": name, field: delta.text}
+            events.append(event({"type": "content_block_delta", "index": at, "delta": change}, "content_block_delta"))
+        return events
+
+    try:
+        begun = {"input_tokens": ticket.prompt_tokens, "output_tokens": 0, "cache_read_input_tokens": 0, "cache_creation_input_tokens": 0}
+        message = {**head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": begun}
+        yield event({"type": "message_start", "message": message}, "message_start")
+        async for chunk in read(ticket, handle):
+            for delta in merged(parser.feed(handle.reply_format.text(chunk.tokens))):
+                for one in block(delta):
+                    yield one
+        for delta in [*merged(parser.finish()), *([] if at >= 0 else [Delta("content", "")])]:
+            for one in block(delta):
+                yield one
+        answer = handle.result(0.0)
+        yield event({"type": "content_block_stop", "index": at}, "content_block_stop")
+        why, stop = stop_reason(answer, called)
+        change = {"stop_reason": why, "stop_sequence": stop}
+        yield event({"type": "message_delta", "delta": change, "usage": _usage(answer)}, "message_delta")
+        yield event({"type": "message_stop"}, "message_stop")
+    except Exception as error:
+        yield event(body_of(api_error(error), "/v1/messages"), "error")

@@ -1,0 +1,224 @@
+"""The fields of requests that say how tokens are chosen, under OpenAI's, TabbyAPI's and llama.cpp's names, and what they mean here."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+
+from exl2nb.server.errors import ApiError, invalid_request
+
+MAX_TEXT = 1 << 20
+Text = Annotated[str, Field(max_length=MAX_TEXT)]
+Texts = Annotated[list[Text], Field(max_length=256)]
+Ids = Annotated[list[int], Field(max_length=1 << 16)]
+
+
+def named(*names: str, default: Any = None, description: str = "") -> Any:
+    """A field that may also be given by other names."""
+    return Field(default, validation_alias=AliasChoices(*names), description=description or "Also: " + ", ".join(names[1:]))
+
+
+class Body(BaseModel):
+    """A request body: an unknown field is an error."""
+
+    model_config = ConfigDict(extra="forbid", populate_by_name=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class Sampling(Body):
+    """Every sampler; a field that is not given is neutral. Field for field as `SamplingParams` and `Request`."""
+
+    max_tokens: int | None = named("max_tokens", "max_completion_tokens", "max_new_tokens", "max_length", "n_predict")
+    min_tokens: int | None = named("min_tokens", "min_length")
+    stop: Text | Annotated[list[Text | int], Field(max_length=256)] | None = named("stop", "stop_sequence", "stop_sequences")
+    seed: int | None = None
+    temperature: float | None = None
+    temperature_last: bool | None = None
+    smoothing_factor: float | None = None
+    smoothing_curve: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    top_a: float | None = None
+    min_p: float | None = None
+    tfs: float | None = named("tfs", "tfs_z")
+    typical_p: float | None = named("typical_p", "typical")
+    skew: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    repetition_penalty: float | None = named("repetition_penalty", "rep_pen", "repeat_penalty")
+    penalty_range: int | None = named("penalty_range", "repetition_range", "repetition_penalty_range", "rep_pen_range", "repeat_last_n")
+    penalty_decay: int | None = named("penalty_decay", "repetition_decay")
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_range: int | None = named("dry_range", "dry_penalty_last_n")
+    dry_breakers: Text | Texts | None = named("dry_breakers", "dry_sequence_breakers")
+    mirostat_mode: int | None = named("mirostat_mode", "mirostat")
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    min_temp: float | None = named("min_temp", "dynatemp_low")
+    max_temp: float | None = named("max_temp", "dynatemp_high")
+    temp_exponent: float | None = named("temp_exponent", "dynatemp_exponent")
+    dynatemp_range: float | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=1 << 16)] | None = None
+    banned_tokens: Ids | Text | None = named("banned_tokens", "custom_token_bans")
+    allowed_tokens: Ids | Text | None = named("allowed_tokens", "allowed_token_ids")
+    banned_strings: Text | Texts | None = None
+    token_healing: bool | None = None
+    ban_eos_token: bool | None = named("ban_eos_token", "ignore_eos")
+    add_bos_token: bool | None = None
+    negative_prompt: Text | None = None
+    cfg_scale: float | None = named("cfg_scale", "guidance_scale")
+    speculation: str | None = None
+    speculative_ngram: bool | None = None
+    json_schema: dict[str, Any] | Text | None = None
+    regex_pattern: Text | None = named("regex_pattern", "regex")
+    grammar_string: Text | None = named("grammar_string", "grammar")
+    preset: str | None = Field(None, description="a sampler preset by name, instead of the server's own")
+    cache_mode: str | None = Field(None, description="refused: the cache belongs to the model, not to a request")
+    skip_special_tokens: bool | None = Field(None, description="true; false is refused")
+
+    def generation_options(self) -> dict[str, Any]:
+        """The options of `llm.generate` that these fields stand for; those that were not given are missing.
+
+        Raises:
+            ApiError: 400, a value that means nothing here.
+        """
+        given = {name: value for name in Sampling.model_fields if (value := getattr(self, name)) is not None and value != ""}
+        refuse(given.pop("cache_mode", None), "cache_mode", "is chosen when the model is loaded, for all requests")
+        if given.pop("skip_special_tokens", True) is False:
+            refuse(False, "skip_special_tokens", "can only be true: special tokens have no text in an answer")
+        for name in ("preset", "add_bos_token"):
+            given.pop(name, None)
+        for name in ("penalty_range", "dry_range", "top_k", "seed"):
+            if given.get(name) == -1:  # other servers: all of the text, all of the vocabulary, any seed
+                del given[name]
+        if (mode := given.pop("mirostat_mode", 0)) not in (0, 2):
+            refuse(mode, "mirostat_mode", "is not known; expected 0 (off) or 2")
+        if mode == 2:
+            given["mirostat"] = True
+        else:
+            for name in ("mirostat_tau", "mirostat_eta"):
+                given.pop(name, None)
+        _dynamic_temperature(given)
+        for name in ("banned_tokens", "allowed_tokens"):
+            if name in given:
+                given[name] = _ids(name, given[name])
+                if not given[name]:
+                    del given[name]
+        for name in ("stop", "banned_strings"):
+            if isinstance(given.get(name), list):
+                given[name] = [one for one in given[name] if one != ""]
+        if "dry_breakers" in given:
+            given["dry_breakers"] = _breakers(given["dry_breakers"])
+        if "logit_bias" in given:
+            given["logit_bias"] = _bias(given["logit_bias"])
+        if given.get("cfg_scale") == 1.0 or "negative_prompt" not in given:
+            if given.pop("cfg_scale", 1.0) != 1.0:
+                refuse(self.cfg_scale, "cfg_scale", "needs a negative_prompt")
+            given.pop("negative_prompt", None)
+        if (ngram := given.pop("speculative_ngram", None)) is not None:
+            given.setdefault("speculation", "ngram" if ngram else "auto")
+        for theirs, name in (
+            ("json_schema", "schema"),
+            ("regex_pattern", "regex"),
+            ("grammar_string", "grammar"),
+            ("ban_eos_token", "ignore_eos"),
+        ):
+            if theirs in given:
+                given[name] = given.pop(theirs)
+        return given
+
+
+def refuse(value: Any, name: str, why: str) -> None:
+    """Raise ApiError where a field was given."""
+    if value is not None:
+        raise ApiError(400, f"{name} {why}", param=name, code="unsupported_parameter")
+
+
+def with_preset(given: Mapping[str, Any], preset: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a request, completed by a sampler preset: values, or objects with "override" and "force"."""
+    merged = dict(given)
+    for name, entry in preset.items():
+        value, force = (entry.get("override"), entry.get("force", False)) if isinstance(entry, Mapping) else (entry, False)
+        if force or merged.get(name) is None:
+            merged[name] = value
+    return merged
+
+
+def check_preset(preset: Mapping[str, Any]) -> dict[str, Any]:
+    """A sampler preset whose fields all exist; other names of a field become its own.
+
+    Raises:
+        ApiError: 400, names the field.
+    """
+    made: dict[str, Any] = {}
+    for name, entry in preset.items():
+        own = _OWN_NAMES.get(name)
+        if own is None:
+            near = difflib.get_close_matches(name, _OWN_NAMES, n=1)
+            raise ApiError(400, f"preset: unknown field {name!r}{f'; did you mean {near[0]!r}?' if near else ''}", param=name)
+        if isinstance(entry, Mapping) and (not set(entry) <= {"override", "force", "additive"} or entry.get("additive")):
+            expected = "a value, or an object with 'override' and 'force'"
+            raise ApiError(400, f"preset: {name} is {str(entry)[:80]}; expected {expected}", param=name)
+        try:
+            Sampling.model_validate({own: entry.get("override") if isinstance(entry, Mapping) else entry})
+        except ValidationError as error:
+            raise invalid_request(error.errors()) from None
+        made[own] = entry
+    return made
+
+
+def _own_names() -> dict[str, str]:
+    names: dict[str, str] = {}
+    for own, info in Sampling.model_fields.items():
+        names[own] = own
+        for alias in info.validation_alias.choices if isinstance(info.validation_alias, AliasChoices) else ():
+            names[str(alias)] = own
+    return names
+
+
+_OWN_NAMES = _own_names()
+
+
+def _dynamic_temperature(given: dict[str, Any]) -> None:
+    if spread := given.pop("dynatemp_range", 0.0):
+        middle = given.pop("temperature", 1.0)
+        given.update(min_temp=max(0.0, middle - spread), max_temp=middle + spread)
+    if given.get("max_temp", 0.0) <= given.get("min_temp", 0.0):  # other servers' "off"
+        for name in ("min_temp", "max_temp", "temp_exponent"):
+            given.pop(name, None)
+    else:
+        given.pop("temperature", None)
+
+
+def _ids(name: str, value: Any) -> list[int]:
+    if not isinstance(value, str):
+        return value
+    try:
+        return [int(part) for part in value.split(",") if part.strip()]
+    except ValueError:
+        raise ApiError(400, f"{name} is {value[:80]!r}; expected token ids", param=name, code="invalid_value") from None
+
+
+def _breakers(value: Any) -> Any:
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        raise ApiError(
+            400, f"dry_breakers is {value[:80]!r}; expected a list of texts", param="dry_breakers", code="invalid_value"
+        ) from None
+
+
+def _bias(value: Mapping[str, float]) -> dict[int, float]:
+    try:
+        return {int(token): bias for token, bias in value.items()}
+    except ValueError:
+        raise ApiError(400, "logit_bias: expected token ids as keys", param="logit_bias", code="invalid_value") from None

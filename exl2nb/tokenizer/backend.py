@@ -1,0 +1,163 @@
+"""The tokenizers library, kept from files that abort, panic or fill the memory.
+
+The library is Rust and trusts its files: some end the process as they are read, others when a text is encoded or decoded. So a file that
+this machine has not seen is first tried in a helper process, and what it could blow up is refused. The result is kept for each content
+and version of the library, in memory and as an empty file in the user's cache folder: the next load costs a hash.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import tokenizers
+
+from exl2nb.core.errors import TokenizerError
+from exl2nb.core.helper import Helper, HelperError, Limits
+
+MAX_TOKEN = 8192  # characters of one token, or of one text that a step inserts
+MAX_GROWTH = 64  # characters that one becomes, in normalizers and decoders
+_TRIAL = 1  # number of the checks below: a change tries every file again
+_tried: set[str] = set()
+
+
+def parse(text: str, source: Path) -> tokenizers.Tokenizer:
+    """The tokenizer that the text of a tokenizer.json describes; tried in a helper process where the text is new.
+
+    Args:
+        text: the JSON. source: named in messages.
+
+    Raises:
+        TokenizerError: the library cannot read it, or fails, hangs or grows when it is used.
+    """
+    raw = text.encode()
+    key = hashlib.sha256(f"{_TRIAL} {tokenizers.__version__} ".encode() + raw).hexdigest()
+    kept = _folder() / key
+    if key not in _tried and not os.path.exists(kept):
+        _try(text, len(raw), source)
+        with suppress(OSError):  # a read-only home: the next process tries again
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.touch()
+    _tried.add(key)
+    try:
+        with library_errors:
+            return tokenizers.Tokenizer.from_str(text)
+    except TokenizerError as error:
+        raise TokenizerError(f"{source}: {error}") from error
+
+
+def _folder() -> Path:
+    """Where an empty file for each text that was tried is kept."""
+    home = os.environ.get("LOCALAPPDATA") if sys.platform == "win32" else os.environ.get("XDG_CACHE_HOME")
+    return Path(home or os.path.expanduser("~/.cache")) / "exl2nb" / "tokenizers"
+
+
+def _try(text: str, size: int, source: Path) -> None:
+    helper = Helper("exl2nb.tokenizer.backend", Limits(cpu_s=30, wall_s=300, memory_bytes=(512 << 20) + 24 * size))
+    try:
+        helper.ask({"text": text})
+    except HelperError as error:
+        if error.kind in ("Killed", "MemoryError", "PanicException"):
+            raise TokenizerError(
+                f"{source}: the tokenizers library fails on it ({str(error)[:200] or error.kind}): the file is damaged or means harm; copy "
+                "it from the original model"
+            ) from error
+        raise TokenizerError(f"{source}: the tokenizers library cannot read it ({str(error)[:200]}); download the file again") from error
+    finally:
+        helper.close()
+
+
+class _LibraryErrors:
+    """What the library raises, panics included (which are no `Exception`), as TokenizerError."""
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if kind is not None and (issubclass(kind, Exception) or kind.__name__ == "PanicException"):
+            raise TokenizerError(
+                f"the tokenizers library failed ({str(error)[:200]}); its tokenizer.json does not fit this text"
+            ) from error
+
+
+library_errors = _LibraryErrors()
+
+
+# What follows runs in the helper.
+
+
+def handle(request: dict[str, Any]) -> dict[str, Any]:
+    """Read `text`, encode and decode with it. Raises what the library raises, and ValueError for what could blow up later."""
+    text = request["text"]
+    backend = tokenizers.Tokenizer.from_str(text)
+    _check(json.loads(text))
+    backend.no_truncation()
+    backend.no_padding()
+    size = backend.get_vocab_size(with_added_tokens=True)
+    if max(map(len, backend.get_vocab(with_added_tokens=True)), default=0) > MAX_TOKEN:
+        raise ValueError(f"it has a token of more than {MAX_TOKEN} characters")
+    ids = [
+        *([i] for i in (*range(min(size, 512)), *range(max(0, size - 512), size))),
+        *(range(i, min(i + 64, size)) for i in range(0, size, 64)),
+    ]
+    for some in ids:
+        _decode(backend, list(some))
+    for probe in _probes():
+        _encode(backend, probe)
+    backend.encode_special_tokens = True
+    _encode(backend, "Hello world")
+    return {}
+
+
+def _probes() -> list[str]:
+    """Texts with every character of the basic plane, and with long runs of one, at which a bad pattern starts over and over."""
+    plane = "".join(map(chr, (*range(0xD800), *range(0xE000, 0x10000), *range(0x1F300, 0x1F700))))
+    runs = [c * 2000 + end for c in (*"a0. \n!_-", "é", "東", "ab", "a ", " \n", "a1") for end in ("", "\0")]
+    return ["", "Hello world, it is 12:30.", "\U0010ffff", *runs, *(plane[i : i + 256] for i in range(0, len(plane), 256))]
+
+
+def _encode(backend: tokenizers.Tokenizer, text: str) -> None:
+    most = MAX_GROWTH * len(text) + 1024
+    if backend.normalizer is not None and len(backend.normalizer.normalize_str(text)) > most:
+        raise ValueError("its normalizer makes a long text of a short one")
+    try:
+        ids = backend.encode(text).ids
+    except Exception:  # such as a missing [UNK]: other texts may work, and this one is refused when it comes
+        return
+    if len(ids) > 4 * most:
+        raise ValueError("it makes many tokens of a short text")
+    _decode(backend, ids)
+
+
+def _decode(backend: tokenizers.Tokenizer, ids: list[int]) -> None:
+    with suppress(Exception):
+        backend.decode(ids, skip_special_tokens=False)
+
+
+def _check(tokenizer: dict[str, Any]) -> None:
+    """Raise ValueError where normalizers or decoders could make a huge text of a small one."""
+    for part in ("normalizer", "decoder"):
+        if _growth(tokenizer.get(part)) > MAX_GROWTH:
+            raise ValueError(f"its {part} could make more than {MAX_GROWTH} characters of one")
+
+
+def _growth(step: Any) -> float:
+    """Upper bound of the characters that one character becomes."""
+    if not isinstance(step, dict):
+        return 1
+    growth = 1.0
+    for inner in (*(step.get("normalizers") or ()), *(step.get("decoders") or ())):
+        growth *= _growth(inner)
+    if any(isinstance(value, str) and len(value) > MAX_TOKEN for name, value in step.items() if name != "precompiled_charsmap"):
+        raise ValueError(f"{step.get('type')} holds a text of more than {MAX_TOKEN} characters")
+    if step.get("type") == "Replace":
+        plain = step["pattern"].get("String")
+        new = len(step["content"])
+        growth *= max(1, new / len(plain)) if plain else 1 + new
+    return growth

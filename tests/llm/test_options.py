@@ -1,0 +1,34 @@
+"""The types of options are those that the dataclasses check; signatures spell them out."""
+
+import inspect
+from dataclasses import fields
+
+from exl2nb import LLM
+from exl2nb.generator.request import Request
+from exl2nb.llm.chat import CHAT_OPTIONS
+from exl2nb.llm.options import ChatOptions, GenerateOptions, RequestOptions, SamplingOptions
+from exl2nb.llm.requests import STRUCTURES
+from exl2nb.sampling.params import SamplingParams
+
+
+def test_names_are_those_of_the_dataclasses():
+    sampling, request = ([field.name for field in fields(cls)] for cls in (SamplingParams, Request))
+    assert list(SamplingOptions.__annotations__) == sampling
+    own = [name for name in request if name not in ("prompt_ids", "sampling", "stream", "n")]
+    assert list(RequestOptions.__annotations__) == [*sampling, *own, "negative_prompt", *STRUCTURES]
+    assert GenerateOptions.__annotations__.keys() - RequestOptions.__annotations__.keys() == {"on_chunk"}
+    assert ChatOptions.__annotations__.keys() - RequestOptions.__annotations__.keys() == set(CHAT_OPTIONS)
+
+
+def test_every_option_is_taken(llm):
+    """One by one, with the value that the signature gives as default where there is one."""
+    for name, parameter in inspect.signature(llm.generate).parameters.items():
+        if parameter.kind is inspect.Parameter.KEYWORD_ONLY and parameter.default is not None and name != "max_tokens":
+            assert len(llm.generate("It was", max_tokens=1, **{name: parameter.default}).tokens) == 1, name
+
+
+def test_signatures_have_no_nameless_options():
+    for name in ("generate", "stream", "agenerate", "astream", "explain", "chat", "achat", "batch"):
+        parameters = inspect.signature(getattr(LLM, name)).parameters
+        assert parameters["temperature"].default == 1.0, name
+        assert all(one.kind is not inspect.Parameter.VAR_KEYWORD for one in parameters.values()), name

@@ -1,0 +1,46 @@
+"""Clients and a fuzzer that bring many packages: in an environment of their own, made here from the package index."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+HERE = Path(__file__).parent
+
+
+def environment(folder, *packages):
+    """A virtual environment with these packages."""
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    done = subprocess.run([folder / "bin" / "pip", "install", "-qq", *packages], capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"the package index cannot be reached: {done.stderr[-300:]}")
+    return folder / "bin"
+
+
+def test_langchain_litellm_smolagents(server, tmp_path):
+    bin = environment(tmp_path / "clients", "langchain-openai", "litellm", "smolagents")
+    done = subprocess.run([bin / "python", HERE / "heavy_clients.py", server.url], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("fine") == 3
+
+
+def test_schemathesis_finds_no_failure_of_the_server(server, llm, tmp_path):
+    """Calls made from the OpenAPI document: none is answered with 5xx, and the model works on."""
+    bin = environment(tmp_path / "fuzz", "schemathesis")
+    done = subprocess.run(fuzz(bin, server.url, examples=20), capture_output=True, text=True, cwd=tmp_path)
+    assert "not_a_server_error" not in done.stdout, done.stdout[-4000:]
+    assert "Test cases" in done.stdout or "generated" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]
+    assert httpx.get(server.url + "/health").status_code == 200
+    assert llm.engine.wait_idle(60)
+
+
+def fuzz(bin, url, *, examples):
+    """The command: checks for 5xx alone, in all phases but stateful ones."""
+    return [
+        *(bin / "schemathesis", "run", url + "/openapi.json", "--url", url, "--checks", "not_a_server_error"),
+        *("--phases", "examples,coverage,fuzzing", "--max-examples", str(examples), "--request-timeout", "60", "--seed", "1"),
+        *("--exclude-path-regex", "download", "--workers", "2", "--no-color"),
+    ]
