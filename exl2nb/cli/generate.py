@@ -77,6 +77,7 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
 def run_chat(args: argparse.Namespace, console: Console) -> int:
     """Answer each message until the input ends; `--json` prints one object per answer."""
     template = read_template(args.template)
+    own = {} if template is None else {"template": template}
     messages: list[dict[str, Any]] = [{"role": "system", "content": args.system}] if args.system else []
     lines = iter(args.message) if args.message else _lines(console)
     with open_llm(args, console.sink, context=args.context, cache=args.cache) as llm:
@@ -85,7 +86,7 @@ def run_chat(args: argparse.Namespace, console: Console) -> int:
         )  # a model without a template says so before anybody types
         for line in lines:
             messages.append({"role": "user", "content": line})
-            completion = stream_text(llm.chat(messages, stream=True, template=template, **given_options(args)), console)
+            completion = stream_text(llm.chat(messages, stream=True, **own, **given_options(args)), console)
             messages.append({"role": "assistant", "content": completion.text})
             console.say()
             if console.json_mode:

@@ -388,7 +388,7 @@ def _chunk_of(delta: Delta) -> ChatGenerationChunk:
         return ChatGenerationChunk(message=AIMessageChunk(content="", additional_kwargs={"reasoning_content": delta.text}))
     begins = delta.kind == "call"
     part = tool_call_chunk(
-        name=delta.text if begins else None, args="" if begins else delta.text, id=delta.id if begins else None, index=delta.index
+        name=delta.text if begins else None, args="" if begins else delta.text, id=delta.id if begins else None, index=delta.call
     )
     return ChatGenerationChunk(message=AIMessageChunk(content="", tool_call_chunks=[part]))
 
