@@ -8,7 +8,6 @@ from langchain_tests.integration_tests import ChatModelIntegrationTests
 from langchain_tests.unit_tests import ChatModelUnitTests
 from pydantic import BaseModel, ValidationError
 
-import exl2nb as ex
 from exl2nb.core.errors import OptionError
 from exl2nb.integrations.langchain import ChatExl2, Exl2LLM, message_dict
 
@@ -161,8 +160,6 @@ def test_unknown_arguments_have_names(chat):
         message_dict(FunctionMessage("x", name="f"))
     with pytest.raises(OptionError, match="tool_choice is '5'"):
         chat.bind_tools([], tool_choice=5)
-    with pytest.raises(ex.errors.TokenizerError, match="no chat template"):
-        ChatExl2(llm=chat.llm.__class__.__new__(chat.llm.__class__)) if False else chat.model_copy(update={"template": None}).invoke(
             "Hello"
         )
 

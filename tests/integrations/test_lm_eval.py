@@ -94,8 +94,9 @@ def test_every_request_is_answered_as_by_transformers(llm, theirs):
 
 def test_chat_templates(llm):
     ours = Exl2LM(llm=llm)
-    with pytest.raises(ex.errors.TokenizerError, match="no chat template"):
-        ours.apply_chat_template([{"role": "user", "content": "Hello"}])
+    talk = [{"role": "user", "content": "Hello"}]
+    assert ours.apply_chat_template(talk) == llm.render_chat(talk)
+    assert ours.chat_template(True) == llm.tokenizer.templates.pick()
     assert ours.chat_template(False) is None
 
 
