@@ -160,8 +160,6 @@ def test_unknown_arguments_have_names(chat):
         message_dict(FunctionMessage("x", name="f"))
     with pytest.raises(OptionError, match="tool_choice is '5'"):
         chat.bind_tools([], tool_choice=5)
-            "Hello"
-        )
 
 
 def test_messages_become_dicts():
