@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` be
     from exl2nb.converter.publish import push as push
     from exl2nb.core import errors as errors
     from exl2nb.generator.job import Job as Job
+    from exl2nb.integrations.evaluate import evaluate as evaluate
     from exl2nb.io.revisions import revisions as revisions
     from exl2nb.llm.functions import compare as compare
     from exl2nb.llm.functions import convert as convert
@@ -40,6 +41,7 @@ _PUBLIC = {
     "demo": "exl2nb.llm.functions",
     "demo_measurement": "exl2nb.converter.api",
     "errors": "exl2nb.core",
+    "evaluate": "exl2nb.integrations.evaluate",
     "inspect": "exl2nb.llm.functions",
     "load": "exl2nb.llm.load",
     "measure": "exl2nb.converter.api",
@@ -60,6 +62,7 @@ __all__ = [  # noqa: RUF022 - sorted plainly, as dir() shows them
     "demo",
     "demo_measurement",
     "errors",
+    "evaluate",
     "inspect",
     "load",
     "measure",

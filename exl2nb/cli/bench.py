@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import exl2nb
 from exl2nb.cli.console import Console
 from exl2nb.cli.doctor import cpu_name
-from exl2nb.cli.models import add_model, demo_directory, locate
+from exl2nb.cli.models import add_load_options, add_model, demo_directory, locate, open_llm
 from exl2nb.core.errors import OptionError
 from exl2nb.core.progress import Sink
 
@@ -35,19 +35,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, default=128, help="prompt tokens of each sequence before decoding is timed (128)")
     parser.add_argument("--tokens", type=int, default=128, help="tokens decoded per sequence and round (128)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds; the median counts (3)")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="where it runs")
+    add_load_options(parser)
     parser.add_argument("--report", action="store_true", help="measure 1 and 8 sequences, memory and KL; print Markdown to paste")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Load, warm up, time."""
-    from exl2nb.llm.load import load
-
     for name in ("batch", "context", "tokens", "rounds"):
         if getattr(args, name) < 1:
             raise OptionError(f"bench: --{name} is {getattr(args, name)}; expected at least 1")
-    folder = locate(args.model, console.sink)
     if args.report:
+        folder = locate(args.model, console.sink, revision=args.revision)
         if args.batch != 1:
             raise OptionError(f"bench: --batch {args.batch} was given with --report, which measures 1 and 8 sequences; leave --batch out")
         options = {name: getattr(args, name) for name in ("device", "cache", "context", "tokens", "rounds")}
@@ -56,12 +54,13 @@ def run(args: argparse.Namespace, console: Console) -> int:
         return 0
     start = time.perf_counter()
     longest = args.context + args.tokens + spare(args.batch) + 1
-    with load(
-        folder, device=args.device, cache=args.cache, context=longest, cache_tokens=args.batch * (longest + 256),
-        max_sequences=max(16, args.batch), progress=console.sink,
+    with open_llm(
+        args, console.sink, cache=args.cache, context=longest, cache_tokens=args.batch * (longest + 256),
+        max_sequences=max(16, args.batch),
     ) as llm:  # fmt: skip
         found: dict[str, Any] = {"model": llm.name, "device": llm.model.device, "load_s": round(time.perf_counter() - start, 3)}
         found |= measure(llm, batch=args.batch, context=args.context, tokens=args.tokens, rounds=args.rounds)
+    found |= {} if args.draft is None else {"draft": args.draft}
     found |= {"cache": args.cache, "batch": args.batch, "context": args.context, "tokens": args.tokens, "rounds": args.rounds}
     console.result(found, "\n".join(f"{name:24} {value}" for name, value in found.items()))
     return 0

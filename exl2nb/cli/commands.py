@@ -27,10 +27,20 @@ COMMANDS = {
     "inspect": "bits per matrix, from the headers alone",
     "plan": "what a model will take in memory, from the headers alone",
     "revisions": "the branches of a model on the hub, with their bitrates",
+    "pull": "download one revision of a model from the hub",
+    "push": "upload converted models to the hub, each as a revision of one repository",
     "lab": "the course in JupyterLab: copies of the notebooks in a folder of yours",
     "doctor": "check this installation and say what to do",
 }
-HOMES = {"measure": "convert", "chat": "generate", "logits": "eval", "plan": "inspect", "revisions": "inspect"}
+HOMES = {
+    "measure": "convert",
+    "chat": "generate",
+    "logits": "eval",
+    "plan": "inspect",
+    "revisions": "inspect",
+    "pull": "hub",
+    "push": "hub",
+}
 """Commands defined in another command's module, as `run_NAME` and `add_NAME_arguments`."""
 FAILURES = (errors.GenerationError, errors.ConversionError, errors.EngineClosed, errors.OutOfPages, errors.Interrupted)
 INTERRUPTED = 130

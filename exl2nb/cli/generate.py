@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from exl2nb.cli.console import Console
-from exl2nb.cli.models import add_model, locate
+from exl2nb.cli.models import add_load_options, add_model, open_llm
 from exl2nb.cli.sampling import add_options, facts, given_options
 
 if TYPE_CHECKING:
@@ -20,16 +20,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     add_model(parser, cache="fp16")
     parser.add_argument("--prompt", help="text to continue; `-` or nothing reads standard input")
+    parser.add_argument(
+        "--template", metavar="FILE", help="Jinja chat template: the prompt is what the user says; `model` = the model's own"
+    )
     parser.add_argument("--context", type=int, help="tokens of prompt and answer together")
+    add_load_options(parser)
     add_options(parser)
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
     """Load, stream, say how fast it was."""
-    from exl2nb.llm.load import load
-
     prompt = sys.stdin.read() if args.prompt in (None, "-") else args.prompt
-    with load(locate(args.model, console.sink), context=args.context, cache=args.cache, progress=console.sink) as llm:
+    template = read_template(args.template)
+    with open_llm(args, console.sink, context=args.context, cache=args.cache) as llm:
+        if args.template:
+            prompt = llm.render_chat(prompt, template=template)
         console.say(console.bold(prompt)) if prompt.endswith("\n") else _show(console, console.bold(prompt))
         completion = stream_text(llm.stream(prompt, **given_options(args)), console)
     console.result({"prompt": prompt, **facts(completion)}, "")
@@ -46,6 +51,13 @@ def stream_text(handle: Handle, console: Console) -> Completion:
         return handle.result()
 
 
+def read_template(name: str | None) -> str | None:
+    """The source of --template; None where the model's own is meant."""
+    from exl2nb.eval.text import read_text
+
+    return None if name in (None, "model") else read_text(name)
+
+
 def _show(console: Console, text: str) -> None:
     if not console.json_mode:
         console.write(text)
@@ -54,28 +66,27 @@ def _show(console: Console, text: str) -> None:
 def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     add_model(parser, cache="fp16")
+    add_load_options(parser)
     parser.add_argument("--system", help="system message")
     parser.add_argument("--message", action="append", metavar="TEXT", help="say this instead of reading lines; may be given again")
-    parser.add_argument("--template", metavar="FILE", help="Jinja chat template, for a model that has none")
+    parser.add_argument("--template", metavar="FILE", help="Jinja chat template in place of the model's own")
     parser.add_argument("--context", type=int, help="tokens of the whole conversation")
     add_options(parser)
 
 
 def run_chat(args: argparse.Namespace, console: Console) -> int:
     """Answer each message until the input ends; `--json` prints one object per answer."""
-    from exl2nb.eval.text import read_text
-    from exl2nb.llm.load import load
-
-    template = read_text(args.template) if args.template else None
+    template = read_template(args.template)
+    own = {} if template is None else {"template": template}
     messages: list[dict[str, Any]] = [{"role": "system", "content": args.system}] if args.system else []
     lines = iter(args.message) if args.message else _lines(console)
-    with load(locate(args.model, console.sink), context=args.context, cache=args.cache, progress=console.sink) as llm:
+    with open_llm(args, console.sink, context=args.context, cache=args.cache) as llm:
         llm.render_chat(
             [*messages, {"role": "user", "content": ""}], template=template
         )  # a model without a template says so before anybody types
         for line in lines:
             messages.append({"role": "user", "content": line})
-            completion = stream_text(llm.chat(messages, stream=True, template=template, **given_options(args)), console)
+            completion = stream_text(llm.chat(messages, stream=True, **own, **given_options(args)), console)
             messages.append({"role": "assistant", "content": completion.text})
             console.say()
             if console.json_mode:

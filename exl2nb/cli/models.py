@@ -1,16 +1,19 @@
-"""What several commands need of a model directory: load it, and weigh its files."""
+"""What several commands need of a model: its options, where it is, loading it, and weighing its files."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from exl2nb.core.progress import Sink
 
 if TYPE_CHECKING:
+    from exl2nb.llm.model import LLM
     from exl2nb.model.model import Model
 
 DEMO = "demo"
@@ -43,6 +46,59 @@ def add_model(parser: argparse.ArgumentParser, *, cache: str = "", revision: boo
         add_cache_option(parser, cache)
 
 
+ROPE = {
+    "scale": "divide positions by this: linear RoPE scaling",
+    "alpha": "NTK-aware RoPE scaling: the base grows with it",
+    "theta": "RoPE base, in place of the config's",
+}
+
+
+def add_load_options(parser: argparse.ArgumentParser, *, draft: bool = True, device: str = "auto") -> None:
+    """--revision, --device (named default: this), --draft on request, and the RoPE options of `exl2nb.load`."""
+    group = parser.add_argument_group("loading")
+    group.add_argument("--revision", help="branch, tag or commit on the hub")
+    group.add_argument("--device", type=_device, metavar="DEVICE", help=f"auto, cpu, cuda or cuda:N (default {device})")
+    if draft:
+        group.add_argument("--draft", metavar="MODEL", help="smaller model with the same tokenizer, which proposes tokens")
+    for name, text in ROPE.items():
+        group.add_argument(f"--rope-{name}", type=float, metavar="NUMBER", help=text)
+    group.add_argument(
+        "--rope-scaling", type=_json_object, metavar="JSON", help='rope_scaling as in config.json: \'{"rope_type": "yarn", "factor": 2}\''
+    )
+
+
+def load_options(args: argparse.Namespace) -> dict[str, Any]:
+    """What was given of `add_load_options`, as keywords of `exl2nb.load`."""
+    names = ("revision", "device", "draft", "rope_scaling", *(f"rope_{name}" for name in ROPE))
+    found = {name: value for name in names if (value := getattr(args, name, None)) is not None}
+    if "draft" in found:
+        found["draft"] = locate_demo(found["draft"])
+    return found
+
+
+def open_llm(args: argparse.Namespace, progress: Sink | None, **options: Any) -> LLM:
+    """Load the model of a command that has `add_load_options`."""
+    from exl2nb.llm.load import load
+
+    return load(locate_demo(args.model), progress=progress, **load_options(args), **options)
+
+
+def _device(text: str) -> str:
+    if not re.fullmatch("auto|cpu|cuda(:[0-9]{1,3})?", text):
+        raise argparse.ArgumentTypeError(f"device is {text!r}; expected auto, cpu, cuda or cuda:N")
+    return text
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f'found {text[:80]!r}; expected a JSON object such as \'{{"rope_type": "yarn", "factor": 2}}\'')
+    return value
+
+
 def add_cache_option(parser: argparse.ArgumentParser, default: str) -> None:
     """--cache, checked before anything is loaded."""
     text = f"how K and V are stored: fp32, fp16, fp8, q8, q6 (K 8 bits, V 4), q4, or bits apart as k8v4 (default {default})"
@@ -60,11 +116,15 @@ def _cache_mode(text: str) -> str:
 
 
 @contextmanager
-def loaded(directory: Path, progress: Sink | None = None) -> Iterator[Model]:
-    """A model for the length of a `with`."""
+def loaded(directory: Path, progress: Sink | None = None, *, options: dict[str, Any] | None = None) -> Iterator[Model]:
+    """A model for the length of a `with`; options: of `load_options`, device and RoPE."""
+    from exl2nb.llm.load import pick_device
     from exl2nb.model.loader import load_model
+    from exl2nb.model.rope import RopeOverride
 
-    model = load_model(directory, progress=progress)
+    options = options or {}
+    rope = RopeOverride(**{name: options.get(f"rope_{name}") for name in (*ROPE, "scaling")})
+    model = load_model(directory, device=pick_device(options.get("device", "cpu")), rope=rope, progress=progress)
     try:
         yield model
     finally:

@@ -54,6 +54,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", choices=sorted(PRESETS), help="a set of sampling options; options given with it override it")
     more = parser.add_argument_group("more sampling", "the definitions stand in exl2nb.sampling")
     _add(more, MORE)
+    text = "presence and frequency penalties count the prompt, too"
+    more.add_argument("--penalty-prompt", action="store_const", const=True, help=text)
     more.add_argument("--temperature-last", action="store_const", const=True, help="divide by the temperature after the cuts")
     more.add_argument("--ban", action="append", type=int, metavar="ID", help="never choose this token; may be given again")
     shape = parser.add_argument_group("structured output", "needs pip install 'exl2nb[structured]'; at most one of them")
@@ -67,7 +69,7 @@ def given_options(args: argparse.Namespace) -> dict[str, Any]:
     """Keywords of `LLM.stream` for the options that were given."""
     from exl2nb.eval.text import read_text
 
-    names = (*OPTIONS, *MORE, "temperature_last", "stop", "regex", "choice")
+    names = (*OPTIONS, *MORE, "temperature_last", "penalty_prompt", "stop", "regex", "choice")
     options = dict(PRESETS[args.preset]) if args.preset else {}
     options |= {name: value for name in names if (value := getattr(args, name)) is not None}
     options |= {name: read_text(Path(path)) for name in FILES if (path := getattr(args, name)) is not None}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -64,6 +64,9 @@ def read_path(path: Path, render: Render | None) -> str:
     except (UnicodeDecodeError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise OptionError(f"calibration {path}: {str(error)[:120]}; expected UTF-8 text, plain or compressed as the name says") from error
     if kind == ".json":
+        if text.startswith("{") and "}\n{" in text:  # lines, as some data sets call them .json; the last one may be cut
+            whole = text[: text.rindex("\n")] if len(text) == MAX_CHARS else text
+            return _joined(_json_lines(whole.splitlines(), path, render), path)
         return _joined(_records(_parsed(text, str(path)), str(path), render), path)
     return _checked(text, f"calibration {path}", "a UTF-8 text file")
 
@@ -98,7 +101,7 @@ def read_hub(name: str, render: Render | None) -> str:
         hub.check_id(repo)
         with hub.time_limits():
             files = huggingface_hub.HfApi().list_repo_files(repo, repo_type="dataset", revision=revision or None)
-        wanted = [file for file in sorted(files) if _readable(file) and (not pattern or fnmatch.fnmatchcase(file, pattern))]
+        wanted = [file for file in sorted(files) if (fnmatch.fnmatchcase(file, pattern) if pattern else _readable(file))]
         wanted.sort(key=lambda file: "train" not in file)
         if not wanted:
             raise OptionError(
@@ -150,7 +153,7 @@ def _parquet(path: Path, render: Render | None) -> Iterator[str]:
         raise OptionError(f"calibration {path}: {str(error)[:160]}; expected a Parquet file; download it again") from error
 
 
-def _json_lines(file: IO[str], path: Path, render: Render | None) -> Iterator[str]:
+def _json_lines(file: Iterable[str], path: Path, render: Render | None) -> Iterator[str]:
     for number, line in enumerate(file, start=1):
         if line.strip():
             where = f"{path}, line {number}"

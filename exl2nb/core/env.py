@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 
 from exl2nb.core.errors import OptionError
 
 VARIABLES: dict[str, tuple[tuple[str, ...], str]] = {
-    # name: (allowed values, none: any; meaning); the empty string means "not set"
-    "EXL2NB_DEVICE": (("auto", "cpu", "cuda"), "where ex.load puts a model, and where a conversion runs, when device= is not given"),
+    # name: (allowed values, none: any, N: a number; meaning); the empty string means "not set"
+    "EXL2NB_DEVICE": (
+        ("auto", "cpu", "cuda", "cuda:N"),
+        "where ex.load puts a model, and where a conversion runs, when device= is not given",
+    ),
     "EXL2NB_DETERMINISTIC": (("0", "1"), "1: ex.load takes deterministic=True when it is not given"),
     "EXL2NB_ISA": (("base", "avx2", "avx512"), "upper limit of the CPU instruction set (read by the compiled library)"),
     "EXL2NB_ENGINE": (("compiled", "reference"), "reference: never load the compiled library, use the torch reference ops"),
@@ -35,6 +39,6 @@ def get(name: str, default: str) -> str:
     """
     allowed, _ = VARIABLES[name]
     value = os.environ.get(name, "") or default
-    if allowed and value not in allowed:
+    if allowed and re.sub(r":[0-9]{1,3}$", ":N", value) not in allowed:
         raise OptionError(f"environment variable {name} is {value!r}; expected one of {', '.join(allowed)}")
     return value

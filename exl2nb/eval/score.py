@@ -205,22 +205,41 @@ def option_logprobs(model: Model, rows: Sequence[Sequence[int]], *, cache: str =
             break
     if shared == 0:
         raise OptionError("choose: the prompt is empty; give some text that the options continue")
-    longest = max(map(len, rows))
-    for row in rows:
-        check_ids(model, torch.tensor([list(row)]))
-    spec = model.cache_spec(longest, mode=cache)
+    found = continuation_logprobs(model, rows[0][:shared], [row[shared:] for row in rows], cache=cache)
+    return [(logprob, len(row) - shared) for (logprob, _), row in zip(found, rows)]
+
+
+def continuation_logprobs(
+    model: Model, context: Sequence[int], rests: Sequence[Sequence[int]], *, cache: str = "fp32"
+) -> list[tuple[float, bool]]:
+    """Log probabilities of several continuations of one context.
+
+    Args:
+        model: a loaded model; nothing else may run it meanwhile.
+        context, rests: token ids, none of them empty.
+
+    Returns:
+        For each rest its log probability, and whether every token of it is the most probable one.
+
+    Cost: one pass over the context and one over each rest.
+    """
+    for rest in rests:
+        check_ids(model, torch.tensor([[*context, *rest[:-1]]]))  # the last token is predicted and not read
+        check_ids(model, torch.tensor([rest[-1:]]))
+    spec = model.cache_spec(len(context) + max(map(len, rests)), mode=cache)
     pool, pages = KVCache(spec, device=model.device), list(range(spec.num_pages))
 
     def run(ids: Sequence[int], start: int, rows: str) -> torch.Tensor:
         return model.forward(Batch.single(ids, start=start, pages=pages, logit_rows=rows), pool).float().cpu()
 
-    first = run(rows[0][:shared], 0, "last")
+    first = run(context, 0, "last")
     found = []
-    for row in rows:
-        rest = torch.tensor(row[shared:])
-        logits = first if len(rest) == 1 else torch.cat([first, run(row[shared:-1], shared, "all")])
-        picked = logits.gather(1, rest[:, None])[:, 0] - logits.logsumexp(dim=1)
-        found.append((float(picked.double().sum()), len(rest)))
+    for rest in rests:
+        wanted = torch.tensor(rest)
+        logits = first if len(rest) == 1 else torch.cat([first, run(rest[:-1], len(context), "all")])
+        picked = logits.gather(1, wanted[:, None])[:, 0]
+        greedy = bool((picked == logits.amax(dim=1)).all())
+        found.append((float((picked - logits.logsumexp(dim=1)).double().sum()), greedy))
     return found
 
 

@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -383,7 +384,9 @@ class Engine:
         loop, scheduler = self.loop, self.loop.scheduler
         try:
             # an interrupt inside Thread.start can leave a thread behind, unknown to the engine, beside its successor: only one may run
-            with self._run_lock, torch.inference_mode():
+            numbered = ":" in self.cache.device  # this thread begins on the first GPU
+            place = torch.cuda.device(self.cache.device) if numbered else nullcontext()
+            with self._run_lock, torch.inference_mode(), place:
                 while True:
                     idle = not (scheduler.running or scheduler.waiting or loop.in_flight)
                     if (idle or self._arrived or self._calls or self._closed) and not self._collect(idle):

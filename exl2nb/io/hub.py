@@ -61,6 +61,26 @@ def name_of(path_or_id: str | os.PathLike[str]) -> str:
     return os.fspath(path_or_id)
 
 
+def display_name(folder: Path, revision: str | None = None) -> str:
+    """What a model directory is called for people: its last part, or "owner/name@revision" for a snapshot in the hub's cache.
+
+    Args:
+        folder: of the model. revision: that was asked for; None = the one that the cache knows for this snapshot ("main" is not written).
+
+    Example:
+        >>> display_name(Path("hub/models--owner--name/snapshots/" + "0" * 40), "4.0bpw"), display_name(Path("models/name-exl2"))
+        ('owner/name@4.0bpw', 'name-exl2')
+    """
+    commit, snapshots, place = folder.name, folder.parent, folder.parent.parent
+    if snapshots.name != "snapshots" or not place.name.startswith("models--"):
+        return folder.name
+    refs = place / "refs"
+    known = [str(ref.relative_to(refs)) for ref in sorted(refs.rglob("*")) if ref.is_file() and ref.read_text("utf-8").strip() == commit]
+    asked = revision or ("main" if "main" in known else known[0] if known else commit)
+    shown = asked[:12] if re.fullmatch("[0-9a-f]{40}", asked) else asked
+    return place.name.removeprefix("models--").replace("--", "/") + ("" if shown == "main" else f"@{shown}")
+
+
 def check_id(text: str) -> str:
     """Return `text` where it can be a hub id.
 

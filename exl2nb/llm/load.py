@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
 from exl2nb.cache.modes import parse_mode
 from exl2nb.core import env
 from exl2nb.core.errors import DeviceError, OptionError, TokenizerError
-from exl2nb.core.options import check_flag, check_keywords
+from exl2nb.core.options import check_flag, check_keywords, shown
 from exl2nb.core.progress import Sink, showing
 from exl2nb.generator.draft import DraftModel, check_same_tokenizer
 from exl2nb.io import hub
 from exl2nb.llm.model import LLM
 from exl2nb.model.loader import load_model
 from exl2nb.model.model import Model
+from exl2nb.model.rope import RopeOverride
 from exl2nb.sampling.params import check_integer
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
-DEVICES = ("auto", "cpu", "cuda")
 CONTEXT = 4096  # tokens, where the caller does not say and the model allows more: a cache that fits small machines
 CACHE_TOKENS = 4096  # at least, so that several short requests run together on a model with a short context
 
@@ -35,6 +38,10 @@ def load(
     cache_tokens: int | None = None,
     max_sequences: int = 16,
     draft: LLM | str | os.PathLike[str] | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    rope_alpha: float | None = None,
+    rope_scaling: Mapping[str, Any] | None = None,
     deterministic: bool | None = None,
     progress: Sink | Literal["auto"] | None = "auto",
     **unknown: Any,
@@ -44,14 +51,20 @@ def load(
     Args:
         path: model directory, or a hub id such as "owner/name".
         revision: branch, tag or commit on the hub; EXL2 models often have one branch per bitrate.
-        device: "cpu", "cuda" or "auto" (the best there is); None = the variable EXL2NB_DEVICE, or "auto".
+        device: "cpu", "cuda", "cuda:1" (the GPU of that number) or "auto" (the best there is); None = the variable EXL2NB_DEVICE, or
+            "auto".
         cache: how keys and values are kept: "fp16" or "fp32"; "q8", "q6" (keys in 8 bits, values in 4) or "q4", which hold 1.9, 2.5 and 3.6
             times the tokens of fp16 in the same memory; "fp8"; or the bits of keys and values apart, as "k8v4" (4, 8 or 16 each).
-        context: tokens of prompt and answer together; None = what the model allows, at most 4096.
+        context: tokens of prompt and answer together; None = what the model allows, at most 4096. A RuntimeWarning where it is longer than
+            what the model was trained for.
         cache_tokens: tokens of the cache, shared by all requests; None = the context, at least 4096.
         max_sequences: requests in one batch; others are queued.
         draft: a smaller model with the same tokenizer, which proposes draft tokens that this one verifies several at a time: the same
             text, sooner. A directory, a hub id, or a loaded model. Requests use it unless they say speculation="off".
+        rope_scale: divide positions by this (linear RoPE scaling): 2 doubles the context that the model knows, at some loss.
+        rope_alpha: NTK-aware scaling: the RoPE base grows by alpha ** (d / (d - 2)); loses less than rope_scale without training.
+        rope_theta: the RoPE base itself, in place of the config's.
+        rope_scaling: an object as `rope_scaling` of config.json in place of the model's own: {"rope_type": "yarn", "factor": 4.0}.
         deterministic: on CUDA, make every token independent of how its prompt was cut and of the rest of the batch, at the price of slow
             prompts; decoding up to 8 tokens a step, and everything on the CPU, always is. None = the variable
             EXL2NB_DETERMINISTIC, or False.
@@ -60,7 +73,7 @@ def load(
 
     Raises:
         ModelNotFound, ConfigError, FormatError, UnknownArchitecture, TokenizerError: the directory cannot be used; says why.
-        OptionError: an option unknown or out of range. DeviceError: the device is not available.
+        OptionError: an option unknown or out of range, or RoPE options for a model without RoPE. DeviceError: the device is not available.
 
     Example:
         >>> import exl2nb as ex
@@ -68,19 +81,19 @@ def load(
         ...     llm.generate("It was", max_tokens=3, temperature=0).finish_reason
         'length'
     """
-    known = ["revision", "device", "cache", "context", "cache_tokens", "max_sequences", "draft", "deterministic", "progress"]
-    check_keywords(unknown, known, where="load")
+    check_keywords(unknown, [*signature(load).parameters][1:-1], where="load")
+    rope = RopeOverride(scale=rope_scale, theta=rope_theta, alpha=rope_alpha, scaling=rope_scaling)
     cache = parse_mode(cache, where="load")
     for name, value in (("context", context), ("cache_tokens", cache_tokens), ("max_sequences", max_sequences)):
         if value is not None or name == "max_sequences":
             check_integer(f"load: {name}", value, 1, 1 << 24)
-    place = _device(device)
+    place = pick_device(device)
     exact = env.get("EXL2NB_DETERMINISTIC", "0") == "1" if deterministic is None else deterministic
     check_flag("load: deterministic", exact)
     with showing(progress, f"load {Path(hub.name_of(path)).name}") as sink:
         folder = hub.resolve(path, revision=revision, progress=sink)
         with _fitting(folder, f"{_gib(sum(file.stat().st_size for file in folder.glob('*.safetensors') if file.is_file()))} of weights"):
-            model = load_model(folder, device=place, context=context, progress=sink, deterministic=exact)
+            model = load_model(folder, device=place, context=context, rope=rope, progress=sink, deterministic=exact)
     try:
         tokenizer = Tokenizer.load(folder)
         tokenizer.templates.prepare()
@@ -88,7 +101,8 @@ def load(
         tokens = min(model.context, CONTEXT) if context is None else context
         held = max(tokens, CACHE_TOKENS) if cache_tokens is None else max(tokens, cache_tokens)
         with _fitting(folder, f"{_gib(model.cache_spec(held, mode=cache).total_bytes)} for the cache of {held} tokens"):
-            llm = LLM(model, tokenizer, path=folder, cache=cache, context=tokens, cache_tokens=held, max_sequences=max_sequences)
+            sizes = {"context": tokens, "cache_tokens": held, "max_sequences": max_sequences}
+            llm = LLM(model, tokenizer, path=folder, cache=cache, name=hub.display_name(folder, revision), **sizes)
     except BaseException:
         model.close()
         raise
@@ -108,10 +122,15 @@ def load(
     return llm
 
 
-def _device(device: str | None) -> str:
+def pick_device(device: str | None) -> str:
+    """The device that was asked for, as a loader takes it: "cpu", "cuda" or "cuda:1"; None and "auto" as in `load`.
+
+    Raises:
+        OptionError: none of these. DeviceError: it is not there, or cannot be used; says why.
+    """
     wanted = env.get("EXL2NB_DEVICE", "auto") if device is None else device
-    if wanted not in DEVICES:
-        raise OptionError(f"load: device is {device!r}; expected one of {', '.join(DEVICES)}")
+    if not isinstance(wanted, str) or not re.fullmatch(r"auto|cpu|cuda(:[0-9]{1,3})?", wanted):
+        raise OptionError(f"load: device is {shown(device)}; expected one of auto, cpu, cuda, cuda:<number>")
     if wanted == "cpu":
         return "cpu"
     from exl2nb import ops
@@ -120,8 +139,19 @@ def _device(device: str | None) -> str:
     if wanted == "auto":
         return libraries.best_device()
     if problem := libraries.cuda_problem:
-        raise DeviceError(f"device 'cuda' cannot be used: {problem}; use device='cpu', or leave it at 'auto'; `exl2nb doctor` says more")
-    return "cuda"
+        raise DeviceError(
+            f"device {wanted!r} cannot be used: {problem}; use device='cpu', or leave it at 'auto'; `exl2nb doctor` says more"
+        )
+    if ":" not in wanted:
+        return "cuda"
+    import torch
+
+    number, count = int(wanted.partition(":")[2]), torch.cuda.device_count()
+    if number >= count:
+        raise DeviceError(
+            f"device {wanted!r} is not there: torch sees {count} GPUs, cuda:0 to cuda:{count - 1}; `exl2nb doctor` lists them"
+        )
+    return f"cuda:{number}"
 
 
 def _fitting(folder: Path, needed: str) -> AbstractContextManager[None]:

@@ -19,6 +19,7 @@ from exl2nb.cache.modes import MODES, parse_mode
 from exl2nb.cache.spec import PAGE_SIZE, CacheSpec
 from exl2nb.core.errors import DeviceError, OptionError
 from exl2nb.core.show import size_text
+from exl2nb.io.hub import display_name
 from exl2nb.io.metadata import metadata_folder
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu_memory import kept_bytes
@@ -419,7 +420,7 @@ def plan(
     mode = parse_mode(cache, where="plan")
     with metadata_folder(path, revision) as folder:  # of a hub id the headers alone
         config, found = read_model_config(folder), inspect(folder)
-        name = folder.name if Path(path).expanduser().exists() else Path(path).name
+        name = display_name(folder) if Path(path).expanduser().exists() else f"{path}@{revision}" if revision else str(path)
     return MemoryPlan.of(
         formula_of(config, found, device, modes=(mode,), multiprocessors=_multiprocessors()),
         name=name,
@@ -437,17 +438,17 @@ def _multiprocessors() -> int:
 
 
 def free_bytes(device: str = "cpu") -> int | None:
-    """Memory free now: of the machine or the container it is in, or of the first GPU; None where it cannot be asked.
+    """Memory free now: of the machine or the container it is in, or of a GPU ("cuda", "cuda:1"); None where it cannot be asked.
 
     Raises:
         DeviceError: "cuda" without a GPU.
     """
-    if device == "cuda":
+    if device != "cpu":
         if not torch.cuda.is_available():
             raise DeviceError(
                 "plan: device is 'cuda', but torch sees no GPU; use device='cpu', or free= with the bytes of the card in mind"
             )
-        return int(torch.cuda.mem_get_info()[0])
+        return int(torch.cuda.mem_get_info(torch.device(device))[0])
     known = [value for value in (_available(), _container()) if value is not None]
     return min(known, default=None)
 

@@ -19,6 +19,7 @@ from exl2nb.generator.job import Job
 from exl2nb.generator.prompt_cache import PromptCache
 from exl2nb.generator.request import Chunk, Completion, Request
 from exl2nb.generator.scheduler import MAX_CHUNK
+from exl2nb.io.hub import display_name
 from exl2nb.llm.chat import ChatMixin
 from exl2nb.llm.options import DEFAULTS, ChatOptions, GenerateOptions, RequestOptions
 from exl2nb.llm.requests import compile_structure, request_of, sample_options
@@ -71,9 +72,19 @@ class LLM(ScoringMixin, ChatMixin):
     """
 
     def __init__(
-        self, model: Model, tokenizer: Tokenizer, *, path: Path, cache: str, context: int, cache_tokens: int, max_sequences: int
+        self,
+        model: Model,
+        tokenizer: Tokenizer,
+        *,
+        path: Path,
+        cache: str,
+        context: int,
+        cache_tokens: int,
+        max_sequences: int,
+        name: str = "",
     ) -> None:
         self.path, self.model, self.tokenizer = path, model, tokenizer
+        self._name = name or display_name(path)
         self.engine = Engine(
             model,
             tokenizer,
@@ -81,9 +92,9 @@ class LLM(ScoringMixin, ChatMixin):
             context=context,
             vocab_size=model.config.vocab_size,
             max_sequences=max_sequences,
-            max_chunk=GPU_CHUNK if model.device == "cuda" else MAX_CHUNK,
+            max_chunk=GPU_CHUNK if model.device != "cpu" else MAX_CHUNK,
             device=model.device,
-            executor=_gpu_executor if model.device == "cuda" else None,
+            executor=_gpu_executor if model.device != "cpu" else None,
         )
         self.cache = PromptCache(self.engine, partial(fingerprint, path, model))
         self._finalizer = weakref.finalize(self, self.engine.close)
@@ -105,8 +116,8 @@ class LLM(ScoringMixin, ChatMixin):
 
     @property
     def name(self) -> str:
-        """The last part of its path."""
-        return self.path.name
+        """For people: "owner/name@revision" for a model of the hub ("owner/name" for its main branch), else the last part of its path."""
+        return self._name
 
     @property
     def context(self) -> int:
@@ -456,8 +467,8 @@ class LLM(ScoringMixin, ChatMixin):
             for prompt, one in zip(prompts, options)
         ]
         handles = self.engine.submit_many(requests, group=object() if len(requests) > 1 else None)
-        for handle in handles:
-            handle.owner = self
+        for handle, request in zip(handles, requests):
+            handle.owner, handle.reply_format = self, request.reply
         return handles
 
     def _compiled(self, options: dict[str, Any], where: str) -> dict[str, Any]:

@@ -46,6 +46,7 @@ class SamplingOptions(TypedDict, total=False):
     frequency_penalty: float
     penalty_range: int
     penalty_decay: int
+    penalty_prompt: bool
     dry_multiplier: float
     dry_base: float
     dry_allowed_length: int

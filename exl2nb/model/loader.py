@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import warnings
 from hashlib import blake2b
 from pathlib import Path
 
@@ -21,7 +23,7 @@ from exl2nb.model.gpu_memory import Arena, kept_bytes
 from exl2nb.model.inspect import inspect
 from exl2nb.model.layers import MLP, Attention, Embedding, Head, Layer, Norm, ResidualAdd, RoutedMLP
 from exl2nb.model.model import SMALL_MODEL_BYTES, Model, Network
-from exl2nb.model.rope import MAX_CONTEXT, rope_tables
+from exl2nb.model.rope import MAX_CONTEXT, RopeOverride, rope_tables, trained_context
 from exl2nb.model.sources import Source, find_sources, read_gptq
 from exl2nb.model.store import ModelStore, open_store
 from exl2nb.ops.memory import large_pages
@@ -32,16 +34,22 @@ SAMPLES, SAMPLE_BYTES = 64, 4096  # of a fingerprint, per file, evenly spread: a
 ROPE_ROWS = 64  # of a fingerprint
 
 
-def read_model_config(directory: str | os.PathLike[str]) -> ModelConfig:
+def read_model_config(directory: str | os.PathLike[str], *, rope: RopeOverride | None = None) -> ModelConfig:
     """Read and check the config.json of a model directory.
+
+    Args:
+        rope: changes to its RoPE.
 
     Raises:
         ModelNotFound: no directory or no config.json. ConfigError: a value that cannot be used. UnknownArchitecture: lists the known ones.
+        OptionError: changes that the model's RoPE does not take.
     """
-    raw = with_quantization(directory, read_config(directory))
+    rope = rope or RopeOverride()
+    raw = rope.raw(with_quantization(directory, read_config(directory)))
     for note in remote_code(Path(directory), raw):
         logger.warning("%s: %s", directory, note)
-    return parse_config(raw, where=str(Path(directory) / "config.json"))
+    where = str(Path(directory) / "config.json")
+    return rope.apply(parse_config(raw, where=f"{where} with rope_scaling" if rope.scaling is not None else where))
 
 
 def load_model(
@@ -50,6 +58,7 @@ def load_model(
     device: str = "cpu",
     weights: str = "auto",
     context: int | None = None,
+    rope: RopeOverride | None = None,
     progress: Sink | None = None,
     deterministic: bool = False,
 ) -> Model:
@@ -57,10 +66,13 @@ def load_model(
 
     Args:
         directory: holds config.json and the .safetensors files.
-        device: "cpu" or "cuda"; on CUDA every plain weight is kept in fp16, and so is a GPTQ matrix whose scales fp16 cannot hold.
+        device: "cpu", "cuda" or "cuda:1"; on CUDA every plain weight is kept in fp16, and so is a GPTQ matrix whose scales fp16 cannot
+            hold.
         weights: "auto" keeps every matrix in the format it is stored in; "fp32" widens plain ones and reconstructs quantised ones to fp32
             (a reference: 4 bytes a weight).
-        context: longest sequence in tokens; None = max_position_embeddings. Dynamic NTK takes its base from it.
+        context: longest sequence in tokens; None = max_position_embeddings. Dynamic NTK takes its base from it. A RuntimeWarning
+            where it is longer than what the model was trained for.
+        rope: changes to the model's RoPE.
         progress: a sink for events of stage "load", counted in layers.
         deterministic: on CUDA, take prompts through the decode kernels too, so that no token's bits depend on chunks or on the batch; on
             the CPU that is always so.
@@ -77,23 +89,40 @@ def load_model(
         raise OptionError(f"load_model: weights is {weights!r}; expected one of {', '.join(WEIGHTS)}")
     if context is not None and (isinstance(context, bool) or not isinstance(context, int) or not 1 <= context <= MAX_CONTEXT):
         raise OptionError(f"load_model: context is {context!r}; expected an integer from 1 to {MAX_CONTEXT}")
-    if device not in ("cpu", "cuda"):
-        raise DeviceError(f"load_model: device is {device!r}; expected cpu or cuda")
-    if device == "cuda" and "cuda" not in ops.libraries().loaded:
-        raise DeviceError(f"load_model: device is 'cuda', which cannot be used: {ops.libraries().cuda_problem}; use device='cpu'")
-    if device == "cuda" and weights == "fp32":
+    if not isinstance(device, str) or not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", device):
+        raise DeviceError(f"load_model: device is {device!r}; expected cpu, cuda or cuda:<number>")
+    if device != "cpu" and "cuda" not in ops.libraries().loaded:
+        raise DeviceError(f"load_model: device is {device!r}, which cannot be used: {ops.libraries().cuda_problem}; use device='cpu'")
+    if device != "cpu" and weights == "fp32":
         raise OptionError("load_model: weights='fp32' is a reference for the CPU; use device='cpu'")
-    config = read_model_config(directory)
+    config = read_model_config(directory, rope=rope)
     longest = config.max_position_embeddings
     if config.learned_positions and context is not None and context > longest:
         raise OptionError(f"load_model: context is {context}; expected at most {longest}, the positions this model has learned")
-    with open_store(config, directory) as store:
+    _warn_beyond(config, context, where=Path(directory).name)
+    with open_store(config, directory) as store, ops.on_device(device):
         sources = find_sources(config, store)
         arena = _arena(config, directory, device, widen=weights == "fp32")
         network = _Builder(config, store, sources, widen=weights == "fp32", device=device, arena=arena).network(progress)
-    if device != "cpu":
-        torch.cuda.empty_cache()  # what held tensors while they were packed
+        if device != "cpu":
+            torch.cuda.empty_cache()  # what held tensors while they were packed
     return Model(config, network, context=context if context is not None else longest, device=device, deterministic=deterministic)
+
+
+def _warn_beyond(config: ModelConfig, context: int | None, *, where: str) -> None:
+    """Say that a context is longer than what the model knows; dynamic NTK and longrope stretch themselves."""
+    known = trained_context(config)
+    if context is None or context <= known or config.rope.type in ("dynamic", "longrope"):
+        return
+    if all(config.rope_kind(layer) == "none" for layer in range(config.num_layers)):
+        return
+    warnings.warn(
+        f"{where}: context is {context}, the model was trained for {known} tokens; answers beyond those are likely nonsense: lower "
+        f"context, or stretch the positions with rope_scale={context / known:g} or rope_scaling={{'rope_type': 'yarn', "
+        f"'factor': {context / known:g}}}",
+        RuntimeWarning,
+        stacklevel=4,
+    )
 
 
 def _arena(config: ModelConfig, directory: str | os.PathLike[str], device: str, *, widen: bool) -> Arena | None:

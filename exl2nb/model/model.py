@@ -189,6 +189,18 @@ class Model:
             layer(x, step, None if observe is None else partial(_prefixed, observe, f"layers.{i}."))
         return self.capped(network.head(x, batch.logit_rows))
 
+    def final_norm(self, x: Tensor) -> Tensor:
+        """What the head multiplies: the last layer's output f32 `(T, H)` after the model's last norm, without its factor on the logits."""
+        if self._network is None:
+            raise EngineClosed("the model was closed; load it again")
+        norm = self._network.head.norm
+        if norm.layer:
+            x = torch.nn.functional.layer_norm(x, x.shape[-1:], eps=norm.eps)
+        else:
+            x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + norm.eps)
+        x = x if norm.weight is None else x * (norm.weight / self.config.logit_scale)
+        return x if norm.bias is None else x + norm.bias / self.config.logit_scale
+
     def close(self) -> None:
         """Drop every tensor; the memory returns at once. Harmless when repeated."""
         self._network = self._program = self._gpu = None

@@ -8,13 +8,15 @@ already a visible angle.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from exl2nb.core.errors import ConfigError
+from exl2nb.core.errors import ConfigError, OptionError
+from exl2nb.core.options import check_range, shown
 from exl2nb.core.registry import Registry
 from exl2nb.model.fields import REQUIRED, Fields
 
@@ -34,7 +36,8 @@ class RopeConfig:
     """Parameters of one RoPE.
 
     type: key of ROPE_TYPES. theta: base period. rotary_dim: leading entries of a head that rotate (even). max_positions: the config's
-    max_position_embeddings. original_positions: context before scaling. The rest belongs to single types; None = not given.
+    max_position_embeddings. original_positions: context before scaling. scale: positions are divided by it, on top of the type. The rest
+    belongs to single types; None = not given.
     """
 
     type: str = "default"
@@ -42,6 +45,7 @@ class RopeConfig:
     rotary_dim: int
     max_positions: int
     original_positions: int
+    scale: float = 1.0
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -228,7 +232,8 @@ def frequencies(rope: RopeConfig, *, context: int | None = None) -> Frequencies:
     Args:
         context: tokens the model is loaded with (used by "dynamic" only); None = max_positions.
     """
-    return ROPE_TYPES[rope.type](rope, context if context is not None else rope.max_positions)
+    inverse, factor = ROPE_TYPES[rope.type](rope, context if context is not None else rope.max_positions)
+    return (inverse, factor) if rope.scale == 1.0 else (inverse / rope.scale, factor)
 
 
 def rope_switch(config: ModelConfig, context: int) -> int | None:
@@ -267,3 +272,75 @@ def rope_tables(config: ModelConfig, max_pos: int, *, context: int | None = None
     inverse, factor = frequencies(rope, context=context)
     angles = torch.arange(max_pos, dtype=torch.float32)[:, None] * inverse
     return angles.cos() * factor, angles.sin() * factor
+
+
+# ---- what a caller changes
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeOverride:
+    """Changes to a model's RoPE, for sequences longer than those it was trained on. Layers with a local RoPE of their own keep it.
+
+    scale: positions are divided by it (linear interpolation). theta: the base period. alpha: the base grows by alpha ** (d / (d - 2)) for d
+    rotated dimensions (NTK-aware scaling). scaling: the object `rope_scaling` of a config.json in place of the model's own, such as
+    {"rope_type": "yarn", "factor": 4.0}; None = not changed.
+
+    Raises:
+        OptionError: a value out of range, or no object.
+    """
+
+    scale: float | None = None
+    theta: float | None = None
+    alpha: float | None = None
+    scaling: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name, low, high in (("scale", 1e-3, 1e6), ("theta", 1.001, 1e15), ("alpha", 1.0, 1e6)):
+            if (value := getattr(self, name)) is not None:
+                check_range(f"rope_{name}", value, low, high)
+        if self.scaling is not None and not isinstance(self.scaling, Mapping):
+            example = "{'rope_type': 'yarn', 'factor': 4.0}"
+            raise OptionError(f"rope_scaling is {shown(self.scaling)}; expected a dict as config.json has it, such as {example}")
+
+    def __bool__(self) -> bool:
+        return any(value is not None for value in (self.scale, self.theta, self.alpha, self.scaling))
+
+    def raw(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """A model's config.json with `scaling` in it.
+
+        Raises:
+            OptionError: the model has several sets of RoPE parameters.
+        """
+        if self.scaling is None:
+            return dict(config)
+        if isinstance(config.get("text_config"), Mapping):
+            return {**config, "text_config": self.raw(config["text_config"])}
+        own = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        if any(isinstance(value, Mapping) for value in own.values()):
+            raise OptionError("rope_scaling: the model has RoPE parameters for several kinds of layers; use rope_scale or rope_alpha")
+        kept = {key: own[key] for key in ("rope_theta", "partial_rotary_factor") if key in own}
+        return {**config, "rope_scaling": {**kept, **self.scaling}}
+
+    def apply(self, config: ModelConfig) -> ModelConfig:
+        """A model's config with the rest of the changes; `max_position_embeddings` becomes what it then reaches.
+
+        Raises:
+            OptionError: the model has no RoPE.
+        """
+        if not self:
+            return config
+        if all(config.rope_kind(layer) != "main" for layer in range(config.num_layers)) or config.learned_positions:
+            raise OptionError(f"rope options were given; {config.architecture} has no RoPE they could change: leave them out")
+        rope, dim = config.rope, config.rope.rotary_dim
+        alpha = 1.0 if self.alpha is None else self.alpha
+        theta = (self.theta or rope.theta) * (alpha ** (dim / (dim - 2)) if dim > 2 else alpha)
+        changed = replace(config, rope=replace(rope, theta=theta, scale=self.scale or 1.0))
+        reach = int(min(MAX_CONTEXT, trained_context(config) * max(1.0, self.scale or 1.0) * alpha))
+        return replace(changed, max_position_embeddings=reach)
+
+
+def trained_context(config: ModelConfig) -> int:
+    """Tokens up to which a model's positions are known to work: what its config says, or what its RoPE scaling stretches that to."""
+    rope = config.rope
+    stretched = rope.original_positions * rope.factor if rope.type in ("linear", "llama3", "yarn") else 0
+    return max(config.max_position_embeddings, int(stretched))

@@ -4,6 +4,7 @@ Importing this room defines the ops and loads the compiled library (see `_load.l
 """
 
 from exl2nb.ops import _load
+from exl2nb.ops._load import on_device
 from exl2nb.ops.ahead import draw_ahead, join_ahead, step_draw
 from exl2nb.ops.attention import QKVProjection, norm_qkv_rope, paged_attention
 from exl2nb.ops.blob import shape
@@ -36,6 +37,7 @@ __all__ = [
     "norm_gate_up",
     "norm_head",
     "norm_qkv_rope",
+    "on_device",
     "pack_concat",
     "pack_dense",
     "pack_exl2",

@@ -7,6 +7,7 @@ import ctypes.util
 import os
 import shutil
 import warnings
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -153,6 +154,15 @@ def find(name: str) -> Path | None:
     import exl2nb  # editable installs split the package: sources in one folder of __path__, the library in another
 
     return next((p for root in exl2nb.__path__ if (p := Path(root) / name).exists()), None)
+
+
+def on_device(device: str) -> AbstractContextManager[object]:
+    """Make "cuda:N" this thread's current device for the length of a `with`; "cuda" and "cpu" change nothing."""
+    if ":" not in device:
+        return nullcontext()
+    import torch
+
+    return torch.cuda.device(device)
 
 
 @cache

@@ -348,8 +348,8 @@ _RANGE = ("penalty_range", "penalty_decay")
 _DRY = ("dry_multiplier", "dry_base", "dry_allowed_length", "dry_range", "dry_max_ngram")
 PENALTIES: tuple[Filter, ...] = (
     Filter("repetition_penalty", lambda x, s, _: repetition_penalty(x, *s.repeated()), ("repetition_penalty", *_RANGE)),
-    Filter("presence_penalty", lambda x, s, _: subtract(x, *s.present()), ("presence_penalty", *_RANGE)),
-    Filter("frequency_penalty", lambda x, s, _: subtract(x, *s.frequent()), ("frequency_penalty", *_RANGE)),
+    Filter("presence_penalty", lambda x, s, _: subtract(x, *s.present()), ("presence_penalty", "penalty_prompt", *_RANGE)),
+    Filter("frequency_penalty", lambda x, s, _: subtract(x, *s.frequent()), ("frequency_penalty", "penalty_prompt", *_RANGE)),
     Filter("dry", _dry, _DRY),
     Filter("logit_bias", lambda x, s, _: logit_bias(x, s.ids_of("logit_bias"), s.bias), ("logit_bias",)),
 )

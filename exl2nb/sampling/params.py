@@ -75,6 +75,8 @@ class SamplingParams:
         allowed_tokens, banned_tokens: ids; only these, and not these. min_tokens: the text cannot end before this many new tokens.
         repetition_penalty: logits of tokens of prompt and text are divided (positive) or multiplied (negative) by it; 1 = none.
         presence_penalty, frequency_penalty: subtracted once, and once per occurrence, from logits of tokens of the new text; 0 = none.
+        penalty_prompt: presence and frequency penalties count the tokens of the prompt, too, as exllamav2 and text-generation-webui do;
+        OpenAI's, and the default here, are about the new text alone.
         penalty_range: the three count the last tokens only (0 = all); penalty_decay: over this many earlier ones they fade to nothing.
         dry_multiplier (0 = off), dry_base, dry_allowed_length, dry_range (0 = all), dry_max_ngram, dry_breakers (texts or ids):
         tokens that would repeat a sequence lose multiplier * base ** (its length - allowed length). logit_bias: id -> number added.
@@ -124,6 +126,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     penalty_range: int = 0
     penalty_decay: int = 0
+    penalty_prompt: bool = False
     dry_multiplier: float = 0.0
     dry_base: float = 1.75
     dry_allowed_length: int = 2
@@ -143,7 +146,7 @@ class SamplingParams:
             check_range(name, getattr(self, name), low, high)
         for name, (low, high) in INTEGERS.items():
             check_integer(name, getattr(self, name), low, high)
-        for name in ("temperature_last", "mirostat"):
+        for name in ("temperature_last", "mirostat", "penalty_prompt"):
             check_flag(name, getattr(self, name))
         if self.seed is not None:
             check_integer("seed", self.seed, 0, MAX_SEED)

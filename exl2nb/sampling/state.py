@@ -238,7 +238,7 @@ class SamplerState:
         self._tallies = self._tracks and not self._fades
         self.history = History(prompt_ids if self._tracks else ())
         self._seen = Tally(self.history.ids.tolist() if self._tallies and params.repetition_penalty != 1.0 else ())
-        self._new = Tally()
+        self._new = Tally(self.history.ids.tolist() if self._tallies and params.penalty_prompt else ())
 
     # ---- read by the filters
 
@@ -282,15 +282,20 @@ class SamplerState:
         """Ids and amounts for the presence penalty."""
         if not self._fades:
             return self._new.ids, self.params.presence_penalty
-        ids, latest, _ = faded(self.history.new_ids, self.params.penalty_range, self.params.penalty_decay)
+        ids, latest, _ = faded(self._penalised, self.params.penalty_range, self.params.penalty_decay)
         return ids, latest * self.params.presence_penalty
 
     def frequent(self) -> tuple[np.ndarray, np.ndarray]:
         """Ids and amounts for the frequency penalty."""
         if not self._fades:
             return self._new.ids, self._new.counts * self.params.frequency_penalty
-        ids, _, sums = faded(self.history.new_ids, self.params.penalty_range, self.params.penalty_decay)
+        ids, _, sums = faded(self._penalised, self.params.penalty_range, self.params.penalty_decay)
         return ids, sums * self.params.frequency_penalty
+
+    @property
+    def _penalised(self) -> np.ndarray:
+        """int64: what presence and frequency penalties count."""
+        return self.history.ids if self.params.penalty_prompt else self.history.new_ids
 
     def ids_of(self, field: str) -> np.ndarray:
         """int64: the ids of a field of the params."""

@@ -80,11 +80,12 @@ class Tokenizer:
         """Turn text into ids.
 
         BOS and EOS come from the post-processor of tokenizer.json; where that does not add one and tokenizer_config.json says
-        `add_bos_token` or `add_eos_token`, it is added (older exports rely on it).
+        `add_bos_token` or `add_eos_token`, it is added (older exports rely on it). A text that begins with BOS, such as a rendered chat,
+        gets no second one.
 
         Args:
             text: any string; lone surrogates are replaced, since they have no UTF-8 form.
-            add_special: add what the model's files ask for, usually BOS. Not for a rendered chat, which has it already.
+            add_special: add what the model's files ask for, usually BOS.
             parse_special: texts of special tokens become those tokens; False reads them as plain text (for text from strangers).
 
         Raises:
@@ -98,6 +99,9 @@ class Tokenizer:
             reraise(error)
         if not add_special:
             return ids
+        bos = self.special_tokens.get("bos_token")
+        if bos and text.startswith(bos) and parse_special and ids[:2] == [self.bos_id, self.bos_id]:
+            del ids[0]
         if self._add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
         if self._add_eos and self._own_eos is not None and ids[-1:] != [self._own_eos]:

@@ -474,11 +474,12 @@ def _measurement(source: Any) -> Measurement:
 
 def _free_of_card(llm: Any) -> int | None:
     """Bytes free on the GPU that the model is on; None on a CPU: free machine memory says nothing about a GPU."""
-    if getattr(getattr(llm, "model", None), "device", "cpu") != "cuda":
+    device = getattr(getattr(llm, "model", None), "device", "cpu")
+    if device == "cpu":
         return None
     from exl2nb.llm.memory import free_bytes
 
-    return free_bytes("cuda")
+    return free_bytes(device)
 
 
 def _mark(entry: Any) -> Mark:

@@ -4,6 +4,7 @@ import argparse
 import io
 import json
 import re
+import subprocess
 import sys
 import types
 from dataclasses import fields
@@ -12,10 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 
+import exl2nb
 from exl2nb.cli import doctor
 from exl2nb.cli.bench import markdown, measure
+from exl2nb.cli.eval import read_source
 from exl2nb.cli.models import demo_directory
 from exl2nb.cli.sampling import MORE, OPTIONS, add_options, given_options
+from exl2nb.converter import calibration
+from exl2nb.core import env
 from exl2nb.core.errors import OptionError
 from exl2nb.io.safetensors import SafetensorsFile, save
 from exl2nb.ops import _load, kernel_code, prefill_attention
@@ -69,6 +74,57 @@ def test_eval_text_form(cli):
     assert code == 0
     assert "perplexity" in out and "bits per weight" in out
     assert "perplexity: 32/32 tokens" in err
+
+
+def test_eval_reads_parquet_and_public_sets_by_name(cli_json, refused, tmp_path, monkeypatch):
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    lines = Path(TEXT).read_text()[:4000].split("\n")
+    parquet.write_table(pa.table({"text": lines}), tmp_path / "test.parquet")
+    words = ("eval", "demo", "--rows", "1", "--length", "64")
+    plain = cli_json(*words, "--text", TEXT)
+    assert cli_json(*words, "--text", tmp_path / "test.parquet")["ppl"] == pytest.approx(plain["ppl"], rel=1e-9)
+    asked = []
+    monkeypatch.setattr(calibration, "read_hub", lambda name, render: asked.append(name) or "\n".join(lines))
+    assert cli_json(*words, "--text", "wikitext2")["ppl"] == pytest.approx(plain["ppl"], rel=1e-9)
+    assert asked == ["Salesforce/wikitext:wikitext-2-raw-v1/test-*.parquet"]
+    message = refused(*words, "--text", "wikitxt2")
+    assert "text wikitxt2: no such file" in message and "or one of wikitext2, wikitext103, c4" in message
+
+
+def test_eval_reads_json_lines_called_json(tmp_path):
+    (tmp_path / "c4.json").write_text('{"text": "one"}\n{"text": "two"}\n')
+    (tmp_path / "list.json").write_text('[{"text": "one"},\n{"text": "two"}]')
+    assert read_source(str(tmp_path / "c4.json")) == read_source(str(tmp_path / "list.json")) == "one\ntwo"
+
+
+def test_load_options(cli_json, refused):
+    words = ("generate", "demo", "--prompt", "It was", "--max-tokens", "8", "--temperature", "0")
+    plain = cli_json(*words)
+    assert cli_json(*words, "--device", "cpu", "--draft", EXL2)["ids"] == plain["ids"]
+    assert cli_json(*words, "--rope-scale", "8")["ids"] != plain["ids"]
+    assert cli_json(*words, "--rope-theta", "1e4", "--rope-alpha", "1")["ids"] == plain["ids"]
+    scaled = ("eval", "demo", "--text", TEXT, "--rows", "1", "--length", "64")
+    by_scale, by_scaling = (
+        cli_json(*scaled, *more) for more in (["--rope-scale", "2"], ["--rope-scaling", '{"rope_type": "linear", "factor": 2}'])
+    )
+    assert by_scale["ppl"] == pytest.approx(by_scaling["ppl"], rel=1e-9)
+    assert "expected auto, cpu, cuda or cuda:N" in refused(*words, "--device", "gpu")
+    assert "expected a JSON object" in refused(*words, "--rope-scaling", "yarn")
+    assert "revision is 'x' for the local directory" in refused(*words, "--revision", "x")
+    assert "no such directory" in refused(*words, "--draft", "nowhere")
+
+
+def test_generate_puts_the_prompt_into_a_template(cli_json, tmp_path):
+    (tmp_path / "t.jinja").write_text("{{ bos_token }}<{{ messages[0].role }}>{{ messages[0].content }}")
+    found = cli_json("generate", "demo", "--prompt", "It was", "--template", tmp_path / "t.jinja", "--max-tokens", "2")
+    assert found["prompt"] == "<s><user>It was"
+
+
+def test_python_m_exl2nb():
+    done = subprocess.run([sys.executable, "-m", "exl2nb", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"exl2nb {exl2nb.__version__}\n")
 
 
 def test_logits_agree_with_the_recorded_ones(cli_json, tmp_path):
@@ -138,6 +194,11 @@ def test_doctor(cli):
     parts = ["torch", "engine", "cuda", "kernels", "flash-attn", "cpu", "memory", "environment", "jupyter"]
     assert names == ["exl2nb", "python", "packages", *parts, "demo model"]
     assert next(check for check in data["checks"] if check["name"] == "demo model")["state"] == "ok"
+
+
+def test_the_device_variable_takes_a_number(monkeypatch):
+    monkeypatch.setenv("EXL2NB_DEVICE", "cuda:12")
+    assert env.get("EXL2NB_DEVICE", "auto") == "cuda:12"
 
 
 def test_doctor_says_what_to_do(monkeypatch):
@@ -291,7 +352,7 @@ def test_every_option_is_a_setting():
     own = {f.name for f in fields(SamplingParams)} | {"max_tokens"}
     assert own >= {*OPTIONS, *MORE}
     assert own - {*OPTIONS, *MORE} == {
-        *("temperature_last", "mirostat", "xtc_ignore", "dry_range", "dry_max_ngram", "dry_breakers"),
+        *("temperature_last", "penalty_prompt", "mirostat", "xtc_ignore", "dry_range", "dry_max_ngram", "dry_breakers"),
         *("logit_bias", "banned_tokens", "allowed_tokens", "order", "post_sampling"),
     }
 

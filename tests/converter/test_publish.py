@@ -183,6 +183,30 @@ def test_push_and_pull(made, server, tmp_path):
     assert Path(folder, "output.safetensors").read_bytes() == (made[0].path / "output.safetensors").read_bytes()
 
 
+COMMANDS = """
+import contextlib, io, json, sys
+from exl2nb.cli import main
+repo, *folders = sys.argv[1:]
+answers = []
+push = ["push", *folders, repo, "--revision", "low", "--revision", "high"]
+for words in (push, ["pull", repo, "--revision", "high"], ["pull", repo, "--revision", "no"]):
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([*words, "--json", "--quiet"])
+    answers.append([code, json.loads(out.getvalue()) if code == 0 else err.getvalue()])
+print(json.dumps(answers))
+"""
+
+
+def test_push_and_pull_from_the_command_line(made, server, tmp_path):
+    pushed, pulled, missing = client(tmp_path, server, "hf_good", "me/model", made[0].path, made[1].path, script=COMMANDS)
+    assert (pushed[0], pulled[0], missing[0]) == (0, 0, 2)
+    assert [one["revision"] for one in pushed[1]["published"]] == ["low", "high"]
+    assert pulled[1]["name"] == "me/model@high"
+    assert Path(pulled[1]["path"], "output.safetensors").read_bytes() == (made[1].path / "output.safetensors").read_bytes()
+    assert "the hub has the model but not this revision" in missing[1]
+
+
 def test_refused(made, server, tmp_path):
     answer = client(tmp_path, server, "hf_bad", "me/model", made[0].path)
     assert answer.startswith("ConversionError: push to me/model: ")

@@ -18,6 +18,24 @@ def test_a_folder_is_itself(tmp_path, monkeypatch):
         hub.resolve(tmp_path / "file")
 
 
+def test_a_snapshot_is_called_by_owner_name_and_revision(tmp_path):
+    commit = "0123456789abcdef" * 2 + "01234567"
+    place = tmp_path / "models--owner--some-name"
+    folder = place / "snapshots" / commit
+    folder.mkdir(parents=True)
+    (place / "refs" / "refs" / "pr").mkdir(parents=True)
+    assert hub.display_name(folder) == "owner/some-name@0123456789ab"
+    (place / "refs" / "refs" / "pr" / "1").write_text(commit)
+    assert hub.display_name(folder) == "owner/some-name@refs/pr/1"
+    (place / "refs" / "4.0bpw").write_text(commit)
+    (place / "refs" / "8.0bpw").write_text("f" * 40)
+    assert hub.display_name(folder) == "owner/some-name@4.0bpw"
+    assert hub.display_name(folder, "v1") == "owner/some-name@v1"
+    (place / "refs" / "main").write_text(commit)
+    assert hub.display_name(folder) == "owner/some-name"
+    assert hub.display_name(tmp_path / "my-model") == "my-model"
+
+
 @pytest.mark.parametrize("text", ["/no/such/folder", "./x", "../x/y", "a/b/c", "a", "a/../b", "a b/c", "", "https://x/y", "a/b\n"])
 def test_not_a_hub_id(text, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))

@@ -20,7 +20,7 @@ DEMO = Path(ex.__file__).parent / "demo_model"
 @pytest.mark.parametrize(("cache", "context"), [("fp16", 1000), ("q4", 4096)])
 def test_plan_is_what_load_uses(cache, context):
     planned = ex.plan(DEMO, context=context, cache=cache, batch=5)
-    with ex.load(DEMO, context=context, cache=cache, cache_tokens=5 * context, progress=None) as llm:
+    with ex.load(DEMO, context=context, cache=cache, cache_tokens=5 * context, rope_scale=4, progress=None) as llm:
         assert planned.weights == pytest.approx(llm.weight_bytes, rel=0.02)
         page = 256 * planned.token_bytes
         assert abs(planned.cache - llm.cache_bytes) <= 5 * page, "each sequence rounds up to whole pages"

@@ -121,6 +121,8 @@ def test_calls(llm, call, error, message):
         ({"cach": "fp16"}, OptionError, "load: unknown keyword 'cach'; did you mean 'cache'"),
         ({"cache": "q3"}, OptionError, "load: unknown cache mode 'q3'; known: fp32, fp16, fp8, q8, q6, q4, or bits"),
         pytest.param({"device": "cuda"}, DeviceError, "cannot be used: .*use device='cpu'", marks=NO_GPU),
+        pytest.param({"device": "cuda:1"}, DeviceError, "device .cuda:1. cannot be used", marks=NO_GPU),
+        ({"device": "cuda:one"}, OptionError, "expected one of auto, cpu, cuda, cuda:<number>"),
         ({"device": "tpu"}, OptionError, "device is 'tpu'"),
         ({"context": 0}, OptionError, "context"),
         ({"max_sequences": True}, OptionError, "max_sequences"),

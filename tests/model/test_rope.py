@@ -1,21 +1,27 @@
 """RoPE: frequencies and tables are Transformers'; longrope's two sets of factors, chosen by how long a sequence is."""
 
+import warnings
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+import exl2nb as ex
+from exl2nb.core.errors import ConfigError, OptionError
 from exl2nb.generator.engine import Engine
 from exl2nb.generator.request import Request
 from exl2nb.model.archs import parse_config
 from exl2nb.model.loader import load_model
-from exl2nb.model.rope import frequencies, rope_tables
+from exl2nb.model.rope import RopeOverride, frequencies, rope_tables
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 from .tiny import BASE, ids_of, truth
 from .zoo import LONGROPE, build, write, write_tokenizer
 
+DEMO = Path(ex.__file__).parent / "demo_model"
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
 CASES = {
@@ -94,6 +100,75 @@ def test_top_level_original_length_wins():
 def test_rope_scaling_wins_over_rope_parameters():
     raw = {**BASE, "architectures": ["LlamaForCausalLM"], "rope_scaling": CASES["linear"], "rope_parameters": {"rope_type": "default"}}
     assert parse_config(raw).rope.type == "linear"
+
+
+CHANGES = {
+    "scale": ({"scale": 2.5}, {"rope_type": "linear", "factor": 2.5}),
+    "theta": ({"theta": 5e5}, {"rope_theta": 5e5}),
+    "alpha": ({"alpha": 4.0}, {"rope_theta": 10000.0 * 4.0 ** (64 / 62)}),
+    "yarn": ({"scaling": {"rope_type": "yarn", "factor": 2.0}}, {"rope_type": "yarn", "factor": 2.0}),
+}
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_what_a_caller_changes_is_what_transformers_makes_of_such_a_config(case):
+    change, parameters = CHANGES[case]
+    change = RopeOverride(**change)
+    plain, theirs = both(parameters, max_positions=512)
+    plain = {**BASE, "head_dim": 64, "max_position_embeddings": 512, "architectures": ["LlamaForCausalLM"], "rope_theta": 10000.0}
+    config = change.apply(parse_config(change.raw(plain)))
+    got, _ = frequencies(config.rope)
+    torch.testing.assert_close(got, LlamaRotaryEmbedding(theirs).inv_freq, rtol=1e-6, atol=0)
+    assert config.max_position_embeddings == {"scale": 1280, "theta": 512, "alpha": 2048, "yarn": 1024}[case]
+
+
+@pytest.mark.cpu
+def test_a_stretched_model_gives_the_logits_of_transformers():
+    scaling = {"rope_type": "yarn", "factor": 2.0}
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        DEMO, dtype=torch.float32, rope_parameters={"rope_theta": 10000.0, "original_max_position_embeddings": 1024, **scaling}
+    )
+    with warnings.catch_warnings(), ex.load(DEMO, context=2048, rope_scaling=scaling, cache="fp32", progress=None) as llm:
+        warnings.simplefilter("error")
+        ids = llm.tokenizer.encode((DEMO / "evaluation.txt").read_text()[:8000])[:1500]
+        row = torch.as_tensor(llm.generate(ids, max_tokens=1, temperature=0, return_logits=True).logits[0])
+    with torch.no_grad():
+        want = reference(torch.tensor([ids])).logits[0, -1]
+    torch.testing.assert_close(row, want, atol=2e-3, rtol=0)
+
+
+def test_a_context_beyond_what_the_model_knows_warns():
+    with pytest.warns(RuntimeWarning, match="context is 2048, the model was trained for 1024 tokens.*rope_scale=2"):
+        load_model(DEMO, context=2048).close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        load_model(DEMO, context=1024).close()
+        load_model(DEMO, context=2048, rope=RopeOverride(scale=2)).close()
+        load_model(DEMO, context=2048, rope=RopeOverride(alpha=2.5)).close()
+    with ex.load(DEMO, rope_scale=4, progress=None) as llm:
+        assert llm.context == 4096
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rope_scale": 0}, "rope_scale is 0"),
+        ({"rope_theta": "many"}, "rope_theta is 'many'"),
+        ({"rope_alpha": 0.5}, "rope_alpha is 0.5"),
+        ({"rope_scaling": "yarn"}, "rope_scaling is 'yarn'; expected a dict"),
+        ({"rope_scaling": {"rope_type": "spiral"}}, "with rope_scaling.*rope_type is 'spiral'; expected one of"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "factor"),
+    ],
+)
+def test_rope_options_are_checked(options, message):
+    with pytest.raises((OptionError, ConfigError), match=message):
+        ex.load(DEMO, progress=None, **options)
+
+
+def test_a_model_without_rope_refuses_rope_options(tmp_path):
+    write("gpt2", build("gpt2"), tmp_path)
+    with pytest.raises(OptionError, match="has no RoPE they could change"):
+        load_model(tmp_path, rope=RopeOverride(scale=2))
 
 
 SWITCH = 128

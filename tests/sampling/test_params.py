@@ -65,7 +65,17 @@ def test_contradicting_settings_and_bad_orders(kwargs, message):
 
 def test_every_field_has_a_range_or_a_check():
     """A field added without a check would take anything."""
-    checked = {*RANGES, *INTEGERS, "temperature_last", "mirostat", "xtc_ignore", "dry_breakers", "logit_bias", "banned_tokens"}
+    checked = {
+        *RANGES,
+        *INTEGERS,
+        "temperature_last",
+        "mirostat",
+        "penalty_prompt",
+        "xtc_ignore",
+        "dry_breakers",
+        "logit_bias",
+        "banned_tokens",
+    }
     checked |= {"allowed_tokens", "seed", "order", "post_sampling"}
     assert checked == {f.name for f in dataclasses.fields(SamplingParams)}
 

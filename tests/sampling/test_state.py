@@ -196,6 +196,24 @@ def test_presence_and_frequency_count_new_tokens_and_repetition_also_the_prompt(
     assert out[8] == 1.0
 
 
+@pytest.mark.parametrize("reach", [0, 4])
+def test_presence_and_frequency_count_the_prompt_where_that_is_asked_for(reach):
+    x = np.ones(SIZE, np.float32)
+    options = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "penalty_range": reach}
+    state = SamplerState(SamplingParams(penalty_prompt=True, **options), [3, 7, 7, 6])
+    for token in (6, 5):
+        state.push(token)
+    out = filtered(x, state)
+    assert out[6] == pytest.approx(1 - 0.5 - 0.5)
+    assert out[7] == pytest.approx(1 - 0.5 - (0.25 if reach else 0.5))
+    assert out[3] == (1.0 if reach else 0.25)
+    state.rewind(2)
+    assert filtered(x, state)[6] == pytest.approx(0.25)
+    without = SamplerState(SamplingParams(**options), [3, 7, 7, 6])
+    assert filtered(x, without)[7] == 1.0
+    assert not state.device_ready
+
+
 def test_tally_and_history():
     rng = np.random.default_rng(0)
     tally, ids = Tally([1, 1, 2]), [1, 1, 2]

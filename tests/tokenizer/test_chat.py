@@ -115,6 +115,9 @@ def test_refusal_of_the_template_is_named():
         render([TALK[1], TALK[1]], TEMPLATES["instruct"], special_tokens={"bos_token": "", "eos_token": ""})
     with pytest.raises(TokenizerError, match="line 2.*not valid Jinja"):
         render(TALK, "\n{{ 1 + }}")
+    deep = "".join(f"{{% for a{i} in [1] %}}" for i in range(30)) + "x" + "{% endfor %}" * 30
+    with pytest.raises(TokenizerError, match="chat template: .*nest"):
+        render(TALK, deep)
 
 
 class TestFiles:

@@ -22,6 +22,11 @@ CORPUS = [
 ]  # fmt: skip
 
 
+def with_one_bos(ids, bos):
+    """Transformers puts a BOS before a text that begins with one; we do not."""
+    return ids[1:] if ids[:2] == [bos] * 2 else ids
+
+
 def train(folder, **options):
     """A SentencePiece model of 500 pieces."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,7 +79,7 @@ def test_sentencepiece_model_alone(case, model, tmp_path):
     files(tmp_path, config=LLAMA, **CASES[case])
     ours, theirs = Tokenizer.load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     for text in CORPUS:
-        assert ours.encode(text) == theirs(text)["input_ids"], text
+        assert ours.encode(text) == with_one_bos(theirs(text)["input_ids"], ours.bos_id), text
         plain = ours.encode(text, add_special=False)
         assert plain == theirs(text, add_special_tokens=False)["input_ids"], text
         assert ours.decode(plain, skip_special=False) == theirs.decode(plain, clean_up_tokenization_spaces=False), text
@@ -140,7 +145,7 @@ def test_vocabulary_and_merges(tmp_path):
     assert convertible(tmp_path) == "vocab.json"
     ours, theirs = Tokenizer.load(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     for text in CORPUS:
-        assert ours.encode(text) == theirs(text)["input_ids"], text
+        assert ours.encode(text) == with_one_bos(theirs(text)["input_ids"], ours.bos_id), text
 
 
 @pytest.mark.parametrize("kind", MAKERS)
@@ -151,7 +156,7 @@ def test_odd_strings(kind, tmp_path):
     folder = write(tmp_path, MAKERS[kind](), tokenizer_config=names)
     ours, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
     for text in CORPUS:
-        assert ours.encode(text) == theirs(text)["input_ids"], text
+        assert ours.encode(text) == with_one_bos(theirs(text)["input_ids"], ours.bos_id), text
         ids = ours.encode(text, add_special=False)
         assert ids == theirs(text, add_special_tokens=False)["input_ids"], text
         assert ours.decode(ids, skip_special=False) == theirs.decode(ids, clean_up_tokenization_spaces=False), text

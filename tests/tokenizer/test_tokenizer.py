@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 import exl2nb
 from exl2nb.core.errors import TokenizerError
+from exl2nb.tokenizer.chat import render
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 from .makers import MAKERS, TEXT, byte_level, sentencepiece, write
@@ -45,6 +46,18 @@ def test_bos_and_eos_where_only_the_config_asks_for_them(tmp_path):
     plain = tokenizer.encode("It was", add_special=False)
     assert tokenizer.encode("It was") == [0, *plain, 1]
     assert tokenizer.encode("<s>It was</s>") == [0, *plain, 1]
+
+
+@pytest.mark.parametrize("make", [byte_level, sentencepiece])
+def test_a_rendered_chat_gets_no_second_bos(tmp_path, make):
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    config = {"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": True, "chat_template": template}
+    tokenizer = Tokenizer.load(write(tmp_path, make(), tokenizer_config=config))
+    text = render([{"role": "user", "content": "It was"}], template, special_tokens=tokenizer.special_tokens)
+    assert text == "<s>It was"
+    assert tokenizer.encode(text) == tokenizer.encode(text, add_special=False)
+    assert tokenizer.encode(text).count(tokenizer.bos_id) == 1
+    assert tokenizer.encode(text, parse_special=False).count(tokenizer.bos_id) == 1  # as text it is none
 
 
 def test_bos_named_by_an_object(tmp_path):

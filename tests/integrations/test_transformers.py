@@ -1,0 +1,200 @@
+"""Transformers' own generate() over our model, held against Transformers' Llama with the same weights, feature by feature."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList, StoppingCriteriaList, TextStreamer, pipeline
+
+import exl2nb as ex
+from exl2nb.core.errors import ContextOverflow, OptionError
+from exl2nb.integrations.transformers import CACHE, Exl2ForCausalLM
+
+pytestmark = pytest.mark.cpu
+DEMO = Path(ex.__file__).parent / "demo_model"
+EXL2 = Path(__file__).parents[1] / "data" / "demo-exl2-4.0bpw"
+PROMPTS = ["It was a dark and stormy night", "The old man", "“My dear,” said she, in a voice that"]
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    return AutoModelForCausalLM.from_pretrained(DEMO, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def ours():
+    model = Exl2ForCausalLM.from_pretrained(DEMO, cache="fp32", device_map="cpu", dtype="auto")
+    yield model
+    model.close()
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    tokenizer = AutoTokenizer.from_pretrained(DEMO, padding_side="left")
+    tokenizer.pad_token = "<unk>"
+    return tokenizer
+
+
+@pytest.fixture
+def one(tokenizer):
+    return tokenizer(PROMPTS[0], return_tensors="pt")
+
+
+@pytest.fixture
+def batch(tokenizer):
+    return tokenizer(PROMPTS, return_tensors="pt", padding=True)
+
+
+def test_forward_is_that_of_transformers(ours, theirs, batch):
+    mine = ours(**batch, output_hidden_states=True)
+    want = theirs(**batch, output_hidden_states=True)
+    real = batch["attention_mask"].bool()
+    torch.testing.assert_close(mine.logits[real], want.logits[real], atol=2e-3, rtol=0)
+    assert (mine.logits[~real] == 0).all()
+    assert len(mine.hidden_states) == len(want.hidden_states) == 13
+    for a, b in zip(mine.hidden_states, want.hidden_states):
+        torch.testing.assert_close(a[real], b[real], atol=5e-3, rtol=1e-3)
+    last = ours(**batch, logits_to_keep=1).logits
+    torch.testing.assert_close(last[:, 0], mine.logits[:, -1], atol=1e-4, rtol=0)
+    torch.testing.assert_close(ours(**batch, logits_to_keep=torch.tensor([3, 5])).logits, mine.logits[:, [3, 5]], atol=1e-4, rtol=0)
+
+
+def test_right_padding_and_steps_with_a_cache(ours, theirs, tokenizer):
+    right = tokenizer(PROMPTS, return_tensors="pt", padding=True, padding_side="right")
+    real = right["attention_mask"].bool()
+    torch.testing.assert_close(ours(**right).logits[real], theirs(**right).logits[real], atol=2e-3, rtol=0)
+    labels = right["input_ids"].masked_fill(~real, -100)
+    torch.testing.assert_close(ours(**right, labels=labels).loss, theirs(**right, labels=labels).loss, atol=1e-3, rtol=0)
+    ids = tokenizer(PROMPTS[0], return_tensors="pt")["input_ids"]
+    first = ours(ids[:, :4])
+    second = ours(ids[:, 4:], **{CACHE: first[CACHE]})
+    torch.testing.assert_close(torch.cat([first.logits, second.logits], 1), ours(ids).logits, atol=1e-4, rtol=0)
+    assert second[CACHE].get_seq_length() == ids.shape[1]
+    second[CACHE].crop(-2)
+    again = ours(ids[:, -2:], **{CACHE: second[CACHE]})
+    torch.testing.assert_close(again.logits, second.logits[:, -2:], atol=1e-4, rtol=0)
+
+
+def both(ours, theirs, inputs, **options):
+    made = []
+    for model in (ours, theirs):
+        torch.manual_seed(7)
+        made.append(model.generate(**inputs, pad_token_id=0, **options))
+    assert torch.equal(*made), (made[0].tolist(), made[1].tolist())
+    return made[0]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": False},
+        {"do_sample": True, "temperature": 0.8, "top_k": 40, "top_p": 0.9},
+        {"do_sample": True, "num_return_sequences": 3},
+        {"num_beams": 4, "num_return_sequences": 2},
+        {"num_beams": 3, "do_sample": True},
+        {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 12},
+        {"use_cache": False},
+        {"prompt_lookup_num_tokens": 3},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_generate_gives_the_tokens_of_transformers(ours, theirs, one, options):
+    both(ours, theirs, one, max_new_tokens=16, **options)
+
+
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"num_beams": 3}], ids=["greedy", "beams"])
+def test_batches_with_left_padding(ours, theirs, batch, options):
+    both(ours, theirs, batch, max_new_tokens=16, **options)
+
+
+def test_an_assistant_changes_nothing_but_the_speed(ours, theirs, one):
+    with ex.load(EXL2, cache="fp32", progress=None) as small:
+        assistant = Exl2ForCausalLM(small)
+        text = ours.generate(**one, max_new_tokens=24, do_sample=False, assistant_model=assistant, pad_token_id=0)
+    assert torch.equal(text, theirs.generate(**one, max_new_tokens=24, do_sample=False, pad_token_id=0))
+
+
+def test_going_on_with_a_cache(ours, one):
+    first = ours.generate(**one, max_new_tokens=6, do_sample=False, return_dict_in_generate=True, output_scores=True, output_logits=True)
+    assert len(first.scores) == len(first.logits) == 6
+    more = ours.generate(first.sequences, max_new_tokens=6, do_sample=False, **{CACHE: first[CACHE]})
+    assert torch.equal(more, ours.generate(**one, max_new_tokens=12, do_sample=False))
+
+
+def test_streamers_criteria_and_processors(ours, tokenizer, one, capsys):
+    class Ends:
+        def __call__(self, ids, scores, **kwargs):
+            return torch.tensor([ids.shape[1] >= one["input_ids"].shape[1] + 5] * ids.shape[0])
+
+    class Only:
+        def __call__(self, ids, scores):
+            return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([42]), 0.0)
+
+    text = ours.generate(
+        **one,
+        max_new_tokens=20,
+        stopping_criteria=StoppingCriteriaList([Ends()]),
+        logits_processor=LogitsProcessorList([Only()]),
+        streamer=TextStreamer(tokenizer, skip_prompt=True),
+    )
+    assert text[0, one["input_ids"].shape[1] :].tolist() == [42] * 5
+    assert capsys.readouterr().out.strip() == tokenizer.decode([42] * 5).strip()
+
+
+def test_the_pipeline(ours, tokenizer, one):
+    generate = pipeline("text-generation", model=ours, tokenizer=tokenizer)
+    made = generate(PROMPTS[0], max_new_tokens=8, do_sample=False, return_full_text=False)[0]["generated_text"]
+    want = ours.generate(**one, max_new_tokens=8, do_sample=False)[0, one["input_ids"].shape[1] :]
+    assert made == tokenizer.decode(want, skip_special_tokens=True)
+
+
+def test_one_forward_a_token_as_web_uis_use_it(ours, llm, tokenizer):
+    """What text-generation-webui's HF loaders do: a wrapper that keeps the cache and asks for the last logits."""
+    ids = tokenizer(PROMPTS[1], return_tensors="pt")["input_ids"]
+    cache, step, made = None, ids, []
+    for _ in range(8):
+        out = ours(step, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
+        cache, step = out[CACHE], out.logits[:, -1].argmax(-1, keepdim=True)
+        made.append(int(step))
+    assert made == [token.id for token in llm.generate(PROMPTS[1], max_tokens=8, temperature=0).tokens]
+
+
+def test_the_model_beside_it_goes_on(ours, one):
+    handle = ours.llm.stream("She said", max_tokens=40, temperature=0, ignore_eos=True)
+    text = ours.generate(**one, max_new_tokens=6, do_sample=False)
+    assert handle.result().text == ours.llm.generate("She said", max_tokens=40, temperature=0, ignore_eos=True).text
+    assert torch.equal(text, ours.generate(**one, max_new_tokens=6, do_sample=False))
+
+
+def test_a_quantised_directory(tokenizer, one):
+    model = Exl2ForCausalLM.from_pretrained(EXL2)
+    want = [token.id for token in model.llm.generate(PROMPTS[0], max_tokens=10, temperature=0).tokens]
+    assert model.generate(**one, max_new_tokens=10, do_sample=False)[0, one["input_ids"].shape[1] :].tolist() == want
+    model.close()
+    assert model.llm.engine.closed
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda m, x: m(**x, output_attentions=True), OptionError, "output_attentions was given"),
+        (lambda m, x: m(inputs_embeds=torch.zeros(1, 2, 256)), OptionError, "inputs_embeds was given"),
+        (lambda m, x: m(**x, head_mask=torch.ones(1)), OptionError, "unknown keyword 'head_mask'"),
+        (lambda m, x: m(x["input_ids"], torch.ones(3, 3)), OptionError, r"attention_mask is \(3, 3\)"),
+        (lambda m, x: m(x["input_ids"] + 5000), OptionError, "ids outside 0 to 4095"),
+        (lambda m, x: m(torch.ones(1, 2000, dtype=torch.int64)), ContextOverflow, "the model was loaded for 1024"),
+        (lambda m, x: m(**x, **{CACHE: transformers.DynamicCache()}), OptionError, "the cache is a DynamicCache"),
+        (lambda m, x: m.generate(**x, cache_implementation="static", max_new_tokens=2), OptionError, "cache_implementation is 'static'"),
+        (lambda m, x: m.to("cuda"), OptionError, "cannot be moved to cuda"),
+        (lambda m, x: m.save_pretrained("x"), OptionError, "the model's files are in"),
+        (lambda m, x: Exl2ForCausalLM.from_pretrained(DEMO, torch_dtype=torch.bfloat16), OptionError, "torch_dtype is torch.bfloat16"),
+        (lambda m, x: Exl2ForCausalLM.from_pretrained(DEMO, trust_remote_code=True), OptionError, "trust_remote_code is True"),
+        (lambda m, x: Exl2ForCausalLM.from_pretrained(DEMO, device_map={"": 0}), OptionError, "device_map is"),
+        (lambda m, x: Exl2ForCausalLM.from_pretrained(DEMO, load_in_4bit=True), OptionError, "unknown keyword 'load_in_4bit'"),
+    ],
+)
+def test_refusals(ours, one, call, error, message):
+    with pytest.raises(error, match=message):
+        call(ours, one)
+    assert ours.to("cpu") is ours
