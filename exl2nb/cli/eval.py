@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, console: Console) -> int:
     """Measure and print."""
     if (args.text is None) == (args.tasks is None):
-        raise OptionError("eval: give --text, for perplexity, or --tasks, for the evaluation harness")
+        raise OptionError("eval: give --text, for perplexity, or --tasks, for the evaluation harness; see exl2nb eval --help")
     if args.tasks is not None:
         return _run_tasks(args, console)
     from exl2nb.eval.comparison import compare_models

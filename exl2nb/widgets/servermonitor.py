@@ -62,6 +62,8 @@ class ServerMonitor(ExlWidget):
     requests = t.List().tag(sync=True)
     clients = t.List().tag(sync=True)
 
+    _ended: threading.Event | None = None  # the constructor may refuse its arguments, and `close` is called all the same
+
     def __init__(self, server: Serving | Mapping[str, Any], *, every_s: float = 0.5, **kwargs: Any) -> None:
         self._ended = threading.Event()
         if not isinstance(server, Mapping) and not callable(getattr(server, "figures", None)):
@@ -79,7 +81,8 @@ class ServerMonitor(ExlWidget):
 
     def close(self) -> None:
         """Stop watching."""
-        self._ended.set()
+        if self._ended is not None:
+            self._ended.set()
         super().close()
 
     def _show(self, figures: Mapping[str, Any]) -> None:

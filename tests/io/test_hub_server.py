@@ -270,7 +270,7 @@ def test_inspect_reads_no_weights(server, tmp_path, monkeypatch):
     tables = sum(info.nbytes for info in infos if info.name.endswith("q_groups"))
     assert beyond and all("q_groups" in name for name in beyond), "the header's first piece, and tables that lie side by side"
     assert sum(touched) <= max(FIRST_BYTES, header) + tables + 64 < len(model[weights]) / 4
-    assert planned == {**ex.plan(folder, free=10**9).to_dict(), "name": "name"}
+    assert planned == {**ex.plan(folder, free=10**9).to_dict(), "name": "owner/name@4.0bpw"}
     assert "not this revision; it has main" in unknown and "no such public model" in nobody
 
     # without a network: what was downloaded before, else the reason
