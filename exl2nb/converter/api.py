@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -54,7 +55,8 @@ def measure(
         if out is not None:
             found.save(out)
         if beside is not None:
-            Work(beside).clear()
+            with closing(Work(beside)) as work:
+                work.clear()
     return found
 
 

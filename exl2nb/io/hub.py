@@ -175,6 +175,9 @@ def time_limits(stop: threading.Event | None = None) -> Iterator[None]:
 
     if hasattr(session, "event_hooks"):
         hooks = session.event_hooks["request"]
+        for other in [hook for hook in hooks if (stopped := getattr(hook, "stop", None)) is not None and stopped.is_set()]:
+            hooks.remove(other)  # of a download that was cancelled and still waits for its last bytes
+        limit.stop = stop  # type: ignore[attr-defined]
         hooks.append(limit)
         try:
             yield

@@ -300,11 +300,11 @@ def _ready() -> dict[tuple[KernelId, int, int], Path]:
     """
     found: dict[tuple[KernelId, int, int], Path] = {}
     for index in sorted(source_root().glob("ready/sm_*/index.txt")):
-        digest, version, *rows = index.read_text().splitlines()
+        digest, version, *rows = (*index.read_text().splitlines(), "", "")
         if digest != source_digest() or more_options() or driver_version() < tuple(map(int, version.split("."))):
             continue
         capability = index.parent.name.removeprefix("sm_")
-        for source, name, _, file in (row.split("\t") for row in rows):
+        for source, name, _, file in (row.split("\t") for row in rows if row):
             found[KernelId(source, name).unit, int(capability[:-1]), int(capability[-1])] = index.parent / file
     return found
 
@@ -391,6 +391,7 @@ def connect(path: Path) -> None:
     for function in (_library.exl2nb_kernel_problem, _library.exl2nb_all_kernels, _library.exl2nb_noted_launches):
         function.restype = ctypes.c_char_p
     _library.exl2nb_set_kernel_code(_answer)
+    _ready.cache_clear()  # the driver's version is known now
 
 
 def _ids(lines: bytes) -> list[KernelId]:

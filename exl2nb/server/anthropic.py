@@ -92,8 +92,11 @@ async def count_tokens(request: Request, body: CountBody) -> Any:
         options["template"] = state.template
     options.pop("tool_choice", None)
     given = {name: value for name, value in options.items() if name != "parallel_tool_calls"}
-    text = await aside(lambda: state.llm.render_chat(messages_of(body), **given), heavy=True)
-    return {"input_tokens": len(state.llm.tokenizer.encode(text, add_special=False))}
+
+    def count() -> int:
+        return len(state.llm.tokenizer.encode(state.llm.render_chat(messages_of(body), **given), add_special=False))
+
+    return {"input_tokens": await aside(count, heavy=True)}
 
 
 def messages_of(body: CountBody) -> list[dict[str, Any]]:

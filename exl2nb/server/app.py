@@ -38,12 +38,16 @@ def application(state: State) -> FastAPI:
 
 
 class Guard:
-    """Refuses requests with a larger body, without reading it to its end, and those that call a local server by a foreign name."""
+    """Refuses requests with a larger body, without reading it to its end, those that call a local server by a foreign name, and, where no
+    key protects the server, those that a page of another origin makes.
+    """
 
     def __init__(self, app: ASGIApp, options: ServerOptions) -> None:
         self._app, self._most = app, options.max_body_bytes
         # a page may point a name of its own at this machine; the requests it makes carry that name
         self._hosts = {*LOCAL, options.host, *options.allowed_hosts} if options.local else None
+        # a page may send simple requests anywhere without asking first
+        self._origins = None if options.api_keys or options.admin_keys or "*" in options.cors_origins else frozenset(options.cors_origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """As an ASGI application."""
@@ -70,6 +74,9 @@ class Guard:
         name = host[1:].partition("]")[0] if host.startswith("[") else host.rpartition(":")[0] or host
         if self._hosts is not None and name.lower() not in self._hosts:
             return ApiError(403, f"this server is not called {name[:80]!r}; call it by its address, or add the name to allowed_hosts")
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        if self._origins is not None and origin and origin not in self._origins and origin.partition("://")[2] != host:
+            return ApiError(403, f"requests of pages from {origin[:80]!r} are not allowed; add it to cors_origins, or set a key")
         announced = headers.get(b"content-length", b"0")
         if not announced.isdigit() or int(announced) > self._most:
             return ApiError(413, f"the body is larger than {self._most} bytes", code="request_too_large")

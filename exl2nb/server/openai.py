@@ -59,9 +59,9 @@ class Common(Sampling):
             refuse(True, f"stream_options.{sorted(unknown)[0]}", "is not known; expected include_usage")
         preset = state.preset[1]
         if self.preset is not None:
-            if self.preset not in state.options.presets:
+            if self.preset not in state.presets:
                 raise ApiError(400, f"preset {self.preset[:80]!r} is not known; GET /v1/sampling/override/list names them", param="preset")
-            preset = state.options.presets[self.preset]
+            preset = state.presets[self.preset]
         fields: Sampling = self
         if preset:
             given = {name: getattr(self, name) for name in Sampling.model_fields}
@@ -341,12 +341,10 @@ def tool_choice(value: Any) -> str:
 async def submit_chat(state: State, ticket: Ticket, messages: Sequence[Any], options: dict[str, Any], *, n: int, stream: bool) -> None:
     """Render a conversation and queue its `n` answers; options as of `llm.chat`."""
     options = dict(options)
-    heavy = len(options.keys() & {"tools", "schema", "regex", "grammar", "template"}) > 0
     if "template" not in options and state.template is not None:
         options["template"] = state.template
     elif "template" in options and options["template"] not in INSTRUCT:
         options["template"] = named_template(state, options["template"])
-    heavy = heavy or sum(len(str(one)) for one in messages) > INLINE_CHARACTERS
 
     def queue() -> None:
         llm = state.llm
@@ -355,7 +353,7 @@ async def submit_chat(state: State, ticket: Ticket, messages: Sequence[Any], opt
             ticket.prompt_tokens = len(ids)
             ticket.handles.append(llm.submit_for_job(ids, each, stream=stream, where="chat"))
 
-    await aside(queue, heavy=heavy)
+    await aside(queue, heavy=True)  # a template is rendered in another process, behind those of other requests
 
 
 def named_template(state: State, name: str) -> str:
@@ -560,7 +558,7 @@ async def _scored(state: State, ticket: Ticket, body: CompletionBody, prompts: S
     choices, count = [], 0
     for index, (prompt, scored) in enumerate(zip(prompts, scores)):
         text = prompt if isinstance(prompt, str) else state.llm.tokenizer.decode(prompt)
-        count += len(state.llm.tokenizer.encode(prompt)) if isinstance(prompt, str) else len(prompt)
+        count += len(await to_thread.run_sync(state.llm.tokenizer.encode, prompt)) if isinstance(prompt, str) else len(prompt)
         choices.append({"index": index, "text": text, "finish_reason": "length", "logprobs": scored})
     state.end(ticket)
     total = {"prompt_tokens": count, "completion_tokens": 0, "total_tokens": count}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from exl2nb.generator.request import Completion
 from exl2nb.server.errors import ApiError, api_error, body_of
@@ -36,6 +37,12 @@ class ResponsesBody(ChatBody):
     include: list[str] | None = Field(None, description="no effect, but for what is not known here")
     truncation: str | None = Field(None, description='"disabled"')
     max_tool_calls: Any = Field(None, description="refused")
+
+    @field_validator("metadata", "tools", "tool_choice")
+    @classmethod
+    def _echoed(cls, value: Any) -> Any:
+        json.dumps(value, allow_nan=False)  # ValueError: a number that an answer cannot repeat
+        return value
 
 
 @router.post("/v1/responses")

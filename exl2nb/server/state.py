@@ -71,9 +71,10 @@ class State:
 
     def __init__(self, options: ServerOptions, llm: LLM | None, *, owned: bool) -> None:
         self.options, self.owned = options, owned
+        self.presets: dict[str, Mapping[str, Any]] = {}  # by the fields' own names
         for name, preset in options.presets.items():
             try:
-                check_preset(preset)
+                self.presets[name] = check_preset(preset)
             except ApiError as error:
                 raise OptionError(f"presets: {name}: {error.message}") from None
         self.metrics = Metrics()
@@ -82,7 +83,7 @@ class State:
         self.recent: deque[Ticket] = deque(maxlen=RECENT)
         self.draining = False
         self.template = options.template
-        self.preset: tuple[str | None, Mapping[str, Any]] = (options.preset, options.presets.get(options.preset or "", {}))
+        self.preset: tuple[str | None, Mapping[str, Any]] = (options.preset, self.presets.get(options.preset or "", {}))
         self.changing = asyncio.Lock()  # loading, unloading
         self._llm = llm
         self._numbers = itertools.count(1)

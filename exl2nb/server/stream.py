@@ -40,16 +40,17 @@ class EventStream(StreamingResponse):
 
 
 async def with_pings(events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """The events, and comments while the first one takes long."""
-    first = asyncio.ensure_future(anext(events, None))
-    try:
-        while not (await asyncio.wait({first}, timeout=PING_S))[0]:
-            yield ": waiting\n\n"
-    finally:
-        if not first.done():
-            first.cancel()
-    if (begun := first.result()) is None:
-        return
-    yield begun
+    """The events, and comments while one of the first two takes long: the head of an answer, and its first token."""
+    for _ in range(2):
+        one = asyncio.ensure_future(anext(events, None))
+        try:
+            while not (await asyncio.wait({one}, timeout=PING_S))[0]:
+                yield ": waiting\n\n"
+        finally:
+            if not one.done():
+                one.cancel()
+        if (event := one.result()) is None:
+            return
+        yield event
     async for one in events:
         yield one

@@ -153,7 +153,9 @@ async def load_model(request: Request, body: LoadBody) -> Any:
 
     async def work(sink: Sink) -> dict[str, Any]:
         await state.load(str(place), options, sink)
-        state.template = named_template(state, body.prompt_template) if body.prompt_template else state.options.template
+        state.template, asked = state.options.template, body.prompt_template
+        if asked:
+            state.template = asked if asked in INSTRUCT else named_template(state, asked)
         return {"model_type": "model", "module": 1, "modules": 1, "status": "finished"}
 
     return EventStream(_progress(work, request.url.path, model_type="model"), lambda: None)
@@ -267,7 +269,7 @@ async def presets(request: Request) -> Any:
     """The preset that applies, and the names of all."""
     state = _state(request)
     name, values = state.preset
-    return {"selected_preset": name, "overrides": dict(values), "presets": sorted(state.options.presets)}
+    return {"selected_preset": name, "overrides": dict(values), "presets": sorted(state.presets)}
 
 
 class PresetBody(Body):
@@ -283,9 +285,9 @@ async def switch_preset(request: Request, body: PresetBody) -> Any:
     state = _state(request)
     if (body.preset is None) == (body.overrides is None):
         raise ApiError(400, "expected one of preset and overrides")
-    if body.preset is not None and body.preset not in state.options.presets:
+    if body.preset is not None and body.preset not in state.presets:
         raise ApiError(404, f"preset {body.preset[:80]!r} is not known; GET /v1/sampling/override/list names them", param="preset")
-    given = body.overrides if body.preset is None else state.options.presets[body.preset]
+    given = body.overrides if body.preset is None else state.presets[body.preset]
     state.preset = (body.preset, check_preset(given or {}))
     return {"selected_preset": body.preset, "overrides": state.preset[1]}
 

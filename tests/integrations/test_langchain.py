@@ -56,7 +56,8 @@ class TestCalls(ChatModelIntegrationTests):
 
     @property
     def chat_model_params(self):
-        bias = {self.llm.tokenizer.token_id(text): value for text, value in (('"', 60), ("}", 50), ("3", 40))}
+        biases = (('"', 60), ("}", 50), ("3", 40), (" 1", -100), (" 2", -100))
+        bias = {self.llm.tokenizer.encode(text, add_special=False)[0]: value for text, value in biases}
         return {
             "llm": self.llm,
             "template": "chatml",

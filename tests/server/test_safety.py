@@ -197,3 +197,25 @@ def test_files(tmp_path):
         config.write_text(text)
         with pytest.raises(ConfigError, match=message):
             read_config(config, ["port"])
+
+
+def test_pages_of_another_origin_are_refused_where_no_key_protects(serve):
+    client, server = serve()
+    assert client.post("/v1/tokenizer/encode", headers={"Origin": "https://evil.example"}).status_code == 403
+    assert client.get("/v1/models", headers={"Origin": server.url}).status_code == 200
+    listed, _ = serve(cors_origins=["https://mine.example"])
+    assert listed.get("/v1/models", headers={"Origin": "https://mine.example"}).status_code == 200
+    keyed, _ = serve(api_keys=["user"])
+    assert keyed.get("/v1/models", headers={"Origin": "https://evil.example", "Authorization": "Bearer user"}).status_code == 200
+
+
+def test_presets_take_the_fields_other_names(serve):
+    client, _ = serve(presets={"mine": {"rep_pen": 1.1}}, preset="mine")
+    for body in ({}, {"preset": "mine"}):
+        assert client.post("/v1/completions", json={"prompt": "It was", "max_tokens": 1, **body}).status_code == 200
+
+
+def test_numbers_that_json_lacks_are_refused(serve):
+    client, _ = serve()
+    body = b'{"input": "hi", "max_output_tokens": 2, "metadata": {"a": NaN}}'
+    assert client.post("/v1/responses", content=body, headers={"Content-Type": "application/json"}).status_code == 400
