@@ -64,7 +64,7 @@ def test_weights_while_a_cell_runs(book, screenshots):
     widget.locator(".exl2nb-word").nth(7).wait_for()
     widget.get_by_label("Column").fill("33")
     widget.get_by_label("Column").press("Tab")
-    widget.locator(".exl2nb-scale", has_text="column 33 has").wait_for()
+    widget.locator(".exl2nb-scale", has_text=", for column 33").wait_for()
     widget.get_by_role("gridcell").nth(20).click()
     look(book, "weights", screenshots)
     book.wait_idle()
@@ -77,7 +77,7 @@ def test_microscope(book, screenshots):
     widget.get_by_role("slider", name="Top-k, slider").fill("5")
     widget.locator("thead th").nth(steps).wait_for()
     widget.get_by_role("option").nth(8).click()
-    widget.locator(".exl2nb-drawn", has_text="no. 8 of seed 7").wait_for()
+    widget.locator(".exl2nb-drawn", has_text="draw 8 of seed 7").wait_for()
     look(book, "microscope", screenshots)
     assert book.run(PLACE["microscope after"]).split() == ["8", "5", "True"]
 
