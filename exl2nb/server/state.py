@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 RECENT = 200  # requests that are over and still listed
 INLINE_CHARACTERS = 4096  # a longer prompt is encoded on another thread, so that the event loop stays free
-CLIENT_GONE = 499  # a status that nobody reads
+CLIENT_GONE = 499  # for the log alone: the client has gone
 T = TypeVar("T")
 
 
@@ -250,7 +250,7 @@ async def results(request: Request, ticket: Ticket) -> list[Completion]:
 
 
 def _quiet(task: asyncio.Future[Any]) -> None:
-    """Nobody waits for this any more."""
+    """The client has gone."""
     if not task.cancelled():
         task.exception()
 

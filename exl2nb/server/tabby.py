@@ -207,7 +207,7 @@ _running: set[asyncio.Task[Any]] = set()  # the event loop itself holds tasks we
 
 
 async def _progress(work: Callable[[Sink], Coroutine[Any, Any, dict[str, Any]]], path: str, **more: Any) -> AsyncIterator[str]:
-    """Events of a long work; it goes on when nobody reads them any more."""
+    """Events of a long work; it goes on after the client has gone."""
     loop, news = asyncio.get_running_loop(), asyncio.Queue[Progress | None]()
 
     def tell(one: Progress, /) -> None:
