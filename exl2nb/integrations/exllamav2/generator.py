@@ -145,10 +145,11 @@ class ExLlamaV2DynamicJob:
         if not self._started:
             self._started = True
             results.append({**base, "stage": "started"})
+        ended = self.handle.done  # asked before the chunks are taken: the last ones arrive before the end
         while (chunk := self.handle.poll()) is not None:
             self.text += chunk.text
             results.append({**base, "stage": "streaming", "text": chunk.text, **self._tokens(chunk.tokens)})
-        if self.handle.done:
+        if ended:
             completion = self.handle.result()
             left = completion.text[len(self.text) :]
             self.text = completion.text
