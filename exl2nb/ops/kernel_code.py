@@ -300,11 +300,11 @@ def _ready() -> dict[tuple[KernelId, int, int], Path]:
     """
     found: dict[tuple[KernelId, int, int], Path] = {}
     for index in sorted(source_root().glob("ready/sm_*/index.txt")):
-        digest, version, *rows = (*index.read_text().splitlines(), "", "")
-        if digest != source_digest() or more_options() or driver_version() < tuple(map(int, version.split("."))):
+        lines = index.read_text().splitlines()
+        if lines[:1] != [source_digest()] or more_options() or driver_version() < tuple(map(int, lines[1].split("."))):
             continue
         capability = index.parent.name.removeprefix("sm_")
-        for source, name, _, file in (row.split("\t") for row in rows if row):
+        for source, name, _, file in (row.split("\t") for row in lines[2:]):
             found[KernelId(source, name).unit, int(capability[:-1]), int(capability[-1])] = index.parent / file
     return found
 
