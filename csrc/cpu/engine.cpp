@@ -191,31 +191,66 @@ void linear(const float* x, int M, const uint8_t* blob, const float* bias, float
   if (M > 0) linear_each(&product, 1, next_blob);
 }
 
-void normalize(const float* x, int M, int H, Norm norm, float* y) {
+void normalize(const float* x, int M, int H, Norm norm, float* y, Changes changes) {
   for_each_task(M, int64_t(M) * H > kParallelNumbers, [&](int64_t m) {
-    if (norm.layer)
-      kernels().layer_norm(x + m * H, norm.weight, norm.bias, norm.eps, H, y + m * H);
+    const Norm own = changes ? changed(norm, changes[m]) : norm;
+    if (own.layer)
+      kernels().layer_norm(x + m * H, own.weight, own.bias, own.eps, H, y + m * H);
     else
-      kernels().rms_norm(x + m * H, norm.weight, norm.eps, H, y + m * H);
+      kernels().rms_norm(x + m * H, own.weight, own.eps, H, y + m * H);
   });
 }
 
+void lora_down(const LoraChange& change, const float* x, int K, float* h) {
+  for (const LoraPart* p = change.parts; p < change.parts + change.num_parts; h += p->rank, p++)
+    kernels().lora_down(x, p->a, int(p->rank), K, p->scale, h);
+}
+
+void lora_up(const LoraChange& change, const float* h, int64_t first, int64_t columns, float* y) {
+  for (int64_t i = 0; change.gain && i < columns; i++) y[i] += change.gain[first + i] * y[i];
+  for (const LoraPart* p = change.parts; p < change.parts + change.num_parts; h += p->rank, p++) {
+    const int64_t begin = std::max(first, p->first), end = std::min(first + columns, p->first + p->columns);
+    if (begin < end) kernels().lora_up(h, p->b + (begin - p->first), p->columns, int(p->rank), int(end - begin), y + (begin - first));
+  }
+  for (int64_t i = 0; change.bias && i < columns; i++) y[i] += change.bias[first + i];
+}
+
+namespace {
+
+// Adds what the adapters of the rows make of a product's inputs x (M, K) to its outputs (M, N).
+void add_changes(const float* x, int M, const uint8_t* blob, float* out, Changes changes) {
+  const int64_t K = header(blob).K, N = header(blob).N;
+  int64_t work = 0;
+  for (int m = 0; m < M; m++) work += changes[m] ? changes[m]->rank * (K + N) : 0;
+  for_each_task(M, work > kParallelWork, [&](int64_t m) {
+    if (!changes[m] || !changes[m]->product()) return;
+    Buffer<float> h(changes[m]->rank);
+    lora_down(*changes[m], x + m * K, int(K), h);
+    lora_up(*changes[m], h, 0, N, out + m * N);
+  });
+}
+
+}  // namespace
+
 void linear_residual(const float* x, int M, const uint8_t* blob, const float* bias, Norm norm, float scale, float* residual,
-                     const uint8_t* next_blob) {
-  if (!norm.weight && scale == 1.0f) return linear(x, M, blob, bias, residual, true, next_blob);
+                     const uint8_t* next_blob, Changes changes) {
+  if (!norm.weight && scale == 1.0f && !changes) return linear(x, M, blob, bias, residual, true, next_blob);
   const int N = header(blob).N;
   Buffer<float> out(int64_t(M) * N);
   linear(x, M, blob, bias, out, false, next_blob);
-  if (norm.weight) normalize(out, M, N, norm, out);
+  if (changes) add_changes(x, M, blob, out, changes);
+  if (norm.weight) normalize(out, M, N, norm, out, changes);
   for (int64_t i = 0; i < int64_t(M) * N; i++) residual[i] += scale * out[i];
 }
 
-void norm_linear(const float* x, int M, Norm norm, const uint8_t* blob, const float* bias, float* out, const uint8_t* next_blob) {
-  if (!norm.weight) return linear(x, M, blob, bias, out, false, next_blob);
+void norm_linear(const float* x, int M, Norm norm, const uint8_t* blob, const float* bias, float* out, const uint8_t* next_blob,
+                 Changes changes) {
   const int H = header(blob).K;
-  Buffer<float> normed(int64_t(M) * H);
-  normalize(x, M, H, norm, normed);
-  linear(normed, M, blob, bias, out, false, next_blob);
+  Buffer<float> normed(norm.weight ? int64_t(M) * H : 0);
+  if (norm.weight) normalize(x, M, H, norm, normed, changes);
+  if (norm.weight) x = normed;
+  linear(x, M, blob, bias, out, false, next_blob);
+  if (changes) add_changes(x, M, blob, out, changes);
 }
 
 void activate_pairs(const float* both, int M, int64_t I, int activation, bool gated, float* out) {
@@ -230,18 +265,18 @@ void activate_pairs(const float* both, int M, int64_t I, int activation, bool ga
 }
 
 void norm_gate_up(const float* x, int M, Norm norm, const uint8_t* blob, const float* bias, int activation, bool gated, float* out,
-                  const uint8_t* next_blob) {
+                  const uint8_t* next_blob, Changes changes) {
   const int64_t N = header(blob).N;
   Buffer<float> both(M * N);
-  norm_linear(x, M, norm, blob, bias, both, next_blob);
+  norm_linear(x, M, norm, blob, bias, both, next_blob, changes);
   activate_pairs(both, M, gated ? N / 2 : N, activation, gated, out);
 }
 
 void norm_qkv_rope(const float* x, int T, Norm norm, const uint8_t* blob, const float* bias, const Rope& rope, const Heads& heads, float* q,
-                   void* k_pool, void* v_pool, const uint8_t* next_blob) {
+                   void* k_pool, void* v_pool, const uint8_t* next_blob, Changes changes) {
   const int64_t N = header(blob).N, width = int64_t(heads.num_heads) * heads.head_dim;
   Buffer<float> qkv(T * N);
-  norm_linear(x, T, norm, blob, bias, qkv, next_blob);
+  norm_linear(x, T, norm, blob, bias, qkv, next_blob, changes);
   if (rope.clip > 0)
     for (int64_t i = 0; i < T * N; i++) qkv[i] = std::clamp(qkv[i], -rope.clip, rope.clip);
   for_each_task(T, T * N > kParallelNumbers, [&](int64_t t) {

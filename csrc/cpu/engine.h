@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 
+#include "../format/lora.h"
 #include "kernels.h"
 #include "memory.h"
 
@@ -32,15 +33,27 @@ struct Product {
   bool add = false;
 };
 void linear_each(const Product* products, int count, const uint8_t* next_blob = nullptr);
+// What the adapter of each row changes, null for a row without; the whole is null where no row has one.
+using Changes = const LoraChange* const*;
+// The row's own norm.
+inline Norm changed(Norm norm, const LoraChange* change) {
+  if (change && change->norm) norm.weight = change->norm, norm.bias = change->norm_bias;
+  return norm;
+}
+// h (change.rank) = what all parts make of x (K); y: columns [first, first + columns) of a product's output, which is what `y` points to.
+void lora_down(const LoraChange& change, const float* x, int K, float* h);
+void lora_up(const LoraChange& change, const float* h, int64_t first, int64_t columns, float* y);
+
 // residual += scale * norm(x @ blob + bias)
 void linear_residual(const float* x, int M, const uint8_t* blob, const float* bias, Norm norm, float scale, float* residual,
-                     const uint8_t* next_blob = nullptr);
-void normalize(const float* x, int M, int H, Norm norm, float* y);
-void norm_linear(const float* x, int M, Norm norm, const uint8_t* blob, const float* bias, float* out, const uint8_t* next_blob = nullptr);
+                     const uint8_t* next_blob = nullptr, Changes changes = nullptr);
+void normalize(const float* x, int M, int H, Norm norm, float* y, Changes changes = nullptr);
+void norm_linear(const float* x, int M, Norm norm, const uint8_t* blob, const float* bias, float* out, const uint8_t* next_blob = nullptr,
+                 Changes changes = nullptr);
 // gated: act(gate) * up of [gate; up]; otherwise act(up). activate_pairs: its second half, both (M, 2 I) or (M, I) -> out (M, I)
 void activate_pairs(const float* both, int M, int64_t I, int activation, bool gated, float* out);
 void norm_gate_up(const float* x, int M, Norm norm, const uint8_t* blob, const float* bias, int activation, bool gated, float* out,
-                  const uint8_t* next_blob = nullptr);
+                  const uint8_t* next_blob = nullptr, Changes changes = nullptr);
 
 struct Rope {
   const float *cos, *sin;  // (max_pos, half)
@@ -48,7 +61,7 @@ struct Rope {
   float clip = 0.0f;  // q, k and v are cut to [-clip, clip] first; 0: not
 };
 void norm_qkv_rope(const float* x, int T, Norm norm, const uint8_t* blob, const float* bias, const Rope& rope, const Heads& heads, float* q,
-                   void* k_pool, void* v_pool, const uint8_t* next_blob = nullptr);
+                   void* k_pool, void* v_pool, const uint8_t* next_blob = nullptr, Changes changes = nullptr);
 
 struct Attention {
   const void *k_pool, *v_pool;

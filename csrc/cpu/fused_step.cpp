@@ -99,8 +99,9 @@ struct FusedStep::Shared {
   const Draws draws;
   const Sizes sizes;
   const int64_t rows, per_thread;  // rows: of the largest product; per_thread: floats of what each thread has for itself
+  const int64_t rank;              // floats between two rows of `low`: the largest rank of an adapter's change
   Team team;
-  Buffer<float> x, q, act, side, columns, thread_buffers;
+  Buffer<float> x, q, act, side, columns, thread_buffers, low;  // low: what adapters make of a product's inputs
   Buffer<uint8_t> codes;
   Shared(const Program& program, const StepBatch& b, float* logits, const Draws& draws, int64_t threads)
       : program(program),
@@ -111,6 +112,7 @@ struct FusedStep::Shared {
         rows(std::max(b.T, b.R)),
         per_thread(align64(rows * sizes.widest + sizes.widest + 1) +
                    align64(attention_scratch(std::max(64, sizes.per_kv), b.page_size, b.head_dim))),
+        rank(b.lora ? b.lora.header().max_rank : 0),
         team(threads),
         x(b.T * program.hidden()),
         q(b.T * sizes.q),
@@ -118,6 +120,7 @@ struct FusedStep::Shared {
         side(b.T * sizes.side),
         columns(b.T * sizes.columns),
         thread_buffers(team.size() * per_thread),
+        low(rows * rank),
         codes(sizes.codes) {}
 };
 
@@ -128,16 +131,18 @@ class FusedStep::Worker {
       : s_(s),
         b_(s.b),
         member_(s.team, index),
+        step_changes_(s.b),
         normed_(s.thread_buffers + index * s.per_thread),
         padded_(normed_ + s.rows * s.sizes.widest),
         scratch_(normed_ + align64(s.rows * s.sizes.widest + s.sizes.widest + 1)) {}
 
   void run() {
     const Program& program = s_.program;
-    for (const Op* op = program.first(); op; op = program.next(op)) {
+    for (const Op* op = program.first(); op; op = program.next(op), index_++) {
       next_op_ = nullptr;
       for (const Op* o = program.next(op); o && !next_op_; o = program.next(o))
         if (matrix_of(o)) next_op_ = o;
+      changes_ = step_changes_.of(index_, op->code == HeadOp::kCode);
       visit(op, *this);
     }
     if (s_.draws.out) draw();
@@ -176,13 +181,13 @@ class FusedStep::Worker {
     const float* in = op.side ? s_.side : s_.act;
     const Norm norm{op.norm, float(op.eps)};
     const float scale = float(op.scale);
-    const bool direct = !norm.weight && scale == 1.0f;
+    const bool direct = !norm.weight && scale == 1.0f && !changes_;
     product(op.blob, in, int(b_.T), {nullptr, 0.0f}, op.bias, direct ? s_.x : s_.columns, direct);
     if (direct) return;
     const int H = int(s_.program.hidden());
     member_.each(b_.T, [&](int64_t t) {
       float *x = s_.x + t * H, *out = s_.columns + t * H;
-      if (norm.weight) normalize(out, 1, H, norm, out);
+      if (norm.weight) normalize(out, 1, H, norm, out, change(t));
       for (int i = 0; i < H; i++) x[i] += scale * out[i];
     });
   }
@@ -206,6 +211,7 @@ class FusedStep::Worker {
       tiles(blob, gate, x, M, first, end, blob + up.data + first * up.tile_bytes, out);
       tiles(blob, up, x, M, first, end, next ? next : blob + gate.data + end * gate.tile_bytes, out);
       const int column = first * kTile, columns = std::min(end * kTile, I) - column;
+      change_columns(M, column, columns, out), change_columns(M, I + column, columns, out);
       for (int64_t m = 0; m < M; m++) {
         const float* row = s_.columns + m * N + column;
         if (columns > 0) kernels().activate(row, row + I, columns, int(op.activation), to + m * I + column);
@@ -217,20 +223,22 @@ class FusedStep::Worker {
   void operator()(const HeadOp& op) {
     const int H = int(s_.program.hidden()), R = int(b_.R);
     const uint8_t* blob = op.blob;
-    const int64_t tasks = (s_.sizes.codes && has_codes(blob) ? R : 0) + shares(tiles_of(blob));
+    const int64_t tasks = (prepares_rows(blob) ? R : 0) + shares(tiles_of(blob));
     for (int r = 0; r < R && !member_.over(tasks); r++)
-      normalize_or_copy(s_.x + int64_t(b_.logit_rows[r]) * H, H, norm_of(op), normed_ + int64_t(r) * H);
+      normalize_or_copy(s_.x + int64_t(b_.logit_rows[r]) * H, H, norm_of(op), normed_ + int64_t(r) * H, change(r));
     if (R) product(blob, normed_, R, {nullptr, 0.0f}, op.bias, s_.logits, false);
     vocab_ = header(blob).N;
   }
 
  private:
-  // Inputs of a product of M rows: normalised on every thread where a part is dense, as codes divided among the threads otherwise.
+  // Inputs of a product of M rows: normalised on every thread where a part is dense, as codes divided among the threads otherwise, as are
+  // the first halves of the adapters' products.
   const float* prepare(const uint8_t* blob, const float* x, int M, Norm norm, int64_t tasks) {
     const int K = header(blob).K;
-    if (s_.sizes.codes)
-      member_.each(has_codes(blob) ? M : 0, [&](int64_t m) {
-        normalize_or_copy(x + m * K, K, norm, padded_);
+    if (s_.sizes.codes || changes_)
+      member_.each(prepares_rows(blob) ? M : 0, [&](int64_t m) {
+        normalize_or_copy(x + m * K, K, norm, padded_, change(m));
+        if (changes_ && changes_[m]) lora_down(*changes_[m], padded_, K, s_.low + m * s_.rank);
         padded_[K] = 0;  // what padding rows read
         each_order(blob, M, s_.codes, [&](const BlobPart& part, const Codes& c) {
           const auto* perm = part.perm ? reinterpret_cast<const int32_t*>(blob + part.perm) : nullptr;
@@ -239,14 +247,22 @@ class FusedStep::Worker {
         });
       });
     if (!norm.weight || !has_dense_part(blob) || member_.over(tasks)) return x;
-    for (int64_t m = 0; m < M; m++) normalize(x + m * K, 1, K, norm, normed_ + m * K);
+    for (int64_t m = 0; m < M; m++) normalize(x + m * K, 1, K, norm, normed_ + m * K, change(m));
     return normed_;
   }
+  bool prepares_rows(const uint8_t* blob) const { return has_codes(blob) || changes_; }
   static bool has_codes(const uint8_t* blob) {
     return std::any_of(parts(blob), parts(blob) + header(blob).num_parts, [](const BlobPart& p) { return quantised(p); });
   }
-  static void normalize_or_copy(const float* x, int K, Norm norm, float* y) {
-    norm.weight ? normalize(x, 1, K, norm, y) : void(std::memcpy(y, x, sizeof(float) * size_t(K)));
+  static void normalize_or_copy(const float* x, int K, Norm norm, float* y, Changes change) {
+    norm.weight ? normalize(x, 1, K, norm, y, change) : void(std::memcpy(y, x, sizeof(float) * size_t(K)));
+  }
+  // Of one row of the current op.
+  Changes change(int64_t row) const { return changes_ ? changes_ + row : nullptr; }
+  // The second halves of the adapters' products: some columns of all rows.
+  void change_columns(int M, int64_t first, int64_t columns, const Output& out) const {
+    for (int64_t m = 0; changes_ && columns > 0 && m < M; m++)
+      if (changes_[m]) lora_up(*changes_[m], s_.low + m * s_.rank, first, columns, out.out + m * out.ld + first);
   }
 
   // The tiles [first, end) of a part; next: what is read after them, or null for the following bytes.
@@ -279,9 +295,12 @@ class FusedStep::Worker {
       int64_t first = all * i / count, end = all * (i + 1) / count;
       for (int p = 0; p < header(blob).num_parts; p++) {
         const BlobPart& part = parts(blob)[p];
-        if (first < part.tiles && first < end)
-          tiles(blob, part, x, M, int(first), int(std::min<int64_t>(end, part.tiles)), end <= part.tiles ? after(i, count) : nullptr,
-                {out, header(blob).N, bias, add});
+        if (first < part.tiles && first < end) {
+          const Output to{out, header(blob).N, bias, add};
+          const int last = int(std::min<int64_t>(end, part.tiles));
+          tiles(blob, part, x, M, int(first), last, end <= part.tiles ? after(i, count) : nullptr, to);
+          change_columns(M, part.first_output + first * kTile, std::min<int64_t>(last * kTile, part.outputs) - first * kTile, to);
+        }
         first = std::max<int64_t>(0, first - part.tiles), end -= part.tiles;
       }
     });
@@ -313,8 +332,11 @@ class FusedStep::Worker {
   const StepBatch& b_;
   Team::Member member_;
   float *normed_, *padded_, *scratch_;  // this thread's
-  const QkvOp* qkv_ = nullptr;          // the last one
-  const Op* next_op_ = nullptr;         // the next op that has a matrix
+  StepChanges step_changes_;
+  Changes changes_ = nullptr;    // of the current op
+  int64_t index_ = 0;            // of the current op
+  const QkvOp* qkv_ = nullptr;   // the last one
+  const Op* next_op_ = nullptr;  // the next op that has a matrix
   int64_t vocab_ = 0;
 };
 

@@ -126,6 +126,9 @@ std::string check_step(const Program& program, const StepBatch& batch) {
   if (wrong.empty())
     wrong = check_sequences(batch.block_table, batch.cu_seqlens, batch.context_lens, batch.sequences, batch.max_pages, batch.page_size,
                             batch.num_pages, batch.T);
+  for (int64_t t = 0; batch.lora && wrong.empty() && t < batch.T; t++)
+    if (batch.adapters[t] < -1 || batch.adapters[t] >= batch.lora.header().adapters)
+      wrong = "an adapter is " + number(batch.adapters[t]) + "; expected -1 to " + number(batch.lora.header().adapters - 1);
   return wrong;
 }
 
@@ -150,6 +153,16 @@ Attention attention_of(const AttentionOp& op, const StepBatch& b, int num_heads)
 
 void run_embed(const EmbedOp& op, const StepBatch& b, int H, float* x) {
   embed(op.table, int(op.dtype), H, b.ids, int(b.T), float(op.scale), {op.position_table, int(op.position_dtype), b.positions}, x);
+  for (int64_t t = 0; b.lora && t < b.T; t++) {
+    const LoraChange* change = b.lora.change(b.adapters[t], 0);
+    for (int64_t i = 0; change && i < change->num_parts; i++) {
+      const LoraPart& part = change->parts[i];
+      Buffer<float> h(part.rank);
+      kernels().to_float(part.a + b.ids[t] * part.rank, kDenseF16, int(part.rank), h);
+      for (int64_t r = 0; r < part.rank; r++) h[r] *= part.scale[r];
+      kernels().lora_up(h, part.b, part.columns, int(part.rank), int(part.columns), x + t * H + part.first);
+    }
+  }
 }
 
 namespace {
@@ -166,10 +179,11 @@ class StepRunner {
         x_(b.T * H_),
         q_(b.T * widths_.widest),
         act_(b.T * widths_.widest),
-        side_(b.T * widths_.side) {}
+        side_(b.T * widths_.side),
+        changes_(b) {}
 
   void run() {
-    for (const Op* op = program_.first(); op; op = program_.next(op)) {
+    for (const Op* op = program_.first(); op; op = program_.next(op), index_++) {
       next_ = nullptr;  // the next matrix, to be prefetched
       for (const Op* o = program_.next(op); o && !next_; o = program_.next(o)) next_ = matrix_of(o);
       visit(op, *this);
@@ -181,14 +195,16 @@ class StepRunner {
     const size_t layer = size_t(op.layer);
     num_heads_ = int(op.num_heads);
     norm_qkv_rope(x_, int(b_.T), norm_of(op), op.blob, op.bias, rope_of(op, b_), heads_of(op, b_), q_, b_.k_pools[layer], b_.v_pools[layer],
-                  next_);
+                  next_, changes_.of(index_));
   }
   void operator()(const AttentionOp& op) { paged_attention(q_, attention_of(op, b_, num_heads_), act_); }
   void operator()(const ResidualOp& op) {
-    linear_residual(op.side ? side_ : act_, int(b_.T), op.blob, op.bias, {op.norm, float(op.eps)}, float(op.scale), x_, next_);
+    linear_residual(op.side ? side_ : act_, int(b_.T), op.blob, op.bias, {op.norm, float(op.eps)}, float(op.scale), x_, next_,
+                    changes_.of(index_));
   }
   void operator()(const GateUpOp& op) {
-    norm_gate_up(x_, int(b_.T), norm_of(op), op.blob, op.bias, int(op.activation), op.gated != 0, op.side ? side_ : act_, next_);
+    norm_gate_up(x_, int(b_.T), norm_of(op), op.blob, op.bias, int(op.activation), op.gated != 0, op.side ? side_ : act_, next_,
+                 changes_.of(index_));
   }
   void operator()(const RoutedOp& op) {
     Buffer<int32_t> chosen(b_.T * op.top_k);
@@ -208,7 +224,7 @@ class StepRunner {
   void operator()(const HeadOp& op) {
     Buffer<float> rows(b_.R * H_);
     for (int64_t r = 0; r < b_.R; r++) std::memcpy(rows + r * H_, x_ + b_.logit_rows[r] * H_, size_t(H_) * sizeof(float));
-    norm_linear(rows, int(b_.R), norm_of(op), op.blob, op.bias, logits_);
+    norm_linear(rows, int(b_.R), norm_of(op), op.blob, op.bias, logits_, nullptr, changes_.of(index_, true));
   }
 
  private:
@@ -234,8 +250,10 @@ class StepRunner {
   const int64_t H_;
   const Widths widths_;
   Buffer<float> x_, q_, act_, side_;
+  StepChanges changes_;
   const uint8_t* next_ = nullptr;
   int num_heads_ = 0;
+  int64_t index_ = 0;  // of the op
 };
 
 // Bytes of all matrices, and multiply-adds of one row. A sparse model counts as too large for the cache.

@@ -1,9 +1,11 @@
 // A whole step on the CPU: checks and runs a program of format/program.h. No torch here.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
 
+#include "../format/lora.h"
 #include "../format/program.h"
 #include "engine.h"
 
@@ -15,6 +17,8 @@ struct StepBatch {
   std::vector<void*> k_pools, v_pools;  // every layer (num_pages, Hkv, page_size, D), or (num_pages, Hkv, row) where they are coded
   int64_t num_pages, num_kv_heads, page_size, head_dim;
   CacheFormat k_kind, v_kind;
+  LoraTable lora;                     // or none
+  const int32_t* adapters = nullptr;  // (T) of `lora`, -1 for none
 };
 
 // What is wrong with the program or the batch, or an empty string. Nothing has been written then.
@@ -29,6 +33,22 @@ Heads heads_of(const QkvOp& op, const StepBatch& batch);
 Rope rope_of(const QkvOp& op, const StepBatch& batch);
 Attention attention_of(const AttentionOp& op, const StepBatch& batch, int num_heads);
 void run_embed(const EmbedOp& op, const StepBatch& batch, int H, float* x);
+
+// What the adapters of a step's tokens change in one op after the other.
+class StepChanges {
+ public:
+  explicit StepChanges(const StepBatch& batch) : b_(batch), of_(size_t(batch.lora ? std::max(batch.T, batch.R) : 0)) {}
+  // Of op number `op`: a change per token, or per logit row. Null where there is no table.
+  Changes of(int64_t op, bool logit_rows = false) {
+    for (size_t i = 0; i < of_.size() && int64_t(i) < (logit_rows ? b_.R : b_.T); i++)
+      of_[i] = b_.lora.change(b_.adapters[logit_rows ? b_.logit_rows[i] : int64_t(i)], op);
+    return of_.empty() ? nullptr : of_.data();
+  }
+
+ private:
+  const StepBatch& b_;
+  std::vector<const LoraChange*> of_;
+};
 
 // The index checks that single ops share: empty, or what is wrong.
 std::string check_range(const char* what, const int32_t* values, int64_t n, int64_t limit);

@@ -260,7 +260,8 @@ int64_t head_dim_of(const Program& program) {
 // What is the same for all steps of a batch's kind; k_pools and v_pools are of every layer.
 StepBatch step_batch(const char* op, const Tensor& program, const Tensor& ids, const Tensor& positions, const Tensor& slots,
                      const Tensor& block_table, const Tensor& cu_seqlens, const Tensor& context_lens, const Tensor& logit_rows,
-                     const std::vector<Tensor>& k_pools, const std::vector<Tensor>& v_pools) {
+                     const std::vector<Tensor>& k_pools, const std::vector<Tensor>& v_pools, const std::optional<Tensor>& lora,
+                     const std::optional<Tensor>& adapters) {
   check_tensor(op, "program", program, ScalarType::Long, {-1});
   STD_TORCH_CHECK(!k_pools.empty() && k_pools.size() == v_pools.size(), op, ": there are ", k_pools.size(), " K and ", v_pools.size(),
                   " V pools; expected one of each per layer");
@@ -291,14 +292,24 @@ StepBatch step_batch(const char* op, const Tensor& program, const Tensor& ids, c
     b.k_pools.push_back(k_pools[i].mutable_data_ptr());
     b.v_pools.push_back(v_pools[i].mutable_data_ptr());
   }
+  STD_TORCH_CHECK(!lora == !adapters, op, ": lora and adapters are given together or not at all");
+  if (lora) {
+    check_tensor(op, "lora", *lora, ScalarType::Long, {-1});
+    b.adapters = data_i32(op, "adapters", *adapters, {T});
+    b.lora = LoraTable(static_cast<const int64_t*>(lora->const_data_ptr()));
+    int64_t ops = 0;
+    const Program at = program_of(program);
+    if (!at.wrong()) at.each([&](const auto&) { ops++; });
+    STD_TORCH_CHECK(b.lora.fits(lora->numel(), ops), op, ": lora is no table of adapters for this program");
+  }
   return b;
 }
 
 Tensor decode_step_cpu(const Tensor& program, const Tensor& ids, const Tensor& positions, const Tensor& slots, const Tensor& block_table,
                        const Tensor& cu_seqlens, const Tensor& context_lens, const Tensor& logit_rows, std::vector<Tensor> k_pools,
-                       std::vector<Tensor> v_pools) {
-  const StepBatch b =
-      step_batch("decode_step", program, ids, positions, slots, block_table, cu_seqlens, context_lens, logit_rows, k_pools, v_pools);
+                       std::vector<Tensor> v_pools, const std::optional<Tensor>& lora, const std::optional<Tensor>& adapters) {
+  const StepBatch b = step_batch("decode_step", program, ids, positions, slots, block_table, cu_seqlens, context_lens, logit_rows, k_pools,
+                                 v_pools, lora, adapters);
   const Program ops = program_of(program);
   check_text("decode_step", check_step(ops, b));
   Tensor logits = empty_f32({b.R, vocab_of(ops)});
@@ -309,9 +320,10 @@ Tensor decode_step_cpu(const Tensor& program, const Tensor& ids, const Tensor& p
 std::tuple<Tensor, Tensor> step_draw_cpu(const Tensor& program, const Tensor& ids, const Tensor& positions, const Tensor& slots,
                                          const Tensor& block_table, const Tensor& cu_seqlens, const Tensor& context_lens,
                                          const Tensor& logit_rows, std::vector<Tensor> k_pools, std::vector<Tensor> v_pools,
-                                         const Tensor& settings, int64_t top) {
+                                         const Tensor& settings, int64_t top, const std::optional<Tensor>& lora,
+                                         const std::optional<Tensor>& adapters) {
   Tensor logits = decode_step_cpu(program, ids, positions, slots, block_table, cu_seqlens, context_lens, logit_rows, std::move(k_pools),
-                                  std::move(v_pools));
+                                  std::move(v_pools), lora, adapters);
   Tensor drawn = draw_rows_cpu(logits, settings, std::nullopt, std::min(top, logits.size(1)));
   return {drawn, logits};
 }
@@ -326,6 +338,7 @@ void copy_inputs(AsyncStep& s, const int32_t* feed) {
                                                         {&b.cu_seqlens, b.sequences + 1},
                                                         {&b.context_lens, b.sequences},
                                                         {&b.logit_rows, b.R},
+                                                        {&b.adapters, b.adapters ? b.T : 0},
                                                         {&feed, feed ? b.T : 0}};
   for (const auto& [from, count] : arrays) s.inputs.insert(s.inputs.end(), *from, *from + count);
   s.ids = s.inputs.data();
@@ -341,10 +354,12 @@ std::tuple<Tensor, Tensor> draw_ahead_cpu(const Tensor& program, const Tensor& i
                                           const Tensor& block_table, const Tensor& cu_seqlens, const Tensor& context_lens,
                                           const Tensor& logit_rows, std::vector<Tensor> k_pools, std::vector<Tensor> v_pools,
                                           const Tensor& settings, int64_t top, const std::optional<Tensor>& feed,
-                                          const std::optional<Tensor>& previous) {
+                                          const std::optional<Tensor>& previous, const std::optional<Tensor>& lora,
+                                          const std::optional<Tensor>& adapters) {
   const char* op = "draw_ahead";
   auto step = std::make_shared<AsyncStep>();
-  step->batch = step_batch(op, program, ids, positions, slots, block_table, cu_seqlens, context_lens, logit_rows, k_pools, v_pools);
+  step->batch =
+      step_batch(op, program, ids, positions, slots, block_table, cu_seqlens, context_lens, logit_rows, k_pools, v_pools, lora, adapters);
   const StepBatch& b = step->batch;
   step->program = program_of(program);
   check_text(op, check_step(step->program, b));
@@ -377,6 +392,7 @@ std::tuple<Tensor, Tensor> draw_ahead_cpu(const Tensor& program, const Tensor& i
   step->threads = std::max<int64_t>(2, num_threads());  // whoever waits for it, and the thread that runs it
   std::vector<Tensor> alive{program, drawn, logits};
   if (previous) alive.push_back(*previous);
+  if (lora) alive.push_back(*lora);
   alive.insert(alive.end(), k_pools.begin(), k_pools.end());
   alive.insert(alive.end(), v_pools.begin(), v_pools.end());
   step->keep_alive = std::make_shared<std::vector<Tensor>>(std::move(alive));

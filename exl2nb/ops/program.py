@@ -23,6 +23,7 @@ from exl2nb.ops import gpu
 from exl2nb.ops._library import REFERENCES, check, define, dynamic_size
 from exl2nb.ops.attention import QKVProjection
 from exl2nb.ops.kv_codes import FORMATS, page_size
+from exl2nb.ops.lora import merged
 from exl2nb.ops.moe import Experts
 from exl2nb.ops.reference import ACTIVATIONS
 from exl2nb.ops.weights import pack_concat
@@ -251,14 +252,18 @@ class Program:
         logit_rows: Tensor,
         k_pools: Sequence[Tensor],
         v_pools: Sequence[Tensor],
+        lora: Tensor | None = None,
+        adapters: Tensor | None = None,
     ) -> Tensor:
         """One step: logits f32 `(R, V)` of the rows `logit_rows`; K and V of all layers are written to their slots.
+
+        lora: words of an `ops.lora.LoraTable` of this program. adapters: int32 `(T,)`, its row for each token, -1 for none.
 
         Raises:
             RuntimeError, ValueError: an id, position, slot, page or row is out of range, or a pool does not fit; nothing is written then.
         """
         return _decode_step_op(
-            self.code, ids, positions, slots, block_table, cu_seqlens, context_lens, logit_rows, list(k_pools), list(v_pools)
+            self.code, ids, positions, slots, block_table, cu_seqlens, context_lens, logit_rows, list(k_pools), list(v_pools), lora, adapters
         )
 
     def _write(self, op: str, **fields: float) -> None:
@@ -340,40 +345,74 @@ def _decode_step(
     logit_rows: Tensor,
     k_pools: list[Tensor],
     v_pools: list[Tensor],
+    lora: Tensor | None = None,
+    adapters: Tensor | None = None,
 ) -> Tensor:
     key = int(program[3]) if program.dtype == torch.int64 and len(program) > HEADER_WORDS and int(program[0]) == MAGIC else 0
     check(key in _programs, "decode_step", "program", tuple(program.shape), "the code of a Program that is alive")
     pages = k_pools[0].shape[0] if k_pools else 0
     inside = len(slots) == 0 or (int(slots.min()) >= 0 and int(slots.max()) < pages * page_size(k_pools[0]))
     check(inside, "decode_step", "a slot", slots.tolist()[:8], f"below {pages} pages")
+    check((lora is None) == (adapters is None), "decode_step", "lora and adapters", "one of them", "both or none")
+    rows_of = _rows_of(adapters, len(ids))
     op = REFERENCES
-    x = q = logits = torch.empty(0)
-    done = {False: logits, True: logits}
-    for name, a in _programs[key].steps:
-        if name == "embed":
-            x = op[name](a["table"], ids, a["scale"], a["position_table"], positions)
-        elif name == "norm_qkv_rope":
-            layer, where = a["layer"], (a["cos"], a["sin"], positions, slots)
-            args = (x, a["norm"], a["eps"], a["blob"], a["bias"], *where, k_pools[layer], v_pools[layer], *a["heads"])
-            q = op[name](*args, a["q_norm"], a["k_norm"], *a["rest"])
-        elif name == "paged_attention":
-            pools = (k_pools[a["layer"]], v_pools[a["layer"]])
+    x = torch.zeros(len(ids), int(program[4]))
+    q = logits = torch.empty(0)
+    done: dict[bool, Tensor] = {}
+    for index, (name, plain) in enumerate(_programs[key].steps):
+        if name == "paged_attention":
+            a, pools = plain, (k_pools[plain["layer"]], v_pools[plain["layer"]])
             done[False] = op[name](q, *pools, block_table, cu_seqlens, context_lens, a["scale"], a["window"], a["softcap"])
-        elif name == "linear_residual":
-            op[name](x, done[a["aside"]], a["blob"], a["bias"], a["norm"], a["eps"], a["scale"])
+            continue
+        if name == "norm_head":
+            wanted = logit_rows.long()
+            x, rows_of = x[wanted], _rows_of(None if adapters is None else adapters[wanted], len(wanted))
+        pieces = []  # an op's rows of each adapter
+        for adapter, rows in rows_of:
+            a = plain if lora is None else merged(lora, adapter, index)
+            mine = x[rows]
+            if name == "embed":
+                x[rows] = op[name](a["table"], ids[rows], a["scale"], a["position_table"], positions[rows])
+            elif name == "norm_qkv_rope":
+                layer, where = a["layer"], (a["cos"], a["sin"], positions[rows], slots[rows])
+                args = (mine, a["norm"], a["eps"], a["blob"], a["bias"], *where, k_pools[layer], v_pools[layer], *a["heads"])
+                pieces.append(op[name](*args, a["q_norm"], a["k_norm"], *a["rest"]))
+            elif name == "linear_residual":
+                op[name](mine, done[a["aside"]][rows], a["blob"], a["bias"], a["norm"], a["eps"], a["scale"])
+                x[rows] = mine
+            elif name == "norm_gate_up":
+                pieces.append(op[name](mine, a["norm"], a["eps"], a["blob"], a["bias"], a["activation"], *a["rest"]))
+            elif name == "routed_mlp":
+                op[name](mine, *a["experts"].arguments())
+                x[rows] = mine
+            else:
+                pieces.append(op[name](mine, a["norm"], a["eps"], a["blob"], a["bias"], *a["rest"]))
+        if not pieces:
+            continue
+        whole = pieces[0].new_empty(len(x), *pieces[0].shape[1:])
+        for (_, rows), piece in zip(rows_of, pieces):
+            whole[rows] = piece
+        if name == "norm_qkv_rope":
+            q = whole
         elif name == "norm_gate_up":
-            done[a["aside"]] = op[name](x, a["norm"], a["eps"], a["blob"], a["bias"], a["activation"], *a["rest"])
-        elif name == "routed_mlp":
-            op[name](x, *a["experts"].arguments())
+            done[plain["aside"]] = whole
         else:
-            logits = op[name](x[logit_rows.long()], a["norm"], a["eps"], a["blob"], a["bias"], *a["rest"])
+            logits = whole
     return logits
+
+
+def _rows_of(adapters: Tensor | None, tokens: int) -> list[tuple[int, Tensor]]:
+    """The adapters of a step, and the rows of each."""
+    if adapters is None:
+        return [(-1, torch.arange(tokens))]
+    check(tuple(adapters.shape) == (tokens,), "decode_step", "adapters", tuple(adapters.shape), f"({tokens},)")
+    return [(adapter, (adapters == adapter).nonzero()[:, 0]) for adapter in sorted(set(adapters.tolist()))]
 
 
 _decode_step_op = define(
     "decode_step(Tensor program, Tensor ids, Tensor positions, Tensor slots, Tensor block_table, Tensor cu_seqlens, Tensor context_lens, "
-    "Tensor logit_rows, Tensor(a!)[] k_pools, Tensor(b!)[] v_pools) -> Tensor",
-    fake=lambda program, ids, positions, slots, block_table, cu_seqlens, context_lens, logit_rows, k_pools, v_pools: torch.empty(
+    "Tensor logit_rows, Tensor(a!)[] k_pools, Tensor(b!)[] v_pools, Tensor? lora=None, Tensor? adapters=None) -> Tensor",
+    fake=lambda program, ids, positions, slots, block_table, cu_seqlens, context_lens, logit_rows, *_, **__: torch.empty(
         logit_rows.shape[0], dynamic_size()
     ),
     reference=_decode_step,

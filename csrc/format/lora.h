@@ -1,0 +1,51 @@
+// Low-rank adapters of a program as one int64 table, written by exl2nb/ops/lora.py: a header, then a LoraChange for each adapter and each
+// op of the program, in order. An adapter of a request may be a blend of several; then its parts are those of all of them.
+#pragma once
+#include <cstdint>
+
+namespace exl2nb {
+
+constexpr int64_t kLoraMagic = 0x3141524f4c324558, kLoraVersion = 1;
+
+// y[first : first + columns] += b^T (scale * (a x)). Of the embedding, `a` has a row per token id, and x chooses one.
+struct LoraPart {
+  const uint16_t *a, *b;  // f16 (rank, K) and (rank, columns); the embedding's a: (V, rank)
+  const float* scale;     // (rank)
+  int64_t rank, first, columns;
+};
+
+// What an adapter does to one op, null for nothing: y += gain * y, then its parts, then y += bias. norm, norm_bias: instead of the op's
+// own.
+struct LoraChange {
+  const LoraPart* parts;
+  int64_t num_parts, rank;  // rank: of all parts together
+  const float *gain, *bias, *norm, *norm_bias;
+  bool product() const { return num_parts || gain || bias; }
+};
+
+class LoraTable {
+ public:
+  struct Header {
+    int64_t magic, version, words, adapters, ops, max_rank;
+  };
+  explicit LoraTable(const int64_t* words = nullptr) : words_(words) {}
+  explicit operator bool() const { return words_ != nullptr; }
+  const Header& header() const { return *reinterpret_cast<const Header*>(words_); }
+  // Whether `words` numbers are a table for a program of `ops` ops.
+  bool fits(int64_t words, int64_t ops) const {
+    if (words < int64_t(sizeof(Header) / 8) || header().magic != kLoraMagic || header().version != kLoraVersion) return false;
+    const int64_t change = sizeof(LoraChange) / 8, most = words / change;
+    return header().words == words && header().ops == ops && header().adapters >= 0 && header().adapters <= most &&
+           words == int64_t(sizeof(Header) / 8) + header().adapters * ops * change;
+  }
+  // Of adapter -1: null.
+  const LoraChange* change(int64_t adapter, int64_t op) const {
+    if (adapter < 0) return nullptr;
+    return reinterpret_cast<const LoraChange*>(words_ + sizeof(Header) / 8) + adapter * header().ops + op;
+  }
+
+ private:
+  const int64_t* words_;
+};
+
+}  // namespace exl2nb

@@ -1,0 +1,195 @@
+"""Low-rank adapters of a program: which ops they change and how, as the table that every walker reads. Knows nothing of files or names.
+
+An adapter adds `b^T (scale * (a x))` to some outputs of some matrices. A step takes a table and, per token, a row of it; the products run
+row by row, so a token gives the same bits whatever else is in the batch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from exl2nb.ops import blob as layout
+from exl2nb.ops._library import check
+from exl2nb.ops.weights import dense, pack_dense
+
+if TYPE_CHECKING:
+    from exl2nb.ops.program import Program
+
+MAGIC, VERSION, HEADER_WORDS = 0x3141524F4C324558, 1, 6
+CHANGE_WORDS = 7  # of LoraChange in csrc/format/lora.h
+
+_tables: weakref.WeakValueDictionary[int, LoraTable] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraPart:
+    """y[:, first : first + columns] += (scale * (x @ a.T)) @ b.
+
+    a: f16 `(rank, K)`; of the embedding `(V, rank)`, a row per token id. b: f16 `(rank, columns)`. scale: f32 `(rank,)`.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: Tensor
+    first: int = 0
+
+    @property
+    def rank(self) -> int:
+        """Numbers between the two products."""
+        return self.b.shape[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraChange:
+    """What an adapter does to one op: y += gain * y, then its parts, then y += bias; `norm` and `norm_bias` replace the op's own.
+
+    gain, bias: f32 `(N,)`; norm, norm_bias: f32 `(H,)`; None = nothing.
+    """
+
+    parts: tuple[LoraPart, ...] = ()
+    gain: Tensor | None = None
+    bias: Tensor | None = None
+    norm: Tensor | None = None
+    norm_bias: Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        """Of all parts together."""
+        return sum(part.rank for part in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of its tensors."""
+        vectors = (self.gain, self.bias, self.norm, self.norm_bias)
+        return sum(t.nbytes for part in self.parts for t in (part.a, part.b, part.scale)) + sum(v.nbytes for v in vectors if v is not None)
+
+
+Adapter = Mapping[int, LoraChange]
+"""By number of the op in its program."""
+
+
+@dataclass(frozen=True, eq=False)
+class LoraTable:
+    """Adapters 0, 1, ... for one program. `words` is what the ops take; the table keeps the tensors at its addresses alive."""
+
+    program: Program
+    adapters: tuple[Adapter | None, ...]
+    words: Tensor = field(init=False)
+    _kept: list[Any] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        kept: list[Any] = []
+        ops = len(self.program.steps)
+        words: list[int] = []
+        for adapter in self.adapters:
+            for op in range(ops):
+                change = None if adapter is None else adapter.get(op)
+                words += [0] * CHANGE_WORDS if change is None else self._change(op, change, kept)
+        most = max((change.rank for adapter in self.adapters if adapter for change in adapter.values()), default=0)
+        head = [MAGIC, VERSION, HEADER_WORDS + len(words), len(self.adapters), ops, most]
+        object.__setattr__(self, "words", torch.tensor([*head, *words], dtype=torch.int64))
+        object.__setattr__(self, "_kept", kept)
+        _tables[self.words.data_ptr()] = self
+
+    def _change(self, op: int, change: LoraChange, kept: list[Any]) -> list[int]:
+        name, arguments = self.program.steps[op]
+        check(name not in ("paged_attention", "routed_mlp"), "LoraTable", "a change", f"of {name}", "of an op with one matrix, or the embedding")
+        if name == "embed":
+            inputs, outputs = arguments["table"].shape
+        else:
+            inputs, outputs = layout.shape(arguments["blob"])
+        rows = []
+        for part in change.parts:
+            a, b = tuple(part.a.shape), tuple(part.b.shape)
+            fits = (a == ((inputs, part.rank) if name == "embed" else (part.rank, inputs)) and tuple(part.scale.shape) == (part.rank,)
+                    and part.rank > 0 and part.first >= 0 and part.first + b[1] <= outputs)  # fmt: skip
+            check(fits, "LoraTable", f"a part of {name}", (a, b, part.first), f"(rank, {inputs}), and (rank, columns) within {outputs}")
+            for tensor, dtype in ((part.a, torch.float16), (part.b, torch.float16), (part.scale, torch.float32)):
+                check(tensor.dtype == dtype and tensor.is_contiguous(), "LoraTable", "a tensor", tensor.dtype, f"contiguous, {dtype}")
+            kept.append(part)
+            rows.append([part.a.data_ptr(), part.b.data_ptr(), part.scale.data_ptr(), part.rank, part.first, b[1]])
+        vectors = []
+        widths = {"gain": outputs, "bias": outputs, "norm": outputs if name == "linear_residual" else inputs}
+        for which in ("gain", "bias", "norm", "norm_bias"):
+            vector: Tensor | None = getattr(change, which)
+            width = widths.get(which, widths["norm"])
+            fits = vector is None or (vector.dtype == torch.float32 and tuple(vector.shape) == (width,) and vector.is_contiguous())
+            check(fits, "LoraTable", f"{which} of {name}", vector is not None and tuple(vector.shape), f"f32 ({width},)")
+            kept.append(vector)
+            vectors.append(0 if vector is None else vector.data_ptr())
+        table = torch.tensor(rows, dtype=torch.int64)
+        kept.append(table)
+        return [table.data_ptr() if rows else 0, len(rows), change.rank, *vectors]
+
+
+def merged(words: Tensor, adapter: int, op: int) -> dict[str, Any]:
+    """For the reference: an op's arguments with the adapter in its weights, in fp32.
+
+    Args:
+        words: of a table that is alive. adapter: its row; -1 = none.
+    """
+    table = _tables.get(words.data_ptr())
+    check(table is not None, "decode_step", "lora", tuple(words.shape), "the words of a LoraTable that is alive")
+    assert table is not None
+    name, arguments = table.program.steps[op]
+    check(-1 <= adapter < len(table.adapters), "decode_step", "an adapter", adapter, f"-1 to {len(table.adapters) - 1}")
+    mine = table.adapters[adapter] if adapter >= 0 else None
+    change = mine.get(op) if mine is not None else None
+    if change is None:
+        return arguments
+    made = dict(arguments)
+    if name == "embed":
+        made["table"], made["scale"] = arguments["table"].float() * arguments["scale"], 1.0
+        for part in change.parts:
+            made["table"] += (part.a.float() * part.scale) @ part.b.float()
+        return made
+    weight, bias = dense(arguments["blob"]).clone(), arguments["bias"]
+    gain = torch.zeros(weight.shape[1]) if change.gain is None else change.gain
+    weight *= 1 + gain
+    for part in change.parts:
+        weight[:, part.first : part.first + part.b.shape[1]] += (part.a.float().T * part.scale) @ part.b.float()
+    made["blob"] = pack_dense(weight.T.contiguous())
+    if bias is not None or change.bias is not None:
+        made["bias"] = (0 if bias is None else bias * (1 + gain)) + (0 if change.bias is None else change.bias)
+    if change.norm is not None:
+        made["norm"] = change.norm
+        if "rest" in made:
+            made["rest"] = (change.norm_bias, *made["rest"][1:])
+    return made
+
+
+def blend(adapters: Sequence[tuple[Adapter, float]], program: Program) -> Adapter:
+    """Several adapters at once, each with a weight: their parts side by side, the other changes as weighted sums.
+
+    A norm becomes its own plus the weighted differences from it.
+    """
+    found: dict[int, LoraChange] = {}
+    for op in sorted({op for adapter, _ in adapters for op in adapter}):
+        changes = [(adapter[op], weight) for adapter, weight in adapters if op in adapter]
+        arguments = program.steps[op][1]
+        own_bias = arguments.get("rest", (None,))[0]
+        found[op] = LoraChange(
+            parts=tuple(replace(part, scale=part.scale * weight) for change, weight in changes for part in change.parts),
+            gain=_sum([(change.gain, weight) for change, weight in changes]),
+            bias=_sum([(change.bias, weight) for change, weight in changes]),
+            norm=_moved(arguments.get("norm"), [(change.norm, weight) for change, weight in changes]),
+            norm_bias=_moved(own_bias, [(change.norm_bias, weight) for change, weight in changes]),
+        )
+    return found
+
+
+def _sum(vectors: Sequence[tuple[Tensor | None, float]]) -> Tensor | None:
+    given = [vector * weight for vector, weight in vectors if vector is not None]
+    return torch.stack(given).sum(0) if given else None
+
+
+def _moved(own: Tensor | None, vectors: Sequence[tuple[Tensor | None, float]]) -> Tensor | None:
+    if own is None or all(vector is None for vector, _ in vectors):
+        return None
+    return own + sum((vector - own) * weight for vector, weight in vectors if vector is not None)

@@ -1,0 +1,146 @@
+"""Adapters in a step: the engine against adapters merged into the weights; the bits of a row whatever is beside it; blends."""
+
+import pytest
+import torch
+
+from exl2nb import ops
+from exl2nb.ops._library import REFERENCES
+from exl2nb.ops.lora import LoraChange, LoraPart, LoraTable, blend
+
+from .cases import Net, prompts, same_bits
+
+COUNTS = [5, 1, 4, 1, 3, 1]  # 15 tokens: a fused step of several sequences
+
+
+def adapter(program, seed, *, rank=5, gain=False, norms=False):
+    """Random changes of every op; q and v have parts of their own."""
+    g = torch.Generator().manual_seed(seed)
+
+    def part(inputs, columns, first=0, *, rows=False):
+        a = torch.randn(inputs, rank, generator=g) if rows else torch.randn(rank, inputs, generator=g)
+        return LoraPart(
+            a=(0.3 * a).half(), b=(0.3 * torch.randn(rank, columns, generator=g)).half(),
+            scale=0.5 + torch.rand(rank, generator=g), first=first,
+        )  # fmt: skip
+
+    found = {}
+    for op, (name, arguments) in enumerate(program.steps):
+        if name == "embed":
+            vocab, width = arguments["table"].shape
+            found[op] = LoraChange(parts=(part(vocab, width, rows=True),))
+            continue
+        if name == "paged_attention":
+            continue
+        K, N = ops.shape(arguments["blob"])
+        parts = (part(K, N // 2), part(K, 19, N - 19)) if name == "norm_qkv_rope" else (part(K, N),)
+        norm = arguments["norm"]
+        found[op] = LoraChange(
+            parts=parts,
+            gain=0.2 * torch.randn(N, generator=g) if gain else None,
+            bias=0.2 * torch.randn(N, generator=g) if gain else None,
+            norm=norm * (1 + 0.2 * torch.randn(len(norm), generator=g)) if norms and norm is not None else None,
+        )
+    return found
+
+
+def run(net, batch, table, adapters, pools=None):
+    adapters = torch.tensor(adapters, dtype=torch.int32)
+    return net.program.run(*batch, *(pools or net.pools()), table.words, adapters)
+
+
+def by_tokens(of_sequences, counts=COUNTS):
+    return [a for a, n in zip(of_sequences, counts) for _ in range(n)]
+
+
+@pytest.mark.parametrize("options", [{"dense": True}, {"dense": True, "bias": True, "head_norms": True}, {"bits": 6, "bias": True}], ids=str)
+@pytest.mark.parametrize("extra", [{}, {"gain": True}, {"gain": True, "norms": True}], ids=str)
+def test_equals_merged_weights(options, extra):
+    """Two adapters and none in one batch, beside the reference that merges them into fp32 weights."""
+    net = Net(pages=len(COUNTS), storages=("fp32", "fp32"), **options)
+    table = LoraTable(net.program, (adapter(net.program, 1, **extra), adapter(net.program, 2, rank=8, **extra)))
+    adapters = torch.tensor(by_tokens([0, 1, -1, 1, 0, -1]), dtype=torch.int32)
+    batch, pools, others = prompts(net, COUNTS), net.pools(), net.pools()
+    ours = net.program.run(*batch, *pools, table.words, adapters)
+    plain = net.program.run(*batch, *net.pools())
+    expected = REFERENCES["decode_step"](net.program.code, *batch, *others, table.words, adapters)
+    tolerance = 1e-4 if options.get("dense") else 4e-3  # coded weights multiply 16-bit activations
+    assert (ours - expected).abs().max() < tolerance * expected.std()
+    changed = (ours - plain).abs().amax(1)
+    assert bool((changed[adapters[batch[-1].long()] >= 0] > 0.1 * plain.std()).all()), "an adapter changes its rows"
+    assert bool((changed[adapters[batch[-1].long()] < 0] == 0).all()), "and no others"
+
+
+@pytest.mark.parametrize("dense", [False, True])
+def test_same_bits_alone_and_together(dense, threads):
+    net = Net(pages=len(COUNTS), dense=dense)
+    table = LoraTable(net.program, tuple(adapter(net.program, seed, rank=3 + seed, gain=seed == 1, norms=True) for seed in range(3)))
+    of, found = [0, 2, -1, 1, 1, 0], []
+    for n in (1, 2, 3):
+        threads(n)
+        found.append(run(net, prompts(net, COUNTS), table, by_tokens(of)))
+        assert torch.equal(found[-1], found[0])
+    for i, n in enumerate(COUNTS):  # alone, and with other neighbours
+        rows = [sum(COUNTS[: i + 1]) - 1]
+        again = run(net, prompts(net, COUNTS, rows), table, by_tokens([a if j == i else (a + 2) % 4 - 1 for j, a in enumerate(of)]))
+        all_rows = prompts(net, COUNTS)[-1].tolist()
+        if rows[0] in all_rows:
+            assert torch.equal(again[0], found[0][all_rows.index(rows[0])]), (i, n)
+
+
+def test_no_adapter_is_no_change():
+    net = Net(pages=len(COUNTS))
+    table = LoraTable(net.program, (None, adapter(net.program, 1)))
+    plain, pools = net.pools(), net.pools()
+    expected = net.program.run(*prompts(net, COUNTS), *plain)
+    assert torch.equal(run(net, prompts(net, COUNTS), table, by_tokens([0, -1, 0, -1, 0, 0]), pools), expected)
+    assert same_bits(plain[0] + plain[1], pools[0] + pools[1])
+
+
+def test_a_blend_is_the_weighted_sum():
+    net = Net(dense=True, pages=len(COUNTS))
+    one, other = adapter(net.program, 1, gain=True, norms=True), adapter(net.program, 2)
+    table = LoraTable(net.program, (one, blend([(one, 1.0)], net.program), blend([(one, 0.0), (other, 0.0)], net.program), blend([(one, 0.5), (one, 0.5)], net.program)))
+    of = {row: run(net, prompts(net, COUNTS), table, [row] * sum(COUNTS)) for row in (-1, 0, 1, 2, 3)}
+    assert torch.equal(of[0], of[1])
+    torch.testing.assert_close(of[2], of[-1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(of[3], of[0], rtol=1e-3, atol=1e-3)
+
+
+def test_steps_that_draw_take_adapters(threads):
+    """Run to its end and run ahead: the logits of the plain step."""
+    threads(2)
+    net = Net(pages=4)
+    table = LoraTable(net.program, (adapter(net.program, 1),))
+    batch, adapters = prompts(net, [1, 1, 1, 1]), torch.tensor([0, -1, 0, 0], dtype=torch.int32)
+    expected = net.program.run(*batch, *net.pools(), table.words, adapters)
+    settings = torch.tensor([[0.0, 0.0, 1.0, 0.0, 0.5]] * 4, dtype=torch.float64)
+    pools = net.pools()
+    drawn, logits = ops.step_draw(net.program.code, *batch, *pools, settings, 0, table.words, adapters)
+    assert torch.equal(logits, expected) and drawn[:, 0].tolist() == expected.argmax(1).tolist()
+    pools = net.pools()
+    drawn, logits = ops.draw_ahead(net.program.code, *batch, *pools, settings, 0, None, None, table.words, adapters)
+    adapters.fill_(-1)  # may change as soon as it returns
+    ops.join_ahead(drawn)
+    assert torch.equal(logits, expected) and drawn[:, 0].tolist() == expected.argmax(1).tolist()
+
+
+def test_what_does_not_fit_is_refused():
+    net, other = Net(), Net(layers=1)
+    table = LoraTable(net.program, (adapter(net.program, 1),))
+    batch = prompts(net, [2])
+    for words, adapters in ((table.words, [0, 1]), (table.words, [-2, 0]), (table.words[:-1], [0, 0]), (table.words, [0])):
+        with pytest.raises((RuntimeError, ValueError), match="adapter|lora"):
+            net.program.run(*batch, *net.pools(), words, torch.tensor(adapters, dtype=torch.int32))
+    with pytest.raises((RuntimeError, ValueError), match="lora"):
+        other.program.run(*batch, *other.pools(), table.words, torch.tensor([0, 0], dtype=torch.int32))
+    with pytest.raises((RuntimeError, ValueError), match="together|both"):
+        net.program.run(*batch, *net.pools(), table.words)
+    good = next(change for change in adapter(net.program, 1).values() if change.parts).parts[0]
+    for wrong in (
+        LoraPart(a=good.a[:, :-1].contiguous(), b=good.b, scale=good.scale),
+        LoraPart(a=good.a, b=good.b, scale=good.scale[:-1].contiguous()),
+        LoraPart(a=good.a, b=good.b, scale=good.scale, first=1),
+        LoraPart(a=good.a.float(), b=good.b, scale=good.scale),
+    ):
+        with pytest.raises(ValueError, match="LoraTable"):
+            LoraTable(net.program, ({0: LoraChange(parts=(wrong,))},))
