@@ -207,11 +207,11 @@ void lora_down(const LoraChange& change, const float* x, int K, float* h) {
 }
 
 void lora_up(const LoraChange& change, const float* h, int64_t first, int64_t columns, float* y) {
-  for (int64_t i = 0; change.gain && i < columns; i++) y[i] += change.gain[first + i] * y[i];
   for (const LoraPart* p = change.parts; p < change.parts + change.num_parts; h += p->rank, p++) {
     const int64_t begin = std::max(first, p->first), end = std::min(first + columns, p->first + p->columns);
     if (begin < end) kernels().lora_up(h, p->b + (begin - p->first), p->columns, int(p->rank), int(end - begin), y + (begin - first));
   }
+  for (int64_t i = 0; change.gain && i < columns; i++) y[i] += change.gain[first + i] * y[i];
   for (int64_t i = 0; change.bias && i < columns; i++) y[i] += change.bias[first + i];
 }
 

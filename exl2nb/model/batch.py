@@ -23,7 +23,7 @@ class Span:
     """The tokens one sequence adds in this step: `ids` at positions start, start + 1, ...; `pages` are all pages of the sequence so far.
 
     logit_rows: "all", "last" or "none" of these tokens want logits. long: the sequence is, or will be, longer than `Model.rope_switch`; the
-    same in every step of a sequence, since what is in the cache was rotated accordingly.
+    same in every step of a sequence, since what is in the cache was rotated accordingly. adapter: row of `Model.adapters`, -1 for none.
     """
 
     ids: Sequence[int]
@@ -31,6 +31,7 @@ class Span:
     pages: Sequence[int]
     logit_rows: str = "last"
     long: bool = True
+    adapter: int = -1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +41,7 @@ class Batch:
     input_ids, positions, slot_mapping: `(T,)`; slot = page * page_size + offset is where a token's K and V go. block_table:
     `(B, max_pages)`, short rows padded with 0. cu_seqlens: `(B + 1,)` prefix sums of tokens. context_lens: `(B,)` tokens attention reads,
     this step's included. logit_rows: `(R,)` rows of the step that want logits. long: `(B,)`, 1 for sequences beyond `Model.rope_switch`;
-    None: all are.
+    None: all are. adapters: `(T,)`, each token's row of `Model.adapters`, -1 for none; None: no token has one.
     """
 
     input_ids: Tensor
@@ -51,6 +52,7 @@ class Batch:
     context_lens: Tensor
     logit_rows: Tensor
     long: Tensor | None = None
+    adapters: Tensor | None = None
 
     def __post_init__(self) -> None:
         num_tokens, num_sequences = self.input_ids.shape[0], self.context_lens.shape[0]
@@ -58,6 +60,7 @@ class Batch:
         assert self.block_table.shape[:-1] == (num_sequences,), "one row of pages per sequence"
         assert self.cu_seqlens.shape == (num_sequences + 1,), "cu_seqlens has one entry more than sequences"
         assert self.long is None or self.long.shape == (num_sequences,), "one flag per sequence"
+        assert self.adapters is None or self.adapters.shape == (num_tokens,), "one adapter per token"
         tensors = [getattr(self, name) for name in self.__dataclass_fields__]
         assert all(tensor.dtype == torch.int32 for tensor in tensors if tensor is not None), "a batch is int32"
 
@@ -74,6 +77,7 @@ class Batch:
             input_ids=self.input_ids[tokens], positions=self.positions[tokens], slot_mapping=self.slot_mapping[tokens],
             block_table=self.block_table[chosen], cu_seqlens=lengths.cumsum(0).int(), context_lens=self.context_lens[chosen],
             logit_rows=there[there >= 0], long=None if self.long is None else self.long[chosen],
+            adapters=None if self.adapters is None else self.adapters[tokens],
         )  # fmt: skip
         return batch, tokens, (there >= 0).nonzero()[:, 0]
 
@@ -110,6 +114,7 @@ class Batch:
         flat = torch.tensor([value for part in parts for value in part], dtype=torch.int32, device=device)
         cut = flat.split([len(part) for part in parts])
         flags = [int(span.long) for span in spans]
+        adapters = [span.adapter for span in spans for _ in span.ids] if any(span.adapter >= 0 for span in spans) else None
         return cls(
             input_ids=cut[0],
             positions=cut[1],
@@ -119,6 +124,7 @@ class Batch:
             context_lens=cut[5],
             logit_rows=cut[6],
             long=None if all(flags) else torch.tensor(flags, dtype=torch.int32, device=device),
+            adapters=None if adapters is None else torch.tensor(adapters, dtype=torch.int32, device=device),
         )
 
     @classmethod
@@ -132,6 +138,8 @@ class Batch:
         page_size: int = PAGE_SIZE,
         device: str = "cpu",
         long: bool = True,
+        adapter: int = -1,
     ) -> Batch:
-        """One sequence: `ids` from position `start` on, its K and V in `pages`; logits for "all" rows or the "last"; long: see `Span`."""
-        return cls.build([Span(ids=ids, start=start, pages=pages, logit_rows=logit_rows, long=long)], page_size=page_size, device=device)
+        """One sequence: `ids` from position `start` on, its K and V in `pages`; logits for "all" rows or the "last"; the rest: see `Span`."""
+        span = Span(ids=ids, start=start, pages=pages, logit_rows=logit_rows, long=long, adapter=adapter)
+        return cls.build([span], page_size=page_size, device=device)

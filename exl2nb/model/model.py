@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from exl2nb.model.layers import Embedding, Head, Layer, RoutedMLP, Step, tensors
 from exl2nb.model.rope import both_tables, rope_switch, rope_tables
 from exl2nb.ops import gpu_prefill
 from exl2nb.ops.ahead import draw_ahead, join_ahead, step_draw
+from exl2nb.ops.lora import Adapter, LoraTable
 
 SMALL_MODEL_BYTES = 64 << 20  # of weights: what may still stay in a processor's cache
 
@@ -31,7 +32,7 @@ class Ahead:
 
     drawn: Tensor
     logits: Tensor
-    _program: ops.Program  # its tensors are read until then
+    _kept: tuple[object, ...]  # what owns the tensors that are read until then
 
     def join(self) -> None:
         """Take part in the step until it is complete."""
@@ -61,6 +62,7 @@ class Model:
 
     config: what it is. context: longest sequence it runs, in tokens. device: where it runs. weight_bytes: memory of all weights.
     rope_switch: sequences longer than this rotate with other factors (longrope), see `Span.long`; None: all rotate alike.
+    adapters: what the rows of `Batch.adapters` mean, see `set_adapters`.
     Not thread-safe: one thread runs it (the engine's).
     """
 
@@ -74,6 +76,7 @@ class Model:
         self.rope_switch = rope_switch(config, context)
         self._ropes: dict[str, tuple[Tensor, Tensor]] = {}
         self._rows = 0  # positions in the RoPE tables
+        self.adapters: LoraTable | None = None
 
     @property
     def bytes_per_token(self) -> int:
@@ -115,8 +118,33 @@ class Model:
         self._prepare(batch, cache)
         batch = self._with_rope_rows(batch)
         assert self._program is not None
-        logits = self._program.run(*TENSORS(batch), cache.k, cache.v)
+        logits = self._program.run(*TENSORS(batch), cache.k, cache.v, *self._lora(batch))
         return self.capped(logits)
+
+    @property
+    def network_and_program(self) -> tuple[Network, ops.Program]:
+        """The layers, and the program that they are recorded in; its ops stay the same ones.
+
+        Raises:
+            EngineClosed: the model was closed.
+        """
+        if self._network is None:
+            raise EngineClosed("the model was closed; load it again")
+        if self._program is None:
+            self._extend_ropes(self._network, PAGE_SIZE)
+        assert self._program is not None
+        return self._network, self._program
+
+    def set_adapters(self, adapters: Sequence[Adapter | None]) -> None:
+        """What row 0, 1, ... of `Batch.adapters` mean from the next step on; steps that run keep what they began with. CPU only."""
+        self.adapters = LoraTable(self.network_and_program[1], tuple(adapters))
+
+    def _lora(self, batch: Batch) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        if batch.adapters is None:
+            return None, None
+        if self.adapters is None:
+            raise OptionError("the batch names adapters, and the model has none: set_adapters comes first")
+        return self.adapters.words, batch.adapters
 
     @property
     def draws(self) -> bool:
@@ -128,7 +156,7 @@ class Model:
         self._prepare(batch, cache)
         if self.rope_switch is not None:
             batch = self._with_rope_rows(batch)
-        return step_draw(self._code, *TENSORS(batch), cache.k, cache.v, settings, top)
+        return step_draw(self._code, *TENSORS(batch), cache.k, cache.v, settings, top, *self._lora(batch))
 
     @property
     def runs_ahead(self) -> bool:
@@ -150,8 +178,8 @@ class Model:
         program = self._program
         assert program is not None
         feed, previous = fed or (None, None)
-        drawn, logits = draw_ahead(self._code, *TENSORS(batch), cache.k, cache.v, *draw, feed, previous)
-        return Ahead(drawn, logits, program)
+        drawn, logits = draw_ahead(self._code, *TENSORS(batch), cache.k, cache.v, *draw, feed, previous, *self._lora(batch))
+        return Ahead(drawn, logits, (program, self.adapters))
 
     def forward_gpu(self, batch: Batch, cache: KVCache, *, ids: Tensor | None = None) -> Tensor:
         """`forward` of a model on the GPU: the batch is on the host, the logits are on the GPU and may not be there yet.
@@ -159,6 +187,8 @@ class Model:
         ids: int32 `(T,)` on the GPU, in place of the batch's.
         """
         self._prepare(batch, cache)
+        if batch.adapters is not None:
+            raise OptionError("adapters run on the CPU; this model is on the GPU")
         return self.capped(self.gpu.run(self._with_rope_rows(batch), cache, ids=ids))
 
     @property
@@ -179,6 +209,8 @@ class Model:
         tensors are the model's buffers and change afterwards: copy them to keep them.
         """
         network, batch = self._prepare(batch, cache), self._with_rope_rows(batch)
+        if batch.adapters is not None:
+            raise OptionError("a model with adapters does not run op by op: leave lora out")
         if self.device != "cpu":
             return self.capped(forward_gpu_observed(self.gpu.program, batch, cache, observe))
         step = Step(batch, cache, self._ropes)
@@ -203,7 +235,7 @@ class Model:
 
     def close(self) -> None:
         """Drop every tensor; the memory returns at once. Harmless when repeated."""
-        self._network = self._program = self._gpu = None
+        self._network = self._program = self._gpu = self.adapters = None
         self._ropes = {}
 
     def __repr__(self) -> str:

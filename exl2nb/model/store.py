@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -56,7 +56,7 @@ class ModelStore:
         self._parts: dict[str, _Part] = {}
         self._untouched: dict[str, str] = {}
         self._fused_gptq: dict[str, tuple[str, list[Linear]]] = {}
-        fused, stacked = _fused(config), _stacked(config)
+        fused, stacked = fused_linears(config), _stacked(config)
         for source in store.names():
             name = source
             for old, new in config.files.renames:
@@ -123,7 +123,7 @@ class ModelStore:
         prefix, linears = self._fused_gptq[key]
         total = sum(linear.out_features for linear in linears)
         at = next(i for i, linear in enumerate(linears) if linear.key == key)
-        return FusedGptq(self._store, prefix, total, self._slice(linears, at, transposed=False)(torch.arange(total)))
+        return FusedGptq(self._store, prefix, total, rows_of_role(self._config, linears, at)(torch.arange(total)))
 
     def untouched(self) -> list[str]:
         """Names, after the renames, of tensors that are not the decoder's (a vision tower's): the converter passes them on."""
@@ -169,15 +169,8 @@ class ModelStore:
         if info.shape != want:
             raise FormatError(f"{info.path}: tensor {source!r}: found shape {info.shape}, expected {want} for this config.json")
         for at, linear in enumerate(linears):
-            part = _Part(source, self._slice(linears, at, transposed=transposed), (linear.out_features, *inner))
+            part = _Part(source, rows_of_role(self._config, linears, at, transposed=transposed), (linear.out_features, *inner))
             self._add(f"{linear.key}.{suffix}", part)
-
-    def _slice(self, linears: list[Linear], at: int, *, transposed: bool) -> Slice:
-        """What takes the rows of one linear out of the fused ones."""
-        if self._config.files.grouped and len(linears) == 3:
-            return _group_slice(self._config, linears[at].role)
-        start = sum(linear.out_features for linear in linears[:at])
-        return _row_slice(start, start + linears[at].out_features, transposed)
 
     def _add_stacked(self, source: str, linears: list[Linear], transposed: bool) -> None:
         info, config = self._store.info(source), self._config
@@ -200,7 +193,15 @@ def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _fused(config: ModelConfig) -> dict[str, list[Linear]]:
+def rows_of_role(config: ModelConfig, linears: Sequence[Linear], at: int, *, transposed: bool = False) -> Slice:
+    """What takes the rows of one linear out of those of the matrix in which they are fused; transposed: out of its columns."""
+    if config.files.grouped and len(linears) == 3:
+        return _group_slice(config, linears[at].role)
+    start = sum(linear.out_features for linear in linears[:at])
+    return _row_slice(start, start + linears[at].out_features, transposed)
+
+
+def fused_linears(config: ModelConfig) -> dict[str, list[Linear]]:
     """Full key of each fused matrix -> what it holds."""
     found = {}
     for layer in range(config.num_layers if config.files.fused else 0):

@@ -47,7 +47,7 @@ class LoraPart:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraChange:
-    """What an adapter does to one op: y += gain * y, then its parts, then y += bias; `norm` and `norm_bias` replace the op's own.
+    """What an adapter does to one op: its parts, then y += gain * y, then y += bias; `norm` and `norm_bias` replace the op's own.
 
     gain, bias: f32 `(N,)`; norm, norm_bias: f32 `(H,)`; None = nothing.
     """
@@ -151,9 +151,9 @@ def merged(words: Tensor, adapter: int, op: int) -> dict[str, Any]:
         return made
     weight, bias = dense(arguments["blob"]).clone(), arguments["bias"]
     gain = torch.zeros(weight.shape[1]) if change.gain is None else change.gain
-    weight *= 1 + gain
     for part in change.parts:
         weight[:, part.first : part.first + part.b.shape[1]] += (part.a.float().T * part.scale) @ part.b.float()
+    weight *= 1 + gain
     made["blob"] = pack_dense(weight.T.contiguous())
     if bias is not None or change.bias is not None:
         made["bias"] = (0 if bias is None else bias * (1 + gain)) + (0 if change.bias is None else change.bias)
@@ -173,15 +173,25 @@ def blend(adapters: Sequence[tuple[Adapter, float]], program: Program) -> Adapte
     for op in sorted({op for adapter, _ in adapters for op in adapter}):
         changes = [(adapter[op], weight) for adapter, weight in adapters if op in adapter]
         arguments = program.steps[op][1]
-        own_bias = arguments.get("rest", (None,))[0]
+        gain = _sum([(change.gain, weight) for change, weight in changes])
         found[op] = LoraChange(
-            parts=tuple(replace(part, scale=part.scale * weight) for change, weight in changes for part in change.parts),
-            gain=_sum([(change.gain, weight) for change, weight in changes]),
+            parts=tuple(_weighted(part, change.gain, weight, gain) for change, weight in changes for part in change.parts),
+            gain=gain,
             bias=_sum([(change.bias, weight) for change, weight in changes]),
             norm=_moved(arguments.get("norm"), [(change.norm, weight) for change, weight in changes]),
-            norm_bias=_moved(own_bias, [(change.norm_bias, weight) for change, weight in changes]),
+            norm_bias=_moved(arguments.get("rest", (None,))[0], [(change.norm_bias, weight) for change, weight in changes]),
         )
     return found
+
+
+def _weighted(part: LoraPart, own: Tensor | None, weight: float, total: Tensor | None) -> LoraPart:
+    """A part times `weight`. The sum is multiplied by 1 + `total` afterwards, where the part alone had 1 + `own`."""
+    if total is not None and (own is None or not torch.equal(own, total)):
+        columns = slice(part.first, part.first + part.b.shape[1])
+        after, alone = 1 + total[columns], 1.0 if own is None else 1 + own[columns]
+        ratio = alone / torch.where(after.abs() < 1e-3, 1e-3, after)
+        part = replace(part, b=(part.b * ratio).clamp(-65504, 65504).half().contiguous())
+    return part if weight == 1 else replace(part, scale=part.scale * weight)
 
 
 def _sum(vectors: Sequence[tuple[Tensor | None, float]]) -> Tensor | None:

@@ -1,0 +1,396 @@
+"""LoRA adapters in PEFT's format: read and checked against a model's config, then as changes of its ops. Knows nothing of requests.
+
+Followed: PEFT's files (adapter_config.json, adapter_model.safetensors) with LoRA (Hu et al., 2021, arXiv:2106.09685), rsLoRA (Kalajdzievski,
+2023, arXiv:2312.03732) and DoRA (Liu et al., 2024, arXiv:2402.09353).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exl2nb import ops
+from exl2nb.core.errors import ConfigError, FormatError, ModelNotFound, OptionError
+from exl2nb.io.hf_config import read_json
+from exl2nb.io.safetensors import SafetensorsFile
+from exl2nb.model.config import ModelConfig
+from exl2nb.model.fields import Fields
+from exl2nb.model.layers import MLP
+from exl2nb.model.layout import Linear, head_linear, layer_linears, layer_norms
+from exl2nb.model.model import Network
+from exl2nb.model.store import fused_linears, rows_of_role
+from exl2nb.ops.lora import Adapter, LoraChange, LoraPart
+
+SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+MAX_RANK = 4096
+MAX_PATTERNS, MAX_PATTERN = 4096, 200  # of alpha_pattern: entries, and characters of one
+# Fields of adapter_config.json that change what the weights mean, and that are not supported: refused where they are set.
+REFUSED = (
+    "layer_replication", "trainable_token_indices", "target_parameters", "alora_invocation_tokens", "use_qalora", "use_bdlora",
+    "velora_config", "arrow_config", "monteclora_config",
+)  # fmt: skip
+_LORA = re.compile(r"(.+)\.lora_(A|B|embedding_A|embedding_B|magnitude_vector)(?:\.default)?(?:\.(weight|bias))?")
+_PATTERN = re.compile(r"\^?(?:[\w-]|\\?\.|\.\*|\\d\+|\\d)+\$?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraTarget:
+    """What a file says of one module: y += scale * (x @ a.T) @ b.T, then, where there is a magnitude, every output to that length (DoRA).
+
+    a: `(r, K)`, of the embedding `(V, r)`. b: `(N, r)`, its rows in the order of the roles. magnitude, bias: `(N,)` or None. All f32.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+    magnitude: Tensor | None = None
+    bias: Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        """Of the product."""
+        return self.b.shape[1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraFile:
+    """An adapter as it was read.
+
+    digest: of its numbers and settings. base: the model that it names. rank: its largest. targets: by layer (-1: outside the layers) and
+    roles; the embedding's role is "embed". vectors: norms and biases that replace the model's, by their names in its files.
+    """
+
+    path: Path
+    digest: str
+    base: str
+    rank: int
+    targets: Mapping[tuple[int, tuple[str, ...]], LoraTarget]
+    vectors: Mapping[str, Tensor]
+
+
+def read_lora(directory: Path, config: ModelConfig) -> LoraFile:
+    """Read an adapter for a model.
+
+    Args:
+        directory: holds adapter_config.json and adapter_model.safetensors.
+        config: of the model.
+
+    Raises:
+        ModelNotFound: one of the files is missing. FormatError: another method than LoRA; a module that the model does not have, or whose
+        kind cannot be adapted here; a tensor of a wrong shape, missing beside its other half, or not finite. ConfigError: a setting that
+        cannot be used.
+    """
+    for name in (SETTINGS, WEIGHTS):
+        if not (directory / name).is_file():
+            pickled = name == WEIGHTS and (directory / "adapter_model.bin").exists()
+            hint = "; adapter_model.bin is a pickle, which is never read: save it again with save_pretrained(safe_serialization=True)"
+            raise ModelNotFound(f"{directory}: no {name}{hint if pickled else '; expected an adapter as PEFT saves it'}")
+    settings = Fields(read_json(directory / SETTINGS), str(directory / SETTINGS))
+    scale_of = _scales(settings)
+    reader = _Reader(config, directory / WEIGHTS)
+    with SafetensorsFile(directory / WEIGHTS) as file:
+        for name in file.names():
+            reader.take(name, file.info(name).shape, lambda name=name: file.read(name))
+    targets, vectors = reader.finish(scale_of)
+    digest = blake2b(digest_size=16)
+    for key, target in sorted(targets.items()):
+        digest.update(f"{key} {target.scale!r}".encode())
+        for tensor in (target.a, target.b, target.magnitude, target.bias):
+            digest.update(b"" if tensor is None else tensor.contiguous().numpy().tobytes())
+    for name, vector in sorted(vectors.items()):
+        digest.update(name.encode() + vector.contiguous().numpy().tobytes())
+    rank = max((target.rank for target in targets.values()), default=0)
+    base = settings.text("base_model_name_or_path", default="")
+    return LoraFile(path=directory, digest=digest.hexdigest(), base=base, rank=rank, targets=targets, vectors=vectors)
+
+
+def _scales(settings: Fields) -> Callable[[str, int], float]:
+    """Module name and rank -> scale."""
+    kind = settings.text("peft_type")
+    if kind != "LORA":
+        raise FormatError(f"{settings.where}: peft_type is {kind[:40]!r}; expected LORA: other methods are not supported")
+    for name in REFUSED:
+        if settings.raw.get(name):
+            raise FormatError(f"{settings.where}: {name} is set; adapters that use it are not supported")
+    alpha = settings.number("lora_alpha", low=-1e6, high=1e6)
+    patterns = settings.raw.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict) or len(patterns) > MAX_PATTERNS:
+        raise settings.refuse("alpha_pattern", type(patterns).__name__, f"an object of at most {MAX_PATTERNS} entries")
+    alphas = []
+    for pattern, value in patterns.items():
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) <= 1e6:
+            raise settings.refuse("alpha_pattern", value, "numbers")
+        alphas.append((_pattern(pattern, settings), float(value)))
+    squared = settings.flag("use_rslora", default=False)
+
+    def scale(module: str, rank: int) -> float:
+        mine = next((value for pattern, value in alphas if pattern.fullmatch(module)), alpha)
+        return mine / (rank**0.5 if squared else rank)
+
+    return scale
+
+
+def _pattern(text: str, settings: Fields) -> re.Pattern[str]:
+    """A key of alpha_pattern. Only what cannot take more than polynomial time is let through: names with . .* \\d and \\d+."""
+    if len(text) > MAX_PATTERN or not _PATTERN.fullmatch(text) or text.count(".*") + text.count("+") > 3:
+        raise settings.refuse("alpha_pattern", text, "names of modules, in which .* and \\d+ may stand at most three times")
+    return re.compile(rf"(?:.*\.)?(?:{text.removeprefix('^').removesuffix('$')})")
+
+
+class _Reader:
+    """Sorts the tensors of a file to the modules of a model."""
+
+    def __init__(self, config: ModelConfig, path: Path) -> None:
+        self.config, self.path = config, path
+        names = config.names
+        self.modules: dict[str, list[Linear]] = {names.head: [head_linear(config)], **fused_linears(config)}
+        for layer in range(config.num_layers):
+            self.modules |= {linear.key: [linear] for linear in layer_linears(config, layer).values()}
+        norms = [names.norm, *(names.at(layer, part) for layer in range(config.num_layers) for part in layer_norms(config))]
+        self.norms = {f"{key}.{kind}" for key in norms for kind in ("weight", "bias")}
+        self.halves: dict[str, dict[str, Tensor]] = {}
+        self.written: dict[str, str] = {}  # module -> its name in the file
+        self.vectors: dict[str, Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], read: Callable[[], Tensor]) -> None:
+        """One tensor, read only where its name and shape are right."""
+        plain = name
+        while plain.startswith("base_model.model."):
+            plain = plain.removeprefix("base_model.model.")
+        found = _LORA.fullmatch(plain)
+        if found is None:
+            ours = self._renamed(re.sub(r"\.(base_layer|modules_to_save(\.default)?)\.", ".", plain))
+            frozen = ".original_module." in plain or (".base_layer.weight" in plain and self._is_table(ours, shape))
+            if not frozen:  # a copy of what the model has: PEFT saves embeddings beside adapters of them
+                self._take_vector(name, ours, shape, read)
+            return
+        module = self._renamed(f"{found[1]}.weight").removesuffix(".weight")
+        kind = found[2] + ("_bias" if found[3] == "bias" else "")
+        inputs, outputs = self._size(name, module, embedding="embedding" in kind)
+        side = kind.rpartition("_")[2] if "embedding" in kind else kind
+        expected = {"A": "(r, K)", "B": "(N, r)", "B_bias": "(N,)", "magnitude_vector": "(N,)"}.get(side)
+        fits = {
+            "A": len(shape) == 2 and shape[1] == inputs,
+            "B": len(shape) == 2 and shape[0] == outputs,
+            "B_bias": shape == (outputs,),
+            "magnitude_vector": shape in ((outputs,), (1, outputs)),
+        }.get(side, False)
+        rank = shape[0 if side == "A" else -1] if side in ("A", "B") and fits else 1
+        if not fits or not 1 <= rank <= min(MAX_RANK, max(inputs, outputs)):
+            raise FormatError(
+                f"{self.path}: tensor {name!r}: found shape {shape}, expected {expected} with K = {inputs}, N = {outputs} and 1 to "
+                f"{min(MAX_RANK, max(inputs, outputs))} as r: is it an adapter of this model?"
+            )
+        if kind.startswith("embedding") is False and module == self.config.names.embed:
+            raise FormatError(f"{self.path}: tensor {name!r}: of the embedding only lora_embedding_A and lora_embedding_B are supported")
+        self.halves.setdefault(module, {})[side] = self._finite(name, read())
+        self.written[module] = found[1]
+
+    def _is_table(self, name: str, shape: tuple[int, ...]) -> bool:
+        names, config = self.config.names, self.config
+        return name in (f"{names.embed}.weight", f"{names.head}.weight") and shape == (config.vocab_size, config.hidden_size)
+
+    def _renamed(self, name: str) -> str:
+        for old, new in self.config.files.renames:
+            name = name.replace(old, new)
+        return name
+
+    def _size(self, name: str, module: str, *, embedding: bool) -> tuple[int, int]:
+        """Inputs and outputs of a module."""
+        if module == self.config.names.embed:
+            return self.config.vocab_size, self.config.hidden_size
+        linears = self.modules.get(module)
+        if linears is None or embedding:
+            some = ", ".join(sorted({key.rpartition(".")[2] for key in self.modules}))
+            raise FormatError(f"{self.path}: tensor {name!r}: this model has no module {module[:120]!r} that can be adapted; it has {some}")
+        return linears[0].in_features, sum(linear.out_features for linear in linears)
+
+    def _finite(self, name: str, tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            raise FormatError(f"{self.path}: tensor {name!r}: is {tensor.dtype}; expected float numbers")
+        tensor = tensor.float()
+        if not bool(tensor.isfinite().all()):
+            raise FormatError(f"{self.path}: tensor {name!r}: holds numbers that are not finite")
+        if tensor.numel() and float(tensor.abs().max()) > 60000:
+            raise FormatError(f"{self.path}: tensor {name!r}: holds {float(tensor.abs().max()):.3g}, more than fp16 can hold")
+        return tensor
+
+    def _take_vector(self, name: str, ours: str, shape: tuple[int, ...], read: Callable[[], Tensor]) -> None:
+        """A norm or a bias."""
+        key, _, kind = ours.rpartition(".")
+        if ours in self.norms:
+            size = self.config.hidden_size
+        elif kind == "bias" and key in self.modules:
+            size = sum(linear.out_features for linear in self.modules[key])
+        else:
+            raise FormatError(f"{self.path}: tensor {name!r}: of whole modules only norms, and of linears only biases can be replaced")
+        if shape != (size,):
+            raise FormatError(f"{self.path}: tensor {name!r}: found shape {shape}, expected ({size},)")
+        self.vectors[ours] = self._finite(name, read())
+
+    def finish(
+        self, scale_of: Callable[[str, int], float]
+    ) -> tuple[dict[tuple[int, tuple[str, ...]], LoraTarget], dict[str, Tensor]]:
+        """Targets and vectors, checked to be whole."""
+        targets = {}
+        for module, found in self.halves.items():
+            if "A" not in found or "B" not in found or found["A"].shape[0] != found["B"].shape[1]:
+                shapes = {side: tuple(tensor.shape) for side, tensor in found.items()}
+                raise FormatError(f"{self.path}: module {module!r}: found {shapes}; expected lora_A (r, K) and lora_B (N, r) with one r")
+            a, b, bias = found["A"], found["B"], found.get("B_bias")
+            scale = scale_of(self.written[module], len(a))
+            magnitude = found.get("magnitude_vector")
+            if module == self.config.names.embed:
+                if magnitude is not None or bias is not None:
+                    raise FormatError(f"{self.path}: module {module!r}: DoRA and biases of the embedding are not supported")
+                targets[-1, ("embed",)] = LoraTarget(a=a.T.contiguous(), b=b, scale=scale * self.config.embed_scale)  # as PEFT does
+                continue
+            linears = self.modules[module]
+            order = self._order(linears)
+            targets[linears[0].layer, tuple(linear.role for linear in linears)] = LoraTarget(
+                a=a, b=b[order].contiguous(), scale=scale, magnitude=None if magnitude is None else magnitude.flatten()[order],
+                bias=None if bias is None else scale * bias[order],
+            )  # fmt: skip
+        if not targets and not self.vectors:
+            raise FormatError(f"{self.path}: holds no tensors; expected lora_A and lora_B of some modules")
+        return targets, self._split_biases()
+
+    def _order(self, linears: Sequence[Linear]) -> Tensor:
+        """Rows of a fused matrix, role by role."""
+        total = sum(linear.out_features for linear in linears)
+        if len(linears) == 1:
+            return torch.arange(total)
+        return torch.cat([rows_of_role(self.config, linears, at)(torch.arange(total)) for at in range(len(linears))])
+
+    def _split_biases(self) -> dict[str, Tensor]:
+        found = {}
+        for name, vector in self.vectors.items():
+            key = name.rpartition(".")[0]
+            linears = self.modules.get(key, [])
+            if len(linears) <= 1:
+                found[name] = vector
+                continue
+            parts = vector[self._order(linears)].split([linear.out_features for linear in linears])
+            found |= {f"{linear.key}.bias": part for linear, part in zip(linears, parts)}
+        return found
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a role is in a program: number of the op, first output, outputs."""
+
+    op: int
+    first: int
+    columns: int
+
+
+def places(config: ModelConfig, network: Network, program: ops.Program) -> dict[tuple[int, str], Place]:
+    """Every matrix that can be adapted, by layer and role; the embedding is (-1, "embed"), the head (-1, "head")."""
+    op_of = {step[1]["blob"].data_ptr(): op for op, step in enumerate(program.steps) if "blob" in step[1]}
+    found = {(-1, "embed"): Place(0, 0, config.hidden_size)}
+    for index, layer in enumerate(network.layers):
+        attention, mlp = layer.attention, layer.mlp
+        blobs = [(attention.qkv, ("q", "k", "v")), (attention.o, ("o",))]
+        if isinstance(mlp, MLP):
+            blobs += [(mlp.up, ("gate", "up") if mlp.gated else ("up",)), (mlp.down, ("down",))]
+        linears = layer_linears(config, index)
+        for blob, roles in blobs:
+            first = 0
+            for role in roles:
+                found[index, role] = Place(op_of[blob.data_ptr()], first, linears[role].out_features)
+                first += linears[role].out_features
+    found[-1, "head"] = Place(op_of[network.head.matrix.data_ptr()], 0, config.vocab_size)
+    return found
+
+
+def changes(file: LoraFile, config: ModelConfig, network: Network, program: ops.Program) -> Adapter:
+    """An adapter as changes of a program's ops. With DoRA every adapted matrix is unpacked once.
+
+    Raises:
+        FormatError: it adapts experts, or another place that has no op of its own.
+    """
+    where = places(config, network, program)
+    made: dict[int, _Change] = {}
+    for (layer, roles), target in file.targets.items():
+        missing = [role for role in roles if (layer, role) not in where]
+        if missing:
+            raise FormatError(f"{file.path}: adapts {missing[0]!r} of layer {layer}; experts of a sparse layer cannot be adapted")
+        place = where[layer, roles[0]]
+        made.setdefault(place.op, _Change(program.steps[place.op][1])).add(target, place.first)
+    for name, vector in file.vectors.items():
+        for op, which in _vector_places(name, config, where):
+            made.setdefault(op, _Change(program.steps[op][1])).replace(which, name, vector, config)
+    return {op: change.finish() for op, change in made.items()}
+
+
+def _vector_places(name: str, config: ModelConfig, where: Mapping[tuple[int, str], Place]) -> list[tuple[int, Any]]:
+    """Ops that a norm or bias belongs to; of a bias with its place."""
+    key, _, kind = name.rpartition(".")
+    if key == config.names.norm:
+        return [(where[-1, "head"].op, "norm")]
+    for layer in range(config.num_layers):
+        for part in layer_norms(config):
+            if key == config.names.at(layer, part):
+                owners = {"attention_norm": ("q", "up") if config.parallel else ("q",), "mlp_norm": ("up",),
+                          "attention_post_norm": ("o",), "mlp_post_norm": ("down",)}[part]  # fmt: skip
+                if any((layer, owner) not in where for owner in owners):
+                    raise FormatError(f"adapter: {name} is of a sparse layer, which cannot be adapted")
+                return [(where[layer, owner].op, "norm") for owner in owners]
+        for role, linear in layer_linears(config, layer).items():
+            if linear.key == key and kind == "bias" and (layer, role) in where:
+                return [(where[layer, role].op, where[layer, role])]
+    raise FormatError(f"adapter: {name} cannot be replaced in this model")
+
+
+class _Change:
+    """A LoraChange in the making. arguments: of the op."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.arguments, self.parts = arguments, []
+        self.vectors: dict[str, Tensor] = {}
+
+    def _vector(self, name: str) -> Tensor:
+        if name not in self.vectors:
+            self.vectors[name] = torch.zeros(ops.shape(self.arguments["blob"])[1])
+        return self.vectors[name]
+
+    def add(self, target: LoraTarget, first: int) -> None:
+        """The product, and what DoRA and a bias of B add to it."""
+        columns, b = slice(first, first + len(target.b)), target.b.T
+        if target.magnitude is not None:
+            weight = ops.unpack(self.arguments["blob"])[:, columns] + target.scale * (target.a.T @ b)
+            gain = target.magnitude / weight.norm(dim=0).clamp(min=1e-20)
+            self._vector("gain")[columns] = gain - 1
+            if (own := self.arguments.get("bias")) is not None:  # it is not stretched
+                self._vector("bias")[columns] -= (gain - 1) * own[columns]
+        if target.bias is not None:
+            self._vector("bias")[columns] += target.bias
+        scale = torch.full((target.rank,), target.scale)
+        self.parts.append(LoraPart(a=target.a.half().contiguous(), b=b.half().contiguous(), scale=scale, first=first))
+
+    def replace(self, which: str | Place, name: str, vector: Tensor, config: ModelConfig) -> None:
+        """Another norm, or another bias of a linear."""
+        if isinstance(which, Place):
+            own = self.arguments.get("bias")
+            columns = slice(which.first, which.first + which.columns)
+            self._vector("bias")[columns] += vector - (0 if own is None else own[columns])
+            return
+        scale = config.logit_scale if name.startswith(f"{config.names.norm}.") else 1.0
+        kind = "norm_bias" if name.endswith(".bias") else "norm"
+        self.vectors[kind] = (vector + (config.norm_offset if kind == "norm" else 0.0)) * scale
+
+    def finish(self) -> LoraChange:
+        """The change; a norm and its bias are replaced together."""
+        if "norm" in self.vectors or "norm_bias" in self.vectors:
+            own = {"norm": self.arguments["norm"], "norm_bias": self.arguments.get("rest", (None,))[0]}
+            for kind, vector in own.items():
+                if vector is not None:
+                    self.vectors.setdefault(kind, vector)
+        return LoraChange(parts=tuple(self.parts), **self.vectors)

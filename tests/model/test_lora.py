@@ -1,0 +1,152 @@
+"""Adapters that PEFT wrote: the logits of PEFT on Transformers for many kinds of them; hostile files are named errors."""
+
+import json
+import os
+
+import pytest
+import torch
+
+from exl2nb.cache.pool import KVCache
+from exl2nb.core.errors import ConfigError, Exl2Error, FormatError, ModelNotFound
+from exl2nb.io.safetensors import SafetensorsFile
+from exl2nb.io.safetensors import save as save_tensors
+from exl2nb.model.batch import Batch, Span
+from exl2nb.model.loader import load_model
+from exl2nb.model.lora import changes, read_lora
+
+from .test_model import error, run
+from .tiny import ids_of, truth
+from .zoo import build, write
+
+os.environ.setdefault("PEFT_DISABLE_TELEMETRY", "1")
+LLAMA = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+KINDS = {  # of the zoo, options of PEFT's LoraConfig
+    "llama": ("llama", {"target_modules": LLAMA}),
+    "llama, few": ("llama", {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1]}),
+    "llama, rslora, patterns": (
+        "llama",
+        {"target_modules": LLAMA, "use_rslora": True, "rank_pattern": {"q_proj": 7, "layers.1.mlp.up_proj": 3},
+         "alpha_pattern": {r".*\.0\.self_attn\.v_proj": 9, "down_proj": 2}},
+    ),
+    "llama, dora": ("llama", {"target_modules": LLAMA, "use_dora": True}),
+    "llama, embedding and head": ("llama", {"target_modules": ["embed_tokens", "lm_head", "v_proj"]}),
+    "llama, norms": ("llama", {"target_modules": ["v_proj"], "modules_to_save": ["input_layernorm", "post_attention_layernorm", "norm"]}),
+    "qwen2, all biases": ("qwen2", {"target_modules": ["q_proj", "o_proj", "up_proj"], "bias": "all"}),
+    "qwen2, dora with biases": ("qwen2", {"target_modules": LLAMA, "use_dora": True, "bias": "lora_only"}),
+    "phi3, fused": ("phi3", {"target_modules": ["qkv_proj", "gate_up_proj", "o_proj"]}),
+    "gemma2, norms": ("gemma2", {"target_modules": ["embed_tokens", *LLAMA], "modules_to_save": ["post_feedforward_layernorm", "norm"]}),
+    "gpt2, fused and transposed": ("gpt2", {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
+    "gpt2, biases and norms": ("gpt2", {"target_modules": ["c_attn"], "fan_in_fan_out": True, "bias": "all", "modules_to_save": ["ln_f"]}),
+    "glm4, post norms": ("glm4", {"target_modules": ["gate_up_proj", "q_proj"], "modules_to_save": ["post_self_attn_layernorm"]}),
+    "cohere, parallel": ("cohere", {"target_modules": LLAMA, "modules_to_save": ["input_layernorm", "norm"]}),
+    "granite, factors": ("granite", {"target_modules": ["embed_tokens", *LLAMA], "modules_to_save": ["norm"]}),
+    "starcoder2, layer norms": ("starcoder2", {"target_modules": ["q_proj", "c_fc", "c_proj"], "bias": "all"}),
+    "mixtral, attention": ("mixtral", {"target_modules": ["q_proj", "o_proj"]}),
+    "B with biases": ("llama", {"target_modules": ["q_proj", "gate_proj"], "lora_bias": True}),
+}  # fmt: skip
+
+
+def adapted(arch, options, directory, *, seed=0, rank=5, alpha=12):
+    """A random adapter in a directory, and the model with it."""
+    peft = pytest.importorskip("peft")
+    model = build(arch)
+    write(arch, model, directory / "model")
+    with_lora = peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=alpha, init_lora_weights=False, task_type="CAUSAL_LM", **options))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in with_lora.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "lora_magnitude" in name:
+                parameter.mul_(1 + 0.3 * noise)
+            elif "lora_" in name:
+                parameter.copy_((0.3 * noise * parameter.shape[-1] ** -0.5).half())
+            elif "modules_to_save" in name or (name.endswith("bias") and options.get("bias", "none") != "none"):
+                parameter.add_(0.2 * noise)
+    with_lora.save_pretrained(directory / "lora", safe_serialization=True)
+    return with_lora.eval()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_equal_peft(kind, tmp_path):
+    arch, options = KINDS[kind]
+    twin = adapted(arch, options, tmp_path)
+    model = load_model(tmp_path / "model")
+    ids = ids_of(model.config.vocab_size, 1, 40)
+    network, program = model.network_and_program
+    model.set_adapters([changes(read_lora(tmp_path / "lora", model.config), model.config, network, program)])
+    span = Span(ids=ids[0].tolist(), start=0, pages=[0], logit_rows="all", adapter=0)
+    found = model.forward(Batch.build([span]), KVCache(model.cache_spec(256, mode="fp32")))
+    want = truth(twin, ids)[0]
+    plain = run(model, ids[0])
+    assert error(found, want) < 1e-4, (error(found, want), error(plain, want))
+    assert error(plain, want) > 0.02, "the adapter changes the logits"
+
+
+@pytest.fixture
+def files(tmp_path):
+    adapted("llama", {"target_modules": LLAMA}, tmp_path)
+    return tmp_path, load_model(tmp_path / "model").config
+
+
+def edited(folder, settings=None, tensors=None):
+    """Change settings and tensors of an adapter; None removes a key."""
+    path = folder / "lora" / "adapter_config.json"
+    raw = json.loads(path.read_text()) | (settings or {})
+    path.write_text(json.dumps({key: value for key, value in raw.items() if value is not None}))
+    with SafetensorsFile(folder / "lora" / "adapter_model.safetensors") as file:
+        found = {name: file.read(name).clone() for name in file.names()}
+    found |= tensors(found) if callable(tensors) else (tensors or {})
+    save_tensors(folder / "lora" / "adapter_model.safetensors", {name: value for name, value in found.items() if value is not None})
+
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+
+
+@pytest.mark.parametrize(
+    ("settings", "tensors", "error_type", "words"),
+    [
+        ({"peft_type": "IA3"}, None, FormatError, "IA3"),
+        ({"peft_type": None}, None, ConfigError, "peft_type"),
+        ({"lora_alpha": "16"}, None, ConfigError, "lora_alpha"),
+        ({"lora_alpha": 1e300}, None, ConfigError, "lora_alpha"),
+        ({"alpha_pattern": {"(a+)+$": 4}}, None, ConfigError, "alpha_pattern"),
+        ({"alpha_pattern": {".*.*.*.*x": 4}}, None, ConfigError, "alpha_pattern"),
+        ({"alpha_pattern": {"q_proj": True}}, None, ConfigError, "alpha_pattern"),
+        ({"layer_replication": [[0, 1]]}, None, FormatError, "layer_replication"),
+        ({"trainable_token_indices": [1]}, None, FormatError, "trainable_token_indices"),
+        (None, {Q.format("A"): torch.zeros(5, 63)}, FormatError, "shape"),
+        (None, {Q.format("A"): torch.zeros(0, 64)}, FormatError, "shape"),
+        (None, {Q.format("A"): torch.zeros(4097, 64)}, FormatError, "shape"),
+        (None, {Q.format("A"): torch.zeros(4, 64)}, FormatError, "one r"),
+        (None, {Q.format("A"): None}, FormatError, "lora_A"),
+        (None, {Q.format("A"): torch.full((5, 64), torch.nan)}, FormatError, "not finite"),
+        (None, {Q.format("B"): torch.full((64, 5), 1e6)}, FormatError, "fp16"),
+        (None, {Q.format("A"): torch.zeros(5, 64, dtype=torch.int32)}, FormatError, "float"),
+        (None, {Q.format("A").replace("q_proj", "c_proj"): torch.zeros(5, 64)}, FormatError, "c_proj"),
+        (None, {Q.format("A").replace("layers.0", "layers.7"): torch.zeros(5, 64)}, FormatError, "layers.7"),
+        (None, {"base_model.model.model.layers.0.self_attn.q_proj.weight": torch.zeros(64, 64)}, FormatError, "only"),
+        (None, {"base_model.model.lm_head.weight": torch.zeros(131, 64)}, FormatError, "only"),
+        (None, lambda found: dict.fromkeys(found) | {}, FormatError, "no tensors"),
+    ],
+)
+def test_hostile_files_are_named_errors(files, settings, tensors, error_type, words):
+    folder, config = files
+    edited(folder, settings, tensors)
+    with pytest.raises(error_type, match=words):
+        read_lora(folder / "lora", config)
+
+
+def test_missing_and_pickled_files(files):
+    folder, config = files
+    (folder / "lora" / "adapter_model.safetensors").rename(folder / "lora" / "adapter_model.bin")
+    with pytest.raises(ModelNotFound, match="pickle"):
+        read_lora(folder / "lora", config)
+    with pytest.raises(ModelNotFound, match="adapter_config"):
+        read_lora(folder, config)
+
+
+def test_an_adapter_of_another_model_is_refused(files, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other")
+    adapted("phi3", {"target_modules": ["qkv_proj"]}, other)
+    with pytest.raises(Exl2Error, match="qkv_proj"):
+        read_lora(other / "lora", files[1])
