@@ -29,7 +29,7 @@ class BatchBuilder:
     def __init__(self, *, max_tokens: int, max_sequences: int, max_pages: int, page_size: int, switches: bool = False) -> None:
         self._long = np.ones(max_sequences, np.int32) if switches else None
         self._page_size, self._max_pages = page_size, max_pages
-        self._ids, self._rows, self._feed = (np.zeros(max_tokens, np.int32) for _ in range(3))
+        self._ids, self._rows, self._feed, self._adapters = (np.zeros(max_tokens, np.int32) for _ in range(4))
         # of sequences that decode: where the page that is written begins in the text, its first slot; _offsets: how far into it they are
         self._firsts, self._page_slots = (np.zeros(max_sequences, np.int32) for _ in range(2))
         self._ones = (1,) * max_sequences
@@ -37,9 +37,10 @@ class BatchBuilder:
         self._positions, self._slots, self._offsets, self._lens = self._growing
         self._table = np.zeros(max_sequences * max_pages, np.int32)
         self._bounds = np.zeros(max_sequences + 1, np.int32)
-        self._batches: dict[tuple[int, int, int, int], Batch] = {}
+        self._batches: dict[tuple[int, int, int, int, bool], Batch] = {}
         self._last: tuple[object, ...] = ()  # the sequences of the last step
         self._changes, self._width, self._decoding, self._fed = -1, 0, False, False
+        self._adapted = False  # a sequence of the last step has an adapter
         self._row_of: dict[int, int] = {}  # a sequence of the last step -> its logit row
 
     def build(self, spans: Sequence[Span], changes: int) -> Step:
@@ -74,6 +75,9 @@ class BatchBuilder:
             else:
                 draws += (None,) * wants
         if not same:
+            self._adapted = any([sequence.adapter >= 0 for sequence in sequences])
+            if self._adapted:
+                self._adapters[:tokens] = [sequence.adapter for sequence, length in zip(sequences, lengths) for _ in range(length)]
             self._row_of, row = {}, 0
             for span in spans:
                 if span.rows:
@@ -81,7 +85,7 @@ class BatchBuilder:
                     row += span.rows
         self._last, self._changes, self._decoding = sequences, changes, decoding
         self._fed = same and False not in feeds  # `_feed` says: row i of the last launch, for all
-        key = (tokens, count, self._width, rows)
+        key = (tokens, count, self._width, rows, self._adapted)
         batch = self._batches.get(key) or self._new_batch(*key)
         return Step(batch, self._feed[:tokens] if feed else None, draws, same)
 
@@ -153,11 +157,11 @@ class BatchBuilder:
             row[: len(ids)] = ids[:width]
         return width
 
-    def _new_batch(self, tokens: int, sequences: int, width: int, rows: int) -> Batch:
+    def _new_batch(self, tokens: int, sequences: int, width: int, rows: int, adapted: bool) -> Batch:
         if len(self._batches) >= MAX_SHAPES:
             self._batches.clear()
         view = torch.from_numpy
-        batch = self._batches[tokens, sequences, width, rows] = Batch(
+        batch = self._batches[tokens, sequences, width, rows, adapted] = Batch(
             input_ids=view(self._ids[:tokens]),
             positions=view(self._positions[:tokens]),
             slot_mapping=view(self._slots[:tokens]),
@@ -166,6 +170,7 @@ class BatchBuilder:
             context_lens=view(self._lens[:sequences]),
             logit_rows=view(self._rows[:rows]),
             long=None if self._long is None else view(self._long[:sequences]),
+            adapters=view(self._adapters[:tokens]) if adapted else None,
         )
         return batch
 

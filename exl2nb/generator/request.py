@@ -50,6 +50,15 @@ MAX_PRIORITY = 1000
 NEUTRAL, AUTO, PLAIN = SamplingParams(), Speculation(), ReplyFormat()  # defaults, made and checked once
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoraRow:
+    """The adapters of a request. row: of `Model.adapters`, theirs while this lives. key: equal for equal numbers. label: to be shown."""
+
+    row: int
+    key: str
+    label: str
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request:
     """One prompt and its settings.
@@ -74,6 +83,8 @@ class Request:
     "ngram", "off", or a `Speculation`. It changes the speed, never the text.
 
     reply: how the answer of a chat is read: reasoning, content, tool calls.
+
+    lora: adapters that the prompt and the answer run with; None = the model alone. `llm.generate(..., lora="name")` makes it.
 
     Raises:
         OptionError: a value out of range, or two that exclude each other.
@@ -100,6 +111,7 @@ class Request:
     early_stopping: bool | str = False
     speculation: Speculation = AUTO
     reply: ReplyFormat = PLAIN
+    lora: LoraRow | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -122,6 +134,8 @@ class Request:
             object.__setattr__(self, "speculation", Speculation.of(self.speculation))
         if not isinstance(self.reply, ReplyFormat):
             raise OptionError(f"reply is {shown(self.reply)}; expected a ReplyFormat; llm.chat makes one")
+        if self.lora is not None and not isinstance(self.lora, LoraRow):
+            raise OptionError(f"lora is {shown(self.lora)}; expected adapters of a loaded model: give their names to llm.generate")
         if self.structure is not None and not callable(getattr(self.structure, "start", None)):
             raise OptionError(f"structure is {shown(self.structure)}; expected a Structure; schema=, regex=, choice= and grammar= make one")
         if not isinstance(self.negative_ids, (tuple, list)) or not all(_is_id(one) for one in self.negative_ids):

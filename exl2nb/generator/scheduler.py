@@ -95,7 +95,7 @@ class Scheduler:
         sequence.rank = (-sequence.request.priority, turn, self._arrivals)
         self._arrivals += 1
         if self.switch is not None and len(sequence.ids) <= self.switch:
-            sequence.long, sequence.salt = False, SHORT
+            sequence.long, sequence.salt = False, sequence.own_salt + SHORT
         insort(self.waiting, sequence, key=_rank)
 
     def schedule(self) -> list[Span]:
@@ -224,7 +224,7 @@ class Scheduler:
         if sequence.in_flight:
             return False
         self.pager.release(sequence)
-        sequence.long, sequence.salt, sequence.keys = True, "", []
+        sequence.long, sequence.salt, sequence.keys = True, sequence.own_salt, []
         return True
 
     def _chunks(self, prompts: list[Sequence], budget: int) -> list[Span]:

@@ -36,8 +36,9 @@ class Sequence:
         request's max_tokens or the room left in the context. prompt_tokens: how many of the ids are prompt (one less than were given, where
         the last is healed).
         Kept by scheduler and pager: rank (the smaller runs first), keys (of the full pages of ids), published (full pages made known),
-        room and room_changes (see `Pager.reserve`), reused_tokens, preemptions, salt (what besides tokens changes the pages), long (rotated
-        as sequences beyond the scheduler's switch).
+        room and room_changes (see `Pager.reserve`), reused_tokens, preemptions, salt (what besides tokens changes the pages; own_salt: of
+        it the request's part), long (rotated as sequences beyond the scheduler's switch).
+        adapter: its row of `Model.adapters`, -1 for none.
         Kept by the engine: in_flight (launched tokens whose results are not read yet), on_device (the executor draws), ended, deadline.
         group: None, or what it runs in step with; its members end together.
 
@@ -56,7 +57,8 @@ class Sequence:
         self.keys: list[bytes] = []
         self.published = self.reused_tokens = self.preemptions = self.in_flight = 0
         self.room, self.room_changes = (0, 0), -1
-        self.salt, self.long = "", True
+        self.adapter, self.own_salt = (-1, "") if request.lora is None else (request.lora.row, f"lora {request.lora.key}")
+        self.salt, self.long = self.own_salt, True
         self.on_device = self.ended = False
         self.limit = min(request.max_tokens, context - len(prompt))
         self.ends = request.stop_ids | (frozenset() if request.ignore_eos else tokenizer.eos_ids)

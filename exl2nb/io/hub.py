@@ -20,17 +20,21 @@ from exl2nb.core.progress import Progress, SilentSink, Sink
 NEEDED = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "LICENSE*", "README.md"]
 # no subfolder but additional_chat_templates
 SKIPPED = ["[!a]*/*", "a/*", "a[!d]*/*", "ad/*", "ad[!d]*/*", "consolidated*", "*.bin.index.json", "adapter_*"]
+ADAPTER = ["adapter_config.json", "adapter_model.safetensors"]
 TICK_S = 1.0  # without a byte, until the progress says so
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
-def resolve(path_or_id: str | os.PathLike[str], revision: str | None = None, progress: Sink | None = None) -> Path:
+def resolve(
+    path_or_id: str | os.PathLike[str], revision: str | None = None, progress: Sink | None = None, *, adapter: bool = False
+) -> Path:
     """Find a model directory: an existing folder as it is, anything that looks like `owner/name` through the hub's local cache.
 
     Args:
         path_or_id: a folder, or a hub id such as "owner/name".
         revision: branch, tag or commit on the hub (EXL2 models often keep one branch per bitrate, "4.0bpw"); None means "main".
         progress: takes the events of stage "download", in bytes. While nothing arrives they say that they wait.
+        adapter: what is wanted is a LoRA adapter.
 
     Returns:
         The folder. From the hub it is a snapshot in the hub's cache: nothing is fetched twice, and without a network a complete earlier
@@ -48,7 +52,7 @@ def resolve(path_or_id: str | os.PathLike[str], revision: str | None = None, pro
         return path
     if text and path.exists():
         raise ModelNotFound(f"{path}: is a file; give the directory that holds config.json and the .safetensors files")
-    return _download(check_id(text), revision, progress)
+    return _download(check_id(text), revision, progress, adapter=adapter)
 
 
 def name_of(path_or_id: str | os.PathLike[str]) -> str:
@@ -207,7 +211,7 @@ def _existing(repo_id: str) -> str:
     return f"it has {', '.join(names[:40])}{' ...' if len(names) > 40 else ''}"
 
 
-def _download(repo_id: str, revision: str | None, progress: Sink | None) -> Path:
+def _download(repo_id: str, revision: str | None, progress: Sink | None, *, adapter: bool = False) -> Path:
     import huggingface_hub
 
     report = _Report(repo_id, progress)
@@ -216,13 +220,19 @@ def _download(repo_id: str, revision: str | None, progress: Sink | None) -> Path
         with time_limits(report.stop):
             return Path(
                 huggingface_hub.snapshot_download(
-                    repo_id, revision=revision, allow_patterns=NEEDED, ignore_patterns=SKIPPED, tqdm_class=_bars(report)
+                    repo_id,
+                    revision=revision,
+                    allow_patterns=ADAPTER if adapter else NEEDED,
+                    ignore_patterns=None if adapter else SKIPPED,
+                    tqdm_class=_bars(report),
                 )
             )
 
     with report, hub_errors(repo_id, revision):
         folder = report.wait_for(work)
-    if not (folder / "config.json").is_file():
+    if adapter and not (folder / ADAPTER[0]).is_file():
+        raise ModelNotFound(f"{repo_id}: has no {ADAPTER[0]}; expected a LoRA adapter as PEFT saves it")
+    if not adapter and not (folder / "config.json").is_file():
         raise ModelNotFound(no_config(repo_id, revision))
     return folder
 

@@ -21,6 +21,7 @@ from exl2nb.generator.request import Chunk, Completion, Request
 from exl2nb.generator.scheduler import MAX_CHUNK
 from exl2nb.io.hub import display_name
 from exl2nb.llm.chat import ChatMixin
+from exl2nb.llm.loras import Loras
 from exl2nb.llm.options import DEFAULTS, ChatOptions, GenerateOptions, RequestOptions
 from exl2nb.llm.requests import compile_structure, request_of, sample_options
 from exl2nb.llm.scoring import ScoringMixin
@@ -54,6 +55,8 @@ class LLM(ScoringMixin, ChatMixin):
     Any number of threads may call it; their requests are batched.
 
     cache: what the pages of the KV cache hold: `cache.snapshot()`, `cache.save(path)`, `cache.load(path)`, `cache.clear()`, `cache.reuse`.
+    loras: adapters: `loras.load(path, name=...)`, `loras.unload(name)`, `loras.list()`; a request takes one with lora="name", or several
+    with lora={"name": 0.7, "other": 0.3}.
 
     Example: an answer with a form of its own, one that is finished in the middle of a word, two prompts in step, guesses, alternatives.
         >>> import exl2nb as ex
@@ -97,6 +100,7 @@ class LLM(ScoringMixin, ChatMixin):
             executor=_gpu_executor if model.device != "cpu" else None,
         )
         self.cache = PromptCache(self.engine, partial(fingerprint, path, model))
+        self.loras = Loras(model, self.engine)
         self._finalizer = weakref.finalize(self, self.engine.close)
         self._finalizer.atexit = False
 
@@ -388,6 +392,7 @@ class LLM(ScoringMixin, ChatMixin):
             group: requests of one group share a turn. where: the caller, for messages.
         """
         vocab, context = self.config.vocab_size, self.engine.context
+        options = self.loras.resolved(options, where=where)
         request = request_of(prompt, options, self.tokenizer, vocab, context=context, where=where, stream=stream)
         handle = self.engine.submit(request, group=group)
         handle.owner = self
@@ -463,7 +468,7 @@ class LLM(ScoringMixin, ChatMixin):
     def _submit_all(self, prompts: Sequence[Any], where: str, options: Sequence[dict[str, Any]], *, stream: bool) -> list[Handle]:
         vocab, context = self.config.vocab_size, self.engine.context
         requests = [
-            request_of(prompt, one, self.tokenizer, vocab, context=context, where=where, stream=stream)
+            request_of(prompt, self.loras.resolved(one, where=where), self.tokenizer, vocab, context=context, where=where, stream=stream)
             for prompt, one in zip(prompts, options)
         ]
         handles = self.engine.submit_many(requests, group=object() if len(requests) > 1 else None)

@@ -81,6 +81,7 @@ class RequestOptions(SamplingOptions, total=False):
     length_penalty: float
     early_stopping: bool | Literal["never"]
     speculation: Speculation | str | Mapping[str, Any]
+    lora: str | Mapping[str, float] | None
     negative_prompt: str | Sequence[int]
     schema: Any
     regex: str

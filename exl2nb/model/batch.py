@@ -140,6 +140,6 @@ class Batch:
         long: bool = True,
         adapter: int = -1,
     ) -> Batch:
-        """One sequence: `ids` from position `start` on, its K and V in `pages`; logits for "all" rows or the "last"; the rest: see `Span`."""
+        """One sequence: `ids` from position `start` on, its K and V in `pages`; logits for "all" or the "last"; the rest: see `Span`."""
         span = Span(ids=ids, start=start, pages=pages, logit_rows=logit_rows, long=long, adapter=adapter)
         return cls.build([span], page_size=page_size, device=device)

@@ -1,7 +1,7 @@
-"""LoRA adapters in PEFT's format: read and checked against a model's config, then as changes of its ops. Knows nothing of requests.
+"""LoRA adapters in PEFT's format: read and checked against a model's config, then as changes of its ops. Knows no requests.
 
-Followed: PEFT's files (adapter_config.json, adapter_model.safetensors) with LoRA (Hu et al., 2021, arXiv:2106.09685), rsLoRA (Kalajdzievski,
-2023, arXiv:2312.03732) and DoRA (Liu et al., 2024, arXiv:2402.09353).
+Followed: PEFT's files (adapter_config.json, adapter_model.safetensors) with LoRA (Hu et al., 2021, arXiv:2106.09685), rsLoRA
+(Kalajdzievski, 2023, arXiv:2312.03732) and DoRA (Liu et al., 2024, arXiv:2402.09353).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from exl2nb import ops
-from exl2nb.core.errors import ConfigError, FormatError, ModelNotFound, OptionError
+from exl2nb.core.errors import FormatError, ModelNotFound
 from exl2nb.io.hf_config import read_json
 from exl2nb.io.safetensors import SafetensorsFile
 from exl2nb.model.config import ModelConfig
@@ -138,7 +138,7 @@ def _scales(settings: Fields) -> Callable[[str, int], float]:
 
 
 def _pattern(text: str, settings: Fields) -> re.Pattern[str]:
-    """A key of alpha_pattern. Only what cannot take more than polynomial time is let through: names with . .* \\d and \\d+."""
+    """A key of alpha_pattern. Only what cannot take more than polynomial time is let through: names, wildcards and digits."""
     if len(text) > MAX_PATTERN or not _PATTERN.fullmatch(text) or text.count(".*") + text.count("+") > 3:
         raise settings.refuse("alpha_pattern", text, "names of modules, in which .* and \\d+ may stand at most three times")
     return re.compile(rf"(?:.*\.)?(?:{text.removeprefix('^').removesuffix('$')})")
@@ -235,9 +235,7 @@ class _Reader:
             raise FormatError(f"{self.path}: tensor {name!r}: found shape {shape}, expected ({size},)")
         self.vectors[ours] = self._finite(name, read())
 
-    def finish(
-        self, scale_of: Callable[[str, int], float]
-    ) -> tuple[dict[tuple[int, tuple[str, ...]], LoraTarget], dict[str, Tensor]]:
+    def finish(self, scale_of: Callable[[str, int], float]) -> tuple[dict[tuple[int, tuple[str, ...]], LoraTarget], dict[str, Tensor]]:
         """Targets and vectors, checked to be whole."""
         targets = {}
         for module, found in self.halves.items():

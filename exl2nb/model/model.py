@@ -118,7 +118,8 @@ class Model:
         self._prepare(batch, cache)
         batch = self._with_rope_rows(batch)
         assert self._program is not None
-        logits = self._program.run(*TENSORS(batch), cache.k, cache.v, *self._lora(batch))
+        _kept, lora = self._lora(batch)
+        logits = self._program.run(*TENSORS(batch), cache.k, cache.v, *lora)
         return self.capped(logits)
 
     @property
@@ -139,12 +140,13 @@ class Model:
         """What row 0, 1, ... of `Batch.adapters` mean from the next step on; steps that run keep what they began with. CPU only."""
         self.adapters = LoraTable(self.network_and_program[1], tuple(adapters))
 
-    def _lora(self, batch: Batch) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    def _lora(self, batch: Batch) -> tuple[LoraTable | None, tuple[Tensor | None, Tensor | None]]:
+        """What owns the adapters, to be held while the step runs, and the step's arguments."""
         if batch.adapters is None:
-            return None, None
-        if self.adapters is None:
+            return None, (None, None)
+        if (table := self.adapters) is None:
             raise OptionError("the batch names adapters, and the model has none: set_adapters comes first")
-        return self.adapters.words, batch.adapters
+        return table, (table.words, batch.adapters)
 
     @property
     def draws(self) -> bool:
@@ -156,7 +158,8 @@ class Model:
         self._prepare(batch, cache)
         if self.rope_switch is not None:
             batch = self._with_rope_rows(batch)
-        return step_draw(self._code, *TENSORS(batch), cache.k, cache.v, settings, top, *self._lora(batch))
+        _kept, lora = self._lora(batch)
+        return step_draw(self._code, *TENSORS(batch), cache.k, cache.v, settings, top, *lora)
 
     @property
     def runs_ahead(self) -> bool:
@@ -178,8 +181,9 @@ class Model:
         program = self._program
         assert program is not None
         feed, previous = fed or (None, None)
-        drawn, logits = draw_ahead(self._code, *TENSORS(batch), cache.k, cache.v, *draw, feed, previous, *self._lora(batch))
-        return Ahead(drawn, logits, (program, self.adapters))
+        kept, lora = self._lora(batch)
+        drawn, logits = draw_ahead(self._code, *TENSORS(batch), cache.k, cache.v, *draw, feed, previous, *lora)
+        return Ahead(drawn, logits, (program, kept))
 
     def forward_gpu(self, batch: Batch, cache: KVCache, *, ids: Tensor | None = None) -> Tensor:
         """`forward` of a model on the GPU: the batch is on the host, the logits are on the GPU and may not be there yet.

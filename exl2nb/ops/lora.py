@@ -99,7 +99,13 @@ class LoraTable:
 
     def _change(self, op: int, change: LoraChange, kept: list[Any]) -> list[int]:
         name, arguments = self.program.steps[op]
-        check(name not in ("paged_attention", "routed_mlp"), "LoraTable", "a change", f"of {name}", "of an op with one matrix, or the embedding")
+        check(
+            name not in ("paged_attention", "routed_mlp"),
+            "LoraTable",
+            "a change",
+            f"of {name}",
+            "of an op with one matrix, or the embedding",
+        )
         if name == "embed":
             inputs, outputs = arguments["table"].shape
         else:

@@ -263,7 +263,18 @@ class Program:
             RuntimeError, ValueError: an id, position, slot, page or row is out of range, or a pool does not fit; nothing is written then.
         """
         return _decode_step_op(
-            self.code, ids, positions, slots, block_table, cu_seqlens, context_lens, logit_rows, list(k_pools), list(v_pools), lora, adapters
+            self.code,
+            ids,
+            positions,
+            slots,
+            block_table,
+            cu_seqlens,
+            context_lens,
+            logit_rows,
+            list(k_pools),
+            list(v_pools),
+            lora,
+            adapters,
         )
 
     def _write(self, op: str, **fields: float) -> None:

@@ -51,7 +51,9 @@ def adapted(arch, options, directory, *, seed=0, rank=5, alpha=12):
     peft = pytest.importorskip("peft")
     model = build(arch)
     write(arch, model, directory / "model")
-    with_lora = peft.get_peft_model(model, peft.LoraConfig(r=rank, lora_alpha=alpha, init_lora_weights=False, task_type="CAUSAL_LM", **options))
+    with_lora = peft.get_peft_model(
+        model, peft.LoraConfig(r=rank, lora_alpha=alpha, init_lora_weights=False, task_type="CAUSAL_LM", **options)
+    )
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in with_lora.named_parameters():

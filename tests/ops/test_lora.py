@@ -52,7 +52,9 @@ def by_tokens(of_sequences, counts=COUNTS):
     return [a for a, n in zip(of_sequences, counts) for _ in range(n)]
 
 
-@pytest.mark.parametrize("options", [{"dense": True}, {"dense": True, "bias": True, "head_norms": True}, {"bits": 6, "bias": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"dense": True}, {"dense": True, "bias": True, "head_norms": True}, {"bits": 6, "bias": True}], ids=str
+)
 @pytest.mark.parametrize("extra", [{}, {"gain": True}, {"gain": True, "norms": True}], ids=str)
 def test_equals_merged_weights(options, extra):
     """Two adapters and none in one batch, beside the reference that merges them into fp32 weights."""
@@ -99,7 +101,15 @@ def test_no_adapter_is_no_change():
 def test_a_blend_is_the_weighted_sum():
     net = Net(dense=True, pages=len(COUNTS))
     one, other = adapter(net.program, 1, gain=True, norms=True), adapter(net.program, 2)
-    table = LoraTable(net.program, (one, blend([(one, 1.0)], net.program), blend([(one, 0.0), (other, 0.0)], net.program), blend([(one, 0.5), (one, 0.5)], net.program)))
+    table = LoraTable(
+        net.program,
+        (
+            one,
+            blend([(one, 1.0)], net.program),
+            blend([(one, 0.0), (other, 0.0)], net.program),
+            blend([(one, 0.5), (one, 0.5)], net.program),
+        ),
+    )
     of = {row: run(net, prompts(net, COUNTS), table, [row] * sum(COUNTS)) for row in (-1, 0, 1, 2, 3)}
     assert torch.equal(of[0], of[1])
     torch.testing.assert_close(of[2], of[-1], rtol=1e-4, atol=1e-4)
