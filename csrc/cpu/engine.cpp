@@ -202,12 +202,12 @@ void normalize(const float* x, int M, int H, Norm norm, float* y, Changes change
 }
 
 void lora_down(const LoraChange& change, const float* x, int K, float* h) {
-  for (const LoraPart* p = change.parts; p < change.parts + change.num_parts; h += p->rank, p++)
-    kernels().lora_down(x, p->a, int(p->rank), K, p->scale, h);
+  for (const LoraPart* p = change.parts; p < change.parts + change.num_parts; h += p->width(), p++)
+    kernels().lora_down(x, p->a, p->width(), int(p->rank), K, p->scale, h);
 }
 
 void lora_up(const LoraChange& change, const float* h, int64_t first, int64_t columns, float* y) {
-  for (const LoraPart* p = change.parts; p < change.parts + change.num_parts; h += p->rank, p++) {
+  for (const LoraPart* p = change.parts; p < change.parts + change.num_parts; h += p->width(), p++) {
     const int64_t begin = std::max(first, p->first), end = std::min(first + columns, p->first + p->columns);
     if (begin < end) kernels().lora_up(h, p->b + (begin - p->first), p->columns, int(p->rank), int(end - begin), y + (begin - first));
   }
@@ -221,10 +221,10 @@ namespace {
 void add_changes(const float* x, int M, const uint8_t* blob, float* out, Changes changes) {
   const int64_t K = header(blob).K, N = header(blob).N;
   int64_t work = 0;
-  for (int m = 0; m < M; m++) work += changes[m] ? changes[m]->rank * (K + N) : 0;
+  for (int m = 0; m < M; m++) work += changes[m] ? changes[m]->width * (K + N) : 0;
   for_each_task(M, work > kParallelWork, [&](int64_t m) {
     if (!changes[m] || !changes[m]->product()) return;
-    Buffer<float> h(changes[m]->rank);
+    Buffer<float> h(changes[m]->width);
     lora_down(*changes[m], x + m * K, int(K), h);
     lora_up(*changes[m], h, 0, N, out + m * N);
   });

@@ -40,7 +40,7 @@ inline Norm changed(Norm norm, const LoraChange* change) {
   if (change && change->norm) norm.weight = change->norm, norm.bias = change->norm_bias;
   return norm;
 }
-// h (change.rank) = what all parts make of x (K); y: columns [first, first + columns) of a product's output, which is what `y` points to.
+// h (change.width) = what all parts make of x (K); y: columns [first, first + columns) of a product's output, which is what `y` points to.
 void lora_down(const LoraChange& change, const float* x, int K, float* h);
 void lora_up(const LoraChange& change, const float* h, int64_t first, int64_t columns, float* y);
 

@@ -99,7 +99,7 @@ struct FusedStep::Shared {
   const Draws draws;
   const Sizes sizes;
   const int64_t rows, per_thread;  // rows: of the largest product; per_thread: floats of what each thread has for itself
-  const int64_t rank;              // floats between two rows of `low`: the largest rank of an adapter's change
+  const int64_t width;             // floats between two rows of `low`: the largest width of an adapter's change
   Team team;
   Buffer<float> x, q, act, side, columns, thread_buffers, low;  // low: what adapters make of a product's inputs
   Buffer<uint8_t> codes;
@@ -112,7 +112,7 @@ struct FusedStep::Shared {
         rows(std::max(b.T, b.R)),
         per_thread(align64(rows * sizes.widest + sizes.widest + 1) +
                    align64(attention_scratch(std::max(64, sizes.per_kv), b.page_size, b.head_dim))),
-        rank(b.lora ? b.lora.header().max_rank : 0),
+        width(b.lora ? b.lora.header().max_width : 0),
         team(threads),
         x(b.T * program.hidden()),
         q(b.T * sizes.q),
@@ -120,7 +120,7 @@ struct FusedStep::Shared {
         side(b.T * sizes.side),
         columns(b.T * sizes.columns),
         thread_buffers(team.size() * per_thread),
-        low(rows * rank),
+        low(rows * width),
         codes(sizes.codes) {}
 };
 
@@ -238,7 +238,7 @@ class FusedStep::Worker {
     if (s_.sizes.codes || changes_)
       member_.each(prepares_rows(blob) ? M : 0, [&](int64_t m) {
         normalize_or_copy(x + m * K, K, norm, padded_, change(m));
-        if (changes_ && changes_[m]) lora_down(*changes_[m], padded_, K, s_.low + m * s_.rank);
+        if (changes_ && changes_[m]) lora_down(*changes_[m], padded_, K, s_.low + m * s_.width);
         padded_[K] = 0;  // what padding rows read
         each_order(blob, M, s_.codes, [&](const BlobPart& part, const Codes& c) {
           const auto* perm = part.perm ? reinterpret_cast<const int32_t*>(blob + part.perm) : nullptr;
@@ -262,7 +262,7 @@ class FusedStep::Worker {
   // The second halves of the adapters' products: some columns of all rows.
   void change_columns(int M, int64_t first, int64_t columns, const Output& out) const {
     for (int64_t m = 0; changes_ && columns > 0 && m < M; m++)
-      if (changes_[m]) lora_up(*changes_[m], s_.low + m * s_.rank, first, columns, out.out + m * out.ld + first);
+      if (changes_[m]) lora_up(*changes_[m], s_.low + m * s_.width, first, columns, out.out + m * out.ld + first);
   }
 
   // The tiles [first, end) of a part; next: what is read after them, or null for the following bytes.

@@ -72,8 +72,8 @@ struct Kernels {
   void (*to_float)(const void* row, int kind, int n, float* y);
   void (*attention)(const AttentionTask& task);
   int64_t (*read)(const uint8_t* data, int64_t bytes);  // touches every byte; for measuring
-  // The products of an adapter for one row: h (rank) = scale * (a x), a f16 (rank, K); y (columns) += h b, b f16 (rank, ld).
-  void (*lora_down)(const float* x, const uint16_t* a, int rank, int K, const float* scale, float* h);
+  // The products of an adapter for one row: h (ld) = scale * (x a), a f16 (K, ld); y (columns) += h b, b f16 (rank, ld).
+  void (*lora_down)(const float* x, const uint16_t* a, int64_t ld, int rank, int K, const float* scale, float* h);
   void (*lora_up)(const float* h, const uint16_t* b, int64_t ld, int rank, int columns, float* y);
 };
 

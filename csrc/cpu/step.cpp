@@ -158,7 +158,7 @@ void run_embed(const EmbedOp& op, const StepBatch& b, int H, float* x) {
     for (int64_t i = 0; change && i < change->num_parts; i++) {
       const LoraPart& part = change->parts[i];
       Buffer<float> h(part.rank);
-      kernels().to_float(part.a + b.ids[t] * part.rank, kDenseF16, int(part.rank), h);
+      kernels().to_float(part.a + b.ids[t] * part.width(), kDenseF16, int(part.rank), h);
       for (int64_t r = 0; r < part.rank; r++) h[r] *= part.scale[r];
       kernels().lora_up(h, part.b, part.columns, int(part.rank), int(part.columns), x + t * H + part.first);
     }

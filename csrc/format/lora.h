@@ -7,18 +7,19 @@ namespace exl2nb {
 
 constexpr int64_t kLoraMagic = 0x3141524f4c324558, kLoraVersion = 1;
 
-// y[first : first + columns] += b^T (scale * (a x)). Of the embedding, `a` has a row per token id, and x chooses one.
+// y[first : first + columns] += (scale * (x a)) b. Of the embedding, `a` has a row per token id, and the id chooses one.
 struct LoraPart {
-  const uint16_t *a, *b;  // f16 (rank, K) and (rank, columns); the embedding's a: (V, rank)
+  const uint16_t *a, *b;  // f16 (K, width()), zero beyond the rank, and (rank, columns)
   const float* scale;     // (rank)
   int64_t rank, first, columns;
+  int64_t width() const { return (rank + 15) / 16 * 16; }
 };
 
 // What an adapter does to one op, null for nothing: y += gain * y, then its parts, then y += bias. norm, norm_bias: instead of the op's
 // own.
 struct LoraChange {
   const LoraPart* parts;
-  int64_t num_parts, rank;  // rank: of all parts together
+  int64_t num_parts, width;  // width: of all parts together
   const float *gain, *bias, *norm, *norm_bias;
   bool product() const { return num_parts || gain || bias; }
 };
@@ -26,7 +27,7 @@ struct LoraChange {
 class LoraTable {
  public:
   struct Header {
-    int64_t magic, version, words, adapters, ops, max_rank;
+    int64_t magic, version, words, adapters, ops, max_width;
   };
   explicit LoraTable(const int64_t* words = nullptr) : words_(words) {}
   explicit operator bool() const { return words_ != nullptr; }

@@ -44,7 +44,7 @@ _PATTERN = re.compile(r"\^?(?:[\w-]|\\?\.|\.\*|\\d\+|\\d)+\$?")
 class LoraTarget:
     """What a file says of one module: y += scale * (x @ a.T) @ b.T, then, where there is a magnitude, every output to that length (DoRA).
 
-    a: `(r, K)`, of the embedding `(V, r)`. b: `(N, r)`, its rows in the order of the roles. magnitude, bias: `(N,)` or None. All f32.
+    a: `(r, K)`, of an embedding `(V, r)`. b: `(N, r)`, its rows in the order of the roles. magnitude, bias: `(N,)` or None. All f32.
     """
 
     a: Tensor
@@ -52,6 +52,7 @@ class LoraTarget:
     scale: float
     magnitude: Tensor | None = None
     bias: Tensor | None = None
+    embedding: bool = False
 
     @property
     def rank(self) -> int:
@@ -248,7 +249,7 @@ class _Reader:
             if module == self.config.names.embed:
                 if magnitude is not None or bias is not None:
                     raise FormatError(f"{self.path}: module {module!r}: DoRA and biases of the embedding are not supported")
-                targets[-1, ("embed",)] = LoraTarget(a=a.T.contiguous(), b=b, scale=scale * self.config.embed_scale)  # as PEFT does
+                targets[-1, ("embed",)] = LoraTarget(a=a.T, b=b, scale=scale * self.config.embed_scale, embedding=True)  # as PEFT does
                 continue
             linears = self.modules[module]
             order = self._order(linears)
@@ -370,8 +371,8 @@ class _Change:
                 self._vector("bias")[columns] -= (gain - 1) * own[columns]
         if target.bias is not None:
             self._vector("bias")[columns] += target.bias
-        scale = torch.full((target.rank,), target.scale)
-        self.parts.append(LoraPart(a=target.a.half().contiguous(), b=b.half().contiguous(), scale=scale, first=first))
+        inputs = target.a if target.embedding else target.a.T
+        self.parts.append(LoraPart.of(inputs, b, torch.full((target.rank,), target.scale), first))
 
     def replace(self, which: str | Place, name: str, vector: Tensor, config: ModelConfig) -> None:
         """Another norm, or another bias of a linear."""

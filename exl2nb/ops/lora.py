@@ -29,9 +29,10 @@ _tables: weakref.WeakValueDictionary[int, LoraTable] = weakref.WeakValueDictiona
 
 @dataclass(frozen=True, kw_only=True)
 class LoraPart:
-    """y[:, first : first + columns] += (scale * (x @ a.T)) @ b.
+    """y[:, first : first + columns] += (scale * (x @ a[:, :rank])) @ b.
 
-    a: f16 `(rank, K)`; of the embedding `(V, rank)`, a row per token id. b: f16 `(rank, columns)`. scale: f32 `(rank,)`.
+    a: f16 `(K, width)`, zero beyond the rank; width is the rank rounded up to 16s. Of the embedding K is V, and an id chooses a row. b: f16
+    `(rank, columns)`. scale: f32 `(rank,)`.
     """
 
     a: Tensor
@@ -39,10 +40,21 @@ class LoraPart:
     scale: Tensor
     first: int = 0
 
+    @classmethod
+    def of(cls, a: Tensor, b: Tensor, scale: Tensor, first: int = 0) -> LoraPart:
+        """From a `(K, rank)` and b `(rank, columns)` of any float type."""
+        padded = torch.nn.functional.pad(a, (0, -a.shape[1] % 16))
+        return cls(a=padded.half().contiguous(), b=b.half().contiguous(), scale=scale.float().contiguous(), first=first)
+
     @property
     def rank(self) -> int:
         """Numbers between the two products."""
         return self.b.shape[0]
+
+    @property
+    def dense(self) -> Tensor:
+        """The product, f32 `(K, columns)`."""
+        return (self.a[:, : self.rank].float() * self.scale) @ self.b.float()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +71,9 @@ class LoraChange:
     norm_bias: Tensor | None = None
 
     @property
-    def rank(self) -> int:
+    def width(self) -> int:
         """Of all parts together."""
-        return sum(part.rank for part in self.parts)
+        return sum(part.a.shape[1] for part in self.parts)
 
     @property
     def nbytes(self) -> int:
@@ -91,7 +103,7 @@ class LoraTable:
             for op in range(ops):
                 change = None if adapter is None else adapter.get(op)
                 words += [0] * CHANGE_WORDS if change is None else self._change(op, change, kept)
-        most = max((change.rank for adapter in self.adapters if adapter for change in adapter.values()), default=0)
+        most = max((change.width for adapter in self.adapters if adapter for change in adapter.values()), default=0)
         head = [MAGIC, VERSION, HEADER_WORDS + len(words), len(self.adapters), ops, most]
         object.__setattr__(self, "words", torch.tensor([*head, *words], dtype=torch.int64))
         object.__setattr__(self, "_kept", kept)
@@ -113,9 +125,9 @@ class LoraTable:
         rows = []
         for part in change.parts:
             a, b = tuple(part.a.shape), tuple(part.b.shape)
-            fits = (a == ((inputs, part.rank) if name == "embed" else (part.rank, inputs)) and tuple(part.scale.shape) == (part.rank,)
-                    and part.rank > 0 and part.first >= 0 and part.first + b[1] <= outputs)  # fmt: skip
-            check(fits, "LoraTable", f"a part of {name}", (a, b, part.first), f"(rank, {inputs}), and (rank, columns) within {outputs}")
+            inside = part.rank > 0 and part.first >= 0 and part.first + b[1] <= outputs
+            fits = inside and a == (inputs, -(-part.rank // 16) * 16) and tuple(part.scale.shape) == (part.rank,)
+            check(fits, "LoraTable", f"a part of {name}", (a, b, part.first), f"({inputs}, width), and (rank, columns) within {outputs}")
             for tensor, dtype in ((part.a, torch.float16), (part.b, torch.float16), (part.scale, torch.float32)):
                 check(tensor.dtype == dtype and tensor.is_contiguous(), "LoraTable", "a tensor", tensor.dtype, f"contiguous, {dtype}")
             kept.append(part)
@@ -131,7 +143,7 @@ class LoraTable:
             vectors.append(0 if vector is None else vector.data_ptr())
         table = torch.tensor(rows, dtype=torch.int64)
         kept.append(table)
-        return [table.data_ptr() if rows else 0, len(rows), change.rank, *vectors]
+        return [table.data_ptr() if rows else 0, len(rows), change.width, *vectors]
 
 
 def merged(words: Tensor, adapter: int, op: int) -> dict[str, Any]:
@@ -153,12 +165,12 @@ def merged(words: Tensor, adapter: int, op: int) -> dict[str, Any]:
     if name == "embed":
         made["table"], made["scale"] = arguments["table"].float() * arguments["scale"], 1.0
         for part in change.parts:
-            made["table"] += (part.a.float() * part.scale) @ part.b.float()
+            made["table"] += part.dense
         return made
     weight, bias = dense(arguments["blob"]).clone(), arguments["bias"]
     gain = torch.zeros(weight.shape[1]) if change.gain is None else change.gain
     for part in change.parts:
-        weight[:, part.first : part.first + part.b.shape[1]] += (part.a.float().T * part.scale) @ part.b.float()
+        weight[:, part.first : part.first + part.b.shape[1]] += part.dense
     weight *= 1 + gain
     made["blob"] = pack_dense(weight.T.contiguous())
     if bias is not None or change.bias is not None:

@@ -16,18 +16,15 @@ def adapter(program, seed, *, rank=5, gain=False, norms=False):
     """Random changes of every op; q and v have parts of their own."""
     g = torch.Generator().manual_seed(seed)
 
-    def part(inputs, columns, first=0, *, rows=False):
-        a = torch.randn(inputs, rank, generator=g) if rows else torch.randn(rank, inputs, generator=g)
-        return LoraPart(
-            a=(0.3 * a).half(), b=(0.3 * torch.randn(rank, columns, generator=g)).half(),
-            scale=0.5 + torch.rand(rank, generator=g), first=first,
-        )  # fmt: skip
+    def part(inputs, columns, first=0):
+        a, b = torch.randn(inputs, rank, generator=g), torch.randn(rank, columns, generator=g)
+        return LoraPart.of(0.3 * a, 0.3 * b, 0.5 + torch.rand(rank, generator=g), first)
 
     found = {}
     for op, (name, arguments) in enumerate(program.steps):
         if name == "embed":
             vocab, width = arguments["table"].shape
-            found[op] = LoraChange(parts=(part(vocab, width, rows=True),))
+            found[op] = LoraChange(parts=(part(vocab, width),))
             continue
         if name == "paged_attention":
             continue
@@ -147,7 +144,7 @@ def test_what_does_not_fit_is_refused():
         net.program.run(*batch, *net.pools(), table.words)
     good = next(change for change in adapter(net.program, 1).values() if change.parts).parts[0]
     for wrong in (
-        LoraPart(a=good.a[:, :-1].contiguous(), b=good.b, scale=good.scale),
+        LoraPart(a=good.a[:-1].contiguous(), b=good.b, scale=good.scale),
         LoraPart(a=good.a, b=good.b, scale=good.scale[:-1].contiguous()),
         LoraPart(a=good.a, b=good.b, scale=good.scale, first=1),
         LoraPart(a=good.a.float(), b=good.b, scale=good.scale),
