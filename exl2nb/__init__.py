@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time `__getattr__` be
     from exl2nb.llm.memory import MemoryPlan as MemoryPlan
     from exl2nb.llm.memory import plan as plan
     from exl2nb.llm.model import LLM as LLM
+    from exl2nb.model.lora_merge import merge as merge
 
 __version__ = "0.2.0"
 
@@ -45,6 +46,7 @@ _PUBLIC = {
     "inspect": "exl2nb.llm.functions",
     "load": "exl2nb.llm.load",
     "measure": "exl2nb.converter.api",
+    "merge": "exl2nb.model.lora_merge",
     "plan": "exl2nb.llm.memory",
     "pull": "exl2nb.converter.publish",
     "push": "exl2nb.converter.publish",
@@ -66,6 +68,7 @@ __all__ = [  # noqa: RUF022 - sorted plainly, as dir() shows them
     "inspect",
     "load",
     "measure",
+    "merge",
     "plan",
     "pull",
     "push",

@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from exl2nb.cli.console import Console
-from exl2nb.cli.models import add_load_options, add_model, open_llm
+from exl2nb.cli.models import add_load_options, add_lora_option, add_model, lora_options, open_llm
 from exl2nb.cli.sampling import add_options, facts, given_options
 
 if TYPE_CHECKING:
     from exl2nb.generator.handle import Handle
     from exl2nb.generator.request import Completion
+
+
+LORA = "LoRA adapter in PEFT's format, with its weight; given again: several at once"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--context", type=int, help="tokens of prompt and answer together")
     add_load_options(parser)
+    add_lora_option(parser, LORA)
     add_options(parser)
 
 
@@ -36,7 +40,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
         if args.template:
             prompt = llm.render_chat(prompt, template=template)
         console.say(console.bold(prompt)) if prompt.endswith("\n") else _show(console, console.bold(prompt))
-        completion = stream_text(llm.stream(prompt, **given_options(args)), console)
+        completion = stream_text(llm.stream(prompt, **lora_options(llm), **given_options(args)), console)
     console.result({"prompt": prompt, **facts(completion)}, "")
     if not console.quiet:
         console.err.write(f"[{completion.finish_reason}] {completion.timings}\n")
@@ -67,6 +71,7 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     add_model(parser, cache="fp16")
     add_load_options(parser)
+    add_lora_option(parser, LORA)
     parser.add_argument("--system", help="system message")
     parser.add_argument("--message", action="append", metavar="TEXT", help="say this instead of reading lines; may be given again")
     parser.add_argument("--template", metavar="FILE", help="Jinja chat template in place of the model's own")
@@ -86,7 +91,7 @@ def run_chat(args: argparse.Namespace, console: Console) -> int:
         )  # a model without a template says so before anybody types
         for line in lines:
             messages.append({"role": "user", "content": line})
-            completion = stream_text(llm.chat(messages, stream=True, **own, **given_options(args)), console)
+            completion = stream_text(llm.chat(messages, stream=True, **own, **lora_options(llm), **given_options(args)), console)
             messages.append({"role": "assistant", "content": completion.text})
             console.say()
             if console.json_mode:

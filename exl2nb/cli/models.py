@@ -77,10 +77,41 @@ def load_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def open_llm(args: argparse.Namespace, progress: Sink | None, **options: Any) -> LLM:
-    """Load the model of a command that has `add_load_options`."""
+    """Load the model of a command that has `add_load_options`, and the adapters of `add_lora_option`."""
     from exl2nb.llm.load import load
 
-    return load(locate_demo(args.model), progress=progress, **load_options(args), **options)
+    llm = load(locate_demo(args.model), progress=progress, **load_options(args), **options)
+    try:
+        load_loras(llm, getattr(args, "lora", None), progress)
+    except BaseException:
+        llm.close()
+        raise
+    return llm
+
+
+def add_lora_option(parser: argparse.ArgumentParser, text: str) -> None:
+    """--lora, as often as you like."""
+    parser.add_argument("--lora", action="append", type=_lora, metavar="DIR[=SCALE]", help=text)
+
+
+def _lora(text: str) -> tuple[str, float]:
+    path, equals, scale = text.rpartition("=")
+    try:
+        return (path, float(scale)) if equals else (text, 1.0)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"found {text[:80]!r}; expected a directory or hub id, then perhaps = and a number") from None
+
+
+def load_loras(llm: LLM, adapters: list[tuple[str, float]] | None, progress: Sink | None) -> None:
+    """Load what `--lora` names."""
+    for path, scale in adapters or ():
+        llm.loras.load(path, scale=scale, progress=progress)
+
+
+def lora_options(llm: LLM) -> dict[str, Any]:
+    """All adapters that were loaded, together, as an option of a request."""
+    loaded = llm.loras.list()
+    return {"lora": {lora.name: lora.scale for lora in loaded}} if loaded else {}
 
 
 def _device(text: str) -> str:

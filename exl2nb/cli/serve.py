@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from exl2nb.cli.console import Console
-from exl2nb.cli.models import add_cache_option, locate
+from exl2nb.cli.models import add_cache_option, add_lora_option, load_loras, locate
 from exl2nb.core.errors import OptionError
 
 LOADING = ("cache", "context", "cache_tokens", "max_sequences", "draft", "device", "revision")
@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--allowed-host", dest="allowed_hosts", action="append", metavar="NAME", help="another name of this machine")
     parser.add_argument("--model-name", help="what clients call the model (default: its folder's name)")
     parser.add_argument("--model-dir", type=Path, metavar="FOLDER", help="models that clients with an admin key may load")
+    parser.add_argument("--lora-dir", type=Path, metavar="FOLDER", help="adapters that clients with an admin key may load")
     parser.add_argument("--template", metavar="NAME|FILE", help="chat template: chatml, llama2, alpaca, vicuna, mistral, or a Jinja file")
     parser.add_argument("--max-queue", type=int, help="requests that run or wait, at most (default 256)")
     parser.add_argument("--request-timeout-s", type=float, metavar="S", help="seconds after which an answer ends (default 600)")
@@ -39,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-sequences", type=int, help="requests in one batch (default 16)")
     parser.add_argument("--draft", help="draft model: directory or hub id")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"))
+    add_lora_option(parser, "LoRA adapter that requests may name as MODEL:ADAPTER; again for more")
     parser.add_argument("--revision", help="branch, tag or commit on the hub")
 
 
@@ -50,7 +52,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
 
     given = _given(args)
     name = given.pop("model", None)
-    loading = {key: given.pop(key) for key in LOADING if key in given}
+    loading, adapters = {key: given.pop(key) for key in LOADING if key in given}, args.lora
     options = ServerOptions.of(**given)
     if name is None and options.model_dir is None:
         raise OptionError("serve: no model was given; name one, or give --model-dir so that clients can load one")
@@ -58,6 +60,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     if name is not None:
         revision = loading.pop("revision", None)
         llm = load(locate(name, console.sink, revision=revision), progress=console.sink, **loading)
+        load_loras(llm, adapters, console.sink)
     server = Server(llm, options, owned=True)
 
     def started() -> None:

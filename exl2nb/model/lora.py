@@ -7,7 +7,7 @@ Followed: PEFT's files (adapter_config.json, adapter_model.safetensors) with LoR
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -25,7 +25,7 @@ from exl2nb.model.fields import Fields
 from exl2nb.model.layers import MLP
 from exl2nb.model.layout import Linear, head_linear, layer_linears, layer_norms
 from exl2nb.model.model import Network
-from exl2nb.model.store import fused_linears, rows_of_role
+from exl2nb.model.store import fused_linears, row_order
 from exl2nb.ops.lora import Adapter, LoraChange, LoraPart
 
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -252,7 +252,7 @@ class _Reader:
                 targets[-1, ("embed",)] = LoraTarget(a=a.T, b=b, scale=scale * self.config.embed_scale, embedding=True)  # as PEFT does
                 continue
             linears = self.modules[module]
-            order = self._order(linears)
+            order = row_order(self.config, linears)
             targets[linears[0].layer, tuple(linear.role for linear in linears)] = LoraTarget(
                 a=a, b=b[order].contiguous(), scale=scale, magnitude=None if magnitude is None else magnitude.flatten()[order],
                 bias=None if bias is None else scale * bias[order],
@@ -260,13 +260,6 @@ class _Reader:
         if not targets and not self.vectors:
             raise FormatError(f"{self.path}: holds no tensors; expected lora_A and lora_B of some modules")
         return targets, self._split_biases()
-
-    def _order(self, linears: Sequence[Linear]) -> Tensor:
-        """Rows of a fused matrix, role by role."""
-        total = sum(linear.out_features for linear in linears)
-        if len(linears) == 1:
-            return torch.arange(total)
-        return torch.cat([rows_of_role(self.config, linears, at)(torch.arange(total)) for at in range(len(linears))])
 
     def _split_biases(self) -> dict[str, Tensor]:
         found = {}
@@ -276,7 +269,7 @@ class _Reader:
             if len(linears) <= 1:
                 found[name] = vector
                 continue
-            parts = vector[self._order(linears)].split([linear.out_features for linear in linears])
+            parts = vector[row_order(self.config, linears)].split([linear.out_features for linear in linears])
             found |= {f"{linear.key}.bias": part for linear, part in zip(linears, parts)}
         return found
 

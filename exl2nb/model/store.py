@@ -201,6 +201,12 @@ def rows_of_role(config: ModelConfig, linears: Sequence[Linear], at: int, *, tra
     return _row_slice(start, start + linears[at].out_features, transposed)
 
 
+def row_order(config: ModelConfig, linears: Sequence[Linear]) -> Tensor:
+    """Rows of the matrix in which the linears are fused, role by role: int64 `(N,)`."""
+    total = torch.arange(sum(linear.out_features for linear in linears))
+    return total if len(linears) == 1 else torch.cat([rows_of_role(config, linears, at)(total) for at in range(len(linears))])
+
+
 def fused_linears(config: ModelConfig) -> dict[str, list[Linear]]:
     """Full key of each fused matrix -> what it holds."""
     found = {}

@@ -54,10 +54,12 @@ async def messages(request: Request, body: MessagesBody) -> Any:
     state: State = request.app.state.server
     for name in ("container", "mcp_servers"):
         refuse(getattr(body, name) or None, name, "is not supported by this server")
-    check_model(state, body.model)
+    lora = check_model(state, body.model)
     ticket = state.admit(request, "messages")
     try:
         options = _options(body)
+        if lora is not None:
+            options["lora"] = lora
         for name in ("max_tokens", "temperature", "top_k", "top_p"):
             if (value := getattr(body, name)) is not None:
                 options[name] = value

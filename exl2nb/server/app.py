@@ -7,7 +7,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import exl2nb
-from exl2nb.server import anthropic, errors, openai, responses, tabby
+from exl2nb.server import anthropic, errors, loras, openai, responses, tabby
 from exl2nb.server.errors import ApiError, response_of
 from exl2nb.server.keys import user
 from exl2nb.server.options import LOCAL, ServerOptions
@@ -29,7 +29,7 @@ def application(state: State) -> FastAPI:
     errors.install(app)
     for router in (openai.router, responses.router, anthropic.router):
         app.include_router(router, dependencies=[Depends(user)])
-    for router in (tabby.open_routes, tabby.router, tabby.admin_routes):
+    for router in (tabby.open_routes, tabby.router, tabby.admin_routes, loras.router, loras.admin_routes):
         app.include_router(router)
     app.add_middleware(Guard, options=options)
     if options.cors_origins:

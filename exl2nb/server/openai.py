@@ -34,6 +34,7 @@ class Common(Sampling):
     """Fields of both kinds of completion."""
 
     model: str | None = None
+    lora: str | dict[str, float] | None = Field(None, description="adapters, in place of MODEL:ADAPTER")
     stream: bool = False
     stream_options: dict[str, Any] | None = None
     n: int = Field(1, ge=1, le=MAX_CHOICES)
@@ -53,7 +54,7 @@ class Common(Sampling):
         Raises:
             ApiError: 400, a field that means nothing here; 404, another model.
         """
-        check_model(state, self.model)
+        lora = check_model(state, self.model) if self.lora is None else self.lora
         refuse(self.store or None, "store", "can only be false: nothing is stored")
         if unknown := set(self.stream_options or {}) - {"include_usage", "include_obfuscation"}:
             refuse(True, f"stream_options.{sorted(unknown)[0]}", "is not known; expected include_usage")
@@ -68,6 +69,8 @@ class Common(Sampling):
             fields = Sampling.model_validate(with_preset(given, preset))
         options = fields.generation_options()
         options.setdefault("max_tokens", state.llm.context)
+        if lora is not None:
+            options["lora"] = lora
         if state.options.request_timeout_s is not None:
             options["timeout_s"] = state.options.request_timeout_s
         if (schema := schema_of(self.response_format)) is not None:
@@ -117,9 +120,9 @@ class ChatBody(Common):
 
 @router.get("/v1/models")
 async def models(request: Request) -> Any:
-    """The loaded model, and those that may be loaded."""
+    """The loaded model, alone and with each of its adapters."""
     state: State = request.app.state.server
-    names = [state.model_name] if state.model is not None else []
+    names = [state.model_name, *(f"{state.model_name}:{name}" for name in state.llm.loras)] if state.model is not None else []
     return {"object": "list", "data": [model_entry(state, name) for name in names]}
 
 
@@ -127,8 +130,8 @@ async def models(request: Request) -> Any:
 async def model(request: Request, name: str) -> Any:
     """One model."""
     state: State = request.app.state.server
-    check_model(state, name)
-    return model_entry(state, state.model_name)
+    lora = check_model(state, name)
+    return model_entry(state, state.model_name + (f":{lora}" if lora else ""))
 
 
 @router.post("/v1/completions")
@@ -229,7 +232,7 @@ class EmbeddingsBody(Body):
 async def embeddings(request: Request, body: EmbeddingsBody) -> Any:
     """Mean of the last layer's hidden states over the tokens of a text, scaled to length 1. A language model was not trained for it."""
     state: State = request.app.state.server
-    check_model(state, body.model)
+    refuse(check_model(state, body.model), "model", "can only be the model alone: embeddings are made without adapters")
     llm, size = state.llm, state.llm.config.hidden_size
     refuse(body.dimensions if body.dimensions not in (None, size) else None, "dimensions", f"can only be {size}, the model's hidden size")
     ticket, point = state.admit(request, "embeddings"), f"layers.{llm.config.num_layers - 1}.output"
@@ -253,18 +256,20 @@ async def embeddings(request: Request, body: EmbeddingsBody) -> Any:
 # ---- shared with the other APIs
 
 
-def check_model(state: State, name: str | None) -> None:
-    """Refuse a model that is not the loaded one."""
-    if name not in (None, "", "default", state.model_name, state.llm.name):
-        raise ApiError(
-            404, f"model {str(name)[:80]!r} is not loaded; loaded is {state.model_name!r}", param="model", code="model_not_found"
-        )
+def check_model(state: State, name: str | None) -> str | None:
+    """Refuse a model that is not the loaded one; the adapter of MODEL:ADAPTER, or None."""
+    own = (None, "", "default", state.model_name, state.llm.name)
+    base, colon, lora = (name or "").rpartition(":")
+    if name in own or (colon and base in own and lora in state.llm.loras):
+        return None if name in own else lora
+    loaded = ", ".join([repr(state.model_name), *(f"'{state.model_name}:{one}'" for one in state.llm.loras)])
+    raise ApiError(404, f"model {str(name)[:80]!r} is not loaded; loaded is {loaded}", param="model", code="model_not_found")
 
 
 def model_entry(state: State, name: str) -> dict[str, Any]:
     """A model as OpenAI lists it."""
     entry: dict[str, Any] = {"id": name, "object": "model", "created": int(state.started), "owned_by": "exl2nb"}
-    if state.model is not None and name == state.model_name:
+    if state.model is not None and name.partition(":")[0] == state.model_name.partition(":")[0]:
         entry |= {"max_model_len": state.llm.context, "bpw": round(state.llm.bpw, 3)}
     return entry
 

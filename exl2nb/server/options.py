@@ -32,8 +32,9 @@ class ServerOptions:
     answer, which then ends as it stands; None = never. drain_s: how long `stop` and SIGTERM wait for running requests.
 
     model_name: what the model is called; None = its folder's name. model_dir: folder whose models may be listed and loaded, and to which
-    downloads go; None = neither. template: chat template, as source or as the name of an instruct format; None = the model's own.
-    presets: sampler presets by name: {field: value} or {field: {"override": value, "force": bool}}. preset: the one that applies at first.
+    downloads go; None = neither. lora_dir: the same for adapters. template: chat template, as source or as the name of an instruct format;
+    None = the model's own. presets: sampler presets by name: {field: value} or {field: {"override": value, "force": bool}}. preset: the
+    one that applies at first.
     docs: serve /docs and /openapi.json.
     """
 
@@ -50,6 +51,7 @@ class ServerOptions:
     drain_s: float = 30.0
     model_name: str | None = None
     model_dir: Path | None = None
+    lora_dir: Path | None = None
     template: str | None = None
     presets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     preset: str | None = None
@@ -68,9 +70,10 @@ class ServerOptions:
         if self.request_timeout_s is not None:
             check_range("request_timeout_s", self.request_timeout_s, 0.001, 1e9)
         check_range("drain_s", self.drain_s, 0.0, 1e6)
-        if self.model_dir is not None:
-            check_path("model_dir", self.model_dir)
-            object.__setattr__(self, "model_dir", Path(os.fspath(self.model_dir)).expanduser())
+        for name in ("model_dir", "lora_dir"):
+            if (folder := getattr(self, name)) is not None:
+                check_path(name, folder)
+                object.__setattr__(self, name, Path(os.fspath(folder)).expanduser())
         for name in ("model_name", "template", "preset"):
             if not isinstance(getattr(self, name), (str, type(None))):
                 raise OptionError(f"{name} is {shown(getattr(self, name))}; expected a text")

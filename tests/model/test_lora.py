@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from exl2nb.cache.pool import KVCache
-from exl2nb.core.errors import ConfigError, Exl2Error, FormatError, ModelNotFound
+from exl2nb.core.errors import ConfigError, Exl2Error, FormatError, ModelNotFound, OptionError
 from exl2nb.io.safetensors import SafetensorsFile
 from exl2nb.io.safetensors import save as save_tensors
 from exl2nb.model.batch import Batch, Span
 from exl2nb.model.loader import load_model
 from exl2nb.model.lora import changes, read_lora
+from exl2nb.model.lora_merge import merge
 
 from .test_model import error, run
 from .tiny import ids_of, truth
@@ -82,6 +83,25 @@ def test_logits_equal_peft(kind, tmp_path):
     plain = run(model, ids[0])
     assert error(found, want) < 1e-4, (error(found, want), error(plain, want))
     assert error(plain, want) > 0.02, "the adapter changes the logits"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "embedding" not in kind and kind not in ("B with biases", "gemma2, norms")])
+def test_merged_weights_give_the_same_logits(kind, tmp_path):
+    arch, options = KINDS[kind]
+    twin = adapted(arch, options, tmp_path)
+    model = load_model(merge(tmp_path / "model", tmp_path / "lora", tmp_path / "merged", progress=None))
+    ids = ids_of(model.config.vocab_size, 1, 40)
+    assert error(run(model, ids[0]), truth(twin, ids)[0]) < 1e-4
+
+
+def test_what_cannot_be_merged(tmp_path):
+    adapted("gemma2", KINDS["gemma2, norms"][1], tmp_path)
+    with pytest.raises(OptionError, match="one table"):
+        merge(tmp_path / "model", tmp_path / "lora", tmp_path / "merged", progress=None)
+    adapted("qwen2", {"target_modules": ["o_proj"], "lora_bias": True}, tmp_path / "b")
+    with pytest.raises(FormatError, match="no tensor of its own"):
+        merge(tmp_path / "b" / "model", tmp_path / "b" / "lora", tmp_path / "merged", progress=None)
+    assert not (tmp_path / "merged").exists()
 
 
 @pytest.fixture
