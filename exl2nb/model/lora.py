@@ -6,6 +6,8 @@ Followed: PEFT's files (adapter_config.json, adapter_model.safetensors) with LoR
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,9 +19,10 @@ import torch
 from torch import Tensor
 
 from exl2nb import ops
-from exl2nb.core.errors import FormatError, ModelNotFound
+from exl2nb.core.errors import FormatError, ModelNotFound, OptionError
+from exl2nb.io.atomic import atomic_write
 from exl2nb.io.hf_config import read_json
-from exl2nb.io.safetensors import SafetensorsFile
+from exl2nb.io.safetensors import SafetensorsFile, save
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.fields import Fields
 from exl2nb.model.layers import MLP
@@ -110,6 +113,44 @@ def read_lora(directory: Path, config: ModelConfig) -> LoraFile:
     rank = max((target.rank for target in targets.values()), default=0)
     base = settings.text("base_model_name_or_path", default="")
     return LoraFile(path=directory, digest=digest.hexdigest(), base=base, rank=rank, targets=targets, vectors=vectors)
+
+
+def save_lora(
+    directory: str | os.PathLike[str], pairs: Mapping[str, tuple[Tensor, Tensor]], *, alpha: float | None = None, base: str = ""
+) -> Path:
+    """Write an adapter in PEFT's format.
+
+    Args:
+        directory: to make, or to write into.
+        pairs: name of a module in the model's files, such as "model.layers.0.self_attn.q_proj" -> lora_A `(r, K)` and lora_B `(N, r)`.
+        alpha: the product is scaled by alpha / r; None = not scaled.
+        base: name of the model that it was made for.
+
+    Raises:
+        OptionError: no pair, or two tensors that do not belong together. ConversionError: it cannot be written.
+    """
+    ranks = {name: a.shape[0] for name, (a, b) in pairs.items() if a.dim() == b.dim() == 2 and a.shape[0] == b.shape[1] > 0}
+    if not pairs or len(ranks) < len(pairs):
+        wrong = next((name for name in pairs if name not in ranks), "nothing")
+        raise OptionError(f"save_lora: {wrong} was given; expected lora_A (r, K) and lora_B (N, r) of at least one module")
+    folder, rank = Path(directory), max(ranks.values())
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "bias": "none", "r": rank,
+        "rank_pattern": {name: r for name, r in ranks.items() if r != rank},
+        "lora_alpha": rank if alpha is None else alpha,
+        "alpha_pattern": {name: r for name, r in ranks.items() if alpha is None and r != rank},
+        "target_modules": sorted({name.rpartition(".")[2] for name in pairs}),
+    }  # fmt: skip
+    tensors = {
+        f"base_model.model.{name}.lora_{side}.weight": t.detach().contiguous()
+        for name, pair in pairs.items()
+        for side, t in zip("AB", pair)
+    }
+    save(folder / WEIGHTS, tensors)
+    with atomic_write(folder / SETTINGS) as file:
+        file.write(json.dumps(settings, indent=2).encode())
+    return folder
 
 
 def _scales(settings: Fields) -> Callable[[str, int], float]:
