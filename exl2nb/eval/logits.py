@@ -37,12 +37,15 @@ def check_ids(model: Model, ids: Tensor) -> Tensor:
 
 
 class RowRunner:
-    """Runs one model over rows of one length, every row from an empty context, reusing one cache of mode `cache`."""
+    """Runs one model over rows of one length, every row from an empty context, reusing one cache of mode `cache`.
 
-    def __init__(self, model: Model, length: int, cache: str = "fp32") -> None:
+    adapter: row of `Model.adapters` that they run with, -1 for none.
+    """
+
+    def __init__(self, model: Model, length: int, cache: str = "fp32", *, adapter: int = -1) -> None:
         spec = model.cache_spec(length, mode=cache)
         self._model, self._cache = model, KVCache(spec, device=model.device)
-        self._pages = list(range(spec.num_pages))
+        self._pages, self._adapter = list(range(spec.num_pages)), adapter
         self.piece = max(16, PIECE_BYTES // (4 * model.config.vocab_size))
 
     def pieces(self, row: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -50,7 +53,7 @@ class RowRunner:
         for start in range(0, len(row), self.piece):
             ids = row[start : start + self.piece]
             long = self._model.rope_switch is None or len(row) > self._model.rope_switch
-            batch = Batch.single(ids.tolist(), start=start, pages=self._pages, logit_rows="all", long=long)
+            batch = Batch.single(ids.tolist(), start=start, pages=self._pages, logit_rows="all", long=long, adapter=self._adapter)
             yield start, self._model.forward(batch, self._cache)
 
 

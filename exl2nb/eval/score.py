@@ -82,13 +82,14 @@ class Score:
         )
 
 
-def score(model: Model, tokenizer: Tokenizer, ids: Sequence[int], *, cache: str = "fp32") -> Score:
+def score(model: Model, tokenizer: Tokenizer, ids: Sequence[int], *, cache: str = "fp32", adapter: int = -1) -> Score:
     """Score a text.
 
     Args:
         model: a loaded model; nothing else may run it during the call.
         tokenizer: of the model; for the texts of the tokens.
         ids: at least two.
+        adapter: row of `Model.adapters`, -1 for none.
 
     Raises:
         OptionError: fewer than two ids, or one outside the vocabulary. ContextOverflow: more than the context.
@@ -100,7 +101,7 @@ def score(model: Model, tokenizer: Tokenizer, ids: Sequence[int], *, cache: str 
     row = check_ids(model, torch.tensor([list(ids)]))[0]
     logprobs: list[float] = []
     ranks: list[int] = []
-    for start, logits in RowRunner(model, len(row), cache).pieces(row):
+    for start, logits in RowRunner(model, len(row), cache, adapter=adapter).pieces(row):
         targets = row[start + 1 : start + 1 + len(logits)].long().to(logits.device)
         found = logits[: len(targets)].float()
         picked = found.gather(1, targets[:, None])

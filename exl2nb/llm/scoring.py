@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from exl2nb.core.errors import OptionError
@@ -17,6 +17,7 @@ from exl2nb.tokenizer.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from exl2nb.eval.hidden import Hidden
     from exl2nb.eval.score import Choice, Score
+    from exl2nb.llm.loras import Loras
 
 
 class ScoringMixin:
@@ -25,15 +26,18 @@ class ScoringMixin:
     model: Model
     tokenizer: Tokenizer
     engine: Engine
+    loras: Loras
 
-    def score(self, text: str | Sequence[int]) -> Score:
+    def score(self, text: str | Sequence[int], *, lora: str | Mapping[str, float] | None = None) -> Score:
         """How likely a text is: log probability and rank of every token, their sum, the perplexity.
 
         Args:
             text: text or token ids, at least two tokens; the first (usually BOS) is not predicted.
+            lora: adapters, as for `generate`.
 
         Raises:
-            OptionError: too short, or ids outside the vocabulary. ContextOverflow: longer than the context. EngineClosed: closed.
+            OptionError: too short, ids outside the vocabulary, or an adapter that is not loaded. ContextOverflow: longer than the context.
+            EngineClosed: closed.
 
         Example:
             >>> import exl2nb as ex
@@ -43,7 +47,8 @@ class ScoringMixin:
             True
         """
         ids = ids_of(text, self.tokenizer, where="score", name="text", context=self.model.context)
-        return scores.score(self.engine.shared_model, self.tokenizer, ids)
+        row = None if lora is None else self.loras.row(lora, where="score")
+        return scores.score(self.engine.shared_model, self.tokenizer, ids, adapter=-1 if row is None else row.row)
 
     def choose(self, prompt: str | Sequence[int], options: Sequence[str], *, normalise: str = "sum") -> Choice:
         """Which of several continuations is the most likely.

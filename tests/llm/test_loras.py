@@ -146,6 +146,17 @@ def test_wrong_options_are_named(llm, lora, words):
         llm.generate(PROMPT, lora=lora)
 
 
+def test_scores_with_an_adapter(llm):
+    """The log probabilities that the generated tokens had, up to what an fp16 cache takes."""
+    made = llm.generate(PROMPT, lora="l1", **GREEDY)
+    ids = [*llm.tokenizer.encode(PROMPT), *(token.id for token in made.tokens)]
+    scored = llm.score(ids, lora="l1").logprobs[-len(made.tokens) :]
+    assert max(abs(a - b) for a, b in zip(scored, logprobs(made))) < 0.02
+    assert llm.score(ids).total < llm.score(ids, lora="l1").total
+    with pytest.raises(OptionError, match="not loaded"):
+        llm.score(ids, lora="l9")
+
+
 def test_what_is_loaded_is_shown(llm, folders):
     assert [lora.name for lora in llm.loras.list()] == [*llm.loras] == ["l0", "l1", "l2"] and "l1" in llm.loras and len(llm.loras) == 3
     assert "rank 2" in repr(llm.loras["l1"]) and "q" in llm.loras["l1"]._repr_html_() and "l2" in llm.loras._repr_html_()
