@@ -13,6 +13,7 @@ Where the system has no such limits (Windows), the wall time remains.
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 import signal
@@ -179,10 +180,11 @@ def _close(process: subprocess.Popen[bytes]) -> None:
 def _after_fork() -> None:
     """In a child: the helpers are the parent's, and so may be held locks."""
     for helper in _helpers:
-        if helper._end is not None and (found := helper._end.detach()):
-            process = found[2][0]
-            _close(process)
-            process.returncode = 0  # it is no child of this process, so there is nothing to wait for
+        if helper._end is not None:
+            helper._end.detach()
+        if helper._process is not None:
+            _close(helper._process)
+            helper._process.returncode = 0  # it is no child of this process, so there is nothing to wait for
         helper._lock, helper._process, helper._end = threading.Lock(), None, None
     _forking.release()
 
@@ -197,20 +199,20 @@ def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
     return process.stdin, process.stdout
 
 
-def _send(pipe: IO[bytes], message: bytes) -> None:
+def _send(pipe: IO[bytes] | io.FileIO, message: bytes) -> None:
     rest = memoryview(len(message).to_bytes(_PREFIX, "little") + message)
     while rest:
         rest = rest[pipe.write(rest) :]
 
 
-def _receive(pipe: IO[bytes], limit_bytes: int) -> bytes | None:
+def _receive(pipe: IO[bytes] | io.FileIO, limit_bytes: int) -> bytes | None:
     """One message; None where the pipe was closed."""
     size = int.from_bytes(prefix, "little") if len(prefix := _read(pipe, _PREFIX)) == _PREFIX else -1
     message = _read(pipe, size) if 0 <= size <= limit_bytes else b""
     return message if len(message) == size else None
 
 
-def _read(pipe: IO[bytes], size: int) -> bytes:
+def _read(pipe: IO[bytes] | io.FileIO, size: int) -> bytes:
     """`size` bytes, or fewer where the pipe was closed; an unbuffered read returns what is there."""
     parts = []
     while size and (part := pipe.read(min(size, 1 << 20))):
@@ -226,7 +228,7 @@ def serve(setting: dict[str, Any]) -> None:
     """Import the service, lower the limits, answer requests until the pipe closes."""
     limits = Limits(**setting["limits"])
     handle = importlib.import_module(setting["service"]).handle
-    requests, answers = open(0, "rb", buffering=0), open(1, "wb", buffering=0)
+    requests, answers = io.FileIO(0), io.FileIO(1, "w")
     _confine(limits.memory_bytes)
     while (message := _receive(requests, sys.maxsize)) is not None:
         _timers(limits.cpu_s, limits.wall_s + 1)
