@@ -53,7 +53,7 @@ class Limits:
     answer_bytes: int = 64 << 20
 
 
-_forking = threading.RLock()  # no fork while a helper starts: the child would keep an end of a pipe that nobody closes
+_forking = threading.RLock()  # no fork while pipes are made or closed: the child would keep an end that nobody closes
 _helpers: weakref.WeakSet[Helper] = weakref.WeakSet()
 
 
@@ -167,7 +167,8 @@ class Helper:
 def _end(process: subprocess.Popen[bytes]) -> None:
     """Kill and reap."""
     process.kill()  # without effect, and without changing its exit status, where it has ended
-    _close(process)
+    with _forking:
+        _close(process)
     process.wait()
 
 
