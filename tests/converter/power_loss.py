@@ -1,8 +1,8 @@
 """A disk that forgets: what a power loss may leave of the files below a folder, at any moment of a run in this process.
 
 What a program was promised is the content of a file at its last fsync, and the entries of a directory at its last fsync. Everything else
-may or may not have reached the disk. Two extremes are made at each moment: "eager", every rename and removal is there and no byte that was
-not flushed; "lazy", no rename and no removal is there whose directory was not flushed.
+may or may not have reached the disk. Three extremes are made at each moment: "eager", every rename and removal is there and no byte that
+was not flushed; "lazy", no rename and no removal is there whose directory was not flushed; "mixed", only those in `root` are not.
 """
 
 import os
@@ -39,7 +39,8 @@ class Disk:
             self.operations += 1
             if self.operations in self.chosen:
                 self.states[self.operations, "eager"] = self._eager()
-                self.states[self.operations, "lazy"] = self._lazy()
+                self.states[self.operations, "lazy"] = self._lazy(self._entries)
+                self.states[self.operations, "mixed"] = self._lazy(self._now())
             return done
 
         return call
@@ -81,17 +82,24 @@ class Disk:
             for path in sorted(self.root.rglob("*"))
         }
 
-    def _lazy(self):
+    def _now(self):
+        below = [path for path in self.root.rglob("*") if path.is_dir()]
+        return {self._number(path): {entry.name: self._number(entry.path) for entry in os.scandir(path)} for path in below}
+
+    def _lazy(self, entries):
+        """entries: of the directories below `root`; its own are those of its last flush."""
         made = {}
 
         def visit(directory, prefix):
-            for name, number in self._entries.get(directory, {}).items():
+            for name, number in held.get(directory, {}).items():
                 inside = number in self._directories
                 made[prefix + name] = None if inside else self._contents.get(number, b"")
                 if inside:
                     visit(number, f"{prefix}{name}/")
 
-        visit(self._number(self.root), "")
+        root = self._number(self.root)
+        held = {**entries, root: self._entries[root]}
+        visit(root, "")
         return made
 
 

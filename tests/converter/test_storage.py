@@ -174,7 +174,7 @@ def test_power_is_lost_at_every_moment(source, whole, tmp_path, monkeypatch):
     assert lose_power(source, whole, tmp_path, monkeypatch, range(1, 10_000)) < 10_000
 
 
-@pytest.mark.parametrize("kind", ["eager", "lazy"])
+@pytest.mark.parametrize("kind", ["eager", "lazy", "mixed"])
 def test_power_is_lost_while_a_directory_is_replaced(tmp_path, monkeypatch, kind):
     """The old one or the new one is there, whole; at no moment neither."""
 
