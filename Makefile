@@ -2,7 +2,8 @@
 # make lint   all linters     make wheel   dist/*.whl, for here     make bench  benchmarks           make docs   API reference in build/api
 # make release   sdist, manylinux wheels, checks, notes (tools/release.py)
 # make test-gpu   the tests that need a GPU                         make sanitize   compute-sanitizer (memcheck, racecheck) over some of them
-# make fuzz SECONDS=60   hostile inputs (tests/fuzz)
+# make fuzz SECONDS=60   hostile inputs (tests/fuzz)              make sanitize-cpu   ASan, UBSan and TSan over the CPU engine
+# make soak MINUTES=60   one engine under random requests (tools/soak.py)
 #
 # Needs python3 >= 3.10 with venv, and a C++20 compiler; everything else is installed into .venv, each step only what it needs.
 PY ?= python3
@@ -27,7 +28,7 @@ ifeq ($(origin CC),default)
 export CC := $(firstword $(foreach c,gcc clang cc,$(shell command -v $(c))))
 endif
 
-.PHONY: demo test test-gpu sanitize fuzz lab lint docs wheel release bench build clean
+.PHONY: demo test test-gpu sanitize sanitize-cpu fuzz soak lab lint docs wheel release bench build clean
 .DELETE_ON_ERROR:
 
 build: $(VENV)/.built
@@ -76,6 +77,15 @@ test-gpu: build $(VENV)/.dev
 sanitize: build $(VENV)/.dev
 	$(BIN)/python tools/sanitize_gpu.py --tools memcheck
 	EXL2NB_KERNEL_OPTIONS=-DEXL2NB_EVERY_LANE_ARRIVES $(BIN)/python tools/sanitize_gpu.py --tools racecheck
+
+# hours; ONLY="ops/test_draw.py generator" for some, TOOLS=thread for one sanitizer
+sanitize-cpu: build $(VENV)/.dev
+	$(BIN)/python tools/sanitize_cpu.py $(if $(TOOLS),--tools $(TOOLS)) $(if $(ONLY),--only $(ONLY))
+
+MINUTES ?= 60
+DEVICE ?= cpu
+soak: build $(VENV)/.dev
+	$(BIN)/python tools/soak.py --minutes $(MINUTES) --device $(DEVICE)
 
 # SECONDS: of all targets together
 SECONDS ?= 60

@@ -3,15 +3,16 @@
     python tools/compile_kernels.py --arch 75 90 [--out FOLDER] [--nvrtc SITE | --nvcc NVCC]
 
 `--out` keeps the code in FOLDER/sm_ARCH: a file per program, and `index.txt` with the sources' digest, the compiler's CUDA version, then a
-line `source<TAB>name<TAB>symbol<TAB>file` per kernel. Programs without Python (benchmarks/cuda) read it, and so does exl2nb where FOLDER
-is `csrc/ready`: release wheels ship that. `--nvcc` compiles with CUDA's offline compiler, whose code addresses shared memory with 32 bits
-and is up to 4 % faster (benchmarks/RESULTS.md). `--nvrtc` is a folder with NVIDIA's wheels `nvidia-cuda-nvrtc` and `nvidia-cuda-runtime`
-(`pip install --target SITE ...`); without it, those beside torch.
+line `source<TAB>name<TAB>symbol<TAB>file<TAB>sha256 of the file` per kernel. Programs without Python (benchmarks/cuda) read it, and so does
+exl2nb where FOLDER is `csrc/ready`: release wheels ship that. `--nvcc` compiles with CUDA's offline compiler, whose code addresses shared
+memory with 32 bits and is up to 4 % faster (benchmarks/RESULTS.md). `--nvrtc` is a folder with NVIDIA's wheels `nvidia-cuda-nvrtc` and
+`nvidia-cuda-runtime` (`pip install --target SITE ...`); without it, those beside torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import subprocess
 import sys
@@ -92,7 +93,9 @@ def _write(out: Path, version: str, kernels: list[KernelId], codes: dict[KernelI
     files = {unit: f"{number}.cubin" for number, unit in enumerate(codes)}
     for unit, name in files.items():
         (out / name).write_bytes(codes[unit])
-    rows = [(one.source, one.name, kernel_code.symbol(codes[one.unit], one.name), files[one.unit]) for one in kernels if one.unit in codes]
+    sums = {unit: hashlib.sha256(code).hexdigest() for unit, code in codes.items()}
+    made = [one for one in kernels if one.unit in codes]
+    rows = [(one.source, one.name, kernel_code.symbol(codes[one.unit], one.name), files[one.unit], sums[one.unit]) for one in made]
     (out / "index.txt").write_text(f"{kernel_code.source_digest()}\n{version}\n" + "".join("\t".join(row) + "\n" for row in rows))
 
 

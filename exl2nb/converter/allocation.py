@@ -353,16 +353,37 @@ def apply_overrides(
     for matrix in matrices:
         rule = next((rule for pattern, rule in overrides.items() if _matches(pattern, matrix)), None)
         made.append(matrix if rule is None else restricted(matrix, rule))
-    for pattern in overrides:
-        if not any(_matches(pattern, matrix) for matrix in matrices):
+    check_overrides(matrices, overrides, where=where)
+    return made
+
+
+def check_overrides(matrices: Sequence[MatrixOptions | Linear], overrides: Mapping[str, Override], *, where: str = "overrides") -> None:
+    """What of `apply_overrides` needs no measurement.
+
+    Raises:
+        OptionError: a pattern matches nothing, a rule of another kind, groups that do not fit a matrix.
+    """
+    for pattern, rule in overrides.items():
+        found = [matrix for matrix in matrices if _matches(pattern, matrix)]
+        if not found:
             raise OptionError(
                 f"{where}: {pattern!r} matches no matrix; expected a module key, a glob, a role "
                 f"({', '.join(sorted({s.role for s in matrices}))}) or 'layer N'"
             )
-    return made
+        for matrix in found:
+            if _is_groups(rule):
+                _check_groups(matrix, tuple((int(b), int(r)) for b, r in rule))  # type: ignore[union-attr]
+            elif not _is_number(rule) and not (isinstance(rule, (tuple, list)) and len(rule) == 2 and all(map(_is_number, rule))):
+                raise OptionError(
+                    f"override of {matrix.key} is {rule!r}; expected bits, a range (low, high) of bits, or groups as (bits, rows) pairs"
+                )
 
 
-def _matches(pattern: str, matrix: MatrixOptions) -> bool:
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _matches(pattern: str, matrix: MatrixOptions | Linear) -> bool:
     if found := re.fullmatch(r"layers? (\d+)(?:-(\d+))?", pattern):
         return int(found[1]) <= matrix.layer <= int(found[2] or found[1])
     return pattern in (matrix.key, matrix.role) or fnmatch.fnmatchcase(matrix.key, pattern)
@@ -377,7 +398,7 @@ def _is_groups(rule: object) -> bool:
     return isinstance(rule, (tuple, list)) and len(rule) > 0 and all(isinstance(g, (tuple, list)) and len(g) == 2 for g in rule)
 
 
-def _fixed(matrix: MatrixOptions, groups: Groups) -> MatrixOptions:
+def _check_groups(matrix: MatrixOptions | Linear, groups: Groups) -> None:
     rows = [r for _, r in groups]
     fits = sum(rows) == matrix.in_features and all(r > 0 and r % 32 == 0 for r in rows)
     if not fits or any(b not in WIDTHS for b, _ in groups) or any(a[0] < b[0] for a, b in itertools.pairwise(groups)):
@@ -385,6 +406,10 @@ def _fixed(matrix: MatrixOptions, groups: Groups) -> MatrixOptions:
             f"groups of {matrix.key} are {list(groups)[:8]}...; expected (bits, rows): bits of {WIDTHS} not rising, rows multiples of 32 "
             f"that add up to {matrix.in_features}"
         )
+
+
+def _fixed(matrix: MatrixOptions, groups: Groups) -> MatrixOptions:
+    _check_groups(matrix, groups)
     bits = stored_bits(groups, padded(matrix.out_features), bias=matrix.bias)
     near = int(np.abs(matrix.front.bits - bits).argmin())  # the error is read off the nearest option in size
     one = slice(near, near + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -209,7 +210,8 @@ class Measurement:
             "others": [[o.name, list(o.shape), o.in_layer] for o in self.others],
             "linears": plain(self.linears),
         }
-        write_json(path, {**peer.table(self.linears), "exl2nb": ours})
+        table = peer.table(self.linears)
+        write_json(path, {**table, "exl2nb": {**ours, "sha256": checksum({**table, "exl2nb": ours})}})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Measurement:
@@ -219,9 +221,13 @@ class Measurement:
             ConversionError: not such a file, or damaged. A file of exllamav2's own goes to `peer.PeerMeasurement.load`.
         """
         path = Path(path)
-        content = read_json(path, error=ConversionError).get("exl2nb")
+        whole = read_json(path, error=ConversionError)
+        content = whole.get("exl2nb")
         try:
             assert isinstance(content, dict)
+            if "sha256" in content and content.pop("sha256") != checksum(whole):  # files of version 0.1 have none
+                raise ConversionError(f"{path}: its content has changed since it was written (sha256); measure again")
+            assert content.keys() <= {"format", "key", "fingerprint", "calibration", "cache", "others", "linears"}
             assert content["format"] == FORMAT
             cache = content["cache"]
             made = cls(
@@ -324,8 +330,17 @@ def parse(table: Any) -> dict[str, Measured]:
     return linears
 
 
+def checksum(value: Any) -> str:
+    """SHA-256 of a JSON value, the same before it was written and after it was read."""
+    return hashlib.sha256(_json(value)).hexdigest()
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file atomically."""
-    data = json.dumps(value, separators=(",", ":")).encode()
+    data = _json(value)
     with atomic_write(path, needed_bytes=len(data)) as file:
         file.write(data)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from exl2nb.converter.allocation import Allocation
+from exl2nb.converter.allocation import Allocation, check_overrides
 from exl2nb.converter.calibration import SELF, Rows, check_known, part, read_calibration, split_rows, write_text
 from exl2nb.converter.equalization import equalize
 from exl2nb.converter.hessian import factorize, input_of
@@ -28,13 +28,11 @@ from exl2nb.converter.weights import DenseWeights
 from exl2nb.converter.work import HEAD, REVISION, Context, Work, hash_of
 from exl2nb.core.errors import ConversionError, OptionError
 from exl2nb.core.progress import Forecast, Phase
-from exl2nb.io import safetensors
 from exl2nb.io.hf_config import read_config
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import end_vectors, head_linear, layer_linears, layer_vectors
 from exl2nb.model.store import ModelStore
 from exl2nb.model.writer import write_model
-from exl2nb.quant.exl2 import Exl2Tensors
 from exl2nb.tokenizer.chat import render
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
@@ -153,10 +151,12 @@ def _tensors(context: Context, key: str, step: Callable[[str], None]) -> Iterato
         for name, shape in (layer_vectors(config, layer) if layer != HEAD else {}).items():
             yield name, weights.stored(name, shape)
         linears = layer_linears(config, layer) if layer != HEAD else {"head": head_linear(config)}
-        with safetensors.SafetensorsFile(work.quantized(key, layer)) as file:
-            for linear in linears.values():
-                yield from Exl2Tensors.read(file, linear.key).tensors(linear.key).items()
-                step(linear.key)
+        packed = work.load(key, layer, linears)
+        if packed is None:
+            raise ConversionError(f"{work.quantized(key, layer)}: was damaged or removed meanwhile; run the conversion again")
+        for name, (matrix, _) in packed.items():
+            yield from matrix.tensors(name).items()
+            step(name)
     if isinstance(weights.store, ModelStore):
         for name in weights.store.untouched():
             yield name, weights.store.read_untouched(name)
@@ -201,6 +201,9 @@ class Pipeline:
         """All stages."""
         if self.settings.polish and any(map(self.config.experts, range(self.config.num_layers))):
             raise OptionError("convert: polish is True and the model has experts, expected a dense one; leave polish out")
+        linears = [linear for layer in range(self.config.num_layers) for linear in layer_linears(self.config, layer).values()]
+        for name in ("overrides", "frozen"):  # before the hours that measuring takes
+            check_overrides([*linears, head_linear(self.config)], self.settings.wanted.get(name, {}), where=name)
         rows = self._timed("calibrate", self.calibrate)
         measurement, key = self._timed("measure", lambda: self.measurement(rows))
         allocation = self._timed("allocate", lambda: self.allocate(measurement))

@@ -1,6 +1,7 @@
-"""Where work in progress is filed: one file per layer and stage, written atomically and named after a hash of all its inputs.
+"""Where work in progress is filed: one file per layer and stage, written atomically, with a checksum, named after a hash of all its inputs.
 
-A killed job therefore continues where it stopped, and a job with other options never takes over what does not belong to it.
+A killed job therefore continues where it stopped, a job with other options never takes over what does not belong to it, and what a disk has
+changed is made again.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from exl2nb.converter.measurement import Measured, Measurement, parse, plain, write_json
+from exl2nb.converter.measurement import Measured, Measurement, checksum, parse, plain, write_json
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.core.errors import ConversionError, Exl2Error
 from exl2nb.core.progress import Forecast, Meter, Sink
 from exl2nb.io import safetensors
+from exl2nb.io.atomic import make_directories
 from exl2nb.io.hf_config import read_json
 from exl2nb.model.layout import Linear
 from exl2nb.quant.exl2 import Exl2Tensors
@@ -73,56 +75,45 @@ class Work:
 
     def save_part(self, key: str, layer: int, linears: Mapping[str, Measured]) -> None:
         """Keep the measured linears of one layer, or of the head."""
-        write_json(self._path("measure", key, layer), {"linears": plain(linears)})
+        table = plain(linears)
+        write_json(self._path("measure", key, layer), {"linears": table, SUM: checksum(table)})
 
     def load_part(self, key: str, layer: int) -> dict[str, Measured] | None:
         """Read what `save_part` wrote; None where it is missing or damaged, and must be measured again."""
         try:
-            return parse(read_json(self._path("measure", key, layer), error=ConversionError)["linears"])
+            found = read_json(self._path("measure", key, layer), error=ConversionError)
+            return parse(found["linears"]) if found[SUM] == checksum(found["linears"]) else None
         except (Exl2Error, OSError, KeyError, TypeError, ValueError):
             return None
 
     def save_statistics(self, key: str, layer: int, tensors: Mapping[str, Tensor]) -> None:
         """Keep what quantising one layer needs of the sweep."""
-        safetensors.save(self._path("statistics", key, layer), {name: tensor.contiguous() for name, tensor in tensors.items()})
+        _write(self._path("statistics", key, layer), tensors)
 
     def load_statistics(self, key: str, layer: int) -> dict[str, Tensor] | None:
         """Read what `save_statistics` wrote; None where it is missing or damaged."""
-        return self._read(self._path("statistics", key, layer))
-
-    @staticmethod
-    def _read(path: Path) -> dict[str, Tensor] | None:
-        try:
-            with safetensors.SafetensorsFile(path) as file:
-                return {name: file.read(name) for name in file.names()}
-        except (Exl2Error, OSError):
-            return None
+        return _read(self._path("statistics", key, layer))
 
     def save_scales(self, key: str, factors: Mapping[str, Tensor]) -> None:
         """Keep the channel scales of the dense model's tensors (`equalization.equalize`)."""
-        safetensors.save(self._path("scales", key), factors)
+        _write(self._path("scales", key), factors)
 
     def load_scales(self, key: str) -> dict[str, Tensor] | None:
         """Read what `save_scales` wrote; None where it is missing or damaged."""
-        return self._read(self._path("scales", key))
+        return _read(self._path("scales", key))
 
     def save_trial(self, key: str, kl: Tensor) -> None:
         """Keep the true KL of some allocations: f64 `(allocations, rows)`."""
-        safetensors.save(self._path("trial", key), {"kl": kl})
+        _write(self._path("trial", key), {"kl": kl})
 
     def load_trial(self, key: str, shape: tuple[int, int]) -> Tensor | None:
         """Read what `save_trial` wrote; None where it is missing, damaged or of another shape, and must be tried again."""
-        found = (self._read(self._path("trial", key)) or {}).get("kl")
+        found = (_read(self._path("trial", key)) or {}).get("kl")
         return found if found is not None and found.shape == shape and found.dtype == torch.float64 else None
 
     def has_statistics(self, key: str, layers: int) -> bool:
-        """Whether those of every layer are there and whole."""
-        try:
-            for layer in range(layers):
-                safetensors.SafetensorsFile(self._path("statistics", key, layer)).close()
-        except (Exl2Error, OSError):
-            return False
-        return True
+        """Whether those of every layer are there and whole; reads them."""
+        return all(self.load_statistics(key, layer) is not None for layer in range(layers))
 
     def _path(self, kind: str, key: str, layer: int | None = None) -> Path:
         place = "" if layer is None else "-head" if layer == HEAD else f"-{layer:04d}"
@@ -137,23 +128,27 @@ class Work:
         tensors: dict[str, Tensor] = {}
         for name, (matrix, loss) in packed.items():
             tensors |= matrix.tensors(name) | {f"{name}.loss": torch.tensor([loss], dtype=torch.float64)}
-        safetensors.save(self.quantized(key, layer), tensors)
+        _write(self.quantized(key, layer), tensors)
 
     def load(self, key: str, layer: int, linears: Mapping[str, Linear]) -> Packed | None:
         """Read one quantised layer; None where it is missing or damaged, and must be made again."""
         path = self.quantized(key, layer)
-        if not path.is_file():
-            return None
+        found = _read(path)
         try:
-            with safetensors.SafetensorsFile(path) as file:
-                return {
+            return (
+                None
+                if found is None
+                else {
                     linear.key: (
-                        Exl2Tensors.read(file, linear.key, in_features=linear.in_features, out_features=linear.out_features),
-                        float(file.read(f"{linear.key}.loss")),
+                        Exl2Tensors.of(found, linear.key).validate(
+                            linear.key, file=path, in_features=linear.in_features, out_features=linear.out_features
+                        ),
+                        float(found[f"{linear.key}.loss"]),
                     )
                     for linear in linears.values()
                 }
-        except (Exl2Error, OSError):
+            )
+        except (Exl2Error, KeyError):
             return None
 
     def forget(self, key: str, layers: int) -> None:
@@ -175,10 +170,38 @@ class Work:
             self.directory.rmdir()
 
 
+SUM = "sha256"  # key in a JSON file, and in `__metadata__` of a safetensors file
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    safetensors.save(path, held, {SUM: _sum(held)})
+
+
+def _read(path: Path) -> dict[str, Tensor] | None:
+    """What `_write` wrote; None where it is missing or a bit of it has changed."""
+    try:
+        with safetensors.SafetensorsFile(path) as file:
+            found = {name: file.read(name) for name in file.names()}
+            return found if file.metadata.get(SUM) == _sum(found) else None
+    except (Exl2Error, OSError):
+        return None
+
+
+def _sum(tensors: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names, dtypes, shapes and bytes."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
 def make_directory(directory: Path) -> None:
     """Make a directory and those above it; a ConversionError names the one that cannot be made."""
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directories(directory.absolute())
     except OSError as error:
         raise ConversionError(f"{directory}: cannot be made ({error.strerror}); choose a directory you may write to") from error
 

@@ -6,12 +6,14 @@ the first request it lowers its own limits: address space, no open files or sock
 Each request gets CPU time and wall time anew. Requests and answers are JSON with a length in front.
 
 The process starts with the first request, stays for the next ones, and ends with this process, however that ends: its pipe closes, and its
-own timer ends it in the middle of a request. Where the system has no such limits (Windows), the wall time remains.
+own timer ends it in the middle of a request. A child that this process forks closes its copies of the pipes and starts helpers of its own.
+Where the system has no such limits (Windows), the wall time remains.
 """
 
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 import signal
@@ -51,6 +53,10 @@ class Limits:
     answer_bytes: int = 64 << 20
 
 
+_forking = threading.RLock()  # no fork while pipes are made or closed: the child would keep an end that nobody closes
+_helpers: weakref.WeakSet[Helper] = weakref.WeakSet()
+
+
 class Helper:
     """One helper process. Threads may share it; they take turns.
 
@@ -61,13 +67,14 @@ class Helper:
 
     def __init__(self, service: str, limits: Limits) -> None:
         self.service, self.limits = service, limits
-        self._lock, self._owner = threading.Lock(), os.getpid()
+        self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize[Any, Any] | None = None
+        _helpers.add(self)
 
     def start(self) -> None:
         """Start the process, without waiting for it. For a caller who knows that requests will come."""
-        with suppress(HelperError), self._locked():
+        with suppress(HelperError), self._lock:
             self._running()
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -78,7 +85,7 @@ class Helper:
             TypeError, ValueError, RecursionError: `request` is not JSON.
         """
         message = json.dumps(request).encode()
-        with self._locked():
+        with self._lock:
             process = self._running()
             overdue = threading.Event()
 
@@ -107,13 +114,8 @@ class Helper:
 
     def close(self) -> None:
         """End the process. A later request starts another."""
-        with self._locked():
+        with self._lock:
             self._stop()
-
-    def _locked(self) -> threading.Lock:
-        if self._owner != os.getpid():  # after a fork: the helper is the parent's, and so may be a held lock
-            self._lock, self._owner, self._process = threading.Lock(), os.getpid(), None
-        return self._lock
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
@@ -121,19 +123,21 @@ class Helper:
         self._stop()
         path = [_ROOT, *(entry for entry in sys.path if os.path.isabs(entry))]
         setting = json.dumps({"service": self.service, "path": path, "limits": asdict(self.limits)})
-        try:
-            process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _BOOT, setting],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,  # Rust writes a trace of each panic
-                cwd=os.path.abspath(os.sep),
-                env={**os.environ, "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
-                start_new_session=True,  # Ctrl-C on a terminal goes to the caller alone
-            )
-        except OSError as error:
-            raise HelperError("Killed", f"no process could be started ({error})") from error
-        self._process, self._end = process, weakref.finalize(self, _end, process, os.getpid())
+        with _forking:
+            try:
+                process = subprocess.Popen(
+                    [sys.executable, "-I", "-S", "-c", _BOOT, setting],
+                    bufsize=0,  # a child forked during a write would send what the buffer holds once more
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.DEVNULL,  # Rust writes a trace of each panic
+                    cwd=os.path.abspath(os.sep),
+                    env={**os.environ, "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+                    start_new_session=True,  # Ctrl-C on a terminal goes to the caller alone
+                )
+            except OSError as error:
+                raise HelperError("Killed", f"no process could be started ({error})") from error
+            self._process, self._end = process, weakref.finalize(self, _end, process)
         return process
 
     def _exchange(self, process: subprocess.Popen[bytes], message: bytes) -> dict[str, Any]:
@@ -160,15 +164,34 @@ class Helper:
         return f"the process that read it ended with {code}"
 
 
-def _end(process: subprocess.Popen[bytes], owner: int) -> None:
-    """Kill and reap; nothing in a process that inherited the object by a fork."""
-    if owner != os.getpid():
-        return
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill and reap."""
     process.kill()  # without effect, and without changing its exit status, where it has ended
+    with _forking:
+        _close(process)
+    process.wait()
+
+
+def _close(process: subprocess.Popen[bytes]) -> None:
     for pipe in _pipes(process):
         with suppress(OSError):
             pipe.close()
-    process.wait()
+
+
+def _after_fork() -> None:
+    """In a child: the helpers are the parent's, and so may be held locks."""
+    for helper in _helpers:
+        if helper._end is not None:
+            helper._end.detach()
+        if helper._process is not None:
+            _close(helper._process)
+            helper._process.returncode = 0  # it is no child of this process, so there is nothing to wait for
+        helper._lock, helper._process, helper._end = threading.Lock(), None, None
+    _forking.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_forking.acquire, after_in_parent=_forking.release, after_in_child=_after_fork)
 
 
 def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
@@ -177,17 +200,26 @@ def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
     return process.stdin, process.stdout
 
 
-def _send(pipe: IO[bytes], message: bytes) -> None:
-    pipe.write(len(message).to_bytes(_PREFIX, "little"))
-    pipe.write(message)
-    pipe.flush()
+def _send(pipe: IO[bytes] | io.FileIO, message: bytes) -> None:
+    rest = memoryview(len(message).to_bytes(_PREFIX, "little") + message)
+    while rest:
+        rest = rest[pipe.write(rest) :]
 
 
-def _receive(pipe: IO[bytes], limit_bytes: int) -> bytes | None:
+def _receive(pipe: IO[bytes] | io.FileIO, limit_bytes: int) -> bytes | None:
     """One message; None where the pipe was closed."""
-    size = int.from_bytes(prefix, "little") if len(prefix := pipe.read(_PREFIX)) == _PREFIX else -1
-    message = pipe.read(size) if 0 <= size <= limit_bytes else b""
+    size = int.from_bytes(prefix, "little") if len(prefix := _read(pipe, _PREFIX)) == _PREFIX else -1
+    message = _read(pipe, size) if 0 <= size <= limit_bytes else b""
     return message if len(message) == size else None
+
+
+def _read(pipe: IO[bytes] | io.FileIO, size: int) -> bytes:
+    """`size` bytes, or fewer where the pipe was closed; an unbuffered read returns what is there."""
+    parts = []
+    while size and (part := pipe.read(min(size, 1 << 20))):
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
 
 
 # What follows runs in the helper.
@@ -197,7 +229,7 @@ def serve(setting: dict[str, Any]) -> None:
     """Import the service, lower the limits, answer requests until the pipe closes."""
     limits = Limits(**setting["limits"])
     handle = importlib.import_module(setting["service"]).handle
-    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    requests, answers = io.FileIO(0), io.FileIO(1, "w")
     _confine(limits.memory_bytes)
     while (message := _receive(requests, sys.maxsize)) is not None:
         _timers(limits.cpu_s, limits.wall_s + 1)

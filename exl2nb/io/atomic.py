@@ -76,6 +76,24 @@ def sibling(path: Path) -> Path:
     return path.with_name(f".{path.name[:200]}.{secrets.token_hex(6)}.tmp")
 
 
+def sync_file(path: Path) -> None:
+    """Flush a file's bytes to the disk: a rename may reach it before them."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_directories(directory: Path) -> None:
+    """Make a directory and those above it; their entries reach the disk."""
+    if directory.is_dir():
+        return
+    make_directories(directory.parent)
+    directory.mkdir(exist_ok=True)
+    sync_directory(directory.parent)
+
+
 def sync_directory(directory: Path) -> None:
     """Flush a directory's entries to the disk, where the file system can."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from exl2nb.core.errors import ConversionError, FormatError
-from exl2nb.io.atomic import sibling, sync_directory, write_errors
+from exl2nb.io.atomic import sibling, sync_directory, sync_file, write_errors
 from exl2nb.io.safetensors import Writer, stream
 from exl2nb.io.shards import TensorStore
 from exl2nb.quant.exl2 import SUFFIXES, check_headers, parse_groups
@@ -75,6 +75,8 @@ def write_model(
             _write_config(temporary / "config.json", config, quantization_config)
             for name, content in (extra or {}).items():
                 (temporary / name).write_bytes(content)
+            for path in temporary.iterdir():
+                sync_file(path)
             sync_directory(temporary)
             _put(temporary, dst.absolute())
         except BaseException:
@@ -127,8 +129,6 @@ def _write_config(path: Path, config: Mapping[str, Any], quantization_config: Ma
     value = dict(config) if quantization_config is None else {**config, "quantization_config": dict(quantization_config)}
     with open(path, "w", encoding="utf-8") as file:
         json.dump(value, file, indent=4, ensure_ascii=False)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _put(temporary: Path, dst: Path) -> None:
@@ -141,6 +141,7 @@ def _put(temporary: Path, dst: Path) -> None:
         except BaseException:
             aside.rename(dst)
             raise
+        sync_directory(dst.parent)  # the older one is removed when the new one is sure to be there
         shutil.rmtree(aside) if aside.is_dir() else aside.unlink()
     else:
         temporary.rename(dst)

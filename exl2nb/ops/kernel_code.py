@@ -294,18 +294,21 @@ def code_of(kernel: KernelId, major: int, minor: int) -> bytes:
 
 
 @cache
-def _ready() -> dict[tuple[KernelId, int, int], Path]:
-    """Code that ships in the package, by program and compute capability, made by `tools/compile_kernels.py`. Only what was made from these
-    sources and by a CUDA that the driver knows.
+def _ready() -> dict[tuple[KernelId, int, int], tuple[Path, str]]:
+    """Code that ships in the package: file and sha256, by program and compute capability, made by `tools/compile_kernels.py`. Only what was
+    made from these sources and by a CUDA that the driver knows. An index that cannot be read counts as none.
     """
-    found: dict[tuple[KernelId, int, int], Path] = {}
+    found: dict[tuple[KernelId, int, int], tuple[Path, str]] = {}
     for index in sorted(source_root().glob("ready/sm_*/index.txt")):
-        lines = index.read_text().splitlines()
-        if lines[:1] != [source_digest()] or more_options() or driver_version() < tuple(map(int, lines[1].split("."))):
-            continue
-        capability = index.parent.name.removeprefix("sm_")
-        for source, name, _, file in (row.split("\t") for row in lines[2:]):
-            found[KernelId(source, name).unit, int(capability[:-1]), int(capability[-1])] = index.parent / file
+        try:
+            digest, version, *rows = index.read_text().splitlines()
+            if digest != source_digest() or more_options() or driver_version() < tuple(map(int, version.split("."))):
+                continue
+            major, minor = divmod(int(index.parent.name.removeprefix("sm_")), 10)
+            for source, name, _, file, checksum in (row.split("\t") for row in rows):
+                found[KernelId(source, name).unit, major, minor] = index.parent / file, checksum
+        except (OSError, ValueError) as reason:
+            logger.warning("%s is damaged, so kernels that are not in it are compiled: %s", index, reason)
     return found
 
 
@@ -314,15 +317,32 @@ def ready_architectures() -> list[str]:
     return sorted({f"{major}.{minor}" for _, major, minor in _ready()})
 
 
-def _ready_path(unit: KernelId, arch: str) -> Path | None:
+def _ready_file(unit: KernelId, arch: str) -> tuple[Path, str] | None:
     """Machine code runs on its own architecture and on those of the same major number after it; sm_90a only on itself."""
     major, minor = int(arch.rstrip("a")[:-1]), int(arch.rstrip("a")[-1])
-    return next((path for m in range(minor, -1, -1) if (path := _ready().get((unit, major, m)))), None)
+    files = (_ready().get((unit, major, m)) for m in range(minor, -1, -1))
+    return next((file for file in files if file and file[0].exists()), None)
+
+
+def _ready_code(unit: KernelId, arch: str) -> bytes | None:
+    """None where the package has none, or it is damaged: the driver would crash on it or run something else."""
+    if (file := _ready_file(unit, arch)) is None:
+        return None
+    path, checksum = file
+    try:
+        code = path.read_bytes()
+    except OSError as reason:
+        logger.warning("%s cannot be read, so its kernels are compiled: %s", path, reason)
+        return None
+    if hashlib.sha256(code).hexdigest() == checksum:
+        return code
+    logger.warning("%s is damaged, so its kernels are compiled", path)
+    return None
 
 
 def _cached(kernel: KernelId, arch: str) -> bytes:
-    if ready := _ready_path(kernel, arch):
-        return ready.read_bytes()
+    if ready := _ready_code(kernel, arch):
+        return ready
     folder, compiler = cache_folder(), nvrtc()
     path = folder / f"{_key(kernel, arch, compiler.version)}.cubin" if folder else None
     code = _load(path) if path else None
@@ -336,7 +356,7 @@ def _cached(kernel: KernelId, arch: str) -> bytes:
 def missing(kernels: Iterable[KernelId], major: int, minor: int) -> list[KernelId]:
     """What must be compiled for these kernels: in no memory and in no cache on disk."""
     units, folder = dict.fromkeys(kernel.unit for kernel in kernels), cache_folder()
-    units = [unit for unit in units if not _ready_path(unit, unit.arch(major, minor))]
+    units = [unit for unit in units if not _ready_file(unit, unit.arch(major, minor))]
     version = nvrtc().version if units else (0, 0)
     paths = {unit: folder and folder / f"{_key(unit, unit.arch(major, minor), version)}.cubin" for unit in units}
     return [unit for unit, path in paths.items() if (unit, unit.arch(major, minor)) not in _codes and not (path and path.exists())]

@@ -162,6 +162,12 @@ class Exl2Tensors:
         tensors = {suffix: store.read(f"{prefix}.{suffix}") for suffix in infos}
         return cls(**tensors).validate(prefix, file=_file(infos), in_features=in_features, out_features=out_features)
 
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], prefix: str) -> Exl2Tensors:
+        """The matrix under a module key, of what `tensors` has given; not validated. Raises KeyError where one is missing."""
+        found = {suffix: tensors[f"{prefix}.{suffix}"] for suffix in SUFFIXES}
+        return cls(**found, bias=tensors.get(f"{prefix}.bias"))
+
     def validate(
         self, prefix: str = "weight", *, file: object = "", in_features: int | None = None, out_features: int | None = None
     ) -> Exl2Tensors:

@@ -220,3 +220,111 @@ assert helper.ask({{"do": "pid"}})["pid"] == first
 """
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
+
+
+def run_script(tmp_path, script):
+    head = f"import os, sys, time\nsys.path.insert(0, {str(tmp_path)!r})\nfrom exl2nb.core.helper import Helper, Limits\n"
+    head += "LIMITS = Limits(cpu_s=2, wall_s=20, memory_bytes=256 << 20)\n"
+    command = [sys.executable, "-W", "ignore", "-c", head + script]
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, timeout=100)
+
+
+@pytest.mark.parametrize("used", ["idle", "used by the child"])
+def test_it_ends_with_its_owner_though_a_child_of_the_owner_lives(service, tmp_path, used):
+    """A forked child has no end of the pipe that says whether the owner lives."""
+    script = f"""
+helper = Helper("its_service", LIMITS)
+first = helper.ask({{"do": "pid"}})["pid"]
+ready, said = os.pipe()
+child = os.fork()
+if not child:
+    os.close(1)
+    if {used != "idle"}:
+        helper.ask({{"do": "pid"}})
+    os.write(said, b"x")
+    time.sleep(60)
+    os._exit(0)
+os.read(ready, 1)
+print(first, child, flush=True)
+os.kill(os.getpid(), 9)
+"""
+    first, child = map(int, run_script(tmp_path, script).stdout.split())
+    try:
+        assert gone(first)
+        os.kill(child, 0)  # it lives
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+def test_a_fork_while_a_request_is_written_sends_nothing_twice(service, tmp_path):
+    """What a buffer holds would be flushed by the child, too."""
+    script = """
+from exl2nb.core import helper as module
+helper, real, children = Helper("its_service", LIMITS), module._send, []
+
+class Forking:
+    def __init__(self, pipe):
+        self.pipe = pipe
+
+    def write(self, data):
+        count = self.pipe.write(data)
+        if not children:
+            children.append(os.fork())
+            if not children[0]:
+                sys.exit(0)
+            assert os.waitpid(children[0], 0)[1] == 0
+        return count
+
+    def __getattr__(self, name):
+        return getattr(self.pipe, name)
+
+module._send = lambda pipe, message: real(Forking(pipe), message)
+first = None
+try:
+    first = helper.ask({"do": "echo", "with": ["x" * 300]})
+except SystemExit:
+    pass  # the child: its objects are gone now
+if children[0]:
+    print(first == {"value": "x" * 300}, helper.ask({"do": "echo", "with": [2]}), len(children))
+"""
+    assert run_script(tmp_path, script).stdout == "True {'value': 2} 1\n"
+
+
+def test_forks_while_other_threads_start_helpers(service, tmp_path):
+    """A child that is forked between a pipe and its process would hold the helper's own end; its death would then be no end of file."""
+    script = """
+import threading
+children, over = [], threading.Event()
+
+def fork():
+    while not over.is_set():
+        child = os.fork()
+        if not child:
+            time.sleep(60)
+            os._exit(0)
+        children.append(child)
+        time.sleep(0.002)
+
+thread = threading.Thread(target=fork)
+thread.start()
+for _ in range(10):
+    helper = Helper("its_service", LIMITS)
+    try:
+        helper.ask({"do": "crash"})
+    except Exception:
+        pass
+    helper.close()
+over.set()
+thread.join()
+foreign = lambda: {os.readlink(f"/proc/{child}/fd/{fd}") for child in children for fd in os.listdir(f"/proc/{child}/fd")} - MINE
+for _ in range(200):  # the youngest child may still be closing what it inherited
+    if not foreign():
+        break
+    time.sleep(0.05)
+print(foreign())
+for child in children:
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+"""
+    mine = "MINE = {os.readlink(f'/proc/self/fd/{fd}') for fd in os.listdir('/proc/self/fd') if os.path.exists(f'/proc/self/fd/{fd}')}\n"
+    assert run_script(tmp_path, mine + script).stdout == "set()\n"

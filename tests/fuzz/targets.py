@@ -321,3 +321,84 @@ def cache_seeds() -> list[bytes]:
 @target(cache_seeds)
 def prompt_cache(data: bytes) -> None:
     llm().cache.load(written("pages.safetensors", data))
+
+
+# ---- the server
+
+ROUTES = (
+    "completions",
+    "chat/completions",
+    "responses",
+    "messages",
+    "messages/count_tokens",
+    "token/encode",
+    "token/decode",
+    "embeddings",
+    "model/load",
+)
+FIELDS = (
+    *("model", "prompt", "messages", "role", "content", "text", "type", "input", "system", "max_tokens", "stream", "n", "best_of", "stop"),
+    *("tools", "tool_choice", "function", "name", "arguments", "parameters", "input_schema", "response_format", "json_schema", "schema"),
+    *(
+        "logprobs",
+        "top_logprobs",
+        "logit_bias",
+        "temperature",
+        "top_p",
+        "seed",
+        "echo",
+        "suffix",
+        "stream_options",
+        "include_usage",
+        "user",
+    ),
+    *("instructions", "reasoning", "effort", "metadata", "tokens", "add_bos_token", "prompt_template", "template_vars", "banned_strings"),
+)
+
+
+@cache
+def served() -> Callable[[str, bytes], tuple[int, bytes]]:
+    """Answers of a server's application to POST requests, without a socket."""
+    import asyncio
+
+    import httpx
+
+    from exl2nb.server.app import application
+    from exl2nb.server.options import ServerOptions
+    from exl2nb.server.state import State
+
+    loop = asyncio.new_event_loop()
+    app = application(State(ServerOptions(template=TEMPLATE), llm(), owned=False))
+    client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1", timeout=60)
+
+    def ask(route: str, body: bytes) -> tuple[int, bytes]:
+        answer = loop.run_until_complete(client.post(f"/v1/{route}", content=body, headers={"content-type": "application/json"}))
+        return answer.status_code, answer.content
+
+    return ask
+
+
+@target(
+    lambda: [
+        b'\0{"prompt":"It was","max_tokens":2,"temperature":0,"stop":["x"],"logprobs":2}',
+        b'\1{"messages":[{"role":"user","content":"hi"}],"max_tokens":2,"stream":true}',
+        b'\2{"input":[{"type":"message","role":"user","content":[{"type":"input_text","text":"hi"}]}],"max_output_tokens":2}',
+        b'\3{"messages":[{"role":"user","content":[{"type":"text","text":"hi"}]}],"max_tokens":2,"system":"be short"}',
+        b'\5{"text":"It was a dark night"}',
+        b'\6{"tokens":[5,6,7]}',
+        b'\1{"messages":[{"role":"user","content":"x"}],"max_tokens":1,"tools":[{"type":"function","function":{"name":"f","parameters":{"type":"object"}}}]}',
+    ]
+)
+def http_body(data: bytes) -> None:
+    """Bodies for every route that takes one: never a server error, and an error has a message."""
+    if not data:
+        return
+    route, body = ROUTES[data[0] % len(ROUTES)], data[1:]
+    status, answer = served()(route, body)
+    if status < 300 and data[0] < 128:
+        return
+    assert status < 500, (route, status, answer[:500])
+    if data[0] >= 128:  # an object of known fields, which no mutation of JSON text would find
+        given = {"max_tokens": 2, **value_of(body, FIELDS)}
+        status, answer = served()(route, json.dumps(given).encode())
+        assert status < 500, (route, given, status, answer[:500])

@@ -36,7 +36,7 @@ def test_mutations(name):
     seeds = target.seeds()
     for seed in [b"", *seeds]:
         target.run(seed)
-    for _ in range(20 if name in ("tokenizer_file", "generation", "template") else 60):
+    for _ in range(20 if name in ("tokenizer_file", "generation", "template", "http_body") else 60):
         target.run(mutated(rng.choice(seeds), rng))
 
 

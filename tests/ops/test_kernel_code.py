@@ -1,5 +1,6 @@
 """Compiled kernels: what is compiled at once, the cache on disk, and what is said where nothing can be compiled. A compiler is imitated."""
 
+import hashlib
 import os
 import re
 import subprocess
@@ -304,24 +305,63 @@ def test_a_fresh_cache_compiles_for_this_gpu(monkeypatch, tmp_path):
         compiler.compile(KernelId("attention/generic.cu", "none<1>"), f"{major}{minor}")
 
 
-def test_ready_code_is_taken_from_these_sources_where_the_driver_knows_its_cuda(compiler, again, monkeypatch, tmp_path):
+@pytest.fixture
+def ready(compiler, monkeypatch, tmp_path):
+    """Code for compute capability 8.0 in the package: a function that writes its index."""
+    digest = kernel_code.source_digest()
     monkeypatch.setattr(kernel_code, "source_root", lambda: tmp_path)
     monkeypatch.setattr(kernel_code, "driver_version", lambda: (12, 8))
     monkeypatch.setenv("EXL2NB_KERNEL_CACHE", "off")
     folder = tmp_path / "ready" / "sm_80"
     folder.mkdir(parents=True)
     (folder / "0.cubin").write_bytes(b"ready")
-    cases = [
-        (kernel_code.source_digest(), "12.8", (8, 0), True),
-        (kernel_code.source_digest(), "12.8", (8, 9), True),  # machine code runs on later GPUs of the same major number
-        (kernel_code.source_digest(), "12.8", (9, 0), False),
-        (kernel_code.source_digest(), "13.0", (8, 0), False),  # the driver is older
-        ("other sources", "12.8", (8, 0), False),
-    ]
-    for digest, version, capability, taken in cases:
-        (folder / "index.txt").write_text(f"{digest}\n{version}\n{SKINNY.source}\t{SKINNY.name}\tsymbol\t0.cubin\n")
+
+    def write(made_from=digest, version="12.8"):
+        row = (SKINNY.source, SKINNY.name, "symbol", "0.cubin", hashlib.sha256(b"ready").hexdigest())
+        (folder / "index.txt").write_text(f"{made_from}\n{version}\n" + "\t".join(row) + "\n")
         kernel_code._ready.cache_clear()
-        again()
-        assert (kernel_code.missing([SKINNY], *capability) == []) == taken
-        assert kernel_code.code_of(SKINNY, *capability).startswith(b"ready" if taken else b".visible")
+        return folder
+
+    yield write
     kernel_code._ready.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("index", "capability", "taken"),
+    [
+        ({}, (8, 0), True),
+        ({}, (8, 9), True),  # machine code runs on later GPUs of the same major number
+        ({}, (9, 0), False),
+        ({"version": "13.0"}, (8, 0), False),  # the driver is older
+        ({"made_from": "other sources"}, (8, 0), False),
+    ],
+)
+def test_ready_code_is_taken_from_these_sources_where_the_driver_knows_its_cuda(ready, index, capability, taken):
+    ready(**index)
+    assert (kernel_code.missing([SKINNY], *capability) == []) == taken
+    assert kernel_code.code_of(SKINNY, *capability).startswith(b"ready" if taken else b".visible")
+
+
+def _flip(path):
+    path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:])
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda folder: _flip(folder / "0.cubin"),
+        lambda folder: (folder / "0.cubin").write_bytes(b"rea"),
+        lambda folder: (folder / "0.cubin").unlink(),
+        lambda folder: ((folder / "0.cubin").unlink(), (folder / "0.cubin").mkdir()),
+        lambda folder: (folder / "index.txt").write_text("\n".join((folder / "index.txt").read_text().split("\n")[:2]) + "\nhalf a row"),
+        lambda folder: (folder / "index.txt").write_text(""),
+        lambda folder: (folder / "index.txt").write_bytes(b"\xff\xfe"),
+        lambda folder: _flip(folder / "index.txt"),
+    ],
+    ids=["flipped", "short", "gone", "a folder", "index half", "index empty", "index not text", "index flipped"],
+)
+def test_damaged_ready_code_is_compiled(ready, compiler, damage):
+    folder = ready()
+    damage(folder)
+    assert kernel_code.code_of(SKINNY, 8, 0).startswith(b".visible")
+    assert compiler.compiled == [(SKINNY, "80")]
