@@ -296,16 +296,28 @@ def code_of(kernel: KernelId, major: int, minor: int) -> bytes:
 @cache
 def _ready() -> dict[tuple[KernelId, int, int], Path]:
     """Code that ships in the package, by program and compute capability, made by `tools/compile_kernels.py`. Only what was made from these
-    sources and by a CUDA that the driver knows.
+    sources and by a CUDA that the driver knows. A damaged folder is passed over: its kernels are compiled.
     """
     found: dict[tuple[KernelId, int, int], Path] = {}
     for index in sorted(source_root().glob("ready/sm_*/index.txt")):
-        lines = index.read_text().splitlines()
-        if lines[:1] != [source_digest()] or more_options() or driver_version() < tuple(map(int, lines[1].split("."))):
-            continue
-        capability = index.parent.name.removeprefix("sm_")
-        for source, name, _, file in (row.split("\t") for row in lines[2:]):
-            found[KernelId(source, name).unit, int(capability[:-1]), int(capability[-1])] = index.parent / file
+        try:
+            found |= _read_index(index)
+        except (OSError, ValueError, IndexError) as reason:
+            logger.warning("%s is damaged, so its kernels are compiled; install exl2nb again (%s)", index, reason)
+    return found
+
+
+def _read_index(index: Path) -> dict[tuple[KernelId, int, int], Path]:
+    """The programs of one architecture; ValueError, IndexError or OSError where something is missing."""
+    lines = index.read_text(encoding="utf-8").splitlines()
+    if lines[:1] != [source_digest()] or more_options() or driver_version() < tuple(map(int, lines[1].split("."))):
+        return {}
+    capability, found = index.parent.name.removeprefix("sm_"), {}
+    major, minor = int(capability[:-1]), int(capability[-1])
+    for source, name, _, file in (row.split("\t") for row in lines[2:]):
+        if (index.parent / file).parent != index.parent or not (index.parent / file).stat().st_size:
+            raise ValueError(f"{file!r} is no file with code in this folder")
+        found[KernelId(source, name).unit, major, minor] = index.parent / file
     return found
 
 

@@ -325,3 +325,23 @@ def test_ready_code_is_taken_from_these_sources_where_the_driver_knows_its_cuda(
         assert (kernel_code.missing([SKINNY], *capability) == []) == taken
         assert kernel_code.code_of(SKINNY, *capability).startswith(b"ready" if taken else b".visible")
     kernel_code._ready.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "rows", ["", "12.8\nfile\tname\t0.cubin\n", "twelve\n", "12.8\n{0}\t{1}\tsymbol\t1.cubin\n", "12.8\n{0}\t{1}\ts\t../0.cubin\n"]
+)
+def test_a_damaged_folder_of_ready_code_is_passed_over(rows, again, monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(kernel_code, "source_root", lambda: tmp_path)
+    monkeypatch.setattr(kernel_code, "driver_version", lambda: (12, 8))
+    for capability, text in (
+        ("80", rows.format(SKINNY.source, SKINNY.name)),
+        ("90", f"12.8\n{SKINNY.source}\t{SKINNY.name}\tsymbol\t0.cubin\n"),
+    ):
+        folder = tmp_path / "ready" / f"sm_{capability}"
+        folder.mkdir(parents=True)
+        (folder / "0.cubin").write_bytes(b"ready")
+        (folder / "index.txt").write_text(f"{kernel_code.source_digest()}\n{text}")
+    kernel_code._ready.cache_clear()
+    assert kernel_code.ready_architectures() == ["9.0"]
+    assert "sm_80" in caplog.text
+    kernel_code._ready.cache_clear()
