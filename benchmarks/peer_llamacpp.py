@@ -75,7 +75,7 @@ def make(shape: dict, out: str) -> None:
 
 
 def convert(model: Path, out: str) -> None:
-    """Matrices F16, norms f32. llama.cpp rotates neighbours where the directory's layout rotates halves, so rows of Q and K change places."""
+    """Matrices F16, norms f32. llama.cpp rotates neighbours where the directory rotates halves, so rows of Q and K change places."""
     import gguf
 
     shape = json.loads((model / "config.json").read_text())
