@@ -1,6 +1,7 @@
 """llama.cpp's side of compare_llamacpp.py. Runs in an environment of its own that holds llama-cpp-python and gguf, and nothing of exl2nb.
 
 peer_llamacpp.py make SHAPE.json OUT.gguf      write a random Llama at that shape, as `llama-quantize Q4_0` lays it out
+peer_llamacpp.py convert MODEL OUT.gguf        a Llama directory in fp16 with a byte-level BPE as F16, its own weights and tokenizer
 peer_llamacpp.py serve MODEL.gguf THREADS      answer one JSON request per line with one JSON result per line
 """
 
@@ -10,6 +11,7 @@ import ctypes
 import json
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +74,76 @@ def make(shape: dict, out: str) -> None:
     writer.close()
 
 
+def convert(model: Path, out: str) -> None:
+    """Matrices F16, norms f32. llama.cpp rotates neighbours where the directory rotates halves, so rows of Q and K change places."""
+    import gguf
+
+    shape = json.loads((model / "config.json").read_text())
+    heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
+    writer = gguf.GGUFWriter(out, "llama")
+    writer.add_name(model.name)
+    writer.add_context_length(shape["max_position_embeddings"])
+    writer.add_embedding_length(shape["hidden_size"])
+    writer.add_block_count(shape["num_hidden_layers"])
+    writer.add_feed_forward_length(shape["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_key_length(shape["head_dim"])
+    writer.add_value_length(shape["head_dim"])
+    writer.add_rope_dimension_count(shape["head_dim"])
+    writer.add_layer_norm_rms_eps(shape["rms_norm_eps"])
+    writer.add_rope_freq_base(shape["rope_theta"])
+    writer.add_vocab_size(shape["vocab_size"])
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    texts = sorted(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].__getitem__)
+    special = {one["id"] for one in tokenizer["added_tokens"] if one["special"]}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(texts)
+    writer.add_token_types([gguf.TokenType.CONTROL if at in special else gguf.TokenType.NORMAL for at in range(len(texts))])
+    writer.add_token_merges([one if isinstance(one, str) else " ".join(one) for one in tokenizer["model"]["merges"]])
+    writer.add_bos_token_id(shape["bos_token_id"])
+    writer.add_eos_token_id(shape["eos_token_id"])
+    writer.add_add_bos_token(True)
+    places = {
+        "model.embed_tokens": "token_embd",
+        "model.norm": "output_norm",
+        "lm_head": "output",
+        "input_layernorm": "attn_norm",
+        "post_attention_layernorm": "ffn_norm",
+        **{f"self_attn.{name}_proj": f"attn_{to}" for name, to in zip("qkvo", ("q", "k", "v", "output"))},
+        **{f"mlp.{name}_proj": f"ffn_{name}" for name in ("gate", "up", "down")},
+    }
+    for file in sorted(model.glob("*.safetensors")):
+        for name, data in tensors(file):
+            stem = name.removesuffix(".weight")
+            if stem.startswith("model.layers."):
+                _, _, layer, stem = stem.split(".", 3)
+                prefix = f"blk.{layer}."
+            else:
+                prefix = ""
+            if stem in ("self_attn.q_proj", "self_attn.k_proj"):
+                count = heads if stem == "self_attn.q_proj" else kv_heads
+                data = data.reshape(count, 2, -1, data.shape[-1]).swapaxes(1, 2).reshape(data.shape)
+            writer.add_tensor(f"{prefix}{places[stem]}.weight", data.astype(np.float32) if data.ndim == 1 else data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def tensors(file: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """Name and values of each tensor of a safetensors file in fp16."""
+    data = file.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    for name, entry in json.loads(data[8 : 8 + size]).items():
+        if name != "__metadata__":
+            assert entry["dtype"] == "F16", f"{name} is {entry['dtype']}; expected F16"
+            begin, end = (8 + size + at for at in entry["data_offsets"])
+            yield name, np.frombuffer(data[begin:end], np.float16).reshape(entry["shape"])
+
+
 class Peer:
     """The C API through ctypes: no Python between two tokens but one argmax."""
 
@@ -118,5 +190,7 @@ def serve(path: str, threads: int) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "make":
         make(json.loads(Path(sys.argv[2]).read_text()), sys.argv[3])
+    elif sys.argv[1] == "convert":
+        convert(Path(sys.argv[2]), sys.argv[3])
     else:
         serve(sys.argv[2], int(sys.argv[3]))

@@ -33,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-queue", type=int, help="requests that run or wait, at most (default 256)")
     parser.add_argument("--request-timeout-s", type=float, metavar="S", help="seconds after which an answer ends (default 600)")
     parser.add_argument("--drain-s", type=float, metavar="S", help="seconds that running requests get at the end (default 30)")
+    parser.add_argument(
+        "--stream-interval-ms", type=float, metavar="MS", help="tokens that come within it join in one event (default 33; 0 = never)"
+    )
     add_cache_option(parser, "fp16")
     parser.set_defaults(cache=None)
     parser.add_argument("--context", type=int, help="tokens of prompt and answer together")

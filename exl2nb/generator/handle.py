@@ -17,6 +17,7 @@ from exl2nb.generator.request import PLAIN, Chunk, Completion, Token
 from exl2nb.tokenizer.reply import Delta, ReplyFormat, ReplyParser
 
 _numbers = itertools.count(1)
+WAKE_AT_END, WAKE_AT_TOKENS, WAKE_ALWAYS = 0, 1, 2
 
 
 class Channel:
@@ -35,18 +36,20 @@ class Channel:
         self.ended = False
         self._end: queue.SimpleQueue[None] = queue.SimpleQueue()  # wakes `wait_end`
         self.waker: Callable[[], None] | None = None  # called after every item, for callers that cannot block on the queue
+        self.wakes = WAKE_ALWAYS  # what `waker` is called for: the end, tokens too, progress too
         self.progress = (0, 0)  # prompt tokens in the cache, of how many; (0, 0) while the request waits
 
     def put(self, tokens: list[Token]) -> None:
         """Engine: hand tokens over."""
         self.items.put(tokens)
-        if self.waker is not None:
+        if self.wakes and self.waker is not None:
             self._wake()
 
     def report_progress(self, done: int, total: int) -> None:
         """Engine: `done` of `total` prompt tokens are in the cache."""
         self.progress = (done, total)
-        self._wake()
+        if self.wakes == WAKE_ALWAYS:
+            self._wake()
 
     def end(self, outcome: Completion | BaseException) -> None:
         """Engine: the request is over. Only the first call counts."""
@@ -135,6 +138,27 @@ class Handle:
             raise StopAsyncIteration
         return Chunk("".join([token.text for token in tokens]), tuple(tokens))
 
+    async def achunks(self, interval_s: float = 0.0) -> AsyncIterator[Chunk]:
+        """The chunks for event loops, with less work per token: after a chunk, tokens collect for up to `interval_s`.
+
+        The first chunk comes at once, the last one when the request ends. All handles of an interval collect to the same moments.
+        """
+        channel, waker = self._channel, _LoopWaker(asyncio.get_running_loop())
+        channel.waker, channel.wakes = waker.wake, WAKE_AT_TOKENS
+        try:
+            while not self._over:
+                woken = waker.listen()
+                if (chunk := self.poll()) is not None:
+                    yield chunk
+                    if interval_s and not self._over:
+                        await waker.rest(interval_s, [channel])
+                elif not self._over:
+                    await woken
+        except BaseException:
+            self.cancel()
+            raise
+        self._raise_error()
+
     def deltas(self) -> Iterator[Delta]:
         """The answer of a chat as it comes, taken apart: reasoning, content, tool calls and their arguments."""
         parser = ReplyParser(self.reply_format)
@@ -193,7 +217,7 @@ class Handle:
 
     def on_event(self, call: Callable[[], None]) -> None:
         """Call `call` on the engine thread after every change: tokens, progress, the end. It must not block."""
-        self._channel.waker = call
+        self._channel.waker, self._channel.wakes = call, WAKE_ALWAYS
 
     def result(self, timeout_s: float | None = None) -> Completion:
         """Wait for the answer.
@@ -265,7 +289,7 @@ class Handle:
         channel = self._channel
         if self._loop_waker is None or self._loop_waker.loop is not asyncio.get_running_loop():
             self._loop_waker = _LoopWaker(asyncio.get_running_loop())
-            channel.waker = self._loop_waker.wake
+            channel.waker, channel.wakes = self._loop_waker.wake, WAKE_AT_TOKENS
         while True:
             woken = self._loop_waker.listen()
             try:
@@ -307,6 +331,20 @@ class _LoopWaker:
     def wake(self) -> None:
         """From any thread; RuntimeError when the loop is closed."""
         self.loop.call_soon_threadsafe(self._set)
+
+    async def rest(self, interval_s: float, channels: Sequence[Channel]) -> None:
+        """Wait for the next multiple of `interval_s`, or for the end of a request; meanwhile tokens of these channels wake nobody."""
+        loop, woken = self.loop, self.listen()
+        for channel in channels:
+            channel.wakes = WAKE_AT_END
+        timer = loop.call_at((loop.time() // interval_s + 1) * interval_s, self._set)
+        try:
+            if not any([channel.ended for channel in channels]):
+                await woken
+        finally:
+            timer.cancel()
+            for channel in channels:
+                channel.wakes = WAKE_AT_TOKENS
 
     def _set(self) -> None:
         if not self._woken.done():
@@ -365,15 +403,21 @@ class Handles(Sequence[Handle]):
             if open_:
                 self.cancel()
 
-    async def achunks(self) -> AsyncIterator[tuple[int, Chunk]]:
-        """`chunks` for event loops."""
-        open_ = dict(enumerate(self._handles))
+    async def achunks(self, interval_s: float = 0.0) -> AsyncIterator[tuple[int, Chunk]]:
+        """`chunks` for event loops; after some have come, tokens collect for up to `interval_s`, see `Handle.achunks`."""
+        open_, waker = dict(enumerate(self._handles)), _LoopWaker(asyncio.get_running_loop())
+        for handle in self._handles:
+            handle._channel.waker, handle._channel.wakes = waker.wake, WAKE_AT_TOKENS
         try:
             while open_:
+                woken, came = waker.listen(), False
                 for item in self._poll(open_):
+                    came = True
                     yield item
-                while open_ and not self._wait(0.0):
-                    await asyncio.sleep(TICK_S / 10)
+                if open_ and came and interval_s:
+                    await waker.rest(interval_s, [handle._channel for handle in open_.values()])
+                elif open_ and not came:
+                    await woken
         finally:
             if open_:
                 self.cancel()

@@ -29,8 +29,9 @@ MAX_TURNS = 100_000
 class Turn:
     """One message.
 
-    id: number within the conversation, in order of making. parent: the turn it answers, None for the first. seed, finish_reason: of a
-    generated turn.
+    id: number within the conversation, in order of making. parent: the turn it answers, None for the first. content: what was said.
+    Of a generated turn: seed, finish_reason, reasoning (what the model thought before it spoke) and tool_calls (what it wants to be called,
+    as OpenAI's messages have it); None = nothing.
     """
 
     id: int
@@ -39,11 +40,19 @@ class Turn:
     content: str
     finish_reason: str | None = None
     seed: int | None = None
+    reasoning: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
 
     @property
-    def message(self) -> dict[str, str]:
+    def message(self) -> dict[str, Any]:
         """As chat templates read it."""
-        return {"role": self.role, "content": self.content}
+        more = {"reasoning_content": self.reasoning, "tool_calls": self.tool_calls}
+        return {"role": self.role, "content": self.content, **{name: value for name, value in more.items() if value}}
+
+    @property
+    def calls(self) -> list[str]:
+        """The calls as text, such as 'add({"a": 1})'."""
+        return [f"{call['function']['name']}({call['function']['arguments']})" for call in self.tool_calls or ()]
 
     def __str__(self) -> str:
         return self.content
@@ -100,7 +109,7 @@ class Tree:
 
     def to_json(self) -> list[dict[str, Any]]:
         """The turns as plain data, in order of making."""
-        return [asdict(turn) for turn in self]
+        return [{name: value for name, value in asdict(turn).items() if value is not None or name not in _LATER} for turn in self]
 
     @classmethod
     def from_json(cls, value: Any, *, where: str) -> Tree:
@@ -117,6 +126,9 @@ class Tree:
         return tree
 
 
+_LATER = ("reasoning", "tool_calls")  # written only where there are any: earlier versions of the library read the rest
+
+
 def _turn(raw: Any, number: int, where: str) -> Turn:
     names = [f.name for f in fields(Turn)]
     if not isinstance(raw, dict) or not set(raw) <= set(names):
@@ -129,11 +141,21 @@ def _turn(raw: Any, number: int, where: str) -> Turn:
         ("content", isinstance(raw.get("content"), str), "a text"),
         ("finish_reason", isinstance(raw.get("finish_reason"), (str, type(None))), "a text or null"),
         ("seed", raw.get("seed") is None or _integer(raw["seed"]), "a number or null"),
+        ("reasoning", isinstance(raw.get("reasoning"), (str, type(None))), "a text or null"),
+        ("tool_calls", _are_calls(raw.get("tool_calls")), "null, or a list of objects with id, type and function: {name, arguments}"),
     )
     for name, fine, expected in checks:
         if not fine:
             raise ConfigError(f"{where}: {name} is {str(raw.get(name))[:60]!r}; expected {expected}")
     return Turn(**raw)
+
+
+def _are_calls(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, list)
+        and all(isinstance(call, dict) and isinstance(call.get("function"), dict) for call in value)
+        and all(isinstance(call["function"].get(name), str) for call in value for name in ("name", "arguments"))
+    )
 
 
 def _integer(value: Any) -> bool:
@@ -182,7 +204,7 @@ class Conversation:
         return self.tree.path(None if self.head is None else self.head.id)
 
     @property
-    def messages(self) -> list[dict[str, str]]:
+    def messages(self) -> list[dict[str, Any]]:
         """The same as chat templates read it."""
         return [turn.message for turn in self.turns]
 
@@ -263,7 +285,16 @@ class Conversation:
 
     def answered(self, parent: Turn, completion: Completion) -> Turn:
         """Add an answer; it becomes the current turn."""
-        self.head = self.tree.add(parent.id, "assistant", completion.text, finish_reason=completion.finish_reason, seed=completion.seed)
+        reply = completion.reply
+        self.head = self.tree.add(
+            parent.id,
+            "assistant",
+            reply.content,
+            finish_reason=completion.finish_reason,
+            seed=completion.seed,
+            reasoning=reply.reasoning or None,
+            tool_calls=[call.json for call in reply.tool_calls] or None,
+        )
         return self.head
 
     # ---- JSON
@@ -313,7 +344,8 @@ class Conversation:
     # ---- text and HTML
 
     def __str__(self) -> str:
-        return "\n".join(f"{turn.role}{self._mark(turn)}: {turn.content}" for turn in self.turns) or "(nothing was said)"
+        lines = [f"{turn.role}{self._mark(turn)}: {' '.join([turn.content, *turn.calls]).strip()}" for turn in self.turns]
+        return "\n".join(lines) or "(nothing was said)"
 
     def __repr__(self) -> str:
         branches = sum(not self.tree.children(turn.id) for turn in self.tree)
@@ -418,5 +450,19 @@ def _turn_html(conversation: Conversation, turn: Turn) -> str:
     return (
         f'<div style="{side};border-left:3px solid rgba(128,128,128,.4);padding:.2em .8em;margin-block:.5em">'
         f'<div style="opacity:.6;font-size:85%">{html.escape(turn.role)}{", " + notes if notes else ""}</div>'
-        f'<div style="white-space:pre-wrap">{html.escape(turn.content)}</div></div>'
+        f'{reasoning_html(turn.reasoning or "")}<div style="white-space:pre-wrap">{html.escape(turn.content)}</div>'
+        f"{calls_html(turn.calls)}</div>"
     )
+
+
+def reasoning_html(reasoning: str) -> str:
+    """What a model thought, folded; no script. Nothing where there is none."""
+    if not reasoning:
+        return ""
+    text = f'<div style="white-space:pre-wrap">{html.escape(reasoning)}</div>'
+    return f'<details style="opacity:.7"><summary>Reasoning</summary>{text}</details>'
+
+
+def calls_html(calls: Sequence[str]) -> str:
+    """Calls of functions, one under the other."""
+    return "".join([f"<div>Calls <code>{html.escape(call)}</code></div>" for call in calls])

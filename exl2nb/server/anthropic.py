@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Request
@@ -14,8 +14,8 @@ from exl2nb.generator.request import Completion
 from exl2nb.server.errors import ApiError, api_error, body_of
 from exl2nb.server.fields import Body, Text, refuse
 from exl2nb.server.openai import check_model, merged, new_id, reason, submit_chat
-from exl2nb.server.state import State, Ticket, aside, read, results
-from exl2nb.server.stream import EventStream, event
+from exl2nb.server.state import State, Ticket, aside, results
+from exl2nb.server.stream import Events, EventStream, event
 from exl2nb.tokenizer.reply import Delta, ReplyParser
 
 router = APIRouter()
@@ -73,7 +73,7 @@ async def messages(request: Request, body: MessagesBody) -> Any:
         await submit_chat(state, ticket, messages_of(body), options, n=1, stream=body.stream)
         head = {"id": new_id("msg"), "type": "message", "role": "assistant", "model": state.model_name}
         if body.stream:
-            return EventStream(_stream(state, ticket, head), lambda: state.end(ticket))
+            return EventStream(state, ticket, _events(ticket, head), _failed)
         (answer,) = await results(request, ticket)
         why, stop = stop_reason(answer)
         result = {**head, "content": blocks_of(answer), "stop_reason": why, "stop_sequence": stop, "usage": _usage(answer)}
@@ -210,7 +210,7 @@ def _usage(answer: Completion) -> dict[str, int]:
     }
 
 
-async def _stream(state: State, ticket: Ticket, head: dict[str, Any]) -> AsyncIterator[str]:
+def _events(ticket: Ticket, head: dict[str, Any]) -> Events:
     (handle,), at, kind, called = ticket.handles, -1, "", False
     parser = ReplyParser(handle.reply_format)
 
@@ -236,22 +236,24 @@ async def _stream(state: State, ticket: Ticket, head: dict[str, Any]) -> AsyncIt
             events.append(event({"type": "content_block_delta", "index": at, "delta": change}, "content_block_delta"))
         return events
 
-    try:
-        begun = {"input_tokens": ticket.prompt_tokens, "output_tokens": 0, "cache_read_input_tokens": 0, "cache_creation_input_tokens": 0}
-        message = {**head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": begun}
-        yield event({"type": "message_start", "message": message}, "message_start")
-        async for chunk in read(ticket, handle):
-            for delta in merged(parser.feed(handle.reply_format.text(chunk.tokens))):
-                for one in block(delta):
-                    yield one
-        for delta in [*merged(parser.finish()), *([] if at >= 0 else [Delta("content", "")])]:
-            for one in block(delta):
-                yield one
-        answer = handle.result(0.0)
-        yield event({"type": "content_block_stop", "index": at}, "content_block_stop")
-        why, stop = stop_reason(answer, called)
-        change = {"stop_reason": why, "stop_sequence": stop}
-        yield event({"type": "message_delta", "delta": change, "usage": _usage(answer)}, "message_delta")
-        yield event({"type": "message_stop"}, "message_stop")
-    except Exception as error:
-        yield event(body_of(api_error(error), "/v1/messages"), "error")
+    def written(deltas: Iterable[Delta]) -> str:
+        return "".join([one for delta in deltas for one in block(delta)])
+
+    begun = {"input_tokens": ticket.prompt_tokens, "output_tokens": 0, "cache_read_input_tokens": 0, "cache_creation_input_tokens": 0}
+    message = {**head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": begun}
+    text = event({"type": "message_start", "message": message}, "message_start")
+    while (item := (yield text)) is not None:
+        text = written(merged(parser.feed(handle.reply_format.text(item[1].tokens))))
+    text = written(merged(parser.finish()))
+    if at < 0:
+        text += written([Delta("content", "")])
+    answer = handle.result(0.0)
+    why, stop = stop_reason(answer, called)
+    change = {"stop_reason": why, "stop_sequence": stop}
+    text += event({"type": "content_block_stop", "index": at}, "content_block_stop")
+    text += event({"type": "message_delta", "delta": change, "usage": _usage(answer)}, "message_delta")
+    yield text + event({"type": "message_stop"}, "message_stop")
+
+
+def _failed(error: Exception) -> str:
+    return event(body_of(api_error(error), "/v1/messages"), "error")

@@ -88,4 +88,4 @@ def invalid_request(found: Sequence[Mapping[str, Any]]) -> ApiError:
     where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path"))
     if first["type"] == "extra_forbidden":
         return ApiError(400, f"unknown field {where!r}; this server does not know it, leave it out", param=where, code="unknown_parameter")
-    return ApiError(400, f"{where or 'the body'}: {first['msg']}", param=where or None, code="invalid_value")
+    return ApiError(400, f"{where or 'the body'}: {first['msg'].removeprefix('Value error, ')}", param=where or None, code="invalid_value")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Mapping
+from functools import cache
 from typing import Annotated, Any
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from exl2nb.sampling.params import MAX_ID
 from exl2nb.server.errors import ApiError, invalid_request
@@ -24,18 +25,40 @@ def named(*names: str, default: Any = None, description: str = "") -> Any:
 
 
 class Body(BaseModel):
-    """A request body: an unknown field is an error."""
+    """A request body: an unknown field is an error, and so is one that is given under two names with two values."""
 
     model_config = ConfigDict(extra="forbid", populate_by_name=True, allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_name_each(cls, given: Any) -> Any:
+        """Some clients send a value under the names of several servers at once."""
+        if not isinstance(given, dict):
+            return given
+        own, first = own_names(cls), dict[str, str]()
+        made = given
+        for name, value in given.items():
+            if (field := own.get(name)) is None or (kept := first.setdefault(field, name)) == name:
+                continue
+            if made is given:
+                made = dict(given)
+            if made[kept] is not None and value is not None and value != made[kept]:
+                raise ValueError(f"{kept} and {name} are names of one field and differ; give one of them")
+            del made[name]
+            if made[kept] is None:
+                made[kept] = value
+        return made
 
 
 class Sampling(Body):
     """Every sampler; a field that is not given is neutral. Field for field as `SamplingParams` and `Request`."""
 
-    max_tokens: int | None = named("max_tokens", "max_completion_tokens", "max_new_tokens", "max_length", "n_predict")
+    max_tokens: int | None = named("max_tokens", "max_completion_tokens", "max_new_tokens", "max_length", "n_predict", "num_predict")
     min_tokens: int | None = named("min_tokens", "min_length")
-    stop: Text | Annotated[list[Text | int], Field(max_length=256)] | None = named("stop", "stop_sequence", "stop_sequences")
-    seed: int | None = None
+    stop: Text | Annotated[list[Text | int], Field(max_length=256)] | None = named(
+        "stop", "stop_sequence", "stop_sequences", "stopping_strings"
+    )
+    seed: int | None = named("seed", "sampler_seed")
     temperature: float | None = None
     temperature_last: bool | None = None
     smoothing_factor: float | None = None
@@ -83,6 +106,19 @@ class Sampling(Body):
     preset: str | None = Field(None, description="a sampler preset by name, instead of the server's own")
     cache_mode: str | None = Field(None, description="refused: the cache belongs to the model, not to a request")
     skip_special_tokens: bool | None = Field(None, description="true; false is refused")
+    top_n_sigma: float | None = named("top_n_sigma", "nsigma", description="0 (off); more is refused")
+    adaptive_target: float | None = Field(None, description="negative (off); more is refused")
+    min_keep: int | None = Field(None, description="0 (off); more is refused")
+    max_tokens_second: int | None = Field(None, description="0 (off); more is refused")
+    adaptive_decay: Any = Field(None, description="no effect")
+    api_server: Any = Field(None, description="no effect")
+    api_type: Any = Field(None, description="no effect")
+    dynamic_temperature: Any = Field(None, description="no effect: give dynatemp_low and dynatemp_high")
+    include_reasoning: Any = Field(None, description="no effect: it is always told apart")
+    n_probs: Any = Field(None, description="no effect: give logprobs")
+    num_ctx: Any = Field(None, description="no effect: the context belongs to the model")
+    rep_pen_slope: Any = Field(None, description="no effect")
+    spaces_between_special_tokens: Any = Field(None, description="no effect")
 
     def generation_options(self) -> dict[str, Any]:
         """The options of `llm.generate` that these fields stand for; those that were not given are missing.
@@ -94,7 +130,10 @@ class Sampling(Body):
         refuse(given.pop("cache_mode", None), "cache_mode", "is chosen when the model is loaded, for all requests")
         if given.pop("skip_special_tokens", True) is False:
             refuse(False, "skip_special_tokens", "can only be true: special tokens have no text in an answer")
-        for name in ("preset", "add_bos_token"):
+        for name in ("top_n_sigma", "adaptive_target", "min_keep", "max_tokens_second"):
+            if (value := given.pop(name, 0)) > 0:
+                refuse(value, name, "is not offered; leave it out")
+        for name in _NO_EFFECT:
             given.pop(name, None)
         for name in ("penalty_range", "dry_range", "top_k", "seed"):
             if given.get(name) == -1:  # other servers: all of the text, all of the vocabulary, any seed
@@ -160,9 +199,9 @@ def check_preset(preset: Mapping[str, Any]) -> dict[str, Any]:
     """
     made: dict[str, Any] = {}
     for name, entry in preset.items():
-        own = _OWN_NAMES.get(name)
+        own = own_names(Sampling).get(name)
         if own is None:
-            near = difflib.get_close_matches(name, _OWN_NAMES, n=1)
+            near = difflib.get_close_matches(name, own_names(Sampling), n=1)
             raise ApiError(400, f"preset: unknown field {name!r}{f'; did you mean {near[0]!r}?' if near else ''}", param=name)
         if isinstance(entry, Mapping) and (not set(entry) <= {"override", "force", "additive"} or entry.get("additive")):
             expected = "a value, or an object with 'override' and 'force'"
@@ -175,16 +214,21 @@ def check_preset(preset: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-def _own_names() -> dict[str, str]:
+@cache
+def own_names(body: type[BaseModel]) -> dict[str, str]:
+    """All names of the fields of a body, with the fields' own."""
     names: dict[str, str] = {}
-    for own, info in Sampling.model_fields.items():
+    for own, info in body.model_fields.items():
         names[own] = own
         for alias in info.validation_alias.choices if isinstance(info.validation_alias, AliasChoices) else ():
             names[str(alias)] = own
     return names
 
 
-_OWN_NAMES = _own_names()
+_NO_EFFECT = (
+    "preset", "add_bos_token", "adaptive_decay", "api_server", "api_type", "dynamic_temperature", "include_reasoning", "n_probs", "num_ctx",
+    "rep_pen_slope", "spaces_between_special_tokens",
+)  # fmt: skip
 
 
 def _dynamic_temperature(given: dict[str, Any]) -> None:

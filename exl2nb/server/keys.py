@@ -25,7 +25,7 @@ def permission(request: Request, options: ServerOptions) -> str | None:
     return "api" if _any(given, options.api_keys) else None
 
 
-def user(request: Request) -> None:
+async def user(request: Request) -> None:  # async: others run on threads
     """A dependency of routes: any key.
 
     Raises:
@@ -35,13 +35,13 @@ def user(request: Request) -> None:
         raise ApiError(401, "no valid key; send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'", code="invalid_api_key")
 
 
-def admin(request: Request) -> None:
+async def admin(request: Request) -> None:
     """A dependency of routes: an administrator's key.
 
     Raises:
         ApiError: 401, 403.
     """
-    user(request)
+    await user(request)
     if permission(request, request.app.state.server.options) != "admin":
         raise ApiError(403, "this needs an admin key; send it as 'x-admin-key: KEY'", code="admin_key_needed")
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import base64
+import secrets
 import time
-import uuid
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import numpy as np
@@ -14,13 +14,13 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import Field
 
-from exl2nb.generator.handle import Handles
+from exl2nb.generator.handle import Handle
 from exl2nb.generator.request import Completion, Token
 from exl2nb.llm.requests import sample_options
 from exl2nb.server.errors import ApiError, api_error, body_of
 from exl2nb.server.fields import Body, Ids, Sampling, Text, named, refuse, with_preset
-from exl2nb.server.state import INLINE_CHARACTERS, State, Ticket, aside, read, results
-from exl2nb.server.stream import EventStream, event
+from exl2nb.server.state import INLINE_CHARACTERS, State, Ticket, aside, results
+from exl2nb.server.stream import MARK, Events, EventStream, Frame, event
 from exl2nb.tokenizer.instruct import INSTRUCT
 from exl2nb.tokenizer.reply import Delta, ReplyParser
 
@@ -155,7 +155,7 @@ async def completions(request: Request, body: CompletionBody) -> Any:
         heavy = len(options.keys() & {"schema", "regex", "grammar"}) > 0 or sum(map(len, prompts)) > INLINE_CHARACTERS
         await aside(lambda: _submit_completions(state, ticket, body, prompts, options), heavy=heavy)
         if body.stream:
-            return EventStream(_stream_completions(state, ticket, body), lambda: state.end(ticket))
+            return EventStream(state, ticket, _completion_events(state, ticket, body), _failed)
         answers = await results(request, ticket)
         extra = await _prompt_scores(state, body, prompts) if body.echo else [None] * len(prompts)
         choices = []
@@ -199,7 +199,7 @@ async def chat_completions(request: Request, body: ChatBody) -> Any:
             options["continue_final_message"] = True
         await submit_chat(state, ticket, messages, options, n=body.n, stream=body.stream)
         if body.stream:
-            return EventStream(_stream_chat(state, ticket, body), lambda: state.end(ticket))
+            return EventStream(state, ticket, _chat_events(state, ticket, body), _failed)
         answers = await results(request, ticket)
         choices = [
             {
@@ -447,7 +447,7 @@ def merged(deltas: Sequence[Delta]) -> Iterator[Delta]:
 
 def new_id(prefix: str) -> str:
     """A fresh id of an answer."""
-    return f"{prefix}-{uuid.uuid4().hex}"
+    return f"{prefix}-{secrets.token_hex(16)}"
 
 
 # ---- inside
@@ -466,54 +466,66 @@ def _submit_completions(state: State, ticket: Ticket, body: CompletionBody, prom
             ticket.handles.append(llm.submit_for_job(prompt, one, stream=body.stream, where="completions"))
 
 
-async def _stream_completions(state: State, ticket: Ticket, body: CompletionBody) -> AsyncIterator[str]:
-    head, offsets = _head("cmpl", "text_completion", state), [0] * len(ticket.handles)
-    try:
-        async for index, chunk in _chunks(ticket):
-            found = None if body.logprobs is None else legacy_logprobs(chunk.tokens, body.logprobs, offsets[index])
+def _completion_events(state: State, ticket: Ticket, body: CompletionBody) -> Events:
+    head, handles = _head("cmpl", "text_completion", state), list(ticket.handles)
+    offsets = [0] * len(handles)
+
+    def data(index: int, text: str, found: Any = None, ended: str | None = None) -> dict[str, Any]:
+        return {**head, "choices": [{"index": index, "text": text, "logprobs": found, "finish_reason": ended}]}
+
+    frames = [Frame(data(index, MARK)) for index in range(len(handles))]
+    text = ""
+    while (item := (yield text)) is not None:
+        index, chunk = item
+        if body.logprobs is None:
+            text = frames[index](chunk.text)
+        else:
+            text = event(data(index, chunk.text, legacy_logprobs(chunk.tokens, body.logprobs, offsets[index])))
             offsets[index] += len(chunk.text)
-            yield event({**head, "choices": [{"index": index, "text": chunk.text, "logprobs": found, "finish_reason": None}]})
-        answers = _answers(ticket)
-        for index, answer in enumerate(answers):
-            yield event({**head, "choices": [{"index": index, "text": "", "logprobs": None, "finish_reason": reason(answer)}]})
-        if body.usage_at_end:
-            yield event({**head, "choices": [], "usage": usage(answers, body.n)})
-        yield event("[DONE]")
-    except Exception as error:
-        yield event(body_of(api_error(error), "/v1/completions"))
+    answers = _answers(handles)
+    made = [event(data(index, "", None, reason(answer))) for index, answer in enumerate(answers)]
+    if body.usage_at_end:
+        made.append(event({**head, "choices": [], "usage": usage(answers, body.n)}))
+    yield "".join([*made, event("[DONE]")])
 
 
-async def _stream_chat(state: State, ticket: Ticket, body: ChatBody) -> AsyncIterator[str]:
-    head = _head("chatcmpl", "chat.completion.chunk", state)
-
-    def one(index: int, delta: dict[str, Any], found: Any = None, ended: str | None = None) -> str:
-        return event({**head, "choices": [{"index": index, "delta": delta, "logprobs": found, "finish_reason": ended}]})
-
-    parsers = [ReplyParser(handle.reply_format) for handle in ticket.handles]
+def _chat_events(state: State, ticket: Ticket, body: ChatBody) -> Events:
+    head, handles = _head("chatcmpl", "chat.completion.chunk", state), list(ticket.handles)
+    parsers = [ReplyParser(handle.reply_format) for handle in handles]
     called = [False] * len(parsers)
-    try:
-        for index in range(len(parsers)):
-            yield one(index, {"role": "assistant", "content": ""})
-        async for index, chunk in _chunks(ticket):
-            found = {"content": logprobs(chunk.tokens), "refusal": None} if body.logprobs else None
-            deltas = parsers[index].feed(ticket.handles[index].reply_format.text(chunk.tokens))
-            if not deltas and found is not None:
-                deltas = [Delta("content", "")]
-            for delta in merged(deltas):
-                called[index] = called[index] or delta.kind == "call"
-                yield one(index, chat_delta(delta), found)
-                found = None
-        answers = _answers(ticket)
-        for index, answer in enumerate(answers):
-            for delta in merged(parsers[index].finish()):
-                called[index] = called[index] or delta.kind == "call"
-                yield one(index, chat_delta(delta))
-            yield one(index, {}, None, "tool_calls" if called[index] else reason(answer))
-        if body.usage_at_end:
-            yield event({**head, "choices": [], "usage": usage(answers)})
-        yield event("[DONE]")
-    except Exception as error:
-        yield event(body_of(api_error(error), "/v1/chat/completions"))
+
+    def data(index: int, delta: dict[str, Any], found: Any = None, ended: str | None = None) -> dict[str, Any]:
+        return {**head, "choices": [{"index": index, "delta": delta, "logprobs": found, "finish_reason": ended}]}
+
+    def written(index: int, deltas: Sequence[Delta], found: Any = None) -> str:
+        made = []
+        for delta in merged(deltas):
+            called[index] = called[index] or delta.kind == "call"
+            plain = found is None and delta.kind == "content"
+            made.append(frames[index](delta.text) if plain else event(data(index, chat_delta(delta), found)))
+            found = None
+        return "".join(made)
+
+    frames = [Frame(data(index, {"content": MARK})) for index in range(len(handles))]
+    text = "".join([event(data(index, {"role": "assistant", "content": ""})) for index in range(len(handles))])
+    while (item := (yield text)) is not None:
+        index, chunk = item
+        deltas = parsers[index].feed(handles[index].reply_format.text(chunk.tokens))
+        if body.logprobs:
+            text = written(index, deltas or [Delta("content", "")], {"content": logprobs(chunk.tokens), "refusal": None})
+        else:
+            text = written(index, deltas)
+    answers, made = _answers(handles), []
+    for index, answer in enumerate(answers):
+        made.append(written(index, parsers[index].finish()))
+        made.append(event(data(index, {}, None, "tool_calls" if called[index] else reason(answer))))
+    if body.usage_at_end:
+        made.append(event({**head, "choices": [], "usage": usage(answers)}))
+    yield "".join([*made, event("[DONE]")])
+
+
+def _failed(error: Exception) -> str:
+    return event(body_of(api_error(error), "/v1/chat/completions"))
 
 
 def chat_delta(delta: Delta) -> dict[str, Any]:
@@ -529,20 +541,8 @@ def chat_delta(delta: Delta) -> dict[str, Any]:
     return {"tool_calls": [{"index": delta.call, "function": {"arguments": delta.text}}]}
 
 
-async def _chunks(ticket: Ticket) -> AsyncIterator[tuple[int, Any]]:
-    if len(ticket.handles) == 1:
-        async for chunk in read(ticket, ticket.handles[0]):
-            yield 0, chunk
-        return
-    async for index, chunk in Handles(ticket.handles).achunks():
-        if ticket.first_at is None:
-            ticket.first_at = time.monotonic()
-        ticket.new_tokens += len(chunk.tokens)
-        yield index, chunk
-
-
-def _answers(ticket: Ticket) -> list[Completion]:
-    return [handle.result(0.0) for handle in ticket.handles]
+def _answers(handles: Sequence[Handle]) -> list[Completion]:
+    return [handle.result(0.0) for handle in handles]
 
 
 async def _prompt_scores(state: State, body: CompletionBody, prompts: Sequence[Any]) -> list[dict[str, Any] | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -15,8 +15,8 @@ from exl2nb.generator.request import Completion
 from exl2nb.server.errors import ApiError, api_error, body_of
 from exl2nb.server.fields import Text, refuse
 from exl2nb.server.openai import ChatBody, chat_options, merged, new_id, reason, submit_chat, system_messages, usage
-from exl2nb.server.state import State, Ticket, read, results
-from exl2nb.server.stream import EventStream, event
+from exl2nb.server.state import State, Ticket, results
+from exl2nb.server.stream import Events, EventStream, event
 from exl2nb.tokenizer.reply import Delta, ReplyParser
 
 router = APIRouter()
@@ -70,7 +70,8 @@ async def responses(request: Request, body: ResponsesBody) -> Any:
         await submit_chat(state, ticket, messages, options, n=1, stream=body.stream)
         head = _head(state, body)
         if body.stream:
-            return EventStream(_stream(state, ticket, head), lambda: state.end(ticket))
+            numbered = _Numbered()
+            return EventStream(state, ticket, _events(ticket, head, numbered), numbered.failed)
         (answer,) = await results(request, ticket)
         result = _finished(head, answer, items_of(answer))
         state.end(ticket)
@@ -215,6 +216,11 @@ class _Items:
             events.append({"type": "response.function_call_arguments.delta", **place, "delta": delta.text})
         return events
 
+    @property
+    def empty(self) -> bool:
+        """True while there is no item."""
+        return not self.done and self._open is None
+
     def _begin(self, kind: str, delta: Delta) -> list[dict[str, Any]]:
         self._kind, self._text = kind, ""
         if kind == "content":
@@ -254,33 +260,35 @@ class _Items:
         return events
 
 
-async def _stream(state: State, ticket: Ticket, head: dict[str, Any]) -> AsyncIterator[str]:
-    (handle,), items, number = ticket.handles, _Items(), 0
+def _events(ticket: Ticket, head: dict[str, Any], numbered: Callable[[dict[str, Any]], str]) -> Events:
+    (handle,), items = ticket.handles, _Items()
     parser = ReplyParser(handle.reply_format)
 
-    def numbered(one: dict[str, Any]) -> str:
-        nonlocal number
-        number += 1
-        return event({**one, "sequence_number": number - 1}, one["type"])
+    def written(deltas: Sequence[Delta]) -> str:
+        return "".join([numbered(one) for delta in merged(deltas) for one in items.feed(delta)])
 
-    try:
-        yield numbered({"type": "response.created", "response": head})
-        yield numbered({"type": "response.in_progress", "response": head})
-        async for chunk in read(ticket, handle):
-            for delta in merged(parser.feed(handle.reply_format.text(chunk.tokens))):
-                for one in items.feed(delta):
-                    yield numbered(one)
-        for delta in merged(parser.finish()):
-            for one in items.feed(delta):
-                yield numbered(one)
-        answer = handle.result(0.0)
-        if not items.done and items._open is None:
-            for one in items.feed(Delta("content", "")):
-                yield numbered(one)
-        for one in items.close():
-            yield numbered(one)
-        whole = _finished(head, answer, items.done)
-        yield numbered({"type": f"response.{whole['status']}", "response": whole})
-    except Exception as error:
+    text = numbered({"type": "response.created", "response": head}) + numbered({"type": "response.in_progress", "response": head})
+    while (item := (yield text)) is not None:
+        text = written(parser.feed(handle.reply_format.text(item[1].tokens)))
+    answer, made = handle.result(0.0), [written(parser.finish())]
+    if items.empty:
+        made.append(written([Delta("content", "")]))
+    made += [numbered(one) for one in items.close()]
+    whole = _finished(head, answer, items.done)
+    yield "".join([*made, numbered({"type": f"response.{whole['status']}", "response": whole})])
+
+
+class _Numbered:
+    """Events with the numbers that this API gives them."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def __call__(self, one: dict[str, Any]) -> str:
+        self._next += 1
+        return event({**one, "sequence_number": self._next - 1}, one["type"])
+
+    def failed(self, error: Exception) -> str:
+        """The event of an error."""
         told = body_of(api_error(error), "/v1/responses")["error"]
-        yield numbered({"type": "error", "code": told["code"], "message": told["message"], "param": told["param"]})
+        return self({"type": "error", "code": told["code"], "message": told["message"], "param": told["param"]})

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from anyio import to_thread
 from fastapi import Request
+from starlette.types import Receive
 
-from exl2nb.core.errors import EngineClosed, OptionError
+from exl2nb.core.errors import OptionError
 from exl2nb.core.progress import Sink
-from exl2nb.generator.handle import Handle
+from exl2nb.generator.handle import Handle, Handles
 from exl2nb.generator.request import Chunk, Completion
-from exl2nb.server.errors import ApiError, api_error
+from exl2nb.server.errors import ApiError
 from exl2nb.server.fields import check_preset
 from exl2nb.server.metrics import Metrics
 from exl2nb.server.options import ServerOptions
@@ -50,6 +51,12 @@ class Ticket:
     new_tokens: int = 0
     first_at: float | None = None
     ended_at: float | None = None
+
+    def count(self, chunk: Chunk) -> None:
+        """Tokens have come."""
+        if self.first_at is None:
+            self.first_at = time.monotonic()
+        self.new_tokens += len(chunk.tokens)
 
     @property
     def ttft_s(self) -> float | None:
@@ -214,16 +221,17 @@ async def aside(function: Callable[[], T], *, heavy: bool) -> T:
     return await to_thread.run_sync(function) if heavy else function()
 
 
-async def read(ticket: Ticket, handle: Handle) -> AsyncIterator[Chunk]:
-    """The chunks of a handle; keeps the ticket's figures."""
-    try:
-        async for chunk in handle:
-            if ticket.first_at is None:
-                ticket.first_at = time.monotonic()
-            ticket.new_tokens += len(chunk.tokens)
-            yield chunk
-    except EngineClosed as error:
-        raise api_error(error) from error
+async def chunks(ticket: Ticket, interval_s: float) -> AsyncIterator[tuple[int, Chunk]]:
+    """What comes, and from which answer of a request, see `Handle.achunks`; keeps the ticket's figures."""
+    handles = ticket.handles
+    if len(handles) > 1:
+        async for index, chunk in Handles(handles).achunks(interval_s):
+            ticket.count(chunk)
+            yield index, chunk
+        return
+    async for chunk in handles[0].achunks(interval_s):
+        ticket.count(chunk)
+        yield 0, chunk
 
 
 async def results(request: Request, ticket: Ticket) -> list[Completion]:
@@ -232,10 +240,10 @@ async def results(request: Request, ticket: Ticket) -> list[Completion]:
     Raises:
         ApiError: the client has gone, or the engine failed.
     """
-    gone = asyncio.ensure_future(_gone(request))
+    leaving = asyncio.ensure_future(gone(request.receive))
     waiting = asyncio.gather(*(handle.aresult() for handle in ticket.handles))
     try:
-        await asyncio.wait({gone, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({leaving, waiting}, return_when=asyncio.FIRST_COMPLETED)
         if not waiting.done():
             raise ApiError(CLIENT_GONE, "the client went away", code="client_gone")
         return waiting.result()
@@ -244,7 +252,7 @@ async def results(request: Request, ticket: Ticket) -> list[Completion]:
             handle.cancel()
         raise
     finally:
-        for task in (gone, waiting):
+        for task in (leaving, waiting):
             task.cancel()
             task.add_done_callback(_quiet)
 
@@ -255,6 +263,7 @@ def _quiet(task: asyncio.Future[Any]) -> None:
         task.exception()
 
 
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def gone(receive: Receive) -> None:
+    """Wait until the client goes away. The body was read."""
+    while (await receive())["type"] != "http.disconnect":
         pass

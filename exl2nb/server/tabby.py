@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from anyio import to_thread
 from fastapi import APIRouter, Depends, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import Field
 
 from exl2nb.core.progress import Progress, Sink
@@ -19,7 +19,7 @@ from exl2nb.server.fields import Body, Ids, Text, check_preset
 from exl2nb.server.keys import admin, permission, user
 from exl2nb.server.openai import model_entry, named_template
 from exl2nb.server.state import INLINE_CHARACTERS, State, aside
-from exl2nb.server.stream import EventStream, event
+from exl2nb.server.stream import HEADERS, MEDIA_TYPE, event
 from exl2nb.tokenizer.instruct import INSTRUCT
 
 open_routes = APIRouter()
@@ -158,7 +158,7 @@ async def load_model(request: Request, body: LoadBody) -> Any:
             state.template = asked if asked in INSTRUCT else named_template(state, asked)
         return {"model_type": "model", "module": 1, "modules": 1, "status": "finished"}
 
-    return EventStream(_progress(work, request.url.path, model_type="model"), lambda: None)
+    return StreamingResponse(_progress(work, request.url.path, model_type="model"), media_type=MEDIA_TYPE, headers=HEADERS)
 
 
 @admin_routes.post("/v1/model/unload")
@@ -199,7 +199,7 @@ async def download(request: Request, body: DownloadBody) -> Any:
         return {"download_path": str(target), "status": "finished"}
 
     if body.stream:
-        return EventStream(_progress(work, request.url.path), lambda: None)
+        return StreamingResponse(_progress(work, request.url.path), media_type=MEDIA_TYPE, headers=HEADERS)
     return await work(lambda _: None)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import traitlets as t
 
 from exl2nb.core.errors import GenerationError, OptionError
+from exl2nb.tokenizer.reply import Reply
 from exl2nb.widgets.protocol import ChatTurn, Stats, Status, TokenItem
 from exl2nb.widgets.tokens import items_of
 
@@ -43,7 +44,7 @@ class Chat:
         found = []
         for turn in self.conversation.turns:
             versions = self.conversation.siblings(turn)
-            found.append(ChatTurn(turn.id, turn.role, turn.content, versions.index(turn), len(versions)))
+            found.append(ChatTurn(turn.id, turn.role, turn.content, versions.index(turn), len(versions), turn.reasoning or "", turn.calls))
         return found
 
     def say(self, text: str) -> None:
@@ -83,13 +84,14 @@ class Chat:
             turn = after[-1]
         self.conversation.goto(turn)
 
-    def finish(self, text: str, items: list[TokenItem], stats: Stats, reason: str, *, failed: bool) -> bool:
-        """Add an answer. One that failed before its first token is dropped: returns False, and the previous answer is restored."""
-        if failed and not text:
+    def finish(self, reply: Reply, items: list[TokenItem], stats: Stats, reason: str, *, failed: bool) -> bool:
+        """Add an answer, taken apart. One that failed before its first token is dropped: returns False, and the previous answer is back."""
+        if failed and not items:
             self.conversation.goto(self._back or self.conversation.head)
             return False
         head = cast("Turn", self.conversation.head)
-        made = self.conversation.answered(head, cast("Any", SimpleNamespace(text=text, finish_reason=reason or None, seed=None)))
+        completion = SimpleNamespace(reply=reply, finish_reason=reason or None, seed=None)
+        made = self.conversation.answered(head, cast("Any", completion))
         self._answers[made.id] = (items, stats, reason)
         return True
 
@@ -124,6 +126,7 @@ class ChatMode(t.HasTraits):
         finish_reason: Any
         _background: Background
         _feed: Feed
+        _stream: Any
         _launch: Callable[..., Any]
         _record: Callable[[list[TokenItem], Stats], None]
         _take_settings: Callable[[Mapping[str, Any]], bool]
@@ -212,8 +215,9 @@ class ChatMode(t.HasTraits):
 
     def _answered(self, status: Status, reason: str, text: str, items: list[TokenItem], stats: Stats) -> None:
         """The answer is over: it becomes a turn. Called on the worker thread, before the status says so."""
-        chat = self._talk()
-        if chat.finish(text, items, stats, "cancelled" if status == "stopped" else reason, failed=status == "error"):
+        chat, completion = self._talk(), getattr(self._stream, "completion", None)
+        reply = getattr(completion, "reply", None) or Reply(text)
+        if chat.finish(reply, items, stats, "cancelled" if status == "stopped" else reason, failed=status == "error"):
             self._turns = [list(turn) for turn in chat.turns]
         else:
             self._show_turns()
@@ -247,12 +251,16 @@ class ChatMode(t.HasTraits):
 
 def turns_html(turns: list[ChatTurn], answer: str) -> str:
     """The turns without scripts; `answer`, which is HTML, stands for the text of the last one where that is the model's."""
+    from exl2nb.llm.conversation import calls_html, reasoning_html
+
     parts = []
     for turn in turns:
         words = html.escape(turn.text[:_TWIN_CHARS] + ("…" if len(turn.text) > _TWIN_CHARS else ""))
         body = answer if turn is turns[-1] and turn.role == "assistant" else words
         mark = f" ({turn.version + 1}/{turn.versions})" if turn.versions > 1 else ""
-        parts.append(f"<b>{SAID.get(turn.role, 'Other')}{mark}</b>\n{body}\n\n")
+        if body is words:
+            body = f"{reasoning_html(turn.reasoning)}{words}"
+        parts.append(f"<b>{SAID.get(turn.role, 'Other')}{mark}</b>\n{body}{calls_html(turn.calls)}\n\n")
     return "".join(parts) + ("" if turns and turns[-1].role == "assistant" else answer)
 
 
@@ -261,7 +269,8 @@ def turns_text(turns: list[ChatTurn]) -> str:
     lines = []
     for turn in turns:
         mark = f" ({turn.version + 1}/{turn.versions})" if turn.versions > 1 else ""
-        lines.append(f"{SAID.get(turn.role, 'Other')}{mark}: {turn.text[:200]!r}{'...' if len(turn.text) > 200 else ''}")
+        calls = "".join([f", calls {call[:200]}" for call in turn.calls])
+        lines.append(f"{SAID.get(turn.role, 'Other')}{mark}: {turn.text[:200]!r}{'...' if len(turn.text) > 200 else ''}{calls}")
     return "\n".join(lines)
 
 

@@ -252,13 +252,15 @@ class Generate(TypedDict):
 
 
 class ChatTurn(NamedTuple):
-    """What one side said. version: which of the `versions` of this turn, from 0."""
+    """What one side said. version: which of the `versions` of this turn, from 0. reasoning: what the model thought. calls: of functions."""
 
     id: int
     role: str
     text: str
     version: int
     versions: int
+    reasoning: str
+    calls: list[str]
 
 
 class ChatSend(TypedDict):

@@ -21,8 +21,10 @@ import api_reference
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 GUIDE = sorted((ROOT / "docs" / "guide").glob("*.md"))
+CLIENTS = sorted((ROOT / "docs" / "guide" / "clients").glob("*.md"))  # their examples need a server: tests/server/test_client_pages.py
 DOCUMENTS = [
     *GUIDE,
+    *CLIENTS,
     *(ROOT / "docs" / "internals").glob("*.md"),
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
@@ -130,6 +132,8 @@ def test_guide_examples_run(page, llm, tmp_path, monkeypatch):
 def test_the_index_lists_every_page():
     index = (ROOT / "docs" / "guide" / "README.md").read_text(encoding="utf-8")
     assert not [page.name for page in GUIDE if page.stem != "README" and f"({page.name})" not in index]
+    clients = (ROOT / "docs" / "guide" / "server.md").read_text(encoding="utf-8")
+    assert CLIENTS and not [page.name for page in CLIENTS if f"(clients/{page.name})" not in clients]
 
 
 # ---- Docstrings

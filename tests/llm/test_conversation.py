@@ -59,6 +59,31 @@ def test_streaming_and_cancel(llm):
     assert turn.finish_reason == "cancelled" and talk.head == turn and talk.turns[-2].content == "Go on"
 
 
+def test_reasoning_and_calls_are_told_apart(llm, tmp_path):
+    pytest.importorskip("llguidance")
+    thinking = TEMPLATE + "{% if add_generation_prompt %}<think>\n{% endif %}{# </think> #}"
+    talk = llm.conversation(template=thinking, max_tokens=24, temperature=0, reasoning_budget=4)
+    turn = talk.say("It was")
+    assert turn.reasoning and turn.content and "think" not in turn.content + turn.reasoning
+    assert turn.message == {"role": "assistant", "content": turn.content, "reasoning_content": turn.reasoning}
+    assert "<summary>Reasoning</summary>" in talk._repr_html_()
+    add = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}}
+    options = {"template": "chatml", "tools": [add], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 60}
+    talk = llm.conversation(**options)
+    called = talk.say("1 and 2?")
+    assert called.tool_calls and called.tool_calls[0]["function"]["name"] == "add"
+    assert json.loads(called.tool_calls[0]["function"]["arguments"])["a"] in (1, 2)
+    assert called.calls[0] in str(talk) and "Calls <code>add(" in talk._repr_html_()
+    assert talk.say("3", role="tool", tool_choice="none", max_tokens=4).role == "assistant"
+    talk.save(tmp_path / "talk.json")
+    assert list(Conversation.load(llm, tmp_path / "talk.json").tree) == list(talk.tree)
+    turns = json.loads((tmp_path / "talk.json").read_text())["turns"]
+    assert "tool_calls" in turns[1] and not {"tool_calls", "reasoning"} & set(turns[0])
+    turns[1]["tool_calls"] = [{"function": "add"}]
+    with pytest.raises(ConfigError, match="tool_calls is"):
+        Tree.from_json(turns, where="here")
+
+
 def test_branches_find_their_beginning_in_the_cache(llm):
     talk = llm.conversation(**OPTIONS)
     talk.say("The rain fell on the old town and its harbour. " * 60)

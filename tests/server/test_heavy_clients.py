@@ -1,4 +1,4 @@
-"""Clients and a fuzzer that bring many packages: in an environment of their own, made here from the package index."""
+"""Clients and a fuzzer that bring many packages: each in an environment of its own, made from the package index."""
 
 import subprocess
 import sys
@@ -11,17 +11,23 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 HERE = Path(__file__).parent
 
 
-def environment(folder, *packages):
-    """A virtual environment with these packages."""
-    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    done = subprocess.run([folder / "bin" / "pip", "install", "-qq", *packages], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"the package index cannot be reached: {done.stderr[-300:]}")
+CLIENTS = Path(__file__).parents[2] / "build" / "clients"
+
+
+def environment(name, *packages):
+    """The programs of a virtual environment with these packages, made once under build/clients."""
+    folder = CLIENTS / name
+    if not (folder / "made").exists():
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        done = subprocess.run([folder / "bin" / "pip", "install", "-qq", *packages], capture_output=True, text=True)
+        if done.returncode:
+            pytest.skip(f"{', '.join(packages)} cannot be installed: {done.stderr[-300:]}")
+        (folder / "made").write_text(" ".join(packages))
     return folder / "bin"
 
 
-def test_langchain_litellm_smolagents(server, tmp_path):
-    bin = environment(tmp_path / "clients", "langchain-openai", "litellm", "smolagents")
+def test_langchain_litellm_smolagents(server):
+    bin = environment("python", "langchain-openai", "litellm", "smolagents")
     done = subprocess.run([bin / "python", HERE / "heavy_clients.py", server.url], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("fine") == 3
@@ -29,7 +35,7 @@ def test_langchain_litellm_smolagents(server, tmp_path):
 
 def test_schemathesis_finds_no_failure_of_the_server(server, llm, tmp_path):
     """Calls made from the OpenAPI document: none is answered with 5xx, and the model works on."""
-    bin = environment(tmp_path / "fuzz", "schemathesis")
+    bin = environment("fuzz", "schemathesis")
     done = subprocess.run(fuzz(bin, server.url, examples=20), capture_output=True, text=True, cwd=tmp_path)
     assert "not_a_server_error" not in done.stdout, done.stdout[-4000:]
     assert "Test cases" in done.stdout or "generated" in done.stdout, done.stdout[-2000:] + done.stderr[-2000:]

@@ -39,6 +39,30 @@ def test_metrics(client):
     assert value("exl2nb_time_to_first_token_seconds_count") > 0
 
 
+SILLYTAVERN = {  # what SillyTavern 1.19 sends to the API type TabbyAPI, under the names of several servers at once
+    "prompt": "User: It was\nAssistant:", "max_new_tokens": 12, "max_tokens": 12, "temperature": 1, "top_p": 0.95, "typical_p": 1,
+    "typical": 1, "min_p": 0.01, "repetition_penalty": 1.1, "frequency_penalty": 0, "presence_penalty": 0, "top_k": 0, "skew": 0,
+    "min_tokens": 0, "add_bos_token": True, "smoothing_factor": 0, "smoothing_curve": 1, "dry_allowed_length": 2, "dry_multiplier": 0,
+    "dry_base": 1.75, "dry_sequence_breakers": '["\\n",":"]', "dry_penalty_last_n": 0, "max_tokens_second": 0,
+    "stopping_strings": ["\nUser:"], "stop": ["\nUser:"], "truncation_length": 8192, "ban_eos_token": False, "skip_special_tokens": True,
+    "include_reasoning": True, "top_a": 0, "tfs": 1, "mirostat_mode": 0, "mirostat_tau": 5, "mirostat_eta": 0.1, "custom_token_bans": "",
+    "banned_strings": [], "api_type": "tabby", "api_server": "http://127.0.0.1:5000", "xtc_threshold": 0.1, "xtc_probability": 0,
+    "nsigma": 0, "top_n_sigma": 0, "min_keep": 0, "adaptive_target": -0.01, "adaptive_decay": 0.9, "n": 1, "rep_pen": 1.1,
+    "rep_pen_range": 0, "repetition_decay": 0, "repetition_penalty_range": 0, "temperature_last": True, "speculative_ngram": False,
+    "guidance_scale": 1, "negative_prompt": "", "repeat_penalty": 1.1, "repeat_last_n": 0, "n_predict": 12, "num_predict": 12,
+    "num_ctx": 8192, "mirostat": 0, "ignore_eos": False, "rep_pen_slope": 1, "stream": False, "seed": 3, "sampler_seed": 3,
+}  # fmt: skip
+
+
+def test_a_request_of_sillytavern(client):
+    assert fine(client.post("/v1/completions", json=SILLYTAVERN))["usage"]["completion_tokens"] <= 12
+    told = client.post("/v1/completions", json={**SILLYTAVERN, "n_predict": 13})
+    assert told.status_code == 400 and "max_new_tokens and n_predict are names of one field and differ" in told.text
+    for name in ("nsigma", "adaptive_target", "min_keep", "max_tokens_second"):
+        told = client.post("/v1/completions", json={"prompt": "It was", "max_tokens": 2, name: 1})
+        assert told.status_code == 400 and "is not offered" in told.text
+
+
 def test_tokens(client, llm):
     assert fine(client.post("/v1/token/encode", json={"text": "It was"}))["tokens"] == llm.tokenizer.encode("It was")
     bare = fine(client.post("/v1/token/encode", json={"text": "It was", "add_bos_token": False}))

@@ -46,6 +46,16 @@ def shown(play):
     return [(turn.role, turn.text, turn.version, turn.versions) for turn in play.turns]
 
 
+def test_reasoning_is_shown_beside_the_answer(llm):
+    play = Playground(llm, chat=True, template=TEMPLATE + "<think>\n{# </think> #}", max_tokens=6, temperature=0.0)
+    assert play.say("It was").wait()
+    (_, answer) = play.turns
+    assert answer.reasoning and not answer.text and answer.calls == []
+    assert play.conversation.messages[1]["reasoning_content"] == answer.reasoning
+    play.say("And then?").wait()
+    assert "<summary>Reasoning</summary>" in play._static_body()
+
+
 def test_say_again_edit_and_go(sent):
     llm = Talker("good| day", "hi", "fine", "what?")
     play = Playground(llm, chat=True, seed=3)

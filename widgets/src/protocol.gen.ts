@@ -181,8 +181,8 @@ export interface Generate {
   settings: Settings;
 }
 
-/** What one side said. version: which of the `versions` of this turn, from 0. */
-export type ChatTurn = [id: number, role: string, text: string, version: number, versions: number];
+/** What one side said. version: which of the `versions` of this turn, from 0. reasoning: what the model thought. calls: of functions. */
+export type ChatTurn = [id: number, role: string, text: string, version: number, versions: number, reasoning: string, calls: string[]];
 
 /** The reader sent a message. settings: as in Generate, here and below. */
 export interface ChatSend {

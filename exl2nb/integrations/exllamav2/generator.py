@@ -263,12 +263,17 @@ class ExLlamaV2DynamicGenerator:
         return len(self.jobs)
 
     def enqueue(self, job: ExLlamaV2DynamicJob | list[ExLlamaV2DynamicJob]) -> int | list[int]:
-        """Queue jobs; errors as of `llm.stream`. Returns serial numbers."""
+        """Queue jobs, all or none; errors as of `llm.stream`. Returns serial numbers."""
         several = job if isinstance(job, list) else [job]
-        for one in several:
-            prompt, options = one.request(self)
-            one.handle = self.llm.stream(prompt, **options)
-            self.jobs.append(one)
+        try:
+            for one in several:
+                prompt, options = one.request(self)
+                one.handle = self.llm.stream(prompt, **options)
+                self.jobs.append(one)
+        except BaseException:
+            for one in several:
+                self.cancel(one)
+            raise
         return [one.serial_number for one in several] if isinstance(job, list) else several[0].serial_number
 
     def cancel(self, job: ExLlamaV2DynamicJob) -> None:

@@ -42,7 +42,7 @@ export class Chat {
   text(): string {
     return this.playground
       .get("_turns")
-      .map(([, role, words]) => `${SAID[role] ?? "Other"}: ${words}`)
+      .map(([, role, words, , , , calls = []]) => `${SAID[role] ?? "Other"}: ${[words, ...calls].filter(Boolean).join("\n")}`)
       .join("\n\n");
   }
 
@@ -82,7 +82,8 @@ export class Chat {
     const shown = inLog ? turns.slice(0, -1) : turns;
     this.element.replaceChildren(...shown.map((turn, at) => this.turn(turn, at + 1, at === turns.length - 1 && !running)));
     this.element.hidden = shown.length === 0;
-    this.answer.replaceChildren(...(inLog ? this.head(inLog, turns.length, true) : turns.length ? [h("b", {}, "Model")] : []));
+    const answer = inLog ? [...this.head(inLog, turns.length, true), ...called(inLog)] : turns.length ? [h("b", {}, "Model")] : [];
+    this.answer.replaceChildren(...answer);
     this.answer.hidden = turns.length === 0;
     this.element.scrollTop = this.element.scrollHeight;
     if (held) this.find(held)?.focus();
@@ -104,7 +105,8 @@ export class Chat {
 
   private turn(turn: ChatTurn, place: number, unanswered: boolean): HTMLElement {
     const head = h("div", { class: "exl2nb-turn-head" }, ...this.head(turn, place, unanswered));
-    return h("li", { "data-role": turn[1] }, head, h("div", { class: "exl2nb-turn-text", dir: "auto" }, turn[2]));
+    const text = h("div", { class: "exl2nb-turn-text", dir: "auto" }, turn[2]);
+    return h("li", { "data-role": turn[1] }, head, ...thought(turn), text, ...called(turn));
   }
 
   private head([id, role, text, index, count]: ChatTurn, place: number, last: boolean): HTMLElement[] {
@@ -154,4 +156,16 @@ export class Chat {
     });
     return button;
   }
+}
+
+/** What the model thought, folded. The answer in the log shows it among its tokens. */
+function thought([, , , , , reasoning]: ChatTurn): HTMLElement[] {
+  if (!reasoning) return [];
+  const text = h("div", { class: "exl2nb-turn-text", dir: "auto" }, reasoning);
+  return [h("details", { class: "exl2nb-turn-reasoning" }, h("summary", {}, "Reasoning"), text)];
+}
+
+/** The functions it wants to be called. */
+function called([, , , , , , calls = []]: ChatTurn): HTMLElement[] {
+  return calls.map((call) => h("div", { class: "exl2nb-turn-call" }, "Calls ", h("code", {}, call)));
 }
