@@ -127,7 +127,9 @@ def run_measure(args: argparse.Namespace, console: Console) -> int:
 def add_calibration(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument(
-        "--calibration", metavar="SOURCE", help="file (.txt, .jsonl, .parquet ...), dataset:owner/name, or self; default: the packaged text"
+        "--calibration",
+        metavar="SOURCE",
+        help="file (.txt, .jsonl, .parquet ...), dataset:owner/name, self, mixed or demo (default: mixed, the packaged mixture of texts)",
     )
     parser.add_argument("--rows", type=int, help="calibration rows (default: by --effort)")
     parser.add_argument("--length", type=int, help="tokens a row (default: by --effort)")

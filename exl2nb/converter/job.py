@@ -46,8 +46,9 @@ class ConversionJob:
         frozen: choices that stay: module key -> groups, an allocation, its JSON, or the directory of an EXL2 model
             (allocation.read_choices).
         calibration: a file (.txt, .jsonl, .json, also as .xz or .gz; .parquet), "dataset:owner/name" on the hub, a list of strings or of
-            conversations, "self" for text that the model writes, or None for the text that comes with the package (samples of the demo
-            model; give a model of yours text of its own kind).
+            conversations, "self" for text that the model writes, "mixed" or "demo" for a text that comes with the package. None: "mixed"
+            (prose, encyclopaedic text, code, mathematics, conversations in the model's own template, 25 scripts), for the demo model
+            "demo". Text unlike the model's own gives a CalibrationWarning (calibration.check_like).
         rows, length: calibration rows and tokens per row; None = what `effort` says.
         report_rows: further rows of the same text, never calibrated on, for the quality in the report; fewer where the text is short.
         seed: of the rows and of the random changes that the sweep sends back.

@@ -48,7 +48,8 @@ class LayerStatistics:
 
     Of the rows for Hessians: hessians: input name -> f64 `(K, K)`, weighted by token. token_weights: input name without its expert -> f32
     `(tokens,)`, mean 1. couplings: linear key -> f32 `(N / B, B, B)`, mean products of gradients within blocks of outputs; experts have
-    none. visits: tokens that chose each expert. Of the rows for sensitivity: gradients: linear key -> f64 `(N,)`, mean squared gradient of
+    none. visits: tokens that chose each expert. likeness: of the head, mean loss and mean entropy of the predictions of all rows, nats per
+    token. Of the rows for sensitivity: gradients: linear key -> f64 `(N,)`, mean squared gradient of
     each output.
     """
 
@@ -58,6 +59,7 @@ class LayerStatistics:
     gradients: dict[str, Tensor]
     couplings: dict[str, Tensor]
     visits: tuple[int, ...] = ()
+    likeness: tuple[float, float] | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """What quantising the layer needs later, by name."""
@@ -106,7 +108,7 @@ def sweep(
             check_finite(x[part], f"layer {layer}: its output on the calibration rows")
         step(f"forward, layer {layer}")
     gradient, ends = fresh(), weights.ends(embedding=False)
-    statistics = _head(config, ends, x, used, torch.Generator().manual_seed(seed), gradient)
+    statistics = _head(config, ends, x, ids, used, torch.Generator().manual_seed(seed), gradient)
     del ends, x
     step("loss")
     yield statistics
@@ -185,7 +187,7 @@ class _Kept:
 
 
 def _head(
-    config: ModelConfig, ends: Mapping[str, Tensor], x: Stream, used: int, generator: torch.Generator, gradient: Stream
+    config: ModelConfig, ends: Mapping[str, Tensor], x: Stream, ids: Tensor, used: int, generator: torch.Generator, gradient: Stream
 ) -> LayerStatistics:
     """Statistics of the head's matrix; the gradient of one random change of the logits per token at the last stream goes to `gradient`.
 
@@ -194,6 +196,7 @@ def _head(
     key, moments, levels = config.names.head, Moments(), _Levels()
     square = torch.zeros((), dtype=torch.float64, device=x.device)
     probe = _Probe(config.vocab_size, generator, x.device)
+    loss_sum = entropy_sum = 0.0
     for place in range(len(x)):
         with torch.enable_grad():
             leaf = x[place : place + 1][0].detach().requires_grad_(True)
@@ -202,6 +205,9 @@ def _head(
             probs = logprobs.detach().exp()
             loss = (logprobs * probe(probs)).sum()
         gradient[place : place + 1] = torch.autograd.grad(loss, leaf)[0][None]
+        found = logprobs.detach()[:-1]
+        loss_sum -= float(found.gather(-1, ids[place, 1:, None].long().to(x.device)).sum(dtype=torch.float64))
+        entropy_sum -= float((probs[:-1] * found).sum(dtype=torch.float64))
         spread = probs.mul_(1 - probs)
         if place >= used or used == len(x):
             square = square + spread.sum(0, dtype=torch.float64)
@@ -211,6 +217,7 @@ def _head(
         layer=-1,
         hessians=moments.hessians(),
         token_weights={},
+        likeness=(loss_sum / (len(x) * (x.shape[1] - 1)), entropy_sum / (len(x) * (x.shape[1] - 1))),
         gradients={key: square * config.logit_scale**2 / (_judging(x, used) * x.shape[1])},
         couplings={},
     )

@@ -263,11 +263,16 @@ class ExLlamaV2DynamicGenerator:
         return len(self.jobs)
 
     def enqueue(self, job: ExLlamaV2DynamicJob | list[ExLlamaV2DynamicJob]) -> int | list[int]:
-        """Queue jobs; errors as of `llm.stream`. Returns serial numbers."""
-        several = job if isinstance(job, list) else [job]
-        for one in several:
-            prompt, options = one.request(self)
-            one.handle = self.llm.stream(prompt, **options)
+        """Queue jobs, all or none; errors as of `llm.stream`. Returns serial numbers."""
+        several, handles = job if isinstance(job, list) else [job], []
+        try:
+            for prompt, options in [one.request(self) for one in several]:
+                handles.append(self.llm.stream(prompt, **options))
+        except BaseException:
+            for handle in handles:
+                handle.cancel()
+            raise
+        for one, one.handle in zip(several, handles):
             self.jobs.append(one)
         return [one.serial_number for one in several] if isinstance(job, list) else several[0].serial_number
 
