@@ -24,7 +24,6 @@ from exl2nb.eval.comparison import compare_models
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path(ex.__file__).parent
-LENGTH = 256
 
 
 def records() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
@@ -50,14 +49,14 @@ def train(out: Path, steps: int, batch: int) -> None:
     texts = [text for some in kept.values() for text in some]
     tokenizer = tool.train_tokenizer(texts, 2048)
     sizes = {"hidden_size": 192, "intermediate_size": 512, "num_layers": 4, "num_heads": 3, "num_kv_heads": 1}
-    shape = tool.Shape(vocab_size=tokenizer.get_vocab_size(), context=LENGTH, **sizes)
+    shape = tool.Shape(vocab_size=tokenizer.get_vocab_size(), context=256, **sizes)
     recipe = tool.Recipe(steps=steps, batch=batch, warmup=50, peak_lr=3e-3)
     model, loss = tool.train(tool.encode_all(tokenizer, texts), shape, recipe, device=torch.device("cpu"), compiled=False)
     tool.save_model(model, tokenizer, out)
     print(f"{out}: training loss {loss:.3f}")
 
 
-def compare(models: list[str], bpw: float, rows: int) -> None:
+def compare(models: list[str], bpw: float, rows: int, used: int, length: int) -> None:
     """One table for each model."""
     kept, held_out = records()
     mixed = [text for some in kept.values() for text in some]
@@ -67,12 +66,12 @@ def compare(models: list[str], bpw: float, rows: int) -> None:
     for name in models:
         source = PACKAGE / "demo_model" if name == "demo" else Path(name)
         found: dict[str, dict[str, Any]] = {kind: {} for kind in judged}
-        with tempfile.TemporaryDirectory() as folder, ex.load(source, progress=None, context=LENGTH) as dense:
-            ids = {kind: calibration_rows(dense.tokenizer, text, rows=rows, length=LENGTH) for kind, text in judged.items()}
+        with tempfile.TemporaryDirectory() as folder, ex.load(source, progress=None, context=length) as dense:
+            ids = {kind: calibration_rows(dense.tokenizer, text, rows=rows, length=length) for kind, text in judged.items()}
             for label, text in (("demo text", [demo_text]), ("mixed", mixed)):
                 out = Path(folder) / label.replace(" ", "-")
-                ex.convert(source, out, bpw=bpw, calibration=text, length=LENGTH, rows=64, progress=None)
-                with ex.load(out, progress=None, context=LENGTH) as made:
+                ex.convert(source, out, bpw=bpw, calibration=text, length=length, rows=used, report_rows=0, progress=None)
+                with ex.load(out, progress=None, context=length) as made:
                     for kind, rows_of_it in ids.items():
                         result = compare_models(dense.engine.shared_model, made.engine.shared_model, rows_of_it, None)
                         found[kind][label] = result.kl_mean
@@ -93,11 +92,13 @@ def main() -> None:
     second.add_argument("models", nargs="+")
     second.add_argument("--bpw", type=float, default=3.0)
     second.add_argument("--rows", type=int, default=16)
+    second.add_argument("--calibration-rows", type=int, default=32)
+    second.add_argument("--length", type=int, default=256)
     args = parser.parse_args()
     if args.command == "train":
         train(args.out, args.steps, args.batch)
     else:
-        compare(args.models, args.bpw, args.rows)
+        compare(args.models, args.bpw, args.rows, args.calibration_rows, args.length)
 
 
 if __name__ == "__main__":

@@ -137,10 +137,16 @@ def add_calibration(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--effort", default="quick", help="quick (default), full or thorough")
     parser.add_argument("--device", help="auto (default: the GPU where there is one), cpu or cuda: where the work is done")
     parser.add_argument(
+        "--generic",
+        action="store_true",
+        default=None,
+        help="linear by linear through Transformers, also for an architecture of our table (others are converted so in any case)",
+    )
+    parser.add_argument(
         "--work-dir", type=Path, help="keeps work in progress and the measurement, for later bitrates and after an interrupt"
     )
 
 
 def calibration_of(args: argparse.Namespace) -> dict[str, Any]:
     """The same as keywords of `ConversionJob`."""
-    return {name: getattr(args, name) for name in ("calibration", "rows", "length", "seed", "effort", "device", "work_dir")}
+    return {name: getattr(args, name) for name in ("calibration", "rows", "length", "seed", "effort", "device", "work_dir", "generic")}

@@ -193,9 +193,9 @@ def _head(
 
     The head needs no such change: a change d of the logits costs (sum p d^2 - (sum p d)^2) / 2, of which p (1 - p) is the diagonal.
     """
-    key, moments, levels = config.names.head, Moments(), _Levels()
+    key, moments, levels = config.names.head, Moments(), Levels()
     square = torch.zeros((), dtype=torch.float64, device=x.device)
-    probe = _Probe(config.vocab_size, generator, x.device)
+    probe = Probe(config.vocab_size, generator, x.device)
     loss_sum = entropy_sum = 0.0
     for place in range(len(x)):
         with torch.enable_grad():
@@ -233,7 +233,7 @@ def _backward(config: ModelConfig, layer: int, weights: Mapping[str, Tensor], x:
     linears = layer_linears(config, layer)
     roles = {linear.key: role for role, linear in linears.items()}
     names = input_of(linears)
-    count, moments, levels = used * x.shape[1], Moments(), _Levels()
+    count, moments, levels = used * x.shape[1], Moments(), Levels()
     sample = experts.Sample(config, layer, count)
     products: dict[str, Tensor] = {}
     squares = {linear.key: torch.zeros(linear.out_features, dtype=torch.float64, device=x.device) for linear in linears.values()}
@@ -259,7 +259,7 @@ def _backward(config: ModelConfig, layer: int, weights: Mapping[str, Tensor], x:
                 continue
             found = tape.gradients[key].flatten(0, -2)
             if "." not in role:
-                products[key] = products.get(key, 0) + _products(found).double()
+                products[key] = products.get(key, 0) + products_of(found).double()
             value, rows, total = found.square().sum(1), tape.inputs[key][1], everyone[stem_of(names[role])]
             weight[names[role]] = weight.get(names[role], 0) + value
             total.add_(value) if rows is None else total.index_add_(0, rows, value)
@@ -274,7 +274,7 @@ def _backward(config: ModelConfig, layer: int, weights: Mapping[str, Tensor], x:
     return LayerStatistics(
         layer=layer,
         hessians=sample.complete(weights, moments.hessians(), moments.tokens),
-        token_weights={name: _blend(torch.cat(parts)) for name, parts in tokens.items()},
+        token_weights={name: blend(torch.cat(parts)) for name, parts in tokens.items()},
         gradients=experts.level(gradients, roles),
         couplings={key: product.float() for key, product in products.items()},
         visits=tuple(moments.tokens.get(f"gate.{expert}", 0) for expert in range(moe.num_experts if moe is not None else 0)),
@@ -288,7 +288,7 @@ def _repeatable(x: Stream) -> AbstractContextManager[object]:
     return sdpa_kernel(SDPBackend.MATH) if x.is_cuda else nullcontext()
 
 
-class _Probe:
+class Probe:
     """Changes of logits v with E[v v^T] = diag(p) - p p^T, the curvature of the KL: sqrt(p) with random signs, less what moves all alike.
 
     The gradient of -log p of a label sampled from the model has the same covariance, but where the model is sure of a token, few rare
@@ -306,7 +306,7 @@ class _Probe:
         return change - probs * change.sum(-1, keepdim=True)
 
 
-class _Levels:
+class Levels:
     """Adds tokens to moments, counted half alike and half by their weight.
 
     What is alike for all is the mean weight, which is known only at the end: that of an input's first batch is used instead.
@@ -323,7 +323,7 @@ class _Levels:
         moments.add(name, x[::stride], weight[::stride] / self._mean[name] + 1 if name in self._mean else torch.ones_like(weight[::stride]))
 
 
-def _products(gradient: Tensor) -> Tensor:
+def products_of(gradient: Tensor) -> Tensor:
     """Sums of products within blocks of outputs: `(tokens, N)` -> f32 `(N / B, B, B)`."""
     if block_of(gradient.shape[1]) == gradient.shape[1]:
         return gram(gradient)[None]
@@ -331,7 +331,7 @@ def _products(gradient: Tensor) -> Tensor:
     return blocks.transpose(1, 2) @ blocks
 
 
-def _blend(weight: Tensor) -> Tensor:
+def blend(weight: Tensor) -> Tensor:
     """Half proportional to `weight`, half the same for all; mean 1."""
     mean = weight.double().mean().float()
     return 0.5 + (0.5 * weight / mean if mean > 0 else torch.full_like(weight, 0.5))

@@ -27,6 +27,7 @@ except ImportError as error:
 
 from exl2nb.cache.pool import KVCache
 from exl2nb.cache.spec import PAGE_SIZE
+from exl2nb.integrations.hf_quantizer import Exl2Linear
 from exl2nb.io.hf_config import read_config
 from exl2nb.model.batch import Batch, Span
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from exl2nb.llm.model import LLM
     from exl2nb.sampling.replay import Draw
 
+__all__ = ["CACHE", "Exl2ForCausalLM", "Exl2Linear", "PagedCache"]
 # what Transformers calls the cache: "past_key_values" until 5.x, "cache" since
 CACHE = "cache" if "cache" in {field.name for field in fields(CausalLMOutputWithPast)} else "past_key_values"
 PIECE = 2048  # tokens of one forward step: other requests of the model run between two of them
