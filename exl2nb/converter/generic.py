@@ -99,7 +99,7 @@ def role_of(name: str) -> str:
     """What follows the layer's number: the same for the same place of every layer."""
     parts = name.split(".")
     at = next((i for i, part in enumerate(parts) if part.isdigit()), -1)
-    return ".".join(parts[at + 1 :])
+    return "_".join(parts[at + 1 :])
 
 
 def find_linears(model: Any, ids: Tensor) -> list[Found]:
