@@ -1,7 +1,7 @@
 """What the mixed calibration text costs in a model's own domain, and what it gains outside: KL by kind of text.
 
-    python benchmarks/calibration.py train out/mixed-model        # a second model: a small Llama on four fifths of the mixed text (CPU, 20 minutes)
-    python benchmarks/calibration.py compare demo out/mixed-model # converts each on the demo model's text, and on four fifths of the mixed text
+    python benchmarks/calibration.py train out/mixed-model         # a second model: a small Llama on four fifths of the mixed text (CPU)
+    python benchmarks/calibration.py compare demo out/mixed-model  # converts each on the demo model's text, and on those four fifths
 
 What is measured on was neither trained nor calibrated on: every fifth record of each kind, and the demo model's evaluation text.
 """
@@ -75,7 +75,8 @@ def compare(models: list[str], bpw: float, rows: int, used: int, length: int) ->
                     for kind, rows_of_it in ids.items():
                         result = compare_models(dense.engine.shared_model, made.engine.shared_model, rows_of_it, None)
                         found[kind][label] = result.kl_mean
-        print(f"\n{name}, {bpw:g} bpw: KL in nats per token\n\n| text | calibrated on the demo text | on the mixed text | ratio |\n|---|---|---|---|")
+        print(f"\n{name}, {bpw:g} bpw: KL in nats per token\n")
+        print("| text | calibrated on the demo text | on the mixed text | ratio |\n|---|---|---|---|")
         for kind, kl in found.items():
             print(f"| {kind} | {kl['demo text']:.4f} | {kl['mixed']:.4f} | {kl['mixed'] / kl['demo text']:.2f} |")
 

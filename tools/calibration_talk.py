@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - texts
 """Exercises in mathematics and conversations for the mixed calibration text (`make_calibration.py`), written from a seed.
 
 Every number in them is computed, every function is run: nothing states a wrong result. Facts come from the Factbook's profiles.
@@ -50,13 +51,16 @@ def fraction(value: Fraction) -> str:
 
 
 def linear(r: random.Random) -> Exercise:
-    """a x + b = c x + d."""
+    """A x + b = c x + d."""
     x, a, c = r.randint(-12, 12), r.randint(2, 9), r.randint(-5, 1)
     b = r.randint(-20, 20)
     d = (a - c) * x + b
     left, right = polynomial([b, a]), polynomial([d, c])
     steps = f"Bring the terms with $x$ to the left and the numbers to the right: ${a - c}x = {d} - ({b}) = {d - b}$."
-    return f"Solve ${left} = {right}$ for $x$.", f"{steps} Dividing by ${a - c}$ gives $x = {x}$.\n\nCheck: ${a} \\cdot ({x}) + ({b}) = {a * x + b}$."
+    return (
+        f"Solve ${left} = {right}$ for $x$.",
+        f"{steps} Dividing by ${a - c}$ gives $x = {x}$.\n\nCheck: ${a} \\cdot ({x}) + ({b}) = {a * x + b}$.",
+    )
 
 
 def quadratic(r: random.Random) -> Exercise:
@@ -108,7 +112,10 @@ def euclid(r: random.Random) -> Exercise:
         lines.append(f"{x} &= {x // y} \\cdot {y} + {x % y} \\\\")
         x, y = y, x % y
     body = "\n".join(lines)
-    return f"Use Euclid's algorithm to find $\\gcd({a}, {b})$.", f"\\begin{{align*}}\n{body}\n\\end{{align*}}\n\nThe last remainder other than zero is {x}, so $\\gcd({a}, {b}) = {x}$."
+    return (
+        f"Use Euclid's algorithm to find $\\gcd({a}, {b})$.",
+        f"\\begin{{align*}}\n{body}\n\\end{{align*}}\n\nThe last remainder other than zero is {x}, so $\\gcd({a}, {b}) = {x}$.",
+    )
 
 
 def matrices(r: random.Random) -> Exercise:
@@ -145,7 +152,9 @@ def bases(r: random.Random) -> Exercise:
         left //= 2
     return (
         f"Write {n} in binary and in hexadecimal.",
-        "Divide by two again and again and read the remainders from the bottom up:\n\n" + "\n".join(lines) + f"\n\nSo {n} is {n:b} in binary and {n:X} in hexadecimal.",
+        "Divide by two again and again and read the remainders from the bottom up:\n\n"
+        + "\n".join(lines)
+        + f"\n\nSo {n} is {n:b} in binary and {n:X} in hexadecimal.",
     )
 
 
@@ -214,7 +223,11 @@ SYSTEM = (
 )
 # what is asked of a country: section, field, ways to ask
 ASKED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("Introduction", "Background", ("Tell me about the history of {c}.", "Give me some background on {c}, please.", "What should I know about {c}?")),
+    (
+        "Introduction",
+        "Background",
+        ("Tell me about the history of {c}.", "Give me some background on {c}, please.", "What should I know about {c}?"),
+    ),
     ("Geography", "Location", ("Where is {c}?", "On which continent does {c} lie?")),
     ("Geography", "Climate", ("What is the climate of {c} like?", "How is the weather in {c}?")),
     ("Geography", "Terrain", ("Describe the terrain of {c}.", "Is {c} flat or mountainous?")),
@@ -335,7 +348,14 @@ def programming(r: random.Random) -> list[Exercise]:
     scope: dict[str, Any] = {}
     exec(code, scope)  # our own, from CODE
     shown = "\n".join(f">>> {call}\n{eval(call, scope)!r}" for call in calls)
-    ask = r.choice(("Write a Python function that {w}.", "I need a function in Python which {w}.", "python: {w}?", "How would you write something that {w}, in Python?"))
+    ask = r.choice(
+        (
+            "Write a Python function that {w}.",
+            "I need a function in Python which {w}.",
+            "python: {w}?",
+            "How would you write something that {w}, in Python?",
+        )
+    )
     turns = [(ask.format(w=what), f"```python\n{code}```\n\nFor example:\n\n```\n{shown}\n```")]
     if r.random() < 0.6:
         name = re.findall(r"def (\w+)", code)[0]

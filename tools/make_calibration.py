@@ -1,3 +1,4 @@
+# ruff: noqa: E501 - texts
 """Make the mixed calibration text that the converter uses for every model but the demo model, and its card.
 
 Everything in it is in the public domain, under CC0 or the Unlicense, or made here. The texts come from a folder with one checkout or unpacked
@@ -23,7 +24,14 @@ import calibration_talk as talk
 
 SEED = 20261126
 # characters of each kind: their shares are those of the calibration rows, which are spread evenly over the text
-SIZES = {"prose": 1_700_000, "encyclopaedic": 1_300_000, "code": 1_900_000, "mathematics": 900_000, "dialogue": 1_300_000, "scripts": 800_000}
+SIZES = {
+    "prose": 1_700_000,
+    "encyclopaedic": 1_300_000,
+    "code": 1_900_000,
+    "mathematics": 900_000,
+    "dialogue": 1_300_000,
+    "scripts": 800_000,
+}
 PIECE = 12_000  # characters of a file before another language has its turn
 
 
@@ -106,7 +114,10 @@ SOURCES = (
 )  # fmt: skip
 GENERATED = (
     ("mathematics", "Exercises with their solutions, in TeX"),
-    ("dialogue", "Conversations: facts of the Factbook, translations of the Declaration, sums, functions of Python with their results, tables"),
+    (
+        "dialogue",
+        "Conversations: facts of the Factbook, translations of the Declaration, sums, functions of Python with their results, tables",
+    ),
 )
 # languages of the Declaration, by file
 LANGUAGES = {
@@ -127,7 +138,9 @@ def plain(markup: str) -> str:
     body = re.sub(r"\s+", " ", body)
     body = re.sub(r"<br ?/?>", "\n", body)
     body = re.sub(r"</(p|h\d|li|dt|dd|blockquote|header|section|tr|hgroup)>", "\n\n", body)
-    text = html.unescape(re.sub(r"<[^>]+>", "", body)).replace("\u2060", "").replace("\u00a0", " ").replace("\u200a", "").replace("\ufeff", "")
+    text = (
+        html.unescape(re.sub(r"<[^>]+>", "", body)).replace("\u2060", "").replace("\u00a0", " ").replace("\u200a", "").replace("\ufeff", "")
+    )
     return re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]*\n[ \t]*", "\n", text)).strip()
 
 
@@ -267,7 +280,9 @@ def card(made: list[dict[str, Any]], size: int) -> str:
     """README.md of the folder."""
     counts = dict.fromkeys(SIZES, 0)
     for record in made:
-        counts[record["kind"]] += len(record["text"]) if "text" in record else sum(len(message["content"]) for message in record["messages"])
+        counts[record["kind"]] += (
+            len(record["text"]) if "text" in record else sum(len(message["content"]) for message in record["messages"])
+        )
     total = sum(counts.values())
     rows = [(s.kind, s.what, s.origin, s.licence) for s in SOURCES]
     rows += [(kind, what, "written by `tools/calibration_talk.py`", "ours") for kind, what in GENERATED]
@@ -284,7 +299,9 @@ def card(made: list[dict[str, Any]], size: int) -> str:
 def main() -> None:
     """Write mixed.jsonl.xz and README.md."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("sources", type=Path, help="folder with a checkout or unpacked package per entry of SOURCES, under its folder's name")
+    parser.add_argument(
+        "sources", type=Path, help="folder with a checkout or unpacked package per entry of SOURCES, under its folder's name"
+    )
     parser.add_argument("out", type=Path, help="folder to write to")
     args = parser.parse_args()
     made = records(args.sources)

@@ -75,7 +75,9 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     add_load_options(parser)
     parser.add_argument("--system", help="system message")
     parser.add_argument("--message", action="append", metavar="TEXT", help="say this instead of reading lines; may be given again")
-    parser.add_argument("--template", metavar="NAME|FILE", help="chat template in place of the model's own: chatml, llama2 ..., or Jinja file")
+    parser.add_argument(
+        "--template", metavar="NAME|FILE", help="chat template in place of the model's own: chatml, llama2 ..., or Jinja file"
+    )
     parser.add_argument("--context", type=int, help="tokens of the whole conversation")
     add_options(parser)
 

@@ -344,8 +344,8 @@ def check_like(loss: float, entropy: float, name: str) -> None:
     """
     if loss - entropy > UNLIKE:
         warnings.warn(
-            f"calibration {name}: unlike the model's own text: a loss of {loss:.2f} nats per token where text of its kind has {entropy:.2f}, "
-            f"expected at most {UNLIKE:g} more; give text of its kind with calibration=, or calibration='self'",
+            f"calibration {name}: unlike the model's own text: a loss of {loss:.2f} nats per token where text of its kind has "
+            f"{entropy:.2f}, expected at most {UNLIKE:g} more; give text of its kind with calibration=, or calibration='self'",
             CalibrationWarning,
             stacklevel=2,
         )

@@ -1,7 +1,7 @@
 """Conversion of any causal language model of Transformers, linear by linear, through hooks on its own modules.
 
-For architectures that `model.archs` does not know. What is measured and how the bits are shared out is as for those that it knows, and so is
-asymmetric calibration; inputs are not refreshed inside a layer, and there is no equalization. The whole model is in memory, in fp32, and
+For architectures that `model.archs` does not know. What is measured, how the bits are shared out and asymmetric calibration are as for
+those that it knows; inputs are not refreshed inside a layer, and there is no equalization. The whole model is in memory, in fp32, and
 twice while it is quantised. Code of a repository is never run.
 """
 
@@ -72,19 +72,21 @@ def load(src: Path, device: torch.device) -> nn.Module:
     """The model as Transformers builds it, in fp32.
 
     Raises:
-        MissingDependency: Transformers is not installed. UnknownArchitecture: it does not know the model, or only by code in its repository.
+        MissingDependency: Transformers is not installed. UnknownArchitecture: it does not know the model, or only by its repository's code.
     """
     try:
         from transformers import AutoModelForCausalLM
     except ImportError as error:
-        raise MissingDependency(f"{src}: converting this architecture needs Transformers ({error}); pip install 'transformers>=5'") from error
+        raise MissingDependency(
+            f"{src}: converting this architecture needs Transformers ({error}); pip install 'transformers>=5'"
+        ) from error
     options: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": False, "local_files_only": True, "use_safetensors": True}
     try:
         model = AutoModelForCausalLM.from_pretrained(src, **options)
     except (ValueError, KeyError, ImportError, OSError) as error:
         raise UnknownArchitecture(
-            f"{src}: neither exl2nb nor Transformers can build this model ({' '.join(str(error).split())[:300]}); code in its repository is "
-            "never run: a newer Transformers may know it"
+            f"{src}: neither exl2nb nor Transformers can build this model ({' '.join(str(error).split())[:300]}); code in its repository "
+            "is never run: a newer Transformers may know it"
         ) from error
     model.requires_grad_(False)
     return model.to(device).eval()
@@ -294,9 +296,7 @@ class Targets:
     source: dict[str, str]
 
 
-def targets_of(
-    model: Any, dense_model: Any, linears: Sequence[Found], rows: Rows, token_weights: dict[str, list[Tensor]]
-) -> Targets:
+def targets_of(model: Any, dense_model: Any, linears: Sequence[Found], rows: Rows, token_weights: dict[str, list[Tensor]]) -> Targets:
     """Moments of what some linears read in the model as it is now, and in the dense one (None: that is not asked for)."""
     moments, cross, source = Moments(), Moments(), dict[str, str]()
     waiting, wanted, other_tokens = set[str](), dict[str, Tensor](), set[str]()
@@ -439,10 +439,14 @@ class GenericPipeline:
             raise ConversionError(f"{self.src}: no gradient reaches the model's linears; expected a decoder that reads input_ids")
         facts = {**rows.facts(), "split": rows.split(), "seed": self.settings.seed, "loss": likeness[0], "entropy": likeness[1]}
         return Measurement(
-            key=hash_of("generic", REVISION, FORMAT, fingerprint, rows.calibrating.numpy().tobytes(), rows.used, self.settings.seed, ANCHORS),
+            key=hash_of(
+                "generic", REVISION, FORMAT, fingerprint, rows.calibrating.numpy().tobytes(), rows.used, self.settings.seed, ANCHORS
+            ),
             linears=measured,
             fingerprint=fingerprint,
-            others=tuple(Other(name, tuple(tensor.shape), tensor.dim() == 1 and layer_of(name) >= 0) for name, tensor in self._others(measured)),
+            others=tuple(
+                Other(name, tuple(tensor.shape), tensor.dim() == 1 and layer_of(name) >= 0) for name, tensor in self._others(measured)
+            ),
             calibration=facts,
         )
 

@@ -301,6 +301,7 @@ class Probe:
         self._size, self._generator = size, generator
 
     def __call__(self, probs: Tensor) -> Tensor:
+        """The changes v of the next tokens' logits, `(tokens, V)` as their probabilities."""
         places = torch.randint(PLACES, (len(probs),), generator=self._generator).to(probs.device)
         change = probs.sqrt() * self._signs.unfold(0, self._size, 1)[places]
         return change - probs * change.sum(-1, keepdim=True)

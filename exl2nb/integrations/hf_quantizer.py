@@ -121,7 +121,9 @@ class Exl2HfQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if type(model).__module__.startswith("transformers_modules"):
-            raise OptionError(f"{type(model).__name__} is code of the model's repository, which is not run with EXL2 weights; leave trust_remote_code out")
+            raise OptionError(
+                f"{type(model).__name__} is code of the model's repository, which is not run with EXL2 weights; leave trust_remote_code out"
+            )
         files = kwargs.get("checkpoint_files")
         if not files:
             raise ConfigError("this Transformers does not say which files it reads; expected 5.0 or newer: pip install -U transformers")

@@ -310,8 +310,8 @@ class Exl2ForCausalLM(PreTrainedModel, GenerationMixin):
     def _get_deprecated_gen_repo(self, generation_mode: Any, *args: Any, **kwargs: Any) -> None:
         if "/" in GENERATION_MODES_MAPPING.get(generation_mode, ""):
             raise OptionError(
-                f"generate: {generation_mode.value} is no part of this Transformers; it has become code in a repository, which is not run here: "
-                "use sampling or beams"
+                f"generate: {generation_mode.value} is no part of this Transformers; it has become code in a repository, which is not "
+                "run here: use sampling or beams"
             )
 
     def _sample(
@@ -321,8 +321,11 @@ class Exl2ForCausalLM(PreTrainedModel, GenerationMixin):
         streamer, mine = kwargs.get("streamer"), self._made_cache
         self._made_cache = None
         plain = {"synced_gpus", "streamer", "attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep", CACHE}
-        known = mine is not None and kwargs.get(CACHE) is mine and not args and all(
-            name in plain or value is None or value is False for name, value in kwargs.items()
+        known = (
+            mine is not None
+            and kwargs.get(CACHE) is mine
+            and not args
+            and all(name in plain or value is None or value is False for name, value in kwargs.items())
         )
         real = _real_tokens(input_ids, kwargs.get("attention_mask"), 0)
         limit = stopping_criteria.max_length
@@ -333,7 +336,7 @@ class Exl2ForCausalLM(PreTrainedModel, GenerationMixin):
             and not generation_config.is_assistant
             and self._mode == self.llm.engine.spec.mode
             and all(type(one) in (MaxLengthCriteria, EosTokenCriteria) for one in stopping_criteria)
-            and 0 < int(real.sum(1).min())
+            and int(real.sum(1).min()) > 0
             and int(real.sum(1).max()) + limit - input_ids.shape[1] <= self.llm.context
             and 0 <= int(input_ids.min()) <= int(input_ids.max()) < self.llm.config.vocab_size
         )

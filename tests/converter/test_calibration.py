@@ -129,7 +129,10 @@ def test_text_unlike_the_models_own_is_named():
         warnings.simplefilter("error")
         check_like(3.4, 3.2, "mine")
         check_like(9.0, 8.9, "noise that the model expects")
-    with pytest.warns(CalibrationWarning, match=r"calibration x.txt: unlike the model's own text: a loss of 7.45 nats .* has 3.48, expected at most 1 more"):
+    with pytest.warns(
+        CalibrationWarning,
+        match=r"calibration x.txt: unlike the model's own text: a loss of 7.45 nats .* has 3.48, expected at most 1 more",
+    ):
         check_like(7.45, 3.48, "x.txt")
 
 
