@@ -78,7 +78,7 @@ def compare(models: list[str], bpw: float, rows: int, used: int, length: int) ->
         print(f"\n{name}, {bpw:g} bpw: KL in nats per token\n")
         print("| text | calibrated on the demo text | on the mixed text | ratio |\n|---|---|---|---|")
         for kind, kl in found.items():
-            print(f"| {kind} | {kl['demo text']:.4f} | {kl['mixed']:.4f} | {kl['mixed'] / kl['demo text']:.2f} |")
+            print(f"| {kind} | {kl['demo text']:.3g} | {kl['mixed']:.3g} | {kl['mixed'] / kl['demo text']:.2f} |")
 
 
 def main() -> None:

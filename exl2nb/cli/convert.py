@@ -42,7 +42,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     from exl2nb.converter.job import ConversionJob
 
     job = ConversionJob(
-        locate(args.source, console.sink),
+        locate(args.source, console.sink, revision=args.revision),
         args.destination,
         bpw=args.bpw,
         target=_target(args),
@@ -108,7 +108,7 @@ def run_measure(args: argparse.Namespace, console: Console) -> int:
     """Measure, write the file, and print the requested plans."""
     from exl2nb.converter.api import measure
 
-    found = measure(locate(args.source, console.sink), args.out, progress=console.sink, **calibration_of(args))
+    found = measure(locate(args.source, console.sink, revision=args.revision), args.out, progress=console.sink, **calibration_of(args))
     plans = [found.solve(bpw) for bpw in args.bpw or ()]
     low, high = found.range
     data: dict[str, Any] = {
@@ -131,6 +131,7 @@ def add_calibration(parser: argparse.ArgumentParser) -> None:
         metavar="SOURCE",
         help="file (.txt, .jsonl, .parquet ...), dataset:owner/name, self, mixed or demo (default: mixed, the packaged mixture of texts)",
     )
+    parser.add_argument("--revision", help="branch, tag or commit of IN on the hub")
     parser.add_argument("--rows", type=int, help="calibration rows (default: by --effort)")
     parser.add_argument("--length", type=int, help="tokens a row (default: by --effort)")
     parser.add_argument("--seed", type=int, default=0)
