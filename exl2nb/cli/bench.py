@@ -9,12 +9,14 @@ import argparse
 import platform
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import exl2nb
 from exl2nb.cli.console import Console
 from exl2nb.cli.doctor import cpu_name
+from exl2nb.cli.generate import read_template
 from exl2nb.cli.models import add_load_options, add_model, demo_directory, locate, open_llm
 from exl2nb.core.errors import OptionError
 from exl2nb.core.progress import Sink
@@ -35,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, default=128, help="prompt tokens of each sequence before decoding is timed (128)")
     parser.add_argument("--tokens", type=int, default=128, help="tokens decoded per sequence and round (128)")
     parser.add_argument("--rounds", type=int, default=3, help="rounds; the median counts (3)")
+    parser.add_argument("--template", metavar="NAME|FILE", help="time prompts in this chat template; `model` = the model's own")
     add_load_options(parser)
     parser.add_argument("--report", action="store_true", help="measure 1 and 8 sequences, memory and KL; print Markdown to paste")
 
@@ -48,26 +51,58 @@ def run(args: argparse.Namespace, console: Console) -> int:
         folder = locate(args.model, console.sink, revision=args.revision)
         if args.batch != 1:
             raise OptionError(f"bench: --batch {args.batch} was given with --report, which measures 1 and 8 sequences; leave --batch out")
+        if args.template is not None:
+            raise OptionError("bench: --template was given with --report, whose numbers are compared between machines; leave it out")
         options = {name: getattr(args, name) for name in ("device", "cache", "context", "tokens", "rounds")}
         report = card_report(folder, **options, progress=console.sink)
         console.result(report, markdown(report))
         return 0
-    start = time.perf_counter()
+    template, start = read_template(args.template), time.perf_counter()
     longest = args.context + args.tokens + spare(args.batch) + 1
     with open_llm(
         args, console.sink, cache=args.cache, context=longest, cache_tokens=args.batch * (longest + 256),
         max_sequences=max(16, args.batch),
     ) as llm:  # fmt: skip
         found: dict[str, Any] = {"model": llm.name, "device": llm.model.device, "load_s": round(time.perf_counter() - start, 3)}
-        found |= measure(llm, batch=args.batch, context=args.context, tokens=args.tokens, rounds=args.rounds)
-    found |= {} if args.draft is None else {"draft": args.draft}
+        prompt = None if args.template is None else chat_prompts(llm, template, args.context)
+        found |= measure(llm, batch=args.batch, context=args.context, tokens=args.tokens, rounds=args.rounds, prompt=prompt)
+    found |= {name: value for name in ("draft", "template") if (value := getattr(args, name)) is not None}
     found |= {"cache": args.cache, "batch": args.batch, "context": args.context, "tokens": args.tokens, "rounds": args.rounds}
     console.result(found, "\n".join(f"{name:24} {value}" for name, value in found.items()))
     return 0
 
 
-def measure(llm: LLM, *, batch: int, context: int, tokens: int, rounds: int) -> dict[str, Any]:
+def chat_prompts(llm: LLM, template: str | None, context: int) -> Callable[[int], list[int]]:
+    """Prompts of `context` tokens in a chat template (None: the model's own), another one for each number.
+
+    Raises:
+        OptionError: the template alone takes more tokens.
+    """
+
+    def rendered(number: int) -> list[int]:
+        words = " ".join(f"{number + i}," for i in range(context))
+        return llm.tokenizer.encode(llm.render_chat(f"Add these numbers: {words}", template=template))
+
+    one, two = rendered(1), rendered(2)
+    end = next((i for i, (a, b) in enumerate(zip(reversed(one), reversed(two))) if a != b), 0)  # tokens after the message
+    begin = next(i for i, (a, b) in enumerate(zip(one, two)) if a != b)
+    if context <= begin + end:
+        raise OptionError(f"bench: --context is {context}; expected more than {begin + end}, the tokens that the template takes")
+
+    def prompt(number: int) -> list[int]:
+        ids = rendered(number)
+        return [*ids[: context - end], *ids[len(ids) - end :]]
+
+    return prompt
+
+
+def measure(
+    llm: LLM, *, batch: int, context: int, tokens: int, rounds: int, prompt: Callable[[int], list[int]] | None = None
+) -> dict[str, Any]:
     """Prefill and decode of `batch` sequences through the engine, tokens counted as they reach Python.
+
+    Args:
+        prompt: gives `context` ids for a number, others for another; None: ids without meaning.
 
     Returns:
         Medians over the rounds: prefill_tok_s, decode_tok_s (all sequences together, from where each of them has begun), decode_ms (a
@@ -86,7 +121,10 @@ def measure(llm: LLM, *, batch: int, context: int, tokens: int, rounds: int) -> 
     llm.generate([3 + i % (vocab - 3) for i in range(min(context, 64))], max_tokens=WARM_UP, **options)
     prefill, decode, lengths, early = [], [], [], 0
     for number in range(rounds + 1):
-        prompts = [[3 + (number * 997 + b * 31 + i * 7) % (vocab - 3) for i in range(context)] for b in range(batch)]
+        if prompt is not None:
+            prompts = [prompt(1 + number * batch + b) for b in range(batch)]
+        else:
+            prompts = [[3 + (number * 997 + b * 31 + i * 7) % (vocab - 3) for i in range(context)] for b in range(batch)]
         begun = time.perf_counter()
         handles = [llm.stream(prompt, max_tokens=tokens + spare(batch) + 1, **options) for prompt in prompts]
         first, _, before = _drain(handles, 1)

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace, console: Console) -> int:
     from exl2nb.converter.job import ConversionJob
 
     job = ConversionJob(
-        locate(args.source, console.sink),
+        locate(args.source, console.sink, revision=args.revision),
         args.destination,
         bpw=args.bpw,
         target=_target(args),
@@ -108,7 +108,7 @@ def run_measure(args: argparse.Namespace, console: Console) -> int:
     """Measure, write the file, and print the requested plans."""
     from exl2nb.converter.api import measure
 
-    found = measure(locate(args.source, console.sink), args.out, progress=console.sink, **calibration_of(args))
+    found = measure(locate(args.source, console.sink, revision=args.revision), args.out, progress=console.sink, **calibration_of(args))
     plans = [found.solve(bpw) for bpw in args.bpw or ()]
     low, high = found.range
     data: dict[str, Any] = {
@@ -127,13 +127,22 @@ def run_measure(args: argparse.Namespace, console: Console) -> int:
 def add_calibration(parser: argparse.ArgumentParser) -> None:
     """Add the options."""
     parser.add_argument(
-        "--calibration", metavar="SOURCE", help="file (.txt, .jsonl, .parquet ...), dataset:owner/name, or self; default: the packaged text"
+        "--calibration",
+        metavar="SOURCE",
+        help="file (.txt, .jsonl, .parquet ...), dataset:owner/name, self, mixed or demo (default: mixed, the packaged mixture of texts)",
     )
+    parser.add_argument("--revision", help="branch, tag or commit of IN on the hub")
     parser.add_argument("--rows", type=int, help="calibration rows (default: by --effort)")
     parser.add_argument("--length", type=int, help="tokens a row (default: by --effort)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--effort", default="quick", help="quick (default), full or thorough")
     parser.add_argument("--device", help="auto (default: the GPU where there is one), cpu or cuda: where the work is done")
+    parser.add_argument(
+        "--generic",
+        action="store_true",
+        default=None,
+        help="linear by linear through Transformers, also for an architecture of our table (others are converted so in any case)",
+    )
     parser.add_argument(
         "--work-dir", type=Path, help="keeps work in progress and the measurement, for later bitrates and after an interrupt"
     )
@@ -141,4 +150,4 @@ def add_calibration(parser: argparse.ArgumentParser) -> None:
 
 def calibration_of(args: argparse.Namespace) -> dict[str, Any]:
     """The same as keywords of `ConversionJob`."""
-    return {name: getattr(args, name) for name in ("calibration", "rows", "length", "seed", "effort", "device", "work_dir")}
+    return {name: getattr(args, name) for name in ("calibration", "rows", "length", "seed", "effort", "device", "work_dir", "generic")}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exl2nb.cli.console import Console
@@ -24,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model(parser, cache="fp16")
     parser.add_argument("--prompt", help="text to continue; `-` or nothing reads standard input")
     parser.add_argument(
-        "--template", metavar="FILE", help="Jinja chat template: the prompt is what the user says; `model` = the model's own"
+        "--template",
+        metavar="NAME|FILE",
+        help="chat template (chatml, llama2 ..., or a Jinja file): the prompt is what the user says; `model` = the model's own",
     )
     parser.add_argument("--context", type=int, help="tokens of prompt and answer together")
     add_load_options(parser)
@@ -56,10 +59,13 @@ def stream_text(handle: Handle, console: Console) -> Completion:
 
 
 def read_template(name: str | None) -> str | None:
-    """The source of --template; None where the model's own is meant."""
+    """What --template names: the source in a file, the name of an instruct format as it is; None where the model's own is meant."""
     from exl2nb.eval.text import read_text
+    from exl2nb.tokenizer.instruct import INSTRUCT
 
-    return None if name in (None, "model") else read_text(name)
+    if name in (None, "model"):
+        return None
+    return name if name in INSTRUCT and not Path(name).is_file() else read_text(name)
 
 
 def _show(console: Console, text: str) -> None:
@@ -74,7 +80,9 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     add_lora_option(parser, LORA)
     parser.add_argument("--system", help="system message")
     parser.add_argument("--message", action="append", metavar="TEXT", help="say this instead of reading lines; may be given again")
-    parser.add_argument("--template", metavar="FILE", help="Jinja chat template in place of the model's own")
+    parser.add_argument(
+        "--template", metavar="NAME|FILE", help="chat template in place of the model's own: chatml, llama2 ..., or Jinja file"
+    )
     parser.add_argument("--context", type=int, help="tokens of the whole conversation")
     add_options(parser)
 

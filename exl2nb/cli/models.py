@@ -52,6 +52,9 @@ ROPE = {
     "theta": "RoPE base, in place of the config's",
 }
 
+LOAD_OPTIONS = ("revision", "device", "draft", "rope_scaling", *(f"rope_{name}" for name in ROPE))
+"""Keywords of `exl2nb.load` that `add_load_options` adds."""
+
 
 def add_load_options(parser: argparse.ArgumentParser, *, draft: bool = True, device: str = "auto") -> None:
     """--revision, --device (named default: this), --draft on request, and the RoPE options of `exl2nb.load`."""
@@ -69,8 +72,7 @@ def add_load_options(parser: argparse.ArgumentParser, *, draft: bool = True, dev
 
 def load_options(args: argparse.Namespace) -> dict[str, Any]:
     """What was given of `add_load_options`, as keywords of `exl2nb.load`."""
-    names = ("revision", "device", "draft", "rope_scaling", *(f"rope_{name}" for name in ROPE))
-    found = {name: value for name in names if (value := getattr(args, name, None)) is not None}
+    found = {name: value for name in LOAD_OPTIONS if (value := getattr(args, name, None)) is not None}
     if "draft" in found:
         found["draft"] = locate_demo(found["draft"])
     return found

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from exl2nb.cli.console import Console
-from exl2nb.cli.models import add_cache_option, add_lora_option, load_loras, locate
+from exl2nb.cli.models import LOAD_OPTIONS, add_cache_option, add_load_options, add_lora_option, load_loras, locate, locate_demo
 from exl2nb.core.errors import OptionError
 
-LOADING = ("cache", "context", "cache_tokens", "max_sequences", "draft", "device", "revision")
+LOADING = ("cache", "context", "cache_tokens", "max_sequences", *LOAD_OPTIONS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,10 +41,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--context", type=int, help="tokens of prompt and answer together")
     parser.add_argument("--cache-tokens", type=int, help="tokens of the cache, shared by all requests")
     parser.add_argument("--max-sequences", type=int, help="requests in one batch (default 16)")
-    parser.add_argument("--draft", help="draft model: directory or hub id")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"))
+    add_load_options(parser)
     add_lora_option(parser, "LoRA adapter that requests may name as MODEL:ADAPTER; again for more")
-    parser.add_argument("--revision", help="branch, tag or commit on the hub")
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
@@ -62,6 +60,8 @@ def run(args: argparse.Namespace, console: Console) -> int:
     llm = None
     if name is not None:
         revision = loading.pop("revision", None)
+        if isinstance(loading.get("draft"), str):
+            loading["draft"] = locate_demo(loading["draft"])
         llm = load(locate(name, console.sink, revision=revision), progress=console.sink, **loading)
         load_loras(llm, adapters, console.sink)
     server = Server(llm, options, owned=True)

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,12 +23,16 @@ from exl2nb.converter.result import Conversion
 from exl2nb.converter.settings import REPORT_ROWS, pick_device, settings
 from exl2nb.converter.weights import DenseWeights
 from exl2nb.converter.work import Context, Work, make_directory
-from exl2nb.core.errors import ConversionError, Interrupted
+from exl2nb.core.errors import ConversionError, Interrupted, UnknownArchitecture
+from exl2nb.core.options import check_flag
 from exl2nb.core.progress import Progress, Sink
 from exl2nb.io import hub
 from exl2nb.model.loader import read_model_config
 from exl2nb.model.store import open_store
 from exl2nb.ops.bf16x3 import bf16x3_linears
+
+if TYPE_CHECKING:
+    from exl2nb.converter.generic import GenericPipeline
 
 
 class ConversionJob:
@@ -46,8 +50,9 @@ class ConversionJob:
         frozen: choices that stay: module key -> groups, an allocation, its JSON, or the directory of an EXL2 model
             (allocation.read_choices).
         calibration: a file (.txt, .jsonl, .json, also as .xz or .gz; .parquet), "dataset:owner/name" on the hub, a list of strings or of
-            conversations, "self" for text that the model writes, or None for the text that comes with the package (samples of the demo
-            model; give a model of yours text of its own kind).
+            conversations, "self" for text that the model writes, "mixed" or "demo" for a text that comes with the package. None: "mixed"
+            (prose, encyclopaedic text, code, mathematics, conversations in the model's own template, 25 scripts), for the demo model
+            "demo". Text unlike the model's own gives a CalibrationWarning (calibration.check_like).
         rows, length: calibration rows and tokens per row; None = what `effort` says.
         report_rows: further rows of the same text, never calibrated on, for the quality in the report; fewer where the text is short.
         seed: of the rows and of the random changes that the sweep sends back.
@@ -59,6 +64,8 @@ class ConversionJob:
             experts.
         device: "cpu", "cuda" or "auto": the GPU where there is one that can be used; None = the variable EXL2NB_DEVICE, or "auto". Files
             made on a GPU differ in bits from those made on the CPU, not in quality.
+        generic: convert linear by linear through Transformers (converter.generic), for architectures that are not in our table; None: those
+            alone. The model must fit memory in fp32; nothing is resumed.
 
     Raises:
         OptionError: an option out of range. ModelNotFound, ConfigError, UnknownArchitecture, FormatError: `src` is not a model that can be
@@ -86,7 +93,11 @@ class ConversionJob:
         rounding: Rounding | None = None,
         polish: bool = False,
         device: str | torch.device | None = None,
+        generic: bool | None = None,
     ) -> None:
+        if generic is not None:
+            check_flag("convert: generic", generic)
+        self._generic = generic
         self.settings = settings(
             bpw=bpw,
             head_bits=head_bits,
@@ -194,9 +205,21 @@ class ConversionJob:
             return run.measure()
 
     @contextmanager
-    def _opened(self, sink: Sink | None) -> Iterator[Pipeline]:
+    def _opened(self, sink: Sink | None) -> Iterator[Pipeline | GenericPipeline]:
         src = hub.resolve(self.src, progress=sink)
-        config = read_model_config(src)
+        try:
+            config = None if self._generic else read_model_config(src)
+        except UnknownArchitecture:
+            if self._generic is False:
+                raise
+            config = None
+        if config is None:
+            from exl2nb.converter.generic import GenericPipeline
+
+            make_directory(self.dst.absolute().parent)
+            with torch.inference_mode(False), torch.no_grad():
+                yield GenericPipeline(self.settings, src, self.dst, self.device, sink, self.check_cancelled)
+            return
         fast = bf16x3_linears(self.device, config.hidden_size)
         with (
             open_store(config, src) as store,

@@ -40,6 +40,7 @@ class MeasureOptions(TypedDict, total=False):
     effort: Literal["quick", "full", "thorough"]
     work_dir: str | os.PathLike[str] | None
     device: str | torch.device | None
+    generic: bool | None
 
 
 class ConvertOptions(MeasureOptions, total=False):

@@ -14,7 +14,20 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from exl2nb.converter.allocation import Allocation, check_overrides
-from exl2nb.converter.calibration import SELF, Rows, check_known, part, read_calibration, split_rows, write_text
+from exl2nb.converter.calibration import (
+    DATE,
+    DEMO,
+    MIXED,
+    SELF,
+    Rows,
+    Source,
+    check_known,
+    check_like,
+    part,
+    read_calibration,
+    split_rows,
+    write_text,
+)
 from exl2nb.converter.equalization import equalize
 from exl2nb.converter.hessian import factorize, input_of
 from exl2nb.converter.measurement import ANCHORS, FORMAT, Measured, Measurement, measure_linear, others_of
@@ -28,7 +41,7 @@ from exl2nb.converter.weights import DenseWeights
 from exl2nb.converter.work import HEAD, REVISION, Context, Work, hash_of
 from exl2nb.core.errors import ConversionError, OptionError
 from exl2nb.core.progress import Forecast, Phase
-from exl2nb.io.hf_config import read_config
+from exl2nb.io.hf_config import read_config, read_json
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.layout import end_vectors, head_linear, layer_linears, layer_vectors
 from exl2nb.model.store import ModelStore
@@ -61,6 +74,7 @@ def measured(context: Context, rows: Rows, seed: int, calibration: dict[str, Any
 
 def _measure(context: Context, rows: Rows, key: str, known: Measurement | None, calibration: dict[str, Any]) -> Measurement:
     weights, work, config, held, visits = context.weights, context.work, context.weights.config, _Held(), {}
+    likeness: dict[str, float] = {}
     linears: dict[str, Measured] = dict(known.linears) if known is not None else {}
     with context.steps("measure", total=2 * config.num_layers + 1, unit="passes", phased=True) as step:
         for statistics in sweep(weights, rows.calibrating, used=rows.used, seed=calibration["seed"], step=step, directory=work.directory):
@@ -68,6 +82,9 @@ def _measure(context: Context, rows: Rows, key: str, known: Measurement | None, 
                 tensors = statistics.tensors()
                 work.save_statistics(key, statistics.layer, tensors)
                 held.add(tensors)
+            if statistics.likeness is not None:
+                check_like(*statistics.likeness, calibration["dataset"])
+                likeness = dict(zip(("loss", "entropy"), statistics.likeness))
             if statistics.visits:
                 visits[str(statistics.layer)] = list(statistics.visits)
             if known is None:
@@ -82,7 +99,7 @@ def _measure(context: Context, rows: Rows, key: str, known: Measurement | None, 
         fingerprint=weights.fingerprint(),
         others=others_of(config),
         cache=CacheShape(config.num_layers, config.num_kv_heads, config.head_dim),
-        calibration={**calibration, **({"expert_tokens": visits} if visits else {})},
+        calibration={**calibration, **likeness, **({"expert_tokens": visits} if visits else {})},
         statistics=held.tensors,
     )
 
@@ -244,11 +261,9 @@ class Pipeline:
             rows = asked.rows + asked.report_rows
             found = write_text(self.src, tokenizer, rows=rows, length=self.length, seed=asked.seed, sink=self.context.sink)
             return *part(found, asked.report_rows), "written by the model"
-        template = "default" in tokenizer.templates.templates
-        text, name = read_calibration(source, functools.partial(_talk, tokenizer) if template else None)
-        ids, held_out = split_rows(tokenizer, text, rows=asked.rows, extra=asked.report_rows, length=self.length, seed=asked.seed)
-        check_known(tokenizer, ids, name)
-        return ids, held_out, name
+        if source is None:
+            source = DEMO if self.weights.fingerprint() == _demo_fingerprint() else MIXED
+        return cut_rows(tokenizer, source, asked, self.length)
 
     def measurement(self, rows: Rows) -> tuple[Measurement, str]:
         """The measurement given, the one in the work folder, or a new one; and the key of the statistics on these rows."""
@@ -321,7 +336,22 @@ class Pipeline:
         return result
 
 
+@functools.cache
+def _demo_fingerprint() -> str:
+    """Of the packaged model, as its measurement says."""
+    return str(read_json(Path(__file__).parent.parent / "demo_model" / "measurement.json")["exl2nb"]["fingerprint"])
+
+
+def cut_rows(tokenizer: Tokenizer, source: Source, asked: Settings, length: int) -> tuple[Tensor, Tensor, str]:
+    """Calibration rows, rows for the report and the text's name, of any source but SELF."""
+    template = "default" in tokenizer.templates.templates
+    text, name = read_calibration(source, functools.partial(_talk, tokenizer) if template else None)
+    ids, held_out = split_rows(tokenizer, text, rows=asked.rows, extra=asked.report_rows, length=length, seed=asked.seed)
+    check_known(tokenizer, ids, name)
+    return ids, held_out, name
+
+
 def _talk(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> str:
     """A conversation as the model's template writes it."""
     template = tokenizer.templates.pick()
-    return render(messages, template, special_tokens=tokenizer.special_tokens, add_generation_prompt=False)
+    return render(messages, template, special_tokens=tokenizer.special_tokens, add_generation_prompt=False, date_string=DATE)

@@ -48,7 +48,8 @@ class LayerStatistics:
 
     Of the rows for Hessians: hessians: input name -> f64 `(K, K)`, weighted by token. token_weights: input name without its expert -> f32
     `(tokens,)`, mean 1. couplings: linear key -> f32 `(N / B, B, B)`, mean products of gradients within blocks of outputs; experts have
-    none. visits: tokens that chose each expert. Of the rows for sensitivity: gradients: linear key -> f64 `(N,)`, mean squared gradient of
+    none. visits: tokens that chose each expert. likeness: of the head, mean loss and mean entropy of the predictions of all rows, nats per
+    token. Of the rows for sensitivity: gradients: linear key -> f64 `(N,)`, mean squared gradient of
     each output.
     """
 
@@ -58,6 +59,7 @@ class LayerStatistics:
     gradients: dict[str, Tensor]
     couplings: dict[str, Tensor]
     visits: tuple[int, ...] = ()
+    likeness: tuple[float, float] | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """What quantising the layer needs later, by name."""
@@ -106,7 +108,7 @@ def sweep(
             check_finite(x[part], f"layer {layer}: its output on the calibration rows")
         step(f"forward, layer {layer}")
     gradient, ends = fresh(), weights.ends(embedding=False)
-    statistics = _head(config, ends, x, used, torch.Generator().manual_seed(seed), gradient)
+    statistics = _head(config, ends, x, ids, used, torch.Generator().manual_seed(seed), gradient)
     del ends, x
     step("loss")
     yield statistics
@@ -185,15 +187,16 @@ class _Kept:
 
 
 def _head(
-    config: ModelConfig, ends: Mapping[str, Tensor], x: Stream, used: int, generator: torch.Generator, gradient: Stream
+    config: ModelConfig, ends: Mapping[str, Tensor], x: Stream, ids: Tensor, used: int, generator: torch.Generator, gradient: Stream
 ) -> LayerStatistics:
     """Statistics of the head's matrix; the gradient of one random change of the logits per token at the last stream goes to `gradient`.
 
     The head needs no such change: a change d of the logits costs (sum p d^2 - (sum p d)^2) / 2, of which p (1 - p) is the diagonal.
     """
-    key, moments, levels = config.names.head, Moments(), _Levels()
+    key, moments, levels = config.names.head, Moments(), Levels()
     square = torch.zeros((), dtype=torch.float64, device=x.device)
-    probe = _Probe(config.vocab_size, generator, x.device)
+    probe = Probe(config.vocab_size, generator, x.device)
+    loss_sum = entropy_sum = 0.0
     for place in range(len(x)):
         with torch.enable_grad():
             leaf = x[place : place + 1][0].detach().requires_grad_(True)
@@ -202,6 +205,9 @@ def _head(
             probs = logprobs.detach().exp()
             loss = (logprobs * probe(probs)).sum()
         gradient[place : place + 1] = torch.autograd.grad(loss, leaf)[0][None]
+        found = logprobs.detach()[:-1]
+        loss_sum -= float(found.gather(-1, ids[place, 1:, None].long().to(x.device)).sum(dtype=torch.float64))
+        entropy_sum -= float((probs[:-1] * found).sum(dtype=torch.float64))
         spread = probs.mul_(1 - probs)
         if place >= used or used == len(x):
             square = square + spread.sum(0, dtype=torch.float64)
@@ -211,6 +217,7 @@ def _head(
         layer=-1,
         hessians=moments.hessians(),
         token_weights={},
+        likeness=(loss_sum / (len(x) * (x.shape[1] - 1)), entropy_sum / (len(x) * (x.shape[1] - 1))),
         gradients={key: square * config.logit_scale**2 / (_judging(x, used) * x.shape[1])},
         couplings={},
     )
@@ -226,7 +233,7 @@ def _backward(config: ModelConfig, layer: int, weights: Mapping[str, Tensor], x:
     linears = layer_linears(config, layer)
     roles = {linear.key: role for role, linear in linears.items()}
     names = input_of(linears)
-    count, moments, levels = used * x.shape[1], Moments(), _Levels()
+    count, moments, levels = used * x.shape[1], Moments(), Levels()
     sample = experts.Sample(config, layer, count)
     products: dict[str, Tensor] = {}
     squares = {linear.key: torch.zeros(linear.out_features, dtype=torch.float64, device=x.device) for linear in linears.values()}
@@ -252,7 +259,7 @@ def _backward(config: ModelConfig, layer: int, weights: Mapping[str, Tensor], x:
                 continue
             found = tape.gradients[key].flatten(0, -2)
             if "." not in role:
-                products[key] = products.get(key, 0) + _products(found).double()
+                products[key] = products.get(key, 0) + products_of(found).double()
             value, rows, total = found.square().sum(1), tape.inputs[key][1], everyone[stem_of(names[role])]
             weight[names[role]] = weight.get(names[role], 0) + value
             total.add_(value) if rows is None else total.index_add_(0, rows, value)
@@ -267,7 +274,7 @@ def _backward(config: ModelConfig, layer: int, weights: Mapping[str, Tensor], x:
     return LayerStatistics(
         layer=layer,
         hessians=sample.complete(weights, moments.hessians(), moments.tokens),
-        token_weights={name: _blend(torch.cat(parts)) for name, parts in tokens.items()},
+        token_weights={name: blend(torch.cat(parts)) for name, parts in tokens.items()},
         gradients=experts.level(gradients, roles),
         couplings={key: product.float() for key, product in products.items()},
         visits=tuple(moments.tokens.get(f"gate.{expert}", 0) for expert in range(moe.num_experts if moe is not None else 0)),
@@ -281,7 +288,7 @@ def _repeatable(x: Stream) -> AbstractContextManager[object]:
     return sdpa_kernel(SDPBackend.MATH) if x.is_cuda else nullcontext()
 
 
-class _Probe:
+class Probe:
     """Changes of logits v with E[v v^T] = diag(p) - p p^T, the curvature of the KL: sqrt(p) with random signs, less what moves all alike.
 
     The gradient of -log p of a label sampled from the model has the same covariance, but where the model is sure of a token, few rare
@@ -294,12 +301,13 @@ class _Probe:
         self._size, self._generator = size, generator
 
     def __call__(self, probs: Tensor) -> Tensor:
+        """The changes v of the next tokens' logits, `(tokens, V)` as their probabilities."""
         places = torch.randint(PLACES, (len(probs),), generator=self._generator).to(probs.device)
         change = probs.sqrt() * self._signs.unfold(0, self._size, 1)[places]
         return change - probs * change.sum(-1, keepdim=True)
 
 
-class _Levels:
+class Levels:
     """Adds tokens to moments, counted half alike and half by their weight.
 
     What is alike for all is the mean weight, which is known only at the end: that of an input's first batch is used instead.
@@ -316,7 +324,7 @@ class _Levels:
         moments.add(name, x[::stride], weight[::stride] / self._mean[name] + 1 if name in self._mean else torch.ones_like(weight[::stride]))
 
 
-def _products(gradient: Tensor) -> Tensor:
+def products_of(gradient: Tensor) -> Tensor:
     """Sums of products within blocks of outputs: `(tokens, N)` -> f32 `(N / B, B, B)`."""
     if block_of(gradient.shape[1]) == gradient.shape[1]:
         return gram(gradient)[None]
@@ -324,7 +332,7 @@ def _products(gradient: Tensor) -> Tensor:
     return blocks.transpose(1, 2) @ blocks
 
 
-def _blend(weight: Tensor) -> Tensor:
+def blend(weight: Tensor) -> Tensor:
     """Half proportional to `weight`, half the same for all; mean 1."""
     mean = weight.double().mean().float()
     return 0.5 + (0.5 * weight / mean if mean > 0 else torch.full_like(weight, 0.5))

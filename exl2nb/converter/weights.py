@@ -166,16 +166,8 @@ class DenseWeights:
         return tensor if shape is None else tensor.expand(shape).contiguous()
 
     def fingerprint(self) -> str:
-        """Hash of the model's files: headers, sizes, and the first and last MiB of each."""
-        digest = hashlib.sha256()
-        for path in self.store.files:
-            digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-            with open(path, "rb") as file:
-                digest.update(file.read(_EDGE_BYTES))
-                file.seek(max(0, path.stat().st_size - _EDGE_BYTES))
-                digest.update(file.read(_EDGE_BYTES))
-        digest.update((Path(self.store.directory) / "config.json").read_bytes())
-        return digest.hexdigest()
+        """Hash of the model's files."""
+        return fingerprint_of(self.store.files, Path(self.store.directory))
 
     def _weight_name(self, linear: Linear) -> str:
         own = f"{linear.key}.weight"
@@ -200,3 +192,16 @@ class DenseWeights:
             largest = max(self.store.info(self._weight_name(linear)).nbytes for linear in linears(self.config))
             self._through = torch.empty(min(largest, _PINNED_BYTES), dtype=torch.uint8, pin_memory=True)
         return self._through
+
+
+def fingerprint_of(files: Sequence[Path], directory: Path) -> str:
+    """Hash of a model's files: headers, sizes, the first and last MiB of each, and config.json."""
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(f"{path.name} {path.stat().st_size}\n".encode())
+        with open(path, "rb") as file:
+            digest.update(file.read(_EDGE_BYTES))
+            file.seek(max(0, path.stat().st_size - _EDGE_BYTES))
+            digest.update(file.read(_EDGE_BYTES))
+    digest.update((directory / "config.json").read_bytes())
+    return digest.hexdigest()

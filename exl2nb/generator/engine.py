@@ -402,9 +402,11 @@ class Engine:
 
     def _collect(self, idle: bool) -> bool:
         """Take new requests in and run calls; wait for something while there is nothing to do. False: the thread is to end."""
+        woken = False
         try:
             if idle:
                 self._wake.get(timeout=IDLE_S)
+            woken = True
             while True:
                 self._wake.get_nowait()
         except queue.Empty:
@@ -424,7 +426,7 @@ class Engine:
         if self.loop.busy:
             return True
         with self._lock:
-            if self._arrived or self._calls or not idle:
+            if self._arrived or self._calls or woken:
                 return True
             self._thread = None
             return False

@@ -19,19 +19,23 @@ from exl2nb.core.options import shown
 try:
     from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
     from transformers.cache_utils import Cache
-    from transformers.generation.utils import GenerationMixin
+    from transformers.generation import EosTokenCriteria, MaxLengthCriteria, logits_process
+    from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMixin
     from transformers.modeling_outputs import CausalLMOutputWithPast
 except ImportError as error:
     raise MissingDependency(f"exl2nb.integrations.transformers needs Transformers ({error}); pip install 'transformers>=5'") from error
 
 from exl2nb.cache.pool import KVCache
 from exl2nb.cache.spec import PAGE_SIZE
+from exl2nb.integrations.hf_quantizer import Exl2Linear
 from exl2nb.io.hf_config import read_config
 from exl2nb.model.batch import Batch, Span
 
 if TYPE_CHECKING:
     from exl2nb.llm.model import LLM
+    from exl2nb.sampling.replay import Draw
 
+__all__ = ["CACHE", "Exl2ForCausalLM", "Exl2Linear", "PagedCache"]
 # what Transformers calls the cache: "past_key_values" until 5.x, "cache" since
 CACHE = "cache" if "cache" in {field.name for field in fields(CausalLMOutputWithPast)} else "past_key_values"
 PIECE = 2048  # tokens of one forward step: other requests of the model run between two of them
@@ -186,7 +190,7 @@ class PagedCache(Cache):
 class Exl2ForCausalLM(PreTrainedModel, GenerationMixin):
     """A loaded model for everything in Transformers that generates: `generate()`, pipelines, streamers, logits processors, assistants.
 
-    Transformers draws the tokens, one forward step each; `llm.generate` batches, drafts and draws in the engine and is faster.
+    A request that the engine can run whole goes to it (`_sample`); otherwise Transformers draws the tokens, one forward step each.
 
     Args:
         llm: a loaded model, which stays its owner's. cache: mode of the KV cache; None = that of `llm`.
@@ -210,6 +214,7 @@ class Exl2ForCausalLM(PreTrainedModel, GenerationMixin):
         config: Any = _config_of(llm)
         super().__init__(config)
         self.llm, self._mode, self._own = llm, cache or llm.engine.spec.mode, False
+        self._made_cache: PagedCache | None = None  # of the running `generate`, which its caller never sees
         path = llm.path / "generation_config.json"
         self.generation_config = (
             GenerationConfig.from_pretrained(llm.path) if path.is_file() else GenerationConfig.from_model_config(config)
@@ -285,14 +290,93 @@ class Exl2ForCausalLM(PreTrainedModel, GenerationMixin):
         raise OptionError(f"save_pretrained: the model's files are in {self.llm.path}; copy them, or convert with exl2nb.convert")
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        given = model_kwargs.get(CACHE)
+        given, self._made_cache = model_kwargs.get(CACHE), None
         if generation_config.cache_implementation is not None:
             raise OptionError(
                 f"generate: cache_implementation is {generation_config.cache_implementation!r}; the cache is paged: leave it out, choose "
                 "its bits with cache= when loading"
             )
         if given is None and generation_config.use_cache is not False:
-            model_kwargs[CACHE] = PagedCache(self.llm, self._mode)
+            model_kwargs[CACHE] = self._made_cache = PagedCache(self.llm, self._mode)
+
+    def load_custom_generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: a way to generate that lies in a repository is a stranger's code.
+
+        Raises:
+            OptionError: always.
+        """
+        raise OptionError("generate: custom_generate names a repository, whose code would be run; expected a function, or leave it out")
+
+    def _get_deprecated_gen_repo(self, generation_mode: Any, *args: Any, **kwargs: Any) -> None:
+        if "/" in GENERATION_MODES_MAPPING.get(generation_mode, ""):
+            raise OptionError(
+                f"generate: {generation_mode.value} is no part of this Transformers; it has become code in a repository, which is not "
+                "run here: use sampling or beams"
+            )
+
+    def _sample(
+        self, input_ids: Tensor, logits_processor: Any, stopping_criteria: Any, generation_config: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run the request in the engine where that gives the same tokens; else step by step, as Transformers does."""
+        streamer, mine = kwargs.get("streamer"), self._made_cache
+        self._made_cache = None
+        plain = {"synced_gpus", "streamer", "attention_mask", "position_ids", "cache_position", "use_cache", "logits_to_keep", CACHE}
+        known = (
+            mine is not None
+            and kwargs.get(CACHE) is mine
+            and not args
+            and all(name in plain or value is None or value is False for name, value in kwargs.items())
+        )
+        real = _real_tokens(input_ids, kwargs.get("attention_mask"), 0)
+        limit = stopping_criteria.max_length
+        ours = (
+            known
+            and limit is not None
+            and not generation_config.return_dict_in_generate
+            and not generation_config.is_assistant
+            and self._mode == self.llm.engine.spec.mode
+            and all(type(one) in (MaxLengthCriteria, EosTokenCriteria) for one in stopping_criteria)
+            and int(real.sum(1).min()) > 0
+            and int(real.sum(1).max()) + limit - input_ids.shape[1] <= self.llm.context
+            and 0 <= int(input_ids.min()) <= int(input_ids.max()) < self.llm.config.vocab_size
+        )
+        drawn = generation_config.do_sample or len(logits_processor) > 0
+        if drawn and (len(input_ids) > 1 or not all(_is_plain(one) for one in logits_processor)):
+            ours = False  # Transformers draws a batch at once, and a processor of the caller's may call the model
+        if not ours:
+            return super()._sample(input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs)  # pyright: ignore
+        ends = [one.eos_token_id.flatten().tolist() for one in stopping_criteria if isinstance(one, EosTokenCriteria)]
+        options: dict[str, Any] = {"stop": sorted({i for some in ends for i in some}), "ignore_eos": True, "temperature": 0}
+        if drawn:
+            draw = _Drawing(input_ids, logits_processor, sample=generation_config.do_sample)
+            options |= {"post_sampling": draw, "speculation": "off"}
+        rows = [ids[kept].tolist() for ids, kept in zip(input_ids.cpu(), real)]
+        made = self._run_whole(rows, limit - input_ids.shape[1], options, streamer)
+        longest, pad = max(map(len, made)), generation_config._pad_token_tensor
+        answers = input_ids.new_full((len(made), longest), 0 if pad is None else int(pad))
+        for row, ids in zip(answers, made):
+            row[: len(ids)] = input_ids.new_tensor(ids)
+        return torch.cat([input_ids, answers], 1)
+
+    def _run_whole(self, rows: list[list[int]], count: int, options: dict[str, Any], streamer: Any) -> list[list[int]]:
+        """The new tokens of each row, what ended it included."""
+        handles = []
+        try:
+            handles += [self.llm.stream(row, max_tokens=count, **options) for row in rows]
+            if streamer is not None:  # Transformers has streamers for one sequence only
+                for chunk in handles[0]:
+                    for token in chunk.tokens:
+                        streamer.put(torch.tensor([token.id]))
+            done = [handle.result() for handle in handles]
+        finally:
+            for handle in handles:
+                handle.cancel()
+        made = [[token.id for token in one.tokens] + ([one.stopped_by] if isinstance(one.stopped_by, int) else []) for one in done]
+        if streamer is not None:
+            if isinstance(done[0].stopped_by, int):
+                streamer.put(torch.tensor([done[0].stopped_by]))
+            streamer.end()
+        return made
 
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, next_sequence_length: int | None = None, attention_mask: Tensor | None = None, **kwargs: Any
@@ -436,6 +520,24 @@ class Exl2ForCausalLM(PreTrainedModel, GenerationMixin):
             return logits, None
         *before, last = states.values()
         return logits, (*before, self.llm.model.final_norm(last))
+
+
+def _is_plain(processor: Any) -> bool:
+    """Whether a logits processor is one of Transformers' own that reads nothing but ids and scores."""
+    return type(processor).__module__ == logits_process.__name__ and not hasattr(processor, "model")
+
+
+class _Drawing:
+    """Draws as Transformers does, inside the engine's step: its processors, torch's random numbers."""
+
+    def __init__(self, ids: Tensor, processors: Any, *, sample: bool) -> None:
+        self._ids, self._processors, self._sample = ids.cpu(), processors, sample
+
+    def __call__(self, draw: Draw) -> int:
+        scores = self._processors(self._ids, torch.as_tensor(draw.logits)[None].clone())
+        token = torch.multinomial(scores.softmax(-1), num_samples=1) if self._sample else scores.argmax(-1, keepdim=True)
+        self._ids = torch.cat([self._ids, token], 1)
+        return int(token)
 
 
 def _indices(parts: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -131,7 +131,9 @@ class LoadBody(Body):
     max_batch_size: int | None = Field(None, ge=1, le=1 << 16)
     prompt_template: str | None = None
     draft_model: DraftBody | None = None
-    device: str | None = Field(None, pattern="^(auto|cpu|cuda)$")
+    device: str | None = Field(None, pattern="^(auto|cpu|cuda(:[0-9]{1,3})?)$")
+    rope_scale: float | None = Field(None, gt=0)
+    rope_alpha: float | None = Field(None, gt=0)
     skip_queue: bool | None = Field(None, description="no effect: requests of the old model end")
 
 
@@ -148,6 +150,8 @@ async def load_model(request: Request, body: LoadBody) -> Any:
         "max_sequences": body.max_batch_size,
         "draft": state.resolve(body.draft_model.draft_model_name) if body.draft_model else None,
         "device": body.device,
+        "rope_scale": body.rope_scale,
+        "rope_alpha": body.rope_alpha,
     }
     options = {name: value for name, value in given.items() if value is not None}
 

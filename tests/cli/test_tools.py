@@ -15,7 +15,7 @@ import torch
 
 import exl2nb
 from exl2nb.cli import doctor
-from exl2nb.cli.bench import markdown, measure
+from exl2nb.cli.bench import chat_prompts, markdown, measure
 from exl2nb.cli.eval import read_source
 from exl2nb.cli.models import demo_directory
 from exl2nb.cli.sampling import MORE, OPTIONS, add_options, given_options
@@ -280,6 +280,32 @@ def test_bench_measures_what_reaches_python(refused, cli_json):
     assert abs(found["decode_ms"] - 2e3 / found["decode_tok_s"]) < 0.01
     assert 16 + 1 + 8 / 2 <= found["decode_context"] < 16 + 8 + 64 + 8  # a text's prompt, its first token, half of what is timed
     assert refused("bench", "demo", "--batch", "0")
+
+
+@pytest.mark.parametrize("template", ["model", "chatml"])
+def test_bench_times_prompts_in_a_chat_template(template, cli_json, refused):
+    few = ("--device", "cpu", "--tokens", "4", "--rounds", "1", "--template", template)
+    found = cli_json("bench", "demo", "--context", "64", *few)
+    assert found["template"] == template and found["prefill_tok_s"] > 0
+    assert "the tokens that the template takes" in refused("bench", "demo", "--context", "4", *few)
+    assert "no such file" in refused("bench", "demo", "--template", "none.jinja").lower()
+    with exl2nb.demo(progress=None) as llm:
+        prompt = chat_prompts(llm, None if template == "model" else template, 64)
+        begin, end = llm.render_chat("MESSAGE", template=None if template == "model" else template).split("MESSAGE")
+        for number in (1, 7):
+            text = llm.tokenizer.decode(prompt(number), skip_special=False)
+            assert len(prompt(number)) == 64 and text.startswith(begin.strip()) and text.endswith(end), text
+        assert prompt(1) != prompt(7)
+
+
+def test_serve_takes_the_options_of_loading(refused):
+    for words, message in [
+        (("--device", "gpu"), "device is 'gpu'; expected auto, cpu, cuda or cuda:N"),
+        (("--rope-scale", "-1"), "rope_scale"),
+        (("--rope-scaling", "x"), "expected a JSON object"),
+        (("--devices", "0,1"), "unrecognized arguments: --devices"),
+    ]:
+        assert message in refused("serve", "demo", *words)
 
 
 SHORT = ("--report", "--context", "16", "--tokens", "4", "--rounds", "1")

@@ -3,17 +3,28 @@
 import gzip
 import json
 import lzma
+import unicodedata
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 
-from exl2nb.converter.calibration import calibration_rows, check_known, read_calibration, split_rows, write_text
-from exl2nb.core.errors import CalibrationWarning, OptionError
+import exl2nb
+from exl2nb.converter import calibration
+from exl2nb.converter.calibration import calibration_rows, check_known, check_like, read_calibration, split_rows, write_text
+from exl2nb.converter.sensitivity import sweep
+from exl2nb.converter.weights import DenseWeights
+from exl2nb.core.errors import CalibrationWarning, OptionError, TokenizerError
+from exl2nb.model.loader import read_model_config
+from exl2nb.model.reference import logits
+from exl2nb.model.store import open_store
 from exl2nb.tokenizer.tokenizer import Tokenizer
 
 from .test_job import ConversionJob, write_model
+
+DEMO_MODEL = Path(exl2nb.__file__).parent / "demo_model"
+MIXED = Path(exl2nb.__file__).parent / "calibration_text" / "mixed.jsonl.xz"
 
 
 class Words:
@@ -61,9 +72,86 @@ def test_sources(tmp_path):
     assert read_calibration(str(tmp_path / "a.xz"))[0] == "squeezed text"
     assert read_calibration(tmp_path / "a.gz")[0] == "zipped text"
     assert read_calibration(["one", "two"]) == ("one\ntwo", "2 strings")
-    text, name = read_calibration(None)
+    text, name = read_calibration("demo")
     assert len(text) > 100_000
     assert name == "(default)"
+
+
+def test_the_mixed_text_has_every_kind_in_its_share():
+    text, name = read_calibration(None)
+    assert (text, name) == read_calibration("mixed") and name == "(mixed)"
+    with lzma.open(MIXED, "rt", encoding="utf-8") as file:
+        records = [json.loads(line) for line in file]
+    sizes = dict.fromkeys(("prose", "encyclopaedic", "code", "mathematics", "dialogue", "scripts"), 0)
+    for record in records:
+        sizes[record["kind"]] += len(record["text"]) if "text" in record else sum(len(m["content"]) for m in record["messages"])
+    assert min(sizes.values()) > 0.05 * sum(sizes.values()) and max(sizes.values()) < 0.3 * sum(sizes.values())
+    assert len({unicodedata.name(c).split()[0] for r in records if r["kind"] == "scripts" for c in r["text"] if c.isalpha()}) >= 25
+    assert all(word in text for word in ("def ", "public static", "#define", "fn ", "\\frac", "User: ", "\n\nAssistant: "))
+    card = (MIXED.parent / "README.md").read_text()
+    assert f"{len(records):,} records" in card and f"{MIXED.stat().st_size:,} bytes" in card
+    table = [line.split("|") for line in card.partition("| licence |")[2].splitlines()[2:] if line.startswith("|")]
+    assert len(table) >= 15 and {row[1].strip() for row in table} == set(sizes)
+    assert all(any(word in row[4] for word in ("public domain", "CC0", "Unlicense", "ours")) for row in table)
+
+
+def test_conversations_of_the_mixed_text_are_written_as_the_model_reads_them():
+    seen = []
+
+    def render(messages):
+        seen.append([message["role"] for message in messages])
+        if messages[0]["role"] == "system":
+            raise TokenizerError("no system message")
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages)
+
+    text, _ = read_calibration("mixed", render)
+    assert ["system", "user"] in [roles[:2] for roles in seen], "tried once"
+    assert sum(roles[0] == "system" for roles in seen) == 1
+    assert "<user>You are a helpful assistant.\n\n" in text and "<assistant>" in text and "User: " not in text
+
+    def refuse(messages):
+        raise TokenizerError("nothing pleases me")
+
+    plain, _ = read_calibration("mixed", refuse)
+    assert plain.count("\n\nAssistant: ") > 1000 and "<user>" not in plain and plain.count("System: ") > 100
+
+
+def test_the_mixed_text_is_the_default_of_all_models_but_the_demo(source, tmp_path):
+    found = []
+    for folder in (DEMO_MODEL, source):
+        with ConversionJob(folder, tmp_path / "out", bpw=4.0, rows=4, report_rows=2, length=64)._opened(None) as run:
+            found.append(run.calibrate().name)
+    assert found == ["(default)", "(mixed)"]
+
+
+def test_text_unlike_the_models_own_is_named():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_like(3.4, 3.2, "mine")
+        check_like(9.0, 8.9, "noise that the model expects")
+    with pytest.warns(
+        CalibrationWarning,
+        match=r"calibration x.txt: unlike the model's own text: a loss of 7.45 nats .* has 3.48, expected at most 1 more",
+    ):
+        check_like(7.45, 3.48, "x.txt")
+
+
+def test_likeness_is_measured_on_the_way(tmp_path):
+    """The demo model on its own text and on code: what the sweep finds is what the logits say."""
+    code = [Path(calibration.__file__).read_text(encoding="utf-8")]
+    config = read_model_config(DEMO_MODEL)
+    encoder = Tokenizer.load(DEMO_MODEL)
+    with open_store(config, DEMO_MODEL) as store, torch.no_grad():
+        weights = DenseWeights(config, store)
+        for text, unlike in ((read_calibration("demo")[0], False), (code[0], True)):
+            ids = calibration_rows(encoder, text, rows=3, length=48)
+            head = next(iter(sweep(weights, ids, used=2, seed=0, step=lambda _: None)))
+            every = {name: tensor for layer in range(config.num_layers) for name, tensor in weights.layer(layer).items()}
+            logprobs = logits(config, {**every, **weights.ends()}, ids).log_softmax(-1)[:, :-1]
+            loss = -logprobs.gather(-1, ids[:, 1:, None].long()).mean()
+            entropy = -(logprobs.exp() * logprobs).sum(-1).mean()
+            assert head.likeness == pytest.approx((float(loss), float(entropy)), rel=1e-3)
+            assert (head.likeness[0] - head.likeness[1] > calibration.UNLIKE) == unlike
 
 
 def test_bad_sources_are_named(tmp_path):

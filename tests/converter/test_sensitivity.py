@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from exl2nb.converter.sensitivity import _Kept, _Probe, _spacing, sweep
+from exl2nb.converter.sensitivity import Probe, _Kept, _spacing, sweep
 
 
 @pytest.fixture
@@ -42,11 +42,11 @@ def test_one_kind_of_rows_serves_for_both(run):
 
 def test_changes_have_the_curvature_of_the_kl():
     p = torch.tensor([0.9, 0.06, 0.03, 0.01, 0.0])
-    v = _Probe(5, torch.Generator().manual_seed(1), p.device)(p.expand(200_000, 5)).double()
+    v = Probe(5, torch.Generator().manual_seed(1), p.device)(p.expand(200_000, 5)).double()
     wanted = (p.diag() - p[:, None] * p).double()
     torch.testing.assert_close(v.T @ v / len(v), wanted, rtol=0.05, atol=2e-3)
     assert float(v.sum(1).abs().max()) < 1e-6
-    again = _Probe(5, torch.Generator().manual_seed(1), p.device)(p.expand(200_000, 5)).double()
+    again = Probe(5, torch.Generator().manual_seed(1), p.device)(p.expand(200_000, 5)).double()
     assert torch.equal(v, again)
 
 

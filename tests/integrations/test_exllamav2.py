@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import exl2nb as ex
-from exl2nb.core.errors import OptionError
+from exl2nb.core.errors import ContextOverflow, OptionError
 from exl2nb.integrations import exllamav2 as ours
 
 pytestmark = pytest.mark.cpu
@@ -335,3 +335,22 @@ def test_the_real_one_stays(monkeypatch):
     monkeypatch.setitem(sys.modules, "exllamav2", real)
     assert not ours.install()
     assert importlib.import_module("exllamav2") is real
+
+
+def test_a_refused_job_leaves_none_of_its_list_running(generator, parts):
+    from exllamav2.generator import ExLlamaV2DynamicJob
+
+    ids = parts[2].encode(PROMPT, add_bos=True)
+    running = ExLlamaV2DynamicJob(ids, 40, gen_settings=greedy())
+    generator.enqueue(running)
+    good, bad = ExLlamaV2DynamicJob(ids, 400, gen_settings=greedy()), ExLlamaV2DynamicJob(torch.zeros(1, 2000, dtype=torch.int64), 5)
+    with pytest.raises(ContextOverflow, match="the prompt has 2000 tokens"):
+        generator.enqueue([good, bad])
+    assert generator.jobs == [running] and good.handle is None and bad.handle is None
+    with pytest.raises(ContextOverflow):
+        generator.generate(["It was", "x " * 3000], 400)
+    assert generator.jobs == [running], "what ran before goes on"
+    while generator.num_remaining_jobs():
+        last = generator.iterate()[-1]
+    assert last["job"] is running and last["new_tokens"] == 40
+    assert generator.llm.engine.wait_idle(10), "the first job of the refused list does not go on either"

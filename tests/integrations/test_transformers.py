@@ -108,6 +108,34 @@ def test_batches_with_left_padding(ours, theirs, batch, options):
     both(ours, theirs, batch, max_new_tokens=16, **options)
 
 
+def test_whole_requests_run_in_the_engine(ours, theirs, one, batch, tokenizer, monkeypatch, capsys):
+    """The same tokens with no step of Transformers', where the engine can do it; with one step a token where it cannot."""
+    steps = []
+    forward = Exl2ForCausalLM.forward
+    monkeypatch.setattr(Exl2ForCausalLM, "forward", lambda self, *args, **kwargs: steps.append(1) or forward(self, *args, **kwargs))
+    both(ours, theirs, one, max_new_tokens=12, do_sample=False)
+    both(ours, theirs, batch, max_new_tokens=12, do_sample=False)
+    both(ours, theirs, one, max_new_tokens=12, do_sample=True, temperature=0.9, top_k=30, min_p=0.02, repetition_penalty=1.2)
+    free = both(ours, theirs, one, max_new_tokens=12, do_sample=False)[0].tolist()
+    end = free[one["input_ids"].shape[1] + 4]
+    ended = both(ours, theirs, batch, max_new_tokens=12, do_sample=False, eos_token_id=[end, 2])
+    assert end in ended[0].tolist() and ended[0, -1] == 0, "the sequence that ended is padded"
+    ours.generate(**one, max_new_tokens=5, do_sample=False, streamer=TextStreamer(tokenizer, skip_prompt=True))
+    assert capsys.readouterr().out.strip() == tokenizer.decode(free[one["input_ids"].shape[1] :][:5])
+    assert not steps
+    both(ours, theirs, batch, max_new_tokens=4, do_sample=True)
+    assert len(steps) == 4
+
+
+def test_code_of_a_repository_is_not_run(ours, one, monkeypatch):
+    for name in ("hf_hub_download", "cached_file"):
+        monkeypatch.setattr(f"transformers.utils.hub.{name}", lambda *_, **__: pytest.fail("asked the hub"))
+    with pytest.raises(OptionError, match="contrastive_search is no part of this Transformers"):
+        ours.generate(**one, penalty_alpha=0.6, top_k=4, max_new_tokens=3)
+    with pytest.raises(OptionError, match="custom_generate names a repository"):
+        ours.generate(**one, custom_generate="owner/name", trust_remote_code=True, max_new_tokens=3)
+
+
 def test_an_assistant_changes_nothing_but_the_speed(ours, theirs, one):
     with ex.load(EXL2, cache="fp32", progress=None) as small:
         assistant = Exl2ForCausalLM(small)

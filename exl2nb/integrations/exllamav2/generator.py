@@ -264,16 +264,16 @@ class ExLlamaV2DynamicGenerator:
 
     def enqueue(self, job: ExLlamaV2DynamicJob | list[ExLlamaV2DynamicJob]) -> int | list[int]:
         """Queue jobs, all or none; errors as of `llm.stream`. Returns serial numbers."""
-        several = job if isinstance(job, list) else [job]
+        several, handles = job if isinstance(job, list) else [job], []
         try:
-            for one in several:
-                prompt, options = one.request(self)
-                one.handle = self.llm.stream(prompt, **options)
-                self.jobs.append(one)
+            for prompt, options in [one.request(self) for one in several]:
+                handles.append(self.llm.stream(prompt, **options))
         except BaseException:
-            for one in several:
-                self.cancel(one)
+            for handle in handles:
+                handle.cancel()
             raise
+        for one, one.handle in zip(several, handles):
+            self.jobs.append(one)
         return [one.serial_number for one in several] if isinstance(job, list) else several[0].serial_number
 
     def cancel(self, job: ExLlamaV2DynamicJob) -> None:

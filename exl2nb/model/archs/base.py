@@ -214,5 +214,9 @@ def parse_config(raw: Mapping[str, Any], *, where: str = "config.json") -> Model
         architecture = ARCHS[names[0]]
     except UnknownArchitecture as error:
         own = "; the code named in its auto_map is never run" if raw.get("auto_map") else ""
-        raise UnknownArchitecture(f"{where}: {error}{own}") from None
+        other = (
+            "; ex.convert makes EXL2 of any model that Transformers knows, which its AutoModelForCausalLM reads after "
+            "`import exl2nb.integrations.transformers`"
+        )
+        raise UnknownArchitecture(f"{where}: {error}{own}{other}") from None
     return architecture.config(names[0], raw, where)
