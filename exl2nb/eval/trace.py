@@ -110,9 +110,10 @@ class Trace(Mapping[str, Tensor]):
         return f"Trace({len(self.ids)} tokens{of}, {len(self.tensors)} tensors, {size_text(self.nbytes)}: {_some(self.tensors)})"
 
     def _repr_html_(self) -> str:
+        left = "<td style='text-align:left'>"
         rows = "".join(
-            f"<tr><td style='text-align:left'>{html.escape(row.name)}</td><td>{row.shape}</td><td>{row.rms:.3g}</td><td>{row.max:.3g}</td></tr>"
-            for row in self.to_frame().head(40).itertuples(index=False)
+            f"<tr>{left}{html.escape(row['name'])}</td><td>{row['shape']}</td><td>{row['rms']:.3g}</td><td>{row['max']:.3g}</td></tr>"
+            for row in self.to_frame().head(40).to_dict("records")
         )
         more = f"<tr><td colspan=4>and {len(self) - 40} more</td></tr>" if len(self) > 40 else ""
         head = "<tr><th style='text-align:left'>point</th><th>shape</th><th>rms</th><th>largest</th></tr>"

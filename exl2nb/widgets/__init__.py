@@ -10,7 +10,9 @@ if TYPE_CHECKING:
     from exl2nb.widgets.bitmap import BitMap
     from exl2nb.widgets.caches import CacheExplorer
     from exl2nb.widgets.compare import Compare
+    from exl2nb.widgets.errorflow import ErrorFlow
     from exl2nb.widgets.explorer import BitrateExplorer
+    from exl2nb.widgets.layerlens import LayerLens
     from exl2nb.widgets.memory_plan import MemoryPlan
     from exl2nb.widgets.microscope import SamplerMicroscope
     from exl2nb.widgets.pagetable import PageTable
@@ -25,7 +27,9 @@ _PUBLIC = {
     "BitrateExplorer": "exl2nb.widgets.explorer",
     "CacheExplorer": "exl2nb.widgets.caches",
     "Compare": "exl2nb.widgets.compare",
+    "ErrorFlow": "exl2nb.widgets.errorflow",
     "ExlWidget": "exl2nb.widgets.base",
+    "LayerLens": "exl2nb.widgets.layerlens",
     "MemoryPlan": "exl2nb.widgets.memory_plan",
     "PageTable": "exl2nb.widgets.pagetable",
     "Playground": "exl2nb.widgets.playground",
@@ -40,7 +44,9 @@ __all__ = [
     "BitrateExplorer",
     "CacheExplorer",
     "Compare",
+    "ErrorFlow",
     "ExlWidget",
+    "LayerLens",
     "MemoryPlan",
     "PageTable",
     "Playground",

@@ -962,6 +962,97 @@ class ServerMonitorState(TypedDict):
     _static: bool
 
 
+# ---- inside the model: one prompt read by several bitrates or caches, the first of them the reference
+
+
+class ReadPrompt(TypedDict):
+    """Read another prompt."""
+
+    type: Literal["read"]
+    prompt: str
+
+
+class PatchedKl(NamedTuple):
+    """Mean KL of model `side` when a layer runs with the reference's weights; side 1 is the first after the reference."""
+
+    side: int
+    layer: int
+    kl: float
+
+
+class FlowResult(TypedDict):
+    """What ErrorFlow shows. labels: of all models, the reference first; the lists that follow are of the others.
+
+    errors: relative, by model, row and layer. flow: of the residual stream, before the first layer, then after attention and MLP of each.
+    cosines: by model, of attention and MLP, by layer: 1 = adds to the stream's error, -1 = cancels it. kl: mean over the tokens.
+    """
+
+    labels: list[str]
+    rows: list[str]
+    layers: int
+    tokens: int
+    errors: list[list[list[float | None]]]
+    flow: list[list[float]]
+    cosines: list[list[list[float]]]
+    kl: list[float]
+    patched: list[PatchedKl]
+
+
+class ErrorFlowState(TypedDict):
+    """Synced traits of ErrorFlow. side: model of the map, from 1; layer: the chosen one, -1 = none."""
+
+    status: Status
+    error: str
+    height: str
+    prompt: str
+    side: int
+    layer: int
+    _result: FlowResult
+    _has_model: bool
+    _protocol: int
+    _static: bool
+
+
+class PatchLayer(TypedDict):
+    """Run a layer with the reference's weights; -1: all layers, one after the other."""
+
+    type: Literal["patch"]
+    layer: int
+
+
+class LensResult(TypedDict):
+    """What LayerLens shows; probabilities travel as whole numbers of 0.01 %. Flat lists count depths (the embedding, then each layer) first.
+
+    texts: of the tokens. words: texts of predicted tokens, by number. top, prob: by model, three for each depth and token. target: what the
+    reference finds most likely in the end, for each token; chance: of it, by model. kl: by model after the reference.
+    """
+
+    labels: list[str]
+    layers: int
+    texts: list[str]
+    words: list[str]
+    top: list[list[int]]
+    prob: list[list[int]]
+    target: list[int]
+    chance: list[list[int]]
+    kl: list[list[float]]
+
+
+class LayerLensState(TypedDict):
+    """Synced traits of LayerLens. token: -1 = the last one."""
+
+    status: Status
+    error: str
+    height: str
+    prompt: str
+    side: int
+    token: int
+    _result: LensResult
+    _has_model: bool
+    _protocol: int
+    _static: bool
+
+
 # ---- the two directions, and the TypeScript
 
 
@@ -989,6 +1080,8 @@ ToKernel = (
     | RunPrompts
     | Sample
     | ShowFrame
+    | ReadPrompt
+    | PatchLayer
 )
 
 

@@ -721,9 +721,88 @@ export interface ServerMonitorState {
   _static: boolean;
 }
 
+/** Read another prompt. */
+export interface ReadPrompt {
+  type: "read";
+  prompt: string;
+}
+
+/** Mean KL of model `side` when a layer runs with the reference's weights; side 1 is the first after the reference. */
+export type PatchedKl = [side: number, layer: number, kl: number];
+
+/**
+ * What ErrorFlow shows. labels: of all models, the reference first; the lists that follow are of the others.
+ *
+ * errors: relative, by model, row and layer. flow: of the residual stream, before the first layer, then after attention and MLP of each.
+ * cosines: by model, of attention and MLP, by layer: 1 = adds to the stream's error, -1 = cancels it. kl: mean over the tokens.
+ */
+export interface FlowResult {
+  labels: string[];
+  rows: string[];
+  layers: number;
+  tokens: number;
+  errors: (((number | null)[])[])[];
+  flow: number[][];
+  cosines: number[][][];
+  kl: number[];
+  patched: PatchedKl[];
+}
+
+/** Synced traits of ErrorFlow. side: model of the map, from 1; layer: the chosen one, -1 = none. */
+export interface ErrorFlowState {
+  status: Status;
+  error: string;
+  height: string;
+  prompt: string;
+  side: number;
+  layer: number;
+  _result: FlowResult;
+  _has_model: boolean;
+  _protocol: number;
+  _static: boolean;
+}
+
+/** Run a layer with the reference's weights; -1: all layers, one after the other. */
+export interface PatchLayer {
+  type: "patch";
+  layer: number;
+}
+
+/**
+ * What LayerLens shows; probabilities travel as whole numbers of 0.01 %. Flat lists count depths (the embedding, then each layer) first.
+ *
+ * texts: of the tokens. words: texts of predicted tokens, by number. top, prob: by model, three for each depth and token. target: what the
+ * reference finds most likely in the end, for each token; chance: of it, by model. kl: by model after the reference.
+ */
+export interface LensResult {
+  labels: string[];
+  layers: number;
+  texts: string[];
+  words: string[];
+  top: number[][];
+  prob: number[][];
+  target: number[];
+  chance: number[][];
+  kl: number[][];
+}
+
+/** Synced traits of LayerLens. token: -1 = the last one. */
+export interface LayerLensState {
+  status: Status;
+  error: string;
+  height: string;
+  prompt: string;
+  side: number;
+  token: number;
+  _result: LensResult;
+  _has_model: boolean;
+  _protocol: number;
+  _static: boolean;
+}
+
 export type FromKernel = Delta | Snapshot | Done | Pong | Tops | Fates;
 
-export type ToKernel = Ready | Resync | Ping | Stop | Generate | ChatSend | ChatAgain | ChatEdit | ChatGo | LookAt | LookInto | Solve | SolveSize | Make | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame;
+export type ToKernel = Ready | Resync | Ping | Stop | Generate | ChatSend | ChatAgain | ChatEdit | ChatGo | LookAt | LookInto | Solve | SolveSize | Make | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame | ReadPrompt | PatchLayer;
 
 export const SAMPLERS: readonly Sampler[] = [
   ["typical_p", "Typical-p", "1 = off", 0.05, 1, 0.05, 0.0, 1.0, 1.0],

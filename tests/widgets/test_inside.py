@@ -1,0 +1,145 @@
+"""The widgets that look inside: what they measure on the demo model and its 4-bit twin, what they refuse, their twins and exports."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import exl2nb as ex
+from exl2nb.core.errors import OptionError
+from exl2nb.widgets import ErrorFlow, LayerLens
+
+EXL2 = Path(__file__).parents[1] / "data" / "demo-exl2-4.0bpw"
+TEXT = "It was a dark night, and the old man"
+
+
+@pytest.fixture(scope="module")
+def low():
+    with ex.load(EXL2, progress=None) as model:
+        yield model
+
+
+@pytest.fixture(scope="module")
+def flow(llm, low):
+    return ErrorFlow({"16 bits": llm, "4 bits": low, "q4 cache": (llm, {"cache": "q4"})}, TEXT)
+
+
+@pytest.fixture(scope="module")
+def lens(llm, low):
+    return LayerLens({"16 bits": llm, "4 bits": low}, TEXT)
+
+
+def test_layer_lens_says_what_traces_say(lens, llm, low):
+    names = ["blocks.0.hook_resid_pre", "blocks.*.hook_resid_post", "logits"]
+    want, got = llm.trace(TEXT, names), low.trace(TEXT, names)
+    frame = lens.to_frame().set_index(["model", "layer", "token"])
+    for layer, token in [(-1, 2), (4, 3), (11, 8)]:
+        one, other = (side.lens(0, "hook_resid_pre") if layer < 0 else side.lens(layer) for side in (want, got))
+        row = frame.loc["4 bits", layer, token]
+        assert row.top == low.tokenizer.piece(int(other[token].argmax()))
+        assert row.prob == pytest.approx(float(other[token].softmax(-1).max()), abs=1e-4)
+        assert row.target == llm.tokenizer.piece(int(want.logits[token].argmax()))
+        assert row.chance == pytest.approx(float(other[token].softmax(-1)[want.logits[token].argmax()]), abs=1e-4)
+        divergence = float(torch.nn.functional.kl_div(other.log_softmax(-1), one.softmax(-1), reduction="none").sum(-1)[token])
+        assert row.kl == pytest.approx(divergence, rel=0.01, abs=1e-6)
+    assert frame.loc["16 bits"].kl.eq(0).all() and "another favourite in" in repr(lens)
+    alone = LayerLens(llm, TEXT)
+    assert alone.to_dict()["top"] == lens.to_dict()["top"][:1] and alone.to_dict()["kl"] == [] and alone._picture() is None
+
+
+def test_error_flow_measures_what_traces_say(flow, llm, low):
+    names = ["blocks.3.hook_resid_mid", "blocks.3.attn.hook_q", "blocks.2.hook_resid_post", "blocks.3.hook_attn_out", "logits"]
+    want, got = llm.trace(TEXT, names), low.trace(TEXT, names)
+
+    def error(name):
+        return float(((got[name] - want[name]).flatten(1).norm(dim=1) / want[name].flatten(1).norm(dim=1)).mean())
+
+    shown = flow.to_dict()
+    assert (shown["labels"], shown["layers"], shown["tokens"]) == (["16 bits", "4 bits", "q4 cache"], 12, len(want.ids))
+    assert shown["errors"][0][shown["rows"].index("q")][3] == pytest.approx(error("blocks.3.attn.hook_q"), rel=1e-3)
+    assert shown["flow"][0][7] == pytest.approx(error("blocks.3.hook_resid_mid"), rel=1e-3)
+    assert shown["kl"][0] == pytest.approx(float(want.kl(got).mean()), rel=1e-3)
+    before, added = (got[name] - want[name] for name in ("blocks.2.hook_resid_post", "blocks.3.hook_attn_out"))
+    cosine = float(torch.nn.functional.cosine_similarity(before, added, dim=1).mean())
+    assert shown["cosines"][0][0][3] == pytest.approx(cosine, abs=1e-3)
+    assert len(flow.to_frame()) == 2 * 12 * len(shown["rows"])
+    assert repr(flow).startswith("ErrorFlow(4 bits: KL 0.0") and "after layer 11; q4 cache" in repr(flow)
+
+
+def test_a_layer_is_patched_back(flow, llm, low):
+    """A bitrate gets the reference's weights, a cache what the reference's heads read."""
+    flow.patch(3).wait().patch(3, side=2).wait()
+    want = llm.trace(TEXT, "logits")
+    by = {(one.side, one.layer): one.kl for one in flow.patched}
+    assert by[1, 3] == pytest.approx(float(want.kl(low.trace(TEXT, "logits", patch={"blocks.3": llm})).mean()), rel=1e-3)
+    z = {name: llm.trace(TEXT, name)[name] for name in ["blocks.3.attn.hook_z"]}
+    assert by[2, 3] == pytest.approx(float(want.kl(llm.trace(TEXT, "logits", patch=z, cache="q4")).mean()), rel=1e-3)
+    flow.patch().wait()
+    assert sum(one.side == 1 for one in flow.patched) == 12 and "KL if patched back" in flow._static_body()
+    with pytest.raises(OptionError, match="layer is 12; expected"):
+        flow.patch(12)
+
+
+def test_messages_of_the_page_read_and_patch(llm, low):
+    widget = ErrorFlow([llm, low], TEXT)
+    assert widget.to_dict()["labels"] == ["demo_model", "demo-exl2-4.0bpw"]
+    before = widget.to_dict()
+    widget._dispatch(None, {"type": "read", "prompt": "She opened the letter"}, [])
+    widget.wait()
+    assert widget.prompt == "She opened the letter" and widget.to_dict()["tokens"] < before["tokens"]
+    widget._dispatch(None, {"type": "patch", "layer": 2}, [])
+    widget.wait()
+    assert [one.layer for one in widget.patched] == [2]
+    widget._dispatch(None, {"type": "read", "prompt": 3}, [])
+    assert widget.status == "error" and "sent no prompt" in widget.error
+
+
+SHOWN = {"flow": ErrorFlow, "lens": LayerLens}
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_what_is_shown_can_be_kept(name, request, tmp_path):
+    """As plain values, as HTML without scripts, as a page of its own; the same again from what to_dict gave."""
+    import json
+
+    widget = request.getfixturevalue(name)
+    again = SHOWN[name](result=json.loads(json.dumps(widget.to_dict())))
+    assert repr(again) == repr(widget) and again.to_dict() == widget.to_dict() and not again._has_model
+    data, _ = widget._repr_mimebundle_()
+    assert "<script" not in data["text/html"] and data["text/plain"] == repr(widget) and data["image/png"]
+    widget.to_html(tmp_path / "page.html")
+    assert 10_000 < (tmp_path / "page.html").stat().st_size < 1_500_000
+    with pytest.raises(OptionError, match="no model is attached"):
+        again.start()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda llm: ErrorFlow(), "expected models, such as"),
+        (lambda llm: ErrorFlow({"a": llm}), "got 1 of .*; expected 2 to 4 bitrates or caches"),
+        (lambda llm: ErrorFlow({"a": llm, "b": "path"}), "'path' is no loaded model.*ex.load"),
+        (lambda llm: ErrorFlow({"a": llm, "b": (llm, {"cash": "q4"})}), "ErrorFlow: b: unknown keyword 'cash'; did you mean 'cache'"),
+        (lambda llm: ErrorFlow({"a": llm, "b": (llm, {"cache": "q5"})}), "unknown cache mode 'q5'"),
+        (lambda llm: ErrorFlow([llm, llm], "a" * 9000), "expected 2 to 512"),
+        (lambda llm: ErrorFlow([llm, llm], 3), "ErrorFlow: .*prompt"),
+        (lambda llm: ErrorFlow(result={"label": []}), "ErrorFlow: result: unknown keyword 'label'; did you mean 'labels'"),
+    ],
+)
+def test_refusals(make, message, llm):
+    with pytest.raises(OptionError, match=message):
+        make(llm)
+
+
+def test_models_of_another_shape_are_refused(llm):
+    class Other:
+        name, trace = "other", print
+        config = type("Config", (), {"num_layers": 3})
+
+    with pytest.raises(OptionError, match="'b' has num_layers 3 and 'a' 12"):
+        ErrorFlow({"a": llm, "b": Other()})
+
+
+def test_numbers_are_finite(flow):
+    assert all(math.isfinite(value) for value in flow.to_frame().error)
