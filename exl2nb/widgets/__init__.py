@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from exl2nb.widgets.attention import AttentionView
     from exl2nb.widgets.base import ExlWidget
     from exl2nb.widgets.bitmap import BitMap
     from exl2nb.widgets.caches import CacheExplorer
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from exl2nb.widgets.weights import WeightBrowser
 
 _PUBLIC = {
+    "AttentionView": "exl2nb.widgets.attention",
     "BitMap": "exl2nb.widgets.bitmap",
     "BitrateExplorer": "exl2nb.widgets.explorer",
     "CacheExplorer": "exl2nb.widgets.caches",
@@ -40,6 +42,7 @@ _PUBLIC = {
     "WeightBrowser": "exl2nb.widgets.weights",
 }
 __all__ = [
+    "AttentionView",
     "BitMap",
     "BitrateExplorer",
     "CacheExplorer",

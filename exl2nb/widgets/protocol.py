@@ -1021,10 +1021,11 @@ class PatchLayer(TypedDict):
 
 
 class LensResult(TypedDict):
-    """What LayerLens shows; probabilities travel as whole numbers of 0.01 %. Flat lists count depths (the embedding, then each layer) first.
+    """What LayerLens shows; probabilities travel as whole numbers of 0.01 %. Flat lists have a row of tokens for each depth.
 
-    texts: of the tokens. words: texts of predicted tokens, by number. top, prob: by model, three for each depth and token. target: what the
-    reference finds most likely in the end, for each token; chance: of it, by model. kl: by model after the reference.
+    Depths: the embedding, then each layer. texts: of the tokens. words: texts of predicted tokens, by number. top, prob: by model, three for
+    each depth and token. target: what the reference finds most likely in the end, for each token; chance: of it, by model. kl: by model
+    after the reference.
     """
 
     labels: list[str]
@@ -1048,6 +1049,49 @@ class LayerLensState(TypedDict):
     side: int
     token: int
     _result: LensResult
+    _has_model: bool
+    _protocol: int
+    _static: bool
+
+
+class AttentionResult(TypedDict):
+    """What AttentionView shows besides patterns. size: rows and columns of a pattern; of fewer than tokens, each is a mean.
+
+    names: of its rows and columns. distance: by model after the reference, layer and head: mean total variation, 0 to 1.
+    """
+
+    labels: list[str]
+    layers: int
+    heads: int
+    tokens: int
+    size: int
+    names: list[str]
+    distance: list[list[list[float]]]
+
+
+class Patterns(TypedDict):
+    """Attention of some heads of a layer: base64 of heads x size x size bytes, by model; a byte b is a share of (b / 255) ** 2."""
+
+    layer: int
+    head: int
+    size: int
+    data: list[str]
+
+
+class AttentionViewState(TypedDict):
+    """Synced traits of AttentionView. _heads: all heads of the chosen layer, small; _one: the chosen head; _stored: in an export, all."""
+
+    status: Status
+    error: str
+    height: str
+    prompt: str
+    side: int
+    layer: int
+    head: int
+    _result: AttentionResult
+    _heads: list[Patterns]
+    _one: list[Patterns]
+    _stored: list[Patterns]
     _has_model: bool
     _protocol: int
     _static: bool

@@ -8,7 +8,7 @@ import torch
 
 import exl2nb as ex
 from exl2nb.core.errors import OptionError
-from exl2nb.widgets import ErrorFlow, LayerLens
+from exl2nb.widgets import AttentionView, ErrorFlow, LayerLens
 
 EXL2 = Path(__file__).parents[1] / "data" / "demo-exl2-4.0bpw"
 TEXT = "It was a dark night, and the old man"
@@ -45,7 +45,45 @@ def test_layer_lens_says_what_traces_say(lens, llm, low):
         assert row.kl == pytest.approx(divergence, rel=0.01, abs=1e-6)
     assert frame.loc["16 bits"].kl.eq(0).all() and "another favourite in" in repr(lens)
     alone = LayerLens(llm, TEXT)
-    assert alone.to_dict()["top"] == lens.to_dict()["top"][:1] and alone.to_dict()["kl"] == [] and alone._picture() is None
+    assert alone.to_frame().top.tolist() == lens.to_frame().query("model == '16 bits'").top.tolist()
+    assert alone.to_dict()["kl"] == [] and alone._picture() is None
+
+
+@pytest.fixture(scope="module")
+def attention(llm, low):
+    return AttentionView({"16 bits": llm, "4 bits": low}, TEXT, layer=6)
+
+
+def test_attention_view_shows_the_patterns_of_traces(attention, llm, low):
+    name = "blocks.6.attn.hook_pattern"
+    want, got = llm.trace(TEXT, name)[name], low.trace(TEXT, name)[name]
+    for side, pattern in enumerate((want, got)):
+        assert (attention.pattern(6, 2, side) - pattern[2]).abs().max() < 0.004, "a byte a place"
+    assert (attention.layer, attention.head) == (6, 2)
+    moved = (want - got).abs().sum(-1).mean(-1) / 2
+    frame = attention.to_frame().query("layer == 6")
+    assert frame.moved.tolist() == pytest.approx(moved.tolist(), rel=1e-3)
+    (heads,), (one,) = attention._heads, attention._one
+    assert (heads["layer"], one["layer"], one["head"]) == (6, 6, 2) and len(one["data"]) == 2
+    attention.layer = 99  # the page shows the last one
+    assert attention._heads[0]["layer"] == 11
+    with pytest.raises(OptionError, match="head is 4; expected"):
+        attention.look(0, 4)
+    attention.look(6, 0)
+    stored = attention._export_state()["_stored"]
+    assert [one["layer"] for one in stored] == list(range(12))
+
+
+def test_attention_of_a_long_text_is_averaged(llm):
+    """Rows are means over queries, and still add up to 1 as far as bytes go; thumbnails too."""
+    view = AttentionView({"fp32": llm, "q4": (llm, {"cache": "q4"})}, "The rain fell on the town. " * 60)
+    shown = view.to_dict()
+    assert shown["size"] == 256 < shown["tokens"] and len(shown["names"]) == 256
+    assert shown["names"][0].startswith("token")
+    assert (view.pattern(0, 0, 1).sum(-1) - 1).abs().max() < 0.15
+    whole = llm.trace("The rain fell on the town. " * 60, "blocks.0.attn.hook_pattern", pattern_size=256)["blocks.0.attn.hook_pattern"]
+    assert (view.pattern(0, 0) - whole[0]).abs().max() < 0.004
+    assert view._heads[0]["size"] == 48 and len(view.to_html()) < 1_600_000
 
 
 def test_error_flow_measures_what_traces_say(flow, llm, low):
@@ -95,7 +133,7 @@ def test_messages_of_the_page_read_and_patch(llm, low):
     assert widget.status == "error" and "sent no prompt" in widget.error
 
 
-SHOWN = {"flow": ErrorFlow, "lens": LayerLens}
+SHOWN = {"flow": ErrorFlow, "lens": LayerLens, "attention": AttentionView}
 
 
 @pytest.mark.parametrize("name", SHOWN)
@@ -124,6 +162,10 @@ def test_what_is_shown_can_be_kept(name, request, tmp_path):
         (lambda llm: ErrorFlow({"a": llm, "b": (llm, {"cache": "q5"})}), "unknown cache mode 'q5'"),
         (lambda llm: ErrorFlow([llm, llm], "a" * 9000), "expected 2 to 512"),
         (lambda llm: ErrorFlow([llm, llm], 3), "ErrorFlow: .*prompt"),
+        (
+            lambda llm: AttentionView(result={"layers": 1, "heads": 1, "size": 2, "patterns": ["AAA="]}),
+            "AttentionView: result cannot be read",
+        ),
         (lambda llm: ErrorFlow(result={"label": []}), "ErrorFlow: result: unknown keyword 'label'; did you mean 'labels'"),
     ],
 )

@@ -769,10 +769,11 @@ export interface PatchLayer {
 }
 
 /**
- * What LayerLens shows; probabilities travel as whole numbers of 0.01 %. Flat lists count depths (the embedding, then each layer) first.
+ * What LayerLens shows; probabilities travel as whole numbers of 0.01 %. Flat lists have a row of tokens for each depth.
  *
- * texts: of the tokens. words: texts of predicted tokens, by number. top, prob: by model, three for each depth and token. target: what the
- * reference finds most likely in the end, for each token; chance: of it, by model. kl: by model after the reference.
+ * Depths: the embedding, then each layer. texts: of the tokens. words: texts of predicted tokens, by number. top, prob: by model, three for
+ * each depth and token. target: what the reference finds most likely in the end, for each token; chance: of it, by model. kl: by model
+ * after the reference.
  */
 export interface LensResult {
   labels: string[];
@@ -795,6 +796,47 @@ export interface LayerLensState {
   side: number;
   token: number;
   _result: LensResult;
+  _has_model: boolean;
+  _protocol: number;
+  _static: boolean;
+}
+
+/**
+ * What AttentionView shows besides patterns. size: rows and columns of a pattern; of fewer than tokens, each is a mean.
+ *
+ * names: of its rows and columns. distance: by model after the reference, layer and head: mean total variation, 0 to 1.
+ */
+export interface AttentionResult {
+  labels: string[];
+  layers: number;
+  heads: number;
+  tokens: number;
+  size: number;
+  names: string[];
+  distance: number[][][];
+}
+
+/** Attention of some heads of a layer: base64 of heads x size x size bytes, by model; a byte b is a share of (b / 255) ** 2. */
+export interface Patterns {
+  layer: number;
+  head: number;
+  size: number;
+  data: string[];
+}
+
+/** Synced traits of AttentionView. _heads: all heads of the chosen layer, small; _one: the chosen head; _stored: in an export, all. */
+export interface AttentionViewState {
+  status: Status;
+  error: string;
+  height: string;
+  prompt: string;
+  side: number;
+  layer: number;
+  head: number;
+  _result: AttentionResult;
+  _heads: Patterns[];
+  _one: Patterns[];
+  _stored: Patterns[];
   _has_model: boolean;
   _protocol: number;
   _static: boolean;
