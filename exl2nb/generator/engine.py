@@ -134,6 +134,10 @@ class SharedModel:
         """As `Model.unembed`."""
         return self._engine.call(partial(self._engine.model.unembed, x))  # pyright: ignore[reportAttributeAccessIssue]
 
+    def matrix(self, layer: int, part: str) -> Tensor | None:
+        """As `Model.matrix`."""
+        return self._engine.call(partial(self._engine.model.matrix, layer, part))  # pyright: ignore[reportAttributeAccessIssue]
+
     def layer(self, index: int, tokens: int) -> Any:
         """As `Model.layer`."""
         return self._engine.call(partial(self._engine.model.layer, index, tokens))  # pyright: ignore[reportAttributeAccessIssue]

@@ -17,12 +17,13 @@ from exl2nb.core.errors import ContextOverflow, EngineClosed, OptionError
 from exl2nb.model.batch import TENSORS, Batch
 from exl2nb.model.config import ModelConfig
 from exl2nb.model.gpu import GpuForward
-from exl2nb.model.layers import Embedding, Head, Layer, RoutedMLP, Step, tensors_of
+from exl2nb.model.layers import MLP, Embedding, Head, Layer, RoutedMLP, Step, tensors_of
 from exl2nb.model.points import Edits, Point, points
 from exl2nb.model.rope import both_tables, rope_switch, rope_tables
 from exl2nb.model.trace import Borrowed, Seen, Walk, layers_of
 from exl2nb.ops import gpu_prefill
 from exl2nb.ops.ahead import draw_ahead, join_ahead, step_draw
+from exl2nb.ops.gpu import unpack_half
 
 SMALL_MODEL_BYTES = 64 << 20  # of weights: what may still stay in a processor's cache
 
@@ -238,6 +239,16 @@ class Model:
             program = self._program
         assert program is not None
         return Borrowed(layers_of(program)[index], program)
+
+    def matrix(self, layer: int, part: str) -> Tensor | None:
+        """A layer's matrix f32 `(K, N)` as the engine multiplies by it, on the CPU: "qkv", "up" ([gate; up]) or "down"; None: it has experts."""
+        if self._network is None:
+            raise EngineClosed("the model was closed; load it again")
+        of = self._network.layers[layer]
+        if part != "qkv" and not isinstance(of.mlp, MLP):
+            return None
+        blob = of.attention.qkv if part == "qkv" else getattr(of.mlp, part)
+        return ops.unpack(blob) if self.device == "cpu" else unpack_half(blob).float().cpu()
 
     def unembed(self, x: Tensor) -> Tensor:
         """Logits f32 `(R, V)` of rows of the residual stream f32 `(R, H)`, after the last norm: the logit lens."""

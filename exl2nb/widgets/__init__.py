@@ -13,9 +13,11 @@ if TYPE_CHECKING:
     from exl2nb.widgets.compare import Compare
     from exl2nb.widgets.errorflow import ErrorFlow
     from exl2nb.widgets.explorer import BitrateExplorer
+    from exl2nb.widgets.histogram import WeightHistogram
     from exl2nb.widgets.layerlens import LayerLens
     from exl2nb.widgets.memory_plan import MemoryPlan
     from exl2nb.widgets.microscope import SamplerMicroscope
+    from exl2nb.widgets.outliers import OutlierMap
     from exl2nb.widgets.pagetable import PageTable
     from exl2nb.widgets.playground import Playground
     from exl2nb.widgets.progress import ProgressView
@@ -33,6 +35,7 @@ _PUBLIC = {
     "ExlWidget": "exl2nb.widgets.base",
     "LayerLens": "exl2nb.widgets.layerlens",
     "MemoryPlan": "exl2nb.widgets.memory_plan",
+    "OutlierMap": "exl2nb.widgets.outliers",
     "PageTable": "exl2nb.widgets.pagetable",
     "Playground": "exl2nb.widgets.playground",
     "ProgressView": "exl2nb.widgets.progress",
@@ -40,6 +43,7 @@ _PUBLIC = {
     "ServerMonitor": "exl2nb.widgets.servermonitor",
     "Speculation": "exl2nb.widgets.speculation",
     "WeightBrowser": "exl2nb.widgets.weights",
+    "WeightHistogram": "exl2nb.widgets.histogram",
 }
 __all__ = [
     "AttentionView",
@@ -51,6 +55,7 @@ __all__ = [
     "ExlWidget",
     "LayerLens",
     "MemoryPlan",
+    "OutlierMap",
     "PageTable",
     "Playground",
     "ProgressView",
@@ -58,6 +63,7 @@ __all__ = [
     "ServerMonitor",
     "Speculation",
     "WeightBrowser",
+    "WeightHistogram",
 ]
 
 

@@ -1021,10 +1021,10 @@ class PatchLayer(TypedDict):
 
 
 class LensResult(TypedDict):
-    """What LayerLens shows; probabilities travel as whole numbers of 0.01 %. Flat lists have a row of tokens for each depth.
+    """What LayerLens shows; probabilities travel as whole numbers of 0.01 %. Flat lists have a row for each depth.
 
-    Depths: the embedding, then each layer. texts: of the tokens. words: texts of predicted tokens, by number. top, prob: by model, three for
-    each depth and token. target: what the reference finds most likely in the end, for each token; chance: of it, by model. kl: by model
+    Depths: the embedding, then each layer. texts: of the tokens. words: texts of predicted tokens, by number. top, prob: by model, three
+    for each depth and token. target: what the reference finds most likely in the end, for each token; chance: of it, by model. kl: by model
     after the reference.
     """
 
@@ -1097,6 +1097,124 @@ class AttentionViewState(TypedDict):
     _static: bool
 
 
+class GroupHistogram(TypedDict):
+    """The group of one model that the chosen row lies in, all its columns.
+
+    first: stored row that it begins with. before, after: how many values of the original (empty where it is not known) and of the model lie
+    in each of equal bins from low to high. codes: how often each code is stored; nearest: how often it would be, were every original value
+    rounded to the nearest level. scales: columns by scale index. error: relative, of the group (null: not known). clipped: share of
+    original values beyond the last level. entropy: of the codes, bits.
+    """
+
+    label: str
+    bits: int
+    group: int
+    groups: int
+    rows: int
+    columns: int
+    first: int
+    low: float
+    high: float
+    before: list[int]
+    after: list[int]
+    codes: list[int]
+    nearest: list[int]
+    scales: list[int]
+    error: float | None
+    clipped: float | None
+    entropy: float
+
+
+class WeightHistogramState(TypedDict):
+    """Synced traits of WeightHistogram. row: of the original matrix."""
+
+    status: Status
+    error: str
+    height: str
+    layer: int
+    matrix: str
+    row: int
+    _layers: list[int]
+    _matrices: list[str]
+    _rows: int
+    _original: str
+    _groups: list[GroupHistogram]
+    _protocol: int
+    _static: bool
+
+
+class ShowGroup(TypedDict):
+    """Show the group of another row."""
+
+    type: Literal["place"]
+    layer: int
+    matrix: str
+    row: int
+
+
+class Massive(NamedTuple):
+    """A massive activation of the residual stream. ratio: over the median magnitude of its layer."""
+
+    side: int
+    layer: int
+    token: int
+    channel: int
+    value: float
+    ratio: float
+
+
+class OutlierResult(TypedDict):
+    """What OutlierMap shows. points: by name. bins: columns of a map, by point; each holds `channels / bins` channels, its largest counts.
+
+    activations: by point and model, base64 of layers x bins bytes; weights: the same, of the matrix that reads the point. A byte b is lows[point] * 10 ** (b * spans[point] / 255), that of weights with weight_lows and weight_spans; 0 is nothing.
+    """
+
+    labels: list[str]
+    layers: int
+    texts: list[str]
+    points: list[str]
+    channels: list[int]
+    bins: list[int]
+    activations: list[list[str]]
+    lows: list[float]
+    spans: list[float]
+    weights: list[list[str]]
+    weight_lows: list[float]
+    weight_spans: list[float]
+    massive: list[Massive]
+
+
+class GroupEffect(TypedDict):
+    """What one channel does to its group of 128: relative rounding error of the others at `bits`, with it and without it."""
+
+    layer: int
+    point: int
+    channel: int
+    bits: int
+    activation: float
+    weight: float
+    activations: list[float]
+    weights: list[float]
+
+
+class OutlierMapState(TypedDict):
+    """Synced traits of OutlierMap. point: number in `points`; channel: -1 = none is chosen."""
+
+    status: Status
+    error: str
+    height: str
+    prompt: str
+    side: int
+    point: int
+    layer: int
+    channel: int
+    _result: OutlierResult
+    _effect: list[GroupEffect]
+    _has_model: bool
+    _protocol: int
+    _static: bool
+
+
 # ---- the two directions, and the TypeScript
 
 
@@ -1126,6 +1244,7 @@ ToKernel = (
     | ShowFrame
     | ReadPrompt
     | PatchLayer
+    | ShowGroup
 )
 
 

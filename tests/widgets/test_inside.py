@@ -8,7 +8,11 @@ import torch
 
 import exl2nb as ex
 from exl2nb.core.errors import OptionError
-from exl2nb.widgets import AttentionView, ErrorFlow, LayerLens
+from exl2nb.model.sources import DenseWeights
+from exl2nb.model.store import open_store
+from exl2nb.quant.exl2 import Exl2Tensors
+from exl2nb.widgets import AttentionView, ErrorFlow, LayerLens, OutlierMap, WeightHistogram
+from exl2nb.widgets.outliers import group_errors
 
 EXL2 = Path(__file__).parents[1] / "data" / "demo-exl2-4.0bpw"
 TEXT = "It was a dark night, and the old man"
@@ -86,6 +90,94 @@ def test_attention_of_a_long_text_is_averaged(llm):
     assert view._heads[0]["size"] == 48 and len(view.to_html()) < 1_600_000
 
 
+@pytest.fixture(scope="module")
+def outliers(llm, low):
+    return OutlierMap({"16 bits": llm, "4 bits": low}, TEXT)
+
+
+def test_outlier_map_says_what_traces_and_weights_say(outliers, llm):
+    name = "blocks.9.hook_resid_pre"
+    stream = llm.trace(TEXT, name)[name]
+    most = outliers.to_frame().iloc[0]
+    token, channel = divmod(int(stream.abs().argmax()), 256)
+    at_9 = outliers.to_frame().query("model == '16 bits' and layer == 9").iloc[0]
+    assert (at_9.token, at_9.channel) == (token, channel) and at_9["value"] == pytest.approx(float(stream[token, channel]), rel=1e-3)
+    assert abs(most["value"]) >= abs(at_9["value"]) and at_9.ratio == pytest.approx(
+        float(stream.abs().max() / stream.abs().median()), rel=1e-3
+    )
+    shown = outliers.ranges(0)
+    assert torch.allclose(shown[9], stream.abs().amax(0), rtol=0.05)
+    with open_store(llm.config, llm.path) as store:
+        weights = DenseWeights(llm.config, store)
+        names = [f"model.layers.4.self_attn.{part}_proj.weight" for part in "qkv"]
+        largest = torch.cat([weights[name].float() for name in names]).abs().amax(0)
+    assert torch.allclose(outliers.ranges(1, weights=True)[4], largest, rtol=0.05)
+    outliers.look(9, channel)
+    effect = outliers.effect
+    assert effect["activations"][0] > effect["activations"][1] > 0 and effect["activation"] == pytest.approx(
+        float(stream[:, channel].abs().max())
+    )
+    outliers._dispatch(None, {"method": "ignored"}, [])
+    with pytest.raises(OptionError, match="channel is 256; expected"):
+        outliers.look(0, 256)
+
+
+def test_one_outlier_costs_its_group():
+    """By hand: three others of 1, a step of 8 / 3 for all of them rounds them to 0; without the outlier they are exact."""
+    values = torch.tensor([[1.0], [8.0], [-1.0], [1.0]])
+    assert group_errors(values, 1, 3) == [1.0, 0.0]
+
+
+@pytest.fixture(scope="module")
+def histogram(llm):
+    widget = WeightHistogram({"16 bits": llm, "4 bits": EXL2}, layer=3, matrix="mlp.down_proj", row=7)
+    yield widget
+    widget.close()
+
+
+def test_weight_histogram_counts_what_the_files_hold(histogram, llm):
+    key = "model.layers.3.mlp.down_proj"
+    (shown,) = histogram._groups
+    with open_store(llm.config, EXL2) as store:
+        stored = Exl2Tensors.read(store, key)
+    first, rows = shown["first"], shown["rows"]
+    perm = stored.perm[first : first + rows]
+    assert 7 in perm.tolist() and shown["bits"] == stored.groups[shown["group"]][0]
+    codes = stored.codes()[first : first + rows]
+    assert shown["codes"] == codes.flatten().bincount(minlength=1 << shown["bits"]).tolist()
+    assert shown["scales"] == stored.scale_index()[shown["group"]].long().bincount(minlength=16).tolist()
+    after = stored.reconstruct()[perm].float()
+    with open_store(llm.config, llm.path) as store:
+        before = DenseWeights(llm.config, store)[f"{key}.weight"].float().T[perm]
+    assert shown["error"] == pytest.approx(float((after - before).norm() / before.norm()), rel=1e-5)
+    assert sum(shown["before"]) == sum(shown["after"]) == sum(shown["nearest"]) == before.numel()
+    assert 3 < shown["entropy"] < 4 and repr(histogram).startswith("WeightHistogram(layer 3 mlp.down_proj, row 7; 4 bits: 4 bits, 3.")
+    assert len(histogram.to_code_frame()) == 16 and histogram.to_frame().error[0] == shown["error"]
+    data, _ = histogram._repr_mimebundle_()
+    assert "<script" not in data["text/html"] and data["image/png"] and "beyond the grid" in data["text/html"]
+    histogram._dispatch(None, {"type": "place", "layer": 2, "matrix": "self_attn.q_proj", "row": 9999}, [])
+    assert (histogram.layer, histogram.matrix, histogram.row) == (2, "self_attn.q_proj", 255)
+    histogram.layer = 1
+    assert histogram._at[0] == 1
+    with pytest.raises(OptionError, match="has no matrix 'mlp'"):
+        histogram.look(matrix="mlp")
+    histogram.look(layer=3, matrix="mlp.down_proj", row=7)
+
+
+@pytest.mark.parametrize(
+    ("sources", "message"),
+    [
+        ([], "got 0 EXL2 models"),
+        ([3], "got 'int'"),
+        ({"a": EXL2, "b": EXL2.parent.parent.parent / "exl2nb" / "demo_model", "c": EXL2.parent.parent.parent / "exl2nb" / "demo_model"},
+         "'c' is not quantised with EXL2, and there is an original already"),
+    ],
+)  # fmt: skip
+def test_weight_histogram_refuses(sources, message):
+    with pytest.raises(OptionError, match=message):
+        WeightHistogram(sources)
+
+
 def test_error_flow_measures_what_traces_say(flow, llm, low):
     names = ["blocks.3.hook_resid_mid", "blocks.3.attn.hook_q", "blocks.2.hook_resid_post", "blocks.3.hook_attn_out", "logits"]
     want, got = llm.trace(TEXT, names), low.trace(TEXT, names)
@@ -133,7 +225,7 @@ def test_messages_of_the_page_read_and_patch(llm, low):
     assert widget.status == "error" and "sent no prompt" in widget.error
 
 
-SHOWN = {"flow": ErrorFlow, "lens": LayerLens, "attention": AttentionView}
+SHOWN = {"flow": ErrorFlow, "lens": LayerLens, "attention": AttentionView, "outliers": OutlierMap}
 
 
 @pytest.mark.parametrize("name", SHOWN)

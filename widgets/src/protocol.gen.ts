@@ -769,10 +769,10 @@ export interface PatchLayer {
 }
 
 /**
- * What LayerLens shows; probabilities travel as whole numbers of 0.01 %. Flat lists have a row of tokens for each depth.
+ * What LayerLens shows; probabilities travel as whole numbers of 0.01 %. Flat lists have a row for each depth.
  *
- * Depths: the embedding, then each layer. texts: of the tokens. words: texts of predicted tokens, by number. top, prob: by model, three for
- * each depth and token. target: what the reference finds most likely in the end, for each token; chance: of it, by model. kl: by model
+ * Depths: the embedding, then each layer. texts: of the tokens. words: texts of predicted tokens, by number. top, prob: by model, three
+ * for each depth and token. target: what the reference finds most likely in the end, for each token; chance: of it, by model. kl: by model
  * after the reference.
  */
 export interface LensResult {
@@ -842,9 +842,115 @@ export interface AttentionViewState {
   _static: boolean;
 }
 
+/**
+ * The group of one model that the chosen row lies in, all its columns.
+ *
+ * first: stored row that it begins with. before, after: how many values of the original (empty where it is not known) and of the model lie
+ * in each of equal bins from low to high. codes: how often each code is stored; nearest: how often it would be, were every original value
+ * rounded to the nearest level. scales: columns by scale index. error: relative, of the group (null: not known). clipped: share of
+ * original values beyond the last level. entropy: of the codes, bits.
+ */
+export interface GroupHistogram {
+  label: string;
+  bits: number;
+  group: number;
+  groups: number;
+  rows: number;
+  columns: number;
+  first: number;
+  low: number;
+  high: number;
+  before: number[];
+  after: number[];
+  codes: number[];
+  nearest: number[];
+  scales: number[];
+  error: number | null;
+  clipped: number | null;
+  entropy: number;
+}
+
+/** Synced traits of WeightHistogram. row: of the original matrix. */
+export interface WeightHistogramState {
+  status: Status;
+  error: string;
+  height: string;
+  layer: number;
+  matrix: string;
+  row: number;
+  _layers: number[];
+  _matrices: string[];
+  _rows: number;
+  _original: string;
+  _groups: GroupHistogram[];
+  _protocol: number;
+  _static: boolean;
+}
+
+/** Show the group of another row. */
+export interface ShowGroup {
+  type: "place";
+  layer: number;
+  matrix: string;
+  row: number;
+}
+
+/** A massive activation of the residual stream. ratio: over the median magnitude of its layer. */
+export type Massive = [side: number, layer: number, token: number, channel: number, value: number, ratio: number];
+
+/**
+ * What OutlierMap shows. points: by name. bins: columns of a map, by point; each holds `channels / bins` channels, its largest counts.
+ *
+ * activations: by point and model, base64 of layers x bins bytes; weights: the same, of the matrix that reads the point. A byte b is lows[point] * 10 ** (b * spans[point] / 255), that of weights with weight_lows and weight_spans; 0 is nothing.
+ */
+export interface OutlierResult {
+  labels: string[];
+  layers: number;
+  texts: string[];
+  points: string[];
+  channels: number[];
+  bins: number[];
+  activations: string[][];
+  lows: number[];
+  spans: number[];
+  weights: string[][];
+  weight_lows: number[];
+  weight_spans: number[];
+  massive: Massive[];
+}
+
+/** What one channel does to its group of 128: relative rounding error of the others at `bits`, with it and without it. */
+export interface GroupEffect {
+  layer: number;
+  point: number;
+  channel: number;
+  bits: number;
+  activation: number;
+  weight: number;
+  activations: number[];
+  weights: number[];
+}
+
+/** Synced traits of OutlierMap. point: number in `points`; channel: -1 = none is chosen. */
+export interface OutlierMapState {
+  status: Status;
+  error: string;
+  height: string;
+  prompt: string;
+  side: number;
+  point: number;
+  layer: number;
+  channel: number;
+  _result: OutlierResult;
+  _effect: GroupEffect[];
+  _has_model: boolean;
+  _protocol: number;
+  _static: boolean;
+}
+
 export type FromKernel = Delta | Snapshot | Done | Pong | Tops | Fates;
 
-export type ToKernel = Ready | Resync | Ping | Stop | Generate | ChatSend | ChatAgain | ChatEdit | ChatGo | LookAt | LookInto | Solve | SolveSize | Make | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame | ReadPrompt | PatchLayer;
+export type ToKernel = Ready | Resync | Ping | Stop | Generate | ChatSend | ChatAgain | ChatEdit | ChatGo | LookAt | LookInto | Solve | SolveSize | Make | Look | RunCaches | HideNeedle | RunPrompts | Sample | ShowFrame | ReadPrompt | PatchLayer | ShowGroup;
 
 export const SAMPLERS: readonly Sampler[] = [
   ["typical_p", "Typical-p", "1 = off", 0.05, 1, 0.05, 0.0, 1.0, 1.0],

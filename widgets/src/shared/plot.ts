@@ -3,7 +3,7 @@
 import { h, setAttributes } from "./dom";
 
 const [LEFT, RIGHT, TOP, BOTTOM] = [52, 10, 10, 26];
-const MOST_NAMES = 12;
+const NAME_WIDTH = 56; // of a place's name
 
 export interface Series {
   name: string;
@@ -73,7 +73,7 @@ export class Plot {
       parts.push(svg("line", { x1: LEFT, x2: this.width - RIGHT, y1: y, y2: y, class: "exl2nb-plot-rule" }));
       parts.push(text(LEFT - 6, y + 4, shown.format(tick), "end"));
     }
-    const every = Math.ceil(count / MOST_NAMES);
+    const every = Math.ceil((count * NAME_WIDTH) / (this.width - LEFT - RIGHT));
     shown.places.forEach((name, i) => {
       if (i % every === 0) parts.push(text(this.x(i), this.height - 8, name, "middle"));
     });
