@@ -241,7 +241,7 @@ class Model:
         return Borrowed(layers_of(program)[index], program)
 
     def matrix(self, layer: int, part: str) -> Tensor | None:
-        """A layer's matrix f32 `(K, N)` as the engine multiplies by it, on the CPU: "qkv", "up" ([gate; up]) or "down"; None: it has experts."""
+        """A layer's matrix f32 `(K, N)` on the CPU, as the engine multiplies by it: "qkv", "up" ([gate; up]) or "down"; None = experts."""
         if self._network is None:
             raise EngineClosed("the model was closed; load it again")
         of = self._network.layers[layer]

@@ -901,7 +901,8 @@ export type Massive = [side: number, layer: number, token: number, channel: numb
 /**
  * What OutlierMap shows. points: by name. bins: columns of a map, by point; each holds `channels / bins` channels, its largest counts.
  *
- * activations: by point and model, base64 of layers x bins bytes; weights: the same, of the matrix that reads the point. A byte b is lows[point] * 10 ** (b * spans[point] / 255), that of weights with weight_lows and weight_spans; 0 is nothing.
+ * activations: by point and model, base64 of layers x bins bytes; weights: the same, of the matrix that reads the point. A byte b is
+ * lows[point] * 10 ** (b * spans[point] / 255), that of weights with weight_lows and weight_spans; 0 is nothing.
  */
 export interface OutlierResult {
   labels: string[];

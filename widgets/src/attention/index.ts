@@ -5,7 +5,7 @@ import { type State, state } from "../shared/afm";
 import { guardKeys, h, root, setAttributes } from "../shared/dom";
 import { percent, visible } from "../shared/format";
 import { perFrame } from "../shared/frame";
-import { HeatMap } from "../shared/heatmap";
+import { HeatMap, packed } from "../shared/heatmap";
 import { Choice, type InsideState, PromptBar } from "../shared/inside";
 import { watchKernel } from "../shared/kernel";
 import { diverging, shade } from "../shared/palette";
@@ -17,6 +17,8 @@ import "./attention.css";
 
 const WATCHED: (keyof AttentionViewState)[] = ["status", "error", "prompt", "side", "layer", "head", "_result", "_heads", "_one"];
 const DIFFERENCE = 8; // times the difference that the colours end at, two bits in the scale of the bit map
+
+const SHADES = Uint32Array.from({ length: 256 }, (_, byte) => packed(shade(byte / 255)));
 
 class AttentionViewer {
   readonly root = root("attention", "Attention view");
@@ -171,8 +173,8 @@ class AttentionViewer {
     this.one = (live ? unpacked(live).map((heads) => heads[0]) : stored).filter((one): one is Pattern => one !== undefined);
     const [first, other] = [this.one[0], this.one[side]];
     this.largeTitle.textContent = `Layer ${layer}, head ${head}: queries down, keys across`;
-    this.show(0, labels[0] ?? "", first, (query, key) => shade(first?.root(query, key) ?? 0));
-    this.show(1, labels[side] ?? "", side > 0 ? other : undefined, (query, key) => shade(other?.root(query, key) ?? 0));
+    this.show(0, labels[0] ?? "", first, (query, key) => shade((first?.byte(query, key) ?? 0) / 255));
+    this.show(1, labels[side] ?? "", side > 0 ? other : undefined, (query, key) => shade((other?.byte(query, key) ?? 0) / 255));
     const both = first && other && side > 0 ? first : undefined;
     const difference = (query: number, key: number) => (other?.share(query, key) ?? 0) - (first?.share(query, key) ?? 0);
     this.show(2, `${labels[side]} − ${labels[0]}: blue more, red less`, both, (query, key) =>
@@ -249,8 +251,9 @@ function small(pattern: Pattern | undefined): HTMLCanvasElement {
   const context = canvas.getContext("2d");
   if (!context || !pattern) return canvas;
   const image = context.createImageData(size, size);
+  const pixels = new Uint32Array(image.data.buffer);
   for (let query = 0; query < size; query++)
-    for (let key = 0; key <= query; key++) image.data.set([...shade(pattern.root(query, key)), 255], 4 * (query * size + key));
+    for (let key = 0; key <= query; key++) pixels[query * size + key] = SHADES[pattern.byte(query, key)] as number;
   context.putImageData(image, 0, 0);
   return canvas;
 }

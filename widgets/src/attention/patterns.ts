@@ -10,13 +10,12 @@ export class Pattern {
 
   /** Attention of a query (row) to a key (column), 0 to 1. */
   share(query: number, key: number): number {
-    const byte = this.bytes[this.offset + query * this.size + key] ?? 0;
-    return (byte / 255) ** 2;
+    return (this.byte(query, key) / 255) ** 2;
   }
 
-  /** The same as travelled: 0 to 1, the square root of the share. */
-  root(query: number, key: number): number {
-    return (this.bytes[this.offset + query * this.size + key] ?? 0) / 255;
+  /** The same as it travelled, 0 to 255: its square root. */
+  byte(query: number, key: number): number {
+    return this.bytes[this.offset + query * this.size + key] ?? 0;
   }
 }
 

@@ -11,6 +11,12 @@ export interface Heat {
   label: string;
 }
 
+/** A colour as a pixel of image data, whose bytes are red, green, blue, alpha; 0 = transparent. */
+export function packed(rgb: Rgb | null): number {
+  if (!rgb) return 0;
+  return ((255 << 24) | (Math.round(rgb[2]) << 16) | (Math.round(rgb[1]) << 8) | Math.round(rgb[0])) >>> 0;
+}
+
 export class HeatMap {
   readonly element = h("div", { class: "exl2nb-heat", role: "application", tabindex: 0, "aria-roledescription": "heat map" });
   readonly canvas = h("canvas", { "aria-hidden": "true" });
@@ -45,11 +51,9 @@ export class HeatMap {
     const context = this.canvas.getContext("2d");
     if (!context || !columns || !rows) return;
     const image = context.createImageData(columns, rows);
+    const pixels = new Uint32Array(image.data.buffer);
     for (let y = 0; y < rows; y++) {
-      for (let x = 0; x < columns; x++) {
-        const rgb = colour(x, y);
-        if (rgb) image.data.set([...rgb, 255], 4 * (y * columns + x));
-      }
+      for (let x = 0; x < columns; x++) pixels[y * columns + x] = packed(colour(x, y));
     }
     context.putImageData(image, 0, 0);
     this.mark(...this.at);
