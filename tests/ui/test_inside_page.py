@@ -93,7 +93,7 @@ def test_layer_lens_follows_a_token(page, made):
     heat = page.get_by_role("application")
     heat.focus()
     page.keyboard.press("ArrowDown")
-    assert page.locator(".exl2nb-inside-line").inner_text().startswith("layer 10, after")
+    assert page.locator(".exl2nb-inside-line").inner_text().startswith("layer 11, after")
 
 
 def test_attention_view_shows_a_head_and_what_it_loses(page, made):
